@@ -1,0 +1,339 @@
+//! `kasctl agents`: who is connected, and to which replica.
+
+use std::{
+    collections::BTreeMap,
+    time::Duration,
+};
+
+use proto::kas::api::v1::{
+    ConnectedAgentInfo, KasAddress, UnansweredReplica, WatchConnectedAgentsRequest, WatchConnectedAgentsResponse,
+    watch_connected_agents_response::Event,
+};
+use serde::Serialize;
+use tonic::Streaming;
+
+use crate::{
+    address::host_port,
+    api::{Client, UNARY_TIMEOUT},
+    cli::{AgentsArgs, Format},
+    clock,
+    duration::humane,
+    explain::{Asked, Call},
+    failure::{Exit, Failure},
+    output::{Output, note},
+    table::{Table, printable},
+};
+
+const TITLES: [&str; 8] = ["AGENT", "NAME", "PROJECT", "CONNECTION", "POD", "VERSION", "CONNECTED", "KAS"];
+const WATCH_TITLES: [&str; 9] =
+    ["EVENT", "AGENT", "NAME", "PROJECT", "CONNECTION", "POD", "VERSION", "CONNECTED", "KAS"];
+
+/// An agent and a connection of it: what makes a row.
+type Key = (i64, i64);
+
+/// Lists connections, and with `--watch` every change of them.
+///
+/// # Errors
+/// When the list cannot be had or written. A list without the part of some replica is [`Exit::Partial`].
+pub(crate) async fn run(
+    client: Client,
+    mut output: Output,
+    args: AgentsArgs,
+    format: Format,
+) -> Result<Exit, Failure> {
+    let call = client.call(Asked::Kas, (!args.watch).then_some(UNARY_TIMEOUT));
+    let question = WatchConnectedAgentsRequest {
+        project_id: args.project.unwrap_or_default(),
+        agent_id: args.agent.map(ids::AgentId::get).unwrap_or_default(),
+    };
+    let request = client.request(&call, question)?;
+    client
+        .within(&call, async {
+            let answer = client.kas().watch_connected_agents(request).await;
+            let events = answer.map_err(|status| client.explain(&call, &status))?.into_inner();
+            let mut events = Events { events, client: &client, call: &call };
+            let (agents, unanswered) = events.snapshot().await?;
+            for replica in &unanswered {
+                note(format_args!(
+                    "warning: kas at {} did not answer ({}): the list is partial",
+                    address(replica.address.as_ref()),
+                    printable(&replica.reason)
+                ));
+            }
+            if args.watch {
+                watch(&mut output, format, agents, &unanswered, events).await
+            } else {
+                list(&mut output, format, agents, &unanswered).await
+            }
+        })
+        .await
+}
+
+/// The stream of changes, with its errors explained.
+struct Events<'a> {
+    events: Streaming<WatchConnectedAgentsResponse>,
+    client: &'a Client,
+    call: &'a Call,
+}
+
+impl Events<'_> {
+    /// Returns the next change that this version knows.
+    async fn next(&mut self) -> Result<Event, Failure> {
+        loop {
+            let message = self.events.message().await;
+            match message.map_err(|status| self.client.explain(self.call, &status))? {
+                Some(WatchConnectedAgentsResponse { event: Some(event) }) => return Ok(event),
+                Some(WatchConnectedAgentsResponse { event: None }) => {}
+                None => return Err(self.call.explain_broken("it ended the watch, as a replica does that shuts down")),
+            }
+        }
+    }
+
+    async fn snapshot(&mut self) -> Result<(BTreeMap<Key, ConnectedAgentInfo>, Vec<UnansweredReplica>), Failure> {
+        let mut agents = BTreeMap::new();
+        loop {
+            match self.next().await? {
+                Event::Connected(agent) => {
+                    agents.insert((agent.id, agent.connection_id), agent);
+                }
+                Event::Disconnected(gone) => {
+                    agents.remove(&(gone.id, gone.connection_id));
+                }
+                Event::SnapshotComplete(complete) => return Ok((agents, complete.unanswered)),
+            }
+        }
+    }
+}
+
+async fn list(
+    output: &mut Output,
+    format: Format,
+    agents: BTreeMap<Key, ConnectedAgentInfo>,
+    unanswered: &[UnansweredReplica],
+) -> Result<Exit, Failure> {
+    match format {
+        Format::Json => {
+            let document = ListJson {
+                agents: agents.values().map(AgentJson::from).collect(),
+                unanswered: unanswered.iter().map(UnansweredJson::from).collect(),
+            };
+            output.json_document(&document).await?;
+        }
+        Format::Table => {
+            let now = clock::since_epoch();
+            let mut rows = vec![TITLES.map(str::to_owned)];
+            rows.extend(agents.values().map(|agent| cells(agent, now)));
+            output.write(Table::new(TITLES).rows(&rows).as_bytes()).await?;
+            if agents.is_empty() {
+                note("no agent is connected");
+            }
+        }
+    }
+    Ok(if unanswered.is_empty() { Exit::Ok } else { Exit::Partial })
+}
+
+async fn watch(
+    output: &mut Output,
+    format: Format,
+    mut agents: BTreeMap<Key, ConnectedAgentInfo>,
+    unanswered: &[UnansweredReplica],
+    mut events: Events<'_>,
+) -> Result<Exit, Failure> {
+    let mut table = Table::new(WATCH_TITLES);
+    match format {
+        Format::Table => {
+            let now = clock::since_epoch();
+            let mut rows = vec![WATCH_TITLES.map(str::to_owned)];
+            rows.extend(agents.values().map(|agent| event_cells("present", agent, now)));
+            output.write(table.rows(&rows).as_bytes()).await?;
+        }
+        Format::Json => {
+            for agent in agents.values() {
+                output.json_line(&EventJson::Connected { agent: agent.into() }).await?;
+            }
+            let unanswered = unanswered.iter().map(UnansweredJson::from).collect();
+            output.json_line(&EventJson::SnapshotComplete { unanswered }).await?;
+        }
+    }
+    loop {
+        let (name, agent) = match events.next().await? {
+            Event::Connected(agent) => {
+                agents.insert((agent.id, agent.connection_id), agent.clone());
+                ("connected", agent)
+            }
+            Event::Disconnected(gone) => {
+                let known = agents.remove(&(gone.id, gone.connection_id));
+                let bare =
+                    || ConnectedAgentInfo { id: gone.id, connection_id: gone.connection_id, ..Default::default() };
+                ("disconnected", known.unwrap_or_else(bare))
+            }
+            Event::SnapshotComplete(_) => continue,
+        };
+        match format {
+            Format::Table => {
+                let row = event_cells(name, &agent, clock::since_epoch());
+                output.write(table.rows([&row]).as_bytes()).await?;
+            }
+            Format::Json => {
+                let agent = AgentJson::from(&agent);
+                let event = if name == "connected" {
+                    EventJson::Connected { agent }
+                } else {
+                    EventJson::Disconnected { agent }
+                };
+                output.json_line(&event).await?;
+            }
+        }
+    }
+}
+
+fn cells(agent: &ConnectedAgentInfo, now: Duration) -> [String; 8] {
+    let known = |number: i64| if number == 0 { String::new() } else { number.to_string() };
+    [
+        agent.id.to_string(),
+        agent.name.clone(),
+        known(agent.project_id),
+        known(agent.connection_id),
+        pod(agent),
+        agent.version.clone(),
+        age(agent, now).map(humane).unwrap_or_default(),
+        address(agent.kas_address.as_ref()),
+    ]
+}
+
+fn event_cells(event: &str, agent: &ConnectedAgentInfo, now: Duration) -> [String; 9] {
+    let [id, name, project, connection, pod, version, connected, kas] = cells(agent, now);
+    [event.to_owned(), id, name, project, connection, pod, version, connected, kas]
+}
+
+fn pod(agent: &ConnectedAgentInfo) -> String {
+    if agent.pod_namespace.is_empty() {
+        agent.pod_name.clone()
+    } else {
+        format!("{}/{}", agent.pod_namespace, agent.pod_name)
+    }
+}
+
+/// Returns how long ago it connected; a stamp of the future, from another clock, is just now.
+fn age(agent: &ConnectedAgentInfo, now: Duration) -> Option<Duration> {
+    let at = agent.connected_at.as_ref()?;
+    let at = Duration::from_secs(at.seconds.try_into().ok()?);
+    Some(now.saturating_sub(at))
+}
+
+fn address(address: Option<&KasAddress>) -> String {
+    address.map(|address| host_port(&address.ip, address.port)).unwrap_or_default()
+}
+
+/// One document: what `-o json` prints. Field names are a promise to scripts.
+#[derive(Serialize)]
+struct ListJson<'a> {
+    agents: Vec<AgentJson<'a>>,
+    unanswered: Vec<UnansweredJson<'a>>,
+}
+
+/// One line of `--watch -o json`.
+#[derive(Serialize)]
+#[serde(tag = "event", rename_all = "snake_case")]
+enum EventJson<'a> {
+    Connected { agent: AgentJson<'a> },
+    Disconnected { agent: AgentJson<'a> },
+    SnapshotComplete { unanswered: Vec<UnansweredJson<'a>> },
+}
+
+#[derive(Serialize)]
+struct AgentJson<'a> {
+    id: i64,
+    name: &'a str,
+    project_id: i64,
+    /// Text: it has 63 bits, and many readers of JSON keep only 53.
+    connection_id: String,
+    version: &'a str,
+    commit: &'a str,
+    pod_namespace: &'a str,
+    pod_name: &'a str,
+    /// RFC 3339, in UTC.
+    connected_at: Option<String>,
+    kas_address: Option<AddressJson<'a>>,
+}
+
+#[derive(Serialize)]
+struct AddressJson<'a> {
+    ip: &'a str,
+    port: u32,
+}
+
+#[derive(Serialize)]
+struct UnansweredJson<'a> {
+    address: Option<AddressJson<'a>>,
+    reason: &'a str,
+}
+
+impl<'a> From<&'a ConnectedAgentInfo> for AgentJson<'a> {
+    fn from(agent: &'a ConnectedAgentInfo) -> Self {
+        Self {
+            id: agent.id,
+            name: &agent.name,
+            project_id: agent.project_id,
+            connection_id: agent.connection_id.to_string(),
+            version: &agent.version,
+            commit: &agent.commit,
+            pod_namespace: &agent.pod_namespace,
+            pod_name: &agent.pod_name,
+            connected_at: agent.connected_at.as_ref().map(ToString::to_string),
+            kas_address: agent.kas_address.as_ref().map(AddressJson::from),
+        }
+    }
+}
+
+impl<'a> From<&'a KasAddress> for AddressJson<'a> {
+    fn from(address: &'a KasAddress) -> Self {
+        Self { ip: &address.ip, port: address.port }
+    }
+}
+
+impl<'a> From<&'a UnansweredReplica> for UnansweredJson<'a> {
+    fn from(replica: &'a UnansweredReplica) -> Self {
+        Self { address: replica.address.as_ref().map(AddressJson::from), reason: &replica.reason }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn agent() -> ConnectedAgentInfo {
+        ConnectedAgentInfo {
+            id: 7,
+            connection_id: i64::MAX,
+            version: "v14.1.0".to_owned(),
+            pod_namespace: "gitlab".to_owned(),
+            pod_name: "agentk-1".to_owned(),
+            connected_at: Some(prost_types::Timestamp { seconds: 1_700_000_000, nanos: 0 }),
+            kas_address: Some(KasAddress { ip: "fd00::1".to_owned(), port: 8155 }),
+            project_id: 3,
+            name: "prod".to_owned(),
+            ..Default::default()
+        }
+    }
+
+    #[test]
+    fn row_shows_age_pod_and_replica() {
+        assert_eq!(
+            cells(&agent(), Duration::from_secs(1_700_000_090)),
+            ["7", "prod", "3", "9223372036854775807", "gitlab/agentk-1", "v14.1.0", "1m30s", "[fd00::1]:8155"]
+        );
+        assert_eq!(cells(&agent(), Duration::from_secs(5))[6], "0s", "a clock behind that of kas");
+        assert_eq!(cells(&ConnectedAgentInfo { id: 1, ..Default::default() }, Duration::ZERO)[6], "");
+    }
+
+    #[test]
+    fn json_keeps_every_bit_of_a_connection_id() {
+        let agent = agent();
+        let json = serde_json::to_value(EventJson::Connected { agent: (&agent).into() }).unwrap();
+        assert_eq!(json["event"], "connected");
+        assert_eq!(json["agent"]["connection_id"], "9223372036854775807");
+        assert_eq!(json["agent"]["connected_at"], "2023-11-14T22:13:20Z");
+        assert_eq!(json["agent"]["kas_address"], serde_json::json!({"ip": "fd00::1", "port": 8155}));
+    }
+}

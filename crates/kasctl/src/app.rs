@@ -1,0 +1,76 @@
+//! Runs one command, and says how it went.
+
+use std::process::ExitCode;
+
+use clap::{CommandFactory as _, Parser as _};
+
+use crate::{
+    agents, api,
+    cli::{Cli, Command, TokenCommand},
+    failure::{Exit, Failure},
+    output::{Output, note},
+    pods, request, token,
+};
+
+/// Runs the command of the process' arguments.
+pub(crate) fn main() -> ExitCode {
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(usage) => {
+            // `--help | head` may close the pipe early: that is no failure.
+            let _ = usage.print();
+            return if usage.use_stderr() { Exit::Usage } else { Exit::Ok }.into();
+        }
+    };
+    let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
+        Ok(runtime) => runtime,
+        Err(e) => return report(Err(Failure::Runtime(e))).into(),
+    };
+    let done = runtime.block_on(run(cli));
+    // A read of a terminal or a write to a stopped pager would otherwise hold the process.
+    runtime.shutdown_background();
+    report(done).into()
+}
+
+fn report(done: Result<Exit, Failure>) -> Exit {
+    match done {
+        Ok(exit) => exit,
+        Err(failure) => {
+            if !failure.is_silent() {
+                note(&failure);
+            }
+            failure.exit()
+        }
+    }
+}
+
+async fn run(cli: Cli) -> Result<Exit, Failure> {
+    let mut output = Output::new();
+    let Cli { global, command } = cli;
+    let format = global.output;
+    match command {
+        Command::Agents(args) => {
+            api::with_client(global.settings(), async |client| agents::run(client, output, args, format).await)
+                .await
+        }
+        Command::Pods(args) => {
+            api::with_client(global.settings(), async |client| pods::run(client, output, args, format).await).await
+        }
+        Command::Request(args) => {
+            // A file that is not there is found before kas is asked.
+            let prepared = request::Prepared::new(args).await?;
+            api::with_client(global.settings(), async |client| prepared.run(client, output).await).await
+        }
+        Command::Token(TokenCommand::Api(args)) => {
+            token::api(&mut output, global.secret_file.as_deref(), &args).await
+        }
+        Command::Token(TokenCommand::Agent(args)) => token::agent(&mut output, &args).await,
+        Command::Token(TokenCommand::Hash { file }) => token::hash(&mut output, &file).await,
+        Command::Completions { shell } => {
+            let mut script = Vec::new();
+            clap_complete::generate(shell, &mut Cli::command(), "kasctl", &mut script);
+            output.write(&script).await?;
+            Ok(Exit::Ok)
+        }
+    }
+}

@@ -1,0 +1,305 @@
+//! One HTTP/2 connection to kas, below tonic's generated clients.
+//!
+//! Not tonic's `Channel`: it ends a call by its own timer, a moment before kas can answer
+//! "deadline exceeded" with what became of the request; and it connects behind the scenes, so that
+//! "kas is not there" and "kas went away in the middle" look the same. An operator must tell them apart.
+
+use std::{
+    error::Error as _,
+    io,
+    path::{Path, PathBuf},
+    pin::Pin,
+    sync::{Arc, OnceLock},
+    task::{Context, Poll},
+    time::Duration,
+};
+
+use bytes::Bytes;
+use http_body_util::{BodyExt as _, combinators::UnsyncBoxBody};
+use hyper::client::conn::http2::{Builder, SendRequest};
+use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
+use rustls::{ClientConfig, RootCertStore};
+use rustls_pki_types::{CertificateDer, ServerName, pem::PemObject as _};
+use tokio::{
+    io::{AsyncRead, AsyncWrite, ReadBuf},
+    net::{TcpStream, UnixStream},
+    task::JoinHandle,
+};
+use tonic::body::Body;
+
+use crate::address::Address;
+
+/// How long name resolution, TCP and TLS may take together.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
+/// How often a waiting call checks that kas is still there. A 14.1 kas ends connections that ping more often
+/// than every 20 s.
+const PING_INTERVAL: Duration = Duration::from_secs(30);
+/// How long kas may take to answer a ping.
+const PING_TIMEOUT: Duration = Duration::from_secs(15);
+
+/// What the operator said about TLS.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct TlsOptions {
+    /// PEM file with the only authorities to trust; `None`: those of the system.
+    pub(crate) ca_file: Option<PathBuf>,
+    /// The name that the certificate must have; `None`: the host of the address.
+    pub(crate) server_name: Option<String>,
+}
+
+/// Why there is no connection. Nothing was sent to kas.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum Error {
+    /// The host has no address.
+    #[error("cannot resolve the name: {}", kind(.0))]
+    Resolve(#[source] io::Error),
+    /// Nobody listens, or the network is in the way.
+    #[error("{}", kind(.0))]
+    Connect(#[source] io::Error),
+    /// The other end is not a TLS server, or not one to trust.
+    #[error("TLS handshake failed: {0}")]
+    Tls(#[source] io::Error),
+    /// No answer to the attempt.
+    #[error("no connection within {}", crate::duration::humane(*.0))]
+    Timeout(Duration),
+    /// HTTP/2 could not begin.
+    #[error("HTTP/2 did not start")]
+    Http(#[source] hyper::Error),
+    /// `--ca-file` cannot be used.
+    #[error("cannot use the CA file {}: {}", .0.display(), .1)]
+    CaFile(PathBuf, #[source] rustls_pki_types::pem::Error),
+    /// `--ca-file` has no certificate.
+    #[error("no certificate in the CA file {}", .0.display())]
+    NoCertificate(PathBuf),
+    /// A certificate that rustls does not accept as an authority, or a system without authorities.
+    #[error("no usable certificate authority")]
+    Authority(#[source] rustls::Error),
+    /// `--server-name` or the host is not a name.
+    #[error("{0} is not a name that a certificate can have")]
+    ServerName(String),
+}
+
+/// `io::Error` shows "Connection refused (os error 111)"; its kind says the same in our style.
+fn kind(error: &io::Error) -> String {
+    match error.kind() {
+        io::ErrorKind::Other => error.to_string(),
+        kind if kind.to_string() == "uncategorized error" => error.to_string(),
+        kind => kind.to_string(),
+    }
+}
+
+/// What the other end showed of itself.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Peer {
+    /// Nothing: it took the connection, and closed it or kept silent.
+    Silent,
+    /// HTTP/2.
+    Http2,
+    /// HTTP/1: another port of kas, or another server.
+    Http1,
+    /// TLS, where plain text was asked for.
+    Tls,
+    /// Something else.
+    Other,
+}
+
+impl Peer {
+    fn of(first_bytes: &[u8]) -> Self {
+        match first_bytes {
+            // The first frame of an HTTP/2 server is SETTINGS (type 4) on stream 0.
+            [_, _, _, 4, ..] => Self::Http2,
+            [b'H', b'T', b'T', b'P', ..] => Self::Http1,
+            // An alert or a handshake record.
+            [0x15 | 0x16, 3, ..] => Self::Tls,
+            _ => Self::Other,
+        }
+    }
+}
+
+/// A call ended without an answer, because of the connection or of a reset.
+#[derive(Debug, thiserror::Error)]
+#[error("{text}")]
+pub(crate) struct Lost {
+    /// The causes, joined. They are not `source()`: tonic would take them for an answer of kas.
+    text: String,
+    /// What a reset or a farewell said.
+    pub(crate) reason: Option<h2::Reason>,
+}
+
+impl From<hyper::Error> for Lost {
+    fn from(error: hyper::Error) -> Self {
+        let mut text = error.to_string();
+        let mut reason = None;
+        let mut source = error.source();
+        while let Some(cause) = source {
+            let shown = cause.to_string();
+            if !text.ends_with(&shown) {
+                text = format!("{text}: {shown}");
+            }
+            if let Some(h2) = cause.downcast_ref::<h2::Error>() {
+                reason = h2.reason();
+            }
+            source = cause.source();
+        }
+        Self { text, reason }
+    }
+}
+
+/// The sending half of a connection; a clone sends on the same one.
+#[derive(Clone)]
+pub(crate) struct Link {
+    sender: SendRequest<Body>,
+    peer: Arc<OnceLock<Peer>>,
+}
+
+impl Link {
+    /// Returns what the other end has shown of itself so far.
+    pub(crate) fn peer(&self) -> Peer {
+        self.peer.get().copied().unwrap_or(Peer::Silent)
+    }
+}
+
+impl tower_service::Service<http::Request<Body>> for Link {
+    type Response = http::Response<UnsyncBoxBody<Bytes, Lost>>;
+    type Error = Lost;
+    type Future = Pin<Box<dyn Future<Output = Result<Self::Response, Lost>> + Send>>;
+
+    fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), Lost>> {
+        self.sender.poll_ready(cx).map_err(Lost::from)
+    }
+
+    fn call(&mut self, mut request: http::Request<Body>) -> Self::Future {
+        let agent = const { concat!("kasctl/", env!("CARGO_PKG_VERSION")) };
+        request.headers_mut().insert(http::header::USER_AGENT, http::HeaderValue::from_static(agent));
+        let answer = self.sender.send_request(request);
+        Box::pin(async move {
+            let answer = answer.await?;
+            Ok(answer.map(|body| body.map_err(Lost::from).boxed_unsync()))
+        })
+    }
+}
+
+/// Opens a connection. The task that drives it ends when every [`Link`] and every call is dropped.
+///
+/// # Errors
+/// [`Error`]; nothing is left behind.
+pub(crate) async fn connect(address: &Address, tls: &TlsOptions) -> Result<(Link, JoinHandle<()>), Error> {
+    tokio::time::timeout(CONNECT_TIMEOUT, dial(address, tls))
+        .await
+        .unwrap_or(Err(Error::Timeout(CONNECT_TIMEOUT)))
+}
+
+async fn dial(address: &Address, tls: &TlsOptions) -> Result<(Link, JoinHandle<()>), Error> {
+    match address {
+        Address::Unix(path) => speak(UnixStream::connect(path).await.map_err(Error::Connect)?).await,
+        Address::Tcp { tls: encrypted, host, port } => {
+            let addresses: Vec<_> =
+                tokio::net::lookup_host((host.as_str(), *port)).await.map_err(Error::Resolve)?.collect();
+            let tcp = TcpStream::connect(&addresses[..]).await.map_err(Error::Connect)?;
+            // Small messages go both ways; without this, each waits for the one before.
+            tcp.set_nodelay(true).map_err(Error::Connect)?;
+            if !encrypted {
+                return speak(tcp).await;
+            }
+            let name = tls.server_name.as_deref().unwrap_or(host);
+            let name =
+                ServerName::try_from(name.to_owned()).map_err(|_| Error::ServerName(name.to_owned()))?;
+            let connector = tokio_rustls::TlsConnector::from(Arc::new(tls_config(tls.ca_file.as_deref())?));
+            speak(connector.connect(name, tcp).await.map_err(Error::Tls)?).await
+        }
+    }
+}
+
+async fn speak(io: impl AsyncRead + AsyncWrite + Send + Unpin + 'static) -> Result<(Link, JoinHandle<()>), Error> {
+    let peer = Arc::new(OnceLock::new());
+    let io = TokioIo::new(Observed { io, peer: Arc::clone(&peer) });
+    let (sender, connection) = Builder::new(TokioExecutor::new())
+        .timer(TokioTimer::new())
+        .keep_alive_interval(PING_INTERVAL)
+        .keep_alive_timeout(PING_TIMEOUT)
+        .handshake(io)
+        .await
+        .map_err(Error::Http)?;
+    let driver = tokio::spawn(async move {
+        // Each call learns by itself that the connection is gone.
+        let _ = connection.await;
+    });
+    Ok((Link { sender, peer }, driver))
+}
+
+fn tls_config(ca_file: Option<&Path>) -> Result<ClientConfig, Error> {
+    let mut roots = RootCertStore::empty();
+    if let Some(file) = ca_file {
+        let unusable = |e| Error::CaFile(file.to_owned(), e);
+        for certificate in CertificateDer::pem_file_iter(file).map_err(unusable)? {
+            roots.add(certificate.map_err(unusable)?).map_err(Error::Authority)?;
+        }
+        if roots.is_empty() {
+            return Err(Error::NoCertificate(file.to_owned()));
+        }
+    } else {
+        // A single odd certificate in the system's store must not stop the rest; none at all fails below.
+        roots.add_parsable_certificates(rustls_native_certs::load_native_certs().certs);
+        if roots.is_empty() {
+            return Err(Error::Authority(rustls::Error::General("the system has none; use --ca-file".to_owned())));
+        }
+    }
+    let mut config = ClientConfig::builder().with_root_certificates(roots).with_no_client_auth();
+    config.alpn_protocols = vec![b"h2".to_vec()];
+    Ok(config)
+}
+
+/// Notes what the first bytes from the other end are.
+struct Observed<T> {
+    io: T,
+    peer: Arc<OnceLock<Peer>>,
+}
+
+impl<T: AsyncRead + Unpin> AsyncRead for Observed<T> {
+    fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        let before = buf.filled().len();
+        let read = Pin::new(&mut self.io).poll_read(cx, buf);
+        if self.peer.get().is_none() && buf.filled().len() > before {
+            let _ = self.peer.set(Peer::of(&buf.filled()[before..]));
+        }
+        read
+    }
+}
+
+impl<T: AsyncWrite + Unpin> AsyncWrite for Observed<T> {
+    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.io).poll_write(cx, buf)
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.io).poll_flush(cx)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.io).poll_shutdown(cx)
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bufs: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.io).poll_write_vectored(cx, bufs)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.io.is_write_vectored()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn first_bytes_tell_what_the_other_end_speaks() {
+        assert_eq!(Peer::of(&[0, 0, 18, 4, 0, 0, 0, 0, 0]), Peer::Http2);
+        assert_eq!(Peer::of(b"HTTP/1.1 400 Bad Request\r\n"), Peer::Http1);
+        assert_eq!(Peer::of(&[0x15, 3, 3, 0, 2, 2, 40]), Peer::Tls);
+        assert_eq!(Peer::of(b"-ERR unknown command"), Peer::Other);
+    }
+}

@@ -1,0 +1,251 @@
+//! `kasctl request`: an HTTP request to the Kubernetes API of an agent's cluster, streamed both ways.
+
+use std::{collections::BTreeMap, path::PathBuf};
+
+use bytes::{BufMut as _, Bytes, BytesMut};
+use futures_util::stream::{self, Stream};
+use proto::gitlab::agent::{
+    grpctool::{HttpRequest, http_request, http_response},
+    prototool::{self, Values},
+};
+use tokio::{
+    io::{AsyncRead, AsyncReadExt as _},
+    sync::oneshot,
+};
+
+use crate::{
+    api::Client,
+    cli::RequestArgs,
+    explain::Asked,
+    failure::{Exit, Failure},
+    output::{Output, note},
+    table::printable,
+    version,
+};
+
+/// The largest piece of a body, as the other senders of this protocol have it.
+const CHUNK: usize = 32 * 1024;
+
+/// Where a request's body comes from.
+type Source = Box<dyn AsyncRead + Send + Unpin>;
+
+/// A request whose body can be read.
+pub(crate) struct Prepared {
+    args: RequestArgs,
+    /// What the body is called in an error message.
+    name: PathBuf,
+    body: Option<Source>,
+}
+
+impl Prepared {
+    /// Opens the body.
+    ///
+    /// # Errors
+    /// When its file cannot be opened.
+    pub(crate) async fn new(args: RequestArgs) -> Result<Self, Failure> {
+        let (name, body): (PathBuf, Option<Source>) = match args.data.as_deref() {
+            None => (PathBuf::new(), None),
+            Some("@-") => ("standard input".into(), Some(Box::new(tokio::io::stdin()))),
+            Some(data) => match data.strip_prefix('@') {
+                None => ("the data".into(), Some(Box::new(std::io::Cursor::new(data.as_bytes().to_vec())))),
+                Some(file) => {
+                    let path = PathBuf::from(file);
+                    match tokio::fs::File::open(&path).await {
+                        Ok(file) => (path, Some(Box::new(file))),
+                        Err(cause) => return Err(Failure::File { verb: "read", path, cause }),
+                    }
+                }
+            },
+        };
+        Ok(Self { args, name, body })
+    }
+
+    /// Sends the request and prints the answer as it comes.
+    ///
+    /// # Errors
+    /// When the answer is not complete, whoever is to blame; what came before has been printed.
+    pub(crate) async fn run(self, client: Client, mut output: Output) -> Result<Exit, Failure> {
+        let Self { args, name, body } = self;
+        let call = client.call(Asked::Request(args.agent), None);
+        let (broken, mut is_broken) = oneshot::channel();
+        let messages = messages(head(&args, body.is_some()), body, broken);
+        let request = client.agent_request(&call, args.agent, args.connection, messages)?;
+        let exchange = client.within(&call, async {
+            let answer = client.kubernetes().make_request(request).await;
+            let mut answer = answer.map_err(|status| client.explain(&call, &status))?.into_inner();
+            let mut status = None;
+            let mut complete = false;
+            while let Some(message) = answer.message().await.map_err(|status| client.explain(&call, &status))? {
+                match message.message {
+                    Some(http_response::Message::Header(header)) if status.is_none() => {
+                        let head = header.response.unwrap_or_default();
+                        if args.include {
+                            output.write(shown(&head).as_bytes()).await?;
+                        }
+                        status = Some(head);
+                    }
+                    Some(http_response::Message::Data(data)) if status.is_some() && !complete => {
+                        output.write(&data.data).await?;
+                    }
+                    Some(http_response::Message::Trailer(_)) if status.is_some() && !complete => complete = true,
+                    _ => return Err(call.explain_broken("the answer is not in the order of the protocol")),
+                }
+            }
+            match status {
+                Some(head) if complete => Ok(head),
+                _ => Err(call.explain_broken("the answer ended before it was complete")),
+            }
+        });
+        let head = tokio::select! {
+            biased;
+            // Dropping the exchange resets the call: the agent must not take half a body for a whole one.
+            Ok(cause) = &mut is_broken => return Err(Failure::File { verb: "read", path: name, cause }),
+            head = exchange => head?,
+        };
+        if args.fail && head.status_code >= 400 {
+            note(format_args!("the cluster answered {}", status_text(&head)));
+            return Ok(Exit::HttpStatus);
+        }
+        Ok(Exit::Ok)
+    }
+}
+
+fn head(args: &RequestArgs, has_body: bool) -> prototool::HttpRequest {
+    let mut header: BTreeMap<String, Values> = BTreeMap::new();
+    for given in &args.headers {
+        header.entry(given.name.clone()).or_default().value.push(given.value.clone());
+    }
+    let mut default = |name: &str, value: &str| {
+        header.entry(name.to_owned()).or_insert_with(|| Values { value: vec![value.to_owned()] });
+    };
+    default("User-Agent", &format!("kasctl/{}", version::short()));
+    if has_body {
+        default("Content-Type", "application/json");
+    }
+    prototool::HttpRequest {
+        method: args.method.clone(),
+        header,
+        url_path: args.target.path.clone(),
+        query: args.target.query.clone(),
+    }
+}
+
+/// What the next message of a request is.
+enum Next {
+    Head(prototool::HttpRequest, Option<Source>, oneshot::Sender<std::io::Error>),
+    Body(Source, oneshot::Sender<std::io::Error>),
+    Trailer,
+    End,
+}
+
+/// Returns the messages of a request: a head, pieces of the body as they can be read, a trailer.
+///
+/// When the body breaks, `broken` is told and the stream never ends: its end would look like that of a body.
+fn messages(
+    head: prototool::HttpRequest,
+    body: Option<Source>,
+    broken: oneshot::Sender<std::io::Error>,
+) -> impl Stream<Item = HttpRequest> + Send + 'static {
+    let message = |message| HttpRequest { message: Some(message) };
+    stream::unfold(Next::Head(head, body, broken), move |next| async move {
+        match next {
+            Next::Head(request, body, broken) => {
+                let head = http_request::Header { request: Some(request), extra: None };
+                let next = body.map_or(Next::Trailer, |body| Next::Body(body, broken));
+                Some((message(http_request::Message::Header(head)), next))
+            }
+            Next::Body(mut body, broken) => match read(&mut body).await {
+                Ok(data) if data.is_empty() => {
+                    Some((message(http_request::Message::Trailer(http_request::Trailer {})), Next::End))
+                }
+                Ok(data) => {
+                    let data = http_request::Data { data };
+                    Some((message(http_request::Message::Data(data)), Next::Body(body, broken)))
+                }
+                Err(e) => {
+                    let _ = broken.send(e);
+                    std::future::pending().await
+                }
+            },
+            Next::Trailer => Some((message(http_request::Message::Trailer(http_request::Trailer {})), Next::End)),
+            Next::End => None,
+        }
+    })
+}
+
+async fn read(body: &mut Source) -> std::io::Result<Bytes> {
+    let mut chunk = BytesMut::with_capacity(CHUNK).limit(CHUNK);
+    body.read_buf(&mut chunk).await?;
+    Ok(chunk.into_inner().freeze())
+}
+
+fn status_text(head: &prototool::HttpResponse) -> String {
+    if head.status.is_empty() { head.status_code.to_string() } else { printable(&head.status) }
+}
+
+/// Returns the status line and the headers as text, with an empty line behind them.
+fn shown(head: &prototool::HttpResponse) -> String {
+    let mut text = format!("HTTP {}\n", status_text(head));
+    for (name, values) in &head.header {
+        for value in &values.value {
+            text.push_str(&format!("{}: {}\n", printable(name), printable(value)));
+        }
+    }
+    text.push('\n');
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use futures_util::StreamExt as _;
+
+    #[tokio::test]
+    async fn body_is_cut_into_chunks_and_ends_with_a_trailer() {
+        let body: Source = Box::new(std::io::Cursor::new(vec![7; 2 * CHUNK + 1]));
+        let (broken, _is_broken) = oneshot::channel();
+        let sent: Vec<_> = messages(prototool::HttpRequest::default(), Some(body), broken).collect().await;
+        let sizes: Vec<Option<usize>> = sent
+            .iter()
+            .map(|message| match message.message.as_ref().unwrap() {
+                http_request::Message::Data(data) => Some(data.data.len()),
+                _ => None,
+            })
+            .collect();
+        assert_eq!(sizes, [None, Some(CHUNK), Some(CHUNK), Some(1), None]);
+        assert!(matches!(sent[0].message, Some(http_request::Message::Header(_))));
+        assert!(matches!(sent[4].message, Some(http_request::Message::Trailer(_))));
+    }
+
+    #[tokio::test]
+    async fn broken_body_is_told_and_never_looks_complete() {
+        struct Breaks;
+        impl AsyncRead for Breaks {
+            fn poll_read(
+                self: std::pin::Pin<&mut Self>,
+                _: &mut std::task::Context<'_>,
+                _: &mut tokio::io::ReadBuf<'_>,
+            ) -> std::task::Poll<std::io::Result<()>> {
+                std::task::Poll::Ready(Err(std::io::ErrorKind::PermissionDenied.into()))
+            }
+        }
+        let (broken, mut is_broken) = oneshot::channel();
+        let mut sent = Box::pin(messages(prototool::HttpRequest::default(), Some(Box::new(Breaks)), broken));
+        assert!(matches!(sent.next().await.unwrap().message, Some(http_request::Message::Header(_))));
+        tokio::select! {
+            biased;
+            next = sent.next() => panic!("{next:?}"),
+            cause = &mut is_broken => assert_eq!(cause.unwrap().kind(), std::io::ErrorKind::PermissionDenied),
+        }
+    }
+
+    #[test]
+    fn head_of_an_answer_cannot_move_the_cursor() {
+        let head = prototool::HttpResponse {
+            status_code: 200,
+            status: "200 OK".to_owned(),
+            header: BTreeMap::from([("X-A".to_owned(), Values { value: vec!["1".to_owned(), "\u{1b}[2J".to_owned()] })]),
+        };
+        assert_eq!(shown(&head), "HTTP 200 OK\nX-A: 1\nX-A: \\u{1b}[2J\n\n");
+    }
+}

@@ -1,0 +1,124 @@
+//! The secret that API tokens are signed with, and where kas leaves it.
+
+use std::{
+    ffi::OsString,
+    fmt,
+    path::{Path, PathBuf},
+};
+
+use base64::{Engine as _, engine::general_purpose::STANDARD};
+use secrecy::{ExposeSecret, SecretSlice};
+
+/// The name under which kas keeps an API secret that it made itself.
+const FILE_NAME: &str = "api-secret";
+
+/// The shared secret of the API listener.
+pub(crate) struct Secret {
+    bytes: SecretSlice<u8>,
+    path: PathBuf,
+}
+
+impl fmt::Debug for Secret {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "secret of {}", self.path.display())
+    }
+}
+
+/// Why there is no secret.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum Error {
+    /// Neither a flag nor an environment variable says where to look.
+    #[error("no API secret: set --secret-file (HOME is not set, so the default place is unknown)")]
+    NoPlace,
+    /// The default file is not there: kas did not run here yet, or has another state directory.
+    #[error(
+        "no API secret at {}: kas makes it when it first starts; name the file of your kas with --secret-file or KASCTL_SECRET_FILE",
+        .0.display()
+    )]
+    NotMade(PathBuf),
+    /// The file cannot be read.
+    #[error("cannot read the API secret {}: {}", .0.display(), .1.kind())]
+    Read(PathBuf, #[source] std::io::Error),
+    /// The file does not hold what kas expects there.
+    #[error("the API secret {} is not standard base64: is it the file that kas uses?", .0.display())]
+    Encoding(PathBuf),
+    /// The file decodes to nothing: anyone could sign with that.
+    #[error("the API secret {} is empty: is it the file that kas uses?", .0.display())]
+    Empty(PathBuf),
+}
+
+impl Secret {
+    /// Reads the secret from `file`, or from where kas leaves it.
+    ///
+    /// # Errors
+    /// [`Error`]; nothing is created.
+    pub(crate) fn load(file: Option<&Path>) -> Result<Self, Error> {
+        let path = match file {
+            Some(file) => file.to_owned(),
+            None => default_path(|name| std::env::var_os(name)).ok_or(Error::NoPlace)?,
+        };
+        let text = match std::fs::read(&path) {
+            Ok(text) => SecretSlice::from(text),
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound && file.is_none() => {
+                return Err(Error::NotMade(path));
+            }
+            Err(e) => return Err(Error::Read(path, e)),
+        };
+        match decode(text.expose_secret()) {
+            None => Err(Error::Encoding(path)),
+            Some(bytes) if bytes.is_empty() => Err(Error::Empty(path)),
+            Some(bytes) => Ok(Self { bytes: bytes.into(), path }),
+        }
+    }
+
+    /// Returns the decoded secret.
+    pub(crate) fn bytes(&self) -> &[u8] {
+        self.bytes.expose_secret()
+    }
+
+    /// Returns the file it came from: what an operator checks when kas refuses it.
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+}
+
+/// Decodes standard base64; line breaks and white space around it are ignored.
+fn decode(text: &[u8]) -> Option<Vec<u8>> {
+    let text: Vec<u8> = text.trim_ascii().iter().copied().filter(|b| !matches!(b, b'\r' | b'\n')).collect();
+    STANDARD.decode(text).ok()
+}
+
+/// Returns where kas puts the secret that it makes itself; `None` without a home directory.
+fn default_path(var: impl Fn(&str) -> Option<OsString>) -> Option<PathBuf> {
+    let set = |name| var(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+    let state = set("KAS_STATE_DIR")
+        .or_else(|| set("XDG_STATE_HOME").map(|dir| dir.join("kas")))
+        .or_else(|| set("HOME").map(|dir| dir.join(".local/state/kas")))?;
+    Some(state.join(FILE_NAME))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn default_place_follows_the_state_directory_of_kas() {
+        let env = |pairs: &'static [(&str, &str)]| {
+            default_path(move |name| pairs.iter().find(|(key, _)| *key == name).map(|(_, v)| v.into()))
+        };
+        let all: &[_] = &[("KAS_STATE_DIR", "/s"), ("XDG_STATE_HOME", "/x"), ("HOME", "/h")];
+        assert_eq!(env(all).unwrap(), Path::new("/s/api-secret"));
+        assert_eq!(env(&all[1..]).unwrap(), Path::new("/x/kas/api-secret"));
+        assert_eq!(env(&all[2..]).unwrap(), Path::new("/h/.local/state/kas/api-secret"));
+        assert_eq!(env(&[("KAS_STATE_DIR", ""), ("HOME", "/h")]).unwrap(), Path::new("/h/.local/state/kas/api-secret"));
+        assert_eq!(env(&[]), None);
+    }
+
+    #[test]
+    fn line_breaks_in_a_secret_are_ignored() {
+        assert_eq!(decode(b"c2Vj\ncmV0\r\n\n").unwrap(), b"secret");
+        assert_eq!(decode(b" c2VjcmV0 ").unwrap(), b"secret");
+        assert_eq!(decode(b"c2Vj cmV0"), None);
+        assert_eq!(decode(b"-_-_"), None);
+    }
+}

@@ -1,0 +1,139 @@
+//! `kasctl token`: tokens for kas' callers and for agents.
+
+use std::{
+    fs::OpenOptions,
+    io::{Read as _, Write as _},
+    os::unix::fs::OpenOptionsExt as _,
+    path::Path,
+};
+
+use base64::{Engine as _, engine::general_purpose::URL_SAFE_NO_PAD};
+use ids::TokenHash;
+use rand::{TryRng as _, rngs::SysRng};
+
+use crate::{
+    cli::{TokenAgentArgs, TokenApiArgs},
+    failure::{Exit, Failure},
+    jwt,
+    output::{Output, note},
+    secret::Secret,
+};
+
+/// Prints a token for the API listener.
+///
+/// # Errors
+/// Without a secret or random bytes.
+pub(crate) async fn api(
+    output: &mut Output,
+    secret_file: Option<&Path>,
+    args: &TokenApiArgs,
+) -> Result<Exit, Failure> {
+    let secret = Secret::load(secret_file)?;
+    let token = jwt::mint(secret.bytes(), &args.issuer, args.ttl)?;
+    output.write(format!("{token}\n").as_bytes()).await?;
+    Ok(Exit::Ok)
+}
+
+/// Makes an agent token and prints what kas' identity file needs of it.
+///
+/// # Errors
+/// Without random bytes, or when the token file is there already or cannot be written: then nothing is printed.
+pub(crate) async fn agent(output: &mut Output, args: &TokenAgentArgs) -> Result<Exit, Failure> {
+    let mut random = [0; 32];
+    SysRng.try_fill_bytes(&mut random).map_err(jwt::Error::from)?;
+    let token = URL_SAFE_NO_PAD.encode(random);
+    if let Some(path) = &args.token_file {
+        create(path, &token)?;
+    }
+    let item = identity_item(args, &TokenHash::of(token.as_bytes()));
+    output.write(item.as_bytes()).await?;
+    if args.token_file.is_none() {
+        note("this is the agent's token, shown once: kas keeps only its hash");
+        let _ = writeln!(std::io::stderr(), "{token}");
+    }
+    Ok(Exit::Ok)
+}
+
+/// Writes the token to a new file that only its owner can read, without a newline: a 14.1 agentk sends the
+/// file as it is.
+fn create(path: &Path, token: &str) -> Result<(), Failure> {
+    let failed = |verb| move |cause| Failure::File { verb, path: path.to_owned(), cause };
+    let mut file =
+        OpenOptions::new().write(true).create_new(true).mode(0o600).open(path).map_err(failed("create"))?;
+    file.write_all(token.as_bytes()).and_then(|()| file.sync_all()).map_err(|cause| {
+        // Half a token helps nobody, and would be in the way of the next attempt.
+        let _ = std::fs::remove_file(path);
+        failed("write")(cause)
+    })
+}
+
+fn identity_item(args: &TokenAgentArgs, hash: &TokenHash) -> String {
+    let name = &args.name;
+    // YAML takes these for numbers, truth values and nothing, unless they are quoted.
+    let quoted = name.starts_with(|c: char| c.is_ascii_digit())
+        || ["true", "false", "yes", "no", "on", "off", "y", "n", "null"].contains(&name.as_str());
+    let name = if quoted { format!("\"{name}\"") } else { name.clone() };
+    format!(
+        "  - id: {}\n    name: {name}\n    project_id: {}\n    tokens:\n      - sha256:{}\n",
+        args.id,
+        args.project,
+        hash.to_hex()
+    )
+}
+
+/// Prints the hash of a token that is there already; `-` reads standard input.
+///
+/// # Errors
+/// When the file cannot be read or holds no token.
+pub(crate) async fn hash(output: &mut Output, file: &Path) -> Result<Exit, Failure> {
+    let mut text = Vec::new();
+    let read = if file == Path::new("-") {
+        std::io::stdin().read_to_end(&mut text)
+    } else {
+        std::fs::File::open(file).and_then(|mut file| file.read_to_end(&mut text))
+    };
+    read.map_err(|cause| Failure::File { verb: "read", path: file.to_owned(), cause })?;
+    let token = text.trim_ascii();
+    if token.is_empty() || !token.iter().all(u8::is_ascii_graphic) {
+        return Err(Failure::NoToken(file.to_owned()));
+    }
+    if token.len() < text.len() {
+        note(format_args!(
+            "{} has white space around the token, a newline at its end perhaps: the hash is that of the token \
+             without it; an agentk of GitLab 14.1 sends the file as it is, so remove it there",
+            file.display()
+        ));
+    }
+    output.write(format!("sha256:{}\n", TokenHash::of(token).to_hex()).as_bytes()).await?;
+    Ok(Exit::Ok)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn item(name: &str) -> String {
+        let args =
+            TokenAgentArgs { id: ids::AgentId::new(1).unwrap(), name: name.to_owned(), project: 2, token_file: None };
+        identity_item(&args, &TokenHash::of(b"t"))
+    }
+
+    #[test]
+    fn identity_item_is_a_yaml_list_item() {
+        let hash = TokenHash::of(b"t").to_hex();
+        assert_eq!(
+            item("demo"),
+            format!("  - id: 1\n    name: demo\n    project_id: 2\n    tokens:\n      - sha256:{hash}\n")
+        );
+    }
+
+    #[test]
+    fn names_that_yaml_misreads_are_quoted() {
+        for name in ["1", "1e5", "0x1", "true", "no", "null"] {
+            assert!(item(name).contains(&format!("name: \"{name}\"\n")), "{name}");
+        }
+        for name in ["a1", "nothing", "on-call"] {
+            assert!(item(name).contains(&format!("name: {name}\n")), "{name}");
+        }
+    }
+}

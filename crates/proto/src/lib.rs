@@ -1,0 +1,12 @@
+//! The wire messages and service traits, generated from `proto/` at build time.
+//!
+//! Nothing here is checked in, and nothing here has behaviour: conversions and rules live where
+//! a message is received. Generated types stop at the listeners and the tunnel ends.
+
+#![allow(missing_docs, unreachable_pub, clippy::all)]
+
+include!(concat!(env!("OUT_DIR"), "/all.rs"));
+
+/// Every file of `proto/` and what it imports, as an encoded `FileDescriptorSet`: what gRPC
+/// reflection answers with.
+pub const FILE_DESCRIPTOR_SET: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/descriptors.bin"));

@@ -1,0 +1,622 @@
+//! agentk's end of a tunnel: serves the requests that come out of it.
+//!
+//! [`AgentBody`] is the request body of the `Connect` call. Once kas has answered the call, it
+//! polls kas' direction for `request_info`, calls the [`Handler`], and pulls the handler's answer
+//! into envelopes, all in the task of its own HTTP/2 stream. When that stream is reset the body is
+//! dropped, and the handler's future with it: that is how a request is cancelled, also while the
+//! handler waits for its first byte.
+
+use std::{
+    fmt,
+    future::Future,
+    panic::AssertUnwindSafe,
+    pin::Pin,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    task::{Context, Poll, Waker, ready},
+};
+
+use bytes::{BufMut as _, Bytes, BytesMut};
+use futures_util::FutureExt as _;
+use grpc::{BoxError, Code, Status};
+use http::{HeaderMap, Request, Response};
+use http_body::{Body, Frame};
+use prost::Message as _;
+use proto::gitlab::agent::{reverse_tunnel::info::AgentDescriptor, reverse_tunnel::rpc};
+
+use crate::{
+    frame::{self, Decoder, Event, Splitter, request, response},
+    meta::{self, Binary, MapWriter},
+    state::Mode,
+};
+
+/// See [`kas_end`](crate::kas_end).
+const COPY: usize = 1024;
+const GATHER: usize = 16 * 1024;
+
+/// What a handler returns.
+pub type Answer = Pin<Box<dyn Future<Output = Response<grpc::Body>> + Send>>;
+
+/// Serves requests: path is the method, headers are metadata, both bodies are gRPC frames.
+pub trait Handler: Send + Sync + 'static {
+    /// Begins a request. Dropping the answer cancels it.
+    fn call(&self, request: Request<grpc::Body>) -> Answer;
+}
+
+/// How a tunnel stands, for the one who keeps the pool.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Progress {
+    /// kas has accepted the stream and it is idle.
+    Parked,
+    /// A request has begun.
+    Busy,
+    /// kas wants the agent to go elsewhere: open a replacement, then close this one.
+    DrainNotice,
+    /// The stream is over.
+    Ended,
+}
+
+/// Learns how tunnels stand. Called within a lock of the tunnel: it must not call back.
+pub trait Observer: Send + Sync + 'static {
+    /// The tunnel has come to this point.
+    fn progress(&self, progress: Progress);
+    /// A handler panicked; the request ended with INTERNAL.
+    fn panicked(&self) {}
+}
+
+/// A handle on a tunnel whose body has been given to HTTP/2.
+#[derive(Clone)]
+pub struct Control {
+    shared: Arc<Shared>,
+}
+
+impl fmt::Debug for Control {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Control")
+    }
+}
+
+impl Control {
+    /// kas has answered the `Connect` call with this body. `reusable`: it accepted reuse; `gzip`:
+    /// it announced that encoding.
+    pub fn accepted(&self, body: grpc::Body, reusable: bool, gzip: bool) {
+        let mut core = self.shared.core();
+        core.mode = if reusable { Mode::Reusable } else { Mode::OneShot };
+        core.stream = Some(KasStream { body, decoder: Decoder::of_kas(gzip), closed: false });
+        core.wake();
+    }
+
+    /// kas has refused the call, or it failed.
+    pub fn failed(&self) {
+        self.finish(Wish::Abort);
+    }
+
+    /// Withdraws the tunnel when it is parked (kas then ends it), or after its request.
+    pub fn withdraw(&self) {
+        self.finish(Wish::Withdraw);
+    }
+
+    /// Half-closes the tunnel when it is parked, or after its request.
+    pub fn half_close(&self) {
+        self.finish(Wish::HalfClose);
+    }
+
+    fn finish(&self, wish: Wish) {
+        let mut core = self.shared.core();
+        core.wish = Some(wish);
+        core.wake();
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Wish {
+    Withdraw,
+    HalfClose,
+    Abort,
+}
+
+struct Shared {
+    handler: Arc<dyn Handler>,
+    observer: Box<dyn Observer>,
+    core: Mutex<Core>,
+}
+
+impl Shared {
+    fn core(&self) -> MutexGuard<'_, Core> {
+        // A panic between two fields cannot leave them torn: every change is a few assignments.
+        self.core.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+struct Core {
+    mode: Mode,
+    stream: Option<KasStream>,
+    /// Counts requests, so that a request body that outlives its request reads nothing more.
+    request: u64,
+    wish: Option<Wish>,
+    waker: Option<Waker>,
+}
+
+impl Core {
+    fn wake(&mut self) {
+        if let Some(waker) = self.waker.take() {
+            waker.wake();
+        }
+    }
+}
+
+/// kas' direction: the response body of the call, taken apart.
+struct KasStream {
+    body: grpc::Body,
+    decoder: Decoder,
+    /// `close_send` of the current request has come.
+    closed: bool,
+}
+
+enum Got {
+    Event(Event),
+    /// kas ended the stream in order; its status is in the trailers.
+    End,
+}
+
+impl KasStream {
+    fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Result<Got, BoxError>> {
+        loop {
+            if let Some(event) = self.decoder.next()? {
+                return Poll::Ready(Ok(Got::Event(event)));
+            }
+            match ready!(Pin::new(&mut self.body).poll_frame(cx)) {
+                Some(Ok(frame)) => {
+                    if let Ok(data) = frame.into_data() {
+                        self.decoder.push(data);
+                    }
+                }
+                Some(Err(error)) => return Poll::Ready(Err(error)),
+                None if self.body.is_end_stream() && self.decoder.is_between() => return Poll::Ready(Ok(Got::End)),
+                None => return Poll::Ready(Err("the tunnel was reset".into())),
+            }
+        }
+    }
+}
+
+/// The request body of a `Connect` call.
+pub struct AgentBody {
+    shared: Arc<Shared>,
+    state: State,
+    out: BytesMut,
+    big: Option<Bytes>,
+    ended: bool,
+}
+
+enum State {
+    /// Before and between requests.
+    Parked {
+        told: bool,
+    },
+    /// The handler has not returned its answer's head.
+    Called(Answer),
+    /// The answer's body is being passed on.
+    Answering {
+        body: grpc::Body,
+        splitter: Splitter,
+    },
+    /// The answer is complete, and kas has not closed its direction.
+    Answered,
+    Over,
+}
+
+impl fmt::Debug for AgentBody {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("AgentBody")
+    }
+}
+
+/// Makes the request body of a `Connect` call, which begins with `descriptor`.
+pub fn open(
+    descriptor: &AgentDescriptor,
+    handler: Arc<dyn Handler>,
+    observer: Box<dyn Observer>,
+) -> (AgentBody, Control) {
+    let core = Core { mode: Mode::OneShot, stream: None, request: 0, wish: None, waker: None };
+    let shared = Arc::new(Shared { handler, observer, core: Mutex::new(core) });
+    let mut out = BytesMut::new();
+    let message = rpc::Descriptor { agent_descriptor: Some(descriptor.clone()) };
+    frame::put_control(request::DESCRIPTOR, &message.encode_to_vec(), &mut out);
+    let body = AgentBody {
+        shared: Arc::clone(&shared),
+        state: State::Parked { told: false },
+        out,
+        big: None,
+        ended: false,
+    };
+    (body, Control { shared })
+}
+
+enum Turn {
+    Again,
+    Wait,
+    Big(Bytes),
+    HalfClose,
+    Broken(BoxError),
+}
+
+impl AgentBody {
+    fn turn(&mut self, cx: &mut Context<'_>) -> Turn {
+        match std::mem::replace(&mut self.state, State::Over) {
+            State::Parked { told } => self.turn_parked(told, cx),
+            State::Called(answer) => self.turn_called(answer, cx),
+            State::Answering { body, splitter } => self.turn_answering(body, splitter, cx),
+            State::Answered => self.turn_answered(cx),
+            State::Over => Turn::HalfClose,
+        }
+    }
+
+    fn turn_parked(&mut self, mut told: bool, cx: &mut Context<'_>) -> Turn {
+        let shared = Arc::clone(&self.shared);
+        let mut core = shared.core();
+        match core.wish {
+            Some(Wish::Abort) => return Turn::Broken("the call failed".into()),
+            Some(Wish::HalfClose) => return Turn::HalfClose,
+            Some(Wish::Withdraw) if core.stream.is_some() => {
+                core.wish = None;
+                if core.mode == Mode::OneShot {
+                    return Turn::HalfClose;
+                }
+                // Then goes on reading: a request may have crossed it.
+                frame::put_control(request::TRAILER, &[], &mut self.out);
+            }
+            Some(Wish::Withdraw) | None => {}
+        }
+        core.waker = Some(cx.waker().clone());
+        let mode = core.mode;
+        let Some(stream) = &mut core.stream else {
+            self.state = State::Parked { told };
+            return Turn::Wait;
+        };
+        if !told {
+            told = true;
+            shared.observer.progress(Progress::Parked);
+        }
+        let got = match stream.poll(cx) {
+            Poll::Pending => {
+                self.state = State::Parked { told };
+                return Turn::Wait;
+            }
+            Poll::Ready(Ok(got)) => got,
+            Poll::Ready(Err(error)) => return Turn::Broken(error),
+        };
+        match got {
+            Got::End => Turn::HalfClose,
+            Got::Event(Event::Control { field: response::REQUEST_INFO, body }) => {
+                let Ok(info) = rpc::RequestInfo::decode(body) else {
+                    return Turn::Broken("a malformed request_info".into());
+                };
+                stream.closed = false;
+                core.request += 1;
+                let serial = core.request;
+                drop(core);
+                shared.observer.progress(Progress::Busy);
+                self.state = State::Called(self.call(info, serial, mode));
+                Turn::Again
+            }
+            Got::Event(Event::Control { field: response::CLOSE_SEND, .. }) if mode == Mode::Reusable => {
+                shared.observer.progress(Progress::DrainNotice);
+                self.state = State::Parked { told };
+                Turn::Again
+            }
+            Got::Event(_) => Turn::Broken("kas wrote to a parked tunnel".into()),
+        }
+    }
+
+    fn call(&self, info: rpc::RequestInfo, serial: u64, mode: Mode) -> Answer {
+        let binary = match mode {
+            Mode::Reusable => Binary::Base64,
+            Mode::OneShot => Binary::Raw,
+        };
+        let mut headers = HeaderMap::new();
+        meta::read_map(&info.meta, binary, meta::passes_to_handler, &mut headers);
+        let body = RequestBody { shared: Arc::clone(&self.shared), serial, out: BytesMut::new(), big: None, ended: false };
+        let mut request = Request::new(grpc::boxed(body));
+        let Ok(uri) = http::Uri::try_from(info.method_name.as_str()) else {
+            let status = Status::new(Code::Unimplemented, format!("unknown method {}", info.method_name));
+            return Box::pin(std::future::ready(status.into_response()));
+        };
+        *request.method_mut() = http::Method::POST;
+        *request.uri_mut() = uri;
+        *request.version_mut() = http::Version::HTTP_2;
+        headers.insert(http::header::CONTENT_TYPE, grpc::CONTENT_TYPE);
+        *request.headers_mut() = headers;
+        match std::panic::catch_unwind(AssertUnwindSafe(|| self.shared.handler.call(request))) {
+            Ok(answer) => answer,
+            Err(_) => Box::pin(std::future::ready(self.panicked().into_response())),
+        }
+    }
+
+    fn panicked(&self) -> Status {
+        self.shared.observer.panicked();
+        Status::new(Code::Internal, "the agent's handler panicked; its log says where")
+    }
+
+    fn turn_called(&mut self, mut answer: Answer, cx: &mut Context<'_>) -> Turn {
+        let response = match AssertUnwindSafe(&mut answer).catch_unwind().poll_unpin(cx) {
+            Poll::Pending => {
+                self.state = State::Called(answer);
+                return self.watch(cx);
+            }
+            Poll::Ready(Ok(response)) => response,
+            Poll::Ready(Err(_)) => self.panicked().into_response(),
+        };
+        let (head, body) = response.into_parts();
+        let mode = self.shared.core().mode;
+        if let Some(status) = Status::from_headers(&head.headers) {
+            // Trailers only: nothing else comes.
+            if mode == Mode::OneShot || status.code() == Code::Ok {
+                frame::put_control(request::HEADER, &[], &mut self.out);
+            }
+            self.finish(&head.headers, &status, mode);
+            return Turn::Again;
+        }
+        self.put_meta(request::HEADER, &head.headers, mode);
+        self.state = State::Answering { body, splitter: Splitter::default() };
+        Turn::Again
+    }
+
+    fn turn_answering(&mut self, mut body: grpc::Body, mut splitter: Splitter, cx: &mut Context<'_>) -> Turn {
+        let event = loop {
+            match splitter.next() {
+                Ok(Some(event)) => break Ok(Ok(event)),
+                Ok(None) => {}
+                Err(error) => break Ok(Err(Status::new(Code::Internal, format!("the agent's answer: {error}")))),
+            }
+            let polled = match AssertUnwindSafe(|| Pin::new(&mut body).poll_frame(cx)).into_catch() {
+                Ok(polled) => polled,
+                Err(()) => break Ok(Err(self.panicked())),
+            };
+            match polled {
+                Poll::Pending => {
+                    self.state = State::Answering { body, splitter };
+                    return self.watch(cx);
+                }
+                Poll::Ready(Some(Ok(frame))) => match frame.into_data() {
+                    Ok(data) => splitter.push(data),
+                    Err(frame) => break Err(frame.into_trailers().unwrap_or_default()),
+                },
+                Poll::Ready(Some(Err(error))) => {
+                    break Ok(Err(Status::new(Code::Unavailable, format!("the agent's answer broke: {error}"))));
+                }
+                Poll::Ready(None) => {
+                    break Ok(Err(Status::new(Code::Unknown, "the agent's answer ended without a status")));
+                }
+            }
+        };
+        let mode = self.shared.core().mode;
+        let (trailers, status) = match event {
+            Ok(Ok(Event::Message { len })) => {
+                frame::put_message_head(request::MESSAGE, len, &mut self.out);
+                self.state = State::Answering { body, splitter };
+                return Turn::Again;
+            }
+            Ok(Ok(Event::Data(data))) => {
+                self.state = State::Answering { body, splitter };
+                if data.len() <= COPY {
+                    self.out.put_slice(&data);
+                    return Turn::Again;
+                }
+                return Turn::Big(data);
+            }
+            // A splitter has no control fields.
+            Ok(Ok(Event::Control { .. })) => return Turn::Broken("a control field in an answer".into()),
+            Ok(Err(status)) => (HeaderMap::new(), status),
+            Err(trailers) => {
+                let status = Status::from_headers(&trailers)
+                    .unwrap_or_else(|| Status::new(Code::Unknown, "the agent's answer ended without a status"));
+                (trailers, status)
+            }
+        };
+        if splitter.left() > 0 {
+            // An envelope is partly written: no status can follow it on this stream.
+            return Turn::Broken("the answer ended inside a message".into());
+        }
+        self.finish(&trailers, &status, mode);
+        Turn::Again
+    }
+
+    /// Writes the end of an answer: `trailer` last on a reusable tunnel, before `error` otherwise.
+    fn finish(&mut self, trailers: &HeaderMap, status: &Status, mode: Mode) {
+        let error = (status.code() != Code::Ok)
+            .then(|| rpc::Error { status: Some(status.to_proto()) }.encode_to_vec())
+            .map(|error| if error.len() > frame::MAX_CONTROL { oversized(status) } else { error });
+        if mode == Mode::Reusable
+            && let Some(error) = &error
+        {
+            frame::put_control(request::ERROR, error, &mut self.out);
+        }
+        self.put_meta(request::TRAILER, trailers, mode);
+        match (mode, error) {
+            (Mode::OneShot, error) => {
+                if let Some(error) = error {
+                    frame::put_control(request::ERROR, &error, &mut self.out);
+                }
+                self.state = State::Over;
+            }
+            (Mode::Reusable, _) => self.state = State::Answered,
+        }
+    }
+
+    fn put_meta(&mut self, field: u32, headers: &HeaderMap, mode: Mode) {
+        let mut writer = MapWriter::meta(if mode == Mode::Reusable { Binary::Base64 } else { Binary::Raw });
+        for key in headers.keys().filter(|key| meta::passes_to_tunnel(key.as_str())) {
+            // What does not fit or is not text is left out: an answer's headers are not worth
+            // failing the answer.
+            let _ = writer.add_all(key, headers);
+        }
+        writer.put_control(field, &mut self.out);
+    }
+
+    /// While the handler works and has read all of its request, watches for kas' end of stream.
+    fn watch(&mut self, cx: &mut Context<'_>) -> Turn {
+        let mut core = self.shared.core();
+        if core.wish == Some(Wish::Abort) {
+            return Turn::Broken("the call failed".into());
+        }
+        let Some(stream) = core.stream.as_mut().filter(|stream| stream.closed) else { return Turn::Wait };
+        match stream.poll(cx) {
+            Poll::Pending => Turn::Wait,
+            Poll::Ready(Ok(Got::End)) => Turn::HalfClose,
+            Poll::Ready(Ok(Got::Event(_))) => Turn::Broken("kas wrote after close_send".into()),
+            Poll::Ready(Err(error)) => Turn::Broken(error),
+        }
+    }
+
+    /// Reads and discards what kas still sends of the request, up to its `close_send`.
+    fn turn_answered(&mut self, cx: &mut Context<'_>) -> Turn {
+        let shared = Arc::clone(&self.shared);
+        let mut core = shared.core();
+        // A request body that the handler kept must not read the next request.
+        core.request += 1;
+        let Some(stream) = &mut core.stream else { return Turn::HalfClose };
+        while !stream.closed {
+            match stream.poll(cx) {
+                Poll::Pending => {
+                    self.state = State::Answered;
+                    return Turn::Wait;
+                }
+                Poll::Ready(Ok(Got::Event(Event::Message { .. } | Event::Data(_)))) => {}
+                Poll::Ready(Ok(Got::Event(Event::Control { field: response::CLOSE_SEND, .. }))) => stream.closed = true,
+                Poll::Ready(Ok(Got::Event(_))) => return Turn::Broken("a request inside a request".into()),
+                Poll::Ready(Ok(Got::End)) => return Turn::HalfClose,
+                Poll::Ready(Err(error)) => return Turn::Broken(error),
+            }
+        }
+        self.state = State::Parked { told: false };
+        Turn::Again
+    }
+}
+
+/// A status too large for the tunnel: its code, and the beginning of its message.
+fn oversized(status: &Status) -> Vec<u8> {
+    let message: String = status.message().chars().take(1024).collect();
+    rpc::Error { status: Some(Status::new(status.code(), message).to_proto()) }.encode_to_vec()
+}
+
+/// Catches a panic of a closure that is called once.
+trait IntoCatch<T> {
+    fn into_catch(self) -> Result<T, ()>;
+}
+
+impl<T, F: FnOnce() -> T> IntoCatch<T> for AssertUnwindSafe<F> {
+    fn into_catch(self) -> Result<T, ()> {
+        std::panic::catch_unwind(self).map_err(|_| ())
+    }
+}
+
+impl Body for AgentBody {
+    type Data = Bytes;
+    type Error = BoxError;
+
+    fn poll_frame(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
+        let this = self.get_mut();
+        if let Some(big) = this.big.take() {
+            return Poll::Ready(Some(Ok(Frame::data(big))));
+        }
+        loop {
+            if this.ended {
+                return if this.out.is_empty() {
+                    Poll::Ready(None)
+                } else {
+                    Poll::Ready(Some(Ok(Frame::data(this.out.split().freeze()))))
+                };
+            }
+            let turn = if this.out.len() >= GATHER { Turn::Wait } else { this.turn(cx) };
+            match turn {
+                Turn::Again => continue,
+                Turn::Big(big) if this.out.is_empty() => return Poll::Ready(Some(Ok(Frame::data(big)))),
+                Turn::Big(big) => this.big = Some(big),
+                Turn::HalfClose => {
+                    this.ended = true;
+                    continue;
+                }
+                // HTTP/2 must see its own kind of error to reset with CANCEL and not with
+                // INTERNAL_ERROR.
+                Turn::Broken(error) => {
+                    this.ended = true;
+                    tracing::debug!(error = %error, "tunnel broke");
+                    return Poll::Ready(Some(Err(Box::new(h2::Error::from(h2::Reason::CANCEL)))));
+                }
+                Turn::Wait if this.out.is_empty() => return Poll::Pending,
+                Turn::Wait => {}
+            }
+            return Poll::Ready(Some(Ok(Frame::data(this.out.split().freeze()))));
+        }
+    }
+}
+
+impl Drop for AgentBody {
+    fn drop(&mut self) {
+        let mut core = self.shared.core();
+        core.request += 1;
+        let stream = core.stream.take();
+        drop(core);
+        drop(stream);
+        self.shared.observer.progress(Progress::Ended);
+    }
+}
+
+/// The body of a request, as the handler reads it.
+struct RequestBody {
+    shared: Arc<Shared>,
+    serial: u64,
+    out: BytesMut,
+    big: Option<Bytes>,
+    ended: bool,
+}
+
+impl Body for RequestBody {
+    type Data = Bytes;
+    type Error = BoxError;
+
+    fn poll_frame(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
+        let this = self.get_mut();
+        if let Some(big) = this.big.take() {
+            return Poll::Ready(Some(Ok(Frame::data(big))));
+        }
+        let mut core = this.shared.core();
+        if core.request != this.serial {
+            this.ended = true;
+        }
+        while !this.ended && this.out.len() < GATHER {
+            let Some(stream) = &mut core.stream else {
+                return Poll::Ready(Some(Err("the tunnel is over".into())));
+            };
+            match stream.poll(cx) {
+                Poll::Pending if this.out.is_empty() => return Poll::Pending,
+                Poll::Pending => break,
+                Poll::Ready(Ok(Got::Event(Event::Message { len }))) => this.out.put_slice(&grpc::prefix(len)),
+                Poll::Ready(Ok(Got::Event(Event::Data(data)))) if data.len() <= COPY => this.out.put_slice(&data),
+                Poll::Ready(Ok(Got::Event(Event::Data(data)))) => {
+                    if this.out.is_empty() {
+                        return Poll::Ready(Some(Ok(Frame::data(data))));
+                    }
+                    this.big = Some(data);
+                    break;
+                }
+                Poll::Ready(Ok(Got::Event(Event::Control { field: response::CLOSE_SEND, .. }))) => {
+                    stream.closed = true;
+                    this.ended = true;
+                }
+                // The caller has gone, or the connection: never an end of the request.
+                Poll::Ready(Ok(Got::Event(_) | Got::End)) => {
+                    return Poll::Ready(Some(Err("the request was cancelled".into())));
+                }
+                Poll::Ready(Err(error)) => return Poll::Ready(Some(Err(error))),
+            }
+        }
+        if this.out.is_empty() {
+            return Poll::Ready(None);
+        }
+        Poll::Ready(Some(Ok(Frame::data(this.out.split().freeze()))))
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.ended && self.out.is_empty() && self.big.is_none()
+    }
+}

@@ -1,0 +1,568 @@
+//! The envelopes' bytes: `ConnectRequest`, `ConnectResponse` and, since it has the same shape,
+//! HTTP over gRPC.
+//!
+//! An envelope is a gRPC message with one field set. One of its fields, the *message*, carries
+//! payload as `{ bytes data = 1 }`; the others are small and called *control*. [`Decoder`] hands
+//! payload out as it arrives, since the length of each part stands before it; only control fields
+//! are held until complete, up to [`MAX_CONTROL`]. [`Splitter`] does the same for plain gRPC
+//! bodies, which have no envelope.
+
+use bytes::{Buf, BufMut, Bytes, BytesMut};
+use grpc::{PREFIX_LEN, gzip};
+
+/// What a control field may weigh: headers of 16 KiB, with room for their keys and a status.
+pub const MAX_CONTROL: usize = 64 * 1024;
+
+/// The largest payload whose envelope still has a 4-byte length.
+pub const MAX_PAYLOAD: u32 = u32::MAX - 16;
+
+/// Field numbers of `ConnectRequest`: agentk to kas.
+pub mod request {
+    /// First and once.
+    pub const DESCRIPTOR: u32 = 1;
+    /// Response headers.
+    pub const HEADER: u32 = 2;
+    /// Payload.
+    pub const MESSAGE: u32 = 3;
+    /// Response trailers; on a parked reusable tunnel: withdraw.
+    pub const TRAILER: u32 = 4;
+    /// A status other than OK.
+    pub const ERROR: u32 = 5;
+}
+
+/// Field numbers of `ConnectResponse`: kas to agentk.
+pub mod response {
+    /// The request's method and metadata.
+    pub const REQUEST_INFO: u32 = 1;
+    /// Payload.
+    pub const MESSAGE: u32 = 2;
+    /// The caller has sent everything; on a parked reusable tunnel: drain notice.
+    pub const CLOSE_SEND: u32 = 3;
+}
+
+/// What stands next in a stream of envelopes or messages.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Event {
+    /// A complete control field.
+    Control {
+        /// Its number in the envelope.
+        field: u32,
+        /// The encoded message in it.
+        body: Bytes,
+    },
+    /// Payload of this many bytes begins; that many follow in [`Event::Data`].
+    Message {
+        /// Bytes that follow; 0: none do.
+        len: u32,
+    },
+    /// The next piece of the payload; never empty.
+    Data(Bytes),
+}
+
+/// Why bytes are not what the protocol allows.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The flag before a message is neither 0 nor 1, or 1 without an announced encoding.
+    #[error("unexpected compressed flag {0}")]
+    Flag(u8),
+    /// Damaged or hostile gzip.
+    #[error("compressed message")]
+    Gzip(#[from] gzip::Error),
+    /// The bytes are not protobuf.
+    #[error("malformed protobuf: {0}")]
+    Malformed(&'static str),
+    /// An envelope has no field set, or more than one.
+    #[error("an envelope must have exactly one field set, found {0}")]
+    Oneof(u8),
+    /// A control field above [`MAX_CONTROL`].
+    #[error("field {field} of {len} bytes is larger than the limit of {MAX_CONTROL}")]
+    ControlTooLarge {
+        /// Its number in the envelope.
+        field: u32,
+        /// What it announced.
+        len: u64,
+    },
+    /// A payload whose envelope would not fit a 4-byte length.
+    #[error("a message of {0} bytes is too large for an envelope")]
+    PayloadTooLarge(u32),
+}
+
+/// Writes the prefix and the envelope's head of a payload of `len` bytes in `field`, at most 17
+/// bytes. The payload follows as it is.
+pub fn put_message_head(field: u32, len: u32, out: &mut BytesMut) {
+    let inner = if len == 0 { 0 } else { 1 + varint_len(len.into()) + u64::from(len) };
+    let total = 1 + varint_len(inner) + inner;
+    out.reserve(PREFIX_LEN + 12);
+    out.put_slice(&grpc::prefix(u32::try_from(total).unwrap_or(u32::MAX)));
+    put_tag(field, out);
+    put_varint(inner, out);
+    if len != 0 {
+        put_tag(1, out);
+        put_varint(len.into(), out);
+    }
+}
+
+/// Writes a control field whose encoded message is `body`, with its prefix.
+pub fn put_control(field: u32, body: &[u8], out: &mut BytesMut) {
+    let total = 1 + varint_len(body.len() as u64) + body.len() as u64;
+    out.reserve(PREFIX_LEN + 6 + body.len());
+    out.put_slice(&grpc::prefix(u32::try_from(total).unwrap_or(u32::MAX)));
+    put_tag(field, out);
+    put_varint(body.len() as u64, out);
+    out.put_slice(body);
+}
+
+/// Writes the tag of a length-delimited field below 16.
+pub(crate) fn put_tag(field: u32, out: &mut BytesMut) {
+    debug_assert!(field < 16);
+    out.put_u8((field as u8) << 3 | 2);
+}
+
+pub(crate) fn put_varint(mut n: u64, out: &mut BytesMut) {
+    while n >= 0x80 {
+        out.put_u8(n as u8 | 0x80);
+        n >>= 7;
+    }
+    out.put_u8(n as u8);
+}
+
+pub(crate) fn varint_len(n: u64) -> u64 {
+    u64::from((64 - (n | 1).leading_zeros()).div_ceil(7))
+}
+
+/// Takes envelopes apart.
+#[derive(Debug)]
+pub struct Decoder {
+    input: Bytes,
+    prefix: Prefix,
+    mode: Mode,
+    walker: Walker,
+    gzip: bool,
+}
+
+#[derive(Debug)]
+enum Mode {
+    Between,
+    Identity { left: u64 },
+    Gzip { left: u64, inflate: Box<gzip::Inflate>, plain: Bytes, finished: bool },
+}
+
+impl Decoder {
+    /// Takes apart envelopes whose payload is in field `message` and whose other fields are at
+    /// most `last`. `gzip`: the stream announced `grpc-encoding: gzip`.
+    pub fn new(message: u32, last: u32, gzip: bool) -> Self {
+        Self {
+            input: Bytes::new(),
+            prefix: Prefix::default(),
+            mode: Mode::Between,
+            walker: Walker { message, last, walk: Walk::Tag, varint: Varint::default(), fields: 0 },
+            gzip,
+        }
+    }
+
+    /// The decoder of what agentk sends.
+    pub fn of_agent(gzip: bool) -> Self {
+        Self::new(request::MESSAGE, request::ERROR, gzip)
+    }
+
+    /// The decoder of what kas sends.
+    pub fn of_kas(gzip: bool) -> Self {
+        Self::new(response::MESSAGE, response::CLOSE_SEND, gzip)
+    }
+
+    /// Adds bytes. Call it when [`next`](Self::next) has returned `None`.
+    pub fn push(&mut self, bytes: Bytes) {
+        if self.input.is_empty() {
+            self.input = bytes;
+        } else {
+            let mut joined = BytesMut::with_capacity(self.input.len() + bytes.len());
+            joined.put_slice(&self.input);
+            joined.put_slice(&bytes);
+            self.input = joined.freeze();
+        }
+    }
+
+    /// Whether everything pushed was complete envelopes: a stream may end here.
+    pub fn is_between(&self) -> bool {
+        matches!(self.mode, Mode::Between) && self.prefix.have == 0 && self.input.is_empty()
+    }
+
+    /// Returns what stands next; `None`: more bytes are needed.
+    ///
+    /// # Errors
+    /// See [`Error`]; the stream is of no more use then.
+    #[allow(clippy::should_implement_trait)] // it is no iterator: `None` is not the end
+    pub fn next(&mut self) -> Result<Option<Event>, Error> {
+        loop {
+            match &mut self.mode {
+                Mode::Between => {
+                    let Some((flag, len)) = self.prefix.read(&mut self.input) else { return Ok(None) };
+                    self.mode = match flag {
+                        0 => Mode::Identity { left: len.into() },
+                        1 if self.gzip => Mode::Gzip {
+                            left: len.into(),
+                            inflate: Box::default(),
+                            plain: Bytes::new(),
+                            finished: false,
+                        },
+                        flag => return Err(Error::Flag(flag)),
+                    };
+                    self.walker.begin();
+                }
+                Mode::Identity { left } => {
+                    if let Some(event) = self.walker.feed(&mut self.input, left)? {
+                        return Ok(Some(event));
+                    }
+                    if *left > 0 {
+                        return Ok(None);
+                    }
+                    self.walker.finish()?;
+                    self.mode = Mode::Between;
+                }
+                Mode::Gzip { left, inflate, plain, finished } => {
+                    let mut have = plain.len() as u64;
+                    if let Some(event) = self.walker.feed(plain, &mut have)? {
+                        return Ok(Some(event));
+                    }
+                    if *finished {
+                        self.walker.finish()?;
+                        self.mode = Mode::Between;
+                    } else if *left == 0 {
+                        *plain = inflate.finish()?;
+                        *finished = true;
+                    } else if self.input.is_empty() {
+                        return Ok(None);
+                    } else {
+                        let take = usize::try_from(*left).unwrap_or(usize::MAX).min(self.input.len());
+                        let mut piece = self.input.slice(..take);
+                        *plain = inflate.step(&mut piece)?;
+                        let used = take - piece.len();
+                        self.input.advance(used);
+                        *left -= used as u64;
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Takes a body of gRPC messages apart without looking into them.
+#[derive(Debug, Default)]
+pub struct Splitter {
+    input: Bytes,
+    prefix: Prefix,
+    left: u32,
+}
+
+impl Splitter {
+    /// Adds bytes. Call it when [`next`](Self::next) has returned `None`.
+    pub fn push(&mut self, bytes: Bytes) {
+        debug_assert!(self.input.is_empty(), "next() was not asked until it said None");
+        self.input = bytes;
+    }
+
+    /// Bytes of the current message that have not been handed out.
+    pub fn left(&self) -> u32 {
+        self.left
+    }
+
+    /// Whether the body may end here.
+    pub fn is_between(&self) -> bool {
+        self.left == 0 && self.prefix.have == 0 && self.input.is_empty()
+    }
+
+    /// Returns what stands next; `None`: more bytes are needed.
+    ///
+    /// # Errors
+    /// [`Error::Flag`] and [`Error::PayloadTooLarge`]; the stream is of no more use then.
+    #[allow(clippy::should_implement_trait)] // it is no iterator: `None` is not the end
+    pub fn next(&mut self) -> Result<Option<Event>, Error> {
+        if self.left > 0 {
+            if self.input.is_empty() {
+                return Ok(None);
+            }
+            let take = self.input.len().min(self.left as usize);
+            self.left -= take as u32;
+            return Ok(Some(Event::Data(self.input.split_to(take))));
+        }
+        match self.prefix.read(&mut self.input) {
+            None => Ok(None),
+            Some((0, len)) if len > MAX_PAYLOAD => Err(Error::PayloadTooLarge(len)),
+            Some((0, len)) => {
+                self.left = len;
+                Ok(Some(Event::Message { len }))
+            }
+            Some((flag, _)) => Err(Error::Flag(flag)),
+        }
+    }
+}
+
+#[derive(Debug, Default)]
+struct Prefix {
+    bytes: [u8; PREFIX_LEN],
+    have: u8,
+}
+
+impl Prefix {
+    /// Returns flag and length once all five bytes are there.
+    fn read(&mut self, input: &mut Bytes) -> Option<(u8, u32)> {
+        let have = usize::from(self.have);
+        let take = input.len().min(PREFIX_LEN - have);
+        self.bytes[have..have + take].copy_from_slice(&input[..take]);
+        input.advance(take);
+        self.have += take as u8;
+        if usize::from(self.have) < PREFIX_LEN {
+            return None;
+        }
+        self.have = 0;
+        let [flag, a, b, c, d] = self.bytes;
+        Some((flag, u32::from_be_bytes([a, b, c, d])))
+    }
+}
+
+#[derive(Debug, Default)]
+struct Varint {
+    value: u64,
+    shift: u32,
+}
+
+impl Varint {
+    fn read(&mut self, input: &mut Bytes, left: &mut u64) -> Result<Option<u64>, Error> {
+        while *left > 0 && input.has_remaining() {
+            let byte = input.get_u8();
+            *left -= 1;
+            if self.shift == 63 && byte > 1 {
+                return Err(Error::Malformed("a varint has more than 64 bits"));
+            }
+            self.value |= u64::from(byte & 0x7f) << self.shift;
+            if byte < 0x80 {
+                return Ok(Some(std::mem::take(self).value));
+            }
+            self.shift += 7;
+        }
+        if *left == 0 && self.shift > 0 {
+            return Err(Error::Malformed("a varint ends early"));
+        }
+        Ok(None)
+    }
+}
+
+/// Walks through the fields of one envelope.
+#[derive(Debug)]
+struct Walker {
+    message: u32,
+    last: u32,
+    walk: Walk,
+    varint: Varint,
+    /// How many fields of the oneof the envelope had.
+    fields: u8,
+}
+
+/// Where in the envelope. `inner` counts what is left of the message field.
+#[derive(Debug)]
+enum Walk {
+    Tag,
+    Len { field: u32 },
+    Control { field: u32, need: usize, have: BytesMut },
+    Skip { left: u64 },
+    SkipVarint,
+    InnerTag { inner: u64, seen: bool },
+    InnerLen { inner: u64, seen: bool, data: bool },
+    InnerSkip { inner: u64, seen: bool, left: u64 },
+    InnerSkipVarint { inner: u64, seen: bool },
+    Data { inner: u64, left: u64 },
+}
+
+/// Splits a tag into field number and wire type.
+fn tag(tag: u64) -> Result<(u32, u8), Error> {
+    match u32::try_from(tag >> 3) {
+        Ok(field) if field > 0 && field < 1 << 29 => Ok((field, (tag & 7) as u8)),
+        _ => Err(Error::Malformed("an illegal field number")),
+    }
+}
+
+impl Walker {
+    fn begin(&mut self) {
+        self.walk = Walk::Tag;
+        self.varint = Varint::default();
+        self.fields = 0;
+    }
+
+    fn finish(&mut self) -> Result<(), Error> {
+        match self.walk {
+            Walk::Tag if self.varint.shift == 0 && self.fields == 1 => Ok(()),
+            Walk::Tag if self.varint.shift == 0 => Err(Error::Oneof(self.fields)),
+            _ => Err(Error::Malformed("an envelope ends inside a field")),
+        }
+    }
+
+    fn count(&mut self) -> Result<(), Error> {
+        self.fields += 1;
+        if self.fields > 1 { Err(Error::Oneof(self.fields)) } else { Ok(()) }
+    }
+
+    /// Consumes at most `left` bytes of `input`; `None`: more are needed, or `left` is zero.
+    fn feed(&mut self, input: &mut Bytes, left: &mut u64) -> Result<Option<Event>, Error> {
+        macro_rules! varint {
+            () => {
+                match self.varint.read(input, left)? {
+                    Some(n) => n,
+                    None => return Ok(None),
+                }
+            };
+            (inner $inner:expr) => {{
+                // The inner message may not reach beyond its own length.
+                if *$inner == 0 {
+                    return Err(Error::Malformed("a message ends inside a field"));
+                }
+                let before = *left;
+                let mut bound = before.min(*$inner);
+                let start = bound;
+                let read = self.varint.read(input, &mut bound)?;
+                *left = before - (start - bound);
+                *$inner -= start - bound;
+                match read {
+                    Some(n) => n,
+                    None => return Ok(None),
+                }
+            }};
+        }
+        loop {
+            match &mut self.walk {
+                Walk::Tag => {
+                    let (field, wire) = tag(varint!())?;
+                    self.walk = match wire {
+                        2 => Walk::Len { field },
+                        0 => Walk::SkipVarint,
+                        1 => Walk::Skip { left: 8 },
+                        5 => Walk::Skip { left: 4 },
+                        _ => return Err(Error::Malformed("an illegal wire type")),
+                    };
+                    if wire != 2 && field <= self.last {
+                        return Err(Error::Malformed("a field of the wrong type"));
+                    }
+                }
+                Walk::Len { field } => {
+                    let field = *field;
+                    let len = varint!();
+                    if field == self.message {
+                        self.count()?;
+                        self.walk = Walk::InnerTag { inner: len, seen: false };
+                    } else if field > self.last {
+                        self.walk = Walk::Skip { left: len };
+                    } else if len > MAX_CONTROL as u64 {
+                        return Err(Error::ControlTooLarge { field, len });
+                    } else {
+                        self.count()?;
+                        self.walk = Walk::Control { field, need: len as usize, have: BytesMut::new() };
+                    }
+                }
+                Walk::Control { field, need, have } => {
+                    let available = usize::try_from(*left).unwrap_or(usize::MAX).min(input.len());
+                    let body = if have.is_empty() && available >= *need {
+                        *left -= *need as u64;
+                        input.split_to(*need)
+                    } else {
+                        let take = available.min(*need - have.len());
+                        have.put_slice(&input[..take]);
+                        input.advance(take);
+                        *left -= take as u64;
+                        if have.len() < *need {
+                            return Ok(None);
+                        }
+                        std::mem::take(have).freeze()
+                    };
+                    let field = *field;
+                    self.walk = Walk::Tag;
+                    return Ok(Some(Event::Control { field, body }));
+                }
+                Walk::Skip { left: skip } => {
+                    if !advance(input, left, skip) {
+                        return Ok(None);
+                    }
+                    self.walk = Walk::Tag;
+                }
+                Walk::SkipVarint => {
+                    varint!();
+                    self.walk = Walk::Tag;
+                }
+                Walk::InnerTag { inner, seen } => {
+                    if *inner == 0 {
+                        let seen = *seen;
+                        self.walk = Walk::Tag;
+                        if !seen {
+                            return Ok(Some(Event::Message { len: 0 }));
+                        }
+                        continue;
+                    }
+                    let (field, wire) = tag(varint!(inner inner))?;
+                    let (inner, seen) = (*inner, *seen);
+                    self.walk = match (field, wire) {
+                        (1, 2) if seen => return Err(Error::Malformed("a message with two payloads")),
+                        (1, 2) => Walk::InnerLen { inner, seen, data: true },
+                        (1, _) => return Err(Error::Malformed("a field of the wrong type")),
+                        (_, 2) => Walk::InnerLen { inner, seen, data: false },
+                        (_, 0) => Walk::InnerSkipVarint { inner, seen },
+                        (_, 1) => Walk::InnerSkip { inner, seen, left: 8 },
+                        (_, 5) => Walk::InnerSkip { inner, seen, left: 4 },
+                        _ => return Err(Error::Malformed("an illegal wire type")),
+                    };
+                }
+                Walk::InnerLen { inner, seen, data } => {
+                    let len = varint!(inner inner);
+                    if len > *inner {
+                        return Err(Error::Malformed("a field reaches beyond its message"));
+                    }
+                    let (inner, seen) = (*inner, *seen);
+                    if *data {
+                        self.walk = Walk::Data { inner: inner - len, left: len };
+                        let len = u32::try_from(len).map_err(|_| Error::PayloadTooLarge(u32::MAX))?;
+                        return Ok(Some(Event::Message { len }));
+                    }
+                    self.walk = Walk::InnerSkip { inner, seen, left: len };
+                }
+                Walk::InnerSkip { inner, seen, left: skip } => {
+                    if *skip > *inner {
+                        return Err(Error::Malformed("a field reaches beyond its message"));
+                    }
+                    let before = *skip;
+                    let done = advance(input, left, skip);
+                    *inner -= before - *skip;
+                    if !done {
+                        return Ok(None);
+                    }
+                    self.walk = Walk::InnerTag { inner: *inner, seen: *seen };
+                }
+                Walk::InnerSkipVarint { inner, seen } => {
+                    varint!(inner inner);
+                    self.walk = Walk::InnerTag { inner: *inner, seen: *seen };
+                }
+                Walk::Data { inner, left: data } => {
+                    if *data == 0 {
+                        self.walk = Walk::InnerTag { inner: *inner, seen: true };
+                        continue;
+                    }
+                    let take = (*data).min(*left).min(input.len() as u64);
+                    if take == 0 {
+                        return Ok(None);
+                    }
+                    *data -= take;
+                    *left -= take;
+                    return Ok(Some(Event::Data(input.split_to(take as usize))));
+                }
+            }
+        }
+    }
+}
+
+/// Skips up to `skip` bytes; whether all of them are skipped.
+fn advance(input: &mut Bytes, left: &mut u64, skip: &mut u64) -> bool {
+    let take = (*skip).min(*left).min(input.len() as u64);
+    input.advance(take as usize);
+    *left -= take;
+    *skip -= take;
+    *skip == 0
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,1131 @@
+//! kas' end of a tunnel: parked as a response body, swapped with a caller's bodies on a match.
+//!
+//! A [`Tunnel`] is shared by two HTTP/2 streams. The stream that agentk opened has [`TunnelBody`]
+//! as its response body: it writes `request_info`, pulls the caller's request body and envelopes
+//! it. The caller's stream holds an [`Exchange`]: it pulls agentk's request body and takes the
+//! envelopes off. Each side is polled by its own stream's task, so there is no task, channel or
+//! copy of our own between them, and back-pressure is HTTP/2's.
+//!
+//! While a tunnel is parked its [`TunnelBody`] also polls agentk's direction, so that a withdrawal,
+//! a vanished agent or stray bytes are noticed.
+//!
+//! A response body cannot reset its stream while HTTP/2 waits for window (nobody polls it then), so
+//! a tunnel is given a function that does.
+
+use std::{
+    fmt,
+    pin::Pin,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    task::{Context, Poll, Waker, ready},
+    time::Duration,
+};
+
+use bytes::{BufMut as _, Bytes, BytesMut};
+use grpc::{BoxError, Code, Deadline, Outcome, Status};
+use http::HeaderMap;
+use http_body::{Body, Frame as HttpFrame};
+use ids::{AgentId, ConnectionId, TokenHash};
+use prost::Message as _;
+use proto::gitlab::agent::reverse_tunnel::rpc;
+use tokio::time::{Instant, Sleep};
+
+use crate::{
+    frame::{self, Decoder, Event, Splitter, request, response},
+    meta::{self, Binary},
+    state::{Frame, KasEnd, Mode, Step, Verdict},
+};
+
+/// Pieces up to this size are copied together; larger ones pass as they are. Measured: without
+/// copying small ones a small call costs 14 % more, with 16 KiB a bulk stream 5 to 11 % more.
+const COPY: usize = 1024;
+/// How much is gathered before it is handed to HTTP/2.
+const GATHER: usize = 16 * 1024;
+/// How long and how much of an abandoned answer of a 14.1 agent is read so that its tunnel need
+/// not be reset: a reset costs that agent 10 s and more of back-off.
+const DISCARD_TIME: Duration = Duration::from_secs(10);
+const DISCARD_BYTES: u64 = 1 << 20;
+
+/// Which agentk is at the other end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Peer {
+    /// An agent of this project, on a reusable tunnel.
+    Ours,
+    /// GitLab's, up to 15: cannot cancel a request, and backs off 10 s or more after a reset.
+    Old,
+    /// GitLab's from 16 on (user agent `gitlab-agent/`): cancels, and comes back at once after
+    /// status CANCELLED.
+    Recent,
+}
+
+impl Peer {
+    /// What tunnels of this peer can do.
+    pub fn mode(self) -> Mode {
+        match self {
+            Self::Ours => Mode::Reusable,
+            Self::Old | Self::Recent => Mode::OneShot,
+        }
+    }
+
+    /// How values of binary metadata travel.
+    pub fn binary(self) -> Binary {
+        match self {
+            Self::Ours => Binary::Base64,
+            Self::Old | Self::Recent => Binary::Raw,
+        }
+    }
+}
+
+/// Who and what is at the other end of a tunnel.
+#[derive(Debug, Clone)]
+pub struct Info {
+    /// The authenticated agent.
+    pub agent: AgentId,
+    /// The agentk process: by its instance id, or by the transport connection.
+    pub instance: u64,
+    /// The configuration stream that this tunnel belongs to, where that is known.
+    pub connection: Option<ConnectionId>,
+    /// The token that the stream was opened with.
+    pub token: TokenHash,
+    /// Which agentk it is.
+    pub peer: Peer,
+    /// What the agent serves.
+    pub descriptor: Arc<Descriptor>,
+}
+
+/// What an agent serves: full paths of methods.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct Descriptor {
+    methods: Vec<Box<str>>,
+}
+
+impl Descriptor {
+    /// Services and methods that one agent may list.
+    pub const MAX_SERVICES: usize = 200;
+
+    /// Returns the descriptor in a message; `None`: it lists too much.
+    pub fn from_proto(message: rpc::Descriptor) -> Option<Self> {
+        let services = message.agent_descriptor.unwrap_or_default().services;
+        if services.len() > Self::MAX_SERVICES {
+            return None;
+        }
+        let mut methods: Vec<Box<str>> = services
+            .iter()
+            .flat_map(|service| service.methods.iter().map(move |m| format!("/{}/{}", service.name, m.name).into()))
+            .collect();
+        methods.sort_unstable();
+        methods.dedup();
+        Some(Self { methods })
+    }
+
+    /// Returns a descriptor of these full paths.
+    pub fn of(methods: &[&str]) -> Self {
+        let mut methods: Vec<Box<str>> = methods.iter().map(|m| (*m).into()).collect();
+        methods.sort_unstable();
+        Self { methods }
+    }
+
+    /// Whether the agent serves `method`, a full path.
+    pub fn serves(&self, method: &str) -> bool {
+        self.methods.binary_search_by(|m| (**m).cmp(method)).is_ok()
+    }
+
+    /// Returns the full paths, sorted.
+    pub fn methods(&self) -> impl Iterator<Item = &str> {
+        self.methods.iter().map(|m| &**m)
+    }
+}
+
+/// Who hands tunnels out. Called without any lock of the tunnel.
+pub trait Owner: Send + Sync + 'static {
+    /// The tunnel is free: for the first time, or again.
+    fn parked(&self, tunnel: &Arc<Tunnel>);
+    /// The tunnel is over. `free`: it was not carrying a request.
+    fn ended(&self, tunnel: &Arc<Tunnel>, free: bool);
+    /// The agent did what the protocol does not allow; the tunnel is being reset.
+    fn violated(&self, _tunnel: &Arc<Tunnel>, _what: &str) {}
+    /// Values of an agent's answer were dropped as illegal.
+    fn dropped(&self, _count: usize) {}
+}
+
+/// A request for a tunnel.
+pub struct Job {
+    /// The `request_info` envelope with its prefix.
+    pub request_info: Bytes,
+    /// The caller's body: gRPC frames, not compressed.
+    pub body: grpc::Body,
+}
+
+impl fmt::Debug for Job {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Job({} bytes)", self.request_info.len())
+    }
+}
+
+/// Why a request had no complete answer.
+#[derive(Debug)]
+pub enum Failure {
+    /// Nothing was written to the agent; the request is as it was.
+    NotStarted(Job),
+    /// The agent surely did not start it, but the body may be partly consumed.
+    Refused,
+    /// It was started and its outcome is unknown.
+    Unknown,
+    /// The deadline passed after it was started.
+    Deadline,
+    /// The caller's own bytes were wrong; the status says how.
+    Caller(Status),
+}
+
+/// How agentk's stream ends.
+#[derive(Debug, Clone, PartialEq)]
+enum Ending {
+    Ok,
+    Status(Status),
+}
+
+/// What happens to a tunnel that should not take further requests.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Retire {
+    /// Drain notice where the agent understands it, else OK.
+    Notice,
+    /// The stream ends with OK.
+    Ok,
+}
+
+/// One tunnel, shared by agentk's stream and, during a request, the caller's.
+pub struct Tunnel {
+    info: Info,
+    owner: Arc<dyn Owner>,
+    reset: Box<dyn Fn() + Send + Sync>,
+    core: Mutex<Core>,
+}
+
+struct Core {
+    end: KasEnd,
+    /// agentk's direction; the [`Exchange`] has it while a request is open.
+    stream: Option<AgentStream>,
+    job: Option<Job>,
+    ending: Option<Ending>,
+    retire: Option<Retire>,
+    /// The caller left a 14.1 agent's request: read the rest of its answer.
+    discard: bool,
+    /// What was wrong with the caller's bytes.
+    fault: Option<Status>,
+    dead: bool,
+    /// Whether [`TunnelBody`] waits for a wake-up, and so will be polled after one. It is false
+    /// while HTTP/2 waits for window.
+    waiting: bool,
+    parked_at: Instant,
+    tunnel_waker: Option<Waker>,
+    exchange_waker: Option<Waker>,
+}
+
+impl Core {
+    fn wake_tunnel(&mut self) {
+        if let Some(waker) = &self.tunnel_waker {
+            waker.wake_by_ref();
+        }
+    }
+}
+
+fn set_waker(slot: &mut Option<Waker>, cx: &Context<'_>) {
+    match slot {
+        Some(waker) => waker.clone_from(cx.waker()),
+        None => *slot = Some(cx.waker().clone()),
+    }
+}
+
+impl fmt::Debug for Tunnel {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Tunnel").field("info", &self.info).finish_non_exhaustive()
+    }
+}
+
+/// agentk's direction of a tunnel: its request body, taken apart.
+struct AgentStream {
+    body: grpc::Body,
+    decoder: Decoder,
+    peeked: Option<Result<Got, Broken>>,
+}
+
+enum Got {
+    Event(Event),
+    HalfClose,
+}
+
+/// agentk's direction ended other than by a clean half-close; the text is for logs.
+struct Broken(String);
+
+impl AgentStream {
+    fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Result<Got, Broken>> {
+        if let Some(got) = self.peeked.take() {
+            return Poll::Ready(got);
+        }
+        loop {
+            match self.decoder.next() {
+                Ok(Some(event)) => return Poll::Ready(Ok(Got::Event(event))),
+                Ok(None) => {}
+                Err(error) => return Poll::Ready(Err(Broken(error.to_string()))),
+            }
+            match ready!(Pin::new(&mut self.body).poll_frame(cx)) {
+                Some(Ok(frame)) => {
+                    // gRPC clients send no trailers; if one does, the end that follows counts.
+                    if let Ok(data) = frame.into_data() {
+                        self.decoder.push(data);
+                    }
+                }
+                Some(Err(error)) => return Poll::Ready(Err(Broken(format!("the agent's stream broke: {error}")))),
+                // Some resets look like an end: only the stream's state tells them apart.
+                None if !self.body.is_end_stream() => {
+                    return Poll::Ready(Err(Broken("the agent's stream was reset".into())));
+                }
+                None if self.decoder.is_between() => return Poll::Ready(Ok(Got::HalfClose)),
+                None => return Poll::Ready(Err(Broken("the agent's stream ended inside a message".into()))),
+            }
+        }
+    }
+}
+
+/// Reads the descriptor, which an agent sends first.
+///
+/// # Errors
+/// The status with which the stream ends.
+///
+/// # Cancel safety
+/// Not cancel safe: drop the opening with it.
+pub async fn read_descriptor(opening: &mut Opening) -> Result<Descriptor, Status> {
+    let stream = &mut opening.0;
+    let got = std::future::poll_fn(|cx| stream.poll(cx)).await;
+    let name = match got {
+        Ok(Got::Event(Event::Control { field: request::DESCRIPTOR, body })) => {
+            let message = rpc::Descriptor::decode(body)
+                .map_err(|error| Status::new(Code::InvalidArgument, format!("the descriptor is malformed: {error}")))?;
+            return Descriptor::from_proto(message).ok_or_else(|| {
+                Status::new(
+                    Code::InvalidArgument,
+                    format!("a descriptor may list at most {} services", Descriptor::MAX_SERVICES),
+                )
+            });
+        }
+        Ok(Got::Event(Event::Control { field, .. })) => match field {
+            request::HEADER => "ConnectRequest_Header",
+            request::TRAILER => "ConnectRequest_Trailer",
+            _ => "ConnectRequest_Error",
+        },
+        Ok(Got::Event(_)) => "ConnectRequest_Message",
+        Ok(Got::HalfClose) | Err(_) => return Err(Status::new(Code::Unavailable, "unavailable")),
+    };
+    // The text that 14.1 gives.
+    Err(Status::new(Code::InvalidArgument, format!("Invalid oneof value type: *rpc.{name}_")))
+}
+
+/// agentk's direction before its descriptor has been read.
+pub struct Opening(AgentStream);
+
+impl fmt::Debug for Opening {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Opening")
+    }
+}
+
+impl Opening {
+    /// Takes the body of a `Connect` call. `gzip`: it announced `grpc-encoding: gzip`.
+    pub fn new(body: grpc::Body, gzip: bool) -> Self {
+        Self(AgentStream { body, decoder: Decoder::of_agent(gzip), peeked: None })
+    }
+}
+
+impl Tunnel {
+    /// Makes a parked tunnel, and the response body of its `Connect` call. `reset` resets the
+    /// stream with CANCEL, whatever it waits for.
+    pub fn new(
+        info: Info,
+        opening: Opening,
+        owner: Arc<dyn Owner>,
+        reset: Box<dyn Fn() + Send + Sync>,
+    ) -> (Arc<Self>, TunnelBody) {
+        let core = Core {
+            end: KasEnd::parked(info.peer.mode()),
+            stream: Some(opening.0),
+            job: None,
+            ending: None,
+            retire: None,
+            discard: false,
+            fault: None,
+            dead: false,
+            waiting: false,
+            parked_at: Instant::now(),
+            tunnel_waker: None,
+            exchange_waker: None,
+        };
+        let tunnel = Arc::new(Self { info, owner, reset, core: Mutex::new(core) });
+        let body = TunnelBody {
+            tunnel: Arc::clone(&tunnel),
+            out: BytesMut::new(),
+            big: None,
+            caller: None,
+            discard: None,
+            ending: None,
+            done: false,
+        };
+        (tunnel, body)
+    }
+
+    /// Returns who and what is at the other end.
+    pub fn info(&self) -> &Info {
+        &self.info
+    }
+
+    /// Returns since when the tunnel has been parked; `None`: it carries a request or is over.
+    pub fn idle_since(&self) -> Option<Instant> {
+        let core = self.core();
+        (core.end.is_free() && core.job.is_none() && !core.dead).then_some(core.parked_at)
+    }
+
+    /// Gives the tunnel a request. Nothing is written before the stream's own task runs.
+    ///
+    /// # Errors
+    /// The request, when the tunnel is no longer free.
+    pub fn begin(self: &Arc<Self>, job: Job, deadline: Deadline) -> Result<Exchange, Job> {
+        let mut core = self.core();
+        if core.dead || !core.end.is_free() || core.job.is_some() || core.ending.is_some() || core.retire.is_some() {
+            return Err(job);
+        }
+        let Some(stream) = core.stream.take() else { return Err(job) };
+        core.job = Some(job);
+        core.wake_tunnel();
+        drop(core);
+        Ok(Exchange {
+            tunnel: Arc::clone(self),
+            stream: Some(stream),
+            out: BytesMut::new(),
+            big: None,
+            status: None,
+            trailers: HeaderMap::new(),
+            sleep: deadline.instant().map(|at| Box::pin(tokio::time::sleep_until(at))),
+            ended: None,
+            done: false,
+        })
+    }
+
+    /// Takes the tunnel out of use: at once when it is parked, else after its request.
+    pub fn retire(&self, how: Retire) {
+        let mut core = self.core();
+        core.retire = Some(how);
+        core.wake_tunnel();
+    }
+
+    /// Ends the tunnel with `status`, whatever it carries.
+    pub fn end(&self, status: Status) {
+        let mut core = self.core();
+        if core.dead || core.end.is_ended() {
+            return;
+        }
+        if core.waiting {
+            core.end.end();
+            core.ending = Some(Ending::Status(status));
+            core.stream = None;
+            core.wake_tunnel();
+            if let Some(waker) = core.exchange_waker.take() {
+                waker.wake();
+            }
+        } else {
+            self.kill(core);
+        }
+    }
+
+    fn core(&self) -> MutexGuard<'_, Core> {
+        // A panic between two fields cannot leave them torn: every change is a few assignments.
+        self.core.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Resets agentk's stream.
+    fn kill(&self, mut core: MutexGuard<'_, Core>) {
+        core.dead = true;
+        core.end.end();
+        let stream = core.stream.take();
+        let waker = core.exchange_waker.take();
+        drop(core);
+        drop(stream);
+        (self.reset)();
+        if let Some(waker) = waker {
+            waker.wake();
+        }
+    }
+}
+
+/// The caller's body, taken apart.
+struct CallerStream {
+    body: grpc::Body,
+    splitter: Splitter,
+}
+
+enum Pulled {
+    Event(Event),
+    End,
+    Reset,
+    Wrong(Status),
+}
+
+impl CallerStream {
+    fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Pulled> {
+        loop {
+            match self.splitter.next() {
+                Ok(Some(event)) => return Poll::Ready(Pulled::Event(event)),
+                Ok(None) => {}
+                Err(error) => {
+                    return Poll::Ready(Pulled::Wrong(Status::new(Code::Internal, format!("request stream: {error}"))));
+                }
+            }
+            match ready!(Pin::new(&mut self.body).poll_frame(cx)) {
+                Some(Ok(frame)) => {
+                    if let Ok(data) = frame.into_data() {
+                        self.splitter.push(data);
+                    }
+                }
+                Some(Err(error)) => {
+                    // A body adapter of ours says what is wrong with the caller's bytes.
+                    return Poll::Ready(match error.downcast::<Status>() {
+                        Ok(status) => Pulled::Wrong(*status),
+                        Err(_) => Pulled::Reset,
+                    });
+                }
+                None if !self.body.is_end_stream() => return Poll::Ready(Pulled::Reset),
+                None if self.splitter.is_between() => return Poll::Ready(Pulled::End),
+                None => {
+                    return Poll::Ready(Pulled::Wrong(Status::new(
+                        Code::Internal,
+                        "request stream: it ended inside a message",
+                    )));
+                }
+            }
+        }
+    }
+}
+
+/// The response body of agentk's `Connect` call.
+pub struct TunnelBody {
+    tunnel: Arc<Tunnel>,
+    out: BytesMut,
+    big: Option<Bytes>,
+    caller: Option<CallerStream>,
+    discard: Option<Box<Discard>>,
+    ending: Option<Ending>,
+    done: bool,
+}
+
+struct Discard {
+    until: Pin<Box<Sleep>>,
+    left: u64,
+}
+
+enum Turn {
+    Again,
+    Wait,
+    Big(Bytes),
+    End(Ending),
+    Killed,
+}
+
+impl fmt::Debug for TunnelBody {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("TunnelBody").field("tunnel", &self.tunnel).finish_non_exhaustive()
+    }
+}
+
+impl TunnelBody {
+    fn turn(&mut self, cx: &mut Context<'_>) -> Turn {
+        let tunnel = Arc::clone(&self.tunnel);
+        let mut core = tunnel.core();
+        core.waiting = false;
+        if core.dead {
+            return Turn::Killed;
+        }
+        if core.end.is_ended() {
+            return Turn::End(core.ending.take().unwrap_or(Ending::Ok));
+        }
+        if core.end.is_parked() {
+            return self.turn_parked(core, cx);
+        }
+        if core.end.is_answered() {
+            return self.turn_answered(core);
+        }
+        if core.discard {
+            return self.turn_discard(core, cx);
+        }
+        let close_sent = core.end.is_close_sent();
+        set_waker(&mut core.tunnel_waker, cx);
+        core.waiting = true;
+        drop(core);
+        if close_sent {
+            return Turn::Wait;
+        }
+        let Some(caller) = &mut self.caller else { return Turn::Wait };
+        match ready_or!(caller.poll(cx), Turn::Wait) {
+            Pulled::Event(Event::Message { len }) => {
+                frame::put_message_head(response::MESSAGE, len, &mut self.out);
+                Turn::Again
+            }
+            Pulled::Event(Event::Data(data)) if data.len() <= COPY => {
+                self.out.put_slice(&data);
+                Turn::Again
+            }
+            Pulled::Event(Event::Data(data)) => Turn::Big(data),
+            // A splitter has no control fields.
+            Pulled::Event(Event::Control { .. }) => Turn::Again,
+            Pulled::End => {
+                self.caller = None;
+                let mut core = tunnel.core();
+                if !core.end.is_answered() {
+                    frame::put_control(response::CLOSE_SEND, &[], &mut self.out);
+                    core.end.close_send();
+                } else {
+                    // The answer was complete first: the next turn closes and parks.
+                }
+                Turn::Again
+            }
+            // The caller's own stream is being dropped; that decides what happens here.
+            Pulled::Reset => {
+                self.caller = None;
+                Turn::Wait
+            }
+            Pulled::Wrong(status) => {
+                self.caller = None;
+                let mut core = tunnel.core();
+                core.fault = Some(status);
+                if let Some(waker) = core.exchange_waker.take() {
+                    waker.wake();
+                }
+                Turn::Wait
+            }
+        }
+    }
+
+    fn turn_parked(&mut self, mut core: MutexGuard<'_, Core>, cx: &mut Context<'_>) -> Turn {
+        if let Some(job) = core.job.take() {
+            core.end.open();
+            self.out.put_slice(&job.request_info);
+            self.caller = Some(CallerStream { body: job.body, splitter: Splitter::default() });
+            return Turn::Again;
+        }
+        if let Some(retire) = core.retire.take() {
+            if retire == Retire::Notice && core.end.notify_drain() {
+                frame::put_control(response::CLOSE_SEND, &[], &mut self.out);
+                return Turn::Again;
+            }
+            core.end.end();
+            return Turn::End(Ending::Ok);
+        }
+        set_waker(&mut core.tunnel_waker, cx);
+        core.waiting = true;
+        // An exchange that was given back unused returns the stream and wakes this task.
+        let Some(stream) = &mut core.stream else { return Turn::Wait };
+        let what = match ready_or!(stream.poll(cx), Turn::Wait) {
+            Ok(got) => match core.end.agent_sent(kind(&got)) {
+                Ok(_) => return Turn::End(Ending::Ok),
+                Err(_) => "the agent wrote to a parked tunnel".to_owned(),
+            },
+            Err(Broken(why)) => why,
+        };
+        self.tunnel.kill(core);
+        self.tunnel.owner.violated(&self.tunnel, &what);
+        Turn::Killed
+    }
+
+    /// The answer is complete: close the request's own direction between two messages, then park.
+    fn turn_answered(&mut self, mut core: MutexGuard<'_, Core>) -> Turn {
+        if let Some(caller) = self.caller.take() {
+            let CallerStream { mut splitter, .. } = caller;
+            // A message that is partly written is finished only from bytes already here: waiting
+            // for the caller could take for ever, and a close inside it would be swallowed.
+            while splitter.left() > 0 {
+                match splitter.next() {
+                    Ok(Some(Event::Data(data))) => self.out.put_slice(&data),
+                    _ => {
+                        self.tunnel.kill(core);
+                        return Turn::Killed;
+                    }
+                }
+            }
+        }
+        if !core.end.is_close_sent() && core.end.mode() == Mode::Reusable {
+            frame::put_control(response::CLOSE_SEND, &[], &mut self.out);
+            core.end.close_send();
+        }
+        if core.end.park() {
+            core.parked_at = Instant::now();
+            let retiring = core.retire.is_some();
+            drop(core);
+            if !retiring {
+                self.tunnel.owner.parked(&self.tunnel);
+            }
+            Turn::Again
+        } else {
+            Turn::End(Ending::Ok)
+        }
+    }
+
+    fn turn_discard(&mut self, mut core: MutexGuard<'_, Core>, cx: &mut Context<'_>) -> Turn {
+        self.caller = None;
+        let discard = self.discard.get_or_insert_with(|| {
+            Box::new(Discard { until: Box::pin(tokio::time::sleep(DISCARD_TIME)), left: DISCARD_BYTES })
+        });
+        set_waker(&mut core.tunnel_waker, cx);
+        core.waiting = true;
+        let expired = discard.until.as_mut().poll(cx).is_ready();
+        let Some(stream) = &mut core.stream else { return Turn::Wait };
+        let got = match stream.poll(cx) {
+            Poll::Pending if expired => Err(Broken("an abandoned answer did not end in time".into())),
+            Poll::Pending => return Turn::Wait,
+            Poll::Ready(got) => got,
+        };
+        let step = got.ok().and_then(|got| {
+            if let Got::Event(Event::Data(data)) = &got {
+                discard.left = discard.left.checked_sub(data.len() as u64)?;
+                return Some(Step::Pass);
+            }
+            core.end.agent_sent(kind(&got)).ok()
+        });
+        match step {
+            Some(Step::Complete) => {
+                core.end.end();
+                Turn::End(Ending::Ok)
+            }
+            Some(_) => Turn::Again,
+            None => {
+                self.tunnel.kill(core);
+                Turn::Killed
+            }
+        }
+    }
+
+    fn last(&mut self, ending: &Ending) -> HttpFrame<Bytes> {
+        self.done = true;
+        let mut trailers = HeaderMap::with_capacity(2);
+        match ending {
+            Ending::Ok => Status::write_ok(&mut trailers),
+            Ending::Status(status) => status.write_to(&mut trailers),
+        }
+        HttpFrame::trailers(trailers)
+    }
+}
+
+/// What a frame is for the automaton.
+fn kind(got: &Got) -> Frame {
+    match got {
+        Got::HalfClose => Frame::HalfClose,
+        Got::Event(Event::Message { .. } | Event::Data(_)) => Frame::Message,
+        Got::Event(Event::Control { field, body }) => match *field {
+            request::HEADER => Frame::Header,
+            request::TRAILER => Frame::Trailer { bare: body.is_empty() },
+            request::ERROR => Frame::Error,
+            _ => Frame::Descriptor,
+        },
+    }
+}
+
+macro_rules! ready_or {
+    ($poll:expr, $pending:expr) => {
+        match $poll {
+            Poll::Ready(value) => value,
+            Poll::Pending => return $pending,
+        }
+    };
+}
+use ready_or;
+
+impl Body for TunnelBody {
+    type Data = Bytes;
+    type Error = BoxError;
+
+    fn poll_frame(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<HttpFrame<Bytes>, BoxError>>> {
+        let this = self.get_mut();
+        if this.done {
+            return Poll::Ready(None);
+        }
+        if let Some(big) = this.big.take() {
+            return Poll::Ready(Some(Ok(HttpFrame::data(big))));
+        }
+        loop {
+            if let Some(ending) = this.ending.take() {
+                return Poll::Ready(Some(Ok(this.last(&ending))));
+            }
+            let turn = if this.out.len() >= GATHER { Turn::Wait } else { this.turn(cx) };
+            match turn {
+                Turn::Again => continue,
+                Turn::Big(big) if this.out.is_empty() => return Poll::Ready(Some(Ok(HttpFrame::data(big)))),
+                Turn::Big(big) => this.big = Some(big),
+                Turn::End(ending) if this.out.is_empty() => return Poll::Ready(Some(Ok(this.last(&ending)))),
+                Turn::End(ending) => this.ending = Some(ending),
+                Turn::Wait | Turn::Killed if this.out.is_empty() => return Poll::Pending,
+                Turn::Wait | Turn::Killed => {}
+            }
+            // HTTP/2 asks again at once, or when there is window: not waiting for a wake-up now.
+            this.tunnel.core().waiting = false;
+            return Poll::Ready(Some(Ok(HttpFrame::data(this.out.split().freeze()))));
+        }
+    }
+}
+
+impl Drop for TunnelBody {
+    fn drop(&mut self) {
+        let mut core = self.tunnel.core();
+        let free = core.end.is_parked();
+        core.dead = true;
+        core.end.end();
+        let stream = core.stream.take();
+        let waker = core.exchange_waker.take();
+        core.tunnel_waker = None;
+        drop(core);
+        drop(stream);
+        if let Some(waker) = waker {
+            waker.wake();
+        }
+        self.tunnel.owner.ended(&self.tunnel, free);
+    }
+}
+
+/// How an answer begins.
+#[derive(Debug)]
+pub enum Head {
+    /// Headers; messages and trailers follow in the [`Exchange`] as a body.
+    Headers(HeaderMap),
+    /// There are no headers of their own: this is the whole answer.
+    Only(HeaderMap, Status),
+}
+
+/// A request in a tunnel, as the caller's stream holds it: first [`head`](Self::head), then a body.
+///
+/// Dropping it before the answer is complete cancels the request, or gives the tunnel back unused
+/// when nothing has been written.
+pub struct Exchange {
+    tunnel: Arc<Tunnel>,
+    stream: Option<AgentStream>,
+    out: BytesMut,
+    big: Option<Bytes>,
+    /// What the agent's `error` said.
+    status: Option<Status>,
+    trailers: HeaderMap,
+    sleep: Option<Pin<Box<Sleep>>>,
+    /// The trailers that stand after what has been gathered.
+    ended: Option<HeaderMap>,
+    done: bool,
+}
+
+impl fmt::Debug for Exchange {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Exchange").field("tunnel", &self.tunnel).finish_non_exhaustive()
+    }
+}
+
+enum Next {
+    Headers(HeaderMap),
+    Event(Event),
+    Complete,
+}
+
+impl Exchange {
+    /// Returns the tunnel.
+    pub fn tunnel(&self) -> &Arc<Tunnel> {
+        &self.tunnel
+    }
+
+    /// Waits for the beginning of the answer.
+    ///
+    /// # Errors
+    /// See [`Failure`].
+    ///
+    /// # Cancel safety
+    /// Cancel safe; dropping the exchange cancels the request.
+    pub async fn head(&mut self) -> Result<Head, Failure> {
+        std::future::poll_fn(|cx| self.poll_head(cx)).await
+    }
+
+    fn poll_head(&mut self, cx: &mut Context<'_>) -> Poll<Result<Head, Failure>> {
+        Poll::Ready(Ok(match ready!(self.poll_next(cx))? {
+            Next::Headers(headers) => Head::Headers(headers),
+            Next::Complete => {
+                let status = self.status.take().unwrap_or_else(|| Status::new(Code::Ok, ""));
+                Head::Only(std::mem::take(&mut self.trailers), status)
+            }
+            // The automaton lets no message come before the header.
+            Next::Event(_) => return Poll::Ready(Err(self.fail(Verdict::Unknown, "a message before the header"))),
+        }))
+    }
+
+    fn poll_next(&mut self, cx: &mut Context<'_>) -> Poll<Result<Next, Failure>> {
+        loop {
+            let Some(stream) = &mut self.stream else {
+                return Poll::Ready(Err(Failure::Unknown));
+            };
+            let got = match stream.poll(cx) {
+                Poll::Ready(got) => got,
+                Poll::Pending => {
+                    let mut core = self.tunnel.core();
+                    if let Some(status) = core.fault.take() {
+                        drop(core);
+                        self.abandon();
+                        return Poll::Ready(Err(Failure::Caller(status)));
+                    }
+                    if core.dead || core.end.is_ended() {
+                        drop(core);
+                        return Poll::Ready(Err(self.fail(Verdict::Unknown, "")));
+                    }
+                    set_waker(&mut core.exchange_waker, cx);
+                    drop(core);
+                    if let Some(sleep) = &mut self.sleep
+                        && sleep.as_mut().poll(cx).is_ready()
+                    {
+                        self.abandon();
+                        return Poll::Ready(Err(Failure::Deadline));
+                    }
+                    return Poll::Pending;
+                }
+            };
+            let got = match got {
+                Ok(got) => got,
+                Err(Broken(why)) => return Poll::Ready(Err(self.fail(Verdict::Unknown, &why))),
+            };
+            if let Got::Event(event @ Event::Data(_)) = got {
+                return Poll::Ready(Ok(Next::Event(event)));
+            }
+            let step = self.tunnel.core().end.agent_sent(kind(&got));
+            let step = match step {
+                Ok(step) => step,
+                Err(verdict) => return Poll::Ready(Err(self.fail(verdict, "a frame out of order"))),
+            };
+            if let Got::Event(Event::Message { len }) = got {
+                return Poll::Ready(Ok(Next::Event(Event::Message { len })));
+            }
+            if let Got::Event(Event::Control { field, body }) = got
+                && step != Step::Ignore
+                && let Err(why) = self.keep(field, body)
+            {
+                return Poll::Ready(Err(self.fail(Verdict::Unknown, why)));
+            }
+            match step {
+                Step::Pass => return Poll::Ready(Ok(Next::Headers(std::mem::take(&mut self.trailers)))),
+                Step::Keep | Step::Ignore => {}
+                Step::Complete => {
+                    self.complete();
+                    return Poll::Ready(Ok(Next::Complete));
+                }
+                // Only a parked tunnel ends by a frame.
+                Step::End => return Poll::Ready(Err(self.fail(Verdict::Unknown, "an early end"))),
+            }
+        }
+    }
+
+    /// Keeps what a header, trailer or error says: maps in `trailers`, the status in `status`.
+    fn keep(&mut self, field: u32, body: Bytes) -> Result<(), &'static str> {
+        let peer = self.tunnel.info.peer;
+        if body.is_empty() && field != request::ERROR {
+            return Ok(());
+        }
+        match field {
+            // Header and trailer have the same shape.
+            request::HEADER | request::TRAILER => {
+                let message = rpc::Header::decode(body).map_err(|_| "a malformed header or trailer")?;
+                let dropped =
+                    meta::read_map(&message.meta, peer.binary(), meta::passes_to_caller, &mut self.trailers);
+                if dropped > 0 {
+                    self.tunnel.owner.dropped(dropped);
+                }
+            }
+            _ => {
+                let message = rpc::Error::decode(body).map_err(|_| "a malformed error")?;
+                self.status = Some(Status::from_agent(message.status.unwrap_or_default()));
+            }
+        }
+        Ok(())
+    }
+
+    /// The answer is complete: gives agentk's direction back, and parks when that is possible here.
+    fn complete(&mut self) {
+        self.sleep = None;
+        let mut core = self.tunnel.core();
+        core.stream = self.stream.take();
+        core.exchange_waker = None;
+        if core.end.is_close_sent() && core.end.mode() == Mode::Reusable && core.retire.is_none() && !core.dead {
+            if core.end.park() {
+                core.parked_at = Instant::now();
+                // Watch agentk's direction for the tunnel's own task, without running it: it has
+                // nothing to write until the next request.
+                let Core { stream: Some(stream), tunnel_waker: Some(waker), .. } = &mut *core else {
+                    core.wake_tunnel();
+                    drop(core);
+                    self.tunnel.owner.parked(&self.tunnel);
+                    return;
+                };
+                if let Poll::Ready(got) = stream.poll(&mut Context::from_waker(waker)) {
+                    stream.peeked = Some(got);
+                    core.wake_tunnel();
+                }
+                drop(core);
+                self.tunnel.owner.parked(&self.tunnel);
+                return;
+            }
+        }
+        core.wake_tunnel();
+    }
+
+    /// The agent's side failed: resets the tunnel, and says what that means for the request.
+    fn fail(&mut self, verdict: Verdict, why: &str) -> Failure {
+        let mut core = self.tunnel.core();
+        let job = core.job.take();
+        let dead = core.dead;
+        let ending = core.ending.is_some();
+        drop(self.stream.take());
+        if dead || ending {
+            drop(core);
+        } else {
+            self.tunnel.kill(core);
+            if !why.is_empty() {
+                self.tunnel.owner.violated(&self.tunnel, why);
+            }
+        }
+        match (job, verdict) {
+            (Some(job), _) => Failure::NotStarted(job),
+            (None, Verdict::NotStarted) => Failure::Refused,
+            (None, _) => Failure::Unknown,
+        }
+    }
+
+    /// The caller does not want the answer any more.
+    fn abandon(&mut self) {
+        let Some(stream) = self.stream.take() else { return };
+        let mut core = self.tunnel.core();
+        core.exchange_waker = None;
+        if core.dead {
+            return;
+        }
+        if core.end.is_ended() {
+            core.wake_tunnel();
+            return;
+        }
+        if let Some(job) = core.job.take() {
+            // Nothing was written: the next request may have it.
+            core.stream = Some(stream);
+            core.wake_tunnel();
+            let retiring = core.retire.is_some();
+            drop(core);
+            drop(job);
+            if !retiring {
+                self.tunnel.owner.parked(&self.tunnel);
+            }
+            return;
+        }
+        match self.tunnel.info.peer {
+            Peer::Recent if core.waiting => {
+                core.end.end();
+                core.ending = Some(Ending::Status(Status::new(Code::Cancelled, "the caller has gone")));
+                core.wake_tunnel();
+                drop(core);
+                drop(stream);
+            }
+            Peer::Old if core.end.is_close_sent() => {
+                core.stream = Some(stream);
+                core.discard = true;
+                core.wake_tunnel();
+            }
+            _ => {
+                drop(stream);
+                self.tunnel.kill(core);
+            }
+        }
+    }
+
+    /// Returns the status of a failure after the answer's head has been passed on.
+    pub fn late_status(&self, failure: &Failure) -> Status {
+        let agent = self.tunnel.info.agent;
+        match failure {
+            Failure::Deadline => Status::new(
+                Code::DeadlineExceeded,
+                format!("the deadline passed before the answer of agent {agent} was complete"),
+            )
+            .with_outcome(Outcome::Unknown),
+            Failure::Caller(status) => status.clone(),
+            Failure::NotStarted(_) | Failure::Refused | Failure::Unknown => Status::new(
+                Code::Unavailable,
+                format!(
+                    "the tunnel of agent {agent} was lost before its answer was complete: the request may have run; \
+                     repeat it only if that is safe"
+                ),
+            )
+            .with_outcome(Outcome::Unknown),
+        }
+    }
+}
+
+impl Body for Exchange {
+    type Data = Bytes;
+    type Error = BoxError;
+
+    fn poll_frame(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<HttpFrame<Bytes>, BoxError>>> {
+        let this = self.get_mut();
+        if this.done {
+            return Poll::Ready(None);
+        }
+        if let Some(big) = this.big.take() {
+            return Poll::Ready(Some(Ok(HttpFrame::data(big))));
+        }
+        if let Some(trailers) = this.ended.take() {
+            this.done = true;
+            return Poll::Ready(Some(Ok(HttpFrame::trailers(trailers))));
+        }
+        loop {
+            if this.out.len() >= GATHER {
+                break;
+            }
+            match this.poll_next(cx) {
+                Poll::Pending if this.out.is_empty() => return Poll::Pending,
+                Poll::Pending => break,
+                Poll::Ready(Ok(Next::Event(Event::Message { len }))) => this.out.put_slice(&grpc::prefix(len)),
+                Poll::Ready(Ok(Next::Event(Event::Data(data)))) if data.len() <= COPY => this.out.put_slice(&data),
+                Poll::Ready(Ok(Next::Event(Event::Data(data)))) => {
+                    if this.out.is_empty() {
+                        return Poll::Ready(Some(Ok(HttpFrame::data(data))));
+                    }
+                    this.big = Some(data);
+                    break;
+                }
+                Poll::Ready(Ok(Next::Complete)) => {
+                    let mut trailers = std::mem::take(&mut this.trailers);
+                    match this.status.take() {
+                        None => Status::write_ok(&mut trailers),
+                        Some(status) => status.write_to(&mut trailers),
+                    }
+                    this.ended = Some(trailers);
+                }
+                // The automaton lets a header come once, and it has no control events here.
+                Poll::Ready(Ok(Next::Headers(_) | Next::Event(Event::Control { .. }))) => continue,
+                Poll::Ready(Err(failure)) => {
+                    let mut trailers = HeaderMap::new();
+                    this.late_status(&failure).write_to(&mut trailers);
+                    this.ended = Some(trailers);
+                }
+            }
+            if let Some(trailers) = this.ended.take() {
+                if this.out.is_empty() {
+                    this.done = true;
+                    return Poll::Ready(Some(Ok(HttpFrame::trailers(trailers))));
+                }
+                this.ended = Some(trailers);
+                break;
+            }
+        }
+        Poll::Ready(Some(Ok(HttpFrame::data(this.out.split().freeze()))))
+    }
+}
+
+impl Drop for Exchange {
+    fn drop(&mut self) {
+        self.abandon();
+    }
+}
