@@ -1,1 +1,13 @@
-//! cluster
+//! Who holds which agent: the traits through which the router and the APIs see it, and versions
+//! that are good enough for a single replica.
+
+pub mod memory;
+pub mod tracker;
+
+#[cfg(feature = "testing")]
+pub mod contract;
+
+pub use memory::InMemoryTracker;
+pub use tracker::{
+    AgentMeta, Connected, Connection, Lease, Located, Query, Replica, Tracker, TrackerError, Unanswered,
+};

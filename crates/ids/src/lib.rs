@@ -81,6 +81,11 @@ impl ConnectionId {
         Self(i64::from_be_bytes(first) & i64::MAX)
     }
 
+    /// The smallest id, as a bound of ranges.
+    pub const MIN: Self = Self(0);
+    /// The largest id, as a bound of ranges.
+    pub const MAX: Self = Self(i64::MAX);
+
     /// Returns a random id, for agents that send no instance id.
     pub fn random() -> Self {
         Self(rand::random::<i64>() & i64::MAX)

@@ -132,7 +132,12 @@ impl Config {
         let mut problems = Vec::new();
         let mut note = |path: &str, error: &SecretError| {
             let found = error.found();
-            problems.push(Problem { kind: Kind::Rule, path: path.to_owned(), found, expected: error.expected().to_owned() });
+            problems.push(Problem {
+                kind: Kind::Rule,
+                path: path.to_owned(),
+                found,
+                expected: error.expected().to_owned(),
+            });
         };
         let mut secrets = Secrets { api: Vec::new(), created: None, warnings: Vec::new() };
         match &self.api.secrets {
@@ -168,7 +173,8 @@ impl Config {
                 kind: Kind::Rule,
                 path: PRIVATE.to_owned(),
                 found: "the same secret as in api.listen".to_owned(),
-                expected: "a secret of its own: otherwise every client of the API could act as a replica".to_owned(),
+                expected: "a secret of its own: otherwise every client of the API could act as a replica"
+                    .to_owned(),
             });
         }
         for secret in secrets.api.iter().chain(&private) {

@@ -1,1 +1,5 @@
 //! kas
+
+pub mod agent_config;
+pub mod config;
+pub mod identity;

@@ -92,9 +92,12 @@ mod tests {
 
     #[test]
     fn addresses_round_trip() {
-        for text in
-            ["grpc://127.0.0.1:8153", "grpcs://kas.example:443", "grpc://[::1]:8153", "unix:///run/kas/api.sock"]
-        {
+        for text in [
+            "grpc://127.0.0.1:8153",
+            "grpcs://kas.example:443",
+            "grpc://[::1]:8153",
+            "unix:///run/kas/api.sock",
+        ] {
             assert_eq!(text.parse::<Address>().unwrap().to_string(), text);
         }
         assert_eq!("grpc://kas/".parse::<Address>().unwrap().to_string(), "grpc://kas:8153");

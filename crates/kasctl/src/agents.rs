@@ -1,14 +1,12 @@
 //! `kasctl agents`: who is connected, and to which replica.
 
-use std::{
-    collections::BTreeMap,
-    time::Duration,
-};
+use std::{collections::BTreeMap, time::Duration};
 
 use proto::kas::api::v1::{
-    ConnectedAgentInfo, KasAddress, UnansweredReplica, WatchConnectedAgentsRequest, WatchConnectedAgentsResponse,
-    watch_connected_agents_response::Event,
+    ConnectedAgentInfo, KasAddress, UnansweredReplica, WatchConnectedAgentsRequest,
+    WatchConnectedAgentsResponse, watch_connected_agents_response::Event,
 };
+use runtime::clock;
 use serde::Serialize;
 use tonic::Streaming;
 
@@ -16,7 +14,6 @@ use crate::{
     address::host_port,
     api::{Client, UNARY_TIMEOUT},
     cli::{AgentsArgs, Format},
-    clock,
     duration::humane,
     explain::{Asked, Call},
     failure::{Exit, Failure},
@@ -84,12 +81,18 @@ impl Events<'_> {
             match message.map_err(|status| self.client.explain(self.call, &status))? {
                 Some(WatchConnectedAgentsResponse { event: Some(event) }) => return Ok(event),
                 Some(WatchConnectedAgentsResponse { event: None }) => {}
-                None => return Err(self.call.explain_broken("it ended the watch, as a replica does that shuts down")),
+                None => {
+                    return Err(self
+                        .call
+                        .explain_broken("it ended the watch, as a replica does that shuts down"));
+                }
             }
         }
     }
 
-    async fn snapshot(&mut self) -> Result<(BTreeMap<Key, ConnectedAgentInfo>, Vec<UnansweredReplica>), Failure> {
+    async fn snapshot(
+        &mut self,
+    ) -> Result<(BTreeMap<Key, ConnectedAgentInfo>, Vec<UnansweredReplica>), Failure> {
         let mut agents = BTreeMap::new();
         loop {
             match self.next().await? {
@@ -120,7 +123,7 @@ async fn list(
             output.json_document(&document).await?;
         }
         Format::Table => {
-            let now = clock::since_epoch();
+            let now = clock::wall();
             let mut rows = vec![TITLES.map(str::to_owned)];
             rows.extend(agents.values().map(|agent| cells(agent, now)));
             output.write(Table::new(TITLES).rows(&rows).as_bytes()).await?;
@@ -142,7 +145,7 @@ async fn watch(
     let mut table = Table::new(WATCH_TITLES);
     match format {
         Format::Table => {
-            let now = clock::since_epoch();
+            let now = clock::wall();
             let mut rows = vec![WATCH_TITLES.map(str::to_owned)];
             rows.extend(agents.values().map(|agent| event_cells("present", agent, now)));
             output.write(table.rows(&rows).as_bytes()).await?;
@@ -163,15 +166,18 @@ async fn watch(
             }
             Event::Disconnected(gone) => {
                 let known = agents.remove(&(gone.id, gone.connection_id));
-                let bare =
-                    || ConnectedAgentInfo { id: gone.id, connection_id: gone.connection_id, ..Default::default() };
+                let bare = || ConnectedAgentInfo {
+                    id: gone.id,
+                    connection_id: gone.connection_id,
+                    ..Default::default()
+                };
                 ("disconnected", known.unwrap_or_else(bare))
             }
             Event::SnapshotComplete(_) => continue,
         };
         match format {
             Format::Table => {
-                let row = event_cells(name, &agent, clock::since_epoch());
+                let row = event_cells(name, &agent, clock::wall());
                 output.write(table.rows([&row]).as_bytes()).await?;
             }
             Format::Json => {
@@ -321,10 +327,29 @@ mod tests {
     fn row_shows_age_pod_and_replica() {
         assert_eq!(
             cells(&agent(), Duration::from_secs(1_700_000_090)),
-            ["7", "prod", "3", "9223372036854775807", "gitlab/agentk-1", "v14.1.0", "1m30s", "[fd00::1]:8155"]
+            [
+                "7",
+                "prod",
+                "3",
+                "9223372036854775807",
+                "gitlab/agentk-1",
+                "v14.1.0",
+                "1m30s",
+                "[fd00::1]:8155"
+            ]
         );
         assert_eq!(cells(&agent(), Duration::from_secs(5))[6], "0s", "a clock behind that of kas");
         assert_eq!(cells(&ConnectedAgentInfo { id: 1, ..Default::default() }, Duration::ZERO)[6], "");
+    }
+
+    #[test]
+    fn absurd_stamps_of_a_peer_are_survived() {
+        for seconds in [i64::MIN, -1, i64::MAX] {
+            let connected_at = Some(prost_types::Timestamp { seconds, nanos: i32::MIN });
+            let agent = ConnectedAgentInfo { connected_at, ..Default::default() };
+            cells(&agent, Duration::from_secs(5));
+            serde_json::to_string(&AgentJson::from(&agent)).unwrap();
+        }
     }
 
     #[test]

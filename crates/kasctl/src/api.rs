@@ -8,6 +8,7 @@ use proto::{
     gitlab::agent::kubernetes_api::rpc::kubernetes_api_client::KubernetesApiClient,
     kas::api::v1::kas_api_client::KasApiClient,
 };
+use tokio::signal::unix::{SignalKind, signal};
 use tonic::{Request, Status, metadata::AsciiMetadataValue};
 
 use crate::{
@@ -66,7 +67,9 @@ pub(crate) async fn with_client(
     work: impl AsyncFnOnce(Client) -> Result<Exit, Failure>,
 ) -> Result<Exit, Failure> {
     let Settings { address, secret_file, tls, timeout, correlation } = settings;
-    if !matches!(address, Address::Tcp { tls: true, .. }) && (tls.ca_file.is_some() || tls.server_name.is_some()) {
+    if !matches!(address, Address::Tcp { tls: true, .. })
+        && (tls.ca_file.is_some() || tls.server_name.is_some())
+    {
         return Err(Failure::Usage("--ca-file and --server-name need an address that begins with grpcs://"));
     }
     let secret = Secret::load(secret_file.as_deref())?;
@@ -78,26 +81,21 @@ pub(crate) async fn with_client(
     let origin = format!("{scheme}://{}", address.authority())
         .parse()
         .map_err(|_| Failure::Usage("the host of --address is not a legal name"))?;
+    // One handler from here on: none of the moments between two waits misses a Ctrl-C.
+    let mut interrupts = signal(SignalKind::interrupt()).map_err(Failure::Runtime)?;
     let (link, driver) = tokio::select! {
         connected = link::connect(&address, &tls) => {
             connected.map_err(|cause| Failure::Connect { address: address.clone(), cause })?
         }
-        () = interrupt() => return Err(Failure::Interrupted),
+        _ = interrupts.recv() => return Err(Failure::Interrupted),
     };
     let client = Client { link, origin, address: address.to_string(), secret, timeout, correlation };
     let done = tokio::select! {
         done = work(client) => done,
-        () = interrupt() => Err(Failure::Interrupted),
+        _ = interrupts.recv() => Err(Failure::Interrupted),
     };
     let _ = tokio::time::timeout(FAREWELL, driver).await;
     done
-}
-
-async fn interrupt() {
-    if tokio::signal::ctrl_c().await.is_err() {
-        // Without a handler, Ctrl-C ends the process by itself.
-        std::future::pending().await
-    }
 }
 
 /// For values made of ids and hexadecimal digits.
@@ -157,7 +155,8 @@ impl Client {
 
     /// Returns the API of kas itself.
     pub(crate) fn kas(&self) -> KasApiClient<Link> {
-        KasApiClient::with_origin(self.link.clone(), self.origin.clone()).max_decoding_message_size(MAX_ANSWER)
+        KasApiClient::with_origin(self.link.clone(), self.origin.clone())
+            .max_decoding_message_size(MAX_ANSWER)
     }
 
     /// Returns the Kubernetes API that kas passes through.

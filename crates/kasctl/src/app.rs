@@ -50,11 +50,14 @@ async fn run(cli: Cli) -> Result<Exit, Failure> {
     let format = global.output;
     match command {
         Command::Agents(args) => {
-            api::with_client(global.settings(), async |client| agents::run(client, output, args, format).await)
-                .await
+            api::with_client(global.settings(), async |client| {
+                agents::run(client, output, args, format).await
+            })
+            .await
         }
         Command::Pods(args) => {
-            api::with_client(global.settings(), async |client| pods::run(client, output, args, format).await).await
+            api::with_client(global.settings(), async |client| pods::run(client, output, args, format).await)
+                .await
         }
         Command::Request(args) => {
             // A file that is not there is found before kas is asked.

@@ -13,32 +13,31 @@ use crate::{
     duration,
     link::TlsOptions,
     target::{self, Header, Target},
-    version,
 };
 
 const ROOT_HELP: &str = "\
 Examples:
-  kasctl agents                                  who is connected, and to which replica of kas
-  kasctl pods 7 -n default                       what runs in the cluster of agent 7
-  kasctl request 7 GET /version                  ask the Kubernetes API there
+  kasctl agents                     who is connected, and to which replica of kas
+  kasctl pods 7 -n default          what runs in the cluster of agent 7
+  kasctl request 7 GET /version     ask the Kubernetes API there
   kasctl token agent --id 7 --name prod --project 3 --token-file prod.token
-                                                 a new agent: its token, and kas' line about it
+                                    a token for a new agent, and kas' line about it
 
 Exit codes:
   0    ok
   1    any other failure
   2    the command line is wrong; nothing was done
-  3    kas cannot be reached, or the connection was lost while only reading
+  3    kas cannot be reached, or was lost while only reading
   4    not authenticated: no usable secret, or kas refused it
-  5    the agent is not connected, or the request was not started: trying again is safe
-  6    the list is partial: a replica of kas did not answer (it is named on standard error)
-  7    the outcome is unknown: the request was sent, and has no complete answer
-  22   'request --fail' and an HTTP status of 400 or more
+  5    the agent is not connected, or nothing was sent to it: trying again is safe
+  6    the list is partial: a replica of kas did not answer
+  7    the outcome is unknown: sent to the agent, and no complete answer
+  22   'request --fail', and the HTTP status is 400 or more
   130  interrupted
 
-Every call carries its own token, signed with kas' API secret. Without --secret-file that is the file
-api-secret in kas' state directory: $KAS_STATE_DIR, else $XDG_STATE_HOME/kas, else $HOME/.local/state/kas.
-Failures are one line on standard error; a correlation id in it is in kas' log, too.";
+Every call carries a token of its own, signed with kas' API secret. Without --secret-file that is the \
+file api-secret in kas' state directory: $KAS_STATE_DIR, else $XDG_STATE_HOME/kas, else \
+$HOME/.local/state/kas. A failure is one line on standard error; kas' log has the correlation id in it, too.";
 
 const AGENTS_HELP: &str = "\
 Examples:
@@ -47,56 +46,60 @@ Examples:
   kasctl agents --agent 7 --watch     agent 7, and every change until Ctrl-C
   kasctl agents -o json | jq -r '.agents[].name'
 
-An agent that runs as several pods has a row for each. CONNECTION is what --connection of other commands
-takes; in JSON it is text, because it has 63 bits. With --watch, the rows begin with an event: present
-(connected before the watch began), connected or disconnected; -o json then prints a line for each event:
-  {\"event\":\"connected\",\"agent\":{...}}            also for those that were there before
+An agent that runs as several pods has a row for each. CONNECTION is what --connection of other commands \
+takes; in JSON it is text, because it has 63 bits. A list without the part of a replica that did not \
+answer ends with exit code 6.
+
+With --watch, rows begin with an event: present (connected before), connected or disconnected. As JSON:
+  {\"event\":\"connected\",\"agent\":{...}}            also for those connected before
   {\"event\":\"snapshot_complete\",\"unanswered\":[]}  once, behind those
-  {\"event\":\"disconnected\",\"agent\":{...}}
-A list without the part of a replica that did not answer ends with exit code 6.";
+  {\"event\":\"disconnected\",\"agent\":{...}}";
 
 const PODS_HELP: &str = "\
 Examples:
-  kasctl pods 7                              all pods of the cluster of agent 7
-  kasctl pods 7 -n default -l app=web,tier!=cache
+  kasctl pods 7                       all pods of the cluster of agent 7
+  kasctl pods 7 -n default -l 'app=web,tier!=cache'
   kasctl pods 7 -o json | jq '.pods | length'
 
-Pages are printed as they come. If one fails, those before it are on standard output, the exit code is not
-0, and JSON is cut short so that nobody takes it for the whole.";
+Pages are printed as they come. If one fails, those before it are on standard output, the exit code is \
+not 0, and JSON is cut short so that nobody takes it for the whole.";
 
 const REQUEST_HELP: &str = "\
 Examples:
   kasctl request 7 GET /version
-  kasctl request 7 GET '/api/v1/namespaces/default/pods?labelSelector=app%3Dweb' -i
-  kasctl request 7 GET '/api/v1/pods?watch=true'                                   until Ctrl-C
-  kasctl request 7 GET '/api/v1/namespaces/default/pods/web-1/log?follow=true'     as 'logs -f'
+  kasctl request 7 GET '/api/v1/pods?labelSelector=app%3Dweb&limit=5' -i
+  kasctl request 7 GET '/api/v1/pods?watch=true'
+  kasctl request 7 GET '/api/v1/namespaces/default/pods/web-1/log?follow=true'
   kasctl request 7 POST /api/v1/namespaces -d '{\"metadata\":{\"name\":\"demo\"}}' --fail
-  kasctl request 7 PATCH /api/v1/namespaces/demo -H 'Content-Type: application/merge-patch+json' -d @patch.json
+  kasctl request 7 PATCH /api/v1/namespaces/demo -d @patch.json \\
+      -H 'Content-Type: application/merge-patch+json'
   generate | kasctl request 7 POST /apis/batch/v1/namespaces/demo/jobs -d @-
 
-The agent sends the request with its own credentials; an Authorization header has no effect. The body of
-the answer goes to standard output as it comes, whatever its status. Exit code 7 means that the request may
-have had its effect; 5 means that it surely had none.";
+The agent sends the request with its own credentials. The body of the answer goes to standard output as \
+it comes, whatever its status; Ctrl-C cancels the request. Exit code 7 means that it may have had its \
+effect, 5 that it surely had none.";
 
 const TOKEN_API_HELP: &str = "\
 Examples:
-  kasctl token api                               for one call, now
+  kasctl token api                    for one call, now
   kasctl token api --ttl 1h --secret-file /etc/kas/api-secret
-  grpcurl -plaintext -H \"authorization: Bearer $(kasctl token api)\" 127.0.0.1:8153 list";
+  grpcurl -plaintext -H \"authorization: Bearer $(kasctl token api)\" \\
+      127.0.0.1:8153 list";
 
 const TOKEN_AGENT_HELP: &str = "\
 Examples:
-  kasctl token agent --id 7 --name prod --project 3 --token-file prod.token >> identity.yaml
-  kasctl token agent --id 7 --name prod --project 3
+  kasctl token agent --id 7 --name prod --project 3 --token-file prod.token
+  kasctl token agent --id 7 --name prod --project 3 >> identity.yaml
 
-The list item for kas' identity file goes to standard output and holds only the hash. The token has 256
-random bits; it goes to --token-file (made with mode 0600 and without a newline, never overwritten), else to
-standard error, once.";
+The list item for kas' identity file goes to standard output and holds only the hash. The token has 256 \
+random bits; it goes to --token-file (made with mode 0600 and without a newline, never overwritten), else \
+to standard error, once.";
 
 const TOKEN_HASH_HELP: &str = "\
 Examples:
   kasctl token hash prod.token
-  kubectl get secret agent-token -o jsonpath='{.data.token}' | base64 -d | kasctl token hash -";
+  kubectl get secret agent-token -o jsonpath='{.data.token}' | base64 -d |
+      kasctl token hash -";
 
 const COMPLETIONS_HELP: &str = "\
 Examples:
@@ -106,7 +109,7 @@ Examples:
 
 /// Ask kas who is connected, what runs there, and the Kubernetes API behind an agent.
 #[derive(Debug, Parser)]
-#[command(name = "kasctl", version = version::long(), after_help = ROOT_HELP, max_term_width = 110)]
+#[command(name = "kasctl", version = runtime::version::LONG, after_help = ROOT_HELP, max_term_width = 110)]
 pub(crate) struct Cli {
     #[command(flatten)]
     pub(crate) global: Global,
@@ -119,21 +122,27 @@ pub(crate) struct Cli {
 #[command(next_help_heading = "Connection and output")]
 pub(crate) struct Global {
     /// kas' API listener: grpc://host:port, grpcs://host:port (TLS) or unix:///path
-    #[arg(long, global = true, env = "KASCTL_ADDRESS", value_name = "URL", default_value = "grpc://127.0.0.1:8153")]
+    #[arg(
+        long,
+        global = true,
+        env = "KASCTL_ADDRESS",
+        value_name = "URL",
+        default_value = "grpc://127.0.0.1:8153"
+    )]
     address: Address,
     /// File with kas' API secret, as base64
     #[arg(long, global = true, env = "KASCTL_SECRET_FILE", value_name = "FILE", value_hint = ValueHint::FilePath)]
     pub(crate) secret_file: Option<PathBuf>,
-    /// PEM file with the certificate authorities to trust instead of the system's
+    /// PEM file with certificate authorities to trust besides the system's
     #[arg(long, global = true, value_name = "FILE", value_hint = ValueHint::FilePath)]
     ca_file: Option<PathBuf>,
     /// Name that kas' certificate must have [default: the host of the address]
     #[arg(long, global = true, value_name = "NAME")]
     server_name: Option<String>,
-    /// Time limit of a call, also for kas and the agent; 0: none [default: 30s, and none for request and --watch]
+    /// Time limit, also for kas and the agent; 0: none [default: 30s; request, --watch: none]
     #[arg(long, global = true, value_name = "DURATION", value_parser = duration::parse)]
     timeout: Option<Duration>,
-    /// How agents and pods are printed
+    /// How agents and pods are printed; json is one document, or with --watch a line per event
     #[arg(short, long, global = true, value_enum, value_name = "FORMAT", default_value_t = Format::Table)]
     pub(crate) output: Format,
     /// What kas and the agent write into their logs about this call [default: random]
@@ -157,9 +166,7 @@ impl Global {
 /// How lists are printed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Format {
-    /// Columns for people
     Table,
-    /// JSON for scripts: one document, or a line per event with --watch
     Json,
 }
 

@@ -71,7 +71,9 @@ mod tests {
         assert_eq!(parse("60s"), Ok(Duration::from_secs(60)));
         assert_eq!(parse("1h30m"), Ok(Duration::from_secs(5400)));
         assert_eq!(parse("0"), Ok(Duration::ZERO));
-        for bad in ["", "30", "s", "1x", "-1s", "1 s", "1.5s", "99999999999999999999s", "4000d", "1s5", "5 µs"] {
+        for bad in
+            ["", "30", "s", "1x", "-1s", "1 s", "1.5s", "99999999999999999999s", "4000d", "1s5", "5 µs"]
+        {
             assert_eq!(parse(bad), Err(Invalid), "{bad:?}");
         }
     }

@@ -104,27 +104,34 @@ impl Call {
             (_, Code::NotFound) => (Exit::NotStarted, self.not_found(&said)),
             (Some(Outcome::NotStarted), _) => (
                 Exit::NotStarted,
-                format!("kas at {address} could not start the request: {said}; nothing was sent to the agent, so trying again is safe"),
+                format!(
+                    "kas at {address} could not start the request: {said}; nothing was sent to the agent, so trying again is safe"
+                ),
             ),
             (None, Code::FailedPrecondition) if self.asked != Asked::Kas => (
                 Exit::NotStarted,
-                format!("kas at {address} did not send the request: {said}; leave out --connection to use any connection of the agent"),
+                format!(
+                    "kas at {address} did not send the request: {said}; leave out --connection to use any connection of the agent"
+                ),
             ),
-            (None, Code::DeadlineExceeded | Code::Unavailable | Code::Cancelled | Code::Unknown | Code::Internal)
-                if matches!(self.asked, Asked::Request(_)) =>
-            {
-                (Exit::Unknown, self.unknown(&said))
-            }
-            (None, Code::DeadlineExceeded) => {
-                (Exit::Failure, format!("kas at {address} ran out of time: {said}; allow more with --timeout"))
-            }
+            (
+                None,
+                Code::DeadlineExceeded | Code::Unavailable | Code::Cancelled | Code::Unknown | Code::Internal,
+            ) if matches!(self.asked, Asked::Request(_)) => (Exit::Unknown, self.unknown(&said)),
+            (None, Code::DeadlineExceeded) => (
+                Exit::Failure,
+                format!("kas at {address} ran out of time: {said}; allow more with --timeout"),
+            ),
             (None, Code::Unavailable) => (
                 Exit::Unreachable,
-                format!("kas at {address} cannot answer now: {said}; it may be starting or draining: try again"),
+                format!(
+                    "kas at {address} cannot answer now: {said}; it may be starting or draining: try again"
+                ),
             ),
-            (None, Code::Unimplemented) => {
-                (Exit::Failure, format!("kas at {address} does not serve this: {said}; is it older than kasctl?"))
-            }
+            (None, Code::Unimplemented) => (
+                Exit::Failure,
+                format!("kas at {address} does not serve this: {said}; is it older than kasctl?"),
+            ),
             (None, _) => (Exit::Failure, format!("kas at {address} refused the call: {said}")),
         }
     }
@@ -144,14 +151,19 @@ impl Call {
             Asked::Request(_) => "it may have had its effect: look before you try again",
             Asked::Kas | Asked::Read(_) => "it only reads, so trying again is safe",
         };
-        format!("the request was sent through kas at {} and its outcome is unknown: {said}; {advice}", self.address)
+        format!(
+            "the request was sent through kas at {} and its outcome is unknown: {said}; {advice}",
+            self.address
+        )
     }
 
     fn explain_lost(&self, lost: &Lost, peer: Peer) -> Failure {
         let Self { address, .. } = self;
         let not_kas = match peer {
             Peer::Http2 => None,
-            Peer::Silent => Some("it closed the connection without a word; if it uses TLS, its address begins with grpcs://"),
+            Peer::Silent => Some(
+                "it closed the connection without a word; if it uses TLS, its address begins with grpcs://",
+            ),
             Peer::Tls => Some("it speaks TLS; its address begins with grpcs://"),
             Peer::Http1 => Some("it speaks HTTP/1: is this the port of the API listener?"),
             Peer::Other => Some("it does not speak gRPC: is this the port of the API listener?"),
@@ -174,14 +186,19 @@ impl Call {
     pub(crate) fn explain_silence(&self, peer: Peer) -> Failure {
         let limit = humane(self.timeout.unwrap_or_default());
         let (exit, text) = match (peer, self.asked) {
-            (Peer::Http2, Asked::Request(_)) => (Exit::Unknown, self.unknown(&format!("no answer within {limit}"))),
+            (Peer::Http2, Asked::Request(_)) => {
+                (Exit::Unknown, self.unknown(&format!("no answer within {limit}")))
+            }
             (Peer::Http2, _) => (
                 Exit::Failure,
                 format!("kas at {} did not answer within {limit}; allow more with --timeout", self.address),
             ),
             _ => (
                 Exit::Unreachable,
-                format!("{} took the connection but is silent: is it kas? if it uses TLS, its address begins with grpcs://", self.address),
+                format!(
+                    "{} took the connection but is silent: is it kas? if it uses TLS, its address begins with grpcs://",
+                    self.address
+                ),
             ),
         };
         Failure::Call { exit, text }
@@ -191,7 +208,9 @@ impl Call {
     pub(crate) fn explain_broken(&self, what: &str) -> Failure {
         let (exit, text) = match self.asked {
             Asked::Request(_) => (Exit::Unknown, self.unknown(what)),
-            Asked::Kas | Asked::Read(_) => (Exit::Failure, format!("kas at {}: {what}; try again", self.address)),
+            Asked::Kas | Asked::Read(_) => {
+                (Exit::Failure, format!("kas at {}: {what}; try again", self.address))
+            }
         };
         Failure::Call { exit, text: format!("{text} (correlation id {})", self.correlation) }
     }

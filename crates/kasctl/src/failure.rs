@@ -66,7 +66,7 @@ pub(crate) enum Failure {
         text: String,
     },
     /// A file of the command line cannot be used.
-    #[error("cannot {verb} {}: {}", .path.display(), .cause.kind())]
+    #[error("cannot {verb} {}: {}", .path.display(), reason(.cause))]
     File {
         /// What was tried: read, create, write.
         verb: &'static str,
@@ -80,7 +80,7 @@ pub(crate) enum Failure {
     #[error("{} does not hold an agent token: expected one line of printable characters without spaces", .0.display())]
     NoToken(PathBuf),
     /// Standard output cannot be written.
-    #[error("cannot write the output: {}", .0.kind())]
+    #[error("cannot write the output: {}", reason(.0))]
     Output(#[source] std::io::Error),
     /// Whoever read the output has seen enough: not a failure.
     #[error("the reader of the output went away")]
@@ -122,18 +122,28 @@ impl Failure {
     }
 }
 
+/// Says why, in lower case and without a number: `io::Error` shows "Connection refused (os error 111)".
+pub(crate) fn reason(error: &std::io::Error) -> String {
+    match error.kind() {
+        std::io::ErrorKind::NotFound => "no such file or directory".to_owned(),
+        std::io::ErrorKind::AlreadyExists => "it exists already".to_owned(),
+        std::io::ErrorKind::Other => error.to_string(),
+        kind if kind.to_string() == "uncategorized error" => error.to_string(),
+        kind => kind.to_string(),
+    }
+}
+
 fn hint(address: &Address, cause: &link::Error) -> &'static str {
     match cause {
-        link::Error::CaFile(..) | link::Error::NoCertificate(_) | link::Error::Authority(_) => {
-            "name a PEM file with --ca-file"
-        }
+        link::Error::CaFile(_) => "name a PEM file of certificates with --ca-file",
         link::Error::ServerName(_) => "name one with --server-name",
         link::Error::Tls(e) => match e.get_ref().and_then(|e| e.downcast_ref::<rustls::Error>()) {
             Some(rustls::Error::InvalidCertificate(rustls::CertificateError::UnknownIssuer)) => {
                 "trust its authority with --ca-file"
             }
             Some(rustls::Error::InvalidCertificate(
-                rustls::CertificateError::NotValidForName | rustls::CertificateError::NotValidForNameContext { .. },
+                rustls::CertificateError::NotValidForName
+                | rustls::CertificateError::NotValidForNameContext { .. },
             )) => "say which name its certificate has with --server-name",
             Some(rustls::Error::InvalidCertificate(_)) => "its certificate must be replaced",
             _ => "if it does not use TLS, its address begins with grpc://",

@@ -57,7 +57,7 @@ impl Claims {
 /// # Errors
 /// [`Error`] when there are no random bytes or no signature.
 pub(crate) fn mint(secret: &[u8], issuer: &str, ttl: Duration) -> Result<String, Error> {
-    let claims = Claims::new(issuer, crate::clock::since_epoch(), ttl, unique_id()?);
+    let claims = Claims::new(issuer, runtime::clock::wall(), ttl, unique_id()?);
     Ok(jsonwebtoken::encode(&Header::default(), &claims, &EncodingKey::from_secret(secret))?)
 }
 
@@ -86,7 +86,8 @@ mod tests {
 
     #[test]
     fn claims_are_those_that_kas_checks() {
-        let claims = Claims::new("gitlab", Duration::from_millis(1_700_000_000_900), CALL_TTL, "id".to_owned());
+        let claims =
+            Claims::new("gitlab", Duration::from_millis(1_700_000_000_900), CALL_TTL, "id".to_owned());
         assert_eq!(
             serde_json::to_value(&claims).unwrap(),
             serde_json::json!({
@@ -99,7 +100,9 @@ mod tests {
     #[test]
     fn token_is_hs256_and_verifies_only_with_its_secret() {
         let token = mint(b"secret", "gitlab", CALL_TTL).unwrap();
-        let header = base64::engine::general_purpose::URL_SAFE_NO_PAD.decode(token.split('.').next().unwrap()).unwrap();
+        let header = base64::engine::general_purpose::URL_SAFE_NO_PAD
+            .decode(token.split('.').next().unwrap())
+            .unwrap();
         assert_eq!(
             serde_json::from_slice::<serde_json::Value>(&header).unwrap(),
             serde_json::json!({"alg": "HS256", "typ": "JWT"})
@@ -109,7 +112,11 @@ mod tests {
         rules.validate_nbf = true;
         rules.leeway = 0;
         let check = |key: &[u8]| {
-            jsonwebtoken::decode::<serde_json::Value>(&token, &jsonwebtoken::DecodingKey::from_secret(key), &rules)
+            jsonwebtoken::decode::<serde_json::Value>(
+                &token,
+                &jsonwebtoken::DecodingKey::from_secret(key),
+                &rules,
+            )
         };
         assert!(check(b"secret").is_ok());
         assert!(check(b"other").is_err());

@@ -7,7 +7,7 @@
 use std::{
     error::Error as _,
     io,
-    path::{Path, PathBuf},
+    path::PathBuf,
     pin::Pin,
     sync::{Arc, OnceLock},
     task::{Context, Poll},
@@ -18,8 +18,7 @@ use bytes::Bytes;
 use http_body_util::{BodyExt as _, combinators::UnsyncBoxBody};
 use hyper::client::conn::http2::{Builder, SendRequest};
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
-use rustls::{ClientConfig, RootCertStore};
-use rustls_pki_types::{CertificateDer, ServerName, pem::PemObject as _};
+use rustls_pki_types::ServerName;
 use tokio::{
     io::{AsyncRead, AsyncWrite, ReadBuf},
     net::{TcpStream, UnixStream},
@@ -27,7 +26,7 @@ use tokio::{
 };
 use tonic::body::Body;
 
-use crate::address::Address;
+use crate::{address::Address, failure::reason};
 
 /// How long name resolution, TCP and TLS may take together.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
@@ -37,10 +36,15 @@ const PING_INTERVAL: Duration = Duration::from_secs(30);
 /// How long kas may take to answer a ping.
 const PING_TIMEOUT: Duration = Duration::from_secs(15);
 
+/// Returns how kasctl names itself to kas and to API servers.
+pub(crate) fn user_agent() -> String {
+    format!("kasctl/{}", runtime::version::VERSION)
+}
+
 /// What the operator said about TLS.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct TlsOptions {
-    /// PEM file with the only authorities to trust; `None`: those of the system.
+    /// PEM file with authorities to trust besides those of the system.
     pub(crate) ca_file: Option<PathBuf>,
     /// The name that the certificate must have; `None`: the host of the address.
     pub(crate) server_name: Option<String>,
@@ -50,10 +54,10 @@ pub(crate) struct TlsOptions {
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Error {
     /// The host has no address.
-    #[error("cannot resolve the name: {}", kind(.0))]
+    #[error("cannot resolve the name: {}", reason(.0))]
     Resolve(#[source] io::Error),
     /// Nobody listens, or the network is in the way.
-    #[error("{}", kind(.0))]
+    #[error("{}", reason(.0))]
     Connect(#[source] io::Error),
     /// The other end is not a TLS server, or not one to trust.
     #[error("TLS handshake failed: {0}")]
@@ -62,29 +66,14 @@ pub(crate) enum Error {
     #[error("no connection within {}", crate::duration::humane(*.0))]
     Timeout(Duration),
     /// HTTP/2 could not begin.
-    #[error("HTTP/2 did not start")]
+    #[error("{}", chain(.0))]
     Http(#[source] hyper::Error),
     /// `--ca-file` cannot be used.
-    #[error("cannot use the CA file {}: {}", .0.display(), .1)]
-    CaFile(PathBuf, #[source] rustls_pki_types::pem::Error),
-    /// `--ca-file` has no certificate.
-    #[error("no certificate in the CA file {}", .0.display())]
-    NoCertificate(PathBuf),
-    /// A certificate that rustls does not accept as an authority, or a system without authorities.
-    #[error("no usable certificate authority")]
-    Authority(#[source] rustls::Error),
+    #[error("{}", chain(.0))]
+    CaFile(#[source] runtime::tls::Error),
     /// `--server-name` or the host is not a name.
     #[error("{0} is not a name that a certificate can have")]
     ServerName(String),
-}
-
-/// `io::Error` shows "Connection refused (os error 111)"; its kind says the same in our style.
-fn kind(error: &io::Error) -> String {
-    match error.kind() {
-        io::ErrorKind::Other => error.to_string(),
-        kind if kind.to_string() == "uncategorized error" => error.to_string(),
-        kind => kind.to_string(),
-    }
 }
 
 /// What the other end showed of itself.
@@ -120,28 +109,35 @@ impl Peer {
 #[error("{text}")]
 pub(crate) struct Lost {
     /// The causes, joined. They are not `source()`: tonic would take them for an answer of kas.
-    text: String,
+    pub(crate) text: String,
     /// What a reset or a farewell said.
     pub(crate) reason: Option<h2::Reason>,
 }
 
 impl From<hyper::Error> for Lost {
     fn from(error: hyper::Error) -> Self {
-        let mut text = error.to_string();
-        let mut reason = None;
-        let mut source = error.source();
-        while let Some(cause) = source {
-            let shown = cause.to_string();
-            if !text.ends_with(&shown) {
-                text = format!("{text}: {shown}");
-            }
-            if let Some(h2) = cause.downcast_ref::<h2::Error>() {
-                reason = h2.reason();
-            }
-            source = cause.source();
-        }
-        Self { text, reason }
+        let reason = causes(&error).find_map(|cause| cause.downcast_ref::<h2::Error>()?.reason());
+        Self { text: chain(&error), reason }
     }
+}
+
+/// Returns what is behind an error, the nearest cause first.
+fn causes<'a>(
+    error: &'a (dyn std::error::Error + 'static),
+) -> impl Iterator<Item = &'a (dyn std::error::Error + 'static)> {
+    std::iter::successors(error.source(), |&cause| cause.source())
+}
+
+/// Returns an error and its causes, joined; a cause that its effect has shown already is left out.
+fn chain(error: &(dyn std::error::Error + 'static)) -> String {
+    let mut text = error.to_string();
+    for cause in causes(error) {
+        let cause = cause.to_string();
+        if !text.ends_with(&cause) {
+            text = format!("{text}: {cause}");
+        }
+    }
+    text
 }
 
 /// The sending half of a connection; a clone sends on the same one.
@@ -168,8 +164,9 @@ impl tower_service::Service<http::Request<Body>> for Link {
     }
 
     fn call(&mut self, mut request: http::Request<Body>) -> Self::Future {
-        let agent = const { concat!("kasctl/", env!("CARGO_PKG_VERSION")) };
-        request.headers_mut().insert(http::header::USER_AGENT, http::HeaderValue::from_static(agent));
+        if let Ok(agent) = user_agent().try_into() {
+            request.headers_mut().insert(http::header::USER_AGENT, agent);
+        }
         let answer = self.sender.send_request(request);
         Box::pin(async move {
             let answer = answer.await?;
@@ -203,13 +200,17 @@ async fn dial(address: &Address, tls: &TlsOptions) -> Result<(Link, JoinHandle<(
             let name = tls.server_name.as_deref().unwrap_or(host);
             let name =
                 ServerName::try_from(name.to_owned()).map_err(|_| Error::ServerName(name.to_owned()))?;
-            let connector = tokio_rustls::TlsConnector::from(Arc::new(tls_config(tls.ca_file.as_deref())?));
+            let connector = tokio_rustls::TlsConnector::from(
+                runtime::tls::client(tls.ca_file.as_deref()).map_err(Error::CaFile)?,
+            );
             speak(connector.connect(name, tcp).await.map_err(Error::Tls)?).await
         }
     }
 }
 
-async fn speak(io: impl AsyncRead + AsyncWrite + Send + Unpin + 'static) -> Result<(Link, JoinHandle<()>), Error> {
+async fn speak(
+    io: impl AsyncRead + AsyncWrite + Send + Unpin + 'static,
+) -> Result<(Link, JoinHandle<()>), Error> {
     let peer = Arc::new(OnceLock::new());
     let io = TokioIo::new(Observed { io, peer: Arc::clone(&peer) });
     let (sender, connection) = Builder::new(TokioExecutor::new())
@@ -226,28 +227,6 @@ async fn speak(io: impl AsyncRead + AsyncWrite + Send + Unpin + 'static) -> Resu
     Ok((Link { sender, peer }, driver))
 }
 
-fn tls_config(ca_file: Option<&Path>) -> Result<ClientConfig, Error> {
-    let mut roots = RootCertStore::empty();
-    if let Some(file) = ca_file {
-        let unusable = |e| Error::CaFile(file.to_owned(), e);
-        for certificate in CertificateDer::pem_file_iter(file).map_err(unusable)? {
-            roots.add(certificate.map_err(unusable)?).map_err(Error::Authority)?;
-        }
-        if roots.is_empty() {
-            return Err(Error::NoCertificate(file.to_owned()));
-        }
-    } else {
-        // A single odd certificate in the system's store must not stop the rest; none at all fails below.
-        roots.add_parsable_certificates(rustls_native_certs::load_native_certs().certs);
-        if roots.is_empty() {
-            return Err(Error::Authority(rustls::Error::General("the system has none; use --ca-file".to_owned())));
-        }
-    }
-    let mut config = ClientConfig::builder().with_root_certificates(roots).with_no_client_auth();
-    config.alpn_protocols = vec![b"h2".to_vec()];
-    Ok(config)
-}
-
 /// Notes what the first bytes from the other end are.
 struct Observed<T> {
     io: T,
@@ -255,7 +234,11 @@ struct Observed<T> {
 }
 
 impl<T: AsyncRead + Unpin> AsyncRead for Observed<T> {
-    fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
         let before = buf.filled().len();
         let read = Pin::new(&mut self.io).poll_read(cx, buf);
         if self.peer.get().is_none() && buf.filled().len() > before {

@@ -5,7 +5,6 @@ mod agents;
 mod api;
 mod app;
 mod cli;
-mod clock;
 mod duration;
 mod explain;
 mod failure;
@@ -18,10 +17,8 @@ mod secret;
 mod table;
 mod target;
 mod token;
-mod version;
 
 fn main() -> std::process::ExitCode {
-    // The only error is that a provider is there already: then nothing is missing.
-    let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
+    runtime::tls::install();
     app::main()
 }

@@ -18,9 +18,9 @@ use crate::{
     cli::RequestArgs,
     explain::Asked,
     failure::{Exit, Failure},
+    link::user_agent,
     output::{Output, note},
     table::printable,
-    version,
 };
 
 /// The largest piece of a body, as the other senders of this protocol have it.
@@ -75,7 +75,9 @@ impl Prepared {
             let mut answer = answer.map_err(|status| client.explain(&call, &status))?.into_inner();
             let mut status = None;
             let mut complete = false;
-            while let Some(message) = answer.message().await.map_err(|status| client.explain(&call, &status))? {
+            while let Some(message) =
+                answer.message().await.map_err(|status| client.explain(&call, &status))?
+            {
                 match message.message {
                     Some(http_response::Message::Header(header)) if status.is_none() => {
                         let head = header.response.unwrap_or_default();
@@ -87,7 +89,9 @@ impl Prepared {
                     Some(http_response::Message::Data(data)) if status.is_some() && !complete => {
                         output.write(&data.data).await?;
                     }
-                    Some(http_response::Message::Trailer(_)) if status.is_some() && !complete => complete = true,
+                    Some(http_response::Message::Trailer(_)) if status.is_some() && !complete => {
+                        complete = true
+                    }
                     _ => return Err(call.explain_broken("the answer is not in the order of the protocol")),
                 }
             }
@@ -118,7 +122,7 @@ fn head(args: &RequestArgs, has_body: bool) -> prototool::HttpRequest {
     let mut default = |name: &str, value: &str| {
         header.entry(name.to_owned()).or_insert_with(|| Values { value: vec![value.to_owned()] });
     };
-    default("User-Agent", &format!("kasctl/{}", version::short()));
+    default("User-Agent", &user_agent());
     if has_body {
         default("Content-Type", "application/json");
     }
@@ -167,7 +171,9 @@ fn messages(
                     std::future::pending().await
                 }
             },
-            Next::Trailer => Some((message(http_request::Message::Trailer(http_request::Trailer {})), Next::End)),
+            Next::Trailer => {
+                Some((message(http_request::Message::Trailer(http_request::Trailer {})), Next::End))
+            }
             Next::End => None,
         }
     })
@@ -244,7 +250,10 @@ mod tests {
         let head = prototool::HttpResponse {
             status_code: 200,
             status: "200 OK".to_owned(),
-            header: BTreeMap::from([("X-A".to_owned(), Values { value: vec!["1".to_owned(), "\u{1b}[2J".to_owned()] })]),
+            header: BTreeMap::from([(
+                "X-A".to_owned(),
+                Values { value: vec!["1".to_owned(), "\u{1b}[2J".to_owned()] },
+            )]),
         };
         assert_eq!(shown(&head), "HTTP 200 OK\nX-A: 1\nX-A: \\u{1b}[2J\n\n");
     }

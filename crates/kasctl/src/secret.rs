@@ -37,7 +37,7 @@ pub(crate) enum Error {
     )]
     NotMade(PathBuf),
     /// The file cannot be read.
-    #[error("cannot read the API secret {}: {}", .0.display(), .1.kind())]
+    #[error("cannot read the API secret {}: {}", .0.display(), crate::failure::reason(.1))]
     Read(PathBuf, #[source] std::io::Error),
     /// The file does not hold what kas expects there.
     #[error("the API secret {} is not standard base64: is it the file that kas uses?", .0.display())]
@@ -110,7 +110,10 @@ mod tests {
         assert_eq!(env(all).unwrap(), Path::new("/s/api-secret"));
         assert_eq!(env(&all[1..]).unwrap(), Path::new("/x/kas/api-secret"));
         assert_eq!(env(&all[2..]).unwrap(), Path::new("/h/.local/state/kas/api-secret"));
-        assert_eq!(env(&[("KAS_STATE_DIR", ""), ("HOME", "/h")]).unwrap(), Path::new("/h/.local/state/kas/api-secret"));
+        assert_eq!(
+            env(&[("KAS_STATE_DIR", ""), ("HOME", "/h")]).unwrap(),
+            Path::new("/h/.local/state/kas/api-secret")
+        );
         assert_eq!(env(&[]), None);
     }
 

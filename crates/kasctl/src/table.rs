@@ -81,6 +81,9 @@ mod tests {
     #[test]
     fn width_counts_characters_and_control_characters_are_shown() {
         let mut table = Table::new(["A", "B"]);
-        assert_eq!(table.rows(&[row(["äöü", "x"]), row(["a", "\u{1b}[2J\n"])]), "äöü   x\na     \\u{1b}[2J\\n\n");
+        assert_eq!(
+            table.rows(&[row(["äöü", "x"]), row(["a", "\u{1b}[2J\n"])]),
+            "äöü   x\na     \\u{1b}[2J\\n\n"
+        );
     }
 }

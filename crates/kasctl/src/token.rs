@@ -113,8 +113,12 @@ mod tests {
     use super::*;
 
     fn item(name: &str) -> String {
-        let args =
-            TokenAgentArgs { id: ids::AgentId::new(1).unwrap(), name: name.to_owned(), project: 2, token_file: None };
+        let args = TokenAgentArgs {
+            id: ids::AgentId::new(1).unwrap(),
+            name: name.to_owned(),
+            project: 2,
+            token_file: None,
+        };
         identity_item(&args, &TokenHash::of(b"t"))
     }
 

@@ -1,1 +1,11 @@
-//! runtime
+//! What both binaries need around their work: HTTP/2 listeners, TLS, telemetry, the admin listener,
+//! signals. No protocol of kas is known here.
+
+pub mod admin;
+pub mod clock;
+pub mod http2;
+pub mod io;
+pub mod lifecycle;
+pub mod telemetry;
+pub mod tls;
+pub mod version;

@@ -9,22 +9,22 @@ use std::{
 };
 
 use super::{
-    Agent, AgentListener, Api, ApiListener, ApiSecrets, Config, ConfigurationSource, Drain, Environment, Identity,
-    Limits, Listen, LogLevel, Network, Observability, PrivateApi, Source, TlsFiles, Tracker,
+    Agent, AgentListener, Api, ApiListener, ApiSecrets, Config, ConfigurationSource, Drain, Environment,
+    Identity, Limits, Listen, LogLevel, Network, Observability, PrivateApi, Source, TlsFiles, Tracker,
     walk::{Rule, Section},
 };
 
-const NOT_GITLAB: &str = "identity from GitLab is not in this version, agents are known from identity.file";
+const NOT_GITLAB: &str = "agents are known from identity.file, not from GitLab";
 const NOT_CACHED: &str = "agents are known from identity.file, and nothing of them is cached";
-const NOT_GITOPS: &str = "GitOps is not in this version";
-const NOT_REDIS: &str = "the table is kept in memory by this version";
+const NOT_GITOPS: &str = "kas serves no GitOps";
+const NOT_REDIS: &str = "the table is kept in memory";
 const NOT_PRIVATE: &str = "with one replica nothing listens there";
-const NOT_KUBERNETES: &str = "the Kubernetes API for CI jobs and users is not in this version";
+const NOT_KUBERNETES: &str = "there is no listener for CI jobs and users";
 const NOT_GITALY: &str = "configuration comes from agent.configuration.folder or .git, not from Gitaly";
 const NOT_REPORTED: &str = "nothing is reported to GitLab";
-const NOT_TRACED: &str = "tracing is not in this version";
+const NOT_TRACED: &str = "there is no tracing";
 const NOT_SENTRY: &str = "errors go to the log, not to Sentry";
-const NOT_PROFILED: &str = "the Google profiler is not in this version";
+const NOT_PROFILED: &str = "there is no profiler";
 
 const HEAD: &str = "\
 The complete configuration of kas: every key with its default.
@@ -32,8 +32,7 @@ The complete configuration of kas: every key with its default.
 Section and key names are those of GitLab agent 14.1, so an existing file loads. Empty and 0 mean
 the default for texts and numbers. A duration is 20s, 1.5s, 200ms, 5m or 1h30m; 0s stays 0s.
 Relative paths are relative to the folder in which kas was started. `#key` shows a key that is
-off unless it is given.
-";
+off unless it is given.";
 
 const fn seconds(seconds: u64) -> Duration {
     Duration::from_secs(seconds)
@@ -46,6 +45,7 @@ const fn minutes(minutes: u64) -> Duration {
 /// Declares and reads the whole file.
 pub(super) fn read(root: &mut Section<'_, '_>, env: &Environment) -> Config {
     root.prose(HEAD);
+    root.blank();
     let state_dir = root
         .path(
             "state_dir",
@@ -105,7 +105,7 @@ pub(super) fn read(root: &mut Section<'_, '_>, env: &Environment) -> Config {
         s.section("private_api", "For other replicas.", |s| {
             needs_listen(s);
             let secret = s.section("listen", "The listener of the private API.", |s| {
-                listen(s, "");
+                bind_address(s, "");
                 let secret = s.required_path(
                     "authentication_secret_file",
                     "/etc/kas/private-api-secret",
@@ -167,7 +167,7 @@ pub(super) fn read(root: &mut Section<'_, '_>, env: &Environment) -> Config {
 
 fn agent(s: &mut Section<'_, '_>) -> Agent {
     let listen = s.section("listen", "The listener of agents; they show a token of identity.file.", |s| {
-        let (network, address) = listen(s, "127.0.0.1:8150");
+        let (network, address) = bind_address(s, "127.0.0.1:8150");
         if s.flag("websocket", "Serve gRPC over WebSocket as well. Only false in this version.") {
             s.refuse(
                 "websocket",
@@ -265,7 +265,7 @@ fn agent(s: &mut Section<'_, '_>) -> Agent {
     s.inert(NOT_KUBERNETES, |s| {
         s.section("kubernetes_api", "The Kubernetes API of an agent's cluster.", |s| {
             s.section("listen", "Its listener.", |s| {
-                listen(s, "0.0.0.0:8154");
+                bind_address(s, "0.0.0.0:8154");
                 tls(s);
             });
             s.text("url_path_prefix", "/", "What paths begin with.");
@@ -278,7 +278,7 @@ fn agent(s: &mut Section<'_, '_>) -> Agent {
 
 /// Returns the listener and its secret files, for both spellings.
 fn api_listener(s: &mut Section<'_, '_>) -> (ApiListener, Vec<std::path::PathBuf>) {
-    let (network, address) = listen(s, "127.0.0.1:8153");
+    let (network, address) = bind_address(s, "127.0.0.1:8153");
     let one = s.path(
         "authentication_secret_file",
         "Base64 of the secret that tokens (JWT, HS256) are signed with. Empty, and no list below: api-secret in \
@@ -310,7 +310,7 @@ fn observability(s: &mut Section<'_, '_>) -> Observability {
     let (network, address) = s.section(
         "listen",
         "Who reaches it needs no credential: beyond loopback, let a network policy guard it.",
-        |s| listen(s, "127.0.0.1:8151"),
+        |s| bind_address(s, "127.0.0.1:8151"),
     );
     let metrics_path = s.section("prometheus", "Metrics.", |s| url_path(s, "/metrics"));
     s.inert(NOT_TRACED, |s| {
@@ -341,10 +341,17 @@ fn observability(s: &mut Section<'_, '_>) -> Observability {
             s.path("credentials_file", "");
         });
     });
-    let liveness_path = s.section("liveness_probe", "Answers as long as the process works.", |s| url_path(s, "/liveness"));
+    let liveness_path =
+        s.section("liveness_probe", "Answers as long as the process works.", |s| url_path(s, "/liveness"));
     let readiness_path =
-        s.section("readiness_probe", "Fails before the start is complete and while leaving.", |s| url_path(s, "/readiness"));
-    let paths = [("prometheus", &metrics_path), ("liveness_probe", &liveness_path), ("readiness_probe", &readiness_path)];
+        s.section("readiness_probe", "Fails before the start is complete and while leaving.", |s| {
+            url_path(s, "/readiness")
+        });
+    let paths = [
+        ("prometheus", &metrics_path),
+        ("liveness_probe", &liveness_path),
+        ("readiness_probe", &readiness_path),
+    ];
     for (i, (section, path)) in paths.iter().enumerate() {
         if paths.iter().take(i).any(|(_, other)| other == path) {
             let key = format!("{section}.url_path");
@@ -363,7 +370,9 @@ fn observability(s: &mut Section<'_, '_>) -> Observability {
 fn gitlab(s: &mut Section<'_, '_>) {
     let expected = "an absolute URL such as https://gitlab.example.com";
     let address = s.required("address", "https://gitlab.example.com", expected, "Where GitLab is.");
-    if !address.is_empty() && !address.split_once(':').is_some_and(|(scheme, rest)| is_scheme(scheme) && !rest.is_empty()) {
+    if !address.is_empty()
+        && !address.split_once(':').is_some_and(|(scheme, rest)| is_scheme(scheme) && !rest.is_empty())
+    {
         s.refuse("address", expected);
     }
     s.required_path("authentication_secret_file", "/etc/kas/gitlab-secret", "Base64 of 32 bytes.");
@@ -373,7 +382,9 @@ fn gitlab(s: &mut Section<'_, '_>) {
 
 fn redis(s: &mut Section<'_, '_>) {
     match (s.is_present(), s.has("server"), s.has("sentinel")) {
-        (true, true, true) => s.refuse("sentinel", "nothing, because redis.server is given: exactly one of the two"),
+        (true, true, true) => {
+            s.refuse("sentinel", "nothing, because redis.server is given: exactly one of the two")
+        }
         (true, false, false) => s.refuse("server", "exactly one of redis.server and redis.sentinel"),
         _ => {}
     }
@@ -435,7 +446,8 @@ fn url_path(s: &mut Section<'_, '_>, default: &str) -> String {
 }
 
 fn tls(s: &mut Section<'_, '_>) -> Option<TlsFiles> {
-    let certificate = s.path("certificate_file", "PEM chain; with key_file it switches TLS on. Both or neither.");
+    let certificate =
+        s.path("certificate_file", "PEM chain; with key_file it switches TLS on. Both or neither.");
     let key = s.path("key_file", "PEM private key of the certificate.");
     match (certificate, key) {
         (Some(certificate), Some(key)) => Some(TlsFiles { certificate, key }),
@@ -452,7 +464,7 @@ fn tls(s: &mut Section<'_, '_>) -> Option<TlsFiles> {
 }
 
 /// Declares `network` and `address`, and checks that they fit each other.
-fn listen(s: &mut Section<'_, '_>, default: &str) -> (Network, String) {
+fn bind_address(s: &mut Section<'_, '_>, default: &str) -> (Network, String) {
     let network = s.one_of(
         "network",
         &[("tcp", Network::Tcp), ("tcp4", Network::Tcp4), ("tcp6", Network::Tcp6), ("unix", Network::Unix)],
@@ -469,8 +481,12 @@ fn listen(s: &mut Section<'_, '_>, default: &str) -> (Network, String) {
             "address",
             match network {
                 Network::Unix => "the path of a socket, because network is unix",
-                Network::Tcp => "a host and a port from 0 to 65535, such as 127.0.0.1:8150, [::1]:8150 or :8150",
-                Network::Tcp4 => "an IPv4 address and a port, such as 127.0.0.1:8150, because network is tcp4",
+                Network::Tcp => {
+                    "a host and a port from 0 to 65535, such as 127.0.0.1:8150, [::1]:8150 or :8150"
+                }
+                Network::Tcp4 => {
+                    "an IPv4 address and a port, such as 127.0.0.1:8150, because network is tcp4"
+                }
                 Network::Tcp6 => "an IPv6 address and a port, such as [::1]:8150, because network is tcp6",
             },
         );

@@ -89,7 +89,10 @@ impl ApiSecret {
         if mode & 0o022 != 0 {
             warn(format!("others may write this secret file (mode {:04o}): use mode 0600", mode & 0o7777));
         } else if mode & 0o004 != 0 {
-            warn(format!("everyone on this host may read this secret file (mode {:04o}): use mode 0600", mode & 0o7777));
+            warn(format!(
+                "everyone on this host may read this secret file (mode {:04o}): use mode 0600",
+                mode & 0o7777
+            ));
         }
         self
     }
@@ -132,7 +135,8 @@ pub fn load_or_create(path: &Path) -> Result<(ApiSecret, Created), SecretError> 
     }
     let mut bytes = Zeroizing::new([0_u8; BYTES]);
     let fail = |error| SecretError { path: path.to_owned(), reason: Reason::Make(error) };
-    aws_lc_rs::rand::fill(&mut *bytes).map_err(|_| fail(io::Error::other("the system gave no random bytes")))?;
+    aws_lc_rs::rand::fill(&mut *bytes)
+        .map_err(|_| fail(io::Error::other("the system gave no random bytes")))?;
     let mut text = Zeroizing::new(BASE64.encode(*bytes));
     text.push('\n');
     let created = create_private(path, text.as_bytes()).map_err(fail)?;
@@ -265,7 +269,9 @@ mod tests {
 
     #[test]
     fn anything_else_is_refused_without_showing_it() {
-        for content in [&b""[..], b"\n", b"aGVsbG8", b"aGVs bG8=", b"aGVsbG8=x", b"hunter2!", b"_-_-", &[0xff; 40]] {
+        for content in
+            [&b""[..], b"\n", b"aGVsbG8", b"aGVs bG8=", b"aGVsbG8=x", b"hunter2!", b"_-_-", &[0xff; 40]]
+        {
             let file = file(content, 0o600);
             let error = ApiSecret::read(file.path()).unwrap_err();
             let text = format!("{error} {error:?}").replace(&file.path().display().to_string(), "");
@@ -301,7 +307,9 @@ mod tests {
         assert_eq!(warnings(&long, 0o660), ["others may write this secret file (mode 0660): use mode 0600"]);
         assert_eq!(
             warnings("aGVsbG8=", 0o600),
-            ["the secret has 5 bytes, which may be guessed: use at least 32, for example from `openssl rand -base64 32`"]
+            [
+                "the secret has 5 bytes, which may be guessed: use at least 32, for example from `openssl rand -base64 32`"
+            ]
         );
     }
 

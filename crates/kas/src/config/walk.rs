@@ -138,8 +138,14 @@ pub(crate) fn walk<'v, T>(
             None
         }
     };
-    let mut section =
-        Section { report: &mut report, path: String::new(), found, known: Vec::new(), depth: 0, off: Off::No };
+    let mut section = Section {
+        report: &mut report,
+        path: String::new(),
+        found,
+        known: Vec::new(),
+        depth: 0,
+        off: Off::No,
+    };
     let value = read(&mut section);
     section.finish();
     report.answer_strangers();
@@ -222,6 +228,11 @@ impl<'v> Section<'v, '_> {
         self.peek(key).is_some()
     }
 
+    /// Whether `key` stands in the section, also without a value.
+    pub(crate) fn is_declared(&self, key: &str) -> bool {
+        self.found.is_some_and(|found| found.contains_key(key))
+    }
+
     /// Whether the section gives `key` as something else than the empty text.
     pub(crate) fn given(&self, key: &str) -> bool {
         self.peek(key).is_some_and(|value| value.as_str() != Some(""))
@@ -230,7 +241,9 @@ impl<'v> Section<'v, '_> {
     /// Whether `key`, or something in it, has a problem already: one slip is told once.
     pub(crate) fn is_refused(&self, key: &str) -> bool {
         let path = join(&self.path, key);
-        let inside = |p: &Problem| p.path.strip_prefix(&path).is_some_and(|rest| rest.is_empty() || rest.starts_with('['));
+        let inside = |p: &Problem| {
+            p.path.strip_prefix(&path).is_some_and(|rest| rest.is_empty() || rest.starts_with('['))
+        };
         self.report.problems.iter().any(inside)
     }
 
@@ -279,7 +292,7 @@ impl<'v> Section<'v, '_> {
             }
         };
         if self.depth == 0 {
-            self.print("");
+            self.blank();
         }
         let off = if self.off == Off::No { Off::No } else { Off::Above };
         self.print_key(key, None, doc);
@@ -384,7 +397,12 @@ impl<'v> Section<'v, '_> {
                         Value::String(text) if !text.is_empty() => texts.push(text.clone()),
                         other => {
                             let path = format!("{}[{i}]", join(&self.path, key));
-                            self.report.problem(Kind::Shape, path, shown(key, other), "a text that is not empty");
+                            self.report.problem(
+                                Kind::Shape,
+                                path,
+                                shown(key, other),
+                                "a text that is not empty",
+                            );
                         }
                     }
                 }
@@ -457,7 +475,13 @@ impl<'v> Section<'v, '_> {
     }
 
     /// Declares a duration; only absent means `default`, as in 14.1.
-    pub(crate) fn duration(&mut self, key: &'static str, default: Duration, rule: Rule, doc: &str) -> Duration {
+    pub(crate) fn duration(
+        &mut self,
+        key: &'static str,
+        default: Duration,
+        rule: Rule,
+        doc: &str,
+    ) -> Duration {
         self.print_key(key, Some(&Human(default).to_string()), doc);
         self.any_duration(key, default, rule).unwrap_or(default)
     }
@@ -506,11 +530,23 @@ impl<'v> Section<'v, '_> {
         chosen.map(|(_, value)| *value).unwrap_or_default()
     }
 
-    /// Writes a line of prose into the page.
+    /// Declares a key that is not read, whatever it holds: its presence is a warning.
+    pub(crate) fn ignored(&mut self, key: &'static str, text: &str) {
+        if self.take(key).is_some() {
+            self.warn(key, text);
+        }
+    }
+
+    /// Writes lines of prose into the page.
     pub(crate) fn prose(&mut self, text: &str) {
         for line in text.lines() {
             self.print(format!("# {line}").trim_end());
         }
+    }
+
+    /// Writes an empty line into the page.
+    pub(crate) fn blank(&mut self) {
+        self.print("");
     }
 
     fn any_duration(&mut self, key: &'static str, example: Duration, rule: Rule) -> Option<Duration> {
@@ -521,9 +557,10 @@ impl<'v> Section<'v, '_> {
             return None;
         };
         let (holds, expected) = match rule {
-            Rule::Positive => {
-                (!parsed.negative && !parsed.size.is_zero(), format!("a duration above zero, such as {example}"))
-            }
+            Rule::Positive => (
+                !parsed.negative && !parsed.size.is_zero(),
+                format!("a duration above zero, such as {example}"),
+            ),
             Rule::NotNegative => (!parsed.negative, format!("a duration of zero or more, such as {example}")),
             Rule::UpTo(most) => {
                 (!parsed.negative && parsed.size <= most, format!("a duration from 0s to {}", Human(most)))
@@ -648,7 +685,10 @@ pub(crate) fn shown(key: &str, value: &Value) -> String {
 
 /// Shows a key of the file in a message.
 pub(crate) fn plain_key(key: &str) -> String {
-    if !key.is_empty() && key.len() <= 64 && key.chars().all(|c| c.is_ascii_alphanumeric() || "_-/$".contains(c)) {
+    if !key.is_empty()
+        && key.len() <= 64
+        && key.chars().all(|c| c.is_ascii_alphanumeric() || "_-/$".contains(c))
+    {
         key.to_owned()
     } else {
         format!("\"{}\"", shortened(key))
@@ -725,7 +765,9 @@ mod tests {
 
     #[test]
     fn secrets_and_containers_are_never_shown() {
-        for key in ["authentication_secret_file", "password_file", "tokens", "dsn", "key_file", "connection_string"] {
+        for key in
+            ["authentication_secret_file", "password_file", "tokens", "dsn", "key_file", "connection_string"]
+        {
             assert_eq!(shown(key, &json!("hunter2")), "a value (not shown)", "{key}");
             assert_eq!(shown(key, &json!(12345)), "a value (not shown)", "{key}");
         }

@@ -38,6 +38,16 @@ pub(crate) fn parse(yaml: &str, size: Size) -> Result<Value, Problem> {
     }
 }
 
+/// What to say of a file that is not even text.
+pub(crate) fn not_utf8() -> Problem {
+    Problem {
+        kind: Kind::Shape,
+        path: "file".to_owned(),
+        found: "bytes that are not UTF-8".to_owned(),
+        expected: "YAML, as UTF-8 text".to_owned(),
+    }
+}
+
 /// Whether every line is empty, a comment or a document marker.
 fn is_blank(yaml: &str) -> bool {
     yaml.lines().map(str::trim).all(|line| line.is_empty() || line.starts_with('#') || line == "---")
@@ -68,7 +78,9 @@ fn problem(error: &Error) -> Problem {
             ("a number without a finite value".to_owned(), "a finite number, or a quoted text".to_owned())
         }
         // The parser's own phrases are constants: none of them quotes the input.
-        Error::ExternalMessage { msg, .. } => ("text that is not YAML".to_owned(), format!("valid YAML: {msg}")),
+        Error::ExternalMessage { msg, .. } => {
+            ("text that is not YAML".to_owned(), format!("valid YAML: {msg}"))
+        }
         _ => ("text that is not YAML".to_owned(), "valid YAML".to_owned()),
     };
     Problem { kind: Kind::Shape, path, found, expected }
@@ -87,8 +99,13 @@ mod tests {
 
     #[test]
     fn a_syntax_error_names_its_place_and_quotes_nothing() {
-        for yaml in ["api: {", "api: hunter2\n\tpassword: hunter2", "a: *hunter2", "a: 1\n---\na: hunter2", "hunter2: \"x"]
-        {
+        for yaml in [
+            "api: {",
+            "api: hunter2\n\tpassword: hunter2",
+            "a: *hunter2",
+            "a: 1\n---\na: hunter2",
+            "hunter2: \"x",
+        ] {
             let text = parse(yaml, Size::Small).unwrap_err().to_string();
             assert!(text.starts_with("line "), "{text}");
             assert!(!text.contains("hunter2"), "{text}");

@@ -30,9 +30,10 @@ fn with_outcome(code: Code, domain: &str, outcome: &str) -> Status {
     };
     let any = prost_types::Any {
         type_url: format!("type.googleapis.com/{ERROR_INFO}"),
-        value: info.encode_to_vec().into(),
+        value: info.encode_to_vec(),
     };
-    let details = rpc::Status { code: code as i32, message: "m".to_owned(), details: vec![any] }.encode_to_vec();
+    let details =
+        rpc::Status { code: code as i32, message: "m".to_owned(), details: vec![any] }.encode_to_vec();
     Status::with_details(code, "m", details.into())
 }
 
@@ -52,7 +53,10 @@ fn what_kas_says_about_the_outcome_decides() {
 fn a_detail_of_another_domain_does_not_count() {
     let forged = with_outcome(Code::Unavailable, "agent.example", "not_started");
     assert_eq!(exit(Asked::Request(agent()), &forged), Exit::Unknown);
-    assert_eq!(exit(Asked::Request(agent()), &with_outcome(Code::Unavailable, DOMAIN, "later")), Exit::Unknown);
+    assert_eq!(
+        exit(Asked::Request(agent()), &with_outcome(Code::Unavailable, DOMAIN, "later")),
+        Exit::Unknown
+    );
 }
 
 #[test]
@@ -82,9 +86,12 @@ fn other_ends_that_are_not_kas_are_named() {
         status.set_source(std::sync::Arc::new(Lost { text: text.to_owned(), reason }));
         status
     };
-    for (peer, words) in
-        [(Peer::Silent, "grpcs://"), (Peer::Tls, "grpcs://"), (Peer::Http1, "HTTP/1"), (Peer::Other, "does not speak")]
-    {
+    for (peer, words) in [
+        (Peer::Silent, "grpcs://"),
+        (Peer::Tls, "grpcs://"),
+        (Peer::Http1, "HTTP/1"),
+        (Peer::Other, "does not speak"),
+    ] {
         let failure = call(Asked::Request(agent())).explain(&lost("eof", None), peer);
         assert_eq!(failure.exit(), Exit::Unreachable);
         assert!(failure.to_string().contains(words), "{failure}");
@@ -97,7 +104,8 @@ fn other_ends_that_are_not_kas_are_named() {
 
 #[test]
 fn messages_are_one_line_and_name_the_next_step() {
-    let text = call(Asked::Read(agent())).explain(&Status::not_found("no\nagent\u{1b}[0m"), Peer::Http2).to_string();
+    let text =
+        call(Asked::Read(agent())).explain(&Status::not_found("no\nagent\u{1b}[0m"), Peer::Http2).to_string();
     assert_eq!(
         text,
         "agent 7 is not connected to kas at grpc://kas:8153: NOT_FOUND: no\\nagent\\u{1b}[0m; \

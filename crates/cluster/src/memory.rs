@@ -1,0 +1,184 @@
+//! [`InMemoryTracker`]: the table of one replica, in its own memory.
+
+use std::{
+    collections::{BTreeMap, HashMap},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+};
+
+use async_trait::async_trait;
+use ids::{AgentId, ConnectionId};
+use tokio::sync::watch;
+
+use crate::tracker::{Connected, Connection, Lease, Located, Query, Replica, Tracker, TrackerError};
+
+/// Subscriptions to agents that nobody waits for any more are swept when this many have come.
+const SWEEP: usize = 1024;
+
+/// The table of a single replica.
+#[derive(Clone)]
+pub struct InMemoryTracker {
+    replica: Replica,
+    state: Arc<Mutex<State>>,
+    connection_changes: watch::Sender<()>,
+}
+
+#[derive(Default)]
+struct State {
+    /// How many leases each agent has.
+    routes: HashMap<AgentId, usize>,
+    watches: HashMap<AgentId, watch::Sender<()>>,
+    /// `watches` is swept when it has this many entries.
+    sweep_at: usize,
+    /// The serial tells a connection from an older one with the same id.
+    connections: BTreeMap<(AgentId, ConnectionId, u64), Arc<Connection>>,
+    serial: u64,
+}
+
+impl std::fmt::Debug for InMemoryTracker {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("InMemoryTracker").field("replica", &self.replica).finish_non_exhaustive()
+    }
+}
+
+impl InMemoryTracker {
+    /// Makes an empty table of `replica`, which is this one.
+    pub fn new(replica: Replica) -> Self {
+        let state = State { sweep_at: SWEEP, ..State::default() };
+        Self { replica, state: Arc::new(Mutex::new(state)), connection_changes: watch::Sender::new(()) }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        // A panic between two maps cannot leave them torn: each change is one insertion or removal.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Agents with a route.
+    pub fn routed_agents(&self) -> usize {
+        self.state().routes.len()
+    }
+
+    /// Open configuration streams.
+    pub fn connections(&self) -> usize {
+        self.state().connections.len()
+    }
+
+    fn withdraw_route(&self, agent: AgentId) {
+        let mut state = self.state();
+        if let Some(leases) = state.routes.get_mut(&agent) {
+            *leases -= 1;
+            if *leases == 0 {
+                state.routes.remove(&agent);
+                state.wake(agent);
+            }
+        }
+    }
+}
+
+impl State {
+    fn wake(&mut self, agent: AgentId) {
+        if let Some(watch) = self.watches.get(&agent) {
+            watch.send_replace(());
+            if watch.receiver_count() == 0 {
+                self.watches.remove(&agent);
+            }
+        }
+    }
+}
+
+#[async_trait]
+impl Tracker for InMemoryTracker {
+    fn route(&self, agent: AgentId, _methods: Arc<[Box<str>]>) -> Lease {
+        let mut state = self.state();
+        let leases = state.routes.entry(agent).or_default();
+        *leases += 1;
+        if *leases == 1 {
+            // Written, now wake: who subscribed before it locates again.
+            state.wake(agent);
+        }
+        drop(state);
+        let tracker = self.clone();
+        Lease::new(move || tracker.withdraw_route(agent))
+    }
+
+    fn connection(&self, connection: Connection) -> Lease {
+        let mut state = self.state();
+        state.serial += 1;
+        let key = (connection.agent, connection.id, state.serial);
+        state.connections.insert(key, Arc::new(connection));
+        drop(state);
+        self.connection_changes.send_replace(());
+        let tracker = self.clone();
+        Lease::new(move || {
+            tracker.state().connections.remove(&key);
+            tracker.connection_changes.send_replace(());
+        })
+    }
+
+    async fn locate(&self, agent: AgentId) -> Result<Vec<Replica>, TrackerError> {
+        let known = self.state().routes.contains_key(&agent);
+        Ok(if known { vec![self.replica.clone()] } else { Vec::new() })
+    }
+
+    fn changes(&self, agent: AgentId) -> watch::Receiver<()> {
+        let mut state = self.state();
+        if state.watches.len() >= state.sweep_at {
+            state.watches.retain(|_, watch| watch.receiver_count() > 0);
+            state.sweep_at = (2 * state.watches.len()).max(SWEEP);
+        }
+        state.watches.entry(agent).or_insert_with(|| watch::Sender::new(())).subscribe()
+    }
+
+    async fn connected(&self, query: Query) -> Result<Connected, TrackerError> {
+        let state = self.state();
+        let located = |connection: &Arc<Connection>| Located {
+            connection: Arc::clone(connection),
+            replica: self.replica.clone(),
+        };
+        let mut connections: Vec<Located> = match query {
+            Query::Agent(agent) => state
+                .connections
+                .range((agent, ConnectionId::MIN, 0)..=(agent, ConnectionId::MAX, u64::MAX))
+                .map(|(_, connection)| located(connection))
+                .collect(),
+            _ => state.connections.values().filter(|c| query.matches(c)).map(located).collect(),
+        };
+        // One agentk process may hold its old and its new stream for a moment: the newer counts.
+        connections.dedup_by(|newer, older| {
+            let same = newer.connection.agent == older.connection.agent && newer.connection.id == older.connection.id;
+            if same {
+                *older = newer.clone();
+            }
+            same
+        });
+        Ok(Connected { connections, unanswered: Vec::new() })
+    }
+
+    fn connection_changes(&self) -> watch::Receiver<()> {
+        self.connection_changes.subscribe()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use ids::ReplicaId;
+
+    use super::*;
+
+    fn tracker() -> InMemoryTracker {
+        InMemoryTracker::new(Replica { id: ReplicaId::new("self"), address: "127.0.0.1:8153".into() })
+    }
+
+    #[tokio::test]
+    async fn keeps_the_contract() {
+        crate::contract::check(|| async { std::sync::Arc::new(tracker()) as Arc<dyn Tracker> }).await;
+    }
+
+    #[tokio::test]
+    async fn subscriptions_to_absent_agents_do_not_pile_up() {
+        let tracker = tracker();
+        for id in 1..=10 * SWEEP as i64 {
+            drop(tracker.changes(AgentId::new(id).unwrap()));
+        }
+        assert!(tracker.state().watches.len() <= SWEEP);
+    }
+}

@@ -1,0 +1,173 @@
+//! [`Tracker`]: which replicas hold which agents.
+
+use std::{fmt, sync::Arc, time::Duration};
+
+use async_trait::async_trait;
+use ids::{AgentId, ConnectionId, ReplicaId};
+use tokio::sync::watch;
+
+/// Soft state: which replicas hold tunnels of which agents, and who is connected.
+///
+/// What it says may be stale. Routing uses it as a hint, asks the owner, and believes only the
+/// owner.
+#[async_trait]
+pub trait Tracker: Send + Sync + 'static {
+    /// Announces that this replica holds a present tunnel of `agent` that serves `methods`, until
+    /// the lease drops. Several leases of one agent count as one entry.
+    fn route(&self, agent: AgentId, methods: Arc<[Box<str>]>) -> Lease;
+
+    /// Announces one open configuration stream: what the list APIs show.
+    fn connection(&self, connection: Connection) -> Lease;
+
+    /// Returns the replicas last known to hold a tunnel; empty means unknown, never absent.
+    ///
+    /// # Errors
+    /// [`TrackerError`] when the store cannot be asked.
+    ///
+    /// # Cancel safety
+    /// Cancel safe.
+    async fn locate(&self, agent: AgentId) -> Result<Vec<Replica>, TrackerError>;
+
+    /// Wakes when [`locate`](Self::locate) may answer differently. Subscribe first, then locate:
+    /// nothing is missed. However many subscribe, an agent costs one entry.
+    fn changes(&self, agent: AgentId) -> watch::Receiver<()>;
+
+    /// Lists connections; names the replicas that did not answer rather than hiding them.
+    ///
+    /// # Errors
+    /// [`TrackerError`] when nobody could be asked.
+    ///
+    /// # Cancel safety
+    /// Cancel safe.
+    async fn connected(&self, query: Query) -> Result<Connected, TrackerError>;
+
+    /// Wakes when [`connected`](Self::connected) may answer differently for some query. Several
+    /// changes may be one wake-up.
+    fn connection_changes(&self) -> watch::Receiver<()>;
+}
+
+/// Withdraws an announcement when it drops.
+#[must_use = "the announcement is withdrawn when the lease drops"]
+pub struct Lease(Option<Box<dyn FnOnce() + Send + Sync>>);
+
+impl Lease {
+    /// Returns a lease that runs `withdraw` when it drops.
+    pub fn new(withdraw: impl FnOnce() + Send + Sync + 'static) -> Self {
+        Self(Some(Box::new(withdraw)))
+    }
+}
+
+impl fmt::Debug for Lease {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Lease")
+    }
+}
+
+impl Drop for Lease {
+    fn drop(&mut self) {
+        if let Some(withdraw) = self.0.take() {
+            withdraw();
+        }
+    }
+}
+
+/// A replica of kas.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Replica {
+    /// Its name.
+    pub id: ReplicaId,
+    /// `host:port` of its private API; of its API listener where there is one replica.
+    pub address: Arc<str>,
+}
+
+/// What agentk says of itself. Shown, never trusted.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct AgentMeta {
+    /// Version of agentk.
+    pub version: String,
+    /// Commit of agentk.
+    pub commit: String,
+    /// Namespace of its pod.
+    pub pod_namespace: String,
+    /// Name of its pod.
+    pub pod_name: String,
+}
+
+/// An open configuration stream: one agentk process on one replica.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Connection {
+    /// The authenticated agent.
+    pub agent: AgentId,
+    /// Its name in the configuration project.
+    pub name: Arc<str>,
+    /// Its configuration project.
+    pub project_id: i64,
+    /// This connection.
+    pub id: ConnectionId,
+    /// What agentk says of itself.
+    pub meta: AgentMeta,
+    /// When the stream began, since 1970-01-01 00:00 UTC.
+    pub connected_at: Duration,
+}
+
+/// Which connections to list.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Query {
+    /// Every connection.
+    All,
+    /// Those of one agent.
+    Agent(AgentId),
+    /// Those of the agents of one configuration project.
+    Project(i64),
+}
+
+impl Query {
+    /// Whether `connection` is asked for.
+    pub fn matches(&self, connection: &Connection) -> bool {
+        match *self {
+            Self::All => true,
+            Self::Agent(agent) => connection.agent == agent,
+            Self::Project(project) => connection.project_id == project,
+        }
+    }
+}
+
+/// A connection and the replica that holds it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Located {
+    /// The connection.
+    pub connection: Arc<Connection>,
+    /// Who holds it.
+    pub replica: Replica,
+}
+
+/// A replica that should have answered.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Unanswered {
+    /// Which.
+    pub replica: Replica,
+    /// Why not, for a person.
+    pub reason: String,
+}
+
+/// An answer to a [`Query`], ordered by agent and connection.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Connected {
+    /// What is known.
+    pub connections: Vec<Located>,
+    /// Who did not answer: when not empty, the list is partial.
+    pub unanswered: Vec<Unanswered>,
+}
+
+/// Why a tracker could not answer. The request goes on with what this replica knows itself.
+#[derive(Debug, thiserror::Error)]
+pub enum TrackerError {
+    /// The store cannot be reached; names it for the operator.
+    #[error("{backend} cannot be asked")]
+    Unavailable {
+        /// Which store.
+        backend: &'static str,
+        /// Why.
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
+}

@@ -1,0 +1,3 @@
+//! The configuration that agents are given.
+
+pub mod parse;

@@ -1,0 +1,770 @@
+use std::{collections::HashMap, fs, os::unix::fs::PermissionsExt as _, path::Path};
+
+use proptest::prelude::*;
+
+use super::*;
+
+fn env() -> Environment {
+    Environment { kas_state_dir: Some("/state".into()), ..Environment::default() }
+}
+
+fn defaults() -> Config {
+    load("", &env()).unwrap().config
+}
+
+fn config(yaml: &str) -> Config {
+    load(yaml, &env()).unwrap().config
+}
+
+fn problems(yaml: &str) -> Vec<String> {
+    let problems = load(yaml, &env()).expect_err(yaml);
+    problems.to_string().lines().map(str::to_owned).collect()
+}
+
+fn warnings(yaml: &str) -> Vec<String> {
+    load(yaml, &env()).unwrap().warnings.iter().map(ToString::to_string).collect()
+}
+
+const fn secs(seconds: u64) -> Duration {
+    Duration::from_secs(seconds)
+}
+
+/// Every key of 14.1, none of them with its default.
+const COMPLETE_14_1: &str = r#"
+gitlab:
+  address: http://gitlab.internal:8080/path
+  authentication_secret_file: /secrets/gitlab
+  ca_certificate_file: /secrets/ca.pem
+  api_rate_limit:
+    refill_rate_per_second: 20.5
+    bucket_size: 100
+agent:
+  listen:
+    network: tcp4
+    address: 0.0.0.0:18150
+    websocket: false
+    certificate_file: /tls/agent.crt
+    key_file: /tls/agent.key
+    connections_per_token_per_minute: 40000
+    max_connection_age: 7200s
+  configuration:
+    poll_period: 21s
+    max_configuration_file_size: 1000
+  gitops:
+    poll_period: 22s
+    project_info_cache_ttl: 0s
+    project_info_cache_error_ttl: 61s
+    max_manifest_file_size: 1001
+    max_total_manifest_file_size: 1002
+    max_number_of_paths: 101
+    max_number_of_files: 1003
+  info_cache_ttl: 301s
+  info_cache_error_ttl: 62s
+  redis_conn_info_ttl: 302s
+  redis_conn_info_refresh: 241s
+  redis_conn_info_gc: 601s
+  kubernetes_api:
+    listen:
+      network: unix
+      address: /run/kas/kubernetes-api
+      certificate_file: /tls/k8s.crt
+      key_file: /tls/k8s.key
+    url_path_prefix: /k8s-proxy
+    allowed_agent_cache_ttl: 63s
+    allowed_agent_cache_error_ttl: 11s
+observability:
+  usage_reporting_period: 0s
+  listen:
+    network: 0
+    address: :18151
+  prometheus:
+    url_path: /prometheus
+  tracing:
+    connection_string: opentracing://jaeger?sampler=const
+  sentry:
+    dsn: https://key@sentry.example.com/1
+    environment: production
+  logging:
+    level: debug
+  google_profiler:
+    enabled: true
+    project_id: project
+    credentials_file: /secrets/google
+  liveness_probe:
+    url_path: /live
+  readiness_probe:
+    url_path: /ready
+gitaly:
+  global_api_rate_limit:
+    refill_rate_per_second: 11
+    bucket_size: 51
+  per_server_api_rate_limit:
+    refill_rate_per_second: 6.5
+    bucket_size: 11
+redis:
+  server:
+    address: redis:6379
+  pool_size: 6
+  dial_timeout: 6s
+  read_timeout: 2s
+  write_timeout: 2s
+  idle_timeout: 51s
+  key_prefix: prefix
+  username: user
+  password_file: /secrets/redis
+  network: unix
+  tls:
+    enabled: true
+    certificate_file: /tls/redis.crt
+    key_file: /tls/redis.key
+    ca_certificate_file: /tls/redis-ca.crt
+api:
+  listen:
+    network: tcp6
+    address: "[::]:18153"
+    authentication_secret_file: /secrets/api
+    certificate_file: /tls/api.crt
+    key_file: /tls/api.key
+    max_connection_age: 1801s
+private_api:
+  listen:
+    network: tcp
+    address: :18155
+    authentication_secret_file: /secrets/private
+    certificate_file: /tls/private.crt
+    key_file: /tls/private.key
+    max_connection_age: 1802s
+"#;
+
+#[test]
+fn a_complete_14_1_file_loads_and_says_what_does_nothing() {
+    let loaded = load(COMPLETE_14_1, &env()).unwrap();
+    let tls = |name: &str| {
+        Some(TlsFiles {
+            certificate: format!("/tls/{name}.crt").into(),
+            key: format!("/tls/{name}.key").into(),
+        })
+    };
+    let defaults = defaults();
+    let expected = Config {
+        agent: Agent {
+            listen: AgentListener {
+                listen: Listen { network: Network::Tcp4, address: "0.0.0.0:18150".into(), tls: tls("agent") },
+                connections_per_token_per_minute: 40_000,
+                max_connection_age: secs(7200),
+                ..defaults.agent.listen.clone()
+            },
+            configuration: ConfigurationSource {
+                source: Source::None,
+                poll_period: secs(21),
+                max_file_size: 1000,
+            },
+        },
+        api: Api {
+            listen: ApiListener {
+                listen: Listen { network: Network::Tcp6, address: "[::]:18153".into(), tls: tls("api") },
+                max_connection_age: secs(1801),
+                ..defaults.api.listen.clone()
+            },
+            secrets: ApiSecrets::Given(vec!["/secrets/api".into()]),
+        },
+        private_api: Some(PrivateApi { secret_file: "/secrets/private".into() }),
+        observability: Observability {
+            listen: Listen { network: Network::Tcp, address: ":18151".into(), tls: None },
+            metrics_path: "/prometheus".into(),
+            liveness_path: "/live".into(),
+            readiness_path: "/ready".into(),
+            log_level: LogLevel::Debug,
+        },
+        ..defaults
+    };
+    assert_eq!(loaded.config, expected);
+    let paths: Vec<_> = loaded.warnings.iter().map(|w| w.path.as_str()).collect();
+    assert_eq!(
+        paths,
+        [
+            "agent.gitops",
+            "agent.info_cache_ttl",
+            "agent.info_cache_error_ttl",
+            "agent.redis_conn_info_ttl",
+            "agent.redis_conn_info_refresh",
+            "agent.redis_conn_info_gc",
+            "agent.kubernetes_api",
+            "observability.usage_reporting_period",
+            "observability.tracing",
+            "observability.sentry",
+            "observability.google_profiler",
+            "gitlab",
+            "private_api",
+            "redis",
+            "gitaly",
+        ]
+    );
+    for warning in &loaded.warnings {
+        assert!(warning.text.starts_with("has no effect in this version: "), "{warning}");
+    }
+}
+
+#[test]
+fn the_minimal_14_1_file_loads() {
+    let yaml = "gitlab: {address: 'http://localhost:3000', authentication_secret_file: /s}";
+    let loaded = load(yaml, &env()).unwrap();
+    assert_eq!(loaded.config, defaults());
+    assert_eq!(
+        loaded.warnings[0].to_string(),
+        "gitlab: has no effect in this version: agents are known from identity.file, not from GitLab"
+    );
+    assert_eq!(loaded.warnings.len(), 1);
+}
+
+#[test]
+fn no_file_at_all_gives_one_replica_on_loopback() {
+    let loopback =
+        |port: u16| Listen { network: Network::Tcp, address: format!("127.0.0.1:{port}"), tls: None };
+    let expected = Config {
+        state_dir: Some("/state".into()),
+        tracker: Tracker::Memory,
+        identity: Identity { file: "/state/agents.yaml".into(), is_default: true },
+        agent: Agent {
+            listen: AgentListener {
+                listen: loopback(8150),
+                connections_per_token_per_minute: 100,
+                max_connection_age: secs(1800),
+                max_connection_age_grace: None,
+                proxied_idle_timeout: secs(50),
+                max_tunnels_per_agent: 500,
+            },
+            configuration: ConfigurationSource {
+                source: Source::None,
+                poll_period: secs(20),
+                max_file_size: 131_072,
+            },
+        },
+        api: Api {
+            listen: ApiListener {
+                listen: loopback(8153),
+                issuers: vec!["gitlab".into()],
+                leeway: secs(5),
+                max_connection_age: secs(1800),
+            },
+            secrets: ApiSecrets::Made("/state/api-secret".into()),
+        },
+        private_api: None,
+        observability: Observability {
+            listen: loopback(8151),
+            metrics_path: "/metrics".into(),
+            liveness_path: "/liveness".into(),
+            readiness_path: "/readiness".into(),
+            log_level: LogLevel::Info,
+        },
+        limits: Limits { waiters_per_agent: 10_000, waiters: 20_000, find_timeout: secs(20) },
+        drain: Drain { delay: secs(5), timeout: secs(30) },
+    };
+    for yaml in ["", "# nothing\n", "{}", "agent:\napi:\n  listen:\n"] {
+        let loaded = load(yaml, &env()).unwrap();
+        assert_eq!((loaded.config, loaded.warnings), (expected.clone(), vec![]), "{yaml:?}");
+    }
+}
+
+#[test]
+fn our_own_keys_are_read() {
+    let own = config(
+        "
+state_dir: state
+tracker: memory
+identity: {file: /etc/kas/agents.yaml}
+agent:
+  listen: {max_connection_age_grace: 1h30m, proxied_idle_timeout: 200ms, max_tunnels_per_agent: 7}
+  configuration: {folder: configs}
+api:
+  listen:
+    authentication_secret_file: /a
+    authentication_secret_files: [/b, /a, /c]
+    issuers: [one, two]
+    leeway: 0s
+limits: {waiters_per_agent: 1, waiters: 2, find_timeout: 3s}
+drain: {delay: 0s, timeout: 10m}
+",
+    );
+    assert_eq!(own.state_dir, Some("state".into()));
+    assert_eq!(own.identity, Identity { file: "/etc/kas/agents.yaml".into(), is_default: false });
+    assert_eq!(own.agent.listen.max_connection_age_grace, Some(secs(5400)));
+    assert_eq!(own.agent.listen.proxied_idle_timeout, Duration::from_millis(200));
+    assert_eq!(own.agent.listen.max_tunnels_per_agent, 7);
+    assert_eq!(own.agent.configuration.source, Source::Folder("configs".into()));
+    assert_eq!(own.api.secrets, ApiSecrets::Given(vec!["/a".into(), "/b".into(), "/c".into()]));
+    assert_eq!(own.api.listen.issuers, ["one", "two"]);
+    assert_eq!(own.api.listen.leeway, Duration::ZERO);
+    assert_eq!(own.limits, Limits { waiters_per_agent: 1, waiters: 2, find_timeout: secs(3) });
+    assert_eq!(own.drain, Drain { delay: Duration::ZERO, timeout: secs(600) });
+    assert_eq!(
+        config("agent: {configuration: {git: r.git}}").agent.configuration.source,
+        Source::Git("r.git".into())
+    );
+}
+
+#[test]
+fn every_bad_value_is_told_with_what_would_be_right() {
+    for (yaml, expected) in [
+        ("5", "file: found 5; expected a mapping of sections"),
+        ("agent: 5", "agent: found 5; expected a section: indented keys with their values"),
+        ("agent: [a]", "agent: found a list; expected a section: indented keys with their values"),
+        (
+            "agent: {listen: {network: udp}}",
+            "agent.listen.network: found \"udp\"; expected one of tcp, tcp4, tcp6, unix",
+        ),
+        (
+            "agent: {listen: {network: 4}}",
+            "agent.listen.network: found 4; expected one of tcp, tcp4, tcp6, unix",
+        ),
+        (
+            "agent: {listen: {address: 8150}}",
+            "agent.listen.address: found 8150; expected a text (put it in quotes if it looks like a number)",
+        ),
+        (
+            "agent: {listen: {address: localhost}}",
+            "agent.listen.address: found \"localhost\"; expected a host and a port from 0 to 65535, such as \
+             127.0.0.1:8150, [::1]:8150 or :8150",
+        ),
+        (
+            "agent: {listen: {address: 'localhost:99999'}}",
+            "agent.listen.address: found \"localhost:99999\"; expected a host and a port from 0 to 65535, such as \
+             127.0.0.1:8150, [::1]:8150 or :8150",
+        ),
+        (
+            "agent: {listen: {address: '::1:8150'}}",
+            "agent.listen.address: found \"::1:8150\"; expected a host and a port from 0 to 65535, such as \
+             127.0.0.1:8150, [::1]:8150 or :8150",
+        ),
+        (
+            "agent: {listen: {network: tcp4, address: '[::1]:8150'}}",
+            "agent.listen.address: found \"[::1]:8150\"; expected an IPv4 address and a port, such as \
+             127.0.0.1:8150, because network is tcp4",
+        ),
+        (
+            "api: {listen: {network: tcp6, address: '10.0.0.1:8153'}}",
+            "api.listen.address: found \"10.0.0.1:8153\"; expected an IPv6 address and a port, such as [::1]:8150, \
+             because network is tcp6",
+        ),
+        (
+            "observability: {listen: {network: unix}}",
+            "observability.listen.address: found nothing; expected the path of a socket, because network is unix",
+        ),
+        (
+            "agent: {listen: {websocket: true}}",
+            "agent.listen.websocket: found true; expected false: WebSocket is not in this version; agents dial with \
+             grpc:// or grpcs://",
+        ),
+        (
+            "agent: {listen: {websocket: 'no'}}",
+            "agent.listen.websocket: found \"no\"; expected true or false",
+        ),
+        (
+            "agent: {listen: {certificate_file: /c}}",
+            "agent.listen.key_file: found nothing; expected the private key of certificate_file: both files or \
+             neither",
+        ),
+        (
+            "api: {listen: {key_file: /k}}",
+            "api.listen.certificate_file: found nothing; expected the certificate of key_file: both files or neither",
+        ),
+        (
+            "agent: {listen: {connections_per_token_per_minute: -1}}",
+            "agent.listen.connections_per_token_per_minute: found -1; expected a whole number from 0 to 4294967295 \
+             (0 means the default)",
+        ),
+        (
+            "agent: {listen: {max_tunnels_per_agent: 4294967296}}",
+            "agent.listen.max_tunnels_per_agent: found 4294967296; expected a whole number from 0 to 4294967295 (0 \
+             means the default)",
+        ),
+        (
+            "agent: {listen: {max_tunnels_per_agent: 1.5}}",
+            "agent.listen.max_tunnels_per_agent: found 1.5; expected a whole number from 0 to 4294967295 (0 means \
+             the default)",
+        ),
+        (
+            "agent: {listen: {max_connection_age: 1800}}",
+            "agent.listen.max_connection_age: found 1800; expected a duration with its unit, such as 30m",
+        ),
+        (
+            "agent: {listen: {max_connection_age: 0s}}",
+            "agent.listen.max_connection_age: found \"0s\"; expected a duration above zero, such as 30m",
+        ),
+        (
+            "agent: {listen: {max_connection_age: soon}}",
+            "agent.listen.max_connection_age: found \"soon\"; expected a duration with its unit, such as 30m",
+        ),
+        (
+            "agent: {info_cache_ttl: -1s}",
+            "agent.info_cache_ttl: found \"-1s\"; expected a duration of zero or more, such as 5m",
+        ),
+        (
+            "agent: {redis_conn_info_ttl: 240s}",
+            "agent.redis_conn_info_refresh: found 4m; expected less than redis_conn_info_ttl (4m)",
+        ),
+        (
+            "agent: {configuration: {folder: a, git: b}}",
+            "agent.configuration.git: found \"b\"; expected nothing, because agent.configuration.folder is given: at \
+             most one of the two",
+        ),
+        (
+            "agent: {gitops: {max_number_of_paths: many}}",
+            "agent.gitops.max_number_of_paths: found \"many\"; expected a whole number from 0 to 4294967295 (0 means \
+             the default)",
+        ),
+        (
+            "agent: {kubernetes_api: {listen: {certificate_file: /c}}}",
+            "agent.kubernetes_api.listen.key_file: found nothing; expected the private key of certificate_file: both \
+             files or neither",
+        ),
+        (
+            "observability: {logging: {level: loud}}",
+            "observability.logging.level: found \"loud\"; expected one of info, debug, warn, error",
+        ),
+        (
+            "observability: {prometheus: {url_path: metrics}}",
+            "observability.prometheus.url_path: found \"metrics\"; expected a path that begins with `/`, such as \
+             /metrics",
+        ),
+        (
+            "observability: {liveness_probe: {url_path: /metrics}}",
+            "observability.liveness_probe.url_path: found \"/metrics\"; expected a path that no other endpoint of \
+             observability has",
+        ),
+        (
+            "api: {listen: {leeway: 31s}}",
+            "api.listen.leeway: found \"31s\"; expected a duration from 0s to 30s",
+        ),
+        (
+            "api: {listen: {issuers: [gitlab, '']}}",
+            "api.listen.issuers[1]: found \"\"; expected a text that is not empty",
+        ),
+        (
+            "api: {listen: {issuers: gitlab}}",
+            "api.listen.issuers: found \"gitlab\"; expected a list of texts",
+        ),
+        (
+            "api: {listen: {authentication_secret_file: [hunter2]}}",
+            "api.listen.authentication_secret_file: found a list; expected a text (put it in quotes if it looks like \
+             a number)",
+        ),
+        (
+            "api: {listen: {authentication_secret_file: 12345}}",
+            "api.listen.authentication_secret_file: found a value (not shown); expected a text (put it in quotes if \
+             it looks like a number)",
+        ),
+        (
+            "tracker: redis",
+            "tracker: found \"redis\"; expected memory: other trackers, for several replicas, are not in this version",
+        ),
+        (
+            "limits: {find_timeout: 0s}",
+            "limits.find_timeout: found \"0s\"; expected a duration above zero, such as 20s",
+        ),
+        (
+            "gitlab: {authentication_secret_file: /s}",
+            "gitlab.address: found nothing; expected an absolute URL such as https://gitlab.example.com",
+        ),
+        (
+            "gitlab: {address: /relative, authentication_secret_file: /s}",
+            "gitlab.address: found \"/relative\"; expected an absolute URL such as https://gitlab.example.com",
+        ),
+        (
+            "gitlab: {address: 'https://g'}",
+            "gitlab.authentication_secret_file: found nothing; expected the path of a file",
+        ),
+        (
+            "gitlab: {address: 'https://g', authentication_secret_file: /s, api_rate_limit: {refill_rate_per_second: \
+             -1}}",
+            "gitlab.api_rate_limit.refill_rate_per_second: found -1; expected a number that is not negative (0 means \
+             the default)",
+        ),
+        (
+            "private_api: {}",
+            "private_api.listen: found nothing; expected a section `listen` with authentication_secret_file",
+        ),
+        (
+            "private_api: {listen: {}}",
+            "private_api.listen.authentication_secret_file: found nothing; expected the path of a file",
+        ),
+        ("redis: {}", "redis.server: found nothing; expected exactly one of redis.server and redis.sentinel"),
+        (
+            "redis: {server: {address: a}, sentinel: {master_name: m, addresses: [a]}}",
+            "redis.sentinel: found a section; expected nothing, because redis.server is given: exactly one of the two",
+        ),
+        ("redis: {server: {}}", "redis.server.address: found nothing; expected the address of the server"),
+        (
+            "redis: {sentinel: {master_name: m}}",
+            "redis.sentinel.addresses: found nothing; expected at least one address",
+        ),
+        ("redis: {server: {address: a}, network: udp}", "redis.network: found \"udp\"; expected tcp or unix"),
+        (
+            "redis: {server: {address: a}, dial_timeout: 0s}",
+            "redis.dial_timeout: found \"0s\"; expected a duration above zero, such as 5s",
+        ),
+    ] {
+        assert_eq!(problems(yaml), [expected], "{yaml}");
+    }
+}
+
+#[test]
+fn all_problems_are_told_at_once_one_on_each_line() {
+    let yaml = "agent: {listen: {network: udp, websocket: true}}\nlimits: {waiters: x}\ndrain: 1\n";
+    let paths: Vec<_> = load(yaml, &env()).unwrap_err().iter().map(|p| p.path().to_owned()).collect();
+    assert_eq!(paths, ["agent.listen.network", "agent.listen.websocket", "limits.waiters", "drain"]);
+    assert_eq!(problems(yaml).len(), 4);
+}
+
+#[test]
+fn zero_and_empty_mean_the_default_but_zero_durations_stay() {
+    let yaml = "
+agent:
+  listen: {network: '', address: '', connections_per_token_per_minute: 0}
+";
+    // The empty text is no name of an enum, in 14.1 neither.
+    assert_eq!(problems(yaml).len(), 1);
+    let yaml = yaml.replace("network: ''", "network: null");
+    assert_eq!(config(&yaml), defaults());
+    assert_eq!(config("drain: {delay: 0s}").drain.delay, Duration::ZERO);
+}
+
+#[test]
+fn unknown_keys_are_warnings_with_the_nearest_name() {
+    for (yaml, expected) in [
+        ("agnet: {}", "agnet: unknown key, ignored; did you mean `agent`?"),
+        (
+            "agent: {listen: {maxConnectionAge: 1s}}",
+            "agent.listen.maxConnectionAge: unknown key, ignored; did you mean `agent.listen.max_connection_age`?",
+        ),
+        (
+            "agent: {max_tunnels_per_agent: 1}",
+            "agent.max_tunnels_per_agent: unknown key, ignored; did you mean `agent.listen.max_tunnels_per_agent`?",
+        ),
+        ("agent: {colour: hunter2}", "agent.colour: unknown key, ignored"),
+        ("\"a\\nb\": 1", "\"a\\nb\": unknown key, ignored"),
+        ("api: {listen: {password: hunter2}}", "api.listen.password: unknown key, ignored"),
+    ] {
+        assert_eq!(warnings(yaml), [expected], "{yaml}");
+    }
+}
+
+#[test]
+fn the_state_folder_follows_file_then_environment() {
+    let all = Environment {
+        kas_state_dir: Some("/kas".into()),
+        xdg_state_home: Some("/xdg".into()),
+        home: Some("/home/me".into()),
+    };
+    let at = |yaml: &str, env: &Environment| load(yaml, env).unwrap().config.state_dir;
+    assert_eq!(at("state_dir: /file", &all), Some("/file".into()));
+    assert_eq!(at("", &all), Some("/kas".into()));
+    let all = Environment { kas_state_dir: Some("".into()), ..all };
+    assert_eq!(at("", &all), Some("/xdg/kas".into()));
+    let all = Environment { xdg_state_home: Some("relative".into()), ..all };
+    assert_eq!(at("", &all), Some("/home/me/.local/state/kas".into()));
+}
+
+#[test]
+fn without_any_state_folder_only_files_left_to_kas_are_a_problem() {
+    let nothing = Environment::default();
+    assert_eq!(
+        load("", &nothing).unwrap_err().to_string(),
+        "state_dir: found neither it nor KAS_STATE_DIR, XDG_STATE_HOME or HOME; expected a folder, or both \
+         identity.file and api.listen.authentication_secret_file"
+    );
+    let own = "identity: {file: a}\napi: {listen: {authentication_secret_file: b}}";
+    assert_eq!(load(own, &nothing).unwrap().config.state_dir, None);
+}
+
+#[test]
+fn the_default_file_loads_to_the_defaults_without_a_warning() {
+    let page = Config::default_yaml();
+    let loaded = load(&page, &env()).unwrap();
+    assert_eq!(loaded.config, defaults());
+    assert_eq!(loaded.warnings, []);
+    assert!(page.lines().all(|line| line.len() <= 100 && line == line.trim_end()), "{page}");
+    for key in
+        ["max_tunnels_per_agent: 500", "issuers: [gitlab]", "find_timeout: 20s", "max_connection_age: 30m"]
+    {
+        assert!(page.contains(key), "{key}\n{page}");
+    }
+}
+
+/// Switches on every key that is off: `#key` becomes `key`, while prose (`# text`) stays.
+fn all_on(page: &str) -> String {
+    let on = |line: &str| {
+        let text = line.trim_start();
+        match text.strip_prefix('#') {
+            Some(key) if key.starts_with(|c: char| c.is_ascii_lowercase()) => {
+                format!("{}{key}\n", &line[..line.len() - text.len()])
+            }
+            _ => format!("{line}\n"),
+        }
+    };
+    page.lines().map(on).collect()
+}
+
+#[test]
+fn keys_that_are_off_in_the_default_file_are_right_once_switched_on() {
+    let page = all_on(&Config::default_yaml());
+    // Of Redis' two forms a file has one.
+    let texts: Vec<_> = problems(&page);
+    assert_eq!(
+        texts,
+        [
+            "redis.sentinel: found a section; expected nothing, because redis.server is given: exactly one of the two",
+            "redis.sentinel.addresses: found a list; expected at least one address",
+        ]
+    );
+    // Every key of the complete 14.1 file stands in the page too.
+    let known = yaml::parse(&page, yaml::Size::Small).unwrap();
+    let complete = yaml::parse(COMPLETE_14_1, yaml::Size::Small).unwrap();
+    assert_eq!(missing("", &complete, &known), Vec::<String>::new());
+}
+
+fn missing(path: &str, wanted: &serde_json::Value, page: &serde_json::Value) -> Vec<String> {
+    let Some(wanted) = wanted.as_object() else { return Vec::new() };
+    let inner = |(key, value): (&String, &serde_json::Value)| {
+        let path = walk::join(path, key);
+        page.get(key).map_or_else(|| vec![path.clone()], |page| missing(&path, value, page))
+    };
+    wanted.iter().flat_map(inner).collect()
+}
+
+struct Files(tempfile::TempDir, HashMap<&'static str, PathBuf>);
+
+impl Files {
+    fn new(files: &[(&'static str, &str)]) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let write = |(name, content): &(&'static str, &str)| {
+            let path = folder.path().join(name);
+            fs::write(&path, content).unwrap();
+            fs::set_permissions(&path, fs::Permissions::from_mode(0o600)).unwrap();
+            (*name, path)
+        };
+        let paths = files.iter().map(write).collect();
+        Self(folder, paths)
+    }
+
+    fn config(&self, api: &[&str], private: Option<&str>) -> Config {
+        let mut config = defaults();
+        config.api.secrets = if api.is_empty() {
+            ApiSecrets::Made(self.0.path().join("state/api-secret"))
+        } else {
+            ApiSecrets::Given(api.iter().map(|name| self.path(name)).collect())
+        };
+        config.private_api = private.map(|name| PrivateApi { secret_file: self.path(name) });
+        config
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.1.get(name).cloned().unwrap_or_else(|| self.0.path().join(name))
+    }
+}
+
+const SECRET_A: &str = "AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA=";
+const SECRET_B: &str = "BAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA=";
+
+#[test]
+fn equal_secrets_of_clients_and_replicas_are_refused() {
+    // The same bytes, written differently.
+    let wrapped = format!("{}\n{}\n", &SECRET_A[..10], &SECRET_A[10..]);
+    let files = Files::new(&[("a", SECRET_A), ("b", SECRET_B), ("wrapped", &wrapped)]);
+    let error = files.config(&["b", "a"], Some("wrapped")).check_secrets().unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "private_api.listen.authentication_secret_file: found the same secret as in api.listen; expected a secret of \
+         its own: otherwise every client of the API could act as a replica"
+    );
+    let secrets = files.config(&["a"], Some("b")).check_secrets().unwrap();
+    assert_eq!((secrets.api.len(), secrets.created, secrets.warnings), (1, None, vec![]));
+}
+
+#[test]
+fn every_unusable_secret_file_is_told_and_none_is_shown() {
+    let files = Files::new(&[("a", "hunter2!"), ("b", "")]);
+    let text = files.config(&["a", "b"], Some("absent")).load_secrets().unwrap_err().to_string();
+    let folder = files.0.path().display().to_string();
+    let expected = "\
+api.listen.authentication_secret_file: found a file that is not standard base64 with padding (DIR/a); expected one line of base64, for example from `openssl rand -base64 32`
+api.listen.authentication_secret_file: found an empty file (DIR/b); expected one line of base64, for example from `openssl rand -base64 32`
+private_api.listen.authentication_secret_file: found a file that cannot be read (DIR/absent: No such file or directory (os error 2)); expected a file that this process may read";
+    assert_eq!(text.replace(&folder, "DIR"), expected);
+}
+
+#[test]
+fn checking_makes_no_secret_and_loading_makes_one() {
+    let files = Files::new(&[]);
+    let config = files.config(&[], None);
+    let ApiSecrets::Made(path) = &config.api.secrets else { panic!("given") };
+    assert_eq!(config.check_secrets().unwrap().api.len(), 0);
+    assert!(!path.exists());
+    let made = config.load_secrets().unwrap();
+    assert_eq!(made.created.as_deref(), Some(path.as_path()));
+    assert_eq!(config.load_secrets().unwrap().created, None);
+    assert_eq!(config.check_secrets().unwrap().api, made.api);
+    let blocked = Config {
+        api: Api { secrets: ApiSecrets::Made(Path::new("/dev/null/x").into()), ..config.api.clone() },
+        ..config
+    };
+    let text = blocked.load_secrets().unwrap_err().to_string();
+    assert!(
+        text.starts_with("api.listen.authentication_secret_file: found a file that cannot be read"),
+        "{text}"
+    );
+}
+
+/// Text that looks like a configuration more often than chance would have it.
+fn yamlish() -> impl Strategy<Value = String> {
+    let keys = prop_oneof![
+        Just("agent".to_owned()),
+        Just("api".to_owned()),
+        Just("listen".to_owned()),
+        Just("network".to_owned()),
+        Just("address".to_owned()),
+        Just("max_connection_age".to_owned()),
+        Just("websocket".to_owned()),
+        Just("redis".to_owned()),
+        Just("sentinel".to_owned()),
+        Just("addresses".to_owned()),
+        Just("issuers".to_owned()),
+        Just("observability".to_owned()),
+        Just("logging".to_owned()),
+        Just("level".to_owned()),
+        "[a-zA-Z<&*!\"'\u{e9}-]{0,6}",
+    ];
+    let values = prop_oneof![
+        Just(String::new()),
+        Just("|".to_owned()),
+        Just("&a".to_owned()),
+        Just("*a".to_owned()),
+        Just("[".to_owned()),
+        Just("{}".to_owned()),
+        Just("1e400".to_owned()),
+        Just("-99999999999999999999999999".to_owned()),
+        Just(".nan".to_owned()),
+        Just("!!binary AA".to_owned()),
+        "[0-9.]{1,6}(s|m|h|ms)?",
+        "[\\PC]{0,8}",
+    ];
+    let line = (0..5_usize, prop_oneof![Just(""), Just("- ")], keys, values)
+        .prop_map(|(depth, dash, key, value)| format!("{}{dash}{key}: {value}\n", "  ".repeat(depth)));
+    proptest::collection::vec(line, 0..20).prop_map(|lines| lines.concat())
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(1000))]
+
+    #[test]
+    fn load_never_panics_on_text_like_yaml(yaml in yamlish()) {
+        if let Err(problems) = load(&yaml, &env()) {
+            prop_assert!(problems.iter().count() > 0);
+        }
+    }
+
+    #[test]
+    fn load_never_panics_on_arbitrary_text(yaml in "(?s).{0,200}") {
+        let _ = load(&yaml, &env());
+    }
+}

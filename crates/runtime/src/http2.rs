@@ -1,0 +1,402 @@
+//! HTTP/2 listeners: every limit set explicitly, age and leaving, and streams that can be reset
+//! from outside.
+//!
+//! Rule behind the windows: the connection's window is at least the number of streams times the
+//! stream's window, else one reader that stalls freezes all others. Measured with the library's
+//! defaults (both 1 MiB): one caller that stopped reading stopped its agent for everybody.
+
+use std::{
+    convert::Infallible,
+    future::Future,
+    net::SocketAddr,
+    pin::{Pin, pin},
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicBool, AtomicUsize, Ordering},
+    },
+    task::{Context, Poll},
+    time::Duration,
+};
+
+use bytes::Bytes;
+use futures_util::task::AtomicWaker;
+use http::{Request, Response};
+use http_body_util::combinators::UnsyncBoxBody;
+use hyper::{body::Incoming, server::conn::http2};
+use hyper_util::rt::{TokioIo, TokioTimer};
+use tokio::time::{Instant, MissedTickBehavior};
+use tokio_rustls::TlsAcceptor;
+
+use crate::{
+    io::{Listener, Stream},
+    lifecycle::{Lifecycle, Phase},
+};
+
+/// A response's body.
+pub type Body = UnsyncBoxBody<Bytes, Box<dyn std::error::Error + Send + Sync>>;
+/// What a connection returns for a request.
+pub type Answer = Pin<Box<dyn Future<Output = Response<Body>> + Send>>;
+
+/// Largest frame: 64 KiB needs a quarter of the writes that the default of 16 KiB does, and
+/// larger ones let one stream hold up the others.
+pub const FRAME: u32 = 64 * 1024;
+/// Header list of a request or answer.
+pub const HEADER_LIST: u32 = 16 * 1024;
+/// What a peer may send on one stream before we read it.
+pub const STREAM_WINDOW: u32 = 256 * 1024;
+/// The largest window of HTTP/2: "not limited here".
+pub const UNLIMITED_WINDOW: u32 = (1 << 31) - 1;
+/// A TLS handshake must be over within this time.
+const HANDSHAKE: Duration = Duration::from_secs(5);
+/// Without one authenticated stream a connection is closed after this time.
+const UNAUTHENTICATED: Duration = Duration::from_secs(10);
+/// Connections that may be in a handshake at once, in all.
+const HALF_OPEN: usize = 1024;
+/// After the last phase, time for the last frames to be written.
+const FLUSH: Duration = Duration::from_millis(500);
+
+/// The limits of one listener.
+#[derive(Clone, Copy, Debug)]
+pub struct Settings {
+    /// Open streams of one connection.
+    pub streams: u32,
+    /// What a peer may send on one connection before we read it, in bytes.
+    pub connection_window: u32,
+    /// Streams that a peer opened and reset before we saw them.
+    pub pending_accept_resets: usize,
+    /// Streams that we reset, or whose frames came after our reset, over the connection's life.
+    pub local_error_resets: usize,
+    /// A PING after this time…
+    pub keepalive_interval: Duration,
+    /// …and the connection ends when it is not answered within this one.
+    pub keepalive_timeout: Duration,
+}
+
+/// Agents: many long streams, cancelled at will by callers that the agent does not know.
+pub const AGENT: Settings = Settings {
+    streams: 1_000,
+    connection_window: UNLIMITED_WINDOW,
+    pending_accept_resets: 1_000,
+    local_error_resets: 100_000,
+    keepalive_interval: Duration::from_secs(15),
+    keepalive_timeout: Duration::from_secs(10),
+};
+
+/// GitLab and operators.
+pub const API: Settings = Settings {
+    streams: 200,
+    connection_window: 64 << 20,
+    pending_accept_resets: 200,
+    local_error_resets: 1_024,
+    keepalive_interval: Duration::from_secs(15),
+    keepalive_timeout: Duration::from_secs(10),
+};
+
+/// Answers what comes in on one listener.
+pub trait Service: Send + Sync + 'static {
+    /// A connection was made.
+    fn connected(&self, peer: Option<SocketAddr>) -> Arc<dyn Connection>;
+    /// A connection could not be served; for a counter.
+    fn refused(&self, _why: Refusal) {}
+}
+
+/// Why a connection was not served.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Refusal {
+    /// Too many were in a handshake.
+    TooManyHandshakes,
+    /// The TLS handshake failed or took too long.
+    Handshake,
+    /// Accepting failed: usually out of file descriptors.
+    Accept,
+    /// It had no authenticated stream in time, or too many that were not.
+    Unauthenticated,
+}
+
+/// One connection.
+pub trait Connection: Send + Sync + 'static {
+    /// A stream was opened. Call [`StreamSlot::arm`] before returning when it must be possible to
+    /// reset it from outside.
+    fn call(self: Arc<Self>, request: Request<Incoming>, slot: &StreamSlot) -> Answer;
+    /// Whether the connection may stay.
+    fn standing(&self) -> Standing;
+    /// GOAWAY was sent because of age or because this process leaves: end what need not go on.
+    fn going_away(&self, reason: GoAway);
+    /// Called every few seconds.
+    fn tick(&self) {}
+    /// The connection is over.
+    fn closed(&self) {}
+}
+
+/// Whether a connection may stay.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Standing {
+    /// No authenticated stream yet.
+    New,
+    /// It has had one.
+    Authenticated,
+    /// Too many failed: it is closed.
+    Expelled,
+}
+
+/// Why GOAWAY was sent.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum GoAway {
+    /// The connection has its age.
+    Age,
+    /// The process leaves.
+    Leaving,
+}
+
+/// Resets a stream with CANCEL, whatever it waits for.
+#[derive(Debug, Default)]
+pub struct StreamReset {
+    done: AtomicBool,
+    waker: AtomicWaker,
+}
+
+impl StreamReset {
+    /// Resets the stream. Its bodies are dropped by its own task.
+    pub fn reset(&self) {
+        self.done.store(true, Ordering::Release);
+        self.waker.wake();
+    }
+}
+
+/// Hands a [`StreamReset`] from the service to the task of the stream.
+///
+/// HTTP/2 spawns the stream's task right after the service has been called for it, in the same
+/// poll of the connection, so what the service leaves here belongs to the next task.
+#[derive(Clone, Debug, Default)]
+pub struct StreamSlot(Arc<Mutex<Option<Arc<StreamReset>>>>);
+
+impl StreamSlot {
+    /// Makes the stream that is being opened resettable.
+    pub fn arm(&self) -> Arc<StreamReset> {
+        let reset = Arc::<StreamReset>::default();
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(Arc::clone(&reset));
+        reset
+    }
+}
+
+impl<F> hyper::rt::Executor<F> for StreamSlot
+where
+    F: Future<Output = ()> + Send + 'static,
+{
+    fn execute(&self, future: F) {
+        let reset = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
+        match reset {
+            None => drop(tokio::spawn(future)),
+            Some(reset) => drop(tokio::spawn(Resettable { future: Some(Box::pin(future)), reset })),
+        }
+    }
+}
+
+/// A stream's task that ends when its stream is reset. Dropping the stream's parts makes HTTP/2
+/// discard what it still holds for it and send RST_STREAM(CANCEL).
+struct Resettable<F> {
+    future: Option<Pin<Box<F>>>,
+    reset: Arc<StreamReset>,
+}
+
+impl<F: Future<Output = ()>> Future for Resettable<F> {
+    type Output = ();
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<()> {
+        if !self.reset.done.load(Ordering::Acquire) {
+            self.reset.waker.register(cx.waker());
+        }
+        if self.reset.done.load(Ordering::Acquire) {
+            self.future = None;
+            return Poll::Ready(());
+        }
+        match &mut self.future {
+            Some(future) => future.as_mut().poll(cx),
+            None => Poll::Ready(()),
+        }
+    }
+}
+
+/// When connections get GOAWAY because of their age.
+#[derive(Clone, Copy, Debug)]
+pub struct Age {
+    /// Mean age; each connection's own is up to a tenth off, so that they do not move together.
+    pub age: Duration,
+    /// Streams that are still busy this long after GOAWAY are cut; `None`: never.
+    pub grace: Option<Duration>,
+}
+
+/// One listener with what it serves.
+pub struct Server {
+    /// Where connections come from.
+    pub listener: Listener,
+    /// TLS, unless plain.
+    pub tls: Option<Arc<rustls::ServerConfig>>,
+    /// The limits.
+    pub settings: Settings,
+    /// Age limit of connections, if any.
+    pub age: Option<Age>,
+    /// Who answers.
+    pub service: Arc<dyn Service>,
+}
+
+impl std::fmt::Debug for Server {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Server").field("listener", &self.listener).finish_non_exhaustive()
+    }
+}
+
+impl Server {
+    /// Serves until the lifecycle is [`Phase::Stopped`] and the connections have ended.
+    pub async fn run(self, lifecycle: Lifecycle) {
+        let tasks = tokio_util::task::TaskTracker::new();
+        let half_open = Arc::new(AtomicUsize::new(0));
+        let tls = self.tls.map(TlsAcceptor::from);
+        loop {
+            let accepted = tokio::select! {
+                accepted = self.listener.accept() => accepted,
+                () = lifecycle.reached(Phase::Stopped) => break,
+            };
+            let (stream, peer) = match accepted {
+                Ok(accepted) => accepted,
+                Err(error) => {
+                    // Out of descriptors, or a peer that left: the loop itself must never end.
+                    self.service.refused(Refusal::Accept);
+                    tracing::warn!(error = %error, "cannot accept a connection");
+                    tokio::time::sleep(Duration::from_millis(20)).await;
+                    continue;
+                }
+            };
+            let service = Arc::clone(&self.service);
+            let (settings, age, lifecycle) = (self.settings, self.age, lifecycle.clone());
+            match (&tls, stream) {
+                (Some(tls), Stream::Tcp(stream)) => {
+                    if half_open.fetch_add(1, Ordering::Relaxed) >= HALF_OPEN {
+                        half_open.fetch_sub(1, Ordering::Relaxed);
+                        service.refused(Refusal::TooManyHandshakes);
+                        continue;
+                    }
+                    let (tls, half_open) = (tls.clone(), Arc::clone(&half_open));
+                    tasks.spawn(async move {
+                        // Boxed: the handshake's state is large and short-lived.
+                        let handshake = Box::pin(tokio::time::timeout(HANDSHAKE, tls.accept(stream))).await;
+                        half_open.fetch_sub(1, Ordering::Relaxed);
+                        match handshake {
+                            Ok(Ok(stream)) => {
+                                let stream = Stream::Tls(Box::new(stream));
+                                connection(stream, peer, settings, age, service, lifecycle).await;
+                            }
+                            Ok(Err(error)) => {
+                                tracing::debug!(error = %error, "tls handshake failed");
+                                service.refused(Refusal::Handshake);
+                            }
+                            Err(_) => service.refused(Refusal::Handshake),
+                        }
+                    });
+                }
+                (_, stream) => {
+                    tasks.spawn(connection(stream, peer, settings, age, service, lifecycle));
+                }
+            }
+        }
+        tasks.close();
+        tasks.wait().await;
+    }
+}
+
+/// Serves one connection to its end.
+async fn connection(
+    stream: Stream,
+    peer: Option<SocketAddr>,
+    settings: Settings,
+    age: Option<Age>,
+    service: Arc<dyn Service>,
+    lifecycle: Lifecycle,
+) {
+    let state = service.connected(peer);
+    let slot = StreamSlot::default();
+    let mut builder = http2::Builder::new(slot.clone());
+    builder
+        .timer(TokioTimer::new())
+        .auto_date_header(false)
+        .adaptive_window(false)
+        .initial_stream_window_size(STREAM_WINDOW)
+        .initial_connection_window_size(settings.connection_window)
+        .max_frame_size(FRAME)
+        .max_header_list_size(HEADER_LIST)
+        .max_concurrent_streams(settings.streams)
+        .max_pending_accept_reset_streams(settings.pending_accept_resets)
+        .max_local_error_reset_streams(settings.local_error_resets)
+        .keep_alive_interval(settings.keepalive_interval)
+        .keep_alive_timeout(settings.keepalive_timeout);
+    let answer = {
+        let state = Arc::clone(&state);
+        hyper::service::service_fn(move |request| {
+            let answer = Arc::clone(&state).call(request, &slot);
+            async move { Ok::<_, Infallible>(answer.await) }
+        })
+    };
+    let mut driver = pin!(builder.serve_connection(TokioIo::new(stream), answer));
+    let mut phase = lifecycle.watch();
+    let born = Instant::now();
+    // Within a tenth of the mean, from the connection's own address: no clock, no lock.
+    let age_at = age.map(|age| born + age.age.mul_f64(0.9 + 0.2 * fraction(peer)));
+    let mut cut_at = None;
+    let period = age.map_or(Duration::from_secs(5), |age| (age.age / 8).clamp(Duration::from_millis(50), Duration::from_secs(5)));
+    let mut ticks = tokio::time::interval_at(born + period, period);
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let mut leaving = false;
+    loop {
+        tokio::select! {
+            result = driver.as_mut() => {
+                if let Err(error) = result {
+                    tracing::debug!(error = %error, "connection ended");
+                }
+                break;
+            }
+            _ = ticks.tick() => {
+                let now = Instant::now();
+                match state.standing() {
+                    Standing::Expelled => { service.refused(Refusal::Unauthenticated); break; }
+                    Standing::New if now >= born + UNAUTHENTICATED => {
+                        service.refused(Refusal::Unauthenticated);
+                        break;
+                    }
+                    _ => {}
+                }
+                if !leaving && age_at.is_some_and(|at| now >= at) {
+                    leaving = true;
+                    driver.as_mut().graceful_shutdown();
+                    state.going_away(GoAway::Age);
+                    cut_at = age.and_then(|age| age.grace).map(|grace| now + grace);
+                }
+                if cut_at.is_some_and(|at| now >= at) {
+                    break;
+                }
+                state.tick();
+            }
+            // The sender lives as long as the lifecycle this task holds.
+            _ = phase.changed() => {
+                let now = *phase.borrow_and_update();
+                if now == Phase::Leaving && !leaving {
+                    leaving = true;
+                    driver.as_mut().graceful_shutdown();
+                    state.going_away(GoAway::Leaving);
+                }
+                if now == Phase::Stopped {
+                    driver.as_mut().graceful_shutdown();
+                    // What ends now has its last frames written before the socket closes.
+                    let _ = tokio::time::timeout(FLUSH, driver.as_mut()).await;
+                    break;
+                }
+            }
+        }
+    }
+    state.closed();
+}
+
+/// Returns a number from 0 to 1 that differs between connections.
+fn fraction(peer: Option<SocketAddr>) -> f64 {
+    use std::hash::{BuildHasher as _, RandomState};
+    (RandomState::new().hash_one(peer) % 1024) as f64 / 1023.0
+}

@@ -1,0 +1,191 @@
+//! Sockets: TCP and Unix, with and without TLS, as one type.
+
+use std::{
+    io,
+    net::SocketAddr,
+    path::PathBuf,
+    pin::Pin,
+    task::{Context, Poll},
+};
+
+use tokio::{
+    io::{AsyncRead, AsyncWrite, ReadBuf},
+    net::{TcpListener, TcpStream, UnixListener, UnixStream},
+};
+use tokio_rustls::server::TlsStream;
+
+/// A connection of any kind.
+#[derive(Debug)]
+pub enum Stream {
+    /// Plain TCP.
+    Tcp(TcpStream),
+    /// A Unix socket.
+    Unix(UnixStream),
+    /// TLS over TCP, boxed: its state is large.
+    Tls(Box<TlsStream<TcpStream>>),
+}
+
+macro_rules! each {
+    ($self:expr, $stream:ident => $body:expr) => {
+        match $self.get_mut() {
+            Stream::Tcp($stream) => $body,
+            Stream::Unix($stream) => $body,
+            Stream::Tls($stream) => $body,
+        }
+    };
+}
+
+impl AsyncRead for Stream {
+    fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        each!(self, stream => Pin::new(stream).poll_read(cx, buf))
+    }
+}
+
+impl AsyncWrite for Stream {
+    fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
+        each!(self, stream => Pin::new(stream).poll_write(cx, buf))
+    }
+
+    fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        each!(self, stream => Pin::new(stream).poll_flush(cx))
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        each!(self, stream => Pin::new(stream).poll_shutdown(cx))
+    }
+
+    fn poll_write_vectored(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bufs: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        each!(self, stream => Pin::new(stream).poll_write_vectored(cx, bufs))
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        match self {
+            Self::Tcp(stream) => stream.is_write_vectored(),
+            Self::Unix(stream) => stream.is_write_vectored(),
+            Self::Tls(stream) => stream.is_write_vectored(),
+        }
+    }
+}
+
+/// Where to listen.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Address {
+    /// `host:port`, resolved when bound; port 0 asks the system for one.
+    Tcp(String),
+    /// As [`Address::Tcp`], IPv4 only.
+    Tcp4(String),
+    /// As [`Address::Tcp`], IPv6 only.
+    Tcp6(String),
+    /// The path of a Unix socket. A stale socket file is replaced.
+    Unix(PathBuf),
+}
+
+impl std::fmt::Display for Address {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Tcp(a) | Self::Tcp4(a) | Self::Tcp6(a) => f.write_str(a),
+            Self::Unix(path) => write!(f, "unix:{}", path.display()),
+        }
+    }
+}
+
+/// A bound listener.
+#[derive(Debug)]
+pub enum Listener {
+    /// TCP.
+    Tcp(TcpListener),
+    /// A Unix socket.
+    Unix(UnixListener),
+}
+
+/// Connections that may wait to be accepted: a reconnect storm of ten thousand agents must not be
+/// answered with resets.
+const BACKLOG: i32 = 16 * 1024;
+
+impl Listener {
+    /// Takes the port; nothing is accepted yet.
+    ///
+    /// # Errors
+    /// When the name does not resolve or the port is taken.
+    pub async fn bind(address: &Address) -> io::Result<Self> {
+        let (text, family) = match address {
+            Address::Unix(path) => {
+                use std::os::unix::fs::FileTypeExt as _;
+                if std::fs::metadata(path).is_ok_and(|m| m.file_type().is_socket())
+                    && std::os::unix::net::UnixStream::connect(path).is_err()
+                {
+                    std::fs::remove_file(path)?;
+                }
+                return UnixListener::bind(path).map(Self::Unix);
+            }
+            Address::Tcp(text) => (text, None),
+            Address::Tcp4(text) => (text, Some(true)),
+            Address::Tcp6(text) => (text, Some(false)),
+        };
+        // `:8150` means every interface, as in Go.
+        let text = if text.starts_with(':') { format!("[::]{text}") } else { text.clone() };
+        let mut last = io::Error::new(io::ErrorKind::AddrNotAvailable, "the name has no address of this family");
+        for addr in tokio::net::lookup_host(text).await? {
+            if family.is_some_and(|v4| v4 != addr.is_ipv4()) {
+                continue;
+            }
+            match bind_tcp(addr) {
+                Ok(listener) => return Ok(Self::Tcp(listener)),
+                Err(error) => last = error,
+            }
+        }
+        Err(last)
+    }
+
+    /// Returns the address taken; `None` for a Unix socket.
+    pub fn local_addr(&self) -> Option<SocketAddr> {
+        match self {
+            Self::Tcp(listener) => listener.local_addr().ok(),
+            Self::Unix(_) => None,
+        }
+    }
+
+    /// Accepts the next connection.
+    ///
+    /// # Errors
+    /// Those of the system; the listener stays usable.
+    ///
+    /// # Cancel safety
+    /// Cancel safe.
+    pub async fn accept(&self) -> io::Result<(Stream, Option<SocketAddr>)> {
+        match self {
+            Self::Tcp(listener) => {
+                let (stream, peer) = listener.accept().await?;
+                // Small frames must not wait for the peer's acknowledgement.
+                stream.set_nodelay(true)?;
+                Ok((Stream::Tcp(stream), Some(peer)))
+            }
+            Self::Unix(listener) => Ok((Stream::Unix(listener.accept().await?.0), None)),
+        }
+    }
+}
+
+fn bind_tcp(addr: SocketAddr) -> io::Result<TcpListener> {
+    let socket = socket2::Socket::new(
+        socket2::Domain::for_address(addr),
+        socket2::Type::STREAM.nonblocking(),
+        Some(socket2::Protocol::TCP),
+    )?;
+    socket.set_reuse_address(true)?;
+    if addr.is_ipv6() {
+        socket.set_only_v6(false)?;
+    }
+    socket.bind(&addr.into())?;
+    socket.listen(BACKLOG)?;
+    TcpListener::from_std(socket.into())
+}
+
+/// Raises the number of files this process may open to what the system allows: each agent is one.
+/// Returns the limit.
+pub fn raise_file_limit() -> u64 {
+    rlimit::increase_nofile_limit(u64::MAX).unwrap_or(0)
+}

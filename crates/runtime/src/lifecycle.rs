@@ -1,0 +1,69 @@
+//! The life of a process: serving, draining, leaving, stopped.
+
+use tokio::sync::watch;
+
+/// How far a process is. Only ever goes forward.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Phase {
+    /// Everything is served.
+    Serving,
+    /// Not ready any more, so that balancers and peers turn away; everything is still served.
+    Draining,
+    /// Connections get GOAWAY, idle tunnels end; open requests go on.
+    Leaving,
+    /// What is left ends now.
+    Stopped,
+}
+
+/// Publishes the phase.
+#[derive(Debug, Clone)]
+pub struct Lifecycle(watch::Sender<Phase>);
+
+impl Default for Lifecycle {
+    fn default() -> Self {
+        Self(watch::Sender::new(Phase::Serving))
+    }
+}
+
+impl Lifecycle {
+    /// Goes on to `phase`; never back.
+    pub fn advance(&self, phase: Phase) {
+        self.0.send_if_modified(|now| {
+            let forward = *now < phase;
+            *now = (*now).max(phase);
+            forward
+        });
+    }
+
+    /// Returns the phase now.
+    pub fn phase(&self) -> Phase {
+        *self.0.borrow()
+    }
+
+    /// Returns a receiver of every later phase.
+    pub fn watch(&self) -> watch::Receiver<Phase> {
+        self.0.subscribe()
+    }
+
+    /// Waits until the phase is at least `phase`.
+    ///
+    /// # Cancel safety
+    /// Cancel safe.
+    pub async fn reached(&self, phase: Phase) {
+        // The sender lives as long as `self`.
+        let _ = self.0.subscribe().wait_for(|now| *now >= phase).await;
+    }
+}
+
+/// Waits for SIGINT or SIGTERM and returns its name.
+///
+/// # Errors
+/// When signals cannot be watched.
+pub async fn signal() -> std::io::Result<&'static str> {
+    use tokio::signal::unix::{SignalKind, signal};
+    let (mut interrupt, mut terminate) = (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?);
+    Ok(tokio::select! {
+        _ = interrupt.recv() => "SIGINT",
+        _ = terminate.recv() => "SIGTERM",
+    })
+}
