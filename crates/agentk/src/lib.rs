@@ -1,1 +1,4 @@
 //! agentk
+
+pub mod cluster;
+pub mod module;

@@ -96,7 +96,8 @@ impl Call {
                 Exit::Unauthenticated,
                 format!(
                     "kas at {address} refused the token signed with {}: {said}; \
-                     use the API secret of this kas (--secret-file or KASCTL_SECRET_FILE) and compare the clocks",
+                     use the API secret of this kas (--secret-file or KASCTL_SECRET_FILE) \
+                     and compare the clocks",
                     self.secret
                 ),
             ),
@@ -105,13 +106,15 @@ impl Call {
             (Some(Outcome::NotStarted), _) => (
                 Exit::NotStarted,
                 format!(
-                    "kas at {address} could not start the request: {said}; nothing was sent to the agent, so trying again is safe"
+                    "kas at {address} could not start the request: {said}; \
+                     nothing was sent to the agent, so trying again is safe"
                 ),
             ),
             (None, Code::FailedPrecondition) if self.asked != Asked::Kas => (
                 Exit::NotStarted,
                 format!(
-                    "kas at {address} did not send the request: {said}; leave out --connection to use any connection of the agent"
+                    "kas at {address} did not send the request: {said}; \
+                     leave out --connection to use any connection of the agent"
                 ),
             ),
             (
@@ -196,7 +199,8 @@ impl Call {
             _ => (
                 Exit::Unreachable,
                 format!(
-                    "{} took the connection but is silent: is it kas? if it uses TLS, its address begins with grpcs://",
+                    "{} took the connection but is silent: is it kas? \
+                     if it uses TLS, its address begins with grpcs://",
                     self.address
                 ),
             ),

@@ -77,7 +77,7 @@ pub(crate) enum Failure {
         cause: std::io::Error,
     },
     /// A token file that is no token.
-    #[error("{} does not hold an agent token: expected one line of printable characters without spaces", .0.display())]
+    #[error("{} does not hold an agent token: expected printable characters without spaces", .0.display())]
     NoToken(PathBuf),
     /// Standard output cannot be written.
     #[error("cannot write the output: {}", reason(.0))]

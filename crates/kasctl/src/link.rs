@@ -5,7 +5,6 @@
 //! "kas is not there" and "kas went away in the middle" look the same. An operator must tell them apart.
 
 use std::{
-    error::Error as _,
     io,
     path::PathBuf,
     pin::Pin,

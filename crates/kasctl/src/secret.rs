@@ -32,7 +32,8 @@ pub(crate) enum Error {
     NoPlace,
     /// The default file is not there: kas did not run here yet, or has another state directory.
     #[error(
-        "no API secret at {}: kas makes it when it first starts; name the file of your kas with --secret-file or KASCTL_SECRET_FILE",
+        "no API secret at {}: kas makes it when it first starts; \
+         name the file of your kas with --secret-file or KASCTL_SECRET_FILE",
         .0.display()
     )]
     NotMade(PathBuf),

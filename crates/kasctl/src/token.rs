@@ -37,7 +37,7 @@ pub(crate) async fn api(
 /// Makes an agent token and prints what kas' identity file needs of it.
 ///
 /// # Errors
-/// Without random bytes, or when the token file is there already or cannot be written: then nothing is printed.
+/// Without random bytes, or when the token file exists or cannot be written: then nothing is printed.
 pub(crate) async fn agent(output: &mut Output, args: &TokenAgentArgs) -> Result<Exit, Failure> {
     let mut random = [0; 32];
     SysRng.try_fill_bytes(&mut random).map_err(jwt::Error::from)?;

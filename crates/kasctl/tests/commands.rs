@@ -412,6 +412,20 @@ async fn servers_that_are_not_kas_are_told_apart() {
 }
 
 #[tokio::test]
+async fn kas_that_dies_leaves_a_request_unknown_and_a_read_harmless() {
+    let server = Server::start().await;
+    // An empty SETTINGS frame: this is an HTTP/2 server, and then it is gone.
+    let address = fake::answering(&[0, 0, 0, 4, 0, 0, 0, 0, 0], false).await;
+    let run = server.run(&["request", "7", "GET", "/", "--address", &address]).await.expect_exit(7);
+    assert!(run.stderr.contains("look before you try again"), "{run:?}");
+    for line in [["pods", "7"].as_slice(), &["agents"]] {
+        let run = server.run(&[line, &["--address", &address]].concat()).await.expect_exit(3);
+        assert!(run.stderr.contains("was lost"), "{run:?}");
+        assert_eq!(run.stderr.lines().count(), 1, "{run:?}");
+    }
+}
+
+#[tokio::test]
 async fn time_limit_is_told_to_kas_and_kept() {
     let server = Server::start().await;
     let run = server.run(&["pods", "50", "--timeout", "100ms"]).await.expect_exit(1);

@@ -316,7 +316,7 @@ pub async fn read_descriptor(opening: &mut Opening) -> Result<Descriptor, Status
         Ok(Got::HalfClose) | Err(_) => return Err(Status::new(Code::Unavailable, "unavailable")),
     };
     // The text that 14.1 gives.
-    Err(Status::new(Code::InvalidArgument, format!("Invalid oneof value type: *rpc.{name}_")))
+    Err(Status::new(Code::InvalidArgument, format!("Invalid oneof value type: *rpc.{name}")))
 }
 
 /// agentk's direction before its descriptor has been read.

@@ -310,7 +310,7 @@ impl State {
 }
 
 fn agent(id: i64, name: &str, project_id: i64, connection_id: i64) -> ConnectedAgentInfo {
-    let since = std::time::SystemTime::UNIX_EPOCH.elapsed().unwrap() - Duration::from_secs(7200);
+    let since = runtime::clock::wall() - Duration::from_secs(7200);
     ConnectedAgentInfo {
         id,
         connection_id,
