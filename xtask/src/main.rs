@@ -1,2 +1,70 @@
-//! main
-fn main() {}
+//! Automation: `cargo xtask quickstart`, `test`, `ci`, `layers` and `bench`.
+//!
+//! The alias `cargo xtask` builds this without the feature `full`, that is without the workspace's own crates, TLS and
+//! gRPC: it is there within seconds on a fresh machine, and `ci` works when kas itself does not compile. Commands that
+//! need more build the rest together with the binaries and run that, see [`workspace`].
+
+use std::process::ExitCode;
+
+use anyhow::Result;
+use clap::{Parser, Subcommand};
+
+mod checks;
+#[cfg(feature = "full")]
+mod full;
+mod layers;
+mod process;
+mod quickstart;
+mod report;
+mod tools;
+mod workspace;
+
+/// kas' automation. Begin with quickstart, or test.
+#[derive(Debug, Parser)]
+#[command(name = "cargo xtask", bin_name = "cargo xtask", max_term_width = 110)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Build and start kas and agentk, and ask kas for the agent's pods
+    Quickstart(quickstart::QuickstartArgs),
+    /// Run the tests of the workspace
+    Test(checks::TestArgs),
+    /// Run what CI runs: formatting, lints, documentation, layers, licences, tests
+    Ci(checks::CiArgs),
+    /// Check which crate of the workspace depends on which
+    Layers,
+    #[cfg(feature = "full")]
+    #[command(flatten)]
+    Full(full::Command),
+}
+
+fn main() -> ExitCode {
+    let result = match Cli::parse().command {
+        Command::Quickstart(args) => quickstart::run(args),
+        Command::Test(args) => checks::test(&args),
+        Command::Ci(args) => checks::ci(&args),
+        Command::Layers => layers::run(),
+        #[cfg(feature = "full")]
+        Command::Full(command) => full::run(command),
+    };
+    result.unwrap_or_else(|error: anyhow::Error| {
+        // Whoever closed standard error does not want to know.
+        let _ = report::error(&error);
+        ExitCode::FAILURE
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory as _;
+
+    #[test]
+    fn command_line_is_consistent() {
+        Cli::command().debug_assert();
+    }
+}

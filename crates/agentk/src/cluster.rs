@@ -98,7 +98,8 @@ impl ClusterAccess {
     /// # Errors
     /// When something is missing or cannot be read; the message says what, and which flag gives it.
     pub async fn connect(&self) -> anyhow::Result<ApiServer> {
-        let (config, source) = self.config(&|name| env::var_os(name).filter(|value| !value.is_empty())).await?;
+        let (config, source) =
+            self.config(&|name| env::var_os(name).filter(|value| !value.is_empty())).await?;
         // Credential plugins are processes that this waits for.
         tokio::task::spawn_blocking(move || ApiServer::new(&config, source)).await?
     }
@@ -119,7 +120,9 @@ impl ClusterAccess {
         }
         let files = match (&self.kubeconfig, env("KUBECONFIG")) {
             (Some(file), _) => vec![file.clone()],
-            (None, Some(list)) => env::split_paths(&list).filter(|path| !path.as_os_str().is_empty()).collect(),
+            (None, Some(list)) => {
+                env::split_paths(&list).filter(|path| !path.as_os_str().is_empty()).collect()
+            }
             (None, None) => Vec::new(),
         };
         if files.is_empty() {
@@ -203,23 +206,28 @@ fn unreadable(file: &Path, error: &KubeconfigError) -> anyhow::Error {
             }
             None => anyhow!("{} is not a kubeconfig", file.display()),
         },
-        KubeconfigError::ReadConfig(error, _) => anyhow!("cannot read the kubeconfig {}: {error}", file.display()),
+        KubeconfigError::ReadConfig(error, _) => {
+            anyhow!("cannot read the kubeconfig {}: {error}", file.display())
+        }
         error => anyhow!("cannot use the kubeconfig {}: {error}", file.display()),
     }
 }
 
 /// Says what the pod lacks, and how to go on without it.
 fn not_in_cluster(error: InClusterError) -> anyhow::Error {
-    const OTHERWISE: &str = "give an API server with --kubeconfig FILE (or KUBECONFIG), or with --kube-server URL";
+    const OTHERWISE: &str =
+        "give an API server with --kubeconfig FILE (or KUBECONFIG), or with --kube-server URL";
     match error {
         InClusterError::ReadEnvironmentVariable(_) => anyhow!(
             "no Kubernetes API server is configured, and agentk does not run in a pod (KUBERNETES_SERVICE_HOST and \
              KUBERNETES_SERVICE_PORT are not both set): {OTHERWISE}"
         ),
-        InClusterError::ReadDefaultNamespace(error) | InClusterError::ReadCertificateBundle(error) => anyhow!(
-            "the pod has no service account in {SERVICE_ACCOUNT} ({error}): let the pod have one \
+        InClusterError::ReadDefaultNamespace(error) | InClusterError::ReadCertificateBundle(error) => {
+            anyhow!(
+                "the pod has no service account in {SERVICE_ACCOUNT} ({error}): let the pod have one \
              (automountServiceAccountToken), or {OTHERWISE}"
-        ),
+            )
+        }
         error => anyhow!("cannot use the pod's service account: {error}: {OTHERWISE}"),
     }
 }
@@ -352,7 +360,9 @@ impl ApiServer {
     fn new(config: &Config, source: String) -> anyhow::Result<Self> {
         let url = config.cluster_url.clone().into_parts();
         let (Some(scheme), Some(authority)) = (url.scheme, url.authority) else {
-            bail!("the URL of the API server ({source}) needs a scheme and a host, as in https://10.0.0.1:6443");
+            bail!(
+                "the URL of the API server ({source}) needs a scheme and a host, as in https://10.0.0.1:6443"
+            );
         };
         ensure!(
             scheme == uri::Scheme::HTTP || scheme == uri::Scheme::HTTPS,
@@ -372,9 +382,9 @@ impl ApiServer {
         tcp.set_keepalive_retries(Some(KEEPALIVE.2));
         #[cfg(target_os = "linux")]
         tcp.set_tcp_user_timeout(Some(UNACKNOWLEDGED));
-        let tls = config
-            .rustls_https_connector_with_connector(tcp)
-            .map_err(|error| anyhow!("cannot prepare TLS for the API server ({source}): {}", chain(&error)))?;
+        let tls = config.rustls_https_connector_with_connector(tcp).map_err(|error| {
+            anyhow!("cannot prepare TLS for the API server ({source}): {}", chain(&error))
+        })?;
         let client = legacy::Client::builder(TokioExecutor::new())
             .pool_timer(TokioTimer::new())
             .pool_idle_timeout(IDLE)
@@ -386,7 +396,8 @@ impl ApiServer {
             inner: Arc::new(Inner {
                 request: Box::new(move |request| client.request(request)),
                 prefix: path.to_owned(),
-                credentials: Credentials::new(config).with_context(|| format!("cannot authenticate ({source})"))?,
+                credentials: Credentials::new(config)
+                    .with_context(|| format!("cannot authenticate ({source})"))?,
                 namespace: config.default_namespace.clone(),
                 target: Target { host: authority.to_string(), source, impersonates: !identity.is_empty() },
                 identity,
@@ -487,7 +498,8 @@ fn identity(auth: &AuthInfo) -> anyhow::Result<Vec<(HeaderName, HeaderValue)>> {
                 let _ = write!(name, "%{byte:02X}");
             }
         }
-        let name = HeaderName::try_from(name).context("the kubeconfig's as-user-extra has a key that is none")?;
+        let name =
+            HeaderName::try_from(name).context("the kubeconfig's as-user-extra has a key that is none")?;
         for value in values {
             add(name.clone(), value)?;
         }
@@ -553,10 +565,12 @@ impl Credentials {
     }
 }
 
-/// Says why there are no credentials, without what a plugin printed: that may be the credential.
+/// Says why there are no credentials, without a plugin's arguments, variables and output: any may be the credential.
 fn without_output(error: &AuthError) -> String {
     match error {
-        AuthError::AuthExecRun { cmd, out } => format!("the credential plugin {cmd:?} failed ({})", out.status),
+        AuthError::AuthExecRun { cmd, out } => {
+            format!("the credential plugin {cmd:?} failed ({})", out.status)
+        }
         AuthError::AuthExecParse(_) | AuthError::ParseTokenKey(_) => {
             "the credential plugin did not print what it should".to_owned()
         }
@@ -594,7 +608,8 @@ impl TokenFile {
     }
 
     fn read(path: &Path) -> anyhow::Result<HeaderValue> {
-        let text = std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
+        let text =
+            std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
         bearer(&text.into()).with_context(|| format!("{} is of no use", path.display()))
     }
 
@@ -612,7 +627,10 @@ impl TokenFile {
                 Ok(value) => token.value = value,
                 // As client-go: whoever removes the file after the start leaves the token valid.
                 Err(error) => {
-                    tracing::warn!(error = format!("{error:#}"), "token file unreadable, keeping the last token");
+                    tracing::warn!(
+                        error = format!("{error:#}"),
+                        "token file unreadable, keeping the last token"
+                    );
                 }
             }
         }

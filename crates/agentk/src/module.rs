@@ -53,9 +53,10 @@ impl Modules {
     /// Begins a request in the module that serves its path; `UNIMPLEMENTED` when none does.
     pub fn call(&self, request: http::Request<grpc::Body>) -> Answer {
         let path = request.uri().path();
-        let found = path.strip_prefix('/').and_then(|path| path.split_once('/')).and_then(|(service, method)| {
-            self.0.iter().find(|module| module.service() == service && module.methods().contains(&method))
-        });
+        let found =
+            path.strip_prefix('/').and_then(|path| path.split_once('/')).and_then(|(service, method)| {
+                self.0.iter().find(|module| module.service() == service && module.methods().contains(&method))
+            });
         match found {
             Some(module) => module.call(request),
             None => {
@@ -94,7 +95,8 @@ mod tests {
 
     #[tokio::test]
     async fn requests_go_to_the_module_of_their_path_and_nowhere_else() {
-        let modules = Modules::new(vec![Arc::new(Fixed("a.A", &["One", "Two"])), Arc::new(Fixed("b.B", &["One"]))]);
+        let modules =
+            Modules::new(vec![Arc::new(Fixed("a.A", &["One", "Two"])), Arc::new(Fixed("b.B", &["One"]))]);
         for (path, code, message) in [
             ("/a.A/One", Code::Ok, "a.A"),
             ("/a.A/Two", Code::Ok, "a.A"),
@@ -119,7 +121,8 @@ mod tests {
         // The vector of the documented wire, without the envelope around it.
         let expected = "0a3e0a2d6769746c61622e6167656e742e6b756265726e657465735f6170692e7270632e4b756265726e6574657341\
                         7069120d0a0b4d616b6552657175657374";
-        let got: String = modules.descriptor().encode_to_vec().iter().map(|byte| format!("{byte:02x}")).collect();
+        let got: String =
+            modules.descriptor().encode_to_vec().iter().map(|byte| format!("{byte:02x}")).collect();
         assert_eq!(got, expected.replace(char::is_whitespace, ""));
     }
 }

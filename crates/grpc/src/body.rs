@@ -1,6 +1,12 @@
 //! Reading framed messages one by one, with a bound.
 
-use bytes::{Buf, Bytes, BytesMut};
+use std::{
+    pin::Pin,
+    task::{Context, Poll, ready},
+};
+
+use bytes::{Buf, BufMut as _, Bytes, BytesMut};
+use http_body::Frame;
 use http_body_util::BodyExt;
 
 use crate::{BoxError, Code, PREFIX_LEN, Status};
@@ -39,6 +45,9 @@ pub enum ReadError {
     /// The message has the compressed flag, and this stream has no encoding.
     #[error("a message is compressed and no grpc-encoding was announced")]
     Compressed,
+    /// A compressed message is damaged, or inflates to more than the reader accepts.
+    #[error("compressed message")]
+    Gzip(#[from] crate::gzip::Error),
 }
 
 impl From<&ReadError> for Status {
@@ -46,7 +55,8 @@ impl From<&ReadError> for Status {
         let code = match error {
             ReadError::Reset(_) => Code::Unavailable,
             ReadError::Truncated | ReadError::Compressed => Code::Internal,
-            ReadError::TooLarge { .. } => Code::ResourceExhausted,
+            ReadError::Gzip(crate::gzip::Error::Corrupt(_) | crate::gzip::Error::Truncated) => Code::Internal,
+            ReadError::TooLarge { .. } | ReadError::Gzip(_) => Code::ResourceExhausted,
         };
         Self::new(code, error.to_string())
     }
@@ -58,6 +68,7 @@ pub struct MessageReader<B> {
     body: B,
     buffer: BytesMut,
     limit: usize,
+    gzip: bool,
     trailers: Option<http::HeaderMap>,
     ended: bool,
 }
@@ -69,7 +80,13 @@ where
 {
     /// Reads from `body`; a message above `limit` bytes is an error.
     pub fn new(body: B, limit: usize) -> Self {
-        Self { body, buffer: BytesMut::new(), limit, trailers: None, ended: false }
+        Self { body, buffer: BytesMut::new(), limit, gzip: false, trailers: None, ended: false }
+    }
+
+    /// Accepts compressed messages, when the stream announced gzip.
+    pub fn with_gzip(mut self, gzip: bool) -> Self {
+        self.gzip = gzip;
+        self
     }
 
     /// Returns the next message without its prefix; `None` at a clean end.
@@ -80,24 +97,20 @@ where
     /// # Cancel safety
     /// Cancel safe: what was read stays in the buffer.
     pub async fn next(&mut self) -> Result<Option<Bytes>, ReadError> {
+        std::future::poll_fn(|cx| self.poll_next(cx)).await
+    }
+
+    /// See [`next`](Self::next).
+    pub fn poll_next(&mut self, cx: &mut Context<'_>) -> Poll<Result<Option<Bytes>, ReadError>> {
         loop {
-            if self.buffer.len() >= PREFIX_LEN {
-                let len = u32::from_be_bytes([self.buffer[1], self.buffer[2], self.buffer[3], self.buffer[4]]) as usize;
-                if self.buffer[0] != 0 {
-                    return Err(ReadError::Compressed);
-                }
-                if len > self.limit {
-                    return Err(ReadError::TooLarge { len, limit: self.limit });
-                }
-                if self.buffer.len() >= PREFIX_LEN + len {
-                    self.buffer.advance(PREFIX_LEN);
-                    return Ok(Some(self.buffer.split_to(len).freeze()));
-                }
+            if let Some(message) = self.take()? {
+                return Poll::Ready(Ok(Some(message)));
             }
             if self.ended {
-                return if self.buffer.is_empty() { Ok(None) } else { Err(ReadError::Truncated) };
+                let clean = self.buffer.is_empty();
+                return Poll::Ready(if clean { Ok(None) } else { Err(ReadError::Truncated) });
             }
-            match self.body.frame().await {
+            match ready!(Pin::new(&mut self.body).poll_frame(cx)) {
                 Some(Ok(frame)) => match frame.into_data() {
                     Ok(data) => self.buffer.extend_from_slice(&data),
                     Err(frame) => {
@@ -105,16 +118,84 @@ where
                         self.ended = true;
                     }
                 },
-                Some(Err(error)) => return Err(ReadError::Reset(Some(error.into()))),
+                Some(Err(error)) => return Poll::Ready(Err(ReadError::Reset(Some(error.into())))),
                 // hyper reports some resets as an end: only the stream's state tells them apart.
                 None if self.body.is_end_stream() => self.ended = true,
-                None => return Err(ReadError::Reset(None)),
+                None => return Poll::Ready(Err(ReadError::Reset(None))),
             }
         }
+    }
+
+    /// Takes a complete message out of the buffer.
+    fn take(&mut self) -> Result<Option<Bytes>, ReadError> {
+        let [flag, a, b, c, d, ..] = *self.buffer else { return Ok(None) };
+        let len = u32::from_be_bytes([a, b, c, d]) as usize;
+        let packed = flag == 1 && self.gzip;
+        if flag != 0 && !packed {
+            return Err(ReadError::Compressed);
+        }
+        if len > self.limit {
+            return Err(ReadError::TooLarge { len, limit: self.limit });
+        }
+        if self.buffer.len() < PREFIX_LEN + len {
+            return Ok(None);
+        }
+        self.buffer.advance(PREFIX_LEN);
+        let message = self.buffer.split_to(len).freeze();
+        Ok(Some(if packed { crate::gzip::inflate(message, self.limit)? } else { message }))
     }
 
     /// Returns the trailers, once [`next`](Self::next) has returned `None`.
     pub fn trailers(&self) -> Option<&http::HeaderMap> {
         self.trailers.as_ref()
+    }
+}
+
+/// The messages of a compressed body as a plain one.
+///
+/// The length of an inflated message stands before it, so each is held whole: the reader's limit
+/// is what a peer can make this hold.
+#[derive(Debug)]
+pub struct InflateBody<B>(MessageReader<B>);
+
+impl<B> InflateBody<B>
+where
+    B: http_body::Body<Data = Bytes> + Unpin,
+    B::Error: Into<BoxError>,
+{
+    /// Inflates the messages of `body`, each to at most `limit` bytes.
+    pub fn new(body: B, limit: usize) -> Self {
+        Self(MessageReader::new(body, limit).with_gzip(true))
+    }
+}
+
+impl<B> http_body::Body for InflateBody<B>
+where
+    B: http_body::Body<Data = Bytes> + Unpin,
+    B::Error: Into<BoxError>,
+{
+    type Data = Bytes;
+    type Error = BoxError;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
+        Poll::Ready(match ready!(self.0.poll_next(cx)) {
+            Ok(None) => None,
+            Ok(Some(message)) => {
+                let mut out = BytesMut::with_capacity(PREFIX_LEN + message.len());
+                // The limit is far below 4 GiB.
+                out.put_slice(&crate::prefix(u32::try_from(message.len()).unwrap_or(u32::MAX)));
+                out.put_slice(&message);
+                Some(Ok(Frame::data(out.freeze())))
+            }
+            Err(error @ ReadError::Reset(_)) => Some(Err(error.into())),
+            Err(error) => Some(Err(Box::new(Status::from(&error)))),
+        })
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.0.ended && self.0.buffer.is_empty()
     }
 }

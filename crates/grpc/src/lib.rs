@@ -12,7 +12,7 @@ mod deadline;
 pub mod gzip;
 mod status;
 
-pub use body::{MessageReader, ReadError, boxed, full};
+pub use body::{InflateBody, MessageReader, ReadError, boxed, full};
 pub use deadline::{Deadline, InvalidTimeout, format_timeout, parse_timeout};
 pub use status::{Code, KAS_DOMAIN, Outcome, Status};
 

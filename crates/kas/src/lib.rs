@@ -1,5 +1,16 @@
-//! kas
+//! kas: agents dial in, and requests for their clusters go out to them.
+//!
+//! [`app`] puts the parts together; everything below it can be used alone. The way of a request is
+//! [`listener::api`] → [`router`] → [`tunnel_registry`] → `tunnel` → agentk.
 
 pub mod agent_config;
+pub mod app;
+pub mod auth;
 pub mod config;
 pub mod identity;
+pub mod listener;
+pub mod metadata;
+pub mod metrics;
+pub mod pods;
+pub mod router;
+pub mod tunnel_registry;

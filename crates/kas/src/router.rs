@@ -22,12 +22,17 @@ use crate::{
 };
 
 /// Routes requests to agents.
-#[derive(Debug)]
 pub struct Router {
     registry: Arc<TunnelRegistry>,
     tracker: Arc<dyn Tracker>,
     metrics: Arc<Metrics>,
     find_timeout: Duration,
+}
+
+impl std::fmt::Debug for Router {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Router").field("registry", &self.registry).finish_non_exhaustive()
+    }
 }
 
 /// A request for an agent.
@@ -137,7 +142,8 @@ impl Router {
         let mut open = Open::new(&self.metrics);
         let result = self.attempt(request).await;
         open.outcome = match &result {
-            Ok(AgentAnswer { head: Head::Headers(_), .. }) => metrics::Outcome::Cancelled,
+            // Until its trailers have been passed on.
+            Ok((Head::Headers(_), _)) => metrics::Outcome::Cancelled,
             Ok(_) => metrics::Outcome::Answered,
             Err(status) => match status.outcome() {
                 Some(Outcome::NotStarted) => metrics::Outcome::NotStarted,
@@ -145,7 +151,110 @@ impl Router {
                 None => metrics::Outcome::Refused,
             },
         };
-        let (head, exchange) = result.map(|(head, exchange)| (head, exchange))?;
+        let (head, exchange) = result?;
         Ok(AgentAnswer { head, body: Answering { exchange, open } })
+    }
+
+    async fn attempt(&self, request: AgentRequest) -> Result<(Head, Exchange), Status> {
+        let AgentRequest { agent, connection, method, headers, correlation, deadline, body } = request;
+        let arrived = Instant::now();
+        let mut body = body;
+        loop {
+            let grant = self.find(agent, connection, &method, deadline, arrived).await?;
+            let binary = grant.tunnel().info().peer.binary();
+            let writer = metadata::request_info(&method, &headers, deadline, &correlation, binary)?;
+            let mut info = bytes::BytesMut::with_capacity(512);
+            writer.put_control(frame::response::REQUEST_INFO, &mut info);
+            let job = Job { request_info: info.freeze(), body };
+            let mut exchange = match grant.take().begin(job, deadline) {
+                Ok(exchange) => exchange,
+                // It ended between the grant and now.
+                Err(job) => {
+                    body = job.body;
+                    continue;
+                }
+            };
+            self.metrics.find_seconds.observe(arrived.elapsed().as_secs_f64());
+            match exchange.head().await {
+                Ok(head) => return Ok((head, exchange)),
+                // Nothing was written: any other tunnel may serve it.
+                Err(Failure::NotStarted(job)) => body = job.body,
+                Err(Failure::Refused) => {
+                    return Err(Status::new(
+                        Code::Unavailable,
+                        format!("agent {agent} closed its tunnel before it started the request: repeat it"),
+                    )
+                    .with_outcome(Outcome::NotStarted));
+                }
+                Err(failure) => return Err(exchange.late_status(&failure)),
+            }
+        }
+    }
+
+    /// Finds a tunnel, waiting until the caller's deadline or, without one, the configured time.
+    async fn find(
+        &self,
+        agent: AgentId,
+        connection: Option<ConnectionId>,
+        method: &Arc<str>,
+        deadline: Deadline,
+        arrived: Instant,
+    ) -> Result<Grant, Status> {
+        let mut waiting = match self.registry.acquire(agent, method, connection) {
+            Ok(Acquired::Now(grant)) => return Ok(grant),
+            Ok(Acquired::Wait(waiting)) => waiting,
+            Err(refused) => return Err(self.refusal(refused, agent, connection, method)),
+        };
+        let until = deadline.instant().unwrap_or(arrived + self.find_timeout);
+        match tokio::time::timeout_at(until, waiting.granted()).await {
+            Ok(Some(grant)) => Ok(grant),
+            Ok(None) => Err(Status::new(Code::Unavailable, "this kas is shutting down: repeat the request")
+                .with_outcome(Outcome::NotStarted)),
+            Err(_) => Err(self.not_found(agent, deadline, arrived).await),
+        }
+    }
+
+    fn refusal(
+        &self,
+        refused: Refused,
+        agent: AgentId,
+        connection: Option<ConnectionId>,
+        method: &str,
+    ) -> Status {
+        match refused {
+            Refused::Unimplemented => Status::new(Code::Unimplemented, format!("agent {agent} does not serve {method}")),
+            Refused::OtherConnection => Status::new(
+                Code::FailedPrecondition,
+                format!(
+                    "agent {agent} is connected, but not by connection {}: list its connections, or name none",
+                    connection.map_or(0, ConnectionId::get)
+                ),
+            )
+            .with_outcome(Outcome::NotStarted),
+            Refused::Full => {
+                self.metrics.refused(ListenerName::Api, Reason::WaitersFull);
+                Status::new(
+                    Code::ResourceExhausted,
+                    format!("too many requests already wait for a tunnel of agent {agent}: repeat this one later"),
+                )
+                .with_outcome(Outcome::NotStarted)
+            }
+        }
+    }
+
+    async fn not_found(&self, agent: AgentId, deadline: Deadline, arrived: Instant) -> Status {
+        let waited = arrived.elapsed().as_secs_f64();
+        // Only for the words: what was waited for is already known.
+        let known = self.tracker.locate(agent).await.is_ok_and(|replicas| !replicas.is_empty());
+        let text = if known {
+            format!("agent {agent} is connected, but had no idle tunnel for {waited:.1} s: repeat the request later")
+        } else {
+            format!(
+                "agent {agent} is not connected; waited {waited:.1} s: check that agentk runs in its cluster, reaches \
+                 this kas and has a valid token"
+            )
+        };
+        let code = if deadline.instant().is_some() { Code::DeadlineExceeded } else { Code::Unavailable };
+        Status::new(code, text).with_outcome(Outcome::NotStarted)
     }
 }

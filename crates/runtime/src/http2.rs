@@ -95,7 +95,7 @@ pub const API: Settings = Settings {
 /// Answers what comes in on one listener.
 pub trait Service: Send + Sync + 'static {
     /// A connection was made.
-    fn connected(&self, peer: Option<SocketAddr>) -> Arc<dyn Connection>;
+    fn connected(self: Arc<Self>, peer: Option<SocketAddr>) -> Arc<dyn Connection>;
     /// A connection could not be served; for a counter.
     fn refused(&self, _why: Refusal) {}
 }
@@ -168,14 +168,30 @@ impl StreamReset {
 /// HTTP/2 spawns the stream's task right after the service has been called for it, in the same
 /// poll of the connection, so what the service leaves here belongs to the next task.
 #[derive(Clone, Debug, Default)]
-pub struct StreamSlot(Arc<Mutex<Option<Arc<StreamReset>>>>);
+pub struct StreamSlot(Arc<Mutex<Option<Arm>>>);
+
+#[derive(Debug)]
+enum Arm {
+    Reset(Arc<StreamReset>),
+    Until(Instant),
+}
 
 impl StreamSlot {
     /// Makes the stream that is being opened resettable.
     pub fn arm(&self) -> Arc<StreamReset> {
         let reset = Arc::<StreamReset>::default();
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(Arc::clone(&reset));
+        self.put(Arm::Reset(Arc::clone(&reset)));
         reset
+    }
+
+    /// Resets the stream that is being opened at `deadline`, if it still is: a peer that does not
+    /// read cannot be told anything else.
+    pub fn arm_until(&self, deadline: Instant) {
+        self.put(Arm::Until(deadline));
+    }
+
+    fn put(&self, arm: Arm) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(arm);
     }
 }
 
@@ -184,10 +200,14 @@ where
     F: Future<Output = ()> + Send + 'static,
 {
     fn execute(&self, future: F) {
-        let reset = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
-        match reset {
+        let arm = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
+        match arm {
             None => drop(tokio::spawn(future)),
-            Some(reset) => drop(tokio::spawn(Resettable { future: Some(Box::pin(future)), reset })),
+            Some(Arm::Reset(reset)) => drop(tokio::spawn(Resettable { future: Some(Box::pin(future)), reset })),
+            Some(Arm::Until(deadline)) => drop(tokio::spawn(async move {
+                // Dropping the stream's parts resets it.
+                let _ = tokio::time::timeout_at(deadline, future).await;
+            })),
         }
     }
 }
@@ -313,7 +333,7 @@ async fn connection(
     service: Arc<dyn Service>,
     lifecycle: Lifecycle,
 ) {
-    let state = service.connected(peer);
+    let state = Arc::clone(&service).connected(peer);
     let slot = StreamSlot::default();
     let mut builder = http2::Builder::new(slot.clone());
     builder

@@ -24,7 +24,7 @@ use bytes::{BufMut as _, Bytes, BytesMut};
 use grpc::{BoxError, Code, Deadline, Outcome, Status};
 use http::HeaderMap;
 use http_body::{Body, Frame as HttpFrame};
-use ids::{AgentId, ConnectionId, TokenHash};
+use ids::{AgentId, TokenHash};
 use prost::Message as _;
 use proto::gitlab::agent::reverse_tunnel::rpc;
 use tokio::time::{Instant, Sleep};
@@ -82,8 +82,6 @@ pub struct Info {
     pub agent: AgentId,
     /// The agentk process: by its instance id, or by the transport connection.
     pub instance: u64,
-    /// The configuration stream that this tunnel belongs to, where that is known.
-    pub connection: Option<ConnectionId>,
     /// The token that the stream was opened with.
     pub token: TokenHash,
     /// Which agentk it is.

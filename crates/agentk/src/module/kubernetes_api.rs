@@ -15,18 +15,18 @@ use std::{
 
 use bytes::{BufMut as _, Bytes, BytesMut};
 use grpc::{BoxError, Code, Deadline, Status};
-use http::{HeaderMap, Method, Request, Response};
+use http::{HeaderMap, HeaderValue, Method, Request, Response};
 use http_body::{Body, Frame, SizeHint};
 use hyper::body::Incoming;
 use prost::Message as _;
-use proto::gitlab::agent::{grpctool, prototool};
+use proto::gitlab::agent::prototool;
 use tokio::time::{Sleep, sleep_until};
 use tunnel::frame::{self, Decoder, Event};
 
 use super::{Answer, Module};
 use crate::cluster::{ApiServer, chain};
 
-mod http1;
+mod head;
 
 /// The largest piece of a body in one message: what every version sends and expects.
 const PIECE: usize = 32 * 1024;
@@ -54,18 +54,19 @@ struct Header {
 pub struct KubernetesApi {
     api: ApiServer,
     /// How agentk names itself to the API server.
-    user_agent: Arc<str>,
+    user_agent: HeaderValue,
 }
 
 impl KubernetesApi {
     /// Makes the module; version and commit are those of agentk.
     pub fn new(api: ApiServer, version: &str, commit: &str) -> Self {
-        Self { api, user_agent: format!("gitlab-agent/{version}/{commit}").into() }
+        let user_agent = HeaderValue::try_from(format!("gitlab-agent/{version}/{commit}"));
+        Self { api, user_agent: user_agent.unwrap_or(HeaderValue::from_static("gitlab-agent")) }
     }
 
     async fn make_request(self, request: Request<grpc::Body>) -> Result<Response<grpc::Body>, Status> {
-        let (head, body) = request.into_parts();
-        let deadline = Deadline::from_headers(&head.headers)
+        let (parts, body) = request.into_parts();
+        let deadline = Deadline::from_headers(&parts.headers)
             .map_err(|error| Status::new(Code::InvalidArgument, error.to_string()))?;
         let mut timer = Timer::new(deadline);
         let mut inbox = Inbox::new(body);
@@ -76,15 +77,16 @@ impl KubernetesApi {
         };
         let header = Header::decode(header)
             .map_err(|error| Status::new(Code::InvalidArgument, format!("malformed header: {error}")))?;
-        let (mut request, length) = http1::request(header, &self.user_agent, self.api.target().impersonates())?;
+        let (mut request, length) =
+            head::request(header, &self.user_agent, self.api.target().impersonates())?;
 
         // A method that rarely has a body says nothing about its absence: what comes after the header does.
         let method = request.method();
         let may_wait = [Method::GET, Method::HEAD, Method::DELETE, Method::OPTIONS].contains(method);
         let (first, upload) = match length {
-            http1::Length::Known(0) => (None, false),
-            http1::Length::Known(_) | http1::Length::Chunked => (None, true),
-            http1::Length::Unknown => {
+            head::Length::Known(0) => (None, false),
+            head::Length::Known(_) | head::Length::Chunked => (None, true),
+            head::Length::Unknown => {
                 let first = if may_wait {
                     Some(timer.race(poll_fn(|cx| inbox.poll(cx))).await??)
                 } else {
@@ -103,11 +105,17 @@ impl KubernetesApi {
             }
         };
         inbox.uploading = upload;
-        inbox.refuses_data = length == http1::Length::Known(0);
+        inbox.refuses_data = length == head::Length::Known(0);
         let inbox = Shared::new(inbox);
         if upload {
-            let left = if let http1::Length::Known(length) = length { Some(length) } else { None };
-            *request.body_mut() = grpc::boxed(Upload { inbox: inbox.clone(), first, left, owed: left, done: false });
+            let left = if let head::Length::Known(length) = length { Some(length) } else { None };
+            if left.is_none() {
+                // hyper would send no body with a GET unless this says so.
+                let chunked = HeaderValue::from_static("chunked");
+                request.headers_mut().insert(http::header::TRANSFER_ENCODING, chunked);
+            }
+            *request.body_mut() =
+                grpc::boxed(Upload { inbox: inbox.clone(), first, left, owed: left, done: false });
         }
 
         let method = request.method().clone();
@@ -117,11 +125,13 @@ impl KubernetesApi {
             .race(poll_fn(|cx| match sending.as_mut().poll(cx) {
                 Poll::Ready(Ok(answer)) => Poll::Ready(Ok(answer)),
                 // What broke the upload is the reason, and not what hyper makes of it.
-                Poll::Ready(Err(error)) => Poll::Ready(Err(inbox.lock().failed.clone().unwrap_or_else(|| {
-                    let text = chain(&error);
-                    tracing::warn!(error = text, "request to the Kubernetes API server failed");
-                    Status::new(Code::Unavailable, text)
-                }))),
+                Poll::Ready(Err(error)) => {
+                    Poll::Ready(Err(inbox.lock().failed.clone().unwrap_or_else(|| {
+                        let text = chain(&error);
+                        tracing::warn!(error = text, "request to the Kubernetes API server failed");
+                        Status::new(Code::Unavailable, text)
+                    })))
+                }
                 Poll::Pending if over => Poll::Pending,
                 Poll::Pending => match inbox.lock().poll_rest(cx) {
                     Poll::Ready(Err(status)) => Poll::Ready(Err(status)),
@@ -133,18 +143,22 @@ impl KubernetesApi {
                 },
             }))
             .await??;
-        let (head, upstream) = answer.into_parts();
-        tracing::debug!(http.method = %method, http.status = head.status.as_u16(), "Kubernetes API server answered");
+        let (parts, upstream) = answer.into_parts();
+        tracing::debug!(http.method = %method, http.status = parts.status.as_u16(), "Kubernetes API server answered");
 
-        let header = http1::response(head).encode_to_vec();
+        let header = head::response(&parts).encode_to_vec();
         if header.len() > frame::MAX_CONTROL {
-            let text = format!("the answer's headers of {} bytes are larger than {}", header.len(), frame::MAX_CONTROL);
+            let text = format!(
+                "the answer's headers of {} bytes are larger than {}",
+                header.len(),
+                frame::MAX_CONTROL
+            );
             return Err(Status::new(Code::ResourceExhausted, text));
         }
         let mut out = BytesMut::with_capacity(header.len() + COPY);
         frame::put_control(HEADER, &header, &mut out);
         let body = Download {
-            api: self.api,
+            api: self.api.clone(),
             upstream: Some(upstream),
             inbox: (!over).then_some(inbox),
             timer,
@@ -186,7 +200,10 @@ impl Timer {
         match &mut self.0 {
             None => Poll::Pending,
             Some(sleep) => sleep.as_mut().poll(cx).map(|()| {
-                Status::new(Code::DeadlineExceeded, "the deadline passed before the Kubernetes API server's answer ended")
+                Status::new(
+                    Code::DeadlineExceeded,
+                    "the deadline passed before the Kubernetes API server's answer ended",
+                )
             }),
         }
     }
@@ -308,10 +325,14 @@ impl Inbox {
     fn poll_any(&mut self, cx: &mut Context<'_>) -> Poll<Result<Item, Status>> {
         loop {
             match self.decoder.next() {
-                Ok(Some(Event::Control { field: HEADER, body })) => return Poll::Ready(Ok(Item::Header(body))),
+                Ok(Some(Event::Control { field: HEADER, body })) => {
+                    return Poll::Ready(Ok(Item::Header(body)));
+                }
                 Ok(Some(Event::Control { .. })) => return Poll::Ready(Ok(Item::Trailer)),
                 Ok(Some(Event::Data(data))) => return Poll::Ready(Ok(Item::Data(data))),
-                Ok(Some(Event::Message { .. })) if self.stage == Stage::Body && !self.refuses_data => continue,
+                Ok(Some(Event::Message { .. })) if self.stage == Stage::Body && !self.refuses_data => {
+                    continue;
+                }
                 Ok(Some(Event::Message { .. })) => return Poll::Ready(Ok(Item::Data(Bytes::new()))),
                 Ok(None) => {}
                 Err(error) => {
@@ -413,7 +434,10 @@ impl Body for Upload {
     type Data = Bytes;
     type Error = BoxError;
 
-    fn poll_frame(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
+    fn poll_frame(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
         let this = self.get_mut();
         if this.done {
             return Poll::Ready(None);
@@ -526,7 +550,10 @@ impl Download {
                 let failed = self.inbox.as_ref().and_then(|inbox| inbox.lock().failed.clone());
                 let status = failed.unwrap_or_else(|| {
                     let host = self.api.target();
-                    let text = format!("the Kubernetes API server at {host} broke off its answer: {}", chain(&error));
+                    let text = format!(
+                        "the Kubernetes API server at {host} broke off its answer: {}",
+                        chain(&error)
+                    );
                     tracing::warn!(error = text, "answer of the Kubernetes API server broke off");
                     Status::new(Code::Unavailable, text)
                 });
@@ -561,7 +588,10 @@ impl Body for Download {
     type Data = Bytes;
     type Error = BoxError;
 
-    fn poll_frame(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
+    fn poll_frame(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
         let this = self.get_mut();
         if let Some(whole) = this.whole.take() {
             return Poll::Ready(Some(Ok(Frame::data(whole))));
@@ -595,6 +625,3 @@ impl Body for Download {
         }
     }
 }
-
-#[cfg(test)]
-mod tests;

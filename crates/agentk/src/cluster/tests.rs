@@ -1,0 +1,196 @@
+//! What the configuration becomes, and what is said when it is none. The rest is tested against API servers.
+
+use std::fs;
+
+use tempfile::TempDir;
+
+use super::*;
+
+fn environment(entries: &[(&str, &Path)]) -> impl Fn(&str) -> Option<OsString> + use<> {
+    let entries: Vec<(String, OsString)> =
+        entries.iter().map(|(name, value)| ((*name).to_owned(), value.as_os_str().to_owned())).collect();
+    move |name| entries.iter().find(|(known, _)| known == name).map(|(_, value)| value.clone())
+}
+
+async fn refused(access: &ClusterAccess, env: &dyn Fn(&str) -> Option<OsString>) -> String {
+    let made = match access.config(env).await {
+        Ok((config, source)) => ApiServer::new(&config, source).map(drop),
+        Err(error) => Err(error),
+    };
+    format!("{:#}", made.expect_err("this configuration is none"))
+}
+
+fn write(dir: &TempDir, name: &str, text: &str) -> PathBuf {
+    let path = dir.path().join(name);
+    fs::write(&path, text).unwrap();
+    path
+}
+
+const KUBECONFIG: &str = r#"
+apiVersion: v1
+kind: Config
+current-context: one
+contexts:
+- {name: one, context: {cluster: plain, user: token}}
+- {name: two, context: {cluster: path, user: as}}
+- {name: proxied, context: {cluster: proxied, user: token}}
+clusters:
+- {name: plain, cluster: {server: "http://10.0.0.1:6443"}}
+- {name: path, cluster: {server: "http://rancher.example/k8s/clusters/c-1/"}}
+- {name: proxied, cluster: {server: "http://10.0.0.1", proxy-url: "http://proxy:3128"}}
+users:
+- {name: token, user: {token: s3cret-token}}
+- {name: as, user: {token: s3cret-token, as: jane, as-groups: [a, b], as-user-extra: {"x/y": [z]}}}
+"#;
+
+#[tokio::test]
+async fn kubeconfig_of_the_flag_wins_over_that_of_the_environment() {
+    let dir = TempDir::new().unwrap();
+    let file = write(&dir, "config", KUBECONFIG);
+    let nothing = environment(&[("KUBECONFIG", &dir.path().join("missing"))]);
+    let access = ClusterAccess { kubeconfig: Some(file.clone()), ..ClusterAccess::default() };
+    let (config, source) = access.config(&nothing).await.unwrap();
+    let api = ApiServer::new(&config, source).unwrap();
+    assert_eq!(api.target().host(), "10.0.0.1:6443");
+    assert_eq!(api.target().source(), format!("context one of {}", file.display()));
+    assert!(!api.target().impersonates());
+
+    let list = env::join_paths([dir.path().join("missing"), file]).unwrap();
+    let env = environment(&[("KUBECONFIG", Path::new(&list))]);
+    let access = ClusterAccess { context: Some("two".to_owned()), ..ClusterAccess::default() };
+    let (config, source) = access.config(&env).await.unwrap();
+    let api = ApiServer::new(&config, source).unwrap();
+    assert_eq!(api.target().host(), "rancher.example");
+    assert_eq!(api.inner.prefix, "/k8s/clusters/c-1");
+    assert!(api.target().impersonates());
+    let identity: Vec<_> = api.inner.identity.iter().map(|(name, value)| (name.as_str(), value.to_str().unwrap())).collect();
+    assert_eq!(
+        identity,
+        [
+            ("impersonate-user", "jane"),
+            ("impersonate-group", "a"),
+            ("impersonate-group", "b"),
+            ("impersonate-extra-x%2fy", "z"),
+        ]
+    );
+}
+
+#[tokio::test]
+async fn what_is_missing_is_named_with_the_flag_that_gives_it() {
+    let dir = TempDir::new().unwrap();
+    let file = write(&dir, "config", KUBECONFIG);
+    let none = environment(&[]);
+    let default = ClusterAccess::default;
+
+    let text = refused(&default(), &none).await;
+    assert!(text.contains("KUBERNETES_SERVICE_HOST") && text.contains("--kubeconfig"), "{text}");
+    assert!(text.contains("--kube-server"), "{text}");
+
+    let text = refused(&ClusterAccess { context: Some("one".into()), ..default() }, &none).await;
+    assert!(text.contains("--context needs a kubeconfig: give one with --kubeconfig"), "{text}");
+
+    let missing = dir.path().join("missing");
+    let text = refused(&ClusterAccess { kubeconfig: Some(missing.clone()), ..default() }, &none).await;
+    assert!(text.starts_with(&format!("cannot read the kubeconfig {}: No such file", missing.display())), "{text}");
+    let text = refused(&default(), &environment(&[("KUBECONFIG", &missing)])).await;
+    assert!(text.contains("cannot read the kubeconfig"), "{text}");
+
+    let context = |name: &str| ClusterAccess {
+        kubeconfig: Some(file.clone()),
+        context: Some(name.to_owned()),
+        ..default()
+    };
+    let text = refused(&context("three"), &none).await;
+    assert!(text.contains("has no context \"three\" (it has one, proxied, two)"), "{text}");
+    let text = refused(&context("proxied"), &none).await;
+    assert!(text.contains("proxy-url"), "{text}");
+
+    let current = write(&dir, "no-current", &KUBECONFIG.replace("current-context: one", ""));
+    let text = refused(&ClusterAccess { kubeconfig: Some(current), ..default() }, &none).await;
+    assert!(text.contains("has no current context: give one with --context NAME"), "{text}");
+
+    let server = |url: &str| ClusterAccess { kube_server: Some(url.to_owned()), ..default() };
+    for (url, expected) in [
+        ("10.0.0.1:6443", "needs a scheme and a host"),
+        ("ftp://10.0.0.1", "begins with ftp://"),
+        ("http://user:s3cret@10.0.0.1", "has a user or password in it"),
+        ("http://a b", "--kube-server is not a URL"),
+    ] {
+        let text = refused(&server(url), &none).await;
+        assert!(text.contains(expected) && !text.contains("s3cret"), "{text}");
+    }
+
+    let empty = write(&dir, "empty", " \n");
+    let text = refused(&ClusterAccess { kube_token_file: Some(empty), ..server("http://a") }, &none).await;
+    assert!(text.contains("empty is of no use: the bearer token is empty"), "{text}");
+    let text = refused(&ClusterAccess { kube_token_file: Some(missing), ..server("http://a") }, &none).await;
+    assert!(text.contains("cannot authenticate (--kube-server): cannot read"), "{text}");
+    let text = refused(&ClusterAccess { kube_ca_file: Some(file.clone()), ..server("https://a") }, &none).await;
+    assert!(text.contains("has no certificate in PEM"), "{text}");
+}
+
+#[tokio::test]
+async fn broken_kubeconfig_does_not_show_its_secrets() {
+    let dir = TempDir::new().unwrap();
+    let broken = KUBECONFIG.replace("{token: s3cret-token}", "{token: s3cret-token, : [}");
+    let file = write(&dir, "config", &broken);
+    let text = refused(&ClusterAccess { kubeconfig: Some(file), ..ClusterAccess::default() }, &environment(&[])).await;
+    assert!(text.contains("is not a kubeconfig: line") && !text.contains("s3cret"), "{text}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn token_file_is_read_again_after_10_seconds_or_a_refusal() {
+    let dir = TempDir::new().unwrap();
+    let path = write(&dir, "token", "one\n");
+    let credentials = Credentials::File(TokenFile::open(path.clone()).unwrap());
+    let header = async || credentials.header().await.unwrap().unwrap();
+    assert_eq!(header().await, "Bearer one");
+    assert!(header().await.is_sensitive());
+
+    write(&dir, "token", "two");
+    assert_eq!(header().await, "Bearer one");
+    tokio::time::advance(TOKEN_AGE).await;
+    assert_eq!(header().await, "Bearer two");
+
+    write(&dir, "token", "three");
+    credentials.doubt();
+    assert_eq!(header().await, "Bearer three");
+
+    fs::remove_file(path).unwrap();
+    credentials.doubt();
+    assert_eq!(header().await, "Bearer three");
+}
+
+#[cfg(unix)]
+#[tokio::test]
+async fn credential_plugin_gives_the_token_and_its_output_stays_hidden() {
+    let dir = TempDir::new().unwrap();
+    let plugin = |script: &str| {
+        let script = script.replace('"', "\\\"");
+        KUBECONFIG.replacen(
+            "{token: s3cret-token}",
+            &format!(
+                "{{exec: {{apiVersion: client.authentication.k8s.io/v1, interactiveMode: Never, command: sh, args: \
+                 [-c, \"{script}\"]}}}}"
+            ),
+            1,
+        )
+    };
+    let api = async |text: &str| {
+        let file = write(&dir, "config", text);
+        let access = ClusterAccess { kubeconfig: Some(file), ..ClusterAccess::default() };
+        let (config, source) = access.config(&environment(&[])).await?;
+        ApiServer::new(&config, source)
+    };
+    let works = plugin(
+        r#"echo '{"kind":"ExecCredential","apiVersion":"client.authentication.k8s.io/v1","status":{"token":"from-plugin","expirationTimestamp":"2999-01-01T00:00:00Z"}}'"#,
+    );
+    let api_server = api(&works).await.unwrap();
+    let header = api_server.inner.credentials.header().await.unwrap().unwrap();
+    assert_eq!(header, "Bearer from-plugin");
+
+    for (script, expected) in [("echo s3cret-output; exit 3", "exit status: 3"), ("echo s3cret-output", "did not print")] {
+        let text = format!("{:#}", api(&plugin(script)).await.unwrap_err());
+        assert!(text.contains(expected) && !text.contains("s3cret"), "{text}");
+    }
+}

@@ -1,0 +1,465 @@
+//! Heads of HTTP messages, to and from the tunnel's form: which headers pass, and how a URL is written.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fmt::Write as _,
+};
+
+use bytes::Bytes;
+use grpc::{Code, Status};
+use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, header, response};
+use hyper::ext::ReasonPhrase;
+use proto::gitlab::agent::{
+    grpctool::http_response,
+    prototool::{HttpResponse, Values},
+};
+
+use super::Header;
+
+/// What the caller said about the length of the request's body.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Length {
+    Known(u64),
+    /// There is a body, of whatever length.
+    Chunked,
+    /// Nothing.
+    Unknown,
+}
+
+fn invalid(text: impl Into<String>) -> Status {
+    Status::new(Code::InvalidArgument, text)
+}
+
+/// Makes the request for the API server, without its body. `impersonates`: agentk acts as another user itself.
+pub(super) fn request(
+    header: Header,
+    user_agent: &HeaderValue,
+    impersonates: bool,
+) -> Result<(Request<grpc::Body>, Length), Status> {
+    let message = header.request.ok_or_else(|| invalid("invalid header: request is required"))?;
+    if message.method.is_empty() {
+        return Err(invalid("invalid header: method must be at least 1 byte"));
+    }
+    let method = Method::from_bytes(message.method.as_bytes())
+        .map_err(|_| invalid("invalid header: method has characters that no method has"))?;
+    if method == Method::CONNECT {
+        return Err(invalid("invalid header: CONNECT is not a request to the Kubernetes API"));
+    }
+    let mut target = String::with_capacity(message.url_path.len() + 64);
+    write_path(&message.url_path, &mut target)?;
+    write_query(&message.query, &mut target);
+
+    let mut request = Request::new(grpc::full(Bytes::new()));
+    *request.method_mut() = method;
+    *request.uri_mut() =
+        target.parse().map_err(|error| invalid(format!("invalid header: url_path or query: {error}")))?;
+    let headers = request.headers_mut();
+    for (name, values) in &message.header {
+        // Names in any case become one name here: none escapes the rules below by its spelling.
+        let key = HeaderName::from_bytes(name.as_bytes())
+            .map_err(|_| invalid(format!("invalid header: {name:?} is no name of a header")))?;
+        for value in &values.value {
+            let value = HeaderValue::from_str(value).map_err(|_| {
+                invalid(format!("invalid header: the value of {name} has illegal characters"))
+            })?;
+            headers.append(&key, value);
+        }
+    }
+
+    let chunked = headers.contains_key(header::TRANSFER_ENCODING);
+    for name in remove_hop_by_hop(headers) {
+        if is_impersonation(&name) {
+            // Without it the request would run with other rights than the caller was given.
+            return Err(invalid(format!("invalid header: Connection names {name}")));
+        }
+    }
+    let length = length(headers, header.content_length, chunked)?;
+    headers.remove(header::CONTENT_LENGTH);
+    headers.remove(header::HOST);
+    headers.remove(header::AUTHORIZATION);
+    // The body is sent without being asked for.
+    headers.remove(header::EXPECT);
+    let own: Vec<_> = headers.keys().filter(|name| name.as_str().starts_with("x-remote-")).cloned().collect();
+    for name in own {
+        // How an authenticating proxy names its user to the API server. agentk is none.
+        headers.remove(name);
+    }
+    if impersonates && headers.keys().any(|name| is_impersonation(name.as_str())) {
+        return Err(invalid(
+            "invalid header: this agent impersonates a user by its own configuration, so a request may not",
+        ));
+    }
+    let client = headers.get(header::USER_AGENT).map(HeaderValue::as_bytes);
+    let via = client
+        .and_then(|client| HeaderValue::from_bytes(&[client, b" via ", user_agent.as_bytes()].concat()).ok());
+    headers.insert(header::USER_AGENT, via.unwrap_or_else(|| user_agent.clone()));
+    Ok((request, length))
+}
+
+fn is_impersonation(name: &str) -> bool {
+    name.starts_with("impersonate-")
+}
+
+/// Removes what concerns one connection only, and returns the names that `Connection` had, in lower case.
+fn remove_hop_by_hop(headers: &mut HeaderMap) -> BTreeSet<String> {
+    let named: BTreeSet<String> = headers
+        .get_all(header::CONNECTION)
+        .iter()
+        .flat_map(|value| value.as_bytes().split(|byte| *byte == b','))
+        .map(|name| String::from_utf8_lossy(name.trim_ascii()).to_ascii_lowercase())
+        .filter(|name| !name.is_empty())
+        .collect();
+    let gone: Vec<_> = headers
+        .keys()
+        .filter(|name| {
+            let name = name.as_str();
+            matches!(name, "connection" | "keep-alive" | "te" | "trailer" | "transfer-encoding" | "upgrade")
+                || name.starts_with("proxy-")
+                || named.contains(name)
+        })
+        .cloned()
+        .collect();
+    for name in gone {
+        headers.remove(name);
+    }
+    named
+}
+
+fn length(headers: &HeaderMap, announced: Option<i64>, chunked: bool) -> Result<Length, Status> {
+    let mut known: Option<u64> = None;
+    let mut add = |length: u64| match known.replace(length) {
+        Some(other) if other != length => {
+            Err(invalid(format!("invalid header: the length of the body is both {other} and {length}")))
+        }
+        _ => Ok(()),
+    };
+    for value in headers.get_all(header::CONTENT_LENGTH) {
+        // RFC 9110, 8.6: a list of the same number is the number.
+        for part in value.as_bytes().split(|byte| *byte == b',') {
+            let part = part.trim_ascii();
+            let number =
+                std::str::from_utf8(part).ok().filter(|text| text.bytes().all(|byte| byte.is_ascii_digit()));
+            match number.and_then(|text| text.parse().ok()) {
+                Some(number) => add(number)?,
+                None => return Err(invalid("invalid header: Content-Length is not a number")),
+            }
+        }
+    }
+    match announced {
+        None | Some(-1) => {}
+        Some(length) => match u64::try_from(length) {
+            Ok(length) => add(length)?,
+            Err(_) => return Err(invalid("invalid header: content_length must be at least -1")),
+        },
+    }
+    Ok(match known {
+        // RFC 9112, 6.3: where both stand, the length counts for nothing.
+        _ if chunked => Length::Chunked,
+        Some(length) => Length::Known(length),
+        None => Length::Unknown,
+    })
+}
+
+/// Writes a decoded path with the characters encoded that may not stand in one.
+fn write_path(path: &str, out: &mut String) -> Result<(), Status> {
+    if path.is_empty() {
+        return Err(invalid("invalid header: url_path must be at least 1 byte"));
+    }
+    if path.contains('\0') {
+        return Err(invalid("invalid header: url_path has a NUL"));
+    }
+    if path.split('/').any(|segment| segment == ".." || segment == ".") {
+        return Err(invalid("invalid header: url_path has a segment that is . or .."));
+    }
+    if !path.starts_with('/') {
+        out.push('/');
+    }
+    for byte in path.bytes() {
+        if byte.is_ascii_alphanumeric() || b"-_.~$&+,/:;=@".contains(&byte) {
+            out.push(char::from(byte));
+        } else {
+            let _ = write!(out, "%{byte:02X}");
+        }
+    }
+    Ok(())
+}
+
+/// Writes a decoded query as forms do, which is what Go's `url.Values.Encode` writes: keys are sorted already.
+fn write_query(query: &BTreeMap<String, Values>, out: &mut String) {
+    let mut separator = '?';
+    for (key, values) in query {
+        for value in &values.value {
+            out.push(separator);
+            separator = '&';
+            write_query_part(key, out);
+            out.push('=');
+            write_query_part(value, out);
+        }
+    }
+}
+
+fn write_query_part(text: &str, out: &mut String) {
+    for byte in text.bytes() {
+        match byte {
+            b' ' => out.push('+'),
+            b'-' | b'_' | b'.' | b'~' => out.push(char::from(byte)),
+            _ if byte.is_ascii_alphanumeric() => out.push(char::from(byte)),
+            _ => {
+                let _ = write!(out, "%{byte:02X}");
+            }
+        }
+    }
+}
+
+/// Makes the message of an answer's head.
+pub(super) fn response(parts: &response::Parts) -> http_response::Header {
+    let mut headers = parts.headers.clone();
+    remove_hop_by_hop(&mut headers);
+    let mut map: BTreeMap<String, Values> = BTreeMap::new();
+    for name in headers.keys() {
+        // The map holds text only; what is not UTF-8 passes with a replacement rather than not at all.
+        let value = headers
+            .get_all(name)
+            .iter()
+            .map(|value| String::from_utf8_lossy(value.as_bytes()).into_owned())
+            .collect();
+        map.insert(canonical(name.as_str()), Values { value });
+    }
+    let code = parts.status.as_str();
+    let reason = match parts.extensions.get::<ReasonPhrase>() {
+        Some(reason) => String::from_utf8_lossy(reason.as_bytes()).into_owned(),
+        None => parts.status.canonical_reason().unwrap_or_default().to_owned(),
+    };
+    let status = if reason.is_empty() { code.to_owned() } else { format!("{code} {reason}") };
+    let response = HttpResponse { status_code: parts.status.as_u16().into(), status, header: map };
+    http_response::Header { response: Some(response) }
+}
+
+/// Writes a header's name as Go does, `Content-Type`: agents and servers of GitLab look names up in this form.
+fn canonical(name: &str) -> String {
+    let mut upper = true;
+    name.chars()
+        .map(|c| {
+            let written = if upper { c.to_ascii_uppercase() } else { c };
+            upper = c == '-';
+            written
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use proto::gitlab::agent::prototool::HttpRequest;
+
+    use super::*;
+
+    const AGENT: HeaderValue = HeaderValue::from_static("gitlab-agent/v1/c");
+
+    fn map(entries: &[(&str, &[&str])]) -> BTreeMap<String, Values> {
+        entries
+            .iter()
+            .map(|(key, values)| {
+                (
+                    (*key).to_owned(),
+                    Values { value: values.iter().map(|value| (*value).to_owned()).collect() },
+                )
+            })
+            .collect()
+    }
+
+    fn message(method: &str, path: &str, headers: &[(&str, &[&str])]) -> Header {
+        Header {
+            request: Some(HttpRequest {
+                method: method.to_owned(),
+                url_path: path.to_owned(),
+                header: map(headers),
+                query: BTreeMap::new(),
+            }),
+            content_length: None,
+        }
+    }
+
+    fn made(header: Header) -> (Request<grpc::Body>, Length) {
+        request(header, &AGENT, false).unwrap()
+    }
+
+    fn refused(header: Header) -> String {
+        let status = request(header, &AGENT, false).map(|_| ()).unwrap_err();
+        assert_eq!(status.code(), Code::InvalidArgument);
+        status.message().to_owned()
+    }
+
+    #[test]
+    fn paths_and_queries_are_encoded_as_go_does() {
+        for (path, encoded) in [
+            ("/api/v1/pods", "/api/v1/pods"),
+            ("version", "/version"),
+            ("//x//", "//x//"),
+            ("/a b%2f?#\"<>[]", "/a%20b%252f%3F%23%22%3C%3E%5B%5D"),
+            ("/ü/-_.~$&+,:;=@!'()*", "/%C3%BC/-_.~$&+,:;=@%21%27%28%29%2A"),
+            ("/apis/...", "/apis/..."),
+            ("/a\\..\\b", "/a%5C..%5Cb"),
+        ] {
+            let (request, _) = made(message("GET", path, &[]));
+            assert_eq!(request.uri().path(), encoded);
+        }
+        let mut header = message("GET", "/p", &[]);
+        header.request.as_mut().unwrap().query = map(&[
+            ("labelSelector", &["app in (a, b)", "x=y"]),
+            ("watch", &[""]),
+            ("none", &[]),
+            ("a&b", &["ü+%"]),
+        ]);
+        let (request, _) = made(header);
+        assert_eq!(
+            request.uri().query(),
+            Some("a%26b=%C3%BC%2B%25&labelSelector=app+in+%28a%2C+b%29&labelSelector=x%3Dy&watch=")
+        );
+    }
+
+    #[test]
+    fn what_is_no_request_is_refused_with_the_reason() {
+        let none = Header { request: None, content_length: None };
+        assert_eq!(refused(none), "invalid header: request is required");
+        for (method, path, text) in [
+            ("", "/", "method must be at least 1 byte"),
+            ("GET", "", "url_path must be at least 1 byte"),
+            ("G T", "/", "method has characters"),
+            ("CONNECT", "/", "CONNECT"),
+            ("GET", "/a/../b", "segment that is . or .."),
+            ("GET", "..", "segment that is . or .."),
+            ("GET", "/a/./b", "segment that is . or .."),
+            ("GET", "/a\0", "NUL"),
+        ] {
+            let got = refused(message(method, path, &[]));
+            assert!(got.contains(text), "{got}");
+        }
+        for (name, value, text) in [
+            ("a b", "x", "\"a b\" is no name"),
+            (":path", "/x", "is no name"),
+            ("A", "x\r\nB: y", "the value of A has illegal"),
+            ("Content-Length", "1, 2", "both 1 and 2"),
+            ("Content-Length", "+1", "not a number"),
+            ("Content-Length", "", "not a number"),
+            ("Connection", "close, impersonate-User", "Connection names impersonate-user"),
+        ] {
+            let got = refused(message("POST", "/", &[(name, &[value])]));
+            assert!(got.contains(text), "{got}");
+        }
+    }
+
+    #[test]
+    fn only_headers_of_the_whole_way_pass() {
+        let (request, _) = made(message(
+            "GET",
+            "/",
+            &[
+                ("Accept", &["application/json", "text/plain"]),
+                ("AUTHORIZATION", &["Bearer caller"]),
+                ("Connection", &["close, X-Hop", "x-other"]),
+                ("Cookie", &["a=b"]),
+                ("Expect", &["100-continue"]),
+                ("Host", &["evil"]),
+                ("Impersonate-Group", &["a", "b"]),
+                ("Keep-Alive", &["1"]),
+                ("Proxy-Anything", &["1"]),
+                ("Te", &["trailers"]),
+                ("Trailer", &["X"]),
+                ("Transfer-Encoding", &["chunked"]),
+                ("Upgrade", &["SPDY/3.1"]),
+                ("User-Agent", &["kubectl/v1"]),
+                ("X-Hop", &["1"]),
+                ("x-OTHER", &["1"]),
+                ("X-Remote-User", &["admin"]),
+            ],
+        ));
+        let mut got: Vec<_> = request
+            .headers()
+            .iter()
+            .map(|(name, value)| format!("{name}: {}", value.to_str().unwrap()))
+            .collect();
+        got.sort();
+        assert_eq!(
+            got,
+            [
+                "accept: application/json",
+                "accept: text/plain",
+                "cookie: a=b",
+                "impersonate-group: a",
+                "impersonate-group: b",
+                "user-agent: kubectl/v1 via gitlab-agent/v1/c",
+            ]
+        );
+        let (request, _) = made(message("GET", "/", &[]));
+        assert_eq!(request.headers()["user-agent"], "gitlab-agent/v1/c");
+    }
+
+    #[test]
+    fn callers_impersonate_only_where_agentk_does_not() {
+        let header = message("GET", "/", &[("iMPERSONATE-uid", &["1"])]);
+        assert!(request(header.clone(), &AGENT, false).is_ok());
+        let status = request(header, &AGENT, true).map(|_| ()).unwrap_err();
+        assert_eq!(status.code(), Code::InvalidArgument);
+        assert!(status.message().contains("impersonates"), "{status}");
+    }
+
+    #[test]
+    fn length_of_the_body_is_what_all_its_sources_say() {
+        let with = |values: &[&str], announced| {
+            let mut header = message("POST", "/", &[("Content-Length", values)]);
+            header.content_length = announced;
+            header
+        };
+        for (values, announced, length) in [
+            (&[][..], None, Length::Unknown),
+            (&[], Some(-1), Length::Unknown),
+            (&[], Some(0), Length::Known(0)),
+            (&["5"], None, Length::Known(5)),
+            (&["5, 5", "5"], Some(5), Length::Known(5)),
+        ] {
+            let (request, got) = made(with(values, announced));
+            assert_eq!(got, length);
+            // hyper writes it, from the body.
+            assert!(!request.headers().contains_key("content-length"));
+        }
+        assert!(refused(with(&["5"], Some(6))).contains("both 5 and 6"));
+        assert!(refused(with(&[], Some(-2))).contains("at least -1"));
+        let (_, length) = made(message("GET", "/", &[("Transfer-Encoding", &["chunked"])]));
+        assert_eq!(length, Length::Chunked);
+    }
+
+    #[test]
+    fn answers_have_canonical_names_and_gos_status_text() {
+        let (mut parts, ()) = http::Response::builder()
+            .status(200)
+            .header("content-type", "a")
+            .header("www-authenticate", "b")
+            .header("etag", "\"1\"")
+            .header("warning", "299 - \"x\"")
+            .header("warning", "299 - \"y\"")
+            .header("connection", "close, x-hop")
+            .header("x-hop", "1")
+            .header("transfer-encoding", "chunked")
+            .header("latin", HeaderValue::from_bytes(b"\xfc").unwrap())
+            .body(())
+            .unwrap()
+            .into_parts();
+        let got = response(&parts).response.unwrap();
+        assert_eq!((got.status_code, got.status.as_str()), (200, "200 OK"));
+        assert_eq!(
+            got.header,
+            map(&[
+                ("Content-Type", &["a"]),
+                ("Etag", &["\"1\""]),
+                ("Latin", &["\u{fffd}"]),
+                ("Warning", &["299 - \"x\"", "299 - \"y\""]),
+                ("Www-Authenticate", &["b"]),
+            ])
+        );
+        parts.extensions.insert(ReasonPhrase::from_static(b"Odd"));
+        assert_eq!(response(&parts).response.unwrap().status, "200 Odd");
+        parts.status = http::StatusCode::from_u16(599).unwrap();
+        parts.extensions.clear();
+        assert_eq!(response(&parts).response.unwrap().status, "599");
+    }
+}

@@ -1,0 +1,5 @@
+//! `MakeRequest` against API servers that a test plays, and against the real one.
+
+mod played;
+mod real;
+mod support;

@@ -1,0 +1,322 @@
+//! The caller's side of `MakeRequest`, and API servers that do what a test says.
+
+use std::{
+    collections::BTreeMap,
+    pin::Pin,
+    sync::Arc,
+    task::{Context, Poll, ready},
+    time::Duration,
+};
+
+use agentk::{
+    cluster::ClusterAccess,
+    module::{Modules, kubernetes_api::KubernetesApi},
+};
+use bytes::{Bytes, BytesMut};
+use grpc::{BoxError, Status};
+use http_body::Frame;
+use http_body_util::BodyExt as _;
+use prost::Message as _;
+use proto::gitlab::agent::{
+    grpctool::{HttpRequest, HttpResponse, http_request, http_response},
+    prototool::{self, Values},
+};
+use tokio::{
+    io::{AsyncReadExt as _, AsyncWriteExt as _},
+    net::{TcpListener, TcpStream},
+    sync::mpsc,
+    time::timeout,
+};
+
+pub const METHOD: &str = "/gitlab.agent.kubernetes_api.rpc.KubernetesApi/MakeRequest";
+
+/// How long anything may take that is expected to happen.
+pub const SOON: Duration = Duration::from_secs(20);
+
+/// How long a test waits to see that something does not happen.
+pub const NEVER: Duration = Duration::from_millis(300);
+
+pub async fn within<F: Future>(future: F) -> F::Output {
+    timeout(SOON, future).await.expect("it happens soon")
+}
+
+pub async fn modules(access: &ClusterAccess) -> Modules {
+    let api = access.connect().await.expect("the configuration is complete");
+    Modules::new(vec![Arc::new(KubernetesApi::new(api, "v1", "abc"))])
+}
+
+pub fn at(url: impl Into<String>) -> ClusterAccess {
+    ClusterAccess { kube_server: Some(url.into()), ..ClusterAccess::default() }
+}
+
+/// What a caller does next.
+enum Step {
+    Bytes(Bytes),
+    End,
+    Reset,
+}
+
+/// The sending half of a call.
+pub struct Caller(mpsc::Sender<Step>);
+
+impl Caller {
+    pub async fn raw(&self, bytes: Bytes) -> bool {
+        self.0.send(Step::Bytes(bytes)).await.is_ok()
+    }
+
+    async fn message(&self, message: http_request::Message) -> bool {
+        self.raw(grpc::encode(&HttpRequest { message: Some(message) })).await
+    }
+
+    pub async fn header(&self, request: prototool::HttpRequest) {
+        let header = http_request::Header { request: Some(request), extra: None };
+        self.message(http_request::Message::Header(header)).await;
+    }
+
+    /// Whether anybody still reads.
+    pub async fn data(&self, data: impl Into<Bytes>) -> bool {
+        self.message(http_request::Message::Data(http_request::Data { data: data.into() })).await
+    }
+
+    pub async fn trailer(&self) {
+        self.message(http_request::Message::Trailer(http_request::Trailer {})).await;
+    }
+
+    pub async fn end(&self) {
+        let _ = self.0.send(Step::End).await;
+    }
+
+    pub async fn reset(&self) {
+        let _ = self.0.send(Step::Reset).await;
+    }
+
+    pub async fn whole(&self, request: prototool::HttpRequest, body: &[u8]) {
+        self.header(request).await;
+        for piece in body.chunks(32 * 1024) {
+            self.data(piece.to_vec()).await;
+        }
+        self.trailer().await;
+        self.end().await;
+    }
+}
+
+struct Requests {
+    steps: mpsc::Receiver<Step>,
+    ended: bool,
+}
+
+impl http_body::Body for Requests {
+    type Data = Bytes;
+    type Error = BoxError;
+
+    fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
+        if self.ended {
+            return Poll::Ready(None);
+        }
+        match ready!(self.steps.poll_recv(cx)) {
+            Some(Step::Bytes(bytes)) => Poll::Ready(Some(Ok(Frame::data(bytes)))),
+            Some(Step::End) => {
+                self.ended = true;
+                Poll::Ready(None)
+            }
+            // As hyper: a reset looks like an end, but for `is_end_stream`.
+            Some(Step::Reset) => Poll::Ready(None),
+            // The test holds the caller no longer and has not ended: nothing comes.
+            None => Poll::Pending,
+        }
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.ended
+    }
+}
+
+/// Starts a call; its future does nothing until it is polled.
+pub fn call(modules: &Modules, metadata: &[(&'static str, &str)]) -> (Caller, agentk::module::Answer) {
+    let (sender, steps) = mpsc::channel(8);
+    let mut request = http::Request::post(METHOD);
+    for (name, value) in metadata {
+        request = request.header(*name, *value);
+    }
+    let request = request.body(grpc::boxed(Requests { steps, ended: false })).expect("a request");
+    (Caller(sender), modules.call(request))
+}
+
+pub fn get(path: &str) -> prototool::HttpRequest {
+    request("GET", path, &[])
+}
+
+pub fn request(method: &str, path: &str, headers: &[(&str, &str)]) -> prototool::HttpRequest {
+    let (path, query) = path.split_once('?').unwrap_or((path, ""));
+    let mut map = BTreeMap::new();
+    for pair in query.split('&').filter(|pair| !pair.is_empty()) {
+        let (key, value) = pair.split_once('=').unwrap_or((pair, ""));
+        map.entry(key.to_owned()).or_insert_with(Values::default).value.push(value.to_owned());
+    }
+    let header = headers.iter().map(|(name, value)| ((*name).to_owned(), Values { value: vec![(*value).to_owned()] }));
+    prototool::HttpRequest {
+        method: method.to_owned(),
+        url_path: path.to_owned(),
+        header: header.collect(),
+        query: map,
+    }
+}
+
+/// The receiving half of a call, once its head is here.
+pub struct Reply {
+    body: grpc::Body,
+    buffer: BytesMut,
+    pub status: Option<Status>,
+}
+
+impl Reply {
+    pub fn new(response: http::Response<grpc::Body>) -> Self {
+        let status = Status::from_headers(response.headers());
+        Self { body: response.into_body(), buffer: BytesMut::new(), status }
+    }
+
+    /// Returns the next message; `None` once there is a status.
+    pub async fn next(&mut self) -> Option<http_response::Message> {
+        loop {
+            if self.buffer.len() >= 5 {
+                let len = u32::from_be_bytes([self.buffer[1], self.buffer[2], self.buffer[3], self.buffer[4]]) as usize;
+                if self.buffer.len() >= 5 + len {
+                    let message = self.buffer.split_to(5 + len).freeze().slice(5..);
+                    return HttpResponse::decode(message).expect("a message").message;
+                }
+            }
+            if self.status.is_some() {
+                assert!(self.buffer.is_empty(), "a status within a message");
+                return None;
+            }
+            match self.body.frame().await.expect("a status").expect("a body does not fail").into_data() {
+                Ok(data) => self.buffer.extend_from_slice(&data),
+                Err(frame) => {
+                    let trailers = frame.into_trailers().expect("data or trailers");
+                    self.status = Some(Status::from_headers(&trailers).expect("a status"));
+                }
+            }
+        }
+    }
+
+    pub async fn header(&mut self) -> prototool::HttpResponse {
+        match within(self.next()).await {
+            Some(http_response::Message::Header(header)) => header.response.expect("a response"),
+            other => panic!("{other:?} {:?}", self.status),
+        }
+    }
+
+    pub async fn data(&mut self) -> Bytes {
+        match within(self.next()).await {
+            Some(http_response::Message::Data(data)) => data.data,
+            other => panic!("{other:?} {:?}", self.status),
+        }
+    }
+
+    /// Returns the rest: every byte, whether there was a trailer, and the status.
+    pub async fn rest(&mut self) -> (Vec<u8>, bool, Status) {
+        let (mut bytes, mut trailer) = (Vec::new(), false);
+        while let Some(message) = within(self.next()).await {
+            assert!(!trailer, "nothing follows a trailer");
+            match message {
+                http_response::Message::Header(_) => panic!("a second header"),
+                http_response::Message::Data(data) => {
+                    assert!((1..=32 * 1024).contains(&data.data.len()));
+                    bytes.extend_from_slice(&data.data);
+                }
+                http_response::Message::Trailer(_) => trailer = true,
+            }
+        }
+        (bytes, trailer, self.status.clone().expect("a status"))
+    }
+}
+
+/// Makes a whole request and returns its whole answer, or the status that came instead.
+pub async fn fetch(
+    modules: &Modules,
+    request: prototool::HttpRequest,
+    body: &[u8],
+) -> Result<(prototool::HttpResponse, Vec<u8>), Status> {
+    let (caller, answer) = call(modules, &[]);
+    let answer = async {
+        let mut reply = Reply::new(answer.await);
+        if let Some(status) = reply.status.take() {
+            return Err(status);
+        }
+        let header = reply.header().await;
+        let (bytes, trailer, status) = reply.rest().await;
+        if status.code() != grpc::Code::Ok {
+            assert!(!trailer, "a trailer marks a complete body");
+            return Err(status);
+        }
+        assert!(trailer, "OK without a trailer");
+        Ok((header, bytes))
+    };
+    let (result, ()) = within(futures_util::future::join(answer, caller.whole(request, body))).await;
+    result
+}
+
+/// One connection of an API server that a test plays.
+pub struct Peer {
+    pub stream: TcpStream,
+    buffer: Vec<u8>,
+}
+
+impl Peer {
+    pub async fn accept(listener: &TcpListener) -> Self {
+        let (stream, _) = within(listener.accept()).await.expect("a connection");
+        stream.set_nodelay(true).expect("a socket");
+        Self { stream, buffer: Vec::new() }
+    }
+
+    /// Reads a request's head.
+    pub async fn head(&mut self) -> String {
+        within(async {
+            loop {
+                if let Some(end) = self.buffer.windows(4).position(|four| four == b"\r\n\r\n") {
+                    let head: Vec<u8> = self.buffer.drain(..end + 4).collect();
+                    return String::from_utf8(head).expect("text");
+                }
+                assert!(self.more().await > 0, "the connection ended in a head");
+            }
+        })
+        .await
+    }
+
+    /// Reads some bytes after the head; nothing more when the connection has ended.
+    async fn more(&mut self) -> usize {
+        self.stream.read_buf(&mut self.buffer).await.unwrap_or(0)
+    }
+
+    /// Reads until these bytes have come.
+    pub async fn until(&mut self, text: &str) -> String {
+        within(async {
+            loop {
+                if self.buffer.windows(text.len()).any(|part| part == text.as_bytes()) {
+                    return String::from_utf8_lossy(&std::mem::take(&mut self.buffer)).into_owned();
+                }
+                assert!(self.more().await > 0, "the connection ended before {text:?}");
+            }
+        })
+        .await
+    }
+
+    /// Reads to the connection's end.
+    pub async fn end(&mut self) -> String {
+        within(async {
+            while self.more().await > 0 {}
+            String::from_utf8_lossy(&std::mem::take(&mut self.buffer)).into_owned()
+        })
+        .await
+    }
+
+    pub async fn write(&mut self, text: &str) {
+        self.stream.write_all(text.as_bytes()).await.expect("the connection is open");
+    }
+}
+
+pub async fn listen() -> (TcpListener, String) {
+    let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
+    let url = format!("http://{}", listener.local_addr().expect("an address"));
+    (listener, url)
+}

@@ -1,0 +1,308 @@
+//! From a configuration to a running replica: [`Kas::bind`] takes every port, [`Kas::run`] serves
+//! until told to leave. The only place that picks implementations.
+
+use std::{io, net::SocketAddr, path::PathBuf, sync::Arc, time::Duration};
+
+use cluster::{InMemoryTracker, Replica, Tracker};
+use http::HeaderValue;
+use ids::ReplicaId;
+use prometheus_client::{metrics::info::Info, registry::Registry};
+use runtime::{
+    admin::Admin,
+    http2::{self, Age, Server},
+    io::{Address, Listener},
+    lifecycle::{Lifecycle, Phase},
+    tls, version,
+};
+use tokio::time::Instant;
+
+use crate::{
+    agent_config::AgentConfigs,
+    auth::JwtVerifier,
+    config::{self, Config, Problems, Secrets},
+    identity::{FileIdentity, IfAbsent, OpenError},
+    listener::{
+        Naming,
+        agent::{AgentListener, Parts},
+        api::ApiListener,
+    },
+    metrics::Metrics,
+    router::Router,
+    tunnel_registry::{Limits, TunnelRegistry},
+};
+
+/// GOAWAY comes at this share of an agent connection's maximum age, so that two long calls fit
+/// below it: 14.1's numbers.
+const AGENT_AGE_SHARE: f64 = 0.35;
+/// And at this share for callers.
+const API_AGE_SHARE: f64 = 0.8;
+
+/// Why kas could not start.
+#[derive(Debug, thiserror::Error)]
+pub enum StartError {
+    /// The configuration is wrong.
+    #[error("{0}")]
+    Config(Problems),
+    /// A port cannot be taken.
+    #[error("{section}.listen.address: cannot listen on {address}")]
+    Bind {
+        /// Which listener.
+        section: &'static str,
+        /// Where.
+        address: String,
+        /// Why.
+        source: io::Error,
+    },
+    /// A certificate or key cannot be used.
+    #[error("{section}.listen: TLS cannot be set up")]
+    Tls {
+        /// Which listener.
+        section: &'static str,
+        /// Why.
+        source: tls::Error,
+    },
+    /// The identity file cannot be used.
+    #[error("identity.file cannot be used")]
+    Identity(#[source] OpenError),
+    /// The state folder cannot be made.
+    #[error("state_dir: cannot make {path}")]
+    State {
+        /// The folder.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+}
+
+/// Addresses that were taken; `None` for a Unix socket.
+#[derive(Clone, Copy, Debug)]
+pub struct Addresses {
+    /// Where agents dial.
+    pub agent: Option<SocketAddr>,
+    /// Where GitLab and operators call.
+    pub api: Option<SocketAddr>,
+    /// Metrics and probes.
+    pub observability: Option<SocketAddr>,
+}
+
+/// A replica whose ports are taken; nothing is served yet.
+pub struct Kas {
+    config: Config,
+    addresses: Addresses,
+    agent: Server,
+    api: Server,
+    admin: (Listener, Admin),
+    agents: Arc<AgentListener>,
+    configs: Arc<AgentConfigs>,
+    metrics: Arc<Metrics>,
+    lifecycle: Lifecycle,
+}
+
+impl std::fmt::Debug for Kas {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Kas").field("addresses", &self.addresses).finish_non_exhaustive()
+    }
+}
+
+async fn bind(section: &'static str, listen: &config::Listen) -> Result<Listener, StartError> {
+    let text = listen.address.clone();
+    let address = match listen.network {
+        config::Network::Tcp => Address::Tcp(text),
+        config::Network::Tcp4 => Address::Tcp4(text),
+        config::Network::Tcp6 => Address::Tcp6(text),
+        config::Network::Unix => Address::Unix(text.into()),
+    };
+    Listener::bind(&address).await.map_err(|source| StartError::Bind { section, address: address.to_string(), source })
+}
+
+fn server_tls(
+    section: &'static str,
+    listen: &config::Listen,
+) -> Result<Option<Arc<rustls::ServerConfig>>, StartError> {
+    listen
+        .tls
+        .as_ref()
+        .map(|files| tls::server(&files.certificate, &files.key).map_err(|source| StartError::Tls { section, source }))
+        .transpose()
+}
+
+impl Kas {
+    /// Checks everything that can be checked and takes every port.
+    ///
+    /// # Errors
+    /// See [`StartError`]; nothing was served.
+    pub async fn bind(config: Config) -> Result<Self, StartError> {
+        if let Some(path) = &config.state_dir
+            && (config.identity.is_default || matches!(config.api.secrets, config::ApiSecrets::Made(_)))
+        {
+            std::fs::create_dir_all(path).map_err(|source| StartError::State { path: path.clone(), source })?;
+        }
+        let Secrets { api: secrets, created, warnings } = config.load_secrets().map_err(StartError::Config)?;
+        for warning in warnings {
+            tracing::warn!(path = warning.path, "{}", warning.text);
+        }
+        if let Some(path) = created {
+            tracing::info!(path = %path.display(), "made a secret for the api listener");
+        }
+        let if_absent = if config.identity.is_default { IfAbsent::Make } else { IfAbsent::Refuse };
+        let identity = FileIdentity::open(&config.identity.file, if_absent).await.map_err(StartError::Identity)?;
+        let identity = Arc::new(identity);
+
+        let agent_listener = bind("agent", &config.agent.listen.listen).await?;
+        let api_listener = bind("api", &config.api.listen.listen).await?;
+        let admin_listener = bind("observability", &config.observability.listen).await?;
+        let addresses = Addresses {
+            agent: agent_listener.local_addr(),
+            api: api_listener.local_addr(),
+            observability: admin_listener.local_addr(),
+        };
+
+        let mut registry = Registry::default();
+        registry.register(
+            "gitlab_build",
+            "Which build this is",
+            Info::new([("version", version::VERSION), ("commit", version::COMMIT)]),
+        );
+        let metrics = Arc::new(Metrics::new(&mut registry));
+        metrics.file_limit.set(runtime::io::raise_file_limit());
+        let address = addresses.api.map_or_else(|| config.api.listen.listen.address.clone(), |a| a.to_string());
+        let replica = Replica { id: ReplicaId::new(&address), address: address.as_str().into() };
+        let naming = Naming {
+            replica: HeaderValue::from_str(replica.id.as_str()).unwrap_or(HeaderValue::from_static("kas")),
+            replicas: HeaderValue::from_static("1"),
+        };
+        let config::Tracker::Memory = config.tracker;
+        let tracker: Arc<dyn Tracker> = Arc::new(InMemoryTracker::new(replica));
+        let tunnels = TunnelRegistry::new(
+            Arc::clone(&tracker),
+            Arc::clone(&metrics),
+            Limits {
+                waiters_per_agent: config.limits.waiters_per_agent as usize,
+                waiters: config.limits.waiters as usize,
+                tunnels_per_agent: config.agent.listen.max_tunnels_per_agent as usize,
+            },
+        );
+        let router = Arc::new(Router::new(
+            Arc::clone(&tunnels),
+            Arc::clone(&tracker),
+            Arc::clone(&metrics),
+            config.limits.find_timeout,
+        ));
+        let lifecycle = Lifecycle::default();
+        let configs = AgentConfigs::new(&config.agent.configuration);
+        let agents = AgentListener::new(Parts {
+            identity,
+            registry: tunnels,
+            tracker: Arc::clone(&tracker),
+            configs: Arc::clone(&configs),
+            metrics: Arc::clone(&metrics),
+            naming,
+            proxied_idle: config.agent.listen.proxied_idle_timeout,
+        });
+        let listen = &config.api.listen;
+        let jwt = JwtVerifier::new(&secrets, &listen.issuers, listen.leeway);
+        let api = ApiListener::new(jwt, router, tracker, Arc::clone(&metrics), lifecycle.watch());
+
+        let ready = lifecycle.watch();
+        let admin = Admin {
+            metrics_path: config.observability.metrics_path.clone(),
+            liveness_path: config.observability.liveness_path.clone(),
+            readiness_path: config.observability.readiness_path.clone(),
+            registry,
+            unready: Box::new(move || match *ready.borrow() {
+                Phase::Serving => None,
+                _ => Some("draining".into()),
+            }),
+            refresh: Box::new(|| {}),
+        };
+        Ok(Self {
+            agent: Server {
+                listener: agent_listener,
+                tls: server_tls("agent", &config.agent.listen.listen)?,
+                settings: http2::AGENT,
+                age: Some(Age {
+                    age: config.agent.listen.max_connection_age.mul_f64(AGENT_AGE_SHARE),
+                    grace: config.agent.listen.max_connection_age_grace,
+                }),
+                service: Arc::clone(&agents) as _,
+            },
+            api: Server {
+                listener: api_listener,
+                tls: server_tls("api", &listen.listen)?,
+                settings: http2::API,
+                age: Some(Age { age: listen.max_connection_age.mul_f64(API_AGE_SHARE), grace: None }),
+                service: api,
+            },
+            admin: (admin_listener, admin),
+            addresses,
+            agents,
+            configs,
+            metrics,
+            lifecycle,
+            config,
+        })
+    }
+
+    /// Returns the addresses that were taken.
+    pub fn addresses(&self) -> Addresses {
+        self.addresses
+    }
+
+    /// Returns the switch that makes the replica leave.
+    pub fn lifecycle(&self) -> Lifecycle {
+        self.lifecycle.clone()
+    }
+
+    /// Serves until `leave` resolves, then drains and returns. A second resolution of `hurry` ends
+    /// at once what is still open.
+    pub async fn run(self, leave: impl Future<Output = ()>, hurry: impl Future<Output = ()>) {
+        let Self { config, agent, api, admin, agents, configs, metrics, lifecycle, .. } = self;
+        let show = |address: Option<SocketAddr>, listen: &config::Listen| {
+            address.map_or_else(|| listen.address.clone(), |address| address.to_string())
+        };
+        tracing::info!(
+            version = version::VERSION,
+            commit = version::COMMIT,
+            agent = show(self.addresses.agent, &config.agent.listen.listen),
+            api = show(self.addresses.api, &config.api.listen.listen),
+            observability = show(self.addresses.observability, &config.observability.listen),
+            "kas is serving"
+        );
+        let servers = tokio_util::task::TaskTracker::new();
+        servers.spawn(agent.run(lifecycle.clone()));
+        servers.spawn(api.run(lifecycle.clone()));
+        servers.spawn(runtime::admin::run(admin.0, admin.1, lifecycle.clone()));
+        servers.close();
+        let background = [
+            tokio::spawn(Arc::clone(&agents).watch_identity()),
+            tokio::spawn(configs.run()),
+        ];
+        leave.await;
+        let drain = async {
+            tracing::info!(delay = ?config.drain.delay, "draining: not ready any more, everything is still served");
+            lifecycle.advance(Phase::Draining);
+            tokio::time::sleep(config.drain.delay).await;
+            lifecycle.advance(Phase::Leaving);
+            tracing::info!(requests = metrics.requests_open.get(), "leaving: open requests go on");
+            let until = Instant::now() + config.drain.timeout;
+            while metrics.requests_open.get() > 0 && Instant::now() < until {
+                tokio::time::sleep(Duration::from_millis(20)).await;
+            }
+        };
+        tokio::select! {
+            () = drain => {}
+            () = hurry => tracing::warn!("told again to leave: not waiting any longer"),
+        }
+        let open = metrics.requests_open.get();
+        if open > 0 {
+            tracing::warn!(requests = open, "the drain timeout is over: what is still open ends with UNAVAILABLE");
+        }
+        agents.end_all();
+        lifecycle.advance(Phase::Stopped);
+        servers.wait().await;
+        for task in background {
+            task.abort();
+        }
+        tracing::info!("kas has left");
+    }
+}

@@ -1,0 +1,659 @@
+//! The agent listener: tunnels and configuration streams.
+
+use std::{
+    collections::HashMap,
+    net::SocketAddr,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError, Weak,
+        atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering},
+    },
+    time::Duration,
+};
+
+use cluster::{AgentMeta, Connection as AgentConnectionInfo, Lease, Tracker};
+use grpc::{Code, MessageReader, Status};
+use http::{HeaderMap, HeaderValue, Request, Response};
+use hyper::body::Incoming;
+use ids::{AgentId, ConnectionId};
+use prost::Message as _;
+use proto::gitlab::agent::agent_configuration::rpc::ConfigurationRequest;
+use runtime::http2::{Answer, Body, Connection, GoAway, Refusal, Service, Standing, StreamReset, StreamSlot};
+use tokio::time::Instant;
+use tunnel::{
+    INSTANCE_HEADER, REPLICA_HEADER, REPLICAS_HEADER, REUSE, SOCKET_HEADER, TUNNEL_HEADER,
+    kas_end::{Info, Opening, Owner, Peer, Retire, Tunnel, read_descriptor},
+};
+
+use crate::{
+    agent_config::{AgentConfigs, ConfigBody, ConfigStream},
+    auth,
+    identity::{Authenticated, Identity, IdentityError},
+    metrics::{ListenerName, Metrics, Reason},
+    tunnel_registry::{RegistryOwner, TunnelRegistry},
+};
+
+use super::{MAX_FAILURES, Naming, count_refusal, failed, not_grpc};
+
+const CONNECT: &str = "/gitlab.agent.reverse_tunnel.rpc.ReverseTunnel/Connect";
+const GET_CONFIGURATION: &str = "/gitlab.agent.agent_configuration.rpc.AgentConfiguration/GetConfiguration";
+
+/// An agent must send its descriptor, or its request, within this time.
+const FIRST_MESSAGE: Duration = Duration::from_secs(10);
+/// A tunnel above the limit is held this long, unregistered, before it ends with OK: a refusal
+/// would cost minutes of back-off in GitLab's agents.
+const HOLD: Duration = Duration::from_secs(10);
+/// The largest `ConfigurationRequest`.
+const MAX_REQUEST: usize = 64 * 1024;
+/// Idle streams of one agent that a proxy cut before this age say that there is a proxy.
+const PROXY_CUT: Duration = Duration::from_secs(75);
+/// How long that is remembered.
+const PROXY_MEMORY: Duration = Duration::from_secs(3600);
+/// How many agents that is remembered of.
+const PROXY_AGENTS: usize = 100_000;
+/// The longest instance id and socket address that are looked at.
+const MAX_HINT: usize = 128;
+
+/// What the agent listener needs.
+pub struct AgentListener {
+    identity: Arc<dyn Identity>,
+    registry: Arc<TunnelRegistry>,
+    owner: Arc<dyn Owner>,
+    tracker: Arc<dyn Tracker>,
+    configs: Arc<AgentConfigs>,
+    metrics: Arc<Metrics>,
+    naming: Naming,
+    proxied_idle: Duration,
+    transports: Mutex<HashMap<u64, Weak<Transport>>>,
+    serial: AtomicU64,
+    /// Agents behind a proxy that cuts idle streams, and when that was seen.
+    proxied: Mutex<HashMap<AgentId, Instant>>,
+}
+
+impl std::fmt::Debug for AgentListener {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("AgentListener").field("naming", &self.naming).finish_non_exhaustive()
+    }
+}
+
+/// What an [`AgentListener`] is made of.
+pub struct Parts {
+    /// Who is this token?
+    pub identity: Arc<dyn Identity>,
+    /// Where tunnels go.
+    pub registry: Arc<TunnelRegistry>,
+    /// Where connections are announced.
+    pub tracker: Arc<dyn Tracker>,
+    /// Where configurations come from.
+    pub configs: Arc<AgentConfigs>,
+    /// What is counted.
+    pub metrics: Arc<Metrics>,
+    /// How this replica names itself.
+    pub naming: Naming,
+    /// Idle streams behind a proxy end after this time.
+    pub proxied_idle: Duration,
+}
+
+impl AgentListener {
+    /// Makes the listener's service.
+    pub fn new(parts: Parts) -> Arc<Self> {
+        let Parts { identity, registry, tracker, configs, metrics, naming, proxied_idle } = parts;
+        Arc::new(Self {
+            identity,
+            owner: Arc::new(RegistryOwner(Arc::clone(&registry))),
+            registry,
+            tracker,
+            configs,
+            metrics,
+            naming,
+            proxied_idle,
+            transports: Mutex::default(),
+            serial: AtomicU64::new(0),
+            proxied: Mutex::default(),
+        })
+    }
+
+    /// Cuts the streams of agents and tokens that are no longer valid, until it is dropped.
+    pub async fn watch_identity(self: Arc<Self>) {
+        let mut changes = self.identity.changes();
+        while changes.changed().await.is_ok() {
+            for transport in self.transports() {
+                transport.recheck().await;
+            }
+        }
+    }
+
+    /// Ends every stream: the process leaves now.
+    pub fn end_all(&self) {
+        for transport in self.transports() {
+            let status = Status::new(Code::Unavailable, "this kas is shutting down");
+            let state = transport.state();
+            let tunnels: Vec<_> = state.tunnels.iter().filter_map(|held| held.tunnel.upgrade()).collect();
+            let configs: Vec<_> = state.configs.iter().filter_map(|held| held.stream.upgrade()).collect();
+            drop(state);
+            for tunnel in tunnels {
+                if tunnel.idle_since().is_some() {
+                    self.registry.retire(&tunnel, Retire::Ok);
+                } else {
+                    tunnel.end(status.clone());
+                }
+            }
+            for config in configs {
+                config.end(None);
+            }
+        }
+    }
+
+    fn transports(&self) -> Vec<Arc<Transport>> {
+        self.transports.lock().unwrap_or_else(PoisonError::into_inner).values().filter_map(Weak::upgrade).collect()
+    }
+
+    fn is_known_proxied(&self, agent: AgentId) -> bool {
+        let proxied = self.proxied.lock().unwrap_or_else(PoisonError::into_inner);
+        proxied.get(&agent).is_some_and(|seen| seen.elapsed() < PROXY_MEMORY)
+    }
+
+    fn remember_proxied(&self, agent: AgentId) {
+        let mut proxied = self.proxied.lock().unwrap_or_else(PoisonError::into_inner);
+        if proxied.len() >= PROXY_AGENTS {
+            proxied.retain(|_, seen| seen.elapsed() < PROXY_MEMORY);
+        }
+        if proxied.len() < PROXY_AGENTS {
+            proxied.insert(agent, Instant::now());
+        }
+    }
+}
+
+impl Service for AgentListener {
+    fn connected(self: Arc<Self>, peer: Option<SocketAddr>) -> Arc<dyn Connection> {
+        let serial = self.serial.fetch_add(1, Ordering::Relaxed);
+        let transport = Arc::new(Transport {
+            listener: Arc::clone(&self),
+            serial,
+            peer,
+            authenticated: AtomicBool::new(false),
+            failures: AtomicU32::new(0),
+            state: Mutex::default(),
+        });
+        self.metrics.agent_transports.inc();
+        self.transports.lock().unwrap_or_else(PoisonError::into_inner).insert(serial, Arc::downgrade(&transport));
+        transport
+    }
+
+    fn refused(&self, why: Refusal) {
+        count_refusal(&self.metrics, ListenerName::Agent, why);
+    }
+}
+
+/// One transport connection of agentk.
+struct Transport {
+    listener: Arc<AgentListener>,
+    serial: u64,
+    peer: Option<SocketAddr>,
+    authenticated: AtomicBool,
+    failures: AtomicU32,
+    state: Mutex<TransportState>,
+}
+
+#[derive(Default)]
+struct TransportState {
+    tunnels: Vec<HeldTunnel>,
+    configs: Vec<HeldConfig>,
+    /// A proxy was seen in the headers of a stream.
+    proxied: bool,
+    /// GOAWAY was sent because of age: tunnels that finish a request end.
+    aged: bool,
+}
+
+struct HeldTunnel {
+    tunnel: Weak<Tunnel>,
+    authenticated: Authenticated,
+}
+
+struct HeldConfig {
+    stream: Weak<ConfigStream>,
+    authenticated: Authenticated,
+    id: ConnectionId,
+    /// Of an agent of this project: its tunnels are tied by instance, not by transport.
+    ours: bool,
+    since: Instant,
+}
+
+impl Transport {
+    fn state(&self) -> MutexGuard<'_, TransportState> {
+        // A panic between two lists cannot leave them torn: each change is one push or retain.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Returns the agent whose token the request carries.
+    async fn authenticate(&self, headers: &HeaderMap) -> Result<Authenticated, Status> {
+        let result = match auth::bearer(headers) {
+            Ok(token) => self.listener.identity.authenticate(token).await.map_err(|error| match error {
+                IdentityError::Unknown => Status::new(Code::Unauthenticated, "unauthenticated"),
+                IdentityError::Forbidden => Status::new(Code::PermissionDenied, "forbidden"),
+                IdentityError::Unavailable => Status::new(Code::Unavailable, "unavailable"),
+            }),
+            Err(status) => Err(status),
+        };
+        match &result {
+            Ok(_) => self.authenticated.store(true, Ordering::Relaxed),
+            Err(_) => {
+                self.failures.fetch_add(1, Ordering::Relaxed);
+                self.listener.metrics.refused(ListenerName::Agent, Reason::Unauthenticated);
+            }
+        }
+        result
+    }
+
+    /// Notes whether a proxy stands between, as far as the headers of a stream tell.
+    fn look_for_proxy(&self, headers: &HeaderMap) {
+        let marked = headers.keys().any(|key| key == http::header::VIA || key.as_str().starts_with("x-forwarded-"));
+        let moved = headers
+            .get(SOCKET_HEADER)
+            .filter(|value| value.len() <= MAX_HINT)
+            .and_then(|value| value.to_str().ok()?.parse::<SocketAddr>().ok())
+            .is_some_and(|said| {
+                self.peer.is_some_and(|seen| {
+                    said.port() != seen.port() || said.ip().to_canonical() != seen.ip().to_canonical()
+                })
+            });
+        if marked || moved {
+            self.state().proxied = true;
+        }
+    }
+
+    async fn connect(self: Arc<Self>, request: Request<Incoming>, reset: Arc<StreamReset>) -> Response<Body> {
+        let correlation = crate::metadata::correlation(&HeaderMap::new());
+        match self.open_tunnel(request, reset).await {
+            Ok((tunnel_body, peer)) => {
+                let mut response = self.accepted(&correlation, tunnel_body);
+                if peer == Peer::Ours {
+                    response.headers_mut().insert(TUNNEL_HEADER, REUSE);
+                }
+                response
+            }
+            Err(status) => failed(&status, &correlation),
+        }
+    }
+
+    fn accepted(&self, correlation: &HeaderValue, body: Body) -> Response<Body> {
+        let mut response = Response::new(body);
+        let headers = response.headers_mut();
+        headers.insert(http::header::CONTENT_TYPE, grpc::CONTENT_TYPE);
+        headers.insert(grpc::CORRELATION_ID, correlation.clone());
+        headers.insert(REPLICA_HEADER, self.listener.naming.replica.clone());
+        headers.insert(REPLICAS_HEADER, self.listener.naming.replicas.clone());
+        response
+    }
+
+    async fn open_tunnel(
+        self: &Arc<Self>,
+        request: Request<Incoming>,
+        reset: Arc<StreamReset>,
+    ) -> Result<(Body, Peer), Status> {
+        let (head, body) = request.into_parts();
+        let authenticated = self.authenticate(&head.headers).await?;
+        let gzip = encoding(&head.headers)?;
+        self.look_for_proxy(&head.headers);
+        let peer = peer(&head.headers);
+        let mut opening = Opening::new(grpc::boxed(body), gzip);
+        let descriptor = tokio::time::timeout(FIRST_MESSAGE, read_descriptor(&mut opening))
+            .await
+            .map_err(|_| Status::new(Code::DeadlineExceeded, "no descriptor came in time"))??;
+        let listener = &self.listener;
+        let agent = authenticated.agent.id;
+        let held = Instant::now();
+        while !listener.registry.has_room(agent) {
+            if held.elapsed() >= HOLD {
+                listener.metrics.refused(ListenerName::Agent, Reason::TunnelsFull);
+                return Ok((grpc::boxed(Ended), peer));
+            }
+            tokio::time::sleep(Duration::from_secs(1)).await;
+        }
+        let instance = instance(&head.headers, agent);
+        let info = Info {
+            agent,
+            instance: instance.map_or(self.serial | 1 << 63, |id| id.get() as u64),
+            token: authenticated.token,
+            peer,
+            descriptor: Arc::new(descriptor),
+        };
+        let (tunnel, body) =
+            Tunnel::new(info, opening, Arc::clone(&listener.owner), Box::new(move || reset.reset()));
+        let (connection, aged) = {
+            let mut state = self.state();
+            // The tunnels of GitLab's agents are new ones for each request: sweep between ticks.
+            if state.tunnels.len() >= 64 && state.tunnels.len().is_power_of_two() {
+                state.tunnels.retain(|held| held.tunnel.strong_count() > 0);
+            }
+            state.tunnels.push(HeldTunnel { tunnel: Arc::downgrade(&tunnel), authenticated: authenticated.clone() });
+            (instance.or_else(|| state.tie(agent)), state.aged)
+        };
+        listener.registry.insert(&tunnel, connection);
+        // The token may have been revoked while the descriptor was awaited.
+        if !listener.identity.still_valid(&authenticated).await {
+            tunnel.end(revoked());
+        } else if aged {
+            listener.registry.retire(&tunnel, Retire::Ok);
+        }
+        Ok((grpc::boxed(body), peer))
+    }
+
+    async fn get_configuration(self: Arc<Self>, request: Request<Incoming>) -> Response<Body> {
+        let correlation = crate::metadata::correlation(&HeaderMap::new());
+        match self.open_configuration(request).await {
+            Ok(body) => self.accepted(&correlation, body),
+            Err(status) => failed(&status, &correlation),
+        }
+    }
+
+    async fn open_configuration(self: &Arc<Self>, request: Request<Incoming>) -> Result<Body, Status> {
+        let (head, body) = request.into_parts();
+        let authenticated = self.authenticate(&head.headers).await?;
+        let gzip = encoding(&head.headers)?;
+        self.look_for_proxy(&head.headers);
+        let message = tokio::time::timeout(FIRST_MESSAGE, read_one(body, gzip))
+            .await
+            .map_err(|_| Status::new(Code::DeadlineExceeded, "no request came in time"))??;
+        let request = ConfigurationRequest::decode(message)
+            .map_err(|error| Status::new(Code::InvalidArgument, format!("the request is malformed: {error}")))?;
+        let listener = &self.listener;
+        let agent = &authenticated.agent;
+        let ours = instance(&head.headers, agent.id);
+        let id = ours.unwrap_or_else(ConnectionId::random);
+        let meta = request.agent_meta.unwrap_or_default();
+        let stream = listener.configs.subscribe(agent, &request.commit_id);
+        let lease = listener.tracker.connection(AgentConnectionInfo {
+            agent: agent.id,
+            name: Arc::clone(&agent.name),
+            project_id: agent.project_id,
+            id,
+            meta: AgentMeta {
+                version: bounded(meta.version),
+                commit: bounded(meta.commit_id),
+                pod_namespace: bounded(meta.pod_namespace),
+                pod_name: bounded(meta.pod_name),
+            },
+            connected_at: runtime::clock::wall(),
+        });
+        listener.metrics.agent_connections.inc();
+        tracing::info!(
+            agent.id = agent.id.get(),
+            agent.name = &*agent.name,
+            connection.id = id.get(),
+            "agent connected"
+        );
+        let aged = {
+            let mut state = self.state();
+            state.configs.push(HeldConfig {
+                stream: Arc::downgrade(&stream),
+                authenticated: authenticated.clone(),
+                id,
+                ours: ours.is_some(),
+                since: Instant::now(),
+            });
+            state.aged
+        };
+        self.retie(agent.id);
+        let guard = ConfigGuard { transport: Arc::clone(self), agent: agent.id, id, lease: Some(lease) };
+        if !listener.identity.still_valid(&authenticated).await {
+            stream.end(Some(revoked()));
+        } else if aged {
+            stream.end(None);
+        }
+        Ok(grpc::boxed(ConfigBody::new(stream, guard)))
+    }
+
+    /// Ties tunnels of agents that send no instance id to the one configuration stream of their
+    /// transport, or unties them.
+    fn retie(&self, agent: AgentId) {
+        let connection = self.state().tie(agent);
+        self.listener.registry.tie(agent, self.serial | 1 << 63, connection);
+    }
+
+    /// Ends streams whose agent or token is no longer valid.
+    async fn recheck(&self) {
+        let (tunnels, configs) = {
+            let state = self.state();
+            let tunnels: Vec<_> = state
+                .tunnels
+                .iter()
+                .filter_map(|held| Some((held.tunnel.upgrade()?, held.authenticated.clone())))
+                .collect();
+            let configs: Vec<_> = state
+                .configs
+                .iter()
+                .filter_map(|held| Some((held.stream.upgrade()?, held.authenticated.clone())))
+                .collect();
+            (tunnels, configs)
+        };
+        for (tunnel, authenticated) in tunnels {
+            if !self.listener.identity.still_valid(&authenticated).await {
+                self.listener.metrics.refused(ListenerName::Agent, Reason::Revoked);
+                tunnel.end(revoked());
+            }
+        }
+        for (config, authenticated) in configs {
+            if !self.listener.identity.still_valid(&authenticated).await {
+                config.end(Some(revoked()));
+            }
+        }
+    }
+
+    fn is_proxied(&self, agent: AgentId) -> bool {
+        self.state().proxied || self.listener.is_known_proxied(agent)
+    }
+}
+
+impl TransportState {
+    /// The configuration stream that the transport's other streams of `agent` belong to: only when
+    /// it is the only one, and no proxy mixes several agentk processes into one transport.
+    fn tie(&self, agent: AgentId) -> Option<ConnectionId> {
+        let mut of_agent = self
+            .configs
+            .iter()
+            .filter(|held| !held.ours && held.authenticated.agent.id == agent && held.stream.strong_count() > 0);
+        let only = of_agent.next().filter(|_| !self.proxied)?;
+        of_agent.next().is_none().then_some(only.id)
+    }
+}
+
+impl Connection for Transport {
+    fn call(self: Arc<Self>, request: Request<Incoming>, slot: &StreamSlot) -> Answer {
+        if let Some(response) = not_grpc(request.method(), request.headers()) {
+            self.failures.fetch_add(1, Ordering::Relaxed);
+            return Box::pin(std::future::ready(response));
+        }
+        match request.uri().path() {
+            CONNECT => {
+                let reset = slot.arm();
+                Box::pin(self.connect(request, reset))
+            }
+            GET_CONFIGURATION => Box::pin(self.get_configuration(request)),
+            path => {
+                let status = Status::new(Code::Unimplemented, format!("unknown method {path}"));
+                self.failures.fetch_add(1, Ordering::Relaxed);
+                let correlation = crate::metadata::correlation(&HeaderMap::new());
+                Box::pin(std::future::ready(failed(&status, &correlation)))
+            }
+        }
+    }
+
+    fn standing(&self) -> Standing {
+        if self.authenticated.load(Ordering::Relaxed) {
+            Standing::Authenticated
+        } else if self.failures.load(Ordering::Relaxed) >= MAX_FAILURES {
+            Standing::Expelled
+        } else {
+            Standing::New
+        }
+    }
+
+    fn going_away(&self, reason: GoAway) {
+        let mut state = self.state();
+        state.aged = true;
+        // The configuration stream first: the agent opens it again on a new connection, and its
+        // tunnels follow.
+        let configs: Vec<_> = state.configs.iter().filter_map(|held| held.stream.upgrade()).collect();
+        let tunnels: Vec<_> = state.tunnels.iter().filter_map(|held| held.tunnel.upgrade()).collect();
+        drop(state);
+        for config in configs {
+            config.end(None);
+        }
+        let how = match reason {
+            GoAway::Age => Retire::Ok,
+            GoAway::Leaving => Retire::Notice,
+        };
+        for tunnel in tunnels {
+            self.listener.registry.retire(&tunnel, how);
+        }
+    }
+
+    fn tick(&self) {
+        let mut idle = Vec::new();
+        let mut silent = Vec::new();
+        {
+            let mut state = self.state();
+            state.tunnels.retain(|held| held.tunnel.strong_count() > 0);
+            state.configs.retain(|held| held.stream.strong_count() > 0);
+            for held in &state.tunnels {
+                if let Some(tunnel) = held.tunnel.upgrade()
+                    // Ours replaces its parked tunnels itself, without a gap.
+                    && tunnel.info().peer != Peer::Ours
+                    && tunnel.idle_since().is_some_and(|since| since.elapsed() >= self.listener.proxied_idle)
+                {
+                    idle.push(tunnel);
+                }
+            }
+            for held in &state.configs {
+                if held.since.elapsed() >= self.listener.proxied_idle
+                    && let Some(stream) = held.stream.upgrade()
+                {
+                    silent.push((stream, held.authenticated.agent.id));
+                }
+            }
+        }
+        for tunnel in idle {
+            if self.is_proxied(tunnel.info().agent) {
+                self.listener.registry.retire(&tunnel, Retire::Ok);
+            }
+        }
+        for (stream, agent) in silent {
+            if self.is_proxied(agent) {
+                stream.end(None);
+            }
+        }
+    }
+
+    fn closed(&self) {
+        self.listener.metrics.agent_transports.dec();
+        self.listener.transports.lock().unwrap_or_else(PoisonError::into_inner).remove(&self.serial);
+        let mut agents: Vec<AgentId> = {
+            let state = self.state();
+            let of_tunnels = state.tunnels.iter().map(|held| held.authenticated.agent.id);
+            of_tunnels.chain(state.configs.iter().map(|held| held.authenticated.agent.id)).collect()
+        };
+        agents.sort_unstable();
+        agents.dedup();
+        for agent in agents {
+            self.listener.registry.connection_closed(agent);
+        }
+    }
+}
+
+/// What ends with a configuration stream.
+struct ConfigGuard {
+    transport: Arc<Transport>,
+    agent: AgentId,
+    id: ConnectionId,
+    lease: Option<Lease>,
+}
+
+impl Drop for ConfigGuard {
+    fn drop(&mut self) {
+        let transport = &self.transport;
+        drop(self.lease.take());
+        transport.listener.metrics.agent_connections.dec();
+        let mut state = transport.state();
+        let mut cut = false;
+        if let Some(at) = state.configs.iter().position(|held| held.id == self.id) {
+            let held = state.configs.swap_remove(at);
+            // A live transport whose idle stream was cut early: something between does that.
+            let age = held.since.elapsed();
+            cut = !state.aged && !held.ours && age > Duration::from_secs(20) && age < PROXY_CUT;
+        }
+        drop(state);
+        if cut && !transport.is_proxied(self.agent) {
+            transport.listener.remember_proxied(self.agent);
+        }
+        transport.retie(self.agent);
+        tracing::info!(agent.id = self.agent.get(), connection.id = self.id.get(), "agent disconnected");
+    }
+}
+
+/// A stream that ends with OK at once.
+struct Ended;
+
+impl http_body::Body for Ended {
+    type Data = bytes::Bytes;
+    type Error = grpc::BoxError;
+
+    fn poll_frame(
+        self: std::pin::Pin<&mut Self>,
+        _cx: &mut std::task::Context<'_>,
+    ) -> std::task::Poll<Option<Result<http_body::Frame<bytes::Bytes>, grpc::BoxError>>> {
+        let mut trailers = HeaderMap::with_capacity(1);
+        Status::write_ok(&mut trailers);
+        std::task::Poll::Ready(Some(Ok(http_body::Frame::trailers(trailers))))
+    }
+}
+
+fn revoked() -> Status {
+    Status::new(Code::Unauthenticated, "the agent's token is not valid any more")
+}
+
+fn peer(headers: &HeaderMap) -> Peer {
+    if headers.get(TUNNEL_HEADER) == Some(&REUSE) {
+        return Peer::Ours;
+    }
+    let agent = headers.get(http::header::USER_AGENT).map_or(&b""[..], HeaderValue::as_bytes);
+    if agent.starts_with(b"gitlab-agent/") { Peer::Recent } else { Peer::Old }
+}
+
+/// The connection id of an agent that sends its instance id.
+fn instance(headers: &HeaderMap, agent: AgentId) -> Option<ConnectionId> {
+    let value = headers.get(INSTANCE_HEADER)?.as_bytes();
+    (!value.is_empty() && value.len() <= MAX_HINT).then(|| ConnectionId::of_instance(agent, value))
+}
+
+/// Whether the stream's messages may be gzip.
+fn encoding(headers: &HeaderMap) -> Result<bool, Status> {
+    match headers.get("grpc-encoding").map(HeaderValue::as_bytes) {
+        None | Some(b"identity") => Ok(false),
+        Some(b"gzip") => Ok(true),
+        Some(other) => Err(Status::new(
+            Code::Unimplemented,
+            format!("grpc-encoding {} is not supported: use gzip or identity", other.escape_ascii()),
+        )),
+    }
+}
+
+/// Reads the one message of a call, inflated when it is compressed.
+async fn read_one(body: Incoming, gzip: bool) -> Result<bytes::Bytes, Status> {
+    let mut reader = MessageReader::new(body, MAX_REQUEST).with_gzip(gzip);
+    match reader.next().await {
+        Ok(Some(message)) => Ok(message),
+        Ok(None) => Err(Status::new(Code::InvalidArgument, "the request has no message")),
+        Err(error) => Err(Status::from(&error)),
+    }
+}
+
+/// Texts of agents are shown to people and kept in memory: not longer than any real one.
+fn bounded(mut text: String) -> String {
+    const LONGEST: usize = 256;
+    if text.len() > LONGEST {
+        let end = (0..=LONGEST).rev().find(|at| text.is_char_boundary(*at)).unwrap_or(0);
+        text.truncate(end);
+    }
+    text
+}
+

@@ -1,0 +1,274 @@
+//! The API listener: kas' own services, and every method that an agent serves, passed through.
+
+use std::{
+    net::SocketAddr,
+    pin::Pin,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicU32, Ordering},
+    },
+    task::{Context, Poll},
+};
+
+use cluster::Tracker;
+use grpc::{BoxError, Code, Deadline, InflateBody, Status};
+use http::{HeaderMap, HeaderValue, Request, Response};
+use http_body::Frame;
+use hyper::body::Incoming;
+use runtime::http2::{Answer, Body, Connection, GoAway, Refusal, Service, Standing, StreamSlot};
+use tokio::time::Sleep;
+use tunnel::kas_end::Head;
+
+use crate::{
+    auth::JwtVerifier,
+    metadata::{self, Target},
+    metrics::{ListenerName, Metrics, Reason},
+    router::{AgentRequest, Router},
+};
+
+use super::{MAX_FAILURES, count_refusal, failed, not_grpc};
+
+mod services;
+
+/// The largest message of a caller that compresses: it is held whole while it is inflated.
+const MAX_INFLATED: usize = 4 << 20;
+/// A caller that reads nothing keeps its stream this long after its deadline, then it is reset.
+const DEADLINE_GRACE: std::time::Duration = std::time::Duration::from_secs(2);
+
+/// What the API listener needs.
+pub struct ApiListener {
+    jwt: JwtVerifier,
+    router: Arc<Router>,
+    metrics: Arc<Metrics>,
+    services: services::Services,
+}
+
+impl std::fmt::Debug for ApiListener {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("ApiListener").field("jwt", &self.jwt).finish_non_exhaustive()
+    }
+}
+
+impl ApiListener {
+    /// Makes the listener's service. Health checks say "serving" while `phase` is serving.
+    pub fn new(
+        jwt: JwtVerifier,
+        router: Arc<Router>,
+        tracker: Arc<dyn Tracker>,
+        metrics: Arc<Metrics>,
+        phase: tokio::sync::watch::Receiver<runtime::lifecycle::Phase>,
+    ) -> Arc<Self> {
+        let services = services::Services::new(Arc::clone(&router), tracker, phase);
+        Arc::new(Self { jwt, router, metrics, services })
+    }
+}
+
+impl Service for ApiListener {
+    fn connected(self: Arc<Self>, _peer: Option<SocketAddr>) -> Arc<dyn Connection> {
+        Arc::new(Caller {
+            listener: Arc::clone(&self),
+            authenticated: AtomicBool::new(false),
+            failures: AtomicU32::new(0),
+        })
+    }
+
+    fn refused(&self, why: Refusal) {
+        count_refusal(&self.metrics, ListenerName::Api, why);
+    }
+}
+
+/// One connection of a caller.
+struct Caller {
+    listener: Arc<ApiListener>,
+    authenticated: AtomicBool,
+    failures: AtomicU32,
+}
+
+impl Caller {
+    fn verify(&self, headers: &HeaderMap) -> Result<(), Status> {
+        match self.listener.jwt.verify(headers) {
+            Ok(()) => {
+                self.authenticated.store(true, Ordering::Relaxed);
+                Ok(())
+            }
+            Err(status) => {
+                self.failures.fetch_add(1, Ordering::Relaxed);
+                self.listener.metrics.refused(ListenerName::Api, Reason::Unauthenticated);
+                Err(status)
+            }
+        }
+    }
+}
+
+impl Connection for Caller {
+    fn call(self: Arc<Self>, request: Request<Incoming>, slot: &StreamSlot) -> Answer {
+        if let Some(response) = not_grpc(request.method(), request.headers()) {
+            self.failures.fetch_add(1, Ordering::Relaxed);
+            return Box::pin(std::future::ready(response));
+        }
+        let correlation = metadata::correlation(request.headers());
+        let refuse = |status: &Status| -> Answer { Box::pin(std::future::ready(failed(status, &correlation))) };
+        // Health says nothing but "serving"; everything else needs a token.
+        let health = request.uri().path().starts_with(services::HEALTH);
+        if !health && let Err(status) = self.verify(request.headers()) {
+            return refuse(&status);
+        }
+        let deadline = match Deadline::from_headers(request.headers()) {
+            Ok(deadline) => deadline,
+            Err(error) => return refuse(&Status::new(Code::InvalidArgument, error.to_string())),
+        };
+        if let Some(at) = deadline.instant() {
+            slot.arm_until(at + DEADLINE_GRACE);
+        }
+        if let Some(service) = self.listener.services.of(request.uri().path()) {
+            return Box::pin(own(service, request, correlation, deadline));
+        }
+        let target = match Target::read(request.headers()) {
+            Ok(Some(target)) => target,
+            Ok(None) => {
+                let path = request.uri().path();
+                return refuse(&Status::new(
+                    Code::Unimplemented,
+                    format!("unknown method {path}; to reach an agent's method name the agent in metadata kas-agent-id"),
+                ));
+            }
+            Err(status) => return refuse(&status),
+        };
+        if !metadata::is_method(request.uri()) {
+            return refuse(&Status::new(Code::Unimplemented, "a method is /package.Service/Method"));
+        }
+        Box::pin(pass_through(self, request, target, correlation, deadline))
+    }
+
+    fn standing(&self) -> Standing {
+        if self.authenticated.load(Ordering::Relaxed) {
+            Standing::Authenticated
+        } else if self.failures.load(Ordering::Relaxed) >= MAX_FAILURES {
+            Standing::Expelled
+        } else {
+            Standing::New
+        }
+    }
+
+    fn going_away(&self, _reason: GoAway) {
+        // GOAWAY says it all: callers open new connections, and what is open goes on.
+    }
+}
+
+/// Passes a request on to its agent.
+async fn pass_through(
+    caller: Arc<Caller>,
+    request: Request<Incoming>,
+    target: Target,
+    correlation: HeaderValue,
+    deadline: Deadline,
+) -> Response<Body> {
+    let (head, body) = request.into_parts();
+    let body = match head.headers.get("grpc-encoding").map(HeaderValue::as_bytes) {
+        None | Some(b"identity") => grpc::boxed(body),
+        Some(b"gzip") => grpc::boxed(InflateBody::new(body, MAX_INFLATED)),
+        Some(other) => {
+            let text = format!("grpc-encoding {} is not supported: use gzip or identity", other.escape_ascii());
+            let mut response = failed(&Status::new(Code::Unimplemented, text), &correlation);
+            response
+                .headers_mut()
+                .insert("grpc-accept-encoding", HeaderValue::from_static("identity,gzip"));
+            return response;
+        }
+    };
+    let answer = caller
+        .listener
+        .router
+        .route(AgentRequest {
+            agent: target.agent,
+            connection: target.connection,
+            method: Arc::from(head.uri.path()),
+            headers: head.headers,
+            correlation: correlation.clone(),
+            deadline,
+            body,
+        })
+        .await;
+    let answer = match answer {
+        Ok(answer) => answer,
+        Err(status) => return failed(&status, &correlation),
+    };
+    let (mut headers, body) = match answer.head {
+        Head::Headers(headers) => (headers, grpc::boxed(answer.body)),
+        Head::Only(mut headers, status) => {
+            status.write_to(&mut headers);
+            (headers, grpc::full(bytes::Bytes::new()))
+        }
+    };
+    headers.insert(http::header::CONTENT_TYPE, grpc::CONTENT_TYPE);
+    headers.insert(grpc::CORRELATION_ID, correlation);
+    let mut response = Response::new(body);
+    *response.headers_mut() = headers;
+    response
+}
+
+/// Answers a method of kas itself, within its deadline.
+async fn own(
+    service: services::Own,
+    request: Request<Incoming>,
+    correlation: HeaderValue,
+    deadline: Deadline,
+) -> Response<Body> {
+    let mut request = request.map(grpc::boxed);
+    request.extensions_mut().insert(deadline);
+    request.extensions_mut().insert(Correlation(correlation.clone()));
+    let late = || Status::new(Code::DeadlineExceeded, "the deadline passed before kas had the answer");
+    let mut response = match deadline.instant() {
+        Some(at) => match tokio::time::timeout_at(at, service(request)).await {
+            Ok(answered) => answered,
+            Err(_) => return failed(&late(), &correlation),
+        },
+        None => service(request).await,
+    };
+    response.headers_mut().insert(grpc::CORRELATION_ID, correlation);
+    match deadline.instant() {
+        None => response,
+        Some(at) => response.map(|inner| {
+            grpc::boxed(DeadlineBody { inner, sleep: Box::pin(tokio::time::sleep_until(at)), done: false })
+        }),
+    }
+}
+
+/// The request id, for kas' own services.
+#[derive(Clone, Debug)]
+struct Correlation(HeaderValue);
+
+/// A body that ends with `DEADLINE_EXCEEDED` when time is up.
+struct DeadlineBody {
+    inner: Body,
+    sleep: Pin<Box<Sleep>>,
+    done: bool,
+}
+
+impl http_body::Body for DeadlineBody {
+    type Data = bytes::Bytes;
+    type Error = BoxError;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<bytes::Bytes>, BoxError>>> {
+        if self.done {
+            return Poll::Ready(None);
+        }
+        if let Poll::Ready(frame) = Pin::new(&mut self.inner).poll_frame(cx) {
+            return Poll::Ready(frame);
+        }
+        if self.sleep.as_mut().poll(cx).is_pending() {
+            return Poll::Pending;
+        }
+        self.done = true;
+        let mut trailers = HeaderMap::with_capacity(2);
+        Status::new(Code::DeadlineExceeded, "the deadline passed").write_to(&mut trailers);
+        Poll::Ready(Some(Ok(Frame::trailers(trailers))))
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.done || self.inner.is_end_stream()
+    }
+}

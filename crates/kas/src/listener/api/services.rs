@@ -1,0 +1,425 @@
+//! The services that kas answers itself: who is connected, pods, health, reflection.
+
+use std::{
+    collections::{BTreeMap, VecDeque},
+    convert::Infallible,
+    pin::Pin,
+    sync::Arc,
+    time::Duration,
+};
+
+use cluster::{Connected, Located, Query, Tracker, TrackerError};
+use futures_util::{
+    FutureExt as _,
+    stream::{self, Stream},
+};
+use grpc::Deadline;
+use http::{HeaderValue, Request, Response};
+use ids::{AgentId, ConnectionId};
+use prost::Message as _;
+use prost_types::Timestamp;
+use proto::{
+    gitlab::agent::{
+        agent_tracker::{
+            self,
+            rpc::{
+                GetConnectedAgentsRequest, GetConnectedAgentsResponse,
+                agent_tracker_server::{AgentTracker, AgentTrackerServer},
+                get_connected_agents_request,
+            },
+        },
+        modshared,
+    },
+    kas::api::v1::{
+        ConnectedAgentInfo, ConnectedAgentsByIdRequest, ConnectedAgentsByIdResponse, ConnectedAgentsForProjectRequest,
+        ConnectedAgentsForProjectResponse, GetPodsRequest, GetPodsResponse, KasAddress, UnansweredReplica,
+        WatchConnectedAgentsRequest, WatchConnectedAgentsResponse,
+        kas_api_server::{KasApi, KasApiServer},
+        watch_connected_agents_response::{Disconnected, Event, SnapshotComplete},
+    },
+};
+use runtime::{
+    http2::{Answer, Body},
+    lifecycle::Phase,
+};
+use tokio::sync::watch;
+use tonic::server::NamedService;
+use tonic_health::ServingStatus;
+
+use super::Correlation;
+use crate::{
+    pods::{self, PodQuery},
+    router::Router,
+};
+
+/// Paths of health checks begin so.
+pub(super) const HEALTH: &str = "/grpc.health.v1.Health/";
+
+/// Changes that come within this time reach a watcher together.
+const SETTLE: Duration = Duration::from_millis(20);
+
+/// A service of kas: answers one call.
+pub(super) type Own = Arc<dyn Fn(Request<grpc::Body>) -> Answer + Send + Sync>;
+
+/// kas' own services by the beginning of their paths.
+pub(super) struct Services(Vec<(String, Own)>);
+
+impl Services {
+    pub(super) fn new(
+        router: Arc<Router>,
+        tracker: Arc<dyn Tracker>,
+        phase: watch::Receiver<Phase>,
+    ) -> Self {
+        let api = Api { router, tracker };
+        let (reporter, health) = tonic_health::server::health_reporter();
+        tokio::spawn(report_health(reporter, phase));
+        let reflection = || {
+            tonic_reflection::server::Builder::configure()
+                .register_encoded_file_descriptor_set(proto::FILE_DESCRIPTOR_SET)
+                .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
+                .with_service_name("kas.api.v1.KasApi")
+                .with_service_name("gitlab.agent.agent_tracker.rpc.AgentTracker")
+                .with_service_name("gitlab.agent.kubernetes_api.rpc.KubernetesApi")
+                .with_service_name("grpc.health.v1.Health")
+        };
+        let mut services = vec![
+            own(KasApiServer::new(api.clone())),
+            own(AgentTrackerServer::new(api)),
+            own(health),
+        ];
+        // The descriptors are compiled in: that they are readable is tested.
+        if let (Ok(v1), Ok(alpha)) = (reflection().build_v1(), reflection().build_v1alpha()) {
+            services.push(own(v1));
+            services.push(own(alpha));
+        }
+        Self(services)
+    }
+
+    /// Returns the service that answers `path`; `None`: it is no method of kas.
+    pub(super) fn of(&self, path: &str) -> Option<Own> {
+        self.0.iter().find(|(prefix, _)| path.starts_with(prefix)).map(|(_, own)| Arc::clone(own))
+    }
+}
+
+/// Hides the type of a generated server.
+fn own<S>(server: S) -> (String, Own)
+where
+    S: tower_service::Service<Request<grpc::Body>, Response = Response<tonic::body::Body>, Error = Infallible>
+        + NamedService
+        + Clone
+        + Send
+        + Sync
+        + 'static,
+    S::Future: Send + 'static,
+{
+    let call: Own = Arc::new(move |request| {
+        let answer = server.clone().call(request);
+        Box::pin(answer.map(|answered| match answered {
+            Ok(response) => response.map(|body| -> Body { grpc::boxed(body) }),
+            Err(never) => match never {},
+        }))
+    });
+    (format!("/{}/", S::NAME), call)
+}
+
+async fn report_health(reporter: tonic_health::server::HealthReporter, mut phase: watch::Receiver<Phase>) {
+    while phase.changed().await.is_ok() {
+        if *phase.borrow_and_update() != Phase::Serving {
+            reporter.set_service_status("", ServingStatus::NotServing).await;
+        }
+    }
+}
+
+/// [`KasApi`] and 14.1's `AgentTracker`.
+#[derive(Clone)]
+struct Api {
+    router: Arc<Router>,
+    tracker: Arc<dyn Tracker>,
+}
+
+fn invalid(message: impl Into<String>) -> tonic::Status {
+    tonic::Status::invalid_argument(message)
+}
+
+fn unavailable(error: &TrackerError) -> tonic::Status {
+    tracing::warn!(error = %error, "the tracker cannot be asked");
+    tonic::Status::unavailable(error.to_string())
+}
+
+fn to_tonic(status: &grpc::Status) -> tonic::Status {
+    let details = status.to_proto();
+    let bytes = if details.details.is_empty() { Vec::new() } else { details.encode_to_vec() };
+    tonic::Status::with_details(
+        tonic::Code::from_i32(status.code().number().into()),
+        status.message(),
+        bytes.into(),
+    )
+}
+
+fn positive(id: i64, field: &str) -> Result<i64, tonic::Status> {
+    if id > 0 { Ok(id) } else { Err(invalid(format!("{field} must be positive, got {id}"))) }
+}
+
+fn agent_id(id: i64, field: &str) -> Result<AgentId, tonic::Status> {
+    AgentId::new(id).map_err(|error| invalid(format!("{field}: {error}, got {id}")))
+}
+
+fn timestamp(since_epoch: Duration) -> Timestamp {
+    Timestamp {
+        seconds: i64::try_from(since_epoch.as_secs()).unwrap_or(i64::MAX),
+        nanos: i32::try_from(since_epoch.subsec_nanos()).unwrap_or(0),
+    }
+}
+
+fn address(text: &str) -> KasAddress {
+    match text.parse::<std::net::SocketAddr>() {
+        Ok(address) => KasAddress { ip: address.ip().to_string(), port: address.port().into() },
+        Err(_) => KasAddress { ip: text.to_owned(), port: 0 },
+    }
+}
+
+fn info(located: &Located) -> ConnectedAgentInfo {
+    let connection = &located.connection;
+    ConnectedAgentInfo {
+        id: connection.agent.get(),
+        connection_id: connection.id.get(),
+        version: connection.meta.version.clone(),
+        commit: connection.meta.commit.clone(),
+        pod_namespace: connection.meta.pod_namespace.clone(),
+        pod_name: connection.meta.pod_name.clone(),
+        connected_at: Some(timestamp(connection.connected_at)),
+        kas_address: Some(address(&located.replica.address)),
+        project_id: connection.project_id,
+        name: connection.name.to_string(),
+    }
+}
+
+fn unanswered(connected: &Connected) -> Vec<UnansweredReplica> {
+    connected
+        .unanswered
+        .iter()
+        .map(|missing| UnansweredReplica {
+            address: Some(address(&missing.replica.address)),
+            reason: missing.reason.clone(),
+        })
+        .collect()
+}
+
+impl Api {
+    async fn connected(&self, query: Query) -> Result<(Vec<ConnectedAgentInfo>, Vec<UnansweredReplica>), tonic::Status> {
+        let connected = self.tracker.connected(query).await.map_err(|error| unavailable(&error))?;
+        Ok((connected.connections.iter().map(info).collect(), unanswered(&connected)))
+    }
+}
+
+#[tonic::async_trait]
+impl KasApi for Api {
+    async fn connected_agents_for_project(
+        &self,
+        request: tonic::Request<ConnectedAgentsForProjectRequest>,
+    ) -> Result<tonic::Response<ConnectedAgentsForProjectResponse>, tonic::Status> {
+        let project = positive(request.into_inner().project_id, "project_id")?;
+        let (agents, unanswered) = self.connected(Query::Project(project)).await?;
+        Ok(tonic::Response::new(ConnectedAgentsForProjectResponse { agents, unanswered }))
+    }
+
+    async fn connected_agents_by_id(
+        &self,
+        request: tonic::Request<ConnectedAgentsByIdRequest>,
+    ) -> Result<tonic::Response<ConnectedAgentsByIdResponse>, tonic::Status> {
+        let agent = agent_id(request.into_inner().agent_id, "agent_id")?;
+        let (agents, unanswered) = self.connected(Query::Agent(agent)).await?;
+        Ok(tonic::Response::new(ConnectedAgentsByIdResponse { agents, unanswered }))
+    }
+
+    async fn get_pods(
+        &self,
+        request: tonic::Request<GetPodsRequest>,
+    ) -> Result<tonic::Response<GetPodsResponse>, tonic::Status> {
+        let deadline = request.extensions().get::<Deadline>().copied().unwrap_or(Deadline::NONE);
+        let correlation = request
+            .extensions()
+            .get::<Correlation>()
+            .map_or_else(|| HeaderValue::from_static(""), |correlation| correlation.0.clone());
+        let request = request.into_inner();
+        let namespace_is_name =
+            request.namespace.len() <= 63 && request.namespace.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'-');
+        if !namespace_is_name {
+            return Err(invalid("namespace must be the name of a Kubernetes namespace, or empty for all"));
+        }
+        let page_size = match usize::try_from(request.page_size) {
+            Ok(0) => pods::MAX_PAGE,
+            Ok(size) if size <= pods::MAX_PAGE => size,
+            _ => return Err(invalid(format!("page_size must be at most {}", pods::MAX_PAGE))),
+        };
+        let connection = match request.connection_id {
+            0 => None,
+            id => Some(ConnectionId::new(id).map_err(|error| invalid(format!("connection_id: {error}, or 0 for any")))?),
+        };
+        let query = PodQuery {
+            agent: agent_id(request.agent_id, "agent_id")?,
+            connection,
+            namespace: request.namespace,
+            label_selector: request.label_selector,
+            page_size,
+            page_token: request.page_token,
+        };
+        let answer = pods::list(&self.router, query, &correlation, deadline).await.map_err(|status| to_tonic(&status))?;
+        Ok(tonic::Response::new(answer))
+    }
+
+    type WatchConnectedAgentsStream =
+        Pin<Box<dyn Stream<Item = Result<WatchConnectedAgentsResponse, tonic::Status>> + Send>>;
+
+    async fn watch_connected_agents(
+        &self,
+        request: tonic::Request<WatchConnectedAgentsRequest>,
+    ) -> Result<tonic::Response<Self::WatchConnectedAgentsStream>, tonic::Status> {
+        let request = request.into_inner();
+        let query = match (request.agent_id, request.project_id) {
+            (0, 0) => Query::All,
+            (0, project) => Query::Project(positive(project, "project_id")?),
+            (agent, 0) => Query::Agent(agent_id(agent, "agent_id")?),
+            _ => return Err(invalid("give project_id or agent_id, not both")),
+        };
+        // Subscribed before the first look: nothing is missed.
+        let changes = self.tracker.connection_changes();
+        let watch = Watch {
+            tracker: Arc::clone(&self.tracker),
+            query,
+            changes,
+            known: BTreeMap::new(),
+            events: VecDeque::new(),
+            begun: false,
+        };
+        Ok(tonic::Response::new(Box::pin(stream::unfold(watch, |mut watch| async move {
+            let event = watch.next().await?;
+            Some((event, watch))
+        }))))
+    }
+}
+
+/// A watcher: what it has been told, and what it is still to be told.
+struct Watch {
+    tracker: Arc<dyn Tracker>,
+    query: Query,
+    changes: watch::Receiver<()>,
+    known: BTreeMap<(i64, i64), ConnectedAgentInfo>,
+    events: VecDeque<Event>,
+    begun: bool,
+}
+
+impl Watch {
+    /// Returns the next event; `None`: the tracker has gone.
+    async fn next(&mut self) -> Option<Result<WatchConnectedAgentsResponse, tonic::Status>> {
+        loop {
+            if let Some(event) = self.events.pop_front() {
+                return Some(Ok(WatchConnectedAgentsResponse { event: Some(event) }));
+            }
+            if self.begun {
+                self.changes.changed().await.ok()?;
+                // A storm of changes is looked at a few times, not once for each.
+                tokio::time::sleep(SETTLE).await;
+            }
+            self.changes.borrow_and_update();
+            let connected = match self.tracker.connected(self.query).await {
+                Ok(connected) => connected,
+                Err(error) => return Some(Err(unavailable(&error))),
+            };
+            let now: BTreeMap<(i64, i64), ConnectedAgentInfo> = connected
+                .connections
+                .iter()
+                .map(|located| {
+                    let info = info(located);
+                    ((info.id, info.connection_id), info)
+                })
+                .collect();
+            // What a silent replica held is unknown, not gone.
+            if connected.unanswered.is_empty() {
+                for (id, connection_id) in self.known.keys().filter(|key| !now.contains_key(key)) {
+                    self.events
+                        .push_back(Event::Disconnected(Disconnected { id: *id, connection_id: *connection_id }));
+                }
+            }
+            for (key, info) in &now {
+                if self.known.get(key) != Some(info) {
+                    self.events.push_back(Event::Connected(info.clone()));
+                }
+            }
+            self.known = now;
+            if !self.begun {
+                self.begun = true;
+                self.events
+                    .push_back(Event::SnapshotComplete(SnapshotComplete { unanswered: unanswered(&connected) }));
+            }
+        }
+    }
+}
+
+#[tonic::async_trait]
+impl AgentTracker for Api {
+    async fn get_connected_agents(
+        &self,
+        request: tonic::Request<GetConnectedAgentsRequest>,
+    ) -> Result<tonic::Response<GetConnectedAgentsResponse>, tonic::Status> {
+        use get_connected_agents_request::Request as By;
+        let (query, failed) = match request.into_inner().request {
+            Some(By::ProjectId(project)) => (Query::Project(project), "GetConnectionsByProjectId() failed"),
+            Some(By::AgentId(agent)) => match AgentId::new(agent) {
+                Ok(agent) => (Query::Agent(agent), "GetConnectionsByAgentId() failed"),
+                // 14.1 looks any number up and finds nothing.
+                Err(_) => return Ok(tonic::Response::new(GetConnectedAgentsResponse::default())),
+            },
+            None => return Err(invalid("invalid GetConnectedAgentsRequest.Request: value is required")),
+        };
+        let connected = self.tracker.connected(query).await.map_err(|error| {
+            tracing::warn!(error = %error, "the tracker cannot be asked");
+            tonic::Status::unavailable(failed)
+        })?;
+        let agents = connected
+            .connections
+            .iter()
+            .map(|located| {
+                let connection = &located.connection;
+                agent_tracker::ConnectedAgentInfo {
+                    agent_meta: Some(modshared::AgentMeta {
+                        version: connection.meta.version.clone(),
+                        commit_id: connection.meta.commit.clone(),
+                        pod_namespace: connection.meta.pod_namespace.clone(),
+                        pod_name: connection.meta.pod_name.clone(),
+                    }),
+                    connected_at: Some(timestamp(connection.connected_at)),
+                    connection_id: connection.id.get(),
+                    agent_id: connection.agent.get(),
+                    project_id: connection.project_id,
+                }
+            })
+            .collect();
+        Ok(tonic::Response::new(GetConnectedAgentsResponse { agents }))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use grpc::Code;
+
+    use super::*;
+
+    #[test]
+    fn codes_agree_with_tonics() {
+        for number in 0..=16 {
+            let status = grpc::Status::new(Code::from_number(number), "m");
+            assert_eq!(to_tonic(&status).code() as i64, number);
+        }
+    }
+
+    #[test]
+    fn compiled_in_descriptors_are_readable() {
+        assert!(
+            tonic_reflection::server::Builder::configure()
+                .register_encoded_file_descriptor_set(proto::FILE_DESCRIPTOR_SET)
+                .build_v1()
+                .is_ok()
+        );
+    }
+}

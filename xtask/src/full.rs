@@ -1,0 +1,52 @@
+//! Commands that build on the workspace's own crates.
+
+use std::{
+    io::{Write as _, stdin, stdout},
+    net::SocketAddr,
+    process::ExitCode,
+};
+
+use anyhow::{Context as _, Result};
+use clap::Subcommand;
+use tokio::io::AsyncReadExt as _;
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    /// Serve the quickstart's made-up Kubernetes API until standard input ends
+    #[command(hide = true)]
+    DemoApi {
+        /// Where to listen; port 0 is any free one
+        #[arg(long, default_value = "127.0.0.1:0")]
+        listen: SocketAddr,
+    },
+    /// Find the servers that tests run as their Kubernetes API, and build them when there are none
+    #[command(hide = true)]
+    KubernetesBinaries,
+}
+
+pub(crate) fn run(command: Command) -> Result<ExitCode> {
+    match command {
+        Command::DemoApi { listen } => demo_api(listen)?,
+        Command::KubernetesBinaries => {
+            let found = testkit::kubernetes::binaries()?;
+            println!("{}\n{}", found.etcd.display(), found.kube_apiserver.display());
+        }
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Prints the URL as the one line on standard output once it is served.
+fn demo_api(listen: SocketAddr) -> Result<()> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    runtime.block_on(async {
+        let api = testkit::demo_api::DemoApi::start(listen)
+            .await
+            .with_context(|| format!("cannot serve the demo API on {listen}"))?;
+        writeln!(stdout(), "{}", api.url())?;
+        stdout().flush()?;
+        // The quickstart holds the other end: when it is gone, however it ended, nobody needs the demo.
+        let mut rest = Vec::new();
+        let _ = tokio::io::AsyncReadExt::read_to_end(&mut tokio::io::empty(), &mut rest).await;
+        anyhow::Ok(())
+    })
+}
