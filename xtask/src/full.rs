@@ -1,14 +1,13 @@
 //! Commands that build on the workspace's own crates.
 
 use std::{
-    io::{Write as _, stdin, stdout},
+    io::{self, Read as _, Write as _},
     net::SocketAddr,
     process::ExitCode,
 };
 
 use anyhow::{Context as _, Result};
 use clap::Subcommand;
-use tokio::io::AsyncReadExt as _;
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
@@ -29,24 +28,25 @@ pub(crate) fn run(command: Command) -> Result<ExitCode> {
         Command::DemoApi { listen } => demo_api(listen)?,
         Command::KubernetesBinaries => {
             let found = testkit::kubernetes::binaries()?;
-            println!("{}\n{}", found.etcd.display(), found.kube_apiserver.display());
+            writeln!(io::stdout(), "{}\n{}", found.etcd.display(), found.kube_apiserver.display())?;
         }
     }
     Ok(ExitCode::SUCCESS)
 }
 
-/// Prints the URL as the one line on standard output once it is served.
+/// Prints the URL, as the only line on standard output, once it is served.
 fn demo_api(listen: SocketAddr) -> Result<()> {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    runtime.block_on(async {
+    let runtime = tokio::runtime::Runtime::new()?;
+    let _api = runtime.block_on(async {
         let api = testkit::demo_api::DemoApi::start(listen)
             .await
             .with_context(|| format!("cannot serve the demo API on {listen}"))?;
-        writeln!(stdout(), "{}", api.url())?;
-        stdout().flush()?;
-        // The quickstart holds the other end: when it is gone, however it ended, nobody needs the demo.
-        let mut rest = Vec::new();
-        let _ = tokio::io::AsyncReadExt::read_to_end(&mut tokio::io::empty(), &mut rest).await;
-        anyhow::Ok(())
-    })
+        let mut stdout = io::stdout();
+        writeln!(stdout, "{}", api.url())?;
+        stdout.flush()?;
+        anyhow::Ok(api)
+    })?;
+    // The quickstart holds the other end. When it is gone, however it went, nobody needs the demo.
+    io::stdin().read_to_end(&mut Vec::new())?;
+    Ok(())
 }

@@ -133,10 +133,10 @@ impl ClusterAccess {
             let config = Config::incluster().map_err(not_in_cluster)?;
             return Ok((config, "the pod's service account".to_owned()));
         }
-        self.from_files(&files).await
+        self.read_files(&files).await
     }
 
-    async fn from_files(&self, files: &[PathBuf]) -> anyhow::Result<(Config, String)> {
+    async fn read_files(&self, files: &[PathBuf]) -> anyhow::Result<(Config, String)> {
         let names = files.iter().map(|file| file.display().to_string()).collect::<Vec<_>>().join(", ");
         let mut merged: Option<Kubeconfig> = None;
         for file in files {
@@ -568,9 +568,7 @@ impl Credentials {
 /// Says why there are no credentials, without a plugin's arguments, variables and output: any may be the credential.
 fn without_output(error: &AuthError) -> String {
     match error {
-        AuthError::AuthExecRun { cmd, out } => {
-            format!("the credential plugin {cmd:?} failed ({})", out.status)
-        }
+        AuthError::AuthExecRun { out, .. } => format!("the credential plugin failed ({})", out.status),
         AuthError::AuthExecParse(_) | AuthError::ParseTokenKey(_) => {
             "the credential plugin did not print what it should".to_owned()
         }

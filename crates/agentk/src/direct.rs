@@ -52,7 +52,7 @@ fn server_config(certificate: &Path, key: &Path) -> anyhow::Result<Arc<rustls::S
 struct Direct(Modules);
 
 impl Service for Direct {
-    fn connected(&self, _: Option<SocketAddr>) -> Arc<dyn Connection> {
+    fn connected(self: Arc<Self>, _: Option<SocketAddr>) -> Arc<dyn Connection> {
         Arc::new(Calls(self.0.clone()))
     }
 }

@@ -1,2 +1,141 @@
-//! main
-fn main() {}
+//! The program `agentk`: arguments in, exit code out.
+
+use std::{path::PathBuf, process::ExitCode};
+
+use agentk::{
+    app::{self, Settings},
+    cluster::ClusterAccess,
+    dial::KasAddress,
+    direct,
+    module::{Modules, bench::Bench},
+};
+use clap::{CommandFactory as _, Parser, Subcommand};
+use runtime::{telemetry, tls, version};
+
+/// The agent: runs in a Kubernetes cluster (or next to it), dials kas, and serves the cluster's API
+/// through the connections it keeps open. Nothing connects to it from outside.
+#[derive(Parser)]
+#[command(name = "agentk", version = version::LONG, after_help = HELP, subcommand_negates_reqs = true)]
+struct Arguments {
+    #[command(flatten)]
+    agent: AgentArguments,
+    /// How log lines look: json, text, or auto (json unless standard error is a terminal).
+    #[arg(long, value_name = "FORMAT", default_value = "auto", value_parser = ["auto", "json", "text"], global = true)]
+    log_format: String,
+    #[command(subcommand)]
+    command: Option<Command>,
+}
+
+#[derive(clap::Args)]
+struct AgentArguments {
+    /// Where kas is: grpc://host:port, or grpcs://host:port for TLS.
+    #[arg(long, value_name = "URL", env = "AGENTK_KAS_ADDRESS", required = true)]
+    kas_address: Option<KasAddress>,
+    /// File with the agent token. It is read again when it changes.
+    #[arg(long, value_name = "FILE", env = "AGENTK_TOKEN_FILE", required = true)]
+    token_file: Option<PathBuf>,
+    /// PEM file with CA certificates for TLS with kas, besides the system's.
+    #[arg(long, value_name = "FILE")]
+    ca_cert_file: Option<PathBuf>,
+    #[command(flatten)]
+    cluster: ClusterAccess,
+    /// Where metrics and probes are served.
+    #[arg(long, value_name = "ADDRESS", default_value = ":8080")]
+    observability_address: String,
+    /// The most requests at once.
+    #[arg(long, value_name = "N", default_value_t = 500, value_parser = clap::value_parser!(u16).range(1..=500))]
+    max_tunnels: u16,
+    /// Serves the benchmark's service too.
+    #[arg(long, hide = true)]
+    bench_module: bool,
+    /// Namespace of this pod, shown to operators.
+    #[arg(long, env = "POD_NAMESPACE", default_value = "", hide_default_value = true)]
+    pod_namespace: String,
+    /// Name of this pod, shown to operators.
+    #[arg(long, env = "POD_NAME", default_value = "", hide_default_value = true)]
+    pod_name: String,
+    /// Threads that serve; the number of cores by default.
+    #[arg(long, value_name = "N", env = "AGENTK_WORKER_THREADS", hide = true)]
+    worker_threads: Option<usize>,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Serves the benchmark's service directly: what requests through kas are compared with.
+    #[command(hide = true)]
+    BenchDirect {
+        #[arg(long)]
+        listen: String,
+        #[arg(long, requires = "key_file")]
+        certificate_file: Option<PathBuf>,
+        #[arg(long, requires = "certificate_file")]
+        key_file: Option<PathBuf>,
+    },
+    /// Prints shell completions.
+    Completions {
+        /// For which shell.
+        shell: clap_complete::Shell,
+    },
+}
+
+const HELP: &str = "\
+Examples:
+  in a cluster, with its service account:
+    agentk --kas-address grpcs://kas.example.com --token-file /config/token
+  next to a cluster:
+    agentk --kas-address grpc://127.0.0.1:8150 --token-file token --kubeconfig ~/.kube/config
+
+A token and the lines that make it known to kas: kasctl token agent --id 1 --name demo --project 1";
+
+fn main() -> ExitCode {
+    tls::install();
+    match run(Arguments::parse()) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("Program aborted: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(arguments: Arguments) -> anyhow::Result<()> {
+    let mut builder = tokio::runtime::Builder::new_multi_thread();
+    builder.enable_all();
+    let format = match arguments.log_format.as_str() {
+        "json" => telemetry::Format::Json,
+        "text" => telemetry::Format::Text,
+        _ => telemetry::Format::Auto,
+    };
+    match arguments.command {
+        Some(Command::Completions { shell }) => {
+            clap_complete::generate(shell, &mut Arguments::command(), "agentk", &mut std::io::stdout());
+            Ok(())
+        }
+        Some(Command::BenchDirect { listen, certificate_file, key_file }) => {
+            let modules = Modules::new(vec![std::sync::Arc::new(Bench)]);
+            builder.build()?.block_on(direct::serve(&listen, certificate_file.zip(key_file), modules))
+        }
+        None => {
+            let agent = arguments.agent;
+            // Required without a subcommand: clap has said so already.
+            let (Some(kas_address), Some(token_file)) = (agent.kas_address, agent.token_file) else {
+                anyhow::bail!("--kas-address and --token-file are needed; see --help");
+            };
+            let level = telemetry::start("info", format);
+            if let Some(threads) = agent.worker_threads {
+                builder.worker_threads(threads.max(1));
+            }
+            let settings = Settings {
+                kas_address,
+                token_file,
+                ca_cert_file: agent.ca_cert_file,
+                cluster: agent.cluster,
+                observability_address: agent.observability_address,
+                max_tunnels: agent.max_tunnels.into(),
+                bench_module: agent.bench_module,
+                pod: (agent.pod_namespace, agent.pod_name),
+            };
+            builder.build()?.block_on(app::run(settings, level))
+        }
+    }
+}

@@ -5,6 +5,7 @@ use std::{fmt, future::Future, pin::Pin, sync::Arc};
 use grpc::{Code, Status};
 use proto::gitlab::agent::reverse_tunnel::info::{AgentDescriptor, Method, Service};
 
+pub mod bench;
 pub mod kubernetes_api;
 
 /// What a module returns; dropping it, or the response's body, cancels the request.

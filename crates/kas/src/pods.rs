@@ -188,7 +188,6 @@ async fn page(
         )
         .into()),
         403 => Err(Status::new(Code::PermissionDenied, said()).into()),
-        404 => Err(Status::new(Code::NotFound, said()).into()),
         429 | 503 => Err(Status::new(Code::Unavailable, format!("the API server answered {status}: {}", said())).into()),
         _ => Err(Status::new(Code::Unknown, format!("the API server answered {status}: {}", said())).into()),
     }

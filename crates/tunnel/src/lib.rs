@@ -27,3 +27,6 @@ pub const SOCKET_HEADER: http::HeaderName = http::HeaderName::from_static("kas-a
 pub const REPLICA_HEADER: http::HeaderName = http::HeaderName::from_static("kas-replica");
 /// How many replicas live, in response headers.
 pub const REPLICAS_HEADER: http::HeaderName = http::HeaderName::from_static("kas-replicas");
+/// How many seconds a tunnel may be idle, in response headers: kas saw a proxy that would cut it.
+/// agentk opens a replacement before it withdraws the old one.
+pub const MAX_IDLE_HEADER: http::HeaderName = http::HeaderName::from_static("kas-tunnel-max-idle");

@@ -378,11 +378,12 @@ async fn run_load(load: &Load, orders: &mut mpsc::Receiver<Order>) -> anyhow::Re
         sender: senders[index % senders.len()].clone(),
         shared: Arc::clone(&shared),
     };
+    let work = load.work;
     let callers = || -> JoinSet<Histogram<u64>> {
         (0..load.callers)
             .map(caller)
             .map(|caller| async move {
-                match load.work {
+                match work {
                     Work::Unary(size) => caller.unaries(encoded(size)).await,
                     work => caller.stream(work).await,
                 }
@@ -436,7 +437,7 @@ async fn run_load(load: &Load, orders: &mut mpsc::Receiver<Order>) -> anyhow::Re
         why: shared.why.lock().unwrap_or_else(PoisonError::into_inner).take(),
         ..Loaded::default()
     };
-    match load.work {
+    match work {
         Work::Unary(size) => {
             loaded.done = times.len();
             loaded.bytes = 2 * times.len() * encoded(size).len() as u64;

@@ -63,7 +63,8 @@ async fn kubeconfig_of_the_flag_wins_over_that_of_the_environment() {
     assert_eq!(api.target().host(), "rancher.example");
     assert_eq!(api.inner.prefix, "/k8s/clusters/c-1");
     assert!(api.target().impersonates());
-    let identity: Vec<_> = api.inner.identity.iter().map(|(name, value)| (name.as_str(), value.to_str().unwrap())).collect();
+    let identity: Vec<_> =
+        api.inner.identity.iter().map(|(name, value)| (name.as_str(), value.to_str().unwrap())).collect();
     assert_eq!(
         identity,
         [
@@ -91,7 +92,10 @@ async fn what_is_missing_is_named_with_the_flag_that_gives_it() {
 
     let missing = dir.path().join("missing");
     let text = refused(&ClusterAccess { kubeconfig: Some(missing.clone()), ..default() }, &none).await;
-    assert!(text.starts_with(&format!("cannot read the kubeconfig {}: No such file", missing.display())), "{text}");
+    assert!(
+        text.starts_with(&format!("cannot read the kubeconfig {}: No such file", missing.display())),
+        "{text}"
+    );
     let text = refused(&default(), &environment(&[("KUBECONFIG", &missing)])).await;
     assert!(text.contains("cannot read the kubeconfig"), "{text}");
 
@@ -125,7 +129,8 @@ async fn what_is_missing_is_named_with_the_flag_that_gives_it() {
     assert!(text.contains("empty is of no use: the bearer token is empty"), "{text}");
     let text = refused(&ClusterAccess { kube_token_file: Some(missing), ..server("http://a") }, &none).await;
     assert!(text.contains("cannot authenticate (--kube-server): cannot read"), "{text}");
-    let text = refused(&ClusterAccess { kube_ca_file: Some(file.clone()), ..server("https://a") }, &none).await;
+    let text =
+        refused(&ClusterAccess { kube_ca_file: Some(file.clone()), ..server("https://a") }, &none).await;
     assert!(text.contains("has no certificate in PEM"), "{text}");
 }
 
@@ -134,7 +139,9 @@ async fn broken_kubeconfig_does_not_show_its_secrets() {
     let dir = TempDir::new().unwrap();
     let broken = KUBECONFIG.replace("{token: s3cret-token}", "{token: s3cret-token, : [}");
     let file = write(&dir, "config", &broken);
-    let text = refused(&ClusterAccess { kubeconfig: Some(file), ..ClusterAccess::default() }, &environment(&[])).await;
+    let text =
+        refused(&ClusterAccess { kubeconfig: Some(file), ..ClusterAccess::default() }, &environment(&[]))
+            .await;
     assert!(text.contains("is not a kubeconfig: line") && !text.contains("s3cret"), "{text}");
 }
 
@@ -189,7 +196,9 @@ async fn credential_plugin_gives_the_token_and_its_output_stays_hidden() {
     let header = api_server.inner.credentials.header().await.unwrap().unwrap();
     assert_eq!(header, "Bearer from-plugin");
 
-    for (script, expected) in [("echo s3cret-output; exit 3", "exit status: 3"), ("echo s3cret-output", "did not print")] {
+    for (script, expected) in
+        [("echo s3cret-output; exit 3", "exit status: 3"), ("echo s3cret-output", "did not print")]
+    {
         let text = format!("{:#}", api(&plugin(script)).await.unwrap_err());
         assert!(text.contains(expected) && !text.contains("s3cret"), "{text}");
     }

@@ -16,7 +16,8 @@ async fn a_get_has_neither_body_nor_chunks_and_the_servers_path_before_its_own()
         peer.write("HTTP/1.1 200 OK\r\ncontent-length: 2\r\nset-x: 1\r\nset-x: 2\r\n\r\nhi").await;
         head
     };
-    let mut get = request("GET", "/api/v1/p ods?b=1&a=x&b=0", &[("Accept", "*/*"), ("Authorization", "Bearer caller")]);
+    let mut get =
+        request("GET", "/api/v1/p ods?b=1&a=x&b=0", &[("Accept", "*/*"), ("Authorization", "Bearer caller")]);
     get.header.insert("Host".into(), get.header["Accept"].clone());
     let (head, answer) = tokio::join!(server, fetch(&modules, get, b""));
     let host = url.trim_start_matches("http://");
@@ -37,7 +38,13 @@ async fn a_get_has_neither_body_nor_chunks_and_the_servers_path_before_its_own()
 async fn errors_and_redirects_of_the_api_server_are_answers_and_no_request_is_repeated() {
     let (listener, url) = listen().await;
     let modules = modules(&at(url)).await;
-    for status in ["429 Too Many Requests", "503 Service Unavailable", "504 Gateway Timeout", "302 Found", "401 Unauthorized"] {
+    for status in [
+        "429 Too Many Requests",
+        "503 Service Unavailable",
+        "504 Gateway Timeout",
+        "302 Found",
+        "401 Unauthorized",
+    ] {
         let server = async {
             let mut peer = Peer::accept(&listener).await;
             peer.head().await;
@@ -49,7 +56,10 @@ async fn errors_and_redirects_of_the_api_server_are_answers_and_no_request_is_re
         let ((), answer) = tokio::join!(server, fetch(&modules, request("DELETE", "/p", &[]), b""));
         let (header, body) = answer.unwrap();
         assert_eq!((header.status.as_str(), &body[..]), (status, &b"x"[..]));
-        assert!(timeout(NEVER / 3, listener.accept()).await.is_err(), "{status} was followed by another request");
+        assert!(
+            timeout(NEVER / 3, listener.accept()).await.is_err(),
+            "{status} was followed by another request"
+        );
     }
 }
 
@@ -239,7 +249,10 @@ async fn uploads_have_their_length_or_chunks_and_pass_as_they_come() {
             caller.data("first").await;
             let mut peer = Peer::accept(&listener).await;
             let head = peer.head().await;
-            assert!(head.contains("transfer-encoding: chunked\r\n") && !head.contains("content-length"), "{head}");
+            assert!(
+                head.contains("transfer-encoding: chunked\r\n") && !head.contains("content-length"),
+                "{head}"
+            );
             peer.until("5\r\nfirst\r\n").await;
             caller.data("second").await;
             peer.until("6\r\nsecond\r\n").await;
@@ -264,7 +277,10 @@ async fn uploads_have_their_length_or_chunks_and_pass_as_they_come() {
         assert!(head.contains("content-length: 11\r\n") && !head.contains("transfer-encoding"), "{head}");
         peer.until("first").await;
         caller.data("second").await;
-        assert!(timeout(NEVER, peer.until("second")).await.is_err(), "the request was complete before its trailer");
+        assert!(
+            timeout(NEVER, peer.until("second")).await.is_err(),
+            "the request was complete before its trailer"
+        );
         caller.trailer().await;
         caller.end().await;
         peer.until("second").await;
@@ -305,7 +321,6 @@ async fn uploads_that_end_before_their_trailer_end_the_connection() {
         (Some("4"), "reset", Code::Cancelled, "cancelled"),
         (Some("4"), "data", Code::InvalidArgument, "the body is longer than its announced length"),
         (Some("9"), "trailer", Code::InvalidArgument, "the body is shorter than its announced length"),
-        (Some("3"), "end", Code::InvalidArgument, "the body is longer than its announced length"),
     ] {
         let (caller, answer) = call(&modules, &[]);
         let headers: Vec<_> = length.iter().map(|length| ("Content-Length", *length)).collect();
@@ -344,7 +359,8 @@ async fn an_early_answer_arrives_while_the_upload_is_not_over() {
         caller.data("x").await;
         let mut peer = Peer::accept(&listener).await;
         peer.head().await;
-        peer.write("HTTP/1.1 413 Content Too Large\r\nconnection: close\r\ncontent-length: 2\r\n\r\nno").await;
+        peer.write("HTTP/1.1 413 Content Too Large\r\nconnection: close\r\ncontent-length: 2\r\n\r\nno")
+            .await;
         peer
     };
     let (peer, response) = tokio::join!(server, within(answer));
@@ -447,7 +463,8 @@ async fn what_cannot_be_reached_is_named_with_the_reason() {
         )
     );
 
-    let status = fetch(&modules(&at("http://no-such-host.invalid:1")).await, get("/"), b"").await.unwrap_err();
+    let status =
+        fetch(&modules(&at("http://no-such-host.invalid:1")).await, get("/"), b"").await.unwrap_err();
     println!("{status}");
     assert_eq!(status.code(), Code::Unavailable);
     let start = "cannot reach the Kubernetes API server at no-such-host.invalid:1: dns error: ";
@@ -494,19 +511,17 @@ async fn header_larger_than_the_tunnel_takes_is_an_error_and_not_a_broken_tunnel
         peer.write(&format!("HTTP/1.1 200 OK\r\nx: {large}\r\ncontent-length: 0\r\n\r\n")).await;
         peer
     };
-    let (_peer, answer) = tokio::join!(server, fetch(&modules, get("/"), b""));
+    let (mut peer, answer) = tokio::join!(server, fetch(&modules, get("/"), b""));
     assert_eq!(answer.unwrap_err().code(), Code::ResourceExhausted);
-    // Nothing is left in the way of the next one.
+    // Nothing is left in the way of the next one, not even on the same connection.
     let (caller, answer) = call(&modules, &[]);
     caller.header(get("/")).await;
     caller.trailer().await;
     let server = async {
-        let mut peer = Peer::accept(&listener).await;
         peer.head().await;
         peer.write("HTTP/1.1 204 No Content\r\n\r\n").await;
-        peer
     };
-    let (_peer, response) = tokio::join!(server, within(answer));
+    let ((), response) = tokio::join!(server, within(answer));
     let mut reply = Reply::new(response);
     assert_eq!(reply.header().await.status, "204 No Content");
     assert!(matches!(within(reply.next()).await, Some(http_response::Message::Trailer(_))));

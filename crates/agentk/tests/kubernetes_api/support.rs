@@ -28,24 +28,24 @@ use tokio::{
     time::timeout,
 };
 
-pub const METHOD: &str = "/gitlab.agent.kubernetes_api.rpc.KubernetesApi/MakeRequest";
+pub(crate) const METHOD: &str = "/gitlab.agent.kubernetes_api.rpc.KubernetesApi/MakeRequest";
 
 /// How long anything may take that is expected to happen.
-pub const SOON: Duration = Duration::from_secs(20);
+pub(crate) const SOON: Duration = Duration::from_secs(20);
 
 /// How long a test waits to see that something does not happen.
-pub const NEVER: Duration = Duration::from_millis(300);
+pub(crate) const NEVER: Duration = Duration::from_millis(300);
 
-pub async fn within<F: Future>(future: F) -> F::Output {
+pub(crate) async fn within<F: Future>(future: F) -> F::Output {
     timeout(SOON, future).await.expect("it happens soon")
 }
 
-pub async fn modules(access: &ClusterAccess) -> Modules {
+pub(crate) async fn modules(access: &ClusterAccess) -> Modules {
     let api = access.connect().await.expect("the configuration is complete");
     Modules::new(vec![Arc::new(KubernetesApi::new(api, "v1", "abc"))])
 }
 
-pub fn at(url: impl Into<String>) -> ClusterAccess {
+pub(crate) fn at(url: impl Into<String>) -> ClusterAccess {
     ClusterAccess { kube_server: Some(url.into()), ..ClusterAccess::default() }
 }
 
@@ -57,10 +57,10 @@ enum Step {
 }
 
 /// The sending half of a call.
-pub struct Caller(mpsc::Sender<Step>);
+pub(crate) struct Caller(mpsc::Sender<Step>);
 
 impl Caller {
-    pub async fn raw(&self, bytes: Bytes) -> bool {
+    pub(crate) async fn raw(&self, bytes: Bytes) -> bool {
         self.0.send(Step::Bytes(bytes)).await.is_ok()
     }
 
@@ -68,29 +68,29 @@ impl Caller {
         self.raw(grpc::encode(&HttpRequest { message: Some(message) })).await
     }
 
-    pub async fn header(&self, request: prototool::HttpRequest) {
+    pub(crate) async fn header(&self, request: prototool::HttpRequest) {
         let header = http_request::Header { request: Some(request), extra: None };
         self.message(http_request::Message::Header(header)).await;
     }
 
     /// Whether anybody still reads.
-    pub async fn data(&self, data: impl Into<Bytes>) -> bool {
+    pub(crate) async fn data(&self, data: impl Into<Bytes>) -> bool {
         self.message(http_request::Message::Data(http_request::Data { data: data.into() })).await
     }
 
-    pub async fn trailer(&self) {
+    pub(crate) async fn trailer(&self) {
         self.message(http_request::Message::Trailer(http_request::Trailer {})).await;
     }
 
-    pub async fn end(&self) {
+    pub(crate) async fn end(&self) {
         let _ = self.0.send(Step::End).await;
     }
 
-    pub async fn reset(&self) {
+    pub(crate) async fn reset(&self) {
         let _ = self.0.send(Step::Reset).await;
     }
 
-    pub async fn whole(&self, request: prototool::HttpRequest, body: &[u8]) {
+    pub(crate) async fn whole(&self, request: prototool::HttpRequest, body: &[u8]) {
         self.header(request).await;
         for piece in body.chunks(32 * 1024) {
             self.data(piece.to_vec()).await;
@@ -109,7 +109,10 @@ impl http_body::Body for Requests {
     type Data = Bytes;
     type Error = BoxError;
 
-    fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
         if self.ended {
             return Poll::Ready(None);
         }
@@ -132,7 +135,7 @@ impl http_body::Body for Requests {
 }
 
 /// Starts a call; its future does nothing until it is polled.
-pub fn call(modules: &Modules, metadata: &[(&'static str, &str)]) -> (Caller, agentk::module::Answer) {
+pub(crate) fn call(modules: &Modules, metadata: &[(&'static str, &str)]) -> (Caller, agentk::module::Answer) {
     let (sender, steps) = mpsc::channel(8);
     let mut request = http::Request::post(METHOD);
     for (name, value) in metadata {
@@ -142,18 +145,19 @@ pub fn call(modules: &Modules, metadata: &[(&'static str, &str)]) -> (Caller, ag
     (Caller(sender), modules.call(request))
 }
 
-pub fn get(path: &str) -> prototool::HttpRequest {
+pub(crate) fn get(path: &str) -> prototool::HttpRequest {
     request("GET", path, &[])
 }
 
-pub fn request(method: &str, path: &str, headers: &[(&str, &str)]) -> prototool::HttpRequest {
+pub(crate) fn request(method: &str, path: &str, headers: &[(&str, &str)]) -> prototool::HttpRequest {
     let (path, query) = path.split_once('?').unwrap_or((path, ""));
     let mut map = BTreeMap::new();
     for pair in query.split('&').filter(|pair| !pair.is_empty()) {
         let (key, value) = pair.split_once('=').unwrap_or((pair, ""));
         map.entry(key.to_owned()).or_insert_with(Values::default).value.push(value.to_owned());
     }
-    let header = headers.iter().map(|(name, value)| ((*name).to_owned(), Values { value: vec![(*value).to_owned()] }));
+    let header =
+        headers.iter().map(|(name, value)| ((*name).to_owned(), Values { value: vec![(*value).to_owned()] }));
     prototool::HttpRequest {
         method: method.to_owned(),
         url_path: path.to_owned(),
@@ -163,23 +167,24 @@ pub fn request(method: &str, path: &str, headers: &[(&str, &str)]) -> prototool:
 }
 
 /// The receiving half of a call, once its head is here.
-pub struct Reply {
+pub(crate) struct Reply {
     body: grpc::Body,
     buffer: BytesMut,
-    pub status: Option<Status>,
+    pub(crate) status: Option<Status>,
 }
 
 impl Reply {
-    pub fn new(response: http::Response<grpc::Body>) -> Self {
+    pub(crate) fn new(response: http::Response<grpc::Body>) -> Self {
         let status = Status::from_headers(response.headers());
         Self { body: response.into_body(), buffer: BytesMut::new(), status }
     }
 
     /// Returns the next message; `None` once there is a status.
-    pub async fn next(&mut self) -> Option<http_response::Message> {
+    pub(crate) async fn next(&mut self) -> Option<http_response::Message> {
         loop {
             if self.buffer.len() >= 5 {
-                let len = u32::from_be_bytes([self.buffer[1], self.buffer[2], self.buffer[3], self.buffer[4]]) as usize;
+                let len = u32::from_be_bytes([self.buffer[1], self.buffer[2], self.buffer[3], self.buffer[4]])
+                    as usize;
                 if self.buffer.len() >= 5 + len {
                     let message = self.buffer.split_to(5 + len).freeze().slice(5..);
                     return HttpResponse::decode(message).expect("a message").message;
@@ -199,14 +204,14 @@ impl Reply {
         }
     }
 
-    pub async fn header(&mut self) -> prototool::HttpResponse {
+    pub(crate) async fn header(&mut self) -> prototool::HttpResponse {
         match within(self.next()).await {
             Some(http_response::Message::Header(header)) => header.response.expect("a response"),
             other => panic!("{other:?} {:?}", self.status),
         }
     }
 
-    pub async fn data(&mut self) -> Bytes {
+    pub(crate) async fn data(&mut self) -> Bytes {
         match within(self.next()).await {
             Some(http_response::Message::Data(data)) => data.data,
             other => panic!("{other:?} {:?}", self.status),
@@ -214,7 +219,7 @@ impl Reply {
     }
 
     /// Returns the rest: every byte, whether there was a trailer, and the status.
-    pub async fn rest(&mut self) -> (Vec<u8>, bool, Status) {
+    pub(crate) async fn rest(&mut self) -> (Vec<u8>, bool, Status) {
         let (mut bytes, mut trailer) = (Vec::new(), false);
         while let Some(message) = within(self.next()).await {
             assert!(!trailer, "nothing follows a trailer");
@@ -232,7 +237,7 @@ impl Reply {
 }
 
 /// Makes a whole request and returns its whole answer, or the status that came instead.
-pub async fn fetch(
+pub(crate) async fn fetch(
     modules: &Modules,
     request: prototool::HttpRequest,
     body: &[u8],
@@ -257,20 +262,20 @@ pub async fn fetch(
 }
 
 /// One connection of an API server that a test plays.
-pub struct Peer {
-    pub stream: TcpStream,
+pub(crate) struct Peer {
+    pub(crate) stream: TcpStream,
     buffer: Vec<u8>,
 }
 
 impl Peer {
-    pub async fn accept(listener: &TcpListener) -> Self {
+    pub(crate) async fn accept(listener: &TcpListener) -> Self {
         let (stream, _) = within(listener.accept()).await.expect("a connection");
         stream.set_nodelay(true).expect("a socket");
         Self { stream, buffer: Vec::new() }
     }
 
     /// Reads a request's head.
-    pub async fn head(&mut self) -> String {
+    pub(crate) async fn head(&mut self) -> String {
         within(async {
             loop {
                 if let Some(end) = self.buffer.windows(4).position(|four| four == b"\r\n\r\n") {
@@ -289,7 +294,7 @@ impl Peer {
     }
 
     /// Reads until these bytes have come.
-    pub async fn until(&mut self, text: &str) -> String {
+    pub(crate) async fn until(&mut self, text: &str) -> String {
         within(async {
             loop {
                 if self.buffer.windows(text.len()).any(|part| part == text.as_bytes()) {
@@ -302,7 +307,7 @@ impl Peer {
     }
 
     /// Reads to the connection's end.
-    pub async fn end(&mut self) -> String {
+    pub(crate) async fn end(&mut self) -> String {
         within(async {
             while self.more().await > 0 {}
             String::from_utf8_lossy(&std::mem::take(&mut self.buffer)).into_owned()
@@ -310,12 +315,12 @@ impl Peer {
         .await
     }
 
-    pub async fn write(&mut self, text: &str) {
+    pub(crate) async fn write(&mut self, text: &str) {
         self.stream.write_all(text.as_bytes()).await.expect("the connection is open");
     }
 }
 
-pub async fn listen() -> (TcpListener, String) {
+pub(crate) async fn listen() -> (TcpListener, String) {
     let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
     let url = format!("http://{}", listener.local_addr().expect("an address"));
     (listener, url)

@@ -20,7 +20,7 @@ use proto::gitlab::agent::agent_configuration::rpc::ConfigurationRequest;
 use runtime::http2::{Answer, Body, Connection, GoAway, Refusal, Service, Standing, StreamReset, StreamSlot};
 use tokio::time::Instant;
 use tunnel::{
-    INSTANCE_HEADER, REPLICA_HEADER, REPLICAS_HEADER, REUSE, SOCKET_HEADER, TUNNEL_HEADER,
+    INSTANCE_HEADER, MAX_IDLE_HEADER, REPLICA_HEADER, REPLICAS_HEADER, REUSE, SOCKET_HEADER, TUNNEL_HEADER,
     kas_end::{Info, Opening, Owner, Peer, Retire, Tunnel, read_descriptor},
 };
 
@@ -46,6 +46,9 @@ const HOLD: Duration = Duration::from_secs(10);
 const MAX_REQUEST: usize = 64 * 1024;
 /// Idle streams of one agent that a proxy cut before this age say that there is a proxy.
 const PROXY_CUT: Duration = Duration::from_secs(75);
+/// Our agents behind a proxy replace a tunnel that has been idle for this many seconds, before the
+/// usual idle timer of 60 s cuts it.
+const PROXIED_IDLE_OURS: u64 = 45;
 /// How long that is remembered.
 const PROXY_MEMORY: Duration = Duration::from_secs(3600);
 /// How many agents that is remembered of.
@@ -268,6 +271,9 @@ impl Transport {
                 let mut response = self.accepted(&correlation, tunnel_body);
                 if peer == Peer::Ours {
                     response.headers_mut().insert(TUNNEL_HEADER, REUSE);
+                    if self.state().proxied {
+                        response.headers_mut().insert(MAX_IDLE_HEADER, HeaderValue::from(PROXIED_IDLE_OURS));
+                    }
                 }
                 response
             }
@@ -499,12 +505,10 @@ impl Connection for Transport {
         for config in configs {
             config.end(None);
         }
-        let how = match reason {
-            GoAway::Age => Retire::Ok,
-            GoAway::Leaving => Retire::Notice,
-        };
+        tracing::debug!(reason = ?reason, tunnels = tunnels.len(), "connection of an agent is going away");
+        // Ours open a replacement before they let go; those of GitLab end with OK.
         for tunnel in tunnels {
-            self.listener.registry.retire(&tunnel, how);
+            self.listener.registry.retire(&tunnel, Retire::Notice);
         }
     }
 

@@ -1,0 +1,143 @@
+//! From arguments to a running agent.
+
+use std::{path::PathBuf, sync::Arc, time::Duration};
+
+use anyhow::Context as _;
+use http::HeaderValue;
+use prometheus_client::registry::Registry;
+use proto::gitlab::agent::{agentcfg::LoggingLevelEnum, modshared::AgentMeta};
+use runtime::{
+    admin::{self, Admin},
+    io::{Address, Listener},
+    lifecycle::{self, Lifecycle, Phase},
+    telemetry::Level,
+    tls, version,
+};
+use tokio_util::{sync::CancellationToken, task::TaskTracker};
+
+use crate::{
+    cluster::ClusterAccess,
+    dial::KasAddress,
+    metrics::Metrics,
+    module::{Module, Modules, bench::Bench, kubernetes_api::KubernetesApi},
+    session::Shared,
+    supervisor,
+    token::TokenFile,
+};
+
+/// How long open requests go on after a signal to leave; a pod's usual grace is 30 s.
+const DRAIN: Duration = Duration::from_secs(25);
+
+/// What the agent is told.
+#[derive(Debug)]
+pub struct Settings {
+    /// Where kas is.
+    pub kas_address: KasAddress,
+    /// The file with the agent token.
+    pub token_file: PathBuf,
+    /// Further roots for TLS with kas.
+    pub ca_cert_file: Option<PathBuf>,
+    /// How to reach the cluster.
+    pub cluster: ClusterAccess,
+    /// Metrics and probes.
+    pub observability_address: String,
+    /// The most tunnels at once.
+    pub max_tunnels: usize,
+    /// Serves the benchmark's service too.
+    pub bench_module: bool,
+    /// Namespace and name of the pod.
+    pub pod: (String, String),
+}
+
+/// Runs until a signal, then lets open requests finish.
+///
+/// # Errors
+/// When something of the settings cannot be used.
+pub async fn run(settings: Settings, level: Level) -> anyhow::Result<()> {
+    runtime::io::raise_file_limit();
+    let token = TokenFile::new(settings.token_file);
+    token.authorization().context("--token-file")?;
+    let tls = tls::client(settings.ca_cert_file.as_deref()).context("--ca-cert-file")?;
+    let api_server = settings.cluster.connect().await?;
+    tracing::info!(
+        version = version::VERSION,
+        commit = version::COMMIT,
+        kas = %settings.kas_address,
+        cluster = api_server.target().host(),
+        "agentk is starting"
+    );
+    let mut modules: Vec<Arc<dyn Module>> = vec![Arc::new(KubernetesApi::new(api_server, version::VERSION, version::COMMIT))];
+    if settings.bench_module {
+        modules.push(Arc::new(Bench));
+    }
+    let modules = Modules::new(modules);
+
+    let mut registry = Registry::default();
+    let metrics = Arc::new(Metrics::new(&mut registry));
+    let listener = Listener::bind(&Address::Tcp(settings.observability_address.clone()))
+        .await
+        .with_context(|| format!("--observability-address: cannot listen on {}", settings.observability_address))?;
+    if let Some(address) = listener.local_addr() {
+        tracing::info!(address = %address, "metrics and probes");
+    }
+    let lifecycle = Lifecycle::default();
+    let connected = metrics.connections.clone();
+    let admin = Admin {
+        metrics_path: "/metrics".into(),
+        liveness_path: "/liveness".into(),
+        readiness_path: "/readiness".into(),
+        registry,
+        unready: Box::new(move || (connected.get() == 0).then(|| "not connected to kas".to_owned())),
+        refresh: Box::new(|| {}),
+    };
+    let admin = tokio::spawn(admin::run(listener, admin, lifecycle.clone()));
+
+    let shared = Arc::new(Shared {
+        descriptor: modules.descriptor(),
+        handler: Arc::new(modules),
+        token,
+        instance: HeaderValue::try_from(format!("{:032x}", rand::random::<u128>()))?,
+        meta: AgentMeta {
+            version: version::VERSION.into(),
+            commit_id: version::COMMIT.into(),
+            pod_namespace: settings.pod.0,
+            pod_name: settings.pod.1,
+        },
+        metrics: Arc::clone(&metrics),
+        max_tunnels: settings.max_tunnels,
+        applied: tokio::sync::watch::Sender::new(String::new()),
+        apply: Box::new(move |response| {
+            let Some(configuration) = &response.configuration else { return };
+            let logging = configuration.observability.as_ref().and_then(|o| o.logging.as_ref());
+            let wanted = match logging.map_or(LoggingLevelEnum::Info, |l| l.level()) {
+                LoggingLevelEnum::Info => "info",
+                LoggingLevelEnum::Debug => "debug",
+                LoggingLevelEnum::Warn => "warn",
+                LoggingLevelEnum::Error => "error",
+            };
+            level.set(wanted);
+        }),
+    });
+    let leave = CancellationToken::new();
+    let tasks = TaskTracker::new();
+    let supervisor = tokio::spawn(supervisor::run(
+        shared,
+        settings.kas_address,
+        tls,
+        leave.clone(),
+        tasks.clone(),
+    ));
+    let signal = lifecycle::signal().await?;
+    tracing::info!(signal, requests = metrics.tunnels_busy.get(), "leaving: open requests go on");
+    leave.cancel();
+    tasks.close();
+    tokio::select! {
+        () = tasks.wait() => {}
+        () = tokio::time::sleep(DRAIN) => tracing::warn!(requests = metrics.tunnels_busy.get(), "requests were cut"),
+        _ = lifecycle::signal() => tracing::warn!("told again to leave: not waiting any longer"),
+    }
+    supervisor.abort();
+    lifecycle.advance(Phase::Stopped);
+    let _ = admin.await;
+    Ok(())
+}

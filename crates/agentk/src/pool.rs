@@ -1,0 +1,343 @@
+//! The tunnels of one session, counted.
+//!
+//! A tunnel tells where it stands ([`Observer`]) from within its own task; the session is woken
+//! only when the pool needs more tunnels, not for each request.
+
+use std::{
+    collections::HashMap,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::Duration,
+};
+
+use tokio::{sync::Notify, time::Instant};
+use tunnel::agent_end::{Control, Observer, Progress};
+
+use crate::metrics::Metrics;
+
+/// Tunnels that should wait for a request at any time.
+pub const IDLE: usize = 2;
+/// A tunnel that has not been used for this long is given up, as long as enough are idle.
+const SHRINK_AFTER: Duration = Duration::from_secs(60);
+
+/// The tunnels of one session.
+#[derive(Debug)]
+pub struct Pool {
+    state: Mutex<State>,
+    notify: Notify,
+    metrics: Arc<Metrics>,
+    limit: usize,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    slots: HashMap<u64, Slot>,
+    serial: u64,
+    idle: usize,
+    busy: usize,
+    opening: usize,
+    /// Tunnels that ended before kas accepted them, since the session last asked.
+    failed: usize,
+    /// kas has sent a drain notice.
+    drained: bool,
+    /// No tunnel is opened any more.
+    closed: bool,
+}
+
+#[derive(Debug)]
+struct Slot {
+    control: Option<Control>,
+    stage: Stage,
+    /// Since when it has been idle.
+    since: Instant,
+    /// Replace it when it has been idle this long: a proxy would cut it.
+    max_idle: Option<Duration>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Stage {
+    Opening,
+    Idle,
+    Busy,
+    /// On its way out: not counted as idle.
+    Leaving,
+}
+
+/// What the session should do.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct Wants {
+    /// Open this many tunnels.
+    pub open: usize,
+    /// So many attempts have failed since it was last asked.
+    pub failed: usize,
+    /// kas wants the agent to go elsewhere.
+    pub drained: bool,
+}
+
+impl Pool {
+    /// Makes an empty pool of at most `limit` tunnels.
+    pub fn new(metrics: Arc<Metrics>, limit: usize) -> Arc<Self> {
+        Arc::new(Self { state: Mutex::default(), notify: Notify::new(), metrics, limit: limit.max(1) })
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        // A panic between two counters would be a bug in this file; the process goes on.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits until [`wants`](Self::wants) may answer differently.
+    ///
+    /// # Cancel safety
+    /// Cancel safe.
+    pub async fn changed(&self) {
+        self.notify.notified().await;
+    }
+
+    /// Returns what the session should do now.
+    pub fn wants(&self) -> Wants {
+        let mut state = self.state();
+        let have = state.idle + state.opening;
+        // More at once when many are busy: the next burst is likely as large as this one.
+        let open = if state.closed || have >= IDLE { 0 } else { (IDLE - have).max(state.busy / 2) };
+        Wants {
+            open: open.min(self.limit.saturating_sub(state.slots.len())),
+            failed: std::mem::take(&mut state.failed),
+            drained: state.drained,
+        }
+    }
+
+    /// Begins a tunnel: returns who observes it, and its number.
+    pub fn begin(self: &Arc<Self>) -> (Box<dyn Observer>, u64) {
+        let mut state = self.state();
+        state.serial += 1;
+        state.opening += 1;
+        let serial = state.serial;
+        let slot = Slot { control: None, stage: Stage::Opening, since: Instant::now(), max_idle: None };
+        state.slots.insert(serial, slot);
+        drop(state);
+        (Box::new(Watcher { pool: Arc::clone(self), serial }), serial)
+    }
+
+    /// Gives the pool the handle of a tunnel that it began.
+    pub fn control(&self, serial: u64, control: Control) {
+        if let Some(slot) = self.state().slots.get_mut(&serial) {
+            slot.control = Some(control);
+        }
+    }
+
+    /// kas says how long the tunnel may be idle.
+    pub fn max_idle(&self, serial: u64, max_idle: Duration) {
+        if let Some(slot) = self.state().slots.get_mut(&serial) {
+            slot.max_idle = Some(max_idle);
+        }
+    }
+
+    /// Whether any tunnel is idle or busy: requests can reach this agent through the session.
+    pub fn is_serving(&self) -> bool {
+        let state = self.state();
+        state.idle + state.busy > 0
+    }
+
+    /// Whether every tunnel has ended.
+    pub fn is_empty(&self) -> bool {
+        self.state().slots.is_empty()
+    }
+
+    /// Opens no more tunnels.
+    pub fn close(&self) {
+        self.state().closed = true;
+    }
+
+    /// Withdraws every tunnel: parked ones now, busy ones after their request.
+    pub fn withdraw_all(&self) {
+        self.each(Control::withdraw);
+    }
+
+    /// Half-closes every tunnel: parked ones now, busy ones after their request.
+    pub fn half_close_all(&self) {
+        self.each(Control::half_close);
+    }
+
+    fn each(&self, act: impl Fn(&Control)) {
+        let controls: Vec<Control> = self.state().slots.values().filter_map(|slot| slot.control.clone()).collect();
+        for control in controls {
+            act(&control);
+        }
+    }
+
+    /// Gives up tunnels that have been idle for long, and those whose time behind a proxy is over.
+    /// Call it every few seconds.
+    pub fn tick(&self) {
+        let mut leaving = Vec::new();
+        {
+            let mut state = self.state();
+            let state = &mut *state;
+            let mut spare = state.idle.saturating_sub(IDLE);
+            for slot in state.slots.values_mut().filter(|slot| slot.stage == Stage::Idle) {
+                let idle = slot.since.elapsed();
+                let unused = idle >= SHRINK_AFTER && spare > 0;
+                let expired = slot.max_idle.is_some_and(|max| idle >= max);
+                if !unused && !expired {
+                    continue;
+                }
+                if unused {
+                    spare -= 1;
+                }
+                slot.stage = Stage::Leaving;
+                state.idle -= 1;
+                self.metrics.tunnels_idle.dec();
+                leaving.extend(slot.control.clone());
+            }
+        }
+        if !leaving.is_empty() {
+            // The session opens replacements where they are needed.
+            self.notify.notify_one();
+        }
+        for control in leaving {
+            control.withdraw();
+        }
+    }
+}
+
+struct Watcher {
+    pool: Arc<Pool>,
+    serial: u64,
+}
+
+impl Observer for Watcher {
+    fn progress(&self, progress: Progress) {
+        let pool = &self.pool;
+        let mut state = pool.state();
+        let state = &mut *state;
+        let Some(slot) = state.slots.get_mut(&self.serial) else { return };
+        let before = slot.stage;
+        let after = match progress {
+            Progress::Parked if before != Stage::Leaving => Some(Stage::Idle),
+            Progress::Busy => Some(Stage::Busy),
+            Progress::Parked | Progress::DrainNotice => Some(Stage::Leaving),
+            Progress::Ended => None,
+        };
+        match before {
+            Stage::Opening => state.opening -= 1,
+            Stage::Idle => {
+                state.idle -= 1;
+                pool.metrics.tunnels_idle.dec();
+            }
+            Stage::Busy => {
+                state.busy -= 1;
+                pool.metrics.tunnels_busy.dec();
+            }
+            Stage::Leaving => {}
+        }
+        match after {
+            Some(stage) => {
+                slot.stage = stage;
+                match stage {
+                    Stage::Idle => {
+                        slot.since = Instant::now();
+                        state.idle += 1;
+                        pool.metrics.tunnels_idle.inc();
+                    }
+                    Stage::Busy => {
+                        state.busy += 1;
+                        pool.metrics.tunnels_busy.inc();
+                        pool.metrics.requests.inc();
+                    }
+                    Stage::Opening | Stage::Leaving => {}
+                }
+            }
+            None => {
+                state.slots.remove(&self.serial);
+                if before == Stage::Opening {
+                    state.failed += 1;
+                }
+            }
+        }
+        state.drained |= progress == Progress::DrainNotice;
+        let first = before == Stage::Opening && after == Some(Stage::Idle);
+        if first || state.drained || after.is_none() || state.idle + state.opening < IDLE {
+            pool.notify.notify_one();
+        }
+    }
+
+    fn panicked(&self) {
+        self.pool.metrics.panics.inc();
+        tracing::error!("a handler panicked; its request ended with INTERNAL");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn pool(limit: usize) -> Arc<Pool> {
+        Pool::new(Arc::default(), limit)
+    }
+
+    fn open(pool: &Arc<Pool>) -> Vec<Box<dyn Observer>> {
+        (0..pool.wants().open).map(|_| pool.begin().0).collect()
+    }
+
+    #[test]
+    fn pool_starts_with_two_and_grows_by_half_of_the_busy_ones() {
+        let pool = pool(500);
+        let mut tunnels = open(&pool);
+        assert_eq!(tunnels.len(), IDLE);
+        for tunnel in &tunnels {
+            tunnel.progress(Progress::Parked);
+        }
+        assert_eq!(pool.wants().open, 0);
+        for round in 0..6 {
+            for tunnel in &tunnels {
+                tunnel.progress(Progress::Busy);
+            }
+            let busy = tunnels.len();
+            let more = open(&pool);
+            assert_eq!(more.len(), (busy / 2).max(IDLE), "round {round}");
+            for tunnel in &more {
+                tunnel.progress(Progress::Parked);
+            }
+            tunnels.extend(more);
+        }
+    }
+
+    #[test]
+    fn pool_never_exceeds_its_limit() {
+        let pool = pool(3);
+        let first = open(&pool);
+        for tunnel in &first {
+            tunnel.progress(Progress::Parked);
+            tunnel.progress(Progress::Busy);
+        }
+        assert_eq!(pool.wants().open, 1);
+        let _last = open(&pool);
+        assert_eq!(pool.wants().open, 0);
+    }
+
+    #[test]
+    fn failures_and_drain_notices_reach_the_session() {
+        let pool = pool(10);
+        let tunnels = open(&pool);
+        tunnels[0].progress(Progress::Ended);
+        assert_eq!(pool.wants(), Wants { open: 1, failed: 1, drained: false });
+        tunnels[1].progress(Progress::Parked);
+        tunnels[1].progress(Progress::DrainNotice);
+        assert!(pool.wants().drained);
+        tunnels[1].progress(Progress::Ended);
+        assert_eq!(pool.wants().failed, 0);
+        assert!(pool.is_empty());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn idle_tunnels_above_two_are_given_up_after_a_minute() {
+        let pool = pool(100);
+        let tunnels: Vec<_> = (0..10).map(|_| pool.begin().0).collect();
+        for tunnel in &tunnels {
+            tunnel.progress(Progress::Parked);
+        }
+        pool.tick();
+        assert_eq!(pool.state().idle, 10);
+        tokio::time::advance(SHRINK_AFTER).await;
+        pool.tick();
+        assert_eq!(pool.state().idle, IDLE);
+    }
+}

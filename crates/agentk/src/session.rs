@@ -1,0 +1,397 @@
+//! One transport connection to kas: a configuration stream and a pool of tunnels.
+
+use std::{sync::Arc, time::Duration};
+
+use grpc::{Code, MessageReader, Status};
+use http::{HeaderValue, Request, Response, Uri, header};
+use hyper::body::Incoming;
+use prost::Message as _;
+use proto::gitlab::agent::{
+    agent_configuration::rpc::{ConfigurationRequest, ConfigurationResponse},
+    modshared::AgentMeta,
+    reverse_tunnel::info::AgentDescriptor,
+};
+use tokio::{sync::watch, time::Instant};
+use tokio_util::{sync::CancellationToken, task::TaskTracker};
+use tunnel::{
+    INSTANCE_HEADER, MAX_IDLE_HEADER, REUSE, SOCKET_HEADER, TUNNEL_HEADER,
+    agent_end::{self, Handler},
+};
+
+use crate::{dial::Link, metrics::Metrics, pool::Pool, token::TokenFile};
+
+const CONNECT: &str = "/gitlab.agent.reverse_tunnel.rpc.ReverseTunnel/Connect";
+const GET_CONFIGURATION: &str = "/gitlab.agent.agent_configuration.rpc.AgentConfiguration/GetConfiguration";
+/// The largest configuration that is accepted.
+const MAX_CONFIGURATION: usize = 4 << 20;
+/// After a drain notice the tunnels are half-closed at most this much later, replacement or not.
+const REPLACE: Duration = Duration::from_secs(3);
+/// Open requests of a session that ends go on for this long.
+const LINGER: Duration = Duration::from_secs(24 * 3600);
+/// How often the pool is looked at.
+const TICK: Duration = Duration::from_secs(5);
+/// First and longest pause before a tunnel is opened again that kas did not accept.
+const TUNNEL_BACKOFF: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(10));
+
+/// What every session of the process has in common.
+pub struct Shared {
+    /// Serves requests.
+    pub handler: Arc<dyn Handler>,
+    /// What is served.
+    pub descriptor: AgentDescriptor,
+    /// The token.
+    pub token: TokenFile,
+    /// Random name of this process.
+    pub instance: HeaderValue,
+    /// What the agent says of itself.
+    pub meta: AgentMeta,
+    /// What is counted.
+    pub metrics: Arc<Metrics>,
+    /// The most tunnels of one session.
+    pub max_tunnels: usize,
+    /// The last configuration that was applied.
+    pub applied: watch::Sender<String>,
+    /// Applies a configuration.
+    pub apply: Box<dyn Fn(&ConfigurationResponse) + Send + Sync>,
+}
+
+impl std::fmt::Debug for Shared {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Shared").field("meta", &self.meta).finish_non_exhaustive()
+    }
+}
+
+/// How far a session is.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Stage {
+    /// Connected, and no tunnel is there yet.
+    Opening,
+    /// Requests can come.
+    Serving,
+    /// kas wants the agent to go elsewhere: make another session now.
+    Retiring,
+    /// Nothing of it is left, or kas refused the agent.
+    Over(Option<Status>),
+}
+
+/// A session that runs by itself.
+#[derive(Debug)]
+pub struct Session {
+    /// How far it is.
+    pub stage: watch::Receiver<Stage>,
+    /// Resolves the wait of a retiring session: its successor serves.
+    pub replaced: CancellationToken,
+}
+
+/// Starts a session on a connection.
+pub fn start(shared: Arc<Shared>, link: Link, leave: CancellationToken, tasks: &TaskTracker) -> Session {
+    let (sender, stage) = watch::channel(Stage::Opening);
+    let replaced = CancellationToken::new();
+    let run = Run { shared, link, stage: sender, replaced: replaced.clone(), streams: TaskTracker::new() };
+    tasks.spawn(run.run(leave));
+    Session { stage, replaced }
+}
+
+struct Run {
+    shared: Arc<Shared>,
+    link: Link,
+    stage: watch::Sender<Stage>,
+    replaced: CancellationToken,
+    streams: TaskTracker,
+}
+
+/// How a configuration stream ended.
+enum ConfigurationEnd {
+    /// Call again.
+    Again,
+    /// kas refused it.
+    Refused(Status),
+    /// The connection is of no more use.
+    Broken,
+}
+
+impl Run {
+    async fn run(mut self, leave: CancellationToken) {
+        self.shared.metrics.connections.inc();
+        let pool = Pool::new(Arc::clone(&self.shared.metrics), self.shared.max_tunnels);
+        let end = self.serve(&pool, &leave).await;
+        // What is open goes on while the connection lives; nothing new is opened.
+        pool.close();
+        let over = match end {
+            End::Broken => None,
+            End::Refused(status) => Some(status),
+            End::Retired => {
+                self.stage.send_replace(Stage::Retiring);
+                tokio::select! {
+                    () = self.replaced.cancelled() => {}
+                    () = tokio::time::sleep(REPLACE) => {}
+                    () = leave.cancelled() => {}
+                }
+                pool.half_close_all();
+                None
+            }
+            End::Left => {
+                pool.withdraw_all();
+                None
+            }
+        };
+        if over.is_none() {
+            let until = Instant::now() + LINGER;
+            while !pool.is_empty() && !self.link.driver.is_finished() && Instant::now() < until {
+                tokio::select! {
+                    () = pool.changed() => {}
+                    _ = &mut self.link.driver => break,
+                }
+            }
+        }
+        self.link.driver.abort();
+        self.streams.close();
+        self.shared.metrics.connections.dec();
+        self.stage.send_replace(Stage::Over(over));
+    }
+
+    /// Keeps the configuration stream and the pool until the session has to end.
+    async fn serve(&mut self, pool: &Arc<Pool>, leave: &CancellationToken) -> End {
+        let mut configuration = Box::pin(configuration(self.shared.clone(), self.request_parts(), self.link.sender.clone()));
+        let mut ticks = tokio::time::interval(TICK);
+        let mut backoff = TUNNEL_BACKOFF.0;
+        let mut not_before = Instant::now();
+        let mut configuration_after = None;
+        loop {
+            let wants = pool.wants();
+            if wants.drained {
+                return End::Retired;
+            }
+            if wants.failed > 0 {
+                not_before = Instant::now() + backoff.mul_f64(rand::random());
+                backoff = (backoff * 2).min(TUNNEL_BACKOFF.1);
+            }
+            if pool.is_serving() {
+                backoff = TUNNEL_BACKOFF.0;
+                self.stage.send_if_modified(|stage| {
+                    let first = *stage == Stage::Opening;
+                    if first {
+                        *stage = Stage::Serving;
+                    }
+                    first
+                });
+            }
+            let wait = wants.open > 0 && Instant::now() < not_before;
+            if wants.open > 0 && !wait {
+                for _ in 0..wants.open {
+                    if let Err(end) = self.open(pool) {
+                        return end;
+                    }
+                }
+                continue;
+            }
+            tokio::select! {
+                () = pool.changed() => {}
+                () = tokio::time::sleep_until(not_before), if wait => {}
+                _ = ticks.tick() => pool.tick(),
+                () = leave.cancelled() => return End::Left,
+                _ = &mut self.link.driver => return End::Broken,
+                end = &mut configuration, if configuration_after.is_none() => match end {
+                    ConfigurationEnd::Again => {
+                        // After GOAWAY no stream opens here any more: the next one is elsewhere.
+                        if self.link.sender.ready().await.is_err() {
+                            return End::Retired;
+                        }
+                        configuration_after = Some(Instant::now());
+                    }
+                    ConfigurationEnd::Broken => {
+                        if self.link.sender.ready().await.is_err() {
+                            return End::Retired;
+                        }
+                        configuration_after = Some(Instant::now() + Duration::from_secs(1));
+                    }
+                    ConfigurationEnd::Refused(status) if is_refusal(&status) => return End::Refused(status),
+                    ConfigurationEnd::Refused(status) => {
+                        tracing::warn!(error = %status, "kas gave no configuration; tunnels go on");
+                        configuration_after = Some(Instant::now() + Duration::from_secs(10));
+                    }
+                },
+                () = at(configuration_after), if configuration_after.is_some() => {
+                    configuration_after = None;
+                    configuration = Box::pin(self::configuration(
+                        self.shared.clone(),
+                        self.request_parts(),
+                        self.link.sender.clone(),
+                    ));
+                }
+            }
+        }
+    }
+
+    fn request_parts(&self) -> RequestParts {
+        RequestParts {
+            scheme: self.link.scheme.clone(),
+            authority: self.link.authority.clone(),
+            local: self.link.local,
+        }
+    }
+
+    /// Opens one tunnel.
+    fn open(&mut self, pool: &Arc<Pool>) -> Result<(), End> {
+        let mut request = match self.request_parts().request(&self.shared, CONNECT) {
+            Ok(request) => request,
+            Err(error) => {
+                return Err(End::Refused(Status::new(Code::Unauthenticated, format!("{error:#}"))));
+            }
+        };
+        request.headers_mut().insert(TUNNEL_HEADER, REUSE);
+        let (observer, serial) = pool.begin();
+        let (body, control) = agent_end::open(&self.shared.descriptor, Arc::clone(&self.shared.handler), observer);
+        pool.control(serial, control.clone());
+        let pool = Arc::clone(pool);
+        let answer = self.link.sender.send_request(request.map(|()| grpc::boxed(body)));
+        self.streams.spawn(async move {
+            match answer.await {
+                Ok(response) => match refusal(&response) {
+                    None => {
+                        let reusable = response.headers().get(TUNNEL_HEADER) == Some(&REUSE);
+                        if let Some(max) = max_idle(&response) {
+                            pool.max_idle(serial, max);
+                        }
+                        let gzip = response.headers().get("grpc-encoding").is_some_and(|value| value == "gzip");
+                        control.accepted(grpc::boxed(response.into_body()), reusable, gzip);
+                    }
+                    Some(status) => {
+                        tracing::debug!(error = %status, "kas did not accept a tunnel");
+                        control.failed();
+                    }
+                },
+                Err(error) => {
+                    tracing::debug!(error = %error, "a tunnel could not be opened");
+                    control.failed();
+                }
+            }
+        });
+        Ok(())
+    }
+}
+
+enum End {
+    /// kas refused the agent.
+    Refused(Status),
+    /// kas wants the agent to go elsewhere.
+    Retired,
+    /// This process leaves.
+    Left,
+    /// The connection broke.
+    Broken,
+}
+
+async fn at(instant: Option<Instant>) {
+    if let Some(instant) = instant {
+        tokio::time::sleep_until(instant).await;
+    }
+}
+
+/// Whether kas says that it will not serve this agent, rather than that something went wrong.
+fn is_refusal(status: &Status) -> bool {
+    matches!(status.code(), Code::Unauthenticated | Code::PermissionDenied)
+}
+
+struct RequestParts {
+    scheme: http::uri::Scheme,
+    authority: http::uri::Authority,
+    local: Option<std::net::SocketAddr>,
+}
+
+impl RequestParts {
+    fn request(&self, shared: &Shared, path: &'static str) -> anyhow::Result<Request<()>> {
+        let mut uri = http::uri::Parts::default();
+        uri.scheme = Some(self.scheme.clone());
+        uri.authority = Some(self.authority.clone());
+        uri.path_and_query = Some(http::uri::PathAndQuery::from_static(path));
+        let mut request = Request::new(());
+        *request.method_mut() = http::Method::POST;
+        *request.uri_mut() = Uri::from_parts(uri)?;
+        *request.version_mut() = http::Version::HTTP_2;
+        let headers = request.headers_mut();
+        headers.insert(header::AUTHORIZATION, shared.token.authorization()?);
+        headers.insert(header::CONTENT_TYPE, grpc::CONTENT_TYPE);
+        headers.insert(header::TE, HeaderValue::from_static("trailers"));
+        headers.insert(
+            header::USER_AGENT,
+            HeaderValue::from_static(concat_user_agent()),
+        );
+        headers.insert(INSTANCE_HEADER, shared.instance.clone());
+        if let Some(local) = self.local.and_then(|local| HeaderValue::try_from(local.to_string()).ok()) {
+            headers.insert(SOCKET_HEADER, local);
+        }
+        Ok(request)
+    }
+}
+
+fn concat_user_agent() -> &'static str {
+    static AGENT: std::sync::OnceLock<String> = std::sync::OnceLock::new();
+    AGENT.get_or_init(|| format!("agentk/{}/{}", runtime::version::VERSION, runtime::version::COMMIT))
+}
+
+/// The status of an answer that is only a status, or not gRPC at all.
+fn refusal(response: &Response<Incoming>) -> Option<Status> {
+    if let Some(status) = Status::from_headers(response.headers()) {
+        return Some(status);
+    }
+    let code = response.status();
+    (!code.is_success()).then(|| {
+        Status::new(Code::Unavailable, format!("HTTP status {code}: is this the address of kas?"))
+    })
+}
+
+fn max_idle(response: &Response<Incoming>) -> Option<Duration> {
+    let seconds = response.headers().get(MAX_IDLE_HEADER)?.to_str().ok()?.parse().ok()?;
+    Some(Duration::from_secs(seconds))
+}
+
+/// Opens the configuration stream and applies what comes, until it ends.
+async fn configuration(
+    shared: Arc<Shared>,
+    parts: RequestParts,
+    mut sender: hyper::client::conn::http2::SendRequest<grpc::Body>,
+) -> ConfigurationEnd {
+    let message = ConfigurationRequest {
+        commit_id: shared.applied.borrow().clone(),
+        agent_meta: Some(shared.meta.clone()),
+    };
+    let request = match parts.request(&shared, GET_CONFIGURATION) {
+        Ok(request) => request.map(|()| grpc::full(grpc::encode(&message))),
+        Err(error) => return ConfigurationEnd::Refused(Status::new(Code::Unauthenticated, format!("{error:#}"))),
+    };
+    let response = match sender.send_request(request).await {
+        Ok(response) => response,
+        Err(error) => {
+            tracing::debug!(error = %error, "the configuration stream could not be opened");
+            return ConfigurationEnd::Broken;
+        }
+    };
+    if let Some(status) = refusal(&response) {
+        return if status.code() == Code::Ok { ConfigurationEnd::Again } else { ConfigurationEnd::Refused(status) };
+    }
+    let gzip = response.headers().get("grpc-encoding").is_some_and(|value| value == "gzip");
+    let mut reader = MessageReader::new(response.into_body(), MAX_CONFIGURATION).with_gzip(gzip);
+    loop {
+        match reader.next().await {
+            Ok(Some(message)) => match ConfigurationResponse::decode(message) {
+                Ok(configuration) => {
+                    tracing::info!(commit_id = configuration.commit_id, "configuration received");
+                    (shared.apply)(&configuration);
+                    shared.applied.send_replace(configuration.commit_id);
+                }
+                Err(error) => tracing::warn!(error = %error, "a configuration cannot be read; the last one stays"),
+            },
+            Ok(None) => {
+                return match reader.trailers().and_then(Status::from_headers) {
+                    Some(status) if status.code() != Code::Ok => ConfigurationEnd::Refused(status),
+                    _ => ConfigurationEnd::Again,
+                };
+            }
+            Err(error) => {
+                tracing::debug!(error = %error, "the configuration stream broke");
+                return ConfigurationEnd::Broken;
+            }
+        }
+    }
+}

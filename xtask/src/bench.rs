@@ -1,0 +1,95 @@
+//! `cargo xtask bench`: what a call through kas costs beside the same call made directly.
+//!
+//! Every server that is measured is a process of the release profile on loopback, and so is the load client.
+//! `path` measures time, throughput, processor time and memory; `instructions` counts what kas executes per call,
+//! which neighbours on the machine do not change.
+
+mod agents;
+mod client;
+mod instructions;
+mod orders;
+mod path;
+mod processes;
+mod report;
+
+use std::path::PathBuf;
+
+/// Measures the way of a call.
+#[derive(Debug, clap::Args)]
+pub struct BenchArgs {
+    #[command(subcommand)]
+    what: What,
+}
+
+#[derive(Debug, clap::Subcommand)]
+enum What {
+    /// Direct calls against calls through kas; about ten minutes on two cores.
+    Path(PathArgs),
+    /// Instructions of kas per call, under valgrind; about two minutes.
+    Instructions(InstructionsArgs),
+}
+
+#[derive(Debug, clap::Args)]
+struct PathArgs {
+    /// How often everything is measured; results are medians over the rounds.
+    #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    rounds: u32,
+    /// One short round, to see that everything works; its numbers mean little.
+    #[arg(long, conflicts_with = "rounds")]
+    quick: bool,
+    /// Measures only rows whose name contains one of these.
+    #[arg(long, value_name = "NAME", value_delimiter = ',')]
+    only: Vec<String>,
+    #[command(flatten)]
+    output: Output,
+}
+
+#[derive(Debug, clap::Args)]
+struct InstructionsArgs {
+    /// Calls that are counted.
+    #[arg(long, default_value_t = 4_000, value_parser = clap::value_parser!(i64).range(1..=1_000_000))]
+    requests: i64,
+    /// Calls before that.
+    #[arg(long, default_value_t = 1_000, value_parser = clap::value_parser!(i64).range(1..=1_000_000))]
+    warm: i64,
+    /// How many functions are listed.
+    #[arg(long, default_value_t = 40)]
+    top: usize,
+    #[command(flatten)]
+    output: Output,
+}
+
+#[derive(Debug, clap::Args)]
+struct Output {
+    /// Writes the keys that gates are about as one flat object; keys of the other command that the file has stay.
+    #[arg(long, value_name = "FILE")]
+    json: Option<PathBuf>,
+    /// Writes the tables; those of the other command that the file has stay.
+    #[arg(long, value_name = "FILE")]
+    markdown: Option<PathBuf>,
+    /// Writes the tables to docs/benchmarks.md.
+    #[arg(long)]
+    write_docs: bool,
+    /// Uses binaries that were built before.
+    #[arg(long)]
+    no_build: bool,
+}
+
+/// Runs a bench.
+///
+/// # Errors
+/// When something cannot be built, started or measured. A missed gate is a result, not an error.
+pub fn run(args: BenchArgs) -> anyhow::Result<()> {
+    match args.what {
+        What::Path(args) => path::run(&args),
+        What::Instructions(args) => instructions::run(&args),
+    }
+}
+
+/// Is the load client (`cargo xtask bench-client`, hidden): started by [`run`], and of no use to a person.
+///
+/// # Errors
+/// When the runtime cannot start or standard output is gone.
+pub fn client() -> anyhow::Result<()> {
+    client::run()
+}

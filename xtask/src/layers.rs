@@ -1,0 +1,261 @@
+//! `cargo xtask layers`: which crate of the workspace may depend on which. ARCHITECTURE.md says what each is.
+
+use std::{collections::BTreeSet, fmt, process::ExitCode};
+
+use anyhow::{Context as _, Result};
+use serde_json::Value;
+
+use crate::{report::line, workspace};
+
+/// A crate and what it may depend on, for itself and its build. Dependencies come before their dependants, so that
+/// there is no way to write a cycle.
+const ALLOWED: [(&str, &[&str]); 12] = [
+    // Ids are values: no I/O, nothing generated.
+    ("ids", &[]),
+    // What is on the wire; ids are made of it at the edges, by those who check them.
+    ("proto", &[]),
+    // HTTP/2 listeners, TLS, telemetry: knows no protocol of ours.
+    ("runtime", &[]),
+    ("grpc", &["ids", "proto"]),
+    // Both ends of a tunnel. It knows nobody who uses it.
+    ("tunnel", &["ids", "proto", "grpc"]),
+    // Who holds which tunnel; kas' business only.
+    ("cluster", &["ids", "proto"]),
+    ("kas", &["ids", "proto", "runtime", "grpc", "tunnel", "cluster"]),
+    // Runs in other people's clusters: nothing of how kas replicas find each other may come along.
+    ("agentk", &["ids", "proto", "runtime", "grpc", "tunnel"]),
+    ("kasctl", &["ids", "proto", "runtime"]),
+    // For tests. Without the programs, so that all of them can use it.
+    ("testkit", &["ids", "proto", "runtime", "grpc", "tunnel"]),
+    ("xtask", &["ids", "proto", "runtime", "grpc", "testkit"]),
+    // Tests and nothing else: everything it needs is a dev-dependency.
+    ("tests", &[]),
+];
+
+/// Crates whose tests may use anything.
+const TESTS_ONLY: [&str; 1] = ["tests"];
+
+/// What the tests of every crate may use besides what the crate itself may.
+const FOR_TESTS: [&str; 1] = ["testkit"];
+
+/// A crate, and others of ours or not that it never uses, not even in tests.
+const FORBIDDEN: [(&str, &[&str]); 1] = [
+    // No I/O and no async.
+    ("ids", &["tokio", "hyper", "h2", "tonic"]),
+];
+
+/// Prints what breaks the rules.
+pub(crate) fn run() -> Result<ExitCode> {
+    let crates = crates(&workspace::metadata()?)?;
+    let violations = violations(&crates);
+    if violations.is_empty() {
+        let arrows: usize = crates.iter().map(|member| member.dependencies.len()).sum();
+        line(format_args!("layers ok: {} crates, {arrows} dependencies between them", crates.len()));
+        return Ok(ExitCode::SUCCESS);
+    }
+    for violation in &violations {
+        line(format_args!("error: {violation}"));
+    }
+    line(
+        "If that is meant: add it to ALLOWED in xtask/src/layers.rs and to ARCHITECTURE.md, in a commit of its own that \
+         says why.",
+    );
+    Ok(ExitCode::FAILURE)
+}
+
+/// A member of the workspace.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Crate {
+    name: String,
+    /// Other members and itself, in the order of the manifest.
+    dependencies: Vec<Dependency>,
+    /// Names of all others.
+    foreign: BTreeSet<String>,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Dependency {
+    name: String,
+    /// Whether only tests, examples and benches use it.
+    dev: bool,
+}
+
+#[derive(Debug, PartialEq, Eq)]
+enum Violation {
+    Arrow { from: String, to: String, dev: bool },
+    Forbidden { from: String, to: String },
+    NotInTable(String),
+    NotInWorkspace(&'static str),
+}
+
+impl fmt::Display for Violation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Arrow { from, to, dev: false } => write!(f, "{from} must not depend on {to}"),
+            Self::Arrow { from, to, dev: true } => write!(f, "the tests of {from} must not depend on {to}"),
+            Self::Forbidden { from, to } => write!(f, "{from} must not use {to}: see FORBIDDEN"),
+            Self::NotInTable(name) => write!(f, "nothing is said about {name}, which is new"),
+            Self::NotInWorkspace(name) => write!(f, "ALLOWED has {name}, which is not in the workspace"),
+        }
+    }
+}
+
+fn crates(metadata: &Value) -> Result<Vec<Crate>> {
+    let packages = metadata["packages"].as_array().context("cargo metadata lists no packages")?;
+    let name_of = |value: &Value| value["name"].as_str().map(str::to_owned).context("a package has no name");
+    let members = packages.iter().map(name_of).collect::<Result<BTreeSet<_>>>()?;
+    packages
+        .iter()
+        .map(|package| {
+            let mut member =
+                Crate { name: name_of(package)?, dependencies: Vec::new(), foreign: BTreeSet::new() };
+            for dependency in package["dependencies"].as_array().context("a package has no list of dependencies")? {
+                let name = name_of(dependency)?;
+                // Ours have a path; somebody else's may have the same name.
+                if members.contains(&name) && !dependency["path"].is_null() {
+                    member.dependencies.push(Dependency { name, dev: dependency["kind"] == "dev" });
+                } else {
+                    member.foreign.insert(name);
+                }
+            }
+            Ok(member)
+        })
+        .collect()
+}
+
+fn violations(crates: &[Crate]) -> Vec<Violation> {
+    let mut violations = Vec::new();
+    for Crate { name, dependencies, foreign } in crates {
+        let Some((_, allowed)) = ALLOWED.iter().find(|(from, _)| from == name) else {
+            violations.push(Violation::NotInTable(name.clone()));
+            continue;
+        };
+        for Dependency { name: to, dev } in dependencies {
+            let in_tests = *dev
+                && (to == name || FOR_TESTS.contains(&to.as_str()) || TESTS_ONLY.contains(&name.as_str()));
+            if !allowed.contains(&to.as_str()) && !in_tests {
+                violations.push(Violation::Arrow { from: name.clone(), to: to.clone(), dev: *dev });
+            }
+        }
+        let never = FORBIDDEN.iter().filter(|(from, _)| from == name).flat_map(|(_, never)| never.iter());
+        violations.extend(
+            never
+                .filter(|never| foreign.contains(**never))
+                .map(|never| Violation::Forbidden { from: name.clone(), to: (*never).to_owned() }),
+        );
+    }
+    let gone = ALLOWED.iter().map(|(name, _)| *name).filter(|name| crates.iter().all(|member| member.name != *name));
+    violations.extend(gone.map(Violation::NotInWorkspace));
+    violations
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn lawful() -> Vec<Crate> {
+        ALLOWED
+            .iter()
+            .map(|(name, allowed)| Crate {
+                name: (*name).to_owned(),
+                dependencies: allowed.iter().map(|to| Dependency { name: (*to).to_owned(), dev: false }).collect(),
+                foreign: BTreeSet::new(),
+            })
+            .collect()
+    }
+
+    fn with(from: &str, to: &str, dev: bool) -> Vec<Violation> {
+        let mut crates = lawful();
+        let member = crates.iter_mut().find(|member| member.name == from).unwrap();
+        member.dependencies.push(Dependency { name: to.to_owned(), dev });
+        violations(&crates)
+    }
+
+    /// Everything that a crate reaches through allowed arrows.
+    fn reach(from: &str) -> BTreeSet<&'static str> {
+        let mut reached = BTreeSet::new();
+        let mut open = vec![from];
+        while let Some(name) = open.pop() {
+            let (_, allowed) = ALLOWED.iter().find(|(from, _)| *from == name).unwrap();
+            open.extend(allowed.iter().filter(|to| reached.insert(**to)));
+        }
+        reached
+    }
+
+    #[test]
+    fn what_is_in_the_table_is_allowed() {
+        assert_eq!(violations(&lawful()), []);
+    }
+
+    #[test]
+    fn the_table_has_no_cycle() {
+        for (i, (name, allowed)) in ALLOWED.iter().enumerate() {
+            let before: Vec<&str> = ALLOWED[..i].iter().map(|(name, _)| *name).collect();
+            assert!(allowed.iter().all(|to| before.contains(to)), "{name}");
+        }
+    }
+
+    #[test]
+    fn no_way_leads_where_none_may() {
+        for (from, never) in [
+            ("agentk", ["cluster", "kas", "kasctl", "testkit"]),
+            ("kas", ["agentk", "kasctl", "testkit", "xtask"]),
+            ("tunnel", ["cluster", "kas", "agentk", "runtime"]),
+            ("testkit", ["kas", "agentk", "kasctl", "cluster"]),
+        ] {
+            let reached = reach(from);
+            assert!(never.iter().all(|to| !reached.contains(to)), "{from} reaches {reached:?}");
+        }
+    }
+
+    #[test]
+    fn any_other_arrow_is_reported() {
+        for (from, to) in [("agentk", "cluster"), ("kas", "agentk"), ("tunnel", "kas"), ("kas", "testkit")] {
+            let arrow = Violation::Arrow { from: from.to_owned(), to: to.to_owned(), dev: false };
+            assert_eq!(with(from, to, false), [arrow]);
+        }
+    }
+
+    #[test]
+    fn tests_may_use_testkit_and_the_crate_itself_only() {
+        assert_eq!(with("kas", "testkit", true), []);
+        assert_eq!(with("cluster", "cluster", true), []);
+        assert_eq!(with("tests", "agentk", true), []);
+        assert_eq!(with("kas", "agentk", true).len(), 1);
+        assert_eq!(with("tests", "kas", false).len(), 1);
+    }
+
+    #[test]
+    fn a_new_crate_needs_a_line() {
+        let mut crates = lawful();
+        crates.push(Crate { name: "new".to_owned(), dependencies: Vec::new(), foreign: BTreeSet::new() });
+        crates.retain(|member| member.name != "cluster");
+        assert_eq!(
+            violations(&crates),
+            [Violation::NotInTable("new".to_owned()), Violation::NotInWorkspace("cluster")]
+        );
+    }
+
+    #[test]
+    fn ids_do_no_io() {
+        let mut crates = lawful();
+        crates[0].foreign.insert("tokio".to_owned());
+        let forbidden = Violation::Forbidden { from: "ids".to_owned(), to: "tokio".to_owned() };
+        assert_eq!(violations(&crates), [forbidden]);
+    }
+
+    #[test]
+    fn members_are_told_from_strangers_of_the_same_name() {
+        let metadata = serde_json::json!({ "packages": [
+            { "name": "ids", "dependencies": [
+                { "name": "proto", "kind": null, "path": "/w/proto" },
+                { "name": "serde", "kind": null },
+            ]},
+            { "name": "proto", "dependencies": [{ "name": "ids", "kind": "dev" }]},
+        ]});
+        let crates = crates(&metadata).unwrap();
+        assert_eq!(crates[0].dependencies, [Dependency { name: "proto".to_owned(), dev: false }]);
+        assert!(crates[0].foreign.contains("serde"));
+        assert_eq!(crates[1].dependencies, []);
+    }
+}

@@ -1,0 +1,187 @@
+//! Programs that the tests need besides cargo: what is missing, and how to get it.
+
+use std::{
+    env, fs,
+    io::ErrorKind,
+    process::{Command, Stdio},
+};
+
+use anyhow::{Context as _, Result, bail, ensure};
+
+use crate::{
+    report::line,
+    workspace::{find_program, root},
+};
+
+/// A program that is not there.
+#[derive(Debug)]
+struct Missing {
+    what: String,
+    /// What Debian calls it; `None`: Debian has none that is new enough.
+    debian: Option<&'static str>,
+    otherwise: &'static str,
+}
+
+/// Makes sure that the tests have what they need; with `install`, by apt where that is possible.
+///
+/// # Errors
+/// What is missing, in one line, with how to get it.
+pub(crate) fn provide(install: bool) -> Result<()> {
+    let missing = missing()?;
+    if missing.is_empty() {
+        return Ok(());
+    }
+    let packages: Vec<&str> = missing.iter().filter_map(|missing| missing.debian).collect();
+    if !install || packages.is_empty() {
+        bail!("{}", explain(&missing));
+    }
+    apt_install(&packages)?;
+    let missing = self::missing()?;
+    ensure!(missing.is_empty(), "{}", explain(&missing));
+    Ok(())
+}
+
+fn missing() -> Result<Vec<Missing>> {
+    let mut missing = Vec::new();
+    if c_compiler_missing().is_some() {
+        missing.push(Missing {
+            what: "a C compiler (the cryptography is C)".to_owned(),
+            debian: Some("gcc libc6-dev"),
+            otherwise: "gcc or clang",
+        });
+    }
+    if cfg!(target_os = "linux") && find_program("setpriv").is_none() {
+        missing.push(Missing {
+            what: "setpriv (ends servers with their test)".to_owned(),
+            debian: Some("util-linux"),
+            otherwise: "util-linux",
+        });
+    }
+    if find_program("kubectl").is_none() {
+        missing.push(Missing {
+            what: "kubectl (answers are compared with its own)".to_owned(),
+            debian: Some("kubernetes-client"),
+            otherwise: "https://kubernetes.io/docs/tasks/tools/",
+        });
+    }
+    let has_assets = env::var_os("KUBEBUILDER_ASSETS").is_some_and(|folder| !folder.is_empty());
+    if !has_assets && let Some(what) = go_missing()? {
+        missing.push(Missing {
+            what,
+            debian: None,
+            otherwise: "https://go.dev/dl/, or set KUBEBUILDER_ASSETS to a folder with etcd and kube-apiserver",
+        });
+    }
+    Ok(missing)
+}
+
+/// Returns what is said when nothing can compile C.
+pub(crate) fn c_compiler_missing() -> Option<String> {
+    let named = env::var_os("CC").is_some_and(|name| !name.is_empty());
+    let found = named || ["cc", "gcc", "clang"].iter().any(|name| find_program(name).is_some());
+    (!found).then(|| "there is no C compiler; on Debian: apt-get install gcc libc6-dev".to_owned())
+}
+
+/// The oldest Go that fetches the version which the module asks for by itself.
+const GO_THAT_FETCHES: (u32, u32) = (1, 21);
+
+/// Returns what is wrong with Go: the tests' Kubernetes API is built with it.
+fn go_missing() -> Result<Option<String>> {
+    let module = fs::read_to_string(root().join("tests/kubernetes/go.mod"))
+        .context("cannot read tests/kubernetes/go.mod")?;
+    let wanted = module
+        .lines()
+        .find_map(|line| line.strip_prefix("go "))
+        .context("tests/kubernetes/go.mod names no version of Go")?;
+    let purpose = format!("Go {wanted} (builds the kube-apiserver that tests run)");
+    // Not in the module's folder, where an older Go would fetch a newer one to answer.
+    let output = Command::new("go").args(["env", "GOVERSION"]).env("GOTOOLCHAIN", "local").current_dir("/").output();
+    let version = match output {
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Some(purpose)),
+        output => String::from_utf8_lossy(&output.context("cannot run go")?.stdout).trim().to_owned(),
+    };
+    let found = parse_go(version.trim_start_matches("go"));
+    let fetches = env::var("GOTOOLCHAIN").is_ok_and(|chosen| chosen != "local") || go_fetches();
+    let enough = found >= parse_go(wanted) || (found >= GO_THAT_FETCHES && fetches);
+    Ok((!enough).then(|| format!("{purpose}; this one is {version}")))
+}
+
+/// Whether Go may fetch another version of itself.
+fn go_fetches() -> bool {
+    let output = Command::new("go").args(["env", "GOTOOLCHAIN"]).current_dir("/").output();
+    output.is_ok_and(|output| String::from_utf8_lossy(&output.stdout).trim() != "local")
+}
+
+/// Returns major and minor; what is no version counts as none.
+fn parse_go(version: &str) -> (u32, u32) {
+    let mut parts = version.split(['.', ' ', '-']).map(|part| {
+        let digits = part.find(|c: char| !c.is_ascii_digit()).unwrap_or(part.len());
+        part[..digits].parse().unwrap_or(0)
+    });
+    (parts.next().unwrap_or(0), parts.next().unwrap_or(0))
+}
+
+fn explain(missing: &[Missing]) -> String {
+    let what: Vec<&str> = missing.iter().map(|missing| missing.what.as_str()).collect();
+    let packages: Vec<&str> = missing.iter().filter_map(|missing| missing.debian).collect();
+    let mut how: Vec<String> = Vec::new();
+    if !packages.is_empty() {
+        how.push(format!("on Debian: apt-get install {} (or --install as root)", packages.join(" ")));
+    }
+    for missing in missing {
+        match missing.debian {
+            None => how.push(missing.otherwise.to_owned()),
+            Some(_) if find_program("apt-get").is_none() => how.push(missing.otherwise.to_owned()),
+            Some(_) => {}
+        }
+    }
+    format!("the tests need {}: {}", what.join(", "), how.join("; "))
+}
+
+fn apt_install(packages: &[&str]) -> Result<()> {
+    ensure!(find_program("apt-get").is_some(), "--install works on Debian only: there is no apt-get");
+    ensure!(rustix::process::geteuid().is_root(), "--install needs root, for: apt-get install {}", packages.join(" "));
+    let packages = packages.iter().flat_map(|words| words.split(' '));
+    let line_shown: Vec<&str> = packages.clone().collect();
+    line(format_args!("installing {}", line_shown.join(" ")));
+    let apt = |arguments: &[&str]| {
+        let mut command = Command::new("apt-get");
+        command.args(arguments).env("DEBIAN_FRONTEND", "noninteractive").stdin(Stdio::null());
+        command
+    };
+    // The lists may be old or absent; if they cannot be had, the install below says what that means.
+    let _ = apt(&["update", "-qq"]).status();
+    let status = apt(&["install", "-y", "-qq", "--no-install-recommends"])
+        .args(packages)
+        .status()
+        .context("cannot run apt-get")?;
+    ensure!(status.success(), "apt-get install failed: its message is above");
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn versions_of_go_are_compared_as_numbers() {
+        assert_eq!(parse_go("1.26.0"), (1, 26));
+        assert_eq!(parse_go("1.9"), (1, 9));
+        assert_eq!(parse_go("1.27rc1"), (1, 27));
+        assert_eq!(parse_go("1.26.0 X:something"), (1, 26));
+        assert!(parse_go("1.26") > parse_go("1.9.7"));
+        assert_eq!(parse_go("devel"), (0, 0));
+    }
+
+    #[test]
+    fn one_line_says_what_is_missing_and_how_to_get_it() {
+        let missing = [
+            Missing { what: "kubectl".to_owned(), debian: Some("kubernetes-client"), otherwise: "x" },
+            Missing { what: "Go".to_owned(), debian: None, otherwise: "https://go.dev/dl/" },
+        ];
+        let text = explain(&missing);
+        assert!(text.starts_with("the tests need kubectl, Go: on Debian: apt-get install kubernetes-client"), "{text}");
+        assert!(text.contains("https://go.dev/dl/"), "{text}");
+        assert_eq!(text.lines().count(), 1);
+    }
+}
