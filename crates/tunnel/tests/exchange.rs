@@ -1,0 +1,807 @@
+//! Both ends of a tunnel against scripts: every interleaving that the wire's rules name, decided by
+//! the order of the script and not by time. Bodies are in-memory pipes: what HTTP/2 adds is tested
+//! with real processes.
+
+use std::{
+    collections::VecDeque,
+    pin::Pin,
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicBool, AtomicUsize, Ordering},
+    },
+    task::{Context, Poll, Waker},
+    time::Duration,
+};
+
+use bytes::{BufMut as _, Bytes, BytesMut};
+use grpc::{BoxError, Code, Deadline, Outcome, Status};
+use http::HeaderMap;
+use http_body::{Body, Frame};
+use http_body_util::BodyExt as _;
+use ids::{AgentId, TokenHash};
+use prost::Message as _;
+use proto::gitlab::agent::reverse_tunnel::{
+    info::{AgentDescriptor, Method, Service},
+    rpc,
+};
+use tunnel::{
+    agent_end::{self, Answer, Handler, Observer, Progress},
+    frame::{self, request, response},
+    kas_end::{Descriptor, Exchange, Failure, Head, Info, Job, Opening, Owner, Peer, Retire, Tunnel, TunnelBody},
+};
+
+/// A body whose frames a script writes.
+#[derive(Clone, Default)]
+struct Pipe(Arc<Mutex<PipeState>>);
+
+#[derive(Default)]
+struct PipeState {
+    frames: VecDeque<Result<Frame<Bytes>, BoxError>>,
+    ended: bool,
+    reset: bool,
+    dropped: bool,
+    waker: Option<Waker>,
+}
+
+impl Pipe {
+    fn act(&self, act: impl FnOnce(&mut PipeState)) {
+        let mut state = self.0.lock().unwrap();
+        act(&mut state);
+        if let Some(waker) = state.waker.take() {
+            waker.wake();
+        }
+    }
+
+    fn write(&self, bytes: impl Into<Bytes>) {
+        self.act(|s| s.frames.push_back(Ok(Frame::data(bytes.into()))));
+    }
+
+    fn end(&self) {
+        self.act(|s| s.ended = true);
+    }
+
+    /// As HTTP/2 libraries show a reset with CANCEL: an end that is not an end of stream.
+    fn reset(&self) {
+        self.act(|s| s.reset = true);
+    }
+
+    fn is_dropped(&self) -> bool {
+        self.0.lock().unwrap().dropped
+    }
+
+    fn body(&self) -> grpc::Body {
+        grpc::boxed(PipeBody(self.clone()))
+    }
+}
+
+struct PipeBody(Pipe);
+
+impl Drop for PipeBody {
+    fn drop(&mut self) {
+        self.0.0.lock().unwrap().dropped = true;
+    }
+}
+
+impl Body for PipeBody {
+    type Data = Bytes;
+    type Error = BoxError;
+
+    fn poll_frame(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
+        let mut state = self.0.0.lock().unwrap();
+        if let Some(frame) = state.frames.pop_front() {
+            return Poll::Ready(Some(frame));
+        }
+        if state.ended || state.reset {
+            return Poll::Ready(None);
+        }
+        state.waker = Some(cx.waker().clone());
+        Poll::Pending
+    }
+
+    fn is_end_stream(&self) -> bool {
+        let state = self.0.0.lock().unwrap();
+        state.ended && state.frames.is_empty()
+    }
+}
+
+/// Keeps what the tunnel told its owner.
+#[derive(Default)]
+struct Log {
+    parked: AtomicUsize,
+    ended: AtomicUsize,
+    violations: Mutex<Vec<String>>,
+}
+
+impl Owner for Log {
+    fn parked(&self, _: &Arc<Tunnel>) {
+        self.parked.fetch_add(1, Ordering::SeqCst);
+    }
+    fn ended(&self, _: &Arc<Tunnel>, _: bool) {
+        self.ended.fetch_add(1, Ordering::SeqCst);
+    }
+    fn violated(&self, _: &Arc<Tunnel>, what: &str) {
+        self.violations.lock().unwrap().push(what.to_owned());
+    }
+}
+
+/// kas' end, with agentk played by the script.
+struct Kas {
+    tunnel: Arc<Tunnel>,
+    /// What agentk writes.
+    agent: Pipe,
+    /// What kas writes, read by the script.
+    out: TunnelBody,
+    log: Arc<Log>,
+    reset: Arc<AtomicBool>,
+}
+
+fn info(peer: Peer) -> Info {
+    Info {
+        agent: AgentId::new(3).unwrap(),
+        instance: 1,
+        token: TokenHash::of(b"token"),
+        peer,
+        descriptor: Arc::new(Descriptor::of(&["/s/M"])),
+    }
+}
+
+fn kas(peer: Peer) -> Kas {
+    let agent = Pipe::default();
+    let log = Arc::<Log>::default();
+    let reset = Arc::<AtomicBool>::default();
+    let flag = Arc::clone(&reset);
+    let (tunnel, out) = Tunnel::new(
+        info(peer),
+        Opening::new(agent.body(), false),
+        Arc::clone(&log) as Arc<dyn Owner>,
+        Box::new(move || flag.store(true, Ordering::SeqCst)),
+    );
+    Kas { tunnel, agent, out, log, reset }
+}
+
+fn job(body: &Pipe) -> Job {
+    let mut request_info = BytesMut::new();
+    frame::put_control(response::REQUEST_INFO, b"", &mut request_info);
+    Job { request_info: request_info.freeze(), body: body.body() }
+}
+
+fn message(payload: &[u8]) -> Vec<u8> {
+    let mut out = grpc::prefix(payload.len() as u32).to_vec();
+    out.extend_from_slice(payload);
+    out
+}
+
+fn control(field: u32, body: &[u8]) -> Bytes {
+    let mut out = BytesMut::new();
+    frame::put_control(field, body, &mut out);
+    out.freeze()
+}
+
+fn payload(field: u32, data: &[u8]) -> Bytes {
+    let mut out = BytesMut::new();
+    frame::put_message_head(field, data.len() as u32, &mut out);
+    out.put_slice(data);
+    out.freeze()
+}
+
+fn error(code: Code, text: &str) -> Bytes {
+    let status = Status::new(code, text).to_proto();
+    control(request::ERROR, &rpc::Error { status: Some(status) }.encode_to_vec())
+}
+
+impl Kas {
+    /// Polls kas' direction once and returns what it wrote; `Err`: the status it ended with.
+    async fn wrote(&mut self) -> Result<Bytes, Status> {
+        let mut out = BytesMut::new();
+        loop {
+            let polled = std::future::poll_fn(|cx| Poll::Ready(Pin::new(&mut self.out).poll_frame(cx))).await;
+            match polled {
+                Poll::Ready(Some(frame)) => match frame.unwrap().into_data() {
+                    Ok(data) => out.put_slice(&data),
+                    Err(frame) => {
+                        assert!(out.is_empty(), "bytes before the end: {out:?}");
+                        return Err(Status::from_headers(&frame.into_trailers().unwrap()).unwrap());
+                    }
+                },
+                Poll::Ready(None) => panic!("polled after the end"),
+                Poll::Pending => return Ok(out.freeze()),
+            }
+        }
+    }
+
+    fn begin(&self, caller: &Pipe) -> Exchange {
+        self.tunnel.begin(job(caller), Deadline::NONE).expect("the tunnel is free")
+    }
+
+    fn was_reset(&self) -> bool {
+        self.reset.load(Ordering::SeqCst)
+    }
+
+    fn parked(&self) -> usize {
+        self.log.parked.load(Ordering::SeqCst)
+    }
+}
+
+/// Polls an answer's body once: its bytes, and its status when it has ended.
+async fn answered(exchange: &mut Exchange) -> (Bytes, Option<Status>) {
+    let mut out = BytesMut::new();
+    loop {
+        match std::future::poll_fn(|cx| Poll::Ready(Pin::new(&mut *exchange).poll_frame(cx))).await {
+            Poll::Ready(Some(frame)) => match frame.unwrap().into_data() {
+                Ok(data) => out.put_slice(&data),
+                Err(frame) => {
+                    let status = Status::from_headers(&frame.into_trailers().unwrap()).unwrap();
+                    return (out.freeze(), Some(status));
+                }
+            },
+            Poll::Ready(None) => panic!("polled after the end"),
+            Poll::Pending => return (out.freeze(), None),
+        }
+    }
+}
+
+/// A caller that has sent everything: its whole request as kas writes it to agentk.
+fn complete_request(data: &[u8]) -> (Pipe, Bytes) {
+    let caller = Pipe::default();
+    caller.write(message(data));
+    caller.end();
+    let expected =
+        [control(response::REQUEST_INFO, b""), payload(response::MESSAGE, data), control(response::CLOSE_SEND, b"")];
+    (caller, expected.concat().into())
+}
+
+#[tokio::test]
+async fn reusable_tunnel_carries_requests_one_after_the_other() {
+    let mut kas = kas(Peer::Ours);
+    for round in 1..=3 {
+        let (caller, expected) = complete_request(b"ping");
+        let mut exchange = kas.begin(&caller);
+        assert_eq!(kas.wrote().await.unwrap(), expected);
+        kas.agent.write(control(request::HEADER, b""));
+        assert!(matches!(exchange.head().await.unwrap(), Head::Headers(_)));
+        kas.agent.write([payload(request::MESSAGE, b"pong"), control(request::TRAILER, b"")].concat());
+        let (bytes, status) = answered(&mut exchange).await;
+        assert_eq!(bytes, message(b"pong"));
+        assert_eq!(status.unwrap().code(), Code::Ok);
+        drop(exchange);
+        assert_eq!(kas.wrote().await.unwrap(), "");
+        assert_eq!(kas.parked(), round);
+    }
+    assert!(!kas.was_reset());
+}
+
+#[tokio::test]
+async fn one_shot_tunnel_ends_with_ok_after_its_request() {
+    for peer in [Peer::Old, Peer::Recent] {
+        let mut kas = kas(peer);
+        let (caller, _) = complete_request(b"ping");
+        let mut exchange = kas.begin(&caller);
+        kas.wrote().await.unwrap();
+        kas.agent.write([control(request::HEADER, b""), payload(request::MESSAGE, b"pong")].concat());
+        kas.agent.write(control(request::TRAILER, b""));
+        assert!(matches!(exchange.head().await.unwrap(), Head::Headers(_)));
+        assert_eq!(answered(&mut exchange).await, (message(b"pong").into(), None), "OK is not sure yet");
+        kas.agent.end();
+        assert_eq!(answered(&mut exchange).await.1.unwrap().code(), Code::Ok);
+        assert_eq!(kas.wrote().await.unwrap_err().code(), Code::Ok);
+        assert_eq!(kas.parked(), 0);
+    }
+}
+
+#[tokio::test]
+async fn one_shot_trailer_then_reset_has_an_unknown_outcome() {
+    let mut kas = kas(Peer::Old);
+    let (caller, _) = complete_request(b"ping");
+    let mut exchange = kas.begin(&caller);
+    kas.wrote().await.unwrap();
+    kas.agent.write([control(request::HEADER, b""), control(request::TRAILER, b"")].concat());
+    kas.agent.reset();
+    exchange.head().await.unwrap();
+    let status = answered(&mut exchange).await.1.unwrap();
+    assert_eq!((status.code(), status.outcome()), (Code::Unavailable, Some(Outcome::Unknown)));
+}
+
+#[tokio::test]
+async fn error_is_final_at_once_on_one_shot_and_waits_for_the_trailer_on_reusable() {
+    let mut old = kas(Peer::Old);
+    let (caller, _) = complete_request(b"");
+    let mut exchange = old.begin(&caller);
+    old.wrote().await.unwrap();
+    old.agent.write(error(Code::NotFound, "no such thing"));
+    let Head::Only(_, status) = exchange.head().await.unwrap() else { panic!("headers before an error") };
+    assert_eq!((status.code(), status.message()), (Code::NotFound, "no such thing"));
+
+    let mut ours = kas(Peer::Ours);
+    let (caller, _) = complete_request(b"");
+    let mut exchange = ours.begin(&caller);
+    ours.wrote().await.unwrap();
+    ours.agent.write(error(Code::NotFound, "no such thing"));
+    let waiting = tokio::time::timeout(Duration::from_millis(1), exchange.head()).await;
+    assert!(waiting.is_err(), "the trailer has not come");
+    ours.agent.write(control(request::TRAILER, b""));
+    assert!(matches!(exchange.head().await.unwrap(), Head::Only(_, s) if s.code() == Code::NotFound));
+    assert_eq!(ours.parked(), 1, "an application's error parks the tunnel");
+}
+
+#[tokio::test]
+async fn half_close_before_any_answer_is_not_started() {
+    for peer in [Peer::Ours, Peer::Old] {
+        let mut kas = kas(peer);
+        let (caller, _) = complete_request(b"ping");
+        let mut exchange = kas.begin(&caller);
+        kas.wrote().await.unwrap();
+        kas.agent.end();
+        assert!(matches!(exchange.head().await, Err(Failure::Refused)));
+        assert!(kas.was_reset());
+    }
+}
+
+#[tokio::test]
+async fn a_tunnel_that_dies_before_anything_was_written_gives_the_request_back() {
+    let kas = kas(Peer::Ours);
+    let (caller, _) = complete_request(b"ping");
+    let mut exchange = kas.begin(&caller);
+    // HTTP/2 drops the stream before its task wrote anything.
+    let Kas { out, agent, .. } = kas;
+    agent.reset();
+    drop(out);
+    let Err(Failure::NotStarted(job)) = exchange.head().await else { panic!("the request is lost") };
+    assert_eq!(job.body.collect().await.unwrap().to_bytes(), message(b"ping"));
+}
+
+#[tokio::test]
+async fn a_caller_that_leaves_before_anything_was_written_gives_the_tunnel_back() {
+    let mut kas = kas(Peer::Old);
+    let (caller, _) = complete_request(b"ping");
+    drop(kas.begin(&caller));
+    assert_eq!(kas.parked(), 1);
+    assert!(caller.is_dropped() && !kas.was_reset());
+    let (caller, expected) = complete_request(b"next");
+    let _exchange = kas.begin(&caller);
+    assert_eq!(kas.wrote().await.unwrap(), expected);
+}
+
+#[tokio::test]
+async fn withdrawal_ends_a_parked_tunnel_with_ok() {
+    let mut kas = kas(Peer::Ours);
+    kas.agent.write(control(request::TRAILER, b""));
+    assert_eq!(kas.wrote().await.unwrap_err().code(), Code::Ok);
+    let (caller, _) = complete_request(b"");
+    assert!(kas.tunnel.begin(job(&caller), Deadline::NONE).is_err());
+}
+
+#[tokio::test]
+async fn withdrawal_that_crosses_a_request_is_ignored_and_the_tunnel_ends_after_it() {
+    let mut kas = kas(Peer::Ours);
+    let (caller, expected) = complete_request(b"ping");
+    let mut exchange = kas.begin(&caller);
+    assert_eq!(kas.wrote().await.unwrap(), expected);
+    kas.agent.write([control(request::TRAILER, b""), control(request::HEADER, b"")].concat());
+    exchange.head().await.unwrap();
+    kas.agent.write([payload(request::MESSAGE, b"pong"), control(request::TRAILER, b"")].concat());
+    let (bytes, status) = answered(&mut exchange).await;
+    assert_eq!((bytes, status.unwrap().code()), (message(b"pong").into(), Code::Ok));
+    assert_eq!(kas.wrote().await.unwrap_err().code(), Code::Ok);
+    assert_eq!(kas.parked(), 0);
+}
+
+#[tokio::test]
+async fn drain_notice_goes_to_parked_reusable_tunnels_and_ok_to_one_shot_ones() {
+    let mut ours = kas(Peer::Ours);
+    ours.tunnel.retire(Retire::Notice);
+    assert_eq!(ours.wrote().await.unwrap(), control(response::CLOSE_SEND, b""));
+    let (caller, _) = complete_request(b"");
+    assert!(ours.tunnel.begin(job(&caller), Deadline::NONE).is_err(), "no request after the notice");
+    ours.agent.end();
+    assert_eq!(ours.wrote().await.unwrap_err().code(), Code::Ok);
+
+    let mut old = kas(Peer::Old);
+    old.tunnel.retire(Retire::Notice);
+    assert_eq!(old.wrote().await.unwrap_err().code(), Code::Ok);
+}
+
+#[tokio::test]
+async fn a_busy_tunnel_gets_its_notice_when_it_finishes() {
+    let mut kas = kas(Peer::Ours);
+    let (caller, _) = complete_request(b"ping");
+    let mut exchange = kas.begin(&caller);
+    kas.wrote().await.unwrap();
+    kas.tunnel.retire(Retire::Notice);
+    assert_eq!(kas.wrote().await.unwrap(), "");
+    kas.agent.write([control(request::HEADER, b""), control(request::TRAILER, b"")].concat());
+    exchange.head().await.unwrap();
+    assert_eq!(answered(&mut exchange).await.1.unwrap().code(), Code::Ok);
+    assert_eq!(kas.wrote().await.unwrap(), control(response::CLOSE_SEND, b""));
+    assert_eq!(kas.parked(), 0, "a retired tunnel is not offered again");
+}
+
+#[tokio::test]
+async fn stray_bytes_on_a_parked_tunnel_reset_it() {
+    for stray in [payload(request::MESSAGE, b"x"), control(request::HEADER, b""), Bytes::from_static(b"\x07\0\0\0\0")] {
+        let mut kas = kas(Peer::Ours);
+        assert_eq!(kas.wrote().await.unwrap(), "");
+        kas.agent.write(stray);
+        assert_eq!(kas.wrote().await.unwrap(), "");
+        assert!(kas.was_reset());
+        assert_eq!(kas.log.violations.lock().unwrap().len(), 1);
+    }
+}
+
+#[tokio::test]
+async fn an_answer_before_close_send_closes_between_messages_and_parks() {
+    let mut kas = kas(Peer::Ours);
+    let caller = Pipe::default();
+    caller.write(message(b"one"));
+    let mut exchange = kas.begin(&caller);
+    let expected = [control(response::REQUEST_INFO, b""), payload(response::MESSAGE, b"one")].concat();
+    assert_eq!(kas.wrote().await.unwrap(), expected);
+    kas.agent.write([control(request::HEADER, b""), control(request::TRAILER, b"")].concat());
+    exchange.head().await.unwrap();
+    assert_eq!(answered(&mut exchange).await.1.unwrap().code(), Code::Ok);
+    assert_eq!(kas.wrote().await.unwrap(), control(response::CLOSE_SEND, b""));
+    assert_eq!(kas.parked(), 1);
+    assert!(caller.is_dropped(), "what the caller still sends is not read");
+}
+
+#[tokio::test]
+async fn an_answer_inside_a_message_resets_unless_the_rest_is_already_here() {
+    for (rest, reset) in [(&b""[..], true), (b"cdef", false)] {
+        let mut kas = kas(Peer::Ours);
+        let caller = Pipe::default();
+        let mut first = grpc::prefix(6).to_vec();
+        first.extend_from_slice(b"ab");
+        caller.write(first);
+        let mut exchange = kas.begin(&caller);
+        let mut expected = BytesMut::new();
+        expected.put_slice(&control(response::REQUEST_INFO, b""));
+        frame::put_message_head(response::MESSAGE, 6, &mut expected);
+        expected.put_slice(b"ab");
+        assert_eq!(kas.wrote().await.unwrap(), expected);
+        if !rest.is_empty() {
+            caller.write(rest);
+            assert_eq!(kas.wrote().await.unwrap(), rest);
+        }
+        kas.agent.write([control(request::HEADER, b""), control(request::TRAILER, b"")].concat());
+        exchange.head().await.unwrap();
+        assert_eq!(answered(&mut exchange).await.1.unwrap().code(), Code::Ok);
+        let wrote = kas.wrote().await.unwrap();
+        assert_eq!(kas.was_reset(), reset);
+        assert_eq!(wrote, if reset { Bytes::new() } else { control(response::CLOSE_SEND, b"") });
+        assert_eq!(kas.parked(), usize::from(!reset));
+    }
+}
+
+#[tokio::test]
+async fn a_callers_reset_is_never_passed_on_as_close_send() {
+    for peer in [Peer::Ours, Peer::Old, Peer::Recent] {
+        let mut kas = kas(peer);
+        let caller = Pipe::default();
+        caller.write(message(b"one"));
+        let exchange = kas.begin(&caller);
+        kas.wrote().await.unwrap();
+        caller.reset();
+        assert_eq!(kas.wrote().await.unwrap(), "", "{peer:?}");
+        drop(exchange);
+        match peer {
+            Peer::Recent => assert_eq!(kas.wrote().await.unwrap_err().code(), Code::Cancelled),
+            _ => assert!(kas.was_reset(), "{peer:?}"),
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_caller_that_leaves_cancels_at_once_or_lets_an_old_agent_finish() {
+    // Reusable: reset, also after close_send and before any answer.
+    let mut ours = kas(Peer::Ours);
+    let (caller, _) = complete_request(b"ping");
+    let exchange = ours.begin(&caller);
+    ours.wrote().await.unwrap();
+    drop(exchange);
+    assert!(ours.was_reset());
+
+    // 14.1 after close_send: its answer is read and dropped, and the tunnel ends with OK.
+    let mut old = kas(Peer::Old);
+    let (caller, _) = complete_request(b"ping");
+    let exchange = old.begin(&caller);
+    old.wrote().await.unwrap();
+    drop(exchange);
+    assert_eq!(old.wrote().await.unwrap(), "");
+    old.agent.write([control(request::HEADER, b""), payload(request::MESSAGE, b"late")].concat());
+    old.agent.write(control(request::TRAILER, b""));
+    old.agent.end();
+    assert_eq!(old.wrote().await.unwrap_err().code(), Code::Ok);
+    assert!(!old.was_reset());
+
+    // 14.1 before close_send: an early one would commit a truncated upload.
+    let mut old = kas(Peer::Old);
+    let caller = Pipe::default();
+    caller.write(message(b"part"));
+    let exchange = old.begin(&caller);
+    old.wrote().await.unwrap();
+    drop(exchange);
+    assert!(old.was_reset());
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_old_agents_abandoned_answer_is_read_for_ten_seconds_or_a_mebibyte() {
+    for large in [false, true] {
+        let mut old = kas(Peer::Old);
+        let (caller, _) = complete_request(b"ping");
+        let exchange = old.begin(&caller);
+        old.wrote().await.unwrap();
+        drop(exchange);
+        old.agent.write(control(request::HEADER, b""));
+        if large {
+            old.agent.write(payload(request::MESSAGE, &vec![0; (1 << 20) + 1]));
+        }
+        old.wrote().await.unwrap();
+        assert_eq!(old.was_reset(), large);
+        tokio::time::advance(Duration::from_secs(11)).await;
+        old.wrote().await.unwrap();
+        assert!(old.was_reset());
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_deadline_counts_over_the_whole_answer() {
+    let mut kas = kas(Peer::Ours);
+    let (caller, _) = complete_request(b"ping");
+    let mut exchange = kas.tunnel.begin(job(&caller), Deadline::after(Duration::from_millis(300))).unwrap();
+    kas.wrote().await.unwrap();
+    kas.agent.write([control(request::HEADER, b""), payload(request::MESSAGE, b"one")].concat());
+    exchange.head().await.unwrap();
+    assert_eq!(answered(&mut exchange).await, (message(b"one").into(), None));
+    tokio::time::advance(Duration::from_millis(301)).await;
+    let status = answered(&mut exchange).await.1.unwrap();
+    assert_eq!((status.code(), status.outcome()), (Code::DeadlineExceeded, Some(Outcome::Unknown)));
+    assert!(kas.was_reset());
+}
+
+#[tokio::test]
+async fn wrong_bytes_of_a_caller_are_the_callers_fault() {
+    let mut kas = kas(Peer::Ours);
+    let caller = Pipe::default();
+    caller.write(&b"\x01\0\0\0\x01x"[..]);
+    let mut exchange = kas.begin(&caller);
+    kas.wrote().await.unwrap();
+    let Err(Failure::Caller(status)) = exchange.head().await else { panic!("not the caller's fault") };
+    assert_eq!(status.code(), Code::Internal);
+    assert!(kas.was_reset(), "the agent must not take what came for a whole request");
+}
+
+#[tokio::test]
+async fn ending_a_tunnel_ends_its_request_with_an_unknown_outcome() {
+    let mut kas = kas(Peer::Ours);
+    let (caller, _) = complete_request(b"ping");
+    let mut exchange = kas.begin(&caller);
+    kas.wrote().await.unwrap();
+    let failed = tokio::spawn(async move { exchange.head().await.map(drop) });
+    tokio::task::yield_now().await;
+    kas.tunnel.end(Status::new(Code::Unauthenticated, "revoked"));
+    assert_eq!(kas.wrote().await.unwrap_err().code(), Code::Unauthenticated);
+    assert!(matches!(failed.await.unwrap(), Err(Failure::Unknown)));
+}
+
+// Both ends together.
+
+struct Told(Arc<Mutex<Vec<Progress>>>);
+
+impl Observer for Told {
+    fn progress(&self, progress: Progress) {
+        self.0.lock().unwrap().push(progress);
+    }
+}
+
+type Serve = Box<dyn Fn(http::Request<grpc::Body>) -> Answer + Send + Sync>;
+
+struct Fixed(Serve);
+
+impl Handler for Fixed {
+    fn call(&self, request: http::Request<grpc::Body>) -> Answer {
+        (self.0)(request)
+    }
+}
+
+/// A `Connect` call between the two ends, pumped by two tasks as HTTP/2 would.
+struct Linked {
+    tunnel: Arc<Tunnel>,
+    control: agent_end::Control,
+    told: Arc<Mutex<Vec<Progress>>>,
+    log: Arc<Log>,
+}
+
+fn pump<B>(mut from: B, to: Pipe, abort: Arc<AtomicBool>)
+where
+    B: Body<Data = Bytes, Error = BoxError> + Send + Unpin + 'static,
+{
+    tokio::spawn(async move {
+        loop {
+            match from.frame().await {
+                Some(Ok(frame)) => to.act(|state| {
+                    if frame.is_trailers() {
+                        state.ended = true;
+                    }
+                    state.frames.push_back(Ok(frame));
+                }),
+                None => {
+                    to.end();
+                    return;
+                }
+                Some(Err(_)) => {
+                    to.reset();
+                    return;
+                }
+            }
+            if abort.load(Ordering::SeqCst) {
+                to.reset();
+                return;
+            }
+        }
+    });
+}
+
+async fn linked(reusable: bool, serve: Serve) -> Linked {
+    let descriptor = AgentDescriptor {
+        services: vec![Service { name: "s".into(), methods: vec![Method { name: "M".into() }] }],
+    };
+    let told = Arc::<Mutex<Vec<Progress>>>::default();
+    let (body, control) = agent_end::open(&descriptor, Arc::new(Fixed(serve)), Box::new(Told(Arc::clone(&told))));
+    let (up, down) = (Pipe::default(), Pipe::default());
+    pump(body, up.clone(), Arc::default());
+    let mut opening = Opening::new(up.body(), false);
+    let descriptor = tunnel::kas_end::read_descriptor(&mut opening).await.unwrap();
+    assert!(descriptor.serves("/s/M"));
+    let log = Arc::<Log>::default();
+    let reset = Arc::<AtomicBool>::default();
+    let (flag, pipe) = (Arc::clone(&reset), down.clone());
+    let (tunnel, out) = Tunnel::new(
+        info(if reusable { Peer::Ours } else { Peer::Old }),
+        opening,
+        Arc::clone(&log) as Arc<dyn Owner>,
+        Box::new(move || {
+            flag.store(true, Ordering::SeqCst);
+            pipe.reset();
+        }),
+    );
+    pump(out, down.clone(), reset);
+    control.accepted(down.body(), reusable, false);
+    Linked { tunnel, control, told, log }
+}
+
+fn echo() -> Serve {
+    Box::new(|request| {
+        Box::pin(async move {
+            assert_eq!(request.uri().path(), "/s/M");
+            let body = request.into_body().collect().await.unwrap().to_bytes();
+            let mut trailers = HeaderMap::new();
+            trailers.insert("app", "trailer".parse().unwrap());
+            Status::write_ok(&mut trailers);
+            let frames = [Ok::<_, BoxError>(Frame::data(body)), Ok(Frame::trailers(trailers))];
+            let mut response = http::Response::new(grpc::boxed(http_body_util::StreamBody::new(
+                futures_util::stream::iter(frames),
+            )));
+            response.headers_mut().insert("app", "header".parse().unwrap());
+            response
+        })
+    })
+}
+
+async fn call(linked: &Linked, data: &[u8]) -> (HeaderMap, Bytes, HeaderMap) {
+    let caller = Pipe::default();
+    caller.write(message(data));
+    caller.end();
+    let mut writer = tunnel::meta::MapWriter::request_info("/s/M", linked.tunnel.info().peer.binary());
+    writer.add_text("k", "v").unwrap();
+    let mut request_info = BytesMut::new();
+    writer.put_control(response::REQUEST_INFO, &mut request_info);
+    let job = Job { request_info: request_info.freeze(), body: caller.body() };
+    let mut exchange = linked.tunnel.begin(job, Deadline::NONE).expect("the tunnel is free");
+    let Head::Headers(headers) = exchange.head().await.unwrap() else { panic!("no headers") };
+    let answer = exchange.collect().await.unwrap();
+    let trailers = answer.trailers().cloned().unwrap();
+    (headers, answer.to_bytes(), trailers)
+}
+
+#[tokio::test]
+async fn both_ends_carry_requests_of_every_size_on_one_reusable_stream() {
+    let linked = linked(true, echo()).await;
+    for size in [0, 1, 1023, 1024, 1025, 100_000, 3_000_000] {
+        let data = vec![7; size];
+        let (headers, bytes, trailers) = call(&linked, &data).await;
+        assert_eq!(bytes, message(&data), "{size}");
+        assert_eq!((&headers["app"], &trailers["app"]), (&"header".parse().unwrap(), &"trailer".parse().unwrap()));
+        assert_eq!(trailers["grpc-status"], "0");
+    }
+    let busy = linked.told.lock().unwrap().iter().filter(|p| **p == Progress::Busy).count();
+    assert_eq!(busy, 7);
+}
+
+#[tokio::test]
+async fn both_ends_carry_one_request_on_a_one_shot_stream() {
+    let linked = linked(false, echo()).await;
+    let (_, bytes, trailers) = call(&linked, b"ping").await;
+    assert_eq!((bytes, &trailers["grpc-status"]), (message(b"ping").into(), &"0".parse().unwrap()));
+    let (caller, _) = complete_request(b"");
+    assert!(linked.tunnel.begin(job(&caller), Deadline::NONE).is_err());
+}
+
+/// Waits until agentk's end was told something.
+async fn told(linked: &Linked, progress: Progress) {
+    let wait = async {
+        while !linked.told.lock().unwrap().contains(&progress) {
+            tokio::task::yield_now().await;
+        }
+    };
+    tokio::time::timeout(Duration::from_secs(5), wait).await.unwrap_or_else(|_| panic!("never {progress:?}"));
+}
+
+#[tokio::test]
+async fn withdrawn_and_drained_tunnels_end_on_both_sides() {
+    let first = linked(true, echo()).await;
+    told(&first, Progress::Parked).await;
+    first.control.withdraw();
+    told(&first, Progress::Ended).await;
+    assert_eq!(first.log.violations.lock().unwrap().len(), 0);
+
+    let second = linked(true, echo()).await;
+    told(&second, Progress::Parked).await;
+    second.tunnel.retire(Retire::Notice);
+    told(&second, Progress::DrainNotice).await;
+    second.control.half_close();
+    told(&second, Progress::Ended).await;
+    assert_eq!(second.log.violations.lock().unwrap().len(), 0);
+}
+
+#[tokio::test]
+async fn a_panicking_handler_ends_its_request_and_not_the_tunnel() {
+    let linked = linked(true, Box::new(|_| Box::pin(async { panic!("on purpose") }))).await;
+    for _ in 0..2 {
+        let (caller, _) = complete_request(b"ping");
+        let mut exchange = linked.tunnel.begin(with_method(&caller), Deadline::NONE).expect("the tunnel is free");
+        let Head::Only(_, status) = exchange.head().await.unwrap() else { panic!("headers") };
+        assert_eq!(status.code(), Code::Internal);
+        drop(exchange);
+        let parked = async {
+            while linked.tunnel.idle_since().is_none() {
+                tokio::task::yield_now().await;
+            }
+        };
+        tokio::time::timeout(Duration::from_secs(5), parked).await.expect("the tunnel parks again");
+    }
+}
+
+fn with_method(caller: &Pipe) -> Job {
+    let writer = tunnel::meta::MapWriter::request_info("/s/M", tunnel::meta::Binary::Base64);
+    let mut request_info = BytesMut::new();
+    writer.put_control(response::REQUEST_INFO, &mut request_info);
+    Job { request_info: request_info.freeze(), body: caller.body() }
+}
+
+#[tokio::test]
+async fn a_handler_is_dropped_when_its_caller_leaves_also_before_its_first_byte() {
+    struct Flag(Arc<AtomicBool>);
+    impl Drop for Flag {
+        fn drop(&mut self) {
+            self.0.store(true, Ordering::SeqCst);
+        }
+    }
+    let dropped = Arc::<AtomicBool>::default();
+    let flag = Arc::clone(&dropped);
+    let serve: Serve = Box::new(move |request| {
+        let flag = Flag(Arc::clone(&flag));
+        Box::pin(async move {
+            let _flag = flag;
+            // Without reading the request only HTTP/2 itself can tell of the reset.
+            request.into_body().collect().await.unwrap();
+            std::future::pending().await
+        })
+    });
+    let linked = linked(true, serve).await;
+    let (caller, _) = complete_request(b"ping");
+    let exchange = linked.tunnel.begin(with_method(&caller), Deadline::NONE).expect("the tunnel is free");
+    told(&linked, Progress::Busy).await;
+    assert!(!dropped.load(Ordering::SeqCst));
+    drop(exchange);
+    told(&linked, Progress::Ended).await;
+    assert!(dropped.load(Ordering::SeqCst));
+}
