@@ -16,7 +16,7 @@ use std::path::PathBuf;
 
 /// Measures the way of a call.
 #[derive(Debug, clap::Args)]
-pub struct BenchArgs {
+pub(crate) struct BenchArgs {
     #[command(subcommand)]
     what: What,
 }
@@ -79,7 +79,7 @@ struct Output {
 ///
 /// # Errors
 /// When something cannot be built, started or measured. A missed gate is a result, not an error.
-pub fn run(args: BenchArgs) -> anyhow::Result<()> {
+pub(crate) fn run(args: BenchArgs) -> anyhow::Result<()> {
     match args.what {
         What::Path(args) => path::run(&args),
         What::Instructions(args) => instructions::run(&args),
@@ -90,6 +90,6 @@ pub fn run(args: BenchArgs) -> anyhow::Result<()> {
 ///
 /// # Errors
 /// When the runtime cannot start or standard output is gone.
-pub fn client() -> anyhow::Result<()> {
+pub(crate) fn client() -> anyhow::Result<()> {
     client::run()
 }

@@ -109,7 +109,9 @@ fn crates(metadata: &Value) -> Result<Vec<Crate>> {
         .map(|package| {
             let mut member =
                 Crate { name: name_of(package)?, dependencies: Vec::new(), foreign: BTreeSet::new() };
-            for dependency in package["dependencies"].as_array().context("a package has no list of dependencies")? {
+            for dependency in
+                package["dependencies"].as_array().context("a package has no list of dependencies")?
+            {
                 let name = name_of(dependency)?;
                 // Ours have a path; somebody else's may have the same name.
                 if members.contains(&name) && !dependency["path"].is_null() {
@@ -144,7 +146,8 @@ fn violations(crates: &[Crate]) -> Vec<Violation> {
                 .map(|never| Violation::Forbidden { from: name.clone(), to: (*never).to_owned() }),
         );
     }
-    let gone = ALLOWED.iter().map(|(name, _)| *name).filter(|name| crates.iter().all(|member| member.name != *name));
+    let gone =
+        ALLOWED.iter().map(|(name, _)| *name).filter(|name| crates.iter().all(|member| member.name != *name));
     violations.extend(gone.map(Violation::NotInWorkspace));
     violations
 }
@@ -158,7 +161,10 @@ mod tests {
             .iter()
             .map(|(name, allowed)| Crate {
                 name: (*name).to_owned(),
-                dependencies: allowed.iter().map(|to| Dependency { name: (*to).to_owned(), dev: false }).collect(),
+                dependencies: allowed
+                    .iter()
+                    .map(|to| Dependency { name: (*to).to_owned(), dev: false })
+                    .collect(),
                 foreign: BTreeSet::new(),
             })
             .collect()

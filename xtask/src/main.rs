@@ -6,9 +6,10 @@
 
 use std::process::ExitCode;
 
-use anyhow::Result;
 use clap::{Parser, Subcommand};
 
+#[cfg(feature = "full")]
+mod bench;
 mod checks;
 #[cfg(feature = "full")]
 mod full;
@@ -37,6 +38,10 @@ enum Command {
     Ci(checks::CiArgs),
     /// Check which crate of the workspace depends on which
     Layers,
+    /// Measure what a call through kas costs
+    #[cfg(not(feature = "full"))]
+    #[command(disable_help_flag = true)]
+    Bench(workspace::Passed),
     #[cfg(feature = "full")]
     #[command(flatten)]
     Full(full::Command),
@@ -48,6 +53,8 @@ fn main() -> ExitCode {
         Command::Test(args) => checks::test(&args),
         Command::Ci(args) => checks::ci(&args),
         Command::Layers => layers::run(),
+        #[cfg(not(feature = "full"))]
+        Command::Bench(arguments) => workspace::bench(&arguments),
         #[cfg(feature = "full")]
         Command::Full(command) => full::run(command),
     };

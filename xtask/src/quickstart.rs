@@ -27,7 +27,6 @@ use tokio::{
 use crate::{
     process::{Service, tied},
     report::{Report, human, line, quoted},
-    tools,
     workspace::{self, Programs},
 };
 
@@ -201,17 +200,13 @@ impl Ports {
         // All at once, so that no port is found twice.
         let mut held = Vec::with_capacity(4);
         let mut free = || -> Result<u16> {
-            let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).context("127.0.0.1 has no free port")?;
+            let listener =
+                TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).context("127.0.0.1 has no free port")?;
             let port = listener.local_addr()?.port();
             held.push(listener);
             Ok(port)
         };
-        Ok(Self {
-            agent: free()?,
-            api: free()?,
-            kas_observability: free()?,
-            agentk_observability: free()?,
-        })
+        Ok(Self { agent: free()?, api: free()?, kas_observability: free()?, agentk_observability: free()? })
     }
 }
 
@@ -253,7 +248,11 @@ async fn show(args: &QuickstartArgs, stage: &mut Stage) -> Result<()> {
     };
 
     let mut step = report.step("Make an identity for the agent");
-    let kasctl = Kasctl { program: programs.path("kasctl")?, address: String::new(), secret: dir.join("state/api-secret") };
+    let kasctl = Kasctl {
+        program: programs.path("kasctl")?,
+        address: String::new(),
+        secret: dir.join("state/api-secret"),
+    };
     make_identity(&kasctl, &dir).await?;
     step.took();
     step.fact("agent", format_args!("{AGENT_ID}, named {AGENT_NAME}, of project {PROJECT_ID}"));
@@ -273,12 +272,13 @@ async fn show(args: &QuickstartArgs, stage: &mut Stage) -> Result<()> {
     step.fact("agent", format_args!("{} ({}), project {}", agent.id, agent.name, agent.project_id));
     step.fact("connection", &agent.connection_id);
     step.fact("version", &agent.version);
-    step.fact("pod", format_args!("{}/{} (as told: it is a process here)", agent.pod_namespace, agent.pod_name));
+    step.fact(
+        "pod",
+        format_args!("{}/{} (as told: it is a process here)", agent.pod_namespace, agent.pod_name),
+    );
     step.fact(
         "tunnels",
-        format_args!(
-            "{tunnels} idle: streams that agentk opened, so that kas needs no way into the cluster"
-        ),
+        format_args!("{tunnels} idle: streams that agentk opened, so that kas needs no way into the cluster"),
     );
 
     let mut step = report.step("Ask kas for the agent's pods");
@@ -347,7 +347,8 @@ async fn make_identity(kasctl: &Kasctl<'_>, dir: &Path) -> Result<()> {
     command.args(["token", "agent", "--id", AGENT_ID, "--name", AGENT_NAME, "--project", PROJECT_ID]);
     command.arg("--token-file").arg(dir.join("agent.token"));
     let item = output(command).await.context("cannot make a token")?;
-    fs::write(dir.join("agents.yaml"), format!("agents:\n{item}")).context("cannot write the identity file")?;
+    fs::write(dir.join("agents.yaml"), format!("agents:\n{item}"))
+        .context("cannot write the identity file")?;
     Ok(())
 }
 
@@ -407,7 +408,8 @@ async fn start_agentk(
     // Asked first, so that the answer comes when agentk does.
     let mut watch = kasctl.call();
     watch.args(["agents", "--agent", AGENT_ID, "--watch", "-o", "json"]);
-    let mut watch = watch.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().context("cannot run kasctl")?;
+    let mut watch =
+        watch.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().context("cannot run kasctl")?;
     let mut events = BufReader::new(watch.stdout.take().context("kasctl has no standard output")?).lines();
 
     let mut command = tied(programs.path("agentk")?);
@@ -433,7 +435,9 @@ async fn start_agentk(
 
     let connected = async {
         while let Some(event) = events.next_line().await? {
-            if let Event::Connected { agent } = serde_json::from_str(&event).context("kasctl printed no event")? {
+            if let Event::Connected { agent } =
+                serde_json::from_str(&event).context("kasctl printed no event")?
+            {
                 return Ok(Some(agent));
             }
         }
@@ -504,7 +508,10 @@ fn print_next(report: &Report, folder: &Path, kasctl: &Kasctl<'_>, ports: Ports,
         ("kasctl agents".to_owned(), "who is connected"),
         (format!("kasctl pods {AGENT_ID}"), "the pods again"),
         (format!("kasctl request {AGENT_ID} GET /version"), "any call of the Kubernetes API"),
-        (format!("kasctl request {AGENT_ID} GET '/api/v1/pods?watch=true'"), "a stream: events as they happen"),
+        (
+            format!("kasctl request {AGENT_ID} GET '/api/v1/pods?watch=true'"),
+            "a stream: events as they happen",
+        ),
         (format!("curl http://127.0.0.1:{}/metrics", ports.kas_observability), "what kas counts"),
         (format!("tail -f {}", quoted(&dir.join("kas.log"))), "its log; agentk.log is beside it"),
     ] {
@@ -594,7 +601,8 @@ async fn get(port: u16, path: &str) -> Result<(u16, String)> {
         let mut answer = String::new();
         connection.read_to_string(&mut answer).await?;
         let (head, body) = answer.split_once("\r\n\r\n").context("not an HTTP answer")?;
-        let status = head.split(' ').nth(1).and_then(|status| status.parse().ok()).context("no HTTP status")?;
+        let status =
+            head.split(' ').nth(1).and_then(|status| status.parse().ok()).context("no HTTP status")?;
         anyhow::Ok((status, body.to_owned()))
     };
     timeout(Duration::from_secs(5), exchange).await.context("no answer within 5 s")?
@@ -611,7 +619,8 @@ mod tests {
 
     #[test]
     fn a_sample_is_found_by_its_whole_name() {
-        let metrics = "# TYPE kas_tunnels_open gauge\nkas_tunnels_open_other 7\nkas_tunnels_open 2\nx{a=\"b\"} 3\n";
+        let metrics =
+            "# TYPE kas_tunnels_open gauge\nkas_tunnels_open_other 7\nkas_tunnels_open 2\nx{a=\"b\"} 3\n";
         assert_eq!(sample(metrics, "kas_tunnels_open"), Some(2.0));
         assert_eq!(sample(metrics, "kas_tunnels"), None);
         assert_eq!(sample(metrics, "x"), None);

@@ -95,7 +95,8 @@ fn go_missing() -> Result<Option<String>> {
         .context("tests/kubernetes/go.mod names no version of Go")?;
     let purpose = format!("Go {wanted} (builds the kube-apiserver that tests run)");
     // Not in the module's folder, where an older Go would fetch a newer one to answer.
-    let output = Command::new("go").args(["env", "GOVERSION"]).env("GOTOOLCHAIN", "local").current_dir("/").output();
+    let output =
+        Command::new("go").args(["env", "GOVERSION"]).env("GOTOOLCHAIN", "local").current_dir("/").output();
     let version = match output {
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Some(purpose)),
         output => String::from_utf8_lossy(&output.context("cannot run go")?.stdout).trim().to_owned(),
@@ -140,7 +141,11 @@ fn explain(missing: &[Missing]) -> String {
 
 fn apt_install(packages: &[&str]) -> Result<()> {
     ensure!(find_program("apt-get").is_some(), "--install works on Debian only: there is no apt-get");
-    ensure!(rustix::process::geteuid().is_root(), "--install needs root, for: apt-get install {}", packages.join(" "));
+    ensure!(
+        rustix::process::geteuid().is_root(),
+        "--install needs root, for: apt-get install {}",
+        packages.join(" ")
+    );
     let packages = packages.iter().flat_map(|words| words.split(' '));
     let line_shown: Vec<&str> = packages.clone().collect();
     line(format_args!("installing {}", line_shown.join(" ")));
@@ -180,7 +185,10 @@ mod tests {
             Missing { what: "Go".to_owned(), debian: None, otherwise: "https://go.dev/dl/" },
         ];
         let text = explain(&missing);
-        assert!(text.starts_with("the tests need kubectl, Go: on Debian: apt-get install kubernetes-client"), "{text}");
+        assert!(
+            text.starts_with("the tests need kubectl, Go: on Debian: apt-get install kubernetes-client"),
+            "{text}"
+        );
         assert!(text.contains("https://go.dev/dl/"), "{text}");
         assert_eq!(text.lines().count(), 1);
     }

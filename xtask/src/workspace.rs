@@ -3,7 +3,6 @@
 use std::{
     collections::HashMap,
     env,
-    ffi::OsString,
     path::{Path, PathBuf},
     process::{Command, Stdio},
 };
@@ -84,7 +83,8 @@ pub(crate) async fn build(mut command: Command) -> Result<Programs> {
         // Tests are executables, too, and may have the name of a program.
         if message["reason"] == "compiler-artifact"
             && message["profile"]["test"] == false
-            && let (Some(name), Some(path)) = (message["target"]["name"].as_str(), message["executable"].as_str())
+            && let (Some(name), Some(path)) =
+                (message["target"]["name"].as_str(), message["executable"].as_str())
         {
             programs.insert(name.to_owned(), path.into());
         }
@@ -97,6 +97,39 @@ pub(crate) async fn build(mut command: Command) -> Result<Programs> {
         }
     }
     Ok(Programs(programs))
+}
+
+/// Arguments that the build with everything in it understands.
+#[cfg(not(feature = "full"))]
+#[derive(Debug, clap::Args)]
+pub(crate) struct Passed {
+    #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+    arguments: Vec<std::ffi::OsString>,
+}
+
+/// Runs `bench` as the build with everything in it, which is optimised, as what it measures is.
+#[cfg(not(feature = "full"))]
+pub(crate) fn bench(passed: &Passed) -> Result<std::process::ExitCode> {
+    use std::process::ExitCode;
+
+    let xtask = if passed.arguments.iter().any(|argument| argument == "--no-build") {
+        let metadata = metadata()?;
+        let target =
+            metadata["target_directory"].as_str().context("cargo metadata names no target folder")?;
+        Path::new(target).join("release/xtask")
+    } else {
+        // As the benchmark builds them, which then has nothing left to do.
+        let mut build = cargo();
+        build.args(["build", "--profile", "bench", "-p", "kas", "-p", "agentk", "-p", "xtask"]);
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+        runtime.block_on(self::build(build))?.path("xtask")?.to_owned()
+    };
+    let status = Command::new(&xtask)
+        .arg("bench")
+        .args(&passed.arguments)
+        .status()
+        .with_context(|| format!("cannot run {}", xtask.display()))?;
+    Ok(status.code().and_then(|code| u8::try_from(code).ok()).map_or(ExitCode::FAILURE, ExitCode::from))
 }
 
 /// Returns what `cargo metadata` says about the members.
@@ -112,6 +145,6 @@ pub(crate) fn metadata() -> Result<Value> {
 
 /// Looks for a program as a shell does.
 pub(crate) fn find_program(name: &str) -> Option<PathBuf> {
-    let path: OsString = env::var_os("PATH")?;
+    let path = env::var_os("PATH")?;
     env::split_paths(&path).map(|folder| folder.join(name)).find(|candidate| candidate.is_file())
 }

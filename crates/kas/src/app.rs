@@ -93,6 +93,7 @@ pub struct Kas {
     api: Server,
     admin: (Listener, Admin),
     agents: Arc<AgentListener>,
+    tunnels: Arc<TunnelRegistry>,
     configs: Arc<AgentConfigs>,
     metrics: Arc<Metrics>,
     lifecycle: Lifecycle,
@@ -192,7 +193,7 @@ impl Kas {
         let configs = AgentConfigs::new(&config.agent.configuration);
         let agents = AgentListener::new(Parts {
             identity,
-            registry: tunnels,
+            registry: Arc::clone(&tunnels),
             tracker: Arc::clone(&tracker),
             configs: Arc::clone(&configs),
             metrics: Arc::clone(&metrics),
@@ -236,6 +237,7 @@ impl Kas {
             admin: (admin_listener, admin),
             addresses,
             agents,
+            tunnels,
             configs,
             metrics,
             lifecycle,
@@ -256,7 +258,7 @@ impl Kas {
     /// Serves until `leave` resolves, then drains and returns. A second resolution of `hurry` ends
     /// at once what is still open.
     pub async fn run(self, leave: impl Future<Output = ()>, hurry: impl Future<Output = ()>) {
-        let Self { config, agent, api, admin, agents, configs, metrics, lifecycle, .. } = self;
+        let Self { config, agent, api, admin, agents, tunnels, configs, metrics, lifecycle, .. } = self;
         let show = |address: Option<SocketAddr>, listen: &config::Listen| {
             address.map_or_else(|| listen.address.clone(), |address| address.to_string())
         };
@@ -297,6 +299,7 @@ impl Kas {
         if open > 0 {
             tracing::warn!(requests = open, "the drain timeout is over: what is still open ends with UNAVAILABLE");
         }
+        tunnels.refuse_waiters();
         agents.end_all();
         lifecycle.advance(Phase::Stopped);
         servers.wait().await;

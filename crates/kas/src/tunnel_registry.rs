@@ -431,6 +431,18 @@ impl TunnelRegistry {
         tunnel.retire(how);
     }
 
+    /// Sends every waiter away: this replica leaves now.
+    pub fn refuse_waiters(&self) {
+        for shard in &self.shards {
+            let mut shard = shard.lock().unwrap_or_else(PoisonError::into_inner);
+            for agent in shard.values_mut() {
+                agent.waiters = 0;
+                // The senders drop; each waiter counts itself out.
+                agent.queues.clear();
+            }
+        }
+    }
+
     /// Whether this replica holds a tunnel of the agent now.
     pub fn holds(&self, agent: AgentId) -> bool {
         self.shard(agent).get(&agent).is_some_and(|entry| entry.tunnels > 0)

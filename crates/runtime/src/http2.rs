@@ -24,7 +24,10 @@ use http::{Request, Response};
 use http_body_util::combinators::UnsyncBoxBody;
 use hyper::{body::Incoming, server::conn::http2};
 use hyper_util::rt::{TokioIo, TokioTimer};
-use tokio::time::{Instant, MissedTickBehavior};
+use tokio::{
+    sync::Notify,
+    time::{Instant, MissedTickBehavior},
+};
 use tokio_rustls::TlsAcceptor;
 
 use crate::{
@@ -349,9 +352,14 @@ async fn connection(
         .max_local_error_reset_streams(settings.local_error_resets)
         .keep_alive_interval(settings.keepalive_interval)
         .keep_alive_timeout(settings.keepalive_timeout);
+    let expelled = Arc::new(Notify::new());
     let answer = {
-        let state = Arc::clone(&state);
+        let (state, expelled) = (Arc::clone(&state), Arc::clone(&expelled));
         hyper::service::service_fn(move |request| {
+            // A stream may fail only after its first message: the next one finds out.
+            if state.standing() == Standing::Expelled {
+                expelled.notify_one();
+            }
             let answer = Arc::clone(&state).call(request, &slot);
             async move { Ok::<_, Infallible>(answer.await) }
         })
@@ -372,6 +380,10 @@ async fn connection(
                 if let Err(error) = result {
                     tracing::debug!(error = %error, "connection ended");
                 }
+                break;
+            }
+            () = expelled.notified() => {
+                service.refused(Refusal::Unauthenticated);
                 break;
             }
             _ = ticks.tick() => {

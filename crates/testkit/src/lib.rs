@@ -1,3 +1,4 @@
 //! testkit
 
+pub mod demo_api;
 pub mod kubernetes;

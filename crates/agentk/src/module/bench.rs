@@ -10,12 +10,11 @@ use std::{
     task::{Context, Poll},
 };
 
-use bytes::{BufMut as _, Bytes, BytesMut};
+use bytes::Bytes;
 use grpc::{BoxError, Code, MessageReader, ReadError, Status};
 use http::{HeaderMap, Response};
 use http_body::{Frame, SizeHint};
 use http_body_util::BodyExt as _;
-use prost::Message as _;
 use proto::kas::bench::v1::{DownloadRequest, HoldRequest, Payload, UploadResponse};
 use tunnel::frame::{Event, Splitter};
 
@@ -227,7 +226,9 @@ impl http_body::Body for Repeat {
 
 #[cfg(test)]
 mod tests {
+    use bytes::{BufMut as _, BytesMut};
     use http_body::Body as _;
+    use prost::Message as _;
 
     use super::*;
 

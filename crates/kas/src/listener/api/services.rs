@@ -70,7 +70,7 @@ impl Services {
         tracker: Arc<dyn Tracker>,
         phase: watch::Receiver<Phase>,
     ) -> Self {
-        let api = Api { router, tracker };
+        let api = Api { router, tracker, phase: phase.clone() };
         let (reporter, health) = tonic_health::server::health_reporter();
         tokio::spawn(report_health(reporter, phase));
         let reflection = || {
@@ -135,6 +135,7 @@ async fn report_health(reporter: tonic_health::server::HealthReporter, mut phase
 struct Api {
     router: Arc<Router>,
     tracker: Arc<dyn Tracker>,
+    phase: watch::Receiver<Phase>,
 }
 
 fn invalid(message: impl Into<String>) -> tonic::Status {
@@ -291,6 +292,8 @@ impl KasApi for Api {
             known: BTreeMap::new(),
             events: VecDeque::new(),
             begun: false,
+            phase: self.phase.clone(),
+            over: false,
         };
         Ok(tonic::Response::new(Box::pin(stream::unfold(watch, |mut watch| async move {
             let event = watch.next().await?;
@@ -307,6 +310,8 @@ struct Watch {
     known: BTreeMap<(i64, i64), ConnectedAgentInfo>,
     events: VecDeque<Event>,
     begun: bool,
+    phase: watch::Receiver<Phase>,
+    over: bool,
 }
 
 impl Watch {
@@ -316,8 +321,18 @@ impl Watch {
             if let Some(event) = self.events.pop_front() {
                 return Some(Ok(WatchConnectedAgentsResponse { event: Some(event) }));
             }
+            if self.over {
+                return None;
+            }
             if self.begun {
-                self.changes.changed().await.ok()?;
+                let leaving = tokio::select! {
+                    changed = self.changes.changed() => { changed.ok()?; false }
+                    _ = self.phase.wait_for(|phase| *phase >= Phase::Leaving) => true,
+                };
+                if leaving {
+                    self.over = true;
+                    return Some(Err(tonic::Status::unavailable("this kas is shutting down: watch again")));
+                }
                 // A storm of changes is looked at a few times, not once for each.
                 tokio::time::sleep(SETTLE).await;
             }
