@@ -191,14 +191,13 @@ struct Ports {
     agent: u16,
     api: u16,
     kas_observability: u16,
-    agentk_observability: u16,
 }
 
 impl Ports {
     /// Finds ports that are free now.
     fn find() -> Result<Self> {
         // All at once, so that no port is found twice.
-        let mut held = Vec::with_capacity(4);
+        let mut held = Vec::with_capacity(3);
         let mut free = || -> Result<u16> {
             let listener =
                 TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).context("127.0.0.1 has no free port")?;
@@ -289,7 +288,7 @@ async fn show(args: &QuickstartArgs, stage: &mut Stage) -> Result<()> {
     if let Some(found) = found_within(ports.kas_observability).await {
         step.fact("tunnel", format_args!("kas had one for the request after {}", human(found)));
     }
-    step.text("");
+    line("");
     let rows: Vec<&str> = pods.lines().collect();
     step.text(&rows[..rows.len().min(PODS_SHOWN + 1)].join("\n"));
     if rows.len() > PODS_SHOWN + 1 {
@@ -361,7 +360,11 @@ async fn start_kas(programs: &Programs, dir: &Path, slot: &mut Option<Service>) 
         fs::write(&config, kas_config(dir, &state, ports)?).context("cannot write kas' configuration")?;
 
         let mut command = tied(programs.path("kas")?);
-        command.arg("--configuration-file").arg(&config).env_remove("KAS_STATE_DIR");
+        command
+            .arg("--configuration-file")
+            .arg(&config)
+            .args(["--log-format", "text"])
+            .env_remove("KAS_STATE_DIR");
         let log = dir.join(if attempt == 1 { "kas.log".to_owned() } else { format!("kas-{attempt}.log") });
         let kas = slot.insert(Service::start("kas", command, log)?);
         match wait_until_ready(kas, ports.kas_observability).await {
@@ -418,8 +421,7 @@ async fn start_agentk(
         .arg(format!("grpc://127.0.0.1:{}", ports.agent))
         .arg("--token-file")
         .arg(dir.join("agent.token"))
-        .arg("--observability-address")
-        .arg(format!("127.0.0.1:{}", ports.agentk_observability))
+        .args(["--observability-address", "127.0.0.1:0", "--log-format", "text"])
         .env("POD_NAMESPACE", POD.0)
         .env("POD_NAME", POD.1);
     match cluster {

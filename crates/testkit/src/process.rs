@@ -131,7 +131,7 @@ impl Process {
                 waitid(WaitId::Pid(pid), WaitIdOptions::EXITED | WaitIdOptions::NOWAIT)
             {}
             let mut reaped = waiter.reaped();
-            *reaped = child.wait().ok();
+            *reaped = Some(child.wait().unwrap_or_default());
             ended.send_replace(*reaped);
             waiter.changed.notify_all();
         })?;

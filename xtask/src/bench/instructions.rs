@@ -70,6 +70,7 @@ pub(super) fn run(args: &InstructionsArgs) -> anyhow::Result<()> {
         .filter_map(|entry| Some(entry.ok()?.path()))
         .find(|path| path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("callgrind.out.")))
         .context("callgrind wrote nothing")?;
+    std::fs::copy(&dump, "/tmp/cg.dump")?;
     drop((client, kas));
     let text = std::fs::read_to_string(&dump)?;
     let total: f64 = text

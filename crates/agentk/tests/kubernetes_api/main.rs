@@ -3,3 +3,4 @@
 mod played;
 mod real;
 mod support;
+mod tunnelled;

@@ -134,15 +134,21 @@ impl http_body::Body for Requests {
     }
 }
 
+/// A stream of bytes as hyper delivers one.
+pub(crate) fn stream() -> (Caller, grpc::Body) {
+    let (sender, steps) = mpsc::channel(8);
+    (Caller(sender), grpc::boxed(Requests { steps, ended: false }))
+}
+
 /// Starts a call; its future does nothing until it is polled.
 pub(crate) fn call(modules: &Modules, metadata: &[(&'static str, &str)]) -> (Caller, agentk::module::Answer) {
-    let (sender, steps) = mpsc::channel(8);
+    let (caller, body) = stream();
     let mut request = http::Request::post(METHOD);
     for (name, value) in metadata {
         request = request.header(*name, *value);
     }
-    let request = request.body(grpc::boxed(Requests { steps, ended: false })).expect("a request");
-    (Caller(sender), modules.call(request))
+    let request = request.body(body).expect("a request");
+    (caller, modules.call(request))
 }
 
 pub(crate) fn get(path: &str) -> prototool::HttpRequest {

@@ -1,0 +1,326 @@
+//! A real kas process with a configuration of its own, on ports that the system chose.
+
+use std::{
+    net::SocketAddr,
+    path::{Path, PathBuf},
+    process::ExitStatus,
+    time::Duration,
+};
+
+use anyhow::{Context as _, Result};
+use base64::{Engine as _, prelude::BASE64_STANDARD};
+use http::StatusCode;
+use http_body_util::{BodyExt as _, Empty};
+use hyper_util::rt::TokioIo;
+use serde_json::{Value, json};
+use tempfile::TempDir;
+use tokio::{net::TcpStream, time::Instant};
+
+use crate::{
+    caller::{Caller, Jwt},
+    process::{Process, SOON, program, soon},
+};
+
+/// Returns a token of an agent that does not exist elsewhere: the number makes it recognisable.
+pub fn token(agent: i64) -> String {
+    format!("agent-{agent}-token-{agent:032x}")
+}
+
+/// One agent of the identity file.
+#[derive(Clone, Debug)]
+pub struct AgentEntry {
+    /// Its id; its name is `agent-<id>`.
+    pub id: i64,
+    /// Its project.
+    pub project: i64,
+    /// Its tokens, one or two.
+    pub tokens: Vec<String>,
+}
+
+impl AgentEntry {
+    /// An agent in project 1 with one token: that of [`token`].
+    pub fn new(id: i64) -> Self {
+        Self { id, project: 1, tokens: vec![token(id)] }
+    }
+}
+
+/// How a kas is started.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// The agents in its identity file.
+    pub agents: Vec<AgentEntry>,
+    /// The secrets that callers' tokens may be signed with: one file each.
+    pub secrets: Vec<Vec<u8>>,
+    /// What its configuration has besides, or instead.
+    pub config: Value,
+}
+
+impl Default for Options {
+    /// Agents 1 and 2, one secret, leaving without delay.
+    fn default() -> Self {
+        Self {
+            agents: vec![AgentEntry::new(1), AgentEntry::new(2)],
+            secrets: vec![rand::random::<[u8; 32]>().to_vec()],
+            config: json!({}),
+        }
+    }
+}
+
+/// A running kas.
+#[derive(Debug)]
+pub struct Kas {
+    /// The process.
+    pub process: Process,
+    /// Where agents dial.
+    pub agent: SocketAddr,
+    /// Where callers call.
+    pub api: SocketAddr,
+    /// Metrics and probes.
+    pub observability: SocketAddr,
+    /// What callers' tokens are signed with.
+    pub secrets: Vec<Vec<u8>>,
+    dir: TempDir,
+}
+
+impl Kas {
+    /// Starts one with agents 1 and 2.
+    ///
+    /// # Errors
+    /// When it does not start.
+    pub async fn start() -> Result<Self> {
+        Self::start_with(Options::default()).await
+    }
+
+    /// Starts one with `config` besides the defaults of [`Options`].
+    ///
+    /// # Errors
+    /// When it does not start.
+    pub async fn start_with_config(config: Value) -> Result<Self> {
+        Self::start_with(Options { config, ..Options::default() }).await
+    }
+
+    /// Starts one.
+    ///
+    /// # Errors
+    /// When it does not start: with the end of its log.
+    pub async fn start_with(options: Options) -> Result<Self> {
+        let dir = TempDir::with_prefix("kas-test-").context("a folder for kas")?;
+        let mut files = Vec::new();
+        for (n, secret) in options.secrets.iter().enumerate() {
+            let file = dir.path().join(format!("secret-{n}"));
+            std::fs::write(&file, BASE64_STANDARD.encode(secret))?;
+            files.push(file);
+        }
+        write_agents(&dir.path().join("agents.yaml"), &options.agents)?;
+        let mut config = json!({
+            "identity": { "file": dir.path().join("agents.yaml") },
+            "agent": { "listen": { "address": "127.0.0.1:0" } },
+            "api": { "listen": { "address": "127.0.0.1:0", "authentication_secret_files": files } },
+            "observability": { "listen": { "address": "127.0.0.1:0" } },
+            // Balancers and peers, for whom the delay is, are absent here.
+            "drain": { "delay": "0s" },
+        });
+        merge(&mut config, options.config);
+        // JSON is YAML.
+        std::fs::write(dir.path().join("kas.yaml"), serde_json::to_vec_pretty(&config)?)?;
+        let (process, [agent, api, observability]) = spawn(dir.path()).await?;
+        Ok(Self { process, agent, api, observability, secrets: options.secrets, dir })
+    }
+
+    /// Starts a new process with the same files on the same ports; the one before must have ended.
+    ///
+    /// # Errors
+    /// When it does not start.
+    pub async fn restart(&mut self) -> Result<()> {
+        let path = self.dir.path().join("kas.yaml");
+        let mut config: Value = serde_json::from_slice(&std::fs::read(&path)?)?;
+        merge(
+            &mut config,
+            json!({
+                "agent": { "listen": { "address": self.agent } },
+                "api": { "listen": { "address": self.api } },
+                "observability": { "listen": { "address": self.observability } },
+            }),
+        );
+        std::fs::write(&path, serde_json::to_vec_pretty(&config)?)?;
+        self.process = spawn(self.dir.path()).await?.0;
+        Ok(())
+    }
+
+    /// Replaces the identity file, at once as a whole.
+    ///
+    /// # Errors
+    /// When it cannot be written.
+    pub fn set_agents(&self, agents: &[AgentEntry]) -> Result<()> {
+        write_agents(&self.dir.path().join("agents.yaml"), agents)
+    }
+
+    /// Returns the folder of this kas, for further files.
+    pub fn dir(&self) -> &Path {
+        self.dir.path()
+    }
+
+    /// Returns a token that this kas accepts.
+    pub fn jwt(&self) -> String {
+        Jwt::new(&self.secrets[0]).encode()
+    }
+
+    /// Connects a caller with such a token.
+    ///
+    /// # Errors
+    /// When kas cannot be reached.
+    pub async fn caller(&self) -> Result<Caller> {
+        Caller::connect(self.api, Some(self.jwt())).await
+    }
+
+    /// Asks the observability listener, and returns status and body.
+    ///
+    /// # Errors
+    /// When it does not answer.
+    pub async fn get(&self, path: &str) -> Result<(StatusCode, String)> {
+        get(self.observability, path).await
+    }
+
+    /// Returns the value of a metric; 0 when there is no such line.
+    ///
+    /// # Errors
+    /// When the metrics cannot be had.
+    pub async fn metric(&self, name: &str) -> Result<f64> {
+        metric(self.observability, name).await
+    }
+
+    /// Waits until a metric has this value.
+    ///
+    /// # Errors
+    /// When it does not, within [`SOON`]: says what it has instead.
+    pub async fn metric_is(&self, name: &str, value: f64) -> Result<()> {
+        metric_is(self.observability, name, value).await
+    }
+
+    /// Tells the process to leave, and waits until it has.
+    ///
+    /// # Errors
+    /// When it does not `within`.
+    pub async fn leave(&self, within: Duration) -> Result<ExitStatus> {
+        self.process.terminate();
+        self.process.exited(within).await
+    }
+}
+
+async fn spawn(dir: &Path) -> Result<(Process, [SocketAddr; 3])> {
+    let kas = tokio::task::spawn_blocking(|| program("kas")).await??;
+    let config = dir.join("kas.yaml");
+    let config = config.to_str().context("the folder's name is UTF-8")?;
+    let log = std::env::var("KAS_TEST_LOG").unwrap_or_default();
+    let env: &[(&str, &str)] = if log.is_empty() { &[] } else { &[("RUST_LOG", &log)] };
+    let process =
+        Process::start("kas", &kas, &["--configuration-file", config, "--log-format", "json"], env).await?;
+    let addresses = process
+        .logged("that it serves", |line| {
+            let address = |key: &str| line[key].as_str()?.parse().ok();
+            (line["message"] == "kas is serving")
+                .then(|| Some([address("agent")?, address("api")?, address("observability")?]))?
+        })
+        .await?;
+    Ok((process, addresses))
+}
+
+fn write_agents(path: &Path, agents: &[AgentEntry]) -> Result<()> {
+    let agents: Vec<Value> = agents
+        .iter()
+        .map(|agent| {
+            let hash = |token: &String| format!("sha256:{}", ids::TokenHash::of(token.as_bytes()));
+            json!({
+                "id": agent.id,
+                "name": format!("agent-{}", agent.id),
+                "project_id": agent.project,
+                "tokens": agent.tokens.iter().map(hash).collect::<Vec<_>>(),
+            })
+        })
+        .collect();
+    replace(path, &serde_json::to_vec_pretty(&json!({ "agents": agents }))?)
+}
+
+/// Replaces a file as a whole.
+///
+/// # Errors
+/// Those of the system.
+pub fn replace(path: &Path, content: &[u8]) -> Result<()> {
+    let mut partial = path.as_os_str().to_owned();
+    partial.push(".partial");
+    let partial = PathBuf::from(partial);
+    std::fs::write(&partial, content)?;
+    std::fs::rename(&partial, path)?;
+    Ok(())
+}
+
+/// Puts `over` into `config`: objects key by key, everything else as it is.
+fn merge(config: &mut Value, over: Value) {
+    match (config, over) {
+        (Value::Object(config), Value::Object(over)) => {
+            for (key, value) in over {
+                merge(config.entry(key).or_insert(Value::Null), value);
+            }
+        }
+        (config, over) => *config = over,
+    }
+}
+
+/// Sends a GET request over HTTP/1.1, and returns status and body.
+///
+/// # Errors
+/// When there is no answer.
+pub async fn get(address: SocketAddr, path: &str) -> Result<(StatusCode, String)> {
+    soon("an answer to GET", async {
+        let stream = TcpStream::connect(address).await?;
+        let (mut sender, connection) = hyper::client::conn::http1::handshake(TokioIo::new(stream)).await?;
+        let connection = tokio::spawn(connection);
+        let request = http::Request::get(path).header("host", "localhost").body(Empty::<bytes::Bytes>::new())?;
+        let response = sender.send_request(request).await?;
+        let status = response.status();
+        let body = response.into_body().collect().await?.to_bytes();
+        connection.abort();
+        Ok((status, String::from_utf8_lossy(&body).into_owned()))
+    })
+    .await
+}
+
+/// Returns the value of a metric of the listener at `address`; 0 when there is no such line.
+///
+/// # Errors
+/// When the metrics cannot be had.
+pub async fn metric(address: SocketAddr, name: &str) -> Result<f64> {
+    let (_, text) = get(address, "/metrics").await?;
+    let value = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
+    Ok(value.map_or(Ok(0.0), str::parse)?)
+}
+
+/// Waits until a metric of the listener at `address` has this value.
+///
+/// # Errors
+/// When it does not, within [`SOON`]: says what it has instead.
+pub async fn metric_is(address: SocketAddr, name: &str, value: f64) -> Result<()> {
+    eventually(&format!("{name} is {value}"), async || {
+        let now = metric(address, name).await?;
+        Ok(if now == value { Ok(()) } else { Err(now) })
+    })
+    .await
+}
+
+/// Looks again and again until something is there: for what no event tells. `Err` says what is there instead.
+///
+/// # Errors
+/// When it is not there within [`SOON`].
+pub async fn eventually<T, E: std::fmt::Debug>(
+    what: &str,
+    mut look: impl AsyncFnMut() -> Result<Result<T, E>>,
+) -> Result<T> {
+    let deadline = Instant::now() + SOON;
+    loop {
+        match look().await? {
+            Ok(there) => return Ok(there),
+            Err(instead) if Instant::now() >= deadline => anyhow::bail!("{what}: not within {SOON:?}, but {instead:?}"),
+            Err(_) => tokio::time::sleep(Duration::from_millis(10)).await,
+        }
+    }
+}

@@ -1,0 +1,410 @@
+//! HTTP/2 as a test needs it: every frame at the moment the test says, every end told apart.
+//!
+//! Built on h2 itself, because what matters here (a reset and its reason, a half-close alone, half a message) is what
+//! libraries above it hide.
+
+use std::{
+    io,
+    net::SocketAddr,
+    pin::Pin,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    task::{Context, Poll},
+};
+
+use anyhow::{Context as _, Result};
+use bytes::{Buf as _, Bytes, BytesMut};
+use h2::{
+    Reason, RecvStream, SendStream,
+    client::{ResponseFuture, SendRequest},
+};
+use http::{HeaderMap, Request, StatusCode};
+use prost::Message;
+use tokio::{
+    io::{AsyncRead, AsyncWrite, ReadBuf},
+    net::TcpStream,
+    sync::watch,
+};
+
+use crate::process::soon;
+
+/// Everything that one end has received: the bytes of its sockets, and the texts of what was in them (header blocks
+/// are compressed on the wire).
+#[derive(Clone, Debug, Default)]
+pub struct Record(Arc<Mutex<Received>>);
+
+#[derive(Debug, Default)]
+struct Received {
+    raw: Vec<u8>,
+    decoded: Vec<u8>,
+}
+
+impl Record {
+    fn received(&self) -> MutexGuard<'_, Received> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Adds what came from a socket.
+    pub fn push_raw(&self, bytes: &[u8]) {
+        self.received().raw.extend_from_slice(bytes);
+    }
+
+    /// Adds what was in it: a piece of its own.
+    pub fn push(&self, bytes: &[u8]) {
+        let mut received = self.received();
+        received.decoded.extend_from_slice(bytes);
+        received.decoded.push(b'\n');
+    }
+
+    /// Adds the names and values of headers.
+    pub fn push_headers(&self, headers: &HeaderMap) {
+        for (name, value) in headers {
+            self.push(&[name.as_str().as_bytes(), b": ", value.as_bytes()].concat());
+        }
+    }
+
+    /// Whether `needle` was received, in whatever way.
+    pub fn contains(&self, needle: &str) -> bool {
+        let received = self.received();
+        let found = |bytes: &[u8]| bytes.windows(needle.len()).any(|window| window == needle.as_bytes());
+        found(&received.raw) || found(&received.decoded)
+    }
+
+    /// Returns how many bytes came from sockets.
+    pub fn raw_len(&self) -> usize {
+        self.received().raw.len()
+    }
+}
+
+/// A socket whose received bytes are recorded.
+#[derive(Debug)]
+pub struct Recorded {
+    stream: TcpStream,
+    record: Record,
+}
+
+impl Recorded {
+    /// Connects to `address`.
+    ///
+    /// # Errors
+    /// Those of the system.
+    pub async fn connect(address: SocketAddr, record: Record) -> io::Result<Self> {
+        let stream = TcpStream::connect(address).await?;
+        stream.set_nodelay(true)?;
+        Ok(Self { stream, record })
+    }
+}
+
+impl AsyncRead for Recorded {
+    fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        let before = buf.filled().len();
+        let polled = Pin::new(&mut self.stream).poll_read(cx, buf);
+        if buf.filled().len() > before {
+            self.record.push_raw(&buf.filled()[before..]);
+        }
+        polled
+    }
+}
+
+impl AsyncWrite for Recorded {
+    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.stream).poll_write(cx, buf)
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_flush(cx)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_shutdown(cx)
+    }
+}
+
+/// One HTTP/2 connection. Dropping it, and its streams, closes the socket.
+#[derive(Clone, Debug)]
+pub struct Link {
+    sender: SendRequest<Bytes>,
+    address: SocketAddr,
+    local: SocketAddr,
+    record: Record,
+    driver: Arc<Driver>,
+}
+
+#[derive(Debug)]
+struct Driver {
+    task: tokio::task::AbortHandle,
+    ended: watch::Receiver<bool>,
+}
+
+impl Drop for Driver {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+impl Link {
+    /// Connects, with the windows that agentk has.
+    ///
+    /// # Errors
+    /// When nobody listens there, or what does speaks no HTTP/2.
+    pub async fn connect(address: SocketAddr) -> Result<Self> {
+        Self::connect_with(address, 256 * 1024).await
+    }
+
+    /// Connects with this window for each stream.
+    ///
+    /// # Errors
+    /// As [`connect`](Self::connect).
+    pub async fn connect_with(address: SocketAddr, window: u32) -> Result<Self> {
+        let record = Record::default();
+        let stream = Recorded::connect(address, record.clone()).await.with_context(|| format!("connecting {address}"))?;
+        let local = stream.stream.local_addr()?;
+        let (sender, connection) = h2::client::Builder::new()
+            .initial_window_size(window)
+            .initial_connection_window_size((1 << 31) - 1)
+            .max_frame_size(64 * 1024)
+            .max_header_list_size(64 * 1024)
+            .max_concurrent_reset_streams(10_000)
+            .handshake(stream)
+            .await
+            .context("the HTTP/2 handshake")?;
+        let (sender_ended, ended) = watch::channel(false);
+        let task = tokio::spawn(async move {
+            let _ = connection.await;
+            sender_ended.send_replace(true);
+        });
+        Ok(Self { sender, address, local, record, driver: Arc::new(Driver { task: task.abort_handle(), ended }) })
+    }
+
+    /// Returns where it goes.
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// Returns this end's address.
+    pub fn local(&self) -> SocketAddr {
+        self.local
+    }
+
+    /// Returns what has been received.
+    pub fn record(&self) -> &Record {
+        &self.record
+    }
+
+    /// Waits until the connection is over.
+    ///
+    /// # Panics
+    /// When it is not soon.
+    pub async fn closed(&self) {
+        let mut ended = self.driver.ended.clone();
+        let _ = soon("the connection ends", ended.wait_for(|ended| *ended)).await;
+    }
+
+    /// Closes the socket without a word, whatever is open.
+    pub fn cut(&self) {
+        self.driver.task.abort();
+    }
+
+    /// Opens a stream.
+    ///
+    /// # Errors
+    /// When the connection is over, or does not take new streams.
+    pub async fn open(&self, request: Request<()>) -> Result<Stream> {
+        let mut sender = soon("a stream may be opened", self.sender.clone().ready()).await?;
+        let (answer, send) = sender.send_request(request, false)?;
+        Ok(Stream {
+            answer: Some(answer),
+            send,
+            recv: None,
+            head: None,
+            buffer: BytesMut::new(),
+            record: self.record.clone(),
+            _link: self.clone(),
+        })
+    }
+}
+
+/// How a stream went on.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Next {
+    /// One gRPC message, without its prefix.
+    Message(Bytes),
+    /// Trailers: the end.
+    Trailers(HeaderMap),
+    /// The end, without trailers.
+    End,
+    /// It was reset.
+    Reset(Reason),
+}
+
+/// One HTTP/2 stream, opened here. Dropping it resets it with CANCEL unless it is over.
+#[derive(Debug)]
+pub struct Stream {
+    answer: Option<ResponseFuture>,
+    send: SendStream<Bytes>,
+    recv: Option<RecvStream>,
+    head: Option<(StatusCode, HeaderMap)>,
+    buffer: BytesMut,
+    record: Record,
+    _link: Link,
+}
+
+impl Stream {
+    /// Sends bytes, waiting for window where that is needed.
+    ///
+    /// # Errors
+    /// The reason when the stream was reset.
+    ///
+    /// # Panics
+    /// When there is no window for long.
+    pub async fn send(&mut self, bytes: impl Into<Bytes>) -> Result<(), Reason> {
+        let mut bytes = bytes.into();
+        while !bytes.is_empty() {
+            let n = soon("there is window to send", self.capacity(bytes.len())).await?;
+            let piece = bytes.split_to(n.min(bytes.len()));
+            self.send.send_data(piece, false).map_err(reason)?;
+        }
+        Ok(())
+    }
+
+    /// Waits until some of `wanted` bytes may be sent; returns how many.
+    ///
+    /// # Errors
+    /// The reason when the stream was reset.
+    pub async fn capacity(&mut self, wanted: usize) -> Result<usize, Reason> {
+        self.send.reserve_capacity(wanted);
+        loop {
+            if self.send.capacity() > 0 {
+                return Ok(self.send.capacity());
+            }
+            match std::future::poll_fn(|cx| self.send.poll_capacity(cx)).await {
+                Some(Ok(_)) => {}
+                Some(Err(error)) => return Err(reason(error)),
+                None => return Err(std::future::poll_fn(|cx| self.send.poll_reset(cx)).await.map_err(reason)?),
+            }
+        }
+    }
+
+    /// Sends a message as one gRPC frame.
+    ///
+    /// # Errors
+    /// The reason when the stream was reset.
+    pub async fn send_message(&mut self, message: &impl Message) -> Result<(), Reason> {
+        self.send(grpc::encode(message)).await
+    }
+
+    /// Ends this end's direction in order.
+    ///
+    /// # Errors
+    /// The reason when the stream was reset.
+    pub fn half_close(&mut self) -> Result<(), Reason> {
+        self.send.send_data(Bytes::new(), true).map_err(reason)
+    }
+
+    /// Resets the stream.
+    pub fn reset(&mut self, reason: Reason) {
+        self.send.send_reset(reason);
+    }
+
+    /// Waits until the other end resets the stream.
+    ///
+    /// # Panics
+    /// When it does not.
+    pub async fn was_reset(&mut self) -> Reason {
+        match soon("the stream is reset", std::future::poll_fn(|cx| self.send.poll_reset(cx))).await {
+            Ok(reason) => reason,
+            Err(error) => reason(error),
+        }
+    }
+
+    /// Waits for the response's headers.
+    ///
+    /// # Errors
+    /// The reason when the stream was reset.
+    ///
+    /// # Panics
+    /// When they do not come.
+    pub async fn head(&mut self) -> Result<&(StatusCode, HeaderMap), Reason> {
+        if let Some(answer) = self.answer.take() {
+            let response = soon("response headers come", answer).await.map_err(reason)?;
+            let (head, body) = response.into_parts();
+            self.record.push_headers(&head.headers);
+            self.head = Some((head.status, head.headers));
+            self.recv = Some(body);
+        }
+        self.head.as_ref().ok_or(Reason::INTERNAL_ERROR)
+    }
+
+    /// Returns whether the response's headers have come, waiting for nothing but what has been received.
+    pub async fn has_head(&mut self) -> bool {
+        let Some(answer) = &mut self.answer else { return true };
+        match futures_util::poll!(answer) {
+            Poll::Pending => false,
+            Poll::Ready(Ok(response)) => {
+                let (head, body) = response.into_parts();
+                self.record.push_headers(&head.headers);
+                self.head = Some((head.status, head.headers));
+                self.recv = Some(body);
+                self.answer = None;
+                true
+            }
+            Poll::Ready(Err(_)) => {
+                self.answer = None;
+                true
+            }
+        }
+    }
+
+    /// Waits for the next piece of the body.
+    ///
+    /// # Panics
+    /// When nothing comes.
+    pub async fn data(&mut self) -> Option<Result<Bytes, Reason>> {
+        if let Err(reason) = self.head().await {
+            return Some(Err(reason));
+        }
+        let recv = self.recv.as_mut()?;
+        let data = soon("the stream goes on", recv.data()).await?;
+        Some(data.map_err(reason).inspect(|data| {
+            let _ = recv.flow_control().release_capacity(data.len());
+        }))
+    }
+
+    /// Waits for the next message, or the end.
+    ///
+    /// # Panics
+    /// When nothing comes, or half a message at the end.
+    pub async fn next(&mut self) -> Next {
+        loop {
+            if self.buffer.len() >= grpc::PREFIX_LEN {
+                let len = u32::from_be_bytes([self.buffer[1], self.buffer[2], self.buffer[3], self.buffer[4]]) as usize;
+                if self.buffer.len() >= grpc::PREFIX_LEN + len {
+                    assert_eq!(self.buffer[0], 0, "kas sends identity only");
+                    self.buffer.advance(grpc::PREFIX_LEN);
+                    let message = self.buffer.split_to(len).freeze();
+                    self.record.push(&message);
+                    return Next::Message(message);
+                }
+            }
+            match self.data().await {
+                Some(Ok(data)) => self.buffer.extend_from_slice(&data),
+                Some(Err(reason)) => return Next::Reset(reason),
+                None => break,
+            }
+        }
+        assert!(self.buffer.is_empty(), "the stream ended inside a message: {:?}", self.buffer);
+        let Some(recv) = &mut self.recv else { return Next::End };
+        match soon("trailers come", recv.trailers()).await {
+            Ok(Some(trailers)) => {
+                self.record.push_headers(&trailers);
+                Next::Trailers(trailers)
+            }
+            Ok(None) => Next::End,
+            Err(error) => Next::Reset(reason(error)),
+        }
+    }
+}
+
+/// Returns why a stream ended; a connection that is gone counts as INTERNAL_ERROR.
+fn reason(error: h2::Error) -> Reason {
+    error.reason().unwrap_or(Reason::INTERNAL_ERROR)
+}
