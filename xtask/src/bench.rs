@@ -37,9 +37,12 @@ struct PathArgs {
     /// One short round, to see that everything works; its numbers mean little.
     #[arg(long, conflicts_with = "rounds")]
     quick: bool,
-    /// Measures only rows whose name contains one of these.
+    /// Measures only these rows, by name or by a name's first words: `unary_100b_c64`, `unary`, `memory`.
     #[arg(long, value_name = "NAME", value_delimiter = ',')]
     only: Vec<String>,
+    /// Direct calls without the metadata (token and agent) that calls through kas have.
+    #[arg(long)]
+    bare_direct: bool,
     #[command(flatten)]
     output: Output,
 }

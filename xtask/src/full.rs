@@ -1,12 +1,12 @@
 //! Commands that build on the workspace's own crates.
 
 use std::{
-    io::{self, Write as _},
+    io::{self, Read as _, Write as _},
     net::SocketAddr,
     process::ExitCode,
 };
 
-use anyhow::Result;
+use anyhow::{Context as _, Result};
 use clap::Subcommand;
 
 use crate::bench;
@@ -45,5 +45,17 @@ pub(crate) fn run(command: Command) -> Result<ExitCode> {
 
 /// Prints the URL, as the only line on standard output, once it is served.
 fn demo_api(listen: SocketAddr) -> Result<()> {
-    anyhow::bail!("the demo API is not built in yet: {listen}");
+    let runtime = tokio::runtime::Runtime::new()?;
+    let _api = runtime.block_on(async {
+        let api = testkit::demo_api::DemoApi::start(listen)
+            .await
+            .with_context(|| format!("cannot serve the demo API on {listen}"))?;
+        let mut stdout = io::stdout();
+        writeln!(stdout, "{}", api.url())?;
+        stdout.flush()?;
+        anyhow::Ok(api)
+    })?;
+    // The quickstart holds the other end. When it is gone, however it went, nobody needs the demo.
+    io::stdin().read_to_end(&mut Vec::new())?;
+    Ok(())
 }

@@ -28,6 +28,8 @@ pub(crate) fn tied(program: &Path) -> Command {
         }
         _ => Command::new(program),
     };
+    // What it logs is read in files and in errors: no colours there.
+    command.env("NO_COLOR", "1");
     // A group of its own: Ctrl-C in a terminal reaches this process only, which then ends the others in order.
     command.process_group(0).stdin(Stdio::null()).kill_on_drop(true);
     command
@@ -38,6 +40,8 @@ pub(crate) fn tied(program: &Path) -> Command {
 pub(crate) struct Service {
     name: &'static str,
     child: tokio::process::Child,
+    /// Held until the process is gone: to wait for a process would otherwise end its standard input.
+    _stdin: Option<tokio::process::ChildStdin>,
     log: PathBuf,
 }
 
@@ -68,9 +72,10 @@ impl Service {
         stderr: File,
         log: PathBuf,
     ) -> Result<Self> {
-        let child =
+        let mut child =
             command.stdout(stdout).stderr(stderr).spawn().with_context(|| format!("cannot run {name}"))?;
-        Ok(Self { name, child, log })
+        let stdin = child.stdin.take();
+        Ok(Self { name, child, _stdin: stdin, log })
     }
 
     pub(crate) fn name(&self) -> &'static str {
@@ -112,10 +117,11 @@ impl Service {
 
     /// Asks the process to end, and kills it when it has not by `patience`. Returns what to tell about it.
     pub(crate) async fn stop(mut self, patience: Duration) -> Result<&'static str> {
-        if let Some(pid) = self.child.id().and_then(|id| Pid::from_raw(id.try_into().ok()?)) {
-            // Not reaped yet, so that the id is still its own; a process that is gone already has ended.
-            let _ = kill_process(pid, Signal::TERM);
-        }
+        let Some(pid) = self.child.id().and_then(|id| Pid::from_raw(id.try_into().ok()?)) else {
+            return Ok("was gone");
+        };
+        // Not waited for yet, so that the id is still its own, also when the process has ended.
+        let _ = kill_process(pid, Signal::TERM);
         match timeout(patience, self.child.wait()).await {
             Ok(status) => {
                 status.with_context(|| format!("cannot wait for {}", self.name))?;

@@ -205,7 +205,7 @@ impl Ports {
             held.push(listener);
             Ok(port)
         };
-        Ok(Self { agent: free()?, api: free()?, kas_observability: free()?, agentk_observability: free()? })
+        Ok(Self { agent: free()?, api: free()?, kas_observability: free()? })
     }
 }
 
@@ -225,7 +225,7 @@ async fn show(args: &QuickstartArgs, stage: &mut Stage) -> Result<()> {
     }
     line("");
 
-    let mut step = report.step("Build kas, agentk and kasctl");
+    let mut step = report.step("Build kas, agentk and kasctl (minutes the first time, then seconds)");
     step.make_room();
     let programs = workspace::build(workspace::build_programs(args.release)).await?;
     step.took();
@@ -281,7 +281,7 @@ async fn show(args: &QuickstartArgs, stage: &mut Stage) -> Result<()> {
     );
 
     let mut step = report.step("Ask kas for the agent's pods");
-    let pods = ask_for_pods(&kasctl, stage).await?;
+    let pods = ask_for_pods(&kasctl, args.kubeconfig.as_deref(), stage).await?;
     step.took();
     step.fact("asked", format_args!("kasctl pods {AGENT_ID}"));
     step.fact("way", "kasctl > kas > a tunnel > agentk > Kubernetes API, and back");
@@ -473,19 +473,23 @@ async fn start_agentk(
     }
 }
 
-async fn ask_for_pods(kasctl: &Kasctl<'_>, stage: &mut Stage) -> Result<String> {
+async fn ask_for_pods(kasctl: &Kasctl<'_>, kubeconfig: Option<&Path>, stage: &mut Stage) -> Result<String> {
     let mut command = kasctl.call();
     command.args(["pods", AGENT_ID, "--timeout", &format!("{}s", ANSWER_WITHIN.as_secs())]);
     let answer = tokio::select! {
         answer = output(command) => answer,
         error = stage.something_ended() => return Err(error),
     };
-    answer.map_err(|error| match &stage.agentk {
-        Some(agentk) => {
-            let log = agentk.explain("was asked");
-            anyhow!("no pods: {error:#}\n{log}")
-        }
-        None => error,
+    answer.map_err(|error| {
+        let log = stage.agentk.as_ref().map(|agentk| format!("\n{}", agentk.explain("tried"))).unwrap_or_default();
+        let check = match kubeconfig {
+            Some(file) => {
+                let file = quoted(&file.to_string_lossy());
+                format!("\nDoes the cluster answer without kas? kubectl --kubeconfig {file} get pods --all-namespaces")
+            }
+            None => String::new(),
+        };
+        anyhow!("the agent's pods did not come: {error:#}{log}{check}")
     })
 }
 

@@ -32,7 +32,8 @@ pub async fn serve(listen: &str, tls: Option<(PathBuf, PathBuf)>, modules: Modul
     let address = listener.local_addr();
     tracing::info!(address = address.map(tracing::field::display), "serving directly, for a bench");
     let lifecycle = Lifecycle::default();
-    let server = Server { listener, tls, settings: http2::AGENT, age: None, service: Arc::new(Direct(modules)) };
+    let server =
+        Server { listener, tls, settings: http2::AGENT, age: None, service: Arc::new(Direct(modules)) };
     let mut serving = std::pin::pin!(server.run(lifecycle.clone()));
     tokio::select! {
         () = serving.as_mut() => {}

@@ -27,6 +27,7 @@ use crate::{
         api::ApiListener,
     },
     metrics::Metrics,
+    rate_limit::RateLimit,
     router::Router,
     tunnel_registry::{Limits, TunnelRegistry},
 };
@@ -199,6 +200,7 @@ impl Kas {
             metrics: Arc::clone(&metrics),
             naming,
             proxied_idle: config.agent.listen.proxied_idle_timeout,
+            rate_limit: Arc::new(RateLimit::new(config.agent.listen.connections_per_token_per_minute)),
         });
         let listen = &config.api.listen;
         let jwt = JwtVerifier::new(&secrets, &listen.issuers, listen.leeway);

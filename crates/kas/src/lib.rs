@@ -12,5 +12,6 @@ pub mod listener;
 pub mod metadata;
 pub mod metrics;
 pub mod pods;
+pub mod rate_limit;
 pub mod router;
 pub mod tunnel_registry;

@@ -44,6 +44,7 @@ pub enum Reason {
     Accept,
     WaitersFull,
     TunnelsFull,
+    RateLimit,
     Revoked,
     Violation,
 }

@@ -18,7 +18,7 @@ use ids::{AgentId, ConnectionId};
 use tokio::sync::oneshot;
 use tunnel::kas_end::{Descriptor, Owner, Retire, Tunnel};
 
-use crate::metrics::Metrics;
+use crate::{metrics::Metrics, rate_limit::RateLimit};
 
 const SHARDS: usize = 16;
 /// An agent stays present this long after its last tunnel closed: the tunnels of GitLab's agents
@@ -451,23 +451,31 @@ impl TunnelRegistry {
 
 /// The registry as tunnels see it.
 #[derive(Debug)]
-pub struct RegistryOwner(pub Arc<TunnelRegistry>);
+pub struct RegistryOwner {
+    /// Where tunnels go.
+    pub registry: Arc<TunnelRegistry>,
+    /// What agents' tokens are charged.
+    pub rate_limit: Arc<RateLimit>,
+}
 
 impl Owner for RegistryOwner {
     fn parked(&self, tunnel: &Arc<Tunnel>) {
-        self.0.free(tunnel);
+        self.registry.free(tunnel);
     }
 
-    fn ended(&self, tunnel: &Arc<Tunnel>, _free: bool) {
-        self.0.remove(tunnel);
+    fn ended(&self, tunnel: &Arc<Tunnel>, wasted: bool) {
+        if wasted {
+            self.rate_limit.charge(tunnel.info().token);
+        }
+        self.registry.remove(tunnel);
     }
 
     fn violated(&self, tunnel: &Arc<Tunnel>, what: &str) {
-        self.0.metrics.tunnel_violations.inc();
+        self.registry.metrics.tunnel_violations.inc();
         tracing::debug!(agent.id = tunnel.info().agent.get(), reason = what, "tunnel reset");
     }
 
     fn dropped(&self, count: usize) {
-        self.0.metrics.answer_values_dropped.inc_by(count as u64);
+        self.registry.metrics.answer_values_dropped.inc_by(count as u64);
     }
 }

@@ -229,7 +229,7 @@ fn write_agents(path: &Path, agents: &[AgentEntry]) -> Result<()> {
     let agents: Vec<Value> = agents
         .iter()
         .map(|agent| {
-            let hash = |token: &String| format!("sha256:{}", ids::TokenHash::of(token.as_bytes()));
+            let hash = |token: &String| format!("sha256:{}", ids::TokenHash::of(token.as_bytes()).to_hex());
             json!({
                 "id": agent.id,
                 "name": format!("agent-{}", agent.id),

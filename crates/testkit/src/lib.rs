@@ -1,4 +1,17 @@
-//! testkit
+//! What tests share: processes, a real Kubernetes API server, and peers of the wire.
+//!
+//! * [`process`]: child processes whose log can be waited for; [`kas`] and [`agentk`]: ours.
+//! * [`caller`]: who calls the API listener. [`raw_agent`]: an agent by hand; [`agent14`]: one as GitLab's are; both
+//!   serve what [`handler`] says. [`link`]: the HTTP/2 below.
+//! * [`kubernetes`]: a real API server.
 
+pub mod agent14;
+pub mod agentk;
+pub mod caller;
 pub mod demo_api;
+pub mod handler;
+pub mod kas;
 pub mod kubernetes;
+pub mod link;
+pub mod process;
+pub mod raw_agent;

@@ -334,39 +334,41 @@ impl Stream {
         self.head.as_ref().ok_or(Reason::INTERNAL_ERROR)
     }
 
-    /// Returns whether the response's headers have come, waiting for nothing but what has been received.
-    pub async fn has_head(&mut self) -> bool {
-        let Some(answer) = &mut self.answer else { return true };
-        match futures_util::poll!(answer) {
-            Poll::Pending => false,
-            Poll::Ready(Ok(response)) => {
-                let (head, body) = response.into_parts();
-                self.record.push_headers(&head.headers);
-                self.head = Some((head.status, head.headers));
-                self.recv = Some(body);
-                self.answer = None;
-                true
-            }
-            Poll::Ready(Err(_)) => {
-                self.answer = None;
-                true
-            }
-        }
-    }
-
     /// Waits for the next piece of the body.
     ///
     /// # Panics
     /// When nothing comes.
     pub async fn data(&mut self) -> Option<Result<Bytes, Reason>> {
+        soon("the stream goes on", self.data_unbounded()).await
+    }
+
+    /// Waits for the trailers, after all data.
+    ///
+    /// # Panics
+    /// When they do not come, or the stream is reset.
+    pub async fn trailers(&mut self) -> Option<HeaderMap> {
+        let recv = self.recv.as_mut()?;
+        let trailers = soon("trailers come", recv.trailers()).await.expect("the stream ends in order");
+        if let Some(trailers) = &trailers {
+            self.record.push_headers(trailers);
+        }
+        trailers
+    }
+
+    async fn data_unbounded(&mut self) -> Option<Result<Bytes, Reason>> {
         if let Err(reason) = self.head().await {
             return Some(Err(reason));
         }
         let recv = self.recv.as_mut()?;
-        let data = soon("the stream goes on", recv.data()).await?;
+        let data = recv.data().await?;
         Some(data.map_err(reason).inspect(|data| {
             let _ = recv.flow_control().release_capacity(data.len());
         }))
+    }
+
+    /// Returns what has been received of the next message by [`next`](Self::next).
+    pub fn buffered(&self) -> &[u8] {
+        &self.buffer
     }
 
     /// Waits for the next message, or the end.
@@ -374,6 +376,14 @@ impl Stream {
     /// # Panics
     /// When nothing comes, or half a message at the end.
     pub async fn next(&mut self) -> Next {
+        soon("the stream goes on", self.next_unbounded()).await
+    }
+
+    /// Waits for the next message, or the end, however long that takes.
+    ///
+    /// # Panics
+    /// When half a message stands at the end.
+    pub async fn next_unbounded(&mut self) -> Next {
         loop {
             if self.buffer.len() >= grpc::PREFIX_LEN {
                 let len = u32::from_be_bytes([self.buffer[1], self.buffer[2], self.buffer[3], self.buffer[4]]) as usize;
@@ -385,7 +395,7 @@ impl Stream {
                     return Next::Message(message);
                 }
             }
-            match self.data().await {
+            match self.data_unbounded().await {
                 Some(Ok(data)) => self.buffer.extend_from_slice(&data),
                 Some(Err(reason)) => return Next::Reset(reason),
                 None => break,
@@ -393,7 +403,7 @@ impl Stream {
         }
         assert!(self.buffer.is_empty(), "the stream ended inside a message: {:?}", self.buffer);
         let Some(recv) = &mut self.recv else { return Next::End };
-        match soon("trailers come", recv.trailers()).await {
+        match recv.trailers().await {
             Ok(Some(trailers)) => {
                 self.record.push_headers(&trailers);
                 Next::Trailers(trailers)

@@ -137,8 +137,8 @@ impl Descriptor {
 pub trait Owner: Send + Sync + 'static {
     /// The tunnel is free: for the first time, or again.
     fn parked(&self, tunnel: &Arc<Tunnel>);
-    /// The tunnel is over. `free`: it was not carrying a request.
-    fn ended(&self, tunnel: &Arc<Tunnel>, free: bool);
+    /// The tunnel is over. `wasted`: the agent ended it, or vanished, while it was parked.
+    fn ended(&self, tunnel: &Arc<Tunnel>, wasted: bool);
     /// The agent did what the protocol does not allow; the tunnel is being reset.
     fn violated(&self, _tunnel: &Arc<Tunnel>, _what: &str) {}
     /// Values of an agent's answer were dropped as illegal.
@@ -210,6 +210,8 @@ struct Core {
     /// What was wrong with the caller's bytes.
     fault: Option<Status>,
     dead: bool,
+    /// The agent withdrew the parked tunnel, or half-closed it without being asked.
+    given_up: bool,
     /// Whether [`TunnelBody`] waits for a wake-up, and so will be polled after one. It is false
     /// while HTTP/2 waits for window.
     waiting: bool,
@@ -351,6 +353,7 @@ impl Tunnel {
             discard: false,
             fault: None,
             dead: false,
+            given_up: false,
             waiting: false,
             parked_at: Instant::now(),
             tunnel_waker: None,
@@ -620,7 +623,10 @@ impl TunnelBody {
         let Some(stream) = &mut core.stream else { return Turn::Wait };
         let what = match ready_or!(stream.poll(cx), Turn::Wait) {
             Ok(got) => match core.end.agent_sent(kind(&got)) {
-                Ok(_) => return Turn::End(Ending::Ok),
+                Ok(_) => {
+                    core.given_up = !core.end.is_draining();
+                    return Turn::End(Ending::Ok);
+                }
                 Err(_) => "the agent wrote to a parked tunnel".to_owned(),
             },
             Err(Broken(why)) => why,
@@ -771,7 +777,7 @@ impl Body for TunnelBody {
 impl Drop for TunnelBody {
     fn drop(&mut self) {
         let mut core = self.tunnel.core();
-        let free = core.end.is_parked();
+        let wasted = core.end.is_parked() && !core.end.is_draining() || core.given_up;
         core.dead = true;
         core.end.end();
         let stream = core.stream.take();
@@ -782,7 +788,7 @@ impl Drop for TunnelBody {
         if let Some(waker) = waker {
             waker.wake();
         }
-        self.tunnel.owner.ended(&self.tunnel, free);
+        self.tunnel.owner.ended(&self.tunnel, wasted);
     }
 }
 

@@ -28,7 +28,7 @@ use tokio::{
 };
 
 use super::{
-    client::{Outgoing, Sender, Signer, dial, handshake, head},
+    client::{ECHO, Outgoing, Sender, Signer, dial, handshake, head},
     orders::{Agents, Waiters, Woken, token},
 };
 
@@ -62,7 +62,11 @@ impl Drop for Agent {
 
 impl Agent {
     /// Dials and opens the configuration stream.
-    async fn connect(address: SocketAddr, tls: Option<Arc<rustls::ClientConfig>>, number: i64) -> anyhow::Result<Self> {
+    async fn connect(
+        address: SocketAddr,
+        tls: Option<Arc<rustls::ClientConfig>>,
+        number: i64,
+    ) -> anyhow::Result<Self> {
         let stream = TcpStream::connect(address).await?;
         stream.set_nodelay(true)?;
         let sender = match tls {
@@ -122,7 +126,10 @@ impl Agent {
         if let Some(status) = grpc::Status::from_headers(response.headers()) {
             bail!("kas refused a tunnel: {status}");
         }
-        ensure!(response.headers().get(tunnel_header::TUNNEL).is_some_and(|v| v == "reuse"), "no reuse accepted");
+        ensure!(
+            response.headers().get(tunnel_header::TUNNEL).is_some_and(|v| v == "reuse"),
+            "no reuse accepted"
+        );
         self.streams.push((Some(frames), response.into_body()));
         Ok(())
     }
@@ -191,7 +198,7 @@ pub(super) async fn wake(order: &Waiters) -> anyhow::Result<Woken> {
     let message = grpc::encode(&Payload { data: vec![b'x'; 100].into() });
     let mut waiting = Vec::new();
     for (index, agent) in agents.iter().enumerate() {
-        let request = head(order.api, "/kas.bench.v1.Bench/Echo")?
+        let request = head(order.api, ECHO)?
             .header(header::AUTHORIZATION, signer.header())
             .header("kas-agent-id", agent.number)
             .body(Outgoing::Once(Some(message.clone())))?;
@@ -202,7 +209,11 @@ pub(super) async fn wake(order: &Waiters) -> anyhow::Result<Woken> {
     sleep(SETTLE).await;
     let mut times = Vec::new();
     for (agent, waiter) in agents.iter_mut().zip(waiting) {
-        ensure!(!waiter.is_finished(), "a call did not wait for its agent: {:?}", waiter.await?.map(|r| r.into_parts().0));
+        ensure!(
+            !waiter.is_finished(),
+            "a call did not wait for its agent: {:?}",
+            waiter.await?.map(|r| r.into_parts().0)
+        );
         let begin = Instant::now();
         timeout(STEP, agent.open()).await??;
         let Some((frames, body)) = agent.streams.last_mut() else { bail!("no tunnel") };
@@ -227,6 +238,7 @@ pub(super) async fn wake(order: &Waiters) -> anyhow::Result<Woken> {
         }
     }
     times.sort_by(f64::total_cmp);
-    let at = |quantile: f64| times[((times.len() as f64 * quantile).ceil() as usize).clamp(1, times.len()) - 1];
+    let at =
+        |quantile: f64| times[((times.len() as f64 * quantile).ceil() as usize).clamp(1, times.len()) - 1];
     Ok(Woken { p50_ms: at(0.5), p99_ms: at(0.99), max_ms: at(1.0) })
 }

@@ -20,7 +20,7 @@ use anyhow::{Context as _, bail, ensure};
 use base64::Engine as _;
 use bytes::Bytes;
 use hdrhistogram::Histogram;
-use http::{HeaderValue, Method, Request, Uri, header};
+use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, Uri, header};
 use http_body::{Body as _, Frame};
 use http_body_util::BodyExt as _;
 use hyper::{body::Incoming, client::conn::http2};
@@ -37,8 +37,12 @@ use tokio::{
 
 use super::{
     agents,
-    orders::{Load, Loaded, Note, Order, Span, Target, Work},
+    orders::{Load, Loaded, Note, Order, Span, Work},
 };
+
+pub(super) const ECHO: &str = "/kas.bench.v1.Bench/Echo";
+const DOWNLOAD: &str = "/kas.bench.v1.Bench/Download";
+const UPLOAD: &str = "/kas.bench.v1.Bench/Upload";
 
 /// A call that takes longer has failed.
 const CALL: Duration = Duration::from_secs(30);
@@ -57,7 +61,9 @@ pub(super) fn run() -> anyhow::Result<()> {
     let (orders, received) = mpsc::channel(4);
     std::thread::spawn(move || {
         for line in std::io::stdin().lock().lines() {
-            let Ok(order) = line.map_err(anyhow::Error::from).and_then(|line| Ok(serde_json::from_str(&line)?)) else {
+            let Ok(order) =
+                line.map_err(anyhow::Error::from).and_then(|line| Ok(serde_json::from_str(&line)?))
+            else {
                 return;
             };
             if orders.blocking_send(order).is_err() {
@@ -102,7 +108,9 @@ pub(super) async fn dial(address: SocketAddr) -> anyhow::Result<Sender> {
     handshake(stream).await
 }
 
-pub(super) async fn handshake(stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static) -> anyhow::Result<Sender> {
+pub(super) async fn handshake(
+    stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
+) -> anyhow::Result<Sender> {
     let (sender, connection) = http2::Builder::new(TokioExecutor::new())
         .timer(TokioTimer::new())
         .initial_stream_window_size(runtime::http2::STREAM_WINDOW)
@@ -242,21 +250,26 @@ impl Shared {
 
 /// One of a load's callers.
 struct Caller {
-    target: Target,
+    uri: Uri,
+    /// All but the token, made once.
+    headers: HeaderMap,
     signer: Option<Arc<Signer>>,
     sender: Sender,
     shared: Arc<Shared>,
 }
 
 impl Caller {
-    async fn call(&self, method: &str, body: Outgoing) -> anyhow::Result<Incoming> {
-        let mut request = head(self.target.address, method)?;
-        if let (Some(through), Some(signer)) = (&self.target.through, &self.signer) {
-            request = request.header(header::AUTHORIZATION, signer.header()).header("kas-agent-id", through.agent);
+    async fn call(&self, body: Outgoing) -> anyhow::Result<Incoming> {
+        let mut request = Request::new(body);
+        *request.method_mut() = Method::POST;
+        *request.uri_mut() = self.uri.clone();
+        *request.headers_mut() = self.headers.clone();
+        if let Some(signer) = &self.signer {
+            request.headers_mut().insert(header::AUTHORIZATION, signer.header());
         }
         let mut sender = self.sender.clone();
         sender.ready().await?;
-        let response = sender.send_request(request.body(body)?).await?;
+        let response = sender.send_request(request).await?;
         if let Some(status) = grpc::Status::from_headers(response.headers()) {
             bail!("answered {status}");
         }
@@ -266,7 +279,7 @@ impl Caller {
 
     async fn unary(&self, message: &Bytes) -> anyhow::Result<u64> {
         let body = Outgoing::Once(Some(message.clone()));
-        let mut answer = self.call("/kas.bench.v1.Bench/Echo", body).await?;
+        let mut answer = self.call(body).await?;
         finish(&mut answer).await
     }
 
@@ -321,12 +334,12 @@ impl Caller {
 
     async fn begin_download(&self, size: u32) -> anyhow::Result<Incoming> {
         let order = grpc::encode(&DownloadRequest { messages: u64::MAX, size });
-        self.call("/kas.bench.v1.Bench/Download", Outgoing::Once(Some(order))).await
+        self.call(Outgoing::Once(Some(order))).await
     }
 
     async fn upload(&self, size: u32) -> anyhow::Result<()> {
         let body = Outgoing::Endless { message: encoded(size), shared: Arc::clone(&self.shared) };
-        let mut answer = self.call("/kas.bench.v1.Bench/Upload", body).await?;
+        let mut answer = self.call(body).await?;
         finish(&mut answer).await.map(drop)
     }
 }
@@ -338,7 +351,8 @@ async fn finish(answer: &mut Incoming) -> anyhow::Result<u64> {
         match frame?.into_data() {
             Ok(data) => bytes += data.len() as u64,
             Err(frame) => {
-                let status = frame.trailers_ref().and_then(grpc::Status::from_headers).context("no status")?;
+                let status =
+                    frame.trailers_ref().and_then(grpc::Status::from_headers).context("no status")?;
                 ensure!(status.code() == grpc::Code::Ok, "answered {status}");
                 return Ok(bytes);
             }
@@ -357,10 +371,8 @@ fn histogram() -> Histogram<u64> {
 }
 
 async fn run_load(load: &Load, orders: &mut mpsc::Receiver<Order>) -> anyhow::Result<Loaded> {
-    let signer = match &load.target.through {
-        Some(through) => Some(Arc::new(Signer::start(&through.secret_file)?)),
-        None => None,
-    };
+    let metadata = load.target.metadata.as_ref();
+    let signer = metadata.map(|metadata| Signer::start(&metadata.secret_file)).transpose()?.map(Arc::new);
     let mut senders = Vec::new();
     for _ in 0..load.connections {
         senders.push(dial(load.target.address).await?);
@@ -372,34 +384,40 @@ async fn run_load(load: &Load, orders: &mut mpsc::Receiver<Order>) -> anyhow::Re
         failed: AtomicU64::new(0),
         why: Mutex::new(None),
     });
-    let caller = |index: usize| Caller {
-        target: load.target.clone(),
-        signer: signer.clone(),
-        sender: senders[index % senders.len()].clone(),
-        shared: Arc::clone(&shared),
+    let caller = |index: usize, method: &str| -> anyhow::Result<Caller> {
+        let (head, ()) = head(load.target.address, method)?.body(())?.into_parts();
+        let mut headers = head.headers;
+        headers.extend(metadata.map(|m| (HeaderName::from_static("kas-agent-id"), m.agent.into())));
+        Ok(Caller {
+            uri: head.uri,
+            headers,
+            signer: signer.clone(),
+            sender: senders[index % senders.len()].clone(),
+            shared: Arc::clone(&shared),
+        })
     };
     let work = load.work;
-    let callers = || -> JoinSet<Histogram<u64>> {
-        (0..load.callers)
-            .map(caller)
-            .map(|caller| async move {
-                match work {
-                    Work::Unary(size) => caller.unaries(encoded(size)).await,
-                    work => caller.stream(work).await,
-                }
-            })
-            .collect()
+    let callers = || -> anyhow::Result<JoinSet<Histogram<u64>>> {
+        let mut tasks = JoinSet::new();
+        for index in 0..load.callers {
+            match work {
+                Work::Unary(size) => tasks.spawn(caller(index, ECHO)?.unaries(encoded(size))),
+                Work::Down(_) => tasks.spawn(caller(index, DOWNLOAD)?.stream(work)),
+                Work::Up(_) => tasks.spawn(caller(index, UPLOAD)?.stream(work)),
+            };
+        }
+        Ok(tasks)
     };
     let mut stalled = None;
     if load.stalled {
-        let mut answer = caller(0).begin_download(64 * 1024).await?;
+        let mut answer = caller(0, DOWNLOAD)?.begin_download(64 * 1024).await?;
         timeout(CALL, answer.frame()).await?.context("the stalled download ended")??;
         stalled = Some(answer);
         sleep(STALL).await;
     }
     let (begin, running) = match load.span {
         Span::Time { warm, run } => {
-            let running = callers();
+            let running = callers()?;
             sleep(Duration::from_millis(warm)).await;
             note(&Note::Begin)?;
             let begin = (Instant::now(), shared.bytes.load(Ordering::Relaxed));
@@ -409,13 +427,13 @@ async fn run_load(load: &Load, orders: &mut mpsc::Receiver<Order>) -> anyhow::Re
         }
         Span::Count { warm, run } => {
             shared.budget.store(warm, Ordering::Relaxed);
-            callers().join_all().await;
+            callers()?.join_all().await;
             note(&Note::Begin)?;
             ensure!(matches!(orders.recv().await, Some(Order::Go)), "expected Go");
             shared.budget.store(run, Ordering::Relaxed);
             shared.phase.store(RUN, Ordering::Relaxed);
             let begin = (Instant::now(), 0);
-            let results = callers().join_all().await;
+            let results = callers()?.join_all().await;
             // What has been joined goes on as tasks that are over.
             (begin, results.into_iter().map(std::future::ready).collect())
         }

@@ -4,15 +4,16 @@
 //! space is counted, and a vectorised copy counts few instructions per byte: instructions are not time.
 
 use std::{
-    fmt::Write as _,
+    collections::{HashMap, HashSet},
+    path::Path,
     process::{Command, Stdio},
 };
 
-use anyhow::{Context as _, bail, ensure};
+use anyhow::{Context as _, ensure};
 
 use super::{
     InstructionsArgs,
-    orders::{Load, Span, Target, Through, Work},
+    orders::{Load, Metadata, Span, Target, Work},
     processes::{Binaries, Ground, KasOptions},
     report::{self, INSTRUCTIONS, Values},
 };
@@ -39,7 +40,7 @@ pub(super) fn run(args: &InstructionsArgs) -> anyhow::Result<()> {
     let load = Load {
         target: Target {
             address: kas.api,
-            through: Some(Through { agent: AGENT, secret_file: ground.secret_file() }),
+            metadata: Some(Metadata { agent: AGENT, secret_file: ground.secret_file() }),
         },
         work: Work::Unary(100),
         connections: 1,
@@ -55,7 +56,8 @@ pub(super) fn run(args: &InstructionsArgs) -> anyhow::Result<()> {
         Ok(())
     };
     eprintln!("{} calls to warm up, then {} that count", args.warm, args.requests);
-    let loaded = client.load(&load, |_, ended| control(if ended { &["-i", "off"] } else { &["-i", "on"] }))?;
+    let loaded =
+        client.load(&load, |_, ended| control(if ended { &["-i", "off"] } else { &["-i", "on"] }))?;
     ensure!(
         loaded.failed == 0,
         "{} calls failed: {}\nlog of kas:\n{}",
@@ -68,64 +70,131 @@ pub(super) fn run(args: &InstructionsArgs) -> anyhow::Result<()> {
     // A dump has a number; the plain file is written at the end.
     let dump = std::fs::read_dir(counted.parent().context("no folder")?)?
         .filter_map(|entry| Some(entry.ok()?.path()))
-        .find(|path| path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("callgrind.out.")))
+        .find(|path| {
+            path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("callgrind.out."))
+        })
         .context("callgrind wrote nothing")?;
-    std::fs::copy(&dump, "/tmp/cg.dump")?;
     drop((client, kas));
     let text = std::fs::read_to_string(&dump)?;
-    let total: f64 = text
-        .lines()
-        .find_map(|line| line.strip_prefix("totals:").or_else(|| line.strip_prefix("summary:")))
-        .context("callgrind counted nothing")?
-        .trim()
-        .parse()?;
-    let each = total / args.requests as f64;
+    let own = own_costs(&text);
+    let each = |count: u64| count as f64 / args.requests as f64;
+    let total: u64 = own.values().sum();
+    ensure!(total > 0, "callgrind counted nothing");
     let mut tables = format!(
-        "{} calls of 100 B by 4 callers on 1 connection after {} to warm up, 1 worker thread, token checked: \
-         {each:.0} instructions of kas per call. What stands below is the share of each function itself.\n\n",
-        args.requests, args.warm
+        "{} calls of 100 B by 4 callers on 1 connection after {} to warm up, 1 worker thread, a token checked for \
+         each: {:.0} instructions of kas per call. valgrind shows programs a processor without SHA instructions, so \
+         signatures count for more than they cost.\n\n### By function\n\n\
+         | per call | share | in the function itself |\n| --- | --- | --- |\n",
+        args.requests,
+        args.warm,
+        each(total),
     );
-    tables.push_str(&functions(&dump, args)?);
-    let values = Values::from([(INSTRUCTIONS, each)]);
+    let row = |(count, name): (u64, String)| {
+        format!(
+            "| {:.0} | {:.1} % | `{}` |\n",
+            each(count),
+            100.0 * count as f64 / total as f64,
+            name.replace('|', "\\|")
+        )
+    };
+    let mut own: Vec<_> = own.into_iter().map(|(name, count)| (count, name)).collect();
+    own.sort_unstable_by(|a, b| b.cmp(a));
+    tables.extend(own.into_iter().take(args.top).map(row));
+    tables.push_str("\n### With what it calls\n\n| per call | share | function and what it calls |\n| --- | --- | --- |\n");
+    tables.extend(inclusive(&dump)?.into_iter().take(args.top).map(row));
+    tables.push('\n');
+    let values = Values::from([(INSTRUCTIONS, each(total))]);
     let command = format!("cargo xtask bench instructions --requests {} --warm {}", args.requests, args.warm);
     report::finish(&values, &tables, "instructions", &command, &args.output)
 }
 
-/// The functions that take most, as a table.
-fn functions(dump: &std::path::Path, args: &InstructionsArgs) -> anyhow::Result<String> {
-    let output = Command::new("callgrind_annotate").arg("--auto=no").arg("--threshold=99.9").arg(dump).output()?;
-    if !output.status.success() {
-        bail!("callgrind_annotate: {}", String::from_utf8_lossy(&output.stderr));
+/// Sums up what each function executes itself. callgrind's own tool lists a function once for each file that was
+/// inlined into it, which hides the large ones.
+fn own_costs(dump: &str) -> HashMap<String, u64> {
+    let mut names: HashMap<&str, &str> = HashMap::new();
+    let mut costs: HashMap<&str, u64> = HashMap::new();
+    let mut current = None;
+    let mut is_call = false;
+    for line in dump.lines() {
+        if let Some((key, value)) = line.split_once('=')
+            && !key.starts_with(|c: char| c.is_ascii_digit() || "+-*".contains(c))
+        {
+            // `fn=(12) name` defines a number, `fn=(12)` uses it.
+            if matches!(key, "fn" | "cfn") {
+                let (number, name) = value.split_once(' ').unwrap_or((value, ""));
+                if !name.is_empty() {
+                    names.insert(number, name);
+                }
+                if key == "fn" {
+                    current = Some(number);
+                }
+            }
+            // The line after it is what the call cost, which is the callee's.
+            is_call = key == "calls";
+        } else if line.starts_with(|c: char| c.is_ascii_digit() || "+-*".contains(c)) {
+            let count = line.split_whitespace().nth(1).and_then(|count| count.parse::<u64>().ok());
+            if let (Some(count), Some(current), false) = (count, current, is_call) {
+                *costs.entry(current).or_default() += count;
+            }
+            is_call = false;
+        }
     }
-    let mut out = "| instructions per call | share | function |\n| --- | --- | --- |\n".to_owned();
+    let mut own = HashMap::new();
+    for (number, count) in costs {
+        // A recursive call has a name of its own: `name'2`.
+        let name = names.get(number).copied().unwrap_or("unknown");
+        let name =
+            name.rsplit_once('\'').filter(|(_, n)| n.parse::<u32>().is_ok()).map_or(name, |(name, _)| name);
+        *own.entry(name.to_owned()).or_default() += count;
+    }
+    own
+}
+
+/// Returns what functions cost together with what they call, without the frames of the runtime around everything.
+fn inclusive(dump: &Path) -> anyhow::Result<Vec<(u64, String)>> {
+    let output = Command::new("callgrind_annotate")
+        .args(["--inclusive=yes", "--auto=no", "--threshold=99.9"])
+        .arg(dump)
+        .output()?;
+    ensure!(output.status.success(), "callgrind_annotate: {}", String::from_utf8_lossy(&output.stderr));
     let text = String::from_utf8_lossy(&output.stdout);
-    let lines = text.lines().filter_map(|line| {
-        // `12,345 ( 6.78%)  file:function [object]`
-        let (count, rest) = line.trim_start().split_once('(')?;
-        let count: f64 = count.trim().replace(',', "").parse().ok()?;
-        let (share, name) = rest.split_once(')')?;
-        Some((count, share.trim().to_owned(), name.trim().to_owned()))
-    });
-    for (count, share, name) in lines.filter(|(_, _, name)| !name.contains("PROGRAM TOTALS")).take(args.top) {
-        writeln!(out, "| {:.0} | {share} | `{}` |", count / args.requests as f64, function(&name))?;
-    }
-    out.push('\n');
-    Ok(out)
+    let mut seen = HashSet::new();
+    Ok(text
+        .lines()
+        .filter_map(|line| {
+            // `12,345 ( 6.78%)  file:function [object]`
+            let (count, rest) = line.trim_start().split_once('(')?;
+            let name = function(rest.split_once(')')?.1.trim());
+            Some((count.trim().replace(',', "").parse().ok()?, name.to_owned()))
+        })
+        .filter(|(_, name)| {
+            !["tokio::", "core::", "<core::", "PROGRAM"].iter().any(|start| name.starts_with(start))
+        })
+        // The largest line of a function comes first.
+        .filter(|(_, name)| seen.insert(name.clone()))
+        .collect())
 }
 
 /// Takes file and object off: they are paths of the machine.
-fn function(name: &str) -> String {
+fn function(name: &str) -> &str {
     let name = name.split(" [").next().unwrap_or(name);
     // A file's path ends at the first `:` that is not part of `::`.
     let bytes = name.as_bytes();
     let colon = (1..bytes.len().saturating_sub(1))
         .find(|at| bytes[*at] == b':' && bytes[at + 1] != b':' && bytes[at - 1] != b':');
-    colon.map_or(name, |at| &name[at + 1..]).replace('|', "\\|")
+    colon.map_or(name, |at| &name[at + 1..])
 }
 
 #[cfg(test)]
 mod tests {
-    use super::function;
+    use super::*;
+
+    #[test]
+    fn own_costs_leave_out_what_calls_cost() {
+        let dump = "fn=(1) a\n1 10\n+3 5\ncfn=(2) b\ncalls=1 7\n* 100\n\nfn=(2)\n7 60\nfn=(3) b'2\n7 40\n";
+        let own = own_costs(dump);
+        assert_eq!((own["a"], own["b"], own.len()), (15, 100, 2));
+    }
 
     #[test]
     fn functions_have_no_paths() {

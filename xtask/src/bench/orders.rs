@@ -40,7 +40,7 @@ pub(super) enum Note {
 pub(super) struct Load {
     /// Whom to call.
     pub(super) target: Target,
-    /// What to call.
+    /// What to call there.
     pub(super) work: Work,
     /// Connections, among which callers are dealt out.
     pub(super) connections: usize,
@@ -57,13 +57,13 @@ pub(super) struct Load {
 pub(super) struct Target {
     /// Where it listens.
     pub(super) address: SocketAddr,
-    /// Through kas; `None`: directly, without metadata.
-    pub(super) through: Option<Through>,
+    /// What calls say besides their message; `None`: nothing.
+    pub(super) metadata: Option<Metadata>,
 }
 
-/// What a call through kas says.
+/// What kas wants to know.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub(super) struct Through {
+pub(super) struct Metadata {
     /// The agent that is to answer.
     pub(super) agent: i64,
     /// A file with the secret, base64, that tokens are signed with.
@@ -141,7 +141,7 @@ pub(super) struct Waiters {
     pub(super) agents: SocketAddr,
     /// Where it listens for callers.
     pub(super) api: SocketAddr,
-    /// See [`Through::secret_file`].
+    /// See [`Metadata::secret_file`].
     pub(super) secret_file: PathBuf,
     /// The first agent's number.
     pub(super) first: i64,

@@ -6,7 +6,7 @@ use anyhow::{bail, ensure};
 
 use super::{
     PathArgs,
-    orders::{Agents, Load, Loaded, Note, Order, Span, Target, Through, Waiters, Work},
+    orders::{Agents, Load, Loaded, Metadata, Note, Order, Span, Target, Waiters, Work},
     processes::{AGENTS, Binaries, Client, Ground, Kas, KasOptions, Process},
     report::{self, Pair, Report},
 };
@@ -88,19 +88,24 @@ struct Stage {
     few: Vec<Process>,
     secret_file: PathBuf,
     span: Span,
+    bare_direct: bool,
 }
 
 impl Stage {
-    fn new(ground: &Ground, span: Span) -> anyhow::Result<Self> {
+    fn new(ground: &Ground, span: Span, bare_direct: bool) -> anyhow::Result<Self> {
         let kas = ground.kas("kas", &KasOptions::default())?;
         let mut stage = Self {
             client: ground.client()?,
             direct: ground.direct()?,
             agent: ground.agentk(&kas, UNLIMITED, None)?,
-            few: FEW.iter().map(|(agent, max)| ground.agentk(&kas, *agent, Some(*max))).collect::<Result<_, _>>()?,
+            few: FEW
+                .iter()
+                .map(|(agent, max)| ground.agentk(&kas, *agent, Some(*max)))
+                .collect::<Result<_, _>>()?,
             kas,
             secret_file: ground.secret_file(),
             span,
+            bare_direct,
         };
         // The first calls wait until the agents are connected.
         for agent in std::iter::once(UNLIMITED).chain(FEW.map(|(agent, _)| agent)) {
@@ -108,18 +113,24 @@ impl Stage {
             let load = Load { span, ..stage.load(&row("first", "", Work::Unary(SMALL), 1, 1), Some(agent)) };
             let loaded = stage.client.load(&load, |_, _| Ok(()))?;
             if loaded.failed > 0 {
-                bail!("agent {agent} cannot be called: {}\nlog of agentk:\n{}\nlog of kas:\n{}",
-                    loaded.why.unwrap_or_default(), stage.agent.tail(), stage.kas.process.tail());
+                bail!(
+                    "agent {agent} cannot be called: {}\nlog of agentk:\n{}\nlog of kas:\n{}",
+                    loaded.why.unwrap_or_default(),
+                    stage.agent.tail(),
+                    stage.kas.process.tail()
+                );
             }
         }
         Ok(stage)
     }
 
     fn load(&self, row: &Row, through: Option<i64>) -> Load {
-        let through = through.map(|agent| Through { agent, secret_file: self.secret_file.clone() });
         let address = if through.is_some() { self.kas.api } else { self.direct.1 };
+        // A direct call says the same, and nobody looks at it.
+        let agent = if self.bare_direct { through } else { through.or(Some(UNLIMITED)) };
+        let metadata = agent.map(|agent| Metadata { agent, secret_file: self.secret_file.clone() });
         Load {
-            target: Target { address, through },
+            target: Target { address, metadata },
             work: row.work,
             connections: row.connections,
             callers: row.callers,
@@ -134,7 +145,9 @@ impl Stage {
         let server = if through.is_some() { &self.kas.process } else { &self.direct.0 };
         let agent = match through {
             Some(UNLIMITED) => Some(&self.agent),
-            Some(number) => FEW.iter().position(|(agent, _)| *agent == number).and_then(|at| self.few.get(at)),
+            Some(number) => {
+                FEW.iter().position(|(agent, _)| *agent == number).and_then(|at| self.few.get(at))
+            }
             None => None,
         };
         let mut edges = Vec::with_capacity(2);
@@ -168,12 +181,24 @@ pub(super) fn run(args: &PathArgs) -> anyhow::Result<()> {
     let scale = if args.quick {
         Scale { rounds: 1, span: Span::Time { warm: 200, run: 500 }, idle_agents: 200, waiters: 50 }
     } else {
-        Scale { rounds: args.rounds, span: Span::Time { warm: 500, run: 1_500 }, idle_agents: 1_000, waiters: 200 }
+        Scale {
+            rounds: args.rounds,
+            span: Span::Time { warm: 500, run: 1_500 },
+            idle_agents: 1_000,
+            waiters: 200,
+        }
     };
-    let wanted = |name: &str| args.only.is_empty() || args.only.iter().any(|only| name.contains(only.as_str()));
+    for only in &args.only {
+        ensure!(
+            names().any(|name| is_meant(name, only)),
+            "--only {only}: there is no such row; there are {}",
+            names().collect::<Vec<_>>().join(", ")
+        );
+    }
+    let wanted = |name: &str| args.only.is_empty() || args.only.iter().any(|only| is_meant(name, only));
     let ground = Ground::new(Binaries::build(args.output.no_build)?)?;
     let begin = tokio::time::Instant::now();
-    let mut stage = Stage::new(&ground, scale.span)?;
+    let mut stage = Stage::new(&ground, scale.span, args.bare_direct)?;
     let mut report = Report::default();
     for round in 1..=scale.rounds {
         let progress = |what: &str| {
@@ -219,7 +244,10 @@ pub(super) fn run(args: &PathArgs) -> anyhow::Result<()> {
         if wanted("memory") {
             for (tunnels, tls) in [(2, false), (10, false), (2, true), (10, true)] {
                 let kind = if tls { "TLS" } else { "plain" };
-                progress(&format!("memory of {} idle agents with {tunnels} tunnels, {kind}", scale.idle_agents));
+                progress(&format!(
+                    "memory of {} idle agents with {tunnels} tunnels, {kind}",
+                    scale.idle_agents
+                ));
                 let kib = memory(&ground, scale.idle_agents, tunnels, tls)?;
                 report.memory.entry((tls, tunnels)).or_default().push(kib);
             }
@@ -229,6 +257,16 @@ pub(super) fn run(args: &PathArgs) -> anyhow::Result<()> {
     report::finish(&report.values(), &report.tables(scale), "path", &command(args), &args.output)
 }
 
+/// Names all that can be measured.
+fn names() -> impl Iterator<Item = &'static str> {
+    ROWS.iter().map(|row| row.name).chain(["tunnels", "waiter_wake", "memory"])
+}
+
+/// Whether `only` is a row's name or the beginning of it: `unary` means all of `unary_…`.
+fn is_meant(name: &str, only: &str) -> bool {
+    name.strip_prefix(only).is_some_and(|rest| rest.is_empty() || rest.starts_with('_'))
+}
+
 /// What a person types to repeat it.
 fn command(args: &PathArgs) -> String {
     let mut command = "cargo xtask bench path".to_owned();
@@ -236,6 +274,9 @@ fn command(args: &PathArgs) -> String {
         command.push_str(" --quick");
     } else {
         command.push_str(&format!(" --rounds {}", args.rounds));
+    }
+    if args.bare_direct {
+        command.push_str(" --bare-direct");
     }
     if !args.only.is_empty() {
         command.push_str(&format!(" --only {}", args.only.join(",")));

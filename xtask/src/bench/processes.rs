@@ -40,7 +40,8 @@ impl Binaries {
     pub(super) fn build(no_build: bool) -> anyhow::Result<Self> {
         let root = root();
         if no_build {
-            let folder = std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root.join("target"), PathBuf::from);
+            let folder =
+                std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root.join("target"), PathBuf::from);
             let binary = |name| folder.join("release").join(name);
             return Ok(Self { kas: binary("kas"), agentk: binary("agentk"), xtask: binary("xtask") });
         }
@@ -128,7 +129,12 @@ impl Process {
         let deadline = Instant::now() + READY;
         while TcpStream::connect(address).is_err() {
             self.check()?;
-            ensure!(Instant::now() < deadline, "{} does not listen on {address}:\n{}", self.name, self.tail());
+            ensure!(
+                Instant::now() < deadline,
+                "{} does not listen on {address}:\n{}",
+                self.name,
+                self.tail()
+            );
             std::thread::sleep(Duration::from_millis(20));
         }
         Ok(())
@@ -188,7 +194,10 @@ impl Ground {
         let mut identity = "agents:\n".to_owned();
         for number in 1..=AGENTS {
             let hash = ids::TokenHash::of(token(number).as_bytes()).to_hex();
-            writeln!(identity, "- {{id: {number}, name: agent-{number}, project_id: 1, tokens: [\"sha256:{hash}\"]}}")?;
+            writeln!(
+                identity,
+                "- {{id: {number}, name: agent-{number}, project_id: 1, tokens: [\"sha256:{hash}\"]}}"
+            )?;
             if number < 100 {
                 ground.write(&format!("token-{number}"), &token(number))?;
             }
@@ -260,7 +269,12 @@ impl Ground {
     }
 
     /// Starts an agent of `kas`; it may not be connected yet.
-    pub(super) fn agentk(&self, kas: &Kas, number: i64, max_tunnels: Option<usize>) -> anyhow::Result<Process> {
+    pub(super) fn agentk(
+        &self,
+        kas: &Kas,
+        number: i64,
+        max_tunnels: Option<usize>,
+    ) -> anyhow::Result<Process> {
         let scheme = if kas.tls { "grpcs" } else { "grpc" };
         let mut command = Command::new(&self.binaries.agentk);
         command.arg("--kas-address").arg(format!("{scheme}://{}", kas.agents));
@@ -332,7 +346,8 @@ impl Client {
         let (sender, notes) = sync_channel(16);
         std::thread::spawn(move || {
             for line in BufReader::new(output).lines().map_while(Result::ok) {
-                let note = serde_json::from_str(&line).unwrap_or_else(|_| Note::Failed(format!("it said {line:?}")));
+                let note =
+                    serde_json::from_str(&line).unwrap_or_else(|_| Note::Failed(format!("it said {line:?}")));
                 if sender.send(note).is_err() {
                     return;
                 }

@@ -133,7 +133,10 @@ impl Report {
             values.insert("unary_100b_c1_p50_ratio", of(pairs, ratio));
         }
         if let Some(pairs) = self.row("unary_100b_c10") {
-            values.insert("requests_per_kas_cpu_second_c10", of(pairs, |pair| 1e6 / pair.kas.micros(pair.kas.server)));
+            values.insert(
+                "requests_per_kas_cpu_second_c10",
+                of(pairs, |pair| 1e6 / pair.kas.micros(pair.kas.server)),
+            );
         }
         if let Some(factor) = self.slow_reader(|pair| &pair.kas) {
             values.insert("slow_reader_p99_factor", factor);
@@ -146,7 +149,8 @@ impl Report {
             let extra = two.iter().zip(ten).map(|(two, ten)| (ten - two) / 8.0);
             values.extend(median(extra).map(|kib| ("kib_per_extra_tunnel", kib)));
         }
-        values.extend(median(self.woken.iter().map(|woken| woken.p99_ms)).map(|ms| ("waiter_wake_p99_ms", ms)));
+        values
+            .extend(median(self.woken.iter().map(|woken| woken.p99_ms)).map(|ms| ("waiter_wake_p99_ms", ms)));
         values
     }
 
@@ -172,7 +176,10 @@ impl Report {
         let calls: Vec<_> = measured().filter(|(row, _)| unary(row.work) && !stalled(row.name)).collect();
         if !calls.is_empty() {
             writeln!(out, "### Calls\n")?;
-            writeln!(out, "| case | direct req/s | kas req/s | ratio | direct p50 / p99 µs | kas p50 / p99 µs | p50 ratio |")?;
+            writeln!(
+                out,
+                "| case | direct req/s | kas req/s | ratio | direct p50 / p99 µs | kas p50 / p99 µs | p50 ratio |"
+            )?;
             writeln!(out, "| --- | --- | --- | --- | --- | --- | --- |")?;
             for (row, pairs) in &calls {
                 writeln!(
@@ -210,8 +217,14 @@ impl Report {
         let both: Vec<_> = measured().filter(|(row, _)| !stalled(row.name)).collect();
         if !both.is_empty() {
             writeln!(out, "### Processor time\n")?;
-            writeln!(out, "Microseconds per call, or per message of a stream, and what one second of processor time is good for.\n")?;
-            writeln!(out, "| case | client direct | direct | client kas | kas | agentk | per kas second | per agentk second |")?;
+            writeln!(
+                out,
+                "Microseconds per call, or per message of a stream, and what one second of processor time is good for.\n"
+            )?;
+            writeln!(
+                out,
+                "| case | client direct | direct | client kas | kas | agentk | per kas second | per agentk second |"
+            )?;
             writeln!(out, "| --- | --- | --- | --- | --- | --- | --- | --- |")?;
             for (row, pairs) in &both {
                 writeln!(
@@ -230,7 +243,10 @@ impl Report {
             writeln!(out)?;
         }
         if !self.few.is_empty() {
-            writeln!(out, "### Few tunnels\n\n100 B, 16 callers on 4 connections, an agent with a limit of tunnels.\n")?;
+            writeln!(
+                out,
+                "### Few tunnels\n\n100 B, 16 callers on 4 connections, an agent with a limit of tunnels.\n"
+            )?;
             writeln!(out, "| tunnels | req/s | ratio to direct | p50 / p99 µs |\n| --- | --- | --- | --- |")?;
             for (tunnels, pairs) in &self.few {
                 writeln!(
@@ -252,16 +268,17 @@ impl Report {
                  agent, one caller that reads the first bytes of a download and then nothing more.\n"
             )?;
             writeln!(out, "| way | p99 µs without | p99 µs beside it | factor |\n| --- | --- | --- | --- |")?;
-            let ways: [(&str, fn(&Pair) -> &Sample); 2] = [("direct", |p| &p.direct), ("kas", |p| &p.kas)];
-            for (name, way) in ways {
+            let mut row = |name: &str, way: fn(&Pair) -> &Sample| {
                 writeln!(
                     out,
                     "| {name} | {} | {} | {} |",
                     short(of(alone, |p| way(p).loaded.p99_us)),
                     short(of(beside, |p| way(p).loaded.p99_us)),
                     short(self.slow_reader(way).unwrap_or(f64::NAN)),
-                )?;
-            }
+                )
+            };
+            row("direct", |p| &p.direct)?;
+            row("kas", |p| &p.kas)?;
             writeln!(out)?;
         }
         if !self.memory.is_empty() {
@@ -282,7 +299,8 @@ impl Report {
             writeln!(out)?;
         }
         if !self.woken.is_empty() {
-            let each = |value: fn(&Woken) -> f64| short(median(self.woken.iter().map(value)).unwrap_or(f64::NAN));
+            let each =
+                |value: fn(&Woken) -> f64| short(median(self.woken.iter().map(value)).unwrap_or(f64::NAN));
             writeln!(out, "### Waking of a waiter\n")?;
             writeln!(
                 out,
@@ -327,8 +345,8 @@ const DOCUMENT: &str = "\
 
 Written by `cargo xtask bench path` and `cargo xtask bench instructions` with `--write-docs`. *Direct* is the same
 handler, served by agentk's own binary on HTTP/2 with the windows of the tunnel and called by the same client over as
-many connections, without kas, tunnel, token and metadata. Every process is of the release profile and on its own;
-direct calls and calls through kas alternate within each round.
+many connections with the same metadata, at which nobody looks there (`--bare-direct` leaves it out). Every process is
+of the release profile and on its own; direct calls and calls through kas alternate within each round.
 ";
 
 /// Where the numbers are from.
@@ -338,7 +356,8 @@ fn head(section: &str, command: &str) -> anyhow::Result<String> {
         output.status.success().then(|| String::from_utf8_lossy(&output.stdout).trim().to_owned())
     };
     let commit = git(&["rev-parse", "--short=12", "HEAD"]).unwrap_or_else(|| "unknown".into());
-    let dirty = git(&["status", "--porcelain", "--untracked-files=no"]).is_some_and(|changes| !changes.is_empty());
+    let dirty =
+        git(&["status", "--porcelain", "--untracked-files=no"]).is_some_and(|changes| !changes.is_empty());
     let info = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let model = info.lines().find_map(|line| line.strip_prefix("model name")?.split_once(':'));
     let kernel = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
@@ -373,7 +392,9 @@ fn gates(values: &Values) -> String {
 /// Writes the values in the order of the gates; keeps what the file has of the other command.
 fn write_json(values: &Values, path: &Path) -> anyhow::Result<()> {
     let old: Map<String, Value> = match fs::read(path) {
-        Ok(text) => serde_json::from_slice(&text).with_context(|| format!("{} is no JSON object", path.display()))?,
+        Ok(text) => {
+            serde_json::from_slice(&text).with_context(|| format!("{} is no JSON object", path.display()))?
+        }
         Err(_) => Map::new(),
     };
     let mut new = Map::new();
@@ -432,6 +453,9 @@ mod tests {
         write_json(&Values::from([(INSTRUCTIONS, 70_000.0)]), &path).unwrap();
         write_json(&Values::from([("unary_100b_c64_ratio", 0.71)]), &path).unwrap();
         let text = fs::read_to_string(&path).unwrap();
-        assert_eq!(text, "{\n  \"unary_100b_c64_ratio\": 0.71,\n  \"kas_instructions_per_request\": 70000.0\n}\n");
+        assert_eq!(
+            text,
+            "{\n  \"unary_100b_c64_ratio\": 0.71,\n  \"kas_instructions_per_request\": 70000.0\n}\n"
+        );
     }
 }

@@ -172,7 +172,10 @@ impl http_body::Body for Replay {
     type Data = Bytes;
     type Error = BoxError;
 
-    fn poll_frame(mut self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        _: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
         if let Some(data) = self.frames.pop_front() {
             return Poll::Ready(Some(Ok(Frame::data(data))));
         }
@@ -207,7 +210,10 @@ impl http_body::Body for Repeat {
     type Data = Bytes;
     type Error = BoxError;
 
-    fn poll_frame(mut self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        _: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
         if self.left > 0 {
             self.left -= 1;
             return Poll::Ready(Some(Ok(Frame::data(self.message.clone()))));
@@ -258,7 +264,8 @@ mod tests {
         let (bytes, status) = call("Download", grpc::encode(&DownloadRequest { messages: 3, size: 7 })).await;
         let one = grpc::encode(&Payload { data: Bytes::from_static(b"xxxxxxx") });
         assert_eq!((bytes, status.code()), (one.repeat(3), Code::Ok));
-        let (_, status) = call("Download", grpc::encode(&DownloadRequest { messages: 1, size: u32::MAX })).await;
+        let (_, status) =
+            call("Download", grpc::encode(&DownloadRequest { messages: 1, size: u32::MAX })).await;
         assert_eq!(status.code(), Code::InvalidArgument);
     }
 
@@ -279,10 +286,14 @@ mod tests {
 
     #[tokio::test]
     async fn hold_sends_one_message_and_never_ends() {
-        let request =
-            http::Request::builder().uri("/kas.bench.v1.Bench/Hold").body(grpc::full(grpc::encode(&HoldRequest {})));
+        let request = http::Request::builder()
+            .uri("/kas.bench.v1.Bench/Hold")
+            .body(grpc::full(grpc::encode(&HoldRequest {})));
         let mut body = Bench.call(request.unwrap()).await.into_body();
-        assert_eq!(body.frame().await.unwrap().unwrap().into_data().unwrap(), grpc::encode(&Payload::default()));
+        assert_eq!(
+            body.frame().await.unwrap().unwrap().into_data().unwrap(),
+            grpc::encode(&Payload::default())
+        );
         let mut next = Box::pin(body.frame());
         std::future::poll_fn(|cx| {
             assert!(Future::poll(next.as_mut(), cx).is_pending());

@@ -29,6 +29,7 @@ use crate::{
     auth,
     identity::{Authenticated, Identity, IdentityError},
     metrics::{ListenerName, Metrics, Reason},
+    rate_limit::RateLimit,
     tunnel_registry::{RegistryOwner, TunnelRegistry},
 };
 
@@ -66,6 +67,7 @@ pub struct AgentListener {
     metrics: Arc<Metrics>,
     naming: Naming,
     proxied_idle: Duration,
+    rate_limit: Arc<RateLimit>,
     transports: Mutex<HashMap<u64, Weak<Transport>>>,
     serial: AtomicU64,
     /// Agents behind a proxy that cuts idle streams, and when that was seen.
@@ -94,15 +96,21 @@ pub struct Parts {
     pub naming: Naming,
     /// Idle streams behind a proxy end after this time.
     pub proxied_idle: Duration,
+    /// What agents' tokens are charged.
+    pub rate_limit: Arc<RateLimit>,
 }
 
 impl AgentListener {
     /// Makes the listener's service.
     pub fn new(parts: Parts) -> Arc<Self> {
-        let Parts { identity, registry, tracker, configs, metrics, naming, proxied_idle } = parts;
+        let Parts { identity, registry, tracker, configs, metrics, naming, proxied_idle, rate_limit } = parts;
         Arc::new(Self {
             identity,
-            owner: Arc::new(RegistryOwner(Arc::clone(&registry))),
+            owner: Arc::new(RegistryOwner {
+                registry: Arc::clone(&registry),
+                rate_limit: Arc::clone(&rate_limit),
+            }),
+            rate_limit,
             registry,
             tracker,
             configs,
@@ -238,7 +246,11 @@ impl Transport {
             Err(status) => Err(status),
         };
         match &result {
-            Ok(_) => self.authenticated.store(true, Ordering::Relaxed),
+            Ok(authenticated) => {
+                if !self.authenticated.swap(true, Ordering::Relaxed) {
+                    self.listener.rate_limit.charge(authenticated.token);
+                }
+            }
             Err(_) => {
                 self.failures.fetch_add(1, Ordering::Relaxed);
                 self.listener.metrics.refused(ListenerName::Agent, Reason::Unauthenticated);
@@ -308,9 +320,16 @@ impl Transport {
         let listener = &self.listener;
         let agent = authenticated.agent.id;
         let held = Instant::now();
-        while !listener.registry.has_room(agent) {
+        loop {
+            let reason = if !listener.registry.has_room(agent) {
+                Reason::TunnelsFull
+            } else if !listener.rate_limit.allows(authenticated.token) {
+                Reason::RateLimit
+            } else {
+                break;
+            };
             if held.elapsed() >= HOLD {
-                listener.metrics.refused(ListenerName::Agent, Reason::TunnelsFull);
+                listener.metrics.refused(ListenerName::Agent, reason);
                 return Ok((grpc::boxed(Ended), peer));
             }
             tokio::time::sleep(Duration::from_secs(1)).await;
@@ -363,6 +382,13 @@ impl Transport {
         let request = ConfigurationRequest::decode(message)
             .map_err(|error| Status::new(Code::InvalidArgument, format!("the request is malformed: {error}")))?;
         let listener = &self.listener;
+        if !listener.rate_limit.allows(authenticated.token) {
+            listener.metrics.refused(ListenerName::Agent, Reason::RateLimit);
+            return Err(Status::new(
+                Code::ResourceExhausted,
+                "new connection rate limit exhausted for this agent, try again later",
+            ));
+        }
         let agent = &authenticated.agent;
         let ours = instance(&head.headers, agent.id);
         let id = ours.unwrap_or_else(ConnectionId::random);

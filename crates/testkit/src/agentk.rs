@@ -1,0 +1,120 @@
+//! A real agentk process.
+
+use std::{
+    net::SocketAddr,
+    path::{Path, PathBuf},
+};
+
+use anyhow::{Context as _, Result};
+use tempfile::TempDir;
+
+use crate::{
+    kas::{get, metric, metric_is, replace},
+    process::{Process, program},
+};
+
+/// A running agentk that serves the bench's service, and the API server at an address if it was given one.
+#[derive(Debug)]
+pub struct Agentk {
+    /// The process.
+    pub process: Process,
+    /// Metrics and probes.
+    pub observability: SocketAddr,
+    token_file: PathBuf,
+    _dir: TempDir,
+}
+
+impl Agentk {
+    /// Starts one that dials `kas`; nothing is behind it but the bench's service.
+    ///
+    /// # Errors
+    /// When it does not start.
+    pub async fn start(kas: SocketAddr, token: &str) -> Result<Self> {
+        // Port 1 answers nothing: no test of this agentk asks for the cluster.
+        Self::start_with(kas, token, "http://127.0.0.1:1").await
+    }
+
+    /// Starts one that dials `kas` and serves the API server at `server`.
+    ///
+    /// # Errors
+    /// When it does not start.
+    pub async fn start_with(kas: SocketAddr, token: &str, server: &str) -> Result<Self> {
+        Self::start_in(kas, token, &["--kube-server", server]).await
+    }
+
+    /// Starts one that dials `kas` and serves the cluster of a kubeconfig, with its credentials.
+    ///
+    /// # Errors
+    /// When it does not start.
+    pub async fn start_with_kubeconfig(kas: SocketAddr, token: &str, kubeconfig: &Path) -> Result<Self> {
+        let kubeconfig = kubeconfig.to_str().context("the path of a kubeconfig is UTF-8")?;
+        Self::start_in(kas, token, &["--kubeconfig", kubeconfig]).await
+    }
+
+    async fn start_in(kas: SocketAddr, token: &str, cluster: &[&str]) -> Result<Self> {
+        let dir = TempDir::with_prefix("agentk-test-").context("a folder for agentk")?;
+        let token_file = dir.path().join("token");
+        replace(&token_file, token.as_bytes())?;
+        let agentk = tokio::task::spawn_blocking(|| program("agentk")).await??;
+        let kas = format!("grpc://{kas}");
+        let file = token_file.to_str().context("the folder's name is UTF-8")?;
+        let arguments = [
+            ["--kas-address", &kas],
+            ["--token-file", file],
+            ["--observability-address", "127.0.0.1:0"],
+            ["--log-format", "json"],
+        ];
+        let mut arguments: Vec<&str> = arguments.into_iter().flatten().collect();
+        arguments.extend(cluster);
+        arguments.push("--bench-module");
+        let log = std::env::var("AGENTK_TEST_LOG").unwrap_or_default();
+        let env: &[(&str, &str)] = if log.is_empty() { &[] } else { &[("RUST_LOG", &log)] };
+        let process = Process::start("agentk", &agentk, &arguments, env).await?;
+        let observability = process
+            .logged("where its metrics are", |line| {
+                (line["message"] == "metrics and probes").then(|| line["address"].as_str()?.parse().ok())?
+            })
+            .await?;
+        Ok(Self { process, observability, token_file, _dir: dir })
+    }
+
+    /// Replaces the token in its file.
+    ///
+    /// # Errors
+    /// When it cannot be written.
+    pub fn set_token(&self, token: &str) -> Result<()> {
+        replace(&self.token_file, token.as_bytes())
+    }
+
+    /// Asks the observability listener, and returns status and body.
+    ///
+    /// # Errors
+    /// When it does not answer.
+    pub async fn get(&self, path: &str) -> Result<(http::StatusCode, String)> {
+        get(self.observability, path).await
+    }
+
+    /// Returns the value of a metric; 0 when there is no such line.
+    ///
+    /// # Errors
+    /// When the metrics cannot be had.
+    pub async fn metric(&self, name: &str) -> Result<f64> {
+        metric(self.observability, name).await
+    }
+
+    /// Waits until a metric has this value.
+    ///
+    /// # Errors
+    /// When it does not soon.
+    pub async fn metric_is(&self, name: &str, value: f64) -> Result<()> {
+        metric_is(self.observability, name, value).await
+    }
+
+    /// Waits until two tunnels are idle.
+    ///
+    /// # Errors
+    /// When they are not soon.
+    pub async fn connected(&self) -> Result<()> {
+        self.metric_is("agentk_tunnels_idle", 2.0).await
+    }
+}

@@ -1,0 +1,115 @@
+//! What the API server refuses arrives in its words.
+
+use anyhow::{Context as _, Result};
+use grpc::Code;
+use prost::Message as _;
+use proto::kas::api::v1::GetPodsRequest;
+use testkit::kubernetes::{Access, Kubernetes};
+
+use crate::{
+    reads::GET_PODS,
+    world::{AGENT, Chain, turn},
+};
+
+/// Returns the code and the words with which GetPods fails.
+async fn refusal(chain: &Chain, namespace: &str, selector: &str) -> Result<(Code, String)> {
+    let caller = chain.kas.caller().await?;
+    let request = GetPodsRequest {
+        agent_id: AGENT,
+        namespace: namespace.to_owned(),
+        label_selector: selector.to_owned(),
+        ..GetPodsRequest::default()
+    };
+    let answer = caller.call(caller.request(GET_PODS), &[&request.encode_to_vec()]).await?;
+    Ok((answer.status.code(), answer.status.message().to_owned()))
+}
+
+/// Returns what the API server says to kubectl, which has the same credentials.
+async fn words(kubernetes: &Kubernetes, who: &str, bearer: &str, arguments: &[&str]) -> Result<String> {
+    let kubeconfig = kubernetes.kubeconfig_with_token(who, bearer)?;
+    let error =
+        kubernetes.kubectl_as(&kubeconfig, arguments).await.expect_err("no rule allows it").to_string();
+    let (_, words) = error.split_once("(Forbidden): ").with_context(|| format!("a refusal: {error}"))?;
+    Ok(words.trim().to_owned())
+}
+
+#[tokio::test]
+async fn a_denial_arrives_as_403_and_as_permission_denied() -> Result<()> {
+    let turn = turn().await?;
+    let kubernetes = &*turn.kubernetes;
+    kubernetes.create_pods("denied", "web", 2).await?;
+    let bearer = kubernetes.service_account("denied", "agentk", Access::PodsReadOnly).await?;
+    let chain = Chain::start_with_token(kubernetes, "denied", &bearer).await?;
+
+    // What it may do, it does.
+    assert_eq!(chain.output(&["pods", "1", "-n", "denied"]).await?.lines().count(), 3);
+
+    // What it may not is refused by the API server, and kas passes the answer on.
+    let secrets = "/api/v1/namespaces/denied/secrets";
+    let words_about_secrets =
+        words(kubernetes, "denied", &bearer, &["get", "secrets", "-n", "denied"]).await?;
+    let answered = chain.run(&["request", "1", "GET", secrets, "-i"]).await?;
+    assert_eq!(answered.code(), Some(0), "{answered:?}");
+    let (head, body) = answered.stdout.split_once("\n\n").context("a head and a body")?;
+    assert!(head.starts_with("HTTP 403 Forbidden\n"), "{head}");
+    let body: serde_json::Value = serde_json::from_str(body)?;
+    assert_eq!(
+        (&body["kind"], &body["code"], &body["reason"]),
+        (&"Status".into(), &403.into(), &"Forbidden".into())
+    );
+    assert_eq!(body["message"].as_str(), Some(&*words_about_secrets));
+    let failed = chain.run(&["request", "1", "GET", secrets, "--fail"]).await?;
+    assert_eq!(failed.code(), Some(22), "{failed:?}");
+
+    // Pods elsewhere: GetPods has a status instead.
+    let words_about_pods = words(kubernetes, "denied", &bearer, &["get", "pods", "-A"]).await?;
+    assert_eq!(refusal(&chain, "", "").await?, (Code::PermissionDenied, words_about_pods.clone()));
+    let failed = chain.run(&["pods", "1"]).await?;
+    println!("kasctl: {}", failed.stderr.trim());
+    assert_eq!((failed.code(), &*failed.stdout), (Some(1), ""), "{failed:?}");
+    assert!(failed.stderr.contains(&words_about_pods), "{}", failed.stderr);
+
+    // A right that is granted counts at once: nobody remembers the refusal.
+    kubernetes.kubectl(&["create", "clusterrole", "denied", "--verb=list", "--resource=pods"]).await?;
+    kubernetes
+        .kubectl(&[
+            "create",
+            "clusterrolebinding",
+            "denied",
+            "--clusterrole=denied",
+            "--serviceaccount=denied:agentk",
+        ])
+        .await?;
+    testkit::kas::eventually("the new right", async || {
+        let pods = chain.run(&["pods", "1"]).await?;
+        Ok(if pods.code() == Some(0) { Ok(()) } else { Err(pods) })
+    })
+    .await
+}
+
+#[tokio::test]
+async fn other_refusals_say_whose_they_are() -> Result<()> {
+    let turn = turn().await?;
+    let kubernetes = &*turn.kubernetes;
+    let chain = Chain::start(kubernetes, "refused", Access::Admin).await?;
+
+    // The caller's mistake, in the words of the API server.
+    let (code, words) = refusal(&chain, "refused", "app in web").await?;
+    println!("{code:?}: {words}");
+    assert_eq!(code, Code::InvalidArgument);
+    assert!(words.contains("unable to parse requirement"), "{words}");
+
+    // An API that is not there.
+    let missing = chain.run(&["request", "1", "GET", "/apis/none.example/v1/things", "-i"]).await?;
+    assert!(missing.stdout.starts_with("HTTP 404 Not Found\n"), "{missing:?}");
+
+    // A credential that the API server does not know is agentk's affair, not the caller's.
+    drop(chain);
+    let chain = Chain::start_with_token(kubernetes, "unknown", "not-a-token").await?;
+    let unknown = chain.run(&["request", "1", "GET", "/version?x=1", "-i"]).await?;
+    assert!(unknown.stdout.starts_with("HTTP 401 Unauthorized\n"), "{unknown:?}");
+    let (code, words) = refusal(&chain, "", "").await?;
+    assert_eq!(code, Code::FailedPrecondition, "{words}");
+    assert!(words.contains("agent's credentials"), "{words}");
+    Ok(())
+}

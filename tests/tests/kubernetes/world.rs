@@ -1,0 +1,201 @@
+//! What every test here stands on: its turn at the API server, a kas and an agentk of its own, and kasctl.
+
+use std::{
+    path::PathBuf,
+    process::{ExitStatus, Stdio},
+    sync::{Arc, Weak},
+    time::Duration,
+};
+
+use anyhow::{Context as _, Result, ensure};
+use serde_json::Value;
+use testkit::{
+    agentk::Agentk,
+    kas::{Kas, token},
+    kubernetes::{Access, Kubernetes},
+    process::{SOON, program},
+};
+use tokio::{
+    io::{AsyncBufReadExt as _, AsyncReadExt as _, BufReader, Lines},
+    process::{Child, ChildStderr, ChildStdin, ChildStdout, Command},
+    sync::{Mutex, MutexGuard},
+    time::{Instant, sleep, timeout},
+};
+
+/// The agent's id: one of the two that every kas of a test knows.
+pub(crate) const AGENT: i64 = 1;
+
+/// How long one kasctl may take that ends by itself. Lists of 70 MB pass four processes that are not optimised.
+pub(crate) const KASCTL_WITHIN: Duration = Duration::from_secs(60);
+
+/// What "at once" means.
+pub(crate) const AT_ONCE: Duration = Duration::from_secs(1);
+
+/// How long to wait to see that something does not happen.
+pub(crate) const NEVER: Duration = Duration::from_millis(500);
+
+/// A test's turn: until it is dropped, no other test of this program uses the API server.
+pub(crate) struct Turn {
+    // Dropped before the turn ends: the last test stops the servers.
+    pub(crate) kubernetes: Arc<Kubernetes>,
+    _turn: MutexGuard<'static, ()>,
+}
+
+/// Waits for this test's turn. The API server lives as long as any test has it, or waits for it.
+pub(crate) async fn turn() -> Result<Turn> {
+    static SHARED: Mutex<Weak<Kubernetes>> = Mutex::const_new(Weak::new());
+    static TURN: Mutex<()> = Mutex::const_new(());
+
+    let kubernetes = {
+        let mut shared = SHARED.lock().await;
+        match shared.upgrade() {
+            Some(kubernetes) => kubernetes,
+            None => {
+                let kubernetes = Arc::new(Kubernetes::start().await?);
+                *shared = Arc::downgrade(&kubernetes);
+                kubernetes
+            }
+        }
+    };
+    let turn = TURN.lock().await;
+    // A test that stopped it may have failed before it was started again.
+    kubernetes.start_api_server().await?;
+    Ok(Turn { kubernetes, _turn: turn })
+}
+
+/// One kas, and one agentk that is connected to it.
+pub(crate) struct Chain {
+    pub(crate) kas: Kas,
+    pub(crate) agentk: Agentk,
+}
+
+impl Chain {
+    /// Starts both; agentk has the rights of a new service account of this name in its own namespace.
+    pub(crate) async fn start(kubernetes: &Kubernetes, namespace: &str, access: Access) -> Result<Self> {
+        let token = kubernetes.service_account(namespace, "agentk", access).await?;
+        Self::start_with_token(kubernetes, namespace, &token).await
+    }
+
+    /// Starts both; agentk authenticates to the API server with `bearer`. `name` names its kubeconfig.
+    pub(crate) async fn start_with_token(kubernetes: &Kubernetes, name: &str, bearer: &str) -> Result<Self> {
+        let kubeconfig = kubernetes.kubeconfig_with_token(name, bearer)?;
+        let kas = Kas::start().await?;
+        let agentk = Agentk::start_with_kubeconfig(kas.agent, &token(AGENT), &kubeconfig).await?;
+        agentk.connected().await?;
+        Ok(Self { kas, agentk })
+    }
+
+    /// Starts kasctl. The agent's id is part of `arguments`.
+    pub(crate) async fn kasctl(&self, arguments: &[&str]) -> Result<Kasctl> {
+        let kasctl = tokio::task::spawn_blocking(|| program("kasctl")).await??;
+        let mut child = Command::new(kasctl)
+            .args(arguments)
+            .env("KASCTL_ADDRESS", format!("grpc://{}", self.kas.api))
+            .env("KASCTL_SECRET_FILE", self.secret_file())
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .kill_on_drop(true)
+            .spawn()
+            .context("could not run kasctl")?;
+        Ok(Kasctl {
+            stdin: child.stdin.take(),
+            stdout: child.stdout.take().context("standard output is a pipe")?,
+            stderr: child.stderr.take().context("standard error is a pipe")?,
+            child,
+        })
+    }
+
+    /// Runs kasctl to its end, without input.
+    pub(crate) async fn run(&self, arguments: &[&str]) -> Result<Finished> {
+        self.kasctl(arguments).await?.finish().await
+    }
+
+    /// Runs kasctl, which must succeed, and returns what it printed.
+    pub(crate) async fn output(&self, arguments: &[&str]) -> Result<String> {
+        let finished = self.run(arguments).await?;
+        ensure!(finished.code() == Some(0), "kasctl {arguments:?}: {finished:?}");
+        Ok(finished.stdout)
+    }
+
+    /// Runs kasctl, which must print JSON.
+    pub(crate) async fn json(&self, arguments: &[&str]) -> Result<Value> {
+        let output = self.output(arguments).await?;
+        serde_json::from_str(&output).with_context(|| format!("kasctl {arguments:?} printed {output}"))
+    }
+
+    /// Waits until no request is on its way, neither in kas nor in agentk.
+    pub(crate) async fn is_quiet(&self, within: Duration) -> Result<Duration> {
+        let since = Instant::now();
+        loop {
+            let open = self.kas.metric("kas_requests_open").await?;
+            let busy = self.agentk.metric("agentk_tunnels_busy").await?;
+            if (open, busy) == (0.0, 0.0) {
+                return Ok(since.elapsed());
+            }
+            ensure!(
+                since.elapsed() < within,
+                "{open} requests open and {busy} tunnels busy after {within:?}"
+            );
+            sleep(Duration::from_millis(5)).await;
+        }
+    }
+
+    fn secret_file(&self) -> PathBuf {
+        self.kas.dir().join("secret-0")
+    }
+}
+
+/// A running kasctl. Dropping it kills it.
+pub(crate) struct Kasctl {
+    pub(crate) child: Child,
+    /// Its input; taken by whoever writes it.
+    pub(crate) stdin: Option<ChildStdin>,
+    pub(crate) stdout: ChildStdout,
+    pub(crate) stderr: ChildStderr,
+}
+
+impl Kasctl {
+    /// Ends its input and waits until it has ended.
+    pub(crate) async fn finish(mut self) -> Result<Finished> {
+        drop(self.stdin.take());
+        let (mut stdout, mut stderr) = (Vec::new(), Vec::new());
+        let end = async {
+            tokio::try_join!(self.stdout.read_to_end(&mut stdout), self.stderr.read_to_end(&mut stderr))?;
+            anyhow::Ok(self.child.wait().await?)
+        };
+        let status = timeout(KASCTL_WITHIN, end).await.context("kasctl did not end")??;
+        Ok(Finished { status, stdout: String::from_utf8(stdout)?, stderr: String::from_utf8(stderr)? })
+    }
+
+    /// Returns its output line by line.
+    pub(crate) fn lines(self) -> (Lines<BufReader<ChildStdout>>, Child) {
+        (BufReader::new(self.stdout).lines(), self.child)
+    }
+}
+
+/// How a kasctl ended.
+#[derive(Debug)]
+pub(crate) struct Finished {
+    pub(crate) status: ExitStatus,
+    pub(crate) stdout: String,
+    pub(crate) stderr: String,
+}
+
+impl Finished {
+    pub(crate) fn code(&self) -> Option<i32> {
+        self.status.code()
+    }
+}
+
+/// Returns the next line of a watch as JSON.
+pub(crate) async fn event<R: tokio::io::AsyncRead + Unpin>(lines: &mut Lines<BufReader<R>>) -> Result<Value> {
+    let line =
+        timeout(SOON, lines.next_line()).await.context("no event came")??.context("the watch has ended")?;
+    serde_json::from_str(&line).with_context(|| format!("a watch's line is JSON: {line}"))
+}
+
+/// Returns the part of a list that does not change when it is read again: the items.
+pub(crate) fn items(list: &str) -> &str {
+    list.find("\"items\":").map_or("", |at| &list[at..])
+}
