@@ -143,13 +143,12 @@ async fn connections_that_show_only_wrong_tokens_are_closed() -> Result<()> {
     for _ in 0..20 {
         assert_eq!(caller.call(caller.request(BY_ID), &[b""]).await?.status.code(), Code::Unauthenticated);
     }
-    caller.link().closed().await;
     let agent = RawAgent::connect(kas.agent, "wrong", Kind::Old).await?;
     for _ in 0..20 {
         let error = agent.tunnel().await.unwrap_err().downcast::<Status>()?;
         assert_eq!(error.code(), Code::Unauthenticated);
     }
-    agent.link().closed().await;
+    tokio::join!(caller.link().closed(), agent.link().closed());
     assert_eq!(kas.metric("kas_tunnels_open").await?, 0.0);
     Ok(())
 }
@@ -242,13 +241,12 @@ async fn one_of_two_tokens_can_be_withdrawn_alone() -> Result<()> {
     let caller = kas.caller().await?;
     let old = RawAgent::connect(kas.agent, &token(1), Kind::Ours).await?;
     let new = RawAgent::connect(kas.agent, "second-token-of-1", Kind::Ours).await?;
-    let (mut old_tunnel, mut old_configuration) = (old.tunnel().await?, old.configuration("").await?);
     let _new_configuration = new.configuration("").await?;
     let _serving = new.serve(1).await?;
     let mut stream = caller.open(caller.to_agent(1, &path("Chat"))).await?;
     stream.send(frame(b"1")).await.unwrap();
-    // The tunnel that was opened last is handed out first; were it the other, nothing would come back.
     assert_eq!(stream.next().await, Next::Message("1".into()));
+    let (mut old_tunnel, mut old_configuration) = (old.tunnel().await?, old.configuration("").await?);
 
     let one = AgentEntry { tokens: vec!["second-token-of-1".to_owned()], ..AgentEntry::new(1) };
     kas.set_agents(&[one])?;

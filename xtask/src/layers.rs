@@ -178,7 +178,7 @@ mod tests {
     }
 
     /// Everything that a crate reaches through allowed arrows.
-    fn reach(from: &str) -> BTreeSet<&'static str> {
+    fn reach(from: &'static str) -> BTreeSet<&'static str> {
         let mut reached = BTreeSet::new();
         let mut open = vec![from];
         while let Some(name) = open.pop() {

@@ -54,6 +54,9 @@ pub(crate) struct QuickstartArgs {
     /// End after the demonstration rather than at Ctrl-C
     #[arg(long)]
     once: bool,
+    /// Use the programs beside this one, rather than to build them
+    #[arg(long, hide = true)]
+    no_build: bool,
 }
 
 /// The one agent.
@@ -227,7 +230,11 @@ async fn show(args: &QuickstartArgs, stage: &mut Stage) -> Result<()> {
 
     let mut step = report.step("Build kas, agentk and kasctl (minutes the first time, then seconds)");
     step.make_room();
-    let programs = workspace::build(workspace::build_programs(args.release)).await?;
+    let programs = if args.no_build {
+        Programs::beside_this_one()?
+    } else {
+        workspace::build(workspace::build_programs(args.release)).await?
+    };
     step.took();
     let folder = programs.path("kasctl")?.parent().context("kasctl is in no folder")?;
     step.fact("programs", folder.display());

@@ -102,12 +102,11 @@ fn go_missing() -> Result<Option<String>> {
         output => String::from_utf8_lossy(&output.context("cannot run go")?.stdout).trim().to_owned(),
     };
     let found = parse_go(version.trim_start_matches("go"));
-    let fetches = env::var("GOTOOLCHAIN").is_ok_and(|chosen| chosen != "local") || go_fetches();
-    let enough = found >= parse_go(wanted) || (found >= GO_THAT_FETCHES && fetches);
+    let enough = found >= parse_go(wanted) || (found >= GO_THAT_FETCHES && go_fetches());
     Ok((!enough).then(|| format!("{purpose}; this one is {version}")))
 }
 
-/// Whether Go may fetch another version of itself.
+/// Whether Go may fetch another version of itself; distributions turn that off.
 fn go_fetches() -> bool {
     let output = Command::new("go").args(["env", "GOTOOLCHAIN"]).current_dir("/").output();
     output.is_ok_and(|output| String::from_utf8_lossy(&output.stdout).trim() != "local")

@@ -49,6 +49,13 @@ pub(crate) fn shown(command: &Command) -> String {
 pub(crate) struct Programs(HashMap<String, PathBuf>);
 
 impl Programs {
+    /// Takes what was built before, with the build that runs this.
+    pub(crate) fn beside_this_one() -> Result<Self> {
+        let this = env::current_exe().context("this program has no path")?;
+        let programs = PROGRAMS.iter().map(|name| (name.to_string(), this.with_file_name(name))).collect();
+        Ok(Self(programs))
+    }
+
     /// Returns the executable with this name.
     pub(crate) fn path(&self, name: &str) -> Result<&Path> {
         self.0.get(name).map(PathBuf::as_path).with_context(|| format!("the build left no executable {name}"))

@@ -581,7 +581,12 @@ impl Kubernetes {
         object: impl Fn(usize) -> Value + Sync,
     ) -> Result<()> {
         let connection = self.client.connect().await?;
-        let next = AtomicUsize::new(0);
+        // The first alone: making many large objects keeps this thread busy for seconds, and an API server that has
+        // seen no frame of a new connection for two closes it.
+        if count > 0 {
+            connection.create(path, &object(0)).await?;
+        }
+        let next = AtomicUsize::new(1);
         // Workers rather than a stream adapter, whose future the compiler cannot prove to be `Send`.
         let workers = (0..CONCURRENT).map(|_| async {
             loop {

@@ -1,13 +1,17 @@
 //! Neither a large answer nor a slow or absent reader costs kas or agentk memory.
 
-use std::{fs, path::PathBuf, time::Duration};
+use std::{fs, time::Duration};
 
-use anyhow::{Context as _, Result, ensure};
-use proto::kas::api::v1::{GetPodsRequest, GetPodsResponse};
-use rustix::process::{Pid, Signal, kill_process};
+use anyhow::{Context as _, Result, anyhow, ensure};
+use h2::Reason;
+use proto::{
+    gitlab::agent::grpctool::http_request,
+    kas::api::v1::{GetPodsRequest, GetPodsResponse},
+};
+use rustix::process::Signal;
 use testkit::{
     kubernetes::{Access, Kubernetes},
-    process::{Process, SOON, Usage},
+    process::{Process, SOON},
 };
 use tokio::{
     io::AsyncReadExt as _,
@@ -16,7 +20,7 @@ use tokio::{
 
 use crate::{
     reads::{GET_PODS, Name, names},
-    world::{AGENT, AT_ONCE, Chain, KASCTL_WITHIN, Kasctl, event, items, turn},
+    world::{AGENT, AT_ONCE, Chain, KASCTL_WITHIN, Kasctl, event, items, send, turn},
 };
 
 const MIB: u64 = 1024;
@@ -24,47 +28,35 @@ const MIB: u64 = 1024;
 const LARGE: &str = "/api/v1/namespaces/large/configmaps";
 
 /// How much more memory a process has had at most since it was looked at, in KiB.
-struct Growth<'a> {
-    process: &'a Process,
+struct Growth {
+    id: i32,
     name: &'static str,
     before: u64,
 }
 
-impl<'a> Growth<'a> {
+impl Growth {
     /// Looks at it now, and forgets what it had at most before.
-    fn since_now(name: &'static str, process: &'a Process) -> Result<Self> {
+    fn since_now(name: &'static str, process: &Process) -> Result<Self> {
+        let id = process.id();
         // 5: the peak is the present size.
-        fs::write(file(process, "clear_refs"), "5").context("could not reset a peak")?;
-        Ok(Self { process, name, before: resident(process)? })
+        fs::write(format!("/proc/{id}/clear_refs"), "5").context("could not reset a peak")?;
+        Ok(Self { id, name, before: size(id, "VmRSS:")? })
     }
 
-    /// Returns by how much the peak is above what it was.
-    fn peak(&self) -> Result<u64> {
-        let peak = size(self.process, "VmHWM:")?;
-        let now = resident(self.process)?;
+    /// Says how it has grown, and fails unless that is less than `limit`.
+    fn is_below(&self, limit: u64) -> Result<()> {
+        let (peak, now) = (size(self.id, "VmHWM:")?, size(self.id, "VmRSS:")?);
         let Self { name, before, .. } = self;
         println!("{name}: {before} KiB before, {peak} KiB at most, {now} KiB now");
-        Ok(peak.saturating_sub(*before))
-    }
-
-    fn is_below(&self, limit: u64) -> Result<()> {
-        let grown = self.peak()?;
-        ensure!(grown < limit, "{} grew by {grown} KiB, not less than {limit} KiB", self.name);
+        let grown = peak.saturating_sub(*before);
+        ensure!(grown < limit, "{name} grew by {grown} KiB, not less than {limit} KiB");
         Ok(())
     }
 }
 
-fn file(process: &Process, name: &str) -> PathBuf {
-    format!("/proc/{}/{name}", process.id()).into()
-}
-
-fn resident(process: &Process) -> Result<u64> {
-    let Usage { resident_kib, .. } = process.usage()?;
-    Ok(resident_kib)
-}
-
-fn size(process: &Process, key: &str) -> Result<u64> {
-    let status = fs::read_to_string(file(process, "status"))?;
+/// Returns one of a process's sizes in KiB: `VmRSS:`, what is resident; `VmHWM:`, its peak.
+fn size(id: i32, key: &str) -> Result<u64> {
+    let status = fs::read_to_string(format!("/proc/{id}/status"))?;
     let line = status.lines().find_map(|line| line.strip_prefix(key)).context("a process has this size")?;
     line.trim().trim_end_matches("kB").trim().parse().context("a size is a number")
 }
@@ -231,6 +223,11 @@ async fn a_slow_caller_holds_nobody_and_nothing() -> Result<()> {
     );
     kas.is_below(32 * MIB)?;
     agentk.is_below(32 * MIB)?;
+    for (kasctl, _) in &slow {
+        let peak = size(kasctl.id()?.as_raw_nonzero().get(), "VmHWM:")?;
+        println!("a stalled kasctl: {peak} KiB at most");
+        assert!(peak < 32 * MIB, "{peak} KiB");
+    }
 
     // The slow ones lack nothing when they go on. One is slow no more; the others leave.
     let (mut kasctl, mut whole) = slow.remove(0);
@@ -270,10 +267,10 @@ async fn a_caller_that_leaves_a_silent_watch_ends_it_at_once() -> Result<()> {
         })
         .await?;
         assert_eq!(chain.agentk.metric("agentk_tunnels_busy").await?, f64::from(callers));
+        assert_eq!(chain.kas.metric("kas_requests_open").await?, f64::from(callers));
 
         for kasctl in &kasctls {
-            let id = kasctl.child.id().and_then(|id| Pid::from_raw(i32::try_from(id).ok()?));
-            kill_process(id.context("kasctl is running")?, signal)?;
+            kasctl.signal(signal)?;
         }
         let quiet = chain.is_quiet(AT_ONCE).await?;
         println!("{callers} {how}: over after {quiet:?}");
@@ -288,5 +285,21 @@ async fn a_caller_that_leaves_a_silent_watch_ends_it_at_once() -> Result<()> {
             kasctl.child.wait().await?;
         }
     }
+
+    // A caller that stays, and resets one of its streams.
+    let path = "/api/v1/namespaces/silent/pods";
+    let mut stream = chain.request("GET", path, &[("watch", "true")]).await?;
+    send(&mut stream, http_request::Message::Trailer(http_request::Trailer {})).await?;
+    let (status, _) = stream.head().await.map_err(|reason| anyhow!("the stream was reset: {reason:?}"))?;
+    assert_eq!(status.as_u16(), 200);
+    assert_eq!(watches(kubernetes).await?, 1.0);
+    stream.reset(Reason::CANCEL);
+    let quiet = chain.is_quiet(AT_ONCE).await?;
+    println!("reset: over after {quiet:?}");
+    testkit::kas::eventually("the API server knows", async || {
+        let open = watches(kubernetes).await?;
+        Ok(if open == 0.0 { Ok(()) } else { Err(open) })
+    })
+    .await?;
     Ok(())
 }

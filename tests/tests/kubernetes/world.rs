@@ -7,12 +7,18 @@ use std::{
     time::Duration,
 };
 
-use anyhow::{Context as _, Result, ensure};
+use anyhow::{Context as _, Result, anyhow, ensure};
+use proto::gitlab::agent::{
+    grpctool::{HttpRequest, http_request},
+    prototool::{self, Values},
+};
+use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use testkit::{
     agentk::Agentk,
     kas::{Kas, token},
     kubernetes::{Access, Kubernetes},
+    link::Stream,
     process::{SOON, program},
 };
 use tokio::{
@@ -24,6 +30,9 @@ use tokio::{
 
 /// The agent's id: one of the two that every kas of a test knows.
 pub(crate) const AGENT: i64 = 1;
+
+/// What agents serve: any request to the API server.
+const MAKE_REQUEST: &str = "/gitlab.agent.kubernetes_api.rpc.KubernetesApi/MakeRequest";
 
 /// How long one kasctl may take that ends by itself. Lists of 70 MB pass four processes that are not optimised.
 pub(crate) const KASCTL_WITHIN: Duration = Duration::from_secs(60);
@@ -141,9 +150,31 @@ impl Chain {
         }
     }
 
+    /// Begins a request of a caller that is no kasctl: its head, without the end.
+    pub(crate) async fn request(&self, method: &str, path: &str, query: &[(&str, &str)]) -> Result<Stream> {
+        let one = |value: &str| Values { value: vec![value.to_owned()] };
+        let request = prototool::HttpRequest {
+            method: method.to_owned(),
+            header: [("Content-Type".to_owned(), one("application/json"))].into(),
+            url_path: path.to_owned(),
+            query: query.iter().map(|(key, value)| ((*key).to_owned(), one(value))).collect(),
+        };
+        let header = http_request::Header { request: Some(request), extra: None };
+        let caller = self.kas.caller().await?;
+        let mut stream = caller.open(caller.to_agent(AGENT, MAKE_REQUEST)).await?;
+        send(&mut stream, http_request::Message::Header(header)).await?;
+        Ok(stream)
+    }
+
     fn secret_file(&self) -> PathBuf {
         self.kas.dir().join("secret-0")
     }
+}
+
+/// Sends the next message of a request.
+pub(crate) async fn send(stream: &mut Stream, message: http_request::Message) -> Result<()> {
+    let sent = stream.send_message(&HttpRequest { message: Some(message) }).await;
+    sent.map_err(|reason| anyhow!("the stream was reset: {reason:?}"))
 }
 
 /// A running kasctl. Dropping it kills it.
@@ -166,6 +197,17 @@ impl Kasctl {
         };
         let status = timeout(KASCTL_WITHIN, end).await.context("kasctl did not end")??;
         Ok(Finished { status, stdout: String::from_utf8(stdout)?, stderr: String::from_utf8(stderr)? })
+    }
+
+    /// Sends it a signal.
+    pub(crate) fn signal(&self, signal: Signal) -> Result<()> {
+        Ok(kill_process(self.id()?, signal)?)
+    }
+
+    /// Returns its process id.
+    pub(crate) fn id(&self) -> Result<Pid> {
+        let id = self.child.id().context("kasctl has ended")?;
+        i32::try_from(id).ok().and_then(Pid::from_raw).context("a process id is positive")
     }
 
     /// Returns its output line by line.

@@ -2,14 +2,11 @@
 
 use std::time::Duration;
 
-use anyhow::{Context as _, Result};
+use anyhow::{Context as _, Result, anyhow};
 use grpc::Code;
 use h2::Reason;
-use proto::gitlab::agent::{
-    grpctool::{HttpRequest, http_request},
-    prototool::{self, Values},
-};
-use rustix::process::{Pid, Signal, kill_process};
+use proto::gitlab::agent::grpctool::http_request;
+use rustix::process::Signal;
 use serde_json::{Value, json};
 use testkit::{
     caller::answer,
@@ -19,9 +16,8 @@ use testkit::{
 };
 use tokio::{io::AsyncWriteExt as _, time::sleep};
 
-use crate::world::{AGENT, AT_ONCE, Chain, Kasctl, NEVER, turn};
+use crate::world::{AT_ONCE, Chain, Kasctl, NEVER, send, turn};
 
-const MAKE_REQUEST: &str = "/gitlab.agent.kubernetes_api.rpc.KubernetesApi/MakeRequest";
 const PATH: &str = "/api/v1/namespaces/written/configmaps";
 /// Fills many messages, and stays below the API server's limit for an object.
 const BYTES: usize = 500_000;
@@ -61,26 +57,12 @@ async fn upload(chain: &Chain, body: &str, sized: Option<usize>) -> Result<Kasct
 
 /// As [`upload`], by hand: the head and the body, without the trailer.
 async fn upload_by_hand(chain: &Chain, body: &str) -> Result<Stream> {
-    let one = |value: &str| Values { value: vec![value.to_owned()] };
-    let request = prototool::HttpRequest {
-        method: "POST".into(),
-        header: [("Content-Type".to_owned(), one("application/json"))].into(),
-        url_path: PATH.into(),
-        query: Default::default(),
-    };
-    let header = http_request::Message::Header(http_request::Header { request: Some(request), extra: None });
-    let caller = chain.kas.caller().await?;
-    let mut stream = caller.open(caller.to_agent(AGENT, MAKE_REQUEST)).await?;
-    stream.send_message(&HttpRequest { message: Some(header) }).await.map_err(reset)?;
+    let mut stream = chain.request("POST", PATH, &[]).await?;
     for piece in body.as_bytes().chunks(32 * 1024) {
-        let data = http_request::Message::Data(http_request::Data { data: piece.to_vec().into() });
-        stream.send_message(&HttpRequest { message: Some(data) }).await.map_err(reset)?;
+        let data = http_request::Data { data: piece.to_vec().into() };
+        send(&mut stream, http_request::Message::Data(data)).await?;
     }
     Ok(stream)
-}
-
-fn reset(reason: Reason) -> anyhow::Error {
-    anyhow::anyhow!("the stream was reset: {reason:?}")
 }
 
 #[tokio::test]
@@ -138,8 +120,7 @@ async fn an_upload_that_was_cut_commits_nothing() -> Result<()> {
         let sent = if whole { &*body } else { &body[..body.len() - 1] };
         let mut kasctl = upload(&chain, sent, sized.then_some(body.len())).await?;
         is_under_way(&chain).await?;
-        let id = kasctl.child.id().and_then(|id| Pid::from_raw(i32::try_from(id).ok()?));
-        kill_process(id.context("kasctl is running")?, signal)?;
+        kasctl.signal(signal)?;
         let quiet = chain.is_quiet(AT_ONCE).await?;
         println!("{name}: over after {quiet:?}");
         kasctl.child.wait().await?;
@@ -158,7 +139,7 @@ async fn an_upload_that_was_cut_commits_nothing() -> Result<()> {
     chain.is_quiet(AT_ONCE).await?;
     let mut stream = upload_by_hand(&chain, &object("cut-half-closed")).await?;
     is_under_way(&chain).await?;
-    stream.half_close().map_err(reset)?;
+    stream.half_close().map_err(|reason| anyhow!("the stream was reset: {reason:?}"))?;
     let status = answer(&mut stream).await?.status;
     println!("cut-half-closed: {status}");
     assert_eq!(status.code(), Code::InvalidArgument, "{status}");

@@ -1,0 +1,570 @@
+//! Waiting for agents that are not here, leaving, and coming back: real kas and real agentk.
+
+use std::time::Duration;
+
+use anyhow::{Context as _, Result, ensure};
+use futures_util::future::join_all;
+use grpc::{Code, Outcome};
+use http::StatusCode;
+use prost::Message as _;
+use proto::kas::bench::v1::{DownloadRequest, Payload, UploadResponse};
+use serde_json::json;
+use testkit::{
+    agent14::{Agent14, Version},
+    agentk::Agentk,
+    caller::{Answer, Caller, answer, frame},
+    handler::{header, message, path, trailer},
+    kas::{Kas, eventually, token},
+    link::{Next, Stream},
+    process::soon,
+    raw_agent::{FromKas, Kind, RawAgent},
+};
+use tokio::time::Instant;
+
+const ECHO: &str = "/kas.bench.v1.Bench/Echo";
+const UPLOAD: &str = "/kas.bench.v1.Bench/Upload";
+const DOWNLOAD: &str = "/kas.bench.v1.Bench/Download";
+const HOLD: &str = "/kas.bench.v1.Bench/Hold";
+
+/// A process that has nothing to wait for ends within this time.
+const PROMPTLY: Duration = Duration::from_secs(5);
+
+fn payload(data: &str) -> Vec<u8> {
+    Payload { data: data.to_owned().into() }.encode_to_vec()
+}
+
+/// Asks agent 1, a real agentk, for an echo.
+async fn echo(caller: &Caller, data: &str) -> Result<()> {
+    let message = payload(data);
+    let got = caller.call(caller.to_agent(1, ECHO), &[&message]).await?;
+    ensure!(got.status.code() == Code::Ok, "{}", got.status);
+    ensure!(got.messages == [message], "{:?}", got.messages);
+    Ok(())
+}
+
+/// Opens a stream through agent 1 that stays open: its first message has come.
+async fn hold(caller: &Caller, agent: i64) -> Result<Stream> {
+    let mut stream = caller.open(caller.to_agent(agent, HOLD)).await?;
+    stream.send(frame(b"")).await.ok().context("sent")?;
+    stream.half_close().ok().context("sent")?;
+    ensure!(matches!(stream.next().await, Next::Message(_)));
+    Ok(stream)
+}
+
+/// Opens a stream of the test's own agents that answers each message.
+async fn chat(caller: &Caller, agent: i64) -> Result<Stream> {
+    let mut stream = caller.open(caller.to_agent(agent, &path("Chat"))).await?;
+    says(&mut stream, "hello").await;
+    Ok(stream)
+}
+
+async fn says(stream: &mut Stream, text: &str) {
+    stream.send(frame(text.as_bytes())).await.unwrap();
+    assert_eq!(stream.next().await, Next::Message(text.to_owned().into()));
+}
+
+fn assert_not_started(got: &Answer, code: Code) {
+    assert_eq!((got.status.code(), got.status.outcome()), (code, Some(Outcome::NotStarted)), "{}", got.status);
+    assert!(got.status.message().contains("agent 1"), "{}", got.status);
+}
+
+#[tokio::test]
+async fn thousand_requests_that_wait_for_an_agent_are_each_served_once_when_it_comes() -> Result<()> {
+    let kas = Kas::start().await?;
+    for (agent, kind) in [(1, Kind::Ours), (2, Kind::Old)] {
+        // A connection carries 200 streams.
+        let mut callers = Vec::new();
+        for _ in 0..5 {
+            callers.push(kas.caller().await?);
+        }
+        let calls = (0..1000).map(|n: usize| {
+            let caller = callers[n % callers.len()].clone();
+            tokio::spawn(async move {
+                let text = format!("request {n}");
+                let got = caller.call(caller.to_agent(agent, &path("Echo")), &[text.as_bytes()]).await?;
+                ensure!(got.status.code() == Code::Ok, "{}", got.status);
+                ensure!(got.messages == [text]);
+                Ok(())
+            })
+        });
+        let calls: Vec<_> = calls.collect();
+        kas.metric_is("kas_requests_waiting", 1000.0).await?;
+        let process = RawAgent::connect(kas.agent, &token(agent), kind).await?;
+        let _serving = process.serve(10).await?;
+        for result in soon("all are served", join_all(calls)).await {
+            result??;
+        }
+        assert_eq!(process.requests().list().len(), 1000, "{kind:?}");
+        assert_eq!(kas.metric("kas_requests_waiting").await?, 0.0);
+        kas.metric_is("kas_requests_open", 0.0).await?;
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn requests_beyond_the_limit_of_waiters_are_refused_at_once() -> Result<()> {
+    let kas = Kas::start_with_config(json!({ "limits": { "waiters_per_agent": 3, "waiters": 5 } })).await?;
+    let caller = kas.caller().await?;
+    let open = async |agent: i64| -> Result<Stream> {
+        let mut stream = caller.open(caller.to_agent(agent, &path("Echo"))).await?;
+        stream.send(frame(b"x")).await.ok().context("sent")?;
+        stream.half_close().ok().context("sent")?;
+        Ok(stream)
+    };
+    let mut waiting = Vec::new();
+    for _ in 0..3 {
+        waiting.push(open(1).await?);
+    }
+    kas.metric_is("kas_requests_waiting", 3.0).await?;
+    assert_not_started(&answer(&mut open(1).await?).await?, Code::ResourceExhausted);
+    for _ in 0..2 {
+        waiting.push(open(2).await?);
+    }
+    kas.metric_is("kas_requests_waiting", 5.0).await?;
+    let got = answer(&mut open(2).await?).await?;
+    assert_eq!(got.status.code(), Code::ResourceExhausted, "the limit of all agents together: {}", got.status);
+    // A waiter that leaves makes room.
+    waiting.remove(0).reset(h2::Reason::CANCEL);
+    kas.metric_is("kas_requests_waiting", 4.0).await?;
+    waiting.push(open(1).await?);
+    kas.metric_is("kas_requests_waiting", 5.0).await?;
+    for agent in [1, 2] {
+        let process = RawAgent::connect(kas.agent, &token(agent), Kind::Ours).await?;
+        let _serving = process.serve(1).await?;
+        let served = if agent == 1 { 3 } else { 2 };
+        eventually("the waiters are served", async || {
+            let requests = process.requests().list().len();
+            Ok(if requests == served { Ok(()) } else { Err(requests) })
+        })
+        .await?;
+    }
+    for mut stream in waiting {
+        assert_eq!(answer(&mut stream).await?.status.code(), Code::Ok);
+    }
+    assert_eq!(
+        kas.metric("kas_refusals_total{listener=\"Api\",reason=\"WaitersFull\"}").await?,
+        2.0
+    );
+    Ok(())
+}
+
+#[tokio::test]
+async fn request_whose_agent_does_not_come_is_told_that_it_was_not_started() -> Result<()> {
+    let kas = Kas::start_with_config(json!({ "limits": { "find_timeout": "500ms" } })).await?;
+    let caller = kas.caller().await?;
+    let begun = Instant::now();
+    let request = caller.to_agent(1, &path("Echo")).header("grpc-timeout", "200m");
+    let got = caller.call(request, &[b"x"]).await?;
+    assert_not_started(&got, Code::DeadlineExceeded);
+    assert!((200..2_000).contains(&begun.elapsed().as_millis()), "{:?}", begun.elapsed());
+
+    let begun = Instant::now();
+    let got = caller.call(caller.to_agent(1, &path("Echo")), &[b"x"]).await?;
+    assert_not_started(&got, Code::Unavailable);
+    assert!(got.status.message().contains("not connected"), "{}", got.status);
+    assert!((500..2_500).contains(&begun.elapsed().as_millis()), "{:?}", begun.elapsed());
+
+    // A longer deadline than the configured time is the caller's to choose.
+    let request = caller.to_agent(1, &path("Echo")).header("grpc-timeout", "900m");
+    let begun = Instant::now();
+    assert_not_started(&caller.call(request, &[b"x"]).await?, Code::DeadlineExceeded);
+    assert!(begun.elapsed().as_millis() >= 900);
+
+    // An agent that is here and has no idle tunnel is another story, and told so.
+    let agent = RawAgent::connect(kas.agent, &token(1), Kind::Ours).await?;
+    let _serving = agent.serve(1).await?;
+    let _busy = chat(&caller, 1).await?;
+    let got = caller.call(caller.to_agent(1, &path("Echo")), &[b"x"]).await?;
+    assert_not_started(&got, Code::Unavailable);
+    assert!(got.status.message().contains("no idle tunnel"), "{}", got.status);
+
+    for (wrong, code) in [("1", Code::InvalidArgument), ("x", Code::InvalidArgument), ("0n", Code::DeadlineExceeded)] {
+        let request = caller.to_agent(2, &path("Echo")).header("grpc-timeout", wrong);
+        assert_eq!(caller.call(request, &[b"x"]).await?.status.code(), code, "{wrong}");
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn leaving_kas_lets_every_stream_finish_and_tells_everybody_to_go() -> Result<()> {
+    let kas = Kas::start().await?;
+    let caller = kas.caller().await?;
+    let ours = RawAgent::connect(kas.agent, &token(1), Kind::Ours).await?;
+    let old = RawAgent::connect(kas.agent, &token(2), Kind::Old).await?;
+    let mut configurations = [ours.configuration("").await?, old.configuration("").await?];
+    let mut busy = ours.tunnel().await?;
+    let mut stream = caller.open(caller.to_agent(1, &path("Chat"))).await?;
+    stream.send(frame(b"before")).await.unwrap();
+    busy.request().await;
+    assert_eq!(busy.next().await, FromKas::Message("before".into()));
+    let (mut parked, mut idle) = (ours.tunnel().await?, old.tunnel().await?);
+    assert_eq!(kas.get("/readiness").await?.0, StatusCode::OK);
+
+    kas.process.terminate();
+    assert_eq!(parked.next().await, FromKas::CloseSend, "a drain notice");
+    assert_eq!(idle.ended().await.code(), Code::Ok);
+    for configuration in &mut configurations {
+        assert_eq!(configuration.next().await.unwrap_err().code(), Code::Ok, "call again, elsewhere");
+    }
+    assert_eq!(kas.get("/readiness").await?.0, StatusCode::SERVICE_UNAVAILABLE);
+    assert_eq!(kas.get("/liveness").await?.0, StatusCode::OK);
+    parked.half_close();
+    assert_eq!(parked.ended().await.code(), Code::Ok);
+
+    // Who comes now is served: an agent, and a caller that finds it.
+    let late_caller = kas.caller().await?;
+    let late = RawAgent::connect(kas.agent, &token(2), Kind::Ours).await?;
+    let _serving = late.serve(1).await?;
+    let mut late_stream = chat(&late_caller, 2).await?;
+    let health = late_caller.call(late_caller.request("/grpc.health.v1.Health/Check"), &[b""]).await?;
+    assert_eq!(&health.messages[0][..], [8, 2], "NOT_SERVING");
+
+    // What is open goes on, both ways, and ends as always.
+    stream.send(frame(b"during")).await.unwrap();
+    assert_eq!(busy.next().await, FromKas::Message("during".into()));
+    busy.send_all([header(&[]), message("answer")]).await;
+    assert_eq!(stream.next().await, Next::Message("answer".into()));
+    stream.half_close().unwrap();
+    assert_eq!(busy.next().await, FromKas::CloseSend);
+    busy.send_all([trailer(&[("app", "1")])]).await;
+    assert!(matches!(stream.next().await, Next::Trailers(trailers) if trailers["grpc-status"] == "0"));
+    assert_eq!(busy.next().await, FromKas::CloseSend, "its drain notice, once it is free");
+
+    assert!(kas.process.is_running(), "one stream is still open");
+    says(&mut late_stream, "still").await;
+    late_stream.half_close().unwrap();
+    assert!(matches!(late_stream.next().await, Next::Trailers(trailers) if trailers["grpc-status"] == "0"));
+    // Two tunnels are still there: neither delays the exit.
+    let begun = Instant::now();
+    assert!(kas.process.exited(PROMPTLY).await?.success());
+    assert!(begun.elapsed() < Duration::from_secs(2), "{:?}", begun.elapsed());
+    assert_eq!(busy.ended().await.code(), Code::Ok);
+    Ok(())
+}
+
+#[tokio::test]
+async fn before_it_leaves_kas_serves_everything_for_the_delay() -> Result<()> {
+    let kas = Kas::start_with_config(json!({ "drain": { "delay": "1500ms" } })).await?;
+    let caller = kas.caller().await?;
+    let agent = RawAgent::connect(kas.agent, &token(1), Kind::Ours).await?;
+    let _configuration = agent.configuration("").await?;
+    let _serving = agent.serve(1).await?;
+    let since = Instant::now();
+    kas.process.terminate();
+    eventually("it is not ready any more", async || {
+        let status = kas.get("/readiness").await?.0;
+        Ok(if status == StatusCode::SERVICE_UNAVAILABLE { Ok(()) } else { Err(status) })
+    })
+    .await?;
+    // On the connections that are there already, through the tunnel that is there already.
+    let mut served = 0;
+    while since.elapsed() < Duration::from_millis(1_200) {
+        assert_eq!(caller.call(caller.to_agent(1, &path("Echo")), &[b"x"]).await?.messages, ["x"]);
+        served += 1;
+    }
+    assert!(served > 0);
+    assert!(kas.process.exited(PROMPTLY).await?.success());
+    assert!(since.elapsed() >= Duration::from_millis(1_500));
+    Ok(())
+}
+
+#[tokio::test]
+async fn parked_tunnels_of_every_kind_do_not_delay_the_exit() -> Result<()> {
+    let kas = Kas::start().await?;
+    let mut tunnels = Vec::new();
+    let mut agents = Vec::new();
+    for kind in Kind::ALL {
+        let agent = RawAgent::connect(kas.agent, &token(1), kind).await?;
+        for _ in 0..20 {
+            tunnels.push(agent.tunnel().await?);
+        }
+        agents.push((agent.configuration("").await?, agent));
+    }
+    let begun = Instant::now();
+    assert!(kas.leave(PROMPTLY).await?.success());
+    assert!(begun.elapsed() < Duration::from_secs(2), "{:?}", begun.elapsed());
+    for mut tunnel in tunnels {
+        let mut next = tunnel.next().await;
+        if next == FromKas::CloseSend {
+            next = tunnel.next().await;
+        }
+        assert!(matches!(&next, FromKas::Ended(status) if status.code() == Code::Ok), "{next:?}");
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn waiting_requests_are_told_to_go_elsewhere_when_kas_exits() -> Result<()> {
+    let kas = Kas::start_with_config(json!({ "drain": { "timeout": "500ms" } })).await?;
+    let caller = kas.caller().await?;
+    let mut stream = caller.open(caller.to_agent(1, &path("Echo"))).await?;
+    kas.metric_is("kas_requests_waiting", 1.0).await?;
+    kas.process.terminate();
+    let got = answer(&mut stream).await?;
+    assert_eq!((got.status.code(), got.status.outcome()), (Code::Unavailable, Some(Outcome::NotStarted)));
+    assert!(kas.process.exited(PROMPTLY).await?.success());
+    Ok(())
+}
+
+#[tokio::test]
+async fn requests_longer_than_the_drain_timeout_end_with_trailers_that_say_unknown() -> Result<()> {
+    let kas = Kas::start_with_config(json!({ "drain": { "timeout": "700ms" } })).await?;
+    let caller = kas.caller().await?;
+    let _old = Agent14::start(kas.agent, &token(2), Version::Old).await?;
+    let ours = RawAgent::connect(kas.agent, &token(1), Kind::Ours).await?;
+    let _serving = ours.serve(3).await?;
+    let mut headed = [chat(&caller, 1).await?, chat(&caller, 2).await?];
+    let mut silent = caller.open(caller.to_agent(1, &path("Hang"))).await?;
+    kas.metric_is("kas_requests_open", 3.0).await?;
+    let begun = Instant::now();
+    kas.process.terminate();
+    for stream in headed.iter_mut().chain([&mut silent]) {
+        let got = answer(stream).await?;
+        assert_eq!(
+            (got.status.code(), got.status.outcome()),
+            (Code::Unavailable, Some(Outcome::Unknown)),
+            "{}",
+            got.status
+        );
+    }
+    assert!(begun.elapsed() >= Duration::from_millis(700));
+    assert!(kas.process.exited(PROMPTLY).await?.success());
+    Ok(())
+}
+
+#[tokio::test]
+async fn second_signal_ends_kas_at_once_and_still_with_trailers() -> Result<()> {
+    for delay in ["0s", "20s"] {
+        let kas = Kas::start_with_config(json!({ "drain": { "delay": delay, "timeout": "60s" } })).await?;
+        let caller = kas.caller().await?;
+        let agent = RawAgent::connect(kas.agent, &token(1), Kind::Ours).await?;
+        let _serving = agent.serve(2).await?;
+        let mut stream = chat(&caller, 1).await?;
+        kas.process.terminate();
+        kas.process.logged("that it leaves", |line| (line["message"] == "told to leave").then_some(())).await?;
+        says(&mut stream, "still").await;
+        let begun = Instant::now();
+        kas.process.terminate();
+        let got = answer(&mut stream).await?;
+        assert_eq!((got.status.code(), got.status.outcome()), (Code::Unavailable, Some(Outcome::Unknown)));
+        assert!(kas.process.exited(PROMPTLY).await?.success());
+        assert!(begun.elapsed() < Duration::from_secs(2), "{:?}", begun.elapsed());
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn agentk_comes_back_within_two_seconds_of_a_restart() -> Result<()> {
+    let mut kas = Kas::start().await?;
+    let agentk = Agentk::start(kas.agent, &token(1)).await?;
+    agentk.connected().await?;
+    echo(&kas.caller().await?, "before").await?;
+    for orderly in [true, false, true, false] {
+        if orderly {
+            assert!(kas.leave(PROMPTLY).await?.success());
+        } else {
+            kas.process.kill();
+            kas.process.exited(PROMPTLY).await?;
+        }
+        kas.restart().await?;
+        let begun = Instant::now();
+        // It waits for the agent.
+        echo(&kas.caller().await?, "after").await?;
+        let took = begun.elapsed();
+        println!("orderly: {orderly}: served {took:?} after the start");
+        assert!(took < Duration::from_secs(2), "{took:?}");
+        agentk.connected().await?;
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn open_stream_of_agentk_survives_that_its_kas_is_told_to_leave() -> Result<()> {
+    let kas = Kas::start().await?;
+    let agentk = Agentk::start(kas.agent, &token(1)).await?;
+    agentk.connected().await?;
+    let caller = kas.caller().await?;
+    let mut upload = caller.open(caller.to_agent(1, UPLOAD)).await?;
+    upload.send(frame(&payload("one"))).await.unwrap();
+    agentk.metric_is("agentk_tunnels_busy", 1.0).await?;
+    kas.process.terminate();
+    eventually("it is not ready any more", async || {
+        let status = kas.get("/readiness").await?.0;
+        Ok(if status == StatusCode::SERVICE_UNAVAILABLE { Ok(()) } else { Err(status) })
+    })
+    .await?;
+    // There is no other replica: the agent comes back here, and new requests reach it.
+    echo(&kas.caller().await?, "during").await?;
+    upload.send(frame(&payload("two"))).await.unwrap();
+    upload.half_close().unwrap();
+    let total: UploadResponse = answer(&mut upload).await?.one()?;
+    assert_eq!(total.messages, 2);
+    assert!(kas.process.exited(PROMPTLY).await?.success());
+    Ok(())
+}
+
+#[tokio::test]
+async fn leaving_agentk_finishes_its_requests_and_takes_no_more() -> Result<()> {
+    let kas = Kas::start().await?;
+    let agentk = Agentk::start(kas.agent, &token(1)).await?;
+    agentk.connected().await?;
+    let caller = kas.caller().await?;
+    let mut upload = caller.open(caller.to_agent(1, UPLOAD)).await?;
+    upload.send(frame(&payload("one"))).await.unwrap();
+    agentk.metric_is("agentk_tunnels_busy", 1.0).await?;
+    agentk.process.terminate();
+    // Its idle tunnels are withdrawn; the busy one is there.
+    kas.metric_is("kas_tunnels_open", 1.0).await?;
+    let request = caller.to_agent(1, ECHO).header("grpc-timeout", "300m");
+    let got = caller.call(request, &[b""]).await?;
+    assert_not_started(&got, Code::DeadlineExceeded);
+    upload.send(frame(&payload("two"))).await.unwrap();
+    upload.half_close().unwrap();
+    let total: UploadResponse = answer(&mut upload).await?.one()?;
+    assert_eq!(total.messages, 2);
+    assert!(agentk.process.exited(PROMPTLY).await?.success());
+    kas.metric_is("kas_tunnels_open", 0.0).await?;
+    kas.metric_is("kas_connected_agents", 0.0).await?;
+    assert_eq!(kas.metric("kas_tunnel_violations_total").await?, 0.0);
+    Ok(())
+}
+
+#[tokio::test]
+async fn second_signal_ends_agentk_at_once() -> Result<()> {
+    let kas = Kas::start().await?;
+    let agentk = Agentk::start(kas.agent, &token(1)).await?;
+    agentk.connected().await?;
+    let caller = kas.caller().await?;
+    let mut stream = hold(&caller, 1).await?;
+    agentk.process.terminate();
+    kas.metric_is("kas_tunnels_open", 1.0).await?;
+    agentk.process.terminate();
+    let got = answer(&mut stream).await?;
+    assert_eq!((got.status.code(), got.status.outcome()), (Code::Unavailable, Some(Outcome::Unknown)));
+    assert!(agentk.process.exited(PROMPTLY).await?.success());
+    Ok(())
+}
+
+#[tokio::test]
+async fn lost_agentk_ends_its_requests_with_an_unknown_outcome() -> Result<()> {
+    let kas = Kas::start().await?;
+    let agentk = Agentk::start(kas.agent, &token(1)).await?;
+    agentk.connected().await?;
+    let caller = kas.caller().await?;
+    let mut stream = hold(&caller, 1).await?;
+    agentk.process.kill();
+    let got = answer(&mut stream).await?;
+    assert_eq!((got.status.code(), got.status.outcome()), (Code::Unavailable, Some(Outcome::Unknown)));
+    kas.metric_is("kas_tunnels_open", 0.0).await?;
+    kas.metric_is("kas_connected_agents", 0.0).await?;
+    kas.metric_is("kas_agent_transports", 0.0).await?;
+    Ok(())
+}
+
+#[tokio::test]
+async fn caller_that_leaves_cancels_the_handler_in_agentk() -> Result<()> {
+    let kas = Kas::start().await?;
+    let agentk = Agentk::start(kas.agent, &token(1)).await?;
+    agentk.connected().await?;
+    let caller = kas.caller().await?;
+    for _ in 0..5 {
+        let mut silent = hold(&caller, 1).await?;
+        let mut uploading = caller.open(caller.to_agent(1, UPLOAD)).await?;
+        agentk.metric_is("agentk_tunnels_busy", 2.0).await?;
+        silent.reset(h2::Reason::CANCEL);
+        uploading.reset(h2::Reason::NO_ERROR);
+        agentk.metric_is("agentk_tunnels_busy", 0.0).await?;
+    }
+    // A deadline does the same.
+    let request = caller.to_agent(1, HOLD).header("grpc-timeout", "200m");
+    assert_eq!(caller.call(request, &[b""]).await?.status.code(), Code::DeadlineExceeded);
+    agentk.metric_is("agentk_tunnels_busy", 0.0).await?;
+    echo(&caller, "afterwards").await?;
+    Ok(())
+}
+
+#[tokio::test]
+async fn token_in_the_file_counts_from_the_next_stream_on() -> Result<()> {
+    use testkit::kas::AgentEntry;
+    let kas = Kas::start().await?;
+    let agentk = Agentk::start(kas.agent, &token(1)).await?;
+    agentk.connected().await?;
+    let caller = kas.caller().await?;
+    // As an operator does it: add the new one, exchange, remove the old one.
+    let new = "new-token-of-1".to_owned();
+    kas.set_agents(&[AgentEntry { tokens: vec![token(1), new.clone()], ..AgentEntry::new(1) }])?;
+    eventually("the new token is known", async || {
+        let agent = RawAgent::connect(kas.agent, &new, Kind::Ours).await?;
+        Ok(agent.tunnel().await.map(drop))
+    })
+    .await?;
+    agentk.set_token(&new)?;
+    kas.set_agents(&[AgentEntry { tokens: vec![new], ..AgentEntry::new(1) }])?;
+    kas.metric_is("kas_tunnels_open", 0.0).await?;
+    let begun = Instant::now();
+    echo(&caller, "with the new token").await?;
+    println!("back after {:?}", begun.elapsed());
+    assert!(begun.elapsed() < Duration::from_secs(3), "{:?}", begun.elapsed());
+    agentk.connected().await?;
+    Ok(())
+}
+
+#[tokio::test]
+async fn agentk_with_a_wrong_token_asks_rarely_and_says_what_to_do() -> Result<()> {
+    let kas = Kas::start().await?;
+    let agentk = Agentk::start(kas.agent, "wrong").await?;
+    let text = agentk
+        .process
+        .logged("what to do", |line| {
+            (line["level"] == "ERROR").then(|| line["message"].as_str().map(str::to_owned))?
+        })
+        .await?;
+    assert!(text.contains("--token-file"), "{text}");
+    assert_eq!(agentk.get("/readiness").await?.0, StatusCode::SERVICE_UNAVAILABLE);
+    assert_eq!(agentk.get("/liveness").await?.0, StatusCode::OK);
+    // Never more than a few within seconds.
+    tokio::time::sleep(Duration::from_secs(3)).await;
+    let refused = kas.metric("kas_refusals_total{listener=\"Agent\",reason=\"Unauthenticated\"}").await?;
+    println!("{refused} streams were refused");
+    assert!((1.0..=15.0).contains(&refused), "{refused}");
+    assert!(!agentk.process.log().contains("wrong\""), "a token is never logged");
+    Ok(())
+}
+
+#[tokio::test]
+async fn agentk_waits_for_a_kas_that_is_not_up_yet() -> Result<()> {
+    let mut kas = Kas::start().await?;
+    kas.process.kill();
+    kas.process.exited(PROMPTLY).await?;
+    let agentk = Agentk::start(kas.agent, &token(1)).await?;
+    agentk
+        .process
+        .logged("that it cannot reach kas", |line| (line["message"] == "cannot reach kas").then_some(()))
+        .await?;
+    assert!(agentk.process.is_running());
+    kas.restart().await?;
+    echo(&kas.caller().await?, "at last").await?;
+    agentk.connected().await?;
+    assert_eq!(agentk.get("/readiness").await?.0, StatusCode::OK);
+    Ok(())
+}
+
+#[tokio::test]
+async fn pool_of_agentk_grows_with_what_is_asked_of_it() -> Result<()> {
+    let kas = Kas::start().await?;
+    let agentk = Agentk::start(kas.agent, &token(1)).await?;
+    agentk.connected().await?;
+    let caller = kas.caller().await?;
+    let streams = join_all((0..100).map(|_| hold(&caller, 1))).await.into_iter().collect::<Result<Vec<_>>>()?;
+    assert_eq!(agentk.metric("agentk_tunnels_busy").await?, 100.0);
+    echo(&caller, "beside a hundred").await?;
+    drop(streams);
+    agentk.metric_is("agentk_tunnels_busy", 0.0).await?;
+    // The tunnels of those that were cancelled are gone; the two that wait are there.
+    let got = caller
+        .call(caller.to_agent(1, DOWNLOAD), &[&DownloadRequest { messages: 100, size: 10_000 }.encode_to_vec()])
+        .await?;
+    assert_eq!((got.status.code(), got.messages.len()), (Code::Ok, 100));
+    assert_eq!(kas.metric("kas_tunnel_violations_total").await?, 0.0);
+    Ok(())
+}
