@@ -14,11 +14,7 @@ fn main() -> anyhow::Result<()> {
     let out = PathBuf::from(std::env::var("OUT_DIR")?);
     std::fs::write(out.join("descriptors.bin"), descriptors.encode_to_vec())?;
     let mut config = tonic_prost_build::Config::new();
-    config
-        .bytes(["."])
-        .btree_map(["."])
-        .enable_type_names()
-        .include_file("all.rs");
+    config.bytes(["."]).btree_map(["."]).enable_type_names().include_file("all.rs");
     tonic_prost_build::configure()
         // An rpc named `Connect` collides with the generated client's own `connect`.
         .build_transport(false)

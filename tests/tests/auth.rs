@@ -225,7 +225,10 @@ async fn agent_removed_from_the_file_loses_everything_within_a_second_and_no_oth
         // A request for it waits as for any agent that is not there.
         let request = caller.to_agent(1, &path("Echo")).header("grpc-timeout", "100m");
         let got = caller.call(request, &[b"x"]).await?;
-        assert_eq!((got.status.code(), got.status.outcome()), (Code::DeadlineExceeded, Some(Outcome::NotStarted)));
+        assert_eq!(
+            (got.status.code(), got.status.outcome()),
+            (Code::DeadlineExceeded, Some(Outcome::NotStarted))
+        );
     }
     assert_eq!(caller.call(caller.to_agent(2, &path("Echo")), &[b"x"]).await?.messages, ["x"]);
     assert!(bystander.ends().borrow().iter().all(|code| *code == tonic::Code::Ok));
@@ -275,7 +278,11 @@ async fn broken_identity_file_changes_nothing() -> Result<()> {
         kas.process
             .logged_since(since, "that the file is broken", |line| (line["level"] == "ERROR").then_some(()))
             .await?;
-        assert_eq!(caller.call(caller.to_agent(1, &path("Echo")), &[b"x"]).await?.messages, ["x"], "{broken}");
+        assert_eq!(
+            caller.call(caller.to_agent(1, &path("Echo")), &[b"x"]).await?.messages,
+            ["x"],
+            "{broken}"
+        );
         agent.tunnel().await?;
     }
     Ok(())

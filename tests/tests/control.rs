@@ -10,7 +10,8 @@ use prost::Message as _;
 use proto::{
     gitlab::agent::{
         agent_tracker::rpc::{
-            GetConnectedAgentsRequest, GetConnectedAgentsResponse, get_connected_agents_request::Request as By,
+            GetConnectedAgentsRequest, GetConnectedAgentsResponse,
+            get_connected_agents_request::Request as By,
         },
         agentcfg::{AgentConfiguration, LoggingLevelEnum},
     },
@@ -232,7 +233,8 @@ async fn gitlabs_agent_reads_what_is_pushed() -> Result<()> {
 }
 
 async fn by_id(caller: &Caller, agent_id: i64) -> Result<Vec<ConnectedAgentInfo>> {
-    let answer: ConnectedAgentsByIdResponse = caller.unary(BY_ID, &ConnectedAgentsByIdRequest { agent_id }).await?;
+    let answer: ConnectedAgentsByIdResponse =
+        caller.unary(BY_ID, &ConnectedAgentsByIdRequest { agent_id }).await?;
     Ok(answer.agents)
 }
 
@@ -293,12 +295,17 @@ async fn connected_agents_are_listed_by_project_and_by_id_and_as_14_1_asks() -> 
         assert_eq!(got.status.code(), Code::InvalidArgument, "{what}");
     }
 
-    for (by, count) in [(By::ProjectId(10), 3), (By::AgentId(1), 2), (By::AgentId(0), 0), (By::ProjectId(30), 0)] {
-        let request = GetConnectedAgentsRequest { request: Some(by.clone()) };
+    for (by, count) in
+        [(By::ProjectId(10), 3), (By::AgentId(1), 2), (By::AgentId(0), 0), (By::ProjectId(30), 0)]
+    {
+        let request = GetConnectedAgentsRequest { request: Some(by) };
         let answer: GetConnectedAgentsResponse = caller.unary(TRACKER, &request).await?;
         assert_eq!(answer.agents.len(), count, "{by:?}");
         for agent in &answer.agents {
-            let same = listed.iter().find(|info| info.connection_id == agent.connection_id).context("listed, too")?;
+            let same = listed
+                .iter()
+                .find(|info| info.connection_id == agent.connection_id)
+                .context("listed, too")?;
             assert_eq!((agent.agent_id, agent.project_id), (same.id, same.project_id));
             assert_eq!(agent.connected_at, same.connected_at);
             assert_eq!(agent.agent_meta.clone().context("meta")?.pod_name, same.pod_name);
@@ -336,9 +343,10 @@ async fn watch(caller: &Caller, request: WatchConnectedAgentsRequest) -> Result<
 
 async fn event(stream: &mut Stream) -> Event {
     match stream.next().await {
-        Next::Message(message) => {
-            WatchConnectedAgentsResponse::decode(message).unwrap().event.expect("an event is one of three")
-        }
+        Next::Message(message) => WatchConnectedAgentsResponse::decode(message)
+            .expect("a response")
+            .event
+            .expect("an event is one of three"),
         other => panic!("{other:?} instead of an event"),
     }
 }
@@ -419,7 +427,10 @@ async fn requests_that_name_a_connection_go_to_no_other() -> Result<()> {
     for wrong in [1, i64::MAX] {
         let request = caller.to_agent(1, &path("Echo")).header("kas-connection-id", wrong);
         let got = caller.call(request, &[b"x"]).await?;
-        assert_eq!((got.status.code(), got.status.outcome()), (Code::FailedPrecondition, Some(Outcome::NotStarted)));
+        assert_eq!(
+            (got.status.code(), got.status.outcome()),
+            (Code::FailedPrecondition, Some(Outcome::NotStarted))
+        );
         assert!(got.status.message().contains(&wrong.to_string()), "{}", got.status);
     }
     let request = caller.to_agent(1, &path("Echo")).header("kas-connection-id", "nonsense");
@@ -478,7 +489,8 @@ async fn api_server() -> Result<(std::net::SocketAddr, tokio::task::JoinSet<()>)
             let pods = Arc::clone(&pods);
             let service = hyper::service::service_fn(move |request: http::Request<hyper::body::Incoming>| {
                 let found = request.uri().path() == "/api/v1/pods";
-                let body = if found { pods.to_string() } else { json!({ "message": "not here" }).to_string() };
+                let body =
+                    if found { pods.to_string() } else { json!({ "message": "not here" }).to_string() };
                 let response = http::Response::builder()
                     .status(if found { 200 } else { 404 })
                     .header("content-type", "application/json")
@@ -511,7 +523,10 @@ async fn pods_are_asked_of_the_connection_that_is_named() -> Result<()> {
         assert_eq!((answer.pods[0].namespace.as_str(), answer.next_page_token.as_str()), ("shop", ""));
     }
     for (request, code) in [
-        (GetPodsRequest { agent_id: 1, connection_id: id ^ 1, ..Default::default() }, Code::FailedPrecondition),
+        (
+            GetPodsRequest { agent_id: 1, connection_id: id ^ 1, ..Default::default() },
+            Code::FailedPrecondition,
+        ),
         (GetPodsRequest { agent_id: 1, connection_id: -1, ..Default::default() }, Code::InvalidArgument),
         (GetPodsRequest::default(), Code::InvalidArgument),
         (
@@ -527,7 +542,10 @@ async fn pods_are_asked_of_the_connection_that_is_named() -> Result<()> {
     let request = GetPodsRequest { agent_id: 2, ..Default::default() };
     let headers = caller.request(GET_PODS).header("grpc-timeout", "100m");
     let got = caller.call(headers, &[&request.encode_to_vec()]).await?;
-    assert_eq!((got.status.code(), got.status.outcome()), (Code::DeadlineExceeded, Some(Outcome::NotStarted)));
+    assert_eq!(
+        (got.status.code(), got.status.outcome()),
+        (Code::DeadlineExceeded, Some(Outcome::NotStarted))
+    );
     Ok(())
 }
 

@@ -1,6 +1,6 @@
 //! Frames that cross, ends in every order, and who leaves when: real kas, agents and callers by hand.
 
-use anyhow::Result;
+use anyhow::{Context as _, Result};
 use bytes::{BufMut as _, BytesMut};
 use grpc::{Code, Outcome};
 use h2::Reason;
@@ -16,7 +16,7 @@ use testkit::{
 /// Opens a request to agent 1, sends one message, and waits until the tunnel has both.
 async fn begin(caller: &Caller, tunnel: &mut RawTunnel) -> Result<Stream> {
     let mut stream = caller.open(caller.to_agent(1, &path("Chat"))).await?;
-    stream.send(frame(b"hello")).await.unwrap();
+    stream.send(frame(b"hello")).await.ok().context("sent")?;
     tunnel.request().await;
     assert_eq!(tunnel.next().await, FromKas::Message("hello".into()));
     Ok(stream)
@@ -25,7 +25,7 @@ async fn begin(caller: &Caller, tunnel: &mut RawTunnel) -> Result<Stream> {
 /// Sends a request to agent 1 through this tunnel, answers it, and asserts that the caller has all of it.
 async fn works(caller: &Caller, tunnel: &mut RawTunnel) -> Result<()> {
     let mut stream = begin(caller, tunnel).await?;
-    stream.half_close().unwrap();
+    stream.half_close().ok().context("sent")?;
     assert_eq!(tunnel.next().await, FromKas::CloseSend);
     tunnel.send_all([header(&[]), message("fine"), trailer(&[])]).await;
     let got = answer(&mut stream).await?;
@@ -230,7 +230,11 @@ async fn answer_in_the_middle_of_a_callers_message_resets_the_tunnel_and_not_the
     let got = answer(&mut stream).await?;
     assert_eq!((got.status.code(), &got.messages[..]), (Code::Ok, &["early".into()][..]));
     assert_eq!(got.trailers["app"], "1");
-    assert_eq!(tunnel.stream().data().await, Some(Err(Reason::CANCEL)), "a close inside a message would be swallowed");
+    assert_eq!(
+        tunnel.stream().data().await,
+        Some(Err(Reason::CANCEL)),
+        "a close inside a message would be swallowed"
+    );
     works(&caller, &mut agent.tunnel().await?).await?;
     assert_eq!(kas.metric("kas_tunnel_violations_total").await?, 0.0);
     Ok(())
@@ -287,7 +291,9 @@ async fn trailer_and_then_a_reset_is_an_unknown_outcome_on_one_shot_tunnels_and_
             tunnel.send_all([header(&[]), message("part"), trailer(&[])]).await;
             assert_eq!(stream.next().await, Next::Message("part".into()));
             if kind.is_reusable() {
-                assert!(matches!(stream.next().await, Next::Trailers(trailers) if trailers["grpc-status"] == "0"));
+                assert!(
+                    matches!(stream.next().await, Next::Trailers(trailers) if trailers["grpc-status"] == "0")
+                );
                 tunnel.stream().reset(reason);
             } else {
                 tunnel.stream().reset(reason);
@@ -388,7 +394,11 @@ async fn half_a_message_of_an_agent_is_followed_by_a_status_and_never_completed(
         assert_eq!(stream.data().await, None);
         let trailers = stream.trailers().await.expect("a status");
         let status = grpc::Status::from_headers(&trailers).expect("a status");
-        assert_eq!((status.code(), status.outcome()), (Code::Unavailable, Some(Outcome::Unknown)), "{kind:?}");
+        assert_eq!(
+            (status.code(), status.outcome()),
+            (Code::Unavailable, Some(Outcome::Unknown)),
+            "{kind:?}"
+        );
     }
     Ok(())
 }
@@ -506,7 +516,8 @@ async fn deadline_that_passes_cancels_the_request_at_the_agent() -> Result<()> {
     for kind in Kind::ALL {
         let agent = RawAgent::connect(kas.agent, &token(1), kind).await?;
         let mut tunnel = agent.tunnel().await?;
-        let mut stream = caller.open(caller.to_agent(1, &path("Chat")).header("grpc-timeout", "300m")).await?;
+        let mut stream =
+            caller.open(caller.to_agent(1, &path("Chat")).header("grpc-timeout", "300m")).await?;
         stream.send(frame(b"x")).await.unwrap();
         tunnel.request().await;
         assert_eq!(tunnel.next().await, FromKas::Message("x".into()));

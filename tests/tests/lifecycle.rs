@@ -59,12 +59,17 @@ async fn chat(caller: &Caller, agent: i64) -> Result<Stream> {
 }
 
 async fn says(stream: &mut Stream, text: &str) {
-    stream.send(frame(text.as_bytes())).await.unwrap();
+    stream.send(frame(text.as_bytes())).await.expect("the stream is open");
     assert_eq!(stream.next().await, Next::Message(text.to_owned().into()));
 }
 
 fn assert_not_started(got: &Answer, code: Code) {
-    assert_eq!((got.status.code(), got.status.outcome()), (code, Some(Outcome::NotStarted)), "{}", got.status);
+    assert_eq!(
+        (got.status.code(), got.status.outcome()),
+        (code, Some(Outcome::NotStarted)),
+        "{}",
+        got.status
+    );
     assert!(got.status.message().contains("agent 1"), "{}", got.status);
 }
 
@@ -122,7 +127,12 @@ async fn requests_beyond_the_limit_of_waiters_are_refused_at_once() -> Result<()
     }
     kas.metric_is("kas_requests_waiting", 5.0).await?;
     let got = answer(&mut open(2).await?).await?;
-    assert_eq!(got.status.code(), Code::ResourceExhausted, "the limit of all agents together: {}", got.status);
+    assert_eq!(
+        got.status.code(),
+        Code::ResourceExhausted,
+        "the limit of all agents together: {}",
+        got.status
+    );
     // A waiter that leaves makes room.
     waiting.remove(0).reset(h2::Reason::CANCEL);
     kas.metric_is("kas_requests_waiting", 4.0).await?;
@@ -141,10 +151,7 @@ async fn requests_beyond_the_limit_of_waiters_are_refused_at_once() -> Result<()
     for mut stream in waiting {
         assert_eq!(answer(&mut stream).await?.status.code(), Code::Ok);
     }
-    assert_eq!(
-        kas.metric("kas_refusals_total{listener=\"Api\",reason=\"WaitersFull\"}").await?,
-        2.0
-    );
+    assert_eq!(kas.metric("kas_refusals_total{listener=\"Api\",reason=\"WaitersFull\"}").await?, 2.0);
     Ok(())
 }
 
@@ -178,7 +185,9 @@ async fn request_whose_agent_does_not_come_is_told_that_it_was_not_started() -> 
     assert_not_started(&got, Code::Unavailable);
     assert!(got.status.message().contains("no idle tunnel"), "{}", got.status);
 
-    for (wrong, code) in [("1", Code::InvalidArgument), ("x", Code::InvalidArgument), ("0n", Code::DeadlineExceeded)] {
+    for (wrong, code) in
+        [("1", Code::InvalidArgument), ("x", Code::InvalidArgument), ("0n", Code::DeadlineExceeded)]
+    {
         let request = caller.to_agent(2, &path("Echo")).header("grpc-timeout", wrong);
         assert_eq!(caller.call(request, &[b"x"]).await?.status.code(), code, "{wrong}");
     }
@@ -341,7 +350,9 @@ async fn second_signal_ends_kas_at_once_and_still_with_trailers() -> Result<()> 
         let _serving = agent.serve(2).await?;
         let mut stream = chat(&caller, 1).await?;
         kas.process.terminate();
-        kas.process.logged("that it leaves", |line| (line["message"] == "told to leave").then_some(())).await?;
+        kas.process
+            .logged("that it leaves", |line| (line["message"] == "told to leave").then_some(()))
+            .await?;
         says(&mut stream, "still").await;
         let begun = Instant::now();
         kas.process.terminate();
@@ -555,14 +566,18 @@ async fn pool_of_agentk_grows_with_what_is_asked_of_it() -> Result<()> {
     let agentk = Agentk::start(kas.agent, &token(1)).await?;
     agentk.connected().await?;
     let caller = kas.caller().await?;
-    let streams = join_all((0..100).map(|_| hold(&caller, 1))).await.into_iter().collect::<Result<Vec<_>>>()?;
+    let streams =
+        join_all((0..100).map(|_| hold(&caller, 1))).await.into_iter().collect::<Result<Vec<_>>>()?;
     assert_eq!(agentk.metric("agentk_tunnels_busy").await?, 100.0);
     echo(&caller, "beside a hundred").await?;
     drop(streams);
     agentk.metric_is("agentk_tunnels_busy", 0.0).await?;
     // The tunnels of those that were cancelled are gone; the two that wait are there.
     let got = caller
-        .call(caller.to_agent(1, DOWNLOAD), &[&DownloadRequest { messages: 100, size: 10_000 }.encode_to_vec()])
+        .call(
+            caller.to_agent(1, DOWNLOAD),
+            &[&DownloadRequest { messages: 100, size: 10_000 }.encode_to_vec()],
+        )
         .await?;
     assert_eq!((got.status.code(), got.messages.len()), (Code::Ok, 100));
     assert_eq!(kas.metric("kas_tunnel_violations_total").await?, 0.0);

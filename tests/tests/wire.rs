@@ -51,7 +51,7 @@ fn end(kind: Kind, pairs: &[(&str, &str)], status: Option<rpc::Status>) -> Vec<M
 }
 
 fn values<'a>(headers: &'a HeaderMap, key: &str) -> Vec<&'a str> {
-    headers.get_all(key).iter().map(|value| value.to_str().unwrap()).collect()
+    headers.get_all(key).iter().map(|value| value.to_str().expect("a text")).collect()
 }
 
 fn names(headers: &HeaderMap) -> Vec<&str> {
@@ -136,8 +136,15 @@ async fn application_metadata_arrives_whole_and_in_order() -> Result<()> {
         let (info, answer) = exchange(&caller, request, &mut tunnel, kind, msgs).await?;
         assert_eq!(info.method_name, path("Echo"));
         let keys: Vec<&str> = info.meta.keys().map(String::as_str).collect();
-        let expected =
-            ["app", "grpc-timeout", "other", "text-bin", "traceparent", "tracestate", "x-gitlab-correlation-id"];
+        let expected = [
+            "app",
+            "grpc-timeout",
+            "other",
+            "text-bin",
+            "traceparent",
+            "tracestate",
+            "x-gitlab-correlation-id",
+        ];
         assert_eq!(keys, expected, "{kind:?}");
         assert_eq!(info.meta["app"].value, ["1", "2", "3"]);
         assert_eq!(info.meta["x-gitlab-correlation-id"].value, ["correlation-1"]);
@@ -157,7 +164,8 @@ async fn application_metadata_arrives_whole_and_in_order() -> Result<()> {
 }
 
 #[tokio::test]
-async fn binary_metadata_that_is_no_text_reaches_our_agents_and_is_refused_by_name_for_gitlabs() -> Result<()> {
+async fn binary_metadata_that_is_no_text_reaches_our_agents_and_is_refused_by_name_for_gitlabs() -> Result<()>
+{
     let kas = Kas::start().await?;
     let caller = kas.caller().await?;
     let ours = RawAgent::connect(kas.agent, &token(1), Kind::Ours).await?;
@@ -176,7 +184,8 @@ async fn binary_metadata_that_is_no_text_reaches_our_agents_and_is_refused_by_na
     assert!(answer.status.message().contains("bytes-bin"), "{}", answer.status);
     // The tunnel is as it was: the next request goes through it, and values of the answer are encoded.
     let msgs = vec![header(&[("back-bin", "text")]), trailer(&[])];
-    let (_, answer) = exchange(&caller, caller.to_agent(2, &path("Echo")), &mut tunnel, Kind::Old, msgs).await?;
+    let (_, answer) =
+        exchange(&caller, caller.to_agent(2, &path("Echo")), &mut tunnel, Kind::Old, msgs).await?;
     assert_eq!(values(&answer.headers, "back-bin"), ["dGV4dA"]);
     Ok(())
 }
@@ -249,7 +258,8 @@ async fn answers_lose_what_an_agent_may_not_say() -> Result<()> {
         ];
         let before = kas.metric("kas_answer_values_dropped_total").await?;
         let msgs = [vec![header(&hostile), message("body")], end(kind, &hostile, None)].concat();
-        let (_, answer) = exchange(&caller, caller.to_agent(1, &path("Echo")), &mut tunnel, kind, msgs).await?;
+        let (_, answer) =
+            exchange(&caller, caller.to_agent(1, &path("Echo")), &mut tunnel, kind, msgs).await?;
         assert_eq!(answer.status, Status::new(Code::Ok, ""), "{kind:?}");
         assert_eq!(names(&answer.headers), ["content-type", "legal", "x-gitlab-correlation-id"], "{kind:?}");
         assert_eq!(answer.headers["content-type"], "application/grpc");
@@ -282,7 +292,8 @@ async fn status_of_an_answer_comes_from_its_error_alone() -> Result<()> {
             (16, Code::Unauthenticated),
         ] {
             let mut tunnel = agent.tunnel().await?;
-            let status = rpc::Status { code: number, message: "a\u{7f}b%\r\n€".into(), details: Vec::new() };
+            let status =
+                rpc::Status { code: number, message: "a\u{7f}b%\r\n€".into(), details: Vec::new() };
             let msgs = [vec![header(&[])], end(kind, &[("app", "t")], Some(status))].concat();
             let request = caller.to_agent(1, &path("Echo"));
             let (_, answer) = exchange(&caller, request, &mut tunnel, kind, msgs).await?;
@@ -341,7 +352,9 @@ async fn oversized_trailers_lose_application_keys_then_details_then_the_messages
             assert_eq!(answer.trailers.contains_key("app"), expect_app, "{kind:?}");
             assert_eq!(!answer.status.to_proto().details.is_empty(), expect_details, "{kind:?}");
             let arrived = answer.status.message();
-            assert!(message.starts_with(arrived) && (arrived.len() == message.len() || arrived.len() > 3_000));
+            assert!(
+                message.starts_with(arrived) && (arrived.len() == message.len() || arrived.len() > 3_000)
+            );
             drop(tunnel);
             kas.metric_is("kas_tunnels_open", 0.0).await?;
         }
@@ -383,7 +396,11 @@ async fn every_kind_of_stream_passes_through_every_kind_of_agent() -> Result<()>
         for n in 0..50 {
             let text = "y".repeat(n * 97);
             chat.send(frame(text.as_bytes())).await.unwrap();
-            assert_eq!(chat.next().await, Next::Message(text.into()), "each comes back before the next is sent");
+            assert_eq!(
+                chat.next().await,
+                Next::Message(text.into()),
+                "each comes back before the next is sent"
+            );
         }
         chat.half_close().unwrap();
         assert!(matches!(chat.next().await, Next::Trailers(trailers) if trailers["grpc-status"] == "0"));
@@ -403,7 +420,8 @@ async fn callers_that_compress_are_inflated_and_other_encodings_refused() -> Res
     body.extend_from_slice(&u32::try_from(deflated.len())?.to_be_bytes());
     body.extend_from_slice(&deflated);
     body.extend_from_slice(&frame(b"plain"));
-    let mut stream = caller.open(caller.to_agent(1, &path("Collect")).header("grpc-encoding", "gzip")).await?;
+    let mut stream =
+        caller.open(caller.to_agent(1, &path("Collect")).header("grpc-encoding", "gzip")).await?;
     // In two pieces that end inside the compressed message.
     let rest = body.split_off(deflated.len() / 2);
     stream.send(body).await.unwrap();

@@ -66,7 +66,8 @@ pub async fn run(settings: Settings, level: Level) -> anyhow::Result<()> {
         cluster = api_server.target().host(),
         "agentk is starting"
     );
-    let mut modules: Vec<Arc<dyn Module>> = vec![Arc::new(KubernetesApi::new(api_server, version::VERSION, version::COMMIT))];
+    let mut modules: Vec<Arc<dyn Module>> =
+        vec![Arc::new(KubernetesApi::new(api_server, version::VERSION, version::COMMIT))];
     if settings.bench_module {
         modules.push(Arc::new(Bench));
     }
@@ -74,9 +75,10 @@ pub async fn run(settings: Settings, level: Level) -> anyhow::Result<()> {
 
     let mut registry = Registry::default();
     let metrics = Arc::new(Metrics::new(&mut registry));
-    let listener = Listener::bind(&Address::Tcp(settings.observability_address.clone()))
-        .await
-        .with_context(|| format!("--observability-address: cannot listen on {}", settings.observability_address))?;
+    let listener =
+        Listener::bind(&Address::Tcp(settings.observability_address.clone())).await.with_context(|| {
+            format!("--observability-address: cannot listen on {}", settings.observability_address)
+        })?;
     if let Some(address) = listener.local_addr() {
         tracing::info!(address = %address, "metrics and probes");
     }
@@ -120,13 +122,8 @@ pub async fn run(settings: Settings, level: Level) -> anyhow::Result<()> {
     });
     let leave = CancellationToken::new();
     let tasks = TaskTracker::new();
-    let supervisor = tokio::spawn(supervisor::run(
-        shared,
-        settings.kas_address,
-        tls,
-        leave.clone(),
-        tasks.clone(),
-    ));
+    let supervisor =
+        tokio::spawn(supervisor::run(shared, settings.kas_address, tls, leave.clone(), tasks.clone()));
     let signal = lifecycle::signal().await?;
     tracing::info!(signal, requests = metrics.tunnels_busy.get(), "leaving: open requests go on");
     leave.cancel();

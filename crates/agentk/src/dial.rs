@@ -26,7 +26,9 @@ pub struct KasAddress {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum AddressError {
     /// Another scheme; in the words of 14.1.
-    #[error("unsupported scheme in GitLab Kubernetes Agent Server address: {0:?}; use grpc://host:port or grpcs://host:port")]
+    #[error(
+        "unsupported scheme in GitLab Kubernetes Agent Server address: {0:?}; use grpc://host:port or grpcs://host:port"
+    )]
     Scheme(String),
     /// No host, or no port.
     #[error("expected grpc://host:port or grpcs://host:port, got {0:?}")]
@@ -122,7 +124,9 @@ pub struct Link {
 /// # Cancel safety
 /// Cancel safe: what was begun is closed.
 pub async fn dial(address: &KasAddress, tls: &Arc<rustls::ClientConfig>) -> Result<Link, DialError> {
-    tokio::time::timeout(CONNECT, connect(address, tls)).await.map_err(|_| DialError::Timeout(address.clone()))?
+    tokio::time::timeout(CONNECT, connect(address, tls))
+        .await
+        .map_err(|_| DialError::Timeout(address.clone()))?
 }
 
 async fn connect(address: &KasAddress, tls: &Arc<rustls::ClientConfig>) -> Result<Link, DialError> {

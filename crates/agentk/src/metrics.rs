@@ -32,7 +32,11 @@ impl Metrics {
         registry.register("tunnels_busy", "Tunnels that carry a request", metrics.tunnels_busy.clone());
         registry.register("requests", "Requests begun", metrics.requests.clone());
         registry.register("handler_panics", "Requests whose handler panicked", metrics.panics.clone());
-        registry.register("connect_failures", "Failed attempts to connect to kas", metrics.connect_failures.clone());
+        registry.register(
+            "connect_failures",
+            "Failed attempts to connect to kas",
+            metrics.connect_failures.clone(),
+        );
         metrics
     }
 }

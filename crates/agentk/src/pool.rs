@@ -158,7 +158,8 @@ impl Pool {
     }
 
     fn each(&self, act: impl Fn(&Control)) {
-        let controls: Vec<Control> = self.state().slots.values().filter_map(|slot| slot.control.clone()).collect();
+        let controls: Vec<Control> =
+            self.state().slots.values().filter_map(|slot| slot.control.clone()).collect();
         for control in controls {
             act(&control);
         }

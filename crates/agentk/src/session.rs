@@ -152,7 +152,8 @@ impl Run {
 
     /// Keeps the configuration stream and the pool until the session has to end.
     async fn serve(&mut self, pool: &Arc<Pool>, leave: &CancellationToken) -> End {
-        let mut configuration = Box::pin(configuration(self.shared.clone(), self.request_parts(), self.link.sender.clone()));
+        let mut configuration =
+            Box::pin(configuration(self.shared.clone(), self.request_parts(), self.link.sender.clone()));
         let mut ticks = tokio::time::interval(TICK);
         let mut backoff = TUNNEL_BACKOFF.0;
         let mut not_before = Instant::now();
@@ -241,7 +242,8 @@ impl Run {
         };
         request.headers_mut().insert(TUNNEL_HEADER, REUSE);
         let (observer, serial) = pool.begin();
-        let (body, control) = agent_end::open(&self.shared.descriptor, Arc::clone(&self.shared.handler), observer);
+        let (body, control) =
+            agent_end::open(&self.shared.descriptor, Arc::clone(&self.shared.handler), observer);
         pool.control(serial, control.clone());
         let pool = Arc::clone(pool);
         let answer = self.link.sender.send_request(request.map(|()| grpc::boxed(body)));
@@ -253,7 +255,8 @@ impl Run {
                         if let Some(max) = max_idle(&response) {
                             pool.max_idle(serial, max);
                         }
-                        let gzip = response.headers().get("grpc-encoding").is_some_and(|value| value == "gzip");
+                        let gzip =
+                            response.headers().get("grpc-encoding").is_some_and(|value| value == "gzip");
                         control.accepted(grpc::boxed(response.into_body()), reusable, gzip);
                     }
                     Some(status) => {
@@ -313,10 +316,7 @@ impl RequestParts {
         headers.insert(header::AUTHORIZATION, shared.token.authorization()?);
         headers.insert(header::CONTENT_TYPE, grpc::CONTENT_TYPE);
         headers.insert(header::TE, HeaderValue::from_static("trailers"));
-        headers.insert(
-            header::USER_AGENT,
-            HeaderValue::from_static(concat_user_agent()),
-        );
+        headers.insert(header::USER_AGENT, HeaderValue::from_static(concat_user_agent()));
         headers.insert(INSTANCE_HEADER, shared.instance.clone());
         if let Some(local) = self.local.and_then(|local| HeaderValue::try_from(local.to_string()).ok()) {
             headers.insert(SOCKET_HEADER, local);
@@ -336,9 +336,8 @@ fn refusal(response: &Response<Incoming>) -> Option<Status> {
         return Some(status);
     }
     let code = response.status();
-    (!code.is_success()).then(|| {
-        Status::new(Code::Unavailable, format!("HTTP status {code}: is this the address of kas?"))
-    })
+    (!code.is_success())
+        .then(|| Status::new(Code::Unavailable, format!("HTTP status {code}: is this the address of kas?")))
 }
 
 fn max_idle(response: &Response<Incoming>) -> Option<Duration> {
@@ -358,7 +357,9 @@ async fn configuration(
     };
     let request = match parts.request(&shared, GET_CONFIGURATION) {
         Ok(request) => request.map(|()| grpc::full(grpc::encode(&message))),
-        Err(error) => return ConfigurationEnd::Refused(Status::new(Code::Unauthenticated, format!("{error:#}"))),
+        Err(error) => {
+            return ConfigurationEnd::Refused(Status::new(Code::Unauthenticated, format!("{error:#}")));
+        }
     };
     let response = match sender.send_request(request).await {
         Ok(response) => response,
@@ -368,7 +369,11 @@ async fn configuration(
         }
     };
     if let Some(status) = refusal(&response) {
-        return if status.code() == Code::Ok { ConfigurationEnd::Again } else { ConfigurationEnd::Refused(status) };
+        return if status.code() == Code::Ok {
+            ConfigurationEnd::Again
+        } else {
+            ConfigurationEnd::Refused(status)
+        };
     }
     let gzip = response.headers().get("grpc-encoding").is_some_and(|value| value == "gzip");
     let mut reader = MessageReader::new(response.into_body(), MAX_CONFIGURATION).with_gzip(gzip);
@@ -380,7 +385,9 @@ async fn configuration(
                     (shared.apply)(&configuration);
                     shared.applied.send_replace(configuration.commit_id);
                 }
-                Err(error) => tracing::warn!(error = %error, "a configuration cannot be read; the last one stays"),
+                Err(error) => {
+                    tracing::warn!(error = %error, "a configuration cannot be read; the last one stays")
+                }
             },
             Ok(None) => {
                 return match reader.trailers().and_then(Status::from_headers) {

@@ -78,10 +78,11 @@ pub async fn run(
                 {
                     previous.replaced.cancel();
                 }
-                let end = match session.stage.wait_for(|s| matches!(s, Stage::Retiring | Stage::Over(_))).await {
-                    Ok(stage) => stage.clone(),
-                    Err(_) => Stage::Over(None),
-                };
+                let end =
+                    match session.stage.wait_for(|s| matches!(s, Stage::Retiring | Stage::Over(_))).await {
+                        Ok(stage) => stage.clone(),
+                        Err(_) => Stage::Over(None),
+                    };
                 if begun.elapsed() >= GOOD {
                     backoff.reset();
                 }

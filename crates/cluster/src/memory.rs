@@ -144,7 +144,8 @@ impl Tracker for InMemoryTracker {
         };
         // One agentk process may hold its old and its new stream for a moment: the newer counts.
         connections.dedup_by(|newer, older| {
-            let same = newer.connection.agent == older.connection.agent && newer.connection.id == older.connection.id;
+            let same = newer.connection.agent == older.connection.agent
+                && newer.connection.id == older.connection.id;
             if same {
                 *older = newer.clone();
             }

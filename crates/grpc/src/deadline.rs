@@ -75,7 +75,8 @@ pub fn parse_timeout(value: &[u8]) -> Result<Duration, InvalidTimeout> {
 /// not give the next one more time than it has.
 pub fn format_timeout(timeout: Duration) -> String {
     const LIMIT: u128 = 99_999_999;
-    for (unit, per) in [('n', 1), ('u', 1_000), ('m', 1_000_000), ('S', 1_000_000_000), ('M', 60_000_000_000)] {
+    for (unit, per) in [('n', 1), ('u', 1_000), ('m', 1_000_000), ('S', 1_000_000_000), ('M', 60_000_000_000)]
+    {
         let n = timeout.as_nanos() / per;
         if n <= LIMIT {
             return format!("{n}{unit}");

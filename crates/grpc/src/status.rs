@@ -31,7 +31,9 @@ const GRPC_DETAILS: HeaderName = HeaderName::from_static("grpc-status-details-bi
 
 const BASE64: GeneralPurpose = GeneralPurpose::new(
     &STANDARD,
-    GeneralPurposeConfig::new().with_encode_padding(false).with_decode_padding_mode(DecodePaddingMode::Indifferent),
+    GeneralPurposeConfig::new()
+        .with_encode_padding(false)
+        .with_decode_padding_mode(DecodePaddingMode::Indifferent),
 );
 
 /// A gRPC code.
@@ -241,10 +243,11 @@ impl Status {
     /// Reads the status of trailers, or of the headers of an answer that has only those.
     /// `None`: there is no `grpc-status`.
     pub fn from_headers(headers: &HeaderMap) -> Option<Self> {
-        let number = std::str::from_utf8(headers.get(GRPC_STATUS)?.as_bytes()).ok().and_then(|s| s.parse().ok());
-        let message = headers.get(GRPC_MESSAGE).map_or_else(String::new, |v| {
-            percent_decode(v.as_bytes()).decode_utf8_lossy().into_owned()
-        });
+        let number =
+            std::str::from_utf8(headers.get(GRPC_STATUS)?.as_bytes()).ok().and_then(|s| s.parse().ok());
+        let message = headers
+            .get(GRPC_MESSAGE)
+            .map_or_else(String::new, |v| percent_decode(v.as_bytes()).decode_utf8_lossy().into_owned());
         let details = headers
             .get(GRPC_DETAILS)
             .and_then(|v| BASE64.decode(v.as_bytes()).ok())
@@ -337,7 +340,8 @@ mod tests {
 
     #[test]
     fn status_survives_trailers_with_its_details() {
-        let status = Status::new(Code::Unavailable, "no agent: 100 % ünknown\n").with_outcome(Outcome::NotStarted);
+        let status =
+            Status::new(Code::Unavailable, "no agent: 100 % ünknown\n").with_outcome(Outcome::NotStarted);
         let mut headers = HeaderMap::new();
         status.write_to(&mut headers);
         assert_eq!(headers["grpc-message"], "no agent: 100 %25 %C3%BCnknown%0A");
@@ -354,7 +358,9 @@ mod tests {
 
     #[test]
     fn code_of_an_agents_error_is_never_ok_nor_out_of_range() {
-        for (number, code) in [(0, Code::Unknown), (17, Code::Unknown), (-1, Code::Unknown), (7, Code::PermissionDenied)] {
+        for (number, code) in
+            [(0, Code::Unknown), (17, Code::Unknown), (-1, Code::Unknown), (7, Code::PermissionDenied)]
+        {
             let status = proto::google::rpc::Status { code: number, ..Default::default() };
             assert_eq!(Status::from_agent(status).code(), code);
         }

@@ -197,7 +197,8 @@ impl FromStr for TokenHash {
 
     fn from_str(s: &str) -> Result<Self, InvalidTokenHash> {
         let mut hash = [0; 32];
-        hex::decode_to_slice(s.strip_prefix("sha256:").unwrap_or(s), &mut hash).map_err(|_| InvalidTokenHash)?;
+        hex::decode_to_slice(s.strip_prefix("sha256:").unwrap_or(s), &mut hash)
+            .map_err(|_| InvalidTokenHash)?;
         Ok(Self(hash))
     }
 }

@@ -54,7 +54,11 @@ enum Current {
 impl AgentConfigs {
     /// Reads from what the configuration of kas names.
     pub fn new(config: &config::ConfigurationSource) -> Arc<Self> {
-        Arc::new(Self { source: Arc::new(Source::new(config)), watched: Mutex::default(), look: Notify::new() })
+        Arc::new(Self {
+            source: Arc::new(Source::new(config)),
+            watched: Mutex::default(),
+            look: Notify::new(),
+        })
     }
 
     fn watched(&self) -> MutexGuard<'_, HashMap<Arc<str>, Watched>> {
@@ -66,12 +70,7 @@ impl AgentConfigs {
     pub fn subscribe(&self, agent: &Arc<Agent>, commit: &str) -> Arc<ConfigStream> {
         let stream = Arc::new(ConfigStream {
             agent: Arc::clone(agent),
-            state: Mutex::new(StreamState {
-                seen: commit.to_owned(),
-                next: None,
-                end: None,
-                waker: None,
-            }),
+            state: Mutex::new(StreamState { seen: commit.to_owned(), next: None, end: None, waker: None }),
         });
         if matches!(*self.source, Source::None) {
             return stream;
@@ -125,7 +124,11 @@ impl AgentConfigs {
             Ok(current) => {
                 entry.fingerprint = Some(fingerprint);
                 if let Current::Bad(status) = &current {
-                    tracing::info!(agent.name = &**name, error = status.message(), "agent configuration is wrong");
+                    tracing::info!(
+                        agent.name = &**name,
+                        error = status.message(),
+                        "agent configuration is wrong"
+                    );
                 }
                 for stream in entry.streams.iter().filter_map(Weak::upgrade) {
                     stream.show(&current);

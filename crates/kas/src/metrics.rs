@@ -102,7 +102,11 @@ impl Metrics {
             refusals: Family::default(),
             file_limit: Gauge::default(),
         };
-        registry.register("requests_open", "Requests for agents that are open", metrics.requests_open.clone());
+        registry.register(
+            "requests_open",
+            "Requests for agents that are open",
+            metrics.requests_open.clone(),
+        );
         registry.register("requests", "Requests for agents by how they ended", metrics.requests.clone());
         registry.register_with_unit(
             "request_find",
@@ -112,8 +116,16 @@ impl Metrics {
         );
         registry.register("requests_waiting", "Requests that wait for a tunnel", metrics.waiters.clone());
         registry.register("tunnels_open", "Open tunnels, idle and busy", metrics.tunnels.clone());
-        registry.register("connected_agents", "Open configuration streams", metrics.agent_connections.clone());
-        registry.register("agent_transports", "Open transport connections of agents", metrics.agent_transports.clone());
+        registry.register(
+            "connected_agents",
+            "Open configuration streams",
+            metrics.agent_connections.clone(),
+        );
+        registry.register(
+            "agent_transports",
+            "Open transport connections of agents",
+            metrics.agent_transports.clone(),
+        );
         registry.register(
             "tunnel_violations",
             "Tunnels reset because their agent broke the protocol or vanished",
@@ -124,7 +136,11 @@ impl Metrics {
             "Metadata values in answers of agents that are illegal and were dropped",
             metrics.answer_values_dropped.clone(),
         );
-        registry.register("refusals", "Connections and streams that were refused or ended early", metrics.refusals.clone());
+        registry.register(
+            "refusals",
+            "Connections and streams that were refused or ended early",
+            metrics.refusals.clone(),
+        );
         registry.register("open_files_limit", "Files this process may open", metrics.file_limit.clone());
         metrics
     }

@@ -118,7 +118,8 @@ pub async fn list(
         let mut bytes = 0;
         loop {
             let limit = CHUNK.min(query.page_size - answer.pods.len());
-            let page = match page(router, &query, &answer.next_page_token, limit, correlation, deadline).await {
+            let page = match page(router, &query, &answer.next_page_token, limit, correlation, deadline).await
+            {
                 Ok(page) => page,
                 Err(PageError::Expired) if query.page_token.is_empty() && restarts < RESTARTS => {
                     restarts += 1;
@@ -138,7 +139,10 @@ pub async fn list(
                 answer.pods.push(pod);
             }
             answer.next_page_token = page.metadata.token.unwrap_or_default();
-            if answer.next_page_token.is_empty() || answer.pods.len() >= query.page_size || bytes >= MAX_ANSWER {
+            if answer.next_page_token.is_empty()
+                || answer.pods.len() >= query.page_size
+                || bytes >= MAX_ANSWER
+            {
                 return Ok(answer);
             }
         }
@@ -226,8 +230,9 @@ async fn fetch(
     let mut complete = false;
     let mut content = BytesMut::new();
     while let Some(message) = reader.next().await.map_err(|error| Status::from(&error))? {
-        let message = HttpResponse::decode(message)
-            .map_err(|error| Status::new(Code::Internal, format!("the agent's answer cannot be read: {error}")))?;
+        let message = HttpResponse::decode(message).map_err(|error| {
+            Status::new(Code::Internal, format!("the agent's answer cannot be read: {error}"))
+        })?;
         match message.message {
             Some(http_response::Message::Header(header)) => {
                 code = header.response.map(|response| response.status_code);

@@ -247,7 +247,9 @@ impl Router {
         // Only for the words: what was waited for is already known.
         let known = self.tracker.locate(agent).await.is_ok_and(|replicas| !replicas.is_empty());
         let text = if known {
-            format!("agent {agent} is connected, but had no idle tunnel for {waited:.1} s: repeat the request later")
+            format!(
+                "agent {agent} is connected, but had no idle tunnel for {waited:.1} s: repeat the request later"
+            )
         } else {
             format!(
                 "agent {agent} is not connected; waited {waited:.1} s: check that agentk runs in its cluster, reaches \

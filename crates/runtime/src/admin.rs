@@ -59,7 +59,9 @@ impl Admin {
             let mut response = text(StatusCode::OK, out);
             response.headers_mut().insert(
                 header::CONTENT_TYPE,
-                header::HeaderValue::from_static("application/openmetrics-text; version=1.0.0; charset=utf-8"),
+                header::HeaderValue::from_static(
+                    "application/openmetrics-text; version=1.0.0; charset=utf-8",
+                ),
             );
             response
         } else if path == self.liveness_path {
@@ -72,7 +74,10 @@ impl Admin {
         } else {
             text(
                 StatusCode::NOT_FOUND,
-                format!("there are {}, {} and {}\n", self.metrics_path, self.liveness_path, self.readiness_path),
+                format!(
+                    "there are {}, {} and {}\n",
+                    self.metrics_path, self.liveness_path, self.readiness_path
+                ),
             )
         }
     }

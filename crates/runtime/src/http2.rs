@@ -206,7 +206,9 @@ where
         let arm = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
         match arm {
             None => drop(tokio::spawn(future)),
-            Some(Arm::Reset(reset)) => drop(tokio::spawn(Resettable { future: Some(Box::pin(future)), reset })),
+            Some(Arm::Reset(reset)) => {
+                drop(tokio::spawn(Resettable { future: Some(Box::pin(future)), reset }))
+            }
             Some(Arm::Until(deadline)) => drop(tokio::spawn(async move {
                 // Dropping the stream's parts resets it.
                 let _ = tokio::time::timeout_at(deadline, future).await;
@@ -370,7 +372,9 @@ async fn connection(
     // Within a tenth of the mean, from the connection's own address: no clock, no lock.
     let age_at = age.map(|age| born + age.age.mul_f64(0.9 + 0.2 * fraction(peer)));
     let mut cut_at = None;
-    let period = age.map_or(Duration::from_secs(5), |age| (age.age / 8).clamp(Duration::from_millis(50), Duration::from_secs(5)));
+    let period = age.map_or(Duration::from_secs(5), |age| {
+        (age.age / 8).clamp(Duration::from_millis(50), Duration::from_secs(5))
+    });
     let mut ticks = tokio::time::interval_at(born + period, period);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let mut leaving = false;

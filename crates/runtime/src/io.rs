@@ -128,7 +128,8 @@ impl Listener {
         };
         // `:8150` means every interface, as in Go.
         let text = if text.starts_with(':') { format!("[::]{text}") } else { text.clone() };
-        let mut last = io::Error::new(io::ErrorKind::AddrNotAvailable, "the name has no address of this family");
+        let mut last =
+            io::Error::new(io::ErrorKind::AddrNotAvailable, "the name has no address of this family");
         for addr in tokio::net::lookup_host(text).await? {
             if family.is_some_and(|v4| v4 != addr.is_ipv4()) {
                 continue;

@@ -2,7 +2,9 @@
 
 use std::io::IsTerminal as _;
 
-use tracing_subscriber::{EnvFilter, fmt::format::FmtSpan, layer::SubscriberExt as _, reload, util::SubscriberInitExt as _};
+use tracing_subscriber::{
+    EnvFilter, fmt::format::FmtSpan, layer::SubscriberExt as _, reload, util::SubscriberInitExt as _,
+};
 
 /// How log lines look.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]

@@ -77,7 +77,9 @@ impl Agent14 {
         let to = record.clone();
         let connector = tower_service_fn(move |_: Uri| {
             let record = to.clone();
-            Box::pin(async move { Ok::<_, io::Error>(TokioIo::new(Recorded::connect(address, record).await?)) })
+            Box::pin(
+                async move { Ok::<_, io::Error>(TokioIo::new(Recorded::connect(address, record).await?)) },
+            )
         });
         let channel = Endpoint::try_from(format!("http://{address}"))?
             .user_agent(user_agent)?
@@ -112,7 +114,9 @@ impl Agent14 {
         }
         drop(opened);
         for _ in 0..TUNNELS {
-            soon("the tunnels open", open.recv()).await.ok_or_else(|| anyhow::anyhow!("a tunnel was refused"))?;
+            soon("the tunnels open", open.recv())
+                .await
+                .ok_or_else(|| anyhow::anyhow!("a tunnel was refused"))?;
         }
         Ok(Self { record, requests, ends, configuration, channel, token, _tunnels: tunnels })
     }
@@ -156,7 +160,8 @@ async fn configuration(
     commit: &str,
     record: &Record,
 ) -> Result<ConfigurationStream, tonic::Status> {
-    let mut client = AgentConfigurationClient::new(channel.clone()).send_compressed(CompressionEncoding::Gzip);
+    let mut client =
+        AgentConfigurationClient::new(channel.clone()).send_compressed(CompressionEncoding::Gzip);
     let request = ConfigurationRequest {
         commit_id: commit.to_owned(),
         agent_meta: Some(AgentMeta {
@@ -195,13 +200,18 @@ impl Tunnel {
         let mut client = ReverseTunnelClient::new(self.channel.clone())
             .send_compressed(CompressionEncoding::Gzip)
             .accept_compressed(CompressionEncoding::Gzip);
-        let response = client.connect(authorized(outgoing, &self.token)).await.map_err(|status| status.code())?;
+        let response =
+            client.connect(authorized(outgoing, &self.token)).await.map_err(|status| status.code())?;
         self.record.push_headers(&response.metadata().clone().into_headers());
         if let Some(opened) = opened.take() {
             let _ = opened.send(()).await;
         }
-        let mut wire =
-            TonicWire { sender: Some(sender), stream: response.into_inner(), record: self.record.clone(), end: None };
+        let mut wire = TonicWire {
+            sender: Some(sender),
+            stream: response.into_inner(),
+            record: self.record.clone(),
+            end: None,
+        };
         if let Some(connect_response::Msg::RequestInfo(info)) = wire.recv().await {
             self.requests.push(info.clone());
             handler::serve(&mut wire, &info, false).await;

@@ -60,10 +60,12 @@ impl Jwt {
     /// When the algorithm takes no secret.
     pub fn encode(&self) -> String {
         match self.algorithm {
-            Some(algorithm) => {
-                jsonwebtoken::encode(&Header::new(algorithm), &self.claims, &EncodingKey::from_secret(&self.secret))
-                    .expect("an HMAC takes any secret")
-            }
+            Some(algorithm) => jsonwebtoken::encode(
+                &Header::new(algorithm),
+                &self.claims,
+                &EncodingKey::from_secret(&self.secret),
+            )
+            .expect("an HMAC takes any secret"),
             None => {
                 let part = |value: &Value| BASE64_URL_SAFE_NO_PAD.encode(value.to_string());
                 format!("{}.{}.", part(&json!({ "alg": "none", "typ": "JWT" })), part(&self.claims))

@@ -275,7 +275,8 @@ pub async fn get(address: SocketAddr, path: &str) -> Result<(StatusCode, String)
         let stream = TcpStream::connect(address).await?;
         let (mut sender, connection) = hyper::client::conn::http1::handshake(TokioIo::new(stream)).await?;
         let connection = tokio::spawn(connection);
-        let request = http::Request::get(path).header("host", "localhost").body(Empty::<bytes::Bytes>::new())?;
+        let request =
+            http::Request::get(path).header("host", "localhost").body(Empty::<bytes::Bytes>::new())?;
         let response = sender.send_request(request).await?;
         let status = response.status();
         let body = response.into_body().collect().await?.to_bytes();
@@ -319,7 +320,9 @@ pub async fn eventually<T, E: std::fmt::Debug>(
     loop {
         match look().await? {
             Ok(there) => return Ok(there),
-            Err(instead) if Instant::now() >= deadline => anyhow::bail!("{what}: not within {SOON:?}, but {instead:?}"),
+            Err(instead) if Instant::now() >= deadline => {
+                anyhow::bail!("{what}: not within {SOON:?}, but {instead:?}")
+            }
             Err(_) => tokio::time::sleep(Duration::from_millis(10)).await,
         }
     }

@@ -3,7 +3,7 @@
 //! * [`process`]: child processes whose log can be waited for; [`kas`] and [`agentk`]: ours.
 //! * [`caller`]: who calls the API listener. [`raw_agent`]: an agent by hand; [`agent14`]: one as GitLab's are; both
 //!   serve what [`handler`] says. [`link`]: the HTTP/2 below.
-//! * [`kubernetes`]: a real API server.
+//! * [`kas14`]: a kas as GitLab's, for agentk. [`kubernetes`]: a real API server.
 
 pub mod agent14;
 pub mod agentk;
@@ -11,6 +11,7 @@ pub mod caller;
 pub mod demo_api;
 pub mod handler;
 pub mod kas;
+pub mod kas14;
 pub mod kubernetes;
 pub mod link;
 pub mod process;

@@ -95,7 +95,11 @@ impl Recorded {
 }
 
 impl AsyncRead for Recorded {
-    fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
         let before = buf.filled().len();
         let polled = Pin::new(&mut self.stream).poll_read(cx, buf);
         if buf.filled().len() > before {
@@ -156,7 +160,9 @@ impl Link {
     /// As [`connect`](Self::connect).
     pub async fn connect_with(address: SocketAddr, window: u32) -> Result<Self> {
         let record = Record::default();
-        let stream = Recorded::connect(address, record.clone()).await.with_context(|| format!("connecting {address}"))?;
+        let stream = Recorded::connect(address, record.clone())
+            .await
+            .with_context(|| format!("connecting {address}"))?;
         let local = stream.stream.local_addr()?;
         let (sender, connection) = h2::client::Builder::new()
             .initial_window_size(window)
@@ -172,7 +178,13 @@ impl Link {
             let _ = connection.await;
             sender_ended.send_replace(true);
         });
-        Ok(Self { sender, address, local, record, driver: Arc::new(Driver { task: task.abort_handle(), ended }) })
+        Ok(Self {
+            sender,
+            address,
+            local,
+            record,
+            driver: Arc::new(Driver { task: task.abort_handle(), ended }),
+        })
     }
 
     /// Returns where it goes.
@@ -279,7 +291,9 @@ impl Stream {
             match std::future::poll_fn(|cx| self.send.poll_capacity(cx)).await {
                 Some(Ok(_)) => {}
                 Some(Err(error)) => return Err(reason(error)),
-                None => return Err(std::future::poll_fn(|cx| self.send.poll_reset(cx)).await.map_err(reason)?),
+                None => {
+                    return Err(std::future::poll_fn(|cx| self.send.poll_reset(cx)).await.map_err(reason)?);
+                }
             }
         }
     }
@@ -386,7 +400,8 @@ impl Stream {
     pub async fn next_unbounded(&mut self) -> Next {
         loop {
             if self.buffer.len() >= grpc::PREFIX_LEN {
-                let len = u32::from_be_bytes([self.buffer[1], self.buffer[2], self.buffer[3], self.buffer[4]]) as usize;
+                let len = u32::from_be_bytes([self.buffer[1], self.buffer[2], self.buffer[3], self.buffer[4]])
+                    as usize;
                 if self.buffer.len() >= grpc::PREFIX_LEN + len {
                     assert_eq!(self.buffer[0], 0, "kas sends identity only");
                     self.buffer.advance(grpc::PREFIX_LEN);

@@ -20,7 +20,7 @@ use tokio::{sync::watch, time::timeout};
 /// How long anything that a test waits for may take: generous, since other tests run beside it.
 pub const SOON: Duration = Duration::from_secs(20);
 /// How many lines of its log an error about a process repeats.
-const LOG_LINES: usize = 3000;
+const LOG_LINES: usize = 30;
 
 /// Waits for `future` for at most [`SOON`].
 ///
@@ -112,15 +112,19 @@ impl Process {
         };
         command.args(arguments).env_remove("RUST_LOG").env_remove("KUBECONFIG").envs(env.iter().copied());
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
-        let mut child = spawn_from_lasting_thread(command).await.with_context(|| format!("could not run {name}"))?;
-        let pid = i32::try_from(child.id()).ok().and_then(Pid::from_raw).context("a process id is positive")?;
+        let mut child =
+            spawn_from_lasting_thread(command).await.with_context(|| format!("could not run {name}"))?;
+        let pid =
+            i32::try_from(child.id()).ok().and_then(Pid::from_raw).context("a process id is positive")?;
         let stderr = child.stderr.take().context("standard error is a pipe")?;
         let shared = Arc::new(Shared { pid, reaped: Mutex::default(), changed: Condvar::new() });
         let (log, lines) = watch::channel(Vec::new());
         thread::Builder::new().name(format!("{name}-log")).spawn(move || {
             for line in BufReader::new(stderr).split(b'\n') {
                 let Ok(line) = line else { break };
-                log.send_modify(|lines: &mut Vec<String>| lines.push(String::from_utf8_lossy(&line).into_owned()));
+                log.send_modify(|lines: &mut Vec<String>| {
+                    lines.push(String::from_utf8_lossy(&line).into_owned())
+                });
             }
         })?;
         let (ended, exit) = watch::channel(None);

@@ -25,7 +25,8 @@ use crate::{
 /// The method that opens tunnels.
 pub const CONNECT: &str = "/gitlab.agent.reverse_tunnel.rpc.ReverseTunnel/Connect";
 /// The method that opens configuration streams.
-pub const GET_CONFIGURATION: &str = "/gitlab.agent.agent_configuration.rpc.AgentConfiguration/GetConfiguration";
+pub const GET_CONFIGURATION: &str =
+    "/gitlab.agent.agent_configuration.rpc.AgentConfiguration/GetConfiguration";
 
 /// Which agent it claims to be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -129,7 +130,8 @@ impl RawAgent {
         let mut tunnel = RawTunnel { stream, kind: self.kind };
         let descriptor = connect_request::Msg::Descriptor(Descriptor { agent_descriptor: Some(descriptor) });
         tunnel.send(descriptor).await;
-        let (_, headers) = tunnel.stream.head().await.map_err(|reason| anyhow::anyhow!("reset: {reason:?}"))?;
+        let (_, headers) =
+            tunnel.stream.head().await.map_err(|reason| anyhow::anyhow!("reset: {reason:?}"))?;
         if let Some(status) = Status::from_headers(headers) {
             return Err(status.into());
         }
@@ -186,7 +188,10 @@ impl RawAgent {
                     };
                     if !again {
                         // A one-shot tunnel ends when kas says so.
-                        while !matches!(tunnel.next().await, FromKas::Ended(_) | FromKas::Reset(_) | FromKas::Cut) {}
+                        while !matches!(
+                            tunnel.next().await,
+                            FromKas::Ended(_) | FromKas::Reset(_) | FromKas::Cut
+                        ) {}
                         match agent.tunnel().await {
                             Ok(next) => tunnel = next,
                             Err(_) => return,
@@ -318,7 +323,9 @@ impl Wire for RawTunnel {
         match self.next_inner().await {
             FromKas::Request(info) => Some(connect_response::Msg::RequestInfo(info)),
             FromKas::Message(data) => {
-                Some(connect_response::Msg::Message(proto::gitlab::agent::reverse_tunnel::rpc::Message { data }))
+                Some(connect_response::Msg::Message(proto::gitlab::agent::reverse_tunnel::rpc::Message {
+                    data,
+                }))
             }
             FromKas::CloseSend => Some(connect_response::Msg::CloseSend(Default::default())),
             FromKas::Ended(_) | FromKas::Reset(_) | FromKas::Cut => None,

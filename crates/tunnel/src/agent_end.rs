@@ -171,7 +171,9 @@ impl KasStream {
                     }
                 }
                 Some(Err(error)) => return Poll::Ready(Err(error)),
-                None if self.body.is_end_stream() && self.decoder.is_between() => return Poll::Ready(Ok(Got::End)),
+                None if self.body.is_end_stream() && self.decoder.is_between() => {
+                    return Poll::Ready(Ok(Got::End));
+                }
                 None => return Poll::Ready(Err("the tunnel was reset".into())),
             }
         }
@@ -314,7 +316,13 @@ impl AgentBody {
         };
         let mut headers = HeaderMap::new();
         meta::read_map(&info.meta, binary, meta::passes_to_handler, &mut headers);
-        let body = RequestBody { shared: Arc::clone(&self.shared), serial, out: BytesMut::new(), big: None, ended: false };
+        let body = RequestBody {
+            shared: Arc::clone(&self.shared),
+            serial,
+            out: BytesMut::new(),
+            big: None,
+            ended: false,
+        };
         let mut request = Request::new(grpc::boxed(body));
         let Ok(uri) = http::Uri::try_from(info.method_name.as_str()) else {
             let status = Status::new(Code::Unimplemented, format!("unknown method {}", info.method_name));
@@ -365,7 +373,9 @@ impl AgentBody {
             match splitter.next() {
                 Ok(Some(event)) => break Ok(Ok(event)),
                 Ok(None) => {}
-                Err(error) => break Ok(Err(Status::new(Code::Internal, format!("the agent's answer: {error}")))),
+                Err(error) => {
+                    break Ok(Err(Status::new(Code::Internal, format!("the agent's answer: {error}"))));
+                }
             }
             let polled = match AssertUnwindSafe(|| Pin::new(&mut body).poll_frame(cx)).into_catch() {
                 Ok(polled) => polled,
@@ -381,7 +391,10 @@ impl AgentBody {
                     Err(frame) => break Err(frame.into_trailers().unwrap_or_default()),
                 },
                 Poll::Ready(Some(Err(error))) => {
-                    break Ok(Err(Status::new(Code::Unavailable, format!("the agent's answer broke: {error}"))));
+                    break Ok(Err(Status::new(
+                        Code::Unavailable,
+                        format!("the agent's answer broke: {error}"),
+                    )));
                 }
                 Poll::Ready(None) => {
                     break Ok(Err(Status::new(Code::Unknown, "the agent's answer ended without a status")));
@@ -407,8 +420,9 @@ impl AgentBody {
             Ok(Ok(Event::Control { .. })) => return Turn::Broken("a control field in an answer".into()),
             Ok(Err(status)) => (HeaderMap::new(), status),
             Err(trailers) => {
-                let status = Status::from_headers(&trailers)
-                    .unwrap_or_else(|| Status::new(Code::Unknown, "the agent's answer ended without a status"));
+                let status = Status::from_headers(&trailers).unwrap_or_else(|| {
+                    Status::new(Code::Unknown, "the agent's answer ended without a status")
+                });
                 (trailers, status)
             }
         };
@@ -481,7 +495,9 @@ impl AgentBody {
                     return Turn::Wait;
                 }
                 Poll::Ready(Ok(Got::Event(Event::Message { .. } | Event::Data(_)))) => {}
-                Poll::Ready(Ok(Got::Event(Event::Control { field: response::CLOSE_SEND, .. }))) => stream.closed = true,
+                Poll::Ready(Ok(Got::Event(Event::Control { field: response::CLOSE_SEND, .. }))) => {
+                    stream.closed = true
+                }
                 Poll::Ready(Ok(Got::Event(_))) => return Turn::Broken("a request inside a request".into()),
                 Poll::Ready(Ok(Got::End)) => return Turn::HalfClose,
                 Poll::Ready(Err(error)) => return Turn::Broken(error),
@@ -513,7 +529,10 @@ impl Body for AgentBody {
     type Data = Bytes;
     type Error = BoxError;
 
-    fn poll_frame(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
+    fn poll_frame(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
         let this = self.get_mut();
         if let Some(big) = this.big.take() {
             return Poll::Ready(Some(Ok(Frame::data(big))));
@@ -574,7 +593,10 @@ impl Body for RequestBody {
     type Data = Bytes;
     type Error = BoxError;
 
-    fn poll_frame(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
+    fn poll_frame(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
         let this = self.get_mut();
         if let Some(big) = this.big.take() {
             return Poll::Ready(Some(Ok(Frame::data(big))));
@@ -591,7 +613,9 @@ impl Body for RequestBody {
                 Poll::Pending if this.out.is_empty() => return Poll::Pending,
                 Poll::Pending => break,
                 Poll::Ready(Ok(Got::Event(Event::Message { len }))) => this.out.put_slice(&grpc::prefix(len)),
-                Poll::Ready(Ok(Got::Event(Event::Data(data)))) if data.len() <= COPY => this.out.put_slice(&data),
+                Poll::Ready(Ok(Got::Event(Event::Data(data)))) if data.len() <= COPY => {
+                    this.out.put_slice(&data)
+                }
                 Poll::Ready(Ok(Got::Event(Event::Data(data)))) => {
                     if this.out.is_empty() {
                         return Poll::Ready(Some(Ok(Frame::data(data))));

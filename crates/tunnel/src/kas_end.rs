@@ -108,7 +108,9 @@ impl Descriptor {
         }
         let mut methods: Vec<Box<str>> = services
             .iter()
-            .flat_map(|service| service.methods.iter().map(move |m| format!("/{}/{}", service.name, m.name).into()))
+            .flat_map(|service| {
+                service.methods.iter().map(move |m| format!("/{}/{}", service.name, m.name).into())
+            })
             .collect();
         methods.sort_unstable();
         methods.dedup();
@@ -274,7 +276,9 @@ impl AgentStream {
                         self.decoder.push(data);
                     }
                 }
-                Some(Err(error)) => return Poll::Ready(Err(Broken(format!("the agent's stream broke: {error}")))),
+                Some(Err(error)) => {
+                    return Poll::Ready(Err(Broken(format!("the agent's stream broke: {error}"))));
+                }
                 // Some resets look like an end: only the stream's state tells them apart.
                 None if !self.body.is_end_stream() => {
                     return Poll::Ready(Err(Broken("the agent's stream was reset".into())));
@@ -298,8 +302,9 @@ pub async fn read_descriptor(opening: &mut Opening) -> Result<Descriptor, Status
     let got = std::future::poll_fn(|cx| stream.poll(cx)).await;
     let name = match got {
         Ok(Got::Event(Event::Control { field: request::DESCRIPTOR, body })) => {
-            let message = rpc::Descriptor::decode(body)
-                .map_err(|error| Status::new(Code::InvalidArgument, format!("the descriptor is malformed: {error}")))?;
+            let message = rpc::Descriptor::decode(body).map_err(|error| {
+                Status::new(Code::InvalidArgument, format!("the descriptor is malformed: {error}"))
+            })?;
             return Descriptor::from_proto(message).ok_or_else(|| {
                 Status::new(
                     Code::InvalidArgument,
@@ -389,7 +394,12 @@ impl Tunnel {
     /// The request, when the tunnel is no longer free.
     pub fn begin(self: &Arc<Self>, job: Job, deadline: Deadline) -> Result<Exchange, Job> {
         let mut core = self.core();
-        if core.dead || !core.end.is_free() || core.job.is_some() || core.ending.is_some() || core.retire.is_some() {
+        if core.dead
+            || !core.end.is_free()
+            || core.job.is_some()
+            || core.ending.is_some()
+            || core.retire.is_some()
+        {
             return Err(job);
         }
         let Some(stream) = core.stream.take() else { return Err(job) };
@@ -475,7 +485,10 @@ impl CallerStream {
                 Ok(Some(event)) => return Poll::Ready(Pulled::Event(event)),
                 Ok(None) => {}
                 Err(error) => {
-                    return Poll::Ready(Pulled::Wrong(Status::new(Code::Internal, format!("request stream: {error}"))));
+                    return Poll::Ready(Pulled::Wrong(Status::new(
+                        Code::Internal,
+                        format!("request stream: {error}"),
+                    )));
                 }
             }
             match ready!(Pin::new(&mut self.body).poll_frame(cx)) {
@@ -856,7 +869,9 @@ impl Exchange {
                 Head::Only(std::mem::take(&mut self.trailers), status)
             }
             // The automaton lets no message come before the header.
-            Next::Event(_) => return Poll::Ready(Err(self.fail(Verdict::Unknown, "a message before the header"))),
+            Next::Event(_) => {
+                return Poll::Ready(Err(self.fail(Verdict::Unknown, "a message before the header")));
+            }
         }))
     }
 
@@ -953,27 +968,28 @@ impl Exchange {
         let mut core = self.tunnel.core();
         core.stream = self.stream.take();
         core.exchange_waker = None;
-        if core.end.is_close_sent() && core.end.mode() == Mode::Reusable && core.retire.is_none() && !core.dead {
-            if core.end.park() {
-                core.parked_at = Instant::now();
-                // Watch agentk's direction for the tunnel's own task, without running it: it has
-                // nothing to write until the next request.
-                let Core { stream: Some(stream), tunnel_waker: Some(waker), .. } = &mut *core else {
-                    core.wake_tunnel();
-                    drop(core);
-                    self.tunnel.owner.parked(&self.tunnel);
-                    return;
-                };
+        let can_park = core.end.is_close_sent()
+            && core.end.mode() == Mode::Reusable
+            && core.retire.is_none()
+            && !core.dead;
+        if !can_park || !core.end.park() {
+            core.wake_tunnel();
+            return;
+        }
+        core.parked_at = Instant::now();
+        // Watch agentk's direction for the tunnel's own task, without running it: it has nothing to
+        // write until the next request.
+        match &mut *core {
+            Core { stream: Some(stream), tunnel_waker: Some(waker), .. } => {
                 if let Poll::Ready(got) = stream.poll(&mut Context::from_waker(waker)) {
                     stream.peeked = Some(got);
                     core.wake_tunnel();
                 }
-                drop(core);
-                self.tunnel.owner.parked(&self.tunnel);
-                return;
             }
+            _ => core.wake_tunnel(),
         }
-        core.wake_tunnel();
+        drop(core);
+        self.tunnel.owner.parked(&self.tunnel);
     }
 
     /// The agent's side failed: resets the tunnel, and says what that means for the request.
@@ -1090,8 +1106,12 @@ impl Body for Exchange {
             match this.poll_next(cx) {
                 Poll::Pending if this.out.is_empty() => return Poll::Pending,
                 Poll::Pending => break,
-                Poll::Ready(Ok(Next::Event(Event::Message { len }))) => this.out.put_slice(&grpc::prefix(len)),
-                Poll::Ready(Ok(Next::Event(Event::Data(data)))) if data.len() <= COPY => this.out.put_slice(&data),
+                Poll::Ready(Ok(Next::Event(Event::Message { len }))) => {
+                    this.out.put_slice(&grpc::prefix(len))
+                }
+                Poll::Ready(Ok(Next::Event(Event::Data(data)))) if data.len() <= COPY => {
+                    this.out.put_slice(&data)
+                }
                 Poll::Ready(Ok(Next::Event(Event::Data(data)))) => {
                     if this.out.is_empty() {
                         return Poll::Ready(Some(Ok(HttpFrame::data(data))));

@@ -24,7 +24,9 @@ pub const MAX_BYTES: usize = 16 * 1024;
 
 const BASE64: GeneralPurpose = GeneralPurpose::new(
     &STANDARD,
-    GeneralPurposeConfig::new().with_encode_padding(false).with_decode_padding_mode(DecodePaddingMode::Indifferent),
+    GeneralPurposeConfig::new()
+        .with_encode_padding(false)
+        .with_decode_padding_mode(DecodePaddingMode::Indifferent),
 );
 
 /// How the other end holds values of `-bin` keys.
@@ -117,8 +119,9 @@ impl MapWriter {
             for value in &values {
                 // Several values of a binary key may stand in one field, with commas between.
                 for part in value.as_bytes().split(|b| *b == b',') {
-                    let bytes =
-                        BASE64.decode(part.trim_ascii()).map_err(|_| Error::NotBase64(key.as_str().to_owned()))?;
+                    let bytes = BASE64
+                        .decode(part.trim_ascii())
+                        .map_err(|_| Error::NotBase64(key.as_str().to_owned()))?;
                     std::str::from_utf8(&bytes).map_err(|_| Error::NotText(key.as_str().to_owned()))?;
                     decoded.push(bytes);
                 }

@@ -261,7 +261,12 @@ mod tests {
     #[test]
     fn reusable_answers_end_with_the_trailer_and_park_after_close_send() {
         use Frame::{Error, Header, Message};
-        for frames in [vec![Header, Message, BARE], vec![Header, BARE], vec![Header, Message, Error, BARE], vec![Error, BARE]] {
+        for frames in [
+            vec![Header, Message, BARE],
+            vec![Header, BARE],
+            vec![Header, Message, Error, BARE],
+            vec![Error, BARE],
+        ] {
             let mut end = open(Mode::Reusable);
             end.close_send();
             assert_eq!(*run(&mut end, &frames).last().unwrap(), Ok(Step::Complete), "{frames:?}");
@@ -319,7 +324,9 @@ mod tests {
 
     #[test]
     fn parked_tunnels_accept_nothing_else() {
-        for frame in [Frame::Header, Frame::Message, Frame::Error, Frame::Descriptor, Frame::Trailer { bare: false }] {
+        for frame in
+            [Frame::Header, Frame::Message, Frame::Error, Frame::Descriptor, Frame::Trailer { bare: false }]
+        {
             for mode in [Mode::OneShot, Mode::Reusable] {
                 assert_eq!(KasEnd::parked(mode).agent_sent(frame), Err(Verdict::Idle), "{frame:?}");
             }

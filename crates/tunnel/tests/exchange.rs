@@ -2,6 +2,8 @@
 //! the order of the script and not by time. Bodies are in-memory pipes: what HTTP/2 adds is tested
 //! with real processes.
 
+#![allow(clippy::unwrap_used)] // a test may panic
+
 use std::{
     collections::VecDeque,
     pin::Pin,
@@ -27,7 +29,9 @@ use proto::gitlab::agent::reverse_tunnel::{
 use tunnel::{
     agent_end::{self, Answer, Handler, Observer, Progress},
     frame::{self, request, response},
-    kas_end::{Descriptor, Exchange, Failure, Head, Info, Job, Opening, Owner, Peer, Retire, Tunnel, TunnelBody},
+    kas_end::{
+        Descriptor, Exchange, Failure, Head, Info, Job, Opening, Owner, Peer, Retire, Tunnel, TunnelBody,
+    },
 };
 
 /// A body whose frames a script writes.
@@ -86,7 +90,10 @@ impl Body for PipeBody {
     type Data = Bytes;
     type Error = BoxError;
 
-    fn poll_frame(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
+    fn poll_frame(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
         let mut state = self.0.0.lock().unwrap();
         if let Some(frame) = state.frames.pop_front() {
             return Poll::Ready(Some(frame));
@@ -245,8 +252,11 @@ fn complete_request(data: &[u8]) -> (Pipe, Bytes) {
     let caller = Pipe::default();
     caller.write(message(data));
     caller.end();
-    let expected =
-        [control(response::REQUEST_INFO, b""), payload(response::MESSAGE, data), control(response::CLOSE_SEND, b"")];
+    let expected = [
+        control(response::REQUEST_INFO, b""),
+        payload(response::MESSAGE, data),
+        control(response::CLOSE_SEND, b""),
+    ];
     (caller, expected.concat().into())
 }
 
@@ -417,7 +427,9 @@ async fn a_busy_tunnel_gets_its_notice_when_it_finishes() {
 
 #[tokio::test]
 async fn stray_bytes_on_a_parked_tunnel_reset_it() {
-    for stray in [payload(request::MESSAGE, b"x"), control(request::HEADER, b""), Bytes::from_static(b"\x07\0\0\0\0")] {
+    for stray in
+        [payload(request::MESSAGE, b"x"), control(request::HEADER, b""), Bytes::from_static(b"\x07\0\0\0\0")]
+    {
         let mut kas = kas(Peer::Ours);
         assert_eq!(kas.wrote().await.unwrap(), "");
         kas.agent.write(stray);
@@ -645,7 +657,8 @@ async fn linked(reusable: bool, serve: Serve) -> Linked {
         services: vec![Service { name: "s".into(), methods: vec![Method { name: "M".into() }] }],
     };
     let told = Arc::<Mutex<Vec<Progress>>>::default();
-    let (body, control) = agent_end::open(&descriptor, Arc::new(Fixed(serve)), Box::new(Told(Arc::clone(&told))));
+    let (body, control) =
+        agent_end::open(&descriptor, Arc::new(Fixed(serve)), Box::new(Told(Arc::clone(&told))));
     let (up, down) = (Pipe::default(), Pipe::default());
     pump(body, up.clone(), Arc::default());
     let mut opening = Opening::new(up.body(), false);
@@ -709,7 +722,10 @@ async fn both_ends_carry_requests_of_every_size_on_one_reusable_stream() {
         let data = vec![7; size];
         let (headers, bytes, trailers) = call(&linked, &data).await;
         assert_eq!(bytes, message(&data), "{size}");
-        assert_eq!((&headers["app"], &trailers["app"]), (&"header".parse().unwrap(), &"trailer".parse().unwrap()));
+        assert_eq!(
+            (&headers["app"], &trailers["app"]),
+            (&"header".parse().unwrap(), &"trailer".parse().unwrap())
+        );
         assert_eq!(trailers["grpc-status"], "0");
     }
     let busy = linked.told.lock().unwrap().iter().filter(|p| **p == Progress::Busy).count();
@@ -757,7 +773,8 @@ async fn a_panicking_handler_ends_its_request_and_not_the_tunnel() {
     let linked = linked(true, Box::new(|_| Box::pin(async { panic!("on purpose") }))).await;
     for _ in 0..2 {
         let (caller, _) = complete_request(b"ping");
-        let mut exchange = linked.tunnel.begin(with_method(&caller), Deadline::NONE).expect("the tunnel is free");
+        let mut exchange =
+            linked.tunnel.begin(with_method(&caller), Deadline::NONE).expect("the tunnel is free");
         let Head::Only(_, status) = exchange.head().await.unwrap() else { panic!("headers") };
         assert_eq!(status.code(), Code::Internal);
         drop(exchange);

@@ -46,7 +46,11 @@ pub(super) enum Source {
 pub(super) enum Fingerprint {
     Absent,
     Commit(String),
-    File { modified: Option<SystemTime>, len: u64, inode: u64 },
+    File {
+        modified: Option<SystemTime>,
+        len: u64,
+        inode: u64,
+    },
     /// It could not be told: read.
     Unknown,
 }
@@ -104,13 +108,17 @@ impl Source {
             Self::Git { path, limit } => {
                 let (repository, commit) = head(path)?;
                 let file = format!(".gitlab/agents/{name}/config.yaml");
-                let backend = |error: &dyn std::fmt::Display| Error::Backend(format!("{}: {error}", path.display()));
-                let tree = repository.head_commit().map_err(|e| backend(&e))?.tree().map_err(|e| backend(&e))?;
+                let backend =
+                    |error: &dyn std::fmt::Display| Error::Backend(format!("{}: {error}", path.display()));
+                let tree =
+                    repository.head_commit().map_err(|e| backend(&e))?.tree().map_err(|e| backend(&e))?;
                 let Some(entry) = tree.lookup_entry_by_path(&file).map_err(|e| backend(&e))? else {
                     return Ok(File { commit, content: Vec::new() });
                 };
                 if !entry.mode().is_blob() {
-                    return Err(Error::User(format!("UnexpectedTreeEntryType: TreeEntry: file is not a usual file: {file}")));
+                    return Err(Error::User(format!(
+                        "UnexpectedTreeEntryType: TreeEntry: file is not a usual file: {file}"
+                    )));
                 }
                 let header = repository.find_header(entry.object_id()).map_err(|e| backend(&e))?;
                 if header.size() > *limit {

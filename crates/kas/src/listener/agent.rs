@@ -155,7 +155,12 @@ impl AgentListener {
     }
 
     fn transports(&self) -> Vec<Arc<Transport>> {
-        self.transports.lock().unwrap_or_else(PoisonError::into_inner).values().filter_map(Weak::upgrade).collect()
+        self.transports
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .values()
+            .filter_map(Weak::upgrade)
+            .collect()
     }
 
     fn is_known_proxied(&self, agent: AgentId) -> bool {
@@ -186,7 +191,10 @@ impl Service for AgentListener {
             state: Mutex::default(),
         });
         self.metrics.agent_transports.inc();
-        self.transports.lock().unwrap_or_else(PoisonError::into_inner).insert(serial, Arc::downgrade(&transport));
+        self.transports
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .insert(serial, Arc::downgrade(&transport));
         transport
     }
 
@@ -261,7 +269,8 @@ impl Transport {
 
     /// Notes whether a proxy stands between, as far as the headers of a stream tell.
     fn look_for_proxy(&self, headers: &HeaderMap) {
-        let marked = headers.keys().any(|key| key == http::header::VIA || key.as_str().starts_with("x-forwarded-"));
+        let marked =
+            headers.keys().any(|key| key == http::header::VIA || key.as_str().starts_with("x-forwarded-"));
         let moved = headers
             .get(SOCKET_HEADER)
             .filter(|value| value.len() <= MAX_HINT)
@@ -350,7 +359,9 @@ impl Transport {
             if state.tunnels.len() >= 64 && state.tunnels.len().is_power_of_two() {
                 state.tunnels.retain(|held| held.tunnel.strong_count() > 0);
             }
-            state.tunnels.push(HeldTunnel { tunnel: Arc::downgrade(&tunnel), authenticated: authenticated.clone() });
+            state
+                .tunnels
+                .push(HeldTunnel { tunnel: Arc::downgrade(&tunnel), authenticated: authenticated.clone() });
             (instance.or_else(|| state.tie(agent)), state.aged)
         };
         listener.registry.insert(&tunnel, connection);
@@ -379,8 +390,9 @@ impl Transport {
         let message = tokio::time::timeout(FIRST_MESSAGE, read_one(body, gzip))
             .await
             .map_err(|_| Status::new(Code::DeadlineExceeded, "no request came in time"))??;
-        let request = ConfigurationRequest::decode(message)
-            .map_err(|error| Status::new(Code::InvalidArgument, format!("the request is malformed: {error}")))?;
+        let request = ConfigurationRequest::decode(message).map_err(|error| {
+            Status::new(Code::InvalidArgument, format!("the request is malformed: {error}"))
+        })?;
         let listener = &self.listener;
         if !listener.rate_limit.allows(authenticated.token) {
             listener.metrics.refused(ListenerName::Agent, Reason::RateLimit);
@@ -480,10 +492,9 @@ impl TransportState {
     /// The configuration stream that the transport's other streams of `agent` belong to: only when
     /// it is the only one, and no proxy mixes several agentk processes into one transport.
     fn tie(&self, agent: AgentId) -> Option<ConnectionId> {
-        let mut of_agent = self
-            .configs
-            .iter()
-            .filter(|held| !held.ours && held.authenticated.agent.id == agent && held.stream.strong_count() > 0);
+        let mut of_agent = self.configs.iter().filter(|held| {
+            !held.ours && held.authenticated.agent.id == agent && held.stream.strong_count() > 0
+        });
         let only = of_agent.next().filter(|_| !self.proxied)?;
         of_agent.next().is_none().then_some(only.id)
     }
@@ -686,4 +697,3 @@ fn bounded(mut text: String) -> String {
     }
     text
 }
-

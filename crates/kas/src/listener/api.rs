@@ -107,7 +107,8 @@ impl Connection for Caller {
             return Box::pin(std::future::ready(response));
         }
         let correlation = metadata::correlation(request.headers());
-        let refuse = |status: &Status| -> Answer { Box::pin(std::future::ready(failed(status, &correlation))) };
+        let refuse =
+            |status: &Status| -> Answer { Box::pin(std::future::ready(failed(status, &correlation))) };
         // Health says nothing but "serving"; everything else needs a token.
         let health = request.uri().path().starts_with(services::HEALTH);
         if !health && let Err(status) = self.verify(request.headers()) {
@@ -129,7 +130,9 @@ impl Connection for Caller {
                 let path = request.uri().path();
                 return refuse(&Status::new(
                     Code::Unimplemented,
-                    format!("unknown method {path}; to reach an agent's method name the agent in metadata kas-agent-id"),
+                    format!(
+                        "unknown method {path}; to reach an agent's method name the agent in metadata kas-agent-id"
+                    ),
                 ));
             }
             Err(status) => return refuse(&status),
@@ -168,11 +171,10 @@ async fn pass_through(
         None | Some(b"identity") => grpc::boxed(body),
         Some(b"gzip") => grpc::boxed(InflateBody::new(body, MAX_INFLATED)),
         Some(other) => {
-            let text = format!("grpc-encoding {} is not supported: use gzip or identity", other.escape_ascii());
+            let text =
+                format!("grpc-encoding {} is not supported: use gzip or identity", other.escape_ascii());
             let mut response = failed(&Status::new(Code::Unimplemented, text), &correlation);
-            response
-                .headers_mut()
-                .insert("grpc-accept-encoding", HeaderValue::from_static("identity,gzip"));
+            response.headers_mut().insert("grpc-accept-encoding", HeaderValue::from_static("identity,gzip"));
             return response;
         }
     };

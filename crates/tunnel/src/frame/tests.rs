@@ -1,7 +1,7 @@
 //! Golden bytes from the reference's tables, and hostile ones.
 
-use prost::Message as _;
 use proptest::prelude::*;
+use prost::Message as _;
 use proto::gitlab::agent::{grpctool, kas, prototool::Values, reverse_tunnel::rpc};
 
 use super::*;
@@ -52,7 +52,10 @@ fn every_message_of_the_two_streams_has_the_bytes_of_the_reference() {
     let cases: Vec<(Vec<u8>, &str)> = vec![
         (
             up(Up::Descriptor(rpc::Descriptor {
-                agent_descriptor: Some(service("gitlab.agent.kubernetes_api.rpc.KubernetesApi", "MakeRequest")),
+                agent_descriptor: Some(service(
+                    "gitlab.agent.kubernetes_api.rpc.KubernetesApi",
+                    "MakeRequest",
+                )),
             })),
             "0a420a400a3e0a2d6769746c61622e6167656e742e6b756265726e657465735f6170692e7270632e4b756265726e65746573417069120d0a0b4d616b6552657175657374",
         ),
@@ -76,8 +79,10 @@ fn every_message_of_the_two_streams_has_the_bytes_of_the_reference() {
         (down(Down::CloseSend(rpc::CloseSend {})), "1a00"),
         (kas::StartStreaming {}.encode_to_vec(), ""),
         (
-            kas::GatewayKasResponse { msg: Some(kas::gateway_kas_response::Msg::TunnelReady(Default::default())) }
-                .encode_to_vec(),
+            kas::GatewayKasResponse {
+                msg: Some(kas::gateway_kas_response::Msg::TunnelReady(Default::default())),
+            }
+            .encode_to_vec(),
             "0a00",
         ),
         (

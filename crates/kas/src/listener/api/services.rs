@@ -31,9 +31,9 @@ use proto::{
         modshared,
     },
     kas::api::v1::{
-        ConnectedAgentInfo, ConnectedAgentsByIdRequest, ConnectedAgentsByIdResponse, ConnectedAgentsForProjectRequest,
-        ConnectedAgentsForProjectResponse, GetPodsRequest, GetPodsResponse, KasAddress, UnansweredReplica,
-        WatchConnectedAgentsRequest, WatchConnectedAgentsResponse,
+        ConnectedAgentInfo, ConnectedAgentsByIdRequest, ConnectedAgentsByIdResponse,
+        ConnectedAgentsForProjectRequest, ConnectedAgentsForProjectResponse, GetPodsRequest, GetPodsResponse,
+        KasAddress, UnansweredReplica, WatchConnectedAgentsRequest, WatchConnectedAgentsResponse,
         kas_api_server::{KasApi, KasApiServer},
         watch_connected_agents_response::{Disconnected, Event, SnapshotComplete},
     },
@@ -65,11 +65,7 @@ pub(super) type Own = Arc<dyn Fn(Request<grpc::Body>) -> Answer + Send + Sync>;
 pub(super) struct Services(Vec<(String, Own)>);
 
 impl Services {
-    pub(super) fn new(
-        router: Arc<Router>,
-        tracker: Arc<dyn Tracker>,
-        phase: watch::Receiver<Phase>,
-    ) -> Self {
+    pub(super) fn new(router: Arc<Router>, tracker: Arc<dyn Tracker>, phase: watch::Receiver<Phase>) -> Self {
         let api = Api { router, tracker, phase: phase.clone() };
         let (reporter, health) = tonic_health::server::health_reporter();
         tokio::spawn(report_health(reporter, phase));
@@ -82,11 +78,8 @@ impl Services {
                 .with_service_name("gitlab.agent.kubernetes_api.rpc.KubernetesApi")
                 .with_service_name("grpc.health.v1.Health")
         };
-        let mut services = vec![
-            own(KasApiServer::new(api.clone())),
-            own(AgentTrackerServer::new(api)),
-            own(health),
-        ];
+        let mut services =
+            vec![own(KasApiServer::new(api.clone())), own(AgentTrackerServer::new(api)), own(health)];
         // The descriptors are compiled in: that they are readable is tested.
         if let (Ok(v1), Ok(alpha)) = (reflection().build_v1(), reflection().build_v1alpha()) {
             services.push(own(v1));
@@ -104,8 +97,11 @@ impl Services {
 /// Hides the type of a generated server.
 fn own<S>(server: S) -> (String, Own)
 where
-    S: tower_service::Service<Request<grpc::Body>, Response = Response<tonic::body::Body>, Error = Infallible>
-        + NamedService
+    S: tower_service::Service<
+            Request<grpc::Body>,
+            Response = Response<tonic::body::Body>,
+            Error = Infallible,
+        > + NamedService
         + Clone
         + Send
         + Sync
@@ -207,7 +203,10 @@ fn unanswered(connected: &Connected) -> Vec<UnansweredReplica> {
 }
 
 impl Api {
-    async fn connected(&self, query: Query) -> Result<(Vec<ConnectedAgentInfo>, Vec<UnansweredReplica>), tonic::Status> {
+    async fn connected(
+        &self,
+        query: Query,
+    ) -> Result<(Vec<ConnectedAgentInfo>, Vec<UnansweredReplica>), tonic::Status> {
         let connected = self.tracker.connected(query).await.map_err(|error| unavailable(&error))?;
         Ok((connected.connections.iter().map(info).collect(), unanswered(&connected)))
     }
@@ -243,8 +242,8 @@ impl KasApi for Api {
             .get::<Correlation>()
             .map_or_else(|| HeaderValue::from_static(""), |correlation| correlation.0.clone());
         let request = request.into_inner();
-        let namespace_is_name =
-            request.namespace.len() <= 63 && request.namespace.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'-');
+        let namespace_is_name = request.namespace.len() <= 63
+            && request.namespace.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'-');
         if !namespace_is_name {
             return Err(invalid("namespace must be the name of a Kubernetes namespace, or empty for all"));
         }
@@ -255,7 +254,10 @@ impl KasApi for Api {
         };
         let connection = match request.connection_id {
             0 => None,
-            id => Some(ConnectionId::new(id).map_err(|error| invalid(format!("connection_id: {error}, or 0 for any")))?),
+            id => Some(
+                ConnectionId::new(id)
+                    .map_err(|error| invalid(format!("connection_id: {error}, or 0 for any")))?,
+            ),
         };
         let query = PodQuery {
             agent: agent_id(request.agent_id, "agent_id")?,
@@ -265,7 +267,9 @@ impl KasApi for Api {
             page_size,
             page_token: request.page_token,
         };
-        let answer = pods::list(&self.router, query, &correlation, deadline).await.map_err(|status| to_tonic(&status))?;
+        let answer = pods::list(&self.router, query, &correlation, deadline)
+            .await
+            .map_err(|status| to_tonic(&status))?;
         Ok(tonic::Response::new(answer))
     }
 
@@ -352,8 +356,10 @@ impl Watch {
             // What a silent replica held is unknown, not gone.
             if connected.unanswered.is_empty() {
                 for (id, connection_id) in self.known.keys().filter(|key| !now.contains_key(key)) {
-                    self.events
-                        .push_back(Event::Disconnected(Disconnected { id: *id, connection_id: *connection_id }));
+                    self.events.push_back(Event::Disconnected(Disconnected {
+                        id: *id,
+                        connection_id: *connection_id,
+                    }));
                 }
             }
             for (key, info) in &now {
@@ -364,8 +370,9 @@ impl Watch {
             self.known = now;
             if !self.begun {
                 self.begun = true;
-                self.events
-                    .push_back(Event::SnapshotComplete(SnapshotComplete { unanswered: unanswered(&connected) }));
+                self.events.push_back(Event::SnapshotComplete(SnapshotComplete {
+                    unanswered: unanswered(&connected),
+                }));
             }
         }
     }

@@ -1,0 +1,132 @@
+//! Our agentk with a kas that is GitLab's: one request for each tunnel.
+
+use anyhow::Result;
+use bytes::Bytes;
+use prost::Message as _;
+use proto::{
+    gitlab::agent::reverse_tunnel::rpc::{self, connect_request::Msg, connect_response},
+    kas::bench::v1::{DownloadRequest, Payload},
+};
+use testkit::{
+    agentk::Agentk,
+    handler::meta,
+    kas14::{FromAgent, Kas14},
+};
+
+const ECHO: &str = "/kas.bench.v1.Bench/Echo";
+const DOWNLOAD: &str = "/kas.bench.v1.Bench/Download";
+const HOLD: &str = "/kas.bench.v1.Bench/Hold";
+
+/// Waits for everything that agentk sends until it half-closes.
+async fn all(tunnel: &mut testkit::kas14::Tunnel) -> Vec<Msg> {
+    let mut msgs = Vec::new();
+    loop {
+        match tunnel.next().await {
+            FromAgent::Sent(msg) => msgs.push(msg),
+            FromAgent::HalfClose => return msgs,
+            FromAgent::Reset(reason) => panic!("{reason:?} after {msgs:?}"),
+        }
+    }
+}
+
+fn kinds(msgs: &[Msg]) -> Vec<&'static str> {
+    msgs.iter()
+        .map(|msg| match msg {
+            Msg::Descriptor(_) => "descriptor",
+            Msg::Header(_) => "header",
+            Msg::Message(_) => "message",
+            Msg::Trailer(_) => "trailer",
+            Msg::Error(_) => "error",
+        })
+        .collect()
+}
+
+#[tokio::test]
+async fn agentk_offers_reuse_and_waits_for_no_headers() -> Result<()> {
+    let mut kas = Kas14::start().await?;
+    let _agentk = Agentk::start(kas.address(), "token").await?;
+    for _ in 0..2 {
+        let tunnel = kas.tunnel().await;
+        assert_eq!(tunnel.request_headers()["kas-tunnel"], "reuse");
+        assert_eq!(tunnel.request_headers()["authorization"], "Bearer token");
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn answer_of_a_one_shot_tunnel_arrives_whole_before_its_end() -> Result<()> {
+    let mut kas = Kas14::start().await?;
+    let _agentk = Agentk::start(kas.address(), "token").await?;
+    let echo = Payload { data: "hello".into() }.encode_to_vec();
+    let download = DownloadRequest { messages: 20, size: 1000 }.encode_to_vec();
+    for _ in 0..20 {
+        let mut tunnel = kas.tunnel().await;
+        tunnel.request(ECHO, &[("x-gitlab-correlation-id", "1")], &[&echo])?;
+        let msgs = all(&mut tunnel).await;
+        assert_eq!(kinds(&msgs), ["header", "message", "trailer"]);
+        assert!(matches!(&msgs[1], Msg::Message(message) if message.data == echo));
+        tunnel.end()?;
+
+        let mut tunnel = kas.tunnel().await;
+        tunnel.request(DOWNLOAD, &[], &[&download])?;
+        let msgs = all(&mut tunnel).await;
+        assert_eq!(kinds(&msgs), [&["header"][..], &["message"; 20], &["trailer"]].concat());
+        tunnel.end()?;
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn errors_of_a_one_shot_tunnel_come_as_14_1_sends_them() -> Result<()> {
+    let mut kas = Kas14::start().await?;
+    let _agentk = Agentk::start(kas.address(), "token").await?;
+    for (method, message, code) in [
+        ("/kas.bench.v1.Bench/Unknown", Vec::new(), 12),
+        (DOWNLOAD, DownloadRequest { messages: 1, size: u32::MAX }.encode_to_vec(), 3),
+    ] {
+        let mut tunnel = kas.tunnel().await;
+        // What grpc-go adds to every request must do no harm.
+        let pairs =
+            [(":authority", "kas"), ("content-type", "application/grpc+proto"), ("user-agent", "grpc-go")];
+        tunnel.request(method, &pairs, &[&message])?;
+        let msgs = all(&mut tunnel).await;
+        assert_eq!(kinds(&msgs), ["header", "trailer", "error"]);
+        let Some(Msg::Error(rpc::Error { status: Some(status) })) = msgs.last() else { panic!("{msgs:?}") };
+        assert_eq!(status.code, code, "{}", status.message);
+        tunnel.end()?;
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn agentk_opens_the_next_tunnel_when_one_was_used_or_ended() -> Result<()> {
+    let mut kas = Kas14::start().await?;
+    let agentk = Agentk::start(kas.address(), "token").await?;
+    for _ in 0..10 {
+        let mut idle = kas.tunnel().await;
+        idle.end()?;
+        assert_eq!(idle.next().await, FromAgent::HalfClose);
+    }
+    // A long request beside the others.
+    let mut hold = kas.tunnel().await;
+    hold.send(connect_response::Msg::RequestInfo(rpc::RequestInfo {
+        method_name: HOLD.to_owned(),
+        meta: meta(&[("grpc-timeout", "100S")]),
+    }))?;
+    hold.send(connect_response::Msg::Message(rpc::Message { data: Bytes::new() }))?;
+    hold.send(connect_response::Msg::CloseSend(rpc::CloseSend {}))?;
+    assert!(matches!(hold.next().await, FromAgent::Sent(Msg::Header(_))));
+    assert!(matches!(hold.next().await, FromAgent::Sent(Msg::Message(_))));
+    let echo = Payload { data: "hello".into() }.encode_to_vec();
+    for _ in 0..5 {
+        let mut tunnel = kas.tunnel().await;
+        tunnel.request(ECHO, &[], &[&echo])?;
+        assert_eq!(kinds(&all(&mut tunnel).await), ["header", "message", "trailer"]);
+        tunnel.end()?;
+    }
+    agentk.metric_is("agentk_tunnels_busy", 1.0).await?;
+    // 14.1 ends a request whose caller has gone by ending the stream.
+    drop(hold);
+    agentk.metric_is("agentk_tunnels_busy", 0.0).await?;
+    Ok(())
+}
