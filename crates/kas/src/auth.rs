@@ -81,7 +81,6 @@ impl JwtVerifier {
         let keys = secrets.iter().map(|secret| DecodingKey::from_secret(secret.expose())).collect();
         Self { keys, validation, verified: Mutex::default() }
     }
-    }
 
     /// Checks the token of a request.
     ///
@@ -138,7 +137,8 @@ mod tests {
 
     fn headers(claims: &serde_json::Value, secret: &[u8]) -> HeaderMap {
         let token =
-            jsonwebtoken::encode(&Header::new(Algorithm::HS256), claims, &EncodingKey::from_secret(secret)).unwrap();
+            jsonwebtoken::encode(&Header::new(Algorithm::HS256), claims, &EncodingKey::from_secret(secret))
+                .unwrap();
         let mut headers = HeaderMap::new();
         headers.insert("authorization", format!("Bearer {token}").parse().unwrap());
         headers
@@ -148,7 +148,11 @@ mod tests {
         let path = dir.join("secret");
         // Base64 of 32 times the letter s.
         std::fs::write(&path, "c3Nzc3Nzc3Nzc3Nzc3Nzc3Nzc3Nzc3Nzc3Nzc3Nzc3M=").unwrap();
-        JwtVerifier::new(&[ApiSecret::read(&path).unwrap()], &["gitlab".to_owned()], Duration::from_secs(leeway))
+        JwtVerifier::new(
+            &[ApiSecret::read(&path).unwrap()],
+            &["gitlab".to_owned()],
+            Duration::from_secs(leeway),
+        )
     }
 
     #[test]
