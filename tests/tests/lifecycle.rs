@@ -303,6 +303,40 @@ async fn parked_tunnels_of_every_kind_do_not_delay_the_exit() -> Result<()> {
 }
 
 #[tokio::test]
+async fn connections_that_come_at_the_very_end_do_not_delay_the_exit() -> Result<()> {
+    for _ in 0..10 {
+        let kas = Kas::start().await?;
+        let mut dialers = tokio::task::JoinSet::new();
+        for address in [kas.agent, kas.api] {
+            dialers.spawn(async move {
+                let mut open = Vec::new();
+                // Until nobody listens any more; what was accepted stays open.
+                while let Ok(stream) = tokio::net::TcpStream::connect(address).await {
+                    open.push(stream);
+                    if open.len() == 1000 {
+                        open.clear();
+                    }
+                }
+                std::future::pending::<()>().await;
+            });
+        }
+        kas.get("/readiness").await?;
+        assert!(kas.leave(PROMPTLY).await?.success());
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn signal_right_after_the_start_is_a_wish_to_leave() -> Result<()> {
+    for _ in 0..10 {
+        let kas = Kas::start().await?;
+        let status = kas.leave(PROMPTLY).await?;
+        assert!(status.success(), "{status}");
+    }
+    Ok(())
+}
+
+#[tokio::test]
 async fn waiting_requests_are_told_to_go_elsewhere_when_kas_exits() -> Result<()> {
     let kas = Kas::start_with_config(json!({ "drain": { "timeout": "500ms" } })).await?;
     let caller = kas.caller().await?;
@@ -510,13 +544,20 @@ async fn token_in_the_file_counts_from_the_next_stream_on() -> Result<()> {
     })
     .await?;
     agentk.set_token(&new)?;
+    let since = kas.process.log_len();
     kas.set_agents(&[AgentEntry { tokens: vec![new], ..AgentEntry::new(1) }])?;
-    kas.metric_is("kas_tunnels_open", 0.0).await?;
+    // What the old token opened is cut.
+    kas.process
+        .logged_since(since, "that the agent is cut", |line| {
+            (line["message"] == "agent disconnected").then_some(())
+        })
+        .await?;
     let begun = Instant::now();
     echo(&caller, "with the new token").await?;
     println!("back after {:?}", begun.elapsed());
     assert!(begun.elapsed() < Duration::from_secs(3), "{:?}", begun.elapsed());
     agentk.connected().await?;
+    kas.metric_is("kas_tunnels_open", 2.0).await?;
     Ok(())
 }
 

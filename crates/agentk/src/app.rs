@@ -9,7 +9,7 @@ use proto::gitlab::agent::{agentcfg::LoggingLevelEnum, modshared::AgentMeta};
 use runtime::{
     admin::{self, Admin},
     io::{Address, Listener},
-    lifecycle::{self, Lifecycle, Phase},
+    lifecycle::{Lifecycle, Phase, Signals},
     telemetry::Level,
     tls, version,
 };
@@ -55,6 +55,7 @@ pub struct Settings {
 /// When something of the settings cannot be used.
 pub async fn run(settings: Settings, level: Level) -> anyhow::Result<()> {
     runtime::io::raise_file_limit();
+    let mut signals = Signals::new()?;
     let token = TokenFile::new(settings.token_file);
     token.authorization().context("--token-file")?;
     let tls = tls::client(settings.ca_cert_file.as_deref()).context("--ca-cert-file")?;
@@ -124,14 +125,14 @@ pub async fn run(settings: Settings, level: Level) -> anyhow::Result<()> {
     let tasks = TaskTracker::new();
     let supervisor =
         tokio::spawn(supervisor::run(shared, settings.kas_address, tls, leave.clone(), tasks.clone()));
-    let signal = lifecycle::signal().await?;
+    let signal = signals.next().await;
     tracing::info!(signal, requests = metrics.tunnels_busy.get(), "leaving: open requests go on");
     leave.cancel();
     tasks.close();
     tokio::select! {
         () = tasks.wait() => {}
         () = tokio::time::sleep(DRAIN) => tracing::warn!(requests = metrics.tunnels_busy.get(), "requests were cut"),
-        _ = lifecycle::signal() => tracing::warn!("told again to leave: not waiting any longer"),
+        _ = signals.next() => tracing::warn!("told again to leave: not waiting any longer"),
     }
     supervisor.abort();
     lifecycle.advance(Phase::Stopped);

@@ -4,10 +4,11 @@ use std::{net::SocketAddr, sync::Arc, time::Duration};
 
 use http::uri::{Authority, Scheme};
 use hyper::client::conn::http2;
-use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
+use hyper_util::rt::{TokioIo, TokioTimer};
 use runtime::http2::{FRAME, HEADER_LIST, STREAM_WINDOW, UNLIMITED_WINDOW};
 use rustls::pki_types::ServerName;
 use tokio::net::TcpStream;
+use tokio_util::sync::{CancellationToken, DropGuard};
 
 /// Connecting and the TLS handshake must be over within this time.
 const CONNECT: Duration = Duration::from_secs(10);
@@ -112,8 +113,32 @@ pub struct Link {
     pub scheme: Scheme,
     /// Base of request URIs.
     pub authority: Authority,
-    /// Ends with the connection.
+    /// Ends when no stream can be opened any more: the connection broke, or kas sent GOAWAY. Open
+    /// streams may go on.
     pub driver: tokio::task::JoinHandle<()>,
+    /// Closes the connection and everything on it when it drops.
+    pub guard: DropGuard,
+}
+
+/// Runs the connection's tasks until the link is dropped: HTTP/2 spawns the connection itself and
+/// each request body apart from [`Link::driver`].
+#[derive(Clone, Debug)]
+struct LinkTasks(CancellationToken);
+
+impl<F> hyper::rt::Executor<F> for LinkTasks
+where
+    F: Future + Send + 'static,
+    F::Output: Send,
+{
+    fn execute(&self, future: F) {
+        let closed = self.0.clone();
+        tokio::spawn(async move {
+            tokio::select! {
+                _ = future => {}
+                () = closed.cancelled() => {}
+            }
+        });
+    }
 }
 
 /// Connects.
@@ -134,7 +159,9 @@ async fn connect(address: &KasAddress, tls: &Arc<rustls::ClientConfig>) -> Resul
     let stream = TcpStream::connect(address.authority.as_str()).await.map_err(connect)?;
     stream.set_nodelay(true).map_err(connect)?;
     let local = stream.local_addr().ok();
-    let mut builder = http2::Builder::new(TokioExecutor::new());
+    let tasks = LinkTasks(CancellationToken::new());
+    let guard = tasks.0.clone().drop_guard();
+    let mut builder = http2::Builder::new(tasks);
     builder
         .timer(TokioTimer::new())
         .adaptive_window(false)
@@ -165,7 +192,7 @@ async fn connect(address: &KasAddress, tls: &Arc<rustls::ClientConfig>) -> Resul
         (sender, tokio::spawn(drive(connection)))
     };
     let scheme = if address.tls { Scheme::HTTPS } else { Scheme::HTTP };
-    Ok(Link { sender, local, scheme, authority: address.authority.clone(), driver })
+    Ok(Link { sender, local, scheme, authority: address.authority.clone(), driver, guard })
 }
 
 async fn drive(connection: impl Future<Output = hyper::Result<()>>) {

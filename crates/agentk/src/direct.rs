@@ -14,7 +14,7 @@ use hyper::body::Incoming;
 use runtime::{
     http2::{self, Answer, Connection, GoAway, Server, Service, Standing, StreamSlot},
     io::{Address, Listener},
-    lifecycle::{self, Lifecycle, Phase},
+    lifecycle::{Lifecycle, Phase, Signals},
 };
 
 use crate::module::Modules;
@@ -32,13 +32,13 @@ pub async fn serve(listen: &str, tls: Option<(PathBuf, PathBuf)>, modules: Modul
     let address = listener.local_addr();
     tracing::info!(address = address.map(tracing::field::display), "serving directly, for a bench");
     let lifecycle = Lifecycle::default();
+    let mut signals = Signals::new().context("cannot watch signals")?;
     let server =
         Server { listener, tls, settings: http2::AGENT, age: None, service: Arc::new(Direct(modules)) };
     let mut serving = std::pin::pin!(server.run(lifecycle.clone()));
     tokio::select! {
         () = serving.as_mut() => {}
-        signal = lifecycle::signal() => {
-            signal.context("cannot watch signals")?;
+        _ = signals.next() => {
             lifecycle.advance(Phase::Stopped);
             serving.await;
         }

@@ -28,6 +28,8 @@ const MAX_CONFIGURATION: usize = 4 << 20;
 const REPLACE: Duration = Duration::from_secs(3);
 /// Open requests of a session that ends go on for this long.
 const LINGER: Duration = Duration::from_secs(24 * 3600);
+/// After the last stream, time for its last frames to be written.
+const FLUSH: Duration = Duration::from_millis(500);
 /// How often the pool is looked at.
 const TICK: Duration = Duration::from_secs(5);
 /// First and longest pause before a tunnel is opened again that kas did not accept.
@@ -118,7 +120,6 @@ impl Run {
         // What is open goes on while the connection lives; nothing new is opened.
         pool.close();
         let over = match end {
-            End::Broken => None,
             End::Refused(status) => Some(status),
             End::Retired => {
                 self.stage.send_replace(Stage::Retiring);
@@ -137,14 +138,17 @@ impl Run {
         };
         if over.is_none() {
             let until = Instant::now() + LINGER;
-            while !pool.is_empty() && !self.link.driver.is_finished() && Instant::now() < until {
+            while !pool.is_empty() && Instant::now() < until {
                 tokio::select! {
                     () = pool.changed() => {}
-                    _ = &mut self.link.driver => break,
+                    () = tokio::time::sleep_until(until) => {}
                 }
             }
+            // The last frames of the last streams.
+            tokio::time::sleep(FLUSH).await;
         }
         self.link.driver.abort();
+        drop(self.link);
         self.streams.close();
         self.shared.metrics.connections.dec();
         self.stage.send_replace(Stage::Over(over));
@@ -191,7 +195,8 @@ impl Run {
                 () = tokio::time::sleep_until(not_before), if wait => {}
                 _ = ticks.tick() => pool.tick(),
                 () = leave.cancelled() => return End::Left,
-                _ = &mut self.link.driver => return End::Broken,
+                // The connection broke, or takes no new streams: another one is needed either way.
+                _ = &mut self.link.driver => return End::Retired,
                 end = &mut configuration, if configuration_after.is_none() => match end {
                     ConfigurationEnd::Again => {
                         // After GOAWAY no stream opens here any more: the next one is elsewhere.
@@ -277,12 +282,10 @@ impl Run {
 enum End {
     /// kas refused the agent.
     Refused(Status),
-    /// kas wants the agent to go elsewhere.
+    /// kas wants the agent to go elsewhere, or the connection takes no new streams.
     Retired,
     /// This process leaves.
     Left,
-    /// The connection broke.
-    Broken,
 }
 
 async fn at(instant: Option<Instant>) {

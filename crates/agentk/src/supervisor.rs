@@ -71,6 +71,7 @@ pub async fn run(
             }
             Ok(link) => {
                 let begun = Instant::now();
+                let used = shared.token.authorization().ok();
                 let mut session = session::start(Arc::clone(&shared), link, leave.clone(), &tasks);
                 // The one before may close as soon as this one serves.
                 if session.stage.wait_for(|stage| *stage != Stage::Opening).await.is_ok()
@@ -89,13 +90,23 @@ pub async fn run(
                 match end {
                     Stage::Over(Some(status)) => {
                         shared.metrics.connect_failures.inc();
+                        if shared.token.authorization().ok() != used {
+                            // The token was exchanged meanwhile: the new one has not been refused.
+                            backoff.reset();
+                            continue;
+                        }
                         let pause = backoff.pause(REFUSED_FIRST, REFUSED_LONGEST);
                         tracing::error!(
                             error = %status,
                             retry_in = ?pause,
                             "kas refuses this agent: check that --token-file holds the token that was registered for it"
                         );
-                        pause
+                        tokio::select! {
+                            () = exchanged(&shared, &used) => backoff.reset(),
+                            () = tokio::time::sleep(pause) => {}
+                            () = leave.cancelled() => {}
+                        }
+                        continue;
                     }
                     Stage::Retiring => {
                         previous = Some(session);
@@ -114,6 +125,17 @@ pub async fn run(
         tokio::select! {
             () = tokio::time::sleep(pause) => {}
             () = leave.cancelled() => {}
+        }
+    }
+}
+
+/// Waits until the token file holds another token than `used`.
+async fn exchanged(shared: &Shared, used: &Option<http::HeaderValue>) {
+    loop {
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        let now = shared.token.authorization().ok();
+        if now.is_some() && now != *used {
+            return;
         }
     }
 }

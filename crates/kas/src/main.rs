@@ -115,8 +115,9 @@ fn run(arguments: Arguments) -> anyhow::Result<ExitCode> {
         builder.worker_threads(threads.max(1));
     }
     builder.enable_all().build()?.block_on(async {
-        let kas = Kas::bind(loaded.config).await?;
+        // Before anything is said to be served: from then on a signal is a wish to leave.
         let (first, second) = signals()?;
+        let kas = Kas::bind(loaded.config).await?;
         kas.run(first, second).await;
         Ok(ExitCode::SUCCESS)
     })
@@ -126,8 +127,10 @@ fn run(arguments: Arguments) -> anyhow::Result<ExitCode> {
 fn signals() -> anyhow::Result<(impl Future<Output = ()>, impl Future<Output = ()>)> {
     let (count, mut first) = tokio::sync::watch::channel(0);
     let mut second = first.clone();
+    let mut signals = lifecycle::Signals::new()?;
     tokio::spawn(async move {
-        while let Ok(name) = lifecycle::signal().await {
+        loop {
+            let name = signals.next().await;
             tracing::info!(signal = name, "told to leave");
             count.send_modify(|n| *n += 1);
         }

@@ -378,7 +378,16 @@ async fn connection(
     let mut ticks = tokio::time::interval_at(born + period, period);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let mut leaving = false;
+    // A connection that came just before the end has missed the change; one that came while the
+    // process leaves is served.
+    let mut stopped = lifecycle.phase() == Phase::Stopped;
     loop {
+        if stopped {
+            driver.as_mut().graceful_shutdown();
+            // What ends now has its last frames written before the socket closes.
+            let _ = tokio::time::timeout(FLUSH, driver.as_mut()).await;
+            break;
+        }
         tokio::select! {
             result = driver.as_mut() => {
                 if let Err(error) = result {
@@ -419,12 +428,7 @@ async fn connection(
                     driver.as_mut().graceful_shutdown();
                     state.going_away(GoAway::Leaving);
                 }
-                if now == Phase::Stopped {
-                    driver.as_mut().graceful_shutdown();
-                    // What ends now has its last frames written before the socket closes.
-                    let _ = tokio::time::timeout(FLUSH, driver.as_mut()).await;
-                    break;
-                }
+                stopped = now == Phase::Stopped;
             }
         }
     }

@@ -13,6 +13,7 @@ use std::{
     pin::Pin,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     task::{Context, Poll, Waker, ready},
+    time::Duration,
 };
 
 use bytes::{BufMut as _, Bytes, BytesMut};
@@ -32,6 +33,9 @@ use crate::{
 /// See [`kas_end`](crate::kas_end).
 const COPY: usize = 1024;
 const GATHER: usize = 16 * 1024;
+
+/// kas ends its direction soon after a half-close; a kas that does not is left after this time.
+const READ_TO_END: Duration = Duration::from_secs(10);
 
 /// What a handler returns.
 pub type Answer = Pin<Box<dyn Future<Output = Response<grpc::Body>> + Send>>;
@@ -187,6 +191,8 @@ pub struct AgentBody {
     out: BytesMut,
     big: Option<Bytes>,
     ended: bool,
+    /// It ended in order, by a half-close.
+    half_closed: bool,
 }
 
 enum State {
@@ -229,6 +235,7 @@ pub fn open(
         out,
         big: None,
         ended: false,
+        half_closed: false,
     };
     (body, Control { shared })
 }
@@ -552,6 +559,7 @@ impl Body for AgentBody {
                 Turn::Big(big) => this.big = Some(big),
                 Turn::HalfClose => {
                     this.ended = true;
+                    this.half_closed = true;
                     continue;
                 }
                 // HTTP/2 must see its own kind of error to reset with CANCEL and not with
@@ -575,9 +583,20 @@ impl Drop for AgentBody {
         core.request += 1;
         let stream = core.stream.take();
         drop(core);
-        drop(stream);
+        // HTTP/2 drops this body once it has handed over the last frame, not once that is written;
+        // without the other direction in anyone's hands it would reset the stream and lose it.
+        match (stream, tokio::runtime::Handle::try_current()) {
+            (Some(stream), Ok(runtime)) if self.half_closed => drop(runtime.spawn(read_to_end(stream))),
+            (stream, _) => drop(stream),
+        }
         self.shared.observer.progress(Progress::Ended);
     }
+}
+
+/// Reads kas' direction to its end, for a bounded time.
+async fn read_to_end(mut stream: KasStream) {
+    let end = async { while let Ok(Got::Event(_)) = std::future::poll_fn(|cx| stream.poll(cx)).await {} };
+    let _ = tokio::time::timeout(READ_TO_END, end).await;
 }
 
 /// The body of a request, as the handler reads it.

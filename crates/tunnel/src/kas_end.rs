@@ -388,6 +388,12 @@ impl Tunnel {
         (core.end.is_free() && core.job.is_none() && !core.dead).then_some(core.parked_at)
     }
 
+    /// Whether the tunnel carries a request now.
+    pub fn carries_request(&self) -> bool {
+        let core = self.core();
+        !core.dead && (core.job.is_some() || !core.end.is_parked() && !core.end.is_ended())
+    }
+
     /// Gives the tunnel a request. Nothing is written before the stream's own task runs.
     ///
     /// # Errors

@@ -68,6 +68,8 @@ pub struct AgentListener {
     naming: Naming,
     proxied_idle: Duration,
     rate_limit: Arc<RateLimit>,
+    /// The process leaves now: what opens still ends at once.
+    left: AtomicBool,
     transports: Mutex<HashMap<u64, Weak<Transport>>>,
     serial: AtomicU64,
     /// Agents behind a proxy that cuts idle streams, and when that was seen.
@@ -111,6 +113,7 @@ impl AgentListener {
                 rate_limit: Arc::clone(&rate_limit),
             }),
             rate_limit,
+            left: AtomicBool::new(false),
             registry,
             tracker,
             configs,
@@ -135,6 +138,7 @@ impl AgentListener {
 
     /// Ends every stream: the process leaves now.
     pub fn end_all(&self) {
+        self.left.store(true, Ordering::Relaxed);
         for transport in self.transports() {
             let status = Status::new(Code::Unavailable, "this kas is shutting down");
             let state = transport.state();
@@ -142,10 +146,10 @@ impl AgentListener {
             let configs: Vec<_> = state.configs.iter().filter_map(|held| held.stream.upgrade()).collect();
             drop(state);
             for tunnel in tunnels {
-                if tunnel.idle_since().is_some() {
-                    self.registry.retire(&tunnel, Retire::Ok);
-                } else {
+                if tunnel.carries_request() {
                     tunnel.end(status.clone());
+                } else {
+                    self.registry.retire(&tunnel, Retire::Ok);
                 }
             }
             for config in configs {
@@ -368,7 +372,7 @@ impl Transport {
         // The token may have been revoked while the descriptor was awaited.
         if !listener.identity.still_valid(&authenticated).await {
             tunnel.end(revoked());
-        } else if aged {
+        } else if aged || listener.left.load(Ordering::Relaxed) {
             listener.registry.retire(&tunnel, Retire::Ok);
         }
         Ok((grpc::boxed(body), peer))
@@ -441,7 +445,7 @@ impl Transport {
         let guard = ConfigGuard { transport: Arc::clone(self), agent: agent.id, id, lease: Some(lease) };
         if !listener.identity.still_valid(&authenticated).await {
             stream.end(Some(revoked()));
-        } else if aged {
+        } else if aged || listener.left.load(Ordering::Relaxed) {
             stream.end(None);
         }
         Ok(grpc::boxed(ConfigBody::new(stream, guard)))
