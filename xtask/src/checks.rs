@@ -83,8 +83,8 @@ pub(crate) fn test(args: &TestArgs) -> Result<ExitCode> {
     if !args.filters.is_empty() || !args.runner.is_empty() || colours {
         command.arg("--").args(&args.filters).args(&args.runner);
         if colours {
-            // The runner's output goes through this process, so that it sees no terminal.
-            command.arg("--color=always");
+            // The output goes through this process, so that neither cargo nor the runner sees a terminal.
+            command.arg("--color=always").env("CARGO_TERM_COLOR", "always");
         }
     }
     line(format_args!("running: {}", shown(&command)));
@@ -101,8 +101,13 @@ fn build_for_tests() -> Command {
 /// Runs `cargo test`, passes its output on, and ends with one line about all of it.
 fn run_tests(mut command: Command) -> Result<ExitCode> {
     let began = Instant::now();
-    let mut child = command.stdout(Stdio::piped()).spawn().context("cannot run cargo")?;
-    let mut output = BufReader::new(child.stdout.take().context("cargo has no standard output")?);
+    // One pipe for both, so that what cargo says stays between the tests that it is about.
+    let (output, input) = io::pipe().context("cannot make a pipe")?;
+    command.stdout(input.try_clone()?).stderr(input);
+    let mut child = command.spawn().context("cannot run cargo")?;
+    // The command holds the other end, too: the output would never end.
+    drop(command);
+    let mut output = BufReader::new(output);
     let mut totals = Totals::default();
     let mut seen = Vec::new();
     loop {

@@ -394,7 +394,11 @@ async fn configuration(
             },
             Ok(None) => {
                 return match reader.trailers().and_then(Status::from_headers) {
-                    Some(status) if status.code() != Code::Ok => ConfigurationEnd::Refused(status),
+                    // The token that this stream was opened with counts no more; whether the one
+                    // in the file does is for the next call to find out.
+                    Some(status) if status.code() != Code::Ok && !is_refusal(&status) => {
+                        ConfigurationEnd::Refused(status)
+                    }
                     _ => ConfigurationEnd::Again,
                 };
             }

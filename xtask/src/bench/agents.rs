@@ -29,7 +29,7 @@ use tokio::{
 
 use super::{
     client::{ECHO, Outgoing, Sender, Signer, dial, handshake, head},
-    orders::{Agents, Waiters, Woken, token},
+    orders::{Agents, Tokens, Waiters, Woken, token},
 };
 
 /// Connections that are being made at once: kas may not be made to refuse any.
@@ -184,7 +184,7 @@ pub(super) async fn connect_all(order: &Agents) -> anyhow::Result<Vec<Agent>> {
 /// Lets one call wait for each agent, then brings the agents' tunnels one after the other, and measures from just
 /// before a tunnel's opening is sent to the first byte of the call in it.
 pub(super) async fn wake(order: &Waiters) -> anyhow::Result<Woken> {
-    let signer = Signer::start(&order.secret_file)?;
+    let signer = Signer::start(&order.secret_file, Tokens::EachSecond)?;
     let mut agents = Vec::new();
     for number in order.first..order.first + order.count {
         let mut agent = timeout(STEP, Agent::connect(order.agents, None, number)).await??;

@@ -37,7 +37,7 @@ use tokio::{
 
 use super::{
     agents,
-    orders::{Load, Loaded, Note, Order, Span, Work},
+    orders::{Load, Loaded, Note, Order, Span, Tokens, Work},
 };
 
 pub(super) const ECHO: &str = "/kas.bench.v1.Bench/Echo";
@@ -133,10 +133,16 @@ pub(super) fn head(address: SocketAddr, method: &str) -> anyhow::Result<http::re
         .header(header::TE, "trailers"))
 }
 
-/// Signs tokens for kas' API listener, a fresh one every second.
+/// How many tokens there are when each call has its own: more than kas remembers, so that it checks every signature.
+/// They are signed before anything is measured.
+const POOL: u64 = 16 * 1024;
+
+/// Signs tokens for kas' API listener.
 pub(super) struct Signer {
     token: watch::Receiver<HeaderValue>,
     task: tokio::task::JoinHandle<()>,
+    pool: Vec<HeaderValue>,
+    next: AtomicU64,
 }
 
 #[derive(Serialize)]
@@ -146,35 +152,46 @@ struct Claims {
     iat: u64,
     nbf: u64,
     exp: u64,
+    jti: String,
 }
 
 impl Signer {
-    pub(super) fn start(secret_file: &Path) -> anyhow::Result<Self> {
+    pub(super) fn start(secret_file: &Path, tokens: Tokens) -> anyhow::Result<Self> {
         let secret = std::fs::read_to_string(secret_file).context("cannot read the API secret")?;
         let secret = base64::engine::general_purpose::STANDARD.decode(secret.trim())?;
         let key = jsonwebtoken::EncodingKey::from_secret(&secret);
-        let sign = move || -> anyhow::Result<HeaderValue> {
+        let sign = move |number: u64| -> anyhow::Result<HeaderValue> {
             let now = runtime::clock::wall().as_secs();
-            let claims = Claims { iss: "gitlab", aud: "gitlab-kas", iat: now, nbf: now - 5, exp: now + 60 };
+            let jti = format!("{number:032x}");
+            let claims =
+                Claims { iss: "gitlab", aud: "gitlab-kas", iat: now, nbf: now - 5, exp: now + 60, jti };
             let token = jsonwebtoken::encode(&jsonwebtoken::Header::default(), &claims, &key)?;
             Ok(HeaderValue::try_from(format!("Bearer {token}"))?)
         };
-        let (sender, token) = watch::channel(sign()?);
+        let pool = match tokens {
+            Tokens::EachSecond => Vec::new(),
+            Tokens::EachCall => (0..POOL).map(&sign).collect::<Result<_, _>>()?,
+        };
+        let (sender, token) = watch::channel(sign(POOL)?);
         let task = tokio::spawn(async move {
-            loop {
+            for number in POOL + 1.. {
                 sleep(Duration::from_secs(1)).await;
-                if let Ok(token) = sign()
+                if let Ok(token) = sign(number)
                     && sender.send(token).is_err()
                 {
                     return;
                 }
             }
         });
-        Ok(Self { token, task })
+        Ok(Self { token, task, pool, next: AtomicU64::new(0) })
     }
 
     pub(super) fn header(&self) -> HeaderValue {
-        self.token.borrow().clone()
+        let next = || self.next.fetch_add(1, Ordering::Relaxed) % POOL;
+        match self.pool.get(if self.pool.is_empty() { 0 } else { next() as usize }) {
+            Some(token) => token.clone(),
+            None => self.token.borrow().clone(),
+        }
     }
 }
 
@@ -372,7 +389,10 @@ fn histogram() -> Histogram<u64> {
 
 async fn run_load(load: &Load, orders: &mut mpsc::Receiver<Order>) -> anyhow::Result<Loaded> {
     let metadata = load.target.metadata.as_ref();
-    let signer = metadata.map(|metadata| Signer::start(&metadata.secret_file)).transpose()?.map(Arc::new);
+    let signer = metadata
+        .map(|metadata| Signer::start(&metadata.secret_file, metadata.tokens))
+        .transpose()?
+        .map(Arc::new);
     let mut senders = Vec::new();
     for _ in 0..load.connections {
         senders.push(dial(load.target.address).await?);

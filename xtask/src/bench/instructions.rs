@@ -13,7 +13,7 @@ use anyhow::{Context as _, ensure};
 
 use super::{
     InstructionsArgs,
-    orders::{Load, Metadata, Span, Target, Work},
+    orders::{Load, Metadata, Span, Target, Tokens, Work},
     processes::{Binaries, Ground, KasOptions},
     report::{self, INSTRUCTIONS, Values},
 };
@@ -37,10 +37,11 @@ pub(super) fn run(args: &InstructionsArgs) -> anyhow::Result<()> {
     let kas = ground.kas("kas", &KasOptions { tls: false, workers: Some(1), under })?;
     let _agent = ground.agentk(&kas, AGENT, None)?;
     let mut client = ground.client()?;
+    let tokens = if args.new_tokens { Tokens::EachCall } else { Tokens::EachSecond };
     let load = Load {
         target: Target {
             address: kas.api,
-            metadata: Some(Metadata { agent: AGENT, secret_file: ground.secret_file() }),
+            metadata: Some(Metadata { agent: AGENT, secret_file: ground.secret_file(), tokens }),
         },
         work: Work::Unary(100),
         connections: 1,
@@ -81,12 +82,13 @@ pub(super) fn run(args: &InstructionsArgs) -> anyhow::Result<()> {
     let total: u64 = own.values().sum();
     ensure!(total > 0, "callgrind counted nothing");
     let mut tables = format!(
-        "{} calls of 100 B by 4 callers on 1 connection after {} to warm up, 1 worker thread, a token checked for \
-         each: {:.0} instructions of kas per call. valgrind shows programs a processor without SHA instructions, so \
+        "{} calls of 100 B by 4 callers on 1 connection after {} to warm up, 1 worker thread, {}: \
+         {:.0} instructions of kas per call. valgrind shows programs a processor without SHA instructions, so \
          signatures count for more than they cost.\n\n### By function\n\n\
          | per call | share | in the function itself |\n| --- | --- | --- |\n",
         args.requests,
         args.warm,
+        if args.new_tokens { "a new token with each" } else { "a new token every second" },
         each(total),
     );
     let row = |(count, name): (u64, String)| {
@@ -104,7 +106,11 @@ pub(super) fn run(args: &InstructionsArgs) -> anyhow::Result<()> {
     tables.extend(inclusive(&dump)?.into_iter().take(args.top).map(row));
     tables.push('\n');
     let values = Values::from([(INSTRUCTIONS, each(total))]);
-    let command = format!("cargo xtask bench instructions --requests {} --warm {}", args.requests, args.warm);
+    let mut command =
+        format!("cargo xtask bench instructions --requests {} --warm {}", args.requests, args.warm);
+    if args.new_tokens {
+        command.push_str(" --new-tokens");
+    }
     report::finish(&values, &tables, "instructions", &command, &args.output)
 }
 

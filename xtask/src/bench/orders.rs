@@ -68,6 +68,17 @@ pub(super) struct Metadata {
     pub(super) agent: i64,
     /// A file with the secret, base64, that tokens are signed with.
     pub(super) secret_file: PathBuf,
+    /// Which tokens calls have.
+    pub(super) tokens: Tokens,
+}
+
+/// Which tokens calls have.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub(super) enum Tokens {
+    /// One for all calls, another one every second.
+    EachSecond,
+    /// Another one for every call: none comes back before kas has forgotten it.
+    EachCall,
 }
 
 /// The method, and the bytes of payload in each message.

@@ -6,8 +6,8 @@ use anyhow::{bail, ensure};
 
 use super::{
     PathArgs,
-    orders::{Agents, Load, Loaded, Metadata, Note, Order, Span, Target, Waiters, Work},
-    processes::{AGENTS, Binaries, Client, Ground, Kas, KasOptions, Process},
+    orders::{Agents, Load, Loaded, Metadata, Note, Order, Span, Target, Tokens, Waiters, Work},
+    processes::{AGENTS, Binaries, Client, Ground, Kas, KasOptions, Process, machine},
     report::{self, Pair, Report},
 };
 
@@ -28,14 +28,19 @@ pub(super) struct Row {
     connections: usize,
     callers: usize,
     stalled: bool,
+    tokens: Tokens,
 }
 
 const SMALL: u32 = 100;
 const LARGE: u32 = 64 * 1024;
 
-pub(super) const ROWS: [Row; 10] = [
+pub(super) const ROWS: [Row; 11] = [
     row("unary_100b_c1", "100 B, 1 caller", Work::Unary(SMALL), 1, 1),
     row("unary_100b_c10", "100 B, 10 callers, 4 connections", Work::Unary(SMALL), 4, 10),
+    Row {
+        tokens: Tokens::EachCall,
+        ..row(NEW_TOKENS, "the same, each call with a new token", Work::Unary(SMALL), 4, 10)
+    },
     row("unary_100b_c64", "100 B, 64 callers, 4 connections", Work::Unary(SMALL), 4, 64),
     row("unary_64k_c1", "64 KiB, 1 caller", Work::Unary(LARGE), 1, 1),
     row("unary_64k_c64", "64 KiB, 64 callers, 4 connections", Work::Unary(LARGE), 4, 64),
@@ -46,12 +51,14 @@ pub(super) const ROWS: [Row; 10] = [
     Row { stalled: true, ..row(BESIDE, "the same beside a stalled download", Work::Unary(SMALL), 4, 8) },
 ];
 
+/// The row that says what checking a signature costs.
+const NEW_TOKENS: &str = "unary_100b_c10_new_tokens";
 /// The two rows of which the stalled reader's factor is made.
 pub(super) const ALONE: &str = "fast_alone";
 pub(super) const BESIDE: &str = "fast_beside_stalled";
 
 const fn row(name: &'static str, title: &'static str, work: Work, connections: usize, callers: usize) -> Row {
-    Row { name, title, work, connections, callers, stalled: false }
+    Row { name, title, work, connections, callers, stalled: false, tokens: Tokens::EachSecond }
 }
 
 /// What one variant of a row did in one round.
@@ -63,6 +70,8 @@ pub(super) struct Sample {
     /// Of kas, or of the process that answers directly.
     pub(super) server: Duration,
     pub(super) agent: Duration,
+    /// The part of the machine that processes of others took.
+    pub(super) others: f64,
 }
 
 impl Sample {
@@ -72,6 +81,11 @@ impl Sample {
 
     pub(super) fn megabytes_per_second(&self) -> f64 {
         self.loaded.bytes as f64 / self.loaded.seconds / 1e6
+    }
+
+    /// What one call, or one message, takes of all processes together.
+    pub(super) fn all_micros(&self) -> f64 {
+        self.micros(self.client + self.server + self.agent)
     }
 
     pub(super) fn micros(&self, time: Duration) -> f64 {
@@ -128,7 +142,8 @@ impl Stage {
         let address = if through.is_some() { self.kas.api } else { self.direct.1 };
         // A direct call says the same, and nobody looks at it.
         let agent = if self.bare_direct { through } else { through.or(Some(UNLIMITED)) };
-        let metadata = agent.map(|agent| Metadata { agent, secret_file: self.secret_file.clone() });
+        let metadata =
+            agent.map(|agent| Metadata { agent, secret_file: self.secret_file.clone(), tokens: row.tokens });
         Load {
             target: Target { address, metadata },
             work: row.work,
@@ -152,7 +167,9 @@ impl Stage {
         };
         let mut edges = Vec::with_capacity(2);
         let loaded = self.client.load(&load, |client, _| {
-            edges.push([client.cpu()?, server.cpu()?, agent.map_or(Ok(Duration::ZERO), Process::cpu)?]);
+            let (busy, all) = machine()?;
+            let agent = agent.map_or(Ok(Duration::ZERO), Process::cpu)?;
+            edges.push([client.cpu()?, server.cpu()?, agent, busy, all]);
             Ok(())
         })?;
         ensure!(
@@ -165,7 +182,10 @@ impl Stage {
         );
         let [begin, end] = edges[..] else { bail!("the load client did not say when it began and ended") };
         let used = |at: usize| end[at].saturating_sub(begin[at]);
-        Ok(Sample { client: used(0), server: used(1), agent: used(2), loaded })
+        let (client, server, agent) = (used(0), used(1), used(2));
+        let others =
+            used(3).saturating_sub(client + server + agent).as_secs_f64() / used(4).as_secs_f64().max(0.01);
+        Ok(Sample { loaded, client, server, agent, others })
     }
 }
 

@@ -158,6 +158,19 @@ fn cpu(pid: u32) -> anyhow::Result<Duration> {
     Ok(TICK * (ticks(11)? + ticks(12)?))
 }
 
+/// Returns the processor time that the whole machine has used, and all that it had.
+pub(super) fn machine() -> anyhow::Result<(Duration, Duration)> {
+    let stat = std::fs::read_to_string("/proc/stat")?;
+    let line =
+        stat.lines().next().and_then(|line| line.strip_prefix("cpu ")).context("no cpu in /proc/stat")?;
+    // user, nice, system, idle, iowait, irq, softirq, steal; what follows is within user and nice.
+    let ticks: Vec<u64> = line.split_whitespace().take(8).map(str::parse).collect::<Result<_, _>>()?;
+    let all: u64 = ticks.iter().sum();
+    let idle: u64 = ticks.iter().skip(3).take(2).sum();
+    let time = |ticks: u64| Duration::from_millis(ticks * TICK.as_millis() as u64);
+    Ok((time(all - idle), time(all)))
+}
+
 /// A running kas.
 #[derive(Debug)]
 pub(super) struct Kas {

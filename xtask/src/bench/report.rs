@@ -171,7 +171,13 @@ impl Report {
         let unary = |work: Work| matches!(work, Work::Unary(_));
         let stalled = |name: &str| name == ALONE || name == BESIDE;
         let measured = || ROWS.iter().filter_map(|row| Some((row, self.row(row.name)?)));
-        writeln!(out, "Medians of {rounds} rounds; ratios are medians of each round's own ratio.\n")?;
+        let others = self.rows.values().flatten().flat_map(|pair| [pair.direct.others, pair.kas.others]);
+        writeln!(
+            out,
+            "Medians of {rounds} rounds; ratios are medians of each round's own ratio. Beside the bench, other processes \
+             took {:.0} % of the machine (median).\n",
+            100.0 * median(others).unwrap_or(f64::NAN)
+        )?;
 
         let calls: Vec<_> = measured().filter(|(row, _)| unary(row.work) && !stalled(row.name)).collect();
         if !calls.is_empty() {
@@ -223,9 +229,9 @@ impl Report {
             )?;
             writeln!(
                 out,
-                "| case | client direct | direct | client kas | kas | agentk | per kas second | per agentk second |"
+                "| case | client direct | direct | client kas | kas | agentk | all direct / all kas | per kas second | per agentk second |"
             )?;
-            writeln!(out, "| --- | --- | --- | --- | --- | --- | --- | --- |")?;
+            writeln!(out, "| --- | --- | --- | --- | --- | --- | --- | --- | --- |")?;
             for (row, pairs) in &both {
                 writeln!(
                     out,
@@ -236,6 +242,7 @@ impl Report {
                     short(of(pairs, |p| p.kas.micros(p.kas.client))),
                     short(of(pairs, |p| p.kas.micros(p.kas.server))),
                     short(of(pairs, |p| p.kas.micros(p.kas.agent))),
+                    short(of(pairs, |p| p.direct.all_micros() / p.kas.all_micros())),
                     short(of(pairs, |p| 1e6 / p.kas.micros(p.kas.server))),
                     short(of(pairs, |p| 1e6 / p.kas.micros(p.kas.agent))),
                 )?;
@@ -346,7 +353,9 @@ const DOCUMENT: &str = "\
 Written by `cargo xtask bench path` and `cargo xtask bench instructions` with `--write-docs`. *Direct* is the same
 handler, served by agentk's own binary on HTTP/2 with the windows of the tunnel and called by the same client over as
 many connections with the same metadata, at which nobody looks there (`--bare-direct` leaves it out). Every process is
-of the release profile and on its own; direct calls and calls through kas alternate within each round.
+of the release profile and on its own; direct calls and calls through kas alternate within each round. The client takes
+a new token every second unless a row says otherwise: kas remembers tokens that it has verified, and the row with new
+tokens shows what it costs when it cannot.
 ";
 
 /// Where the numbers are from.

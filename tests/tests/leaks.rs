@@ -1,0 +1,305 @@
+//! Nothing stays behind: ten thousand requests through real kas and real agentk, half of them given up half-way.
+//!
+//! `LEAKS_SEED` repeats a run: which requests there are and at what point each is given up, though not how they
+//! interleave.
+
+#![allow(clippy::unwrap_used)] // a test may panic
+
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicU64, Ordering},
+    },
+    time::Duration,
+};
+
+use anyhow::{Context as _, Result, ensure};
+use bytes::Bytes;
+use grpc::Code;
+use proto::kas::bench::v1::{DownloadRequest, HoldRequest, Payload, UploadResponse};
+use rand::{RngExt as _, SeedableRng as _, rngs::StdRng};
+use serde_json::json;
+use testkit::{
+    agentk::Agentk,
+    caller::{Answer, Caller, Jwt, answer, now},
+    kas::{Kas, eventually, token},
+    link::{Next, Stream},
+    process::{Process, Usage, soon},
+};
+use tokio::{
+    task::JoinSet,
+    time::{MissedTickBehavior, interval, sleep, timeout},
+};
+
+const REQUESTS: u64 = 10_000;
+/// Enough that every buffer and queue has been as large as it gets at this concurrency.
+const WARM_UP: u64 = 2_000;
+const CONNECTIONS: usize = 4;
+/// Requests at once on each connection.
+const CONCURRENCY: usize = 16;
+/// What may have been allocated besides: allocators keep some of what was given back.
+const GROWTH_KIB: u64 = 20 * 1024;
+
+/// One call of `kas.bench.v1.Bench`.
+#[derive(Clone, Copy, Debug)]
+enum Call {
+    Echo { size: usize },
+    Download { messages: u64, size: u32 },
+    Upload { messages: u64, size: usize },
+    Hold,
+}
+
+/// When a request is given up.
+#[derive(Clone, Copy, Debug)]
+enum Moment {
+    /// After its headers.
+    Opened,
+    /// Inside its body.
+    HalfSent,
+    /// When all of it was sent.
+    Sent,
+    /// After the answer's first message, and so long afterwards.
+    Answered(Duration),
+    /// So long after its start, unless it is over.
+    After(Duration),
+}
+
+#[derive(Debug, Default)]
+struct Counts {
+    completed: AtomicU64,
+    given_up: AtomicU64,
+    silent: AtomicU64,
+}
+
+impl Call {
+    fn random(rng: &mut StdRng) -> Self {
+        match rng.random_range(0..3) {
+            0 => Self::Echo { size: rng.random_range(0..8_000) },
+            1 => Self::Download { messages: rng.random_range(0..6), size: rng.random_range(0..3_000) },
+            _ => Self::Upload { messages: rng.random_range(0..6), size: rng.random_range(0..3_000) },
+        }
+    }
+
+    fn method(self) -> &'static str {
+        match self {
+            Self::Echo { .. } => "/kas.bench.v1.Bench/Echo",
+            Self::Download { .. } => "/kas.bench.v1.Bench/Download",
+            Self::Upload { .. } => "/kas.bench.v1.Bench/Upload",
+            Self::Hold => "/kas.bench.v1.Bench/Hold",
+        }
+    }
+
+    /// The request's body: all of its frames.
+    fn body(self) -> Bytes {
+        match self {
+            Self::Echo { size } => payload(size),
+            Self::Download { messages, size } => grpc::encode(&DownloadRequest { messages, size }),
+            Self::Upload { messages, size } => payload(size).repeat(messages as usize).into(),
+            Self::Hold => grpc::encode(&HoldRequest {}),
+        }
+    }
+
+    /// Whether this is all of the right answer.
+    fn check(self, got: &Answer) -> Result<()> {
+        ensure!(got.status.code() == Code::Ok, "{self:?}: {}", got.status);
+        let right = match self {
+            Self::Echo { size } => got.messages == [payload(size).slice(grpc::PREFIX_LEN..)],
+            Self::Download { messages, size } => {
+                got.messages.len() as u64 == messages
+                    && got.messages.iter().all(|got| *got == payload(size as usize)[grpc::PREFIX_LEN..])
+            }
+            Self::Upload { messages, size } => {
+                let bytes = messages * (payload(size).len() - grpc::PREFIX_LEN) as u64;
+                got.one::<UploadResponse>()? == UploadResponse { messages, bytes }
+            }
+            Self::Hold => false,
+        };
+        ensure!(right, "{self:?}: the answer is another's, or part of one: {} messages", got.messages.len());
+        Ok(())
+    }
+}
+
+fn payload(size: usize) -> Bytes {
+    grpc::encode(&Payload { data: vec![b'x'; size].into() })
+}
+
+async fn open(caller: &Caller, call: Call) -> Result<Stream> {
+    caller.open(caller.to_agent(1, call.method())).await
+}
+
+/// Sends a request and checks the whole answer.
+async fn complete(caller: &Caller, call: Call) -> Result<()> {
+    let mut stream = open(caller, call).await?;
+    let sent = stream.send(call.body()).await;
+    ensure!(sent.is_ok(), "{call:?}: {sent:?}");
+    let closed = stream.half_close();
+    ensure!(closed.is_ok(), "{call:?}: {closed:?}");
+    call.check(&answer(&mut stream).await.with_context(|| format!("{call:?}"))?)
+}
+
+/// Sends a request and gives it up; returns whether it was silent by then. An error is never the caller's own doing.
+async fn give_up(caller: &Caller, call: Call, moment: Moment) -> Result<bool> {
+    let body = call.body();
+    let mut stream = open(caller, call).await?;
+    let sent = match moment {
+        Moment::Opened => return Ok(false),
+        Moment::HalfSent => return Ok(stream.send(body.slice(..body.len() / 2)).await.is_err()),
+        Moment::Sent | Moment::Answered(_) | Moment::After(_) => {
+            async {
+                stream.send(body).await?;
+                stream.half_close()
+            }
+        }
+    };
+    match moment {
+        Moment::After(delay) => {
+            let all = async {
+                let sent = sent.await;
+                ensure!(sent.is_ok(), "{call:?}: {sent:?}");
+                answer(&mut stream).await
+            };
+            if let Ok(got) = timeout(delay, all).await {
+                call.check(&got?)?;
+            }
+            Ok(false)
+        }
+        Moment::Answered(delay) => {
+            let sent = sent.await;
+            ensure!(sent.is_ok(), "{call:?}: {sent:?}");
+            let first = stream.next().await;
+            ensure!(!matches!(first, Next::Reset(_) | Next::End), "{call:?}: {first:?}");
+            sleep(delay).await;
+            Ok(matches!(call, Call::Hold))
+        }
+        Moment::Opened | Moment::HalfSent | Moment::Sent => {
+            let sent = sent.await;
+            ensure!(sent.is_ok(), "{call:?}: {sent:?}");
+            Ok(false)
+        }
+    }
+}
+
+/// One request: even ones are completed, odd ones are given up.
+async fn request(caller: &Caller, seed: u64, number: u64, counts: &Counts) -> Result<()> {
+    let mut rng = StdRng::seed_from_u64(seed.wrapping_add(number));
+    if number.is_multiple_of(2) {
+        complete(caller, Call::random(&mut rng)).await?;
+        counts.completed.fetch_add(1, Ordering::Relaxed);
+        return Ok(());
+    }
+    let call = if rng.random_bool(0.4) { Call::Hold } else { Call::random(&mut rng) };
+    let delay = Duration::from_micros(rng.random_range(0..8_000));
+    let moment = match rng.random_range(0..6) {
+        0 => Moment::Opened,
+        1 => Moment::HalfSent,
+        2 => Moment::Sent,
+        3 | 4 => Moment::Answered(delay),
+        _ => Moment::After(delay),
+    };
+    let silent = give_up(caller, call, moment).await.with_context(|| format!("{call:?}, {moment:?}"))?;
+    counts.given_up.fetch_add(1, Ordering::Relaxed);
+    counts.silent.fetch_add(silent.into(), Ordering::Relaxed);
+    Ok(())
+}
+
+/// Sends this many requests over connections of their own, which are closed in the end.
+async fn load(kas: &Kas, seed: u64, requests: u64) -> Result<Arc<Counts>> {
+    let counts = Arc::new(Counts::default());
+    let next = Arc::new(AtomicU64::new(0));
+    let mut workers = JoinSet::new();
+    for _ in 0..CONNECTIONS {
+        let caller = lasting_caller(kas).await?;
+        for _ in 0..CONCURRENCY {
+            let (caller, counts, next) = (caller.clone(), Arc::clone(&counts), Arc::clone(&next));
+            workers.spawn(async move {
+                loop {
+                    let number = next.fetch_add(1, Ordering::Relaxed);
+                    if number >= requests {
+                        return anyhow::Ok(());
+                    }
+                    request(&caller, seed, number, &counts)
+                        .await
+                        .with_context(|| format!("request {number}"))?;
+                }
+            });
+        }
+    }
+    while let Some(worker) = workers.join_next().await {
+        worker??;
+    }
+    Ok(counts)
+}
+
+/// Connects with a token that is good for longer than this test takes.
+async fn lasting_caller(kas: &Kas) -> Result<Caller> {
+    let jwt = Jwt::new(&kas.secrets[0]).claim("exp", json!(now() + 3600)).encode();
+    Caller::connect(kas.api, Some(jwt)).await
+}
+
+/// Reaches the agent again and again until told to stop; returns how often.
+async fn observe(caller: Caller, stop: Arc<AtomicBool>) -> Result<u64> {
+    let mut ticks = interval(Duration::from_millis(50));
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Skip);
+    let mut times = 0;
+    while !stop.load(Ordering::Relaxed) {
+        ticks.tick().await;
+        complete(&caller, Call::Echo { size: 100 })
+            .await
+            .with_context(|| format!("observation {times} failed"))?;
+        times += 1;
+    }
+    Ok(times)
+}
+
+async fn idle(kas: &Kas, agentk: &Agentk) -> Result<()> {
+    kas.metric_is("kas_requests_open", 0.0).await?;
+    kas.metric_is("kas_requests_waiting", 0.0).await?;
+    agentk.metric_is("agentk_tunnels_busy", 0.0).await
+}
+
+/// Waits until a process holds no more than this.
+async fn shrinks_to(what: &str, process: &Process, most: Usage) -> Result<Usage> {
+    eventually(&format!("{what} holds at most {most:?}"), async || {
+        let usage = process.usage()?;
+        let fits = usage.files <= most.files && usage.resident_kib <= most.resident_kib;
+        Ok(if fits { Ok(usage) } else { Err(usage) })
+    })
+    .await
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn ten_thousand_requests_half_of_them_given_up_leave_nothing_behind() -> Result<()> {
+    let seed = std::env::var("LEAKS_SEED").ok().map_or_else(|| Ok(rand::random()), |seed| seed.parse())?;
+    println!("LEAKS_SEED={seed}");
+    let kas = Kas::start().await?;
+    let agentk = Agentk::start(kas.agent, &token(1)).await?;
+    agentk.connected().await?;
+    // The connections that asked for metrics until now are gone.
+    sleep(Duration::from_millis(200)).await;
+    let files = [kas.process.usage()?.files, agentk.process.usage()?.files];
+
+    let stop = Arc::new(AtomicBool::new(false));
+    let observer = tokio::spawn(observe(lasting_caller(&kas).await?, Arc::clone(&stop)));
+    load(&kas, !seed, WARM_UP).await?;
+    idle(&kas, &agentk).await?;
+    let warm = [kas.process.usage()?, agentk.process.usage()?];
+
+    let begun = tokio::time::Instant::now();
+    let counts = load(&kas, seed, REQUESTS).await?;
+    let took = begun.elapsed();
+    stop.store(true, Ordering::Relaxed);
+    let observations = soon("the observer ends", observer).await??;
+    println!("{counts:?} in {took:?}, {observations} observations");
+    assert_eq!(counts.completed.load(Ordering::Relaxed), REQUESTS / 2);
+    assert_eq!(counts.given_up.load(Ordering::Relaxed), REQUESTS / 2);
+    assert!(counts.silent.load(Ordering::Relaxed) > REQUESTS / 20, "many are given up in silence");
+
+    idle(&kas, &agentk).await?;
+    for (n, (what, process)) in [("kas", &kas.process), ("agentk", &agentk.process)].into_iter().enumerate() {
+        let most = Usage { files: files[n], resident_kib: warm[n].resident_kib + GROWTH_KIB };
+        let now = shrinks_to(what, process, most).await?;
+        println!("{what}: {} files before; {:?} when warm, {now:?} now", files[n], warm[n]);
+    }
+    assert_eq!(kas.metric("kas_tunnel_violations_total").await?, 0.0);
+    Ok(())
+}
