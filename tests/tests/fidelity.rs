@@ -30,6 +30,9 @@ use testkit::{
 };
 use tokio::runtime::Runtime;
 
+/// A few seconds' worth.
+const CASES: u32 = 192;
+
 /// Fails when the property does not hold for one of these cases: with the smallest one that was found.
 fn property<S: Strategy>(cases: u32, strategy: &S, mut holds: impl FnMut(S::Value) -> Result<()>) {
     // A failing case may take as long as testkit waits for something that never happens.
@@ -116,7 +119,7 @@ fn messages_of_any_size_in_any_pieces_arrive_whole_and_in_order() -> Result<()> 
         agentk.connected().await?;
         anyhow::Ok((kas, agentk))
     })?;
-    property(64, &(Messages::any(), Messages::any()), |(first, second)| {
+    property(CASES, &(Messages::any(), Messages::any()), |(first, second)| {
         runtime.block_on(async {
             let caller = kas.caller().await?;
             // At once on one connection, through different tunnels of one agent.
@@ -134,8 +137,10 @@ fn messages_of_any_size_in_any_pieces_arrive_whole_and_in_order() -> Result<()> 
             Ok(())
         })
     });
-    drop(runtime.block_on(async { (kas, agentk) }));
-    Ok(())
+    runtime.block_on(async {
+        agentk.metric_is("agentk_tunnels_busy", 0.0).await?;
+        kas.metric_is("kas_requests_open", 0.0).await
+    })
 }
 
 /// Application metadata: keys in any order, each as often as it likes.
@@ -256,7 +261,7 @@ fn metadata_of_any_kind_arrives_whole_and_in_order_both_ways() -> Result<()> {
         anyhow::Ok((kas, links))
     })?;
     let metadata = [Metadata::any(), Metadata::any(), Metadata::any()];
-    property(64, &(0..agents.len(), metadata), |(n, metadata)| {
+    property(CASES, &(0..agents.len(), metadata), |(n, metadata)| {
         let (agent, kind) = agents[n];
         let metadata = metadata.map(|metadata| metadata.for_kind(kind));
         runtime.block_on(async {
@@ -269,6 +274,6 @@ fn metadata_of_any_kind_arrives_whole_and_in_order_both_ways() -> Result<()> {
             kas.metric_is("kas_tunnels_open", 0.0).await
         })
     });
-    drop(runtime.block_on(async { (kas, links) }));
+    assert_eq!(runtime.block_on(kas.metric("kas_tunnel_violations_total"))?, 0.0);
     Ok(())
 }

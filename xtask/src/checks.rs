@@ -58,8 +58,8 @@ pub(crate) struct CiArgs {
 pub(crate) fn test(args: &TestArgs) -> Result<ExitCode> {
     tools::provide(args.install)?;
 
-    // Programs that tests start are not built by `cargo test`, and in this command they share everything with it.
-    let build = build_for_tests();
+    // `cargo test` does not build the programs that tests start.
+    let build = if args.packages.is_empty() { build_everything() } else { workspace::build_programs(false) };
     line(format_args!("building: {}", shown(&build)));
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let programs = runtime.block_on(workspace::build(build))?;
@@ -91,8 +91,8 @@ pub(crate) fn test(args: &TestArgs) -> Result<ExitCode> {
     run_tests(command)
 }
 
-/// Returns the command that builds all tests and programs.
-fn build_for_tests() -> Command {
+/// Returns the command that builds all programs and tests: what `cargo test --workspace` then finds done.
+fn build_everything() -> Command {
     let mut command = cargo();
     command.args(["build", "--workspace", "--bins", "--tests"]);
     command

@@ -308,6 +308,18 @@ pub async fn metric_is(address: SocketAddr, name: &str, value: f64) -> Result<()
     .await
 }
 
+/// Waits until a gauge or counter at this address is at least `value`.
+///
+/// # Errors
+/// When it is not soon.
+pub async fn metric_is_at_least(address: SocketAddr, name: &str, value: f64) -> Result<()> {
+    eventually(&format!("{name} is at least {value}"), async || {
+        let now = metric(address, name).await?;
+        Ok(if now >= value { Ok(()) } else { Err(now) })
+    })
+    .await
+}
+
 /// Looks again and again until something is there: for what no event tells. `Err` says what is there instead.
 ///
 /// # Errors

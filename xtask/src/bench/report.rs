@@ -235,7 +235,7 @@ impl Report {
             for (row, pairs) in &both {
                 writeln!(
                     out,
-                    "| {} | {} | {} | {} | {} | {} | {} | {} |",
+                    "| {} | {} | {} | {} | {} | {} | {} | {} | {} |",
                     row.title,
                     short(of(pairs, |p| p.direct.micros(p.direct.client))),
                     short(of(pairs, |p| p.direct.micros(p.direct.server))),
