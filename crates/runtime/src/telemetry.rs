@@ -47,7 +47,10 @@ pub fn start(level: &str, format: Format) -> Level {
         Format::Text => false,
         Format::Auto => !std::io::stderr().is_terminal(),
     };
-    let base = tracing_subscriber::fmt::layer().with_writer(std::io::stderr).with_span_events(FmtSpan::NONE);
+    let base = tracing_subscriber::fmt::layer()
+        .with_writer(std::io::stderr)
+        .with_ansi(std::io::stderr().is_terminal())
+        .with_span_events(FmtSpan::NONE);
     let registry = tracing_subscriber::registry().with(filter);
     if json {
         registry.with(base.json().flatten_event(true)).init();

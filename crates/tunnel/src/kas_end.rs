@@ -428,7 +428,10 @@ impl Tunnel {
     /// Takes the tunnel out of use: at once when it is parked, else after its request.
     pub fn retire(&self, how: Retire) {
         let mut core = self.core();
-        core.retire = Some(how);
+        // An end is never taken back by a notice that comes after it.
+        if core.retire != Some(Retire::Ok) {
+            core.retire = Some(how);
+        }
         core.wake_tunnel();
     }
 
