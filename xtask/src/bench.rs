@@ -55,8 +55,8 @@ struct InstructionsArgs {
     /// Calls before that.
     #[arg(long, default_value_t = 1_000, value_parser = clap::value_parser!(i64).range(1..=1_000_000))]
     warm: i64,
-    /// Each call has a new token, so that kas checks a signature for each.
-    #[arg(long)]
+    /// Each call has a new token, so that kas checks a signature for each. Has tables of its own and no key.
+    #[arg(long, conflicts_with = "json")]
     new_tokens: bool,
     /// How many functions are listed.
     #[arg(long, default_value_t = 40)]

@@ -111,7 +111,8 @@ pub(super) fn run(args: &InstructionsArgs) -> anyhow::Result<()> {
     if args.new_tokens {
         command.push_str(" --new-tokens");
     }
-    report::finish(&values, &tables, "instructions", &command, &args.output)
+    let section = if args.new_tokens { "instructions --new-tokens" } else { "instructions" };
+    report::finish(&values, &tables, section, &command, &args.output)
 }
 
 /// Sums up what each function executes itself. callgrind's own tool lists a function once for each file that was
