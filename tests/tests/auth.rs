@@ -267,6 +267,21 @@ async fn one_of_two_tokens_can_be_withdrawn_alone() -> Result<()> {
 }
 
 #[tokio::test]
+async fn revocation_reaches_each_of_several_configuration_streams_of_one_agent() -> Result<()> {
+    let kas = Kas::start().await?;
+    let agent = RawAgent::connect(kas.agent, &token(1), Kind::Ours).await?;
+    // Both have the same connection id: it is that of the instance.
+    let mut first = agent.configuration("").await?;
+    drop(agent.configuration("").await?);
+    kas.metric_is("kas_connected_agents", 1.0).await?;
+    kas.set_agents(&[AgentEntry::new(2)])?;
+    let begun = Instant::now();
+    assert_eq!(first.next().await.unwrap_err().code(), Code::Unauthenticated);
+    assert!(begun.elapsed() < AT_ONCE, "{:?}", begun.elapsed());
+    Ok(())
+}
+
+#[tokio::test]
 async fn broken_identity_file_changes_nothing() -> Result<()> {
     let kas = Kas::start().await?;
     let agent = RawAgent::connect(kas.agent, &token(1), Kind::Ours).await?;

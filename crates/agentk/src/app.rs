@@ -131,7 +131,12 @@ pub async fn run(settings: Settings, level: Level) -> anyhow::Result<()> {
     tasks.close();
     tokio::select! {
         () = tasks.wait() => {}
-        () = tokio::time::sleep(DRAIN) => tracing::warn!(requests = metrics.tunnels_busy.get(), "requests were cut"),
+        () = tokio::time::sleep(DRAIN) => {
+            let requests = metrics.tunnels_busy.get();
+            if requests > 0 {
+                tracing::warn!(requests, "requests were cut: they took longer than the time to leave");
+            }
+        }
         _ = signals.next() => tracing::warn!("told again to leave: not waiting any longer"),
     }
     supervisor.abort();

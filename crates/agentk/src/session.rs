@@ -121,6 +121,14 @@ impl Run {
         pool.close();
         let over = match end {
             End::Refused(status) => Some(status),
+            End::Unanswered => {
+                self.shared.metrics.connect_failures.inc();
+                tracing::warn!(
+                    kas = %self.link.authority,
+                    "the connection was closed before kas answered: is this the address of its agent listener?"
+                );
+                None
+            }
             End::Retired => {
                 self.stage.send_replace(Stage::Retiring);
                 tokio::select! {
@@ -196,7 +204,9 @@ impl Run {
                 _ = ticks.tick() => pool.tick(),
                 () = leave.cancelled() => return End::Left,
                 // The connection broke, or takes no new streams: another one is needed either way.
-                _ = &mut self.link.driver => return End::Retired,
+                _ = &mut self.link.driver => {
+                    return if *self.stage.borrow() == Stage::Opening { End::Unanswered } else { End::Retired };
+                }
                 end = &mut configuration, if configuration_after.is_none() => match end {
                     ConfigurationEnd::Again => {
                         // After GOAWAY no stream opens here any more: the next one is elsewhere.
@@ -284,6 +294,8 @@ enum End {
     Refused(Status),
     /// kas wants the agent to go elsewhere, or the connection takes no new streams.
     Retired,
+    /// The connection ended before anything was answered.
+    Unanswered,
     /// This process leaves.
     Left,
 }

@@ -74,9 +74,9 @@ pub async fn run(
                 let used = shared.token.authorization().ok();
                 let mut session = session::start(Arc::clone(&shared), link, leave.clone(), &tasks);
                 // The one before may close as soon as this one serves.
-                if session.stage.wait_for(|stage| *stage != Stage::Opening).await.is_ok()
-                    && let Some(previous) = previous.take()
-                {
+                let serves = session.stage.wait_for(|stage| *stage != Stage::Opening).await;
+                let serves = serves.is_ok_and(|stage| *stage == Stage::Serving);
+                if serves && let Some(previous) = previous.take() {
                     previous.replaced.cancel();
                 }
                 let end =
@@ -110,7 +110,9 @@ pub async fn run(
                     }
                     Stage::Retiring => {
                         previous = Some(session);
-                        backoff.pause(FIRST, LONGEST)
+                        let pause = backoff.pause(FIRST, LONGEST);
+                        tracing::info!(retry_in = ?pause, "this connection to kas takes nothing new: making another");
+                        pause
                     }
                     _ => {
                         let pause = backoff.pause(FIRST, LONGEST);

@@ -152,7 +152,12 @@ fn check(file: Option<&PathBuf>) -> anyhow::Result<ExitCode> {
             for warning in &loaded.warnings {
                 println!("warning: {warning}");
             }
+            let files = files_problems(&loaded.config);
+            for problem in &files {
+                eprintln!("{problem}");
+            }
             match loaded.config.check_secrets() {
+                Ok(_) if !files.is_empty() => Ok(ExitCode::FAILURE),
                 Ok(secrets) => {
                     for warning in &secrets.warnings {
                         println!("warning: {warning}");
@@ -171,4 +176,31 @@ fn check(file: Option<&PathBuf>) -> anyhow::Result<ExitCode> {
             Ok(ExitCode::FAILURE)
         }
     }
+}
+
+/// What is wrong with the files that a configuration names, besides secrets.
+fn files_problems(config: &Config) -> Vec<String> {
+    let mut problems = Vec::new();
+    let listeners = [("agent", &config.agent.listen.listen), ("api", &config.api.listen.listen)];
+    for (section, listen) in listeners {
+        if let Some(files) = &listen.tls
+            && let Err(error) = tls::server(&files.certificate, &files.key)
+        {
+            let error = anyhow::Error::new(error);
+            problems.push(format!("{section}.listen: TLS cannot be set up: {error:#}"));
+        }
+    }
+    // The default file is made at the start.
+    if !config.identity.is_default {
+        let file = &config.identity.file;
+        match std::fs::read(file) {
+            Err(error) => problems.push(format!("identity.file: cannot read {}: {error}", file.display())),
+            Ok(content) => {
+                if let Err(error) = kas::identity::Identities::parse(&content) {
+                    problems.push(format!("identity.file: {}: {error}", file.display()));
+                }
+            }
+        }
+    }
+    problems
 }

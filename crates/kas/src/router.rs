@@ -13,6 +13,7 @@ use tokio::time::Instant;
 use tunnel::{
     frame,
     kas_end::{Exchange, Failure, Head, Job},
+    meta::Binary,
 };
 
 use crate::{
@@ -160,7 +161,10 @@ impl Router {
         let arrived = Instant::now();
         let mut body = body;
         loop {
-            let grant = self.find(agent, connection, &method, deadline, arrived).await?;
+            let legal = || {
+                metadata::request_info(&method, &headers, deadline, &correlation, Binary::Base64).map(drop)
+            };
+            let grant = self.find(agent, connection, &method, deadline, arrived, legal).await?;
             let binary = grant.tunnel().info().peer.binary();
             let writer = metadata::request_info(&method, &headers, deadline, &correlation, binary)?;
             let mut info = bytes::BytesMut::with_capacity(512);
@@ -199,10 +203,12 @@ impl Router {
         method: &Arc<str>,
         deadline: Deadline,
         arrived: Instant,
+        legal: impl Fn() -> Result<(), Status>,
     ) -> Result<Grant, Status> {
         let mut waiting = match self.registry.acquire(agent, method, connection) {
             Ok(Acquired::Now(grant)) => return Ok(grant),
-            Ok(Acquired::Wait(waiting)) => waiting,
+            // What no agent could be sent does not wait for one.
+            Ok(Acquired::Wait(waiting)) => legal().map(|()| waiting)?,
             Err(refused) => return Err(self.refusal(refused, agent, connection, method)),
         };
         let until = deadline.instant().unwrap_or(arrived + self.find_timeout);

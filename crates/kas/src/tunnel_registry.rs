@@ -116,6 +116,12 @@ impl Agent {
         &mut self.instances[at]
     }
 
+    /// Only [`TunnelRegistry::insert`] makes an instance: one made for a tunnel that has ended
+    /// would never be counted out.
+    fn find(&mut self, id: u64) -> Option<&mut Instance> {
+        self.instances.iter_mut().find(|i| i.id == id)
+    }
+
     /// Takes the best idle tunnel: of the process with the fewest busy ones, so that pods share the
     /// work.
     fn take(&mut self, method: &str, connection: Option<ConnectionId>) -> Option<Arc<Tunnel>> {
@@ -348,26 +354,19 @@ impl TunnelRegistry {
     /// A tunnel is idle again: offers it to waiters, then keeps it.
     fn free(self: &Arc<Self>, tunnel: &Arc<Tunnel>) {
         let info = tunnel.info();
-        // What must not drop under the lock.
-        let mut outside = None;
         let mut shard = self.shard(info.agent);
-        if let Some(entry) = shard.get_mut(&info.agent) {
-            let grant = Grant { tunnel: Some(Arc::clone(tunnel)), registry: Arc::clone(self) };
-            if let Some(grant) = entry.offer(grant) {
-                let instance = entry.instance(info.instance);
-                instance.busy = instance.busy.saturating_sub(1);
-                let tunnel = grant.dissolve();
-                if tunnel.idle_since().is_some() {
-                    instance.idle.push(tunnel);
-                } else {
-                    // It ended or is ending meanwhile: whoever ends it finds it in neither place.
-                    instance.busy += 1;
-                    outside = Some(tunnel);
-                }
-            }
+        // One that is ending stays counted as busy until `remove`, or has been counted out by it.
+        if tunnel.idle_since().is_none() {
+            return;
         }
-        drop(shard);
-        drop(outside);
+        let Some(entry) = shard.get_mut(&info.agent) else { return };
+        let grant = Grant { tunnel: Some(Arc::clone(tunnel)), registry: Arc::clone(self) };
+        let Some(grant) = entry.offer(grant) else { return };
+        let tunnel = grant.dissolve();
+        if let Some(instance) = entry.find(info.instance) {
+            instance.busy = instance.busy.saturating_sub(1);
+            instance.idle.push(tunnel);
+        }
     }
 
     /// A tunnel is over.
@@ -376,14 +375,15 @@ impl TunnelRegistry {
         self.metrics.tunnels.dec();
         let mut shard = self.shard(info.agent);
         let Some(entry) = shard.get_mut(&info.agent) else { return };
-        let instance = entry.instance(info.instance);
-        match instance.idle.iter().position(|idle| Arc::ptr_eq(idle, tunnel)) {
-            Some(at) => drop(instance.idle.remove(at)),
-            None => instance.busy = instance.busy.saturating_sub(1),
-        }
-        if instance.busy == 0 && instance.idle.is_empty() {
-            let id = info.instance;
-            entry.instances.retain(|i| i.id != id);
+        if let Some(instance) = entry.find(info.instance) {
+            match instance.idle.iter().position(|idle| Arc::ptr_eq(idle, tunnel)) {
+                Some(at) => drop(instance.idle.remove(at)),
+                None => instance.busy = instance.busy.saturating_sub(1),
+            }
+            if instance.busy == 0 && instance.idle.is_empty() {
+                let id = info.instance;
+                entry.instances.retain(|i| i.id != id);
+            }
         }
         entry.tunnels -= 1;
         if entry.tunnels > 0 {
@@ -421,12 +421,12 @@ impl TunnelRegistry {
     /// Takes `tunnel` out of use: at once when it is idle, else after its request.
     pub fn retire(&self, tunnel: &Arc<Tunnel>, how: Retire) {
         let info = tunnel.info();
-        if let Some(entry) = self.shard(info.agent).get_mut(&info.agent) {
-            let instance = entry.instance(info.instance);
-            if let Some(at) = instance.idle.iter().position(|idle| Arc::ptr_eq(idle, tunnel)) {
-                instance.idle.remove(at);
-                instance.busy += 1;
-            }
+        if let Some(entry) = self.shard(info.agent).get_mut(&info.agent)
+            && let Some(instance) = entry.find(info.instance)
+            && let Some(at) = instance.idle.iter().position(|idle| Arc::ptr_eq(idle, tunnel))
+        {
+            instance.idle.remove(at);
+            instance.busy += 1;
         }
         tunnel.retire(how);
     }

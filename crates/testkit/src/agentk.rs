@@ -51,21 +51,34 @@ impl Agentk {
         Self::start_in(kas, token, &["--kubeconfig", kubeconfig]).await
     }
 
+    /// Starts one that dials `kas` with TLS and trusts the CA in `ca`.
+    ///
+    /// # Errors
+    /// When it does not start.
+    pub async fn start_tls(kas: SocketAddr, token: &str, ca: &Path) -> Result<Self> {
+        let ca = ca.to_str().context("the path of a CA file is UTF-8")?;
+        let arguments = ["--kube-server", "http://127.0.0.1:1", "--ca-cert-file", ca];
+        Self::start_at(&format!("grpcs://{kas}"), token, &arguments).await
+    }
+
     async fn start_in(kas: SocketAddr, token: &str, cluster: &[&str]) -> Result<Self> {
+        Self::start_at(&format!("grpc://{kas}"), token, cluster).await
+    }
+
+    async fn start_at(kas: &str, token: &str, further: &[&str]) -> Result<Self> {
         let dir = TempDir::with_prefix("agentk-test-").context("a folder for agentk")?;
         let token_file = dir.path().join("token");
         replace(&token_file, token.as_bytes())?;
         let agentk = tokio::task::spawn_blocking(|| program("agentk")).await??;
-        let kas = format!("grpc://{kas}");
         let file = token_file.to_str().context("the folder's name is UTF-8")?;
         let arguments = [
-            ["--kas-address", &kas],
+            ["--kas-address", kas],
             ["--token-file", file],
             ["--observability-address", "127.0.0.1:0"],
             ["--log-format", "json"],
         ];
         let mut arguments: Vec<&str> = arguments.into_iter().flatten().collect();
-        arguments.extend(cluster);
+        arguments.extend(further);
         arguments.push("--bench-module");
         let log = std::env::var("AGENTK_TEST_LOG").unwrap_or_default();
         let env: &[(&str, &str)] = if log.is_empty() { &[] } else { &[("RUST_LOG", &log)] };

@@ -273,7 +273,9 @@ impl AgentBody {
                 // Then goes on reading: a request may have crossed it.
                 frame::put_control(request::TRAILER, &[], &mut self.out);
             }
-            Some(Wish::Withdraw) | None => {}
+            // kas has not answered the call: nothing can have been sent to it.
+            Some(Wish::Withdraw) => return Turn::Broken("withdrawn before kas accepted it".into()),
+            None => {}
         }
         core.waker = Some(cx.waker().clone());
         let mode = core.mode;

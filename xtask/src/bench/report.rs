@@ -85,7 +85,7 @@ pub(super) fn median(values: impl IntoIterator<Item = f64>) -> Option<f64> {
     Some(if values.len() % 2 == 1 { upper } else { (values[middle - 1] + upper) / 2.0 })
 }
 
-/// Three significant digits.
+/// Three significant digits, or a little more.
 fn short(value: f64) -> String {
     match value.abs() {
         v if v >= 10_000.0 => {
@@ -102,7 +102,8 @@ fn short(value: f64) -> String {
         }
         v if v >= 100.0 => format!("{value:.0}"),
         v if v >= 10.0 => format!("{value:.1}"),
-        _ => format!("{value:.2}"),
+        v if v >= 1.0 => format!("{value:.2}"),
+        _ => format!("{value:.3}"),
     }
 }
 
@@ -443,7 +444,7 @@ mod tests {
     #[test]
     fn numbers_are_short() {
         let shown: Vec<_> = [0.123, 12.34, 123.4, 1234.0, 12345.6, 1_234_567.0].map(short).into();
-        assert_eq!(shown, ["0.12", "12.3", "123", "1234", "12,346", "1,234,567"]);
+        assert_eq!(shown, ["0.123", "12.3", "123", "1234", "12,346", "1,234,567"]);
     }
 
     #[test]

@@ -233,6 +233,8 @@ struct HeldTunnel {
 }
 
 struct HeldConfig {
+    /// Tells it from others: an agent may send the same instance id on several streams.
+    serial: u64,
     stream: Weak<ConfigStream>,
     authenticated: Authenticated,
     id: ConnectionId,
@@ -430,9 +432,11 @@ impl Transport {
             connection.id = id.get(),
             "agent connected"
         );
+        let serial = listener.serial.fetch_add(1, Ordering::Relaxed);
         let aged = {
             let mut state = self.state();
             state.configs.push(HeldConfig {
+                serial,
                 stream: Arc::downgrade(&stream),
                 authenticated: authenticated.clone(),
                 id,
@@ -442,7 +446,8 @@ impl Transport {
             state.aged
         };
         self.retie(agent.id);
-        let guard = ConfigGuard { transport: Arc::clone(self), agent: agent.id, id, lease: Some(lease) };
+        let guard =
+            ConfigGuard { transport: Arc::clone(self), agent: agent.id, id, serial, lease: Some(lease) };
         if !listener.identity.still_valid(&authenticated).await {
             stream.end(Some(revoked()));
         } else if aged || listener.left.load(Ordering::Relaxed) {
@@ -610,6 +615,7 @@ struct ConfigGuard {
     transport: Arc<Transport>,
     agent: AgentId,
     id: ConnectionId,
+    serial: u64,
     lease: Option<Lease>,
 }
 
@@ -620,7 +626,7 @@ impl Drop for ConfigGuard {
         transport.listener.metrics.agent_connections.dec();
         let mut state = transport.state();
         let mut cut = false;
-        if let Some(at) = state.configs.iter().position(|held| held.id == self.id) {
+        if let Some(at) = state.configs.iter().position(|held| held.serial == self.serial) {
             let held = state.configs.swap_remove(at);
             // A live transport whose idle stream was cut early: something between does that.
             let age = held.since.elapsed();
