@@ -941,8 +941,15 @@ impl Exchange {
                     self.complete();
                     return Poll::Ready(Ok(Next::Complete));
                 }
-                // Only a parked tunnel ends by a frame.
-                Step::End => return Poll::Ready(Err(self.fail(Verdict::Unknown, "an early end"))),
+                // The tunnel is still parked: the agent withdrew it before the request was written.
+                Step::End => {
+                    let mut core = self.tunnel.core();
+                    core.given_up = !core.end.is_draining();
+                    core.stream = self.stream.take();
+                    core.wake_tunnel();
+                    let job = core.job.take();
+                    return Poll::Ready(Err(job.map_or(Failure::Unknown, Failure::NotStarted)));
+                }
             }
         }
     }

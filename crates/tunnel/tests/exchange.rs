@@ -381,6 +381,18 @@ async fn withdrawal_ends_a_parked_tunnel_with_ok() {
 }
 
 #[tokio::test]
+async fn withdrawal_that_comes_before_a_request_was_written_gives_the_request_back() {
+    let mut kas = kas(Peer::Ours);
+    let (caller, _) = complete_request(b"ping");
+    let mut exchange = kas.begin(&caller);
+    kas.agent.write(control(request::TRAILER, b""));
+    let Err(Failure::NotStarted(job)) = exchange.head().await else { panic!("the request is lost") };
+    assert_eq!(job.body.collect().await.unwrap().to_bytes(), message(b"ping"));
+    assert_eq!(kas.wrote().await.unwrap_err().code(), Code::Ok);
+    assert!(!kas.was_reset());
+}
+
+#[tokio::test]
 async fn withdrawal_that_crosses_a_request_is_ignored_and_the_tunnel_ends_after_it() {
     let mut kas = kas(Peer::Ours);
     let (caller, expected) = complete_request(b"ping");
