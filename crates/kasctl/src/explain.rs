@@ -125,6 +125,11 @@ impl Call {
                 Exit::Failure,
                 format!("kas at {address} ran out of time: {said}; allow more with --timeout"),
             ),
+            // kas says of its own failures what became of the request: this one is the agent's.
+            (None, Code::Unavailable) if matches!(self.asked, Asked::Read(_)) => (
+                Exit::Failure,
+                format!("the agent could not answer: {said}; it only reads, so trying again is safe"),
+            ),
             (None, Code::Unavailable) => (
                 Exit::Unreachable,
                 format!(

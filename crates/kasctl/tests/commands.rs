@@ -155,9 +155,9 @@ async fn pods_are_selected_by_connection_namespace_and_labels() {
 #[tokio::test]
 async fn pages_before_a_failure_are_printed_and_json_is_cut_short() {
     let server = Server::start().await;
-    let run = server.run(&["pods", "70"]).await.expect_exit(3);
+    let run = server.run(&["pods", "70"]).await.expect_exit(1);
     assert!(run.stdout.contains("pod-0"), "{run:?}");
-    let run = server.run(&["pods", "70", "-o", "json"]).await.expect_exit(3);
+    let run = server.run(&["pods", "70", "-o", "json"]).await.expect_exit(1);
     assert!(serde_json::from_str::<Value>(&run.stdout).is_err(), "{run:?}");
     let run = server.run(&["pods", "71"]).await.expect_exit(1);
     assert!(run.stderr.contains("the same page twice"), "{run:?}");

@@ -101,7 +101,6 @@ async fn an_api_server_restart_is_survived() -> Result<()> {
 
 /// kas is well and says so; what is away is behind the agent.
 #[tokio::test]
-#[ignore = "kasctl says that kas cannot answer and may be starting or draining, with the exit code of an absent kas"]
 async fn an_absent_api_server_is_not_taken_for_an_absent_kas() -> Result<()> {
     let turn = turn().await?;
     let kubernetes = &*turn.kubernetes;

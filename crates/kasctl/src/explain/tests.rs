@@ -65,7 +65,8 @@ fn codes_without_detail_are_read_by_what_was_asked() {
         (Code::Unauthenticated, Exit::Unauthenticated, Exit::Unauthenticated, Exit::Unauthenticated),
         (Code::NotFound, Exit::NotStarted, Exit::NotStarted, Exit::NotStarted),
         (Code::FailedPrecondition, Exit::Failure, Exit::NotStarted, Exit::NotStarted),
-        (Code::Unavailable, Exit::Unreachable, Exit::Unreachable, Exit::Unknown),
+        // kas says more of its own failures: without detail it is the agent that could not answer.
+        (Code::Unavailable, Exit::Unreachable, Exit::Failure, Exit::Unknown),
         (Code::DeadlineExceeded, Exit::Failure, Exit::Failure, Exit::Unknown),
         (Code::Unknown, Exit::Failure, Exit::Failure, Exit::Unknown),
         (Code::InvalidArgument, Exit::Failure, Exit::Failure, Exit::Failure),
