@@ -9,6 +9,11 @@
 //! While a tunnel is parked its [`TunnelBody`] also polls agentk's direction, so that a withdrawal,
 //! a vanished agent or stray bytes are noticed.
 //!
+//! Across replicas the same two halves stand in two processes. The replica that a caller asked holds a
+//! *borrowed* tunnel ([`Tunnel::borrowed`]): it writes the envelopes into a stream to the replica that
+//! holds the real one, which *splices* them ([`Tunnel::begin_spliced`]): it follows the automaton,
+//! and passes envelopes on without decoding what is in them.
+//!
 //! A response body cannot reset its stream while HTTP/2 waits for window (nobody polls it then), so
 //! a tunnel is given a function that does.
 
@@ -44,6 +49,9 @@ const GATHER: usize = 16 * 1024;
 /// not be reset: a reset costs that agent 10 s and more of back-off.
 const DISCARD_TIME: Duration = Duration::from_secs(10);
 const DISCARD_BYTES: u64 = 1 << 20;
+/// How long after a complete answer the asking replica may take to close the request's own direction;
+/// then the tunnel is reset rather than kept from the next request.
+const CLOSE_TIME: Duration = Duration::from_secs(1);
 
 /// Which agentk is at the other end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -174,6 +182,8 @@ pub enum Failure {
     Deadline,
     /// The caller's own bytes were wrong; the status says how.
     Caller(Status),
+    /// The replica that lent the tunnel says what became of the request.
+    Lender(Status),
 }
 
 /// How agentk's stream ends.
@@ -195,6 +205,8 @@ pub enum Retire {
 /// One tunnel, shared by agentk's stream and, during a request, the caller's.
 pub struct Tunnel {
     info: Info,
+    /// The stream goes to another replica, carries one request, and ends.
+    borrowed: bool,
     owner: Arc<dyn Owner>,
     reset: Box<dyn Fn() + Send + Sync>,
     core: Mutex<Core>,
@@ -211,6 +223,10 @@ struct Core {
     discard: bool,
     /// What was wrong with the caller's bytes.
     fault: Option<Status>,
+    /// The open request's envelopes come from another replica.
+    spliced: bool,
+    /// Counts requests, so that the end of one is not taken for the next one's.
+    round: u64,
     dead: bool,
     /// The agent withdrew the parked tunnel, or half-closed it without being asked.
     given_up: bool,
@@ -255,8 +271,17 @@ enum Got {
     HalfClose,
 }
 
-/// agentk's direction ended other than by a clean half-close; the text is for logs.
-struct Broken(String);
+/// agentk's direction ended other than by a clean half-close.
+struct Broken {
+    /// For logs.
+    why: String,
+    /// What the replica that lent the tunnel says.
+    status: Option<Box<Status>>,
+}
+
+fn broken(why: impl Into<String>) -> Broken {
+    Broken { why: why.into(), status: None }
+}
 
 impl AgentStream {
     fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Result<Got, Broken>> {
@@ -267,7 +292,7 @@ impl AgentStream {
             match self.decoder.next() {
                 Ok(Some(event)) => return Poll::Ready(Ok(Got::Event(event))),
                 Ok(None) => {}
-                Err(error) => return Poll::Ready(Err(Broken(error.to_string()))),
+                Err(error) => return Poll::Ready(Err(broken(error.to_string()))),
             }
             match ready!(Pin::new(&mut self.body).poll_frame(cx)) {
                 Some(Ok(frame)) => {
@@ -277,14 +302,17 @@ impl AgentStream {
                     }
                 }
                 Some(Err(error)) => {
-                    return Poll::Ready(Err(Broken(format!("the agent's stream broke: {error}"))));
+                    return Poll::Ready(Err(match error.downcast::<Status>() {
+                        Ok(status) => Broken { why: status.to_string(), status: Some(status) },
+                        Err(error) => broken(format!("the agent's stream broke: {error}")),
+                    }));
                 }
                 // Some resets look like an end: only the stream's state tells them apart.
                 None if !self.body.is_end_stream() => {
-                    return Poll::Ready(Err(Broken("the agent's stream was reset".into())));
+                    return Poll::Ready(Err(broken("the agent's stream was reset")));
                 }
                 None if self.decoder.is_between() => return Poll::Ready(Ok(Got::HalfClose)),
-                None => return Poll::Ready(Err(Broken("the agent's stream ended inside a message".into()))),
+                None => return Poll::Ready(Err(broken("the agent's stream ended inside a message"))),
             }
         }
     }
@@ -349,6 +377,27 @@ impl Tunnel {
         owner: Arc<dyn Owner>,
         reset: Box<dyn Fn() + Send + Sync>,
     ) -> (Arc<Self>, TunnelBody) {
+        Self::make(info, opening, owner, reset, false)
+    }
+
+    /// Makes a tunnel that another replica lends for one request: `body` is its answer, which fails with a
+    /// [`Status`] where that replica says what became of the request, and [`TunnelBody`] is what goes there.
+    pub fn borrowed(
+        info: Info,
+        body: grpc::Body,
+        owner: Arc<dyn Owner>,
+        reset: Box<dyn Fn() + Send + Sync>,
+    ) -> (Arc<Self>, TunnelBody) {
+        Self::make(info, Opening::new(body, false), owner, reset, true)
+    }
+
+    fn make(
+        info: Info,
+        opening: Opening,
+        owner: Arc<dyn Owner>,
+        reset: Box<dyn Fn() + Send + Sync>,
+        borrowed: bool,
+    ) -> (Arc<Self>, TunnelBody) {
         let core = Core {
             end: KasEnd::parked(info.peer.mode()),
             stream: Some(opening.0),
@@ -357,6 +406,8 @@ impl Tunnel {
             retire: None,
             discard: false,
             fault: None,
+            spliced: false,
+            round: 0,
             dead: false,
             given_up: false,
             waiting: false,
@@ -364,13 +415,14 @@ impl Tunnel {
             tunnel_waker: None,
             exchange_waker: None,
         };
-        let tunnel = Arc::new(Self { info, owner, reset, core: Mutex::new(core) });
+        let tunnel = Arc::new(Self { info, borrowed, owner, reset, core: Mutex::new(core) });
         let body = TunnelBody {
             tunnel: Arc::clone(&tunnel),
             out: BytesMut::new(),
             big: None,
             caller: None,
             discard: None,
+            closing: None,
             ending: None,
             done: false,
         };
@@ -399,6 +451,20 @@ impl Tunnel {
     /// # Errors
     /// The request, when the tunnel is no longer free.
     pub fn begin(self: &Arc<Self>, job: Job, deadline: Deadline) -> Result<Exchange, Job> {
+        self.open(job, deadline, false)
+    }
+
+    /// Gives the tunnel a request whose envelopes another replica writes: the body of `job` holds `message`s and
+    /// `close_send`, and so does what [`Splice`] returns.
+    ///
+    /// # Errors
+    /// The request, when the tunnel is no longer free.
+    pub fn begin_spliced(self: &Arc<Self>, job: Job) -> Result<Splice, Job> {
+        let exchange = self.open(job, Deadline::NONE, true)?;
+        Ok(Splice { exchange, finished: None })
+    }
+
+    fn open(self: &Arc<Self>, job: Job, deadline: Deadline, spliced: bool) -> Result<Exchange, Job> {
         let mut core = self.core();
         if core.dead
             || !core.end.is_free()
@@ -410,10 +476,14 @@ impl Tunnel {
         }
         let Some(stream) = core.stream.take() else { return Err(job) };
         core.job = Some(job);
+        core.spliced = spliced;
+        core.round += 1;
+        let round = core.round;
         core.wake_tunnel();
         drop(core);
         Ok(Exchange {
             tunnel: Arc::clone(self),
+            round,
             stream: Some(stream),
             out: BytesMut::new(),
             big: None,
@@ -477,7 +547,30 @@ impl Tunnel {
 /// The caller's body, taken apart.
 struct CallerStream {
     body: grpc::Body,
-    splitter: Splitter,
+    source: Source,
+}
+
+/// What the caller's body is made of.
+enum Source {
+    Messages(Splitter),
+    /// Another replica's envelopes.
+    Envelopes(Decoder),
+}
+
+impl Source {
+    fn next(&mut self) -> Result<Option<Event>, frame::Error> {
+        match self {
+            Self::Messages(splitter) => splitter.next(),
+            Self::Envelopes(decoder) => decoder.next(),
+        }
+    }
+
+    fn push(&mut self, data: Bytes) {
+        match self {
+            Self::Messages(splitter) => splitter.push(data),
+            Self::Envelopes(decoder) => decoder.push(data),
+        }
+    }
 }
 
 enum Pulled {
@@ -490,7 +583,7 @@ enum Pulled {
 impl CallerStream {
     fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Pulled> {
         loop {
-            match self.splitter.next() {
+            match self.source.next() {
                 Ok(Some(event)) => return Poll::Ready(Pulled::Event(event)),
                 Ok(None) => {}
                 Err(error) => {
@@ -503,7 +596,7 @@ impl CallerStream {
             match ready!(Pin::new(&mut self.body).poll_frame(cx)) {
                 Some(Ok(frame)) => {
                     if let Ok(data) = frame.into_data() {
-                        self.splitter.push(data);
+                        self.source.push(data);
                     }
                 }
                 Some(Err(error)) => {
@@ -514,8 +607,17 @@ impl CallerStream {
                     });
                 }
                 None if !self.body.is_end_stream() => return Poll::Ready(Pulled::Reset),
-                None if self.splitter.is_between() => return Poll::Ready(Pulled::End),
                 None => {
+                    let Source::Messages(splitter) = &self.source else {
+                        // Without `close_send` the end of a replica's stream says nothing about the caller's.
+                        return Poll::Ready(Pulled::Wrong(Status::new(
+                            Code::Internal,
+                            "a replica ended a request without close_send",
+                        )));
+                    };
+                    if splitter.is_between() {
+                        return Poll::Ready(Pulled::End);
+                    }
                     return Poll::Ready(Pulled::Wrong(Status::new(
                         Code::Internal,
                         "request stream: it ended inside a message",
@@ -533,6 +635,8 @@ pub struct TunnelBody {
     big: Option<Bytes>,
     caller: Option<CallerStream>,
     discard: Option<Box<Discard>>,
+    /// Until when another replica may write `close_send` after a complete answer.
+    closing: Option<Pin<Box<Sleep>>>,
     ending: Option<Ending>,
     done: bool,
 }
@@ -570,18 +674,27 @@ impl TunnelBody {
         if core.end.is_parked() {
             return self.turn_parked(core, cx);
         }
+        let close_sent = core.end.is_close_sent();
         if core.end.is_answered() {
-            return self.turn_answered(core);
+            // The replica that writes the envelopes also writes the last one.
+            if !core.spliced || close_sent || core.end.mode() == Mode::OneShot {
+                return self.turn_answered(core);
+            }
+            let closing = self.closing.get_or_insert_with(|| Box::pin(tokio::time::sleep(CLOSE_TIME)));
+            if closing.as_mut().poll(cx).is_ready() || self.caller.is_none() {
+                tunnel.kill(core);
+                return Turn::Killed;
+            }
         }
         if core.discard {
             return self.turn_discard(core, cx);
         }
-        let close_sent = core.end.is_close_sent();
         set_waker(&mut core.tunnel_waker, cx);
         core.waiting = true;
         drop(core);
         if close_sent {
-            return Turn::Wait;
+            // A borrowed tunnel has nothing more to say.
+            return if tunnel.borrowed { Turn::End(Ending::Ok) } else { Turn::Wait };
         }
         let Some(caller) = &mut self.caller else { return Turn::Wait };
         match ready_or!(caller.poll(cx), Turn::Wait) {
@@ -594,8 +707,16 @@ impl TunnelBody {
                 Turn::Again
             }
             Pulled::Event(Event::Data(data)) => Turn::Big(data),
-            // A splitter has no control fields.
-            Pulled::Event(Event::Control { .. }) => Turn::Again,
+            // Only envelopes have control fields.
+            Pulled::Event(Event::Control { field, body }) => {
+                if field == response::CLOSE_SEND {
+                    self.caller = None;
+                    frame::put_control(field, &body, &mut self.out);
+                    tunnel.core().end.close_send();
+                    return Turn::Again;
+                }
+                self.fault(Status::new(Code::Internal, "a replica sent an envelope out of order"))
+            }
             Pulled::End => {
                 self.caller = None;
                 let mut core = tunnel.core();
@@ -610,25 +731,34 @@ impl TunnelBody {
             // The caller's own stream is being dropped; that decides what happens here.
             Pulled::Reset => {
                 self.caller = None;
-                Turn::Wait
+                // Unless the answer is complete: then only this side is left.
+                if tunnel.core().end.is_answered() { Turn::Again } else { Turn::Wait }
             }
-            Pulled::Wrong(status) => {
-                self.caller = None;
-                let mut core = tunnel.core();
-                core.fault = Some(status);
-                if let Some(waker) = core.exchange_waker.take() {
-                    waker.wake();
-                }
-                Turn::Wait
-            }
+            Pulled::Wrong(status) => self.fault(status),
         }
+    }
+
+    /// The caller's bytes are wrong: its own stream decides what happens.
+    fn fault(&mut self, status: Status) -> Turn {
+        self.caller = None;
+        let mut core = self.tunnel.core();
+        core.fault = Some(status);
+        if let Some(waker) = core.exchange_waker.take() {
+            waker.wake();
+        }
+        Turn::Wait
     }
 
     fn turn_parked(&mut self, mut core: MutexGuard<'_, Core>, cx: &mut Context<'_>) -> Turn {
         if let Some(job) = core.job.take() {
             core.end.open();
             self.out.put_slice(&job.request_info);
-            self.caller = Some(CallerStream { body: job.body, splitter: Splitter::default() });
+            let source = if core.spliced {
+                Source::Envelopes(Decoder::of_kas(false))
+            } else {
+                Source::Messages(Splitter::default())
+            };
+            self.caller = Some(CallerStream { body: job.body, source });
             return Turn::Again;
         }
         if let Some(retire) = core.retire.take() {
@@ -651,7 +781,7 @@ impl TunnelBody {
                 }
                 Err(_) => "the agent wrote to a parked tunnel".to_owned(),
             },
-            Err(Broken(why)) => why,
+            Err(Broken { why, .. }) => why,
         };
         self.tunnel.kill(core);
         self.tunnel.owner.violated(&self.tunnel, &what);
@@ -660,8 +790,7 @@ impl TunnelBody {
 
     /// The answer is complete: close the request's own direction between two messages, then park.
     fn turn_answered(&mut self, mut core: MutexGuard<'_, Core>) -> Turn {
-        if let Some(caller) = self.caller.take() {
-            let CallerStream { mut splitter, .. } = caller;
+        if let Some(CallerStream { source: Source::Messages(mut splitter), .. }) = self.caller.take() {
             // A message that is partly written is finished only from bytes already here: waiting
             // for the caller could take for ever, and a close inside it would be swallowed.
             while splitter.left() > 0 {
@@ -678,17 +807,27 @@ impl TunnelBody {
             frame::put_control(response::CLOSE_SEND, &[], &mut self.out);
             core.end.close_send();
         }
-        if core.end.park() {
-            core.parked_at = Instant::now();
-            let retiring = core.retire.is_some();
-            drop(core);
-            if !retiring {
-                self.tunnel.owner.parked(&self.tunnel);
-            }
-            Turn::Again
-        } else {
-            Turn::End(Ending::Ok)
+        self.closing = None;
+        if self.tunnel.borrowed {
+            core.end.end();
+            return Turn::End(Ending::Ok);
         }
+        let parked = core.end.park();
+        core.parked_at = Instant::now();
+        let retiring = core.retire.is_some();
+        // A splice waits for this.
+        let waker = core.exchange_waker.take();
+        drop(core);
+        if let Some(waker) = waker {
+            waker.wake();
+        }
+        if !parked {
+            return Turn::End(Ending::Ok);
+        }
+        if !retiring {
+            self.tunnel.owner.parked(&self.tunnel);
+        }
+        Turn::Again
     }
 
     fn turn_discard(&mut self, mut core: MutexGuard<'_, Core>, cx: &mut Context<'_>) -> Turn {
@@ -701,7 +840,7 @@ impl TunnelBody {
         let expired = discard.until.as_mut().poll(cx).is_ready();
         let Some(stream) = &mut core.stream else { return Turn::Wait };
         let got = match stream.poll(cx) {
-            Poll::Pending if expired => Err(Broken("an abandoned answer did not end in time".into())),
+            Poll::Pending if expired => Err(broken("an abandoned answer did not end in time")),
             Poll::Pending => return Turn::Wait,
             Poll::Ready(got) => got,
         };
@@ -725,14 +864,18 @@ impl TunnelBody {
         }
     }
 
-    fn last(&mut self, ending: &Ending) -> HttpFrame<Bytes> {
+    /// Returns the last frame; `None` where the end needs none.
+    fn last(&mut self, ending: &Ending) -> Option<HttpFrame<Bytes>> {
         self.done = true;
+        if self.tunnel.borrowed {
+            return None;
+        }
         let mut trailers = HeaderMap::with_capacity(2);
         match ending {
             Ending::Ok => Status::write_ok(&mut trailers),
             Ending::Status(status) => status.write_to(&mut trailers),
         }
-        HttpFrame::trailers(trailers)
+        Some(HttpFrame::trailers(trailers))
     }
 }
 
@@ -777,14 +920,14 @@ impl Body for TunnelBody {
         }
         loop {
             if let Some(ending) = this.ending.take() {
-                return Poll::Ready(Some(Ok(this.last(&ending))));
+                return Poll::Ready(this.last(&ending).map(Ok));
             }
             let turn = if this.out.len() >= GATHER { Turn::Wait } else { this.turn(cx) };
             match turn {
                 Turn::Again => continue,
                 Turn::Big(big) if this.out.is_empty() => return Poll::Ready(Some(Ok(HttpFrame::data(big)))),
                 Turn::Big(big) => this.big = Some(big),
-                Turn::End(ending) if this.out.is_empty() => return Poll::Ready(Some(Ok(this.last(&ending)))),
+                Turn::End(ending) if this.out.is_empty() => return Poll::Ready(this.last(&ending).map(Ok)),
                 Turn::End(ending) => this.ending = Some(ending),
                 Turn::Wait | Turn::Killed if this.out.is_empty() => return Poll::Pending,
                 Turn::Wait | Turn::Killed => {}
@@ -794,11 +937,20 @@ impl Body for TunnelBody {
             return Poll::Ready(Some(Ok(HttpFrame::data(this.out.split().freeze()))));
         }
     }
+
+    fn is_end_stream(&self) -> bool {
+        self.done
+    }
 }
 
 impl Drop for TunnelBody {
     fn drop(&mut self) {
         let mut core = self.tunnel.core();
+        if self.tunnel.borrowed && self.done && !core.dead {
+            // Everything has been said; the answer goes on.
+            core.tunnel_waker = None;
+            return;
+        }
         let wasted = core.end.is_parked() && !core.end.is_draining() || core.given_up;
         core.dead = true;
         core.end.end();
@@ -829,6 +981,7 @@ pub enum Head {
 /// when nothing has been written.
 pub struct Exchange {
     tunnel: Arc<Tunnel>,
+    round: u64,
     stream: Option<AgentStream>,
     out: BytesMut,
     big: Option<Bytes>,
@@ -851,6 +1004,12 @@ enum Next {
     Headers(HeaderMap),
     Event(Event),
     Complete,
+}
+
+/// What came from agentk, and what it means.
+enum Came {
+    Data(Bytes),
+    Got(Got, Step),
 }
 
 impl Exchange {
@@ -879,77 +1038,83 @@ impl Exchange {
             }
             // The automaton lets no message come before the header.
             Next::Event(_) => {
-                return Poll::Ready(Err(self.fail(Verdict::Unknown, "a message before the header")));
+                return Poll::Ready(Err(self.fail(Verdict::Unknown, broken("a message before the header"))));
             }
         }))
     }
 
+    /// Takes the next thing off agentk's direction and through the automaton.
+    fn poll_came(&mut self, cx: &mut Context<'_>) -> Poll<Result<Came, Failure>> {
+        let Some(stream) = &mut self.stream else {
+            return Poll::Ready(Err(Failure::Unknown));
+        };
+        let got = match stream.poll(cx) {
+            Poll::Ready(got) => got,
+            Poll::Pending => {
+                let mut core = self.tunnel.core();
+                if let Some(status) = core.fault.take() {
+                    drop(core);
+                    self.abandon();
+                    return Poll::Ready(Err(Failure::Caller(status)));
+                }
+                if core.dead || core.end.is_ended() {
+                    drop(core);
+                    return Poll::Ready(Err(self.fail(Verdict::Unknown, broken(""))));
+                }
+                set_waker(&mut core.exchange_waker, cx);
+                drop(core);
+                if let Some(sleep) = &mut self.sleep
+                    && sleep.as_mut().poll(cx).is_ready()
+                {
+                    self.abandon();
+                    return Poll::Ready(Err(Failure::Deadline));
+                }
+                return Poll::Pending;
+            }
+        };
+        let got = match got {
+            Ok(Got::Event(Event::Data(data))) => return Poll::Ready(Ok(Came::Data(data))),
+            Ok(got) => got,
+            Err(why) => return Poll::Ready(Err(self.fail(Verdict::Unknown, why))),
+        };
+        let step = self.tunnel.core().end.agent_sent(kind(&got));
+        match step {
+            // The tunnel is still parked: the agent withdrew it before the request was written.
+            Ok(Step::End) => {
+                let mut core = self.tunnel.core();
+                core.given_up = !core.end.is_draining();
+                core.stream = self.stream.take();
+                core.wake_tunnel();
+                let job = core.job.take();
+                Poll::Ready(Err(job.map_or(Failure::Unknown, Failure::NotStarted)))
+            }
+            Ok(step) => Poll::Ready(Ok(Came::Got(got, step))),
+            Err(verdict) => Poll::Ready(Err(self.fail(verdict, broken("a frame out of order")))),
+        }
+    }
+
     fn poll_next(&mut self, cx: &mut Context<'_>) -> Poll<Result<Next, Failure>> {
         loop {
-            let Some(stream) = &mut self.stream else {
-                return Poll::Ready(Err(Failure::Unknown));
+            let (got, step) = match ready!(self.poll_came(cx))? {
+                Came::Data(data) => return Poll::Ready(Ok(Next::Event(Event::Data(data)))),
+                Came::Got(got, step) => (got, step),
             };
-            let got = match stream.poll(cx) {
-                Poll::Ready(got) => got,
-                Poll::Pending => {
-                    let mut core = self.tunnel.core();
-                    if let Some(status) = core.fault.take() {
-                        drop(core);
-                        self.abandon();
-                        return Poll::Ready(Err(Failure::Caller(status)));
-                    }
-                    if core.dead || core.end.is_ended() {
-                        drop(core);
-                        return Poll::Ready(Err(self.fail(Verdict::Unknown, "")));
-                    }
-                    set_waker(&mut core.exchange_waker, cx);
-                    drop(core);
-                    if let Some(sleep) = &mut self.sleep
-                        && sleep.as_mut().poll(cx).is_ready()
-                    {
-                        self.abandon();
-                        return Poll::Ready(Err(Failure::Deadline));
-                    }
-                    return Poll::Pending;
-                }
-            };
-            let got = match got {
-                Ok(got) => got,
-                Err(Broken(why)) => return Poll::Ready(Err(self.fail(Verdict::Unknown, &why))),
-            };
-            if let Got::Event(event @ Event::Data(_)) = got {
+            if let Got::Event(event @ Event::Message { .. }) = got {
                 return Poll::Ready(Ok(Next::Event(event)));
-            }
-            let step = self.tunnel.core().end.agent_sent(kind(&got));
-            let step = match step {
-                Ok(step) => step,
-                Err(verdict) => return Poll::Ready(Err(self.fail(verdict, "a frame out of order"))),
-            };
-            if let Got::Event(Event::Message { len }) = got {
-                return Poll::Ready(Ok(Next::Event(Event::Message { len })));
             }
             if let Got::Event(Event::Control { field, body }) = got
                 && step != Step::Ignore
                 && let Err(why) = self.keep(field, body)
             {
-                return Poll::Ready(Err(self.fail(Verdict::Unknown, why)));
+                return Poll::Ready(Err(self.fail(Verdict::Unknown, broken(why))));
             }
             match step {
                 Step::Pass => return Poll::Ready(Ok(Next::Headers(std::mem::take(&mut self.trailers)))),
-                Step::Keep | Step::Ignore => {}
                 Step::Complete => {
                     self.complete();
                     return Poll::Ready(Ok(Next::Complete));
                 }
-                // The tunnel is still parked: the agent withdrew it before the request was written.
-                Step::End => {
-                    let mut core = self.tunnel.core();
-                    core.given_up = !core.end.is_draining();
-                    core.stream = self.stream.take();
-                    core.wake_tunnel();
-                    let job = core.job.take();
-                    return Poll::Ready(Err(job.map_or(Failure::Unknown, Failure::NotStarted)));
-                }
+                Step::Keep | Step::Ignore | Step::End => {}
             }
         }
     }
@@ -982,8 +1147,16 @@ impl Exchange {
     fn complete(&mut self) {
         self.sleep = None;
         let mut core = self.tunnel.core();
-        core.stream = self.stream.take();
         core.exchange_waker = None;
+        if self.tunnel.borrowed {
+            // The lender's last frames are read here, so that dropping the stream resets nothing.
+            if let Some(stream) = &mut self.stream {
+                let _ = stream.poll(&mut Context::from_waker(Waker::noop()));
+            }
+            core.wake_tunnel();
+            return;
+        }
+        core.stream = self.stream.take();
         let can_park = core.end.is_close_sent()
             && core.end.mode() == Mode::Reusable
             && core.retire.is_none()
@@ -1009,7 +1182,8 @@ impl Exchange {
     }
 
     /// The agent's side failed: resets the tunnel, and says what that means for the request.
-    fn fail(&mut self, verdict: Verdict, why: &str) -> Failure {
+    fn fail(&mut self, verdict: Verdict, broken: Broken) -> Failure {
+        let Broken { why, status } = broken;
         let mut core = self.tunnel.core();
         let job = core.job.take();
         let dead = core.dead;
@@ -1020,8 +1194,13 @@ impl Exchange {
         } else {
             self.tunnel.kill(core);
             if !why.is_empty() {
-                self.tunnel.owner.violated(&self.tunnel, why);
+                self.tunnel.owner.violated(&self.tunnel, &why);
             }
+        }
+        if job.is_none()
+            && let Some(status) = status
+        {
+            return Failure::Lender(*status);
         }
         match (job, verdict) {
             (Some(job), _) => Failure::NotStarted(job),
@@ -1040,6 +1219,15 @@ impl Exchange {
         }
         if core.end.is_ended() {
             core.wake_tunnel();
+            return;
+        }
+        if self.tunnel.borrowed {
+            // After a complete answer the other direction closes by itself. An unused tunnel is put back by its lender.
+            drop(stream);
+            if !core.end.is_answered() {
+                core.job = None;
+                self.tunnel.kill(core);
+            }
             return;
         }
         if let Some(job) = core.job.take() {
@@ -1083,7 +1271,7 @@ impl Exchange {
                 format!("the deadline passed before the answer of agent {agent} was complete"),
             )
             .with_outcome(Outcome::Unknown),
-            Failure::Caller(status) => status.clone(),
+            Failure::Caller(status) | Failure::Lender(status) => status.clone(),
             Failure::NotStarted(_) | Failure::Refused | Failure::Unknown => Status::new(
                 Code::Unavailable,
                 format!(
@@ -1167,5 +1355,152 @@ impl Body for Exchange {
 impl Drop for Exchange {
     fn drop(&mut self) {
         self.abandon();
+    }
+}
+
+/// A request in a tunnel, as the stream of another replica holds it: what agentk answers, in its own envelopes.
+///
+/// It ends with OK only after a complete answer, and when the tunnel has been let go. Dropping it before cancels the
+/// request, or gives the tunnel back unused when nothing has been written.
+pub struct Splice {
+    exchange: Exchange,
+    /// The answer is complete: until when the tunnel may take to be let go.
+    finished: Option<Pin<Box<Sleep>>>,
+}
+
+impl fmt::Debug for Splice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Splice").field("exchange", &self.exchange).finish_non_exhaustive()
+    }
+}
+
+impl Splice {
+    /// Returns the tunnel.
+    pub fn tunnel(&self) -> &Arc<Tunnel> {
+        &self.exchange.tunnel
+    }
+
+    /// Writes what came as it was.
+    fn pass(&mut self, came: Came) {
+        let exchange = &mut self.exchange;
+        let (got, step) = match came {
+            Came::Data(data) if data.len() <= COPY => {
+                exchange.out.put_slice(&data);
+                return;
+            }
+            Came::Data(data) => {
+                exchange.big = Some(data);
+                return;
+            }
+            Came::Got(got, step) => (got, step),
+        };
+        match got {
+            Got::Event(Event::Message { len }) => {
+                frame::put_message_head(request::MESSAGE, len, &mut exchange.out);
+            }
+            // A withdrawal that crossed the request concerns this replica alone.
+            Got::Event(Event::Control { field, body }) if step != Step::Ignore => {
+                frame::put_control(field, &body, &mut exchange.out);
+            }
+            Got::Event(_) | Got::HalfClose => {}
+        }
+        if step == Step::Complete {
+            exchange.complete();
+            self.finished = Some(Box::pin(tokio::time::sleep(CLOSE_TIME)));
+        }
+    }
+
+    /// Waits until the tunnel has been let go: parked again, ended, or reset.
+    fn poll_let_go(&mut self, cx: &mut Context<'_>) -> Poll<()> {
+        let Some(finished) = &mut self.finished else { return Poll::Ready(()) };
+        let mut core = self.exchange.tunnel.core();
+        let open = core.round == self.exchange.round && !core.end.is_parked();
+        if !open || core.end.is_ended() || core.dead {
+            return Poll::Ready(());
+        }
+        set_waker(&mut core.exchange_waker, cx);
+        drop(core);
+        // The tunnel's own stream resets it at that time.
+        finished.as_mut().poll(cx)
+    }
+
+    /// Returns how the stream ends after `failure`.
+    fn status(&self, failure: &Failure) -> Status {
+        let agent = self.exchange.tunnel.info.agent;
+        match failure {
+            // The first bytes were read from the other replica: it may not try again.
+            Failure::NotStarted(_) | Failure::Refused => Status::new(
+                Code::Unavailable,
+                format!("agent {agent} closed its tunnel before it started the request: repeat it"),
+            )
+            .with_outcome(Outcome::NotStarted),
+            failure => self.exchange.late_status(failure),
+        }
+    }
+
+    fn end(&mut self, status: Option<&Status>) -> HttpFrame<Bytes> {
+        self.exchange.done = true;
+        let mut trailers = HeaderMap::with_capacity(3);
+        match status {
+            None => Status::write_ok(&mut trailers),
+            Some(status) => status.write_to(&mut trailers),
+        }
+        HttpFrame::trailers(trailers)
+    }
+}
+
+impl Body for Splice {
+    type Data = Bytes;
+    type Error = BoxError;
+
+    fn poll_frame(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<HttpFrame<Bytes>, BoxError>>> {
+        let this = self.get_mut();
+        if this.exchange.done {
+            return Poll::Ready(None);
+        }
+        let mut failed = None;
+        if this.exchange.big.is_none() {
+            while this.finished.is_none() && this.exchange.out.len() < GATHER {
+                match this.exchange.poll_came(cx) {
+                    Poll::Pending => break,
+                    Poll::Ready(Ok(came)) => {
+                        this.pass(came);
+                        if this.exchange.big.is_some() {
+                            break;
+                        }
+                    }
+                    Poll::Ready(Err(failure)) => {
+                        failed = Some(this.status(&failure));
+                        break;
+                    }
+                }
+            }
+        }
+        if !this.exchange.out.is_empty() {
+            this.exchange.ended = failed.map(|status| {
+                let mut trailers = HeaderMap::with_capacity(3);
+                status.write_to(&mut trailers);
+                trailers
+            });
+            return Poll::Ready(Some(Ok(HttpFrame::data(this.exchange.out.split().freeze()))));
+        }
+        if let Some(big) = this.exchange.big.take() {
+            return Poll::Ready(Some(Ok(HttpFrame::data(big))));
+        }
+        if let Some(trailers) = this.exchange.ended.take() {
+            this.exchange.done = true;
+            return Poll::Ready(Some(Ok(HttpFrame::trailers(trailers))));
+        }
+        if let Some(status) = failed {
+            return Poll::Ready(Some(Ok(this.end(Some(&status)))));
+        }
+        if this.finished.is_none() {
+            return Poll::Pending;
+        }
+        ready!(this.poll_let_go(cx));
+        Poll::Ready(Some(Ok(this.end(None))))
     }
 }
