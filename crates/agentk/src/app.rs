@@ -41,6 +41,8 @@ pub struct Settings {
     pub cluster: ClusterAccess,
     /// Metrics and probes.
     pub observability_address: String,
+    /// Replicas of kas to be connected to at once.
+    pub replicas: usize,
     /// The most tunnels at once.
     pub max_tunnels: usize,
     /// Serves the benchmark's service too.
@@ -84,13 +86,17 @@ pub async fn run(settings: Settings, level: Level) -> anyhow::Result<()> {
         tracing::info!(address = %address, "metrics and probes");
     }
     let lifecycle = Lifecycle::default();
-    let connected = metrics.connections.clone();
+    let probed = Arc::clone(&metrics);
     let admin = Admin {
         metrics_path: "/metrics".into(),
         liveness_path: "/liveness".into(),
         readiness_path: "/readiness".into(),
         registry,
-        unready: Box::new(move || (connected.get() == 0).then(|| "not connected to kas".to_owned())),
+        // A tunnel that was just answered counts before the supervisor has heard of it.
+        unready: Box::new(move || {
+            let serves = probed.replicas_served.get() + probed.tunnels_idle.get() + probed.tunnels_busy.get();
+            (serves == 0).then(|| "not connected to kas".to_owned())
+        }),
         refresh: Box::new(|| {}),
     };
     let admin = tokio::spawn(admin::run(listener, admin, lifecycle.clone()));
@@ -123,8 +129,14 @@ pub async fn run(settings: Settings, level: Level) -> anyhow::Result<()> {
     });
     let leave = CancellationToken::new();
     let tasks = TaskTracker::new();
-    let supervisor =
-        tokio::spawn(supervisor::run(shared, settings.kas_address, tls, leave.clone(), tasks.clone()));
+    let supervisor = tokio::spawn(supervisor::run(
+        shared,
+        settings.kas_address,
+        tls,
+        settings.replicas,
+        leave.clone(),
+        tasks.clone(),
+    ));
     let signal = signals.next().await;
     tracing::info!(signal, requests = metrics.tunnels_busy.get(), "leaving: open requests go on");
     leave.cancel();

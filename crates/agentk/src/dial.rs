@@ -1,6 +1,6 @@
 //! From an address of kas to an HTTP/2 connection, every limit set explicitly.
 
-use std::{net::SocketAddr, sync::Arc, time::Duration};
+use std::{io, net::SocketAddr, sync::Arc, time::Duration};
 
 use http::uri::{Authority, Scheme};
 use hyper::client::conn::http2;
@@ -12,6 +12,9 @@ use tokio_util::sync::{CancellationToken, DropGuard};
 
 /// Connecting and the TLS handshake must be over within this time.
 const CONNECT: Duration = Duration::from_secs(10);
+/// An address that does not answer within this time is left for the next one, when the name has several: a replica
+/// whose host is gone answers nothing at all. Shorter: a slow network looks like it; longer: its agents wait for it.
+const CONNECT_ONE: Duration = Duration::from_secs(3);
 /// A kas of GitLab answers pings that come faster than each 20 s with GOAWAY.
 const KEEPALIVE: Duration = Duration::from_secs(25);
 const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(10);
@@ -76,7 +79,7 @@ pub enum DialError {
         /// Where.
         address: KasAddress,
         /// Why.
-        source: std::io::Error,
+        source: io::Error,
     },
     /// The name in the address cannot be that of a certificate.
     #[error("{0} is not a name that TLS can verify")]
@@ -87,7 +90,7 @@ pub enum DialError {
         /// Where.
         address: KasAddress,
         /// Why.
-        source: std::io::Error,
+        source: io::Error,
     },
     /// The other side does not speak HTTP/2.
     #[error("{address} does not speak HTTP/2")]
@@ -109,6 +112,8 @@ pub struct Link {
     pub sender: http2::SendRequest<grpc::Body>,
     /// This end's own address.
     pub local: Option<SocketAddr>,
+    /// The other end's address: of kas, or of a balancer.
+    pub peer: Option<SocketAddr>,
     /// Base of request URIs.
     pub scheme: Scheme,
     /// Base of request URIs.
@@ -141,24 +146,77 @@ where
     }
 }
 
-/// Connects.
+/// Addresses that come last when a name has several.
+#[derive(Debug, Clone, Default)]
+pub struct Avoid {
+    /// A connection to them is open: they come last of all.
+    pub used: Vec<SocketAddr>,
+    /// A connection to them was lost a moment ago.
+    pub lost: Vec<SocketAddr>,
+}
+
+impl Avoid {
+    /// Orders what a name resolved to: in random order, so that agents spread; what is avoided later; and the family
+    /// that the system prefers first.
+    fn order(&self, resolved: impl Iterator<Item = SocketAddr>) -> Vec<SocketAddr> {
+        let mut addresses: Vec<SocketAddr> = resolved.collect();
+        let preferred = addresses.first().map(SocketAddr::is_ipv4);
+        addresses.sort_unstable();
+        addresses.dedup();
+        addresses.sort_by_cached_key(|address| {
+            let avoided = (self.used.contains(address), self.lost.contains(address));
+            (avoided, Some(address.is_ipv4()) != preferred, rand::random::<u32>())
+        });
+        addresses
+    }
+}
+
+/// Connects, to an address that is not to be avoided if there is one.
 ///
 /// # Errors
 /// See [`DialError`].
 ///
 /// # Cancel safety
 /// Cancel safe: what was begun is closed.
-pub async fn dial(address: &KasAddress, tls: &Arc<rustls::ClientConfig>) -> Result<Link, DialError> {
-    tokio::time::timeout(CONNECT, connect(address, tls))
+pub async fn dial(
+    address: &KasAddress,
+    tls: &Arc<rustls::ClientConfig>,
+    avoid: &Avoid,
+) -> Result<Link, DialError> {
+    tokio::time::timeout(CONNECT, connect(address, tls, avoid))
         .await
         .map_err(|_| DialError::Timeout(address.clone()))?
 }
 
-async fn connect(address: &KasAddress, tls: &Arc<rustls::ClientConfig>) -> Result<Link, DialError> {
+/// Connects to the first address that answers.
+async fn connect_first(addresses: &[SocketAddr]) -> io::Result<TcpStream> {
+    let mut result = Err(io::Error::new(io::ErrorKind::NotFound, "the name has no address"));
+    for (n, address) in addresses.iter().enumerate() {
+        let connect = TcpStream::connect(address);
+        result = if n + 1 == addresses.len() {
+            connect.await
+        } else {
+            tokio::time::timeout(CONNECT_ONE, connect)
+                .await
+                .unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()))
+        };
+        if result.is_ok() {
+            break;
+        }
+    }
+    result
+}
+
+async fn connect(
+    address: &KasAddress,
+    tls: &Arc<rustls::ClientConfig>,
+    avoid: &Avoid,
+) -> Result<Link, DialError> {
     let connect = |source| DialError::Connect { address: address.clone(), source };
-    let stream = TcpStream::connect(address.authority.as_str()).await.map_err(connect)?;
+    let resolved = tokio::net::lookup_host(address.authority.as_str()).await.map_err(connect)?;
+    let stream = connect_first(&avoid.order(resolved)).await.map_err(connect)?;
     stream.set_nodelay(true).map_err(connect)?;
-    let local = stream.local_addr().ok();
+    let (local, peer) = (stream.local_addr().ok(), stream.peer_addr().ok());
     let tasks = LinkTasks(CancellationToken::new());
     let guard = tasks.0.clone().drop_guard();
     let mut builder = http2::Builder::new(tasks);
@@ -192,7 +250,7 @@ async fn connect(address: &KasAddress, tls: &Arc<rustls::ClientConfig>) -> Resul
         (sender, tokio::spawn(drive(connection)))
     };
     let scheme = if address.tls { Scheme::HTTPS } else { Scheme::HTTP };
-    Ok(Link { sender, local, scheme, authority: address.authority.clone(), driver, guard })
+    Ok(Link { sender, local, peer, scheme, authority: address.authority.clone(), driver, guard })
 }
 
 async fn drive(connection: impl Future<Output = hyper::Result<()>>) {
@@ -204,6 +262,32 @@ async fn drive(connection: impl Future<Output = hyper::Result<()>>) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn unused_addresses_come_first_and_in_every_order() {
+        let address = |n: u8| SocketAddr::from(([10, 0, 0, n], 8150));
+        let six = SocketAddr::from(([0, 0, 0, 0, 0, 0, 0, 1], 8150));
+        let avoid = Avoid { used: vec![address(1)], lost: vec![address(2), address(1)] };
+        let mut firsts = std::collections::BTreeSet::new();
+        for _ in 0..100 {
+            let order = avoid.order([1, 2, 3, 4, 3].map(address).into_iter().chain([six]));
+            firsts.insert(order[0]);
+            assert_eq!(order[2..], [six, address(2), address(1)]);
+        }
+        assert_eq!(firsts.into_iter().collect::<Vec<_>>(), [address(3), address(4)]);
+    }
+
+    #[tokio::test]
+    async fn address_that_refuses_is_left_for_the_next() {
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let open = listener.local_addr().unwrap();
+        // A port that was just free, and is ours to leave closed.
+        let closed = tokio::net::TcpListener::bind("127.0.0.2:0").await.unwrap().local_addr().unwrap();
+        let stream = connect_first(&[closed, open]).await.unwrap();
+        assert_eq!(stream.peer_addr().unwrap(), open);
+        assert!(connect_first(&[closed]).await.is_err());
+        assert_eq!(connect_first(&[]).await.unwrap_err().kind(), io::ErrorKind::NotFound);
+    }
 
     #[test]
     fn addresses_of_14_1_are_read() {

@@ -1,8 +1,8 @@
 //! agentk: runs in (or next to) a cluster, dials kas, and serves what it has through reverse
 //! tunnels.
 //!
-//! [`supervisor`] keeps a [`session`] with kas: a transport connection ([`dial`]) with a
-//! configuration stream and a [`pool`] of tunnels. What comes out of a tunnel goes to a
+//! [`supervisor`] keeps a [`session`] with each of two [`replica`]s of kas: a transport connection
+//! ([`dial`]) with a configuration stream and a [`pool`] of tunnels. What comes out of a tunnel goes to a
 //! [`module`]. Logic belongs into kas where it can; this stays small.
 
 pub mod app;
@@ -12,6 +12,7 @@ pub mod direct;
 pub mod metrics;
 pub mod module;
 pub mod pool;
+pub mod replica;
 pub mod session;
 pub mod supervisor;
 pub mod token;

@@ -8,6 +8,7 @@ use agentk::{
     dial::KasAddress,
     direct,
     module::{Modules, bench::Bench},
+    replica,
 };
 use clap::{CommandFactory as _, Parser, Subcommand};
 use runtime::{telemetry, tls, version};
@@ -22,6 +23,10 @@ struct Arguments {
     /// How log lines look: json, text, or auto (json unless standard error is a terminal).
     #[arg(long, value_name = "FORMAT", default_value = "auto", value_parser = ["auto", "json", "text"], global = true)]
     log_format: String,
+    /// Threads that serve. One carries several GB/s and wakes nobody else; more help an agent that is busy with TLS.
+    #[arg(long, value_name = "N", env = "AGENTK_WORKER_THREADS", default_value_t = 1, global = true,
+        value_parser = clap::value_parser!(u16).range(1..=256))]
+    worker_threads: u16,
     #[command(subcommand)]
     command: Option<Command>,
 }
@@ -42,7 +47,15 @@ struct AgentArguments {
     /// Where metrics and probes are served.
     #[arg(long, value_name = "ADDRESS", default_value = ":8080")]
     observability_address: String,
-    /// The most requests at once.
+    /// Replicas of kas to be connected to at once: with two, the loss of one loses no request that has not begun.
+    ///
+    /// They stand behind one address, so agentk dials, asks who answers, and dials again every 10 to 20 s while it has
+    /// reached fewer than this although more live. 1 saves connections; more than 2 helps when several are lost at
+    /// once. A kas of GitLab does not say who it is, and gets one connection.
+    #[arg(long, value_name = "N", env = "AGENTK_REPLICAS", default_value_t = 2,
+        value_parser = clap::value_parser!(u8).range(1..=replica::MAX as i64))]
+    replicas: u8,
+    /// The most requests at once, through each replica.
     #[arg(long, value_name = "N", default_value_t = 500, value_parser = clap::value_parser!(u16).range(1..=500))]
     max_tunnels: u16,
     /// Serves the benchmark's service too.
@@ -54,9 +67,6 @@ struct AgentArguments {
     /// Name of this pod, shown to operators.
     #[arg(long, env = "POD_NAME", default_value = "", hide_default_value = true)]
     pod_name: String,
-    /// Threads that serve; the number of cores by default.
-    #[arg(long, value_name = "N", env = "AGENTK_WORKER_THREADS", hide = true)]
-    worker_threads: Option<usize>,
 }
 
 #[derive(Subcommand)]
@@ -87,6 +97,11 @@ Examples:
 
 A token and the lines that make it known to kas: kasctl token agent --id 1 --name demo --project 1";
 
+// Bodies of requests are big buffers that live shortly: this allocator keeps them mapped, where the system one returns
+// them to the kernel and takes a page fault for each page of the next.
+#[global_allocator]
+static ALLOCATOR: tikv_jemallocator::Jemalloc = tikv_jemallocator::Jemalloc;
+
 fn main() -> ExitCode {
     tls::install();
     match run(Arguments::parse()) {
@@ -100,7 +115,7 @@ fn main() -> ExitCode {
 
 fn run(arguments: Arguments) -> anyhow::Result<()> {
     let mut builder = tokio::runtime::Builder::new_multi_thread();
-    builder.enable_all();
+    builder.enable_all().worker_threads(arguments.worker_threads.into());
     let format = match arguments.log_format.as_str() {
         "json" => telemetry::Format::Json,
         "text" => telemetry::Format::Text,
@@ -122,15 +137,13 @@ fn run(arguments: Arguments) -> anyhow::Result<()> {
                 anyhow::bail!("--kas-address and --token-file are needed; see --help");
             };
             let level = telemetry::start("info", format);
-            if let Some(threads) = agent.worker_threads {
-                builder.worker_threads(threads.max(1));
-            }
             let settings = Settings {
                 kas_address,
                 token_file,
                 ca_cert_file: agent.ca_cert_file,
                 cluster: agent.cluster,
                 observability_address: agent.observability_address,
+                replicas: agent.replicas.into(),
                 max_tunnels: agent.max_tunnels.into(),
                 bench_module: agent.bench_module,
                 pod: (agent.pod_namespace, agent.pod_name),

@@ -12,7 +12,7 @@ use std::{
 use tokio::{sync::Notify, time::Instant};
 use tunnel::agent_end::{Control, Observer, Progress};
 
-use crate::metrics::Metrics;
+use crate::{metrics::Metrics, replica::Replica};
 
 /// Tunnels that should wait for a request at any time.
 pub const IDLE: usize = 2;
@@ -39,6 +39,8 @@ struct State {
     failed: usize,
     /// kas has sent a drain notice.
     drained: bool,
+    /// The replica that sent it, when it named itself.
+    drained_by: Option<Replica>,
     /// No tunnel is opened any more.
     closed: bool,
 }
@@ -51,6 +53,8 @@ struct Slot {
     since: Instant,
     /// Replace it when it has been idle this long: a proxy would cut it.
     max_idle: Option<Duration>,
+    /// Where it ends: a balancer may bring each stream of a connection to another replica.
+    replica: Option<Replica>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -111,7 +115,13 @@ impl Pool {
         state.serial += 1;
         state.opening += 1;
         let serial = state.serial;
-        let slot = Slot { control: None, stage: Stage::Opening, since: Instant::now(), max_idle: None };
+        let slot = Slot {
+            control: None,
+            stage: Stage::Opening,
+            since: Instant::now(),
+            max_idle: None,
+            replica: None,
+        };
         state.slots.insert(serial, slot);
         drop(state);
         (Box::new(Watcher { pool: Arc::clone(self), serial }), serial)
@@ -124,11 +134,33 @@ impl Pool {
         }
     }
 
-    /// kas says how long the tunnel may be idle.
-    pub fn max_idle(&self, serial: u64, max_idle: Duration) {
+    /// kas has answered: where the tunnel ends, and how long it may be idle.
+    pub fn answered(&self, serial: u64, replica: Option<Replica>, max_idle: Option<Duration>) {
         if let Some(slot) = self.state().slots.get_mut(&serial) {
-            slot.max_idle = Some(max_idle);
+            slot.replica = replica;
+            slot.max_idle = max_idle;
         }
+    }
+
+    /// Returns the replicas that have an idle or busy tunnel of this session, in order.
+    pub fn replicas(&self) -> Vec<Replica> {
+        let state = self.state();
+        let present = state.slots.values().filter(|slot| matches!(slot.stage, Stage::Idle | Stage::Busy));
+        let mut replicas: Vec<Replica> = present.filter_map(|slot| slot.replica.clone()).collect();
+        replicas.sort_unstable();
+        replicas.dedup();
+        replicas
+    }
+
+    /// Returns the replica that sent a drain notice, when one did and named itself.
+    pub fn drained_by(&self) -> Option<Replica> {
+        self.state().drained_by.clone()
+    }
+
+    /// Whether one more tunnel may be opened.
+    pub fn has_room(&self) -> bool {
+        let state = self.state();
+        !state.closed && state.slots.len() < self.limit
     }
 
     /// Whether any tunnel is idle or busy: requests can reach this agent through the session.
@@ -253,7 +285,10 @@ impl Observer for Watcher {
                 }
             }
         }
-        state.drained |= progress == Progress::DrainNotice;
+        if progress == Progress::DrainNotice {
+            state.drained = true;
+            state.drained_by = state.slots.get(&self.serial).and_then(|slot| slot.replica.clone());
+        }
         let first = before == Stage::Opening && after == Some(Stage::Idle);
         if first || state.drained || after.is_none() || state.idle + state.opening < IDLE {
             pool.notify.notify_one();
@@ -326,6 +361,28 @@ mod tests {
         tunnels[1].progress(Progress::Ended);
         assert_eq!(pool.wants().failed, 0);
         assert!(pool.is_empty());
+    }
+
+    #[test]
+    fn replicas_are_those_of_tunnels_that_are_idle_or_busy() {
+        let pool = pool(10);
+        let tunnels: Vec<_> = ["b", "a", "b"]
+            .map(|name| {
+                let (tunnel, serial) = pool.begin();
+                pool.answered(serial, Some(Replica::new(name)), None);
+                tunnel
+            })
+            .into();
+        assert_eq!(pool.replicas(), []);
+        for tunnel in &tunnels {
+            tunnel.progress(Progress::Parked);
+        }
+        tunnels[0].progress(Progress::Busy);
+        assert_eq!(pool.replicas(), ["a", "b"].map(Replica::new));
+        assert_eq!(pool.drained_by(), None);
+        tunnels[1].progress(Progress::DrainNotice);
+        assert_eq!(pool.replicas(), [Replica::new("b")]);
+        assert_eq!(pool.drained_by(), Some(Replica::new("a")));
     }
 
     #[tokio::test(start_paused = true)]

@@ -11,14 +11,23 @@ use proto::gitlab::agent::{
     modshared::AgentMeta,
     reverse_tunnel::info::AgentDescriptor,
 };
-use tokio::{sync::watch, time::Instant};
+use tokio::{
+    sync::{Notify, watch},
+    time::Instant,
+};
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 use tunnel::{
     INSTANCE_HEADER, MAX_IDLE_HEADER, REUSE, SOCKET_HEADER, TUNNEL_HEADER,
     agent_end::{self, Handler},
 };
 
-use crate::{dial::Link, metrics::Metrics, pool::Pool, token::TokenFile};
+use crate::{
+    dial::Link,
+    metrics::{ConnectionState, Metrics},
+    pool::Pool,
+    replica::{Answer, Replica},
+    token::TokenFile,
+};
 
 const CONNECT: &str = "/gitlab.agent.reverse_tunnel.rpc.ReverseTunnel/Connect";
 const GET_CONFIGURATION: &str = "/gitlab.agent.agent_configuration.rpc.AgentConfiguration/GetConfiguration";
@@ -34,6 +43,9 @@ const FLUSH: Duration = Duration::from_millis(500);
 const TICK: Duration = Duration::from_secs(5);
 /// First and longest pause before a tunnel is opened again that kas did not accept.
 const TUNNEL_BACKOFF: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(10));
+/// A kas of this project sends response headers at once; one that has sent none after this time is taken for one that
+/// does not name itself. Shorter: one that is overloaded is given up; longer: another is looked for later.
+pub const ANSWER: Duration = Duration::from_secs(5);
 
 /// What every session of the process has in common.
 pub struct Shared {
@@ -63,9 +75,20 @@ impl std::fmt::Debug for Shared {
     }
 }
 
-/// How far a session is.
+/// How a session begins.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Begin {
+    /// With its tunnels at once: a kas of GitLab sends no headers before its first message, and nobody else serves.
+    Tunnels,
+    /// With the configuration stream alone, which tells where it is, until it is [admitted](Orders::admit).
+    Asking,
+}
+
+/// How far a session is: each stage leads to those below it.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Stage {
+    /// Learns which replica this is; it opens no tunnel until it is admitted.
+    Asking,
     /// Connected, and no tunnel is there yet.
     Opening,
     /// Requests can come.
@@ -76,29 +99,128 @@ pub enum Stage {
     Over(Option<Status>),
 }
 
+impl Stage {
+    fn state(&self) -> Option<ConnectionState> {
+        match self {
+            Self::Asking => Some(ConnectionState::Asking),
+            Self::Opening => Some(ConnectionState::Opening),
+            Self::Serving => Some(ConnectionState::Serving),
+            Self::Retiring => Some(ConnectionState::Leaving),
+            Self::Over(_) => None,
+        }
+    }
+}
+
+/// How a session stands.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Standing {
+    /// How far it is.
+    pub stage: Stage,
+    /// What the headers of its last stream said. `None`: none have come yet.
+    pub answer: Option<Answer>,
+    /// The replicas that its tunnels are at: one, unless a balancer spreads the streams of a connection.
+    pub replicas: Vec<Replica>,
+    /// The replica that asked the agent to go elsewhere.
+    pub drained_by: Option<Replica>,
+}
+
+/// What a session is told.
+#[derive(Debug, Clone, Default)]
+pub struct Orders {
+    /// One that asks may open its tunnels.
+    pub admit: CancellationToken,
+    /// It is not needed: it lets go of what is idle, and finishes what is busy.
+    pub close: CancellationToken,
+    /// Another serves in place of this one, which retires: it need not wait any longer.
+    pub replaced: CancellationToken,
+    /// It opens one more tunnel, whose headers tell how many replicas there are now. The pool shrinks again by itself.
+    pub ask: Arc<Notify>,
+}
+
 /// A session that runs by itself.
 #[derive(Debug)]
 pub struct Session {
-    /// How far it is.
-    pub stage: watch::Receiver<Stage>,
-    /// Resolves the wait of a retiring session: its successor serves.
-    pub replaced: CancellationToken,
+    /// How it stands.
+    pub standing: watch::Receiver<Standing>,
+    /// What it is told.
+    pub orders: Orders,
+    /// Where it is connected to.
+    pub peer: Option<std::net::SocketAddr>,
 }
 
-/// Starts a session on a connection.
-pub fn start(shared: Arc<Shared>, link: Link, leave: CancellationToken, tasks: &TaskTracker) -> Session {
-    let (sender, stage) = watch::channel(Stage::Opening);
-    let replaced = CancellationToken::new();
-    let run = Run { shared, link, stage: sender, replaced: replaced.clone(), streams: TaskTracker::new() };
-    tasks.spawn(run.run(leave));
-    Session { stage, replaced }
+/// Starts a session on a connection. `changed` is notified whenever its standing changes.
+pub fn start(
+    shared: Arc<Shared>,
+    link: Link,
+    begin: Begin,
+    changed: Arc<Notify>,
+    leave: CancellationToken,
+    tasks: &TaskTracker,
+) -> Session {
+    let stage = match begin {
+        Begin::Tunnels => Stage::Opening,
+        Begin::Asking => Stage::Asking,
+    };
+    shared.metrics.connection(None, stage.state());
+    let (sender, standing) =
+        watch::channel(Standing { stage, answer: None, replicas: Vec::new(), drained_by: None });
+    let orders = Orders::default();
+    let session = Session { standing, orders: orders.clone(), peer: link.peer };
+    let report = Report { standing: sender, changed, metrics: Arc::clone(&shared.metrics) };
+    tasks.spawn(Run { shared, link, report, orders, streams: TaskTracker::new() }.run(leave));
+    session
+}
+
+/// Tells how a session stands.
+#[derive(Debug, Clone)]
+struct Report {
+    standing: watch::Sender<Standing>,
+    changed: Arc<Notify>,
+    metrics: Arc<Metrics>,
+}
+
+impl Report {
+    fn modify(&self, change: impl FnOnce(&mut Standing)) {
+        let changed = self.standing.send_if_modified(|standing| {
+            let before = standing.clone();
+            change(standing);
+            *standing != before
+        });
+        if changed {
+            self.changed.notify_one();
+        }
+    }
+
+    fn stage(&self, stage: Stage) {
+        self.metrics.connection(self.standing.borrow().stage.state(), stage.state());
+        self.modify(|standing| standing.stage = stage);
+    }
+
+    /// Whether nothing has been answered.
+    fn is_silent(&self) -> bool {
+        self.standing.borrow().answer.is_none()
+    }
+
+    fn is(&self, stage: &Stage) -> bool {
+        self.standing.borrow().stage == *stage
+    }
+
+    /// Response headers have come. A refusal without a name tells nothing: kas names itself only in answers.
+    fn heard(&self, answer: Answer, refused: bool) {
+        let told = answer.replica.is_some();
+        self.modify(|standing| {
+            if told || (standing.answer.is_none() && !refused) {
+                standing.answer = Some(answer);
+            }
+        });
+    }
 }
 
 struct Run {
     shared: Arc<Shared>,
     link: Link,
-    stage: watch::Sender<Stage>,
-    replaced: CancellationToken,
+    report: Report,
+    orders: Orders,
     streams: TaskTracker,
 }
 
@@ -114,13 +236,13 @@ enum ConfigurationEnd {
 
 impl Run {
     async fn run(mut self, leave: CancellationToken) {
-        self.shared.metrics.connections.inc();
         let pool = Pool::new(Arc::clone(&self.shared.metrics), self.shared.max_tunnels);
         let end = self.serve(&pool, &leave).await;
         // What is open goes on while the connection lives; nothing new is opened.
         pool.close();
         let over = match end {
             End::Refused(status) => Some(status),
+            End::Unanswered if self.report.is(&Stage::Asking) => None,
             End::Unanswered => {
                 self.shared.metrics.connect_failures.inc();
                 tracing::warn!(
@@ -130,16 +252,23 @@ impl Run {
                 None
             }
             End::Retired => {
-                self.stage.send_replace(Stage::Retiring);
-                tokio::select! {
-                    () = self.replaced.cancelled() => {}
-                    () = tokio::time::sleep(REPLACE) => {}
-                    () = leave.cancelled() => {}
+                self.report.stage(Stage::Retiring);
+                let until = Instant::now() + REPLACE;
+                loop {
+                    // GOAWAY may be noticed before the drain notice behind it.
+                    self.report.modify(|standing| standing.drained_by = pool.drained_by());
+                    tokio::select! {
+                        () = self.orders.replaced.cancelled() => break,
+                        () = tokio::time::sleep_until(until) => break,
+                        () = leave.cancelled() => break,
+                        () = pool.changed() => {}
+                    }
                 }
                 pool.half_close_all();
                 None
             }
-            End::Left => {
+            End::Left | End::Closed => {
+                self.report.stage(Stage::Retiring);
                 pool.withdraw_all();
                 None
             }
@@ -158,14 +287,14 @@ impl Run {
         self.link.driver.abort();
         drop(self.link);
         self.streams.close();
-        self.shared.metrics.connections.dec();
-        self.stage.send_replace(Stage::Over(over));
+        self.report.stage(Stage::Over(over));
     }
 
     /// Keeps the configuration stream and the pool until the session has to end.
     async fn serve(&mut self, pool: &Arc<Pool>, leave: &CancellationToken) -> End {
-        let mut configuration =
-            Box::pin(configuration(self.shared.clone(), self.request_parts(), self.link.sender.clone()));
+        let mut configuration = Box::pin(self.configuration());
+        let mut asking = self.report.is(&Stage::Asking);
+        let answer_by = Instant::now() + ANSWER;
         let mut ticks = tokio::time::interval(TICK);
         let mut backoff = TUNNEL_BACKOFF.0;
         let mut not_before = Instant::now();
@@ -179,19 +308,17 @@ impl Run {
                 not_before = Instant::now() + backoff.mul_f64(rand::random());
                 backoff = (backoff * 2).min(TUNNEL_BACKOFF.1);
             }
+            self.report.modify(|standing| standing.replicas = pool.replicas());
             if pool.is_serving() {
                 backoff = TUNNEL_BACKOFF.0;
-                self.stage.send_if_modified(|stage| {
-                    let first = *stage == Stage::Opening;
-                    if first {
-                        *stage = Stage::Serving;
-                    }
-                    first
-                });
+                if self.report.is(&Stage::Opening) {
+                    self.report.stage(Stage::Serving);
+                }
             }
-            let wait = wants.open > 0 && Instant::now() < not_before;
-            if wants.open > 0 && !wait {
-                for _ in 0..wants.open {
+            let open = if asking { 0 } else { wants.open };
+            let wait = open > 0 && Instant::now() < not_before;
+            if open > 0 && !wait {
+                for _ in 0..open {
                     if let Err(end) = self.open(pool) {
                         return end;
                     }
@@ -203,9 +330,23 @@ impl Run {
                 () = tokio::time::sleep_until(not_before), if wait => {}
                 _ = ticks.tick() => pool.tick(),
                 () = leave.cancelled() => return End::Left,
+                () = self.orders.close.cancelled() => return End::Closed,
+                () = self.orders.admit.cancelled(), if asking => {
+                    asking = false;
+                    self.report.stage(Stage::Opening);
+                }
+                () = tokio::time::sleep_until(answer_by), if asking && self.report.is_silent() => {
+                    self.report.heard(Answer::unnamed(), false);
+                }
+                () = self.orders.ask.notified(), if !asking => {
+                    if pool.has_room() && let Err(end) = self.open(pool) {
+                        return end;
+                    }
+                }
                 // The connection broke, or takes no new streams: another one is needed either way.
                 _ = &mut self.link.driver => {
-                    return if *self.stage.borrow() == Stage::Opening { End::Unanswered } else { End::Retired };
+                    let begins = asking || self.report.is(&Stage::Opening);
+                    return if begins { End::Unanswered } else { End::Retired };
                 }
                 end = &mut configuration, if configuration_after.is_none() => match end {
                     ConfigurationEnd::Again => {
@@ -229,14 +370,15 @@ impl Run {
                 },
                 () = at(configuration_after), if configuration_after.is_some() => {
                     configuration_after = None;
-                    configuration = Box::pin(self::configuration(
-                        self.shared.clone(),
-                        self.request_parts(),
-                        self.link.sender.clone(),
-                    ));
+                    configuration = Box::pin(self.configuration());
                 }
             }
         }
+    }
+
+    fn configuration(&self) -> impl Future<Output = ConfigurationEnd> + use<> {
+        let sender = self.link.sender.clone();
+        configuration(Arc::clone(&self.shared), self.request_parts(), self.report.clone(), sender)
     }
 
     fn request_parts(&self) -> RequestParts {
@@ -261,15 +403,16 @@ impl Run {
             agent_end::open(&self.shared.descriptor, Arc::clone(&self.shared.handler), observer);
         pool.control(serial, control.clone());
         let pool = Arc::clone(pool);
+        let report = self.report.clone();
         let answer = self.link.sender.send_request(request.map(|()| grpc::boxed(body)));
         self.streams.spawn(async move {
             match answer.await {
                 Ok(response) => match refusal(&response) {
                     None => {
                         let reusable = response.headers().get(TUNNEL_HEADER) == Some(&REUSE);
-                        if let Some(max) = max_idle(&response) {
-                            pool.max_idle(serial, max);
-                        }
+                        let said = Answer::of(response.headers());
+                        pool.answered(serial, said.replica.clone(), max_idle(&response));
+                        report.heard(said, false);
                         let gzip =
                             response.headers().get("grpc-encoding").is_some_and(|value| value == "gzip");
                         control.accepted(grpc::boxed(response.into_body()), reusable, gzip);
@@ -298,6 +441,8 @@ enum End {
     Unanswered,
     /// This process leaves.
     Left,
+    /// The session is not needed.
+    Closed,
 }
 
 async fn at(instant: Option<Instant>) {
@@ -364,6 +509,7 @@ fn max_idle(response: &Response<Incoming>) -> Option<Duration> {
 async fn configuration(
     shared: Arc<Shared>,
     parts: RequestParts,
+    report: Report,
     mut sender: hyper::client::conn::http2::SendRequest<grpc::Body>,
 ) -> ConfigurationEnd {
     let message = ConfigurationRequest {
@@ -383,7 +529,9 @@ async fn configuration(
             return ConfigurationEnd::Broken;
         }
     };
-    if let Some(status) = refusal(&response) {
+    let refused = refusal(&response);
+    report.heard(Answer::of(response.headers()), refused.is_some());
+    if let Some(status) = refused {
         return if status.code() == Code::Ok {
             ConfigurationEnd::Again
         } else {

@@ -1,161 +1,317 @@
-//! Keeps a session with kas, whatever happens.
+//! Keeps sessions with kas, whatever happens.
 //!
-//! Attempts are spread with full jitter, from 100 ms to 10 s, so that a fleet that lost its replica
-//! neither storms the next one nor waits long. When kas refuses the token the pauses grow to
-//! minutes, and the log says what to do.
+//! [`plan`] decides which there should be; this dials, starts them, tells them, and writes the log. When kas refuses
+//! the token the pauses grow to minutes, and the log says what to do.
 
-use std::{error::Error as _, sync::Arc, time::Duration};
+mod plan;
 
-use tokio::time::Instant;
+use std::{
+    collections::{BTreeMap, VecDeque},
+    error::Error as _,
+    net::SocketAddr,
+    pin::Pin,
+    sync::Arc,
+    time::Duration,
+};
+
+use http::HeaderValue;
+use tokio::{sync::Notify, time::Instant};
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
+use self::plan::{Action, Change, Plan, SessionId, Why};
 use crate::{
-    dial::{self, KasAddress},
+    dial::{self, Avoid, DialError, KasAddress, Link},
     session::{self, Session, Shared, Stage},
 };
 
-const FIRST: Duration = Duration::from_millis(100);
-const LONGEST: Duration = Duration::from_secs(10);
-/// Pauses after a refused token.
-const REFUSED_FIRST: Duration = Duration::from_secs(10);
-const REFUSED_LONGEST: Duration = Duration::from_secs(300);
-/// A session that served this long was good: the next attempt begins anew.
-const GOOD: Duration = Duration::from_secs(10);
+/// An address whose connection was lost comes after others for this long.
+const LOST: Duration = Duration::from_secs(30);
+/// So many lost addresses are remembered.
+const MAX_LOST: usize = 16;
 
-/// A pause before the next attempt.
-#[derive(Debug, Clone, Copy)]
-struct Backoff {
-    next: Duration,
-}
+type Pending<T> = Option<Pin<Box<dyn Future<Output = T> + Send>>>;
 
-impl Backoff {
-    /// Returns a random pause up to the present bound, which doubles.
-    fn pause(&mut self, first: Duration, longest: Duration) -> Duration {
-        let bound = self.next.clamp(first, longest);
-        self.next = (bound * 2).min(longest);
-        bound.mul_f64(rand::random())
-    }
-
-    fn reset(&mut self) {
-        self.next = Duration::ZERO;
-    }
-}
-
-/// Keeps a session until `leave`, then lets open requests finish.
+/// Keeps sessions with `wanted` replicas of kas until `leave`, then lets open requests finish.
 pub async fn run(
+    shared: Arc<Shared>,
+    address: KasAddress,
+    tls: Arc<rustls::ClientConfig>,
+    wanted: usize,
+    leave: CancellationToken,
+    tasks: TaskTracker,
+) {
+    let mut supervisor = Supervisor {
+        plan: Plan::new(wanted, Instant::now()),
+        sessions: BTreeMap::new(),
+        lost: VecDeque::new(),
+        changed: Arc::new(Notify::new()),
+        dial: None,
+        exchange: None,
+        shared,
+        address,
+        tls,
+        leave: leave.clone(),
+        tasks,
+    };
+    tokio::select! {
+        biased;
+        () = leave.cancelled() => {}
+        () = supervisor.keep() => {}
+    }
+}
+
+struct Supervisor {
+    plan: Plan,
+    sessions: BTreeMap<SessionId, Kept>,
+    /// Addresses whose connection was lost, and when.
+    lost: VecDeque<(SocketAddr, Instant)>,
+    /// A session stands differently.
+    changed: Arc<Notify>,
+    dial: Pending<Result<Link, DialError>>,
+    /// Waits for another token after one was refused.
+    exchange: Pending<()>,
     shared: Arc<Shared>,
     address: KasAddress,
     tls: Arc<rustls::ClientConfig>,
     leave: CancellationToken,
     tasks: TaskTracker,
-) {
-    let mut backoff = Backoff { next: Duration::ZERO };
-    let mut previous: Option<Session> = None;
-    while !leave.is_cancelled() {
-        let link = tokio::select! {
-            link = dial::dial(&address, &tls) => link,
-            () = leave.cancelled() => return,
+}
+
+struct Kept {
+    session: Session,
+    /// The token in the file when it began.
+    used: Option<HeaderValue>,
+}
+
+impl Supervisor {
+    async fn keep(&mut self) {
+        loop {
+            self.look();
+            let now = Instant::now();
+            for action in self.plan.settle(now) {
+                self.act(action);
+            }
+            self.shared.metrics.replicas_served.set(gauge(self.plan.served(now)));
+            self.shared.metrics.replicas_wanted.set(gauge(self.plan.target(now)));
+            if self.dial.is_none() && self.plan.dial_at(now).is_some_and(|at| at <= now) {
+                self.plan.dials();
+                self.dial = Some(self.attempt(now));
+            }
+            let wake = self.plan.wake_at(now);
+            tokio::select! {
+                () = self.changed.notified() => {}
+                () = tokio::time::sleep_until(wake.unwrap_or(now)), if wake.is_some() => {}
+                link = ready(&mut self.dial) => self.dialled(link),
+                () = ready(&mut self.exchange) => self.plan.exchanged(Instant::now()),
+            }
+        }
+    }
+
+    /// Dials, preferably where no session is and none was just lost.
+    fn attempt(&mut self, now: Instant) -> Pin<Box<dyn Future<Output = Result<Link, DialError>> + Send>> {
+        self.lost.retain(|(_, since)| now < *since + LOST);
+        let avoid = Avoid {
+            used: self.sessions.values().filter_map(|kept| kept.session.peer).collect(),
+            lost: self.lost.iter().map(|(address, _)| *address).collect(),
         };
-        let pause = match link {
+        let (address, tls) = (self.address.clone(), Arc::clone(&self.tls));
+        Box::pin(async move { dial::dial(&address, &tls, &avoid).await })
+    }
+
+    fn dialled(&mut self, link: Result<Link, DialError>) {
+        let now = Instant::now();
+        match link {
             Err(error) => {
-                shared.metrics.connect_failures.inc();
+                self.shared.metrics.connect_failures.inc();
                 let mut chain = error.to_string();
                 let mut cause = error.source();
                 while let Some(next) = cause {
                     chain = format!("{chain}: {next}");
                     cause = next.source();
                 }
-                let pause = backoff.pause(FIRST, LONGEST);
+                let pause = self.plan.dial_failed(now);
                 tracing::warn!(error = chain, retry_in = ?pause, "cannot reach kas");
-                pause
             }
             Ok(link) => {
-                let begun = Instant::now();
-                let used = shared.token.authorization().ok();
-                let mut session = session::start(Arc::clone(&shared), link, leave.clone(), &tasks);
-                // The one before may close as soon as this one serves.
-                let serves = session.stage.wait_for(|stage| *stage != Stage::Opening).await;
-                let serves = serves.is_ok_and(|stage| *stage == Stage::Serving);
-                if serves && let Some(previous) = previous.take() {
-                    previous.replaced.cancel();
+                let (id, begin) = self.plan.connected(now);
+                let used = self.shared.token.authorization().ok();
+                let session = session::start(
+                    Arc::clone(&self.shared),
+                    link,
+                    begin,
+                    Arc::clone(&self.changed),
+                    self.leave.clone(),
+                    &self.tasks,
+                );
+                self.sessions.insert(id, Kept { session, used });
+            }
+        }
+    }
+
+    /// Tells the plan how the sessions stand.
+    fn look(&mut self) {
+        let mut news = Vec::new();
+        for (id, kept) in &mut self.sessions {
+            let standing = &mut kept.session.standing;
+            // One that ended without a word ended all the same.
+            let vanished = standing.has_changed().is_err();
+            if vanished || standing.has_changed().unwrap_or(true) {
+                let mut standing = standing.borrow_and_update().clone();
+                if vanished && !matches!(standing.stage, Stage::Over(_)) {
+                    standing.stage = Stage::Over(None);
                 }
-                let end =
-                    match session.stage.wait_for(|s| matches!(s, Stage::Retiring | Stage::Over(_))).await {
-                        Ok(stage) => stage.clone(),
-                        Err(_) => Stage::Over(None),
-                    };
-                if begun.elapsed() >= GOOD {
-                    backoff.reset();
+                news.push((*id, standing));
+            }
+        }
+        for (id, standing) in news {
+            self.changed(id, standing);
+        }
+    }
+
+    fn changed(&mut self, id: SessionId, standing: session::Standing) {
+        let now = Instant::now();
+        let stage = standing.stage.clone();
+        let change = self.plan.changed(id, standing, now);
+        let over = matches!(stage, Stage::Over(_));
+        let peer = self.sessions.get(&id).and_then(|kept| kept.session.peer);
+        let used = self.sessions.get(&id).and_then(|kept| kept.used.clone());
+        if over {
+            self.sessions.remove(&id);
+        }
+        match change {
+            Change::Quiet => {}
+            Change::Lost { retiring, retry_in } => {
+                if let Some(peer) = peer {
+                    self.lost.truncate(MAX_LOST - 1);
+                    self.lost.push_front((peer, now));
                 }
-                match end {
-                    Stage::Over(Some(status)) => {
-                        shared.metrics.connect_failures.inc();
-                        if shared.token.authorization().ok() != used {
-                            // The token was exchanged meanwhile: the new one has not been refused.
-                            backoff.reset();
-                            continue;
-                        }
-                        let pause = backoff.pause(REFUSED_FIRST, REFUSED_LONGEST);
-                        tracing::error!(
-                            error = %status,
-                            retry_in = ?pause,
-                            "kas refuses this agent: check that --token-file holds the token that was registered for it"
-                        );
-                        tokio::select! {
-                            () = exchanged(&shared, &used) => backoff.reset(),
-                            () = tokio::time::sleep(pause) => {}
-                            () = leave.cancelled() => {}
-                        }
-                        continue;
+                if retiring {
+                    tracing::info!(retry_in = ?retry_in, "this connection to kas takes nothing new: making another");
+                } else {
+                    tracing::info!(retry_in = ?retry_in, "the connection to kas was lost");
+                }
+            }
+            Change::Refused { alone, retry_in } => {
+                self.shared.metrics.connect_failures.inc();
+                let Stage::Over(Some(status)) = stage else { return };
+                if self.shared.token.authorization().ok() != used {
+                    // The token was exchanged meanwhile: the new one has not been refused.
+                    self.plan.exchanged(now);
+                    return;
+                }
+                if alone {
+                    tracing::error!(
+                        error = %status,
+                        retry_in = ?retry_in,
+                        "kas refuses this agent: check that --token-file holds the token that was registered for it"
+                    );
+                } else {
+                    tracing::warn!(
+                        error = %status,
+                        retry_in = ?retry_in,
+                        "a replica of kas refuses the agent that another one serves"
+                    );
+                }
+                self.exchange = Some(Box::pin(exchanged(Arc::clone(&self.shared), used)));
+            }
+        }
+    }
+
+    fn act(&mut self, action: Action) {
+        let session = |id| self.sessions.get(&id).map(|kept: &Kept| &kept.session);
+        match action {
+            Action::Admit(id) => {
+                if let Some(session) = session(id) {
+                    session.orders.admit.cancel();
+                }
+            }
+            Action::Close(id, why) => {
+                let Some(session) = session(id) else { return };
+                session.orders.close.cancel();
+                let replica = name(session);
+                match why {
+                    Why::Served => {
+                        tracing::debug!(replica.id = replica, "this replica of kas is served already")
                     }
-                    Stage::Retiring => {
-                        previous = Some(session);
-                        let pause = backoff.pause(FIRST, LONGEST);
-                        tracing::info!(retry_in = ?pause, "this connection to kas takes nothing new: making another");
-                        pause
+                    Why::Leaving => tracing::debug!(replica.id = replica, "this replica of kas is leaving"),
+                    Why::Unnamed => {
+                        tracing::debug!("this kas does not name itself: one connection is enough")
                     }
-                    _ => {
-                        let pause = backoff.pause(FIRST, LONGEST);
-                        if !leave.is_cancelled() {
-                            tracing::info!(retry_in = ?pause, "the connection to kas was lost");
-                        }
-                        pause
+                    Why::Spare => {
+                        tracing::info!(replica.id = replica, "enough other replicas of kas are served")
                     }
                 }
             }
-        };
-        tokio::select! {
-            () = tokio::time::sleep(pause) => {}
-            () = leave.cancelled() => {}
+            Action::Announce(id) => {
+                let Some(session) = session(id) else { return };
+                self.exchange = None;
+                tracing::info!(
+                    replica.id = name(session),
+                    kas = session.peer.map(tracing::field::display),
+                    "connected to kas"
+                );
+            }
+            Action::Replaced(id) => {
+                if let Some(session) = session(id) {
+                    session.orders.replaced.cancel();
+                }
+            }
+            Action::Ask(id) => {
+                if let Some(session) = session(id) {
+                    session.orders.ask.notify_one();
+                }
+            }
+            Action::WarnShort => {
+                let now = Instant::now();
+                tracing::warn!(
+                    served = self.plan.served(now),
+                    wanted = self.plan.target(now),
+                    "fewer replicas of kas answer than there should be: the loss of one would cut this agent off for a \
+                     moment. Does the balancer bring every connection to the same one?"
+                );
+            }
+            Action::Recovered => tracing::info!("as many replicas of kas answer as there should be"),
         }
     }
+}
+
+/// Returns the replicas that a session is at, for the log.
+fn name(session: &Session) -> String {
+    let standing = session.standing.borrow();
+    let said = standing.answer.as_ref().and_then(|answer| answer.replica.as_ref());
+    let replicas = if standing.replicas.is_empty() {
+        said.into_iter().collect()
+    } else {
+        standing.replicas.iter().collect::<Vec<_>>()
+    };
+    if replicas.is_empty() {
+        return "unnamed".to_owned();
+    }
+    replicas.iter().map(ToString::to_string).collect::<Vec<_>>().join(",")
+}
+
+fn gauge(count: usize) -> i64 {
+    i64::try_from(count).unwrap_or(i64::MAX)
+}
+
+/// Waits for a future that may be there, and takes it away once it is ready.
+///
+/// # Cancel safety
+/// Cancel safe: the future stays.
+async fn ready<T>(pending: &mut Pending<T>) -> T {
+    let Some(future) = pending else { return std::future::pending().await };
+    let value = future.await;
+    *pending = None;
+    value
 }
 
 /// Waits until the token file holds another token than `used`.
-async fn exchanged(shared: &Shared, used: &Option<http::HeaderValue>) {
+async fn exchanged(shared: Arc<Shared>, used: Option<HeaderValue>) {
     loop {
         tokio::time::sleep(Duration::from_secs(1)).await;
         let now = shared.token.authorization().ok();
-        if now.is_some() && now != *used {
+        if now.is_some() && now != used {
             return;
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn pauses_grow_to_their_bound_and_are_spread() {
-        let mut backoff = Backoff { next: Duration::ZERO };
-        for n in 0..20 {
-            let bound = (FIRST * 2u32.pow(n.min(10))).min(LONGEST);
-            assert!(backoff.pause(FIRST, LONGEST) <= bound);
-        }
-        backoff.reset();
-        assert!(backoff.pause(FIRST, LONGEST) <= FIRST);
-        // After a refusal the pause is at least of the refusal's order.
-        assert_eq!(Backoff { next: FIRST }.next.clamp(REFUSED_FIRST, REFUSED_LONGEST), REFUSED_FIRST);
     }
 }

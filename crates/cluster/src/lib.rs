@@ -9,5 +9,6 @@ pub mod contract;
 
 pub use memory::InMemoryTracker;
 pub use tracker::{
-    AgentMeta, Connected, Connection, Lease, Located, Query, Replica, Tracker, TrackerError, Unanswered,
+    Account, AgentMeta, Belief, Candidate, Connected, Connection, Lease, Located, Mark, Query, Replica,
+    ReplicaStatus, Replicas, Standing, Tracker, TrackerError, Unanswered,
 };

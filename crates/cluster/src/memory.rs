@@ -9,7 +9,10 @@ use async_trait::async_trait;
 use ids::{AgentId, ConnectionId};
 use tokio::sync::watch;
 
-use crate::tracker::{Connected, Connection, Lease, Located, Query, Replica, Tracker, TrackerError};
+use crate::tracker::{
+    Belief, Candidate, Connected, Connection, Lease, Located, Query, Replica, ReplicaStatus, Replicas,
+    Standing, Tracker, TrackerError,
+};
 
 /// Subscriptions to agents that nobody waits for any more are swept when this many have come.
 const SWEEP: usize = 1024;
@@ -20,6 +23,8 @@ pub struct InMemoryTracker {
     replica: Replica,
     state: Arc<Mutex<State>>,
     connection_changes: watch::Sender<()>,
+    /// Always one.
+    live: watch::Sender<usize>,
 }
 
 #[derive(Default)]
@@ -44,7 +49,12 @@ impl InMemoryTracker {
     /// Makes an empty table of `replica`, which is this one.
     pub fn new(replica: Replica) -> Self {
         let state = State { sweep_at: SWEEP, ..State::default() };
-        Self { replica, state: Arc::new(Mutex::new(state)), connection_changes: watch::Sender::new(()) }
+        Self {
+            replica,
+            state: Arc::new(Mutex::new(state)),
+            connection_changes: watch::Sender::new(()),
+            live: watch::Sender::new(1),
+        }
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -114,9 +124,33 @@ impl Tracker for InMemoryTracker {
         })
     }
 
-    async fn locate(&self, agent: AgentId) -> Result<Vec<Replica>, TrackerError> {
+    async fn locate(&self, agent: AgentId) -> Result<Vec<Candidate>, TrackerError> {
         let known = self.state().routes.contains_key(&agent);
-        Ok(if known { vec![self.replica.clone()] } else { Vec::new() })
+        let candidate = || Candidate { replica: self.replica.clone(), standing: Standing::Live };
+        Ok(known.then(candidate).into_iter().collect())
+    }
+
+    fn live(&self) -> watch::Receiver<usize> {
+        self.live.subscribe()
+    }
+
+    async fn replicas(&self) -> Replicas {
+        let status = ReplicaStatus {
+            replica: self.replica.clone(),
+            build: (String::new(), String::new()),
+            state: "ready".to_owned(),
+            standing: "self".to_owned(),
+            generation: 0,
+            mark: self.mark(),
+            agents: self.routed_agents() as u64,
+            synced: true,
+            heard: None,
+        };
+        Replicas { replicas: vec![status], alarms: Vec::new() }
+    }
+
+    fn beliefs(&self, _agent: AgentId) -> Vec<Belief> {
+        Vec::new()
     }
 
     fn changes(&self, agent: AgentId) -> watch::Receiver<()> {

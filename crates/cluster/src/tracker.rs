@@ -19,14 +19,44 @@ pub trait Tracker: Send + Sync + 'static {
     /// Announces one open configuration stream: what the list APIs show.
     fn connection(&self, connection: Connection) -> Lease;
 
-    /// Returns the replicas last known to hold a tunnel; empty means unknown, never absent.
+    /// Returns the replicas to ask for a tunnel, the best first; empty means unknown, never absent.
+    /// This replica is among them when it announces the agent itself.
     ///
     /// # Errors
     /// [`TrackerError`] when the store cannot be asked.
     ///
     /// # Cancel safety
     /// Cancel safe.
-    async fn locate(&self, agent: AgentId) -> Result<Vec<Replica>, TrackerError>;
+    async fn locate(&self, agent: AgentId) -> Result<Vec<Candidate>, TrackerError>;
+
+    /// Where this replica's own announcements stand now. An owner says it together with "not here".
+    fn mark(&self) -> Mark {
+        Mark::default()
+    }
+
+    /// `replica` said that `agent` was not there when its announcements stood at `mark`:
+    /// [`locate`](Self::locate) leaves it out until something newer is known of it.
+    fn not_here(&self, _replica: &ReplicaId, _agent: AgentId, _mark: Mark) {}
+
+    /// How many replicas live, this one included. Changes wake the receiver.
+    fn live(&self) -> watch::Receiver<usize>;
+
+    /// Describes every replica that is known, this one first.
+    ///
+    /// # Cancel safety
+    /// Cancel safe.
+    async fn replicas(&self) -> Replicas;
+
+    /// What is known here of an agent on each other replica, and why; for a person.
+    fn beliefs(&self, agent: AgentId) -> Vec<Belief>;
+
+    /// Asks each other replica about itself and, if one is given, about an agent.
+    ///
+    /// # Cancel safety
+    /// Cancel safe.
+    async fn accounts(&self, _agent: Option<AgentId>) -> (Vec<Account>, Vec<Unanswered>) {
+        (Vec::new(), Vec::new())
+    }
 
     /// Wakes when [`locate`](Self::locate) may answer differently. Subscribe first, then locate:
     /// nothing is missed. However many subscribe, an agent costs one entry.
@@ -78,6 +108,107 @@ pub struct Replica {
     pub id: ReplicaId,
     /// `host:port` of its private API; of its API listener where there is one replica.
     pub address: Arc<str>,
+}
+
+/// A replica to ask.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Candidate {
+    /// Which.
+    pub replica: Replica,
+    /// How good it is.
+    pub standing: Standing,
+}
+
+/// How far a replica is trusted to answer, the best first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Standing {
+    /// Nothing speaks against it.
+    Live,
+    /// It leaves soon: asked after the others.
+    Draining,
+    /// It may be gone: asked last, and not waited for.
+    Suspect,
+}
+
+impl Standing {
+    /// Returns the word for people and programs.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Live => "live",
+            Self::Draining => "draining",
+            Self::Suspect => "suspect",
+        }
+    }
+}
+
+/// Where the announcements of a replica stand: later ones have a higher version, another process of
+/// the same name another epoch.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct Mark {
+    /// Drawn once per process.
+    pub epoch: u64,
+    /// Counted with each change.
+    pub version: u64,
+}
+
+/// What is known of a replica, for a person.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ReplicaStatus {
+    /// Which.
+    pub replica: Replica,
+    /// Version and commit; empty when not known.
+    pub build: (String, String),
+    /// What it says of itself: `starting`, `ready`, `draining`, `left`, `hung`.
+    pub state: String,
+    /// How it is judged here: `self`, `live`, `draining`, `suspect`, `unreachable`, `gone`.
+    pub standing: String,
+    /// Of its gossip; 0: none.
+    pub generation: u64,
+    /// Where its announcements stand, as known here.
+    pub mark: Mark,
+    /// Agents that it announces.
+    pub agents: u64,
+    /// Whether what is known of its agents is complete.
+    pub synced: bool,
+    /// Since its last sign of life; `None`: this replica.
+    pub heard: Option<Duration>,
+}
+
+/// Every replica that is known.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Replicas {
+    /// This one first.
+    pub replicas: Vec<ReplicaStatus>,
+    /// What is wrong with how they find each other, for a person.
+    pub alarms: Vec<String>,
+}
+
+/// What a replica tells of itself and of an agent.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Account {
+    /// Who tells.
+    pub replica: Replica,
+    /// Tunnels that it holds.
+    pub tunnels: u64,
+    /// Tunnels of the agent that wait for a request there.
+    pub idle: u32,
+    /// Tunnels of the agent that carry one.
+    pub busy: u32,
+    /// Requests that wait there for the agent.
+    pub waiting: u32,
+    /// What it believes of the others.
+    pub beliefs: Vec<Belief>,
+}
+
+/// What is believed of an agent on another replica.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Belief {
+    /// The other replica.
+    pub replica: Replica,
+    /// Whether it holds the agent.
+    pub holds: bool,
+    /// Why, for a person.
+    pub why: String,
 }
 
 /// What agentk says of itself. Shown, never trusted.

@@ -25,7 +25,9 @@ use crate::{
         Naming,
         agent::{AgentListener, Parts},
         api::ApiListener,
+        private::PrivateListener,
     },
+    mesh::{Mesh, MeshError},
     metrics::Metrics,
     rate_limit::RateLimit,
     router::Router,
@@ -65,6 +67,9 @@ pub enum StartError {
     /// The identity file cannot be used.
     #[error("identity.file cannot be used")]
     Identity(#[source] OpenError),
+    /// The other replicas cannot be looked for.
+    #[error("the other replicas cannot be looked for")]
+    Mesh(#[from] MeshError),
     /// The state folder cannot be made.
     #[error("state_dir: cannot make {path}")]
     State {
@@ -82,6 +87,8 @@ pub struct Addresses {
     pub agent: Option<SocketAddr>,
     /// Where GitLab and operators call.
     pub api: Option<SocketAddr>,
+    /// Where other replicas call, if there are any.
+    pub private: Option<SocketAddr>,
     /// Metrics and probes.
     pub observability: Option<SocketAddr>,
 }
@@ -92,6 +99,7 @@ pub struct Kas {
     addresses: Addresses,
     agent: Server,
     api: Server,
+    private: Option<(Server, Mesh, Arc<PrivateListener>)>,
     admin: (Listener, Admin),
     agents: Arc<AgentListener>,
     tunnels: Arc<TunnelRegistry>,
@@ -146,7 +154,7 @@ impl Kas {
             std::fs::create_dir_all(path)
                 .map_err(|source| StartError::State { path: path.clone(), source })?;
         }
-        let Secrets { api: secrets, created, warnings } =
+        let Secrets { api: secrets, created, warnings, private: private_secrets } =
             config.load_secrets().map_err(StartError::Config)?;
         for warning in warnings {
             tracing::warn!(path = warning.path, "{}", warning.text);
@@ -161,10 +169,17 @@ impl Kas {
 
         let agent_listener = bind("agent", &config.agent.listen.listen).await?;
         let api_listener = bind("api", &config.api.listen.listen).await?;
+        let private_listener = match &config.tracker {
+            config::Tracker::Memory => None,
+            config::Tracker::Gossip(replication) => {
+                Some(bind("private_api", &replication.private_api.listen).await?)
+            }
+        };
         let admin_listener = bind("observability", &config.observability.listen).await?;
         let addresses = Addresses {
             agent: agent_listener.local_addr(),
             api: api_listener.local_addr(),
+            private: private_listener.as_ref().and_then(Listener::local_addr),
             observability: admin_listener.local_addr(),
         };
 
@@ -176,15 +191,25 @@ impl Kas {
         );
         let metrics = Arc::new(Metrics::new(&mut registry));
         metrics.file_limit.set(runtime::io::raise_file_limit());
-        let address =
-            addresses.api.map_or_else(|| config.api.listen.listen.address.clone(), |a| a.to_string());
-        let replica = Replica { id: ReplicaId::new(&address), address: address.as_str().into() };
+        let mesh = match (&config.tracker, &private_listener) {
+            (config::Tracker::Gossip(replication), Some(listener)) => {
+                Some(Mesh::bind(replication, private_secrets, listener, &metrics).await?)
+            }
+            _ => None,
+        };
+        let (replica, tracker): (Replica, Arc<dyn Tracker>) = match &mesh {
+            Some(mesh) => (mesh.me.clone(), Arc::clone(&mesh.replication) as _),
+            None => {
+                let address =
+                    addresses.api.map_or_else(|| config.api.listen.listen.address.clone(), |a| a.to_string());
+                let replica = Replica { id: ReplicaId::new(&address), address: address.as_str().into() };
+                (replica.clone(), Arc::new(InMemoryTracker::new(replica)))
+            }
+        };
         let naming = Naming {
             replica: HeaderValue::from_str(replica.id.as_str()).unwrap_or(HeaderValue::from_static("kas")),
-            replicas: HeaderValue::from_static("1"),
+            replicas: tracker.live(),
         };
-        let config::Tracker::Memory = config.tracker;
-        let tracker: Arc<dyn Tracker> = Arc::new(InMemoryTracker::new(replica));
         let tunnels = TunnelRegistry::new(
             Arc::clone(&tracker),
             Arc::clone(&metrics),
@@ -199,6 +224,8 @@ impl Kas {
             Arc::clone(&tracker),
             Arc::clone(&metrics),
             config.limits.find_timeout,
+            replica.id.clone(),
+            mesh.as_ref().map(|mesh| Arc::clone(&mesh.peers)),
         ));
         let lifecycle = Lifecycle::default();
         let configs = AgentConfigs::new(&config.agent.configuration);
@@ -216,6 +243,37 @@ impl Kas {
         let jwt = JwtVerifier::new(&secrets, &listen.issuers, listen.leeway);
         let api = ApiListener::new(jwt, router, tracker, Arc::clone(&metrics), lifecycle.watch());
 
+        let private = match (mesh, private_listener, &config.tracker) {
+            (Some(mesh), Some(listener), config::Tracker::Gossip(replication)) => {
+                mesh.replication.serve(Arc::clone(&tunnels));
+                let service = PrivateListener::new(
+                    mesh.verifier(),
+                    mesh.me.id.clone(),
+                    Arc::clone(&tunnels),
+                    Arc::clone(&metrics),
+                    mesh.services(),
+                );
+                let listen = &replication.private_api;
+                let tls = listen
+                    .listen
+                    .tls
+                    .as_ref()
+                    .map(|files| tls::server_for(&files.certificate, &files.key, listen.client_ca.as_deref()))
+                    .transpose()
+                    .map_err(|source| StartError::Tls { section: "private_api", source })?;
+                let server = Server {
+                    listener,
+                    tls,
+                    settings: http2::PEER,
+                    // Links between replicas live as long as the replicas: what is in them does not move.
+                    age: None,
+                    service: Arc::clone(&service) as _,
+                };
+                Some((server, mesh, service))
+            }
+            _ => None,
+        };
+        let synced = private.as_ref().map(|(_, mesh, _)| mesh.replication.ready());
         let ready = lifecycle.watch();
         let admin = Admin {
             metrics_path: config.observability.metrics_path.clone(),
@@ -223,7 +281,8 @@ impl Kas {
             readiness_path: config.observability.readiness_path.clone(),
             registry,
             unready: Box::new(move || match *ready.borrow() {
-                Phase::Serving => None,
+                Phase::Serving if synced.as_ref().is_none_or(|synced| *synced.borrow()) => None,
+                Phase::Serving => Some("the tables of the other replicas are not known yet".into()),
                 _ => Some("draining".into()),
             }),
             refresh: Box::new(|| {}),
@@ -246,6 +305,7 @@ impl Kas {
                 age: Some(Age { age: listen.max_connection_age.mul_f64(API_AGE_SHARE), grace: None }),
                 service: api,
             },
+            private,
             admin: (admin_listener, admin),
             addresses,
             agents,
@@ -270,7 +330,8 @@ impl Kas {
     /// Serves until `leave` resolves, then drains and returns. A second resolution of `hurry` ends
     /// at once what is still open.
     pub async fn run(self, leave: impl Future<Output = ()>, hurry: impl Future<Output = ()>) {
-        let Self { config, agent, api, admin, agents, tunnels, configs, metrics, lifecycle, .. } = self;
+        let Self { config, agent, api, private, admin, agents, tunnels, configs, metrics, lifecycle, .. } =
+            self;
         let show = |address: Option<SocketAddr>, listen: &config::Listen| {
             address.map_or_else(|| listen.address.clone(), |address| address.to_string())
         };
@@ -279,6 +340,7 @@ impl Kas {
             commit = version::COMMIT,
             agent = show(self.addresses.agent, &config.agent.listen.listen),
             api = show(self.addresses.api, &config.api.listen.listen),
+            private = self.addresses.private.map(|address| address.to_string()),
             observability = show(self.addresses.observability, &config.observability.listen),
             "kas is serving"
         );
@@ -286,12 +348,23 @@ impl Kas {
         servers.spawn(agent.run(lifecycle.clone()));
         servers.spawn(api.run(lifecycle.clone()));
         servers.spawn(runtime::admin::run(admin.0, admin.1, lifecycle.clone()));
+        let mut background =
+            vec![tokio::spawn(Arc::clone(&agents).watch_identity()), tokio::spawn(configs.run())];
+        let mut replication = None;
+        if let Some((server, mesh, service)) = private {
+            servers.spawn(server.run(lifecycle.clone()));
+            replication = Some(Arc::clone(&mesh.replication));
+            background.push(tokio::spawn(mesh.run(service)));
+        }
         servers.close();
-        let background = [tokio::spawn(Arc::clone(&agents).watch_identity()), tokio::spawn(configs.run())];
         leave.await;
         let drain = async {
             tracing::info!(delay = ?config.drain.delay, "draining: not ready any more, everything is still served");
             lifecycle.advance(Phase::Draining);
+            if let Some(replication) = &replication {
+                replication.announce(table::State::Draining);
+            }
+            tunnels.drain();
             tokio::time::sleep(config.drain.delay).await;
             lifecycle.advance(Phase::Leaving);
             tracing::info!(requests = metrics.requests_open.get(), "leaving: open requests go on");
@@ -313,6 +386,9 @@ impl Kas {
         }
         tunnels.refuse_waiters();
         agents.end_all();
+        if let Some(replication) = &replication {
+            replication.leave().await;
+        }
         lifecycle.advance(Phase::Stopped);
         servers.wait().await;
         for task in background {

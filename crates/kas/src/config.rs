@@ -6,9 +6,10 @@
 //! in which the process was started, as in 14.1.
 //!
 //! Layout: `schema` declares every key once, `walk` reads declared keys and collects all problems,
-//! `yaml` and `duration` are the formats, `secret` reads and makes secret files.
+//! `yaml`, `duration` and `host_port` are the formats, `secret` reads and makes secret files.
 
 mod duration;
+mod host_port;
 mod schema;
 pub mod secret;
 #[cfg(test)]
@@ -16,9 +17,18 @@ mod tests;
 pub(crate) mod walk;
 pub(crate) mod yaml;
 
-use std::{ffi::OsString, fmt, path::PathBuf, time::Duration};
+use std::{
+    ffi::OsString,
+    fmt,
+    net::{IpAddr, SocketAddr},
+    path::PathBuf,
+    time::Duration,
+};
 
-pub use self::walk::{Problem, Problems, Warning};
+pub use self::{
+    host_port::{Host, HostPort, NotHostPort},
+    walk::{Problem, Problems, Warning},
+};
 use self::{
     secret::{ApiSecret, Created, SecretError},
     walk::{Kind, Unknown},
@@ -55,6 +65,10 @@ pub struct Environment {
     pub xdg_state_home: Option<OsString>,
     /// `HOME`.
     pub home: Option<OsString>,
+    /// `OWN_PRIVATE_API_URL`: where other replicas reach this one, as 14.1 is told it.
+    pub own_private_api_url: Option<OsString>,
+    /// `POD_IP`, which a pod gets from the field `status.podIP`.
+    pub pod_ip: Option<OsString>,
 }
 
 impl Environment {
@@ -64,6 +78,8 @@ impl Environment {
             kas_state_dir: std::env::var_os("KAS_STATE_DIR"),
             xdg_state_home: std::env::var_os("XDG_STATE_HOME"),
             home: std::env::var_os("HOME"),
+            own_private_api_url: std::env::var_os("OWN_PRIVATE_API_URL"),
+            pod_ip: std::env::var_os("POD_IP"),
         }
     }
 
@@ -78,11 +94,11 @@ impl Environment {
 }
 
 /// Everything that can be configured; sections are named as in the file.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct Config {
     /// Where kas keeps what it makes; `None` only when nothing needs it.
     pub state_dir: Option<PathBuf>,
-    /// Which table of replicas is used.
+    /// Which table of replicas is used, and what it needs.
     pub tracker: Tracker,
     /// Which agents there are.
     pub identity: Identity,
@@ -90,8 +106,6 @@ pub struct Config {
     pub agent: Agent,
     /// The API listener; always on.
     pub api: Api,
-    /// Checked, but with one replica nothing listens there.
-    pub private_api: Option<PrivateApi>,
     /// Metrics, probes and the log.
     pub observability: Observability,
     /// How much may wait.
@@ -112,8 +126,8 @@ impl Config {
     /// The API secret that the first start will make is missing from the answer then.
     ///
     /// # Errors
-    /// [`Problems`] with each file that cannot be used, or when replicas would share their secret
-    /// with clients.
+    /// [`Problems`] with each file that cannot be used, each secret of replicas that is too short, and
+    /// each that clients have too.
     pub fn check_secrets(&self) -> Result<Secrets, Problems> {
         self.secrets(false)
     }
@@ -127,71 +141,130 @@ impl Config {
     }
 
     fn secrets(&self, make: bool) -> Result<Secrets, Problems> {
-        const API: &str = "api.listen.authentication_secret_file";
-        const PRIVATE: &str = "private_api.listen.authentication_secret_file";
         let mut problems = Vec::new();
-        let mut note = |path: &str, error: &SecretError| {
-            let found = error.found();
-            problems.push(Problem {
-                kind: Kind::Rule,
-                path: path.to_owned(),
-                found,
-                expected: error.expected().to_owned(),
-            });
-        };
-        let mut secrets = Secrets { api: Vec::new(), created: None, warnings: Vec::new() };
-        match &self.api.secrets {
-            ApiSecrets::Made(path) if make => match secret::load_or_create(path) {
-                Ok((secret, Created::Yes)) => {
-                    secrets.api.push(secret);
-                    secrets.created = Some(path.clone());
-                }
-                Ok((secret, Created::No)) => secrets.api.push(secret),
-                Err(error) => note(API, &error),
-            },
-            ApiSecrets::Made(path) => match ApiSecret::read(path) {
-                Ok(secret) => secrets.api.push(secret),
-                Err(error) if error.is_absent() => {}
-                Err(error) => note(API, &error),
-            },
-            ApiSecrets::Given(paths) => {
-                for path in paths {
-                    match ApiSecret::read(path) {
-                        Ok(secret) => secrets.api.push(secret),
-                        Err(error) => note(API, &error),
-                    }
-                }
+        let mut warnings = Vec::new();
+        let mut created = None;
+        let api = Keys { section: "api", all_listed: self.api.all_secrets_listed };
+        let api_secrets = match &self.api.secrets {
+            ApiSecrets::Made(path) => {
+                let made = match ApiSecret::read(path) {
+                    Err(error) if error.is_absent() && make => secret::load_or_create(path).map(Some),
+                    Err(error) if error.is_absent() => Ok(None),
+                    read => read.map(|secret| Some((secret, Created::No))),
+                };
+                let made = made.unwrap_or_else(|error| {
+                    problems.push(api.unusable(0, &error));
+                    None
+                });
+                made.into_iter()
+                    .map(|(secret, made)| {
+                        created = (made == Created::Yes).then(|| path.clone());
+                        warnings.extend(secret.warnings().cloned());
+                        secret
+                    })
+                    .collect()
             }
-        }
-        let private = self.private_api.as_ref().and_then(|private| {
-            ApiSecret::read(&private.secret_file).map_err(|error| note(PRIVATE, &error)).ok()
-        });
-        if let Some(private) = &private
-            && secrets.api.iter().any(|api| api == private)
-        {
-            problems.push(Problem {
-                kind: Kind::Rule,
-                path: PRIVATE.to_owned(),
-                found: "the same secret as in api.listen".to_owned(),
-                expected: "a secret of its own: otherwise every client of the API could act as a replica"
-                    .to_owned(),
-            });
-        }
-        for secret in secrets.api.iter().chain(&private) {
-            secrets.warnings.extend(secret.warnings().cloned());
-        }
+            ApiSecrets::Given(paths) => api.read(paths, &mut problems, &mut warnings, |_, _| None),
+        };
+        let private = match &self.tracker {
+            Tracker::Memory => Vec::new(),
+            Tracker::Gossip(replication) => {
+                let private = &replication.private_api;
+                let keys = Keys { section: "private_api", all_listed: private.all_secrets_listed };
+                keys.read(&private.secrets, &mut problems, &mut warnings, |secret, path| {
+                    if api_secrets.contains(secret) {
+                        return Some((
+                            "the same secret as in api.listen".to_owned(),
+                            "a secret of its own: otherwise every client of the API could act as a replica",
+                        ));
+                    }
+                    let length = secret.expose().len();
+                    (length < secret::BYTES).then(|| {
+                        (
+                            format!("a secret of {length} bytes ({})", path.display()),
+                            "at least 32 bytes, for example from `openssl rand -base64 32`: they seal gossip too",
+                        )
+                    })
+                })
+            }
+        };
         match Problems::new(problems) {
             Some(problems) => Err(problems),
-            None => Ok(secrets),
+            None => Ok(Secrets { api: api_secrets, private, created, warnings }),
         }
     }
 }
 
-/// The secrets of the API, read.
+/// How the secret files of a listener are named in problems.
+struct Keys {
+    section: &'static str,
+    /// Whether the first of them stands in the list too, because the key for one file is not given.
+    all_listed: bool,
+}
+
+impl Keys {
+    /// Reads files in their order; a secret that comes again is left out.
+    ///
+    /// `fault` says what is wrong with a secret that could be read: what was found, what is expected.
+    fn read(
+        &self,
+        paths: &[PathBuf],
+        problems: &mut Vec<Problem>,
+        warnings: &mut Vec<Warning>,
+        fault: impl Fn(&ApiSecret, &std::path::Path) -> Option<(String, &'static str)>,
+    ) -> Vec<ApiSecret> {
+        let mut secrets = Vec::new();
+        for (i, path) in paths.iter().enumerate() {
+            let secret = match ApiSecret::read(path) {
+                Ok(secret) => secret,
+                Err(error) => {
+                    problems.push(self.unusable(i, &error));
+                    continue;
+                }
+            };
+            if let Some((found, expected)) = fault(&secret, path) {
+                problems.push(self.problem(i, found, expected));
+            }
+            for warning in secret.warnings() {
+                if !warnings.contains(warning) {
+                    warnings.push(warning.clone());
+                }
+            }
+            if !secrets.contains(&secret) {
+                secrets.push(secret);
+            }
+        }
+        secrets
+    }
+
+    fn unusable(&self, position: usize, error: &SecretError) -> Problem {
+        self.problem(position, error.found(), error.expected())
+    }
+
+    fn problem(&self, position: usize, found: String, expected: &str) -> Problem {
+        let section = self.section;
+        let key = match (self.all_listed, position) {
+            (true, i) => format!("authentication_secret_files[{i}]"),
+            (false, 0) => "authentication_secret_file".to_owned(),
+            (false, i) => format!("authentication_secret_files[{}]", i - 1),
+        };
+        Problem {
+            kind: Kind::Rule,
+            path: format!("{section}.listen.{key}"),
+            found,
+            expected: expected.to_owned(),
+        }
+    }
+}
+
+/// The secrets of the listeners, read.
 #[derive(Debug)]
 pub struct Secrets {
     /// The API secrets: any of them verifies. Empty only when none has been made yet.
     pub api: Vec<ApiSecret>,
+    /// The secrets of the private API: the first signs and seals, any of them verifies and opens. Each
+    /// has 32 bytes or more, and none is one of `api`. Empty without other replicas.
+    pub private: Vec<ApiSecret>,
     /// The file that has just been made: to be logged, so that its place is known.
     pub created: Option<PathBuf>,
     /// Short secrets, and files that others can read or write.
@@ -199,10 +272,116 @@ pub struct Secrets {
 }
 
 /// Which table of replicas is used.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub enum Tracker {
     /// The table of one replica, in its memory.
     Memory,
+    /// A table that replicas tell each other.
+    Gossip(Box<Replication>),
+}
+
+/// What several replicas need.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Replication {
+    /// Section `private_api`.
+    pub private_api: PrivateApi,
+    /// Section `discovery`.
+    pub discovery: Discovery,
+    /// Section `gossip`.
+    pub gossip: Gossip,
+    /// How long the entries of a replica stay after its last proof of life: key `table.ttl`.
+    pub table_ttl: Duration,
+}
+
+/// Section `private_api`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PrivateApi {
+    /// Where to listen, for TCP and for gossip's UDP; never a socket in the file system.
+    pub listen: Listen,
+    /// When a connection is asked to end.
+    pub max_connection_age: Duration,
+    /// Who signs the certificates of replicas; `None`: replicas show each other none. Only with TLS.
+    pub client_ca: Option<PathBuf>,
+    /// What was said about the address at which others reach this replica; [`crate::advertise`] decides.
+    pub advertise: Advertise,
+    /// The files of the secrets that replicas share, at least one: the first signs, any verifies.
+    pub secrets: Vec<PathBuf>,
+    /// Whether the first of them stands in `authentication_secret_files` too: for naming it in problems.
+    pub all_secrets_listed: bool,
+}
+
+/// What was said about the address at which other replicas reach this one, all of it valid.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Advertise {
+    /// Key `private_api.advertise`.
+    pub configured: Option<HostPort>,
+    /// The host and port of `OWN_PRIVATE_API_URL`.
+    pub own_url: Option<HostPort>,
+    /// `POD_IP`; never the unspecified address.
+    pub pod_ip: Option<IpAddr>,
+}
+
+/// Section `discovery`: where other replicas may be.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Discovery {
+    /// Not said: others may join this replica, it looks for nobody.
+    None,
+    /// At these, each a valid [`HostPort`]; at least one.
+    Static(Vec<String>),
+    /// Behind a name.
+    Dns {
+        /// The name; a valid DNS name.
+        name: String,
+        /// Which records of the name count.
+        records: DnsRecords,
+        /// How often the name is asked for, at least.
+        refresh: Duration,
+        /// Who is asked; `None`: the name servers of the system.
+        nameserver: Option<SocketAddr>,
+    },
+    /// Behind a headless Service.
+    Kubernetes {
+        /// The name of the Service.
+        service: String,
+        /// Its namespace; `None`: that of this pod's service account.
+        namespace: Option<String>,
+        /// The port of its endpoints.
+        port: ServicePort,
+    },
+}
+
+/// Which records of a DNS name count.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum DnsRecords {
+    /// A and AAAA, each with this port.
+    Addresses {
+        /// From 1 to 65535.
+        port: u16,
+    },
+    /// SRV, which say the port.
+    Srv,
+}
+
+/// The port of a Service's endpoints.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum ServicePort {
+    /// This one, from 1 to 65535.
+    Number(u16),
+    /// The one with this name.
+    Name(String),
+}
+
+/// Section `gossip`: how replicas learn of each other.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Gossip {
+    /// The name of the group: datagrams of another are not opened. 1 to 64 letters, digits, `-`, `_`, `.`.
+    pub cluster: String,
+    /// Between two rounds, from 10 ms to 1 min.
+    pub interval: Duration,
+    /// How sure a replica is before it takes another for dead, from 1 to 100.
+    pub phi: f64,
+    /// How long a dead replica is remembered, from 1 s to 1 d.
+    pub dead_grace: Duration,
 }
 
 /// Section `identity`.
@@ -269,6 +448,8 @@ pub struct Api {
     pub listen: ApiListener,
     /// Where its secrets are.
     pub secrets: ApiSecrets,
+    /// Whether the first of them stands in `authentication_secret_files` too: for naming it in problems.
+    pub all_secrets_listed: bool,
 }
 
 /// Section `api.listen`, without the secret files.
@@ -291,13 +472,6 @@ pub enum ApiSecrets {
     Given(Vec<PathBuf>),
     /// In this file, which kas makes at its first start.
     Made(PathBuf),
-}
-
-/// Section `private_api`.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct PrivateApi {
-    /// The file of the secret that replicas share.
-    pub secret_file: PathBuf,
 }
 
 /// Section `observability`.

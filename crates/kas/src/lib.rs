@@ -3,15 +3,19 @@
 //! [`app`] puts the parts together; everything below it can be used alone. The way of a request is
 //! [`listener::api`] → [`router`] → [`tunnel_registry`] → `tunnel` → agentk.
 
+pub mod advertise;
 pub mod agent_config;
 pub mod app;
 pub mod auth;
 pub mod config;
 pub mod identity;
 pub mod listener;
+pub mod mesh;
 pub mod metadata;
 pub mod metrics;
+pub mod peer;
 pub mod pods;
 pub mod rate_limit;
+pub mod replication;
 pub mod router;
 pub mod tunnel_registry;

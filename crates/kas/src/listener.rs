@@ -1,13 +1,17 @@
-//! What kas answers, by listener: agents, and GitLab with operators.
+//! What kas answers, by listener: agents, GitLab with operators, and other replicas.
 
 pub mod agent;
 pub mod api;
+pub mod private;
 
-use std::sync::Arc;
+use std::{convert::Infallible, sync::Arc};
 
+use futures_util::FutureExt as _;
 use grpc::Status;
-use http::{HeaderMap, HeaderValue, Method, Response, StatusCode};
-use runtime::http2::{Body, Refusal};
+use http::{HeaderMap, HeaderValue, Method, Request, Response, StatusCode};
+use runtime::http2::{Answer, Body, Refusal};
+use tokio::sync::watch;
+use tonic::server::NamedService;
 
 use crate::metrics::{ListenerName, Metrics, Reason};
 
@@ -20,7 +24,34 @@ pub struct Naming {
     /// Value of `kas-replica`.
     pub replica: HeaderValue,
     /// Value of `kas-replicas`: how many live.
-    pub replicas: HeaderValue,
+    pub replicas: watch::Receiver<usize>,
+}
+
+/// A service of kas: answers one call.
+pub type Own = Arc<dyn Fn(Request<grpc::Body>) -> Answer + Send + Sync>;
+
+/// Hides the type of a generated server; returns it with the beginning of its paths.
+pub fn own<S>(server: S) -> (String, Own)
+where
+    S: tower_service::Service<
+            Request<grpc::Body>,
+            Response = Response<tonic::body::Body>,
+            Error = Infallible,
+        > + NamedService
+        + Clone
+        + Send
+        + Sync
+        + 'static,
+    S::Future: Send + 'static,
+{
+    let call: Own = Arc::new(move |request| {
+        let answer = server.clone().call(request);
+        Box::pin(answer.map(|answered| match answered {
+            Ok(response) => response.map(|body| -> Body { grpc::boxed(body) }),
+            Err(never) => match never {},
+        }))
+    });
+    (format!("/{}/", S::NAME), call)
 }
 
 /// Refuses what is not gRPC over HTTP/2 in the way that HTTP clients understand.

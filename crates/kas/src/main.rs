@@ -5,7 +5,7 @@ use std::{path::PathBuf, process::ExitCode};
 use clap::{CommandFactory as _, Parser, Subcommand};
 use kas::{
     app::Kas,
-    config::{self, Config, Environment},
+    config::{self, Config, Environment, Tracker},
 };
 use runtime::{lifecycle, telemetry, tls, version};
 
@@ -60,6 +60,11 @@ enum ConfigCommand {
     /// Prints every key with its default and what it means.
     PrintDefault,
 }
+
+// Bodies of requests are big buffers that live shortly: this allocator keeps them mapped, where the system one returns
+// them to the kernel and takes a page fault for each page of the next.
+#[global_allocator]
+static ALLOCATOR: tikv_jemallocator::Jemalloc = tikv_jemallocator::Jemalloc;
 
 fn main() -> ExitCode {
     tls::install();
@@ -181,7 +186,12 @@ fn check(file: Option<&PathBuf>) -> anyhow::Result<ExitCode> {
 /// What is wrong with the files that a configuration names, besides secrets.
 fn files_problems(config: &Config) -> Vec<String> {
     let mut problems = Vec::new();
+    let private = match &config.tracker {
+        Tracker::Memory => None,
+        Tracker::Gossip(replication) => Some(&replication.private_api),
+    };
     let listeners = [("agent", &config.agent.listen.listen), ("api", &config.api.listen.listen)];
+    let listeners = listeners.into_iter().chain(private.map(|private| ("private_api", &private.listen)));
     for (section, listen) in listeners {
         if let Some(files) = &listen.tls
             && let Err(error) = tls::server(&files.certificate, &files.key)
@@ -189,6 +199,12 @@ fn files_problems(config: &Config) -> Vec<String> {
             let error = anyhow::Error::new(error);
             problems.push(format!("{section}.listen: TLS cannot be set up: {error:#}"));
         }
+    }
+    if let Some(file) = private.and_then(|private| private.client_ca.as_deref())
+        && let Err(error) = tls::client(Some(file))
+    {
+        let error = anyhow::Error::new(error);
+        problems.push(format!("private_api.listen.client_ca_file: it cannot be used: {error:#}"));
     }
     // The default file is made at the start.
     if !config.identity.is_default {
@@ -203,4 +219,43 @@ fn files_problems(config: &Config) -> Vec<String> {
         }
     }
     problems
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn files_of_the_private_api_are_checked() {
+        tls::install();
+        let folder = tempfile::tempdir().unwrap();
+        let path = |name: &str| folder.path().join(name);
+        let key = rcgen::KeyPair::generate().unwrap();
+        let certificate = rcgen::CertificateParams::default().self_signed(&key).unwrap();
+        std::fs::write(path("cert"), certificate.pem()).unwrap();
+        std::fs::write(path("key"), key.serialize_pem()).unwrap();
+        std::fs::write(path("empty"), "").unwrap();
+        let problems = |tracker: &str, key: &str, ca: &str| {
+            let yaml = format!(
+                "{{tracker: {tracker}, private_api: {{listen: {{authentication_secret_file: /p, certificate_file: {:?}, \
+                 key_file: {:?}, client_ca_file: {:?}}}}}}}",
+                path("cert"),
+                path(key),
+                path(ca)
+            );
+            let env = Environment { home: Some("/nowhere".into()), ..Environment::default() };
+            files_problems(&config::load(&yaml, &env).unwrap().config)
+        };
+        assert_eq!(problems("gossip", "key", "cert"), [""; 0]);
+        assert_eq!(problems("memory", "empty", "empty"), [""; 0]);
+        let told = problems("gossip", "empty", "empty");
+        let begin = [
+            "private_api.listen: TLS cannot be set up: ",
+            "private_api.listen.client_ca_file: it cannot be used: ",
+        ];
+        assert!(
+            told.len() == 2 && told.iter().zip(begin).all(|(told, begin)| told.starts_with(begin)),
+            "{told:?}"
+        );
+    }
 }

@@ -24,6 +24,8 @@ pub struct Target {
     pub agent: AgentId,
     /// One connection of it, or any.
     pub connection: Option<ConnectionId>,
+    /// Whether the caller wants to be told which way the request went.
+    pub explain: bool,
 }
 
 impl Target {
@@ -62,7 +64,12 @@ impl Target {
             };
         };
         let agent = agent.parse().map_err(|error| invalid(format!("{AGENT_ID}: {error}")))?;
-        Ok(Some(Self { agent, connection }))
+        let explain = match single(headers, EXPLAIN)? {
+            None | Some("0" | "false") => false,
+            Some("1" | "true") => true,
+            Some(_) => return Err(invalid(format!("{EXPLAIN} must be 1 or 0"))),
+        };
+        Ok(Some(Self { agent, connection, explain }))
     }
 }
 
@@ -161,7 +168,11 @@ mod tests {
         let target = read(&[("kas-agent-id", "3"), ("kas-connection-id", "9"), ("kas-feature-x", "true")]);
         assert_eq!(
             target,
-            Ok(Some(Target { agent: "3".parse().unwrap(), connection: Some("9".parse().unwrap()) }))
+            Ok(Some(Target {
+                agent: "3".parse().unwrap(),
+                connection: Some("9".parse().unwrap()),
+                explain: false
+            }))
         );
         for (pairs, part) in [
             (&[("kas-agent-id", "0")][..], "kas-agent-id: expected a whole number"),
@@ -169,6 +180,7 @@ mod tests {
             (&[("kas-hop-routing-agent-id", "1")], "kas-hop-routing-agent-id is reserved"),
             (&[("kas-anything", "1")], "kas-anything is reserved"),
             (&[("kas-connection-id", "5")], "needs kas-agent-id"),
+            (&[("kas-agent-id", "1"), ("kas-explain", "yes")], "kas-explain must be 1 or 0"),
         ] {
             assert!(read(pairs).unwrap_err().contains(part), "{pairs:?}");
         }

@@ -32,6 +32,7 @@ struct OutcomeLabel {
 pub enum ListenerName {
     Agent,
     Api,
+    Private,
 }
 
 /// Why something was refused or ended early.
@@ -47,6 +48,53 @@ pub enum Reason {
     RateLimit,
     Revoked,
     Violation,
+}
+
+/// Which side of an ask between replicas this one is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, EncodeLabelValue)]
+#[allow(missing_docs)]
+pub enum Side {
+    Asked,
+    Answered,
+}
+
+/// What became of an ask for a tunnel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, EncodeLabelValue)]
+#[allow(missing_docs)]
+pub enum AskAnswer {
+    Ready,
+    NotHere,
+    Refused,
+    Unavailable,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct AskLabels {
+    side: Side,
+    answer: AskAnswer,
+}
+
+/// Where a request found its tunnel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, EncodeLabelValue)]
+#[allow(missing_docs)]
+pub enum Route {
+    Local,
+    Remote,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct RouteLabel {
+    route: Route,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct DropLabel {
+    reason: &'static str,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct TrafficLabel {
+    what: &'static str,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -78,6 +126,23 @@ pub struct Metrics {
     /// Values of agents' answers that were dropped as illegal.
     pub answer_values_dropped: Counter,
     refusals: Family<RefusalLabels, Counter>,
+    asks: Family<AskLabels, Counter>,
+    routed_local: Counter,
+    routed_remote: Counter,
+    /// Asks that went out because an earlier one was not answered at once.
+    pub hedges: Counter,
+    /// Replicas that live, this one included.
+    pub replicas_live: Gauge,
+    /// Live replicas whose table is not known completely.
+    pub replicas_unsynced: Gauge,
+    /// Agents that this replica announces.
+    pub table_agents: Gauge,
+    /// 1 while gossip hears nobody although discovery names others.
+    pub gossip_lonely: Gauge,
+    /// How often gossip was started anew.
+    pub gossip_restarts: Counter,
+    gossip_datagrams_dropped: Family<DropLabel, Gauge>,
+    gossip_traffic: Family<TrafficLabel, Gauge>,
     /// Files this process may open.
     pub file_limit: Gauge<u64, AtomicU64>,
 }
@@ -88,7 +153,14 @@ impl Metrics {
         let registry = registry.sub_registry_with_prefix("kas");
         let requests = Family::<OutcomeLabel, Counter>::default();
         let answered = requests.get_or_create(&OutcomeLabel { outcome: Outcome::Answered }).clone();
+        let routes = Family::<RouteLabel, Counter>::default();
+        let route = |route| routes.get_or_create(&RouteLabel { route }).clone();
+        let (routed_local, routed_remote) = (route(Route::Local), route(Route::Remote));
         let metrics = Self {
+            asks: Family::default(),
+            routed_local,
+            routed_remote,
+            hedges: Counter::default(),
             requests_open: Gauge::default(),
             requests,
             answered,
@@ -100,6 +172,13 @@ impl Metrics {
             tunnel_violations: Counter::default(),
             answer_values_dropped: Counter::default(),
             refusals: Family::default(),
+            replicas_live: Gauge::default(),
+            replicas_unsynced: Gauge::default(),
+            table_agents: Gauge::default(),
+            gossip_lonely: Gauge::default(),
+            gossip_restarts: Counter::default(),
+            gossip_datagrams_dropped: Family::default(),
+            gossip_traffic: Family::default(),
             file_limit: Gauge::default(),
         };
         registry.register(
@@ -141,6 +220,53 @@ impl Metrics {
             "Connections and streams that were refused or ended early",
             metrics.refusals.clone(),
         );
+        registry.register(
+            "peer_asks",
+            "Asks for tunnels between replicas, by side and by what became of them",
+            metrics.asks.clone(),
+        );
+        registry.register("routed_requests", "Requests by where their tunnel was found", routes);
+        registry.register(
+            "peer_hedges",
+            "Further replicas asked because an earlier one did not answer at once",
+            metrics.hedges.clone(),
+        );
+        metrics.replicas_live.set(1);
+        registry.register(
+            "replicas_live",
+            "Replicas that live, this one included",
+            metrics.replicas_live.clone(),
+        );
+        registry.register(
+            "replicas_unsynced",
+            "Live replicas whose table is not known completely here",
+            metrics.replicas_unsynced.clone(),
+        );
+        registry.register(
+            "table_agents",
+            "Agents that this replica announces to the others",
+            metrics.table_agents.clone(),
+        );
+        registry.register(
+            "gossip_lonely",
+            "1 while gossip hears nobody although discovery names other replicas",
+            metrics.gossip_lonely.clone(),
+        );
+        registry.register(
+            "gossip_restarts",
+            "How often gossip was started anew within this process",
+            metrics.gossip_restarts.clone(),
+        );
+        registry.register(
+            "gossip_datagrams_dropped",
+            "Datagrams of gossip that were not taken, since the start, by reason",
+            metrics.gossip_datagrams_dropped.clone(),
+        );
+        registry.register(
+            "gossip_traffic",
+            "Datagrams and bytes of gossip since the start",
+            metrics.gossip_traffic.clone(),
+        );
         registry.register("open_files_limit", "Files this process may open", metrics.file_limit.clone());
         metrics
     }
@@ -150,6 +276,36 @@ impl Metrics {
         match outcome {
             Outcome::Answered => self.answered.inc(),
             outcome => self.requests.get_or_create(&OutcomeLabel { outcome }).inc(),
+        };
+    }
+
+    /// Counts an ask between replicas.
+    pub fn asked(&self, side: Side, answer: AskAnswer) {
+        self.asks.get_or_create(&AskLabels { side, answer }).inc();
+    }
+
+    /// Copies what gossip counts itself.
+    pub fn gossip(&self, counters: &gossip::Counters) {
+        let number = |n: u64| i64::try_from(n).unwrap_or(i64::MAX);
+        for reason in gossip::Reason::ALL {
+            let label = DropLabel { reason: reason.name() };
+            self.gossip_datagrams_dropped.get_or_create(&label).set(number(counters.dropped(reason)));
+        }
+        for (what, n) in [
+            ("datagrams_sent", counters.sent.count()),
+            ("datagrams_received", counters.received.count()),
+            ("bytes_sent", counters.sent_bytes.count()),
+            ("bytes_received", counters.received_bytes.count()),
+        ] {
+            self.gossip_traffic.get_or_create(&TrafficLabel { what }).set(number(n));
+        }
+    }
+
+    /// Counts a request that has found its tunnel.
+    pub fn routed(&self, route: Route) {
+        match route {
+            Route::Local => self.routed_local.inc(),
+            Route::Remote => self.routed_remote.inc(),
         };
     }
 

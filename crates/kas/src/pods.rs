@@ -20,7 +20,7 @@ use proto::{
 use serde::Deserialize;
 use tunnel::kas_end::Head;
 
-use crate::router::{AgentRequest, Router};
+use crate::router::{AgentRequest, Router, Trail};
 
 const METHOD: &str = "/gitlab.agent.kubernetes_api.rpc.KubernetesApi/MakeRequest";
 /// Metadata of a list, or the whole objects where a server cannot do that.
@@ -220,6 +220,7 @@ async fn fetch(
             correlation: correlation.clone(),
             deadline,
             body: grpc::full(body.freeze()),
+            trail: Trail::default(),
         })
         .await?;
     if let Head::Only(_, status) = answer.head {

@@ -1,14 +1,27 @@
-//! From a request to a tunnel: own registry first, else wait for one, until the deadline.
+//! From a request to a tunnel: own registry first, then the replicas that the tracker names, else wait for
+//! one, until the deadline.
+//!
+//! **Subscribe, look up, wait.** The tracker's answer is a hint; an owner that is asked says the truth. The first owner
+//! is asked at once, the next after a short hedge, suspects last; the first tunnel wins and the other asks are taken
+//! back.
 //!
 //! The retry rule: as long as nothing of a request was written to an agent it may go to another
 //! tunnel; from then on never.
 
-use std::{sync::Arc, time::Duration};
+mod search;
+mod trail;
+
+use std::{
+    pin::Pin,
+    sync::Arc,
+    task::{Context, Poll},
+    time::Duration,
+};
 
 use cluster::Tracker;
 use grpc::{Code, Deadline, Outcome, Status};
 use http::{HeaderMap, HeaderValue};
-use ids::{AgentId, ConnectionId};
+use ids::{AgentId, ConnectionId, ReplicaId};
 use tokio::time::Instant;
 use tunnel::{
     frame,
@@ -16,10 +29,13 @@ use tunnel::{
     meta::Binary,
 };
 
+use self::search::{Found, Search};
+pub use self::trail::Trail;
 use crate::{
     metadata,
-    metrics::{self, ListenerName, Metrics, Reason},
-    tunnel_registry::{Acquired, Grant, Refused, TunnelRegistry},
+    metrics::{self, Metrics, Route},
+    peer::Peers,
+    tunnel_registry::{Refused, TunnelRegistry},
 };
 
 /// Routes requests to agents.
@@ -28,6 +44,10 @@ pub struct Router {
     tracker: Arc<dyn Tracker>,
     metrics: Arc<Metrics>,
     find_timeout: Duration,
+    /// This replica, which is not asked as a peer.
+    me: ReplicaId,
+    /// `None`: there are no other replicas.
+    peers: Option<Arc<Peers>>,
 }
 
 impl std::fmt::Debug for Router {
@@ -52,6 +72,8 @@ pub struct AgentRequest {
     pub deadline: Deadline,
     /// gRPC frames, not compressed.
     pub body: grpc::Body,
+    /// What the caller wants to be told of the request's way.
+    pub trail: Trail,
 }
 
 impl std::fmt::Debug for AgentRequest {
@@ -127,8 +149,20 @@ impl Router {
         tracker: Arc<dyn Tracker>,
         metrics: Arc<Metrics>,
         find_timeout: Duration,
+        me: ReplicaId,
+        peers: Option<Arc<Peers>>,
     ) -> Self {
-        Self { registry, tracker, metrics, find_timeout }
+        Self { registry, tracker, metrics, find_timeout, me, peers }
+    }
+
+    /// Returns how many tunnels this replica holds.
+    pub fn tunnels(&self) -> u64 {
+        u64::try_from(self.metrics.tunnels.get()).unwrap_or(0)
+    }
+
+    /// Returns the registry of this replica's tunnels.
+    pub fn registry(&self) -> &Arc<TunnelRegistry> {
+        &self.registry
     }
 
     /// Sends a request to its agent and returns how the answer begins.
@@ -157,20 +191,56 @@ impl Router {
     }
 
     async fn attempt(&self, request: AgentRequest) -> Result<(Head, Exchange), Status> {
-        let AgentRequest { agent, connection, method, headers, correlation, deadline, body } = request;
+        let AgentRequest { agent, connection, method, headers, correlation, deadline, body, trail } = request;
         let arrived = Instant::now();
         let mut body = body;
+        let legal =
+            || metadata::request_info(&method, &headers, deadline, &correlation, Binary::Base64).map(drop);
+        let search = Search {
+            router: self,
+            agent,
+            connection,
+            method: &method,
+            deadline,
+            correlation: &correlation,
+            arrived,
+            trail: &trail,
+        };
         loop {
-            let legal = || {
-                metadata::request_info(&method, &headers, deadline, &correlation, Binary::Base64).map(drop)
+            let found = match search.own() {
+                Some(grant) => Found::Own(grant),
+                None => {
+                    // What no agent could be sent does not wait for one.
+                    legal()?;
+                    search.anywhere().await?
+                }
             };
-            let grant = self.find(agent, connection, &method, deadline, arrived, legal).await?;
-            let binary = grant.tunnel().info().peer.binary();
-            let writer = metadata::request_info(&method, &headers, deadline, &correlation, binary)?;
+            let kind = match &found {
+                Found::Own(grant) => grant.tunnel().info().peer,
+                Found::Lent(lent, _) => lent.kind,
+            };
+            let writer = metadata::request_info(&method, &headers, deadline, &correlation, kind.binary())?;
             let mut info = bytes::BytesMut::with_capacity(512);
             writer.put_control(frame::response::REQUEST_INFO, &mut info);
             let job = Job { request_info: info.freeze(), body };
-            let mut exchange = match grant.take().begin(job, deadline) {
+            let begun = match found {
+                Found::Own(grant) => {
+                    self.metrics.routed(Route::Local);
+                    trail.note(|| format!("started through a tunnel of this replica, {}", self.me));
+                    grant.take().begin(job, deadline)
+                }
+                Found::Lent(lent, owner) => {
+                    self.metrics.routed(Route::Remote);
+                    trail.note(|| format!("started through a tunnel of replica {owner}"));
+                    let (tunnel, pump) = lent.into_tunnel(agent);
+                    let begun = tunnel.begin(job, deadline);
+                    if begun.is_ok() {
+                        run(pump).await;
+                    }
+                    begun
+                }
+            };
+            let mut exchange = match begun {
                 Ok(exchange) => exchange,
                 // It ended between the grant and now.
                 Err(job) => {
@@ -180,7 +250,10 @@ impl Router {
             };
             self.metrics.find_seconds.observe(arrived.elapsed().as_secs_f64());
             match exchange.head().await {
-                Ok(head) => return Ok((head, exchange)),
+                Ok(head) => {
+                    trail.note(|| "the answer began".to_owned());
+                    return Ok((head, exchange));
+                }
                 // Nothing was written: any other tunnel may serve it.
                 Err(Failure::NotStarted(job)) => body = job.body,
                 Err(Failure::Refused) => {
@@ -195,63 +268,10 @@ impl Router {
         }
     }
 
-    /// Finds a tunnel, waiting until the caller's deadline or, without one, the configured time.
-    async fn find(
-        &self,
-        agent: AgentId,
-        connection: Option<ConnectionId>,
-        method: &Arc<str>,
-        deadline: Deadline,
-        arrived: Instant,
-        legal: impl Fn() -> Result<(), Status>,
-    ) -> Result<Grant, Status> {
-        let mut waiting = match self.registry.acquire(agent, method, connection) {
-            Ok(Acquired::Now(grant)) => return Ok(grant),
-            // What no agent could be sent does not wait for one.
-            Ok(Acquired::Wait(waiting)) => legal().map(|()| waiting)?,
-            Err(refused) => return Err(self.refusal(refused, agent, connection, method)),
-        };
-        let until = deadline.instant().unwrap_or(arrived + self.find_timeout);
-        match tokio::time::timeout_at(until, waiting.granted()).await {
-            Ok(Some(grant)) => Ok(grant),
-            Ok(None) => Err(Status::new(Code::Unavailable, "this kas is shutting down: repeat the request")
-                .with_outcome(Outcome::NotStarted)),
-            Err(_) => Err(self.not_found(agent, deadline, arrived).await),
-        }
-    }
-
-    fn refusal(
-        &self,
-        refused: Refused,
-        agent: AgentId,
-        connection: Option<ConnectionId>,
-        method: &str,
-    ) -> Status {
-        match refused {
-            Refused::Unimplemented => Status::new(Code::Unimplemented, format!("agent {agent} does not serve {method}")),
-            Refused::OtherConnection => Status::new(
-                Code::FailedPrecondition,
-                format!(
-                    "agent {agent} is connected, but not by connection {}: list its connections, or name none",
-                    connection.map_or(0, ConnectionId::get)
-                ),
-            )
-            .with_outcome(Outcome::NotStarted),
-            Refused::Full => {
-                self.metrics.refused(ListenerName::Api, Reason::WaitersFull);
-                Status::new(
-                    Code::ResourceExhausted,
-                    format!("too many requests already wait for a tunnel of agent {agent}: repeat this one later"),
-                )
-                .with_outcome(Outcome::NotStarted)
-            }
-        }
-    }
-
     async fn not_found(&self, agent: AgentId, deadline: Deadline, arrived: Instant) -> Status {
         let waited = arrived.elapsed().as_secs_f64();
         // Only for the words: what was waited for is already known.
-        let known = self.tracker.locate(agent).await.is_ok_and(|replicas| !replicas.is_empty());
+        let known = self.tracker.locate(agent).await.is_ok_and(|candidates| !candidates.is_empty());
         let text = if known {
             format!(
                 "agent {agent} is connected, but had no idle tunnel for {waited:.1} s: repeat the request later"
@@ -264,5 +284,51 @@ impl Router {
         };
         let code = if deadline.instant().is_some() { Code::DeadlineExceeded } else { Code::Unavailable };
         Status::new(code, text).with_outcome(Outcome::NotStarted)
+    }
+}
+
+/// Runs what writes a request to another replica: once here, since a small request is written whole then, and in
+/// a task of its own if that was not all.
+async fn run(pump: impl Future<Output = ()> + Send + Unpin + 'static) {
+    let mut pump = Some(pump);
+    std::future::poll_fn(|cx: &mut Context<'_>| {
+        if let Some(running) = &mut pump
+            && Pin::new(running).poll(cx).is_ready()
+        {
+            pump = None;
+        }
+        Poll::Ready(())
+    })
+    .await;
+    if let Some(pump) = pump {
+        tokio::spawn(pump);
+    }
+}
+
+/// Returns how a refusal is told, to callers and to other replicas.
+pub fn refusal(refused: Refused, agent: AgentId, connection: Option<ConnectionId>, method: &str) -> Status {
+    let not_started = |code, text: String| Status::new(code, text).with_outcome(Outcome::NotStarted);
+    match refused {
+        Refused::Unimplemented => {
+            Status::new(Code::Unimplemented, format!("agent {agent} does not serve {method}"))
+        }
+        Refused::OtherConnection => not_started(
+            Code::FailedPrecondition,
+            format!(
+                "agent {agent} is connected, but not by connection {}: list its connections, or name none",
+                connection.map_or(0, ConnectionId::get)
+            ),
+        ),
+        Refused::Full => not_started(
+            Code::ResourceExhausted,
+            format!("too many requests already wait for a tunnel of agent {agent}: repeat this one later"),
+        ),
+        Refused::NotHere(_) => {
+            not_started(Code::NotFound, format!("this replica has no tunnel of agent {agent}"))
+        }
+        Refused::Draining => not_started(
+            Code::Unavailable,
+            format!("this replica leaves, and none of its tunnels of agent {agent} is idle"),
+        ),
     }
 }

@@ -2,19 +2,24 @@
 //!
 //! One lock guards each agent's tunnels and waiters together, so that a request either finds an
 //! idle tunnel or is in the queue when the next one parks: no wake-up is lost. Agents are spread
-//! over shards; nothing is called while a shard is locked except the wake-up of a waiter.
+//! over shards. While a shard is locked only two things are called: the wake-up of a waiter, and the
+//! tracker, when an agent comes or goes: so that "not here", and where the announcements stand when it is
+//! said, are one observation. The tracker has its own lock and never calls back.
+//!
+//! Other replicas wait here too. Of those who can use a tunnel, this replica's own requests and each
+//! other replica take turns; within one of them the first comes first.
 
 use std::{
     collections::{BTreeMap, HashMap},
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicUsize, Ordering},
+        atomic::{AtomicBool, AtomicUsize, Ordering},
     },
     time::Duration,
 };
 
-use cluster::{Lease, Tracker};
-use ids::{AgentId, ConnectionId};
+use cluster::{Lease, Mark, Tracker};
+use ids::{AgentId, ConnectionId, ReplicaId};
 use tokio::sync::oneshot;
 use tunnel::kas_end::{Descriptor, Owner, Retire, Tunnel};
 
@@ -45,7 +50,24 @@ pub enum Refused {
     OtherConnection,
     /// Too many requests wait already.
     Full,
+    /// For another replica: no tunnel of the agent is here.
+    NotHere(Mark),
+    /// For another replica: no tunnel is idle, and this replica leaves.
+    Draining,
 }
+
+/// Why a wait ended without a tunnel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Gone {
+    /// This replica leaves.
+    Leaving,
+    /// For another replica: the agent is not here any more.
+    NotHere(Mark),
+}
+
+/// Who waits: this replica's own requests (`None`), or those of another one.
+type Source = Option<ReplicaId>;
+type Sender = oneshot::Sender<Result<Grant, Gone>>;
 
 /// What became of the wish for a tunnel.
 #[derive(Debug)]
@@ -63,6 +85,7 @@ pub struct TunnelRegistry {
     metrics: Arc<Metrics>,
     limits: Limits,
     waiters: AtomicUsize,
+    draining: AtomicBool,
 }
 
 impl std::fmt::Debug for TunnelRegistry {
@@ -75,17 +98,21 @@ impl std::fmt::Debug for TunnelRegistry {
 struct Agent {
     instances: Vec<Instance>,
     tunnels: usize,
-    queues: HashMap<QueueKey, BTreeMap<u64, oneshot::Sender<Grant>>>,
+    queues: HashMap<QueueKey, BTreeMap<u64, Sender>>,
     waiters: usize,
     serial: u64,
+    /// When each source was last served, in grants.
+    turns: HashMap<Source, u64>,
+    grants: u64,
     lease: Option<Lease>,
     /// Counts changes from some tunnel to none, so that a linger that was overtaken does nothing.
     lingers: u64,
 }
 
-/// What a waiter accepts.
+/// Who waits, and what it accepts.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct QueueKey {
+    source: Source,
     method: Arc<str>,
     connection: Option<ConnectionId>,
 }
@@ -150,19 +177,46 @@ impl Agent {
                 .filter(|(key, _)| key.connection.is_none() || key.connection == tied)
                 .filter(|(key, _)| info.descriptor.serves(&key.method))
                 .filter_map(|(key, queue)| queue.first_key_value().map(|(serial, _)| (*serial, key)))
-                .min_by_key(|(serial, _)| *serial)
+                .min_by_key(|(serial, key)| (self.turns.get(&key.source).copied().unwrap_or(0), *serial))
                 .map(|(_, key)| key.clone());
             let Some(key) = key else { return Some(grant) };
             let sender = self.queues.get_mut(&key).and_then(|queue| queue.pop_first());
             self.waiters -= 1;
+            self.grants += 1;
+            self.turns.insert(key.source.clone(), self.grants);
             if self.queues.get(&key).is_some_and(BTreeMap::is_empty) {
-                self.queues.remove(&key);
+                self.forget(&key);
             }
-            match sender.map(|(_, sender)| sender.send(grant)) {
-                Some(Err(back)) => grant = back,
-                Some(Ok(())) | None => return None,
+            match sender.map(|(_, sender)| sender.send(Ok(grant))) {
+                Some(Err(Ok(back))) => grant = back,
+                Some(Ok(()) | Err(Err(_))) | None => return None,
             }
         }
+    }
+
+    /// Removes an empty queue, and the turn of a source that waits no longer.
+    fn forget(&mut self, key: &QueueKey) {
+        self.queues.remove(key);
+        if !self.queues.keys().any(|other| other.source == key.source) {
+            self.turns.remove(&key.source);
+        }
+    }
+
+    /// Takes all waiters of other replicas out.
+    fn take_remote(&mut self) -> Vec<Sender> {
+        let remote: Vec<QueueKey> = self.queues.keys().filter(|key| key.source.is_some()).cloned().collect();
+        let mut senders = Vec::new();
+        for key in remote {
+            let queue = self.queues.remove(&key).unwrap_or_default();
+            self.waiters -= queue.len();
+            senders.extend(queue.into_values());
+        }
+        self.turns.retain(|source, _| source.is_none());
+        senders
+    }
+
+    fn is_present(&self) -> bool {
+        self.tunnels > 0 || self.lease.is_some()
     }
 
     fn is_unused(&self) -> bool {
@@ -214,16 +268,19 @@ pub struct Waiting {
     agent: AgentId,
     key: QueueKey,
     serial: u64,
-    receiver: oneshot::Receiver<Grant>,
+    receiver: oneshot::Receiver<Result<Grant, Gone>>,
 }
 
 impl Waiting {
-    /// Waits for a tunnel; `None`: this replica leaves.
+    /// Waits for a tunnel.
+    ///
+    /// # Errors
+    /// [`Gone`]: none will come.
     ///
     /// # Cancel safety
     /// Cancel safe.
-    pub async fn granted(&mut self) -> Option<Grant> {
-        (&mut self.receiver).await.ok()
+    pub async fn granted(&mut self) -> Result<Grant, Gone> {
+        (&mut self.receiver).await.unwrap_or(Err(Gone::Leaving))
     }
 }
 
@@ -237,7 +294,7 @@ impl Drop for Waiting {
             if let Some(queue) = agent.queues.get_mut(&self.key) {
                 sender = queue.remove(&self.serial);
                 if queue.is_empty() {
-                    agent.queues.remove(&self.key);
+                    agent.forget(&self.key);
                 }
             }
             if sender.is_some() {
@@ -255,13 +312,31 @@ impl Drop for Waiting {
 impl TunnelRegistry {
     /// Makes an empty registry that announces agents to `tracker`.
     pub fn new(tracker: Arc<dyn Tracker>, metrics: Arc<Metrics>, limits: Limits) -> Arc<Self> {
-        Arc::new(Self { shards: Default::default(), tracker, metrics, limits, waiters: AtomicUsize::new(0) })
+        Arc::new(Self {
+            shards: Default::default(),
+            tracker,
+            metrics,
+            limits,
+            waiters: AtomicUsize::new(0),
+            draining: AtomicBool::new(false),
+        })
     }
 
     fn shard(&self, agent: AgentId) -> MutexGuard<'_, HashMap<AgentId, Agent>> {
         let index = (agent.get() as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 60;
         // A panic under the lock would be a bug in this file; what is left is still consistent.
         self.shards[index as usize % SHARDS].lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Takes an idle tunnel of `agent` that serves `method`.
+    pub fn take(
+        self: &Arc<Self>,
+        agent: AgentId,
+        method: &str,
+        connection: Option<ConnectionId>,
+    ) -> Option<Grant> {
+        let tunnel = self.shard(agent).get_mut(&agent)?.take(method, connection)?;
+        Some(Grant { tunnel: Some(tunnel), registry: Arc::clone(self) })
     }
 
     /// Takes an idle tunnel of `agent` that serves `method`, or a place in the queue.
@@ -274,7 +349,35 @@ impl TunnelRegistry {
         method: &Arc<str>,
         connection: Option<ConnectionId>,
     ) -> Result<Acquired, Refused> {
+        self.acquire_from(None, agent, method, connection)
+    }
+
+    /// As [`acquire`](Self::acquire), for a request that stands on another replica: it waits here only
+    /// while the agent is present and this replica stays.
+    ///
+    /// # Errors
+    /// See [`Refused`].
+    pub fn acquire_for(
+        self: &Arc<Self>,
+        replica: &ReplicaId,
+        agent: AgentId,
+        method: &Arc<str>,
+        connection: Option<ConnectionId>,
+    ) -> Result<Acquired, Refused> {
+        self.acquire_from(Some(replica.clone()), agent, method, connection)
+    }
+
+    fn acquire_from(
+        self: &Arc<Self>,
+        source: Source,
+        agent: AgentId,
+        method: &Arc<str>,
+        connection: Option<ConnectionId>,
+    ) -> Result<Acquired, Refused> {
         let mut shard = self.shard(agent);
+        if source.is_some() && !shard.get(&agent).is_some_and(Agent::is_present) {
+            return Err(Refused::NotHere(self.tracker.mark()));
+        }
         if let Some(entry) = shard.get_mut(&agent) {
             if let Some(tunnel) = entry.take(method, connection) {
                 return Ok(Acquired::Now(Grant { tunnel: Some(tunnel), registry: Arc::clone(self) }));
@@ -286,6 +389,9 @@ impl TunnelRegistry {
                 if !entry.instances.iter().any(|i| i.descriptor.serves(method)) {
                     return Err(Refused::Unimplemented);
                 }
+            }
+            if source.is_some() && self.draining.load(Ordering::Relaxed) {
+                return Err(Refused::Draining);
             }
             if entry.waiters >= self.limits.waiters_per_agent {
                 return Err(Refused::Full);
@@ -299,7 +405,7 @@ impl TunnelRegistry {
         let entry = shard.entry(agent).or_default();
         entry.serial += 1;
         entry.waiters += 1;
-        let (serial, key) = (entry.serial, QueueKey { method: Arc::clone(method), connection });
+        let (serial, key) = (entry.serial, QueueKey { source, method: Arc::clone(method), connection });
         let (sender, receiver) = oneshot::channel();
         entry.queues.entry(key.clone()).or_default().insert(serial, sender);
         drop(shard);
@@ -326,19 +432,11 @@ impl TunnelRegistry {
         instance.descriptor = Arc::clone(&info.descriptor);
         // Counted as busy until it is offered.
         instance.busy += 1;
-        drop(shard);
         if first {
             let methods: Arc<[Box<str>]> = info.descriptor.methods().map(Into::into).collect();
-            // Announced outside the lock: the tracker has its own.
-            let lease = self.tracker.route(info.agent, methods);
-            let mut shard = self.shard(info.agent);
-            let unused = match shard.get_mut(&info.agent) {
-                Some(entry) if entry.lease.is_none() => entry.lease.replace(lease),
-                _ => Some(lease),
-            };
-            drop(shard);
-            drop(unused);
+            entry.lease = Some(self.tracker.route(info.agent, methods));
         }
+        drop(shard);
         self.free(tunnel);
     }
 
@@ -410,12 +508,17 @@ impl TunnelRegistry {
         if entry.tunnels > 0 || serial.is_some_and(|serial| serial != entry.lingers) {
             return;
         }
-        let lease = entry.lease.take();
+        // Withdrawn under the lock: what is said to other replicas from now on is newer.
+        drop(entry.lease.take());
+        let waiting = entry.take_remote();
+        let mark = self.tracker.mark();
         if entry.is_unused() {
             shard.remove(&agent);
         }
         drop(shard);
-        drop(lease);
+        for sender in waiting {
+            let _ = sender.send(Err(Gone::NotHere(mark)));
+        }
     }
 
     /// Takes `tunnel` out of use: at once when it is idle, else after its request.
@@ -429,6 +532,28 @@ impl TunnelRegistry {
             instance.busy += 1;
         }
         tunnel.retire(how);
+    }
+
+    /// This replica leaves soon: requests of other replicas wait here no longer.
+    pub fn drain(&self) {
+        self.draining.store(true, Ordering::Relaxed);
+        for shard in &self.shards {
+            let mut shard = shard.lock().unwrap_or_else(PoisonError::into_inner);
+            // The senders drop outside the iteration; each waiter counts itself out.
+            let waiting: Vec<Sender> = shard.values_mut().flat_map(Agent::take_remote).collect();
+            drop(shard);
+            for sender in waiting {
+                let _ = sender.send(Err(Gone::Leaving));
+            }
+        }
+    }
+
+    /// Tunnels of an agent, idle and busy, and requests that wait for one.
+    pub fn counts(&self, agent: AgentId) -> (usize, usize, usize) {
+        self.shard(agent).get(&agent).map_or((0, 0, 0), |entry| {
+            let idle = entry.instances.iter().map(|i| i.idle.len()).sum();
+            (idle, entry.tunnels.saturating_sub(idle), entry.waiters)
+        })
     }
 
     /// Sends every waiter away: this replica leaves now.

@@ -50,20 +50,28 @@ pub(crate) async fn run(
             let events = answer.map_err(|status| client.explain(&call, &status))?.into_inner();
             let mut events = Events { events, client: &client, call: &call };
             let (agents, unanswered) = events.snapshot().await?;
-            for replica in &unanswered {
-                note(format_args!(
-                    "warning: kas at {} did not answer ({}): the list is partial",
-                    address(replica.address.as_ref()),
-                    printable(&replica.reason)
-                ));
-            }
+            warn(&unanswered, PARTIAL);
             if args.watch {
-                watch(&mut output, format, agents, &unanswered, events).await
+                watch(&mut output, format, agents, unanswered, events).await
             } else {
                 list(&mut output, format, agents, &unanswered).await
             }
         })
         .await
+}
+
+/// What it means for a list that a replica did not answer.
+const PARTIAL: &str = "the list is partial";
+
+/// Names the replicas that did not answer, and what that means.
+pub(crate) fn warn<'a>(unanswered: impl IntoIterator<Item = &'a UnansweredReplica>, meaning: &str) {
+    for replica in unanswered {
+        note(format_args!(
+            "warning: kas at {} did not answer ({}): {meaning}",
+            printable(&address(replica.address.as_ref())),
+            printable(&replica.reason)
+        ));
+    }
 }
 
 /// The stream of changes, with its errors explained.
@@ -139,7 +147,7 @@ async fn watch(
     output: &mut Output,
     format: Format,
     mut agents: BTreeMap<Key, ConnectedAgentInfo>,
-    unanswered: &[UnansweredReplica],
+    mut unanswered: Vec<UnansweredReplica>,
     mut events: Events<'_>,
 ) -> Result<Exit, Failure> {
     let mut table = Table::new(WATCH_TITLES);
@@ -154,15 +162,20 @@ async fn watch(
             for agent in agents.values() {
                 output.json_line(&EventJson::Connected { agent: agent.into() }).await?;
             }
-            let unanswered = unanswered.iter().map(UnansweredJson::from).collect();
-            output.json_line(&EventJson::SnapshotComplete { unanswered }).await?;
+            output.json_line(&EventJson::complete(&unanswered)).await?;
         }
     }
     loop {
         let (name, agent) = match events.next().await? {
             Event::Connected(agent) => {
-                agents.insert((agent.id, agent.connection_id), agent.clone());
-                ("connected", agent)
+                let before = agents.insert((agent.id, agent.connection_id), agent.clone());
+                let name = match before {
+                    None => "connected",
+                    // The same connection, on another replica or told of again.
+                    Some(before) if before.kas_address != agent.kas_address => "moved",
+                    Some(_) => "present",
+                };
+                (name, agent)
             }
             Event::Disconnected(gone) => {
                 let known = agents.remove(&(gone.id, gone.connection_id));
@@ -173,7 +186,13 @@ async fn watch(
                 };
                 ("disconnected", known.unwrap_or_else(bare))
             }
-            Event::SnapshotComplete(_) => continue,
+            // Again: some replica stopped to answer, or answers again.
+            Event::SnapshotComplete(complete) => {
+                if changed(&mut unanswered, complete.unanswered) && format == Format::Json {
+                    output.json_line(&EventJson::complete(&unanswered)).await?;
+                }
+                continue;
+            }
         };
         match format {
             Format::Table => {
@@ -182,15 +201,28 @@ async fn watch(
             }
             Format::Json => {
                 let agent = AgentJson::from(&agent);
-                let event = if name == "connected" {
-                    EventJson::Connected { agent }
-                } else {
+                let event = if name == "disconnected" {
                     EventJson::Disconnected { agent }
+                } else {
+                    EventJson::Connected { agent }
                 };
                 output.json_line(&event).await?;
             }
         }
     }
+}
+
+/// Takes the new set of replicas that do not answer, and tells what is different. Returns whether anything is.
+fn changed(known: &mut Vec<UnansweredReplica>, now: Vec<UnansweredReplica>) -> bool {
+    let before = std::mem::replace(known, now);
+    let has = |list: &[UnansweredReplica], replica: &UnansweredReplica| {
+        list.iter().any(|other| other.address == replica.address)
+    };
+    warn(known.iter().filter(|replica| !has(&before, replica)), PARTIAL);
+    for replica in before.iter().filter(|replica| !has(known, replica)) {
+        note(format_args!("kas at {} answers again", printable(&address(replica.address.as_ref()))));
+    }
+    before != *known
 }
 
 fn cells(agent: &ConnectedAgentInfo, now: Duration) -> [String; 8] {
@@ -227,8 +259,13 @@ fn age(agent: &ConnectedAgentInfo, now: Duration) -> Option<Duration> {
     Some(now.saturating_sub(at))
 }
 
-fn address(address: Option<&KasAddress>) -> String {
-    address.map(|address| host_port(&address.ip, address.port)).unwrap_or_default()
+/// Returns the address of a replica; one without a port is a name that kas could not take apart.
+pub(crate) fn address(address: Option<&KasAddress>) -> String {
+    match address {
+        None => String::new(),
+        Some(KasAddress { ip, port: 0 }) => ip.clone(),
+        Some(KasAddress { ip, port }) => host_port(ip, port),
+    }
 }
 
 /// One document: what `-o json` prints. Field names are a promise to scripts.
@@ -247,6 +284,12 @@ enum EventJson<'a> {
     SnapshotComplete { unanswered: Vec<UnansweredJson<'a>> },
 }
 
+impl<'a> EventJson<'a> {
+    fn complete(unanswered: &'a [UnansweredReplica]) -> Self {
+        Self::SnapshotComplete { unanswered: unanswered.iter().map(UnansweredJson::from).collect() }
+    }
+}
+
 #[derive(Serialize)]
 struct AgentJson<'a> {
     id: i64,
@@ -263,14 +306,16 @@ struct AgentJson<'a> {
     kas_address: Option<AddressJson<'a>>,
 }
 
+/// The address of a replica.
 #[derive(Serialize)]
-struct AddressJson<'a> {
+pub(crate) struct AddressJson<'a> {
     ip: &'a str,
     port: u32,
 }
 
+/// A replica that did not answer.
 #[derive(Serialize)]
-struct UnansweredJson<'a> {
+pub(crate) struct UnansweredJson<'a> {
     address: Option<AddressJson<'a>>,
     reason: &'a str,
 }
@@ -340,6 +385,27 @@ mod tests {
         );
         assert_eq!(cells(&agent(), Duration::from_secs(5))[6], "0s", "a clock behind that of kas");
         assert_eq!(cells(&ConnectedAgentInfo { id: 1, ..Default::default() }, Duration::ZERO)[6], "");
+    }
+
+    #[test]
+    fn replicas_without_a_port_are_names() {
+        let of = |ip: &str, port| address(Some(&KasAddress { ip: ip.to_owned(), port }));
+        assert_eq!(of("10.0.0.1", 8155), "10.0.0.1:8155");
+        assert_eq!(of("kas-0.kas:8155", 0), "kas-0.kas:8155", "kas leaves what is no IP address whole");
+        assert_eq!(address(None), "");
+    }
+
+    #[test]
+    fn silence_and_its_end_are_changes() {
+        let silent = |ip: &str| UnansweredReplica {
+            address: Some(KasAddress { ip: ip.to_owned(), port: 1 }),
+            reason: "gone".to_owned(),
+        };
+        let mut known = vec![silent("a")];
+        assert!(!changed(&mut known, vec![silent("a")]));
+        assert!(changed(&mut known, vec![silent("a"), silent("b")]));
+        assert!(changed(&mut known, Vec::new()));
+        assert!(!changed(&mut known, Vec::new()));
     }
 
     #[test]

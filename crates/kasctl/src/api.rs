@@ -8,7 +8,10 @@ use proto::{
     gitlab::agent::kubernetes_api::rpc::kubernetes_api_client::KubernetesApiClient,
     kas::api::v1::kas_api_client::KasApiClient,
 };
-use tokio::signal::unix::{SignalKind, signal};
+use tokio::{
+    signal::unix::{SignalKind, signal},
+    time::Instant,
+};
 use tonic::{Request, Status, metadata::AsciiMetadataValue};
 
 use crate::{
@@ -24,6 +27,8 @@ use crate::{
 const AGENT_ID: &str = "kas-agent-id";
 /// Names one connection of that agent.
 const CONNECTION_ID: &str = "kas-connection-id";
+/// Asks kas for an account of the request's way; the answer has it under the same key.
+pub(crate) const EXPLAIN: &str = "kas-explain";
 /// Goes through kas to the agent, and into every log on the way.
 const CORRELATION_ID: &str = "x-gitlab-correlation-id";
 
@@ -56,6 +61,8 @@ pub(crate) struct Client {
     secret: Secret,
     timeout: Option<Duration>,
     correlation: AsciiMetadataValue,
+    began: Instant,
+    connected: Instant,
 }
 
 /// Connects, runs `work`, and disconnects; Ctrl-C cancels the calls that are open.
@@ -83,13 +90,16 @@ pub(crate) async fn with_client(
         .map_err(|_| Failure::Usage("the host of --address is not a legal name"))?;
     // One handler from here on: none of the moments between two waits misses a Ctrl-C.
     let mut interrupts = signal(SignalKind::interrupt()).map_err(Failure::Runtime)?;
+    let began = Instant::now();
     let (link, driver) = tokio::select! {
         connected = link::connect(&address, &tls) => {
             connected.map_err(|cause| Failure::Connect { address: address.clone(), cause })?
         }
         _ = interrupts.recv() => return Err(Failure::Interrupted),
     };
-    let client = Client { link, origin, address: address.to_string(), secret, timeout, correlation };
+    let connected = Instant::now();
+    let address = address.to_string();
+    let client = Client { link, origin, address, secret, timeout, correlation, began, connected };
     let done = tokio::select! {
         done = work(client) => done,
         _ = interrupts.recv() => Err(Failure::Interrupted),
@@ -112,6 +122,7 @@ impl Client {
             secret: self.secret.path().display().to_string(),
             correlation: self.correlation.to_str().unwrap_or_default().to_owned(),
             timeout: self.timeout.or(default).filter(|limit| !limit.is_zero()),
+            is_answering: false,
         }
     }
 
@@ -142,10 +153,14 @@ impl Client {
         call: &Call,
         agent: ids::AgentId,
         connection: Option<ConnectionId>,
+        explain: bool,
         message: T,
     ) -> Result<Request<T>, Failure> {
         let mut request = self.request(call, message)?;
         let metadata = request.metadata_mut();
+        if explain {
+            metadata.insert(EXPLAIN, AsciiMetadataValue::from_static("1"));
+        }
         metadata.insert(AGENT_ID, agent.get().into());
         if let Some(connection) = connection {
             metadata.insert(CONNECTION_ID, connection.get().into());
@@ -163,6 +178,16 @@ impl Client {
     pub(crate) fn kubernetes(&self) -> KubernetesApiClient<Link> {
         KubernetesApiClient::with_origin(self.link.clone(), self.origin.clone())
             .max_decoding_message_size(MAX_ANSWER)
+    }
+
+    /// Returns when kasctl began to connect, and when it was connected.
+    pub(crate) fn dialled(&self) -> (Instant, Instant) {
+        (self.began, self.connected)
+    }
+
+    /// Returns where kas is.
+    pub(crate) fn address(&self) -> &str {
+        &self.address
     }
 
     /// Says what a status means.

@@ -9,7 +9,7 @@ use crate::{
     cli::{Cli, Command, TokenCommand},
     failure::{Exit, Failure},
     output::{Output, note},
-    pods, request, token,
+    pods, replicas, request, token, why,
 };
 
 /// Runs the command of the process' arguments.
@@ -57,6 +57,14 @@ async fn run(cli: Cli) -> Result<Exit, Failure> {
         }
         Command::Pods(args) => {
             api::with_client(global.settings(), async |client| pods::run(client, output, args, format).await)
+                .await
+        }
+        Command::Replicas => {
+            api::with_client(global.settings(), async |client| replicas::run(client, output, format).await)
+                .await
+        }
+        Command::Why(args) => {
+            api::with_client(global.settings(), async |client| why::run(client, output, &args, format).await)
                 .await
         }
         Command::Request(args) => {

@@ -20,8 +20,11 @@ Examples:
   kasctl agents                     who is connected, and to which replica of kas
   kasctl pods 7 -n default          what runs in the cluster of agent 7
   kasctl request 7 GET /version     ask the Kubernetes API there
-  kasctl token agent --id 7 --name prod --project 3 --token-file prod.token
-                                    a token for a new agent, and kas' line about it
+  kasctl replicas                   the replicas of kas, and what is wrong with them
+  kasctl why 7                      which replica holds agent 7, and which way a request would go
+  kasctl token agent --id 7 --name prod --project 3 \\
+      --agents-file agents.yaml --token-file prod.token
+                                    a new agent: the entry that makes it known to kas, and its token
 
 Exit codes:
   0    ok
@@ -29,7 +32,7 @@ Exit codes:
   2    the command line is wrong; nothing was done
   3    kas cannot be reached, or was lost while only reading
   4    not authenticated: no usable secret, or kas refused it
-  5    the agent is not connected, or nothing was sent to it: trying again is safe
+  5    the agent is not connected, or nothing was sent to it or its cluster: trying again is safe
   6    the list is partial: a replica of kas did not answer
   7    the outcome is unknown: sent to the agent, and no complete answer
   22   'request --fail', and the HTTP status is 400 or more
@@ -50,10 +53,51 @@ An agent that runs as several pods has a row for each. CONNECTION is what --conn
 takes; in JSON it is text, because it has 63 bits. A list without the part of a replica that did not \
 answer ends with exit code 6.
 
-With --watch, rows begin with an event: present (connected before), connected or disconnected. As JSON:
-  {\"event\":\"connected\",\"agent\":{...}}            also for those connected before
-  {\"event\":\"snapshot_complete\",\"unanswered\":[]}  once, behind those
-  {\"event\":\"disconnected\",\"agent\":{...}}";
+With --watch, rows begin with an event: present (connected before), connected, moved (to another replica) \
+or disconnected. As JSON:
+  {\"event\":\"connected\",\"agent\":{...}}            also when connected before, or moved
+  {\"event\":\"snapshot_complete\",\"unanswered\":[]}  behind those, and again when unanswered changes
+  {\"event\":\"disconnected\",\"agent\":{...}}
+
+JSON is stable: fields may be added, none changes or goes. {\"agents\":[{\"id\", \"name\", \"project_id\", \
+\"connection_id\", \"version\", \"commit\", \"pod_namespace\", \"pod_name\", \"connected_at\", \
+\"kas_address\":{\"ip\",\"port\"}}], \"unanswered\":[{\"address\":{\"ip\",\"port\"}, \"reason\"}]}";
+
+const REPLICAS_HELP: &str = "\
+Examples:
+  kasctl replicas                     the replica that is asked comes first
+  kasctl replicas -o json | jq -r '.replicas[] | select(.standing == \"suspect\").name'
+  kasctl replicas -o json | jq -e '.alarms == []'
+
+STATE is what a replica says of itself, STANDING how the one that was asked judges it, HEARD how long ago \
+there was a sign of life. TABLE is the copy of its list of agents: 'synced' and the version, or 'behind' \
+while changes are missing. What is wrong goes to standard error, as an alarm. A row without what the replica \
+says of itself ends with exit code 6.
+
+JSON is one document, and stable: fields may be added, none changes or goes.
+  {\"replicas\": [{\"name\", \"address\":{\"ip\",\"port\"}, \"state\", \"standing\", \"agents\", \"tunnels\",
+                 \"table\":{\"synced\",\"version\",\"epoch\"}, \"heard_ms\", \"version\", \"commit\",
+                 \"generation\"}],
+   \"unanswered\": [{\"address\":{\"ip\",\"port\"}, \"reason\"}], \"alarms\": [\"...\"]}
+epoch and generation are text, because they have 64 bits; tunnels is null for a replica that did not answer, \
+heard_ms for the one that was asked.";
+
+const WHY_HELP: &str = "\
+Examples:
+  kasctl why 7                        who holds agent 7, and which way a request would go
+  kasctl why 7 --address grpc://10.0.0.2:8153
+                                      the same, from where another replica stands
+  kasctl why 7 -o json | jq -r '.held_by[]'
+
+The first line is the verdict. Below it: the tunnels of the agent and the requests that wait, replica by \
+replica; then what each believes of the others, whether that is true, and why it believes it. An agent that \
+is held nowhere is an answer: exit code 0, or 6 when a replica did not answer.
+
+JSON is one document, and stable: fields may be added, none changes or goes.
+  {\"agent_id\", \"held_by\":[\"name\"], \"route\":[\"step\"],
+   \"replicas\": [{\"name\", \"address\":{\"ip\",\"port\"}, \"idle_tunnels\", \"busy_tunnels\", \"waiting\",
+                 \"beliefs\":[{\"name\",\"holds\",\"why\"}]}],
+   \"unanswered\": [{\"address\":{\"ip\",\"port\"}, \"reason\"}]}";
 
 const PODS_HELP: &str = "\
 Examples:
@@ -70,14 +114,18 @@ Examples:
   kasctl request 7 GET '/api/v1/pods?labelSelector=app%3Dweb&limit=5' -i
   kasctl request 7 GET '/api/v1/pods?watch=true'
   kasctl request 7 GET '/api/v1/namespaces/default/pods/web-1/log?follow=true'
+  kasctl request --explain 7 GET /version
   kasctl request 7 POST /api/v1/namespaces -d '{\"metadata\":{\"name\":\"demo\"}}' --fail
   kasctl request 7 PATCH /api/v1/namespaces/demo -d @patch.json \\
       -H 'Content-Type: application/merge-patch+json'
   generate | kasctl request 7 POST /apis/batch/v1/namespaces/demo/jobs -d @-
 
 The agent sends the request with its own credentials. The body of the answer goes to standard output as \
-it comes, whatever its status; Ctrl-C cancels the request. Exit code 7 means that it may have had its \
-effect, 5 that it surely had none.";
+it comes, whatever its status; Ctrl-C cancels the request. Exit code 7 means that it was sent and has no \
+complete answer: unless it only reads, it may have had its effect. 5 means that it surely had none.
+
+With --explain, standard error tells behind the answer where the time went, in milliseconds: what kasctl saw \
+since it began to connect, and what kas did since the request arrived there.";
 
 const TOKEN_API_HELP: &str = "\
 Examples:
@@ -88,12 +136,21 @@ Examples:
 
 const TOKEN_AGENT_HELP: &str = "\
 Examples:
-  kasctl token agent --id 7 --name prod --project 3 --token-file prod.token
-  kasctl token agent --id 7 --name prod --project 3 >> identity.yaml
+  kasctl token agent --id 7 --name prod --project 3 \\
+      --agents-file agents.yaml --token-file prod.token
+  kasctl token agent --id 7 --name prod --project 3 --agents-file agents.yaml |
+      kubectl create secret generic agent-token --from-file=token=/dev/stdin
+  kasctl token agent --id 7 --name prod --project 3 >> agents.yaml
 
-The list item for kas' identity file goes to standard output and holds only the hash. The token has 256 \
-random bits; it goes to --token-file (made with mode 0600 and without a newline, never overwritten), else \
-to standard error, once.";
+With --agents-file, the entry is put into kas' identity file: at one instant, so that kas never reads half of \
+it, and only if neither the id nor the name is there already. The file is made when it is absent, with mode \
+0600; else it keeps its mode, its owner and its comments. The token, and nothing else, goes to standard output \
+(without a newline, unless that is a terminal).
+
+Without --agents-file, the entry goes to standard output, and the token to standard error, once.
+
+The entry holds only the token's hash. The token has 256 random bits; with --token-file it goes there and \
+nowhere else: the file is made with mode 0600 and without a newline, and never overwritten.";
 
 const TOKEN_HASH_HELP: &str = "\
 Examples:
@@ -142,7 +199,7 @@ pub(crate) struct Global {
     /// Time limit, also for kas and the agent; 0: none [default: 30s; request, --watch: none]
     #[arg(long, global = true, value_name = "DURATION", value_parser = duration::parse)]
     timeout: Option<Duration>,
-    /// How agents and pods are printed; json is one document, or with --watch a line per event
+    /// How lists are printed; json is one document, or with --watch a line per event
     #[arg(short, long, global = true, value_enum, value_name = "FORMAT", default_value_t = Format::Table)]
     pub(crate) output: Format,
     /// What kas and the agent write into their logs about this call [default: random]
@@ -179,6 +236,12 @@ pub(crate) enum Command {
     /// List the pods of an agent's cluster
     #[command(after_help = PODS_HELP)]
     Pods(PodsArgs),
+    /// List the replicas of kas, how they are, and what is wrong with them
+    #[command(after_help = REPLICAS_HELP)]
+    Replicas,
+    /// Tell which replica of kas holds an agent, and which way a request for it would go
+    #[command(after_help = WHY_HELP)]
+    Why(WhyArgs),
     /// Send an HTTP request to the Kubernetes API of an agent's cluster
     #[command(after_help = REQUEST_HELP)]
     Request(RequestArgs),
@@ -227,6 +290,14 @@ pub(crate) struct PodsArgs {
     pub(crate) page_size: u32,
 }
 
+/// Arguments of `why`.
+#[derive(Debug, Args)]
+pub(crate) struct WhyArgs {
+    /// The agent's id
+    #[arg(value_name = "AGENT")]
+    pub(crate) agent: AgentId,
+}
+
 /// Arguments of `request`.
 #[derive(Debug, Args)]
 pub(crate) struct RequestArgs {
@@ -248,6 +319,9 @@ pub(crate) struct RequestArgs {
     /// Print the status and the headers of the answer, too
     #[arg(short, long)]
     pub(crate) include: bool,
+    /// Tell on standard error which way the request went, and where its time did
+    #[arg(long)]
+    pub(crate) explain: bool,
     /// Exit with code 22 when the HTTP status is 400 or more
     #[arg(short, long)]
     pub(crate) fail: bool,
@@ -262,7 +336,7 @@ pub(crate) enum TokenCommand {
     /// Print a token for kas' API listener
     #[command(after_help = TOKEN_API_HELP)]
     Api(TokenApiArgs),
-    /// Make a token for an agent, and print the item for kas' identity file
+    /// Make a token for an agent, and the entry for kas' identity file
     #[command(after_help = TOKEN_AGENT_HELP)]
     Agent(TokenAgentArgs),
     /// Print the hash of an existing agent token, as kas' identity file has it
@@ -297,7 +371,10 @@ pub(crate) struct TokenAgentArgs {
     /// The agent's configuration project
     #[arg(long, value_name = "ID", value_parser = clap::value_parser!(i64).range(1..))]
     pub(crate) project: i64,
-    /// Where to put the token [default: standard error]
+    /// Put the entry into this identity file of kas, instead of printing it
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+    pub(crate) agents_file: Option<PathBuf>,
+    /// Where to put the token [default: standard output with --agents-file, else standard error]
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     pub(crate) token_file: Option<PathBuf>,
 }

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use crate::{address::Address, jwt, link, secret};
+use crate::{address::Address, agents_file, jwt, link, secret};
 
 /// How the process ends. The numbers are documented in `--help` and never change meaning.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -18,11 +18,12 @@ pub(crate) enum Exit {
     Unreachable = 3,
     /// No usable secret, or kas refused it.
     Unauthenticated = 4,
-    /// The agent is not connected, or nothing of the request was sent to it: trying again is safe.
+    /// The agent is not connected, or the request was not sent to it or to its cluster: trying again is safe.
     NotStarted = 5,
     /// A list was printed, but a replica of kas did not add its part.
     Partial = 6,
-    /// The request was sent to the agent and has no complete answer: it may or may not have had its effect.
+    /// The request was sent to the agent and has no complete answer: unless it only reads, it may or may not have
+    /// had its effect.
     Unknown = 7,
     /// With `--fail`: the cluster answered with an HTTP status of 400 or more.
     HttpStatus = 22,
@@ -49,7 +50,7 @@ pub(crate) enum Failure {
     #[error(transparent)]
     Token(#[from] jwt::Error),
     /// There is no connection; nothing was sent.
-    #[error("cannot reach kas at {address}: {cause}; {}", hint(.address, .cause))]
+    #[error("cannot reach kas at {address}: {cause}; nothing was sent; {}", hint(.address, .cause))]
     Connect {
         /// Where it was looked for.
         address: Address,
@@ -75,6 +76,15 @@ pub(crate) enum Failure {
         /// Why not.
         #[source]
         cause: std::io::Error,
+    },
+    /// The identity file does not take an entry. It is as it was.
+    #[error("cannot add the agent to {}: {cause}", .path.display())]
+    AgentsFile {
+        /// The file.
+        path: PathBuf,
+        /// Why not.
+        #[source]
+        cause: agents_file::Refused,
     },
     /// A token file that is no token.
     #[error("{} does not hold an agent token: expected printable characters without spaces", .0.display())]
@@ -110,9 +120,12 @@ impl Failure {
             Self::Secret(_) => Exit::Unauthenticated,
             Self::Call { exit, .. } => *exit,
             Self::Interrupted => Exit::Interrupted,
-            Self::Token(_) | Self::File { .. } | Self::NoToken(_) | Self::Output(_) | Self::Runtime(_) => {
-                Exit::Failure
-            }
+            Self::Token(_)
+            | Self::File { .. }
+            | Self::AgentsFile { .. }
+            | Self::NoToken(_)
+            | Self::Output(_)
+            | Self::Runtime(_) => Exit::Failure,
         }
     }
 
@@ -176,7 +189,7 @@ mod tests {
         assert_eq!(failure.exit(), Exit::Unreachable);
         assert_eq!(
             failure.to_string(),
-            "cannot reach kas at grpc://127.0.0.1:8153: connection refused; \
+            "cannot reach kas at grpc://127.0.0.1:8153: connection refused; nothing was sent; \
              is kas running, and is this its API listener? (--address or KASCTL_ADDRESS)"
         );
     }

@@ -109,15 +109,35 @@ impl Peer {
 pub(crate) struct Lost {
     /// The causes, joined. They are not `source()`: tonic would take them for an answer of kas.
     pub(crate) text: String,
-    /// What a reset or a farewell said.
-    pub(crate) reason: Option<h2::Reason>,
+    /// Whether the call surely did not begin: it was not sent, or the other end said that it did not take it.
+    pub(crate) is_unsent: bool,
+    /// The status of an answer that is not gRPC.
+    pub(crate) http: Option<http::StatusCode>,
 }
 
 impl From<hyper::Error> for Lost {
     fn from(error: hyper::Error) -> Self {
-        let reason = causes(&error).find_map(|cause| cause.downcast_ref::<h2::Error>()?.reason());
-        Self { text: chain(&error), reason }
+        let is_refused = causes(&error).filter_map(|cause| cause.downcast_ref::<h2::Error>()).any(|cause| {
+            // A farewell without a fault ends only the streams that its sender did not take.
+            cause.reason() == Some(h2::Reason::REFUSED_STREAM)
+                || (cause.is_go_away() && cause.is_remote() && cause.reason() == Some(h2::Reason::NO_ERROR))
+        });
+        // Canceled: it had not left the queue of the connection.
+        Self { text: chain(&error), is_unsent: is_refused || error.is_canceled(), http: None }
     }
+}
+
+/// Refuses an answer that no gRPC server gives: tonic would make a code of its HTTP status, as if kas had said it.
+fn check_grpc<T>(answer: &http::Response<T>) -> Result<(), Lost> {
+    let headers = answer.headers();
+    let is_grpc = headers
+        .get(http::header::CONTENT_TYPE)
+        .is_some_and(|value| value.as_bytes().starts_with(b"application/grpc"));
+    if headers.contains_key("grpc-status") || (is_grpc && answer.status() == http::StatusCode::OK) {
+        return Ok(());
+    }
+    let text = format!("it answers HTTP {} instead of gRPC", answer.status());
+    Err(Lost { text, is_unsent: false, http: Some(answer.status()) })
 }
 
 /// Returns what is behind an error, the nearest cause first.
@@ -169,6 +189,7 @@ impl tower_service::Service<http::Request<Body>> for Link {
         let answer = self.sender.send_request(request);
         Box::pin(async move {
             let answer = answer.await?;
+            check_grpc(&answer)?;
             Ok(answer.map(|body| body.map_err(Lost::from).boxed_unsync()))
         })
     }
@@ -276,6 +297,24 @@ impl<T: AsyncWrite + Unpin> AsyncWrite for Observed<T> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn answers_that_are_not_grpc_are_told_by_their_head() {
+        let answer = |status: u16, name: &str, value: &str| {
+            let answer = http::Response::builder().status(status).header(name, value).body(()).unwrap();
+            check_grpc(&answer).map_err(|lost| lost.to_string())
+        };
+        assert_eq!(answer(200, "content-type", "application/grpc+proto"), Ok(()));
+        assert_eq!(answer(400, "grpc-status", "3"), Ok(()));
+        assert_eq!(
+            answer(200, "content-type", "text/html").unwrap_err(),
+            "it answers HTTP 200 OK instead of gRPC"
+        );
+        assert_eq!(
+            answer(502, "content-type", "application/grpc").unwrap_err(),
+            "it answers HTTP 502 Bad Gateway instead of gRPC"
+        );
+    }
 
     #[test]
     fn first_bytes_tell_what_the_other_end_speaks() {

@@ -2,6 +2,7 @@
 
 mod address;
 mod agents;
+mod agents_file;
 mod api;
 mod app;
 mod cli;
@@ -12,11 +13,14 @@ mod jwt;
 mod link;
 mod output;
 mod pods;
+mod replicas;
 mod request;
 mod secret;
 mod table;
 mod target;
+mod timeline;
 mod token;
+mod why;
 
 fn main() -> std::process::ExitCode {
     runtime::tls::install();

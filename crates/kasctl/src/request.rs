@@ -12,15 +12,17 @@ use tokio::{
     io::{AsyncRead, AsyncReadExt as _},
     sync::oneshot,
 };
+use tonic::{Status, metadata::MetadataMap};
 
 use crate::{
     api::Client,
     cli::RequestArgs,
-    explain::Asked,
+    explain::{Asked, Call},
     failure::{Exit, Failure},
     link::user_agent,
     output::{Output, note},
     table::printable,
+    timeline::Timeline,
 };
 
 /// The largest piece of a body, as the other senders of this protocol have it.
@@ -66,17 +68,25 @@ impl Prepared {
     /// When the answer is not complete, whoever is to blame; what came before has been printed.
     pub(crate) async fn run(self, client: Client, mut output: Output) -> Result<Exit, Failure> {
         let Self { args, name, body } = self;
-        let call = client.call(Asked::Request(args.agent), None);
+        let safe = only_reads(&args.method, &args.target.path);
+        let mut call = client.call(Asked::Request { agent: args.agent, safe }, None);
+        let mut timeline = args.explain.then(|| Timeline::new(&client));
         let (broken, mut is_broken) = oneshot::channel();
         let messages = messages(head(&args, body.is_some()), body, broken);
-        let request = client.agent_request(&call, args.agent, args.connection, messages)?;
-        let exchange = client.within(&call, async {
+        let request = client.agent_request(&call, args.agent, args.connection, args.explain, messages)?;
+        let silent = call.clone();
+        let exchange = client.within(&silent, async {
+            mark(&mut timeline, "sent the request");
             let answer = client.kubernetes().make_request(request).await;
-            let mut answer = answer.map_err(|status| client.explain(&call, &status))?.into_inner();
+            let answer = answer.map_err(|status| refused(&client, &call, &mut timeline, &status))?;
+            mark(&mut timeline, "first byte of the answer");
+            hear(&mut timeline, answer.metadata());
+            call.is_answering = true;
+            let mut answer = answer.into_inner();
             let mut status = None;
             let mut complete = false;
             while let Some(message) =
-                answer.message().await.map_err(|status| client.explain(&call, &status))?
+                answer.message().await.map_err(|status| refused(&client, &call, &mut timeline, &status))?
             {
                 match message.message {
                     Some(http_response::Message::Header(header)) if status.is_none() => {
@@ -95,8 +105,16 @@ impl Prepared {
                     _ => return Err(call.explain_broken("the answer is not in the order of the protocol")),
                 }
             }
+            if let Ok(Some(trailers)) = answer.trailers().await {
+                hear(&mut timeline, &trailers);
+            }
             match status {
-                Some(head) if complete => Ok(head),
+                Some(head) if complete => {
+                    if let Some(timeline) = &mut timeline {
+                        timeline.complete();
+                    }
+                    Ok(head)
+                }
                 _ => Err(call.explain_broken("the answer ended before it was complete")),
             }
         });
@@ -106,12 +124,38 @@ impl Prepared {
             Ok(cause) = &mut is_broken => return Err(Failure::File { verb: "read", path: name, cause }),
             head = exchange => head?,
         };
+        drop(timeline);
         if args.fail && head.status_code >= 400 {
             note(format_args!("the cluster answered {}", status_text(&head)));
             return Ok(Exit::HttpStatus);
         }
         Ok(Exit::Ok)
     }
+}
+
+fn mark(timeline: &mut Option<Timeline>, text: &str) {
+    if let Some(timeline) = timeline {
+        timeline.mark(text);
+    }
+}
+
+fn hear(timeline: &mut Option<Timeline>, metadata: &MetadataMap) {
+    if let Some(timeline) = timeline {
+        timeline.hear(metadata);
+    }
+}
+
+/// Says what a status means; its metadata may tell the request's way.
+fn refused(client: &Client, call: &Call, timeline: &mut Option<Timeline>, status: &Status) -> Failure {
+    hear(timeline, status.metadata());
+    client.explain(call, status)
+}
+
+/// Returns whether a request has no effect in Kubernetes. What is passed on to a program in the cluster may
+/// have one, whatever its method.
+fn only_reads(method: &str, path: &str) -> bool {
+    matches!(method, "GET" | "HEAD" | "OPTIONS")
+        && !path.split('/').any(|part| matches!(part, "proxy" | "exec" | "attach" | "portforward"))
 }
 
 fn head(args: &RequestArgs, has_body: bool) -> prototool::HttpRequest {
@@ -242,6 +286,21 @@ mod tests {
             biased;
             next = sent.next() => panic!("{next:?}"),
             cause = &mut is_broken => assert_eq!(cause.unwrap().kind(), std::io::ErrorKind::PermissionDenied),
+        }
+    }
+
+    #[test]
+    fn what_only_reads_is_known_by_method_and_path() {
+        for path in ["/version", "/api/v1/pods", "/api/v1/namespaces/a/pods/b/log"] {
+            for method in ["GET", "HEAD", "OPTIONS"] {
+                assert!(only_reads(method, path), "{method} {path}");
+            }
+            for method in ["POST", "PUT", "PATCH", "DELETE", "CONNECT"] {
+                assert!(!only_reads(method, path), "{method} {path}");
+            }
+        }
+        for path in ["/api/v1/namespaces/a/services/b/proxy/delete", "/api/v1/namespaces/a/pods/b/exec"] {
+            assert!(!only_reads("GET", path), "{path}");
         }
     }
 

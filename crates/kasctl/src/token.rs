@@ -2,7 +2,7 @@
 
 use std::{
     fs::OpenOptions,
-    io::{Read as _, Write as _},
+    io::{IsTerminal as _, Read as _, Write as _},
     os::unix::fs::OpenOptionsExt as _,
     path::Path,
 };
@@ -12,6 +12,7 @@ use ids::TokenHash;
 use rand::{TryRng as _, rngs::SysRng};
 
 use crate::{
+    agents_file::{self, Entry},
     cli::{TokenAgentArgs, TokenApiArgs},
     failure::{Exit, Failure},
     jwt,
@@ -34,23 +35,59 @@ pub(crate) async fn api(
     Ok(Exit::Ok)
 }
 
-/// Makes an agent token and prints what kas' identity file needs of it.
+/// Makes an agent token, and prints what kas' identity file needs of it or puts it there.
 ///
 /// # Errors
-/// Without random bytes, or when the token file exists or cannot be written: then nothing is printed.
+/// Without random bytes, when the identity file refuses the agent, or when a file exists or cannot be written:
+/// then the identity file is as it was, and no token file is left behind.
 pub(crate) async fn agent(output: &mut Output, args: &TokenAgentArgs) -> Result<Exit, Failure> {
     let mut random = [0; 32];
     SysRng.try_fill_bytes(&mut random).map_err(jwt::Error::from)?;
     let token = URL_SAFE_NO_PAD.encode(random);
+    let item = identity_item(args, &TokenHash::of(token.as_bytes()));
+    if let Some(path) = &args.agents_file {
+        return add(output, args, path, &token, &item).await;
+    }
     if let Some(path) = &args.token_file {
         create(path, &token)?;
     }
-    let item = identity_item(args, &TokenHash::of(token.as_bytes()));
-    output.write(item.as_bytes()).await?;
+    let lines: String = item.lines().map(|line| format!("  {line}\n")).collect();
+    output.write(lines.as_bytes()).await?;
     if args.token_file.is_none() {
         note("this is the agent's token, shown once: kas keeps only its hash");
         let _ = writeln!(std::io::stderr(), "{token}");
     }
+    Ok(Exit::Ok)
+}
+
+/// Hands out the token, and only then makes it known to kas: an agent whose token nobody has would be in the way.
+async fn add(
+    output: &mut Output,
+    args: &TokenAgentArgs,
+    path: &Path,
+    token: &str,
+    item: &str,
+) -> Result<Exit, Failure> {
+    let entry = Entry { id: args.id.get(), name: &args.name, item };
+    let prepared = agents_file::prepare(path, &entry)?;
+    match &args.token_file {
+        Some(file) => create(file, token)?,
+        None => {
+            // A 14.1 agentk sends its file as it is: only a person gets a newline.
+            let end = if std::io::stdout().is_terminal() { "\n" } else { "" };
+            let written = output.write(format!("{token}{end}").as_bytes()).await;
+            written.map_err(|failure| match failure {
+                Failure::PipeClosed => Failure::Output(std::io::ErrorKind::BrokenPipe.into()),
+                failure => failure,
+            })?;
+        }
+    }
+    prepared.commit().inspect_err(|_| {
+        if let Some(file) = &args.token_file {
+            let _ = std::fs::remove_file(file);
+        }
+    })?;
+    note(format_args!("added agent {}, {}, to {}", args.id, args.name, path.display()));
     Ok(Exit::Ok)
 }
 
@@ -67,6 +104,7 @@ fn create(path: &Path, token: &str) -> Result<(), Failure> {
     })
 }
 
+/// Returns the list item as lines without indentation.
 fn identity_item(args: &TokenAgentArgs, hash: &TokenHash) -> String {
     let name = &args.name;
     // YAML takes these for numbers, truth values and nothing, unless they are quoted.
@@ -74,7 +112,7 @@ fn identity_item(args: &TokenAgentArgs, hash: &TokenHash) -> String {
         || ["true", "false", "yes", "no", "on", "off", "y", "n", "null"].contains(&name.as_str());
     let name = if quoted { format!("\"{name}\"") } else { name.clone() };
     format!(
-        "  - id: {}\n    name: {name}\n    project_id: {}\n    tokens:\n      - sha256:{}\n",
+        "- id: {}\n  name: {name}\n  project_id: {}\n  tokens:\n    - sha256:{}\n",
         args.id,
         args.project,
         hash.to_hex()
@@ -118,6 +156,7 @@ mod tests {
             name: name.to_owned(),
             project: 2,
             token_file: None,
+            agents_file: None,
         };
         identity_item(&args, &TokenHash::of(b"t"))
     }
@@ -127,7 +166,7 @@ mod tests {
         let hash = TokenHash::of(b"t").to_hex();
         assert_eq!(
             item("demo"),
-            format!("  - id: 1\n    name: demo\n    project_id: 2\n    tokens:\n      - sha256:{hash}\n")
+            format!("- id: 1\n  name: demo\n  project_id: 2\n  tokens:\n    - sha256:{hash}\n")
         );
     }
 

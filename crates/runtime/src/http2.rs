@@ -95,6 +95,16 @@ pub const API: Settings = Settings {
     keepalive_timeout: Duration::from_secs(10),
 };
 
+/// Other replicas, both ends. Resets are not limited: a replica cancels as often as its callers do.
+pub const PEER: Settings = Settings {
+    streams: 8_000,
+    connection_window: UNLIMITED_WINDOW,
+    pending_accept_resets: 1 << 20,
+    local_error_resets: usize::MAX,
+    keepalive_interval: Duration::from_secs(3),
+    keepalive_timeout: Duration::from_secs(2),
+};
+
 /// Answers what comes in on one listener.
 pub trait Service: Send + Sync + 'static {
     /// A connection was made.
@@ -164,6 +174,14 @@ impl StreamReset {
         self.done.store(true, Ordering::Release);
         self.waker.wake();
     }
+
+    /// Ready once the stream is to be reset. For the one task that writes it.
+    pub fn poll_reset(&self, cx: &Context<'_>) -> Poll<()> {
+        if !self.done.load(Ordering::Acquire) {
+            self.waker.register(cx.waker());
+        }
+        if self.done.load(Ordering::Acquire) { Poll::Ready(()) } else { Poll::Pending }
+    }
 }
 
 /// Hands a [`StreamReset`] from the service to the task of the stream.
@@ -228,10 +246,7 @@ impl<F: Future<Output = ()>> Future for Resettable<F> {
     type Output = ();
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<()> {
-        if !self.reset.done.load(Ordering::Acquire) {
-            self.reset.waker.register(cx.waker());
-        }
-        if self.reset.done.load(Ordering::Acquire) {
+        if self.reset.poll_reset(cx).is_ready() {
             self.future = None;
             return Poll::Ready(());
         }

@@ -5,7 +5,7 @@ use std::{
     sync::Arc,
 };
 
-use rustls::{ClientConfig, RootCertStore, ServerConfig};
+use rustls::{ClientConfig, RootCertStore, ServerConfig, server::WebPkiClientVerifier};
 use rustls_pki_types::{CertificateDer, PrivateKeyDer, pem::PemObject as _};
 
 /// Why TLS could not be set up.
@@ -27,6 +27,9 @@ pub enum Error {
     /// Certificate and key do not fit, or are of a kind that is not supported.
     #[error("certificate and key cannot be used")]
     Unusable(#[source] rustls::Error),
+    /// The CA of clients' certificates is of a kind that is not supported.
+    #[error("the CA of clients cannot be used")]
+    ClientCa(#[source] rustls::server::VerifierBuilderError),
 }
 
 /// Makes aws-lc-rs the process' crypto provider. Call it first in `main`; later calls do nothing.
@@ -41,20 +44,45 @@ fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, Error> {
     if certificates.is_empty() { Err(Error::Empty(path.to_owned())) } else { Ok(certificates) }
 }
 
+fn private_key(path: &Path) -> Result<PrivateKeyDer<'static>, Error> {
+    PrivateKeyDer::from_pem_file(path).map_err(|source| Error::Pem {
+        what: "a private key",
+        path: path.to_owned(),
+        source,
+    })
+}
+
 /// Returns a server's configuration: TLS 1.2 and 1.3, HTTP/2 only, no client certificates.
 ///
 /// # Errors
 /// See [`Error`].
 pub fn server(certificate_file: &Path, key_file: &Path) -> Result<Arc<ServerConfig>, Error> {
-    let key = PrivateKeyDer::from_pem_file(key_file).map_err(|source| Error::Pem {
-        what: "a private key",
-        path: key_file.to_owned(),
-        source,
-    })?;
-    let mut config = ServerConfig::builder()
-        .with_no_client_auth()
-        .with_single_cert(certificates(certificate_file)?, key)
-        .map_err(Error::Unusable)?;
+    server_for(certificate_file, key_file, None)
+}
+
+/// As [`server`]; with `client_ca_file` only for clients that show a certificate which one of it signed.
+///
+/// # Errors
+/// See [`Error`].
+pub fn server_for(
+    certificate_file: &Path,
+    key_file: &Path,
+    client_ca_file: Option<&Path>,
+) -> Result<Arc<ServerConfig>, Error> {
+    let key = private_key(key_file)?;
+    let builder = match client_ca_file {
+        None => ServerConfig::builder().with_no_client_auth(),
+        Some(path) => {
+            let mut roots = RootCertStore::empty();
+            for certificate in certificates(path)? {
+                roots.add(certificate).map_err(Error::Unusable)?;
+            }
+            let verifier = WebPkiClientVerifier::builder(Arc::new(roots)).build().map_err(Error::ClientCa)?;
+            ServerConfig::builder().with_client_cert_verifier(verifier)
+        }
+    };
+    let mut config =
+        builder.with_single_cert(certificates(certificate_file)?, key).map_err(Error::Unusable)?;
     config.alpn_protocols = vec![b"h2".to_vec()];
     // A session cache in memory would grow with agents; tickets keep nothing here.
     config.session_storage = Arc::new(rustls::server::NoServerSessionStorage {});
@@ -66,6 +94,17 @@ pub fn server(certificate_file: &Path, key_file: &Path) -> Result<Arc<ServerConf
 /// # Errors
 /// See [`Error`].
 pub fn client(ca_file: Option<&Path>) -> Result<Arc<ClientConfig>, Error> {
+    client_as(ca_file, None)
+}
+
+/// As [`client`]; with `identity` (certificate and key) it shows that certificate to servers which ask for one.
+///
+/// # Errors
+/// See [`Error`].
+pub fn client_as(
+    ca_file: Option<&Path>,
+    identity: Option<(&Path, &Path)>,
+) -> Result<Arc<ClientConfig>, Error> {
     let mut roots = RootCertStore::empty();
     // A system without roots is fine when a CA file is given; a handshake says the rest.
     roots.add_parsable_certificates(rustls_native_certs::load_native_certs().certs);
@@ -74,7 +113,13 @@ pub fn client(ca_file: Option<&Path>) -> Result<Arc<ClientConfig>, Error> {
             roots.add(certificate).map_err(Error::Unusable)?;
         }
     }
-    let mut config = ClientConfig::builder().with_root_certificates(roots).with_no_client_auth();
+    let builder = ClientConfig::builder().with_root_certificates(roots);
+    let mut config = match identity {
+        None => builder.with_no_client_auth(),
+        Some((certificate, key)) => builder
+            .with_client_auth_cert(certificates(certificate)?, private_key(key)?)
+            .map_err(Error::Unusable)?,
+    };
     config.alpn_protocols = vec![b"h2".to_vec()];
     Ok(Arc::new(config))
 }

@@ -4,21 +4,24 @@
 //! nothing in this version is read and checked like any other and then dropped.
 
 use std::{
-    net::{Ipv4Addr, Ipv6Addr},
+    ffi::OsStr,
+    net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr},
+    path::PathBuf,
     time::Duration,
 };
 
 use super::{
-    Agent, AgentListener, Api, ApiListener, ApiSecrets, Config, ConfigurationSource, Drain, Environment,
-    Identity, Limits, Listen, LogLevel, Network, Observability, PrivateApi, Source, TlsFiles, Tracker,
+    Advertise, Agent, AgentListener, Api, ApiListener, ApiSecrets, Config, ConfigurationSource, Discovery,
+    DnsRecords, Drain, Environment, Gossip, HostPort, Identity, Limits, Listen, LogLevel, Network,
+    Observability, PrivateApi, Replication, ServicePort, Source, TlsFiles, Tracker, host_port,
     walk::{Rule, Section},
 };
 
 const NOT_GITLAB: &str = "agents are known from identity.file, not from GitLab";
 const NOT_CACHED: &str = "agents are known from identity.file, and nothing of them is cached";
 const NOT_GITOPS: &str = "kas serves no GitOps";
-const NOT_REDIS: &str = "the table is kept in memory";
-const NOT_PRIVATE: &str = "with one replica nothing listens there";
+const NOT_REDIS: &str = "there is no Redis tracker";
+const ONE_REPLICA: &str = "tracker is memory, which is for one replica";
 const NOT_KUBERNETES: &str = "there is no listener for CI jobs and users";
 const NOT_GITALY: &str = "configuration comes from agent.configuration.folder or .git, not from Gitaly";
 const NOT_REPORTED: &str = "nothing is reported to GitLab";
@@ -53,14 +56,8 @@ pub(super) fn read(root: &mut Section<'_, '_>, env: &Environment) -> Config {
              $XDG_STATE_HOME/kas, else $HOME/.local/state/kas.",
         )
         .or_else(|| env.state_dir());
-    let given = root.text(
-        "tracker",
-        "memory",
-        "Where replicas learn who holds which agent's tunnels. This version has `memory`: one replica.",
-    );
-    if given != "memory" {
-        root.refuse("tracker", "memory: other trackers, for several replicas, are not in this version");
-    }
+    let gossip = tracker(root);
+    let idle = (!gossip).then_some(ONE_REPLICA);
 
     let identity = root.section("identity", "Which agents there are and what their tokens are.", |s| {
         s.path(
@@ -73,6 +70,58 @@ pub(super) fn read(root: &mut Section<'_, '_>, env: &Environment) -> Config {
     let api = root.section("api", "For clients: GitLab and operators.", |s| {
         s.section("listen", "The listener of the API.", api_listener)
     });
+    let private_api = root.optional(idle, |s| {
+        s.section("private_api", "For other replicas, which share all of its settings.", |s| {
+            private_api(s, gossip)
+        })
+    });
+    // The listener alone makes `tracker` gossip, so that only what else does can lack it.
+    if (gossip || root.has("private_api"))
+        && !root.has_in("private_api", "listen")
+        && !root.is_refused("private_api")
+    {
+        let because =
+            if gossip { ", because tracker is gossip: replicas reach each other there" } else { "" };
+        root.refuse(
+            "private_api.listen",
+            format!("a section `listen` with authentication_secret_file{because}"),
+        );
+    }
+    // Without a port the address has a problem already; another one would follow from it.
+    let port = private_api.listen.address.rsplit_once(':').and_then(|(_, port)| port.parse().ok());
+    let own_port = port.unwrap_or(8155);
+    let discovery = root.optional(idle, |s| {
+        let doc = "Where other replicas may be; what else is found there does no harm. Exactly one of static, dns \
+                   and kubernetes. Without this section the replica looks for nobody, and others may join it.";
+        s.section("discovery", doc, |s| discovery(s, own_port))
+    });
+    let rounds = root.optional(idle, |s| {
+        let doc = "How replicas learn of each other: UDP on the address and port of private_api.listen, sealed with \
+                   its secret.";
+        s.section("gossip", doc, gossip_rounds)
+    });
+    let table_ttl = root.optional(idle, |s| {
+        s.section("table", "The table of who holds which agent's tunnels.", |s| {
+            s.duration(
+                "ttl",
+                seconds(10),
+                Rule::Within(seconds(1), minutes(60)),
+                "How long the entries of a replica stay after its last proof of life. Shorter: fewer requests go to \
+                 a replica that is gone. Longer: a busy replica is not forgotten.",
+            )
+        })
+    });
+    let tracker = if gossip {
+        let advertise =
+            advertised(root, env, private_api.advertise.clone(), private_api.listen.tls.is_some());
+        let private_api = PrivateApi { advertise, ..private_api };
+        if discovery == Discovery::None && !root.is_refused("discovery") {
+            alone(root, &private_api);
+        }
+        Tracker::Gossip(Box::new(Replication { private_api, discovery, gossip: rounds, table_ttl }))
+    } else {
+        Tracker::Memory
+    };
     let observability =
         root.section("observability", "For operators: metrics, probes and the log.", observability);
     let limits = root.section("limits", "How much may wait for agents that are not here.", |s| Limits {
@@ -101,24 +150,12 @@ pub(super) fn read(root: &mut Section<'_, '_>, env: &Environment) -> Config {
     });
 
     root.inert(NOT_GITLAB, |s| s.section("gitlab", "GitLab, as the source of identity.", gitlab));
-    let private_api = root.inert(NOT_PRIVATE, |s| {
-        s.section("private_api", "For other replicas.", |s| {
-            needs_listen(s);
-            let secret = s.section("listen", "The listener of the private API.", |s| {
-                bind_address(s, "");
-                let secret = s.required_path(
-                    "authentication_secret_file",
-                    "/etc/kas/private-api-secret",
-                    "Base64 of the secret that replicas share with each other only.",
-                );
-                tls(s);
-                max_connection_age(s);
-                s.is_present().then_some(secret)
-            });
-            secret.filter(|path| !path.as_os_str().is_empty())
-        })
-    });
-    root.inert(NOT_REDIS, |s| s.section("redis", "Redis, as the shared table.", redis));
+    let not_redis = if gossip {
+        "there is no Redis tracker; tracker gossip is used"
+    } else {
+        "there is no Redis tracker; tracker memory is used"
+    };
+    root.inert(not_redis, |s| s.section("redis", "Redis, as the shared table.", redis));
     root.inert(NOT_GITALY, |s| {
         s.section("gitaly", "Limits on calls to Gitaly.", |s| {
             s.section("global_api_rate_limit", "Over all servers.", |s| bucket(s, 10.0, 50));
@@ -144,25 +181,361 @@ pub(super) fn read(root: &mut Section<'_, '_>, env: &Environment) -> Config {
     };
     let (file, is_default) = in_state_dir(identity, "agents.yaml");
     let identity = Identity { file, is_default };
-    let (listener, mut files) = api;
-    let secrets = if files.is_empty() {
+    let (listen, files) = api;
+    let secrets = if files.paths.is_empty() {
         ApiSecrets::Made(in_state_dir(None, "api-secret").0)
     } else {
-        let mut seen = std::collections::HashSet::new();
-        files.retain(|file| seen.insert(file.clone()));
-        ApiSecrets::Given(files)
+        ApiSecrets::Given(files.paths)
     };
     Config {
         state_dir,
-        tracker: Tracker::Memory,
+        tracker,
         identity,
         agent,
-        api: Api { listen: listener, secrets },
-        private_api: private_api.map(|secret_file| PrivateApi { secret_file }),
+        api: Api { listen, secrets, all_secrets_listed: files.all_listed },
         observability,
         limits,
         drain,
     }
+}
+
+/// Declares `tracker` and returns whether it is gossip.
+fn tracker(root: &mut Section<'_, '_>) -> bool {
+    let given = root.optional(None, |s| {
+        s.optional_text(
+            "tracker",
+            "memory",
+            "Where replicas learn who holds which agent's tunnels: memory (one replica), or gossip (several, which \
+             need private_api and mostly discovery). Absent: gossip if discovery or private_api.listen is given, \
+             else memory.",
+        )
+    });
+    let several = root.has("discovery") || root.has_in("private_api", "listen");
+    match given.as_deref() {
+        Some("memory") => false,
+        Some("gossip") => true,
+        None => several,
+        Some("redis") => {
+            root.refuse("tracker", "memory or gossip: a Redis tracker is not in this version");
+            several
+        }
+        Some(_) => {
+            root.refuse("tracker", "memory (one replica) or gossip (several)");
+            several
+        }
+    }
+}
+
+/// Returns the section without what the environment says about the address.
+fn private_api(s: &mut Section<'_, '_>, gossip: bool) -> PrivateApi {
+    let mut listener = s.section("listen", "The listener of replicas, for TCP and for gossip's UDP.", |s| {
+        let (network, address) = bind_address(s, "0.0.0.0:8155");
+        if gossip && network == Network::Unix && !s.is_refused("address") {
+            s.refuse("network", "tcp, tcp4 or tcp6, because replicas dial each other");
+        }
+        let one = s.optional_text(
+            "authentication_secret_file",
+            "/etc/kas/private-api-secret",
+            "Base64 of at least 32 bytes that replicas share with each other only; not the secret of the API.",
+        );
+        let files = secret_files(
+            s,
+            one.map(PathBuf::from),
+            "Further secret files, for rotation: the first of all signs and seals, any of them verifies. Add the new \
+             one last everywhere, then put it first everywhere, then remove the old one.",
+        );
+        if files.paths.is_empty()
+            && s.is_present()
+            && !s.is_refused("authentication_secret_file")
+            && !s.is_refused("authentication_secret_files")
+        {
+            s.refuse("authentication_secret_file", "the path of a file");
+        }
+        let tls = tls(s);
+        let client_ca = s.path(
+            "client_ca_file",
+            "PEM of who signs the certificates of replicas: then each shows its certificate to the other and \
+             trusts no other signer (mTLS). Needs certificate_file and key_file.",
+        );
+        if client_ca.is_some()
+            && tls.is_none()
+            && !s.is_refused("certificate_file")
+            && !s.is_refused("key_file")
+        {
+            s.refuse("client_ca_file", "certificate_file and key_file beside it: without them there is no TLS");
+        }
+        PrivateApi {
+            listen: Listen { network, address, tls },
+            max_connection_age: max_connection_age(s),
+            client_ca,
+            advertise: Advertise::default(),
+            secrets: files.paths,
+            all_secrets_listed: files.all_listed,
+        }
+    });
+    let text = s.text(
+        "advertise",
+        "",
+        "Host and port at which other replicas reach this one. Empty: those of $OWN_PRIVATE_API_URL (grpc://host:port), \
+         else $POD_IP and the port of listen, else the address of listen if it is one, else that of the interface \
+         that leads to the first replica found.",
+    );
+    if !text.is_empty() {
+        listener.advertise.configured = text.parse().ok();
+        if listener.advertise.configured.is_none() {
+            s.refuse("advertise", host_port::EXPECTED);
+        }
+    }
+    listener
+}
+
+/// Adds to `private_api.advertise` what the environment says.
+fn advertised(root: &mut Section<'_, '_>, env: &Environment, mut known: Advertise, tls: bool) -> Advertise {
+    const URL: &str = "OWN_PRIVATE_API_URL";
+    const POD_IP: &str = "POD_IP";
+    const EXPECTED: &str = "grpc://host:port, or grpcs://host:port with TLS";
+    let set = |value: &Option<std::ffi::OsString>| value.clone().filter(|value| !value.is_empty());
+    if let Some(value) = set(&env.own_private_api_url) {
+        let url = value.to_str().and_then(|text| {
+            let (scheme, rest) = text.split_once("://")?;
+            let address: HostPort = rest.strip_suffix('/').unwrap_or(rest).parse().ok()?;
+            ["grpc", "grpcs"].contains(&scheme).then_some((scheme == "grpcs", address))
+        });
+        match url {
+            None => root.refuse_as(URL, shown_variable(&value), EXPECTED),
+            Some((secure, address)) => {
+                // Replicas dial an address, and whether by TLS says their configuration.
+                if secure != tls {
+                    let (scheme, others) = if secure { ("grpcs", "without") } else { ("grpc", "with") };
+                    root.warn(
+                        URL,
+                        format!("says {scheme}, but by private_api.listen replicas dial {others} TLS: only host and port count"),
+                    );
+                }
+                known.own_url = Some(address);
+            }
+        }
+    }
+    if let Some(value) = set(&env.pod_ip) {
+        known.pod_ip =
+            value.to_str().and_then(|text| text.parse().ok()).filter(|ip: &IpAddr| !ip.is_unspecified());
+        if known.pod_ip.is_none() {
+            root.refuse_as(
+                POD_IP,
+                shown_variable(&value),
+                "an IP address, from the field status.podIP of the pod",
+            );
+        }
+    }
+    known
+}
+
+fn shown_variable(value: &OsStr) -> String {
+    value.to_str().map_or_else(
+        || "bytes that are not UTF-8".to_owned(),
+        |text| super::walk::shown("", &serde_json::Value::from(text)),
+    )
+}
+
+/// Warns that nobody is looked for, and about what that takes.
+fn alone(root: &mut Section<'_, '_>, private_api: &PrivateApi) {
+    let mut text = "not given, so this replica knows of nobody and waits for others to join it".to_owned();
+    let host = private_api.listen.address.rsplit_once(':').map_or("", |(host, _)| host);
+    let everywhere = matches!(host, "" | "0.0.0.0" | "[::]");
+    if everywhere && private_api.advertise == Advertise::default() {
+        text.push_str(
+            "; they need its address: set private_api.advertise, OWN_PRIVATE_API_URL or POD_IP, since \
+             private_api.listen.address names no interface",
+        );
+    }
+    root.warn("discovery", text);
+}
+
+fn discovery(s: &mut Section<'_, '_>, own_port: u16) -> Discovery {
+    const WAYS: [&str; 3] = ["static", "dns", "kubernetes"];
+    let mut given = WAYS.into_iter().filter(|way| s.has(way));
+    let first = given.next();
+    for other in given.collect::<Vec<_>>() {
+        let first = first.unwrap_or_default();
+        s.refuse(
+            other,
+            format!("nothing, because discovery.{first} is given: exactly one of static, dns and kubernetes"),
+        );
+    }
+    if s.is_present() && first.is_none() {
+        s.refuse("static", "exactly one of static, dns and kubernetes");
+    }
+    let addresses = s.section("static", "A list.", |s| {
+        let addresses = s.required_texts(
+            "addresses",
+            &["10.0.0.1:8155", "kas-2.example.com:8155"],
+            "at least one host:port",
+            "Host and port of replicas; this one may stand there too. Names are looked up again and again.",
+        );
+        // An entry that is no text has its problem, and shifts the positions of those after it.
+        if !s.is_refused("addresses") {
+            for (i, address) in addresses.iter().enumerate() {
+                if address.parse::<HostPort>().is_err() {
+                    let found = super::walk::shown("", &serde_json::Value::from(address.as_str()));
+                    s.refuse_as(&format!("addresses[{i}]"), found, host_port::EXPECTED);
+                }
+            }
+        }
+        addresses
+    });
+    let dns = s.section("dns", "Or whatever a DNS name says.", |s| dns(s, own_port));
+    let kubernetes =
+        s.section("kubernetes", "Or the endpoints of a headless Service.", |s| kubernetes(s, own_port));
+    match first {
+        Some("static") => Discovery::Static(addresses),
+        Some("dns") => dns,
+        Some(_) => kubernetes,
+        None => Discovery::None,
+    }
+}
+
+fn dns(s: &mut Section<'_, '_>, own_port: u16) -> Discovery {
+    #[derive(Clone, Copy, Default, PartialEq)]
+    enum Kind {
+        #[default]
+        Address,
+        Srv,
+    }
+    let expected = "a DNS name, such as kas.example.com";
+    let name = s.required("name", "kas.example.com", expected, "The name.");
+    if !name.is_empty() && !host_port::is_name(&name) {
+        s.refuse("name", expected);
+    }
+    let kind = s.one_of(
+        "kind",
+        &[("address", Kind::Address), ("srv", Kind::Srv)],
+        "Which records count: A and AAAA, or SRV, which say the port.",
+    );
+    let doc = "The port of all; not with srv. Absent: that of private_api.listen.";
+    let port = u16::try_from(s.number("port", own_port.into(), doc)).unwrap_or(0);
+    if kind == Kind::Srv {
+        if s.given("port") {
+            s.refuse("port", "nothing, because kind is srv: its records say the port");
+        }
+    } else if port == 0 && s.is_present() && !s.is_refused("port") {
+        s.refuse("port", PORT);
+    }
+    let refresh = s.duration(
+        "refresh",
+        seconds(5),
+        Rule::Within(seconds(1), minutes(60)),
+        "How often the name is asked for, at least; sooner when an answer says that it is valid for less.",
+    );
+    let text = s.text(
+        "nameserver",
+        "",
+        "IP address of who is asked, or that and a port. Empty: as the system does.",
+    );
+    let nameserver = (!text.is_empty())
+        .then(|| text.parse().or_else(|_| text.parse().map(|ip: IpAddr| SocketAddr::new(ip, 53))).ok())
+        .flatten()
+        .filter(|address| !address.ip().is_unspecified() && address.port() > 0);
+    if !text.is_empty() && nameserver.is_none() {
+        s.refuse("nameserver", "an IP address, or one with a port, such as 10.96.0.10 or 10.96.0.10:53");
+    }
+    let records = match kind {
+        Kind::Address => DnsRecords::Addresses { port },
+        Kind::Srv => DnsRecords::Srv,
+    };
+    Discovery::Dns { name, records, refresh, nameserver }
+}
+
+fn kubernetes(s: &mut Section<'_, '_>, own_port: u16) -> Discovery {
+    let expected = "the name of a Service: at most 63 lower case letters, digits and `-`, first a letter";
+    let service = s.required(
+        "service",
+        "kas-private",
+        expected,
+        "The Service: with `clusterIP: None` and `publishNotReadyAddresses: true`, or replicas that start together \
+         do not find each other. The service account needs get, list and watch of endpointslices.",
+    );
+    let is_service = is_label(&service) && service.starts_with(|c: char| c.is_ascii_lowercase());
+    if !service.is_empty() && !is_service {
+        s.refuse("service", expected);
+    }
+    let namespace = s.text("namespace", "", "Its namespace. Empty: that of the service account.");
+    if !namespace.is_empty() && !is_label(&namespace) {
+        s.refuse("namespace", "the name of a namespace: at most 63 lower case letters, digits and `-`");
+    }
+    let text = s.text_or_number(
+        "port",
+        "8155",
+        "The number of the port, or its name in the Service. Absent: the number of private_api.listen.",
+    );
+    // As Kubernetes judges the names of ports.
+    let is_port_name = |text: &str| {
+        text.len() <= 15
+            && is_label(text)
+            && !text.contains("--")
+            && text.contains(|c: char| c.is_ascii_lowercase())
+    };
+    let port = match text {
+        None if own_port > 0 || !s.is_present() || s.is_refused("port") => ServicePort::Number(own_port),
+        None => {
+            s.refuse("port", PORT);
+            ServicePort::Number(own_port)
+        }
+        Some(text) => match text.parse() {
+            Ok(number) if number > 0 && !text.starts_with('+') => ServicePort::Number(number),
+            _ => {
+                if !is_port_name(&text) {
+                    s.refuse("port", "a port from 1 to 65535, or the name of one in the Service");
+                }
+                ServicePort::Name(text)
+            }
+        },
+    };
+    Discovery::Kubernetes { service, namespace: (!namespace.is_empty()).then_some(namespace), port }
+}
+
+const PORT: &str = "a port from 1 to 65535; it may be absent when private_api.listen.address has one";
+
+/// Whether a text is a label of RFC 1123, as most names in Kubernetes are.
+fn is_label(text: &str) -> bool {
+    (1..=63).contains(&text.len())
+        && text.bytes().all(|b| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'-')
+        && !text.starts_with('-')
+        && !text.ends_with('-')
+}
+
+fn gossip_rounds(s: &mut Section<'_, '_>) -> Gossip {
+    let cluster = s.text(
+        "cluster",
+        "kas",
+        "The name of this group of replicas. It is bound into every datagram: groups with different names never \
+         mix, even with one secret and wrong addresses.",
+    );
+    if cluster.len() > 64 || !cluster.bytes().all(|b| b.is_ascii_alphanumeric() || b"-_.".contains(&b)) {
+        s.refuse("cluster", "at most 64 letters, digits, `-`, `_` and `.`");
+    }
+    let interval = s.duration(
+        "interval",
+        Duration::from_millis(200),
+        Rule::Within(Duration::from_millis(10), minutes(1)),
+        "Between two rounds. Shorter: changes and crashes are seen earlier. Longer: fewer datagrams.",
+    );
+    let phi = s.real(
+        "phi",
+        8.0,
+        "How sure a replica is before it takes a silent one for dead, from 1 to 100. Lower: crashes are seen \
+         earlier. Higher: fewer replicas are taken for dead that are only slow.",
+    );
+    if !(1.0..=100.0).contains(&phi) {
+        s.refuse("phi", "a number from 1 to 100 (0 means the default)");
+    }
+    let dead_grace = s.duration(
+        "dead_grace",
+        minutes(10),
+        Rule::Within(seconds(1), minutes(24 * 60)),
+        "How long a dead replica is remembered. Each restart adds a replica, so that long times cost memory and \
+         datagrams.",
+    );
+    Gossip { cluster, interval, phi, dead_grace }
 }
 
 fn agent(s: &mut Section<'_, '_>) -> Agent {
@@ -276,17 +649,32 @@ fn agent(s: &mut Section<'_, '_>) -> Agent {
     Agent { listen, configuration }
 }
 
-/// Returns the listener and its secret files, for both spellings.
-fn api_listener(s: &mut Section<'_, '_>) -> (ApiListener, Vec<std::path::PathBuf>) {
+/// The secret files of a listener, for both spellings.
+struct SecretFiles {
+    paths: Vec<PathBuf>,
+    all_listed: bool,
+}
+
+/// Declares the list of secret files beside `one`.
+fn secret_files(s: &mut Section<'_, '_>, one: Option<PathBuf>, doc: &str) -> SecretFiles {
+    let listed = s.texts("authentication_secret_files", &[], doc);
+    SecretFiles {
+        all_listed: one.is_none() && !listed.is_empty(),
+        paths: one.into_iter().chain(listed.into_iter().map(Into::into)).collect(),
+    }
+}
+
+/// Returns the listener and its secret files.
+fn api_listener(s: &mut Section<'_, '_>) -> (ApiListener, SecretFiles) {
     let (network, address) = bind_address(s, "127.0.0.1:8153");
     let one = s.path(
         "authentication_secret_file",
         "Base64 of the secret that tokens (JWT, HS256) are signed with. Empty, and no list below: api-secret in \
          state_dir, made at the first start.",
     );
-    let more = s.texts(
-        "authentication_secret_files",
-        &[],
+    let files = secret_files(
+        s,
+        one,
         "Further secret files, for rotation: a token signed with any of them is accepted.",
     );
     let listener = ApiListener {
@@ -300,7 +688,7 @@ fn api_listener(s: &mut Section<'_, '_>) -> (ApiListener, Vec<std::path::PathBuf
         listen: Listen { network, address, tls: tls(s) },
         max_connection_age: max_connection_age(s),
     };
-    (listener, one.into_iter().chain(more.into_iter().map(Into::into)).collect())
+    (listener, files)
 }
 
 fn observability(s: &mut Section<'_, '_>) -> Observability {
@@ -429,12 +817,6 @@ fn max_connection_age(s: &mut Section<'_, '_>) -> Duration {
         Rule::Positive,
         "After this a connection is asked to end, so that load moves to new replicas.",
     )
-}
-
-fn needs_listen(s: &mut Section<'_, '_>) {
-    if s.is_present() && !s.has("listen") {
-        s.refuse("listen", "a section `listen` with authentication_secret_file");
-    }
 }
 
 fn url_path(s: &mut Section<'_, '_>, default: &str) -> String {

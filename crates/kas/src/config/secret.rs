@@ -29,9 +29,9 @@ const BASE64: GeneralPurpose = GeneralPurpose::new(
         .with_decode_allow_trailing_bits(true),
 );
 
-/// The bytes of a secret that is made here, and the fewest that are used without a warning: HS256
-/// wants a key at least as long as its hash (RFC 7518, section 3.2).
-const BYTES: usize = 32;
+/// The bytes of a secret that is made here, the fewest that clients use without a warning, and the
+/// fewest that replicas may use: HS256 wants a key at least as long as its hash (RFC 7518, section 3.2).
+pub(super) const BYTES: usize = 32;
 
 /// Nobody's secret is larger; a wrong path to a large file must not be read into memory.
 const LARGEST_FILE: u64 = 64 * 1024;

@@ -4,6 +4,8 @@ use proptest::prelude::*;
 
 use super::*;
 
+mod replicas;
+
 fn env() -> Environment {
     Environment { kas_state_dir: Some("/state".into()), ..Environment::default() }
 }
@@ -167,8 +169,26 @@ fn a_complete_14_1_file_loads_and_says_what_does_nothing() {
                 ..defaults.api.listen.clone()
             },
             secrets: ApiSecrets::Given(vec!["/secrets/api".into()]),
+            all_secrets_listed: false,
         },
-        private_api: Some(PrivateApi { secret_file: "/secrets/private".into() }),
+        tracker: Tracker::Gossip(Box::new(Replication {
+            private_api: PrivateApi {
+                listen: Listen { network: Network::Tcp, address: ":18155".into(), tls: tls("private") },
+                max_connection_age: secs(1802),
+                client_ca: None,
+                advertise: Advertise::default(),
+                secrets: vec!["/secrets/private".into()],
+                all_secrets_listed: false,
+            },
+            discovery: Discovery::None,
+            gossip: Gossip {
+                cluster: "kas".into(),
+                interval: Duration::from_millis(200),
+                phi: 8.0,
+                dead_grace: secs(600),
+            },
+            table_ttl: secs(10),
+        })),
         observability: Observability {
             listen: Listen { network: Network::Tcp, address: ":18151".into(), tls: None },
             metrics_path: "/prometheus".into(),
@@ -190,17 +210,19 @@ fn a_complete_14_1_file_loads_and_says_what_does_nothing() {
             "agent.redis_conn_info_refresh",
             "agent.redis_conn_info_gc",
             "agent.kubernetes_api",
+            "discovery",
             "observability.usage_reporting_period",
             "observability.tracing",
             "observability.sentry",
             "observability.google_profiler",
             "gitlab",
-            "private_api",
             "redis",
             "gitaly",
         ]
     );
-    for warning in &loaded.warnings {
+    let redis = "redis: has no effect in this version: there is no Redis tracker; tracker gossip is used";
+    assert!(loaded.warnings.iter().any(|warning| warning.to_string() == redis));
+    for warning in loaded.warnings.iter().filter(|warning| warning.path != "discovery") {
         assert!(warning.text.starts_with("has no effect in this version: "), "{warning}");
     }
 }
@@ -248,8 +270,8 @@ fn no_file_at_all_gives_one_replica_on_loopback() {
                 max_connection_age: secs(1800),
             },
             secrets: ApiSecrets::Made("/state/api-secret".into()),
+            all_secrets_listed: false,
         },
-        private_api: None,
         observability: Observability {
             listen: loopback(8151),
             metrics_path: "/metrics".into(),
@@ -292,7 +314,9 @@ drain: {delay: 0s, timeout: 10m}
     assert_eq!(own.agent.listen.proxied_idle_timeout, Duration::from_millis(200));
     assert_eq!(own.agent.listen.max_tunnels_per_agent, 7);
     assert_eq!(own.agent.configuration.source, Source::Folder("configs".into()));
-    assert_eq!(own.api.secrets, ApiSecrets::Given(vec!["/a".into(), "/b".into(), "/c".into()]));
+    assert_eq!(own.api.secrets, ApiSecrets::Given(["/a", "/b", "/a", "/c"].map(Into::into).into()));
+    assert!(!own.api.all_secrets_listed);
+    assert!(config("api: {listen: {authentication_secret_files: [/b]}}").api.all_secrets_listed);
     assert_eq!(own.api.listen.issuers, ["one", "two"]);
     assert_eq!(own.api.listen.leeway, Duration::ZERO);
     assert_eq!(own.limits, Limits { waiters_per_agent: 1, waiters: 2, find_timeout: secs(3) });
@@ -456,8 +480,9 @@ fn every_bad_value_is_told_with_what_would_be_right() {
         ),
         (
             "tracker: redis",
-            "tracker: found \"redis\"; expected memory: other trackers, for several replicas, are not in this version",
+            "tracker: found \"redis\"; expected memory or gossip: a Redis tracker is not in this version",
         ),
+        ("tracker: etcd", "tracker: found \"etcd\"; expected memory (one replica) or gossip (several)"),
         (
             "limits: {find_timeout: 0s}",
             "limits.find_timeout: found \"0s\"; expected a duration above zero, such as 20s",
@@ -555,6 +580,7 @@ fn the_state_folder_follows_file_then_environment() {
         kas_state_dir: Some("/kas".into()),
         xdg_state_home: Some("/xdg".into()),
         home: Some("/home/me".into()),
+        ..Environment::default()
     };
     let at = |yaml: &str, env: &Environment| load(yaml, env).unwrap().config.state_dir;
     assert_eq!(at("state_dir: /file", &all), Some("/file".into()));
@@ -608,11 +634,15 @@ fn all_on(page: &str) -> String {
 #[test]
 fn keys_that_are_off_in_the_default_file_are_right_once_switched_on() {
     let page = all_on(&Config::default_yaml());
-    // Of Redis' two forms a file has one.
+    // Of Redis' two forms, and of the three ways to discover, a file has one.
     let texts: Vec<_> = problems(&page);
     assert_eq!(
         texts,
         [
+            "discovery.dns: found a section; expected nothing, because discovery.static is given: exactly one of \
+             static, dns and kubernetes",
+            "discovery.kubernetes: found a section; expected nothing, because discovery.static is given: exactly one \
+             of static, dns and kubernetes",
             "redis.sentinel: found a section; expected nothing, because redis.server is given: exactly one of the two",
             "redis.sentinel.addresses: found a list; expected at least one address",
         ]
@@ -654,8 +684,18 @@ impl Files {
         } else {
             ApiSecrets::Given(api.iter().map(|name| self.path(name)).collect())
         };
-        config.private_api = private.map(|name| PrivateApi { secret_file: self.path(name) });
+        if let Some(name) = private {
+            config.tracker = self.gossip(&format!("authentication_secret_file: {:?}", self.path(name)));
+        }
         config
+    }
+
+    fn gossip(&self, keys: &str) -> Tracker {
+        let yaml = format!(
+            "private_api: {{listen: {{{}}}}}",
+            keys.replace("DIR", &self.0.path().display().to_string())
+        );
+        config(&yaml).tracker
     }
 
     fn path(&self, name: &str) -> PathBuf {
@@ -678,7 +718,69 @@ fn equal_secrets_of_clients_and_replicas_are_refused() {
          its own: otherwise every client of the API could act as a replica"
     );
     let secrets = files.config(&["a"], Some("b")).check_secrets().unwrap();
-    assert_eq!((secrets.api.len(), secrets.created, secrets.warnings), (1, None, vec![]));
+    let lengths = (secrets.api.len(), secrets.private.len());
+    assert_eq!((lengths, secrets.created, secrets.warnings), ((1, 1), None, vec![]));
+    // Without replicas their secret is not read.
+    let mut alone = files.config(&["a"], None);
+    alone.tracker = Tracker::Memory;
+    assert_eq!(alone.check_secrets().unwrap().private, []);
+}
+
+#[test]
+fn secrets_of_replicas_keep_their_order_and_come_once() {
+    let files = Files::new(&[("a", SECRET_A), ("b", SECRET_B), ("again", SECRET_B)]);
+    let read = |keys: &str| {
+        let mut config = files.config(&[], None);
+        config.tracker = files.gossip(keys);
+        config.check_secrets().unwrap().private.iter().map(|secret| secret.expose()[0]).collect::<Vec<_>>()
+    };
+    assert_eq!(read("authentication_secret_files: [DIR/b, DIR/a, DIR/b, DIR/again]"), [4, 0]);
+    assert_eq!(
+        read("authentication_secret_file: DIR/a, authentication_secret_files: [DIR/b, DIR/a]"),
+        [0, 4]
+    );
+}
+
+#[test]
+fn a_bad_secret_is_told_with_its_place_in_the_list() {
+    let files =
+        Files::new(&[("a", SECRET_A), ("b", SECRET_B), ("short", "aGVsbG8="), ("broken", "hunter2!")]);
+    let texts = |api: &str, private: &str| {
+        let folder = files.0.path().display().to_string();
+        let mut config = config(&format!("api: {{listen: {{{}}}}}", api.replace("DIR", &folder)));
+        config.tracker = files.gossip(private);
+        let problems = config.check_secrets().unwrap_err().to_string().replace(&folder, "DIR");
+        problems.lines().map(str::to_owned).collect::<Vec<_>>()
+    };
+    let broken = "found a file that is not standard base64 with padding (DIR/broken); expected one line of base64, for \
+                  example from `openssl rand -base64 32`";
+    let short = "found a secret of 5 bytes (DIR/short); expected at least 32 bytes, for example from `openssl rand \
+                 -base64 32`: they seal gossip too";
+    let same = "found the same secret as in api.listen; expected a secret of its own: otherwise every client of the API \
+                could act as a replica";
+    assert_eq!(
+        texts(
+            "authentication_secret_file: DIR/a, authentication_secret_files: [DIR/a, DIR/broken]",
+            "authentication_secret_file: DIR/short, authentication_secret_files: [DIR/broken, DIR/a]",
+        ),
+        [
+            format!("api.listen.authentication_secret_files[1]: {broken}"),
+            format!("private_api.listen.authentication_secret_file: {short}"),
+            format!("private_api.listen.authentication_secret_files[0]: {broken}"),
+            format!("private_api.listen.authentication_secret_files[1]: {same}"),
+        ]
+    );
+    assert_eq!(
+        texts(
+            "authentication_secret_files: [DIR/broken, DIR/a]",
+            "authentication_secret_files: [DIR/b, DIR/short, DIR/a]",
+        ),
+        [
+            format!("api.listen.authentication_secret_files[0]: {broken}"),
+            format!("private_api.listen.authentication_secret_files[1]: {short}"),
+            format!("private_api.listen.authentication_secret_files[2]: {same}"),
+        ]
+    );
 }
 
 #[test]
@@ -688,7 +790,7 @@ fn every_unusable_secret_file_is_told_and_none_is_shown() {
     let folder = files.0.path().display().to_string();
     let expected = "\
 api.listen.authentication_secret_file: found a file that is not standard base64 with padding (DIR/a); expected one line of base64, for example from `openssl rand -base64 32`
-api.listen.authentication_secret_file: found an empty file (DIR/b); expected one line of base64, for example from `openssl rand -base64 32`
+api.listen.authentication_secret_files[0]: found an empty file (DIR/b); expected one line of base64, for example from `openssl rand -base64 32`
 private_api.listen.authentication_secret_file: found a file that cannot be read (DIR/absent: No such file or directory (os error 2)); expected a file that this process may read";
     assert_eq!(text.replace(&folder, "DIR"), expected);
 }
@@ -726,6 +828,13 @@ fn yamlish() -> impl Strategy<Value = String> {
         Just("max_connection_age".to_owned()),
         Just("websocket".to_owned()),
         Just("redis".to_owned()),
+        Just("tracker".to_owned()),
+        Just("private_api".to_owned()),
+        Just("discovery".to_owned()),
+        Just("kubernetes".to_owned()),
+        Just("static".to_owned()),
+        Just("dns".to_owned()),
+        Just("port".to_owned()),
         Just("sentinel".to_owned()),
         Just("addresses".to_owned()),
         Just("issuers".to_owned()),

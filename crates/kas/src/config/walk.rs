@@ -192,7 +192,10 @@ enum Off {
     No,
     /// It is read and checked and does nothing, for this reason; its presence is a warning.
     Because(&'static str),
-    /// A section above it does nothing, which has been said.
+    /// Something else in this file keeps it from working, namely this; its presence is a warning. The
+    /// default file shows it switched off.
+    Idle(&'static str),
+    /// The default file shows it switched off; or a section above it does nothing, which has been said.
     Above,
 }
 
@@ -205,6 +208,8 @@ pub(crate) enum Rule {
     NotNegative,
     /// From zero to this.
     UpTo(Duration),
+    /// From one to the other, both included.
+    Within(Duration, Duration),
 }
 
 /// One mapping of the file, present or not.
@@ -226,6 +231,11 @@ impl<'v> Section<'v, '_> {
     /// Whether the section has a value for `key`; says nothing about its type.
     pub(crate) fn has(&self, key: &str) -> bool {
         self.peek(key).is_some()
+    }
+
+    /// Whether the section has a section `key` that has a value for `inner`; says nothing about types.
+    pub(crate) fn has_in(&self, key: &str, inner: &str) -> bool {
+        self.peek(key).and_then(|section| section.get(inner)).is_some_and(|value| !value.is_null())
     }
 
     /// Whether `key` stands in the section, also without a value.
@@ -270,6 +280,18 @@ impl<'v> Section<'v, '_> {
         let before = self.off;
         if before == Off::No {
             self.off = Off::Because(reason);
+        }
+        let value = read(self);
+        self.off = before;
+        value
+    }
+
+    /// Declares by `read` what the default file shows switched off. With a reason in `idle` it does
+    /// nothing in this file: it is checked all the same, and its presence is a warning.
+    pub(crate) fn optional<T>(&mut self, idle: Option<&'static str>, read: impl FnOnce(&mut Self) -> T) -> T {
+        let before = self.off;
+        if before == Off::No {
+            self.off = idle.map_or(Off::Above, Off::Idle);
         }
         let value = read(self);
         self.off = before;
@@ -374,10 +396,28 @@ impl<'v> Section<'v, '_> {
         }
     }
 
+    /// Declares a text for which absent or empty is `None`; `example` is for the page.
+    pub(crate) fn optional_text(&mut self, key: &'static str, example: &str, doc: &str) -> Option<String> {
+        self.print_key(key, Some(&quoted(example)), doc);
+        self.any_text(key)
+    }
+
+    /// Declares a text or a number, and returns either as a text; absent or empty is `None`.
+    pub(crate) fn text_or_number(&mut self, key: &'static str, example: &str, doc: &str) -> Option<String> {
+        self.print_key(key, Some(example), doc);
+        match self.take(key)? {
+            Value::String(text) => (!text.is_empty()).then(|| text.clone()),
+            Value::Number(number) => Some(number.to_string()),
+            _ => {
+                self.wrong(key, "a text or a number");
+                None
+            }
+        }
+    }
+
     /// Declares the path of a file or folder; absent or empty is `None`.
     pub(crate) fn path(&mut self, key: &'static str, doc: &str) -> Option<PathBuf> {
-        self.print_key(key, Some("\"\""), doc);
-        self.any_text(key).map(PathBuf::from)
+        self.optional_text(key, "", doc).map(PathBuf::from)
     }
 
     /// Declares a path that must be given whenever its section is.
@@ -388,6 +428,27 @@ impl<'v> Section<'v, '_> {
     /// Declares a list of texts, none of them empty; absent or empty means `default`.
     pub(crate) fn texts(&mut self, key: &'static str, default: &[&str], doc: &str) -> Vec<String> {
         self.print_key(key, Some(&format!("[{}]", default.join(", "))), doc);
+        let texts = self.any_texts(key);
+        if texts.is_empty() { default.iter().map(|&text| text.to_owned()).collect() } else { texts }
+    }
+
+    /// Declares a list of at least one text whenever its section is there; `example` is for the page.
+    pub(crate) fn required_texts(
+        &mut self,
+        key: &'static str,
+        example: &[&str],
+        expected: &str,
+        doc: &str,
+    ) -> Vec<String> {
+        self.print_key(key, Some(&format!("[{}]", example.join(", "))), doc);
+        let texts = self.any_texts(key);
+        if texts.is_empty() && self.is_present() && !self.is_refused(key) {
+            self.refuse(key, expected);
+        }
+        texts
+    }
+
+    fn any_texts(&mut self, key: &'static str) -> Vec<String> {
         let mut texts = Vec::new();
         match self.take(key) {
             None => {}
@@ -409,7 +470,7 @@ impl<'v> Section<'v, '_> {
             }
             Some(_) => self.wrong(key, "a list of texts"),
         }
-        if texts.is_empty() { default.iter().map(|&text| text.to_owned()).collect() } else { texts }
+        texts
     }
 
     /// Declares a whole number without sign; absent or 0 means `default`, as in 14.1.
@@ -565,6 +626,10 @@ impl<'v> Section<'v, '_> {
             Rule::UpTo(most) => {
                 (!parsed.negative && parsed.size <= most, format!("a duration from 0s to {}", Human(most)))
             }
+            Rule::Within(least, most) => (
+                !parsed.negative && (least..=most).contains(&parsed.size),
+                format!("a duration from {} to {}", Human(least), Human(most)),
+            ),
         };
         if !holds {
             self.refuse(key, expected);
@@ -601,8 +666,10 @@ impl<'v> Section<'v, '_> {
             self.report.declared.push(join(&self.path, key));
         }
         let value = self.peek(key)?;
-        if let Off::Because(reason) = self.off {
-            self.warn(key, format!("has no effect in this version: {reason}"));
+        match self.off {
+            Off::Because(reason) => self.warn(key, format!("has no effect in this version: {reason}")),
+            Off::Idle(reason) => self.warn(key, format!("has no effect: {reason}")),
+            Off::No | Off::Above => {}
         }
         Some(value)
     }

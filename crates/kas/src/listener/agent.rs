@@ -314,7 +314,7 @@ impl Transport {
         headers.insert(http::header::CONTENT_TYPE, grpc::CONTENT_TYPE);
         headers.insert(grpc::CORRELATION_ID, correlation.clone());
         headers.insert(REPLICA_HEADER, self.listener.naming.replica.clone());
-        headers.insert(REPLICAS_HEADER, self.listener.naming.replicas.clone());
+        headers.insert(REPLICAS_HEADER, (*self.listener.naming.replicas.borrow()).into());
         response
     }
 

@@ -23,10 +23,10 @@ use crate::{
     auth::JwtVerifier,
     metadata::{self, Target},
     metrics::{ListenerName, Metrics, Reason},
-    router::{AgentRequest, Router},
+    router::{AgentRequest, Router, Trail},
 };
 
-use super::{MAX_FAILURES, count_refusal, failed, not_grpc};
+use super::{MAX_FAILURES, Own, count_refusal, failed, not_grpc};
 
 mod services;
 
@@ -178,6 +178,12 @@ async fn pass_through(
             return response;
         }
     };
+    let trail = if target.explain { Trail::begin() } else { Trail::default() };
+    trail.note(|| format!("arrived for agent {}", target.agent));
+    let told = |mut response: Response<Body>| {
+        trail.write_to(response.headers_mut());
+        response
+    };
     let answer = caller
         .listener
         .router
@@ -189,11 +195,12 @@ async fn pass_through(
             correlation: correlation.clone(),
             deadline,
             body,
+            trail: trail.clone(),
         })
         .await;
     let answer = match answer {
         Ok(answer) => answer,
-        Err(status) => return failed(&status, &correlation),
+        Err(status) => return told(failed(&status, &correlation)),
     };
     let (mut headers, body) = match answer.head {
         Head::Headers(headers) => (headers, grpc::boxed(answer.body)),
@@ -206,12 +213,12 @@ async fn pass_through(
     headers.insert(grpc::CORRELATION_ID, correlation);
     let mut response = Response::new(body);
     *response.headers_mut() = headers;
-    response
+    told(response)
 }
 
 /// Answers a method of kas itself, within its deadline.
 async fn own(
-    service: services::Own,
+    service: Own,
     request: Request<Incoming>,
     correlation: HeaderValue,
     deadline: Deadline,

@@ -11,11 +11,20 @@ fn call(asked: Asked) -> Call {
         secret: "/s/api-secret".to_owned(),
         correlation: "abc".to_owned(),
         timeout: Some(Duration::from_secs(30)),
+        is_answering: false,
     }
 }
 
 fn agent() -> ids::AgentId {
     ids::AgentId::new(7).unwrap()
+}
+
+fn request(safe: bool) -> Asked {
+    Asked::Request { agent: agent(), safe }
+}
+
+fn words(asked: Asked, status: &Status) -> String {
+    call(asked).explain(status, Peer::Http2).to_string()
 }
 
 fn exit(asked: Asked, status: &Status) -> Exit {
@@ -39,7 +48,7 @@ fn with_outcome(code: Code, domain: &str, outcome: &str) -> Status {
 
 #[test]
 fn what_kas_says_about_the_outcome_decides() {
-    for asked in [Asked::Read(agent()), Asked::Request(agent())] {
+    for asked in [Asked::Read(agent()), request(false)] {
         for code in [Code::Unavailable, Code::DeadlineExceeded, Code::ResourceExhausted] {
             assert_eq!(exit(asked, &with_outcome(code, DOMAIN, "not_started")), Exit::NotStarted);
         }
@@ -52,19 +61,16 @@ fn what_kas_says_about_the_outcome_decides() {
 #[test]
 fn a_detail_of_another_domain_does_not_count() {
     let forged = with_outcome(Code::Unavailable, "agent.example", "not_started");
-    assert_eq!(exit(Asked::Request(agent()), &forged), Exit::Unknown);
-    assert_eq!(
-        exit(Asked::Request(agent()), &with_outcome(Code::Unavailable, DOMAIN, "later")),
-        Exit::Unknown
-    );
+    assert_eq!(exit(request(false), &forged), Exit::Unknown);
+    assert_eq!(exit(request(false), &with_outcome(Code::Unavailable, DOMAIN, "later")), Exit::Unknown);
 }
 
 #[test]
 fn codes_without_detail_are_read_by_what_was_asked() {
-    for (code, kas, read, request) in [
+    for (code, kas, read, sent) in [
         (Code::Unauthenticated, Exit::Unauthenticated, Exit::Unauthenticated, Exit::Unauthenticated),
-        (Code::NotFound, Exit::NotStarted, Exit::NotStarted, Exit::NotStarted),
-        (Code::FailedPrecondition, Exit::Failure, Exit::NotStarted, Exit::NotStarted),
+        (Code::NotFound, Exit::Failure, Exit::Failure, Exit::Failure),
+        (Code::FailedPrecondition, Exit::Failure, Exit::Failure, Exit::Failure),
         // kas says more of its own failures: without detail it is the agent that could not answer.
         (Code::Unavailable, Exit::Unreachable, Exit::Failure, Exit::Unknown),
         (Code::DeadlineExceeded, Exit::Failure, Exit::Failure, Exit::Unknown),
@@ -76,42 +82,167 @@ fn codes_without_detail_are_read_by_what_was_asked() {
         let status = Status::new(code, "m");
         assert_eq!(exit(Asked::Kas, &status), kas, "{code:?}");
         assert_eq!(exit(Asked::Read(agent()), &status), read, "{code:?}");
-        assert_eq!(exit(Asked::Request(agent()), &status), request, "{code:?}");
+        assert_eq!(exit(request(false), &status), sent, "{code:?}");
     }
 }
 
 #[test]
+fn whoever_refused_is_named() {
+    let kas = "kas at grpc://kas:8153 refused the call: ";
+    let denied = Status::permission_denied("m");
+    assert!(words(Asked::Kas, &denied).starts_with(kas));
+    assert!(words(request(false), &denied).starts_with("agent 7 refused the request: PERMISSION_DENIED: m"));
+    for (status, http) in [
+        (denied, "403"),
+        (Status::failed_precondition("m"), "401"),
+        (Status::aborted("m"), "410"),
+        (Status::invalid_argument("unable to parse"), "400 or 422"),
+        (Status::unavailable("the API server answered 503: m"), "503"),
+        (Status::unknown("the API server answered 500: m"), "500"),
+    ] {
+        let text = words(Asked::Read(agent()), &status);
+        let start = format!("the API server of agent 7 refused it (HTTP {http}): {}", said(&status));
+        assert!(text.starts_with(&start), "{text}");
+    }
+    let field = Status::invalid_argument("namespace must be a name");
+    assert!(words(Asked::Read(agent()), &field).starts_with(kas));
+    // With the detail it is kas that speaks, whatever the code.
+    let text = words(Asked::Read(agent()), &with_outcome(Code::FailedPrecondition, DOMAIN, "not_started"));
+    assert!(text.starts_with("kas at ") && text.contains("leave out --connection"), "{text}");
+    // Once an agent answers, the token was good.
+    let late = Call { is_answering: true, ..call(request(false)) };
+    let failure = late.explain(&Status::unauthenticated("m"), Peer::Http2);
+    assert_eq!(failure.exit(), Exit::Failure);
+    assert!(failure.to_string().starts_with("agent 7 refused"), "{failure}");
+}
+
+#[test]
+fn what_was_never_sent_had_no_effect() {
+    for text in [
+        "cannot reach the Kubernetes API server at h: tcp connect error: Connection refused (os error 111)",
+        "cannot get agentk's own credentials for the Kubernetes API server at h: no such file",
+        "dial tcp 10.0.0.1:443: connect: connection refused",
+    ] {
+        let status = Status::unavailable(text);
+        for asked in [Asked::Read(agent()), request(true), request(false)] {
+            assert_eq!(exit(asked, &status), Exit::NotStarted);
+            let text = words(asked, &status);
+            assert!(text.starts_with("agent 7 did not send the request to its API server"), "{text}");
+            assert!(text.contains("had no effect, so trying again is safe"), "{text}");
+        }
+    }
+    // An API server that was reached and lost is another matter.
+    let broke =
+        Status::unavailable("the connection to the Kubernetes API server at h broke before its answer");
+    assert_eq!(exit(request(false), &broke), Exit::Unknown);
+}
+
+#[test]
+fn only_what_may_change_something_may_have_had_an_effect() {
+    let unknown = [
+        Status::unavailable("m"),
+        Status::deadline_exceeded("m"),
+        Status::cancelled("m"),
+        with_outcome(Code::Unavailable, DOMAIN, "unknown"),
+        with_outcome(Code::DeadlineExceeded, DOMAIN, "unknown"),
+    ];
+    for status in &unknown {
+        let text = words(request(false), status);
+        assert!(text.contains("it may have had its effect: look before you try again"), "{text}");
+        let text = words(request(true), status);
+        assert!(text.contains("it only reads, so it had no effect and trying again is safe"), "{text}");
+        assert_eq!(exit(request(true), status), Exit::Unknown, "no complete answer");
+    }
+    for (safe, effect) in [(true, "no effect"), (false, "may have had")] {
+        for failure in [
+            call(request(safe)).explain_silence(Peer::Http2),
+            call(request(safe)).explain_broken("it ended"),
+            call(request(safe)).explain(&lost_status("eof", false, None), Peer::Http2),
+        ] {
+            assert!(failure.to_string().contains(effect), "{failure}");
+        }
+    }
+}
+
+#[test]
+fn every_failure_of_a_call_names_the_id_that_was_sent() {
+    let mut failures = Vec::new();
+    for asked in [Asked::Kas, Asked::Read(agent()), request(true), request(false)] {
+        for peer in [Peer::Silent, Peer::Http2, Peer::Http1, Peer::Tls, Peer::Other] {
+            failures.push(call(asked).explain(&lost_status("eof", false, None), peer));
+            failures.push(call(asked).explain(&lost_status("refused", true, None), peer));
+            failures.push(call(asked).explain(&lost_status("web", false, Some(502)), peer));
+            failures.push(call(asked).explain_silence(peer));
+        }
+        failures.push(call(asked).explain_broken("it ended"));
+        for code in 1..17 {
+            let code = Code::from_i32(code);
+            failures.push(call(asked).explain(&Status::new(code, "m"), Peer::Http2));
+            failures.push(call(asked).explain(&with_outcome(code, DOMAIN, "unknown"), Peer::Http2));
+            failures.push(call(asked).explain(&with_outcome(code, DOMAIN, "not_started"), Peer::Http2));
+        }
+    }
+    for failure in failures {
+        assert!(failure.to_string().ends_with(" (correlation id abc)"), "{failure}");
+    }
+}
+
+#[test]
+fn unimplemented_asks_whether_it_is_the_agent_port() {
+    for asked in [Asked::Kas, Asked::Read(agent()), request(true)] {
+        let text = words(asked, &Status::unimplemented("unknown method /a/b"));
+        assert!(text.contains("is this the agent port? the API listener is :8153 by default"), "{text}");
+    }
+    let text = words(request(true), &Status::unimplemented("agent 7 does not serve /a/b"));
+    assert!(text.starts_with("agent 7 does not serve this call"), "{text}");
+    assert!(!text.contains("agent port"), "{text}");
+}
+
+#[test]
+fn answers_that_are_not_grpc_are_not_those_of_kas() {
+    for asked in [Asked::Kas, Asked::Read(agent()), request(true), request(false)] {
+        let failure = call(asked).explain(&lost_status("web", false, Some(404)), Peer::Http2);
+        assert_eq!(failure.exit(), Exit::Unreachable);
+        assert!(failure.to_string().contains("another server"), "{failure}");
+    }
+    // A proxy that waited in vain may have passed it on.
+    let gateway = lost_status("web", false, Some(504));
+    assert_eq!(exit(request(false), &gateway), Exit::Unknown);
+    assert_eq!(exit(request(true), &gateway), Exit::Unreachable);
+}
+
+fn lost_status(text: &str, is_unsent: bool, http: Option<u16>) -> Status {
+    let http = http.map(|status| http::StatusCode::from_u16(status).unwrap());
+    let mut status = Status::unknown("m");
+    status.set_source(std::sync::Arc::new(Lost { text: text.to_owned(), is_unsent, http }));
+    status
+}
+
+#[test]
 fn other_ends_that_are_not_kas_are_named() {
-    let lost = |text: &str, reason| {
-        let mut status = Status::unknown("m");
-        status.set_source(std::sync::Arc::new(Lost { text: text.to_owned(), reason }));
-        status
-    };
     for (peer, words) in [
         (Peer::Silent, "grpcs://"),
         (Peer::Tls, "grpcs://"),
         (Peer::Http1, "HTTP/1"),
         (Peer::Other, "does not speak"),
     ] {
-        let failure = call(Asked::Request(agent())).explain(&lost("eof", None), peer);
+        let failure = call(request(false)).explain(&lost_status("eof", false, None), peer);
         assert_eq!(failure.exit(), Exit::Unreachable);
         assert!(failure.to_string().contains(words), "{failure}");
     }
-    assert_eq!(exit(Asked::Kas, &lost("eof", None)), Exit::Unreachable);
-    assert_eq!(exit(Asked::Request(agent()), &lost("eof", None)), Exit::Unknown);
-    let refused = lost("refused", Some(h2::Reason::REFUSED_STREAM));
-    assert_eq!(exit(Asked::Request(agent()), &refused), Exit::NotStarted);
+    let eof = lost_status("eof", false, None);
+    assert_eq!(exit(Asked::Kas, &eof), Exit::Unreachable);
+    assert_eq!(exit(request(true), &eof), Exit::Unreachable, "it only reads");
+    assert_eq!(exit(request(false), &eof), Exit::Unknown);
+    assert_eq!(exit(request(false), &lost_status("refused", true, None)), Exit::NotStarted);
 }
 
 #[test]
 fn messages_are_one_line_and_name_the_next_step() {
-    let text =
-        call(Asked::Read(agent())).explain(&Status::not_found("no\nagent\u{1b}[0m"), Peer::Http2).to_string();
     assert_eq!(
-        text,
-        "agent 7 is not connected to kas at grpc://kas:8153: NOT_FOUND: no\\nagent\\u{1b}[0m; \
-         'kasctl agents' lists those that are (correlation id abc)"
+        words(Asked::Kas, &Status::not_found("no\nagent\u{1b}[0m")),
+        "kas at grpc://kas:8153 refused the call: NOT_FOUND: no\\nagent\\u{1b}[0m (correlation id abc)"
     );
-    let text = call(Asked::Kas).explain(&Status::unauthenticated(""), Peer::Http2).to_string();
+    let text = words(Asked::Kas, &Status::unauthenticated(""));
     assert!(text.contains("signed with /s/api-secret: UNAUTHENTICATED; use"), "{text}");
 }

@@ -1,7 +1,7 @@
 //! A server that plays kas, and a way to run kasctl against it.
 //!
 //! What it answers depends on the agent's id or the project's, so that one server serves every test:
-//! see `get_pods`, `make_request` and `watch_connected_agents`.
+//! see `get_pods`, `make_request`, `explain_agent` and `watch_connected_agents`.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -16,6 +16,7 @@ use std::{
 
 use base64::{Engine as _, engine::general_purpose::STANDARD};
 use futures_util::{Stream, StreamExt as _, stream};
+use http_body_util::BodyExt as _;
 use hyper::body::Incoming;
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use prost::Message as _;
@@ -27,9 +28,12 @@ use proto::{
     },
     google::rpc,
     kas::api::v1::{
-        ConnectedAgentInfo, ConnectedAgentsByIdRequest, ConnectedAgentsByIdResponse,
-        ConnectedAgentsForProjectRequest, ConnectedAgentsForProjectResponse, GetPodsRequest, GetPodsResponse,
-        KasAddress, Pod, UnansweredReplica, WatchConnectedAgentsRequest, WatchConnectedAgentsResponse,
+        AgentOnReplica, ConnectedAgentInfo, ConnectedAgentsByIdRequest, ConnectedAgentsByIdResponse,
+        ConnectedAgentsForProjectRequest, ConnectedAgentsForProjectResponse, ExplainAgentRequest,
+        ExplainAgentResponse, GetPodsRequest, GetPodsResponse, KasAddress, KasInstanceInfo,
+        ListReplicasRequest, ListReplicasResponse, Pod, UnansweredReplica, WatchConnectedAgentsRequest,
+        WatchConnectedAgentsResponse,
+        agent_on_replica::Belief,
         kas_api_server::{KasApi, KasApiServer},
         watch_connected_agents_response::{Disconnected, Event, SnapshotComplete},
     },
@@ -46,6 +50,9 @@ use tonic::{Code, Request, Response, Status, Streaming, body::Body, metadata::Me
 use tower_service::Service as _;
 
 const SECRET: &[u8] = b"the secret of the API listener..";
+/// How agentk says that nothing was sent.
+const NO_API_SERVER: &str = "cannot reach the Kubernetes API server at 10.9.9.9:6443: tcp connect error: \
+                             Connection refused (os error 111)";
 /// Longer than anything here takes, shorter than a person waits.
 const LIMIT: Duration = Duration::from_secs(30);
 
@@ -100,6 +107,15 @@ impl Run {
     }
 }
 
+/// What listens there instead of kas' API.
+#[derive(Clone, Copy)]
+pub(crate) enum Other {
+    /// kas' own listener for agents.
+    AgentPort,
+    /// Something that speaks HTTP/2 and answers with this status.
+    Web(u16),
+}
+
 /// A running server and a directory with its secret.
 pub(crate) struct Server {
     pub(crate) address: String,
@@ -121,6 +137,23 @@ impl Server {
             Some((io, listener))
         });
         Self::serve(address, tempfile::tempdir().unwrap(), incoming, interval)
+    }
+
+    /// Is no API listener.
+    pub(crate) async fn start_as(other: Other) -> Self {
+        let server = Self::start().await;
+        *server.state.other.lock().unwrap() = Some(other);
+        server
+    }
+
+    /// Drops every connection as it is.
+    pub(crate) fn kill(&self) {
+        self.state.killed.send_replace(true);
+    }
+
+    /// From now on a replica is silent.
+    pub(crate) fn lose_a_replica(&self) {
+        *self.state.is_partial.lock().unwrap() = true;
     }
 
     pub(crate) async fn start_unix() -> Self {
@@ -173,6 +206,7 @@ impl Server {
         std::fs::write(dir.path().join("secret"), STANDARD.encode(SECRET) + "\n").unwrap();
         let state = Arc::new(State::new());
         let kas = Kas(Arc::clone(&state));
+        let killed = state.killed.subscribe();
         tokio::spawn(async move {
             let mut incoming = pin!(incoming);
             while let Some(Ok(io)) = incoming.next().await {
@@ -183,7 +217,13 @@ impl Server {
                     .keep_alive_interval(pings)
                     .keep_alive_timeout(pings)
                     .serve_connection(TokioIo::new(io), service);
-                tokio::spawn(connection);
+                let mut killed = killed.clone();
+                tokio::spawn(async move {
+                    tokio::select! {
+                        _ = connection => {}
+                        _ = killed.wait_for(|killed| *killed) => {}
+                    }
+                });
             }
         });
         Self { address, dir, state }
@@ -229,6 +269,19 @@ impl Server {
     /// Tells every watch about a connection that ended.
     pub(crate) async fn disconnect(&self, id: i64, connection_id: i64) {
         self.change(Event::Disconnected(Disconnected { id, connection_id })).await;
+    }
+
+    /// Tells every watch that a connection is on another replica now.
+    pub(crate) async fn relocate(&self, id: i64, name: &str, project: i64, connection: i64, ip: &str) {
+        let mut agent = agent(id, name, project, connection);
+        agent.kas_address = Some(KasAddress { ip: ip.to_owned(), port: 8155 });
+        self.change(Event::Connected(agent)).await;
+    }
+
+    /// Tells every watch which replicas do not answer.
+    pub(crate) async fn silence(&self, ips: &[&str]) {
+        let unanswered = ips.iter().map(|ip| silent(ip)).collect();
+        self.change(Event::SnapshotComplete(SnapshotComplete { unanswered })).await;
     }
 
     async fn change(&self, event: Event) {
@@ -278,6 +331,9 @@ struct State {
     /// How many watches have sent their snapshot.
     watches: watch::Sender<usize>,
     cancelled: watch::Sender<bool>,
+    other: Mutex<Option<Other>>,
+    is_partial: Mutex<bool>,
+    killed: watch::Sender<bool>,
 }
 
 #[derive(Default)]
@@ -294,6 +350,9 @@ impl State {
             changes: broadcast::Sender::new(16),
             watches: watch::Sender::new(0),
             cancelled: watch::Sender::new(false),
+            other: Mutex::default(),
+            is_partial: Mutex::default(),
+            killed: watch::Sender::new(false),
         }
     }
 
@@ -325,7 +384,24 @@ fn agent(id: i64, name: &str, project_id: i64, connection_id: i64) -> ConnectedA
     }
 }
 
+fn silent(ip: &str) -> UnansweredReplica {
+    UnansweredReplica {
+        address: Some(KasAddress { ip: ip.to_owned(), port: 8155 }),
+        reason: "connection refused".to_owned(),
+    }
+}
+
+/// What kas says of an agent without a tunnel.
+fn absent(agent: i64) -> Status {
+    with_words(Code::Unavailable, "not_started", &format!("agent {agent} is not connected"))
+}
+
+/// Of its own failures kas says what became of the request.
 fn with_outcome(code: Code, outcome: &str) -> Status {
+    with_words(code, outcome, outcome)
+}
+
+fn with_words(code: Code, outcome: &str, words: &str) -> Status {
     let info = rpc::ErrorInfo {
         reason: "AGENT".to_owned(),
         domain: "kas".to_owned(),
@@ -335,8 +411,8 @@ fn with_outcome(code: Code, outcome: &str) -> Status {
         type_url: "type.googleapis.com/google.rpc.ErrorInfo".to_owned(),
         value: info.encode_to_vec(),
     };
-    let details = rpc::Status { code: code as i32, message: outcome.to_owned(), details: vec![detail] };
-    Status::with_details(code, outcome, details.encode_to_vec().into())
+    let details = rpc::Status { code: code as i32, message: words.to_owned(), details: vec![detail] };
+    Status::with_details(code, words, details.encode_to_vec().into())
 }
 
 #[derive(Clone)]
@@ -344,12 +420,42 @@ struct Kas(Arc<State>);
 
 impl Kas {
     async fn dispatch(self, request: http::Request<Incoming>) -> Result<http::Response<Body>, Infallible> {
-        if request.uri().path().starts_with("/kas.api.v1.KasApi/") {
-            KasApiServer::new(self).call(request).await
-        } else {
-            KubernetesApiServer::new(self).call(request).await
+        let other = *self.0.other.lock().unwrap();
+        let path = request.uri().path().to_owned();
+        match other {
+            Some(Other::AgentPort) => {
+                return Ok(Status::unimplemented(format!("unknown method {path}")).into_http());
+            }
+            Some(Other::Web(status)) => {
+                let answer = http::Response::builder().status(status).header("content-type", "text/html");
+                return Ok(answer.body(Body::default()).unwrap());
+            }
+            None => {}
         }
+        if path.starts_with("/kas.api.v1.KasApi/") {
+            return KasApiServer::new(self).call(request).await;
+        }
+        let explain = request.headers().contains_key("kas-explain");
+        let answer = KubernetesApiServer::new(self).call(request).await?;
+        Ok(if explain { explained(answer) } else { answer })
     }
+}
+
+/// Tells the way in the headers; and in the trailers again, with how it ended.
+fn explained(mut answer: http::Response<Body>) -> http::Response<Body> {
+    let arrived = http::HeaderValue::from_static("0 arrived at 10.0.0.1:8155");
+    let lent = http::HeaderValue::from_static("12345 tunnel lent by 10.0.0.2:8155");
+    answer.headers_mut().append("kas-explain", arrived.clone());
+    answer.headers_mut().append("kas-explain", lent);
+    answer.map(|body| {
+        Body::new(body.map_frame(move |mut frame| {
+            if let Some(trailers) = frame.trailers_mut() {
+                trailers.append("kas-explain", arrived.clone());
+                trailers.append("kas-explain", http::HeaderValue::from_static("20000 the answer ended"));
+            }
+            frame
+        }))
+    })
 }
 
 #[async_trait::async_trait]
@@ -368,8 +474,84 @@ impl KasApi for Kas {
         Err(Status::unimplemented("kasctl asks for a watch"))
     }
 
-    /// Agent 7 has five pods; 50 never answers; 51 ran out of time; 70 fails at its second page; 71 repeats a
-    /// page; every other agent is not connected.
+    /// Two replicas; the other one is silent when one is lost.
+    async fn list_replicas(
+        &self,
+        request: Request<ListReplicasRequest>,
+    ) -> Result<Response<ListReplicasResponse>, Status> {
+        self.0.check(request.metadata())?;
+        let is_partial = *self.0.is_partial.lock().unwrap();
+        let address = |ip: &str| Some(KasAddress { ip: ip.to_owned(), port: 8155 });
+        let asked = KasInstanceInfo {
+            version: "v1.0.0".to_owned(),
+            commit: "abc".to_owned(),
+            address: address("10.0.0.1"),
+            name: "kas-0".to_owned(),
+            state: "ready".to_owned(),
+            standing: "self".to_owned(),
+            generation: u64::MAX,
+            agents: 2,
+            tunnels: 5,
+            table_epoch: u64::MAX - 1,
+            table_version: 12,
+            table_synced: true,
+            heard_ms: None,
+        };
+        let other = KasInstanceInfo {
+            address: address("10.0.0.2"),
+            name: "kas-1".to_owned(),
+            standing: if is_partial { "suspect" } else { "live" }.to_owned(),
+            generation: 7,
+            tunnels: if is_partial { 0 } else { 3 },
+            table_version: 9,
+            table_synced: !is_partial,
+            heard_ms: Some(if is_partial { 61_000 } else { 250 }),
+            ..asked.clone()
+        };
+        let unanswered = if is_partial { vec![silent("10.0.0.2")] } else { Vec::new() };
+        let alarms = if is_partial { vec!["kas-1 is suspect for 1 minute".to_owned()] } else { Vec::new() };
+        Ok(Response::new(ListReplicasResponse { replicas: vec![asked, other], unanswered, alarms }))
+    }
+
+    /// Agent 3 is on the other replica; 4 is nowhere, and a replica is silent.
+    async fn explain_agent(
+        &self,
+        request: Request<ExplainAgentRequest>,
+    ) -> Result<Response<ExplainAgentResponse>, Status> {
+        self.0.check(request.metadata())?;
+        let agent = request.into_inner().agent_id;
+        let belief =
+            |name: &str, holds, why: &str| Belief { name: name.to_owned(), holds, why: why.to_owned() };
+        let replica = |name: &str, ip: &str, idle_tunnels, waiting, beliefs| AgentOnReplica {
+            name: name.to_owned(),
+            address: Some(KasAddress { ip: ip.to_owned(), port: 8155 }),
+            idle_tunnels,
+            busy_tunnels: 0,
+            waiting,
+            beliefs,
+        };
+        let held = "kas-1 is live, has the agent at version 9: asked";
+        let lag = "kas-0 is live, has the agent at version 11: asked";
+        Ok(Response::new(match agent {
+            3 => ExplainAgentResponse {
+                replicas: vec![
+                    replica("kas-0", "10.0.0.1", 0, 0, vec![belief("kas-1", true, held)]),
+                    replica("kas-1", "10.0.0.2", 2, 0, vec![belief("kas-0", true, lag)]),
+                ],
+                route: vec!["no tunnel here".to_owned(), "borrow from kas-1 at 10.0.0.2:8155".to_owned()],
+                unanswered: Vec::new(),
+            },
+            4 => ExplainAgentResponse {
+                replicas: vec![replica("kas-0", "10.0.0.1", 0, 2, vec![belief("kas-1", false, "silent")])],
+                route: vec!["wait for a tunnel".to_owned()],
+                unanswered: vec![silent("10.0.0.2")],
+            },
+            _ => return Err(Status::invalid_argument("agent_id: no such agent is configured")),
+        }))
+    }
+
+    /// Agent 7 has five pods; 50 never answers; 51 ran out of time; 52 to 55 are refused by the API server; 56
+    /// cannot reach it; 57 is ill; 70 fails at its second page; 71 repeats a page; every other agent is not connected.
     async fn get_pods(&self, request: Request<GetPodsRequest>) -> Result<Response<GetPodsResponse>, Status> {
         self.0.check(request.metadata())?;
         let asked = request.into_inner();
@@ -385,10 +567,17 @@ impl KasApi for Kas {
             }
             50 => return Err(Status::deadline_exceeded("late")),
             51 => return Err(with_outcome(Code::DeadlineExceeded, "unknown")),
+            52 => return Err(Status::permission_denied("pods is forbidden")),
+            53 => return Err(Status::unknown("the API server answered 500: oops")),
+            54 => return Err(Status::failed_precondition("it does not accept the agent's credentials")),
+            55 => return Err(Status::invalid_argument("unable to parse requirement")),
+            56 => return Err(Status::unavailable(NO_API_SERVER)),
+            57 => return Err(Status::internal("the answer is not a complete HTTP response")),
+            58 => return Err(Status::invalid_argument("namespace must be the name of a namespace")),
             70 if start == 0 => one("1"),
             70 => return Err(Status::unavailable("draining")),
             71 => one("same"),
-            _ => return Err(Status::not_found("no tunnel")),
+            agent => return Err(absent(agent)),
         }))
     }
 
@@ -412,10 +601,7 @@ impl KasApi for Kas {
         .filter(|agent| asked.agent_id == 0 || agent.id == asked.agent_id)
         .map(Event::Connected)
         .collect();
-        let unanswered = (asked.project_id == 600).then(|| UnansweredReplica {
-            address: Some(KasAddress { ip: "10.0.0.9".to_owned(), port: 8155 }),
-            reason: "connection refused".to_owned(),
-        });
+        let unanswered = (asked.project_id == 600).then(|| silent("10.0.0.9"));
         let complete =
             Event::SnapshotComplete(SnapshotComplete { unanswered: unanswered.into_iter().collect() });
         if asked.project_id != 601 {
@@ -478,7 +664,8 @@ impl Drop for OnDrop {
 impl KubernetesApi for Kas {
     type MakeRequestStream = BoxStream<HttpResponse>;
 
-    /// Agent 7 answers by path; 8 breaks in the middle; 9 leaves the end out; 10 is busy; 11 has no manners.
+    /// Agent 7 answers by path; 8 breaks in the middle; 9 leaves the end out; 10 is busy; 11 has no manners;
+    /// 12 refuses; 13 cannot reach its API server; 14 loses it; 15 has no such module; 16 refuses late.
     async fn make_request(
         &self,
         request: Request<Streaming<HttpRequest>>,
@@ -496,7 +683,20 @@ impl KubernetesApi for Kas {
             9 => return all(vec![Ok(header(200, "200 OK", "text/plain"))]),
             10 => return Err(with_outcome(Code::Unavailable, "not_started")),
             11 => return all(vec![Ok(data("early"))]),
-            _ => return Err(Status::not_found("no tunnel")),
+            12 => return Err(Status::invalid_argument("malformed header")),
+            13 => return Err(Status::unavailable(NO_API_SERVER)),
+            14 => {
+                return Err(Status::unavailable("the connection to the API server broke before its answer"));
+            }
+            15 => {
+                let unimplemented = "agent 15 does not serve /gitlab.agent.kubernetes_api.rpc.KubernetesApi";
+                return Err(Status::unimplemented(unimplemented));
+            }
+            16 => {
+                let refusal = Status::unauthenticated("the API server wants a certificate");
+                return all(vec![Ok(header(200, "200 OK", "text/plain")), Err(refusal)]);
+            }
+            _ => return Err(absent(id)),
         }
         let mut body = request.into_inner();
         let Some(HttpRequest { message: Some(http_request::Message::Header(head)) }) = body.message().await?

@@ -2,19 +2,15 @@
 
 use std::{
     collections::{BTreeMap, VecDeque},
-    convert::Infallible,
     pin::Pin,
     sync::Arc,
     time::Duration,
 };
 
 use cluster::{Connected, Located, Query, Tracker, TrackerError};
-use futures_util::{
-    FutureExt as _,
-    stream::{self, Stream},
-};
+use futures_util::stream::{self, Stream};
 use grpc::Deadline;
-use http::{HeaderValue, Request, Response};
+use http::HeaderValue;
 use ids::{AgentId, ConnectionId};
 use prost::Message as _;
 use prost_types::Timestamp;
@@ -31,22 +27,23 @@ use proto::{
         modshared,
     },
     kas::api::v1::{
-        ConnectedAgentInfo, ConnectedAgentsByIdRequest, ConnectedAgentsByIdResponse,
-        ConnectedAgentsForProjectRequest, ConnectedAgentsForProjectResponse, GetPodsRequest, GetPodsResponse,
-        KasAddress, UnansweredReplica, WatchConnectedAgentsRequest, WatchConnectedAgentsResponse,
+        AgentOnReplica, ConnectedAgentInfo, ConnectedAgentsByIdRequest, ConnectedAgentsByIdResponse,
+        ConnectedAgentsForProjectRequest, ConnectedAgentsForProjectResponse, ExplainAgentRequest,
+        ExplainAgentResponse, GetPodsRequest, GetPodsResponse, KasAddress, KasInstanceInfo,
+        ListReplicasRequest, ListReplicasResponse, UnansweredReplica, WatchConnectedAgentsRequest,
+        WatchConnectedAgentsResponse, agent_on_replica,
         kas_api_server::{KasApi, KasApiServer},
         watch_connected_agents_response::{Disconnected, Event, SnapshotComplete},
     },
 };
-use runtime::{
-    http2::{Answer, Body},
-    lifecycle::Phase,
-};
+use runtime::lifecycle::Phase;
 use tokio::sync::watch;
-use tonic::server::NamedService;
 use tonic_health::ServingStatus;
 
-use super::Correlation;
+use super::{
+    super::{Own, own},
+    Correlation,
+};
 use crate::{
     pods::{self, PodQuery},
     router::Router,
@@ -57,9 +54,6 @@ pub(super) const HEALTH: &str = "/grpc.health.v1.Health/";
 
 /// Changes that come within this time reach a watcher together.
 const SETTLE: Duration = Duration::from_millis(20);
-
-/// A service of kas: answers one call.
-pub(super) type Own = Arc<dyn Fn(Request<grpc::Body>) -> Answer + Send + Sync>;
 
 /// kas' own services by the beginning of their paths.
 pub(super) struct Services(Vec<(String, Own)>);
@@ -92,30 +86,6 @@ impl Services {
     pub(super) fn of(&self, path: &str) -> Option<Own> {
         self.0.iter().find(|(prefix, _)| path.starts_with(prefix)).map(|(_, own)| Arc::clone(own))
     }
-}
-
-/// Hides the type of a generated server.
-fn own<S>(server: S) -> (String, Own)
-where
-    S: tower_service::Service<
-            Request<grpc::Body>,
-            Response = Response<tonic::body::Body>,
-            Error = Infallible,
-        > + NamedService
-        + Clone
-        + Send
-        + Sync
-        + 'static,
-    S::Future: Send + 'static,
-{
-    let call: Own = Arc::new(move |request| {
-        let answer = server.clone().call(request);
-        Box::pin(answer.map(|answered| match answered {
-            Ok(response) => response.map(|body| -> Body { grpc::boxed(body) }),
-            Err(never) => match never {},
-        }))
-    });
-    (format!("/{}/", S::NAME), call)
 }
 
 async fn report_health(reporter: tonic_health::server::HealthReporter, mut phase: watch::Receiver<Phase>) {
@@ -192,17 +162,31 @@ fn info(located: &Located) -> ConnectedAgentInfo {
 }
 
 fn unanswered(connected: &Connected) -> Vec<UnansweredReplica> {
-    connected
-        .unanswered
-        .iter()
-        .map(|missing| UnansweredReplica {
-            address: Some(address(&missing.replica.address)),
-            reason: missing.reason.clone(),
-        })
-        .collect()
+    connected.unanswered.iter().map(unanswered_replica).collect()
+}
+
+fn unanswered_replica(missing: &cluster::Unanswered) -> UnansweredReplica {
+    UnansweredReplica { address: Some(address(&missing.replica.address)), reason: missing.reason.clone() }
+}
+
+fn belief(belief: &cluster::Belief) -> agent_on_replica::Belief {
+    agent_on_replica::Belief {
+        name: belief.replica.id.as_str().to_owned(),
+        holds: belief.holds,
+        why: belief.why.clone(),
+    }
+}
+
+fn non_empty(text: String, other: &str) -> String {
+    if text.is_empty() { other.to_owned() } else { text }
 }
 
 impl Api {
+    /// Tunnels of this replica.
+    fn tunnels(&self) -> u64 {
+        self.router.tunnels()
+    }
+
     async fn connected(
         &self,
         query: Query,
@@ -271,6 +255,103 @@ impl KasApi for Api {
             .await
             .map_err(|status| to_tonic(&status))?;
         Ok(tonic::Response::new(answer))
+    }
+
+    async fn list_replicas(
+        &self,
+        _request: tonic::Request<ListReplicasRequest>,
+    ) -> Result<tonic::Response<ListReplicasResponse>, tonic::Status> {
+        let known = self.tracker.replicas().await;
+        let (accounts, missing) = self.tracker.accounts(None).await;
+        let replicas = known
+            .replicas
+            .into_iter()
+            .map(|status| {
+                let own = status.heard.is_none();
+                let account = accounts.iter().find(|account| account.replica.id == status.replica.id);
+                let tunnels = if own { self.tunnels() } else { account.map_or(0, |account| account.tunnels) };
+                let (version, commit) = match status.build {
+                    (version, commit) if version.is_empty() && own => {
+                        (runtime::version::VERSION.to_owned(), non_empty(commit, runtime::version::COMMIT))
+                    }
+                    build => build,
+                };
+                KasInstanceInfo {
+                    version,
+                    commit,
+                    address: Some(address(&status.replica.address)),
+                    name: status.replica.id.as_str().to_owned(),
+                    state: status.state,
+                    standing: status.standing,
+                    generation: status.generation,
+                    agents: status.agents,
+                    tunnels,
+                    table_epoch: status.mark.epoch,
+                    table_version: status.mark.version,
+                    table_synced: status.synced,
+                    heard_ms: status.heard.map(|age| u64::try_from(age.as_millis()).unwrap_or(u64::MAX)),
+                }
+            })
+            .collect();
+        Ok(tonic::Response::new(ListReplicasResponse {
+            replicas,
+            unanswered: missing.iter().map(unanswered_replica).collect(),
+            alarms: known.alarms,
+        }))
+    }
+
+    async fn explain_agent(
+        &self,
+        request: tonic::Request<ExplainAgentRequest>,
+    ) -> Result<tonic::Response<ExplainAgentResponse>, tonic::Status> {
+        let agent = agent_id(request.into_inner().agent_id, "agent_id")?;
+        let known = self.tracker.replicas().await;
+        let candidates = self.tracker.locate(agent).await.map_err(|error| unavailable(&error))?;
+        let (accounts, missing) = self.tracker.accounts(Some(agent)).await;
+        let (idle, busy, waiting) = self.router.registry().counts(agent);
+        let number = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
+        let me = known.replicas.first().map(|status| status.replica.clone());
+        let own = AgentOnReplica {
+            name: me.as_ref().map_or_else(String::new, |me| me.id.as_str().to_owned()),
+            address: me.as_ref().map(|me| address(&me.address)),
+            idle_tunnels: number(idle),
+            busy_tunnels: number(busy),
+            waiting: number(waiting),
+            beliefs: self.tracker.beliefs(agent).iter().map(belief).collect(),
+        };
+        let others = accounts.iter().map(|account| AgentOnReplica {
+            name: account.replica.id.as_str().to_owned(),
+            address: Some(address(&account.replica.address)),
+            idle_tunnels: account.idle,
+            busy_tunnels: account.busy,
+            waiting: account.waiting,
+            beliefs: account.beliefs.iter().map(belief).collect(),
+        });
+        let elsewhere: Vec<String> = candidates
+            .iter()
+            .filter(|candidate| me.as_ref().is_none_or(|me| me.id != candidate.replica.id))
+            .map(|candidate| format!("{} ({})", candidate.replica.id, candidate.standing.as_str()))
+            .collect();
+        let mut route = Vec::new();
+        match (idle, busy) {
+            (0, 0) => route.push(format!("no tunnel of agent {agent} is here")),
+            (0, busy) => route.push(format!("all {busy} tunnels here are busy: a request waits for one")),
+            (idle, _) => route.push(format!("one of {idle} idle tunnels here carries the request")),
+        }
+        if idle == 0 {
+            route.push(match elsewhere.as_slice() {
+                [] => {
+                    "nobody else is known to hold the agent: the request waits until it connects".to_owned()
+                }
+                [first] => format!("and replica {first} is asked"),
+                [first, rest @ ..] => format!("and replica {first} is asked, then {}", rest.join(", ")),
+            });
+        }
+        Ok(tonic::Response::new(ExplainAgentResponse {
+            replicas: std::iter::once(own).chain(others).collect(),
+            route,
+            unanswered: missing.iter().map(unanswered_replica).collect(),
+        }))
     }
 
     type WatchConnectedAgentsStream =

@@ -1,0 +1,97 @@
+//! What a kas says of itself in response headers: which replica it is, and how many there are.
+
+use std::{fmt, sync::Arc};
+
+use http::{HeaderMap, HeaderValue};
+use tokio::time::Instant;
+use tunnel::{REPLICA_HEADER, REPLICAS_HEADER};
+
+/// The most replicas that an agent can want: more connections than that help nobody.
+pub const MAX: usize = 8;
+/// A longer name is none: it is kept for each tunnel.
+const MAX_NAME: usize = 256;
+
+/// The name of a replica of kas.
+#[derive(Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Replica(Arc<str>);
+
+impl Replica {
+    /// Names a replica.
+    pub fn new(name: &str) -> Self {
+        Self(name.into())
+    }
+}
+
+impl fmt::Display for Replica {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl fmt::Debug for Replica {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+/// What the response headers of a stream said.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Answer {
+    /// Which replica the stream is at. `None`: kas of GitLab do not name themselves.
+    pub replica: Option<Replica>,
+    /// How many replicas live, as far as that one knows, at most [`MAX`]. `None`: it did not say.
+    pub replicas: Option<usize>,
+    /// When it was said.
+    pub at: Instant,
+}
+
+impl Answer {
+    /// Reads it from response headers.
+    pub fn of(headers: &HeaderMap) -> Self {
+        let text = |value: &HeaderValue| value.to_str().ok().map(str::to_owned);
+        let name = headers.get(REPLICA_HEADER).and_then(text);
+        let replica = name.filter(|name| !name.is_empty() && name.len() <= MAX_NAME);
+        let replicas = headers.get(REPLICAS_HEADER).and_then(text).and_then(|text| text.parse::<u64>().ok());
+        Self {
+            replica: replica.map(|name| Replica::new(&name)),
+            replicas: replicas.map(|n| usize::try_from(n).unwrap_or(MAX).min(MAX)),
+            at: Instant::now(),
+        }
+    }
+
+    /// The answer of a kas that says nothing of itself.
+    pub fn unnamed() -> Self {
+        Self { replica: None, replicas: None, at: Instant::now() }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_and_counts_are_read_and_nonsense_is_none() {
+        let long = "x".repeat(MAX_NAME + 1);
+        for (name, count, expected) in [
+            (Some("10.0.0.1:8155"), Some("3"), (Some("10.0.0.1:8155"), Some(3))),
+            (Some("a"), Some("18446744073709551615"), (Some("a"), Some(MAX))),
+            (Some("a"), Some("many"), (Some("a"), None)),
+            (Some("a"), Some("-1"), (Some("a"), None)),
+            (Some(""), None, (None, None)),
+            (Some(long.as_str()), None, (None, None)),
+            (Some("\u{e9}"), Some("2"), (None, Some(2))),
+            (None, None, (None, None)),
+        ] {
+            let mut headers = HeaderMap::new();
+            for (key, value) in [(REPLICA_HEADER, name), (REPLICAS_HEADER, count)] {
+                if let Some(value) = value {
+                    headers.insert(key, HeaderValue::from_bytes(value.as_bytes()).unwrap());
+                }
+            }
+            let answer = Answer::of(&headers);
+            assert_eq!((answer.replica.map(|name| name.to_string()), answer.replicas), {
+                (expected.0.map(str::to_owned), expected.1)
+            });
+        }
+    }
+}

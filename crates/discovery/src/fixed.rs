@@ -1,0 +1,63 @@
+//! Seeds that the user lists.
+
+use std::{collections::HashSet, net::SocketAddr, time::Duration};
+
+use async_trait::async_trait;
+use tokio::sync::watch;
+
+use crate::{
+    Discovery, DiscoveryError, Health,
+    health::Publisher,
+    host_port::{Host, HostPort},
+    lookup::Lookup,
+};
+
+/// Finds replicas by a list. Names in it are looked up as [`Dns`](crate::Dns) does, each on its own: one that fails
+/// keeps its last answer, and does not keep the others from changing. An empty list is a replica that runs alone.
+#[derive(Debug)]
+pub struct Static {
+    lookup: Lookup,
+    health: watch::Sender<Health>,
+}
+
+impl Static {
+    /// Takes every address behind every entry.
+    pub fn new(seeds: impl IntoIterator<Item = HostPort>) -> Self {
+        let mut lookup = Lookup::new();
+        for HostPort { host, port } in seeds {
+            match host {
+                Host::Ip(ip) => {
+                    lookup.fixed.insert((ip, port).into());
+                }
+                Host::Name(name) => lookup.hosts.push((name, port)),
+            }
+        }
+        Self { lookup, health: watch::Sender::default() }
+    }
+
+    /// Looks names up at least this often, as [`Dns::interval`](crate::Dns::interval).
+    #[must_use]
+    pub fn interval(mut self, interval: Duration) -> Self {
+        self.lookup.interval = interval;
+        self
+    }
+
+    /// Asks this name server, as [`Dns::nameserver`](crate::Dns::nameserver).
+    #[must_use]
+    pub fn nameserver(mut self, address: SocketAddr) -> Self {
+        self.lookup.nameserver = Some(address);
+        self
+    }
+}
+
+#[async_trait]
+impl Discovery for Static {
+    fn health(&self) -> watch::Receiver<Health> {
+        self.health.subscribe()
+    }
+
+    async fn run(self: Box<Self>, seeds: watch::Sender<HashSet<SocketAddr>>) -> DiscoveryError {
+        let Self { lookup, health } = *self;
+        match lookup.run(&Publisher { source: "static", seeds, health: &health }).await {}
+    }
+}

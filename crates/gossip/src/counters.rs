@@ -1,0 +1,149 @@
+//! What the transport and the gossip thread counted. Export is the caller's business.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Why a datagram that arrived was not handed on. Each is counted on its own.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Reason {
+    /// Too short for the frame it claims to be, or a field that no sender of ours writes.
+    Truncated,
+    /// Longer than any frame of ours.
+    Oversize,
+    /// An unknown frame version, or the tag of another cluster.
+    Foreign,
+    /// Our cluster, sealed with a key that is not in the ring: a key rotation that forgot somebody.
+    UnknownKey,
+    /// The seal does not hold: altered, or made by somebody without the key.
+    Forged,
+    /// Seen before, or older than the replay window.
+    Replayed,
+    /// Well sealed, but it does not prove that its sender has heard this process: the first datagram of
+    /// every acquaintance, or a recording. The sender is sent a hello and tries again.
+    Unproven,
+    /// From an incarnation older than the one already heard under the same salt.
+    Stale,
+    /// From a generation more than a day ahead of our clock.
+    Future,
+    /// Our own datagram came back.
+    FromSelf,
+    /// Well sealed, but chitchat cannot read it: a peer of another version, or one that misbehaves.
+    Undecodable,
+}
+
+impl Reason {
+    /// Every reason, in the order of the checks.
+    pub const ALL: [Self; 11] = [
+        Self::Truncated,
+        Self::Oversize,
+        Self::Foreign,
+        Self::UnknownKey,
+        Self::FromSelf,
+        Self::Future,
+        Self::Stale,
+        Self::Replayed,
+        Self::Forged,
+        Self::Unproven,
+        Self::Undecodable,
+    ];
+
+    /// Returns a constant name that fits a metric label.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Truncated => "truncated",
+            Self::Oversize => "oversize",
+            Self::Foreign => "foreign",
+            Self::UnknownKey => "unknown_key",
+            Self::Forged => "forged",
+            Self::Replayed => "replayed",
+            Self::Unproven => "unproven",
+            Self::Stale => "stale",
+            Self::Future => "future",
+            Self::FromSelf => "from_self",
+            Self::Undecodable => "undecodable",
+        }
+    }
+}
+
+/// Why the gossip task was started again, each time with a new generation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Restart {
+    /// It panicked or returned.
+    Ended,
+    /// It made no round for several seconds.
+    Frozen,
+    /// Peers know this node id with a higher generation: the clock was set back, or two processes
+    /// share the id.
+    Overtaken,
+}
+
+impl Restart {
+    /// Every cause.
+    pub const ALL: [Self; 3] = [Self::Ended, Self::Frozen, Self::Overtaken];
+
+    /// Returns a constant name that fits a metric label.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Ended => "ended",
+            Self::Frozen => "frozen",
+            Self::Overtaken => "overtaken",
+        }
+    }
+}
+
+/// A number that only grows.
+#[derive(Debug, Default)]
+pub struct Counter(AtomicU64);
+
+impl Counter {
+    /// Returns the count since the start.
+    pub fn count(&self) -> u64 {
+        self.0.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn add(&self, n: u64) {
+        self.0.fetch_add(n, Ordering::Relaxed);
+    }
+}
+
+/// Counts since the start; restarts of the gossip task do not reset them.
+#[derive(Debug, Default)]
+pub struct Counters {
+    /// Datagrams handed to the network.
+    pub sent: Counter,
+    /// Bytes of those, without IP and UDP headers.
+    pub sent_bytes: Counter,
+    /// Datagrams that the network refused (unreachable, buffer full).
+    pub send_failed: Counter,
+    /// Datagrams that arrived, good or not.
+    pub received: Counter,
+    /// Bytes of those, without IP and UDP headers.
+    pub received_bytes: Counter,
+    /// Hellos sent in answer to unproven datagrams.
+    pub greeted: Counter,
+    /// Members left out because their generation is more than a day ahead of our clock.
+    pub implausible: Counter,
+    /// Values of members left out because no `publish` would have taken them.
+    pub unfit: Counter,
+    dropped: [Counter; Reason::ALL.len()],
+    restarts: [Counter; Restart::ALL.len()],
+}
+
+impl Counters {
+    /// Returns how many datagrams were dropped for `reason`.
+    pub fn dropped(&self, reason: Reason) -> u64 {
+        self.dropped[reason as usize].count()
+    }
+
+    /// Returns how often the gossip task was started again because of `cause`.
+    pub fn restarts(&self, cause: Restart) -> u64 {
+        self.restarts[cause as usize].count()
+    }
+
+    pub(crate) fn drop_for(&self, reason: Reason) {
+        self.dropped[reason as usize].add(1);
+    }
+
+    pub(crate) fn restart_for(&self, cause: Restart) {
+        self.restarts[cause as usize].add(1);
+    }
+}

@@ -1,0 +1,136 @@
+//! What the user sees: live members, and whether anybody is heard.
+
+use std::{
+    collections::BTreeMap,
+    fmt,
+    net::SocketAddr,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::Duration,
+};
+
+use tokio::time::Instant;
+
+/// When a heartbeat last advanced: shared by the gossip thread and every [`Member`] of the incarnation, so
+/// that it moves without a new list.
+pub(crate) struct Heard {
+    origin: Instant,
+    /// Microseconds after `origin`.
+    micros: AtomicU64,
+}
+
+impl Heard {
+    pub(crate) fn new(now: Instant) -> Arc<Self> {
+        Arc::new(Self { origin: now, micros: AtomicU64::new(0) })
+    }
+
+    pub(crate) fn at(&self, now: Instant) {
+        let micros = now.saturating_duration_since(self.origin).as_micros();
+        self.micros.store(u64::try_from(micros).unwrap_or(u64::MAX), Ordering::Relaxed);
+    }
+
+    pub(crate) fn last(&self) -> Instant {
+        self.origin + Duration::from_micros(self.micros.load(Ordering::Relaxed))
+    }
+}
+
+/// Another live process of the mesh.
+pub struct Member {
+    pub(crate) node_id: Arc<str>,
+    pub(crate) generation: u64,
+    pub(crate) address: SocketAddr,
+    pub(crate) values: BTreeMap<Arc<str>, Arc<str>>,
+    pub(crate) heard: Arc<Heard>,
+}
+
+impl Member {
+    /// Returns the name it was built with.
+    pub fn node_id(&self) -> &Arc<str> {
+        &self.node_id
+    }
+
+    /// Returns when its incarnation began, in microseconds since 1970. It only grows for a node id.
+    pub fn generation(&self) -> u64 {
+        self.generation
+    }
+
+    /// Returns where its gossip is reached.
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// Returns what it published. Empty for a moment after it was first heard.
+    pub fn values(&self) -> &BTreeMap<Arc<str>, Arc<str>> {
+        &self.values
+    }
+
+    /// Returns one published value.
+    pub fn value(&self, key: &str) -> Option<&str> {
+        self.values.get(key).map(AsRef::as_ref)
+    }
+
+    /// Returns when its heartbeat last advanced as seen from here, be it first-hand or through others: proof
+    /// that its gossip thread lived then. Exact to one interval. It moves on in every clone of the list,
+    /// and no watcher is woken for it.
+    pub fn heard(&self) -> Instant {
+        self.heard.last()
+    }
+}
+
+impl fmt::Debug for Member {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}:{}@{} {:?}", self.node_id, self.generation, self.address, self.values)
+    }
+}
+
+/// The live members other than this process, by node id. Of each node id only the newest generation.
+///
+/// Whoever phi declares dead is absent: there is no third state to handle.
+#[derive(Debug, Clone, Default)]
+pub struct Members(pub(crate) BTreeMap<Arc<str>, Arc<Member>>);
+
+impl Members {
+    /// Returns the member with this node id.
+    pub fn member(&self, node_id: &str) -> Option<&Arc<Member>> {
+        self.0.get(node_id)
+    }
+
+    /// Iterates in the order of node ids.
+    pub fn iter(&self) -> impl ExactSizeIterator<Item = &Arc<Member>> {
+        self.0.values()
+    }
+
+    /// Returns how many there are.
+    pub fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    /// Whether nobody else is live.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+}
+
+/// Whether anybody is heard.
+///
+/// `Alone` and `Seeking` become each other with the seeds; `Seeking` becomes `Lonely` with time; each becomes
+/// `Meshed` with the first member, and `Meshed` becomes `Alone` or `Seeking` with the loss of the last.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Status {
+    /// No seed names anybody else, and nobody is heard.
+    Alone,
+    /// Seeds name others, and nobody was heard yet, or not for a moment: the longer of 5 s and 10 intervals.
+    Seeking,
+    /// The same, for longer: something blocks the datagrams, in or out, or keys or cluster differ.
+    Lonely {
+        /// When the last member was lost, or when the search began.
+        since: Instant,
+    },
+    /// Others are live.
+    Meshed {
+        /// How many; at least 1.
+        peers: usize,
+    },
+}

@@ -1,0 +1,298 @@
+//! Finding the other replicas: from the sections `private_api`, `discovery` and `gossip` to a running tracker.
+//!
+//! The only place that knows every part of it. [`Mesh::bind`] takes the ports, [`Mesh::run`] runs until dropped.
+
+use std::{collections::HashSet, net::SocketAddr, path::PathBuf, sync::Arc, time::Duration};
+
+use cluster::Replica;
+use discovery::{Discovery, Dns, HostPort, Kubernetes, PortSelector, Static};
+use gossip::{Gossip, KeyRing, Timing};
+use ids::ReplicaId;
+use runtime::{io::Listener, tls};
+use tokio::{sync::watch, task::AbortHandle};
+
+use crate::{
+    advertise,
+    auth::JwtVerifier,
+    config::{self, DnsRecords, ServicePort, secret::ApiSecret},
+    listener::private::PrivateListener,
+    metrics::Metrics,
+    peer::{Credential, ISSUER, Peers},
+    replication::{self, HUNG, Replication},
+};
+
+/// How long discovery may take to name a replica whose route tells this one's own address.
+const FIRST_SEED: Duration = Duration::from_secs(60);
+/// How often the secret files are looked at.
+const ROTATION: Duration = Duration::from_secs(5);
+/// By how much clocks of replicas may differ.
+const LEEWAY: Duration = Duration::from_secs(30);
+
+/// Why the other replicas cannot be looked for.
+#[derive(Debug, thiserror::Error)]
+pub enum MeshError {
+    /// The address at which others reach this replica.
+    #[error("private_api")]
+    Advertise(#[from] advertise::Error),
+    /// The section `discovery`.
+    #[error("discovery")]
+    Discovery(#[from] discovery::DiscoveryError),
+    /// A seed.
+    #[error("discovery.static.addresses: {0:?}")]
+    Seed(String, #[source] discovery::HostPortError),
+    /// Gossip's port or settings.
+    #[error("gossip")]
+    Gossip(#[from] gossip::StartError),
+    /// The shared secret.
+    #[error("private_api.listen.authentication_secret_file")]
+    Keys(#[from] gossip::KeyError),
+    /// Certificates for calling other replicas.
+    #[error("private_api.listen: TLS cannot be set up")]
+    Tls(#[from] tls::Error),
+    /// The private API listens on no address of an interface.
+    #[error("private_api.listen: gossip needs a TCP address")]
+    NoAddress,
+}
+
+/// What finds the other replicas, and talks to them.
+pub struct Mesh {
+    /// This replica.
+    pub me: Replica,
+    /// The tracker.
+    pub replication: Arc<Replication>,
+    /// The links.
+    pub peers: Arc<Peers>,
+    gossip: Gossip,
+    seeds: watch::Receiver<HashSet<SocketAddr>>,
+    /// Keeps discovery running.
+    discovery: Option<AbortOnDrop>,
+    credential: Arc<Credential>,
+    keys: watch::Sender<Arc<KeyRing>>,
+    secrets: Vec<ApiSecret>,
+    secret_files: Vec<PathBuf>,
+}
+
+impl std::fmt::Debug for Mesh {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Mesh").field("me", &self.me).finish_non_exhaustive()
+    }
+}
+
+struct AbortOnDrop(AbortHandle);
+
+impl Drop for AbortOnDrop {
+    fn drop(&mut self) {
+        self.0.abort();
+    }
+}
+
+fn discovery(config: &config::Discovery) -> Result<Option<Box<dyn Discovery>>, MeshError> {
+    Ok(Some(match config {
+        config::Discovery::None => return Ok(None),
+        config::Discovery::Static(addresses) => {
+            let seeds = addresses
+                .iter()
+                .map(|text| text.parse::<HostPort>().map_err(|error| MeshError::Seed(text.clone(), error)))
+                .collect::<Result<Vec<_>, _>>()?;
+            Box::new(Static::new(seeds))
+        }
+        config::Discovery::Dns { name, records, refresh, nameserver } => {
+            let dns = match *records {
+                DnsRecords::Addresses { port } => Dns::addresses(name, port)?,
+                DnsRecords::Srv => Dns::srv(name)?,
+            };
+            let dns = dns.interval(*refresh);
+            Box::new(match nameserver {
+                Some(nameserver) => dns.nameserver(*nameserver),
+                None => dns,
+            })
+        }
+        config::Discovery::Kubernetes { service, namespace, port } => {
+            let port = match port {
+                ServicePort::Number(number) => PortSelector::Number(*number),
+                ServicePort::Name(name) => PortSelector::Name(name.clone()),
+            };
+            Box::new(Kubernetes::in_cluster(namespace.as_deref(), service, port)?)
+        }
+    }))
+}
+
+fn ring(secrets: &[ApiSecret]) -> Result<KeyRing, gossip::KeyError> {
+    KeyRing::derive(&secrets.iter().map(ApiSecret::expose).collect::<Vec<_>>())
+}
+
+/// Returns what checks the tokens of other replicas.
+pub fn verifier(secrets: &[ApiSecret]) -> JwtVerifier {
+    JwtVerifier::new(secrets, &[ISSUER.to_owned()], LEEWAY)
+}
+
+/// Waits until it is clear where others reach this replica.
+async fn own_address(
+    config: &config::PrivateApi,
+    bound: SocketAddr,
+    seeds: &mut watch::Receiver<HashSet<SocketAddr>>,
+) -> Result<SocketAddr, advertise::Error> {
+    let until = tokio::time::Instant::now() + FIRST_SEED;
+    let mut said = false;
+    loop {
+        let now = seeds.borrow_and_update().clone();
+        let asked = config.clone();
+        let told = tokio::task::spawn_blocking(move || advertise::address(&asked, bound, &now)).await;
+        let error = match told {
+            Ok(Ok(address)) => return Ok(address),
+            Ok(Err(error)) => error,
+            Err(_) => advertise::Error::Unknown,
+        };
+        if matches!(error, advertise::Error::Loopback { .. }) {
+            return Err(error);
+        }
+        if !said {
+            said = true;
+            tracing::info!(reason = %error, "waiting for discovery to name another replica");
+        }
+        match tokio::time::timeout_at(until, seeds.changed()).await {
+            Ok(Ok(())) => {}
+            // Nobody will come.
+            Ok(Err(_)) | Err(_) => return Err(error),
+        }
+    }
+}
+
+impl Mesh {
+    /// Takes gossip's port, which is that of `listener`, and begins to look for others.
+    ///
+    /// # Errors
+    /// See [`MeshError`]; nothing runs then.
+    pub async fn bind(
+        config: &config::Replication,
+        secrets: Vec<ApiSecret>,
+        listener: &Listener,
+        metrics: &Arc<Metrics>,
+    ) -> Result<Self, MeshError> {
+        let bound = listener.local_addr().ok_or(MeshError::NoAddress)?;
+        let (found, mut seeds) = watch::channel(HashSet::new());
+        let discovery = discovery(&config.discovery)?.map(|discovery| {
+            let task = tokio::spawn(async move {
+                let error = discovery.run(found).await;
+                tracing::error!(error = crate::peer::chain(&error), "discovery has stopped");
+            });
+            AbortOnDrop(task.abort_handle())
+        });
+        let address = own_address(&config.private_api, bound, &mut seeds).await?;
+        let text = address.to_string();
+        let me = Replica { id: ReplicaId::new(&text), address: text.as_str().into() };
+        tracing::info!(replica = %me.id, "other replicas reach this one here");
+        let (keys, ring) = watch::channel(Arc::new(ring(&secrets)?));
+        let gossip = Gossip::builder(text)
+            .cluster(config.gossip.cluster.clone())
+            .listen(bound)
+            .advertise(address)
+            .keys(ring)
+            .seeds(seeds.clone())
+            .timing(Timing {
+                interval: config.gossip.interval,
+                phi: config.gossip.phi,
+                initial_interval: config.gossip.interval * 3 / 2,
+                dead_grace: config.gossip.dead_grace,
+            })
+            .gate("st", table::State::Hung.as_str(), HUNG)
+            .start()
+            .await?;
+        let files = config.private_api.listen.tls.as_ref();
+        let client = files
+            .map(|files| {
+                let identity = Some((files.certificate.as_path(), files.key.as_path()));
+                tls::client_as(config.private_api.client_ca.as_deref(), identity)
+            })
+            .transpose()?;
+        // Config has at least one.
+        let first = secrets.first().ok_or(gossip::KeyError::Empty)?;
+        let credential = Arc::new(Credential::new(me.id.clone(), first));
+        let peers = Peers::new(me.id.clone(), Arc::clone(&credential), client);
+        let replication = Replication::new(
+            me.clone(),
+            Arc::clone(&peers),
+            Arc::clone(metrics),
+            config.table_ttl,
+            config.gossip.interval,
+        );
+        Ok(Self {
+            me,
+            replication,
+            peers,
+            gossip,
+            seeds,
+            discovery,
+            credential,
+            keys,
+            secrets,
+            secret_files: config.private_api.secrets.clone(),
+        })
+    }
+
+    /// Returns the services of the private API besides `Borrow`.
+    pub fn services(&self) -> Vec<(String, crate::listener::Own)> {
+        replication::services(&self.replication)
+    }
+
+    /// Returns what checks the tokens of other replicas at the start.
+    pub fn verifier(&self) -> JwtVerifier {
+        verifier(&self.secrets)
+    }
+
+    /// Runs until dropped.
+    pub async fn run(self, private: Arc<PrivateListener>) {
+        let Self { replication, gossip, seeds, discovery, credential, keys, secrets, secret_files, .. } =
+            self;
+        let _discovery = discovery;
+        tokio::join!(
+            replication.run(gossip, seeds),
+            rotate(secrets, secret_files, private, credential, keys)
+        );
+    }
+}
+
+/// Reads the secret files again and again: the first signs and seals, any verifies and opens.
+async fn rotate(
+    mut secrets: Vec<ApiSecret>,
+    files: Vec<PathBuf>,
+    private: Arc<PrivateListener>,
+    credential: Arc<Credential>,
+    keys: watch::Sender<Arc<KeyRing>>,
+) {
+    let mut failing = false;
+    loop {
+        tokio::time::sleep(ROTATION).await;
+        let read: Result<Vec<ApiSecret>, _> = files.iter().map(|file| ApiSecret::read(file)).collect();
+        let new = match read.map_err(|error| crate::peer::chain(&error)) {
+            Ok(new) if new == secrets => {
+                failing = false;
+                continue;
+            }
+            Ok(new) => new,
+            Err(error) => {
+                // The secrets in use stay in use: a file that is being replaced may be absent for a moment.
+                if !std::mem::replace(&mut failing, true) {
+                    tracing::warn!(
+                        error,
+                        "a secret file of the private API cannot be read; the last secrets stay"
+                    );
+                }
+                continue;
+            }
+        };
+        let (Ok(ring), Some(first)) = (ring(&new), new.first()) else {
+            if !std::mem::replace(&mut failing, true) {
+                tracing::warn!("a secret of the private API has fewer than 32 bytes; the last secrets stay");
+            }
+            continue;
+        };
+        failing = false;
+        // Opened with all of them before anything is sealed with the new first one.
+        private.rotate(verifier(&new));
+        keys.send_replace(Arc::new(ring));
+        credential.rotate(first);
+        tracing::info!(secrets = new.len(), "the secrets of the private API were exchanged");
+        secrets = new;
+    }
+}

@@ -1,0 +1,512 @@
+//! Other replicas, as this one calls them: links, the credential, and asking for a tunnel.
+//!
+//! `kas.internal.v1.Tunnels/Borrow`: the ask is only headers. Response headers mean that a tunnel is lent; the first
+//! byte that is written after them starts the request. Everything else is an answer without a body, see [`Refusal`].
+//!
+//! Between two replicas there are links of three kinds: for asks that are answered at once and the requests that they
+//! become, for asks that wait, and for the rest. Asks that wait may be many; they must not take streams from requests
+//! that could run.
+
+pub mod link;
+
+use std::{
+    collections::HashMap,
+    sync::{
+        Arc, Mutex, PoisonError, Weak,
+        atomic::{AtomicU64, AtomicUsize, Ordering},
+    },
+    time::Duration,
+};
+
+use arc_swap::ArcSwap;
+use bytes::Bytes;
+use cluster::{Candidate, Mark, Replica, Standing};
+use grpc::{Code, Deadline, Status, format_timeout};
+use h2::{RecvStream, SendStream};
+use http::{HeaderMap, HeaderName, HeaderValue};
+use ids::{AgentId, ConnectionId, ReplicaId, TokenHash};
+use jsonwebtoken::{Algorithm, EncodingKey, Header};
+use runtime::http2::StreamReset;
+use tokio::{
+    sync::{Mutex as AsyncMutex, Semaphore},
+    time::Instant,
+};
+use tunnel::kas_end::{Descriptor, Info, Owner, Peer as AgentKind, Tunnel, TunnelBody};
+
+use self::link::{CallError, DialError, LentBody, Link, Pump, RecvBody};
+use crate::{auth::AUDIENCE, config::secret::ApiSecret};
+
+/// Who signs the tokens of replicas, in the claim `iss`.
+pub const ISSUER: &str = "gitlab-kas";
+/// How long a replica's token is valid. A tenth of it may be lost to the difference of clocks.
+const TOKEN_LIFE: Duration = Duration::from_secs(60);
+/// How long it is used.
+const TOKEN_USE: Duration = Duration::from_secs(20);
+
+/// Asks of this replica for one agent that one owner has not answered yet.
+const ASKS: usize = 16;
+/// An ask that is not answered at once after this time, or two round trips, waits: another owner is asked too.
+const HEDGE: Duration = Duration::from_millis(10);
+/// Time to connect to a replica that seems to live.
+const CONNECT: Duration = Duration::from_secs(2);
+/// Time to connect to one that seems dead.
+const CONNECT_SUSPECT: Duration = Duration::from_millis(300);
+/// Links for what is answered at once.
+const PROMPT_LINKS: usize = 2;
+
+/// The ask's path.
+pub const BORROW: &str = "/kas.internal.v1.Tunnels/Borrow";
+
+/// Who asks.
+pub const FROM: HeaderName = HeaderName::from_static("kas-hop-from");
+/// Who is meant: an address may have gone to another replica.
+pub const TO: HeaderName = HeaderName::from_static("kas-hop-to");
+/// The agent.
+pub const AGENT: HeaderName = HeaderName::from_static("kas-hop-agent");
+/// One connection of it.
+pub const CONNECTION: HeaderName = HeaderName::from_static("kas-hop-connection");
+/// The method.
+pub const METHOD: HeaderName = HeaderName::from_static("kas-hop-method");
+/// How many replicas the request has passed: 1. The gateway never routes on.
+pub const FORWARDED: HeaderName = HeaderName::from_static("kas-hop-forwarded");
+/// Which agentk is at the end of the lent tunnel.
+pub const KIND: HeaderName = HeaderName::from_static("kas-hop-agentk");
+/// Where the owner's table stands.
+pub const EPOCH: HeaderName = HeaderName::from_static("kas-hop-epoch");
+/// Where the owner's table stands.
+pub const VERSION: HeaderName = HeaderName::from_static("kas-hop-version");
+
+/// Signs this replica's calls with the first of the shared secrets.
+pub struct Credential {
+    key: ArcSwap<EncodingKey>,
+    name: ReplicaId,
+    current: Mutex<Option<(Instant, HeaderValue)>>,
+}
+
+impl std::fmt::Debug for Credential {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Credential").field("name", &self.name).finish_non_exhaustive()
+    }
+}
+
+impl Credential {
+    /// Signs as `name` with `secret`.
+    pub fn new(name: ReplicaId, secret: &ApiSecret) -> Self {
+        Self {
+            key: ArcSwap::from_pointee(EncodingKey::from_secret(secret.expose())),
+            name,
+            current: Mutex::default(),
+        }
+    }
+
+    /// Signs with another secret from now on.
+    pub fn rotate(&self, secret: &ApiSecret) {
+        self.key.store(Arc::new(EncodingKey::from_secret(secret.expose())));
+        *self.current.lock().unwrap_or_else(PoisonError::into_inner) = None;
+    }
+
+    /// Returns a value for `authorization`.
+    pub fn authorization(&self) -> HeaderValue {
+        let mut current = self.current.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((made, value)) = &*current
+            && made.elapsed() < TOKEN_USE
+        {
+            return value.clone();
+        }
+        let now = runtime::clock::wall().as_secs();
+        let claims = serde_json::json!({
+            "iss": ISSUER,
+            "aud": AUDIENCE,
+            "sub": self.name.as_str(),
+            "iat": now,
+            // Clocks differ by a few seconds.
+            "nbf": now.saturating_sub(5),
+            "exp": now + TOKEN_LIFE.as_secs(),
+        });
+        let token = jsonwebtoken::encode(&Header::new(Algorithm::HS256), &claims, &self.key.load())
+            .expect("an HMAC of a small object cannot fail");
+        let value = HeaderValue::try_from(format!("Bearer {token}")).expect("a JWT is ASCII");
+        *current = Some((Instant::now(), value.clone()));
+        value
+    }
+}
+
+/// The links to all other replicas.
+pub struct Peers {
+    me: ReplicaId,
+    credential: Arc<Credential>,
+    tls: Option<Arc<rustls::ClientConfig>>,
+    peers: Mutex<HashMap<Replica, Arc<Peer>>>,
+}
+
+impl std::fmt::Debug for Peers {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Peers").field("me", &self.me).finish_non_exhaustive()
+    }
+}
+
+impl Peers {
+    /// Calls others as `me`.
+    pub fn new(
+        me: ReplicaId,
+        credential: Arc<Credential>,
+        tls: Option<Arc<rustls::ClientConfig>>,
+    ) -> Arc<Self> {
+        Arc::new(Self { me, credential, tls, peers: Mutex::default() })
+    }
+
+    /// Returns the peer, which connects when it is needed.
+    pub fn peer(&self, replica: &Replica) -> Arc<Peer> {
+        let mut peers = self.peers.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(peer) = peers.get(replica) {
+            return Arc::clone(peer);
+        }
+        let peer = Arc::new(Peer {
+            replica: replica.clone(),
+            me: self.me.clone(),
+            credential: Arc::clone(&self.credential),
+            tls: self.tls.clone(),
+            prompt: Default::default(),
+            waiting: Slot::default(),
+            control: Slot::default(),
+            next: AtomicUsize::new(0),
+            rtt: AtomicU64::new(0),
+            asks: Mutex::default(),
+        });
+        peers.insert(replica.clone(), Arc::clone(&peer));
+        peer
+    }
+
+    /// Closes the links to everybody who is not in `known`; requests that are open go on.
+    pub fn retain(&self, known: impl Fn(&Replica) -> bool) {
+        self.peers.lock().unwrap_or_else(PoisonError::into_inner).retain(|replica, _| known(replica));
+    }
+
+    /// Connects to an address of which only discovery knows, for one stream.
+    ///
+    /// # Errors
+    /// See [`DialError`].
+    ///
+    /// # Cancel safety
+    /// Cancel safe.
+    pub async fn dial(&self, address: &Arc<str>) -> Result<Link, DialError> {
+        Link::dial(address, self.tls.as_ref(), CONNECT).await
+    }
+
+    /// Returns a value for `authorization`.
+    pub fn authorization(&self) -> HeaderValue {
+        self.credential.authorization()
+    }
+
+    /// Returns this replica's name as a header's value.
+    pub fn from(&self) -> HeaderValue {
+        name(&self.me)
+    }
+}
+
+fn name(replica: &ReplicaId) -> HeaderValue {
+    HeaderValue::from_str(replica.as_str()).unwrap_or(HeaderValue::from_static("?"))
+}
+
+/// One link, made when it is needed and made anew when it has ended.
+#[derive(Default)]
+struct Slot(AsyncMutex<Option<Link>>);
+
+impl Slot {
+    async fn link(&self, peer: &Peer, within: Duration) -> Result<Link, DialError> {
+        // One dials, the others wait for it.
+        let mut slot = self.0.lock().await;
+        if let Some(link) = &*slot
+            && link.is_open()
+        {
+            return Ok(link.clone());
+        }
+        *slot = None;
+        let begun = Instant::now();
+        let link = Link::dial(&peer.replica.address, peer.tls.as_ref(), within).await?;
+        peer.measured(begun.elapsed());
+        Ok(slot.insert(link).clone())
+    }
+}
+
+/// Another replica.
+pub struct Peer {
+    replica: Replica,
+    me: ReplicaId,
+    credential: Arc<Credential>,
+    tls: Option<Arc<rustls::ClientConfig>>,
+    prompt: [Slot; PROMPT_LINKS],
+    waiting: Slot,
+    control: Slot,
+    next: AtomicUsize,
+    /// Smoothed round trip, in microseconds; 0: not measured.
+    rtt: AtomicU64,
+    asks: Mutex<HashMap<AgentId, Weak<Semaphore>>>,
+}
+
+impl std::fmt::Debug for Peer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Peer").field("replica", &self.replica).finish_non_exhaustive()
+    }
+}
+
+/// What is asked for.
+#[derive(Debug, Clone)]
+pub struct Ask {
+    /// The agent.
+    pub agent: AgentId,
+    /// One connection of it, or any.
+    pub connection: Option<ConnectionId>,
+    /// The full path.
+    pub method: Arc<str>,
+    /// The request id.
+    pub correlation: HeaderValue,
+    /// Until when the owner may think about it.
+    pub deadline: Deadline,
+}
+
+/// Why an owner lends nothing.
+#[derive(Debug)]
+pub enum Refusal {
+    /// It has no tunnel of the agent.
+    NotHere(Mark),
+    /// The agent is there, but cannot serve this; or too much waits there already.
+    Final(Status),
+    /// It cannot be reached, leaves, or is not the replica that was meant: ask another. For a person.
+    Unavailable(String),
+}
+
+/// A lent tunnel. Dropped without a request, it goes back unused.
+#[derive(Debug)]
+pub struct Lent {
+    /// Which agentk is at its end.
+    pub kind: AgentKind,
+    response: RecvStream,
+    send: SendStream<Bytes>,
+}
+
+#[derive(Debug)]
+struct NoOwner;
+
+impl Owner for NoOwner {
+    fn parked(&self, _: &Arc<Tunnel>) {}
+    fn ended(&self, _: &Arc<Tunnel>, _: bool) {}
+}
+
+impl Lent {
+    /// Returns the tunnel, and what must run for it to write.
+    pub fn into_tunnel(self, agent: AgentId) -> (Arc<Tunnel>, Pump<TunnelBody>) {
+        let info = Info {
+            agent,
+            instance: 0,
+            token: TokenHash::of(b""),
+            peer: self.kind,
+            descriptor: Arc::<Descriptor>::default(),
+        };
+        let reset = Arc::<StreamReset>::default();
+        let flag = Arc::clone(&reset);
+        let body = grpc::boxed(LentBody::new(self.response));
+        let (tunnel, out) = Tunnel::borrowed(info, body, Arc::new(NoOwner), Box::new(move || flag.reset()));
+        (tunnel, Pump::new(out, self.send, reset))
+    }
+}
+
+impl Peer {
+    /// Returns who it is.
+    pub fn replica(&self) -> &Replica {
+        &self.replica
+    }
+
+    /// After this time without an answer another owner is asked too.
+    pub fn hedge(&self) -> Duration {
+        HEDGE.max(2 * Duration::from_micros(self.rtt.load(Ordering::Relaxed)))
+    }
+
+    fn measured(&self, rtt: Duration) {
+        let new = u64::try_from(rtt.as_micros()).unwrap_or(u64::MAX);
+        let old = self.rtt.load(Ordering::Relaxed);
+        let smooth = if old == 0 { new } else { old - old / 8 + new / 8 };
+        self.rtt.store(smooth.max(1), Ordering::Relaxed);
+    }
+
+    fn asks(&self, agent: AgentId) -> Arc<Semaphore> {
+        let mut asks = self.asks.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(semaphore) = asks.get(&agent).and_then(Weak::upgrade) {
+            return semaphore;
+        }
+        if asks.len() >= 1024 {
+            asks.retain(|_, semaphore| semaphore.strong_count() > 0);
+        }
+        let semaphore = Arc::new(Semaphore::new(ASKS));
+        asks.insert(agent, Arc::downgrade(&semaphore));
+        semaphore
+    }
+
+    /// Asks for a tunnel and waits until one is lent or surely none will be.
+    ///
+    /// At most 16 asks for one agent stand at one owner; the others wait here, first come first served.
+    ///
+    /// # Errors
+    /// See [`Refusal`].
+    ///
+    /// # Cancel safety
+    /// Dropping the future takes the ask back.
+    pub async fn ask(self: Arc<Self>, standing: Standing, ask: Ask) -> Result<Lent, Refusal> {
+        let semaphore = self.asks(ask.agent);
+        let _permit = semaphore.acquire().await.map_err(|error| Refusal::Unavailable(error.to_string()))?;
+        let within = if standing == Standing::Suspect { CONNECT_SUSPECT } else { CONNECT };
+        let prompt = &self.prompt[self.next.fetch_add(1, Ordering::Relaxed) % PROMPT_LINKS];
+        let first = self.ask_on(prompt, within, &ask);
+        tokio::pin!(first);
+        if let Ok(answer) = tokio::time::timeout(self.hedge(), first.as_mut()).await {
+            return answer;
+        }
+        // It waits: on the link of those that do. The first ask is taken back once the second stands in the queue.
+        let second = self.ask_on(&self.waiting, within, &ask);
+        tokio::pin!(second);
+        tokio::select! {
+            answer = first.as_mut() => return answer,
+            answer = second.as_mut() => return answer,
+            () = tokio::time::sleep(self.hedge()) => {}
+        }
+        drop(first);
+        second.await
+    }
+
+    async fn ask_on(&self, slot: &Slot, within: Duration, ask: &Ask) -> Result<Lent, Refusal> {
+        let unavailable = |error: &dyn std::error::Error| Refusal::Unavailable(chain(error));
+        let link = slot.link(self, within).await.map_err(|error| unavailable(&error))?;
+        let mut request = link.request(BORROW, self.credential.authorization());
+        let headers = request.headers_mut();
+        headers.insert(FROM, name(&self.me));
+        headers.insert(TO, name(&self.replica.id));
+        headers.insert(AGENT, ask.agent.get().into());
+        if let Some(connection) = ask.connection {
+            headers.insert(CONNECTION, connection.get().into());
+        }
+        let method = HeaderValue::from_str(&ask.method)
+            .map_err(|_| Refusal::Final(Status::new(Code::Unimplemented, "a method is printable ASCII")))?;
+        headers.insert(METHOD, method);
+        headers.insert(FORWARDED, HeaderValue::from_static("1"));
+        headers.insert(grpc::CORRELATION_ID, ask.correlation.clone());
+        if let Some(remaining) = ask.deadline.remaining()
+            && let Ok(value) = HeaderValue::try_from(format_timeout(remaining))
+        {
+            headers.insert("grpc-timeout", value);
+        }
+        let (response, send) = link.open(request).await.map_err(|error| unavailable(&error))?;
+        let headers = response.headers();
+        if let Some(status) = Status::from_headers(headers) {
+            return Err(refusal(status, headers));
+        }
+        let kind = match headers.get(KIND).map(HeaderValue::as_bytes) {
+            Some(b"ours") => AgentKind::Ours,
+            Some(b"old") => AgentKind::Old,
+            Some(b"recent") => AgentKind::Recent,
+            _ => {
+                let status = response.status();
+                return Err(Refusal::Unavailable(format!(
+                    "it answered with HTTP status {status} and names no agentk"
+                )));
+            }
+        };
+        Ok(Lent { kind, response: response.into_body(), send })
+    }
+
+    /// Calls a method of the private API with one message.
+    ///
+    /// # Errors
+    /// See [`CallFailure`].
+    ///
+    /// # Cancel safety
+    /// Dropping the future, or the body, cancels the call.
+    pub async fn call(&self, path: &str, message: Bytes) -> Result<http::Response<RecvBody>, CallFailure> {
+        self.call_as(path, message, true).await
+    }
+
+    /// As [`call`](Self::call), whoever listens at the address now: the answer says who it is.
+    ///
+    /// # Errors
+    /// See [`CallFailure`].
+    ///
+    /// # Cancel safety
+    /// As [`call`](Self::call).
+    pub async fn call_whoever(
+        &self,
+        path: &str,
+        message: Bytes,
+    ) -> Result<http::Response<RecvBody>, CallFailure> {
+        self.call_as(path, message, false).await
+    }
+
+    async fn call_as(
+        &self,
+        path: &str,
+        message: Bytes,
+        meant: bool,
+    ) -> Result<http::Response<RecvBody>, CallFailure> {
+        let link = self.control.link(self, CONNECT).await?;
+        let mut request = link.request(path, self.credential.authorization());
+        request.headers_mut().insert(FROM, name(&self.me));
+        if meant {
+            request.headers_mut().insert(TO, name(&self.replica.id));
+        }
+        Ok(link.call(request, message).await?)
+    }
+}
+
+/// Why a call of the private API has no answer.
+#[derive(Debug, thiserror::Error)]
+pub enum CallFailure {
+    /// There is no link.
+    #[error(transparent)]
+    Dial(#[from] DialError),
+    /// The link or the stream broke.
+    #[error(transparent)]
+    Call(#[from] CallError),
+}
+
+/// How an agent's kind is named between replicas.
+pub fn kind(peer: AgentKind) -> HeaderValue {
+    HeaderValue::from_static(match peer {
+        AgentKind::Ours => "ours",
+        AgentKind::Old => "old",
+        AgentKind::Recent => "recent",
+    })
+}
+
+/// Reads where the owner's table stands.
+fn mark(headers: &HeaderMap) -> Option<Mark> {
+    let number = |key| headers.get(key)?.to_str().ok()?.parse().ok();
+    Some(Mark { epoch: number(EPOCH)?, version: number(VERSION)? })
+}
+
+fn refusal(status: Status, headers: &HeaderMap) -> Refusal {
+    match (status.code(), mark(headers)) {
+        (Code::NotFound, Some(mark)) => Refusal::NotHere(mark),
+        (Code::FailedPrecondition | Code::Unimplemented | Code::ResourceExhausted, _) => {
+            Refusal::Final(status)
+        }
+        _ => Refusal::Unavailable(format!("{}: {}", status.code(), status.message())),
+    }
+}
+
+/// An error with its causes.
+pub(crate) fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(next) = cause {
+        text = format!("{text}: {next}");
+        cause = next.source();
+    }
+    text
+}
+
+/// Sorts candidates so that requests spread over those that are equally good.
+pub fn spread(candidates: &mut [Candidate], turn: usize) {
+    candidates.sort_by_key(|candidate| candidate.standing);
+    let live = candidates.partition_point(|candidate| candidate.standing == Standing::Live);
+    if live > 1 {
+        candidates[..live].rotate_left(turn % live);
+    }
+}

@@ -1,0 +1,231 @@
+//! Lists over all replicas: each is asked about its own, and who does not answer is named.
+
+use std::{sync::Arc, time::Duration};
+
+use cluster::{Account, AgentMeta, Belief, Connected, Connection, Located, Query, Replica, Unanswered};
+use futures_util::{StreamExt as _, stream::FuturesUnordered};
+use grpc::MessageReader;
+use ids::{AgentId, ConnectionId, ReplicaId};
+use prost::Message as _;
+use proto::kas::internal::v1::{
+    self as wire, ConnectionsRequest, ConnectionsResponse, ExplainRequest, ExplainResponse,
+    connections_request,
+};
+use tokio::time::Instant;
+
+use super::Replication;
+use crate::peer;
+
+const CONNECTIONS: &str = "/kas.internal.v1.Replica/Connections";
+const EXPLAIN: &str = "/kas.internal.v1.Replica/Explain";
+/// How long a replica may take for its part of a list.
+const PATIENCE: Duration = Duration::from_secs(2);
+/// The same for one that seems dead.
+const PATIENCE_SUSPECT: Duration = Duration::from_millis(500);
+const MAX_MESSAGE: usize = 4 << 20;
+
+pub(super) fn to_proto(connection: &Connection) -> wire::Connection {
+    wire::Connection {
+        agent_id: connection.agent.get(),
+        connection_id: connection.id.get(),
+        project_id: connection.project_id,
+        name: connection.name.to_string(),
+        version: connection.meta.version.clone(),
+        commit: connection.meta.commit.clone(),
+        pod_namespace: connection.meta.pod_namespace.clone(),
+        pod_name: connection.meta.pod_name.clone(),
+        connected_at: Some(prost_types::Timestamp {
+            seconds: i64::try_from(connection.connected_at.as_secs()).unwrap_or(i64::MAX),
+            nanos: i32::try_from(connection.connected_at.subsec_nanos()).unwrap_or(0),
+        }),
+    }
+}
+
+fn of_proto(connection: wire::Connection) -> Option<Connection> {
+    let at = connection.connected_at.unwrap_or_default();
+    Some(Connection {
+        agent: AgentId::new(connection.agent_id).ok()?,
+        name: connection.name.into(),
+        project_id: connection.project_id,
+        id: ConnectionId::new(connection.connection_id).ok()?,
+        meta: AgentMeta {
+            version: connection.version,
+            commit: connection.commit,
+            pod_namespace: connection.pod_namespace,
+            pod_name: connection.pod_name,
+        },
+        connected_at: Duration::new(
+            u64::try_from(at.seconds).unwrap_or(0),
+            u32::try_from(at.nanos).unwrap_or(0).min(999_999_999),
+        ),
+    })
+}
+
+impl Replication {
+    /// Returns the others that may hold what `query` asks for, and how patient to be with each.
+    fn to_ask(&self, query: Query) -> Vec<(Replica, Duration)> {
+        let now = Instant::now();
+        let inner = self.inner();
+        let candidates: Vec<table::Candidate> = match query {
+            Query::Agent(agent) => {
+                let mut found = inner.table.locate(agent, now);
+                let unsynced = inner.table.unsynced(now);
+                found.extend(unsynced.into_iter().filter(|c| !inner.table.is_masked(&c.replica, agent)));
+                found
+            }
+            Query::All | Query::Project(_) => inner
+                .table
+                .replicas(now)
+                .into_iter()
+                .filter(|view| view.standing <= table::Standing::Suspect)
+                .map(|view| table::Candidate {
+                    replica: view.replica,
+                    address: view.address,
+                    standing: view.standing,
+                })
+                .collect(),
+        };
+        drop(inner);
+        let mut asked: Vec<(Replica, Duration)> = Vec::new();
+        for candidate in candidates {
+            let replica = Replica { id: candidate.replica, address: candidate.address };
+            if !asked.iter().any(|(known, _)| *known == replica) {
+                let suspect = candidate.standing == table::Standing::Suspect;
+                asked.push((replica, if suspect { PATIENCE_SUSPECT } else { PATIENCE }));
+            }
+        }
+        asked
+    }
+
+    /// Adds to this replica's own connections those of the others.
+    pub(super) async fn gather(&self, query: Query, own: Connected) -> Connected {
+        let mut all = own;
+        let mut asking: FuturesUnordered<_> = self
+            .to_ask(query)
+            .into_iter()
+            .map(|(replica, patience)| async move {
+                let answer = tokio::time::timeout(patience, self.list(&replica, query)).await;
+                (replica, answer.unwrap_or_else(|_| Err(format!("no answer within {patience:?}"))))
+            })
+            .collect();
+        while let Some((replica, answer)) = asking.next().await {
+            match answer {
+                Ok(connections) => all.connections.extend(connections.into_iter().map(|connection| {
+                    Located { connection: Arc::new(connection), replica: replica.clone() }
+                })),
+                Err(reason) => all.unanswered.push(Unanswered { replica, reason }),
+            }
+        }
+        all.connections.sort_by(|a, b| {
+            let key = |located: &Located| (located.connection.agent, located.connection.id);
+            key(a).cmp(&key(b)).then_with(|| a.replica.id.cmp(&b.replica.id))
+        });
+        all.unanswered.sort_by(|a, b| a.replica.id.cmp(&b.replica.id));
+        all
+    }
+
+    async fn list(&self, replica: &Replica, query: Query) -> Result<Vec<Connection>, String> {
+        let request = ConnectionsRequest {
+            query: match query {
+                Query::All => None,
+                Query::Agent(agent) => Some(connections_request::Query::AgentId(agent.get())),
+                Query::Project(project) => Some(connections_request::Query::ProjectId(project)),
+            },
+        };
+        let mut reader = self.ask(replica, CONNECTIONS, grpc::encode(&request)).await?;
+        let mut connections = Vec::new();
+        while let Some(message) = reader.next().await.map_err(|error| peer::chain(&error))? {
+            let page = ConnectionsResponse::decode(message).map_err(|error| error.to_string())?;
+            connections.extend(page.connections.into_iter().filter_map(of_proto));
+        }
+        complete(&reader)?;
+        Ok(connections)
+    }
+
+    /// Asks the others about themselves and an agent.
+    pub(super) async fn ask_about(&self, agent: Option<AgentId>) -> (Vec<Account>, Vec<Unanswered>) {
+        let mut asking: FuturesUnordered<_> = self
+            .to_ask(Query::All)
+            .into_iter()
+            .map(|(replica, patience)| async move {
+                let answer = tokio::time::timeout(patience, self.account(&replica, agent)).await;
+                (replica, answer.unwrap_or_else(|_| Err(format!("no answer within {patience:?}"))))
+            })
+            .collect();
+        let (mut accounts, mut unanswered) = (Vec::new(), Vec::new());
+        while let Some((replica, answer)) = asking.next().await {
+            match answer {
+                Ok(account) => accounts.push(account),
+                Err(reason) => unanswered.push(Unanswered { replica, reason }),
+            }
+        }
+        accounts.sort_by(|a, b| a.replica.id.cmp(&b.replica.id));
+        unanswered.sort_by(|a, b| a.replica.id.cmp(&b.replica.id));
+        (accounts, unanswered)
+    }
+
+    async fn account(&self, replica: &Replica, agent: Option<AgentId>) -> Result<Account, String> {
+        let request = ExplainRequest { agent_id: agent.map_or(0, AgentId::get) };
+        let mut reader = self.ask(replica, EXPLAIN, grpc::encode(&request)).await?;
+        let Some(message) = reader.next().await.map_err(|error| peer::chain(&error))? else {
+            complete(&reader)?;
+            return Err("it answered nothing".to_owned());
+        };
+        let told = ExplainResponse::decode(message).map_err(|error| error.to_string())?;
+        let belief = |belief: wire::Belief| Belief {
+            // Its address as the other believes it does not matter here.
+            replica: Replica { id: ReplicaId::new(&belief.replica), address: Arc::default() },
+            holds: belief.holds,
+            why: belief.why,
+        };
+        Ok(Account {
+            replica: replica.clone(),
+            tunnels: told.tunnels,
+            idle: told.idle,
+            busy: told.busy,
+            waiting: told.waiting,
+            beliefs: told.beliefs.into_iter().map(belief).collect(),
+        })
+    }
+
+    async fn ask(
+        &self,
+        replica: &Replica,
+        path: &str,
+        message: bytes::Bytes,
+    ) -> Result<MessageReader<peer::link::RecvBody>, String> {
+        let answer =
+            self.peers.peer(replica).call(path, message).await.map_err(|error| peer::chain(&error))?;
+        match grpc::Status::from_headers(answer.headers()) {
+            Some(status) if status.code() != grpc::Code::Ok => Err(status.to_string()),
+            _ => Ok(MessageReader::new(answer.into_body(), MAX_MESSAGE)),
+        }
+    }
+
+    /// What is wrong with how replicas find each other, for a person.
+    pub(super) fn alarms(&self) -> Vec<String> {
+        let Some(gossip) = self.gossip.get() else { return vec!["gossip has not started".to_owned()] };
+        let live = *self.live.borrow() - 1;
+        match *gossip.status().borrow() {
+            gossip::Status::Lonely { since } if live > 0 => vec![format!(
+                "gossip has heard nobody for {:.0?} although {live} other replicas answer over TCP: UDP does not pass on \
+                 the port of the private API",
+                since.elapsed()
+            )],
+            gossip::Status::Lonely { since } => vec![format!(
+                "this replica has heard nobody for {:.0?} although discovery names others",
+                since.elapsed()
+            )],
+            _ => Vec::new(),
+        }
+    }
+}
+
+/// Whether an answer came to its end.
+fn complete(reader: &MessageReader<peer::link::RecvBody>) -> Result<(), String> {
+    match reader.trailers().and_then(grpc::Status::from_headers) {
+        Some(status) if status.code() == grpc::Code::Ok => Ok(()),
+        Some(status) => Err(status.to_string()),
+        None => Err("the answer was cut".to_owned()),
+    }
+}

@@ -1,0 +1,158 @@
+//! One table stream: dialled because the table wants it, read until it ends.
+
+use std::sync::Arc;
+
+use cluster::Replica;
+use grpc::MessageReader;
+use ids::ReplicaId;
+use prost::Message as _;
+use proto::kas::internal::v1::{WatchRequest, WatchResponse, watch_response};
+use table::{ChunkHeader, Epoch, Failure, Identity, Message, StreamId, Summary, Version, codec};
+use tokio::time::Instant;
+
+use super::Replication;
+use crate::peer::{
+    self, CallFailure,
+    link::{Link, RecvBody},
+};
+
+const WATCH: &str = "/kas.internal.v1.TableSync/Watch";
+/// The largest message: a snapshot's chunk of 64k ids of ten bytes.
+const MAX_MESSAGE: usize = 1 << 20;
+
+/// Dials and reads until the stream ends, then says how.
+pub(super) async fn follow(
+    replication: Arc<Replication>,
+    stream: StreamId,
+    replica: Option<ReplicaId>,
+    address: Arc<str>,
+    resume: Option<(Epoch, Version)>,
+) {
+    let failure = match open(&replication, replica.clone(), &address, resume).await {
+        Ok((response, link)) => {
+            let failure = read(&replication, stream, response).await;
+            drop(link);
+            failure
+        }
+        Err(error) => {
+            tracing::debug!(peer = &*address, error = peer::chain(&error), "no table stream");
+            match error {
+                CallFailure::Dial(peer::link::DialError::Refused(_)) => Failure::Refused,
+                CallFailure::Dial(_) => Failure::Unanswered,
+                CallFailure::Call(_) => Failure::Ended,
+            }
+        }
+    };
+    replication.ended(stream, failure);
+}
+
+async fn open(
+    replication: &Replication,
+    replica: Option<ReplicaId>,
+    address: &Arc<str>,
+    resume: Option<(Epoch, Version)>,
+) -> Result<(http::Response<RecvBody>, Option<Link>), CallFailure> {
+    let (epoch, version) = resume.unwrap_or((Epoch(0), Version(0)));
+    let request =
+        WatchRequest { replica: replication.me.id.as_str().to_owned(), epoch: epoch.0, version: version.0 };
+    let message = grpc::encode(&request);
+    let peers = &replication.peers;
+    match replica {
+        // Whoever answers there says who it is: the table judges that, not a header.
+        Some(id) => {
+            let peer = peers.peer(&Replica { id, address: Arc::clone(address) });
+            Ok((peer.call_whoever(WATCH, message).await?, None))
+        }
+        None => {
+            let link = peers.dial(address).await?;
+            let mut request = link.request(WATCH, peers.authorization());
+            request.headers_mut().insert(peer::FROM, peers.from());
+            Ok((link.call(request, message).await?, Some(link)))
+        }
+    }
+}
+
+async fn read(
+    replication: &Arc<Replication>,
+    stream: StreamId,
+    response: http::Response<RecvBody>,
+) -> Failure {
+    if let Some(status) = grpc::Status::from_headers(response.headers()) {
+        tracing::warn!(status = %status, "another replica refuses to show its table");
+        return Failure::Ended;
+    }
+    let mut reader = MessageReader::new(response.into_body(), MAX_MESSAGE);
+    loop {
+        let message = match reader.next().await {
+            Ok(Some(message)) => message,
+            Ok(None) => return Failure::Ended,
+            Err(error) => {
+                tracing::debug!(error = %error, "a table stream broke");
+                return Failure::Ended;
+            }
+        };
+        let message = match WatchResponse::decode(message).map(|response| response.message) {
+            Ok(Some(message)) => message,
+            // A later version's message.
+            Ok(None) => continue,
+            Err(error) => {
+                tracing::warn!(error = %error, "a table stream cannot be read");
+                return Failure::Ended;
+            }
+        };
+        if let watch_response::Message::Connections(_) = message {
+            replication.connection_changes.send_replace(());
+            continue;
+        }
+        let Some((from, message)) = of_proto(message) else {
+            tracing::warn!("a table stream holds what is no table");
+            return Failure::Ended;
+        };
+        replication.inner().table.message(stream, from, message, Instant::now());
+        replication.act();
+        // The next deadline may be another.
+        replication.work.notify_one();
+    }
+}
+
+fn identity(hello: watch_response::Hello) -> Option<Identity> {
+    Some(Identity {
+        replica: ReplicaId::new(&hello.replica),
+        epoch: Epoch(hello.epoch),
+        // A word of a later version: it serves, or it would not answer.
+        state: hello.state.parse().unwrap_or(table::State::Ready),
+        address: hello.address.into(),
+    })
+}
+
+/// Reads a message; hostile bytes are `None`.
+pub(super) fn of_proto(message: watch_response::Message) -> Option<(Option<Identity>, Message)> {
+    Some(match message {
+        watch_response::Message::Hello(hello) => {
+            let (version, resumed) = (Version(hello.version), hello.resumed);
+            let from = identity(hello)?;
+            let epoch = from.epoch;
+            (Some(from), Message::Hello { epoch, version, resumed })
+        }
+        watch_response::Message::Snapshot(snapshot) => {
+            let header = ChunkHeader::decode(&snapshot.header).ok()?;
+            (None, Message::Chunk { header, ids: snapshot.ids.into() })
+        }
+        watch_response::Message::Delta(delta) => {
+            let max = usize::try_from(delta.to.checked_sub(delta.from)?).ok()?.min(table::limits::DELTA_OPS);
+            let ops = codec::decode_ops(&delta.ops, max).ok()?;
+            (None, Message::Delta { from: Version(delta.from), to: Version(delta.to), ops })
+        }
+        watch_response::Message::Beat(beat) => {
+            let hello = beat.hello?;
+            let summary = Summary {
+                epoch: Epoch(hello.epoch),
+                version: Version(hello.version),
+                count: beat.count,
+                digest: beat.digest,
+            };
+            (Some(identity(hello)?), Message::Beat(summary))
+        }
+        watch_response::Message::Connections(_) => return None,
+    })
+}

@@ -1,0 +1,330 @@
+//! Adding an agent to kas' identity file: all of the entry or nothing, and never twice.
+//!
+//! The text is kept as it is, comments too, and the item is put at its end. Whether that means what it should
+//! is not guessed: the new text is read as YAML, and must hold what the old one held and one agent more.
+
+use std::{
+    fs::{self, File, OpenOptions, Permissions},
+    io::{self, Write as _},
+    os::unix::fs::{MetadataExt as _, OpenOptionsExt as _, PermissionsExt as _, fchown},
+    path::{Path, PathBuf},
+};
+
+use serde_json::Value;
+
+use crate::{failure::Failure, jwt};
+
+/// The mode of a file that is made here: hashes are no secrets, but nobody else may add agents.
+const MODE: u32 = 0o600;
+/// What kas itself allows in this file, as a multiple of the parser's own limits: 100,000 agents.
+const SCALE: usize = 40;
+
+/// An agent to be added.
+#[derive(Debug)]
+pub(crate) struct Entry<'a> {
+    /// Its id, of which there is only one.
+    pub(crate) id: i64,
+    /// Its name, of which there is only one: its configuration is found by it.
+    pub(crate) name: &'a str,
+    /// The item of the list as lines without indentation.
+    pub(crate) item: &'a str,
+}
+
+/// Why an agent is not added. The file is as it was.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum Refused {
+    /// Another entry has the id.
+    #[error(
+        "agent {id} is in it already, as {name}: take another id, or put a second hash to its tokens \
+         ('kasctl token agent' without --agents-file prints one)"
+    )]
+    Id {
+        /// The id of both.
+        id: i64,
+        /// The name of the one that is there.
+        name: String,
+    },
+    /// Another entry has the name.
+    #[error("agent {id} has the name {name} already: take another name")]
+    Name {
+        /// The id of the one that is there.
+        id: String,
+        /// The name of both.
+        name: String,
+    },
+    /// Not YAML, not a list of agents, or one that nothing can be put behind.
+    #[error(
+        "it is not a list of agents that an entry can be put behind: expected YAML that ends with the list 'agents:'; \
+         without --agents-file the entry is printed, to be put in by hand"
+    )]
+    Shape,
+    /// A directory, a device, a pipe.
+    #[error("it is not a regular file")]
+    NotAFile,
+}
+
+/// A new version of the file, complete and on the disk beside the old one.
+///
+/// Others that add agents wait as long as this lives. Dropping it leaves the old version in force.
+#[derive(Debug)]
+pub(crate) struct Prepared {
+    path: PathBuf,
+    /// `None`: it has taken the place of the old one.
+    new: Option<PathBuf>,
+    directory: File,
+}
+
+/// Makes a new version of the file with the entry in it, and does not put it into force yet.
+///
+/// # Errors
+/// When the file refuses the entry, or cannot be read or written. It is as it was.
+pub(crate) fn prepare(path: &Path, entry: &Entry<'_>) -> Result<Prepared, Failure> {
+    let failed = |verb| move |cause| Failure::File { verb, path: path.to_owned(), cause };
+    // A link stays a link: what it names is replaced.
+    let target = match fs::symlink_metadata(path) {
+        Ok(found) if found.is_symlink() => fs::canonicalize(path).map_err(failed("read"))?,
+        _ => path.to_owned(),
+    };
+    let folder = match target.parent() {
+        Some(folder) if folder != Path::new("") => folder,
+        _ => Path::new("."),
+    };
+    let directory = File::open(folder).map_err(failed("create"))?;
+    // Two at once would each add to the same old version. Some network file systems have no locks: then the
+    // operator's own order has to do.
+    match directory.lock() {
+        Err(e) if e.kind() != io::ErrorKind::Unsupported => return Err(failed("lock")(e)),
+        _ => {}
+    }
+    let (old, owner) = match fs::metadata(&target) {
+        Ok(found) if !found.is_file() => {
+            return Err(Failure::AgentsFile { path: path.to_owned(), cause: Refused::NotAFile });
+        }
+        Ok(found) => (Some(fs::read_to_string(&target).map_err(failed("read"))?), Some(found)),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => (None, None),
+        Err(e) => return Err(failed("read")(e)),
+    };
+    let text = appended(old.as_deref().unwrap_or_default(), entry)
+        .map_err(|cause| Failure::AgentsFile { path: path.to_owned(), cause })?;
+
+    let name = target.file_name().unwrap_or_default().to_string_lossy();
+    let new = folder.join(format!(".{name}.{}.new", jwt::unique_id().map_err(jwt::Error::from)?));
+    let mut file =
+        OpenOptions::new().write(true).create_new(true).mode(MODE).open(&new).map_err(failed("write"))?;
+    // From here on its drop removes what was made.
+    let prepared = Prepared { path: target.clone(), new: Some(new), directory };
+    let written = (|| {
+        if let Some(owner) = owner {
+            let own = file.metadata()?;
+            // A kas that runs as its owner must still be able to read it.
+            if (own.uid(), own.gid()) != (owner.uid(), owner.gid()) {
+                fchown(&file, Some(owner.uid()), Some(owner.gid()))?;
+            }
+            file.set_permissions(Permissions::from_mode(owner.mode() & 0o7777))?;
+        }
+        file.write_all(text.as_bytes())?;
+        file.sync_all()
+    })();
+    written.map_err(failed("write"))?;
+    Ok(prepared)
+}
+
+impl Prepared {
+    /// Puts the new version into force, at one instant.
+    ///
+    /// # Errors
+    /// When it cannot take the place of the old version, which stays in force.
+    pub(crate) fn commit(mut self) -> Result<(), Failure> {
+        if let Some(new) = &self.new {
+            fs::rename(new, &self.path).map_err(|cause| Failure::File {
+                verb: "write",
+                path: self.path.clone(),
+                cause,
+            })?;
+        }
+        self.new = None;
+        // It is in force; only a crash of the machine could bring the old one back.
+        let _ = self.directory.sync_all();
+        Ok(())
+    }
+}
+
+impl Drop for Prepared {
+    fn drop(&mut self) {
+        if let Some(new) = &self.new {
+            let _ = fs::remove_file(new);
+        }
+    }
+}
+
+/// Returns the text with the entry behind the list of agents.
+fn appended(old: &str, entry: &Entry<'_>) -> Result<String, Refused> {
+    let root = parse(old).ok_or(Refused::Shape)?;
+    let mut expected = match root {
+        // Empty, or only comments.
+        Value::Null => serde_json::json!({ "agents": [] }),
+        root => root,
+    };
+    let list = expected.get_mut("agents").ok_or(Refused::Shape)?;
+    if list.is_null() {
+        *list = Value::Array(Vec::new());
+    }
+    let Value::Array(agents) = list else { return Err(Refused::Shape) };
+    for agent in agents.iter() {
+        let field = |name| agent.get(name).map(plain).unwrap_or_default();
+        if field("id") == entry.id.to_string() {
+            return Err(Refused::Id { id: entry.id, name: field("name") });
+        }
+        if field("name") == entry.name {
+            return Err(Refused::Name { id: field("id"), name: entry.name.to_owned() });
+        }
+    }
+    let was_empty = agents.is_empty();
+    let Some(Value::Array(item)) = parse(entry.item) else { return Err(Refused::Shape) };
+    agents.extend(item);
+
+    let mut bases = vec![old.to_owned()];
+    if !has_key(old) {
+        bases.push(with_key(old));
+    }
+    if was_empty {
+        bases.push(opened(old));
+    }
+    for mut base in bases {
+        if !base.is_empty() && !base.ends_with('\n') {
+            base.push('\n');
+        }
+        // Lists of other people are indented otherwise.
+        for indent in ["  ", "", "    "] {
+            let mut text = base.clone();
+            for line in entry.item.lines() {
+                text.push_str(indent);
+                text.push_str(line);
+                text.push('\n');
+            }
+            if parse(&text).as_ref() == Some(&expected) {
+                return Ok(text);
+            }
+        }
+    }
+    Err(Refused::Shape)
+}
+
+fn has_key(text: &str) -> bool {
+    text.lines().any(|line| line.starts_with("agents:"))
+}
+
+fn with_key(text: &str) -> String {
+    let end = if text.is_empty() || text.ends_with('\n') { "" } else { "\n" };
+    format!("{text}{end}agents:\n")
+}
+
+/// Opens an empty list that is written as `agents: []`.
+fn opened(text: &str) -> String {
+    let line = |line: &str| {
+        let (key, rest) = line.split_once(':')?;
+        let rest = rest.trim_start();
+        let after = ["[]", "~", "null"].iter().find_map(|empty| rest.strip_prefix(empty))?;
+        (key == "agents").then(|| format!("agents:{}", after.trim_end()))
+    };
+    text.lines().map(|l| line(l).unwrap_or_else(|| l.to_owned()) + "\n").collect()
+}
+
+/// Returns a number or a text as text: `name: 1` is the name "1".
+fn plain(value: &Value) -> String {
+    value.as_str().map_or_else(|| value.to_string(), str::to_owned)
+}
+
+/// Reads one document of YAML; nothing, or only comments, is null. `None`: it is not YAML.
+fn parse(text: &str) -> Option<Value> {
+    let is_blank = |line: &str| line.is_empty() || line.starts_with('#') || line == "---";
+    if text.lines().map(str::trim).all(is_blank) {
+        return Some(Value::Null);
+    }
+    let options = serde_saphyr::options! {
+        budget: serde_saphyr::budget! {
+            max_events: 1_000_000 * SCALE,
+            max_nodes: 250_000 * SCALE,
+            max_documents: 2,
+        },
+        with_snippet: false,
+    };
+    serde_saphyr::from_str_with_options(text, options).ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const ITEM: &str = "- id: 7\n  name: demo\n  project_id: 3\n  tokens:\n    - sha256:ab\n";
+
+    fn append(old: &str) -> Result<String, Refused> {
+        appended(old, &Entry { id: 7, name: "demo", item: ITEM })
+    }
+
+    fn indented(spaces: usize) -> String {
+        ITEM.lines().map(|line| format!("{}{line}\n", " ".repeat(spaces))).collect()
+    }
+
+    #[test]
+    fn nothing_becomes_a_list_of_one() {
+        for nothing in ["", "# a comment\n", "# without a newline"] {
+            let text = append(nothing).unwrap();
+            assert!(text.starts_with(nothing), "{text}");
+            assert!(text.ends_with(&format!("agents:\n{}", indented(2))), "{text}");
+        }
+        assert_eq!(append("").unwrap(), format!("agents:\n{}", indented(2)));
+    }
+
+    #[test]
+    fn what_is_there_is_kept_to_the_letter() {
+        let first = "- id: 1\n  name: one # first\n  project_id: 3\n  tokens: [sha256:cd]\n";
+        let two: String = first.lines().map(|line| format!("  {line}\n")).collect();
+        let four: String = first.lines().map(|line| format!("    {line}\n")).collect();
+        for (list, spaces) in [(first, 0), (two.as_str(), 2), (four.as_str(), 4)] {
+            let old = format!("# those of kas\nagents:\n{list}");
+            assert_eq!(append(&old).unwrap(), format!("{old}{}", indented(spaces)));
+            // The last line has no newline.
+            assert_eq!(append(old.trim_end()).unwrap(), format!("{old}{}", indented(spaces)));
+        }
+        // A list of tokens that the entry could be taken for a part of.
+        let old = "agents:\n- id: 1\n  name: one\n  project_id: 3\n  tokens:\n  - sha256:cd\n";
+        assert_eq!(append(old).unwrap(), format!("{old}{}", indented(0)));
+    }
+
+    #[test]
+    fn an_empty_list_is_opened() {
+        for old in ["agents:\n", "agents: []\n", "agents: ~", "agents: null\n", "agents: [] # none\n"] {
+            let text = append(old).unwrap();
+            assert_eq!(parse(&text).unwrap()["agents"][0]["id"], 7, "{text}");
+        }
+        assert!(append("agents: [] # none\n").unwrap().contains("# none"));
+    }
+
+    #[test]
+    fn ids_and_names_are_unique() {
+        let other = |id: &str, name: &str| {
+            append(&format!("agents:\n  - id: {id}\n    name: {name}\n    project_id: 9\n    tokens: []\n"))
+        };
+        assert_eq!(other("7", "other"), Err(Refused::Id { id: 7, name: "other".to_owned() }));
+        assert_eq!(other("8", "demo"), Err(Refused::Name { id: "8".to_owned(), name: "demo".to_owned() }));
+        other("77", "demo-2").unwrap();
+    }
+
+    #[test]
+    fn what_is_no_list_of_agents_is_left_alone() {
+        for bad in [
+            "agents: {}\n",
+            "agents: 5\n",
+            "agent:\n  listen: {}\n",
+            "- 1\n",
+            "text",
+            "agents: [",
+            "agents: [{id: 1, name: a}]\n",
+            "agents:\n  - id: 1\n    name: a\nother: 1\n",
+            "agents:\n  - id: 1\n    name: a\n...\n",
+        ] {
+            assert_eq!(append(bad), Err(Refused::Shape), "{bad}");
+        }
+    }
+}

@@ -1,0 +1,226 @@
+//! `kasctl why`: what each replica of kas knows of an agent, and which way a request for it would go.
+
+use std::{collections::BTreeMap, fmt::Write as _};
+
+use proto::kas::api::v1::{AgentOnReplica, ExplainAgentRequest, ExplainAgentResponse};
+use serde::Serialize;
+
+use crate::{
+    agents::{AddressJson, UnansweredJson, address, warn},
+    api::{Client, UNARY_TIMEOUT},
+    cli::{Format, WhyArgs},
+    explain::Asked,
+    failure::{Exit, Failure},
+    output::Output,
+    table::{Table, printable},
+};
+
+const HOLDS: [&str; 5] = ["REPLICA", "ADDRESS", "IDLE", "BUSY", "WAITING"];
+const BELIEFS: [&str; 5] = ["REPLICA", "BELIEVES-OF", "HOLDS", "TRUE", "WHY"];
+
+/// Prints the verdict first, then what it is made of.
+///
+/// # Errors
+/// When there is no answer, or it cannot be written. One without some replica is [`Exit::Partial`].
+pub(crate) async fn run(
+    client: Client,
+    mut output: Output,
+    args: &WhyArgs,
+    format: Format,
+) -> Result<Exit, Failure> {
+    let call = client.call(Asked::Kas, Some(UNARY_TIMEOUT));
+    let request = client.request(&call, ExplainAgentRequest { agent_id: args.agent.get() })?;
+    let answer = client
+        .within(&call, async {
+            let answer = client.kas().explain_agent(request).await;
+            Ok(answer.map_err(|status| client.explain(&call, &status))?.into_inner())
+        })
+        .await?;
+    warn(&answer.unanswered, "what it knows is missing here");
+    match format {
+        Format::Json => output.json_document(&WhyJson::new(args.agent, &answer)).await?,
+        Format::Table => output.write(shown(args.agent, &answer).as_bytes()).await?,
+    }
+    Ok(if answer.unanswered.is_empty() { Exit::Ok } else { Exit::Partial })
+}
+
+fn holds(replica: &AgentOnReplica) -> bool {
+    replica.idle_tunnels > 0 || replica.busy_tunnels > 0
+}
+
+/// Returns the address, or the name where there is none.
+fn whereabouts(replica: &AgentOnReplica) -> String {
+    let address = address(replica.address.as_ref());
+    printable(if address.is_empty() { &replica.name } else { &address })
+}
+
+fn verdict(agent: ids::AgentId, answer: &ExplainAgentResponse) -> String {
+    let tunnels = |replica: &AgentOnReplica| {
+        let count = |number: u32, what: &str| match number {
+            0 => None,
+            1 => Some(format!("1 {what} tunnel")),
+            _ => Some(format!("{number} {what} tunnels")),
+        };
+        let counts: Vec<String> = [count(replica.idle_tunnels, "idle"), count(replica.busy_tunnels, "busy")]
+            .into_iter()
+            .flatten()
+            .collect();
+        format!("{} ({})", whereabouts(replica), counts.join(", "))
+    };
+    let holders: Vec<String> = answer.replicas.iter().filter(|replica| holds(replica)).map(tunnels).collect();
+    let waiting: u64 = answer.replicas.iter().map(|replica| u64::from(replica.waiting)).sum();
+    let mut text = match (holders.is_empty(), answer.unanswered.len()) {
+        (false, _) => format!("agent {agent} is held by {}", holders.join(", ")),
+        (true, 0) => format!("agent {agent} is held by no replica"),
+        (true, missing) => format!("agent {agent} is held by no replica that answered ({missing} did not)"),
+    };
+    match waiting {
+        0 => {}
+        1 => text.push_str("; 1 request waits for it"),
+        _ => {
+            let _ = write!(text, "; {waiting} requests wait for it");
+        }
+    }
+    if !answer.route.is_empty() {
+        let steps: Vec<String> = answer.route.iter().map(|step| printable(step)).collect();
+        let _ = write!(text, "; a request here goes: {}", steps.join(" -> "));
+    }
+    text
+}
+
+fn shown(agent: ids::AgentId, answer: &ExplainAgentResponse) -> String {
+    let mut rows = vec![HOLDS.map(str::to_owned)];
+    rows.extend(answer.replicas.iter().map(|replica| {
+        [
+            replica.name.clone(),
+            address(replica.address.as_ref()),
+            replica.idle_tunnels.to_string(),
+            replica.busy_tunnels.to_string(),
+            replica.waiting.to_string(),
+        ]
+    }));
+    let mut text = format!("{}\n\n{}", verdict(agent, answer), Table::new(HOLDS).rows(&rows));
+
+    let facts: BTreeMap<&str, bool> =
+        answer.replicas.iter().map(|replica| (replica.name.as_str(), holds(replica))).collect();
+    let yes = |holds: bool| if holds { "yes" } else { "no" }.to_owned();
+    let mut rows = vec![BELIEFS.map(str::to_owned)];
+    for replica in &answer.replicas {
+        rows.extend(replica.beliefs.iter().map(|belief| {
+            let fact = facts.get(belief.name.as_str());
+            [
+                replica.name.clone(),
+                belief.name.clone(),
+                yes(belief.holds),
+                // Empty: the other one did not say.
+                fact.map(|fact| yes(*fact == belief.holds)).unwrap_or_default(),
+                belief.why.clone(),
+            ]
+        }));
+    }
+    if rows.len() > 1 {
+        text.push('\n');
+        text.push_str(&Table::new(BELIEFS).rows(&rows));
+    }
+    text
+}
+
+/// One document: what `-o json` prints. Field names are a promise to scripts.
+#[derive(Serialize)]
+struct WhyJson<'a> {
+    agent_id: i64,
+    /// Names of the replicas that hold a tunnel.
+    held_by: Vec<&'a str>,
+    route: &'a [String],
+    replicas: Vec<ReplicaJson<'a>>,
+    unanswered: Vec<UnansweredJson<'a>>,
+}
+
+#[derive(Serialize)]
+struct ReplicaJson<'a> {
+    name: &'a str,
+    address: Option<AddressJson<'a>>,
+    idle_tunnels: u32,
+    busy_tunnels: u32,
+    waiting: u32,
+    beliefs: Vec<BeliefJson<'a>>,
+}
+
+#[derive(Serialize)]
+struct BeliefJson<'a> {
+    name: &'a str,
+    holds: bool,
+    why: &'a str,
+}
+
+impl<'a> WhyJson<'a> {
+    fn new(agent: ids::AgentId, answer: &'a ExplainAgentResponse) -> Self {
+        let replica = |replica: &'a AgentOnReplica| ReplicaJson {
+            name: &replica.name,
+            address: replica.address.as_ref().map(AddressJson::from),
+            idle_tunnels: replica.idle_tunnels,
+            busy_tunnels: replica.busy_tunnels,
+            waiting: replica.waiting,
+            beliefs: replica
+                .beliefs
+                .iter()
+                .map(|belief| BeliefJson { name: &belief.name, holds: belief.holds, why: &belief.why })
+                .collect(),
+        };
+        let holders = answer.replicas.iter().filter(|replica| holds(replica));
+        Self {
+            agent_id: agent.get(),
+            held_by: holders.map(|replica| replica.name.as_str()).collect(),
+            route: &answer.route,
+            replicas: answer.replicas.iter().map(replica).collect(),
+            unanswered: answer.unanswered.iter().map(UnansweredJson::from).collect(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proto::kas::api::v1::UnansweredReplica;
+
+    use super::*;
+
+    fn agent() -> ids::AgentId {
+        ids::AgentId::new(3).unwrap()
+    }
+
+    fn replica(name: &str, idle_tunnels: u32, busy_tunnels: u32, waiting: u32) -> AgentOnReplica {
+        AgentOnReplica { name: name.to_owned(), idle_tunnels, busy_tunnels, waiting, ..Default::default() }
+    }
+
+    #[test]
+    fn verdict_counts_what_is_there() {
+        let of = |replicas, missing: usize| {
+            verdict(
+                agent(),
+                &ExplainAgentResponse {
+                    replicas,
+                    unanswered: vec![UnansweredReplica::default(); missing],
+                    ..Default::default()
+                },
+            )
+        };
+        assert_eq!(of(vec![replica("a", 0, 0, 0)], 0), "agent 3 is held by no replica");
+        assert_eq!(
+            of(vec![replica("a", 0, 0, 2)], 1),
+            "agent 3 is held by no replica that answered (1 did not); 2 requests wait for it"
+        );
+        assert_eq!(
+            of(vec![replica("a", 0, 1, 1), replica("b", 2, 1, 0)], 0),
+            "agent 3 is held by a (1 busy tunnel), b (2 idle tunnels, 1 busy tunnel); 1 request waits for it"
+        );
+    }
+
+    #[test]
+    fn words_of_kas_cannot_move_the_cursor() {
+        let answer = ExplainAgentResponse { route: vec!["\u{1b}[2J\n".to_owned()], ..Default::default() };
+        assert_eq!(
+            verdict(agent(), &answer),
+            "agent 3 is held by no replica; a request here goes: \\u{1b}[2J\\n"
+        );
+    }
+}

@@ -1,0 +1,55 @@
+//! Switches that break one rule each, in tests only: a test that cannot fail proves nothing.
+//!
+//! Each named test of a known bug runs twice: as built, and with its flaw, when it must fail.
+
+/// One rule to break.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[cfg_attr(not(test), allow(dead_code))]
+pub(crate) enum Flaw {
+    /// Operations are applied whatever their version.
+    AnyVersion,
+    /// Operations during a snapshot change the old set only, and are lost at the swap.
+    OpsLostBySwap,
+    /// A finished snapshot replaces a copy that is ahead of it.
+    OldSnapshotWins,
+    /// An owner publishes every insert and remove, without counting.
+    NoCount,
+    /// Each difference asks for a snapshot at once.
+    NoBackoff,
+    /// An older epoch replaces a newer one.
+    AnyEpoch,
+    /// One vote is enough to drop a copy.
+    OneVoteKills,
+    /// A copy is answered until a tick drops it.
+    NoExpiry,
+    /// Masks outlive the version that voids them.
+    StickyMask,
+    /// Digests are not compared.
+    NoDigest,
+}
+
+#[cfg(test)]
+thread_local! {
+    static ACTIVE: std::cell::Cell<Option<Flaw>> = const { std::cell::Cell::new(None) };
+}
+
+/// Whether `flaw` is switched on: never outside tests.
+#[cfg(not(test))]
+pub(crate) const fn flawed(_: Flaw) -> bool {
+    false
+}
+
+/// Whether `flaw` is switched on in this thread.
+#[cfg(test)]
+pub(crate) fn flawed(flaw: Flaw) -> bool {
+    ACTIVE.get() == Some(flaw)
+}
+
+/// Runs `test` with a flaw, and fails unless `test` fails.
+#[cfg(test)]
+pub(crate) fn must_fail_with(flaw: Flaw, test: impl FnOnce() + std::panic::UnwindSafe) {
+    ACTIVE.set(Some(flaw));
+    let outcome = std::panic::catch_unwind(test);
+    ACTIVE.set(None);
+    assert!(outcome.is_err(), "the test passes with {flaw:?}, so it proves nothing");
+}

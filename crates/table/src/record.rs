@@ -1,0 +1,317 @@
+//! The compact records that replicas exchange: the one place with the bincode format.
+//!
+//! bincode was asked for. Its version 3 is an empty farewell and 2.0.1 the last that works, so these
+//! records go through `wincode`, a maintained implementation of the same bytes: bincode 2's
+//! `config::standard()` (little endian, variable-length integers), held by golden bytes in a test.
+//! Tuples rather than derived structs: the bytes are the same, and no macro writes code here.
+//!
+//! Before them stands one byte of **format version**. A reader takes version 1 and refuses others
+//! with [`Error::UnknownFormat`], upon which it ignores the record: both are hints, and streams
+//! repair what they miss. Bytes behind the last field are ignored, so that a later version may add
+//! fields and the version before still reads the record.
+//!
+//! In gossip values a record is base64url text without padding, the summary plain text that an
+//! operator can read.
+
+use std::{fmt, str::FromStr};
+
+use base64::{Engine, engine::general_purpose::URL_SAFE_NO_PAD};
+use wincode::config::{Configuration, deserialize, serialize};
+
+use crate::{
+    Epoch, Op, Version,
+    codec::{self, CHUNK_IDS},
+    limits::{RECORD_BYTES, RECORD_OPS},
+};
+
+const FORMAT: u8 = 1;
+
+/// Bytes of a record that fit into [`RECORD_BYTES`] of text.
+const RECORD_BINARY: usize = RECORD_BYTES / 4 * 3;
+
+/// Why a record of a peer is ignored.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum Error {
+    /// Longer than any record.
+    #[error("a record is too long")]
+    TooLong,
+    /// Not base64url.
+    #[error("a record is not base64url text")]
+    NotText,
+    /// Another format version: nobody's fault during an upgrade.
+    #[error("a record has another format version")]
+    UnknownFormat,
+    /// Not the bytes of a record.
+    #[error("a record cannot be read")]
+    Malformed,
+    /// Its operations cannot be read.
+    #[error("the operations of a record cannot be read")]
+    Ops(#[source] codec::Error),
+    /// Versions beyond what can be counted, or zero where a version of an operation stands.
+    #[error("a record has impossible versions")]
+    Versions,
+}
+
+/// Gossip's `chg`: an owner's newest operations, ending at its version.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct Record {
+    /// The owner's epoch.
+    pub epoch: Epoch,
+    /// The version of the first operation; 1 + the owner's version if there are none.
+    pub first: Version,
+    /// At most [`RECORD_OPS`], without a gap.
+    pub ops: Vec<Op>,
+}
+
+impl Record {
+    /// Returns the version after the last operation.
+    pub const fn last(&self) -> Version {
+        Version(self.first.0.saturating_sub(1).saturating_add(self.ops.len() as u64))
+    }
+
+    /// Returns the bytes; empty if the operations take more than 4 KiB, which 256 never do.
+    pub fn encode(&self) -> Vec<u8> {
+        let mut ops = Vec::with_capacity(self.ops.len() * 4);
+        codec::encode_ops(&self.ops, &mut ops);
+        prefixed(&(self.epoch.0, self.first.0, ops))
+    }
+
+    /// Reads the bytes of [`Record::encode`].
+    ///
+    /// # Errors
+    /// [`Error`] when the bytes are not a record that this version knows.
+    pub fn decode(bytes: &[u8]) -> Result<Self, Error> {
+        if bytes.len() > RECORD_BINARY {
+            return Err(Error::TooLong);
+        }
+        let (epoch, first, ops): (u64, u64, Vec<u8>) =
+            deserialize(unprefixed(bytes)?, CONFIG).map_err(|_| Error::Malformed)?;
+        let ops = codec::decode_ops(&ops, RECORD_OPS).map_err(Error::Ops)?;
+        if first == 0 || first.checked_add(ops.len() as u64).is_none() {
+            return Err(Error::Versions);
+        }
+        Ok(Self { epoch: Epoch(epoch), first: Version(first), ops })
+    }
+
+    /// Returns the gossip value: ASCII, at most [`RECORD_BYTES`] for a record of `Owner::recent`.
+    pub fn to_text(&self) -> String {
+        URL_SAFE_NO_PAD.encode(self.encode())
+    }
+
+    /// Reads a gossip value.
+    ///
+    /// # Errors
+    /// [`Error`] when the text is not a record that this version knows.
+    pub fn from_text(text: &str) -> Result<Self, Error> {
+        if text.len() > RECORD_BYTES {
+            return Err(Error::TooLong);
+        }
+        Self::decode(&URL_SAFE_NO_PAD.decode(text).map_err(|_| Error::NotText)?)
+    }
+}
+
+/// What stands before the ids of a part of a snapshot.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct ChunkHeader {
+    /// The owner's epoch.
+    pub epoch: Epoch,
+    /// The version that the whole snapshot shows.
+    pub to: Version,
+    /// Counts from 0.
+    pub chunk: u32,
+    /// Whether the snapshot is complete with this part.
+    pub last: bool,
+    /// Ids in this part, at most [`CHUNK_IDS`].
+    pub count: u32,
+}
+
+impl ChunkHeader {
+    /// Returns the bytes.
+    pub fn encode(&self) -> Vec<u8> {
+        prefixed(&(self.epoch.0, self.to.0, self.chunk, self.last, self.count))
+    }
+
+    /// Reads the bytes of [`ChunkHeader::encode`].
+    ///
+    /// # Errors
+    /// [`Error`] when the bytes are not a header that this version knows.
+    pub fn decode(bytes: &[u8]) -> Result<Self, Error> {
+        if bytes.len() > RECORD_BINARY {
+            return Err(Error::TooLong);
+        }
+        let (epoch, to, chunk, last, count): (u64, u64, u32, bool, u32) =
+            deserialize(unprefixed(bytes)?, CONFIG).map_err(|_| Error::Malformed)?;
+        if count as usize > CHUNK_IDS {
+            return Err(Error::TooLong);
+        }
+        Ok(Self { epoch: Epoch(epoch), to: Version(to), chunk, last, count })
+    }
+}
+
+/// Gossip's `tbl`, and the content of a beat: what an owner has, in about 45 bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Summary {
+    /// The owner's epoch.
+    pub epoch: Epoch,
+    /// The owner's version.
+    pub version: Version,
+    /// How many agents it holds.
+    pub count: u64,
+    /// [`codec::digest`] of them.
+    pub digest: u64,
+}
+
+/// `epoch:version:count:digest`, the digest in 16 hexadecimal digits.
+impl fmt::Display for Summary {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}:{}:{}:{:016x}", self.epoch, self.version, self.count, self.digest)
+    }
+}
+
+/// Why a text is not a [`Summary`]: only its one spelling is taken.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("expected epoch:version:count:digest")]
+pub struct InvalidSummary;
+
+impl FromStr for Summary {
+    type Err = InvalidSummary;
+
+    fn from_str(s: &str) -> Result<Self, InvalidSummary> {
+        let mut parts = s.split(':');
+        let mut part = || parts.next().ok_or(InvalidSummary);
+        let number = |part: &str| part.parse().map_err(|_| InvalidSummary);
+        let summary = Self {
+            epoch: Epoch(number(part()?)?),
+            version: Version(number(part()?)?),
+            count: number(part()?)?,
+            digest: u64::from_str_radix(part()?, 16).map_err(|_| InvalidSummary)?,
+        };
+        // One comparison refuses plus signs, leading zeros, capitals and a fifth part.
+        if summary.to_string() == s { Ok(summary) } else { Err(InvalidSummary) }
+    }
+}
+
+type Standard = Configuration<
+    true,
+    // More than the largest operations take before `Owner::recent` shortens them; what a peer sends
+    // is bounded by `RECORD_BINARY` before it is read.
+    4096,
+    wincode::len::BincodeLen,
+    wincode::int_encoding::LittleEndian,
+    wincode::int_encoding::VarInt,
+>;
+
+const CONFIG: Standard = Configuration::new();
+
+fn prefixed<T>(value: &T) -> Vec<u8>
+where
+    T: wincode::config::Serialize<Standard, Src = T>,
+{
+    let mut bytes = vec![FORMAT];
+    // Writing fails only beyond the preallocation limit, which no value of this module reaches;
+    // then nothing is published, and nobody reads the empty bytes.
+    match serialize(value, CONFIG) {
+        Ok(fields) => bytes.extend(fields),
+        Err(_) => bytes.clear(),
+    }
+    bytes
+}
+
+fn unprefixed(bytes: &[u8]) -> Result<&[u8], Error> {
+    match bytes.split_first() {
+        Some((&FORMAT, fields)) => Ok(fields),
+        Some(_) => Err(Error::UnknownFormat),
+        None => Err(Error::Malformed),
+    }
+}
+
+/// The part of [`codec::fuzz`] that reads records.
+pub(crate) fn fuzz(bytes: &[u8]) {
+    if let Ok(record) = Record::decode(bytes) {
+        assert_eq!(Record::decode(&record.encode()), Ok(record), "a record is read back");
+    }
+    if let Ok(header) = ChunkHeader::decode(bytes) {
+        assert_eq!(ChunkHeader::decode(&header.encode()), Ok(header), "a header is read back");
+    }
+    if let Ok(text) = std::str::from_utf8(bytes) {
+        if let Ok(record) = Record::from_text(text) {
+            assert_eq!(Record::from_text(&record.to_text()), Ok(record), "a text is read back");
+        }
+        if let Ok(summary) = text.parse::<Summary>() {
+            assert_eq!(summary.to_string(), text, "a summary has one spelling");
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use ids::AgentId;
+
+    use super::*;
+
+    fn id(id: i64) -> AgentId {
+        AgentId::new(id).unwrap()
+    }
+
+    /// What bincode 2.0.1 writes with `config::standard()`: below 251 one byte, then 251 + u16,
+    /// 252 + u32, 253 + u64, all little endian; a length before bytes; a bool as a byte.
+    #[test]
+    fn bytes_are_those_of_bincode_2() {
+        let record = Record { epoch: Epoch(250), first: Version(251), ops: vec![Op::Add(id(1))] };
+        assert_eq!(record.encode(), [1, 250, 251, 251, 0, 1, 5]);
+        let header =
+            ChunkHeader { epoch: Epoch(1 << 40), to: Version(70_000), chunk: 2, last: true, count: 300 };
+        assert_eq!(
+            header.encode(),
+            [1, 253, 0, 0, 0, 0, 0, 1, 0, 0, 252, 0x70, 0x11, 1, 0, 2, 1, 251, 0x2c, 1]
+        );
+        assert_eq!(ChunkHeader::decode(&header.encode()), Ok(header));
+    }
+
+    #[test]
+    fn versions_before_and_after_can_read() {
+        let record = Record { epoch: Epoch(7), first: Version(9), ops: vec![Op::Remove(id(4))] };
+        let mut bytes = record.encode();
+        bytes.extend([9, 9, 9]);
+        assert_eq!(Record::decode(&bytes), Ok(record), "fields that a later version added");
+        bytes[0] = 2;
+        assert_eq!(Record::decode(&bytes), Err(Error::UnknownFormat));
+        assert_eq!(ChunkHeader::decode(&bytes), Err(Error::UnknownFormat));
+        assert_eq!(Record::decode(&[]), Err(Error::Malformed));
+        assert_eq!(Record::decode(&[1, 253]), Err(Error::Malformed));
+    }
+
+    #[test]
+    fn lies_about_lengths_and_versions_are_refused() {
+        assert_eq!(
+            Record::decode(&[1, 0, 1, 253, 255, 255, 255, 255, 255, 255, 255, 255]),
+            Err(Error::Malformed)
+        );
+        assert_eq!(Record::decode(&[1, 0, 0, 0]), Err(Error::Versions));
+        assert_eq!(Record::decode(&[1; RECORD_BINARY + 1]), Err(Error::TooLong));
+        assert_eq!(Record::from_text(&"A".repeat(RECORD_BYTES + 1)), Err(Error::TooLong));
+        assert_eq!(Record::from_text("+/"), Err(Error::NotText));
+        let huge = ChunkHeader { epoch: Epoch(1), to: Version(1), chunk: 0, last: true, count: 70_000 };
+        assert_eq!(ChunkHeader::decode(&huge.encode()), Err(Error::TooLong));
+    }
+
+    #[test]
+    fn summary_has_one_spelling() {
+        let summary = Summary { epoch: Epoch(17), version: Version(3), count: 2, digest: 0xab };
+        assert_eq!(summary.to_string(), "17:3:2:00000000000000ab");
+        assert_eq!("17:3:2:00000000000000ab".parse(), Ok(summary));
+        for bad in [
+            "",
+            "17:3:2",
+            "17:3:2:ab",
+            "17:3:2:00000000000000AB",
+            "17:3:2:00000000000000ab:",
+            "+17:3:2:00000000000000ab",
+            "017:3:2:00000000000000ab",
+            "17:3:2:00000000000000ab ",
+            "18446744073709551616:3:2:00000000000000ab",
+        ] {
+            assert_eq!(bad.parse::<Summary>(), Err(InvalidSummary), "{bad:?}");
+        }
+    }
+}
