@@ -304,7 +304,7 @@ impl Feed {
         codec::encode_ids(part, &mut ids);
         *chunk += 1;
         if header.last {
-            self.sent = owner.version;
+            self.sent = snapshot.to;
             self.sending = None;
         }
         Some(Message::Chunk { header, ids })

@@ -383,6 +383,48 @@ fn our_own_pause_is_nobodys_fault() {
 }
 
 #[test]
+fn gossip_does_not_vote_about_a_life_that_it_has_not_heard() {
+    let mut lab = Lab::synced(1);
+    lab.table.gossip(&[], lab.now);
+    lab.table.failed(lab.stream(), Failure::Ended, lab.now);
+    lab.obey();
+    lab.restart(20);
+    lab.insert(4);
+    lab.pass(ms(200));
+    lab.connect();
+    lab.pump();
+    assert!(lab.holds(4));
+    assert_eq!(lab.standing(), Standing::Live, "the vote was about the life before");
+}
+
+#[test]
+fn resumes_that_become_snapshots_queue() {
+    let now = Instant::now();
+    let mut table = Table::new(replica("me"), Limits { snapshots: 3, ..Limits::default() }, now);
+    let members: Vec<_> = (0..10).map(|i| member(&format!("r{i}"), now)).collect();
+    table.gossip(&members, now);
+    let (mut open, mut streams) = (dials(&table.actions()), Vec::new());
+    while let Some((stream, name)) = open.pop() {
+        let name = name.unwrap();
+        table.message(stream, Some(identity(name.as_str(), 1)), hello(1, 5, false), now);
+        table.message(stream, None, chunk(1, 5, 0, true, &[1]), now);
+        streams.push(stream);
+        open.extend(dials(&table.actions()));
+    }
+    // A blip cuts all streams, and every owner has forgotten where we were.
+    let now = now + ms(2_000);
+    for stream in streams {
+        table.failed(stream, Failure::Ended, now);
+    }
+    for (stream, name) in dials(&table.actions()) {
+        let from = identity(name.unwrap().as_str(), 1);
+        table.message(stream, Some(from), hello(1, 500, false), now);
+    }
+    let syncing = table.replicas(now).iter().filter(|view| view.link == LinkState::Syncing).count();
+    assert_eq!(syncing, 3);
+}
+
+#[test]
 fn a_clock_set_back_does_not_hide_the_next_life() {
     let mut lab = Lab::synced(2);
     lab.table.failed(lab.stream(), Failure::Ended, lab.now);
