@@ -10,7 +10,7 @@ use libfuzzer_sys::fuzz_target;
 
 fuzz_target!(|bytes: &[u8]| {
     if let Ok(text) = std::str::from_utf8(bytes) {
-        let env = Environment { kas_state_dir: Some("/state".into()), xdg_state_home: None, home: None };
+        let env = Environment { kas_state_dir: Some("/state".into()), ..Environment::default() };
         let _ = config::load(text, &env);
     }
     let _ = Identities::parse(bytes);

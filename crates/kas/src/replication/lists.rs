@@ -120,6 +120,17 @@ impl Replication {
             let key = |located: &Located| (located.connection.agent, located.connection.id);
             key(a).cmp(&key(b)).then_with(|| a.replica.id.cmp(&b.replica.id))
         });
+        // An agentk that keeps two replicas is one connection: that of the replica which it reached first.
+        all.connections.dedup_by(|later, first| {
+            let key = |located: &Located| (located.connection.agent, located.connection.id);
+            if key(later) != key(first) {
+                return false;
+            }
+            if later.connection.connected_at < first.connection.connected_at {
+                std::mem::swap(later, first);
+            }
+            true
+        });
         all.unanswered.sort_by(|a, b| a.replica.id.cmp(&b.replica.id));
         all
     }

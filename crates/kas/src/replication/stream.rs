@@ -156,3 +156,36 @@ pub(super) fn of_proto(message: watch_response::Message) -> Option<(Option<Ident
         watch_response::Message::Connections(_) => return None,
     })
 }
+
+/// Reads hostile bytes as each message of the private API, and applies table streams to an empty table: for a fuzz
+/// target.
+pub fn fuzz(bytes: &[u8]) {
+    use proto::kas::internal::v1::{
+        ConnectionsRequest, ConnectionsResponse, ExplainRequest, ExplainResponse,
+    };
+    let _ = WatchRequest::decode(bytes);
+    let _ = ConnectionsRequest::decode(bytes);
+    let _ = ConnectionsResponse::decode(bytes);
+    let _ = ExplainRequest::decode(bytes);
+    let _ = ExplainResponse::decode(bytes);
+    let now = Instant::now();
+    let mut table = table::Table::new(ReplicaId::new("me"), table::Limits::default(), now);
+    table.seeds([Arc::from("127.0.0.1:1")], now);
+    let Some(stream) = table.actions().into_iter().find_map(|action| match action {
+        table::Action::Dial { stream, .. } => Some(stream),
+        _ => None,
+    }) else {
+        return;
+    };
+    // A stream of length-prefixed messages, as many as there are.
+    let mut rest = bytes;
+    while let Ok(response) = WatchResponse::decode_length_delimited(&mut rest) {
+        if let Some((from, message)) = response.message.and_then(of_proto) {
+            table.message(stream, from, message, now);
+            table.actions();
+        }
+        if rest.is_empty() {
+            break;
+        }
+    }
+}

@@ -45,8 +45,10 @@ enum Asked {
     Now(Duration),
     /// It refused for good, unless the tracker has news.
     Refused,
-    /// It could not be asked, or had nothing: not before this time again.
+    /// It could not be asked: not before this time again.
     Later(Instant, Duration),
+    /// It had nothing: not before this time again, unless the tracker has news.
+    Absent(Instant, Duration),
 }
 
 type Asking = Pin<Box<dyn Future<Output = (ReplicaId, Result<Lent, Refusal>)> + Send>>;
@@ -94,7 +96,7 @@ impl Search<'_> {
                 .get(&candidate.replica.id)
             {
                 None => true,
-                Some(Asked::Later(at, _)) => *at <= now,
+                Some(Asked::Later(at, _) | Asked::Absent(at, _)) => *at <= now,
                 Some(Asked::Now(_) | Asked::Refused) => false,
             };
             // A connection may be anywhere: all are asked at once then.
@@ -120,7 +122,10 @@ impl Search<'_> {
             }
             let again = asked
                 .values()
-                .filter_map(|asked| if let Asked::Later(at, _) = asked { Some(*at) } else { None })
+                .filter_map(|asked| match asked {
+                    Asked::Later(at, _) | Asked::Absent(at, _) => Some(*at),
+                    Asked::Now(_) | Asked::Refused => None,
+                })
                 .min();
             let more = candidates.iter().any(|candidate| due(&asked, candidate));
             let wake = [again.filter(|at| *at > now), hedge_at.filter(|_| more && !asking.is_empty())]
@@ -148,8 +153,8 @@ impl Search<'_> {
                 }
                 // The tracker lives as long as the router.
                 _ = changes.changed() => {
-                    // What refused may be another by now.
-                    asked.retain(|_, asked| !matches!(asked, Asked::Refused));
+                    // What refused may be another by now, and what was absent may have come.
+                    asked.retain(|_, asked| !matches!(asked, Asked::Refused | Asked::Absent(..)));
                     hedge_at = None;
                 }
                 () = at(wake) => {}
@@ -189,7 +194,7 @@ impl Search<'_> {
         let owner = candidate.replica.id.clone();
         self.trail.note(|| format!("asking replica {owner}, which is {}", candidate.standing.as_str()));
         let pause = match asked.get(&owner) {
-            Some(Asked::Later(_, pause)) => (*pause * 2).min(AGAIN.1),
+            Some(Asked::Later(_, pause) | Asked::Absent(_, pause)) => (*pause * 2).min(AGAIN.1),
             _ => AGAIN.0,
         };
         asked.insert(owner.clone(), Asked::Now(pause));
@@ -218,13 +223,14 @@ impl Search<'_> {
             Some(Asked::Now(pause)) => *pause,
             _ => AGAIN.0,
         };
-        let later = Asked::Later(Instant::now() + pause, pause);
+        let at = Instant::now() + pause;
+        let later = Asked::Later(at, pause);
         match refusal {
             Refusal::NotHere(mark) => {
                 router.metrics.asked(Side::Asked, AskAnswer::NotHere);
                 self.trail.note(|| format!("replica {owner} has no tunnel of the agent"));
                 router.tracker.not_here(&owner, self.agent, mark);
-                asked.insert(owner, later);
+                asked.insert(owner, Asked::Absent(at, pause));
             }
             Refusal::Final(status) => {
                 router.metrics.asked(Side::Asked, AskAnswer::Refused);

@@ -375,6 +375,7 @@ impl KasApi for Api {
             query,
             changes,
             known: BTreeMap::new(),
+            silent: Vec::new(),
             events: VecDeque::new(),
             begun: false,
             phase: self.phase.clone(),
@@ -393,6 +394,8 @@ struct Watch {
     query: Query,
     changes: watch::Receiver<()>,
     known: BTreeMap<(i64, i64), ConnectedAgentInfo>,
+    /// Who was silent at the last look.
+    silent: Vec<UnansweredReplica>,
     events: VecDeque<Event>,
     begun: bool,
     phase: watch::Receiver<Phase>,
@@ -434,27 +437,29 @@ impl Watch {
                     ((info.id, info.connection_id), info)
                 })
                 .collect();
-            // What a silent replica held is unknown, not gone.
-            if connected.unanswered.is_empty() {
-                for (id, connection_id) in self.known.keys().filter(|key| !now.contains_key(key)) {
-                    self.events.push_back(Event::Disconnected(Disconnected {
-                        id: *id,
-                        connection_id: *connection_id,
-                    }));
+            let silent = unanswered(&connected);
+            let events = &mut self.events;
+            self.known.retain(|key, info| {
+                // What a silent replica held is unknown, not gone.
+                let stays =
+                    now.contains_key(key) || silent.iter().any(|replica| replica.address == info.kas_address);
+                if !stays {
+                    let (id, connection_id) = *key;
+                    events.push_back(Event::Disconnected(Disconnected { id, connection_id }));
+                }
+                stays
+            });
+            for (key, info) in now {
+                if self.known.get(&key) != Some(&info) {
+                    events.push_back(Event::Connected(info.clone()));
+                    self.known.insert(key, info);
                 }
             }
-            for (key, info) in &now {
-                if self.known.get(key) != Some(info) {
-                    self.events.push_back(Event::Connected(info.clone()));
-                }
+            // Said again when somebody falls silent, or answers again.
+            if !std::mem::replace(&mut self.begun, true) || silent != self.silent {
+                events.push_back(Event::SnapshotComplete(SnapshotComplete { unanswered: silent.clone() }));
             }
-            self.known = now;
-            if !self.begun {
-                self.begun = true;
-                self.events.push_back(Event::SnapshotComplete(SnapshotComplete {
-                    unanswered: unanswered(&connected),
-                }));
-            }
+            self.silent = silent;
         }
     }
 }
