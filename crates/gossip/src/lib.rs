@@ -424,8 +424,8 @@ impl Gossip {
         Ok(())
     }
 
-    /// Returns the live others. It changes when one comes, goes, restarts or publishes, at most once per
-    /// interval; not when only [`Member::heard`] moves. The watch closes when the thread stops.
+    /// Returns the live others. It changes when one comes, goes or restarts, at most once per interval, and as soon
+    /// as published values arrive; not when only [`Member::heard`] moves. The watch closes when the thread stops.
     pub fn members(&self) -> watch::Receiver<Arc<Members>> {
         self.members.clone()
     }

@@ -19,7 +19,7 @@ use chitchat::{
 use rand::seq::IteratorRandom as _;
 use tokio::{
     sync::{Notify, mpsc, oneshot, watch},
-    time::{Instant, MissedTickBehavior, interval, sleep_until, timeout},
+    time::{Instant, MissedTickBehavior, interval, sleep, sleep_until, timeout},
 };
 
 use crate::{
@@ -36,6 +36,8 @@ use crate::{
 const AHEAD: Duration = Duration::from_secs(24 * 60 * 60);
 /// Members shown at most. chitchat's own limit is near: at some thousand ids its digest outgrows a datagram.
 const MAX_MEMBERS: usize = 4_096;
+/// Values that come within this time are shown together.
+const SETTLE: Duration = Duration::from_millis(5);
 /// How long the gossip task may make no round before it is restarted; at least 10 intervals.
 const FREEZE: Duration = Duration::from_secs(3);
 /// How long nobody is heard before the status says lonely; at least 10 intervals.
@@ -132,6 +134,8 @@ struct Look {
 struct Incarnation {
     id: ChitchatId,
     handle: ChitchatHandle,
+    /// Somebody's values have come.
+    fresh: Arc<Notify>,
     tracks: HashMap<ChitchatId, Track>,
     /// What was last written into chitchat.
     written: Option<(u64, bool)>,
@@ -270,9 +274,14 @@ impl Node {
             protocol_version: ProtocolVersion::V1,
         };
         let handle = spawn_chitchat(config, Vec::new(), &SealedTransport(Arc::clone(&self.link))).await?;
+        let fresh = Arc::new(Notify::new());
+        let signal = Arc::clone(&fresh);
+        // Called under chitchat's lock: it only leaves a sign.
+        handle.chitchat().lock().await.subscribe_event("", move |_| signal.notify_one()).forever();
         let mut incarnation = Incarnation {
             id,
             handle,
+            fresh,
             tracks: HashMap::new(),
             written: None,
             heartbeat: 0,
@@ -300,6 +309,7 @@ impl Node {
         // After a pause of the process, one tick and not a burst: they are counted below.
         tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let shared = Arc::clone(&self.shared);
+        let fresh = Arc::clone(&incarnation.fresh);
         loop {
             tokio::select! {
                 done = &mut self.stop => return End::Stop(done.ok()),
@@ -315,6 +325,11 @@ impl Node {
                     }
                 }
                 () = shared.news.notified() => self.write(incarnation, memory.stalled).await,
+                () = fresh.notified() => {
+                    // What comes in one exchange is looked at once.
+                    sleep(SETTLE).await;
+                    self.peek(incarnation).await;
+                }
                 Some(peer) = self.hellos.recv() => drop(incarnation.handle.gossip(peer)),
                 Ok(()) = self.keys.changed() => {
                     let ring = Arc::clone(&self.keys.borrow_and_update());
@@ -374,6 +389,17 @@ impl Node {
         }
         // Until the delay is over it goes on as it is: peers show the other incarnation meanwhile.
         (memory.overtaken.is_some() && Instant::now() >= memory.not_before).then_some(Restart::Overtaken)
+    }
+
+    /// Looks without waiting for the next interval: somebody's values have come.
+    async fn peek(&self, incarnation: &mut Incarnation) {
+        let chitchat = incarnation.handle.chitchat();
+        let look = match timeout(self.timing.interval, chitchat.lock()).await {
+            Ok(chitchat) => self.look(&chitchat, incarnation),
+            // The next tick judges.
+            Err(_) => return,
+        };
+        self.set_members(look.members, incarnation);
     }
 
     /// Brings what was published into chitchat's state, with the gate's value while beats are missing.

@@ -4,12 +4,18 @@ pub mod agent;
 pub mod api;
 pub mod private;
 
-use std::{convert::Infallible, sync::Arc};
+use std::{
+    convert::Infallible,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicU32, Ordering},
+    },
+};
 
 use futures_util::FutureExt as _;
 use grpc::Status;
 use http::{HeaderMap, HeaderValue, Method, Request, Response, StatusCode};
-use runtime::http2::{Answer, Body, Refusal};
+use runtime::http2::{Answer, Body, Refusal, Standing};
 use tokio::sync::watch;
 use tonic::server::NamedService;
 
@@ -52,6 +58,35 @@ where
         }))
     });
     (format!("/{}/", S::NAME), call)
+}
+
+/// Whether a connection has shown who it is.
+#[derive(Debug, Default)]
+struct Trust {
+    authenticated: AtomicBool,
+    failures: AtomicU32,
+}
+
+impl Trust {
+    /// A stream was authenticated; returns whether it was the first.
+    fn passed(&self) -> bool {
+        !self.authenticated.swap(true, Ordering::Relaxed)
+    }
+
+    /// A stream was not.
+    fn failed(&self) {
+        self.failures.fetch_add(1, Ordering::Relaxed);
+    }
+
+    fn standing(&self) -> Standing {
+        if self.authenticated.load(Ordering::Relaxed) {
+            Standing::Authenticated
+        } else if self.failures.load(Ordering::Relaxed) >= MAX_FAILURES {
+            Standing::Expelled
+        } else {
+            Standing::New
+        }
+    }
 }
 
 /// Refuses what is not gRPC over HTTP/2 in the way that HTTP clients understand.

@@ -43,7 +43,7 @@ const TOKEN_LIFE: Duration = Duration::from_secs(60);
 /// How long it is used.
 const TOKEN_USE: Duration = Duration::from_secs(20);
 
-/// Asks of this replica for one agent that one owner has not answered yet.
+/// Asks of this replica for one agent, connection and method that one owner has not answered yet.
 const ASKS: usize = 16;
 /// An ask that is not answered at once after this time, or two round trips, waits: another owner is asked too.
 const HEDGE: Duration = Duration::from_millis(10);
@@ -241,8 +241,11 @@ pub struct Peer {
     next: AtomicUsize,
     /// Smoothed round trip, in microseconds; 0: not measured.
     rtt: AtomicU64,
-    asks: Mutex<HashMap<AgentId, Weak<Semaphore>>>,
+    asks: Mutex<HashMap<Queue, Weak<Semaphore>>>,
 }
+
+/// What asks stand in one queue for.
+type Queue = (AgentId, Option<ConnectionId>, Arc<str>);
 
 impl std::fmt::Debug for Peer {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -329,22 +332,24 @@ impl Peer {
         self.rtt.store(smooth.max(1), Ordering::Relaxed);
     }
 
-    fn asks(&self, agent: AgentId) -> Arc<Semaphore> {
+    fn asks(&self, ask: &Ask) -> Arc<Semaphore> {
+        let queue = (ask.agent, ask.connection, Arc::clone(&ask.method));
         let mut asks = self.asks.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(semaphore) = asks.get(&agent).and_then(Weak::upgrade) {
+        if let Some(semaphore) = asks.get(&queue).and_then(Weak::upgrade) {
             return semaphore;
         }
         if asks.len() >= 1024 {
             asks.retain(|_, semaphore| semaphore.strong_count() > 0);
         }
         let semaphore = Arc::new(Semaphore::new(ASKS));
-        asks.insert(agent, Arc::downgrade(&semaphore));
+        asks.insert(queue, Arc::downgrade(&semaphore));
         semaphore
     }
 
     /// Asks for a tunnel and waits until one is lent or surely none will be.
     ///
-    /// At most 16 asks for one agent stand at one owner; the others wait here, first come first served.
+    /// At most 16 asks for one agent, connection and method stand at one owner; the others wait here, first come first
+    /// served.
     ///
     /// # Errors
     /// See [`Refusal`].
@@ -352,12 +357,12 @@ impl Peer {
     /// # Cancel safety
     /// Dropping the future takes the ask back.
     pub async fn ask(self: Arc<Self>, standing: Standing, ask: Ask) -> Result<Lent, Refusal> {
-        let semaphore = self.asks(ask.agent);
+        let semaphore = self.asks(&ask);
         let _permit = semaphore.acquire().await.map_err(|error| Refusal::Unavailable(error.to_string()))?;
         let within = if standing == Standing::Suspect { CONNECT_SUSPECT } else { CONNECT };
         let prompt = &self.prompt[self.next.fetch_add(1, Ordering::Relaxed) % PROMPT_LINKS];
-        let first = self.ask_on(prompt, within, &ask);
-        tokio::pin!(first);
+        // Boxed, so that it can be dropped while the second one lives.
+        let mut first = Box::pin(self.ask_on(prompt, within, &ask));
         if let Ok(answer) = tokio::time::timeout(self.hedge(), first.as_mut()).await {
             return answer;
         }

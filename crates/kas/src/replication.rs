@@ -227,7 +227,7 @@ impl Replication {
             let untold = published != Some(self.position());
             if untold && Instant::now() >= tell_at {
                 self.tell(gossip, &mut published);
-                tell_at = Instant::now() + self.interval;
+                tell_at = Instant::now() + self.interval / 10;
             }
             tokio::select! {
                 // Feeds send news themselves; gossip takes them once per round.

@@ -604,3 +604,135 @@ impl Owner for RegistryOwner {
         self.registry.metrics.answer_values_dropped.inc_by(count as u64);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use cluster::{InMemoryTracker, Replica};
+    use ids::TokenHash;
+    use prometheus_client::registry::Registry;
+    use tunnel::kas_end::{Info, Opening, Peer, TunnelBody};
+
+    use super::*;
+
+    const METHOD: &str = "/s/M";
+
+    struct Lab {
+        registry: Arc<TunnelRegistry>,
+        /// What HTTP/2 would hold.
+        bodies: Vec<TunnelBody>,
+    }
+
+    fn agent() -> AgentId {
+        AgentId::new(3).unwrap()
+    }
+
+    fn lab() -> Lab {
+        let me = Replica { id: ReplicaId::new("me"), address: "127.0.0.1:1".into() };
+        let metrics = Arc::new(Metrics::new(&mut Registry::default()));
+        let limits = Limits { waiters_per_agent: 100, waiters: 100, tunnels_per_agent: 100 };
+        let registry = TunnelRegistry::new(Arc::new(InMemoryTracker::new(me)), metrics, limits);
+        Lab { registry, bodies: Vec::new() }
+    }
+
+    impl Lab {
+        /// An agent that says nothing opens a tunnel.
+        fn tunnel(&mut self) {
+            let silent = http_body_util::StreamBody::new(futures_util::stream::pending::<
+                Result<http_body::Frame<bytes::Bytes>, grpc::BoxError>,
+            >());
+            let info = Info {
+                agent: agent(),
+                instance: 1,
+                token: TokenHash::of(b"t"),
+                peer: Peer::Ours,
+                descriptor: Arc::new(Descriptor::of(&[METHOD])),
+            };
+            let owner = Arc::new(RegistryOwner {
+                registry: Arc::clone(&self.registry),
+                rate_limit: Arc::new(RateLimit::new(100)),
+            });
+            let opening = Opening::new(grpc::boxed(silent), false);
+            let (tunnel, body) = Tunnel::new(info, opening, owner, Box::new(|| {}));
+            self.registry.insert(&tunnel, None);
+            self.bodies.push(body);
+        }
+
+        fn ask(&self, source: Option<&str>) -> Result<Acquired, Refused> {
+            let method = Arc::from(METHOD);
+            match source {
+                None => self.registry.acquire(agent(), &method, None),
+                Some(replica) => self.registry.acquire_for(&ReplicaId::new(replica), agent(), &method, None),
+            }
+        }
+
+        fn wait(&self, source: Option<&str>) -> Waiting {
+            match self.ask(source) {
+                Ok(Acquired::Wait(waiting)) => waiting,
+                other => panic!("{other:?}"),
+            }
+        }
+    }
+
+    #[tokio::test]
+    async fn own_requests_and_each_other_replica_take_turns() {
+        let mut lab = lab();
+        lab.tunnel();
+        let Ok(Acquired::Now(mut grant)) = lab.ask(None) else { panic!("a tunnel is idle") };
+        let names = ["own 1", "own 2", "own 3", "a 1", "a 2", "b 1"];
+        let sources = [None, None, None, Some("a"), Some("a"), Some("b")];
+        let mut waiting: Vec<_> =
+            names.iter().zip(sources).map(|(name, source)| (*name, lab.wait(source))).collect();
+        let mut order = Vec::new();
+        while !waiting.is_empty() {
+            drop(grant);
+            let (at, next) = {
+                let all = waiting.iter_mut().map(|(_, waiting)| Box::pin(waiting.granted()));
+                let (granted, at, _) = futures_util::future::select_all(all).await;
+                (at, granted.unwrap())
+            };
+            order.push(waiting.remove(at).0);
+            grant = next;
+        }
+        assert_eq!(order, ["own 1", "a 1", "b 1", "own 2", "a 2", "own 3"]);
+    }
+
+    #[tokio::test]
+    async fn another_replica_is_told_at_once_that_the_agent_is_not_here() {
+        let lab = lab();
+        assert!(matches!(lab.ask(Some("a")), Err(Refused::NotHere(_))));
+        // This replica's own requests wait.
+        drop(lab.wait(None));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn waiters_of_other_replicas_learn_that_the_agent_has_gone_and_own_ones_wait_on() {
+        let mut lab = lab();
+        lab.tunnel();
+        let Ok(Acquired::Now(grant)) = lab.ask(None) else { panic!("a tunnel is idle") };
+        let (mut own, mut other) = (lab.wait(None), lab.wait(Some("a")));
+        let _tunnel = grant.take();
+        // HTTP/2 drops the stream.
+        lab.bodies.clear();
+        // Present for a moment: tunnels of GitLab's agents end with each request.
+        assert!(matches!(lab.ask(Some("b")), Ok(Acquired::Wait(_))));
+        assert!(matches!(other.granted().await, Err(Gone::NotHere(_))));
+        assert!(matches!(lab.ask(Some("b")), Err(Refused::NotHere(_))));
+        lab.tunnel();
+        assert!(own.granted().await.is_ok());
+    }
+
+    #[tokio::test]
+    async fn a_replica_that_leaves_lends_what_is_idle_and_lets_nobody_else_wait() {
+        let mut lab = lab();
+        lab.tunnel();
+        lab.tunnel();
+        let Ok(Acquired::Now(_first)) = lab.ask(None) else { panic!("a tunnel is idle") };
+        let Ok(Acquired::Now(second)) = lab.ask(Some("a")) else { panic!("a tunnel is idle") };
+        let mut waiting = lab.wait(Some("a"));
+        lab.registry.drain();
+        assert!(matches!(waiting.granted().await, Err(Gone::Leaving)));
+        assert_eq!(lab.ask(Some("a")).map(drop), Err(Refused::Draining));
+        drop(second);
+        assert!(matches!(lab.ask(Some("a")), Ok(Acquired::Now(_))));
+    }
+}

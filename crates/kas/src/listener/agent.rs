@@ -5,7 +5,7 @@ use std::{
     net::SocketAddr,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError, Weak,
-        atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering},
+        atomic::{AtomicBool, AtomicU64, Ordering},
     },
     time::Duration,
 };
@@ -33,7 +33,7 @@ use crate::{
     tunnel_registry::{RegistryOwner, TunnelRegistry},
 };
 
-use super::{MAX_FAILURES, Naming, count_refusal, failed, not_grpc};
+use super::{Naming, Trust, count_refusal, failed, not_grpc};
 
 const CONNECT: &str = "/gitlab.agent.reverse_tunnel.rpc.ReverseTunnel/Connect";
 const GET_CONFIGURATION: &str = "/gitlab.agent.agent_configuration.rpc.AgentConfiguration/GetConfiguration";
@@ -190,8 +190,7 @@ impl Service for AgentListener {
             listener: Arc::clone(&self),
             serial,
             peer,
-            authenticated: AtomicBool::new(false),
-            failures: AtomicU32::new(0),
+            trust: Trust::default(),
             state: Mutex::default(),
         });
         self.metrics.agent_transports.inc();
@@ -212,8 +211,7 @@ struct Transport {
     listener: Arc<AgentListener>,
     serial: u64,
     peer: Option<SocketAddr>,
-    authenticated: AtomicBool,
-    failures: AtomicU32,
+    trust: Trust,
     state: Mutex<TransportState>,
 }
 
@@ -261,12 +259,12 @@ impl Transport {
         };
         match &result {
             Ok(authenticated) => {
-                if !self.authenticated.swap(true, Ordering::Relaxed) {
+                if self.trust.passed() {
                     self.listener.rate_limit.charge(authenticated.token);
                 }
             }
             Err(_) => {
-                self.failures.fetch_add(1, Ordering::Relaxed);
+                self.trust.failed();
                 self.listener.metrics.refused(ListenerName::Agent, Reason::Unauthenticated);
             }
         }
@@ -512,7 +510,7 @@ impl TransportState {
 impl Connection for Transport {
     fn call(self: Arc<Self>, request: Request<Incoming>, slot: &StreamSlot) -> Answer {
         if let Some(response) = not_grpc(request.method(), request.headers()) {
-            self.failures.fetch_add(1, Ordering::Relaxed);
+            self.trust.failed();
             return Box::pin(std::future::ready(response));
         }
         match request.uri().path() {
@@ -523,7 +521,7 @@ impl Connection for Transport {
             GET_CONFIGURATION => Box::pin(self.get_configuration(request)),
             path => {
                 let status = Status::new(Code::Unimplemented, format!("unknown method {path}"));
-                self.failures.fetch_add(1, Ordering::Relaxed);
+                self.trust.failed();
                 let correlation = crate::metadata::correlation(&HeaderMap::new());
                 Box::pin(std::future::ready(failed(&status, &correlation)))
             }
@@ -531,13 +529,7 @@ impl Connection for Transport {
     }
 
     fn standing(&self) -> Standing {
-        if self.authenticated.load(Ordering::Relaxed) {
-            Standing::Authenticated
-        } else if self.failures.load(Ordering::Relaxed) >= MAX_FAILURES {
-            Standing::Expelled
-        } else {
-            Standing::New
-        }
+        self.trust.standing()
     }
 
     fn going_away(&self, reason: GoAway) {

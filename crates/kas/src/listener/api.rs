@@ -3,10 +3,7 @@
 use std::{
     net::SocketAddr,
     pin::Pin,
-    sync::{
-        Arc,
-        atomic::{AtomicBool, AtomicU32, Ordering},
-    },
+    sync::Arc,
     task::{Context, Poll},
 };
 
@@ -26,7 +23,7 @@ use crate::{
     router::{AgentRequest, Router, Trail},
 };
 
-use super::{MAX_FAILURES, Own, count_refusal, failed, not_grpc};
+use super::{Own, Trust, count_refusal, failed, not_grpc};
 
 mod services;
 
@@ -65,11 +62,7 @@ impl ApiListener {
 
 impl Service for ApiListener {
     fn connected(self: Arc<Self>, _peer: Option<SocketAddr>) -> Arc<dyn Connection> {
-        Arc::new(Caller {
-            listener: Arc::clone(&self),
-            authenticated: AtomicBool::new(false),
-            failures: AtomicU32::new(0),
-        })
+        Arc::new(Caller { listener: Arc::clone(&self), trust: Trust::default() })
     }
 
     fn refused(&self, why: Refusal) {
@@ -80,19 +73,18 @@ impl Service for ApiListener {
 /// One connection of a caller.
 struct Caller {
     listener: Arc<ApiListener>,
-    authenticated: AtomicBool,
-    failures: AtomicU32,
+    trust: Trust,
 }
 
 impl Caller {
     fn verify(&self, headers: &HeaderMap) -> Result<(), Status> {
         match self.listener.jwt.verify(headers) {
             Ok(()) => {
-                self.authenticated.store(true, Ordering::Relaxed);
+                self.trust.passed();
                 Ok(())
             }
             Err(status) => {
-                self.failures.fetch_add(1, Ordering::Relaxed);
+                self.trust.failed();
                 self.listener.metrics.refused(ListenerName::Api, Reason::Unauthenticated);
                 Err(status)
             }
@@ -103,7 +95,7 @@ impl Caller {
 impl Connection for Caller {
     fn call(self: Arc<Self>, request: Request<Incoming>, slot: &StreamSlot) -> Answer {
         if let Some(response) = not_grpc(request.method(), request.headers()) {
-            self.failures.fetch_add(1, Ordering::Relaxed);
+            self.trust.failed();
             return Box::pin(std::future::ready(response));
         }
         let correlation = metadata::correlation(request.headers());
@@ -144,13 +136,7 @@ impl Connection for Caller {
     }
 
     fn standing(&self) -> Standing {
-        if self.authenticated.load(Ordering::Relaxed) {
-            Standing::Authenticated
-        } else if self.failures.load(Ordering::Relaxed) >= MAX_FAILURES {
-            Standing::Expelled
-        } else {
-            Standing::New
-        }
+        self.trust.standing()
     }
 
     fn going_away(&self, _reason: GoAway) {

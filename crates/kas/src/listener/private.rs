@@ -5,10 +5,7 @@
 use std::{
     net::SocketAddr,
     pin::Pin,
-    sync::{
-        Arc,
-        atomic::{AtomicBool, AtomicU32, Ordering},
-    },
+    sync::Arc,
     task::{Context, Poll, ready},
     time::Duration,
 };
@@ -27,7 +24,7 @@ use tunnel::{
     kas_end::{Job, Splice},
 };
 
-use super::{MAX_FAILURES, Own, count_refusal, failed, not_grpc};
+use super::{Own, Trust, count_refusal, failed, not_grpc};
 use crate::{
     auth::JwtVerifier,
     metadata,
@@ -77,11 +74,7 @@ impl PrivateListener {
 
 impl Service for PrivateListener {
     fn connected(self: Arc<Self>, _peer: Option<SocketAddr>) -> Arc<dyn Connection> {
-        Arc::new(Replica {
-            listener: Arc::clone(&self),
-            authenticated: AtomicBool::new(false),
-            failures: AtomicU32::new(0),
-        })
+        Arc::new(Replica { listener: Arc::clone(&self), trust: Trust::default() })
     }
 
     fn refused(&self, why: Refusal) {
@@ -92,25 +85,24 @@ impl Service for PrivateListener {
 /// One connection of another replica.
 struct Replica {
     listener: Arc<PrivateListener>,
-    authenticated: AtomicBool,
-    failures: AtomicU32,
+    trust: Trust,
 }
 
 impl Connection for Replica {
     fn call(self: Arc<Self>, request: Request<Incoming>, _slot: &StreamSlot) -> Answer {
         if let Some(response) = not_grpc(request.method(), request.headers()) {
-            self.failures.fetch_add(1, Ordering::Relaxed);
+            self.trust.failed();
             return Box::pin(std::future::ready(response));
         }
         let correlation = metadata::correlation(request.headers());
         let refuse =
             |status: &Status| -> Answer { Box::pin(std::future::ready(failed(status, &correlation))) };
         if let Err(status) = self.listener.jwt.load().verify(request.headers()) {
-            self.failures.fetch_add(1, Ordering::Relaxed);
+            self.trust.failed();
             self.listener.metrics.refused(ListenerName::Private, Reason::Unauthenticated);
             return refuse(&status);
         }
-        self.authenticated.store(true, Ordering::Relaxed);
+        self.trust.passed();
         // Another cluster's replica may have had this address before, or another process this port.
         if let Some(to) = request.headers().get(peer::TO)
             && to.as_bytes() != self.listener.me.as_str().as_bytes()
@@ -134,19 +126,14 @@ impl Connection for Replica {
     }
 
     fn standing(&self) -> Standing {
-        if self.authenticated.load(Ordering::Relaxed) {
-            Standing::Authenticated
-        } else if self.failures.load(Ordering::Relaxed) >= MAX_FAILURES {
-            Standing::Expelled
-        } else {
-            Standing::New
-        }
+        self.trust.standing()
     }
 
     fn going_away(&self, _reason: GoAway) {}
 }
 
 /// What an ask says.
+#[derive(Debug)]
 struct Ask {
     from: ReplicaId,
     agent: AgentId,
@@ -258,6 +245,7 @@ struct LendBody {
     metrics: Arc<Metrics>,
 }
 
+#[expect(clippy::large_enum_variant, reason = "one per stream, and its body is boxed as a whole")]
 enum State {
     Unused { grant: Grant, request: Incoming, first: BytesMut, until: Pin<Box<Sleep>> },
     Open(Open),
@@ -392,6 +380,37 @@ impl http_body::Body for Rest {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn asks_are_read_and_those_that_went_too_far_are_refused() {
+        let ask = |pairs: &[(&http::HeaderName, &'static str)]| {
+            let mut headers = HeaderMap::new();
+            for (key, value) in pairs {
+                headers.insert((*key).clone(), HeaderValue::from_static(value));
+            }
+            Ask::read(&headers).map_err(|status| status.message().to_owned())
+        };
+        let good = [
+            (&peer::FORWARDED, "1"),
+            (&peer::FROM, "10.0.0.1:8155"),
+            (&peer::AGENT, "3"),
+            (&peer::METHOD, "/s/M"),
+        ];
+        let read = ask(&good).unwrap();
+        assert_eq!((read.agent.get(), read.connection, &*read.method), (3, None, "/s/M"));
+        for n in 0..good.len() {
+            let mut missing = good.to_vec();
+            missing.remove(n);
+            assert!(ask(&missing).is_err_and(|text| text.contains("is missing")), "{n}");
+        }
+        let mut twice = good;
+        twice[0].1 = "2";
+        assert!(ask(&twice).is_err_and(|text| text.contains("at most two replicas")));
+        let mut wrong = good.to_vec();
+        let connection = peer::CONNECTION;
+        wrong.push((&connection, "0"));
+        assert!(ask(&wrong).is_err_and(|text| text.starts_with("kas-hop-connection:")));
+    }
 
     #[test]
     fn the_first_envelope_is_found_at_every_split() {

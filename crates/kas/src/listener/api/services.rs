@@ -269,6 +269,7 @@ impl KasApi for Api {
             .map(|status| {
                 let own = status.heard.is_none();
                 let account = accounts.iter().find(|account| account.replica.id == status.replica.id);
+                let leaves = own && *self.phase.borrow() != Phase::Serving;
                 let tunnels = if own { self.tunnels() } else { account.map_or(0, |account| account.tunnels) };
                 let (version, commit) = match status.build {
                     (version, commit) if version.is_empty() && own => {
@@ -281,7 +282,7 @@ impl KasApi for Api {
                     commit,
                     address: Some(address(&status.replica.address)),
                     name: status.replica.id.as_str().to_owned(),
-                    state: status.state,
+                    state: if leaves { "draining".to_owned() } else { status.state },
                     standing: status.standing,
                     generation: status.generation,
                     agents: status.agents,
