@@ -120,7 +120,16 @@ pub fn request_info(
 }
 
 /// Returns the caller's request id when it is a legal one, else a new one: 32 hexadecimal digits.
+///
+/// It is marked as sensitive, which keeps it out of HPACK's tables: no other request has it, and each one would push out
+/// a value that comes again.
 pub fn correlation(headers: &HeaderMap) -> HeaderValue {
+    let mut value = correlation_of(headers);
+    value.set_sensitive(true);
+    value
+}
+
+fn correlation_of(headers: &HeaderMap) -> HeaderValue {
     if let Some(value) = headers.get(grpc::CORRELATION_ID)
         && (1..=128).contains(&value.len())
         && value.as_bytes().iter().all(|b| b.is_ascii_graphic())

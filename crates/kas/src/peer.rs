@@ -12,7 +12,7 @@ pub mod link;
 use std::{
     collections::HashMap,
     sync::{
-        Arc, Mutex, PoisonError, Weak,
+        Arc, LazyLock, Mutex, PoisonError, Weak,
         atomic::{AtomicU64, AtomicUsize, Ordering},
     },
     time::Duration,
@@ -288,6 +288,9 @@ pub struct Lent {
     send: SendStream<Bytes>,
 }
 
+/// Another replica has checked the agent's.
+static NO_TOKEN: LazyLock<TokenHash> = LazyLock::new(|| TokenHash::of(b""));
+
 #[derive(Debug)]
 struct NoOwner;
 
@@ -302,7 +305,7 @@ impl Lent {
         let info = Info {
             agent,
             instance: 0,
-            token: TokenHash::of(b""),
+            token: *NO_TOKEN,
             peer: self.kind,
             descriptor: Arc::<Descriptor>::default(),
         };
@@ -395,8 +398,10 @@ impl Peer {
         headers.insert(FORWARDED, HeaderValue::from_static("1"));
         headers.insert(grpc::CORRELATION_ID, ask.correlation.clone());
         if let Some(remaining) = ask.deadline.remaining()
-            && let Ok(value) = HeaderValue::try_from(format_timeout(remaining))
+            && let Ok(mut value) = HeaderValue::try_from(format_timeout(remaining))
         {
+            // Another one each time: not for HPACK's tables.
+            value.set_sensitive(true);
             headers.insert("grpc-timeout", value);
         }
         let (response, send) = link.open(request).await.map_err(|error| unavailable(&error))?;
