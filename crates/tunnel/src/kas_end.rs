@@ -461,7 +461,7 @@ impl Tunnel {
     /// The request, when the tunnel is no longer free.
     pub fn begin_spliced(self: &Arc<Self>, job: Job) -> Result<Splice, Job> {
         let exchange = self.open(job, Deadline::NONE, true)?;
-        Ok(Splice { exchange, finished: None })
+        Ok(Splice { exchange, finished: false, until: None })
     }
 
     fn open(self: &Arc<Self>, job: Job, deadline: Deadline, spliced: bool) -> Result<Exchange, Job> {
@@ -1364,8 +1364,10 @@ impl Drop for Exchange {
 /// request, or gives the tunnel back unused when nothing has been written.
 pub struct Splice {
     exchange: Exchange,
-    /// The answer is complete: until when the tunnel may take to be let go.
-    finished: Option<Pin<Box<Sleep>>>,
+    /// The answer is complete.
+    finished: bool,
+    /// Until when the tunnel may take to be let go then, if it is not at once.
+    until: Option<Pin<Box<Sleep>>>,
 }
 
 impl fmt::Debug for Splice {
@@ -1406,13 +1408,12 @@ impl Splice {
         }
         if step == Step::Complete {
             exchange.complete();
-            self.finished = Some(Box::pin(tokio::time::sleep(CLOSE_TIME)));
+            self.finished = true;
         }
     }
 
     /// Waits until the tunnel has been let go: parked again, ended, or reset.
     fn poll_let_go(&mut self, cx: &mut Context<'_>) -> Poll<()> {
-        let Some(finished) = &mut self.finished else { return Poll::Ready(()) };
         let mut core = self.exchange.tunnel.core();
         let open = core.round == self.exchange.round && !core.end.is_parked();
         if !open || core.end.is_ended() || core.dead {
@@ -1421,7 +1422,7 @@ impl Splice {
         set_waker(&mut core.exchange_waker, cx);
         drop(core);
         // The tunnel's own stream resets it at that time.
-        finished.as_mut().poll(cx)
+        self.until.get_or_insert_with(|| Box::pin(tokio::time::sleep(CLOSE_TIME))).as_mut().poll(cx)
     }
 
     /// Returns how the stream ends after `failure`.
@@ -1463,7 +1464,7 @@ impl Body for Splice {
         }
         let mut failed = None;
         if this.exchange.big.is_none() {
-            while this.finished.is_none() && this.exchange.out.len() < GATHER {
+            while !this.finished && this.exchange.out.len() < GATHER {
                 match this.exchange.poll_came(cx) {
                     Poll::Pending => break,
                     Poll::Ready(Ok(came)) => {
@@ -1497,7 +1498,7 @@ impl Body for Splice {
         if let Some(status) = failed {
             return Poll::Ready(Some(Ok(this.end(Some(&status)))));
         }
-        if this.finished.is_none() {
+        if !this.finished {
             return Poll::Pending;
         }
         ready!(this.poll_let_go(cx));
