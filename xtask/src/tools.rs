@@ -57,6 +57,15 @@ fn missing() -> Result<Vec<Missing>> {
             otherwise: "util-linux",
         });
     }
+    for (program, package) in [("ip", "iproute2"), ("nft", "nftables")] {
+        if cfg!(target_os = "linux") && find_program(program).is_none() {
+            missing.push(Missing {
+                what: format!("{program} (cuts replicas from each other in network namespaces)"),
+                debian: Some(package),
+                otherwise: package,
+            });
+        }
+    }
     if find_program("kubectl").is_none() {
         missing.push(Missing {
             what: "kubectl (answers are compared with its own)".to_owned(),
