@@ -30,7 +30,7 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Build and start kas and agentk, and ask kas for the agent's pods
+    /// Build and start three replicas of kas with their agents, ask one, and kill another in the middle of traffic
     Quickstart(quickstart::QuickstartArgs),
     /// Run the tests of the workspace
     Test(checks::TestArgs),

@@ -47,16 +47,31 @@ fn the_demo_is_shown_in_plain_text_and_says_that_it_is_one() -> Result<()> {
     let shown = stdout(&quickstart(temporary.path(), &["--once"])?.output()?)?;
     for expected in [
         "This is a demo, not a cluster",
-        "1 (demo), project 1",
-        "quickstart/agentk",
-        "idle: streams that agentk opened",
-        "kasctl pods 1",
+        "1 (shop), 2 (garden), 3 (library), of project 1",
+        "quickstart/pod-1b    3",
+        "quickstart/pod-3     2",
+        "kasctl pods 3",
         "NAMESPACE   NAME",
         "library     catalog-1",
+        "started through a tunnel of replica 2",
+        "SIGKILL for replica 2",
+        "replica 1 takes no request there any more",
+        "replica 3 takes no request there any more",
+        "the open watch broke",
+        "replica 1 lists agent 3 again, at replica 3",
+        "agent 3 answers a request",
+        "gossip agrees: replica 2 is gone",
+        "no gap     for agents 1 and 2: every request was answered",
+        "knows all  replica 1 after",
     ] {
         assert!(shown.contains(expected), "{expected:?} is not in:\n{shown}");
     }
+    assert!(!shown.contains("problem"), "{shown}");
     assert!(!shown.contains(['\u{1b}', '\r']), "{shown}");
+    // Paths are as long as they are.
+    for line in shown.lines().filter(|line| !line.contains(" /")) {
+        assert!(line.chars().count() <= 80, "{line:?} is too wide");
+    }
     assert!(is_empty(&temporary)?, "the folder is removed");
     Ok(())
 }
@@ -94,7 +109,10 @@ struct Standing {
     child: Child,
     rest: Receiver<String>,
     exports: HashMap<String, String>,
-    metrics: String,
+    /// Of each replica.
+    metrics: Vec<String>,
+    /// What is offered to be killed.
+    pids: Vec<i32>,
     temporary: TempDir,
 }
 
@@ -105,10 +123,17 @@ impl Standing {
         let stdout = BufReader::new(child.stdout.take().context("no standard output")?);
         let (lines, rest) = channel();
         thread::spawn(move || stdout.lines().map_while(Result::ok).try_for_each(|line| lines.send(line)));
-        let mut standing = Self { child, rest, exports: HashMap::new(), metrics: String::new(), temporary };
-        // The last of what is printed.
-        while !standing.next()?.contains("tail -f") {}
+        let mut standing =
+            Self { child, rest, exports: HashMap::new(), metrics: Vec::new(), pids: Vec::new(), temporary };
+        // The last of the commands.
+        standing.wait_for("tail -f")?;
+        assert_eq!(standing.metrics.len(), 3);
         Ok(standing)
+    }
+
+    fn wait_for(&mut self, text: &str) -> Result<()> {
+        while !self.next()?.contains(text) {}
+        Ok(())
     }
 
     fn next(&mut self) -> Result<String> {
@@ -117,10 +142,12 @@ impl Standing {
         {
             self.exports.insert(name.to_owned(), value.to_owned());
         }
-        if let Some(address) =
-            line.trim().strip_prefix("metrics    http://").and_then(|url| url.split('/').next())
-        {
-            self.metrics = address.to_owned();
+        if line.contains(" grpc://") {
+            let metrics = line.split_whitespace().find_map(|word| word.strip_prefix("http://"));
+            self.metrics.extend(metrics.map(str::to_owned));
+        }
+        if let Some(command) = line.trim().strip_prefix("kill -9 ") {
+            self.pids.push(command.split(' ').next().context("no process")?.parse()?);
         }
         Ok(line)
     }
@@ -132,7 +159,7 @@ impl Standing {
 
     fn wait_until_kas_is_gone(&self) -> Result<()> {
         let deadline = Instant::now() + SOON;
-        while TcpStream::connect(&self.metrics).is_ok() {
+        while self.metrics.iter().any(|address| TcpStream::connect(address).is_ok()) {
             ensure!(Instant::now() < deadline, "kas still listens");
             thread::sleep(Duration::from_millis(10));
         }
@@ -143,16 +170,25 @@ impl Standing {
 #[test]
 fn what_it_prints_to_try_next_works_until_it_is_interrupted() -> Result<()> {
     let mut standing = Standing::start()?;
+    let exports = standing.exports.clone();
     let kasctl = |arguments: &[&str]| -> Result<String> {
         let mut command = Command::new(program("kasctl")?);
         for name in ["KASCTL_ADDRESS", "KASCTL_SECRET_FILE"] {
-            command.env(name, standing.exports.get(name).with_context(|| format!("no {name}"))?);
+            command.env(name, exports.get(name).with_context(|| format!("no {name}"))?);
         }
         stdout(&command.args(arguments).output()?)
     };
-    assert!(kasctl(&["agents"])?.contains("quickstart/agentk"));
-    assert!(kasctl(&["pods", "1"])?.contains("catalog-1"));
-    assert!(kasctl(&["request", "1", "GET", "/version"])?.contains("gitVersion"));
+    assert!(kasctl(&["agents"])?.contains("quickstart/pod-1a"));
+    assert!(kasctl(&["why", "3"])?.contains("agent 3 is held by"));
+    assert_eq!(kasctl(&["replicas"])?.lines().filter(|line| line.contains(" ready ")).count(), 3);
+    assert!(kasctl(&["request", "--explain", "3", "GET", "/version"])?.contains("gitVersion"));
+
+    let holder = standing.pids.first().context("nothing to kill")?;
+    kill_process(Pid::from_raw(*holder).context("no process")?, Signal::KILL)?;
+    standing.wait_for("kas 3 ended by itself (signal 9)")?;
+    standing.wait_for("agent 3 answers, asked through replica 1")?;
+    standing.wait_for("kas 3 is back")?;
+    assert!(kasctl(&["request", "2", "GET", "/version"])?.contains("gitVersion"));
 
     standing.signal(Signal::INT)?;
     let status = standing.child.wait()?;

@@ -1,0 +1,338 @@
+//! The replicas of kas: their ports, configuration and processes, and how they find each other.
+
+use std::{
+    collections::HashSet,
+    fs,
+    io::{ErrorKind, Read as _, Write as _},
+    net::{Ipv4Addr, SocketAddr, TcpListener, UdpSocket},
+    os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _},
+    path::{Path, PathBuf},
+    time::Duration,
+};
+
+use anyhow::{Context as _, Result, anyhow, bail};
+use tokio::{
+    io::{AsyncReadExt as _, AsyncWriteExt as _},
+    net::TcpStream,
+    time::{Instant, sleep, timeout},
+};
+
+use super::{POLL, READY_WITHIN, Tracker, kasctl::Kasctl};
+use crate::process::{Service, tied};
+
+/// How often free ports are looked for: another process can take one before kas does.
+const PORT_ATTEMPTS: usize = 5;
+
+/// How replicas are called here, in errors too.
+pub(super) const NAMES: [&str; 3] = ["kas 1", "kas 2", "kas 3"];
+
+/// Where a replica listens, all on loopback.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Ports {
+    pub(super) agent: u16,
+    pub(super) api: u16,
+    pub(super) observability: u16,
+    /// For the other replicas: TCP and UDP.
+    pub(super) private: u16,
+}
+
+impl Ports {
+    /// Finds ports that are free now, for all replicas at once, so that no port is found twice.
+    fn find() -> Result<Vec<Self>> {
+        let (mut held, mut held_for_gossip) = (Vec::new(), Vec::new());
+        let mut free = |gossip: bool| -> Result<u16> {
+            loop {
+                let listener =
+                    TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).context("127.0.0.1 has no free port")?;
+                let port = listener.local_addr()?.port();
+                held.push(listener);
+                if !gossip {
+                    return Ok(port);
+                }
+                match UdpSocket::bind((Ipv4Addr::LOCALHOST, port)) {
+                    Ok(socket) => held_for_gossip.push(socket),
+                    Err(error) if error.kind() == ErrorKind::AddrInUse => continue,
+                    Err(error) => return Err(error).context("127.0.0.1 has no free port for UDP"),
+                }
+                return Ok(port);
+            }
+        };
+        NAMES
+            .iter()
+            .map(|_| {
+                Ok(Self {
+                    agent: free(false)?,
+                    api: free(false)?,
+                    observability: free(false)?,
+                    private: free(true)?,
+                })
+            })
+            .collect()
+    }
+
+    /// Returns the name under which other replicas know this one.
+    pub(super) fn name(&self) -> String {
+        format!("127.0.0.1:{}", self.private)
+    }
+}
+
+/// What replicas share.
+#[derive(Debug, Clone)]
+pub(super) struct Shared {
+    program: PathBuf,
+    dir: PathBuf,
+    tracker: Tracker,
+}
+
+impl Shared {
+    /// Makes the secrets. `dir` has `agents.yaml`, or will have it.
+    pub(super) fn make(program: &Path, dir: &Path, tracker: Tracker) -> Result<Self> {
+        let shared = Self { program: program.to_owned(), dir: dir.to_owned(), tracker };
+        for path in [shared.api_secret(), shared.private_secret()] {
+            make_secret(&path).with_context(|| format!("cannot make the secret {}", path.display()))?;
+        }
+        Ok(shared)
+    }
+
+    pub(super) fn api_secret(&self) -> PathBuf {
+        self.dir.join("api-secret")
+    }
+
+    fn private_secret(&self) -> PathBuf {
+        self.dir.join("private-secret")
+    }
+
+    /// Returns the configuration of a replica.
+    fn config(&self, ports: &Ports, seeds: &str, state: &Path) -> Result<String> {
+        // A JSON text is a YAML text.
+        let path = |path: &Path| serde_json::to_string(path).context("the temporary folder is not UTF-8");
+        let Ports { agent, api, observability, private } = ports;
+        Ok(format!(
+            "tracker: {tracker}\n\
+             agent:\n  listen:\n    address: 127.0.0.1:{agent}\n\
+             api:\n  listen:\n    address: 127.0.0.1:{api}\n    authentication_secret_file: {api_secret}\n\
+             private_api:\n  listen:\n    address: 127.0.0.1:{private}\n    \
+             authentication_secret_file: {private_secret}\n\
+             discovery:\n  static:\n    addresses: [{seeds}]\n\
+             observability:\n  listen:\n    address: 127.0.0.1:{observability}\n\
+             identity:\n  file: {agents}\n\
+             state_dir: {state}\n\
+             # No load balancer has to learn that this kas leaves.\n\
+             drain:\n  delay: 0s\n  timeout: 2s\n",
+            tracker = self.tracker.as_str(),
+            api_secret = path(&self.api_secret())?,
+            private_secret = path(&self.private_secret())?,
+            agents = path(&self.dir.join("agents.yaml"))?,
+            state = path(state)?,
+        ))
+    }
+}
+
+/// Makes a file with 256 random bits that only its owner reads.
+fn make_secret(path: &Path) -> Result<()> {
+    let mut random = [0; 32];
+    fs::File::open("/dev/urandom")?.read_exact(&mut random)?;
+    // Kas wants base64, and 64 hexadecimal digits are a base64 text, too: of 48 bytes.
+    let text: String = random.iter().map(|byte| format!("{byte:02x}")).collect();
+    let mut file = fs::OpenOptions::new().write(true).create_new(true).mode(0o600).open(path)?;
+    file.write_all(text.as_bytes())?;
+    Ok(())
+}
+
+/// One replica.
+#[derive(Debug)]
+pub(super) struct Replica {
+    /// Its place in [`NAMES`].
+    index: usize,
+    pub(super) ports: Ports,
+    /// `None`: it is dead.
+    pub(super) service: Option<Service>,
+    config: PathBuf,
+    starts: usize,
+}
+
+impl Replica {
+    /// Writes the configuration; nothing runs yet.
+    fn prepare(shared: &Shared, index: usize, all: &[Ports]) -> Result<Self> {
+        let seeds: Vec<String> = all.iter().map(|ports| format!("{:?}", ports.name())).collect();
+        let state = shared.dir.join(format!("state-{}", index + 1));
+        match fs::DirBuilder::new().mode(0o700).create(&state) {
+            Err(error) if error.kind() != ErrorKind::AlreadyExists => {
+                return Err(error).context("cannot make kas' state folder");
+            }
+            _ => {}
+        }
+        let config = shared.dir.join(format!("kas-{}.yaml", index + 1));
+        fs::write(&config, shared.config(&all[index], &seeds.join(", "), &state)?)
+            .context("cannot write kas' configuration")?;
+        Ok(Self { index, ports: all[index], service: None, config, starts: 0 })
+    }
+
+    /// Returns its log; each start has one.
+    pub(super) fn log(dir: &Path, index: usize, start: usize) -> PathBuf {
+        dir.join(match start {
+            1 => format!("kas-{}.log", index + 1),
+            _ => format!("kas-{}.{start}.log", index + 1),
+        })
+    }
+
+    /// Starts the process.
+    pub(super) fn start(&mut self, shared: &Shared) -> Result<()> {
+        self.starts += 1;
+        let mut log = Self::log(&shared.dir, self.index, self.starts);
+        // One of an attempt that found its ports taken.
+        while log.exists() {
+            self.starts += 1;
+            log = Self::log(&shared.dir, self.index, self.starts);
+        }
+        let mut command = tied(&shared.program);
+        command
+            .arg("--configuration-file")
+            .arg(&self.config)
+            .args(["--log-format", "text"])
+            .env_remove("KAS_STATE_DIR")
+            .env_remove("OWN_PRIVATE_API_URL")
+            .env_remove("POD_IP");
+        self.service = Some(Service::start(NAMES[self.index], command, log)?);
+        Ok(())
+    }
+
+    /// Waits until it says that it is ready.
+    pub(super) async fn ready(&mut self) -> Result<()> {
+        let name = NAMES[self.index];
+        let service = self.service.as_mut().with_context(|| format!("{name} was not started"))?;
+        let port = self.ports.observability;
+        let ready = async {
+            while !matches!(get(port, "/readiness").await, Ok((200, _))) {
+                sleep(POLL).await;
+            }
+        };
+        let outcome = tokio::select! {
+            // Looked at first: a process that took the port before could answer in its place.
+            biased;
+            error = service.ended() => return Err(error),
+            outcome = timeout(READY_WITHIN, ready) => outcome,
+        };
+        outcome.map_err(|_| service.explain(&format!("is not ready after {READY_WITHIN:?}")))
+    }
+
+    /// Returns how a person counts it.
+    pub(super) fn number(&self) -> usize {
+        self.index + 1
+    }
+
+    pub(super) fn pid(&self) -> Option<u32> {
+        self.service.as_ref().and_then(Service::id)
+    }
+
+    fn port_was_taken(&self) -> bool {
+        self.service
+            .as_ref()
+            .is_some_and(|kas| kas.id().is_none() && kas.log().to_lowercase().contains("in use"))
+    }
+}
+
+/// Starts all replicas at once, and returns when each is ready.
+pub(super) async fn start(shared: &Shared, replicas: &mut Vec<Replica>) -> Result<()> {
+    for _ in 0..PORT_ATTEMPTS {
+        let ports = Ports::find()?;
+        // Those of an attempt before end here.
+        replicas.clear();
+        for index in 0..ports.len() {
+            replicas.push(Replica::prepare(shared, index, &ports)?);
+        }
+        for replica in replicas.iter_mut() {
+            replica.start(shared)?;
+        }
+        let mut outcome = Ok(());
+        for replica in replicas.iter_mut() {
+            outcome = replica.ready().await;
+            if outcome.is_err() {
+                break;
+            }
+        }
+        match outcome {
+            Err(_) if replicas.iter().any(Replica::port_was_taken) => {}
+            outcome => return outcome,
+        }
+    }
+    bail!("other processes took the free ports {PORT_ATTEMPTS} times in a row; try again")
+}
+
+/// Waits until `kasctl` says that its replica and all others know each other, and returns how long that took.
+pub(super) async fn found(kasctl: &Kasctl, names: &HashSet<String>, began: Instant) -> Result<Duration> {
+    until(kasctl, "does not know all the others", async |kasctl| {
+        let rows = kasctl.replicas().await?;
+        let well: HashSet<String> =
+            rows.into_iter().filter(|row| row.is_well()).map(|row| row.name).collect();
+        Ok(well.is_superset(names))
+    })
+    .await?;
+    Ok(began.elapsed())
+}
+
+/// Asks a replica again and again until it says `what` is wanted.
+pub(super) async fn until(
+    kasctl: &Kasctl,
+    otherwise: &str,
+    what: impl AsyncFn(&Kasctl) -> Result<bool>,
+) -> Result<()> {
+    let deadline = Instant::now() + READY_WITHIN;
+    loop {
+        let said = what(kasctl).await;
+        match said {
+            Ok(true) => return Ok(()),
+            _ if Instant::now() < deadline => sleep(POLL).await,
+            Ok(false) => bail!("the replica at {} {otherwise} after {READY_WITHIN:?}", kasctl.address()),
+            Err(error) => {
+                return Err(anyhow!("the replica at {} {otherwise}: {error:#}", kasctl.address()));
+            }
+        }
+    }
+}
+
+/// Gets a page from loopback: the status and the body.
+async fn get(port: u16, path: &str) -> Result<(u16, String)> {
+    let exchange = async {
+        let mut connection = TcpStream::connect(SocketAddr::from((Ipv4Addr::LOCALHOST, port))).await?;
+        // HTTP/1.0: the body ends with the connection, and no parser is needed.
+        let request = format!("GET {path} HTTP/1.0\r\nHost: 127.0.0.1:{port}\r\nConnection: close\r\n\r\n");
+        connection.write_all(request.as_bytes()).await?;
+        let mut answer = String::new();
+        connection.read_to_string(&mut answer).await?;
+        let (head, body) = answer.split_once("\r\n\r\n").context("not an HTTP answer")?;
+        let status =
+            head.split(' ').nth(1).and_then(|status| status.parse().ok()).context("no HTTP status")?;
+        anyhow::Ok((status, body.to_owned()))
+    };
+    timeout(Duration::from_secs(5), exchange).await.context("no answer within 5 s")?
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt as _;
+
+    use super::*;
+
+    #[test]
+    fn a_secret_is_base64_and_private() -> Result<()> {
+        let dir = tempfile::tempdir()?;
+        let path = dir.path().join("secret");
+        make_secret(&path)?;
+        let text = fs::read_to_string(&path)?;
+        assert_eq!(text.len(), 64);
+        assert!(text.bytes().all(|byte| byte.is_ascii_hexdigit()), "{text}");
+        assert_eq!(fs::metadata(&path)?.permissions().mode() & 0o777, 0o600);
+        assert!(make_secret(&path).is_err(), "it is never overwritten");
+        Ok(())
+    }
+
+    #[test]
+    fn no_port_is_found_twice() -> Result<()> {
+        let ports = Ports::find()?;
+        let all: HashSet<u16> =
+            ports.iter().flat_map(|p| [p.agent, p.api, p.observability, p.private]).collect();
+        assert_eq!(all.len(), 4 * NAMES.len());
+        Ok(())
+    }
+}
