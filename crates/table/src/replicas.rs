@@ -1000,9 +1000,17 @@ impl Table {
         self.peers.get(replica).map(|peer| &peer.copy.ids)
     }
 
-    /// Returns how many other replicas live: `kas-replicas` is one more.
+    /// Returns how many other replicas live, heard by gossip or by stream: `kas-replicas` is one more.
+    ///
+    /// One that gossip has lost while its stream is open is asked last and counts all the same: so it is with all of
+    /// them when UDP is blocked.
     pub fn live(&self, now: Instant) -> usize {
-        self.peers.values().filter(|peer| peer.standing(&self.limits, now) <= Standing::Draining).count()
+        let lives = |peer: &&Peer| match peer.standing(&self.limits, now) {
+            Standing::Live | Standing::Draining => true,
+            Standing::Suspect => peer.state != State::Hung && matches!(peer.link, Link::Open { .. }),
+            Standing::Unreachable | Standing::Gone => false,
+        };
+        self.peers.values().filter(lives).count()
     }
 
     /// Returns how many replicas and seeds were turned away for want of room, ever.
