@@ -33,6 +33,8 @@ const CONNECT: &str = "/gitlab.agent.reverse_tunnel.rpc.ReverseTunnel/Connect";
 const GET_CONFIGURATION: &str = "/gitlab.agent.agent_configuration.rpc.AgentConfiguration/GetConfiguration";
 /// The largest configuration that is accepted.
 const MAX_CONFIGURATION: usize = 4 << 20;
+/// A configuration stream that lasted less than this is opened again after about this time.
+const BRIEF: Duration = Duration::from_secs(1);
 /// After a drain notice the tunnels are half-closed at most this much later, replacement or not.
 const REPLACE: Duration = Duration::from_secs(3);
 /// Open requests of a session that ends go on for this long.
@@ -299,6 +301,7 @@ impl Run {
         let mut backoff = TUNNEL_BACKOFF.0;
         let mut not_before = Instant::now();
         let mut configuration_after = None;
+        let mut configuration_since = Instant::now();
         loop {
             let wants = pool.wants();
             if wants.drained {
@@ -354,7 +357,13 @@ impl Run {
                         if self.link.sender.ready().await.is_err() {
                             return End::Retired;
                         }
-                        configuration_after = Some(Instant::now());
+                        // One that ends as soon as it has begun is not asked for again in the same breath.
+                        let pause = if configuration_since.elapsed() < BRIEF {
+                            BRIEF.mul_f64(0.5 + rand::random::<f64>())
+                        } else {
+                            Duration::ZERO
+                        };
+                        configuration_after = Some(Instant::now() + pause);
                     }
                     ConfigurationEnd::Broken => {
                         if self.link.sender.ready().await.is_err() {
@@ -370,6 +379,7 @@ impl Run {
                 },
                 () = at(configuration_after), if configuration_after.is_some() => {
                     configuration_after = None;
+                    configuration_since = Instant::now();
                     configuration = Box::pin(self.configuration());
                 }
             }

@@ -85,6 +85,11 @@ impl InMemoryTracker {
 }
 
 impl State {
+    /// Whether a connection of this id is listed.
+    fn lists(&self, agent: AgentId, id: ConnectionId) -> bool {
+        self.connections.range((agent, id, 0)..=(agent, id, u64::MAX)).next().is_some()
+    }
+
     fn wake(&mut self, agent: AgentId) {
         if let Some(watch) = self.watches.get(&agent) {
             watch.send_replace(());
@@ -114,13 +119,22 @@ impl Tracker for InMemoryTracker {
         let mut state = self.state();
         state.serial += 1;
         let key = (connection.agent, connection.id, state.serial);
+        let known = state.lists(key.0, key.1);
         state.connections.insert(key, Arc::new(connection));
         drop(state);
-        self.connection_changes.send_replace(());
+        // The same process a second time changes no list.
+        if !known {
+            self.connection_changes.send_replace(());
+        }
         let tracker = self.clone();
         Lease::new(move || {
-            tracker.state().connections.remove(&key);
-            tracker.connection_changes.send_replace(());
+            let mut state = tracker.state();
+            state.connections.remove(&key);
+            let still = state.lists(key.0, key.1);
+            drop(state);
+            if !still {
+                tracker.connection_changes.send_replace(());
+            }
         })
     }
 

@@ -193,7 +193,7 @@ impl Kas {
         metrics.file_limit.set(runtime::io::raise_file_limit());
         let mesh = match (&config.tracker, &private_listener) {
             (config::Tracker::Gossip(replication), Some(listener)) => {
-                Some(Mesh::bind(replication, private_secrets, listener, &metrics).await?)
+                Some(Mesh::bind(replication, private_secrets, &secrets, listener, &metrics).await?)
             }
             _ => None,
         };
@@ -265,8 +265,8 @@ impl Kas {
                     listener,
                     tls,
                     settings: http2::PEER,
-                    // Links between replicas live as long as the replicas: what is in them does not move.
-                    age: None,
+                    // After GOAWAY a peer opens another link; what is in the old one goes on.
+                    age: Some(Age { age: listen.max_connection_age.mul_f64(API_AGE_SHARE), grace: None }),
                     service: Arc::clone(&service) as _,
                 };
                 Some((server, mesh, service))
@@ -384,11 +384,12 @@ impl Kas {
                 "the drain timeout is over: what is still open ends with UNAVAILABLE"
             );
         }
-        tunnels.refuse_waiters();
-        agents.end_all();
+        // First the last word to the others, which takes a moment: agents whose streams end would come back meanwhile.
         if let Some(replication) = &replication {
             replication.leave().await;
         }
+        tunnels.refuse_waiters();
+        agents.end_all();
         lifecycle.advance(Phase::Stopped);
         servers.wait().await;
         for task in background {

@@ -7,7 +7,7 @@ use std::{collections::HashSet, net::SocketAddr, path::PathBuf, sync::Arc, time:
 use cluster::Replica;
 use discovery::{Discovery, Dns, HostPort, Kubernetes, PortSelector, Static};
 use gossip::{Gossip, KeyRing, Timing};
-use ids::ReplicaId;
+use ids::{ReplicaId, TokenHash};
 use runtime::{io::Listener, tls};
 use tokio::{sync::watch, task::AbortHandle};
 
@@ -23,6 +23,8 @@ use crate::{
 
 /// How long discovery may take to name a replica whose route tells this one's own address.
 const FIRST_SEED: Duration = Duration::from_secs(60);
+/// How often that is tried.
+const AGAIN: Duration = Duration::from_secs(1);
 /// How often the secret files are looked at.
 const ROTATION: Duration = Duration::from_secs(5);
 /// By how much clocks of replicas may differ.
@@ -70,6 +72,8 @@ pub struct Mesh {
     keys: watch::Sender<Arc<KeyRing>>,
     secrets: Vec<ApiSecret>,
     secret_files: Vec<PathBuf>,
+    /// Hashes of the secrets of the API, none of which may become one of the private API.
+    api_hashes: Vec<TokenHash>,
 }
 
 impl std::fmt::Debug for Mesh {
@@ -148,12 +152,19 @@ async fn own_address(
         }
         if !said {
             said = true;
-            tracing::info!(reason = %error, "waiting for discovery to name another replica");
+            tracing::warn!(
+                reason = crate::peer::chain(&error),
+                within = ?FIRST_SEED,
+                "where other replicas reach this one is not known yet: trying again"
+            );
         }
-        match tokio::time::timeout_at(until, seeds.changed()).await {
-            Ok(Ok(())) => {}
-            // Nobody will come.
-            Ok(Err(_)) | Err(_) => return Err(error),
+        if tokio::time::Instant::now() >= until {
+            return Err(error);
+        }
+        tokio::select! {
+            changed = seeds.changed() => if changed.is_err() { tokio::time::sleep(AGAIN).await },
+            // A name may have an address by now.
+            () = tokio::time::sleep(AGAIN) => {}
         }
     }
 }
@@ -166,6 +177,7 @@ impl Mesh {
     pub async fn bind(
         config: &config::Replication,
         secrets: Vec<ApiSecret>,
+        api_secrets: &[ApiSecret],
         listener: &Listener,
         metrics: &Arc<Metrics>,
     ) -> Result<Self, MeshError> {
@@ -202,7 +214,10 @@ impl Mesh {
         let client = files
             .map(|files| {
                 let identity = Some((files.certificate.as_path(), files.key.as_path()));
-                tls::client_as(config.private_api.client_ca.as_deref(), identity)
+                match config.private_api.client_ca.as_deref() {
+                    Some(ca) => tls::client_of(ca, identity),
+                    None => tls::client_as(None, identity),
+                }
             })
             .transpose()?;
         // Config has at least one.
@@ -227,6 +242,7 @@ impl Mesh {
             keys,
             secrets,
             secret_files: config.private_api.secrets.clone(),
+            api_hashes: api_secrets.iter().map(|secret| TokenHash::of(secret.expose())).collect(),
         })
     }
 
@@ -242,12 +258,23 @@ impl Mesh {
 
     /// Runs until dropped.
     pub async fn run(self, private: Arc<PrivateListener>) {
-        let Self { replication, gossip, seeds, discovery, credential, keys, secrets, secret_files, .. } =
-            self;
+        let Self {
+            replication,
+            gossip,
+            seeds,
+            discovery,
+            credential,
+            keys,
+            secrets,
+            secret_files,
+            api_hashes,
+            ..
+        } = self;
         let _discovery = discovery;
+        let refuse = move |secret: &ApiSecret| api_hashes.contains(&TokenHash::of(secret.expose()));
         tokio::join!(
             replication.run(gossip, seeds),
-            rotate(secrets, secret_files, private, credential, keys)
+            rotate(secrets, secret_files, refuse, private, credential, keys)
         );
     }
 }
@@ -256,6 +283,7 @@ impl Mesh {
 async fn rotate(
     mut secrets: Vec<ApiSecret>,
     files: Vec<PathBuf>,
+    refuse: impl Fn(&ApiSecret) -> bool,
     private: Arc<PrivateListener>,
     credential: Arc<Credential>,
     keys: watch::Sender<Arc<KeyRing>>,
@@ -281,6 +309,15 @@ async fn rotate(
                 continue;
             }
         };
+        if new.iter().any(&refuse) {
+            if !std::mem::replace(&mut failing, true) {
+                tracing::error!(
+                    "a secret of the private API is one of the API now: every client could act as a replica; the last \
+                     secrets stay"
+                );
+            }
+            continue;
+        }
         let (Ok(ring), Some(first)) = (ring(&new), new.first()) else {
             if !std::mem::replace(&mut failing, true) {
                 tracing::warn!("a secret of the private API has fewer than 32 bytes; the last secrets stay");

@@ -241,8 +241,19 @@ pub struct Peer {
     next: AtomicUsize,
     /// Smoothed round trip, in microseconds; 0: not measured.
     rtt: AtomicU64,
-    asks: Mutex<HashMap<Queue, Weak<Semaphore>>>,
+    asks: Mutex<Asks>,
 }
+
+/// Who may ask, by queue.
+#[derive(Default)]
+struct Asks {
+    map: HashMap<Queue, Weak<Semaphore>>,
+    /// `map` is swept when it has this many entries.
+    sweep_at: usize,
+}
+
+/// Queues that nobody stands in any more are swept when there are this many.
+const SWEEP: usize = 1024;
 
 /// What asks stand in one queue for.
 type Queue = (AgentId, Option<ConnectionId>, Arc<str>);
@@ -338,14 +349,15 @@ impl Peer {
     fn asks(&self, ask: &Ask) -> Arc<Semaphore> {
         let queue = (ask.agent, ask.connection, Arc::clone(&ask.method));
         let mut asks = self.asks.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(semaphore) = asks.get(&queue).and_then(Weak::upgrade) {
+        if let Some(semaphore) = asks.map.get(&queue).and_then(Weak::upgrade) {
             return semaphore;
         }
-        if asks.len() >= 1024 {
-            asks.retain(|_, semaphore| semaphore.strong_count() > 0);
+        if asks.map.len() >= asks.sweep_at {
+            asks.map.retain(|_, semaphore| semaphore.strong_count() > 0);
+            asks.sweep_at = (2 * asks.map.len()).max(SWEEP);
         }
         let semaphore = Arc::new(Semaphore::new(ASKS));
-        asks.insert(queue, Arc::downgrade(&semaphore));
+        asks.map.insert(queue, Arc::downgrade(&semaphore));
         semaphore
     }
 
@@ -383,17 +395,15 @@ impl Peer {
 
     async fn ask_on(&self, slot: &Slot, within: Duration, ask: &Ask) -> Result<Lent, Refusal> {
         let unavailable = |error: &dyn std::error::Error| Refusal::Unavailable(chain(error));
-        let link = slot.link(self, within).await.map_err(|error| unavailable(&error))?;
-        let mut request = link.request(BORROW, self.credential.authorization());
-        let headers = request.headers_mut();
+        let method = HeaderValue::from_str(&ask.method)
+            .map_err(|_| Refusal::Final(Status::new(Code::Unimplemented, "a method is printable ASCII")))?;
+        let mut headers = HeaderMap::with_capacity(8);
         headers.insert(FROM, name(&self.me));
         headers.insert(TO, name(&self.replica.id));
         headers.insert(AGENT, ask.agent.get().into());
         if let Some(connection) = ask.connection {
             headers.insert(CONNECTION, connection.get().into());
         }
-        let method = HeaderValue::from_str(&ask.method)
-            .map_err(|_| Refusal::Final(Status::new(Code::Unimplemented, "a method is printable ASCII")))?;
         headers.insert(METHOD, method);
         headers.insert(FORWARDED, HeaderValue::from_static("1"));
         headers.insert(grpc::CORRELATION_ID, ask.correlation.clone());
@@ -404,7 +414,18 @@ impl Peer {
             value.set_sensitive(true);
             headers.insert("grpc-timeout", value);
         }
-        let (response, send) = link.open(request).await.map_err(|error| unavailable(&error))?;
+        let mut again = true;
+        let (response, send) = loop {
+            let link = slot.link(self, within).await.map_err(|error| unavailable(&error))?;
+            let mut request = link.request(BORROW, self.credential.authorization());
+            request.headers_mut().extend(headers.clone());
+            match link.open(request).await {
+                Ok(opened) => break opened,
+                // Nobody looked at it: the link had its age, or the owner leaves. Another link may be taken.
+                Err(CallError::Refused(_)) if again => again = false,
+                Err(error) => return Err(unavailable(&error)),
+            }
+        };
         let headers = response.headers();
         if let Some(status) = Status::from_headers(headers) {
             return Err(refusal(status, headers));
@@ -455,13 +476,19 @@ impl Peer {
         message: Bytes,
         meant: bool,
     ) -> Result<http::Response<RecvBody>, CallFailure> {
-        let link = self.control.link(self, CONNECT).await?;
-        let mut request = link.request(path, self.credential.authorization());
-        request.headers_mut().insert(FROM, name(&self.me));
-        if meant {
-            request.headers_mut().insert(TO, name(&self.replica.id));
+        let mut again = true;
+        loop {
+            let link = self.control.link(self, CONNECT).await?;
+            let mut request = link.request(path, self.credential.authorization());
+            request.headers_mut().insert(FROM, name(&self.me));
+            if meant {
+                request.headers_mut().insert(TO, name(&self.replica.id));
+            }
+            match link.call(request, message.clone()).await {
+                Err(CallError::Refused(_)) if again => again = false,
+                answered => return Ok(answered?),
+            }
         }
-        Ok(link.call(request, message).await?)
     }
 }
 

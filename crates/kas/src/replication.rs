@@ -93,6 +93,8 @@ struct Inner {
     streams: HashMap<StreamId, AbortHandle>,
     /// Build of each replica, as gossip tells it.
     builds: HashMap<ReplicaId, (u64, String)>,
+    /// Why an address does not show its table, as it says.
+    refusals: HashMap<Arc<str>, String>,
     /// The connection lists of other replicas may be different.
     lists_changed: bool,
 }
@@ -142,6 +144,7 @@ impl Replication {
             sweep_at: SWEEP,
             streams: HashMap::new(),
             builds: HashMap::new(),
+            refusals: HashMap::new(),
             lists_changed: false,
         };
         Arc::new_cyclic(|this| Self {
@@ -335,16 +338,23 @@ impl Replication {
     fn see_seeds(&self, seeds: &HashSet<SocketAddr>) {
         let others = seeds.iter().map(SocketAddr::to_string).filter(|seed| **seed != *self.me.address);
         let addresses: Vec<Arc<str>> = others.map(Into::into).collect();
+        self.inner().refusals.retain(|address, _| addresses.contains(address));
         self.inner().table.seeds(addresses, Instant::now());
     }
 
     fn see_status(&self, status: gossip::Status) {
         let lonely = matches!(status, gossip::Status::Lonely { .. });
         self.metrics.gossip_lonely.set(lonely.into());
+        let over_tcp = *self.live.borrow() - 1;
         match status {
+            gossip::Status::Lonely { .. } if over_tcp > 0 => tracing::warn!(
+                over_tcp,
+                "gossip hears nobody although other replicas answer over TCP, where requests go on: check that UDP passes \
+                 between them on the port of the private API, and that gossip.cluster is the same"
+            ),
             gossip::Status::Lonely { .. } => tracing::warn!(
-                "gossip hears nobody although discovery names other replicas: check that UDP passes between them on the \
-                 port of the private API, and that they share its secret and gossip.cluster; requests go on over TCP"
+                "nobody is heard although discovery names other replicas: check that they run, that TCP and UDP pass \
+                 between them on the port of the private API, and that they share its secret and gossip.cluster"
             ),
             gossip::Status::Meshed { peers } => tracing::info!(peers, "gossip hears other replicas"),
             gossip::Status::Alone | gossip::Status::Seeking => {}

@@ -98,6 +98,8 @@ impl std::fmt::Debug for TunnelRegistry {
 struct Agent {
     instances: Vec<Instance>,
     tunnels: usize,
+    /// Open transport connections of the agent: one of its pods may leave while another stays.
+    transports: usize,
     queues: HashMap<QueueKey, BTreeMap<u64, Sender>>,
     waiters: usize,
     serial: u64,
@@ -220,7 +222,7 @@ impl Agent {
     }
 
     fn is_unused(&self) -> bool {
-        self.tunnels == 0 && self.waiters == 0 && self.lease.is_none()
+        self.tunnels == 0 && self.waiters == 0 && self.lease.is_none() && self.transports == 0
     }
 }
 
@@ -497,8 +499,25 @@ impl TunnelRegistry {
         });
     }
 
-    /// The transport connection of an agent without tunnels is gone: it is present no longer.
-    pub fn connection_closed(&self, agent: AgentId) {
+    /// A transport connection of the agent was authenticated.
+    pub fn transport_opened(&self, agent: AgentId) {
+        self.shard(agent).entry(agent).or_default().transports += 1;
+    }
+
+    /// A transport connection of the agent is gone; without another one and without tunnels the agent is present no
+    /// longer.
+    pub fn transport_closed(&self, agent: AgentId) {
+        let mut shard = self.shard(agent);
+        let Some(entry) = shard.get_mut(&agent) else { return };
+        entry.transports = entry.transports.saturating_sub(1);
+        if entry.transports > 0 {
+            return;
+        }
+        if entry.is_unused() {
+            shard.remove(&agent);
+            return;
+        }
+        drop(shard);
         self.leave(agent, None);
     }
 

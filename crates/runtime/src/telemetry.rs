@@ -67,7 +67,12 @@ fn filter(level: &str) -> EnvFilter {
 /// HTTP/2 libraries log each frame at debug: an operator who asks for debug wants ours.
 fn expand(level: &str) -> String {
     match level {
-        "debug" | "trace" => format!("{level},h2=info,hyper=info,hyper_util=info,tower=info,rustls=info"),
+        "debug" | "trace" => format!(
+            "{level},h2=info,hyper=info,hyper_util=info,tower=info,rustls=info,chitchat=info,hickory_resolver=info,\
+             hickory_net=info,kube_runtime=error,kube_client=info"
+        ),
+        // It repeats at each attempt what discovery says once.
+        "info" | "warn" => format!("{level},kube_runtime=error"),
         other => other.to_owned(),
     }
 }

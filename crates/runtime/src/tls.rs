@@ -105,9 +105,29 @@ pub fn client_as(
     ca_file: Option<&Path>,
     identity: Option<(&Path, &Path)>,
 ) -> Result<Arc<ClientConfig>, Error> {
+    client_with(system_roots(), ca_file, identity)
+}
+
+/// As [`client_as`], for servers whose certificate one of `ca_file` signed, and for no others.
+///
+/// # Errors
+/// See [`Error`].
+pub fn client_of(ca_file: &Path, identity: Option<(&Path, &Path)>) -> Result<Arc<ClientConfig>, Error> {
+    client_with(RootCertStore::empty(), Some(ca_file), identity)
+}
+
+fn system_roots() -> RootCertStore {
     let mut roots = RootCertStore::empty();
     // A system without roots is fine when a CA file is given; a handshake says the rest.
     roots.add_parsable_certificates(rustls_native_certs::load_native_certs().certs);
+    roots
+}
+
+fn client_with(
+    mut roots: RootCertStore,
+    ca_file: Option<&Path>,
+    identity: Option<(&Path, &Path)>,
+) -> Result<Arc<ClientConfig>, Error> {
     if let Some(path) = ca_file {
         for certificate in certificates(path)? {
             roots.add(certificate).map_err(Error::Unusable)?;

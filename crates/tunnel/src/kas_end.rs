@@ -946,8 +946,9 @@ impl Body for TunnelBody {
 impl Drop for TunnelBody {
     fn drop(&mut self) {
         let mut core = self.tunnel.core();
-        if self.tunnel.borrowed && self.done && !core.dead {
-            // Everything has been said; the answer goes on.
+        if self.tunnel.borrowed && !core.dead && core.job.is_none() {
+            // The request has begun: how it ends is for the answer's own direction to say. The lender may stop reading
+            // before everything has been written, when the answer is complete.
             core.tunnel_waker = None;
             return;
         }

@@ -29,8 +29,9 @@ pub(super) const PAUSE: (Duration, Duration) = (Duration::from_millis(100), Dura
 pub(super) const REFUSED: (Duration, Duration) = (Duration::from_secs(10), Duration::from_secs(300));
 /// Pause after a connection that reached nobody new. kas counts connections: 100 a minute for each token.
 const AGAIN: (Duration, Duration) = (Duration::from_secs(10), Duration::from_secs(20));
-/// A session that lasted this long was good: the next attempt begins anew.
-const GOOD: Duration = Duration::from_secs(10);
+/// A session that lasted this long was good: the next attempt begins anew. Short, because whoever loses a replica twice
+/// in a row must not wait for seconds; a kas that accepts and breaks at once is still slowed down.
+const GOOD: Duration = Duration::from_secs(1);
 /// A count of replicas is believed for this long after a lower one has come: one that restarts is back within it.
 const SEEN: Duration = Duration::from_secs(300);
 /// A replica that asked the agent to go elsewhere is not gone back to within this time, unless there is no other: it

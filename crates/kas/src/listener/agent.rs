@@ -217,6 +217,9 @@ struct Transport {
 
 #[derive(Default)]
 struct TransportState {
+    /// Who was authenticated on it.
+    agents: Vec<AgentId>,
+    closed: bool,
     tunnels: Vec<HeldTunnel>,
     configs: Vec<HeldConfig>,
     /// A proxy was seen in the headers of a stream.
@@ -261,6 +264,13 @@ impl Transport {
             Ok(authenticated) => {
                 if self.trust.passed() {
                     self.listener.rate_limit.charge(authenticated.token);
+                }
+                let agent = authenticated.agent.id;
+                let mut state = self.state();
+                // One, but where a proxy joins several.
+                if !state.agents.contains(&agent) && !state.closed {
+                    state.agents.push(agent);
+                    self.listener.registry.transport_opened(agent);
                 }
             }
             Err(_) => {
@@ -589,15 +599,13 @@ impl Connection for Transport {
     fn closed(&self) {
         self.listener.metrics.agent_transports.dec();
         self.listener.transports.lock().unwrap_or_else(PoisonError::into_inner).remove(&self.serial);
-        let mut agents: Vec<AgentId> = {
-            let state = self.state();
-            let of_tunnels = state.tunnels.iter().map(|held| held.authenticated.agent.id);
-            of_tunnels.chain(state.configs.iter().map(|held| held.authenticated.agent.id)).collect()
+        let agents = {
+            let mut state = self.state();
+            state.closed = true;
+            std::mem::take(&mut state.agents)
         };
-        agents.sort_unstable();
-        agents.dedup();
         for agent in agents {
-            self.listener.registry.connection_closed(agent);
+            self.listener.registry.transport_closed(agent);
         }
     }
 }

@@ -217,18 +217,27 @@ impl Replication {
     pub(super) fn alarms(&self) -> Vec<String> {
         let Some(gossip) = self.gossip.get() else { return vec!["gossip has not started".to_owned()] };
         let live = *self.live.borrow() - 1;
+        let mut alarms = Vec::new();
         match *gossip.status().borrow() {
-            gossip::Status::Lonely { since } if live > 0 => vec![format!(
+            gossip::Status::Lonely { since } if live > 0 => alarms.push(format!(
                 "gossip has heard nobody for {:.0?} although {live} other replicas answer over TCP: UDP does not pass on \
                  the port of the private API",
                 since.elapsed()
-            )],
-            gossip::Status::Lonely { since } => vec![format!(
+            )),
+            gossip::Status::Lonely { since } => alarms.push(format!(
                 "this replica has heard nobody for {:.0?} although discovery names others",
                 since.elapsed()
-            )],
-            _ => Vec::new(),
+            )),
+            gossip::Status::Alone | gossip::Status::Seeking | gossip::Status::Meshed { .. } => {}
         }
+        let refusals = self.inner().refusals.clone();
+        let mut refusals: Vec<String> = refusals
+            .into_iter()
+            .map(|(address, why)| format!("{address} does not show its table: {why}"))
+            .collect();
+        refusals.sort_unstable();
+        alarms.extend(refusals);
+        alarms
     }
 }
 

@@ -30,7 +30,7 @@ pub(super) async fn follow(
 ) {
     let failure = match open(&replication, replica.clone(), &address, resume).await {
         Ok((response, link)) => {
-            let failure = read(&replication, stream, response).await;
+            let failure = read(&replication, stream, &address, response).await;
             drop(link);
             failure
         }
@@ -75,12 +75,23 @@ async fn open(
 async fn read(
     replication: &Arc<Replication>,
     stream: StreamId,
+    address: &Arc<str>,
     response: http::Response<RecvBody>,
 ) -> Failure {
     if let Some(status) = grpc::Status::from_headers(response.headers()) {
-        tracing::warn!(status = %status, "another replica refuses to show its table");
+        let why = status.to_string();
+        let before = replication.inner().refusals.insert(Arc::clone(address), why.clone());
+        if before.as_ref() != Some(&why) {
+            tracing::warn!(
+                peer = &**address,
+                status = why,
+                "what answers there does not show its table: check that it is a replica of this cluster, with the same \
+                 private_api.listen.authentication_secret_file"
+            );
+        }
         return Failure::Ended;
     }
+    replication.inner().refusals.remove(address);
     let mut reader = MessageReader::new(response.into_body(), MAX_MESSAGE);
     loop {
         let message = match reader.next().await {

@@ -188,7 +188,7 @@ impl Search<'_> {
         asking: &FuturesUnordered<Asking>,
         asked: &mut HashMap<ReplicaId, Asked>,
     ) -> Duration {
-        let Some(peers) = &self.router.peers else { return Duration::MAX };
+        let Some(peers) = &self.router.peers else { return Duration::ZERO };
         let peer = peers.peer(&candidate.replica);
         let hedge = peer.hedge();
         let owner = candidate.replica.id.clone();
