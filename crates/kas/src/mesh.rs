@@ -273,6 +273,7 @@ impl Mesh {
         let _discovery = discovery;
         let refuse = move |secret: &ApiSecret| api_hashes.contains(&TokenHash::of(secret.expose()));
         tokio::join!(
+            Arc::clone(&replication).check_own_address(),
             replication.run(gossip, seeds),
             rotate(secrets, secret_files, refuse, private, credential, keys)
         );

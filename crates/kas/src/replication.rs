@@ -43,6 +43,9 @@ const PULSE: Duration = Duration::from_millis(500);
 /// Without a pulse for this long, gossip says that this replica hangs.
 pub const HUNG: Duration = Duration::from_secs(3);
 
+/// This replica calls itself this long after its start.
+const OWN_ADDRESS: Duration = Duration::from_secs(1);
+
 /// Keys of gossip.
 mod key {
     /// Address of the private API.
@@ -95,6 +98,8 @@ struct Inner {
     builds: HashMap<ReplicaId, (u64, String)>,
     /// Why an address does not show its table, as it says.
     refusals: HashMap<Arc<str>, String>,
+    /// This replica tells others an address that is not its own.
+    misplaced: Option<String>,
     /// The connection lists of other replicas may be different.
     lists_changed: bool,
 }
@@ -145,6 +150,7 @@ impl Replication {
             streams: HashMap::new(),
             builds: HashMap::new(),
             refusals: HashMap::new(),
+            misplaced: None,
             lists_changed: false,
         };
         Arc::new_cyclic(|this| Self {
@@ -291,6 +297,32 @@ impl Replication {
                 }
             }
         }
+    }
+
+    /// Calls this replica at the address that it tells the others: somebody else may live there.
+    pub async fn check_own_address(self: Arc<Self>) {
+        tokio::time::sleep(OWN_ADDRESS).await;
+        let told = tokio::time::timeout(OWN_ADDRESS * 2, stream::identify(&self, &self.me.address)).await;
+        let epoch = self.inner().owner.epoch();
+        let alarm = match told.unwrap_or_else(|_| Err("no answer".to_owned())) {
+            Ok(identity) if identity.replica == self.me.id && identity.epoch == epoch => return,
+            Ok(_) => format!(
+                "another replica lives at {}, which this one tells the others as its own address: set private_api.advertise, \
+                 OWN_PRIVATE_API_URL or POD_IP",
+                self.me.address
+            ),
+            Err(why) => {
+                // Not every network lets a host call itself by its outer address.
+                tracing::warn!(
+                    address = &*self.me.address,
+                    why,
+                    "this replica cannot call itself where others should"
+                );
+                return;
+            }
+        };
+        tracing::error!("{alarm}");
+        self.inner().misplaced = Some(alarm);
     }
 
     /// Says the last word to the others and stops gossip.

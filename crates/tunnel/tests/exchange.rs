@@ -1054,3 +1054,28 @@ async fn across_replicas_an_end_without_close_send_is_not_taken_for_the_end_of_t
     assert_ne!(status.code(), Code::Ok);
     assert!(gateway.was_reset());
 }
+
+#[tokio::test]
+async fn across_replicas_an_answer_is_complete_although_the_lender_stops_reading_the_request() {
+    let caller = Pipe::default();
+    caller.write(message(b"first"));
+    let (mut hop, mut exchange) = Hop::new(Peer::Old, &caller);
+    hop.carry().await;
+    hop.gateway.wrote().await.unwrap();
+    let answer =
+        [control(request::HEADER, b""), payload(request::MESSAGE, b"early"), control(request::TRAILER, b"")];
+    hop.gateway.agent.write(answer.concat());
+    hop.gateway.agent.end();
+    // The agent's answer is under way when HTTP/2 tells the asker that nobody reads what it still has to write.
+    let splice = hop.splice.as_mut().unwrap();
+    let frame = std::future::poll_fn(|cx| Pin::new(&mut *splice).poll_frame(cx)).await.unwrap().unwrap();
+    hop.lent.write(frame.into_data().unwrap());
+    assert_eq!(hop.gateway.wrote().await.unwrap_err().code(), Code::Ok, "a one-shot tunnel ends");
+    let frame = std::future::poll_fn(|cx| Pin::new(&mut *splice).poll_frame(cx)).await.unwrap().unwrap();
+    assert_eq!(Status::from_headers(&frame.into_trailers().unwrap()).unwrap().code(), Code::Ok);
+    hop.lent.end();
+    hop.out = None;
+    assert!(matches!(exchange.head().await.unwrap(), Head::Headers(_)));
+    let (bytes, status) = answered(&mut exchange).await;
+    assert_eq!((bytes, status.unwrap().code()), (message(b"early").into(), Code::Ok));
+}

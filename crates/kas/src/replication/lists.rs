@@ -230,7 +230,11 @@ impl Replication {
             )),
             gossip::Status::Alone | gossip::Status::Seeking | gossip::Status::Meshed { .. } => {}
         }
-        let refusals = self.inner().refusals.clone();
+        let (misplaced, refusals) = {
+            let inner = self.inner();
+            (inner.misplaced.clone(), inner.refusals.clone())
+        };
+        alarms.extend(misplaced);
         let mut refusals: Vec<String> = refusals
             .into_iter()
             .map(|(address, why)| format!("{address} does not show its table: {why}"))

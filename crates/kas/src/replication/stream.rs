@@ -168,6 +168,25 @@ pub(super) fn of_proto(message: watch_response::Message) -> Option<(Option<Ident
     })
 }
 
+/// Asks whoever listens at `address` who it is.
+///
+/// # Errors
+/// Why nobody said it, for a person.
+pub(super) async fn identify(replication: &Replication, address: &Arc<str>) -> Result<Identity, String> {
+    let (response, _link) =
+        open(replication, None, address, None).await.map_err(|error| peer::chain(&error))?;
+    if let Some(status) = grpc::Status::from_headers(response.headers()) {
+        return Err(status.to_string());
+    }
+    let mut reader = MessageReader::new(response.into_body(), MAX_MESSAGE);
+    let message = reader.next().await.map_err(|error| peer::chain(&error))?;
+    message
+        .and_then(|message| WatchResponse::decode(message).ok()?.message)
+        .and_then(of_proto)
+        .and_then(|(from, _)| from)
+        .ok_or_else(|| "it does not say who it is".to_owned())
+}
+
 /// Reads hostile bytes as each message of the private API, and applies table streams to an empty table: for a fuzz
 /// target.
 pub fn fuzz(bytes: &[u8]) {
