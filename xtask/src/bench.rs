@@ -2,10 +2,11 @@
 //!
 //! Every server that is measured is a process of the release profile on loopback, and so is the load client.
 //! `path` measures time, throughput, processor time and memory; `instructions` counts what kas executes per call,
-//! which neighbours on the machine do not change.
+//! which neighbours on the machine do not change. `cluster` measures several replicas.
 
 mod agents;
 mod client;
+mod cluster;
 mod instructions;
 mod orders;
 mod path;
@@ -27,6 +28,8 @@ enum What {
     Path(PathArgs),
     /// Instructions of kas per call, under valgrind; about two minutes.
     Instructions(InstructionsArgs),
+    /// Several replicas: how soon they know of agents and of each other's end; about fifteen minutes.
+    Cluster(ClusterArgs),
 }
 
 #[derive(Debug, clap::Args)]
@@ -66,6 +69,21 @@ struct InstructionsArgs {
 }
 
 #[derive(Debug, clap::Args)]
+struct ClusterArgs {
+    /// How often calls through two replicas are compared with direct ones; the other parts have counts of their own.
+    #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    rounds: u32,
+    /// Measures traffic and memory against numbers of replicas and agents instead, for docs/scale.md.
+    #[arg(long, conflicts_with_all = ["only", "json", "markdown"])]
+    scale: bool,
+    /// Measures only these keys, whole or their first words: `t_kill`, `t`, `two_hop`.
+    #[arg(long, value_name = "KEY", value_delimiter = ',')]
+    only: Vec<String>,
+    #[command(flatten)]
+    output: Output,
+}
+
+#[derive(Debug, clap::Args)]
 struct Output {
     /// Writes the keys that gates are about as one flat object; keys of the other command that the file has stay.
     #[arg(long, value_name = "FILE")]
@@ -89,6 +107,7 @@ pub(crate) fn run(args: BenchArgs) -> anyhow::Result<()> {
     match args.what {
         What::Path(args) => path::run(&args),
         What::Instructions(args) => instructions::run(&args),
+        What::Cluster(args) => cluster::run(&args),
     }
 }
 

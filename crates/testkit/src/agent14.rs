@@ -144,6 +144,16 @@ impl Agent14 {
         soon("a configuration comes", self.configuration.message()).await
     }
 
+    /// As [`next_configuration`](Self::next_configuration), however long that takes.
+    ///
+    /// # Errors
+    /// The status with which the stream ended instead.
+    pub async fn next_configuration_unbounded(
+        &mut self,
+    ) -> Result<Option<ConfigurationResponse>, tonic::Status> {
+        self.configuration.message().await
+    }
+
     /// Opens the configuration stream anew, having seen `commit`.
     ///
     /// # Errors

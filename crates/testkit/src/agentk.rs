@@ -58,14 +58,23 @@ impl Agentk {
     pub async fn start_tls(kas: SocketAddr, token: &str, ca: &Path) -> Result<Self> {
         let ca = ca.to_str().context("the path of a CA file is UTF-8")?;
         let arguments = ["--kube-server", "http://127.0.0.1:1", "--ca-cert-file", ca];
-        Self::start_at(&format!("grpcs://{kas}"), token, &arguments).await
+        Self::start_at(None, &format!("grpcs://{kas}"), token, &arguments).await
+    }
+
+    /// Starts one in a network namespace; nothing is behind it but the bench's service.
+    ///
+    /// # Errors
+    /// When it does not start.
+    pub async fn start_from(namespace: Option<&Path>, kas: SocketAddr, token: &str) -> Result<Self> {
+        let cluster = ["--kube-server", "http://127.0.0.1:1"];
+        Self::start_at(namespace, &format!("grpc://{kas}"), token, &cluster).await
     }
 
     async fn start_in(kas: SocketAddr, token: &str, cluster: &[&str]) -> Result<Self> {
-        Self::start_at(&format!("grpc://{kas}"), token, cluster).await
+        Self::start_at(None, &format!("grpc://{kas}"), token, cluster).await
     }
 
-    async fn start_at(kas: &str, token: &str, further: &[&str]) -> Result<Self> {
+    async fn start_at(namespace: Option<&Path>, kas: &str, token: &str, further: &[&str]) -> Result<Self> {
         let dir = TempDir::with_prefix("agentk-test-").context("a folder for agentk")?;
         let token_file = dir.path().join("token");
         replace(&token_file, token.as_bytes())?;
@@ -82,7 +91,7 @@ impl Agentk {
         arguments.push("--bench-module");
         let log = std::env::var("AGENTK_TEST_LOG").unwrap_or_default();
         let env: &[(&str, &str)] = if log.is_empty() { &[] } else { &[("RUST_LOG", &log)] };
-        let process = Process::start("agentk", &agentk, &arguments, env).await?;
+        let process = Process::start_in(namespace, "agentk", &agentk, &arguments, env).await?;
         let observability = process
             .logged("where its metrics are", |line| {
                 (line["message"] == "metrics and probes").then(|| line["address"].as_str()?.parse().ok())?

@@ -53,6 +53,8 @@ pub struct Options {
     pub secrets: Vec<Vec<u8>>,
     /// What its configuration has besides, or instead.
     pub config: Value,
+    /// The network namespace that it runs in, unless it is that of the tests.
+    pub namespace: Option<PathBuf>,
 }
 
 impl Default for Options {
@@ -62,6 +64,7 @@ impl Default for Options {
             agents: vec![AgentEntry::new(1), AgentEntry::new(2)],
             secrets: vec![rand::random::<[u8; 32]>().to_vec()],
             config: json!({}),
+            namespace: None,
         }
     }
 }
@@ -79,6 +82,7 @@ pub struct Kas {
     pub observability: SocketAddr,
     /// What callers' tokens are signed with.
     pub secrets: Vec<Vec<u8>>,
+    namespace: Option<PathBuf>,
     dir: TempDir,
 }
 
@@ -123,8 +127,9 @@ impl Kas {
         merge(&mut config, options.config);
         // JSON is YAML.
         std::fs::write(dir.path().join("kas.yaml"), serde_json::to_vec_pretty(&config)?)?;
-        let (process, [agent, api, observability]) = spawn(dir.path()).await?;
-        Ok(Self { process, agent, api, observability, secrets: options.secrets, dir })
+        let namespace = options.namespace;
+        let (process, [agent, api, observability]) = spawn(dir.path(), namespace.as_deref()).await?;
+        Ok(Self { process, agent, api, observability, secrets: options.secrets, namespace, dir })
     }
 
     /// Starts a new process with the same files on the same ports; the one before must have ended.
@@ -143,7 +148,7 @@ impl Kas {
             }),
         );
         std::fs::write(&path, serde_json::to_vec_pretty(&config)?)?;
-        self.process = spawn(self.dir.path()).await?.0;
+        self.process = spawn(self.dir.path(), self.namespace.as_deref()).await?.0;
         Ok(())
     }
 
@@ -207,14 +212,14 @@ impl Kas {
     }
 }
 
-async fn spawn(dir: &Path) -> Result<(Process, [SocketAddr; 3])> {
+async fn spawn(dir: &Path, namespace: Option<&Path>) -> Result<(Process, [SocketAddr; 3])> {
     let kas = tokio::task::spawn_blocking(|| program("kas")).await??;
     let config = dir.join("kas.yaml");
     let config = config.to_str().context("the folder's name is UTF-8")?;
     let log = std::env::var("KAS_TEST_LOG").unwrap_or_default();
     let env: &[(&str, &str)] = if log.is_empty() { &[] } else { &[("RUST_LOG", &log)] };
-    let process =
-        Process::start("kas", &kas, &["--configuration-file", config, "--log-format", "json"], env).await?;
+    let arguments = ["--configuration-file", config, "--log-format", "json"];
+    let process = Process::start_in(namespace, "kas", &kas, &arguments, env).await?;
     let addresses = process
         .logged("that it serves", |line| {
             let address = |key: &str| line[key].as_str()?.parse().ok();
@@ -255,7 +260,7 @@ pub fn replace(path: &Path, content: &[u8]) -> Result<()> {
 }
 
 /// Puts `over` into `config`: objects key by key, everything else as it is.
-fn merge(config: &mut Value, over: Value) {
+pub(crate) fn merge(config: &mut Value, over: Value) {
     match (config, over) {
         (Value::Object(config), Value::Object(over)) => {
             for (key, value) in over {
@@ -326,14 +331,26 @@ pub async fn metric_is_at_least(address: SocketAddr, name: &str, value: f64) -> 
 /// When it is not there within [`SOON`].
 pub async fn eventually<T, E: std::fmt::Debug>(
     what: &str,
+    look: impl AsyncFnMut() -> Result<Result<T, E>>,
+) -> Result<T> {
+    within(SOON, what, look).await
+}
+
+/// As [`eventually`], with another bound.
+///
+/// # Errors
+/// When it is not there within `time`.
+pub async fn within<T, E: std::fmt::Debug>(
+    time: Duration,
+    what: &str,
     mut look: impl AsyncFnMut() -> Result<Result<T, E>>,
 ) -> Result<T> {
-    let deadline = Instant::now() + SOON;
+    let deadline = Instant::now() + time;
     loop {
         match look().await? {
             Ok(there) => return Ok(there),
             Err(instead) if Instant::now() >= deadline => {
-                anyhow::bail!("{what}: not within {SOON:?}, but {instead:?}")
+                anyhow::bail!("{what}: not within {time:?}, but {instead:?}")
             }
             Err(_) => tokio::time::sleep(Duration::from_millis(10)).await,
         }

@@ -1,6 +1,8 @@
 //! What tests share: processes, a real Kubernetes API server, and peers of the wire.
 //!
 //! * [`process`]: child processes whose log can be waited for; [`kas`] and [`agentk`]: ours.
+//! * [`mesh`]: several replicas of kas as one cluster, on loopback or each on a host of its own: a [`network`] of
+//!   namespaces, which can be cut.
 //! * [`caller`]: who calls the API listener. [`raw_agent`]: an agent by hand; [`agent14`]: one as GitLab's are; both
 //!   serve what [`handler`] says. [`link`]: the HTTP/2 below.
 //! * [`kas14`]: a kas as GitLab's, for agentk. [`kubernetes`]: a real API server.
@@ -14,5 +16,7 @@ pub mod kas;
 pub mod kas14;
 pub mod kubernetes;
 pub mod link;
+pub mod mesh;
+pub mod network;
 pub mod process;
 pub mod raw_agent;

@@ -4,6 +4,7 @@
 
 use std::{
     env,
+    ffi::OsString,
     io::{self, BufRead as _, BufReader},
     path::{Path, PathBuf},
     process::{Child, Command, ExitStatus, Stdio},
@@ -101,15 +102,34 @@ impl Process {
     /// # Errors
     /// When it cannot be started.
     pub async fn start(name: &str, program: &Path, arguments: &[&str], env: &[(&str, &str)]) -> Result<Self> {
-        let mut command = match setpriv() {
-            // A killed test runs no destructors: the kernel then kills what it started.
-            Some(setpriv) => {
-                let mut command = Command::new(setpriv);
-                command.args(["--pdeathsig", "KILL", "--"]).arg(program);
-                command
-            }
-            None => Command::new(program),
-        };
+        Self::start_in(None, name, program, arguments, env).await
+    }
+
+    /// Starts `program` in a network namespace, which is that of the tests when there is none.
+    ///
+    /// # Errors
+    /// When it cannot be started.
+    pub async fn start_in(
+        namespace: Option<&Path>,
+        name: &str,
+        program: &Path,
+        arguments: &[&str],
+        env: &[(&str, &str)],
+    ) -> Result<Self> {
+        // A killed test runs no destructors: the kernel then kills what it started. Neither program forks, so that
+        // the process is still this one's child.
+        let mut words: Vec<OsString> = Vec::new();
+        if let Some(setpriv) = find("setpriv") {
+            words.extend([setpriv.into(), "--pdeathsig".into(), "KILL".into(), "--".into()]);
+        }
+        if let Some(namespace) = namespace {
+            let mut option = OsString::from("--net=");
+            option.push(namespace);
+            words.extend(["nsenter".into(), option, "--".into()]);
+        }
+        words.push(program.into());
+        let mut command = Command::new(&words[0]);
+        command.args(&words[1..]);
         command.args(arguments).env_remove("RUST_LOG").env_remove("KUBECONFIG").envs(env.iter().copied());
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
         let mut child =
@@ -278,10 +298,10 @@ impl Drop for Process {
     }
 }
 
-/// Finds the tool that ties a process to its parent's life; only Linux has it.
-fn setpriv() -> Option<PathBuf> {
+/// Finds a program in `PATH`.
+pub fn find(program: &str) -> Option<PathBuf> {
     let path = env::var_os("PATH")?;
-    env::split_paths(&path).map(|folder| folder.join("setpriv")).find(|candidate| candidate.is_file())
+    env::split_paths(&path).map(|folder| folder.join(program)).find(|candidate| candidate.is_file())
 }
 
 /// Spawns a process from a thread that lasts as long as this process.

@@ -61,6 +61,26 @@ impl Drop for Agent {
 }
 
 impl Agent {
+    /// Connects an agent whose tunnels serve what waiters call.
+    pub(super) async fn for_calls(address: SocketAddr, number: i64) -> anyhow::Result<Self> {
+        let mut agent = timeout(STEP, Self::connect(address, None, number)).await??;
+        agent.bench = true;
+        Ok(agent)
+    }
+
+    /// Waits until each tunnel has the first byte of a call, and answers all of them.
+    pub(super) async fn serve_one_each(&mut self) -> anyhow::Result<Instant> {
+        for (_, body) in &mut self.streams {
+            let first = timeout(STEP, body.frame()).await.context("no call came out of the tunnel")?;
+            ensure!(first.context("the tunnel ended")??.is_data(), "the tunnel ended");
+        }
+        let last = Instant::now();
+        for (frames, _) in &self.streams {
+            answer(frames.as_ref()).await?;
+        }
+        Ok(last)
+    }
+
     /// Dials and opens the configuration stream.
     async fn connect(
         address: SocketAddr,
@@ -107,7 +127,7 @@ impl Agent {
     }
 
     /// Opens a tunnel; returns when kas has accepted it.
-    async fn open(&mut self) -> anyhow::Result<()> {
+    pub(super) async fn open(&mut self) -> anyhow::Result<()> {
         let (name, method) = if self.bench {
             ("kas.bench.v1.Bench", "Echo")
         } else {
@@ -155,6 +175,19 @@ fn tls(ca_file: Option<&Path>) -> anyhow::Result<Option<Arc<rustls::ClientConfig
     // Every agent is another machine: none resumes the session of another.
     config.resumption = rustls::client::Resumption::disabled();
     Ok(Some(Arc::new(config)))
+}
+
+/// Answers a call with one small message.
+async fn answer(frames: Option<&mpsc::Sender<Bytes>>) -> anyhow::Result<()> {
+    let data = Bytes::from_static(b"\x0a\x01x");
+    let answer =
+        [Msg::Header(Header::default()), Msg::Message(Message { data }), Msg::Trailer(Trailer::default())];
+    if let Some(frames) = frames {
+        for msg in answer {
+            frames.send(envelope(msg)).await?;
+        }
+    }
+    Ok(())
 }
 
 /// Connects agents, each with its tunnels; returns when every tunnel is accepted.
@@ -221,17 +254,7 @@ pub(super) async fn wake(order: &Waiters) -> anyhow::Result<Woken> {
         ensure!(first.context("the tunnel ended")??.is_data(), "the tunnel ended");
         times.push(begin.elapsed().as_secs_f64() * 1e3);
         // The caller gets an answer, so that what is measured next is not beside errors.
-        let data = Bytes::from_static(b"\x0a\x01x");
-        let answer = [
-            Msg::Header(Header::default()),
-            Msg::Message(Message { data }),
-            Msg::Trailer(Trailer::default()),
-        ];
-        if let Some(frames) = frames {
-            for msg in answer {
-                frames.send(envelope(msg)).await?;
-            }
-        }
+        answer(frames.as_ref()).await?;
         let mut answer = timeout(STEP, waiter).await???.into_body();
         while let Some(frame) = timeout(STEP, answer.frame()).await? {
             frame?;

@@ -283,7 +283,7 @@ fn names() -> impl Iterator<Item = &'static str> {
 }
 
 /// Whether `only` is a row's name or the beginning of it: `unary` means all of `unary_…`.
-fn is_meant(name: &str, only: &str) -> bool {
+pub(super) fn is_meant(name: &str, only: &str) -> bool {
     name.strip_prefix(only).is_some_and(|rest| rest.is_empty() || rest.starts_with('_'))
 }
 

@@ -4,15 +4,20 @@ use std::{
     fmt::Write as _,
     fs::File,
     io::{BufRead as _, BufReader, Read as _, Write as _},
-    net::{SocketAddr, TcpListener, TcpStream},
+    net::{SocketAddr, TcpListener, TcpStream, UdpSocket},
     path::{Path, PathBuf},
-    process::{Child, ChildStdin, Command, Stdio},
-    sync::mpsc::{Receiver, RecvTimeoutError, sync_channel},
+    process::{Child, ChildStdin, Command, ExitStatus, Stdio},
+    sync::{
+        LazyLock,
+        atomic::{AtomicU16, Ordering},
+        mpsc::{Receiver, RecvTimeoutError, sync_channel},
+    },
     time::Duration,
 };
 
 use anyhow::{Context as _, anyhow, bail, ensure};
 use base64::Engine as _;
+use rustix::process::{Pid, Signal, kill_process};
 use tempfile::TempDir;
 use tokio::time::Instant;
 
@@ -105,17 +110,43 @@ impl Process {
 
     /// Returns its resident memory in KiB.
     pub(super) fn rss(&self) -> anyhow::Result<u64> {
+        self.status("VmRSS:")
+    }
+
+    /// Returns the most that this ever was.
+    pub(super) fn peak_rss(&self) -> anyhow::Result<u64> {
+        self.status("VmHWM:")
+    }
+
+    fn status(&self, key: &str) -> anyhow::Result<u64> {
         let status = std::fs::read_to_string(format!("/proc/{}/status", self.pid()))?;
-        let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).context("no VmRSS")?;
+        let line = status.lines().find_map(|line| line.strip_prefix(key)).context("no such line")?;
         Ok(line.trim().trim_end_matches(" kB").parse()?)
     }
 
     /// Fails, with the end of its log, when it has ended.
-    fn check(&mut self) -> anyhow::Result<()> {
+    pub(super) fn check(&mut self) -> anyhow::Result<()> {
         if let Some(status) = self.child.try_wait()? {
             bail!("{} ended ({status}); its log ends with:\n{}", self.name, self.tail());
         }
         Ok(())
+    }
+
+    /// Asks it to end: SIGTERM.
+    pub(super) fn terminate(&self) -> anyhow::Result<()> {
+        // Not reaped before `self` goes, so that the id is still its own.
+        let pid = i32::try_from(self.pid()).ok().and_then(Pid::from_raw).context("no process id")?;
+        Ok(kill_process(pid, Signal::TERM)?)
+    }
+
+    /// Ends it without asking: SIGKILL. Dropping it reaps it.
+    pub(super) fn kill(&mut self) -> anyhow::Result<()> {
+        Ok(self.child.kill()?)
+    }
+
+    /// Returns how it ended; `None` while it runs.
+    pub(super) fn ended(&mut self) -> anyhow::Result<Option<ExitStatus>> {
+        Ok(self.child.try_wait()?)
     }
 
     pub(super) fn tail(&self) -> String {
@@ -204,6 +235,8 @@ impl Ground {
         let ground = Self { binaries, folder };
         let secret = base64::engine::general_purpose::STANDARD.encode(rand::random::<[u8; 32]>());
         ground.write("api-secret", &secret)?;
+        let private = base64::engine::general_purpose::STANDARD.encode(rand::random::<[u8; 32]>());
+        ground.write("private-secret", &private)?;
         let mut identity = "agents:\n".to_owned();
         for number in 1..=AGENTS {
             let hash = ids::TokenHash::of(token(number).as_bytes()).to_hex();
@@ -227,7 +260,7 @@ impl Ground {
         self.folder.path().join(name)
     }
 
-    fn write(&self, name: &str, text: &str) -> anyhow::Result<()> {
+    pub(super) fn write(&self, name: &str, text: &str) -> anyhow::Result<()> {
         use std::os::unix::fs::OpenOptionsExt as _;
         let mut options = File::options();
         options.write(true).create(true).truncate(true).mode(0o600);
@@ -261,16 +294,7 @@ impl Ground {
             self.path("agents.yaml"),
             self.path("state"),
         );
-        let file = format!("{name}.yaml");
-        self.write(&file, &config)?;
-        let program = self.binaries.kas.display().to_string();
-        let mut words = options.under.iter().cloned().chain([program]);
-        let mut command = Command::new(words.next().unwrap_or_default());
-        command.args(words).arg("--configuration-file").arg(self.path(&file)).current_dir(self.folder.path());
-        if let Some(workers) = options.workers {
-            command.env("KAS_WORKER_THREADS", workers.to_string());
-        }
-        let mut process = Process::start(name, &mut command, self.folder.path())?;
+        let mut process = self.spawn_kas(name, &config, options.workers, &options.under)?;
         process.listens(observability)?;
         let deadline = Instant::now() + READY;
         while !is_ready(observability) {
@@ -279,6 +303,42 @@ impl Ground {
             std::thread::sleep(Duration::from_millis(20));
         }
         Ok(Kas { process, agents, api, tls: options.tls })
+    }
+
+    /// Starts kas with this configuration; `under` is put before the command.
+    pub(super) fn spawn_kas(
+        &self,
+        name: &str,
+        config: &str,
+        workers: Option<usize>,
+        under: &[String],
+    ) -> anyhow::Result<Process> {
+        let file = format!("{name}.yaml");
+        self.write(&file, config)?;
+        let program = self.binaries.kas.display().to_string();
+        let mut words = under.iter().cloned().chain([program]);
+        let mut command = Command::new(words.next().unwrap_or_default());
+        command.args(words).arg("--configuration-file").arg(self.path(&file)).current_dir(self.folder.path());
+        if let Some(workers) = workers {
+            command.env("KAS_WORKER_THREADS", workers.to_string());
+        }
+        Process::start(name, &mut command, self.folder.path())
+    }
+
+    /// Starts an agent that dials `address` and wants to be connected to this many replicas.
+    pub(super) fn agentk_at(
+        &self,
+        address: SocketAddr,
+        number: i64,
+        replicas: u8,
+    ) -> anyhow::Result<Process> {
+        let mut command = Command::new(&self.binaries.agentk);
+        command.arg("--kas-address").arg(format!("grpc://{address}"));
+        command.arg("--token-file").arg(self.path(&format!("token-{number}")));
+        command.args(["--observability-address", "127.0.0.1:0", "--kube-server", "http://127.0.0.1:1"]);
+        command.arg("--replicas").arg(replicas.to_string());
+        command.arg("--bench-module").current_dir(self.folder.path());
+        Process::start(&format!("agentk-{number}"), &mut command, self.folder.path())
     }
 
     /// Starts an agent of `kas`; it may not be connected yet.
@@ -305,7 +365,7 @@ impl Ground {
 
     /// Starts the agent's handlers without kas.
     pub(super) fn direct(&self) -> anyhow::Result<(Process, SocketAddr)> {
-        let [address, _, _] = free_ports()?;
+        let [address] = free_ports()?;
         let mut command = Command::new(&self.binaries.agentk);
         command.arg("bench-direct").arg("--listen").arg(address.to_string()).current_dir(self.folder.path());
         let mut process = Process::start("direct", &mut command, self.folder.path())?;
@@ -318,12 +378,22 @@ impl Ground {
     }
 }
 
-fn free_ports() -> anyhow::Result<[SocketAddr; 3]> {
-    // All three are taken before any is given back, so that they differ.
-    let take = || TcpListener::bind("127.0.0.1:0");
-    let taken = [take()?, take()?, take()?];
-    let [a, b, c] = &taken;
-    Ok([a.local_addr()?, b.local_addr()?, c.local_addr()?])
+/// Returns addresses of loopback at which nobody listens, over TCP or UDP, and that the system gives no connection.
+pub(super) fn free_ports<const N: usize>() -> anyhow::Result<[SocketAddr; N]> {
+    // The system's own choices for connections begin at 32768.
+    const RANGE: std::ops::Range<u16> = 10_000..32_000;
+    static NEXT: LazyLock<AtomicU16> = LazyLock::new(|| AtomicU16::new(rand::random()));
+    let mut taken = Vec::new();
+    while taken.len() < N {
+        // Each once, so that they differ although they are given back at once.
+        let port = RANGE.start + NEXT.fetch_add(1, Ordering::Relaxed) % (RANGE.end - RANGE.start);
+        let address = SocketAddr::from(([127, 0, 0, 1], port));
+        if let (Ok(tcp), Ok(udp)) = (TcpListener::bind(address), UdpSocket::bind(address)) {
+            taken.push((tcp, udp));
+        }
+    }
+    let addresses = taken.iter().map(|(tcp, _)| tcp.local_addr()).collect::<Result<Vec<_>, _>>()?;
+    addresses.try_into().map_err(|_| anyhow!("too few addresses"))
 }
 
 fn is_ready(address: SocketAddr) -> bool {

@@ -52,7 +52,7 @@ const fn at_most(key: &'static str, gate: f64, goal: f64) -> Gate {
 /// The key of the other command.
 pub(super) const INSTRUCTIONS: &str = "kas_instructions_per_request";
 
-const GATES: [Gate; 10] = [
+const GATES: [Gate; 22] = [
     at_least("unary_100b_c64_ratio", 0.50, 0.70),
     at_most("unary_100b_c1_p50_ratio", 2.6, 2.2),
     at_least("stream_down_64k_ratio", 0.50, 0.65),
@@ -63,6 +63,18 @@ const GATES: [Gate; 10] = [
     at_most("waiter_wake_p99_ms", 10.0, 2.0),
     at_most("slow_reader_p99_factor", 2.0, 1.2),
     at_most(INSTRUCTIONS, 90_000.0, 70_000.0),
+    at_most("t_prop_p99_ms", 100.0, 25.0),
+    at_most("t_unblock_remote_p99_ms", 150.0, 30.0),
+    at_most("t_kill_p99_ms", 500.0, 100.0),
+    at_most("t_blackhole_p99_ms", 3_000.0, 2_000.0),
+    at_most("t_purge_p99_ms", 10_000.0, 5_000.0),
+    at_most("t_failover_p99_ms", 2_000.0, 500.0),
+    at_most("t_failover_2c_p99_ms", 1_000.0, 100.0),
+    at_most("t_prop_gossip_p99_ms", 1_000.0, 400.0),
+    at_most("t_join_100k_ms", 5_000.0, 1_500.0),
+    at_most("rolling_failed", 0.0, 0.0),
+    at_least("two_hop_c64_ratio", 0.33, 0.49),
+    at_most("mb_per_replica_1m_entries", 20.0, 15.0),
 ];
 
 impl Gate {
@@ -86,7 +98,7 @@ pub(super) fn median(values: impl IntoIterator<Item = f64>) -> Option<f64> {
 }
 
 /// Three significant digits, or a little more.
-fn short(value: f64) -> String {
+pub(super) fn short(value: f64) -> String {
     match value.abs() {
         v if v >= 10_000.0 => {
             // Thousands apart, as people read them.
@@ -103,6 +115,7 @@ fn short(value: f64) -> String {
         v if v >= 100.0 => format!("{value:.0}"),
         v if v >= 10.0 => format!("{value:.1}"),
         v if v >= 1.0 => format!("{value:.2}"),
+        0.0 => "0".to_owned(),
         _ => format!("{value:.3}"),
     }
 }
@@ -351,16 +364,21 @@ pub(super) fn finish(
 const DOCUMENT: &str = "\
 # Benchmarks
 
-Written by `cargo xtask bench path` and `cargo xtask bench instructions` with `--write-docs`. *Direct* is the same
+Written by `cargo xtask bench path`, `bench instructions` and `bench cluster` with `--write-docs`. *Direct* is the same
 handler, served by agentk's own binary on HTTP/2 with the windows of the tunnel and called by the same client over as
 many connections with the same metadata, at which nobody looks there (`--bare-direct` leaves it out). Every process is
 of the release profile and on its own; direct calls and calls through kas alternate within each round. The client takes
 a new token every second unless a row says otherwise: kas remembers tokens that it has verified, and the row with new
-tokens shows what it costs when it cannot.
+tokens shows what it costs when it cannot. What several replicas say to each other, and how that grows, is in
+[scale.md](scale.md).
 ";
 
-/// Where the numbers are from.
 fn head(section: &str, command: &str) -> anyhow::Result<String> {
+    Ok(format!("## `bench {section}`\n\n{}\n", origin(command)?))
+}
+
+/// Where the numbers are from.
+pub(super) fn origin(command: &str) -> anyhow::Result<String> {
     let git = |args: &[&str]| -> Option<String> {
         let output = Command::new("git").args(args).current_dir(root()).output().ok()?;
         output.status.success().then(|| String::from_utf8_lossy(&output.stdout).trim().to_owned())
@@ -373,7 +391,7 @@ fn head(section: &str, command: &str) -> anyhow::Result<String> {
     let kernel = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
     let cores = std::thread::available_parallelism()?;
     Ok(format!(
-        "## `bench {section}`\n\n- command: `{command}`\n- commit: {commit}{}\n- machine: {cores} cores, {}, Linux {}\n\n",
+        "- command: `{command}`\n- commit: {commit}{}\n- machine: {cores} cores, {}, Linux {}\n",
         if dirty { ", with changes" } else { "" },
         model.map_or("unknown", |(_, model)| model.trim()),
         kernel.trim(),

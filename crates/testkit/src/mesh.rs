@@ -1,0 +1,551 @@
+//! Several real replicas of kas as one cluster, and what each of them believes.
+//!
+//! On loopback each replica has an address of its own of `127.0.0.0/8` and the usual ports, so that no other process
+//! takes a port while its replica is down. With [`Options::hosts`] each has a host of its own in a [`Network`].
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::{IpAddr, Ipv4Addr, SocketAddr},
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicUsize, Ordering},
+    },
+    time::Duration,
+};
+
+use anyhow::{Context as _, Result, ensure};
+use base64::{Engine as _, prelude::BASE64_STANDARD};
+use futures_util::future::{join_all, try_join_all};
+use http::StatusCode;
+use proto::kas::api::v1::{
+    ConnectedAgentsByIdRequest, ConnectedAgentsByIdResponse, ExplainAgentRequest, ExplainAgentResponse,
+    KasInstanceInfo, ListReplicasRequest, ListReplicasResponse,
+};
+use serde_json::{Value, json};
+use tempfile::TempDir;
+use tokio::{
+    net::{TcpListener, TcpStream},
+    task::{AbortHandle, JoinSet},
+    time::Instant,
+};
+
+use crate::{
+    caller::{Caller, Jwt, now},
+    kas::{self, AgentEntry, Kas, merge, token, within},
+    network::{Cut, Network, Traffic},
+    process::SOON,
+    raw_agent::{Kind, RawAgent},
+};
+
+/// The ports of every replica.
+const AGENT: u16 = 8150;
+const OBSERVABILITY: u16 = 8151;
+const API: u16 = 8153;
+const PRIVATE: u16 = 8155;
+
+/// Lists replicas.
+pub const LIST_REPLICAS: &str = "/kas.api.v1.KasApi/ListReplicas";
+/// Says who holds an agent.
+pub const EXPLAIN_AGENT: &str = "/kas.api.v1.KasApi/ExplainAgent";
+/// Lists connections of an agent.
+pub const BY_ID: &str = "/kas.api.v1.KasApi/ConnectedAgentsById";
+
+/// How a cluster is started.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// How many replicas.
+    pub replicas: usize,
+    /// The agents in their identity file: 1 to this.
+    pub agents: i64,
+    /// What their configuration has besides, or instead.
+    pub config: Value,
+    /// Where each looks for others; `None`: it is told all of them.
+    pub discovery: Option<Value>,
+    /// Whether each is on a host of its own.
+    pub hosts: bool,
+    /// Whether they are started, all at once.
+    pub start: bool,
+    /// Further addresses where replicas may be.
+    pub seeds: Vec<SocketAddr>,
+}
+
+impl Default for Options {
+    /// Three replicas on loopback, agents 1 to 4.
+    fn default() -> Self {
+        Self {
+            replicas: 3,
+            agents: 4,
+            config: json!({}),
+            discovery: None,
+            hosts: false,
+            start: true,
+            seeds: Vec::new(),
+        }
+    }
+}
+
+/// A cluster.
+#[derive(Debug)]
+pub struct Mesh {
+    replicas: Vec<Option<Kas>>,
+    addresses: Vec<IpAddr>,
+    options: Options,
+    api_secret: Vec<u8>,
+    private_secret: Vec<u8>,
+    dir: TempDir,
+    // After the processes, which live in it.
+    network: Option<Network>,
+}
+
+/// What a replica believes of the cluster.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct View {
+    /// Replicas that it takes for live, itself among them.
+    pub live: BTreeSet<usize>,
+    /// Agents, and the replicas that hold them.
+    pub holders: BTreeSet<(i64, usize)>,
+    /// How many agents it takes each of them to hold: the same as in `holders`, unless there is one of which
+    /// nobody asked.
+    pub counts: BTreeMap<usize, u64>,
+}
+
+impl View {
+    /// Returns what all of `live` should believe when exactly `holders` is true.
+    pub fn of(live: &[usize], holders: &[(i64, usize)]) -> Self {
+        let holders: BTreeSet<_> = holders.iter().copied().collect();
+        let count = |replica: usize| holders.iter().filter(|(_, holder)| *holder == replica).count() as u64;
+        Self {
+            live: live.iter().copied().collect(),
+            counts: live.iter().map(|replica| (*replica, count(*replica))).collect(),
+            holders,
+        }
+    }
+}
+
+/// An agent of the test at one replica, which serves until this is dropped.
+#[derive(Debug)]
+pub struct Agent {
+    /// The agent.
+    pub raw: RawAgent,
+    serving: JoinSet<()>,
+}
+
+impl Agent {
+    /// Vanishes without a word.
+    pub fn cut(mut self) {
+        self.serving.abort_all();
+        self.raw.link().cut();
+    }
+
+    /// Returns the request ids that it got, in order.
+    pub fn ids(&self) -> Vec<String> {
+        let id = |info: &proto::gitlab::agent::reverse_tunnel::rpc::RequestInfo| {
+            info.meta.get("x-gitlab-correlation-id").and_then(|values| values.value.first().cloned())
+        };
+        self.raw.requests().list().iter().filter_map(id).collect()
+    }
+}
+
+impl Drop for Agent {
+    fn drop(&mut self) {
+        self.serving.abort_all();
+        self.raw.link().cut();
+    }
+}
+
+impl Mesh {
+    /// Starts `replicas` on loopback, all at once.
+    ///
+    /// # Errors
+    /// When one does not start.
+    pub async fn start(replicas: usize) -> Result<Self> {
+        Self::start_with(Options { replicas, ..Options::default() }).await
+    }
+
+    /// Starts `replicas`, each on a host of its own.
+    ///
+    /// # Errors
+    /// When one does not start, or this is not possible here: says what is missing.
+    pub async fn start_on_hosts(replicas: usize) -> Result<Self> {
+        Self::start_with(Options { replicas, hosts: true, ..Options::default() }).await
+    }
+
+    /// Starts a cluster.
+    ///
+    /// # Errors
+    /// As [`start_on_hosts`](Self::start_on_hosts).
+    pub async fn start_with(options: Options) -> Result<Self> {
+        let network = if options.hosts { Some(Network::new(options.replicas).await?) } else { None };
+        // One of 60,000 networks of loopback: no other test has it.
+        let (a, b) = (rand::random_range(1..=240), rand::random_range(0..=255));
+        let addresses = (0..options.replicas)
+            .map(|host| match network {
+                Some(_) => Network::address(host),
+                None => Ipv4Addr::new(127, a, b, u8::try_from(host + 1).expect("few replicas")).into(),
+            })
+            .collect();
+        let mut mesh = Self {
+            replicas: (0..options.replicas).map(|_| None).collect(),
+            addresses,
+            api_secret: rand::random::<[u8; 32]>().to_vec(),
+            private_secret: rand::random::<[u8; 32]>().to_vec(),
+            dir: TempDir::with_prefix("mesh-test-")?,
+            network,
+            options,
+        };
+        std::fs::write(mesh.dir.path().join("private"), BASE64_STANDARD.encode(&mesh.private_secret))?;
+        if mesh.options.start {
+            let all: Vec<usize> = (0..mesh.replicas.len()).collect();
+            mesh.start_replicas(&all).await?;
+        }
+        Ok(mesh)
+    }
+
+    /// Starts these replicas for the first time, at once, and waits until they are ready.
+    ///
+    /// # Errors
+    /// When one does not start.
+    pub async fn start_replicas(&mut self, which: &[usize]) -> Result<()> {
+        let started = try_join_all(which.iter().map(|n| Kas::start_with(self.options_of(*n)))).await?;
+        for (n, kas) in which.iter().zip(started) {
+            self.replicas[*n] = Some(kas);
+        }
+        try_join_all(which.iter().map(|n| self.ready(*n))).await?;
+        Ok(())
+    }
+
+    /// Starts a replica for the first time, and does not wait until it is ready.
+    ///
+    /// # Errors
+    /// When it does not start.
+    pub async fn start_unready(&mut self, n: usize) -> Result<()> {
+        self.replicas[n] = Some(Kas::start_with(self.options_of(n)).await?);
+        Ok(())
+    }
+
+    /// Says where replicas that are started from now on look for others.
+    pub fn set_discovery(&mut self, discovery: Value) {
+        self.options.discovery = Some(discovery);
+    }
+
+    fn options_of(&self, n: usize) -> kas::Options {
+        let seeds = (0..self.replicas.len()).map(|n| self.private(n)).chain(self.options.seeds.clone());
+        let seeds: Vec<String> = seeds.map(|seed| seed.to_string()).collect();
+        let discovery = self.options.discovery.clone().unwrap_or(json!({ "static": { "addresses": seeds } }));
+        let at = |port: u16| SocketAddr::new(self.addresses[n], port);
+        let mut config = json!({
+            "agent": { "listen": { "address": at(AGENT) } },
+            "api": { "listen": { "address": at(API) } },
+            "observability": { "listen": { "address": at(OBSERVABILITY) } },
+            "private_api": { "listen": {
+                "address": at(PRIVATE),
+                "authentication_secret_file": self.dir.path().join("private"),
+            } },
+            "discovery": discovery,
+        });
+        merge(&mut config, self.options.config.clone());
+        kas::Options {
+            agents: (1..=self.options.agents).map(AgentEntry::new).collect(),
+            secrets: vec![self.api_secret.clone()],
+            config,
+            namespace: self.network.as_ref().map(|network| network.host(n).to_owned()),
+        }
+    }
+
+    /// Waits until a replica says that it is ready.
+    ///
+    /// # Errors
+    /// When it does not.
+    pub async fn ready(&self, n: usize) -> Result<()> {
+        let kas = self.kas(n);
+        within(SOON, "the replica is ready", async || {
+            let status = kas.get("/readiness").await?.0;
+            Ok(if status == StatusCode::OK { Ok(()) } else { Err(status) })
+        })
+        .await
+    }
+
+    /// Returns a replica.
+    ///
+    /// # Panics
+    /// When it was never started.
+    pub fn kas(&self, n: usize) -> &Kas {
+        self.replicas[n].as_ref().expect("the replica was started")
+    }
+
+    /// Returns the address of a replica's private API, which is its name.
+    pub fn private(&self, n: usize) -> SocketAddr {
+        SocketAddr::new(self.addresses[n], PRIVATE)
+    }
+
+    /// Returns where agents dial a replica.
+    pub fn agents(&self, n: usize) -> SocketAddr {
+        SocketAddr::new(self.addresses[n], AGENT)
+    }
+
+    /// Returns the secret that replicas share.
+    pub fn private_secret(&self) -> &[u8] {
+        &self.private_secret
+    }
+
+    /// Returns the secret of callers' tokens.
+    pub fn api_secret(&self) -> &[u8] {
+        &self.api_secret
+    }
+
+    /// Returns the network between the replicas.
+    ///
+    /// # Panics
+    /// On loopback.
+    pub fn network(&self) -> &Network {
+        self.network.as_ref().expect("the replicas are on hosts of their own")
+    }
+
+    /// Returns the replicas that run, paused ones among them.
+    pub fn running(&self) -> Vec<usize> {
+        let running = |n: &usize| self.replicas[*n].as_ref().is_some_and(|kas| kas.process.is_running());
+        (0..self.replicas.len()).filter(running).collect()
+    }
+
+    /// Connects a caller whose token is good for an hour.
+    ///
+    /// # Errors
+    /// When the replica cannot be reached.
+    pub async fn caller(&self, n: usize) -> Result<Caller> {
+        let jwt = Jwt::new(&self.api_secret).claim("exp", json!(now() + 3600)).encode();
+        Caller::connect(SocketAddr::new(self.addresses[n], API), Some(jwt)).await
+    }
+
+    /// Connects an agent of the test to a replica, with this many tunnels that serve.
+    ///
+    /// # Errors
+    /// When the replica cannot be reached, or refuses it.
+    pub async fn agent(&self, n: usize, agent: i64, kind: Kind, tunnels: usize) -> Result<Agent> {
+        let raw = RawAgent::connect(self.agents(n), &token(agent), kind).await?;
+        let serving = raw.serve(tunnels).await?;
+        Ok(Agent { raw, serving })
+    }
+
+    // What can happen to replicas.
+
+    /// Kills a replica, and waits until it has ended.
+    ///
+    /// # Errors
+    /// When it does not end.
+    pub async fn kill(&self, n: usize) -> Result<()> {
+        self.kas(n).process.kill();
+        self.kas(n).process.exited(SOON).await?;
+        Ok(())
+    }
+
+    /// Tells a replica to leave, and waits until it has.
+    ///
+    /// # Errors
+    /// When it does not, or says that something went wrong.
+    pub async fn leave(&self, n: usize, within: Duration) -> Result<()> {
+        let status = self.kas(n).leave(within).await?;
+        ensure!(status.success(), "replica {n} ended with {status}");
+        Ok(())
+    }
+
+    /// Starts a replica that has ended anew, with the same addresses, and waits until it is ready.
+    ///
+    /// # Errors
+    /// When it does not start.
+    pub async fn restart(&mut self, n: usize) -> Result<()> {
+        self.replicas[n].as_mut().context("the replica was started before")?.restart().await?;
+        self.ready(n).await
+    }
+
+    // What can happen between them.
+
+    /// Lets nothing pass between two groups, in either direction.
+    ///
+    /// # Errors
+    /// Those of the system.
+    pub fn partition(&self, one: &[usize], other: &[usize]) -> Result<()> {
+        let mut cuts = Vec::new();
+        for from in one {
+            for to in other {
+                cuts.push(Cut { from: *from, to: *to, what: Traffic::All });
+                cuts.push(Cut { from: *to, to: *from, what: Traffic::All });
+            }
+        }
+        self.network().cut(&cuts)
+    }
+
+    /// Lets no UDP pass between any two.
+    ///
+    /// # Errors
+    /// Those of the system.
+    pub fn block_udp(&self) -> Result<()> {
+        let all = 0..self.replicas.len();
+        let pairs = all.clone().flat_map(|from| all.clone().map(move |to| (from, to)));
+        let cuts: Vec<_> = pairs
+            .filter(|(from, to)| from != to)
+            .map(|(from, to)| Cut { from, to, what: Traffic::Udp })
+            .collect();
+        self.network().cut(&cuts)
+    }
+
+    /// Lets everything pass.
+    ///
+    /// # Errors
+    /// Those of the system.
+    pub fn heal(&self) -> Result<()> {
+        self.network().cut(&[])
+    }
+
+    // What they believe.
+
+    /// Returns what a replica says of all.
+    ///
+    /// # Errors
+    /// When it does not answer.
+    pub async fn list(&self, n: usize) -> Result<ListReplicasResponse> {
+        self.caller(n).await?.unary(LIST_REPLICAS, &ListReplicasRequest {}).await
+    }
+
+    /// Returns what replica `asked` says of replica `n`; `None`: it does not know it.
+    ///
+    /// # Errors
+    /// When it does not answer.
+    pub async fn row(&self, asked: usize, n: usize) -> Result<Option<KasInstanceInfo>> {
+        let name = self.private(n).to_string();
+        Ok(self.list(asked).await?.replicas.into_iter().find(|row| row.name == name))
+    }
+
+    /// Returns the connections of an agent, by what one replica says.
+    ///
+    /// # Errors
+    /// When it does not answer.
+    pub async fn connections(&self, asked: usize, agent: i64) -> Result<ConnectedAgentsByIdResponse> {
+        let request = ConnectedAgentsByIdRequest { agent_id: agent };
+        self.caller(asked).await?.unary(BY_ID, &request).await
+    }
+
+    /// Returns what a replica believes.
+    ///
+    /// # Errors
+    /// When it does not answer.
+    pub async fn view(&self, n: usize) -> Result<View> {
+        let caller = self.caller(n).await?;
+        let number = |name: &str| (0..self.replicas.len()).find(|n| self.private(*n).to_string() == name);
+        let mut view = View::default();
+        let all: ListReplicasResponse = caller.unary(LIST_REPLICAS, &ListReplicasRequest {}).await?;
+        for row in &all.replicas {
+            if let Some(replica) = number(&row.name)
+                && ["self", "live"].contains(&row.standing.as_str())
+            {
+                ensure!(view.live.insert(replica), "{} is there twice: {all:?}", row.name);
+                view.counts.insert(replica, row.agents);
+            }
+        }
+        let asked = join_all((1..=self.options.agents).map(|agent_id| {
+            let caller = caller.clone();
+            async move {
+                let request = ExplainAgentRequest { agent_id };
+                (agent_id, caller.unary::<ExplainAgentResponse>(EXPLAIN_AGENT, &request).await)
+            }
+        }))
+        .await;
+        for (agent, answer) in asked {
+            let own = answer?.replicas.into_iter().next().context("the replica speaks first")?;
+            if own.idle_tunnels + own.busy_tunnels > 0 {
+                view.holders.insert((agent, n));
+            }
+            let holders = own.beliefs.iter().filter(|belief| belief.holds);
+            view.holders
+                .extend(holders.filter_map(|belief| number(&belief.name)).map(|holder| (agent, holder)));
+        }
+        Ok(view)
+    }
+
+    /// Returns what each of these replicas believes.
+    ///
+    /// # Errors
+    /// When one does not answer.
+    pub async fn views(&self, which: &[usize]) -> Result<BTreeMap<usize, View>> {
+        try_join_all(which.iter().map(async |n| anyhow::Ok((*n, self.view(*n).await?))))
+            .await
+            .map(|views| views.into_iter().collect())
+    }
+
+    /// Waits until all running replicas believe exactly this: all running ones are live, and these agents are
+    /// where they are. Returns how long that took.
+    ///
+    /// # Errors
+    /// When they do not soon: says what they believe instead.
+    pub async fn converged(&self, holders: &[(i64, usize)]) -> Result<Duration> {
+        self.converged_among(&self.running(), holders).await
+    }
+
+    /// As [`converged`](Self::converged), among some replicas: they believe nothing of the others.
+    ///
+    /// # Errors
+    /// When they do not soon: says what they believe instead.
+    pub async fn converged_among(&self, which: &[usize], holders: &[(i64, usize)]) -> Result<Duration> {
+        let begun = Instant::now();
+        let expected = View::of(which, holders);
+        within(2 * SOON, &format!("all believe {expected:?}"), async || {
+            // A replica that has just ended closes what was asked of it.
+            let Ok(views) = self.views(which).await else { return Ok(Err(BTreeMap::new())) };
+            Ok(if views.values().all(|view| *view == expected) { Ok(()) } else { Err(views) })
+        })
+        .await?;
+        Ok(begun.elapsed())
+    }
+}
+
+/// A balancer in front of agents' listeners: each connection goes to the next target that takes it.
+#[derive(Debug)]
+pub struct Balancer {
+    /// Where agents dial.
+    pub address: SocketAddr,
+    targets: Arc<Mutex<Vec<SocketAddr>>>,
+    task: AbortHandle,
+}
+
+impl Balancer {
+    /// Listens on loopback.
+    ///
+    /// # Errors
+    /// Those of the system.
+    pub async fn start(targets: Vec<SocketAddr>) -> Result<Self> {
+        let listener = TcpListener::bind("127.0.0.1:0").await?;
+        let address = listener.local_addr()?;
+        let targets = Arc::new(Mutex::new(targets));
+        let (next, known) = (AtomicUsize::new(0), Arc::clone(&targets));
+        let task = tokio::spawn(async move {
+            let mut connections = JoinSet::new();
+            while let Ok((mut client, _)) = listener.accept().await {
+                let targets = known.lock().unwrap_or_else(PoisonError::into_inner).clone();
+                let first = next.fetch_add(1, Ordering::Relaxed);
+                connections.spawn(async move {
+                    for n in 0..targets.len() {
+                        if let Ok(mut server) = TcpStream::connect(targets[(first + n) % targets.len()]).await
+                        {
+                            let _ = client.set_nodelay(true);
+                            let _ = server.set_nodelay(true);
+                            let _ = tokio::io::copy_bidirectional(&mut client, &mut server).await;
+                            return;
+                        }
+                    }
+                });
+                while connections.try_join_next().is_some() {}
+            }
+        });
+        Ok(Self { address, targets, task: task.abort_handle() })
+    }
+
+    /// Sends new connections to these from now on.
+    pub fn set_targets(&self, targets: Vec<SocketAddr>) {
+        *self.targets.lock().unwrap_or_else(PoisonError::into_inner) = targets;
+    }
+}
+
+impl Drop for Balancer {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}

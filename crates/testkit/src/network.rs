@@ -1,0 +1,193 @@
+//! Hosts that are not there: network namespaces on one bridge, between which any direction and protocol can be cut.
+//!
+//! Nothing has a name and nothing touches the network of the machine: each namespace lives as long as a sleeping
+//! process in it, which dies with the test. The test's own thread moves to the bridge, so that it reaches every host
+//! whatever is cut between them; a test that uses this must therefore run on a runtime of one thread, which
+//! `#[tokio::test]` makes.
+
+use std::{
+    fs::File,
+    io::Write as _,
+    net::{IpAddr, Ipv4Addr},
+    os::fd::AsFd as _,
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+};
+
+use anyhow::{Context as _, Result, bail, ensure};
+use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
+use serde_json::Value;
+
+use crate::process::{Process, find};
+
+/// What passes between two hosts, in one direction, and is dropped.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Cut {
+    /// The host that sends.
+    pub from: usize,
+    /// The host that would receive.
+    pub to: usize,
+    /// What is dropped.
+    pub what: Traffic,
+}
+
+/// A kind of packets.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Traffic {
+    /// Everything.
+    All,
+    /// Gossip; TCP passes.
+    Udp,
+}
+
+/// Hosts on one bridge. Dropping it ends them, and takes the test's thread back to where it was.
+#[derive(Debug)]
+pub struct Network {
+    bridge: Namespace,
+    hosts: Vec<Namespace>,
+    home: File,
+}
+
+/// A namespace, kept by a process that sleeps in it.
+#[derive(Debug)]
+struct Namespace {
+    path: PathBuf,
+    _sleeper: Process,
+}
+
+impl Namespace {
+    async fn new() -> Result<Self> {
+        // Logs one line once it is where it belongs.
+        let script = "echo '{\"here\":true}' >&2; exec sleep infinity";
+        let arguments = ["--net", "sh", "-c", script];
+        let sleeper = Process::start("namespace", Path::new("unshare"), &arguments, &[]).await?;
+        sleeper.logged("that it is there", |line: &Value| (line["here"] == true).then_some(())).await?;
+        Ok(Self { path: format!("/proc/{}/ns/net", sleeper.id()).into(), _sleeper: sleeper })
+    }
+
+    /// Runs `ip` there with these commands.
+    fn ip(&self, commands: &str) -> Result<()> {
+        let mut net = std::ffi::OsString::from("--net=");
+        net.push(&self.path);
+        run(Command::new("nsenter").arg(net).args(["--", "ip", "-batch", "-"]), commands)
+    }
+}
+
+impl Network {
+    /// Makes this many hosts, and moves the calling thread to their bridge.
+    ///
+    /// # Errors
+    /// When this is not possible here: says what is missing.
+    pub async fn new(hosts: usize) -> Result<Self> {
+        available()?;
+        let bridge = Namespace::new().await?;
+        bridge.ip(
+            "link set lo up\nlink add br0 type bridge\nlink set br0 up\naddr add 10.77.0.254/24 dev br0\n",
+        )?;
+        let mut made = Vec::new();
+        for host in 0..hosts {
+            let namespace = Namespace::new().await?;
+            let path = namespace.path.display();
+            bridge.ip(&format!(
+                "link add v{host} type veth peer name eth0 netns {path}\nlink set v{host} master br0 up\n"
+            ))?;
+            namespace.ip(&format!(
+                "link set lo up\naddr add {}/24 dev eth0\nlink set eth0 up\n",
+                Self::address(host)
+            ))?;
+            made.push(namespace);
+        }
+        let home = File::open("/proc/thread-self/ns/net").context("the namespace of this thread")?;
+        enter(&File::open(&bridge.path)?)?;
+        Ok(Self { bridge, hosts: made, home })
+    }
+
+    /// Returns the address of a host.
+    pub fn address(host: usize) -> IpAddr {
+        Ipv4Addr::new(10, 77, 0, u8::try_from(host + 1).expect("a test has few hosts")).into()
+    }
+
+    /// Returns the namespace of a host, for [`Process::start_in`].
+    pub fn host(&self, host: usize) -> &Path {
+        &self.hosts[host].path
+    }
+
+    /// Returns the namespace from which every host is reached, whatever is cut.
+    pub fn outside(&self) -> &Path {
+        &self.bridge.path
+    }
+
+    /// Drops exactly this from now on, and nothing else: what was cut before and is not named passes again.
+    ///
+    /// # Errors
+    /// When the kernel takes no such rules.
+    pub fn cut(&self, cuts: &[Cut]) -> Result<()> {
+        let mut rules =
+            String::from("add table bridge cuts\ndelete table bridge cuts\ntable bridge cuts {\n");
+        rules.push_str("chain passing {\ntype filter hook forward priority 0;\n");
+        for Cut { from, to, what } in cuts {
+            let what = match what {
+                Traffic::All => "",
+                Traffic::Udp => "ip protocol udp ",
+            };
+            rules.push_str(&format!("iifname \"v{from}\" oifname \"v{to}\" {what}counter drop\n"));
+        }
+        rules.push_str("}\n}\n");
+        run(Command::new("nft").args(["-f", "-"]), &rules)
+    }
+
+    /// Takes the cable of a host out, or puts it back.
+    ///
+    /// # Errors
+    /// Those of the system.
+    pub fn cable(&self, host: usize, plugged: bool) -> Result<()> {
+        self.bridge.ip(&format!("link set v{host} {}\n", if plugged { "up" } else { "down" }))
+    }
+}
+
+impl Drop for Network {
+    fn drop(&mut self) {
+        // Tests may share a thread: with one test thread they do.
+        if let Err(error) = enter(&self.home) {
+            eprintln!("the thread of this test stays in its network: {error:#}");
+        }
+    }
+}
+
+fn enter(namespace: &File) -> Result<()> {
+    move_into_link_name_space(namespace.as_fd(), Some(LinkNameSpaceType::Network))
+        .context("cannot enter a network namespace")
+}
+
+/// Says what is missing.
+fn available() -> Result<()> {
+    ensure!(
+        rustix::process::geteuid().is_root(),
+        "this test makes network namespaces, for which it must run as root"
+    );
+    for (program, package) in
+        [("ip", "iproute2"), ("nft", "nftables"), ("nsenter", "util-linux"), ("unshare", "util-linux")]
+    {
+        if find(program).is_none() {
+            bail!(
+                "this test makes network namespaces, for which it needs {program}: on Debian, apt-get install {package}"
+            );
+        }
+    }
+    Ok(())
+}
+
+/// Runs a command that reads `input` and ends at once.
+fn run(command: &mut Command, input: &str) -> Result<()> {
+    let mut child = command
+        .stdin(Stdio::piped())
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .with_context(|| format!("cannot run {command:?}"))?;
+    let written = child.stdin.take().context("standard input is a pipe")?.write_all(input.as_bytes());
+    let output = child.wait_with_output()?;
+    let error = String::from_utf8_lossy(&output.stderr);
+    ensure!(output.status.success(), "{command:?} failed: {error}for:\n{input}");
+    written.with_context(|| format!("{command:?} did not read everything"))
+}

@@ -1,0 +1,162 @@
+//! A replica that is not there: an address which answers as the private API of a replica with as many agents as the
+//! test says, as slowly as it says.
+
+use std::{
+    net::{Ipv4Addr, SocketAddr},
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicUsize, Ordering},
+    },
+    time::Duration,
+};
+
+use anyhow::Result;
+use bytes::Bytes;
+use h2::SendStream;
+use ids::AgentId;
+use proto::kas::internal::v1::{WatchResponse, watch_response};
+use table::{CHUNK_IDS, ChunkHeader, Epoch, Version, codec};
+use tokio::{
+    net::{TcpListener, TcpStream},
+    task::{AbortHandle, JoinSet},
+};
+
+/// The table's epoch.
+const EPOCH: u64 = 1_000_000;
+
+/// How it tells its table.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Plan {
+    /// It holds agents `first..first + agents`.
+    pub(crate) first: i64,
+    /// How many.
+    pub(crate) agents: usize,
+    /// Ids in each part of the snapshot.
+    pub(crate) chunk: usize,
+    /// Time before each part.
+    pub(crate) pause: Duration,
+}
+
+/// A listening one.
+#[derive(Debug)]
+pub(crate) struct FakeOwner {
+    /// Where, which is its name.
+    pub(crate) address: SocketAddr,
+    tokens: Arc<Mutex<Vec<String>>>,
+    snapshots: Arc<AtomicUsize>,
+    task: AbortHandle,
+}
+
+impl FakeOwner {
+    /// Listens on an address of loopback that nobody else has.
+    pub(crate) async fn start(plan: Plan) -> Result<Self> {
+        // Before those of replicas in any order of addresses, so that it is asked first.
+        let ip = Ipv4Addr::new(127, 0, rand::random_range(1..=255), rand::random_range(1..=254));
+        let listener = TcpListener::bind((ip, 8155)).await?;
+        let address = listener.local_addr()?;
+        let tokens = Arc::<Mutex<Vec<String>>>::default();
+        let snapshots = Arc::<AtomicUsize>::default();
+        let (seen, told) = (Arc::clone(&tokens), Arc::clone(&snapshots));
+        let task = tokio::spawn(async move {
+            let mut connections = JoinSet::new();
+            while let Ok((stream, _)) = listener.accept().await {
+                connections.spawn(serve(stream, address, plan, Arc::clone(&seen), Arc::clone(&told)));
+            }
+        });
+        Ok(Self { address, tokens, snapshots, task: task.abort_handle() })
+    }
+
+    /// Returns the values of `authorization` that replicas showed.
+    pub(crate) fn tokens(&self) -> Vec<String> {
+        self.tokens.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Returns how many snapshots were asked for.
+    pub(crate) fn snapshots(&self) -> usize {
+        self.snapshots.load(Ordering::Relaxed)
+    }
+}
+
+impl Drop for FakeOwner {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+async fn serve(
+    stream: TcpStream,
+    address: SocketAddr,
+    plan: Plan,
+    tokens: Arc<Mutex<Vec<String>>>,
+    snapshots: Arc<AtomicUsize>,
+) -> Result<()> {
+    let mut connection = h2::server::handshake(stream).await?;
+    let mut streams = JoinSet::new();
+    while let Some(request) = connection.accept().await {
+        let (request, mut respond) = request?;
+        if let Some(value) = request.headers().get("authorization").and_then(|value| value.to_str().ok()) {
+            tokens.lock().unwrap_or_else(PoisonError::into_inner).push(value.to_owned());
+        }
+        let response = http::Response::builder().header("content-type", "application/grpc");
+        if request.uri().path() == "/kas.internal.v1.TableSync/Watch" {
+            snapshots.fetch_add(1, Ordering::Relaxed);
+            let send = respond.send_response(response.body(())?, false)?;
+            streams.spawn(async move {
+                // Until the replica leaves.
+                let _ = watch(send, address, plan).await;
+            });
+        } else {
+            let response = response.header("grpc-status", "12").header("grpc-message", "a fake");
+            respond.send_response(response.body(())?, true)?;
+        }
+    }
+    Ok(())
+}
+
+async fn watch(mut send: SendStream<Bytes>, address: SocketAddr, plan: Plan) -> Result<()> {
+    let ids: Vec<AgentId> = (plan.first..).take(plan.agents).map(AgentId::new).collect::<Result<_, _>>()?;
+    let version = ids.len() as u64;
+    let hello = watch_response::Hello {
+        replica: address.to_string(),
+        epoch: EPOCH,
+        state: "ready".to_owned(),
+        address: address.to_string(),
+        version,
+        resumed: false,
+    };
+    write(&mut send, watch_response::Message::Hello(hello.clone())).await?;
+    let parts: Vec<&[AgentId]> = ids.chunks(plan.chunk.min(CHUNK_IDS)).collect();
+    for (n, part) in parts.iter().enumerate() {
+        tokio::time::sleep(plan.pause).await;
+        let header = ChunkHeader {
+            epoch: Epoch(EPOCH),
+            to: Version(version),
+            chunk: u32::try_from(n)?,
+            last: n + 1 == parts.len(),
+            count: u32::try_from(part.len())?,
+        };
+        let mut bytes = Vec::new();
+        codec::encode_ids(part, &mut bytes);
+        let snapshot = watch_response::Snapshot { header: header.encode().into(), ids: bytes.into() };
+        write(&mut send, watch_response::Message::Snapshot(snapshot)).await?;
+    }
+    let digest = codec::digest(ids.iter().copied());
+    loop {
+        let beat = watch_response::Beat { hello: Some(hello.clone()), count: version, digest };
+        write(&mut send, watch_response::Message::Beat(beat)).await?;
+        tokio::time::sleep(Duration::from_secs(2)).await;
+    }
+}
+
+async fn write(send: &mut SendStream<Bytes>, message: watch_response::Message) -> Result<()> {
+    let mut bytes = grpc::encode(&WatchResponse { message: Some(message) });
+    while !bytes.is_empty() {
+        send.reserve_capacity(bytes.len());
+        let n = match std::future::poll_fn(|cx| send.poll_capacity(cx)).await {
+            Some(n) => n?.min(bytes.len()),
+            None => anyhow::bail!("the stream is over"),
+        };
+        send.send_data(bytes.split_to(n), false)?;
+    }
+    Ok(())
+}

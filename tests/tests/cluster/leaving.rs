@@ -1,0 +1,255 @@
+//! Replicas that leave in order: nobody loses a request, and who leaves is asked last.
+
+use std::{collections::BTreeSet, time::Duration};
+
+use anyhow::Result;
+use grpc::Code;
+use prost::Message as _;
+use proto::kas::bench::v1::Payload;
+use serde_json::json;
+use testkit::{
+    agent14::{Agent14, Version},
+    agentk::Agentk,
+    caller::Caller,
+    handler::path,
+    kas::{token, within},
+    mesh::{Balancer, Mesh, Options},
+    process::SOON,
+    raw_agent::Kind,
+};
+use tokio::{task::JoinSet, time::Instant};
+
+use crate::ledger::{End, Ledger};
+
+const BENCH_ECHO: &str = "/kas.bench.v1.Bench/Echo";
+
+/// Seen to fail when who leaves counts as live.
+#[tokio::test]
+async fn draining_replica_is_used_last() -> Result<()> {
+    let config = json!({ "drain": { "delay": "4s" } });
+    let mesh = Mesh::start_with(Options { config, ..Options::default() }).await?;
+    let both = [mesh.agent(0, 1, Kind::Ours, 4).await?, mesh.agent(1, 1, Kind::Ours, 4).await?];
+    let only = mesh.agent(0, 2, Kind::Ours, 2).await?;
+    mesh.converged(&[(1, 0), (1, 1), (2, 0)]).await?;
+    let caller = mesh.caller(2).await?;
+    let call = async |agent: i64| {
+        let got = caller.call(caller.to_agent(agent, &path("Echo")), &[b"x"]).await?;
+        anyhow::ensure!(got.status.code() == Code::Ok, "{}", got.status);
+        anyhow::Ok(())
+    };
+    for _ in 0..40 {
+        call(1).await?;
+    }
+    assert!(both.iter().all(|agent| agent.ids().len() > 5), "both are used while both stay");
+    let told = Instant::now();
+    mesh.kas(0).process.terminate();
+    within(SOON, "the others know that it leaves", async || {
+        let row = mesh.row(2, 0).await?;
+        let known = row.as_ref().is_some_and(|row| row.state == "draining" && row.standing == "draining");
+        Ok(if known { Ok(()) } else { Err(row) })
+    })
+    .await?;
+    println!("it was known to leave after {:?}", told.elapsed());
+    let before = both[0].ids().len();
+    for _ in 0..40 {
+        call(1).await?;
+    }
+    assert_eq!(both[0].ids().len(), before, "none went to the one that leaves");
+    // What only it holds is still served.
+    call(2).await?;
+    assert!(told.elapsed() < Duration::from_secs(4), "it has left meanwhile: {:?}", told.elapsed());
+    assert!(mesh.kas(0).process.exited(SOON).await?.success());
+    within(SOON, "who has left is forgotten", async || {
+        let view = mesh.view(2).await?;
+        Ok(if view.holders == [(1, 1)].into() { Ok(()) } else { Err(view) })
+    })
+    .await?;
+    call(1).await?;
+    drop(only);
+    Ok(())
+}
+
+#[tokio::test]
+async fn requests_that_wait_at_a_leaving_gateway_are_asked_elsewhere() -> Result<()> {
+    let mesh = Mesh::start(3).await?;
+    let busy = mesh.agent(0, 1, Kind::Ours, 1).await?;
+    mesh.converged(&[(1, 0)]).await?;
+    let ledger = Ledger::default();
+    let caller = mesh.caller(1).await?;
+    // The only tunnel is taken, so that these wait at its owner.
+    let mut holding = caller.open(caller.to_agent(1, &path("Chat"))).await?;
+    holding.send(testkit::caller::frame(b"x")).await.unwrap();
+    holding.next().await;
+    let mut waiting = JoinSet::new();
+    for _ in 0..40 {
+        let (ledger, caller) = (ledger.clone(), caller.clone());
+        waiting.spawn(async move { ledger.echo(&caller, 1, Duration::from_secs(20)).await });
+    }
+    mesh.kas(1).metric_is("kas_requests_waiting", 40.0).await?;
+    mesh.kas(0).process.terminate();
+    let other = mesh.agent(2, 1, Kind::Ours, 4).await?;
+    while let Some(end) = waiting.join_next().await {
+        assert_eq!(end?, End::Answered, "{:?}", ledger.texts(End::NotStarted));
+    }
+    ledger.check(&[&busy, &other])?;
+    // What has begun there ends there.
+    holding.send(testkit::caller::frame(b"still")).await.unwrap();
+    assert_eq!(holding.next().await, testkit::link::Next::Message("still".into()));
+    holding.half_close().unwrap();
+    assert_eq!(testkit::caller::answer(&mut holding).await?.status.code(), Code::Ok);
+    assert!(mesh.kas(0).process.exited(SOON).await?.success());
+    Ok(())
+}
+
+#[tokio::test]
+async fn agentk_on_two_replicas_is_reached_at_once_when_one_is_killed() -> Result<()> {
+    let mesh = Mesh::start(3).await?;
+    mesh.converged(&[]).await?;
+    let balancer = Balancer::start((0..2).map(|n| mesh.agents(n)).collect()).await?;
+    let ours = Agentk::start_from(None, balancer.address, &token(1)).await?;
+    mesh.converged(&[(1, 0), (1, 1)]).await?;
+    let caller = mesh.caller(2).await?;
+    let message = Payload { data: "x".into() }.encode_to_vec();
+    let mut slowest = Duration::ZERO;
+    for n in 0..400 {
+        if n == 100 {
+            mesh.kill(0).await?;
+        }
+        let begun = Instant::now();
+        let got = caller.call(caller.to_agent(1, BENCH_ECHO), &[&message]).await?;
+        assert_eq!(got.status.code(), Code::Ok, "request {n}: {}", got.status);
+        slowest = slowest.max(begun.elapsed());
+    }
+    println!("the slowest of 400 requests, across a kill, took {slowest:?}");
+    assert!(slowest < Duration::from_secs(3), "{slowest:?}");
+    drop(ours);
+    Ok(())
+}
+
+/// What went wrong with requests of one agent.
+#[derive(Debug, Default)]
+struct Tally {
+    answered: usize,
+    failed: Vec<String>,
+}
+
+/// Asks the replicas that take requests, one after the other, until told to stop.
+async fn ask(
+    mut callers: tokio::sync::watch::Receiver<Vec<Caller>>,
+    agent: i64,
+    method: &str,
+    mut stop: tokio::sync::watch::Receiver<bool>,
+) -> Tally {
+    let mut tally = Tally::default();
+    let message = Payload { data: "x".into() }.encode_to_vec();
+    let mut n = 0;
+    while !*stop.borrow_and_update() {
+        let caller = {
+            let callers = callers.borrow_and_update();
+            n += 1;
+            callers[n % callers.len()].clone()
+        };
+        match caller.call(caller.to_agent(agent, method), &[&message]).await {
+            Ok(got) if got.status.code() == Code::Ok => tally.answered += 1,
+            Ok(got) => tally.failed.push(got.status.to_string()),
+            Err(error) => tally.failed.push(format!("{error:#}")),
+        }
+    }
+    tally
+}
+
+#[tokio::test]
+async fn rolling_restart_of_all_replicas_fails_no_request_of_our_agents() -> Result<()> {
+    let config = json!({ "drain": { "delay": "1s" } });
+    let mut mesh = Mesh::start_with(Options { config, ..Options::default() }).await?;
+    mesh.converged(&[]).await?;
+    let balancer = Balancer::start((0..3).map(|n| mesh.agents(n)).collect()).await?;
+    let ours = Agentk::start_from(None, balancer.address, &token(1)).await?;
+    let old = start_old(&balancer).await?;
+    // Its connections have one id, since it is one process: the list shows one of them.
+    let on_two = async |mesh: &Mesh, asked: usize| {
+        within(2 * SOON, "our agentk is on two replicas", async || {
+            let holders: BTreeSet<_> =
+                mesh.view(asked).await?.holders.into_iter().filter(|(agent, _)| *agent == 1).collect();
+            Ok(if holders.len() >= 2 { Ok(()) } else { Err(holders) })
+        })
+        .await
+    };
+    on_two(&mesh, 0).await?;
+    let all = async |mesh: &Mesh, but: Option<usize>| {
+        let mut callers = Vec::new();
+        for n in (0..3).filter(|n| Some(*n) != but) {
+            callers.push(mesh.caller(n).await?);
+        }
+        anyhow::Ok(callers)
+    };
+    let (callers, to) = tokio::sync::watch::channel(all(&mesh, None).await?);
+    let (stop, stopped) = tokio::sync::watch::channel(false);
+    let mut workers = JoinSet::new();
+    for _ in 0..3 {
+        let (to, stopped) = (to.clone(), stopped.clone());
+        workers.spawn(async move { (1, ask(to, 1, BENCH_ECHO, stopped).await) });
+    }
+    let echo = path("Echo");
+    {
+        let (to, stopped) = (to.clone(), stopped.clone());
+        workers.spawn(async move { (2, ask(to, 2, &echo, stopped).await) });
+    }
+    let begun = Instant::now();
+    for n in 0..3 {
+        // As a balancer does: who is not ready gets nothing new, and the others get it a moment later.
+        mesh.kas(n).process.terminate();
+        balancer.set_targets((0..3).filter(|other| *other != n).map(|n| mesh.agents(n)).collect());
+        callers.send_replace(all(&mesh, Some(n)).await?);
+        assert!(mesh.kas(n).process.exited(SOON).await?.success());
+        mesh.restart(n).await?;
+        balancer.set_targets((0..3).map(|n| mesh.agents(n)).collect());
+        callers.send_replace(all(&mesh, None).await?);
+        on_two(&mesh, n).await?;
+        println!("replica {n} is back, and the agent on two, after {:?}", begun.elapsed());
+    }
+    stop.send_replace(true);
+    let mut of_ours = Tally::default();
+    while let Some(worker) = workers.join_next().await {
+        let (agent, tally) = worker?;
+        println!("agent {agent}: {} answered, failed: {:?}", tally.answered, tally.failed);
+        if agent == 1 {
+            of_ours.answered += tally.answered;
+            of_ours.failed.extend(tally.failed);
+        } else {
+            // Its only connection moves; what it gets meanwhile waits. Nothing that it was given is lost.
+            assert!(tally.answered > 0);
+        }
+    }
+    assert_eq!(of_ours.failed, [""; 0], "of {}", of_ours.answered);
+    assert!(of_ours.answered > 500, "{}", of_ours.answered);
+    drop((ours, old));
+    Ok(())
+}
+
+/// An agent as GitLab's that comes back when its connection is gone.
+async fn start_old(balancer: &Balancer) -> Result<JoinSet<()>> {
+    let address = balancer.address;
+    let first = Agent14::start(address, &token(2), Version::Old).await?;
+    let mut keeper = JoinSet::new();
+    keeper.spawn(async move {
+        let mut agent = first;
+        loop {
+            // Its configuration stream ends when its replica leaves.
+            while let Ok(Some(_)) = agent.next_configuration_unbounded().await {}
+            loop {
+                if let Ok(next) = Agent14::start(address, &token(2), Version::Old).await {
+                    // What the old one still serves ends in order: it is kept for a moment.
+                    let before = std::mem::replace(&mut agent, next);
+                    tokio::spawn(async move {
+                        tokio::time::sleep(Duration::from_secs(5)).await;
+                        drop(before);
+                    });
+                    break;
+                }
+                tokio::time::sleep(Duration::from_millis(100)).await;
+            }
+        }
+    });
+    Ok(keeper)
+}

@@ -1,0 +1,201 @@
+//! Who is there: replicas find each other, notice each other's death and return, and agree as exact sets.
+
+use std::{
+    net::{IpAddr, SocketAddr},
+    time::Duration,
+};
+
+use anyhow::{Context as _, Result};
+use serde_json::json;
+use testkit::{
+    kas::within,
+    mesh::{Mesh, Options},
+    process::SOON,
+    raw_agent::Kind,
+};
+use tokio::{net::UdpSocket, sync::watch, task::JoinSet, time::Instant};
+
+use crate::ledger::echo;
+
+async fn agree(replicas: usize) -> Result<()> {
+    // Nobody listens yet when the first one looks for the others.
+    let mesh = Mesh::start(replicas).await?;
+    println!("{replicas} replicas know each other after {:?}", mesh.converged(&[]).await?);
+    let last = replicas - 1;
+    let mut agents = vec![
+        mesh.agent(0, 1, Kind::Ours, 2).await?,
+        mesh.agent(1, 2, Kind::Old, 2).await?,
+        mesh.agent(1, 3, Kind::Recent, 2).await?,
+        mesh.agent(last, 3, Kind::Ours, 2).await?,
+    ];
+    let took = mesh.converged(&[(1, 0), (2, 1), (3, 1), (3, last)]).await?;
+    println!("agents are known everywhere after {took:?}");
+    agents.remove(3).cut();
+    agents.remove(0).cut();
+    mesh.converged(&[(2, 1), (3, 1)]).await?;
+    let moved = mesh.agent(last, 1, Kind::Ours, 2).await?;
+    mesh.converged(&[(1, last), (2, 1), (3, 1)]).await?;
+    drop((agents, moved));
+    mesh.converged(&[]).await?;
+    Ok(())
+}
+
+#[tokio::test]
+async fn three_replicas_that_start_at_once_agree_on_exact_sets() -> Result<()> {
+    agree(3).await
+}
+
+#[tokio::test]
+async fn five_replicas_that_start_at_once_agree_on_exact_sets() -> Result<()> {
+    agree(5).await
+}
+
+#[tokio::test]
+async fn replicas_that_know_only_the_first_find_each_other() -> Result<()> {
+    let mut mesh = Mesh::start_with(Options { start: false, replicas: 4, ..Options::default() }).await?;
+    let first = mesh.private(0).to_string();
+    mesh.set_discovery(json!({ "static": { "addresses": [first] } }));
+    // The one that all know comes last.
+    mesh.start_replicas(&[1, 2, 3]).await?;
+    for lonely in 1..4 {
+        mesh.converged_among(&[lonely], &[]).await?;
+    }
+    let agent = mesh.agent(3, 1, Kind::Ours, 2).await?;
+    mesh.start_replicas(&[0]).await?;
+    mesh.converged(&[(1, 3)]).await?;
+    echo(&mesh, 1, 1).await?;
+    drop(agent);
+    Ok(())
+}
+
+/// Answers every question for A records with the addresses of the moment; returns where it listens.
+async fn name_server(tasks: &mut JoinSet<()>, answers: watch::Receiver<Vec<IpAddr>>) -> Result<SocketAddr> {
+    let socket = UdpSocket::bind("127.0.0.1:0").await?;
+    let address = socket.local_addr()?;
+    tasks.spawn(async move {
+        let mut question = [0; 512];
+        while let Ok((len, from)) = socket.recv_from(&mut question).await {
+            // The name ends with an empty label, type and class follow; what stands behind is of no use.
+            let Some(name) = question[12..len].iter().position(|byte| *byte == 0) else { continue };
+            let (kind, end) = (12 + name + 1, 12 + name + 5);
+            let is_a = question[kind..kind + 2] == [0, 1];
+            let known = if is_a { answers.borrow().clone() } else { Vec::new() };
+            let mut answer = question[..2].to_vec();
+            answer.extend([0x81, 0x80, 0, 1, 0, u8::try_from(known.len()).unwrap(), 0, 0, 0, 0]);
+            answer.extend(&question[12..end]);
+            for ip in known {
+                let IpAddr::V4(ip) = ip else { continue };
+                answer.extend([0xc0, 12, 0, 1, 0, 1, 0, 0, 0, 1, 0, 4]);
+                answer.extend(ip.octets());
+            }
+            let _ = socket.send_to(&answer, from).await;
+        }
+    });
+    Ok(address)
+}
+
+#[tokio::test]
+async fn replicas_find_each_other_when_a_name_gets_its_addresses_later() -> Result<()> {
+    let mut mesh = Mesh::start_with(Options { start: false, ..Options::default() }).await?;
+    let (addresses, answers) = watch::channel(Vec::new());
+    let mut tasks = JoinSet::new();
+    let nameserver = name_server(&mut tasks, answers).await?;
+    mesh.set_discovery(json!({
+        "dns": { "name": "kas.test", "nameserver": nameserver, "refresh": "1s" },
+    }));
+    mesh.start_replicas(&[0, 1, 2]).await?;
+    let held = mesh.agent(0, 1, Kind::Ours, 2).await?;
+    mesh.converged_among(&[0], &[(1, 0)]).await?;
+    for n in [1, 2] {
+        mesh.converged_among(&[n], &[]).await?;
+    }
+    // Two of them, which do not name the third; then the third as well.
+    addresses.send_replace(vec![mesh.private(0).ip(), mesh.private(1).ip()]);
+    mesh.converged(&[(1, 0)]).await?;
+    addresses.send_replace((0..3).map(|n| mesh.private(n).ip()).collect());
+    echo(&mesh, 2, 1).await?;
+    // An answer that is empty again changes nothing for those who know each other.
+    mesh.converged(&[(1, 0)]).await?;
+    addresses.send_replace(Vec::new());
+    let other = mesh.agent(2, 2, Kind::Ours, 2).await?;
+    mesh.converged(&[(1, 0), (2, 2)]).await?;
+    drop((held, other));
+    Ok(())
+}
+
+/// Museum 19: Phoenix' presences of a crashed node stay for 30 seconds; GitLab's kas keeps them for five minutes.
+///
+/// Seen to fail when a refused redial is no vote and entries never expire.
+#[tokio::test]
+async fn sigkill_purges_fast() -> Result<()> {
+    let mesh = Mesh::start(3).await?;
+    let mut held = Vec::new();
+    for replica in [0, 1] {
+        let agent = mesh.agent(replica, 1, Kind::Ours, 2).await?;
+        let configuration = agent.raw.configuration("").await?;
+        held.push((agent, configuration));
+    }
+    let other = mesh.agent(0, 2, Kind::Ours, 2).await?;
+    mesh.converged(&[(1, 0), (1, 1), (2, 0)]).await?;
+    within(SOON, "both connections are listed", async || {
+        let listed = mesh.connections(2, 1).await?.agents.len();
+        Ok(if listed == 2 { Ok(()) } else { Err(listed) })
+    })
+    .await?;
+    // Streams are faster than gossip, which has no vote about whom it never heard.
+    for n in [1, 2] {
+        within(SOON, "gossip has heard of all", async || {
+            let rows = mesh.list(n).await?.replicas;
+            Ok(if rows.iter().all(|row| row.generation > 0) { Ok(()) } else { Err(rows) })
+        })
+        .await?;
+    }
+    let killed = Instant::now();
+    mesh.kill(0).await?;
+    // No longer routed to: a request finds the other holder at once.
+    echo(&mesh, 2, 1).await?;
+    println!("an agent with two connections was reached {:?} after the kill", killed.elapsed());
+    assert!(killed.elapsed() < Duration::from_secs(5), "{:?}", killed.elapsed());
+    within(SOON, "the list has one connection, and is whole", async || {
+        let listed = mesh.connections(2, 1).await?;
+        Ok(if listed.agents.len() == 1 && listed.unanswered.is_empty() { Ok(()) } else { Err(listed) })
+    })
+    .await?;
+    println!("its connections were purged after {:?}", killed.elapsed());
+    mesh.converged(&[(1, 1)]).await?;
+    let purged = killed.elapsed();
+    println!("all of it was purged after {purged:?}");
+    // Ten seconds is the entries' ttl, which is what is left when gossip's vote is late on a busy machine.
+    assert!(purged < Duration::from_secs(15), "{purged:?}");
+    drop(other);
+    Ok(())
+}
+
+/// Museum 3: a restarted node of chitchat (issue 94) left both incarnations in the state.
+///
+/// Seen to fail when a new epoch keeps what the older one left.
+#[tokio::test]
+async fn restart_replaces_incarnation() -> Result<()> {
+    let mut mesh = Mesh::start(3).await?;
+    let old = mesh.agent(0, 1, Kind::Ours, 2).await?;
+    let stays = mesh.agent(1, 2, Kind::Ours, 2).await?;
+    mesh.converged(&[(1, 0), (2, 1)]).await?;
+    let before = mesh.row(2, 0).await?.context("it is known")?;
+    for _ in 0..3 {
+        mesh.kill(0).await?;
+        mesh.restart(0).await?;
+        // What the old one held is gone, and there is one of it.
+        mesh.converged(&[(2, 1)]).await?;
+    }
+    for asked in [1, 2] {
+        let after = mesh.row(asked, 0).await?.context("it is known")?;
+        assert!(after.generation > before.generation, "{after:?}");
+        assert!(after.table_epoch > before.table_epoch, "{after:?}");
+        assert_eq!(mesh.list(asked).await?.replicas.len(), 3);
+    }
+    let new = mesh.agent(0, 3, Kind::Ours, 2).await?;
+    mesh.converged(&[(2, 1), (3, 0)]).await?;
+    echo(&mesh, 2, 3).await?;
+    drop((old, stays, new));
+    Ok(())
+}

@@ -1,0 +1,177 @@
+//! Requests that come to a replica which does not hold their agent.
+
+use std::{collections::BTreeSet, time::Duration};
+
+use anyhow::{Context as _, Result};
+use grpc::{Code, Outcome};
+use testkit::{
+    agentk::Agentk,
+    caller::{answer, frame},
+    handler::path,
+    kas::{token, within},
+    link::Next,
+    mesh::Mesh,
+    process::SOON,
+    raw_agent::Kind,
+};
+
+use crate::ledger::echo;
+
+#[tokio::test]
+async fn each_replica_serves_requests_for_an_agent_that_another_holds() -> Result<()> {
+    let mesh = Mesh::start(3).await?;
+    for (agent, kind) in [(1, Kind::Ours), (2, Kind::Old), (3, Kind::Recent)] {
+        let held = mesh.agent(0, agent, kind, 4).await?;
+        let mut sent = 0;
+        for replica in 0..3 {
+            let caller = mesh.caller(replica).await?;
+            // One message each way.
+            for n in 0..5 {
+                let text = format!("{replica} {n}");
+                let got = caller.call(caller.to_agent(agent, &path("Echo")), &[text.as_bytes()]).await?;
+                assert_eq!((got.status.code(), &got.messages[..]), (Code::Ok, &[text.into()][..]));
+                assert_eq!(got.headers["echo"], "yes");
+                assert_eq!(got.trailers["echo"], "yes");
+            }
+            // Many answers.
+            let got = caller.call(caller.to_agent(agent, &path("Count")), &[b"5000"]).await?;
+            assert_eq!((got.status.code(), got.messages.len()), (Code::Ok, 5000), "{}", got.status);
+            assert!(got.messages.iter().enumerate().all(|(n, got)| *got == n.to_string()));
+            // Many requests.
+            let parts: Vec<String> = (0..500).map(|n| n.to_string()).collect();
+            let messages: Vec<&[u8]> = parts.iter().map(String::as_bytes).collect();
+            let got = caller.call(caller.to_agent(agent, &path("Collect")), &messages).await?;
+            assert_eq!(got.messages, [parts.join(",")]);
+            // Both in turn, in one stream.
+            let mut stream = caller.open(caller.to_agent(agent, &path("Chat"))).await?;
+            for n in 0..100 {
+                stream.send(frame(n.to_string().as_bytes())).await.ok().context("sent")?;
+                assert_eq!(stream.next().await, Next::Message(n.to_string().into()));
+            }
+            stream.half_close().ok().context("sent")?;
+            assert_eq!(answer(&mut stream).await?.status.code(), Code::Ok);
+            // An agent's own refusal stays what it is.
+            let got = caller.call(caller.to_agent(agent, &path("FailLater")), &[b""]).await?;
+            assert_eq!((got.status.code(), got.messages.len()), (Code::NotFound, 2));
+            sent += 5 + 4;
+        }
+        assert_eq!(held.raw.requests().list().len(), sent, "{kind:?}: each ran once");
+        for replica in 0..3 {
+            mesh.kas(replica).metric_is("kas_requests_open", 0.0).await?;
+        }
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn agentk_is_reached_by_every_replica() -> Result<()> {
+    let mesh = Mesh::start(3).await?;
+    let agentk = Agentk::start_from(None, mesh.agents(1), &token(1)).await?;
+    agentk.connected().await?;
+    for replica in 0..3 {
+        let caller = mesh.caller(replica).await?;
+        let message = prost::Message::encode_to_vec(&proto::kas::bench::v1::Payload { data: "x".into() });
+        let got = caller.call(caller.to_agent(1, "/kas.bench.v1.Bench/Echo"), &[&message]).await?;
+        assert_eq!(
+            (got.status.code(), &got.messages[..]),
+            (Code::Ok, &[message.into()][..]),
+            "{}",
+            got.status
+        );
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn request_by_connection_id_finds_its_agentk_on_another_replica() -> Result<()> {
+    let mesh = Mesh::start(3).await?;
+    let mut held = Vec::new();
+    for replica in [0, 1, 1] {
+        let agent = mesh.agent(replica, 1, Kind::Ours, 2).await?;
+        let configuration = agent.raw.configuration("").await?;
+        held.push((agent, configuration));
+    }
+    mesh.converged(&[(1, 0), (1, 1)]).await?;
+    // Every replica lists the same connections, as an exact set.
+    let listed = within(SOON, "three connections are listed", async || {
+        let listed = mesh.connections(2, 1).await?;
+        Ok(if listed.agents.len() == 3 { Ok(listed.agents) } else { Err(listed) })
+    })
+    .await?;
+    let ids: BTreeSet<i64> = listed.iter().map(|connection| connection.connection_id).collect();
+    for replica in [0, 1] {
+        let other = mesh.connections(replica, 1).await?;
+        assert_eq!(other.agents.iter().map(|c| c.connection_id).collect::<BTreeSet<_>>(), ids);
+    }
+    let mut reached = BTreeSet::new();
+    for id in &ids {
+        for replica in 0..3 {
+            let caller = mesh.caller(replica).await?;
+            let before: Vec<usize> = held.iter().map(|(agent, _)| agent.ids().len()).collect();
+            for _ in 0..4 {
+                let request = caller.to_agent(1, &path("Echo")).header("kas-connection-id", *id);
+                let got = caller.call(request, &[b"x"]).await?;
+                assert_eq!(got.status.code(), Code::Ok, "{}", got.status);
+            }
+            let grown: Vec<usize> = (0..3).filter(|n| held[*n].0.ids().len() == before[*n] + 4).collect();
+            assert_eq!(grown.len(), 1, "all four went to one agentk");
+            reached.insert((*id, grown[0]));
+        }
+    }
+    assert_eq!(reached.len(), 3, "each id is one agentk, whoever is asked: {reached:?}");
+    // One that does not exist.
+    for replica in 0..3 {
+        let caller = mesh.caller(replica).await?;
+        let wrong = (1..).find(|id| !ids.contains(id)).context("there is one")?;
+        let request = caller.to_agent(1, &path("Echo")).header("kas-connection-id", wrong);
+        let got = caller.call(request, &[b"x"]).await?;
+        assert_eq!(
+            (got.status.code(), got.status.outcome()),
+            (Code::FailedPrecondition, Some(Outcome::NotStarted)),
+            "replica {replica}: {}",
+            got.status
+        );
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn waiting_request_is_woken_by_an_agent_that_comes_to_another_replica() -> Result<()> {
+    let mesh = Mesh::start(3).await?;
+    mesh.converged(&[]).await?;
+    let mut times = Vec::new();
+    for round in 0..10 {
+        let caller = mesh.caller(2).await?;
+        let mut stream = caller.open(caller.to_agent(1, &path("Echo"))).await?;
+        stream.send(frame(b"x")).await.ok().context("sent")?;
+        stream.half_close().ok().context("sent")?;
+        mesh.kas(2).metric_is("kas_requests_waiting", 1.0).await?;
+        let agent = mesh.agent(round % 2, 1, Kind::Ours, 1).await?;
+        let begun = tokio::time::Instant::now();
+        let got = answer(&mut stream).await?;
+        times.push(begun.elapsed());
+        assert_eq!(got.status.code(), Code::Ok, "{}", got.status);
+        agent.cut();
+        mesh.converged(&[]).await?;
+    }
+    times.sort_unstable();
+    println!("woken from another replica: p50 {:?}, max {:?}", times[5], times[9]);
+    // 14.1 polls each second; here the table's change wakes.
+    assert!(times[5] < Duration::from_millis(500), "{times:?}");
+    echo_absent(&mesh).await
+}
+
+/// An agent that is nowhere is waited for until the deadline, and the caller is told that nothing was started.
+async fn echo_absent(mesh: &Mesh) -> Result<()> {
+    let caller = mesh.caller(0).await?;
+    let request = caller.to_agent(4, &path("Echo")).header("grpc-timeout", "300m");
+    let got = caller.call(request, &[b"x"]).await?;
+    assert_eq!(
+        (got.status.code(), got.status.outcome()),
+        (Code::DeadlineExceeded, Some(Outcome::NotStarted))
+    );
+    let held = mesh.agent(0, 4, Kind::Ours, 1).await?;
+    echo(mesh, 2, 4).await?;
+    drop(held);
+    Ok(())
+}

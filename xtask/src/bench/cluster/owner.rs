@@ -1,0 +1,275 @@
+//! An owner of a table that is no kas: it serves `kas.internal.v1.TableSync` with as many agents as a test wants, and
+//! counts what that takes. Replicas find it as a seed and copy its table as that of any other replica; it has no
+//! gossip.
+
+use std::{
+    io,
+    net::SocketAddr,
+    pin::Pin,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
+    task::{Context, Poll},
+};
+
+use anyhow::Context as _;
+use bytes::Bytes;
+use http::{HeaderMap, Request, Response, header};
+use http_body_util::BodyExt as _;
+use hyper::{body::Incoming, server::conn::http2, service::service_fn};
+use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
+use ids::AgentId;
+use prost::Message as _;
+use proto::kas::internal::v1::{WatchRequest, WatchResponse, watch_response as wire};
+use table::{Epoch, Feed, Message, Next, Owner, Version, codec};
+use tokio::{
+    io::{AsyncRead, AsyncWrite, ReadBuf},
+    net::{TcpListener, TcpStream},
+    sync::{mpsc, watch},
+    task::{JoinHandle, JoinSet},
+    time::Instant,
+};
+
+use super::super::client::Outgoing;
+
+const WATCH: &str = "/kas.internal.v1.TableSync/Watch";
+
+/// The bytes that a socket has carried, as TCP's payload.
+#[derive(Debug, Default)]
+pub(super) struct Counts {
+    pub(super) sent: AtomicU64,
+    pub(super) received: AtomicU64,
+    /// Table streams that are open.
+    pub(super) streams: AtomicU64,
+}
+
+struct State {
+    owner: Mutex<Owner>,
+    news: watch::Sender<()>,
+    counts: Counts,
+    address: SocketAddr,
+}
+
+impl State {
+    fn owner(&self) -> MutexGuard<'_, Owner> {
+        self.owner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A running owner; it ends with the value.
+pub(super) struct FakeOwner {
+    state: Arc<State>,
+    task: JoinHandle<()>,
+}
+
+impl Drop for FakeOwner {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+fn epoch() -> Epoch {
+    Epoch(u64::try_from(runtime::clock::wall().as_micros()).unwrap_or(0))
+}
+
+impl FakeOwner {
+    /// Listens on loopback with no agents.
+    pub(super) async fn start() -> anyhow::Result<Self> {
+        let listener = TcpListener::bind("127.0.0.1:0").await?;
+        let state = Arc::new(State {
+            owner: Mutex::new(Owner::new(epoch())),
+            news: watch::Sender::new(()),
+            counts: Counts::default(),
+            address: listener.local_addr()?,
+        });
+        let serving = Arc::clone(&state);
+        let task = tokio::spawn(async move {
+            let mut connections = JoinSet::new();
+            while let Ok((stream, _)) = listener.accept().await {
+                connections.spawn(serve(Arc::clone(&serving), stream));
+                while connections.try_join_next().is_some() {}
+            }
+        });
+        Ok(Self { state, task })
+    }
+
+    pub(super) fn address(&self) -> SocketAddr {
+        self.state.address
+    }
+
+    /// Has this set from now on, as after a restart: subscribers get a snapshot.
+    pub(super) fn set(&self, agents: impl IntoIterator<Item = i64>) {
+        let mut owner = Owner::new(epoch());
+        for agent in agents {
+            owner.insert(id(agent));
+        }
+        *self.state.owner() = owner;
+        self.state.news.send_replace(());
+    }
+
+    /// An agent comes, or goes when it is there.
+    pub(super) fn toggle(&self, agent: i64) {
+        let mut owner = self.state.owner();
+        let agent = id(agent);
+        if !owner.insert(agent) {
+            owner.remove(agent);
+        }
+        drop(owner);
+        self.state.news.send_replace(());
+    }
+
+    /// Returns bytes sent and received so far.
+    pub(super) fn bytes(&self) -> (u64, u64) {
+        let counts = &self.state.counts;
+        (counts.sent.load(Ordering::Relaxed), counts.received.load(Ordering::Relaxed))
+    }
+
+    pub(super) fn streams(&self) -> u64 {
+        self.state.counts.streams.load(Ordering::Relaxed)
+    }
+}
+
+fn id(agent: i64) -> AgentId {
+    AgentId::new(agent).expect("agents of the bench are positive")
+}
+
+async fn serve(state: Arc<State>, stream: TcpStream) {
+    let _ = stream.set_nodelay(true);
+    let counted = Counted { stream, state: Arc::clone(&state) };
+    let mut tasks = JoinSet::new();
+    let (spawned, mut feeds) = mpsc::channel::<(Feed, mpsc::Sender<Bytes>)>(16);
+    let service = service_fn(|request| answer(Arc::clone(&state), spawned.clone(), request));
+    let connection = http2::Builder::new(TokioExecutor::new())
+        .timer(TokioTimer::new())
+        .initial_stream_window_size(runtime::http2::STREAM_WINDOW)
+        .initial_connection_window_size(runtime::http2::UNLIMITED_WINDOW)
+        .max_frame_size(runtime::http2::FRAME)
+        .serve_connection(TokioIo::new(counted), service);
+    tokio::pin!(connection);
+    loop {
+        tokio::select! {
+            _ = &mut connection => return,
+            Some((feed, out)) = feeds.recv() => {
+                tasks.spawn(publish(Arc::clone(&state), feed, out));
+            }
+        }
+    }
+}
+
+async fn answer(
+    state: Arc<State>,
+    feeds: mpsc::Sender<(Feed, mpsc::Sender<Bytes>)>,
+    request: Request<Incoming>,
+) -> anyhow::Result<Response<Outgoing>> {
+    let response = Response::builder().header(header::CONTENT_TYPE, grpc::CONTENT_TYPE);
+    if request.uri().path() != WATCH {
+        let mut status = HeaderMap::new();
+        grpc::Status::new(grpc::Code::Unimplemented, "an owner of the bench has only a table")
+            .write_to(&mut status);
+        let mut response = response.body(Outgoing::Once(None))?;
+        response.headers_mut().extend(status);
+        return Ok(response);
+    }
+    let message = request.into_body().collect().await?.to_bytes();
+    let message = WatchRequest::decode(message.get(grpc::PREFIX_LEN..).context("no message")?)?;
+    let resume = (message.epoch != 0).then_some((Epoch(message.epoch), Version(message.version)));
+    let feed = state.owner().feed(resume);
+    let (out, body) = mpsc::channel(4);
+    feeds.send((feed, out)).await?;
+    Ok(response.body(Outgoing::Channel(body))?)
+}
+
+/// Sends one subscriber what it has not.
+async fn publish(state: Arc<State>, mut feed: Feed, out: mpsc::Sender<Bytes>) {
+    state.counts.streams.fetch_add(1, Ordering::Relaxed);
+    let mut news = state.news.subscribe();
+    loop {
+        news.borrow_and_update();
+        let (next, epoch) = {
+            let mut owner = state.owner();
+            (feed.next(&mut owner, Instant::now()), owner.epoch())
+        };
+        match next {
+            Next::Message(message) => {
+                let message = WatchResponse { message: Some(to_proto(message, &state, epoch)) };
+                if out.send(grpc::encode(&message)).await.is_err() {
+                    break;
+                }
+            }
+            Next::WaitUntil(at) => tokio::select! {
+                _ = news.changed() => {}
+                () = tokio::time::sleep_until(at) => {}
+                () = out.closed() => break,
+            },
+        }
+    }
+    state.counts.streams.fetch_sub(1, Ordering::Relaxed);
+}
+
+fn to_proto(message: Message, state: &State, epoch: Epoch) -> wire::Message {
+    let hello = wire::Hello {
+        replica: state.address.to_string(),
+        epoch: epoch.0,
+        state: table::State::Ready.as_str().to_owned(),
+        address: state.address.to_string(),
+        version: 0,
+        resumed: false,
+    };
+    match message {
+        Message::Hello { epoch, version, resumed } => {
+            wire::Message::Hello(wire::Hello { epoch: epoch.0, version: version.0, resumed, ..hello })
+        }
+        Message::Chunk { header, ids } => {
+            wire::Message::Snapshot(wire::Snapshot { header: header.encode().into(), ids: ids.into() })
+        }
+        Message::Delta { from, to, ops } => {
+            let mut bytes = Vec::new();
+            codec::encode_ops(&ops, &mut bytes);
+            wire::Message::Delta(wire::Delta { from: from.0, to: to.0, ops: bytes.into() })
+        }
+        Message::Beat(summary) => wire::Message::Beat(wire::Beat {
+            hello: Some(wire::Hello { epoch: summary.epoch.0, version: summary.version.0, ..hello }),
+            count: summary.count,
+            digest: summary.digest,
+        }),
+    }
+}
+
+/// A socket whose bytes are counted.
+struct Counted {
+    stream: TcpStream,
+    state: Arc<State>,
+}
+
+impl AsyncRead for Counted {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        let before = buf.filled().len();
+        let polled = Pin::new(&mut self.stream).poll_read(cx, buf);
+        let read = buf.filled().len() - before;
+        self.state.counts.received.fetch_add(read as u64, Ordering::Relaxed);
+        polled
+    }
+}
+
+impl AsyncWrite for Counted {
+    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        let polled = Pin::new(&mut self.stream).poll_write(cx, bytes);
+        if let Poll::Ready(Ok(written)) = polled {
+            self.state.counts.sent.fetch_add(written as u64, Ordering::Relaxed);
+        }
+        polled
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_flush(cx)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_shutdown(cx)
+    }
+}
