@@ -1,6 +1,6 @@
 //! Keeps sessions with kas, whatever happens.
 //!
-//! [`plan`] decides which there should be; this dials, starts them, tells them, and writes the log. When kas refuses
+//! `plan` decides which there should be; this dials, starts them, tells them, and writes the log. When kas refuses
 //! the token the pauses grow to minutes, and the log says what to do.
 
 mod plan;
