@@ -398,6 +398,41 @@ impl Mesh {
 
     // What they believe.
 
+    /// Waits until each running replica hears by gossip of the present process of each other: tables come over TCP,
+    /// and may be there before.
+    ///
+    /// # Errors
+    /// When that does not happen soon: says what they know instead.
+    pub async fn meshed(&self) -> Result<()> {
+        let running = self.running();
+        within(SOON, "all replicas hear each other", async || {
+            let mut generations = BTreeMap::<String, BTreeSet<u64>>::new();
+            for n in &running {
+                for row in self.list(*n).await?.replicas {
+                    generations.entry(row.name).or_default().insert(row.generation);
+                }
+            }
+            let agreed = running.iter().all(|n| {
+                let known = generations.get(&self.private(*n).to_string());
+                known.is_some_and(|known| known.len() == 1 && !known.contains(&0))
+            });
+            Ok(if agreed { Ok(()) } else { Err(generations) })
+        })
+        .await?;
+        // Said when the news of all that came at once is taken in.
+        let others = running.len() as u64 - 1;
+        for n in running {
+            self.kas(n)
+                .process
+                .logged("that it hears the others", |line| {
+                    let said = line["message"] == "gossip hears other replicas" && line["peers"] == others;
+                    (others == 0 || said).then_some(())
+                })
+                .await?;
+        }
+        Ok(())
+    }
+
     /// Returns what a replica says of all.
     ///
     /// # Errors

@@ -149,6 +149,7 @@ async fn pause_of_half_a_second_is_nobodys_death() -> Result<()> {
     let mesh = Mesh::start(3).await?;
     let agent = mesh.agent(2, 1, Kind::Ours, 2).await?;
     mesh.converged(&[(1, 2)]).await?;
+    mesh.meshed().await?;
     for n in [0, 1] {
         // The gauge is set twice a second.
         mesh.kas(n).metric_is("kas_replicas_live", 3.0).await?;

@@ -180,6 +180,7 @@ async fn restart_replaces_incarnation() -> Result<()> {
     let old = mesh.agent(0, 1, Kind::Ours, 2).await?;
     let stays = mesh.agent(1, 2, Kind::Ours, 2).await?;
     mesh.converged(&[(1, 0), (2, 1)]).await?;
+    mesh.meshed().await?;
     let before = mesh.row(2, 0).await?.context("it is known")?;
     for _ in 0..3 {
         mesh.kill(0).await?;
@@ -187,6 +188,7 @@ async fn restart_replaces_incarnation() -> Result<()> {
         // What the old one held is gone, and there is one of it.
         mesh.converged(&[(2, 1)]).await?;
     }
+    mesh.meshed().await?;
     for asked in [1, 2] {
         let after = mesh.row(asked, 0).await?.context("it is known")?;
         assert!(after.generation > before.generation, "{after:?}");
