@@ -120,6 +120,8 @@ pub struct Counters {
     pub received_bytes: Counter,
     /// Hellos sent in answer to unproven datagrams.
     pub greeted: Counter,
+    /// Messages withheld while nobody reached this process; see [`crate::Builder::hush`].
+    pub withheld: Counter,
     /// Members left out because their generation is more than a day ahead of our clock.
     pub implausible: Counter,
     /// Values of members left out because no `publish` would have taken them.

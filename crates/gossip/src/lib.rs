@@ -34,6 +34,7 @@
 //! - A crash is seen by all in about 1 to 1.5 s; being busy is not taken for death, since gossip has its own
 //!   thread (give [`Gossip::pulse`] a beat, so that a hung main runtime does show).
 //! - Of each node id only the newest incarnation is a member, and its generation never goes back.
+//! - A process that is heard but hears nobody falls silent and is forgotten, if it is told to ([`Builder::hush`]).
 //! - Without a key, nothing gets in and nothing is decoded: junk is counted by [`Reason`] and forgotten.
 //! - A gossip task that panics or freezes is replaced within seconds, and members do not blink meanwhile.
 //!
@@ -159,6 +160,7 @@ pub struct Builder {
     seeds: Option<watch::Receiver<HashSet<SocketAddr>>>,
     timing: Timing,
     gate: Option<Gate>,
+    hush: Option<Duration>,
     #[cfg(test)]
     generation: Option<u64>,
 }
@@ -214,6 +216,17 @@ impl Builder {
     #[must_use]
     pub fn gate(mut self, key: impl Into<String>, value: impl Into<String>, after: Duration) -> Self {
         self.gate = Some(Gate { key: key.into(), value: value.into(), after });
+        self
+    }
+
+    /// Falls silent when nobody has reached this process for `after` (at least 10 intervals), after somebody once
+    /// did: no datagram of another was accepted, [`Gossip::reached`] was not called, and there is no [`Hold`]. To
+    /// the others it then looks dead, which for them it is; without this they would believe in it for as long as
+    /// they hear it. It goes on knocking where it would gossip, and speaks again with the first answer. The time
+    /// stands still while the whole process is paused. Default: never.
+    #[must_use]
+    pub fn hush(mut self, after: Duration) -> Self {
+        self.hush = Some(after);
         self
     }
 
@@ -286,7 +299,7 @@ impl Builder {
         let (link_out, link_in) = std::sync::mpsc::sync_channel(1);
         let run = {
             let (counters, shared) = (Arc::clone(&counters), Arc::clone(&shared));
-            let (cluster, timing, gate) = (self.cluster, self.timing, self.gate);
+            let (cluster, timing, gate, hush) = (self.cluster, self.timing, self.gate, self.hush);
             move || {
                 let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
                     Ok(runtime) => runtime,
@@ -295,7 +308,8 @@ impl Builder {
                 runtime.block_on(async move {
                     // Sockets belong to the runtime that drives them.
                     let link = tokio::net::UdpSocket::from_std(socket).and_then(|outer| {
-                        transport::Link::new(outer, sealer, opener, counters.clone(), hello)
+                        let company = Arc::clone(&shared.company);
+                        transport::Link::new(outer, sealer, opener, counters.clone(), hello, company)
                     });
                     let link = match link {
                         Ok(link) => Arc::new(link),
@@ -310,6 +324,7 @@ impl Builder {
                         local,
                         timing,
                         gate,
+                        hush,
                         link,
                         shared,
                         counters,
@@ -385,6 +400,7 @@ impl Gossip {
             seeds: None,
             timing: Timing::default(),
             gate: None,
+            hush: None,
             #[cfg(test)]
             generation: None,
         }
@@ -440,6 +456,18 @@ impl Gossip {
         Pulse(Arc::clone(&self.shared))
     }
 
+    /// Says that another process has just answered this one, in another way than by gossip; see
+    /// [`Builder::hush`]. Never blocks; may be called from any thread.
+    pub fn reached(&self) {
+        self.shared.company.sign();
+    }
+
+    /// Says the same for as long as the value lives: for a connection that ends when nobody answers on it.
+    pub fn hold(&self) -> Hold {
+        self.shared.company.hold();
+        Hold(Arc::clone(&self.shared.company))
+    }
+
     /// Returns the counters.
     pub fn counters(&self) -> Arc<Counters> {
         Arc::clone(&self.counters)
@@ -464,6 +492,16 @@ impl Gossip {
 impl std::fmt::Debug for Gossip {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Gossip").field("local", &self.local).finish_non_exhaustive()
+    }
+}
+
+/// Somebody reaches this process while this lives; see [`Gossip::hold`].
+#[derive(Debug)]
+pub struct Hold(Arc<node::Company>);
+
+impl Drop for Hold {
+    fn drop(&mut self) {
+        self.0.release();
     }
 }
 

@@ -7,7 +7,7 @@ use std::{
     pin::Pin,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicU64, Ordering},
+        atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
     },
     time::{Duration, UNIX_EPOCH},
 };
@@ -68,6 +68,39 @@ pub(crate) struct Shared {
     pub(crate) news: Notify,
     pub(crate) beats: AtomicU64,
     pub(crate) generation: AtomicU64,
+    pub(crate) company: Arc<Company>,
+}
+
+/// Whether anybody reaches this process, be it by datagrams or by what its user has besides.
+#[derive(Debug, Default)]
+pub(crate) struct Company {
+    /// Signs that somebody does: datagrams accepted, and what the user saw.
+    signs: AtomicU64,
+    /// Connections of the user that stand for somebody as long as they are open.
+    holds: AtomicUsize,
+    /// Whether the transport withholds what chitchat sends.
+    silent: AtomicBool,
+}
+
+impl Company {
+    /// Notes a sign. A silent process speaks again at once: what it heard may want an answer.
+    pub(crate) fn sign(&self) {
+        self.signs.fetch_add(1, Ordering::Relaxed);
+        self.silent.store(false, Ordering::Relaxed);
+    }
+
+    pub(crate) fn hold(&self) {
+        self.holds.fetch_add(1, Ordering::Relaxed);
+        self.sign();
+    }
+
+    pub(crate) fn release(&self) {
+        self.holds.fetch_sub(1, Ordering::Relaxed);
+    }
+
+    pub(crate) fn is_silent(&self) -> bool {
+        self.silent.load(Ordering::Relaxed)
+    }
 }
 
 /// What this process says about itself.
@@ -92,6 +125,7 @@ pub(crate) struct Node {
     pub(crate) local: SocketAddr,
     pub(crate) timing: Timing,
     pub(crate) gate: Option<Gate>,
+    pub(crate) hush: Option<Duration>,
     pub(crate) link: Arc<Link>,
     pub(crate) shared: Arc<Shared>,
     pub(crate) counters: Arc<Counters>,
@@ -157,6 +191,9 @@ struct Memory {
     /// Ticks since the last beat. Counted in ticks and not in time, so that a pause of the whole process
     /// does not look like a hang of its main runtime.
     stalled: u32,
+    /// Signs of others at the last tick, and ticks since there was one: in ticks for the same reason.
+    signs: u64,
+    unreached: u32,
     /// The earliest next restart, and the delay after that.
     not_before: Instant,
     delay: Duration,
@@ -174,6 +211,8 @@ impl Node {
             quiet: now,
             beats: 0,
             stalled: 0,
+            signs: 0,
+            unreached: 0,
             not_before: now,
             delay: Duration::ZERO,
             generation,
@@ -366,6 +405,7 @@ impl Node {
         let beats = self.shared.beats.load(Ordering::Relaxed);
         memory.stalled = if beats == memory.beats { memory.stalled.saturating_add(1) } else { 0 };
         memory.beats = beats;
+        self.judge_own_hearing(memory);
         self.write(incarnation, memory.stalled).await;
 
         let chitchat = incarnation.handle.chitchat();
@@ -389,6 +429,29 @@ impl Node {
         }
         // Until the delay is over it goes on as it is: peers show the other incarnation meanwhile.
         (memory.overtaken.is_some() && Instant::now() >= memory.not_before).then_some(Restart::Overtaken)
+    }
+
+    /// Falls silent when nobody reaches this process any more. Those that still hear it would go on believing in
+    /// it, and no word of its own could tell them: chitchat sends values only in answer to what it hears.
+    fn judge_own_hearing(&self, memory: &mut Memory) {
+        let Some(after) = self.hush else { return };
+        let company = &self.shared.company;
+        let signs = company.signs.load(Ordering::Relaxed);
+        // Who never heard anybody is believed by nobody: its datagrams prove nothing.
+        let reached = signs != memory.signs || signs == 0;
+        memory.signs = signs;
+        memory.unreached = if reached { 0 } else { memory.unreached.saturating_add(1) };
+        let held = company.holds.load(Ordering::Relaxed) > 0;
+        let deaf = !held && self.timing.interval * memory.unreached >= self.at_least(after);
+        // A sign between the load and here costs one interval of silence.
+        let was_silent = company.silent.swap(deaf, Ordering::Relaxed);
+        if deaf && !was_silent {
+            tracing::warn!(
+                after = ?self.at_least(after),
+                "nobody reaches this process: it falls silent until it hears somebody, so that others do not take it \
+                 for reachable"
+            );
+        }
     }
 
     /// Looks without waiting for the next interval: somebody's values have come.

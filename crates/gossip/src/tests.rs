@@ -621,6 +621,114 @@ async fn the_gate_shows_a_hung_main_runtime() {
     beating.abort();
 }
 
+/// A process whose datagrams arrive while none comes back, between two that hear it and each other.
+struct Deaf {
+    deaf: Gossip,
+    front: Front,
+    others: [Gossip; 2],
+}
+
+impl Deaf {
+    async fn meshed(hush: Option<Duration>) -> Self {
+        let others = [start("b", &[]).await, start("c", &[]).await];
+        let front = Front::open().await;
+        let known: Vec<_> = others.iter().map(Gossip::local_addr).collect();
+        let mut builder = builder("a").advertise(front.address).seeds(seeds(&known));
+        builder.hush = hush;
+        let deaf = builder.start().await.unwrap();
+        front.target.send_replace(Some(deaf.local_addr()));
+        deaf.publish("st", "ready").unwrap();
+        let [b, c] = &others;
+        meshed(&[&deaf, b, c]).await;
+        Self { deaf, front, others }
+    }
+
+    fn shut(&self, is_shut: bool) {
+        self.front.is_shut.store(is_shut, Ordering::Relaxed);
+    }
+
+    /// Waits until each of the others has heard this many more of its rounds, or has lost it.
+    async fn believed(&self, rounds: u64) -> bool {
+        let goal = self.deaf.counters().sent.count() + rounds;
+        let lost = || self.others.iter().all(|other| other.members().borrow().member("a").is_none());
+        eventually("rounds", || self.deaf.counters().sent.count() >= goal || lost()).await;
+        !lost()
+    }
+}
+
+const HUSH: Duration = Duration::from_millis(500);
+
+/// Seen to fail without the rule: those who hear it believed in it for as long as it spoke.
+#[tokio::test]
+async fn a_process_that_hears_nobody_falls_silent_and_speaks_again_when_it_does() {
+    let mesh = keeps(Deaf::meshed(Some(HUSH))).await;
+    for round in 1..=2 {
+        mesh.shut(true);
+        for other in &mesh.others {
+            until(other.members(), "the deaf one is gone", |m| m.member("a").is_none()).await;
+        }
+        // It goes on knocking, which nobody takes for life.
+        let withheld = mesh.deaf.counters().withheld.count();
+        eventually("it knocks", || mesh.deaf.counters().withheld.count() > withheld + 20).await;
+        for other in &mesh.others {
+            assert!(other.members().borrow().member("a").is_none(), "round {round}");
+        }
+        mesh.shut(false);
+        let [b, c] = &mesh.others;
+        meshed(&[&mesh.deaf, b, c]).await;
+        let word = format!("back {round}");
+        mesh.deaf.publish("st", &word).unwrap();
+        for other in &mesh.others {
+            sees(other, "a", "st", &word).await;
+        }
+    }
+}
+
+/// With datagrams cut and connections open, each word on a connection is as good as a datagram.
+#[tokio::test]
+async fn a_process_that_is_reached_in_another_way_does_not_fall_silent() {
+    let mesh = keeps(Deaf::meshed(Some(HUSH))).await;
+    let hold = mesh.deaf.hold();
+    mesh.shut(true);
+    until(mesh.deaf.members(), "it hears nobody", |members| members.is_empty()).await;
+    assert!(mesh.believed(40).await, "a connection is open");
+    let (begun, sent) = (Instant::now(), mesh.deaf.counters().sent.count());
+    drop(hold);
+    while begun.elapsed() < 3 * HUSH || mesh.deaf.counters().sent.count() < sent + 20 {
+        mesh.deaf.reached();
+        sleep(Duration::from_millis(20)).await;
+    }
+    assert_eq!(mesh.deaf.counters().withheld.count(), 0, "it was reached all the time");
+    for other in &mesh.others {
+        until(other.members(), "the deaf one is gone", |m| m.member("a").is_none()).await;
+    }
+}
+
+/// Both fall silent, so neither would hear the other if silence were complete.
+#[tokio::test]
+async fn two_that_are_both_silent_find_each_other_when_the_cut_heals() {
+    let (front, back) = (Front::open().await, Front::open().await);
+    let behind = async |front: &Front, id, other: &Front| {
+        let builder = builder(id).advertise(front.address).seeds(seeds(&[other.address])).hush(HUSH);
+        let gossip = builder.start().await.unwrap();
+        front.target.send_replace(Some(gossip.local_addr()));
+        gossip
+    };
+    let (b, c) = (behind(&front, "b", &back).await, behind(&back, "c", &front).await);
+    keeps(meshed(&[&b, &c])).await;
+    for shut in [&front.is_shut, &back.is_shut] {
+        shut.store(true, Ordering::Relaxed);
+    }
+    eventually("both are silent", || b.counters().withheld.count() > 5 && c.counters().withheld.count() > 5)
+        .await;
+    for shut in [&front.is_shut, &back.is_shut] {
+        shut.store(false, Ordering::Relaxed);
+    }
+    keeps(meshed(&[&b, &c])).await;
+    b.publish("st", "back").unwrap();
+    sees(&c, "b", "st", "back").await;
+}
+
 #[tokio::test]
 async fn lonely_until_somebody_is_heard() {
     let silent = UdpSocket::bind("127.0.0.1:0").await.unwrap();
@@ -637,6 +745,7 @@ async fn lonely_until_somebody_is_heard() {
     until(a.status(), "alone", |status| *status == Status::Alone).await;
 }
 
+/// Without [`Builder::hush`], which is why there is one: those who hear it believe in it.
 #[tokio::test]
 async fn deaf_replica_is_lonely_and_stays_a_member_elsewhere() {
     let front = Front::open().await;

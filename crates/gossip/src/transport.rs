@@ -31,6 +31,7 @@ use tokio::{
 
 use crate::{
     counters::{Counters, Reason},
+    node::Company,
     seal::{Accepted, Echo, KeyRing, MAX_DATAGRAM, Opener, Sealer},
 };
 
@@ -52,6 +53,7 @@ pub(crate) struct Link {
     counters: Arc<Counters>,
     /// Peers that said hello: worth a gossip at once.
     hellos: mpsc::Sender<SocketAddr>,
+    company: Arc<Company>,
     #[cfg(test)]
     pub(crate) fault: std::sync::atomic::AtomicU8,
 }
@@ -86,6 +88,7 @@ impl Link {
         opener: Opener,
         counters: Arc<Counters>,
         hellos: mpsc::Sender<SocketAddr>,
+        company: Arc<Company>,
     ) -> std::io::Result<Self> {
         let is_v6 = outer.local_addr()?.is_ipv6();
         let seals = Mutex::new(Seals { sealer, opener, greeted: Vec::new(), turn: Instant::now() });
@@ -95,6 +98,7 @@ impl Link {
             seals,
             counters,
             hellos,
+            company,
             #[cfg(test)]
             fault: std::sync::atomic::AtomicU8::new(0),
         })
@@ -116,8 +120,15 @@ impl Link {
     async fn send(&self, to: SocketAddr, message: &[u8]) {
         let frames = {
             let mut seals = self.seals();
-            let echo = seals.opener.echo(to);
-            seals.sealer.seal(message, echo)
+            if self.company.is_silent() {
+                // A knock: it proves nothing, so nothing in it counts, and whoever gets it answers with a hello,
+                // also when it has restarted meanwhile.
+                self.counters.withheld.add(1);
+                seals.sealer.seal(&[], Echo::default())
+            } else {
+                let echo = seals.opener.echo(to);
+                seals.sealer.seal(message, echo)
+            }
         };
         for frame in frames {
             match self.outer.send_to(&frame, self.target(to)).await {
@@ -146,7 +157,11 @@ impl Link {
         self.counters.received_bytes.add(datagram.len() as u64);
         let now = Instant::now();
         let mut seals = self.seals();
-        match seals.opener.accept(datagram, now) {
+        let accepted = seals.opener.accept(datagram, now);
+        if accepted.is_ok() {
+            self.company.sign();
+        }
+        match accepted {
             Ok(Accepted::Message { from, bytes }) => Some(Arrival::Message { from, bytes }),
             Ok(Accepted::Part) => None,
             Ok(Accepted::Hello { from }) => {

@@ -18,7 +18,7 @@ use crate::{
     listener::private::PrivateListener,
     metrics::Metrics,
     peer::{Credential, ISSUER, Peers},
-    replication::{self, HUNG, Replication},
+    replication::{self, DEAF, HUNG, Replication},
 };
 
 /// How long discovery may take to name a replica whose route tells this one's own address.
@@ -208,6 +208,7 @@ impl Mesh {
                 dead_grace: config.gossip.dead_grace,
             })
             .gate("st", table::State::Hung.as_str(), HUNG)
+            .hush(DEAF)
             .start()
             .await?;
         let files = config.private_api.listen.tls.as_ref();

@@ -296,6 +296,7 @@ impl Metrics {
             ("datagrams_received", counters.received.count()),
             ("bytes_sent", counters.sent_bytes.count()),
             ("bytes_received", counters.received_bytes.count()),
+            ("messages_withheld", counters.withheld.count()),
         ] {
             self.gossip_traffic.get_or_create(&TrafficLabel { what }).set(number(n));
         }

@@ -42,6 +42,10 @@ const FIRST_SYNC: Duration = Duration::from_secs(5);
 const PULSE: Duration = Duration::from_millis(500);
 /// Without a pulse for this long, gossip says that this replica hangs.
 pub const HUNG: Duration = Duration::from_secs(3);
+/// Without a word of another replica for this long, by gossip or on a table stream, this one stops saying that it
+/// lives: those that still hear it cannot reach it. Longer than two beats of a stream; a shorter one would count
+/// a lost beat as deafness where UDP is blocked, and gain nothing before the streams have ended as well.
+pub const DEAF: Duration = Duration::from_secs(5);
 
 /// This replica calls itself this long after its start.
 const OWN_ADDRESS: Duration = Duration::from_secs(1);
@@ -403,6 +407,13 @@ impl Replication {
             .set(i64::try_from(inner.table.unsynced(now).len()).unwrap_or(i64::MAX));
         drop(inner);
         self.metrics.gossip(counters);
+    }
+
+    /// Another replica has said something on a table stream.
+    fn reached(&self) {
+        if let Some(gossip) = self.gossip.get() {
+            gossip.reached();
+        }
     }
 
     /// Does what the table wants.

@@ -40,10 +40,15 @@ struct Subscriber {
     news: watch::Receiver<()>,
     own: watch::Receiver<()>,
     begun: bool,
+    /// Its keepalives end the connection when it does not answer, so an open one says that it does.
+    hold: Option<gossip::Hold>,
 }
 
 impl Subscriber {
     async fn next(&mut self) -> WatchResponse {
+        if self.hold.is_none() {
+            self.hold = self.replication.gossip.get().map(gossip::Gossip::hold);
+        }
         loop {
             self.news.borrow_and_update();
             let next = {
@@ -133,7 +138,7 @@ impl TableSync for Private {
             }
             inner.owner.feed(resume)
         };
-        let subscriber = Subscriber { replication, feed, news, own, begun: false };
+        let subscriber = Subscriber { replication, feed, news, own, begun: false, hold: None };
         Ok(Response::new(Box::pin(stream::unfold(subscriber, |mut subscriber| async move {
             let message = subscriber.next().await;
             Some((Ok(message), subscriber))

@@ -102,6 +102,7 @@ async fn read(
                 return Failure::Ended;
             }
         };
+        replication.reached();
         let message = match WatchResponse::decode(message).map(|response| response.message) {
             Ok(Some(message)) => message,
             // A later version's message.

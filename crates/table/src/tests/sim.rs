@@ -1,10 +1,10 @@
 //! A seeded cluster of three to five replicas, each owner and subscriber, in virtual time.
 //!
 //! Links delay, gossip is lost, repeated, reordered; streams are cut, processes crash with and
-//! without their host, restart with a new epoch, leave, pause; pairs are partitioned. After every
-//! event: I5 (what is shown was once true, at that version) and I15 (versions only rise). Every
-//! second: I8 (nobody asks a replica that is down for longer than the ttl). In the end, after 20 s
-//! of quiet: I7 and I9 as exact sets.
+//! without their host, restart with a new epoch, leave, pause, hear nothing; pairs are partitioned.
+//! After every event: I5 (what is shown was once true, at that version) and I15 (versions only
+//! rise). Every second: I8 (nobody asks a replica that is down for longer than the ttl). In the
+//! end, after 20 s of quiet: I7 and I9 as exact sets.
 //!
 //! `TABLE_SEED=n` replays one seed, `TABLE_SEEDS=n` runs more of them.
 
@@ -17,6 +17,10 @@ const AGENTS: u64 = 24;
 const STEP: u64 = 10;
 const CHAOS: u64 = 16_000;
 const QUIET: u64 = 20_000;
+/// Whom nobody reaches for this long falls silent (`gossip::Builder::hush`, as kas sets it).
+const HUSH: u64 = 5_000;
+/// A connection on which nobody answers is closed after this time.
+const KEEPALIVE: u64 = 5_000;
 
 struct Rng(u64);
 
@@ -90,6 +94,10 @@ struct Sim {
     /// Gossip on its way: due, from, to, value.
     datagrams: Vec<(u64, usize, usize, Published)>,
     cuts: BTreeMap<(usize, usize), (bool, bool, u64)>,
+    /// Whom nothing reaches, while what it sends arrives: since when, and until when.
+    deaf: BTreeMap<usize, (u64, u64)>,
+    /// Whether a deaf one falls silent: off to show what for.
+    hush: bool,
     history: Vec<History>,
     epochs: u64,
 }
@@ -108,6 +116,8 @@ impl Sim {
             dials: Vec::new(),
             datagrams: Vec::new(),
             cuts: BTreeMap::new(),
+            deaf: BTreeMap::new(),
+            hush: true,
             history: vec![History::default(); count],
             epochs: 100,
         };
@@ -160,6 +170,10 @@ impl Sim {
 
     fn is_cut(&self, a: usize, b: usize) -> (bool, bool) {
         self.cuts.get(&(a.min(b), a.max(b))).map_or((false, false), |&(streams, gossip, _)| (streams, gossip))
+    }
+
+    fn is_deaf(&self, i: usize) -> bool {
+        self.deaf.contains_key(&i)
     }
 
     /// Obeys one table, and checks what it shows.
@@ -262,6 +276,10 @@ impl Sim {
                 self.cuts.insert((i.min(j), i.max(j)), (streams, gossip, until));
             }
             45..48 => self.processes[i].paused_until = self.time + self.rng.next(9_000),
+            520..522 => {
+                let until = self.time + self.rng.next(12_000);
+                self.deaf.insert(i, (self.time, until));
+            }
             48..50 if self.processes[i].up => {
                 // Our own gossip task starts anew.
                 self.epochs += 1;
@@ -307,6 +325,9 @@ impl Sim {
     }
 
     fn publish(&mut self, i: usize) {
+        if self.hush && self.deaf.get(&i).is_some_and(|(since, _)| self.time >= since + HUSH) {
+            return;
+        }
         let process = &mut self.processes[i];
         process.beat += 1;
         process.published.push(Published {
@@ -337,7 +358,7 @@ impl Sim {
         for (due, from, to, value) in datagrams {
             if due > self.time {
                 self.datagrams.push((due, from, to, value));
-            } else if !self.is_cut(from, to).1 && self.runs(to) {
+            } else if !self.is_cut(from, to).1 && !self.is_deaf(to) && self.runs(to) {
                 let time = self.time;
                 let (known, heard) =
                     self.processes[to].view.entry(from).or_insert_with(|| (value.clone(), time));
@@ -381,7 +402,8 @@ impl Sim {
             let (i, j) = (dial.subscriber.0, dial.owner);
             if dial.at > self.time || !self.runs(i) {
                 self.dials.push(dial);
-            } else if self.is_cut(i, j).0 || self.processes[j].host_down {
+            } else if self.is_cut(i, j).0 || self.processes[j].host_down || self.is_deaf(i) || self.is_deaf(j)
+            {
                 // Nobody answers: the table counts the time itself.
             } else if !self.processes[j].up {
                 self.processes[i].table.failed(dial.stream, Failure::Refused, now);
@@ -404,10 +426,11 @@ impl Sim {
         let mut conns = std::mem::take(&mut self.conns);
         for conn in &mut conns {
             let ((i, _), (j, life)) = (conn.subscriber, conn.owner);
-            let cut = self.is_cut(i, j).0;
+            // Who hears nothing hears no answer to its keepalives, and gives none.
+            let cut = self.is_cut(i, j).0 || self.is_deaf(i) || self.is_deaf(j);
             if cut {
                 let since = *conn.stuck_since.get_or_insert(self.time);
-                if self.time > since + 5_000 {
+                if self.time > since + KEEPALIVE {
                     conn.cut_at = Some(self.time);
                 }
             } else {
@@ -438,7 +461,8 @@ impl Sim {
             let conn = &mut self.conns[at];
             let (i, j) = (conn.subscriber.0, conn.owner.0);
             let paused = self.processes[i].paused_until > self.time;
-            let cut = self.cuts.get(&(i.min(j), i.max(j))).is_some_and(|&(streams, ..)| streams);
+            let cut = self.cuts.get(&(i.min(j), i.max(j))).is_some_and(|&(streams, ..)| streams)
+                || self.deaf.contains_key(&i);
             if paused {
                 continue;
             }
@@ -478,6 +502,7 @@ impl Sim {
         self.time += STEP;
         let now = self.now();
         self.cuts.retain(|_, (.., until)| *until > self.time);
+        self.deaf.retain(|_, (_, until)| *until > self.time);
         if self.time < CHAOS {
             self.nemesis();
         }
@@ -558,6 +583,7 @@ impl Sim {
             self.step();
         }
         self.cuts.clear();
+        self.deaf.clear();
         for process in &mut self.processes {
             process.paused_until = 0;
         }
@@ -586,6 +612,55 @@ fn every_view_converges_after_chaos() {
             scope.spawn(move || (half..seeds).step_by(2).for_each(run));
         }
     });
+}
+
+/// Replica 0 holds an agent, then hears nothing for a while. Returns how long the others went on asking it.
+fn asked_while_deaf(seed: u64, hush: bool) -> u64 {
+    const MOST: u64 = 40_000;
+    let mut sim = Sim::new(seed);
+    sim.hush = hush;
+    sim.processes[0].owner.insert(agent(1));
+    sim.history[0].note(&sim.processes[0].owner);
+    let step = |sim: &mut Sim| {
+        // No other event.
+        sim.time = sim.time.max(CHAOS);
+        sim.step();
+    };
+    let asked = |sim: &Sim| {
+        let now = sim.now();
+        let others = &sim.processes[1..];
+        others.iter().any(|other| !other.table.locate(agent(1), now).is_empty())
+    };
+    while sim.time < CHAOS + 5_000 {
+        step(&mut sim);
+    }
+    sim.check_converged();
+    let since = sim.time;
+    sim.deaf.insert(0, (since, since + MOST));
+    while asked(&sim) && sim.time < since + MOST {
+        step(&mut sim);
+    }
+    let time = sim.time - since;
+    while sim.is_deaf(0) && time < MOST {
+        step(&mut sim);
+        assert!(!asked(&sim), "it is not believed again while it hears nothing");
+    }
+    let healed = sim.time;
+    while sim.time < healed + 5_000 {
+        step(&mut sim);
+    }
+    sim.check_converged();
+    time
+}
+
+/// It falls silent, gossip says gone, its streams have ended and are not dialled anew with success: both votes.
+#[test]
+fn deaf_replica_is_asked_until_it_falls_silent_and_is_found_again_when_it_hears() {
+    for seed in 0..20 {
+        let time = asked_while_deaf(seed, true);
+        assert!(time <= HUSH + KEEPALIVE, "seed {seed}: {time} ms");
+        assert_eq!(asked_while_deaf(seed, false), 40_000, "what it says was a proof of life");
+    }
 }
 
 /// The simulation is worth something only if it notices broken rules.
