@@ -38,6 +38,8 @@ pub enum Traffic {
     All,
     /// Gossip; TCP passes.
     Udp,
+    /// Table streams and requests; UDP passes.
+    Tcp,
 }
 
 /// Hosts on one bridge. Dropping it ends them, and takes the test's thread back to where it was.
@@ -129,6 +131,7 @@ impl Network {
             let what = match what {
                 Traffic::All => "",
                 Traffic::Udp => "ip protocol udp ",
+                Traffic::Tcp => "ip protocol tcp ",
             };
             rules.push_str(&format!("iifname \"v{from}\" oifname \"v{to}\" {what}counter drop\n"));
         }

@@ -1,6 +1,6 @@
 //! What the network does to replicas on hosts of their own.
 
-use std::time::Duration;
+use std::{collections::BTreeSet, time::Duration};
 
 use anyhow::{Context as _, Result, ensure};
 use grpc::{Code, Outcome};
@@ -200,6 +200,7 @@ async fn asymmetric_partition_no_mass_removal() -> Result<()> {
     let one = mesh.agent(0, 1, Kind::Ours, 2).await?;
     let two = mesh.agent(1, 2, Kind::Ours, 2).await?;
     mesh.converged(&[(1, 0), (2, 1)]).await?;
+    mesh.meshed().await?;
     // What 0 sends never reaches 1; both are heard by 2.
     mesh.network().cut(&[Cut { from: 0, to: 1, what: Traffic::All }])?;
     let until = Instant::now() + 3 * TTL;
@@ -270,6 +271,87 @@ async fn deaf_replica_is_lonely_and_its_slots_expire_elsewhere() -> Result<()> {
     mesh.kas(0).metric_is("kas_gossip_lonely", 0.0).await?;
     echo(&mesh, 2, 1).await?;
     drop((deaf, both));
+    Ok(())
+}
+
+/// Looks at all replicas for `time`: each has everything in its view and is ready, however it hears of the others.
+async fn keep_seeing(mesh: &Mesh, holders: &[(i64, usize)], time: Duration) -> Result<()> {
+    let expected: BTreeSet<_> = holders.iter().copied().collect();
+    let until = Instant::now() + time;
+    let mut looks = 0;
+    while Instant::now() < until {
+        for n in mesh.running() {
+            assert_eq!(mesh.view(n).await?.holders, expected, "replica {n}");
+            assert_eq!(mesh.kas(n).get("/readiness").await?.0, StatusCode::OK, "replica {n}");
+        }
+        looks += 1;
+        sleep(Duration::from_millis(50)).await;
+    }
+    println!("looked {looks} times");
+    Ok(())
+}
+
+/// A firewall that lets one direction of gossip pass: 1 never hears 0, and 0 hears 1. Longer than it takes to call a
+/// replica deaf and than entries live, with a third replica that relays and without.
+#[tokio::test]
+async fn datagrams_cut_in_one_direction_lose_nobody() -> Result<()> {
+    for replicas in [2, 3] {
+        let mesh = on_hosts(replicas).await?;
+        let one = mesh.agent(0, 1, Kind::Ours, 2).await?;
+        let two = mesh.agent(1, 2, Kind::Ours, 2).await?;
+        mesh.converged(&[(1, 0), (2, 1)]).await?;
+        mesh.meshed().await?;
+        mesh.network().cut(&[Cut { from: 0, to: 1, what: Traffic::Udp }])?;
+        keep_seeing(&mesh, &[(1, 0), (2, 1)], 4 * TTL).await?;
+        // Changes travel, and requests, both ways.
+        let three = mesh.agent(0, 3, Kind::Ours, 2).await?;
+        let four = mesh.agent(1, 4, Kind::Ours, 2).await?;
+        keep_told(&mesh, &[(1, 0), (2, 1), (3, 0), (4, 1)]).await?;
+        for (asked, agent) in [(1, 1), (0, 2), (1, 3), (0, 4)] {
+            echo(&mesh, asked, agent).await?;
+        }
+        mesh.heal()?;
+        mesh.converged(&[(1, 0), (2, 1), (3, 0), (4, 1)]).await?;
+        drop((one, two, three, four));
+    }
+    Ok(())
+}
+
+/// Waits until each replica believes this of agents, whether or not it trusts the others' life fully.
+async fn keep_told(mesh: &Mesh, holders: &[(i64, usize)]) -> Result<()> {
+    let expected: BTreeSet<_> = holders.iter().copied().collect();
+    let begun = Instant::now();
+    within(SOON, "all are told", async || {
+        for n in mesh.running() {
+            let view = mesh.view(n).await?.holders;
+            if view != expected {
+                return Ok(Err((n, view)));
+            }
+        }
+        Ok(Ok(()))
+    })
+    .await?;
+    println!("all were told after {:?}", begun.elapsed());
+    Ok(())
+}
+
+/// Gossip alone keeps entries and carries changes: no table stream passes, nobody falls silent.
+#[tokio::test]
+async fn without_tcp_between_replicas_gossip_keeps_views_exact() -> Result<()> {
+    let mesh = on_hosts(3).await?;
+    let one = mesh.agent(0, 1, Kind::Ours, 2).await?;
+    mesh.converged(&[(1, 0)]).await?;
+    mesh.meshed().await?;
+    let pairs = (0..3).flat_map(|from| (0..3).map(move |to| (from, to))).filter(|(from, to)| from != to);
+    let cuts: Vec<_> = pairs.map(|(from, to)| Cut { from, to, what: Traffic::Tcp }).collect();
+    mesh.network().cut(&cuts)?;
+    keep_seeing(&mesh, &[(1, 0)], 4 * TTL).await?;
+    let two = mesh.agent(1, 2, Kind::Ours, 2).await?;
+    keep_told(&mesh, &[(1, 0), (2, 1)]).await?;
+    mesh.heal()?;
+    mesh.converged(&[(1, 0), (2, 1)]).await?;
+    echo(&mesh, 2, 1).await?;
+    drop((one, two));
     Ok(())
 }
 
