@@ -1,0 +1,349 @@
+//! The table streams of this replica: when one is dialled, what its messages do, what its end means.
+
+use std::{mem, sync::Arc, time::Duration};
+
+use ids::ReplicaId;
+use tokio::time::Instant;
+
+use super::{
+    Action, Failure, StreamId, Table,
+    expiry::{Peer, StreamVote},
+    mirror::{Source, Want},
+};
+use crate::{Identity, Message, State, Version, codec};
+
+/// Time between dials of a known replica: doubled from the first to the second with each that fails.
+const REDIAL: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(1));
+
+/// The same for seeds that name no known replica.
+const RESEED: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(5));
+
+/// A stream that was open this long is dialled again at once.
+const STEADY: Duration = Duration::from_secs(1);
+
+/// What the table stream of a replica does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum LinkState {
+    /// Waits to be dialled.
+    Idle,
+    /// Dialled, no hello yet.
+    Dialing,
+    /// Open, and a snapshot is awaited.
+    Syncing,
+    /// Open.
+    Open,
+}
+
+#[derive(Debug, Clone)]
+pub(super) enum Target {
+    Peer(ReplicaId),
+    Seed(Arc<str>),
+}
+
+#[derive(Debug, Clone)]
+pub(super) struct Seed {
+    pub(super) link: Link,
+    pub(super) failures: u32,
+    /// Who answered there last.
+    pub(super) replica: Option<ReplicaId>,
+}
+
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Link {
+    Idle { retry: Instant },
+    Dialing { stream: StreamId, since: Instant, snapshot: bool },
+    Open { stream: StreamId, since: Instant, heard: Instant },
+}
+
+impl Link {
+    pub(super) const fn stream(self) -> Option<StreamId> {
+        match self {
+            Self::Idle { .. } => None,
+            Self::Dialing { stream, .. } | Self::Open { stream, .. } => Some(stream),
+        }
+    }
+
+    /// Whether a snapshot was asked for and nothing came yet.
+    pub(super) const fn asks_snapshot(self) -> bool {
+        matches!(self, Self::Dialing { snapshot: true, .. })
+    }
+}
+
+/// `first << (times − 1)`, at most `most`.
+pub(super) fn backoff((first, most): (Duration, Duration), times: u32) -> Duration {
+    first.saturating_mul(1 << times.saturating_sub(1).min(16)).min(most)
+}
+
+/// Takes up to a quarter off a wait, so that replicas do not act in step.
+fn spread(wait: Duration, stream: StreamId) -> Duration {
+    wait - wait / 4 * (codec::mix(stream.0) % 256) as u32 / 256
+}
+
+impl Table {
+    pub(super) fn hello(
+        &mut self,
+        stream: StreamId,
+        target: Target,
+        from: &Identity,
+        version: Version,
+        resumed: bool,
+        now: Instant,
+    ) {
+        let (link, asked) = match &target {
+            Target::Peer(replica) => {
+                let Some(peer) = self.peers.get_mut(replica) else { return };
+                (mem::replace(&mut peer.link, Link::Idle { retry: now }), Some(replica.clone()))
+            }
+            Target::Seed(address) => {
+                let Some(seed) = self.seeds.get_mut(address) else { return };
+                // It rests while the replica that answered is dialled by its name; the wait is for one
+                // that is not taken.
+                seed.replica = Some(from.replica.clone());
+                seed.failures = seed.failures.saturating_add(1);
+                let retry = now + spread(backoff(RESEED, seed.failures), stream);
+                (mem::replace(&mut seed.link, Link::Idle { retry }), None)
+            }
+        };
+        if let Some(asked) = &asked
+            && *asked != from.replica
+            && let Some(peer) = self.peers.get_mut(asked)
+        {
+            // Somebody else has the address: the one we asked for does not listen there.
+            peer.stream = StreamVote::Refused;
+            peer.failures = peer.failures.saturating_add(1);
+            peer.link = Link::Idle { retry: now + backoff(REDIAL, peer.failures) };
+            self.settle(asked, now);
+        }
+        let taken = from.replica != self.me
+            && self.admit(&from.replica, &from.address, from.state, now)
+            && self.epoch(&from.replica, from.epoch, now)
+            && self.peers.get(&from.replica).is_some_and(|peer| peer.state != State::Left);
+        if !taken {
+            self.close(link);
+            if let Some(peer) = self.peers.get_mut(&from.replica) {
+                peer.failures = peer.failures.saturating_add(1);
+                if let Link::Idle { retry } = &mut peer.link {
+                    *retry = now + backoff(REDIAL, peer.failures);
+                }
+            }
+            return;
+        }
+        let running = self.running_snapshots();
+        let Some(peer) = self.peers.get_mut(&from.replica) else { return };
+        peer.dropped = None;
+        peer.proof = peer.proof.max(now);
+        peer.stream = StreamVote::None;
+        peer.address = from.address.clone();
+        peer.set_state(from.state);
+        if let Link::Open { .. } = peer.link {
+            // Dialled twice, by its name and as a seed: the first one stays.
+            self.close(link);
+            self.settle(&from.replica, now);
+            return;
+        }
+        let dialling = mem::replace(&mut peer.link, Link::Open { stream, since: now, heard: now });
+        let copy = &mut peer.copy;
+        // The owner's own word heals a version that somebody made up.
+        copy.known = version.max(copy.shown);
+        copy.behind = None;
+        copy.shadow = None;
+        copy.awaiting = !resumed;
+        let doubted = copy.want.is_some_and(|(at, want)| at <= now && want == Want::Snapshot);
+        let queue = !resumed && !link.asks_snapshot() && running >= self.limits.snapshots;
+        if queue || (resumed && (copy.version.is_none() || doubted)) {
+            // A resume that became a snapshot has to queue with the others; a resume of what is no
+            // longer trusted, or no longer there, is of no use.
+            copy.want = Some((now, Want::Snapshot));
+            copy.awaiting = false;
+            peer.link = Link::Idle { retry: now };
+            self.close(link);
+        } else {
+            // A snapshot settles every doubt, a resume only that of being behind.
+            copy.want = copy.want.filter(|(_, want)| resumed && *want == Want::Snapshot);
+            self.streams.insert(stream, Target::Peer(from.replica.clone()));
+        }
+        self.close(dialling);
+        self.settle(&from.replica, now);
+    }
+
+    pub(super) fn content(
+        &mut self,
+        replica: &ReplicaId,
+        stream: StreamId,
+        from: Option<Identity>,
+        message: Message,
+        now: Instant,
+    ) {
+        let Self { peers, limits, out, .. } = self;
+        let Some(peer) = peers.get_mut(replica) else { return };
+        let Link::Open { heard, .. } = &mut peer.link else {
+            self.break_off(stream, now);
+            return;
+        };
+        *heard = now;
+        let awaited = peer.copy.awaiting;
+        peer.proof = peer.proof.max(now);
+        let good = match message {
+            Message::Hello { .. } => true,
+            Message::Chunk { header, ids } => {
+                match (Some(header.epoch) == peer.epoch).then(|| peer.copy.chunk(&header, &ids, limits)) {
+                    Some(Ok(())) => {
+                        peer.copy.behind = None;
+                        peer.copy.swap(limits, out);
+                        peer.copy.unmask(limits, out);
+                        true
+                    }
+                    _ => false,
+                }
+            }
+            Message::Delta { from, to, ops } => {
+                let good = from.0.checked_add(ops.len() as u64) == Some(to.0);
+                if good {
+                    peer.copy.offer(from, &ops, Source::Stream, limits, out, now);
+                }
+                good
+            }
+            Message::Beat(summary) => {
+                let same = Some(summary.epoch) == peer.epoch;
+                if let Some(from) = from
+                    && same
+                    && from.epoch == summary.epoch
+                    && from.replica == *replica
+                {
+                    peer.address = from.address;
+                    peer.set_state(from.state);
+                }
+                if same {
+                    peer.copy.compare(&summary, now);
+                }
+                same
+            }
+        };
+        self.freed |= awaited && !peer.copy.awaiting;
+        if !good {
+            // The stream is of no use; the owner lives. Whether and when it is asked again for a
+            // snapshot, the back-off says.
+            peer.copy.resync(Want::Snapshot, now);
+            peer.copy.shadow = None;
+            let retry = peer.copy.want.map_or(now, |(at, _)| at);
+            let link = mem::replace(&mut peer.link, Link::Idle { retry });
+            self.close(link);
+        }
+        self.settle(replica, now);
+    }
+
+    pub(super) fn fail(&mut self, stream: StreamId, failure: Failure, now: Instant) {
+        match self.streams.remove(&stream) {
+            None => {}
+            Some(Target::Seed(address)) => {
+                if let Some(seed) = self.seeds.get_mut(&address) {
+                    seed.failures = seed.failures.saturating_add(1);
+                    let wait = spread(backoff(RESEED, seed.failures), stream);
+                    seed.link = Link::Idle { retry: now + wait };
+                }
+                self.freed = true;
+            }
+            Some(Target::Peer(replica)) => {
+                if let Some(peer) = self.peers.get_mut(&replica) {
+                    peer.stream = match (peer.link, failure) {
+                        (Link::Dialing { .. }, Failure::Refused) => StreamVote::Refused,
+                        (Link::Dialing { .. }, Failure::Unanswered) => StreamVote::Unanswered,
+                        _ => StreamVote::Lost,
+                    };
+                    let steady = matches!(peer.link, Link::Open { since, .. } if now >= since + STEADY);
+                    peer.failures = if steady { 0 } else { peer.failures.saturating_add(1) };
+                    let wait =
+                        if steady { Duration::ZERO } else { spread(backoff(REDIAL, peer.failures), stream) };
+                    peer.link = Link::Idle { retry: now + wait };
+                    // What arrived of a snapshot is of no use to the next stream.
+                    peer.copy.shadow = None;
+                    self.freed = true;
+                    self.settle(&replica, now);
+                }
+            }
+        }
+    }
+
+    /// Closes the stream of a peer that broke the protocol.
+    pub(super) fn break_off(&mut self, stream: StreamId, now: Instant) {
+        self.out.actions.push(Action::Close { stream });
+        self.fail(stream, Failure::Ended, now);
+    }
+
+    pub(super) fn close(&mut self, link: Link) {
+        if let Some(stream) = link.stream() {
+            self.streams.remove(&stream);
+            self.out.actions.push(Action::Close { stream });
+            self.freed = true;
+        }
+    }
+
+    pub(super) fn dial(&mut self, replica: &ReplicaId, now: Instant) {
+        let Some(peer) = self.peers.get(replica) else { return };
+        let due = matches!(peer.link, Link::Idle { retry } if retry <= now);
+        // A seed on its way to the same address will do.
+        let seeded =
+            self.seeds.get(&peer.address).is_some_and(|seed| matches!(seed.link, Link::Dialing { .. }));
+        if !due || seeded {
+            return;
+        }
+        let (whole, wait) = match peer.copy.want {
+            Some((at, Want::Snapshot)) => (at <= now, at > now),
+            _ => (false, false),
+        };
+        let resume = peer.epoch.zip(peer.copy.version).filter(|_| !whole);
+        if resume.is_none() && (wait || self.running_snapshots() >= self.limits.snapshots) {
+            return;
+        }
+        let (address, stream) = (peer.address.clone(), StreamId(self.next_stream));
+        self.next_stream += 1;
+        if let Some(peer) = self.peers.get_mut(replica) {
+            peer.link = Link::Dialing { stream, since: now, snapshot: resume.is_none() };
+        }
+        self.streams.insert(stream, Target::Peer(replica.clone()));
+        self.out.actions.push(Action::Dial { stream, replica: Some(replica.clone()), address, resume });
+    }
+
+    pub(super) fn settle_seeds(&mut self, now: Instant) {
+        let addresses: Vec<_> = self.seeds.keys().cloned().collect();
+        for address in addresses {
+            let Some(seed) = self.seeds.get(&address) else { continue };
+            match seed.link {
+                Link::Dialing { stream, since, .. } if now >= since + self.limits.answer => {
+                    self.out.actions.push(Action::Close { stream });
+                    self.fail(stream, Failure::Unanswered, now);
+                }
+                Link::Idle { retry } if retry <= now && !self.is_met(&address, seed) => {
+                    if self.running_snapshots() >= self.limits.snapshots {
+                        continue;
+                    }
+                    let stream = StreamId(self.next_stream);
+                    self.next_stream += 1;
+                    if let Some(seed) = self.seeds.get_mut(&address) {
+                        seed.link = Link::Dialing { stream, since: now, snapshot: true };
+                    }
+                    self.streams.insert(stream, Target::Seed(address.clone()));
+                    self.out.actions.push(Action::Dial { stream, replica: None, address, resume: None });
+                }
+                _ => {}
+            }
+        }
+    }
+
+    /// Whether the replica behind a seed is known and dialled by its name.
+    pub(super) fn is_met(&self, address: &Arc<str>, seed: &Seed) -> bool {
+        let lives = |peer: &Peer| peer.dropped.is_none() && peer.state != State::Left;
+        match &seed.replica {
+            Some(replica) if *replica == self.me => return true,
+            Some(replica) if self.peers.get(replica).is_some_and(lives) => return true,
+            _ => {}
+        }
+        self.peers.values().any(|peer| lives(peer) && peer.address == *address)
+    }
+
+    /// Snapshots asked for or arriving.
+    pub(super) fn running_snapshots(&self) -> usize {
+        self.peers.values().filter(|peer| peer.takes_snapshot()).count()
+            + self.seeds.values().filter(|seed| seed.link.asks_snapshot()).count()
+    }
+}
