@@ -151,7 +151,7 @@ async fn sizes(ground: &Ground, agents: usize, rates: &[u32]) -> anyhow::Result<
     let snapshot = (owner.bytes().0 - before) as f64;
     let rate = async |per_second: u32| {
         let numbers = random_agents(20_000);
-        let (begin, from) = (Instant::now(), owner.bytes().0);
+        let (begin, from, changed) = (Instant::now(), owner.bytes().0, owner.changes());
         let mut done = 0_u32;
         let mut ticks = interval(Duration::from_millis(10));
         while begin.elapsed() < WINDOW {
@@ -163,15 +163,18 @@ async fn sizes(ground: &Ground, agents: usize, rates: &[u32]) -> anyhow::Result<
             }
             done = due;
         }
-        (
-            (owner.bytes().0 - from) as f64 / begin.elapsed().as_secs_f64(),
-            f64::from(done) / begin.elapsed().as_secs_f64(),
-        )
+        let changed = owner.changes() - changed;
+        anyhow::ensure!(
+            changed == u64::from(done),
+            "{done} agents came or went, which made {changed} changes"
+        );
+        let seconds = begin.elapsed().as_secs_f64();
+        anyhow::Ok(((owner.bytes().0 - from) as f64 / seconds, f64::from(done) / seconds))
     };
-    let idle = rate(0).await.0;
+    let idle = rate(0).await?.0;
     let mut changes = Vec::new();
     for per_second in rates {
-        let (bytes, real) = rate(*per_second).await;
+        let (bytes, real) = rate(*per_second).await?;
         changes.push((*per_second, (bytes - idle) / real));
     }
     Ok(Sizes { agents, snapshot, idle, changes })
@@ -186,7 +189,7 @@ pub(super) async fn measure(ground: &Ground, progress: impl Fn(&str)) -> anyhow:
     }
     for agents in [10, 100, 1_000, 10_000, 100_000, 1_000_000] {
         progress(&format!("a table of {agents} agents"));
-        let rates: &[u32] = if agents == 100_000 { &[10, 100, 1_000] } else { &[] };
+        let rates: &[u32] = if agents == 100_000 { &[10, 100, 1_000, 10_000] } else { &[] };
         scale.sizes.push(sizes(ground, agents, rates).await?);
     }
     for agents in [10_000, 100_000, 1_000_000] {
@@ -265,9 +268,10 @@ impl Scale {
         )?;
         writeln!(
             out,
-            "Where one owner has a thousand changes per second, each takes {} bytes instead of {}. A replica that joins \
+            "Where one owner has {} changes per second, each takes {} bytes instead of {}. A replica that joins \
              receives {} × A bytes, once. The copies take {} × A bytes of its memory. The number of agents changes nothing \
              else while none comes or goes.\n",
+            short(change.last().map_or(f64::NAN, |c| f64::from(c.0))),
             short(fast),
             short(slow),
             short(per_entry),
@@ -327,9 +331,16 @@ impl Scale {
                 short(sizes.idle)
             )?;
         }
+        writeln!(
+            out,
+            "\nA change is an agent that comes or goes, counted by the version of the owner's table. Each is sent to each \
+             subscriber, also that of an agent which comes and goes between two messages: fewer bytes at a higher rate are \
+             not fewer changes, but more of them in one message, of which an owner sends at most fifty per second. What \
+             then remains is the number of an agent, as its distance from the one before."
+        )?;
         writeln!(out, "\n| changes/s of one owner | bytes per change to each subscriber |\n| --- | --- |")?;
         for (rate, bytes) in change {
-            writeln!(out, "| {rate} | {} |", short(*bytes))?;
+            writeln!(out, "| {} | {} |", short(f64::from(*rate)), short(*bytes))?;
         }
         writeln!(out, "\n## Memory\n")?;
         writeln!(
