@@ -139,7 +139,8 @@ impl Call {
             (Some(Outcome::Unknown), ..) => self.failure(
                 Exit::Unknown,
                 format_args!(
-                    "kas at {address} sent the request and does not know what became of it: {said}; {}",
+                    "kas at {address} sent the request and does not know what became of it: {}; {}",
+                    without_advice(&said),
                     self.unknown_advice()
                 ),
             ),
@@ -152,8 +153,9 @@ impl Call {
                 self.failure(
                     Exit::NotStarted,
                     format_args!(
-                        "kas at {address} could not start the request: {said}; \
-                         nothing was sent to the agent, so trying again is safe{hint}"
+                        "kas at {address} could not start the request: {}; \
+                         nothing was sent to the agent, so trying again is safe{hint}",
+                        without_advice(&said)
                     ),
                 )
             }
@@ -350,6 +352,18 @@ fn said(status: &Status) -> String {
     match printable(status.message()) {
         empty if empty.is_empty() => code.to_owned(),
         message => format!("{code}: {message}"),
+    }
+}
+
+/// Leaves out what kas advises about repeating, at the end of its message: here it is known what the request was, and
+/// whether it may be repeated.
+fn without_advice(said: &str) -> &str {
+    const REPEAT: [&str; 2] = [": repeat ", "; repeat "];
+    let at = REPEAT.iter().filter_map(|start| said.rfind(start)).max();
+    match at {
+        // Not when more was said behind it.
+        Some(at) if !said[at + 2..].contains([':', ';']) => &said[..at],
+        _ => said,
     }
 }
 
