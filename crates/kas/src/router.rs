@@ -12,13 +12,14 @@ mod search;
 mod trail;
 
 use std::{
+    fmt::Write as _,
     pin::Pin,
     sync::Arc,
     task::{Context, Poll},
     time::Duration,
 };
 
-use cluster::Tracker;
+use cluster::{Replica, ReplicaStatus, Tracker};
 use grpc::{Code, Deadline, Outcome, Status};
 use http::{HeaderMap, HeaderValue};
 use ids::{AgentId, ConnectionId, ReplicaId};
@@ -269,22 +270,84 @@ impl Router {
     }
 
     async fn not_found(&self, agent: AgentId, deadline: Deadline, arrived: Instant) -> Status {
-        let waited = arrived.elapsed().as_secs_f64();
         // Only for the words: what was waited for is already known.
-        let known = self.tracker.locate(agent).await.is_ok_and(|candidates| !candidates.is_empty());
-        let text = if known {
-            format!(
-                "agent {agent} is connected, but had no idle tunnel for {waited:.1} s: repeat the request later"
-            )
-        } else {
-            format!(
-                "agent {agent} is not connected; waited {waited:.1} s: check that agentk runs in its cluster, reaches \
-                 this kas and has a valid token"
-            )
-        };
+        let known = self.tracker.replicas().await;
+        let beliefs = self.tracker.beliefs(agent);
+        let holds = |id: &ReplicaId| beliefs.iter().any(|belief| belief.holds && belief.replica.id == *id);
+        let (mut lend, mut silent, mut others) = (Vec::new(), Vec::new(), Vec::new());
+        if self.registry.holds(agent) {
+            lend.push("this replica".to_owned());
+        }
+        for status in known.replicas.iter().filter(|status| status.replica.id != self.me) {
+            let ReplicaStatus { replica, state, standing, .. } = status;
+            let answers = ["live", "draining"].contains(&standing.as_str());
+            match (holds(&replica.id), answers) {
+                (true, true) => lend.push(whereabouts(replica)),
+                (true, false) => silent.push(whereabouts(replica)),
+                // Who has left in order holds nothing.
+                (false, false) if state != "left" => others.push(whereabouts(replica)),
+                (false, _) => {}
+            }
+        }
+        let text = absence(agent, arrived.elapsed(), &lend, &silent, &others);
         let code = if deadline.instant().is_some() { Code::DeadlineExceeded } else { Code::Unavailable };
         Status::new(code, text).with_outcome(Outcome::NotStarted)
     }
+}
+
+/// Names a replica, and its address where that is not the name.
+fn whereabouts(replica: &Replica) -> String {
+    if replica.id.as_str() == &*replica.address {
+        format!("replica {}", replica.id)
+    } else {
+        format!("replica {} ({})", replica.id, replica.address)
+    }
+}
+
+/// Says why no tunnel of an agent was found: who holds it and lent none, who holds it and did not answer, and who
+/// else could not be asked.
+fn absence(
+    agent: AgentId,
+    waited: Duration,
+    lend: &[String],
+    silent: &[String],
+    others: &[String],
+) -> String {
+    /// Names that a message repeats; more are counted.
+    const NAMES: usize = 5;
+    let list = |names: &[String]| {
+        let mut text = names[..names.len().min(NAMES)].join(", ");
+        if names.len() > NAMES {
+            let _ = write!(text, " and {} more", names.len() - NAMES);
+        }
+        text
+    };
+    let waited = waited.as_secs_f64();
+    let mut text = match (lend, silent) {
+        ([], []) if others.is_empty() => format!("agent {agent} is not connected; waited {waited:.1} s"),
+        ([], []) => {
+            format!("agent {agent} is not connected to a replica that answers; waited {waited:.1} s")
+        }
+        ([], silent) => {
+            format!("agent {agent} is connected to {}, which did not answer for {waited:.1} s", list(silent))
+        }
+        (lend, _) => {
+            format!("agent {agent} is connected to {}, but no tunnel was free for {waited:.1} s", list(lend))
+        }
+    };
+    if !lend.is_empty() && !silent.is_empty() {
+        let _ = write!(text, "; it is connected to {} too, which did not answer", list(silent));
+    }
+    if !others.is_empty() {
+        let (count, s) = (others.len(), if others.len() == 1 { "" } else { "s" });
+        let _ = write!(text, "; {count} other replica{s} could not be asked: {}", list(others));
+    }
+    text.push_str(match (lend, silent) {
+        ([], []) => ": check that agentk runs in its cluster, reaches this kas and has a valid token",
+        ([], _) => ": repeat the request when it answers, or when the agent has connected to another",
+        _ => ": repeat the request later",
+    });
+    text
 }
 
 /// Runs what writes a request to another replica: once here, since a small request is written whole then, and in
@@ -330,5 +393,41 @@ pub fn refusal(refused: Refused, agent: AgentId, connection: Option<ConnectionId
             Code::Unavailable,
             format!("this replica leaves, and none of its tunnels of agent {agent} is idle"),
         ),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn who_holds_the_agent_and_does_not_answer_is_named_and_the_others_are_counted() {
+        let agent = AgentId::new(3).unwrap();
+        let names = |names: &[&str]| names.iter().map(|name| format!("replica {name}")).collect::<Vec<_>>();
+        let said = |lend: &[&str], silent: &[&str], others: &[&str]| {
+            absence(agent, Duration::from_millis(1500), &names(lend), &names(silent), &names(others))
+        };
+        let check = "check that agentk runs in its cluster, reaches this kas and has a valid token";
+        assert_eq!(said(&[], &[], &[]), format!("agent 3 is not connected; waited 1.5 s: {check}"));
+        assert_eq!(
+            said(&[], &[], &["a", "b"]),
+            format!(
+                "agent 3 is not connected to a replica that answers; waited 1.5 s; 2 other replicas could not be asked: \
+                 replica a, replica b: {check}"
+            )
+        );
+        assert_eq!(
+            said(&[], &["a"], &["b"]),
+            "agent 3 is connected to replica a, which did not answer for 1.5 s; 1 other replica could not be asked: \
+             replica b: repeat the request when it answers, or when the agent has connected to another"
+        );
+        assert_eq!(
+            said(&["a"], &["b"], &[]),
+            "agent 3 is connected to replica a, but no tunnel was free for 1.5 s; it is connected to replica b too, \
+             which did not answer: repeat the request later"
+        );
+        let many: Vec<String> = (0..9).map(|n| n.to_string()).collect();
+        let many: Vec<&str> = many.iter().map(String::as_str).collect();
+        assert!(said(&[], &many, &[]).contains("replica 4 and 4 more, which did not answer"));
     }
 }

@@ -1,6 +1,9 @@
 //! `kasctl why`: what each replica of kas knows of an agent, and which way a request for it would go.
 
-use std::{collections::BTreeMap, fmt::Write as _};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fmt::Write as _,
+};
 
 use proto::kas::api::v1::{AgentOnReplica, ExplainAgentRequest, ExplainAgentResponse};
 use serde::Serialize;
@@ -54,6 +57,17 @@ fn whereabouts(replica: &AgentOnReplica) -> String {
     printable(if address.is_empty() { &replica.name } else { &address })
 }
 
+/// Returns the replicas that said nothing, and of which another believes that they hold the agent.
+fn silent_holders(answer: &ExplainAgentResponse) -> Vec<String> {
+    let told = |name: &str| answer.replicas.iter().any(|replica| replica.name == name);
+    let believed = answer.replicas.iter().flat_map(|replica| &replica.beliefs);
+    let silent: BTreeSet<&str> = believed
+        .filter(|belief| belief.holds && !told(&belief.name))
+        .map(|belief| belief.name.as_str())
+        .collect();
+    silent.into_iter().map(printable).collect()
+}
+
 fn verdict(agent: ids::AgentId, answer: &ExplainAgentResponse) -> String {
     let tunnels = |replica: &AgentOnReplica| {
         let count = |number: u32, what: &str| match number {
@@ -74,6 +88,11 @@ fn verdict(agent: ids::AgentId, answer: &ExplainAgentResponse) -> String {
         (true, 0) => format!("agent {agent} is held by no replica"),
         (true, missing) => format!("agent {agent} is held by no replica that answered ({missing} did not)"),
     };
+    let silent = silent_holders(answer);
+    if !silent.is_empty() {
+        let also = if holders.is_empty() { "" } else { "also " };
+        let _ = write!(text, "; by the table {also}by {}, which did not answer", silent.join(", "));
+    }
     match waiting {
         0 => {}
         1 => text.push_str("; 1 request waits for it"),
@@ -180,7 +199,7 @@ impl<'a> WhyJson<'a> {
 
 #[cfg(test)]
 mod tests {
-    use proto::kas::api::v1::UnansweredReplica;
+    use proto::kas::api::v1::{UnansweredReplica, agent_on_replica};
 
     use super::*;
 
@@ -213,6 +232,27 @@ mod tests {
             of(vec![replica("a", 0, 1, 1), replica("b", 2, 1, 0)], 0),
             "agent 3 is held by a (1 busy tunnel), b (2 idle tunnels, 1 busy tunnel); 1 request waits for it"
         );
+    }
+
+    #[test]
+    fn replica_that_is_silent_and_holds_the_agent_by_the_table_is_named() {
+        let believes = |holder: &str, holds| AgentOnReplica {
+            beliefs: vec![agent_on_replica::Belief { name: holder.to_owned(), holds, ..Default::default() }],
+            ..replica("a", 0, 0, 0)
+        };
+        let of = |replicas| {
+            let unanswered = vec![UnansweredReplica::default()];
+            verdict(agent(), &ExplainAgentResponse { replicas, unanswered, ..Default::default() })
+        };
+        let none = "agent 3 is held by no replica that answered (1 did not)";
+        assert_eq!(of(vec![believes("b", false)]), none);
+        assert_eq!(of(vec![believes("b", true)]), format!("{none}; by the table by b, which did not answer"));
+        assert_eq!(
+            of(vec![believes("b", true), believes("b", true), replica("c", 1, 0, 0)]),
+            "agent 3 is held by c (1 idle tunnel); by the table also by b, which did not answer"
+        );
+        // Who answered has said it itself.
+        assert_eq!(of(vec![believes("c", true), replica("c", 0, 0, 0)]), none);
     }
 
     #[test]

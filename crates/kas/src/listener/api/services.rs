@@ -348,6 +348,18 @@ impl KasApi for Api {
                 [first, rest @ ..] => format!("and replica {first} is asked, then {}", rest.join(", ")),
             });
         }
+        // Whether they hold it nobody can tell now.
+        let mute: Vec<String> = known
+            .replicas
+            .iter()
+            .filter(|status| {
+                ["unreachable", "gone"].contains(&status.standing.as_str()) && status.state != "left"
+            })
+            .map(|status| format!("{} ({})", status.replica.id, status.standing))
+            .collect();
+        if !mute.is_empty() {
+            route.push(format!("{} cannot be asked", mute.join(", ")));
+        }
         Ok(tonic::Response::new(ExplainAgentResponse {
             replicas: std::iter::once(own).chain(others).collect(),
             route,
