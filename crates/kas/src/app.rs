@@ -1,7 +1,13 @@
 //! From a configuration to a running replica: [`Kas::bind`] takes every port, [`Kas::run`] serves
 //! until told to leave. The only place that picks implementations.
 
-use std::{io, net::SocketAddr, path::PathBuf, sync::Arc, time::Duration};
+use std::{
+    io,
+    net::SocketAddr,
+    path::PathBuf,
+    sync::{Arc, OnceLock},
+    time::Duration,
+};
 
 use cluster::{InMemoryTracker, Replica, Tracker};
 use http::HeaderValue;
@@ -14,7 +20,7 @@ use runtime::{
     lifecycle::{Lifecycle, Phase},
     tls, version,
 };
-use tokio::time::Instant;
+use tokio::{sync::watch, task::JoinHandle, time::Instant};
 
 use crate::{
     agent_config::AgentConfigs,
@@ -93,14 +99,29 @@ pub struct Addresses {
     pub observability: Option<SocketAddr>,
 }
 
-/// A replica whose ports are taken; nothing is served yet.
+/// Whether the tables of other replicas are known; `None`: there are no others.
+type Synced = Option<watch::Receiver<bool>>;
+
+/// A task that ends with its owner.
+struct Background(JoinHandle<()>);
+
+impl Drop for Background {
+    fn drop(&mut self) {
+        self.0.abort();
+    }
+}
+
+/// A replica whose ports are taken; only probes and metrics are served yet.
 pub struct Kas {
     config: Config,
     addresses: Addresses,
     agent: Server,
     api: Server,
     private: Option<(Server, Mesh, Arc<PrivateListener>)>,
-    admin: (Listener, Admin),
+    /// Answers probes since the ports were taken.
+    admin: Background,
+    /// What readiness waits for, once everything is served.
+    started: Arc<OnceLock<Synced>>,
     agents: Arc<AgentListener>,
     tunnels: Arc<TunnelRegistry>,
     configs: Arc<AgentConfigs>,
@@ -142,11 +163,26 @@ fn server_tls(
         .transpose()
 }
 
+/// Says why a replica is not ready; `started`: once everything is served.
+fn unready(phase: Phase, started: Option<&Synced>) -> Option<String> {
+    let why = match (phase, started) {
+        (Phase::Serving, None) => "starting: where other replicas reach this one may not be known yet",
+        (Phase::Serving, Some(None)) => return None,
+        (Phase::Serving, Some(Some(synced))) if *synced.borrow() => return None,
+        (Phase::Serving, Some(Some(_))) => "the tables of the other replicas are not known yet",
+        _ => "draining",
+    };
+    Some(why.to_owned())
+}
+
 impl Kas {
     /// Checks everything that can be checked and takes every port.
     ///
+    /// It may take a minute until this replica's own address is known; probes and metrics are served meanwhile: it is
+    /// alive, and not ready.
+    ///
     /// # Errors
-    /// See [`StartError`]; nothing was served.
+    /// See [`StartError`]; nothing but probes and metrics was served.
     pub async fn bind(config: Config) -> Result<Self, StartError> {
         if let Some(path) = &config.state_dir
             && (config.identity.is_default || matches!(config.api.secrets, config::ApiSecrets::Made(_)))
@@ -191,6 +227,18 @@ impl Kas {
         );
         let metrics = Arc::new(Metrics::new(&mut registry));
         metrics.file_limit.set(runtime::io::raise_file_limit());
+        let lifecycle = Lifecycle::default();
+        let started = Arc::<OnceLock<Synced>>::default();
+        let (phase, synced) = (lifecycle.watch(), Arc::clone(&started));
+        let admin = Admin {
+            metrics_path: config.observability.metrics_path.clone(),
+            liveness_path: config.observability.liveness_path.clone(),
+            readiness_path: config.observability.readiness_path.clone(),
+            registry,
+            unready: Box::new(move || unready(*phase.borrow(), synced.get())),
+            refresh: Box::new(|| {}),
+        };
+        let admin = Background(tokio::spawn(runtime::admin::run(admin_listener, admin, lifecycle.clone())));
         let mesh = match (&config.tracker, &private_listener) {
             (config::Tracker::Gossip(replication), Some(listener)) => {
                 Some(Mesh::bind(replication, private_secrets, &secrets, listener, &metrics).await?)
@@ -227,7 +275,6 @@ impl Kas {
             replica.id.clone(),
             mesh.as_ref().map(|mesh| Arc::clone(&mesh.peers)),
         ));
-        let lifecycle = Lifecycle::default();
         let configs = AgentConfigs::new(&config.agent.configuration);
         let agents = AgentListener::new(Parts {
             identity,
@@ -273,20 +320,6 @@ impl Kas {
             }
             _ => None,
         };
-        let synced = private.as_ref().map(|(_, mesh, _)| mesh.replication.ready());
-        let ready = lifecycle.watch();
-        let admin = Admin {
-            metrics_path: config.observability.metrics_path.clone(),
-            liveness_path: config.observability.liveness_path.clone(),
-            readiness_path: config.observability.readiness_path.clone(),
-            registry,
-            unready: Box::new(move || match *ready.borrow() {
-                Phase::Serving if synced.as_ref().is_none_or(|synced| *synced.borrow()) => None,
-                Phase::Serving => Some("the tables of the other replicas are not known yet".into()),
-                _ => Some("draining".into()),
-            }),
-            refresh: Box::new(|| {}),
-        };
         Ok(Self {
             agent: Server {
                 listener: agent_listener,
@@ -306,7 +339,8 @@ impl Kas {
                 service: api,
             },
             private,
-            admin: (admin_listener, admin),
+            admin,
+            started,
             addresses,
             agents,
             tunnels,
@@ -330,8 +364,20 @@ impl Kas {
     /// Serves until `leave` resolves, then drains and returns. A second resolution of `hurry` ends
     /// at once what is still open.
     pub async fn run(self, leave: impl Future<Output = ()>, hurry: impl Future<Output = ()>) {
-        let Self { config, agent, api, private, admin, agents, tunnels, configs, metrics, lifecycle, .. } =
-            self;
+        let Self {
+            config,
+            agent,
+            api,
+            private,
+            mut admin,
+            started,
+            agents,
+            tunnels,
+            configs,
+            metrics,
+            lifecycle,
+            ..
+        } = self;
         let show = |address: Option<SocketAddr>, listen: &config::Listen| {
             address.map_or_else(|| listen.address.clone(), |address| address.to_string())
         };
@@ -347,7 +393,9 @@ impl Kas {
         let servers = tokio_util::task::TaskTracker::new();
         servers.spawn(agent.run(lifecycle.clone()));
         servers.spawn(api.run(lifecycle.clone()));
-        servers.spawn(runtime::admin::run(admin.0, admin.1, lifecycle.clone()));
+        let synced = private.as_ref().map(|(_, mesh, _)| mesh.replication.ready());
+        // Nobody else sets it.
+        let _ = started.set(synced);
         let mut background =
             vec![tokio::spawn(Arc::clone(&agents).watch_identity()), tokio::spawn(configs.run())];
         let mut replication = None;
@@ -392,6 +440,8 @@ impl Kas {
         agents.end_all();
         lifecycle.advance(Phase::Stopped);
         servers.wait().await;
+        // Probes are answered to the end.
+        let _ = (&mut admin.0).await;
         for task in background {
             task.abort();
         }

@@ -122,7 +122,12 @@ fn run(arguments: Arguments) -> anyhow::Result<ExitCode> {
     builder.enable_all().build()?.block_on(async {
         // Before anything is said to be served: from then on a signal is a wish to leave.
         let (first, second) = signals()?;
-        let kas = Kas::bind(loaded.config).await?;
+        let mut first = std::pin::pin!(first);
+        let kas = tokio::select! {
+            kas = Kas::bind(loaded.config) => kas?,
+            // It may wait for a minute until it is clear where others reach this replica.
+            () = &mut first => return Ok(ExitCode::SUCCESS),
+        };
         kas.run(first, second).await;
         Ok(ExitCode::SUCCESS)
     })
