@@ -20,7 +20,8 @@ use proto::gitlab::agent::agent_configuration::rpc::ConfigurationRequest;
 use runtime::http2::{Answer, Body, Connection, GoAway, Refusal, Service, Standing, StreamReset, StreamSlot};
 use tokio::time::Instant;
 use tunnel::{
-    INSTANCE_HEADER, MAX_IDLE_HEADER, REPLICA_HEADER, REPLICAS_HEADER, REUSE, SOCKET_HEADER, TUNNEL_HEADER,
+    INSTANCE_HEADER, MAX_IDLE_HEADER, REPLICA_HEADER, REPLICAS_HEADER, REUSE, SOCKET_HEADER,
+    TUNNEL_HEADER,
     kas_end::{Info, Opening, Owner, Peer, Retire, Tunnel, read_descriptor},
 };
 
@@ -71,6 +72,8 @@ pub struct AgentListener {
     /// The process leaves now: what opens still ends at once.
     left: AtomicBool,
     transports: Mutex<HashMap<u64, Weak<Transport>>>,
+    /// How many configuration streams each connection has here.
+    present: Mutex<HashMap<(AgentId, ConnectionId), usize>>,
     serial: AtomicU64,
     /// Agents behind a proxy that cuts idle streams, and when that was seen.
     proxied: Mutex<HashMap<AgentId, Instant>>,
@@ -121,9 +124,30 @@ impl AgentListener {
             naming,
             proxied_idle,
             transports: Mutex::default(),
+            present: Mutex::default(),
             serial: AtomicU64::new(0),
             proxied: Mutex::default(),
         })
+    }
+
+    /// Notes a configuration stream of a connection; whether it is the only one.
+    fn comes(&self, agent: AgentId, id: ConnectionId) -> bool {
+        let mut present = self.present.lock().unwrap_or_else(PoisonError::into_inner);
+        let streams = present.entry((agent, id)).or_default();
+        *streams += 1;
+        *streams == 1
+    }
+
+    /// Notes the end of a configuration stream; whether it was the last one of its connection.
+    fn goes(&self, agent: AgentId, id: ConnectionId) -> bool {
+        let mut present = self.present.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(streams) = present.get_mut(&(agent, id)) else { return true };
+        *streams -= 1;
+        let last = *streams == 0;
+        if last {
+            present.remove(&(agent, id));
+        }
+        last
     }
 
     /// Cuts the streams of agents and tokens that are no longer valid, until it is dropped.
@@ -434,12 +458,21 @@ impl Transport {
             connected_at: runtime::clock::wall(),
         });
         listener.metrics.agent_connections.inc();
-        tracing::info!(
-            agent.id = agent.id.get(),
-            agent.name = &*agent.name,
-            connection.id = id.get(),
-            "agent connected"
-        );
+        if listener.comes(agent.id, id) {
+            tracing::info!(
+                agent.id = agent.id.get(),
+                agent.name = &*agent.name,
+                connection.id = id.get(),
+                "agent connected"
+            );
+        } else {
+            // It looks for another replica and met this one again, every few seconds where there is no other.
+            tracing::debug!(
+                agent.id = agent.id.get(),
+                connection.id = id.get(),
+                "a connected agent opened one more configuration stream"
+            );
+        }
         let serial = listener.serial.fetch_add(1, Ordering::Relaxed);
         let aged = {
             let mut state = self.state();
@@ -637,7 +670,9 @@ impl Drop for ConfigGuard {
             transport.listener.remember_proxied(self.agent);
         }
         transport.retie(self.agent);
-        tracing::info!(agent.id = self.agent.get(), connection.id = self.id.get(), "agent disconnected");
+        if transport.listener.goes(self.agent, self.id) {
+            tracing::info!(agent.id = self.agent.get(), connection.id = self.id.get(), "agent disconnected");
+        }
     }
 }
 
