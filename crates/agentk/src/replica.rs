@@ -1,30 +1,64 @@
 //! What a kas says of itself in response headers: which replica it is, and how many there are.
 
-use std::{fmt, sync::Arc};
+use std::{cmp::Ordering, fmt, sync::Arc};
 
 use http::{HeaderMap, HeaderValue};
 use tokio::time::Instant;
-use tunnel::{REPLICA_HEADER, REPLICAS_HEADER};
+use tunnel::{REPLICA_HEADER, REPLICAS_HEADER, RUN_HEADER};
 
 /// The most replicas that an agent can want: more connections than that help nobody.
 pub const MAX: usize = 8;
 /// A longer name is none: it is kept for each tunnel.
 const MAX_NAME: usize = 256;
 
-/// The name of a replica of kas.
-#[derive(Clone, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Replica(Arc<str>);
+/// A replica of kas. Two are the same when their names are.
+#[derive(Clone)]
+pub struct Replica {
+    name: Arc<str>,
+    /// Which process of that name; empty when it does not say.
+    run: Arc<str>,
+}
 
 impl Replica {
     /// Names a replica.
     pub fn new(name: &str) -> Self {
-        Self(name.into())
+        Self { name: name.into(), run: Arc::default() }
+    }
+
+    /// Says which process of its name it is.
+    pub fn run(self, run: &str) -> Self {
+        Self { run: run.into(), ..self }
+    }
+
+    /// Whether it is the same process, as far as it says: a replica that has restarted is another.
+    pub fn is_process(&self, other: &Self) -> bool {
+        self == other && self.run == other.run
+    }
+}
+
+impl PartialEq for Replica {
+    fn eq(&self, other: &Self) -> bool {
+        self.name == other.name
+    }
+}
+
+impl Eq for Replica {}
+
+impl PartialOrd for Replica {
+    fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+impl Ord for Replica {
+    fn cmp(&self, other: &Self) -> Ordering {
+        self.name.cmp(&other.name)
     }
 }
 
 impl fmt::Display for Replica {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0)
+        f.write_str(&self.name)
     }
 }
 
@@ -51,9 +85,11 @@ impl Answer {
         let text = |value: &HeaderValue| value.to_str().ok().map(str::to_owned);
         let name = headers.get(REPLICA_HEADER).and_then(text);
         let replica = name.filter(|name| !name.is_empty() && name.len() <= MAX_NAME);
+        let run = headers.get(RUN_HEADER).and_then(text).filter(|run| run.len() <= MAX_NAME);
+        let run = run.unwrap_or_default();
         let replicas = headers.get(REPLICAS_HEADER).and_then(text).and_then(|text| text.parse::<u64>().ok());
         Self {
-            replica: replica.map(|name| Replica::new(&name)),
+            replica: replica.map(|name| Replica::new(&name).run(&run)),
             replicas: replicas.map(|n| usize::try_from(n).unwrap_or(MAX).min(MAX)),
             at: Instant::now(),
         }

@@ -256,6 +256,7 @@ impl Kas {
         };
         let naming = Naming {
             replica: HeaderValue::from_str(replica.id.as_str()).unwrap_or(HeaderValue::from_static("kas")),
+            run: HeaderValue::from(rand::random::<u64>()),
             replicas: tracker.live(),
         };
         let tunnels = TunnelRegistry::new(

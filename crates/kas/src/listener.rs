@@ -29,6 +29,8 @@ const MAX_FAILURES: u32 = 20;
 pub struct Naming {
     /// Value of `kas-replica`.
     pub replica: HeaderValue,
+    /// Value of `kas-replica-run`: another one in each process.
+    pub run: HeaderValue,
     /// Value of `kas-replicas`: how many live.
     pub replicas: watch::Receiver<usize>,
 }

@@ -27,6 +27,8 @@ pub const SOCKET_HEADER: http::HeaderName = http::HeaderName::from_static("kas-a
 pub const REPLICA_HEADER: http::HeaderName = http::HeaderName::from_static("kas-replica");
 /// How many replicas live, in response headers.
 pub const REPLICAS_HEADER: http::HeaderName = http::HeaderName::from_static("kas-replicas");
+/// Response header of kas: which process of that name it is. Another value is a replica that has restarted.
+pub const RUN_HEADER: http::HeaderName = http::HeaderName::from_static("kas-replica-run");
 /// How many seconds a tunnel may be idle, in response headers: kas saw a proxy that would cut it.
 /// agentk opens a replacement before it withdraws the old one.
 pub const MAX_IDLE_HEADER: http::HeaderName = http::HeaderName::from_static("kas-tunnel-max-idle");

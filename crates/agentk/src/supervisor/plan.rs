@@ -35,7 +35,8 @@ const GOOD: Duration = Duration::from_secs(1);
 /// A count of replicas is believed for this long after a lower one has come: one that restarts is back within it.
 const SEEN: Duration = Duration::from_secs(300);
 /// A replica that asked the agent to go elsewhere is not gone back to within this time, unless there is no other: it
-/// is about to exit. (Or the connection had only reached its age: nothing on the wire tells the two apart.)
+/// is about to exit. (Or the connection had only reached its age: nothing on the wire tells the two apart.) Once it
+/// has restarted it is another process, and gone back to at once.
 const AVOID: Duration = Duration::from_secs(30);
 /// Where fewer replicas than wanted are known, their count is asked for again after this time: it travels in response
 /// headers only, and an idle agent gets none. Shorter: more streams for nothing; longer: a replica that is added is
@@ -244,7 +245,7 @@ impl Plan {
     /// Whether the replica is about to exit, and there may be another.
     fn is_avoided(&self, replica: &Replica, now: Instant) -> bool {
         self.seen.most(now) > 1
-            && self.leaving.iter().any(|(leaving, since)| leaving == replica && now < *since + AVOID)
+            && self.leaving.iter().any(|(leaving, since)| leaving.is_process(replica) && now < *since + AVOID)
     }
 
     /// Whether the session is only at replicas that are avoided.

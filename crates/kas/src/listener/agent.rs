@@ -20,7 +20,7 @@ use proto::gitlab::agent::agent_configuration::rpc::ConfigurationRequest;
 use runtime::http2::{Answer, Body, Connection, GoAway, Refusal, Service, Standing, StreamReset, StreamSlot};
 use tokio::time::Instant;
 use tunnel::{
-    INSTANCE_HEADER, MAX_IDLE_HEADER, REPLICA_HEADER, REPLICAS_HEADER, REUSE, SOCKET_HEADER,
+    INSTANCE_HEADER, MAX_IDLE_HEADER, REPLICA_HEADER, REPLICAS_HEADER, REUSE, RUN_HEADER, SOCKET_HEADER,
     TUNNEL_HEADER,
     kas_end::{Info, Opening, Owner, Peer, Retire, Tunnel, read_descriptor},
 };
@@ -346,6 +346,7 @@ impl Transport {
         headers.insert(http::header::CONTENT_TYPE, grpc::CONTENT_TYPE);
         headers.insert(grpc::CORRELATION_ID, correlation.clone());
         headers.insert(REPLICA_HEADER, self.listener.naming.replica.clone());
+        headers.insert(RUN_HEADER, self.listener.naming.run.clone());
         headers.insert(REPLICAS_HEADER, (*self.listener.naming.replicas.borrow()).into());
         response
     }

@@ -330,6 +330,30 @@ fn replica_that_leaves_is_kept_away_from_while_another_serves() {
     assert!(world.answers(id, "a", 2).contains(&Action::Admit(id)));
 }
 
+/// Seen to fail while replicas were avoided by their names alone: after a rolling restart in place the agent stayed on
+/// one replica for half a minute and more.
+#[test]
+fn replica_that_has_restarted_is_gone_back_to_at_once() {
+    let mut world = World::new(2);
+    let [a, _] = world.pair();
+    world.change(a, |standing| {
+        standing.stage = Stage::Retiring;
+        standing.drained_by = Some(Replica::new("a").run("1"));
+    });
+    world.dials_after();
+    let mut answer = |run: &str| {
+        let (id, _) = world.connected();
+        let replica = Some(Replica::new("a").run(run));
+        let answer = Answer { replica, replicas: Some(2), at: world.now };
+        world.change(id, |standing| standing.answer = Some(answer));
+        (id, world.settle())
+    };
+    let (id, actions) = answer("1");
+    assert!(actions.contains(&Action::Close(id, Why::Leaving)), "{actions:?}");
+    let (id, actions) = answer("2");
+    assert!(actions.contains(&Action::Admit(id)), "{actions:?}");
+}
+
 #[test]
 fn successor_on_another_replica_releases_the_one_that_retires() {
     let mut world = World::new(2);
