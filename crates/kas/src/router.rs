@@ -332,7 +332,7 @@ fn absence(
             format!("agent {agent} is connected to {}, which did not answer for {waited:.1} s", list(silent))
         }
         (lend, _) => {
-            format!("agent {agent} is connected to {}, but no tunnel was free for {waited:.1} s", list(lend))
+            format!("agent {agent} is connected to {}, but had no idle tunnel for {waited:.1} s", list(lend))
         }
     };
     if !lend.is_empty() && !silent.is_empty() {
@@ -423,7 +423,7 @@ mod tests {
         );
         assert_eq!(
             said(&["a"], &["b"], &[]),
-            "agent 3 is connected to replica a, but no tunnel was free for 1.5 s; it is connected to replica b too, \
+            "agent 3 is connected to replica a, but had no idle tunnel for 1.5 s; it is connected to replica b too, \
              which did not answer: repeat the request later"
         );
         let many: Vec<String> = (0..9).map(|n| n.to_string()).collect();
