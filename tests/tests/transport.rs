@@ -1,8 +1,17 @@
-//! TLS on both listeners, and connections that reach their age: real kas, real agentk, real kasctl.
+//! TLS on both listeners, connections that reach their age, and proxies: real kas, real agentk, real kasctl.
 
 #![allow(clippy::unwrap_used)] // a test may panic
 
-use std::{path::Path, process::Command, time::Duration};
+use std::{
+    net::SocketAddr,
+    path::Path,
+    process::Command,
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
+    time::Duration,
+};
 
 use anyhow::{Context as _, Result, ensure};
 use grpc::Code;
@@ -12,11 +21,17 @@ use serde_json::json;
 use testkit::{
     agentk::Agentk,
     caller::frame,
-    kas::{Kas, token},
+    kas::{Kas, token, within},
     link::Next,
     process::program,
+    raw_agent::{GET_CONFIGURATION, Kind, RawAgent},
 };
-use tokio::time::Instant;
+use tokio::{
+    io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _},
+    net::{TcpListener, TcpStream},
+    task::JoinSet,
+    time::Instant,
+};
 
 const ECHO: &str = "/kas.bench.v1.Bench/Echo";
 const HOLD: &str = "/kas.bench.v1.Bench/Hold";
@@ -42,11 +57,142 @@ async fn connections_that_reach_their_age_move_and_no_request_notices() -> Resul
         ensure!(got.status.code() == Code::Ok, "after {:?}: {}", begun.elapsed(), got.status);
         served += 1;
     }
-    let moves = kas.process.log().matches("\"agent connected\"").count();
+    let moves = agentk.process.log().matches("\"connected to kas\"").count();
     println!("{served} requests, {moves} connections");
     assert!(moves >= 3, "the agent moved {moves} times");
     let still_open = tokio::time::timeout(Duration::from_millis(50), open.next()).await.is_err();
     assert!(still_open, "age must not cut a stream that is busy");
+    Ok(())
+}
+
+/// Passes connections on, as a balancer of TCP does, and counts the streams that the agent opens.
+struct Forwarder {
+    address: SocketAddr,
+    streams: Arc<AtomicUsize>,
+    _tasks: JoinSet<()>,
+}
+
+impl Forwarder {
+    async fn start(to: SocketAddr) -> Result<Self> {
+        let listener = TcpListener::bind("127.0.0.1:0").await?;
+        let address = listener.local_addr()?;
+        let streams = Arc::<AtomicUsize>::default();
+        let count = Arc::clone(&streams);
+        let mut tasks = JoinSet::new();
+        tasks.spawn(async move {
+            let mut connections = JoinSet::new();
+            while let Ok((agent, _)) = listener.accept().await {
+                let count = Arc::clone(&count);
+                connections.spawn(async move {
+                    let Ok(kas) = TcpStream::connect(to).await else { return };
+                    let (mut from_agent, mut to_agent) = agent.into_split();
+                    let (mut from_kas, mut to_kas) = kas.into_split();
+                    tokio::select! {
+                        _ = tokio::io::copy(&mut from_kas, &mut to_agent) => {}
+                        _ = frames(&mut from_agent, &mut to_kas, &count) => {}
+                    }
+                });
+            }
+        });
+        Ok(Self { address, streams, _tasks: tasks })
+    }
+
+    fn streams(&self) -> usize {
+        self.streams.load(Ordering::Relaxed)
+    }
+}
+
+/// Copies HTTP/2 frames, and counts header blocks that begin: a client's begin a stream each.
+async fn frames(
+    from: &mut (impl AsyncRead + Unpin),
+    to: &mut (impl AsyncWrite + Unpin),
+    streams: &AtomicUsize,
+) -> std::io::Result<()> {
+    const HEADERS: u8 = 1;
+    let mut preface = [0; 24];
+    from.read_exact(&mut preface).await?;
+    to.write_all(&preface).await?;
+    loop {
+        let mut head = [0; 9];
+        from.read_exact(&mut head).await?;
+        let mut frame = vec![0; u32::from_be_bytes([0, head[0], head[1], head[2]]) as usize];
+        from.read_exact(&mut frame).await?;
+        streams.fetch_add(usize::from(head[3] == HEADERS), Ordering::Relaxed);
+        to.write_all(&head).await?;
+        to.write_all(&frame).await?;
+    }
+}
+
+/// The rule for proxies that cut idle streams, with a short time: kas ends one-shot tunnels that are idle and
+/// configuration streams that are silent, with OK. Streams of an agent without a proxy, older than those, go on.
+#[tokio::test]
+async fn idle_streams_that_come_through_a_proxy_end_in_order_and_no_others() -> Result<()> {
+    let config = json!({ "agent": { "listen": { "proxied_idle_timeout": "2s" } } });
+    let kas = Kas::start_with_config(config).await?;
+    let direct = RawAgent::connect(kas.agent, &token(1), Kind::Old).await?;
+    let (stays, _listens) = (direct.tunnel().await?, direct.configuration("").await?);
+    kas.metric_is("kas_tunnels_open", 1.0).await?;
+    for kind in [Kind::Old, Kind::Recent] {
+        let proxied = RawAgent::connect(kas.agent, &token(2), kind).await?;
+        let mut idle = proxied.tunnel().await?;
+        let request = proxied.request(GET_CONFIGURATION).header("via", "2.0 proxy").body(())?;
+        let mut configuration = proxied.link().open(request).await?;
+        configuration.send(frame(b"")).await.ok().context("sent")?;
+        configuration.half_close().ok().context("sent")?;
+        configuration.head().await.ok().context("it is accepted")?;
+        let begun = Instant::now();
+        assert_eq!(idle.ended().await.code(), Code::Ok, "{kind:?}");
+        assert!(begun.elapsed() > Duration::from_secs(1), "not before its time: {:?}", begun.elapsed());
+        loop {
+            match configuration.next().await {
+                // A configuration may have come first.
+                Next::Message(_) => {}
+                Next::Trailers(trailers) => {
+                    assert_eq!(trailers["grpc-status"], "0", "{kind:?}");
+                    break;
+                }
+                other => anyhow::bail!("{kind:?}: {other:?}"),
+            }
+        }
+    }
+    // The one that came first has been idle and silent for longer than all of that.
+    kas.metric_is("kas_tunnels_open", 1.0).await?;
+    assert!(kas.metric("kas_connected_agents").await? >= 1.0);
+    drop(stays);
+    Ok(())
+}
+
+/// Seen to fail while kas said 45 s whatever was configured.
+#[tokio::test]
+async fn agentk_behind_a_proxy_replaces_its_idle_tunnels_without_a_gap() -> Result<()> {
+    let config = json!({ "agent": { "listen": { "proxied_idle_timeout": "2s" } } });
+    let kas = Kas::start_with_config(config).await?;
+    // Its socket's address is not what kas sees: that is how a proxy shows which speaks no HTTP.
+    let forwarder = Forwarder::start(kas.agent).await?;
+    let agentk = Agentk::start(forwarder.address, &token(1)).await?;
+    agentk.connected().await?;
+    kas.metric_is("kas_tunnels_open", 2.0).await?;
+    // The configuration stream comes again too, and each time it is told of.
+    let tunnels = || {
+        let configurations = kas.process.log().matches("\"agent connected\"").count();
+        forwarder.streams().saturating_sub(configurations)
+    };
+    // Two, and twice two that took their places.
+    let mut looks = 0;
+    within(Duration::from_secs(40), "idle tunnels are replaced", async || {
+        let open = kas.metric("kas_tunnels_open").await?;
+        ensure!(open >= 2.0, "a gap: {open} tunnels");
+        looks += 1;
+        let now = tunnels();
+        Ok(if now >= 6 { Ok(()) } else { Err(now) })
+    })
+    .await?;
+    println!("{} tunnels, {looks} looks", tunnels());
+    let message = Payload { data: "x".into() }.encode_to_vec();
+    let caller = kas.caller().await?;
+    let got = caller.call(caller.to_agent(1, ECHO), &[&message]).await?;
+    assert_eq!(got.status.code(), Code::Ok, "{}", got.status);
+    assert_eq!(kas.metric("kas_tunnel_violations_total").await?, 0.0);
     Ok(())
 }
 

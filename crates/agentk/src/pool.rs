@@ -35,6 +35,8 @@ struct State {
     idle: usize,
     busy: usize,
     opening: usize,
+    /// Parked tunnels whose time is over: withdrawn when others have taken their places, or at the next tick.
+    outgoing: Vec<Control>,
     /// Tunnels that ended before kas accepted them, since the session last asked.
     failed: usize,
     /// kas has sent a drain notice.
@@ -99,14 +101,20 @@ impl Pool {
     /// Returns what the session should do now.
     pub fn wants(&self) -> Wants {
         let mut state = self.state();
+        let replaced = if state.idle >= IDLE { std::mem::take(&mut state.outgoing) } else { Vec::new() };
         let have = state.idle + state.opening;
         // More at once when many are busy: the next burst is likely as large as this one.
         let open = if state.closed || have >= IDLE { 0 } else { (IDLE - have).max(state.busy / 2) };
-        Wants {
+        let wants = Wants {
             open: open.min(self.limit.saturating_sub(state.slots.len())),
             failed: std::mem::take(&mut state.failed),
             drained: state.drained,
+        };
+        drop(state);
+        for control in replaced {
+            control.withdraw();
         }
+        wants
     }
 
     /// Begins a tunnel: returns who observes it, and its number.
@@ -197,13 +205,16 @@ impl Pool {
         }
     }
 
-    /// Gives up tunnels that have been idle for long, and those whose time behind a proxy is over.
+    /// Gives up tunnels that have been idle for long; those whose time behind a proxy is over go when others have taken
+    /// their places.
     /// Call it every few seconds.
     pub fn tick(&self) {
         let mut leaving = Vec::new();
         {
             let mut state = self.state();
             let state = &mut *state;
+            // Nobody took their places, for want of room or of kas: a tunnel that is cut is worse than one less.
+            leaving.append(&mut state.outgoing);
             let mut spare = state.idle.saturating_sub(IDLE);
             for slot in state.slots.values_mut().filter(|slot| slot.stage == Stage::Idle) {
                 let idle = slot.since.elapsed();
@@ -218,13 +229,11 @@ impl Pool {
                 slot.stage = Stage::Leaving;
                 state.idle -= 1;
                 self.metrics.tunnels_idle.dec();
-                leaving.extend(slot.control.clone());
+                if unused { &mut leaving } else { &mut state.outgoing }.extend(slot.control.clone());
             }
         }
-        if !leaving.is_empty() {
-            // The session opens replacements where they are needed.
-            self.notify.notify_one();
-        }
+        // The session opens replacements where they are needed.
+        self.notify.notify_one();
         for control in leaving {
             control.withdraw();
         }

@@ -48,9 +48,9 @@ const HOLD: Duration = Duration::from_secs(10);
 const MAX_REQUEST: usize = 64 * 1024;
 /// Idle streams of one agent that a proxy cut before this age say that there is a proxy.
 const PROXY_CUT: Duration = Duration::from_secs(75);
-/// Our agents behind a proxy replace a tunnel that has been idle for this many seconds, before the
-/// usual idle timer of 60 s cuts it.
-const PROXIED_IDLE_OURS: u64 = 45;
+/// Our agents behind a proxy replace a tunnel that has been idle for this share of the time after which idle streams
+/// are ended: 45 s of 50 s, before the usual idle timer of 60 s cuts it.
+const PROXIED_IDLE_OURS: f64 = 0.9;
 /// How long that is remembered.
 const PROXY_MEMORY: Duration = Duration::from_secs(3600);
 /// How many agents that is remembered of.
@@ -331,7 +331,8 @@ impl Transport {
                 if peer == Peer::Ours {
                     response.headers_mut().insert(TUNNEL_HEADER, REUSE);
                     if self.state().proxied {
-                        response.headers_mut().insert(MAX_IDLE_HEADER, HeaderValue::from(PROXIED_IDLE_OURS));
+                        let seconds = self.listener.proxied_idle.mul_f64(PROXIED_IDLE_OURS).as_secs().max(1);
+                        response.headers_mut().insert(MAX_IDLE_HEADER, HeaderValue::from(seconds));
                     }
                 }
                 response
