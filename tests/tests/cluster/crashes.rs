@@ -154,19 +154,37 @@ async fn pause_of_half_a_second_is_nobodys_death() -> Result<()> {
         // The gauge is set twice a second.
         mesh.kas(n).metric_is("kas_replicas_live", 3.0).await?;
     }
-    for _ in 0..4 {
+    let (mut good, mut late) = (0, 0);
+    while good < 4 {
+        for n in [0, 1] {
+            mesh.kas(n).metric_is("kas_replicas_live", 3.0).await?;
+        }
         let since = [0, 1].map(|n| mesh.kas(n).process.log_len());
         mesh.kas(2).process.pause();
-        let until = Instant::now() + Duration::from_millis(500);
-        while Instant::now() < until {
+        let paused = Instant::now();
+        let mut lives = Vec::new();
+        while paused.elapsed() < Duration::from_millis(500) {
             for n in [0, 1] {
-                assert_eq!(live(&mesh, n).await?, 3.0, "replica {n}");
+                lives.push(live(&mesh, n).await?);
             }
         }
         mesh.kas(2).process.resume();
+        let pause = paused.elapsed();
         echo(&mesh, 0, 1).await?;
         for n in [0, 1] {
-            assert_eq!(live(&mesh, n).await?, 3.0, "replica {n}");
+            lives.push(live(&mesh, n).await?);
+        }
+        // On a busy machine the pause may have been a long one, of which nothing is claimed.
+        if pause > Duration::from_millis(600) {
+            late += 1;
+            assert!(late < 40, "the test itself is too late each time: {pause:?}");
+            mesh.converged(&[(1, 2)]).await?;
+            mesh.meshed().await?;
+            continue;
+        }
+        good += 1;
+        assert!(lives.iter().all(|live| *live == 3.0), "{lives:?}");
+        for n in [0, 1] {
             assert_eq!(mesh.kas(n).process.log_len(), since[n], "{}", mesh.kas(n).process.log());
         }
     }
@@ -221,7 +239,7 @@ async fn paused_replica_does_not_serve_stale_routes() -> Result<()> {
         assert_eq!(got.status.code(), Code::Ok, "{}", got.status);
     }
     println!("the requests that met the pause were answered {:?} after it", resumed.elapsed());
-    assert!(resumed.elapsed() < Duration::from_secs(5));
+    assert!(resumed.elapsed() < Duration::from_secs(10));
     assert_eq!(second.raw.requests().list().len(), 51, "each ran once, where the agent is");
     echo(&mesh, 0, 2).await?;
     mesh.converged(&[(1, 1), (2, 2)]).await?;

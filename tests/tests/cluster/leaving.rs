@@ -26,7 +26,7 @@ const BENCH_ECHO: &str = "/kas.bench.v1.Bench/Echo";
 /// Seen to fail when who leaves counts as live.
 #[tokio::test]
 async fn draining_replica_is_used_last() -> Result<()> {
-    let config = json!({ "drain": { "delay": "4s" } });
+    let config = json!({ "drain": { "delay": "8s" } });
     let mesh = Mesh::start_with(Options { config, ..Options::default() }).await?;
     let both = [mesh.agent(0, 1, Kind::Ours, 4).await?, mesh.agent(1, 1, Kind::Ours, 4).await?];
     let only = mesh.agent(0, 2, Kind::Ours, 2).await?;
@@ -57,7 +57,7 @@ async fn draining_replica_is_used_last() -> Result<()> {
     assert_eq!(both[0].ids().len(), before, "none went to the one that leaves");
     // What only it holds is still served.
     call(2).await?;
-    assert!(told.elapsed() < Duration::from_secs(4), "it has left meanwhile: {:?}", told.elapsed());
+    assert!(told.elapsed() < Duration::from_secs(8), "it has left meanwhile: {:?}", told.elapsed());
     assert!(mesh.kas(0).process.exited(SOON).await?.success());
     within(SOON, "who has left is forgotten", async || {
         let view = mesh.view(2).await?;
@@ -121,7 +121,7 @@ async fn agentk_on_two_replicas_is_reached_at_once_when_one_is_killed() -> Resul
         slowest = slowest.max(begun.elapsed());
     }
     println!("the slowest of 400 requests, across a kill, took {slowest:?}");
-    assert!(slowest < Duration::from_secs(3), "{slowest:?}");
+    assert!(slowest < Duration::from_secs(5), "{slowest:?}");
     drop(ours);
     Ok(())
 }
