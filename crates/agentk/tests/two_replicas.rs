@@ -8,7 +8,7 @@ use std::{
     collections::VecDeque,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicUsize, Ordering},
+        atomic::{AtomicU64, AtomicUsize, Ordering},
     },
     time::Duration,
 };
@@ -29,8 +29,8 @@ use tokio::{
 };
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
-/// The clock goes on by this much when nobody has anything to do.
-const STEP: Duration = Duration::from_millis(5);
+/// The clock goes on by this many milliseconds when nobody has anything to do.
+const STEP: u64 = 5;
 /// The first pause, and some steps of the clock.
 const AT_ONCE: Duration = Duration::from_millis(400);
 const MINUTE: Duration = Duration::from_secs(60);
@@ -77,6 +77,11 @@ impl Replica {
             drained: watch::Sender::default(),
             killed: CancellationToken::new(),
         }))
+    }
+
+    /// The same one, started anew.
+    fn again(&self) -> Self {
+        Self::new(self.0.name, self.0.count.load(Ordering::Relaxed))
     }
 
     fn note(&self, change: impl FnOnce(&mut Seen)) {
@@ -264,8 +269,9 @@ struct Balancer {
 impl Balancer {
     fn next(&mut self) -> Option<Replica> {
         self.script.pop_front().or_else(|| {
-            self.others.rotate_left(1);
-            self.others.back().cloned()
+            let next = self.others.pop_front()?;
+            self.others.push_back(next.clone());
+            Some(next)
         })
     }
 }
@@ -276,6 +282,8 @@ struct World {
     metrics: Arc<Metrics>,
     leave: CancellationToken,
     tasks: TaskTracker,
+    /// How far the clock goes on at a time, in milliseconds.
+    step: Arc<AtomicU64>,
     _folder: tempfile::TempDir,
     _running: JoinSet<()>,
 }
@@ -290,9 +298,11 @@ impl World {
         let balancer = Arc::new(Mutex::new(Balancer { script, others: VecDeque::new() }));
         let mut running = JoinSet::new();
         // Without this the paused clock would jump to the next timer while a packet is under way.
-        running.spawn(async {
+        let step = Arc::new(AtomicU64::new(STEP));
+        let steps = Arc::clone(&step);
+        running.spawn(async move {
             loop {
-                sleep(STEP).await;
+                sleep(Duration::from_millis(steps.load(Ordering::Relaxed))).await;
             }
         });
         let picks = Arc::clone(&balancer);
@@ -319,7 +329,7 @@ impl World {
             leave.clone(),
             tasks.clone(),
         ));
-        Ok(Self { balancer, metrics, leave, tasks, _folder: folder, _running: running })
+        Ok(Self { balancer, metrics, leave, tasks, step, _folder: folder, _running: running })
     }
 
     /// The next connections reach these, one after the other.
@@ -338,7 +348,7 @@ impl World {
         let deadline = Instant::now() + AT_ONCE;
         while now() != (served, wanted) {
             assert!(Instant::now() < deadline, "served and wanted are {:?}", now());
-            sleep(STEP).await;
+            sleep(Duration::from_millis(STEP)).await;
         }
     }
 }
@@ -517,6 +527,45 @@ async fn second_connection_that_meets_silence_opens_no_tunnel_and_is_let_go() ->
     assert_eq!((seen.accepted.len(), seen.most_tunnels, seen.broken), (1, 0, 0), "{seen:?}");
     world.is_served(2, 2).await;
     assert_eq!(world.metrics.connect_failures.get(), 0);
+    Ok(())
+}
+
+/// Museum 16: an agent of k3s (discussion 11329) that had been offline for a day never came back.
+///
+/// The real supervisor, with a clock that is played; a bound on its pauses is what it shows.
+#[tokio::test(start_paused = true)]
+async fn agent_reconnects_after_24h_sim() -> Result<()> {
+    let [a, b] = named(["a", "b"], 2);
+    let world = World::start(&[&a, &b]).await?;
+    a.serves().await;
+    b.serves().await;
+    sleep(MINUTE).await;
+    let attempts = || world.metrics.connect_failures.get();
+    let before = attempts();
+    // What is lost in the jumps of a coarse clock is one attempt more that fails.
+    world.step.store(500, Ordering::Relaxed);
+    a.kill();
+    b.kill();
+    sleep(24 * HOUR).await;
+    world.step.store(STEP, Ordering::Relaxed);
+    let failed = attempts() - before;
+    println!("{failed} attempts in a day");
+    // Jitter is full, and 10 s its bound: neither silent, nor a storm.
+    assert!((2_000..60_000).contains(&failed), "{failed} attempts in a day");
+    world.others(&[&a.again(), &b.again()]);
+    let begun = Instant::now();
+    while world.metrics.replicas_served.get() < 1 {
+        assert!(
+            begun.elapsed() < Duration::from_secs(21),
+            "the pause before the next attempt is at most 10 s"
+        );
+        sleep(Duration::from_millis(STEP)).await;
+    }
+    println!("back {:?} after kas was", begun.elapsed());
+    while world.metrics.replicas_served.get() < 2 {
+        assert!(begun.elapsed() < MINUTE, "the second one as well");
+        sleep(Duration::from_millis(STEP)).await;
+    }
     Ok(())
 }
 

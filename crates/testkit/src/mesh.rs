@@ -63,6 +63,8 @@ pub struct Options {
     pub discovery: Option<Value>,
     /// Whether each is on a host of its own.
     pub hosts: bool,
+    /// Whether those hosts have IPv6 addresses only, as far as replicas know.
+    pub ipv6: bool,
     /// Whether they are started, all at once.
     pub start: bool,
     /// Further addresses where replicas may be.
@@ -78,6 +80,7 @@ impl Default for Options {
             config: json!({}),
             discovery: None,
             hosts: false,
+            ipv6: false,
             start: true,
             seeds: Vec::new(),
         }
@@ -180,6 +183,7 @@ impl Mesh {
         let (a, b) = (rand::random_range(1..=240), rand::random_range(0..=255));
         let addresses = (0..options.replicas)
             .map(|host| match network {
+                Some(_) if options.ipv6 => Network::address6(host),
                 Some(_) => Network::address(host),
                 None => Ipv4Addr::new(127, a, b, u8::try_from(host + 1).expect("few replicas")).into(),
             })
@@ -226,6 +230,11 @@ impl Mesh {
     /// Says where replicas that are started from now on look for others.
     pub fn set_discovery(&mut self, discovery: Value) {
         self.options.discovery = Some(discovery);
+    }
+
+    /// Puts this into the configuration of replicas that are started for the first time from now on.
+    pub fn add_config(&mut self, config: Value) {
+        merge(&mut self.options.config, config);
     }
 
     fn options_of(&self, n: usize) -> kas::Options {
@@ -276,6 +285,11 @@ impl Mesh {
     /// Returns the address of a replica's private API, which is its name.
     pub fn private(&self, n: usize) -> SocketAddr {
         SocketAddr::new(self.addresses[n], PRIVATE)
+    }
+
+    /// Returns where a replica's probes and metrics are.
+    pub fn observability(&self, n: usize) -> SocketAddr {
+        SocketAddr::new(self.addresses[n], OBSERVABILITY)
     }
 
     /// Returns where agents dial a replica.

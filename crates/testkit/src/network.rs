@@ -8,7 +8,7 @@
 use std::{
     fs::File,
     io::Write as _,
-    net::{IpAddr, Ipv4Addr},
+    net::{IpAddr, Ipv4Addr, Ipv6Addr},
     os::fd::AsFd as _,
     path::{Path, PathBuf},
     process::{Command, Stdio},
@@ -84,7 +84,8 @@ impl Network {
         available()?;
         let bridge = Namespace::new().await?;
         bridge.ip(
-            "link set lo up\nlink add br0 type bridge\nlink set br0 up\naddr add 10.77.0.254/24 dev br0\n",
+            "link set lo up\nlink add br0 type bridge\nlink set br0 up\naddr add 10.77.0.254/24 dev br0\n\
+             addr add fd77::fe/64 dev br0 nodad\n",
         )?;
         let mut made = Vec::new();
         for host in 0..hosts {
@@ -94,8 +95,9 @@ impl Network {
                 "link add v{host} type veth peer name eth0 netns {path}\nlink set v{host} master br0 up\n"
             ))?;
             namespace.ip(&format!(
-                "link set lo up\naddr add {}/24 dev eth0\nlink set eth0 up\n",
-                Self::address(host)
+                "link set lo up\naddr add {}/24 dev eth0\naddr add {}/64 dev eth0 nodad\nlink set eth0 up\n",
+                Self::address(host),
+                Self::address6(host)
             ))?;
             made.push(namespace);
         }
@@ -107,6 +109,12 @@ impl Network {
     /// Returns the address of a host.
     pub fn address(host: usize) -> IpAddr {
         Ipv4Addr::new(10, 77, 0, u8::try_from(host + 1).expect("a test has few hosts")).into()
+    }
+
+    /// Returns the IPv6 address of a host.
+    pub fn address6(host: usize) -> IpAddr {
+        let host = u16::try_from(host + 1).expect("a test has few hosts");
+        Ipv6Addr::new(0xfd77, 0, 0, 0, 0, 0, 0, host).into()
     }
 
     /// Returns the namespace of a host, for [`Process::start_in`].

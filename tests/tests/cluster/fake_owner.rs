@@ -4,7 +4,7 @@
 use std::{
     net::{Ipv4Addr, SocketAddr},
     sync::{
-        Arc, Mutex, PoisonError,
+        Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicUsize, Ordering},
     },
     time::Duration,
@@ -42,9 +42,20 @@ pub(crate) struct Plan {
 pub(crate) struct FakeOwner {
     /// Where, which is its name.
     pub(crate) address: SocketAddr,
-    tokens: Arc<Mutex<Vec<String>>>,
-    snapshots: Arc<AtomicUsize>,
+    seen: Seen,
     task: AbortHandle,
+}
+
+/// What it has seen and told.
+#[derive(Clone, Debug, Default)]
+struct Seen {
+    tokens: Arc<Mutex<Vec<String>>>,
+    snapshots: Arc<Mutex<Vec<String>>>,
+    beats: Arc<AtomicUsize>,
+}
+
+fn lock(list: &Mutex<Vec<String>>) -> MutexGuard<'_, Vec<String>> {
+    list.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl FakeOwner {
@@ -54,26 +65,30 @@ impl FakeOwner {
         let ip = Ipv4Addr::new(127, 0, rand::random_range(1..=255), rand::random_range(1..=254));
         let listener = TcpListener::bind((ip, 8155)).await?;
         let address = listener.local_addr()?;
-        let tokens = Arc::<Mutex<Vec<String>>>::default();
-        let snapshots = Arc::<AtomicUsize>::default();
-        let (seen, told) = (Arc::clone(&tokens), Arc::clone(&snapshots));
+        let seen = Seen::default();
+        let told = seen.clone();
         let task = tokio::spawn(async move {
             let mut connections = JoinSet::new();
             while let Ok((stream, _)) = listener.accept().await {
-                connections.spawn(serve(stream, address, plan, Arc::clone(&seen), Arc::clone(&told)));
+                connections.spawn(serve(stream, address, plan, told.clone()));
             }
         });
-        Ok(Self { address, tokens, snapshots, task: task.abort_handle() })
+        Ok(Self { address, seen, task: task.abort_handle() })
     }
 
     /// Returns the values of `authorization` that replicas showed.
     pub(crate) fn tokens(&self) -> Vec<String> {
-        self.tokens.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        lock(&self.seen.tokens).clone()
     }
 
-    /// Returns how many snapshots were asked for.
-    pub(crate) fn snapshots(&self) -> usize {
-        self.snapshots.load(Ordering::Relaxed)
+    /// Returns who asked for snapshots, in order.
+    pub(crate) fn snapshots(&self) -> Vec<String> {
+        lock(&self.seen.snapshots).clone()
+    }
+
+    /// Returns how many beats were told, on all streams.
+    pub(crate) fn beats(&self) -> usize {
+        self.seen.beats.load(Ordering::Relaxed)
     }
 }
 
@@ -83,27 +98,24 @@ impl Drop for FakeOwner {
     }
 }
 
-async fn serve(
-    stream: TcpStream,
-    address: SocketAddr,
-    plan: Plan,
-    tokens: Arc<Mutex<Vec<String>>>,
-    snapshots: Arc<AtomicUsize>,
-) -> Result<()> {
+async fn serve(stream: TcpStream, address: SocketAddr, plan: Plan, seen: Seen) -> Result<()> {
     let mut connection = h2::server::handshake(stream).await?;
     let mut streams = JoinSet::new();
     while let Some(request) = connection.accept().await {
         let (request, mut respond) = request?;
         if let Some(value) = request.headers().get("authorization").and_then(|value| value.to_str().ok()) {
-            tokens.lock().unwrap_or_else(PoisonError::into_inner).push(value.to_owned());
+            lock(&seen.tokens).push(value.to_owned());
         }
+        let from = request.headers().get("kas-hop-from").and_then(|value| value.to_str().ok());
+        let from = from.unwrap_or_default().to_owned();
         let response = http::Response::builder().header("content-type", "application/grpc");
         if request.uri().path() == "/kas.internal.v1.TableSync/Watch" {
-            snapshots.fetch_add(1, Ordering::Relaxed);
+            lock(&seen.snapshots).push(from);
             let send = respond.send_response(response.body(())?, false)?;
+            let beats = Arc::clone(&seen.beats);
             streams.spawn(async move {
                 // Until the replica leaves.
-                let _ = watch(send, address, plan).await;
+                let _ = watch(send, address, plan, &beats).await;
             });
         } else {
             let response = response.header("grpc-status", "12").header("grpc-message", "a fake");
@@ -113,7 +125,12 @@ async fn serve(
     Ok(())
 }
 
-async fn watch(mut send: SendStream<Bytes>, address: SocketAddr, plan: Plan) -> Result<()> {
+async fn watch(
+    mut send: SendStream<Bytes>,
+    address: SocketAddr,
+    plan: Plan,
+    beats: &AtomicUsize,
+) -> Result<()> {
     let ids: Vec<AgentId> = (plan.first..).take(plan.agents).map(AgentId::new).collect::<Result<_, _>>()?;
     let version = ids.len() as u64;
     let hello = watch_response::Hello {
@@ -144,6 +161,7 @@ async fn watch(mut send: SendStream<Bytes>, address: SocketAddr, plan: Plan) -> 
     loop {
         let beat = watch_response::Beat { hello: Some(hello.clone()), count: version, digest };
         write(&mut send, watch_response::Message::Beat(beat)).await?;
+        beats.fetch_add(1, Ordering::Relaxed);
         tokio::time::sleep(Duration::from_secs(2)).await;
     }
 }

@@ -14,4 +14,7 @@ mod join;
 mod leaving;
 mod ledger;
 mod membership;
+mod mtls;
+mod museum;
 mod routing;
+mod told;

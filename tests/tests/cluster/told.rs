@@ -1,0 +1,254 @@
+//! What callers and operators are told of replicas that do not answer, and of one that has not begun.
+
+use anyhow::{Context as _, Result};
+use grpc::{Code, Outcome};
+use http::StatusCode;
+use proto::kas::api::v1::{ExplainAgentRequest, ExplainAgentResponse};
+use serde_json::json;
+use testkit::{
+    handler::path,
+    kas::{get, token, within},
+    mesh::{EXPLAIN_AGENT, Mesh, Options},
+    process::SOON,
+    raw_agent::{Kind, RawAgent},
+};
+use tokio::{sync::watch, task::JoinSet};
+
+use crate::{ledger::echo, membership::name_server};
+
+/// Sends a request that finds no tunnel, and returns what is said of it.
+async fn told(mesh: &Mesh, replica: usize, agent: i64) -> Result<String> {
+    let caller = mesh.caller(replica).await?;
+    let request = caller.to_agent(agent, &path("Echo")).header("grpc-timeout", "300m");
+    let got = caller.call(request, &[b"x"]).await?;
+    assert_eq!(
+        (got.status.code(), got.status.outcome()),
+        (Code::DeadlineExceeded, Some(Outcome::NotStarted)),
+        "{}",
+        got.status
+    );
+    Ok(got.status.message().to_owned())
+}
+
+/// Seen to fail when the message only knows whether the table names an owner: "is not connected", with the advice to
+/// check the token.
+#[tokio::test]
+async fn owner_that_is_stopped_is_named_to_callers_and_to_operators() -> Result<()> {
+    let mesh = Mesh::start(3).await?;
+    let held = mesh.agent(0, 1, Kind::Ours, 2).await?;
+    mesh.converged(&[(1, 0)]).await?;
+    mesh.meshed().await?;
+    assert!(told(&mesh, 1, 2).await?.starts_with("agent 2 is not connected; waited"));
+    let owner = mesh.private(0).to_string();
+    mesh.kas(0).process.pause();
+    // Nobody suspects it yet, and it is named all the same.
+    let text = told(&mesh, 1, 1).await?;
+    assert!(text.starts_with("agent 1 is connected to ") && text.contains(&owner), "{text}");
+    let route = async || {
+        let request = ExplainAgentRequest { agent_id: 1 };
+        let answer: ExplainAgentResponse = mesh.caller(1).await?.unary(EXPLAIN_AGENT, &request).await?;
+        anyhow::Ok(answer.route.join("; "))
+    };
+    // When its entries are gone it is still one that could not be asked.
+    within(2 * SOON, "it is counted among those that could not be asked", async || {
+        let text = told(&mesh, 1, 1).await?;
+        // Whatever is known at the moment, it is named.
+        assert!(text.contains(&owner), "{text}");
+        let counted = text.starts_with("agent 1 is not connected to a replica that answers; waited")
+            && text.contains(&format!("1 other replica could not be asked: replica {owner}"));
+        Ok(if counted { Ok(()) } else { Err(text) })
+    })
+    .await?;
+    within(SOON, "the operator is told", async || {
+        let route = route().await?;
+        let named = route.contains(&format!("{owner} (gone) cannot be asked"));
+        Ok(if named { Ok(()) } else { Err(route) })
+    })
+    .await?;
+    mesh.kas(0).process.resume();
+    mesh.converged(&[(1, 0)]).await?;
+    echo(&mesh, 1, 1).await?;
+    let route = route().await?;
+    assert!(!route.contains("cannot be asked"), "{route}");
+    drop(held);
+    Ok(())
+}
+
+/// Seen to fail when the observability port is served after the own address is known: nobody answers there for up to a
+/// minute, and a liveness probe kills the process.
+#[tokio::test]
+async fn probes_are_answered_while_the_own_address_is_not_known() -> Result<()> {
+    // Listens on every interface, so that only the route to another replica tells its address.
+    let config = json!({ "private_api": { "listen": { "address": "0.0.0.0:0" } } });
+    let options = Options { replicas: 2, start: false, config, ..Options::default() };
+    let mut mesh = Mesh::start_with(options).await?;
+    let (addresses, answers) = watch::channel(Vec::new());
+    let mut tasks = JoinSet::new();
+    let nameserver = name_server(&mut tasks, answers).await?;
+    mesh.set_discovery(
+        json!({ "dns": { "name": "kas.test", "port": 8155, "nameserver": nameserver, "refresh": "1s" } }),
+    );
+    let (probes, other) = (mesh.observability(0), mesh.private(1).ip());
+    let probed = async {
+        within(SOON, "it is alive", async || {
+            // Not before the process listens.
+            let alive = get(probes, "/liveness").await.map(|(status, _)| status);
+            Ok(if matches!(alive, Ok(StatusCode::OK)) {
+                Ok(())
+            } else {
+                Err(alive.map_err(|error| error.to_string()))
+            })
+        })
+        .await?;
+        let (status, text) = get(probes, "/readiness").await?;
+        assert_eq!(status, StatusCode::SERVICE_UNAVAILABLE);
+        assert!(text.contains("starting"), "{text}");
+        let (status, metrics) = get(probes, "/metrics").await?;
+        assert!(status == StatusCode::OK && metrics.contains("kas_requests_open"), "{metrics}");
+        addresses.send_replace(vec![other]);
+        anyhow::Ok(())
+    };
+    let (started, probed) = tokio::join!(mesh.start_unready(0), probed);
+    probed?;
+    started?;
+    mesh.ready(0).await?;
+    // Probes are answered by the process that serves.
+    assert_eq!(get(probes, "/liveness").await?.0, StatusCode::OK);
+    mesh.kas(0).leave(SOON).await?;
+    Ok(())
+}
+
+/// Seen to fail when each configuration stream is told at the level info.
+#[tokio::test]
+async fn agent_that_finds_the_only_replica_again_and_again_is_told_of_once() -> Result<()> {
+    let mesh = Mesh::start(1).await?;
+    // As an agentk that looks for a second replica: one instance, and each connection reaches the same replica.
+    let raw = RawAgent::connect(mesh.agents(0), &token(2), Kind::Ours).await?;
+    let first = raw.configuration("").await?;
+    for _ in 0..3 {
+        let again = raw.configuration("").await?;
+        mesh.kas(0).metric_is("kas_connected_agents", 2.0).await?;
+        drop(again);
+        mesh.kas(0).metric_is("kas_connected_agents", 1.0).await?;
+    }
+    drop(first);
+    mesh.kas(0)
+        .process
+        .logged("that the agent has gone", |line| {
+            (line["message"] == "agent disconnected" && line["agent.id"] == 2).then_some(())
+        })
+        .await?;
+    let log = mesh.kas(0).process.log();
+    let told = |message: &str| {
+        log.lines()
+            .filter_map(|line| serde_json::from_str::<serde_json::Value>(line).ok())
+            .filter(|line| line["message"] == message && line["agent.id"] == 2)
+            .count()
+    };
+    assert_eq!((told("agent connected"), told("agent disconnected")), (1, 1), "{log}");
+    Ok(())
+}
+
+/// Datagrams that a replica gets from its own former life, or sends to itself because of it, are no news to anybody.
+#[tokio::test]
+async fn restart_at_the_same_address_makes_no_noise_in_gossip() -> Result<()> {
+    let mut mesh = Mesh::start(3).await?;
+    mesh.converged(&[]).await?;
+    mesh.meshed().await?;
+    for _ in 0..2 {
+        mesh.kill(0).await?;
+        mesh.restart(0).await?;
+    }
+    mesh.converged(&[]).await?;
+    mesh.meshed().await?;
+    let dropped = |n: usize, reason: &str| {
+        let name = format!("kas_gossip_datagrams_dropped{{reason=\"{reason}\"}}");
+        let kas = mesh.kas(n);
+        async move { kas.metric(&name).await }
+    };
+    let sent = "kas_gossip_traffic{what=\"datagrams_sent\"}";
+    let begun = mesh.kas(0).metric(sent).await?;
+    within(SOON, "some rounds have passed", async || {
+        let now = mesh.kas(0).metric(sent).await?;
+        Ok(if now >= begun + 40.0 { Ok(()) } else { Err(now) })
+    })
+    .await?;
+    for n in 0..3 {
+        let mut counts = Vec::new();
+        for reason in ["from_self", "unproven", "forged", "stale", "undecodable"] {
+            counts.push((reason, dropped(n, reason).await?));
+        }
+        println!("replica {n}: {counts:?}");
+        for (reason, count) in counts {
+            // Those that were under way at the restarts, and what is sent until it is known.
+            assert!(count <= 30.0, "replica {n}: {count} datagrams {reason}");
+        }
+        let log = mesh.kas(n).process.log();
+        let warnings: Vec<&str> = log
+            .lines()
+            .filter(|line| line.contains("\"WARN\"") || line.contains("\"ERROR\""))
+            .filter(|line| !line.contains("may read this secret file"))
+            .collect();
+        assert_eq!(warnings, [""; 0], "replica {n}");
+        assert_eq!(mesh.list(n).await?.alarms, [""; 0]);
+    }
+    Ok(())
+}
+
+/// One that is told to leave before it knows its own address leaves at once.
+#[tokio::test]
+async fn signal_ends_the_wait_for_the_own_address() -> Result<()> {
+    let config = json!({ "private_api": { "listen": { "address": "0.0.0.0:0" } } });
+    let options = Options { replicas: 2, start: false, config, ..Options::default() };
+    let mut mesh = Mesh::start_with(options).await?;
+    mesh.set_discovery(json!({ "static": { "addresses": ["kas.invalid:8155"] } }));
+    let probes = mesh.observability(0);
+    let told = async {
+        within(SOON, "it is alive", async || {
+            let alive = get(probes, "/liveness").await.map(|(status, _)| status);
+            Ok(if matches!(alive, Ok(StatusCode::OK)) {
+                Ok(())
+            } else {
+                Err(alive.map_err(|error| error.to_string()))
+            })
+        })
+        .await?;
+        let process = of_port(probes)?;
+        rustix::process::kill_process(process, rustix::process::Signal::TERM)?;
+        anyhow::Ok(())
+    };
+    let (started, told) = tokio::time::timeout(SOON, async { tokio::join!(mesh.start_unready(0), told) })
+        .await
+        .context("it has not left")?;
+    told?;
+    let error = format!("{:#}", started.expect_err("it never serves"));
+    assert!(error.contains("ended without that it serves"), "{error}");
+    Ok(())
+}
+
+/// Returns the child of this process that listens on a port of loopback.
+fn of_port(address: std::net::SocketAddr) -> Result<rustix::process::Pid> {
+    let std::net::IpAddr::V4(ip) = address.ip() else { anyhow::bail!("not IPv4") };
+    let wanted = format!("{:08X}:{:04X}", u32::from_ne_bytes(ip.octets()), address.port());
+    let table = std::fs::read_to_string("/proc/net/tcp")?;
+    let inode = table
+        .lines()
+        .map(|line| line.split_whitespace().collect::<Vec<_>>())
+        .find(|row| row.len() > 9 && row[1] == wanted && row[3] == "0A")
+        .map(|row| row[9].to_owned())
+        .context("somebody listens")?;
+    let socket = format!("socket:[{inode}]");
+    for process in std::fs::read_dir("/proc")?.flatten() {
+        let Some(pid) = process.file_name().to_str().and_then(|name| name.parse::<i32>().ok()) else {
+            continue;
+        };
+        let Ok(files) = std::fs::read_dir(process.path().join("fd")) else { continue };
+        if files
+            .flatten()
+            .any(|file| std::fs::read_link(file.path()).is_ok_and(|to| to.as_os_str() == &*socket))
+        {
+            return rustix::process::Pid::from_raw(pid).context("a process has a number");
+        }
+    }
+    anyhow::bail!("nobody listens on {address}")
+}
