@@ -356,15 +356,16 @@ fn said(status: &Status) -> String {
 }
 
 /// Leaves out what kas advises about repeating, at the end of its message: here it is known what the request was, and
-/// whether it may be repeated.
+/// whether it may be repeated. Advice that says when is left.
 fn without_advice(said: &str) -> &str {
-    const REPEAT: [&str; 2] = [": repeat ", "; repeat "];
-    let at = REPEAT.iter().filter_map(|start| said.rfind(start)).max();
-    match at {
-        // Not when more was said behind it.
-        Some(at) if !said[at + 2..].contains([':', ';']) => &said[..at],
-        _ => said,
-    }
+    const ADVICE: [&str; 5] = [
+        "; repeat it only if that is safe",
+        ": repeat it",
+        ": repeat the request",
+        ": repeat the request later",
+        ": repeat this one later",
+    ];
+    ADVICE.iter().find_map(|advice| said.strip_suffix(advice)).unwrap_or(said)
 }
 
 /// Returns the HTTP status of the API server that kas made this status of when it listed pods, and the next step.

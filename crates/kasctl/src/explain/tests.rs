@@ -246,3 +246,23 @@ fn messages_are_one_line_and_name_the_next_step() {
     let text = words(Asked::Kas, &Status::unauthenticated(""));
     assert!(text.contains("signed with /s/api-secret: UNAUTHENTICATED; use"), "{text}");
 }
+
+/// Passed on whole, one sentence would read: "repeat it only if that is safe; it only reads, so it had no effect and
+/// trying again is safe".
+#[test]
+fn advice_about_repeating_is_given_once() {
+    for (said, left) in [
+        ("the request may have run; repeat it only if that is safe", "the request may have run"),
+        ("this kas is shutting down: repeat the request", "this kas is shutting down"),
+        ("agent 3 had no idle tunnel: repeat the request later", "agent 3 had no idle tunnel"),
+        ("too many wait: repeat this one later", "too many wait"),
+        ("it closed its tunnel: repeat it", "it closed its tunnel"),
+        (
+            "r is silent: repeat the request when it answers",
+            "r is silent: repeat the request when it answers",
+        ),
+        ("", ""),
+    ] {
+        assert_eq!(without_advice(said), left);
+    }
+}
