@@ -538,8 +538,12 @@ impl Mesh {
         let expected = View::of(which, holders);
         within(2 * SOON, &format!("all believe {expected:?}"), async || {
             // A replica that has just ended closes what was asked of it.
-            let Ok(views) = self.views(which).await else { return Ok(Err(BTreeMap::new())) };
-            Ok(if views.values().all(|view| *view == expected) { Ok(()) } else { Err(views) })
+            let views = match self.views(which).await {
+                Ok(views) => views,
+                Err(error) => return Ok(Err(error.to_string())),
+            };
+            let agreed = views.values().all(|view| *view == expected);
+            Ok(if agreed { Ok(()) } else { Err(format!("{views:?}")) })
         })
         .await?;
         Ok(begun.elapsed())

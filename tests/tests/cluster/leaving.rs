@@ -50,11 +50,15 @@ async fn draining_replica_is_used_last() -> Result<()> {
     })
     .await?;
     println!("it was known to leave after {:?}", told.elapsed());
-    let before = both[0].ids().len();
+    let hedges = "kas_peer_hedges_total";
+    let (before, hedged) = (both[0].ids().len(), mesh.kas(2).metric(hedges).await?);
     for _ in 0..40 {
         call(1).await?;
     }
-    assert_eq!(both[0].ids().len(), before, "none went to the one that leaves");
+    // It is asked as well where the other did not answer within milliseconds, as on a busy machine.
+    let hedged = mesh.kas(2).metric(hedges).await? - hedged;
+    let went = both[0].ids().len() - before;
+    assert!(went as f64 <= hedged, "{went} went to the one that leaves, and {hedged} asks were hedged");
     // What only it holds is still served.
     call(2).await?;
     assert!(told.elapsed() < Duration::from_secs(8), "it has left meanwhile: {:?}", told.elapsed());
