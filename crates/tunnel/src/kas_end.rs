@@ -17,6 +17,8 @@
 //! A response body cannot reset its stream while HTTP/2 waits for window (nobody polls it then), so
 //! a tunnel is given a function that does.
 
+mod splice;
+
 use std::{
     fmt,
     pin::Pin,
@@ -34,6 +36,7 @@ use prost::Message as _;
 use proto::gitlab::agent::reverse_tunnel::rpc;
 use tokio::time::{Instant, Sleep};
 
+pub use self::splice::Splice;
 use crate::{
     frame::{self, Decoder, Event, Splitter, request, response},
     meta::{self, Binary},
@@ -452,16 +455,6 @@ impl Tunnel {
     /// The request, when the tunnel is no longer free.
     pub fn begin(self: &Arc<Self>, job: Job, deadline: Deadline) -> Result<Exchange, Job> {
         self.open(job, deadline, false)
-    }
-
-    /// Gives the tunnel a request whose envelopes another replica writes: the body of `job` holds `message`s and
-    /// `close_send`, and so does what [`Splice`] returns.
-    ///
-    /// # Errors
-    /// The request, when the tunnel is no longer free.
-    pub fn begin_spliced(self: &Arc<Self>, job: Job) -> Result<Splice, Job> {
-        let exchange = self.open(job, Deadline::NONE, true)?;
-        Ok(Splice { exchange, finished: false, until: None })
     }
 
     fn open(self: &Arc<Self>, job: Job, deadline: Deadline, spliced: bool) -> Result<Exchange, Job> {
@@ -1356,153 +1349,5 @@ impl Body for Exchange {
 impl Drop for Exchange {
     fn drop(&mut self) {
         self.abandon();
-    }
-}
-
-/// A request in a tunnel, as the stream of another replica holds it: what agentk answers, in its own envelopes.
-///
-/// It ends with OK only after a complete answer, and when the tunnel has been let go. Dropping it before cancels the
-/// request, or gives the tunnel back unused when nothing has been written.
-pub struct Splice {
-    exchange: Exchange,
-    /// The answer is complete.
-    finished: bool,
-    /// Until when the tunnel may take to be let go then, if it is not at once.
-    until: Option<Pin<Box<Sleep>>>,
-}
-
-impl fmt::Debug for Splice {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Splice").field("exchange", &self.exchange).finish_non_exhaustive()
-    }
-}
-
-impl Splice {
-    /// Returns the tunnel.
-    pub fn tunnel(&self) -> &Arc<Tunnel> {
-        &self.exchange.tunnel
-    }
-
-    /// Writes what came as it was.
-    fn pass(&mut self, came: Came) {
-        let exchange = &mut self.exchange;
-        let (got, step) = match came {
-            Came::Data(data) if data.len() <= COPY => {
-                exchange.out.put_slice(&data);
-                return;
-            }
-            Came::Data(data) => {
-                exchange.big = Some(data);
-                return;
-            }
-            Came::Got(got, step) => (got, step),
-        };
-        match got {
-            Got::Event(Event::Message { len }) => {
-                frame::put_message_head(request::MESSAGE, len, &mut exchange.out);
-            }
-            // A withdrawal that crossed the request concerns this replica alone.
-            Got::Event(Event::Control { field, body }) if step != Step::Ignore => {
-                frame::put_control(field, &body, &mut exchange.out);
-            }
-            Got::Event(_) | Got::HalfClose => {}
-        }
-        if step == Step::Complete {
-            exchange.complete();
-            self.finished = true;
-        }
-    }
-
-    /// Waits until the tunnel has been let go: parked again, ended, or reset.
-    fn poll_let_go(&mut self, cx: &mut Context<'_>) -> Poll<()> {
-        let mut core = self.exchange.tunnel.core();
-        let open = core.round == self.exchange.round && !core.end.is_parked();
-        if !open || core.end.is_ended() || core.dead {
-            return Poll::Ready(());
-        }
-        set_waker(&mut core.exchange_waker, cx);
-        drop(core);
-        // The tunnel's own stream resets it at that time.
-        self.until.get_or_insert_with(|| Box::pin(tokio::time::sleep(CLOSE_TIME))).as_mut().poll(cx)
-    }
-
-    /// Returns how the stream ends after `failure`.
-    fn status(&self, failure: &Failure) -> Status {
-        let agent = self.exchange.tunnel.info.agent;
-        match failure {
-            // The first bytes were read from the other replica: it may not try again.
-            Failure::NotStarted(_) | Failure::Refused => Status::new(
-                Code::Unavailable,
-                format!("agent {agent} closed its tunnel before it started the request: repeat it"),
-            )
-            .with_outcome(Outcome::NotStarted),
-            failure => self.exchange.late_status(failure),
-        }
-    }
-
-    fn end(&mut self, status: Option<&Status>) -> HttpFrame<Bytes> {
-        self.exchange.done = true;
-        let mut trailers = HeaderMap::with_capacity(3);
-        match status {
-            None => Status::write_ok(&mut trailers),
-            Some(status) => status.write_to(&mut trailers),
-        }
-        HttpFrame::trailers(trailers)
-    }
-}
-
-impl Body for Splice {
-    type Data = Bytes;
-    type Error = BoxError;
-
-    fn poll_frame(
-        self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-    ) -> Poll<Option<Result<HttpFrame<Bytes>, BoxError>>> {
-        let this = self.get_mut();
-        if this.exchange.done {
-            return Poll::Ready(None);
-        }
-        let mut failed = None;
-        if this.exchange.big.is_none() {
-            while !this.finished && this.exchange.out.len() < GATHER {
-                match this.exchange.poll_came(cx) {
-                    Poll::Pending => break,
-                    Poll::Ready(Ok(came)) => {
-                        this.pass(came);
-                        if this.exchange.big.is_some() {
-                            break;
-                        }
-                    }
-                    Poll::Ready(Err(failure)) => {
-                        failed = Some(this.status(&failure));
-                        break;
-                    }
-                }
-            }
-        }
-        if !this.exchange.out.is_empty() {
-            this.exchange.ended = failed.map(|status| {
-                let mut trailers = HeaderMap::with_capacity(3);
-                status.write_to(&mut trailers);
-                trailers
-            });
-            return Poll::Ready(Some(Ok(HttpFrame::data(this.exchange.out.split().freeze()))));
-        }
-        if let Some(big) = this.exchange.big.take() {
-            return Poll::Ready(Some(Ok(HttpFrame::data(big))));
-        }
-        if let Some(trailers) = this.exchange.ended.take() {
-            this.exchange.done = true;
-            return Poll::Ready(Some(Ok(HttpFrame::trailers(trailers))));
-        }
-        if let Some(status) = failed {
-            return Poll::Ready(Some(Ok(this.end(Some(&status)))));
-        }
-        if !this.finished {
-            return Poll::Pending;
-        }
-        ready!(this.poll_let_go(cx));
-        Poll::Ready(Some(Ok(this.end(None))))
     }
 }
