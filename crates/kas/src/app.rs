@@ -35,6 +35,7 @@ use crate::{
     },
     mesh::{Mesh, MeshError},
     metrics::Metrics,
+    peer::kept::Kept,
     rate_limit::RateLimit,
     router::Router,
     tunnel_registry::{Limits, TunnelRegistry},
@@ -124,6 +125,7 @@ pub struct Kas {
     started: Arc<OnceLock<Synced>>,
     agents: Arc<AgentListener>,
     tunnels: Arc<TunnelRegistry>,
+    kept: Arc<Kept>,
     configs: Arc<AgentConfigs>,
     metrics: Arc<Metrics>,
     lifecycle: Lifecycle,
@@ -276,6 +278,7 @@ impl Kas {
             replica.id.clone(),
             mesh.as_ref().map(|mesh| Arc::clone(&mesh.peers)),
         ));
+        let kept = Arc::clone(router.kept());
         let configs = AgentConfigs::new(&config.agent.configuration);
         let agents = AgentListener::new(Parts {
             identity,
@@ -345,6 +348,7 @@ impl Kas {
             addresses,
             agents,
             tunnels,
+            kept,
             configs,
             metrics,
             lifecycle,
@@ -374,6 +378,7 @@ impl Kas {
             started,
             agents,
             tunnels,
+            kept,
             configs,
             metrics,
             lifecycle,
@@ -414,6 +419,7 @@ impl Kas {
                 replication.announce(table::State::Draining);
             }
             tunnels.drain();
+            kept.close();
             tokio::time::sleep(config.drain.delay).await;
             lifecycle.advance(Phase::Leaving);
             tracing::info!(requests = metrics.requests_open.get(), "leaving: open requests go on");

@@ -131,6 +131,8 @@ pub struct Metrics {
     routed_remote: Counter,
     /// Asks that went out because an earlier one was not answered at once.
     pub hedges: Counter,
+    /// Requests that went through a tunnel which another replica had lent for an earlier one.
+    pub borrows_reused: Counter,
     /// Replicas that live, this one included.
     pub replicas_live: Gauge,
     /// Live replicas whose table is not known completely.
@@ -161,6 +163,7 @@ impl Metrics {
             routed_local,
             routed_remote,
             hedges: Counter::default(),
+            borrows_reused: Counter::default(),
             requests_open: Gauge::default(),
             requests,
             answered,
@@ -230,6 +233,11 @@ impl Metrics {
             "peer_hedges",
             "Further replicas asked because an earlier one did not answer at once",
             metrics.hedges.clone(),
+        );
+        registry.register(
+            "borrows_reused",
+            "Requests that went through a tunnel which another replica had lent for an earlier one",
+            metrics.borrows_reused.clone(),
         );
         metrics.replicas_live.set(1);
         registry.register(

@@ -3,10 +3,14 @@
 //! `kas.internal.v1.Tunnels/Borrow`: the ask is only headers. Response headers mean that a tunnel is lent; the first
 //! byte that is written after them starts the request. Everything else is an answer without a body, see [`Refusal`].
 //!
+//! An asker that asks often offers to send one request after the other on the same stream (`kas-borrow: again`), and the
+//! owner accepts in its response headers: then see [`kept`].
+//!
 //! Between two replicas there are links of three kinds: for asks that are answered at once and the requests that they
 //! become, for asks that wait, and for the rest. Asks that wait may be many; they must not take streams from requests
 //! that could run.
 
+pub mod kept;
 pub mod link;
 
 use std::{
@@ -31,7 +35,10 @@ use tokio::{
     sync::{Mutex as AsyncMutex, Semaphore},
     time::Instant,
 };
-use tunnel::kas_end::{Descriptor, Info, Owner, Peer as AgentKind, Tunnel, TunnelBody};
+use tunnel::{
+    kas_end::{Descriptor, Info, Owner, Peer as AgentKind, Tunnel, TunnelBody},
+    state::Mode,
+};
 
 use self::link::{CallError, DialError, LentBody, Link, Pump, RecvBody};
 use crate::{auth::AUDIENCE, config::secret::ApiSecret};
@@ -71,6 +78,11 @@ pub const METHOD: HeaderName = HeaderName::from_static("kas-hop-method");
 pub const FORWARDED: HeaderName = HeaderName::from_static("kas-hop-forwarded");
 /// Which agentk is at the end of the lent tunnel.
 pub const KIND: HeaderName = HeaderName::from_static("kas-hop-agentk");
+/// In an ask: the asker can send several requests, one after the other. In its answer: it may, when the owner says so
+/// after each.
+pub const REUSE: HeaderName = HeaderName::from_static("kas-borrow");
+/// The value of [`REUSE`].
+pub const AGAIN: HeaderValue = HeaderValue::from_static("again");
 /// Where the owner's table stands.
 pub const EPOCH: HeaderName = HeaderName::from_static("kas-hop-epoch");
 /// Where the owner's table stands.
@@ -277,6 +289,8 @@ pub struct Ask {
     pub correlation: HeaderValue,
     /// Until when the owner may think about it.
     pub deadline: Deadline,
+    /// Others like it will follow soon: the tunnel may be kept for them.
+    pub again: bool,
 }
 
 /// Why an owner lends nothing.
@@ -295,6 +309,8 @@ pub enum Refusal {
 pub struct Lent {
     /// Which agentk is at its end.
     pub kind: AgentKind,
+    /// The owner may lend it for several requests.
+    pub again: bool,
     response: RecvStream,
     send: SendStream<Bytes>,
 }
@@ -302,6 +318,10 @@ pub struct Lent {
 /// Another replica has checked the agent's.
 static NO_TOKEN: LazyLock<TokenHash> = LazyLock::new(|| TokenHash::of(b""));
 
+/// How long an owner may take to end a stream whose tunnel was given back to it.
+const LET_GO: Duration = Duration::from_secs(2);
+
+/// Of a tunnel that is borrowed once.
 #[derive(Debug)]
 struct NoOwner;
 
@@ -311,8 +331,12 @@ impl Owner for NoOwner {
 }
 
 impl Lent {
-    /// Returns the tunnel, and what must run for it to write.
-    pub fn into_tunnel(self, agent: AgentId) -> (Arc<Tunnel>, Pump<TunnelBody>) {
+    /// Returns the tunnel, and what must run for it to write. `owner` is told when it is free again.
+    pub fn into_tunnel(
+        self,
+        agent: AgentId,
+        owner: Option<Arc<dyn Owner>>,
+    ) -> (Arc<Tunnel>, Pump<TunnelBody>) {
         let info = Info {
             agent,
             instance: 0,
@@ -323,9 +347,18 @@ impl Lent {
         let reset = Arc::<StreamReset>::default();
         let flag = Arc::clone(&reset);
         let body = grpc::boxed(LentBody::new(self.response));
-        let (tunnel, out) = Tunnel::borrowed(info, body, Arc::new(NoOwner), Box::new(move || flag.reset()));
+        let again = self.again && owner.is_some();
+        let owner = owner.unwrap_or_else(|| Arc::new(NoOwner));
+        let (tunnel, out) = Tunnel::borrowed(info, body, owner, Box::new(move || flag.reset()), again);
         (tunnel, Pump::new(out, self.send, reset))
     }
+}
+
+/// Runs what writes requests into a lent tunnel until it is given back, and lets the owner end the stream then.
+pub async fn write(mut pump: Pump<TunnelBody>) {
+    (&mut pump).await;
+    // An owner that does not end it is no longer listened to.
+    let _ = tokio::time::timeout(LET_GO, pump.body_mut().read_rest()).await;
 }
 
 impl Peer {
@@ -397,7 +430,7 @@ impl Peer {
         let unavailable = |error: &dyn std::error::Error| Refusal::Unavailable(chain(error));
         let method = HeaderValue::from_str(&ask.method)
             .map_err(|_| Refusal::Final(Status::new(Code::Unimplemented, "a method is printable ASCII")))?;
-        let mut headers = HeaderMap::with_capacity(8);
+        let mut headers = HeaderMap::with_capacity(12);
         headers.insert(FROM, name(&self.me));
         headers.insert(TO, name(&self.replica.id));
         headers.insert(AGENT, ask.agent.get().into());
@@ -406,11 +439,16 @@ impl Peer {
         }
         headers.insert(METHOD, method);
         headers.insert(FORWARDED, HeaderValue::from_static("1"));
-        headers.insert(grpc::CORRELATION_ID, ask.correlation.clone());
+        if ask.again {
+            headers.insert(REUSE, AGAIN);
+        }
+        // Another one each time: HPACK's tables are for what comes again, as the credential.
+        let mut correlation = ask.correlation.clone();
+        correlation.set_sensitive(true);
+        headers.insert(grpc::CORRELATION_ID, correlation);
         if let Some(remaining) = ask.deadline.remaining()
             && let Ok(mut value) = HeaderValue::try_from(format_timeout(remaining))
         {
-            // Another one each time: not for HPACK's tables.
             value.set_sensitive(true);
             headers.insert("grpc-timeout", value);
         }
@@ -441,7 +479,9 @@ impl Peer {
                 )));
             }
         };
-        Ok(Lent { kind, response: response.into_body(), send })
+        let accepted = headers.get(REUSE).is_some_and(|value| *value == AGAIN);
+        let again = ask.again && accepted && kind.mode() == Mode::Reusable;
+        Ok(Lent { kind, again, response: response.into_body(), send })
     }
 
     /// Calls a method of the private API with one message.

@@ -26,7 +26,7 @@ use ids::{AgentId, ConnectionId, ReplicaId};
 use tokio::time::Instant;
 use tunnel::{
     frame,
-    kas_end::{Exchange, Failure, Head, Job},
+    kas_end::{Exchange, Failure, Head, Job, Peer as AgentKind},
     meta::Binary,
 };
 
@@ -35,7 +35,7 @@ pub use self::trail::Trail;
 use crate::{
     metadata,
     metrics::{self, Metrics, Route},
-    peer::Peers,
+    peer::{self, Peers, kept::Kept},
     tunnel_registry::{Refused, TunnelRegistry},
 };
 
@@ -49,6 +49,8 @@ pub struct Router {
     me: ReplicaId,
     /// `None`: there are no other replicas.
     peers: Option<Arc<Peers>>,
+    /// What they lend for longer than one request.
+    kept: Arc<Kept>,
 }
 
 impl std::fmt::Debug for Router {
@@ -153,12 +155,18 @@ impl Router {
         me: ReplicaId,
         peers: Option<Arc<Peers>>,
     ) -> Self {
-        Self { registry, tracker, metrics, find_timeout, me, peers }
+        let kept = Kept::new(Arc::clone(&tracker));
+        Self { registry, tracker, metrics, find_timeout, me, peers, kept }
     }
 
     /// Returns how many tunnels this replica holds.
     pub fn tunnels(&self) -> u64 {
         u64::try_from(self.metrics.tunnels.get()).unwrap_or(0)
+    }
+
+    /// Returns the tunnels of other replicas that stay lent between two requests.
+    pub fn kept(&self) -> &Arc<Kept> {
+        &self.kept
     }
 
     /// Returns the registry of this replica's tunnels.
@@ -210,14 +218,19 @@ impl Router {
         loop {
             let found = match search.own() {
                 Some(grant) => Found::Own(grant),
-                None => {
-                    // What no agent could be sent does not wait for one.
-                    legal()?;
-                    search.anywhere().await?
-                }
+                None => match search.kept().await {
+                    Some(taken) => Found::Kept(taken),
+                    None => {
+                        // What no agent could be sent does not wait for one.
+                        legal()?;
+                        search.anywhere().await?
+                    }
+                },
             };
             let kind = match &found {
                 Found::Own(grant) => grant.tunnel().info().peer,
+                // Others are lent for one request.
+                Found::Kept(_) => AgentKind::Ours,
                 Found::Lent(lent, _) => lent.kind,
             };
             let writer = metadata::request_info(&method, &headers, deadline, &correlation, kind.binary())?;
@@ -233,10 +246,33 @@ impl Router {
                 Found::Lent(lent, owner) => {
                     self.metrics.routed(Route::Remote);
                     trail.note(|| format!("started through a tunnel of replica {owner}"));
-                    let (tunnel, pump) = lent.into_tunnel(agent);
+                    let back = lent.again.then(|| self.kept.owner(agent, &method, &owner));
+                    let again = back.is_some();
+                    let (tunnel, pump) = lent.into_tunnel(agent, back);
                     let begun = tunnel.begin(job, deadline);
                     if begun.is_ok() {
-                        run(pump).await;
+                        if again {
+                            tokio::spawn(peer::write(pump));
+                        } else {
+                            run(pump).await;
+                        }
+                    }
+                    begun
+                }
+                Found::Kept(taken) => {
+                    let owner = taken.owner().clone();
+                    let begun = match taken.take() {
+                        Some(tunnel) => tunnel.begin(job, deadline),
+                        None => Err(job),
+                    };
+                    if begun.is_ok() {
+                        self.metrics.routed(Route::Remote);
+                        self.metrics.borrows_reused.inc();
+                        trail.note(|| {
+                            format!(
+                                "started through a tunnel of replica {owner} that was still lent to this one"
+                            )
+                        });
                     }
                     begun
                 }

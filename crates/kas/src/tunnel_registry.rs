@@ -8,6 +8,9 @@
 //!
 //! Other replicas wait here too. Of those who can use a tunnel, this replica's own requests and each
 //! other replica take turns; within one of them the first comes first.
+//!
+//! A replica that asks often may keep a tunnel between two requests ([`Loan`]), as long as nobody else waits for it: who
+//! begins to wait has one asked back.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -15,10 +18,12 @@ use std::{
         Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, AtomicUsize, Ordering},
     },
+    task::{Context, Poll},
     time::Duration,
 };
 
 use cluster::{Lease, Mark, Tracker};
+use futures_util::task::AtomicWaker;
 use ids::{AgentId, ConnectionId, ReplicaId};
 use tokio::sync::oneshot;
 use tunnel::kas_end::{Descriptor, Owner, Retire, Tunnel};
@@ -102,6 +107,8 @@ struct Agent {
     transports: usize,
     queues: HashMap<QueueKey, BTreeMap<u64, Sender>>,
     waiters: usize,
+    /// What other replicas keep between two requests, the longest first.
+    lent: Vec<Arc<Recall>>,
     serial: u64,
     /// When each source was last served, in grants.
     turns: HashMap<Source, u64>,
@@ -196,6 +203,26 @@ impl Agent {
         }
     }
 
+    /// Whether a tunnel that was lent to `borrower` can serve those who wait in the queue `key`, and they are others: a
+    /// replica gives what it keeps to its own requests first.
+    fn is_wanted(&self, tunnel: &Tunnel, borrower: &Borrower, key: &QueueKey) -> bool {
+        let info = tunnel.info();
+        let own = key.source.as_ref() == Some(&borrower.replica)
+            && key.method == borrower.method
+            && key.connection.is_none();
+        let tied = || self.instances.iter().find(|i| i.id == info.instance).and_then(|i| i.connection);
+        !own && info.descriptor.serves(&key.method) && (key.connection.is_none() || key.connection == tied())
+    }
+
+    /// Asks for one tunnel back that can serve those who wait in the queue `key`.
+    fn recall_for(&self, key: &QueueKey) {
+        for lent in &self.lent {
+            if self.is_wanted(&lent.tunnel, &lent.borrower, key) && lent.ask() {
+                return;
+            }
+        }
+    }
+
     /// Removes an empty queue, and the turn of a source that waits no longer.
     fn forget(&mut self, key: &QueueKey) {
         self.queues.remove(key);
@@ -259,6 +286,89 @@ impl Drop for Grant {
     fn drop(&mut self) {
         if let Some(tunnel) = self.tunnel.take() {
             self.registry.free(&tunnel);
+        }
+    }
+}
+
+/// Who keeps a tunnel between two requests, and for what.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Borrower {
+    /// The other replica.
+    pub replica: ReplicaId,
+    /// The method of its requests.
+    pub method: Arc<str>,
+}
+
+/// A question to the borrower of a tunnel: whether it gives it back.
+struct Recall {
+    tunnel: Arc<Tunnel>,
+    borrower: Borrower,
+    asked: AtomicBool,
+    waker: AtomicWaker,
+}
+
+impl Recall {
+    /// Asks; returns whether it had not been asked before.
+    fn ask(&self) -> bool {
+        if self.asked.swap(true, Ordering::AcqRel) {
+            return false;
+        }
+        self.waker.wake();
+        true
+    }
+}
+
+/// A tunnel that another replica keeps between two requests. Dropped, it goes to those who wait, or is idle again.
+pub struct Loan {
+    grant: Grant,
+    recall: Arc<Recall>,
+}
+
+impl std::fmt::Debug for Loan {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_tuple("Loan").field(&self.grant).finish()
+    }
+}
+
+impl Loan {
+    /// Returns the tunnel, which stays lent.
+    pub fn tunnel(&self) -> &Arc<Tunnel> {
+        &self.recall.tunnel
+    }
+
+    /// Ready once it is to be asked back. For one task.
+    pub fn poll_recalled(&self, cx: &Context<'_>) -> Poll<()> {
+        self.recall.waker.register(cx.waker());
+        if self.recall.asked.load(Ordering::Acquire) { Poll::Ready(()) } else { Poll::Pending }
+    }
+
+    /// Takes the tunnel for the borrower's next request: from then on it comes back by parking, or stays lent again.
+    pub fn take(mut self) -> Arc<Tunnel> {
+        self.forget();
+        // The grant stays behind empty.
+        match self.grant.tunnel.take() {
+            Some(tunnel) => tunnel,
+            None => Arc::clone(&self.recall.tunnel),
+        }
+    }
+
+    fn forget(&self) {
+        let agent = self.recall.tunnel.info().agent;
+        if let Some(entry) = self.grant.registry.shard(agent).get_mut(&agent)
+            && let Some(at) = entry.lent.iter().position(|lent| Arc::ptr_eq(lent, &self.recall))
+        {
+            entry.lent.remove(at);
+        }
+    }
+}
+
+impl Drop for Loan {
+    fn drop(&mut self) {
+        // Nothing is left to do for one that was taken.
+        if self.grant.tunnel.is_some() {
+            self.forget();
+            self.recall.tunnel.take_back();
+            // And the grant frees it.
         }
     }
 }
@@ -410,8 +520,33 @@ impl TunnelRegistry {
         let (serial, key) = (entry.serial, QueueKey { source, method: Arc::clone(method), connection });
         let (sender, receiver) = oneshot::channel();
         entry.queues.entry(key.clone()).or_default().insert(serial, sender);
+        entry.recall_for(&key);
         drop(shard);
         Ok(Acquired::Wait(Waiting { registry: Arc::clone(self), agent, key, serial, receiver }))
+    }
+
+    /// Lets `borrower` keep a tunnel whose request is over and which is still counted as busy. `None`: it is not free, or
+    /// somebody else waits for it, or this replica leaves.
+    pub fn keep(self: &Arc<Self>, tunnel: &Arc<Tunnel>, borrower: &Borrower) -> Option<Loan> {
+        let agent = tunnel.info().agent;
+        let mut shard = self.shard(agent);
+        let entry = shard.get_mut(&agent)?;
+        if self.draining.load(Ordering::Relaxed)
+            || tunnel.idle_since().is_none()
+            || entry.queues.keys().any(|key| entry.is_wanted(tunnel, borrower, key))
+        {
+            return None;
+        }
+        let recall = Arc::new(Recall {
+            tunnel: Arc::clone(tunnel),
+            borrower: borrower.clone(),
+            asked: AtomicBool::new(false),
+            waker: AtomicWaker::new(),
+        });
+        entry.lent.push(Arc::clone(&recall));
+        drop(shard);
+        let grant = Grant { tunnel: Some(Arc::clone(tunnel)), registry: Arc::clone(self) };
+        Some(Loan { grant, recall })
     }
 
     /// Whether one more tunnel of `agent` may be registered.
@@ -540,7 +675,7 @@ impl TunnelRegistry {
         }
     }
 
-    /// Takes `tunnel` out of use: at once when it is idle, else after its request.
+    /// Takes `tunnel` out of use: at once when it is idle, else after its request; what is lent is asked back first.
     pub fn retire(&self, tunnel: &Arc<Tunnel>, how: Retire) {
         let info = tunnel.info();
         if let Some(entry) = self.shard(info.agent).get_mut(&info.agent)
@@ -551,15 +686,23 @@ impl TunnelRegistry {
             instance.busy += 1;
         }
         tunnel.retire(how);
+        if let Some(entry) = self.shard(info.agent).get(&info.agent)
+            && let Some(lent) = entry.lent.iter().find(|lent| Arc::ptr_eq(&lent.tunnel, tunnel))
+        {
+            lent.ask();
+        }
     }
 
-    /// This replica leaves soon: requests of other replicas wait here no longer.
+    /// This replica leaves soon: requests of other replicas wait here no longer, and what they keep is asked back.
     pub fn drain(&self) {
         self.draining.store(true, Ordering::Relaxed);
         for shard in &self.shards {
             let mut shard = shard.lock().unwrap_or_else(PoisonError::into_inner);
             // The senders drop outside the iteration; each waiter counts itself out.
             let waiting: Vec<Sender> = shard.values_mut().flat_map(Agent::take_remote).collect();
+            for lent in shard.values().flat_map(|agent| &agent.lent) {
+                lent.ask();
+            }
             drop(shard);
             for sender in waiting {
                 let _ = sender.send(Err(Gone::Leaving));

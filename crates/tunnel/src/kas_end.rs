@@ -12,7 +12,9 @@
 //! Across replicas the same two halves stand in two processes. The replica that a caller asked holds a
 //! *borrowed* tunnel ([`Tunnel::borrowed`]): it writes the envelopes into a stream to the replica that
 //! holds the real one, which *splices* them ([`Tunnel::begin_spliced`]): it follows the automaton,
-//! and passes envelopes on without decoding what is in them.
+//! and passes envelopes on without decoding what is in them. Where both sides know how, the stream carries
+//! several requests: after each the holder says whether the tunnel stays lent ([`Lender`]), and in between it is
+//! parked at both ends and free at neither.
 //!
 //! A response body cannot reset its stream while HTTP/2 waits for window (nobody polls it then), so
 //! a tunnel is given a function that does.
@@ -36,7 +38,7 @@ use prost::Message as _;
 use proto::gitlab::agent::reverse_tunnel::rpc;
 use tokio::time::{Instant, Sleep};
 
-pub use self::splice::Splice;
+pub use self::splice::{Lender, Splice};
 use crate::{
     frame::{self, Decoder, Event, Splitter, request, response},
     meta::{self, Binary},
@@ -208,8 +210,10 @@ pub enum Retire {
 /// One tunnel, shared by agentk's stream and, during a request, the caller's.
 pub struct Tunnel {
     info: Info,
-    /// The stream goes to another replica, carries one request, and ends.
+    /// The stream goes to another replica.
     borrowed: bool,
+    /// Such a stream may carry several requests; else it carries one and ends.
+    again: bool,
     owner: Arc<dyn Owner>,
     reset: Box<dyn Fn() + Send + Sync>,
     core: Mutex<Core>,
@@ -228,6 +232,16 @@ struct Core {
     fault: Option<Status>,
     /// The open request's envelopes come from another replica.
     spliced: bool,
+    /// What that replica wrote after `request_info` and was read with it.
+    ahead: Bytes,
+    /// After the open request the tunnel is not free: its [`Splice`] asks whether it stays lent.
+    keep: bool,
+    /// Parked, and lent to another replica: what retires it waits until it comes back.
+    lent: bool,
+    /// Where the other replica's next request will come from.
+    asker: Option<grpc::Body>,
+    /// [`TunnelBody`] has ended during a request: nothing more can be written.
+    mute: bool,
     /// Counts requests, so that the end of one is not taken for the next one's.
     round: u64,
     dead: bool,
@@ -247,6 +261,32 @@ impl Core {
             waker.wake_by_ref();
         }
     }
+
+    fn wake_exchange(&mut self) {
+        if let Some(waker) = self.exchange_waker.take() {
+            waker.wake();
+        }
+    }
+
+    /// Takes what a lender said after a request that is over on both sides.
+    fn settle(&mut self, got: Result<Got, Broken>) -> Settled {
+        let step = got.ok().and_then(|got| self.end.agent_sent(kind(&got)).ok());
+        match step {
+            Some(Step::Park) if self.end.park() => {
+                self.parked_at = Instant::now();
+                Settled::Parked
+            }
+            Some(Step::Park | Step::End) => Settled::Ended,
+            _ => Settled::Broken,
+        }
+    }
+}
+
+/// What became of a borrowed tunnel after its request.
+enum Settled {
+    Parked,
+    Ended,
+    Broken,
 }
 
 fn set_waker(slot: &mut Option<Waker>, cx: &Context<'_>) {
@@ -380,18 +420,22 @@ impl Tunnel {
         owner: Arc<dyn Owner>,
         reset: Box<dyn Fn() + Send + Sync>,
     ) -> (Arc<Self>, TunnelBody) {
-        Self::make(info, opening, owner, reset, false)
+        let end = KasEnd::parked(info.peer.mode());
+        Self::make(info, opening, owner, reset, end, (false, false))
     }
 
-    /// Makes a tunnel that another replica lends for one request: `body` is its answer, which fails with a
-    /// [`Status`] where that replica says what became of the request, and [`TunnelBody`] is what goes there.
+    /// Makes a tunnel that another replica lends: `body` is its answer, which fails with a [`Status`] where that
+    /// replica says what became of the request, and [`TunnelBody`] is what goes there. `again`: that replica may
+    /// lend it for further requests, and `owner` is told each time; else it carries one request.
     pub fn borrowed(
         info: Info,
         body: grpc::Body,
         owner: Arc<dyn Owner>,
         reset: Box<dyn Fn() + Send + Sync>,
+        again: bool,
     ) -> (Arc<Self>, TunnelBody) {
-        Self::make(info, Opening::new(body, false), owner, reset, true)
+        let end = if again { KasEnd::lent() } else { KasEnd::parked(info.peer.mode()) };
+        Self::make(info, Opening::new(body, false), owner, reset, end, (true, again))
     }
 
     fn make(
@@ -399,10 +443,11 @@ impl Tunnel {
         opening: Opening,
         owner: Arc<dyn Owner>,
         reset: Box<dyn Fn() + Send + Sync>,
-        borrowed: bool,
+        end: KasEnd,
+        (borrowed, again): (bool, bool),
     ) -> (Arc<Self>, TunnelBody) {
         let core = Core {
-            end: KasEnd::parked(info.peer.mode()),
+            end,
             stream: Some(opening.0),
             job: None,
             ending: None,
@@ -410,6 +455,11 @@ impl Tunnel {
             discard: false,
             fault: None,
             spliced: false,
+            ahead: Bytes::new(),
+            keep: false,
+            lent: false,
+            asker: None,
+            mute: false,
             round: 0,
             dead: false,
             given_up: false,
@@ -418,7 +468,7 @@ impl Tunnel {
             tunnel_waker: None,
             exchange_waker: None,
         };
-        let tunnel = Arc::new(Self { info, borrowed, owner, reset, core: Mutex::new(core) });
+        let tunnel = Arc::new(Self { info, borrowed, again, owner, reset, core: Mutex::new(core) });
         let body = TunnelBody {
             tunnel: Arc::clone(&tunnel),
             out: BytesMut::new(),
@@ -427,6 +477,7 @@ impl Tunnel {
             discard: None,
             closing: None,
             ending: None,
+            rest: None,
             done: false,
         };
         (tunnel, body)
@@ -437,10 +488,33 @@ impl Tunnel {
         &self.info
     }
 
-    /// Returns since when the tunnel has been parked; `None`: it carries a request or is over.
+    /// Returns since when the tunnel has been parked; `None`: it carries a request, takes none any more, or is over.
     pub fn idle_since(&self) -> Option<Instant> {
         let core = self.core();
-        (core.end.is_free() && core.job.is_none() && !core.dead).then_some(core.parked_at)
+        let free = core.end.is_free() && core.job.is_none() && core.retire.is_none() && !core.dead;
+        free.then_some(core.parked_at)
+    }
+
+    /// Ready once the tunnel is over. For the one who holds it parked.
+    pub fn poll_over(&self, cx: &Context<'_>) -> Poll<()> {
+        let mut core = self.core();
+        if core.dead || core.end.is_ended() {
+            return Poll::Ready(());
+        }
+        set_waker(&mut core.exchange_waker, cx);
+        Poll::Pending
+    }
+
+    /// The tunnel is not lent any more: what was to retire it does so now. Without effect unless it was lent.
+    pub fn take_back(&self) {
+        let mut core = self.core();
+        if std::mem::take(&mut core.lent) {
+            core.asker = None;
+            core.exchange_waker = None;
+            if core.retire.is_some() {
+                core.wake_tunnel();
+            }
+        }
     }
 
     /// Whether the tunnel carries a request now.
@@ -454,22 +528,38 @@ impl Tunnel {
     /// # Errors
     /// The request, when the tunnel is no longer free.
     pub fn begin(self: &Arc<Self>, job: Job, deadline: Deadline) -> Result<Exchange, Job> {
-        self.open(job, deadline, false)
+        self.open(job, deadline)
     }
 
-    fn open(self: &Arc<Self>, job: Job, deadline: Deadline, spliced: bool) -> Result<Exchange, Job> {
+    fn open(self: &Arc<Self>, job: Job, deadline: Deadline) -> Result<Exchange, Job> {
+        self.open_as(job, deadline, None)
+    }
+
+    /// `spliced`: what was read after `request_info`, and whether the tunnel may stay lent afterwards.
+    fn open_as(
+        self: &Arc<Self>,
+        job: Job,
+        deadline: Deadline,
+        spliced: Option<(Bytes, bool)>,
+    ) -> Result<Exchange, Job> {
         let mut core = self.core();
         if core.dead
             || !core.end.is_free()
             || core.job.is_some()
             || core.ending.is_some()
-            || core.retire.is_some()
+            // What is lent is asked back; the request that crossed the question is the last.
+            || core.retire.is_some() && !core.lent
         {
             return Err(job);
         }
         let Some(stream) = core.stream.take() else { return Err(job) };
         core.job = Some(job);
-        core.spliced = spliced;
+        core.spliced = spliced.is_some();
+        (core.ahead, core.keep) = spliced.unwrap_or_default();
+        core.lent = false;
+        core.asker = None;
+        // Of an earlier request, whose answer was complete before its bytes were wrong.
+        core.fault = None;
         core.round += 1;
         let round = core.round;
         core.wake_tunnel();
@@ -520,6 +610,42 @@ impl Tunnel {
     fn core(&self) -> MutexGuard<'_, Core> {
         // A panic between two fields cannot leave them torn: every change is a few assignments.
         self.core.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A borrowed tunnel's answer is complete and its stream is back: takes what the lender says next if it is here,
+    /// without running the tunnel's own task.
+    fn settle(self: &Arc<Self>, mut core: MutexGuard<'_, Core>) {
+        let waker = match (&core.tunnel_waker, core.end.is_close_sent()) {
+            (Some(waker), true) => waker.clone(),
+            _ => return core.wake_tunnel(),
+        };
+        let mut cx = Context::from_waker(&waker);
+        let Some(stream) = &mut core.stream else { return };
+        let Poll::Ready(got) = stream.poll(&mut cx) else { return };
+        if !matches!(got, Ok(Got::Event(Event::Control { field: request::DESCRIPTOR, .. }))) {
+            stream.peeked = Some(got);
+            return core.wake_tunnel();
+        }
+        match core.settle(got) {
+            Settled::Parked => {}
+            Settled::Ended => {
+                core.end.end();
+                return core.wake_tunnel();
+            }
+            Settled::Broken => return self.kill(core),
+        }
+        // From now on the tunnel's task watches.
+        if let Some(stream) = &mut core.stream
+            && let Poll::Ready(got) = stream.poll(&mut cx)
+        {
+            stream.peeked = Some(got);
+            core.wake_tunnel();
+        }
+        if core.retire.is_some() {
+            return core.wake_tunnel();
+        }
+        drop(core);
+        self.owner.parked(self);
     }
 
     /// Resets agentk's stream.
@@ -631,6 +757,8 @@ pub struct TunnelBody {
     /// Until when another replica may write `close_send` after a complete answer.
     closing: Option<Pin<Box<Sleep>>>,
     ending: Option<Ending>,
+    /// What a lender still has to say when nothing more goes to it.
+    rest: Option<AgentStream>,
     done: bool,
 }
 
@@ -654,6 +782,15 @@ impl fmt::Debug for TunnelBody {
 }
 
 impl TunnelBody {
+    /// Reads what a lender says after the tunnel was given back to it, so that dropping the stream resets nothing.
+    ///
+    /// # Cancel safety
+    /// Cancel safe. Give it a time.
+    pub async fn read_rest(&mut self) {
+        let Some(mut rest) = self.rest.take() else { return };
+        while let Ok(Got::Event(_)) = std::future::poll_fn(|cx| rest.poll(cx)).await {}
+    }
+
     fn turn(&mut self, cx: &mut Context<'_>) -> Turn {
         let tunnel = Arc::clone(&self.tunnel);
         let mut core = tunnel.core();
@@ -671,7 +808,7 @@ impl TunnelBody {
         if core.end.is_answered() {
             // The replica that writes the envelopes also writes the last one.
             if !core.spliced || close_sent || core.end.mode() == Mode::OneShot {
-                return self.turn_answered(core);
+                return self.turn_answered(core, cx);
             }
             let closing = self.closing.get_or_insert_with(|| Box::pin(tokio::time::sleep(CLOSE_TIME)));
             if closing.as_mut().poll(cx).is_ready() || self.caller.is_none() {
@@ -686,8 +823,8 @@ impl TunnelBody {
         core.waiting = true;
         drop(core);
         if close_sent {
-            // A borrowed tunnel has nothing more to say.
-            return if tunnel.borrowed { Turn::End(Ending::Ok) } else { Turn::Wait };
+            // A tunnel that is borrowed for one request has nothing more to say.
+            return if tunnel.borrowed && !tunnel.again { Turn::End(Ending::Ok) } else { Turn::Wait };
         }
         let Some(caller) = &mut self.caller else { return Turn::Wait };
         match ready_or!(caller.poll(cx), Turn::Wait) {
@@ -703,9 +840,13 @@ impl TunnelBody {
             // Only envelopes have control fields.
             Pulled::Event(Event::Control { field, body }) => {
                 if field == response::CLOSE_SEND {
-                    self.caller = None;
+                    let caller = self.caller.take();
                     frame::put_control(field, &body, &mut self.out);
-                    tunnel.core().end.close_send();
+                    let mut core = tunnel.core();
+                    core.end.close_send();
+                    if core.keep {
+                        core.asker = caller.map(|caller| caller.body);
+                    }
                     return Turn::Again;
                 }
                 self.fault(Status::new(Code::Internal, "a replica sent an envelope out of order"))
@@ -747,19 +888,24 @@ impl TunnelBody {
             core.end.open();
             self.out.put_slice(&job.request_info);
             let source = if core.spliced {
-                Source::Envelopes(Decoder::of_kas(false))
+                let mut decoder = Decoder::of_kas(false);
+                decoder.push(std::mem::take(&mut core.ahead));
+                Source::Envelopes(decoder)
             } else {
                 Source::Messages(Splitter::default())
             };
             self.caller = Some(CallerStream { body: job.body, source });
             return Turn::Again;
         }
-        if let Some(retire) = core.retire.take() {
+        if !core.lent
+            && let Some(retire) = core.retire.take()
+        {
             if retire == Retire::Notice && core.end.notify_drain() {
                 frame::put_control(response::CLOSE_SEND, &[], &mut self.out);
                 return Turn::Again;
             }
             core.end.end();
+            core.wake_exchange();
             return Turn::End(Ending::Ok);
         }
         set_waker(&mut core.tunnel_waker, cx);
@@ -770,6 +916,7 @@ impl TunnelBody {
             Ok(got) => match core.end.agent_sent(kind(&got)) {
                 Ok(_) => {
                     core.given_up = !core.end.is_draining();
+                    core.wake_exchange();
                     return Turn::End(Ending::Ok);
                 }
                 Err(_) => "the agent wrote to a parked tunnel".to_owned(),
@@ -782,7 +929,7 @@ impl TunnelBody {
     }
 
     /// The answer is complete: close the request's own direction between two messages, then park.
-    fn turn_answered(&mut self, mut core: MutexGuard<'_, Core>) -> Turn {
+    fn turn_answered(&mut self, mut core: MutexGuard<'_, Core>, cx: &mut Context<'_>) -> Turn {
         if let Some(CallerStream { source: Source::Messages(mut splitter), .. }) = self.caller.take() {
             // A message that is partly written is finished only from bytes already here: waiting
             // for the caller could take for ever, and a close inside it would be swallowed.
@@ -801,6 +948,9 @@ impl TunnelBody {
             core.end.close_send();
         }
         self.closing = None;
+        if self.tunnel.again {
+            return self.turn_settling(core, cx);
+        }
         if self.tunnel.borrowed {
             core.end.end();
             return Turn::End(Ending::Ok);
@@ -808,6 +958,8 @@ impl TunnelBody {
         let parked = core.end.park();
         core.parked_at = Instant::now();
         let retiring = core.retire.is_some();
+        let lent = std::mem::take(&mut core.keep) && parked && !retiring;
+        core.lent = lent;
         // A splice waits for this.
         let waker = core.exchange_waker.take();
         drop(core);
@@ -817,10 +969,37 @@ impl TunnelBody {
         if !parked {
             return Turn::End(Ending::Ok);
         }
-        if !retiring {
+        if !retiring && !lent {
             self.tunnel.owner.parked(&self.tunnel);
         }
         Turn::Again
+    }
+
+    /// A borrowed tunnel's request is over on both sides: the lender says whether another may follow.
+    fn turn_settling(&mut self, mut core: MutexGuard<'_, Core>, cx: &mut Context<'_>) -> Turn {
+        set_waker(&mut core.tunnel_waker, cx);
+        core.waiting = true;
+        // The exchange returns the stream in the poll in which it finds the answer complete, and wakes this task.
+        let Some(stream) = &mut core.stream else { return Turn::Wait };
+        let got = ready_or!(stream.poll(cx), Turn::Wait);
+        match core.settle(got) {
+            Settled::Parked => {
+                let retiring = core.retire.is_some();
+                drop(core);
+                if !retiring {
+                    self.tunnel.owner.parked(&self.tunnel);
+                }
+                Turn::Again
+            }
+            Settled::Ended => {
+                core.end.end();
+                Turn::End(Ending::Ok)
+            }
+            Settled::Broken => {
+                self.tunnel.kill(core);
+                Turn::Killed
+            }
+        }
     }
 
     fn turn_discard(&mut self, mut core: MutexGuard<'_, Core>, cx: &mut Context<'_>) -> Turn {
@@ -861,6 +1040,9 @@ impl TunnelBody {
     fn last(&mut self, ending: &Ending) -> Option<HttpFrame<Bytes>> {
         self.done = true;
         if self.tunnel.borrowed {
+            if self.tunnel.again {
+                self.rest = self.tunnel.core().stream.take();
+            }
             return None;
         }
         let mut trailers = HeaderMap::with_capacity(2);
@@ -939,7 +1121,9 @@ impl Body for TunnelBody {
 impl Drop for TunnelBody {
     fn drop(&mut self) {
         let mut core = self.tunnel.core();
-        if self.tunnel.borrowed && !core.dead && core.job.is_none() {
+        let idle = self.tunnel.again && (core.end.is_parked() || core.end.is_ended());
+        if self.tunnel.borrowed && !idle && !core.dead && core.job.is_none() {
+            core.mute = true;
             // The request has begun: how it ends is for the answer's own direction to say. The lender may stop reading
             // before everything has been written, when the answer is complete.
             core.tunnel_waker = None;
@@ -1108,7 +1292,7 @@ impl Exchange {
                     self.complete();
                     return Poll::Ready(Ok(Next::Complete));
                 }
-                Step::Keep | Step::Ignore | Step::End => {}
+                Step::Keep | Step::Ignore | Step::End | Step::Park => {}
             }
         }
     }
@@ -1142,6 +1326,11 @@ impl Exchange {
         self.sleep = None;
         let mut core = self.tunnel.core();
         core.exchange_waker = None;
+        if self.tunnel.again && !core.mute && !core.dead {
+            core.stream = self.stream.take();
+            self.tunnel.settle(core);
+            return;
+        }
         if self.tunnel.borrowed {
             // The lender's last frames are read here, so that dropping the stream resets nothing.
             if let Some(stream) = &mut self.stream {
@@ -1170,6 +1359,10 @@ impl Exchange {
                 }
             }
             _ => core.wake_tunnel(),
+        }
+        core.lent = std::mem::take(&mut core.keep);
+        if core.lent {
+            return;
         }
         drop(core);
         self.tunnel.owner.parked(&self.tunnel);
@@ -1215,7 +1408,7 @@ impl Exchange {
             core.wake_tunnel();
             return;
         }
-        if self.tunnel.borrowed {
+        if self.tunnel.borrowed && !(self.tunnel.again && core.job.is_some()) {
             // After a complete answer the other direction closes by itself. An unused tunnel is put back by its lender.
             drop(stream);
             if !core.end.is_answered() {

@@ -8,6 +8,12 @@
 //!           parked: bare trailer = withdraw; after a drain notice: half-close
 //! kas:      request_info, message*, close_send     parked and reusable: close_send = drain notice
 //! ```
+//! A tunnel of another replica, when it stays lent between requests: as reusable, except that the
+//! lender says what comes after a request that is over on both sides:
+//! ```text
+//! lender:   an empty descriptor = parked again, or half-close = no more
+//! parked:   bare trailer = recall: half-closed when it is idle; a request that crossed it is served
+//! ```
 //! A tunnel that does anything else is closed; what became of its request is said by [`Verdict`].
 
 /// What a tunnel can do.
@@ -35,7 +41,7 @@ pub enum Frame {
     Error,
     /// A clean end of agentk's direction.
     HalfClose,
-    /// A descriptor, which stands only at the start.
+    /// A descriptor, which stands only at the start; from a lender: lent again.
     Descriptor,
 }
 
@@ -50,8 +56,10 @@ pub enum Step {
     Complete,
     /// Nothing: a withdrawal that crossed a request.
     Ignore,
-    /// The tunnel ends with OK: withdrawn, or half-closed while parked.
+    /// The tunnel ends with OK: withdrawn, recalled, or half-closed while no request is open.
     End,
+    /// The lender lends the tunnel for another request: [`KasEnd::park`].
+    Park,
 }
 
 /// What became of the request when its tunnel failed.
@@ -93,12 +101,19 @@ pub struct KasEnd {
     phase: Phase,
     withdrawn: bool,
     drain_notice: bool,
+    /// The other end is a replica that lends a reusable tunnel for several requests.
+    lent: bool,
 }
 
 impl KasEnd {
     /// A tunnel whose descriptor has just been read.
     pub fn parked(mode: Mode) -> Self {
-        Self { mode, phase: Phase::Parked, withdrawn: false, drain_notice: false }
+        Self { mode, phase: Phase::Parked, withdrawn: false, drain_notice: false, lent: false }
+    }
+
+    /// A reusable tunnel that another replica lends, for one request and as many more as it says.
+    pub fn lent() -> Self {
+        Self { lent: true, ..Self::parked(Mode::Reusable) }
     }
 
     /// Returns what the tunnel can do.
@@ -188,7 +203,7 @@ impl KasEnd {
     pub fn agent_sent(&mut self, frame: Frame) -> Result<Step, Verdict> {
         use Answer::{Complete, Error, Header, Nothing, Trailer};
         let reusable = self.mode == Mode::Reusable;
-        let Phase::Open { answer, .. } = &mut self.phase else {
+        let Phase::Open { answer, close_sent } = &mut self.phase else {
             return match (self.phase, frame) {
                 // Also after a drain notice: the two may cross.
                 (Phase::Parked, Frame::Trailer { bare: true }) if reusable => {
@@ -217,6 +232,11 @@ impl KasEnd {
             (Trailer, Frame::HalfClose) => (Complete, Step::Complete),
             // After the final error the half-close only confirms it.
             (Complete, Frame::HalfClose) if !reusable => (Complete, Step::Ignore),
+            (Complete, Frame::Descriptor) if self.lent && *close_sent => (Complete, Step::Park),
+            (Complete, Frame::HalfClose) if self.lent => {
+                self.phase = Phase::Ended;
+                return Ok(Step::End);
+            }
             (Nothing, Frame::HalfClose) => return Err(Verdict::NotStarted),
             _ => return Err(Verdict::Unknown),
         };
@@ -332,6 +352,44 @@ mod tests {
             }
         }
         assert_eq!(KasEnd::parked(Mode::OneShot).agent_sent(BARE), Err(Verdict::Idle));
+    }
+
+    #[test]
+    fn a_lender_lends_again_only_after_a_request_that_is_over_on_both_sides() {
+        use Frame::{Descriptor, HalfClose, Header};
+        let answered = |close_sent: bool| {
+            let mut end = KasEnd::lent();
+            end.open();
+            if close_sent {
+                end.close_send();
+            }
+            run(&mut end, &[Header, BARE]);
+            end
+        };
+        let mut end = answered(true);
+        assert_eq!(end.agent_sent(Descriptor), Ok(Step::Park));
+        assert!(end.park() && end.is_free());
+        assert_eq!(answered(false).agent_sent(Descriptor), Err(Verdict::Unknown));
+        assert_eq!(KasEnd::lent().agent_sent(Descriptor), Err(Verdict::Idle));
+        let mut end = answered(true);
+        assert_eq!(end.agent_sent(HalfClose), Ok(Step::End));
+        assert!(end.is_ended());
+        // An agent cannot say so.
+        let mut end = open(Mode::Reusable);
+        end.close_send();
+        assert_eq!(*run(&mut end, &[Header, BARE, Descriptor]).last().unwrap(), Err(Verdict::Unknown));
+    }
+
+    #[test]
+    fn a_recall_ends_what_is_idle_and_lets_the_request_that_crossed_it_be_the_last() {
+        let mut end = KasEnd::lent();
+        assert_eq!(end.agent_sent(BARE), Ok(Step::End));
+        let mut end = KasEnd::lent();
+        end.open();
+        assert_eq!(run(&mut end, &[BARE, Frame::Header, BARE]).last(), Some(&Ok(Step::Complete)));
+        end.close_send();
+        assert_eq!(end.agent_sent(Frame::Descriptor), Ok(Step::Park));
+        assert!(!end.park(), "what was recalled is not taken again");
     }
 
     #[test]

@@ -861,6 +861,7 @@ impl Hop {
             lent.body(),
             Arc::<Log>::default(),
             Box::new(move || flag.store(true, Ordering::SeqCst)),
+            false,
         );
         let exchange = tunnel.begin(job(caller), Deadline::NONE).expect("it is new");
         (Self { gateway, splice: None, asked, lent, out: Some(out), reset, ended: None }, exchange)
@@ -876,8 +877,12 @@ impl Hop {
                         // The first envelope starts the request.
                         let first = data.split_to(control(response::REQUEST_INFO, b"").len());
                         let job = Job { request_info: first, body: self.asked.body() };
-                        self.splice =
-                            Some(self.gateway.tunnel.begin_spliced(job).expect("the tunnel is free"));
+                        self.splice = Some(
+                            self.gateway
+                                .tunnel
+                                .begin_spliced(job, Bytes::new(), None)
+                                .expect("the tunnel is free"),
+                        );
                     }
                     if !data.is_empty() {
                         self.asked.write(data);
@@ -1045,7 +1050,11 @@ async fn across_replicas_an_end_without_close_send_is_not_taken_for_the_end_of_t
     asked.end();
     let mut splice = gateway
         .tunnel
-        .begin_spliced(Job { request_info: control(response::REQUEST_INFO, b""), body: asked.body() })
+        .begin_spliced(
+            Job { request_info: control(response::REQUEST_INFO, b""), body: asked.body() },
+            Bytes::new(),
+            None,
+        )
         .unwrap();
     let wrote = gateway.wrote().await.unwrap();
     assert!(!wrote.ends_with(&control(response::CLOSE_SEND, b"")), "a truncated upload would be committed");

@@ -13,6 +13,7 @@ mod faults;
 mod join;
 mod leaving;
 mod ledger;
+mod loans;
 mod membership;
 mod mtls;
 mod museum;

@@ -173,6 +173,8 @@ impl AgentListener {
                 if tunnel.carries_request() {
                     tunnel.end(status.clone());
                 } else {
+                    // Who has it lent is not waited for.
+                    tunnel.take_back();
                     self.registry.retire(&tunnel, Retire::Ok);
                 }
             }

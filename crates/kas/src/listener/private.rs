@@ -5,7 +5,7 @@
 use std::{
     net::SocketAddr,
     pin::Pin,
-    sync::Arc,
+    sync::{Arc, Mutex, PoisonError},
     task::{Context, Poll, ready},
     time::Duration,
 };
@@ -21,7 +21,8 @@ use runtime::http2::{Answer, Body, Connection, GoAway, Refusal, Service, Standin
 use tokio::time::{Instant, Sleep};
 use tunnel::{
     frame,
-    kas_end::{Job, Splice},
+    kas_end::{Job, Lender, Splice, Tunnel},
+    state::Mode,
 };
 
 use super::{Own, Trust, count_refusal, failed, not_grpc};
@@ -30,11 +31,14 @@ use crate::{
     metadata,
     metrics::{AskAnswer, ListenerName, Metrics, Reason, Side},
     peer,
-    tunnel_registry::{Acquired, Gone, Grant, Refused, TunnelRegistry},
+    tunnel_registry::{Acquired, Borrower, Gone, Grant, Loan, Refused, TunnelRegistry},
 };
 
 /// A lent tunnel goes back when its request has not begun after this time.
 const UNUSED: Duration = Duration::from_secs(2);
+/// For how long one ask may have its tunnel for one request after the other: its credential is checked once, and a link
+/// that has its age must come to an end.
+const LONGEST_LOAN: Duration = Duration::from_secs(60);
 /// How long an ask without a deadline waits.
 const LONGEST_WAIT: Duration = Duration::from_secs(3600);
 
@@ -140,6 +144,8 @@ struct Ask {
     connection: Option<ConnectionId>,
     method: Arc<str>,
     deadline: Deadline,
+    /// It knows how to send several requests.
+    again: bool,
 }
 
 impl Ask {
@@ -170,6 +176,7 @@ impl Ask {
             connection,
             method: text(&peer::METHOD)?.into(),
             deadline: Deadline::from_headers(headers).map_err(|error| invalid(error.to_string()))?,
+            again: headers.get(peer::REUSE).is_some_and(|value| *value == peer::AGAIN),
         })
     }
 }
@@ -220,36 +227,112 @@ async fn lend(
         }
     };
     count(AskAnswer::Ready);
-    let kind = peer::kind(grant.tunnel().info().peer);
-    let body = LendBody {
-        agent: ask.agent,
-        state: State::Unused {
-            grant,
-            request: request.into_body(),
-            first: BytesMut::new(),
-            until: Box::pin(tokio::time::sleep(UNUSED)),
-        },
-        metrics: Arc::clone(&listener.metrics),
-    };
+    let lent = grant.tunnel().info();
+    let kind = peer::kind(lent.peer);
+    let again = ask.again && ask.connection.is_none() && lent.peer.mode() == Mode::Reusable;
+    let lending = again.then(|| {
+        let borrower = Borrower { replica: ask.from, method: ask.method };
+        Lending::new(Arc::clone(&listener.registry), borrower)
+    });
+    let request = grpc::boxed(request.into_body());
+    let body = LendBody::new(ask.agent, grant, request, lending, Arc::clone(&listener.metrics));
     let mut response = Response::new(grpc::boxed(body));
     let headers = response.headers_mut();
     headers.insert(http::header::CONTENT_TYPE, grpc::CONTENT_TYPE);
     headers.insert(peer::KIND, kind);
+    if again {
+        headers.insert(peer::REUSE, peer::AGAIN);
+    }
     response
 }
 
-/// The answer to an ask: first a tunnel that is lent, then what the agent answers through it.
+/// Decides after each request whether the asker keeps the tunnel.
+struct Lending {
+    registry: Arc<TunnelRegistry>,
+    borrower: Borrower,
+    since: Instant,
+    /// What it keeps, until its stream takes it.
+    loan: Mutex<Option<Loan>>,
+}
+
+impl Lending {
+    fn new(registry: Arc<TunnelRegistry>, borrower: Borrower) -> Arc<Self> {
+        Arc::new(Self { registry, borrower, since: Instant::now(), loan: Mutex::default() })
+    }
+
+    fn loan(&self) -> Option<Loan> {
+        self.loan.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+}
+
+impl Lender for Lending {
+    fn stays(&self, tunnel: &Arc<Tunnel>) -> bool {
+        if self.since.elapsed() >= LONGEST_LOAN {
+            return false;
+        }
+        let loan = self.registry.keep(tunnel, &self.borrower);
+        let stays = loan.is_some();
+        *self.loan.lock().unwrap_or_else(PoisonError::into_inner) = loan;
+        stays
+    }
+}
+
+/// The answer to an ask: first a tunnel that is lent, then what the agent answers through it; and, where the asker knows
+/// how, that as often as the asker has a request and nobody else waits.
 struct LendBody {
     agent: AgentId,
     state: State,
+    /// Until when the lent tunnel's request must have begun.
+    until: Pin<Box<Sleep>>,
+    /// `None`: the tunnel is lent for one request.
+    lending: Option<Arc<Lending>>,
     metrics: Arc<Metrics>,
 }
 
 #[expect(clippy::large_enum_variant, reason = "one per stream, and its body is boxed as a whole")]
 enum State {
-    Unused { grant: Grant, request: Incoming, first: BytesMut, until: Pin<Box<Sleep>> },
+    Unused(Unused),
     Open(Open),
     Over,
+}
+
+/// A tunnel that is lent and carries no request.
+struct Unused {
+    tunnel: Lent,
+    request: Body,
+    first: BytesMut,
+    /// The asker has been asked to give it back.
+    told: bool,
+}
+
+enum Lent {
+    /// For the first request.
+    Grant(Grant),
+    /// For another one.
+    Loan(Loan),
+}
+
+impl Lent {
+    fn tunnel(&self) -> &Arc<Tunnel> {
+        match self {
+            Self::Grant(grant) => grant.tunnel(),
+            Self::Loan(loan) => loan.tunnel(),
+        }
+    }
+
+    fn take(self) -> Arc<Tunnel> {
+        match self {
+            Self::Grant(grant) => grant.take(),
+            Self::Loan(loan) => loan.take(),
+        }
+    }
+
+    fn poll_recalled(&self, cx: &Context<'_>) -> Poll<()> {
+        match self {
+            Self::Grant(_) => Poll::Pending,
+            Self::Loan(loan) => loan.poll_recalled(cx),
+        }
+    }
 }
 
 /// A request that runs through a tunnel of this replica for another one.
@@ -265,6 +348,23 @@ impl Drop for Open {
 }
 
 impl LendBody {
+    fn new(
+        agent: AgentId,
+        grant: Grant,
+        request: Body,
+        lending: Option<Arc<Lending>>,
+        metrics: Arc<Metrics>,
+    ) -> Self {
+        let (tunnel, first) = (Lent::Grant(grant), BytesMut::new());
+        Self {
+            agent,
+            state: State::Unused(Unused { tunnel, request, first, told: false }),
+            until: Box::pin(tokio::time::sleep(UNUSED)),
+            lending,
+            metrics,
+        }
+    }
+
     fn not_started(&mut self, code: Code, why: &str) -> Frame<Bytes> {
         self.state = State::Over;
         let mut trailers = HeaderMap::with_capacity(3);
@@ -276,45 +376,74 @@ impl LendBody {
 
     /// Reads until the first envelope is complete, then begins the request.
     fn poll_unused(&mut self, cx: &mut Context<'_>) -> Poll<Option<Frame<Bytes>>> {
-        let State::Unused { request, first, until, .. } = &mut self.state else { return Poll::Ready(None) };
+        let State::Unused(unused) = &mut self.state else { return Poll::Ready(None) };
         loop {
-            match first_envelope(first) {
+            match first_envelope(&unused.first) {
                 Ok(Some(len)) => return Poll::Ready(self.begin(len)),
                 Ok(None) => {}
                 Err(why) => return Poll::Ready(Some(self.not_started(Code::Internal, why))),
             }
-            match Pin::new(&mut *request).poll_frame(cx) {
+            match Pin::new(&mut unused.request).poll_frame(cx) {
                 Poll::Ready(Some(Ok(frame))) => {
                     if let Ok(data) = frame.into_data() {
-                        first.extend_from_slice(&data);
+                        unused.first.extend_from_slice(&data);
                     }
                 }
                 Poll::Ready(_) => {
-                    return Poll::Ready(Some(self.not_started(Code::Unavailable, "the ask was taken back")));
+                    let given_back = matches!(unused.tunnel, Lent::Loan(_))
+                        && unused.first.is_empty()
+                        && unused.request.is_end_stream();
+                    if !given_back {
+                        let why = "the ask was taken back";
+                        return Poll::Ready(Some(self.not_started(Code::Unavailable, why)));
+                    }
+                    self.state = State::Over;
+                    let mut trailers = HeaderMap::with_capacity(1);
+                    Status::write_ok(&mut trailers);
+                    return Poll::Ready(Some(Frame::trailers(trailers)));
                 }
-                Poll::Pending => {
-                    ready!(until.as_mut().poll(cx));
-                    let why = "the lent tunnel was not used for 2 s";
-                    return Poll::Ready(Some(self.not_started(Code::Unavailable, why)));
-                }
+                Poll::Pending => break,
             }
         }
+        if unused.tunnel.tunnel().poll_over(cx).is_ready() {
+            return Poll::Ready(Some(self.not_started(Code::Unavailable, "the lent tunnel has ended")));
+        }
+        if !unused.told && unused.tunnel.poll_recalled(cx).is_ready() {
+            unused.told = true;
+            // It may cross a request, which is then served.
+            let mut recall = BytesMut::new();
+            frame::put_control(frame::request::TRAILER, &[], &mut recall);
+            return Poll::Ready(Some(Frame::data(recall.freeze())));
+        }
+        ready!(self.until.as_mut().poll(cx));
+        let why = "the lent tunnel was not used for 2 s";
+        Poll::Ready(Some(self.not_started(Code::Unavailable, why)))
     }
 
     fn begin(&mut self, len: usize) -> Option<Frame<Bytes>> {
-        let State::Unused { grant, request, mut first, .. } = std::mem::replace(&mut self.state, State::Over)
-        else {
-            return None;
-        };
+        let State::Unused(unused) = std::mem::replace(&mut self.state, State::Over) else { return None };
+        let Unused { tunnel, request, mut first, .. } = unused;
         let request_info = first.split_to(len).freeze();
-        let body = grpc::boxed(Rest { first: first.freeze(), body: request });
-        match grant.take().begin_spliced(Job { request_info, body }) {
+        let lender = self.lending.clone().map(|lending| lending as Arc<dyn Lender>);
+        let job = Job { request_info, body: request };
+        match tunnel.take().begin_spliced(job, first.freeze(), lender) {
             Ok(splice) => {
                 self.metrics.requests_open.inc();
                 self.state = State::Open(Open { splice, metrics: Arc::clone(&self.metrics) });
                 None
             }
             Err(_) => Some(self.not_started(Code::Unavailable, "the lent tunnel has ended")),
+        }
+    }
+
+    /// The request is over and had no last word: the asker keeps the tunnel for the next one.
+    fn lend_again(&mut self) {
+        let State::Open(open) = std::mem::replace(&mut self.state, State::Over) else { return };
+        let loan = self.lending.as_ref().and_then(|lending| lending.loan());
+        if let (Some(loan), Some(request)) = (loan, open.splice.asker()) {
+            self.until.as_mut().reset(Instant::now() + UNUSED);
+            let first = BytesMut::new();
+            self.state = State::Unused(Unused { tunnel: Lent::Loan(loan), request, first, told: false });
         }
     }
 }
@@ -340,42 +469,25 @@ impl http_body::Body for LendBody {
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
-        if matches!(self.state, State::Unused { .. })
-            && let Some(frame) = ready!(self.poll_unused(cx))
-        {
-            return Poll::Ready(Some(Ok(frame)));
-        }
-        match &mut self.state {
-            State::Open(open) => Pin::new(&mut open.splice).poll_frame(cx),
-            State::Unused { .. } | State::Over => Poll::Ready(None),
+        loop {
+            match &mut self.state {
+                State::Unused(_) => {
+                    if let Some(frame) = ready!(self.poll_unused(cx)) {
+                        return Poll::Ready(Some(Ok(frame)));
+                    }
+                }
+                State::Open(open) => match ready!(Pin::new(&mut open.splice).poll_frame(cx)) {
+                    Some(frame) => return Poll::Ready(Some(frame)),
+                    None => self.lend_again(),
+                },
+                State::Over => return Poll::Ready(None),
+            }
         }
     }
 }
 
-/// What follows the first envelope.
-struct Rest {
-    first: Bytes,
-    body: Incoming,
-}
-
-impl http_body::Body for Rest {
-    type Data = Bytes;
-    type Error = hyper::Error;
-
-    fn poll_frame(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
-        if !self.first.is_empty() {
-            return Poll::Ready(Some(Ok(Frame::data(std::mem::take(&mut self.first)))));
-        }
-        Pin::new(&mut self.body).poll_frame(cx)
-    }
-
-    fn is_end_stream(&self) -> bool {
-        self.first.is_empty() && self.body.is_end_stream()
-    }
-}
+#[cfg(test)]
+mod loans;
 
 #[cfg(test)]
 mod tests {

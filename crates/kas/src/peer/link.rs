@@ -395,6 +395,11 @@ impl<B: Body<Data = Bytes> + Unpin> Pump<B> {
         Self { body, send, reset, data: None, ended: false }
     }
 
+    /// Returns what is written.
+    pub fn body_mut(&mut self) -> &mut B {
+        &mut self.body
+    }
+
     /// Reads the next piece; `Err`: the body broke.
     fn poll_body(&mut self, cx: &mut Context<'_>) -> Poll<Result<Option<Bytes>, ()>> {
         loop {

@@ -12,7 +12,10 @@ use tokio::time::{Duration, Instant};
 use super::{Router, Trail, refusal};
 use crate::{
     metrics::{AskAnswer, ListenerName, Reason, Side},
-    peer::{self, Ask, Lent, Refusal},
+    peer::{
+        self, Ask, Lent, Refusal,
+        kept::{Place, Taken},
+    },
     tunnel_registry::{Acquired, Gone, Grant, Refused, Waiting},
 };
 
@@ -25,6 +28,8 @@ pub(super) enum Found {
     Own(Grant),
     /// Of this other one.
     Lent(Lent, ReplicaId),
+    /// Of another one, lent for an earlier request and kept.
+    Kept(Taken),
 }
 
 /// What is searched for.
@@ -59,6 +64,14 @@ impl Search<'_> {
         self.router.registry.take(self.agent, self.method, self.connection)
     }
 
+    /// Looks for a tunnel that another replica still lends, and notes that a request begins.
+    pub(super) async fn kept(&self) -> Option<Taken> {
+        if self.router.peers.is_none() || self.connection.is_some() {
+            return None;
+        }
+        self.router.kept.take(self.agent, self.method).await
+    }
+
     fn refused(&self, refused: Refused) -> Status {
         if refused == Refused::Full {
             self.router.metrics.refused(ListenerName::Api, Reason::WaitersFull);
@@ -79,6 +92,13 @@ impl Search<'_> {
                 // Another replica may know this connection, or an agentk that serves the method.
                 Err(other) => (None, Some(self.refused(other))),
             };
+        let mut place = None;
+        if router.peers.is_some() && self.connection.is_none() {
+            match router.kept.acquire(self.agent, self.method) {
+                Ok(taken) => return Ok(Found::Kept(taken)),
+                Err(waiting) => place = waiting,
+            }
+        }
         if waiting.is_some() {
             self.trail.note(|| "no tunnel of this replica is idle: waiting".to_owned());
         }
@@ -141,6 +161,7 @@ impl Search<'_> {
                         return Err(Status::new(Code::Unavailable, text).with_outcome(Outcome::NotStarted));
                     }
                 },
+                taken = handed(&mut place) => return Ok(Found::Kept(taken)),
                 Some((owner, answer)) = asking.next() => {
                     match answer {
                         Ok(lent) => {
@@ -204,6 +225,7 @@ impl Search<'_> {
             method: Arc::clone(self.method),
             correlation: self.correlation.clone(),
             deadline: self.deadline,
+            again: self.connection.is_none() && self.router.kept.is_hot(self.agent, self.method),
         };
         let standing = candidate.standing;
         asking.push(Box::pin(async move { (owner, peer.ask(standing, ask).await) }));
@@ -251,6 +273,13 @@ impl Search<'_> {
 async fn granted(waiting: &mut Option<Waiting>) -> Result<Grant, Gone> {
     match waiting {
         Some(waiting) => waiting.granted().await,
+        None => std::future::pending().await,
+    }
+}
+
+async fn handed(place: &mut Option<Place>) -> Taken {
+    match place {
+        Some(place) => place.handed().await,
         None => std::future::pending().await,
     }
 }

@@ -19,26 +19,65 @@ use crate::{
     state::Step,
 };
 
+/// Who lends tunnels to another replica.
+pub trait Lender: Send + Sync + 'static {
+    /// A request of the other replica is over on both sides and `tunnel` is parked. Returns whether it stays lent, and
+    /// so is not offered to its owner. Called without any lock of the tunnel.
+    fn stays(&self, tunnel: &Arc<Tunnel>) -> bool;
+}
+
 impl Tunnel {
-    /// Gives the tunnel a request whose envelopes another replica writes: the body of `job` holds `message`s and
-    /// `close_send`, and so does what [`Splice`] returns.
+    /// Gives the tunnel a request whose envelopes another replica writes: `ahead` and then the body of `job` hold
+    /// `message`s and `close_send`, and so does what [`Splice`] returns. `lender`: the other replica knows how to
+    /// send another request on the same stream, if the lender lets it.
     ///
     /// # Errors
     /// The request, when the tunnel is no longer free.
-    pub fn begin_spliced(self: &Arc<Self>, job: Job) -> Result<Splice, Job> {
-        let exchange = self.open(job, Deadline::NONE, true)?;
-        Ok(Splice { exchange, finished: false, until: None })
+    pub fn begin_spliced(
+        self: &Arc<Self>,
+        job: Job,
+        ahead: Bytes,
+        lender: Option<Arc<dyn Lender>>,
+    ) -> Result<Splice, Job> {
+        let exchange = self.open_as(job, Deadline::NONE, Some((ahead, lender.is_some())))?;
+        Ok(Splice { exchange, finished: false, lender, kept: false, until: None })
+    }
+
+    /// The request `round` has no splice any more that would ask whether the tunnel stays lent.
+    fn do_not_keep(self: &Arc<Self>, round: u64) {
+        let mut core = self.core();
+        if core.round != round {
+            return;
+        }
+        core.keep = false;
+        core.asker = None;
+        if !std::mem::take(&mut core.lent) {
+            return;
+        }
+        let retiring = core.retire.is_some();
+        if retiring {
+            core.wake_tunnel();
+        }
+        drop(core);
+        if !retiring {
+            self.owner.parked(self);
+        }
     }
 }
 
 /// A request in a tunnel, as the stream of another replica holds it: what agentk answers, in its own envelopes.
 ///
-/// It ends with OK only after a complete answer, and when the tunnel has been let go. Dropping it before cancels the
-/// request, or gives the tunnel back unused when nothing has been written.
+/// As a body it ends with OK only after a complete answer, and when the tunnel has been let go; or it ends without
+/// trailers, when the tunnel stays lent ([`asker`](Self::asker)). Dropping it before cancels the request, or gives the
+/// tunnel back unused when nothing has been written.
 pub struct Splice {
     exchange: Exchange,
     /// The answer is complete.
     finished: bool,
+    /// Until it has been asked.
+    lender: Option<Arc<dyn Lender>>,
+    /// The tunnel stays lent.
+    kept: bool,
     /// Until when the tunnel may take to be let go then, if it is not at once.
     until: Option<Pin<Box<Sleep>>>,
 }
@@ -98,6 +137,29 @@ impl Splice {
         self.until.get_or_insert_with(|| Box::pin(tokio::time::sleep(CLOSE_TIME))).as_mut().poll(cx)
     }
 
+    /// Where the next request comes from, when the tunnel stays lent after this one has ended without trailers.
+    pub fn asker(&self) -> Option<grpc::Body> {
+        if !self.kept {
+            return None;
+        }
+        self.exchange.tunnel.core().asker.take()
+    }
+
+    /// The request is over and the tunnel let go: asks whether it stays lent, and tells the other replica.
+    fn ask(&mut self) {
+        let Some(lender) = self.lender.take() else { return };
+        let tunnel = &self.exchange.tunnel;
+        let core = tunnel.core();
+        let lent = core.round == self.exchange.round && core.lent && core.asker.is_some();
+        drop(core);
+        if lent && lender.stays(tunnel) {
+            self.kept = true;
+            frame::put_control(request::DESCRIPTOR, &[], &mut self.exchange.out);
+        } else {
+            tunnel.do_not_keep(self.exchange.round);
+        }
+    }
+
     /// Returns how the stream ends after `failure`.
     fn status(&self, failure: &Failure) -> Status {
         let agent = self.exchange.tunnel.info.agent;
@@ -152,6 +214,9 @@ impl Body for Splice {
                     }
                 }
             }
+            if this.finished && this.lender.is_some() && this.poll_let_go(cx).is_ready() {
+                this.ask();
+            }
         }
         if !this.exchange.out.is_empty() {
             this.exchange.ended = failed.map(|status| {
@@ -174,7 +239,19 @@ impl Body for Splice {
         if !this.finished {
             return Poll::Pending;
         }
+        if this.kept {
+            this.exchange.done = true;
+            return Poll::Ready(None);
+        }
         ready!(this.poll_let_go(cx));
         Poll::Ready(Some(Ok(this.end(None))))
+    }
+}
+
+impl Drop for Splice {
+    fn drop(&mut self) {
+        if self.lender.is_some() {
+            self.exchange.tunnel.do_not_keep(self.exchange.round);
+        }
     }
 }

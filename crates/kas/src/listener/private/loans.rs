@@ -1,0 +1,798 @@
+//! A tunnel that stays lent between requests: every interleaving of the replica that asks, the one that holds the tunnel,
+//! and the agent, decided by the order of the script and not by time. The streams between them are pipes.
+
+use std::{collections::VecDeque, sync::Weak, task::Waker};
+
+use bytes::BufMut as _;
+use cluster::{InMemoryTracker, Lease, Tracker as _};
+use ids::TokenHash;
+use prometheus_client::registry::Registry;
+use tunnel::{
+    frame::{request, response},
+    kas_end::{Descriptor, Exchange, Failure, Head, Info, Opening, Peer, Retire, TunnelBody},
+};
+
+use super::*;
+use crate::{
+    peer::kept::{Kept, Taken},
+    rate_limit::RateLimit,
+    tunnel_registry::{Limits, RegistryOwner, Waiting},
+};
+
+const METHOD: &str = "/s/M";
+const OTHER: &str = "/s/Other";
+
+/// A direction of a stream.
+#[derive(Clone, Default)]
+struct Pipe(Arc<Mutex<PipeState>>);
+
+#[derive(Default)]
+struct PipeState {
+    frames: VecDeque<Result<Frame<Bytes>, BoxError>>,
+    ended: bool,
+    reset: bool,
+    waker: Option<Waker>,
+}
+
+impl Pipe {
+    fn act(&self, act: impl FnOnce(&mut PipeState)) {
+        let mut state = self.0.lock().unwrap();
+        act(&mut state);
+        if let Some(waker) = state.waker.take() {
+            waker.wake();
+        }
+    }
+
+    fn write(&self, bytes: impl Into<Bytes>) {
+        self.act(|s| s.frames.push_back(Ok(Frame::data(bytes.into()))));
+    }
+
+    fn end(&self) {
+        self.act(|s| s.ended = true);
+    }
+
+    /// As HTTP/2 libraries show a reset with CANCEL: an end that is not an end of stream.
+    fn reset(&self) {
+        self.act(|s| s.reset = true);
+    }
+
+    fn body(&self) -> Body {
+        grpc::boxed(PipeBody(self.clone()))
+    }
+}
+
+struct PipeBody(Pipe);
+
+impl http_body::Body for PipeBody {
+    type Data = Bytes;
+    type Error = BoxError;
+
+    fn poll_frame(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
+        let mut state = self.0.0.lock().unwrap();
+        if let Some(frame) = state.frames.pop_front() {
+            return Poll::Ready(Some(frame));
+        }
+        if state.ended || state.reset {
+            return Poll::Ready(None);
+        }
+        state.waker = Some(cx.waker().clone());
+        Poll::Pending
+    }
+
+    fn is_end_stream(&self) -> bool {
+        let state = self.0.0.lock().unwrap();
+        state.ended && state.frames.is_empty()
+    }
+}
+
+fn agent() -> AgentId {
+    AgentId::new(3).unwrap()
+}
+
+fn info() -> Info {
+    Info {
+        agent: agent(),
+        instance: 1,
+        token: TokenHash::of(b"t"),
+        peer: Peer::Ours,
+        descriptor: Arc::new(Descriptor::of(&[METHOD, OTHER])),
+    }
+}
+
+fn control(field: u32) -> Bytes {
+    let mut out = BytesMut::new();
+    frame::put_control(field, b"", &mut out);
+    out.freeze()
+}
+
+fn message(field: u32, data: &[u8]) -> Bytes {
+    let mut out = BytesMut::new();
+    frame::put_message_head(field, data.len() as u32, &mut out);
+    out.put_slice(data);
+    out.freeze()
+}
+
+fn plain(data: &[u8]) -> Bytes {
+    [&grpc::prefix(data.len() as u32)[..], data].concat().into()
+}
+
+/// What the agent reads of a whole request.
+fn whole(data: &[u8]) -> Bytes {
+    let parts =
+        [control(response::REQUEST_INFO), message(response::MESSAGE, data), control(response::CLOSE_SEND)];
+    parts.concat().into()
+}
+
+/// What it answers.
+fn answer(data: &[u8]) -> Bytes {
+    let parts = [control(request::HEADER), message(request::MESSAGE, data), control(request::TRAILER)];
+    parts.concat().into()
+}
+
+/// Polls once: what was written, and the trailers or `None` with which it ended.
+#[derive(Debug, Default)]
+struct Wrote {
+    bytes: Bytes,
+    trailers: Option<HeaderMap>,
+    over: bool,
+}
+
+fn poll(body: &mut (impl http_body::Body<Data = Bytes, Error = BoxError> + Unpin)) -> Wrote {
+    let mut cx = Context::from_waker(Waker::noop());
+    let mut wrote = Wrote::default();
+    let mut bytes = BytesMut::new();
+    while let Poll::Ready(frame) = Pin::new(&mut *body).poll_frame(&mut cx) {
+        let Some(frame) = frame else {
+            wrote.over = true;
+            break;
+        };
+        match frame.unwrap().into_data() {
+            Ok(data) => bytes.put_slice(&data),
+            Err(frame) => {
+                wrote.trailers = frame.into_trailers().ok();
+                wrote.over = true;
+                break;
+            }
+        }
+    }
+    wrote.bytes = bytes.freeze();
+    wrote
+}
+
+/// One tunnel of the agent at its replica, and another replica that has it lent.
+struct Lab {
+    registry: Arc<TunnelRegistry>,
+    metrics: Arc<Metrics>,
+    /// What the agent writes, and what kas writes to it.
+    agent: Pipe,
+    to_agent: Option<TunnelBody>,
+    agent_reset: Arc<Mutex<bool>>,
+    held: Weak<Tunnel>,
+
+    kept: Arc<Kept>,
+    /// The other replica knows who holds the agent.
+    known: Option<Lease>,
+    /// The stream between the replicas: its ends, and what is on its way.
+    lend: Option<LendBody>,
+    pump: Option<TunnelBody>,
+    asked: Pipe,
+    lent: Pipe,
+    /// How the holder ended it.
+    ended: Option<Option<Status>>,
+    asker_reset: Arc<Mutex<bool>>,
+}
+
+/// A request as the other replica's caller has it.
+struct Call(Exchange);
+
+impl Call {
+    /// Returns the answer so far, and its status when it is complete.
+    async fn answered(&mut self) -> Result<(Bytes, Option<Status>), Failure> {
+        if let Head::Only(_, status) = self.0.head().await? {
+            return Ok((Bytes::new(), Some(status)));
+        }
+        let wrote = poll(&mut self.0);
+        Ok((wrote.bytes, wrote.trailers.and_then(|trailers| Status::from_headers(&trailers))))
+    }
+
+    async fn expect(mut self, data: &[u8]) {
+        let (bytes, status) = self.answered().await.unwrap();
+        assert_eq!(bytes, plain(data));
+        assert_eq!(status.map(|status| status.code()), Some(Code::Ok));
+    }
+}
+
+impl Lab {
+    fn new() -> Self {
+        let me = |name: &str| cluster::Replica { id: ReplicaId::new(name), address: "127.0.0.1:1".into() };
+        let metrics = Arc::new(Metrics::new(&mut Registry::default()));
+        let limits = Limits { waiters_per_agent: 100, waiters: 100, tunnels_per_agent: 100 };
+        let tracker = Arc::new(InMemoryTracker::new(me("holder")));
+        let registry = TunnelRegistry::new(tracker, Arc::clone(&metrics), limits);
+        let pipe = Pipe::default();
+        let owner = Arc::new(RegistryOwner {
+            registry: Arc::clone(&registry),
+            rate_limit: Arc::new(RateLimit::new(100)),
+        });
+        let agent_reset = Arc::<Mutex<bool>>::default();
+        let flag = Arc::clone(&agent_reset);
+        let opening = Opening::new(pipe.body(), false);
+        let (tunnel, to_agent) =
+            Tunnel::new(info(), opening, owner, Box::new(move || *flag.lock().unwrap() = true));
+        registry.insert(&tunnel, None);
+        let view = InMemoryTracker::new(me("holder"));
+        let known = view.route(agent(), Arc::default());
+        Self {
+            registry,
+            metrics,
+            agent: pipe,
+            to_agent: Some(to_agent),
+            agent_reset,
+            held: Arc::downgrade(&tunnel),
+            kept: Kept::new(Arc::new(view)),
+            known: Some(known),
+            lend: None,
+            pump: None,
+            asked: Pipe::default(),
+            lent: Pipe::default(),
+            ended: None,
+            asker_reset: Arc::default(),
+        }
+    }
+
+    /// The other replica has borrowed the tunnel and answered one request of many.
+    async fn lent() -> Self {
+        let mut lab = Self::new();
+        // Two that begin together: worth keeping.
+        assert!(lab.kept.take(agent(), &METHOD.into()).await.is_none());
+        assert!(lab.kept.take(agent(), &METHOD.into()).await.is_none());
+        let call = lab.borrow();
+        lab.carry();
+        assert_eq!(lab.agent_reads(), whole(b"first"));
+        lab.agent.write(answer(b"first"));
+        lab.carry();
+        call.expect(b"first").await;
+        lab
+    }
+
+    /// Borrows the tunnel and begins a request.
+    fn borrow(&mut self) -> Call {
+        let method = Arc::from(METHOD);
+        let replica = ReplicaId::new("asker");
+        let Ok(Acquired::Now(grant)) = self.registry.acquire_for(&replica, agent(), &method, None) else {
+            panic!("the tunnel is idle")
+        };
+        let lending =
+            Lending::new(Arc::clone(&self.registry), Borrower { replica, method: Arc::clone(&method) });
+        let request = self.asked.body();
+        self.lend = Some(LendBody::new(agent(), grant, request, Some(lending), Arc::clone(&self.metrics)));
+        let owner = self.kept.owner(agent(), &method, &ReplicaId::new("holder"));
+        let flag = Arc::clone(&self.asker_reset);
+        let reset = Box::new(move || *flag.lock().unwrap() = true);
+        let (tunnel, pump) = Tunnel::borrowed(info(), self.lent.body(), owner, reset, true);
+        self.pump = Some(pump);
+        Self::begin(&tunnel, b"first").expect("it is new")
+    }
+
+    fn begin(tunnel: &Arc<Tunnel>, data: &[u8]) -> Result<Call, Job> {
+        let caller = Pipe::default();
+        caller.write(plain(data));
+        caller.end();
+        let job = Job { request_info: control(response::REQUEST_INFO), body: caller.body() };
+        tunnel.begin(job, Deadline::NONE).map(Call)
+    }
+
+    async fn take(&self) -> Option<Taken> {
+        self.kept.take(agent(), &METHOD.into()).await
+    }
+
+    /// Begins another request on the tunnel that was kept.
+    async fn again(&self, data: &[u8]) -> Call {
+        let taken = self.take().await.expect("one is kept");
+        Self::begin(&taken.take().unwrap(), data).expect("it is free")
+    }
+
+    /// The asker writes.
+    fn asker_writes(&mut self) {
+        if let Some(pump) = &mut self.pump {
+            let wrote = poll(pump);
+            if !wrote.bytes.is_empty() {
+                self.asked.write(wrote.bytes);
+            }
+            if wrote.over {
+                self.asked.end();
+            }
+            if wrote.over || *self.asker_reset.lock().unwrap() {
+                self.pump = None;
+            }
+        }
+    }
+
+    /// The holder writes.
+    fn holder_writes(&mut self) {
+        if let Some(lend) = &mut self.lend {
+            let wrote = poll(lend);
+            if !wrote.bytes.is_empty() {
+                self.lent.write(wrote.bytes);
+            }
+            if wrote.over {
+                let status = wrote.trailers.and_then(|trailers| Status::from_headers(&trailers));
+                match &status {
+                    Some(status) if status.code() == Code::Ok => self.lent.end(),
+                    Some(status) => {
+                        let status = Box::new(status.clone());
+                        self.lent.act(|s| s.frames.push_back(Err(status)));
+                    }
+                    None => self.lent.reset(),
+                }
+                self.ended = Some(status);
+                self.lend = None;
+            }
+        }
+    }
+
+    /// What is written to the agent.
+    fn agent_reads(&mut self) -> Bytes {
+        let Some(out) = &mut self.to_agent else { return Bytes::new() };
+        let wrote = poll(out);
+        if wrote.over {
+            self.to_agent = None;
+        }
+        wrote.bytes
+    }
+
+    /// Everything that is under way arrives.
+    fn carry(&mut self) {
+        for _ in 0..3 {
+            self.asker_writes();
+            self.holder_writes();
+        }
+    }
+
+    /// HTTP/2 passes the asker's reset on.
+    fn pass_reset(&mut self) {
+        assert!(*self.asker_reset.lock().unwrap(), "the asker has not reset the stream");
+        self.asked.reset();
+        self.pump = None;
+        self.lend = None;
+    }
+
+    fn wait(&self, source: Option<&str>, method: &str) -> Waiting {
+        let method = Arc::from(method);
+        let acquired = match source {
+            None => self.registry.acquire(agent(), &method, None),
+            Some(name) => self.registry.acquire_for(&ReplicaId::new(name), agent(), &method, None),
+        };
+        match acquired {
+            Ok(Acquired::Wait(waiting)) => waiting,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    /// Idle and busy tunnels of the agent at its replica.
+    fn counts(&self) -> (usize, usize) {
+        let (idle, busy, _) = self.registry.counts(agent());
+        (idle, busy)
+    }
+
+    fn ended_ok(&self) -> bool {
+        matches!(&self.ended, Some(Some(status)) if status.code() == Code::Ok)
+    }
+
+    fn ended_not_started(&self) -> bool {
+        matches!(&self.ended, Some(Some(status)) if status.outcome() == Some(Outcome::NotStarted))
+    }
+}
+
+async fn granted(mut waiting: Waiting) -> Result<Grant, Gone> {
+    tokio::time::timeout(Duration::ZERO, waiting.granted()).await.expect("a grant at once")
+}
+
+async fn still_waits(waiting: &mut Waiting) {
+    assert!(tokio::time::timeout(Duration::ZERO, waiting.granted()).await.is_err());
+}
+
+#[tokio::test(start_paused = true)]
+async fn requests_follow_one_another_on_one_stream() {
+    let mut lab = Lab::lent().await;
+    for n in 0..5_u8 {
+        assert_eq!(lab.counts(), (0, 1), "lent counts as busy");
+        assert_eq!(lab.metrics.requests_open.get(), 0, "and is no request");
+        let call = lab.again(&[n]).await;
+        lab.carry();
+        assert_eq!(lab.agent_reads(), whole(&[n]));
+        assert_eq!(lab.metrics.requests_open.get(), 1);
+        lab.agent.write(answer(&[n]));
+        lab.carry();
+        call.expect(&[n]).await;
+    }
+    assert!(lab.ended.is_none());
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_answer_before_the_end_of_the_request_closes_it_and_the_tunnel_stays_lent() {
+    let mut lab = Lab::lent().await;
+    let caller = Pipe::default();
+    let taken = lab.take().await.unwrap();
+    let job = Job { request_info: control(response::REQUEST_INFO), body: caller.body() };
+    let call = Call(taken.take().unwrap().begin(job, Deadline::NONE).unwrap());
+    lab.carry();
+    lab.agent_reads();
+    lab.agent.write(answer(b"early"));
+    lab.carry();
+    call.expect(b"early").await;
+    assert!(lab.take().await.is_none(), "not before both directions have ended");
+    lab.carry();
+    assert_eq!(lab.agent_reads(), control(response::CLOSE_SEND));
+    lab.carry();
+    assert!(lab.take().await.is_some());
+}
+
+#[tokio::test(start_paused = true)]
+async fn after_many_requests_another_owner_may_be_asked() {
+    let mut lab = Lab::lent().await;
+    let mut requests = 1;
+    while lab.ended.is_none() {
+        let call = lab.again(b"x").await;
+        lab.carry();
+        lab.agent_reads();
+        lab.agent.write(answer(b"x"));
+        lab.carry();
+        call.expect(b"x").await;
+        requests += 1;
+        assert!(requests < 200);
+        lab.carry();
+    }
+    assert!(lab.ended_ok());
+    assert_eq!((requests, lab.counts()), (128, (1, 0)));
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_no_request_takes_goes_back() {
+    let mut lab = Lab::lent().await;
+    tokio::time::sleep(Duration::from_millis(310)).await;
+    assert!(lab.take().await.is_none());
+    lab.carry();
+    assert!(lab.ended_ok());
+    assert_eq!(lab.counts(), (1, 0));
+    assert!(!*lab.agent_reset.lock().unwrap() && !*lab.asker_reset.lock().unwrap());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_request_that_is_alone_keeps_nothing() {
+    let mut lab = Lab::new();
+    assert!(lab.take().await.is_none());
+    assert!(!lab.kept.is_hot(agent(), &METHOD.into()));
+    tokio::time::sleep(Duration::from_millis(101)).await;
+    assert!(lab.take().await.is_none());
+    let call = lab.borrow();
+    lab.carry();
+    lab.agent_reads();
+    lab.agent.write(answer(b"x"));
+    lab.carry();
+    call.expect(b"x").await;
+    lab.carry();
+    assert!(lab.take().await.is_none() && lab.ended_ok());
+    assert_eq!(lab.counts(), (1, 0));
+}
+
+#[tokio::test(start_paused = true)]
+async fn who_waits_at_the_holder_has_the_tunnel_after_the_current_request() {
+    for source in [None, Some("third")] {
+        let mut lab = Lab::lent().await;
+        let call = lab.again(b"x").await;
+        lab.carry();
+        lab.agent_reads();
+        let mut waiting = lab.wait(source, METHOD);
+        still_waits(&mut waiting).await;
+        lab.agent.write(answer(b"x"));
+        lab.carry();
+        call.expect(b"x").await;
+        assert!(granted(waiting).await.is_ok(), "{source:?}");
+        assert!(lab.ended_ok() && lab.take().await.is_none());
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn who_comes_to_wait_at_the_holder_has_the_idle_tunnel_asked_back() {
+    for (source, method) in [(None, METHOD), (Some("third"), METHOD), (Some("asker"), OTHER)] {
+        let mut lab = Lab::lent().await;
+        let mut waiting = lab.wait(source, method);
+        still_waits(&mut waiting).await;
+        assert!(lab.ended.is_none(), "it is asked for, not taken");
+        lab.carry();
+        assert!(granted(waiting).await.is_ok(), "{source:?} {method}");
+        assert!(lab.ended_ok() && lab.take().await.is_none());
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn who_waits_for_the_same_at_the_borrower_is_served_there() {
+    let mut lab = Lab::lent().await;
+    let call = lab.again(b"x").await;
+    // Asked too, since nothing was idle.
+    let mut waiting = lab.wait(Some("asker"), METHOD);
+    let Err(Some(mut place)) = lab.kept.acquire(agent(), &METHOD.into()) else { panic!("one is idle") };
+    lab.carry();
+    lab.agent_reads();
+    lab.agent.write(answer(b"x"));
+    lab.carry();
+    call.expect(b"x").await;
+    let taken = tokio::time::timeout(Duration::ZERO, place.handed()).await.expect("at once");
+    still_waits(&mut waiting).await;
+    // Who does not take it after all leaves it to others.
+    drop(taken);
+    assert!(lab.take().await.is_some());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_request_that_crosses_the_recall_is_served_and_is_the_last() {
+    let mut lab = Lab::lent().await;
+    let call = lab.again(b"crossing").await;
+    let mut waiting = lab.wait(None, METHOD);
+    // The recall leaves before the request arrives, and is read after it has left.
+    lab.holder_writes();
+    lab.asker_writes();
+    lab.holder_writes();
+    still_waits(&mut waiting).await;
+    assert_eq!(lab.agent_reads(), whole(b"crossing"));
+    lab.agent.write(answer(b"crossing"));
+    lab.carry();
+    call.expect(b"crossing").await;
+    assert!(granted(waiting).await.is_ok());
+    assert!(lab.ended_ok() && lab.take().await.is_none());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_recall_that_is_read_before_a_request_was_written_gives_the_request_back() {
+    let mut lab = Lab::lent().await;
+    let mut call = lab.again(b"x").await;
+    let waiting = lab.wait(None, METHOD);
+    lab.holder_writes();
+    assert!(matches!(call.answered().await, Err(Failure::NotStarted(_))));
+    lab.carry();
+    assert!(granted(waiting).await.is_ok());
+    assert_eq!(lab.agent_reads(), "");
+    assert!(lab.ended_ok());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_withdrawn_tunnel_ends_its_idle_loan_at_once() {
+    let mut lab = Lab::lent().await;
+    lab.agent.write(control(request::TRAILER));
+    lab.agent_reads();
+    lab.carry();
+    assert!(lab.ended_not_started());
+    assert!(lab.take().await.is_none());
+    assert_eq!(lab.counts(), (0, 0));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_request_that_crosses_the_end_of_its_tunnel_was_not_started() {
+    for reset in [false, true] {
+        let mut lab = Lab::lent().await;
+        let mut call = lab.again(b"x").await;
+        lab.asker_writes();
+        if reset {
+            lab.agent.reset();
+        } else {
+            lab.agent.write(control(request::TRAILER));
+        }
+        // The holder notices before it reads the request.
+        assert_eq!(lab.agent_reads(), "");
+        lab.holder_writes();
+        assert_eq!(lab.agent_reads(), "");
+        let Err(Failure::Lender(status)) = call.answered().await else { panic!("an answer") };
+        assert_eq!((status.code(), status.outcome()), (Code::Unavailable, Some(Outcome::NotStarted)));
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_request_that_crosses_a_withdrawal_is_served_by_the_agent() {
+    let mut lab = Lab::lent().await;
+    let call = lab.again(b"x").await;
+    lab.carry();
+    assert_eq!(lab.agent_reads(), whole(b"x"));
+    lab.agent.write(control(request::TRAILER));
+    lab.agent.write(answer(b"x"));
+    lab.carry();
+    call.expect(b"x").await;
+    lab.agent_reads();
+    lab.carry();
+    assert!(lab.ended_ok() && lab.to_agent.is_none(), "nothing more goes through it");
+    assert!(lab.take().await.is_none());
+    assert_eq!(lab.counts(), (0, 0));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_lost_link_drops_what_is_kept_and_frees_it_at_its_holder() {
+    let mut lab = Lab::lent().await;
+    lab.lent.reset();
+    lab.asker_writes();
+    assert!(*lab.asker_reset.lock().unwrap());
+    lab.pass_reset();
+    assert!(lab.take().await.is_none());
+    assert_eq!(lab.counts(), (1, 0));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_lost_link_in_a_later_request_has_an_unknown_outcome() {
+    let mut lab = Lab::lent().await;
+    let mut call = lab.again(b"x").await;
+    lab.carry();
+    lab.agent_reads();
+    lab.lent.reset();
+    let Err(failure) = call.answered().await else { panic!("an answer") };
+    assert_eq!(call.0.late_status(&failure).outcome(), Some(Outcome::Unknown));
+    lab.pass_reset();
+    assert!(*lab.agent_reset.lock().unwrap());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_caller_that_leaves_a_later_request_resets_both_hops() {
+    let mut lab = Lab::lent().await;
+    let call = lab.again(b"x").await;
+    lab.carry();
+    lab.agent_reads();
+    assert!(!*lab.agent_reset.lock().unwrap());
+    drop(call);
+    lab.pass_reset();
+    assert!(*lab.agent_reset.lock().unwrap());
+    assert!(lab.take().await.is_none());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_tunnel_that_is_reset_in_a_later_request_has_an_unknown_outcome() {
+    let mut lab = Lab::lent().await;
+    let mut call = lab.again(b"x").await;
+    lab.carry();
+    lab.agent_reads();
+    lab.agent.reset();
+    lab.carry();
+    let Err(Failure::Lender(status)) = call.answered().await else { panic!("an answer") };
+    assert_eq!(status.outcome(), Some(Outcome::Unknown));
+    assert!(lab.take().await.is_none());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_caller_that_leaves_before_its_request_was_written_leaves_the_tunnel_kept() {
+    let mut lab = Lab::lent().await;
+    drop(lab.again(b"x").await);
+    lab.carry();
+    assert_eq!(lab.agent_reads(), "");
+    let call = lab.again(b"y").await;
+    lab.carry();
+    assert_eq!(lab.agent_reads(), whole(b"y"));
+    drop(call);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_holder_that_drains_asks_back_and_lends_nothing_again() {
+    let mut lab = Lab::lent().await;
+    lab.registry.drain();
+    lab.carry();
+    assert!(lab.ended_ok() && lab.take().await.is_none());
+    assert_eq!(lab.counts(), (1, 0));
+
+    let mut lab = Lab::lent().await;
+    let call = lab.again(b"x").await;
+    lab.carry();
+    lab.agent_reads();
+    lab.registry.drain();
+    lab.agent.write(answer(b"x"));
+    lab.carry();
+    call.expect(b"x").await;
+    assert!(lab.ended_ok() && lab.take().await.is_none());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_borrower_that_leaves_gives_everything_back_and_keeps_nothing() {
+    let mut lab = Lab::lent().await;
+    lab.kept.close();
+    lab.carry();
+    assert!(lab.ended_ok() && lab.take().await.is_none());
+    assert_eq!(lab.counts(), (1, 0));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_tunnel_to_be_retired_is_asked_back_first() {
+    // Idle.
+    let mut lab = Lab::lent().await;
+    lab.registry.retire(&lab.held.upgrade().unwrap(), Retire::Notice);
+    assert_eq!(lab.agent_reads(), "", "it may cross a request");
+    lab.carry();
+    assert!(lab.ended_ok());
+    assert_eq!(lab.agent_reads(), control(response::CLOSE_SEND), "the notice");
+    assert_eq!(lab.counts(), (0, 1), "nobody is given what leaves");
+
+    // With a request that crosses.
+    let mut lab = Lab::lent().await;
+    let call = lab.again(b"x").await;
+    lab.asker_writes();
+    lab.registry.retire(&lab.held.upgrade().unwrap(), Retire::Notice);
+    lab.carry();
+    assert_eq!(lab.agent_reads(), whole(b"x"));
+    lab.agent.write(answer(b"x"));
+    lab.carry();
+    call.expect(b"x").await;
+    assert_eq!(lab.agent_reads(), control(response::CLOSE_SEND), "the notice");
+    lab.carry();
+    assert!(lab.ended_ok() && lab.take().await.is_none());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_holder_that_exits_does_not_wait_for_what_is_lent() {
+    let mut lab = Lab::lent().await;
+    let held = lab.held.upgrade().unwrap();
+    assert!(!held.carries_request());
+    held.take_back();
+    lab.registry.retire(&held, Retire::Ok);
+    lab.agent_reads();
+    assert!(lab.to_agent.is_none(), "the tunnel has ended");
+    lab.holder_writes();
+    assert!(lab.ended_not_started());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_borrower_that_hangs_loses_the_tunnel_after_two_seconds() {
+    let mut lab = Lab::lent().await;
+    lab.holder_writes();
+    tokio::time::sleep(Duration::from_millis(1_990)).await;
+    lab.holder_writes();
+    assert!(lab.ended.is_none());
+    tokio::time::sleep(Duration::from_millis(20)).await;
+    lab.holder_writes();
+    assert!(lab.ended_not_started());
+    assert_eq!(lab.counts(), (1, 0));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_loan_ends_after_a_minute() {
+    let mut lab = Lab::lent().await;
+    let mut rounds = 0;
+    while lab.ended.is_none() {
+        let call = lab.again(b"x").await;
+        lab.carry();
+        lab.agent_reads();
+        tokio::time::sleep(Duration::from_secs(7)).await;
+        // Other requests keep it hot.
+        assert!(lab.take().await.is_none() && lab.take().await.is_none());
+        lab.agent.write(answer(b"x"));
+        lab.carry();
+        call.expect(b"x").await;
+        rounds += 1;
+        assert!(rounds < 20);
+    }
+    assert!(lab.ended_ok());
+    assert_eq!(rounds, 9);
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_belongs_to_a_replica_that_is_not_well_goes_back() {
+    // Found out when a request comes, and by the sweep.
+    for request in [true, false] {
+        let mut lab = Lab::lent().await;
+        drop(lab.take().await.expect("one is kept"));
+        lab.known = None;
+        if request {
+            assert!(lab.take().await.is_none());
+        } else {
+            tokio::time::sleep(Duration::from_millis(60)).await;
+        }
+        lab.carry();
+        assert!(lab.ended_ok());
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn bytes_where_no_request_may_begin_end_the_loan() {
+    let mut lab = Lab::lent().await;
+    lab.asked.write(control(response::CLOSE_SEND));
+    lab.holder_writes();
+    assert!(lab.ended_not_started());
+    assert_eq!(lab.agent_reads(), "");
+    assert_eq!(lab.counts(), (1, 0));
+}
