@@ -203,21 +203,21 @@ impl Agent {
         }
     }
 
-    /// Whether a tunnel that was lent to `borrower` can serve those who wait in the queue `key`, and they are others: a
-    /// replica gives what it keeps to its own requests first.
-    fn is_wanted(&self, tunnel: &Tunnel, borrower: &Borrower, key: &QueueKey) -> bool {
+    /// Whether a tunnel can serve those who wait in the queue `key`.
+    fn is_wanted(&self, tunnel: &Tunnel, key: &QueueKey) -> bool {
         let info = tunnel.info();
-        let own = key.source.as_ref() == Some(&borrower.replica)
-            && key.method == borrower.method
-            && key.connection.is_none();
         let tied = || self.instances.iter().find(|i| i.id == info.instance).and_then(|i| i.connection);
-        !own && info.descriptor.serves(&key.method) && (key.connection.is_none() || key.connection == tied())
+        info.descriptor.serves(&key.method) && (key.connection.is_none() || key.connection == tied())
     }
 
     /// Asks for one tunnel back that can serve those who wait in the queue `key`.
     fn recall_for(&self, key: &QueueKey) {
         for lent in &self.lent {
-            if self.is_wanted(&lent.tunnel, &lent.borrower, key) && lent.ask() {
+            // A replica gives what it keeps to its own requests of the same kind first: they crossed this.
+            let own = key.source.as_ref() == Some(&lent.borrower.replica)
+                && key.method == lent.borrower.method
+                && key.connection.is_none();
+            if !own && self.is_wanted(&lent.tunnel, key) && lent.ask() {
                 return;
             }
         }
@@ -526,14 +526,15 @@ impl TunnelRegistry {
     }
 
     /// Lets `borrower` keep a tunnel whose request is over and which is still counted as busy. `None`: it is not free, or
-    /// somebody else waits for it, or this replica leaves.
+    /// somebody waits for it, or this replica leaves. Also when it is the borrower who waits: its ask stands here already,
+    /// and to answer it costs less than to have it taken back.
     pub fn keep(self: &Arc<Self>, tunnel: &Arc<Tunnel>, borrower: &Borrower) -> Option<Loan> {
         let agent = tunnel.info().agent;
         let mut shard = self.shard(agent);
         let entry = shard.get_mut(&agent)?;
         if self.draining.load(Ordering::Relaxed)
             || tunnel.idle_since().is_none()
-            || entry.queues.keys().any(|key| entry.is_wanted(tunnel, borrower, key))
+            || entry.queues.keys().any(|key| entry.is_wanted(tunnel, key))
         {
             return None;
         }

@@ -117,7 +117,6 @@ async fn who_waits_at_the_holder_is_not_starved_by_a_busy_replica() -> Result<()
     assert_eq!(others.count(End::Answered), others.len());
     own.check(&[&held])?;
     others.check(&[&held])?;
-    assert!(mesh.kas(1).metric(REUSED).await? > 0.0, "the tunnel was kept while nobody waited");
     Ok(())
 }
 

@@ -510,11 +510,32 @@ async fn who_comes_to_wait_at_the_holder_has_the_idle_tunnel_asked_back() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn who_waits_for_the_same_at_the_borrower_is_served_there() {
+async fn an_ask_of_the_borrower_that_waits_at_the_holder_is_answered_rather_than_the_loan_prolonged() {
     let mut lab = Lab::lent().await;
     let call = lab.again(b"x").await;
-    // Asked too, since nothing was idle.
+    // Nothing was idle here.
+    let waiting = lab.wait(Some("asker"), METHOD);
+    lab.carry();
+    lab.agent_reads();
+    lab.agent.write(answer(b"x"));
+    lab.carry();
+    call.expect(b"x").await;
+    assert!(granted(waiting).await.is_ok() && lab.ended_ok());
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_ask_of_the_borrower_that_crosses_the_loan_asks_nothing_back() {
+    let mut lab = Lab::lent().await;
     let mut waiting = lab.wait(Some("asker"), METHOD);
+    lab.carry();
+    still_waits(&mut waiting).await;
+    assert!(lab.ended.is_none() && lab.take().await.is_some());
+}
+
+#[tokio::test(start_paused = true)]
+async fn who_waits_at_the_borrower_is_handed_what_comes_back() {
+    let mut lab = Lab::lent().await;
+    let call = lab.again(b"x").await;
     let Err(Some(mut place)) = lab.kept.acquire(agent(), &METHOD.into()) else { panic!("one is idle") };
     lab.carry();
     lab.agent_reads();
@@ -522,7 +543,6 @@ async fn who_waits_for_the_same_at_the_borrower_is_served_there() {
     lab.carry();
     call.expect(b"x").await;
     let taken = tokio::time::timeout(Duration::ZERO, place.handed()).await.expect("at once");
-    still_waits(&mut waiting).await;
     // Who does not take it after all leaves it to others.
     drop(taken);
     assert!(lab.take().await.is_some());
