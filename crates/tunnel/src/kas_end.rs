@@ -505,6 +505,15 @@ impl Tunnel {
         Poll::Pending
     }
 
+    /// Lends the parked tunnel for a request that is still on its way: what retires it waits until the request has
+    /// begun, or until [`take_back`](Self::take_back). Without effect on a tunnel that takes no request.
+    pub fn lend(&self) {
+        let mut core = self.core();
+        if core.end.is_free() && core.job.is_none() && core.retire.is_none() && !core.dead {
+            core.lent = true;
+        }
+    }
+
     /// The tunnel is not lent any more: what was to retire it does so now. Without effect unless it was lent.
     pub fn take_back(&self) {
         let mut core = self.core();

@@ -307,22 +307,52 @@ struct Unused {
 
 enum Lent {
     /// For the first request.
-    Grant(Grant),
+    Grant(Held),
     /// For another one.
     Loan(Loan),
+}
+
+/// A tunnel that stays as it is until the asker has begun its request or has given the ask back: a drain notice in
+/// between would end what the asker has already sent.
+struct Held {
+    tunnel: Arc<Tunnel>,
+    grant: Option<Grant>,
+}
+
+impl Held {
+    fn new(grant: Grant) -> Self {
+        let tunnel = Arc::clone(grant.tunnel());
+        tunnel.lend();
+        Self { tunnel, grant: Some(grant) }
+    }
+
+    fn take(mut self) -> Arc<Tunnel> {
+        // What is begun is counted by the registry from now on.
+        drop(self.grant.take().map(Grant::take));
+        Arc::clone(&self.tunnel)
+    }
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        if self.grant.is_some() {
+            self.tunnel.take_back();
+            // And the grant frees it.
+        }
+    }
 }
 
 impl Lent {
     fn tunnel(&self) -> &Arc<Tunnel> {
         match self {
-            Self::Grant(grant) => grant.tunnel(),
+            Self::Grant(held) => &held.tunnel,
             Self::Loan(loan) => loan.tunnel(),
         }
     }
 
     fn take(self) -> Arc<Tunnel> {
         match self {
-            Self::Grant(grant) => grant.take(),
+            Self::Grant(held) => held.take(),
             Self::Loan(loan) => loan.take(),
         }
     }
@@ -355,7 +385,7 @@ impl LendBody {
         lending: Option<Arc<Lending>>,
         metrics: Arc<Metrics>,
     ) -> Self {
-        let (tunnel, first) = (Lent::Grant(grant), BytesMut::new());
+        let (tunnel, first) = (Lent::Grant(Held::new(grant)), BytesMut::new());
         Self {
             agent,
             state: State::Unused(Unused { tunnel, request, first, told: false }),

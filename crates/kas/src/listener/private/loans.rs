@@ -743,6 +743,30 @@ async fn a_tunnel_to_be_retired_is_asked_back_first() {
     assert!(lab.ended_ok() && lab.take().await.is_none());
 }
 
+/// A rolling restart failed one request in thousands: the notice had ended the tunnel under the request that was on its
+/// way.
+#[tokio::test(start_paused = true)]
+async fn a_tunnel_that_is_lent_is_not_retired_before_its_first_request() {
+    let mut lab = Lab::new();
+    let call = lab.borrow();
+    lab.registry.retire(&lab.held.upgrade().unwrap(), Retire::Notice);
+    assert_eq!(lab.agent_reads(), "", "a request is on its way");
+    lab.carry();
+    assert_eq!(lab.agent_reads(), whole(b"first"));
+    lab.agent.write(answer(b"first"));
+    lab.carry();
+    call.expect(b"first").await;
+    assert_eq!(lab.agent_reads(), control(response::CLOSE_SEND), "the notice");
+
+    // The ask is taken back.
+    let mut lab = Lab::new();
+    let _call = lab.borrow();
+    lab.registry.retire(&lab.held.upgrade().unwrap(), Retire::Notice);
+    assert_eq!(lab.agent_reads(), "");
+    lab.lend = None;
+    assert_eq!(lab.agent_reads(), control(response::CLOSE_SEND), "the notice");
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_holder_that_exits_does_not_wait_for_what_is_lent() {
     let mut lab = Lab::lent().await;
