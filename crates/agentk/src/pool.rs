@@ -16,6 +16,10 @@ use crate::{metrics::Metrics, replica::Replica};
 
 /// Tunnels that should wait for a request at any time.
 pub const IDLE: usize = 2;
+/// A tunnel is idle only when it was not used within a period of this length. Short requests end before the session
+/// can look: all tunnels seemed idle to it while kas had callers waiting for each of them. Shorter: the tunnels of a
+/// busy agent would be taken for idle; longer: bursts that come one after the other would be taken for one.
+const PERIOD: Duration = Duration::from_millis(1);
 /// A tunnel that has not been used for this long is given up, as long as enough are idle.
 const SHRINK_AFTER: Duration = Duration::from_secs(60);
 
@@ -26,6 +30,8 @@ pub struct Pool {
     notify: Notify,
     metrics: Arc<Metrics>,
     limit: usize,
+    /// Periods are counted from here.
+    begun: Instant,
 }
 
 #[derive(Debug, Default)]
@@ -35,6 +41,7 @@ struct State {
     idle: usize,
     busy: usize,
     opening: usize,
+    work: Work,
     /// Parked tunnels whose time is over: withdrawn when others have taken their places, or at the next tick.
     outgoing: Vec<Control>,
     /// Tunnels that ended before kas accepted them, since the session last asked.
@@ -47,10 +54,24 @@ struct State {
     closed: bool,
 }
 
+/// How many tunnels the present period has seen at work.
+#[derive(Debug, Default)]
+struct Work {
+    period: u64,
+    /// Those that got or finished a request in it.
+    touched: usize,
+    /// Those that have been busy since before it.
+    carried: usize,
+    /// So many were at work when fewer than [`IDLE`] were not; 0: that was not seen since the session last asked.
+    scarce: usize,
+}
+
 #[derive(Debug)]
 struct Slot {
     control: Option<Control>,
     stage: Stage,
+    /// The last period in which it got or finished a request.
+    touched: Option<u64>,
     /// Since when it has been idle.
     since: Instant,
     /// Replace it when it has been idle this long: a proxy would cut it.
@@ -82,7 +103,13 @@ pub struct Wants {
 impl Pool {
     /// Makes an empty pool of at most `limit` tunnels.
     pub fn new(metrics: Arc<Metrics>, limit: usize) -> Arc<Self> {
-        Arc::new(Self { state: Mutex::default(), notify: Notify::new(), metrics, limit: limit.max(1) })
+        Arc::new(Self {
+            state: Mutex::default(),
+            notify: Notify::new(),
+            metrics,
+            limit: limit.max(1),
+            begun: Instant::now(),
+        })
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -103,8 +130,17 @@ impl Pool {
         let mut state = self.state();
         let replaced = if state.idle >= IDLE { std::mem::take(&mut state.outgoing) } else { Vec::new() };
         let have = state.idle + state.opening;
+        let scarce = std::mem::take(&mut state.work.scarce);
         // More at once when many are busy: the next burst is likely as large as this one.
-        let open = if state.closed || have >= IDLE { 0 } else { (IDLE - have).max(state.busy / 2) };
+        let open = if state.closed {
+            0
+        } else if have < IDLE {
+            (IDLE - have).max(state.busy / 2)
+        } else if scarce > 0 && state.opening == 0 {
+            (scarce / 2).max(1)
+        } else {
+            0
+        };
         let wants = Wants {
             open: open.min(self.limit.saturating_sub(state.slots.len())),
             failed: std::mem::take(&mut state.failed),
@@ -126,6 +162,7 @@ impl Pool {
         let slot = Slot {
             control: None,
             stage: Stage::Opening,
+            touched: None,
             since: Instant::now(),
             max_idle: None,
             replica: None,
@@ -252,6 +289,18 @@ impl Observer for Watcher {
         let state = &mut *state;
         let Some(slot) = state.slots.get_mut(&self.serial) else { return };
         let before = slot.stage;
+        let now = Instant::now();
+        if progress == Progress::Busy || before == Stage::Busy {
+            let period = (now.duration_since(pool.begun).as_nanos() / PERIOD.as_nanos()) as u64;
+            if state.work.period != period {
+                state.work = Work { period, touched: 0, carried: state.busy, scarce: state.work.scarce };
+            }
+            if slot.touched.replace(period) != Some(period) {
+                state.work.touched += 1;
+                let carried = usize::from(before == Stage::Busy);
+                state.work.carried = state.work.carried.saturating_sub(carried);
+            }
+        }
         let after = match progress {
             Progress::Parked if before != Stage::Leaving => Some(Stage::Idle),
             Progress::Busy => Some(Stage::Busy),
@@ -275,7 +324,7 @@ impl Observer for Watcher {
                 slot.stage = stage;
                 match stage {
                     Stage::Idle => {
-                        slot.since = Instant::now();
+                        slot.since = now;
                         state.idle += 1;
                         pool.metrics.tunnels_idle.inc();
                     }
@@ -294,12 +343,23 @@ impl Observer for Watcher {
                 }
             }
         }
+        let at_work = state.work.touched + state.work.carried;
+        let spare = (state.idle + state.busy + state.opening).saturating_sub(at_work);
+        let room = !state.closed && state.slots.len() < pool.limit;
+        if progress == Progress::Busy && spare < IDLE && room {
+            state.work.scarce = at_work;
+        }
         if progress == Progress::DrainNotice {
             state.drained = true;
             state.drained_by = state.slots.get(&self.serial).and_then(|slot| slot.replica.clone());
         }
         let first = before == Stage::Opening && after == Some(Stage::Idle);
-        if first || state.drained || after.is_none() || state.idle + state.opening < IDLE {
+        if first
+            || state.drained
+            || after.is_none()
+            || state.idle + state.opening < IDLE
+            || state.work.scarce > 0
+        {
             pool.notify.notify_one();
         }
     }
@@ -343,6 +403,62 @@ mod tests {
             }
             tunnels.extend(more);
         }
+    }
+
+    /// Seen to fail without periods: every request has ended before the session looks, and nothing was ever opened.
+    #[tokio::test(start_paused = true)]
+    async fn pool_grows_for_requests_that_end_at_once() {
+        let pool = pool(500);
+        let mut tunnels = open(&pool);
+        for tunnel in &tunnels {
+            tunnel.progress(Progress::Parked);
+        }
+        const CALLERS: usize = 21;
+        for _ in 0..20 {
+            // As kas does: the callers, and no others than the first tunnels.
+            for tunnel in tunnels.iter().take(CALLERS) {
+                tunnel.progress(Progress::Busy);
+                tunnel.progress(Progress::Parked);
+            }
+            let more = open(&pool);
+            for tunnel in &more {
+                tunnel.progress(Progress::Parked);
+            }
+            tunnels.extend(more);
+            tokio::time::advance(PERIOD).await;
+        }
+        assert!((CALLERS + IDLE..CALLERS * 2).contains(&tunnels.len()), "{}", tunnels.len());
+        // One caller at a time needs no more than are there.
+        let count = tunnels.len();
+        for _ in 0..100 {
+            tunnels[0].progress(Progress::Busy);
+            tunnels[0].progress(Progress::Parked);
+            tokio::time::advance(PERIOD / 7).await;
+        }
+        assert_eq!(open(&pool).len(), 0, "{count}");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn request_of_many_periods_counts_as_one_tunnel_at_work() {
+        let pool = pool(500);
+        let tunnels: Vec<_> = (0..6).map(|_| pool.begin().0).collect();
+        for tunnel in &tunnels {
+            tunnel.progress(Progress::Parked);
+        }
+        for tunnel in &tunnels[..3] {
+            tunnel.progress(Progress::Busy);
+        }
+        tokio::time::advance(PERIOD * 3).await;
+        tunnels[3].progress(Progress::Busy);
+        assert_eq!(pool.wants().open, 0, "two are idle");
+        for tunnel in &tunnels[..4] {
+            tunnel.progress(Progress::Parked);
+        }
+        tokio::time::advance(PERIOD).await;
+        tunnels[0].progress(Progress::Busy);
+        assert_eq!(pool.wants().open, 0);
+        let state = pool.state();
+        assert_eq!((state.work.touched, state.work.carried), (1, 0));
     }
 
     #[test]
