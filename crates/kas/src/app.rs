@@ -25,8 +25,12 @@ use tokio::{sync::watch, task::JoinHandle, time::Instant};
 use crate::{
     agent_config::AgentConfigs,
     auth::JwtVerifier,
-    config::{self, Config, Problems, Secrets},
-    identity::{FileIdentity, IfAbsent, OpenError},
+    config::{self, Config, Problems, Secrets, secret::ApiSecret},
+    gitlab,
+    identity::{
+        FileIdentity, Identity, IfAbsent, OpenError,
+        gitlab::{GitLabIdentity, Times},
+    },
     listener::{
         Naming,
         agent::{AgentListener, Parts},
@@ -74,6 +78,12 @@ pub enum StartError {
     /// The identity file cannot be used.
     #[error("identity.file cannot be used")]
     Identity(#[source] OpenError),
+    /// GitLab cannot be asked.
+    #[error("GitLab cannot be asked")]
+    GitLab(#[source] gitlab::Error),
+    /// The secret for GitLab was not loaded.
+    #[error("gitlab.authentication_secret_file was not read")]
+    NoSecret,
     /// The other replicas cannot be looked for.
     #[error("the other replicas cannot be looked for")]
     Mesh(#[from] MeshError),
@@ -177,6 +187,33 @@ fn unready(phase: Phase, started: Option<&Synced>) -> Option<String> {
     Some(why.to_owned())
 }
 
+async fn open_identity(
+    config: &Config,
+    secret: Option<ApiSecret>,
+    metrics: &Arc<Metrics>,
+) -> Result<Arc<dyn Identity>, StartError> {
+    match (&config.identity, secret) {
+        (config::Identity::File { file, is_default }, _) => {
+            let if_absent = if *is_default { IfAbsent::Make } else { IfAbsent::Refuse };
+            Ok(Arc::new(FileIdentity::open(file, if_absent).await.map_err(StartError::Identity)?))
+        }
+        (config::Identity::GitLab(gitlab), Some(secret)) => {
+            let client =
+                gitlab::Client::new(gitlab, &secret, &gitlab::Proxies::from_env(), Arc::clone(metrics))
+                    .map_err(StartError::GitLab)?;
+            let times = Times {
+                ttl: gitlab.info_cache_ttl,
+                error_ttl: gitlab.info_cache_error_ttl,
+                renewal_without_cache: config.agent.configuration.poll_period,
+            };
+            tracing::info!(address = %gitlab.address, "agents are known from GitLab");
+            Ok(Arc::new(GitLabIdentity::new(Arc::new(client), times, Arc::clone(metrics))))
+        }
+        // Secrets were loaded for this configuration.
+        (config::Identity::GitLab(_), None) => Err(StartError::NoSecret),
+    }
+}
+
 impl Kas {
     /// Checks everything that can be checked and takes every port.
     ///
@@ -187,12 +224,13 @@ impl Kas {
     /// See [`StartError`]; nothing but probes and metrics was served.
     pub async fn bind(config: Config) -> Result<Self, StartError> {
         if let Some(path) = &config.state_dir
-            && (config.identity.is_default || matches!(config.api.secrets, config::ApiSecrets::Made(_)))
+            && (matches!(config.identity, config::Identity::File { is_default: true, .. })
+                || matches!(config.api.secrets, config::ApiSecrets::Made(_)))
         {
             std::fs::create_dir_all(path)
                 .map_err(|source| StartError::State { path: path.clone(), source })?;
         }
-        let Secrets { api: secrets, created, warnings, private: private_secrets } =
+        let Secrets { api: secrets, created, warnings, private: private_secrets, gitlab } =
             config.load_secrets().map_err(StartError::Config)?;
         for warning in warnings {
             tracing::warn!(path = warning.path, "{}", warning.text);
@@ -200,11 +238,6 @@ impl Kas {
         if let Some(path) = created {
             tracing::info!(path = %path.display(), "made a secret for the api listener");
         }
-        let if_absent = if config.identity.is_default { IfAbsent::Make } else { IfAbsent::Refuse };
-        let identity =
-            FileIdentity::open(&config.identity.file, if_absent).await.map_err(StartError::Identity)?;
-        let identity = Arc::new(identity);
-
         let agent_listener = bind("agent", &config.agent.listen.listen).await?;
         let api_listener = bind("api", &config.api.listen.listen).await?;
         let private_listener = match &config.tracker {
@@ -229,6 +262,7 @@ impl Kas {
         );
         let metrics = Arc::new(Metrics::new(&mut registry));
         metrics.file_limit.set(runtime::io::raise_file_limit());
+        let identity = open_identity(&config, gitlab, &metrics).await?;
         let lifecycle = Lifecycle::default();
         let started = Arc::<OnceLock<Synced>>::default();
         let (phase, synced) = (lifecycle.watch(), Arc::clone(&started));

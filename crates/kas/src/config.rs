@@ -25,6 +25,8 @@ use std::{
     time::Duration,
 };
 
+use http::Uri;
+
 pub use self::{
     host_port::{Host, HostPort, NotHostPort},
     walk::{Problem, Problems, Warning},
@@ -100,7 +102,7 @@ pub struct Config {
     pub state_dir: Option<PathBuf>,
     /// Which table of replicas is used, and what it needs.
     pub tracker: Tracker,
-    /// Which agents there are.
+    /// Who knows which agents there are.
     pub identity: Identity,
     /// The agent listener, and what agents are given.
     pub agent: Agent,
@@ -166,6 +168,10 @@ impl Config {
             }
             ApiSecrets::Given(paths) => api.read(paths, &mut problems, &mut warnings, |_, _| None),
         };
+        let gitlab = match &self.identity {
+            Identity::File { .. } => None,
+            Identity::GitLab(gitlab) => gitlab.read_secret(&mut problems, &mut warnings),
+        };
         let private = match &self.tracker {
             Tracker::Memory => Vec::new(),
             Tracker::Gossip(replication) => {
@@ -176,6 +182,12 @@ impl Config {
                         return Some((
                             "the same secret as in api.listen".to_owned(),
                             "a secret of its own: otherwise every client of the API could act as a replica",
+                        ));
+                    }
+                    if gitlab.as_ref() == Some(secret) {
+                        return Some((
+                            "the same secret as in gitlab".to_owned(),
+                            "a secret of its own: otherwise GitLab could act as a replica",
                         ));
                     }
                     let length = secret.expose().len();
@@ -190,8 +202,35 @@ impl Config {
         };
         match Problems::new(problems) {
             Some(problems) => Err(problems),
-            None => Ok(Secrets { api: api_secrets, private, created, warnings }),
+            None => Ok(Secrets { api: api_secrets, private, gitlab, created, warnings }),
         }
+    }
+}
+
+impl GitLab {
+    fn read_secret(&self, problems: &mut Vec<Problem>, warnings: &mut Vec<Warning>) -> Option<ApiSecret> {
+        let (found, expected) = match ApiSecret::read(&self.secret) {
+            Err(error) => (error.found(), error.expected()),
+            Ok(secret) if secret.expose().len() != secret::BYTES => (
+                format!("a secret of {} bytes ({})", secret.expose().len(), self.secret.display()),
+                "base64 of exactly 32 bytes: the same file as GitLab has, where it is called .gitlab_kas_secret",
+            ),
+            Ok(secret) => {
+                for warning in secret.warnings() {
+                    if !warnings.contains(warning) {
+                        warnings.push(warning.clone());
+                    }
+                }
+                return Some(secret);
+            }
+        };
+        problems.push(Problem {
+            kind: Kind::Rule,
+            path: "gitlab.authentication_secret_file".to_owned(),
+            found,
+            expected: expected.to_owned(),
+        });
+        None
     }
 }
 
@@ -265,6 +304,8 @@ pub struct Secrets {
     /// The secrets of the private API: the first signs and seals, any of them verifies and opens. Each
     /// has 32 bytes or more, and none is one of `api`. Empty without other replicas.
     pub private: Vec<ApiSecret>,
+    /// What kas signs with towards GitLab: 32 bytes. `None`: GitLab is not asked. It may be one of `api`.
+    pub gitlab: Option<ApiSecret>,
     /// The file that has just been made: to be logged, so that its place is known.
     pub created: Option<PathBuf>,
     /// Short secrets, and files that others can read or write.
@@ -384,13 +425,53 @@ pub struct Gossip {
     pub dead_grace: Duration,
 }
 
-/// Section `identity`.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Identity {
-    /// The file that lists the agents.
-    pub file: PathBuf,
-    /// Whether the file was left to kas, which then makes an empty one that explains itself.
-    pub is_default: bool,
+/// Who knows the agents.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Identity {
+    /// Section `identity`.
+    File {
+        /// The file that lists the agents.
+        file: PathBuf,
+        /// Whether the file was left to kas, which then makes an empty one that explains itself.
+        is_default: bool,
+    },
+    /// Section `gitlab`.
+    GitLab(Box<GitLab>),
+}
+
+/// Section `gitlab`, and what `agent` says about answers of GitLab.
+#[derive(Debug, Clone, PartialEq)]
+pub struct GitLab {
+    /// Where GitLab is: http or https with a host, and the path below which it is installed.
+    pub address: Uri,
+    /// The file of the secret that kas signs with.
+    pub secret: PathBuf,
+    /// Who signed GitLab's certificate, besides the roots of the system.
+    pub ca_certificate: Option<PathBuf>,
+    /// Requests per second in the long run; above zero.
+    pub refill_rate_per_second: f64,
+    /// Requests at once.
+    pub bucket_size: u32,
+    /// Which paths and headers are spoken.
+    pub api: GitLabApi,
+    /// How long one lookup may take; above zero.
+    pub timeout: Duration,
+    /// How long an agent is remembered; zero: not at all, and no error either.
+    pub info_cache_ttl: Duration,
+    /// How long an error is remembered; above zero.
+    pub info_cache_error_ttl: Duration,
+}
+
+/// Key `gitlab.api`.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum GitLabApi {
+    /// What every version understands.
+    #[default]
+    Any,
+    /// As 14.1, which drops the path of the address.
+    V14,
+    /// What today's versions are meant to be spoken to with, and nothing that is outdated.
+    Today,
 }
 
 /// Section `agent`.

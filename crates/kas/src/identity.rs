@@ -1,4 +1,4 @@
-//! Who an agent token belongs to: the seam, and its version that reads a file.
+//! Who an agent token belongs to: the seam, and its version that reads a file. [`gitlab`] is the other one.
 //!
 //! The file holds SHA-256 hashes of tokens, never tokens. It is judged whole: a file with one slip is
 //! refused, because half a list of identities is worse than the list of a minute ago.
@@ -8,7 +8,10 @@
 //! would turn an operator's typing error into an outage. So to revoke an agent, remove it from the
 //! file; removing the file revokes nothing.
 
+pub mod gitlab;
+
 use std::{
+    any::Any,
     collections::{HashMap, hash_map::Entry},
     fmt, io,
     os::unix::fs::MetadataExt as _,
@@ -89,6 +92,25 @@ pub struct Authenticated {
     pub agent: Arc<Agent>,
     /// The hash of its token, to ask later whether it is still valid.
     pub token: TokenHash,
+    /// To be kept as long as what was let in with it.
+    pub hold: Hold,
+}
+
+/// What an [`Identity`] wants to have alive as long as streams of an agent are open; says nothing about the agent.
+#[derive(Clone, Default)]
+pub struct Hold(Option<Arc<dyn Any + Send + Sync>>);
+
+impl PartialEq for Hold {
+    fn eq(&self, _other: &Self) -> bool {
+        true
+    }
+}
+impl Eq for Hold {}
+
+impl fmt::Debug for Hold {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Hold")
+    }
 }
 
 /// All agents of one version of the file; never changes.
@@ -126,7 +148,7 @@ impl Identities {
         // tells is about a hash, from which no token can be found.
         let hash = TokenHash::of(token);
         let agent = self.by_token.get(&hash)?;
-        Some(Authenticated { agent: Arc::clone(agent), token: hash })
+        Some(Authenticated { agent: Arc::clone(agent), token: hash, hold: Hold::default() })
     }
 
     /// Whether `agent` holds the token with this hash.
@@ -205,7 +227,7 @@ fn agents(root: &mut Section<'_, '_>) -> Identities {
 }
 
 /// Whether a name is a DNS label: it stands in paths of configuration files.
-fn is_name(name: &str) -> bool {
+pub(crate) fn is_name(name: &str) -> bool {
     let inner = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-';
     name.len() <= LONGEST_NAME && name.chars().all(inner) && !name.starts_with('-') && !name.ends_with('-')
 }

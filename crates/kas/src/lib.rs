@@ -8,6 +8,7 @@ pub mod agent_config;
 pub mod app;
 pub mod auth;
 pub mod config;
+pub mod gitlab;
 pub mod identity;
 pub mod listener;
 pub mod mesh;

@@ -5,7 +5,7 @@ use std::{path::PathBuf, process::ExitCode};
 use clap::{CommandFactory as _, Parser, Subcommand};
 use kas::{
     app::Kas,
-    config::{self, Config, Environment, Tracker},
+    config::{self, Config, Environment, Identity, Tracker},
 };
 use runtime::{lifecycle, telemetry, tls, version};
 
@@ -211,15 +211,21 @@ fn files_problems(config: &Config) -> Vec<String> {
         let error = anyhow::Error::new(error);
         problems.push(format!("private_api.listen.client_ca_file: it cannot be used: {error:#}"));
     }
-    // The default file is made at the start.
-    if !config.identity.is_default {
-        let file = &config.identity.file;
-        match std::fs::read(file) {
+    match &config.identity {
+        // The default file is made at the start.
+        Identity::File { is_default: true, .. } => {}
+        Identity::File { file, .. } => match std::fs::read(file) {
             Err(error) => problems.push(format!("identity.file: cannot read {}: {error}", file.display())),
             Ok(content) => {
                 if let Err(error) = kas::identity::Identities::parse(&content) {
                     problems.push(format!("identity.file: {}: {error}", file.display()));
                 }
+            }
+        },
+        Identity::GitLab(gitlab) => {
+            if let Err(error) = tls::client(gitlab.ca_certificate.as_deref()) {
+                let error = anyhow::Error::new(error);
+                problems.push(format!("gitlab.ca_certificate_file: it cannot be used: {error:#}"));
             }
         }
     }

@@ -40,6 +40,8 @@ pub enum ListenerName {
 #[allow(missing_docs)]
 pub enum Reason {
     Unauthenticated,
+    /// Whether it may come in could not be checked.
+    Unchecked,
     TooManyHandshakes,
     Handshake,
     Accept,
@@ -48,6 +50,39 @@ pub enum Reason {
     RateLimit,
     Revoked,
     Violation,
+}
+
+/// How a lookup in GitLab ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, EncodeLabelValue)]
+#[allow(missing_docs)]
+pub enum LookupOutcome {
+    Found,
+    Unauthenticated,
+    Forbidden,
+    Unavailable,
+    /// The rate limit, or the bound on lookups, did not let it through.
+    Limited,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct LookupLabel {
+    outcome: LookupOutcome,
+}
+
+/// What was known of a token when an agent showed it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, EncodeLabelValue)]
+#[allow(missing_docs)]
+pub enum CacheAnswer {
+    Agent,
+    Error,
+    /// A lookup was under way already.
+    Joined,
+    Nothing,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct CacheLabel {
+    answer: CacheAnswer,
 }
 
 /// Which side of an ask between replicas this one is.
@@ -126,6 +161,12 @@ pub struct Metrics {
     /// Values of agents' answers that were dropped as illegal.
     pub answer_values_dropped: Counter,
     refusals: Family<RefusalLabels, Counter>,
+    lookups: Family<LookupLabel, Counter>,
+    cache: Family<CacheLabel, Counter>,
+    /// Until GitLab answered a lookup, in seconds.
+    pub gitlab_seconds: Histogram,
+    /// Connected agents that were asked for after their time was over.
+    pub late_renewals: Counter,
     asks: Family<AskLabels, Counter>,
     routed_local: Counter,
     routed_remote: Counter,
@@ -175,6 +216,10 @@ impl Metrics {
             tunnel_violations: Counter::default(),
             answer_values_dropped: Counter::default(),
             refusals: Family::default(),
+            lookups: Family::default(),
+            cache: Family::default(),
+            late_renewals: Counter::default(),
+            gitlab_seconds: Histogram::new([0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0]),
             replicas_live: Gauge::default(),
             replicas_unsynced: Gauge::default(),
             table_agents: Gauge::default(),
@@ -222,6 +267,27 @@ impl Metrics {
             "refusals",
             "Connections and streams that were refused or ended early",
             metrics.refusals.clone(),
+        );
+        registry.register(
+            "gitlab_lookups",
+            "Lookups of agents in GitLab by how they ended",
+            metrics.lookups.clone(),
+        );
+        registry.register_with_unit(
+            "gitlab_lookup",
+            "Time until GitLab answered a lookup",
+            Unit::Seconds,
+            metrics.gitlab_seconds.clone(),
+        );
+        registry.register(
+            "identity_late_renewals",
+            "Checks of connected agents in GitLab that began after agent.info_cache_ttl was over",
+            metrics.late_renewals.clone(),
+        );
+        registry.register(
+            "identity_cache",
+            "Tokens shown by agents, by what was known of them from earlier lookups in GitLab",
+            metrics.cache.clone(),
         );
         registry.register(
             "peer_asks",
@@ -285,6 +351,16 @@ impl Metrics {
             Outcome::Answered => self.answered.inc(),
             outcome => self.requests.get_or_create(&OutcomeLabel { outcome }).inc(),
         };
+    }
+
+    /// Counts a lookup in GitLab.
+    pub fn looked_up(&self, outcome: LookupOutcome) {
+        self.lookups.get_or_create(&LookupLabel { outcome }).inc();
+    }
+
+    /// Counts what was known of a token.
+    pub fn cached(&self, answer: CacheAnswer) {
+        self.cache.get_or_create(&CacheLabel { answer }).inc();
     }
 
     /// Counts an ask between replicas.

@@ -55,6 +55,8 @@ pub struct Options {
     pub config: Value,
     /// The network namespace that it runs in, unless it is that of the tests.
     pub namespace: Option<PathBuf>,
+    /// Variables that its environment has besides.
+    pub env: Vec<(String, String)>,
 }
 
 impl Default for Options {
@@ -65,6 +67,7 @@ impl Default for Options {
             secrets: vec![rand::random::<[u8; 32]>().to_vec()],
             config: json!({}),
             namespace: None,
+            env: Vec::new(),
         }
     }
 }
@@ -83,6 +86,7 @@ pub struct Kas {
     /// What callers' tokens are signed with.
     pub secrets: Vec<Vec<u8>>,
     namespace: Option<PathBuf>,
+    env: Vec<(String, String)>,
     dir: TempDir,
 }
 
@@ -127,9 +131,9 @@ impl Kas {
         merge(&mut config, options.config);
         // JSON is YAML.
         std::fs::write(dir.path().join("kas.yaml"), serde_json::to_vec_pretty(&config)?)?;
-        let namespace = options.namespace;
-        let (process, [agent, api, observability]) = spawn(dir.path(), namespace.as_deref()).await?;
-        Ok(Self { process, agent, api, observability, secrets: options.secrets, namespace, dir })
+        let Options { secrets, namespace, env, .. } = options;
+        let (process, [agent, api, observability]) = spawn(dir.path(), namespace.as_deref(), &env).await?;
+        Ok(Self { process, agent, api, observability, secrets, namespace, env, dir })
     }
 
     /// Starts a new process with the same files on the same ports; the one before must have ended.
@@ -148,7 +152,7 @@ impl Kas {
             }),
         );
         std::fs::write(&path, serde_json::to_vec_pretty(&config)?)?;
-        self.process = spawn(self.dir.path(), self.namespace.as_deref()).await?.0;
+        self.process = spawn(self.dir.path(), self.namespace.as_deref(), &self.env).await?.0;
         Ok(())
     }
 
@@ -212,14 +216,19 @@ impl Kas {
     }
 }
 
-async fn spawn(dir: &Path, namespace: Option<&Path>) -> Result<(Process, [SocketAddr; 3])> {
+async fn spawn(
+    dir: &Path,
+    namespace: Option<&Path>,
+    env: &[(String, String)],
+) -> Result<(Process, [SocketAddr; 3])> {
     let kas = tokio::task::spawn_blocking(|| program("kas")).await??;
     let config = dir.join("kas.yaml");
     let config = config.to_str().context("the folder's name is UTF-8")?;
     let log = std::env::var("KAS_TEST_LOG").unwrap_or_default();
-    let env: &[(&str, &str)] = if log.is_empty() { &[] } else { &[("RUST_LOG", &log)] };
+    let log = (!log.is_empty()).then_some(("RUST_LOG", log.as_str()));
+    let env: Vec<_> = env.iter().map(|(name, value)| (name.as_str(), value.as_str())).chain(log).collect();
     let arguments = ["--configuration-file", config, "--log-format", "json"];
-    let process = Process::start_in(namespace, "kas", &kas, &arguments, env).await?;
+    let process = Process::start_in(namespace, "kas", &kas, &arguments, &env).await?;
     let addresses = process
         .logged("that it serves", |line| {
             let address = |key: &str| line[key].as_str()?.parse().ok();
@@ -260,7 +269,7 @@ pub fn replace(path: &Path, content: &[u8]) -> Result<()> {
 }
 
 /// Puts `over` into `config`: objects key by key, everything else as it is.
-pub(crate) fn merge(config: &mut Value, over: Value) {
+pub fn merge(config: &mut Value, over: Value) {
     match (config, over) {
         (Value::Object(config), Value::Object(over)) => {
             for (key, value) in over {

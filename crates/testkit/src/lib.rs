@@ -5,12 +5,13 @@
 //!   namespaces, which can be cut.
 //! * [`caller`]: who calls the API listener. [`raw_agent`]: an agent by hand; [`agent14`]: one as GitLab's are; both
 //!   serve what [`handler`] says. [`link`]: the HTTP/2 below.
-//! * [`kas14`]: a kas as GitLab's, for agentk. [`kubernetes`]: a real API server.
+//! * [`gitlab`]: the internal API of GitLab, for kas. [`kas14`]: a kas as GitLab's, for agentk. [`kubernetes`]: a real API server.
 
 pub mod agent14;
 pub mod agentk;
 pub mod caller;
 pub mod demo_api;
+pub mod gitlab;
 pub mod handler;
 pub mod kas;
 pub mod kas14;

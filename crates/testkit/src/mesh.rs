@@ -258,6 +258,7 @@ impl Mesh {
             secrets: vec![self.api_secret.clone()],
             config,
             namespace: self.network.as_ref().map(|network| network.host(n).to_owned()),
+            ..kas::Options::default()
         }
     }
 

@@ -10,10 +10,12 @@ use std::{
     time::Duration,
 };
 
+use http::Uri;
+
 use super::{
     Advertise, Agent, AgentListener, Api, ApiListener, ApiSecrets, Config, ConfigurationSource, Discovery,
-    DnsRecords, Drain, Environment, Gossip, HostPort, Identity, Limits, Listen, LogLevel, Network,
-    Observability, PrivateApi, Replication, ServicePort, Source, TlsFiles, Tracker, host_port,
+    DnsRecords, Drain, Environment, GitLab, GitLabApi, Gossip, HostPort, Identity, Limits, Listen, LogLevel,
+    Network, Observability, PrivateApi, Replication, ServicePort, Source, TlsFiles, Tracker, host_port,
     walk::{Rule, Section},
 };
 
@@ -58,15 +60,23 @@ pub(super) fn read(root: &mut Section<'_, '_>, env: &Environment) -> Config {
         .or_else(|| env.state_dir());
     let gossip = tracker(root);
     let idle = (!gossip).then_some(ONE_REPLICA);
+    // A file that was named is what its author wants, also in a configuration that was GitLab's.
+    let by_gitlab = root.has("gitlab") && !root.given_in("identity", "file");
+    let not_gitlab = (!by_gitlab).then_some(NOT_GITLAB);
 
-    let identity = root.section("identity", "Which agents there are and what their tokens are.", |s| {
-        s.path(
-            "file",
-            "A YAML list of agents with the SHA-256 of their tokens, reloaded on change. Empty: agents.yaml in \
-             state_dir.",
-        )
-    });
-    let agent = root.section("agent", "For agentk: its listener, and what it is given.", agent);
+    let identity = root.section(
+        "identity",
+        "Which agents there are and what their tokens are. Without `file` GitLab knows, if there is a section gitlab.",
+        |s| {
+            s.path(
+                "file",
+                "A YAML list of agents with the SHA-256 of their tokens, reloaded on change. Empty: agents.yaml in \
+                 state_dir.",
+            )
+        },
+    );
+    let (agent, info_cache) =
+        root.section("agent", "For agentk: its listener, and what it is given.", |s| agent(s, by_gitlab));
     let api = root.section("api", "For clients: GitLab and operators.", |s| {
         s.section("listen", "The listener of the API.", api_listener)
     });
@@ -149,7 +159,10 @@ pub(super) fn read(root: &mut Section<'_, '_>, env: &Environment) -> Config {
         ),
     });
 
-    root.inert(NOT_GITLAB, |s| s.section("gitlab", "GitLab, as the source of identity.", gitlab));
+    let gitlab = root.optional(not_gitlab, |s| {
+        let doc = "GitLab, which knows the agents: kas asks it about each token, and again while the agent is connected.";
+        s.section("gitlab", doc, |s| gitlab(s, info_cache))
+    });
     let not_redis = if gossip {
         "there is no Redis tracker; tracker gossip is used"
     } else {
@@ -179,8 +192,12 @@ pub(super) fn read(root: &mut Section<'_, '_>, env: &Environment) -> Config {
             (name.into(), true)
         }
     };
-    let (file, is_default) = in_state_dir(identity, "agents.yaml");
-    let identity = Identity { file, is_default };
+    let identity = if by_gitlab {
+        Identity::GitLab(Box::new(gitlab))
+    } else {
+        let (file, is_default) = in_state_dir(identity, "agents.yaml");
+        Identity::File { file, is_default }
+    };
     let (listen, files) = api;
     let secrets = if files.paths.is_empty() {
         ApiSecrets::Made(in_state_dir(None, "api-secret").0)
@@ -538,8 +555,12 @@ fn gossip_rounds(s: &mut Section<'_, '_>) -> Gossip {
     Gossip { cluster, interval, phi, dead_grace }
 }
 
-fn agent(s: &mut Section<'_, '_>) -> Agent {
-    let listen = s.section("listen", "The listener of agents; they show a token of identity.file.", |s| {
+/// How long answers of GitLab are remembered: agents, and errors.
+type InfoCache = (Duration, Duration);
+
+/// Returns the section, and of it what belongs to GitLab.
+fn agent(s: &mut Section<'_, '_>, by_gitlab: bool) -> (Agent, InfoCache) {
+    let listen = s.section("listen", "The listener of agents; they show a token of identity.file, or of GitLab.", |s| {
         let (network, address) = bind_address(s, "127.0.0.1:8150");
         if s.flag("websocket", "Serve gRPC over WebSocket as well. Only false in this version.") {
             s.refuse(
@@ -619,9 +640,22 @@ fn agent(s: &mut Section<'_, '_>) -> Agent {
             s.number("max_number_of_files", 1000, "");
         });
     });
-    s.inert(NOT_CACHED, |s| {
-        s.duration("info_cache_ttl", minutes(5), Rule::NotNegative, "0s: no cache.");
-        s.duration("info_cache_error_ttl", minutes(1), Rule::Positive, "");
+    let info_cache = s.optional((!by_gitlab).then_some(NOT_CACHED), |s| {
+        let ttl = s.duration(
+            "info_cache_ttl",
+            minutes(5),
+            Rule::NotNegative,
+            "How long GitLab's answer about an agent counts, and within which a revoked token is noticed and its \
+             streams are cut. 0s: GitLab is asked for each stream, and every configuration.poll_period while one \
+             is open. Give api_rate_limit room: each connected agent is asked for a little more often than this.",
+        );
+        let error_ttl = s.duration(
+            "info_cache_error_ttl",
+            minutes(1),
+            Rule::Positive,
+            "How long it counts that GitLab refused a token, or could not be asked about it.",
+        );
+        (ttl, error_ttl)
     });
     s.inert(NOT_REDIS, |s| {
         let ttl = s.duration("redis_conn_info_ttl", minutes(5), Rule::NotNegative, "");
@@ -646,7 +680,7 @@ fn agent(s: &mut Section<'_, '_>) -> Agent {
             s.duration("allowed_agent_cache_error_ttl", seconds(10), Rule::Positive, "");
         });
     });
-    Agent { listen, configuration }
+    (Agent { listen, configuration }, info_cache)
 }
 
 /// The secret files of a listener, for both spellings.
@@ -755,17 +789,70 @@ fn observability(s: &mut Section<'_, '_>) -> Observability {
     }
 }
 
-fn gitlab(s: &mut Section<'_, '_>) {
-    let expected = "an absolute URL such as https://gitlab.example.com";
-    let address = s.required("address", "https://gitlab.example.com", expected, "Where GitLab is.");
-    if !address.is_empty()
-        && !address.split_once(':').is_some_and(|(scheme, rest)| is_scheme(scheme) && !rest.is_empty())
-    {
-        s.refuse("address", expected);
+fn gitlab(s: &mut Section<'_, '_>, (info_cache_ttl, info_cache_error_ttl): InfoCache) -> GitLab {
+    let expected = "an absolute http or https URL, such as https://gitlab.example.com";
+    let text = s.required(
+        "address",
+        "https://gitlab.example.com",
+        expected,
+        "Where GitLab is: http or https, with the path below which it is installed if there is one. HTTP_PROXY, \
+         HTTPS_PROXY and NO_PROXY are heeded.",
+    );
+    let address = text.parse::<Uri>().ok().filter(|address| {
+        let has_user = address.authority().is_some_and(|authority| authority.as_str().contains('@'));
+        ["http", "https"].contains(&address.scheme_str().unwrap_or_default())
+            && address.host().is_some_and(|host| !host.is_empty())
+            && !has_user
+    });
+    if address.is_none() && !text.is_empty() {
+        // It may hold a password.
+        if text.contains('@') {
+            s.refuse_as(
+                "address",
+                "something with an `@` (not shown)",
+                format!("{expected}, without a user"),
+            );
+        } else {
+            s.refuse("address", expected);
+        }
     }
-    s.required_path("authentication_secret_file", "/etc/kas/gitlab-secret", "Base64 of 32 bytes.");
-    s.path("ca_certificate_file", "PEM, added to the roots of the system.");
-    s.section("api_rate_limit", "Limits on calls to GitLab.", |s| bucket(s, 10.0, 50));
+    let secret = s.required_path(
+        "authentication_secret_file",
+        "/etc/kas/gitlab-secret",
+        "Base64 of exactly 32 bytes that GitLab has too: what kas signs its requests with.",
+    );
+    let ca_certificate = s.path(
+        "ca_certificate_file",
+        "PEM of who signed GitLab's certificate, besides the roots of the system.",
+    );
+    let (refill_rate_per_second, bucket_size) = s.section(
+        "api_rate_limit",
+        "How often this replica asks GitLab; who is above it waits, those that are connected already the least.",
+        |s| bucket(s, 10.0, 50),
+    );
+    let api = s.one_of(
+        "api",
+        &[("any", GitLabApi::Any), ("v14", GitLabApi::V14), ("today", GitLabApi::Today)],
+        "Which paths and headers are spoken: what every version understands; those of 14.1, which also drops the path \
+         of the address; or only those of today.",
+    );
+    let timeout = s.duration(
+        "timeout",
+        seconds(20),
+        Rule::Within(Duration::from_millis(10), minutes(5)),
+        "How long a request to GitLab may take in all. A stream waits for at most 8s of it.",
+    );
+    GitLab {
+        address: address.unwrap_or_default(),
+        secret,
+        ca_certificate,
+        refill_rate_per_second,
+        bucket_size,
+        api,
+        timeout,
+        info_cache_ttl,
+        info_cache_error_ttl,
+    }
 }
 
 fn redis(s: &mut Section<'_, '_>) {
@@ -805,9 +892,11 @@ fn redis(s: &mut Section<'_, '_>) {
     });
 }
 
-fn bucket(s: &mut Section<'_, '_>, rate: f64, size: u32) {
-    s.real("refill_rate_per_second", rate, "");
-    s.number("bucket_size", size, "");
+fn bucket(s: &mut Section<'_, '_>, rate: f64, size: u32) -> (f64, u32) {
+    (
+        s.real("refill_rate_per_second", rate, "Requests per second in the long run."),
+        s.number("bucket_size", size, "Requests at once."),
+    )
 }
 
 fn max_connection_age(s: &mut Section<'_, '_>) -> Duration {
@@ -889,9 +978,4 @@ fn is_tcp_address(network: Network, address: &str) -> bool {
     }
     let is_name = |c: char| c.is_ascii_alphanumeric() || "-._".contains(c);
     host.chars().all(is_name) && (network != Network::Tcp6 || host.parse::<Ipv4Addr>().is_err())
-}
-
-fn is_scheme(text: &str) -> bool {
-    text.starts_with(|c: char| c.is_ascii_alphabetic())
-        && text.chars().all(|c| c.is_ascii_alphanumeric() || "+-.".contains(c))
 }

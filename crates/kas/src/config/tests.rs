@@ -196,6 +196,17 @@ fn a_complete_14_1_file_loads_and_says_what_does_nothing() {
             readiness_path: "/ready".into(),
             log_level: LogLevel::Debug,
         },
+        identity: Identity::GitLab(Box::new(GitLab {
+            address: Uri::from_static("http://gitlab.internal:8080/path"),
+            secret: "/secrets/gitlab".into(),
+            ca_certificate: Some("/secrets/ca.pem".into()),
+            refill_rate_per_second: 20.5,
+            bucket_size: 100,
+            api: GitLabApi::Any,
+            timeout: secs(20),
+            info_cache_ttl: secs(301),
+            info_cache_error_ttl: secs(62),
+        })),
         ..defaults
     };
     assert_eq!(loaded.config, expected);
@@ -204,8 +215,6 @@ fn a_complete_14_1_file_loads_and_says_what_does_nothing() {
         paths,
         [
             "agent.gitops",
-            "agent.info_cache_ttl",
-            "agent.info_cache_error_ttl",
             "agent.redis_conn_info_ttl",
             "agent.redis_conn_info_refresh",
             "agent.redis_conn_info_gc",
@@ -215,7 +224,6 @@ fn a_complete_14_1_file_loads_and_says_what_does_nothing() {
             "observability.tracing",
             "observability.sentry",
             "observability.google_profiler",
-            "gitlab",
             "redis",
             "gitaly",
         ]
@@ -231,12 +239,79 @@ fn a_complete_14_1_file_loads_and_says_what_does_nothing() {
 fn the_minimal_14_1_file_loads() {
     let yaml = "gitlab: {address: 'http://localhost:3000', authentication_secret_file: /s}";
     let loaded = load(yaml, &env()).unwrap();
-    assert_eq!(loaded.config, defaults());
+    let gitlab = GitLab {
+        address: Uri::from_static("http://localhost:3000"),
+        secret: "/s".into(),
+        ca_certificate: None,
+        refill_rate_per_second: 10.0,
+        bucket_size: 50,
+        api: GitLabApi::Any,
+        timeout: secs(20),
+        info_cache_ttl: secs(300),
+        info_cache_error_ttl: secs(60),
+    };
+    assert_eq!(loaded.config, Config { identity: Identity::GitLab(Box::new(gitlab)), ..defaults() });
+    assert_eq!(loaded.warnings, []);
+}
+
+#[test]
+fn agents_are_known_from_gitlab_unless_a_file_is_named() {
+    let gitlab =
+        "gitlab: {address: 'https://g', authentication_secret_file: /s, api: today, timeout: 300ms}\n";
+    for identity in ["", "identity: {file: ''}", "identity:"] {
+        let Identity::GitLab(gitlab) = config(&format!("{gitlab}{identity}")).identity else {
+            panic!("{identity}");
+        };
+        assert_eq!((gitlab.api, gitlab.timeout), (GitLabApi::Today, Duration::from_millis(300)));
+    }
+    let both =
+        format!("{gitlab}identity: {{file: /a}}\nagent: {{info_cache_ttl: 1s, info_cache_error_ttl: 1s}}");
+    assert_eq!(config(&both).identity, Identity::File { file: "/a".into(), is_default: false });
+    let not_cached = "has no effect: agents are known from identity.file, and nothing of them is cached";
     assert_eq!(
-        loaded.warnings[0].to_string(),
-        "gitlab: has no effect in this version: agents are known from identity.file, not from GitLab"
+        warnings(&both),
+        [
+            format!("agent.info_cache_ttl: {not_cached}"),
+            format!("agent.info_cache_error_ttl: {not_cached}"),
+            "gitlab: has no effect: agents are known from identity.file, not from GitLab".to_owned(),
+        ]
     );
-    assert_eq!(loaded.warnings.len(), 1);
+    assert_eq!(warnings("agent: {info_cache_ttl: 0s}"), [format!("agent.info_cache_ttl: {not_cached}")]);
+    // It needs no place of its own.
+    let own = format!("{gitlab}api: {{listen: {{authentication_secret_file: b}}}}");
+    assert_eq!(load(&own, &Environment::default()).unwrap().config.state_dir, None);
+}
+
+#[test]
+fn gitlabs_secret_has_exactly_32_bytes_and_is_no_secret_of_replicas() {
+    let (short, long) = (&*format!("{}==", "A".repeat(42)), &*"A".repeat(44));
+    let files =
+        Files::new(&[("a", SECRET_A), ("b", SECRET_B), ("short", short), ("long", long), ("odd", "?")]);
+    let with = |name: &str| {
+        let yaml =
+            format!("gitlab: {{address: 'https://g', authentication_secret_file: {:?}}}", files.path(name));
+        config(&yaml).identity
+    };
+    for (name, found) in [
+        ("short", "found a secret of 31 bytes ("),
+        ("long", "found a secret of 33 bytes ("),
+        ("odd", "found a file that is not standard base64 with padding ("),
+        ("absent", "found a file that cannot be read ("),
+    ] {
+        let config = Config { identity: with(name), ..files.config(&["b"], None) };
+        let error = config.check_secrets().unwrap_err().to_string();
+        assert!(error.starts_with(&format!("gitlab.authentication_secret_file: {found}")), "{error}");
+        assert!(!error.contains(short) && !error.contains(long) && error.lines().count() == 1, "{error}");
+    }
+    // GitLab signs with it too, as 14.1 was meant to be set up.
+    let same = Config { identity: with("a"), ..files.config(&["a"], Some("b")) };
+    assert_eq!(same.check_secrets().unwrap().gitlab.unwrap().expose().len(), 32);
+    let shared = Config { identity: with("b"), ..files.config(&["a"], Some("b")) };
+    assert_eq!(
+        shared.check_secrets().unwrap_err().to_string(),
+        "private_api.listen.authentication_secret_file: found the same secret as in gitlab; expected a secret of its \
+         own: otherwise GitLab could act as a replica"
+    );
 }
 
 #[test]
@@ -246,7 +321,7 @@ fn no_file_at_all_gives_one_replica_on_loopback() {
     let expected = Config {
         state_dir: Some("/state".into()),
         tracker: Tracker::Memory,
-        identity: Identity { file: "/state/agents.yaml".into(), is_default: true },
+        identity: Identity::File { file: "/state/agents.yaml".into(), is_default: true },
         agent: Agent {
             listen: AgentListener {
                 listen: loopback(8150),
@@ -309,7 +384,7 @@ drain: {delay: 0s, timeout: 10m}
 ",
     );
     assert_eq!(own.state_dir, Some("state".into()));
-    assert_eq!(own.identity, Identity { file: "/etc/kas/agents.yaml".into(), is_default: false });
+    assert_eq!(own.identity, Identity::File { file: "/etc/kas/agents.yaml".into(), is_default: false });
     assert_eq!(own.agent.listen.max_connection_age_grace, Some(secs(5400)));
     assert_eq!(own.agent.listen.proxied_idle_timeout, Duration::from_millis(200));
     assert_eq!(own.agent.listen.max_tunnels_per_agent, 7);
@@ -489,11 +564,27 @@ fn every_bad_value_is_told_with_what_would_be_right() {
         ),
         (
             "gitlab: {authentication_secret_file: /s}",
-            "gitlab.address: found nothing; expected an absolute URL such as https://gitlab.example.com",
+            "gitlab.address: found nothing; expected an absolute http or https URL, such as \
+             https://gitlab.example.com",
         ),
         (
             "gitlab: {address: /relative, authentication_secret_file: /s}",
-            "gitlab.address: found \"/relative\"; expected an absolute URL such as https://gitlab.example.com",
+            "gitlab.address: found \"/relative\"; expected an absolute http or https URL, such as \
+             https://gitlab.example.com",
+        ),
+        (
+            "gitlab: {address: 'unix:///run/gitlab', authentication_secret_file: /s}",
+            "gitlab.address: found \"unix:///run/gitlab\"; expected an absolute http or https URL, such as \
+             https://gitlab.example.com",
+        ),
+        (
+            "gitlab: {address: 'https://me:hunter2@g', authentication_secret_file: /s}",
+            "gitlab.address: found something with an `@` (not shown); expected an absolute http or https URL, such as \
+             https://gitlab.example.com, without a user",
+        ),
+        (
+            "gitlab: {address: 'https://g', authentication_secret_file: /s, api: '15'}",
+            "gitlab.api: found \"15\"; expected one of any, v14, today",
         ),
         (
             "gitlab: {address: 'https://g'}",

@@ -238,6 +238,15 @@ impl<'v> Section<'v, '_> {
         self.peek(key).and_then(|section| section.get(inner)).is_some_and(|value| !value.is_null())
     }
 
+    /// Like [`Section::has_in`], but for something else than the empty text.
+    pub(crate) fn given_in(&self, key: &str, inner: &str) -> bool {
+        self.has_in(key, inner)
+            && self
+                .peek(key)
+                .and_then(|section| section.get(inner)?.as_str())
+                .is_none_or(|text| !text.is_empty())
+    }
+
     /// Whether `key` stands in the section, also without a value.
     pub(crate) fn is_declared(&self, key: &str) -> bool {
         self.found.is_some_and(|found| found.contains_key(key))

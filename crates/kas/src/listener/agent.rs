@@ -299,6 +299,10 @@ impl Transport {
                     self.listener.registry.transport_opened(agent);
                 }
             }
+            // Says nothing against the peer.
+            Err(status) if status.code() == Code::Unavailable => {
+                self.listener.metrics.refused(ListenerName::Agent, Reason::Unchecked);
+            }
             Err(_) => {
                 self.trust.failed();
                 self.listener.metrics.refused(ListenerName::Agent, Reason::Unauthenticated);

@@ -1,0 +1,463 @@
+//! A GitLab whose internal API knows agents: it reads requests byte by byte, checks the signature of kas as GitLab
+//! does, and can be slow, broken or gone. No real GitLab runs here: it needs more memory than all other tests.
+//!
+//! It can be the proxy on the way to itself too: it answers requests that name a whole URL, and `CONNECT`.
+
+use std::{
+    collections::HashMap,
+    net::SocketAddr,
+    path::{Path, PathBuf},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::Duration,
+};
+
+use anyhow::{Context as _, Result, ensure};
+use aws_lc_rs::hmac;
+use base64::{
+    Engine as _,
+    prelude::{BASE64_STANDARD, BASE64_URL_SAFE_NO_PAD},
+};
+use rustls::pki_types::{PrivateKeyDer, PrivatePkcs8KeyDer};
+use serde_json::{Value, json};
+use tempfile::TempDir;
+use tokio::{
+    io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _},
+    net::{TcpListener, TcpStream},
+    sync::watch,
+    task::JoinSet,
+};
+use tokio_rustls::TlsAcceptor;
+
+use crate::{caller::now, process::soon};
+
+/// The path of 14.1.
+pub const AGENT_INFO: &str = "/api/v4/internal/kubernetes/agent_info";
+/// The path of today.
+pub const AGENT_INFO_TODAY: &str = "/api/v4/internal/agents/agentk/agent_info";
+/// The name in its certificate, which only a proxy can reach.
+pub const NAME: &str = "gitlab.test";
+
+/// Which GitLab it is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Release {
+    /// 14.1: the token is in `Authorization`.
+    V14,
+    /// Today's: the token is in a header of its own.
+    Today,
+}
+
+/// What it answers instead of what it knows.
+#[derive(Clone, Debug)]
+pub enum Reply {
+    /// These bytes.
+    Bytes(Vec<u8>),
+    /// Nothing, for ever.
+    Silence,
+    /// It ends the connection.
+    HangUp,
+    /// What it knows, after this time.
+    Late(Duration),
+}
+
+impl Reply {
+    /// A whole answer.
+    pub fn new(status: &str, content_type: &str, body: &str) -> Self {
+        let length = body.len();
+        let text = format!(
+            "HTTP/1.1 {status}\r\nContent-Type: {content_type}\r\nContent-Length: {length}\r\n\r\n{body}"
+        );
+        Self::Bytes(text.into_bytes())
+    }
+
+    /// An error as GitLab writes it.
+    pub fn status(status: &str) -> Self {
+        Self::new(status, "application/json", &json!({ "message": status }).to_string())
+    }
+}
+
+/// A request as it came.
+#[derive(Clone, Debug)]
+pub struct Seen {
+    /// Everything up to the body, which no request of kas has.
+    pub head: String,
+    /// The method.
+    pub method: String,
+    /// The path, or the whole URL for a proxy.
+    pub target: String,
+    /// Names as they came, in their order.
+    pub headers: Vec<(String, String)>,
+    /// Which connection it came on, from 0.
+    pub connection: u64,
+    /// Whether through TLS.
+    pub tls: bool,
+}
+
+impl Seen {
+    /// Returns the only value of a header.
+    ///
+    /// # Panics
+    /// When there are several.
+    pub fn header(&self, name: &str) -> Option<&str> {
+        let mut values = self.headers.iter().filter(|(key, _)| key.eq_ignore_ascii_case(name));
+        let value = values.next().map(|(_, value)| value.as_str());
+        assert!(values.next().is_none(), "{name} comes twice: {}", self.head);
+        value
+    }
+
+    fn path(&self) -> &str {
+        self.target
+            .strip_prefix("http://")
+            .map_or(&self.target, |rest| rest.find('/').map_or("/", |at| &rest[at..]))
+    }
+
+    fn token(&self, release: Release) -> Option<&str> {
+        match release {
+            Release::V14 => self.header("authorization")?.strip_prefix("Bearer "),
+            Release::Today => self.header("gitlab-agentk-api-request"),
+        }
+    }
+
+    /// Checks the signature of kas, and every claim in it.
+    ///
+    /// # Errors
+    /// Says what is not as GitLab wants it.
+    pub fn check_signature(&self, secret: &[u8]) -> Result<()> {
+        let jwt = self.header("gitlab-kas-api-request").context("no signature")?;
+        let (signed, signature) = jwt.rsplit_once('.').context("no JWT")?;
+        let signature = BASE64_URL_SAFE_NO_PAD.decode(signature)?;
+        hmac::verify(&hmac::Key::new(hmac::HMAC_SHA256, secret), signed.as_bytes(), &signature)
+            .ok()
+            .context("another secret")?;
+        let (header, claims) = signed.split_once('.').context("no claims")?;
+        let part = |text: &str| -> Result<Value> {
+            Ok(serde_json::from_slice(&BASE64_URL_SAFE_NO_PAD.decode(text)?)?)
+        };
+        ensure!(part(header)? == json!({ "alg": "HS256", "typ": "JWT" }), "header {}", part(header)?);
+        let claims = part(claims)?;
+        let time =
+            |name: &str| claims[name].as_f64().with_context(|| format!("no number {name} in {claims}"));
+        let mut names: Vec<_> = claims.as_object().context("no object")?.keys().map(String::as_str).collect();
+        names.sort_unstable();
+        ensure!(names == ["aud", "exp", "iat", "iss", "nbf"], "{claims}");
+        ensure!(claims["aud"] == json!(["gitlab"]) && claims["iss"] == "gitlab-kas", "{claims}");
+        let (iat, nbf, exp) = (time("iat")?, time("nbf")?, time("exp")?);
+        ensure!((iat - nbf - 5.0).abs() < 1e-5 && (exp - iat - 5.0).abs() < 1e-5, "{claims}");
+        ensure!(["exp", "iat", "nbf"].iter().all(|name| claims[name].is_f64()), "without fraction: {claims}");
+        // What GitLab looks at, within the seconds of this test's clock.
+        let now = now() as f64;
+        ensure!(nbf <= now + 1.0 && now <= exp, "not now ({now}): {claims}");
+        Ok(())
+    }
+}
+
+struct Knowledge {
+    release: Release,
+    agents: HashMap<String, Value>,
+    forbidden: Vec<String>,
+    reply: Option<Reply>,
+}
+
+struct Shared {
+    secret: [u8; 32],
+    knowledge: Mutex<Knowledge>,
+    seen: watch::Sender<Vec<Seen>>,
+    connections: watch::Sender<u64>,
+    tls: Option<TlsAcceptor>,
+}
+
+impl Shared {
+    fn knowledge(&self) -> MutexGuard<'_, Knowledge> {
+        self.knowledge.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A running GitLab. Dropping it ends it.
+pub struct GitLab {
+    address: SocketAddr,
+    shared: Arc<Shared>,
+    ca_file: Option<PathBuf>,
+    secret_file: PathBuf,
+    server: JoinSet<()>,
+    _dir: TempDir,
+}
+
+impl std::fmt::Debug for GitLab {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("GitLab").field("address", &self.address).finish_non_exhaustive()
+    }
+}
+
+impl GitLab {
+    /// Starts one of 14.1 that speaks http and knows nobody.
+    ///
+    /// # Errors
+    /// When it cannot listen.
+    pub async fn start() -> Result<Self> {
+        Self::start_as(None, None).await
+    }
+
+    /// Starts one that speaks https, with a certificate for `localhost` and [`NAME`] that its own CA signed.
+    ///
+    /// # Errors
+    /// When it cannot listen.
+    pub async fn start_tls() -> Result<Self> {
+        let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
+        let ca_key = rcgen::KeyPair::generate()?;
+        let mut ca = rcgen::CertificateParams::default();
+        ca.is_ca = rcgen::IsCa::Ca(rcgen::BasicConstraints::Unconstrained);
+        let issuer = rcgen::CertifiedIssuer::self_signed(ca, ca_key)?;
+        let key = rcgen::KeyPair::generate()?;
+        let names = vec!["localhost".to_owned(), NAME.to_owned()];
+        let certificate = rcgen::CertificateParams::new(names)?.signed_by(&key, &issuer)?;
+        let key = PrivateKeyDer::Pkcs8(PrivatePkcs8KeyDer::from(key.serialize_der()));
+        let config = rustls::ServerConfig::builder()
+            .with_no_client_auth()
+            .with_single_cert(vec![certificate.der().clone()], key)?;
+        Self::start_as(Some(TlsAcceptor::from(Arc::new(config))), Some(issuer.pem())).await
+    }
+
+    async fn start_as(tls: Option<TlsAcceptor>, ca_pem: Option<String>) -> Result<Self> {
+        let listener = TcpListener::bind("127.0.0.1:0").await?;
+        let knowledge =
+            Knowledge { release: Release::V14, agents: HashMap::new(), forbidden: Vec::new(), reply: None };
+        let shared = Arc::new(Shared {
+            secret: rand::random(),
+            knowledge: Mutex::new(knowledge),
+            seen: watch::Sender::default(),
+            connections: watch::Sender::new(0),
+            tls,
+        });
+        let address = listener.local_addr()?;
+        let dir = TempDir::with_prefix("gitlab-test-").context("a folder for GitLab")?;
+        let secret_file = dir.path().join("secret");
+        std::fs::write(&secret_file, BASE64_STANDARD.encode(shared.secret))?;
+        let ca_file = match ca_pem {
+            None => None,
+            Some(pem) => {
+                let file = dir.path().join("ca.pem");
+                std::fs::write(&file, pem)?;
+                Some(file)
+            }
+        };
+        let mut gitlab = Self { address, shared, ca_file, secret_file, server: JoinSet::new(), _dir: dir };
+        gitlab.serve(listener);
+        Ok(gitlab)
+    }
+
+    fn serve(&mut self, listener: TcpListener) {
+        let shared = Arc::clone(&self.shared);
+        self.server.spawn(async move {
+            let mut connections = JoinSet::new();
+            while let Ok((stream, _)) = listener.accept().await {
+                connections.spawn(accepted(stream, Arc::clone(&shared)));
+            }
+        });
+    }
+
+    /// Returns where it listens.
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// Returns its URL, for `gitlab.address`.
+    pub fn url(&self) -> String {
+        let scheme = if self.ca_file.is_some() { "https" } else { "http" };
+        format!("{scheme}://localhost:{}", self.address.port())
+    }
+
+    /// Returns the file with the certificate of its CA, if it speaks https.
+    pub fn ca_file(&self) -> Option<&Path> {
+        self.ca_file.as_deref()
+    }
+
+    /// Returns what it and kas share.
+    pub fn secret(&self) -> &[u8; 32] {
+        &self.shared.secret
+    }
+
+    /// Returns the file that has the same in base64.
+    pub fn secret_file(&self) -> &Path {
+        &self.secret_file
+    }
+
+    /// Returns what makes a kas ask it, for [`crate::kas::Options::config`].
+    pub fn config(&self) -> Value {
+        json!({
+            "identity": null,
+            "gitlab": {
+                "address": self.url(),
+                "authentication_secret_file": self.secret_file,
+                "ca_certificate_file": self.ca_file,
+            },
+        })
+    }
+
+    /// Becomes this release.
+    pub fn be(&self, release: Release) {
+        self.shared.knowledge().release = release;
+    }
+
+    /// Gets an agent, or replaces what it knew of the token.
+    pub fn know(&self, token: &str, id: i64, name: &str, project: i64) {
+        // Everything that GitLab says, of which kas uses the first three.
+        let info = json!({
+            "project_id": project,
+            "agent_id": id,
+            "agent_name": name,
+            "gitaly_info": { "address": "unix:/gitaly", "token": "gitaly-secret", "features": { "a": "true" } },
+            "gitaly_repository": {
+                "storage_name": "default",
+                "relative_path": "@hashed/1.git",
+                "gl_repository": "project-1",
+                "gl_project_path": "group/project",
+            },
+        });
+        let mut knowledge = self.shared.knowledge();
+        knowledge.forbidden.retain(|other| other != token);
+        knowledge.agents.insert(token.to_owned(), info);
+    }
+
+    /// Does not know the token any more.
+    pub fn forget(&self, token: &str) {
+        self.shared.knowledge().agents.remove(token);
+    }
+
+    /// Forbids the agent with this token to connect.
+    pub fn forbid(&self, token: &str) {
+        self.shared.knowledge().forbidden.push(token.to_owned());
+    }
+
+    /// Answers every request in this way from now on; `None`: what it knows.
+    pub fn reply(&self, reply: impl Into<Option<Reply>>) {
+        self.shared.knowledge().reply = reply.into();
+    }
+
+    /// Goes away, with all of its connections.
+    pub async fn down(&mut self) {
+        self.server.shutdown().await;
+    }
+
+    /// Comes back at the same address.
+    ///
+    /// # Errors
+    /// When the port has been taken.
+    pub async fn up(&mut self) -> Result<()> {
+        let listener = TcpListener::bind(self.address).await?;
+        self.serve(listener);
+        Ok(())
+    }
+
+    /// Returns every request that came.
+    pub fn requests(&self) -> Vec<Seen> {
+        self.shared.seen.borrow().clone()
+    }
+
+    /// Waits until so many requests have come in all.
+    pub async fn asked(&self, times: usize) -> Vec<Seen> {
+        let mut seen = self.shared.seen.subscribe();
+        let all =
+            soon(&format!("GitLab was asked {times} times"), seen.wait_for(|seen| seen.len() >= times)).await;
+        all.expect("the sender lives as long as this").clone()
+    }
+}
+
+async fn accepted(stream: TcpStream, shared: Arc<Shared>) {
+    let mut connection = 0;
+    shared.connections.send_modify(|n| {
+        connection = *n;
+        *n += 1;
+    });
+    let mut first = [0];
+    // A TLS handshake begins with this byte, and no method does.
+    let is_tls = matches!(stream.peek(&mut first).await, Ok(1) if first[0] == 0x16);
+    // However a connection ends, kas finds out.
+    let _ = if is_tls {
+        secured(stream, connection, &shared).await
+    } else {
+        plain(stream, connection, &shared).await
+    };
+}
+
+async fn secured(stream: TcpStream, connection: u64, shared: &Shared) -> Result<()> {
+    let tls = shared.tls.as_ref().context("no TLS here")?;
+    let mut stream = tls.accept(stream).await?;
+    while let Some(seen) = request(&mut stream, connection, true).await? {
+        answer(&mut stream, seen, shared).await?;
+    }
+    Ok(())
+}
+
+async fn plain(mut stream: TcpStream, connection: u64, shared: &Shared) -> Result<()> {
+    while let Some(seen) = request(&mut stream, connection, false).await? {
+        if seen.method == "CONNECT" {
+            shared.seen.send_modify(|all| all.push(seen));
+            stream.write_all(b"HTTP/1.1 200 OK\r\n\r\n").await?;
+            return secured(stream, connection, shared).await;
+        }
+        answer(&mut stream, seen, shared).await?;
+    }
+    Ok(())
+}
+
+async fn request(stream: &mut (impl AsyncRead + Unpin), connection: u64, tls: bool) -> Result<Option<Seen>> {
+    let mut head = Vec::new();
+    while !head.ends_with(b"\r\n\r\n") {
+        // Byte by byte, so that nothing of the next one is taken.
+        match stream.read_u8().await {
+            Ok(byte) => head.push(byte),
+            Err(_) if head.is_empty() => return Ok(None),
+            Err(error) => return Err(error.into()),
+        }
+        ensure!(head.len() < 64 * 1024, "no end of the head");
+    }
+    let head = String::from_utf8(head)?;
+    let mut lines = head.trim_end().split("\r\n");
+    let mut first = lines.next().unwrap_or_default().split(' ');
+    let (method, target) =
+        (first.next().unwrap_or_default().to_owned(), first.next().unwrap_or_default().to_owned());
+    let headers = lines
+        .filter_map(|line| line.split_once(": "))
+        .map(|(name, value)| (name.to_owned(), value.to_owned()))
+        .collect();
+    Ok(Some(Seen { method, target, headers, connection, tls, head }))
+}
+
+async fn answer(stream: &mut (impl AsyncWrite + Unpin), seen: Seen, shared: &Shared) -> Result<()> {
+    let (reply, known) = {
+        let knowledge = shared.knowledge();
+        (knowledge.reply.clone(), knowledge.answer(&seen, &shared.secret))
+    };
+    shared.seen.send_modify(|all| all.push(seen));
+    let bytes = match (reply, known) {
+        (Some(Reply::Bytes(bytes)), _) | (None, Reply::Bytes(bytes)) => bytes,
+        (Some(Reply::Silence), _) => std::future::pending().await,
+        (Some(Reply::Late(time)), Reply::Bytes(bytes)) => {
+            tokio::time::sleep(time).await;
+            bytes
+        }
+        _ => anyhow::bail!("hung up"),
+    };
+    stream.write_all(&bytes).await?;
+    Ok(stream.flush().await?)
+}
+
+impl Knowledge {
+    fn answer(&self, seen: &Seen, secret: &[u8]) -> Reply {
+        let path = seen.path();
+        if path != AGENT_INFO && (path != AGENT_INFO_TODAY || self.release == Release::V14) {
+            return Reply::status("404 Not Found");
+        }
+        if seen.check_signature(secret).is_err() {
+            let body = json!({ "message": "401 KAS JWT authentication invalid" }).to_string();
+            return Reply::new("401 Unauthorized", "application/json", &body);
+        }
+        let token = seen.token(self.release).unwrap_or_default();
+        if self.forbidden.iter().any(|other| other == token) {
+            return Reply::status("403 Forbidden");
+        }
+        match self.agents.get(token) {
+            Some(info) => Reply::new("200 OK", "application/json", &info.to_string()),
+            None => Reply::status("401 Unauthorized"),
+        }
+    }
+}
