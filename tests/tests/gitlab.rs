@@ -1,0 +1,398 @@
+//! Agents that GitLab knows: a real kas asks a GitLab of the testkit, which checks its signature.
+
+use std::time::Duration;
+
+use anyhow::Result;
+use grpc::{Code, Status};
+use proto::kas::api::v1::{ConnectedAgentsByIdRequest, ConnectedAgentsByIdResponse};
+use serde_json::{Value, json};
+use testkit::{
+    agent14::{Agent14, Version},
+    agentk::Agentk,
+    caller::{Caller, answer, frame},
+    gitlab::{GitLab, NAME, Release, Reply},
+    handler::path,
+    kas::{Kas, Options, eventually, merge, token},
+    process::soon,
+    raw_agent::{CONNECT, FromKas, GET_CONFIGURATION, Kind, RawAgent},
+};
+use tokio::time::Instant;
+
+const BY_ID: &str = "/kas.api.v1.KasApi/ConnectedAgentsById";
+
+/// Starts a kas that asks `gitlab`, with `over` in its configuration.
+async fn kas_of(gitlab: &GitLab, over: Value) -> Result<Kas> {
+    kas_with(gitlab, over, &[]).await
+}
+
+async fn kas_with(gitlab: &GitLab, over: Value, env: &[(&str, String)]) -> Result<Kas> {
+    let mut config = gitlab.config();
+    merge(&mut config, over);
+    let env = env.iter().map(|(name, value)| ((*name).to_owned(), value.clone())).collect();
+    Kas::start_with(Options { config, env, ..Options::default() }).await
+}
+
+/// One that knows agents 1 and 2.
+async fn gitlab() -> Result<GitLab> {
+    let gitlab = GitLab::start().await?;
+    know(&gitlab);
+    Ok(gitlab)
+}
+
+fn know(gitlab: &GitLab) {
+    for id in [1, 2] {
+        gitlab.know(&token(id), id, &format!("agent-{id}"), 7);
+    }
+}
+
+/// Remembers agents for this long, and errors for half a second.
+fn remembering(time: Duration) -> Value {
+    let ttl = format!("{}ms", time.as_millis());
+    json!({ "agent": { "info_cache_ttl": ttl, "info_cache_error_ttl": "500ms" } })
+}
+
+async fn echo(caller: &Caller, agent: i64) -> Result<()> {
+    let got = caller.call(caller.to_agent(agent, &path("Echo")), &[b"x"]).await?;
+    assert_eq!(got.messages, ["x"], "{}", got.status);
+    Ok(())
+}
+
+/// Opens a tunnel on a connection of its own.
+async fn tunnel(kas: &Kas, agent: i64) -> Result<Result<testkit::raw_agent::RawTunnel, Status>> {
+    match RawAgent::connect(kas.agent, &token(agent), Kind::Ours).await?.tunnel().await {
+        Ok(tunnel) => Ok(Ok(tunnel)),
+        Err(error) => Ok(Err(error.downcast::<Status>()?)),
+    }
+}
+
+/// Returns why a tunnel is refused.
+async fn refusal(kas: &Kas, agent: i64) -> Result<Result<Status, &'static str>> {
+    Ok(match tunnel(kas, agent).await? {
+        Ok(_) => Err("let in"),
+        Err(status) => Ok(status),
+    })
+}
+
+#[tokio::test]
+async fn agents_of_every_kind_connect_and_gitlab_is_asked_once_for_each() -> Result<()> {
+    let gitlab = gitlab().await?;
+    gitlab.know("third-token", 3, "agent-3", 7);
+    let kas = kas_of(&gitlab, json!({})).await?;
+    let caller = kas.caller().await?;
+    let _agentk = Agentk::start(kas.agent, &token(1)).await?;
+    let _old = Agent14::start(kas.agent, &token(2), Version::Old).await?;
+    let raw = RawAgent::connect(kas.agent, "third-token", Kind::Recent).await?;
+    let (_configuration, _serving) = (raw.configuration("").await?, raw.serve(20).await?);
+    kas.metric_is("kas_connected_agents", 3.0).await?;
+    for agent in [2, 3] {
+        echo(&caller, agent).await?;
+    }
+    let request = ConnectedAgentsByIdRequest { agent_id: 3 };
+    let by_id: ConnectedAgentsByIdResponse = caller.unary(BY_ID, &request).await?;
+    assert_eq!(by_id.agents.len(), 1);
+    let seen = gitlab.requests();
+    assert_eq!(seen.len(), 3);
+    for request in &seen {
+        request.check_signature(gitlab.secret())?;
+    }
+    assert_eq!(kas.metric("kas_gitlab_lookups_total{outcome=\"Found\"}").await?, 3.0);
+    assert_eq!(kas.metric("kas_gitlab_lookup_seconds_count").await?, 3.0);
+    assert_eq!(kas.metric("kas_identity_cache_total{answer=\"Nothing\"}").await?, 3.0);
+    assert!(kas.metric("kas_identity_cache_total{answer=\"Agent\"}").await? >= 20.0);
+    Ok(())
+}
+
+#[tokio::test]
+async fn what_gitlab_answers_decides_on_the_status_of_an_agents_streams() -> Result<()> {
+    let gitlab = gitlab().await?;
+    let over = json!({ "gitlab": { "timeout": "300ms" }, "agent": { "info_cache_ttl": "0s" } });
+    let kas = kas_of(&gitlab, over).await?;
+    let json = |body: &str| Reply::new("200 OK", "application/json", body);
+    let good = r#"{"agent_id":1,"agent_name":"agent-1","project_id":7}"#;
+    let unauthenticated = (Code::Unauthenticated, "unauthenticated");
+    let forbidden = (Code::PermissionDenied, "forbidden");
+    let unavailable = (Code::Unavailable, "unavailable");
+    for (what, reply, (code, message)) in [
+        ("401", Reply::status("401 Unauthorized"), unauthenticated),
+        ("403", Reply::status("403 Forbidden"), forbidden),
+        ("404", Reply::status("404 Not Found"), unavailable),
+        ("500", Reply::status("500 Internal Server Error"), unavailable),
+        ("502", Reply::new("502 Bad Gateway", "text/html", "<html>"), unavailable),
+        ("a redirect", Reply::new("302 Found", "text/html", ""), unavailable),
+        ("another kind of content", Reply::new("200 OK", "text/html", good), unavailable),
+        ("bad JSON", json("{"), unavailable),
+        ("no agent", json("{}"), unavailable),
+        ("hung up", Reply::HangUp, unavailable),
+        ("silence", Reply::Silence, unavailable),
+    ] {
+        gitlab.reply(reply);
+        for method in [CONNECT, GET_CONFIGURATION] {
+            let agent = RawAgent::connect(kas.agent, &token(1), Kind::Old).await?;
+            let mut stream = agent.link().open(agent.request(method).body(())?).await?;
+            let got = answer(&mut stream).await?;
+            assert_eq!((got.status.code(), got.status.message()), (code, message), "{what} {method}");
+            assert!(got.trailers_only);
+        }
+    }
+    gitlab.reply(None);
+    assert!(tunnel(&kas, 1).await?.is_ok());
+    assert_eq!(tunnel(&kas, 3).await?.unwrap_err().code(), Code::Unauthenticated);
+    gitlab.forbid(&token(1));
+    assert_eq!(tunnel(&kas, 1).await?.unwrap_err().code(), Code::PermissionDenied);
+    assert!(kas.metric("kas_refusals_total{listener=\"Agent\",reason=\"Unchecked\"}").await? >= 18.0);
+    let log = kas.process.log();
+    assert!(!log.contains(&token(1)) && !log.contains("eyJ"), "a secret is in the log:\n{log}");
+    Ok(())
+}
+
+#[tokio::test]
+async fn streams_that_come_together_make_one_lookup() -> Result<()> {
+    let gitlab = gitlab().await?;
+    gitlab.reply(Reply::Late(Duration::from_millis(300)));
+    let kas = kas_of(&gitlab, json!({})).await?;
+    let agent = RawAgent::connect(kas.agent, &token(1), Kind::Ours).await?;
+    let tunnels = (0..100).map(|_| agent.tunnel());
+    let tunnels = futures_util::future::try_join_all(tunnels).await?;
+    assert_eq!((tunnels.len(), gitlab.requests().len()), (100, 1));
+    Ok(())
+}
+
+#[tokio::test]
+async fn while_gitlab_is_down_agents_are_known_for_their_time_and_tunnels_stay() -> Result<()> {
+    let mut gitlab = gitlab().await?;
+    let ttl = Duration::from_secs(3);
+    let kas = kas_of(&gitlab, remembering(ttl)).await?;
+    let caller = kas.caller().await?;
+    let agent = RawAgent::connect(kas.agent, &token(1), Kind::Ours).await?;
+    let mut configuration = agent.configuration("").await?;
+    let _serving = agent.serve(1).await?;
+    let known = Instant::now();
+    gitlab.down().await;
+    // Who is not remembered cannot be let in.
+    let refused = tunnel(&kas, 2).await?.unwrap_err();
+    assert_eq!((refused.code(), refused.message()), (Code::Unavailable, "unavailable"));
+    if known.elapsed() < ttl / 2 {
+        assert!(tunnel(&kas, 1).await?.is_ok());
+    }
+    let status = eventually("the agent's time is over", async || refusal(&kas, 1).await).await?;
+    assert_eq!((status.code(), status.message()), (Code::Unavailable, "unavailable"));
+    assert!(known.elapsed() >= ttl, "{:?}", known.elapsed());
+    // Both have outlived it.
+    echo(&caller, 1).await?;
+    assert_eq!(kas.metric("kas_connected_agents").await?, 1.0);
+    gitlab.up().await?;
+    eventually("the agent is let in again", async || Ok(tunnel(&kas, 1).await?)).await?;
+    echo(&caller, 1).await?;
+    // Nothing was cut in between: the stream is open and silent.
+    assert!(tokio::time::timeout(Duration::from_millis(50), configuration.stream().next()).await.is_err());
+    Ok(())
+}
+
+#[tokio::test]
+async fn agent_revoked_in_gitlab_loses_everything_within_the_configured_time_and_no_other_does() -> Result<()>
+{
+    for refuse in [GitLab::forget, GitLab::forbid] {
+        let gitlab = gitlab().await?;
+        let ttl = Duration::from_secs(3);
+        let kas = kas_of(&gitlab, remembering(ttl)).await?;
+        let caller = kas.caller().await?;
+        let bystander = RawAgent::connect(kas.agent, &token(2), Kind::Ours).await?;
+        let _serving = bystander.serve(1).await?;
+        let agent = RawAgent::connect(kas.agent, &token(1), Kind::Ours).await?;
+        let mut configuration = agent.configuration("").await?;
+        let mut busy = agent.tunnel().await?;
+        let mut stream = caller.open(caller.to_agent(1, &path("Chat"))).await?;
+        stream.send(frame(b"x")).await.unwrap();
+        busy.request().await;
+        assert_eq!(busy.next().await, FromKas::Message("x".into()));
+        let mut idle = agent.tunnel().await?;
+        // Through several renewals, and not cut by them.
+        gitlab.asked(6).await;
+        echo(&caller, 2).await?;
+
+        refuse(&gitlab, &token(1));
+        let begun = Instant::now();
+        assert_eq!(idle.ended().await.code(), Code::Unauthenticated);
+        assert_eq!(busy.ended().await.code(), Code::Unauthenticated);
+        assert_eq!(configuration.next().await.unwrap_err().code(), Code::Unauthenticated);
+        assert!(begun.elapsed() < ttl + Duration::from_millis(500), "{:?}", begun.elapsed());
+        assert!(tunnel(&kas, 1).await?.is_err());
+        echo(&caller, 2).await?;
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn strangers_with_made_up_tokens_do_not_keep_connected_agents_out() -> Result<()> {
+    let gitlab = gitlab().await?;
+    let mut over = remembering(Duration::from_secs(2));
+    merge(
+        &mut over,
+        json!({ "gitlab": { "api_rate_limit": { "refill_rate_per_second": 2.0, "bucket_size": 2 } } }),
+    );
+    let kas = kas_of(&gitlab, over).await?;
+    let agent = RawAgent::connect(kas.agent, &token(1), Kind::Ours).await?;
+    let _serving = agent.serve(1).await?;
+    // More than the 40 that may wait for their turn.
+    let mut strangers = tokio::task::JoinSet::new();
+    let address = kas.agent;
+    for _ in 0..60 {
+        strangers.spawn(async move {
+            loop {
+                let made_up = format!("{:032x}", rand::random::<u128>());
+                if let Ok(stranger) = RawAgent::connect(address, &made_up, Kind::Old).await {
+                    stranger.tunnel().await.unwrap_err();
+                }
+                tokio::time::sleep(Duration::from_millis(20)).await;
+            }
+        });
+    }
+    let limited = "kas_gitlab_lookups_total{outcome=\"Limited\"}";
+    eventually("strangers are refused", async || {
+        let refused = kas.metric(limited).await?;
+        Ok(if refused > 0.0 { Ok(()) } else { Err(refused) })
+    })
+    .await?;
+    let bearer = format!("Bearer {}", token(1));
+    let renewals =
+        || gitlab.requests().iter().filter(|seen| seen.header("authorization") == Some(&bearer)).count();
+    let enough = renewals() + 2;
+    soon("the agent was asked for again, twice", async {
+        while renewals() < enough {
+            let status = tunnel(&kas, 1).await?.err();
+            assert_eq!(status, None);
+            // Connections have a limit of their own.
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+        anyhow::Ok(())
+    })
+    .await?;
+    assert_eq!(kas.metric("kas_identity_late_renewals_total").await?, 0.0);
+    echo(&kas.caller().await?, 1).await
+}
+
+#[tokio::test]
+async fn a_wrong_secret_or_clock_cuts_nobody() -> Result<()> {
+    let gitlab = gitlab().await?;
+    let kas = kas_of(&gitlab, remembering(Duration::from_secs(1))).await?;
+    let caller = kas.caller().await?;
+    let agent = RawAgent::connect(kas.agent, &token(1), Kind::Ours).await?;
+    let _serving = agent.serve(1).await?;
+    let body = r#"{"message":"401 KAS JWT authentication invalid"}"#;
+    gitlab.reply(Reply::new("401 Unauthorized", "application/json", body));
+    let since = kas.process.log_len();
+    kas.process
+        .logged_since(since, "what is wrong", |line| {
+            line["error"]
+                .as_str()?
+                .contains("gitlab.authentication_secret_file or a clock is wrong")
+                .then_some(())
+        })
+        .await?;
+    let status = eventually("new streams are refused", async || refusal(&kas, 1).await).await?;
+    assert_eq!(status.code(), Code::Unavailable);
+    echo(&caller, 1).await
+}
+
+#[tokio::test]
+async fn gitlab_with_a_certificate_of_its_own_ca_and_a_gitlab_of_today() -> Result<()> {
+    let gitlab = GitLab::start_tls().await?;
+    know(&gitlab);
+    gitlab.be(Release::Today);
+    let kas = kas_of(&gitlab, json!({})).await?;
+    assert!(tunnel(&kas, 1).await?.is_ok());
+    let kas = kas_of(&gitlab, json!({ "gitlab": { "api": "today" } })).await?;
+    assert!(tunnel(&kas, 1).await?.is_ok());
+    let kas = kas_of(&gitlab, json!({ "gitlab": { "ca_certificate_file": null } })).await?;
+    assert_eq!(tunnel(&kas, 1).await?.unwrap_err().code(), Code::Unavailable);
+    let kas = kas_of(&gitlab, json!({ "gitlab": { "api": "v14" } })).await?;
+    assert_eq!(tunnel(&kas, 1).await?.unwrap_err().code(), Code::Unauthenticated);
+    Ok(())
+}
+
+#[tokio::test]
+async fn the_proxy_of_the_environment_is_used() -> Result<()> {
+    let gitlab = GitLab::start_tls().await?;
+    know(&gitlab);
+    let proxy = format!("http://{}", gitlab.address());
+    for (scheme, variable) in [("https", "HTTPS_PROXY"), ("http", "http_proxy")] {
+        let over = || json!({ "gitlab": { "address": format!("{scheme}://{NAME}") } });
+        // Of the machine that runs this test, none may get in between.
+        let env = |no: &str| {
+            [("NO_PROXY", no.to_owned()), ("HTTP_PROXY", proxy.clone()), (variable, proxy.clone())]
+        };
+        let before = gitlab.requests().len();
+        let kas = kas_with(&gitlab, over(), &env("")).await?;
+        assert!(tunnel(&kas, 1).await?.is_ok(), "{scheme}");
+        let seen = gitlab.requests().split_off(before);
+        let first = &seen[0];
+        if scheme == "https" {
+            assert_eq!((&*first.method, &*first.target), ("CONNECT", "gitlab.test:443"));
+            assert!(seen[1].tls);
+        } else {
+            assert!(first.target.starts_with("http://gitlab.test/api/"), "{}", first.target);
+        }
+        let kas = kas_with(&gitlab, over(), &env(NAME)).await?;
+        assert_eq!(tunnel(&kas, 1).await?.unwrap_err().code(), Code::Unavailable, "that name leads nowhere");
+    }
+    Ok(())
+}
+
+/// What GitLab's packages write, with ports for tests; the sections for Redis and Gitaly are read and do nothing.
+#[tokio::test]
+async fn a_file_of_gitlabs_kas_14_1_starts_and_agents_connect() -> Result<()> {
+    let gitlab = gitlab().await?;
+    let secret = gitlab.secret_file().with_file_name("private");
+    std::fs::write(&secret, "BAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA=")?;
+    let over = json!({
+        "gitlab": {
+            "address": gitlab.url(),
+            "authentication_secret_file": gitlab.secret_file(),
+            "api_rate_limit": { "refill_rate_per_second": 30.0, "bucket_size": 70 },
+        },
+        "agent": {
+            "listen": { "network": "tcp", "max_connection_age": "1800s", "connections_per_token_per_minute": 100 },
+            "configuration": { "poll_period": "20s", "max_configuration_file_size": 131072 },
+            "gitops": { "poll_period": "20s", "project_info_cache_ttl": "300s" },
+            "info_cache_ttl": "300s",
+            "info_cache_error_ttl": "60s",
+            "redis_conn_info_ttl": "300s",
+            "kubernetes_api": { "listen": { "address": "127.0.0.1:0" } },
+        },
+        "observability": { "usage_reporting_period": "60s", "logging": { "level": "info" } },
+        "gitaly": { "global_api_rate_limit": { "refill_rate_per_second": 30.0, "bucket_size": 70 } },
+        "redis": { "server": { "address": "127.0.0.1:6379" } },
+        "private_api": { "listen": { "address": "127.0.0.1:0", "authentication_secret_file": secret } },
+    });
+    let env = [("OWN_PRIVATE_API_URL", "grpc://127.0.0.1:8155".to_owned())];
+    let kas = kas_with(&gitlab, over, &env).await?;
+    let _agent = Agent14::start(kas.agent, &token(1), Version::Old).await?;
+    kas.metric_is("kas_connected_agents", 1.0).await?;
+    echo(&kas.caller().await?, 1).await?;
+    assert!(!kas.process.log().contains("gitlab: has no effect"));
+    Ok(())
+}
+
+#[tokio::test]
+async fn kas_does_not_start_with_a_secret_that_gitlab_cannot_have() -> Result<()> {
+    let gitlab = gitlab().await?;
+    for (content, told) in [
+        ("QUJD", "a secret of 3 bytes"),
+        ("hunter2!", "not standard base64 with padding"),
+        ("", "an empty file"),
+    ] {
+        let file = gitlab.secret_file().with_file_name("other");
+        std::fs::write(&file, content)?;
+        let over = json!({ "gitlab": { "authentication_secret_file": file } });
+        let error = format!("{:#}", kas_of(&gitlab, over).await.unwrap_err());
+        assert!(
+            error.contains("gitlab.authentication_secret_file: found ") && error.contains(told),
+            "{error}"
+        );
+        assert!(!error.contains("hunter2"));
+    }
+    let over = json!({ "gitlab": { "ca_certificate_file": gitlab.secret_file() } });
+    let error = format!("{:#}", kas_of(&gitlab, over).await.unwrap_err());
+    assert!(error.contains("gitlab.ca_certificate_file cannot be used"), "{error}");
+    Ok(())
+}
