@@ -1,0 +1,268 @@
+//! From an HTTP/1.1 request to a WebSocket connection, both ends, without I/O.
+
+use http::{
+    HeaderMap, HeaderName, HeaderValue, Method, Request, Response, StatusCode, Version,
+    header::{
+        CONNECTION, HOST, ORIGIN, SEC_WEBSOCKET_ACCEPT, SEC_WEBSOCKET_KEY, SEC_WEBSOCKET_PROTOCOL,
+        SEC_WEBSOCKET_VERSION, UPGRADE,
+    },
+};
+use tungstenite::handshake::{client::generate_key, derive_accept_key};
+
+/// The subprotocol of GitLab's agents.
+pub const SUBPROTOCOL: HeaderValue = HeaderValue::from_static("ws-tunnel");
+/// Close code for what breaks the protocol.
+pub const PROTOCOL_ERROR: u16 = 1002;
+/// The close reason for a client that did not offer the subprotocol, in the words of 14.1.
+pub const NO_SUBPROTOCOL: &str = r#"Expecting "ws-tunnel" subprotocol, got """#;
+
+const WEBSOCKET: HeaderValue = HeaderValue::from_static("websocket");
+const VERSION_13: HeaderValue = HeaderValue::from_static("13");
+
+/// What a server answers to a request for an upgrade.
+#[derive(Debug)]
+pub struct Answer {
+    /// 101.
+    pub response: Response<()>,
+    /// Whether the client offered the subprotocol. Otherwise the connection is closed once it is upgraded,
+    /// with [`PROTOCOL_ERROR`] and [`NO_SUBPROTOCOL`]: so does 14.1, and its agents show that text.
+    pub subprotocol: bool,
+}
+
+/// Why a server upgrades nothing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Refused {
+    /// Not a request for WebSocket, such as that of a balancer which looks whether the port answers.
+    #[error("this port speaks gRPC: plain, or inside WebSocket")]
+    NotWebSocket,
+    /// A request for WebSocket with a flaw.
+    #[error("not a valid request for WebSocket: {0}")]
+    Malformed(&'static str),
+    /// A page of somebody else sent a browser here.
+    #[error("the origin is not this host")]
+    Origin,
+}
+
+impl Refused {
+    /// Returns the answer, without its body: the text of this error.
+    pub fn response(self) -> Response<()> {
+        let mut response = Response::new(());
+        *response.status_mut() = match self {
+            Self::NotWebSocket => StatusCode::UPGRADE_REQUIRED,
+            Self::Malformed(_) => StatusCode::BAD_REQUEST,
+            Self::Origin => StatusCode::FORBIDDEN,
+        };
+        let headers = response.headers_mut();
+        if self != Self::Origin {
+            headers.insert(UPGRADE, WEBSOCKET);
+            headers.insert(SEC_WEBSOCKET_VERSION, VERSION_13);
+        }
+        headers.insert(CONNECTION, HeaderValue::from_static("close"));
+        response
+    }
+}
+
+/// Answers a request. Any path will do, and extensions are declined by silence.
+///
+/// # Errors
+/// See [`Refused`].
+pub fn answer<B>(request: &Request<B>) -> Result<Answer, Refused> {
+    let headers = request.headers();
+    if !has_token(headers, CONNECTION, "upgrade") || !has_token(headers, UPGRADE, "websocket") {
+        return Err(Refused::NotWebSocket);
+    }
+    if request.method() != Method::GET || request.version() != Version::HTTP_11 {
+        return Err(Refused::Malformed("it is GET of HTTP/1.1"));
+    }
+    if headers.get(SEC_WEBSOCKET_VERSION) != Some(&VERSION_13) {
+        return Err(Refused::Malformed("its version is 13"));
+    }
+    // 16 bytes in base64; nobody reads them.
+    let key = headers.get(SEC_WEBSOCKET_KEY).filter(|key| key.len() == 24);
+    let key = key.ok_or(Refused::Malformed("its key has 16 bytes"))?;
+    if let Some(origin) = headers.get(ORIGIN) {
+        let host = headers.get(HOST).map(HeaderValue::as_bytes);
+        let origin = origin.to_str().ok().and_then(|origin| origin.split_once("://"));
+        let same = origin.zip(host).is_some_and(|((_, o), h)| o.as_bytes().eq_ignore_ascii_case(h));
+        if !same {
+            return Err(Refused::Origin);
+        }
+    }
+    let accept = HeaderValue::try_from(derive_accept_key(key.as_bytes()));
+    let accept = accept.map_err(|_| Refused::Malformed("its key has 16 bytes"))?;
+    let subprotocol = has_token(headers, SEC_WEBSOCKET_PROTOCOL, "ws-tunnel");
+    let mut response = Response::new(());
+    *response.status_mut() = StatusCode::SWITCHING_PROTOCOLS;
+    let headers = response.headers_mut();
+    headers.insert(CONNECTION, HeaderValue::from_static("upgrade"));
+    headers.insert(UPGRADE, WEBSOCKET);
+    headers.insert(SEC_WEBSOCKET_ACCEPT, accept);
+    if subprotocol {
+        headers.insert(SEC_WEBSOCKET_PROTOCOL, SUBPROTOCOL);
+    }
+    Ok(Answer { response, subprotocol })
+}
+
+/// A client's request for an upgrade that was sent.
+#[derive(Debug)]
+pub struct Asked {
+    accept: String,
+}
+
+/// Why a client got no WebSocket connection.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum NotUpgraded {
+    /// Another status than 101.
+    #[error("the answer was HTTP {0}")]
+    Status(StatusCode),
+    /// 101 that does not follow the rules.
+    #[error("the answer is not that of a WebSocket server: {0}")]
+    Answer(&'static str),
+    /// A WebSocket server that knows nothing of agents.
+    #[error("the server does not speak the subprotocol ws-tunnel")]
+    Subprotocol,
+}
+
+/// Puts into `headers` what makes a GET request one for an upgrade.
+pub fn ask(headers: &mut HeaderMap) -> Asked {
+    let key = generate_key();
+    let asked = Asked { accept: derive_accept_key(key.as_bytes()) };
+    headers.insert(CONNECTION, HeaderValue::from_static("Upgrade"));
+    headers.insert(UPGRADE, WEBSOCKET);
+    headers.insert(SEC_WEBSOCKET_VERSION, VERSION_13);
+    headers.insert(SEC_WEBSOCKET_PROTOCOL, SUBPROTOCOL);
+    if let Ok(key) = HeaderValue::try_from(key) {
+        headers.insert(SEC_WEBSOCKET_KEY, key);
+    }
+    asked
+}
+
+impl Asked {
+    /// Checks the answer.
+    ///
+    /// # Errors
+    /// See [`NotUpgraded`].
+    pub fn check<B>(&self, response: &Response<B>) -> Result<(), NotUpgraded> {
+        if response.status() != StatusCode::SWITCHING_PROTOCOLS {
+            return Err(NotUpgraded::Status(response.status()));
+        }
+        let headers = response.headers();
+        if !has_token(headers, CONNECTION, "upgrade") || !has_token(headers, UPGRADE, "websocket") {
+            return Err(NotUpgraded::Answer("it upgrades to something else"));
+        }
+        if headers.get(SEC_WEBSOCKET_ACCEPT).map(HeaderValue::as_bytes) != Some(self.accept.as_bytes()) {
+            return Err(NotUpgraded::Answer("it does not fit the request's key"));
+        }
+        if headers.contains_key(http::header::SEC_WEBSOCKET_EXTENSIONS) {
+            return Err(NotUpgraded::Answer("it has an extension that was not offered"));
+        }
+        if headers.get(SEC_WEBSOCKET_PROTOCOL) != Some(&SUBPROTOCOL) {
+            return Err(NotUpgraded::Subprotocol);
+        }
+        Ok(())
+    }
+}
+
+/// Whether a header that holds a list has this token.
+fn has_token(headers: &HeaderMap, name: HeaderName, token: &str) -> bool {
+    let values = headers.get_all(name).into_iter().filter_map(|value| value.to_str().ok());
+    values.flat_map(|value| value.split(',')).any(|one| one.trim().eq_ignore_ascii_case(token))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn request() -> (Request<()>, Asked) {
+        let mut request =
+            Request::get("/-/kubernetes-agent/").header(HOST, "kas.example.com").body(()).unwrap();
+        let asked = ask(request.headers_mut());
+        (request, asked)
+    }
+
+    #[test]
+    fn client_and_server_agree() {
+        let (request, asked) = request();
+        let answered = answer(&request).unwrap();
+        assert!(answered.subprotocol);
+        asked.check(&answered.response).unwrap();
+    }
+
+    #[test]
+    fn key_of_the_rfc_gets_its_answer() {
+        let (mut request, _) = request();
+        request.headers_mut().insert(SEC_WEBSOCKET_KEY, "dGhlIHNhbXBsZSBub25jZQ==".parse().unwrap());
+        let accept = answer(&request).unwrap().response.headers()[SEC_WEBSOCKET_ACCEPT].clone();
+        assert_eq!(accept, "s3pPLMBiTxaQ9kYGzzhZRbK+xOo=");
+    }
+
+    #[test]
+    fn proxies_may_change_case_and_lists() {
+        let (mut request, asked) = request();
+        let headers = request.headers_mut();
+        headers.insert(CONNECTION, "keep-alive, UPGRADE".parse().unwrap());
+        headers.insert(UPGRADE, "WebSocket".parse().unwrap());
+        headers.insert(SEC_WEBSOCKET_PROTOCOL, "other, ws-tunnel".parse().unwrap());
+        headers.insert("sec-websocket-extensions", "permessage-deflate".parse().unwrap());
+        headers.insert(ORIGIN, "https://KAS.example.com".parse().unwrap());
+        asked.check(&answer(&request).unwrap().response).unwrap();
+    }
+
+    #[test]
+    fn what_is_not_a_valid_request_is_refused_with_a_reason() {
+        type Change = fn(&mut Request<()>);
+        let cases: [(Change, Refused, u16); 6] = [
+            (|r| drop(r.headers_mut().remove(UPGRADE)), Refused::NotWebSocket, 426),
+            (|r| drop(r.headers_mut().remove(CONNECTION)), Refused::NotWebSocket, 426),
+            (|r| *r.method_mut() = Method::POST, Refused::Malformed("it is GET of HTTP/1.1"), 400),
+            (
+                |r| drop(r.headers_mut().remove(SEC_WEBSOCKET_VERSION)),
+                Refused::Malformed("its version is 13"),
+                400,
+            ),
+            (
+                |r| drop(r.headers_mut().remove(SEC_WEBSOCKET_KEY)),
+                Refused::Malformed("its key has 16 bytes"),
+                400,
+            ),
+            (
+                |r| drop(r.headers_mut().insert(ORIGIN, "https://evil.example".parse().unwrap())),
+                Refused::Origin,
+                403,
+            ),
+        ];
+        for (change, refused, status) in cases {
+            let (mut request, _) = request();
+            change(&mut request);
+            assert_eq!(answer(&request).unwrap_err(), refused);
+            assert_eq!(refused.response().status(), status);
+        }
+    }
+
+    #[test]
+    fn client_without_the_subprotocol_is_upgraded_to_be_told_so() {
+        let (mut request, asked) = request();
+        request.headers_mut().remove(SEC_WEBSOCKET_PROTOCOL);
+        let answered = answer(&request).unwrap();
+        assert!(!answered.subprotocol);
+        assert_eq!(asked.check(&answered.response), Err(NotUpgraded::Subprotocol));
+    }
+
+    #[test]
+    fn answers_that_are_none_are_told_apart() {
+        let (request, asked) = request();
+        let good = || answer(&request).unwrap().response;
+        let mut answer = good();
+        *answer.status_mut() = StatusCode::NOT_FOUND;
+        assert_eq!(asked.check(&answer).unwrap_err().to_string(), "the answer was HTTP 404 Not Found");
+        let mut answer = good();
+        answer.headers_mut().insert(SEC_WEBSOCKET_ACCEPT, "x".parse().unwrap());
+        assert!(matches!(asked.check(&answer), Err(NotUpgraded::Answer(_))));
+        let mut answer = good();
+        answer.headers_mut().insert("sec-websocket-extensions", "permessage-deflate".parse().unwrap());
+        assert!(matches!(asked.check(&answer), Err(NotUpgraded::Answer(_))));
+        let mut answer = good();
+        answer.headers_mut().remove(UPGRADE);
+        assert!(matches!(asked.check(&answer), Err(NotUpgraded::Answer(_))));
+    }
+}
