@@ -33,8 +33,14 @@ pub async fn serve(listen: &str, tls: Option<(PathBuf, PathBuf)>, modules: Modul
     tracing::info!(address = address.map(tracing::field::display), "serving directly, for a bench");
     let lifecycle = Lifecycle::default();
     let mut signals = Signals::new().context("cannot watch signals")?;
-    let server =
-        Server { listener, tls, settings: http2::AGENT, age: None, service: Arc::new(Direct(modules)) };
+    let server = Server {
+        listener,
+        tls,
+        websocket: false,
+        settings: http2::AGENT,
+        age: None,
+        service: Arc::new(Direct(modules)),
+    };
     let mut serving = std::pin::pin!(server.run(lifecycle.clone()));
     tokio::select! {
         () = serving.as_mut() => {}

@@ -349,6 +349,7 @@ impl Kas {
                 let server = Server {
                     listener,
                     tls,
+                    websocket: false,
                     settings: http2::PEER,
                     // After GOAWAY a peer opens another link; what is in the old one goes on.
                     age: Some(Age { age: listen.max_connection_age.mul_f64(API_AGE_SHARE), grace: None }),
@@ -361,7 +362,9 @@ impl Kas {
         Ok(Self {
             agent: Server {
                 listener: agent_listener,
-                tls: server_tls("agent", &config.agent.listen.listen)?,
+                tls: server_tls("agent", &config.agent.listen.listen)?
+                    .map(|tls| if config.agent.listen.websocket { tls::or_http1(&tls) } else { tls }),
+                websocket: config.agent.listen.websocket,
                 settings: http2::AGENT,
                 age: Some(Age {
                     age: config.agent.listen.max_connection_age.mul_f64(AGENT_AGE_SHARE),
@@ -372,6 +375,7 @@ impl Kas {
             api: Server {
                 listener: api_listener,
                 tls: server_tls("api", &listen.listen)?,
+                websocket: false,
                 settings: http2::API,
                 age: Some(Age { age: listen.max_connection_age.mul_f64(API_AGE_SHARE), grace: None }),
                 service: api,

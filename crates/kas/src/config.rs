@@ -488,6 +488,8 @@ pub struct Agent {
 pub struct AgentListener {
     /// Where to listen.
     pub listen: Listen,
+    /// Whether agents may come inside WebSocket too.
+    pub websocket: bool,
     /// Connections that one token may open in a minute.
     pub connections_per_token_per_minute: u32,
     /// When a connection is asked to end.

@@ -8,6 +8,7 @@
 use std::{
     convert::Infallible,
     future::Future,
+    io,
     net::SocketAddr,
     pin::{Pin, pin},
     sync::{
@@ -33,6 +34,7 @@ use tokio_rustls::TlsAcceptor;
 use crate::{
     io::{Listener, Stream},
     lifecycle::{Lifecycle, Phase},
+    websocket_door,
 };
 
 /// A response's body.
@@ -49,7 +51,7 @@ pub const HEADER_LIST: u32 = 16 * 1024;
 pub const STREAM_WINDOW: u32 = 256 * 1024;
 /// The largest window of HTTP/2: "not limited here".
 pub const UNLIMITED_WINDOW: u32 = (1 << 31) - 1;
-/// A TLS handshake must be over within this time.
+/// A TLS handshake must be over within this time, and so must what may follow it: an upgrade to WebSocket.
 const HANDSHAKE: Duration = Duration::from_secs(5);
 /// Without one authenticated stream a connection is closed after this time.
 const UNAUTHENTICATED: Duration = Duration::from_secs(10);
@@ -118,7 +120,7 @@ pub trait Service: Send + Sync + 'static {
 pub enum Refusal {
     /// Too many were in a handshake.
     TooManyHandshakes,
-    /// The TLS handshake failed or took too long.
+    /// The TLS handshake or the upgrade to WebSocket failed or took too long.
     Handshake,
     /// Accepting failed: usually out of file descriptors.
     Accept,
@@ -272,6 +274,8 @@ pub struct Server {
     pub listener: Listener,
     /// TLS, unless plain.
     pub tls: Option<Arc<rustls::ServerConfig>>,
+    /// Whether HTTP/2 may come inside WebSocket too.
+    pub websocket: bool,
     /// The limits.
     pub settings: Settings,
     /// Age limit of connections, if any.
@@ -309,39 +313,73 @@ impl Server {
             };
             let service = Arc::clone(&self.service);
             let (settings, age, lifecycle) = (self.settings, self.age, lifecycle.clone());
-            match (&tls, stream) {
-                (Some(tls), Stream::Tcp(stream)) => {
-                    if half_open.fetch_add(1, Ordering::Relaxed) >= HALF_OPEN {
-                        half_open.fetch_sub(1, Ordering::Relaxed);
-                        service.refused(Refusal::TooManyHandshakes);
-                        continue;
-                    }
-                    let (tls, half_open) = (tls.clone(), Arc::clone(&half_open));
-                    tasks.spawn(async move {
-                        // Boxed: the handshake's state is large and short-lived.
-                        let handshake = Box::pin(tokio::time::timeout(HANDSHAKE, tls.accept(stream))).await;
-                        half_open.fetch_sub(1, Ordering::Relaxed);
-                        match handshake {
-                            Ok(Ok(stream)) => {
-                                let stream = Stream::Tls(Box::new(stream));
-                                connection(stream, peer, settings, age, service, lifecycle).await;
-                            }
-                            Ok(Err(error)) => {
-                                tracing::debug!(error = %error, "tls handshake failed");
-                                service.refused(Refusal::Handshake);
-                            }
-                            Err(_) => service.refused(Refusal::Handshake),
-                        }
-                    });
-                }
-                (_, stream) => {
-                    tasks.spawn(connection(stream, peer, settings, age, service, lifecycle));
-                }
+            if tls.is_none() && !self.websocket {
+                tasks.spawn(connection(stream, peer, settings, age, service, lifecycle));
+                continue;
             }
+            let Some(half_open) = HalfOpen::enter(&half_open) else {
+                service.refused(Refusal::TooManyHandshakes);
+                continue;
+            };
+            let (tls, websocket) = (tls.clone(), self.websocket);
+            tasks.spawn(async move {
+                // Boxed: the handshakes' state is large and short-lived.
+                let opened = tokio::select! {
+                    opened = Box::pin(open(stream, tls, websocket)) => opened,
+                    // Who has not shown anything yet does not delay the exit.
+                    () = lifecycle.reached(Phase::Stopped) => return,
+                };
+                match opened {
+                    Ok(stream) => {
+                        drop(half_open);
+                        connection(stream, peer, settings, age, service, lifecycle).await;
+                    }
+                    Err(error) => {
+                        tracing::debug!(error = %error, "a connection did not get past its handshake");
+                        service.refused(Refusal::Handshake);
+                    }
+                }
+            });
         }
         tasks.close();
         tasks.wait().await;
     }
+}
+
+/// A connection that is counted as in its handshake.
+struct HalfOpen(Arc<AtomicUsize>);
+
+impl HalfOpen {
+    /// Counts one more, unless there are too many.
+    fn enter(count: &Arc<AtomicUsize>) -> Option<Self> {
+        let entered = Self(Arc::clone(count));
+        (count.fetch_add(1, Ordering::Relaxed) < HALF_OPEN).then_some(entered)
+    }
+}
+
+impl Drop for HalfOpen {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// Does what comes before HTTP/2: TLS, WebSocket, or both.
+async fn open(stream: Stream, tls: Option<TlsAcceptor>, websocket: bool) -> io::Result<Stream> {
+    let late = |_| io::Error::from(io::ErrorKind::TimedOut);
+    let mut is_http2 = false;
+    // TLS is for TCP; a Unix socket is the system's business.
+    let mut stream = match (tls, stream) {
+        (Some(tls), Stream::Tcp(stream)) => {
+            let stream = tokio::time::timeout(HANDSHAKE, tls.accept(stream)).await.map_err(late)??;
+            is_http2 = stream.get_ref().1.alpn_protocol() == Some(b"h2");
+            Stream::Tls(Box::new(stream))
+        }
+        (_, stream) => stream,
+    };
+    if websocket && !is_http2 {
+        stream = tokio::time::timeout(HANDSHAKE, websocket_door::enter(stream)).await.map_err(late)??;
+    }
+    Ok(stream)
 }
 
 /// Serves one connection to its end.

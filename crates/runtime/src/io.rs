@@ -1,4 +1,4 @@
-//! Sockets: TCP and Unix, with and without TLS, as one type.
+//! Sockets: TCP and Unix, with and without TLS or WebSocket, as one type.
 
 use std::{
     io,
@@ -13,6 +13,7 @@ use tokio::{
     net::{TcpListener, TcpStream, UnixListener, UnixStream},
 };
 use tokio_rustls::server::TlsStream;
+use websocket::{Authorities, ByteStream, Rewind};
 
 /// A connection of any kind.
 #[derive(Debug)]
@@ -23,6 +24,10 @@ pub enum Stream {
     Unix(UnixStream),
     /// TLS over TCP, boxed: its state is large.
     Tls(Box<TlsStream<TcpStream>>),
+    /// Any of them whose first bytes were looked at.
+    Rewound(Box<Rewind<Stream>>),
+    /// Any of them inside WebSocket.
+    WebSocket(Box<Authorities<ByteStream<Rewind<Stream>>>>),
 }
 
 macro_rules! each {
@@ -31,6 +36,8 @@ macro_rules! each {
             Stream::Tcp($stream) => $body,
             Stream::Unix($stream) => $body,
             Stream::Tls($stream) => $body,
+            Stream::Rewound($stream) => $body,
+            Stream::WebSocket($stream) => $body,
         }
     };
 }
@@ -67,6 +74,8 @@ impl AsyncWrite for Stream {
             Self::Tcp(stream) => stream.is_write_vectored(),
             Self::Unix(stream) => stream.is_write_vectored(),
             Self::Tls(stream) => stream.is_write_vectored(),
+            Self::Rewound(stream) => stream.is_write_vectored(),
+            Self::WebSocket(stream) => stream.is_write_vectored(),
         }
     }
 }

@@ -9,3 +9,4 @@ pub mod lifecycle;
 pub mod telemetry;
 pub mod tls;
 pub mod version;
+mod websocket_door;

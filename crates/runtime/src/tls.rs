@@ -8,6 +8,8 @@ use std::{
 use rustls::{ClientConfig, RootCertStore, ServerConfig, server::WebPkiClientVerifier};
 use rustls_pki_types::{CertificateDer, PrivateKeyDer, pem::PemObject as _};
 
+const HTTP1: &[u8] = b"http/1.1";
+
 /// Why TLS could not be set up.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
@@ -87,6 +89,20 @@ pub fn server_for(
     // A session cache in memory would grow with agents; tickets keep nothing here.
     config.session_storage = Arc::new(rustls::server::NoServerSessionStorage {});
     Ok(Arc::new(config))
+}
+
+/// Returns `config` for a listener that speaks HTTP/1.1 too.
+pub fn or_http1(config: &ServerConfig) -> Arc<ServerConfig> {
+    let mut config = config.clone();
+    config.alpn_protocols.push(HTTP1.to_vec());
+    Arc::new(config)
+}
+
+/// Returns `config` for a client that speaks HTTP/1.1 and nothing else.
+pub fn http1_only(config: &ClientConfig) -> Arc<ClientConfig> {
+    let mut config = config.clone();
+    config.alpn_protocols = vec![HTTP1.to_vec()];
+    Arc::new(config)
 }
 
 /// Returns a client's configuration: the system's roots plus those of `ca_file`.

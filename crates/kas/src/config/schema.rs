@@ -562,14 +562,14 @@ type InfoCache = (Duration, Duration);
 fn agent(s: &mut Section<'_, '_>, by_gitlab: bool) -> (Agent, InfoCache) {
     let listen = s.section("listen", "The listener of agents; they show a token of identity.file, or of GitLab.", |s| {
         let (network, address) = bind_address(s, "127.0.0.1:8150");
-        if s.flag("websocket", "Serve gRPC over WebSocket as well. Only false in this version.") {
-            s.refuse(
-                "websocket",
-                "false: WebSocket is not in this version; agents dial with grpc:// or grpcs://",
-            );
-        }
+        let websocket = s.flag(
+            "websocket",
+            "Serve gRPC inside WebSocket as well (ws:// and wss://), for ingresses that know no HTTP/2. Plain gRPC \
+             stays on the same port.",
+        );
         AgentListener {
             listen: Listen { network, address, tls: tls(s) },
+            websocket,
             connections_per_token_per_minute: s.number(
                 "connections_per_token_per_minute",
                 100,

@@ -44,7 +44,7 @@ agent:
   listen:
     network: tcp4
     address: 0.0.0.0:18150
-    websocket: false
+    websocket: true
     certificate_file: /tls/agent.crt
     key_file: /tls/agent.key
     connections_per_token_per_minute: 40000
@@ -154,6 +154,7 @@ fn a_complete_14_1_file_loads_and_says_what_does_nothing() {
                 listen: Listen { network: Network::Tcp4, address: "0.0.0.0:18150".into(), tls: tls("agent") },
                 connections_per_token_per_minute: 40_000,
                 max_connection_age: secs(7200),
+                websocket: true,
                 ..defaults.agent.listen.clone()
             },
             configuration: ConfigurationSource {
@@ -327,6 +328,7 @@ fn no_file_at_all_gives_one_replica_on_loopback() {
                 listen: loopback(8150),
                 connections_per_token_per_minute: 100,
                 max_connection_age: secs(1800),
+                websocket: false,
                 max_connection_age_grace: None,
                 proxied_idle_timeout: secs(50),
                 max_tunnels_per_agent: 500,
@@ -448,11 +450,6 @@ fn every_bad_value_is_told_with_what_would_be_right() {
         (
             "observability: {listen: {network: unix}}",
             "observability.listen.address: found nothing; expected the path of a socket, because network is unix",
-        ),
-        (
-            "agent: {listen: {websocket: true}}",
-            "agent.listen.websocket: found true; expected false: WebSocket is not in this version; agents dial with \
-             grpc:// or grpcs://",
         ),
         (
             "agent: {listen: {websocket: 'no'}}",
@@ -626,7 +623,7 @@ fn every_bad_value_is_told_with_what_would_be_right() {
 
 #[test]
 fn all_problems_are_told_at_once_one_on_each_line() {
-    let yaml = "agent: {listen: {network: udp, websocket: true}}\nlimits: {waiters: x}\ndrain: 1\n";
+    let yaml = "agent: {listen: {network: udp, websocket: 1}}\nlimits: {waiters: x}\ndrain: 1\n";
     let paths: Vec<_> = load(yaml, &env()).unwrap_err().iter().map(|p| p.path().to_owned()).collect();
     assert_eq!(paths, ["agent.listen.network", "agent.listen.websocket", "limits.waiters", "drain"]);
     assert_eq!(problems(yaml).len(), 4);
