@@ -1,14 +1,38 @@
 //! From an address of kas to an HTTP/2 connection, every limit set explicitly.
 
-use std::{io, net::SocketAddr, sync::Arc, time::Duration};
+use std::{
+    io,
+    net::SocketAddr,
+    pin::Pin,
+    sync::Arc,
+    task::{Context, Poll},
+    time::Duration,
+};
 
-use http::uri::{Authority, Scheme};
-use hyper::client::conn::http2;
+use http::{
+    HeaderValue, Request, header,
+    uri::{Authority, PathAndQuery, Scheme},
+};
+use http_body_util::Empty;
+use hyper::{
+    client::conn::{http1, http2},
+    upgrade::Parts,
+};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use runtime::http2::{FRAME, HEADER_LIST, STREAM_WINDOW, UNLIMITED_WINDOW};
 use rustls::pki_types::ServerName;
-use tokio::net::TcpStream;
+use tokio::{
+    io::{AsyncRead, AsyncWrite, ReadBuf},
+    net::TcpStream,
+};
+use tokio_rustls::client::TlsStream;
 use tokio_util::sync::{CancellationToken, DropGuard};
+use websocket::{
+    ByteStream, Rewind, Role,
+    upgrade::{self, NotUpgraded},
+};
+
+use crate::session::user_agent;
 
 /// Connecting and the TLS handshake must be over within this time.
 const CONNECT: Duration = Duration::from_secs(10);
@@ -24,6 +48,8 @@ const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(10);
 pub struct KasAddress {
     authority: Authority,
     tls: bool,
+    /// The request for an upgrade goes there; `None`: no WebSocket.
+    websocket: Option<PathAndQuery>,
 }
 
 /// Why a text is not an address of kas.
@@ -31,11 +57,12 @@ pub struct KasAddress {
 pub enum AddressError {
     /// Another scheme; in the words of 14.1.
     #[error(
-        "unsupported scheme in GitLab Kubernetes Agent Server address: {0:?}; use grpc://host:port or grpcs://host:port"
+        "unsupported scheme in GitLab Kubernetes Agent Server address: {0:?}; use grpc://host:port, grpcs://host:port, \
+         ws://host or wss://host"
     )]
     Scheme(String),
     /// No host, or no port.
-    #[error("expected grpc://host:port or grpcs://host:port, got {0:?}")]
+    #[error("expected grpc://host:port, grpcs://host:port, ws://host or wss://host, got {0:?}")]
     Shape(String),
 }
 
@@ -45,28 +72,55 @@ impl std::str::FromStr for KasAddress {
     fn from_str(text: &str) -> Result<Self, AddressError> {
         let shape = || AddressError::Shape(text.to_owned());
         let (scheme, rest) = text.split_once("://").ok_or_else(shape)?;
-        let tls = match scheme {
-            "grpc" => false,
-            "grpcs" => true,
+        let (tls, websocket) = match scheme {
+            "grpc" => (false, false),
+            "grpcs" => (true, false),
+            "ws" => (false, true),
+            "wss" => (true, true),
             other => return Err(AddressError::Scheme(other.to_owned())),
         };
-        // Only host and port of the URL are used, as in 14.1.
-        let authority: Authority = rest.split('/').next().unwrap_or_default().parse().map_err(|_| shape())?;
-        let authority = match (authority.port_u16(), tls) {
+        let (authority, path) = rest.split_at(rest.find(['/', '?', '#']).unwrap_or(rest.len()));
+        let authority: Authority = authority.parse().map_err(|_| shape())?;
+        let port = match (tls, websocket) {
+            (true, _) => Some(443),
+            (false, true) => Some(80),
+            // No port is usual for it.
+            (false, false) => None,
+        };
+        let authority = match (authority.port_u16(), port) {
             (Some(_), _) => authority,
-            (None, true) => format!("{authority}:443").parse().map_err(|_| shape())?,
-            (None, false) => return Err(shape()),
+            (None, Some(port)) => format!("{authority}:{port}").parse().map_err(|_| shape())?,
+            (None, None) => return Err(shape()),
         };
         if authority.host().is_empty() || authority.as_str().contains('@') {
             return Err(shape());
         }
-        Ok(Self { authority, tls })
+        // Only host and port of the others are used, as in 14.1.
+        let websocket = websocket
+            .then(|| {
+                let slash = if path.starts_with('/') { "" } else { "/" };
+                // Takes a fragment away, which is no part of a request.
+                format!("{slash}{path}").parse().map_err(|_| shape())
+            })
+            .transpose()?;
+        Ok(Self { authority, tls, websocket })
     }
 }
 
 impl std::fmt::Display for KasAddress {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{}://{}", if self.tls { "grpcs" } else { "grpc" }, self.authority)
+        let scheme = match (&self.websocket, self.tls) {
+            (None, false) => "grpc",
+            (None, true) => "grpcs",
+            (Some(_), false) => "ws",
+            (Some(_), true) => "wss",
+        };
+        write!(f, "{scheme}://{}", self.authority)?;
+        match &self.websocket {
+            // Without a query: it may hold what logs must not.
+            Some(path) if path.path() != "/" => f.write_str(path.path()),
+            _ => Ok(()),
+        }
     }
 }
 
@@ -92,6 +146,22 @@ pub enum DialError {
         /// Why.
         source: io::Error,
     },
+    /// The request for WebSocket was not answered.
+    #[error("{address} did not answer the request for WebSocket")]
+    Http1 {
+        /// Where.
+        address: KasAddress,
+        /// Why.
+        source: hyper::Error,
+    },
+    /// The request for WebSocket was refused: the address, or a proxy in between.
+    #[error("no WebSocket connection to {address}")]
+    Upgrade {
+        /// Where.
+        address: KasAddress,
+        /// Why.
+        source: NotUpgraded,
+    },
     /// The other side does not speak HTTP/2.
     #[error("{address} does not speak HTTP/2")]
     Http2 {
@@ -110,7 +180,8 @@ pub enum DialError {
 pub struct Link {
     /// Opens streams.
     pub sender: http2::SendRequest<grpc::Body>,
-    /// This end's own address.
+    /// This end's own address; `None` inside WebSocket, where proxies in between do no harm: every byte counts
+    /// for their idle timers, pings too.
     pub local: Option<SocketAddr>,
     /// The other end's address: of kas, or of a balancer.
     pub peer: Option<SocketAddr>,
@@ -219,7 +290,7 @@ async fn connect(
     let (local, peer) = (stream.local_addr().ok(), stream.peer_addr().ok());
     let tasks = LinkTasks(CancellationToken::new());
     let guard = tasks.0.clone().drop_guard();
-    let mut builder = http2::Builder::new(tasks);
+    let mut builder = http2::Builder::new(tasks.clone());
     builder
         .timer(TokioTimer::new())
         .adaptive_window(false)
@@ -236,21 +307,122 @@ async fn connect(
         .max_pending_accept_reset_streams(1_000)
         .max_local_error_reset_streams(None);
     let http2 = |source| DialError::Http2 { address: address.clone(), source };
-    let (sender, driver) = if address.tls {
+    let stream = if address.tls {
         let host = address.authority.host().trim_start_matches('[').trim_end_matches(']').to_owned();
         let name = ServerName::try_from(host.clone()).map_err(|_| DialError::Name(host))?;
-        let stream = tokio_rustls::TlsConnector::from(Arc::clone(tls))
-            .connect(name, stream)
-            .await
-            .map_err(|source| DialError::Tls { address: address.clone(), source })?;
-        let (sender, connection) = builder.handshake(TokioIo::new(stream)).await.map_err(http2)?;
-        (sender, tokio::spawn(drive(connection)))
+        let tls = match &address.websocket {
+            None => Arc::clone(tls),
+            Some(_) => runtime::tls::http1_only(tls),
+        };
+        let connecting = tokio_rustls::TlsConnector::from(tls).connect(name, stream);
+        let tls = |source| DialError::Tls { address: address.clone(), source };
+        Stream::Tls(Box::new(connecting.await.map_err(tls)?))
     } else {
-        let (sender, connection) = builder.handshake(TokioIo::new(stream)).await.map_err(http2)?;
-        (sender, tokio::spawn(drive(connection)))
+        Stream::Plain(stream)
     };
-    let scheme = if address.tls { Scheme::HTTPS } else { Scheme::HTTP };
+    let (sender, driver) = match &address.websocket {
+        None => {
+            let (sender, connection) = builder.handshake(TokioIo::new(stream)).await.map_err(http2)?;
+            (sender, tokio::spawn(drive(connection)))
+        }
+        Some(path) => {
+            let stream = Box::pin(upgrade(address, path, stream, &tasks)).await?;
+            let (sender, connection) = builder.handshake(TokioIo::new(stream)).await.map_err(http2)?;
+            (sender, tokio::spawn(drive(connection)))
+        }
+    };
+    // Inside WebSocket HTTP/2 itself is plain, as 14.1 says.
+    let is_https = address.tls && address.websocket.is_none();
+    let scheme = if is_https { Scheme::HTTPS } else { Scheme::HTTP };
+    let local = local.filter(|_| address.websocket.is_none());
     Ok(Link { sender, local, peer, scheme, authority: address.authority.clone(), driver, guard })
+}
+
+/// Asks for WebSocket, and returns the bytes inside.
+async fn upgrade(
+    address: &KasAddress,
+    path: &PathAndQuery,
+    stream: Stream,
+    tasks: &LinkTasks,
+) -> Result<ByteStream<Rewind<Stream>>, DialError> {
+    use hyper::rt::Executor as _;
+    let http1 = |source| DialError::Http1 { address: address.clone(), source };
+    let refused = |source| DialError::Upgrade { address: address.clone(), source };
+    let (mut sender, connection) = http1::Builder::new()
+        .max_buf_size(HEADER_LIST as usize)
+        .handshake(TokioIo::new(stream))
+        .await
+        .map_err(http1)?;
+    // It ends with the upgrade, or because nobody has anything more to ask.
+    tasks.execute(connection.with_upgrades());
+    let mut request = Request::new(Empty::<bytes::Bytes>::new());
+    *request.uri_mut() = path.clone().into();
+    let headers = request.headers_mut();
+    // A port that is the scheme's own is not said: proxies compare the text.
+    let own = if address.tls { ":443" } else { ":80" };
+    let host = address.authority.as_str();
+    if let Ok(host) = HeaderValue::from_str(host.strip_suffix(own).unwrap_or(host)) {
+        headers.insert(header::HOST, host);
+    }
+    headers.insert(header::USER_AGENT, HeaderValue::from_static(user_agent()));
+    let asked = upgrade::ask(headers);
+    let response = sender.send_request(request).await.map_err(http1)?;
+    asked.check(&response).map_err(refused)?;
+    let upgraded = hyper::upgrade::on(response).await.map_err(http1)?;
+    let Parts { io, read_buf, .. } = upgraded
+        .downcast::<TokioIo<Stream>>()
+        .map_err(|_| refused(NotUpgraded::Answer("the connection is of another kind")))?;
+    Ok(ByteStream::new(Rewind::new(io.into_inner(), read_buf), Role::Client))
+}
+
+/// A connection to kas, or to a proxy before it.
+enum Stream {
+    Plain(TcpStream),
+    Tls(Box<TlsStream<TcpStream>>),
+}
+
+macro_rules! each {
+    ($self:expr, $stream:ident => $body:expr) => {
+        match $self.get_mut() {
+            Stream::Plain($stream) => $body,
+            Stream::Tls($stream) => $body,
+        }
+    };
+}
+
+impl AsyncRead for Stream {
+    fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        each!(self, stream => Pin::new(stream).poll_read(cx, buf))
+    }
+}
+
+impl AsyncWrite for Stream {
+    fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
+        each!(self, stream => Pin::new(stream).poll_write(cx, buf))
+    }
+
+    fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        each!(self, stream => Pin::new(stream).poll_flush(cx))
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        each!(self, stream => Pin::new(stream).poll_shutdown(cx))
+    }
+
+    fn poll_write_vectored(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bufs: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        each!(self, stream => Pin::new(stream).poll_write_vectored(cx, bufs))
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        match self {
+            Self::Plain(stream) => stream.is_write_vectored(),
+            Self::Tls(stream) => stream.is_write_vectored(),
+        }
+    }
 }
 
 async fn drive(connection: impl Future<Output = hyper::Result<()>>) {
@@ -296,6 +468,11 @@ mod tests {
             ("grpcs://kas.example.com", "grpcs://kas.example.com:443"),
             ("grpcs://kas.example.com:8150/ignored", "grpcs://kas.example.com:8150"),
             ("grpc://[::1]:8150", "grpc://[::1]:8150"),
+            ("ws://127.0.0.1:8150", "ws://127.0.0.1:8150"),
+            ("ws://kas", "ws://kas:80"),
+            ("wss://kas.example.com", "wss://kas.example.com:443"),
+            ("wss://gitlab:444/-/kubernetes-agent/#x", "wss://gitlab:444/-/kubernetes-agent/"),
+            ("wss://kas?token=secret", "wss://kas:443"),
         ] {
             assert_eq!(text.parse::<KasAddress>().unwrap().to_string(), shown);
         }
@@ -305,6 +482,9 @@ mod tests {
             ("grpc://kas", "expected grpc://host:port"),
             ("grpc://", "expected grpc://host:port"),
             ("grpc://user@kas:1", "expected grpc://host:port"),
+            ("wss://user@kas", "expected grpc://host:port"),
+            ("wss:///path", "expected grpc://host:port"),
+            ("https://kas", "ws://host or wss://host"),
         ] {
             assert!(text.parse::<KasAddress>().unwrap_err().to_string().contains(part), "{text}");
         }

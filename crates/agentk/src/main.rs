@@ -34,6 +34,9 @@ struct Arguments {
 #[derive(clap::Args)]
 struct AgentArguments {
     /// Where kas is: grpc://host:port, or grpcs://host:port for TLS.
+    ///
+    /// ws://host[:port][/path] and wss:// do the same inside WebSocket, through proxies that know no HTTP/2; the path is
+    /// for them.
     #[arg(long, value_name = "URL", env = "AGENTK_KAS_ADDRESS", required = true)]
     kas_address: Option<KasAddress>,
     /// File with the agent token. It is read again when it changes.
@@ -94,6 +97,8 @@ Examples:
     agentk --kas-address grpcs://kas.example.com --token-file /config/token
   next to a cluster:
     agentk --kas-address grpc://127.0.0.1:8150 --token-file token --kubeconfig ~/.kube/config
+  through the ingress of a GitLab:
+    agentk --kas-address wss://gitlab.example.com/-/kubernetes-agent/ --token-file /config/token
 
 A token and the lines that make it known to kas: kasctl token agent --id 1 --name demo --project 1";
 

@@ -486,7 +486,7 @@ impl RequestParts {
         headers.insert(header::AUTHORIZATION, shared.token.authorization()?);
         headers.insert(header::CONTENT_TYPE, grpc::CONTENT_TYPE);
         headers.insert(header::TE, HeaderValue::from_static("trailers"));
-        headers.insert(header::USER_AGENT, HeaderValue::from_static(concat_user_agent()));
+        headers.insert(header::USER_AGENT, HeaderValue::from_static(user_agent()));
         headers.insert(INSTANCE_HEADER, shared.instance.clone());
         if let Some(local) = self.local.and_then(|local| HeaderValue::try_from(local.to_string()).ok()) {
             headers.insert(SOCKET_HEADER, local);
@@ -495,7 +495,8 @@ impl RequestParts {
     }
 }
 
-fn concat_user_agent() -> &'static str {
+/// How agentk names itself to kas.
+pub(crate) fn user_agent() -> &'static str {
     static AGENT: std::sync::OnceLock<String> = std::sync::OnceLock::new();
     AGENT.get_or_init(|| format!("agentk/{}/{}", runtime::version::VERSION, runtime::version::COMMIT))
 }
