@@ -66,6 +66,13 @@ fn missing() -> Result<Vec<Missing>> {
             });
         }
     }
+    if find_program("nginx").is_none() {
+        missing.push(Missing {
+            what: "nginx (stands before kas as an ingress does)".to_owned(),
+            debian: Some("nginx-light"),
+            otherwise: "nginx",
+        });
+    }
     if find_program("kubectl").is_none() {
         missing.push(Missing {
             what: "kubectl (answers are compared with its own)".to_owned(),
@@ -74,6 +81,13 @@ fn missing() -> Result<Vec<Missing>> {
         });
     }
     let has_assets = env::var_os("KUBEBUILDER_ASSETS").is_some_and(|folder| !folder.is_empty());
+    if has_assets && find_program("go").is_none() {
+        missing.push(Missing {
+            what: "Go (builds an agent with the libraries of GitLab's)".to_owned(),
+            debian: Some("golang-go"),
+            otherwise: "https://go.dev/dl/",
+        });
+    }
     if !has_assets && let Some(what) = go_missing()? {
         missing.push(Missing {
             what,

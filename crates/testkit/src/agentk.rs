@@ -61,6 +61,19 @@ impl Agentk {
         Self::start_at(None, &format!("grpcs://{kas}"), token, &arguments).await
     }
 
+    /// Starts one that dials this address of kas, and trusts the CA in `ca` besides the system's; nothing is behind it
+    /// but the bench's service.
+    ///
+    /// # Errors
+    /// When it does not start.
+    pub async fn start_url(url: &str, token: &str, ca: Option<&Path>) -> Result<Self> {
+        let mut arguments = vec!["--kube-server", "http://127.0.0.1:1"];
+        if let Some(ca) = ca {
+            arguments.extend(["--ca-cert-file", ca.to_str().context("the path of a CA file is UTF-8")?]);
+        }
+        Self::start_at(None, url, token, &arguments).await
+    }
+
     /// Starts one in a network namespace; nothing is behind it but the bench's service.
     ///
     /// # Errors

@@ -4,8 +4,9 @@
 //! * [`mesh`]: several replicas of kas as one cluster, on loopback or each on a host of its own: a [`network`] of
 //!   namespaces, which can be cut.
 //! * [`caller`]: who calls the API listener. [`raw_agent`]: an agent by hand; [`agent14`]: one as GitLab's are; both
-//!   serve what [`handler`] says. [`link`]: the HTTP/2 below.
-//! * [`gitlab`]: the internal API of GitLab, for kas. [`kas14`]: a kas as GitLab's, for agentk. [`kubernetes`]: a real API server.
+//!   serve what [`handler`] says. [`websocket_agent`]: one that dials `ws://`. [`link`]: the HTTP/2 below.
+//! * [`gitlab`]: the internal API of GitLab, for kas. [`kas14`]: a kas as GitLab's, for agentk. [`kubernetes`]: a real
+//!   API server.
 
 pub mod agent14;
 pub mod agentk;
@@ -21,3 +22,4 @@ pub mod mesh;
 pub mod network;
 pub mod process;
 pub mod raw_agent;
+pub mod websocket_agent;
