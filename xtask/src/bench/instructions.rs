@@ -34,7 +34,7 @@ pub(super) fn run(args: &InstructionsArgs) -> anyhow::Result<()> {
         "--instr-atstart=no".into(),
         format!("--callgrind-out-file={}", counted.display()),
     ];
-    let kas = ground.kas("kas", &KasOptions { tls: false, workers: Some(1), under })?;
+    let kas = ground.kas("kas", &KasOptions { tls: false, websocket: false, workers: Some(1), under })?;
     let _agent = ground.agentk(&kas, AGENT, None)?;
     let mut client = ground.client()?;
     let tokens = if args.new_tokens { Tokens::EachCall } else { Tokens::EachSecond };

@@ -15,6 +15,8 @@ use super::{
 const UNLIMITED: i64 = 1;
 /// Agents with few tunnels: number and limit.
 const FEW: [(i64, usize); 3] = [(2, 2), (3, 8), (4, 32)];
+/// An agent inside WebSocket, tunnels without limit.
+const INSIDE: i64 = 5;
 /// Where idle agents begin, and where those that are waited for do.
 const IDLE_FROM: i64 = 101;
 const WAITED_FROM: i64 = 1_500;
@@ -29,12 +31,14 @@ pub(super) struct Row {
     callers: usize,
     stalled: bool,
     tokens: Tokens,
+    /// The agent is inside WebSocket.
+    websocket: bool,
 }
 
 const SMALL: u32 = 100;
 const LARGE: u32 = 64 * 1024;
 
-pub(super) const ROWS: [Row; 11] = [
+pub(super) const ROWS: [Row; 14] = [
     row("unary_100b_c1", "100 B, 1 caller", Work::Unary(SMALL), 1, 1),
     row("unary_100b_c10", "100 B, 10 callers, 4 connections", Work::Unary(SMALL), 4, 10),
     Row {
@@ -49,7 +53,20 @@ pub(super) const ROWS: [Row; 11] = [
     row("unary_100b_c16", "100 B, 16 callers, 4 connections", Work::Unary(SMALL), 4, 16),
     row(ALONE, "100 B, 8 callers, 4 connections", Work::Unary(SMALL), 4, 8),
     Row { stalled: true, ..row(BESIDE, "the same beside a stalled download", Work::Unary(SMALL), 4, 8) },
+    inside(row(
+        "websocket_100b_c64",
+        "WebSocket: 100 B, 64 callers, 4 connections",
+        Work::Unary(SMALL),
+        4,
+        64,
+    )),
+    inside(row("websocket_down_64k", "WebSocket: 64 KiB messages down, 4 streams", Work::Down(LARGE), 2, 4)),
+    inside(row("websocket_up_64k", "WebSocket: 64 KiB messages up, 4 streams", Work::Up(LARGE), 2, 4)),
 ];
+
+const fn inside(row: Row) -> Row {
+    Row { websocket: true, ..row }
+}
 
 /// The row that says what checking a signature costs.
 const NEW_TOKENS: &str = "unary_100b_c10_new_tokens";
@@ -58,7 +75,16 @@ pub(super) const ALONE: &str = "fast_alone";
 pub(super) const BESIDE: &str = "fast_beside_stalled";
 
 const fn row(name: &'static str, title: &'static str, work: Work, connections: usize, callers: usize) -> Row {
-    Row { name, title, work, connections, callers, stalled: false, tokens: Tokens::EachSecond }
+    Row {
+        name,
+        title,
+        work,
+        connections,
+        callers,
+        stalled: false,
+        tokens: Tokens::EachSecond,
+        websocket: false,
+    }
 }
 
 /// What one variant of a row did in one round.
@@ -100,6 +126,7 @@ struct Stage {
     kas: Kas,
     agent: Process,
     few: Vec<Process>,
+    inside: Process,
     secret_file: PathBuf,
     span: Span,
     bare_direct: bool,
@@ -107,7 +134,7 @@ struct Stage {
 
 impl Stage {
     fn new(ground: &Ground, span: Span, bare_direct: bool) -> anyhow::Result<Self> {
-        let kas = ground.kas("kas", &KasOptions::default())?;
+        let kas = ground.kas("kas", &KasOptions { websocket: true, ..KasOptions::default() })?;
         let mut stage = Self {
             client: ground.client()?,
             direct: ground.direct()?,
@@ -116,13 +143,14 @@ impl Stage {
                 .iter()
                 .map(|(agent, max)| ground.agentk(&kas, *agent, Some(*max)))
                 .collect::<Result<_, _>>()?,
+            inside: ground.agentk_inside(&kas, INSIDE)?,
             kas,
             secret_file: ground.secret_file(),
             span,
             bare_direct,
         };
         // The first calls wait until the agents are connected.
-        for agent in std::iter::once(UNLIMITED).chain(FEW.map(|(agent, _)| agent)) {
+        for agent in [UNLIMITED, INSIDE].into_iter().chain(FEW.map(|(agent, _)| agent)) {
             let span = Span::Count { warm: 1, run: 1 };
             let load = Load { span, ..stage.load(&row("first", "", Work::Unary(SMALL), 1, 1), Some(agent)) };
             let loaded = stage.client.load(&load, |_, _| Ok(()))?;
@@ -160,6 +188,7 @@ impl Stage {
         let server = if through.is_some() { &self.kas.process } else { &self.direct.0 };
         let agent = match through {
             Some(UNLIMITED) => Some(&self.agent),
+            Some(INSIDE) => Some(&self.inside),
             Some(number) => {
                 FEW.iter().position(|(agent, _)| *agent == number).and_then(|at| self.few.get(at))
             }
@@ -228,7 +257,7 @@ pub(super) fn run(args: &PathArgs) -> anyhow::Result<()> {
             progress(&format!("{} ({})", row.name, row.title));
             // The order alternates too, so that neither way is always first.
             let mut samples = BTreeMap::new();
-            let ways = [None, Some(UNLIMITED)];
+            let ways = [None, Some(if row.websocket { INSIDE } else { UNLIMITED })];
             for at in [round % 2, (round + 1) % 2] {
                 let way = ways[at as usize];
                 samples.insert(way.is_some(), stage.measure(row, way)?);

@@ -216,6 +216,8 @@ pub(super) struct Kas {
 pub(super) struct KasOptions {
     /// TLS on the listener of agents.
     pub(super) tls: bool,
+    /// WebSocket on it too.
+    pub(super) websocket: bool,
     /// `None`: as many as there are cores.
     pub(super) workers: Option<usize>,
     /// What is put before the command.
@@ -284,8 +286,9 @@ impl Ground {
         } else {
             String::new()
         };
+        let websocket = options.websocket;
         let config = format!(
-            "agent: {{listen: {{address: \"{agents}\"{tls}}}}}\n\
+            "agent: {{listen: {{address: \"{agents}\", websocket: {websocket}{tls}}}}}\n\
              api: {{listen: {{address: \"{api}\", authentication_secret_file: {:?}}}}}\n\
              observability: {{listen: {{address: \"{observability}\"}}}}\n\
              identity: {{file: {:?}}}\n\
@@ -348,9 +351,24 @@ impl Ground {
         number: i64,
         max_tunnels: Option<usize>,
     ) -> anyhow::Result<Process> {
-        let scheme = if kas.tls { "grpcs" } else { "grpc" };
+        let url = format!("{}://{}", if kas.tls { "grpcs" } else { "grpc" }, kas.agents);
+        self.agentk_of(kas, &url, number, max_tunnels)
+    }
+
+    /// As [`agentk`](Self::agentk), inside WebSocket.
+    pub(super) fn agentk_inside(&self, kas: &Kas, number: i64) -> anyhow::Result<Process> {
+        self.agentk_of(kas, &format!("ws://{}", kas.agents), number, None)
+    }
+
+    fn agentk_of(
+        &self,
+        kas: &Kas,
+        url: &str,
+        number: i64,
+        max_tunnels: Option<usize>,
+    ) -> anyhow::Result<Process> {
         let mut command = Command::new(&self.binaries.agentk);
-        command.arg("--kas-address").arg(format!("{scheme}://{}", kas.agents));
+        command.arg("--kas-address").arg(url);
         command.arg("--token-file").arg(self.path(&format!("token-{number}")));
         command.args(["--observability-address", "127.0.0.1:0", "--kube-server", "http://127.0.0.1:1"]);
         command.arg("--bench-module").current_dir(self.folder.path());
