@@ -143,7 +143,8 @@ pub(super) struct Why {
 impl Why {
     /// Returns whether a request would be taken to the replica with this private address.
     pub(super) fn goes_to(&self, name: &str) -> bool {
-        self.route.iter().any(|step| step.contains(name))
+        // A replica that does not answer is named as well.
+        self.route.iter().any(|step| step.contains(name) && !step.ends_with(" cannot be asked"))
     }
 }
 
