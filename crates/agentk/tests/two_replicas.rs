@@ -532,7 +532,7 @@ async fn second_connection_that_meets_silence_opens_no_tunnel_and_is_let_go() ->
 
 /// Museum 16: an agent of k3s (discussion 11329) that had been offline for a day never came back.
 ///
-/// The real supervisor, with a clock that is played; a bound on its pauses is what it shows.
+/// The real supervisor, with a clock that is played. Seen to fail when its pauses grow without a bound.
 #[tokio::test(start_paused = true)]
 async fn agent_reconnects_after_24h_sim() -> Result<()> {
     let [a, b] = named(["a", "b"], 2);
