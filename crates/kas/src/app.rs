@@ -24,6 +24,7 @@ use tokio::{sync::watch, task::JoinHandle, time::Instant};
 
 use crate::{
     agent_config::AgentConfigs,
+    audit,
     auth::JwtVerifier,
     config::{self, Config, Problems, Secrets, secret::ApiSecret},
     gitlab,
@@ -39,6 +40,7 @@ use crate::{
     },
     mesh::{Mesh, MeshError},
     metrics::Metrics,
+    observe::Observer,
     peer::kept::Kept,
     rate_limit::RateLimit,
     router::Router,
@@ -84,6 +86,9 @@ pub enum StartError {
     /// The secret for GitLab was not loaded.
     #[error("gitlab.authentication_secret_file was not read")]
     NoSecret,
+    /// The audit log cannot begin.
+    #[error(transparent)]
+    Audit(#[from] audit::OpenError),
     /// The other replicas cannot be looked for.
     #[error("the other replicas cannot be looked for")]
     Mesh(#[from] MeshError),
@@ -138,6 +143,7 @@ pub struct Kas {
     kept: Arc<Kept>,
     configs: Arc<AgentConfigs>,
     metrics: Arc<Metrics>,
+    audit: Option<Arc<audit::Sink>>,
     lifecycle: Lifecycle,
 }
 
@@ -211,6 +217,19 @@ async fn open_identity(
         }
         // Secrets were loaded for this configuration.
         (config::Identity::GitLab(_), None) => Err(StartError::NoSecret),
+    }
+}
+
+/// Opens the audit log anew at each SIGHUP.
+async fn reopen_on_hangup(audit: Arc<audit::Sink>) {
+    use tokio::signal::unix::{SignalKind, signal};
+    match signal(SignalKind::hangup()) {
+        Ok(mut hangups) => {
+            while hangups.recv().await.is_some() {
+                audit.reopen();
+            }
+        }
+        Err(error) => tracing::warn!(error = %error, "SIGHUP cannot be watched"),
     }
 }
 
@@ -314,6 +333,14 @@ impl Kas {
         ));
         let kept = Arc::clone(router.kept());
         let configs = AgentConfigs::new(&config.agent.configuration);
+        let audit = match &config.observability.audit {
+            None => None,
+            Some(audit) => {
+                let (replica, metrics) = (replica.id.as_str().to_owned(), Arc::clone(&metrics));
+                Some(audit::Sink::open(&audit.output, audit.queue as usize, replica, metrics)?)
+            }
+        };
+        let observer = Observer::new(audit.clone(), Arc::clone(&identity));
         let agents = AgentListener::new(Parts {
             identity,
             registry: Arc::clone(&tunnels),
@@ -326,7 +353,7 @@ impl Kas {
         });
         let listen = &config.api.listen;
         let jwt = JwtVerifier::new(&secrets, &listen.issuers, listen.leeway);
-        let api = ApiListener::new(jwt, router, tracker, Arc::clone(&metrics), lifecycle.watch());
+        let api = ApiListener::new(jwt, router, tracker, Arc::clone(&metrics), lifecycle.watch(), observer);
 
         let private = match (mesh, private_listener, &config.tracker) {
             (Some(mesh), Some(listener), config::Tracker::Gossip(replication)) => {
@@ -389,6 +416,7 @@ impl Kas {
             kept,
             configs,
             metrics,
+            audit,
             lifecycle,
             config,
         })
@@ -419,6 +447,7 @@ impl Kas {
             kept,
             configs,
             metrics,
+            audit,
             lifecycle,
             ..
         } = self;
@@ -442,6 +471,7 @@ impl Kas {
         let _ = started.set(synced);
         let mut background =
             vec![tokio::spawn(Arc::clone(&agents).watch_identity()), tokio::spawn(configs.run())];
+        background.extend(audit.clone().map(|audit| tokio::spawn(reopen_on_hangup(audit))));
         let mut replication = None;
         if let Some((server, mesh, service)) = private {
             servers.spawn(server.run(lifecycle.clone()));
@@ -485,6 +515,10 @@ impl Kas {
         agents.end_all();
         lifecycle.advance(Phase::Stopped);
         servers.wait().await;
+        // After the last requests have ended, and before probes stop: what is lost here is counted.
+        if let Some(audit) = &audit {
+            audit.flush().await;
+        }
         // Probes are answered to the end.
         let _ = (&mut admin.0).await;
         for task in background {

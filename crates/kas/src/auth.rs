@@ -5,7 +5,7 @@
 
 use std::{
     collections::HashMap,
-    sync::{Mutex, PoisonError},
+    sync::{Arc, Mutex, PoisonError},
     time::Duration,
 };
 
@@ -14,7 +14,7 @@ use http::HeaderMap;
 use jsonwebtoken::{Algorithm, DecodingKey, Validation};
 use serde::Deserialize;
 
-use crate::config::secret::ApiSecret;
+use crate::{audit::Actor, config::secret::ApiSecret};
 
 /// The audience of every JWT that kas accepts.
 pub const AUDIENCE: &str = "gitlab-kas";
@@ -51,7 +51,14 @@ const LONGEST_REMEMBERED: usize = 2048;
 pub struct JwtVerifier {
     keys: Vec<DecodingKey>,
     validation: Validation,
-    verified: Mutex<HashMap<Box<[u8]>, f64>>,
+    verified: Mutex<HashMap<Box<[u8]>, Verified>>,
+}
+
+/// A token that was verified.
+#[derive(Clone, Debug)]
+struct Verified {
+    exp: f64,
+    actor: Arc<Actor>,
 }
 
 impl std::fmt::Debug for JwtVerifier {
@@ -60,11 +67,27 @@ impl std::fmt::Debug for JwtVerifier {
     }
 }
 
-/// `Validation` checks the claims; only the expiry is used after it.
+/// `Validation` checks the claims; these are used after it.
 #[derive(Deserialize)]
 struct Claims {
     /// Seconds since 1970; GitLab writes whole ones, kas of GitLab fractions.
     exp: f64,
+    /// For the audit log. Of whatever type: what it may be was decided before.
+    #[serde(default)]
+    iss: serde_json::Value,
+    #[serde(default)]
+    sub: serde_json::Value,
+}
+
+impl Claims {
+    fn actor(&self) -> Arc<Actor> {
+        /// Characters of a claim that are kept.
+        const LONGEST: usize = 128;
+        let text = |claim: &serde_json::Value| {
+            claim.as_str().map(|text| text.chars().take(LONGEST).collect::<String>())
+        };
+        Arc::new(Actor { issuer: text(&self.iss).unwrap_or_default(), subject: text(&self.sub) })
+    }
 }
 
 impl JwtVerifier {
@@ -82,24 +105,29 @@ impl JwtVerifier {
         Self { keys, validation, verified: Mutex::default() }
     }
 
-    /// Checks the token of a request.
+    /// Checks the token of a request, and returns who asks.
     ///
     /// # Errors
     /// `UNAUTHENTICATED`.
-    pub fn verify(&self, headers: &HeaderMap) -> Result<(), Status> {
+    pub fn verify(&self, headers: &HeaderMap) -> Result<Arc<Actor>, Status> {
         let token = bearer(headers)?;
         let now = runtime::clock::wall().as_secs_f64();
-        if let Some(exp) = self.verified().get(token)
-            && now < exp + self.validation.leeway as f64
+        if let Some(verified) = self.verified().get(token)
+            && now < verified.exp + self.validation.leeway as f64
         {
-            return Ok(());
+            return Ok(Arc::clone(&verified.actor));
         }
         let mut reason = None;
         for key in &self.keys {
             match jsonwebtoken::decode::<Claims>(token, key, &self.validation) {
                 Ok(decoded) => {
-                    self.remember(token, decoded.claims.exp, now);
-                    return Ok(());
+                    let actor = decoded.claims.actor();
+                    self.remember(
+                        token,
+                        Verified { exp: decoded.claims.exp, actor: Arc::clone(&actor) },
+                        now,
+                    );
+                    return Ok(actor);
                 }
                 Err(error) => reason = Some(error),
             }
@@ -110,22 +138,22 @@ impl JwtVerifier {
         Err(Status::new(Code::Unauthenticated, "JWT validation failed"))
     }
 
-    fn verified(&self) -> std::sync::MutexGuard<'_, HashMap<Box<[u8]>, f64>> {
+    fn verified(&self) -> std::sync::MutexGuard<'_, HashMap<Box<[u8]>, Verified>> {
         self.verified.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn remember(&self, token: &[u8], exp: f64, now: f64) {
+    fn remember(&self, token: &[u8], new: Verified, now: f64) {
         if token.len() > LONGEST_REMEMBERED {
             return;
         }
         let mut verified = self.verified();
         if verified.len() >= REMEMBERED {
-            verified.retain(|_, exp| *exp > now);
+            verified.retain(|_, verified| verified.exp > now);
         }
         if verified.len() >= REMEMBERED {
             verified.clear();
         }
-        verified.insert(token.into(), exp);
+        verified.insert(token.into(), new);
     }
 }
 
@@ -165,14 +193,33 @@ mod tests {
         for _ in 0..2 {
             verifier.verify(&headers).unwrap();
         }
-        for exp in verifier.verified().values_mut() {
-            *exp = 1.0;
+        for verified in verifier.verified().values_mut() {
+            verified.exp = 1.0;
         }
         // The signature still holds, so it is checked anew and found unexpired; a token whose own
         // claim has passed is not.
         verifier.verify(&headers).unwrap();
         let old = serde_json::json!({"aud": AUDIENCE, "iss": "gitlab", "exp": 1});
         assert!(verifier.verify(&self::headers(&old, &[b's'; 32])).is_err());
+    }
+
+    #[test]
+    fn a_token_says_who_asks_each_time() {
+        let dir = tempfile::tempdir().unwrap();
+        let verifier = verifier(dir.path(), 5);
+        let exp = runtime::clock::wall().as_secs() + 60;
+        for (sub, expected) in [
+            (serde_json::json!("jane"), Some("jane".to_owned())),
+            (serde_json::Value::Null, None),
+            (serde_json::json!("x".repeat(200)), Some("x".repeat(128))),
+        ] {
+            let claims = serde_json::json!({"aud": AUDIENCE, "iss": "gitlab", "exp": exp, "sub": sub});
+            let headers = headers(&claims, &[b's'; 32]);
+            for _ in 0..2 {
+                let actor = verifier.verify(&headers).unwrap();
+                assert_eq!((actor.issuer.as_str(), &actor.subject), ("gitlab", &expected));
+            }
+        }
     }
 
     #[test]

@@ -570,6 +570,26 @@ pub struct Observability {
     pub readiness_path: String,
     /// What is logged.
     pub log_level: LogLevel,
+    /// Where the audit log goes; `None`: there is none.
+    pub audit: Option<Audit>,
+}
+
+/// Section `observability.audit`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Audit {
+    /// Where its lines go.
+    pub output: AuditOutput,
+    /// Lines that may wait to be written; at least one.
+    pub queue: u32,
+}
+
+/// Key `observability.audit.output`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum AuditOutput {
+    /// Standard output.
+    Stdout,
+    /// A file, to which is appended.
+    File(PathBuf),
 }
 
 /// Key `observability.logging.level`.

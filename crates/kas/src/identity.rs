@@ -58,6 +58,9 @@ pub trait Identity: Send + Sync + 'static {
     /// Whether a stream that began as `authenticated` may go on: the agent still holds the token,
     /// and still has the same name and project.
     async fn still_valid(&self, authenticated: &Authenticated) -> bool;
+
+    /// Returns the configuration project of an agent, when it is known here without asking: for the audit log.
+    fn project_of(&self, agent: AgentId) -> Option<i64>;
 }
 
 /// Why a token was not accepted.
@@ -117,6 +120,7 @@ impl fmt::Debug for Hold {
 #[derive(Default)]
 pub struct Identities {
     by_token: HashMap<TokenHash, Arc<Agent>>,
+    projects: HashMap<AgentId, i64>,
     agents: usize,
 }
 
@@ -156,6 +160,11 @@ impl Identities {
         self.by_token.get(&hash).is_some_and(|holder| holder.id == agent)
     }
 
+    /// Returns the configuration project of `agent`.
+    pub fn project_of(&self, agent: AgentId) -> Option<i64> {
+        self.projects.get(&agent).copied()
+    }
+
     /// Returns the number of agents.
     pub fn len(&self) -> usize {
         self.agents
@@ -177,6 +186,7 @@ fn agents(root: &mut Section<'_, '_>) -> Identities {
     let mut by_id = HashMap::new();
     let mut holders: HashMap<TokenHash, usize> = HashMap::new();
     let mut by_token = HashMap::new();
+    let mut projects = HashMap::new();
     let list = root.items("agents", "", |s, i| {
         let id = s.id("id", 1..=i64::MAX).and_then(|id| AgentId::new(id).ok());
         if let Some(id) = id {
@@ -219,11 +229,12 @@ fn agents(root: &mut Section<'_, '_>) -> Identities {
             }
         }
         let (id, project_id) = (id?, project_id?);
+        projects.insert(id, project_id);
         let agent = Arc::new(Agent { id, name: name.into(), project_id });
         by_token.extend(tokens.into_iter().map(|token| (token, Arc::clone(&agent))));
         Some(())
     });
-    Identities { by_token, agents: list.len() }
+    Identities { by_token, projects, agents: list.len() }
 }
 
 /// Whether a name is a DNS label: it stands in paths of configuration files.
@@ -341,6 +352,10 @@ impl Identity for FileIdentity {
     async fn still_valid(&self, authenticated: &Authenticated) -> bool {
         // An agent that moved to another project must not go on with the rights of the old one.
         self.shared.current.load().by_token.get(&authenticated.token) == Some(&authenticated.agent)
+    }
+
+    fn project_of(&self, agent: AgentId) -> Option<i64> {
+        self.shared.current.load().project_of(agent)
     }
 }
 

@@ -6,6 +6,7 @@
 pub mod advertise;
 pub mod agent_config;
 pub mod app;
+pub mod audit;
 pub mod auth;
 pub mod config;
 pub mod gitlab;
@@ -14,6 +15,7 @@ pub mod listener;
 pub mod mesh;
 pub mod metadata;
 pub mod metrics;
+pub mod observe;
 pub mod peer;
 pub mod pods;
 pub mod rate_limit;

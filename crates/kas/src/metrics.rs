@@ -109,6 +109,21 @@ struct AskLabels {
     answer: AskAnswer,
 }
 
+/// Why a record of the audit log was lost.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, EncodeLabelValue)]
+#[allow(missing_docs)]
+pub enum AuditLoss {
+    QueueFull,
+    WriteFailed,
+    /// It was not written before the process ended.
+    NotFlushed,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct AuditLossLabel {
+    reason: AuditLoss,
+}
+
 /// Where a request found its tunnel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, EncodeLabelValue)]
 #[allow(missing_docs)]
@@ -188,6 +203,11 @@ pub struct Metrics {
     gossip_traffic: Family<TrafficLabel, Gauge>,
     /// Files this process may open.
     pub file_limit: Gauge<u64, AtomicU64>,
+    /// Records of the audit log that were written.
+    pub audit_records: Counter,
+    /// Writes of the audit log that failed.
+    pub audit_write_errors: Counter,
+    audit_lost: Family<AuditLossLabel, Counter>,
 }
 
 impl Metrics {
@@ -228,7 +248,14 @@ impl Metrics {
             gossip_datagrams_dropped: Family::default(),
             gossip_traffic: Family::default(),
             file_limit: Gauge::default(),
+            audit_records: Counter::default(),
+            audit_write_errors: Counter::default(),
+            audit_lost: Family::default(),
         };
+        for reason in [AuditLoss::QueueFull, AuditLoss::WriteFailed, AuditLoss::NotFlushed] {
+            // Alarms look for a change from 0.
+            metrics.audit_lost(reason, 0);
+        }
         registry.register(
             "requests_open",
             "Requests for agents that are open",
@@ -342,6 +369,21 @@ impl Metrics {
             metrics.gossip_traffic.clone(),
         );
         registry.register("open_files_limit", "Files this process may open", metrics.file_limit.clone());
+        registry.register(
+            "audit_records",
+            "Records of the audit log that were written",
+            metrics.audit_records.clone(),
+        );
+        registry.register(
+            "audit_records_lost",
+            "Records of the audit log that were lost",
+            metrics.audit_lost.clone(),
+        );
+        registry.register(
+            "audit_write_errors",
+            "Writes of the audit log that failed",
+            metrics.audit_write_errors.clone(),
+        );
         metrics
     }
 
@@ -351,6 +393,11 @@ impl Metrics {
             Outcome::Answered => self.answered.inc(),
             outcome => self.requests.get_or_create(&OutcomeLabel { outcome }).inc(),
         };
+    }
+
+    /// Counts records of the audit log that are lost.
+    pub fn audit_lost(&self, reason: AuditLoss, records: u64) {
+        self.audit_lost.get_or_create(&AuditLossLabel { reason }).inc_by(records);
     }
 
     /// Counts a lookup in GitLab.

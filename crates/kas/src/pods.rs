@@ -20,7 +20,10 @@ use proto::{
 use serde::Deserialize;
 use tunnel::kas_end::Head;
 
-use crate::router::{AgentRequest, Router, Trail};
+use crate::{
+    observe::Sight,
+    router::{AgentRequest, Router, Trail},
+};
 
 const METHOD: &str = "/gitlab.agent.kubernetes_api.rpc.KubernetesApi/MakeRequest";
 /// Metadata of a list, or the whole objects where a server cannot do that.
@@ -53,6 +56,17 @@ pub struct PodQuery {
     pub page_size: usize,
     /// Where the page before ended; empty: the beginning.
     pub page_token: String,
+}
+
+/// What the call that asks for pods brings along.
+#[derive(Clone, Copy, Debug)]
+pub struct Asked<'a> {
+    /// Its request id.
+    pub correlation: &'a HeaderValue,
+    /// Until when it wants its answer.
+    pub deadline: Deadline,
+    /// Who looks at it.
+    pub sight: &'a Sight,
 }
 
 #[derive(Deserialize)]
@@ -106,20 +120,14 @@ impl From<Status> for PageError {
 /// # Errors
 /// Those of the router; `PERMISSION_DENIED` when the agent's rights do not allow it, `ABORTED` when
 /// a page token has expired, and others that say what the API server said.
-pub async fn list(
-    router: &Router,
-    query: PodQuery,
-    correlation: &HeaderValue,
-    deadline: Deadline,
-) -> Result<GetPodsResponse, Status> {
+pub async fn list(router: &Router, query: PodQuery, asked: Asked<'_>) -> Result<GetPodsResponse, Status> {
     let mut restarts = 0;
     'list: loop {
         let mut answer = GetPodsResponse { pods: Vec::new(), next_page_token: query.page_token.clone() };
         let mut bytes = 0;
         loop {
             let limit = CHUNK.min(query.page_size - answer.pods.len());
-            let page = match page(router, &query, &answer.next_page_token, limit, correlation, deadline).await
-            {
+            let page = match page(router, &query, &answer.next_page_token, limit, asked).await {
                 Ok(page) => page,
                 Err(PageError::Expired) if query.page_token.is_empty() && restarts < RESTARTS => {
                     restarts += 1;
@@ -154,8 +162,7 @@ async fn page(
     query: &PodQuery,
     token: &str,
     limit: usize,
-    correlation: &HeaderValue,
-    deadline: Deadline,
+    asked: Asked<'_>,
 ) -> Result<List, PageError> {
     let path = match query.namespace.as_str() {
         "" => "/api/v1/pods".to_owned(),
@@ -175,7 +182,7 @@ async fn page(
         url_path: path,
         query: parameters,
     };
-    let (status, body) = fetch(router, query.agent, query.connection, request, correlation, deadline).await?;
+    let (status, body) = fetch(router, query.agent, query.connection, request, asked).await?;
     let said = || {
         let api: Option<ApiStatus> = serde_json::from_slice(&body).ok();
         api.map_or_else(String::new, |api| api.message.chars().take(1024).collect())
@@ -203,8 +210,7 @@ async fn fetch(
     agent: AgentId,
     connection: Option<ConnectionId>,
     request: prototool::HttpRequest,
-    correlation: &HeaderValue,
-    deadline: Deadline,
+    asked: Asked<'_>,
 ) -> Result<(i32, Bytes), Status> {
     use http_request::Message;
     let mut body = BytesMut::new();
@@ -217,10 +223,11 @@ async fn fetch(
             connection,
             method: Arc::from(METHOD),
             headers: HeaderMap::new(),
-            correlation: correlation.clone(),
-            deadline,
+            correlation: asked.correlation.clone(),
+            deadline: asked.deadline,
             body: grpc::full(body.freeze()),
             trail: Trail::default(),
+            sight: asked.sight.clone(),
         })
         .await?;
     if let Head::Only(_, status) = answer.head {

@@ -33,8 +33,9 @@ use tunnel::{
 use self::search::{Found, Search};
 pub use self::trail::Trail;
 use crate::{
-    metadata,
+    audit, metadata,
     metrics::{self, Metrics, Route},
+    observe::Sight,
     peer::{self, Peers, kept::Kept},
     tunnel_registry::{Refused, TunnelRegistry},
 };
@@ -77,6 +78,8 @@ pub struct AgentRequest {
     pub body: grpc::Body,
     /// What the caller wants to be told of the request's way.
     pub trail: Trail,
+    /// What others are told of it.
+    pub sight: Sight,
 }
 
 impl std::fmt::Debug for AgentRequest {
@@ -200,7 +203,8 @@ impl Router {
     }
 
     async fn attempt(&self, request: AgentRequest) -> Result<(Head, Exchange), Status> {
-        let AgentRequest { agent, connection, method, headers, correlation, deadline, body, trail } = request;
+        let AgentRequest { agent, connection, method, headers, correlation, deadline, body, trail, sight } =
+            request;
         let arrived = Instant::now();
         let mut body = body;
         let legal =
@@ -240,11 +244,13 @@ impl Router {
             let begun = match found {
                 Found::Own(grant) => {
                     self.metrics.routed(Route::Local);
+                    sight.routed(|| audit::Route::Local);
                     trail.note(|| format!("started through a tunnel of this replica, {}", self.me));
                     grant.take().begin(job, deadline)
                 }
                 Found::Lent(lent, owner) => {
                     self.metrics.routed(Route::Remote);
+                    sight.routed(|| audit::Route::Peer(owner.clone()));
                     trail.note(|| format!("started through a tunnel of replica {owner}"));
                     let back = lent.again.then(|| self.kept.owner(agent, &method, &owner));
                     let again = back.is_some();
@@ -268,6 +274,7 @@ impl Router {
                     if begun.is_ok() {
                         self.metrics.routed(Route::Remote);
                         self.metrics.borrows_reused.inc();
+                        sight.routed(|| audit::Route::Peer(owner.clone()));
                         trail.note(|| {
                             format!(
                                 "started through a tunnel of replica {owner} that was still lent to this one"

@@ -13,9 +13,10 @@ use std::{
 use http::Uri;
 
 use super::{
-    Advertise, Agent, AgentListener, Api, ApiListener, ApiSecrets, Config, ConfigurationSource, Discovery,
-    DnsRecords, Drain, Environment, GitLab, GitLabApi, Gossip, HostPort, Identity, Limits, Listen, LogLevel,
-    Network, Observability, PrivateApi, Replication, ServicePort, Source, TlsFiles, Tracker, host_port,
+    Advertise, Agent, AgentListener, Api, ApiListener, ApiSecrets, Audit, AuditOutput, Config,
+    ConfigurationSource, Discovery, DnsRecords, Drain, Environment, GitLab, GitLabApi, Gossip, HostPort,
+    Identity, Limits, Listen, LogLevel, Network, Observability, PrivateApi, Replication, ServicePort, Source,
+    TlsFiles, Tracker, host_port,
     walk::{Rule, Section},
 };
 
@@ -756,6 +757,11 @@ fn observability(s: &mut Section<'_, '_>) -> Observability {
             "What is logged.",
         )
     });
+    let audit = s.section(
+        "audit",
+        "Who did what: a JSON line when a request begins, and one when it is over.",
+        audit,
+    );
     s.inert(NOT_PROFILED, |s| {
         s.section("google_profiler", "Google Cloud Profiler.", |s| {
             s.flag("enabled", "");
@@ -786,7 +792,37 @@ fn observability(s: &mut Section<'_, '_>) -> Observability {
         liveness_path,
         readiness_path,
         log_level,
+        audit,
     }
+}
+
+fn audit(s: &mut Section<'_, '_>) -> Option<Audit> {
+    const EXPECTED: &str = "off, stdout, or the path of a file that begins with `/` or `./`";
+    let text = s.text(
+        "output",
+        "",
+        "Where it goes. Empty or off: nowhere. stdout, or the path of a file (mode 0600): it is appended to, and opened \
+         anew when it was moved away or on SIGHUP.",
+    );
+    let output = match text.as_str() {
+        "" | "off" => None,
+        "stdout" => Some(AuditOutput::Stdout),
+        // A word that is none of those is a slip, and no file of that name.
+        path if path.contains('/') => Some(AuditOutput::File(path.into())),
+        _ => {
+            s.refuse("output", EXPECTED);
+            None
+        }
+    };
+    let queue = s.number(
+        "queue",
+        10_000,
+        "Lines that may wait while the output is slow, up to 1000000. More are dropped and counted; no request waits.",
+    );
+    if queue > 1_000_000 {
+        s.refuse("queue", "a number from 1 to 1000000");
+    }
+    output.map(|output| Audit { output, queue })
 }
 
 fn gitlab(s: &mut Section<'_, '_>, (info_cache_ttl, info_cache_error_ttl): InfoCache) -> GitLab {

@@ -196,6 +196,7 @@ fn a_complete_14_1_file_loads_and_says_what_does_nothing() {
             liveness_path: "/live".into(),
             readiness_path: "/ready".into(),
             log_level: LogLevel::Debug,
+            audit: None,
         },
         identity: Identity::GitLab(Box::new(GitLab {
             address: Uri::from_static("http://gitlab.internal:8080/path"),
@@ -355,6 +356,7 @@ fn no_file_at_all_gives_one_replica_on_loopback() {
             liveness_path: "/liveness".into(),
             readiness_path: "/readiness".into(),
             log_level: LogLevel::Info,
+            audit: None,
         },
         limits: Limits { waiters_per_agent: 10_000, waiters: 20_000, find_timeout: secs(20) },
         drain: Drain { delay: secs(5), timeout: secs(30) },
@@ -363,6 +365,24 @@ fn no_file_at_all_gives_one_replica_on_loopback() {
         let loaded = load(yaml, &env()).unwrap();
         assert_eq!((loaded.config, loaded.warnings), (expected.clone(), vec![]), "{yaml:?}");
     }
+}
+
+#[test]
+fn the_audit_log_goes_to_a_file_to_standard_output_or_nowhere() {
+    let audit = |output: &str| {
+        config(&format!("observability: {{audit: {{output: {output:?}, queue: 7}}}}")).observability.audit
+    };
+    assert_eq!((audit(""), audit("off")), (None, None));
+    assert_eq!(audit("stdout"), Some(Audit { output: AuditOutput::Stdout, queue: 7 }));
+    assert_eq!(audit("./a"), Some(Audit { output: AuditOutput::File("./a".into()), queue: 7 }));
+    assert_eq!(
+        problems("observability: {audit: {output: stdin, queue: 1000001}}"),
+        [
+            "observability.audit.output: found \"stdin\"; expected off, stdout, or the path of a file that begins with \
+             `/` or `./`",
+            "observability.audit.queue: found 1000001; expected a number from 1 to 1000000",
+        ]
+    );
 }
 
 #[test]

@@ -21,7 +21,7 @@ use std::{
 use arc_swap::ArcSwapOption;
 use async_trait::async_trait;
 use futures_util::FutureExt as _;
-use ids::TokenHash;
+use ids::{AgentId, TokenHash};
 use secrecy::{ExposeSecret as _, SecretSlice};
 use tokio::{
     sync::{Notify, OwnedSemaphorePermit, Semaphore, watch},
@@ -166,6 +166,10 @@ impl Identity for GitLabIdentity {
         let session = authenticated.hold.0.as_ref().and_then(|hold| hold.downcast_ref::<Session>());
         session.is_some_and(|session| session.agent.load().as_ref() == Some(&authenticated.agent))
     }
+
+    fn project_of(&self, agent: AgentId) -> Option<i64> {
+        self.shared.state().projects.get(&agent).copied()
+    }
 }
 
 /// A token that is being asked about, or whose agent has open streams: they hold it.
@@ -221,6 +225,8 @@ struct State {
     /// Every entry without a lookup, by when it is due.
     due: BTreeSet<(Instant, TokenHash)>,
     lookups: usize,
+    /// Of agents that GitLab has told of, as many as tokens at most.
+    projects: HashMap<AgentId, i64>,
     late_told: Option<Instant>,
 }
 
@@ -402,6 +408,13 @@ impl Shared {
             Err(LookupError::Busy) => (Err(IdentityError::Unavailable), now + BUSY),
         };
         state.schedule(hash, Some(due));
+        if let Ok(agent) = &answer {
+            // Nothing is decided by it, so that forgetting all of them does no harm.
+            if state.projects.len() >= MAX_TOKENS && !state.projects.contains_key(&agent.id) {
+                state.projects.clear();
+            }
+            state.projects.insert(agent.id, agent.project_id);
+        }
         drop(state);
         self.due_earlier.notify_one();
         if let Some(before) = before.filter(|before| session.agent.load().as_ref() != Some(before)) {

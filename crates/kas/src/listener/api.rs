@@ -17,9 +17,11 @@ use tokio::time::Sleep;
 use tunnel::kas_end::Head;
 
 use crate::{
+    audit::{Actor, Rule},
     auth::JwtVerifier,
     metadata::{self, Target},
     metrics::{ListenerName, Metrics, Reason},
+    observe::{Observer, Sight},
     router::{AgentRequest, Router, Trail},
 };
 
@@ -38,6 +40,7 @@ pub struct ApiListener {
     router: Arc<Router>,
     metrics: Arc<Metrics>,
     services: services::Services,
+    observer: Arc<Observer>,
 }
 
 impl std::fmt::Debug for ApiListener {
@@ -54,15 +57,16 @@ impl ApiListener {
         tracker: Arc<dyn Tracker>,
         metrics: Arc<Metrics>,
         phase: tokio::sync::watch::Receiver<runtime::lifecycle::Phase>,
+        observer: Arc<Observer>,
     ) -> Arc<Self> {
         let services = services::Services::new(Arc::clone(&router), tracker, phase);
-        Arc::new(Self { jwt, router, metrics, services })
+        Arc::new(Self { jwt, router, metrics, services, observer })
     }
 }
 
 impl Service for ApiListener {
-    fn connected(self: Arc<Self>, _peer: Option<SocketAddr>) -> Arc<dyn Connection> {
-        Arc::new(Caller { listener: Arc::clone(&self), trust: Trust::default() })
+    fn connected(self: Arc<Self>, peer: Option<SocketAddr>) -> Arc<dyn Connection> {
+        Arc::new(Caller { listener: Arc::clone(&self), peer, trust: Trust::default() })
     }
 
     fn refused(&self, why: Refusal) {
@@ -73,15 +77,16 @@ impl Service for ApiListener {
 /// One connection of a caller.
 struct Caller {
     listener: Arc<ApiListener>,
+    peer: Option<SocketAddr>,
     trust: Trust,
 }
 
 impl Caller {
-    fn verify(&self, headers: &HeaderMap) -> Result<(), Status> {
+    fn verify(&self, headers: &HeaderMap) -> Result<Arc<Actor>, Status> {
         match self.listener.jwt.verify(headers) {
-            Ok(()) => {
+            Ok(actor) => {
                 self.trust.passed();
-                Ok(())
+                Ok(actor)
             }
             Err(status) => {
                 self.trust.failed();
@@ -94,45 +99,62 @@ impl Caller {
 
 impl Connection for Caller {
     fn call(self: Arc<Self>, request: Request<Incoming>, slot: &StreamSlot) -> Answer {
+        let correlation = metadata::correlation(request.headers());
+        // Health says nothing but "serving"; everything else needs a token, and is looked at.
+        let health = request.uri().path().starts_with(services::HEALTH);
+        let sight = if health {
+            Sight::default()
+        } else {
+            self.listener.observer.arrived(request.uri().path(), self.peer, &correlation)
+        };
         if let Some(response) = not_grpc(request.method(), request.headers()) {
             self.trust.failed();
+            sight.denied(Rule::NotGrpc, Code::Unimplemented);
             return Box::pin(std::future::ready(response));
         }
-        let correlation = metadata::correlation(request.headers());
-        let refuse =
-            |status: &Status| -> Answer { Box::pin(std::future::ready(failed(status, &correlation))) };
-        // Health says nothing but "serving"; everything else needs a token.
-        let health = request.uri().path().starts_with(services::HEALTH);
-        if !health && let Err(status) = self.verify(request.headers()) {
-            return refuse(&status);
+        let refuse = |status: &Status, rule| -> Answer {
+            sight.denied(rule, status.code());
+            Box::pin(std::future::ready(failed(status, &correlation)))
+        };
+        if !health {
+            match self.verify(request.headers()) {
+                Ok(actor) => sight.actor(&actor),
+                Err(status) => return refuse(&status, Rule::Jwt),
+            }
         }
         let deadline = match Deadline::from_headers(request.headers()) {
             Ok(deadline) => deadline,
-            Err(error) => return refuse(&Status::new(Code::InvalidArgument, error.to_string())),
+            Err(error) => {
+                return refuse(&Status::new(Code::InvalidArgument, error.to_string()), Rule::GrpcTimeout);
+            }
         };
         if let Some(at) = deadline.instant() {
             slot.arm_until(at + DEADLINE_GRACE);
         }
         if let Some(service) = self.listener.services.of(request.uri().path()) {
-            return Box::pin(own(service, request, correlation, deadline));
+            sight.allowed();
+            return Box::pin(own(service, request, correlation, deadline, sight));
         }
         let target = match Target::read(request.headers()) {
             Ok(Some(target)) => target,
             Ok(None) => {
                 let path = request.uri().path();
-                return refuse(&Status::new(
+                let status = Status::new(
                     Code::Unimplemented,
                     format!(
                         "unknown method {path}; to reach an agent's method name the agent in metadata kas-agent-id"
                     ),
-                ));
+                );
+                return refuse(&status, Rule::Method);
             }
-            Err(status) => return refuse(&status),
+            Err(status) => return refuse(&status, Rule::Metadata),
         };
+        sight.target(target.agent, target.connection);
         if !metadata::is_method(request.uri()) {
-            return refuse(&Status::new(Code::Unimplemented, "a method is /package.Service/Method"));
+            let status = Status::new(Code::Unimplemented, "a method is /package.Service/Method");
+            return refuse(&status, Rule::Method);
         }
-        Box::pin(pass_through(self, request, target, correlation, deadline))
+        Box::pin(pass_through(self, request, target, correlation, deadline, sight))
     }
 
     fn standing(&self) -> Standing {
@@ -151,6 +173,7 @@ async fn pass_through(
     target: Target,
     correlation: HeaderValue,
     deadline: Deadline,
+    sight: Sight,
 ) -> Response<Body> {
     let (head, body) = request.into_parts();
     let body = match head.headers.get("grpc-encoding").map(HeaderValue::as_bytes) {
@@ -159,16 +182,20 @@ async fn pass_through(
         Some(other) => {
             let text =
                 format!("grpc-encoding {} is not supported: use gzip or identity", other.escape_ascii());
+            sight.denied(Rule::GrpcEncoding, Code::Unimplemented);
             let mut response = failed(&Status::new(Code::Unimplemented, text), &correlation);
             response.headers_mut().insert("grpc-accept-encoding", HeaderValue::from_static("identity,gzip"));
             return response;
         }
     };
+    sight.allowed();
+    let answering = sight.answering();
+    let body = sight.request_body(body);
     let trail = if target.explain { Trail::begin() } else { Trail::default() };
     trail.note(|| format!("arrived for agent {}", target.agent));
     let told = |mut response: Response<Body>| {
         trail.write_to(response.headers_mut());
-        response
+        answering.answered(response)
     };
     let answer = caller
         .listener
@@ -182,6 +209,7 @@ async fn pass_through(
             deadline,
             body,
             trail: trail.clone(),
+            sight,
         })
         .await;
     let answer = match answer {
@@ -208,25 +236,28 @@ async fn own(
     request: Request<Incoming>,
     correlation: HeaderValue,
     deadline: Deadline,
+    sight: Sight,
 ) -> Response<Body> {
-    let mut request = request.map(grpc::boxed);
+    let answering = sight.answering();
+    let mut request = request.map(|body| sight.request_body(grpc::boxed(body)));
+    request.extensions_mut().insert(sight);
     request.extensions_mut().insert(deadline);
     request.extensions_mut().insert(Correlation(correlation.clone()));
     let late = || Status::new(Code::DeadlineExceeded, "the deadline passed before kas had the answer");
     let mut response = match deadline.instant() {
         Some(at) => match tokio::time::timeout_at(at, service(request)).await {
             Ok(answered) => answered,
-            Err(_) => return failed(&late(), &correlation),
+            Err(_) => return answering.answered(failed(&late(), &correlation)),
         },
         None => service(request).await,
     };
     response.headers_mut().insert(grpc::CORRELATION_ID, correlation);
-    match deadline.instant() {
+    answering.answered(match deadline.instant() {
         None => response,
         Some(at) => response.map(|inner| {
             grpc::boxed(DeadlineBody { inner, sleep: Box::pin(tokio::time::sleep_until(at)), done: false })
         }),
-    }
+    })
 }
 
 /// The request id, for kas' own services.

@@ -45,7 +45,8 @@ use super::{
     Correlation,
 };
 use crate::{
-    pods::{self, PodQuery},
+    observe::Sight,
+    pods::{self, Asked, PodQuery},
     router::Router,
 };
 
@@ -225,6 +226,7 @@ impl KasApi for Api {
             .extensions()
             .get::<Correlation>()
             .map_or_else(|| HeaderValue::from_static(""), |correlation| correlation.0.clone());
+        let sight = request.extensions().get::<Sight>().cloned().unwrap_or_default();
         let request = request.into_inner();
         let namespace_is_name = request.namespace.len() <= 63
             && request.namespace.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'-');
@@ -251,9 +253,9 @@ impl KasApi for Api {
             page_size,
             page_token: request.page_token,
         };
-        let answer = pods::list(&self.router, query, &correlation, deadline)
-            .await
-            .map_err(|status| to_tonic(&status))?;
+        sight.target(query.agent, query.connection);
+        let asked = Asked { correlation: &correlation, deadline, sight: &sight };
+        let answer = pods::list(&self.router, query, asked).await.map_err(|status| to_tonic(&status))?;
         Ok(tonic::Response::new(answer))
     }
 

@@ -1,0 +1,281 @@
+//! The audit log: one JSON line when a request of the API listener begins and one when it is over.
+//!
+//! It says who asked, for which agent, what of its Kubernetes API was meant, what was decided and how it ended. It never
+//! holds a body, a token or a path: of the path it has a hash, from which a known path is recognised.
+//!
+//! A request never waits for it: what the [`Sink`] cannot take is dropped and counted.
+
+pub mod kubernetes;
+mod sink;
+
+use std::{net::SocketAddr, sync::Arc, time::Duration};
+
+use ids::{AgentId, ConnectionId};
+use serde::Serialize;
+
+pub use self::sink::{OpenError, Sink};
+
+/// What was decided about a request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Decision {
+    /// It went on.
+    Allow,
+    /// It was refused.
+    Deny,
+}
+
+/// What decided.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Rule {
+    /// The token: its signature, audience, issuer and times.
+    Jwt,
+    /// Only gRPC is served.
+    NotGrpc,
+    /// `grpc-timeout` cannot be read.
+    GrpcTimeout,
+    /// `grpc-encoding` is not supported.
+    GrpcEncoding,
+    /// Metadata that begins with `kas-` is wrong, or reserved.
+    Metadata,
+    /// No such method, and no agent is named.
+    Method,
+}
+
+/// Who asks, as the token says.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Actor {
+    /// The claim `iss`.
+    pub issuer: String,
+    /// The claim `sub`.
+    pub subject: Option<String>,
+}
+
+/// What is known of a request when its first line is written.
+#[derive(Clone, Debug)]
+pub struct Facts {
+    /// The request id: `x-gitlab-correlation-id`.
+    pub request_id: String,
+    /// The trace, if there is one.
+    pub trace_id: Option<String>,
+    /// Where the connection comes from.
+    pub peer: Option<SocketAddr>,
+    /// `None`: nobody who was believed.
+    pub actor: Option<Arc<Actor>>,
+    /// Which agent.
+    pub agent: Option<AgentId>,
+    /// Its configuration project, when this replica knows it.
+    pub project: Option<i64>,
+    /// One connection of it, or any.
+    pub connection: Option<ConnectionId>,
+    /// The gRPC method.
+    pub method: String,
+    /// What of the agent's Kubernetes API is meant, when that is what the request is for.
+    pub kubernetes: Option<kubernetes::Meant>,
+    /// What was decided.
+    pub decision: Decision,
+    /// And by what.
+    pub rule: Rule,
+}
+
+/// How a request ended.
+#[derive(Clone, Debug)]
+pub struct End {
+    /// The replica whose tunnel it took; `None`: none.
+    pub route: Option<Route>,
+    /// Bytes of gRPC messages from the caller, not compressed.
+    pub bytes_in: u64,
+    /// And to the caller.
+    pub bytes_out: u64,
+    /// The name of the gRPC code that the caller was told.
+    pub status: &'static str,
+    /// What became of it, where that is not simply answered.
+    pub outcome: Option<&'static str>,
+    /// From its arrival.
+    pub duration: Duration,
+}
+
+/// Whose tunnel a request took.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Route {
+    /// One of the replica that was called.
+    Local,
+    /// One of this other replica.
+    Peer(ids::ReplicaId),
+}
+
+/// A line that is still to be written.
+#[derive(Debug)]
+pub struct Record {
+    /// Time since 1970-01-01 00:00 UTC.
+    pub at: Duration,
+    /// The request.
+    pub facts: Arc<Facts>,
+    /// `None`: the line that says that it begins.
+    pub end: Option<End>,
+}
+
+/// The line as it is written; `docs/operations.md` says what each key means.
+#[derive(Serialize)]
+struct Line<'a> {
+    time: String,
+    event: &'static str,
+    replica: &'a str,
+    request_id: &'a str,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    trace_id: Option<&'a str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    peer: Option<SocketAddr>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    actor: Option<&'a str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    subject: Option<&'a str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    on_behalf_of: Option<&'a str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    agent_id: Option<i64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    project_id: Option<i64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    connection_id: Option<i64>,
+    method: &'a str,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    verb: Option<&'a str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    resource: Option<&'a str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    path_hash: Option<&'a str>,
+    decision: Decision,
+    rule: Rule,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    route: Option<&'static str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    route_replica: Option<&'a str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    bytes_in: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    bytes_out: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    status: Option<&'static str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    outcome: Option<&'static str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    duration_us: Option<u64>,
+}
+
+impl Record {
+    /// Appends the line, with its end.
+    fn write_to(&self, replica: &str, out: &mut Vec<u8>) {
+        let Facts { request_id, trace_id, peer, actor, agent, project, connection, method, .. } =
+            &*self.facts;
+        let kubernetes = self.facts.kubernetes.as_ref();
+        let end = self.end.as_ref();
+        let route = end.and_then(|end| end.route.as_ref());
+        let line = Line {
+            time: timestamp(self.at),
+            event: if end.is_some() { "end" } else { "start" },
+            replica,
+            request_id,
+            trace_id: trace_id.as_deref(),
+            peer: *peer,
+            actor: actor.as_ref().map(|actor| &*actor.issuer),
+            subject: actor.as_ref().and_then(|actor| actor.subject.as_deref()),
+            on_behalf_of: kubernetes.and_then(|meant| meant.on_behalf_of.as_deref()),
+            agent_id: agent.map(AgentId::get),
+            project_id: *project,
+            connection_id: connection.map(ConnectionId::get),
+            method,
+            verb: kubernetes.map(|meant| &*meant.verb),
+            resource: kubernetes.map(|meant| &*meant.resource),
+            path_hash: kubernetes.map(|meant| &*meant.path_hash),
+            decision: self.facts.decision,
+            rule: self.facts.rule,
+            route: route.map(|route| match route {
+                Route::Local => "local",
+                Route::Peer(_) => "peer",
+            }),
+            route_replica: route.and_then(|route| match route {
+                Route::Local => None,
+                Route::Peer(replica) => Some(replica.as_str()),
+            }),
+            bytes_in: end.map(|end| end.bytes_in),
+            bytes_out: end.map(|end| end.bytes_out),
+            status: end.map(|end| end.status),
+            outcome: end.and_then(|end| end.outcome),
+            duration_us: end.map(|end| u64::try_from(end.duration.as_micros()).unwrap_or(u64::MAX)),
+        };
+        let before = out.len();
+        match serde_json::to_writer(&mut *out, &line) {
+            Ok(()) => out.push(b'\n'),
+            // Texts and numbers: there is nothing in a line that JSON cannot hold.
+            Err(_) => out.truncate(before),
+        }
+    }
+}
+
+/// Returns a time as RFC 3339 writes it.
+fn timestamp(since_epoch: Duration) -> String {
+    prost_types::Timestamp {
+        seconds: i64::try_from(since_epoch.as_secs()).unwrap_or(i64::MAX),
+        // Microseconds are enough, and what `nanos` may hold.
+        nanos: i32::try_from(since_epoch.subsec_micros() * 1000).unwrap_or(0),
+    }
+    .to_string()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_line_has_what_is_known_and_nothing_else() {
+        let facts = Arc::new(Facts {
+            request_id: "r\n1".into(),
+            trace_id: None,
+            peer: None,
+            actor: Some(Arc::new(Actor { issuer: "gitlab".into(), subject: None })),
+            agent: Some(AgentId::new(3).unwrap()),
+            project: None,
+            connection: None,
+            method: "/s/M".into(),
+            kubernetes: None,
+            decision: Decision::Allow,
+            rule: Rule::Jwt,
+        });
+        let at = Duration::new(1_700_000_000, 123_456_789);
+        let mut out = Vec::new();
+        Record { at, facts: Arc::clone(&facts), end: None }.write_to("kas-1", &mut out);
+        assert_eq!(
+            std::str::from_utf8(&out).unwrap(),
+            "{\"time\":\"2023-11-14T22:13:20.123456Z\",\"event\":\"start\",\"replica\":\"kas-1\",\
+             \"request_id\":\"r\\n1\",\"actor\":\"gitlab\",\"agent_id\":3,\"method\":\"/s/M\",\
+             \"decision\":\"allow\",\"rule\":\"jwt\"}\n"
+        );
+        let end = End {
+            route: Some(Route::Peer(ids::ReplicaId::new("kas-2"))),
+            bytes_in: 5,
+            bytes_out: 7,
+            status: "OK",
+            outcome: None,
+            duration: Duration::from_micros(1500),
+        };
+        out.clear();
+        Record { at, facts, end: Some(end) }.write_to("kas-1", &mut out);
+        let line: serde_json::Value = serde_json::from_slice(&out).unwrap();
+        assert_eq!(
+            line["event"].as_str().zip(line["route"].as_str()).zip(line["route_replica"].as_str()),
+            Some((("end", "peer"), "kas-2"))
+        );
+        assert_eq!((&line["bytes_in"], &line["duration_us"]), (&5.into(), &1500.into()));
+        assert!(line.get("outcome").is_none());
+    }
+
+    #[test]
+    fn rules_are_named_as_the_manual_names_them() {
+        let name = |rule: Rule| serde_json::to_value(rule).unwrap();
+        assert_eq!(name(Rule::NotGrpc), "not-grpc");
+        assert_eq!(name(Rule::GrpcTimeout), "grpc-timeout");
+        assert_eq!(serde_json::to_value(Decision::Deny).unwrap(), "deny");
+    }
+}

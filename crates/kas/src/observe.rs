@@ -1,0 +1,339 @@
+//! What is told of each request of the API listener to those who look: lines of the audit log.
+//!
+//! A [`Sight`] accompanies a request. When nobody looks it is empty, and each of its steps is one comparison.
+
+use std::{
+    net::SocketAddr,
+    pin::Pin,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
+    task::{Context, Poll, ready},
+};
+
+use bytes::Bytes;
+use grpc::{BoxError, Code, Status};
+use http::{HeaderMap, HeaderValue, Response};
+use http_body::{Frame, SizeHint};
+use ids::{AgentId, ConnectionId};
+use runtime::http2::Body;
+use tokio::time::Instant;
+
+use crate::{
+    audit::{
+        self, Actor, Decision, End, Facts, Record, Route, Rule,
+        kubernetes::{First, METHOD, Meant, Read},
+    },
+    identity::Identity,
+};
+
+/// Methods are short; what is longer is refused, and cut here.
+const LONGEST_METHOD: usize = 512;
+
+/// Who looks at requests.
+pub struct Observer {
+    audit: Option<Arc<audit::Sink>>,
+    /// Knows the projects of agents.
+    identity: Arc<dyn Identity>,
+}
+
+impl std::fmt::Debug for Observer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Observer").field("audit", &self.audit.is_some()).finish_non_exhaustive()
+    }
+}
+
+impl Observer {
+    /// Nobody looks when `audit` is `None`.
+    pub fn new(audit: Option<Arc<audit::Sink>>, identity: Arc<dyn Identity>) -> Arc<Self> {
+        Arc::new(Self { audit, identity })
+    }
+
+    /// A request has arrived.
+    pub fn arrived(
+        self: &Arc<Self>,
+        path: &str,
+        peer: Option<SocketAddr>,
+        correlation: &HeaderValue,
+    ) -> Sight {
+        if self.audit.is_none() {
+            return Sight::default();
+        }
+        let facts = Facts {
+            request_id: String::from_utf8_lossy(correlation.as_bytes()).into_owned(),
+            trace_id: None,
+            peer,
+            actor: None,
+            agent: None,
+            project: None,
+            connection: None,
+            method: path.chars().take(LONGEST_METHOD).collect(),
+            kubernetes: None,
+            decision: Decision::Deny,
+            rule: Rule::Jwt,
+        };
+        Sight(Some(Arc::new(Seen {
+            observer: Arc::clone(self),
+            arrived: Instant::now(),
+            bytes_in: AtomicU64::new(0),
+            bytes_out: AtomicU64::new(0),
+            state: Mutex::new(State { facts: Arc::new(facts), started: false, route: None, ended: false }),
+        })))
+    }
+}
+
+/// What accompanies a request.
+#[derive(Clone, Debug, Default)]
+pub struct Sight(Option<Arc<Seen>>);
+
+#[derive(Debug)]
+struct Seen {
+    observer: Arc<Observer>,
+    arrived: Instant,
+    bytes_in: AtomicU64,
+    bytes_out: AtomicU64,
+    state: Mutex<State>,
+}
+
+#[derive(Debug)]
+struct State {
+    facts: Arc<Facts>,
+    /// The first line has been written.
+    started: bool,
+    route: Option<Route>,
+    /// The last one too.
+    ended: bool,
+}
+
+impl Seen {
+    fn state(&self) -> MutexGuard<'_, State> {
+        // Each change is one assignment: a panic leaves nothing torn.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn learn(&self, change: impl FnOnce(&mut Facts)) {
+        change(Arc::make_mut(&mut self.state().facts));
+    }
+
+    fn write(&self, facts: &Arc<Facts>, end: Option<End>) {
+        if let Some(audit) = &self.observer.audit {
+            audit.write(Record { at: runtime::clock::wall(), facts: Arc::clone(facts), end });
+        }
+    }
+
+    /// Writes the first line.
+    fn start(&self, state: &mut State) {
+        if !std::mem::replace(&mut state.started, true) {
+            self.write(&state.facts, None);
+        }
+    }
+
+    /// Writes the last line, and before it the first one if that has not been.
+    fn end(&self, code: Code, outcome: Option<&'static str>) {
+        let mut state = self.state();
+        if std::mem::replace(&mut state.ended, true) {
+            return;
+        }
+        self.start(&mut state);
+        let end = End {
+            route: state.route.take(),
+            bytes_in: self.bytes_in.load(Ordering::Relaxed),
+            bytes_out: self.bytes_out.load(Ordering::Relaxed),
+            status: code.name(),
+            outcome,
+            duration: self.arrived.elapsed(),
+        };
+        self.write(&state.facts, Some(end));
+    }
+
+    fn end_as(&self, status: &Status) {
+        self.end(status.code(), status.outcome().map(grpc::Outcome::as_str));
+    }
+}
+
+impl Sight {
+    /// Who asks is known.
+    pub fn actor(&self, actor: &Arc<Actor>) {
+        if let Some(seen) = &self.0 {
+            seen.learn(|facts| facts.actor = Some(Arc::clone(actor)));
+        }
+    }
+
+    /// For whom the request is, is known.
+    pub fn target(&self, agent: AgentId, connection: Option<ConnectionId>) {
+        if let Some(seen) = &self.0 {
+            let project = seen.observer.identity.project_of(agent);
+            seen.learn(|facts| {
+                (facts.agent, facts.project, facts.connection) = (Some(agent), project, connection)
+            });
+        }
+    }
+
+    /// The request goes on. Its first line is written now or, when its first message says what it means, with that.
+    pub fn allowed(&self) {
+        if let Some(seen) = &self.0 {
+            seen.learn(|facts| facts.decision = Decision::Allow);
+            let mut state = seen.state();
+            if state.facts.method != METHOD {
+                seen.start(&mut state);
+            }
+        }
+    }
+
+    /// The request is refused: both lines are written.
+    pub fn denied(&self, rule: Rule, code: Code) {
+        if let Some(seen) = &self.0 {
+            seen.learn(|facts| (facts.decision, facts.rule) = (Decision::Deny, rule));
+            seen.end(code, Some("refused"));
+        }
+    }
+
+    /// The request has a tunnel.
+    pub fn routed(&self, route: impl FnOnce() -> Route) {
+        if let Some(seen) = &self.0 {
+            seen.state().route = Some(route());
+        }
+    }
+
+    /// Returns the request's body, which is looked at while it passes.
+    pub fn request_body(&self, body: grpc::Body) -> grpc::Body {
+        match &self.0 {
+            None => body,
+            Some(seen) => {
+                let first = (seen.state().facts.method == METHOD).then(First::default);
+                grpc::boxed(RequestBody { inner: body, seen: Arc::clone(seen), first })
+            }
+        }
+    }
+
+    /// Watches over the time until there is an answer: a request that is dropped before was cancelled.
+    pub fn answering(&self) -> Answering {
+        Answering(self.0.clone())
+    }
+}
+
+/// A request that has no answer yet.
+#[derive(Debug)]
+pub struct Answering(Option<Arc<Seen>>);
+
+impl Answering {
+    /// Returns the answer, which is looked at while it passes.
+    pub fn answered(mut self, response: Response<Body>) -> Response<Body> {
+        let Some(seen) = self.0.take() else { return response };
+        if let Some(status) = Status::from_headers(response.headers()) {
+            seen.end_as(&status);
+            return response;
+        }
+        response.map(|inner| grpc::boxed(ResponseBody { inner, ending: Self(Some(seen)) }))
+    }
+}
+
+impl Drop for Answering {
+    fn drop(&mut self) {
+        if let Some(seen) = &self.0 {
+            seen.end(Code::Cancelled, Some("cancelled"));
+        }
+    }
+}
+
+/// What comes from the caller.
+struct RequestBody {
+    inner: grpc::Body,
+    seen: Arc<Seen>,
+    /// The first message, while it is read.
+    first: Option<First>,
+}
+
+impl RequestBody {
+    fn look(&mut self, data: &Bytes) {
+        self.seen.bytes_in.fetch_add(data.len() as u64, Ordering::Relaxed);
+        let Some(first) = &mut self.first else { return };
+        if let Read::Done(meant) = first.push(data) {
+            self.first = None;
+            self.start(meant);
+        }
+    }
+
+    fn start(&self, meant: Option<Meant>) {
+        self.seen.learn(|facts| facts.kubernetes = meant);
+        let mut state = self.seen.state();
+        self.seen.start(&mut state);
+    }
+}
+
+impl http_body::Body for RequestBody {
+    type Data = Bytes;
+    type Error = BoxError;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
+        let frame = ready!(Pin::new(&mut self.inner).poll_frame(cx));
+        if let Some(Ok(frame)) = &frame
+            && let Some(data) = frame.data_ref()
+        {
+            // Before it is passed on: nothing is done that was not said to begin.
+            self.look(data);
+        }
+        Poll::Ready(frame)
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.inner.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.inner.size_hint()
+    }
+}
+
+/// What goes to the caller.
+struct ResponseBody {
+    inner: Body,
+    ending: Answering,
+}
+
+impl ResponseBody {
+    fn end(&mut self, trailers: Option<&HeaderMap>) {
+        let Some(seen) = self.ending.0.take() else { return };
+        match trailers.and_then(Status::from_headers) {
+            Some(status) => seen.end_as(&status),
+            // The stream is reset: the caller sees no status.
+            None => seen.end(Code::Unknown, Some("unknown")),
+        }
+    }
+}
+
+impl http_body::Body for ResponseBody {
+    type Data = Bytes;
+    type Error = BoxError;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
+        let frame = ready!(Pin::new(&mut self.inner).poll_frame(cx));
+        match &frame {
+            Some(Ok(frame)) => match (frame.data_ref(), frame.trailers_ref()) {
+                (Some(data), _) => {
+                    if let Some(seen) = &self.ending.0 {
+                        seen.bytes_out.fetch_add(data.len() as u64, Ordering::Relaxed);
+                    }
+                }
+                (None, trailers) => self.end(trailers),
+            },
+            Some(Err(_)) | None => self.end(None),
+        }
+        Poll::Ready(frame)
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.inner.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.inner.size_hint()
+    }
+}
