@@ -5,11 +5,13 @@
 //! the only step that opens files. Relative paths stay as they are and so are relative to the folder
 //! in which the process was started, as in 14.1.
 //!
-//! Layout: `schema` declares every key once, `walk` reads declared keys and collects all problems,
+//! Layout: `schema` declares every key once, `walk` reads declared keys and collects all problems, `reference` writes
+//! `docs/configuration.md`,
 //! `yaml`, `duration` and `host_port` are the formats, `secret` reads and makes secret files.
 
 mod duration;
 mod host_port;
+mod reference;
 mod schema;
 pub mod secret;
 #[cfg(test)]
@@ -121,6 +123,12 @@ impl Config {
     pub fn default_yaml() -> String {
         let read = |root: &mut walk::Section<'_, '_>| schema::read(root, &Environment::default());
         walk::walk(&serde_json::Value::Null, Unknown::Warns, read).1.page
+    }
+
+    /// Returns the reference of every key as Markdown: `docs/configuration.md`, what `kas config docs` prints.
+    pub fn reference() -> String {
+        let read = |root: &mut walk::Section<'_, '_>| schema::read(root, &Environment::default());
+        reference::markdown(&walk::walk(&serde_json::Value::Null, Unknown::Warns, read).1.entries)
     }
 
     /// Reads and compares the secret files without making any: for checking a configuration.

@@ -59,6 +59,8 @@ enum ConfigCommand {
     },
     /// Prints every key with its default and what it means.
     PrintDefault,
+    /// Prints the reference of all keys as Markdown, with what each does in GitLab's kas 14.1.
+    Docs,
 }
 
 // Bodies of requests are big buffers that live shortly: this allocator keeps them mapped, where the system one returns
@@ -96,6 +98,10 @@ fn run(arguments: Arguments) -> anyhow::Result<ExitCode> {
         }
         Some(Command::Config { command: ConfigCommand::PrintDefault }) => {
             std::io::stdout().write_all(Config::default_yaml().as_bytes())?;
+            return Ok(ExitCode::SUCCESS);
+        }
+        Some(Command::Config { command: ConfigCommand::Docs }) => {
+            std::io::stdout().write_all(Config::reference().as_bytes())?;
             return Ok(ExitCode::SUCCESS);
         }
         Some(Command::Config { command: ConfigCommand::Check { file: other } }) => {

@@ -89,6 +89,29 @@ impl fmt::Display for Warning {
     }
 }
 
+/// A declared key, for the reference.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Entry {
+    /// The dotted path.
+    pub(crate) path: String,
+    /// What it takes; `section` for one of those.
+    pub(crate) takes: String,
+    /// What it is when it is absent; `None`: nothing in particular.
+    pub(crate) default: Option<String>,
+    /// What it means.
+    pub(crate) doc: String,
+    /// Why it does nothing in this version, if it does not.
+    pub(crate) inert: Option<&'static str>,
+}
+
+/// What a key takes.
+#[derive(Debug, Clone)]
+struct Takes {
+    text: String,
+    /// The default file shows an example where there is no default.
+    is_example: bool,
+}
+
 /// What happens to a key that nobody declared.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Unknown {
@@ -106,6 +129,10 @@ pub(crate) struct Report {
     pub(crate) warnings: Vec<Warning>,
     /// The default file: every declared key with its default and its description.
     pub(crate) page: String,
+    /// Every declared key outside lists, in order: what the reference is made of.
+    pub(crate) entries: Vec<Entry>,
+    /// What the key that is declared next takes.
+    takes: Option<Takes>,
     unknown: Unknown,
     /// Set inside list items: they are no part of the page, and there may be very many.
     in_items: bool,
@@ -125,6 +152,8 @@ pub(crate) fn walk<'v, T>(
         problems: Vec::new(),
         warnings: Vec::new(),
         page: String::new(),
+        entries: Vec::new(),
+        takes: None,
         unknown,
         in_items: false,
         declared: Vec::new(),
@@ -210,6 +239,17 @@ pub(crate) enum Rule {
     UpTo(Duration),
     /// From one to the other, both included.
     Within(Duration, Duration),
+}
+
+impl fmt::Display for Rule {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Positive => f.write_str("above 0s"),
+            Self::NotNegative => f.write_str("of 0s or more"),
+            Self::UpTo(most) => write!(f, "from 0s to {}", Human(*most)),
+            Self::Within(least, most) => write!(f, "from {} to {}", Human(*least), Human(*most)),
+        }
+    }
 }
 
 /// One mapping of the file, present or not.
@@ -325,6 +365,7 @@ impl<'v> Section<'v, '_> {
         if self.depth == 0 {
             self.blank();
         }
+        self.takes("section");
         let off = if self.off == Off::No { Off::No } else { Off::Above };
         self.print_key(key, None, doc);
         let mut child = Section {
@@ -355,6 +396,7 @@ impl<'v> Section<'v, '_> {
                 &[]
             }
         };
+        self.takes("list of sections");
         self.print_key(key, Some("[]"), doc);
         let before = std::mem::replace(&mut self.report.in_items, true);
         let path = join(&self.path, key);
@@ -386,12 +428,14 @@ impl<'v> Section<'v, '_> {
 
     /// Declares a text; absent or empty means `default`.
     pub(crate) fn text(&mut self, key: &'static str, default: &str, doc: &str) -> String {
+        self.takes("text");
         self.print_key(key, Some(&quoted(default)), doc);
         self.any_text(key).unwrap_or_else(|| default.to_owned())
     }
 
     /// Declares a text that must be given whenever its section is; `example` is for the page.
     pub(crate) fn required(&mut self, key: &'static str, example: &str, expected: &str, doc: &str) -> String {
+        self.takes_example("text");
         self.print_key(key, Some(&quoted(example)), doc);
         match self.any_text(key) {
             Some(text) => text,
@@ -407,12 +451,14 @@ impl<'v> Section<'v, '_> {
 
     /// Declares a text for which absent or empty is `None`; `example` is for the page.
     pub(crate) fn optional_text(&mut self, key: &'static str, example: &str, doc: &str) -> Option<String> {
+        self.takes_example("text");
         self.print_key(key, Some(&quoted(example)), doc);
         self.any_text(key)
     }
 
     /// Declares a text or a number, and returns either as a text; absent or empty is `None`.
     pub(crate) fn text_or_number(&mut self, key: &'static str, example: &str, doc: &str) -> Option<String> {
+        self.takes_example("text or number");
         self.print_key(key, Some(example), doc);
         match self.take(key)? {
             Value::String(text) => (!text.is_empty()).then(|| text.clone()),
@@ -426,16 +472,19 @@ impl<'v> Section<'v, '_> {
 
     /// Declares the path of a file or folder; absent or empty is `None`.
     pub(crate) fn path(&mut self, key: &'static str, doc: &str) -> Option<PathBuf> {
+        self.takes_example("path");
         self.optional_text(key, "", doc).map(PathBuf::from)
     }
 
     /// Declares a path that must be given whenever its section is.
     pub(crate) fn required_path(&mut self, key: &'static str, example: &str, doc: &str) -> PathBuf {
+        self.takes_example("path");
         self.required(key, example, "the path of a file", doc).into()
     }
 
     /// Declares a list of texts, none of them empty; absent or empty means `default`.
     pub(crate) fn texts(&mut self, key: &'static str, default: &[&str], doc: &str) -> Vec<String> {
+        self.takes("list of texts");
         self.print_key(key, Some(&format!("[{}]", default.join(", "))), doc);
         let texts = self.any_texts(key);
         if texts.is_empty() { default.iter().map(|&text| text.to_owned()).collect() } else { texts }
@@ -449,6 +498,7 @@ impl<'v> Section<'v, '_> {
         expected: &str,
         doc: &str,
     ) -> Vec<String> {
+        self.takes_example("list of texts");
         self.print_key(key, Some(&format!("[{}]", example.join(", "))), doc);
         let texts = self.any_texts(key);
         if texts.is_empty() && self.is_present() && !self.is_refused(key) {
@@ -484,6 +534,7 @@ impl<'v> Section<'v, '_> {
 
     /// Declares a whole number without sign; absent or 0 means `default`, as in 14.1.
     pub(crate) fn number(&mut self, key: &'static str, default: u32, doc: &str) -> u32 {
+        self.takes("whole number");
         self.print_key(key, Some(&default.to_string()), doc);
         match self.take(key) {
             None => default,
@@ -509,6 +560,7 @@ impl<'v> Section<'v, '_> {
 
     /// Declares a number that is not negative; absent or 0 means `default`, as in 14.1.
     pub(crate) fn real(&mut self, key: &'static str, default: f64, doc: &str) -> f64 {
+        self.takes("number");
         self.print_key(key, Some(&format!("{default:?}")), doc);
         match self.take(key) {
             None => default,
@@ -529,6 +581,7 @@ impl<'v> Section<'v, '_> {
 
     /// Declares a switch that is off when absent.
     pub(crate) fn flag(&mut self, key: &'static str, doc: &str) -> bool {
+        self.takes("true or false");
         self.print_key(key, Some("false"), doc);
         self.optional_flag(key).unwrap_or_default()
     }
@@ -552,6 +605,7 @@ impl<'v> Section<'v, '_> {
         rule: Rule,
         doc: &str,
     ) -> Duration {
+        self.takes(format!("duration {rule}"));
         self.print_key(key, Some(&Human(default).to_string()), doc);
         self.any_duration(key, default, rule).unwrap_or(default)
     }
@@ -565,6 +619,7 @@ impl<'v> Section<'v, '_> {
         doc: &str,
     ) -> Option<Duration> {
         let before = std::mem::replace(&mut self.off, Off::Above);
+        self.takes_example(format!("duration {rule}"));
         self.print_key(key, Some(&Human(example).to_string()), doc);
         self.off = before;
         self.any_duration(key, example, rule)
@@ -588,6 +643,7 @@ impl<'v> Section<'v, '_> {
         doc: &str,
     ) -> T {
         let list = names.iter().map(|(name, _)| *name).collect::<Vec<_>>().join(", ");
+        self.takes(names.iter().map(|(name, _)| format!("`{name}`")).collect::<Vec<_>>().join(", "));
         self.print_key(key, names.first().map(|(name, _)| *name), &format!("{doc} One of {list}."));
         let Some(value) = self.take(key) else { return T::default() };
         let chosen = match value {
@@ -692,10 +748,36 @@ impl<'v> Section<'v, '_> {
         }
     }
 
+    /// Says what the key that is declared next takes, for the reference, unless that has been said more exactly.
+    fn takes(&mut self, text: impl Into<String>) {
+        let takes = Takes { text: text.into(), is_example: false };
+        self.report.takes.get_or_insert(takes);
+    }
+
+    /// As [`takes`](Self::takes), when what the default file shows is an example and no default.
+    fn takes_example(&mut self, text: impl Into<String>) {
+        let takes = Takes { text: text.into(), is_example: true };
+        self.report.takes.get_or_insert(takes);
+    }
+
     fn print_key(&mut self, key: &str, default: Option<&str>, doc: &str) {
+        let takes = self.report.takes.take();
         if self.report.in_items {
             return;
         }
+        self.report.entries.push(Entry {
+            path: join(&self.path, key),
+            default: default
+                .filter(|default| !default.is_empty() && *default != "\"\"" && *default != "[]")
+                .filter(|_| takes.as_ref().is_none_or(|takes| !takes.is_example))
+                .map(str::to_owned),
+            takes: takes.map_or_else(|| "a value".to_owned(), |takes| takes.text),
+            doc: doc.trim().to_owned(),
+            inert: match self.off {
+                Off::Because(reason) => Some(reason),
+                Off::No | Off::Idle(_) | Off::Above => None,
+            },
+        });
         let doc = match self.off {
             Off::Because(reason) => format!("{doc} No effect in this version: {reason}."),
             _ => doc.to_owned(),
