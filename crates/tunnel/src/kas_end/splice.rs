@@ -13,7 +13,9 @@ use http::HeaderMap;
 use http_body::{Body, Frame as HttpFrame};
 use tokio::time::Sleep;
 
-use super::{CLOSE_TIME, COPY, Came, Exchange, Failure, GATHER, Got, Job, Tunnel, set_waker};
+use super::{
+    CLOSE_TIME, COPY, Exchange, Failure, GATHER, Job, Tunnel, agent_stream::Got, exchange::Came, set_waker,
+};
 use crate::{
     frame::{self, Event, request},
     state::Step,
