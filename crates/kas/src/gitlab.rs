@@ -15,13 +15,13 @@ use async_trait::async_trait;
 use bytes::Bytes;
 use http::{HeaderMap, HeaderName, HeaderValue, Request, StatusCode, Uri, header};
 use http_body_util::{BodyExt as _, Empty, Limited};
-pub use hyper_util::client::proxy::matcher::Matcher as Proxies;
 use hyper_util::{
     client::legacy,
     rt::{TokioExecutor, TokioTimer},
 };
 use ids::{AgentId, TokenHash};
 use jsonwebtoken::{Algorithm, EncodingKey};
+pub use runtime::proxy::Proxies;
 use runtime::version;
 use serde::{Deserialize, Serialize};
 use tokio::time::Instant;
@@ -69,9 +69,9 @@ pub enum Error {
     /// The roots of TLS cannot be read.
     #[error("gitlab.ca_certificate_file cannot be used")]
     Tls(#[from] runtime::tls::Error),
-    /// The environment names a proxy of a kind that is not supported.
-    #[error("the proxy for GitLab must be http:// or https://, but the environment names one with {0}://")]
-    Proxy(String),
+    /// The environment names a proxy that cannot be used.
+    #[error("the proxy for GitLab cannot be used")]
+    Proxy(#[from] runtime::proxy::Error),
 }
 
 /// What went wrong with an answer, or on the way to it; the same question may be answered later.

@@ -6,6 +6,7 @@ pub mod clock;
 pub mod http2;
 pub mod io;
 pub mod lifecycle;
+pub mod proxy;
 pub mod telemetry;
 pub mod tls;
 pub mod version;

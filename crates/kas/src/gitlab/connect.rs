@@ -3,7 +3,6 @@
 use std::{
     future::Future,
     io,
-    net::IpAddr,
     path::Path,
     pin::Pin,
     task::{Context, Poll},
@@ -60,26 +59,19 @@ impl Connector {
             .https_or_http()
             .enable_http1()
             .wrap_connector(tcp);
-        // As in 14.1, whatever the variables say: a proxy cannot reach what is on this host.
-        let Some(proxy) = proxies.intercept(target).filter(|_| !is_loopback(target)) else {
+        let Some(proxy) = proxies.of_url(target)? else {
             return Ok((Self::Direct(plain), None));
         };
-        let scheme = proxy.uri().scheme_str().unwrap_or_default();
-        if !["http", "https"].contains(&scheme) {
-            return Err(Error::Proxy(scheme.to_owned()));
-        }
-        // Host and port only: the variable may hold credentials.
-        let host = proxy.uri().host().unwrap_or_default();
         tracing::info!(
-            proxy.host = host,
-            proxy.port = proxy.uri().port_u16(),
+            proxy.host = proxy.host(),
+            proxy.port = proxy.port(),
             "GitLab is reached through a proxy"
         );
         if target.scheme() == Some(&Scheme::HTTP) {
-            return Ok((Self::Forward(plain, proxy.uri().clone()), proxy.basic_auth().cloned()));
+            return Ok((Self::Forward(plain, proxy.url()), proxy.authorization().cloned()));
         }
-        let mut tunnel = Tunnel::new(proxy.uri().clone(), plain);
-        if let Some(value) = proxy.basic_auth() {
+        let mut tunnel = Tunnel::new(proxy.url(), plain);
+        if let Some(value) = proxy.authorization() {
             tunnel = tunnel.with_auth(value.clone());
         }
         let https = HttpsConnectorBuilder::new()
@@ -89,12 +81,6 @@ impl Connector {
             .wrap_connector(tunnel);
         Ok((Self::Tunnel(https), None))
     }
-}
-
-fn is_loopback(target: &Uri) -> bool {
-    let host = target.host().unwrap_or_default();
-    let address = host.trim_start_matches('[').trim_end_matches(']').parse::<IpAddr>();
-    host.eq_ignore_ascii_case("localhost") || address.is_ok_and(|address| address.is_loopback())
 }
 
 impl Service<Uri> for Connector {
@@ -174,11 +160,7 @@ mod tests {
 
     #[test]
     fn the_variables_decide_on_the_way() {
-        let proxies = Proxies::builder()
-            .http("http://proxy:3128")
-            .https("https://proxy")
-            .no("direct.test,10.0.0.0/8")
-            .build();
+        let proxies = Proxies::new("http://proxy:3128", "https://proxy", "direct.test,10.0.0.0/8");
         for (target, expected) in [
             ("http://gitlab.test/x", "forward"),
             ("https://gitlab.test/x", "tunnel"),
@@ -191,11 +173,12 @@ mod tests {
         ] {
             assert_eq!(way(target, &proxies), expected, "{target}");
         }
-        let credentials = Proxies::builder().all("http://user:word@proxy:3128").build();
+        let url = "http://user:word@proxy:3128";
+        let credentials = Proxies::new(url, url, "");
         assert_eq!(way("http://gitlab.test/x", &credentials), "forward with credentials");
         assert_eq!(way("https://gitlab.test/x", &credentials), "tunnel");
-        let socks = Proxies::builder().all("socks5://proxy:1080").build();
+        let socks = Proxies::new("", "socks5://proxy:1080", "");
         assert_eq!(way("https://gitlab.test/x", &socks), "refused");
-        assert_eq!(way("https://gitlab.test/x", &Proxies::builder().build()), "direct");
+        assert_eq!(way("https://gitlab.test/x", &Proxies::default()), "direct");
     }
 }

@@ -26,7 +26,7 @@ impl Setup {
             info_cache_ttl: Duration::ZERO,
             info_cache_error_ttl: Duration::from_secs(1),
         };
-        Self { gitlab, config, proxies: Proxies::builder().build() }
+        Self { gitlab, config, proxies: Proxies::default() }
     }
 
     fn client(&self) -> Client {
@@ -244,7 +244,7 @@ async fn https_is_trusted_by_the_configured_ca_alone() {
 async fn a_proxy_reads_http_and_is_given_its_credentials() {
     let mut s = Setup::new(GitLab::start().await.unwrap()).await;
     s.config.address = format!("http://{NAME}").parse().unwrap();
-    s.proxies = Proxies::builder().http(format!("http://user:word@{}", s.gitlab.address())).build();
+    s.proxies = Proxies::new(&format!("http://user:word@{}", s.gitlab.address()), "", "");
     assert_eq!(s.ask().await.unwrap(), demo());
     let seen = s.only_request();
     assert_eq!(seen.target, format!("http://{NAME}{V14}"));
@@ -260,7 +260,7 @@ async fn a_proxy_reads_http_and_is_given_its_credentials() {
 async fn a_proxy_does_not_see_into_https() {
     let mut s = Setup::new(GitLab::start_tls().await.unwrap()).await;
     s.config.address = format!("https://{NAME}").parse().unwrap();
-    s.proxies = Proxies::builder().https(format!("http://user:word@{}", s.gitlab.address())).build();
+    s.proxies = Proxies::new("", &format!("http://user:word@{}", s.gitlab.address()), "");
     assert_eq!(s.ask().await.unwrap(), demo());
     let all = s.gitlab.requests();
     assert_eq!(all.len(), 2);
