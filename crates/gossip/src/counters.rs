@@ -126,6 +126,7 @@ pub struct Counters {
     pub implausible: Counter,
     /// Values of members left out because no `publish` would have taken them.
     pub unfit: Counter,
+    incarnations: AtomicU64,
     dropped: [Counter; Reason::ALL.len()],
     restarts: [Counter; Restart::ALL.len()],
 }
@@ -139,6 +140,16 @@ impl Counters {
     /// Returns how often the gossip task was started again because of `cause`.
     pub fn restarts(&self, cause: Restart) -> u64 {
         self.restarts[cause as usize].count()
+    }
+
+    /// Returns how many other incarnations are remembered now, the dead among them: what every digest names. Beyond
+    /// some thousands it would outgrow a message; see [`crate::Timing::dead_grace`].
+    pub fn incarnations(&self) -> u64 {
+        self.incarnations.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn remember(&self, incarnations: usize) {
+        self.incarnations.store(incarnations as u64, Ordering::Relaxed);
     }
 
     pub(crate) fn drop_for(&self, reason: Reason) {

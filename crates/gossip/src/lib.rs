@@ -90,7 +90,9 @@ pub struct Timing {
     /// see a second death of the same process.
     pub initial_interval: Duration,
     /// How long a dead incarnation is remembered, so that nobody brings it back. It is gossiped for half of
-    /// that: 24 h and rolling restarts of 100 processes overflow chitchat's digest.
+    /// that: 24 h and rolling restarts of 100 processes overflow chitchat's digest. Who hears of it in that time
+    /// remembers it for a grace of its own: where processes come more often than every half grace, and live longer
+    /// than that, it is passed on for as long as they do. [`Counters::incarnations`] shows how many there are.
     pub dead_grace: Duration,
 }
 

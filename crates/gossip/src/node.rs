@@ -497,6 +497,8 @@ impl Node {
         let limit = self.limit();
         let live: HashSet<&ChitchatId> = chitchat.live_nodes().collect();
         let states = chitchat.node_states();
+        // All but our own.
+        self.counters.remember(states.len().saturating_sub(1));
         let tracks = &mut incarnation.tracks;
         tracks.retain(|id, _| states.contains_key(id));
         let mut heartbeat = 0;

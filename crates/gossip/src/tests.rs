@@ -870,6 +870,57 @@ async fn no_resurrection_after_gc() {
     assert!(films.iter().all(|film| film.all(|members| members.member("b").is_none())));
 }
 
+/// Waits until each remembers exactly this many others, living or dead.
+async fn remember(nodes: &[&Gossip], incarnations: u64) {
+    for node in nodes {
+        let what = format!("{} remembers {incarnations} incarnations", node.local_addr());
+        eventually(&what, || node.counters().incarnations() == incarnations).await;
+    }
+}
+
+/// chitchat 161: a dead incarnation was gossiped for ever. Whoever had forgotten it was told again by somebody who had
+/// not, and each newcomer was told too.
+///
+/// Seen to fail when the dead are remembered for ten minutes (another `dead_node_grace_period` in `node`), and with a
+/// chitchat without its two guards: `scheduled_for_deletion_nodes` without members, so that the dead are gossiped until
+/// they are collected, and `last_heartbeat_if_deleted` without memory, so that what was collected is taken back.
+#[tokio::test]
+async fn dead_incarnation_not_regossiped() {
+    let quick = Timing { dead_grace: Duration::from_secs(1), ..timing() };
+    // This one forgets later than the others: it could bring the dead one back.
+    let slow = Timing { dead_grace: Duration::from_secs(3), ..timing() };
+    let a = builder("a").timing(quick).start().await.unwrap();
+    let known = [a.local_addr()];
+    let b = builder("b").timing(quick).seeds(seeds(&known)).start().await.unwrap();
+    let c = builder("c").timing(slow).seeds(seeds(&known)).start().await.unwrap();
+    b.publish("st", "ready").unwrap();
+    meshed(&[&a, &b, &c]).await;
+    remember(&[&a, &b, &c], 2).await;
+    drop(b);
+    until(a.members(), "b is gone", |m| m.len() == 1).await;
+    remember(&[&a], 1).await;
+    // The other still gossips it, or has stopped to; nobody takes it back.
+    let most = Arc::new(AtomicU32::new(0));
+    let watched = {
+        let (most, counters) = (Arc::clone(&most), a.counters());
+        tokio::spawn(async move {
+            loop {
+                most.fetch_max(counters.incarnations() as u32, Ordering::Relaxed);
+                sleep(Duration::from_millis(5)).await;
+            }
+        })
+    };
+    remember(&[&c], 1).await;
+    traffic(&c, 40).await;
+    watched.abort();
+    assert_eq!(most.load(Ordering::Relaxed), 1, "what was forgotten came back");
+    // And a newcomer never hears of it.
+    let d = builder("d").timing(quick).seeds(seeds(&known)).start().await.unwrap();
+    meshed(&[&a, &c, &d]).await;
+    traffic(&d, 60).await;
+    remember(&[&a, &c, &d], 2).await;
+}
+
 #[tokio::test]
 async fn states_larger_than_a_datagram_cross_in_parts() {
     // 16 values of 4 KiB that do not compress: 64 KiB per node, more than any one message carries.

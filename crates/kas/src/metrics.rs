@@ -199,6 +199,7 @@ pub struct Metrics {
     pub gossip_lonely: Gauge,
     /// How often gossip was started anew.
     pub gossip_restarts: Counter,
+    gossip_incarnations: Gauge,
     gossip_datagrams_dropped: Family<DropLabel, Gauge>,
     gossip_traffic: Family<TrafficLabel, Gauge>,
     /// Files this process may open.
@@ -245,6 +246,7 @@ impl Metrics {
             table_agents: Gauge::default(),
             gossip_lonely: Gauge::default(),
             gossip_restarts: Counter::default(),
+            gossip_incarnations: Gauge::default(),
             gossip_datagrams_dropped: Family::default(),
             gossip_traffic: Family::default(),
             file_limit: Gauge::default(),
@@ -359,6 +361,11 @@ impl Metrics {
             metrics.gossip_restarts.clone(),
         );
         registry.register(
+            "gossip_incarnations",
+            "Processes of other replicas that gossip remembers, those that died in the last minutes among them",
+            metrics.gossip_incarnations.clone(),
+        );
+        registry.register(
             "gossip_datagrams_dropped",
             "Datagrams of gossip that were not taken, since the start, by reason",
             metrics.gossip_datagrams_dropped.clone(),
@@ -418,6 +425,7 @@ impl Metrics {
     /// Copies what gossip counts itself.
     pub fn gossip(&self, counters: &gossip::Counters) {
         let number = |n: u64| i64::try_from(n).unwrap_or(i64::MAX);
+        self.gossip_incarnations.set(number(counters.incarnations()));
         for reason in gossip::Reason::ALL {
             let label = DropLabel { reason: reason.name() };
             self.gossip_datagrams_dropped.get_or_create(&label).set(number(counters.dropped(reason)));

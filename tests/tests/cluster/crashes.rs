@@ -196,8 +196,8 @@ async fn pause_of_half_a_second_is_nobodys_death() -> Result<()> {
 /// Museum 22: etcd (issue 20418) answered stale data after its process had been paused.
 ///
 /// Stale routes were not seen as processes, though many requests meet the pause: not even with a router that takes `not
-/// here` for the last word and copies that count while their streams are opened anew. That rule is broken, and seen to
-/// fail, in the museum of `crates/table`. Without gossip's vote the suspicion takes 6 s instead of 3.5.
+/// here` for the last word and copies that count while their streams are opened anew. That rule is broken (`NoExpiry`), and
+/// seen to fail, in the museum of `crates/table`. Without gossip's vote the suspicion takes 6 s instead of 3.5.
 #[tokio::test]
 async fn paused_replica_does_not_serve_stale_routes() -> Result<()> {
     let mesh = Mesh::start(3).await?;
