@@ -189,6 +189,8 @@ pub struct Metrics {
     pub hedges: Counter,
     /// Requests that went through a tunnel which another replica had lent for an earlier one.
     pub borrows_reused: Counter,
+    /// Requests of other replicas that had another tunnel than the one they were lent, which had ended before them.
+    pub borrows_moved: Counter,
     /// Replicas that live, this one included.
     pub replicas_live: Gauge,
     /// Live replicas whose table is not known completely.
@@ -226,6 +228,7 @@ impl Metrics {
             routed_remote,
             hedges: Counter::default(),
             borrows_reused: Counter::default(),
+            borrows_moved: Counter::default(),
             requests_open: Gauge::default(),
             requests,
             answered,
@@ -333,6 +336,11 @@ impl Metrics {
             "borrows_reused",
             "Requests that went through a tunnel which another replica had lent for an earlier one",
             metrics.borrows_reused.clone(),
+        );
+        registry.register(
+            "borrows_moved",
+            "Requests of other replicas that went to another tunnel, since the one they were lent ended before them",
+            metrics.borrows_moved.clone(),
         );
         metrics.replicas_live.set(1);
         registry.register(

@@ -731,6 +731,11 @@ impl TunnelRegistry {
         }
     }
 
+    /// Whether a request of another replica may still find a tunnel of the agent here.
+    pub fn may_serve(&self, agent: AgentId) -> bool {
+        !self.draining.load(Ordering::Relaxed) && self.holds(agent)
+    }
+
     /// Whether this replica holds a tunnel of the agent now.
     pub fn holds(&self, agent: AgentId) -> bool {
         self.shard(agent).get(&agent).is_some_and(|entry| entry.tunnels > 0)

@@ -21,7 +21,7 @@ use runtime::http2::{Answer, Body, Connection, GoAway, Refusal, Service, Standin
 use tokio::time::{Instant, Sleep};
 use tunnel::{
     frame,
-    kas_end::{Job, Lender, Splice, Tunnel},
+    kas_end::{Job, Lender, Peer, Splice, Tunnel},
     state::Mode,
 };
 
@@ -39,6 +39,8 @@ const UNUSED: Duration = Duration::from_secs(2);
 /// For how long one ask may have its tunnel for one request after the other: its credential is checked once, and a link
 /// that has its age must come to an end.
 const LONGEST_LOAN: Duration = Duration::from_secs(60);
+/// Why a request was not started.
+const ENDED: &str = "the lent tunnel has ended";
 /// How long an ask without a deadline waits.
 const LONGEST_WAIT: Duration = Duration::from_secs(3600);
 
@@ -227,15 +229,20 @@ async fn lend(
         }
     };
     count(AskAnswer::Ready);
-    let lent = grant.tunnel().info();
-    let kind = peer::kind(lent.peer);
-    let again = ask.again && ask.connection.is_none() && lent.peer.mode() == Mode::Reusable;
-    let lending = again.then(|| {
-        let borrower = Borrower { replica: ask.from, method: ask.method };
-        Lending::new(Arc::clone(&listener.registry), borrower)
-    });
+    let lent = grant.tunnel().info().peer;
+    let kind = peer::kind(lent);
+    let again = ask.again && ask.connection.is_none() && lent.mode() == Mode::Reusable;
+    let borrower = Borrower { replica: ask.from, method: ask.method };
+    let lending = again.then(|| Lending::new(Arc::clone(&listener.registry), borrower.clone()));
+    let wish = Wish {
+        registry: Arc::clone(&listener.registry),
+        agent: ask.agent,
+        connection: ask.connection,
+        borrower,
+        peer: lent,
+    };
     let request = grpc::boxed(request.into_body());
-    let body = LendBody::new(ask.agent, grant, request, lending, Arc::clone(&listener.metrics));
+    let body = LendBody::new(wish, grant, request, lending, Arc::clone(&listener.metrics));
     let mut response = Response::new(grpc::boxed(body));
     let headers = response.headers_mut();
     headers.insert(http::header::CONTENT_TYPE, grpc::CONTENT_TYPE);
@@ -277,12 +284,46 @@ impl Lender for Lending {
     }
 }
 
+/// What was asked for: whatever tunnel was lent for it first, another of the same kind will do as long as nothing of the
+/// request was written.
+struct Wish {
+    registry: Arc<TunnelRegistry>,
+    agent: AgentId,
+    connection: Option<ConnectionId>,
+    borrower: Borrower,
+    /// The asker writes its envelopes for this agentk.
+    peer: Peer,
+}
+
+impl Wish {
+    /// Takes another idle tunnel, or a place in the queue.
+    fn acquire(&self) -> Option<Acquired> {
+        let Borrower { replica, method } = &self.borrower;
+        self.registry.acquire_for(replica, self.agent, method, self.connection).ok().filter(|acquired| {
+            match acquired {
+                Acquired::Now(grant) => self.fits(grant),
+                Acquired::Wait(_) => true,
+            }
+        })
+    }
+
+    /// Takes another tunnel if one is idle.
+    fn idle(&self) -> Option<Grant> {
+        let grant = self.registry.take(self.agent, &self.borrower.method, self.connection)?;
+        self.fits(&grant).then_some(grant)
+    }
+
+    fn fits(&self, grant: &Grant) -> bool {
+        grant.tunnel().info().peer == self.peer
+    }
+}
+
 /// The answer to an ask: first a tunnel that is lent, then what the agent answers through it; and, where the asker knows
 /// how, that as often as the asker has a request and nobody else waits.
 struct LendBody {
-    agent: AgentId,
+    wish: Wish,
     state: State,
-    /// Until when the lent tunnel's request must have begun.
+    /// Until when the lent tunnel's request must have begun, or have another tunnel.
     until: Pin<Box<Sleep>>,
     /// `None`: the tunnel is lent for one request.
     lending: Option<Arc<Lending>>,
@@ -293,7 +334,16 @@ struct LendBody {
 enum State {
     Unused(Unused),
     Open(Open),
+    Stranded(Stranded),
     Over,
+}
+
+/// A request whose tunnel ended before anything of it was written to the agent.
+struct Stranded {
+    job: Job,
+    ahead: Bytes,
+    /// Another tunnel, when one is free.
+    granted: Pin<Box<dyn Future<Output = Result<Grant, Gone>> + Send>>,
 }
 
 /// A tunnel that is lent and carries no request.
@@ -379,7 +429,7 @@ impl Drop for Open {
 
 impl LendBody {
     fn new(
-        agent: AgentId,
+        wish: Wish,
         grant: Grant,
         request: Body,
         lending: Option<Arc<Lending>>,
@@ -387,7 +437,7 @@ impl LendBody {
     ) -> Self {
         let (tunnel, first) = (Lent::Grant(Held::new(grant)), BytesMut::new());
         Self {
-            agent,
+            wish,
             state: State::Unused(Unused { tunnel, request, first, told: false }),
             until: Box::pin(tokio::time::sleep(UNUSED)),
             lending,
@@ -398,7 +448,7 @@ impl LendBody {
     fn not_started(&mut self, code: Code, why: &str) -> Frame<Bytes> {
         self.state = State::Over;
         let mut trailers = HeaderMap::with_capacity(3);
-        Status::new(code, format!("{why}: no request of agent {} was started", self.agent))
+        Status::new(code, format!("{why}: no request of agent {} was started", self.wish.agent))
             .with_outcome(Outcome::NotStarted)
             .write_to(&mut trailers);
         Frame::trailers(trailers)
@@ -435,10 +485,25 @@ impl LendBody {
                 Poll::Pending => break,
             }
         }
+        let mut recalled = false;
         if unused.tunnel.tunnel().poll_over(cx).is_ready() {
-            return Poll::Ready(Some(self.not_started(Code::Unavailable, "the lent tunnel has ended")));
+            match &unused.tunnel {
+                // The request is on its way: any other tunnel will do. With none, the asker goes elsewhere if it has not
+                // begun either.
+                Lent::Grant(_) => match self.wish.idle() {
+                    Some(grant) => {
+                        unused.tunnel = Lent::Grant(Held::new(grant));
+                        self.metrics.borrows_moved.inc();
+                        return self.poll_unused(cx);
+                    }
+                    None => return Poll::Ready(Some(self.not_started(Code::Unavailable, ENDED))),
+                },
+                // Asked for as any other loan: a request that crosses that goes to another tunnel.
+                Lent::Loan(_) if self.wish.registry.may_serve(self.wish.agent) => recalled = true,
+                Lent::Loan(_) => return Poll::Ready(Some(self.not_started(Code::Unavailable, ENDED))),
+            }
         }
-        if !unused.told && unused.tunnel.poll_recalled(cx).is_ready() {
+        if !unused.told && (recalled || unused.tunnel.poll_recalled(cx).is_ready()) {
             unused.told = true;
             // It may cross a request, which is then served.
             let mut recall = BytesMut::new();
@@ -454,16 +519,79 @@ impl LendBody {
         let State::Unused(unused) = std::mem::replace(&mut self.state, State::Over) else { return None };
         let Unused { tunnel, request, mut first, .. } = unused;
         let request_info = first.split_to(len).freeze();
-        let lender = self.lending.clone().map(|lending| lending as Arc<dyn Lender>);
         let job = Job { request_info, body: request };
-        match tunnel.take().begin_spliced(job, first.freeze(), lender) {
-            Ok(splice) => {
-                self.metrics.requests_open.inc();
-                self.state = State::Open(Open { splice, metrics: Arc::clone(&self.metrics) });
-                None
-            }
-            Err(_) => Some(self.not_started(Code::Unavailable, "the lent tunnel has ended")),
+        match self.start(&tunnel.take(), job, first.freeze()) {
+            Ok(()) => None,
+            Err((job, ahead)) => self.strand(job, ahead),
         }
+    }
+
+    /// Gives a tunnel the request; `Err`: it takes none any more.
+    fn start(&mut self, tunnel: &Arc<Tunnel>, job: Job, ahead: Bytes) -> Result<(), (Job, Bytes)> {
+        let lender = self.lending.clone().map(|lending| lending as Arc<dyn Lender>);
+        let splice = tunnel.begin_spliced(job, ahead.clone(), lender).map_err(|job| (job, ahead))?;
+        self.metrics.requests_open.inc();
+        self.state = State::Open(Open { splice, metrics: Arc::clone(&self.metrics) });
+        Ok(())
+    }
+
+    /// The tunnel has ended before anything of the request was written: another one of this replica may serve it. The
+    /// asker cannot send it elsewhere: what it has written it does not keep.
+    fn strand(&mut self, mut job: Job, mut ahead: Bytes) -> Option<Frame<Bytes>> {
+        loop {
+            match self.wish.acquire() {
+                Some(Acquired::Now(grant)) => match self.start(&grant.take(), job, ahead) {
+                    Ok(()) => {
+                        self.metrics.borrows_moved.inc();
+                        return None;
+                    }
+                    // That one had ended as well, and is idle no more.
+                    Err(back) => (job, ahead) = back,
+                },
+                Some(Acquired::Wait(mut waiting)) => {
+                    self.until.as_mut().reset(Instant::now() + UNUSED);
+                    let granted = Box::pin(async move { waiting.granted().await });
+                    self.state = State::Stranded(Stranded { job, ahead, granted });
+                    return None;
+                }
+                None => return Some(self.not_started(Code::Unavailable, ENDED)),
+            }
+        }
+    }
+
+    /// Waits until another tunnel is free for the request.
+    fn poll_stranded(&mut self, cx: &mut Context<'_>) -> Poll<Option<Frame<Bytes>>> {
+        let State::Stranded(stranded) = &mut self.state else { return Poll::Ready(None) };
+        let Poll::Ready(granted) = stranded.granted.as_mut().poll(cx) else {
+            ready!(self.until.as_mut().poll(cx));
+            let why = "the lent tunnel has ended, and no other was idle for 2 s";
+            return Poll::Ready(Some(self.not_started(Code::Unavailable, why)));
+        };
+        let State::Stranded(Stranded { job, ahead, .. }) = std::mem::replace(&mut self.state, State::Over)
+        else {
+            return Poll::Ready(None);
+        };
+        Poll::Ready(match granted.ok().filter(|grant| self.wish.fits(grant)) {
+            Some(grant) => match self.start(&grant.take(), job, ahead) {
+                Ok(()) => {
+                    self.metrics.borrows_moved.inc();
+                    None
+                }
+                Err((job, ahead)) => self.strand(job, ahead),
+            },
+            None => Some(self.not_started(Code::Unavailable, ENDED)),
+        })
+    }
+
+    /// The splice had no last word: its request was not started, or is over and the asker keeps the tunnel for the next.
+    fn go_on(&mut self) -> Option<Frame<Bytes>> {
+        let State::Open(open) = &mut self.state else { return None };
+        if let Some((job, ahead)) = open.splice.unstarted() {
+            self.state = State::Over;
+            return self.strand(job, ahead);
+        }
+        self.lend_again();
+        None
     }
 
     /// The request is over and had no last word: the asker keeps the tunnel for the next one.
@@ -508,8 +636,17 @@ impl http_body::Body for LendBody {
                 }
                 State::Open(open) => match ready!(Pin::new(&mut open.splice).poll_frame(cx)) {
                     Some(frame) => return Poll::Ready(Some(frame)),
-                    None => self.lend_again(),
+                    None => {
+                        if let Some(frame) = self.go_on() {
+                            return Poll::Ready(Some(Ok(frame)));
+                        }
+                    }
                 },
+                State::Stranded(_) => {
+                    if let Some(frame) = ready!(self.poll_stranded(cx)) {
+                        return Poll::Ready(Some(Ok(frame)));
+                    }
+                }
                 State::Over => return Poll::Ready(None),
             }
         }

@@ -42,7 +42,7 @@ impl Tunnel {
         lender: Option<Arc<dyn Lender>>,
     ) -> Result<Splice, Job> {
         let exchange = self.open_as(job, Deadline::NONE, Some((ahead, lender.is_some())))?;
-        Ok(Splice { exchange, finished: false, lender, kept: false, until: None })
+        Ok(Splice { exchange, finished: false, lender, kept: false, unstarted: None, until: None })
     }
 
     /// The request `round` has no splice any more that would ask whether the tunnel stays lent.
@@ -70,7 +70,8 @@ impl Tunnel {
 /// A request in a tunnel, as the stream of another replica holds it: what agentk answers, in its own envelopes.
 ///
 /// As a body it ends with OK only after a complete answer, and when the tunnel has been let go; or it ends without
-/// trailers, when the tunnel stays lent ([`asker`](Self::asker)). Dropping it before cancels the request, or gives the
+/// trailers, when the tunnel stays lent ([`asker`](Self::asker)), or when it ended before the request was written
+/// ([`unstarted`](Self::unstarted)). Dropping it before cancels the request, or gives the
 /// tunnel back unused when nothing has been written.
 pub struct Splice {
     exchange: Exchange,
@@ -80,6 +81,8 @@ pub struct Splice {
     lender: Option<Arc<dyn Lender>>,
     /// The tunnel stays lent.
     kept: bool,
+    /// The request, when the tunnel ended before anything of it was written.
+    unstarted: Option<(Job, Bytes)>,
     /// Until when the tunnel may take to be let go then, if it is not at once.
     until: Option<Pin<Box<Sleep>>>,
 }
@@ -94,6 +97,12 @@ impl Splice {
     /// Returns the tunnel.
     pub fn tunnel(&self) -> &Arc<Tunnel> {
         &self.exchange.tunnel
+    }
+
+    /// Takes the request after this has ended without trailers, if nothing of it was written: another tunnel may serve
+    /// it, with what had been read after `request_info`.
+    pub fn unstarted(&mut self) -> Option<(Job, Bytes)> {
+        self.unstarted.take()
     }
 
     /// Writes what came as it was.
@@ -209,6 +218,12 @@ impl Body for Splice {
                         if this.exchange.big.is_some() {
                             break;
                         }
+                    }
+                    Poll::Ready(Err(Failure::NotStarted(job))) => {
+                        let ahead = std::mem::take(&mut this.exchange.tunnel.core().ahead);
+                        this.unstarted = Some((job, ahead));
+                        this.exchange.done = true;
+                        return Poll::Ready(None);
                     }
                     Poll::Ready(Err(failure)) => {
                         failed = Some(this.status(&failure));

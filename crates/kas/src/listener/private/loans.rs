@@ -205,7 +205,42 @@ impl Call {
     }
 }
 
+/// Opens a tunnel of the agent.
+fn open(
+    registry: &Arc<TunnelRegistry>,
+    info: Info,
+    pipe: &Pipe,
+    reset: &Arc<Mutex<bool>>,
+) -> (Arc<Tunnel>, TunnelBody) {
+    let owner =
+        Arc::new(RegistryOwner { registry: Arc::clone(registry), rate_limit: Arc::new(RateLimit::new(100)) });
+    let flag = Arc::clone(reset);
+    let opening = Opening::new(pipe.body(), false);
+    let (tunnel, body) = Tunnel::new(info, opening, owner, Box::new(move || *flag.lock().unwrap() = true));
+    registry.insert(&tunnel, None);
+    (tunnel, body)
+}
+
+/// A further tunnel of the agent at its replica.
+struct Other {
+    agent: Pipe,
+    to_agent: TunnelBody,
+}
+
+impl Other {
+    fn reads(&mut self) -> Bytes {
+        poll(&mut self.to_agent).bytes
+    }
+}
+
 impl Lab {
+    /// The agent opens another tunnel.
+    fn another(&self, peer: Peer) -> Other {
+        let agent = Pipe::default();
+        let (_, to_agent) = open(&self.registry, Info { peer, ..info() }, &agent, &Arc::default());
+        Other { agent, to_agent }
+    }
+
     fn new() -> Self {
         let me = |name: &str| cluster::Replica { id: ReplicaId::new(name), address: "127.0.0.1:1".into() };
         let metrics = Arc::new(Metrics::new(&mut Registry::default()));
@@ -213,16 +248,8 @@ impl Lab {
         let tracker = Arc::new(InMemoryTracker::new(me("holder")));
         let registry = TunnelRegistry::new(tracker, Arc::clone(&metrics), limits);
         let pipe = Pipe::default();
-        let owner = Arc::new(RegistryOwner {
-            registry: Arc::clone(&registry),
-            rate_limit: Arc::new(RateLimit::new(100)),
-        });
         let agent_reset = Arc::<Mutex<bool>>::default();
-        let flag = Arc::clone(&agent_reset);
-        let opening = Opening::new(pipe.body(), false);
-        let (tunnel, to_agent) =
-            Tunnel::new(info(), opening, owner, Box::new(move || *flag.lock().unwrap() = true));
-        registry.insert(&tunnel, None);
+        let (tunnel, to_agent) = open(&registry, info(), &pipe, &agent_reset);
         let view = InMemoryTracker::new(me("holder"));
         let known = view.route(agent(), Arc::default());
         Self {
@@ -265,10 +292,17 @@ impl Lab {
         let Ok(Acquired::Now(grant)) = self.registry.acquire_for(&replica, agent(), &method, None) else {
             panic!("the tunnel is idle")
         };
-        let lending =
-            Lending::new(Arc::clone(&self.registry), Borrower { replica, method: Arc::clone(&method) });
+        let borrower = Borrower { replica, method: Arc::clone(&method) };
+        let lending = Lending::new(Arc::clone(&self.registry), borrower.clone());
+        let wish = Wish {
+            registry: Arc::clone(&self.registry),
+            agent: agent(),
+            connection: None,
+            borrower,
+            peer: Peer::Ours,
+        };
         let request = self.asked.body();
-        self.lend = Some(LendBody::new(agent(), grant, request, Some(lending), Arc::clone(&self.metrics)));
+        self.lend = Some(LendBody::new(wish, grant, request, Some(lending), Arc::clone(&self.metrics)));
         let owner = self.kept.owner(agent(), &method, &ReplicaId::new("holder"));
         let flag = Arc::clone(&self.asker_reset);
         let reset = Box::new(move || *flag.lock().unwrap() = true);
@@ -604,10 +638,114 @@ async fn a_request_that_crosses_the_end_of_its_tunnel_was_not_started() {
         // The holder notices before it reads the request.
         assert_eq!(lab.agent_reads(), "");
         lab.holder_writes();
-        assert_eq!(lab.agent_reads(), "");
+        // No other tunnel comes.
+        tokio::time::sleep(UNUSED).await;
+        lab.holder_writes();
         let Err(Failure::Lender(status)) = call.answered().await else { panic!("an answer") };
         assert_eq!((status.code(), status.outcome()), (Code::Unavailable, Some(Outcome::NotStarted)));
     }
+}
+
+/// Where a request is that its agent's withdrawal crosses.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Crossing {
+    /// On its way to the holder, which notices the withdrawal first.
+    Unread,
+    /// Read by the holder, and not written to the agent.
+    Unwritten,
+}
+
+impl Lab {
+    /// The agent withdraws the tunnel that the request on its way was lent.
+    fn withdraw(&mut self, crossing: Crossing) {
+        self.asker_writes();
+        self.agent.write(control(request::TRAILER));
+        if crossing == Crossing::Unread {
+            assert_eq!(self.agent_reads(), "");
+        }
+        self.holder_writes();
+        assert_eq!(self.agent_reads(), "");
+    }
+}
+
+/// Seen to fail when the holder gives up with the tunnel that was lent first.
+#[tokio::test(start_paused = true)]
+async fn a_request_that_crosses_a_withdrawal_goes_to_another_tunnel_of_the_holder() {
+    for crossing in [Crossing::Unread, Crossing::Unwritten] {
+        for first in [true, false] {
+            let (mut lab, call) = if first {
+                let mut lab = Lab::new();
+                let call = lab.borrow();
+                (lab, call)
+            } else {
+                let lab = Lab::lent().await;
+                let call = lab.again(b"first").await;
+                (lab, call)
+            };
+            let mut other = lab.another(Peer::Ours);
+            lab.withdraw(crossing);
+            lab.carry();
+            assert_eq!(other.reads(), whole(b"first"), "{crossing:?} {first}");
+            assert_eq!(lab.metrics.borrows_moved.get(), 1);
+            other.agent.write(answer(b"first"));
+            lab.carry();
+            call.expect(b"first").await;
+            // It is parked again, and lent or idle.
+            lab.carry();
+            assert_eq!(lab.metrics.requests_open.get(), 0);
+            let (idle, busy) = lab.counts();
+            assert_eq!(idle + busy, 1, "{crossing:?} {first}");
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_request_that_crosses_a_withdrawal_waits_for_another_tunnel_for_two_seconds() {
+    for comes in [true, false] {
+        let mut lab = Lab::lent().await;
+        let mut call = lab.again(b"x").await;
+        lab.withdraw(Crossing::Unwritten);
+        assert!(lab.ended.is_none(), "the agent may come back");
+        tokio::time::sleep(Duration::from_millis(1_990)).await;
+        if comes {
+            let mut other = lab.another(Peer::Ours);
+            lab.holder_writes();
+            assert_eq!(other.reads(), whole(b"x"));
+            other.agent.write(answer(b"x"));
+            lab.carry();
+            call.expect(b"x").await;
+        } else {
+            tokio::time::sleep(Duration::from_millis(20)).await;
+            lab.carry();
+            let Err(Failure::Lender(status)) = call.answered().await else { panic!("an answer") };
+            assert_eq!((status.code(), status.outcome()), (Code::Unavailable, Some(Outcome::NotStarted)));
+            assert!(status.message().contains("no other was idle"), "{status}");
+        }
+    }
+}
+
+/// The asker has written what its agentk understands, one of this project's.
+#[tokio::test(start_paused = true)]
+async fn a_request_that_crosses_a_withdrawal_goes_to_no_tunnel_of_another_kind() {
+    let mut lab = Lab::lent().await;
+    let mut call = lab.again(b"x").await;
+    let mut other = lab.another(Peer::Old);
+    lab.withdraw(Crossing::Unwritten);
+    let Err(Failure::Lender(status)) = call.answered().await else { panic!("an answer") };
+    assert_eq!(status.outcome(), Some(Outcome::NotStarted));
+    assert_eq!(other.reads(), "");
+    assert_eq!(lab.counts(), (1, 0));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_withdrawn_tunnel_is_asked_back_while_the_agent_has_others() {
+    let mut lab = Lab::lent().await;
+    let _other = lab.another(Peer::Ours);
+    lab.agent.write(control(request::TRAILER));
+    lab.agent_reads();
+    lab.carry();
+    assert!(lab.ended_ok() && lab.take().await.is_none());
+    assert_eq!(lab.counts(), (1, 0));
 }
 
 #[tokio::test(start_paused = true)]
