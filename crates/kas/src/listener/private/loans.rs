@@ -247,6 +247,7 @@ impl Lab {
         let limits = Limits { waiters_per_agent: 100, waiters: 100, tunnels_per_agent: 100 };
         let tracker = Arc::new(InMemoryTracker::new(me("holder")));
         let registry = TunnelRegistry::new(tracker, Arc::clone(&metrics), limits);
+        registry.transport_opened(agent());
         let pipe = Pipe::default();
         let agent_reset = Arc::<Mutex<bool>>::default();
         let (tunnel, to_agent) = open(&registry, info(), &pipe, &agent_reset);
