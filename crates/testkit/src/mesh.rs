@@ -96,6 +96,8 @@ pub struct Mesh {
     api_secret: Vec<u8>,
     private_secret: Vec<u8>,
     dir: TempDir,
+    /// Keeps others off this network of loopback, until the processes have ended.
+    _reserved: Option<std::net::TcpListener>,
     // After the processes, which live in it.
     network: Option<Network>,
 }
@@ -156,6 +158,19 @@ impl Drop for Agent {
     }
 }
 
+/// Takes one of 60,000 networks of loopback that no other test has, `127.a.b.0/24`, for as long as the listener lives.
+fn reserve() -> Result<(u8, u8, Option<std::net::TcpListener>)> {
+    for _ in 0..1000 {
+        let (a, b) = (rand::random_range(1..=240), rand::random_range(0..=255));
+        match std::net::TcpListener::bind((Ipv4Addr::new(127, a, b, 254), PRIVATE)) {
+            Ok(listener) => return Ok((a, b, Some(listener))),
+            Err(error) if error.kind() == std::io::ErrorKind::AddrInUse => {}
+            Err(error) => return Err(error).context("an address of loopback"),
+        }
+    }
+    anyhow::bail!("every network of loopback that was tried is taken")
+}
+
 impl Mesh {
     /// Starts `replicas` on loopback, all at once.
     ///
@@ -179,8 +194,7 @@ impl Mesh {
     /// As [`start_on_hosts`](Self::start_on_hosts).
     pub async fn start_with(options: Options) -> Result<Self> {
         let network = if options.hosts { Some(Network::new(options.replicas).await?) } else { None };
-        // One of 60,000 networks of loopback: no other test has it.
-        let (a, b) = (rand::random_range(1..=240), rand::random_range(0..=255));
+        let (a, b, reserved) = if network.is_some() { (0, 0, None) } else { reserve()? };
         let addresses = (0..options.replicas)
             .map(|host| match network {
                 Some(_) if options.ipv6 => Network::address6(host),
@@ -194,6 +208,7 @@ impl Mesh {
             api_secret: rand::random::<[u8; 32]>().to_vec(),
             private_secret: rand::random::<[u8; 32]>().to_vec(),
             dir: TempDir::with_prefix("mesh-test-")?,
+            _reserved: reserved,
             network,
             options,
         };
