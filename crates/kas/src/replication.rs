@@ -47,6 +47,13 @@ pub const HUNG: Duration = Duration::from_secs(3);
 /// a lost beat as deafness where UDP is blocked, and gain nothing before the streams have ended as well.
 pub const DEAF: Duration = Duration::from_secs(5);
 
+/// Others that answer, and have read no table of this one for this long, cannot reach it: longer than a start and a few
+/// dials that nobody answers.
+const UNREAD: Duration = Duration::from_secs(10);
+/// The same of another replica, in dials that failed one after the other: a process that has crashed is given up by gossip
+/// before.
+const DIALS: u32 = 6;
+
 /// This replica calls itself this long after its start.
 const OWN_ADDRESS: Duration = Duration::from_secs(1);
 
@@ -104,6 +111,9 @@ struct Inner {
     refusals: HashMap<Arc<str>, String>,
     /// This replica tells others an address that is not its own.
     misplaced: Option<String>,
+    /// Table streams of others, and since when there are none.
+    subscribers: usize,
+    unread: Instant,
     /// The connection lists of other replicas may be different.
     lists_changed: bool,
 }
@@ -115,6 +125,14 @@ impl std::fmt::Debug for Replication {
 }
 
 impl Inner {
+    /// A table stream of another replica has begun (1) or ended (-1).
+    fn subscribed(&mut self, change: isize) {
+        self.subscribers = self.subscribers.saturating_add_signed(change);
+        if self.subscribers == 0 {
+            self.unread = Instant::now();
+        }
+    }
+
     fn wake(&mut self, agent: AgentId) {
         if let Some(watch) = self.watches.get(&agent) {
             watch.send_replace(());
@@ -155,6 +173,8 @@ impl Replication {
             builds: HashMap::new(),
             refusals: HashMap::new(),
             misplaced: None,
+            subscribers: 0,
+            unread: Instant::now(),
             lists_changed: false,
         };
         Arc::new_cyclic(|this| Self {

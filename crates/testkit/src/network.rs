@@ -40,6 +40,8 @@ pub enum Traffic {
     Udp,
     /// Table streams and requests; UDP passes.
     Tcp,
+    /// What goes to the private API of the host that would receive; its answers to what it dialled itself pass.
+    Dialled,
 }
 
 /// Hosts on one bridge. Dropping it ends them, and takes the test's thread back to where it was.
@@ -140,6 +142,7 @@ impl Network {
                 Traffic::All => "",
                 Traffic::Udp => "ip protocol udp ",
                 Traffic::Tcp => "ip protocol tcp ",
+                Traffic::Dialled => "tcp dport 8155 ",
             };
             rules.push_str(&format!("iifname \"v{from}\" oifname \"v{to}\" {what}counter drop\n"));
         }

@@ -274,6 +274,78 @@ async fn deaf_replica_is_lonely_and_its_slots_expire_elsewhere() -> Result<()> {
     Ok(())
 }
 
+/// A firewall lets out what a replica dials, and nothing in: it follows the others, and they hear its gossip, but none of
+/// them reaches it. One vote drops nobody, so it stays suspect and its entries stay: asked last, named to whoever waits,
+/// and back at once when the firewall lets it. Both sides say what is wrong.
+///
+/// Seen to fail without the alarms: nothing told it apart from one that is suspect for a moment.
+#[tokio::test]
+async fn replica_that_cannot_be_dialled_stays_suspect_and_both_sides_say_so() -> Result<()> {
+    let mesh = on_hosts(3).await?;
+    let walled = mesh.agent(0, 1, Kind::Ours, 2).await?;
+    let both = [mesh.agent(0, 2, Kind::Ours, 2).await?, mesh.agent(1, 2, Kind::Ours, 2).await?];
+    mesh.converged(&[(1, 0), (2, 0), (2, 1)]).await?;
+    // What it says by gossip is believed by those who know it.
+    mesh.meshed().await?;
+    let cuts = [1, 2].map(|from| [Traffic::Udp, Traffic::Dialled].map(|what| Cut { from, to: 0, what }));
+    mesh.network().cut(&cuts.concat())?;
+    let cut = Instant::now();
+    let name = mesh.private(0).to_string();
+    for n in [1, 2] {
+        let alarm = within(2 * SOON, "an alarm names it", async || {
+            let alarms = mesh.list(n).await?.alarms;
+            Ok(alarms.iter().find(|alarm| alarm.contains("does not answer at")).cloned().ok_or(alarms))
+        })
+        .await?;
+        assert!(alarm.contains(&name), "{alarm}");
+        println!("replica {n} says after {:?}: {alarm}", cut.elapsed());
+    }
+    let own = within(2 * SOON, "it says so itself", async || {
+        let alarms = mesh.list(0).await?.alarms;
+        Ok(alarms
+            .iter()
+            .find(|alarm| alarm.contains("no other replica has reached this one"))
+            .cloned()
+            .ok_or(alarms))
+    })
+    .await?;
+    assert!(own.contains(&name), "{own}");
+    println!("it says after {:?}: {own}", cut.elapsed());
+    // Longer than entries live, and than a deaf one speaks: nobody forgets it, and it follows the others.
+    let until = Instant::now() + 3 * TTL;
+    while Instant::now() < until {
+        for n in [1, 2] {
+            let row = mesh.row(n, 0).await?.context("it is known")?;
+            assert_eq!((row.standing.as_str(), row.agents), ("suspect", 2), "replica {n}");
+            assert_eq!(mesh.view(n).await?.holders, [(1, 0), (2, 0), (2, 1)].into(), "replica {n}");
+        }
+        assert_eq!(mesh.view(0).await?.holders, [(1, 0), (2, 0), (2, 1)].into());
+        assert_eq!(mesh.kas(0).get("/readiness").await?.0, StatusCode::OK);
+    }
+    // Its own callers reach everybody; others reach its agents where they are besides.
+    for agent in [1, 2] {
+        echo(&mesh, 0, agent).await?;
+    }
+    for n in [1, 2] {
+        let begun = Instant::now();
+        echo(&mesh, n, 2).await?;
+        println!("replica {n} reached the agent of both in {:?}", begun.elapsed());
+        not_found(&mesh, n, 1).await?;
+        // Agents are not told to look for it.
+        mesh.kas(n).metric_is("kas_replicas_live", 2.0).await?;
+    }
+    mesh.heal()?;
+    println!("all agree {:?} after it healed", mesh.converged(&[(1, 0), (2, 0), (2, 1)]).await?);
+    within(SOON, "the alarms are over", async || {
+        let alarms = [mesh.list(0).await?.alarms, mesh.list(1).await?.alarms].concat();
+        Ok(if alarms.is_empty() { Ok(()) } else { Err(alarms) })
+    })
+    .await?;
+    echo(&mesh, 2, 1).await?;
+    drop((walled, both));
+    Ok(())
+}
+
 /// Looks at all replicas for `time`: each has everything in its view and is ready, however it hears of the others.
 async fn keep_seeing(mesh: &Mesh, holders: &[(i64, usize)], time: Duration) -> Result<()> {
     let expected: BTreeSet<_> = holders.iter().copied().collect();

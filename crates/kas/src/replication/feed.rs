@@ -42,6 +42,23 @@ struct Subscriber {
     begun: bool,
     /// Its keepalives end the connection when it does not answer, so an open one says that it does.
     hold: Option<gossip::Hold>,
+    _open: Open,
+}
+
+/// Another replica reads this one's table while this lives.
+struct Open(Arc<Replication>);
+
+impl Open {
+    fn new(replication: &Arc<Replication>) -> Self {
+        replication.inner().subscribed(1);
+        Self(Arc::clone(replication))
+    }
+}
+
+impl Drop for Open {
+    fn drop(&mut self) {
+        self.0.inner().subscribed(-1);
+    }
 }
 
 impl Subscriber {
@@ -138,7 +155,8 @@ impl TableSync for Private {
             }
             inner.owner.feed(resume)
         };
-        let subscriber = Subscriber { replication, feed, news, own, begun: false, hold: None };
+        let open = Open::new(&replication);
+        let subscriber = Subscriber { replication, feed, news, own, begun: false, hold: None, _open: open };
         Ok(Response::new(Box::pin(stream::unfold(subscriber, |mut subscriber| async move {
             let message = subscriber.next().await;
             Some((Ok(message), subscriber))

@@ -11,9 +11,10 @@ use proto::kas::internal::v1::{
     self as wire, ConnectionsRequest, ConnectionsResponse, ExplainRequest, ExplainResponse,
     connections_request,
 };
+use table::{GossipVote, StreamVote};
 use tokio::time::Instant;
 
-use super::Replication;
+use super::{DIALS, Replication, UNREAD};
 use crate::peer;
 
 const CONNECTIONS: &str = "/kas.internal.v1.Replica/Connections";
@@ -213,6 +214,24 @@ impl Replication {
         }
     }
 
+    /// Names the replicas that are heard and cannot be dialled: they stay suspect, and nothing else says why.
+    fn unreachable(&self) -> Vec<String> {
+        let views = self.inner().table.replicas(Instant::now());
+        let unreachable = views.into_iter().filter(|view| {
+            let unanswered = matches!(view.stream, StreamVote::Unanswered | StreamVote::Refused);
+            view.gossip == GossipVote::Live && unanswered && view.failures >= DIALS
+        });
+        unreachable
+            .map(|view| {
+                format!(
+                    "replica {} is heard by gossip, and does not answer at {}: requests that come here do not reach its \
+                     agents; check that TCP passes there",
+                    view.replica, view.address
+                )
+            })
+            .collect()
+    }
+
     /// What is wrong with how replicas find each other, for a person.
     pub(super) fn alarms(&self) -> Vec<String> {
         let Some(gossip) = self.gossip.get() else { return vec!["gossip has not started".to_owned()] };
@@ -230,11 +249,20 @@ impl Replication {
             )),
             gossip::Status::Alone | gossip::Status::Seeking | gossip::Status::Meshed { .. } => {}
         }
-        let (misplaced, refusals) = {
+        let (misplaced, refusals, unread) = {
             let inner = self.inner();
-            (inner.misplaced.clone(), inner.refusals.clone())
+            let unread = (inner.subscribers == 0 && live > 0).then(|| inner.unread.elapsed());
+            (inner.misplaced.clone(), inner.refusals.clone(), unread)
         };
         alarms.extend(misplaced);
+        if let Some(since) = unread.filter(|since| *since >= UNREAD) {
+            alarms.push(format!(
+                "no other replica has reached this one for {since:.0?} although {live} answer it: requests that come to them \
+                 do not reach its agents; check that TCP passes to {}",
+                self.me.address
+            ));
+        }
+        alarms.extend(self.unreachable());
         let mut refusals: Vec<String> = refusals
             .into_iter()
             .map(|(address, why)| format!("{address} does not show its table: {why}"))
