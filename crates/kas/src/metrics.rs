@@ -103,6 +103,21 @@ pub enum AskAnswer {
     Unavailable,
 }
 
+/// What another replica tells of itself.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, EncodeLabelValue)]
+#[allow(missing_docs)]
+pub enum PeerRecord {
+    Summary,
+    Changes,
+    Snapshot,
+    Message,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct RecordLabel {
+    record: PeerRecord,
+}
+
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct AskLabels {
     side: Side,
@@ -202,6 +217,7 @@ pub struct Metrics {
     /// How often gossip was started anew.
     pub gossip_restarts: Counter,
     gossip_incarnations: Gauge,
+    peer_records_unread: Family<RecordLabel, Counter>,
     gossip_datagrams_dropped: Family<DropLabel, Gauge>,
     gossip_traffic: Family<TrafficLabel, Gauge>,
     /// Files this process may open.
@@ -250,6 +266,7 @@ impl Metrics {
             gossip_lonely: Gauge::default(),
             gossip_restarts: Counter::default(),
             gossip_incarnations: Gauge::default(),
+            peer_records_unread: Family::default(),
             gossip_datagrams_dropped: Family::default(),
             gossip_traffic: Family::default(),
             file_limit: Gauge::default(),
@@ -374,6 +391,11 @@ impl Metrics {
             metrics.gossip_incarnations.clone(),
         );
         registry.register(
+            "peer_records_unread",
+            "What other replicas told in a form that this version does not read, as a later version may",
+            metrics.peer_records_unread.clone(),
+        );
+        registry.register(
             "gossip_datagrams_dropped",
             "Datagrams of gossip that were not taken, since the start, by reason",
             metrics.gossip_datagrams_dropped.clone(),
@@ -446,6 +468,13 @@ impl Metrics {
             ("messages_withheld", counters.withheld.count()),
         ] {
             self.gossip_traffic.get_or_create(&TrafficLabel { what }).set(number(n));
+        }
+    }
+
+    /// Counts what other replicas told and this one could not read.
+    pub fn unread(&self, record: PeerRecord, times: u64) {
+        if times > 0 {
+            self.peer_records_unread.get_or_create(&RecordLabel { record }).inc_by(times);
         }
     }
 

@@ -5,6 +5,8 @@
 //! table stream has a task of its own. The lock guards table and owner together; nothing waits while it is held.
 
 mod feed;
+#[cfg(test)]
+mod golden;
 mod lists;
 mod members;
 mod stream;
@@ -32,7 +34,11 @@ use tokio::{
 
 use self::members::Members;
 pub use self::{feed::services, stream::fuzz};
-use crate::{metrics::Metrics, peer::Peers, tunnel_registry::TunnelRegistry};
+use crate::{
+    metrics::{Metrics, PeerRecord},
+    peer::Peers,
+    tunnel_registry::TunnelRegistry,
+};
 
 /// Subscriptions to agents that nobody waits for any more are swept when this many have come.
 const SWEEP: usize = 1024;
@@ -386,6 +392,9 @@ impl Replication {
     fn see_members(&self, known: &mut Members, members: &watch::Receiver<Arc<gossip::Members>>) {
         let members = Arc::clone(&members.borrow());
         let view = known.view(&members);
+        let unread = known.unread();
+        self.metrics.unread(PeerRecord::Summary, unread.summaries);
+        self.metrics.unread(PeerRecord::Changes, unread.changes);
         let mut inner = self.inner();
         inner.builds = known.builds();
         inner.table.gossip(&view, Instant::now());

@@ -268,6 +268,46 @@ mod tests {
         assert_eq!(ChunkHeader::decode(&header.encode()), Ok(header));
     }
 
+    /// What the first version that others may run beside wrote: see `golden/`.
+    #[test]
+    fn records_of_earlier_versions_are_read_and_those_of_this_one_written() {
+        let golden = include_str!("../golden/records-1.txt");
+        let text = |name: &str| {
+            let mut lines = golden.lines().filter_map(|line| line.split_once(' '));
+            lines.find(|(found, _)| *found == name).unwrap_or_else(|| panic!("{name} is there")).1
+        };
+        let bytes = |name: &str| -> Vec<u8> {
+            let hex = text(name).as_bytes().chunks(2);
+            hex.map(|pair| u8::from_str_radix(std::str::from_utf8(pair).unwrap(), 16).unwrap()).collect()
+        };
+        let epoch = Epoch(1_795_302_841_958_032);
+        let ids = [id(1), id(3), id(300), id(i64::MAX)];
+        let ops = vec![Op::Add(id(1)), Op::Remove(id(300)), Op::Add(id(i64::MAX))];
+
+        let changes = Record { epoch, first: Version(70_001), ops: ops.clone() };
+        assert_eq!(Record::from_text(text("changes")), Ok(changes.clone()));
+        assert_eq!(changes.to_text(), text("changes"));
+        let none = Record { epoch, first: Version(1), ops: Vec::new() };
+        assert_eq!(Record::from_text(text("changes-none")), Ok(none.clone()));
+        assert_eq!(none.to_text(), text("changes-none"));
+
+        let header = ChunkHeader { epoch, to: Version(70_004), chunk: 3, last: true, count: 4 };
+        assert_eq!(ChunkHeader::decode(&bytes("snapshot-header")), Ok(header));
+        assert_eq!(header.encode(), bytes("snapshot-header"));
+        assert_eq!(codec::decode_ids(&bytes("snapshot-ids"), 4).unwrap(), ids);
+        assert_eq!(codec::decode_ops(&bytes("delta-ops"), 3).unwrap(), ops);
+        let mut written = Vec::new();
+        codec::encode_ids(&ids, &mut written);
+        assert_eq!(written, bytes("snapshot-ids"));
+        written.clear();
+        codec::encode_ops(&ops, &mut written);
+        assert_eq!(written, bytes("delta-ops"));
+
+        let summary = Summary { epoch, version: Version(70_004), count: 4, digest: codec::digest(ids) };
+        assert_eq!(text("summary").parse(), Ok(summary));
+        assert_eq!(summary.to_string(), text("summary"));
+    }
+
     #[test]
     fn versions_before_and_after_can_read() {
         let record = Record { epoch: Epoch(7), first: Version(9), ops: vec![Op::Remove(id(4))] };

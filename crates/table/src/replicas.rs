@@ -313,6 +313,19 @@ impl Table {
         self.flush(now);
     }
 
+    /// Takes a message that this version cannot read, as one of a later version may be: its owner lives, and its copy is
+    /// doubted. It is asked for a snapshot again after a while, less and less often, and is not taken for synced until one
+    /// has come.
+    pub fn unreadable(&mut self, stream: StreamId, now: Instant) {
+        self.observe(now);
+        match self.streams.get(&stream).cloned() {
+            None => {}
+            Some(Target::Peer(replica)) => self.doubt(&replica, now),
+            Some(Target::Seed(_)) => self.break_off(stream, now),
+        }
+        self.flush(now);
+    }
+
     /// Takes the end of a stream, or of an attempt to open it.
     pub fn failed(&mut self, stream: StreamId, failure: Failure, now: Instant) {
         self.observe(now);

@@ -24,7 +24,7 @@ const WATCH: &str = "/kas.internal.v1.TableSync/Watch";
 const EXPLAIN: &str = "/kas.internal.v1.Replica/Explain";
 
 async fn mesh_with_ear() -> Result<(FakeOwner, Mesh)> {
-    let plan = Plan { first: 1_000_000, agents: 3, chunk: 3, pause: Duration::ZERO };
+    let plan = Plan { first: 1_000_000, agents: 3, chunk: 3, pause: Duration::ZERO, later: false };
     let owner = FakeOwner::start(plan).await?;
     let mesh = Mesh::start_with(Options { seeds: vec![owner.address], ..Options::default() }).await?;
     Ok((owner, mesh))

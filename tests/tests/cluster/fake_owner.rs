@@ -35,6 +35,8 @@ pub(crate) struct Plan {
     pub(crate) chunk: usize,
     /// Time before each part.
     pub(crate) pause: Duration,
+    /// In a form that only a later version reads.
+    pub(crate) later: bool,
 }
 
 /// A listening one.
@@ -154,7 +156,11 @@ async fn watch(
         };
         let mut bytes = Vec::new();
         codec::encode_ids(part, &mut bytes);
-        let snapshot = watch_response::Snapshot { header: header.encode().into(), ids: bytes.into() };
+        let mut header = header.encode();
+        if plan.later {
+            header[0] += 1;
+        }
+        let snapshot = watch_response::Snapshot { header: header.into(), ids: bytes.into() };
         write(&mut send, watch_response::Message::Snapshot(snapshot)).await?;
     }
     let digest = codec::digest(ids.iter().copied());

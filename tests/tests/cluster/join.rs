@@ -2,10 +2,12 @@
 
 use std::time::Duration;
 
-use anyhow::Result;
+use anyhow::{Context as _, Result};
+use grpc::Code;
 use http::StatusCode;
 use proto::kas::api::v1::{ExplainAgentRequest, ExplainAgentResponse};
 use testkit::{
+    handler::path,
     kas::within,
     mesh::{EXPLAIN_AGENT, Mesh, Options},
     process::SOON,
@@ -45,7 +47,8 @@ async fn believes(mesh: &Mesh, asked: usize, agent: i64) -> Result<bool> {
 /// Seen to fail when copies may not be larger than 50,000.
 #[tokio::test]
 async fn cold_join_100k_entries() -> Result<()> {
-    let plan = Plan { first: 1_000_000, agents: ENTRIES, chunk: usize::MAX, pause: Duration::ZERO };
+    let plan =
+        Plan { first: 1_000_000, agents: ENTRIES, chunk: usize::MAX, pause: Duration::ZERO, later: false };
     let owner = FakeOwner::start(plan).await?;
     let options = Options { seeds: vec![owner.address], start: false, ..Options::default() };
     let mut mesh = Mesh::start_with(options).await?;
@@ -87,7 +90,7 @@ async fn small_replica_visible_while_big_one_syncs() -> Result<()> {
     const AGENTS: i64 = table::limits::RECORD_OPS as i64 + 1;
     // Ten seconds for a table that never ends sooner.
     let pause = Duration::from_millis(500);
-    let plan = Plan { first: 1_000_000, agents: ENTRIES, chunk: ENTRIES / 20, pause };
+    let plan = Plan { first: 1_000_000, agents: ENTRIES, chunk: ENTRIES / 20, pause, later: false };
     let owner = FakeOwner::start(plan).await?;
     let options = Options { seeds: vec![owner.address], agents: AGENTS, start: false, ..Options::default() };
     let mut mesh = Mesh::start_with(options).await?;
@@ -117,5 +120,46 @@ async fn small_replica_visible_while_big_one_syncs() -> Result<()> {
     mesh.ready(1).await?;
     has_all(&mesh, 1, &owner, ENTRIES).await?;
     drop((small, others));
+    Ok(())
+}
+
+/// An upgrade in which the later version shows its table in another form: it lives, is asked directly for every agent that
+/// its copy might have, and is asked for its table less and less often.
+///
+/// Seen to fail when such a form ends the stream as any broken one does: then it is suspect each second, and dialled again.
+#[tokio::test]
+async fn replica_of_a_later_version_whose_table_cannot_be_read_is_asked_directly() -> Result<()> {
+    let plan = Plan { first: 1, agents: 3, chunk: 3, pause: Duration::ZERO, later: true };
+    let owner = FakeOwner::start(plan).await?;
+    let mesh =
+        Mesh::start_with(Options { replicas: 2, seeds: vec![owner.address], ..Options::default() }).await?;
+    let unread = "kas_peer_records_unread_total{record=\"Snapshot\"}";
+    for n in 0..2 {
+        within(SOON, "its table was shown", async || {
+            let times = mesh.kas(n).metric(unread).await.unwrap_or(0.0);
+            Ok(if times >= 3.0 { Ok(()) } else { Err(times) })
+        })
+        .await?;
+        let name = owner.address.to_string();
+        let row = mesh.list(n).await?.replicas.into_iter().find(|row| row.name == name);
+        let row = row.context("it is known")?;
+        assert_eq!((row.standing.as_str(), row.table_synced), ("live", false), "{row:?}");
+        let alarms = mesh.list(n).await?.alarms;
+        let told = alarms.iter().any(|alarm| alarm.contains(&name) && alarm.contains("a later version"));
+        assert!(told, "{alarms:?}");
+        let log = mesh.kas(n).process.log();
+        assert_eq!(log.matches("the table of a replica cannot be read").count(), 1, "{log}");
+        // Its answer is the caller's: it was asked, though nobody knows what it holds.
+        let caller = mesh.caller(n).await?;
+        let got = caller.call(caller.to_agent(2, &path("Echo")), &[b"x"]).await?;
+        assert_eq!((got.status.code(), got.status.message()), (Code::Unimplemented, "a fake"));
+    }
+    // Others are not held up by it.
+    let held = mesh.agent(0, 4, Kind::Ours, 2).await?;
+    echo(&mesh, 1, 4).await?;
+    let asked = owner.snapshots().len();
+    println!("asked for its table {asked} times");
+    assert!(asked <= 24, "{asked} times by two replicas");
+    drop(held);
     Ok(())
 }

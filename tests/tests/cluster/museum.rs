@@ -244,7 +244,7 @@ async fn crashloop_1000_incarnations() -> Result<()> {
 /// Seen to fail when the owner's beats carry a digest that is not that of its table.
 #[tokio::test]
 async fn no_snapshot_storm() -> Result<()> {
-    let plan = Plan { first: 1_000_000, agents: 5_000, chunk: 1_000, pause: Duration::ZERO };
+    let plan = Plan { first: 1_000_000, agents: 5_000, chunk: 1_000, pause: Duration::ZERO, later: false };
     let owner = FakeOwner::start(plan).await?;
     let mut mesh = Mesh::start_with(Options { seeds: vec![owner.address], ..Options::default() }).await?;
     mesh.converged(&[]).await?;

@@ -9,7 +9,18 @@ use super::key;
 
 /// The last view, with what its texts mean.
 #[derive(Default)]
-pub(super) struct Members(HashMap<Arc<str>, Read>);
+pub(super) struct Members {
+    read: HashMap<Arc<str>, Read>,
+    unread: Unread,
+}
+
+/// How many values could not be read, as those of a later version may not: what was known before stays unless it was of
+/// the same kind, and table streams tell the rest.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Unread {
+    pub(super) summaries: u64,
+    pub(super) changes: u64,
+}
 
 #[derive(Default)]
 struct Read {
@@ -23,13 +34,13 @@ struct Read {
 impl Members {
     /// Reads the live members.
     pub(super) fn view(&mut self, members: &gossip::Members) -> Vec<Member> {
-        self.0.retain(|id, _| members.member(id).is_some());
+        self.read.retain(|id, _| members.member(id).is_some());
         members
             .iter()
             .filter_map(|member| {
                 // A member that has not told its address yet cannot be asked.
                 let address = member.value(key::API)?;
-                let read = self.0.entry(Arc::clone(member.node_id())).or_default();
+                let read = self.read.entry(Arc::clone(member.node_id())).or_default();
                 read.generation = member.generation();
                 // A word of a later version leaves what was known.
                 read.state = member.value(key::STATE).and_then(|word| word.parse().ok()).or(read.state);
@@ -38,8 +49,13 @@ impl Members {
                 {
                     read.build = build.to_owned();
                 }
-                reread(&mut read.summary, member.value(key::TABLE), |text| text.parse().ok());
-                reread(&mut read.changes, member.value(key::CHANGES), |text| Record::from_text(text).ok());
+                let unread = &mut self.unread;
+                reread(&mut read.summary, &mut unread.summaries, member.value(key::TABLE), |text| {
+                    text.parse().ok()
+                });
+                reread(&mut read.changes, &mut unread.changes, member.value(key::CHANGES), |text| {
+                    Record::from_text(text).ok()
+                });
                 Some(Member {
                     replica: ReplicaId::new(member.node_id()),
                     generation: member.generation(),
@@ -53,16 +69,51 @@ impl Members {
             .collect()
     }
 
+    /// Returns how many values could not be read since it was last asked.
+    pub(super) fn unread(&mut self) -> Unread {
+        std::mem::take(&mut self.unread)
+    }
+
     /// Returns generation and build of each.
     pub(super) fn builds(&self) -> HashMap<ReplicaId, (u64, String)> {
-        self.0.iter().map(|(id, read)| (ReplicaId::new(id), (read.generation, read.build.clone()))).collect()
+        self.read
+            .iter()
+            .map(|(id, read)| (ReplicaId::new(id), (read.generation, read.build.clone())))
+            .collect()
     }
 }
 
-fn reread<T>(slot: &mut (Arc<str>, Option<T>), text: Option<&str>, read: impl Fn(&str) -> Option<T>) {
+fn reread<T>(
+    slot: &mut (Arc<str>, Option<T>),
+    unread: &mut u64,
+    text: Option<&str>,
+    read: impl Fn(&str) -> Option<T>,
+) {
     if let Some(text) = text
         && *slot.0 != *text
     {
         *slot = (text.into(), read(text));
+        *unread += u64::from(slot.1.is_none());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_later_version_says_is_passed_over_and_counted_once() {
+        let (mut slot, mut unread) = Default::default();
+        let mut look = |text| {
+            reread(&mut slot, &mut unread, text, |text| Record::from_text(text).ok());
+            (slot.1.is_some(), unread)
+        };
+        // An empty record of version 1, and of version 2.
+        assert_eq!(look(Some("AQEBAA")), (true, 0));
+        assert_eq!(look(None), (true, 0), "a value that is not told any more stays");
+        for _ in 0..3 {
+            assert_eq!(look(Some("AgEBAA")), (false, 1));
+        }
+        assert_eq!(look(Some("AQEBAA")), (true, 1));
     }
 }

@@ -7,13 +7,16 @@ use grpc::MessageReader;
 use ids::ReplicaId;
 use prost::Message as _;
 use proto::kas::internal::v1::{WatchRequest, WatchResponse, watch_response};
-use table::{ChunkHeader, Epoch, Failure, Identity, Message, StreamId, Summary, Version, codec};
+use table::{ChunkHeader, Epoch, Failure, Identity, Message, StreamId, Summary, Version, codec, record};
 use tokio::time::Instant;
 
 use super::Replication;
-use crate::peer::{
-    self, CallFailure,
-    link::{Link, RecvBody},
+use crate::{
+    metrics::PeerRecord,
+    peer::{
+        self, CallFailure,
+        link::{Link, RecvBody},
+    },
 };
 
 const WATCH: &str = "/kas.internal.v1.TableSync/Watch";
@@ -80,8 +83,7 @@ async fn read(
 ) -> Failure {
     if let Some(status) = grpc::Status::from_headers(response.headers()) {
         let why = status.to_string();
-        let before = replication.inner().refusals.insert(Arc::clone(address), why.clone());
-        if before.as_ref() != Some(&why) {
+        if is_news(replication, address, &why) {
             tracing::warn!(
                 peer = &**address,
                 status = why,
@@ -91,7 +93,6 @@ async fn read(
         }
         return Failure::Ended;
     }
-    replication.inner().refusals.remove(address);
     let mut reader = MessageReader::new(response.into_body(), MAX_MESSAGE);
     loop {
         let message = match reader.next().await {
@@ -106,7 +107,10 @@ async fn read(
         let message = match WatchResponse::decode(message).map(|response| response.message) {
             Ok(Some(message)) => message,
             // A later version's message.
-            Ok(None) => continue,
+            Ok(None) => {
+                replication.metrics.unread(PeerRecord::Message, 1);
+                continue;
+            }
             Err(error) => {
                 tracing::warn!(error = %error, "a table stream cannot be read");
                 return Failure::Ended;
@@ -116,14 +120,46 @@ async fn read(
             replication.connection_changes.send_replace(());
             continue;
         }
+        if is_later(&message) {
+            let why = "it is in the form of a later version: this replica asks for each request until it runs that one too";
+            if is_news(replication, address, why) {
+                tracing::warn!(peer = &**address, why, "the table of a replica cannot be read");
+            }
+            replication.metrics.unread(PeerRecord::Snapshot, 1);
+            replication.inner().table.unreadable(stream, Instant::now());
+            replication.act();
+            replication.work.notify_one();
+            return Failure::Ended;
+        }
         let Some((from, message)) = of_proto(message) else {
             tracing::warn!("a table stream holds what is no table");
             return Failure::Ended;
         };
-        replication.inner().table.message(stream, from, message, Instant::now());
+        let mut inner = replication.inner();
+        if !matches!(message, Message::Hello { resumed: false, .. }) {
+            inner.refusals.remove(address);
+        }
+        inner.table.message(stream, from, message, Instant::now());
+        drop(inner);
         replication.act();
         // The next deadline may be another.
         replication.work.notify_one();
+    }
+}
+
+/// Notes why an address does not show its table, for the alarms; returns whether that was not known yet.
+fn is_news(replication: &Replication, address: &Arc<str>, why: &str) -> bool {
+    let before = replication.inner().refusals.insert(Arc::clone(address), why.to_owned());
+    before.as_deref() != Some(why)
+}
+
+/// Whether a message is in a form that only a later version reads.
+pub(super) fn is_later(message: &watch_response::Message) -> bool {
+    match message {
+        watch_response::Message::Snapshot(snapshot) => {
+            ChunkHeader::decode(&snapshot.header) == Err(record::Error::UnknownFormat)
+        }
+        _ => false,
     }
 }
 

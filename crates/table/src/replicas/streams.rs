@@ -220,15 +220,21 @@ impl Table {
             }
         };
         self.freed |= awaited && !peer.copy.awaiting;
-        if !good {
-            // The stream is of no use; the owner lives. Whether and when it is asked again for a
-            // snapshot, the back-off says.
-            peer.copy.resync(Want::Snapshot, now);
-            peer.copy.shadow = None;
-            let retry = peer.copy.want.map_or(now, |(at, _)| at);
-            let link = mem::replace(&mut peer.link, Link::Idle { retry });
-            self.close(link);
+        if good {
+            self.settle(replica, now);
+        } else {
+            self.doubt(replica, now);
         }
+    }
+
+    /// The stream is of no use; the owner lives. Whether and when it is asked again for a snapshot, the back-off says.
+    pub(super) fn doubt(&mut self, replica: &ReplicaId, now: Instant) {
+        let Some(peer) = self.peers.get_mut(replica) else { return };
+        peer.copy.resync(Want::Snapshot, now);
+        peer.copy.shadow = None;
+        let retry = peer.copy.want.map_or(now, |(at, _)| at);
+        let link = mem::replace(&mut peer.link, Link::Idle { retry });
+        self.close(link);
         self.settle(replica, now);
     }
 

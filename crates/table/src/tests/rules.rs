@@ -46,6 +46,40 @@ fn dials(actions: &[Action]) -> Vec<(StreamId, Option<ReplicaId>)> {
     actions.iter().filter_map(dial).collect()
 }
 
+/// A later version's form of a snapshot, say.
+#[test]
+fn what_cannot_be_read_is_asked_for_again_less_and_less_often_and_its_owner_lives() {
+    let mut lab = Lab::synced(3);
+    for _ in 0..600 {
+        lab.pass(ms(100));
+        lab.gossip();
+        if lab.dialled.is_some() {
+            lab.connect();
+            let hello = lab.emit().unwrap();
+            lab.deliver(hello);
+        }
+        if let Some((stream, _)) = lab.feed {
+            lab.table.unreadable(stream, lab.now);
+            lab.obey();
+        }
+        assert_eq!(lab.standing(), Standing::Live);
+        // It is asked directly for what its copy lacks, and for what it has.
+        assert!(lab.holds(1) && !lab.table.unsynced(lab.now).is_empty());
+    }
+    assert!((3..=12).contains(&lab.dials()), "{} snapshots were asked for in a minute", lab.dials());
+    // It is replaced by the version that this one reads.
+    lab.restart(20);
+    lab.insert(7);
+    for _ in 0..300 {
+        lab.gossip();
+        lab.pass(ms(100));
+        if lab.dialled.is_some() {
+            lab.connect();
+        }
+    }
+    assert!(lab.holds(7) && lab.table.unsynced(lab.now).is_empty());
+}
+
 #[test]
 fn end_of_stream_is_suspicion_and_a_resume_mends_it() {
     let mut lab = Lab::synced(2);
