@@ -35,7 +35,7 @@ async fn call(kas: &Kas, authorization: &[&str], method: &str) -> Result<Answer>
 
 #[tokio::test]
 async fn callers_are_known_by_a_token_as_gitlab_signs_it_and_by_nothing_else() -> Result<()> {
-    let secrets: Vec<Vec<u8>> = vec![vec![1; 32], vec![2; 32]];
+    let secrets: Vec<Vec<u8>> = vec![(0..32).collect(), (100..132).collect()];
     let config = json!({ "api": { "listen": { "issuers": ["gitlab", "gitlab.example.com"] } } });
     let options = Options { secrets: secrets.clone(), config, ..Options::default() };
     let kas = Kas::start_with(options).await?;

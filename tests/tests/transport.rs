@@ -209,7 +209,7 @@ fn certificates(dir: &Path) -> Result<()> {
     let certificate = rcgen::CertificateParams::new(names)?.signed_by(&key, &issuer)?;
     std::fs::write(dir.join("ca.pem"), ca_certificate.pem())?;
     std::fs::write(dir.join("cert.pem"), certificate.pem())?;
-    std::fs::write(dir.join("key.pem"), key.serialize_pem())?;
+    testkit::kas::write_private(&dir.join("key.pem"), &key.serialize_pem())?;
     Ok(())
 }
 

@@ -172,7 +172,7 @@ fn certificates(dir: &Path) -> Result<()> {
         rcgen::CertificateParams::new(vec!["127.0.0.1".to_owned()])?.signed_by(&key, &issuer)?;
     std::fs::write(dir.join("ca.pem"), ca_certificate.pem())?;
     std::fs::write(dir.join("cert.pem"), certificate.pem())?;
-    std::fs::write(dir.join("key.pem"), key.serialize_pem())?;
+    testkit::kas::write_private(&dir.join("key.pem"), &key.serialize_pem())?;
     Ok(())
 }
 

@@ -230,7 +230,7 @@ impl GitLab {
         let address = listener.local_addr()?;
         let dir = TempDir::with_prefix("gitlab-test-").context("a folder for GitLab")?;
         let secret_file = dir.path().join("secret");
-        std::fs::write(&secret_file, BASE64_STANDARD.encode(shared.secret))?;
+        crate::kas::write_private(&secret_file, &BASE64_STANDARD.encode(shared.secret))?;
         let ca_file = match ca_pem {
             None => None,
             Some(pem) => {

@@ -116,7 +116,7 @@ impl Kas {
         let mut files = Vec::new();
         for (n, secret) in options.secrets.iter().enumerate() {
             let file = dir.path().join(format!("secret-{n}"));
-            std::fs::write(&file, BASE64_STANDARD.encode(secret))?;
+            write_private(&file, &BASE64_STANDARD.encode(secret))?;
             files.push(file);
         }
         write_agents(&dir.path().join("agents.yaml"), &options.agents)?;
@@ -266,6 +266,17 @@ pub fn replace(path: &Path, content: &[u8]) -> Result<()> {
     std::fs::write(&partial, content)?;
     std::fs::rename(&partial, path)?;
     Ok(())
+}
+
+/// Writes a secret or a key, which only its owner may read: kas refuses others.
+///
+/// # Errors
+/// Those of the system.
+pub fn write_private(path: &Path, content: &str) -> Result<()> {
+    use std::{io::Write as _, os::unix::fs::OpenOptionsExt as _};
+    let mut options = std::fs::File::options();
+    let mut file = options.write(true).create(true).truncate(true).mode(0o600).open(path)?;
+    Ok(file.write_all(content.as_bytes())?)
 }
 
 /// Puts `over` into `config`: objects key by key, everything else as it is.

@@ -212,7 +212,8 @@ impl Mesh {
             network,
             options,
         };
-        std::fs::write(mesh.dir.path().join("private"), BASE64_STANDARD.encode(&mesh.private_secret))?;
+        let secret = BASE64_STANDARD.encode(&mesh.private_secret);
+        kas::write_private(&mesh.dir.path().join("private"), &secret)?;
         if mesh.options.start {
             let all: Vec<usize> = (0..mesh.replicas.len()).collect();
             mesh.start_replicas(&all).await?;
