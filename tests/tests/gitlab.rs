@@ -343,7 +343,7 @@ async fn the_proxy_of_the_environment_is_used() -> Result<()> {
 async fn a_file_of_gitlabs_kas_14_1_starts_and_agents_connect() -> Result<()> {
     let gitlab = gitlab().await?;
     let secret = gitlab.secret_file().with_file_name("private");
-    std::fs::write(&secret, "BAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA=")?;
+    testkit::kas::write_private(&secret, "AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh8=")?;
     let over = json!({
         "gitlab": {
             "address": gitlab.url(),
@@ -382,7 +382,7 @@ async fn kas_does_not_start_with_a_secret_that_gitlab_cannot_have() -> Result<()
         ("", "an empty file"),
     ] {
         let file = gitlab.secret_file().with_file_name("other");
-        std::fs::write(&file, content)?;
+        testkit::kas::write_private(&file, content)?;
         let over = json!({ "gitlab": { "authentication_secret_file": file } });
         let error = format!("{:#}", kas_of(&gitlab, over).await.unwrap_err());
         assert!(
@@ -393,6 +393,6 @@ async fn kas_does_not_start_with_a_secret_that_gitlab_cannot_have() -> Result<()
     }
     let over = json!({ "gitlab": { "ca_certificate_file": gitlab.secret_file() } });
     let error = format!("{:#}", kas_of(&gitlab, over).await.unwrap_err());
-    assert!(error.contains("gitlab.ca_certificate_file cannot be used"), "{error}");
+    assert!(error.contains("gitlab.ca_certificate_file: found "), "{error}");
     Ok(())
 }

@@ -8,6 +8,7 @@ use prometheus_client::registry::Registry;
 use proto::gitlab::agent::{agentcfg::LoggingLevelEnum, modshared::AgentMeta};
 use runtime::{
     admin::{self, Admin},
+    files::{self, Before},
     io::{Address, Listener},
     lifecycle::{Lifecycle, Phase, Signals},
     telemetry::Level,
@@ -60,7 +61,17 @@ pub async fn run(settings: Settings, level: Level) -> anyhow::Result<()> {
     let mut signals = Signals::new()?;
     let token = TokenFile::new(settings.token_file);
     token.authorization().context("--token-file")?;
-    let tls = tls::client(settings.ca_cert_file.as_deref()).context("--ca-cert-file")?;
+    let before = Before::reading(settings.ca_cert_file.iter().cloned().collect());
+    let tls = tls::Live::from(tls::client(settings.ca_cert_file.as_deref()).context("--ca-cert-file")?);
+    let ca = {
+        let (file, tls) = (settings.ca_cert_file, tls.clone());
+        before.then("--ca-cert-file", move || {
+            tls.replace(
+                tls::client(file.as_deref()).map_err(|error| format!("{:#}", anyhow::Error::new(error)))?,
+            );
+            Ok("exchanged: kas is trusted by it from the next connection on".to_owned())
+        })
+    };
     let api_server = settings.cluster.connect().await?;
     tracing::info!(
         version = version::VERSION,
@@ -128,6 +139,7 @@ pub async fn run(settings: Settings, level: Level) -> anyhow::Result<()> {
         }),
     });
     let leave = CancellationToken::new();
+    let follow = tokio::spawn(files::follow(vec![ca], || {}));
     let tasks = TaskTracker::new();
     let supervisor = tokio::spawn(supervisor::run(
         shared,
@@ -152,6 +164,7 @@ pub async fn run(settings: Settings, level: Level) -> anyhow::Result<()> {
         _ = signals.next() => tracing::warn!("told again to leave: not waiting any longer"),
     }
     supervisor.abort();
+    follow.abort();
     lifecycle.advance(Phase::Stopped);
     let _ = admin.await;
     Ok(())

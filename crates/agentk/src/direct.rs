@@ -35,9 +35,10 @@ pub async fn serve(listen: &str, tls: Option<(PathBuf, PathBuf)>, modules: Modul
     let mut signals = Signals::new().context("cannot watch signals")?;
     let server = Server {
         listener,
-        tls,
+        tls: tls.map(runtime::tls::Live::from),
         websocket: false,
         settings: http2::AGENT,
+        limits: http2::Limits::default(),
         age: None,
         service: Arc::new(Direct(modules)),
     };

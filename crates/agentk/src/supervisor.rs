@@ -35,7 +35,7 @@ type Pending<T> = Option<Pin<Box<dyn Future<Output = T> + Send>>>;
 pub async fn run(
     shared: Arc<Shared>,
     address: KasAddress,
-    tls: Arc<rustls::ClientConfig>,
+    tls: runtime::tls::Live<rustls::ClientConfig>,
     wanted: usize,
     leave: CancellationToken,
     tasks: TaskTracker,
@@ -72,7 +72,7 @@ struct Supervisor {
     exchange: Pending<()>,
     shared: Arc<Shared>,
     address: KasAddress,
-    tls: Arc<rustls::ClientConfig>,
+    tls: runtime::tls::Live<rustls::ClientConfig>,
     leave: CancellationToken,
     tasks: TaskTracker,
 }
@@ -114,7 +114,7 @@ impl Supervisor {
             used: self.sessions.values().filter_map(|kept| kept.session.peer).collect(),
             lost: self.lost.iter().map(|(address, _)| *address).collect(),
         };
-        let (address, tls) = (self.address.clone(), Arc::clone(&self.tls));
+        let (address, tls) = (self.address.clone(), self.tls.current());
         Box::pin(async move { dial::dial(&address, &tls, &avoid).await })
     }
 

@@ -324,7 +324,7 @@ impl World {
         running.spawn(supervisor::run(
             shared(TokenFile::new(token), &metrics),
             format!("grpc://{address}").parse()?,
-            runtime::tls::client(None)?,
+            runtime::tls::client(None)?.into(),
             2,
             leave.clone(),
             tasks.clone(),

@@ -144,7 +144,7 @@ mod tests {
         PrivateApi {
             listen: Listen { network: Network::Tcp, address: "0.0.0.0:8155".into(), tls: None },
             max_connection_age: std::time::Duration::from_secs(1800),
-            client_ca: None,
+            others: None,
             advertise,
             secrets: vec![],
             all_secrets_listed: false,

@@ -15,6 +15,7 @@ use ids::ReplicaId;
 use prometheus_client::{metrics::info::Info, registry::Registry};
 use runtime::{
     admin::Admin,
+    files::{self, Before, Followed},
     http2::{self, Age, Server},
     io::{Address, Listener},
     lifecycle::{Lifecycle, Phase},
@@ -26,6 +27,7 @@ use crate::{
     agent_config::AgentConfigs,
     audit,
     auth::JwtVerifier,
+    certificates::{Certificates, PrivateTls},
     config::{self, Config, Problems, Secrets, secret::ApiSecret},
     gitlab,
     identity::{
@@ -38,7 +40,7 @@ use crate::{
         api::ApiListener,
         private::PrivateListener,
     },
-    mesh::{Mesh, MeshError},
+    mesh::{self, Mesh, MeshError, Rotation},
     metrics::Metrics,
     observe::Observer,
     peer::kept::Kept,
@@ -52,6 +54,8 @@ use crate::{
 const AGENT_AGE_SHARE: f64 = 0.35;
 /// And at this share for callers.
 const API_AGE_SHARE: f64 = 0.8;
+/// Pings of another replica at once, and one more in each of this time: it asks each 3 s whether this one is there.
+const PEER_PINGS: (u32, Duration) = (50, Duration::from_secs(1));
 
 /// Why kas could not start.
 #[derive(Debug, thiserror::Error)]
@@ -69,7 +73,7 @@ pub enum StartError {
         /// Why.
         source: io::Error,
     },
-    /// A certificate or key cannot be used.
+    /// A certificate or key cannot be used any more, although it has just been checked.
     #[error("{section}.listen: TLS cannot be set up")]
     Tls {
         /// Which listener.
@@ -145,6 +149,7 @@ pub struct Kas {
     metrics: Arc<Metrics>,
     audit: Option<Arc<audit::Sink>>,
     lifecycle: Lifecycle,
+    following: Following,
 }
 
 impl std::fmt::Debug for Kas {
@@ -168,17 +173,89 @@ async fn bind(section: &'static str, listen: &config::Listen) -> Result<Listener
     })
 }
 
-fn server_tls(
-    section: &'static str,
-    listen: &config::Listen,
-) -> Result<Option<Arc<rustls::ServerConfig>>, StartError> {
-    listen
-        .tls
-        .as_ref()
-        .map(|files| {
-            tls::server(&files.certificate, &files.key).map_err(|source| StartError::Tls { section, source })
-        })
-        .transpose()
+/// What follows its files while kas runs.
+struct Following {
+    certificates: Arc<Certificates>,
+    all: Vec<Followed>,
+}
+
+impl Following {
+    fn listener(
+        &mut self,
+        section: &'static str,
+        listen: &config::Listen,
+        http1: bool,
+    ) -> Result<Option<tls::Live<rustls::ServerConfig>>, StartError> {
+        let Some(files) = &listen.tls else { return Ok(None) };
+        let (live, followed) = self
+            .certificates
+            .listener(section, files, http1)
+            .map_err(|source| StartError::Tls { section, source })?;
+        self.all.push(followed);
+        Ok(Some(live))
+    }
+
+    fn private(&mut self, private: &config::PrivateApi) -> Result<Option<PrivateTls>, StartError> {
+        let Some(files) = &private.listen.tls else { return Ok(None) };
+        let (live, followed) = self
+            .certificates
+            .private(private, files)
+            .map_err(|source| StartError::Tls { section: "private_api", source })?;
+        self.all.push(followed);
+        Ok(Some(live))
+    }
+
+    /// Keeps an authority of GitLab as its file is.
+    fn gitlab(&mut self, gitlab: &config::GitLab, before: Before, client: Arc<gitlab::Client>) {
+        let Some(file) = gitlab.ca_certificate.clone() else { return };
+        self.all.push(before.then("gitlab.ca_certificate_file", move || {
+            client
+                .trust(Some(&file), &gitlab::Proxies::from_env())
+                .map_err(|error| crate::peer::chain(&error))?;
+            Ok("exchanged: GitLab is trusted by it from the next connection on".to_owned())
+        }));
+    }
+
+    /// Keeps the secrets in use as their files are, by the rules of a start.
+    fn secrets(&mut self, before: Before, config: Config, mut used: Secrets, users: SecretUsers) {
+        self.all.push(before.then("secrets", move || {
+            let new = config.check_secrets().map_err(|problems| problems.to_string().replace('\n', "; "))?;
+            if new.api.is_empty() {
+                return Err("the secret file of the API is not there".to_owned());
+            }
+            let mut exchanged = Vec::new();
+            // First what may fail.
+            if new.private != used.private
+                && let Some(rotation) = &users.private
+            {
+                rotation.exchange(&new.private).map_err(|error| error.to_string())?;
+                exchanged.push("the private API");
+            }
+            if new.api != used.api {
+                let listen = &config.api.listen;
+                users.api.rotate(JwtVerifier::new(&new.api, &listen.issuers, listen.leeway));
+                exchanged.push("the API");
+            }
+            if new.gitlab != used.gitlab
+                && let (Some(client), Some(secret)) = (&users.gitlab, &new.gitlab)
+            {
+                client.rotate(secret);
+                exchanged.push("GitLab");
+            }
+            used = new;
+            Ok(match exchanged.as_slice() {
+                [] => "written anew, and the same as before".to_owned(),
+                _ => format!("the secrets of {} were exchanged", exchanged.join(" and ")),
+            })
+        }));
+    }
+}
+
+/// Who uses secrets.
+struct SecretUsers {
+    api: Arc<ApiListener>,
+    private: Option<Rotation>,
+    gitlab: Option<Arc<gitlab::Client>>,
 }
 
 /// Says why a replica is not ready; `started`: once everything is served.
@@ -195,25 +272,31 @@ fn unready(phase: Phase, started: Option<&Synced>) -> Option<String> {
 
 async fn open_identity(
     config: &Config,
-    secret: Option<ApiSecret>,
+    secret: Option<&ApiSecret>,
     metrics: &Arc<Metrics>,
-) -> Result<Arc<dyn Identity>, StartError> {
+    following: &mut Following,
+) -> Result<(Arc<dyn Identity>, Option<Arc<gitlab::Client>>), StartError> {
     match (&config.identity, secret) {
         (config::Identity::File { file, is_default }, _) => {
             let if_absent = if *is_default { IfAbsent::Make } else { IfAbsent::Refuse };
-            Ok(Arc::new(FileIdentity::open(file, if_absent).await.map_err(StartError::Identity)?))
+            let identity = FileIdentity::open(file, if_absent).await.map_err(StartError::Identity)?;
+            Ok((Arc::new(identity), None))
         }
         (config::Identity::GitLab(gitlab), Some(secret)) => {
+            let before = Before::reading(gitlab.ca_certificate.iter().cloned().collect());
             let client =
-                gitlab::Client::new(gitlab, &secret, &gitlab::Proxies::from_env(), Arc::clone(metrics))
+                gitlab::Client::new(gitlab, secret, &gitlab::Proxies::from_env(), Arc::clone(metrics))
                     .map_err(StartError::GitLab)?;
+            let client = Arc::new(client);
+            following.gitlab(gitlab, before, Arc::clone(&client));
             let times = Times {
                 ttl: gitlab.info_cache_ttl,
                 error_ttl: gitlab.info_cache_error_ttl,
                 renewal_without_cache: config.agent.configuration.poll_period,
             };
             tracing::info!(address = %gitlab.address, "agents are known from GitLab");
-            Ok(Arc::new(GitLabIdentity::new(Arc::new(client), times, Arc::clone(metrics))))
+            let identity = GitLabIdentity::new(Arc::clone(&client) as _, times, Arc::clone(metrics));
+            Ok((Arc::new(identity), Some(client)))
         }
         // Secrets were loaded for this configuration.
         (config::Identity::GitLab(_), None) => Err(StartError::NoSecret),
@@ -249,14 +332,18 @@ impl Kas {
             std::fs::create_dir_all(path)
                 .map_err(|source| StartError::State { path: path.clone(), source })?;
         }
-        let Secrets { api: secrets, created, warnings, private: private_secrets, gitlab } =
-            config.load_secrets().map_err(StartError::Config)?;
+        let before = Before::reading(config.secret_files());
+        let (secrets, warnings) = config.prepare().map_err(StartError::Config)?;
         for warning in warnings {
             tracing::warn!(path = warning.path, "{}", warning.text);
         }
-        if let Some(path) = created {
-            tracing::info!(path = %path.display(), "made a secret for the api listener");
-        }
+        let before = match &secrets.created {
+            None => before,
+            Some(path) => {
+                tracing::info!(path = %path.display(), "made a secret for the api listener");
+                Before::reading(config.secret_files())
+            }
+        };
         let agent_listener = bind("agent", &config.agent.listen.listen).await?;
         let api_listener = bind("api", &config.api.listen.listen).await?;
         let private_listener = match &config.tracker {
@@ -281,7 +368,18 @@ impl Kas {
         );
         let metrics = Arc::new(Metrics::new(&mut registry));
         metrics.file_limit.set(runtime::io::raise_file_limit());
-        let identity = open_identity(&config, gitlab, &metrics).await?;
+        let mut following =
+            Following { certificates: Certificates::new(Arc::clone(&metrics)), all: Vec::new() };
+        let (identity, gitlab) =
+            open_identity(&config, secrets.gitlab.as_ref(), &metrics, &mut following).await?;
+        let agent_tls =
+            following.listener("agent", &config.agent.listen.listen, config.agent.listen.websocket)?;
+        let api_tls = following.listener("api", &config.api.listen.listen, false)?;
+        let private_tls = match &config.tracker {
+            config::Tracker::Memory => None,
+            config::Tracker::Gossip(replication) => following.private(&replication.private_api)?,
+        };
+        let (private_tls, peer_tls) = private_tls.unzip();
         let lifecycle = Lifecycle::default();
         let started = Arc::<OnceLock<Synced>>::default();
         let (phase, synced) = (lifecycle.watch(), Arc::clone(&started));
@@ -296,7 +394,7 @@ impl Kas {
         let admin = Background(tokio::spawn(runtime::admin::run(admin_listener, admin, lifecycle.clone())));
         let mesh = match (&config.tracker, &private_listener) {
             (config::Tracker::Gossip(replication), Some(listener)) => {
-                Some(Mesh::bind(replication, private_secrets, &secrets, listener, &metrics).await?)
+                Some(Mesh::bind(replication, &secrets.private, peer_tls, listener, &metrics).await?)
             }
             _ => None,
         };
@@ -341,6 +439,9 @@ impl Kas {
             }
         };
         let observer = Observer::new(audit.clone(), Arc::clone(&identity));
+        let rate_limit = || {
+            RateLimit::new(config.agent.listen.connections_per_token_per_minute, config.limits.token_burst)
+        };
         let agents = AgentListener::new(Parts {
             identity,
             registry: Arc::clone(&tunnels),
@@ -349,35 +450,34 @@ impl Kas {
             metrics: Arc::clone(&metrics),
             naming,
             proxied_idle: config.agent.listen.proxied_idle_timeout,
-            rate_limit: Arc::new(RateLimit::new(config.agent.listen.connections_per_token_per_minute)),
+            rate_limit: Arc::new(rate_limit()),
+            failures: rate_limit(),
         });
         let listen = &config.api.listen;
-        let jwt = JwtVerifier::new(&secrets, &listen.issuers, listen.leeway);
+        let jwt = JwtVerifier::new(&secrets.api, &listen.issuers, listen.leeway);
         let api = ApiListener::new(jwt, router, tracker, Arc::clone(&metrics), lifecycle.watch(), observer);
 
         let private = match (mesh, private_listener, &config.tracker) {
             (Some(mesh), Some(listener), config::Tracker::Gossip(replication)) => {
                 mesh.replication.serve(Arc::clone(&tunnels));
                 let service = PrivateListener::new(
-                    mesh.verifier(),
+                    mesh::verifier(&secrets.private),
                     mesh.me.id.clone(),
                     Arc::clone(&tunnels),
                     Arc::clone(&metrics),
                     mesh.services(),
                 );
                 let listen = &replication.private_api;
-                let tls = listen
-                    .listen
-                    .tls
-                    .as_ref()
-                    .map(|files| tls::server_for(&files.certificate, &files.key, listen.client_ca.as_deref()))
-                    .transpose()
-                    .map_err(|source| StartError::Tls { section: "private_api", source })?;
                 let server = Server {
                     listener,
-                    tls,
+                    tls: private_tls,
                     websocket: false,
                     settings: http2::PEER,
+                    limits: http2::Limits {
+                        pings: PEER_PINGS.0,
+                        ping_interval: PEER_PINGS.1,
+                        ..config.limits.connections
+                    },
                     // After GOAWAY a peer opens another link; what is in the old one goes on.
                     age: Some(Age { age: listen.max_connection_age.mul_f64(API_AGE_SHARE), grace: None }),
                     service: Arc::clone(&service) as _,
@@ -386,13 +486,21 @@ impl Kas {
             }
             _ => None,
         };
+        let users = SecretUsers {
+            api: Arc::clone(&api),
+            private: private.as_ref().map(|(_, mesh, service)| mesh.rotation(Arc::clone(service))),
+            gitlab,
+        };
+        following.secrets(before, config.clone(), secrets, users);
+        following.certificates.tell();
         Ok(Self {
+            following,
             agent: Server {
                 listener: agent_listener,
-                tls: server_tls("agent", &config.agent.listen.listen)?
-                    .map(|tls| if config.agent.listen.websocket { tls::or_http1(&tls) } else { tls }),
+                tls: agent_tls,
                 websocket: config.agent.listen.websocket,
                 settings: http2::AGENT,
+                limits: config.limits.connections,
                 age: Some(Age {
                     age: config.agent.listen.max_connection_age.mul_f64(AGENT_AGE_SHARE),
                     grace: config.agent.listen.max_connection_age_grace,
@@ -401,9 +509,10 @@ impl Kas {
             },
             api: Server {
                 listener: api_listener,
-                tls: server_tls("api", &listen.listen)?,
+                tls: api_tls,
                 websocket: false,
                 settings: http2::API,
+                limits: config.limits.connections,
                 age: Some(Age { age: listen.max_connection_age.mul_f64(API_AGE_SHARE), grace: None }),
                 service: api,
             },
@@ -449,6 +558,7 @@ impl Kas {
             metrics,
             audit,
             lifecycle,
+            following,
             ..
         } = self;
         let show = |address: Option<SocketAddr>, listen: &config::Listen| {
@@ -472,11 +582,13 @@ impl Kas {
         let mut background =
             vec![tokio::spawn(Arc::clone(&agents).watch_identity()), tokio::spawn(configs.run())];
         background.extend(audit.clone().map(|audit| tokio::spawn(reopen_on_hangup(audit))));
+        let Following { certificates, all } = following;
+        background.push(tokio::spawn(files::follow(all, move || certificates.tell())));
         let mut replication = None;
-        if let Some((server, mesh, service)) = private {
+        if let Some((server, mesh, _)) = private {
             servers.spawn(server.run(lifecycle.clone()));
             replication = Some(Arc::clone(&mesh.replication));
-            background.push(tokio::spawn(mesh.run(service)));
+            background.push(tokio::spawn(mesh.run()));
         }
         servers.close();
         leave.await;

@@ -1,15 +1,17 @@
 //! The configuration of kas: one YAML file with the section and key names of GitLab agent 14.1, plus
 //! our own keys, parsed once into valid types.
 //!
-//! [`load`] reads no file and no environment, so that it can be tested; [`Config::load_secrets`] is
-//! the only step that opens files. Relative paths stay as they are and so are relative to the folder
-//! in which the process was started, as in 14.1.
+//! [`load`] reads no file and no environment, so that it can be tested; [`Config::check`] and
+//! [`Config::prepare`] are the steps that open files. Relative paths stay as they are and so are relative to the
+//! folder in which the process was started, as in 14.1.
 //!
 //! Layout: `schema` declares every key once, `walk` reads declared keys and collects all problems, `reference` writes
-//! `docs/configuration.md`,
-//! `yaml`, `duration` and `host_port` are the formats, `secret` reads and makes secret files.
+//! `docs/configuration.md`, `yaml`, `duration` and `host_port` are the formats, `secret` reads and makes secret files,
+//! `files` looks at all others, `exposure` at who may read them.
 
 mod duration;
+mod exposure;
+mod files;
 mod host_port;
 mod reference;
 mod schema;
@@ -37,6 +39,7 @@ use self::{
     secret::{ApiSecret, Created, SecretError},
     walk::{Kind, Unknown},
 };
+pub use crate::certificates::OtherReplicas;
 
 /// What `load` returns when nothing is wrong.
 #[derive(Debug, Clone, PartialEq)]
@@ -102,6 +105,8 @@ impl Environment {
 pub struct Config {
     /// Where kas keeps what it makes; `None` only when nothing needs it.
     pub state_dir: Option<PathBuf>,
+    /// What is done about secrets and keys that everyone on the host may read.
+    pub open_secret_files: OpenFiles,
     /// Which table of replicas is used, and what it needs.
     pub tracker: Tracker,
     /// Who knows which agents there are.
@@ -131,6 +136,49 @@ impl Config {
         reference::markdown(&walk::walk(&serde_json::Value::Null, Unknown::Warns, read).1.entries)
     }
 
+    /// Checks every file that the configuration names, and what in it lets others read along; makes none.
+    ///
+    /// # Errors
+    /// [`Problems`] with all that would keep kas from starting; only warnings otherwise.
+    pub fn check(&self) -> Result<Vec<Warning>, Problems> {
+        self.everything(false).map(|(_, warnings)| warnings)
+    }
+
+    /// As [`Config::check`], for a start: returns the secrets, and makes that of the API if it was left to kas.
+    ///
+    /// # Errors
+    /// As [`Config::check`].
+    pub fn prepare(&self) -> Result<(Secrets, Vec<Warning>), Problems> {
+        self.everything(true)
+    }
+
+    fn everything(&self, make: bool) -> Result<(Secrets, Vec<Warning>), Problems> {
+        let files::Findings { problems, mut warnings } = files::check(self);
+        match (self.secrets(make && problems.is_empty()), Problems::new(problems)) {
+            (Ok(secrets), None) => {
+                warnings.extend(secrets.warnings.iter().cloned());
+                Ok((secrets, warnings))
+            }
+            (Ok(_), Some(problems)) | (Err(problems), None) => Err(problems),
+            (Err(more), Some(problems)) => Err(problems.and(more)),
+        }
+    }
+
+    /// Returns the files of all secrets that are used.
+    pub fn secret_files(&self) -> Vec<PathBuf> {
+        let mut files = match &self.api.secrets {
+            ApiSecrets::Made(path) => vec![path.clone()],
+            ApiSecrets::Given(paths) => paths.clone(),
+        };
+        if let Tracker::Gossip(replication) = &self.tracker {
+            files.extend(replication.private_api.secrets.iter().cloned());
+        }
+        if let Identity::GitLab(gitlab) = &self.identity {
+            files.push(gitlab.secret.clone());
+        }
+        files
+    }
+
     /// Reads and compares the secret files without making any: for checking a configuration.
     ///
     /// The API secret that the first start will make is missing from the answer then.
@@ -154,7 +202,8 @@ impl Config {
         let mut problems = Vec::new();
         let mut warnings = Vec::new();
         let mut created = None;
-        let api = Keys { section: "api", all_listed: self.api.all_secrets_listed };
+        let open = self.open_secret_files;
+        let api = Keys { section: "api", all_listed: self.api.all_secrets_listed, open };
         let api_secrets = match &self.api.secrets {
             ApiSecrets::Made(path) => {
                 let made = match ApiSecret::read(path) {
@@ -169,7 +218,7 @@ impl Config {
                 made.into_iter()
                     .map(|(secret, made)| {
                         created = (made == Created::Yes).then(|| path.clone());
-                        warnings.extend(secret.warnings().cloned());
+                        api.judge(0, &secret, &mut problems, &mut warnings);
                         secret
                     })
                     .collect()
@@ -178,14 +227,14 @@ impl Config {
         };
         let gitlab = match &self.identity {
             Identity::File { .. } => None,
-            Identity::GitLab(gitlab) => gitlab.read_secret(&mut problems, &mut warnings),
+            Identity::GitLab(gitlab) => gitlab.read_secret(open, &mut problems, &mut warnings),
         };
         let private = match &self.tracker {
             Tracker::Memory => Vec::new(),
             Tracker::Gossip(replication) => {
                 let private = &replication.private_api;
-                let keys = Keys { section: "private_api", all_listed: private.all_secrets_listed };
-                keys.read(&private.secrets, &mut problems, &mut warnings, |secret, path| {
+                let keys = Keys { section: "private_api", all_listed: private.all_secrets_listed, open };
+                keys.read(&private.secrets, &mut problems, &mut warnings, |secret, _| {
                     if api_secrets.contains(secret) {
                         return Some((
                             "the same secret as in api.listen".to_owned(),
@@ -198,13 +247,7 @@ impl Config {
                             "a secret of its own: otherwise GitLab could act as a replica",
                         ));
                     }
-                    let length = secret.expose().len();
-                    (length < secret::BYTES).then(|| {
-                        (
-                            format!("a secret of {length} bytes ({})", path.display()),
-                            "at least 32 bytes, for example from `openssl rand -base64 32`: they seal gossip too",
-                        )
-                    })
+                    None
                 })
             }
         };
@@ -216,7 +259,13 @@ impl Config {
 }
 
 impl GitLab {
-    fn read_secret(&self, problems: &mut Vec<Problem>, warnings: &mut Vec<Warning>) -> Option<ApiSecret> {
+    fn read_secret(
+        &self,
+        open: OpenFiles,
+        problems: &mut Vec<Problem>,
+        warnings: &mut Vec<Warning>,
+    ) -> Option<ApiSecret> {
+        const KEY: &str = "gitlab.authentication_secret_file";
         let (found, expected) = match ApiSecret::read(&self.secret) {
             Err(error) => (error.found(), error.expected()),
             Ok(secret) if secret.expose().len() != secret::BYTES => (
@@ -224,21 +273,46 @@ impl GitLab {
                 "base64 of exactly 32 bytes: the same file as GitLab has, where it is called .gitlab_kas_secret",
             ),
             Ok(secret) => {
-                for warning in secret.warnings() {
-                    if !warnings.contains(warning) {
-                        warnings.push(warning.clone());
-                    }
-                }
+                judge(KEY, open, &secret, problems, warnings);
                 return Some(secret);
             }
         };
         problems.push(Problem {
             kind: Kind::Rule,
-            path: "gitlab.authentication_secret_file".to_owned(),
+            path: KEY.to_owned(),
             found,
             expected: expected.to_owned(),
         });
         None
+    }
+}
+
+/// Says what is wrong with a secret that could be read.
+fn judge(
+    key: &str,
+    open: OpenFiles,
+    secret: &ApiSecret,
+    problems: &mut Vec<Problem>,
+    warnings: &mut Vec<Warning>,
+) {
+    let mut warn = |warning: Warning| {
+        // One file may stand for several keys.
+        if !warnings.contains(&warning) {
+            warnings.push(warning);
+        }
+    };
+    secret.warnings().cloned().for_each(&mut warn);
+    for fault in secret.faults() {
+        if fault.is_open && open == OpenFiles::Warn {
+            warn(Warning { path: key.to_owned(), text: fault.found.clone() });
+        } else {
+            problems.push(Problem {
+                kind: Kind::Rule,
+                path: key.to_owned(),
+                found: fault.found.clone(),
+                expected: fault.expected.to_owned(),
+            });
+        }
     }
 }
 
@@ -247,6 +321,7 @@ struct Keys {
     section: &'static str,
     /// Whether the first of them stands in the list too, because the key for one file is not given.
     all_listed: bool,
+    open: OpenFiles,
 }
 
 impl Keys {
@@ -272,11 +347,7 @@ impl Keys {
             if let Some((found, expected)) = fault(&secret, path) {
                 problems.push(self.problem(i, found, expected));
             }
-            for warning in secret.warnings() {
-                if !warnings.contains(warning) {
-                    warnings.push(warning.clone());
-                }
-            }
+            self.judge(i, &secret, problems, warnings);
             if !secrets.contains(&secret) {
                 secrets.push(secret);
             }
@@ -288,19 +359,28 @@ impl Keys {
         self.problem(position, error.found(), error.expected())
     }
 
-    fn problem(&self, position: usize, found: String, expected: &str) -> Problem {
+    fn judge(
+        &self,
+        position: usize,
+        secret: &ApiSecret,
+        problems: &mut Vec<Problem>,
+        warnings: &mut Vec<Warning>,
+    ) {
+        judge(&self.key(position), self.open, secret, problems, warnings);
+    }
+
+    fn key(&self, position: usize) -> String {
         let section = self.section;
         let key = match (self.all_listed, position) {
             (true, i) => format!("authentication_secret_files[{i}]"),
             (false, 0) => "authentication_secret_file".to_owned(),
             (false, i) => format!("authentication_secret_files[{}]", i - 1),
         };
-        Problem {
-            kind: Kind::Rule,
-            path: format!("{section}.listen.{key}"),
-            found,
-            expected: expected.to_owned(),
-        }
+        format!("{section}.listen.{key}")
+    }
+
+    fn problem(&self, position: usize, found: String, expected: &str) -> Problem {
+        Problem { kind: Kind::Rule, path: self.key(position), found, expected: expected.to_owned() }
     }
 }
 
@@ -316,8 +396,18 @@ pub struct Secrets {
     pub gitlab: Option<ApiSecret>,
     /// The file that has just been made: to be logged, so that its place is known.
     pub created: Option<PathBuf>,
-    /// Short secrets, and files that others can read or write.
+    /// What is odd about their files.
     pub warnings: Vec<Warning>,
+}
+
+/// Key `open_secret_files`.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum OpenFiles {
+    /// They are a problem.
+    #[default]
+    Refuse,
+    /// They are warned about.
+    Warn,
 }
 
 /// Which table of replicas is used.
@@ -349,8 +439,8 @@ pub struct PrivateApi {
     pub listen: Listen,
     /// When a connection is asked to end.
     pub max_connection_age: Duration,
-    /// Who signs the certificates of replicas; `None`: replicas show each other none. Only with TLS.
-    pub client_ca: Option<PathBuf>,
+    /// Whose certificates are those of replicas; `None`: replicas show each other none. Only with TLS.
+    pub others: Option<OtherReplicas>,
     /// What was said about the address at which others reach this replica; [`crate::advertise`] decides.
     pub advertise: Advertise,
     /// The files of the secrets that replicas share, at least one: the first signs, any verifies.
@@ -630,7 +720,7 @@ impl fmt::Display for LogLevel {
 }
 
 /// Section `limits`.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct Limits {
     /// Requests that may wait for one agent.
     pub waiters_per_agent: u32,
@@ -638,6 +728,10 @@ pub struct Limits {
     pub waiters: u32,
     /// How long a request without a deadline waits for its agent.
     pub find_timeout: Duration,
+    /// What a connection that is unknown, silent or idle may take up.
+    pub connections: runtime::http2::Limits,
+    /// What one token may do at once before it is held to its rate.
+    pub token_burst: u32,
 }
 
 /// Section `drain`.

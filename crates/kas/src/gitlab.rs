@@ -9,8 +9,9 @@ mod pace;
 #[cfg(test)]
 mod tests;
 
-use std::{sync::Arc, time::Duration};
+use std::{path::Path, sync::Arc, time::Duration};
 
+use arc_swap::ArcSwap;
 use async_trait::async_trait;
 use bytes::Bytes;
 use http::{HeaderMap, HeaderName, HeaderValue, Request, StatusCode, Uri, header};
@@ -101,12 +102,16 @@ pub enum Failure {
     Unsigned(#[source] jsonwebtoken::errors::Error),
 }
 
+type Http = legacy::Client<Connector, Empty<Bytes>>;
+
 /// Asks GitLab.
 pub struct Client {
-    http: legacy::Client<Connector, Empty<Bytes>>,
+    /// Exchanged when the file of GitLab's authority changes.
+    http: ArcSwap<Http>,
     api: GitLabApi,
     agent_info: Uri,
-    key: EncodingKey,
+    /// Exchanged when the secret file changes.
+    key: ArcSwap<EncodingKey>,
     /// Credentials for a proxy that reads requests.
     proxy_authorization: Option<HeaderValue>,
     timeout: Duration,
@@ -134,23 +139,31 @@ impl Client {
         let agent_info = endpoint(&config.address, config.api);
         let (connector, proxy_authorization) =
             Connector::new(&agent_info, config.ca_certificate.as_deref(), proxies)?;
-        let http = legacy::Client::builder(TokioExecutor::new())
-            .timer(TokioTimer::new())
-            .pool_timer(TokioTimer::new())
-            .pool_idle_timeout(IDLE)
-            .pool_max_idle_per_host(IDLE_CONNECTIONS)
-            .http1_max_buf_size(LARGEST_HEAD)
-            .build(connector);
         Ok(Self {
-            http,
+            http: ArcSwap::from_pointee(http(connector)),
             api: config.api,
             agent_info,
-            key: EncodingKey::from_secret(secret.expose()),
+            key: ArcSwap::from_pointee(EncodingKey::from_secret(secret.expose())),
             proxy_authorization,
             timeout: config.timeout,
             pace: Pace::new(config.refill_rate_per_second, config.bucket_size),
             metrics,
         })
+    }
+
+    /// Signs with another secret from now on.
+    pub fn rotate(&self, secret: &ApiSecret) {
+        self.key.store(Arc::new(EncodingKey::from_secret(secret.expose())));
+    }
+
+    /// Reads the authority of GitLab's certificate again, for connections that are made later.
+    ///
+    /// # Errors
+    /// See [`Error`]; nothing is exchanged then.
+    pub fn trust(&self, ca_certificate: Option<&Path>, proxies: &Proxies) -> Result<(), Error> {
+        let (connector, _) = Connector::new(&self.agent_info, ca_certificate, proxies)?;
+        self.http.store(Arc::new(http(connector)));
+        Ok(())
     }
 
     fn headers(&self, token: &[u8], id: HeaderValue) -> Result<HeaderMap, Failure> {
@@ -189,7 +202,7 @@ impl Client {
             iss: CLIENT,
             nbf: seconds(now.saturating_sub(SIGNATURE_LIFE)),
         };
-        jsonwebtoken::encode(&jsonwebtoken::Header::new(Algorithm::HS256), &claims, &self.key)
+        jsonwebtoken::encode(&jsonwebtoken::Header::new(Algorithm::HS256), &claims, &self.key.load())
             .map_err(Failure::Unsigned)
     }
 
@@ -198,7 +211,7 @@ impl Client {
         *request.uri_mut() = self.agent_info.clone();
         *request.headers_mut() = self.headers(token, id)?;
         // A redirect is an answer like any other: nobody else gets these credentials.
-        let answer = self.http.request(request).await.map_err(Failure::Unreachable)?;
+        let answer = self.http.load().request(request).await.map_err(Failure::Unreachable)?;
         let (head, body) = answer.into_parts();
         let body = Limited::new(body, LARGEST_ANSWER).collect().await.map(|body| body.to_bytes());
         match head.status {
@@ -221,6 +234,16 @@ impl Client {
         }
         Ok(agent(&body.map_err(Failure::Body)?)?)
     }
+}
+
+fn http(connector: Connector) -> Http {
+    legacy::Client::builder(TokioExecutor::new())
+        .timer(TokioTimer::new())
+        .pool_timer(TokioTimer::new())
+        .pool_idle_timeout(IDLE)
+        .pool_max_idle_per_host(IDLE_CONNECTIONS)
+        .http1_max_buf_size(LARGEST_HEAD)
+        .build(connector)
 }
 
 #[async_trait]

@@ -8,6 +8,7 @@ pub mod agent_config;
 pub mod app;
 pub mod audit;
 pub mod auth;
+pub mod certificates;
 pub mod config;
 pub mod gitlab;
 pub mod identity;

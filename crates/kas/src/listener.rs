@@ -13,7 +13,7 @@ use std::{
 };
 
 use futures_util::FutureExt as _;
-use grpc::Status;
+use grpc::{Code, Status};
 use http::{HeaderMap, HeaderValue, Method, Request, Response, StatusCode};
 use runtime::http2::{Answer, Body, Refusal, Standing};
 use tokio::sync::watch;
@@ -105,6 +105,20 @@ fn not_grpc(method: &Method, headers: &HeaderMap) -> Option<Response<Body>> {
     Some(response)
 }
 
+/// Fields that the headers of an agent, or of another replica, may have. Theirs are a dozen, and proxies add a few.
+const MAX_FIELDS: usize = 64;
+
+/// Refuses headers with more fields than any that an agent or a replica sends. Callers have a limit of their own.
+fn too_many_fields(headers: &HeaderMap) -> Option<Status> {
+    let fields = headers.len();
+    (fields > MAX_FIELDS).then(|| {
+        Status::new(
+            Code::ResourceExhausted,
+            format!("the request has {fields} header fields; at most {MAX_FIELDS} are accepted here"),
+        )
+    })
+}
+
 /// Returns an answer that is only a status, with the request id.
 fn failed(status: &Status, correlation: &HeaderValue) -> Response<Body> {
     let mut response: Response<http_body_util::Empty<bytes::Bytes>> = status.into_response();
@@ -114,7 +128,13 @@ fn failed(status: &Status, correlation: &HeaderValue) -> Response<Body> {
 
 fn count_refusal(metrics: &Arc<Metrics>, listener: ListenerName, why: Refusal) {
     let reason = match why {
-        Refusal::TooManyHandshakes => Reason::TooManyHandshakes,
+        Refusal::HalfOpen => Reason::HalfOpen,
+        Refusal::Silent => Reason::Silent,
+        Refusal::Headers => Reason::Headers,
+        Refusal::Pings => Reason::Pings,
+        Refusal::IdleFrames => Reason::IdleFrames,
+        Refusal::Resets => Reason::Resets,
+        Refusal::Idle => Reason::Idle,
         Refusal::Handshake => Reason::Handshake,
         Refusal::Accept => Reason::Accept,
         Refusal::Unauthenticated => Reason::Unauthenticated,

@@ -5,7 +5,7 @@ use std::{path::PathBuf, process::ExitCode};
 use clap::{CommandFactory as _, Parser, Subcommand};
 use kas::{
     app::Kas,
-    config::{self, Config, Environment, Identity, Tracker},
+    config::{self, Config, Environment},
 };
 use runtime::{lifecycle, telemetry, tls, version};
 
@@ -168,14 +168,9 @@ fn check(file: Option<&PathBuf>) -> anyhow::Result<ExitCode> {
             for warning in &loaded.warnings {
                 println!("warning: {warning}");
             }
-            let files = files_problems(&loaded.config);
-            for problem in &files {
-                eprintln!("{problem}");
-            }
-            match loaded.config.check_secrets() {
-                Ok(_) if !files.is_empty() => Ok(ExitCode::FAILURE),
-                Ok(secrets) => {
-                    for warning in &secrets.warnings {
+            match loaded.config.check() {
+                Ok(warnings) => {
+                    for warning in warnings {
                         println!("warning: {warning}");
                     }
                     println!("the configuration is good");
@@ -191,88 +186,5 @@ fn check(file: Option<&PathBuf>) -> anyhow::Result<ExitCode> {
             eprintln!("{problems}");
             Ok(ExitCode::FAILURE)
         }
-    }
-}
-
-/// What is wrong with the files that a configuration names, besides secrets.
-fn files_problems(config: &Config) -> Vec<String> {
-    let mut problems = Vec::new();
-    let private = match &config.tracker {
-        Tracker::Memory => None,
-        Tracker::Gossip(replication) => Some(&replication.private_api),
-    };
-    let listeners = [("agent", &config.agent.listen.listen), ("api", &config.api.listen.listen)];
-    let listeners = listeners.into_iter().chain(private.map(|private| ("private_api", &private.listen)));
-    for (section, listen) in listeners {
-        if let Some(files) = &listen.tls
-            && let Err(error) = tls::server(&files.certificate, &files.key)
-        {
-            let error = anyhow::Error::new(error);
-            problems.push(format!("{section}.listen: TLS cannot be set up: {error:#}"));
-        }
-    }
-    if let Some(file) = private.and_then(|private| private.client_ca.as_deref())
-        && let Err(error) = tls::client(Some(file))
-    {
-        let error = anyhow::Error::new(error);
-        problems.push(format!("private_api.listen.client_ca_file: it cannot be used: {error:#}"));
-    }
-    match &config.identity {
-        // The default file is made at the start.
-        Identity::File { is_default: true, .. } => {}
-        Identity::File { file, .. } => match std::fs::read(file) {
-            Err(error) => problems.push(format!("identity.file: cannot read {}: {error}", file.display())),
-            Ok(content) => {
-                if let Err(error) = kas::identity::Identities::parse(&content) {
-                    problems.push(format!("identity.file: {}: {error}", file.display()));
-                }
-            }
-        },
-        Identity::GitLab(gitlab) => {
-            if let Err(error) = tls::client(gitlab.ca_certificate.as_deref()) {
-                let error = anyhow::Error::new(error);
-                problems.push(format!("gitlab.ca_certificate_file: it cannot be used: {error:#}"));
-            }
-        }
-    }
-    problems
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn files_of_the_private_api_are_checked() {
-        tls::install();
-        let folder = tempfile::tempdir().unwrap();
-        let path = |name: &str| folder.path().join(name);
-        let key = rcgen::KeyPair::generate().unwrap();
-        let certificate = rcgen::CertificateParams::default().self_signed(&key).unwrap();
-        std::fs::write(path("cert"), certificate.pem()).unwrap();
-        std::fs::write(path("key"), key.serialize_pem()).unwrap();
-        std::fs::write(path("empty"), "").unwrap();
-        let problems = |tracker: &str, key: &str, ca: &str| {
-            let yaml = format!(
-                "{{tracker: {tracker}, private_api: {{listen: {{authentication_secret_file: /p, certificate_file: {:?}, \
-                 key_file: {:?}, client_ca_file: {:?}}}}}}}",
-                path("cert"),
-                path(key),
-                path(ca)
-            );
-            let env = Environment { home: Some("/nowhere".into()), ..Environment::default() };
-            files_problems(&config::load(&yaml, &env).unwrap().config)
-        };
-        assert_eq!(problems("gossip", "key", "cert"), [""; 0]);
-        assert_eq!(problems("memory", "empty", "empty"), [""; 0]);
-        let told = problems("gossip", "empty", "empty");
-        let begin = [
-            "private_api.listen: TLS cannot be set up: ",
-            "private_api.listen.client_ca_file: it cannot be used: ",
-        ];
-        assert!(
-            told.len() == 2 && told.iter().zip(begin).all(|(told, begin)| told.starts_with(begin)),
-            "{told:?}"
-        );
     }
 }

@@ -2,13 +2,13 @@
 //!
 //! The only place that knows every part of it. [`Mesh::bind`] takes the ports, [`Mesh::run`] runs until dropped.
 
-use std::{collections::HashSet, net::SocketAddr, path::PathBuf, sync::Arc, time::Duration};
+use std::{collections::HashSet, net::SocketAddr, sync::Arc, time::Duration};
 
 use cluster::Replica;
 use discovery::{Discovery, Dns, HostPort, Kubernetes, PortSelector, Static};
 use gossip::{Gossip, KeyRing, Timing};
-use ids::{ReplicaId, TokenHash};
-use runtime::{io::Listener, tls};
+use ids::ReplicaId;
+use runtime::{io::Listener, tls::Live};
 use tokio::{sync::watch, task::AbortHandle};
 
 use crate::{
@@ -25,8 +25,6 @@ use crate::{
 const FIRST_SEED: Duration = Duration::from_secs(60);
 /// How often that is tried.
 const AGAIN: Duration = Duration::from_secs(1);
-/// How often the secret files are looked at.
-const ROTATION: Duration = Duration::from_secs(5);
 /// By how much clocks of replicas may differ.
 const LEEWAY: Duration = Duration::from_secs(30);
 
@@ -48,9 +46,6 @@ pub enum MeshError {
     /// The shared secret.
     #[error("private_api.listen.authentication_secret_file")]
     Keys(#[from] gossip::KeyError),
-    /// Certificates for calling other replicas.
-    #[error("private_api.listen: TLS cannot be set up")]
-    Tls(#[from] tls::Error),
     /// The private API listens on no address of an interface.
     #[error("private_api.listen: gossip needs a TCP address")]
     NoAddress,
@@ -70,10 +65,6 @@ pub struct Mesh {
     discovery: Option<AbortOnDrop>,
     credential: Arc<Credential>,
     keys: watch::Sender<Arc<KeyRing>>,
-    secrets: Vec<ApiSecret>,
-    secret_files: Vec<PathBuf>,
-    /// Hashes of the secrets of the API, none of which may become one of the private API.
-    api_hashes: Vec<TokenHash>,
 }
 
 impl std::fmt::Debug for Mesh {
@@ -170,14 +161,14 @@ async fn own_address(
 }
 
 impl Mesh {
-    /// Takes gossip's port, which is that of `listener`, and begins to look for others.
+    /// Takes gossip's port, which is that of `listener`, and begins to look for others; `tls` is for calling them.
     ///
     /// # Errors
     /// See [`MeshError`]; nothing runs then.
     pub async fn bind(
         config: &config::Replication,
-        secrets: Vec<ApiSecret>,
-        api_secrets: &[ApiSecret],
+        secrets: &[ApiSecret],
+        tls: Option<Live<rustls::ClientConfig>>,
         listener: &Listener,
         metrics: &Arc<Metrics>,
     ) -> Result<Self, MeshError> {
@@ -194,7 +185,7 @@ impl Mesh {
         let text = address.to_string();
         let me = Replica { id: ReplicaId::new(&text), address: text.as_str().into() };
         tracing::info!(replica = %me.id, "other replicas reach this one here");
-        let (keys, ring) = watch::channel(Arc::new(ring(&secrets)?));
+        let (keys, ring) = watch::channel(Arc::new(ring(secrets)?));
         let gossip = Gossip::builder(text)
             .cluster(config.gossip.cluster.clone())
             .listen(bound)
@@ -211,20 +202,10 @@ impl Mesh {
             .hush(DEAF)
             .start()
             .await?;
-        let files = config.private_api.listen.tls.as_ref();
-        let client = files
-            .map(|files| {
-                let identity = Some((files.certificate.as_path(), files.key.as_path()));
-                match config.private_api.client_ca.as_deref() {
-                    Some(ca) => tls::client_of(ca, identity),
-                    None => tls::client_as(None, identity),
-                }
-            })
-            .transpose()?;
         // Config has at least one.
         let first = secrets.first().ok_or(gossip::KeyError::Empty)?;
         let credential = Arc::new(Credential::new(me.id.clone(), first));
-        let peers = Peers::new(me.id.clone(), Arc::clone(&credential), client);
+        let peers = Peers::new(me.id.clone(), Arc::clone(&credential), tls);
         let replication = Replication::new(
             me.clone(),
             Arc::clone(&peers),
@@ -232,19 +213,7 @@ impl Mesh {
             config.table_ttl,
             config.gossip.interval,
         );
-        Ok(Self {
-            me,
-            replication,
-            peers,
-            gossip,
-            seeds,
-            discovery,
-            credential,
-            keys,
-            secrets,
-            secret_files: config.private_api.secrets.clone(),
-            api_hashes: api_secrets.iter().map(|secret| TokenHash::of(secret.expose())).collect(),
-        })
+        Ok(Self { me, replication, peers, gossip, seeds, discovery, credential, keys })
     }
 
     /// Returns the services of the private API besides `Borrow`.
@@ -252,86 +221,44 @@ impl Mesh {
         replication::services(&self.replication)
     }
 
-    /// Returns what checks the tokens of other replicas at the start.
-    pub fn verifier(&self) -> JwtVerifier {
-        verifier(&self.secrets)
+    /// Returns what exchanges the secrets: the first signs and seals, any verifies and opens.
+    pub fn rotation(&self, private: Arc<PrivateListener>) -> Rotation {
+        Rotation { private, credential: Arc::clone(&self.credential), keys: self.keys.clone() }
     }
 
     /// Runs until dropped.
-    pub async fn run(self, private: Arc<PrivateListener>) {
-        let Self {
-            replication,
-            gossip,
-            seeds,
-            discovery,
-            credential,
-            keys,
-            secrets,
-            secret_files,
-            api_hashes,
-            ..
-        } = self;
+    pub async fn run(self) {
+        let Self { replication, gossip, seeds, discovery, .. } = self;
         let _discovery = discovery;
-        let refuse = move |secret: &ApiSecret| api_hashes.contains(&TokenHash::of(secret.expose()));
-        tokio::join!(
-            Arc::clone(&replication).check_own_address(),
-            replication.run(gossip, seeds),
-            rotate(secrets, secret_files, refuse, private, credential, keys)
-        );
+        tokio::join!(Arc::clone(&replication).check_own_address(), replication.run(gossip, seeds));
     }
 }
 
-/// Reads the secret files again and again: the first signs and seals, any verifies and opens.
-async fn rotate(
-    mut secrets: Vec<ApiSecret>,
-    files: Vec<PathBuf>,
-    refuse: impl Fn(&ApiSecret) -> bool,
+/// Exchanges the secrets of the private API wherever they are used.
+pub struct Rotation {
     private: Arc<PrivateListener>,
     credential: Arc<Credential>,
     keys: watch::Sender<Arc<KeyRing>>,
-) {
-    let mut failing = false;
-    loop {
-        tokio::time::sleep(ROTATION).await;
-        let read: Result<Vec<ApiSecret>, _> = files.iter().map(|file| ApiSecret::read(file)).collect();
-        let new = match read.map_err(|error| crate::peer::chain(&error)) {
-            Ok(new) if new == secrets => {
-                failing = false;
-                continue;
-            }
-            Ok(new) => new,
-            Err(error) => {
-                // The secrets in use stay in use: a file that is being replaced may be absent for a moment.
-                if !std::mem::replace(&mut failing, true) {
-                    tracing::warn!(
-                        error,
-                        "a secret file of the private API cannot be read; the last secrets stay"
-                    );
-                }
-                continue;
-            }
-        };
-        if new.iter().any(&refuse) {
-            if !std::mem::replace(&mut failing, true) {
-                tracing::error!(
-                    "a secret of the private API is one of the API now: every client could act as a replica; the last \
-                     secrets stay"
-                );
-            }
-            continue;
-        }
-        let (Ok(ring), Some(first)) = (ring(&new), new.first()) else {
-            if !std::mem::replace(&mut failing, true) {
-                tracing::warn!("a secret of the private API has fewer than 32 bytes; the last secrets stay");
-            }
-            continue;
-        };
-        failing = false;
+}
+
+impl std::fmt::Debug for Rotation {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Rotation").field("credential", &self.credential).finish_non_exhaustive()
+    }
+}
+
+impl Rotation {
+    /// Uses `secrets` from now on.
+    ///
+    /// # Errors
+    /// When there is none, or one is too short; nothing is exchanged then.
+    pub fn exchange(&self, secrets: &[ApiSecret]) -> Result<(), gossip::KeyError> {
+        let ring = ring(secrets)?;
+        let first = secrets.first().ok_or(gossip::KeyError::Empty)?;
         // Opened with all of them before anything is sealed with the new first one.
-        private.rotate(verifier(&new));
-        keys.send_replace(Arc::new(ring));
-        credential.rotate(first);
-        tracing::info!(secrets = new.len(), "the secrets of the private API were exchanged");
-        secrets = new;
+        self.private.rotate(verifier(secrets));
+        self.keys.send_replace(Arc::new(ring));
+        self.credential.rotate(first);
+        Ok(())
     }
 }

@@ -2,7 +2,7 @@
 //!
 //! Labels are enums; an agent's id is never one, since a replica may hold a hundred thousand.
 
-use std::sync::atomic::AtomicU64;
+use std::{path::Path, sync::atomic::AtomicU64, time::Duration};
 
 use prometheus_client::{
     encoding::{EncodeLabelSet, EncodeLabelValue},
@@ -42,9 +42,20 @@ pub enum Reason {
     Unauthenticated,
     /// Whether it may come in could not be checked.
     Unchecked,
-    TooManyHandshakes,
+    /// It was the oldest of too many connections that had shown nothing yet.
+    HalfOpen,
     Handshake,
     Accept,
+    /// No frame came in time.
+    Silent,
+    /// Headers were not complete in time, or there were too many.
+    Headers,
+    Pings,
+    /// Frames that carry nothing.
+    IdleFrames,
+    Resets,
+    /// No request for a long time.
+    Idle,
     WaitersFull,
     TunnelsFull,
     RateLimit,
@@ -162,6 +173,25 @@ struct TrafficLabel {
     what: &'static str,
 }
 
+/// Of what a certificate's end is told.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, EncodeLabelValue)]
+#[allow(missing_docs)]
+pub enum CertificatePart {
+    /// The certificate that is shown.
+    Leaf,
+    /// What ends first of all in its file.
+    Chain,
+    /// What ends last of the authorities in a file.
+    Authority,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct CertificateLabels {
+    section: &'static str,
+    part: CertificatePart,
+    file: String,
+}
+
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct RefusalLabels {
     listener: ListenerName,
@@ -220,6 +250,7 @@ pub struct Metrics {
     peer_records_unread: Family<RecordLabel, Counter>,
     gossip_datagrams_dropped: Family<DropLabel, Gauge>,
     gossip_traffic: Family<TrafficLabel, Gauge>,
+    certificates: Family<CertificateLabels, Gauge>,
     /// Files this process may open.
     pub file_limit: Gauge<u64, AtomicU64>,
     /// Records of the audit log that were written.
@@ -269,6 +300,7 @@ impl Metrics {
             peer_records_unread: Family::default(),
             gossip_datagrams_dropped: Family::default(),
             gossip_traffic: Family::default(),
+            certificates: Family::default(),
             file_limit: Gauge::default(),
             audit_records: Counter::default(),
             audit_write_errors: Counter::default(),
@@ -405,6 +437,12 @@ impl Metrics {
             "Datagrams and bytes of gossip since the start",
             metrics.gossip_traffic.clone(),
         );
+        registry.register_with_unit(
+            "certificate_not_after_timestamp",
+            "When certificates end, since 1970, by the section of the configuration that names their file",
+            Unit::Seconds,
+            metrics.certificates.clone(),
+        );
         registry.register("open_files_limit", "Files this process may open", metrics.file_limit.clone());
         registry.register(
             "audit_records",
@@ -484,6 +522,19 @@ impl Metrics {
             Route::Local => self.routed_local.inc(),
             Route::Remote => self.routed_remote.inc(),
         };
+    }
+
+    /// Says when a certificate ends.
+    pub fn certificate_ends(
+        &self,
+        section: &'static str,
+        part: CertificatePart,
+        file: &Path,
+        since_1970: Duration,
+    ) {
+        let labels = CertificateLabels { section, part, file: file.display().to_string() };
+        let seconds = i64::try_from(since_1970.as_secs()).unwrap_or(i64::MAX);
+        self.certificates.get_or_create(&labels).set(seconds);
     }
 
     /// Counts something refused.

@@ -30,7 +30,7 @@ use h2::{RecvStream, SendStream};
 use http::{HeaderMap, HeaderName, HeaderValue};
 use ids::{AgentId, ConnectionId, ReplicaId, TokenHash};
 use jsonwebtoken::{Algorithm, EncodingKey, Header};
-use runtime::http2::StreamReset;
+use runtime::{http2::StreamReset, tls::Live};
 use tokio::{
     sync::{Mutex as AsyncMutex, Semaphore},
     time::Instant,
@@ -147,7 +147,7 @@ impl Credential {
 pub struct Peers {
     me: ReplicaId,
     credential: Arc<Credential>,
-    tls: Option<Arc<rustls::ClientConfig>>,
+    tls: Option<Live<rustls::ClientConfig>>,
     peers: Mutex<HashMap<Replica, Arc<Peer>>>,
 }
 
@@ -162,7 +162,7 @@ impl Peers {
     pub fn new(
         me: ReplicaId,
         credential: Arc<Credential>,
-        tls: Option<Arc<rustls::ClientConfig>>,
+        tls: Option<Live<rustls::ClientConfig>>,
     ) -> Arc<Self> {
         Arc::new(Self { me, credential, tls, peers: Mutex::default() })
     }
@@ -202,7 +202,7 @@ impl Peers {
     /// # Cancel safety
     /// Cancel safe.
     pub async fn dial(&self, address: &Arc<str>) -> Result<Link, DialError> {
-        Link::dial(address, self.tls.as_ref(), CONNECT).await
+        Link::dial(address, self.tls.as_ref().map(Live::current), CONNECT).await
     }
 
     /// Returns a value for `authorization`.
@@ -235,7 +235,7 @@ impl Slot {
         }
         *slot = None;
         let begun = Instant::now();
-        let link = Link::dial(&peer.replica.address, peer.tls.as_ref(), within).await?;
+        let link = Link::dial(&peer.replica.address, peer.tls.as_ref().map(Live::current), within).await?;
         peer.measured(begun.elapsed());
         Ok(slot.insert(link).clone())
     }
@@ -246,7 +246,7 @@ pub struct Peer {
     replica: Replica,
     me: ReplicaId,
     credential: Arc<Credential>,
-    tls: Option<Arc<rustls::ClientConfig>>,
+    tls: Option<Live<rustls::ClientConfig>>,
     prompt: [Slot; PROMPT_LINKS],
     waiting: Slot,
     control: Slot,

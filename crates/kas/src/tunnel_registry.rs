@@ -823,7 +823,7 @@ mod tests {
             };
             let owner = Arc::new(RegistryOwner {
                 registry: Arc::clone(&self.registry),
-                rate_limit: Arc::new(RateLimit::new(100)),
+                rate_limit: Arc::new(RateLimit::new(100, 1_000)),
             });
             let opening = Opening::new(grpc::boxed(silent), false);
             let (tunnel, body) = Tunnel::new(info, opening, owner, Box::new(|| {}));

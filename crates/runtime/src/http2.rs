@@ -4,6 +4,11 @@
 //! Rule behind the windows: the connection's window is at least the number of streams times the
 //! stream's window, else one reader that stalls freezes all others. Measured with the library's
 //! defaults (both 1 MiB): one caller that stopped reading stopped its agent for everybody.
+//!
+//! `half_open` bounds connections that have not shown yet who they are, `meter` what a connection sends for nothing.
+
+mod half_open;
+mod meter;
 
 use std::{
     convert::Infallible,
@@ -13,7 +18,7 @@ use std::{
     pin::{Pin, pin},
     sync::{
         Arc, Mutex, PoisonError,
-        atomic::{AtomicBool, AtomicUsize, Ordering},
+        atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
     },
     task::{Context, Poll},
     time::Duration,
@@ -31,10 +36,14 @@ use tokio::{
 };
 use tokio_rustls::TlsAcceptor;
 
+use self::{
+    half_open::{HalfOpen, Place},
+    meter::Metered,
+};
 use crate::{
     io::{Listener, Stream},
     lifecycle::{Lifecycle, Phase},
-    websocket_door,
+    tls, websocket_door,
 };
 
 /// A response's body.
@@ -51,12 +60,6 @@ pub const HEADER_LIST: u32 = 16 * 1024;
 pub const STREAM_WINDOW: u32 = 256 * 1024;
 /// The largest window of HTTP/2: "not limited here".
 pub const UNLIMITED_WINDOW: u32 = (1 << 31) - 1;
-/// A TLS handshake must be over within this time, and so must what may follow it: an upgrade to WebSocket.
-const HANDSHAKE: Duration = Duration::from_secs(5);
-/// Without one authenticated stream a connection is closed after this time.
-const UNAUTHENTICATED: Duration = Duration::from_secs(10);
-/// Connections that may be in a handshake at once, in all.
-const HALF_OPEN: usize = 1024;
 /// After the last phase, time for the last frames to be written.
 const FLUSH: Duration = Duration::from_millis(500);
 
@@ -107,25 +110,119 @@ pub const PEER: Settings = Settings {
     keepalive_timeout: Duration::from_secs(2),
 };
 
+/// What a peer that is unknown, silent or idle may take up.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Limits {
+    /// Connections of the listener without an authenticated stream, handshakes included. When there are so many, the
+    /// next waits until one of them is known, or takes the place of the oldest after two seconds.
+    pub half_open: usize,
+    /// A TLS handshake must be over within this time, and so must what may follow it: an upgrade to WebSocket.
+    pub handshake: Duration,
+    /// The first frame of HTTP/2 must come within this time after that.
+    pub first_frame: Duration,
+    /// A header block that has begun must be complete within about this time.
+    pub headers: Duration,
+    /// Without one authenticated stream a connection is closed after this time.
+    pub authentication: Duration,
+    /// A connection without an open stream gets GOAWAY after about this time.
+    pub idle: Duration,
+    /// Pings that may come at once; data or headers that are sent to the peer make them as many again…
+    pub pings: u32,
+    /// …and one more after each of these; above zero.
+    pub ping_interval: Duration,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self {
+            half_open: 1_024,
+            handshake: Duration::from_secs(5),
+            first_frame: Duration::from_secs(5),
+            headers: Duration::from_secs(10),
+            authentication: Duration::from_secs(10),
+            idle: Duration::from_secs(300),
+            pings: 5,
+            ping_interval: Duration::from_secs(10),
+        }
+    }
+}
+
 /// Answers what comes in on one listener.
 pub trait Service: Send + Sync + 'static {
     /// A connection was made.
     fn connected(self: Arc<Self>, peer: Option<SocketAddr>) -> Arc<dyn Connection>;
     /// A connection could not be served; for a counter.
     fn refused(&self, _why: Refusal) {}
+    /// A handshake failed: beside [`Service::refused`], for who has to know why.
+    fn not_opened(&self, peer: Option<SocketAddr>, error: &io::Error) {
+        tracing::debug!(peer = peer.map(tracing::field::display), error = %error, "a connection did not get past its handshake");
+    }
 }
 
 /// Why a connection was not served.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Refusal {
-    /// Too many were in a handshake.
-    TooManyHandshakes,
+    /// There were too many that had shown nothing yet, and this was the oldest.
+    HalfOpen,
+    /// No frame came in time.
+    Silent,
+    /// A header block was not complete in time, or was too large for any peer that means well.
+    Headers,
+    /// Too many pings.
+    Pings,
+    /// Too many frames that carry nothing.
+    IdleFrames,
+    /// Too many streams were reset.
+    Resets,
+    /// It had no stream for long: it was asked to end.
+    Idle,
     /// The TLS handshake or the upgrade to WebSocket failed or took too long.
     Handshake,
     /// Accepting failed: usually out of file descriptors.
     Accept,
     /// It had no authenticated stream in time, or too many that were not.
     Unauthenticated,
+}
+
+impl Refusal {
+    /// Returns why, in words for a log.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::HalfOpen => "it had shown nothing yet when others waited",
+            Self::Silent => "no frame came in time",
+            Self::Headers => "a header block was not complete in time, or too large",
+            Self::Pings => "too many pings",
+            Self::IdleFrames => "too many frames that carry nothing",
+            Self::Resets => "too many streams were reset",
+            Self::Idle => "no stream for a long time",
+            Self::Handshake => "the handshake failed",
+            Self::Accept => "it could not be accepted",
+            Self::Unauthenticated => "no stream was authenticated in time, or too many were not",
+        }
+    }
+
+    /// Why HTTP/2 itself has ended a connection, if that was a limit: its words are those of the library.
+    fn of(error: &hyper::Error) -> Option<Self> {
+        let mut cause: Option<&(dyn std::error::Error + 'static)> = Some(error);
+        let http2 = loop {
+            let error = cause?;
+            match error.downcast_ref::<h2::Error>() {
+                Some(found) => break found,
+                None => cause = error.source(),
+            }
+        };
+        if !http2.is_go_away() || !http2.is_library() || http2.reason() != Some(h2::Reason::ENHANCE_YOUR_CALM)
+        {
+            return None;
+        }
+        let text = http2.to_string();
+        let says = |word| text.contains(word);
+        Some(match () {
+            () if says("resets") => Self::Resets,
+            () if says("header") || says("continuations") => Self::Headers,
+            () => Self::IdleFrames,
+        })
+    }
 }
 
 /// One connection.
@@ -159,6 +256,8 @@ pub enum Standing {
 pub enum GoAway {
     /// The connection has its age.
     Age,
+    /// It has had no stream for long.
+    Idle,
     /// The process leaves.
     Leaving,
 }
@@ -191,7 +290,25 @@ impl StreamReset {
 /// HTTP/2 spawns the stream's task right after the service has been called for it, in the same
 /// poll of the connection, so what the service leaves here belongs to the next task.
 #[derive(Clone, Debug, Default)]
-pub struct StreamSlot(Arc<Mutex<Option<Arm>>>);
+pub struct StreamSlot(Arc<Slot>);
+
+#[derive(Debug, Default)]
+struct Slot {
+    arm: Mutex<Option<Arm>>,
+    /// Streams whose tasks run.
+    open: AtomicUsize,
+    /// Streams that were ever opened.
+    opened: AtomicU64,
+}
+
+/// A stream whose task runs.
+struct OpenStream(Arc<Slot>);
+
+impl Drop for OpenStream {
+    fn drop(&mut self) {
+        self.0.open.fetch_sub(1, Ordering::Relaxed);
+    }
+}
 
 #[derive(Debug)]
 enum Arm {
@@ -214,7 +331,18 @@ impl StreamSlot {
     }
 
     fn put(&self, arm: Arm) {
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(arm);
+        *self.0.arm.lock().unwrap_or_else(PoisonError::into_inner) = Some(arm);
+    }
+
+    fn enter(&self) -> OpenStream {
+        self.0.opened.fetch_add(1, Ordering::Relaxed);
+        self.0.open.fetch_add(1, Ordering::Relaxed);
+        OpenStream(Arc::clone(&self.0))
+    }
+
+    /// Returns how many streams were ever opened, when none is open.
+    fn idle_after(&self) -> Option<u64> {
+        (self.0.open.load(Ordering::Relaxed) == 0).then(|| self.0.opened.load(Ordering::Relaxed))
     }
 }
 
@@ -223,13 +351,18 @@ where
     F: Future<Output = ()> + Send + 'static,
 {
     fn execute(&self, future: F) {
-        let arm = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let arm = self.0.arm.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let open = self.enter();
         match arm {
-            None => drop(tokio::spawn(future)),
+            None => drop(tokio::spawn(async move {
+                let _open = open;
+                future.await;
+            })),
             Some(Arm::Reset(reset)) => {
-                drop(tokio::spawn(Resettable { future: Some(Box::pin(future)), reset }))
+                drop(tokio::spawn(Resettable { future: Some(Box::pin(future)), reset, _open: open }))
             }
             Some(Arm::Until(deadline)) => drop(tokio::spawn(async move {
+                let _open = open;
                 // Dropping the stream's parts resets it.
                 let _ = tokio::time::timeout_at(deadline, future).await;
             })),
@@ -242,6 +375,7 @@ where
 struct Resettable<F> {
     future: Option<Pin<Box<F>>>,
     reset: Arc<StreamReset>,
+    _open: OpenStream,
 }
 
 impl<F: Future<Output = ()>> Future for Resettable<F> {
@@ -272,12 +406,14 @@ pub struct Age {
 pub struct Server {
     /// Where connections come from.
     pub listener: Listener,
-    /// TLS, unless plain.
-    pub tls: Option<Arc<rustls::ServerConfig>>,
+    /// TLS, unless plain; each handshake is by what it is then.
+    pub tls: Option<tls::Live<rustls::ServerConfig>>,
     /// Whether HTTP/2 may come inside WebSocket too.
     pub websocket: bool,
-    /// The limits.
+    /// What a connection may use.
     pub settings: Settings,
+    /// What one that is unknown, silent or idle may.
+    pub limits: Limits,
     /// Age limit of connections, if any.
     pub age: Option<Age>,
     /// Who answers.
@@ -294,8 +430,7 @@ impl Server {
     /// Serves until the lifecycle is [`Phase::Stopped`] and the connections have ended.
     pub async fn run(self, lifecycle: Lifecycle) {
         let tasks = tokio_util::task::TaskTracker::new();
-        let half_open = Arc::new(AtomicUsize::new(0));
-        let tls = self.tls.map(TlsAcceptor::from);
+        let half_open = HalfOpen::new(self.limits.half_open);
         loop {
             let accepted = tokio::select! {
                 accepted = self.listener.accept() => accepted,
@@ -311,32 +446,33 @@ impl Server {
                     continue;
                 }
             };
+            // Those that come meanwhile wait in the system's queue.
+            let place = tokio::select! {
+                place = half_open.enter(|| self.service.refused(Refusal::HalfOpen)) => place,
+                () = lifecycle.reached(Phase::Stopped) => break,
+            };
             let service = Arc::clone(&self.service);
-            let (settings, age, lifecycle) = (self.settings, self.age, lifecycle.clone());
-            if tls.is_none() && !self.websocket {
-                tasks.spawn(connection(stream, peer, settings, age, service, lifecycle));
+            let (settings, limits, age) = (self.settings, self.limits, self.age);
+            let serve = Serve { peer, settings, limits, age, service, lifecycle: lifecycle.clone() };
+            if self.tls.is_none() && !self.websocket {
+                tasks.spawn(serve.connection(stream, place));
                 continue;
             }
-            let Some(half_open) = HalfOpen::enter(&half_open) else {
-                service.refused(Refusal::TooManyHandshakes);
-                continue;
-            };
-            let (tls, websocket) = (tls.clone(), self.websocket);
+            let tls = self.tls.as_ref().map(|tls| TlsAcceptor::from(tls.current()));
+            let websocket = self.websocket;
             tasks.spawn(async move {
                 // Boxed: the handshakes' state is large and short-lived.
                 let opened = tokio::select! {
-                    opened = Box::pin(open(stream, tls, websocket)) => opened,
+                    opened = Box::pin(open(stream, tls, websocket, serve.limits.handshake)) => opened,
+                    () = place.lost() => return,
                     // Who has not shown anything yet does not delay the exit.
-                    () = lifecycle.reached(Phase::Stopped) => return,
+                    () = serve.lifecycle.reached(Phase::Stopped) => return,
                 };
                 match opened {
-                    Ok(stream) => {
-                        drop(half_open);
-                        connection(stream, peer, settings, age, service, lifecycle).await;
-                    }
+                    Ok(stream) => serve.connection(stream, place).await,
                     Err(error) => {
-                        tracing::debug!(error = %error, "a connection did not get past its handshake");
-                        service.refused(Refusal::Handshake);
+                        serve.service.not_opened(peer, &error);
+                        serve.service.refused(Refusal::Handshake);
                     }
                 }
             });
@@ -346,146 +482,210 @@ impl Server {
     }
 }
 
-/// A connection that is counted as in its handshake.
-struct HalfOpen(Arc<AtomicUsize>);
-
-impl HalfOpen {
-    /// Counts one more, unless there are too many.
-    fn enter(count: &Arc<AtomicUsize>) -> Option<Self> {
-        let entered = Self(Arc::clone(count));
-        (count.fetch_add(1, Ordering::Relaxed) < HALF_OPEN).then_some(entered)
-    }
-}
-
-impl Drop for HalfOpen {
-    fn drop(&mut self) {
-        self.0.fetch_sub(1, Ordering::Relaxed);
-    }
-}
-
 /// Does what comes before HTTP/2: TLS, WebSocket, or both.
-async fn open(stream: Stream, tls: Option<TlsAcceptor>, websocket: bool) -> io::Result<Stream> {
+async fn open(
+    stream: Stream,
+    tls: Option<TlsAcceptor>,
+    websocket: bool,
+    within: Duration,
+) -> io::Result<Stream> {
     let late = |_| io::Error::from(io::ErrorKind::TimedOut);
     let mut is_http2 = false;
     // TLS is for TCP; a Unix socket is the system's business.
     let mut stream = match (tls, stream) {
         (Some(tls), Stream::Tcp(stream)) => {
-            let stream = tokio::time::timeout(HANDSHAKE, tls.accept(stream)).await.map_err(late)??;
+            let stream = tokio::time::timeout(within, tls.accept(stream)).await.map_err(late)??;
             is_http2 = stream.get_ref().1.alpn_protocol() == Some(b"h2");
             Stream::Tls(Box::new(stream))
         }
         (_, stream) => stream,
     };
     if websocket && !is_http2 {
-        stream = tokio::time::timeout(HANDSHAKE, websocket_door::enter(stream)).await.map_err(late)??;
+        stream =
+            tokio::time::timeout(within, websocket_door::enter(stream, within)).await.map_err(late)??;
     }
     Ok(stream)
 }
 
-/// Serves one connection to its end.
-async fn connection(
-    stream: Stream,
+/// What a connection is served by.
+struct Serve {
     peer: Option<SocketAddr>,
     settings: Settings,
+    limits: Limits,
     age: Option<Age>,
     service: Arc<dyn Service>,
     lifecycle: Lifecycle,
-) {
-    let state = Arc::clone(&service).connected(peer);
-    let slot = StreamSlot::default();
-    let mut builder = http2::Builder::new(slot.clone());
-    builder
-        .timer(TokioTimer::new())
-        .auto_date_header(false)
-        .adaptive_window(false)
-        .initial_stream_window_size(STREAM_WINDOW)
-        .initial_connection_window_size(settings.connection_window)
-        .max_frame_size(FRAME)
-        .max_header_list_size(HEADER_LIST)
-        .max_concurrent_streams(settings.streams)
-        .max_pending_accept_reset_streams(settings.pending_accept_resets)
-        .max_local_error_reset_streams(settings.local_error_resets)
-        .keep_alive_interval(settings.keepalive_interval)
-        .keep_alive_timeout(settings.keepalive_timeout);
-    let expelled = Arc::new(Notify::new());
-    let answer = {
-        let (state, expelled) = (Arc::clone(&state), Arc::clone(&expelled));
-        hyper::service::service_fn(move |request| {
-            // A stream may fail only after its first message: the next one finds out.
-            if state.standing() == Standing::Expelled {
-                expelled.notify_one();
-            }
-            let answer = Arc::clone(&state).call(request, &slot);
-            async move { Ok::<_, Infallible>(answer.await) }
-        })
-    };
-    let mut driver = pin!(builder.serve_connection(TokioIo::new(stream), answer));
-    let mut phase = lifecycle.watch();
-    let born = Instant::now();
-    // Within a tenth of the mean, from the connection's own address: no clock, no lock.
-    let age_at = age.map(|age| born + age.age.mul_f64(0.9 + 0.2 * fraction(peer)));
-    let mut cut_at = None;
-    let period = age.map_or(Duration::from_secs(5), |age| {
-        (age.age / 8).clamp(Duration::from_millis(50), Duration::from_secs(5))
-    });
-    let mut ticks = tokio::time::interval_at(born + period, period);
-    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    let mut leaving = false;
-    // A connection that came just before the end has missed the change; one that came while the
-    // process leaves is served.
-    let mut stopped = lifecycle.phase() == Phase::Stopped;
-    loop {
-        if stopped {
-            driver.as_mut().graceful_shutdown();
-            // What ends now has its last frames written before the socket closes.
-            let _ = tokio::time::timeout(FLUSH, driver.as_mut()).await;
-            break;
-        }
-        tokio::select! {
-            result = driver.as_mut() => {
-                if let Err(error) = result {
-                    tracing::debug!(error = %error, "connection ended");
+}
+
+impl Serve {
+    /// Serves one connection to its end. It keeps its place among the half-open ones until it is known.
+    async fn connection(self, stream: Stream, place: Place) {
+        let Self { peer, settings, limits, age, service, lifecycle } = self;
+        let mut place = Some(place);
+        let state = Arc::clone(&service).connected(peer);
+        let slot = StreamSlot::default();
+        let mut builder = http2::Builder::new(slot.clone());
+        builder
+            .timer(TokioTimer::new())
+            .auto_date_header(false)
+            .adaptive_window(false)
+            .initial_stream_window_size(STREAM_WINDOW)
+            .initial_connection_window_size(settings.connection_window)
+            .max_frame_size(FRAME)
+            .max_header_list_size(HEADER_LIST)
+            .max_concurrent_streams(settings.streams)
+            .max_pending_accept_reset_streams(settings.pending_accept_resets)
+            .max_local_error_reset_streams(settings.local_error_resets)
+            .keep_alive_interval(settings.keepalive_interval)
+            .keep_alive_timeout(settings.keepalive_timeout);
+        let judged = Arc::new(Notify::new());
+        let answer = {
+            let (state, judged, slot) = (Arc::clone(&state), Arc::clone(&judged), slot.clone());
+            let known = Arc::new(AtomicBool::new(false));
+            hyper::service::service_fn(move |request| {
+                // A stream may fail only after its first message: the next one finds out.
+                if state.standing() == Standing::Expelled {
+                    judged.notify_one();
                 }
+                let answer = Arc::clone(&state).call(request, &slot);
+                // Until it is known who this is, each answer may have shown it.
+                let asks = (!known.load(Ordering::Relaxed))
+                    .then(|| (Arc::clone(&state), Arc::clone(&judged), Arc::clone(&known)));
+                async move {
+                    let answer = answer.await;
+                    if let Some((state, judged, known)) = asks
+                        && state.standing() == Standing::Authenticated
+                        && !known.swap(true, Ordering::Relaxed)
+                    {
+                        judged.notify_one();
+                    }
+                    Ok::<_, Infallible>(answer)
+                }
+            })
+        };
+        let (stream, meter) = Metered::new(stream, &limits);
+        let mut driver = pin!(builder.serve_connection(TokioIo::new(stream), answer));
+        let mut phase = lifecycle.watch();
+        let born = Instant::now();
+        // Within a tenth of the mean, from the connection's own address: no clock, no lock.
+        let age_at = age.map(|age| born + age.age.mul_f64(0.9 + 0.2 * fraction(peer)));
+        let mut cut_at = None;
+        // Moved on once the first frame has come.
+        let mut deadline = pin!(tokio::time::sleep(limits.first_frame.min(limits.authentication)));
+        let mut idle = None;
+        let shortest = age.map_or(limits.idle, |age| age.age.min(limits.idle)).min(limits.headers);
+        let period = (shortest / 8).clamp(Duration::from_millis(50), Duration::from_secs(5));
+        let mut ticks = tokio::time::interval_at(born + period, period);
+        ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let mut leaving = false;
+        // A connection that came just before the end has missed the change; one that came while the
+        // process leaves is served.
+        let mut stopped = lifecycle.phase() == Phase::Stopped;
+        loop {
+            if stopped {
+                driver.as_mut().graceful_shutdown();
+                // What ends now has its last frames written before the socket closes.
+                let _ = tokio::time::timeout(FLUSH, driver.as_mut()).await;
                 break;
             }
-            () = expelled.notified() => {
-                service.refused(Refusal::Unauthenticated);
-                break;
-            }
-            _ = ticks.tick() => {
-                let now = Instant::now();
-                match state.standing() {
-                    Standing::Expelled => { service.refused(Refusal::Unauthenticated); break; }
-                    Standing::New if now >= born + UNAUTHENTICATED => {
+            tokio::select! {
+                result = driver.as_mut() => {
+                    if let Err(error) = result {
+                        let refusal = meter.verdict().or_else(|| Refusal::of(&error));
+                        if let Some(why) = refusal {
+                            service.refused(why);
+                        }
+                        let why = refusal.map(Refusal::as_str);
+                        tracing::debug!(peer = peer.map(tracing::field::display), why, error = %error, "connection ended");
+                    }
+                    break;
+                }
+                () = judged.notified() => {
+                    match state.standing() {
+                        Standing::Expelled => {
+                            service.refused(Refusal::Unauthenticated);
+                            break;
+                        }
+                        Standing::Authenticated => place = None,
+                        Standing::New => {}
+                    }
+                }
+                () = lost(place.as_ref()) => match state.standing() {
+                    // Its first answer is still under way.
+                    Standing::Authenticated => place = None,
+                    Standing::New | Standing::Expelled => break,
+                },
+                () = deadline.as_mut(), if place.is_some() => {
+                    match state.standing() {
+                        Standing::Authenticated => place = None,
+                        _ if !meter.has_spoken() => {
+                            service.refused(Refusal::Silent);
+                            break;
+                        }
+                        Standing::New if Instant::now() < born + limits.authentication => {
+                            deadline.as_mut().reset(born + limits.authentication);
+                        }
+                        _ => {
+                            service.refused(Refusal::Unauthenticated);
+                            break;
+                        }
+                    }
+                }
+                _ = ticks.tick() => {
+                    let now = Instant::now();
+                    if state.standing() == Standing::Expelled {
                         service.refused(Refusal::Unauthenticated);
                         break;
                     }
-                    _ => {}
+                    if meter.block_age().is_some_and(|age| age >= limits.headers) {
+                        service.refused(Refusal::Headers);
+                        break;
+                    }
+                    // The same number of streams as at an earlier look: none has come between.
+                    idle = match (slot.idle_after(), idle) {
+                        (Some(opened), Some((before, since))) if opened == before => Some((before, since)),
+                        (Some(opened), _) => Some((opened, now)),
+                        (None, _) => None,
+                    };
+                    if !leaving && idle.is_some_and(|(_, since)| now >= since + limits.idle) {
+                        service.refused(Refusal::Idle);
+                        leaving = true;
+                        driver.as_mut().graceful_shutdown();
+                        state.going_away(GoAway::Idle);
+                    }
+                    if !leaving && age_at.is_some_and(|at| now >= at) {
+                        leaving = true;
+                        driver.as_mut().graceful_shutdown();
+                        state.going_away(GoAway::Age);
+                        cut_at = age.and_then(|age| age.grace).map(|grace| now + grace);
+                    }
+                    if cut_at.is_some_and(|at| now >= at) {
+                        break;
+                    }
+                    state.tick();
                 }
-                if !leaving && age_at.is_some_and(|at| now >= at) {
-                    leaving = true;
-                    driver.as_mut().graceful_shutdown();
-                    state.going_away(GoAway::Age);
-                    cut_at = age.and_then(|age| age.grace).map(|grace| now + grace);
+                // The sender lives as long as the lifecycle this task holds.
+                _ = phase.changed() => {
+                    let now = *phase.borrow_and_update();
+                    if now == Phase::Leaving && !leaving {
+                        leaving = true;
+                        driver.as_mut().graceful_shutdown();
+                        state.going_away(GoAway::Leaving);
+                    }
+                    stopped = now == Phase::Stopped;
                 }
-                if cut_at.is_some_and(|at| now >= at) {
-                    break;
-                }
-                state.tick();
-            }
-            // The sender lives as long as the lifecycle this task holds.
-            _ = phase.changed() => {
-                let now = *phase.borrow_and_update();
-                if now == Phase::Leaving && !leaving {
-                    leaving = true;
-                    driver.as_mut().graceful_shutdown();
-                    state.going_away(GoAway::Leaving);
-                }
-                stopped = now == Phase::Stopped;
             }
         }
+        state.closed();
     }
-    state.closed();
+}
+
+/// Resolves when a place among the half-open connections is lost; never without one.
+async fn lost(place: Option<&Place>) {
+    match place {
+        Some(place) => place.lost().await,
+        None => std::future::pending().await,
+    }
 }
 
 /// Returns a number from 0 to 1 that differs between connections.

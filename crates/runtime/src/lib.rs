@@ -1,8 +1,9 @@
-//! What both binaries need around their work: HTTP/2 listeners, TLS, telemetry, the admin listener,
+//! What both binaries need around their work: HTTP/2 listeners, TLS, files that change, telemetry, the admin listener,
 //! signals. No protocol of kas is known here.
 
 pub mod admin;
 pub mod clock;
+pub mod files;
 pub mod http2;
 pub mod io;
 pub mod lifecycle;

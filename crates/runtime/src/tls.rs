@@ -1,12 +1,23 @@
-//! TLS by rustls, with aws-lc-rs as the one crypto provider.
+//! TLS by rustls, with aws-lc-rs as the one crypto provider: 1.2 and 1.3, nothing older.
+//!
+//! A [`Live`] configuration can be exchanged while it is used, for files that change ([`crate::files`]).
+
+mod certificate;
+mod role;
 
 use std::{
     path::{Path, PathBuf},
     sync::Arc,
 };
 
-use rustls::{ClientConfig, RootCertStore, ServerConfig, server::WebPkiClientVerifier};
+use arc_swap::ArcSwap;
+use rustls::{
+    ClientConfig, RootCertStore, ServerConfig, client::WebPkiServerVerifier, server::WebPkiClientVerifier,
+};
 use rustls_pki_types::{CertificateDer, PrivateKeyDer, pem::PemObject as _};
+
+pub use self::certificate::{Malformed, NotRole, Role, Validity, WrongRole};
+use self::role::{ClientRole, ServerRole};
 
 const HTTP1: &[u8] = b"http/1.1";
 
@@ -29,9 +40,59 @@ pub enum Error {
     /// Certificate and key do not fit, or are of a kind that is not supported.
     #[error("certificate and key cannot be used")]
     Unusable(#[source] rustls::Error),
-    /// The CA of clients' certificates is of a kind that is not supported.
-    #[error("the CA of clients cannot be used")]
-    ClientCa(#[source] rustls::server::VerifierBuilderError),
+    /// The authority of the other side's certificates is of a kind that is not supported.
+    #[error("the authority in {path} cannot be used")]
+    Authority {
+        /// Its file.
+        path: PathBuf,
+        /// Why.
+        source: rustls::server::VerifierBuilderError,
+    },
+    /// A file with something in it that is no certificate.
+    #[error("cannot read certificates from {path}")]
+    Malformed {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: Malformed,
+    },
+    /// The certificate that is to be shown would be refused by those who see it.
+    #[error("{path} cannot be shown to others")]
+    Role {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: WrongRole,
+    },
+}
+
+/// A configuration of TLS that can be exchanged: connections that are made later use the later one, and those that are
+/// open stay as they are. Clones share it.
+#[derive(Debug)]
+pub struct Live<C>(Arc<ArcSwap<C>>);
+
+impl<C> Clone for Live<C> {
+    fn clone(&self) -> Self {
+        Self(Arc::clone(&self.0))
+    }
+}
+
+impl<C> From<Arc<C>> for Live<C> {
+    fn from(config: Arc<C>) -> Self {
+        Self(Arc::new(ArcSwap::new(config)))
+    }
+}
+
+impl<C> Live<C> {
+    /// Returns the configuration for a connection that is made now.
+    pub fn current(&self) -> Arc<C> {
+        self.0.load_full()
+    }
+
+    /// Exchanges the configuration.
+    pub fn replace(&self, config: Arc<C>) {
+        self.0.store(config);
+    }
 }
 
 /// Makes aws-lc-rs the process' crypto provider. Call it first in `main`; later calls do nothing.
@@ -44,6 +105,35 @@ fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, Error> {
     let certificates: Vec<_> =
         CertificateDer::pem_file_iter(path).map_err(error)?.collect::<Result<_, _>>().map_err(error)?;
     if certificates.is_empty() { Err(Error::Empty(path.to_owned())) } else { Ok(certificates) }
+}
+
+/// Returns until when the certificates of a file are valid.
+///
+/// # Errors
+/// See [`Error`].
+pub fn validity(path: &Path) -> Result<Validity, Error> {
+    Validity::of(&certificates(path)?)
+        .map_err(|source| Error::Malformed { path: path.to_owned(), source })?
+        .ok_or_else(|| Error::Empty(path.to_owned()))
+}
+
+/// Checks that the first certificate of a file has a role.
+///
+/// # Errors
+/// See [`Error`].
+pub fn check_role(path: &Path, role: &Role) -> Result<(), Error> {
+    let certificates = certificates(path)?;
+    let leaf = certificates.first().ok_or_else(|| Error::Empty(path.to_owned()))?;
+    role.check(leaf).map_err(|source| Error::Role { path: path.to_owned(), source })
+}
+
+/// Returns the authorities of a file, and of no other.
+fn authorities(path: &Path) -> Result<Arc<RootCertStore>, Error> {
+    let mut roots = RootCertStore::empty();
+    for certificate in certificates(path)? {
+        roots.add(certificate).map_err(Error::Unusable)?;
+    }
+    Ok(Arc::new(roots))
 }
 
 fn private_key(path: &Path) -> Result<PrivateKeyDer<'static>, Error> {
@@ -62,24 +152,24 @@ pub fn server(certificate_file: &Path, key_file: &Path) -> Result<Arc<ServerConf
     server_for(certificate_file, key_file, None)
 }
 
-/// As [`server`]; with `client_ca_file` only for clients that show a certificate which one of it signed.
+/// As [`server`]; with `clients`, an authority's file and a role, only for clients that show a certificate which the
+/// authority signed for the role.
 ///
 /// # Errors
 /// See [`Error`].
 pub fn server_for(
     certificate_file: &Path,
     key_file: &Path,
-    client_ca_file: Option<&Path>,
+    clients: Option<(&Path, &Role)>,
 ) -> Result<Arc<ServerConfig>, Error> {
     let key = private_key(key_file)?;
-    let builder = match client_ca_file {
+    let builder = match clients {
         None => ServerConfig::builder().with_no_client_auth(),
-        Some(path) => {
-            let mut roots = RootCertStore::empty();
-            for certificate in certificates(path)? {
-                roots.add(certificate).map_err(Error::Unusable)?;
-            }
-            let verifier = WebPkiClientVerifier::builder(Arc::new(roots)).build().map_err(Error::ClientCa)?;
+        Some((ca_file, role)) => {
+            let inner = WebPkiClientVerifier::builder(authorities(ca_file)?)
+                .build()
+                .map_err(|source| Error::Authority { path: ca_file.to_owned(), source })?;
+            let verifier = Arc::new(ClientRole { inner, role: role.clone() });
             ServerConfig::builder().with_client_cert_verifier(verifier)
         }
     };
@@ -121,15 +211,39 @@ pub fn client_as(
     ca_file: Option<&Path>,
     identity: Option<(&Path, &Path)>,
 ) -> Result<Arc<ClientConfig>, Error> {
-    client_with(system_roots(), ca_file, identity)
+    let mut roots = system_roots();
+    if let Some(path) = ca_file {
+        for certificate in certificates(path)? {
+            roots.add(certificate).map_err(Error::Unusable)?;
+        }
+    }
+    shown(ClientConfig::builder().with_root_certificates(roots), identity)
 }
 
-/// As [`client_as`], for servers whose certificate one of `ca_file` signed, and for no others.
+/// As [`client_as`], for servers whose certificate one of `ca_file` signed, and for no others; with `role` only when it
+/// was signed for that.
 ///
 /// # Errors
 /// See [`Error`].
-pub fn client_of(ca_file: &Path, identity: Option<(&Path, &Path)>) -> Result<Arc<ClientConfig>, Error> {
-    client_with(RootCertStore::empty(), Some(ca_file), identity)
+pub fn client_of(
+    ca_file: &Path,
+    identity: Option<(&Path, &Path)>,
+    role: Option<&Role>,
+) -> Result<Arc<ClientConfig>, Error> {
+    let roots = authorities(ca_file)?;
+    let builder = ClientConfig::builder();
+    let builder = match role {
+        None => builder.with_root_certificates(roots),
+        Some(role) => {
+            let inner = WebPkiServerVerifier::builder(roots)
+                .build()
+                .map_err(|source| Error::Authority { path: ca_file.to_owned(), source })?;
+            let verifier = Arc::new(ServerRole { inner, role: role.clone() });
+            // All that the library checks is checked before the role.
+            builder.dangerous().with_custom_certificate_verifier(verifier)
+        }
+    };
+    shown(builder, identity)
 }
 
 fn system_roots() -> RootCertStore {
@@ -139,17 +253,11 @@ fn system_roots() -> RootCertStore {
     roots
 }
 
-fn client_with(
-    mut roots: RootCertStore,
-    ca_file: Option<&Path>,
+/// The last step to a client's configuration: what it shows.
+fn shown(
+    builder: rustls::ConfigBuilder<ClientConfig, rustls::client::WantsClientCert>,
     identity: Option<(&Path, &Path)>,
 ) -> Result<Arc<ClientConfig>, Error> {
-    if let Some(path) = ca_file {
-        for certificate in certificates(path)? {
-            roots.add(certificate).map_err(Error::Unusable)?;
-        }
-    }
-    let builder = ClientConfig::builder().with_root_certificates(roots);
     let mut config = match identity {
         None => builder.with_no_client_auth(),
         Some((certificate, key)) => builder
@@ -158,4 +266,158 @@ fn client_with(
     };
     config.alpn_protocols = vec![b"h2".to_vec()];
     Ok(Arc::new(config))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{fs, io};
+
+    use rcgen::{CertificateParams, KeyPair, SanType};
+    use rustls_pki_types::ServerName;
+    use tokio_rustls::{TlsAcceptor, TlsConnector};
+
+    use super::*;
+
+    const REPLICA: &str = "kas://replica";
+
+    /// An authority, and certificates that it signed, in a folder.
+    struct Folder(tempfile::TempDir);
+
+    impl Folder {
+        fn new(certificates: &[(&str, Option<&str>)]) -> Self {
+            install();
+            let folder = Self(tempfile::tempdir().unwrap());
+            let mut ca = CertificateParams::new(vec![]).unwrap();
+            ca.is_ca = rcgen::IsCa::Ca(rcgen::BasicConstraints::Unconstrained);
+            let key = KeyPair::generate().unwrap();
+            fs::write(folder.path("ca"), ca.self_signed(&key).unwrap().pem()).unwrap();
+            let issuer = rcgen::Issuer::new(ca, key);
+            for (name, uri) in certificates {
+                let key = KeyPair::generate().unwrap();
+                let mut params = CertificateParams::new(vec!["localhost".to_owned()]).unwrap();
+                params.subject_alt_names.extend(uri.map(|uri| SanType::URI(uri.try_into().unwrap())));
+                fs::write(folder.path(name), params.signed_by(&key, &issuer).unwrap().pem()).unwrap();
+                fs::write(folder.path(&format!("{name}.key")), key.serialize_pem()).unwrap();
+            }
+            folder
+        }
+
+        fn path(&self, name: &str) -> PathBuf {
+            self.0.path().join(name)
+        }
+
+        fn server(&self, name: &str, role: Option<&Role>) -> Arc<ServerConfig> {
+            let ca = self.path("ca");
+            let clients = role.map(|role| (ca.as_path(), role));
+            server_for(&self.path(name), &self.path(&format!("{name}.key")), clients).unwrap()
+        }
+
+        fn client(&self, name: &str, role: Option<&Role>) -> Arc<ClientConfig> {
+            let (certificate, key) = (self.path(name), self.path(&format!("{name}.key")));
+            client_of(&self.path("ca"), Some((&certificate, &key)), role).unwrap()
+        }
+    }
+
+    /// Shakes hands; returns what each side says to it.
+    async fn handshake(
+        server: Arc<ServerConfig>,
+        client: Arc<ClientConfig>,
+    ) -> (io::Result<()>, io::Result<()>) {
+        use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+        let (there, here) = tokio::io::duplex(64 * 1024);
+        let serve = async {
+            let mut stream = TlsAcceptor::from(server).accept(there).await?;
+            stream.write_all(b"x").await?;
+            stream.flush().await
+        };
+        let call = async {
+            let name = ServerName::try_from("localhost").unwrap();
+            let mut stream = TlsConnector::from(client).connect(name, here).await?;
+            // In 1.3 a client learns of a refusal when it reads.
+            stream.read_u8().await.map(drop)
+        };
+        tokio::join!(serve, call)
+    }
+
+    /// Returns a configuration for one version only.
+    fn only(config: &ClientConfig, version: &'static rustls::SupportedProtocolVersion) -> ClientConfig {
+        let mut only = ClientConfig::builder_with_protocol_versions(&[version])
+            .with_root_certificates(RootCertStore::empty())
+            .with_no_client_auth();
+        only.client_auth_cert_resolver = Arc::clone(&config.client_auth_cert_resolver);
+        only.alpn_protocols.clone_from(&config.alpn_protocols);
+        only
+    }
+
+    #[tokio::test]
+    async fn who_has_another_role_of_the_same_authority_is_refused_by_both_sides() {
+        let folder = Folder::new(&[
+            ("one", Some(REPLICA)),
+            ("two", Some(REPLICA)),
+            ("agent", Some("kas://agent")),
+            ("wild", Some("kas://*")),
+            ("none", None),
+        ]);
+        let role: Role = REPLICA.parse().unwrap();
+        let (server, client) =
+            handshake(folder.server("one", Some(&role)), folder.client("two", Some(&role))).await;
+        server.unwrap();
+        client.unwrap();
+        for wrong in ["agent", "wild", "none"] {
+            // Its authority is right: without the role it would do.
+            let (server, client) = handshake(folder.server("one", None), folder.client(wrong, None)).await;
+            server.unwrap();
+            client.unwrap();
+            let refused = handshake(folder.server("one", Some(&role)), folder.client(wrong, None)).await;
+            let error = refused.0.unwrap_err().to_string();
+            assert!(error.contains("lacks the role kas://replica"), "{wrong} as a client: {error}");
+            refused.1.unwrap_err();
+            let refused = handshake(folder.server(wrong, None), folder.client("one", Some(&role))).await;
+            let error = refused.1.unwrap_err().to_string();
+            assert!(error.contains("lacks the role kas://replica"), "{wrong} as a server: {error}");
+            refused.0.unwrap_err();
+        }
+    }
+
+    #[tokio::test]
+    async fn the_role_is_looked_at_after_the_signature() {
+        let (folder, other) =
+            (Folder::new(&[("one", Some(REPLICA))]), Folder::new(&[("two", Some(REPLICA))]));
+        let role: Role = REPLICA.parse().unwrap();
+        // A client that trusts the server, and shows what another authority signed.
+        let (certificate, key) = (other.path("two"), other.path("two.key"));
+        let stranger = client_of(&folder.path("ca"), Some((&certificate, &key)), None).unwrap();
+        let refused = handshake(folder.server("one", Some(&role)), stranger).await;
+        assert!(refused.0.unwrap_err().to_string().contains("invalid peer certificate"));
+        let refused = handshake(other.server("two", None), folder.client("one", Some(&role))).await;
+        assert!(refused.1.unwrap_err().to_string().contains("invalid peer certificate"));
+    }
+
+    #[tokio::test]
+    async fn roles_hold_in_tls_1_2_as_well() {
+        let folder = Folder::new(&[("one", Some(REPLICA)), ("agent", Some("kas://agent"))]);
+        let role: Role = REPLICA.parse().unwrap();
+        for (name, right) in [("one", true), ("agent", false)] {
+            let mut client = only(&folder.client(name, None), &rustls::version::TLS12);
+            let roots = authorities(&folder.path("ca")).unwrap();
+            client
+                .dangerous()
+                .set_certificate_verifier(WebPkiServerVerifier::builder(roots).build().unwrap());
+            let (server, _) = handshake(folder.server("one", Some(&role)), Arc::new(client)).await;
+            assert_eq!(server.is_ok(), right, "{name}: {server:?}");
+        }
+    }
+
+    #[test]
+    fn a_key_of_another_certificate_is_not_used() {
+        let folder = Folder::new(&[("one", None), ("two", None)]);
+        let error = server(&folder.path("one"), &folder.path("two.key")).unwrap_err();
+        assert!(matches!(error, Error::Unusable(rustls::Error::InconsistentKeys(_))), "{error:?}");
+        let whole = fs::read(folder.path("one")).unwrap();
+        fs::write(folder.path("one"), &whole[..whole.len() / 2]).unwrap();
+        let error = server(&folder.path("one"), &folder.path("one.key")).unwrap_err();
+        assert!(matches!(error, Error::Pem { .. } | Error::Empty(_)), "{error:?}");
+        assert!(matches!(validity(&folder.path("one.key")), Err(Error::Empty(_))));
+        assert!(check_role(&folder.path("two"), &REPLICA.parse().unwrap()).is_err());
+    }
 }

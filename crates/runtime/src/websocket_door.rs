@@ -22,19 +22,17 @@ use crate::io::Stream;
 
 /// Bytes that tell HTTP/2 from HTTP/1.1, whose methods do not begin like its preface.
 const TOLD: usize = 4;
-/// The headers of the request must be there within this time; the caller bounds the whole.
-const HEADERS_TIME: Duration = Duration::from_secs(5);
 /// The most bytes of the request's head: that of an agent behind a few proxies has less than 2 KiB.
 const HEADERS_SIZE: usize = 16 * 1024;
 /// And the most headers.
 const HEADERS_COUNT: usize = 64;
 
 /// Returns a stream from which HTTP/2 can be read: `stream` itself if that is what comes, else what is
-/// inside WebSocket.
+/// inside WebSocket. The headers of a request must be there `within` this time; the caller bounds the whole.
 ///
 /// # Errors
 /// When neither comes; the peer has been told.
-pub(crate) async fn enter(mut stream: Stream) -> io::Result<Stream> {
+pub(crate) async fn enter(mut stream: Stream, within: Duration) -> io::Result<Stream> {
     let mut first = [0; PREFACE.len()];
     let mut len = 0;
     loop {
@@ -49,14 +47,14 @@ pub(crate) async fn enter(mut stream: Stream) -> io::Result<Stream> {
             continue;
         }
         let stream = Stream::Rewound(Box::new(Rewind::new(stream, Bytes::copy_from_slice(&first[..len]))));
-        return if is_http2 { Ok(stream) } else { upgraded(stream).await };
+        return if is_http2 { Ok(stream) } else { upgraded(stream, within).await };
     }
 }
 
 /// Whether the client offered the subprotocol, and the connection that will be.
 type Upgrade = Mutex<Option<(bool, OnUpgrade)>>;
 
-async fn upgraded(stream: Stream) -> io::Result<Stream> {
+async fn upgraded(stream: Stream, within: Duration) -> io::Result<Stream> {
     let upgrade = Upgrade::default();
     let answer = hyper::service::service_fn(|request| {
         let response = match upgrade::answer(&request) {
@@ -71,7 +69,7 @@ async fn upgraded(stream: Stream) -> io::Result<Stream> {
     });
     http1::Builder::new()
         .timer(TokioTimer::new())
-        .header_read_timeout(HEADERS_TIME)
+        .header_read_timeout(within)
         .max_buf_size(HEADERS_SIZE)
         .max_headers(HEADERS_COUNT)
         .serve_connection(TokioIo::new(stream), answer)

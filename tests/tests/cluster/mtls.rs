@@ -9,7 +9,7 @@ use grpc::{Code, Status};
 use serde_json::{Value, json};
 use testkit::{
     caller::Jwt,
-    kas::{metric_is_at_least, token, within},
+    kas::{metric_is_at_least, token, within, write_private},
     mesh::{Mesh, Options},
     process::{SOON, soon},
     raw_agent::Kind,
@@ -18,6 +18,9 @@ use tokio::net::TcpStream;
 use tokio_rustls::{TlsConnector, rustls::pki_types::ServerName};
 
 use crate::ledger::{End, Ledger, echo};
+
+/// What certificates of replicas are for.
+const ROLE: &str = "kas://replica";
 
 /// An authority of a test.
 struct Authority(rcgen::Issuer<'static, rcgen::KeyPair>, String);
@@ -34,15 +37,17 @@ impl Authority {
 
     /// Writes `NAME.cert`, `NAME.key` and `NAME.ca`; returns what a replica's listener is told of them, when it
     /// trusts `trusted`.
-    fn issue(&self, trusted: &Self, folder: &Path, name: &str, at: IpAddr) -> Result<Value> {
+    fn issue(&self, trusted: &Self, folder: &Path, name: &str, at: IpAddr, role: &str) -> Result<Value> {
         let key = rcgen::KeyPair::generate()?;
-        let certificate = rcgen::CertificateParams::new(vec![at.to_string()])?.signed_by(&key, &self.0)?;
+        let mut params = rcgen::CertificateParams::new(vec![at.to_string()])?;
+        params.subject_alt_names.push(rcgen::SanType::URI(role.try_into()?));
+        let certificate = params.signed_by(&key, &self.0)?;
         let file = |end: &str| folder.join(format!("{name}.{end}"));
         std::fs::write(file("cert"), certificate.pem())?;
-        std::fs::write(file("key"), key.serialize_pem())?;
+        write_private(&file("key"), &key.serialize_pem())?;
         std::fs::write(file("ca"), &trusted.1)?;
         Ok(json!({
-            "certificate_file": file("cert"), "key_file": file("key"), "client_ca_file": file("ca"),
+            "certificate_file": file("cert"), "key_file": file("key"), "client_ca_file": file("ca"), "role": role,
         }))
     }
 }
@@ -52,11 +57,13 @@ async fn start(replicas: usize, good: &[usize]) -> Result<(Mesh, tempfile::TempD
     runtime::tls::install();
     let folder = tempfile::tempdir()?;
     let (ours, other) = (Authority::new()?, Authority::new()?);
+    // Beside the files of replicas: what the authority of replicas signs for others.
+    ours.issue(&ours, folder.path(), "agent", IpAddr::from([127, 0, 0, 1]), "kas://agent")?;
     let mut mesh = Mesh::start_with(Options { replicas, start: false, ..Options::default() }).await?;
     for n in 0..replicas {
         let authority = if good.contains(&n) { &ours } else { &other };
         // Who comes from elsewhere trusts the replicas: it is them who refuse.
-        let listen = authority.issue(&ours, folder.path(), &n.to_string(), mesh.private(n).ip())?;
+        let listen = authority.issue(&ours, folder.path(), &n.to_string(), mesh.private(n).ip(), ROLE)?;
         mesh.add_config(json!({ "private_api": { "listen": listen } }));
         mesh.start_unready(n).await?;
     }
@@ -74,7 +81,7 @@ async fn call(
     let file = |name: &str| folder.join(name);
     let files = identity.map(|name| (file(&format!("{name}.cert")), file(&format!("{name}.key"))));
     let identity = files.as_ref().map(|(certificate, key)| (certificate.as_path(), key.as_path()));
-    let config = runtime::tls::client_of(&file("0.ca"), identity)?;
+    let config = runtime::tls::client_of(&file("0.ca"), identity, None)?;
     let address = mesh.private(0);
     let asked = async {
         let tcp = TcpStream::connect(address).await.map_err(|error| error.to_string())?;
@@ -122,7 +129,7 @@ async fn replicas_with_certificates_are_one_cluster_and_nobody_else_gets_in() ->
         echo(&mesh, n, 2).await?;
     }
     // Certificates of another authority, beside those of the replicas.
-    Authority::new()?.issue(&Authority::new()?, folder.path(), "stranger", mesh.private(1).ip())?;
+    Authority::new()?.issue(&Authority::new()?, folder.path(), "stranger", mesh.private(1).ip(), ROLE)?;
     let api = Jwt::new(mesh.api_secret()).claim("iss", json!("gitlab-kas")).encode();
     let (agent, replica) = (
         token(1),
@@ -133,7 +140,7 @@ async fn replicas_with_certificates_are_one_cluster_and_nobody_else_gets_in() ->
         for bearer in [None, Some(&api), Some(&agent), Some(&replica)] {
             let bearer = bearer.map(String::as_str);
             // Without a certificate of theirs no credential is even looked at.
-            for identity in [None, Some("stranger")] {
+            for identity in [None, Some("stranger"), Some("agent")] {
                 let got = call(&mesh, folder.path(), identity, method, bearer).await?;
                 assert!(got.is_err(), "{identity:?} {method}: {got:?}");
             }
@@ -149,7 +156,47 @@ async fn replicas_with_certificates_are_one_cluster_and_nobody_else_gets_in() ->
     assert_ne!(got, Ok(Code::Unauthenticated));
     assert!(got.is_ok() || got == Err("no status at once".to_owned()), "{got:?}");
     assert_eq!(held.raw.requests().list().len(), 3);
+    // Who operates kas is told why, if not of each.
+    let told = |line: &Value| {
+        let refused = line["message"].as_str()?.starts_with("a connection to the private API was refused");
+        (refused && line["level"] == "WARN").then(|| line["error"].as_str().map(str::to_owned))?
+    };
+    mesh.kas(0).process.logged("that a handshake was refused", told).await?;
     drop((held, other));
+    Ok(())
+}
+
+/// All of one authority, all with the secret: the role alone tells the third from a replica.
+#[tokio::test]
+async fn process_with_a_certificate_of_another_role_is_no_replica_for_either_side() -> Result<()> {
+    runtime::tls::install();
+    let folder = tempfile::tempdir()?;
+    let ours = Authority::new()?;
+    let mut mesh = Mesh::start_with(Options { replicas: 3, start: false, ..Options::default() }).await?;
+    for n in 0..3 {
+        let role = if n == 2 { "kas://agent" } else { ROLE };
+        let listen = ours.issue(&ours, folder.path(), &n.to_string(), mesh.private(n).ip(), role)?;
+        mesh.add_config(json!({ "private_api": { "listen": listen } }));
+        mesh.start_unready(n).await?;
+    }
+    let held = mesh.agent(0, 1, Kind::Ours, 2).await?;
+    let rogue = mesh.agent(2, 2, Kind::Ours, 2).await?;
+    for n in [0, 1] {
+        mesh.ready(n).await?;
+    }
+    echo(&mesh, 1, 1).await?;
+    let refused = "kas_refusals_total{listener=\"Private\",reason=\"Handshake\"}";
+    for n in 0..3 {
+        metric_is_at_least(mesh.kas(n).observability, refused, 1.0).await?;
+    }
+    let ledger = Ledger::default();
+    for (replica, agent) in [(2, 1), (0, 2), (1, 2)] {
+        let caller = mesh.caller(replica).await?;
+        let end = ledger.echo(&caller, agent, std::time::Duration::from_secs(2)).await;
+        assert_eq!(end, End::NotStarted, "{:?}", ledger.texts(end));
+    }
+    assert_eq!(rogue.raw.requests().list().len(), 0);
+    drop((held, rogue));
     Ok(())
 }
 

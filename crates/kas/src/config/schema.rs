@@ -11,12 +11,16 @@ use std::{
 };
 
 use http::Uri;
+use runtime::{
+    http2,
+    tls::{NotRole, Role},
+};
 
 use super::{
     Advertise, Agent, AgentListener, Api, ApiListener, ApiSecrets, Audit, AuditOutput, Config,
     ConfigurationSource, Discovery, DnsRecords, Drain, Environment, GitLab, GitLabApi, Gossip, HostPort,
-    Identity, Limits, Listen, LogLevel, Network, Observability, PrivateApi, Replication, ServicePort, Source,
-    TlsFiles, Tracker, host_port,
+    Identity, Limits, Listen, LogLevel, Network, Observability, OpenFiles, OtherReplicas, PrivateApi,
+    Replication, ServicePort, Source, TlsFiles, Tracker, host_port,
     walk::{Rule, Section},
 };
 
@@ -59,6 +63,13 @@ pub(super) fn read(root: &mut Section<'_, '_>, env: &Environment) -> Config {
              $XDG_STATE_HOME/kas, else $HOME/.local/state/kas.",
         )
         .or_else(|| env.state_dir());
+    let open_secret_files = root.one_of(
+        "open_secret_files",
+        &[("refuse", OpenFiles::Refuse), ("warn", OpenFiles::Warn)],
+        "What to do about a secret or a private key that everyone on this host may read or write: refuse to start, or \
+         only warn, where files cannot be otherwise (secrets of Docker Swarm). Volumes of Kubernetes, which only their \
+         pod sees, are warned about.",
+    );
     let gossip = tracker(root);
     let idle = (!gossip).then_some(ONE_REPLICA);
     // A file that was named is what its author wants, also in a configuration that was GitLab's.
@@ -135,7 +146,7 @@ pub(super) fn read(root: &mut Section<'_, '_>, env: &Environment) -> Config {
     };
     let observability =
         root.section("observability", "For operators: metrics, probes and the log.", observability);
-    let limits = root.section("limits", "How much may wait for agents that are not here.", |s| Limits {
+    let limits = root.section("limits", "What others may take up; docs/limits.md tells of each, and of its metric.", |s| Limits {
         waiters_per_agent: s.number("waiters_per_agent", 10_000, "Requests that may wait for one agent."),
         waiters: s.number("waiters", 20_000, "Requests that may wait in all; more are refused at once."),
         find_timeout: s.duration(
@@ -143,6 +154,13 @@ pub(super) fn read(root: &mut Section<'_, '_>, env: &Environment) -> Config {
             seconds(20),
             Rule::Positive,
             "How long a request without a deadline waits for its agent.",
+        ),
+        connections: connections(s),
+        token_burst: s.number(
+            "token_burst",
+            1_000,
+            "Connections, tunnels that end unused, and failed attempts of one agent token that may come at once; then \
+             as many a minute as agent.listen.connections_per_token_per_minute.",
         ),
     });
     let drain = root.section("drain", "Leaving, after SIGTERM.", |s| Drain {
@@ -207,6 +225,7 @@ pub(super) fn read(root: &mut Section<'_, '_>, env: &Environment) -> Config {
     };
     Config {
         state_dir,
+        open_secret_files,
         tracker,
         identity,
         agent,
@@ -273,7 +292,7 @@ fn private_api(s: &mut Section<'_, '_>, gossip: bool) -> PrivateApi {
         let client_ca = s.path(
             "client_ca_file",
             "PEM of who signs the certificates of replicas: then each shows its certificate to the other and \
-             trusts no other signer (mTLS). Needs certificate_file and key_file.",
+             trusts no other signer (mTLS), and the certificate must have the role. Needs certificate_file and key_file.",
         );
         if client_ca.is_some()
             && tls.is_none()
@@ -282,10 +301,12 @@ fn private_api(s: &mut Section<'_, '_>, gossip: bool) -> PrivateApi {
         {
             s.refuse("client_ca_file", "certificate_file and key_file beside it: without them there is no TLS");
         }
+        let role = role(s);
+        let others = client_ca.zip(role).map(|(ca, role)| OtherReplicas { ca, role });
         PrivateApi {
             listen: Listen { network, address, tls },
             max_connection_age: max_connection_age(s),
-            client_ca,
+            others,
             advertise: Advertise::default(),
             secrets: files.paths,
             all_secrets_listed: files.all_listed,
@@ -305,6 +326,27 @@ fn private_api(s: &mut Section<'_, '_>, gossip: bool) -> PrivateApi {
         }
     }
     listener
+}
+
+/// Declares `role`; `None`: it has a problem.
+fn role(s: &mut Section<'_, '_>) -> Option<Role> {
+    let text = s.text(
+        "role",
+        "kas://replica",
+        "A URI that the certificate of each replica has among its subject alternative names, and no other certificate \
+         of that authority: to be signed by it is not enough. Only with client_ca_file.",
+    );
+    match text.parse() {
+        Ok(role) => Some(role),
+        Err(NotRole::Wildcard) => {
+            s.refuse("role", "one whole URI: with a wildcard every certificate of the authority would do");
+            None
+        }
+        Err(NotRole::NotUri) => {
+            s.refuse("role", "a URI, such as kas://replica or spiffe://example.org/ns/kas/sa/kas");
+            None
+        }
+    }
 }
 
 /// Adds to `private_api.advertise` what the environment says.
@@ -926,6 +968,60 @@ fn redis(s: &mut Section<'_, '_>) {
         tls(s);
         s.path("ca_certificate_file", "");
     });
+}
+
+/// Declares what holds for each connection, before and beside its requests.
+fn connections(s: &mut Section<'_, '_>) -> http2::Limits {
+    let defaults = http2::Limits::default();
+    http2::Limits {
+        half_open: s.number(
+            "half_open_connections",
+            1_024,
+            "Connections of each listener that have not shown yet who they are. When there are so many, the next takes \
+             the place of the oldest.",
+        ) as usize,
+        handshake: s.duration(
+            "handshake_timeout",
+            defaults.handshake,
+            Rule::Positive,
+            "How long the handshake of TLS, and then that of WebSocket, may take.",
+        ),
+        first_frame: s.duration(
+            "first_frame_timeout",
+            defaults.first_frame,
+            Rule::Positive,
+            "How long the first frame may take after that.",
+        ),
+        headers: s.duration(
+            "header_timeout",
+            defaults.headers,
+            Rule::Positive,
+            "How long the headers of a request may take, once they have begun.",
+        ),
+        authentication: s.duration(
+            "authentication_timeout",
+            defaults.authentication,
+            Rule::Positive,
+            "How long a connection may go without a request whose credential is right.",
+        ),
+        idle: s.duration(
+            "idle_connection_timeout",
+            defaults.idle,
+            Rule::Positive,
+            "When a connection without an open request is asked to end.",
+        ),
+        pings: s.number(
+            "pings",
+            defaults.pings,
+            "Pings of one connection that may come at once; what is sent to it makes them as many again.",
+        ),
+        ping_interval: s.duration(
+            "ping_interval",
+            defaults.ping_interval,
+            Rule::Positive,
+            "And one more after each of these.",
+        ),
+    }
 }
 
 fn bucket(s: &mut Section<'_, '_>, rate: f64, size: u32) -> (f64, u32) {

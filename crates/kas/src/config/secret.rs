@@ -18,7 +18,10 @@ use base64::{
 use secrecy::{ExposeSecret as _, SecretSlice, zeroize::Zeroizing};
 use subtle::ConstantTimeEq as _;
 
-use super::Warning;
+use super::{
+    Warning,
+    exposure::{self, Exposure},
+};
 
 /// Standard base64 with padding, and as tolerant about the last character's unused bits as 14.1, so
 /// that every file that works there works here.
@@ -29,9 +32,13 @@ const BASE64: GeneralPurpose = GeneralPurpose::new(
         .with_decode_allow_trailing_bits(true),
 );
 
-/// The bytes of a secret that is made here, the fewest that clients use without a warning, and the
-/// fewest that replicas may use: HS256 wants a key at least as long as its hash (RFC 7518, section 3.2).
+/// The bytes of a secret that is made here, and the fewest of any: HS256 wants a key at least as long as its hash
+/// (RFC 7518, section 3.2).
 pub(super) const BYTES: usize = 32;
+
+/// Of 32 random bytes some thirty are different, and of 32 random hexadecimal digits fourteen; with fewer than this many
+/// somebody typed them.
+const FEWEST_DIFFERENT: usize = 8;
 
 /// Nobody's secret is larger; a wrong path to a large file must not be read into memory.
 const LARGEST_FILE: u64 = 64 * 1024;
@@ -39,11 +46,23 @@ const LARGEST_FILE: u64 = 64 * 1024;
 /// A shared secret that signs or verifies tokens; its `Debug` shows no part of it.
 pub struct ApiSecret {
     bytes: SecretSlice<u8>,
+    faults: Vec<Fault>,
     warnings: Vec<Warning>,
 }
 
+/// Why a secret that could be read must not be used.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Fault {
+    /// What was found, as a [`super::Problem`] says it.
+    pub(super) found: String,
+    /// What would be right.
+    pub(super) expected: &'static str,
+    /// Only who may read the file is wrong.
+    pub(super) is_open: bool,
+}
+
 impl ApiSecret {
-    /// Reads a file of base64.
+    /// Reads a file of base64. What it holds may be weak: whoever starts with it asks for its faults.
     ///
     /// # Errors
     /// [`SecretError`] when the file cannot be read or holds something else.
@@ -62,8 +81,8 @@ impl ApiSecret {
         let mut bytes = Zeroizing::new(vec![0; base64::decoded_len_estimate(encoded.len())]);
         let length = BASE64.decode_slice(&*encoded, &mut bytes).map_err(|_| fail(Reason::NotBase64))?;
         bytes.truncate(length);
-        let secret = Self { bytes: bytes.to_vec().into(), warnings: Vec::new() };
-        Ok(secret.with_warnings(path, mode))
+        let secret = Self { bytes: bytes.to_vec().into(), faults: Vec::new(), warnings: Vec::new() };
+        Ok(secret.judged(path, mode))
     }
 
     /// Returns the bytes, for signing or verifying.
@@ -71,28 +90,39 @@ impl ApiSecret {
         self.bytes.expose_secret()
     }
 
-    /// Returns what is weak about the secret or its file.
+    /// Returns why it must not be used.
+    pub(super) fn faults(&self) -> &[Fault] {
+        &self.faults
+    }
+
+    /// Returns what is odd about its file.
     pub fn warnings(&self) -> impl Iterator<Item = &Warning> {
         self.warnings.iter()
     }
 
-    fn with_warnings(mut self, path: &Path, mode: u32) -> Self {
-        let mut warn = |text: String| self.warnings.push(Warning { path: path.display().to_string(), text });
-        let length = self.bytes.expose_secret().len();
-        if length < BYTES {
-            warn(format!(
-                "the secret has {length} bytes, which may be guessed: use at least {BYTES}, for example from `openssl rand -base64 {BYTES}`"
-            ));
-        }
-        // A warning and not an error, because Kubernetes mounts a Secret as 0644 unless told
-        // otherwise, and there only this container sees the file.
-        if mode & 0o022 != 0 {
-            warn(format!("others may write this secret file (mode {:04o}): use mode 0600", mode & 0o7777));
-        } else if mode & 0o004 != 0 {
-            warn(format!(
-                "everyone on this host may read this secret file (mode {:04o}): use mode 0600",
-                mode & 0o7777
-            ));
+    fn judged(mut self, path: &Path, mode: u32) -> Self {
+        let bytes = self.bytes.expose_secret();
+        let shown = path.display();
+        let mut different = [false; 256];
+        bytes.iter().for_each(|byte| different[usize::from(*byte)] = true);
+        let different = different.into_iter().filter(|seen| *seen).count();
+        let weak = if bytes.len() < BYTES {
+            Some(format!("a secret of {} bytes ({shown})", bytes.len()))
+        } else if different < FEWEST_DIFFERENT {
+            Some(format!("a secret that is not random: it has only {different} different bytes ({shown})"))
+        } else {
+            None
+        };
+        let expected = "at least 32 random bytes, for example from `openssl rand -base64 32`";
+        self.faults.extend(weak.map(|found| Fault { found, expected, is_open: false }));
+        match exposure::of("a secret file", path, mode) {
+            None => {}
+            Some(Exposure::Odd(text)) => {
+                self.warnings.push(Warning { path: path.display().to_string(), text });
+            }
+            Some(Exposure::Open(found)) => {
+                self.faults.push(Fault { found, expected: exposure::EXPECTED, is_open: true });
+            }
         }
         self
     }
@@ -292,25 +322,27 @@ mod tests {
     }
 
     #[test]
-    fn short_secrets_and_open_files_are_warned_about() {
-        let long = BASE64.encode([7; 32]);
-        let warnings = |content: &str, mode| -> Vec<String> {
-            let secret = ApiSecret::read(file(content.as_bytes(), mode).path()).unwrap();
-            secret.warnings().map(|w| w.text.clone()).collect()
+    fn short_typed_and_open_secrets_have_faults() {
+        let random: Vec<u8> = (0..32).collect();
+        let faults = |bytes: &[u8], mode| -> Vec<String> {
+            let file = file(BASE64.encode(bytes).as_bytes(), mode);
+            let secret = ApiSecret::read(file.path()).unwrap();
+            let shown = file.path().display().to_string();
+            secret.faults().iter().map(|fault| fault.found.replace(&shown, "FILE")).collect()
         };
-        assert_eq!(warnings(&long, 0o600), [""; 0]);
-        assert_eq!(warnings(&long, 0o440), [""; 0]);
-        assert_eq!(
-            warnings(&long, 0o644),
-            ["everyone on this host may read this secret file (mode 0644): use mode 0600"]
-        );
-        assert_eq!(warnings(&long, 0o660), ["others may write this secret file (mode 0660): use mode 0600"]);
-        assert_eq!(
-            warnings("aGVsbG8=", 0o600),
-            [
-                "the secret has 5 bytes, which may be guessed: use at least 32, for example from `openssl rand -base64 32`"
-            ]
-        );
+        for mode in [0o600, 0o440, 0o640] {
+            assert_eq!(faults(&random, mode), [""; 0]);
+        }
+        // Digits are random enough: some people put those into base64.
+        assert_eq!(faults(b"0123456789abcdef0123456789abcdef", 0o600), [""; 0]);
+        let open = "a secret file that everyone on this host may read (mode 0644, FILE)";
+        assert_eq!(faults(&random, 0o644), [open]);
+        assert_eq!(faults(b"hello", 0o600), ["a secret of 5 bytes (FILE)"]);
+        assert_eq!(faults(b"hello", 0o644), ["a secret of 5 bytes (FILE)", open]);
+        let typed = "a secret that is not random: it has only 1 different bytes (FILE)";
+        assert_eq!(faults(&[0; 32], 0o600), [typed]);
+        let typed = "a secret that is not random: it has only 7 different bytes (FILE)";
+        assert_eq!(faults(b"changemechangemechangemechangemechangeme", 0o600), [typed]);
     }
 
     #[test]

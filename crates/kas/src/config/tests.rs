@@ -149,6 +149,7 @@ fn a_complete_14_1_file_loads_and_says_what_does_nothing() {
     };
     let defaults = defaults();
     let expected = Config {
+        open_secret_files: OpenFiles::Refuse,
         agent: Agent {
             listen: AgentListener {
                 listen: Listen { network: Network::Tcp4, address: "0.0.0.0:18150".into(), tls: tls("agent") },
@@ -176,7 +177,7 @@ fn a_complete_14_1_file_loads_and_says_what_does_nothing() {
             private_api: PrivateApi {
                 listen: Listen { network: Network::Tcp, address: ":18155".into(), tls: tls("private") },
                 max_connection_age: secs(1802),
-                client_ca: None,
+                others: None,
                 advertise: Advertise::default(),
                 secrets: vec!["/secrets/private".into()],
                 all_secrets_listed: false,
@@ -321,6 +322,7 @@ fn no_file_at_all_gives_one_replica_on_loopback() {
     let loopback =
         |port: u16| Listen { network: Network::Tcp, address: format!("127.0.0.1:{port}"), tls: None };
     let expected = Config {
+        open_secret_files: OpenFiles::Refuse,
         state_dir: Some("/state".into()),
         tracker: Tracker::Memory,
         identity: Identity::File { file: "/state/agents.yaml".into(), is_default: true },
@@ -358,7 +360,13 @@ fn no_file_at_all_gives_one_replica_on_loopback() {
             log_level: LogLevel::Info,
             audit: None,
         },
-        limits: Limits { waiters_per_agent: 10_000, waiters: 20_000, find_timeout: secs(20) },
+        limits: Limits {
+            waiters_per_agent: 10_000,
+            waiters: 20_000,
+            find_timeout: secs(20),
+            connections: runtime::http2::Limits::default(),
+            token_burst: 1_000,
+        },
         drain: Drain { delay: secs(5), timeout: secs(30) },
     };
     for yaml in ["", "# nothing\n", "{}", "agent:\napi:\n  listen:\n"] {
@@ -390,6 +398,7 @@ fn our_own_keys_are_read() {
     let own = config(
         "
 state_dir: state
+open_secret_files: warn
 tracker: memory
 identity: {file: /etc/kas/agents.yaml}
 agent:
@@ -401,11 +410,24 @@ api:
     authentication_secret_files: [/b, /a, /c]
     issuers: [one, two]
     leeway: 0s
-limits: {waiters_per_agent: 1, waiters: 2, find_timeout: 3s}
+limits:
+  waiters_per_agent: 1
+  waiters: 2
+  find_timeout: 3s
+  half_open_connections: 3
+  handshake_timeout: 4s
+  first_frame_timeout: 5ms
+  header_timeout: 6s
+  authentication_timeout: 7s
+  idle_connection_timeout: 8s
+  pings: 9
+  ping_interval: 1s
+  token_burst: 10
 drain: {delay: 0s, timeout: 10m}
 ",
     );
     assert_eq!(own.state_dir, Some("state".into()));
+    assert_eq!(own.open_secret_files, OpenFiles::Warn);
     assert_eq!(own.identity, Identity::File { file: "/etc/kas/agents.yaml".into(), is_default: false });
     assert_eq!(own.agent.listen.max_connection_age_grace, Some(secs(5400)));
     assert_eq!(own.agent.listen.proxied_idle_timeout, Duration::from_millis(200));
@@ -416,7 +438,20 @@ drain: {delay: 0s, timeout: 10m}
     assert!(config("api: {listen: {authentication_secret_files: [/b]}}").api.all_secrets_listed);
     assert_eq!(own.api.listen.issuers, ["one", "two"]);
     assert_eq!(own.api.listen.leeway, Duration::ZERO);
-    assert_eq!(own.limits, Limits { waiters_per_agent: 1, waiters: 2, find_timeout: secs(3) });
+    let connections = runtime::http2::Limits {
+        half_open: 3,
+        handshake: secs(4),
+        first_frame: Duration::from_millis(5),
+        headers: secs(6),
+        authentication: secs(7),
+        idle: secs(8),
+        pings: 9,
+        ping_interval: secs(1),
+    };
+    assert_eq!(
+        own.limits,
+        Limits { waiters_per_agent: 1, waiters: 2, find_timeout: secs(3), connections, token_burst: 10 }
+    );
     assert_eq!(own.drain, Drain { delay: Duration::ZERO, timeout: secs(600) });
     assert_eq!(
         config("agent: {configuration: {git: r.git}}").agent.configuration.source,
@@ -811,8 +846,8 @@ impl Files {
     }
 }
 
-const SECRET_A: &str = "AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA=";
-const SECRET_B: &str = "BAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA=";
+const SECRET_A: &str = "AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh8=";
+const SECRET_B: &str = "BAUGBwgJCgsMDQ4PEBESExQVFhcYGRobHB0eHyAhIiM=";
 
 #[test]
 fn equal_secrets_of_clients_and_replicas_are_refused() {
@@ -862,8 +897,8 @@ fn a_bad_secret_is_told_with_its_place_in_the_list() {
     };
     let broken = "found a file that is not standard base64 with padding (DIR/broken); expected one line of base64, for \
                   example from `openssl rand -base64 32`";
-    let short = "found a secret of 5 bytes (DIR/short); expected at least 32 bytes, for example from `openssl rand \
-                 -base64 32`: they seal gossip too";
+    let short = "found a secret of 5 bytes (DIR/short); expected at least 32 random bytes, for example from `openssl \
+                 rand -base64 32`";
     let same = "found the same secret as in api.listen; expected a secret of its own: otherwise every client of the API \
                 could act as a replica";
     assert_eq!(
@@ -901,6 +936,181 @@ api.listen.authentication_secret_file: found a file that is not standard base64 
 api.listen.authentication_secret_files[0]: found an empty file (DIR/b); expected one line of base64, for example from `openssl rand -base64 32`
 private_api.listen.authentication_secret_file: found a file that cannot be read (DIR/absent: No such file or directory (os error 2)); expected a file that this process may read";
     assert_eq!(text.replace(&folder, "DIR"), expected);
+}
+
+#[test]
+fn weak_and_open_secrets_are_refused_by_every_listener_unless_the_file_says_otherwise() {
+    let typed = "eHh4eHh4eHh4eHh4eHh4eHh4eHh4eHh4eHh4eHh4eHg=";
+    let files = Files::new(&[("a", SECRET_A), ("b", SECRET_B), ("short", "aGVsbG8="), ("typed", typed)]);
+    let folder = files.0.path().display().to_string();
+    let told = |config: &Config| -> Vec<String> {
+        match config.check_secrets() {
+            Ok(secrets) => secrets.warnings.iter().map(|w| w.to_string().replace(&folder, "DIR")).collect(),
+            Err(problems) => {
+                problems.to_string().replace(&folder, "DIR").lines().map(str::to_owned).collect()
+            }
+        }
+    };
+    let random = "expected at least 32 random bytes, for example from `openssl rand -base64 32`";
+    assert_eq!(
+        told(&files.config(&["short", "typed"], Some("typed"))),
+        [
+            format!("api.listen.authentication_secret_file: found a secret of 5 bytes (DIR/short); {random}"),
+            format!(
+                "api.listen.authentication_secret_files[0]: found a secret that is not random: it has only 1 different \
+                 bytes (DIR/typed); {random}"
+            ),
+            "private_api.listen.authentication_secret_file: found the same secret as in api.listen; expected a secret \
+             of its own: otherwise every client of the API could act as a replica"
+                .to_owned(),
+            format!(
+                "private_api.listen.authentication_secret_file: found a secret that is not random: it has only 1 \
+                 different bytes (DIR/typed); {random}"
+            ),
+        ]
+    );
+    for name in ["a", "b"] {
+        fs::set_permissions(files.path(name), fs::Permissions::from_mode(0o644)).unwrap();
+    }
+    let open = |name: &str| {
+        format!(
+            "found a secret file that everyone on this host may read (mode 0644, DIR/{name}); expected mode 0600"
+        )
+    };
+    let mut config = files.config(&["a"], Some("b"));
+    let gitlab =
+        format!("gitlab: {{address: 'https://g', authentication_secret_file: {:?}}}", files.path("a"));
+    config.identity = self::config(&gitlab).identity;
+    let refused = told(&config);
+    let begin = [
+        format!("api.listen.authentication_secret_file: {}", open("a")),
+        format!("gitlab.authentication_secret_file: {}", open("a")),
+        format!("private_api.listen.authentication_secret_file: {}", open("b")),
+    ];
+    assert!(
+        refused.len() == 3 && refused.iter().zip(begin).all(|(told, begin)| told.starts_with(&begin)),
+        "{refused:?}"
+    );
+    config.open_secret_files = OpenFiles::Warn;
+    let warned = told(&config);
+    assert!(
+        warned.len() == 3 && warned.iter().all(|told| told.contains("everyone on this host")),
+        "{warned:?}"
+    );
+}
+
+/// Writes a certificate with these URIs, that ends then, and its key with this mode.
+fn certificate(folder: &Path, name: &str, uri: Option<&str>, ends: std::time::SystemTime, mode: u32) {
+    let key = rcgen::KeyPair::generate().unwrap();
+    let mut params = rcgen::CertificateParams::new(vec!["localhost".to_owned()]).unwrap();
+    params.subject_alt_names.extend(uri.map(|uri| rcgen::SanType::URI(uri.try_into().unwrap())));
+    params.not_after = ends.into();
+    fs::write(folder.join(format!("{name}.crt")), params.self_signed(&key).unwrap().pem()).unwrap();
+    let path = folder.join(format!("{name}.key"));
+    fs::write(&path, key.serialize_pem()).unwrap();
+    fs::set_permissions(&path, fs::Permissions::from_mode(mode)).unwrap();
+}
+
+#[test]
+fn everything_that_is_unsafe_or_of_no_use_is_told_at_once() {
+    runtime::tls::install();
+    let files = Files::new(&[("a", SECRET_A), ("short", "aGVsbG8="), ("private", SECRET_B), ("empty", "")]);
+    let folder = files.0.path();
+    let year = std::time::UNIX_EPOCH + secs(4_102_444_800);
+    certificate(folder, "good", Some("kas://replica"), year, 0o600);
+    certificate(folder, "open", None, year, 0o644);
+    certificate(folder, "ended", None, std::time::UNIX_EPOCH + secs(1_000_000_000), 0o600);
+    let load = |yaml: &str| config(&yaml.replace("DIR", &folder.display().to_string()));
+    let told = |config: &Config| -> Vec<String> {
+        let text = match config.check() {
+            Ok(warnings) => warnings.iter().map(|w| format!("warning: {w}\n")).collect(),
+            Err(problems) => problems.to_string(),
+        };
+        text.replace(&folder.display().to_string(), "DIR").lines().map(str::to_owned).collect()
+    };
+    let all = told(&load(
+        "
+agent: {listen: {certificate_file: DIR/open.crt, key_file: DIR/open.key}}
+api: {listen: {certificate_file: DIR/good.crt, key_file: DIR/open.key, authentication_secret_file: DIR/short}}
+private_api:
+  listen:
+    authentication_secret_file: DIR/private
+    certificate_file: DIR/ended.crt
+    key_file: DIR/ended.key
+    client_ca_file: DIR/empty
+identity: {file: DIR/absent}
+",
+    ));
+    let begin = [
+        "agent.listen.key_file: found a private key that everyone on this host may read (mode 0644, DIR/open.key); \
+         expected mode 0600",
+        "api.listen.certificate_file: found certificate and key cannot be used",
+        "api.listen.key_file: found a private key that everyone",
+        "private_api.listen.client_ca_file: found DIR/empty holds no certificate; expected",
+        "identity.file: found a file that cannot be read (DIR/absent",
+        "api.listen.authentication_secret_file: found a secret of 5 bytes (DIR/short); expected",
+    ];
+    assert!(
+        all.len() == begin.len() && all.iter().zip(begin).all(|(told, begin)| told.starts_with(begin)),
+        "{all:#?}"
+    );
+    let replica = |name: &str, role: &str| {
+        let text = "
+api: {listen: {authentication_secret_file: DIR/a}}
+discovery: {static: {addresses: ['10.0.0.1:8155']}}
+private_api:
+  listen:
+    authentication_secret_file: DIR/private
+    certificate_file: DIR/NAME.crt
+    key_file: DIR/NAME.key
+    client_ca_file: DIR/good.crt
+    role: ROLE
+";
+        told(&load(&text.replace("NAME", name).replace("ROLE", role)))
+    };
+    assert_eq!(replica("good", "kas://replica"), [""; 0]);
+    let wrong = replica("good", "kas://other");
+    assert!(
+        wrong.len() == 1
+            && wrong[0].starts_with(
+                "private_api.listen.certificate_file: found DIR/good.crt cannot be shown to others: its certificate \
+                 lacks the role kas://other: a URI among the subject alternative names; it has kas://replica; expected"
+            ),
+        "{wrong:?}"
+    );
+    let none = replica("ended", "kas://replica");
+    assert!(none.len() == 1 && none[0].contains("it has no URI"), "{none:?}");
+    // A certificate that has ended does not keep kas from starting: the clock may be wrong, and the next file is used at
+    // once.
+    let ended = told(&load(
+        "{agent: {listen: {certificate_file: DIR/ended.crt, key_file: DIR/ended.key}}, api: {listen: \
+         {authentication_secret_file: DIR/a}}}",
+    ));
+    assert_eq!(ended, ["warning: agent.listen.certificate_file: a certificate in DIR/ended.crt has expired"]);
+}
+
+#[test]
+fn plain_text_beyond_the_host_is_warned_about() {
+    let files = Files::new(&[("a", SECRET_A), ("b", SECRET_B)]);
+    let warned = |yaml: &str| -> Vec<String> {
+        let text = yaml.replace("DIR", &files.0.path().display().to_string());
+        config(&text).check().unwrap().into_iter().map(|warning| warning.path).collect()
+    };
+    let api = "authentication_secret_file: DIR/a";
+    for address in ["127.0.0.1:1", "'[::1]:1'", "localhost:1", "127.9.9.9:1"] {
+        let yaml = format!("{{agent: {{listen: {{address: {address}}}}}, api: {{listen: {{{api}}}}}}}");
+        assert_eq!(warned(&yaml), [""; 0], "{address}");
+    }
+    for address in ["':1'", "0.0.0.0:1", "'[::]:1'", "10.0.0.1:1", "kas:1"] {
+        let yaml = format!(
+            "{{agent: {{listen: {{address: {address}}}}}, api: {{listen: {{address: {address}, {api}}}}}}}"
+        );
+        assert_eq!(warned(&yaml), ["agent.listen", "api.listen"], "{address}");
+    }
+    let unix = format!("{{agent: {{listen: {{network: unix, address: /s}}}}, api: {{listen: {{{api}}}}}}}");
+    assert_eq!(warned(&unix), [""; 0]);
+    let gossip = "{private_api: {listen: {authentication_secret_file: DIR/b}}, discovery: {static: {addresses: ['k:1']}}}";
+    assert_eq!(warned(gossip), ["private_api.listen", "api.listen.authentication_secret_file"]);
 }
 
 #[test]

@@ -20,6 +20,12 @@ impl Problems {
         (!problems.is_empty()).then_some(Self(problems))
     }
 
+    /// Adds `more` behind these.
+    pub(crate) fn and(mut self, more: Self) -> Self {
+        self.0.extend(more.0);
+        self
+    }
+
     /// Iterates over the problems in the order of the declared keys.
     pub fn iter(&self) -> std::slice::Iter<'_, Problem> {
         self.0.iter()

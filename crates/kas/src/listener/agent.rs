@@ -14,7 +14,7 @@ use cluster::{AgentMeta, Connection as AgentConnectionInfo, Lease, Tracker};
 use grpc::{Code, MessageReader, Status};
 use http::{HeaderMap, HeaderValue, Request, Response};
 use hyper::body::Incoming;
-use ids::{AgentId, ConnectionId};
+use ids::{AgentId, ConnectionId, TokenHash};
 use prost::Message as _;
 use proto::gitlab::agent::agent_configuration::rpc::ConfigurationRequest;
 use runtime::http2::{Answer, Body, Connection, GoAway, Refusal, Service, Standing, StreamReset, StreamSlot};
@@ -34,7 +34,7 @@ use crate::{
     tunnel_registry::{RegistryOwner, TunnelRegistry},
 };
 
-use super::{Naming, Trust, count_refusal, failed, not_grpc};
+use super::{Naming, Trust, count_refusal, failed, not_grpc, too_many_fields};
 
 const CONNECT: &str = "/gitlab.agent.reverse_tunnel.rpc.ReverseTunnel/Connect";
 const GET_CONFIGURATION: &str = "/gitlab.agent.agent_configuration.rpc.AgentConfiguration/GetConfiguration";
@@ -69,6 +69,7 @@ pub struct AgentListener {
     naming: Naming,
     proxied_idle: Duration,
     rate_limit: Arc<RateLimit>,
+    failures: RateLimit,
     /// The process leaves now: what opens still ends at once.
     left: AtomicBool,
     transports: Mutex<HashMap<u64, Weak<Transport>>>,
@@ -103,12 +104,24 @@ pub struct Parts {
     pub proxied_idle: Duration,
     /// What agents' tokens are charged.
     pub rate_limit: Arc<RateLimit>,
+    /// What tokens are charged that are not right.
+    pub failures: RateLimit,
 }
 
 impl AgentListener {
     /// Makes the listener's service.
     pub fn new(parts: Parts) -> Arc<Self> {
-        let Parts { identity, registry, tracker, configs, metrics, naming, proxied_idle, rate_limit } = parts;
+        let Parts {
+            identity,
+            registry,
+            tracker,
+            configs,
+            metrics,
+            naming,
+            proxied_idle,
+            rate_limit,
+            failures,
+        } = parts;
         Arc::new(Self {
             identity,
             owner: Arc::new(RegistryOwner {
@@ -116,6 +129,7 @@ impl AgentListener {
                 rate_limit: Arc::clone(&rate_limit),
             }),
             rate_limit,
+            failures,
             left: AtomicBool::new(false),
             registry,
             tracker,
@@ -278,14 +292,13 @@ impl Transport {
 
     /// Returns the agent whose token the request carries.
     async fn authenticate(&self, headers: &HeaderMap) -> Result<Authenticated, Status> {
+        // Who resets a stream before it is judged has failed as well: a lookup was begun for it.
+        let attempt = Attempt { trust: &self.trust, over: false };
         let result = match auth::bearer(headers) {
-            Ok(token) => self.listener.identity.authenticate(token).await.map_err(|error| match error {
-                IdentityError::Unknown => Status::new(Code::Unauthenticated, "unauthenticated"),
-                IdentityError::Forbidden => Status::new(Code::PermissionDenied, "forbidden"),
-                IdentityError::Unavailable => Status::new(Code::Unavailable, "unavailable"),
-            }),
+            Ok(token) => self.identify(token).await,
             Err(status) => Err(status),
         };
+        attempt.over();
         match &result {
             Ok(authenticated) => {
                 if self.trust.passed() {
@@ -309,6 +322,27 @@ impl Transport {
             }
         }
         result
+    }
+
+    /// Returns whose token it is.
+    async fn identify(&self, token: &[u8]) -> Result<Authenticated, Status> {
+        let AgentListener { identity, failures, metrics, .. } = &*self.listener;
+        let hash = TokenHash::of(token);
+        if !failures.allows(hash) {
+            metrics.refused(ListenerName::Agent, Reason::RateLimit);
+            return Err(Status::new(Code::Unauthenticated, "unauthenticated"));
+        }
+        identity.authenticate(token).await.map_err(|error| match error {
+            IdentityError::Unknown => {
+                failures.charge(hash);
+                Status::new(Code::Unauthenticated, "unauthenticated")
+            }
+            IdentityError::Forbidden => {
+                failures.charge(hash);
+                Status::new(Code::PermissionDenied, "forbidden")
+            }
+            IdentityError::Unavailable => Status::new(Code::Unavailable, "unavailable"),
+        })
     }
 
     /// Notes whether a proxy stands between, as far as the headers of a stream tell.
@@ -546,6 +580,27 @@ impl Transport {
     }
 }
 
+/// A stream whose token is being looked at.
+struct Attempt<'a> {
+    trust: &'a Trust,
+    over: bool,
+}
+
+impl Attempt<'_> {
+    /// It was judged; whoever has the answer counts it.
+    fn over(mut self) {
+        self.over = true;
+    }
+}
+
+impl Drop for Attempt<'_> {
+    fn drop(&mut self) {
+        if !self.over {
+            self.trust.failed();
+        }
+    }
+}
+
 impl TransportState {
     /// The configuration stream that the transport's other streams of `agent` belong to: only when
     /// it is the only one, and no proxy mixes several agentk processes into one transport.
@@ -563,6 +618,12 @@ impl Connection for Transport {
         if let Some(response) = not_grpc(request.method(), request.headers()) {
             self.trust.failed();
             return Box::pin(std::future::ready(response));
+        }
+        if let Some(status) = too_many_fields(request.headers()) {
+            self.trust.failed();
+            self.listener.metrics.refused(ListenerName::Agent, Reason::Headers);
+            let correlation = crate::metadata::correlation(&HeaderMap::new());
+            return Box::pin(std::future::ready(failed(&status, &correlation)));
         }
         match request.uri().path() {
             CONNECT => {

@@ -7,6 +7,7 @@ use std::{
     task::{Context, Poll},
 };
 
+use arc_swap::ArcSwap;
 use cluster::Tracker;
 use grpc::{BoxError, Code, Deadline, InflateBody, Status};
 use http::{HeaderMap, HeaderValue, Request, Response};
@@ -36,7 +37,8 @@ const DEADLINE_GRACE: std::time::Duration = std::time::Duration::from_secs(2);
 
 /// What the API listener needs.
 pub struct ApiListener {
-    jwt: JwtVerifier,
+    /// Exchanged when the secret files change.
+    jwt: ArcSwap<JwtVerifier>,
     router: Arc<Router>,
     metrics: Arc<Metrics>,
     services: services::Services,
@@ -45,7 +47,7 @@ pub struct ApiListener {
 
 impl std::fmt::Debug for ApiListener {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("ApiListener").field("jwt", &self.jwt).finish_non_exhaustive()
+        f.debug_struct("ApiListener").finish_non_exhaustive()
     }
 }
 
@@ -60,7 +62,12 @@ impl ApiListener {
         observer: Arc<Observer>,
     ) -> Arc<Self> {
         let services = services::Services::new(Arc::clone(&router), tracker, phase);
-        Arc::new(Self { jwt, router, metrics, services, observer })
+        Arc::new(Self { jwt: ArcSwap::from_pointee(jwt), router, metrics, services, observer })
+    }
+
+    /// Checks tokens against other secrets from now on.
+    pub fn rotate(&self, jwt: JwtVerifier) {
+        self.jwt.store(Arc::new(jwt));
     }
 }
 
@@ -83,7 +90,7 @@ struct Caller {
 
 impl Caller {
     fn verify(&self, headers: &HeaderMap) -> Result<Arc<Actor>, Status> {
-        match self.listener.jwt.verify(headers) {
+        match self.listener.jwt.load().verify(headers) {
             Ok(actor) => {
                 self.trust.passed();
                 Ok(actor)

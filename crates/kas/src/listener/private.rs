@@ -3,6 +3,7 @@
 //! Nothing is routed on: what this replica does not hold it does not have.
 
 use std::{
+    io,
     net::SocketAddr,
     pin::Pin,
     sync::{Arc, Mutex, PoisonError},
@@ -25,7 +26,7 @@ use tunnel::{
     state::Mode,
 };
 
-use super::{Own, Trust, count_refusal, failed, not_grpc};
+use super::{Own, Trust, count_refusal, failed, not_grpc, too_many_fields};
 use crate::{
     auth::JwtVerifier,
     metadata,
@@ -41,6 +42,8 @@ const UNUSED: Duration = Duration::from_secs(2);
 const LONGEST_LOAN: Duration = Duration::from_secs(60);
 /// Why a request was not started.
 const ENDED: &str = "the lent tunnel has ended";
+/// Failed handshakes are told of once in this time.
+const TELL: Duration = Duration::from_secs(60);
 /// How long an ask without a deadline waits.
 const LONGEST_WAIT: Duration = Duration::from_secs(3600);
 
@@ -52,6 +55,8 @@ pub struct PrivateListener {
     registry: Arc<TunnelRegistry>,
     metrics: Arc<Metrics>,
     services: Vec<(String, Own)>,
+    /// When a failed handshake was last told of.
+    told: Mutex<Option<Instant>>,
 }
 
 impl std::fmt::Debug for PrivateListener {
@@ -69,7 +74,8 @@ impl PrivateListener {
         metrics: Arc<Metrics>,
         services: Vec<(String, Own)>,
     ) -> Arc<Self> {
-        Arc::new(Self { jwt: ArcSwap::from_pointee(jwt), me, registry, metrics, services })
+        let told = Mutex::default();
+        Arc::new(Self { jwt: ArcSwap::from_pointee(jwt), me, registry, metrics, services, told })
     }
 
     /// Checks tokens against other secrets from now on.
@@ -85,6 +91,18 @@ impl Service for PrivateListener {
 
     fn refused(&self, why: Refusal) {
         count_refusal(&self.metrics, ListenerName::Private, why);
+    }
+
+    fn not_opened(&self, peer: Option<SocketAddr>, error: &io::Error) {
+        let peer = peer.map(tracing::field::display);
+        let mut told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
+        // Between replicas a handshake fails because somebody has made a mistake, again and again.
+        if told.is_none_or(|told| told.elapsed() >= TELL) {
+            *told = Some(Instant::now());
+            tracing::warn!(peer, error = %error, "a connection to the private API was refused in its handshake");
+        } else {
+            tracing::debug!(peer, error = %error, "a connection to the private API was refused in its handshake");
+        }
     }
 }
 
@@ -103,6 +121,11 @@ impl Connection for Replica {
         let correlation = metadata::correlation(request.headers());
         let refuse =
             |status: &Status| -> Answer { Box::pin(std::future::ready(failed(status, &correlation))) };
+        if let Some(status) = too_many_fields(request.headers()) {
+            self.trust.failed();
+            self.listener.metrics.refused(ListenerName::Private, Reason::Headers);
+            return refuse(&status);
+        }
         if let Err(status) = self.listener.jwt.load().verify(request.headers()) {
             self.trust.failed();
             self.listener.metrics.refused(ListenerName::Private, Reason::Unauthenticated);

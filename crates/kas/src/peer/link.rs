@@ -117,7 +117,7 @@ impl Link {
     /// Cancel safe: what was begun is closed.
     pub async fn dial(
         address: &Arc<str>,
-        tls: Option<&Arc<rustls::ClientConfig>>,
+        tls: Option<Arc<rustls::ClientConfig>>,
         within: Duration,
     ) -> Result<Self, DialError> {
         tokio::time::timeout(within, Self::connect(address, tls))
@@ -125,7 +125,7 @@ impl Link {
             .unwrap_or_else(|_| Err(DialError::Timeout { address: Arc::clone(address), within }))
     }
 
-    async fn connect(address: &Arc<str>, tls: Option<&Arc<rustls::ClientConfig>>) -> Result<Self, DialError> {
+    async fn connect(address: &Arc<str>, tls: Option<Arc<rustls::ClientConfig>>) -> Result<Self, DialError> {
         let connect = |source: io::Error| match source.kind() {
             io::ErrorKind::ConnectionRefused => DialError::Refused(Arc::clone(address)),
             _ => DialError::Connect { address: Arc::clone(address), source },
@@ -141,7 +141,7 @@ impl Link {
                 let host = authority.host().trim_start_matches('[').trim_end_matches(']').to_owned();
                 let name = ServerName::try_from(host)
                     .map_err(|_| invalid("the host is not a name that TLS can verify"))?;
-                let stream = tokio_rustls::TlsConnector::from(Arc::clone(tls))
+                let stream = tokio_rustls::TlsConnector::from(tls)
                     .connect(name, stream)
                     .await
                     .map_err(|source| DialError::Tls { address: Arc::clone(address), source })?;

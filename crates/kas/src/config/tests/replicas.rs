@@ -79,7 +79,7 @@ fn a_listener_for_replicas_has_defaults_for_the_rest() {
         private_api: PrivateApi {
             listen: Listen { network: Network::Tcp, address: "0.0.0.0:8155".into(), tls: None },
             max_connection_age: secs(1800),
-            client_ca: None,
+            others: None,
             advertise: Advertise::default(),
             secrets: vec!["/p".into()],
             all_secrets_listed: false,
@@ -113,6 +113,7 @@ private_api:
     certificate_file: /cert
     key_file: /key
     client_ca_file: /ca
+    role: spiffe://example.org/kas
     max_connection_age: 1h
 discovery: {static: {addresses: ['kas-1.example.com:8155', '[fd00::1]:8155']}}
 gossip: {cluster: prod-1, interval: 1s, phi: 10.5, dead_grace: 1h}
@@ -128,7 +129,10 @@ table: {ttl: 20s}
                     tls: Some(TlsFiles { certificate: "/cert".into(), key: "/key".into() }),
                 },
                 max_connection_age: secs(3600),
-                client_ca: Some("/ca".into()),
+                others: Some(OtherReplicas {
+                    ca: "/ca".into(),
+                    role: "spiffe://example.org/kas".parse().unwrap()
+                }),
                 advertise: Advertise { configured: "10.0.0.7:18155".parse().ok(), ..Advertise::default() },
                 secrets: ["/a", "/b", "/c"].map(Into::into).into(),
                 all_secrets_listed: false,
@@ -321,6 +325,11 @@ fn every_bad_value_about_replicas_is_told_with_what_would_be_right() {
             "client_ca_file: /ca, key_file: /k",
             "certificate_file: found nothing; expected the certificate of key_file: both files or neither".to_owned(),
         ),
+        (
+            "certificate_file: /c, key_file: /k, client_ca_file: /ca, role: 'kas://*'",
+            "role: found \"kas://*\"; expected one whole URI: with a wildcard every certificate of the authority would do".to_owned(),
+        ),
+        ("role: replica", "role: found \"replica\"; expected a URI, such as kas://replica or spiffe://example.org/ns/kas/sa/kas".to_owned()),
         ("max_connection_age: 0s", "max_connection_age: found \"0s\"; expected a duration above zero, such as 30m".to_owned()),
         ("authentication_secret_files: /b", "authentication_secret_files: found a value (not shown); expected a list of texts".to_owned()),
         ("authentication_secret_files: [5]", "authentication_secret_files[0]: found a value (not shown); expected a text that is not empty".to_owned()),
@@ -459,6 +468,7 @@ fn the_default_file_explains_replication() {
         "    #address: \"0.0.0.0:8155\"",
         "    #authentication_secret_file: /etc/kas/private-api-secret",
         "    #client_ca_file: \"\"",
+        "    #role: \"kas://replica\"",
         "  #advertise: \"\"",
         "#discovery:",
         "    #addresses: [10.0.0.1:8155, kas-2.example.com:8155]",

@@ -212,8 +212,10 @@ fn open(
     pipe: &Pipe,
     reset: &Arc<Mutex<bool>>,
 ) -> (Arc<Tunnel>, TunnelBody) {
-    let owner =
-        Arc::new(RegistryOwner { registry: Arc::clone(registry), rate_limit: Arc::new(RateLimit::new(100)) });
+    let owner = Arc::new(RegistryOwner {
+        registry: Arc::clone(registry),
+        rate_limit: Arc::new(RateLimit::new(100, 1_000)),
+    });
     let flag = Arc::clone(reset);
     let opening = Opening::new(pipe.body(), false);
     let (tunnel, body) = Tunnel::new(info, opening, owner, Box::new(move || *flag.lock().unwrap() = true));

@@ -1,0 +1,298 @@
+//! The certificates of kas: configurations of TLS that follow their files, and the end of each, so that it surprises
+//! nobody.
+
+use std::{
+    path::{Path, PathBuf},
+    sync::{Arc, Mutex, PoisonError},
+    time::Duration,
+};
+
+use runtime::{
+    files::{Before, Followed},
+    tls::{self, Live, Role, Validity},
+};
+use rustls::{ClientConfig, ServerConfig};
+
+use crate::{
+    config::{PrivateApi, TlsFiles},
+    metrics::{CertificatePart, Metrics},
+    peer::chain,
+};
+
+const DAY: Duration = Duration::from_secs(86_400);
+
+/// How near the end of a certificate is; a later one is more urgent.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Alarm {
+    Month,
+    Week,
+    Day,
+    Over,
+}
+
+impl Alarm {
+    /// What is to be said at `now` about an end at `ends`, both since 1970.
+    fn at(ends: Duration, now: Duration) -> Option<Self> {
+        let left = ends.saturating_sub(now);
+        [(0, Self::Over), (1, Self::Day), (7, Self::Week), (30, Self::Month)]
+            .into_iter()
+            .find_map(|(days, alarm)| (left <= DAY * days).then_some(alarm))
+    }
+}
+
+/// A certificate that ends.
+#[derive(Debug)]
+struct Known {
+    section: &'static str,
+    part: CertificatePart,
+    file: PathBuf,
+    ends: Duration,
+    said: Option<Alarm>,
+}
+
+/// When the certificates in use end.
+#[derive(Debug)]
+pub struct Certificates {
+    metrics: Arc<Metrics>,
+    known: Mutex<Vec<Known>>,
+}
+
+/// What a connection between replicas is by, at both ends.
+pub type PrivateTls = (Live<ServerConfig>, Live<ClientConfig>);
+
+impl Certificates {
+    /// Knows of none yet.
+    pub fn new(metrics: Arc<Metrics>) -> Arc<Self> {
+        Arc::new(Self { metrics, known: Mutex::default() })
+    }
+
+    /// Returns the configuration of a listener, and what keeps it as its files are.
+    ///
+    /// # Errors
+    /// When the files cannot be used.
+    pub fn listener(
+        self: &Arc<Self>,
+        section: &'static str,
+        files: &TlsFiles,
+        http1: bool,
+    ) -> Result<(Live<ServerConfig>, Followed), tls::Error> {
+        let before = Before::reading(vec![files.certificate.clone(), files.key.clone()]);
+        let (certificates, files) = (Arc::clone(self), files.clone());
+        let make = move || {
+            let config = tls::server(&files.certificate, &files.key)?;
+            let validity = tls::validity(&files.certificate)?;
+            let config = if http1 { tls::or_http1(&config) } else { config };
+            Ok::<_, tls::Error>((config, validity, files.certificate.clone()))
+        };
+        let (config, validity, file) = make()?;
+        certificates.shows(section, &file, validity);
+        let live = Live::from(config);
+        let used = live.clone();
+        let followed = before.then(format!("{section}.listen.certificate_file"), move || {
+            let (config, validity, file) = make().map_err(|error| chain(&error))?;
+            certificates.accept(section, &file, validity)?;
+            used.replace(config);
+            Ok(EXCHANGED.to_owned())
+        });
+        Ok((live, followed))
+    }
+
+    /// As [`Certificates::listener`], for the private listener and for calling those of other replicas.
+    ///
+    /// # Errors
+    /// When the files cannot be used.
+    pub fn private(
+        self: &Arc<Self>,
+        private: &PrivateApi,
+        files: &TlsFiles,
+    ) -> Result<(PrivateTls, Followed), tls::Error> {
+        const SECTION: &str = "private_api";
+        let others = private.others.clone();
+        let mut paths = vec![files.certificate.clone(), files.key.clone()];
+        paths.extend(others.as_ref().map(|others| others.ca.clone()));
+        let before = Before::reading(paths);
+        let (certificates, files) = (Arc::clone(self), files.clone());
+        let make = move || {
+            let server = private_server(&files, others.as_ref())?;
+            let identity = Some((files.certificate.as_path(), files.key.as_path()));
+            let client = match &others {
+                Some(others) => tls::client_of(&others.ca, identity, Some(&others.role))?,
+                None => tls::client_as(None, identity)?,
+            };
+            let validity = tls::validity(&files.certificate)?;
+            let authority = others
+                .as_ref()
+                .map(|others| Ok::<_, tls::Error>((others.ca.clone(), tls::validity(&others.ca)?)))
+                .transpose()?;
+            Ok::<_, tls::Error>((server, client, validity, authority, files.certificate.clone()))
+        };
+        let (server, client, validity, authority, file) = make()?;
+        certificates.shows(SECTION, &file, validity);
+        if let Some((file, validity)) = authority {
+            certificates.ends(SECTION, CertificatePart::Authority, &file, validity.last);
+        }
+        let live = (Live::from(server), Live::from(client));
+        let used = live.clone();
+        let followed = before.then("private_api.listen.certificate_file", move || {
+            let (server, client, validity, authority, file) = make().map_err(|error| chain(&error))?;
+            certificates.accept(SECTION, &file, validity)?;
+            if let Some((file, validity)) = authority {
+                certificates.ends(SECTION, CertificatePart::Authority, &file, validity.last);
+            }
+            used.0.replace(server);
+            used.1.replace(client);
+            Ok(EXCHANGED.to_owned())
+        });
+        Ok((live, followed))
+    }
+
+    /// Logs which certificates end soon, each time that it becomes more urgent.
+    pub fn tell(&self) {
+        self.tell_at(runtime::clock::wall());
+    }
+
+    fn tell_at(&self, now: Duration) {
+        let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
+        for one in known.iter_mut() {
+            let alarm = Alarm::at(one.ends, now);
+            if alarm <= one.said {
+                continue;
+            }
+            one.said = alarm;
+            let Known { section, part, file, ends, .. } = one;
+            let file = file.display();
+            let days = ends.saturating_sub(now).as_secs() / DAY.as_secs();
+            if alarm == Some(Alarm::Over) {
+                tracing::error!(
+                    section,
+                    ?part,
+                    %file,
+                    "a certificate has expired: whoever verifies it refuses the connection; put a new one into the file"
+                );
+            } else {
+                tracing::warn!(
+                    section,
+                    ?part,
+                    %file,
+                    days,
+                    "a certificate expires soon; a new one in the file is used without a restart"
+                );
+            }
+        }
+    }
+
+    /// Notes what a listener shows, unless that has expired and what it shows now has not.
+    fn accept(&self, section: &'static str, file: &Path, validity: Validity) -> Result<(), String> {
+        let now = runtime::clock::wall();
+        let current = {
+            let known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut of_file = known.iter().filter(|one| one.section == section && one.file == file);
+            of_file.find(|one| one.part == CertificatePart::Leaf).map(|one| one.ends)
+        };
+        if validity.leaf <= now && current.is_some_and(|ends| ends > now) {
+            return Err(format!("the certificate in {} has expired", file.display()));
+        }
+        self.shows(section, file, validity);
+        Ok(())
+    }
+
+    fn shows(&self, section: &'static str, file: &Path, validity: Validity) {
+        self.ends(section, CertificatePart::Leaf, file, validity.leaf);
+        self.ends(section, CertificatePart::Chain, file, validity.first);
+    }
+
+    fn ends(&self, section: &'static str, part: CertificatePart, file: &Path, ends: Duration) {
+        self.metrics.certificate_ends(section, part, file, ends);
+        let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
+        // The leaf is part of its chain: one of both is enough to say.
+        let leaf = known.iter().any(|one| {
+            part == CertificatePart::Chain
+                && one.part == CertificatePart::Leaf
+                && (one.section, one.file.as_path(), one.ends) == (section, file, ends)
+        });
+        known.retain(|one| {
+            let same = (one.section, one.part, one.file.as_path()) == (section, part, file);
+            !same || one.ends == ends && !leaf
+        });
+        let known_already =
+            known.iter().any(|one| (one.section, one.part, one.file.as_path()) == (section, part, file));
+        if !leaf && !known_already {
+            known.push(Known { section, part, file: file.to_owned(), ends, said: None });
+        }
+    }
+}
+
+const EXCHANGED: &str = "exchanged: new connections get the new certificate, open ones stay";
+
+/// Returns what the private listener is configured with; checks also that other replicas will accept what it shows.
+///
+/// # Errors
+/// When the files cannot be used.
+pub fn private_server(
+    files: &TlsFiles,
+    others: Option<&OtherReplicas>,
+) -> Result<Arc<ServerConfig>, tls::Error> {
+    if let Some(others) = others {
+        tls::check_role(&files.certificate, &others.role)?;
+    }
+    let clients = others.map(|others| (others.ca.as_path(), &others.role));
+    tls::server_for(&files.certificate, &files.key, clients)
+}
+
+/// Whose certificates are those of other replicas.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct OtherReplicas {
+    /// The file of who signs them.
+    pub ca: PathBuf,
+    /// What they are signed for.
+    pub role: Role,
+}
+
+#[cfg(test)]
+mod tests {
+    use prometheus_client::registry::Registry;
+
+    use super::*;
+
+    #[test]
+    fn each_step_towards_the_end_is_one_alarm() {
+        let ends = DAY * 100;
+        let at = |now| Alarm::at(ends, now);
+        assert_eq!(at(DAY * 69), None);
+        assert_eq!(at(DAY * 70), Some(Alarm::Month));
+        assert_eq!(at(DAY * 92), Some(Alarm::Month));
+        assert_eq!(at(DAY * 93), Some(Alarm::Week));
+        assert_eq!(at(DAY * 99), Some(Alarm::Day));
+        assert_eq!(at(ends - Duration::from_secs(1)), Some(Alarm::Day));
+        assert_eq!(at(ends), Some(Alarm::Over));
+        assert_eq!(at(DAY * 1000), Some(Alarm::Over));
+    }
+
+    #[test]
+    fn a_new_certificate_is_told_of_anew_and_an_old_one_once() {
+        let certificates = Certificates::new(Arc::new(Metrics::new(&mut Registry::default())));
+        let validity = |leaf, first| Validity { leaf: DAY * leaf, first: DAY * first, last: DAY * leaf };
+        let said = || {
+            let known = certificates.known.lock().unwrap();
+            let mut said: Vec<_> = known.iter().map(|one| (one.part, one.said)).collect();
+            said.sort_by_key(|(part, _)| format!("{part:?}"));
+            said
+        };
+        let file = Path::new("/tls.crt");
+        let read = |validity| certificates.shows("agent", file, validity);
+        // The chain ends with its leaf: it is told of once.
+        read(validity(100, 100));
+        certificates.tell_at(DAY * 95);
+        assert_eq!(said(), [(CertificatePart::Leaf, Some(Alarm::Week))]);
+        // Read again, and the same.
+        read(validity(100, 100));
+        assert_eq!(said(), [(CertificatePart::Leaf, Some(Alarm::Week))]);
+        // A new leaf under an old authority.
+        read(validity(300, 110));
+        assert_eq!(said(), [(CertificatePart::Chain, None), (CertificatePart::Leaf, None)]);
+        certificates.tell_at(DAY * 95);
+        assert_eq!(said(), [(CertificatePart::Chain, Some(Alarm::Month)), (CertificatePart::Leaf, None)]);
+        read(validity(300, 300));
+        assert_eq!(said(), [(CertificatePart::Leaf, None)]);
+    }
+}

@@ -1,0 +1,167 @@
+//! The files that a configuration names besides secrets, and what in it lets others read along: found at the start and by
+//! `kas config check`, all of it at once.
+
+use std::{error::Error, net::IpAddr, os::unix::fs::MetadataExt as _, path::Path};
+
+use runtime::tls;
+
+use super::{
+    ApiSecrets, Config, Identity, Listen, Network, OpenFiles, Tracker,
+    exposure::{self, Exposure},
+    walk::{Kind, Problem, Warning},
+};
+use crate::{certificates, peer::chain};
+
+/// What was found.
+#[derive(Debug, Default)]
+pub(super) struct Findings {
+    pub(super) problems: Vec<Problem>,
+    pub(super) warnings: Vec<Warning>,
+}
+
+impl Findings {
+    fn problem(&mut self, path: impl Into<String>, found: impl Into<String>, expected: &str) {
+        self.problems.push(Problem {
+            kind: Kind::Rule,
+            path: path.into(),
+            found: found.into(),
+            expected: expected.to_owned(),
+        });
+    }
+
+    fn warning(&mut self, path: impl Into<String>, text: impl Into<String>) {
+        self.warnings.push(Warning { path: path.into(), text: text.into() });
+    }
+
+    fn unusable(&mut self, path: String, error: &dyn Error, expected: &str) {
+        self.problem(path, chain(error), expected);
+    }
+
+    /// Judges who may read and write a file; that it is not there is found elsewhere.
+    fn exposure(&mut self, key: String, what: &str, path: &Path, open: OpenFiles) {
+        let Ok(found) = std::fs::metadata(path) else { return };
+        match exposure::of(what, path, found.mode()) {
+            None => {}
+            Some(Exposure::Odd(text)) => self.warning(key, text),
+            Some(Exposure::Open(text)) if open == OpenFiles::Warn => self.warning(key, text),
+            Some(Exposure::Open(text)) => self.problem(key, text, exposure::EXPECTED),
+        }
+    }
+}
+
+pub(super) fn check(config: &Config) -> Findings {
+    let mut findings = Findings::default();
+    let private = match &config.tracker {
+        Tracker::Memory => None,
+        Tracker::Gossip(replication) => Some(&replication.private_api),
+    };
+    let listeners = [
+        ("agent", &config.agent.listen.listen, "the tokens of agents"),
+        ("api", &config.api.listen.listen, "the tokens of callers"),
+    ];
+    let private_listener = private.map(|private| ("private_api", &private.listen, "the tokens of replicas"));
+    for (section, listen, what) in listeners.into_iter().chain(private_listener) {
+        let Some(files) = &listen.tls else {
+            if is_reached_from_elsewhere(listen) {
+                findings.warning(
+                    format!("{section}.listen"),
+                    format!(
+                        "{what} travel in plain text beyond this host: give certificate_file and key_file, unless \
+                         what stands in front speaks TLS"
+                    ),
+                );
+            }
+            continue;
+        };
+        let others = private.and_then(|private| private.others.as_ref()).filter(|_| section == "private_api");
+        let tried = match others {
+            None => tls::server(&files.certificate, &files.key),
+            Some(others) => match tls::validity(&others.ca) {
+                Ok(_) => certificates::private_server(files, Some(others)),
+                Err(error) => {
+                    let expected = "the certificates of who signs those of replicas, in PEM";
+                    findings.unusable("private_api.listen.client_ca_file".to_owned(), &error, expected);
+                    tls::server(&files.certificate, &files.key)
+                }
+            },
+        };
+        match tried {
+            Err(error @ tls::Error::Role { .. }) => findings.unusable(
+                format!("{section}.listen.certificate_file"),
+                &error,
+                "a certificate with that URI, which other replicas look for; or the one it has in \
+                 private_api.listen.role",
+            ),
+            Err(error) => findings.unusable(
+                format!("{section}.listen.certificate_file"),
+                &error,
+                "a certificate in PEM, its chain behind it, and in key_file its private key",
+            ),
+            Ok(_) => {
+                let ended = tls::validity(&files.certificate)
+                    .is_ok_and(|validity| validity.first <= runtime::clock::wall());
+                if ended {
+                    // A clock may be wrong, and the new file may be on its way: it is used as soon as it is there.
+                    findings.warning(
+                        format!("{section}.listen.certificate_file"),
+                        format!("a certificate in {} has expired", files.certificate.display()),
+                    );
+                }
+            }
+        }
+        let key = format!("{section}.listen.key_file");
+        findings.exposure(key, "a private key", &files.key, config.open_secret_files);
+    }
+    if matches!(config.api.secrets, ApiSecrets::Made(_)) && private.is_some() {
+        findings.warning(
+            "api.listen.authentication_secret_file",
+            "not given, so each replica makes its own: a token for one of them is none for the others",
+        );
+    }
+    identity(config, &mut findings);
+    findings
+}
+
+fn identity(config: &Config, findings: &mut Findings) {
+    match &config.identity {
+        // The default file is made at the start.
+        Identity::File { is_default: true, .. } => {}
+        Identity::File { file, .. } => match std::fs::read(file) {
+            Err(error) => findings.problem(
+                "identity.file",
+                format!("a file that cannot be read ({}: {error})", file.display()),
+                "a file that this process may read",
+            ),
+            Ok(content) => {
+                if let Err(error) = crate::identity::Identities::parse(&content) {
+                    let found = format!("{}: {}", file.display(), chain(&error));
+                    findings.problem("identity.file", found, "a list of agents, as README.md shows it");
+                }
+            }
+        },
+        Identity::GitLab(gitlab) => {
+            if let Err(error) = tls::client(gitlab.ca_certificate.as_deref()) {
+                findings.unusable("gitlab.ca_certificate_file".to_owned(), &error, "certificates in PEM");
+            }
+            let host = gitlab.address.host().unwrap_or_default();
+            if gitlab.address.scheme_str() == Some("http") && !is_loopback(host) {
+                findings.warning(
+                    "gitlab.address",
+                    "says http: the tokens of agents travel to GitLab in plain text; use https where the way leaves \
+                     this host",
+                );
+            }
+        }
+    }
+}
+
+/// Whether somebody on another host can connect.
+fn is_reached_from_elsewhere(listen: &Listen) -> bool {
+    let host = listen.address.rsplit_once(':').map_or("", |(host, _)| host);
+    listen.network != Network::Unix && !is_loopback(host)
+}
+
+fn is_loopback(host: &str) -> bool {
+    let inner = host.trim_start_matches('[').trim_end_matches(']');
+    host.eq_ignore_ascii_case("localhost") || inner.parse().is_ok_and(|ip: IpAddr| ip.is_loopback())
+}

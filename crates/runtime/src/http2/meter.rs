@@ -1,0 +1,411 @@
+//! Counts what a peer can send for nothing: frames that HTTP/2 libraries answer or drop without an end.
+//!
+//! It looks at frame heads as the bytes pass, holds nothing of them, and changes none.
+
+use std::{
+    io,
+    pin::Pin,
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicBool, AtomicU8, Ordering},
+    },
+    task::{Context, Poll, ready},
+    time::Duration,
+};
+
+use tokio::{
+    io::{AsyncRead, AsyncWrite, ReadBuf},
+    time::Instant,
+};
+
+use super::{Limits, Refusal};
+
+/// What a client sends before its first frame.
+const PREFACE: u32 = 24;
+const HEAD: usize = 9;
+
+const DATA: u8 = 0;
+const HEADERS: u8 = 1;
+const RST_STREAM: u8 = 3;
+const PING: u8 = 6;
+const GOAWAY: u8 = 7;
+const WINDOW_UPDATE: u8 = 8;
+const CONTINUATION: u8 = 9;
+
+const ACK: u8 = 1;
+const END_STREAM: u8 = 1;
+const END_HEADERS: u8 = 4;
+
+/// Settings, priorities, acknowledgements, empty data and frames of unknown types that may come at once, and in each
+/// second. Clients send a handful of them in a connection's life.
+const IDLE_FRAMES: f64 = 100.0;
+const IDLE_FRAMES_PER_SECOND: f64 = 10.0;
+
+/// The head of a frame.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Head {
+    len: u32,
+    kind: u8,
+    flags: u8,
+}
+
+/// Goes from one frame's head to the next in one direction of a connection.
+#[derive(Debug)]
+struct Walk {
+    head: [u8; HEAD],
+    have: usize,
+    /// Bytes until the next head.
+    skip: u32,
+    /// Whose payload is passing.
+    frame: Option<Head>,
+}
+
+/// What a walk has come to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Step {
+    Begins(Head),
+    Ends(Head),
+}
+
+impl Walk {
+    fn after(skip: u32) -> Self {
+        Self { head: [0; HEAD], have: 0, skip, frame: None }
+    }
+
+    fn feed(&mut self, mut bytes: &[u8], mut step: impl FnMut(Step)) {
+        while !bytes.is_empty() {
+            if self.skip > 0 {
+                let n = bytes.len().min(self.skip as usize);
+                bytes = &bytes[n..];
+                // Not more than `skip`, which is one.
+                self.skip -= n as u32;
+                if self.skip == 0
+                    && let Some(frame) = self.frame.take()
+                {
+                    step(Step::Ends(frame));
+                }
+                continue;
+            }
+            let n = bytes.len().min(HEAD - self.have);
+            self.head[self.have..self.have + n].copy_from_slice(&bytes[..n]);
+            self.have += n;
+            bytes = &bytes[n..];
+            if self.have == HEAD {
+                self.have = 0;
+                let [a, b, c, kind, flags, ..] = self.head;
+                let head = Head { len: u32::from_be_bytes([0, a, b, c]), kind, flags };
+                step(Step::Begins(head));
+                if head.len == 0 {
+                    step(Step::Ends(head));
+                } else {
+                    self.skip = head.len;
+                    self.frame = Some(head);
+                }
+            }
+        }
+    }
+}
+
+/// Fills by time up to its size.
+#[derive(Debug)]
+struct Bucket {
+    size: f64,
+    per_second: f64,
+    level: f64,
+    at: Instant,
+}
+
+impl Bucket {
+    fn new(size: f64, per_second: f64) -> Self {
+        Self { size, per_second, level: size, at: Instant::now() }
+    }
+
+    /// Takes one out; false: it was empty.
+    fn take(&mut self) -> bool {
+        let now = Instant::now();
+        let fresh = self.per_second * now.saturating_duration_since(self.at).as_secs_f64();
+        self.level = (self.level + fresh).min(self.size);
+        self.at = now;
+        let left = self.level >= 1.0;
+        if left {
+            self.level -= 1.0;
+        }
+        left
+    }
+}
+
+/// What is known of a connection by its frames; shared with the connection's own task.
+#[derive(Debug, Default)]
+pub(super) struct Meter {
+    /// The first frame has begun.
+    spoken: AtomicBool,
+    /// Since when a header block is open.
+    block: Mutex<Option<Instant>>,
+    verdict: AtomicU8,
+}
+
+const PINGS: u8 = 1;
+const IDLE: u8 = 2;
+
+impl Meter {
+    /// Whether a frame has come.
+    pub(super) fn has_spoken(&self) -> bool {
+        self.spoken.load(Ordering::Relaxed)
+    }
+
+    /// For how long the header block that is coming has not come to its end.
+    pub(super) fn block_age(&self) -> Option<Duration> {
+        self.block.lock().unwrap_or_else(PoisonError::into_inner).map(|since| since.elapsed())
+    }
+
+    /// Why the connection was ended.
+    pub(super) fn verdict(&self) -> Option<Refusal> {
+        match self.verdict.load(Ordering::Relaxed) {
+            PINGS => Some(Refusal::Pings),
+            IDLE => Some(Refusal::IdleFrames),
+            _ => None,
+        }
+    }
+}
+
+/// A connection whose frames are looked at, from the side of the server.
+#[derive(Debug)]
+pub(super) struct Metered<S> {
+    inner: S,
+    inbound: Walk,
+    outbound: Walk,
+    pings: Bucket,
+    idle: Bucket,
+    meter: Arc<Meter>,
+    in_block: bool,
+}
+
+impl<S> Metered<S> {
+    pub(super) fn new(inner: S, limits: &Limits) -> (Self, Arc<Meter>) {
+        let meter = Arc::<Meter>::default();
+        let metered = Self {
+            inner,
+            inbound: Walk::after(PREFACE),
+            outbound: Walk::after(0),
+            pings: Bucket::new(f64::from(limits.pings), limits.ping_interval.as_secs_f64().recip()),
+            idle: Bucket::new(IDLE_FRAMES, IDLE_FRAMES_PER_SECOND),
+            meter: Arc::clone(&meter),
+            in_block: false,
+        };
+        (metered, meter)
+    }
+
+    fn read(&mut self, bytes: &[u8]) -> io::Result<()> {
+        let Self { inbound, pings, idle, meter, in_block, .. } = self;
+        let was_in_block = *in_block;
+        inbound.feed(bytes, |step| match step {
+            Step::Begins(head) => {
+                // A plain store costs less than to ask first.
+                meter.spoken.store(true, Ordering::Relaxed);
+                let (bucket, verdict) = match head.kind {
+                    HEADERS | CONTINUATION => {
+                        *in_block = true;
+                        return;
+                    }
+                    RST_STREAM | GOAWAY | WINDOW_UPDATE => return,
+                    DATA if head.len > 0 || head.flags & END_STREAM != 0 => return,
+                    PING if head.flags & ACK == 0 => (&mut *pings, PINGS),
+                    // Settings are answered, and the rest is dropped.
+                    _ => (&mut *idle, IDLE),
+                };
+                if !bucket.take() {
+                    meter.verdict.store(verdict, Ordering::Relaxed);
+                }
+            }
+            Step::Ends(head) if matches!(head.kind, HEADERS | CONTINUATION) => {
+                *in_block = head.flags & END_HEADERS == 0;
+            }
+            Step::Ends(_) => {}
+        });
+        if was_in_block || *in_block {
+            let mut block = meter.block.lock().unwrap_or_else(PoisonError::into_inner);
+            if !*in_block {
+                *block = None;
+            } else if block.is_none() {
+                *block = Some(Instant::now());
+            }
+        }
+        match meter.verdict() {
+            None => Ok(()),
+            Some(why) => Err(io::Error::new(io::ErrorKind::ConnectionAborted, why.as_str())),
+        }
+    }
+
+    fn written(&mut self, bytes: &[u8]) {
+        let pings = &mut self.pings;
+        self.outbound.feed(bytes, |step| {
+            // Who measures bandwidth answers what it receives with a ping, as gRPC's libraries do.
+            if let Step::Begins(Head { kind: DATA | HEADERS, .. }) = step {
+                pings.level = pings.size;
+            }
+        });
+    }
+}
+
+impl<S: AsyncRead + Unpin> AsyncRead for Metered<S> {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        let before = buf.filled().len();
+        ready!(Pin::new(&mut self.inner).poll_read(cx, buf))?;
+        Poll::Ready(self.read(&buf.filled()[before..]))
+    }
+}
+
+impl<S: AsyncWrite + Unpin> AsyncWrite for Metered<S> {
+    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
+        let n = ready!(Pin::new(&mut self.inner).poll_write(cx, buf))?;
+        self.written(&buf[..n]);
+        Poll::Ready(Ok(n))
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.inner).poll_flush(cx)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.inner).poll_shutdown(cx)
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bufs: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        let n = ready!(Pin::new(&mut self.inner).poll_write_vectored(cx, bufs))?;
+        let mut left = n;
+        for buf in bufs {
+            let taken = left.min(buf.len());
+            self.written(&buf[..taken]);
+            left -= taken;
+        }
+        Poll::Ready(Ok(n))
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.inner.is_write_vectored()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SETTINGS: u8 = 4;
+
+    fn frame(kind: u8, flags: u8, len: u32) -> Vec<u8> {
+        let [_, a, b, c] = len.to_be_bytes();
+        let mut bytes = vec![a, b, c, kind, flags, 0, 0, 0, 1];
+        bytes.resize(HEAD + len as usize, 7);
+        bytes
+    }
+
+    fn metered() -> (Metered<()>, Arc<Meter>) {
+        let (mut metered, meter) = Metered::new((), &Limits::default());
+        metered.read(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n").unwrap();
+        assert!(!meter.has_spoken());
+        metered.read(&frame(SETTINGS, 0, 6)).unwrap();
+        assert!(meter.has_spoken());
+        (metered, meter)
+    }
+
+    #[test]
+    fn frames_are_seen_at_every_split_of_the_bytes() {
+        let frames = [(HEADERS, END_HEADERS, 40), (DATA, 0, 300), (PING, 0, 8), (DATA, END_STREAM, 0)];
+        let bytes: Vec<u8> =
+            frames.iter().flat_map(|(kind, flags, len)| frame(*kind, *flags, *len)).collect();
+        let expected: Vec<Step> = frames
+            .iter()
+            .map(|(kind, flags, len)| Head { len: *len, kind: *kind, flags: *flags })
+            .flat_map(|head| [Step::Begins(head), Step::Ends(head)])
+            .collect();
+        for size in 1..=bytes.len() {
+            let (mut walk, mut steps) = (Walk::after(0), Vec::new());
+            bytes.chunks(size).for_each(|piece| walk.feed(piece, |step| steps.push(step)));
+            assert_eq!(steps, expected, "pieces of {size}");
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn pings_beyond_a_burst_come_once_in_an_interval() {
+        let (mut metered, meter) = metered();
+        let ping = frame(PING, 0, 8);
+        for _ in 0..5 {
+            metered.read(&ping).unwrap();
+        }
+        for _ in 0..20 {
+            tokio::time::advance(Duration::from_secs(10)).await;
+            metered.read(&ping).unwrap();
+        }
+        tokio::time::advance(Duration::from_secs(9)).await;
+        assert!(metered.read(&ping).is_err());
+        assert_eq!(meter.verdict(), Some(Refusal::Pings));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn pings_that_answer_data_or_headers_are_free() {
+        let (mut metered, _meter) = metered();
+        for kind in [DATA, HEADERS] {
+            for _ in 0..1_000 {
+                metered.written(&frame(kind, 0, 5));
+                metered.read(&frame(PING, 0, 8)).unwrap();
+            }
+        }
+        // What else is sent, such as the answers to pings, frees none.
+        let refused = (0..10).any(|_| {
+            metered.written(&frame(PING, ACK, 8));
+            metered.written(&frame(WINDOW_UPDATE, 0, 4));
+            metered.read(&frame(PING, 0, 8)).is_err()
+        });
+        assert!(refused);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn frames_that_carry_nothing_are_few() {
+        for (kind, flags, len) in
+            [(SETTINGS, 0, 0), (SETTINGS, ACK, 0), (2, 0, 5), (PING, ACK, 8), (DATA, 0, 0), (200, 0, 64)]
+        {
+            let (mut metered, meter) = metered();
+            let taken = (0..1_000).take_while(|_| metered.read(&frame(kind, flags, len)).is_ok()).count();
+            assert!((90..=100).contains(&taken), "{kind}: {taken}");
+            assert_eq!(meter.verdict(), Some(Refusal::IdleFrames));
+        }
+        let (mut metered, _meter) = metered();
+        for (kind, flags, len) in [
+            (DATA, 0, 1),
+            (DATA, END_STREAM, 0),
+            (WINDOW_UPDATE, 0, 4),
+            (RST_STREAM, 0, 4),
+            (HEADERS, END_HEADERS, 3),
+        ] {
+            for _ in 0..1_000 {
+                metered.read(&frame(kind, flags, len)).unwrap();
+            }
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_header_block_is_open_until_its_last_byte() {
+        let (mut metered, meter) = metered();
+        let block =
+            [frame(HEADERS, 0, 10), frame(CONTINUATION, 0, 0), frame(CONTINUATION, END_HEADERS, 5)].concat();
+        metered.read(&block).unwrap();
+        assert_eq!(meter.block_age(), None, "one read, no time");
+        for byte in &block[..block.len() - 1] {
+            metered.read(std::slice::from_ref(byte)).unwrap();
+            tokio::time::advance(Duration::from_secs(1)).await;
+        }
+        // The head of its first frame has nine bytes.
+        let age = Duration::from_secs(block.len() as u64 - HEAD as u64);
+        assert_eq!(meter.block_age(), Some(age));
+        metered.read(&block[block.len() - 1..]).unwrap();
+        assert_eq!(meter.block_age(), None);
+    }
+}
