@@ -11,7 +11,7 @@ use serde_json::json;
 use testkit::{
     caller::{Caller, Jwt},
     handler::path,
-    kas::{token, within},
+    kas::{token, within, write_private},
     mesh::{LIST_REPLICAS, Mesh, Options},
     process::SOON,
     raw_agent::Kind,
@@ -109,6 +109,36 @@ async fn private_api_opens_to_replicas_only() -> Result<()> {
     let got = caller.call(caller.request(WATCH).header("kas-hop-to", "another"), &[&request]).await?;
     assert_eq!(got.status.code(), Code::Unavailable, "{}", got.status);
     Ok(())
+}
+
+/// One file for all replicas, exchanged under them: each signs and seals with the new secret once it has seen it.
+#[tokio::test]
+async fn secret_of_replicas_is_exchanged_without_a_restart() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let file = folder.path().join("private");
+    let secret = || BASE64_STANDARD.encode(rand::random::<[u8; 32]>());
+    write_private(&file, &secret())?;
+    let config = json!({ "private_api": { "listen": { "authentication_secret_file": file } } });
+    let mesh = Mesh::start_with(Options { replicas: 2, config, ..Options::default() }).await?;
+    let _held = mesh.agent(0, 1, Kind::Ours, 2).await?;
+    mesh.converged(&[(1, 0)]).await?;
+    let since: Vec<usize> = (0..2).map(|n| mesh.kas(n).process.log_len()).collect();
+    write_private(&file, &secret())?;
+    for n in 0..2 {
+        mesh.kas(n)
+            .process
+            .logged_since(since[n], "that the secret was exchanged", |line| {
+                (line["message"] == "the secrets of the private API were exchanged").then_some(())
+            })
+            .await?;
+    }
+    within(SOON, "requests cross replicas", async || {
+        let caller = mesh.caller(1).await?;
+        let request = caller.to_agent(1, &path("Echo")).header("grpc-timeout", "2S");
+        let got = caller.call(request, &[b"x"]).await?;
+        Ok(if got.messages == ["x"] { Ok(()) } else { Err(got.status) })
+    })
+    .await
 }
 
 #[tokio::test]

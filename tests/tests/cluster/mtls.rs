@@ -240,3 +240,73 @@ async fn replica_with_a_certificate_of_another_authority_gets_no_table_and_no_tu
     drop((held, rogue));
     Ok(())
 }
+
+/// From one authority to the next under running replicas: first both are trusted, then certificates of the new one are
+/// shown, then the old one is forgotten. Each step is a file, and each file counts at both ends of a link.
+#[tokio::test]
+async fn authority_of_replicas_is_exchanged_without_a_restart() -> Result<()> {
+    runtime::tls::install();
+    let folder = tempfile::tempdir()?;
+    let (old, new) = (Authority::new()?, Authority::new()?);
+    let mut mesh = Mesh::start_with(Options { replicas: 3, start: false, ..Options::default() }).await?;
+    for n in 0..2 {
+        let listen = old.issue(&old, folder.path(), &n.to_string(), mesh.private(n).ip(), ROLE)?;
+        mesh.add_config(json!({ "private_api": { "listen": listen } }));
+        mesh.start_unready(n).await?;
+    }
+    let held = mesh.agent(0, 1, Kind::Ours, 2).await?;
+    for n in [0, 1] {
+        mesh.ready(n).await?;
+    }
+    echo(&mesh, 1, 1).await?;
+    let exchanged = async |since: [usize; 2]| -> Result<()> {
+        for (n, since) in since.into_iter().enumerate() {
+            mesh.kas(n)
+                .process
+                .logged_since(since, "that the files count", |line| {
+                    let what = line["what"] == "private_api.listen.certificate_file";
+                    (what && line["message"].as_str()?.starts_with("exchanged")).then_some(())
+                })
+                .await?;
+        }
+        Ok(())
+    };
+    let logged = || [0, 1].map(|n| mesh.kas(n).process.log_len());
+    let since = logged();
+    for n in 0..2 {
+        std::fs::write(folder.path().join(format!("{n}.ca")), format!("{}{}", old.1, new.1))?;
+    }
+    exchanged(since).await?;
+    let since = logged();
+    for n in 0..2 {
+        let both = std::fs::read(folder.path().join(format!("{n}.ca")))?;
+        new.issue(&new, folder.path(), &n.to_string(), mesh.private(n).ip(), ROLE)?;
+        std::fs::write(folder.path().join(format!("{n}.ca")), both)?;
+    }
+    exchanged(since).await?;
+    let since = logged();
+    for n in 0..2 {
+        std::fs::write(folder.path().join(format!("{n}.ca")), &new.1)?;
+    }
+    exchanged(since).await?;
+    // One that knows nothing of the old authority: it is let in, and lets the others in.
+    let listen = new.issue(&new, folder.path(), "2", mesh.private(2).ip(), ROLE)?;
+    mesh.add_config(json!({ "private_api": { "listen": listen } }));
+    mesh.start_unready(2).await?;
+    mesh.ready(2).await?;
+    let other = mesh.agent(2, 2, Kind::Ours, 2).await?;
+    mesh.converged(&[(1, 0), (2, 2)]).await?;
+    for n in 0..3 {
+        echo(&mesh, n, 1).await?;
+        echo(&mesh, n, 2).await?;
+    }
+    // And what the old one signed opens nothing any more.
+    old.issue(&new, folder.path(), "stale", mesh.private(1).ip(), ROLE)?;
+    let bearer =
+        Jwt::new(mesh.private_secret()).claim("iss", json!("gitlab-kas")).claim("sub", json!("x")).encode();
+    let got =
+        call(&mesh, folder.path(), Some("stale"), "/kas.internal.v1.Replica/Explain", Some(&bearer)).await?;
+    assert!(got.is_err_and(|error| error != "no status at once"));
+    drop((held, other));
+    Ok(())
+}

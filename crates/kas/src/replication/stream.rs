@@ -38,7 +38,22 @@ pub(super) async fn follow(
             failure
         }
         Err(error) => {
-            tracing::debug!(peer = &*address, error = peer::chain(&error), "no table stream");
+            let why = peer::chain(&error);
+            let is_tls = matches!(error, CallFailure::Dial(peer::link::DialError::Tls { .. }));
+            // Tried again and again: told of once, until it is something else.
+            if is_tls
+                && replication.inner().refusals.insert(Arc::clone(&address), why.clone()).as_ref()
+                    != Some(&why)
+            {
+                tracing::warn!(
+                    peer = &*address,
+                    error = why,
+                    "what answers there does not prove to be a replica, or takes this one for none: check the \
+                     certificates of both, and client_ca_file and role in private_api.listen"
+                );
+            } else {
+                tracing::debug!(peer = &*address, error = why, "no table stream");
+            }
             match error {
                 CallFailure::Dial(peer::link::DialError::Refused(_)) => Failure::Refused,
                 CallFailure::Dial(_) => Failure::Unanswered,

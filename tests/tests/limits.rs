@@ -1,0 +1,218 @@
+//! What a peer that is unknown, silent, idle or noisy may take up of a real kas, and the metric that tells of each:
+//! docs/limits.md has them all.
+
+#![allow(clippy::unwrap_used)] // a test may panic
+
+use std::{net::SocketAddr, time::Duration};
+
+use anyhow::{Context as _, Result};
+use bytes::Bytes;
+use grpc::Code;
+use serde_json::{Value, json};
+use testkit::{
+    caller::{Caller, answer},
+    kas::{Kas, metric_is_at_least, token},
+    process::soon,
+    raw_agent::{CONNECT, Kind, RawAgent},
+};
+use tokio::{
+    io::{AsyncReadExt as _, AsyncWriteExt as _},
+    net::TcpStream,
+    time::Instant,
+};
+
+const BY_ID: &str = "/kas.api.v1.KasApi/ConnectedAgentsById";
+const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
+/// Empty settings.
+const SETTINGS: &[u8] = &[0, 0, 0, 4, 0, 0, 0, 0, 0];
+/// The head of a header block whose end does not come.
+const OPEN_HEADERS: &[u8] = &[0, 0, 1, 1, 0, 0, 0, 0, 1, 0x83];
+
+async fn kas(limits: Value) -> Result<Kas> {
+    Kas::start_with_config(json!({ "limits": limits })).await
+}
+
+async fn refused(kas: &Kas, listener: &str, reason: &str) -> Result<()> {
+    let name = format!("kas_refusals_total{{listener=\"{listener}\",reason=\"{reason}\"}}");
+    metric_is_at_least(kas.observability, &name, 1.0).await
+}
+
+/// Opens a connection that says this and no more.
+async fn says(address: SocketAddr, bytes: &[&[u8]]) -> Result<TcpStream> {
+    let mut stream = TcpStream::connect(address).await?;
+    stream.write_all(&bytes.concat()).await?;
+    Ok(stream)
+}
+
+/// Waits until kas closes a connection.
+async fn closed(mut stream: TcpStream) {
+    let mut rest = Vec::new();
+    // A reset is an end, too.
+    let _ = soon("kas closes the connection", stream.read_to_end(&mut rest)).await;
+}
+
+#[tokio::test]
+async fn silent_sockets_lose_their_places_to_whoever_comes() -> Result<()> {
+    let kas = kas(json!({
+        "half_open_connections": 4, "first_frame_timeout": "1m", "authentication_timeout": "1m"
+    }))
+    .await?;
+    let mut silent = Vec::new();
+    for _ in 0..4 {
+        silent.push(TcpStream::connect(kas.api).await?);
+    }
+    let begun = Instant::now();
+    let caller = kas.caller().await?;
+    let message = [8, 1];
+    let got = soon("an answer in spite of them", caller.call(caller.request(BY_ID), &[&message])).await?;
+    assert_eq!(got.status.code(), Code::Ok, "{}", got.status);
+    println!("answered after {:?}", begun.elapsed());
+    refused(&kas, "Api", "HalfOpen").await?;
+    // The oldest went, and nobody else.
+    closed(silent.remove(0)).await;
+    // Who is known keeps none of the places: all four are free for others again, one after the other.
+    for _ in 0..8 {
+        let caller = kas.caller().await?;
+        let got = caller.call(caller.request(BY_ID), &[&message]).await?;
+        assert_eq!(got.status.code(), Code::Ok, "{}", got.status);
+    }
+    assert_eq!(caller.call(caller.request(BY_ID), &[&message]).await?.status.code(), Code::Ok);
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_connection_must_speak_complete_its_headers_and_show_who_it_is_each_in_time() -> Result<()> {
+    let silent = kas(json!({ "first_frame_timeout": "300ms" })).await?;
+    let unknown = kas(json!({ "authentication_timeout": "600ms" })).await?;
+    let slow = kas(json!({ "header_timeout": "300ms" })).await?;
+    for (kas, bytes, reason) in [
+        (&silent, &[][..], "Silent"),
+        (&silent, &[PREFACE], "Silent"),
+        (&unknown, &[PREFACE, SETTINGS], "Unauthenticated"),
+        (&slow, &[PREFACE, SETTINGS, OPEN_HEADERS], "Headers"),
+    ] {
+        for (listener, address) in [("Agent", kas.agent), ("Api", kas.api)] {
+            let begun = Instant::now();
+            closed(says(address, bytes).await?).await;
+            // Well before any other limit.
+            assert!(begun.elapsed() < Duration::from_secs(4), "{reason}: {:?}", begun.elapsed());
+            refused(kas, listener, reason).await?;
+        }
+    }
+    // Who does all that in time stays.
+    for kas in [&silent, &unknown, &slow] {
+        let caller = kas.caller().await?;
+        assert_eq!(caller.call(caller.request(BY_ID), &[&[8, 1]]).await?.status.code(), Code::Ok);
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        assert_eq!(caller.call(caller.request(BY_ID), &[&[8, 1]]).await?.status.code(), Code::Ok);
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn idle_connections_are_asked_to_end_and_busy_ones_are_not() -> Result<()> {
+    let kas = kas(json!({ "idle_connection_timeout": "1s" })).await?;
+    let agent = RawAgent::connect(kas.agent, &token(1), Kind::Ours).await?;
+    let _tunnel = agent.tunnel().await?;
+    let _configuration = agent.configuration("").await?;
+    let caller = kas.caller().await?;
+    assert_eq!(caller.call(caller.request(BY_ID), &[&[8, 1]]).await?.status.code(), Code::Ok);
+    caller.link().closed().await;
+    refused(&kas, "Api", "Idle").await?;
+    assert_eq!(kas.metric("kas_refusals_total{listener=\"Agent\",reason=\"Idle\"}").await?, 0.0);
+    assert_eq!(kas.metric("kas_tunnels_open").await?, 1.0);
+    Ok(())
+}
+
+#[tokio::test]
+async fn pings_beyond_the_burst_end_the_connection_and_those_that_follow_answers_do_not() -> Result<()> {
+    let kas = kas(json!({ "ping_interval": "1m" })).await?;
+    let connect = async || -> Result<_> {
+        let (client, mut connection) = h2::client::handshake(TcpStream::connect(kas.api).await?).await?;
+        let pings = connection.ping_pong().context("a connection pings")?;
+        let ended = tokio::spawn(async move { drop(connection.await) });
+        Ok((client, pings, ended))
+    };
+    let call = |client: &mut h2::client::SendRequest<Bytes>| -> Result<_> {
+        let request = http::Request::post(format!("http://localhost{BY_ID}"))
+            .header("content-type", "application/grpc")
+            .header("te", "trailers")
+            .header("authorization", format!("Bearer {}", kas.jwt()))
+            .body(())?;
+        let (response, mut send) = client.send_request(request, false)?;
+        send.send_data(Bytes::from_static(&[0, 0, 0, 0, 2, 8, 1]), true)?;
+        Ok(response)
+    };
+    let (client, mut pings, mut ended) = connect().await?;
+    let mut client = client.ready().await?;
+    // Those that measure bandwidth, as gRPC in Go does.
+    for _ in 0..50 {
+        let response = call(&mut client)?;
+        let mut body = soon("an answer", response).await?.into_body();
+        while let Some(data) = soon("data", body.data()).await {
+            body.flow_control().release_capacity(data?.len())?;
+        }
+        soon("a pong", pings.ping(h2::Ping::opaque())).await?;
+    }
+    assert!(!ended.is_finished());
+    let mut answered = 0;
+    while soon("a pong or the end", pings.ping(h2::Ping::opaque())).await.is_ok() {
+        answered += 1;
+        assert!(answered <= 5);
+    }
+    soon("the end", &mut ended).await?;
+    refused(&kas, "Api", "Pings").await?;
+    Ok(())
+}
+
+#[tokio::test]
+async fn floods_of_frames_that_carry_nothing_end_the_connection() -> Result<()> {
+    let kas = Kas::start().await?;
+    let flood = SETTINGS.repeat(200);
+    closed(says(kas.agent, &[PREFACE, &flood]).await?).await;
+    refused(&kas, "Agent", "IdleFrames").await?;
+    Ok(())
+}
+
+#[tokio::test]
+async fn requests_with_too_many_or_too_large_headers_get_an_answer_that_grpc_clients_show() -> Result<()> {
+    let kas = Kas::start().await?;
+    let agent = RawAgent::connect(kas.agent, &token(1), Kind::Ours).await?;
+    let mut request = agent.request(CONNECT);
+    for n in 0..70 {
+        request = request.header(format!("x-field-{n}"), "x");
+    }
+    let mut stream = agent.link().open(request.body(())?).await?;
+    let got = answer(&mut stream).await?;
+    assert_eq!(got.status.code(), Code::ResourceExhausted, "{}", got.status);
+    assert!(got.status.message().contains("at most 64 are accepted"), "{}", got.status);
+    refused(&kas, "Agent", "Headers").await?;
+    // Above 16 KiB it is HTTP/2 itself that answers, without a status of gRPC: clients make one.
+    let channel = tonic::transport::Endpoint::from_shared(format!("http://{}", kas.api))?.connect().await?;
+    let mut client = tonic::client::Grpc::new(channel);
+    client.ready().await?;
+    let mut request = tonic::Request::new(proto::kas::api::v1::ConnectedAgentsByIdRequest { agent_id: 1 });
+    request.metadata_mut().insert("x-large", "x".repeat(17 * 1024).parse()?);
+    let codec = tonic_prost::ProstCodec::<_, proto::kas::api::v1::ConnectedAgentsByIdResponse>::default();
+    let status = client.unary(request, http::uri::PathAndQuery::from_static(BY_ID), codec).await.unwrap_err();
+    assert_eq!(status.code(), tonic::Code::Unknown, "{status:?}");
+    assert!(status.message().contains("431"), "{status:?}");
+    // The connection goes on.
+    let caller = Caller::connect(kas.api, Some(kas.jwt())).await?;
+    assert_eq!(caller.call(caller.request(BY_ID), &[&[8, 1]]).await?.status.code(), Code::Ok);
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_token_that_fails_again_and_again_is_not_looked_up_any_more_and_others_are() -> Result<()> {
+    let kas = kas(json!({ "token_burst": 3 })).await?;
+    let wrong = RawAgent::connect(kas.agent, "wrong", Kind::Old).await?;
+    for _ in 0..10 {
+        let error = wrong.tunnel().await.unwrap_err().downcast::<grpc::Status>()?;
+        assert_eq!(error.code(), Code::Unauthenticated);
+    }
+    refused(&kas, "Agent", "RateLimit").await?;
+    let right = RawAgent::connect(kas.agent, &token(1), Kind::Old).await?;
+    right.tunnel().await?;
+    Ok(())
+}
