@@ -124,10 +124,10 @@ async fn secret_of_replicas_is_exchanged_without_a_restart() -> Result<()> {
     mesh.converged(&[(1, 0)]).await?;
     let since: Vec<usize> = (0..2).map(|n| mesh.kas(n).process.log_len()).collect();
     write_private(&file, &secret())?;
-    for n in 0..2 {
+    for (n, since) in since.into_iter().enumerate() {
         mesh.kas(n)
             .process
-            .logged_since(since[n], "that the secret was exchanged", |line| {
+            .logged_since(since, "that the secret was exchanged", |line| {
                 (line["message"] == "the secrets of the private API were exchanged").then_some(())
             })
             .await?;
