@@ -114,7 +114,7 @@ pub const PEER: Settings = Settings {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Limits {
     /// Connections of the listener without an authenticated stream, handshakes included. When there are so many, the
-    /// next waits until one of them is known, or takes the place of the oldest after two seconds.
+    /// next waits until one of them is known, or takes the place of the oldest after a second.
     pub half_open: usize,
     /// A TLS handshake must be over within this time, and so must what may follow it: an upgrade to WebSocket.
     pub handshake: Duration,

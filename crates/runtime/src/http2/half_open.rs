@@ -9,8 +9,9 @@ use std::{
 use tokio::{sync::Notify, time::Instant};
 
 /// When all places are taken, whoever has had one for this long gives it to the next. Shorter: in a storm of reconnects
-/// those lose theirs whose handshakes wait for the processor. Longer: silent sockets keep the others waiting.
-const PATIENCE: Duration = Duration::from_secs(2);
+/// those lose theirs whose handshakes wait for the processor, a millisecond each at worst. Longer: a flood of silent
+/// sockets keeps the others waiting, at one place's worth of them in this time.
+const PATIENCE: Duration = Duration::from_secs(1);
 
 /// The places of a listener.
 ///
