@@ -9,7 +9,7 @@ use crate::{report::line, workspace};
 
 /// A crate and what it may depend on, for itself and its build. Dependencies come before their dependants, so that
 /// there is no way to write a cycle.
-const ALLOWED: [(&str, &[&str]); 16] = [
+const ALLOWED: [(&str, &[&str]); 17] = [
     // Ids are values: no I/O, nothing generated.
     ("ids", &[]),
     // What is on the wire; ids are made of it at the edges, by those who check them.
@@ -19,6 +19,8 @@ const ALLOWED: [(&str, &[&str]); 16] = [
     // HTTP/2 listeners, TLS, telemetry: knows no protocol of ours.
     ("runtime", &["websocket"]),
     ("grpc", &["ids", "proto"]),
+    // Spans of requests and their export: knows neither program.
+    ("traces", &["runtime", "grpc"]),
     // Both ends of a tunnel. It knows nobody who uses it.
     ("tunnel", &["ids", "proto", "grpc"]),
     // Who holds which tunnel; kas' business only.
@@ -28,9 +30,12 @@ const ALLOWED: [(&str, &[&str]); 16] = [
     // The protocol of the table, without I/O.
     ("table", &["ids"]),
     ("discovery", &[]),
-    ("kas", &["ids", "proto", "runtime", "grpc", "tunnel", "cluster", "gossip", "table", "discovery"]),
+    (
+        "kas",
+        &["ids", "proto", "runtime", "grpc", "traces", "tunnel", "cluster", "gossip", "table", "discovery"],
+    ),
     // Runs in other people's clusters: nothing of how kas replicas find each other may come along.
-    ("agentk", &["ids", "proto", "runtime", "websocket", "grpc", "tunnel"]),
+    ("agentk", &["ids", "proto", "runtime", "websocket", "grpc", "traces", "tunnel"]),
     ("kasctl", &["ids", "proto", "runtime"]),
     // For tests. Without the programs, so that all of them can use it.
     ("testkit", &["ids", "proto", "runtime", "grpc", "tunnel"]),

@@ -29,6 +29,11 @@ use crate::{
 /// How long open requests go on after a signal to leave; a pod's usual grace is 30 s.
 const DRAIN: Duration = Duration::from_secs(25);
 
+/// How long the last spans may take to be exported.
+const SPANS: Duration = Duration::from_secs(2);
+/// How long one export may take, and how many spans may wait for it: OpenTelemetry's own numbers.
+const EXPORT: (Duration, usize) = (Duration::from_secs(10), 2_048);
+
 /// What the agent is told.
 #[derive(Debug)]
 pub struct Settings {
@@ -48,6 +53,8 @@ pub struct Settings {
     pub max_tunnels: usize,
     /// Serves the benchmark's service too.
     pub bench_module: bool,
+    /// Who takes spans; `None`: none are made.
+    pub collector: Option<traces::Collector>,
     /// Namespace and name of the pod.
     pub pod: (String, String),
 }
@@ -80,14 +87,38 @@ pub async fn run(settings: Settings, level: Level) -> anyhow::Result<()> {
         cluster = api_server.target().host(),
         "agentk is starting"
     );
-    let mut modules: Vec<Arc<dyn Module>> =
-        vec![Arc::new(KubernetesApi::new(api_server, version::VERSION, version::COMMIT))];
+    let mut registry = Registry::default();
+    let spans = Arc::new(traces::Counts::new(registry.sub_registry_with_prefix("agentk")));
+    let instance = format!("{:032x}", rand::random::<u128>());
+    let (tracer, export) = match settings.collector {
+        None => (None, None),
+        Some(collector) => {
+            let (namespace, pod) = &settings.pod;
+            let attributes = [("k8s.namespace.name", namespace), ("k8s.pod.name", pod)]
+                .into_iter()
+                .filter(|(_, value)| !value.is_empty())
+                .map(|(key, value)| (key.to_owned(), value.clone()));
+            let settings = traces::Settings {
+                collector,
+                // kas has decided about what comes from it, and nothing begins here.
+                ratio: 1.0,
+                timeout: EXPORT.0,
+                queue: EXPORT.1,
+                service: "gitlab-agent".to_owned(),
+                instance: instance.clone(),
+                attributes: attributes.collect(),
+            };
+            let (tracer, export) = traces::start(settings, spans).context("spans cannot be exported")?;
+            (Some(tracer), Some(export))
+        }
+    };
+    let kubernetes = KubernetesApi::new(api_server, version::VERSION, version::COMMIT);
+    let mut modules: Vec<Arc<dyn Module>> = vec![Arc::new(kubernetes.traced(tracer.clone()))];
     if settings.bench_module {
         modules.push(Arc::new(Bench));
     }
-    let modules = Modules::new(modules);
+    let modules = Modules::new(modules).traced(tracer);
 
-    let mut registry = Registry::default();
     let metrics = Arc::new(Metrics::new(&mut registry));
     let listener =
         Listener::bind(&Address::Tcp(settings.observability_address.clone())).await.with_context(|| {
@@ -116,7 +147,7 @@ pub async fn run(settings: Settings, level: Level) -> anyhow::Result<()> {
         descriptor: modules.descriptor(),
         handler: Arc::new(modules),
         token,
-        instance: HeaderValue::try_from(format!("{:032x}", rand::random::<u128>()))?,
+        instance: HeaderValue::try_from(instance)?,
         meta: AgentMeta {
             version: version::VERSION.into(),
             commit_id: version::COMMIT.into(),
@@ -165,6 +196,9 @@ pub async fn run(settings: Settings, level: Level) -> anyhow::Result<()> {
     }
     supervisor.abort();
     follow.abort();
+    if let Some(export) = export {
+        export.finish(SPANS).await;
+    }
     lifecycle.advance(Phase::Stopped);
     let _ = admin.await;
     Ok(())

@@ -61,6 +61,20 @@ struct AgentArguments {
     /// The most requests at once, through each replica.
     #[arg(long, value_name = "N", default_value_t = 500, value_parser = clap::value_parser!(u16).range(1..=500))]
     max_tunnels: u16,
+    /// Where spans of requests go by OTLP, such as http://collector:4318. Without it: OTEL_EXPORTER_OTLP_ENDPOINT, else
+    /// none are made; the trace context of a request goes on to the API server either way.
+    #[arg(long, value_name = "URL", value_parser = endpoint)]
+    otlp_endpoint: Option<http::Uri>,
+    /// How it is spoken to: http/protobuf or grpc. Without it: OTEL_EXPORTER_OTLP_PROTOCOL, else http/protobuf.
+    #[arg(long, value_name = "PROTOCOL", value_parser = ["http/protobuf", "grpc"])]
+    otlp_protocol: Option<String>,
+    /// File with lines `name: value`, which requests to it carry; read again before each export. Also
+    /// OTEL_EXPORTER_OTLP_HEADERS.
+    #[arg(long, value_name = "FILE")]
+    otlp_headers_file: Option<PathBuf>,
+    /// PEM file with CA certificates for TLS with it, besides the system's. Without it: OTEL_EXPORTER_OTLP_CERTIFICATE.
+    #[arg(long, value_name = "FILE")]
+    otlp_ca_cert_file: Option<PathBuf>,
     /// Serves the benchmark's service too.
     #[arg(long, hide = true)]
     bench_module: bool,
@@ -89,6 +103,10 @@ enum Command {
         /// For which shell.
         shell: clap_complete::Shell,
     },
+}
+
+fn endpoint(text: &str) -> Result<http::Uri, String> {
+    traces::parse_endpoint(text).ok_or_else(|| format!("expected {}", traces::ENDPOINT))
 }
 
 const HELP: &str = "\
@@ -141,6 +159,16 @@ fn run(arguments: Arguments) -> anyhow::Result<()> {
             let (Some(kas_address), Some(token_file)) = (agent.kas_address, agent.token_file) else {
                 anyhow::bail!("--kas-address and --token-file are needed; see --help");
             };
+            let told = traces::Told {
+                endpoint: agent.otlp_endpoint,
+                protocol: agent.otlp_protocol.map(|protocol| match protocol.as_str() {
+                    "grpc" => traces::Protocol::Grpc,
+                    _ => traces::Protocol::Http,
+                }),
+                headers_file: agent.otlp_headers_file,
+                ca_file: agent.otlp_ca_cert_file,
+            };
+            let collector = traces::Variables::of_process().collector(told)?;
             let level = telemetry::start("info", format);
             let settings = Settings {
                 kas_address,
@@ -151,6 +179,7 @@ fn run(arguments: Arguments) -> anyhow::Result<()> {
                 replicas: agent.replicas.into(),
                 max_tunnels: agent.max_tunnels.into(),
                 bench_module: agent.bench_module,
+                collector,
                 pod: (agent.pod_namespace, agent.pod_name),
             };
             builder.build()?.block_on(app::run(settings, level))

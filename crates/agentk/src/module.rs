@@ -4,9 +4,11 @@ use std::{fmt, future::Future, pin::Pin, sync::Arc};
 
 use grpc::{Code, Status};
 use proto::gitlab::agent::reverse_tunnel::info::{AgentDescriptor, Method, Service};
+use traces::Tracer;
 
 pub mod bench;
 pub mod kubernetes_api;
+mod span;
 
 /// What a module returns; dropping it, or the response's body, cancels the request.
 pub type Answer = Pin<Box<dyn Future<Output = http::Response<grpc::Body>> + Send>>;
@@ -28,18 +30,27 @@ pub trait Module: Send + Sync + 'static {
 
 /// Every module of an agent.
 #[derive(Clone, Default)]
-pub struct Modules(Vec<Arc<dyn Module>>);
+pub struct Modules {
+    modules: Vec<Arc<dyn Module>>,
+    /// Makes a span of each request, if there is one.
+    tracer: Option<Tracer>,
+}
 
 impl fmt::Debug for Modules {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_list().entries(self.0.iter().map(|module| module.service())).finish()
+        f.debug_list().entries(self.modules.iter().map(|module| module.service())).finish()
     }
 }
 
 impl Modules {
     /// Makes a set of modules, each with a service of its own.
     pub fn new(modules: Vec<Arc<dyn Module>>) -> Self {
-        Self(modules)
+        Self { modules, tracer: None }
+    }
+
+    /// Makes a span of each request from now on.
+    pub fn traced(self, tracer: Option<Tracer>) -> Self {
+        Self { tracer, ..self }
     }
 
     /// Returns what agentk tells kas it serves.
@@ -48,15 +59,27 @@ impl Modules {
             name: module.service().to_owned(),
             methods: module.methods().iter().map(|name| Method { name: (*name).to_owned() }).collect(),
         };
-        AgentDescriptor { services: self.0.iter().map(service).collect() }
+        AgentDescriptor { services: self.modules.iter().map(service).collect() }
     }
 
     /// Begins a request in the module that serves its path; `UNIMPLEMENTED` when none does.
-    pub fn call(&self, request: http::Request<grpc::Body>) -> Answer {
+    pub fn call(&self, mut request: http::Request<grpc::Body>) -> Answer {
+        match &self.tracer {
+            None => self.dispatch(request),
+            Some(tracer) => {
+                let span = span::begin(tracer, &mut request);
+                span::follow(span, self.dispatch(request))
+            }
+        }
+    }
+
+    fn dispatch(&self, request: http::Request<grpc::Body>) -> Answer {
         let path = request.uri().path();
         let found =
             path.strip_prefix('/').and_then(|path| path.split_once('/')).and_then(|(service, method)| {
-                self.0.iter().find(|module| module.service() == service && module.methods().contains(&method))
+                self.modules
+                    .iter()
+                    .find(|module| module.service() == service && module.methods().contains(&method))
             });
         match found {
             Some(module) => module.call(request),

@@ -56,6 +56,8 @@ const AGENT_AGE_SHARE: f64 = 0.35;
 const API_AGE_SHARE: f64 = 0.8;
 /// Pings of another replica at once, and one more in each of this time: it asks each 3 s whether this one is there.
 const PEER_PINGS: (u32, Duration) = (50, Duration::from_secs(1));
+/// How long the last spans may take to be exported.
+const SPANS: Duration = Duration::from_secs(2);
 
 /// Why kas could not start.
 #[derive(Debug, thiserror::Error)]
@@ -93,6 +95,9 @@ pub enum StartError {
     /// The audit log cannot begin.
     #[error(transparent)]
     Audit(#[from] audit::OpenError),
+    /// Spans cannot be exported.
+    #[error("observability.tracing: spans cannot be exported")]
+    Tracing(#[from] traces::Error),
     /// The other replicas cannot be looked for.
     #[error("the other replicas cannot be looked for")]
     Mesh(#[from] MeshError),
@@ -148,6 +153,7 @@ pub struct Kas {
     configs: Arc<AgentConfigs>,
     metrics: Arc<Metrics>,
     audit: Option<Arc<audit::Sink>>,
+    export: Option<traces::Export>,
     lifecycle: Lifecycle,
     following: Following,
 }
@@ -367,6 +373,7 @@ impl Kas {
             Info::new([("version", version::VERSION), ("commit", version::COMMIT)]),
         );
         let metrics = Arc::new(Metrics::new(&mut registry));
+        let spans = Arc::new(traces::Counts::new(registry.sub_registry_with_prefix("kas")));
         metrics.file_limit.set(runtime::io::raise_file_limit());
         let mut following =
             Following { certificates: Certificates::new(Arc::clone(&metrics)), all: Vec::new() };
@@ -438,7 +445,24 @@ impl Kas {
                 Some(audit::Sink::open(&audit.output, audit.queue as usize, replica, metrics)?)
             }
         };
-        let observer = Observer::new(audit.clone(), Arc::clone(&identity));
+        let (tracer, export) = match config.observability.tracing.clone() {
+            None => (None, None),
+            Some(config::Tracing { collector, ratio, timeout, queue }) => {
+                let settings = traces::Settings {
+                    collector,
+                    ratio,
+                    timeout,
+                    queue: queue as usize,
+                    // 14.1's name.
+                    service: "gitlab-kas".to_owned(),
+                    instance: replica.id.as_str().to_owned(),
+                    attributes: Vec::new(),
+                };
+                let (tracer, export) = traces::start(settings, spans)?;
+                (Some(tracer), Some(export))
+            }
+        };
+        let observer = Observer::new(audit.clone(), tracer.clone(), Arc::clone(&identity));
         let rate_limit = || {
             RateLimit::new(config.agent.listen.connections_per_token_per_minute, config.limits.token_burst)
         };
@@ -466,6 +490,7 @@ impl Kas {
                     Arc::clone(&tunnels),
                     Arc::clone(&metrics),
                     mesh.services(),
+                    tracer,
                 );
                 let listen = &replication.private_api;
                 let server = Server {
@@ -526,6 +551,7 @@ impl Kas {
             configs,
             metrics,
             audit,
+            export,
             lifecycle,
             config,
         })
@@ -557,6 +583,7 @@ impl Kas {
             configs,
             metrics,
             audit,
+            export,
             lifecycle,
             following,
             ..
@@ -628,9 +655,17 @@ impl Kas {
         lifecycle.advance(Phase::Stopped);
         servers.wait().await;
         // After the last requests have ended, and before probes stop: what is lost here is counted.
-        if let Some(audit) = &audit {
-            audit.flush().await;
-        }
+        let flush = async {
+            if let Some(audit) = &audit {
+                audit.flush().await;
+            }
+        };
+        let finish = async {
+            if let Some(export) = export {
+                export.finish(SPANS).await;
+            }
+        };
+        tokio::join!(flush, finish);
         // Probes are answered to the end.
         let _ = (&mut admin.0).await;
         for task in background {

@@ -76,6 +76,8 @@ pub struct Environment {
     pub own_private_api_url: Option<OsString>,
     /// `POD_IP`, which a pod gets from the field `status.podIP`.
     pub pod_ip: Option<OsString>,
+    /// OpenTelemetry's own variables.
+    pub otlp: traces::Variables,
 }
 
 impl Environment {
@@ -87,6 +89,7 @@ impl Environment {
             home: std::env::var_os("HOME"),
             own_private_api_url: std::env::var_os("OWN_PRIVATE_API_URL"),
             pod_ip: std::env::var_os("POD_IP"),
+            otlp: traces::Variables::of_process(),
         }
     }
 
@@ -656,7 +659,7 @@ pub enum ApiSecrets {
 }
 
 /// Section `observability`.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct Observability {
     /// Where to listen; never TLS.
     pub listen: Listen,
@@ -670,6 +673,21 @@ pub struct Observability {
     pub log_level: LogLevel,
     /// Where the audit log goes; `None`: there is none.
     pub audit: Option<Audit>,
+    /// Where spans go; `None`: none are made.
+    pub tracing: Option<Tracing>,
+}
+
+/// Section `observability.tracing`, and what OpenTelemetry's variables say besides.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Tracing {
+    /// Who takes spans.
+    pub collector: traces::Collector,
+    /// The share of traces that begin here and are recorded, from 0 to 1.
+    pub ratio: f64,
+    /// How long one export may take.
+    pub timeout: Duration,
+    /// Spans that may wait; at least one.
+    pub queue: u32,
 }
 
 /// Section `observability.audit`.

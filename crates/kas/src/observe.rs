@@ -1,4 +1,4 @@
-//! What is told of each request of the API listener to those who look: lines of the audit log.
+//! What is told of each request of the API listener to those who look: lines of the audit log, and a span.
 //!
 //! A [`Sight`] accompanies a request. When nobody looks it is empty, and each of its steps is one comparison.
 
@@ -19,6 +19,7 @@ use http_body::{Frame, SizeHint};
 use ids::{AgentId, ConnectionId};
 use runtime::http2::Body;
 use tokio::time::Instant;
+use traces::{Kind, Span, Tracer};
 
 use crate::{
     audit::{
@@ -34,20 +35,28 @@ const LONGEST_METHOD: usize = 512;
 /// Who looks at requests.
 pub struct Observer {
     audit: Option<Arc<audit::Sink>>,
+    tracer: Option<Tracer>,
     /// Knows the projects of agents.
     identity: Arc<dyn Identity>,
 }
 
 impl std::fmt::Debug for Observer {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Observer").field("audit", &self.audit.is_some()).finish_non_exhaustive()
+        f.debug_struct("Observer")
+            .field("audit", &self.audit.is_some())
+            .field("tracer", &self.tracer.is_some())
+            .finish_non_exhaustive()
     }
 }
 
 impl Observer {
-    /// Nobody looks when `audit` is `None`.
-    pub fn new(audit: Option<Arc<audit::Sink>>, identity: Arc<dyn Identity>) -> Arc<Self> {
-        Arc::new(Self { audit, identity })
+    /// Nobody looks when `audit` and `tracer` are `None`.
+    pub fn new(
+        audit: Option<Arc<audit::Sink>>,
+        tracer: Option<Tracer>,
+        identity: Arc<dyn Identity>,
+    ) -> Arc<Self> {
+        Arc::new(Self { audit, tracer, identity })
     }
 
     /// A request has arrived.
@@ -57,7 +66,7 @@ impl Observer {
         peer: Option<SocketAddr>,
         correlation: &HeaderValue,
     ) -> Sight {
-        if self.audit.is_none() {
+        if self.audit.is_none() && self.tracer.is_none() {
             return Sight::default();
         }
         let facts = Facts {
@@ -78,8 +87,55 @@ impl Observer {
             arrived: Instant::now(),
             bytes_in: AtomicU64::new(0),
             bytes_out: AtomicU64::new(0),
-            state: Mutex::new(State { facts: Arc::new(facts), started: false, route: None, ended: false }),
+            state: Mutex::new(State {
+                facts: Arc::new(facts),
+                started: false,
+                route: None,
+                span: None,
+                ended: false,
+            }),
         })))
+    }
+}
+
+fn begin_span(tracer: &Tracer, facts: &Facts, headers: &HeaderMap) -> Span {
+    let name = facts.method.trim_start_matches('/');
+    let (service, method) = name.split_once('/').unwrap_or((name, ""));
+    let mut span = tracer.begin(name.to_owned(), Kind::Server, headers);
+    if span.is_recording() {
+        span.set("rpc.system", "grpc");
+        span.set("rpc.service", service.to_owned());
+        span.set("rpc.method", method.to_owned());
+        span.set("gitlab.correlation_id", facts.request_id.clone());
+        if let Some(agent) = facts.agent {
+            span.set("kas.agent.id", agent.get());
+        }
+    }
+    span
+}
+
+fn end_span(span: &mut Span, code: Code, outcome: Option<&'static str>, route: Option<&Route>) {
+    span.set("rpc.grpc.status_code", i64::from(code.number()));
+    if let Some(outcome) = outcome {
+        span.set("kas.outcome", outcome);
+    }
+    match route {
+        None => {}
+        Some(Route::Local) => span.set("kas.route", "local"),
+        Some(Route::Peer(replica)) => {
+            span.set("kas.route", "peer");
+            span.set("kas.route.replica", replica.as_str().to_owned());
+        }
+    }
+    // What a server answers for: the codes that OpenTelemetry's conventions name.
+    if let Code::Unknown
+    | Code::DeadlineExceeded
+    | Code::Unimplemented
+    | Code::Internal
+    | Code::Unavailable
+    | Code::DataLoss = code
+    {
+        span.failed(code.name());
     }
 }
 
@@ -102,6 +158,8 @@ struct State {
     /// The first line has been written.
     started: bool,
     route: Option<Route>,
+    /// From when it was allowed until it is over.
+    span: Option<Span>,
     /// The last one too.
     ended: bool,
 }
@@ -136,6 +194,9 @@ impl Seen {
             return;
         }
         self.start(&mut state);
+        if let Some(mut span) = state.span.take() {
+            end_span(&mut span, code, outcome, state.route.as_ref());
+        }
         let end = End {
             route: state.route.take(),
             bytes_in: self.bytes_in.load(Ordering::Relaxed),
@@ -163,21 +224,42 @@ impl Sight {
     /// For whom the request is, is known.
     pub fn target(&self, agent: AgentId, connection: Option<ConnectionId>) {
         if let Some(seen) = &self.0 {
-            let project = seen.observer.identity.project_of(agent);
+            let audit = seen.observer.audit.as_ref();
+            let project = audit.and_then(|_| seen.observer.identity.project_of(agent));
             seen.learn(|facts| {
-                (facts.agent, facts.project, facts.connection) = (Some(agent), project, connection)
+                (facts.agent, facts.project, facts.connection) = (Some(agent), project, connection);
             });
+            // Of kas' own methods the message says it, which comes later.
+            if let Some(span) = &mut seen.state().span {
+                span.set("kas.agent.id", agent.get());
+            }
         }
     }
 
-    /// The request goes on. Its first line is written now or, when its first message says what it means, with that.
-    pub fn allowed(&self) {
+    /// The request goes on. Its first line is written now or, when its first message says what it means, with that; and
+    /// its span begins, below the one that its headers name.
+    pub fn allowed(&self, headers: &HeaderMap) {
         if let Some(seen) = &self.0 {
-            seen.learn(|facts| facts.decision = Decision::Allow);
+            let span =
+                seen.observer.tracer.as_ref().map(|tracer| begin_span(tracer, &seen.state().facts, headers));
+            seen.learn(|facts| {
+                facts.decision = Decision::Allow;
+                facts.trace_id = span.as_ref().map(Span::trace_id);
+            });
             let mut state = seen.state();
-            if state.facts.method != METHOD {
+            state.span = span;
+            if seen.observer.audit.is_none() || state.facts.method != METHOD {
                 seen.start(&mut state);
             }
+        }
+    }
+
+    /// Puts the context of the request's span into the headers that go on.
+    pub fn outgoing(&self, headers: &mut HeaderMap) {
+        if let Some(seen) = &self.0
+            && let Some(span) = &seen.state().span
+        {
+            span.write_to(headers);
         }
     }
 
@@ -201,7 +283,8 @@ impl Sight {
         match &self.0 {
             None => body,
             Some(seen) => {
-                let first = (seen.state().facts.method == METHOD).then(First::default);
+                let reads = seen.observer.audit.is_some() && seen.state().facts.method == METHOD;
+                let first = reads.then(First::default);
                 grpc::boxed(RequestBody { inner: body, seen: Arc::clone(seen), first })
             }
         }

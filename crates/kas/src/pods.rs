@@ -217,12 +217,14 @@ async fn fetch(
     let header = http_request::Header { request: Some(request), extra: None };
     grpc::encode_into(&HttpRequest { message: Some(Message::Header(header)) }, &mut body);
     grpc::encode_into(&HttpRequest { message: Some(Message::Trailer(http_request::Trailer {})) }, &mut body);
+    let mut headers = HeaderMap::new();
+    asked.sight.outgoing(&mut headers);
     let answer = router
         .route(AgentRequest {
             agent,
             connection,
             method: Arc::from(METHOD),
-            headers: HeaderMap::new(),
+            headers,
             correlation: asked.correlation.clone(),
             deadline: asked.deadline,
             body: grpc::full(body.freeze()),

@@ -83,6 +83,19 @@ impl Agentk {
         Self::start_at(namespace, &format!("grpc://{kas}"), token, &cluster).await
     }
 
+    /// Starts one that dials `kas` and serves the API server at `server`, with further arguments.
+    ///
+    /// # Errors
+    /// When it does not start.
+    pub async fn start_with_arguments(
+        kas: SocketAddr,
+        token: &str,
+        server: &str,
+        arguments: &[&str],
+    ) -> Result<Self> {
+        Self::start_in(kas, token, &[&["--kube-server", server], arguments].concat()).await
+    }
+
     async fn start_in(kas: SocketAddr, token: &str, cluster: &[&str]) -> Result<Self> {
         Self::start_at(None, &format!("grpc://{kas}"), token, cluster).await
     }

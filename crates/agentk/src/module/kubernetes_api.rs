@@ -21,6 +21,7 @@ use hyper::body::Incoming;
 use prost::Message as _;
 use proto::gitlab::agent::prototool;
 use tokio::time::{Sleep, sleep_until};
+use traces::{Kind, Span, Tracer};
 use tunnel::frame::{self, Decoder, Event};
 
 use super::{Answer, Module};
@@ -55,13 +56,37 @@ pub struct KubernetesApi {
     api: ApiServer,
     /// How agentk names itself to the API server.
     user_agent: HeaderValue,
+    /// Makes a span of each request to the API server, if there is one.
+    tracer: Option<Tracer>,
 }
 
 impl KubernetesApi {
     /// Makes the module; version and commit are those of agentk.
     pub fn new(api: ApiServer, version: &str, commit: &str) -> Self {
         let user_agent = HeaderValue::try_from(format!("gitlab-agent/{version}/{commit}"));
-        Self { api, user_agent: user_agent.unwrap_or(HeaderValue::from_static("gitlab-agent")) }
+        Self { api, user_agent: user_agent.unwrap_or(HeaderValue::from_static("gitlab-agent")), tracer: None }
+    }
+
+    /// Makes a span of each request to the API server from now on.
+    pub fn traced(self, tracer: Option<Tracer>) -> Self {
+        Self { tracer, ..self }
+    }
+
+    /// Begins the span of a request to the API server, below that of the caller's request, and tells the API server of
+    /// it; without a tracer it is told of the caller's.
+    fn begin_span(&self, caller: &HeaderMap, request: &mut Request<grpc::Body>) -> Option<Span> {
+        let Some(tracer) = &self.tracer else {
+            traces::pass_on(caller, request.headers_mut());
+            return None;
+        };
+        let mut span = tracer.begin(request.method().as_str().to_owned(), Kind::Client, caller);
+        if span.is_recording() {
+            // Not the path: it has names that are nobody's business.
+            span.set("http.request.method", request.method().as_str().to_owned());
+            span.set("server.address", self.api.target().host().to_owned());
+        }
+        span.write_to(request.headers_mut());
+        Some(span)
     }
 
     async fn make_request(self, request: Request<grpc::Body>) -> Result<Response<grpc::Body>, Status> {
@@ -119,9 +144,10 @@ impl KubernetesApi {
         }
 
         let method = request.method().clone();
+        let mut span = self.begin_span(&parts.headers, &mut request);
         let mut over = false;
         let mut sending = pin!(self.api.send(request));
-        let answer = timer
+        let answered = timer
             .race(poll_fn(|cx| match sending.as_mut().poll(cx) {
                 Poll::Ready(Ok(answer)) => Poll::Ready(Ok(answer)),
                 // What broke the upload is the reason, and not what hyper makes of it.
@@ -142,8 +168,23 @@ impl KubernetesApi {
                     Poll::Pending => Poll::Pending,
                 },
             }))
-            .await??;
+            .await;
+        let answer = match answered {
+            Ok(Ok(answer)) => answer,
+            Ok(Err(status)) | Err(status) => {
+                if let Some(span) = &mut span {
+                    span.failed(status.code().name());
+                }
+                return Err(status);
+            }
+        };
         let (parts, upstream) = answer.into_parts();
+        if let Some(span) = &mut span {
+            span.set("http.response.status_code", i64::from(parts.status.as_u16()));
+            if parts.status.is_client_error() || parts.status.is_server_error() {
+                span.failed(parts.status.as_str().to_owned());
+            }
+        }
         tracing::debug!(http.method = %method, http.status = parts.status.as_u16(), "Kubernetes API server answered");
 
         let header = head::response(&parts).encode_to_vec();
@@ -166,6 +207,7 @@ impl KubernetesApi {
             piece: Bytes::new(),
             whole: None,
             end: None,
+            span,
         };
         let mut response = Response::new(grpc::boxed(body));
         response.headers_mut().insert(http::header::CONTENT_TYPE, grpc::CONTENT_TYPE);
@@ -522,10 +564,17 @@ struct Download {
     /// A piece whose head has gone out.
     whole: Option<Bytes>,
     end: Option<Status>,
+    /// Of the request to the API server, until its answer is over.
+    span: Option<Span>,
 }
 
 impl Download {
     fn finish(&mut self, status: Status) {
+        if let Some(mut span) = self.span.take()
+            && status.code() != Code::Ok
+        {
+            span.failed(status.code().name());
+        }
         self.upstream = None;
         self.inbox = None;
         self.timer = Timer(None);

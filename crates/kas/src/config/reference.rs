@@ -114,6 +114,7 @@ begin with, and `kas config check FILE` tells all problems of a file at once.
 | `OWN_PRIVATE_API_URL` | see `private_api.advertise`; as in 14.1 |
 | `POD_IP` | see `private_api.advertise` |
 | `HTTP_PROXY`, `HTTPS_PROXY`, `NO_PROXY` | the way to GitLab; as in 14.1 |
+| `OTEL_EXPORTER_OTLP_ENDPOINT`, `_PROTOCOL`, `_HEADERS`, `_CERTIFICATE` | see `observability.tracing`; with `OTEL_EXPORTER_OTLP_TRACES_` in front they win over those without |
 | `RUST_LOG` | the level of the log; wins over `observability.logging.level` |
 ";
 

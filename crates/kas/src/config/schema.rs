@@ -20,7 +20,7 @@ use super::{
     Advertise, Agent, AgentListener, Api, ApiListener, ApiSecrets, Audit, AuditOutput, Config,
     ConfigurationSource, Discovery, DnsRecords, Drain, Environment, GitLab, GitLabApi, Gossip, HostPort,
     Identity, Limits, Listen, LogLevel, Network, Observability, OpenFiles, OtherReplicas, PrivateApi,
-    Replication, ServicePort, Source, TlsFiles, Tracker, host_port,
+    Replication, ServicePort, Source, TlsFiles, Tracing, Tracker, host_port,
     walk::{Rule, Section},
 };
 
@@ -32,7 +32,8 @@ const ONE_REPLICA: &str = "tracker is memory, which is for one replica";
 const NOT_KUBERNETES: &str = "there is no listener for CI jobs and users";
 const NOT_GITALY: &str = "configuration comes from agent.configuration.folder or .git, not from Gitaly";
 const NOT_REPORTED: &str = "nothing is reported to GitLab";
-const NOT_TRACED: &str = "there is no tracing";
+const NOT_OPENTRACING: &str =
+    "OpenTracing is not spoken; otlp_endpoint sends spans by OTLP, which Jaeger and others take";
 const NOT_SENTRY: &str = "errors go to the log, not to Sentry";
 const NOT_PROFILED: &str = "there is no profiler";
 
@@ -144,8 +145,11 @@ pub(super) fn read(root: &mut Section<'_, '_>, env: &Environment) -> Config {
     } else {
         Tracker::Memory
     };
-    let observability =
-        root.section("observability", "For operators: metrics, probes and the log.", observability);
+    let observability = root.section(
+        "observability",
+        "For operators: metrics, probes, the log, spans and the audit log.",
+        |s| observability(s, env),
+    );
     let limits = root.section("limits", "What others may take up; docs/limits.md tells of each, and of its metric.", |s| Limits {
         waiters_per_agent: s.number("waiters_per_agent", 10_000, "Requests that may wait for one agent."),
         waiters: s.number("waiters", 20_000, "Requests that may wait in all; more are refused at once."),
@@ -768,7 +772,7 @@ fn api_listener(s: &mut Section<'_, '_>) -> (ApiListener, SecretFiles) {
     (listener, files)
 }
 
-fn observability(s: &mut Section<'_, '_>) -> Observability {
+fn observability(s: &mut Section<'_, '_>, env: &Environment) -> Observability {
     s.inert(NOT_REPORTED, |s| {
         s.duration("usage_reporting_period", seconds(60), Rule::NotNegative, "0s: off.");
     });
@@ -778,9 +782,9 @@ fn observability(s: &mut Section<'_, '_>) -> Observability {
         |s| bind_address(s, "127.0.0.1:8151"),
     );
     let metrics_path = s.section("prometheus", "Metrics.", |s| url_path(s, "/metrics"));
-    s.inert(NOT_TRACED, |s| {
-        s.section("tracing", "OpenTracing.", |s| s.text("connection_string", "", "Empty: off."));
-    });
+    let doc = "Spans of requests, as OpenTelemetry has them. What is empty here OpenTelemetry's own variables say: \
+               OTEL_EXPORTER_OTLP_ENDPOINT, _PROTOCOL, _HEADERS and _CERTIFICATE, and their forms with TRACES_.";
+    let tracing = s.section("tracing", doc, |s| tracing(s, env));
     s.inert(NOT_SENTRY, |s| {
         s.section("sentry", "Sentry.", |s| {
             s.text("dsn", "", "Empty: off.");
@@ -835,6 +839,83 @@ fn observability(s: &mut Section<'_, '_>) -> Observability {
         readiness_path,
         log_level,
         audit,
+        tracing,
+    }
+}
+
+fn tracing(s: &mut Section<'_, '_>, env: &Environment) -> Option<Tracing> {
+    s.inert(NOT_OPENTRACING, |s| s.text("connection_string", "", "OpenTracing, as LabKit spells it."));
+    let text = s.text(
+        "otlp_endpoint",
+        "",
+        "The collector, such as http://127.0.0.1:4318: an http or https URL, for http/protobuf without /v1/traces. \
+         Empty, and no variable: no spans are made. Proxies of the environment are not heeded.",
+    );
+    let endpoint = (!text.is_empty()).then(|| traces::parse_endpoint(&text)).flatten();
+    if endpoint.is_none() && !text.is_empty() {
+        // It may hold a password.
+        if text.contains('@') {
+            s.refuse_as("otlp_endpoint", "something with an `@` (not shown)", traces::ENDPOINT);
+        } else {
+            s.refuse("otlp_endpoint", traces::ENDPOINT);
+        }
+    }
+    let protocol = s.one_of(
+        "otlp_protocol",
+        &[("http/protobuf", traces::Protocol::Http), ("grpc", traces::Protocol::Grpc)],
+        "How it is spoken to.",
+    );
+    let headers_file = s.path(
+        "otlp_headers_file",
+        "What requests to it carry, a line `name: value` each, for its credential. Read again before each export.",
+    );
+    let ca_file = s.path(
+        "otlp_ca_certificate_file",
+        "PEM of who signed its certificate, besides the roots of the system.",
+    );
+    let timeout = s.duration(
+        "otlp_timeout",
+        seconds(10),
+        Rule::Within(Duration::from_millis(100), minutes(1)),
+        "How long one export may take.",
+    );
+    let ratio = match s.text_or_number(
+        "sample_ratio",
+        "1",
+        "Of the traces that begin here, the share that is recorded, from 0 to 1. Absent: all of them. Whether a trace \
+         that a caller began is recorded, the caller has decided.",
+    ) {
+        None => 1.0,
+        Some(text) => match text.parse() {
+            Ok(ratio) if (0.0..=1.0).contains(&ratio) => ratio,
+            _ => {
+                s.refuse("sample_ratio", "a number from 0 to 1");
+                1.0
+            }
+        },
+    };
+    let queue = s.number(
+        "queue",
+        2_048,
+        "Spans that may wait to be exported, up to 65536. More are dropped and counted; no request waits.",
+    );
+    if queue > 65_536 {
+        s.refuse("queue", "a number from 1 to 65536");
+    }
+    if s.is_refused("otlp_endpoint") {
+        return None;
+    }
+    let protocol = s.has("otlp_protocol").then_some(protocol);
+    match env.otlp.collector(traces::Told { endpoint, protocol, headers_file, ca_file }) {
+        Ok(collector) => collector.map(|collector| Tracing { collector, ratio, timeout, queue }),
+        Err(invalid) => {
+            s.refuse_as(
+                "otlp_endpoint",
+                format!("the environment variable {} with something else", invalid.variable),
+                invalid.expected,
+            );
+            None
+        }
     }
 }
 

@@ -198,6 +198,7 @@ fn a_complete_14_1_file_loads_and_says_what_does_nothing() {
             readiness_path: "/ready".into(),
             log_level: LogLevel::Debug,
             audit: None,
+            tracing: None,
         },
         identity: Identity::GitLab(Box::new(GitLab {
             address: Uri::from_static("http://gitlab.internal:8080/path"),
@@ -224,7 +225,7 @@ fn a_complete_14_1_file_loads_and_says_what_does_nothing() {
             "agent.kubernetes_api",
             "discovery",
             "observability.usage_reporting_period",
-            "observability.tracing",
+            "observability.tracing.connection_string",
             "observability.sentry",
             "observability.google_profiler",
             "redis",
@@ -359,6 +360,7 @@ fn no_file_at_all_gives_one_replica_on_loopback() {
             readiness_path: "/readiness".into(),
             log_level: LogLevel::Info,
             audit: None,
+            tracing: None,
         },
         limits: Limits {
             waiters_per_agent: 10_000,
@@ -373,6 +375,42 @@ fn no_file_at_all_gives_one_replica_on_loopback() {
         let loaded = load(yaml, &env()).unwrap();
         assert_eq!((loaded.config, loaded.warnings), (expected.clone(), vec![]), "{yaml:?}");
     }
+}
+
+#[test]
+fn spans_go_to_the_collector_of_the_file_or_of_the_environment() {
+    let tracing =
+        |yaml: &str| config(&format!("observability: {{tracing: {{{yaml}}}}}")).observability.tracing;
+    assert_eq!(tracing(""), None);
+    let told =
+        tracing("otlp_endpoint: 'http://c:4317', otlp_protocol: grpc, sample_ratio: 0.25, queue: 9").unwrap();
+    assert_eq!((told.collector.protocol, told.ratio, told.queue), (traces::Protocol::Grpc, 0.25, 9));
+    assert_eq!(tracing("otlp_endpoint: 'http://c', sample_ratio: 0").unwrap().ratio, 0.0);
+    let env = |endpoint: &str| Environment {
+        otlp: traces::Variables { endpoint: Some(endpoint.into()), ..traces::Variables::default() },
+        ..env()
+    };
+    let by_variable = load("", &env("http://c:4318")).unwrap().config.observability.tracing.unwrap();
+    assert_eq!(by_variable.collector.endpoint, "http://c:4318/");
+    let refused = load("", &env("collector")).unwrap_err().to_string();
+    assert!(
+        refused.contains("OTEL_EXPORTER_OTLP_ENDPOINT") && refused.contains("an http or https URL"),
+        "{refused}"
+    );
+    assert_eq!(
+        problems("observability: {tracing: {otlp_endpoint: 'http://u:hunter2@c', sample_ratio: 2}}"),
+        [
+            "observability.tracing.sample_ratio: found 2; expected a number from 0 to 1",
+            &format!(
+                "observability.tracing.otlp_endpoint: found something with an `@` (not shown); expected {}",
+                traces::ENDPOINT
+            ),
+        ]
+        .iter()
+        .rev()
+        .map(|text| (*text).to_owned())
+        .collect::<Vec<_>>()
+    );
 }
 
 #[test]

@@ -139,7 +139,7 @@ impl Connection for Caller {
             slot.arm_until(at + DEADLINE_GRACE);
         }
         if let Some(service) = self.listener.services.of(request.uri().path()) {
-            sight.allowed();
+            sight.allowed(request.headers());
             return Box::pin(own(service, request, correlation, deadline, sight));
         }
         let target = match Target::read(request.headers()) {
@@ -182,7 +182,7 @@ async fn pass_through(
     deadline: Deadline,
     sight: Sight,
 ) -> Response<Body> {
-    let (head, body) = request.into_parts();
+    let (mut head, body) = request.into_parts();
     let body = match head.headers.get("grpc-encoding").map(HeaderValue::as_bytes) {
         None | Some(b"identity") => grpc::boxed(body),
         Some(b"gzip") => grpc::boxed(InflateBody::new(body, MAX_INFLATED)),
@@ -195,7 +195,8 @@ async fn pass_through(
             return response;
         }
     };
-    sight.allowed();
+    sight.allowed(&head.headers);
+    sight.outgoing(&mut head.headers);
     let answering = sight.answering();
     let body = sight.request_body(body);
     let trail = if target.explain { Trail::begin() } else { Trail::default() };

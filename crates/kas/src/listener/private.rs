@@ -18,11 +18,15 @@ use http::{HeaderMap, HeaderValue, Request, Response};
 use http_body::{Body as _, Frame};
 use hyper::body::Incoming;
 use ids::{AgentId, ConnectionId, ReplicaId};
+use prost::Message as _;
+use proto::gitlab::agent::reverse_tunnel::rpc::{ConnectResponse, RequestInfo, connect_response};
 use runtime::http2::{Answer, Body, Connection, GoAway, Refusal, Service, Standing, StreamSlot};
 use tokio::time::{Instant, Sleep};
+use traces::{Kind, Span, Tracer};
 use tunnel::{
     frame,
     kas_end::{Job, Lender, Peer, Splice, Tunnel},
+    meta::{self, Binary},
     state::Mode,
 };
 
@@ -57,6 +61,7 @@ pub struct PrivateListener {
     services: Vec<(String, Own)>,
     /// When a failed handshake was last told of.
     told: Mutex<Option<Instant>>,
+    tracer: Option<Tracer>,
 }
 
 impl std::fmt::Debug for PrivateListener {
@@ -66,16 +71,17 @@ impl std::fmt::Debug for PrivateListener {
 }
 
 impl PrivateListener {
-    /// Makes the listener's service. `services` answer everything but `Borrow`.
+    /// Makes the listener's service. `services` answer everything but `Borrow`; `tracer` makes spans of what is lent.
     pub fn new(
         jwt: JwtVerifier,
         me: ReplicaId,
         registry: Arc<TunnelRegistry>,
         metrics: Arc<Metrics>,
         services: Vec<(String, Own)>,
+        tracer: Option<Tracer>,
     ) -> Arc<Self> {
         let told = Mutex::default();
-        Arc::new(Self { jwt: ArcSwap::from_pointee(jwt), me, registry, metrics, services, told })
+        Arc::new(Self { jwt: ArcSwap::from_pointee(jwt), me, registry, metrics, services, told, tracer })
     }
 
     /// Checks tokens against other secrets from now on.
@@ -255,6 +261,7 @@ async fn lend(
     let lent = grant.tunnel().info().peer;
     let kind = peer::kind(lent);
     let again = ask.again && ask.connection.is_none() && lent.mode() == Mode::Reusable;
+    let traced = listener.tracer.clone().map(|tracer| Traced { tracer, from: ask.from.clone() });
     let borrower = Borrower { replica: ask.from, method: ask.method };
     let lending = again.then(|| Lending::new(Arc::clone(&listener.registry), borrower.clone()));
     let wish = Wish {
@@ -265,7 +272,8 @@ async fn lend(
         peer: lent,
     };
     let request = grpc::boxed(request.into_body());
-    let body = LendBody::new(wish, grant, request, lending, Arc::clone(&listener.metrics));
+    let mut body = LendBody::new(wish, grant, request, lending, Arc::clone(&listener.metrics));
+    body.traced = traced;
     let mut response = Response::new(grpc::boxed(body));
     let headers = response.headers_mut();
     headers.insert(http::header::CONTENT_TYPE, grpc::CONTENT_TYPE);
@@ -351,6 +359,8 @@ struct LendBody {
     /// `None`: the tunnel is lent for one request.
     lending: Option<Arc<Lending>>,
     metrics: Arc<Metrics>,
+    /// Who makes spans, if anybody does.
+    traced: Option<Traced>,
 }
 
 #[expect(clippy::large_enum_variant, reason = "one per stream, and its body is boxed as a whole")]
@@ -442,11 +452,72 @@ impl Lent {
 struct Open {
     splice: Splice,
     metrics: Arc<Metrics>,
+    /// Until its end is known.
+    span: Option<Span>,
+}
+
+impl Open {
+    /// Notes what the stream says next.
+    fn look(&mut self, said: &Result<Frame<Bytes>, BoxError>) {
+        let code = match said {
+            Err(_) => Code::Unknown,
+            Ok(frame) => match frame.trailers_ref().and_then(Status::from_headers) {
+                Some(status) => status.code(),
+                None => return,
+            },
+        };
+        self.end(code);
+    }
+
+    fn end(&mut self, code: Code) {
+        if let Some(mut span) = self.span.take() {
+            span.set("rpc.grpc.status_code", i64::from(code.number()));
+            if code != Code::Ok {
+                span.failed(code.name());
+            }
+        }
+    }
 }
 
 impl Drop for Open {
     fn drop(&mut self) {
+        self.end(Code::Cancelled);
         self.metrics.requests_open.dec();
+    }
+}
+
+/// Makes the span of a request that runs through a tunnel of this replica for another one.
+struct Traced {
+    tracer: Tracer,
+    from: ReplicaId,
+}
+
+impl Traced {
+    /// Begins it below the span that the request's own metadata names: an ask may carry several requests. The agent is
+    /// told of that span and not of this one, since what the other replica wrote passes as it is.
+    fn begin(&self, agent: AgentId, request_info: &Bytes) -> Span {
+        let message = request_info.slice(request_info.len().min(grpc::PREFIX_LEN)..);
+        let info = match ConnectResponse::decode(message).map(|message| message.msg) {
+            Ok(Some(connect_response::Msg::RequestInfo(info))) => info,
+            // The agent's end says what is wrong with it.
+            _ => RequestInfo::default(),
+        };
+        let mut headers = HeaderMap::new();
+        let keep = |key: &str| {
+            [&traces::TRACEPARENT, &traces::TRACESTATE, &grpc::CORRELATION_ID].iter().any(|k| *k == key)
+        };
+        meta::read_map(&info.meta, Binary::Base64, keep, &mut headers);
+        let mut span = self.tracer.begin(peer::BORROW.trim_start_matches('/'), Kind::Server, &headers);
+        if span.is_recording() {
+            span.set("rpc.system", "grpc");
+            span.set("kas.agent.id", agent.get());
+            span.set("kas.agent.method", info.method_name);
+            span.set("kas.from.replica", self.from.as_str().to_owned());
+            if let Some(id) = headers.get(grpc::CORRELATION_ID).and_then(|id| id.to_str().ok()) {
+                span.set("gitlab.correlation_id", id.to_owned());
+            }
+        }
+        span
     }
 }
 
@@ -465,6 +536,7 @@ impl LendBody {
             until: Box::pin(tokio::time::sleep(UNUSED)),
             lending,
             metrics,
+            traced: None,
         }
     }
 
@@ -552,9 +624,11 @@ impl LendBody {
     /// Gives a tunnel the request; `Err`: it takes none any more.
     fn start(&mut self, tunnel: &Arc<Tunnel>, job: Job, ahead: Bytes) -> Result<(), (Job, Bytes)> {
         let lender = self.lending.clone().map(|lending| lending as Arc<dyn Lender>);
+        // A request that finds its tunnel ended has a span for each tunnel.
+        let span = self.traced.as_ref().map(|traced| traced.begin(self.wish.agent, &job.request_info));
         let splice = tunnel.begin_spliced(job, ahead.clone(), lender).map_err(|job| (job, ahead))?;
         self.metrics.requests_open.inc();
-        self.state = State::Open(Open { splice, metrics: Arc::clone(&self.metrics) });
+        self.state = State::Open(Open { splice, metrics: Arc::clone(&self.metrics), span });
         Ok(())
     }
 
@@ -610,6 +684,7 @@ impl LendBody {
     fn go_on(&mut self) -> Option<Frame<Bytes>> {
         let State::Open(open) = &mut self.state else { return None };
         if let Some((job, ahead)) = open.splice.unstarted() {
+            open.end(Code::Unavailable);
             self.state = State::Over;
             return self.strand(job, ahead);
         }
@@ -619,7 +694,8 @@ impl LendBody {
 
     /// The request is over and had no last word: the asker keeps the tunnel for the next one.
     fn lend_again(&mut self) {
-        let State::Open(open) = std::mem::replace(&mut self.state, State::Over) else { return };
+        let State::Open(mut open) = std::mem::replace(&mut self.state, State::Over) else { return };
+        open.end(Code::Ok);
         let loan = self.lending.as_ref().and_then(|lending| lending.loan());
         if let (Some(loan), Some(request)) = (loan, open.splice.asker()) {
             self.until.as_mut().reset(Instant::now() + UNUSED);
@@ -657,14 +733,20 @@ impl http_body::Body for LendBody {
                         return Poll::Ready(Some(Ok(frame)));
                     }
                 }
-                State::Open(open) => match ready!(Pin::new(&mut open.splice).poll_frame(cx)) {
-                    Some(frame) => return Poll::Ready(Some(frame)),
-                    None => {
-                        if let Some(frame) = self.go_on() {
-                            return Poll::Ready(Some(Ok(frame)));
+                State::Open(open) => {
+                    let frame = ready!(Pin::new(&mut open.splice).poll_frame(cx));
+                    match frame {
+                        Some(frame) => {
+                            open.look(&frame);
+                            return Poll::Ready(Some(frame));
+                        }
+                        None => {
+                            if let Some(frame) = self.go_on() {
+                                return Poll::Ready(Some(Ok(frame)));
+                            }
                         }
                     }
-                },
+                }
                 State::Stranded(_) => {
                     if let Some(frame) = ready!(self.poll_stranded(cx)) {
                         return Poll::Ready(Some(Ok(frame)));
