@@ -189,6 +189,14 @@ async fn refused_requests_are_in_the_log_with_the_rule_that_refused_them() -> Re
         assert_eq!(end["outcome"], "refused", "{id}");
         assert_eq!(start.get("actor").is_some(), id != "token", "{start}");
     }
+    // What is no gRPC may have anything in its path.
+    let plain = caller.link().address();
+    let request = http::Request::get(format!("http://{plain}/a-secret/path"))
+        .header("x-gitlab-correlation-id", "plain");
+    let (status, _) = caller.open(request).await?.head().await.map_err(|r| anyhow::anyhow!("{r:?}"))?.clone();
+    ensure!(status == http::StatusCode::METHOD_NOT_ALLOWED);
+    let [_, end] = pair(&path, "plain").await?;
+    assert_eq!((&end["rule"], &end["method"]), (&json!("not-grpc"), &json!("")), "{end}");
     // Probes ask every few seconds, and learn nothing.
     let health = caller.request("/grpc.health.v1.Health/Check").header("x-gitlab-correlation-id", "health");
     ensure!(caller.call(health, &[b""]).await?.status.code() == Code::Ok);

@@ -266,7 +266,13 @@ impl Sight {
     /// The request is refused: both lines are written.
     pub fn denied(&self, rule: Rule, code: Code) {
         if let Some(seen) = &self.0 {
-            seen.learn(|facts| (facts.decision, facts.rule) = (Decision::Deny, rule));
+            seen.learn(|facts| {
+                (facts.decision, facts.rule) = (Decision::Deny, rule);
+                // The path of some HTTP request, and no name of a method.
+                if rule == Rule::NotGrpc {
+                    facts.method.clear();
+                }
+            });
             seen.end(code, Some("refused"));
         }
     }
