@@ -1,0 +1,261 @@
+//! The operations manual is complete: every metric, and every log line at `warn` or `error`, has a row in
+//! `docs/operations.md`.
+
+#![allow(clippy::unwrap_used)] // a test may panic
+
+use std::{
+    collections::BTreeSet,
+    fs,
+    path::{Path, PathBuf},
+};
+
+use anyhow::{Context as _, Result};
+use testkit::{
+    agentk::Agentk,
+    kas::{Kas, token},
+};
+
+/// Crates whose logs and metrics an operator sees, and the program in whose table they stand.
+const CRATES: [(&str, &str); 11] = [
+    ("kas", "kas"),
+    ("agentk", "agentk"),
+    ("runtime", "kas"),
+    ("gossip", "kas"),
+    ("table", "kas"),
+    ("discovery", "kas"),
+    ("tunnel", "kas"),
+    ("cluster", "kas"),
+    ("grpc", "kas"),
+    ("websocket", "kas"),
+    ("traces", "kas"),
+];
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
+}
+
+fn manual() -> Result<String> {
+    fs::read_to_string(root().join("docs/operations.md")).context("docs/operations.md")
+}
+
+/// Returns the sources of a crate without its tests.
+fn sources(folder: &Path) -> Vec<(PathBuf, String)> {
+    let mut found = Vec::new();
+    let Ok(entries) = fs::read_dir(folder) else { return found };
+    let mut paths: Vec<_> = entries.flatten().map(|entry| entry.path()).collect();
+    paths.sort();
+    for path in paths {
+        let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+        if path.is_dir() && name != "tests" {
+            found.extend(sources(&path));
+        } else if name.ends_with(".rs") && name != "tests.rs" {
+            let text = fs::read_to_string(&path).unwrap();
+            // Tests stand at the end of a file.
+            let end = text.find("#[cfg(test)]\nmod tests {").unwrap_or(text.len());
+            found.push((path, text[..end].to_owned()));
+        }
+    }
+    found
+}
+
+/// A string literal of a source: its text, and what stands before it.
+struct Literal {
+    text: String,
+    /// It is the value of a field: `error = "…"`.
+    is_field: bool,
+}
+
+/// Returns the literals directly within the parentheses that open at `start`.
+fn literals(source: &str, start: usize) -> Vec<Literal> {
+    let bytes = source.as_bytes();
+    let (mut depth, mut at) = (0, start);
+    let mut found = Vec::new();
+    let mut before = b' ';
+    while at < bytes.len() {
+        match bytes[at] {
+            b'(' | b'[' | b'{' => depth += 1,
+            b')' | b']' | b'}' => {
+                depth -= 1;
+                if depth == 0 {
+                    break;
+                }
+            }
+            b'/' if bytes.get(at + 1) == Some(&b'/') => {
+                at += source[at..].find('\n').unwrap_or(source.len() - at);
+                continue;
+            }
+            b'"' => {
+                let mut text = String::new();
+                at += 1;
+                while at < bytes.len() && bytes[at] != b'"' {
+                    let c = source[at..].chars().next().unwrap();
+                    at += c.len_utf8();
+                    if c != '\\' {
+                        text.push(c);
+                        continue;
+                    }
+                    match bytes[at] {
+                        // A line that goes on: its indentation is no part of the text.
+                        b'\n' => at += source[at..].len() - source[at..].trim_start().len(),
+                        escaped => {
+                            text.push(if escaped == b'n' { '\n' } else { char::from(escaped) });
+                            at += 1;
+                        }
+                    }
+                }
+                if depth == 1 {
+                    found.push(Literal { text, is_field: before == b'=' });
+                }
+            }
+            _ => {}
+        }
+        if !bytes[at].is_ascii_whitespace() {
+            before = bytes[at];
+        }
+        at += 1;
+    }
+    found
+}
+
+/// Returns the fixed parts of a message: what stands between its placeholders.
+fn fixed(message: &str) -> Vec<String> {
+    let mut parts = vec![String::new()];
+    let mut chars = message.chars();
+    while let Some(c) = chars.next() {
+        if c == '{' {
+            let _ = chars.by_ref().find(|c| *c == '}');
+            parts.push(String::new());
+        } else if let Some(part) = parts.last_mut() {
+            part.push(c);
+        }
+    }
+    parts.into_iter().map(|part| part.trim().to_owned()).filter(|part| part.len() >= 10).collect()
+}
+
+#[test]
+fn every_log_line_at_warn_or_error_is_in_the_manual() -> Result<()> {
+    let manual = manual()?;
+    let mut missing = BTreeSet::new();
+    let mut lines = 0;
+    for (name, program) in CRATES {
+        for (path, source) in sources(&root().join("crates").join(name).join("src")) {
+            for (level, macro_name) in [("warn", "warn!("), ("error", "error!(")] {
+                for (at, _) in source.match_indices(macro_name) {
+                    // `debug_error!(` is another macro.
+                    if source[..at].ends_with(|c: char| c.is_alphanumeric() || c == '_') {
+                        continue;
+                    }
+                    let Some(message) =
+                        literals(&source, at + macro_name.len() - 1).into_iter().rfind(|l| !l.is_field)
+                    else {
+                        continue;
+                    };
+                    lines += 1;
+                    for part in fixed(&message.text) {
+                        if !manual.contains(&part) {
+                            let number = source[..at].lines().count();
+                            missing.insert(format!(
+                                "{}:{number} logs at {level}. Add to docs/operations.md, below \"## Log lines of {program}\":\n  \
+                                 | `{part}` | {level} | what it means | what to do |",
+                                path.strip_prefix(root()).unwrap_or(&path).display()
+                            ));
+                        }
+                    }
+                }
+            }
+        }
+    }
+    // A scanner that finds nothing would find nothing missing.
+    assert!(lines >= 40, "only {lines} log lines were found");
+    assert!(missing.is_empty(), "{}", missing.into_iter().collect::<Vec<_>>().join("\n"));
+    Ok(())
+}
+
+/// Returns what a registry makes of registered names, without the ending of a counter.
+fn registered() -> BTreeSet<(String, String)> {
+    let mut names = BTreeSet::new();
+    for (name, program) in CRATES {
+        for (path, source) in sources(&root().join("crates").join(name).join("src")) {
+            for call in [".register(", ".register_with_unit("] {
+                for (at, _) in source.match_indices(call) {
+                    let Some(name) = literals(&source, at + call.len() - 1).into_iter().next() else {
+                        continue;
+                    };
+                    let file = path.strip_prefix(root()).unwrap_or(&path).display().to_string();
+                    // The one family that has its name from 14.1, without a prefix.
+                    let prefix = if name.text.starts_with("gitlab_build") { "" } else { program };
+                    let full = if prefix.is_empty() { name.text } else { format!("{prefix}_{}", name.text) };
+                    names.insert((full, file));
+                }
+            }
+        }
+    }
+    names
+}
+
+#[test]
+fn every_registered_metric_is_in_the_manual() -> Result<()> {
+    let manual = manual()?;
+    let registered = registered();
+    assert!(registered.len() >= 30, "only {} metrics were found", registered.len());
+    let is_there = |name: &str| {
+        manual.match_indices(&format!("`{name}")).any(|(at, found)| {
+            let rest = &manual[at + found.len()..];
+            rest.starts_with('`')
+                || ["_total`", "_seconds`", "_bytes`", "_info`"].iter().any(|end| rest.starts_with(end))
+        })
+    };
+    let missing: Vec<_> = registered
+        .iter()
+        .filter(|(name, _)| !is_there(name))
+        .map(|(name, file)| {
+            let program = if name.starts_with("agentk_") { "agentk" } else { "kas" };
+            format!(
+                "{file} registers {name}. Add to docs/operations.md, below \"## Metrics of {program}\", with the ending that it \
+                 is exported with (_total for a counter):\n  | `{name}` | type | means | what to do |"
+            )
+        })
+        .collect();
+    assert!(missing.is_empty(), "{}", missing.join("\n"));
+    Ok(())
+}
+
+#[tokio::test]
+async fn every_metric_that_the_programs_export_is_in_the_manual_by_its_full_name() -> Result<()> {
+    let manual = manual()?;
+    let kas = Kas::start().await?;
+    let agentk = Agentk::start(kas.agent, &token(1)).await?;
+    agentk.connected().await?;
+    let mut names = BTreeSet::new();
+    for (_, page) in [kas.get("/metrics").await?, agentk.get("/metrics").await?] {
+        for line in page.lines() {
+            if let Some((name, kind)) = line.strip_prefix("# TYPE ").and_then(|rest| rest.split_once(' ')) {
+                names.insert(match kind {
+                    "counter" => format!("{name}_total"),
+                    "info" => format!("{name}_info"),
+                    _ => name.to_owned(),
+                });
+            }
+        }
+    }
+    assert!(names.len() >= 20, "{names:?}");
+    let missing: Vec<_> = names.iter().filter(|name| !manual.contains(&format!("`{name}`"))).collect();
+    assert!(
+        missing.is_empty(),
+        "exported, and without a row in docs/operations.md, where it would be: {}",
+        missing
+            .iter()
+            .map(|name| format!("\n  | `{name}` | type | means | what to do |"))
+            .collect::<String>()
+    );
+    Ok(())
+}
+
+#[test]
+fn the_scanner_reads_messages_as_the_log_has_them() {
+    let source = "tracing::warn!(\n  error = \"field\", // \"comment\"\n  ?x(\"inner\"),\n  \"one \\\n      two {x} three \\\"four\\\"\"\n); \"after\"";
+    let found = literals(source, source.find('(').unwrap());
+    let messages: Vec<_> = found.iter().filter(|l| !l.is_field).map(|l| l.text.as_str()).collect();
+    assert_eq!(messages, ["one two {x} three \"four\""]);
+    assert_eq!(fixed("{} is short, {x:?} this is not short"), ["this is not short"]);
+}
