@@ -6,7 +6,7 @@ use std::{error::Error, net::IpAddr, os::unix::fs::MetadataExt as _, path::Path}
 use runtime::tls;
 
 use super::{
-    ApiSecrets, Config, Identity, Listen, Network, OpenFiles, Tracker,
+    ApiSecrets, Audit, AuditOutput, Config, Identity, Listen, Network, OpenFiles, Tracker,
     exposure::{self, Exposure},
     walk::{Kind, Problem, Warning},
 };
@@ -119,7 +119,33 @@ pub(super) fn check(config: &Config) -> Findings {
         );
     }
     identity(config, &mut findings);
+    sight(config, &mut findings);
     findings
+}
+
+/// The files of spans and of the audit log.
+fn sight(config: &Config, findings: &mut Findings) {
+    if let Some(tracing) = &config.observability.tracing {
+        if let Err(error) = tracing.collector.check() {
+            let expected = "files of this section that can be used, or the variables OTEL_EXPORTER_OTLP_* that name them";
+            findings.unusable("observability.tracing".to_owned(), &error, expected);
+        }
+        if let Some(file) = &tracing.collector.headers.file {
+            let key = "observability.tracing.otlp_headers_file".to_owned();
+            findings.exposure(key, "headers that may hold a credential", file, config.open_secret_files);
+        }
+    }
+    // The file is made at the start; its folder is not.
+    if let Some(Audit { output: AuditOutput::File(file), .. }) = &config.observability.audit
+        && let Some(folder) =
+            file.parent().filter(|folder| !folder.as_os_str().is_empty() && !folder.is_dir())
+    {
+        findings.problem(
+            "observability.audit.output",
+            format!("a file in {}, which is no folder", folder.display()),
+            "a file in a folder that is there",
+        );
+    }
 }
 
 fn identity(config: &Config, findings: &mut Findings) {

@@ -1128,6 +1128,42 @@ private_api:
 }
 
 #[test]
+fn files_for_spans_and_the_folder_of_the_audit_log_are_checked() {
+    runtime::tls::install();
+    let files = Files::new(&[("a", SECRET_A), ("headers", "x: y"), ("open", "x: y")]);
+    fs::set_permissions(files.0.path().join("open"), fs::Permissions::from_mode(0o644)).unwrap();
+    let told = |headers: &str, audit: &str| -> Vec<String> {
+        let yaml = format!(
+            "{{api: {{listen: {{authentication_secret_file: DIR/a}}}}, observability: {{audit: {{output: DIR/{audit}}}, \
+             tracing: {{otlp_endpoint: 'http://c', otlp_headers_file: DIR/{headers}}}}}}}"
+        );
+        let folder = files.0.path().display().to_string();
+        match config(&yaml.replace("DIR", &folder)).check() {
+            Ok(warnings) => warnings.iter().map(ToString::to_string).collect(),
+            Err(problems) => {
+                problems.to_string().replace(&folder, "DIR").lines().map(str::to_owned).collect()
+            }
+        }
+    };
+    assert_eq!(told("headers", "audit.log"), [""; 0]);
+    let all = told("none", "no/audit.log");
+    let begin = [
+        "observability.tracing: found cannot read the headers",
+        "observability.audit.output: found a file in DIR/no, which is no folder; expected a file in",
+    ];
+    assert!(
+        all.len() == begin.len() && all.iter().zip(begin).all(|(told, begin)| told.starts_with(begin)),
+        "{all:#?}"
+    );
+    let open = told("open", "audit.log");
+    assert!(
+        open.len() == 1
+            && open[0].starts_with("observability.tracing.otlp_headers_file: found headers that may"),
+        "{open:?}"
+    );
+}
+
+#[test]
 fn plain_text_beyond_the_host_is_warned_about() {
     let files = Files::new(&[("a", SECRET_A), ("b", SECRET_B)]);
     let warned = |yaml: &str| -> Vec<String> {
