@@ -217,7 +217,9 @@ impl Agent {
             let own = key.source.as_ref() == Some(&lent.borrower.replica)
                 && key.method == lent.borrower.method
                 && key.connection.is_none();
-            if !own && self.is_wanted(&lent.tunnel, key) && lent.ask() {
+            // One that has ended is on its way back already, and would serve nobody.
+            let lives = lent.tunnel.idle_since().is_some();
+            if !own && lives && self.is_wanted(&lent.tunnel, key) && lent.ask() {
                 return;
             }
         }

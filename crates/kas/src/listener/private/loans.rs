@@ -752,6 +752,24 @@ async fn a_withdrawn_tunnel_is_asked_back_while_the_agent_has_others() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn who_comes_to_wait_at_the_holder_is_not_told_of_a_loan_whose_tunnel_has_ended() {
+    let mut lab = Lab::lent().await;
+    let other = lab.another(Peer::Ours);
+    let Ok(Acquired::Now(grant)) = lab.registry.acquire(agent(), &METHOD.into(), None) else {
+        panic!("the other is idle")
+    };
+    let tunnel = grant.take();
+    let borrower = Borrower { replica: ReplicaId::new("third"), method: OTHER.into() };
+    let second = lab.registry.keep(&tunnel, &borrower).expect("nobody waits");
+    lab.agent.write(control(request::TRAILER));
+    lab.agent_reads();
+    // The first loan is the older one, and would be asked back first.
+    let _waiting = lab.wait(None, METHOD);
+    assert!(second.poll_recalled(&Context::from_waker(Waker::noop())).is_ready());
+    drop((other, second));
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_request_that_crosses_a_withdrawal_is_served_by_the_agent() {
     let mut lab = Lab::lent().await;
     let call = lab.again(b"x").await;
