@@ -53,7 +53,7 @@ fn get(path: &str, header: &[(&str, &str)]) -> [Vec<u8>; 2] {
         url_path: path.into(),
         query: std::collections::BTreeMap::default(),
     };
-    let header = http_request::Header { request: Some(request), extra: None };
+    let header = http_request::Header { request: Some(request), extra: None, content_length: None };
     [http_request::Message::Header(header), http_request::Message::Trailer(http_request::Trailer {})]
         .map(|message| grpctool::HttpRequest { message: Some(message) }.encode_to_vec())
 }

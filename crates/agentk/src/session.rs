@@ -17,7 +17,7 @@ use tokio::{
 };
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 use tunnel::{
-    INSTANCE_HEADER, MAX_IDLE_HEADER, REUSE, SOCKET_HEADER, TUNNEL_HEADER,
+    IMPERSONATES_HEADER, INSTANCE_HEADER, MAX_IDLE_HEADER, REUSE, SOCKET_HEADER, TUNNEL_HEADER,
     agent_end::{self, Handler},
 };
 
@@ -408,6 +408,7 @@ impl Run {
             }
         };
         request.headers_mut().insert(TUNNEL_HEADER, REUSE);
+        request.headers_mut().insert(IMPERSONATES_HEADER, HeaderValue::from_static("1"));
         let (observer, serial) = pool.begin();
         let (body, control) =
             agent_end::open(&self.shared.descriptor, Arc::clone(&self.shared.handler), observer);
@@ -526,6 +527,7 @@ async fn configuration(
     let message = ConfigurationRequest {
         commit_id: shared.applied.borrow().clone(),
         agent_meta: Some(shared.meta.clone()),
+        skip_register: false,
     };
     let request = match parts.request(&shared, GET_CONFIGURATION) {
         Ok(request) => request.map(|()| grpc::full(grpc::encode(&message))),

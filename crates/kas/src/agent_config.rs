@@ -85,6 +85,11 @@ impl AgentConfigs {
         stream
     }
 
+    /// Looks at files now rather than a moment later: somebody says that they have changed.
+    pub fn look_now(&self) {
+        self.look.notify_one();
+    }
+
     /// Looks at files until it is dropped.
     pub async fn run(self: Arc<Self>) {
         if matches!(*self.source, Source::None) {

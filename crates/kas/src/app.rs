@@ -45,6 +45,7 @@ use crate::{
     observe::Observer,
     peer::kept::Kept,
     rate_limit::RateLimit,
+    registrar::Registrar,
     router::Router,
     tunnel_registry::{Limits, TunnelRegistry},
 };
@@ -466,10 +467,12 @@ impl Kas {
         let rate_limit = || {
             RateLimit::new(config.agent.listen.connections_per_token_per_minute, config.limits.token_burst)
         };
+        let registrar = Registrar::new(Arc::clone(&tracker), Arc::clone(&tunnels), Arc::clone(&identity));
         let agents = AgentListener::new(Parts {
             identity,
             registry: Arc::clone(&tunnels),
             tracker: Arc::clone(&tracker),
+            registrar,
             configs: Arc::clone(&configs),
             metrics: Arc::clone(&metrics),
             naming,
@@ -479,7 +482,15 @@ impl Kas {
         });
         let listen = &config.api.listen;
         let jwt = JwtVerifier::new(&secrets.api, &listen.issuers, listen.leeway);
-        let api = ApiListener::new(jwt, router, tracker, Arc::clone(&metrics), lifecycle.watch(), observer);
+        let api = ApiListener::new(
+            jwt,
+            router,
+            tracker,
+            Arc::clone(&metrics),
+            Arc::clone(&configs),
+            lifecycle.watch(),
+            observer,
+        );
 
         let private = match (mesh, private_listener, &config.tracker) {
             (Some(mesh), Some(listener), config::Tracker::Gossip(replication)) => {
@@ -606,8 +617,11 @@ impl Kas {
         let synced = private.as_ref().map(|(_, mesh, _)| mesh.replication.ready());
         // Nobody else sets it.
         let _ = started.set(synced);
-        let mut background =
-            vec![tokio::spawn(Arc::clone(&agents).watch_identity()), tokio::spawn(configs.run())];
+        let mut background = vec![
+            tokio::spawn(Arc::clone(&agents).watch_identity()),
+            tokio::spawn(agents.registrar().run()),
+            tokio::spawn(configs.run()),
+        ];
         background.extend(audit.clone().map(|audit| tokio::spawn(reopen_on_hangup(audit))));
         let Following { certificates, all } = following;
         background.push(tokio::spawn(files::follow(all, move || certificates.tell())));

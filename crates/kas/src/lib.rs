@@ -20,6 +20,7 @@ pub mod observe;
 pub mod peer;
 pub mod pods;
 pub mod rate_limit;
+pub mod registrar;
 pub mod replication;
 pub mod router;
 pub mod tunnel_registry;

@@ -78,6 +78,8 @@ pub const METHOD: HeaderName = HeaderName::from_static("kas-hop-method");
 pub const FORWARDED: HeaderName = HeaderName::from_static("kas-hop-forwarded");
 /// Which agentk is at the end of the lent tunnel.
 pub const KIND: HeaderName = HeaderName::from_static("kas-hop-agentk");
+/// Response header of Borrow: the agentk at the tunnel's end is known to heed whose rights a request is meant for.
+pub const IMPERSONATES: HeaderName = HeaderName::from_static("kas-hop-agentk-impersonates");
 /// In an ask: the asker can send several requests, one after the other. In its answer: it may, when the owner says so
 /// after each.
 pub const REUSE: HeaderName = HeaderName::from_static("kas-borrow");
@@ -309,6 +311,8 @@ pub enum Refusal {
 pub struct Lent {
     /// Which agentk is at its end.
     pub kind: AgentKind,
+    /// Whether it is known to heed whose rights a request is meant for.
+    pub impersonates: bool,
     /// The owner may lend it for several requests.
     pub again: bool,
     response: RecvStream,
@@ -342,6 +346,7 @@ impl Lent {
             instance: 0,
             token: *NO_TOKEN,
             peer: self.kind,
+            impersonates: self.impersonates,
             descriptor: Arc::<Descriptor>::default(),
         };
         let reset = Arc::<StreamReset>::default();
@@ -479,9 +484,11 @@ impl Peer {
                 )));
             }
         };
+        // A replica of an earlier build does not say so.
+        let impersonates = headers.get(IMPERSONATES).is_some();
         let accepted = headers.get(REUSE).is_some_and(|value| *value == AGAIN);
         let again = ask.again && accepted && kind.mode() == Mode::Reusable;
-        Ok(Lent { kind, again, response: response.into_body(), send })
+        Ok(Lent { kind, impersonates, again, response: response.into_body(), send })
     }
 
     /// Calls a method of the private API with one message.

@@ -214,7 +214,7 @@ async fn fetch(
 ) -> Result<(i32, Bytes), Status> {
     use http_request::Message;
     let mut body = BytesMut::new();
-    let header = http_request::Header { request: Some(request), extra: None };
+    let header = http_request::Header { request: Some(request), extra: None, content_length: Some(0) };
     grpc::encode_into(&HttpRequest { message: Some(Message::Header(header)) }, &mut body);
     grpc::encode_into(&HttpRequest { message: Some(Message::Trailer(http_request::Trailer {})) }, &mut body);
     let mut headers = HeaderMap::new();
@@ -228,6 +228,7 @@ async fn fetch(
             correlation: asked.correlation.clone(),
             deadline: asked.deadline,
             body: grpc::full(body.freeze()),
+            impersonates: false,
             trail: Trail::default(),
             sight: asked.sight.clone(),
         })
@@ -257,7 +258,8 @@ async fn fetch(
                 content.extend_from_slice(&data.data);
             }
             Some(http_response::Message::Trailer(_)) => complete = true,
-            None => {}
+            // Nothing was upgraded.
+            Some(http_response::Message::UpgradeData(_)) | None => {}
         }
     }
     match reader.trailers().and_then(Status::from_headers) {

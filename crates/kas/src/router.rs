@@ -76,6 +76,8 @@ pub struct AgentRequest {
     pub deadline: Deadline,
     /// gRPC frames, not compressed.
     pub body: grpc::Body,
+    /// It is meant for other rights than the agent's own: an agentk that would not heed that must not get it.
+    pub impersonates: bool,
     /// What the caller wants to be told of the request's way.
     pub trail: Trail,
     /// What others are told of it.
@@ -203,8 +205,18 @@ impl Router {
     }
 
     async fn attempt(&self, request: AgentRequest) -> Result<(Head, Exchange), Status> {
-        let AgentRequest { agent, connection, method, headers, correlation, deadline, body, trail, sight } =
-            request;
+        let AgentRequest {
+            agent,
+            connection,
+            method,
+            headers,
+            correlation,
+            deadline,
+            body,
+            impersonates,
+            trail,
+            sight,
+        } = request;
         let arrived = Instant::now();
         let mut body = body;
         let legal =
@@ -231,12 +243,15 @@ impl Router {
                     }
                 },
             };
-            let kind = match &found {
-                Found::Own(grant) => grant.tunnel().info().peer,
+            let (kind, heeds) = match &found {
+                Found::Own(grant) => (grant.tunnel().info().peer, grant.tunnel().info().impersonates),
                 // Others are lent for one request.
-                Found::Kept(_) => AgentKind::Ours,
-                Found::Lent(lent, _) => lent.kind,
+                Found::Kept(taken) => (AgentKind::Ours, taken.impersonates()),
+                Found::Lent(lent, _) => (lent.kind, lent.impersonates),
             };
+            if impersonates && !heeds {
+                return Err(full_rights(agent));
+            }
             let writer = metadata::request_info(&method, &headers, deadline, &correlation, kind.binary())?;
             let mut info = bytes::BytesMut::with_capacity(512);
             writer.put_control(frame::response::REQUEST_INFO, &mut info);
@@ -409,6 +424,18 @@ async fn run(pump: impl Future<Output = ()> + Send + Unpin + 'static) {
     if let Some(pump) = pump {
         tokio::spawn(pump);
     }
+}
+
+/// Says why a request that impersonates does not go to an agentk that would not.
+fn full_rights(agent: AgentId) -> Status {
+    Status::new(
+        Code::FailedPrecondition,
+        format!(
+            "agent {agent} would run this request with all of its own rights: its agentk does not know impersonation; \
+             update it (GitLab's to 14.3 or later), or send the request without HeaderExtra.imp_config"
+        ),
+    )
+    .with_outcome(Outcome::NotStarted)
 }
 
 /// Returns how a refusal is told, to callers and to other replicas.

@@ -821,6 +821,7 @@ mod tests {
                 instance: 1,
                 token: TokenHash::of(b"t"),
                 peer: Peer::Ours,
+                impersonates: true,
                 descriptor: Arc::new(Descriptor::of(&[METHOD])),
             };
             let owner = Arc::new(RegistryOwner {

@@ -198,7 +198,12 @@ fn messages(
     stream::unfold(Next::Head(head, body, broken), move |next| async move {
         match next {
             Next::Head(request, body, broken) => {
-                let head = http_request::Header { request: Some(request), extra: None };
+                let head = http_request::Header {
+                    request: Some(request),
+                    extra: None,
+                    // What is read from a file or a pipe has the length that it turns out to have.
+                    content_length: body.is_none().then_some(0),
+                };
                 let next = body.map_or(Next::Trailer, |body| Next::Body(body, broken));
                 Some((message(http_request::Message::Header(head)), next))
             }

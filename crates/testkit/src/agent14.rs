@@ -74,17 +74,7 @@ impl Agent14 {
             Version::Old => "agentk/v14.1.1/abc",
             Version::Recent => "gitlab-agent/v16.5.0/abc",
         };
-        let to = record.clone();
-        let connector = tower_service_fn(move |_: Uri| {
-            let record = to.clone();
-            Box::pin(
-                async move { Ok::<_, io::Error>(TokioIo::new(Recorded::connect(address, record).await?)) },
-            )
-        });
-        let channel = Endpoint::try_from(format!("http://{address}"))?
-            .user_agent(user_agent)?
-            .connect_with_connector(connector)
-            .await?;
+        let channel = dial(address, user_agent, &record).await?;
         let token: Arc<str> = token.into();
         let configuration = configuration(&channel, &token, "", &record).await?;
         let requests = Requests::default();
@@ -164,6 +154,17 @@ impl Agent14 {
     }
 }
 
+/// Connects; everything that is received is recorded.
+pub(crate) async fn dial(address: SocketAddr, user_agent: &'static str, record: &Record) -> Result<Channel> {
+    let to = record.clone();
+    let connector = tower_service_fn(move |_: Uri| {
+        let record = to.clone();
+        Box::pin(async move { Ok::<_, io::Error>(TokioIo::new(Recorded::connect(address, record).await?)) })
+    });
+    let endpoint = Endpoint::try_from(format!("http://{address}"))?.user_agent(user_agent)?;
+    Ok(endpoint.connect_with_connector(connector).await?)
+}
+
 async fn configuration(
     channel: &Channel,
     token: &str,
@@ -180,13 +181,14 @@ async fn configuration(
             pod_namespace: "test-ns".to_owned(),
             pod_name: "test-pod".to_owned(),
         }),
+        skip_register: false,
     };
     let response = client.get_configuration(authorized(request, token)).await?;
     record.push_headers(&response.metadata().clone().into_headers());
     Ok(response.into_inner())
 }
 
-fn authorized<T>(message: T, token: &str) -> tonic::Request<T> {
+pub(crate) fn authorized<T>(message: T, token: &str) -> tonic::Request<T> {
     let mut request = tonic::Request::new(message);
     let value: MetadataValue<_> = format!("Bearer {token}").parse().expect("tokens of tests are ASCII");
     request.metadata_mut().insert("authorization", value);
@@ -235,11 +237,12 @@ impl Tunnel {
     }
 }
 
-struct TonicWire {
-    sender: Option<mpsc::Sender<ConnectRequest>>,
-    stream: Streaming<ConnectResponse>,
-    record: Record,
-    end: Option<tonic::Code>,
+/// A tunnel over a gRPC library.
+pub(crate) struct TonicWire {
+    pub(crate) sender: Option<mpsc::Sender<ConnectRequest>>,
+    pub(crate) stream: Streaming<ConnectResponse>,
+    pub(crate) record: Record,
+    pub(crate) end: Option<tonic::Code>,
 }
 
 impl Wire for TonicWire {

@@ -147,6 +147,23 @@ impl RawAgent {
     /// # Errors
     /// When the stream cannot be opened, or kas resets it.
     pub async fn configuration(&self, commit: &str) -> Result<Configuration> {
+        self.open_configuration(commit, "test-pod", false).await
+    }
+
+    /// As [`configuration`](Self::configuration), of a process in the pod `pod` that registers.
+    ///
+    /// # Errors
+    /// When the stream cannot be opened, or kas resets it.
+    pub async fn registering_configuration(&self, pod: &str) -> Result<Configuration> {
+        self.open_configuration("", pod, true).await
+    }
+
+    async fn open_configuration(
+        &self,
+        commit: &str,
+        pod: &str,
+        skip_register: bool,
+    ) -> Result<Configuration> {
         let mut stream = self.link.open(self.request(GET_CONFIGURATION).body(())?).await?;
         let request = ConfigurationRequest {
             commit_id: commit.to_owned(),
@@ -154,8 +171,9 @@ impl RawAgent {
                 version: "v14.1.1".to_owned(),
                 commit_id: "abc".to_owned(),
                 pod_namespace: "test-ns".to_owned(),
-                pod_name: "test-pod".to_owned(),
+                pod_name: pod.to_owned(),
             }),
+            skip_register,
         };
         stream.send_message(&request).await.ok().context("the request was sent")?;
         stream.half_close().ok().context("the request was sent")?;

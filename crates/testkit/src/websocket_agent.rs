@@ -100,7 +100,8 @@ impl WebSocketAgent {
             pod_namespace: "test-ns".to_owned(),
             pod_name: "test-pod".to_owned(),
         };
-        let request = ConfigurationRequest { commit_id: String::new(), agent_meta: Some(meta) };
+        let request =
+            ConfigurationRequest { commit_id: String::new(), agent_meta: Some(meta), skip_register: false };
         self.frame(DATA, END_STREAM, stream, &grpc::encode(&request))?;
         Ok(stream)
     }

@@ -23,6 +23,8 @@ pub const REUSE: http::HeaderValue = http::HeaderValue::from_static("reuse");
 pub const INSTANCE_HEADER: http::HeaderName = http::HeaderName::from_static("kas-agentk-instance");
 /// agentk's own socket address: when kas sees another one, a proxy stands between.
 pub const SOCKET_HEADER: http::HeaderName = http::HeaderName::from_static("kas-agentk-socket");
+/// Request metadata of `Connect` in which agentk says that it heeds `kubernetes_api.rpc.HeaderExtra`; value `1`.
+pub const IMPERSONATES_HEADER: http::HeaderName = http::HeaderName::from_static("kas-agentk-impersonates");
 /// The replica that answers, in response headers.
 pub const REPLICA_HEADER: http::HeaderName = http::HeaderName::from_static("kas-replica");
 /// How many replicas live, in response headers.

@@ -149,6 +149,7 @@ fn info(peer: Peer) -> Info {
         instance: 1,
         token: TokenHash::of(b"token"),
         peer,
+        impersonates: false,
         descriptor: Arc::new(Descriptor::of(&["/s/M"])),
     }
 }

@@ -107,7 +107,8 @@ impl Agent {
             pod_namespace: "bench".into(),
             pod_name: format!("agentk-{number}"),
         };
-        let message = ConfigurationRequest { commit_id: String::new(), agent_meta: Some(meta) };
+        let message =
+            ConfigurationRequest { commit_id: String::new(), agent_meta: Some(meta), skip_register: false };
         let request = agent
             .head("/gitlab.agent.agent_configuration.rpc.AgentConfiguration/GetConfiguration")?
             .body(Outgoing::Once(Some(grpc::encode(&message))))?;

@@ -19,7 +19,7 @@ use http::{HeaderMap, HeaderValue, Method, Request, Response};
 use http_body::{Body, Frame, SizeHint};
 use hyper::body::Incoming;
 use prost::Message as _;
-use proto::gitlab::agent::prototool;
+use proto::gitlab::agent::grpctool::http_request::Header;
 use tokio::time::{Sleep, sleep_until};
 use traces::{Kind, Span, Tracer};
 use tunnel::frame::{self, Decoder, Event};
@@ -39,16 +39,6 @@ const COPY: usize = 1024;
 const HEADER: u32 = 1;
 const DATA: u32 = 2;
 const TRAILER: u32 = 3;
-
-/// `grpctool.HttpRequest.Header`, with what later versions of kas add.
-#[derive(Clone, PartialEq, prost::Message)]
-struct Header {
-    #[prost(message, optional, tag = "1")]
-    request: Option<prototool::HttpRequest>,
-    /// Bytes of the body; −1 or absent: unknown.
-    #[prost(int64, optional, tag = "3")]
-    content_length: Option<i64>,
-}
 
 /// Serves the API server to kas, with the rights of agentk's own credentials.
 #[derive(Clone, Debug)]

@@ -69,7 +69,7 @@ impl Caller {
     }
 
     pub(crate) async fn header(&self, request: prototool::HttpRequest) {
-        let header = http_request::Header { request: Some(request), extra: None };
+        let header = http_request::Header { request: Some(request), extra: None, content_length: None };
         self.message(http_request::Message::Header(header)).await;
     }
 
@@ -236,6 +236,7 @@ impl Reply {
                     bytes.extend_from_slice(&data.data);
                 }
                 http_response::Message::Trailer(_) => trailer = true,
+                http_response::Message::UpgradeData(_) => panic!("nothing was upgraded"),
             }
         }
         (bytes, trailer, self.status.clone().expect("a status"))

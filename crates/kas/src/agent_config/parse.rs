@@ -1,14 +1,14 @@
 //! Parsing an agent's `config.yaml`, as strictly as 14.1: what kas pushes must mean to agentk what
 //! its author wrote.
 //!
-//! No defaults are filled in: agentk does that. Keys that only later versions know are accepted with
-//! a warning, so that one repository can serve both.
+//! No defaults are filled in: agentk does that. Keys of later versions, up to 16.5, are read and passed on as well: an
+//! older agentk ignores what it does not know.
 
 use std::collections::HashSet;
 
 use proto::gitlab::agent::agentcfg::{
-    AgentConfiguration, CiliumCf, GitopsCf, LoggingCf, LoggingLevelEnum, ManifestProjectCf, ObservabilityCf,
-    PathCf, manifest_project_cf::PruneOneof,
+    AgentConfiguration, CiliumCf, GitRefCf, GitopsCf, GoogleProfilerCf, LoggingCf, LoggingLevelEnum,
+    ManifestProjectCf, ObservabilityCf, PathCf, git_ref_cf::Ref, manifest_project_cf::PruneOneof,
 };
 
 use crate::config::{
@@ -16,6 +16,8 @@ use crate::config::{
     walk::{self, Kind, Section, Unknown},
     yaml,
 };
+
+mod later;
 
 /// A parsed file.
 #[derive(Debug, Clone, PartialEq)]
@@ -82,29 +84,56 @@ fn read(root: &mut Section<'_, '_>) -> AgentConfiguration {
     });
     let observability = root.section("observability", "", |s| {
         let logging = s.section("logging", "", |s| {
-            let level = s.one_of(
-                "level",
-                &[
-                    ("info", LoggingLevelEnum::Info),
-                    ("debug", LoggingLevelEnum::Debug),
-                    ("warn", LoggingLevelEnum::Warn),
-                    ("error", LoggingLevelEnum::Error),
-                ],
-                "",
-            );
-            s.is_present().then_some(LoggingCf { level: level.into() })
+            let level = s.one_of("level", &LEVELS, "");
+            let grpc_level = s.has("grpc_level");
+            let of_grpc = s.one_of("grpc_level", &LEVELS, "");
+            s.is_present().then_some(LoggingCf {
+                level: level.into(),
+                // Absent is a value of its own.
+                grpc_level: grpc_level.then_some(of_grpc.into()),
+            })
         });
-        s.is_present().then_some(ObservabilityCf { logging })
+        let google_profiler = s.section("google_profiler", "", |s| {
+            let profiler = GoogleProfilerCf {
+                enabled: s.flag("enabled", ""),
+                project_id: s.text("project_id", "", ""),
+                credentials_file: s.text("credentials_file", "", ""),
+                debug_logging: s.flag("debug_logging", ""),
+            };
+            s.is_present().then_some(profiler)
+        });
+        s.is_present().then_some(ObservabilityCf { logging, google_profiler })
     });
     let cilium = root.section("cilium", "", |s| {
         let address = s.required("hubble_relay_address", "", "the address of the Hubble relay", "");
         s.is_present().then_some(CiliumCf { hubble_relay_address: address })
     });
-    for key in ["ci_access", "user_access", "container_scanning", "remote_development", "flux"] {
-        root.ignored(key, "a key of later versions, which does nothing in this one");
+    let ci_access = later::ci_access(root);
+    let container_scanning = later::container_scanning(root);
+    later::user_access(root);
+    let remote_development = later::remote_development(root);
+    let flux = later::flux(root);
+    AgentConfiguration {
+        gitops,
+        observability,
+        cilium,
+        agent_id: 0,
+        project_id: 0,
+        ci_access,
+        container_scanning,
+        project_path: String::new(),
+        remote_development,
+        flux,
+        gitlab_external_url: String::new(),
     }
-    AgentConfiguration { gitops, observability, cilium, agent_id: 0, project_id: 0 }
 }
+
+const LEVELS: [(&str, LoggingLevelEnum); 4] = [
+    ("info", LoggingLevelEnum::Info),
+    ("debug", LoggingLevelEnum::Debug),
+    ("warn", LoggingLevelEnum::Warn),
+    ("error", LoggingLevelEnum::Error),
+];
 
 fn manifest_project(s: &mut Section<'_, '_>) -> ManifestProjectCf {
     let project = ManifestProjectCf {
@@ -127,12 +156,43 @@ fn manifest_project(s: &mut Section<'_, '_>) -> ManifestProjectCf {
             "inventory_policy",
             &["must_match", "adopt_if_no_inventory", "adopt_all"],
         ),
+        r#ref: git_ref(s),
     };
     // A limit of 14.1's kas on reading manifests, and no rule of the file.
     if project.paths.len() > 100 {
         s.warn("paths", "more than 100 paths: kas 14.1 gives none of them to agentk");
     }
     project
+}
+
+fn git_ref(s: &mut Section<'_, '_>) -> Option<GitRefCf> {
+    const EXPECTED: &str = "exactly one of tag, branch, commit";
+    let (present, given) = s.section("ref", "", |s| {
+        let given: Vec<Ref> = [
+            s.optional_text("tag", "", "").map(Ref::Tag),
+            s.optional_text("branch", "", "").map(Ref::Branch),
+            s.optional_text("commit", "", "").map(Ref::Commit),
+        ]
+        .into_iter()
+        .flatten()
+        .collect();
+        (s.is_present(), given)
+    });
+    one_of(s, "ref", EXPECTED, present, given).map(|one| GitRefCf { r#ref: Some(one) })
+}
+
+/// Returns the one member that was given of the section `key`, and notes when there are more or none.
+fn one_of<T>(s: &mut Section<'_, '_>, key: &str, expected: &str, present: bool, given: Vec<T>) -> Option<T> {
+    match <[T; 1]>::try_from(given) {
+        Ok([one]) => Some(one),
+        Err(given) => {
+            if present && !s.is_refused(key) {
+                let found = if given.is_empty() { "none of them" } else { "several" };
+                s.refuse_as(key, found, expected);
+            }
+            None
+        }
+    }
 }
 
 /// Reads a text that is empty or one of `choices`.
@@ -172,10 +232,17 @@ gitops:
     prune_timeout: 1.5s
     prune_propagation_policy: background
     inventory_policy: adopt_all
+    ref: { branch: main }
   - id: other/project
 observability:
   logging:
     level: debug
+    grpc_level: info
+  google_profiler:
+    enabled: true
+    project_id: p
+    credentials_file: /f
+    debug_logging: true
 cilium:
   hubble_relay_address: hubble-relay.cilium.svc:80
 "#;
@@ -200,14 +267,22 @@ cilium:
                         prune_timeout: Some(prost_types::Duration { seconds: 1, nanos: 500_000_000 }),
                         prune_propagation_policy: "background".into(),
                         inventory_policy: "adopt_all".into(),
+                        r#ref: Some(GitRefCf { r#ref: Some(Ref::Branch("main".into())) }),
                     },
                     ManifestProjectCf { id: "other/project".into(), ..Default::default() },
                 ],
             }),
-            observability: Some(ObservabilityCf { logging: Some(LoggingCf { level: 1 }) }),
+            observability: Some(ObservabilityCf {
+                logging: Some(LoggingCf { level: 1, grpc_level: Some(0) }),
+                google_profiler: Some(GoogleProfilerCf {
+                    enabled: true,
+                    project_id: "p".into(),
+                    credentials_file: "/f".into(),
+                    debug_logging: true,
+                }),
+            }),
             cilium: Some(CiliumCf { hubble_relay_address: "hubble-relay.cilium.svc:80".into() }),
-            agent_id: 0,
-            project_id: 0,
+            ..Default::default()
         };
         assert_eq!(parsed.configuration, expected);
     }
@@ -224,15 +299,7 @@ cilium:
         }
         let present = parse(b"gitops: {}\nobservability: {}").unwrap().configuration;
         assert_eq!(present.gitops, Some(GitopsCf::default()));
-        assert_eq!(present.observability, Some(ObservabilityCf { logging: None }));
-    }
-
-    #[test]
-    fn keys_of_later_versions_are_warnings() {
-        let parsed = parse(b"ci_access:\n  projects:\n  - id: a/b\nflux: {}\nuser_access: 1\n").unwrap();
-        let paths: Vec<_> = parsed.warnings.iter().map(|w| w.path.as_str()).collect();
-        assert_eq!(paths, ["ci_access", "user_access", "flux"]);
-        assert_eq!(parsed.configuration, AgentConfiguration::default());
+        assert_eq!(present.observability, Some(ObservabilityCf::default()));
     }
 
     #[test]
@@ -265,6 +332,10 @@ cilium:
                 "observability: {logging: {level: trace}}",
                 "observability.logging.level: found \"trace\"; expected one of info, debug, warn, error",
             ),
+            (
+                "observability: {logging: {grpc_level: trace}}",
+                "observability.logging.grpc_level: found \"trace\"; expected one of info, debug, warn, error",
+            ),
             ("[]", "file: found a list; expected a mapping of sections"),
         ] {
             let error = parse(file.as_bytes()).unwrap_err();
@@ -292,6 +363,14 @@ cilium:
             (
                 "gitops: {manifest_projects: [{id: a, dry_run_strategy: all}]}",
                 "gitops.manifest_projects[0].dry_run_strategy: found \"all\"; expected one of none, client, server",
+            ),
+            (
+                "gitops: {manifest_projects: [{id: a, ref: {tag: t, commit: c}}]}",
+                "gitops.manifest_projects[0].ref: found several; expected exactly one of tag, branch, commit",
+            ),
+            (
+                "gitops: {manifest_projects: [{id: a, ref: {}}]}",
+                "gitops.manifest_projects[0].ref: found none of them; expected exactly one of tag, branch, commit",
             ),
         ] {
             let error = parse(file.as_bytes()).unwrap_err();

@@ -174,7 +174,7 @@ mod tests {
     }
 
     fn encoded(header: prototool::HttpRequest) -> Bytes {
-        let header = http_request::Header { request: Some(header), extra: None };
+        let header = http_request::Header { request: Some(header), extra: None, content_length: None };
         grpc::encode(&grpctool::HttpRequest { message: Some(http_request::Message::Header(header)) })
     }
 

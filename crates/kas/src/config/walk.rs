@@ -662,13 +662,6 @@ impl<'v> Section<'v, '_> {
         chosen.map(|(_, value)| *value).unwrap_or_default()
     }
 
-    /// Declares a key that is not read, whatever it holds: its presence is a warning.
-    pub(crate) fn ignored(&mut self, key: &'static str, text: &str) {
-        if self.take(key).is_some() {
-            self.warn(key, text);
-        }
-    }
-
     /// Writes lines of prose into the page.
     pub(crate) fn prose(&mut self, text: &str) {
         for line in text.lines() {

@@ -13,15 +13,20 @@ use std::{
 use cluster::{AgentMeta, Connection as AgentConnectionInfo, Lease, Tracker};
 use grpc::{Code, MessageReader, Status};
 use http::{HeaderMap, HeaderValue, Request, Response};
+use http_body_util::{BodyExt as _, Full};
 use hyper::body::Incoming;
 use ids::{AgentId, ConnectionId, TokenHash};
 use prost::Message as _;
-use proto::gitlab::agent::agent_configuration::rpc::ConfigurationRequest;
+use proto::gitlab::agent::{
+    agent_configuration::rpc::ConfigurationRequest,
+    agent_registrar::rpc::{RegisterRequest, RegisterResponse, UnregisterRequest, UnregisterResponse},
+    entity,
+};
 use runtime::http2::{Answer, Body, Connection, GoAway, Refusal, Service, Standing, StreamReset, StreamSlot};
 use tokio::time::Instant;
 use tunnel::{
-    INSTANCE_HEADER, MAX_IDLE_HEADER, REPLICA_HEADER, REPLICAS_HEADER, REUSE, RUN_HEADER, SOCKET_HEADER,
-    TUNNEL_HEADER,
+    IMPERSONATES_HEADER, INSTANCE_HEADER, MAX_IDLE_HEADER, REPLICA_HEADER, REPLICAS_HEADER, REUSE,
+    RUN_HEADER, SOCKET_HEADER, TUNNEL_HEADER,
     kas_end::{Info, Opening, Owner, Peer, Retire, Tunnel, read_descriptor},
 };
 
@@ -31,6 +36,7 @@ use crate::{
     identity::{Authenticated, Identity, IdentityError},
     metrics::{ListenerName, Metrics, Reason},
     rate_limit::RateLimit,
+    registrar::{self, Registrar},
     tunnel_registry::{RegistryOwner, TunnelRegistry},
 };
 
@@ -38,6 +44,8 @@ use super::{Naming, Trust, count_refusal, failed, not_grpc, too_many_fields};
 
 const CONNECT: &str = "/gitlab.agent.reverse_tunnel.rpc.ReverseTunnel/Connect";
 const GET_CONFIGURATION: &str = "/gitlab.agent.agent_configuration.rpc.AgentConfiguration/GetConfiguration";
+const REGISTER: &str = "/gitlab.agent.agent_registrar.rpc.AgentRegistrar/Register";
+const UNREGISTER: &str = "/gitlab.agent.agent_registrar.rpc.AgentRegistrar/Unregister";
 
 /// An agent must send its descriptor, or its request, within this time.
 const FIRST_MESSAGE: Duration = Duration::from_secs(10);
@@ -55,6 +63,8 @@ const PROXIED_IDLE_OURS: f64 = 0.9;
 const PROXY_MEMORY: Duration = Duration::from_secs(3600);
 /// How many agents that is remembered of.
 const PROXY_AGENTS: usize = 100_000;
+/// Processes of one transport connection that register: one, but where a proxy joins several.
+const MAX_PROCESSES: usize = 16;
 /// The longest instance id and socket address that are looked at.
 const MAX_HINT: usize = 128;
 
@@ -64,6 +74,7 @@ pub struct AgentListener {
     registry: Arc<TunnelRegistry>,
     owner: Arc<dyn Owner>,
     tracker: Arc<dyn Tracker>,
+    registrar: Arc<Registrar>,
     configs: Arc<AgentConfigs>,
     metrics: Arc<Metrics>,
     naming: Naming,
@@ -94,6 +105,8 @@ pub struct Parts {
     pub registry: Arc<TunnelRegistry>,
     /// Where connections are announced.
     pub tracker: Arc<dyn Tracker>,
+    /// Who says that it runs.
+    pub registrar: Arc<Registrar>,
     /// Where configurations come from.
     pub configs: Arc<AgentConfigs>,
     /// What is counted.
@@ -115,6 +128,7 @@ impl AgentListener {
             identity,
             registry,
             tracker,
+            registrar,
             configs,
             metrics,
             naming,
@@ -133,6 +147,7 @@ impl AgentListener {
             left: AtomicBool::new(false),
             registry,
             tracker,
+            registrar,
             configs,
             metrics,
             naming,
@@ -142,6 +157,11 @@ impl AgentListener {
             serial: AtomicU64::new(0),
             proxied: Mutex::default(),
         })
+    }
+
+    /// Returns who says that it runs.
+    pub fn registrar(&self) -> Arc<Registrar> {
+        Arc::clone(&self.registrar)
     }
 
     /// Notes a configuration stream of a connection; whether it is the only one.
@@ -171,6 +191,7 @@ impl AgentListener {
             for transport in self.transports() {
                 transport.recheck().await;
             }
+            self.registrar.recheck().await;
         }
     }
 
@@ -262,6 +283,8 @@ struct TransportState {
     closed: bool,
     tunnels: Vec<HeldTunnel>,
     configs: Vec<HeldConfig>,
+    /// Processes that registered on it.
+    processes: Vec<(AgentId, ConnectionId)>,
     /// A proxy was seen in the headers of a stream.
     proxied: bool,
     /// GOAWAY was sent because of age: tunnels that finish a request end.
@@ -281,6 +304,8 @@ struct HeldConfig {
     id: ConnectionId,
     /// Of an agent of this project: its tunnels are tied by instance, not by transport.
     ours: bool,
+    /// Its process registers, which says better who it is.
+    registers: bool,
     since: Instant,
 }
 
@@ -429,6 +454,7 @@ impl Transport {
             instance: instance.map_or(self.serial | 1 << 63, |id| id.get() as u64),
             token: authenticated.token,
             peer,
+            impersonates: impersonates(&head.headers),
             descriptor: Arc::new(descriptor),
         };
         let (tunnel, body) =
@@ -476,28 +502,31 @@ impl Transport {
         let listener = &self.listener;
         if !listener.rate_limit.allows(authenticated.token) {
             listener.metrics.refused(ListenerName::Agent, Reason::RateLimit);
-            return Err(Status::new(
-                Code::ResourceExhausted,
-                "new connection rate limit exhausted for this agent, try again later",
-            ));
+            return Err(rate_limited());
         }
         let agent = &authenticated.agent;
         let ours = instance(&head.headers, agent.id);
-        let id = ours.unwrap_or_else(ConnectionId::random);
         let meta = request.agent_meta.unwrap_or_default();
+        let meta = AgentMeta {
+            version: bounded(meta.version),
+            commit: bounded(meta.commit_id),
+            pod_namespace: bounded(meta.pod_namespace),
+            pod_name: bounded(meta.pod_name),
+        };
+        let registers = request.skip_register && ours.is_none();
+        let stand_in = if registers { registrar::stand_in(agent.id, &meta) } else { None };
+        let id = ours.or(stand_in).unwrap_or_else(ConnectionId::random);
         let stream = listener.configs.subscribe(agent, &request.commit_id);
-        let lease = listener.tracker.connection(AgentConnectionInfo {
-            agent: agent.id,
-            name: Arc::clone(&agent.name),
-            project_id: agent.project_id,
-            id,
-            meta: AgentMeta {
-                version: bounded(meta.version),
-                commit: bounded(meta.commit_id),
-                pod_namespace: bounded(meta.pod_namespace),
-                pod_name: bounded(meta.pod_name),
-            },
-            connected_at: runtime::clock::wall(),
+        // Without a name of its pod nobody could tell that it is the process which has registered.
+        let lease = (!registers || stand_in.is_some()).then(|| {
+            listener.tracker.connection(AgentConnectionInfo {
+                agent: agent.id,
+                name: Arc::clone(&agent.name),
+                project_id: agent.project_id,
+                id,
+                meta,
+                connected_at: runtime::clock::wall(),
+            })
         });
         listener.metrics.agent_connections.inc();
         if listener.comes(agent.id, id) {
@@ -524,19 +553,98 @@ impl Transport {
                 authenticated: authenticated.clone(),
                 id,
                 ours: ours.is_some(),
+                registers,
                 since: Instant::now(),
             });
             state.aged
         };
         self.retie(agent.id);
-        let guard =
-            ConfigGuard { transport: Arc::clone(self), agent: agent.id, id, serial, lease: Some(lease) };
+        let guard = ConfigGuard { transport: Arc::clone(self), agent: agent.id, id, serial, lease };
         if !listener.identity.still_valid(&authenticated).await {
             stream.end(Some(revoked()));
         } else if aged || listener.left.load(Ordering::Relaxed) {
             stream.end(None);
         }
         Ok(grpc::boxed(ConfigBody::new(stream, guard)))
+    }
+
+    async fn register(self: Arc<Self>, request: Request<Incoming>) -> Response<Body> {
+        let correlation = crate::metadata::correlation(&HeaderMap::new());
+        match self.try_register(request).await {
+            Ok(()) => self.accepted(&correlation, one(&RegisterResponse {})),
+            Err(status) => failed(&status, &correlation),
+        }
+    }
+
+    async fn try_register(&self, request: Request<Incoming>) -> Result<(), Status> {
+        let (authenticated, RegisterRequest { agent_meta, pod_id }) = self.said(request).await?;
+        let listener = &self.listener;
+        let agent = authenticated.agent.id;
+        let entity::AgentMeta { version, commit_id, pod_namespace, pod_name, .. } =
+            agent_meta.unwrap_or_default();
+        let meta = AgentMeta {
+            version: bounded(version),
+            commit: bounded(commit_id),
+            pod_namespace: bounded(pod_namespace),
+            pod_name: bounded(pod_name),
+        };
+        let process = registrar::process(agent, pod_id);
+        if listener.registrar.register(&authenticated, process, meta) {
+            listener.rate_limit.charge(authenticated.token);
+            tracing::info!(
+                agent.id = agent.get(),
+                agent.name = &*authenticated.agent.name,
+                connection.id = process.get(),
+                "agent registered"
+            );
+        }
+        // The token may have been revoked while the message was awaited.
+        if !listener.identity.still_valid(&authenticated).await {
+            listener.registrar.unregister(agent, process);
+            return Err(revoked());
+        }
+        {
+            let mut state = self.state();
+            if !state.processes.contains(&(agent, process)) && state.processes.len() < MAX_PROCESSES {
+                state.processes.push((agent, process));
+            }
+        }
+        self.retie(agent);
+        Ok(())
+    }
+
+    async fn unregister(self: Arc<Self>, request: Request<Incoming>) -> Response<Body> {
+        let correlation = crate::metadata::correlation(&HeaderMap::new());
+        match self.said::<UnregisterRequest>(request).await {
+            Ok((authenticated, request)) => {
+                let agent = authenticated.agent.id;
+                self.listener.registrar.unregister(agent, registrar::process(agent, request.pod_id));
+                self.accepted(&correlation, one(&UnregisterResponse {}))
+            }
+            Err(status) => failed(&status, &correlation),
+        }
+    }
+
+    /// Reads the one message of a call that an agent makes.
+    async fn said<M: prost::Message + Default>(
+        &self,
+        request: Request<Incoming>,
+    ) -> Result<(Authenticated, M), Status> {
+        let (head, body) = request.into_parts();
+        let authenticated = self.authenticate(&head.headers).await?;
+        let gzip = encoding(&head.headers)?;
+        self.look_for_proxy(&head.headers);
+        let message = tokio::time::timeout(FIRST_MESSAGE, read_one(body, gzip))
+            .await
+            .map_err(|_| Status::new(Code::DeadlineExceeded, "no request came in time"))??;
+        let message = M::decode(message).map_err(|error| {
+            Status::new(Code::InvalidArgument, format!("the request is malformed: {error}"))
+        })?;
+        if !self.listener.rate_limit.allows(authenticated.token) {
+            self.listener.metrics.refused(ListenerName::Agent, Reason::RateLimit);
+            return Err(rate_limited());
+        }
+        Ok((authenticated, message))
     }
 
     /// Ties tunnels of agents that send no instance id to the one configuration stream of their
@@ -609,7 +717,16 @@ impl TransportState {
             !held.ours && held.authenticated.agent.id == agent && held.stream.strong_count() > 0
         });
         let only = of_agent.next().filter(|_| !self.proxied)?;
-        of_agent.next().is_none().then_some(only.id)
+        if of_agent.next().is_some() {
+            return None;
+        }
+        if !only.registers {
+            return Some(only.id);
+        }
+        // The id under which the process is listed.
+        let mut processes = self.processes.iter().filter(|(of, _)| *of == agent).map(|(_, process)| *process);
+        let first = processes.next();
+        processes.next().is_none().then(|| first.unwrap_or(only.id))
     }
 }
 
@@ -631,6 +748,8 @@ impl Connection for Transport {
                 Box::pin(self.connect(request, reset))
             }
             GET_CONFIGURATION => Box::pin(self.get_configuration(request)),
+            REGISTER => Box::pin(self.register(request)),
+            UNREGISTER => Box::pin(self.unregister(request)),
             path => {
                 let status = Status::new(Code::Unimplemented, format!("unknown method {path}"));
                 self.trust.failed();
@@ -774,6 +893,22 @@ fn peer(headers: &HeaderMap) -> Peer {
     if agent.starts_with(b"gitlab-agent/") { Peer::Recent } else { Peer::Old }
 }
 
+/// Whether the agentk that sent these is known to heed `HeaderExtra`: ours says so, GitLab's do from 14.3 on.
+fn impersonates(headers: &HeaderMap) -> bool {
+    /// GitLab's first such version.
+    const SINCE: (u32, u32) = (14, 3);
+    if headers.contains_key(IMPERSONATES_HEADER) || headers.contains_key(INSTANCE_HEADER) {
+        return headers.get(IMPERSONATES_HEADER).is_some_and(|value| value == "1");
+    }
+    let agent =
+        headers.get(http::header::USER_AGENT).and_then(|value| value.to_str().ok()).unwrap_or_default();
+    let Some(version) = agent.strip_prefix("gitlab-agent/").or_else(|| agent.strip_prefix("agentk/")) else {
+        return false;
+    };
+    let mut parts = version.trim_start_matches('v').splitn(3, '.').map(str::parse);
+    matches!((parts.next(), parts.next()), (Some(Ok(major)), Some(Ok(minor))) if (major, minor) >= SINCE)
+}
+
 /// The connection id of an agent that sends its instance id.
 fn instance(headers: &HeaderMap, agent: AgentId) -> Option<ConnectionId> {
     let value = headers.get(INSTANCE_HEADER)?.as_bytes();
@@ -802,6 +937,18 @@ async fn read_one(body: Incoming, gzip: bool) -> Result<bytes::Bytes, Status> {
     }
 }
 
+/// The body of an answer that is one message.
+fn one(message: &impl prost::Message) -> Body {
+    let mut trailers = HeaderMap::with_capacity(1);
+    Status::write_ok(&mut trailers);
+    grpc::boxed(Full::new(grpc::encode(message)).with_trailers(std::future::ready(Some(Ok(trailers)))))
+}
+
+fn rate_limited() -> Status {
+    let text = "new connection rate limit exhausted for this agent, try again later";
+    Status::new(Code::ResourceExhausted, text)
+}
+
 /// Texts of agents are shown to people and kept in memory: not longer than any real one.
 fn bounded(mut text: String) -> String {
     const LONGEST: usize = 256;
@@ -810,4 +957,41 @@ fn bounded(mut text: String) -> String {
         text.truncate(end);
     }
     text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn who_heeds_whose_rights_are_meant_is_known_by_its_version_or_says_so() {
+        let heeds = |pairs: &[(&'static str, &'static str)]| {
+            let mut headers = HeaderMap::new();
+            for (name, value) in pairs {
+                headers.append(*name, HeaderValue::from_static(value));
+            }
+            impersonates(&headers)
+        };
+        for (agent, expected) in [
+            ("agentk/v14.1.1/abc grpc-go/1.39.0", false),
+            ("agentk/v14.2.9/abc", false),
+            ("agentk/v14.3.0/abc", true),
+            ("agentk/v15.0.0/abc", true),
+            ("gitlab-agent/v16.5.0/abc grpc-go/1.58.3", true),
+            ("gitlab-agent/16.5.0-rc1/abc", true),
+            ("gitlab-agent/v18.10.1/abc", true),
+            ("gitlab-agent/unknown/abc", false),
+            ("gitlab-agent/v16/abc", false),
+            ("gitlab-agent/v.5.0/abc", false),
+            ("grpc-go/99.9.9", false),
+            ("", false),
+        ] {
+            assert_eq!(heeds(&[("user-agent", agent)]), expected, "{agent}");
+        }
+        assert!(!heeds(&[]));
+        let ours = ("kas-agentk-instance", "i");
+        assert!(!heeds(&[ours, ("user-agent", "agentk/99.0.0/abc")]), "one of an earlier build");
+        assert!(heeds(&[ours, ("kas-agentk-impersonates", "1")]));
+        assert!(!heeds(&[("kas-agentk-impersonates", "0"), ("user-agent", "agentk/v15.0.0/abc")]));
+    }
 }

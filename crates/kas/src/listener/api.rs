@@ -18,6 +18,7 @@ use tokio::time::Sleep;
 use tunnel::kas_end::Head;
 
 use crate::{
+    agent_config::AgentConfigs,
     audit::{Actor, Rule},
     auth::JwtVerifier,
     metadata::{self, Target},
@@ -28,7 +29,9 @@ use crate::{
 
 use super::{Own, Trust, count_refusal, failed, not_grpc};
 
+mod impersonation;
 mod services;
+mod today;
 
 /// The largest message of a caller that compresses: it is held whole while it is inflated.
 const MAX_INFLATED: usize = 4 << 20;
@@ -58,10 +61,11 @@ impl ApiListener {
         router: Arc<Router>,
         tracker: Arc<dyn Tracker>,
         metrics: Arc<Metrics>,
+        configs: Arc<AgentConfigs>,
         phase: tokio::sync::watch::Receiver<runtime::lifecycle::Phase>,
         observer: Arc<Observer>,
     ) -> Arc<Self> {
-        let services = services::Services::new(Arc::clone(&router), tracker, phase);
+        let services = services::Services::new(Arc::clone(&router), tracker, configs, phase);
         Arc::new(Self { jwt: ArcSwap::from_pointee(jwt), router, metrics, services, observer })
     }
 
@@ -205,6 +209,14 @@ async fn pass_through(
         trail.write_to(response.headers_mut());
         answering.answered(response)
     };
+    let (impersonates, body) = if head.uri.path() == impersonation::MAKE_REQUEST {
+        match impersonation::look(body, deadline).await {
+            Ok(looked) => looked,
+            Err(status) => return told(failed(&status, &correlation)),
+        }
+    } else {
+        (false, body)
+    };
     let answer = caller
         .listener
         .router
@@ -216,6 +228,7 @@ async fn pass_through(
             correlation: correlation.clone(),
             deadline,
             body,
+            impersonates,
             trail: trail.clone(),
             sight,
         })

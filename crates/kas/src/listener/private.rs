@@ -259,6 +259,7 @@ async fn lend(
     };
     count(AskAnswer::Ready);
     let lent = grant.tunnel().info().peer;
+    let impersonates = grant.tunnel().info().impersonates;
     let kind = peer::kind(lent);
     let again = ask.again && ask.connection.is_none() && lent.mode() == Mode::Reusable;
     let traced = listener.tracer.clone().map(|tracer| Traced { tracer, from: ask.from.clone() });
@@ -270,6 +271,7 @@ async fn lend(
         connection: ask.connection,
         borrower,
         peer: lent,
+        impersonates,
     };
     let request = grpc::boxed(request.into_body());
     let mut body = LendBody::new(wish, grant, request, lending, Arc::clone(&listener.metrics));
@@ -278,6 +280,9 @@ async fn lend(
     let headers = response.headers_mut();
     headers.insert(http::header::CONTENT_TYPE, grpc::CONTENT_TYPE);
     headers.insert(peer::KIND, kind);
+    if impersonates {
+        headers.insert(peer::IMPERSONATES, HeaderValue::from_static("1"));
+    }
     if again {
         headers.insert(peer::REUSE, peer::AGAIN);
     }
@@ -324,6 +329,8 @@ struct Wish {
     borrower: Borrower,
     /// The asker writes its envelopes for this agentk.
     peer: Peer,
+    /// The asker was told that this agentk heeds a wish for other rights.
+    impersonates: bool,
 }
 
 impl Wish {
@@ -345,7 +352,8 @@ impl Wish {
     }
 
     fn fits(&self, grant: &Grant) -> bool {
-        grant.tunnel().info().peer == self.peer
+        let info = grant.tunnel().info();
+        info.peer == self.peer && (info.impersonates || !self.impersonates)
     }
 }
 

@@ -129,6 +129,11 @@ impl Taken {
         &self.holder.owner
     }
 
+    /// Whether the agentk at its end is known to heed whose rights a request is meant for.
+    pub fn impersonates(&self) -> bool {
+        self.tunnel.as_ref().is_some_and(|tunnel| tunnel.info().impersonates)
+    }
+
     /// Takes the tunnel; `None`: never. It comes back by itself.
     pub fn take(mut self) -> Option<Arc<Tunnel>> {
         self.tunnel.take()
@@ -455,6 +460,7 @@ mod tests {
             instance: 0,
             token: TokenHash::of(b"t"),
             peer: Peer::Ours,
+            impersonates: true,
             descriptor: Arc::default(),
         };
         let owner = kept.owner(agent(), &method.into(), &ReplicaId::new("holder"));

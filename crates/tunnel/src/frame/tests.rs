@@ -94,6 +94,7 @@ fn every_message_of_the_two_streams_has_the_bytes_of_the_reference() {
                     query: Default::default(),
                 }),
                 extra: None,
+                content_length: None,
             })),
             "0a330a310a03474554121c0a0641636365707412120a106170706c69636174696f6e2f6a736f6e1a0c2f6170692f76312f706f6473",
         ),
@@ -103,6 +104,85 @@ fn every_message_of_the_two_streams_has_the_bytes_of_the_reference() {
     for (encoded, expected) in cases {
         assert_eq!(encoded, hex(expected), "{expected}");
     }
+}
+
+/// Encodes to these bytes, and decodes from them to the same.
+fn golden<M: prost::Message + Default + PartialEq + std::fmt::Debug>(message: M, bytes: &str) {
+    assert_eq!(message.encode_to_vec(), hex(bytes), "{message:?}");
+    assert_eq!(M::decode(hex(bytes).as_slice()).unwrap(), message, "{bytes}");
+}
+
+#[test]
+fn messages_of_later_versions_have_the_bytes_of_the_reference_in_both_directions() {
+    use proto::gitlab::agent::{
+        agent_configuration, agent_registrar, entity, event, flux, grpctool::http_request,
+        grpctool::http_response, kubernetes_api, notifications, prototool, redistool,
+    };
+    golden(
+        grpctool::HttpRequest {
+            message: Some(http_request::Message::UpgradeData(http_request::UpgradeData {
+                data: "ab".into(),
+            })),
+        },
+        "22040a026162",
+    );
+    golden(
+        grpctool::HttpResponse {
+            message: Some(http_response::Message::UpgradeData(http_response::UpgradeData {
+                data: "ab".into(),
+            })),
+        },
+        "22040a026162",
+    );
+    let request =
+        prototool::HttpRequest { method: "GET".into(), url_path: "/v".into(), ..Default::default() };
+    let header = http_request::Header { request: Some(request), extra: None, content_length: Some(0) };
+    golden(
+        grpctool::HttpRequest { message: Some(http_request::Message::Header(header)) },
+        "0a0d0a090a034745541a022f761800",
+    );
+    golden(http_request::Header { content_length: Some(-1), ..Default::default() }, "18ffffffffffffffffff01");
+    golden(
+        kas::GatewayKasResponse { msg: Some(kas::gateway_kas_response::Msg::NoTunnel(Default::default())) },
+        "3200",
+    );
+    golden(
+        agent_configuration::rpc::ConfigurationRequest { skip_register: true, ..Default::default() },
+        "1801",
+    );
+    golden(
+        agent_registrar::rpc::RegisterRequest {
+            agent_meta: Some(entity::AgentMeta { version: "v16.5.0".into(), ..Default::default() }),
+            pod_id: 7,
+        },
+        "0a090a077631362e352e301007",
+    );
+    let user = kubernetes_api::rpc::ImpersonationConfig {
+        username: "u".into(),
+        groups: vec!["g".into()],
+        ..Default::default()
+    };
+    golden(kubernetes_api::rpc::HeaderExtra { imp_config: Some(user) }, "0a060a0175120167");
+    let project = event::Project { id: 1, full_path: "a/b".into() };
+    golden(
+        notifications::rpc::GitPushEventRequest {
+            event: Some(event::GitPushEvent { project: Some(project) }),
+        },
+        "0a090a0708011203612f62",
+    );
+    golden(
+        flux::rpc::ReconcileProjectsRequest { project: vec![flux::rpc::Project { id: "a/b".into() }] },
+        "0a050a03612f62",
+    );
+    golden(redistool::LaterExpiringValue { expires_at: 1_627_300_000, value: Bytes::new() }, "08a0c1fa8706");
+}
+
+#[test]
+fn numbers_of_agents_are_read_packed_and_not() {
+    use proto::gitlab::agent::agent_tracker::rpc::GetConnectedAgentsByAgentIDsRequest;
+    golden(GetConnectedAgentsByAgentIDsRequest { agent_ids: vec![123] }, "0a017b");
+    let unpacked = GetConnectedAgentsByAgentIDsRequest::decode(hex("087b").as_slice()).unwrap();
+    assert_eq!(unpacked.agent_ids, [123]);
 }
 
 #[test]

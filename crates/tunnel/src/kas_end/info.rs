@@ -48,6 +48,9 @@ pub struct Info {
     pub token: TokenHash,
     /// Which agentk it is.
     pub peer: Peer,
+    /// Whether it is known to heed `kubernetes_api.rpc.HeaderExtra`: one that does not would run a request that is meant
+    /// for somebody else's rights with its own.
+    pub impersonates: bool,
     /// What the agent serves.
     pub descriptor: Arc<Descriptor>,
 }

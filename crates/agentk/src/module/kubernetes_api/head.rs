@@ -9,12 +9,12 @@ use bytes::Bytes;
 use grpc::{Code, Status};
 use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, header, response};
 use hyper::ext::ReasonPhrase;
+use prost::Message as _;
 use proto::gitlab::agent::{
-    grpctool::http_response,
+    grpctool::{http_request::Header, http_response},
+    kubernetes_api::rpc::{HeaderExtra, ImpersonationConfig},
     prototool::{HttpResponse, Values},
 };
-
-use super::Header;
 
 /// What the caller said about the length of the request's body.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -84,16 +84,77 @@ pub(super) fn request(
         // How an authenticating proxy names its user to the API server. agentk is none.
         headers.remove(name);
     }
-    if impersonates && headers.keys().any(|name| is_impersonation(name.as_str())) {
+    let user = header.extra.map(extra).transpose()?.flatten();
+    let by_headers = headers.keys().any(|name| is_impersonation(name.as_str()));
+    if impersonates && (by_headers || user.is_some()) {
         return Err(invalid(
             "invalid header: this agent impersonates a user by its own configuration, so a request may not",
         ));
+    }
+    if let Some(user) = user {
+        if by_headers {
+            return Err(invalid(
+                "invalid header: either extra.imp_config or Impersonate-* headers, not both",
+            ));
+        }
+        impersonate(&user, headers)?;
     }
     let client = headers.get(header::USER_AGENT).map(HeaderValue::as_bytes);
     let via = client
         .and_then(|client| HeaderValue::from_bytes(&[client, b" via ", user_agent.as_bytes()].concat()).ok());
     headers.insert(header::USER_AGENT, via.unwrap_or_else(|| user_agent.clone()));
     Ok((request, length))
+}
+
+/// Returns as whom kas wants the API server to be asked; `None`: as agentk.
+fn extra(extra: prost_types::Any) -> Result<Option<ImpersonationConfig>, Status> {
+    if extra.type_url != "type.googleapis.com/gitlab.agent.kubernetes_api.rpc.HeaderExtra" {
+        // It may say that the request is not meant for all of agentk's rights.
+        return Err(invalid(format!("invalid header: extra of type {:?} is not known here", extra.type_url)));
+    }
+    let extra = HeaderExtra::decode(extra.value.as_ref())
+        .map_err(|error| invalid(format!("invalid header: extra is malformed: {error}")))?;
+    match extra.imp_config {
+        Some(user) if user.username.is_empty() => {
+            Err(invalid("invalid header: extra.imp_config has no username"))
+        }
+        user => Ok(user),
+    }
+}
+
+/// Writes the headers by which the API server is asked as somebody else.
+fn impersonate(user: &ImpersonationConfig, headers: &mut HeaderMap) -> Result<(), Status> {
+    let mut add = |name: &str, value: &str| -> Result<(), Status> {
+        let key = HeaderName::from_bytes(name.as_bytes())
+            .map_err(|_| invalid(format!("invalid header: extra.imp_config makes no header of {name:?}")))?;
+        let value = HeaderValue::from_bytes(value.as_bytes()).map_err(|_| {
+            invalid(format!("invalid header: extra.imp_config: the value of {name} has illegal characters"))
+        })?;
+        headers.append(key, value);
+        Ok(())
+    };
+    add("impersonate-user", &user.username)?;
+    for group in &user.groups {
+        add("impersonate-group", group)?;
+    }
+    if !user.uid.is_empty() {
+        add("impersonate-uid", &user.uid)?;
+    }
+    for extra in &user.extra {
+        let mut name = "impersonate-extra-".to_owned();
+        // As client-go writes keys: what no name of a header may have is encoded, and so is the sign of that.
+        for byte in extra.key.bytes() {
+            if byte.is_ascii_alphanumeric() || b"!#$&'*+-.^_`|~".contains(&byte) {
+                name.push(char::from(byte).to_ascii_lowercase());
+            } else {
+                let _ = write!(name, "%{byte:02X}");
+            }
+        }
+        for value in &extra.val {
+            add(&name, value)?;
+        }
+    }
+    Ok(())
 }
 
 fn is_impersonation(name: &str) -> bool {
@@ -249,7 +310,7 @@ fn canonical(name: &str) -> String {
 
 #[cfg(test)]
 mod tests {
-    use proto::gitlab::agent::prototool::HttpRequest;
+    use proto::gitlab::agent::{kubernetes_api::rpc::ExtraKeyVal, prototool::HttpRequest};
 
     use super::*;
 
@@ -275,8 +336,75 @@ mod tests {
                 header: map(headers),
                 query: BTreeMap::new(),
             }),
+            extra: None,
             content_length: None,
         }
+    }
+
+    fn meant_for(mut header: Header, user: Option<ImpersonationConfig>) -> Header {
+        header.extra = Some(prost_types::Any {
+            type_url: "type.googleapis.com/gitlab.agent.kubernetes_api.rpc.HeaderExtra".to_owned(),
+            value: HeaderExtra { imp_config: user }.encode_to_vec(),
+        });
+        header
+    }
+
+    fn user(name: &str) -> ImpersonationConfig {
+        ImpersonationConfig { username: name.to_owned(), ..Default::default() }
+    }
+
+    #[test]
+    fn kas_says_as_whom_the_api_server_is_asked() {
+        let full = ImpersonationConfig {
+            username: "gitlab:ci_job:1".to_owned(),
+            groups: vec!["gitlab:ci_job".to_owned(), "gitlab:project:2".to_owned()],
+            uid: "3".to_owned(),
+            extra: vec![ExtraKeyVal {
+                key: "agent.gitlab.com/Id%".to_owned(),
+                val: vec!["4".to_owned(), "ü".to_owned()],
+            }],
+        };
+        let (request, _) = made(meant_for(message("GET", "/", &[]), Some(full)));
+        let mut got: Vec<_> = request
+            .headers()
+            .iter()
+            .filter(|(name, _)| *name != "user-agent")
+            .map(|(name, value)| format!("{name}: {}", String::from_utf8_lossy(value.as_bytes())))
+            .collect();
+        got.sort();
+        assert_eq!(
+            got,
+            [
+                "impersonate-extra-agent.gitlab.com%2fid%25: 4",
+                "impersonate-extra-agent.gitlab.com%2fid%25: ü",
+                "impersonate-group: gitlab:ci_job",
+                "impersonate-group: gitlab:project:2",
+                "impersonate-uid: 3",
+                "impersonate-user: gitlab:ci_job:1",
+            ]
+        );
+        let (request, _) = made(meant_for(message("GET", "/", &[]), None));
+        assert!(!request.headers().keys().any(|name| is_impersonation(name.as_str())));
+    }
+
+    #[test]
+    fn only_one_says_as_whom_and_what_is_not_understood_is_not_sent() {
+        let headers: &[(&str, &[&str])] = &[("impersonate-USER", &["x"])];
+        let both = meant_for(message("GET", "/", headers), Some(user("u")));
+        assert!(refused(both).contains("not both"));
+        assert!(refused(meant_for(message("GET", "/", &[]), Some(user("")))).contains("no username"));
+        assert!(
+            refused(meant_for(message("GET", "/", &[]), Some(user("a\nb")))).contains("illegal characters")
+        );
+        let mut unknown = meant_for(message("GET", "/", &[]), Some(user("u")));
+        unknown.extra.as_mut().unwrap().type_url = "type.googleapis.com/x.Y".to_owned();
+        assert!(refused(unknown).contains("\"type.googleapis.com/x.Y\" is not known"));
+        let mut malformed = meant_for(message("GET", "/", &[]), None);
+        malformed.extra.as_mut().unwrap().value = vec![0xff];
+        assert!(refused(malformed).contains("malformed"));
+        let own = meant_for(message("GET", "/", &[]), Some(user("u")));
+        let status = request(own, &AGENT, true).map(|_| ()).unwrap_err();
+        assert!(status.message().contains("impersonates"), "{status}");
     }
 
     fn made(header: Header) -> (Request<grpc::Body>, Length) {
@@ -319,7 +447,7 @@ mod tests {
 
     #[test]
     fn what_is_no_request_is_refused_with_the_reason() {
-        let none = Header { request: None, content_length: None };
+        let none = Header::default();
         assert_eq!(refused(none), "invalid header: request is required");
         for (method, path, text) in [
             ("", "/", "method must be at least 1 byte"),

@@ -16,15 +16,15 @@ use prost::Message as _;
 use prost_types::Timestamp;
 use proto::{
     gitlab::agent::{
-        agent_tracker::{
-            self,
-            rpc::{
-                GetConnectedAgentsRequest, GetConnectedAgentsResponse,
-                agent_tracker_server::{AgentTracker, AgentTrackerServer},
-                get_connected_agents_request,
-            },
+        agent_tracker::rpc::{
+            GetConnectedAgentksByAgentIDsRequest, GetConnectedAgentksByAgentIDsResponse,
+            GetConnectedAgentsByAgentIDsRequest, GetConnectedAgentsByAgentIDsResponse,
+            GetConnectedAgentsRequest, GetConnectedAgentsResponse,
+            agent_tracker_server::{AgentTracker, AgentTrackerServer},
+            get_connected_agents_request,
         },
-        modshared,
+        notifications::rpc::notifications_server::NotificationsServer,
+        server_info::rpc::server_info_server::ServerInfoServer,
     },
     kas::api::v1::{
         AgentOnReplica, ConnectedAgentInfo, ConnectedAgentsByIdRequest, ConnectedAgentsByIdResponse,
@@ -42,11 +42,13 @@ use tonic_health::ServingStatus;
 
 use super::{
     super::{Own, own},
-    Correlation,
+    Correlation, today,
 };
 use crate::{
+    agent_config::AgentConfigs,
     observe::Sight,
     pods::{self, Asked, PodQuery},
+    registrar,
     router::Router,
 };
 
@@ -60,8 +62,13 @@ const SETTLE: Duration = Duration::from_millis(20);
 pub(super) struct Services(Vec<(String, Own)>);
 
 impl Services {
-    pub(super) fn new(router: Arc<Router>, tracker: Arc<dyn Tracker>, phase: watch::Receiver<Phase>) -> Self {
-        let api = Api { router, tracker, phase: phase.clone() };
+    pub(super) fn new(
+        router: Arc<Router>,
+        tracker: Arc<dyn Tracker>,
+        configs: Arc<AgentConfigs>,
+        phase: watch::Receiver<Phase>,
+    ) -> Self {
+        let api = Api { router, tracker, configs, phase: phase.clone() };
         let (reporter, health) = tonic_health::server::health_reporter();
         tokio::spawn(report_health(reporter, phase));
         let reflection = || {
@@ -71,10 +78,17 @@ impl Services {
                 .with_service_name("kas.api.v1.KasApi")
                 .with_service_name("gitlab.agent.agent_tracker.rpc.AgentTracker")
                 .with_service_name("gitlab.agent.kubernetes_api.rpc.KubernetesApi")
+                .with_service_name("gitlab.agent.notifications.rpc.Notifications")
+                .with_service_name("gitlab.agent.server_info.rpc.ServerInfo")
                 .with_service_name("grpc.health.v1.Health")
         };
-        let mut services =
-            vec![own(KasApiServer::new(api.clone())), own(AgentTrackerServer::new(api)), own(health)];
+        let mut services = vec![
+            own(KasApiServer::new(api.clone())),
+            own(AgentTrackerServer::new(api.clone())),
+            own(ServerInfoServer::new(api.clone())),
+            own(NotificationsServer::new(api)),
+            own(health),
+        ];
         // The descriptors are compiled in: that they are readable is tested.
         if let (Ok(v1), Ok(alpha)) = (reflection().build_v1(), reflection().build_v1alpha()) {
             services.push(own(v1));
@@ -97,15 +111,16 @@ async fn report_health(reporter: tonic_health::server::HealthReporter, mut phase
     }
 }
 
-/// [`KasApi`] and 14.1's `AgentTracker`.
+/// [`KasApi`], and what GitLab calls.
 #[derive(Clone)]
-struct Api {
+pub(super) struct Api {
     router: Arc<Router>,
-    tracker: Arc<dyn Tracker>,
+    pub(super) tracker: Arc<dyn Tracker>,
+    pub(super) configs: Arc<AgentConfigs>,
     phase: watch::Receiver<Phase>,
 }
 
-fn invalid(message: impl Into<String>) -> tonic::Status {
+pub(super) fn invalid(message: impl Into<String>) -> tonic::Status {
     tonic::Status::invalid_argument(message)
 }
 
@@ -132,7 +147,7 @@ fn agent_id(id: i64, field: &str) -> Result<AgentId, tonic::Status> {
     AgentId::new(id).map_err(|error| invalid(format!("{field}: {error}, got {id}")))
 }
 
-fn timestamp(since_epoch: Duration) -> Timestamp {
+pub(super) fn timestamp(since_epoch: Duration) -> Timestamp {
     Timestamp {
         seconds: i64::try_from(since_epoch.as_secs()).unwrap_or(i64::MAX),
         nanos: i32::try_from(since_epoch.subsec_nanos()).unwrap_or(0),
@@ -170,6 +185,13 @@ fn unanswered_replica(missing: &cluster::Unanswered) -> UnansweredReplica {
     UnansweredReplica { address: Some(address(&missing.replica.address)), reason: missing.reason.clone() }
 }
 
+/// Lists connections, each process once.
+pub(super) async fn connected(tracker: &dyn Tracker, query: Query) -> Result<Connected, TrackerError> {
+    let mut connected = tracker.connected(query).await?;
+    registrar::leave_out_stand_ins(&mut connected.connections);
+    Ok(connected)
+}
+
 fn belief(belief: &cluster::Belief) -> agent_on_replica::Belief {
     agent_on_replica::Belief {
         name: belief.replica.id.as_str().to_owned(),
@@ -192,7 +214,7 @@ impl Api {
         &self,
         query: Query,
     ) -> Result<(Vec<ConnectedAgentInfo>, Vec<UnansweredReplica>), tonic::Status> {
-        let connected = self.tracker.connected(query).await.map_err(|error| unavailable(&error))?;
+        let connected = connected(&*self.tracker, query).await.map_err(|error| unavailable(&error))?;
         Ok((connected.connections.iter().map(info).collect(), unanswered(&connected)))
     }
 }
@@ -440,7 +462,7 @@ impl Watch {
                 tokio::time::sleep(SETTLE).await;
             }
             self.changes.borrow_and_update();
-            let connected = match self.tracker.connected(self.query).await {
+            let connected = match connected(&*self.tracker, self.query).await {
                 Ok(connected) => connected,
                 Err(error) => return Some(Err(unavailable(&error))),
             };
@@ -495,30 +517,26 @@ impl AgentTracker for Api {
             },
             None => return Err(invalid("invalid GetConnectedAgentsRequest.Request: value is required")),
         };
-        let connected = self.tracker.connected(query).await.map_err(|error| {
+        let connected = connected(&*self.tracker, query).await.map_err(|error| {
             tracing::warn!(error = %error, "the tracker cannot be asked");
             tonic::Status::unavailable(failed)
         })?;
-        let agents = connected
-            .connections
-            .iter()
-            .map(|located| {
-                let connection = &located.connection;
-                agent_tracker::ConnectedAgentInfo {
-                    agent_meta: Some(modshared::AgentMeta {
-                        version: connection.meta.version.clone(),
-                        commit_id: connection.meta.commit.clone(),
-                        pod_namespace: connection.meta.pod_namespace.clone(),
-                        pod_name: connection.meta.pod_name.clone(),
-                    }),
-                    connected_at: Some(timestamp(connection.connected_at)),
-                    connection_id: connection.id.get(),
-                    agent_id: connection.agent.get(),
-                    project_id: connection.project_id,
-                }
-            })
-            .collect();
+        let agents = connected.connections.iter().map(today::info).collect();
         Ok(tonic::Response::new(GetConnectedAgentsResponse { agents }))
+    }
+
+    async fn get_connected_agents_by_agent_i_ds(
+        &self,
+        request: tonic::Request<GetConnectedAgentsByAgentIDsRequest>,
+    ) -> Result<tonic::Response<GetConnectedAgentsByAgentIDsResponse>, tonic::Status> {
+        self.agents_by_ids(&request.into_inner().agent_ids).await
+    }
+
+    async fn get_connected_agentks_by_agent_i_ds(
+        &self,
+        request: tonic::Request<GetConnectedAgentksByAgentIDsRequest>,
+    ) -> Result<tonic::Response<GetConnectedAgentksByAgentIDsResponse>, tonic::Status> {
+        self.agentks_by_ids(&request.into_inner().agent_ids).await
     }
 }
 

@@ -98,6 +98,7 @@ fn info() -> Info {
         instance: 1,
         token: TokenHash::of(b"t"),
         peer: Peer::Ours,
+        impersonates: true,
         descriptor: Arc::new(Descriptor::of(&[METHOD, OTHER])),
     }
 }
@@ -303,6 +304,7 @@ impl Lab {
             connection: None,
             borrower,
             peer: Peer::Ours,
+            impersonates: false,
         };
         let request = self.asked.body();
         self.lend = Some(LendBody::new(wish, grant, request, Some(lending), Arc::clone(&self.metrics)));

@@ -1,0 +1,259 @@
+//! Whose rights a request to a cluster is meant for: said in its first message, and looked at before it goes anywhere.
+//!
+//! An agentk that does not know `HeaderExtra` runs the request with its own rights, which are more than the caller asked
+//! for. So the router has to know before it chooses a tunnel, although it passes messages on unread otherwise.
+
+use std::{
+    collections::VecDeque,
+    pin::Pin,
+    task::{Context, Poll},
+};
+
+use bytes::{Buf as _, Bytes, BytesMut};
+use grpc::{BoxError, Code, Deadline, Outcome, Status};
+use http_body::{Body, Frame, SizeHint};
+use http_body_util::BodyExt as _;
+use prost::Message as _;
+use proto::gitlab::agent::{
+    grpctool::{HttpRequest, http_request},
+    kubernetes_api::rpc::HeaderExtra,
+};
+
+/// The method whose requests can impersonate.
+pub(super) const MAKE_REQUEST: &str = "/gitlab.agent.kubernetes_api.rpc.KubernetesApi/MakeRequest";
+/// The type of `HttpRequest.Header.extra`.
+const HEADER_EXTRA: &str = "type.googleapis.com/gitlab.agent.kubernetes_api.rpc.HeaderExtra";
+/// The largest first message that is held until it is complete: four times what agentk takes.
+const MAX_FIRST: usize = 256 * 1024;
+
+/// Waits for the first message of `body`, and returns whether it is meant for other rights than the agent's own, with a
+/// body that has everything that was read.
+///
+/// What is no message of this method is for the agent to refuse.
+///
+/// # Errors
+/// `INVALID_ARGUMENT` when it says two things at once or something unknown, `RESOURCE_EXHAUSTED` when it is too large,
+/// `DEADLINE_EXCEEDED`. Nothing was sent to an agent.
+pub(super) async fn look(body: grpc::Body, deadline: Deadline) -> Result<(bool, grpc::Body), Status> {
+    let not_started = |status: Status| status.with_outcome(Outcome::NotStarted);
+    let first = first_message(body);
+    let (message, body) = match deadline.instant() {
+        Some(at) => tokio::time::timeout_at(at, first).await.map_err(|_| {
+            let text = "the deadline passed before the first message of the request came";
+            not_started(Status::new(Code::DeadlineExceeded, text))
+        })?,
+        None => first.await,
+    }
+    .map_err(not_started)?;
+    let impersonates = match message {
+        Some(message) => of(&message).map_err(not_started)?,
+        None => false,
+    };
+    Ok((impersonates, body))
+}
+
+/// Whether an encoded `HttpRequest` is meant for other rights than the agent's own.
+fn of(message: &[u8]) -> Result<bool, Status> {
+    let invalid =
+        |text: &str| Err(Status::new(Code::InvalidArgument, format!("invalid HttpRequest.Header: {text}")));
+    let Ok(HttpRequest { message: Some(http_request::Message::Header(header)) }) =
+        HttpRequest::decode(message)
+    else {
+        return Ok(false);
+    };
+    let Some(extra) = header.extra else { return Ok(false) };
+    if extra.type_url != HEADER_EXTRA {
+        return invalid(
+            "extra is of a type that this kas does not know: an agent might ignore what it asks for",
+        );
+    }
+    let Ok(extra) = HeaderExtra::decode(extra.value.as_ref()) else {
+        return invalid("extra is malformed");
+    };
+    let Some(config) = extra.imp_config else { return Ok(false) };
+    if config.username.is_empty() {
+        return invalid("extra.imp_config has no username");
+    }
+    // In any spelling: agents of GitLab look them up in one, and the API server heeds all.
+    let names = header.request.iter().flat_map(|request| request.header.keys());
+    if names.into_iter().any(|name| name.to_ascii_lowercase().starts_with("impersonate-")) {
+        return invalid("either extra.imp_config or Impersonate-* headers, not both");
+    }
+    Ok(true)
+}
+
+/// Returns the first message, unless it is compressed or the body ends before it does.
+async fn first_message(mut body: grpc::Body) -> Result<(Option<Bytes>, grpc::Body), Status> {
+    let mut read = VecDeque::new();
+    let mut head = BytesMut::new();
+    let message = loop {
+        if let [flag, a, b, c, d, ..] = *head {
+            let len = u32::from_be_bytes([a, b, c, d]) as usize;
+            if flag != 0 {
+                break None;
+            }
+            if len > MAX_FIRST {
+                let text = format!("a first message of {len} bytes is larger than the limit of {MAX_FIRST}");
+                return Err(Status::new(Code::ResourceExhausted, text));
+            }
+            if head.len() >= grpc::PREFIX_LEN + len {
+                head.advance(grpc::PREFIX_LEN);
+                break Some(head.split_to(len).freeze());
+            }
+        }
+        match body.frame().await {
+            Some(Ok(frame)) => {
+                if let Some(data) = frame.data_ref() {
+                    head.extend_from_slice(data);
+                }
+                read.push_back(frame);
+            }
+            Some(Err(error)) => {
+                return Err(Status::new(Code::Cancelled, format!("the request was cancelled: {error}")));
+            }
+            None => break None,
+        }
+    };
+    Ok((message, grpc::boxed(Again { read, body })))
+}
+
+/// What was read, then the rest.
+struct Again {
+    read: VecDeque<Frame<Bytes>>,
+    body: grpc::Body,
+}
+
+impl Body for Again {
+    type Data = Bytes;
+    type Error = BoxError;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
+        match self.read.pop_front() {
+            Some(frame) => Poll::Ready(Some(Ok(frame))),
+            None => Pin::new(&mut self.body).poll_frame(cx),
+        }
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.read.is_empty() && self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        let mut hint = self.body.size_hint();
+        let read: u64 = self.read.iter().filter_map(Frame::data_ref).map(|data| data.len() as u64).sum();
+        let upper = hint.upper();
+        hint.set_lower(hint.lower() + read);
+        if let Some(upper) = upper {
+            hint.set_upper(upper + read);
+        }
+        hint
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use futures_util::stream;
+    use http_body_util::StreamBody;
+    use proto::gitlab::agent::{
+        kubernetes_api::rpc::ImpersonationConfig,
+        prototool::{self, Values},
+    };
+
+    use super::*;
+
+    fn request(extra: Option<HeaderExtra>, header: &str) -> HttpRequest {
+        let any = |extra: HeaderExtra| prost_types::Any {
+            type_url: HEADER_EXTRA.to_owned(),
+            value: extra.encode_to_vec(),
+        };
+        let request = prototool::HttpRequest {
+            method: "GET".to_owned(),
+            url_path: "/version".to_owned(),
+            header: [(header.to_owned(), Values { value: vec!["x".to_owned()] })].into(),
+            ..Default::default()
+        };
+        let header =
+            http_request::Header { request: Some(request), extra: extra.map(any), content_length: Some(0) };
+        HttpRequest { message: Some(http_request::Message::Header(header)) }
+    }
+
+    fn user(name: &str) -> Option<HeaderExtra> {
+        let config = ImpersonationConfig { username: name.to_owned(), ..Default::default() };
+        Some(HeaderExtra { imp_config: Some(config) })
+    }
+
+    /// A body in pieces of this many bytes, which ends in order.
+    fn in_pieces(bytes: &[u8], size: usize) -> grpc::Body {
+        let pieces: Vec<_> = bytes
+            .chunks(size)
+            .map(|piece| Ok::<_, BoxError>(Frame::data(Bytes::copy_from_slice(piece))))
+            .collect();
+        grpc::boxed(StreamBody::new(stream::iter(pieces)))
+    }
+
+    #[tokio::test]
+    async fn every_byte_goes_on_however_the_body_was_cut() {
+        let mut bytes = grpc::encode(&request(user("u"), "Accept")).to_vec();
+        bytes.extend_from_slice(&[0, 0, 0, 0, 2, 0x1a, 0]);
+        for size in 1..=bytes.len() {
+            let (impersonates, body) = look(in_pieces(&bytes, size), Deadline::NONE).await.unwrap();
+            assert!(impersonates);
+            assert_eq!(body.collect().await.unwrap().to_bytes(), bytes);
+        }
+    }
+
+    #[tokio::test]
+    async fn only_an_impersonation_is_one() {
+        for (message, expected) in [
+            (request(None, "Impersonate-User"), Ok(false)),
+            (request(Some(HeaderExtra { imp_config: None }), "Accept"), Ok(false)),
+            (request(user("u"), "Accept"), Ok(true)),
+            (request(user(""), "Accept"), Err("no username")),
+            (request(user("u"), "Impersonate-Group"), Err("not both")),
+            (request(user("u"), "iMPERSONATE-uid"), Err("not both")),
+        ] {
+            let got = look(grpc::full(grpc::encode(&message)), Deadline::NONE).await;
+            match (got, expected) {
+                (Ok((got, _)), Ok(expected)) => assert_eq!(got, expected, "{message:?}"),
+                (Err(status), Err(text)) => {
+                    assert_eq!(status.code(), Code::InvalidArgument);
+                    assert_eq!(status.outcome(), Some(Outcome::NotStarted));
+                    assert!(status.message().contains(text), "{status}");
+                }
+                (got, _) => panic!("{message:?}: {:?}", got.map(|(impersonates, _)| impersonates)),
+            }
+        }
+        let mut unknown = request(user("u"), "Accept");
+        if let Some(http_request::Message::Header(header)) = &mut unknown.message
+            && let Some(extra) = &mut header.extra
+        {
+            extra.type_url = "type.googleapis.com/other".to_owned();
+        }
+        let status = look(grpc::full(grpc::encode(&unknown)), Deadline::NONE).await.map(|_| ()).unwrap_err();
+        assert!(status.message().contains("does not know"), "{status}");
+    }
+
+    #[tokio::test]
+    async fn what_is_no_request_is_left_to_the_agent_and_a_huge_one_is_refused() {
+        for bytes in
+            [&b""[..], b"\0\0\0", b"\0\0\0\0\x09\x01\x02", b"\x01\0\0\0\x01\0", b"\0\0\0\0\x03\xff\xff\xff"]
+        {
+            let (impersonates, body) = look(in_pieces(bytes, 2), Deadline::NONE).await.unwrap();
+            assert!(!impersonates);
+            assert_eq!(body.collect().await.unwrap().to_bytes(), bytes);
+        }
+        let status = look(in_pieces(&[0, 0, 4, 0, 1, 0], 6), Deadline::NONE).await.map(|_| ()).unwrap_err();
+        assert_eq!(status.code(), Code::ResourceExhausted);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_request_that_says_nothing_ends_with_its_deadline() {
+        let silent = StreamBody::new(stream::pending::<Result<Frame<Bytes>, BoxError>>());
+        let deadline = Deadline::after(std::time::Duration::from_secs(5));
+        let status = look(grpc::boxed(silent), deadline).await.map(|_| ()).unwrap_err();
+        assert_eq!((status.code(), status.outcome()), (Code::DeadlineExceeded, Some(Outcome::NotStarted)));
+    }
+}

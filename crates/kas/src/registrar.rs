@@ -1,0 +1,380 @@
+//! Who runs, as agents of 16.5 and later say it: by `AgentRegistrar/Register` every 5 minutes, instead of by their
+//! configuration stream.
+//!
+//! GitLab's kas keeps such an entry as long as kas itself runs, so that pods that are gone stay listed. Here it ends when
+//! it is not repeated, and it is not listed while no replica has a tunnel of the agent. The other way round a kas that has
+//! just started would list nobody until each agent has repeated itself, so a configuration stream of such an agent stands
+//! in for its entry until that comes: under an id that every replica derives from the name of the pod, by which lists
+//! recognise it and leave it out.
+
+use std::{
+    collections::{HashMap, HashSet},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::Duration,
+};
+
+use cluster::{AgentMeta, Connection, Lease, Located, Tracker};
+use ids::{AgentId, ConnectionId};
+use tokio::time::Instant;
+
+use crate::{
+    identity::{Authenticated, Identity},
+    tunnel_registry::TunnelRegistry,
+};
+
+/// An entry lives so long after it was said last: agents repeat it after 5 minutes, and after up to 5 more when that
+/// failed.
+const LIFETIME: Duration = Duration::from_secs(630);
+/// An agent without any tunnel is listed so long: it changes connections meanwhile.
+const ABSENT: Duration = Duration::from_secs(30);
+/// How often that is looked at.
+const SWEEP: Duration = Duration::from_secs(5);
+/// Processes of one agent; the one that was heard longest ago makes room for another.
+const MOST: usize = 256;
+
+/// The entries of this replica.
+pub struct Registrar {
+    tracker: Arc<dyn Tracker>,
+    registry: Arc<TunnelRegistry>,
+    identity: Arc<dyn Identity>,
+    entries: Mutex<HashMap<AgentId, Vec<Entry>>>,
+}
+
+struct Entry {
+    connection: Connection,
+    authenticated: Authenticated,
+    said: Instant,
+    /// Since when no replica has a tunnel of the agent.
+    absent: Option<Instant>,
+    /// `None`: not listed.
+    lease: Option<Lease>,
+}
+
+impl std::fmt::Debug for Registrar {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Registrar").finish_non_exhaustive()
+    }
+}
+
+impl Registrar {
+    /// Lists what is registered in `tracker`.
+    pub fn new(
+        tracker: Arc<dyn Tracker>,
+        registry: Arc<TunnelRegistry>,
+        identity: Arc<dyn Identity>,
+    ) -> Arc<Self> {
+        Arc::new(Self { tracker, registry, identity, entries: Mutex::default() })
+    }
+
+    fn entries(&self) -> MutexGuard<'_, HashMap<AgentId, Vec<Entry>>> {
+        // A panic between two entries cannot leave them torn: each change is one push or retain.
+        self.entries.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Notes that a process runs; whether it was not known.
+    pub fn register(&self, authenticated: &Authenticated, process: ConnectionId, meta: AgentMeta) -> bool {
+        let agent = &authenticated.agent;
+        let mut entries = self.entries();
+        let of_agent = entries.entry(agent.id).or_default();
+        if let Some(known) = of_agent.iter_mut().find(|entry| entry.connection.id == process) {
+            known.said = Instant::now();
+            known.authenticated = authenticated.clone();
+            if known.connection.meta != meta {
+                known.connection.meta = meta;
+                if known.lease.take().is_some() {
+                    known.lease = Some(self.tracker.connection(known.connection.clone()));
+                }
+            }
+            return false;
+        }
+        if of_agent.len() >= MOST
+            && let Some(stalest) = (0..of_agent.len()).min_by_key(|at| of_agent[*at].said)
+        {
+            of_agent.swap_remove(stalest);
+        }
+        let connection = Connection {
+            agent: agent.id,
+            name: Arc::clone(&agent.name),
+            project_id: agent.project_id,
+            id: process,
+            meta,
+            connected_at: runtime::clock::wall(),
+        };
+        let lease = Some(self.tracker.connection(connection.clone()));
+        let said = Instant::now();
+        of_agent.push(Entry { connection, authenticated: authenticated.clone(), said, absent: None, lease });
+        true
+    }
+
+    /// Forgets a process.
+    pub fn unregister(&self, agent: AgentId, process: ConnectionId) {
+        let mut entries = self.entries();
+        if let Some(of_agent) = entries.get_mut(&agent) {
+            of_agent.retain(|entry| entry.connection.id != process);
+            if of_agent.is_empty() {
+                entries.remove(&agent);
+            }
+        }
+    }
+
+    /// Forgets the processes of agents and tokens that are no longer valid.
+    pub async fn recheck(&self) {
+        let known: Vec<_> = self
+            .entries()
+            .values()
+            .flatten()
+            .map(|entry| (entry.connection.id, entry.authenticated.clone()))
+            .collect();
+        for (process, authenticated) in known {
+            if !self.identity.still_valid(&authenticated).await {
+                self.unregister(authenticated.agent.id, process);
+            }
+        }
+    }
+
+    /// Ends what was not repeated and hides what is absent, until it is dropped.
+    pub async fn run(self: Arc<Self>) {
+        loop {
+            tokio::time::sleep(SWEEP).await;
+            self.sweep().await;
+        }
+    }
+
+    async fn sweep(&self) {
+        let agents: Vec<AgentId> = self.entries().keys().copied().collect();
+        for agent in agents {
+            // Who cannot be asked says nothing against the agent.
+            let present = self.registry.holds(agent)
+                || self.tracker.locate(agent).await.map_or(true, |found| !found.is_empty());
+            let now = Instant::now();
+            let mut entries = self.entries();
+            let Some(of_agent) = entries.get_mut(&agent) else { continue };
+            of_agent.retain(|entry| now.duration_since(entry.said) < LIFETIME);
+            for entry in of_agent.iter_mut() {
+                entry.absent = if present { None } else { Some(entry.absent.unwrap_or(now)) };
+                let hidden = entry.absent.is_some_and(|since| now.duration_since(since) >= ABSENT);
+                if hidden {
+                    entry.lease = None;
+                } else if entry.lease.is_none() {
+                    entry.lease = Some(self.tracker.connection(entry.connection.clone()));
+                }
+            }
+            if of_agent.is_empty() {
+                entries.remove(&agent);
+            }
+        }
+    }
+}
+
+/// The connection id of a process that registers under `pod_id`.
+pub fn process(agent: AgentId, pod_id: i64) -> ConnectionId {
+    // Agents draw positive ones; any other number is as good a name, but no id of a connection.
+    ConnectionId::new(pod_id)
+        .unwrap_or_else(|_| ConnectionId::of_instance(agent, format!("pod_id {pod_id}").as_bytes()))
+}
+
+/// The id under which a configuration stream stands in for the entry of its process; `None`: it does not say in which pod
+/// it runs, so its entry could not be recognised.
+pub fn stand_in(agent: AgentId, meta: &AgentMeta) -> Option<ConnectionId> {
+    let AgentMeta { pod_namespace, pod_name, .. } = meta;
+    (!pod_name.is_empty())
+        .then(|| ConnectionId::of_instance(agent, format!("pod {pod_namespace}/{pod_name}").as_bytes()))
+}
+
+/// Removes what stands in for an entry that is listed as well. `connections` are ordered by agent.
+pub fn leave_out_stand_ins(connections: &mut Vec<Located>) {
+    let mut doubles = HashSet::new();
+    for of_agent in connections.chunk_by(|a, b| a.connection.agent == b.connection.agent) {
+        // Nearly always there is one.
+        if of_agent.len() < 2 {
+            continue;
+        }
+        let listed: HashSet<ConnectionId> = of_agent.iter().map(|located| located.connection.id).collect();
+        for Located { connection, .. } in of_agent {
+            if let Some(stand_in) = stand_in(connection.agent, &connection.meta)
+                && stand_in != connection.id
+                && listed.contains(&stand_in)
+            {
+                doubles.insert((connection.agent, stand_in));
+            }
+        }
+    }
+    if !doubles.is_empty() {
+        connections.retain(|located| !doubles.contains(&(located.connection.agent, located.connection.id)));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use cluster::{InMemoryTracker, Query, Replica};
+    use ids::{ReplicaId, TokenHash};
+    use prometheus_client::registry::Registry;
+
+    use super::*;
+    use crate::{
+        identity::{Agent, Hold, IdentityError},
+        metrics::Metrics,
+        tunnel_registry::Limits,
+    };
+
+    /// Every token is good until it is revoked.
+    struct Anybody(tokio::sync::watch::Sender<u64>, std::sync::atomic::AtomicBool);
+
+    #[async_trait::async_trait]
+    impl Identity for Anybody {
+        async fn authenticate(&self, _token: &[u8]) -> Result<Authenticated, IdentityError> {
+            Err(IdentityError::Unknown)
+        }
+
+        fn changes(&self) -> tokio::sync::watch::Receiver<u64> {
+            self.0.subscribe()
+        }
+
+        fn project_of(&self, _agent: AgentId) -> Option<i64> {
+            None
+        }
+
+        async fn still_valid(&self, _authenticated: &Authenticated) -> bool {
+            !self.1.load(std::sync::atomic::Ordering::Relaxed)
+        }
+    }
+
+    struct Lab {
+        tracker: Arc<InMemoryTracker>,
+        identity: Arc<Anybody>,
+        registrar: Arc<Registrar>,
+    }
+
+    fn lab() -> Lab {
+        let me = Replica { id: ReplicaId::new("me"), address: "127.0.0.1:1".into() };
+        let tracker = Arc::new(InMemoryTracker::new(me));
+        let metrics = Arc::new(Metrics::new(&mut Registry::default()));
+        let limits = Limits { waiters_per_agent: 100, waiters: 100, tunnels_per_agent: 100 };
+        let registry = TunnelRegistry::new(Arc::clone(&tracker) as _, metrics, limits);
+        let identity = Arc::new(Anybody(tokio::sync::watch::channel(0).0, false.into()));
+        let registrar = Registrar::new(Arc::clone(&tracker) as _, registry, Arc::clone(&identity) as _);
+        Lab { tracker, identity, registrar }
+    }
+
+    fn agent() -> Authenticated {
+        let id = AgentId::new(3).unwrap();
+        let agent = Arc::new(Agent { id, name: "a".into(), project_id: 1 });
+        Authenticated { agent, token: TokenHash::of(b"t"), hold: Hold::default() }
+    }
+
+    fn meta(pod_name: &str) -> AgentMeta {
+        AgentMeta { version: "v16.5.0".into(), pod_name: pod_name.into(), ..AgentMeta::default() }
+    }
+
+    fn id(id: i64) -> ConnectionId {
+        ConnectionId::new(id).unwrap()
+    }
+
+    impl Lab {
+        async fn listed(&self) -> Vec<i64> {
+            let connected = self.tracker.connected(Query::All).await.unwrap();
+            connected.connections.iter().map(|located| located.connection.id.get()).collect()
+        }
+
+        /// Lets time pass, with a sweep at its end.
+        async fn pass(&self, time: Duration) {
+            tokio::time::advance(time).await;
+            self.registrar.sweep().await;
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_entry_ends_when_it_is_not_repeated() {
+        let lab = lab();
+        let _route = lab.tracker.route(agent().agent.id, Arc::from([]));
+        assert!(lab.registrar.register(&agent(), id(7), meta("p")));
+        assert!(lab.registrar.register(&agent(), id(8), meta("q")));
+        // Twice the period, and as long as a failed one may be backed off.
+        for _ in 0..3 {
+            lab.pass(Duration::from_secs(600)).await;
+            assert_eq!(lab.listed().await, [7, 8]);
+            assert!(!lab.registrar.register(&agent(), id(7), meta("p")));
+            lab.registrar.register(&agent(), id(8), meta("q"));
+        }
+        lab.pass(Duration::from_secs(600)).await;
+        lab.registrar.register(&agent(), id(7), meta("p"));
+        lab.pass(Duration::from_secs(31)).await;
+        assert_eq!(lab.listed().await, [7]);
+        lab.registrar.unregister(agent().agent.id, id(7));
+        assert!(lab.listed().await.is_empty() && lab.registrar.entries().is_empty());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_agent_without_tunnels_is_hidden_and_comes_back_with_them() {
+        let lab = lab();
+        lab.registrar.register(&agent(), id(7), meta("p"));
+        lab.pass(Duration::ZERO).await;
+        lab.pass(ABSENT - Duration::from_secs(1)).await;
+        assert_eq!(lab.listed().await, [7], "it changes connections");
+        lab.pass(Duration::from_secs(1)).await;
+        assert!(lab.listed().await.is_empty());
+        // A restart of its kas does not make it repeat itself, so it is remembered.
+        let route = lab.tracker.route(agent().agent.id, Arc::from([]));
+        lab.pass(Duration::ZERO).await;
+        assert_eq!(lab.listed().await, [7]);
+        drop(route);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn revoked_agents_and_the_stalest_of_too_many_are_forgotten() {
+        let lab = lab();
+        for n in 1..=MOST as i64 {
+            lab.registrar.register(&agent(), id(n), meta(""));
+            tokio::time::advance(Duration::from_millis(1)).await;
+        }
+        lab.registrar.register(&agent(), id(1), meta(""));
+        tokio::time::advance(Duration::from_millis(1)).await;
+        lab.registrar.register(&agent(), id(1_000), meta(""));
+        let listed = lab.listed().await;
+        assert_eq!((listed.len(), listed[0], listed[1]), (MOST, 1, 3));
+        lab.registrar.recheck().await;
+        assert_eq!(lab.listed().await.len(), MOST);
+        lab.identity.1.store(true, std::sync::atomic::Ordering::Relaxed);
+        lab.registrar.recheck().await;
+        assert!(lab.listed().await.is_empty());
+    }
+
+    #[tokio::test]
+    async fn what_a_process_says_of_itself_may_change() {
+        let lab = lab();
+        lab.registrar.register(&agent(), id(7), meta("p"));
+        lab.registrar.register(&agent(), id(7), meta("q"));
+        let connected = lab.tracker.connected(Query::All).await.unwrap();
+        assert_eq!(connected.connections.len(), 1);
+        assert_eq!(connected.connections[0].connection.meta.pod_name, "q");
+    }
+
+    #[tokio::test]
+    async fn a_stream_stands_in_only_where_its_entry_is_not_listed() {
+        let lab = lab();
+        let agent_id = agent().agent.id;
+        let stand_in = stand_in(agent_id, &meta("p")).unwrap();
+        assert_eq!(super::stand_in(agent_id, &meta("")), None);
+        let stream = Connection {
+            agent: agent_id,
+            name: "a".into(),
+            project_id: 1,
+            id: stand_in,
+            meta: meta("p"),
+            connected_at: Duration::ZERO,
+        };
+        let _stream = lab.tracker.connection(stream.clone());
+        let other = AgentId::new(4).unwrap();
+        let _other = lab.tracker.connection(Connection { agent: other, ..stream });
+        let listed = async || {
+            let mut connections = lab.tracker.connected(Query::All).await.unwrap().connections;
+            leave_out_stand_ins(&mut connections);
+            connections.iter().map(|l| (l.connection.agent.get(), l.connection.id.get())).collect::<Vec<_>>()
+        };
+        assert_eq!(listed().await, [(3, stand_in.get()), (4, stand_in.get())]);
+        lab.registrar.register(&agent(), id(8), meta("another"));
+        assert_eq!(listed().await.len(), 3);
+        lab.registrar.register(&agent(), id(7), meta("p"));
+        assert_eq!(listed().await, [(3, 7), (3, 8), (4, stand_in.get())]);
+    }
+}
