@@ -80,10 +80,17 @@ fn missing() -> Result<Vec<Missing>> {
             otherwise: "https://kubernetes.io/docs/tasks/tools/",
         });
     }
+    if !python_makes_environments() {
+        missing.push(Missing {
+            what: "python3 with venv (runs a client of gRPC for Python)".to_owned(),
+            debian: Some("python3-venv"),
+            otherwise: "https://www.python.org/downloads/",
+        });
+    }
     let has_assets = env::var_os("KUBEBUILDER_ASSETS").is_some_and(|folder| !folder.is_empty());
     if has_assets && find_program("go").is_none() {
         missing.push(Missing {
-            what: "Go (builds an agent with the libraries of GitLab's)".to_owned(),
+            what: "Go (builds an agent with the libraries of GitLab's, and a client)".to_owned(),
             debian: Some("golang-go"),
             otherwise: "https://go.dev/dl/",
         });
@@ -96,6 +103,15 @@ fn missing() -> Result<Vec<Missing>> {
         });
     }
     Ok(missing)
+}
+
+/// Whether there is a python that can make an environment with packages: Debian has the parts of it apart.
+fn python_makes_environments() -> bool {
+    find_program("python3").is_some_and(|python| {
+        let mut command = Command::new(python);
+        command.args(["-c", "import venv, ensurepip"]).stdin(Stdio::null()).stderr(Stdio::null());
+        command.status().is_ok_and(|status| status.success())
+    })
 }
 
 /// Returns what is said when nothing can compile C.

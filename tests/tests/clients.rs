@@ -1,0 +1,173 @@
+//! Clients in other languages, with the libraries and code generators that their programs use: grpcio in Python, grpc-go
+//! in Go. Real kas, real agentk, and an API server that is a demo.
+//!
+//! Both are told the same plan, check everything themselves, and say where it did not hold.
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    process::Stdio,
+    time::Duration,
+};
+
+use anyhow::{Context as _, Result, bail, ensure};
+use base64::{Engine as _, prelude::BASE64_STANDARD};
+use serde_json::{Value, json};
+use testkit::{
+    agentk::Agentk,
+    demo_api::DemoApi,
+    kas::{Kas, Options, token},
+    process::find,
+};
+use tokio::{
+    io::AsyncWriteExt as _,
+    process::Command,
+    time::{Instant, timeout},
+};
+
+/// What the checks of one client may take, once it is built.
+const WITHIN: Duration = Duration::from_secs(90);
+/// What fetching and building one may take, the first time.
+const BUILT_WITHIN: Duration = Duration::from_secs(400);
+/// GitLab's host name, which today is the issuer of its tokens.
+const ISSUER: &str = "gitlab.example.com";
+
+fn folder() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("clients")
+}
+
+/// Runs a program to its end and returns what it wrote.
+///
+/// # Errors
+/// With all of that, when it fails.
+async fn run(mut command: Command, input: Option<&Value>, within: Duration) -> Result<String> {
+    let program = command.as_std().get_program().to_string_lossy().into_owned();
+    let mut child = command
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .kill_on_drop(true)
+        .spawn()
+        .with_context(|| format!("could not run {program}"))?;
+    let mut stdin = child.stdin.take().context("standard input is a pipe")?;
+    if let Some(input) = input {
+        stdin.write_all(input.to_string().as_bytes()).await?;
+    }
+    drop(stdin);
+    let output = timeout(within, child.wait_with_output())
+        .await
+        .with_context(|| format!("{program} did not end within {within:?}"))??;
+    let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    ensure!(output.status.success(), "{program} failed ({}):\n{out}{err}", output.status);
+    Ok(out.into_owned())
+}
+
+/// Returns a python with the packages of `requirements.txt`, which are fetched once for each version of that file.
+async fn python() -> Result<PathBuf> {
+    const HOW: &str = "; on Debian: apt-get install python3-venv";
+    let requirements = folder().join("python/requirements.txt");
+    let wanted = fs::read(&requirements)?;
+    let name = ids::TokenHash::of(&wanted).to_hex();
+    let at = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("python-{}", &name[..16]));
+    let python = at.join("bin/python");
+    // Written last: without it a part is there.
+    let complete = at.join("complete");
+    if complete.is_file() {
+        return Ok(python);
+    }
+    if find("python3").is_none() {
+        bail!("the test needs python3 with venv{HOW}");
+    }
+    let mut venv = Command::new("python3");
+    venv.args(["-m", "venv", "--clear"]).arg(&at);
+    run(venv, None, BUILT_WITHIN).await.with_context(|| format!("the test needs python3 with venv{HOW}"))?;
+    let mut pip = Command::new(&python);
+    pip.args(["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--only-binary", ":all:"]);
+    pip.arg("-r").arg(&requirements);
+    run(pip, None, BUILT_WITHIN).await.context(
+        "the test needs packages of PyPI, which could not be fetched: see `pip config` for a mirror",
+    )?;
+    fs::write(&complete, b"")?;
+    Ok(python)
+}
+
+/// Returns the client in Go, built by Go's own cache.
+async fn go() -> Result<PathBuf> {
+    const HOW: &str = "the test needs Go; on Debian: apt-get install golang-go, or https://go.dev/dl/";
+    if find("go").is_none() {
+        bail!(HOW);
+    }
+    let program = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("client-go-{}", std::process::id()));
+    let mut build = Command::new("go");
+    build.args(["build", "-mod=readonly", "-trimpath", "-o"]).arg(&program);
+    build.current_dir(folder().join("go")).envs([("CGO_ENABLED", "0"), ("GOWORK", "off")]);
+    run(build, None, BUILT_WITHIN).await.context(
+        "the client in Go could not be built: it needs modules of GOPROXY, see `go env GOPROXY`, and Go 1.24 or newer",
+    )?;
+    Ok(program)
+}
+
+/// Kas with two secrets, an agent whose cluster is a demo, and what clients are told.
+struct World {
+    _kas: Kas,
+    _agentk: Agentk,
+    _api: DemoApi,
+    plan: Value,
+}
+
+async fn world() -> Result<World> {
+    let secrets: Vec<Vec<u8>> = (0..2).map(|_| rand::random::<[u8; 32]>().to_vec()).collect();
+    let config = json!({ "api": { "listen": { "issuers": [ISSUER] } } });
+    let kas = Kas::start_with(Options { secrets, config, ..Options::default() }).await?;
+    let api = DemoApi::start(([127, 0, 0, 1], 0).into()).await?;
+    let agentk = Agentk::start_with(kas.agent, &token(1), &api.url()).await?;
+    agentk.connected().await?;
+    let tokens: Value = serde_json::from_slice(&fs::read(folder().join("tokens.json"))?)?;
+    let encode = |secret: &[u8]| BASE64_STANDARD.encode(secret);
+    let plan = json!({
+        "api": kas.api,
+        "proto": Path::new(env!("CARGO_MANIFEST_DIR")).join("../proto"),
+        "issuer": ISSUER,
+        "tokens": tokens,
+        "secrets": {
+            "new": encode(&kas.secrets[0]),
+            "old": encode(&kas.secrets[1]),
+            "gone": encode(&rand::random::<[u8; 32]>()),
+            "wrong": encode(b""),
+        },
+    });
+    Ok(World { _kas: kas, _agentk: agentk, _api: api, plan })
+}
+
+/// Every part has been checked, and every token.
+fn all_held(said: &str, plan: &Value) -> Result<()> {
+    let tokens = plan["tokens"].as_array().map_or(0, Vec::len);
+    ensure!(tokens >= 20, "{tokens} tokens");
+    for part in ["kas_api", "gitlab", "passed_on", "reflection_and_health"] {
+        ensure!(said.lines().any(|line| line == format!("{part} ok")), "{part} is missing in:\n{said}");
+    }
+    ensure!(said.lines().any(|line| line == format!("tokens ok {tokens}")), "tokens are missing in:\n{said}");
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_client_in_python_calls_everything_and_is_refused_in_the_same_words() -> Result<()> {
+    let python = python().await?;
+    let world = world().await?;
+    let mut client = Command::new(python);
+    client.arg(folder().join("python/client.py")).env("PYTHONDONTWRITEBYTECODE", "1");
+    let begun = Instant::now();
+    let said = run(client, Some(&world.plan), WITHIN).await?;
+    all_held(&said, &world.plan)?;
+    println!("after {:?}", begun.elapsed());
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_client_in_go_calls_everything_and_is_refused_in_the_same_words() -> Result<()> {
+    let program = go().await?;
+    let world = world().await?;
+    let said = run(Command::new(&program), Some(&world.plan), WITHIN).await;
+    fs::remove_file(&program)?;
+    all_held(&said?, &world.plan)
+}
