@@ -11,6 +11,7 @@ use runtime::{
     files::{self, Before},
     io::{Address, Listener},
     lifecycle::{Lifecycle, Phase, Signals},
+    proxy::Proxies,
     telemetry::Level,
     tls, version,
 };
@@ -18,7 +19,7 @@ use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
 use crate::{
     cluster::ClusterAccess,
-    dial::KasAddress,
+    dial::{Dialer, KasAddresses, KasHeader, KasHeaders},
     metrics::Metrics,
     module::{Module, Modules, bench::Bench, kubernetes_api::KubernetesApi},
     session::Shared,
@@ -37,12 +38,8 @@ const EXPORT: (Duration, usize) = (Duration::from_secs(10), 2_048);
 /// What the agent is told.
 #[derive(Debug)]
 pub struct Settings {
-    /// Where kas is.
-    pub kas_address: KasAddress,
-    /// The file with the agent token.
-    pub token_file: PathBuf,
-    /// Further roots for TLS with kas.
-    pub ca_cert_file: Option<PathBuf>,
+    /// How to reach kas.
+    pub kas: KasAccess,
     /// How to reach the cluster.
     pub cluster: ClusterAccess,
     /// Metrics and probes.
@@ -59,6 +56,46 @@ pub struct Settings {
     pub pod: (String, String),
 }
 
+/// How to reach kas, and what to show there.
+#[derive(Debug, Clone)]
+pub struct KasAccess {
+    /// Where it is: the first that passes.
+    pub addresses: KasAddresses,
+    /// The file with the agent token.
+    pub token_file: PathBuf,
+    /// Further roots for TLS.
+    pub ca_cert_file: Option<PathBuf>,
+    /// The name that its certificate must have, instead of the host of its address.
+    pub tls_server_name: Option<String>,
+    /// Headers for proxies in between.
+    pub headers: Vec<KasHeader>,
+}
+
+impl KasAccess {
+    /// Reads files and the environment; connects to nobody yet.
+    ///
+    /// # Errors
+    /// When something cannot be used: says which flag or variable.
+    pub fn dialer(&self) -> anyhow::Result<Dialer> {
+        let tls = tls::client(self.ca_cert_file.as_deref()).context("--ca-cert-file")?;
+        let dialer = self.dialer_with(tls, Proxies::from_env())?;
+        for address in self.addresses.as_slice() {
+            dialer.proxy(address)?;
+        }
+        Ok(dialer)
+    }
+
+    /// As [`dialer`](Self::dialer), with this TLS; a proxy that cannot be used is not looked for.
+    ///
+    /// # Errors
+    /// As of [`dialer`](Self::dialer).
+    pub fn dialer_with(&self, tls: Arc<rustls::ClientConfig>, proxies: Proxies) -> anyhow::Result<Dialer> {
+        let addresses = self.addresses.as_slice();
+        let headers = KasHeaders::new(self.headers.clone(), addresses).context("--kas-header")?;
+        Dialer::new(tls, self.tls_server_name.as_deref(), headers, proxies).context("--kas-tls-server-name")
+    }
+}
+
 /// Runs until a signal, then lets open requests finish.
 ///
 /// # Errors
@@ -66,14 +103,14 @@ pub struct Settings {
 pub async fn run(settings: Settings, level: Level) -> anyhow::Result<()> {
     runtime::io::raise_file_limit();
     let mut signals = Signals::new()?;
-    let token = TokenFile::new(settings.token_file);
+    let token = TokenFile::new(settings.kas.token_file.clone());
     token.authorization().context("--token-file")?;
-    let before = Before::reading(settings.ca_cert_file.iter().cloned().collect());
-    let tls = tls::Live::from(tls::client(settings.ca_cert_file.as_deref()).context("--ca-cert-file")?);
+    let before = Before::reading(settings.kas.ca_cert_file.iter().cloned().collect());
+    let dialer = Arc::new(settings.kas.dialer()?);
     let ca = {
-        let (file, tls) = (settings.ca_cert_file, tls.clone());
+        let (file, dialer) = (settings.kas.ca_cert_file.clone(), Arc::clone(&dialer));
         before.then("--ca-cert-file", move || {
-            tls.replace(
+            dialer.trust(
                 tls::client(file.as_deref()).map_err(|error| format!("{:#}", anyhow::Error::new(error)))?,
             );
             Ok("exchanged: kas is trusted by it from the next connection on".to_owned())
@@ -83,10 +120,15 @@ pub async fn run(settings: Settings, level: Level) -> anyhow::Result<()> {
     tracing::info!(
         version = version::VERSION,
         commit = version::COMMIT,
-        kas = %settings.kas_address,
+        kas = %settings.kas.addresses,
         cluster = api_server.target().host(),
         "agentk is starting"
     );
+    for address in settings.kas.addresses.as_slice() {
+        if let Some(proxy) = dialer.proxy(address)? {
+            tracing::info!(address = %address, %proxy, variable = proxy.variable(), "kas is reached through a proxy");
+        }
+    }
     let mut registry = Registry::default();
     let spans = Arc::new(traces::Counts::new(registry.sub_registry_with_prefix("agentk")));
     let instance = format!("{:032x}", rand::random::<u128>());
@@ -174,8 +216,8 @@ pub async fn run(settings: Settings, level: Level) -> anyhow::Result<()> {
     let tasks = TaskTracker::new();
     let supervisor = tokio::spawn(supervisor::run(
         shared,
-        settings.kas_address,
-        tls,
+        settings.kas.addresses,
+        dialer,
         settings.replicas,
         leave.clone(),
         tasks.clone(),

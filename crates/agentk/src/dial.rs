@@ -1,16 +1,16 @@
 //! From an address of kas to an HTTP/2 connection, every limit set explicitly.
+//!
+//! [`Dialer::dial`] takes the steps that `agentk doctor` takes one by one: the name, TCP, perhaps a proxy, TLS, perhaps
+//! WebSocket, HTTP/2.
 
-use std::{
-    io,
-    net::SocketAddr,
-    pin::Pin,
-    sync::Arc,
-    task::{Context, Poll},
-    time::Duration,
-};
+mod address;
+mod headers;
+mod stream;
+
+use std::{fmt, io, net::SocketAddr, sync::Arc, time::Duration};
 
 use http::{
-    HeaderValue, Request, header,
+    HeaderValue, Request, StatusCode, header,
     uri::{Authority, PathAndQuery, Scheme},
 };
 use http_body_util::Empty;
@@ -19,110 +19,33 @@ use hyper::{
     upgrade::Parts,
 };
 use hyper_util::rt::{TokioIo, TokioTimer};
-use runtime::http2::{FRAME, HEADER_LIST, STREAM_WINDOW, UNLIMITED_WINDOW};
-use rustls::pki_types::ServerName;
-use tokio::{
-    io::{AsyncRead, AsyncWrite, ReadBuf},
-    net::TcpStream,
+use runtime::{
+    http2::{FRAME, HEADER_LIST, STREAM_WINDOW, UNLIMITED_WINDOW},
+    proxy::{self, Proxies, Proxy},
 };
-use tokio_rustls::client::TlsStream;
+use rustls::{AlertDescription, pki_types::ServerName};
+use tokio::net::TcpStream;
 use tokio_util::sync::{CancellationToken, DropGuard};
 use websocket::{
     ByteStream, Rewind, Role,
     upgrade::{self, NotUpgraded},
 };
 
+pub use self::{
+    address::{AddressError, KasAddress, KasAddresses},
+    headers::{HeaderError, HeadersError, KasHeader, KasHeaders},
+    stream::Stream,
+};
 use crate::session::user_agent;
 
 /// Connecting and the TLS handshake must be over within this time.
-const CONNECT: Duration = Duration::from_secs(10);
+pub(crate) const CONNECT: Duration = Duration::from_secs(10);
 /// An address that does not answer within this time is left for the next one, when the name has several: a replica
 /// whose host is gone answers nothing at all. Shorter: a slow network looks like it; longer: its agents wait for it.
 const CONNECT_ONE: Duration = Duration::from_secs(3);
 /// A kas of GitLab answers pings that come faster than each 20 s with GOAWAY.
 const KEEPALIVE: Duration = Duration::from_secs(25);
 const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(10);
-
-/// Where kas is.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct KasAddress {
-    authority: Authority,
-    tls: bool,
-    /// The request for an upgrade goes there; `None`: no WebSocket.
-    websocket: Option<PathAndQuery>,
-}
-
-/// Why a text is not an address of kas.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum AddressError {
-    /// Another scheme; in the words of 14.1.
-    #[error(
-        "unsupported scheme in GitLab Kubernetes Agent Server address: {0:?}; use grpc://host:port, grpcs://host:port, \
-         ws://host or wss://host"
-    )]
-    Scheme(String),
-    /// No host, or no port.
-    #[error("expected grpc://host:port, grpcs://host:port, ws://host or wss://host, got {0:?}")]
-    Shape(String),
-}
-
-impl std::str::FromStr for KasAddress {
-    type Err = AddressError;
-
-    fn from_str(text: &str) -> Result<Self, AddressError> {
-        let shape = || AddressError::Shape(text.to_owned());
-        let (scheme, rest) = text.split_once("://").ok_or_else(shape)?;
-        let (tls, websocket) = match scheme {
-            "grpc" => (false, false),
-            "grpcs" => (true, false),
-            "ws" => (false, true),
-            "wss" => (true, true),
-            other => return Err(AddressError::Scheme(other.to_owned())),
-        };
-        let (authority, path) = rest.split_at(rest.find(['/', '?', '#']).unwrap_or(rest.len()));
-        let authority: Authority = authority.parse().map_err(|_| shape())?;
-        let port = match (tls, websocket) {
-            (true, _) => Some(443),
-            (false, true) => Some(80),
-            // No port is usual for it.
-            (false, false) => None,
-        };
-        let authority = match (authority.port_u16(), port) {
-            (Some(_), _) => authority,
-            (None, Some(port)) => format!("{authority}:{port}").parse().map_err(|_| shape())?,
-            (None, None) => return Err(shape()),
-        };
-        if authority.host().is_empty() || authority.as_str().contains('@') {
-            return Err(shape());
-        }
-        // Only host and port of the others are used, as in 14.1.
-        let websocket = websocket
-            .then(|| {
-                let slash = if path.starts_with('/') { "" } else { "/" };
-                // Takes a fragment away, which is no part of a request.
-                format!("{slash}{path}").parse().map_err(|_| shape())
-            })
-            .transpose()?;
-        Ok(Self { authority, tls, websocket })
-    }
-}
-
-impl std::fmt::Display for KasAddress {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let scheme = match (&self.websocket, self.tls) {
-            (None, false) => "grpc",
-            (None, true) => "grpcs",
-            (Some(_), false) => "ws",
-            (Some(_), true) => "wss",
-        };
-        write!(f, "{scheme}://{}", self.authority)?;
-        match &self.websocket {
-            // Without a query: it may hold what logs must not.
-            Some(path) if path.path() != "/" => f.write_str(path.path()),
-            _ => Ok(()),
-        }
-    }
-}
 
 /// Why no connection was made.
 #[derive(Debug, thiserror::Error)]
@@ -134,6 +57,34 @@ pub enum DialError {
         address: KasAddress,
         /// Why.
         source: io::Error,
+    },
+    /// The environment names a proxy that cannot be used.
+    #[error("the proxy for {address} cannot be used")]
+    Proxies {
+        /// Where.
+        address: KasAddress,
+        /// Why.
+        source: proxy::Error,
+    },
+    /// The proxy that the environment names cannot be reached.
+    #[error("cannot connect to the proxy {proxy} that {variable} names for {address}")]
+    ConnectProxy {
+        /// Where.
+        address: KasAddress,
+        /// Through whom.
+        proxy: String,
+        /// Who says so.
+        variable: &'static str,
+        /// Why.
+        source: io::Error,
+    },
+    /// The proxy passes nothing on.
+    #[error("no way to {address} through its proxy")]
+    Refused {
+        /// Where.
+        address: KasAddress,
+        /// Why.
+        source: proxy::Refused,
     },
     /// The name in the address cannot be that of a certificate.
     #[error("{0} is not a name that TLS can verify")]
@@ -159,6 +110,8 @@ pub enum DialError {
     Upgrade {
         /// Where.
         address: KasAddress,
+        /// Who says of itself that it answered.
+        server: Option<String>,
         /// Why.
         source: NotUpgraded,
     },
@@ -171,8 +124,83 @@ pub enum DialError {
         source: hyper::Error,
     },
     /// No answer in time.
-    #[error("no connection to {0} within 10 s")]
-    Timeout(KasAddress),
+    #[error("no connection to {address} within 10 s: {step}")]
+    Timeout {
+        /// Where.
+        address: KasAddress,
+        /// What was not answered.
+        step: Step,
+    },
+}
+
+impl DialError {
+    /// Whether a proxy causes such a failure that may let something else pass than what was tried: one without HTTP/2,
+    /// or without WebSocket. What is wrong with credentials, names or certificates is none.
+    pub fn is_passage(&self) -> bool {
+        match self {
+            Self::Http1 { .. } | Self::Http2 { .. } => true,
+            Self::Upgrade { source: NotUpgraded::Status(status), .. } => !is_authentication(*status),
+            Self::Upgrade { .. } => true,
+            Self::Refused { source: proxy::Refused::Status { status, .. }, .. } => {
+                !is_authentication(*status)
+            }
+            Self::Refused { source: proxy::Refused::Answer { .. }, .. } => true,
+            Self::Refused { source: proxy::Refused::Credentials { .. }, .. } => false,
+            Self::Tls { source, .. } => no_common_protocol(source),
+            Self::Timeout { step, .. } => *step == Step::Upgrade,
+            Self::Connect { .. } | Self::ConnectProxy { .. } | Self::Proxies { .. } | Self::Name(_) => false,
+        }
+    }
+
+    /// Whether it is about host and port alone.
+    pub fn is_place(&self) -> bool {
+        matches!(self, Self::Connect { .. } | Self::Timeout { .. } | Self::ConnectProxy { .. })
+    }
+}
+
+/// Whether an HTTP status says that credentials are missing or wrong: nothing that another way would mend.
+pub(crate) fn is_authentication(status: StatusCode) -> bool {
+    matches!(
+        status,
+        StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN | StatusCode::PROXY_AUTHENTICATION_REQUIRED
+    )
+}
+
+/// Whether TLS ended because the other side speaks nothing of what was offered.
+pub(crate) fn no_common_protocol(error: &io::Error) -> bool {
+    let error = error.get_ref().and_then(|error| error.downcast_ref::<rustls::Error>());
+    matches!(
+        error,
+        Some(
+            rustls::Error::AlertReceived(AlertDescription::NoApplicationProtocol)
+                | rustls::Error::NoApplicationProtocol
+        )
+    )
+}
+
+/// How far dialling is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[allow(missing_docs)] // each names what it waits for
+pub enum Step {
+    Name,
+    Tcp,
+    Proxy,
+    Tls,
+    Upgrade,
+    Http2,
+}
+
+impl fmt::Display for Step {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Name => "its name was not resolved",
+            Self::Tcp => "no TCP connection was accepted",
+            Self::Proxy => "the proxy did not answer CONNECT",
+            Self::Tls => "the TLS handshake was not answered",
+            Self::Upgrade => "the request for WebSocket was not answered",
+            Self::Http2 => "HTTP/2 was not answered",
+        })
+    }
 }
 
 /// An HTTP/2 connection to kas.
@@ -189,6 +217,8 @@ pub struct Link {
     pub scheme: Scheme,
     /// Base of request URIs.
     pub authority: Authority,
+    /// What every call carries for proxies in between.
+    pub headers: KasHeaders,
     /// Ends when no stream can be opened any more: the connection broke, or kas sent GOAWAY. Open
     /// streams may go on.
     pub driver: tokio::task::JoinHandle<()>,
@@ -229,7 +259,7 @@ pub struct Avoid {
 impl Avoid {
     /// Orders what a name resolved to: in random order, so that agents spread; what is avoided later; and the family
     /// that the system prefers first.
-    fn order(&self, resolved: impl Iterator<Item = SocketAddr>) -> Vec<SocketAddr> {
+    pub(crate) fn order(&self, resolved: impl Iterator<Item = SocketAddr>) -> Vec<SocketAddr> {
         let mut addresses: Vec<SocketAddr> = resolved.collect();
         let preferred = addresses.first().map(SocketAddr::is_ipv4);
         addresses.sort_unstable();
@@ -242,25 +272,265 @@ impl Avoid {
     }
 }
 
-/// Connects, to an address that is not to be avoided if there is one.
-///
-/// # Errors
-/// See [`DialError`].
-///
-/// # Cancel safety
-/// Cancel safe: what was begun is closed.
-pub async fn dial(
-    address: &KasAddress,
-    tls: &Arc<rustls::ClientConfig>,
-    avoid: &Avoid,
-) -> Result<Link, DialError> {
-    tokio::time::timeout(CONNECT, connect(address, tls, avoid))
-        .await
-        .map_err(|_| DialError::Timeout(address.clone()))?
+/// How kas is dialled, whatever its address.
+#[derive(Debug)]
+pub struct Dialer {
+    tls: runtime::tls::Live<rustls::ClientConfig>,
+    /// Instead of the host of the address.
+    server_name: Option<Authority>,
+    headers: KasHeaders,
+    proxies: Proxies,
+}
+
+impl Dialer {
+    /// Dials with this TLS, through these proxies, and adds these headers.
+    ///
+    /// `server_name` is checked in certificates, and told to proxies, instead of the host of an address.
+    ///
+    /// # Errors
+    /// When that name cannot be one of a certificate.
+    pub fn new(
+        tls: Arc<rustls::ClientConfig>,
+        server_name: Option<&str>,
+        headers: KasHeaders,
+        proxies: Proxies,
+    ) -> Result<Self, DialError> {
+        let server_name = server_name
+            .map(|name| {
+                let wrong = || DialError::Name(name.to_owned());
+                let authority: Authority = name.parse().map_err(|_| wrong())?;
+                // Neither a port nor a user: a name.
+                ServerName::try_from(bare(name))
+                    .ok()
+                    .filter(|_| authority.host() == name)
+                    .ok_or_else(wrong)?;
+                Ok(authority)
+            })
+            .transpose()?;
+        Ok(Self { tls: tls.into(), server_name, headers, proxies })
+    }
+
+    /// Dials with other TLS from now on; open connections stay.
+    pub fn trust(&self, tls: Arc<rustls::ClientConfig>) {
+        self.tls.replace(tls);
+    }
+
+    /// Returns the proxy that the environment names for an address.
+    ///
+    /// # Errors
+    /// When it names one that cannot be used.
+    pub fn proxy(&self, address: &KasAddress) -> Result<Option<&Proxy>, DialError> {
+        self.proxies
+            .of(address.is_secure_for_proxies(), address.host(), address.port())
+            .map_err(|source| DialError::Proxies { address: address.clone(), source })
+    }
+
+    /// Returns the name that the certificate of an address must have.
+    ///
+    /// # Errors
+    /// When there is no certificate for such a name.
+    pub fn server_name(&self, address: &KasAddress) -> Result<ServerName<'static>, DialError> {
+        let host = self.server_name.as_ref().map_or(address.host(), |name| bare(name.host())).to_owned();
+        ServerName::try_from(host.clone()).map_err(|_| DialError::Name(host))
+    }
+
+    /// Returns what HTTP calls the host of an address.
+    fn authority(&self, address: &KasAddress) -> Authority {
+        self.server_name.as_ref().filter(|_| address.tls).unwrap_or(&address.authority).clone()
+    }
+
+    /// Returns how TLS is spoken with an address.
+    fn tls(&self, address: &KasAddress) -> Arc<rustls::ClientConfig> {
+        let tls = self.tls.current();
+        if address.is_websocket() { runtime::tls::http1_only(&tls) } else { tls }
+    }
+
+    /// Connects, to an address that is not to be avoided if there is one.
+    ///
+    /// # Errors
+    /// See [`DialError`].
+    ///
+    /// # Cancel safety
+    /// Cancel safe: what was begun is closed.
+    pub async fn dial(&self, address: &KasAddress, avoid: &Avoid) -> Result<Link, DialError> {
+        let mut step = Step::Name;
+        tokio::time::timeout(CONNECT, self.connect(address, avoid, &mut step))
+            .await
+            .map_err(|_| DialError::Timeout { address: address.clone(), step })?
+    }
+
+    async fn connect(&self, address: &KasAddress, avoid: &Avoid, step: &mut Step) -> Result<Link, DialError> {
+        let proxy = self.proxy(address)?;
+        let connect = |source| match proxy {
+            None => DialError::Connect { address: address.clone(), source },
+            Some(proxy) => DialError::ConnectProxy {
+                address: address.clone(),
+                proxy: proxy.to_string(),
+                variable: proxy.variable(),
+                source,
+            },
+        };
+        let (host, port) =
+            proxy.map_or((address.host(), address.port()), |proxy| (proxy.host(), proxy.port()));
+        let resolved = tokio::net::lookup_host((host, port)).await.map_err(connect)?;
+        *step = Step::Tcp;
+        let stream = connect_first(&avoid.order(resolved)).await.map_err(connect)?;
+        stream.set_nodelay(true).map_err(connect)?;
+        let (local, peer) = (stream.local_addr().ok(), stream.peer_addr().ok());
+        let mut stream = Stream::Plain(stream);
+        if let Some(proxy) = proxy {
+            *step = Step::Proxy;
+            stream = self.through(proxy, address, stream).await?;
+        }
+        if address.tls {
+            *step = Step::Tls;
+            stream = self.secure(address, stream, self.tls(address)).await?;
+        }
+        if address.is_websocket() {
+            *step = Step::Upgrade;
+            let stream = Box::pin(self.upgrade(address, stream)).await?;
+            *step = Step::Http2;
+            self.link(address, stream, None, peer).await
+        } else {
+            *step = Step::Http2;
+            self.link(address, stream, local, peer).await
+        }
+    }
+
+    /// Asks a proxy, at the other end of `stream`, for the way to `address`.
+    pub(crate) async fn through(
+        &self,
+        proxy: &Proxy,
+        address: &KasAddress,
+        stream: Stream,
+    ) -> Result<Stream, DialError> {
+        let stream = if proxy.is_tls() {
+            let failed = |source| DialError::ConnectProxy {
+                address: address.clone(),
+                proxy: proxy.to_string(),
+                variable: proxy.variable(),
+                source,
+            };
+            let name = ServerName::try_from(proxy.host().to_owned())
+                .map_err(|_| DialError::Name(proxy.host().to_owned()))?;
+            let tls = tokio_rustls::TlsConnector::from(runtime::tls::http1_only(&self.tls.current()));
+            Stream::Tls(Box::new(tls.connect(name, stream).await.map_err(failed)?))
+        } else {
+            stream
+        };
+        let agent = HeaderValue::from_static(user_agent());
+        let stream = proxy
+            .connect(stream, address.authority.as_str(), agent)
+            .await
+            .map_err(|source| DialError::Refused { address: address.clone(), source })?;
+        Ok(Stream::Proxied(Box::new(stream)))
+    }
+
+    /// Speaks TLS over `stream`.
+    pub(crate) async fn secure(
+        &self,
+        address: &KasAddress,
+        stream: Stream,
+        tls: Arc<rustls::ClientConfig>,
+    ) -> Result<Stream, DialError> {
+        let connecting = tokio_rustls::TlsConnector::from(tls).connect(self.server_name(address)?, stream);
+        let failed = |source| DialError::Tls { address: address.clone(), source };
+        Ok(Stream::Tls(Box::new(connecting.await.map_err(failed)?)))
+    }
+
+    /// Speaks HTTP/2 over `stream`, which is what comes from `address`.
+    pub(crate) async fn link<S>(
+        &self,
+        address: &KasAddress,
+        stream: S,
+        local: Option<SocketAddr>,
+        peer: Option<SocketAddr>,
+    ) -> Result<Link, DialError>
+    where
+        S: tokio::io::AsyncRead + tokio::io::AsyncWrite + Unpin + Send + 'static,
+    {
+        let tasks = LinkTasks(CancellationToken::new());
+        let guard = tasks.0.clone().drop_guard();
+        let mut builder = http2::Builder::new(tasks.clone());
+        builder
+            .timer(TokioTimer::new())
+            .adaptive_window(false)
+            .initial_stream_window_size(STREAM_WINDOW)
+            .initial_connection_window_size(UNLIMITED_WINDOW)
+            .max_frame_size(FRAME)
+            .max_header_list_size(HEADER_LIST)
+            .keep_alive_interval(KEEPALIVE)
+            .keep_alive_timeout(KEEPALIVE_TIMEOUT)
+            .keep_alive_while_idle(true)
+            // Callers cancel at will: the library's defaults would end the connection after some
+            // hundred of them.
+            .max_concurrent_reset_streams(1_000)
+            .max_pending_accept_reset_streams(1_000)
+            .max_local_error_reset_streams(None);
+        let http2 = |source| DialError::Http2 { address: address.clone(), source };
+        let (sender, connection) = builder.handshake(TokioIo::new(stream)).await.map_err(http2)?;
+        let driver = tokio::spawn(drive(connection));
+        // Inside WebSocket HTTP/2 itself is plain, as 14.1 says; and proxies read the request for it alone.
+        let (scheme, headers) = match address.is_websocket() {
+            true => (Scheme::HTTP, KasHeaders::default()),
+            false if address.tls => (Scheme::HTTPS, self.headers.clone()),
+            false => (Scheme::HTTP, self.headers.clone()),
+        };
+        Ok(Link { sender, local, peer, scheme, authority: self.authority(address), headers, driver, guard })
+    }
+
+    /// Asks for WebSocket, and returns the bytes inside.
+    pub(crate) async fn upgrade(
+        &self,
+        address: &KasAddress,
+        stream: Stream,
+    ) -> Result<ByteStream<Rewind<Stream>>, DialError> {
+        let http1 = |source| DialError::Http1 { address: address.clone(), source };
+        let refused = |source, server| DialError::Upgrade { address: address.clone(), server, source };
+        let (mut sender, connection) = http1::Builder::new()
+            .max_buf_size(HEADER_LIST as usize)
+            .handshake(TokioIo::new(stream))
+            .await
+            .map_err(http1)?;
+        // It ends with the upgrade, or with this call.
+        let mut tasks = tokio::task::JoinSet::new();
+        tasks.spawn(connection.with_upgrades());
+        let mut request = Request::new(Empty::<bytes::Bytes>::new());
+        *request.uri_mut() =
+            address.websocket.clone().unwrap_or_else(|| PathAndQuery::from_static("/")).into();
+        let headers = request.headers_mut();
+        self.headers.add_to(headers);
+        // A port that is the scheme's own is not said: proxies compare the text.
+        let own = if address.tls { ":443" } else { ":80" };
+        let authority = self.authority(address);
+        let host = authority.as_str();
+        if let Ok(host) = HeaderValue::from_str(host.strip_suffix(own).unwrap_or(host)) {
+            headers.insert(header::HOST, host);
+        }
+        headers.insert(header::USER_AGENT, HeaderValue::from_static(user_agent()));
+        let asked = upgrade::ask(headers);
+        let response = sender.send_request(request).await.map_err(http1)?;
+        asked.check(&response).map_err(|error| refused(error, server_of(response.headers())))?;
+        let upgraded = hyper::upgrade::on(response).await.map_err(http1)?;
+        let Parts { io, read_buf, .. } = upgraded
+            .downcast::<TokioIo<Stream>>()
+            .map_err(|_| refused(NotUpgraded::Answer("the connection is of another kind"), None))?;
+        Ok(ByteStream::new(Rewind::new(io.into_inner(), read_buf), Role::Client))
+    }
+}
+
+/// Returns what an answer says of the one who wrote it, or passed it on.
+pub(crate) fn server_of(headers: &http::HeaderMap) -> Option<String> {
+    let said = |name| headers.get(name).and_then(|value| value.to_str().ok()).filter(|said| !said.is_empty());
+    said(header::SERVER).or_else(|| said(header::VIA)).map(|said| said.chars().take(80).collect())
+}
+
+fn bare(host: &str) -> &str {
+    host.trim_start_matches('[').trim_end_matches(']')
 }
 
 /// Connects to the first address that answers.
-async fn connect_first(addresses: &[SocketAddr]) -> io::Result<TcpStream> {
+pub(crate) async fn connect_first(addresses: &[SocketAddr]) -> io::Result<TcpStream> {
     let mut result = Err(io::Error::new(io::ErrorKind::NotFound, "the name has no address"));
     for (n, address) in addresses.iter().enumerate() {
         let connect = TcpStream::connect(address);
@@ -276,153 +546,6 @@ async fn connect_first(addresses: &[SocketAddr]) -> io::Result<TcpStream> {
         }
     }
     result
-}
-
-async fn connect(
-    address: &KasAddress,
-    tls: &Arc<rustls::ClientConfig>,
-    avoid: &Avoid,
-) -> Result<Link, DialError> {
-    let connect = |source| DialError::Connect { address: address.clone(), source };
-    let resolved = tokio::net::lookup_host(address.authority.as_str()).await.map_err(connect)?;
-    let stream = connect_first(&avoid.order(resolved)).await.map_err(connect)?;
-    stream.set_nodelay(true).map_err(connect)?;
-    let (local, peer) = (stream.local_addr().ok(), stream.peer_addr().ok());
-    let tasks = LinkTasks(CancellationToken::new());
-    let guard = tasks.0.clone().drop_guard();
-    let mut builder = http2::Builder::new(tasks.clone());
-    builder
-        .timer(TokioTimer::new())
-        .adaptive_window(false)
-        .initial_stream_window_size(STREAM_WINDOW)
-        .initial_connection_window_size(UNLIMITED_WINDOW)
-        .max_frame_size(FRAME)
-        .max_header_list_size(HEADER_LIST)
-        .keep_alive_interval(KEEPALIVE)
-        .keep_alive_timeout(KEEPALIVE_TIMEOUT)
-        .keep_alive_while_idle(true)
-        // Callers cancel at will: the library's defaults would end the connection after some
-        // hundred of them.
-        .max_concurrent_reset_streams(1_000)
-        .max_pending_accept_reset_streams(1_000)
-        .max_local_error_reset_streams(None);
-    let http2 = |source| DialError::Http2 { address: address.clone(), source };
-    let stream = if address.tls {
-        let host = address.authority.host().trim_start_matches('[').trim_end_matches(']').to_owned();
-        let name = ServerName::try_from(host.clone()).map_err(|_| DialError::Name(host))?;
-        let tls = match &address.websocket {
-            None => Arc::clone(tls),
-            Some(_) => runtime::tls::http1_only(tls),
-        };
-        let connecting = tokio_rustls::TlsConnector::from(tls).connect(name, stream);
-        let tls = |source| DialError::Tls { address: address.clone(), source };
-        Stream::Tls(Box::new(connecting.await.map_err(tls)?))
-    } else {
-        Stream::Plain(stream)
-    };
-    let (sender, driver) = match &address.websocket {
-        None => {
-            let (sender, connection) = builder.handshake(TokioIo::new(stream)).await.map_err(http2)?;
-            (sender, tokio::spawn(drive(connection)))
-        }
-        Some(path) => {
-            let stream = Box::pin(upgrade(address, path, stream, &tasks)).await?;
-            let (sender, connection) = builder.handshake(TokioIo::new(stream)).await.map_err(http2)?;
-            (sender, tokio::spawn(drive(connection)))
-        }
-    };
-    // Inside WebSocket HTTP/2 itself is plain, as 14.1 says.
-    let is_https = address.tls && address.websocket.is_none();
-    let scheme = if is_https { Scheme::HTTPS } else { Scheme::HTTP };
-    let local = local.filter(|_| address.websocket.is_none());
-    Ok(Link { sender, local, peer, scheme, authority: address.authority.clone(), driver, guard })
-}
-
-/// Asks for WebSocket, and returns the bytes inside.
-async fn upgrade(
-    address: &KasAddress,
-    path: &PathAndQuery,
-    stream: Stream,
-    tasks: &LinkTasks,
-) -> Result<ByteStream<Rewind<Stream>>, DialError> {
-    use hyper::rt::Executor as _;
-    let http1 = |source| DialError::Http1 { address: address.clone(), source };
-    let refused = |source| DialError::Upgrade { address: address.clone(), source };
-    let (mut sender, connection) = http1::Builder::new()
-        .max_buf_size(HEADER_LIST as usize)
-        .handshake(TokioIo::new(stream))
-        .await
-        .map_err(http1)?;
-    // It ends with the upgrade, or because nobody has anything more to ask.
-    tasks.execute(connection.with_upgrades());
-    let mut request = Request::new(Empty::<bytes::Bytes>::new());
-    *request.uri_mut() = path.clone().into();
-    let headers = request.headers_mut();
-    // A port that is the scheme's own is not said: proxies compare the text.
-    let own = if address.tls { ":443" } else { ":80" };
-    let host = address.authority.as_str();
-    if let Ok(host) = HeaderValue::from_str(host.strip_suffix(own).unwrap_or(host)) {
-        headers.insert(header::HOST, host);
-    }
-    headers.insert(header::USER_AGENT, HeaderValue::from_static(user_agent()));
-    let asked = upgrade::ask(headers);
-    let response = sender.send_request(request).await.map_err(http1)?;
-    asked.check(&response).map_err(refused)?;
-    let upgraded = hyper::upgrade::on(response).await.map_err(http1)?;
-    let Parts { io, read_buf, .. } = upgraded
-        .downcast::<TokioIo<Stream>>()
-        .map_err(|_| refused(NotUpgraded::Answer("the connection is of another kind")))?;
-    Ok(ByteStream::new(Rewind::new(io.into_inner(), read_buf), Role::Client))
-}
-
-/// A connection to kas, or to a proxy before it.
-enum Stream {
-    Plain(TcpStream),
-    Tls(Box<TlsStream<TcpStream>>),
-}
-
-macro_rules! each {
-    ($self:expr, $stream:ident => $body:expr) => {
-        match $self.get_mut() {
-            Stream::Plain($stream) => $body,
-            Stream::Tls($stream) => $body,
-        }
-    };
-}
-
-impl AsyncRead for Stream {
-    fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
-        each!(self, stream => Pin::new(stream).poll_read(cx, buf))
-    }
-}
-
-impl AsyncWrite for Stream {
-    fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
-        each!(self, stream => Pin::new(stream).poll_write(cx, buf))
-    }
-
-    fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        each!(self, stream => Pin::new(stream).poll_flush(cx))
-    }
-
-    fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        each!(self, stream => Pin::new(stream).poll_shutdown(cx))
-    }
-
-    fn poll_write_vectored(
-        self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        bufs: &[io::IoSlice<'_>],
-    ) -> Poll<io::Result<usize>> {
-        each!(self, stream => Pin::new(stream).poll_write_vectored(cx, bufs))
-    }
-
-    fn is_write_vectored(&self) -> bool {
-        match self {
-            Self::Plain(stream) => stream.is_write_vectored(),
-            Self::Tls(stream) => stream.is_write_vectored(),
-        }
-    }
 }
 
 async fn drive(connection: impl Future<Output = hyper::Result<()>>) {
@@ -459,34 +582,5 @@ mod tests {
         assert_eq!(stream.peer_addr().unwrap(), open);
         assert!(connect_first(&[closed]).await.is_err());
         assert_eq!(connect_first(&[]).await.unwrap_err().kind(), io::ErrorKind::NotFound);
-    }
-
-    #[test]
-    fn addresses_of_14_1_are_read() {
-        for (text, shown) in [
-            ("grpc://127.0.0.1:8150", "grpc://127.0.0.1:8150"),
-            ("grpcs://kas.example.com", "grpcs://kas.example.com:443"),
-            ("grpcs://kas.example.com:8150/ignored", "grpcs://kas.example.com:8150"),
-            ("grpc://[::1]:8150", "grpc://[::1]:8150"),
-            ("ws://127.0.0.1:8150", "ws://127.0.0.1:8150"),
-            ("ws://kas", "ws://kas:80"),
-            ("wss://kas.example.com", "wss://kas.example.com:443"),
-            ("wss://gitlab:444/-/kubernetes-agent/#x", "wss://gitlab:444/-/kubernetes-agent/"),
-            ("wss://kas?token=secret", "wss://kas:443"),
-        ] {
-            assert_eq!(text.parse::<KasAddress>().unwrap().to_string(), shown);
-        }
-        for (text, part) in [
-            ("http://kas", "unsupported scheme in GitLab Kubernetes Agent Server address: \"http\""),
-            ("kas:8150", "expected grpc://host:port"),
-            ("grpc://kas", "expected grpc://host:port"),
-            ("grpc://", "expected grpc://host:port"),
-            ("grpc://user@kas:1", "expected grpc://host:port"),
-            ("wss://user@kas", "expected grpc://host:port"),
-            ("wss:///path", "expected grpc://host:port"),
-            ("https://kas", "ws://host or wss://host"),
-        ] {
-            assert!(text.parse::<KasAddress>().unwrap_err().to_string().contains(part), "{text}");
-        }
     }
 }

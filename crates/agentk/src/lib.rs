@@ -2,13 +2,14 @@
 //! tunnels.
 //!
 //! [`supervisor`] keeps a [`session`] with each of two [`replica`]s of kas: a transport connection
-//! ([`dial`]) with a configuration stream and a [`pool`] of tunnels. What comes out of a tunnel goes to a
+//! ([`dial`], at the address that [`ladder`] says) with a configuration stream and a [`pool`] of tunnels. What comes out of a tunnel goes to a
 //! [`module`]. Logic belongs into kas where it can; this stays small.
 
 pub mod app;
 pub mod cluster;
 pub mod dial;
 pub mod direct;
+pub mod ladder;
 pub mod metrics;
 pub mod module;
 pub mod pool;

@@ -3,9 +3,9 @@
 use std::{path::PathBuf, process::ExitCode};
 
 use agentk::{
-    app::{self, Settings},
+    app::{self, KasAccess, Settings},
     cluster::ClusterAccess,
-    dial::KasAddress,
+    dial::{KasAddresses, KasHeader},
     direct,
     module::{Modules, bench::Bench},
     replica,
@@ -33,18 +33,8 @@ struct Arguments {
 
 #[derive(clap::Args)]
 struct AgentArguments {
-    /// Where kas is: grpc://host:port, or grpcs://host:port for TLS.
-    ///
-    /// ws://host[:port][/path] and wss:// do the same inside WebSocket, through proxies that know no HTTP/2; the path is
-    /// for them.
-    #[arg(long, value_name = "URL", env = "AGENTK_KAS_ADDRESS", required = true)]
-    kas_address: Option<KasAddress>,
-    /// File with the agent token. It is read again when it changes.
-    #[arg(long, value_name = "FILE", env = "AGENTK_TOKEN_FILE", required = true)]
-    token_file: Option<PathBuf>,
-    /// PEM file with CA certificates for TLS with kas, besides the system's.
-    #[arg(long, value_name = "FILE")]
-    ca_cert_file: Option<PathBuf>,
+    #[command(flatten)]
+    kas: KasArguments,
     #[command(flatten)]
     cluster: ClusterAccess,
     /// Where metrics and probes are served.
@@ -86,6 +76,46 @@ struct AgentArguments {
     pod_name: String,
 }
 
+#[derive(clap::Args)]
+struct KasArguments {
+    /// Where kas is: grpc://host:port, or grpcs://host:port for TLS.
+    ///
+    /// ws://host[:port][/path] and wss:// do the same inside WebSocket, through proxies that know no HTTP/2; the path is
+    /// for them. https://host[:port][/path] tries grpcs:// and then wss:// until one passes the proxies in between, as
+    /// several addresses with commas between them are tried in their order.
+    #[arg(long, value_name = "URL", env = "AGENTK_KAS_ADDRESS", required = true)]
+    kas_address: Option<KasAddresses>,
+    /// File with the agent token. It is read again when it changes.
+    #[arg(long, value_name = "FILE", env = "AGENTK_TOKEN_FILE", required = true)]
+    token_file: Option<PathBuf>,
+    /// PEM file with CA certificates for TLS with kas, besides the system's.
+    #[arg(long, value_name = "FILE", visible_alias = "kas-ca-cert-file")]
+    ca_cert_file: Option<PathBuf>,
+    /// The name that the certificate of kas must have, and that proxies are told, instead of the host in its address.
+    #[arg(long, value_name = "NAME")]
+    kas_tls_server_name: Option<String>,
+    /// A header "name: value" for proxies before kas, for each of them once: on ws:// and wss:// in the request for
+    /// WebSocket, else in each gRPC call.
+    #[arg(long, value_name = "HEADER")]
+    kas_header: Vec<KasHeader>,
+}
+
+impl KasArguments {
+    fn access(self) -> anyhow::Result<KasAccess> {
+        // Required without a subcommand: clap has said so already.
+        let (Some(addresses), Some(token_file)) = (self.kas_address, self.token_file) else {
+            anyhow::bail!("--kas-address and --token-file are needed; see --help");
+        };
+        Ok(KasAccess {
+            addresses,
+            token_file,
+            ca_cert_file: self.ca_cert_file,
+            tls_server_name: self.kas_tls_server_name,
+            headers: self.kas_header,
+        })
+    }
+}
+
 #[derive(Subcommand)]
 enum Command {
     /// Serves the benchmark's service directly: what requests through kas are compared with.
@@ -117,6 +147,8 @@ Examples:
     agentk --kas-address grpc://127.0.0.1:8150 --token-file token --kubeconfig ~/.kube/config
   through the ingress of a GitLab:
     agentk --kas-address wss://gitlab.example.com/-/kubernetes-agent/ --token-file /config/token
+  through whatever is in between (HTTPS_PROXY and NO_PROXY are heeded):
+    agentk --kas-address https://kas.example.com --token-file /config/token
 
 A token and the lines that make it known to kas: kasctl token agent --id 1 --name demo --project 1";
 
@@ -128,7 +160,7 @@ static ALLOCATOR: tikv_jemallocator::Jemalloc = tikv_jemallocator::Jemalloc;
 fn main() -> ExitCode {
     tls::install();
     match run(Arguments::parse()) {
-        Ok(()) => ExitCode::SUCCESS,
+        Ok(code) => code,
         Err(error) => {
             eprintln!("Program aborted: {error:#}");
             ExitCode::FAILURE
@@ -136,7 +168,7 @@ fn main() -> ExitCode {
     }
 }
 
-fn run(arguments: Arguments) -> anyhow::Result<()> {
+fn run(arguments: Arguments) -> anyhow::Result<ExitCode> {
     let mut builder = tokio::runtime::Builder::new_multi_thread();
     builder.enable_all().worker_threads(arguments.worker_threads.into());
     let format = match arguments.log_format.as_str() {
@@ -147,18 +179,15 @@ fn run(arguments: Arguments) -> anyhow::Result<()> {
     match arguments.command {
         Some(Command::Completions { shell }) => {
             clap_complete::generate(shell, &mut Arguments::command(), "agentk", &mut std::io::stdout());
-            Ok(())
+            Ok(ExitCode::SUCCESS)
         }
         Some(Command::BenchDirect { listen, certificate_file, key_file }) => {
             let modules = Modules::new(vec![std::sync::Arc::new(Bench)]);
-            builder.build()?.block_on(direct::serve(&listen, certificate_file.zip(key_file), modules))
+            builder.build()?.block_on(direct::serve(&listen, certificate_file.zip(key_file), modules))?;
+            Ok(ExitCode::SUCCESS)
         }
         None => {
             let agent = arguments.agent;
-            // Required without a subcommand: clap has said so already.
-            let (Some(kas_address), Some(token_file)) = (agent.kas_address, agent.token_file) else {
-                anyhow::bail!("--kas-address and --token-file are needed; see --help");
-            };
             let told = traces::Told {
                 endpoint: agent.otlp_endpoint,
                 protocol: agent.otlp_protocol.map(|protocol| match protocol.as_str() {
@@ -169,11 +198,10 @@ fn run(arguments: Arguments) -> anyhow::Result<()> {
                 ca_file: agent.otlp_ca_cert_file,
             };
             let collector = traces::Variables::of_process().collector(told)?;
+            let kas = agent.kas.access()?;
             let level = telemetry::start("info", format);
             let settings = Settings {
-                kas_address,
-                token_file,
-                ca_cert_file: agent.ca_cert_file,
+                kas,
                 cluster: agent.cluster,
                 observability_address: agent.observability_address,
                 replicas: agent.replicas.into(),
@@ -182,7 +210,8 @@ fn run(arguments: Arguments) -> anyhow::Result<()> {
                 collector,
                 pod: (agent.pod_namespace, agent.pod_name),
             };
-            builder.build()?.block_on(app::run(settings, level))
+            builder.build()?.block_on(app::run(settings, level))?;
+            Ok(ExitCode::SUCCESS)
         }
     }
 }

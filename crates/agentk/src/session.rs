@@ -1,9 +1,12 @@
 //! One transport connection to kas: a configuration stream and a pool of tunnels.
 
-use std::{sync::Arc, time::Duration};
+use std::{
+    sync::{Arc, OnceLock},
+    time::Duration,
+};
 
 use grpc::{Code, MessageReader, Status};
-use http::{HeaderValue, Request, Response, Uri, header};
+use http::{HeaderMap, HeaderValue, Request, Response, StatusCode, Uri, header};
 use hyper::body::Incoming;
 use prost::Message as _;
 use proto::gitlab::agent::{
@@ -22,15 +25,16 @@ use tunnel::{
 };
 
 use crate::{
-    dial::Link,
+    dial::{self, KasHeaders, Link},
     metrics::{ConnectionState, Metrics},
     pool::Pool,
     replica::{Answer, Replica},
     token::TokenFile,
 };
 
-const CONNECT: &str = "/gitlab.agent.reverse_tunnel.rpc.ReverseTunnel/Connect";
-const GET_CONFIGURATION: &str = "/gitlab.agent.agent_configuration.rpc.AgentConfiguration/GetConfiguration";
+pub(crate) const CONNECT: &str = "/gitlab.agent.reverse_tunnel.rpc.ReverseTunnel/Connect";
+pub(crate) const GET_CONFIGURATION: &str =
+    "/gitlab.agent.agent_configuration.rpc.AgentConfiguration/GetConfiguration";
 /// The largest configuration that is accepted.
 const MAX_CONFIGURATION: usize = 4 << 20;
 /// A configuration stream that lasted less than this is opened again after about this time.
@@ -48,6 +52,10 @@ const TUNNEL_BACKOFF: (Duration, Duration) = (Duration::from_millis(100), Durati
 /// A kas of this project sends response headers at once; one that has sent none after this time is taken for one that
 /// does not name itself. Shorter: one that is overloaded is given up; longer: another is looked for later.
 pub const ANSWER: Duration = Duration::from_secs(5);
+
+/// One of several addresses that has answered nothing at all within this time is left for the next. A kas of GitLab
+/// answers the configuration stream once it has asked GitLab, which may take seconds.
+const SILENT: Duration = Duration::from_secs(15);
 
 /// What every session of the process has in common.
 pub struct Shared {
@@ -148,13 +156,26 @@ pub struct Session {
     pub orders: Orders,
     /// Where it is connected to.
     pub peer: Option<std::net::SocketAddr>,
+    /// Whether kas is what answers there; empty while nothing tells.
+    pub passage: Arc<OnceLock<Passage>>,
 }
 
-/// Starts a session on a connection. `changed` is notified whenever its standing changes.
+/// What the answers on a connection tell of the way to kas.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Passage {
+    /// gRPC was answered, be it with a refusal.
+    Passes,
+    /// Something came, or failed to come, as behind a proxy that passes no gRPC: what it was.
+    Blocked(String),
+}
+
+/// Starts a session on a connection. `changed` is notified whenever its standing changes. On `trial` it ends when
+/// something else than kas answers, or nothing does: there is another address.
 pub fn start(
     shared: Arc<Shared>,
     link: Link,
     begin: Begin,
+    trial: bool,
     changed: Arc<Notify>,
     leave: CancellationToken,
     tasks: &TaskTracker,
@@ -167,9 +188,11 @@ pub fn start(
     let (sender, standing) =
         watch::channel(Standing { stage, answer: None, replicas: Vec::new(), drained_by: None });
     let orders = Orders::default();
-    let session = Session { standing, orders: orders.clone(), peer: link.peer };
-    let report = Report { standing: sender, changed, metrics: Arc::clone(&shared.metrics) };
-    tasks.spawn(Run { shared, link, report, orders, streams: TaskTracker::new() }.run(leave));
+    let passage = Arc::<OnceLock<Passage>>::default();
+    let session =
+        Session { standing, orders: orders.clone(), peer: link.peer, passage: Arc::clone(&passage) };
+    let report = Report { standing: sender, changed, metrics: Arc::clone(&shared.metrics), passage };
+    tasks.spawn(Run { shared, link, report, orders, trial, streams: TaskTracker::new() }.run(leave));
     session
 }
 
@@ -179,9 +202,21 @@ struct Report {
     standing: watch::Sender<Standing>,
     changed: Arc<Notify>,
     metrics: Arc<Metrics>,
+    passage: Arc<OnceLock<Passage>>,
 }
 
 impl Report {
+    /// What came first counts.
+    fn passage(&self, passage: impl FnOnce() -> Passage) {
+        if self.passage.get().is_none() && self.passage.set(passage()).is_ok() {
+            self.changed.notify_one();
+        }
+    }
+
+    fn is_blocked(&self) -> bool {
+        matches!(self.passage.get(), Some(Passage::Blocked(_)))
+    }
+
     fn modify(&self, change: impl FnOnce(&mut Standing)) {
         let changed = self.standing.send_if_modified(|standing| {
             let before = standing.clone();
@@ -223,6 +258,8 @@ struct Run {
     link: Link,
     report: Report,
     orders: Orders,
+    /// There is another address.
+    trial: bool,
     streams: TaskTracker,
 }
 
@@ -240,10 +277,17 @@ impl Run {
     async fn run(mut self, leave: CancellationToken) {
         let pool = Pool::new(Arc::clone(&self.shared.metrics), self.shared.max_tunnels);
         let end = self.serve(&pool, &leave).await;
+        // Nothing can have begun on a way that leads elsewhere.
+        let blocked = matches!(end, End::Blocked);
         // What is open goes on while the connection lives; nothing new is opened.
         pool.close();
         let over = match end {
             End::Refused(status) => Some(status),
+            End::Blocked => {
+                // The supervisor tells of it, and where it goes on.
+                self.shared.metrics.connect_failures.inc();
+                None
+            }
             End::Unanswered if self.report.is(&Stage::Asking) => None,
             End::Unanswered => {
                 self.shared.metrics.connect_failures.inc();
@@ -275,7 +319,7 @@ impl Run {
                 None
             }
         };
-        if over.is_none() {
+        if over.is_none() && !blocked {
             let until = Instant::now() + LINGER;
             while !pool.is_empty() && Instant::now() < until {
                 tokio::select! {
@@ -297,6 +341,7 @@ impl Run {
         let mut configuration = Box::pin(self.configuration());
         let mut asking = self.report.is(&Stage::Asking);
         let answer_by = Instant::now() + ANSWER;
+        let silent_by = Instant::now() + SILENT;
         let mut ticks = tokio::time::interval(TICK);
         let mut backoff = TUNNEL_BACKOFF.0;
         let mut not_before = Instant::now();
@@ -338,6 +383,10 @@ impl Run {
                     asking = false;
                     self.report.stage(Stage::Opening);
                 }
+                () = tokio::time::sleep_until(silent_by), if self.trial && self.report.passage.get().is_none() => {
+                    self.report.passage(|| Passage::Blocked(format!("nothing was answered within {SILENT:?}")));
+                    return End::Blocked;
+                }
                 () = tokio::time::sleep_until(answer_by), if asking && self.report.is_silent() => {
                     self.report.heard(Answer::unnamed(), false);
                 }
@@ -349,9 +398,17 @@ impl Run {
                 // The connection broke, or takes no new streams: another one is needed either way.
                 _ = &mut self.link.driver => {
                     let begins = asking || self.report.is(&Stage::Opening);
-                    return if begins { End::Unanswered } else { End::Retired };
+                    self.report.passage(|| {
+                        Passage::Blocked("the connection was closed before anything was answered".to_owned())
+                    });
+                    return match begins {
+                        true if self.trial && self.report.is_blocked() => End::Blocked,
+                        true => End::Unanswered,
+                        false => End::Retired,
+                    };
                 }
                 end = &mut configuration, if configuration_after.is_none() => match end {
+                    _ if self.trial && self.report.is_blocked() => return End::Blocked,
                     ConfigurationEnd::Again => {
                         // After GOAWAY no stream opens here any more: the next one is elsewhere.
                         if self.link.sender.ready().await.is_err() {
@@ -392,21 +449,18 @@ impl Run {
     }
 
     fn request_parts(&self) -> RequestParts {
-        RequestParts {
-            scheme: self.link.scheme.clone(),
-            authority: self.link.authority.clone(),
-            local: self.link.local,
-        }
+        RequestParts::of(&self.link)
     }
 
     /// Opens one tunnel.
     fn open(&mut self, pool: &Arc<Pool>) -> Result<(), End> {
-        let mut request = match self.request_parts().request(&self.shared, CONNECT) {
-            Ok(request) => request,
-            Err(error) => {
-                return Err(End::Refused(Status::new(Code::Unauthenticated, format!("{error:#}"))));
-            }
-        };
+        let mut request =
+            match self.request_parts().request(&self.shared.token, &self.shared.instance, CONNECT) {
+                Ok(request) => request,
+                Err(error) => {
+                    return Err(End::Refused(Status::new(Code::Unauthenticated, format!("{error:#}"))));
+                }
+            };
         request.headers_mut().insert(TUNNEL_HEADER, REUSE);
         request.headers_mut().insert(IMPERSONATES_HEADER, HeaderValue::from_static("1"));
         let (observer, serial) = pool.begin();
@@ -418,7 +472,7 @@ impl Run {
         let answer = self.link.sender.send_request(request.map(|()| grpc::boxed(body)));
         self.streams.spawn(async move {
             match answer.await {
-                Ok(response) => match refusal(&response) {
+                Ok(response) => match refusal(&response, &report) {
                     None => {
                         let reusable = response.headers().get(TUNNEL_HEADER) == Some(&REUSE);
                         let said = Answer::of(response.headers());
@@ -450,6 +504,8 @@ enum End {
     Retired,
     /// The connection ended before anything was answered.
     Unanswered,
+    /// Something else than kas answers, and there is another address.
+    Blocked,
     /// This process leaves.
     Left,
     /// The session is not needed.
@@ -467,14 +523,32 @@ fn is_refusal(status: &Status) -> bool {
     matches!(status.code(), Code::Unauthenticated | Code::PermissionDenied)
 }
 
-struct RequestParts {
+/// What is the same in each call on a connection.
+pub(crate) struct RequestParts {
     scheme: http::uri::Scheme,
     authority: http::uri::Authority,
+    headers: KasHeaders,
     local: Option<std::net::SocketAddr>,
 }
 
 impl RequestParts {
-    fn request(&self, shared: &Shared, path: &'static str) -> anyhow::Result<Request<()>> {
+    /// Takes it from a connection.
+    pub(crate) fn of(link: &Link) -> Self {
+        Self {
+            scheme: link.scheme.clone(),
+            authority: link.authority.clone(),
+            headers: link.headers.clone(),
+            local: link.local,
+        }
+    }
+
+    /// Begins a call.
+    pub(crate) fn request(
+        &self,
+        token: &TokenFile,
+        instance: &HeaderValue,
+        path: &'static str,
+    ) -> anyhow::Result<Request<()>> {
         let mut uri = http::uri::Parts::default();
         uri.scheme = Some(self.scheme.clone());
         uri.authority = Some(self.authority.clone());
@@ -484,11 +558,12 @@ impl RequestParts {
         *request.uri_mut() = Uri::from_parts(uri)?;
         *request.version_mut() = http::Version::HTTP_2;
         let headers = request.headers_mut();
-        headers.insert(header::AUTHORIZATION, shared.token.authorization()?);
+        self.headers.add_to(headers);
+        headers.insert(header::AUTHORIZATION, token.authorization()?);
         headers.insert(header::CONTENT_TYPE, grpc::CONTENT_TYPE);
         headers.insert(header::TE, HeaderValue::from_static("trailers"));
         headers.insert(header::USER_AGENT, HeaderValue::from_static(user_agent()));
-        headers.insert(INSTANCE_HEADER, shared.instance.clone());
+        headers.insert(INSTANCE_HEADER, instance.clone());
         if let Some(local) = self.local.and_then(|local| HeaderValue::try_from(local.to_string()).ok()) {
             headers.insert(SOCKET_HEADER, local);
         }
@@ -502,14 +577,48 @@ pub(crate) fn user_agent() -> &'static str {
     AGENT.get_or_init(|| format!("agentk/{}/{}", runtime::version::VERSION, runtime::version::COMMIT))
 }
 
-/// The status of an answer that is only a status, or not gRPC at all.
-fn refusal(response: &Response<Incoming>) -> Option<Status> {
-    if let Some(status) = Status::from_headers(response.headers()) {
-        return Some(status);
+/// The status of an answer that is only a status, or not gRPC at all. Tells what the answer means for the way.
+fn refusal(response: &Response<Incoming>, report: &Report) -> Option<Status> {
+    let Some(text) = foreign(response) else {
+        let status = Status::from_headers(response.headers());
+        let vague = status.as_ref().filter(|status| is_vague(status, response.headers()));
+        report.passage(|| vague.map_or(Passage::Passes, |status| Passage::Blocked(status.to_string())));
+        return status;
+    };
+    // Missing credentials are missing on every way.
+    if !dial::is_authentication(response.status()) && response.status() != StatusCode::TOO_MANY_REQUESTS {
+        report.passage(|| Passage::Blocked(text.clone()));
     }
-    let code = response.status();
-    (!code.is_success())
-        .then(|| Status::new(Code::Unavailable, format!("HTTP status {code}: is this the address of kas?")))
+    Some(Status::new(Code::Unavailable, format!("{text}: is this the address of kas?")))
+}
+
+/// Whether a status may come from a proxy that speaks gRPC, about what is behind it. kas gives every answer an id.
+pub(crate) fn is_vague(status: &Status, headers: &HeaderMap) -> bool {
+    let of_proxies = matches!(
+        status.code(),
+        Code::Cancelled
+            | Code::Unknown
+            | Code::DeadlineExceeded
+            | Code::Unimplemented
+            | Code::Internal
+            | Code::Unavailable
+    );
+    of_proxies && !headers.contains_key(grpc::CORRELATION_ID)
+}
+
+/// Says what an answer is that is not gRPC.
+pub(crate) fn foreign<B>(response: &Response<B>) -> Option<String> {
+    if Status::from_headers(response.headers()).is_some() {
+        return None;
+    }
+    let status = response.status();
+    if !status.is_success() {
+        return Some(format!("HTTP status {status}"));
+    }
+    let kind = response.headers().get(header::CONTENT_TYPE);
+    let is_grpc = kind.is_some_and(|kind| kind.as_bytes().starts_with(grpc::CONTENT_TYPE.as_bytes()));
+    let kind = kind.map_or("none".to_owned(), |kind| String::from_utf8_lossy(kind.as_bytes()).into_owned());
+    (!is_grpc).then(|| format!("an answer that is not gRPC (content-type: {kind:.80})"))
 }
 
 fn max_idle(response: &Response<Incoming>) -> Option<Duration> {
@@ -529,7 +638,7 @@ async fn configuration(
         agent_meta: Some(shared.meta.clone()),
         skip_register: false,
     };
-    let request = match parts.request(&shared, GET_CONFIGURATION) {
+    let request = match parts.request(&shared.token, &shared.instance, GET_CONFIGURATION) {
         Ok(request) => request.map(|()| grpc::full(grpc::encode(&message))),
         Err(error) => {
             return ConfigurationEnd::Refused(Status::new(Code::Unauthenticated, format!("{error:#}")));
@@ -539,10 +648,11 @@ async fn configuration(
         Ok(response) => response,
         Err(error) => {
             tracing::debug!(error = %error, "the configuration stream could not be opened");
+            report.passage(|| Passage::Blocked(format!("the first stream was reset: {error}")));
             return ConfigurationEnd::Broken;
         }
     };
-    let refused = refusal(&response);
+    let refused = refusal(&response, &report);
     report.heard(Answer::of(response.headers()), refused.is_some());
     if let Some(status) = refused {
         return if status.code() == Code::Ok {

@@ -20,8 +20,9 @@ use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
 use self::plan::{Action, Change, Plan, SessionId, Why};
 use crate::{
-    dial::{self, Avoid, DialError, KasAddress, Link},
-    session::{self, Session, Shared, Stage},
+    dial::{Avoid, DialError, Dialer, KasAddress, KasAddresses, Link},
+    ladder::Ladder,
+    session::{self, Passage, Session, Shared, Stage},
 };
 
 /// An address whose connection was lost comes after others for this long.
@@ -34,8 +35,8 @@ type Pending<T> = Option<Pin<Box<dyn Future<Output = T> + Send>>>;
 /// Keeps sessions with `wanted` replicas of kas until `leave`, then lets open requests finish.
 pub async fn run(
     shared: Arc<Shared>,
-    address: KasAddress,
-    tls: runtime::tls::Live<rustls::ClientConfig>,
+    addresses: KasAddresses,
+    dialer: Arc<Dialer>,
     wanted: usize,
     leave: CancellationToken,
     tasks: TaskTracker,
@@ -48,8 +49,8 @@ pub async fn run(
         dial: None,
         exchange: None,
         shared,
-        address,
-        tls,
+        ladder: Ladder::new(&addresses),
+        dialer,
         leave: leave.clone(),
         tasks,
     };
@@ -67,18 +68,22 @@ struct Supervisor {
     lost: VecDeque<(SocketAddr, Instant)>,
     /// A session stands differently.
     changed: Arc<Notify>,
-    dial: Pending<Result<Link, DialError>>,
+    dial: Pending<Dialled>,
     /// Waits for another token after one was refused.
     exchange: Pending<()>,
     shared: Arc<Shared>,
-    address: KasAddress,
-    tls: runtime::tls::Live<rustls::ClientConfig>,
+    ladder: Ladder,
+    dialer: Arc<Dialer>,
     leave: CancellationToken,
     tasks: TaskTracker,
 }
 
+/// Where was dialled, and what became of it.
+type Dialled = (KasAddress, Result<Link, DialError>);
+
 struct Kept {
     session: Session,
+    address: KasAddress,
     /// The token in the file when it began.
     used: Option<HeaderValue>,
 }
@@ -101,24 +106,39 @@ impl Supervisor {
             tokio::select! {
                 () = self.changed.notified() => {}
                 () = tokio::time::sleep_until(wake.unwrap_or(now)), if wake.is_some() => {}
-                link = ready(&mut self.dial) => self.dialled(link),
+                (address, link) = ready(&mut self.dial) => self.dialled(address, link),
                 () = ready(&mut self.exchange) => self.plan.exchanged(Instant::now()),
             }
         }
     }
 
     /// Dials, preferably where no session is and none was just lost.
-    fn attempt(&mut self, now: Instant) -> Pin<Box<dyn Future<Output = Result<Link, DialError>> + Send>> {
+    fn attempt(&mut self, now: Instant) -> Pin<Box<dyn Future<Output = Dialled> + Send>> {
         self.lost.retain(|(_, since)| now < *since + LOST);
         let avoid = Avoid {
             used: self.sessions.values().filter_map(|kept| kept.session.peer).collect(),
             lost: self.lost.iter().map(|(address, _)| *address).collect(),
         };
-        let (address, tls) = (self.address.clone(), self.tls.current());
-        Box::pin(async move { dial::dial(&address, &tls, &avoid).await })
+        let (address, dialer) = (self.ladder.current().clone(), Arc::clone(&self.dialer));
+        Box::pin(async move {
+            let link = dialer.dial(&address, &avoid).await;
+            (address, link)
+        })
     }
 
-    fn dialled(&mut self, link: Result<Link, DialError>) {
+    /// Notes that an address was met with what a proxy causes, and tells when another one is next.
+    fn blocked(&mut self, address: &KasAddress, error: &str) {
+        if self.ladder.failed(address) {
+            tracing::warn!(
+                error,
+                address = %address,
+                next = %self.ladder.current(),
+                "this address does not lead to kas, perhaps because of a proxy: trying the next"
+            );
+        }
+    }
+
+    fn dialled(&mut self, address: KasAddress, link: Result<Link, DialError>) {
         let now = Instant::now();
         match link {
             Err(error) => {
@@ -130,6 +150,11 @@ impl Supervisor {
                     cause = next.source();
                 }
                 let pause = self.plan.dial_failed(now);
+                let elsewhere =
+                    self.ladder.next().is_some_and(|next| next.authority() != address.authority());
+                if error.is_passage() || (elsewhere && error.is_place()) {
+                    self.blocked(&address, &chain);
+                }
                 tracing::warn!(error = chain, retry_in = ?pause, "cannot reach kas");
             }
             Ok(link) => {
@@ -139,11 +164,12 @@ impl Supervisor {
                     Arc::clone(&self.shared),
                     link,
                     begin,
+                    self.ladder.is_trial(),
                     Arc::clone(&self.changed),
                     self.leave.clone(),
                     &self.tasks,
                 );
-                self.sessions.insert(id, Kept { session, used });
+                self.sessions.insert(id, Kept { session, address, used });
             }
         }
     }
@@ -152,6 +178,9 @@ impl Supervisor {
     fn look(&mut self) {
         let mut news = Vec::new();
         for (id, kept) in &mut self.sessions {
+            if kept.session.passage.get() == Some(&Passage::Passes) && self.ladder.passed(&kept.address) {
+                tracing::debug!(address = %kept.address, "this address leads to kas");
+            }
             let standing = &mut kept.session.standing;
             // One that ended without a word ended all the same.
             let vanished = standing.has_changed().is_err();
@@ -175,8 +204,12 @@ impl Supervisor {
         let over = matches!(stage, Stage::Over(_));
         let peer = self.sessions.get(&id).and_then(|kept| kept.session.peer);
         let used = self.sessions.get(&id).and_then(|kept| kept.used.clone());
-        if over {
-            self.sessions.remove(&id);
+        if over && let Some(Kept { session, address, .. }) = self.sessions.remove(&id) {
+            match session.passage.get() {
+                // One that is lost was once reached.
+                Some(Passage::Blocked(error)) => self.blocked(&address, error),
+                Some(Passage::Passes) | None => {}
+            }
         }
         match change {
             Change::Quiet => {}
@@ -245,8 +278,10 @@ impl Supervisor {
             Action::Announce(id) => {
                 let Some(session) = session(id) else { return };
                 self.exchange = None;
+                let address = self.sessions.get(&id).map(|kept| tracing::field::display(&kept.address));
                 tracing::info!(
                     replica.id = name(session),
+                    address,
                     kas = session.peer.map(tracing::field::display),
                     "connected to kas"
                 );

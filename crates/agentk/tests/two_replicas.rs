@@ -13,13 +13,21 @@ use std::{
     time::Duration,
 };
 
-use agentk::{metrics::Metrics, module::Modules, session::Shared, supervisor, token::TokenFile};
+use agentk::{
+    dial::{Dialer, KasHeaders},
+    metrics::Metrics,
+    module::Modules,
+    session::Shared,
+    supervisor,
+    token::TokenFile,
+};
 use anyhow::Result;
 use bytes::Bytes;
 use h2::{RecvStream, SendStream, server::SendResponse};
 use http::{HeaderMap, HeaderValue, Request, Response};
 use prometheus_client::registry::Registry;
 use proto::gitlab::agent::reverse_tunnel::rpc::{CloseSend, ConnectResponse, connect_response::Msg};
+use runtime::proxy::Proxies;
 use testkit::raw_agent::{CONNECT, GET_CONFIGURATION};
 use tokio::{
     net::{TcpListener, TcpStream},
@@ -324,7 +332,12 @@ impl World {
         running.spawn(supervisor::run(
             shared(TokenFile::new(token), &metrics),
             format!("grpc://{address}").parse()?,
-            runtime::tls::client(None)?.into(),
+            Arc::new(Dialer::new(
+                runtime::tls::client(None)?,
+                None,
+                KasHeaders::default(),
+                Proxies::default(),
+            )?),
             2,
             leave.clone(),
             tasks.clone(),

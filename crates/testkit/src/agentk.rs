@@ -100,7 +100,32 @@ impl Agentk {
         Self::start_at(None, &format!("grpc://{kas}"), token, cluster).await
     }
 
+    /// Starts one that dials this address of kas, with further arguments and variables; nothing is behind it but the
+    /// bench's service.
+    ///
+    /// # Errors
+    /// When it does not start.
+    pub async fn start_told(
+        url: &str,
+        token: &str,
+        arguments: &[&str],
+        env: &[(&str, &str)],
+    ) -> Result<Self> {
+        let arguments = [&["--kube-server", "http://127.0.0.1:1"], arguments].concat();
+        Self::start_process(None, url, token, &arguments, env).await
+    }
+
     async fn start_at(namespace: Option<&Path>, kas: &str, token: &str, further: &[&str]) -> Result<Self> {
+        Self::start_process(namespace, kas, token, further, &[]).await
+    }
+
+    async fn start_process(
+        namespace: Option<&Path>,
+        kas: &str,
+        token: &str,
+        further: &[&str],
+        variables: &[(&str, &str)],
+    ) -> Result<Self> {
         let dir = TempDir::with_prefix("agentk-test-").context("a folder for agentk")?;
         let token_file = dir.path().join("token");
         replace(&token_file, token.as_bytes())?;
@@ -116,8 +141,11 @@ impl Agentk {
         arguments.extend(further);
         arguments.push("--bench-module");
         let log = std::env::var("AGENTK_TEST_LOG").unwrap_or_default();
-        let env: &[(&str, &str)] = if log.is_empty() { &[] } else { &[("RUST_LOG", &log)] };
-        let process = Process::start_in(namespace, "agentk", &agentk, &arguments, env).await?;
+        let mut env = variables.to_vec();
+        if !log.is_empty() {
+            env.push(("RUST_LOG", &log));
+        }
+        let process = Process::start_in(namespace, "agentk", &agentk, &arguments, &env).await?;
         let observability = process
             .logged("where its metrics are", |line| {
                 (line["message"] == "metrics and probes").then(|| line["address"].as_str()?.parse().ok())?

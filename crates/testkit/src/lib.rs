@@ -5,6 +5,7 @@
 //!   namespaces, which can be cut.
 //! * [`caller`]: who calls the API listener. [`raw_agent`]: an agent by hand; [`agent14`]: one as GitLab's are; [`agent16`]:
 //!   one as they are from 16.5 on; all serve what [`handler`] says. [`websocket_agent`]: one that dials `ws://`. [`link`]: the HTTP/2 below.
+//! * [`proxy`]: nginx, HAProxy and Envoy before kas.
 //! * [`gitlab`]: the internal API of GitLab, for kas. [`kas14`]: a kas as GitLab's, for agentk. [`kubernetes`]: a real
 //!   API server.
 
@@ -12,6 +13,7 @@ pub mod agent14;
 pub mod agent16;
 pub mod agentk;
 pub mod caller;
+pub mod certificates;
 pub mod demo_api;
 pub mod gitlab;
 pub mod handler;
@@ -22,5 +24,6 @@ pub mod link;
 pub mod mesh;
 pub mod network;
 pub mod process;
+pub mod proxy;
 pub mod raw_agent;
 pub mod websocket_agent;

@@ -1,0 +1,184 @@
+//! Headers that the operator adds for proxies: `--kas-header`.
+
+use http::{HeaderMap, HeaderName, HeaderValue, header};
+
+use super::KasAddress;
+
+/// The most of them: proxies limit a request's head to some KiB.
+const MAX: usize = 32;
+/// The longest, name and value.
+const MAX_LEN: usize = 4 * 1024;
+
+/// What agentk itself says, or HTTP does.
+const OWN: [HeaderName; 13] = [
+    header::CONNECTION,
+    header::CONTENT_LENGTH,
+    header::CONTENT_TYPE,
+    header::HOST,
+    header::PROXY_AUTHENTICATE,
+    header::PROXY_AUTHORIZATION,
+    header::TE,
+    header::TRAILER,
+    header::TRANSFER_ENCODING,
+    header::UPGRADE,
+    header::USER_AGENT,
+    HeaderName::from_static("keep-alive"),
+    HeaderName::from_static("proxy-connection"),
+];
+/// Beginnings of names that belong to protocols.
+const OWN_PREFIXES: [&str; 3] = ["grpc-", "kas-", "sec-websocket-"];
+
+/// One header. Its value may be a credential, and is shown nowhere.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct KasHeader {
+    name: HeaderName,
+    value: HeaderValue,
+}
+
+/// Why a text is no header that can be added. None of them repeats a value.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum HeaderError {
+    /// No colon.
+    #[error("expected \"name: value\"")]
+    Shape,
+    /// An illegal name.
+    #[error("the name of a header has letters, digits and hyphens")]
+    Name,
+    /// An illegal value.
+    #[error("the value of header {0} is empty, or has bytes that a header cannot carry")]
+    Value(HeaderName),
+    /// Too long.
+    #[error("header {0} is above {MAX_LEN} bytes")]
+    Long(HeaderName),
+    /// It has another meaning.
+    #[error("header {0} is agentk's own, and cannot be set")]
+    Own(HeaderName),
+}
+
+impl std::str::FromStr for KasHeader {
+    type Err = HeaderError;
+
+    fn from_str(text: &str) -> Result<Self, HeaderError> {
+        let (name, value) = text.split_once(':').ok_or(HeaderError::Shape)?;
+        let name: HeaderName = name.trim().parse().map_err(|_| HeaderError::Name)?;
+        if OWN.contains(&name) || OWN_PREFIXES.iter().any(|prefix| name.as_str().starts_with(prefix)) {
+            return Err(HeaderError::Own(name));
+        }
+        let value = value.trim();
+        if name.as_str().len() + value.len() > MAX_LEN {
+            return Err(HeaderError::Long(name));
+        }
+        // ASCII alone: gRPC refuses other bytes on the way.
+        let legal = !value.is_empty() && value.bytes().all(|byte| (b' '..=b'~').contains(&byte));
+        let value = HeaderValue::from_str(value).ok().filter(|_| legal);
+        let mut value = value.ok_or_else(|| HeaderError::Value(name.clone()))?;
+        value.set_sensitive(true);
+        Ok(Self { name, value })
+    }
+}
+
+/// The headers of the operator: on the request for WebSocket, or on every gRPC call.
+#[derive(Clone, Debug, Default)]
+pub struct KasHeaders(HeaderMap);
+
+/// Why headers cannot be added together.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum HeadersError {
+    /// Too many.
+    #[error("at most {MAX} headers can be added, got {0}")]
+    Many(usize),
+    /// The agent's token is there already.
+    #[error(
+        "header authorization carries the agent's token on {0}: it can be added on ws:// and wss:// only, where it is \
+         for proxies"
+    )]
+    Authorization(KasAddress),
+}
+
+impl KasHeaders {
+    /// Takes them for these addresses.
+    ///
+    /// # Errors
+    /// See [`HeadersError`].
+    pub fn new(headers: Vec<KasHeader>, addresses: &[KasAddress]) -> Result<Self, HeadersError> {
+        if headers.len() > MAX {
+            return Err(HeadersError::Many(headers.len()));
+        }
+        let grpc = addresses.iter().find(|address| !address.is_websocket());
+        if let Some(address) = grpc
+            && headers.iter().any(|header| header.name == header::AUTHORIZATION)
+        {
+            return Err(HeadersError::Authorization(address.clone()));
+        }
+        let mut map = HeaderMap::new();
+        for KasHeader { name, value } in headers {
+            map.append(name, value);
+        }
+        Ok(Self(map))
+    }
+
+    /// Puts them into a request that has its own.
+    pub fn add_to(&self, headers: &mut HeaderMap) {
+        for (name, value) in &self.0 {
+            headers.append(name.clone(), value.clone());
+        }
+    }
+
+    /// Returns the names.
+    pub fn names(&self) -> impl Iterator<Item = &HeaderName> {
+        self.0.keys()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn headers_are_checked_and_values_not_repeated() {
+        for text in ["X-Proxy-Key: secret", "x-proxy-key:secret", "  x-proxy-key :  secret  "] {
+            let header: KasHeader = text.parse().unwrap();
+            assert_eq!((header.name.as_str(), header.value.as_bytes()), ("x-proxy-key", &b"secret"[..]));
+            assert!(!format!("{header:?}").contains("secret"), "{header:?}");
+        }
+        let long = format!("x: {}", "secret".repeat(1000));
+        for (text, part) in [
+            ("x-secret", "expected \"name: value\""),
+            ("x secret: 1", "the name of a header"),
+            (": secret", "the name of a header"),
+            ("x-key:", "header x-key is empty"),
+            ("x-key: s\u{e9}cret", "header x-key is empty, or has bytes"),
+            ("x-key: sec\nret", "header x-key is empty, or has bytes"),
+            (&long, "above 4096 bytes"),
+            ("Host: secret", "header host is agentk's own"),
+            ("kas-agent-id: secret", "agentk's own"),
+            ("grpc-timeout: 1S", "agentk's own"),
+            ("Sec-WebSocket-Key: secret", "agentk's own"),
+            ("Proxy-Authorization: secret", "agentk's own"),
+        ] {
+            let error = text.parse::<KasHeader>().unwrap_err().to_string();
+            assert!(error.contains(part) && !error.contains("secret"), "{text}: {error}");
+        }
+    }
+
+    #[test]
+    fn authorization_is_for_websocket_alone() {
+        let header = || vec!["Authorization: Basic x".parse::<KasHeader>().unwrap()];
+        let address = |text: &str| text.parse::<KasAddress>().unwrap();
+        assert!(KasHeaders::new(header(), &[address("wss://kas")]).is_ok());
+        let error = KasHeaders::new(header(), &[address("wss://kas"), address("grpcs://kas")]).unwrap_err();
+        assert!(error.to_string().contains("token on grpcs://kas:443"), "{error}");
+        let many = vec!["a: b".parse::<KasHeader>().unwrap(); 33];
+        assert_eq!(KasHeaders::new(many, &[]).err(), Some(HeadersError::Many(33)));
+    }
+
+    #[test]
+    fn headers_of_one_name_are_kept_in_their_order() {
+        let headers = ["a: 1", "b: 2", "a: 3"].map(|text| text.parse().unwrap());
+        let headers = KasHeaders::new(headers.into(), &[]).unwrap();
+        let mut map = HeaderMap::new();
+        map.insert("a", HeaderValue::from_static("0"));
+        headers.add_to(&mut map);
+        assert_eq!(map.get_all("a").iter().collect::<Vec<_>>(), ["0", "1", "3"]);
+    }
+}

@@ -1,0 +1,263 @@
+//! Real proxies before kas: nginx, HAProxy and Envoy, and one for CONNECT.
+//!
+//! Each has the configuration that its documentation shows, and the timers that it has unless it is told others.
+
+use std::{
+    net::SocketAddr,
+    path::Path,
+    sync::{Arc, Mutex, PoisonError},
+};
+
+use anyhow::{Context as _, Result};
+use serde_json::json;
+use tempfile::TempDir;
+use tokio::{
+    io::{AsyncBufReadExt as _, AsyncReadExt as _, AsyncWriteExt as _, BufReader},
+    net::{TcpListener, TcpStream},
+    task::JoinSet,
+};
+
+use crate::{
+    kas::eventually,
+    process::{Process, find},
+};
+
+/// What the proxy passes on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Passes {
+    /// gRPC: HTTP/2 on both sides.
+    Grpc,
+    /// WebSocket: HTTP/1.1 on both sides.
+    WebSocket,
+}
+
+/// A proxy that stands before kas. Dropping it ends it.
+#[derive(Debug)]
+pub struct Proxy {
+    /// Where it listens, without TLS.
+    pub address: SocketAddr,
+    /// The process.
+    pub process: Process,
+    _dir: TempDir,
+}
+
+impl Proxy {
+    /// Starts nginx: `grpc_pass` or `proxy_pass`, with further directives for its one location.
+    ///
+    /// # Errors
+    /// When it does not start, or is not installed.
+    pub async fn nginx(kas: SocketAddr, passes: Passes, directives: &str) -> Result<Self> {
+        let dir = TempDir::with_prefix("nginx-test-")?;
+        let address = beside(kas, 2);
+        let (http2, pass) = match passes {
+            Passes::Grpc => (" http2", format!("grpc_pass grpc://{kas};")),
+            Passes::WebSocket => (
+                "",
+                format!(
+                    "proxy_pass http://{kas}; proxy_http_version 1.1; proxy_set_header Upgrade $http_upgrade; \
+                     proxy_set_header Connection upgrade;"
+                ),
+            ),
+        };
+        let server = format!("listen {address}{http2}; location / {{ {pass} {directives} }}");
+        Self::nginx_with(dir, address, &server).await
+    }
+
+    /// Starts nginx with one `server` of these directives, which listens on `address`.
+    ///
+    /// # Errors
+    /// As of [`nginx`](Self::nginx).
+    pub async fn nginx_server(address: SocketAddr, server: &str) -> Result<Self> {
+        Self::nginx_with(TempDir::with_prefix("nginx-test-")?, address, server).await
+    }
+
+    async fn nginx_with(dir: TempDir, address: SocketAddr, server: &str) -> Result<Self> {
+        let at = path(dir.path())?;
+        let temporary = ["client_body", "proxy", "fastcgi", "uwsgi", "scgi"];
+        let temporary: String =
+            temporary.iter().map(|name| format!("{name}_temp_path {at}/{name};\n")).collect();
+        let config = format!(
+            "daemon off; master_process off; pid {at}/pid; error_log stderr info;
+            events {{ worker_connections 64; }}
+            http {{ access_log off;\n{temporary} server {{ {server} }} }}"
+        );
+        let file = dir.path().join("nginx.conf");
+        std::fs::write(&file, config)?;
+        let program = find("nginx").context("nginx is not installed")?;
+        let process = Process::start("nginx", &program, &["-e", "stderr", "-c", path(&file)?], &[]).await?;
+        Self::listening(address, process, dir).await
+    }
+
+    /// Starts HAProxy with a frontend and a backend, whose `defaults` these are: Debian's, for example.
+    ///
+    /// # Errors
+    /// When it does not start, or is not installed.
+    pub async fn haproxy(kas: SocketAddr, passes: Passes, defaults: &str) -> Result<Self> {
+        let dir = TempDir::with_prefix("haproxy-test-")?;
+        let address = beside(kas, 3);
+        let http2 = if passes == Passes::Grpc { " proto h2" } else { "" };
+        let config = format!(
+            "defaults\n  mode http\n{defaults}\n\
+             frontend agents\n  bind {address}{http2}\n  default_backend kas\n\
+             backend kas\n  server kas {kas}{http2}\n"
+        );
+        let file = dir.path().join("haproxy.cfg");
+        std::fs::write(&file, config)?;
+        let program = find("haproxy").context("haproxy is not installed")?;
+        let process = Process::start("haproxy", &program, &["-db", "-f", path(&file)?], &[]).await?;
+        Self::listening(address, process, dir).await
+    }
+
+    /// Starts Envoy with one route; `manager` is added to its HTTP connection manager, and `route` to the route.
+    ///
+    /// # Errors
+    /// When it does not start, or is not installed.
+    pub async fn envoy(
+        kas: SocketAddr,
+        passes: Passes,
+        manager: serde_json::Value,
+        route: serde_json::Value,
+    ) -> Result<Self> {
+        const MANAGER: &str = "type.googleapis.com/envoy.extensions.filters.network.http_connection_manager.v3.\
+             HttpConnectionManager";
+        const ROUTER: &str = "type.googleapis.com/envoy.extensions.filters.http.router.v3.Router";
+        const OPTIONS: &str = "type.googleapis.com/envoy.extensions.upstreams.http.v3.HttpProtocolOptions";
+        let dir = TempDir::with_prefix("envoy-test-")?;
+        let address = beside(kas, 4);
+        let socket = |address: SocketAddr| json!({ "socket_address": { "address": address.ip().to_string(), "port_value": address.port() } });
+        let mut to_kas = json!({ "cluster": "kas" });
+        crate::kas::merge(&mut to_kas, route);
+        let mut connections = json!({
+            "@type": MANAGER,
+            "stat_prefix": "agents",
+            "codec_type": "AUTO",
+            "route_config": { "virtual_hosts": [{
+                "name": "kas",
+                "domains": ["*"],
+                "routes": [{ "match": { "prefix": "/" }, "route": to_kas }],
+            }]},
+            "http_filters": [{ "name": "envoy.filters.http.router", "typed_config": { "@type": ROUTER } }],
+        });
+        let mut cluster = json!({
+            "name": "kas",
+            "type": "STATIC",
+            "load_assignment": { "cluster_name": "kas", "endpoints": [{ "lb_endpoints": [
+                { "endpoint": { "address": socket(kas) } },
+            ]}]},
+        });
+        match passes {
+            Passes::Grpc => {
+                cluster["typed_extension_protocol_options"] = json!({
+                    "envoy.extensions.upstreams.http.v3.HttpProtocolOptions": {
+                        "@type": OPTIONS,
+                        "explicit_http_config": { "http2_protocol_options": {} },
+                    },
+                });
+            }
+            Passes::WebSocket => connections["upgrade_configs"] = json!([{ "upgrade_type": "websocket" }]),
+        }
+        crate::kas::merge(&mut connections, manager);
+        let config = json!({ "static_resources": {
+            "listeners": [{
+                "name": "agents",
+                "address": socket(address),
+                "filter_chains": [{ "filters": [{
+                    "name": "envoy.filters.network.http_connection_manager",
+                    "typed_config": connections,
+                }]}],
+            }],
+            "clusters": [cluster],
+        }});
+        let file = dir.path().join("envoy.json");
+        std::fs::write(&file, serde_json::to_vec_pretty(&config)?)?;
+        let installed = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target/ci/bin/envoy");
+        let program = find("envoy").or_else(|| installed.is_file().then_some(installed));
+        let program = program.context("envoy is not installed: cargo xtask test --install does it")?;
+        let arguments =
+            ["--config-path", path(&file)?, "--disable-hot-restart", "--concurrency", "1", "-l", "warn"];
+        let process = Process::start("envoy", &program, &arguments, &[]).await?;
+        Self::listening(address, process, dir).await
+    }
+
+    async fn listening(address: SocketAddr, process: Process, dir: TempDir) -> Result<Self> {
+        eventually("the proxy listens", async || {
+            anyhow::ensure!(process.is_running(), "it has ended:\n{}", process.log());
+            Ok(TcpStream::connect(address).await.map(drop))
+        })
+        .await?;
+        Ok(Self { address, process, _dir: dir })
+    }
+}
+
+fn path(path: &Path) -> Result<&str> {
+    path.to_str().context("the path is UTF-8")
+}
+
+/// The port that the system chose for kas, on another address of this host.
+fn beside(kas: SocketAddr, host: u8) -> SocketAddr {
+    SocketAddr::from(([127, 0, 0, host], kas.port()))
+}
+
+/// A proxy for CONNECT, as companies have them: whatever host is asked for, it leads to kas.
+#[derive(Debug)]
+pub struct ConnectProxy {
+    /// Where it listens.
+    pub address: SocketAddr,
+    asked: Arc<Mutex<Vec<String>>>,
+    _tasks: JoinSet<()>,
+}
+
+impl ConnectProxy {
+    /// Starts one that passes on to `to`, or answers with `refusal` when there is one.
+    ///
+    /// # Errors
+    /// When there is no port.
+    pub async fn start(to: SocketAddr, refusal: Option<&'static str>) -> Result<Self> {
+        let listener = TcpListener::bind("127.0.0.1:0").await?;
+        let address = listener.local_addr()?;
+        let asked = Arc::<Mutex<Vec<String>>>::default();
+        let heads = Arc::clone(&asked);
+        let mut tasks = JoinSet::new();
+        tasks.spawn(async move {
+            let mut connections = JoinSet::new();
+            while let Ok((stream, _)) = listener.accept().await {
+                connections.spawn(pass(stream, to, refusal, Arc::clone(&heads)));
+            }
+        });
+        Ok(Self { address, asked, _tasks: tasks })
+    }
+
+    /// Returns the heads of all requests so far.
+    pub fn asked(&self) -> Vec<String> {
+        self.asked.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+}
+
+async fn pass(
+    stream: TcpStream,
+    to: SocketAddr,
+    refusal: Option<&'static str>,
+    asked: Arc<Mutex<Vec<String>>>,
+) {
+    let mut stream = BufReader::new(stream);
+    let mut head = String::new();
+    while !head.ends_with("\r\n\r\n") {
+        match (&mut stream).take(16 * 1024).read_line(&mut head).await {
+            Ok(0) | Err(_) => return,
+            Ok(_) => {}
+        }
+    }
+    let is_connect = head.starts_with("CONNECT ");
+    asked.lock().unwrap_or_else(PoisonError::into_inner).push(head);
+    let answer = match refusal {
+        Some(refusal) => refusal,
+        None if is_connect => "HTTP/1.1 200 Connection established\r\n\r\n",
+        None => "HTTP/1.1 405 Method Not Allowed\r\ncontent-length: 0\r\n\r\n",
+    };
+    if stream.write_all(answer.as_bytes()).await.is_err() || !answer.contains(" 200 ") {
+        return;
+    }
+    if let Ok(mut kas) = TcpStream::connect(to).await {
+        let _ = tokio::io::copy_bidirectional(&mut stream, &mut kas).await;
+    }
+}

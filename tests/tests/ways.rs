@@ -1,0 +1,279 @@
+//! The ways from agentk to kas: proxies that the environment names, headers and names for proxies, and several
+//! addresses of which the first that passes is kept.
+
+#![allow(clippy::unwrap_used)] // a test may panic
+
+use std::{net::SocketAddr, path::Path};
+
+use anyhow::{Result, ensure};
+use grpc::Code;
+use prost::Message as _;
+use proto::kas::bench::v1::Payload;
+use serde_json::json;
+use testkit::{
+    agentk::Agentk,
+    certificates::Certificates,
+    kas::{Kas, eventually, token},
+    proxy::{ConnectProxy, Passes, Proxy},
+};
+
+const ECHO: &str = "/kas.bench.v1.Bench/Echo";
+/// A name that resolves nowhere but at a proxy.
+const NAME: &str = "kas.test";
+
+async fn plain() -> Result<Kas> {
+    Kas::start_with_config(json!({ "agent": { "listen": { "websocket": true } } })).await
+}
+
+async fn secure(files: &Certificates) -> Result<Kas> {
+    let listen = json!({ "websocket": true, "certificate_file": files.certificate, "key_file": files.key });
+    Kas::start_with_config(json!({ "agent": { "listen": listen } })).await
+}
+
+fn text(path: &Path) -> &str {
+    path.to_str().unwrap()
+}
+
+async fn echo(kas: &Kas) -> Result<()> {
+    let caller = kas.caller().await?;
+    let message = Payload { data: "x".into() }.encode_to_vec();
+    let got = caller.call(caller.to_agent(1, ECHO), &[&message]).await?;
+    ensure!(got.status.code() == Code::Ok, "{}", got.status);
+    Ok(())
+}
+
+/// Waits until agentk has said `what`; the value of a secret is in no line.
+async fn says(agentk: &Agentk, what: &str) -> Result<()> {
+    eventually(&format!("agentk says {what:?}"), async || {
+        let log = agentk.process.log();
+        Ok(if log.contains(what) { Ok(()) } else { Err(log) })
+    })
+    .await?;
+    ensure!(!agentk.process.log().contains("sesame"), "{}", agentk.process.log());
+    Ok(())
+}
+
+#[tokio::test]
+async fn every_scheme_goes_through_the_proxy_of_its_variable() -> Result<()> {
+    let dir = tempfile::tempdir()?;
+    let files = Certificates::new(dir.path(), &[NAME])?;
+    let (plain, secure) = (plain().await?, secure(&files).await?);
+    for (kas, scheme, variable) in [
+        (&plain, "grpc", "HTTPS_PROXY"),
+        (&secure, "grpcs", "https_proxy"),
+        (&plain, "ws", "http_proxy"),
+        (&secure, "wss", "HTTPS_PROXY"),
+    ] {
+        let proxy = ConnectProxy::start(kas.agent, None).await?;
+        let named = format!("http://user:open%20sesame@{}", proxy.address);
+        let url = format!("{scheme}://{NAME}:8150");
+        let arguments = ["--ca-cert-file", text(&files.ca)];
+        let agentk = Agentk::start_told(&url, &token(1), &arguments, &[(variable, &named)]).await?;
+        agentk.connected().await?;
+        echo(kas).await?;
+        let asked = proxy.asked();
+        ensure!(asked[0].starts_with("CONNECT kas.test:8150 HTTP/1.1\r\n"), "{scheme}: {asked:?}");
+        // user:open sesame
+        ensure!(asked[0].contains("roxy-authorization: Basic dXNlcjpvcGVuIHNlc2FtZQ=="), "{asked:?}");
+        says(&agentk, "kas is reached through a proxy").await?;
+        drop(agentk);
+        kas.metric_is("kas_agent_transports", 0.0).await?;
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn hosts_that_are_excepted_are_dialled_directly() -> Result<()> {
+    let kas = plain().await?;
+    let closed = "http://user:sesame@127.0.0.1:1";
+    // What is on this host is reached through no proxy, whatever the variables say.
+    let agentk =
+        Agentk::start_told(&format!("grpc://{}", kas.agent), &token(1), &[], &[("HTTPS_PROXY", closed)])
+            .await?;
+    agentk.connected().await?;
+    let env = [("HTTPS_PROXY", closed), ("no_proxy", "other.test, .kas.test")];
+    let excepted = Agentk::start_told("grpc://below.kas.test:8150", &token(1), &[], &env).await?;
+    says(&excepted, "cannot connect to grpc://below.kas.test:8150").await?;
+    let other = Agentk::start_told("grpc://kas.test:8150", &token(1), &[], &env).await?;
+    says(
+        &other,
+        "cannot connect to the proxy http://127.0.0.1:1 that HTTPS_PROXY names for grpc://kas.test:8150",
+    )
+    .await?;
+    Ok(())
+}
+
+#[tokio::test]
+async fn refusals_of_a_proxy_are_told_in_words() -> Result<()> {
+    let nowhere: SocketAddr = "127.0.0.1:1".parse()?;
+    for (refusal, words) in [
+        ("HTTP/1.1 407 Proxy Authentication Required\r\ncontent-length: 0\r\n\r\n", "wants credentials"),
+        (
+            "HTTP/1.1 403 Forbidden\r\ncontent-length: 0\r\n\r\n",
+            "CONNECT kas.test:443 with HTTP 403 Forbidden",
+        ),
+    ] {
+        let proxy = ConnectProxy::start(nowhere, Some(refusal)).await?;
+        let named = format!("http://user:sesame@{}", proxy.address);
+        let env = [("HTTPS_PROXY", &*named)];
+        let agentk = Agentk::start_told("grpcs://kas.test", &token(1), &[], &env).await?;
+        says(&agentk, words).await?;
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn headers_are_shown_to_proxies_in_both_ways_and_to_nobody_else() -> Result<()> {
+    let kas = plain().await?;
+    for (passes, scheme) in [(Passes::Grpc, "grpc"), (Passes::WebSocket, "ws")] {
+        let proxy =
+            Proxy::nginx(kas.agent, passes, r#"if ($http_x_proxy_key != "open sesame") { return 403; }"#)
+                .await?;
+        let url = format!("{scheme}://{}", proxy.address);
+        let key = ["--kas-header", "X-Proxy-Key: open sesame", "--kas-header", "x-other: 1"];
+        let agentk = Agentk::start_told(&url, &token(1), &key, &[]).await?;
+        agentk.connected().await?;
+        says(&agentk, "connected to kas").await?;
+        drop(agentk);
+        let without = Agentk::start_told(&url, &token(1), &[], &[]).await?;
+        says(&without, "403").await?;
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn certificate_is_checked_for_the_name_that_was_told() -> Result<()> {
+    let dir = tempfile::tempdir()?;
+    let files = Certificates::new(dir.path(), &[NAME])?;
+    let kas = secure(&files).await?;
+    let ca = ["--kas-ca-cert-file", text(&files.ca)];
+    for scheme in ["grpcs", "wss"] {
+        let url = format!("{scheme}://{}", kas.agent);
+        let named = [&ca[..], &["--kas-tls-server-name", NAME]].concat();
+        Agentk::start_told(&url, &token(1), &named, &[]).await?.connected().await?;
+        says(&Agentk::start_told(&url, &token(1), &ca, &[]).await?, "certificate not valid for name").await?;
+    }
+    Ok(())
+}
+
+/// A proxy that ends TLS and speaks HTTP/1.1 to kas; with `http2`, HTTP/2 to agents.
+async fn ingress(kas: &Kas, files: &Certificates, http2: bool) -> Result<Proxy> {
+    let address = SocketAddr::from(([127, 0, 0, 2], kas.agent.port()));
+    let server = format!(
+        "listen {address} ssl{}; ssl_certificate {}; ssl_certificate_key {};
+        location /agents/ {{
+            proxy_pass http://{}; proxy_http_version 1.1;
+            proxy_set_header Upgrade $http_upgrade; proxy_set_header Connection upgrade;
+        }}
+        location /gitlab.agent. {{ proxy_pass http://{}; proxy_http_version 1.1; }}",
+        if http2 { " http2" } else { "" },
+        text(&files.certificate),
+        text(&files.key),
+        kas.agent,
+        kas.agent,
+    );
+    Proxy::nginx_server(address, &server).await
+}
+
+#[tokio::test]
+async fn one_address_falls_back_to_websocket_behind_proxies_without_grpc() -> Result<()> {
+    let dir = tempfile::tempdir()?;
+    let files = Certificates::new(dir.path(), &["127.0.0.2"])?;
+    let ca = ["--ca-cert-file", text(&files.ca)];
+    for http2 in [false, true] {
+        let kas = plain().await?;
+        let proxy = ingress(&kas, &files, http2).await?;
+        let url = format!("https://{}/agents/", proxy.address);
+        let agentk = Agentk::start_told(&url, &token(1), &ca, &[]).await?;
+        agentk.connected().await?;
+        echo(&kas).await?;
+        let log = agentk.process.log();
+        ensure!(log.matches("trying the next").count() == 1, "{log}");
+        ensure!(log.contains(&format!("\"next\":\"wss://{}/agents/\"", proxy.address)), "{log}");
+        // It is remembered: a connection that is lost is made anew there.
+        let transports = kas.metric("kas_agent_transports").await?;
+        assert_eq!(transports, 1.0);
+        drop(proxy);
+        let since = agentk.process.log_len();
+        let _proxy = ingress(&kas, &files, http2).await?;
+        agentk
+            .process
+            .logged_since(since, "that it is connected again", |line| {
+                let address = line["address"].as_str()?.to_owned();
+                (line["message"] == "connected to kas").then_some(address)
+            })
+            .await
+            .map(|address| assert!(address.starts_with("wss://"), "{address}"))?;
+        echo(&kas).await?;
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn what_passes_first_is_kept_and_a_refused_token_is_no_reason_to_go_elsewhere() -> Result<()> {
+    let dir = tempfile::tempdir()?;
+    let files = Certificates::new(dir.path(), &["127.0.0.1"])?;
+    let ca = ["--ca-cert-file", text(&files.ca)];
+    let kas = secure(&files).await?;
+    let url = format!("https://{}", kas.agent);
+    let good = Agentk::start_told(&url, &token(1), &ca, &[]).await?;
+    good.connected().await?;
+    let log = good.process.log();
+    ensure!(log.contains("\"address\":\"grpcs://") && !log.contains("trying the next"), "{log}");
+    let bad = Agentk::start_told(&url, "wrong", &ca, &[]).await?;
+    says(&bad, "kas refuses this agent").await?;
+    // Nor is a certificate that is not trusted.
+    let stranger = Agentk::start_told(&url, &token(2), &[], &[]).await?;
+    eventually("it tries again", async || {
+        let tries = stranger.process.log().matches("TLS with grpcs://").count();
+        Ok(if tries >= 3 { Ok(()) } else { Err(tries) })
+    })
+    .await?;
+    for agentk in [&bad, &stranger] {
+        ensure!(!agentk.process.log().contains("trying the next"), "{}", agentk.process.log());
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn unusable_settings_end_the_start_without_their_secrets() -> Result<()> {
+    let dir = tempfile::tempdir()?;
+    let token_file = dir.path().join("token");
+    std::fs::write(&token_file, "token")?;
+    let program = tokio::task::spawn_blocking(|| testkit::process::program("agentk")).await??;
+    for (arguments, env, code, words) in [
+        (vec!["--kas-header", "x sesame: 1"], None, 2, "the name of a header"),
+        (vec!["--kas-header", "x-key: sesame\u{e9}"], None, 2, "the value of header x-key"),
+        (
+            vec!["--kas-header", "authorization: sesame"],
+            None,
+            1,
+            "carries the agent's token on grpcs://kas.test",
+        ),
+        (vec!["--kas-tls-server-name", "kas.test:443"], None, 1, "not a name that TLS can verify"),
+        (
+            vec![],
+            Some(("HTTPS_PROXY", "socks5://user:sesame@proxy")),
+            1,
+            "HTTPS_PROXY names a proxy with socks5://",
+        ),
+        (
+            vec![],
+            Some(("https_proxy", "http://user:ses@ame@proxy")),
+            1,
+            "HTTPS_PROXY is not the URL of a proxy",
+        ),
+    ] {
+        let mut command = std::process::Command::new(&program);
+        command.args(["--kas-address", "grpcs://kas.test", "--kube-server", "http://127.0.0.1:1"]);
+        command.args(["--observability-address", "127.0.0.1:0", "--token-file", text(&token_file)]);
+        command.args(&arguments).envs(env);
+        let output = tokio::task::spawn_blocking(move || command.output()).await??;
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        ensure!(output.status.code() == Some(code) && said.contains(words), "{arguments:?}: {said}");
+        // Clap repeats an argument that it refuses; the reason does not.
+        let reason = said.rsplit("': ").next().unwrap_or_default();
+        ensure!(!reason.contains("sesame"), "{said}");
+    }
+    Ok(())
+}
