@@ -631,10 +631,10 @@ fn agent(s: &mut Section<'_, '_>, by_gitlab: bool) -> (Agent, InfoCache) {
             ),
             proxied_idle_timeout: s.duration(
                 "proxied_idle_timeout",
-                seconds(50),
+                seconds(45),
                 Rule::Positive,
                 "When idle streams that come through a proxy are ended, so that they move before the proxy cuts \
-                 them (60s in nginx).",
+                 them (50s in HAProxy as Debian configures it, 60s in nginx).",
             ),
             max_tunnels_per_agent: s.number(
                 "max_tunnels_per_agent",

@@ -334,7 +334,7 @@ fn no_file_at_all_gives_one_replica_on_loopback() {
                 max_connection_age: secs(1800),
                 websocket: false,
                 max_connection_age_grace: None,
-                proxied_idle_timeout: secs(50),
+                proxied_idle_timeout: secs(45),
                 max_tunnels_per_agent: 500,
             },
             configuration: ConfigurationSource {
