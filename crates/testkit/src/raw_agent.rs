@@ -126,6 +126,19 @@ impl RawAgent {
         if self.kind.is_reusable() {
             request = request.header("kas-tunnel", "reuse");
         }
+        self.tunnel_of(request, descriptor).await
+    }
+
+    /// Opens a tunnel whose stream begins with these headers, which offer reuse for an agent that does, and that serves
+    /// [`handler::descriptor`].
+    ///
+    /// # Errors
+    /// The status with which kas refused it.
+    pub async fn tunnel_as(&self, request: Builder) -> Result<RawTunnel> {
+        self.tunnel_of(request, handler::descriptor()).await
+    }
+
+    async fn tunnel_of(&self, request: Builder, descriptor: AgentDescriptor) -> Result<RawTunnel> {
         let stream = self.link.open(request.body(())?).await?;
         let mut tunnel = RawTunnel { stream, kind: self.kind };
         let descriptor = connect_request::Msg::Descriptor(Descriptor { agent_descriptor: Some(descriptor) });
