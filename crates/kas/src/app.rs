@@ -397,7 +397,13 @@ impl Kas {
             readiness_path: config.observability.readiness_path.clone(),
             registry,
             unready: Box::new(move || unready(*phase.borrow(), synced.get())),
-            refresh: Box::new(|| {}),
+            refresh: {
+                let metrics = Arc::clone(&metrics);
+                Box::new(move || {
+                    let tasks = tokio::runtime::Handle::current().metrics().num_alive_tasks();
+                    metrics.tasks.set(i64::try_from(tasks).unwrap_or(i64::MAX));
+                })
+            },
         };
         let admin = Background(tokio::spawn(runtime::admin::run(admin_listener, admin, lifecycle.clone())));
         let mesh = match (&config.tracker, &private_listener) {

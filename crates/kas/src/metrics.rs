@@ -258,6 +258,8 @@ pub struct Metrics {
     /// Writes of the audit log that failed.
     pub audit_write_errors: Counter,
     audit_lost: Family<AuditLossLabel, Counter>,
+    /// Tasks that run or wait now; read when metrics are asked for.
+    pub tasks: Gauge,
 }
 
 impl Metrics {
@@ -305,6 +307,7 @@ impl Metrics {
             audit_records: Counter::default(),
             audit_write_errors: Counter::default(),
             audit_lost: Family::default(),
+            tasks: Gauge::default(),
         };
         for reason in [AuditLoss::QueueFull, AuditLoss::WriteFailed, AuditLoss::NotFlushed] {
             // Alarms look for a change from 0.
@@ -442,6 +445,11 @@ impl Metrics {
             "When certificates end, since 1970, by the section of the configuration that names their file",
             Unit::Seconds,
             metrics.certificates.clone(),
+        );
+        registry.register(
+            "tasks",
+            "Tasks of this process: connections, streams and what it does itself",
+            metrics.tasks.clone(),
         );
         registry.register("open_files_limit", "Files this process may open", metrics.file_limit.clone());
         registry.register(
