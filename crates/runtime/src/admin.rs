@@ -1,7 +1,7 @@
 //! The admin listener: metrics, liveness, readiness. HTTP/1.1, no authentication: a network policy
 //! or loopback guards it.
 
-use std::{convert::Infallible, sync::Arc, time::Duration};
+use std::{collections::VecDeque, convert::Infallible, sync::Arc, time::Duration};
 
 use bytes::Bytes;
 use http::{Method, Request, Response, StatusCode, header};
@@ -9,9 +9,10 @@ use http_body_util::Full;
 use hyper::{body::Incoming, server::conn::http1};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use prometheus_client::registry::Registry;
+use tokio::task::AbortHandle;
 
 use crate::{
-    io::Listener,
+    io::{AcceptFailures, Listener},
     lifecycle::{Lifecycle, Phase},
 };
 
@@ -83,23 +84,39 @@ impl Admin {
     }
 }
 
+/// Connections that are open at once.
+const MAX_CONNECTIONS: usize = 256;
+/// A connection, however it is used, ends after this time: a peer that stops reading must not keep a task for ever.
+const LONGEST: Duration = Duration::from_secs(60);
+
 /// Serves until the lifecycle is [`Phase::Stopped`]: probes must be answered to the end.
+///
+/// Beyond 256 connections the oldest one is closed for the newest: were the newest refused, silent connections could
+/// keep probes out, and whoever probes would restart a process that is well.
 pub async fn run(listener: Listener, admin: Admin, lifecycle: Lifecycle) {
     let admin = Arc::new(admin);
-    let connections = Arc::new(tokio::sync::Semaphore::new(256));
+    let mut connections = VecDeque::<AbortHandle>::new();
+    let mut failures = AcceptFailures::default();
     loop {
         let accepted = tokio::select! {
             accepted = listener.accept() => accepted,
             () = lifecycle.reached(Phase::Stopped) => return,
         };
-        let Ok((stream, _)) = accepted else {
-            tokio::time::sleep(Duration::from_millis(20)).await;
-            continue;
+        let stream = match accepted {
+            Ok((stream, _)) => stream,
+            Err(error) => {
+                failures.take(&listener, &error).await;
+                continue;
+            }
         };
-        // Beyond the bound a connection is closed at once: nobody polls metrics 256 times at once.
-        let Ok(permit) = Arc::clone(&connections).try_acquire_owned() else { continue };
+        connections.retain(|connection| !connection.is_finished());
+        if connections.len() >= MAX_CONNECTIONS
+            && let Some(oldest) = connections.pop_front()
+        {
+            oldest.abort();
+        }
         let admin = Arc::clone(&admin);
-        tokio::spawn(async move {
+        let connection = tokio::spawn(async move {
             let service = hyper::service::service_fn(move |request: Request<Incoming>| {
                 let response = admin.answer(&request);
                 async move { Ok::<_, Infallible>(response) }
@@ -108,9 +125,8 @@ pub async fn run(listener: Listener, admin: Admin, lifecycle: Lifecycle) {
                 .timer(TokioTimer::new())
                 .header_read_timeout(Duration::from_secs(10))
                 .serve_connection(TokioIo::new(stream), service);
-            // A peer that stops reading must not keep a task for ever.
-            let _ = tokio::time::timeout(Duration::from_secs(60), serve).await;
-            drop(permit);
+            let _ = tokio::time::timeout(LONGEST, serve).await;
         });
+        connections.push_back(connection.abort_handle());
     }
 }

@@ -41,7 +41,7 @@ use self::{
     meter::Metered,
 };
 use crate::{
-    io::{Listener, Stream},
+    io::{AcceptFailures, Listener, Stream},
     lifecycle::{Lifecycle, Phase},
     tls, websocket_door,
 };
@@ -431,6 +431,7 @@ impl Server {
     pub async fn run(self, lifecycle: Lifecycle) {
         let tasks = tokio_util::task::TaskTracker::new();
         let half_open = HalfOpen::new(self.limits.half_open);
+        let mut failures = AcceptFailures::default();
         loop {
             let accepted = tokio::select! {
                 accepted = self.listener.accept() => accepted,
@@ -439,10 +440,9 @@ impl Server {
             let (stream, peer) = match accepted {
                 Ok(accepted) => accepted,
                 Err(error) => {
-                    // Out of descriptors, or a peer that left: the loop itself must never end.
-                    self.service.refused(Refusal::Accept);
-                    tracing::warn!(error = %error, "cannot accept a connection");
-                    tokio::time::sleep(Duration::from_millis(20)).await;
+                    if failures.take(&self.listener, &error).await {
+                        self.service.refused(Refusal::Accept);
+                    }
                     continue;
                 }
             };

@@ -6,11 +6,13 @@ use std::{
     path::PathBuf,
     pin::Pin,
     task::{Context, Poll},
+    time::Duration,
 };
 
 use tokio::{
     io::{AsyncRead, AsyncWrite, ReadBuf},
     net::{TcpListener, TcpStream, UnixListener, UnixStream},
+    time::Instant,
 };
 use tokio_rustls::server::TlsStream;
 use websocket::{Authorities, ByteStream, Rewind};
@@ -170,8 +172,9 @@ impl Listener {
         match self {
             Self::Tcp(listener) => {
                 let (stream, peer) = listener.accept().await?;
-                // Small frames must not wait for the peer's acknowledgement.
-                stream.set_nodelay(true)?;
+                // Small frames must not wait for the peer's acknowledgement. A socket that is already reset may
+                // refuse it; whoever reads it finds that out.
+                let _ = stream.set_nodelay(true);
                 Ok((Stream::Tcp(stream), Some(peer)))
             }
             Self::Unix(listener) => Ok((Stream::Unix(listener.accept().await?.0), None)),
@@ -199,3 +202,41 @@ fn bind_tcp(addr: SocketAddr) -> io::Result<TcpListener> {
 pub fn raise_file_limit() -> u64 {
     rlimit::increase_nofile_limit(u64::MAX).unwrap_or(0)
 }
+/// How long nothing is accepted after accepting failed: short, because whoever waits for a descriptor knocks
+/// meanwhile; long enough to cost next to nothing.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
+/// A lasting failure to accept is told this often.
+const ACCEPT_TOLD: Duration = Duration::from_secs(10);
+
+/// What a loop that accepts does about failures: it must neither end, nor spin, nor fill the log.
+#[derive(Debug, Default)]
+pub(crate) struct AcceptFailures {
+    told: Option<Instant>,
+    untold: u64,
+}
+
+impl AcceptFailures {
+    /// Tells of a failure now and then, and waits before the next attempt. Returns whether the process is to blame
+    /// and not a peer that left before it was accepted.
+    pub(crate) async fn take(&mut self, listener: &Listener, error: &io::Error) -> bool {
+        use io::ErrorKind::{ConnectionAborted, ConnectionRefused, ConnectionReset, Interrupted};
+        if matches!(error.kind(), ConnectionAborted | ConnectionRefused | ConnectionReset | Interrupted) {
+            return false;
+        }
+        self.untold += 1;
+        if self.told.is_none_or(|told| told.elapsed() >= ACCEPT_TOLD) {
+            let address = listener.local_addr().map(|address| address.to_string());
+            tracing::warn!(
+                error = %error,
+                address,
+                failures = self.untold,
+                "cannot accept connections"
+            );
+            self.told = Some(Instant::now());
+            self.untold = 0;
+        }
+        tokio::time::sleep(ACCEPT_PAUSE).await;
+        true
+    }
+}
+
