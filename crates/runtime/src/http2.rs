@@ -41,7 +41,7 @@ use self::{
     meter::Metered,
 };
 use crate::{
-    io::{AcceptFailures, Listener, Stream},
+    io::{AcceptFailures, Fair, Listener, Stream},
     lifecycle::{Lifecycle, Phase},
     tls, websocket_door,
 };
@@ -81,9 +81,13 @@ pub struct Settings {
 }
 
 /// Agents: many long streams, cancelled at will by callers that the agent does not know.
+///
+/// The window is that of all streams together, and no larger: half of it is also what HTTP/2 lets a peer spend on DATA
+/// frames of a few bytes that nobody reads, each of which holds half a kilobyte. With the largest window of all that
+/// were 2 GiB for one connection.
 pub const AGENT: Settings = Settings {
     streams: 1_000,
-    connection_window: UNLIMITED_WINDOW,
+    connection_window: 1_000 * STREAM_WINDOW,
     pending_accept_resets: 1_000,
     local_error_resets: 100_000,
     keepalive_interval: Duration::from_secs(15),
@@ -564,7 +568,7 @@ impl Serve {
             })
         };
         let (stream, meter) = Metered::new(stream, &limits);
-        let mut driver = pin!(builder.serve_connection(TokioIo::new(stream), answer));
+        let mut driver = pin!(builder.serve_connection(TokioIo::new(Fair::new(stream)), answer));
         let mut phase = lifecycle.watch();
         let born = Instant::now();
         // Within a tenth of the mean, from the connection's own address: no clock, no lock.

@@ -82,6 +82,74 @@ impl AsyncWrite for Stream {
     }
 }
 
+/// What one turn of a connection may read: 26 thousand of the smallest frames with a byte in them.
+const TURN: usize = 256 * 1024;
+
+/// A stream that lets others have their turn.
+///
+/// HTTP/2 reads as long as there is something to read, and only then hands streams to who serves them. A peer that
+/// always has something more kept a thread for 8 MiB at a time (which is where the runtime's own bound lies), in which
+/// all of it was held: 250 MiB, if it came in frames of one byte.
+#[derive(Debug)]
+pub(crate) struct Fair<S> {
+    stream: S,
+    left: usize,
+}
+
+impl<S> Fair<S> {
+    pub(crate) fn new(stream: S) -> Self {
+        Self { stream, left: TURN }
+    }
+}
+
+impl<S: AsyncRead + Unpin> AsyncRead for Fair<S> {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        if self.left == 0 {
+            self.left = TURN;
+            cx.waker().wake_by_ref();
+            return Poll::Pending;
+        }
+        let before = buf.filled().len();
+        let polled = Pin::new(&mut self.stream).poll_read(cx, buf);
+        // Where nothing is left to read the turn ends by itself.
+        self.left = match polled {
+            Poll::Ready(_) => self.left.saturating_sub(buf.filled().len() - before),
+            Poll::Pending => TURN,
+        };
+        polled
+    }
+}
+
+impl<S: AsyncWrite + Unpin> AsyncWrite for Fair<S> {
+    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.stream).poll_write(cx, buf)
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_flush(cx)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_shutdown(cx)
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bufs: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.stream).poll_write_vectored(cx, bufs)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.stream.is_write_vectored()
+    }
+}
+
 /// Where to listen.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Address {
@@ -182,26 +250,6 @@ impl Listener {
     }
 }
 
-fn bind_tcp(addr: SocketAddr) -> io::Result<TcpListener> {
-    let socket = socket2::Socket::new(
-        socket2::Domain::for_address(addr),
-        socket2::Type::STREAM.nonblocking(),
-        Some(socket2::Protocol::TCP),
-    )?;
-    socket.set_reuse_address(true)?;
-    if addr.is_ipv6() {
-        socket.set_only_v6(false)?;
-    }
-    socket.bind(&addr.into())?;
-    socket.listen(BACKLOG)?;
-    TcpListener::from_std(socket.into())
-}
-
-/// Raises the number of files this process may open to what the system allows: each agent is one.
-/// Returns the limit.
-pub fn raise_file_limit() -> u64 {
-    rlimit::increase_nofile_limit(u64::MAX).unwrap_or(0)
-}
 /// How long nothing is accepted after accepting failed: short, because whoever waits for a descriptor knocks
 /// meanwhile; long enough to cost next to nothing.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
@@ -240,3 +288,49 @@ impl AcceptFailures {
     }
 }
 
+fn bind_tcp(addr: SocketAddr) -> io::Result<TcpListener> {
+    let socket = socket2::Socket::new(
+        socket2::Domain::for_address(addr),
+        socket2::Type::STREAM.nonblocking(),
+        Some(socket2::Protocol::TCP),
+    )?;
+    socket.set_reuse_address(true)?;
+    if addr.is_ipv6() {
+        socket.set_only_v6(false)?;
+    }
+    socket.bind(&addr.into())?;
+    socket.listen(BACKLOG)?;
+    TcpListener::from_std(socket.into())
+}
+
+/// Raises the number of files this process may open to what the system allows: each agent is one.
+/// Returns the limit.
+pub fn raise_file_limit() -> u64 {
+    rlimit::increase_nofile_limit(u64::MAX).unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::io::AsyncReadExt as _;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn a_stream_that_always_has_more_gives_others_their_turn() {
+        let mut stream = Fair::new(tokio::io::repeat(7));
+        let mut piece = vec![0; 100 * 1024];
+        let mut read = 0;
+        loop {
+            tokio::select! {
+                biased;
+                n = stream.read(&mut piece) => read += n.unwrap(),
+                // Looked at only where the stream has nothing for now.
+                () = std::future::ready(()) => break,
+            }
+            assert!(read <= TURN + piece.len(), "{read} bytes in one turn");
+        }
+        assert!(read >= TURN);
+        // And it goes on.
+        assert_eq!(stream.read(&mut piece).await.unwrap(), piece.len());
+    }
+}

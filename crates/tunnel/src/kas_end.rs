@@ -39,7 +39,7 @@ use tokio::time::Instant;
 
 use self::agent_stream::{AgentStream, Broken, Got, kind};
 pub use self::{
-    agent_stream::{Opening, read_descriptor},
+    agent_stream::{Opening, Unasked, read_descriptor},
     exchange::{Exchange, Head},
     info::{Descriptor, Info, Peer},
     splice::{Lender, Splice},

@@ -27,7 +27,7 @@ use tokio::time::Instant;
 use tunnel::{
     IMPERSONATES_HEADER, INSTANCE_HEADER, MAX_IDLE_HEADER, REPLICA_HEADER, REPLICAS_HEADER, REUSE,
     RUN_HEADER, SOCKET_HEADER, TUNNEL_HEADER,
-    kas_end::{Info, Opening, Owner, Peer, Retire, Tunnel, read_descriptor},
+    kas_end::{Info, Opening, Owner, Peer, Retire, Tunnel, Unasked, read_descriptor},
 };
 
 use crate::{
@@ -423,14 +423,41 @@ impl Transport {
         reset: Arc<StreamReset>,
     ) -> Result<(Body, Peer), Status> {
         let (head, body) = request.into_parts();
-        let authenticated = self.authenticate(&head.headers).await?;
-        let gzip = encoding(&head.headers)?;
+        let gzip = encoding(&head.headers);
+        let mut opening = Opening::new(grpc::boxed(body), *gzip.as_ref().unwrap_or(&false));
+        let mut first = None;
+        let authenticated = {
+            // GitLab may take long to know the token, and what the agent sends meanwhile must not pile up.
+            let reading = async {
+                let descriptor = read_descriptor(&mut opening).await;
+                let goes_on = descriptor.is_ok();
+                first = Some(descriptor.map_err(Early::Refused));
+                if goes_on {
+                    first = Some(Err(opening.unasked().await.into()));
+                }
+                opening.refuse();
+            };
+            let mut authenticate = std::pin::pin!(self.authenticate(&head.headers));
+            tokio::select! {
+                biased;
+                authenticated = &mut authenticate => authenticated?,
+                () = reading => authenticate.await?,
+            }
+        };
+        gzip?;
         self.look_for_proxy(&head.headers);
         let peer = peer(&head.headers);
-        let mut opening = Opening::new(grpc::boxed(body), gzip);
-        let descriptor = tokio::time::timeout(FIRST_MESSAGE, read_descriptor(&mut opening))
-            .await
-            .map_err(|_| Status::new(Code::DeadlineExceeded, "no descriptor came in time"))??;
+        let first = match first {
+            Some(first) => first,
+            None => tokio::time::timeout(FIRST_MESSAGE, read_descriptor(&mut opening))
+                .await
+                .map_err(|_| Status::new(Code::DeadlineExceeded, "no descriptor came in time"))?
+                .map_err(Early::Refused),
+        };
+        let descriptor = match first {
+            Ok(descriptor) => descriptor,
+            Err(early) => return early.answer(peer),
+        };
         let listener = &self.listener;
         let agent = authenticated.agent.id;
         let held = Instant::now();
@@ -446,7 +473,10 @@ impl Transport {
                 listener.metrics.refused(ListenerName::Agent, reason);
                 return Ok((grpc::boxed(Ended), peer));
             }
-            tokio::time::sleep(Duration::from_secs(1)).await;
+            tokio::select! {
+                () = tokio::time::sleep(Duration::from_secs(1)) => {}
+                unasked = opening.unasked() => return Early::from(unasked).answer(peer),
+            }
         }
         let instance = instance(&head.headers, agent);
         let info = Info {
@@ -490,12 +520,30 @@ impl Transport {
 
     async fn open_configuration(self: &Arc<Self>, request: Request<Incoming>) -> Result<Body, Status> {
         let (head, body) = request.into_parts();
-        let authenticated = self.authenticate(&head.headers).await?;
-        let gzip = encoding(&head.headers)?;
+        let gzip = encoding(&head.headers);
+        // Read while the token is looked up: what nobody reads piles up. It is dropped after its one message.
+        let reading = read_one(body, *gzip.as_ref().unwrap_or(&false));
+        let mut reading = std::pin::pin!(tokio::time::timeout(FIRST_MESSAGE, reading));
+        let mut message = None;
+        let authenticated = {
+            let mut authenticate = std::pin::pin!(self.authenticate(&head.headers));
+            tokio::select! {
+                biased;
+                authenticated = &mut authenticate => authenticated?,
+                read = &mut reading => {
+                    message = Some(read);
+                    authenticate.await?
+                }
+            }
+        };
+        gzip?;
         self.look_for_proxy(&head.headers);
-        let message = tokio::time::timeout(FIRST_MESSAGE, read_one(body, gzip))
-            .await
-            .map_err(|_| Status::new(Code::DeadlineExceeded, "no request came in time"))??;
+        let message = match message {
+            Some(read) => read,
+            None => reading.await,
+        };
+        let message =
+            message.map_err(|_| Status::new(Code::DeadlineExceeded, "no request came in time"))??;
         let request = ConfigurationRequest::decode(message).map_err(|error| {
             Status::new(Code::InvalidArgument, format!("the request is malformed: {error}"))
         })?;
@@ -860,6 +908,33 @@ impl Drop for ConfigGuard {
         transport.retie(self.agent);
         if transport.listener.goes(self.agent, self.id) {
             tracing::info!(agent.id = self.agent.get(), connection.id = self.id.get(), "agent disconnected");
+        }
+    }
+}
+
+/// Why a stream ends before it is a tunnel.
+enum Early {
+    /// There is no descriptor.
+    Refused(Status),
+    /// The agent has said more than its descriptor.
+    Unasked(Unasked),
+}
+
+impl From<Unasked> for Early {
+    fn from(unasked: Unasked) -> Self {
+        Self::Unasked(unasked)
+    }
+}
+
+impl Early {
+    fn answer(self, peer: Peer) -> Result<(Body, Peer), Status> {
+        match self {
+            Self::Refused(status) => Err(status),
+            Self::Unasked(Unasked::Withdrawal) if peer == Peer::Ours => Ok((grpc::boxed(Ended), peer)),
+            Self::Unasked(_) => Err(Status::new(
+                Code::InvalidArgument,
+                "after its descriptor an agent says nothing until a request comes",
+            )),
         }
     }
 }

@@ -6,6 +6,7 @@ use std::{
     task::{Context, Poll, ready},
 };
 
+use bytes::Bytes;
 use grpc::{Code, Status};
 use http_body::Body as _;
 use prost::Message as _;
@@ -82,7 +83,7 @@ impl AgentStream {
 /// The status with which the stream ends.
 ///
 /// # Cancel safety
-/// Not cancel safe: drop the opening with it.
+/// Cancel safe: what has come stays in the opening.
 pub async fn read_descriptor(opening: &mut Opening) -> Result<Descriptor, Status> {
     let stream = &mut opening.0;
     let got = std::future::poll_fn(|cx| stream.poll(cx)).await;
@@ -124,6 +125,45 @@ impl Opening {
     pub fn new(body: grpc::Body, gzip: bool) -> Self {
         Self(AgentStream { body, decoder: Decoder::of_agent(gzip), peeked: None })
     }
+
+    /// Reads on after the descriptor, as long as the tunnel does not exist: what nobody reads piles up in HTTP/2, where
+    /// a piece of one byte costs hundreds. Returns once the agent has said something that it had not been asked for;
+    /// from then on nothing of it is taken. Does not return when the stream ends: the tunnel will see that.
+    ///
+    /// # Cancel safety
+    /// Cancel safe.
+    pub async fn unasked(&mut self) -> Unasked {
+        let stream = &mut self.0;
+        let got = std::future::poll_fn(|cx| match ready!(stream.poll(cx)) {
+            Ok(Got::Event(event)) => Poll::Ready(event),
+            ended => {
+                stream.peeked = Some(ended);
+                // What follows bytes that are no envelope is of no use either.
+                stream.body = grpc::full(Bytes::new());
+                Poll::Pending
+            }
+        });
+        let event = got.await;
+        self.refuse();
+        match event {
+            Event::Control { field: request::TRAILER, body } if body.is_empty() => Unasked::Withdrawal,
+            _ => Unasked::Violation,
+        }
+    }
+
+    /// Takes nothing more: HTTP/2 forgets what still comes.
+    pub fn refuse(&mut self) {
+        self.0.body = grpc::full(Bytes::new());
+    }
+}
+
+/// What an agent says before its tunnel exists.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Unasked {
+    /// A bare trailer: an agent of this project needs the tunnel no more.
+    Withdrawal,
+    /// What belongs to a request.
+    Violation,
 }
 
 /// What a frame is for the automaton.
