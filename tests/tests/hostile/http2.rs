@@ -1,0 +1,664 @@
+//! HTTP/2 as no client speaks it: each attack at each door behind which HTTP/2 is.
+
+use std::time::Duration;
+
+use anyhow::{Context as _, Result, ensure};
+use futures_util::{StreamExt as _, stream};
+
+use crate::{
+    peer::{
+        ACK, CONTINUATION, DATA, END_HEADERS, END_STREAM, GOAWAY, HEADERS, PADDED, PING, PREFACE, PRIORITY,
+        PUSH_PROMISE, Peer, RST_STREAM, SETTINGS, WINDOW_UPDATE, field, frame, indexed, number, setting,
+        settings,
+    },
+    stage::{Door, Knows, Stage},
+};
+
+const PROTOCOL_ERROR: u32 = 1;
+const FLOW_CONTROL_ERROR: u32 = 3;
+const STREAM_CLOSED: u32 = 5;
+const FRAME_SIZE_ERROR: u32 = 6;
+const CANCEL: u32 = 8;
+const COMPRESSION_ERROR: u32 = 9;
+const ENHANCE_YOUR_CALM: u32 = 11;
+
+/// A size that is wrong; h2 says it less precisely where the frame is not too large.
+const SIZE: &[u32] = &[FRAME_SIZE_ERROR, PROTOCOL_ERROR];
+/// A header block that cannot be decoded.
+const COMPRESSION: &[u32] = &[COMPRESSION_ERROR, PROTOCOL_ERROR];
+
+/// What ends at all ends within this time: what shows no token after 10 s at the next look, a handshake after 5 s.
+const CUT: Duration = Duration::from_secs(30);
+/// Until kas does not take a flood any more.
+const FLOOD: Duration = Duration::from_secs(20);
+
+/// What an attacker sends.
+enum Sends {
+    /// Bytes in place of HTTP/2.
+    Raw(Vec<u8>),
+    /// Bytes after the preface.
+    Frames(Vec<u8>),
+    /// After the preface the first, then the second as often as it says.
+    Flood(Vec<u8>, Vec<u8>, usize),
+    /// After the preface the first, then one byte of the second after the other, with pauses.
+    Drip(Vec<u8>, Vec<u8>, Duration),
+}
+
+/// What must become of it.
+#[derive(Clone, Copy, Debug)]
+enum Ends {
+    /// GOAWAY with one of these codes, and the end.
+    GoAway(&'static [u32]),
+    /// The end, soon, with or without GOAWAY.
+    Cut,
+    /// Stream 1 is reset with one of these codes; the connection goes on.
+    Reset(&'static [u32]),
+    /// Stream 1 is answered, and the connection goes on.
+    Answered,
+    /// The connection goes on.
+    Goes,
+    /// Either: what counts is that nobody else notices.
+    Any,
+}
+
+use Ends::{Answered, Any, Cut, GoAway, Goes, Reset};
+
+/// One attack.
+pub(crate) struct Attack {
+    name: &'static str,
+    /// Whether the attacker has a good token.
+    inside: bool,
+    sends: fn(&Knows) -> Sends,
+    ends: Ends,
+    /// Doors where it ends otherwise.
+    but: &'static [(Door, Ends)],
+}
+
+const fn attack(name: &'static str, sends: fn(&Knows) -> Sends, ends: Ends) -> Attack {
+    Attack { name, inside: false, sends, ends, but: &[] }
+}
+
+impl Attack {
+    const fn inside(mut self) -> Self {
+        self.inside = true;
+        self
+    }
+
+    const fn but(mut self, but: &'static [(Door, Ends)]) -> Self {
+        self.but = but;
+        self
+    }
+
+    /// Sends everything.
+    async fn send(&self, peer: &mut Peer, knows: &Knows) {
+        let begin = [PREFACE, &frame(SETTINGS, 0, 0, &[])].concat();
+        match (self.sends)(knows) {
+            Sends::Raw(bytes) => {
+                peer.send(&bytes, FLOOD).await;
+            }
+            Sends::Frames(bytes) => {
+                peer.send(&[begin, bytes].concat(), FLOOD).await;
+            }
+            Sends::Flood(first, again, times) => {
+                peer.send(&[begin, first].concat(), FLOOD).await;
+                // A few at a time, as a socket takes them.
+                let most = (32 * 1024 / again.len()).max(1);
+                let mut left = times;
+                while left > 0 && peer.send(&again.repeat(left.min(most)), FLOOD).await {
+                    left -= left.min(most);
+                }
+            }
+            Sends::Drip(first, drops, pause) => {
+                peer.send(&[begin, first].concat(), FLOOD).await;
+                for drop in drops {
+                    if !peer.send(&[drop], FLOOD).await {
+                        break;
+                    }
+                    // The pace is the attack.
+                    tokio::time::sleep(pause).await;
+                }
+            }
+        }
+    }
+
+    /// Does it once, and looks what becomes of it.
+    async fn strike(&self, stage: &Stage, door: Door) -> Result<()> {
+        let Some((address, way)) = stage.door(door) else { return Ok(()) };
+        let knows = Knows::new(stage, door, self.inside);
+        let mut peer = Peer::connect(address, &way).await?;
+        self.send(&mut peer, &knows).await;
+        let ends = self.but.iter().find(|(at, _)| *at == door).map_or(self.ends, |(_, ends)| *ends);
+        match ends {
+            GoAway(codes) => {
+                let heard = peer.hears(CUT, |heard| heard.over).await?;
+                let code = heard.goaway;
+                ensure!(code.is_some_and(|code| codes.contains(&code)), "not {codes:?}: {heard:?}");
+            }
+            Cut => {
+                peer.hears(CUT, |heard| heard.over).await?;
+            }
+            Reset(codes) => {
+                let heard = peer.hears(CUT, |heard| heard.over || heard.resets.contains_key(&1)).await?;
+                let code = heard.resets.get(&1);
+                ensure!(code.is_some_and(|code| codes.contains(code)), "not {codes:?}: {heard:?}");
+                peer.answers_ping(CUT).await?;
+            }
+            Answered => {
+                let heard = peer.hears(CUT, |heard| heard.over || heard.answered.contains(&1)).await?;
+                ensure!(heard.answered.contains(&1), "no answer: {heard:?}");
+                peer.answers_ping(CUT).await?;
+            }
+            Goes => peer.answers_ping(CUT).await?,
+            Any => {}
+        }
+        Ok(())
+    }
+}
+
+fn streams(count: u32) -> impl Iterator<Item = u32> {
+    (0..count).map(|n| 2 * n + 1)
+}
+
+/// `count` streams, each followed by these frames.
+fn each(knows: &Knows, count: u32, then: impl Fn(u32) -> Vec<u8>) -> Vec<u8> {
+    let block = knows.block();
+    streams(count)
+        .flat_map(|stream| {
+            let mut bytes = frame(HEADERS, END_HEADERS, stream, &block);
+            bytes.extend(then(stream));
+            bytes
+        })
+        .collect()
+}
+
+fn reset(stream: u32) -> Vec<u8> {
+    frame(RST_STREAM, 0, stream, &CANCEL.to_be_bytes())
+}
+
+fn window(stream: u32, by: u32) -> Vec<u8> {
+    frame(WINDOW_UPDATE, 0, stream, &by.to_be_bytes())
+}
+
+/// A block that begins well, and ends with these bytes.
+fn with(knows: &Knows, rest: &[u8]) -> Vec<u8> {
+    frame(HEADERS, END_HEADERS, 1, &[&knows.block()[..], rest].concat())
+}
+
+/// HEADERS of fields alone.
+fn only(fields: &[(&str, &str)]) -> Vec<u8> {
+    let block: Vec<u8> = fields.iter().flat_map(|(name, value)| field(name, value.as_bytes())).collect();
+    frame(HEADERS, END_HEADERS | END_STREAM, 1, &block)
+}
+
+fn method(method: &str) -> Vec<u8> {
+    let (path, authority) = ((":path", "/a.B/C"), (":authority", "kas"));
+    only(&[(":method", method), (":scheme", "http"), path, authority])
+}
+
+/// Floods: the strength is in the number.
+const FLOODS: &[Attack] = &[
+    // Streams that are reset before they are looked at. Each attempt without a token counts.
+    attack("rapid reset", |k| Sends::Frames(each(k, 5_000, reset)), Cut),
+    // Who has a token may cancel; a heap of it ends the connection.
+    attack("rapid reset with a token", |k| Sends::Frames(each(k, 5_000, reset)), Any).inside(),
+    // Resets that kas is made to send: CVE-2025-8671.
+    attack("made you reset by a window of 0", |k| Sends::Frames(each(k, 3_000, |s| window(s, 0))), Cut),
+    attack(
+        "made you reset by a window too large",
+        |k| Sends::Frames(each(k, 3_000, |s| window(s, 0x7fff_ffff))),
+        Cut,
+    ),
+    attack(
+        "made you reset by a dependency on itself",
+        |k| Sends::Frames(each(k, 3_000, |s| frame(PRIORITY, 0, s, &[&s.to_be_bytes()[..], &[1]].concat()))),
+        Cut,
+    ),
+    attack(
+        "made you reset by data after the end",
+        |k| {
+            let block = k.block();
+            let one = |s| {
+                [frame(HEADERS, END_HEADERS | END_STREAM, s, &block), frame(DATA, 0, s, b"more")].concat()
+            };
+            Sends::Frames(streams(3_000).flat_map(one).collect())
+        },
+        Cut,
+    ),
+    attack("made you reset with a token", |k| Sends::Frames(each(k, 3_000, |s| window(s, 0x7fff_ffff))), Any)
+        .inside()
+        .but(&[(Door::Api, GoAway(&[ENHANCE_YOUR_CALM]))]),
+    attack(
+        "CONTINUATION flood",
+        |k| {
+            let fields = indexed("a", &[b'a'; 100]).repeat(10);
+            Sends::Flood(frame(HEADERS, 0, 1, &k.block()), frame(CONTINUATION, 0, 1, &fields), 5_000)
+        },
+        Cut,
+    ),
+    attack(
+        "CONTINUATION flood of nothing",
+        |k| Sends::Flood(frame(HEADERS, 0, 1, &k.block()), frame(CONTINUATION, 0, 1, &[]), 50_000),
+        Cut,
+    ),
+    attack("empty DATA flood", |k| Sends::Flood(k.open(1), frame(DATA, 0, 1, &[]), 50_000), Cut).inside(),
+    attack("padded empty DATA flood", |k| Sends::Flood(k.open(1), frame(DATA, PADDED, 1, &[0]), 50_000), Cut)
+        .inside(),
+    attack(
+        "empty DATA flood after a refusal",
+        |k| Sends::Flood(k.open(1), frame(DATA, 0, 1, &[]), 50_000),
+        Cut,
+    ),
+    attack("SETTINGS flood", |_| Sends::Flood(vec![], frame(SETTINGS, 0, 0, &[]), 20_000), Cut),
+    attack(
+        "SETTINGS flood of changing windows",
+        |k| {
+            let flip = [settings(4, 0), settings(4, 0x7fff_ffff)].concat();
+            Sends::Flood(each(k, 100, |_| vec![]), flip, 5_000)
+        },
+        Any,
+    )
+    .inside(),
+    attack(
+        "flood of acknowledged SETTINGS",
+        |_| Sends::Flood(vec![], frame(SETTINGS, ACK, 0, &[]), 20_000),
+        Cut,
+    ),
+    attack("PING flood", |_| Sends::Flood(vec![], frame(PING, 0, 0, b"flooding"), 20_000), Cut),
+    attack(
+        "flood of acknowledged PINGs",
+        |_| Sends::Flood(vec![], frame(PING, ACK, 0, b"flooding"), 20_000),
+        Cut,
+    ),
+    attack("PRIORITY flood", |_| Sends::Flood(vec![], frame(PRIORITY, 0, 1, &[0, 0, 0, 0, 1]), 20_000), Cut),
+    attack("WINDOW_UPDATE flood", |_| Sends::Flood(vec![], window(0, 1), 20_000), Cut),
+    attack("flood of unknown frames", |_| Sends::Flood(vec![], frame(0xfa, 0, 0, &[7; 100]), 5_000), Cut),
+    attack(
+        "HPACK table that is always full",
+        |k| {
+            let fields = indexed("x", &[b'x'; 3_000]).repeat(4);
+            let block = [k.block(), fields].concat();
+            let bytes = streams(500).flat_map(|s| frame(HEADERS, END_HEADERS | END_STREAM, s, &block));
+            Sends::Frames(bytes.collect())
+        },
+        Cut,
+    ),
+    // One byte names a field of 4 kB: 60 MB of headers in one frame.
+    attack(
+        "HPACK bomb",
+        |k| {
+            let block = [k.block(), indexed("x", &[b'x'; 3_900]), vec![0x80 | 62; 15_000]].concat();
+            Sends::Frames(frame(HEADERS, END_HEADERS | END_STREAM, 1, &block))
+        },
+        Cut,
+    ),
+    attack(
+        "many HPACK bombs, each within reason",
+        |k| {
+            let block = [k.block(), indexed("x", &[b'x'; 3_900]), vec![0x80 | 62; 30]].concat();
+            let bytes = streams(1_000).flat_map(|s| frame(HEADERS, END_HEADERS | END_STREAM, s, &block));
+            Sends::Frames(bytes.collect())
+        },
+        Cut,
+    ),
+    attack(
+        "HPACK table resized all the time",
+        |k| {
+            let block =
+                [[number(0x20, 5, 0), number(0x20, 5, 4096)].concat().repeat(2_000), k.block()].concat();
+            Sends::Frames(frame(HEADERS, END_HEADERS | END_STREAM, 1, &block))
+        },
+        Any,
+    ),
+    attack("more streams than allowed", |k| Sends::Frames(each(k, 12_000, |_| vec![])), Any).inside(),
+];
+
+/// One illegal thing each, and how HTTP/2 says that it ends.
+const VIOLATIONS: &[Attack] = &[
+    attack("garbage", |_| Sends::Raw(vec![0xa5; 4_096]), Cut),
+    attack(
+        "a preface that is wrong at its end",
+        |_| Sends::Raw(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\r".to_vec()),
+        Cut,
+    ),
+    attack("HTTP/1.1", |_| Sends::Raw(b"GET / HTTP/1.1\r\nHost: kas\r\n\r\n".to_vec()), Cut),
+    attack(
+        "HTTP/1.1 that wants HTTP/2",
+        |_| {
+            let text = "GET / HTTP/1.1\r\nHost: kas\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\n\
+                    HTTP2-Settings: AAMAAABkAAQAAP__\r\n\r\n";
+            Sends::Raw(text.into())
+        },
+        Cut,
+    ),
+    attack(
+        "TLS where there is none",
+        |_| {
+            // A record of a handshake, as long as it says.
+            Sends::Raw([&[0x16, 3, 1, 2, 0][..], &[1; 512]].concat())
+        },
+        Cut,
+    ),
+    attack("frames without SETTINGS", |k| Sends::Raw([PREFACE, &k.open(1)].concat()), Cut),
+    attack("DATA of stream 0", |_| Sends::Frames(frame(DATA, 0, 0, b"x")), GoAway(&[PROTOCOL_ERROR])),
+    attack(
+        "HEADERS of stream 0",
+        |k| Sends::Frames(frame(HEADERS, END_HEADERS, 0, &k.block())),
+        GoAway(&[PROTOCOL_ERROR]),
+    ),
+    attack("RST_STREAM of stream 0", |_| Sends::Frames(reset(0)), GoAway(&[PROTOCOL_ERROR])),
+    attack(
+        "PRIORITY of stream 0",
+        |_| Sends::Frames(frame(PRIORITY, 0, 0, &[0; 5])),
+        GoAway(&[PROTOCOL_ERROR]),
+    ),
+    attack(
+        "CONTINUATION of stream 0",
+        |_| Sends::Frames(frame(CONTINUATION, 0, 0, b"")),
+        GoAway(&[PROTOCOL_ERROR]),
+    ),
+    attack("SETTINGS of a stream", |_| Sends::Frames(frame(SETTINGS, 0, 1, &[])), GoAway(&[PROTOCOL_ERROR])),
+    attack("PING of a stream", |_| Sends::Frames(frame(PING, 0, 1, &[0; 8])), GoAway(&[PROTOCOL_ERROR])),
+    attack("GOAWAY of a stream", |_| Sends::Frames(frame(GOAWAY, 0, 1, &[0; 8])), GoAway(&[PROTOCOL_ERROR])),
+    attack(
+        "HEADERS of an even stream",
+        |k| Sends::Frames(frame(HEADERS, END_HEADERS, 2, &k.block())),
+        GoAway(&[PROTOCOL_ERROR]),
+    ),
+    attack(
+        "HEADERS of an earlier stream",
+        |k| Sends::Frames([k.open(5), k.open(3)].concat()),
+        GoAway(&[PROTOCOL_ERROR, STREAM_CLOSED]),
+    ),
+    attack("DATA of an idle stream", |_| Sends::Frames(frame(DATA, 0, 7, b"x")), GoAway(&[PROTOCOL_ERROR])),
+    attack("RST_STREAM of an idle stream", |_| Sends::Frames(reset(7)), GoAway(&[PROTOCOL_ERROR])),
+    attack("WINDOW_UPDATE of an idle stream", |_| Sends::Frames(window(7, 1)), GoAway(&[PROTOCOL_ERROR])),
+    attack(
+        "PUSH_PROMISE of a client",
+        |k| Sends::Frames([k.open(1), frame(PUSH_PROMISE, END_HEADERS, 1, &[0, 0, 0, 2, 0x82])].concat()),
+        GoAway(&[PROTOCOL_ERROR]),
+    ),
+    attack(
+        "CONTINUATION of nothing",
+        |k| Sends::Frames([k.open(1), frame(CONTINUATION, END_HEADERS, 1, &[])].concat()),
+        GoAway(&[PROTOCOL_ERROR]),
+    ),
+    attack(
+        "CONTINUATION of another stream",
+        |k| {
+            Sends::Frames(
+                [frame(HEADERS, 0, 1, &k.block()), frame(CONTINUATION, END_HEADERS, 3, &[])].concat(),
+            )
+        },
+        GoAway(&[PROTOCOL_ERROR]),
+    ),
+    attack(
+        "a frame inside a header block",
+        |k| Sends::Frames([frame(HEADERS, 0, 1, &k.block()), frame(PING, 0, 0, &[0; 8])].concat()),
+        GoAway(&[PROTOCOL_ERROR]),
+    ),
+    attack(
+        "padding longer than its frame",
+        |k| Sends::Frames([k.open(1), frame(DATA, PADDED, 1, &[200, 1, 2])].concat()),
+        GoAway(&[PROTOCOL_ERROR]),
+    ),
+    attack(
+        "a frame that announces 16 MiB",
+        |_| Sends::Frames([&[0xff, 0xff, 0xff, DATA, 0, 0, 0, 0, 1][..], &[0; 1_000]].concat()),
+        GoAway(SIZE),
+    ),
+    attack(
+        "a frame one byte too long",
+        |k| Sends::Frames([k.open(1), frame(DATA, 0, 1, &[0; 64 * 1024 + 1])].concat()),
+        GoAway(SIZE),
+    ),
+    attack("PING of seven bytes", |_| Sends::Frames(frame(PING, 0, 0, &[0; 7])), GoAway(SIZE)),
+    attack(
+        "RST_STREAM of three bytes",
+        |k| Sends::Frames([k.open(1), frame(RST_STREAM, 0, 1, &[0; 3])].concat()),
+        GoAway(SIZE),
+    ),
+    attack(
+        "PRIORITY of four bytes",
+        |k| Sends::Frames([k.open(1), frame(PRIORITY, 0, 1, &[0; 4])].concat()),
+        GoAway(SIZE),
+    ),
+    attack(
+        "WINDOW_UPDATE of three bytes",
+        |_| Sends::Frames(frame(WINDOW_UPDATE, 0, 0, &[0; 3])),
+        GoAway(SIZE),
+    ),
+    attack("SETTINGS of five bytes", |_| Sends::Frames(frame(SETTINGS, 0, 0, &[0; 5])), GoAway(SIZE)),
+    attack(
+        "an acknowledgement with settings",
+        |_| Sends::Frames(frame(SETTINGS, ACK, 0, &setting(4, 1))),
+        GoAway(SIZE),
+    ),
+    attack(
+        "a stream's window above the most",
+        |_| Sends::Frames(settings(4, 0x8000_0000)),
+        GoAway(&[FLOW_CONTROL_ERROR, PROTOCOL_ERROR]),
+    ),
+    attack("a frame size below the least", |_| Sends::Frames(settings(5, 100)), GoAway(&[PROTOCOL_ERROR])),
+    attack("a push setting that is no choice", |_| Sends::Frames(settings(2, 2)), GoAway(&[PROTOCOL_ERROR])),
+    attack(
+        "a connection's window above the most",
+        |_| Sends::Frames(window(0, 0x7fff_ffff)),
+        GoAway(&[FLOW_CONTROL_ERROR]),
+    ),
+    attack(
+        "a connection's window that grows by nothing",
+        |_| Sends::Frames(window(0, 0)),
+        GoAway(&[PROTOCOL_ERROR]),
+    ),
+    attack("an HPACK index of nothing", |k| Sends::Frames(with(k, &[0x80 | 100])), GoAway(COMPRESSION)),
+    attack("HPACK index 0", |k| Sends::Frames(with(k, &[0x80])), GoAway(COMPRESSION)),
+    attack(
+        "an HPACK number without end",
+        |k| Sends::Frames(with(k, &[&[0xff][..], &[0xff; 20]].concat())),
+        GoAway(COMPRESSION),
+    ),
+    attack(
+        "Huffman code of nothing",
+        |k| Sends::Frames(with(k, &[0, 0x84, 0xff, 0xff, 0xff, 0xff, 1, b'x'])),
+        GoAway(COMPRESSION),
+    ),
+    attack(
+        "an HPACK table above the most",
+        |k| {
+            let block = [number(0x20, 5, 1 << 20), k.block()].concat();
+            Sends::Frames(frame(HEADERS, END_HEADERS, 1, &block))
+        },
+        GoAway(COMPRESSION),
+    ),
+    attack(
+        "a header block that is cut short",
+        |k| Sends::Frames(with(k, &[0, 100, b'x'])),
+        GoAway(COMPRESSION),
+    ),
+    attack("a name in capitals", |k| Sends::Frames(with(k, &field("Name", b"x"))), GoAway(&[PROTOCOL_ERROR])),
+    attack(
+        "a name of a connection",
+        |k| Sends::Frames(with(k, &field("connection", b"close"))),
+        Reset(&[PROTOCOL_ERROR]),
+    ),
+    attack(
+        "a transfer encoding",
+        |k| Sends::Frames(with(k, &field("transfer-encoding", b"chunked"))),
+        Reset(&[PROTOCOL_ERROR]),
+    ),
+    attack(
+        "a value with a line break",
+        |k| Sends::Frames(with(k, &field("x", b"a\r\nb: c"))),
+        GoAway(&[PROTOCOL_ERROR]),
+    ),
+    attack("a name with a zero", |k| Sends::Frames(with(k, &field("a\0b", b"x"))), GoAway(&[PROTOCOL_ERROR])),
+    attack(
+        "a pseudo field after the others",
+        |k| Sends::Frames(with(k, &field(":path", b"/other"))),
+        Reset(&[PROTOCOL_ERROR]),
+    ),
+    attack(
+        "an unknown pseudo field",
+        |_| {
+            Sends::Frames(only(&[(":method", "POST"), (":scheme", "http"), (":path", "/a"), (":other", "x")]))
+        },
+        GoAway(&[PROTOCOL_ERROR]),
+    ),
+    attack("no path", |_| Sends::Frames(only(&[(":method", "POST"), (":scheme", "http")])), Answered),
+    attack(
+        "a path without a slash",
+        |_| Sends::Frames(only(&[(":method", "POST"), (":scheme", "http"), (":path", "a.B/C")])),
+        Reset(&[PROTOCOL_ERROR]),
+    ),
+    attack("no field at all", |_| Sends::Frames(only(&[])), Reset(&[PROTOCOL_ERROR])),
+    attack(
+        "two methods",
+        |_| {
+            let fields = [(":method", "POST"), (":method", "GET"), (":scheme", "http"), (":path", "/a")];
+            Sends::Frames(only(&fields))
+        },
+        Reset(&[PROTOCOL_ERROR]),
+    ),
+    attack(
+        "a length that is not that of the body",
+        |k| {
+            Sends::Frames(
+                [with(k, &field("content-length", b"3")), frame(DATA, END_STREAM, 1, b"longer")].concat(),
+            )
+        },
+        Any,
+    ),
+    attack("GET", |_| Sends::Frames(method("GET")), Answered),
+    attack("a method of nobody", |_| Sends::Frames(method("BREW")), Answered),
+    attack("CONNECT", |_| Sends::Frames(only(&[(":method", "CONNECT"), (":authority", "kas:1")])), Answered),
+    attack(
+        "CONNECT of a protocol",
+        |_| {
+            Sends::Frames(only(&[
+                (":method", "CONNECT"),
+                (":protocol", "websocket"),
+                (":scheme", "http"),
+                (":path", "/"),
+                (":authority", "kas"),
+            ]))
+        },
+        Reset(&[PROTOCOL_ERROR]),
+    ),
+    attack("more header than allowed", |k| Sends::Frames(with(k, &field("x", &[b'x'; 20_000]))), Answered)
+        .but(&[(Door::AgentWebSocket, Any)]),
+    attack("an unknown frame", |_| Sends::Frames(frame(0xee, 0xff, 77, &[1; 300])), Goes),
+    attack("an unknown setting", |_| Sends::Frames(settings(0xfafa, 0xffff_ffff)), Goes),
+    attack("a table of 4 GiB", |_| Sends::Frames(settings(1, 0xffff_ffff)), Goes),
+];
+
+/// What takes its time.
+const SLOW: &[Attack] = &[
+    attack("nothing", |_| Sends::Raw(vec![]), Cut),
+    attack("half a preface", |_| Sends::Raw(PREFACE[..12].to_vec()), Cut),
+    attack("a preface and nothing", |_| Sends::Raw(PREFACE.to_vec()), Cut),
+    attack("SETTINGS and nothing", |_| Sends::Frames(vec![]), Cut),
+    attack("half a frame", |k| Sends::Frames(k.open(1)[..20].to_vec()), Cut),
+    attack("headers byte by byte", |k| Sends::Drip(vec![], k.open(1), Duration::from_millis(300)), Cut),
+    attack(
+        "headers without an end",
+        |k| {
+            let one = frame(CONTINUATION, 0, 1, &field("a", b"b"));
+            Sends::Drip(frame(HEADERS, 0, 1, &k.block()), one.repeat(100), Duration::from_millis(30))
+        },
+        Cut,
+    ),
+    attack(
+        "a stream without a token, and its body byte by byte",
+        |k| Sends::Drip(k.open(1), frame(DATA, 0, 1, &[0; 100]), Duration::from_millis(200)),
+        Cut,
+    ),
+    // The descriptor, or the answer to a caller whose agent is not here, takes longer than its time.
+    attack(
+        "a body byte by byte, with a token",
+        |k| Sends::Drip(k.open(1), frame(DATA, 0, 1, &[0, 0, 0, 1, 0]), Duration::from_millis(100)),
+        Answered,
+    )
+    .inside(),
+    attack("no window for answers", |k| Sends::Frames([settings(4, 0), k.open(1)].concat()), Answered)
+        .inside(),
+    attack(
+        "a window of one byte",
+        |k| Sends::Frames([settings(4, 1), k.open(1), window(1, 1).repeat(100)].concat()),
+        Answered,
+    )
+    .inside(),
+];
+
+/// Does `attacks` at every door of the stage, each `times` at once, and waits until nothing is left of them.
+async fn storm(stage: &Stage, what: &str, attacks: &[Attack], times: usize) -> Result<usize> {
+    let rows: Vec<_> = Door::HTTP2
+        .into_iter()
+        .filter(|door| stage.door(*door).is_some())
+        .flat_map(|door| attacks.iter().map(move |attack| (door, attack)))
+        .collect();
+    let all = rows.iter().flat_map(|row| std::iter::repeat_n(row, times));
+    let mut failed: Vec<String> = stream::iter(all)
+        .map(async |(door, attack)| {
+            let name = attack.name;
+            attack.strike(stage, *door).await.err().map(|error| format!("{door:?}: {name}: {error:#}"))
+        })
+        .buffer_unordered(64)
+        .filter_map(std::future::ready)
+        .collect()
+        .await;
+    failed.sort();
+    failed.dedup();
+    let times = stage.settle(what).await.context("afterwards")?;
+    println!("{what}: {} rows; {times}", rows.len());
+    ensure!(failed.is_empty(), "{} of {} rows of {what}:\n{}", failed.len(), rows.len(), failed.join("\n"));
+    Ok(rows.len())
+}
+
+/// The attacks whose cost for others is measured.
+pub(crate) fn measured() -> impl Iterator<Item = (&'static str, &'static Attack)> {
+    const NAMES: [&str; 13] = [
+        "rapid reset",
+        "made you reset by a window too large",
+        "CONTINUATION flood",
+        "empty DATA flood",
+        "padded empty DATA flood",
+        "SETTINGS flood",
+        "PING flood",
+        "PRIORITY flood",
+        "WINDOW_UPDATE flood",
+        "HPACK table that is always full",
+        "HPACK bomb",
+        "nothing",
+        "headers byte by byte",
+    ];
+    let all = FLOODS.iter().chain(SLOW).filter(|attack| NAMES.contains(&attack.name));
+    all.map(|attack| (attack.name, attack))
+}
+
+/// Does one attack over this many connections at once, for at most `time`. How each of them ends does not count here.
+pub(crate) async fn crowd(stage: &Stage, door: Door, attack: &Attack, connections: usize, time: Duration) {
+    let Some((address, way)) = stage.door(door) else { return };
+    let knows = Knows::new(stage, door, attack.inside);
+    let mut peers = stream::iter(0..connections)
+        .map(|_| Peer::connect(address, &way))
+        .buffer_unordered(64)
+        .filter_map(async |peer| peer.ok())
+        .collect::<Vec<_>>()
+        .await;
+    let sending = futures_util::future::join_all(peers.iter_mut().map(|peer| attack.send(peer, &knows)));
+    // Those who have said everything stay as long as the others.
+    let _ = tokio::time::timeout(time, async {
+        sending.await;
+        tokio::time::sleep(time / 4).await;
+    })
+    .await;
+}
+
+/// Every attack of this file.
+pub(crate) async fn all(stage: &Stage) -> Result<usize> {
+    let mut rows = 0;
+    for (what, attacks) in [("violations", VIOLATIONS), ("floods", FLOODS), ("slow peers", SLOW)] {
+        rows += storm(stage, what, attacks, 1).await?;
+    }
+    Ok(rows)
+}

@@ -1,0 +1,396 @@
+//! What is attacked: a kas with all of its doors, and what goes on meanwhile: an agent, callers, and a look at what kas
+//! holds.
+
+use std::{
+    net::SocketAddr,
+    path::Path,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::Duration,
+};
+
+use anyhow::{Context as _, Result, ensure};
+use base64::{Engine as _, prelude::BASE64_STANDARD};
+use grpc::Code;
+use prost::Message as _;
+use proto::kas::bench::v1::Payload;
+use serde_json::json;
+use tempfile::TempDir;
+use testkit::{
+    agentk::Agentk,
+    caller::{Caller, Jwt, now},
+    kas::{AgentEntry, Kas, Options, eventually, token, within},
+    process::Usage,
+    raw_agent::CONNECT,
+};
+use tokio::{
+    sync::watch,
+    task::JoinSet,
+    time::{Instant, MissedTickBehavior, interval, sleep},
+};
+
+use crate::peer::{self, END_HEADERS, HEADERS, Way, frame};
+
+const ECHO: &str = "/kas.bench.v1.Bench/Echo";
+/// A good request must be answered within this time, whatever the others do.
+const DEADLINE: &str = "20S";
+/// What kas may hold more after an attack: the allocator keeps some of what it had.
+const GROWTH_KIB: u64 = 48 * 1024;
+/// The most that kas may hold while it is attacked, above what it held before.
+const PEAK_KIB: u64 = 320 * 1024;
+/// Everything that an attack left must be gone after this time: what shows no token is closed after 10 s, at the next
+/// look.
+const SETTLED: Duration = Duration::from_secs(40);
+/// The agent that does good work.
+const GOOD: i64 = 1;
+/// The agent whose token the attackers have.
+pub(crate) const BAD: i64 = 2;
+
+/// A listener of kas, and how it is reached.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Door {
+    /// Agents, without TLS.
+    Agent,
+    /// Agents, with TLS.
+    AgentTls,
+    /// Agents, inside WebSocket.
+    AgentWebSocket,
+    /// Callers.
+    Api,
+    /// Other replicas.
+    Private,
+    /// Metrics and probes.
+    Observability,
+}
+
+impl Door {
+    /// Those behind which is HTTP/2.
+    pub(crate) const HTTP2: [Self; 5] =
+        [Self::Agent, Self::AgentTls, Self::AgentWebSocket, Self::Api, Self::Private];
+}
+
+/// Which doors the stage has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kind {
+    /// Everything without TLS; replicas too.
+    Plain,
+    /// Agents with TLS.
+    Tls,
+    /// Agents inside WebSocket.
+    WebSocket,
+}
+
+/// A kas under attack.
+pub(crate) struct Stage {
+    pub(crate) kas: Kas,
+    kind: Kind,
+    private: Option<SocketAddr>,
+    private_secret: Vec<u8>,
+    tls: Option<Arc<tokio_rustls::rustls::ClientConfig>>,
+    /// Does the good work; held for its drop.
+    _agentk: Agentk,
+    good: Arc<Good>,
+    _traffic: JoinSet<()>,
+    before: Usage,
+    tasks: f64,
+    peak: watch::Receiver<u64>,
+    _dir: TempDir,
+}
+
+/// The good requests.
+#[derive(Default)]
+struct Good {
+    times: Mutex<Vec<Duration>>,
+    failures: Mutex<Vec<String>>,
+}
+
+impl Good {
+    fn times(&self) -> MutexGuard<'_, Vec<Duration>> {
+        self.times.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn failures(&self) -> MutexGuard<'_, Vec<String>> {
+        self.failures.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// How long good requests took.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Times {
+    /// How many there were.
+    pub(crate) requests: usize,
+    /// Half of them took less.
+    pub(crate) p50: Duration,
+    /// Of a hundred, one took more.
+    pub(crate) p99: Duration,
+}
+
+impl std::fmt::Display for Times {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Self { requests, p50, p99 } = self;
+        write!(f, "{requests} good requests, p50 {p50:.2?}, p99 {p99:.2?}")
+    }
+}
+
+impl Stage {
+    /// Starts kas and its agent, and begins the good work.
+    pub(crate) async fn start(kind: Kind) -> Result<Self> {
+        runtime::tls::install();
+        let dir = tempfile::tempdir()?;
+        let private_secret = rand::random::<[u8; 32]>().to_vec();
+        let secret = dir.path().join("private-secret");
+        std::fs::write(&secret, BASE64_STANDARD.encode(&private_secret))?;
+        let config = match kind {
+            Kind::Plain => json!({
+                "tracker": "gossip",
+                "private_api": {
+                    "listen": { "address": "127.0.0.1:0", "authentication_secret_file": secret },
+                },
+            }),
+            Kind::Tls => {
+                certificates(dir.path())?;
+                let file = |name: &str| dir.path().join(name);
+                json!({ "agent": { "listen": {
+                    "certificate_file": file("cert.pem"),
+                    "key_file": file("key.pem"),
+                } } })
+            }
+            Kind::WebSocket => json!({ "agent": { "listen": { "websocket": true } } }),
+        };
+        let agents = [GOOD, BAD].map(AgentEntry::new).to_vec();
+        let kas = Kas::start_with(Options { agents, config, ..Options::default() }).await?;
+        let private = kas
+            .process
+            .logged("that it serves", |line| {
+                (line["message"] == "kas is serving").then(|| line["private"].as_str()?.parse().ok())
+            })
+            .await?;
+        let ca = dir.path().join("ca.pem");
+        let (agentk, tls) = match kind {
+            Kind::Plain => (Agentk::start(kas.agent, &token(GOOD)).await?, None),
+            Kind::Tls => {
+                let agentk = Agentk::start_tls(kas.agent, &token(GOOD), &ca).await?;
+                (agentk, Some(runtime::tls::client_of(&ca, None)?))
+            }
+            Kind::WebSocket => {
+                let url = format!("ws://{}", kas.agent);
+                (Agentk::start_url(&url, &token(GOOD), None).await?, None)
+            }
+        };
+        agentk.connected().await?;
+
+        let good = Arc::<Good>::default();
+        let mut traffic = JoinSet::new();
+        let lasting = Jwt::new(&kas.secrets[0]).claim("exp", json!(now() + 3600)).encode();
+        for every in [Duration::from_millis(10), Duration::from_millis(100)] {
+            // The first over a connection that stays, the second over a new one each time.
+            let stays = every < Duration::from_millis(50);
+            traffic.spawn(work(kas.api, lasting.clone(), every, stays, Arc::clone(&good)));
+        }
+        let (tell, peak) = watch::channel(0);
+        let id = kas.process.id();
+        traffic.spawn(async move {
+            loop {
+                let now = resident(id).unwrap_or(0);
+                tell.send_if_modified(|peak| (now > *peak).then(|| *peak = now).is_some());
+                sleep(Duration::from_millis(20)).await;
+            }
+        });
+        let mut stage = Self {
+            kas,
+            kind,
+            private,
+            private_secret,
+            tls,
+            _agentk: agentk,
+            good,
+            _traffic: traffic,
+            before: Usage { files: 0, resident_kib: 0 },
+            tasks: 0.0,
+            peak,
+            _dir: dir,
+        };
+        // Warm: the pool of tunnels and the allocator have what they need.
+        stage.work_goes_on(300).await?;
+        stage.before = stage.kas.process.usage()?;
+        stage.tasks = stage.kas.metric("kas_tasks").await?;
+        Ok(stage)
+    }
+
+    /// Returns where a door is, if this stage has it.
+    pub(crate) fn door(&self, door: Door) -> Option<(SocketAddr, Way)> {
+        let way = |kind: Kind, way: Way| (self.kind == kind).then_some((self.kas.agent, way));
+        match door {
+            Door::Agent => way(Kind::Plain, Way::Plain),
+            Door::AgentTls => way(Kind::Tls, Way::Tls(self.tls.clone()?)),
+            Door::AgentWebSocket => way(Kind::WebSocket, Way::WebSocket),
+            Door::Api => (self.kind == Kind::Plain).then_some((self.kas.api, Way::Plain)),
+            Door::Private => Some((self.private?, Way::Plain)),
+            Door::Observability => (self.kind == Kind::Plain).then_some((self.kas.observability, Way::Plain)),
+        }
+    }
+
+    /// Returns what a good token for a door is.
+    pub(crate) fn credential(&self, door: Door) -> String {
+        match door {
+            Door::Agent | Door::AgentTls | Door::AgentWebSocket => token(BAD),
+            Door::Api | Door::Observability => self.kas.jwt(),
+            Door::Private => Jwt::new(&self.private_secret).claim("iss", json!("gitlab-kas")).encode(),
+        }
+    }
+
+    /// Returns what callers and replicas sign with.
+    pub(crate) fn private_secret(&self) -> &[u8] {
+        &self.private_secret
+    }
+
+    /// Returns how long the good requests took since the last call.
+    pub(crate) fn times(&self) -> Times {
+        let mut times = std::mem::take(&mut *self.good.times());
+        times.sort_unstable();
+        let at = |share: f64| {
+            let last = times.len().saturating_sub(1);
+            times.get((last as f64 * share) as usize).copied().unwrap_or_default()
+        };
+        Times { requests: times.len(), p50: at(0.5), p99: at(0.99) }
+    }
+
+    /// Waits until `requests` more good requests were answered, all of them well.
+    pub(crate) async fn work_goes_on(&self, requests: usize) -> Result<()> {
+        let from = self.good.times().len();
+        let done = eventually("good requests are answered", async || {
+            let done = self.good.times().len();
+            Ok(if done >= from + requests { Ok(()) } else { Err(done - from) })
+        });
+        done.await?;
+        let failures = self.good.failures().clone();
+        ensure!(failures.is_empty(), "good requests failed: {failures:?}");
+        Ok(())
+    }
+
+    /// Waits until nothing of an attack is left, and says what the attack did to the rest.
+    pub(crate) async fn settle(&self, what: &str) -> Result<Times> {
+        let times = self.times();
+        ensure!(self.kas.process.is_running(), "{what}: kas has ended");
+        self.work_goes_on(50).await.with_context(|| what.to_owned())?;
+        let most =
+            Usage { files: self.before.files + 8, resident_kib: self.before.resident_kib + GROWTH_KIB };
+        let what = format!("after {what} kas holds at most {most:?} and {} tasks", self.tasks);
+        within(SETTLED, &what, async || {
+            let usage = self.kas.process.usage()?;
+            let tasks = self.kas.metric("kas_tasks").await?;
+            // The good callers come and go.
+            let fits = usage.files <= most.files
+                && usage.resident_kib <= most.resident_kib
+                && tasks <= self.tasks + 12.0;
+            Ok(if fits { Ok(()) } else { Err((usage, tasks)) })
+        })
+        .await?;
+        let peak = *self.peak.borrow();
+        ensure!(peak <= self.before.resident_kib + PEAK_KIB, "{what}: kas held {peak} KiB");
+        let log = self.kas.process.log();
+        ensure!(!log.contains("panicked"), "{what}: {log}");
+        self.work_goes_on(20).await?;
+        Ok(times)
+    }
+
+    /// Returns the most that kas has held until now, in KiB, and what it held before any attack.
+    pub(crate) fn memory(&self) -> (u64, u64) {
+        (*self.peak.borrow(), self.before.resident_kib)
+    }
+}
+
+/// Calls the good agent again and again.
+async fn work(api: SocketAddr, token: String, every: Duration, stays: bool, good: Arc<Good>) {
+    let message = Payload { data: vec![b'x'; 100].into() }.encode_to_vec();
+    let mut ticks = interval(every);
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let mut kept = None;
+    loop {
+        ticks.tick().await;
+        let begun = Instant::now();
+        let one = async {
+            let caller = match kept.take() {
+                Some(caller) => caller,
+                None => Caller::connect(api, Some(token.clone())).await?,
+            };
+            let request = caller.to_agent(GOOD, ECHO).header("grpc-timeout", DEADLINE);
+            let answer = caller.call(request, &[&message]).await?;
+            ensure!(answer.status.code() == Code::Ok, "{}", answer.status);
+            ensure!(answer.messages == [&message[..]], "another echo");
+            anyhow::Ok(caller)
+        };
+        match one.await {
+            Ok(caller) => {
+                good.times().push(begun.elapsed());
+                kept = stays.then_some(caller);
+            }
+            Err(error) => good.failures().push(format!("{error:#}, after {:?}", begun.elapsed())),
+        }
+    }
+}
+
+fn resident(id: i32) -> Option<u64> {
+    let status = std::fs::read_to_string(format!("/proc/{id}/status")).ok()?;
+    status
+        .lines()
+        .find_map(|line| line.strip_prefix("VmRSS:")?.trim().strip_suffix("kB")?.trim().parse().ok())
+}
+
+/// Writes a CA and a certificate of it for loopback.
+fn certificates(dir: &Path) -> Result<()> {
+    let mut ca = rcgen::CertificateParams::new(vec![])?;
+    ca.is_ca = rcgen::IsCa::Ca(rcgen::BasicConstraints::Unconstrained);
+    let ca_key = rcgen::KeyPair::generate()?;
+    let ca_certificate = ca.self_signed(&ca_key)?;
+    let issuer = rcgen::Issuer::new(ca, ca_key);
+    let key = rcgen::KeyPair::generate()?;
+    let certificate =
+        rcgen::CertificateParams::new(vec!["127.0.0.1".to_owned()])?.signed_by(&key, &issuer)?;
+    std::fs::write(dir.join("ca.pem"), ca_certificate.pem())?;
+    std::fs::write(dir.join("cert.pem"), certificate.pem())?;
+    std::fs::write(dir.join("key.pem"), key.serialize_pem())?;
+    Ok(())
+}
+
+/// What an attacker of a door knows.
+pub(crate) struct Knows {
+    path: &'static str,
+    token: Option<String>,
+}
+
+impl Knows {
+    /// Nothing but the door; or a good token too.
+    pub(crate) fn new(stage: &Stage, door: Door, inside: bool) -> Self {
+        let path = match door {
+            Door::Agent | Door::AgentTls | Door::AgentWebSocket => CONNECT,
+            Door::Api | Door::Observability => ECHO,
+            Door::Private => "/kas.internal.v1.Tunnels/Borrow",
+        };
+        Self { path, token: inside.then(|| stage.credential(door)) }
+    }
+
+    /// A method, and a token for it.
+    pub(crate) fn of(path: &'static str, token: &str) -> Self {
+        Self { path, token: Some(token.to_owned()) }
+    }
+
+    /// The header block of a request.
+    pub(crate) fn block(&self) -> Vec<u8> {
+        let mut block = vec![0x83, 0x86];
+        block.extend(peer::field(":path", self.path.as_bytes()));
+        block.extend(peer::field(":authority", b"kas"));
+        block.extend(peer::field("content-type", b"application/grpc"));
+        block.extend(peer::field("te", b"trailers"));
+        if let Some(token) = &self.token {
+            block.extend(peer::field("authorization", format!("Bearer {token}").as_bytes()));
+            // What else each door asks for: others ignore it.
+            block.extend(peer::field("kas-agent-id", BAD.to_string().as_bytes()));
+        }
+        block
+    }
+
+    /// HEADERS that open a stream.
+    pub(crate) fn open(&self, stream: u32) -> Vec<u8> {
+        frame(HEADERS, END_HEADERS, stream, &self.block())
+    }
+}

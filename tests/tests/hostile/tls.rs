@@ -1,0 +1,107 @@
+//! What comes before TLS is done, or instead of it.
+
+use std::{net::SocketAddr, time::Duration};
+
+use anyhow::{Context as _, Result, ensure};
+use futures_util::future::try_join_all;
+use tokio::{
+    io::{AsyncReadExt as _, AsyncWriteExt as _},
+    net::TcpStream,
+};
+
+use crate::{
+    peer::{PREFACE, Peer, SETTINGS, frame},
+    stage::{Door, Stage},
+};
+
+/// A handshake may take 5 s.
+const CUT: Duration = Duration::from_secs(20);
+/// Handshakes that get nowhere, at once: below the 1,024 that kas allows.
+const HALF_OPEN: usize = 700;
+
+/// A record of TLS.
+fn record(kind: u8, payload: &[u8]) -> Vec<u8> {
+    let length = u16::try_from(payload.len()).unwrap().to_be_bytes();
+    [&[kind, 3, 1], &length[..], payload].concat()
+}
+
+/// A ClientHello of TLS 1.2 that offers nothing that is any good.
+fn hello() -> Vec<u8> {
+    let body = [&[3, 3][..], &[7; 32], &[0], &[0, 2, 0, 0x0a], &[1, 0]].concat();
+    let length = u32::try_from(body.len()).unwrap().to_be_bytes();
+    record(0x16, &[&[1][..], &length[1..], &body].concat())
+}
+
+fn rows() -> Vec<(&'static str, Vec<u8>)> {
+    vec![
+        ("nothing", Vec::new()),
+        ("HTTP/2 without TLS", [PREFACE, &frame(SETTINGS, 0, 0, &[])].concat()),
+        ("HTTP/1.1 without TLS", b"GET / HTTP/1.1\r\nHost: kas\r\n\r\n".to_vec()),
+        ("garbage", vec![0xa5; 2_000]),
+        ("zeros", vec![0; 2_000]),
+        ("SSH", b"SSH-2.0-OpenSSH_9.9\r\n".to_vec()),
+        ("half a record", record(0x16, &[1; 500])[..100].to_vec()),
+        ("the head of a record alone", vec![0x16, 3, 1, 0x40, 0]),
+        ("a record above the most", [&[0x16, 3, 1, 0xff, 0xff][..], &[1; 1_000]].concat()),
+        ("a hello without ciphers", hello()),
+        ("half a hello", hello()[..30].to_vec()),
+        ("a hello that announces 16 MiB", record(0x16, &[1, 0xff, 0xff, 0xff, 3, 3])),
+        (
+            "a hello in a hundred records",
+            hello()[5..].iter().flat_map(|byte| record(0x16, &[*byte])).collect(),
+        ),
+        ("data before the handshake", record(0x17, &[0; 1_000])),
+        ("a change of ciphers first", record(0x14, &[1])),
+        ("a thousand changes of ciphers", record(0x14, &[1]).repeat(1_000)),
+        ("a thousand warnings", record(0x15, &[1, 0]).repeat(1_000)),
+        ("empty records", record(0x16, &[]).repeat(1_000)),
+        ("a heartbeat", record(0x18, &[1, 0xff, 0xff])),
+    ]
+}
+
+async fn strike(address: SocketAddr, bytes: &[u8]) -> Result<()> {
+    let mut stream = TcpStream::connect(address).await?;
+    // kas may have heard enough in the middle.
+    let _ = stream.write_all(bytes).await;
+    let mut rest = Vec::new();
+    let _ = tokio::time::timeout(CUT, stream.read_to_end(&mut rest)).await.context("it stays open")?;
+    Ok(())
+}
+
+/// Every row of this file.
+pub(crate) async fn all(stage: &Stage) -> Result<usize> {
+    let (address, way) = stage.door(Door::AgentTls).context("the door is there")?;
+    let rows = rows();
+    let struck = rows
+        .iter()
+        .map(async |(name, bytes)| strike(address, bytes).await.with_context(|| (*name).to_owned()));
+    try_join_all(struck).await?;
+    let times = stage.settle("TLS that is none").await?;
+    println!("TLS that is none: {} rows; {times}", rows.len());
+
+    // Many that begin and do not go on: who wants to come in still can.
+    let mut silent = Vec::new();
+    for n in 0..HALF_OPEN {
+        let mut stream = TcpStream::connect(address).await?;
+        if n % 2 == 0 {
+            stream.write_all(&hello()[..30]).await?;
+        }
+        silent.push(stream);
+    }
+    for _ in 0..10 {
+        let mut peer = Peer::connect(address, &way).await.context("between half-open handshakes")?;
+        peer.send(&[PREFACE, &frame(SETTINGS, 0, 0, &[])].concat(), CUT).await;
+        peer.answers_ping(CUT).await?;
+    }
+    stage.work_goes_on(50).await?;
+    let closed = silent.into_iter().map(async |mut stream| {
+        let mut rest = Vec::new();
+        tokio::time::timeout(CUT, stream.read_to_end(&mut rest)).await.context("it stays open")
+    });
+    for closed in try_join_all(closed).await? {
+        ensure!(closed.is_err() || closed.is_ok_and(|said| said < 100), "kas has much to say to nobody");
+    }
+    let times = stage.settle("half-open handshakes").await?;
+    println!("half-open handshakes: {HALF_OPEN}; {times}");
+    Ok(rows.len() + 1)
+}
