@@ -223,6 +223,7 @@ pub(crate) fn ci(args: &CiArgs) -> Result<ExitCode> {
     if !args.no_test {
         let tests = TestArgs { install: args.install, ..TestArgs::default() };
         check("test", &mut || Ok(verdict(test(&tests)? == ExitCode::SUCCESS)));
+        check("fuzz", &mut fuzz);
     }
 
     let style = Style::of_stdout();
@@ -255,6 +256,50 @@ fn deny() -> Result<Verdict> {
     }
     // Advisories come from a database on the network: what is yesterday's answer cannot gate today's change.
     cargo_check(&["deny", "--log-level", "error", "check", "licenses", "bans", "sources"], &[])
+}
+
+/// How long each target is fuzzed, in seconds.
+const FUZZED: u32 = 10;
+
+/// Fuzzes each target shortly, from its seeds. Without the tools that is skipped: the tests have run the seeds.
+fn fuzz() -> Result<Verdict> {
+    if workspace::find_program("cargo-fuzz").is_none() {
+        return Ok(Verdict::Skipped("there is no cargo-fuzz; the tests have run its seeds"));
+    }
+    // A toolchain is chosen by rustup, not by the cargo that runs this.
+    let nightly = || {
+        let mut command = Command::new("rustup");
+        command.args(["run", "nightly", "cargo"]).current_dir(workspace::root());
+        command.env_remove("CARGO").env_remove("RUSTUP_TOOLCHAIN");
+        command
+    };
+    let there = nightly().arg("--version").stdout(Stdio::null()).stderr(Stdio::null()).status();
+    if !there.is_ok_and(|status| status.success()) {
+        return Ok(Verdict::Skipped("there is no nightly toolchain; the tests have run the seeds"));
+    }
+    let seeds = workspace::root().join("fuzz/corpus");
+    let mut failed = Vec::new();
+    for entry in std::fs::read_dir(&seeds).context("cannot read fuzz/corpus")? {
+        let seeds = entry?.path();
+        let name = seeds.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        // What is found goes into the first folder; the seeds stay as they were committed.
+        let found = workspace::root().join("fuzz/target/found").join(&name);
+        std::fs::create_dir_all(&found).context("cannot make a folder for what is found")?;
+        let time = format!("-max_total_time={FUZZED}");
+        let status = nightly()
+            .args(["fuzz", "run", &name])
+            .args([&found, &seeds])
+            .args(["--", &time, "-timeout=10", "-rss_limit_mb=2048"])
+            .status()
+            .context("cannot run cargo fuzz")?;
+        if !status.success() {
+            failed.push(name);
+        }
+    }
+    if !failed.is_empty() {
+        line(format_args!("failed: {}", failed.join(", ")));
+    }
+    Ok(verdict(failed.is_empty()))
 }
 
 #[cfg(test)]

@@ -94,6 +94,11 @@ impl JwtVerifier {
     /// Accepts HS256 tokens signed with any of `secrets`, for [`AUDIENCE`], of one of `issuers`,
     /// with an expiry. `leeway` is what clocks may differ by.
     pub fn new(secrets: &[ApiSecret], issuers: &[String], leeway: Duration) -> Self {
+        let keys = secrets.iter().map(|secret| DecodingKey::from_secret(secret.expose())).collect();
+        Self::with_keys(keys, issuers, leeway)
+    }
+
+    fn with_keys(keys: Vec<DecodingKey>, issuers: &[String], leeway: Duration) -> Self {
         let mut validation = Validation::new(Algorithm::HS256);
         validation.set_audience(&[AUDIENCE]);
         validation.set_issuer(issuers);
@@ -101,7 +106,6 @@ impl JwtVerifier {
         validation.validate_exp = true;
         validation.validate_nbf = true;
         validation.leeway = leeway.as_secs();
-        let keys = secrets.iter().map(|secret| DecodingKey::from_secret(secret.expose())).collect();
         Self { keys, validation, verified: Mutex::default() }
     }
 
@@ -154,6 +158,43 @@ impl JwtVerifier {
             verified.clear();
         }
         verified.insert(token.into(), new);
+    }
+}
+
+/// Checks `bytes` as a token, and as the claims of a token with a good signature: for a fuzz target.
+///
+/// # Panics
+/// When a token is accepted that should not be.
+pub fn fuzz(bytes: &[u8]) {
+    use base64::{Engine as _, prelude::BASE64_URL_SAFE_NO_PAD as BASE64};
+    const SECRET: &[u8] = &[b's'; 32];
+    let verifier = JwtVerifier::with_keys(
+        vec![DecodingKey::from_secret(SECRET)],
+        &["gitlab".to_owned()],
+        Duration::ZERO,
+    );
+    let verify = |value: &[u8]| {
+        let mut headers = HeaderMap::new();
+        let value = http::HeaderValue::from_bytes(value).ok()?;
+        headers.insert(http::header::AUTHORIZATION, value);
+        verifier.verify(&headers).ok()
+    };
+    assert!(verify(bytes).is_none(), "what nobody signed was accepted");
+    assert!(verify(&[b"Bearer ", bytes].concat()).is_none(), "what nobody signed was accepted");
+    let message = format!("{}.{}", BASE64.encode(r#"{"alg":"HS256","typ":"JWT"}"#), BASE64.encode(bytes));
+    let key = jsonwebtoken::EncodingKey::from_secret(SECRET);
+    let Ok(signature) = jsonwebtoken::crypto::sign(message.as_bytes(), &key, Algorithm::HS256) else {
+        return;
+    };
+    if verify(format!("Bearer {message}.{signature}").as_bytes()).is_some() {
+        let claims: serde_json::Value = serde_json::from_slice(bytes).expect("accepted claims are JSON");
+        let exp = claims["exp"].as_f64().expect("accepted claims have an expiry");
+        assert!(exp >= runtime::clock::wall().as_secs_f64() - 2.0, "accepted claims have not expired");
+        let has = |name: &str, value: &str| {
+            claims[name] == value
+                || claims[name].as_array().is_some_and(|all| all.iter().any(|one| one == value))
+        };
+        assert!(has("iss", "gitlab") && has("aud", AUDIENCE), "accepted claims are meant for kas");
     }
 }
 

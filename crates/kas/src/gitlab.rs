@@ -324,6 +324,19 @@ fn agent(body: &[u8]) -> Result<Agent, Failure> {
     })
 }
 
+/// Reads `bytes` as GitLab's answer about an agent: for a fuzz target.
+///
+/// # Panics
+/// When an agent comes out that must not be.
+pub fn fuzz(bytes: &[u8]) {
+    if let Ok(agent) = agent(bytes) {
+        assert!(agent.id.get() > 0 && agent.project_id > 0);
+        assert!(
+            !agent.name.is_empty() && !agent.name.contains(['/', '\\', '\0']) && !agent.name.starts_with('.')
+        );
+    }
+}
+
 fn is_json(headers: &HeaderMap) -> bool {
     let value = headers.get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok()).unwrap_or_default();
     value.split(';').next().is_some_and(|media| media.trim().eq_ignore_ascii_case(JSON))

@@ -236,7 +236,16 @@ async fn fetch(
     if let Head::Only(_, status) = answer.head {
         return Err(if status.code() == Code::Ok { incomplete() } else { status });
     }
-    let mut reader = MessageReader::new(answer.body, MAX_MESSAGE);
+    read(answer.body).await
+}
+
+/// Reads a whole HTTP response out of an agent's messages.
+async fn read<B>(body: B) -> Result<(i32, Bytes), Status>
+where
+    B: http_body::Body<Data = Bytes> + Unpin,
+    B::Error: Into<grpc::BoxError>,
+{
+    let mut reader = MessageReader::new(body, MAX_MESSAGE);
     let mut code = None;
     let mut complete = false;
     let mut content = BytesMut::new();
@@ -273,4 +282,19 @@ async fn fetch(
 
 fn incomplete() -> Status {
     Status::new(Code::Internal, "the agent's answer is not a complete HTTP response")
+}
+
+/// Reads `bytes` as an agent's answer of the API server, and as the list in it: for a fuzz target.
+///
+/// # Panics
+/// When an answer is not read at once although all of it is there.
+pub fn fuzz(bytes: &[u8]) {
+    use futures_util::FutureExt as _;
+    let body = http_body_util::Full::new(Bytes::copy_from_slice(bytes));
+    let read = read(body).now_or_never().expect("all of the answer is there");
+    if let Ok((_, content)) = read {
+        let _ = serde_json::from_slice::<List>(&content);
+    }
+    let _ = serde_json::from_slice::<List>(bytes);
+    let _ = serde_json::from_slice::<ApiStatus>(bytes);
 }

@@ -205,6 +205,69 @@ impl KubernetesApi {
     }
 }
 
+/// Reads `bytes` as a caller's messages, in pieces of `size` bytes, and makes a request of their header: for a fuzz
+/// target.
+///
+/// # Panics
+/// When a header reaches the API server that must not, or the order of messages is not kept.
+pub fn fuzz(bytes: &[u8], size: usize) {
+    let pieces: Vec<_> = bytes
+        .chunks(size.max(1))
+        .map(|piece| Ok::<_, std::convert::Infallible>(Frame::data(Bytes::copy_from_slice(piece))))
+        .collect();
+    let body = http_body_util::StreamBody::new(futures_util::stream::iter(pieces));
+    let mut inbox = Inbox::new(grpc::boxed(body));
+    let mut cx = Context::from_waker(Waker::noop());
+    let mut headers = 0;
+    while let Poll::Ready(Ok(item)) = inbox.poll(&mut cx) {
+        match item {
+            Item::Header(header) => {
+                headers += 1;
+                if let Ok(header) = Header::decode(header) {
+                    fuzz_header(header);
+                }
+            }
+            Item::End => break,
+            Item::Data(_) | Item::Trailer => assert_eq!(headers, 1, "nothing comes before the header"),
+        }
+    }
+    if let Ok(header) = Header::decode(bytes) {
+        fuzz_header(header);
+    }
+}
+
+fn fuzz_header(header: Header) {
+    const HOPS: [&str; 10] = [
+        "authorization",
+        "connection",
+        "content-length",
+        "expect",
+        "host",
+        "keep-alive",
+        "te",
+        "trailer",
+        "transfer-encoding",
+        "upgrade",
+    ];
+    let user_agent = HeaderValue::from_static("agentk");
+    for impersonates in [false, true] {
+        let Ok((request, _)) = head::request(header.clone(), &user_agent, impersonates) else { continue };
+        let path = request.uri().path();
+        assert!(
+            path.starts_with('/') && !path.split('/').any(|segment| matches!(segment, "." | "..")),
+            "{path}"
+        );
+        assert!(path.is_ascii() && !path.contains(['\\', '\r', '\n', ' ']), "{path}");
+        for name in request.headers().keys().map(http::HeaderName::as_str) {
+            assert!(
+                !HOPS.contains(&name) && !name.starts_with("proxy-") && !name.starts_with("x-remote-"),
+                "{name}"
+            );
+            assert!(!(impersonates && name.starts_with("impersonate-")), "{name}");
+        }
+    }
+}
+
 impl Module for KubernetesApi {
     fn service(&self) -> &'static str {
         "gitlab.agent.kubernetes_api.rpc.KubernetesApi"

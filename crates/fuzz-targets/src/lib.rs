@@ -1,0 +1,88 @@
+//! What is fuzzed: a function for every parser of peers' bytes, and what must hold of it.
+//!
+//! The targets of cargo-fuzz in `fuzz/` call these functions; so does a plain test, with every seed of `fuzz/corpus` and
+//! with what a few changes make of it. A target that takes more than bytes reads it off their front.
+
+mod http2;
+mod tunnels;
+
+use std::sync::LazyLock;
+
+use gossip::{KeyRing, seal};
+use kas::{
+    agent_config::parse,
+    config::{self, Environment},
+    identity::Identities,
+};
+
+pub use self::{
+    http2::{caller_metadata, request_bodies, upgrade, websocket},
+    tunnels::{answer_metadata, tunnel_frames, tunnel_states},
+};
+
+/// A target: its name, which is that of its folder of seeds, and its function.
+pub type Target = (&'static str, fn(&[u8]));
+
+/// Every target.
+pub const ALL: [Target; 13] = [
+    ("answer_metadata", answer_metadata),
+    ("caller_metadata", caller_metadata),
+    ("files", files),
+    ("gitlab_answers", gitlab_answers),
+    ("gossip_frame", gossip_frame),
+    ("http_envelopes", http_envelopes),
+    ("jwt", jwt),
+    ("private_messages", private_messages),
+    ("request_bodies", request_bodies),
+    ("tunnel_frames", tunnel_frames),
+    ("tunnel_states", tunnel_states),
+    ("upgrade", upgrade),
+    ("websocket", websocket),
+];
+
+/// Takes a byte off the front; 0 when there is none.
+fn first(bytes: &[u8]) -> (u8, &[u8]) {
+    bytes.split_first().map_or((0, bytes), |(first, rest)| (*first, rest))
+}
+
+/// Configuration of kas, identity files and configurations of agents: no panic.
+pub fn files(bytes: &[u8]) {
+    if let Ok(text) = std::str::from_utf8(bytes) {
+        let env = Environment { kas_state_dir: Some("/state".into()), ..Environment::default() };
+        let _ = config::load(text, &env);
+    }
+    let _ = Identities::parse(bytes);
+    let _ = parse::parse(bytes);
+}
+
+/// GitLab's answer about an agent: no panic, and no agent whose name is more than a name.
+pub fn gitlab_answers(bytes: &[u8]) {
+    kas::gitlab::fuzz(bytes);
+}
+
+/// Datagrams from anybody: no panic, and nothing is accepted that was not sealed.
+pub fn gossip_frame(bytes: &[u8]) {
+    static RING: LazyLock<KeyRing> =
+        LazyLock::new(|| KeyRing::derive(&[[7; 32]]).expect("32 bytes are enough"));
+    let mut datagram = bytes.to_vec();
+    assert!(seal::open(&RING, "fuzz", &mut datagram).is_err(), "a forged datagram was accepted");
+}
+
+/// HTTP over gRPC, both ways: a caller's request in agentk, the size of its pieces first, and an agent's answer in kas:
+/// no panic, and nothing reaches the API server that must not.
+pub fn http_envelopes(bytes: &[u8]) {
+    let (size, rest) = first(bytes);
+    agentk::module::kubernetes_api::fuzz(rest, size.into());
+    kas::pods::fuzz(rest);
+}
+
+/// Tokens of callers: no panic, and none is accepted that was not signed, has expired or is meant for others.
+pub fn jwt(bytes: &[u8]) {
+    kas::auth::fuzz(bytes);
+}
+
+/// Every message of the private API and every record that travels by gossip, applied to a table: no panic.
+pub fn private_messages(bytes: &[u8]) {
+    table::codec::fuzz(bytes);
+    kas::replication::fuzz(bytes);
+}
