@@ -1,7 +1,7 @@
 //! Spans of requests: the W3C trace context that comes with a request and goes on with it, and export by OTLP.
 //!
 //! Spans, sampling and the context are OpenTelemetry's own; what is here ties them to HTTP headers and to a bounded
-//! queue ([`export`]). Nothing of it is global: whoever has no [`Tracer`] pays nothing.
+//! queue ([`Export`]). Nothing of it is global: whoever has no [`Tracer`] pays nothing.
 
 mod export;
 mod settings;
