@@ -5,6 +5,7 @@ use std::{
     collections::BTreeMap,
     convert::Infallible,
     net::SocketAddr,
+    os::unix::fs::PermissionsExt as _,
     sync::{Arc, Mutex, PoisonError},
     time::Duration,
 };
@@ -311,6 +312,7 @@ async fn one_trace_leads_from_the_caller_over_both_replicas_and_agentk_to_the_ap
     let dir = tempfile::tempdir()?;
     let file = dir.path().join("headers");
     std::fs::write(&file, format!("authorization: {CREDENTIAL}\n"))?;
+    std::fs::set_permissions(&file, std::fs::Permissions::from_mode(0o600))?;
     let mut config = tracing(&over_http);
     config["observability"]["tracing"]["otlp_headers_file"] = json!(file);
     let mesh = Mesh::start_with(Options { replicas: 2, config, ..Options::default() }).await?;
