@@ -9,6 +9,7 @@ pub mod app;
 pub mod cluster;
 pub mod dial;
 pub mod direct;
+pub mod doctor;
 pub mod ladder;
 pub mod metrics;
 pub mod module;

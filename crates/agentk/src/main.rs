@@ -1,15 +1,16 @@
 //! The program `agentk`: arguments in, exit code out.
 
-use std::{path::PathBuf, process::ExitCode};
+use std::{path::PathBuf, process::ExitCode, time::Duration};
 
 use agentk::{
     app::{self, KasAccess, Settings},
     cluster::ClusterAccess,
     dial::{KasAddresses, KasHeader},
-    direct,
+    direct, doctor,
     module::{Modules, bench::Bench},
     replica,
 };
+use anyhow::Context as _;
 use clap::{CommandFactory as _, Parser, Subcommand};
 use runtime::{telemetry, tls, version};
 
@@ -97,7 +98,7 @@ struct KasArguments {
     /// A header "name: value" for proxies before kas, for each of them once: on ws:// and wss:// in the request for
     /// WebSocket, else in each gRPC call.
     #[arg(long, value_name = "HEADER")]
-    kas_header: Vec<KasHeader>,
+    kas_header: Vec<String>,
 }
 
 impl KasArguments {
@@ -106,18 +107,56 @@ impl KasArguments {
         let (Some(addresses), Some(token_file)) = (self.kas_address, self.token_file) else {
             anyhow::bail!("--kas-address and --token-file are needed; see --help");
         };
+        // Not by clap, which repeats what it refuses: it may be a credential.
+        let headers = self.kas_header.iter().map(|text| text.parse::<KasHeader>().context("--kas-header"));
         Ok(KasAccess {
             addresses,
             token_file,
             ca_cert_file: self.ca_cert_file,
             tls_server_name: self.kas_tls_server_name,
-            headers: self.kas_header,
+            headers: headers.collect::<anyhow::Result<_>>()?,
         })
     }
 }
 
+#[derive(clap::Args)]
+struct DoctorArguments {
+    #[command(flatten)]
+    kas: KasArguments,
+    #[command(flatten)]
+    cluster: ClusterAccess,
+    /// For how long a silent stream is held to see whether a proxy cuts it, as 75s or 10m, 1h at most; 0s: not at all.
+    ///
+    /// Usual timers: 50 s (HAProxy as Debian configures it), 60 s (nginx, many balancers), 5 min (Envoy).
+    #[arg(long, value_name = "TIME", default_value = "75s", value_parser = silence)]
+    silence: Duration,
+    /// How the findings are written.
+    #[arg(short, long, value_name = "FORMAT", default_value = "text")]
+    output: doctor::Format,
+}
+
+/// Reads a time with its unit.
+fn silence(text: &str) -> Result<Duration, String> {
+    let (number, unit) = text.split_at(text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len()));
+    let factor = match unit {
+        "s" => 1,
+        "m" => 60,
+        "h" => 3600,
+        _ => return Err("expected a time such as 75s, 10m or 1h".to_owned()),
+    };
+    let seconds = number.parse::<u64>().ok().and_then(|number| number.checked_mul(factor));
+    let seconds = seconds.filter(|seconds| *seconds <= 3600).ok_or("expected a time of at most 1h")?;
+    Ok(Duration::from_secs(seconds))
+}
+
 #[derive(Subcommand)]
 enum Command {
+    /// Tells in words why kas cannot be reached, step by step, and finds proxies that cut silent streams.
+    ///
+    /// It uses the agent's own settings: give it the same flags and environment. Meanwhile kas lists it as a connection
+    /// of the agent; it serves no request.
+    #[command(after_help = DOCTOR_HELP)]
+    Doctor(Box<DoctorArguments>),
     /// Serves the benchmark's service directly: what requests through kas are compared with.
     #[command(hide = true)]
     BenchDirect {
@@ -138,6 +177,19 @@ enum Command {
 fn endpoint(text: &str) -> Result<http::Uri, String> {
     traces::parse_endpoint(text).ok_or_else(|| format!("expected {}", traces::ENDPOINT))
 }
+
+const DOCTOR_HELP: &str = "\
+Exit codes:
+  0  nothing is wrong
+  1  the settings cannot be used: a file cannot be read, for example
+  2  the command line is wrong
+  3  no address leads to kas
+  4  kas refuses the token
+  5  kas is reached, and something in between cuts silent streams
+  6  kas is reached, and the Kubernetes API server is not
+
+In a cluster, beside the running agent:
+  kubectl -n agentk exec deploy/agentk -- agentk doctor --kas-address grpcs://kas.example.com --token-file /config/token";
 
 const HELP: &str = "\
 Examples:
@@ -185,6 +237,15 @@ fn run(arguments: Arguments) -> anyhow::Result<ExitCode> {
             let modules = Modules::new(vec![std::sync::Arc::new(Bench)]);
             builder.build()?.block_on(direct::serve(&listen, certificate_file.zip(key_file), modules))?;
             Ok(ExitCode::SUCCESS)
+        }
+        Some(Command::Doctor(doctor)) => {
+            let settings = doctor::Settings {
+                kas: doctor.kas.access()?,
+                cluster: doctor.cluster,
+                silence: doctor.silence,
+                format: doctor.output,
+            };
+            Ok(builder.build()?.block_on(doctor::run(settings))?.into())
         }
         None => {
             let agent = arguments.agent;

@@ -7,14 +7,19 @@ mod role;
 
 use std::{
     path::{Path, PathBuf},
-    sync::Arc,
+    sync::{Arc, Mutex, PoisonError},
 };
 
 use arc_swap::ArcSwap;
 use rustls::{
-    ClientConfig, RootCertStore, ServerConfig, client::WebPkiServerVerifier, server::WebPkiClientVerifier,
+    ClientConfig, DigitallySignedStruct, RootCertStore, ServerConfig, SignatureScheme,
+    client::{
+        WebPkiServerVerifier,
+        danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier},
+    },
+    server::WebPkiClientVerifier,
 };
-use rustls_pki_types::{CertificateDer, PrivateKeyDer, pem::PemObject as _};
+use rustls_pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime, pem::PemObject as _};
 
 pub use self::certificate::{Malformed, NotRole, Role, Validity, WrongRole};
 use self::role::{ClientRole, ServerRole};
@@ -56,6 +61,9 @@ pub enum Error {
         /// Why.
         source: Malformed,
     },
+    /// Neither the system nor a file has a CA that servers' certificates can be checked with.
+    #[error("this system has no CA certificates, and no file with others was given")]
+    NoRoots(#[source] rustls::client::VerifierBuilderError),
     /// The certificate that is to be shown would be refused by those who see it.
     #[error("{path} cannot be shown to others")]
     Role {
@@ -244,6 +252,80 @@ pub fn client_of(
         }
     };
     shown(builder, identity)
+}
+
+/// What a server has shown in the last handshake, whether it was believed or not; the first certificate is its own.
+#[derive(Debug, Default)]
+pub struct Shown(Mutex<Vec<CertificateDer<'static>>>);
+
+impl Shown {
+    /// Returns the certificates.
+    pub fn certificates(&self) -> Vec<CertificateDer<'static>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+}
+
+/// As [`client`], and keeps what servers show: for telling why a certificate was not believed.
+///
+/// # Errors
+/// See [`Error`].
+pub fn client_that_keeps(ca_file: Option<&Path>) -> Result<(Arc<ClientConfig>, Arc<Shown>), Error> {
+    let mut roots = system_roots();
+    if let Some(path) = ca_file {
+        for certificate in certificates(path)? {
+            roots.add(certificate).map_err(Error::Unusable)?;
+        }
+    }
+    let verifier = WebPkiServerVerifier::builder(Arc::new(roots)).build().map_err(Error::NoRoots)?;
+    let shown = Arc::<Shown>::default();
+    let mut config = (*client(ca_file)?).clone();
+    config.dangerous().set_certificate_verifier(Arc::new(Keeping { verifier, shown: Arc::clone(&shown) }));
+    Ok((Arc::new(config), shown))
+}
+
+/// Believes what `verifier` does.
+#[derive(Debug)]
+struct Keeping {
+    verifier: Arc<WebPkiServerVerifier>,
+    shown: Arc<Shown>,
+}
+
+impl ServerCertVerifier for Keeping {
+    fn verify_server_cert(
+        &self,
+        end_entity: &CertificateDer<'_>,
+        intermediates: &[CertificateDer<'_>],
+        server_name: &ServerName<'_>,
+        ocsp_response: &[u8],
+        now: UnixTime,
+    ) -> Result<ServerCertVerified, rustls::Error> {
+        let chain = std::iter::once(end_entity).chain(intermediates);
+        *self.shown.0.lock().unwrap_or_else(PoisonError::into_inner) =
+            chain.map(|certificate| certificate.clone().into_owned()).collect();
+        self.verifier.verify_server_cert(end_entity, intermediates, server_name, ocsp_response, now)
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signature: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        self.verifier.verify_tls12_signature(message, certificate, signature)
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signature: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        self.verifier.verify_tls13_signature(message, certificate, signature)
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        self.verifier.supported_verify_schemes()
+    }
 }
 
 fn system_roots() -> RootCertStore {

@@ -169,7 +169,7 @@ impl Stage {
             Kind::Plain => (Agentk::start(kas.agent, &token(GOOD)).await?, None),
             Kind::Tls => {
                 let agentk = Agentk::start_tls(kas.agent, &token(GOOD), &ca).await?;
-                (agentk, Some(runtime::tls::client_of(&ca, None)?))
+                (agentk, Some(runtime::tls::client_of(&ca, None, None)?))
             }
             Kind::WebSocket => {
                 let url = format!("ws://{}", kas.agent);
