@@ -1,0 +1,99 @@
+{{/* The names of objects. */}}
+{{- define "agentk.name" -}}
+{{- default .Chart.Name .Values.nameOverride | trunc 50 | trimSuffix "-" -}}
+{{- end -}}
+
+{{- define "agentk.fullname" -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride | trunc 50 | trimSuffix "-" -}}
+{{- else if contains (include "agentk.name" .) .Release.Name -}}
+{{- .Release.Name | trunc 50 | trimSuffix "-" -}}
+{{- else -}}
+{{- printf "%s-%s" .Release.Name (include "agentk.name" .) | trunc 50 | trimSuffix "-" -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "agentk.serviceAccountName" -}}
+{{- if .Values.serviceAccount.create -}}
+{{- default (include "agentk.fullname" .) .Values.serviceAccount.name -}}
+{{- else -}}
+{{- default "default" .Values.serviceAccount.name -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "agentk.selector" -}}
+app.kubernetes.io/name: {{ include "agentk.name" . }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end -}}
+
+{{- define "agentk.labels" -}}
+{{ include "agentk.selector" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
+{{- end -}}
+
+{{- define "agentk.image" -}}
+{{- if .Values.image.digest -}}
+{{ .Values.image.repository }}@{{ .Values.image.digest }}
+{{- else -}}
+{{ .Values.image.repository }}:{{ default .Chart.AppVersion .Values.image.tag }}
+{{- end -}}
+{{- end -}}
+
+{{/* The Secret with the token, and the ConfigMap with certificates (empty: none). */}}
+{{- define "agentk.tokenSecret" -}}
+{{- default (printf "%s-token" (include "agentk.fullname" .)) .Values.token.existingSecret -}}
+{{- end -}}
+
+{{- define "agentk.caConfigMap" -}}
+{{- if .Values.ca.existingConfigMap -}}
+{{- .Values.ca.existingConfigMap -}}
+{{- else if .Values.ca.pem -}}
+{{- include "agentk.fullname" . }}-ca
+{{- end -}}
+{{- end -}}
+
+{{/* What the ServiceAccount may do, unless that is the built-in role. */}}
+{{- define "agentk.rules" -}}
+{{- if eq .Values.rbac.access "read-pods" -}}
+- apiGroups: [""]
+  resources: [pods]
+  verbs: [get, list, watch]
+{{- else -}}
+{{- toYaml .Values.rbac.rules -}}
+{{- end -}}
+{{- end -}}
+
+{{/* ClusterRoles belong to no namespace, so that their names must tell releases apart. */}}
+{{- define "agentk.roleName" -}}
+{{- if eq .Values.rbac.access "read-only" -}}
+view
+{{- else if .Values.rbac.namespaces -}}
+{{- include "agentk.fullname" . -}}
+{{- else -}}
+{{- printf "%s-%s" .Release.Namespace (include "agentk.fullname" .) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* What does not fit together, as an error that says what would. */}}
+{{- define "agentk.validate" -}}
+{{- if not .Values.kasAddress -}}
+{{- fail "kasAddress is not set: where kas is, for example grpcs://kas.example.com or wss://kas.example.com" -}}
+{{- end -}}
+{{- if and (not .Values.token.existingSecret) (not .Values.token.value) -}}
+{{- fail "there is no token: set token.existingSecret to the Secret that holds it" -}}
+{{- end -}}
+{{- if and .Values.token.existingSecret .Values.token.value -}}
+{{- fail "token.existingSecret and token.value are both set: one of them says what the token is" -}}
+{{- end -}}
+{{- if and .Values.ca.existingConfigMap .Values.ca.pem -}}
+{{- fail "ca.existingConfigMap and ca.pem are both set: one of them says whom to trust" -}}
+{{- end -}}
+{{- if and (eq .Values.rbac.access "custom") (not .Values.rbac.rules) -}}
+{{- fail "rbac.access is custom: rbac.rules must say what is allowed" -}}
+{{- end -}}
+{{- if and (ne .Values.rbac.access "custom") .Values.rbac.rules -}}
+{{- fail (printf "rbac.rules counts only if rbac.access is custom, which is %s" .Values.rbac.access) -}}
+{{- end -}}
+{{- end -}}

@@ -1,0 +1,259 @@
+{{/* The names of objects. */}}
+{{- define "kas.name" -}}
+{{- default .Chart.Name .Values.nameOverride | trunc 50 | trimSuffix "-" -}}
+{{- end -}}
+
+{{- define "kas.fullname" -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride | trunc 50 | trimSuffix "-" -}}
+{{- else if contains (include "kas.name" .) .Release.Name -}}
+{{- .Release.Name | trunc 50 | trimSuffix "-" -}}
+{{- else -}}
+{{- printf "%s-%s" .Release.Name (include "kas.name" .) | trunc 50 | trimSuffix "-" -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "kas.serviceAccountName" -}}
+{{- if .Values.serviceAccount.create -}}
+{{- default (include "kas.fullname" .) .Values.serviceAccount.name -}}
+{{- else -}}
+{{- default "default" .Values.serviceAccount.name -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "kas.selector" -}}
+app.kubernetes.io/name: {{ include "kas.name" . }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end -}}
+
+{{- define "kas.labels" -}}
+{{ include "kas.selector" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
+{{- end -}}
+
+{{- define "kas.image" -}}
+{{- if .Values.image.digest -}}
+{{ .Values.image.repository }}@{{ .Values.image.digest }}
+{{- else -}}
+{{ .Values.image.repository }}:{{ default .Chart.AppVersion .Values.image.tag }}
+{{- end -}}
+{{- end -}}
+
+{{/* The Secrets: one that exists, or the one that the chart makes. */}}
+{{- define "kas.apiSecret" -}}
+{{- if .Values.secrets.api.existingSecret -}}
+{{- .Values.secrets.api.existingSecret -}}
+{{- else if .Values.gitlab.address -}}
+{{- .Values.gitlab.existingSecret -}}
+{{- else -}}
+{{- include "kas.fullname" . }}-api
+{{- end -}}
+{{- end -}}
+
+{{- define "kas.apiSecretKeys" -}}
+{{- if and .Values.gitlab.address (not .Values.secrets.api.existingSecret) -}}
+{{- list .Values.gitlab.key | toJson -}}
+{{- else -}}
+{{- .Values.secrets.api.keys | toJson -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "kas.privateSecret" -}}
+{{- default (printf "%s-private-api" (include "kas.fullname" .)) .Values.secrets.privateApi.existingSecret -}}
+{{- end -}}
+
+{{- define "kas.agentsSecret" -}}
+{{- default (printf "%s-agents" (include "kas.fullname" .)) .Values.agents.existingSecret -}}
+{{- end -}}
+
+{{/* The data of a Secret that the chart makes: what it holds already, else new secrets. */}}
+{{- define "kas.madeSecret" -}}
+{{- $there := (lookup "v1" "Secret" .root.Release.Namespace .name) | default dict -}}
+{{- $data := $there.data | default dict -}}
+{{- range .keys }}
+{{ . }}: {{ default (randBytes 32 | b64enc) (get $data .) | quote }}
+{{- end -}}
+{{- end -}}
+
+{{/* What must agree with the other objects, and so wins over `config`. */}}
+{{- define "kas.ownConfig" -}}
+tracker: gossip
+agent:
+  listen:
+    network: tcp
+    address: ":8150"
+    websocket: {{ .Values.agents.websocket }}
+    {{- with .Values.tls.agents.existingSecret }}
+    certificate_file: /etc/kas/tls/agents/tls.crt
+    key_file: /etc/kas/tls/agents/tls.key
+    {{- else }}
+    certificate_file: ""
+    key_file: ""
+    {{- end }}
+  {{- if .Values.agents.configurations }}
+  configuration:
+    folder: /etc/kas/configurations
+    git: ""
+  {{- end }}
+api:
+  listen:
+    {{- $keys := include "kas.apiSecretKeys" . | fromJsonArray }}
+    network: tcp
+    address: ":8153"
+    authentication_secret_file: /etc/kas/secrets/api/{{ first $keys }}
+    authentication_secret_files:
+      {{- range rest $keys }}
+      - /etc/kas/secrets/api/{{ . }}
+      {{- else }} []
+      {{- end }}
+    {{- with .Values.tls.api.existingSecret }}
+    certificate_file: /etc/kas/tls/api/tls.crt
+    key_file: /etc/kas/tls/api/tls.key
+    {{- else }}
+    certificate_file: ""
+    key_file: ""
+    {{- end }}
+private_api:
+  listen:
+    network: tcp
+    address: ":8155"
+    authentication_secret_file: /etc/kas/secrets/private-api/{{ first .Values.secrets.privateApi.keys }}
+    authentication_secret_files:
+      {{- range rest .Values.secrets.privateApi.keys }}
+      - /etc/kas/secrets/private-api/{{ . }}
+      {{- else }} []
+      {{- end }}
+    {{- if .Values.tls.privateApi.existingSecret }}
+    certificate_file: /etc/kas/tls/private-api/tls.crt
+    key_file: /etc/kas/tls/private-api/tls.key
+    client_ca_file: {{ ternary "/etc/kas/tls/private-api/ca.crt" "" .Values.tls.privateApi.verifyClients | quote }}
+    {{- else }}
+    certificate_file: ""
+    key_file: ""
+    client_ca_file: ""
+    {{- end }}
+  # Empty: POD_IP tells.
+  advertise: ""
+discovery:
+  kubernetes:
+    service: {{ include "kas.fullname" . }}-peers
+    namespace: ""
+    port: "private-api"
+observability:
+  listen:
+    network: tcp
+    address: ":8151"
+identity:
+  {{- if .Values.gitlab.address }}
+  file: ""
+  {{- else }}
+  file: /etc/kas/agents/agents.yaml
+  {{- end }}
+{{- if .Values.gitlab.address }}
+gitlab:
+  address: {{ .Values.gitlab.address | quote }}
+  authentication_secret_file: /etc/kas/secrets/gitlab/{{ .Values.gitlab.key }}
+  ca_certificate_file: {{ ternary "/etc/kas/gitlab-ca/ca.crt" "" (ne .Values.gitlab.caConfigMap "") | quote }}
+{{- end }}
+{{- end -}}
+
+{{/*
+Puts the keys of one map into another, which it changes, map by map. Sprig's mergeOverwrite would leave what is empty in
+the first. Takes a list: the map that is changed, the one that wins.
+*/}}
+{{- define "kas.overlay" -}}
+{{- $theirs := index . 0 -}}
+{{- range $key, $value := index . 1 -}}
+{{- if and (kindIs "map" $value) (kindIs "map" (get $theirs $key)) -}}
+{{- include "kas.overlay" (list (get $theirs $key) $value) -}}
+{{- else -}}
+{{- $_ := set $theirs $key $value -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* The configuration: `config`, and over it what the chart owns. */}}
+{{- define "kas.config" -}}
+{{- $config := omit (deepCopy .Values.config) "discovery" -}}
+{{- include "kas.overlay" (list $config (include "kas.ownConfig" . | fromYaml)) -}}
+{{- toYaml $config -}}
+{{- end -}}
+
+{{/*
+The keys of `config` that do not count because the chart says something else, one on each line.
+Takes a list: theirs, own, the path so far.
+*/}}
+{{- define "kas.replaced" -}}
+{{- $theirs := index . 0 -}}{{- $own := index . 1 -}}{{- $path := index . 2 -}}
+{{- range $key, $value := $theirs -}}
+{{- if hasKey $own $key -}}
+{{- $ours := get $own $key -}}
+{{- if and (kindIs "map" $value) (kindIs "map" $ours) -}}
+{{- include "kas.replaced" (list $value $ours (printf "%s%s." $path $key)) -}}
+{{- else if and (ne (toJson $value) (toJson $ours)) (or $value $ours) }}
+  {{ $path }}{{ $key }}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* What does not fit together, as an error that says what would. */}}
+{{- define "kas.validate" -}}
+{{- if and .Values.gitlab.address (not .Values.gitlab.existingSecret) -}}
+{{- fail "gitlab.address is set: gitlab.existingSecret must name the Secret that GitLab shares with kas" -}}
+{{- end -}}
+{{- if and .Values.gitlab.address (or .Values.agents.list .Values.agents.existingSecret) -}}
+{{- fail "gitlab.address is set, so GitLab knows the agents: agents.list and agents.existingSecret must be empty" -}}
+{{- end -}}
+{{- if and .Values.agents.list .Values.agents.existingSecret -}}
+{{- fail "agents.list and agents.existingSecret are both set: one of them says which agents there are" -}}
+{{- end -}}
+{{- if and (hasKey .Values.config "gitlab") (not .Values.gitlab.address) -}}
+{{- fail "config.gitlab needs the Secret that GitLab shares with kas: set gitlab.address and gitlab.existingSecret instead" -}}
+{{- end -}}
+{{- if and .Values.tls.privateApi.verifyClients (not .Values.tls.privateApi.existingSecret) -}}
+{{- fail "tls.privateApi.verifyClients needs tls.privateApi.existingSecret, with tls.crt, tls.key and ca.crt" -}}
+{{- end -}}
+{{- if and .Values.ingress.enabled (not .Values.ingress.host) -}}
+{{- fail "ingress.enabled needs ingress.host, the name that agents dial" -}}
+{{- end -}}
+{{- if and (or (and .Values.ingress.enabled (eq .Values.ingress.protocol "websocket")) (and .Values.gateway.enabled (eq .Values.gateway.protocol "websocket"))) (not .Values.agents.websocket) -}}
+{{- fail "an ingress or gateway with protocol websocket needs agents.websocket: true" -}}
+{{- end -}}
+{{- if and .Values.gateway.enabled (not .Values.gateway.parentRefs) -}}
+{{- fail "gateway.enabled needs gateway.parentRefs, the Gateways that the route belongs to" -}}
+{{- end -}}
+{{- if and .Values.autoscaling.enabled (gt (int .Values.autoscaling.minReplicas) (int .Values.autoscaling.maxReplicas)) -}}
+{{- fail "autoscaling.minReplicas is above autoscaling.maxReplicas" -}}
+{{- end -}}
+{{- end -}}
+
+{{/* A duration of kas' configuration (`20s`, `1.5s`, `1m30s`, 0 or empty for the default) in whole seconds, rounded up. */}}
+{{- define "kas.seconds" -}}
+{{- $text := .value | toString -}}
+{{- if or (eq $text "") (eq $text "0") (eq $text "<nil>") }}{{ $text = .default }}{{ end -}}
+{{- if not (regexMatch "^([0-9]+(\\.[0-9]+)?(d|h|ms|m|s))+$" $text) -}}
+{{- fail (printf "%s is %q: not a duration such as 20s, 1.5s or 1m30s" .name $text) -}}
+{{- end -}}
+{{- $sum := 0.0 -}}
+{{- range regexFindAll "[0-9]+(\\.[0-9]+)?(d|h|ms|m|s)" $text -1 -}}
+{{- $unit := regexFind "[a-z]+$" . -}}
+{{- $number := trimSuffix $unit . | float64 -}}
+{{- $sum = addf $sum (mulf $number (get (dict "d" 86400.0 "h" 3600.0 "m" 60.0 "s" 1.0 "ms" 0.001) $unit)) -}}
+{{- end -}}
+{{- ceil $sum | int -}}
+{{- end -}}
+
+{{- define "kas.grace" -}}
+{{- if kindIs "invalid" .Values.terminationGracePeriodSeconds -}}
+{{- $delay := dig "drain" "delay" "5s" .Values.config -}}
+{{- $timeout := dig "drain" "timeout" "30s" .Values.config -}}
+{{- $delay = include "kas.seconds" (dict "value" $delay "default" "5s" "name" "config.drain.delay") | int -}}
+{{- $timeout = include "kas.seconds" (dict "value" $timeout "default" "30s" "name" "config.drain.timeout") | int -}}
+{{- add $delay $timeout 15 -}}
+{{- else -}}
+{{- .Values.terminationGracePeriodSeconds | int -}}
+{{- end -}}
+{{- end -}}
