@@ -102,9 +102,23 @@ fn missing() -> Result<Vec<Missing>> {
             otherwise: "https://kubernetes.io/docs/tasks/tools/",
         });
     }
+    if find_program("promtool").is_none() {
+        missing.push(Missing {
+            what: "promtool (reads the rules of deploy/monitoring)".to_owned(),
+            debian: Some("prometheus"),
+            otherwise: "https://prometheus.io/download/",
+        });
+    }
+    if cfg!(target_os = "linux") && find_program("systemd-analyze").is_none() {
+        missing.push(Missing {
+            what: "systemd-analyze (reads the units of deploy/systemd)".to_owned(),
+            debian: Some("systemd"),
+            otherwise: "systemd",
+        });
+    }
     if !python_makes_environments() {
         missing.push(Missing {
-            what: "python3 with venv (runs a client of gRPC for Python)".to_owned(),
+            what: "python3 (3.10) with venv (runs a client of gRPC for Python, and renders the charts)".to_owned(),
             debian: Some("python3-venv"),
             otherwise: "https://www.python.org/downloads/",
         });
@@ -131,7 +145,7 @@ fn missing() -> Result<Vec<Missing>> {
 fn python_makes_environments() -> bool {
     find_program("python3").is_some_and(|python| {
         let mut command = Command::new(python);
-        command.args(["-c", "import venv, ensurepip"]).stdin(Stdio::null()).stderr(Stdio::null());
+        command.args(["-c", "import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 10))"]).stdin(Stdio::null()).stderr(Stdio::null());
         command.status().is_ok_and(|status| status.success())
     })
 }

@@ -213,7 +213,13 @@ fn go(module: &Path, arguments: &[&str]) -> Result<String> {
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
-fn cache_folder() -> Result<PathBuf> {
+/// Returns the folder where tests keep what takes long to make: `KAS_TEST_CACHE`, else `kas-tests` among the caches of
+/// the user. It may not exist yet.
+///
+/// # Errors
+///
+/// When neither is set.
+pub fn cache_folder() -> Result<PathBuf> {
     let set = |name| env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
     let folder = set("KAS_TEST_CACHE")
         .or_else(|| set("XDG_CACHE_HOME").map(|cache| cache.join("kas-tests")))

@@ -1,0 +1,59 @@
+"""Helm's own engine for the tests: reads requests as a JSON list from standard input, writes answers as a JSON list.
+
+    {"do": "render", "chart": DIR, "values": {…}, "name": …, "namespace": …}   → {"objects": […], "notes": …}
+    {"do": "lint", "chart": DIR, "values": {…}}                                → {"findings": […]}
+    {"do": "install" | "upgrade", "chart", "values", "name", "namespace", "kubeconfig"}  → {"notes": …}
+    {"do": "uninstall", "name", "namespace", "kubeconfig"}                     → {}
+    {"do": "yaml", "text": …}                                                  → {"objects": […]}
+
+An answer is {"error": …} when Helm refuses.
+"""
+
+import json
+import sys
+
+import helm_python as helm
+import yaml
+
+
+def objects(text):
+    return [document for document in yaml.safe_load_all(text) if document]
+
+
+def render(request):
+    with helm.Chart.load(request["chart"]) as chart:
+        files = chart.render(request["values"], name=request["name"], namespace=request["namespace"])
+    found, notes = [], ""
+    for path, text in sorted(files.items()):
+        if path.endswith("NOTES.txt"):
+            notes = text
+        else:
+            found += objects(text)
+    return {"objects": found, "notes": notes}
+
+
+def lint(request):
+    report = helm.lint(request["chart"], request["values"], strict=True, kube_version="v1.36.0")
+    found = [f"{message['path']}: {message['error']}" for message in report["messages"] if message["severity"] > 1]
+    return {"findings": found + report["errors"]}
+
+
+def release(request):
+    with helm.Config(kubeconfig_path=request["kubeconfig"], namespace=request["namespace"]) as config:
+        if request["do"] == "uninstall":
+            config.uninstall(request["name"])
+            return {}
+        done = getattr(config, request["do"])(request["chart"], request["name"], request["values"])
+        return {"notes": done.get("notes", "")}
+
+
+def answer(request):
+    try:
+        if request["do"] == "yaml":
+            return {"objects": objects(request["text"])}
+        return {"render": render, "lint": lint}.get(request["do"], release)(request)
+    except helm.HelmError as error:
+        return {"error": str(error)}
+
+
+json.dump([answer(request) for request in json.load(sys.stdin)], sys.stdout, default=str)

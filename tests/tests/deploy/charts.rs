@@ -1,0 +1,347 @@
+//! The charts: what they refuse, what they render, and what a real API server and kas say to that.
+
+use std::{
+    collections::BTreeMap,
+    fs,
+    os::unix::fs::PermissionsExt as _,
+    path::{Path, PathBuf},
+};
+
+use anyhow::{Context as _, Result, ensure};
+use base64::{Engine as _, prelude::BASE64_STANDARD};
+use serde_json::{Value, json};
+use testkit::{kubernetes::Kubernetes, process::program};
+
+use crate::tools::{go_module, helm, helm_one, here, output, python, render, text, yaml};
+
+/// Where the charts are installed.
+const NAMESPACE: &str = "kas";
+
+/// Some values of a chart.
+struct Case {
+    chart: String,
+    name: String,
+    values: Value,
+}
+
+/// Reads `tests/deploy/cases.yaml`.
+async fn cases() -> Result<Value> {
+    let cases = yaml(&fs::read_to_string(here("tests/deploy/cases.yaml"))?).await?;
+    cases.into_iter().next().context("cases.yaml is empty")
+}
+
+/// Returns the values that should be accepted, each with what the chart makes of them.
+async fn accepted() -> Result<Vec<(Case, Vec<Value>)>> {
+    let mut found = Vec::new();
+    for (chart, cases) in cases().await?.as_object().context("charts")? {
+        for (name, values) in cases["accepted"].as_object().context("accepted")? {
+            found.push(Case { chart: chart.clone(), name: name.clone(), values: values.clone() });
+        }
+    }
+    let requests: Vec<Value> =
+        found.iter().map(|case| render(&case.chart, &case.values, &case.chart, NAMESPACE)).collect();
+    let answers = helm(&requests).await?;
+    found
+        .into_iter()
+        .zip(answers)
+        .map(|(case, mut answer)| {
+            ensure!(answer["error"].is_null(), "{}, {}: {}", case.chart, case.name, answer["error"]);
+            let objects = answer["objects"].as_array_mut().context("objects")?;
+            Ok((case, std::mem::take(objects)))
+        })
+        .collect()
+}
+
+#[tokio::test]
+async fn helm_finds_nothing_to_say_about_the_charts() -> Result<()> {
+    let accepted = accepted().await?;
+    assert!(accepted.len() > 20);
+    let requests: Vec<Value> = accepted
+        .iter()
+        .map(|(case, _)| {
+            json!({ "do": "lint", "chart": here(&format!("deploy/charts/{}", case.chart)), "values": case.values })
+        })
+        .collect();
+    for ((case, _), answer) in accepted.iter().zip(helm(&requests).await?) {
+        assert_eq!(answer, json!({ "findings": [] }), "{}, {}", case.chart, case.name);
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn values_that_do_not_fit_are_refused_with_what_is_wrong() -> Result<()> {
+    let (mut requests, mut expected) = (Vec::new(), Vec::new());
+    for (chart, cases) in cases().await?.as_object().context("charts")? {
+        for case in cases["refused"].as_array().context("refused")? {
+            requests.push(render(chart, &case["values"], chart, NAMESPACE));
+            expected.push((chart.clone(), case.clone()));
+        }
+    }
+    assert!(requests.len() > 20);
+    for ((chart, case), answer) in expected.iter().zip(helm(&requests).await?) {
+        let error = answer["error"].as_str().with_context(|| format!("{chart}: {case} is accepted"))?;
+        let says = case["says"].as_str().context("says")?;
+        assert!(error.contains(says), "{chart}: {case}: {error}");
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn each_value_is_documented_and_in_the_schema() -> Result<()> {
+    let script = here("deploy/charts/document.py");
+    output(python().await?.as_os_str(), &[text(&script)?, "--check"], "", "it is a venv").await?;
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_rolling_update_waits_for_the_drain_and_keeps_every_replica() -> Result<()> {
+    for (case, objects) in accepted().await? {
+        let deployment =
+            objects.iter().find(|object| object["kind"] == "Deployment").context("a Deployment")?;
+        let rolling = &deployment["spec"]["strategy"]["rollingUpdate"];
+        assert_eq!(rolling, &json!({ "maxUnavailable": 0, "maxSurge": 1 }), "{}", case.name);
+        let grace = &deployment["spec"]["template"]["spec"]["terminationGracePeriodSeconds"];
+        let expected = match (case.chart.as_str(), case.name.as_str()) {
+            ("agentk", _) => 35,
+            // drain.delay 1m30s, drain.timeout 1.5s.
+            (_, "everything about pods") => 107,
+            (_, "accounts that exist") => 300,
+            _ => 50,
+        };
+        assert_eq!(grace, expected, "{}, {}", case.chart, case.name);
+    }
+    Ok(())
+}
+
+/// Writes what a pod of kas would have under `/etc/kas` into a folder; what is not among the objects is made.
+fn materialize(objects: &[Value], dir: &Path) -> Result<PathBuf> {
+    let named = |kind: &str, name: &Value| {
+        objects.iter().find(|object| object["kind"] == kind && &object["metadata"]["name"] == name)
+    };
+    let deployment = objects.iter().find(|object| object["kind"] == "Deployment").context("a Deployment")?;
+    let pod = &deployment["spec"]["template"]["spec"];
+    let mounts: BTreeMap<&str, &str> = pod["containers"][0]["volumeMounts"]
+        .as_array()
+        .context("mounts")?
+        .iter()
+        .filter_map(|mount| Some((mount["name"].as_str()?, mount["mountPath"].as_str()?)))
+        .collect();
+    let key = rcgen::KeyPair::generate()?;
+    let certificate = rcgen::CertificateParams::new(vec!["kas".to_owned()])?.self_signed(&key)?;
+    let made = |path: &str| match path {
+        "tls.key" => key.serialize_pem(),
+        "tls.crt" | "ca.crt" => certificate.pem(),
+        "agents.yaml" => "agents: []".to_owned(),
+        _ => BASE64_STANDARD.encode(rand::random::<[u8; 32]>()),
+    };
+    for volume in pod["volumes"].as_array().context("volumes")? {
+        let name = volume["name"].as_str().context("a volume has a name")?;
+        let at = dir.join(mounts[name].trim_start_matches('/'));
+        fs::create_dir_all(&at)?;
+        let mut files: BTreeMap<String, Vec<u8>> = BTreeMap::new();
+        if let Some(object) = named("ConfigMap", &volume["configMap"]["name"]) {
+            for (key, value) in object["data"].as_object().context("data")? {
+                files.insert(key.clone(), value.as_str().context("text")?.into());
+            }
+        } else if let Some(object) = named("Secret", &volume["secret"]["secretName"]) {
+            for (key, value) in object["data"].as_object().into_iter().flatten() {
+                files.insert(key.clone(), BASE64_STANDARD.decode(value.as_str().context("base64")?)?);
+            }
+            for (key, value) in object["stringData"].as_object().into_iter().flatten() {
+                files.insert(key.clone(), value.as_str().context("text")?.into());
+            }
+        } else if volume.get("configMap").or(volume.get("secret")).is_some() {
+            let secrets = ["secret", "next", "old", "new", "kas_shared_secret"];
+            for file in secrets.into_iter().chain(["tls.key", "tls.crt", "ca.crt", "agents.yaml"]) {
+                files.insert(file.to_owned(), made(file).into());
+            }
+        }
+        // kas warns of secrets that everybody may read.
+        let mode = volume["secret"]["defaultMode"].as_u64().map_or(Ok(0o644), u32::try_from)?;
+        for (file, content) in files {
+            fs::write(at.join(&file), content)?;
+            fs::set_permissions(at.join(&file), fs::Permissions::from_mode(mode))?;
+        }
+    }
+    let file = dir.join("etc/kas/config/kas.yaml");
+    let config = fs::read_to_string(&file)?;
+    let config = config.replace("/etc/kas/", &format!("{}/etc/kas/", dir.display()));
+    fs::write(&file, config)?;
+    Ok(file)
+}
+
+#[tokio::test]
+async fn kas_finds_each_rendered_configuration_good() -> Result<()> {
+    let kas = tokio::task::spawn_blocking(|| program("kas")).await??;
+    let mut checked = 0;
+    for (case, objects) in accepted().await? {
+        if case.chart != "kas" {
+            continue;
+        }
+        let dir = tempfile::tempdir()?;
+        let file = materialize(&objects, dir.path())?;
+        let said = output(kas.as_os_str(), &["config", "check", text(&file)?], "", "it has been built")
+            .await
+            .with_context(|| format!("{}: {}", case.name, fs::read_to_string(&file).unwrap_or_default()))?;
+        assert!(said.contains("the configuration is good"), "{}: {said}", case.name);
+        let warnings: Vec<&str> = said.lines().filter(|line| line.starts_with("warning:")).collect();
+        if case.name == "a file of GitLab's kas 14.1" {
+            assert!(warnings.iter().any(|line| line.contains("redis")), "{said}");
+        } else {
+            assert_eq!(warnings, [""; 0], "{}", case.name);
+        }
+        checked += 1;
+    }
+    assert!(checked > 10);
+    Ok(())
+}
+
+/// Makes a namespace where pods must be restricted, and whatever is not is also warned of.
+async fn restricted(kubernetes: &Kubernetes) -> Result<()> {
+    for namespace in [NAMESPACE, "shop", "blog"] {
+        kubernetes.ensure_namespace(namespace).await?;
+    }
+    let labels = ["enforce", "warn"].map(|mode| format!("pod-security.kubernetes.io/{mode}=restricted"));
+    kubernetes.kubectl(&["label", "--overwrite", "namespace", NAMESPACE, &labels[0], &labels[1]]).await?;
+    Ok(())
+}
+
+/// Makes the kinds of objects that the charts know and Kubernetes does not.
+async fn definitions(kubernetes: &Kubernetes) -> Result<()> {
+    let gateway = go_module("sigs.k8s.io/gateway-api").await?.join("config/crd/standard");
+    let operator = go_module("github.com/prometheus-operator/prometheus-operator").await?;
+    let operator = operator.join("example/prometheus-operator-crd");
+    for file in [
+        gateway.join("gateway.networking.k8s.io_httproutes.yaml"),
+        gateway.join("gateway.networking.k8s.io_grpcroutes.yaml"),
+        operator.join("monitoring.coreos.com_podmonitors.yaml"),
+        operator.join("monitoring.coreos.com_prometheusrules.yaml"),
+    ] {
+        kubernetes.kubectl(&["apply", "--server-side", "-f", text(&file)?]).await?;
+    }
+    kubernetes.kubectl(&["wait", "--for=condition=Established", "--timeout=30s", "crd", "--all"]).await?;
+    Ok(())
+}
+
+/// Asks the API server whether it would create these; every warning is an error.
+async fn accepts(kubernetes: &Kubernetes, objects: &[Value]) -> Result<String> {
+    let file = tempfile::NamedTempFile::new()?;
+    fs::write(&file, json!({ "apiVersion": "v1", "kind": "List", "items": objects }).to_string())?;
+    kubernetes.kubectl(&["apply", "--dry-run=server", "--warnings-as-errors", "-f", text(file.path())?]).await
+}
+
+/// Returns the pods that a Deployment would make: it is they that are refused, the Deployment is only warned of.
+fn pods(objects: &[Value]) -> Vec<Value> {
+    let deployments = objects.iter().filter(|object| object["kind"] == "Deployment");
+    deployments
+        .map(|deployment| {
+            let template = &deployment["spec"]["template"];
+            let mut metadata = template["metadata"].clone();
+            metadata["name"] = "pod".into();
+            metadata["namespace"] = NAMESPACE.into();
+            json!({ "apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"] })
+        })
+        .collect()
+}
+
+#[tokio::test]
+async fn a_real_api_server_accepts_every_object_under_restricted_pod_security() -> Result<()> {
+    let accepted = accepted().await?;
+    let kubernetes = Kubernetes::start().await?;
+    restricted(&kubernetes).await?;
+    definitions(&kubernetes).await?;
+    let mut kinds = BTreeMap::<String, usize>::new();
+    for (case, objects) in &accepted {
+        let name = format!("{}, {}", case.chart, case.name);
+        let pods = pods(objects);
+        for pod in &pods {
+            let account = pod["spec"]["serviceAccountName"].clone();
+            let account = json!({ "apiVersion": "v1", "kind": "ServiceAccount", "metadata": { "name": account, "namespace": NAMESPACE } });
+            kubernetes.apply(&account.to_string()).await?;
+        }
+        let all: Vec<Value> = objects.iter().chain(&pods).cloned().collect();
+        let said = accepts(&kubernetes, &all).await.context(name.clone())?;
+        assert_eq!(said.lines().count(), all.len(), "{name}: {said}");
+        assert!(said.lines().all(|line| line.contains("(server dry run)")), "{name}: {said}");
+        for object in objects {
+            *kinds.entry(object["kind"].as_str().context("a kind")?.to_owned()).or_default() += 1;
+        }
+    }
+    println!("accepted: {kinds:?}");
+
+    let rules = yaml(&fs::read_to_string(here("deploy/monitoring/rules.yaml"))?).await?;
+    let rules = json!({
+        "apiVersion": "monitoring.coreos.com/v1",
+        "kind": "PrometheusRule",
+        "metadata": { "name": "kas", "namespace": NAMESPACE },
+        "spec": rules[0],
+    });
+    accepts(&kubernetes, &[rules]).await?;
+
+    for kind in
+        ["Ingress", "HTTPRoute", "GRPCRoute", "HorizontalPodAutoscaler", "PodMonitor", "NetworkPolicy"]
+    {
+        assert!(kinds.contains_key(kind), "no case makes a {kind}");
+    }
+
+    // The question has teeth: with one word changed the pod is refused, and a wrong field is noticed.
+    let mut loose = pods(&accepted[0].1);
+    loose[0]["spec"]["containers"][0]["securityContext"]["allowPrivilegeEscalation"] = true.into();
+    let refused = accepts(&kubernetes, &loose).await.expect_err("a loose pod is refused").to_string();
+    assert!(refused.contains("violates PodSecurity"), "{refused}");
+    let mut wrong = accepted[0].1.clone();
+    let deployment =
+        wrong.iter_mut().find(|object| object["kind"] == "Deployment").context("a Deployment")?;
+    deployment["spec"]["replica"] = 3.into();
+    let refused = accepts(&kubernetes, &wrong).await.expect_err("an unknown field is refused").to_string();
+    assert!(refused.contains("unknown field"), "{refused}");
+    Ok(())
+}
+
+/// Returns the data of a Secret.
+async fn secret(kubernetes: &Kubernetes, name: &str) -> Result<Value> {
+    let secret = kubernetes.kubectl(&["get", "secret", name, "-n", NAMESPACE, "-o", "json"]).await?;
+    Ok(serde_json::from_str::<Value>(&secret)?["data"].clone())
+}
+
+#[tokio::test]
+async fn secrets_are_made_once_and_kept_by_upgrades() -> Result<()> {
+    let kubernetes = Kubernetes::start().await?;
+    restricted(&kubernetes).await?;
+    let release = |what: &str, values: Value| {
+        json!({
+            "do": what,
+            "chart": here("deploy/charts/kas"),
+            "name": "kas",
+            "namespace": NAMESPACE,
+            "values": values,
+            "kubeconfig": kubernetes.admin_kubeconfig(),
+        })
+    };
+    helm_one(release("install", json!({}))).await?;
+    let first = (secret(&kubernetes, "kas-api").await?, secret(&kubernetes, "kas-private-api").await?);
+    for made in [&first.0, &first.1] {
+        let file = BASE64_STANDARD.decode(made["secret"].as_str().context("the key secret")?)?;
+        assert_eq!(BASE64_STANDARD.decode(file)?.len(), 32);
+    }
+    assert_ne!(first.0, first.1, "both are the same secret");
+
+    helm_one(release("upgrade", json!({ "replicaCount": 5, "config": { "drain": { "delay": "10s" } } })))
+        .await?;
+    let replicas = ["get", "deployment", "kas", "-n", NAMESPACE, "-o", "jsonpath={.spec.replicas}"];
+    assert_eq!(kubernetes.kubectl(&replicas).await?, "5");
+    let second = (secret(&kubernetes, "kas-api").await?, secret(&kubernetes, "kas-private-api").await?);
+    assert_eq!(first, second);
+
+    // A further key is made, and the one that is there stays.
+    let keys = json!({ "secrets": { "privateApi": { "keys": ["secret", "next"] } } });
+    helm_one(release("upgrade", keys)).await?;
+    let third = secret(&kubernetes, "kas-private-api").await?;
+    assert_eq!(third["secret"], first.1["secret"]);
+    assert!(third["next"].is_string() && third["next"] != third["secret"]);
+
+    helm_one(release("uninstall", json!({}))).await?;
+    helm_one(release("install", json!({}))).await?;
+    assert_ne!(secret(&kubernetes, "kas-api").await?, first.0, "another installation has another secret");
+    Ok(())
+}

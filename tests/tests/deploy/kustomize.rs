@@ -1,0 +1,108 @@
+//! The kustomize bases and overlays make what the charts make with the same choices.
+
+use std::collections::BTreeMap;
+
+use anyhow::{Context as _, Result};
+use serde_json::{Value, json};
+
+use crate::tools::{helm_one, here, output, render, text, yaml};
+
+/// The folder, and the chart with its values that says the same.
+fn pairs() -> [(&'static str, &'static str, Value); 6] {
+    let secrets = json!({
+        "secrets": { "api": { "existingSecret": "kas-api" }, "privateApi": { "existingSecret": "kas-private-api" } },
+        "agents": { "existingSecret": "kas-agents" },
+    });
+    let mut ingress = secrets.clone();
+    ingress["ingress"] = json!({
+        "enabled": true,
+        "className": "nginx",
+        "host": "kas.example.com",
+        "tlsSecret": "kas-tls",
+    });
+    let gitlab = json!({
+        "secrets": { "privateApi": { "existingSecret": "kas-private-api" } },
+        "gitlab": { "address": "https://gitlab.example.com", "existingSecret": "gitlab-kas-secret" },
+    });
+    let agentk = |access: &str| {
+        json!({
+            "kasAddress": "grpcs://kas.example.com",
+            "token": { "existingSecret": "agentk-token" },
+            "rbac": { "access": access },
+        })
+    };
+    [
+        ("kas/base", "kas", secrets),
+        ("kas/overlays/gitlab", "kas", gitlab),
+        ("kas/overlays/ingress", "kas", ingress),
+        ("agentk/base", "agentk", agentk("read-pods")),
+        ("agentk/overlays/read-only", "agentk", agentk("read-only")),
+        ("agentk/overlays/no-rights", "agentk", agentk("none")),
+    ]
+}
+
+/// Removes what the two tools say each in its own way: who manages the object, and how a configuration is told from the
+/// one before. Returns the objects by kind and name.
+async fn comparable(objects: &[Value]) -> Result<BTreeMap<String, Value>> {
+    let mut found = BTreeMap::new();
+    for object in objects {
+        let mut object = object.clone();
+        if let Some(labels) = object["metadata"]["labels"].as_object_mut() {
+            labels.retain(|key, _| key != "helm.sh/chart" && key != "app.kubernetes.io/managed-by");
+        }
+        if let Some(template) = object.pointer_mut("/spec/template") {
+            if let Some(annotations) = template["metadata"]["annotations"].as_object_mut() {
+                annotations.remove("checksum/config");
+            }
+            let volumes = template["spec"]["volumes"].as_array_mut().context("volumes")?;
+            for volume in volumes.iter_mut() {
+                if let Some(name) = volume.pointer_mut("/configMap/name") {
+                    *name = without_hash(name.as_str().context("a name")?).into();
+                }
+            }
+            // Their order means nothing.
+            volumes.sort_by_key(|volume| volume["name"].to_string());
+            let mounts =
+                template["spec"]["containers"][0]["volumeMounts"].as_array_mut().context("mounts")?;
+            mounts.sort_by_key(|mount| mount["name"].to_string());
+        }
+        if object["kind"] == "ConfigMap" {
+            object["metadata"]["name"] =
+                without_hash(object["metadata"]["name"].as_str().context("a name")?).into();
+            let config = yaml(object["data"]["kas.yaml"].as_str().context("a configuration")?).await?;
+            object["data"]["kas.yaml"] = config.into();
+        }
+        let key = format!("{} {}", object["kind"], object["metadata"]["name"]);
+        assert!(found.insert(key.clone(), object).is_none(), "{key} twice");
+    }
+    Ok(found)
+}
+
+/// Takes the hash off that kustomize puts at the end of the name of what it generates.
+fn without_hash(name: &str) -> String {
+    match name.rsplit_once('-') {
+        Some((name, hash)) if name == "kas-config" && hash.len() == 10 => name.to_owned(),
+        _ => name.to_owned(),
+    }
+}
+
+#[tokio::test]
+async fn kustomize_makes_what_the_charts_make() -> Result<()> {
+    for (folder, chart, values) in pairs() {
+        let path = here(&format!("deploy/kustomize/{folder}"));
+        let hint = "the tests need kubectl (Debian: kubernetes-client)";
+        let made = output("kubectl".as_ref(), &["kustomize", text(&path)?], "", hint).await?;
+        let made = comparable(&yaml(&made).await?).await?;
+        let rendered = helm_one(render(chart, &values, chart, chart)).await?;
+        let rendered = comparable(rendered["objects"].as_array().context("objects")?).await?;
+        let names = |objects: &BTreeMap<String, Value>| objects.keys().cloned().collect::<Vec<_>>();
+        assert_eq!(names(&made), names(&rendered), "{folder}");
+        for (name, object) in &rendered {
+            assert_eq!(
+                &made[name], object,
+                "{folder}: {name}: kustomize on the left, the chart on the right"
+            );
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,9 @@
+//! What `deploy/` holds, on the real things: Helm's engine, a real Kubernetes API server, Prometheus' own tool, systemd's,
+//! and kas and agentk themselves.
+
+mod charts;
+mod kustomize;
+mod monitoring;
+mod pods;
+mod tools;
+mod units;

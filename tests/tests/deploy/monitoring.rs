@@ -1,0 +1,294 @@
+//! Rules and dashboards: Prometheus reads them, each alert fires when it should, and they name what kas and agentk have.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fs,
+};
+
+use anyhow::{Context as _, Result};
+use kas::metrics::{AskAnswer, CacheAnswer, ListenerName, LookupOutcome, Outcome, Reason, Route, Side};
+use serde_json::{Value, json};
+use testkit::{
+    agentk::Agentk,
+    gitlab::GitLab,
+    handler::path,
+    kas::{Kas, Options, get, token},
+    mesh::Mesh,
+    raw_agent::{Kind, RawAgent},
+};
+
+use crate::tools::{here, output, text, yaml};
+
+const PROMTOOL: &str = "the tests need promtool (Debian: prometheus)";
+
+async fn read(file: &str) -> Result<Value> {
+    let documents = yaml(&fs::read_to_string(here(file))?).await?;
+    documents.into_iter().next().with_context(|| format!("{file} is empty"))
+}
+
+/// Returns the rules of all groups.
+async fn rules() -> Result<Vec<Value>> {
+    let rules = read("deploy/monitoring/rules.yaml").await?;
+    let groups = rules["groups"].as_array().context("groups")?;
+    Ok(groups.iter().filter_map(|group| group["rules"].as_array()).flatten().cloned().collect())
+}
+
+/// Returns the names of the dashboards, with what they are.
+fn dashboards() -> Result<Vec<(String, Value)>> {
+    let mut found = Vec::new();
+    for entry in fs::read_dir(here("deploy/monitoring/dashboards"))? {
+        let entry = entry?;
+        let dashboard = serde_json::from_slice(&fs::read(entry.path())?)?;
+        found.push((entry.file_name().to_string_lossy().into_owned(), dashboard));
+    }
+    Ok(found)
+}
+
+/// Returns the questions that dashboards ask, with where.
+fn questions() -> Result<Vec<(String, String)>> {
+    let mut found = Vec::new();
+    for (file, dashboard) in dashboards()? {
+        for panel in dashboard["panels"].as_array().context("panels")? {
+            for target in panel["targets"].as_array().into_iter().flatten() {
+                let question = target["expr"].as_str().context("a question")?;
+                found.push((format!("{file}: {}", panel["title"]), question.to_owned()));
+            }
+        }
+    }
+    Ok(found)
+}
+
+#[tokio::test]
+async fn each_alert_fires_when_it_should_and_has_a_paragraph_that_says_what_to_do() -> Result<()> {
+    let (file, tests) = (here("deploy/monitoring/rules.yaml"), here("deploy/monitoring/rules.test.yaml"));
+    output("promtool".as_ref(), &["check", "rules", text(&file)?], "", PROMTOOL).await?;
+    output("promtool".as_ref(), &["test", "rules", text(&tests)?], "", PROMTOOL).await?;
+
+    // Prometheus has said that what is expected comes; here, that something is expected of each.
+    let (mut fires, mut is_silent) = (BTreeSet::new(), BTreeSet::new());
+    for test in read("deploy/monitoring/rules.test.yaml").await?["tests"].as_array().context("tests")? {
+        for question in test["alert_rule_test"].as_array().into_iter().flatten() {
+            let alert = question["alertname"].as_str().context("a name")?.to_owned();
+            let expected = question["exp_alerts"].as_array().context("expected alerts")?;
+            if expected.is_empty() {
+                is_silent.insert(alert)
+            } else {
+                fires.insert(alert)
+            };
+        }
+    }
+    let paragraphs = fs::read_to_string(here("docs/alerts.md"))?;
+    let mut alerts = BTreeSet::new();
+    for rule in rules().await? {
+        let Some(alert) = rule["alert"].as_str() else { continue };
+        let link = rule["annotations"]["runbook_url"].as_str().context("a link")?;
+        assert_eq!(link, format!("docs/alerts.md#{}", alert.to_lowercase()));
+        let severity = rule["labels"]["severity"].as_str().context("a severity")?;
+        let begins = format!("\n## {alert}\n\n*{severity}.* ");
+        assert!(paragraphs.contains(&begins), "docs/alerts.md lacks: {begins}");
+        alerts.insert(alert.to_owned());
+    }
+    assert_eq!(fires, alerts, "alerts of which no test has seen that they fire");
+    assert_eq!(is_silent, alerts, "alerts of which no test has seen that they do not always fire");
+    let described = paragraphs.lines().filter_map(|line| line.strip_prefix("## "));
+    let described: BTreeSet<String> =
+        described.filter(|title| *title != "The objectives").map(Into::into).collect();
+    assert_eq!(described, alerts, "docs/alerts.md and the rules do not name the same alerts");
+    Ok(())
+}
+
+#[tokio::test]
+async fn prometheus_understands_every_question_of_the_dashboards() -> Result<()> {
+    let questions = questions()?;
+    assert!(questions.len() > 30);
+    let asked = |(n, (_, question)): (usize, &(String, String))| {
+        let question = question.replace("$__rate_interval", "5m").replace("$__range", "1h");
+        json!({ "record": format!("question:{n}"), "expr": question.replace("$namespace", "kas") })
+    };
+    let rules: Vec<Value> = questions.iter().enumerate().map(asked).collect();
+    let file = tempfile::NamedTempFile::with_suffix(".yaml")?;
+    fs::write(file.path(), json!({ "groups": [{ "name": "dashboards", "rules": rules }] }).to_string())?;
+    output("promtool".as_ref(), &["check", "rules", text(file.path())?], "", PROMTOOL).await?;
+
+    for (file, dashboard) in dashboards()? {
+        let mut ids = BTreeSet::new();
+        for panel in dashboard["panels"].as_array().context("panels")? {
+            assert!(ids.insert(panel["id"].as_u64().context("an id")?), "{file}: an id comes twice");
+            assert!(panel["title"].as_str().is_some_and(|title| !title.is_empty()), "{file}: no title");
+        }
+    }
+    Ok(())
+}
+
+/// A metric that a question names, and the values that it wants of each label.
+#[derive(Debug)]
+struct Selector {
+    metric: String,
+    labels: Vec<(String, Vec<String>)>,
+}
+
+/// Finds the metrics of kas and agentk in a question, recorded ones left out.
+fn selectors(question: &str) -> Vec<Selector> {
+    let is_word = |c: char| c.is_ascii_alphanumeric() || c == '_' || c == ':';
+    let mut found = Vec::new();
+    let mut rest = question;
+    while let Some(start) = rest.find(is_word) {
+        let word: String = rest[start..].chars().take_while(|c| is_word(*c)).collect();
+        rest = &rest[start + word.len()..];
+        if !word.starts_with("kas_") && !word.starts_with("agentk_") {
+            // What is between quotes is a value, and no metric.
+            continue;
+        }
+        let mut labels = Vec::new();
+        if let Some(matchers) = rest.strip_prefix('{').and_then(|rest| rest.split_once('}')) {
+            for matcher in matchers.0.split(", ").filter(|matcher| !matcher.is_empty()) {
+                let (name, value) = matcher.split_once(['=', '!']).expect("a matcher");
+                let value = value.trim_start_matches(['=', '~']).trim_matches('"');
+                labels.push((name.to_owned(), value.split('|').map(str::to_owned).collect()));
+            }
+            rest = matchers.1;
+        }
+        found.push(Selector { metric: word, labels });
+    }
+    found
+}
+
+#[test]
+fn metrics_are_found_in_questions() {
+    let found =
+        selectors(r#"sum by (a) (rate(kas_x_total{a=~"B|C", d!="E"}[5m])) / agentk_y + x:kas_z:rate5m"#);
+    let shown: Vec<String> = found.iter().map(|selector| format!("{selector:?}")).collect();
+    assert_eq!(
+        shown,
+        [
+            r#"Selector { metric: "kas_x_total", labels: [("a", ["B", "C"]), ("d", ["E"])] }"#,
+            r#"Selector { metric: "agentk_y", labels: [] }"#,
+        ]
+    );
+}
+
+/// What a program shows: of each metric the labels, and their values.
+type Shown = BTreeMap<String, BTreeMap<String, BTreeSet<String>>>;
+
+fn note(shown: &mut Shown, text: &str) {
+    for line in text.lines().filter(|line| !line.starts_with('#')) {
+        let name: String = line.chars().take_while(|c| c.is_ascii_alphanumeric() || *c == '_').collect();
+        let metric = shown.entry(name).or_default();
+        if let Some((labels, _)) = line.split_once('{').and_then(|(_, rest)| rest.split_once('}')) {
+            for label in labels.split(',') {
+                let (name, value) = label.split_once('=').expect("a label has a value");
+                metric.entry(name.to_owned()).or_default().insert(value.trim_matches('"').to_owned());
+            }
+        }
+    }
+}
+
+/// What no test can make real processes show at will: every value that kas can give these labels.
+fn possible(metric: &str, label: &str) -> Vec<String> {
+    fn names<T: std::fmt::Debug>(values: &[T]) -> Vec<String> {
+        values.iter().map(|value| format!("{value:?}")).collect()
+    }
+    match (metric, label) {
+        ("kas_requests_total", "outcome") => names(&[
+            Outcome::Answered,
+            Outcome::NotStarted,
+            Outcome::Unknown,
+            Outcome::Refused,
+            Outcome::Cancelled,
+        ]),
+        ("kas_refusals_total", "listener") => {
+            names(&[ListenerName::Agent, ListenerName::Api, ListenerName::Private])
+        }
+        ("kas_refusals_total", "reason") => names(&[
+            Reason::Unauthenticated,
+            Reason::Unchecked,
+            Reason::TooManyHandshakes,
+            Reason::Handshake,
+            Reason::Accept,
+            Reason::WaitersFull,
+            Reason::TunnelsFull,
+            Reason::RateLimit,
+            Reason::Revoked,
+            Reason::Violation,
+        ]),
+        ("kas_gitlab_lookups_total", "outcome") => names(&[
+            LookupOutcome::Found,
+            LookupOutcome::Unauthenticated,
+            LookupOutcome::Forbidden,
+            LookupOutcome::Unavailable,
+            LookupOutcome::Limited,
+        ]),
+        ("kas_identity_cache_total", "answer") => {
+            names(&[CacheAnswer::Agent, CacheAnswer::Error, CacheAnswer::Joined, CacheAnswer::Nothing])
+        }
+        ("kas_peer_asks_total", "side") => names(&[Side::Asked, Side::Answered]),
+        ("kas_peer_asks_total", "answer") => {
+            names(&[AskAnswer::Ready, AskAnswer::NotHere, AskAnswer::Refused, AskAnswer::Unavailable])
+        }
+        ("kas_routed_requests_total", "route") => names(&[Route::Local, Route::Remote]),
+        _ => Vec::new(),
+    }
+}
+
+#[tokio::test]
+async fn rules_and_dashboards_name_metrics_and_labels_that_kas_and_agentk_have() -> Result<()> {
+    // Two replicas and a request from one to the other, a token that nobody knows, a GitLab, and an agentk.
+    let mesh = Mesh::start(2).await?;
+    mesh.meshed().await?;
+    let _agent = mesh.agent(0, 1, Kind::Ours, 2).await?;
+    mesh.converged(&[(1, 0)]).await?;
+    let caller = mesh.caller(1).await?;
+    let answer = caller.call(caller.to_agent(1, &path("Echo")), &[b"x"]).await?;
+    assert_eq!(answer.messages, ["x"], "{}", answer.status);
+    let stranger = RawAgent::connect(mesh.agents(0), "nobody's token", Kind::Ours).await?;
+    assert!(stranger.tunnel().await.is_err());
+    let gitlab = GitLab::start().await?;
+    gitlab.know(&token(1), 1, "agent-1", 7);
+    let asking = Kas::start_with(Options { config: gitlab.config(), ..Options::default() }).await?;
+    let agentk = Agentk::start(asking.agent, &token(1)).await?;
+    agentk.connected().await?;
+
+    let mut shown = Shown::new();
+    for address in [mesh.observability(0), mesh.observability(1), asking.observability, agentk.observability]
+    {
+        note(&mut shown, &get(address, "/metrics").await?.1);
+    }
+    let mut questions = questions()?;
+    for rule in rules().await? {
+        let name = rule["alert"].as_str().or(rule["record"].as_str()).context("a name")?;
+        questions.push((name.to_owned(), rule["expr"].as_str().context("a question")?.to_owned()));
+    }
+    let (mut checked, mut problems) = (0, Vec::new());
+    for (place, question) in &questions {
+        for Selector { metric, labels } in selectors(question) {
+            checked += 1;
+            let Some(has) = shown.get(&metric) else {
+                problems.push(format!("{place}: there is no metric {metric}"));
+                continue;
+            };
+            for (label, values) in labels {
+                if label == "namespace" || label == "job" {
+                    // From Prometheus.
+                    continue;
+                }
+                let Some(seen) = has.get(&label) else {
+                    problems.push(format!("{place}: {metric} has no label {label}"));
+                    continue;
+                };
+                let possible = possible(&metric, &label);
+                for value in values {
+                    let is_there = |known: &String| match value.strip_suffix(".*") {
+                        Some(begin) => known.starts_with(begin),
+                        None => *known == value,
+                    };
+                    if !seen.iter().any(is_there) && !possible.iter().any(is_there) {
+                        problems.push(format!("{place}: {metric} has no {label} {value}"));
+                    }
+                }
+            }
+        }
+    }
+    assert_eq!(problems, [""; 0]);
+    assert!(checked > 60, "only {checked} metrics were found in the questions");
+    Ok(())
+}

@@ -1,0 +1,151 @@
+//! The programs that judge `deploy/`, and how they are called. What is missing fails a test, with how to get it.
+
+use std::{
+    ffi::OsStr,
+    fs::{self, File},
+    path::{Path, PathBuf},
+    process::{Output, Stdio},
+    time::Duration,
+};
+
+use anyhow::{Context as _, Result, bail, ensure};
+use serde_json::{Value, json};
+use tokio::{io::AsyncWriteExt as _, process::Command, time::timeout};
+
+/// How long one program may take.
+const WITHIN: Duration = Duration::from_secs(120);
+/// How long an installation of Python packages, or a download of Go modules, may take.
+const INSTALLED_WITHIN: Duration = Duration::from_secs(300);
+
+/// Returns a path of this checkout.
+pub(crate) fn here(path: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(path)
+}
+
+/// Returns a path as text.
+pub(crate) fn text(path: &Path) -> Result<&str> {
+    path.to_str().with_context(|| format!("{} is not UTF-8", path.display()))
+}
+
+/// Runs a program to its end, which must be a success unless `may_fail`.
+pub(crate) async fn run(
+    program: &OsStr,
+    arguments: &[&str],
+    input: &str,
+    within: Duration,
+    hint: &str,
+) -> Result<Output> {
+    let mut child = Command::new(program)
+        .args(arguments)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .kill_on_drop(true)
+        .spawn()
+        .with_context(|| format!("could not run {}: {hint}", program.display()))?;
+    let mut stdin = child.stdin.take().context("standard input is a pipe")?;
+    let write = async move {
+        // Who fails early closes its end; its own message says why.
+        let _ = stdin.write_all(input.as_bytes()).await;
+    };
+    let (_, output) = timeout(within, async { tokio::join!(write, child.wait_with_output()) })
+        .await
+        .with_context(|| format!("{} {arguments:?} took longer than {within:?}", program.display()))?;
+    Ok(output?)
+}
+
+/// Runs a program that must succeed, and returns its standard output.
+pub(crate) async fn output(program: &OsStr, arguments: &[&str], input: &str, hint: &str) -> Result<String> {
+    let output = run(program, arguments, input, WITHIN, hint).await?;
+    ensure!(
+        output.status.success(),
+        "{} {arguments:?} failed ({}): {}{}",
+        program.display(),
+        output.status,
+        String::from_utf8_lossy(&output.stdout),
+        String::from_utf8_lossy(&output.stderr)
+    );
+    Ok(String::from_utf8(output.stdout)?)
+}
+
+/// Returns a Python that has Helm's engine: a virtual environment in the cache of the tests, made when there is none yet.
+pub(crate) async fn python() -> Result<PathBuf> {
+    const HINT: &str =
+        "the tests of the charts need python3 with venv and pip (Debian: python3-venv), and PyPI once";
+    let requirements = here("tests/deploy/requirements.txt");
+    let wanted = fs::read(&requirements)?;
+    let version = output("python3".as_ref(), &["--version"], "", HINT).await?;
+    let cache = testkit::kubernetes::cache_folder()?;
+    fs::create_dir_all(&cache)?;
+    let hash = ids::TokenHash::of(&[wanted.as_slice(), version.as_bytes()].concat()).to_hex();
+    let folder = cache.join(format!("python-{}", &hash[..16]));
+    let (python, complete) = (folder.join("bin/python"), folder.join("complete"));
+    if complete.is_file() {
+        return Ok(python);
+    }
+    // Test processes run at the same time: one installs, the others wait here and then find the result.
+    let lock = File::create(cache.join(format!("python-{}.lock", &hash[..16])))?;
+    let lock = tokio::task::spawn_blocking(move || lock.lock().map(|()| lock)).await??;
+    if !complete.is_file() {
+        let folder = text(&folder)?;
+        output("python3".as_ref(), &["-m", "venv", "--clear", folder], "", HINT).await?;
+        let install =
+            ["-m", "pip", "install", "-q", "--disable-pip-version-check", "--only-binary", ":all:", "-r"];
+        let arguments: Vec<&str> = install.into_iter().chain([text(&requirements)?]).collect();
+        let done = run(python.as_os_str(), &arguments, "", INSTALLED_WITHIN, HINT).await?;
+        ensure!(done.status.success(), "{HINT}: {}", String::from_utf8_lossy(&done.stderr));
+        File::create(complete)?;
+    }
+    drop(lock);
+    Ok(python)
+}
+
+/// Asks Helm's engine: see `tests/deploy/helm.py` for requests and answers.
+pub(crate) async fn helm(requests: &[Value]) -> Result<Vec<Value>> {
+    let python = python().await?;
+    let script = here("tests/deploy/helm.py");
+    let answers =
+        output(python.as_os_str(), &[text(&script)?], &Value::from(requests).to_string(), "it is a venv")
+            .await?;
+    let answers: Vec<Value> =
+        serde_json::from_str(&answers).with_context(|| format!("not JSON: {answers}"))?;
+    ensure!(answers.len() == requests.len(), "{} answers to {} requests", answers.len(), requests.len());
+    Ok(answers)
+}
+
+/// Asks Helm's engine for one thing, which it must not refuse.
+pub(crate) async fn helm_one(request: Value) -> Result<Value> {
+    let answer = helm(std::slice::from_ref(&request)).await?.remove(0);
+    if let Some(error) = answer["error"].as_str() {
+        bail!("{request}: {error}");
+    }
+    Ok(answer)
+}
+
+/// Reads YAML of several documents.
+pub(crate) async fn yaml(content: &str) -> Result<Vec<Value>> {
+    let answer = helm_one(json!({ "do": "yaml", "text": content })).await?;
+    Ok(answer["objects"].as_array().context("a list of documents")?.clone())
+}
+
+/// Returns a request to render a chart.
+pub(crate) fn render(chart: &str, values: &Value, name: &str, namespace: &str) -> Value {
+    json!({
+        "do": "render",
+        "chart": here(&format!("deploy/charts/{chart}")),
+        "values": values,
+        "name": name,
+        "namespace": namespace,
+    })
+}
+
+/// Returns the folder of a Go module that `tests/deploy/crds/go.mod` names.
+pub(crate) async fn go_module(module: &str) -> Result<PathBuf> {
+    let folder = here("tests/deploy/crds");
+    let arguments = ["-C", text(&folder)?, "mod", "download", "-json", module];
+    let done =
+        run("go".as_ref(), &arguments, "", INSTALLED_WITHIN, "the tests need Go, https://go.dev/dl/").await?;
+    let answer: Value = serde_json::from_slice(&done.stdout)
+        .with_context(|| format!("go mod download {module}: {}", String::from_utf8_lossy(&done.stderr)))?;
+    Ok(answer["Dir"].as_str().with_context(|| format!("go mod download {module}: {answer}"))?.into())
+}
