@@ -113,6 +113,18 @@ async fn a_rolling_update_waits_for_the_drain_and_keeps_every_replica() -> Resul
     Ok(())
 }
 
+#[tokio::test]
+async fn large_numbers_stay_whole() -> Result<()> {
+    let token = json!({ "existingSecret": "token" });
+    let values = json!({ "kasAddress": "grpc://kas:8150", "token": token, "maxTunnels": 2_000_000 });
+    let agentk = helm_one(render("agentk", &values, "agentk", NAMESPACE)).await?.to_string();
+    assert!(agentk.contains("\"--max-tunnels=2000000\""), "{agentk}");
+    let values = json!({ "config": { "limits": { "waiters": 20_000_000 } } });
+    let kas = helm_one(render("kas", &values, "kas", NAMESPACE)).await?.to_string();
+    assert!(kas.contains("waiters: 20000000\\n"), "{kas}");
+    Ok(())
+}
+
 /// Writes what a pod of kas would have under `/etc/kas` into a folder; what is not among the objects is made.
 fn materialize(objects: &[Value], dir: &Path) -> Result<PathBuf> {
     let named = |kind: &str, name: &Value| {
