@@ -118,7 +118,8 @@ fn missing() -> Result<Vec<Missing>> {
     }
     if !python_makes_environments() {
         missing.push(Missing {
-            what: "python3 (3.10) with venv (runs a client of gRPC for Python, and renders the charts)".to_owned(),
+            what: "python3 (3.10) with venv (runs a client of gRPC for Python, and renders the charts)"
+                .to_owned(),
             debian: Some("python3-venv"),
             otherwise: "https://www.python.org/downloads/",
         });
@@ -145,7 +146,10 @@ fn missing() -> Result<Vec<Missing>> {
 fn python_makes_environments() -> bool {
     find_program("python3").is_some_and(|python| {
         let mut command = Command::new(python);
-        command.args(["-c", "import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 10))"]).stdin(Stdio::null()).stderr(Stdio::null());
+        command
+            .args(["-c", "import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 10))"])
+            .stdin(Stdio::null())
+            .stderr(Stdio::null());
         command.status().is_ok_and(|status| status.success())
     })
 }

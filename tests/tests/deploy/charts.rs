@@ -139,7 +139,10 @@ fn materialize(objects: &[Value], dir: &Path) -> Result<PathBuf> {
         .filter_map(|mount| Some((mount["name"].as_str()?, mount["mountPath"].as_str()?)))
         .collect();
     let key = rcgen::KeyPair::generate()?;
-    let certificate = rcgen::CertificateParams::new(vec!["kas".to_owned()])?.self_signed(&key)?;
+    let mut certificate = rcgen::CertificateParams::new(vec!["kas".to_owned()])?;
+    // The role of replicas.
+    certificate.subject_alt_names.push(rcgen::SanType::URI("kas://replica".try_into()?));
+    let certificate = certificate.self_signed(&key)?;
     let made = |path: &str| match path {
         "tls.key" => key.serialize_pem(),
         "tls.crt" | "ca.crt" => certificate.pem(),
@@ -168,7 +171,7 @@ fn materialize(objects: &[Value], dir: &Path) -> Result<PathBuf> {
                 files.insert(file.to_owned(), made(file).into());
             }
         }
-        // kas warns of secrets that everybody may read.
+        // kas refuses secrets that everybody may read.
         let mode = volume["secret"]["defaultMode"].as_u64().map_or(Ok(0o644), u32::try_from)?;
         for (file, content) in files {
             fs::write(at.join(&file), content)?;

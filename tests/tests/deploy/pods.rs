@@ -9,6 +9,7 @@ use std::{
     collections::{BTreeMap, BTreeSet},
     env, fs,
     net::SocketAddr,
+    os::unix::fs::PermissionsExt as _,
     path::{Path, PathBuf},
     process::{Command, Stdio},
     time::Duration,
@@ -148,10 +149,15 @@ impl World {
         } else {
             bail!("a kind of volume that this kubelet does not know: {volume}");
         }
+        // kas refuses secrets that everybody may read.
+        let source = ["secret", "projected"].into_iter().find_map(|kind| volume.get(kind));
+        let mode =
+            source.and_then(|source| source["defaultMode"].as_u64()).map_or(Ok(0o644), u32::try_from)?;
         for (file, content) in files {
             let file = at.join(file);
             fs::create_dir_all(file.parent().context("a file is in a folder")?)?;
-            fs::write(file, content)?;
+            fs::write(&file, content)?;
+            fs::set_permissions(file, fs::Permissions::from_mode(mode))?;
         }
         Ok(())
     }

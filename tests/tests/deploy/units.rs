@@ -1,8 +1,9 @@
 //! Without Kubernetes: systemd's opinion of the units, and the guide's own configuration with real replicas.
 
-use std::{fs, net::SocketAddr, time::Duration};
+use std::{fs, net::SocketAddr, os::unix::fs::PermissionsExt as _, time::Duration};
 
 use anyhow::{Context as _, Result};
+use base64::{Engine as _, prelude::BASE64_STANDARD};
 use testkit::{
     kas::{eventually, get, metric_is},
     process::{Process, program},
@@ -46,8 +47,9 @@ async fn the_guides_configuration_makes_a_cluster_of_three_hosts() -> Result<()>
         blocks.into_iter().find(|block| block.starts_with("# /etc/kas/kas.yaml")).context("kas.yaml")?;
     let dir = tempfile::tempdir()?;
     for (file, bytes) in [("api-secret", 1_u8), ("private-api-secret", 2)] {
-        use base64::Engine as _;
-        fs::write(dir.path().join(file), base64::prelude::BASE64_STANDARD.encode([bytes; 32]))?;
+        let file = dir.path().join(file);
+        fs::write(&file, BASE64_STANDARD.encode([bytes; 32]))?;
+        fs::set_permissions(file, fs::Permissions::from_mode(0o640))?;
     }
     let kasctl = tokio::task::spawn_blocking(|| program("kasctl")).await??;
     let (agents, token) = (dir.path().join("agents.yaml"), dir.path().join("demo.token"));
