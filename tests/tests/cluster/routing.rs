@@ -4,16 +4,23 @@ use std::{collections::BTreeSet, time::Duration};
 
 use anyhow::{Context as _, Result};
 use grpc::{Code, Outcome};
+use prost::Message as _;
+use proto::gitlab::agent::{
+    grpctool::{HttpRequest, http_request},
+    kubernetes_api::rpc::{HeaderExtra, ImpersonationConfig},
+    prototool,
+    reverse_tunnel::info::{AgentDescriptor, Method, Service},
+};
 use testkit::{
     agent14::{Agent14, Version},
     agentk::Agentk,
     caller::{answer, frame},
-    handler::path,
+    handler::{self, path},
     kas::{token, within},
     link::Next,
     mesh::{Mesh, Options},
     process::SOON,
-    raw_agent::Kind,
+    raw_agent::{FromKas, Kind},
 };
 
 use crate::ledger::echo;
@@ -241,5 +248,55 @@ async fn echo_absent(mesh: &Mesh) -> Result<()> {
     let held = mesh.agent(0, 4, Kind::Ours, 1).await?;
     echo(mesh, 2, 4).await?;
     drop(held);
+    Ok(())
+}
+
+/// The replica that is asked cannot see the agent: the one that holds it tells what its agentk heeds.
+#[tokio::test]
+async fn a_request_for_other_rights_is_refused_by_the_replica_that_is_asked_when_the_agent_would_not_heed_it()
+-> Result<()> {
+    const MAKE_REQUEST: &str = "/gitlab.agent.kubernetes_api.rpc.KubernetesApi/MakeRequest";
+    let mesh = Mesh::start(2).await?;
+    let caller = mesh.caller(1).await?;
+    let request =
+        prototool::HttpRequest { method: "GET".into(), url_path: "/v".into(), ..Default::default() };
+    let user = ImpersonationConfig { username: "somebody-else".into(), ..Default::default() };
+    let extra = prost_types::Any {
+        type_url: "type.googleapis.com/gitlab.agent.kubernetes_api.rpc.HeaderExtra".into(),
+        value: HeaderExtra { imp_config: Some(user) }.encode_to_vec(),
+    };
+    let header = http_request::Header { request: Some(request), extra: Some(extra), content_length: Some(0) };
+    let first = HttpRequest { message: Some(http_request::Message::Header(header)) }.encode_to_vec();
+    let service = Service {
+        name: "gitlab.agent.kubernetes_api.rpc.KubernetesApi".into(),
+        methods: vec![Method { name: "MakeRequest".into() }],
+    };
+    for (agent, kind) in [(1, Kind::Ours), (2, Kind::Old), (3, Kind::Recent)] {
+        let held = mesh.agent(0, agent, kind, 1).await?;
+        let mut tunnel = held.raw.tunnel_with(AgentDescriptor { services: vec![service.clone()] }).await?;
+        let messages = [&first[..]];
+        let call = caller.call(caller.to_agent(agent, MAKE_REQUEST), &messages);
+        if kind == Kind::Recent {
+            let serve = async {
+                assert_eq!(tunnel.request().await.method_name, MAKE_REQUEST);
+                assert_eq!(tunnel.next().await, FromKas::Message(first.clone().into()));
+                assert_eq!(tunnel.next().await, FromKas::CloseSend);
+                tunnel.send_all([handler::header(&[]), handler::trailer(&[])]).await;
+                tunnel.half_close();
+            };
+            let (got, ()) = tokio::join!(call, serve);
+            assert_eq!(got?.status.code(), Code::Ok);
+        } else {
+            let status = call.await?.status;
+            assert_eq!(
+                (status.code(), status.outcome()),
+                (Code::FailedPrecondition, Some(Outcome::NotStarted))
+            );
+            assert!(status.message().contains("all of its own rights"), "{kind:?}: {status}");
+            assert!(!held.raw.record().contains("somebody-else"), "{kind:?}");
+            // The tunnel went back as it was.
+            drop(tunnel);
+        }
+    }
     Ok(())
 }

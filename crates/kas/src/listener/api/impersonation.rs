@@ -85,6 +85,7 @@ fn of(message: &[u8]) -> Result<bool, Status> {
 /// Returns the first message, unless it is compressed or the body ends before it does.
 async fn first_message(mut body: grpc::Body) -> Result<(Option<Bytes>, grpc::Body), Status> {
     let mut read = VecDeque::new();
+    let mut end = None;
     let mut head = BytesMut::new();
     let message = loop {
         if let [flag, a, b, c, d, ..] = *head {
@@ -108,19 +109,32 @@ async fn first_message(mut body: grpc::Body) -> Result<(Option<Bytes>, grpc::Bod
                 }
                 read.push_back(frame);
             }
+            // Told where it would have been met otherwise, with the status that belongs to it.
             Some(Err(error)) => {
-                return Err(Status::new(Code::Cancelled, format!("the request was cancelled: {error}")));
+                end = Some(End::Failed(error));
+                break None;
             }
-            None => break None,
+            None => {
+                end = Some(End::Over);
+                break None;
+            }
         }
     };
-    Ok((message, grpc::boxed(Again { read, body })))
+    Ok((message, grpc::boxed(Again { read, end, body })))
 }
 
 /// What was read, then the rest.
 struct Again {
     read: VecDeque<Frame<Bytes>>,
+    /// What came after it, when that is known already.
+    end: Option<End>,
     body: grpc::Body,
+}
+
+enum End {
+    Failed(BoxError),
+    /// In order or not: the body tells.
+    Over,
 }
 
 impl Body for Again {
@@ -131,14 +145,21 @@ impl Body for Again {
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
-        match self.read.pop_front() {
-            Some(frame) => Poll::Ready(Some(Ok(frame))),
-            None => Pin::new(&mut self.body).poll_frame(cx),
+        if let Some(frame) = self.read.pop_front() {
+            return Poll::Ready(Some(Ok(frame)));
+        }
+        match self.end.replace(End::Over) {
+            Some(End::Failed(error)) => Poll::Ready(Some(Err(error))),
+            Some(End::Over) => Poll::Ready(None),
+            None => {
+                self.end = None;
+                Pin::new(&mut self.body).poll_frame(cx)
+            }
         }
     }
 
     fn is_end_stream(&self) -> bool {
-        self.read.is_empty() && self.body.is_end_stream()
+        self.read.is_empty() && !matches!(self.end, Some(End::Failed(_))) && self.body.is_end_stream()
     }
 
     fn size_hint(&self) -> SizeHint {
@@ -247,6 +268,18 @@ mod tests {
         }
         let status = look(in_pieces(&[0, 0, 4, 0, 1, 0], 6), Deadline::NONE).await.map(|_| ()).unwrap_err();
         assert_eq!(status.code(), Code::ResourceExhausted);
+    }
+
+    #[tokio::test]
+    async fn a_body_that_breaks_off_breaks_off_again_at_the_same_place() {
+        let frames: Vec<Result<_, BoxError>> =
+            vec![Ok(Frame::data(Bytes::from_static(b"\0\0"))), Err("broken".into())];
+        let (impersonates, mut body) =
+            look(grpc::boxed(StreamBody::new(stream::iter(frames))), Deadline::NONE).await.unwrap();
+        assert!(!impersonates && !body.is_end_stream());
+        assert_eq!(body.frame().await.unwrap().unwrap().into_data().unwrap(), b"\0\0"[..]);
+        assert_eq!(body.frame().await.unwrap().unwrap_err().to_string(), "broken");
+        assert!(body.frame().await.is_none());
     }
 
     #[tokio::test(start_paused = true)]
