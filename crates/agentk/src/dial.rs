@@ -497,7 +497,7 @@ impl Dialer {
         tasks.spawn(connection.with_upgrades());
         let mut request = Request::new(Empty::<bytes::Bytes>::new());
         *request.uri_mut() =
-            address.websocket.clone().unwrap_or_else(|| PathAndQuery::from_static("/")).into();
+            address.websocket.as_deref().cloned().unwrap_or_else(|| PathAndQuery::from_static("/")).into();
         let headers = request.headers_mut();
         self.headers.add_to(headers);
         // A port that is the scheme's own is not said: proxies compare the text.

@@ -1,6 +1,6 @@
 //! `agentk doctor`: tells in words, step by step, why kas cannot be reached, and what a proxy will do to what is.
 //!
-//! It takes the steps of [`dial`](crate::dial) one by one with the agent's own settings, calls kas as the agent does,
+//! It takes the steps of [`dial`] one by one with the agent's own settings, calls kas as the agent does,
 //! and holds a silent stream to find the idle timer of a proxy. Meanwhile kas lists it as a connection of the agent; it
 //! serves no request.
 
@@ -97,6 +97,7 @@ pub async fn run(settings: Settings) -> anyhow::Result<Verdict> {
         silence: settings.silence,
         findings: Vec::new(),
         chose_http2: false,
+        local: None,
         refused: false,
         cut: false,
     };
@@ -161,6 +162,8 @@ struct Examiner<'a> {
     findings: Vec<Finding>,
     /// At the present address TLS has settled it.
     chose_http2: bool,
+    /// This end of the connection, by which kas knows of a proxy.
+    local: Option<std::net::SocketAddr>,
     /// kas refused the token somewhere.
     refused: bool,
     /// A silent stream was cut somewhere.
@@ -300,6 +303,7 @@ impl Examiner<'_> {
             }
         };
         let _ = stream.set_nodelay(true);
+        self.local = stream.local_addr().ok().filter(|_| !address.is_websocket());
         let peer = stream.peer_addr().map_or_else(|_| host.to_owned(), |peer| peer.to_string());
         self.good(Check::Tcp, since, format!("connected to {peer}"));
         let mut stream = Stream::Plain(stream);
@@ -429,7 +433,7 @@ impl Examiner<'_> {
         S: tokio::io::AsyncRead + tokio::io::AsyncWrite + Unpin + Send + 'static,
     {
         let since = Instant::now();
-        match self.dialer.link(address, stream, None, None).await {
+        match self.dialer.link(address, stream, self.local, None).await {
             Ok(link) => Ok(link),
             Err(error) => Err(self.fail(Check::Http2, since, chain(&error), &[])),
         }

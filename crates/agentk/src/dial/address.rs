@@ -11,7 +11,7 @@ pub struct KasAddress {
     pub(super) authority: Authority,
     pub(super) tls: bool,
     /// The request for an upgrade goes there; `None`: no WebSocket.
-    pub(super) websocket: Option<PathAndQuery>,
+    pub(super) websocket: Option<Box<PathAndQuery>>,
 }
 
 /// Why a text is not an address of kas.
@@ -99,7 +99,7 @@ impl std::str::FromStr for KasAddress {
             .then(|| {
                 let slash = if path.starts_with('/') { "" } else { "/" };
                 // Takes a fragment away, which is no part of a request.
-                format!("{slash}{path}").parse().map_err(|_| shape())
+                format!("{slash}{path}").parse().map(Box::new).map_err(|_| shape())
             })
             .transpose()?;
         Ok(Self { authority, tls, websocket })
