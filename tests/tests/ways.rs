@@ -83,6 +83,35 @@ async fn every_scheme_goes_through_the_proxy_of_its_variable() -> Result<()> {
 }
 
 #[tokio::test]
+async fn proxy_is_spoken_to_inside_tls_when_its_url_says_so() -> Result<()> {
+    let dir = tempfile::tempdir()?;
+    let files = Certificates::new(dir.path(), &[NAME, "127.0.0.1"])?;
+    let kas = secure(&files).await?;
+    let proxy = ConnectProxy::start_tls(kas.agent, &files).await?;
+    let named = format!("https://user:sesame@{}", proxy.address);
+    let env = [("HTTPS_PROXY", &*named)];
+    for scheme in ["grpcs", "wss"] {
+        let url = format!("{scheme}://{NAME}");
+        let ca = ["--ca-cert-file", text(&files.ca)];
+        let agentk = Agentk::start_told(&url, &token(1), &ca, &env).await?;
+        agentk.connected().await?;
+        echo(&kas).await?;
+        let asked = proxy.asked();
+        ensure!(asked.last().unwrap().starts_with("CONNECT kas.test:443 HTTP/1.1\r\n"), "{asked:?}");
+        says(&agentk, "kas is reached through a proxy").await?;
+        // One whose certificate is not trusted gets no credentials.
+        let before = proxy.asked().len();
+        let stranger = Agentk::start_told(&url, &token(2), &[], &env).await?;
+        says(&stranger, "cannot connect to the proxy https://127.0.0.1").await?;
+        drop(stranger);
+        ensure!(proxy.asked().len() == before, "{:?}", proxy.asked());
+        drop(agentk);
+        kas.metric_is("kas_agent_transports", 0.0).await?;
+    }
+    Ok(())
+}
+
+#[tokio::test]
 async fn hosts_that_are_excepted_are_dialled_directly() -> Result<()> {
     let kas = plain().await?;
     let closed = "http://user:sesame@127.0.0.1:1";

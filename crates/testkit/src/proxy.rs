@@ -12,12 +12,14 @@ use anyhow::{Context as _, Result};
 use serde_json::json;
 use tempfile::TempDir;
 use tokio::{
-    io::{AsyncBufReadExt as _, AsyncReadExt as _, AsyncWriteExt as _, BufReader},
+    io::{AsyncBufReadExt as _, AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _, BufReader},
     net::{TcpListener, TcpStream},
     task::JoinSet,
 };
+use tokio_rustls::TlsAcceptor;
 
 use crate::{
+    certificates::Certificates,
     kas::eventually,
     process::{Process, find},
 };
@@ -213,6 +215,23 @@ impl ConnectProxy {
     /// # Errors
     /// When there is no port.
     pub async fn start(to: SocketAddr, refusal: Option<&'static str>) -> Result<Self> {
+        Self::start_with(to, refusal, None).await
+    }
+
+    /// Starts one that is spoken to inside TLS.
+    ///
+    /// # Errors
+    /// When there is no port, or the certificate cannot be used.
+    pub async fn start_tls(to: SocketAddr, files: &Certificates) -> Result<Self> {
+        let config = runtime::tls::server(&files.certificate, &files.key)?;
+        Self::start_with(to, None, Some(TlsAcceptor::from(runtime::tls::or_http1(&config)))).await
+    }
+
+    async fn start_with(
+        to: SocketAddr,
+        refusal: Option<&'static str>,
+        tls: Option<TlsAcceptor>,
+    ) -> Result<Self> {
         let listener = TcpListener::bind("127.0.0.1:0").await?;
         let address = listener.local_addr()?;
         let asked = Arc::<Mutex<Vec<String>>>::default();
@@ -221,7 +240,17 @@ impl ConnectProxy {
         tasks.spawn(async move {
             let mut connections = JoinSet::new();
             while let Ok((stream, _)) = listener.accept().await {
-                connections.spawn(pass(stream, to, refusal, Arc::clone(&heads)));
+                let (heads, tls) = (Arc::clone(&heads), tls.clone());
+                connections.spawn(async move {
+                    match tls {
+                        None => pass(stream, to, refusal, heads).await,
+                        Some(tls) => {
+                            if let Ok(stream) = tls.accept(stream).await {
+                                pass(stream, to, refusal, heads).await;
+                            }
+                        }
+                    }
+                });
             }
         });
         Ok(Self { address, asked, _tasks: tasks })
@@ -234,7 +263,7 @@ impl ConnectProxy {
 }
 
 async fn pass(
-    stream: TcpStream,
+    stream: impl AsyncRead + AsyncWrite + Unpin,
     to: SocketAddr,
     refusal: Option<&'static str>,
     asked: Arc<Mutex<Vec<String>>>,
