@@ -41,7 +41,7 @@ use self::{
     meter::Metered,
 };
 use crate::{
-    io::{AcceptFailures, Fair, Listener, Stream},
+    io::{AcceptFailures, FIRST_TURNS, Fair, Listener, Stream, TURN},
     lifecycle::{Lifecycle, Phase},
     tls, websocket_door,
 };
@@ -568,7 +568,12 @@ impl Serve {
             })
         };
         let (stream, meter) = Metered::new(stream, &limits);
-        let mut driver = pin!(builder.serve_connection(TokioIo::new(Fair::new(stream)), answer));
+        let turn = {
+            let state = Arc::clone(&state);
+            move || if state.standing() == Standing::Authenticated { TURN } else { FIRST_TURNS }
+        };
+        let stream = TokioIo::new(Fair::new(stream, turn));
+        let mut driver = pin!(builder.serve_connection(stream, answer));
         let mut phase = lifecycle.watch();
         let born = Instant::now();
         // Within a tenth of the mean, from the connection's own address: no clock, no lock.

@@ -82,34 +82,38 @@ impl AsyncWrite for Stream {
     }
 }
 
-/// What one turn of a connection may read: 26 thousand of the smallest frames with a byte in them.
-const TURN: usize = 256 * 1024;
+/// What a connection that has shown who it is may read in one turn: some large frames.
+pub(crate) const TURN: usize = 256 * 1024;
+/// And any other one: some requests, so that one with many bad ones is closed before all of them were looked at.
+pub(crate) const FIRST_TURNS: usize = 16 * 1024;
 
 /// A stream that lets others have their turn.
 ///
 /// HTTP/2 reads as long as there is something to read, and only then hands streams to who serves them. A peer that
 /// always has something more kept a thread for 8 MiB at a time (which is where the runtime's own bound lies), in which
 /// all of it was held: 250 MiB, if it came in frames of one byte.
-#[derive(Debug)]
-pub(crate) struct Fair<S> {
+pub(crate) struct Fair<S, F> {
     stream: S,
+    turn: F,
     left: usize,
 }
 
-impl<S> Fair<S> {
-    pub(crate) fn new(stream: S) -> Self {
-        Self { stream, left: TURN }
+impl<S, F: Fn() -> usize> Fair<S, F> {
+    /// Reads `turn()` bytes in one turn, or a little more.
+    pub(crate) fn new(stream: S, turn: F) -> Self {
+        let left = turn();
+        Self { stream, turn, left }
     }
 }
 
-impl<S: AsyncRead + Unpin> AsyncRead for Fair<S> {
+impl<S: AsyncRead + Unpin, F: Fn() -> usize + Unpin> AsyncRead for Fair<S, F> {
     fn poll_read(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
         buf: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
         if self.left == 0 {
-            self.left = TURN;
+            self.left = (self.turn)();
             cx.waker().wake_by_ref();
             return Poll::Pending;
         }
@@ -118,13 +122,13 @@ impl<S: AsyncRead + Unpin> AsyncRead for Fair<S> {
         // Where nothing is left to read the turn ends by itself.
         self.left = match polled {
             Poll::Ready(_) => self.left.saturating_sub(buf.filled().len() - before),
-            Poll::Pending => TURN,
+            Poll::Pending => (self.turn)(),
         };
         polled
     }
 }
 
-impl<S: AsyncWrite + Unpin> AsyncWrite for Fair<S> {
+impl<S: AsyncWrite + Unpin, F: Unpin> AsyncWrite for Fair<S, F> {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
         Pin::new(&mut self.stream).poll_write(cx, buf)
     }
@@ -317,7 +321,7 @@ mod tests {
 
     #[tokio::test]
     async fn a_stream_that_always_has_more_gives_others_their_turn() {
-        let mut stream = Fair::new(tokio::io::repeat(7));
+        let mut stream = Fair::new(tokio::io::repeat(7), || TURN);
         let mut piece = vec![0; 100 * 1024];
         let mut read = 0;
         loop {
