@@ -3,6 +3,7 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     fs,
+    os::unix::fs::PermissionsExt as _,
 };
 
 use anyhow::{Context as _, Result};
@@ -12,7 +13,7 @@ use testkit::{
     agentk::Agentk,
     gitlab::GitLab,
     handler::path,
-    kas::{Kas, Options, get, token},
+    kas::{Kas, Options, get, merge, token},
     mesh::Mesh,
     raw_agent::{Kind, RawAgent},
 };
@@ -250,7 +251,19 @@ async fn rules_and_dashboards_name_metrics_and_labels_that_kas_and_agentk_have()
     assert!(stranger.tunnel().await.is_err());
     let gitlab = GitLab::start().await?;
     gitlab.know(&token(1), 1, "agent-1", 7);
-    let asking = Kas::start_with(Options { config: gitlab.config(), ..Options::default() }).await?;
+    // It has a certificate, too, for a listener that nobody asks here.
+    let dir = tempfile::tempdir()?;
+    let (certificate, key) = (dir.path().join("tls.crt"), dir.path().join("tls.key"));
+    let pair = rcgen::KeyPair::generate()?;
+    fs::write(
+        &certificate,
+        rcgen::CertificateParams::new(vec!["kas".to_owned()])?.self_signed(&pair)?.pem(),
+    )?;
+    fs::write(&key, pair.serialize_pem())?;
+    fs::set_permissions(&key, fs::Permissions::from_mode(0o600))?;
+    let mut config = gitlab.config();
+    merge(&mut config, json!({ "api": { "listen": { "certificate_file": certificate, "key_file": key } } }));
+    let asking = Kas::start_with(Options { config, ..Options::default() }).await?;
     let agentk = Agentk::start(asking.agent, &token(1)).await?;
     agentk.connected().await?;
 
