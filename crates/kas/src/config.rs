@@ -58,7 +58,7 @@ pub fn load(yaml: &str, env: &Environment) -> Result<Loaded, Problems> {
     let root = yaml::parse(yaml, yaml::Size::Small)?;
     let (config, report) = walk::walk(&root, Unknown::Warns, |root| schema::read(root, env));
     match Problems::new(report.problems) {
-        Some(problems) => Err(problems),
+        Some(problems) => Err(problems.beside(report.warnings)),
         None => Ok(Loaded { config, warnings: report.warnings }),
     }
 }
@@ -162,8 +162,8 @@ impl Config {
                 warnings.extend(secrets.warnings.iter().cloned());
                 Ok((secrets, warnings))
             }
-            (Ok(_), Some(problems)) | (Err(problems), None) => Err(problems),
-            (Err(more), Some(problems)) => Err(problems.and(more)),
+            (Ok(_), Some(problems)) | (Err(problems), None) => Err(problems.beside(warnings)),
+            (Err(more), Some(problems)) => Err(problems.and(more).beside(warnings)),
         }
     }
 

@@ -5,7 +5,7 @@ use std::{path::PathBuf, process::ExitCode};
 use clap::{CommandFactory as _, Parser, Subcommand};
 use kas::{
     app::Kas,
-    config::{self, Config, Environment},
+    config::{self, Config, Environment, Problems},
 };
 use runtime::{lifecycle, telemetry, tls, version};
 
@@ -110,8 +110,13 @@ fn run(arguments: Arguments) -> anyhow::Result<ExitCode> {
         }
         None => {}
     }
-    let loaded = config::load(&read(file.as_ref())?, &Environment::of_process())
-        .map_err(|problems| anyhow::anyhow!("the configuration is wrong:\n{problems}"))?;
+    let loaded = match config::load(&read(file.as_ref())?, &Environment::of_process()) {
+        Ok(loaded) => loaded,
+        Err(problems) => {
+            eprintln!("Program aborted: the configuration is wrong:");
+            return Ok(wrong(&problems));
+        }
+    };
     let format = match arguments.log_format.as_str() {
         "json" => telemetry::Format::Json,
         "text" => telemetry::Format::Text,
@@ -176,15 +181,18 @@ fn check(file: Option<&PathBuf>) -> anyhow::Result<ExitCode> {
                     println!("the configuration is good");
                     Ok(ExitCode::SUCCESS)
                 }
-                Err(problems) => {
-                    eprintln!("{problems}");
-                    Ok(ExitCode::FAILURE)
-                }
+                Err(problems) => Ok(wrong(&problems)),
             }
         }
-        Err(problems) => {
-            eprintln!("{problems}");
-            Ok(ExitCode::FAILURE)
-        }
+        Err(problems) => Ok(wrong(&problems)),
     }
+}
+
+/// Says what is wrong, and then what may be why: a misspelt key.
+fn wrong(problems: &Problems) -> ExitCode {
+    eprintln!("{problems}");
+    for warning in problems.warnings() {
+        eprintln!("warning: {warning}");
+    }
+    ExitCode::FAILURE
 }

@@ -284,8 +284,8 @@ async fn replicas_and_an_agent_run_as_the_charts_say_with_no_right_too_many() ->
         Ok(get(at(0, 8151), "/liveness").await.map(|_| ()).map_err(|error| error.to_string()))
     })
     .await?;
-    for n in 1..3 {
-        replicas.push(world.pod("kas", NAMESPACE, n, ADDRESSES[n]).await?);
+    for (n, ip) in ADDRESSES.iter().enumerate().take(3).skip(1) {
+        replicas.push(world.pod("kas", NAMESPACE, n, ip).await?);
     }
     world.endpoints(&ADDRESSES[..3]).await?;
     for n in 0..3 {

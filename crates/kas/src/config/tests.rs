@@ -1164,6 +1164,15 @@ fn files_for_spans_and_the_folder_of_the_audit_log_are_checked() {
 }
 
 #[test]
+fn problems_do_not_hide_warnings() {
+    let env = Environment { home: Some("/nowhere".into()), ..Environment::default() };
+    let wrong = load("{agent: {listen: {adress: ':1', network: foo}}}", &env).unwrap_err();
+    assert_eq!(wrong.iter().map(Problem::path).collect::<Vec<_>>(), ["agent.listen.network"]);
+    let warned: Vec<&str> = wrong.warnings().iter().map(|warning| &*warning.path).collect();
+    assert_eq!(warned, ["agent.listen.adress"]);
+}
+
+#[test]
 fn plain_text_beyond_the_host_is_warned_about() {
     let files = Files::new(&[("a", SECRET_A), ("b", SECRET_B)]);
     let warned = |yaml: &str| -> Vec<String> {

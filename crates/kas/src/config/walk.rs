@@ -12,35 +12,50 @@ use super::duration::{self, Human};
 
 /// What is wrong with a file, complete; displays one problem per line.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Problems(Vec<Problem>);
+pub struct Problems {
+    problems: Vec<Problem>,
+    warnings: Vec<Warning>,
+}
 
 impl Problems {
     /// Returns `problems` if there are any.
     pub(crate) fn new(problems: Vec<Problem>) -> Option<Self> {
-        (!problems.is_empty()).then_some(Self(problems))
+        (!problems.is_empty()).then_some(Self { problems, warnings: Vec::new() })
     }
 
     /// Adds `more` behind these.
     pub(crate) fn and(mut self, more: Self) -> Self {
-        self.0.extend(more.0);
+        self.problems.extend(more.problems);
+        self.warnings.extend(more.warnings);
         self
+    }
+
+    /// Adds warnings about the same file.
+    pub(crate) fn beside(mut self, warnings: Vec<Warning>) -> Self {
+        self.warnings.extend(warnings);
+        self
+    }
+
+    /// What else the author of the file should know: a misspelt key is often why another one is missing.
+    pub fn warnings(&self) -> &[Warning] {
+        &self.warnings
     }
 
     /// Iterates over the problems in the order of the declared keys.
     pub fn iter(&self) -> std::slice::Iter<'_, Problem> {
-        self.0.iter()
+        self.problems.iter()
     }
 }
 
 impl From<Problem> for Problems {
     fn from(problem: Problem) -> Self {
-        Self(vec![problem])
+        Self { problems: vec![problem], warnings: Vec::new() }
     }
 }
 
 impl fmt::Display for Problems {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for (i, problem) in self.0.iter().enumerate() {
+        for (i, problem) in self.problems.iter().enumerate() {
             write!(f, "{}{problem}", if i > 0 { "\n" } else { "" })?;
         }
         Ok(())
