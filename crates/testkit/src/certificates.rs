@@ -51,7 +51,7 @@ impl Certificates {
             Self { ca: dir.join("ca.pem"), certificate: dir.join("cert.pem"), key: dir.join("key.pem") };
         std::fs::write(&files.ca, ca_certificate.pem())?;
         std::fs::write(&files.certificate, certificate.pem())?;
-        std::fs::write(&files.key, key.serialize_pem())?;
+        crate::kas::write_private(&files.key, &key.serialize_pem())?;
         Ok(files)
     }
 }

@@ -18,7 +18,7 @@ use tempfile::TempDir;
 use testkit::{
     agentk::Agentk,
     caller::{Caller, Jwt, now},
-    kas::{AgentEntry, Kas, Options, eventually, token, within},
+    kas::{AgentEntry, Kas, Options, eventually, token, within, write_private},
     process::Usage,
     raw_agent::CONNECT,
 };
@@ -138,7 +138,7 @@ impl Stage {
         let dir = tempfile::tempdir()?;
         let private_secret = rand::random::<[u8; 32]>().to_vec();
         let secret = dir.path().join("private-secret");
-        std::fs::write(&secret, BASE64_STANDARD.encode(&private_secret))?;
+        write_private(&secret, &BASE64_STANDARD.encode(&private_secret))?;
         let config = match kind {
             Kind::Plain => json!({
                 "tracker": "gossip",
@@ -348,7 +348,7 @@ fn certificates(dir: &Path) -> Result<()> {
         rcgen::CertificateParams::new(vec!["127.0.0.1".to_owned()])?.signed_by(&key, &issuer)?;
     std::fs::write(dir.join("ca.pem"), ca_certificate.pem())?;
     std::fs::write(dir.join("cert.pem"), certificate.pem())?;
-    std::fs::write(dir.join("key.pem"), key.serialize_pem())?;
+    write_private(&dir.join("key.pem"), &key.serialize_pem())?;
     Ok(())
 }
 
