@@ -1,0 +1,593 @@
+//! What this replica announces: what should be in Redis, what may be there, and what is to be written next.
+//!
+//! No I/O. Each announcement is an [`Item`]; changes of one that come faster than they are written are one write. An item
+//! that was withdrawn stays until Redis has lost it, if it may ever have been there. So everything here is bounded by
+//! what is, or was in Redis when it was last heard of.
+
+use std::{
+    collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque},
+    sync::Arc,
+    time::Duration,
+};
+
+use cluster::Connection;
+use ids::{AgentId, ConnectionId, ReplicaId};
+use proto::kas::internal::v1::{AnnouncedRoute, SharedEvent};
+use tokio::time::Instant;
+
+use crate::{
+    keys::Keys,
+    value::{self, Owner},
+};
+
+/// A primary that takes over may have missed the last moments: removals are repeated for this long...
+const REPEATED: Duration = Duration::from_secs(60);
+/// ... but no more than this many.
+const MOST_REPEATED: usize = 10_000;
+
+/// One thing that is in Redis or not.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub(crate) enum Item {
+    /// This replica holds tunnels of the agent.
+    Route(AgentId),
+    /// An open configuration stream, of an agent of this project.
+    Connection(AgentId, ConnectionId, i64),
+    /// There are connections of this configuration project.
+    Project(i64),
+}
+
+#[derive(Debug)]
+enum Live {
+    Route {
+        leases: usize,
+        version: u64,
+        methods: Arc<[Box<str>]>,
+    },
+    /// agentk may hold its old and its new stream for a moment: the newer counts.
+    Connection {
+        streams: Vec<(u64, Arc<Connection>)>,
+        version: u64,
+    },
+    Project {
+        connections: usize,
+    },
+}
+
+#[derive(Debug, Default)]
+struct Entry {
+    live: Option<Live>,
+    /// It may be in Redis.
+    stored: bool,
+    /// It is there with an expiry of its hash, unless that was lost.
+    settled: bool,
+    /// It is refreshed apart from what came together with it.
+    spread: bool,
+    due: Option<Instant>,
+}
+
+/// The announcements of this replica.
+#[derive(Debug)]
+pub(crate) struct Own {
+    me: ReplicaId,
+    run: u64,
+    /// Where 14.1 may ask this replica; empty: nowhere.
+    url: String,
+    refresh: Duration,
+    version: u64,
+    serial: u64,
+    entries: HashMap<Item, Entry>,
+    routes: usize,
+    /// In the order in which they changed; whether others should be told.
+    queue: VecDeque<Item>,
+    dirty: HashMap<Item, bool>,
+    due: BTreeSet<(Instant, Item)>,
+    removed: VecDeque<(Instant, Item)>,
+}
+
+/// What one key is to become.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(crate) struct Change {
+    /// Fields and values of a hash; members of a set have no value.
+    pub(crate) set: Vec<(Vec<u8>, Option<Vec<u8>>)>,
+    pub(crate) remove: Vec<Vec<u8>>,
+    /// The key has an expiry already, unless it was lost.
+    pub(crate) settled: bool,
+    pub(crate) is_set: bool,
+}
+
+/// What is written together.
+#[derive(Debug, Default)]
+pub(crate) struct Batch {
+    items: Vec<(Item, bool)>,
+    pub(crate) changes: BTreeMap<Vec<u8>, Change>,
+    /// What the others are told once it is written, without a number.
+    pub(crate) event: Option<SharedEvent>,
+}
+
+impl Batch {
+    pub(crate) fn is_empty(&self) -> bool {
+        self.items.is_empty()
+    }
+
+    #[cfg(test)]
+    fn len(&self) -> usize {
+        self.items.len()
+    }
+}
+
+impl Own {
+    pub(crate) fn new(me: ReplicaId, run: u64, url: String, refresh: Duration) -> Self {
+        Self {
+            me,
+            run,
+            url,
+            refresh,
+            version: 0,
+            serial: 0,
+            entries: HashMap::new(),
+            routes: 0,
+            queue: VecDeque::new(),
+            dirty: HashMap::new(),
+            due: BTreeSet::new(),
+            removed: VecDeque::new(),
+        }
+    }
+
+    pub(crate) fn run(&self) -> u64 {
+        self.run
+    }
+
+    pub(crate) fn version(&self) -> u64 {
+        self.version
+    }
+
+    /// Agents whose tunnels are announced.
+    pub(crate) fn routes(&self) -> usize {
+        self.routes
+    }
+
+    /// Items that are announced, or may still be in Redis.
+    pub(crate) fn len(&self) -> usize {
+        self.entries.len()
+    }
+
+    /// Items that are not written yet.
+    pub(crate) fn unwritten(&self) -> usize {
+        self.dirty.len()
+    }
+
+    pub(crate) fn holds(&self, agent: AgentId) -> bool {
+        matches!(self.entries.get(&Item::Route(agent)), Some(Entry { live: Some(_), .. }))
+    }
+
+    fn dirty(&mut self, item: Item, news: bool) {
+        match self.dirty.entry(item) {
+            std::collections::hash_map::Entry::Occupied(mut known) => *known.get_mut() |= news,
+            std::collections::hash_map::Entry::Vacant(vacant) => {
+                vacant.insert(news);
+                self.queue.push_back(item);
+            }
+        }
+        // What is no longer dirty may stand in it, and what is so again twice.
+        if self.queue.len() > 2 * self.dirty.len() + 64 {
+            let mut seen = HashSet::new();
+            self.queue.retain(|item| self.dirty.contains_key(item) && seen.insert(*item));
+        }
+    }
+
+    /// Announces tunnels of an agent once more; returns whether that is news.
+    pub(crate) fn add_route(&mut self, agent: AgentId, methods: Arc<[Box<str>]>) -> bool {
+        let item = Item::Route(agent);
+        let entry = self.entries.entry(item).or_default();
+        if let Some(Live::Route { leases, .. }) = &mut entry.live {
+            *leases += 1;
+            return false;
+        }
+        self.version += 1;
+        entry.live = Some(Live::Route { leases: 1, version: self.version, methods });
+        self.routes += 1;
+        self.dirty(item, true);
+        true
+    }
+
+    /// Takes one announcement back; returns whether it was the last.
+    pub(crate) fn remove_route(&mut self, agent: AgentId) -> bool {
+        let item = Item::Route(agent);
+        let Some(Entry { live: Some(Live::Route { leases, .. }), .. }) = self.entries.get_mut(&item) else {
+            return false;
+        };
+        *leases -= 1;
+        if *leases > 0 {
+            return false;
+        }
+        self.version += 1;
+        self.routes -= 1;
+        self.end(item);
+        true
+    }
+
+    fn end(&mut self, item: Item) {
+        let Some(entry) = self.entries.get_mut(&item) else { return };
+        entry.live = None;
+        if let Some(due) = entry.due.take() {
+            self.due.remove(&(due, item));
+        }
+        if entry.stored {
+            self.dirty(item, true);
+        } else {
+            // It never left this process. What is queued finds nothing then.
+            self.entries.remove(&item);
+            self.dirty.remove(&item);
+        }
+    }
+
+    /// Announces an open configuration stream; returns what takes it back.
+    pub(crate) fn add_connection(&mut self, connection: Arc<Connection>) -> (Item, u64) {
+        self.serial += 1;
+        self.version += 1;
+        let (serial, version) = (self.serial, self.version);
+        let item = Item::Connection(connection.agent, connection.id, connection.project_id);
+        let project = connection.project_id;
+        let entry = self.entries.entry(item).or_default();
+        match &mut entry.live {
+            Some(Live::Connection { streams, .. }) => streams.push((serial, connection)),
+            _ => {
+                entry.live = Some(Live::Connection { streams: vec![(serial, connection)], version });
+                self.add_project(project);
+            }
+        }
+        self.dirty(item, true);
+        (item, serial)
+    }
+
+    pub(crate) fn remove_connection(&mut self, item: Item, serial: u64) {
+        let Some(Entry { live: Some(Live::Connection { streams, .. }), .. }) = self.entries.get_mut(&item)
+        else {
+            return;
+        };
+        let newest = streams.last().is_some_and(|(last, _)| *last == serial);
+        streams.retain(|(known, _)| *known != serial);
+        let over = streams.is_empty();
+        self.version += 1;
+        if over {
+            self.end(item);
+            if let Item::Connection(_, _, project) = item {
+                self.remove_project(project);
+            }
+        } else if newest {
+            self.dirty(item, true);
+        }
+    }
+
+    fn add_project(&mut self, project: i64) {
+        let item = Item::Project(project);
+        let entry = self.entries.entry(item).or_default();
+        match &mut entry.live {
+            Some(Live::Project { connections }) => *connections += 1,
+            _ => {
+                entry.live = Some(Live::Project { connections: 1 });
+                self.dirty(item, false);
+            }
+        }
+    }
+
+    fn remove_project(&mut self, project: i64) {
+        let item = Item::Project(project);
+        let Some(Entry { live: Some(Live::Project { connections }), .. }) = self.entries.get_mut(&item)
+        else {
+            return;
+        };
+        *connections -= 1;
+        if *connections == 0 {
+            self.end(item);
+        }
+    }
+
+    /// Takes everything back, for good.
+    pub(crate) fn withdraw_all(&mut self) {
+        let live: Vec<Item> =
+            self.entries.iter().filter(|(_, entry)| entry.live.is_some()).map(|(item, _)| *item).collect();
+        for item in live {
+            self.end(item);
+        }
+        self.routes = 0;
+        self.version += 1;
+    }
+
+    /// Redis may have lost anything: everything is to be written again, and what was removed shortly before to be
+    /// removed again.
+    pub(crate) fn announce_again(&mut self, now: Instant) {
+        self.forget_removed(now);
+        for (_, item) in std::mem::take(&mut self.removed) {
+            self.entries.entry(item).or_default().stored = true;
+        }
+        let items: Vec<Item> = self.entries.keys().copied().collect();
+        for item in items {
+            if let Some(entry) = self.entries.get_mut(&item) {
+                entry.settled = false;
+            }
+            self.dirty(item, true);
+        }
+    }
+
+    fn forget_removed(&mut self, now: Instant) {
+        while self
+            .removed
+            .front()
+            .is_some_and(|(at, _)| now.duration_since(*at) > REPEATED || self.removed.len() > MOST_REPEATED)
+        {
+            self.removed.pop_front();
+        }
+    }
+
+    /// When there is something to write.
+    pub(crate) fn deadline(&self, now: Instant) -> Option<Instant> {
+        if self.dirty.is_empty() { self.due.first().map(|(due, _)| *due) } else { Some(now) }
+    }
+
+    /// Returns what to write next, at most `most` items; `redis_now` and `ttl` give the expiry of entries.
+    pub(crate) fn batch(
+        &mut self,
+        keys: &Keys,
+        most: usize,
+        now: Instant,
+        redis_now: Duration,
+        ttl: Duration,
+    ) -> Batch {
+        while self.dirty.len() < most
+            && let Some(&(due, item)) = self.due.first()
+            && due <= now
+        {
+            self.due.pop_first();
+            if let Some(entry) = self.entries.get_mut(&item) {
+                entry.due = None;
+            }
+            self.dirty(item, false);
+        }
+        let mut batch = Batch::default();
+        let mut event =
+            SharedEvent { replica: self.me.as_str().to_owned(), run: self.run, ..SharedEvent::default() };
+        let mut is_news = false;
+        while batch.items.len() < most
+            && let Some(item) = self.queue.pop_front()
+        {
+            // One that went and came again stands in the queue twice.
+            let Some(news) = self.dirty.remove(&item) else { continue };
+            let Some(entry) = self.entries.get_mut(&item) else { continue };
+            entry.stored = true;
+            let settled = std::mem::replace(&mut entry.settled, true);
+            batch.items.push((item, news));
+            is_news |= news;
+            let by = |version| Owner { replica: self.me.clone(), run: self.run, version };
+            let expires_at = redis_now + ttl;
+            let mut change = |key: Vec<u8>, is_set: bool, field: Vec<u8>, value: Option<Option<Vec<u8>>>| {
+                let change =
+                    batch.changes.entry(key).or_insert_with(|| Change { settled: true, ..Change::default() });
+                change.is_set = is_set;
+                match value {
+                    Some(value) => {
+                        change.settled &= settled;
+                        change.set.push((field, value));
+                    }
+                    None => change.remove.push(field),
+                }
+            };
+            match (item, &entry.live) {
+                (Item::Route(agent), live) => {
+                    let field = value::route_field(agent, &self.me).to_string().into_bytes();
+                    let value = match live {
+                        Some(Live::Route { version, methods, .. }) => {
+                            let route = AnnouncedRoute { agent_id: agent.get(), version: *version };
+                            event.announced.extend(news.then_some(route));
+                            let value =
+                                value::encode_route(agent, methods, &self.url, &by(*version), expires_at);
+                            Some(Some(value))
+                        }
+                        _ => {
+                            event.withdrawn.extend(news.then_some(agent.get()));
+                            None
+                        }
+                    };
+                    change(keys.tunnels(agent), false, field, value);
+                }
+                (Item::Connection(agent, id, project), live) => {
+                    event.connections |= news;
+                    let field = value::connection_field(agent, id, &self.me).to_string().into_bytes();
+                    let value = match live {
+                        Some(Live::Connection { streams, version }) => {
+                            streams.last().map(|(_, connection)| {
+                                Some(value::encode_connection(connection, &by(*version), expires_at))
+                            })
+                        }
+                        _ => None,
+                    };
+                    change(keys.agent(agent), false, field.clone(), value.clone());
+                    change(keys.project(project), false, field, value);
+                }
+                (Item::Project(project), live) => {
+                    let member = project.to_string().into_bytes();
+                    change(keys.projects(&self.me), true, member, live.is_some().then_some(None));
+                }
+            }
+        }
+        batch.event = is_news.then_some(event);
+        batch
+    }
+
+    /// The batch is in Redis.
+    pub(crate) fn written(&mut self, batch: Batch, now: Instant) {
+        for (item, _) in batch.items {
+            let Some(entry) = self.entries.get_mut(&item) else { continue };
+            if entry.live.is_some() {
+                // The set of projects lives as long as the replica's heart beats.
+                if matches!(item, Item::Project(_)) {
+                    continue;
+                }
+                if let Some(due) = entry.due.take() {
+                    self.due.remove(&(due, item));
+                }
+                // The first time early, by chance: what came together is not refreshed together.
+                let share = if std::mem::replace(&mut entry.spread, true) {
+                    1.0
+                } else {
+                    0.5 + rand::random::<f64>() / 2.0
+                };
+                let due = now + self.refresh.mul_f64(share);
+                entry.due = Some(due);
+                self.due.insert((due, item));
+            } else if !self.dirty.contains_key(&item) {
+                self.entries.remove(&item);
+                self.removed.push_back((now, item));
+            }
+        }
+        self.forget_removed(now);
+    }
+
+    /// The batch may be in Redis, or a part of it.
+    pub(crate) fn not_written(&mut self, batch: Batch) {
+        for (item, news) in batch.items {
+            if let Some(entry) = self.entries.get_mut(&item) {
+                entry.settled = false;
+                self.dirty(item, news);
+            }
+        }
+    }
+
+    /// The hashes that this replica has entries in, for who clears them of others' garbage.
+    pub(crate) fn hashes(&self, keys: &Keys) -> BTreeSet<Vec<u8>> {
+        let of = |item: &Item| match *item {
+            Item::Route(agent) => vec![keys.tunnels(agent)],
+            Item::Connection(agent, _, project) => vec![keys.agent(agent), keys.project(project)],
+            Item::Project(_) => Vec::new(),
+        };
+        self.entries.iter().filter(|(_, entry)| entry.live.is_some()).flat_map(|(item, _)| of(item)).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TTL: Duration = Duration::from_secs(300);
+    const REFRESH: Duration = Duration::from_secs(240);
+
+    fn own() -> (Own, Keys) {
+        (Own::new(ReplicaId::new("me"), 1, String::new(), REFRESH), Keys::new("p"))
+    }
+
+    fn agent(id: i64) -> AgentId {
+        AgentId::new(id).unwrap()
+    }
+
+    fn none() -> Arc<[Box<str>]> {
+        Arc::from([])
+    }
+
+    fn batch(own: &mut Own, keys: &Keys, now: Instant) -> Batch {
+        own.batch(keys, 100, now, Duration::from_secs(1_000), TTL)
+    }
+
+    #[tokio::test]
+    async fn what_never_left_is_never_written() {
+        let (mut own, keys) = own();
+        for id in 1..1_000 {
+            own.add_route(agent(id), none());
+            own.remove_route(agent(id));
+        }
+        assert!(batch(&mut own, &keys, Instant::now()).is_empty());
+        assert_eq!((own.len(), own.unwritten(), own.routes()), (0, 0, 0));
+    }
+
+    #[tokio::test]
+    async fn a_withdrawal_is_written_until_it_is_there() {
+        let (mut own, keys) = own();
+        let now = Instant::now();
+        own.add_route(agent(1), none());
+        let first = batch(&mut own, &keys, now);
+        assert_eq!(first.event.as_ref().unwrap().announced.len(), 1);
+        // It is on its way, and may arrive.
+        own.remove_route(agent(1));
+        own.not_written(first);
+        for _ in 0..3 {
+            let again = batch(&mut own, &keys, now);
+            assert_eq!(again.event.as_ref().unwrap().withdrawn, [1]);
+            assert_eq!(again.changes.values().next().unwrap().remove.len(), 1);
+            own.not_written(again);
+        }
+        let last = batch(&mut own, &keys, now);
+        own.written(last, now);
+        assert_eq!(own.len(), 0);
+    }
+
+    #[tokio::test]
+    async fn an_agent_that_comes_back_while_it_is_removed_stays() {
+        let (mut own, keys) = own();
+        let now = Instant::now();
+        own.add_route(agent(1), none());
+        let added = batch(&mut own, &keys, now);
+        own.written(added, now);
+        own.remove_route(agent(1));
+        let removal = batch(&mut own, &keys, now);
+        own.add_route(agent(1), none());
+        own.written(removal, now);
+        assert!(own.holds(agent(1)));
+        let again = batch(&mut own, &keys, now);
+        assert_eq!(again.event.unwrap().announced.len(), 1);
+    }
+
+    #[tokio::test]
+    async fn refreshes_come_in_time_spread_and_are_no_news() {
+        let (mut own, keys) = own();
+        let now = Instant::now();
+        for id in 1..=100 {
+            own.add_route(agent(id), none());
+        }
+        let all = batch(&mut own, &keys, now);
+        own.written(all, now);
+        assert!(batch(&mut own, &keys, now).is_empty());
+        let half = batch(&mut own, &keys, now + REFRESH * 3 / 4);
+        assert!((10..=90).contains(&half.len()), "{} of 100 are due in the first half", half.len());
+        assert!(half.event.is_none() && half.changes.values().all(|change| change.settled));
+        own.written(half, now + REFRESH * 3 / 4);
+        let rest = batch(&mut own, &keys, now + REFRESH);
+        assert!(rest.len() >= 10);
+        assert_eq!(own.unwritten(), 0);
+    }
+
+    #[tokio::test]
+    async fn after_a_loss_everything_is_written_again_and_removals_too() {
+        let (mut own, keys) = own();
+        let now = Instant::now();
+        own.add_route(agent(1), none());
+        own.add_route(agent(2), none());
+        let first = batch(&mut own, &keys, now);
+        own.written(first, now);
+        own.remove_route(agent(2));
+        let removal = batch(&mut own, &keys, now);
+        own.written(removal, now);
+        own.announce_again(now);
+        let again = batch(&mut own, &keys, now);
+        let event = again.event.as_ref().unwrap();
+        assert_eq!((event.announced[0].agent_id, &event.withdrawn[..]), (1, &[2][..]));
+        assert!(!again.changes.values().any(|change| change.settled && !change.set.is_empty()));
+        own.written(again, now);
+        assert_eq!(own.len(), 1);
+        own.announce_again(now + REPEATED * 2);
+        assert_eq!(batch(&mut own, &keys, now).len(), 1);
+    }
+
+    #[tokio::test]
+    async fn churn_of_one_agent_does_not_grow_the_queue() {
+        let (mut own, keys) = own();
+        let now = Instant::now();
+        for _ in 0..10_000 {
+            own.add_route(agent(1), none());
+            own.remove_route(agent(1));
+        }
+        own.add_route(agent(1), none());
+        let one = batch(&mut own, &keys, now);
+        assert_eq!(one.len(), 1);
+        own.written(one, now);
+        assert!(own.queue.len() < 100, "{}", own.queue.len());
+    }
+}

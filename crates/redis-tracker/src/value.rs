@@ -1,0 +1,304 @@
+//! Values of the hashes, of ours and of GitLab agent 14.1, and what replicas publish.
+//!
+//! Bytes from Redis are another process': they may be anything. What cannot be read is skipped, as in 14.1.
+
+use std::{sync::Arc, time::Duration};
+
+use cluster::{AgentMeta, Connection, Replica};
+use ids::{AgentId, ConnectionId, ReplicaId};
+use prost::Message as _;
+use prost_types::{Any, Timestamp};
+use proto::{
+    gitlab::agent::{
+        agent_tracker::ConnectedAgentInfo,
+        modshared,
+        reverse_tunnel::{
+            info::{AgentDescriptor, Method, Service},
+            tracker::TunnelInfo,
+        },
+    },
+    kas::internal::v1::{EntryOwner, SharedEntry},
+};
+use serde::{Deserialize, Serialize};
+
+/// 14.1's `type.googleapis.com` names.
+const TUNNEL: &str = "type.googleapis.com/gitlab.agent.reverse_tunnel.tracker.TunnelInfo";
+const CONNECTED: &str = "type.googleapis.com/gitlab.agent.agent_tracker.ConnectedAgentInfo";
+
+/// Which process of which replica wrote an entry, and when, in its own count.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Owner {
+    pub(crate) replica: ReplicaId,
+    pub(crate) run: u64,
+    pub(crate) version: u64,
+}
+
+/// An entry, read.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Entry<T> {
+    /// By the clock of whoever wrote it; `None`: it never ends by itself.
+    pub(crate) expires_at: Option<Duration>,
+    /// `None`: a replica of GitLab's.
+    pub(crate) owner: Option<Owner>,
+    pub(crate) value: T,
+}
+
+/// Somebody holds tunnels of an agent.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Route {
+    /// Where it can be asked in 14.1's way; empty: nowhere.
+    pub(crate) url: String,
+}
+
+fn stamp(time: Duration) -> Timestamp {
+    Timestamp {
+        seconds: i64::try_from(time.as_secs()).unwrap_or(i64::MAX),
+        nanos: i32::try_from(time.subsec_nanos()).unwrap_or(0),
+    }
+}
+
+/// Returns the time; what is before 1970 or not well-formed is long over.
+fn time(stamp: &Timestamp) -> Duration {
+    match (u64::try_from(stamp.seconds), u32::try_from(stamp.nanos)) {
+        (Ok(seconds), Ok(nanos)) if nanos < 1_000_000_000 => Duration::new(seconds, nanos),
+        _ => Duration::ZERO,
+    }
+}
+
+fn entry(expires_at: Duration, type_url: &str, value: Vec<u8>, owner: EntryOwner) -> Vec<u8> {
+    SharedEntry {
+        expires_at: Some(stamp(expires_at)),
+        value: Some(Any { type_url: type_url.to_owned(), value }),
+        owner: Some(owner),
+    }
+    .encode_to_vec()
+}
+
+fn owner(owner: &Owner, agent_name: &str) -> EntryOwner {
+    EntryOwner {
+        replica: owner.replica.as_str().to_owned(),
+        run: owner.run,
+        version: owner.version,
+        agent_name: agent_name.to_owned(),
+    }
+}
+
+/// Returns the descriptor of `/service/Method` paths.
+fn descriptor(methods: &[Box<str>]) -> AgentDescriptor {
+    let mut services: Vec<Service> = Vec::new();
+    for path in methods {
+        let Some((service, method)) = path.trim_start_matches('/').split_once('/') else { continue };
+        let method = Method { name: method.to_owned() };
+        match services.iter_mut().find(|known| known.name == service) {
+            Some(known) => known.methods.push(method),
+            None => services.push(Service { name: service.to_owned(), methods: vec![method] }),
+        }
+    }
+    AgentDescriptor { services }
+}
+
+/// The name of the one field that a replica has in the hash of an agent's tunnels. 14.1 has connection ids there; an
+/// agent whose replica starts again under its old name replaces the entry.
+pub(crate) fn route_field(agent: AgentId, replica: &ReplicaId) -> i64 {
+    ConnectionId::of_instance(agent, replica.as_str().as_bytes()).get()
+}
+
+/// The name of the field of a connection. An agentk process has the same connection id on every replica, so the id alone
+/// would let one replica remove what another has announced.
+pub(crate) fn connection_field(agent: AgentId, connection: ConnectionId, replica: &ReplicaId) -> i64 {
+    let mut instance = connection.get().to_be_bytes().to_vec();
+    instance.extend_from_slice(replica.as_str().as_bytes());
+    ConnectionId::of_instance(agent, &instance).get()
+}
+
+/// Encodes "this replica holds tunnels of the agent".
+pub(crate) fn encode_route(
+    agent: AgentId,
+    methods: &[Box<str>],
+    url: &str,
+    by: &Owner,
+    expires_at: Duration,
+) -> Vec<u8> {
+    let info = TunnelInfo {
+        agent_descriptor: Some(descriptor(methods)),
+        connection_id: route_field(agent, &by.replica),
+        agent_id: agent.get(),
+        kas_url: url.to_owned(),
+    };
+    entry(expires_at, TUNNEL, info.encode_to_vec(), owner(by, ""))
+}
+
+/// Encodes an open configuration stream.
+pub(crate) fn encode_connection(connection: &Connection, by: &Owner, expires_at: Duration) -> Vec<u8> {
+    let info = ConnectedAgentInfo {
+        agent_meta: Some(modshared::AgentMeta {
+            version: connection.meta.version.clone(),
+            commit_id: connection.meta.commit.clone(),
+            pod_namespace: connection.meta.pod_namespace.clone(),
+            pod_name: connection.meta.pod_name.clone(),
+        }),
+        connected_at: Some(stamp(connection.connected_at)),
+        connection_id: connection.id.get(),
+        agent_id: connection.agent.get(),
+        project_id: connection.project_id,
+    };
+    entry(expires_at, CONNECTED, info.encode_to_vec(), owner(by, &connection.name))
+}
+
+fn open(bytes: &[u8], type_url: &str) -> Option<(Entry<Vec<u8>>, String)> {
+    let shared = SharedEntry::decode(bytes).ok()?;
+    let any = shared.value.filter(|any| any.type_url == type_url)?;
+    let mut name = String::new();
+    let owner = shared.owner.map(|owner| {
+        name = owner.agent_name;
+        Owner { replica: ReplicaId::new(&owner.replica), run: owner.run, version: owner.version }
+    });
+    Some((Entry { expires_at: shared.expires_at.as_ref().map(time), owner, value: any.value }, name))
+}
+
+/// Reads an entry of the hash of an agent's tunnels; `None`: it is something else.
+pub(crate) fn decode_route(bytes: &[u8]) -> Option<Entry<Route>> {
+    let (entry, _) = open(bytes, TUNNEL)?;
+    let info = TunnelInfo::decode(&*entry.value).ok()?;
+    Some(Entry { expires_at: entry.expires_at, owner: entry.owner, value: Route { url: info.kas_url } })
+}
+
+/// Reads an entry of one of the hashes of connections; `None`: it is something else.
+pub(crate) fn decode_connection(bytes: &[u8]) -> Option<Entry<Arc<Connection>>> {
+    let (entry, name) = open(bytes, CONNECTED)?;
+    let info = ConnectedAgentInfo::decode(&*entry.value).ok()?;
+    let meta = info.agent_meta.unwrap_or_default();
+    let connection = Connection {
+        agent: AgentId::new(info.agent_id).ok()?,
+        name: name.into(),
+        project_id: info.project_id,
+        id: ConnectionId::new(info.connection_id).ok()?,
+        meta: AgentMeta {
+            version: meta.version,
+            commit: meta.commit_id,
+            pod_namespace: meta.pod_namespace,
+            pod_name: meta.pod_name,
+        },
+        connected_at: info.connected_at.as_ref().map(time).unwrap_or_default(),
+    };
+    Some(Entry { expires_at: entry.expires_at, owner: entry.owner, value: Arc::new(connection) })
+}
+
+/// What a replica says of itself in its liveness key. Later versions may say more.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Life {
+    /// Drawn once per process, higher in a later one.
+    pub(crate) run: u64,
+    /// `host:port` of its private API.
+    pub(crate) address: String,
+    /// `starting`, `ready`, `draining` or `left`.
+    pub(crate) state: String,
+    #[serde(default)]
+    pub(crate) version: String,
+    #[serde(default)]
+    pub(crate) commit: String,
+    /// Agents whose tunnels it holds.
+    #[serde(default)]
+    pub(crate) agents: u64,
+}
+
+impl Life {
+    pub(crate) fn encode(&self) -> Vec<u8> {
+        serde_json::to_vec(self).expect("texts and numbers are JSON")
+    }
+
+    pub(crate) fn decode(bytes: &[u8]) -> Option<Self> {
+        serde_json::from_slice(bytes).ok()
+    }
+
+    pub(crate) fn replica(&self, id: &ReplicaId) -> Replica {
+        Replica { id: id.clone(), address: self.address.as_str().into() }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proto::gitlab::agent::redistool::ExpiringValue;
+
+    use super::*;
+
+    fn agent() -> AgentId {
+        AgentId::new(123).unwrap()
+    }
+
+    fn by() -> Owner {
+        Owner { replica: ReplicaId::new("10.0.0.1:8155"), run: 7, version: 9 }
+    }
+
+    /// A value that a 14.1 kas wrote.
+    const OF_14_1: &str = "0a0c08a0c1fa87061080cab5ee0112a6010a42747970652e676f6f676c65617069732e636f6d2f6769746c61622e6167\
+        656e742e726576657273655f74756e6e656c2e747261636b65722e54756e6e656c496e666f12600a400a3e0a2d6769746c61622e61676\
+        56e742e6b756265726e657465735f6170692e7270632e4b756265726e65746573417069120d0a0b4d616b655265717565737410f997e1\
+        f104187b2214677270633a2f2f31302e302e302e313a38313535";
+
+    #[test]
+    fn an_entry_of_14_1_is_read() {
+        let entry = decode_route(&hex::decode(OF_14_1).unwrap()).unwrap();
+        assert_eq!(entry.owner, None);
+        assert_eq!(entry.expires_at, Some(Duration::new(1_627_300_000, 500_000_000)));
+        assert_eq!(entry.value.url, "grpc://10.0.0.1:8155");
+    }
+
+    #[test]
+    fn a_14_1_kas_reads_ours_as_its_own() {
+        let methods = ["/gitlab.agent.kubernetes_api.rpc.KubernetesApi/MakeRequest".into()];
+        let at = Duration::new(1_627_300_000, 500_000_000);
+        let ours = encode_route(agent(), &methods, "grpc://10.0.0.1:8155", &by(), at);
+        // Go's decoder skips the owner as prost does here.
+        let theirs = ExpiringValue::decode(&*ours).unwrap();
+        let expected = ExpiringValue::decode(&*hex::decode(OF_14_1).unwrap()).unwrap();
+        assert_eq!(theirs.expires_at, expected.expires_at);
+        let (any, expected) = (theirs.value.unwrap(), expected.value.unwrap());
+        assert_eq!(any.type_url, expected.type_url);
+        let mut info = TunnelInfo::decode(&*any.value).unwrap();
+        assert_eq!(info.connection_id, route_field(agent(), &by().replica));
+        info.connection_id = 1_312_312_313;
+        assert_eq!(info.encode_to_vec(), expected.value);
+        // What is before the owner is 14.1's own, byte for byte.
+        let plain = ExpiringValue { expires_at: theirs.expires_at, value: Some(any) }.encode_to_vec();
+        assert!(ours.starts_with(&plain));
+    }
+
+    #[test]
+    fn connections_come_back_as_they_went() {
+        let connection = Connection {
+            agent: agent(),
+            name: "name".into(),
+            project_id: 10,
+            id: ConnectionId::new(5).unwrap(),
+            meta: AgentMeta {
+                version: "v".into(),
+                commit: "c".into(),
+                pod_namespace: "n".into(),
+                pod_name: "p".into(),
+            },
+            connected_at: Duration::new(5, 6),
+        };
+        let bytes = encode_connection(&connection, &by(), Duration::from_secs(9));
+        let entry = decode_connection(&bytes).unwrap();
+        assert_eq!(*entry.value, connection);
+        assert_eq!((entry.owner, entry.expires_at), (Some(by()), Some(Duration::from_secs(9))));
+        assert_eq!(decode_route(&bytes), None);
+    }
+
+    #[test]
+    fn replicas_have_fields_of_their_own_for_one_connection() {
+        let (a, b) = (ReplicaId::new("a"), ReplicaId::new("b"));
+        let id = ConnectionId::new(5).unwrap();
+        assert_ne!(connection_field(agent(), id, &a), connection_field(agent(), id, &b));
+        assert_ne!(route_field(agent(), &a), route_field(agent(), &b));
+        assert!(connection_field(agent(), id, &a) >= 0);
+    }
+
+    proptest::proptest! {
+        #[test]
+        fn any_bytes_are_read_or_skipped(bytes: Vec<u8>) {
+            let _ = (decode_route(&bytes), decode_connection(&bytes), Life::decode(&bytes));
+        }
+    }
+}

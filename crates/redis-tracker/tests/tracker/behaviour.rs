@@ -1,0 +1,430 @@
+//! What only Redis shows: the layout that a 14.1 replica reads, expiry, and how each of its faults is answered.
+
+use std::{collections::HashMap, sync::Arc, time::Duration};
+
+use crate::world::{Kind, Running, TTL, World};
+use cluster::{AgentMeta, Connection, Query, Tracker, contract::Member};
+use ids::{AgentId, ConnectionId};
+use prost::Message as _;
+use prost_types::{Any, Timestamp};
+use proto::gitlab::agent::{
+    agent_tracker::ConnectedAgentInfo, redistool::ExpiringValue, reverse_tunnel::tracker::TunnelInfo,
+};
+use redis::cmd;
+use redis_tracker::{Options, RedisTracker, State};
+use testkit::process::soon;
+use tokio::time::{Instant, timeout};
+
+const METHOD: &str = "/gitlab.agent.kubernetes_api.rpc.KubernetesApi/MakeRequest";
+
+fn agent(id: i64) -> AgentId {
+    AgentId::new(id).unwrap()
+}
+
+fn methods() -> Arc<[Box<str>]> {
+    Arc::from([METHOD.into()])
+}
+
+fn connection(id: i64) -> Connection {
+    Connection {
+        agent: agent(1),
+        name: "one".into(),
+        project_id: 10,
+        id: ConnectionId::new(id).unwrap(),
+        meta: AgentMeta { version: "v14.1.0".into(), ..AgentMeta::default() },
+        connected_at: Duration::from_secs(1_600_000_000),
+    }
+}
+
+fn key(middle: &str, id: i64) -> Vec<u8> {
+    [b"gitlab-kas:", middle.as_bytes(), &id.to_le_bytes()].concat()
+}
+
+fn tunnels(id: i64) -> Vec<u8> {
+    key("tunnel_tracker:conn_by_agent_id:", id)
+}
+
+async fn hash(world: &World, key: &[u8]) -> HashMap<String, Vec<u8>> {
+    world.ask(cmd("HGETALL").arg(key)).await
+}
+
+/// Waits until the replica has written everything that it announces.
+async fn written(tracker: &RedisTracker) {
+    soon("everything is written", async {
+        while tracker.counts().unwritten > 0 || !tracker.health().borrow().announced {
+            tokio::time::sleep(Duration::from_millis(2)).await;
+        }
+    })
+    .await;
+}
+
+/// Waits, by subscription alone, until an agent is located on so many replicas.
+async fn located(tracker: &RedisTracker, id: i64, count: usize) {
+    let mut changes = tracker.changes(agent(id));
+    soon("the agent is located", async {
+        while tracker.locate(agent(id)).await.map_or(0, |found| found.len()) != count {
+            changes.changed().await.unwrap();
+        }
+    })
+    .await;
+}
+
+/// A value as a 14.1 kas writes it.
+fn of_14_1(type_url: &str, value: Vec<u8>, expires_at: i64) -> Vec<u8> {
+    let value = Some(Any { type_url: format!("type.googleapis.com/gitlab.agent.{type_url}"), value });
+    ExpiringValue { expires_at: Some(Timestamp { seconds: expires_at, nanos: 0 }), value }.encode_to_vec()
+}
+
+fn connected_of_14_1(id: i64, expires_at: i64) -> Vec<u8> {
+    let info = ConnectedAgentInfo {
+        connection_id: id,
+        agent_id: 1,
+        project_id: 10,
+        ..ConnectedAgentInfo::default()
+    };
+    of_14_1("agent_tracker.ConnectedAgentInfo", info.encode_to_vec(), expires_at)
+}
+
+async fn redis_time(world: &World) -> i64 {
+    let (seconds, _): (i64, i64) = world.ask(&cmd("TIME")).await;
+    seconds
+}
+
+#[tokio::test]
+async fn a_14_1_replica_finds_what_ours_has_written() {
+    let world = World::new(Kind::Server).await;
+    let options = Options { url: "grpc://10.0.0.1:8155".to_owned(), ..world.options() };
+    let a = world.start("a", options).await;
+    let leases = (a.tracker.route(agent(123), methods()), a.tracker.connection(connection(7)));
+    written(&a.tracker).await;
+    let now = redis_time(&world).await;
+    let found = hash(&world, &tunnels(123)).await;
+    assert_eq!(found.len(), 1, "one entry per agent and replica, not per tunnel");
+    let (field, value) = found.iter().next().unwrap();
+    let value = ExpiringValue::decode(&**value).unwrap();
+    let left = value.expires_at.unwrap().seconds - now;
+    assert!((295..=300).contains(&left), "{left}");
+    let info = TunnelInfo::decode(&*value.value.unwrap().value).unwrap();
+    assert_eq!((info.agent_id, info.connection_id.to_string()), (123, field.clone()));
+    assert_eq!(info.kas_url, "grpc://10.0.0.1:8155");
+    let service = &info.agent_descriptor.unwrap().services[0];
+    assert_eq!(format!("/{}/{}", service.name, service.methods[0].name), METHOD);
+    for key in [key("agent_tracker:conn_by_agent_id:", 1), key("agent_tracker:conn_by_project_id:", 10)] {
+        let found = hash(&world, &key).await;
+        let value = ExpiringValue::decode(&**found.values().next().unwrap()).unwrap();
+        let info = ConnectedAgentInfo::decode(&*value.value.unwrap().value).unwrap();
+        assert_eq!((info.connection_id, info.agent_id, info.project_id), (7, 1, 10));
+        assert_eq!(info.agent_meta.unwrap().version, "v14.1.0");
+        let left: i64 = world.ask(cmd("PTTL").arg(&key)).await;
+        assert!((290_000..=300_000).contains(&left), "{left}");
+    }
+    drop(leases);
+    a.tracker.leave(TTL * 10).await;
+    let left: i64 = world.ask(&cmd("DBSIZE")).await;
+    assert_eq!(left, 0, "who leaves takes everything along");
+}
+
+#[tokio::test]
+async fn agents_of_a_14_1_replica_are_listed_until_they_expire_by_the_clock_of_redis() {
+    let world = World::new(Kind::Server).await;
+    // Its own clock says something else: an hour less.
+    let run = u64::try_from(redis_time(&world).await - 3_600).unwrap() * 1_000_000;
+    let a = world.start("a", Options { run, ..world.options() }).await;
+    let now = redis_time(&world).await;
+    let by_agent = key("agent_tracker:conn_by_agent_id:", 1);
+    for (field, expires_at) in [(7, now + 60), (8, now - 60), (9, now - 1)] {
+        let value = connected_of_14_1(field, expires_at);
+        let _: i64 = world.ask(cmd("HSET").arg(&by_agent).arg(field).arg(value)).await;
+    }
+    let _: i64 = world.ask(cmd("HSET").arg(&by_agent).arg("10").arg("no value of anybody")).await;
+    let listed = a.tracker.connected(Query::Agent(agent(1))).await.unwrap();
+    let ids: Vec<i64> = listed.connections.iter().map(|located| located.connection.id.get()).collect();
+    // What has expired within the margin may be of a replica whose clock differs.
+    assert_eq!((ids, listed.unanswered.len()), (vec![7, 9], 0));
+    assert_eq!(listed.connections[0].replica.id.as_str(), "gitlab-kas");
+    let mut left: Vec<String> = hash(&world, &by_agent).await.into_keys().collect();
+    left.sort();
+    assert_eq!(left, ["10", "7", "9"], "readers remove what has expired, and nothing else");
+}
+
+#[tokio::test]
+async fn a_longer_expiry_that_somebody_else_set_stays() {
+    let world = World::new(Kind::Server).await;
+    let value = of_14_1("reverse_tunnel.tracker.TunnelInfo", Vec::new(), redis_time(&world).await + 7_200);
+    let _: i64 = world.ask(cmd("HSET").arg(tunnels(1)).arg("5").arg(value)).await;
+    let _: i64 = world.ask(cmd("PEXPIRE").arg(tunnels(1)).arg(7_200_000)).await;
+    let options = Options {
+        entry_ttl: Duration::from_secs(3),
+        entry_refresh: Duration::from_millis(200),
+        ..world.options()
+    };
+    let a = world.start("a", options).await;
+    let lease = (a.tracker.route(agent(1), methods()), a.tracker.route(agent(2), methods()));
+    written(&a.tracker).await;
+    let before = hash(&world, &tunnels(1)).await;
+    // Once it has been written again.
+    soon("a refresh", async {
+        while hash(&world, &tunnels(1)).await == before {
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    })
+    .await;
+    let left: i64 = world.ask(cmd("PTTL").arg(tunnels(1))).await;
+    assert!(left > 7_100_000, "{left}");
+    let left: i64 = world.ask(cmd("PTTL").arg(tunnels(2))).await;
+    assert!((1..=3_000).contains(&left), "{left}");
+    drop(lease);
+    written(&a.tracker).await;
+    assert_eq!(hash(&world, &tunnels(1)).await.into_keys().collect::<Vec<_>>(), ["5"]);
+}
+
+#[tokio::test]
+async fn entries_outlive_their_expiry_while_their_replica_lives() {
+    let world = World::new(Kind::Server).await;
+    let options = || Options {
+        entry_ttl: Duration::from_secs(2),
+        entry_refresh: Duration::from_secs(1),
+        ..world.options()
+    };
+    let (a, b) = (world.start("a", options()).await, world.start("b", options()).await);
+    let _leases = (a.tracker.route(agent(1), methods()), a.tracker.connection(connection(7)));
+    located(&b.tracker, 1, 1).await;
+    let key = tunnels(1);
+    let begun = Instant::now();
+    while begun.elapsed() < Duration::from_secs(4) {
+        let left: i64 = world.ask(cmd("PTTL").arg(&key)).await;
+        assert!(left > 0, "the hash has expired or would never do so: {left}");
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    let c = world.start("c", options()).await;
+    located(&c.tracker, 1, 1).await;
+    assert_eq!(c.tracker.connected(Query::All).await.unwrap().connections.len(), 1);
+}
+
+#[tokio::test]
+async fn ten_thousand_who_wait_for_an_agent_cost_one_subscription_and_no_commands() {
+    let world = World::new(Kind::Server).await;
+    let (a, b) = (world.start("a", world.options()).await, world.start("b", world.options()).await);
+    let waiting: Vec<_> = (0..10_000)
+        .map(|_| {
+            let tracker = Arc::clone(&b.tracker);
+            tokio::spawn(async move { located(&tracker, 1, 1).await })
+        })
+        .collect();
+    // Each of them has looked once.
+    located(&b.tracker, 1, 0).await;
+    tokio::task::yield_now().await;
+    let commands = async || -> u64 {
+        let info: String = world.ask(cmd("INFO").arg("stats")).await;
+        let line = info.lines().find_map(|line| line.strip_prefix("total_commands_processed:")).unwrap();
+        line.trim().parse().unwrap()
+    };
+    let before = commands().await;
+    tokio::time::sleep(Duration::from_secs(2)).await;
+    let during = commands().await - before;
+    // The beats of two replicas with a life of a second, and asking for this.
+    assert!(during < 200, "{during} commands in two seconds");
+    let subscribed: Vec<(String, u64)> =
+        world.ask(cmd("PUBSUB").arg("NUMSUB").arg("gitlab-kas:kas:events")).await;
+    assert_eq!(subscribed[0].1, 2, "one for each replica");
+    let begun = Instant::now();
+    let _lease = a.tracker.route(agent(1), methods());
+    for task in waiting {
+        task.await.unwrap();
+    }
+    assert!(begun.elapsed() < Duration::from_secs(2), "{:?}", begun.elapsed());
+}
+
+#[tokio::test]
+async fn what_is_known_is_answered_without_redis() {
+    let world = World::new(Kind::Server).await;
+    let (a, b) = (world.start("a", world.options()).await, world.start("b", world.options()).await);
+    let _lease = a.tracker.route(agent(1), methods());
+    located(&b.tracker, 1, 1).await;
+    located(&b.tracker, 2, 0).await;
+    world.redis.pause().await;
+    let begun = Instant::now();
+    for _ in 0..10_000 {
+        assert_eq!(b.tracker.locate(agent(1)).await.unwrap().len(), 1);
+        assert_eq!(b.tracker.locate(agent(2)).await.unwrap().len(), 0);
+    }
+    assert!(begun.elapsed() < Duration::from_secs(1), "{:?} for 20,000", begun.elapsed());
+    // Who is not known is waited for, and not for long; own agents even then.
+    let own = b.tracker.route(agent(3), methods());
+    assert_eq!(b.tracker.locate(agent(3)).await.unwrap().len(), 1);
+    assert!(begun.elapsed() < Duration::from_secs(2));
+    world.redis.resume().await;
+    located(&a.tracker, 3, 1).await;
+    drop(own);
+}
+
+#[tokio::test]
+async fn a_lost_subscription_alone_is_made_again_and_loses_no_change() {
+    let world = World::new(Kind::Server).await;
+    let (a, b) = (world.start("a", world.options()).await, world.start("b", world.options()).await);
+    located(&b.tracker, 1, 0).await;
+    for _ in 0..5 {
+        let killed: u64 = world.ask(cmd("CLIENT").arg("KILL").arg("TYPE").arg("pubsub")).await;
+        assert!(killed > 0);
+        let lease = a.tracker.route(agent(1), methods());
+        located(&b.tracker, 1, 1).await;
+        drop(lease);
+        located(&b.tracker, 1, 0).await;
+        for running in [&a, &b] {
+            let mut health = running.tracker.health();
+            soon("news come in again", health.wait_for(|health| health.listening)).await.unwrap();
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_full_redis_keeps_who_was_there_and_says_so() {
+    let world = World::new(Kind::Server).await;
+    let (a, b) = (world.start("a", world.options()).await, world.start("b", world.options()).await);
+    let _old = a.tracker.route(agent(1), methods());
+    located(&b.tracker, 1, 1).await;
+    let _: () = world.ask(cmd("CONFIG").arg("SET").arg("maxmemory").arg(1)).await;
+    let new = a.tracker.route(agent(2), methods());
+    let mut health = a.tracker.health();
+    let full = health
+        .wait_for(|h| !h.announced && h.last_error.as_ref().is_some_and(|(text, _)| text.contains("OOM")));
+    soon("Redis is full, and that is said", full).await.unwrap();
+    assert!(a.tracker.alarms()[0].contains("OOM"), "{:?}", a.tracker.alarms());
+    // Longer than a life: the sign of life needs no memory.
+    tokio::time::sleep(TTL * 2).await;
+    assert_eq!(b.tracker.locate(agent(1)).await.unwrap().len(), 1);
+    let _: () = world.ask(cmd("CONFIG").arg("SET").arg("maxmemory").arg(0)).await;
+    located(&b.tracker, 2, 1).await;
+    written(&a.tracker).await;
+    assert_eq!(a.tracker.alarms(), [""; 0]);
+    drop(new);
+}
+
+#[tokio::test]
+async fn a_primary_that_became_read_only_is_left() {
+    let world = World::new(Kind::Server).await;
+    let a = world.start("a", world.options()).await;
+    let _lease = a.tracker.route(agent(1), methods());
+    written(&a.tracker).await;
+    let nobody = testkit::redis::free_port().await.unwrap().to_string();
+    let _: () = world.ask(cmd("REPLICAOF").arg("127.0.0.1").arg(&nobody)).await;
+    let _new = a.tracker.route(agent(2), methods());
+    let mut health = a.tracker.health();
+    let refused = health.wait_for(|health| {
+        health.last_error.as_ref().is_some_and(|(text, _)| text.to_lowercase().contains("readonly"))
+    });
+    soon("the refusal is said", refused).await.unwrap();
+    let _: () = world.ask(cmd("REPLICAOF").arg("NO").arg("ONE")).await;
+    written(&a.tracker).await;
+    assert_eq!(hash(&world, &tunnels(2)).await.len(), 1);
+}
+
+#[tokio::test]
+async fn two_processes_of_one_name_are_an_alarm_and_the_later_counts() {
+    let world = World::new(Kind::Server).await;
+    let b = world.start("b", world.options()).await;
+    let old = world.start("a", world.options()).await;
+    let _old = old.tracker.route(agent(1), methods());
+    located(&b.tracker, 1, 1).await;
+    let new = world.start("a", world.options()).await;
+    let _new = new.tracker.route(agent(2), methods());
+    located(&b.tracker, 2, 1).await;
+    located(&b.tracker, 1, 0).await;
+    soon("the earlier process says it", async {
+        while !old.tracker.alarms().iter().any(|alarm| alarm.contains("another process of replica a")) {
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    })
+    .await;
+    assert_eq!(new.tracker.alarms(), [""; 0]);
+    // It leaves without taking along what is not its own.
+    old.tracker.leave(TTL * 10).await;
+    drop(old);
+    tokio::time::sleep(TTL).await;
+    located(&b.tracker, 2, 1).await;
+}
+
+#[tokio::test]
+async fn garbage_of_the_dead_is_removed_by_who_shares_a_hash_with_them() {
+    let world = World::new(Kind::Server).await;
+    let options = Options { gc: Duration::from_secs(1), ..world.options() };
+    let a = world.start("a", options).await;
+    let _lease = a.tracker.route(agent(1), methods());
+    written(&a.tracker).await;
+    let over = redis_time(&world).await - 60;
+    for field in 0..2_000 {
+        let value = of_14_1("reverse_tunnel.tracker.TunnelInfo", Vec::new(), over);
+        let _: i64 = world.ask(cmd("HSET").arg(tunnels(1)).arg(field).arg(value)).await;
+    }
+    soon("only what lives is left", async {
+        while hash(&world, &tunnels(1)).await.len() > 1 {
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn ten_thousand_agents_are_announced_again_when_redis_is_back() {
+    let world = World::new(Kind::Server).await;
+    let (a, b) = (world.start("a", world.options()).await, world.start("b", world.options()).await);
+    let _leases: Vec<_> = (1..=10_000).map(|id| a.tracker.route(agent(id), methods())).collect();
+    written(&a.tracker).await;
+    located(&b.tracker, 10_000, 1).await;
+    world.redis.stop().await;
+    let mut health = a.tracker.health();
+    soon("the loss is noticed", health.wait_for(|health| !health.reachable)).await.unwrap();
+    world.redis.start().await.unwrap();
+    soon("Redis is back", health.wait_for(|health| health.reachable)).await.unwrap();
+    let begun = Instant::now();
+    written(&a.tracker).await;
+    // Without optimisation, and beside other tests.
+    assert!(begun.elapsed() < Duration::from_secs(10), "{:?}", begun.elapsed());
+    eprintln!("10,000 agents were announced again in {:?}", begun.elapsed());
+    assert_eq!(hash(&world, &tunnels(10_000)).await.len(), 1);
+}
+
+#[tokio::test]
+async fn states_of_replicas_are_seen_at_once() {
+    let world = World::new(Kind::Server).await;
+    let (a, b) = (world.start("a", world.options()).await, world.start("b", world.options()).await);
+    let _lease = a.tracker.route(agent(1), methods());
+    located(&b.tracker, 1, 1).await;
+    let mut changes = b.tracker.changes(agent(1));
+    a.tracker.announce(State::Draining);
+    let seen = async {
+        loop {
+            let found = b.tracker.locate(agent(1)).await.unwrap();
+            if found[0].standing == cluster::Standing::Draining {
+                return;
+            }
+            changes.changed().await.unwrap();
+        }
+    };
+    timeout(TTL * 2, seen).await.expect("a draining replica is asked last");
+    let replicas = b.tracker.replicas().await.replicas;
+    assert_eq!(replicas.len(), 2);
+    assert_eq!((replicas[1].state.as_str(), replicas[1].agents), ("draining", 1));
+    assert_eq!(&*replicas[1].replica.address, "a:8155");
+}
+
+#[tokio::test]
+async fn a_redis_that_is_not_there_is_named() {
+    let world = World::new(Kind::Server).await;
+    world.redis.stop().await;
+    let a = Running::start("a", world.options());
+    let mut health = a.tracker.health();
+    soon("that is noticed", health.wait_for(|health| health.last_error.is_some())).await.unwrap();
+    let error = a.tracker.locate(agent(1)).await.unwrap_err();
+    assert_eq!(error.to_string(), "Redis cannot be asked");
+    let own = a.tracker.route(agent(1), methods());
+    assert_eq!(a.tracker.locate(agent(1)).await.unwrap().len(), 1);
+    let listed = a.tracker.connected(Query::All).await.unwrap();
+    assert!(listed.unanswered[0].reason.starts_with("Redis cannot be asked"), "{listed:?}");
+    assert!(!*a.tracker.ready().borrow());
+    world.redis.start().await.unwrap();
+    let mut ready = a.tracker.ready();
+    soon("it is ready once Redis is", ready.wait_for(|ready| *ready)).await.unwrap();
+    drop(own);
+    Box::new(a).leave().await;
+}

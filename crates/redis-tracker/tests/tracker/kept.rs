@@ -1,0 +1,70 @@
+//! The contract of trackers, kept with a real Redis.
+
+use std::sync::Arc;
+
+use cluster::{Tracker, contract};
+
+use crate::world::{Kind, World};
+
+/// Keeps the world of a replica that is alone as long as the replica.
+struct Alone {
+    tracker: Arc<dyn Tracker>,
+    _world: World,
+    _member: Box<dyn contract::Member>,
+}
+
+#[async_trait::async_trait]
+impl Tracker for Alone {
+    fn route(&self, agent: ids::AgentId, methods: Arc<[Box<str>]>) -> cluster::Lease {
+        self.tracker.route(agent, methods)
+    }
+    fn connection(&self, connection: cluster::Connection) -> cluster::Lease {
+        self.tracker.connection(connection)
+    }
+    async fn locate(&self, agent: ids::AgentId) -> Result<Vec<cluster::Candidate>, cluster::TrackerError> {
+        self.tracker.locate(agent).await
+    }
+    fn live(&self) -> tokio::sync::watch::Receiver<usize> {
+        self.tracker.live()
+    }
+    async fn replicas(&self) -> cluster::Replicas {
+        self.tracker.replicas().await
+    }
+    fn beliefs(&self, agent: ids::AgentId) -> Vec<cluster::Belief> {
+        self.tracker.beliefs(agent)
+    }
+    fn changes(&self, agent: ids::AgentId) -> tokio::sync::watch::Receiver<()> {
+        self.tracker.changes(agent)
+    }
+    async fn connected(&self, query: cluster::Query) -> Result<cluster::Connected, cluster::TrackerError> {
+        self.tracker.connected(query).await
+    }
+    fn connection_changes(&self) -> tokio::sync::watch::Receiver<()> {
+        self.tracker.connection_changes()
+    }
+}
+
+#[tokio::test]
+async fn a_replica_alone_keeps_the_contract() {
+    contract::check(|| async {
+        let world = World::new(Kind::Socket).await;
+        let member = contract::Cluster::join(&world, "a").await;
+        let alone = Alone { tracker: member.tracker(), _world: world, _member: member };
+        Arc::new(alone) as Arc<dyn Tracker>
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn several_replicas_keep_the_contract() {
+    contract::check_cluster(|| async {
+        Arc::new(World::new(Kind::Server).await) as Arc<dyn contract::Cluster>
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn the_contract_is_kept_while_the_store_fails() {
+    contract::check_store(|| async { Arc::new(World::new(Kind::Server).await) as Arc<dyn contract::Store> })
+        .await;
+}

@@ -1,0 +1,8 @@
+//! The tracker on a real Redis, which each test starts for itself.
+
+#![allow(clippy::unwrap_used)] // a test may panic
+
+mod behaviour;
+mod connections;
+mod kept;
+mod world;
