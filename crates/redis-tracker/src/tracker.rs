@@ -281,6 +281,11 @@ impl RedisTracker {
         }
     }
 
+    /// Returns the connections of this replica alone.
+    pub fn own(&self) -> &InMemoryTracker {
+        &self.own
+    }
+
     /// Returns the other replicas that live, as their keys say.
     pub fn others(&self) -> HashSet<Replica> {
         self.inner().peers.values().map(|peer| peer.replica.clone()).collect()
@@ -420,24 +425,27 @@ impl Tracker for RedisTracker {
 
     async fn locate(&self, agent: AgentId) -> Result<Vec<Candidate>, TrackerError> {
         let ages = self.ages();
+        let reachable = self.health.borrow().reachable;
         let mut done = {
             let mut inner = self.inner();
             let now = Instant::now();
             let look = inner.cache.look(agent, ages, now);
-            if look == Look::Known {
-                return Ok(self.candidates(&inner, agent, now));
+            let found = self.candidates(&inner, agent, now);
+            // That nobody held it a moment ago says nothing while nobody can say that they do.
+            let counts = if reachable { look != Look::Unknown } else { !found.is_empty() };
+            if look == Look::Known && counts {
+                return Ok(found);
             }
             let done = inner.cache.want(agent, now);
             self.to_read.notify_one();
-            if look == Look::Aging {
-                return Ok(self.candidates(&inner, agent, now));
+            if counts {
+                return Ok(found);
             }
             done
         };
         // Nobody waits for a Redis that does not answer anyway. One that is only slow is no error: the answer wakes who
         // has subscribed.
-        let failed = !self.health.borrow().reachable
-            || matches!(timeout(PATIENCE, done.wait_for(|done| *done)).await, Ok(Err(_)));
+        let failed = !reachable || matches!(timeout(PATIENCE, done.wait_for(|done| *done)).await, Ok(Err(_)));
         let inner = self.inner();
         let found = self.candidates(&inner, agent, Instant::now());
         if failed && found.is_empty() {

@@ -533,3 +533,35 @@ fn commands(key: &[u8], change: &Change, ttl: u64, left: Option<u64>) -> Vec<Cmd
     }
     commands
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn words(change: &Change, left: Option<u64>) -> Vec<String> {
+        let text = |command: &Cmd| {
+            let words = command.args_iter().map(|arg| match arg {
+                redis::Arg::Simple(word) => String::from_utf8_lossy(word).into_owned(),
+                _ => "?".to_owned(),
+            });
+            words.collect::<Vec<_>>().join(" ")
+        };
+        commands(b"k", change, 300, left).iter().map(text).collect()
+    }
+
+    #[test]
+    fn no_expiry_is_lowered_and_none_is_missing() {
+        let set = vec![(b"f".to_vec(), Some(b"v".to_vec()))];
+        let new = Change { set: set.clone(), ..Change::default() };
+        let settled = Change { settled: true, ..Change { set, ..Change::default() } };
+        let gone = Change { remove: vec![b"f".to_vec()], settled: true, ..Change::default() };
+        assert_eq!(words(&new, None), ["HSET k f v", "PEXPIRE k 300 NX", "PEXPIRE k 300 GT"]);
+        assert_eq!(words(&settled, None), ["HSET k f v", "PEXPIRE k 300 GT"]);
+        assert_eq!(words(&gone, None), ["HDEL k f"]);
+        // Before 7.0: what was left is known.
+        assert_eq!(words(&new, Some(0)), ["HSET k f v", "PEXPIRE k 300"]);
+        assert_eq!(words(&settled, Some(7_200)), ["HSET k f v", "PEXPIRE k 7200"]);
+        let set = Change { set: vec![(b"1".to_vec(), None)], is_set: true, ..Change::default() };
+        assert_eq!(words(&set, Some(1)), ["SADD k 1", "PEXPIRE k 300"]);
+    }
+}

@@ -425,6 +425,13 @@ async fn a_redis_that_is_not_there_is_named() {
     world.redis.start().await.unwrap();
     let mut ready = a.tracker.ready();
     soon("it is ready once Redis is", ready.wait_for(|ready| *ready)).await.unwrap();
+    located(&a.tracker, 2, 0).await;
+    world.redis.stop().await;
+    soon("the loss is noticed", health.wait_for(|health| !health.reachable)).await.unwrap();
+    // It was nowhere a moment ago, and may be anywhere now.
+    assert!(a.tracker.locate(agent(2)).await.is_err());
+    assert_eq!(a.tracker.locate(agent(1)).await.unwrap().len(), 1);
     drop(own);
+    world.redis.start().await.unwrap();
     Box::new(a).leave().await;
 }

@@ -232,7 +232,7 @@ async fn sentinel_names_the_primary_before_and_after_a_failover() {
             .await
             .unwrap();
     let port = primary.address().port();
-    let of = ["--replicaof", &format!("127.0.0.1 {port}"), "--requirepass", "p", "--masterauth", "p"];
+    let of = ["--replicaof", "127.0.0.1", &port.to_string(), "--requirepass", "p", "--masterauth", "p"];
     let _second = Redis::run_with(&of).await.unwrap();
     let mut sentinels = Vec::new();
     let mut addresses = Vec::new();
