@@ -34,7 +34,19 @@ const ALLOWED: [(&str, &[&str]); 19] = [
     ("discovery", &[]),
     (
         "kas",
-        &["ids", "proto", "runtime", "grpc", "traces", "tunnel", "cluster", "gossip", "table", "discovery"],
+        &[
+            "ids",
+            "proto",
+            "runtime",
+            "grpc",
+            "traces",
+            "tunnel",
+            "cluster",
+            "redis-tracker",
+            "gossip",
+            "table",
+            "discovery",
+        ],
     ),
     // Runs in other people's clusters: nothing of how kas replicas find each other may come along.
     ("agentk", &["ids", "proto", "runtime", "websocket", "grpc", "traces", "tunnel"]),

@@ -125,8 +125,8 @@ pub struct Addresses {
     pub observability: Option<SocketAddr>,
 }
 
-/// Whether the tables of other replicas are known; `None`: there are no others.
-type Synced = Option<watch::Receiver<bool>>;
+/// Whether other replicas are known well enough, and what is said until then; `None`: there are no others.
+type Synced = Option<(watch::Receiver<bool>, &'static str)>;
 
 /// A task that ends with its owner.
 struct Background(JoinHandle<()>);
@@ -270,8 +270,8 @@ fn unready(phase: Phase, started: Option<&Synced>) -> Option<String> {
     let why = match (phase, started) {
         (Phase::Serving, None) => "starting: where other replicas reach this one may not be known yet",
         (Phase::Serving, Some(None)) => return None,
-        (Phase::Serving, Some(Some(synced))) if *synced.borrow() => return None,
-        (Phase::Serving, Some(Some(_))) => "the tables of the other replicas are not known yet",
+        (Phase::Serving, Some(Some((synced, _)))) if *synced.borrow() => return None,
+        (Phase::Serving, Some(Some((_, why)))) => why,
         _ => "draining",
     };
     Some(why.to_owned())
@@ -353,11 +353,9 @@ impl Kas {
         };
         let agent_listener = bind("agent", &config.agent.listen.listen).await?;
         let api_listener = bind("api", &config.api.listen.listen).await?;
-        let private_listener = match &config.tracker {
-            config::Tracker::Memory => None,
-            config::Tracker::Gossip(replication) => {
-                Some(bind("private_api", &replication.private_api.listen).await?)
-            }
+        let private_listener = match config.tracker.private_api() {
+            None => None,
+            Some(private_api) => Some(bind("private_api", &private_api.listen).await?),
         };
         let admin_listener = bind("observability", &config.observability.listen).await?;
         let addresses = Addresses {
@@ -383,9 +381,9 @@ impl Kas {
         let agent_tls =
             following.listener("agent", &config.agent.listen.listen, config.agent.listen.websocket)?;
         let api_tls = following.listener("api", &config.api.listen.listen, false)?;
-        let private_tls = match &config.tracker {
-            config::Tracker::Memory => None,
-            config::Tracker::Gossip(replication) => following.private(&replication.private_api)?,
+        let private_tls = match config.tracker.private_api() {
+            None => None,
+            Some(private_api) => following.private(private_api)?,
         };
         let (private_tls, peer_tls) = private_tls.unzip();
         let lifecycle = Lifecycle::default();
@@ -410,10 +408,14 @@ impl Kas {
             (config::Tracker::Gossip(replication), Some(listener)) => {
                 Some(Mesh::bind(replication, &secrets.private, peer_tls, listener, &metrics).await?)
             }
+            (config::Tracker::Redis(shared), Some(listener)) => Some(
+                Mesh::share(shared, &secrets.private, secrets.redis.clone(), peer_tls, listener, &metrics)
+                    .await?,
+            ),
             _ => None,
         };
         let (replica, tracker): (Replica, Arc<dyn Tracker>) = match &mesh {
-            Some(mesh) => (mesh.me.clone(), Arc::clone(&mesh.replication) as _),
+            Some(mesh) => (mesh.me.clone(), mesh.others.tracker()),
             None => {
                 let address =
                     addresses.api.map_or_else(|| config.api.listen.listen.address.clone(), |a| a.to_string());
@@ -498,9 +500,9 @@ impl Kas {
             observer,
         );
 
-        let private = match (mesh, private_listener, &config.tracker) {
-            (Some(mesh), Some(listener), config::Tracker::Gossip(replication)) => {
-                mesh.replication.serve(Arc::clone(&tunnels));
+        let private = match (mesh, private_listener, config.tracker.private_api()) {
+            (Some(mesh), Some(listener), Some(listen)) => {
+                mesh.others.serve(Arc::clone(&tunnels));
                 let service = PrivateListener::new(
                     mesh::verifier(&secrets.private),
                     mesh.me.id.clone(),
@@ -509,7 +511,6 @@ impl Kas {
                     mesh.services(),
                     tracer,
                 );
-                let listen = &replication.private_api;
                 let server = Server {
                     listener,
                     tls: private_tls,
@@ -620,7 +621,7 @@ impl Kas {
         let servers = tokio_util::task::TaskTracker::new();
         servers.spawn(agent.run(lifecycle.clone()));
         servers.spawn(api.run(lifecycle.clone()));
-        let synced = private.as_ref().map(|(_, mesh, _)| mesh.replication.ready());
+        let synced = private.as_ref().map(|(_, mesh, _)| mesh.others.ready());
         // Nobody else sets it.
         let _ = started.set(synced);
         let mut background = vec![
@@ -631,10 +632,10 @@ impl Kas {
         background.extend(audit.clone().map(|audit| tokio::spawn(reopen_on_hangup(audit))));
         let Following { certificates, all } = following;
         background.push(tokio::spawn(files::follow(all, move || certificates.tell())));
-        let mut replication = None;
+        let mut others = None;
         if let Some((server, mesh, _)) = private {
             servers.spawn(server.run(lifecycle.clone()));
-            replication = Some(Arc::clone(&mesh.replication));
+            others = Some(mesh.others.clone());
             background.push(tokio::spawn(mesh.run()));
         }
         servers.close();
@@ -642,8 +643,8 @@ impl Kas {
         let drain = async {
             tracing::info!(delay = ?config.drain.delay, "draining: not ready any more, everything is still served");
             lifecycle.advance(Phase::Draining);
-            if let Some(replication) = &replication {
-                replication.announce(table::State::Draining);
+            if let Some(others) = &others {
+                others.drain();
             }
             tunnels.drain();
             kept.close();
@@ -667,8 +668,8 @@ impl Kas {
             );
         }
         // First the last word to the others, which takes a moment: agents whose streams end would come back meanwhile.
-        if let Some(replication) = &replication {
-            replication.leave().await;
+        if let Some(others) = &others {
+            others.leave().await;
         }
         tunnels.refuse_waiters();
         agents.end_all();

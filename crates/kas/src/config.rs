@@ -30,6 +30,7 @@ use std::{
 };
 
 use http::Uri;
+use secrecy::SecretString;
 
 pub use self::{
     host_port::{Host, HostPort, NotHostPort},
@@ -173,8 +174,8 @@ impl Config {
             ApiSecrets::Made(path) => vec![path.clone()],
             ApiSecrets::Given(paths) => paths.clone(),
         };
-        if let Tracker::Gossip(replication) = &self.tracker {
-            files.extend(replication.private_api.secrets.iter().cloned());
+        if let Some(private) = self.tracker.private_api() {
+            files.extend(private.secrets.iter().cloned());
         }
         if let Identity::GitLab(gitlab) = &self.identity {
             files.push(gitlab.secret.clone());
@@ -232,10 +233,13 @@ impl Config {
             Identity::File { .. } => None,
             Identity::GitLab(gitlab) => gitlab.read_secret(open, &mut problems, &mut warnings),
         };
-        let private = match &self.tracker {
-            Tracker::Memory => Vec::new(),
-            Tracker::Gossip(replication) => {
-                let private = &replication.private_api;
+        let redis = match &self.tracker {
+            Tracker::Redis(shared) => shared.redis.read_passwords(&mut problems),
+            _ => RedisPasswords::default(),
+        };
+        let private = match self.tracker.private_api() {
+            None => Vec::new(),
+            Some(private) => {
                 let keys = Keys { section: "private_api", all_listed: private.all_secrets_listed, open };
                 keys.read(&private.secrets, &mut problems, &mut warnings, |secret, _| {
                     if api_secrets.contains(secret) {
@@ -256,7 +260,7 @@ impl Config {
         };
         match Problems::new(problems) {
             Some(problems) => Err(problems),
-            None => Ok(Secrets { api: api_secrets, private, gitlab, created, warnings }),
+            None => Ok(Secrets { api: api_secrets, private, gitlab, redis, created, warnings }),
         }
     }
 }
@@ -316,6 +320,34 @@ fn judge(
                 expected: fault.expected.to_owned(),
             });
         }
+    }
+}
+
+impl Redis {
+    fn read_passwords(&self, problems: &mut Vec<Problem>) -> RedisPasswords {
+        let mut read = |path: &Option<PathBuf>, key: &str| {
+            let path = path.as_ref()?;
+            match secret::read_password(path) {
+                Ok(password) => Some(password),
+                Err(found) => {
+                    problems.push(Problem {
+                        kind: Kind::Rule,
+                        path: format!("redis.{key}"),
+                        found,
+                        expected: "a file with the password as text".to_owned(),
+                    });
+                    None
+                }
+            }
+        };
+        let server = read(&self.password_file, "password_file");
+        let sentinel = match &self.target {
+            RedisTarget::Sentinel { password_file, .. } => {
+                read(password_file, "sentinel.sentinel_password_file")
+            }
+            _ => None,
+        };
+        RedisPasswords { server, sentinel }
     }
 }
 
@@ -397,6 +429,8 @@ pub struct Secrets {
     pub private: Vec<ApiSecret>,
     /// What kas signs with towards GitLab: 32 bytes. `None`: GitLab is not asked. It may be one of `api`.
     pub gitlab: Option<ApiSecret>,
+    /// What is shown to Redis; empty without it.
+    pub redis: RedisPasswords,
     /// The file that has just been made: to be logged, so that its place is known.
     pub created: Option<PathBuf>,
     /// What is odd about their files.
@@ -420,6 +454,117 @@ pub enum Tracker {
     Memory,
     /// A table that replicas tell each other.
     Gossip(Box<Replication>),
+    /// A table that replicas keep in Redis.
+    Redis(Box<Shared>),
+}
+
+impl Tracker {
+    /// Returns where replicas call each other; `None`: there is one replica.
+    pub fn private_api(&self) -> Option<&PrivateApi> {
+        match self {
+            Self::Memory => None,
+            Self::Gossip(replication) => Some(&replication.private_api),
+            Self::Redis(shared) => Some(&shared.private_api),
+        }
+    }
+}
+
+/// What several replicas need that share a Redis.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Shared {
+    /// Section `private_api`.
+    pub private_api: PrivateApi,
+    /// Section `redis`.
+    pub redis: Redis,
+    /// How long the entries of a replica count after its last sign of life: key `table.ttl`, at most 30 s.
+    pub ttl: Duration,
+    /// Key `agent.redis_conn_info_ttl`.
+    pub entry_ttl: Duration,
+    /// Key `agent.redis_conn_info_refresh`; less than `entry_ttl`.
+    pub entry_refresh: Duration,
+    /// Key `agent.redis_conn_info_gc`.
+    pub entry_gc: Duration,
+}
+
+/// Section `redis`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Redis {
+    /// Which.
+    pub target: RedisTarget,
+    /// `None`: plain.
+    pub tls: Option<RedisTls>,
+    /// `None`: the default user.
+    pub username: Option<String>,
+    /// The file of the password.
+    pub password_file: Option<PathBuf>,
+    /// The number of the database.
+    pub database: u16,
+    /// Connections, each for many commands at once.
+    pub pool_size: u32,
+    /// How long dialling may take.
+    pub dial_timeout: Duration,
+    /// How long an answer may take.
+    pub read_timeout: Duration,
+    /// How long sending may take.
+    pub write_timeout: Duration,
+    /// When an unused connection is closed.
+    pub idle_timeout: Duration,
+    /// What every key begins with.
+    pub key_prefix: String,
+}
+
+/// Which Redis.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum RedisTarget {
+    /// One server.
+    Server(RedisAddress),
+    /// A group that Sentinel watches.
+    Sentinel {
+        /// Its name there.
+        master: String,
+        /// Sentinels; at least one.
+        addresses: Vec<HostPort>,
+        /// `None`: the default user.
+        username: Option<String>,
+        /// The file of the password there.
+        password_file: Option<PathBuf>,
+    },
+    /// A cluster; at least one of its nodes.
+    Cluster(Vec<HostPort>),
+}
+
+/// Where a server listens.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum RedisAddress {
+    /// A host and a port.
+    Tcp(HostPort),
+    /// A socket in the file system.
+    Unix(PathBuf),
+}
+
+impl Default for RedisAddress {
+    /// Redis' port on this host.
+    fn default() -> Self {
+        Self::Tcp(SocketAddr::from(([127, 0, 0, 1], 6379)).into())
+    }
+}
+
+/// Section `redis.tls`, switched on.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RedisTls {
+    /// Who signs Redis' certificate; `None`: whom this system trusts.
+    pub ca: Option<PathBuf>,
+    /// What is shown to Redis.
+    pub identity: Option<TlsFiles>,
+}
+
+/// The passwords of Redis, read.
+#[derive(Debug, Default, Clone)]
+pub struct RedisPasswords {
+    /// Of servers.
+    pub server: Option<SecretString>,
+    /// Of Sentinels.
+    pub sentinel: Option<SecretString>,
 }
 
 /// What several replicas need.

@@ -23,4 +23,5 @@ pub mod rate_limit;
 pub mod registrar;
 pub mod replication;
 pub mod router;
+pub mod shared;
 pub mod tunnel_registry;

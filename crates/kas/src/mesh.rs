@@ -1,10 +1,10 @@
-//! Finding the other replicas: from the sections `private_api`, `discovery` and `gossip` to a running tracker.
+//! Finding the other replicas: from the sections `private_api`, `discovery` and `gossip`, or `redis`, to a running tracker.
 //!
 //! The only place that knows every part of it. [`Mesh::bind`] takes the ports, [`Mesh::run`] runs until dropped.
 
 use std::{collections::HashSet, net::SocketAddr, sync::Arc, time::Duration};
 
-use cluster::Replica;
+use cluster::{Replica, Tracker};
 use discovery::{Discovery, Dns, HostPort, Kubernetes, PortSelector, Static};
 use gossip::{Gossip, KeyRing, Timing};
 use ids::ReplicaId;
@@ -14,11 +14,13 @@ use tokio::{sync::watch, task::AbortHandle};
 use crate::{
     advertise,
     auth::JwtVerifier,
-    config::{self, DnsRecords, ServicePort, secret::ApiSecret},
+    config::{self, DnsRecords, RedisPasswords, ServicePort, secret::ApiSecret},
     listener::private::PrivateListener,
     metrics::Metrics,
     peer::{Credential, ISSUER, Peers},
     replication::{self, DEAF, HUNG, Replication},
+    shared::{self, Shared},
+    tunnel_registry::TunnelRegistry,
 };
 
 /// How long discovery may take to name a replica whose route tells this one's own address.
@@ -47,8 +49,76 @@ pub enum MeshError {
     #[error("private_api.listen.authentication_secret_file")]
     Keys(#[from] gossip::KeyError),
     /// The private API listens on no address of an interface.
-    #[error("private_api.listen: gossip needs a TCP address")]
+    #[error("private_api.listen: other replicas need a TCP address")]
     NoAddress,
+    /// The section `redis`.
+    #[error(transparent)]
+    Redis(#[from] shared::Error),
+}
+
+/// How this replica and the others know of each other.
+#[derive(Clone, Debug)]
+pub enum Others {
+    /// They tell each other.
+    Gossip(Arc<Replication>),
+    /// They share a Redis.
+    Redis(Arc<Shared>),
+}
+
+impl Others {
+    /// Returns the tracker.
+    pub fn tracker(&self) -> Arc<dyn Tracker> {
+        match self {
+            Self::Gossip(replication) => Arc::clone(replication) as _,
+            Self::Redis(shared) => Arc::clone(shared) as _,
+        }
+    }
+
+    /// Tells the tracker where this replica's tunnels are, for what it tells others of them.
+    pub fn serve(&self, registry: Arc<TunnelRegistry>) {
+        match self {
+            Self::Gossip(replication) => replication.serve(registry),
+            Self::Redis(shared) => shared.serve(registry),
+        }
+    }
+
+    /// Returns whether the replica should get requests, and why when it should not.
+    pub fn ready(&self) -> (watch::Receiver<bool>, &'static str) {
+        match self {
+            Self::Gossip(replication) => {
+                (replication.ready(), "the tables of the other replicas are not known yet")
+            }
+            Self::Redis(shared) => (shared.ready(), "Redis cannot be asked"),
+        }
+    }
+
+    /// Tells the others that this replica leaves soon.
+    pub fn drain(&self) {
+        match self {
+            Self::Gossip(replication) => replication.announce(table::State::Draining),
+            Self::Redis(shared) => shared.drain(),
+        }
+    }
+
+    /// Says the last word to the others.
+    pub async fn leave(&self) {
+        match self {
+            Self::Gossip(replication) => replication.leave().await,
+            Self::Redis(shared) => shared.leave().await,
+        }
+    }
+}
+
+/// What runs: the tracker, and what it needs.
+enum Running {
+    Gossip {
+        replication: Arc<Replication>,
+        gossip: Gossip,
+        seeds: watch::Receiver<HashSet<SocketAddr>>,
+        /// Keeps discovery running.
+        discovery: Option<AbortOnDrop>,
+    },
+    Redis(Arc<Shared>),
 }
 
 /// What finds the other replicas, and talks to them.
@@ -56,13 +126,10 @@ pub struct Mesh {
     /// This replica.
     pub me: Replica,
     /// The tracker.
-    pub replication: Arc<Replication>,
+    pub others: Others,
     /// The links.
     pub peers: Arc<Peers>,
-    gossip: Gossip,
-    seeds: watch::Receiver<HashSet<SocketAddr>>,
-    /// Keeps discovery running.
-    discovery: Option<AbortOnDrop>,
+    running: Running,
     credential: Arc<Credential>,
     keys: watch::Sender<Arc<KeyRing>>,
 }
@@ -110,6 +177,19 @@ fn discovery(config: &config::Discovery) -> Result<Option<Box<dyn Discovery>>, M
             Box::new(Kubernetes::in_cluster(namespace.as_deref(), service, port)?)
         }
     }))
+}
+
+/// Returns what calls other replicas.
+fn links(
+    me: &Replica,
+    secrets: &[ApiSecret],
+    tls: Option<Live<rustls::ClientConfig>>,
+) -> Result<(Arc<Credential>, Arc<Peers>), MeshError> {
+    // Config has at least one.
+    let first = secrets.first().ok_or(gossip::KeyError::Empty)?;
+    let credential = Arc::new(Credential::new(me.id.clone(), first));
+    let peers = Peers::new(me.id.clone(), Arc::clone(&credential), tls);
+    Ok((credential, peers))
 }
 
 fn ring(secrets: &[ApiSecret]) -> Result<KeyRing, gossip::KeyError> {
@@ -202,10 +282,7 @@ impl Mesh {
             .hush(DEAF)
             .start()
             .await?;
-        // Config has at least one.
-        let first = secrets.first().ok_or(gossip::KeyError::Empty)?;
-        let credential = Arc::new(Credential::new(me.id.clone(), first));
-        let peers = Peers::new(me.id.clone(), Arc::clone(&credential), tls);
+        let (credential, peers) = links(&me, secrets, tls)?;
         let replication = Replication::new(
             me.clone(),
             Arc::clone(&peers),
@@ -213,12 +290,62 @@ impl Mesh {
             config.table_ttl,
             config.gossip.interval,
         );
-        Ok(Self { me, replication, peers, gossip, seeds, discovery, credential, keys })
+        Ok(Self {
+            me,
+            others: Others::Gossip(Arc::clone(&replication)),
+            peers,
+            running: Running::Gossip { replication, gossip, seeds, discovery },
+            credential,
+            keys,
+        })
+    }
+
+    /// As [`bind`](Self::bind), for replicas that share a Redis: it is not dialled yet, and need not be there.
+    ///
+    /// # Errors
+    /// See [`MeshError`]; nothing runs then.
+    pub async fn share(
+        config: &config::Shared,
+        secrets: &[ApiSecret],
+        passwords: RedisPasswords,
+        tls: Option<Live<rustls::ClientConfig>>,
+        listener: &Listener,
+        metrics: &Arc<Metrics>,
+    ) -> Result<Self, MeshError> {
+        let bound = listener.local_addr().ok_or(MeshError::NoAddress)?;
+        // Nobody names others before Redis does; the way to it is what all replicas have.
+        let (found, mut places) = watch::channel(shared::places(&config.redis).await);
+        let look_again = async {
+            loop {
+                tokio::time::sleep(AGAIN).await;
+                found.send_replace(shared::places(&config.redis).await);
+            }
+        };
+        let address = tokio::select! {
+            address = own_address(&config.private_api, bound, &mut places) => address?,
+            never = look_again => never,
+        };
+        let text = address.to_string();
+        let me = Replica { id: ReplicaId::new(&text), address: text.as_str().into() };
+        tracing::info!(replica = %me.id, "other replicas reach this one here");
+        let (credential, peers) = links(&me, secrets, tls)?;
+        let shared = Shared::new(me.clone(), config, passwords, Arc::clone(&peers), Arc::clone(metrics))?;
+        Ok(Self {
+            me,
+            others: Others::Redis(Arc::clone(&shared)),
+            peers,
+            running: Running::Redis(shared),
+            credential,
+            keys: watch::Sender::new(Arc::new(ring(secrets)?)),
+        })
     }
 
     /// Returns the services of the private API besides `Borrow`.
     pub fn services(&self) -> Vec<(String, crate::listener::Own)> {
-        replication::services(&self.replication)
+        match &self.others {
+            Others::Gossip(replication) => replication::services(replication),
+            Others::Redis(shared) => shared.services(),
+        }
     }
 
     /// Returns what exchanges the secrets: the first signs and seals, any verifies and opens.
@@ -228,9 +355,12 @@ impl Mesh {
 
     /// Runs until dropped.
     pub async fn run(self) {
-        let Self { replication, gossip, seeds, discovery, .. } = self;
-        let _discovery = discovery;
-        tokio::join!(Arc::clone(&replication).check_own_address(), replication.run(gossip, seeds));
+        match self.running {
+            Running::Gossip { replication, gossip, seeds, discovery: _discovery } => {
+                tokio::join!(Arc::clone(&replication).check_own_address(), replication.run(gossip, seeds));
+            }
+            Running::Redis(shared) => shared.run().await,
+        }
     }
 }
 

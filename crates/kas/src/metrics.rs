@@ -251,6 +251,12 @@ pub struct Metrics {
     gossip_datagrams_dropped: Family<DropLabel, Gauge>,
     gossip_traffic: Family<TrafficLabel, Gauge>,
     certificates: Family<CertificateLabels, Gauge>,
+    redis_up: Gauge,
+    redis_listening: Gauge,
+    redis_latency: Gauge<f64, AtomicU64>,
+    redis_entries: Gauge,
+    redis_unwritten: Gauge,
+    redis_remembered: Gauge,
     /// Files this process may open.
     pub file_limit: Gauge<u64, AtomicU64>,
     /// Records of the audit log that were written.
@@ -303,6 +309,12 @@ impl Metrics {
             gossip_datagrams_dropped: Family::default(),
             gossip_traffic: Family::default(),
             certificates: Family::default(),
+            redis_up: Gauge::default(),
+            redis_listening: Gauge::default(),
+            redis_latency: Gauge::default(),
+            redis_entries: Gauge::default(),
+            redis_unwritten: Gauge::default(),
+            redis_remembered: Gauge::default(),
             file_limit: Gauge::default(),
             audit_records: Counter::default(),
             audit_write_errors: Counter::default(),
@@ -451,6 +463,37 @@ impl Metrics {
             "Tasks of this process: connections, streams and what it does itself",
             metrics.tasks.clone(),
         );
+        registry.register(
+            "redis_up",
+            "1 while this replica's sign of life can be written to Redis (tracker redis)",
+            metrics.redis_up.clone(),
+        );
+        registry.register(
+            "redis_listening",
+            "1 while what other replicas publish in Redis comes in (tracker redis)",
+            metrics.redis_listening.clone(),
+        );
+        registry.register_with_unit(
+            "redis_latency",
+            "How long the last sign of life took to be written to Redis (tracker redis)",
+            Unit::Seconds,
+            metrics.redis_latency.clone(),
+        );
+        registry.register(
+            "redis_entries",
+            "Entries of this replica in Redis, or on their way (tracker redis)",
+            metrics.redis_entries.clone(),
+        );
+        registry.register(
+            "redis_unwritten",
+            "Changes of this replica that are not in Redis yet (tracker redis)",
+            metrics.redis_unwritten.clone(),
+        );
+        registry.register(
+            "redis_remembered_agents",
+            "Agents of which it is remembered who holds them (tracker redis)",
+            metrics.redis_remembered.clone(),
+        );
         registry.register("open_files_limit", "Files this process may open", metrics.file_limit.clone());
         registry.register(
             "audit_records",
@@ -522,6 +565,21 @@ impl Metrics {
         if times > 0 {
             self.peer_records_unread.get_or_create(&RecordLabel { record }).inc_by(times);
         }
+    }
+
+    /// Shows how Redis fares, and how many replicas live.
+    pub fn redis(&self, health: &redis_tracker::Health, counts: redis_tracker::Counts, live: usize) {
+        let number = |n: usize| i64::try_from(n).unwrap_or(i64::MAX);
+        self.redis_up.set(health.reachable.into());
+        self.redis_listening.set(health.listening.into());
+        if let Some(latency) = health.latency {
+            self.redis_latency.set(latency.as_secs_f64());
+        }
+        self.redis_entries.set(number(counts.entries));
+        self.redis_unwritten.set(number(counts.unwritten));
+        self.redis_remembered.set(number(counts.remembered));
+        self.table_agents.set(number(counts.agents));
+        self.replicas_live.set(number(live));
     }
 
     /// Counts a request that has found its tunnel.

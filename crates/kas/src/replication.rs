@@ -4,10 +4,10 @@
 //! kas. Here they meet sockets and time: [`Replication`] is the [`Tracker`], [`Replication::run`] its one task, and each
 //! table stream has a task of its own. The lock guards table and owner together; nothing waits while it is held.
 
-mod feed;
+pub(crate) mod feed;
 #[cfg(test)]
 mod golden;
-mod lists;
+pub(crate) mod lists;
 mod members;
 mod stream;
 

@@ -347,7 +347,18 @@ impl Router {
                 (false, _) => {}
             }
         }
-        let text = absence(agent, arrived.elapsed(), &lend, &silent, &others);
+        let mut text = absence(agent, arrived.elapsed(), &lend, &silent, &others);
+        // Who holds it may be known to a store that does not answer.
+        if lend.is_empty()
+            && silent.is_empty()
+            && let Err(error) = self.tracker.locate(agent).await
+        {
+            text = format!(
+                "where agent {agent} is connected could not be looked up for {:.1} s: {}: repeat the request later",
+                arrived.elapsed().as_secs_f64(),
+                peer::chain(&error)
+            );
+        }
         let code = if deadline.instant().is_some() { Code::DeadlineExceeded } else { Code::Unavailable };
         Status::new(code, text).with_outcome(Outcome::NotStarted)
     }

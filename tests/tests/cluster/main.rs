@@ -18,4 +18,5 @@ mod membership;
 mod mtls;
 mod museum;
 mod routing;
+mod shared;
 mod told;

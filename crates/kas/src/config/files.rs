@@ -6,7 +6,8 @@ use std::{error::Error, net::IpAddr, os::unix::fs::MetadataExt as _, path::Path}
 use runtime::tls;
 
 use super::{
-    ApiSecrets, Audit, AuditOutput, Config, Identity, Listen, Network, OpenFiles, Tracker,
+    ApiSecrets, Audit, AuditOutput, Config, Identity, Listen, Network, OpenFiles, RedisTarget, Shared,
+    Tracker,
     exposure::{self, Exposure},
     walk::{Kind, Problem, Warning},
 };
@@ -51,10 +52,7 @@ impl Findings {
 
 pub(super) fn check(config: &Config) -> Findings {
     let mut findings = Findings::default();
-    let private = match &config.tracker {
-        Tracker::Memory => None,
-        Tracker::Gossip(replication) => Some(&replication.private_api),
-    };
+    let private = config.tracker.private_api();
     let listeners = [
         ("agent", &config.agent.listen.listen, "the tokens of agents"),
         ("api", &config.api.listen.listen, "the tokens of callers"),
@@ -118,9 +116,29 @@ pub(super) fn check(config: &Config) -> Findings {
             "not given, so each replica makes its own: a token for one of them is none for the others",
         );
     }
+    if let Tracker::Redis(shared) = &config.tracker {
+        redis(shared, config.open_secret_files, &mut findings);
+    }
     identity(config, &mut findings);
     sight(config, &mut findings);
     findings
+}
+
+/// The files of the way to Redis; passwords are read with the secrets.
+fn redis(shared: &Shared, open: OpenFiles, findings: &mut Findings) {
+    if let Err(error) = crate::shared::check(shared) {
+        let expected = "certificates and a key in PEM, and addresses that can be dialled";
+        findings.unusable(error.key().to_owned(), &error, expected);
+    }
+    if let Some(file) = &shared.redis.password_file {
+        findings.exposure("redis.password_file".to_owned(), "a password", file, open);
+    }
+    if let RedisTarget::Sentinel { password_file: Some(file), .. } = &shared.redis.target {
+        findings.exposure("redis.sentinel.sentinel_password_file".to_owned(), "a password", file, open);
+    }
+    if let Some(files) = shared.redis.tls.as_ref().and_then(|tls| tls.identity.as_ref()) {
+        findings.exposure("redis.tls.key_file".to_owned(), "a private key", &files.key, open);
+    }
 }
 
 /// The files of spans and of the audit log.

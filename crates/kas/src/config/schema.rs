@@ -19,15 +19,17 @@ use runtime::{
 use super::{
     Advertise, Agent, AgentListener, Api, ApiListener, ApiSecrets, Audit, AuditOutput, Config,
     ConfigurationSource, Discovery, DnsRecords, Drain, Environment, GitLab, GitLabApi, Gossip, HostPort,
-    Identity, Limits, Listen, LogLevel, Network, Observability, OpenFiles, OtherReplicas, PrivateApi,
-    Replication, ServicePort, Source, TlsFiles, Tracing, Tracker, host_port,
+    Identity, Limits, Listen, LogLevel, Network, Observability, OpenFiles, OtherReplicas, PrivateApi, Redis,
+    RedisAddress, RedisTarget, RedisTls, Replication, ServicePort, Shared, Source, TlsFiles, Tracing,
+    Tracker, host_port,
     walk::{Rule, Section},
 };
 
 const NOT_GITLAB: &str = "agents are known from identity.file, not from GitLab";
 const NOT_CACHED: &str = "agents are known from identity.file, and nothing of them is cached";
 const NOT_GITOPS: &str = "kas serves no GitOps";
-const NOT_REDIS: &str = "there is no Redis tracker";
+const NOT_REDIS: &str = "tracker is gossip, which needs no Redis";
+const NOT_GOSSIP: &str = "tracker is redis: replicas find each other there";
 const ONE_REPLICA: &str = "tracker is memory, which is for one replica";
 const NOT_KUBERNETES: &str = "there is no listener for CI jobs and users";
 const NOT_GITALY: &str = "configuration comes from agent.configuration.folder or .git, not from Gitaly";
@@ -71,8 +73,18 @@ pub(super) fn read(root: &mut Section<'_, '_>, env: &Environment) -> Config {
          only warn, where files cannot be otherwise (secrets of Docker Swarm). Volumes of Kubernetes, which only their \
          pod sees, are warned about.",
     );
-    let gossip = tracker(root);
-    let idle = (!gossip).then_some(ONE_REPLICA);
+    let kind = tracker(root);
+    let idle = (kind == Kind::Memory).then_some(ONE_REPLICA);
+    let not_gossip = match kind {
+        Kind::Memory => Some(ONE_REPLICA),
+        Kind::Gossip => None,
+        Kind::Redis => Some(NOT_GOSSIP),
+    };
+    let not_redis = match kind {
+        Kind::Memory => Some(ONE_REPLICA),
+        Kind::Gossip => Some(NOT_REDIS),
+        Kind::Redis => None,
+    };
     // A file that was named is what its author wants, also in a configuration that was GitLab's.
     let by_gitlab = root.has("gitlab") && !root.given_in("identity", "file");
     let not_gitlab = (!by_gitlab).then_some(NOT_GITLAB);
@@ -88,23 +100,28 @@ pub(super) fn read(root: &mut Section<'_, '_>, env: &Environment) -> Config {
             )
         },
     );
-    let (agent, info_cache) =
-        root.section("agent", "For agentk: its listener, and what it is given.", |s| agent(s, by_gitlab));
+    let (agent, info_cache, entries) =
+        root.section("agent", "For agentk: its listener, and what it is given.", |s| {
+            agent(s, by_gitlab, not_redis)
+        });
     let api = root.section("api", "For clients: GitLab and operators.", |s| {
         s.section("listen", "The listener of the API.", api_listener)
     });
     let private_api = root.optional(idle, |s| {
         s.section("private_api", "For other replicas, which share all of its settings.", |s| {
-            private_api(s, gossip)
+            private_api(s, kind != Kind::Memory)
         })
     });
     // The listener alone makes `tracker` gossip, so that only what else does can lack it.
-    if (gossip || root.has("private_api"))
+    if (kind != Kind::Memory || root.has("private_api"))
         && !root.has_in("private_api", "listen")
         && !root.is_refused("private_api")
     {
-        let because =
-            if gossip { ", because tracker is gossip: replicas reach each other there" } else { "" };
+        let because = match kind {
+            Kind::Memory => "",
+            Kind::Gossip => ", because tracker is gossip: replicas reach each other there",
+            Kind::Redis => ", because tracker is redis: replicas reach each other there",
+        };
         root.refuse(
             "private_api.listen",
             format!("a section `listen` with authentication_secret_file{because}"),
@@ -113,12 +130,12 @@ pub(super) fn read(root: &mut Section<'_, '_>, env: &Environment) -> Config {
     // Without a port the address has a problem already; another one would follow from it.
     let port = private_api.listen.address.rsplit_once(':').and_then(|(_, port)| port.parse().ok());
     let own_port = port.unwrap_or(8155);
-    let discovery = root.optional(idle, |s| {
+    let discovery = root.optional(not_gossip, |s| {
         let doc = "Where other replicas may be; what else is found there does no harm. Exactly one of static, dns \
                    and kubernetes. Without this section the replica looks for nobody, and others may join it.";
         s.section("discovery", doc, |s| discovery(s, own_port))
     });
-    let rounds = root.optional(idle, |s| {
+    let rounds = root.optional(not_gossip, |s| {
         let doc = "How replicas learn of each other: UDP on the address and port of private_api.listen, sealed with \
                    its secret.";
         s.section("gossip", doc, gossip_rounds)
@@ -130,20 +147,51 @@ pub(super) fn read(root: &mut Section<'_, '_>, env: &Environment) -> Config {
                 seconds(10),
                 Rule::Within(seconds(1), minutes(60)),
                 "How long the entries of a replica stay after its last proof of life. Shorter: fewer requests go to \
-                 a replica that is gone. Longer: a busy replica is not forgotten.",
+                 a replica that is gone. Longer: a busy replica is not forgotten. With tracker redis at most 30s.",
             )
         })
     });
-    let tracker = if gossip {
-        let advertise =
-            advertised(root, env, private_api.advertise.clone(), private_api.listen.tls.is_some());
-        let private_api = PrivateApi { advertise, ..private_api };
-        if discovery == Discovery::None && !root.is_refused("discovery") {
-            alone(root, &private_api);
+    if kind == Kind::Redis && table_ttl > seconds(30) && !root.is_refused("table") {
+        root.refuse_as(
+            "table.ttl",
+            super::duration::Human(table_ttl).to_string(),
+            "at most 30s with tracker redis: until then requests go to a replica that has crashed",
+        );
+    }
+    let redis = root.optional(not_redis, |s| {
+        let doc = "Redis, where replicas tell each other who holds which agent, in the layout of GitLab agent 14.1. \
+                   Exactly one of server, sentinel and cluster.";
+        s.section("redis", doc, redis)
+    });
+    if kind == Kind::Redis && !root.has("redis") && !root.is_refused("redis") {
+        root.refuse(
+            "redis",
+            "where Redis is, because tracker is redis:\nredis:\n  server:\n    address: redis.example.com:6379",
+        );
+    }
+    let tracker = match kind {
+        Kind::Memory => Tracker::Memory,
+        Kind::Gossip | Kind::Redis => {
+            let advertise =
+                advertised(root, env, private_api.advertise.clone(), private_api.listen.tls.is_some());
+            let private_api = PrivateApi { advertise, ..private_api };
+            if kind == Kind::Redis {
+                let Entries { ttl, refresh, gc } = entries;
+                Tracker::Redis(Box::new(Shared {
+                    private_api,
+                    redis,
+                    ttl: table_ttl,
+                    entry_ttl: ttl,
+                    entry_refresh: refresh,
+                    entry_gc: gc,
+                }))
+            } else {
+                if discovery == Discovery::None && !root.is_refused("discovery") {
+                    alone(root, &private_api);
+                }
+                Tracker::Gossip(Box::new(Replication { private_api, discovery, gossip: rounds, table_ttl }))
+            }
         }
-        Tracker::Gossip(Box::new(Replication { private_api, discovery, gossip: rounds, table_ttl }))
-    } else {
-        Tracker::Memory
     };
     let observability = root.section(
         "observability",
@@ -186,12 +234,6 @@ pub(super) fn read(root: &mut Section<'_, '_>, env: &Environment) -> Config {
         let doc = "GitLab, which knows the agents: kas asks it about each token, and again while the agent is connected.";
         s.section("gitlab", doc, |s| gitlab(s, info_cache))
     });
-    let not_redis = if gossip {
-        "there is no Redis tracker; tracker gossip is used"
-    } else {
-        "there is no Redis tracker; tracker memory is used"
-    };
-    root.inert(not_redis, |s| s.section("redis", "Redis, as the shared table.", redis));
     root.inert(NOT_GITALY, |s| {
         s.section("gitaly", "Limits on calls to Gitaly.", |s| {
             s.section("global_api_rate_limit", "Over all servers.", |s| bucket(s, 10.0, 50));
@@ -240,38 +282,49 @@ pub(super) fn read(root: &mut Section<'_, '_>, env: &Environment) -> Config {
     }
 }
 
-/// Declares `tracker` and returns whether it is gossip.
-fn tracker(root: &mut Section<'_, '_>) -> bool {
+/// Which table of replicas is used.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Memory,
+    Gossip,
+    Redis,
+}
+
+/// Declares `tracker` and returns what it is.
+fn tracker(root: &mut Section<'_, '_>) -> Kind {
     let given = root.optional(None, |s| {
         s.optional_text(
             "tracker",
             "memory",
-            "Where replicas learn who holds which agent's tunnels: memory (one replica), or gossip (several, which \
-             need private_api and mostly discovery). Absent: gossip if discovery or private_api.listen is given, \
-             else memory.",
+            "Where replicas learn who holds which agent's tunnels: memory (one replica), gossip (several, which \
+             need private_api and mostly discovery), or redis (several, which need private_api and redis). Absent: \
+             redis if redis and private_api.listen are given, as in a file of GitLab agent 14.1, and discovery is \
+             not; else gossip if discovery or private_api.listen is given; else memory.",
         )
     });
-    let several = root.has("discovery") || root.has_in("private_api", "listen");
+    let listens = root.has_in("private_api", "listen");
+    let found = match (root.has("discovery"), root.has("redis")) {
+        (false, true) if listens => Kind::Redis,
+        (discovers, _) if discovers || listens => Kind::Gossip,
+        _ => Kind::Memory,
+    };
     match given.as_deref() {
-        Some("memory") => false,
-        Some("gossip") => true,
-        None => several,
-        Some("redis") => {
-            root.refuse("tracker", "memory or gossip: a Redis tracker is not in this version");
-            several
-        }
+        Some("memory") => Kind::Memory,
+        Some("gossip") => Kind::Gossip,
+        Some("redis") => Kind::Redis,
+        None => found,
         Some(_) => {
-            root.refuse("tracker", "memory (one replica) or gossip (several)");
-            several
+            root.refuse("tracker", "memory (one replica), gossip or redis (several)");
+            found
         }
     }
 }
 
 /// Returns the section without what the environment says about the address.
-fn private_api(s: &mut Section<'_, '_>, gossip: bool) -> PrivateApi {
+fn private_api(s: &mut Section<'_, '_>, several: bool) -> PrivateApi {
     let mut listener = s.section("listen", "The listener of replicas, for TCP and for gossip's UDP.", |s| {
         let (network, address) = bind_address(s, "0.0.0.0:8155");
-        if gossip && network == Network::Unix && !s.is_refused("address") {
+        if several && network == Network::Unix && !s.is_refused("address") {
             s.refuse("network", "tcp, tcp4 or tcp6, because replicas dial each other");
         }
         let one = s.optional_text(
@@ -605,8 +658,19 @@ fn gossip_rounds(s: &mut Section<'_, '_>) -> Gossip {
 /// How long answers of GitLab are remembered: agents, and errors.
 type InfoCache = (Duration, Duration);
 
-/// Returns the section, and of it what belongs to GitLab.
-fn agent(s: &mut Section<'_, '_>, by_gitlab: bool) -> (Agent, InfoCache) {
+/// How long what a replica tells of agents stays in Redis.
+struct Entries {
+    ttl: Duration,
+    refresh: Duration,
+    gc: Duration,
+}
+
+/// Returns the section, and of it what belongs to GitLab and to Redis.
+fn agent(
+    s: &mut Section<'_, '_>,
+    by_gitlab: bool,
+    not_redis: Option<&'static str>,
+) -> (Agent, InfoCache, Entries) {
     let listen = s.section("listen", "The listener of agents; they show a token of identity.file, or of GitLab.", |s| {
         let (network, address) = bind_address(s, "127.0.0.1:8150");
         let websocket = s.flag(
@@ -704,9 +768,21 @@ fn agent(s: &mut Section<'_, '_>, by_gitlab: bool) -> (Agent, InfoCache) {
         );
         (ttl, error_ttl)
     });
-    s.inert(NOT_REDIS, |s| {
-        let ttl = s.duration("redis_conn_info_ttl", minutes(5), Rule::NotNegative, "");
-        let refresh = s.duration("redis_conn_info_refresh", minutes(4), Rule::NotNegative, "");
+    let entries = s.optional(not_redis, |s| {
+        const DAY: Duration = Duration::from_secs(24 * 3600);
+        let ttl = s.duration(
+            "redis_conn_info_ttl",
+            minutes(5),
+            Rule::Within(seconds(1), DAY),
+            "How long an entry stays in Redis unless it is written again; the same on all replicas. An entry of a \
+             replica that has crashed counts for table.ttl only.",
+        );
+        let refresh = s.duration(
+            "redis_conn_info_refresh",
+            minutes(4),
+            Rule::Within(Duration::from_millis(100), DAY),
+            "How often entries are written again. Less than redis_conn_info_ttl.",
+        );
         if refresh >= ttl {
             s.refuse_as(
                 "redis_conn_info_refresh",
@@ -714,7 +790,13 @@ fn agent(s: &mut Section<'_, '_>, by_gitlab: bool) -> (Agent, InfoCache) {
                 format!("less than redis_conn_info_ttl ({})", super::duration::Human(ttl)),
             );
         }
-        s.duration("redis_conn_info_gc", minutes(10), Rule::NotNegative, "");
+        let gc = s.duration(
+            "redis_conn_info_gc",
+            minutes(10),
+            Rule::Within(seconds(1), DAY),
+            "How often a replica removes from Redis what others left beside its own entries, if it saw somebody crash.",
+        );
+        Entries { ttl, refresh, gc }
     });
     s.inert(NOT_KUBERNETES, |s| {
         s.section("kubernetes_api", "The Kubernetes API of an agent's cluster.", |s| {
@@ -727,7 +809,7 @@ fn agent(s: &mut Section<'_, '_>, by_gitlab: bool) -> (Agent, InfoCache) {
             s.duration("allowed_agent_cache_error_ttl", seconds(10), Rule::Positive, "");
         });
     });
-    (Agent { listen, configuration }, info_cache)
+    (Agent { listen, configuration }, info_cache, entries)
 }
 
 /// The secret files of a listener, for both spellings.
@@ -1014,41 +1096,192 @@ fn gitlab(s: &mut Section<'_, '_>, (info_cache_ttl, info_cache_error_ttl): InfoC
     }
 }
 
-fn redis(s: &mut Section<'_, '_>) {
-    match (s.is_present(), s.has("server"), s.has("sentinel")) {
-        (true, true, true) => {
-            s.refuse("sentinel", "nothing, because redis.server is given: exactly one of the two")
-        }
-        (true, false, false) => s.refuse("server", "exactly one of redis.server and redis.sentinel"),
-        _ => {}
+fn redis(s: &mut Section<'_, '_>) -> Redis {
+    const WAYS: [&str; 3] = ["server", "sentinel", "cluster"];
+    let mut given = WAYS.into_iter().filter(|way| s.has(way));
+    let first = given.next();
+    for other in given.collect::<Vec<_>>() {
+        let first = first.unwrap_or_default();
+        s.refuse(
+            other,
+            format!("nothing, because redis.{first} is given: exactly one of server, sentinel and cluster"),
+        );
     }
-    s.section("server", "One server.", |s| {
-        s.required("address", "127.0.0.1:6379", "the address of the server", "");
-    });
-    s.section("sentinel", "Or a group that Sentinel watches.", |s| {
-        s.required("master_name", "main", "the name of the group", "");
-        if s.texts("addresses", &[], "").is_empty() && s.is_present() && !s.is_refused("addresses") {
-            s.refuse("addresses", "at least one address");
+    if s.is_present() && first.is_none() {
+        s.refuse("server", "exactly one of redis.server, redis.sentinel and redis.cluster");
+    }
+    // Declared below, where 14.1 has it, and needed for the address.
+    let unix = s.peek_text("network") == Some("unix");
+    let server = s.section("server", "One server.", |s| {
+        let doc = "Host and port, or the path of its socket when network is unix. redis://host:port/database, \
+                   rediss://... for TLS, and unix:///path work too.";
+        let text = s.required("address", "redis.example.com:6379", "the address of the server", doc);
+        if text.is_empty() || s.is_refused("address") {
+            return None;
         }
-        s.path("sentinel_password_file", "");
+        let server = redis_server(&text, unix);
+        if server.is_none() {
+            let expected = "a host and a port, such as redis.example.com:6379, or redis://, rediss:// or unix:// with it";
+            if text.contains('@') {
+                s.refuse_as(
+                    "address",
+                    "something with an `@` (not shown)",
+                    format!("{expected}, without a user: use redis.username and redis.password_file"),
+                );
+            } else {
+                s.refuse("address", expected);
+            }
+        }
+        server
     });
-    s.number("pool_size", 5, "");
-    s.duration("dial_timeout", seconds(5), Rule::Positive, "");
-    s.duration("read_timeout", seconds(1), Rule::Positive, "");
-    s.duration("write_timeout", seconds(1), Rule::Positive, "");
-    s.duration("idle_timeout", seconds(50), Rule::Positive, "");
-    s.text("key_prefix", "gitlab-kas", "");
-    s.text("username", "", "");
-    s.path("password_file", "");
-    let network = s.text("network", "tcp", "");
+    let nodes = |s: &mut Section<'_, '_>, example: &[&str], port: u16, doc: &str| -> Vec<HostPort> {
+        let texts = s.required_texts("addresses", example, "at least one address", doc);
+        if s.is_refused("addresses") {
+            return Vec::new();
+        }
+        let mut nodes = Vec::new();
+        for (i, text) in texts.iter().enumerate() {
+            match host_port(text, port) {
+                Some(node) => nodes.push(node),
+                None => {
+                    let found = super::walk::shown("", &serde_json::Value::from(text.as_str()));
+                    s.refuse_as(&format!("addresses[{i}]"), found, host_port::EXPECTED);
+                }
+            }
+        }
+        nodes
+    };
+    let sentinel = s.section("sentinel", "Or a group that Sentinel watches.", |s| {
+        let master =
+            s.required("master_name", "main", "the name of the group", "What Sentinel calls the group.");
+        let doc =
+            "Host and port of Sentinels; the first that answers counts. They are reached with redis.tls too.";
+        let addresses = nodes(s, &["sentinel-1.example.com:26379"], 26379, doc);
+        let username =
+            s.optional_text("sentinel_username", "", "Who to be at Sentinels; absent: the default user.");
+        let password_file =
+            s.path("sentinel_password_file", "The password there; a line end at its end is not part of it.");
+        RedisTarget::Sentinel { master, addresses, username, password_file }
+    });
+    let cluster = s.section("cluster", "Or a Redis Cluster.", |s| {
+        nodes(
+            s,
+            &["redis-1.example.com:6379"],
+            6379,
+            "Host and port of some of its nodes; they name the others.",
+        )
+    });
+    let pool_size =
+        s.number("pool_size", 5, "Connections, each for many commands at once, besides one that listens.");
+    if pool_size > 1_000 {
+        s.refuse("pool_size", "at most 1000: commands share connections");
+    }
+    let dial_timeout = s.duration("dial_timeout", seconds(5), Rule::Positive, "How long dialling may take.");
+    let read_timeout = s.duration(
+        "read_timeout",
+        seconds(1),
+        Rule::Positive,
+        "How long an answer may take. Commands share a connection, so read_timeout and write_timeout count together.",
+    );
+    let write_timeout = s.duration("write_timeout", seconds(1), Rule::Positive, "How long sending may take.");
+    let idle_timeout =
+        s.duration("idle_timeout", seconds(50), Rule::Positive, "When an unused connection is closed.");
+    let key_prefix = s.text("key_prefix", "gitlab-kas", "What every key begins with, and the channel.");
+    let username = s.optional_text("username", "", "The user of an access list; absent: the default user.");
+    let password_file = s.path("password_file", "The password; a line end at its end is not part of it.");
+    let network = s.text("network", "tcp", "tcp or unix.");
     if !["tcp", "unix"].contains(&network.as_str()) {
         s.refuse("network", "tcp or unix");
     }
-    s.section("tls", "", |s| {
-        s.flag("enabled", "");
-        tls(s);
-        s.path("ca_certificate_file", "");
+    let (given_database, is_cluster) = (s.has("database"), s.has("cluster"));
+    let database = s.number("database", 0, "The number of the database.");
+    if given_database && is_cluster && database != 0 {
+        s.refuse("database", "nothing, because redis.cluster is given: a cluster has database 0 only");
+    }
+    let database = u16::try_from(database).unwrap_or_else(|_| {
+        s.refuse("database", "a number from 0 to 65535");
+        0
     });
+    let (by_url, url_database) = match &server {
+        Some(server) => (server.tls, server.database),
+        None => (false, None),
+    };
+    let on_socket = matches!(&server, Some(RedisServer { address: RedisAddress::Unix(_), .. }));
+    let tls = s.section("tls", "TLS towards Redis, also switched on by rediss://.", |s| {
+        let enabled = s.flag("enabled", "Off unless given.");
+        if enabled && on_socket {
+            s.refuse("enabled", "false, because redis.server is a socket of this host");
+        }
+        let identity = tls(s);
+        let ca =
+            s.path("ca_certificate_file", "PEM of who signs Redis' certificate; no others are trusted then.");
+        let is_on = enabled || by_url;
+        if !is_on && (identity.is_some() || ca.is_some()) {
+            s.warn("enabled", "is not true, so the files of redis.tls have no effect");
+        }
+        is_on.then_some(RedisTls { ca, identity })
+    });
+    let target = match first {
+        Some("sentinel") => sentinel,
+        Some("cluster") => RedisTarget::Cluster(cluster),
+        _ => RedisTarget::Server(server.map_or_else(RedisAddress::default, |server| server.address)),
+    };
+    Redis {
+        target,
+        tls,
+        username,
+        password_file,
+        database: url_database.unwrap_or(database),
+        pool_size,
+        dial_timeout,
+        read_timeout,
+        write_timeout,
+        idle_timeout,
+        key_prefix,
+    }
+}
+
+/// What the address of a server says.
+struct RedisServer {
+    address: RedisAddress,
+    tls: bool,
+    database: Option<u16>,
+}
+
+fn redis_server(text: &str, unix: bool) -> Option<RedisServer> {
+    if text.contains('@') {
+        return None;
+    }
+    let path = |path: &str| {
+        let address = RedisAddress::Unix(path.into());
+        (!path.is_empty()).then_some(RedisServer { address, tls: false, database: None })
+    };
+    if let Some(socket) = text.strip_prefix("unix://") {
+        return path(socket);
+    }
+    let (tls, rest) = match (text.strip_prefix("redis://"), text.strip_prefix("rediss://")) {
+        (Some(rest), _) => (false, rest),
+        (_, Some(rest)) => (true, rest),
+        _ if unix => return path(text),
+        _ => {
+            let address = RedisAddress::Tcp(host_port(text, 6379)?);
+            return Some(RedisServer { address, tls: false, database: None });
+        }
+    };
+    let (host, database) = match rest.split_once('/') {
+        Some((host, "")) => (host, None),
+        Some((host, number)) => (host, Some(number.parse().ok()?)),
+        None => (rest, None),
+    };
+    Some(RedisServer { address: RedisAddress::Tcp(host_port(host, 6379)?), tls, database })
+}
+
+/// Reads a host with or without a port.
+fn host_port(text: &str, port: u16) -> Option<HostPort> {
+    text.parse().ok().or_else(|| match text.parse::<IpAddr>() {
+        Ok(IpAddr::V6(ip)) => format!("[{ip}]:{port}").parse().ok(),
+        _ => format!("{text}:{port}").parse().ok(),
+    })
 }
 
 /// Declares what holds for each connection, before and beside its requests.

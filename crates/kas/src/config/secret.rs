@@ -15,7 +15,7 @@ use base64::{
     alphabet::STANDARD,
     engine::{DecodePaddingMode, GeneralPurpose, GeneralPurposeConfig},
 };
-use secrecy::{ExposeSecret as _, SecretSlice, zeroize::Zeroizing};
+use secrecy::{ExposeSecret as _, SecretSlice, SecretString, zeroize::Zeroizing};
 use subtle::ConstantTimeEq as _;
 
 use super::{
@@ -197,6 +197,24 @@ pub(crate) fn create_private(path: &Path, content: &[u8]) -> io::Result<Created>
     // So that the name outlives a power cut: a secret that clients already use must not change.
     File::open(folder)?.sync_all()?;
     Ok(made)
+}
+
+/// Reads a password; one line end at its end is not part of it.
+///
+/// # Errors
+/// What was found instead, without any of it.
+pub(super) fn read_password(path: &Path) -> Result<SecretString, String> {
+    let shown = path.display();
+    let (text, _) =
+        read_file(path).map_err(|error| format!("a file that cannot be read ({shown}: {error})"))?;
+    if text.len() as u64 > LARGEST_FILE {
+        return Err(format!("a file above {LARGEST_FILE} bytes ({shown})"));
+    }
+    let text =
+        std::str::from_utf8(&text).map_err(|_| format!("a file that is not text in UTF-8 ({shown})"))?;
+    let line = text.strip_suffix('\n').unwrap_or(text);
+    let password = line.strip_suffix('\r').unwrap_or(line);
+    if password.is_empty() { Err(format!("an empty file ({shown})")) } else { Ok(password.to_owned().into()) }
 }
 
 fn write_new(path: &Path, content: &[u8]) -> io::Result<()> {

@@ -114,7 +114,7 @@ redis:
   key_prefix: prefix
   username: user
   password_file: /secrets/redis
-  network: unix
+  network: tcp
   tls:
     enabled: true
     certificate_file: /tls/redis.crt
@@ -173,7 +173,7 @@ fn a_complete_14_1_file_loads_and_says_what_does_nothing() {
             secrets: ApiSecrets::Given(vec!["/secrets/api".into()]),
             all_secrets_listed: false,
         },
-        tracker: Tracker::Gossip(Box::new(Replication {
+        tracker: Tracker::Redis(Box::new(Shared {
             private_api: PrivateApi {
                 listen: Listen { network: Network::Tcp, address: ":18155".into(), tls: tls("private") },
                 max_connection_age: secs(1802),
@@ -182,14 +182,23 @@ fn a_complete_14_1_file_loads_and_says_what_does_nothing() {
                 secrets: vec!["/secrets/private".into()],
                 all_secrets_listed: false,
             },
-            discovery: Discovery::None,
-            gossip: Gossip {
-                cluster: "kas".into(),
-                interval: Duration::from_millis(200),
-                phi: 8.0,
-                dead_grace: secs(600),
+            redis: Redis {
+                target: RedisTarget::Server(RedisAddress::Tcp("redis:6379".parse().unwrap())),
+                tls: Some(RedisTls { ca: Some("/tls/redis-ca.crt".into()), identity: tls("redis") }),
+                username: Some("user".into()),
+                password_file: Some("/secrets/redis".into()),
+                database: 0,
+                pool_size: 6,
+                dial_timeout: secs(6),
+                read_timeout: secs(2),
+                write_timeout: secs(2),
+                idle_timeout: secs(51),
+                key_prefix: "prefix".into(),
             },
-            table_ttl: secs(10),
+            ttl: secs(10),
+            entry_ttl: secs(302),
+            entry_refresh: secs(241),
+            entry_gc: secs(601),
         })),
         observability: Observability {
             listen: Listen { network: Network::Tcp, address: ":18151".into(), tls: None },
@@ -219,22 +228,15 @@ fn a_complete_14_1_file_loads_and_says_what_does_nothing() {
         paths,
         [
             "agent.gitops",
-            "agent.redis_conn_info_ttl",
-            "agent.redis_conn_info_refresh",
-            "agent.redis_conn_info_gc",
             "agent.kubernetes_api",
-            "discovery",
             "observability.usage_reporting_period",
             "observability.tracing.connection_string",
             "observability.sentry",
             "observability.google_profiler",
-            "redis",
             "gitaly",
         ]
     );
-    let redis = "redis: has no effect in this version: there is no Redis tracker; tracker gossip is used";
-    assert!(loaded.warnings.iter().any(|warning| warning.to_string() == redis));
-    for warning in loaded.warnings.iter().filter(|warning| warning.path != "discovery") {
+    for warning in &loaded.warnings {
         assert!(warning.text.starts_with("has no effect in this version: "), "{warning}");
     }
 }
@@ -644,10 +646,9 @@ fn every_bad_value_is_told_with_what_would_be_right() {
              it looks like a number)",
         ),
         (
-            "tracker: redis",
-            "tracker: found \"redis\"; expected memory or gossip: a Redis tracker is not in this version",
+            "tracker: etcd",
+            "tracker: found \"etcd\"; expected memory (one replica), gossip or redis (several)",
         ),
-        ("tracker: etcd", "tracker: found \"etcd\"; expected memory (one replica) or gossip (several)"),
         (
             "limits: {find_timeout: 0s}",
             "limits.find_timeout: found \"0s\"; expected a duration above zero, such as 20s",
@@ -694,10 +695,41 @@ fn every_bad_value_is_told_with_what_would_be_right() {
             "private_api: {listen: {}}",
             "private_api.listen.authentication_secret_file: found nothing; expected the path of a file",
         ),
-        ("redis: {}", "redis.server: found nothing; expected exactly one of redis.server and redis.sentinel"),
+        (
+            "redis: {}",
+            "redis.server: found nothing; expected exactly one of redis.server, redis.sentinel and redis.cluster",
+        ),
         (
             "redis: {server: {address: a}, sentinel: {master_name: m, addresses: [a]}}",
-            "redis.sentinel: found a section; expected nothing, because redis.server is given: exactly one of the two",
+            "redis.sentinel: found a section; expected nothing, because redis.server is given: exactly one of server, \
+             sentinel and cluster",
+        ),
+        (
+            "redis: {server: {address: 'redis://me:hunter2@a'}}",
+            "redis.server.address: found something with an `@` (not shown); expected a host and a port, such as \
+             redis.example.com:6379, or redis://, rediss:// or unix:// with it, without a user: use redis.username and \
+             redis.password_file",
+        ),
+        (
+            "redis: {server: {address: 'http://a'}}",
+            "redis.server.address: found \"http://a\"; expected a host and a port, such as redis.example.com:6379, or \
+             redis://, rediss:// or unix:// with it",
+        ),
+        (
+            "redis: {server: {address: /r}, network: unix, tls: {enabled: true}}",
+            "redis.tls.enabled: found true; expected false, because redis.server is a socket of this host",
+        ),
+        (
+            "redis: {cluster: {addresses: [a]}, database: 1}",
+            "redis.database: found 1; expected nothing, because redis.cluster is given: a cluster has database 0 only",
+        ),
+        (
+            "redis: {server: {address: a}, pool_size: 1001}",
+            "redis.pool_size: found 1001; expected at most 1000: commands share connections",
+        ),
+        (
+            "redis: {server: {address: a}, database: 65536}",
+            "redis.database: found 65536; expected a number from 0 to 65535",
         ),
         ("redis: {server: {}}", "redis.server.address: found nothing; expected the address of the server"),
         (
@@ -815,7 +847,7 @@ fn all_on(page: &str) -> String {
 #[test]
 fn keys_that_are_off_in_the_default_file_are_right_once_switched_on() {
     let page = all_on(&Config::default_yaml());
-    // Of Redis' two forms, and of the three ways to discover, a file has one.
+    // Of Redis' three forms, and of the three ways to discover, a file has one.
     let texts: Vec<_> = problems(&page);
     assert_eq!(
         texts,
@@ -824,8 +856,10 @@ fn keys_that_are_off_in_the_default_file_are_right_once_switched_on() {
              static, dns and kubernetes",
             "discovery.kubernetes: found a section; expected nothing, because discovery.static is given: exactly one \
              of static, dns and kubernetes",
-            "redis.sentinel: found a section; expected nothing, because redis.server is given: exactly one of the two",
-            "redis.sentinel.addresses: found a list; expected at least one address",
+            "redis.sentinel: found a section; expected nothing, because redis.server is given: exactly one of server, \
+             sentinel and cluster",
+            "redis.cluster: found a section; expected nothing, because redis.server is given: exactly one of server, \
+             sentinel and cluster",
         ]
     );
     // Every key of the complete 14.1 file stands in the page too.

@@ -308,6 +308,11 @@ impl<'v> Section<'v, '_> {
                 .is_none_or(|text| !text.is_empty())
     }
 
+    /// Returns the text of a key that is declared later; `None`: it has none.
+    pub(crate) fn peek_text(&self, key: &str) -> Option<&'v str> {
+        self.peek(key).and_then(Value::as_str)
+    }
+
     /// Whether `key` stands in the section, also without a value.
     pub(crate) fn is_declared(&self, key: &str) -> bool {
         self.found.is_some_and(|found| found.contains_key(key))

@@ -2,7 +2,7 @@
 
 use std::{pin::Pin, sync::Arc};
 
-use cluster::{Query, Tracker as _};
+use cluster::{InMemoryTracker, Query, Tracker};
 use futures_util::stream::{self, Stream};
 use ids::AgentId;
 use proto::kas::internal::v1::{
@@ -17,7 +17,11 @@ use tokio::{sync::watch, time::Instant};
 use tonic::{Request, Response, Status};
 
 use super::Replication;
-use crate::listener::{Own, own};
+use crate::{
+    listener::{Own, own},
+    metrics::Metrics,
+    tunnel_registry::TunnelRegistry,
+};
 
 /// Connections in one message of a list.
 const PAGE: usize = 500;
@@ -164,6 +168,54 @@ impl TableSync for Private {
     }
 }
 
+/// Returns the connections of a replica alone, as it tells them to others.
+pub(crate) async fn pages(
+    own: &InMemoryTracker,
+    request: ConnectionsRequest,
+) -> Result<Vec<Result<ConnectionsResponse, Status>>, Status> {
+    let query = match request.query {
+        None => Query::All,
+        Some(connections_request::Query::AgentId(agent)) => {
+            Query::Agent(AgentId::new(agent).map_err(|error| Status::invalid_argument(error.to_string()))?)
+        }
+        Some(connections_request::Query::ProjectId(project)) => Query::Project(project),
+    };
+    let own = own.connected(query).await.map_err(|error| Status::unavailable(error.to_string()))?;
+    let connections: Vec<Connection> =
+        own.connections.iter().map(|located| super::lists::to_proto(&located.connection)).collect();
+    Ok(connections.chunks(PAGE).map(|page| Ok(ConnectionsResponse { connections: page.to_vec() })).collect())
+}
+
+/// Returns what a replica tells others of itself and of an agent.
+pub(crate) fn explain(
+    registry: &TunnelRegistry,
+    metrics: &Metrics,
+    tracker: &dyn Tracker,
+    request: ExplainRequest,
+) -> ExplainResponse {
+    let number = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
+    let mut response = ExplainResponse {
+        tunnels: u64::try_from(metrics.tunnels.get()).unwrap_or(0),
+        version: runtime::version::VERSION.to_owned(),
+        commit: runtime::version::COMMIT.to_owned(),
+        ..ExplainResponse::default()
+    };
+    if let Ok(agent) = AgentId::new(request.agent_id) {
+        let (idle, busy, waiting) = registry.counts(agent);
+        (response.idle, response.busy, response.waiting) = (number(idle), number(busy), number(waiting));
+        response.beliefs = tracker
+            .beliefs(agent)
+            .into_iter()
+            .map(|belief| Belief {
+                replica: belief.replica.id.as_str().to_owned(),
+                holds: belief.holds,
+                why: belief.why,
+            })
+            .collect();
+    }
+    response
+}
+
 #[tonic::async_trait]
 impl Replica for Private {
     type ConnectionsStream = Answers<ConnectionsResponse>;
@@ -172,47 +224,13 @@ impl Replica for Private {
         &self,
         request: Request<ConnectionsRequest>,
     ) -> Result<Response<Self::ConnectionsStream>, Status> {
-        let query = match request.into_inner().query {
-            None => Query::All,
-            Some(connections_request::Query::AgentId(agent)) => Query::Agent(
-                AgentId::new(agent).map_err(|error| Status::invalid_argument(error.to_string()))?,
-            ),
-            Some(connections_request::Query::ProjectId(project)) => Query::Project(project),
-        };
-        let own =
-            self.0.own.connected(query).await.map_err(|error| Status::unavailable(error.to_string()))?;
-        let connections: Vec<Connection> =
-            own.connections.iter().map(|located| super::lists::to_proto(&located.connection)).collect();
-        let pages: Vec<_> = connections
-            .chunks(PAGE)
-            .map(|page| Ok(ConnectionsResponse { connections: page.to_vec() }))
-            .collect();
+        let pages = pages(&self.0.own, request.into_inner()).await?;
         Ok(Response::new(Box::pin(stream::iter(pages))))
     }
 
     async fn explain(&self, request: Request<ExplainRequest>) -> Result<Response<ExplainResponse>, Status> {
         let registry = self.0.registry.get().ok_or_else(|| Status::unavailable("this replica starts"))?;
-        let number = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
-        let mut response = ExplainResponse {
-            tunnels: u64::try_from(self.0.metrics.tunnels.get()).unwrap_or(0),
-            version: runtime::version::VERSION.to_owned(),
-            commit: runtime::version::COMMIT.to_owned(),
-            ..ExplainResponse::default()
-        };
-        if let Ok(agent) = AgentId::new(request.into_inner().agent_id) {
-            let (idle, busy, waiting) = registry.counts(agent);
-            (response.idle, response.busy, response.waiting) = (number(idle), number(busy), number(waiting));
-            response.beliefs = self
-                .0
-                .beliefs(agent)
-                .into_iter()
-                .map(|belief| Belief {
-                    replica: belief.replica.id.as_str().to_owned(),
-                    holds: belief.holds,
-                    why: belief.why,
-                })
-                .collect();
-        }
+        let response = explain(registry, &self.0.metrics, &*self.0, request.into_inner());
         Ok(Response::new(response))
     }
 }

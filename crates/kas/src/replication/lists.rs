@@ -15,14 +15,14 @@ use table::{GossipVote, StreamVote};
 use tokio::time::Instant;
 
 use super::{DIALS, Replication, UNREAD};
-use crate::peer;
+use crate::peer::{self, Peers};
 
 const CONNECTIONS: &str = "/kas.internal.v1.Replica/Connections";
 const EXPLAIN: &str = "/kas.internal.v1.Replica/Explain";
 /// How long a replica may take for its part of a list.
-const PATIENCE: Duration = Duration::from_secs(2);
+pub(crate) const PATIENCE: Duration = Duration::from_secs(2);
 /// The same for one that seems dead.
-const PATIENCE_SUSPECT: Duration = Duration::from_millis(500);
+pub(crate) const PATIENCE_SUSPECT: Duration = Duration::from_millis(500);
 const MAX_MESSAGE: usize = 4 << 20;
 
 pub(super) fn to_proto(connection: &Connection) -> wire::Connection {
@@ -144,7 +144,7 @@ impl Replication {
                 Query::Project(project) => Some(connections_request::Query::ProjectId(project)),
             },
         };
-        let mut reader = self.ask(replica, CONNECTIONS, grpc::encode(&request)).await?;
+        let mut reader = ask(&self.peers, replica, CONNECTIONS, grpc::encode(&request)).await?;
         let mut connections = Vec::new();
         while let Some(message) = reader.next().await.map_err(|error| peer::chain(&error))? {
             let page = ConnectionsResponse::decode(message).map_err(|error| error.to_string())?;
@@ -156,62 +156,7 @@ impl Replication {
 
     /// Asks the others about themselves and an agent.
     pub(super) async fn ask_about(&self, agent: Option<AgentId>) -> (Vec<Account>, Vec<Unanswered>) {
-        let mut asking: FuturesUnordered<_> = self
-            .to_ask(Query::All)
-            .into_iter()
-            .map(|(replica, patience)| async move {
-                let answer = tokio::time::timeout(patience, self.account(&replica, agent)).await;
-                (replica, answer.unwrap_or_else(|_| Err(format!("no answer within {patience:?}"))))
-            })
-            .collect();
-        let (mut accounts, mut unanswered) = (Vec::new(), Vec::new());
-        while let Some((replica, answer)) = asking.next().await {
-            match answer {
-                Ok(account) => accounts.push(account),
-                Err(reason) => unanswered.push(Unanswered { replica, reason }),
-            }
-        }
-        accounts.sort_by(|a, b| a.replica.id.cmp(&b.replica.id));
-        unanswered.sort_by(|a, b| a.replica.id.cmp(&b.replica.id));
-        (accounts, unanswered)
-    }
-
-    async fn account(&self, replica: &Replica, agent: Option<AgentId>) -> Result<Account, String> {
-        let request = ExplainRequest { agent_id: agent.map_or(0, AgentId::get) };
-        let mut reader = self.ask(replica, EXPLAIN, grpc::encode(&request)).await?;
-        let Some(message) = reader.next().await.map_err(|error| peer::chain(&error))? else {
-            complete(&reader)?;
-            return Err("it answered nothing".to_owned());
-        };
-        let told = ExplainResponse::decode(message).map_err(|error| error.to_string())?;
-        let belief = |belief: wire::Belief| Belief {
-            // Its address as the other believes it does not matter here.
-            replica: Replica { id: ReplicaId::new(&belief.replica), address: Arc::default() },
-            holds: belief.holds,
-            why: belief.why,
-        };
-        Ok(Account {
-            replica: replica.clone(),
-            tunnels: told.tunnels,
-            idle: told.idle,
-            busy: told.busy,
-            waiting: told.waiting,
-            beliefs: told.beliefs.into_iter().map(belief).collect(),
-        })
-    }
-
-    async fn ask(
-        &self,
-        replica: &Replica,
-        path: &str,
-        message: bytes::Bytes,
-    ) -> Result<MessageReader<peer::link::RecvBody>, String> {
-        let answer =
-            self.peers.peer(replica).call(path, message).await.map_err(|error| peer::chain(&error))?;
-        match grpc::Status::from_headers(answer.headers()) {
-            Some(status) if status.code() != grpc::Code::Ok => Err(status.to_string()),
-            _ => Ok(MessageReader::new(answer.into_body(), MAX_MESSAGE)),
-        }
+        accounts(&self.peers, self.to_ask(Query::All), agent).await
     }
 
     /// Names the replicas that are heard and cannot be dialled: they stay suspect, and nothing else says why.
@@ -270,6 +215,73 @@ impl Replication {
         refusals.sort_unstable();
         alarms.extend(refusals);
         alarms
+    }
+}
+
+/// Asks replicas about themselves and an agent, each with its patience.
+pub(crate) async fn accounts(
+    peers: &Arc<Peers>,
+    to_ask: Vec<(Replica, Duration)>,
+    agent: Option<AgentId>,
+) -> (Vec<Account>, Vec<Unanswered>) {
+    let mut asking: FuturesUnordered<_> = to_ask
+        .into_iter()
+        .map(|(replica, patience)| async move {
+            let answer = tokio::time::timeout(patience, account(peers, &replica, agent)).await;
+            (replica, answer.unwrap_or_else(|_| Err(format!("no answer within {patience:?}"))))
+        })
+        .collect();
+    let (mut accounts, mut unanswered) = (Vec::new(), Vec::new());
+    while let Some((replica, answer)) = asking.next().await {
+        match answer {
+            Ok(account) => accounts.push(account),
+            Err(reason) => unanswered.push(Unanswered { replica, reason }),
+        }
+    }
+    accounts.sort_by(|a, b| a.replica.id.cmp(&b.replica.id));
+    unanswered.sort_by(|a, b| a.replica.id.cmp(&b.replica.id));
+    (accounts, unanswered)
+}
+
+/// Asks a replica about itself and an agent.
+pub(crate) async fn account(
+    peers: &Arc<Peers>,
+    replica: &Replica,
+    agent: Option<AgentId>,
+) -> Result<Account, String> {
+    let request = ExplainRequest { agent_id: agent.map_or(0, AgentId::get) };
+    let mut reader = ask(peers, replica, EXPLAIN, grpc::encode(&request)).await?;
+    let Some(message) = reader.next().await.map_err(|error| peer::chain(&error))? else {
+        complete(&reader)?;
+        return Err("it answered nothing".to_owned());
+    };
+    let told = ExplainResponse::decode(message).map_err(|error| error.to_string())?;
+    let belief = |belief: wire::Belief| Belief {
+        // Its address as the other believes it does not matter here.
+        replica: Replica { id: ReplicaId::new(&belief.replica), address: Arc::default() },
+        holds: belief.holds,
+        why: belief.why,
+    };
+    Ok(Account {
+        replica: replica.clone(),
+        tunnels: told.tunnels,
+        idle: told.idle,
+        busy: told.busy,
+        waiting: told.waiting,
+        beliefs: told.beliefs.into_iter().map(belief).collect(),
+    })
+}
+
+async fn ask(
+    peers: &Arc<Peers>,
+    replica: &Replica,
+    path: &str,
+    message: bytes::Bytes,
+) -> Result<MessageReader<peer::link::RecvBody>, String> {
+    let answer = peers.peer(replica).call(path, message).await.map_err(|error| peer::chain(&error))?;
+    match grpc::Status::from_headers(answer.headers()) {
+        Some(status) if status.code() != grpc::Code::Ok => Err(status.to_string()),
+        _ => Ok(MessageReader::new(answer.into_body(), MAX_MESSAGE)),
     }
 }
 

@@ -1,5 +1,7 @@
 //! What a file says about other replicas.
 
+use secrecy::ExposeSecret as _;
+
 use super::*;
 
 const PRIVATE: &str = "private_api: {listen: {authentication_secret_file: /p}}\n";
@@ -11,7 +13,14 @@ fn replication(yaml: &str) -> Replication {
 fn replication_in(yaml: &str, env: &Environment) -> Replication {
     match load(yaml, env).expect(yaml).config.tracker {
         Tracker::Gossip(replication) => *replication,
-        Tracker::Memory => panic!("memory: {yaml}"),
+        other => panic!("{other:?}: {yaml}"),
+    }
+}
+
+fn shared(yaml: &str) -> Shared {
+    match config(yaml).tracker {
+        Tracker::Redis(shared) => *shared,
+        other => panic!("{other:?}: {yaml}"),
     }
 }
 
@@ -39,10 +48,16 @@ fn the_tracker_follows_what_is_given() {
     for yaml in [
         format!("tracker: gossip\n{PRIVATE}"),
         format!("tracker: ''\n{PRIVATE}"),
-        format!("redis: {{server: {{address: a}}}}\n{PRIVATE}"),
+        format!("tracker: gossip\nredis: {{server: {{address: a}}}}\n{PRIVATE}"),
     ] {
         assert_eq!(replication(&yaml), several, "{yaml}");
     }
+    // A file of 14.1 has these two; discovery is ours.
+    let by_redis = format!("redis: {{server: {{address: a}}}}\n{PRIVATE}");
+    assert_eq!(shared(&by_redis), shared(&format!("tracker: redis\n{by_redis}")));
+    let both = format!("discovery: {{static: {{addresses: ['a:1']}}}}\n{by_redis}");
+    assert!(matches!(config(&both).tracker, Tracker::Gossip(_)));
+    assert_eq!(warnings(&both), ["redis: has no effect: tracker is gossip, which needs no Redis"]);
     assert_eq!(config(&format!("tracker: memory\n{PRIVATE}")).tracker, Tracker::Memory);
 }
 
@@ -61,7 +76,7 @@ fn what_one_replica_does_not_need_is_checked_and_warned_about() {
     assert_eq!((loaded.config, loaded.warnings), (defaults(), vec![]));
     assert_eq!(
         warnings("redis: {server: {address: a}}"),
-        ["redis: has no effect in this version: there is no Redis tracker; tracker memory is used"]
+        ["redis: has no effect: tracker is memory, which is for one replica"]
     );
     assert_eq!(
         problems("tracker: memory\nprivate_api: {listen: {}}"),
@@ -301,10 +316,115 @@ fn gossip_needs_a_listener_and_says_so_once() {
         let expected = format!("{path}: found 5; expected a section: indented keys with their values");
         assert_eq!(problems(yaml), [expected]);
     }
+}
+
+#[test]
+fn redis_needs_a_place_and_shows_the_lines_that_are_missing() {
     assert_eq!(
         problems(&format!("tracker: redis\n{PRIVATE}")),
-        ["tracker: found \"redis\"; expected memory or gossip: a Redis tracker is not in this version"]
+        [
+            "redis: found nothing; expected where Redis is, because tracker is redis:",
+            "redis:",
+            "  server:",
+            "    address: redis.example.com:6379",
+        ]
     );
+    let redis = "tracker: redis\nredis: {server: {address: a}}\n";
+    assert_eq!(
+        problems(redis),
+        [
+            "private_api.listen: found nothing; expected a section `listen` with authentication_secret_file, because \
+          tracker is redis: replicas reach each other there"
+        ]
+    );
+    assert_eq!(
+        problems(&format!("{redis}{PRIVATE}table: {{ttl: 31s}}")),
+        [
+            "table.ttl: found 31s; expected at most 30s with tracker redis: until then requests go to a replica that has \
+          crashed"
+        ]
+    );
+    assert_eq!(
+        warnings(&format!("{redis}{PRIVATE}discovery: {{static: {{addresses: ['a:1']}}}}\ngossip: {{}}")),
+        ["discovery", "gossip"]
+            .map(|key| format!("{key}: has no effect: tracker is redis: replicas find each other there"))
+    );
+    assert_eq!(
+        warnings(
+            &format!("{redis}{PRIVATE}")
+                .replace("address: a}", "address: a}, tls: {ca_certificate_file: /c}")
+        ),
+        ["redis.tls.enabled: is not true, so the files of redis.tls have no effect"]
+    );
+}
+
+#[test]
+fn every_way_to_name_a_redis_is_read() {
+    let redis = |keys: &str| shared(&format!("{PRIVATE}redis: {{{keys}}}")).redis;
+    let tcp = |text: &str| RedisTarget::Server(RedisAddress::Tcp(text.parse().unwrap()));
+    let unix = |path: &str| RedisTarget::Server(RedisAddress::Unix(path.into()));
+    for (keys, target, tls, database) in [
+        ("server: {address: a}", tcp("a:6379"), false, 0),
+        ("server: {address: 'a:1'}", tcp("a:1"), false, 0),
+        ("server: {address: '::1'}", tcp("[::1]:6379"), false, 0),
+        ("server: {address: a}, tls: {enabled: true}, database: 2", tcp("a:6379"), true, 2),
+        ("server: {address: 'redis://a'}", tcp("a:6379"), false, 0),
+        ("server: {address: 'redis://a:1/7'}, database: 2", tcp("a:1"), false, 7),
+        ("server: {address: 'rediss://[::1]:1/'}", tcp("[::1]:1"), true, 0),
+        ("server: {address: 'unix:///run/r'}", unix("/run/r"), false, 0),
+        ("server: {address: /run/r}, network: unix", unix("/run/r"), false, 0),
+    ] {
+        let redis = redis(keys);
+        assert_eq!((redis.target, redis.tls.is_some(), redis.database), (target, tls, database), "{keys}");
+    }
+    assert_eq!(
+        redis("sentinel: {master_name: m, addresses: [a, 'b:1'], sentinel_username: u, sentinel_password_file: /p}").target,
+        RedisTarget::Sentinel {
+            master: "m".into(),
+            addresses: vec!["a:26379".parse().unwrap(), "b:1".parse().unwrap()],
+            username: Some("u".into()),
+            password_file: Some("/p".into()),
+        }
+    );
+    assert_eq!(
+        redis("cluster: {addresses: [a, 'b:1']}").target,
+        RedisTarget::Cluster(vec!["a:6379".parse().unwrap(), "b:1".parse().unwrap()])
+    );
+    let times = shared(&format!(
+        "{PRIVATE}redis: {{server: {{address: a}}}}\ntable: {{ttl: 5s}}\nagent: {{redis_conn_info_ttl: 9s, \
+         redis_conn_info_refresh: 8s, redis_conn_info_gc: 7s}}"
+    ));
+    assert_eq!(
+        [times.ttl, times.entry_ttl, times.entry_refresh, times.entry_gc],
+        [secs(5), secs(9), secs(8), secs(7)]
+    );
+}
+
+#[test]
+fn passwords_of_redis_are_read_and_never_shown() {
+    let files = Files::new(&[("good", "hunter2\n"), ("empty", "\n")]);
+    let secrets = |name: &str| {
+        let yaml = format!(
+            "{PRIVATE}redis: {{sentinel: {{master_name: m, addresses: [a], sentinel_password_file: {:?}}}, password_file: {:?}}}",
+            files.path("good"),
+            files.path(name)
+        );
+        let mut config = config(&yaml);
+        // Its own secrets are another test's.
+        if let Tracker::Redis(shared) = &mut config.tracker {
+            shared.private_api.secrets = Vec::new();
+        }
+        config.check_secrets()
+    };
+    let read = secrets("good").unwrap();
+    assert_eq!(read.redis.server.as_ref().unwrap().expose_secret(), "hunter2");
+    assert!(!format!("{read:?}").contains("hunter2"));
+    for (name, found) in
+        [("empty", "found an empty file ("), ("absent", "found a file that cannot be read (")]
+    {
+        let text = secrets(name).unwrap_err().to_string();
+        assert!(text.starts_with(&format!("redis.password_file: {found}")), "{text}");
+    }
 }
 
 #[test]

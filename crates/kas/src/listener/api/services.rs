@@ -331,7 +331,11 @@ impl KasApi for Api {
     ) -> Result<tonic::Response<ExplainAgentResponse>, tonic::Status> {
         let agent = agent_id(request.into_inner().agent_id, "agent_id")?;
         let known = self.tracker.replicas().await;
-        let candidates = self.tracker.locate(agent).await.map_err(|error| unavailable(&error))?;
+        // Who does not know where the agent is says why; what is here and what the others say is known all the same.
+        let (candidates, unknown) = match self.tracker.locate(agent).await {
+            Ok(candidates) => (candidates, None),
+            Err(error) => (Vec::new(), Some(crate::peer::chain(&error))),
+        };
         let (accounts, missing) = self.tracker.accounts(Some(agent)).await;
         let (idle, busy, waiting) = self.router.registry().counts(agent);
         let number = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
@@ -363,7 +367,9 @@ impl KasApi for Api {
             (0, busy) => route.push(format!("all {busy} tunnels here are busy: a request waits for one")),
             (idle, _) => route.push(format!("one of {idle} idle tunnels here carries the request")),
         }
-        if idle == 0 {
+        if let Some(why) = unknown {
+            route.push(format!("who else holds the agent could not be looked up: {why}"));
+        } else if idle == 0 {
             route.push(match elsewhere.as_slice() {
                 [] => {
                     "nobody else is known to hold the agent: the request waits until it connects".to_owned()

@@ -1,0 +1,135 @@
+//! Several replicas that find each other, and each other's agents, in a real Redis.
+
+use std::time::Duration;
+
+use anyhow::{Context as _, Result, ensure};
+use grpc::{Code, Outcome};
+use http::StatusCode;
+use serde_json::json;
+use testkit::{
+    handler::path,
+    kas::within,
+    mesh::{Mesh, Options},
+    process::SOON,
+    raw_agent::Kind,
+    redis::Redis,
+};
+use tokio::time::Instant;
+
+use crate::ledger::echo;
+
+/// A life of a replica, in seconds.
+const TTL: u64 = 2;
+
+async fn start(redis: &Redis, replicas: usize) -> Result<Mesh> {
+    let config = json!({
+        "tracker": "redis",
+        "redis": { "server": { "address": redis.address().to_string() } },
+        "table": { "ttl": format!("{TTL}s") },
+    });
+    let discovery = Some(serde_json::Value::Null);
+    Mesh::start_with(Options { replicas, config, discovery, ..Options::default() }).await
+}
+
+/// Returns the keys of Redis, as an operator sees them.
+async fn keys(redis: &Redis) -> Result<String> {
+    let program = testkit::redis::program("redis-cli")?;
+    let port = redis.address().port().to_string();
+    let output = tokio::process::Command::new(program).args(["-p", &port, "--scan"]).output().await?;
+    ensure!(output.status.success(), "redis-cli: {output:?}");
+    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+}
+
+#[tokio::test]
+async fn any_replica_answers_for_any_agent() -> Result<()> {
+    let redis = Redis::run().await?;
+    let mut mesh = start(&redis, 3).await?;
+    let _agents = [mesh.agent(0, 1, Kind::Ours, 2).await?, mesh.agent(1, 2, Kind::Old, 2).await?];
+    mesh.converged(&[(1, 0), (2, 1)]).await?;
+    for replica in 0..3 {
+        for agent in [1, 2] {
+            echo(&mesh, replica, agent).await?;
+        }
+        mesh.kas(replica).metric_is("kas_redis_up", 1.0).await?;
+        mesh.kas(replica).metric_is("kas_replicas_live", 3.0).await?;
+        let listed = mesh.connections(replica, 1).await?;
+        ensure!(listed.unanswered.is_empty(), "{listed:?}");
+    }
+    // Who leaves takes along what it had, and is forgotten at once.
+    let name = format!("kas:replica:{}", mesh.private(2));
+    ensure!(keys(&redis).await?.contains(&name));
+    mesh.leave(2, SOON).await?;
+    ensure!(!keys(&redis).await?.contains(&name));
+    mesh.converged(&[(1, 0), (2, 1)]).await?;
+    mesh.restart(2).await?;
+    mesh.converged(&[(1, 0), (2, 1)]).await?;
+    echo(&mesh, 2, 1).await
+}
+
+#[tokio::test]
+async fn entries_of_a_killed_replica_go_with_its_liveness_key() -> Result<()> {
+    let redis = Redis::run().await?;
+    let mut mesh = start(&redis, 3).await?;
+    let agent = mesh.agent(0, 1, Kind::Ours, 2).await?;
+    mesh.converged(&[(1, 0)]).await?;
+    echo(&mesh, 1, 1).await?;
+    mesh.kill(0).await?;
+    let killed = Instant::now();
+    mesh.converged(&[]).await?;
+    let took = killed.elapsed();
+    println!("forgotten {took:?} after the kill, with a life of {TTL} s");
+    assert!(took < Duration::from_secs(TTL + 2), "{took:?}");
+    // The hash of the agent is still there, and says nothing any more.
+    ensure!(keys(&redis).await?.contains("tunnel_tracker:conn_by_agent_id:"));
+    drop(agent);
+    // The agent comes elsewhere, and the replica back without it.
+    let _agent = mesh.agent(1, 1, Kind::Ours, 2).await?;
+    mesh.restart(0).await?;
+    mesh.converged(&[(1, 1)]).await?;
+    echo(&mesh, 0, 1).await?;
+    echo(&mesh, 2, 1).await
+}
+
+#[tokio::test]
+async fn without_redis_local_agents_and_known_routes_go_on_and_others_are_told_why_not() -> Result<()> {
+    let redis = Redis::run().await?;
+    let mesh = start(&redis, 2).await?;
+    let _agents = [mesh.agent(0, 1, Kind::Ours, 2).await?, mesh.agent(1, 2, Kind::Ours, 2).await?];
+    mesh.converged(&[(1, 0), (2, 1)]).await?;
+    echo(&mesh, 0, 2).await?;
+    redis.stop().await;
+    mesh.kas(0).metric_is("kas_redis_up", 0.0).await?;
+    mesh.kas(1).metric_is("kas_redis_up", 0.0).await?;
+    echo(&mesh, 0, 1).await?;
+    echo(&mesh, 0, 2).await?;
+    let caller = mesh.caller(0).await?;
+    let request = caller.to_agent(3, &path("Echo")).header("grpc-timeout", "500m");
+    let got = caller.call(request, &[b"x"]).await?;
+    assert_eq!(
+        (got.status.code(), got.status.outcome()),
+        (Code::DeadlineExceeded, Some(Outcome::NotStarted))
+    );
+    assert!(got.status.message().contains("Redis cannot be asked"), "{}", got.status);
+    let alarms = mesh.list(0).await?.alarms;
+    assert!(alarms.iter().any(|alarm| alarm.contains("Redis cannot be asked")), "{alarms:?}");
+    // Balancers are told once the others have forgotten this replica.
+    within(SOON, "it is not ready", async || {
+        let (status, why) = mesh.kas(0).get("/readiness").await?;
+        let told = status != StatusCode::OK && why.contains("Redis cannot be asked");
+        Ok(if told { Ok(()) } else { Err((status, why)) })
+    })
+    .await?;
+    // It is still served to whoever comes.
+    echo(&mesh, 0, 2).await?;
+    let _late = mesh.agent(1, 3, Kind::Ours, 1).await?;
+    let waiting = tokio::spawn(async move {
+        let request = caller.to_agent(3, &path("Echo"));
+        caller.call(request, &[b"waited"]).await
+    });
+    redis.start().await?;
+    let got = waiting.await?.context("an answer")?;
+    assert_eq!(got.status.code(), Code::Ok, "{}", got.status);
+    mesh.ready(0).await?;
+    mesh.converged(&[(1, 0), (2, 1), (3, 1)]).await?;
+    Ok(())
+}
