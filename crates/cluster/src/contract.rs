@@ -343,6 +343,12 @@ async fn an_agent_may_be_on_many_replicas(cluster: &dyn Cluster) {
 async fn lists_are_of_all_replicas(cluster: &dyn Cluster) {
     let (a, b) = (cluster.join("a").await, cluster.join("b").await);
     let (here, there) = (a.tracker(), b.tracker());
+    // Who has a configuration stream has tunnels: a tracker may ask only the holders of an agent about it.
+    let _routes = [
+        here.route(agent(1), Arc::from([])),
+        there.route(agent(1), Arc::from([])),
+        here.route(agent(2), Arc::from([])),
+    ];
     // agentk keeps two replicas, with one connection id.
     let twice = [here.connection(connection(1, 10, 100)), there.connection(connection(1, 10, 100))];
     let other = here.connection(connection(2, 11, 101));

@@ -661,47 +661,4 @@ impl Tracker for Replication {
 }
 
 #[cfg(test)]
-mod tests {
-    use base64::Engine as _;
-    use gossip::KeyRing;
-    use prometheus_client::registry::Registry;
-
-    use super::*;
-    use crate::{config::secret::ApiSecret, peer::Credential};
-
-    /// A replica that is alone, with its gossip on loopback.
-    async fn alone() -> (Arc<Replication>, tempfile::TempDir) {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("secret");
-        std::fs::write(&path, base64::prelude::BASE64_STANDARD.encode([7; 32])).unwrap();
-        let secret = ApiSecret::read(&path).unwrap();
-        let ring = KeyRing::derive(&[secret.expose()]).unwrap();
-        let gossip = Gossip::builder("alone").keys(watch::channel(Arc::new(ring)).1).start().await.unwrap();
-        let address = gossip.local_addr().to_string();
-        let me = Replica { id: ReplicaId::new(&address), address: address.into() };
-        let credential = Arc::new(Credential::new(me.id.clone(), &secret));
-        let peers = Peers::new(me.id.clone(), credential, None);
-        let metrics = Arc::new(Metrics::new(&mut Registry::default()));
-        let replication =
-            Replication::new(me, peers, metrics, Duration::from_secs(10), Duration::from_millis(200));
-        let seeds = watch::channel(HashSet::new()).1;
-        tokio::spawn(Arc::clone(&replication).run(gossip, seeds));
-        (replication, dir)
-    }
-
-    #[tokio::test]
-    async fn keeps_the_contract() {
-        cluster::contract::check(|| async { alone().await.0 as Arc<dyn Tracker> }).await;
-    }
-
-    #[tokio::test]
-    async fn being_alone_never_keeps_a_replica_from_serving() {
-        let (replication, _dir) = alone().await;
-        let mut ready = replication.ready();
-        tokio::time::timeout(Duration::from_secs(10), ready.wait_for(|ready| *ready)).await.unwrap().unwrap();
-        assert_eq!(*replication.live().borrow(), 1);
-        let replicas = replication.replicas().await;
-        assert_eq!(replicas.replicas.len(), 1);
-        assert_eq!((replicas.replicas[0].standing.as_str(), replicas.alarms.len()), ("self", 0));
-    }
-}
+mod tests;
