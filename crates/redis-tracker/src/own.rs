@@ -24,6 +24,8 @@ use crate::{
 const REPEATED: Duration = Duration::from_secs(60);
 /// ... but no more than this many.
 const MOST_REPEATED: usize = 10_000;
+/// Entries that are due within this time are refreshed together.
+const TOGETHER: Duration = Duration::from_millis(500);
 
 /// One thing that is in Redis or not.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -334,9 +336,12 @@ impl Own {
         redis_now: Duration,
         ttl: Duration,
     ) -> Batch {
+        // Whatever is due soon comes along: a transaction for each entry would double the commands.
+        let soon = now + (self.refresh / 50).min(TOGETHER);
         while self.dirty.len() < most
             && let Some(&(due, item)) = self.due.first()
-            && due <= now
+            && due <= soon
+            && (due <= now || !self.dirty.is_empty())
         {
             self.due.pop_first();
             if let Some(entry) = self.entries.get_mut(&item) {

@@ -386,8 +386,9 @@ impl RedisTracker {
                     others.iter().map(|replica| cmd("SMEMBERS").arg(self.keys.projects(&replica.id)).take());
                 let mut projects = BTreeSet::new();
                 for answer in link.each(&self.dialer, commands.collect()).await? {
-                    let members: Vec<i64> = take(answer, "SMEMBERS")?;
-                    projects.extend(members);
+                    let members: Vec<Vec<u8>> = take(answer, "SMEMBERS")?;
+                    let number = |member: &Vec<u8>| std::str::from_utf8(member).ok()?.parse::<i64>().ok();
+                    projects.extend(members.iter().filter_map(number));
                 }
                 projects.into_iter().map(|project| self.keys.project(project)).collect()
             }

@@ -198,7 +198,7 @@ impl RedisTracker {
         };
         let prolonged: bool = take(next(), "PEXPIRE")?;
         let stored: Option<Vec<u8>> = take(next(), "GET")?;
-        let names: HashMap<String, String> = take(next(), "HGETALL")?;
+        let names: HashMap<Vec<u8>, Vec<u8>> = take(next(), "HGETALL")?;
         let _: bool = take(next(), "PEXPIRE")?;
         if is_new {
             heart.knows_gt = take::<bool>(next(), "PEXPIRE").is_ok();
@@ -227,16 +227,19 @@ impl RedisTracker {
         if write {
             commands.push(cmd("SET").arg(&key).arg(mine.encode()).arg("PX").arg(ttl).take());
         }
-        let name = !leaving && names.get(self.me.id.as_str()) != Some(&mine.run.to_string());
+        let own_name = self.me.id.as_str().as_bytes();
+        let name = !leaving && names.get(own_name) != Some(&mine.run.to_string().into_bytes());
         if name {
             commands
                 .push(cmd("HSET").arg(self.keys.replicas()).arg(self.me.id.as_str()).arg(mine.run).take());
         }
         let others: Vec<ReplicaId> = names
             .keys()
-            .filter(|name| **name != self.me.id.as_str())
+            .filter(|name| *name != own_name)
+            // Of nobody of ours.
+            .filter_map(|name| std::str::from_utf8(name).ok())
             .take(MOST_REPLICAS)
-            .map(|name| ReplicaId::new(name))
+            .map(ReplicaId::new)
             .collect();
         for other in &others {
             let key = self.keys.life(other);
