@@ -5,7 +5,7 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, ensure};
 use grpc::{Code, Outcome};
 use http::StatusCode;
-use serde_json::json;
+use serde_json::{Value, json};
 use testkit::{
     handler::path,
     kas::within,
@@ -22,22 +22,64 @@ use crate::ledger::echo;
 const TTL: u64 = 2;
 
 async fn start(redis: &Redis, replicas: usize) -> Result<Mesh> {
+    start_with(json!({ "server": { "address": redis.address().to_string() } }), replicas).await
+}
+
+/// Starts replicas with this section `redis`.
+async fn start_with(redis: Value, replicas: usize) -> Result<Mesh> {
     let config = json!({
         "tracker": "redis",
-        "redis": { "server": { "address": redis.address().to_string() } },
+        "redis": redis,
         "table": { "ttl": format!("{TTL}s") },
+        "agent": { "redis_conn_info_ttl": "100s", "redis_conn_info_refresh": "50s" },
     });
-    let discovery = Some(serde_json::Value::Null);
+    let discovery = Some(Value::Null);
     Mesh::start_with(Options { replicas, config, discovery, ..Options::default() }).await
 }
 
 /// Returns the keys of Redis, as an operator sees them.
 async fn keys(redis: &Redis) -> Result<String> {
+    cli(redis, &["--scan"]).await
+}
+
+async fn cli(redis: &Redis, arguments: &[&str]) -> Result<String> {
     let program = testkit::redis::program("redis-cli")?;
-    let port = redis.address().port().to_string();
-    let output = tokio::process::Command::new(program).args(["-p", &port, "--scan"]).output().await?;
+    let socket = redis.socket();
+    let output = tokio::process::Command::new(program).arg("-s").arg(socket).args(arguments).output().await?;
     ensure!(output.status.success(), "redis-cli: {output:?}");
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+}
+
+/// A CA and what it has signed, as files: certificate and key of a server and of a client.
+struct Certificates {
+    folder: tempfile::TempDir,
+}
+
+impl Certificates {
+    fn new() -> Result<Self> {
+        let folder = tempfile::tempdir()?;
+        let mut parameters = rcgen::CertificateParams::new(Vec::<String>::new())?;
+        parameters.is_ca = rcgen::IsCa::Ca(rcgen::BasicConstraints::Unconstrained);
+        let ca = rcgen::CertifiedIssuer::self_signed(parameters, rcgen::KeyPair::generate()?)?;
+        std::fs::write(folder.path().join("ca.pem"), ca.pem())?;
+        for name in ["server", "client"] {
+            let key = rcgen::KeyPair::generate()?;
+            let mut parameters = rcgen::CertificateParams::new(vec!["127.0.0.1".to_owned()])?;
+            // The name of the CA would make it look self-signed.
+            parameters.distinguished_name = rcgen::DistinguishedName::new();
+            parameters.distinguished_name.push(rcgen::DnType::CommonName, name);
+            std::fs::write(
+                folder.path().join(format!("{name}.pem")),
+                parameters.signed_by(&key, &ca)?.pem(),
+            )?;
+            std::fs::write(folder.path().join(format!("{name}.key")), key.serialize_pem())?;
+        }
+        Ok(Self { folder })
+    }
+
+    fn path(&self, name: &str) -> String {
+        self.folder.path().join(name).display().to_string()
+    }
 }
 
 #[tokio::test]
@@ -131,5 +173,58 @@ async fn without_redis_local_agents_and_known_routes_go_on_and_others_are_told_w
     assert_eq!(got.status.code(), Code::Ok, "{}", got.status);
     mesh.ready(0).await?;
     mesh.converged(&[(1, 0), (2, 1), (3, 1)]).await?;
+    Ok(())
+}
+
+#[tokio::test]
+async fn every_option_of_a_server_reaches_it() -> Result<()> {
+    let files = Certificates::new()?;
+    let port = testkit::redis::free_port().await?;
+    let redis = Redis::run_with(&[
+        "--tls-port",
+        &port.to_string(),
+        "--tls-cert-file",
+        &files.path("server.pem"),
+        "--tls-key-file",
+        &files.path("server.key"),
+        "--tls-ca-cert-file",
+        &files.path("ca.pem"),
+    ])
+    .await?;
+    let user = ["ACL", "SETUSER", "kas", "on", ">hunter2", "~team:*", "&team:*", "+@all"];
+    cli(&redis, &user).await?;
+    std::fs::write(files.path("password"), "hunter2\n")?;
+    let section = json!({
+        "server": { "address": format!("rediss://127.0.0.1:{port}/3") },
+        "username": "kas",
+        "password_file": files.path("password"),
+        "key_prefix": "team",
+        "pool_size": 2,
+        "tls": {
+            "ca_certificate_file": files.path("ca.pem"),
+            "certificate_file": files.path("client.pem"),
+            "key_file": files.path("client.key"),
+        },
+    });
+    let mesh = start_with(section, 2).await?;
+    let _agent = mesh.agent(0, 1, Kind::Ours, 2).await?;
+    mesh.converged(&[(1, 0)]).await?;
+    echo(&mesh, 1, 1).await?;
+    ensure!(keys(&redis).await?.is_empty(), "nothing is in database 0");
+    let found = cli(&redis, &["-n", "3", "--scan"]).await?;
+    ensure!(!found.is_empty() && found.lines().all(|key| key.starts_with("team:")), "{found}");
+    // Each hash lives as long as was said.
+    let key =
+        "return redis.call('PTTL', 'team:tunnel_tracker:conn_by_agent_id:' .. string.char(1,0,0,0,0,0,0,0))";
+    let left: u64 = cli(&redis, &["-n", "3", "EVAL", key, "0"]).await?.trim().parse()?;
+    ensure!((40_000..=100_000).contains(&left), "{left}");
+    // Two connections and a listener for each replica.
+    let clients = cli(&redis, &["CLIENT", "LIST"]).await?;
+    let ours = clients.lines().filter(|line| line.contains("user=kas")).count();
+    ensure!((4..=6).contains(&ours), "{clients}");
+    for n in 0..2 {
+        let log = mesh.kas(n).process.log();
+        ensure!(!log.contains("hunter2"), "a log shows the password");
+    }
     Ok(())
 }
