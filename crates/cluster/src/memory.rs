@@ -11,7 +11,7 @@ use tokio::sync::watch;
 
 use crate::tracker::{
     Belief, Candidate, Connected, Connection, Lease, Located, Query, Replica, ReplicaStatus, Replicas,
-    Standing, Tracker, TrackerError,
+    Standing, Tracker, TrackerError, TrackerStatus,
 };
 
 /// Subscriptions to agents that nobody waits for any more are swept when this many have come.
@@ -161,6 +161,10 @@ impl Tracker for InMemoryTracker {
             heard: None,
         };
         Replicas { replicas: vec![status], alarms: Vec::new() }
+    }
+
+    fn status(&self) -> TrackerStatus {
+        TrackerStatus { backend: "memory", agents: self.routed_agents() as u64, ..TrackerStatus::default() }
     }
 
     fn beliefs(&self, _agent: AgentId) -> Vec<Belief> {

@@ -47,6 +47,9 @@ pub trait Tracker: Send + Sync + 'static {
     /// Cancel safe.
     async fn replicas(&self) -> Replicas;
 
+    /// Tells how the table fares, for a person.
+    fn status(&self) -> TrackerStatus;
+
     /// What is known here of an agent on each other replica, and why; for a person.
     fn beliefs(&self, agent: AgentId) -> Vec<Belief>;
 
@@ -172,6 +175,25 @@ pub struct ReplicaStatus {
     pub synced: bool,
     /// Since its last sign of life; `None`: this replica.
     pub heard: Option<Duration>,
+}
+
+/// How a table fares.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct TrackerStatus {
+    /// `memory`, `gossip` or `redis`.
+    pub backend: &'static str,
+    /// How long the store took to answer last; `None`: there is none, or it never did.
+    pub latency: Option<Duration>,
+    /// Agents that this replica announces.
+    pub agents: u64,
+    /// What it keeps in the store for that.
+    pub entries: u64,
+    /// Changes that the store does not have yet.
+    pub unwritten: u64,
+    /// Agents of which it is remembered who holds them.
+    pub remembered: u64,
+    /// What failed last, even if it is over, and how long ago that was.
+    pub last_error: Option<(String, Duration)>,
 }
 
 /// Every replica that is known.

@@ -21,7 +21,7 @@ use std::{
 use async_trait::async_trait;
 use cluster::{
     Account, Belief, Candidate, Connected, Connection, InMemoryTracker, Lease, Mark, Query, Replica,
-    ReplicaStatus, Replicas, Standing, Tracker, TrackerError, Unanswered,
+    ReplicaStatus, Replicas, Standing, Tracker, TrackerError, TrackerStatus, Unanswered,
 };
 use gossip::Gossip;
 use ids::{AgentId, ReplicaId};
@@ -637,6 +637,13 @@ impl Tracker for Replication {
 
     async fn accounts(&self, agent: Option<AgentId>) -> (Vec<Account>, Vec<Unanswered>) {
         self.ask_about(agent).await
+    }
+
+    fn status(&self) -> TrackerStatus {
+        let inner = self.inner();
+        let agents = inner.owner.len() as u64;
+        let known: usize = inner.table.replicas(Instant::now()).iter().map(|view| view.count).sum();
+        TrackerStatus { backend: "gossip", agents, remembered: known as u64, ..TrackerStatus::default() }
     }
 
     fn beliefs(&self, agent: AgentId) -> Vec<Belief> {

@@ -13,7 +13,7 @@ use std::{
 use async_trait::async_trait;
 use cluster::{
     Account, Belief, Candidate, Connected, Connection, Lease, Mark, Query, Replica, Replicas, Tracker,
-    TrackerError, Unanswered,
+    TrackerError, TrackerStatus, Unanswered,
 };
 use futures_util::stream;
 use ids::{AgentId, ReplicaId};
@@ -303,6 +303,10 @@ impl Tracker for Shared {
 
     async fn replicas(&self) -> Replicas {
         self.redis.replicas().await
+    }
+
+    fn status(&self) -> TrackerStatus {
+        self.redis.status()
     }
 
     fn beliefs(&self, agent: AgentId) -> Vec<Belief> {

@@ -6,10 +6,10 @@ use clap::{CommandFactory as _, Parser as _};
 
 use crate::{
     agents, api,
-    cli::{Cli, Command, TokenCommand},
+    cli::{Cli, Command, TokenCommand, TrackerCommand},
     failure::{Exit, Failure},
     output::{Output, note},
-    pods, replicas, request, token, why,
+    pods, replicas, request, token, tracker, why,
 };
 
 /// Runs the command of the process' arguments.
@@ -61,6 +61,10 @@ async fn run(cli: Cli) -> Result<Exit, Failure> {
         }
         Command::Replicas => {
             api::with_client(global.settings(), async |client| replicas::run(client, output, format).await)
+                .await
+        }
+        Command::Tracker(TrackerCommand::Status) => {
+            api::with_client(global.settings(), async |client| tracker::status(client, output, format).await)
                 .await
         }
         Command::Why(args) => {

@@ -21,6 +21,7 @@ Examples:
   kasctl pods 7 -n default          what runs in the cluster of agent 7
   kasctl request 7 GET /version     ask the Kubernetes API there
   kasctl replicas                   the replicas of kas, and what is wrong with them
+  kasctl tracker status             how the table of who holds which agent fares
   kasctl why 7                      which replica holds agent 7, and which way a request would go
   kasctl token agent --id 7 --name prod --project 3 \\
       --agents-file agents.yaml --token-file prod.token
@@ -62,6 +63,20 @@ or disconnected. As JSON:
 JSON is stable: fields may be added, none changes or goes. {\"agents\":[{\"id\", \"name\", \"project_id\", \
 \"connection_id\", \"version\", \"commit\", \"pod_namespace\", \"pod_name\", \"connected_at\", \
 \"kas_address\":{\"ip\",\"port\"}}], \"unanswered\":[{\"address\":{\"ip\",\"port\"}, \"reason\"}]}";
+
+const TRACKER_STATUS_HELP: &str = "\
+Examples:
+  kasctl tracker status
+  kasctl tracker status -o json | jq -e '.unwritten == 0 and .alarms == []'
+
+The replica that is asked tells of its own part. BACKEND is memory, gossip or redis. With redis, LATENCY is how long the \
+last sign of life took, ENTRIES what the replica keeps there for its AGENTS and their connections, UNWRITTEN changes that \
+are not there yet. REMEMBERED are agents of which it is known here who holds them. What is wrong, and what failed last \
+even if it is over, goes to standard error.
+
+JSON is one document, and stable: fields may be added, none changes or goes.
+  {\"replica\", \"backend\", \"alarms\": [], \"latency_us\", \"agents\", \"entries\", \"unwritten\",
+   \"remembered\", \"last_error\": {\"text\", \"age_ms\"}}";
 
 const REPLICAS_HELP: &str = "\
 Examples:
@@ -239,6 +254,9 @@ pub(crate) enum Command {
     /// List the replicas of kas, how they are, and what is wrong with them
     #[command(after_help = REPLICAS_HELP)]
     Replicas,
+    /// Look at the table of who holds which agent
+    #[command(subcommand)]
+    Tracker(TrackerCommand),
     /// Tell which replica of kas holds an agent, and which way a request for it would go
     #[command(after_help = WHY_HELP)]
     Why(WhyArgs),
@@ -328,6 +346,14 @@ pub(crate) struct RequestArgs {
     /// Send through this connection of the agent only [default: any]
     #[arg(long, value_name = "ID")]
     pub(crate) connection: Option<ConnectionId>,
+}
+
+/// What to know of the table.
+#[derive(Debug, Subcommand)]
+pub(crate) enum TrackerCommand {
+    /// Tell how the table fares: where it is, how fast that is, and what failed last
+    #[command(after_help = TRACKER_STATUS_HELP)]
+    Status,
 }
 
 /// Which token to make.

@@ -20,6 +20,7 @@ mod table;
 mod target;
 mod timeline;
 mod token;
+mod tracker;
 mod why;
 
 fn main() -> std::process::ExitCode {

@@ -550,6 +550,36 @@ async fn replicas_are_a_table() {
 }
 
 #[tokio::test]
+async fn tracker_status_says_how_the_table_fares_and_what_failed_last() {
+    let server = Server::start().await;
+    let run = server.run(&["tracker", "status"]).await.expect_exit(0);
+    let lines: Vec<Vec<&str>> = run.stdout.lines().map(|line| line.split_whitespace().collect()).collect();
+    assert_eq!(
+        lines,
+        [
+            ["REPLICA", "BACKEND", "LATENCY", "AGENTS", "ENTRIES", "UNWRITTEN", "REMEMBERED"],
+            ["kas-0", "redis", "800us", "2", "5", "1", "9"],
+        ]
+    );
+    assert_eq!(run.stderr, "");
+    server.lose_a_replica();
+    let run = server.run(&["tracker", "status", "-o", "json"]).await.expect_exit(0);
+    assert!(
+        run.stderr.starts_with("kasctl: alarm: Redis cannot be asked\nkasctl: last error, 1m1s ago: no "),
+        "{run:?}"
+    );
+    assert!(!run.stderr.contains('\x1b'), "{run:?}");
+    assert_eq!(
+        json_of(&run),
+        json!({
+            "replica": "kas-0", "backend": "redis", "alarms": ["Redis cannot be asked"], "latency_us": 800,
+            "agents": 2, "entries": 5, "unwritten": 1, "remembered": 9,
+            "last_error": {"text": "no \u{1b} route", "age_ms": 61_000},
+        })
+    );
+}
+
+#[tokio::test]
 async fn silent_replica_is_named_and_alarms_come_first() {
     let server = Server::start().await;
     server.lose_a_replica();

@@ -10,7 +10,7 @@ use std::{
 use async_trait::async_trait;
 use cluster::{
     Belief, Candidate, Connected, Connection, InMemoryTracker, Lease, Mark, Query, Replica, ReplicaStatus,
-    Replicas, Standing, Tracker, TrackerError,
+    Replicas, Standing, Tracker, TrackerError, TrackerStatus,
 };
 use ids::{AgentId, ReplicaId};
 use tokio::{
@@ -497,6 +497,20 @@ impl Tracker for RedisTracker {
             heard: Some(self.options.ttl.saturating_sub(peer.until.saturating_duration_since(now))),
         }));
         Replicas { replicas, alarms }
+    }
+
+    fn status(&self) -> TrackerStatus {
+        let counts = self.counts();
+        let health = self.health.borrow().clone();
+        TrackerStatus {
+            backend: "redis",
+            latency: health.latency,
+            agents: counts.agents as u64,
+            entries: counts.entries as u64,
+            unwritten: counts.unwritten as u64,
+            remembered: counts.remembered as u64,
+            last_error: health.last_error.map(|(text, at)| (text, at.elapsed())),
+        }
     }
 
     fn beliefs(&self, agent: AgentId) -> Vec<Belief> {

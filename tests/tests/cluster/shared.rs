@@ -5,6 +5,7 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, ensure};
 use grpc::{Code, Outcome};
 use http::StatusCode;
+use proto::kas::api::v1::{TrackerStatusRequest, TrackerStatusResponse};
 use serde_json::{Value, json};
 use testkit::{
     handler::path,
@@ -152,6 +153,10 @@ async fn without_redis_local_agents_and_known_routes_go_on_and_others_are_told_w
         (Code::DeadlineExceeded, Some(Outcome::NotStarted))
     );
     assert!(got.status.message().contains("Redis cannot be asked"), "{}", got.status);
+    let told: TrackerStatusResponse =
+        caller.unary("/kas.api.v1.KasApi/TrackerStatus", &TrackerStatusRequest {}).await?;
+    assert_eq!((told.backend.as_str(), told.agents), ("redis", 1));
+    assert!(told.latency_micros.is_some() && !told.last_error.is_empty(), "{told:?}");
     let alarms = mesh.list(0).await?.alarms;
     assert!(alarms.iter().any(|alarm| alarm.contains("Redis cannot be asked")), "{alarms:?}");
     // Balancers are told once the others have forgotten this replica.

@@ -31,8 +31,8 @@ use proto::{
         AgentOnReplica, ConnectedAgentInfo, ConnectedAgentsByIdRequest, ConnectedAgentsByIdResponse,
         ConnectedAgentsForProjectRequest, ConnectedAgentsForProjectResponse, ExplainAgentRequest,
         ExplainAgentResponse, GetPodsRequest, GetPodsResponse, KasAddress, KasInstanceInfo,
-        ListReplicasRequest, ListReplicasResponse, Pod, UnansweredReplica, WatchConnectedAgentsRequest,
-        WatchConnectedAgentsResponse,
+        ListReplicasRequest, ListReplicasResponse, Pod, TrackerStatusRequest, TrackerStatusResponse,
+        UnansweredReplica, WatchConnectedAgentsRequest, WatchConnectedAgentsResponse,
         agent_on_replica::Belief,
         kas_api_server::{KasApi, KasApiServer},
         watch_connected_agents_response::{Disconnected, Event, SnapshotComplete},
@@ -511,6 +511,27 @@ impl KasApi for Kas {
         let unanswered = if is_partial { vec![silent("10.0.0.2")] } else { Vec::new() };
         let alarms = if is_partial { vec!["kas-1 is suspect for 1 minute".to_owned()] } else { Vec::new() };
         Ok(Response::new(ListReplicasResponse { replicas: vec![asked, other], unanswered, alarms }))
+    }
+
+    /// Redis, which failed a minute ago.
+    async fn tracker_status(
+        &self,
+        request: Request<TrackerStatusRequest>,
+    ) -> Result<Response<TrackerStatusResponse>, Status> {
+        self.0.check(request.metadata())?;
+        let is_partial = *self.0.is_partial.lock().unwrap();
+        Ok(Response::new(TrackerStatusResponse {
+            replica: "kas-0".to_owned(),
+            backend: "redis".to_owned(),
+            alarms: if is_partial { vec!["Redis cannot be asked".to_owned()] } else { Vec::new() },
+            latency_micros: Some(800),
+            agents: 2,
+            entries: 5,
+            unwritten: 1,
+            remembered: 9,
+            last_error: if is_partial { "no \x1b route".to_owned() } else { String::new() },
+            last_error_age_ms: is_partial.then_some(61_000),
+        }))
     }
 
     /// Agent 3 is on the other replica; 4 is nowhere, and a replica is silent.

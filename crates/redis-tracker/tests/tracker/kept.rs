@@ -30,6 +30,9 @@ impl Tracker for Alone {
     async fn replicas(&self) -> cluster::Replicas {
         self.tracker.replicas().await
     }
+    fn status(&self) -> cluster::TrackerStatus {
+        self.tracker.status()
+    }
     fn beliefs(&self, agent: ids::AgentId) -> Vec<cluster::Belief> {
         self.tracker.beliefs(agent)
     }

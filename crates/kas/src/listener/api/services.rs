@@ -30,8 +30,8 @@ use proto::{
         AgentOnReplica, ConnectedAgentInfo, ConnectedAgentsByIdRequest, ConnectedAgentsByIdResponse,
         ConnectedAgentsForProjectRequest, ConnectedAgentsForProjectResponse, ExplainAgentRequest,
         ExplainAgentResponse, GetPodsRequest, GetPodsResponse, KasAddress, KasInstanceInfo,
-        ListReplicasRequest, ListReplicasResponse, UnansweredReplica, WatchConnectedAgentsRequest,
-        WatchConnectedAgentsResponse, agent_on_replica,
+        ListReplicasRequest, ListReplicasResponse, TrackerStatusRequest, TrackerStatusResponse,
+        UnansweredReplica, WatchConnectedAgentsRequest, WatchConnectedAgentsResponse, agent_on_replica,
         kas_api_server::{KasApi, KasApiServer},
         watch_connected_agents_response::{Disconnected, Event, SnapshotComplete},
     },
@@ -322,6 +322,28 @@ impl KasApi for Api {
             replicas,
             unanswered: missing.iter().map(unanswered_replica).collect(),
             alarms: known.alarms,
+        }))
+    }
+
+    async fn tracker_status(
+        &self,
+        _request: tonic::Request<TrackerStatusRequest>,
+    ) -> Result<tonic::Response<TrackerStatusResponse>, tonic::Status> {
+        let known = self.tracker.replicas().await;
+        let status = self.tracker.status();
+        let micros = |time: std::time::Duration| u64::try_from(time.as_micros()).unwrap_or(u64::MAX);
+        let (last_error, age) = status.last_error.unzip();
+        Ok(tonic::Response::new(TrackerStatusResponse {
+            replica: known.replicas.first().map_or_else(String::new, |me| me.replica.id.to_string()),
+            backend: status.backend.to_owned(),
+            alarms: known.alarms,
+            latency_micros: status.latency.map(micros),
+            agents: status.agents,
+            entries: status.entries,
+            unwritten: status.unwritten,
+            remembered: status.remembered,
+            last_error: last_error.unwrap_or_default(),
+            last_error_age_ms: age.map(|age| micros(age) / 1_000),
         }))
     }
 
