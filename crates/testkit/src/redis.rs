@@ -209,6 +209,8 @@ impl Wire {
                     let cuts = faults.borrow().cuts;
                     let mut cut = faults.clone();
                     let Ok(server) = TcpStream::connect(server).await else { return };
+                    // Each piece goes on at once: a proxy that waits for more would measure itself.
+                    let _ = (client.set_nodelay(true), server.set_nodelay(true));
                     let (client_read, client_write) = client.into_split();
                     let (server_read, server_write) = server.into_split();
                     tokio::select! {
