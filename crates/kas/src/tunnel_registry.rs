@@ -16,7 +16,7 @@ use std::{
     collections::{BTreeMap, HashMap},
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicBool, AtomicUsize, Ordering},
+        atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
     },
     task::{Context, Poll},
     time::Duration,
@@ -25,14 +25,15 @@ use std::{
 use cluster::{Lease, Mark, Tracker};
 use futures_util::task::AtomicWaker;
 use ids::{AgentId, ConnectionId, ReplicaId};
-use tokio::sync::oneshot;
+use tokio::{sync::oneshot, time::Instant};
 use tunnel::kas_end::{Descriptor, Owner, Retire, Tunnel};
 
 use crate::{metrics::Metrics, rate_limit::RateLimit};
 
 const SHARDS: usize = 16;
 /// An agent stays present this long after its last tunnel closed: the tunnels of GitLab's agents
-/// end with each request, and must not make the agent flap in the table.
+/// end with each request, and must not make the agent flap in the table. Its processes are remembered
+/// as long, so that a request which names one is not refused between two of its tunnels.
 const LINGER: Duration = Duration::from_secs(5);
 
 /// Bounds of what callers and agents can make grow.
@@ -49,7 +50,7 @@ pub struct Limits {
 /// Why a request cannot have a tunnel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Refused {
-    /// The agent is here, and none of its tunnels serves the method.
+    /// The agent is here, and none of its tunnels, or of those of the connection asked for, serves the method.
     Unimplemented,
     /// The agent is here, but the connection asked for is not, or no tunnel is tied to it.
     OtherConnection,
@@ -68,6 +69,8 @@ pub enum Gone {
     Leaving,
     /// For another replica: the agent is not here any more.
     NotHere(Mark),
+    /// What could have served it is gone, and the agent is still here: whoever asks now is refused so.
+    Refused(Refused),
 }
 
 /// Who waits: this replica's own requests (`None`), or those of another one.
@@ -91,6 +94,7 @@ pub struct TunnelRegistry {
     limits: Limits,
     waiters: AtomicUsize,
     draining: AtomicBool,
+    sweepers: AtomicU64,
 }
 
 impl std::fmt::Debug for TunnelRegistry {
@@ -114,8 +118,11 @@ struct Agent {
     turns: HashMap<Source, u64>,
     grants: u64,
     lease: Option<Lease>,
-    /// Counts changes from some tunnel to none, so that a linger that was overtaken does nothing.
-    lingers: u64,
+    /// Since when it lingers: it is announced and has no tunnel.
+    empty: Option<Instant>,
+    /// The one task that ends lingers of this entry, so that what an agent opens and closes costs no task each. The
+    /// serial tells it from that of an entry which was here before.
+    sweeper: Option<u64>,
 }
 
 /// Who waits, and what it accepts.
@@ -135,6 +142,10 @@ struct Instance {
     busy: usize,
     /// The most recently used last: it is handed out first, so that a pool can shrink.
     idle: Vec<Arc<Tunnel>>,
+    /// Since when it lingers: it has no tunnel, and may open the next one.
+    empty: Option<Instant>,
+    /// Its transport connection is closed: it opens no more.
+    closed: bool,
 }
 
 impl Agent {
@@ -146,6 +157,8 @@ impl Agent {
                 descriptor: Arc::default(),
                 busy: 0,
                 idle: Vec::new(),
+                empty: None,
+                closed: false,
             });
             self.instances.len() - 1
         });
@@ -244,6 +257,55 @@ impl Agent {
         }
         self.turns.retain(|source, _| source.is_none());
         senders
+    }
+
+    /// Notes that an instance has no tunnel; whether one was dropped. It lingers, unless it cannot come back; of too many
+    /// the one that has lingered longest makes room: as many may linger as may have tunnels.
+    fn emptied(&mut self, id: u64, most: usize) -> bool {
+        let Some(instance) = self.find(id) else { return false };
+        let dropped = if instance.closed {
+            Some(id)
+        } else {
+            instance.empty = Some(Instant::now());
+            let lingering = || self.instances.iter().filter(|i| i.empty.is_some());
+            (lingering().count() > most).then(|| lingering().min_by_key(|i| i.empty).map(|i| i.id)).flatten()
+        };
+        self.instances.retain(|i| Some(i.id) != dropped);
+        dropped.is_some()
+    }
+
+    /// Why no tunnel of the agent will serve a request, as far as that is known. Nothing is while it has none at all: what
+    /// comes back first says nothing of the others.
+    fn refuses(&self, method: &str, connection: Option<ConnectionId>) -> Option<Refused> {
+        if self.tunnels == 0 {
+            return None;
+        }
+        let tied = |i: &&Instance| connection.is_none() || i.connection == connection;
+        let mut instances = self.instances.iter().filter(tied).peekable();
+        if connection.is_some() && instances.peek().is_none() {
+            return Some(Refused::OtherConnection);
+        }
+        (!instances.any(|i| i.descriptor.serves(method))).then_some(Refused::Unimplemented)
+    }
+
+    /// Takes out those who wait for what is not here any more.
+    fn take_stranded(&mut self) -> Vec<(Sender, Refused)> {
+        let refused = |key: &QueueKey| Some((key.clone(), self.refuses(&key.method, key.connection)?));
+        let stranded: Vec<(QueueKey, Refused)> = self.queues.keys().filter_map(refused).collect();
+        let mut senders = Vec::new();
+        for (key, refused) in stranded {
+            let queue = self.queues.remove(&key).unwrap_or_default();
+            self.waiters -= queue.len();
+            senders.extend(queue.into_values().map(|sender| (sender, refused)));
+            self.forget(&key);
+        }
+        senders
+    }
+
+    /// When the next linger ends.
+    fn next_end(&self) -> Option<Instant> {
+        let instances = self.instances.iter().filter_map(|i| i.empty);
+        instances.chain(self.empty).min().map(|since| since + LINGER)
     }
 
     fn is_present(&self) -> bool {
@@ -433,6 +495,7 @@ impl TunnelRegistry {
             limits,
             waiters: AtomicUsize::new(0),
             draining: AtomicBool::new(false),
+            sweepers: AtomicU64::new(0),
         })
     }
 
@@ -496,13 +559,8 @@ impl TunnelRegistry {
             if let Some(tunnel) = entry.take(method, connection) {
                 return Ok(Acquired::Now(Grant { tunnel: Some(tunnel), registry: Arc::clone(self) }));
             }
-            if entry.tunnels > 0 {
-                if connection.is_some() && !entry.instances.iter().any(|i| i.connection == connection) {
-                    return Err(Refused::OtherConnection);
-                }
-                if !entry.instances.iter().any(|i| i.descriptor.serves(method)) {
-                    return Err(Refused::Unimplemented);
-                }
+            if let Some(refused) = entry.refuses(method, connection) {
+                return Err(refused);
             }
             if source.is_some() && self.draining.load(Ordering::Relaxed) {
                 return Err(Refused::Draining);
@@ -566,10 +624,11 @@ impl TunnelRegistry {
         let entry = shard.entry(info.agent).or_default();
         entry.tunnels += 1;
         let first = entry.tunnels == 1 && entry.lease.is_none();
-        entry.lingers += 1;
+        entry.empty = None;
         let instance = entry.instance(info.instance);
         instance.connection = connection.or(instance.connection);
         instance.descriptor = Arc::clone(&info.descriptor);
+        instance.empty = None;
         // Counted as busy until it is offered.
         instance.busy += 1;
         if first {
@@ -582,11 +641,13 @@ impl TunnelRegistry {
 
     /// Ties the tunnels of one process to its configuration stream, or unties them.
     pub fn tie(&self, agent: AgentId, instance: u64, connection: Option<ConnectionId>) {
-        if let Some(entry) = self.shard(agent).get_mut(&agent)
-            && let Some(instance) = entry.instances.iter_mut().find(|i| i.id == instance)
-        {
-            instance.connection = connection;
-        }
+        let mut shard = self.shard(agent);
+        let Some(entry) = shard.get_mut(&agent) else { return };
+        let Some(instance) = entry.find(instance) else { return };
+        instance.connection = connection;
+        let stranded = entry.take_stranded();
+        drop(shard);
+        strand(stranded);
     }
 
     /// A tunnel is idle again: offers it to waiters, then keeps it.
@@ -613,33 +674,71 @@ impl TunnelRegistry {
         self.metrics.tunnels.dec();
         let mut shard = self.shard(info.agent);
         let Some(entry) = shard.get_mut(&info.agent) else { return };
+        let mut dropped = false;
         if let Some(instance) = entry.find(info.instance) {
             match instance.idle.iter().position(|idle| Arc::ptr_eq(idle, tunnel)) {
                 Some(at) => drop(instance.idle.remove(at)),
                 None => instance.busy = instance.busy.saturating_sub(1),
             }
             if instance.busy == 0 && instance.idle.is_empty() {
-                let id = info.instance;
-                entry.instances.retain(|i| i.id != id);
+                dropped = entry.emptied(info.instance, self.limits.tunnels_per_agent);
             }
         }
         entry.tunnels -= 1;
-        if entry.tunnels > 0 {
-            return;
-        }
-        if entry.transports == 0 {
+        if entry.tunnels == 0 && entry.transports == 0 {
             // Its last connection was closed before its streams ended: there is none on which it could come back.
-            drop(shard);
-            return self.leave(info.agent, None);
+            return self.leave(info.agent, shard);
         }
-        entry.lingers += 1;
-        let serial = entry.lingers;
+        if entry.tunnels == 0 {
+            entry.empty = Some(Instant::now());
+        }
+        let stranded = if dropped { entry.take_stranded() } else { Vec::new() };
+        if entry.sweeper.is_none()
+            && let Some(at) = entry.next_end()
+        {
+            let serial = self.sweepers.fetch_add(1, Ordering::Relaxed);
+            entry.sweeper = Some(serial);
+            tokio::spawn(Arc::clone(self).sweep(info.agent, serial, at));
+        }
         drop(shard);
-        let (registry, agent) = (Arc::clone(self), info.agent);
-        tokio::spawn(async move {
-            tokio::time::sleep(LINGER).await;
-            registry.leave(agent, Some(serial));
-        });
+        strand(stranded);
+    }
+
+    /// Ends the lingers of an agent, the first of them at `at`, until there is none.
+    async fn sweep(self: Arc<Self>, agent: AgentId, serial: u64, at: Instant) {
+        let mut at = at;
+        loop {
+            tokio::time::sleep_until(at).await;
+            match self.expire(agent, serial) {
+                Some(next) => at = next,
+                None => return,
+            }
+        }
+    }
+
+    /// Ends the lingers that are over; returns when the next one will be.
+    fn expire(&self, agent: AgentId, serial: u64) -> Option<Instant> {
+        let mut shard = self.shard(agent);
+        let entry = shard.get_mut(&agent).filter(|entry| entry.sweeper == Some(serial))?;
+        let now = Instant::now();
+        let over = |since: Option<Instant>| since.is_some_and(|since| now.duration_since(since) >= LINGER);
+        entry.instances.retain(|instance| !over(instance.empty));
+        let stranded = entry.take_stranded();
+        let absent = over(entry.empty);
+        if absent {
+            entry.empty = None;
+        }
+        let next = entry.next_end();
+        if next.is_none() {
+            entry.sweeper = None;
+        }
+        if absent {
+            self.leave(agent, shard);
+        } else {
+            drop(shard);
+        }
+        strand(stranded);
+        next
     }
 
     /// A transport connection of the agent was authenticated.
@@ -648,28 +747,34 @@ impl TunnelRegistry {
     }
 
     /// A transport connection of the agent is gone; without another one and without tunnels the agent is present no
-    /// longer.
-    pub fn transport_closed(&self, agent: AgentId) {
+    /// longer. `instance`: the one that stood for the connection.
+    pub fn transport_closed(&self, agent: AgentId, instance: u64) {
         let mut shard = self.shard(agent);
         let Some(entry) = shard.get_mut(&agent) else { return };
         entry.transports = entry.transports.saturating_sub(1);
-        if entry.transports > 0 {
-            return;
+        if let Some(instance) = entry.find(instance) {
+            instance.closed = true;
         }
-        if entry.is_unused() {
-            shard.remove(&agent);
-            return;
+        entry.instances.retain(|i| !(i.closed && i.empty.is_some()));
+        let stranded = entry.take_stranded();
+        if entry.transports == 0 {
+            self.leave(agent, shard);
+        } else {
+            drop(shard);
         }
-        drop(shard);
-        self.leave(agent, None);
+        strand(stranded);
     }
 
-    fn leave(&self, agent: AgentId, serial: Option<u64>) {
-        let mut shard = self.shard(agent);
+    /// The agent is here no longer, unless it has a tunnel.
+    fn leave(&self, agent: AgentId, shard: MutexGuard<'_, HashMap<AgentId, Agent>>) {
+        let mut shard = shard;
         let Some(entry) = shard.get_mut(&agent) else { return };
-        if entry.tunnels > 0 || serial.is_some_and(|serial| serial != entry.lingers) {
+        if entry.tunnels > 0 {
             return;
         }
+        // None of them has a tunnel.
+        entry.instances.clear();
+        entry.empty = None;
         // Withdrawn under the lock: what is said to other replicas from now on is newer.
         drop(entry.lease.take());
         let waiting = entry.take_remote();
@@ -749,6 +854,13 @@ impl TunnelRegistry {
     }
 }
 
+/// Tells those who wait in vain, outside the lock.
+fn strand(stranded: Vec<(Sender, Refused)>) {
+    for (sender, refused) in stranded {
+        let _ = sender.send(Err(Gone::Refused(refused)));
+    }
+}
+
 /// The registry as tunnels see it.
 #[derive(Debug)]
 pub struct RegistryOwner {
@@ -801,6 +913,10 @@ mod tests {
         AgentId::new(3).unwrap()
     }
 
+    fn id(connection: i64) -> Option<ConnectionId> {
+        Some(ConnectionId::new(connection).unwrap())
+    }
+
     fn lab() -> Lab {
         let me = Replica { id: ReplicaId::new("me"), address: "127.0.0.1:1".into() };
         let metrics = Arc::new(Metrics::new(&mut Registry::default()));
@@ -813,12 +929,17 @@ mod tests {
     impl Lab {
         /// An agent that says nothing opens a tunnel.
         fn tunnel(&mut self) {
+            self.tunnel_of(1, None);
+        }
+
+        /// The process `instance` opens a tunnel, tied to `connection`.
+        fn tunnel_of(&mut self, instance: u64, connection: Option<ConnectionId>) {
             let silent = http_body_util::StreamBody::new(futures_util::stream::pending::<
                 Result<http_body::Frame<bytes::Bytes>, grpc::BoxError>,
             >());
             let info = Info {
                 agent: agent(),
-                instance: 1,
+                instance,
                 token: TokenHash::of(b"t"),
                 peer: Peer::Ours,
                 impersonates: true,
@@ -830,8 +951,29 @@ mod tests {
             });
             let opening = Opening::new(grpc::boxed(silent), false);
             let (tunnel, body) = Tunnel::new(info, opening, owner, Box::new(|| {}));
-            self.registry.insert(&tunnel, None);
+            self.registry.insert(&tunnel, connection);
             self.bodies.push(body);
+        }
+
+        fn ask_for(&self, source: Option<&str>, connection: i64) -> Result<Acquired, Refused> {
+            let method = Arc::from(METHOD);
+            match source {
+                None => self.registry.acquire(agent(), &method, id(connection)),
+                Some(replica) => {
+                    self.registry.acquire_for(&ReplicaId::new(replica), agent(), &method, id(connection))
+                }
+            }
+        }
+
+        fn wait_for(&self, source: Option<&str>, connection: i64) -> Waiting {
+            match self.ask_for(source, connection) {
+                Ok(Acquired::Wait(waiting)) => waiting,
+                other => panic!("{other:?}"),
+            }
+        }
+
+        fn instances(&self) -> usize {
+            self.registry.shard(agent()).get(&agent()).map_or(0, |entry| entry.instances.len())
         }
 
         fn ask(&self, source: Option<&str>) -> Result<Acquired, Refused> {
@@ -909,11 +1051,11 @@ mod tests {
             let mut other = lab.wait(Some("a"));
             let _tunnel = grant.take();
             if connection_first {
-                lab.registry.transport_closed(agent());
+                lab.registry.transport_closed(agent(), 1);
                 lab.bodies.clear();
             } else {
                 lab.bodies.clear();
-                lab.registry.transport_closed(agent());
+                lab.registry.transport_closed(agent(), 1);
             }
             assert!(matches!(lab.ask(Some("b")), Err(Refused::NotHere(_))), "{connection_first}");
             let told = tokio::time::timeout(Duration::ZERO, other.granted()).await;
@@ -934,5 +1076,81 @@ mod tests {
         assert_eq!(lab.ask(Some("a")).map(drop), Err(Refused::Draining));
         drop(second);
         assert!(matches!(lab.ask(Some("a")), Ok(Acquired::Now(_))));
+    }
+
+    /// One of two processes replaces its only tunnel, as GitLab's agents do after each request.
+    #[tokio::test(start_paused = true)]
+    async fn a_connection_is_waited_for_between_two_of_its_tunnels() {
+        let mut lab = lab();
+        lab.tunnel_of(1, id(7));
+        lab.tunnel_of(2, id(8));
+        for source in [None, Some("a")] {
+            // HTTP/2 drops the stream.
+            lab.bodies.remove(0);
+            let mut waiting = lab.wait_for(source, 7);
+            assert_eq!(lab.registry.counts(agent()), (1, 0, 1), "what has no tunnel is not counted");
+            tokio::time::sleep(LINGER - Duration::from_millis(1)).await;
+            lab.tunnel_of(1, None);
+            assert_eq!(waiting.granted().await.unwrap().tunnel().info().instance, 1);
+            // The linger of the last time does not end this one.
+            tokio::time::sleep(LINGER).await;
+            assert!(matches!(lab.ask_for(source, 7), Ok(Acquired::Now(_))));
+            lab.bodies.swap(0, 1);
+        }
+        assert_eq!(lab.ask_for(None, 9).map(drop), Err(Refused::OtherConnection));
+    }
+
+    /// What ends it is the end of its linger, of its connection, or of its tie.
+    #[tokio::test(start_paused = true)]
+    async fn who_waits_for_a_connection_is_told_when_it_does_not_come_back() {
+        for end in ["linger", "transport", "tie"] {
+            let mut lab = lab();
+            lab.registry.transport_opened(agent());
+            lab.tunnel_of(1, id(7));
+            lab.tunnel_of(2, id(8));
+            let Ok(Acquired::Now(other)) = lab.ask_for(None, 8) else { panic!("a tunnel is idle") };
+            lab.bodies.remove(0);
+            let (mut own, mut remote) = (lab.wait_for(None, 7), lab.wait_for(Some("a"), 7));
+            let mut any = lab.wait(None);
+            match end {
+                "linger" => tokio::time::sleep(LINGER + Duration::from_millis(1)).await,
+                "transport" => lab.registry.transport_closed(agent(), 1),
+                _ => lab.registry.tie(agent(), 1, None),
+            }
+            for waiting in [&mut own, &mut remote] {
+                let told = tokio::time::timeout(Duration::ZERO, waiting.granted()).await;
+                assert!(matches!(told, Ok(Err(Gone::Refused(Refused::OtherConnection)))), "{end}: {told:?}");
+            }
+            assert_eq!(lab.ask_for(None, 7).map(drop), Err(Refused::OtherConnection), "{end}");
+            assert_eq!(lab.registry.counts(agent()), (0, 1, 1), "{end}");
+            drop(other);
+            assert!(any.granted().await.is_ok(), "{end}");
+        }
+    }
+
+    /// Seen to fail without the bound.
+    #[tokio::test(start_paused = true)]
+    async fn an_agent_that_changes_its_connections_is_remembered_for_few_of_them_and_not_for_long() {
+        let mut lab = lab();
+        lab.tunnel_of(0, id(1));
+        let most = i64::try_from(lab.registry.limits.tunnels_per_agent).unwrap();
+        for n in 2..=3 * most {
+            lab.tunnel_of(n.unsigned_abs(), id(n));
+            lab.bodies.pop();
+        }
+        assert_eq!(lab.instances(), 1 + most as usize);
+        assert_eq!(lab.registry.counts(agent()), (1, 0, 0), "none of them is counted");
+        // Those that ended last.
+        drop(lab.wait_for(None, 3 * most));
+        drop(lab.wait_for(None, 2 * most + 1));
+        assert_eq!(lab.ask_for(None, 2 * most).map(drop), Err(Refused::OtherConnection));
+        tokio::time::sleep(LINGER + Duration::from_millis(1)).await;
+        assert_eq!(lab.instances(), 1);
+        let tasks = tokio::runtime::Handle::current().metrics().num_alive_tasks();
+        assert_eq!(tasks, 0, "nothing is left that would look for more");
+        // And of an agent that has gone nothing is.
+        lab.bodies.clear();
+        lab.registry.transport_closed(agent(), 7);
+        assert!(lab.registry.shard(agent()).is_empty());
     }
 }

@@ -315,6 +315,12 @@ impl Transport {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Returns what stands in the registry for the process at its other end, of an agent that does not name it: no id of a
+    /// connection, which have 63 bits.
+    fn instance(&self) -> u64 {
+        self.serial | 1 << 63
+    }
+
     /// Returns the agent whose token the request carries.
     async fn authenticate(&self, headers: &HeaderMap) -> Result<Authenticated, Status> {
         // Who resets a stream before it is judged has failed as well: a lookup was begun for it.
@@ -481,7 +487,7 @@ impl Transport {
         let instance = instance(&head.headers, agent);
         let info = Info {
             agent,
-            instance: instance.map_or(self.serial | 1 << 63, |id| id.get() as u64),
+            instance: instance.map_or(self.instance(), |id| id.get() as u64),
             token: authenticated.token,
             peer,
             impersonates: impersonates(&head.headers),
@@ -699,7 +705,7 @@ impl Transport {
     /// transport, or unties them.
     fn retie(&self, agent: AgentId) {
         let connection = self.state().tie(agent);
-        self.listener.registry.tie(agent, self.serial | 1 << 63, connection);
+        self.listener.registry.tie(agent, self.instance(), connection);
     }
 
     /// Ends streams whose agent or token is no longer valid.
@@ -874,7 +880,7 @@ impl Connection for Transport {
             std::mem::take(&mut state.agents)
         };
         for agent in agents {
-            self.listener.registry.transport_closed(agent);
+            self.listener.registry.transport_closed(agent, self.instance());
         }
     }
 }

@@ -231,6 +231,7 @@ async fn lend(
                 Ok(Ok(grant)) => Ok(grant),
                 Ok(Err(Gone::Leaving)) => Err(Refused::Draining),
                 Ok(Err(Gone::NotHere(mark))) => Err(Refused::NotHere(mark)),
+                Ok(Err(Gone::Refused(refused))) => Err(refused),
                 Err(_) => {
                     let status = Status::new(Code::DeadlineExceeded, "no tunnel was idle until the deadline")
                         .with_outcome(Outcome::NotStarted);

@@ -156,7 +156,12 @@ impl Search<'_> {
                 biased;
                 granted = granted(&mut waiting) => match granted {
                     Ok(grant) => return Ok(Found::Own(grant)),
-                    Err(_) => {
+                    // As if it had come now: another replica may still serve it.
+                    Err(Gone::Refused(why)) => {
+                        waiting = None;
+                        refused = Some(self.refused(why));
+                    }
+                    Err(Gone::Leaving | Gone::NotHere(_)) => {
                         let text = "this kas is shutting down: repeat the request";
                         return Err(Status::new(Code::Unavailable, text).with_outcome(Outcome::NotStarted));
                     }
