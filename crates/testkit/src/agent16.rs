@@ -87,6 +87,8 @@ pub struct Agent16 {
 #[derive(Debug)]
 struct Shared {
     channel: Channel,
+    /// Where its registration goes.
+    registrar: Channel,
     token: Arc<str>,
     pod: String,
     pod_id: i64,
@@ -109,11 +111,28 @@ impl Agent16 {
     /// # Errors
     /// When kas cannot be reached, or refuses anything but the registration.
     pub async fn start(address: SocketAddr, token: &str, pod: &str, pod_id: i64) -> Result<Self> {
+        Self::start_behind([address, address], token, pod, pod_id).await
+    }
+
+    /// As [`start`](Self::start), behind a balancer of calls: its streams are led to the first address, its registration to
+    /// the second.
+    ///
+    /// # Errors
+    /// As [`start`](Self::start).
+    pub async fn start_behind(
+        [streams, registrar]: [SocketAddr; 2],
+        token: &str,
+        pod: &str,
+        pod_id: i64,
+    ) -> Result<Self> {
         let record = Record::default();
-        let channel = dial(address, USER_AGENT, &record).await?;
+        let channel = dial(streams, USER_AGENT, &record).await?;
+        let registrar =
+            if registrar == streams { channel.clone() } else { dial(registrar, USER_AGENT, &record).await? };
         let (more, mut wanted) = mpsc::channel(MOST);
         let shared = Arc::new(Shared {
             channel,
+            registrar,
             token: token.into(),
             pod: pod.to_owned(),
             pod_id,
@@ -161,7 +180,7 @@ impl Agent16 {
     /// # Errors
     /// How kas refuses it.
     pub async fn unregister(&self) -> Result<(), Status> {
-        let mut client = AgentRegistrarClient::new(self.shared.channel.clone());
+        let mut client = AgentRegistrarClient::new(self.shared.registrar.clone());
         let request = UnregisterRequest { agent_meta: Some(self.shared.meta()), pod_id: self.shared.pod_id };
         client.unregister(authorized(request, &self.shared.token)).await.map(drop)
     }
@@ -213,7 +232,7 @@ impl Shared {
 
     async fn register(&self) -> Result<(), Status> {
         let mut client =
-            AgentRegistrarClient::new(self.channel.clone()).send_compressed(CompressionEncoding::Gzip);
+            AgentRegistrarClient::new(self.registrar.clone()).send_compressed(CompressionEncoding::Gzip);
         let request = RegisterRequest { agent_meta: Some(self.meta()), pod_id: self.pod_id };
         client.register(authorized(request, &self.token)).await.map(drop)
     }

@@ -8,7 +8,8 @@ use std::{
 use anyhow::{Context as _, Result};
 use serde_json::json;
 use testkit::{
-    kas::within,
+    agent16::Agent16,
+    kas::{token, within},
     mesh::{Mesh, Options},
     process::SOON,
     raw_agent::Kind,
@@ -171,6 +172,36 @@ async fn sigkill_purges_fast() -> Result<()> {
     // Ten seconds is the entries' ttl, which is what is left when gossip's vote is late on a busy machine.
     assert!(purged < Duration::from_secs(20), "{purged:?}");
     drop(other);
+    Ok(())
+}
+
+/// Agents of GitLab behind a balancer of calls. Whoever is asked, the owner of the tunnels, the one that was told of the
+/// process or a third, says the same, and whose answer is missing.
+#[tokio::test]
+async fn process_that_registered_where_its_agent_has_no_tunnel_is_listed_by_every_replica() -> Result<()> {
+    let mesh = Mesh::start(3).await?;
+    let to = [mesh.agents(0), mesh.agents(1)];
+    let nameless = Agent16::start_behind(to, &token(1), "", 77).await?;
+    let named = Agent16::start_behind(to, &token(1), "pod", 78).await?;
+    for agent in [&nameless, &named] {
+        agent.registered().clone()?;
+    }
+    mesh.converged(&[(1, 0)]).await?;
+    mesh.meshed().await?;
+    for asked in 0..3 {
+        let listed = mesh.connections(asked, 1).await?;
+        let ids: Vec<i64> = listed.agents.iter().map(|agent| agent.connection_id).collect();
+        assert_eq!((ids, listed.unanswered), (vec![77, 78], vec![]), "replica {asked}");
+    }
+    mesh.kas(1).process.pause();
+    let listed = mesh.connections(2, 1).await?;
+    let silent: Vec<_> = listed.unanswered.iter().filter_map(|silent| silent.address.clone()).collect();
+    let other = mesh.private(1);
+    assert!(
+        matches!(&silent[..], [silent] if (&*silent.ip, silent.port) == (&*other.ip().to_string(), u32::from(other.port()))),
+        "{listed:?}"
+    );
+    mesh.kas(1).process.resume();
     Ok(())
 }
 
