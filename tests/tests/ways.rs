@@ -8,13 +8,19 @@ use std::{net::SocketAddr, path::Path};
 use anyhow::{Result, ensure};
 use grpc::Code;
 use prost::Message as _;
-use proto::kas::bench::v1::Payload;
+use proto::kas::{
+    api::v1::{ConnectedAgentsByIdRequest, ConnectedAgentsByIdResponse},
+    bench::v1::Payload,
+};
 use serde_json::{Value, json};
 use testkit::{
     agentk::Agentk,
     certificates::Certificates,
     kas::{Kas, eventually, token},
+    mesh::BY_ID,
+    process::Process,
     proxy::{ConnectProxy, Passes, Proxy},
+    raw_agent::{Kind, RawAgent},
 };
 
 const ECHO: &str = "/kas.bench.v1.Bench/Echo";
@@ -485,6 +491,33 @@ async fn doctor_finds_the_way_that_passes_and_says_what_is_wrong_with_the_other(
             (&json!(false), &json!(true))
         );
     }
+    Ok(())
+}
+
+#[tokio::test]
+async fn doctor_is_not_among_the_connections_of_its_agent() -> Result<()> {
+    let kas = plain().await?;
+    let caller = kas.caller().await?;
+    let listed = async || -> Result<usize> {
+        let request = ConnectedAgentsByIdRequest { agent_id: 1 };
+        let listed: ConnectedAgentsByIdResponse = caller.unary(BY_ID, &request).await?;
+        Ok(listed.agents.len())
+    };
+    let dir = tempfile::tempdir()?;
+    let token_file = dir.path().join("token");
+    std::fs::write(&token_file, token(1))?;
+    let url = format!("grpc://{}", kas.agent);
+    let program = tokio::task::spawn_blocking(|| testkit::process::program("agentk")).await??;
+    let arguments = ["doctor", "--kas-address", &url, "--token-file", text(&token_file)];
+    let further = ["--kube-server", "http://127.0.0.1:1", "--silence", "10m"];
+    let _doctor = Process::start("doctor", &program, &[&arguments[..], &further[..]].concat(), &[]).await?;
+    // Both of its streams are there.
+    kas.metric_is("kas_connected_agents", 1.0).await?;
+    kas.metric_is("kas_tunnels_open", 1.0).await?;
+    ensure!(listed().await? == 0);
+    let agent = RawAgent::connect(kas.agent, &token(1), Kind::Ours).await?;
+    let _stream = agent.configuration("").await?;
+    ensure!(listed().await? == 1, "who serves is listed as ever");
     Ok(())
 }
 

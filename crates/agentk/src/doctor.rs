@@ -1,8 +1,8 @@
 //! `agentk doctor`: tells in words, step by step, why kas cannot be reached, and what a proxy will do to what is.
 //!
 //! It takes the steps of [`dial`] one by one with the agent's own settings, calls kas as the agent does,
-//! and holds a silent stream to find the idle timer of a proxy. Meanwhile kas lists it as a connection of the agent; it
-//! serves no request.
+//! and holds a silent stream to find the idle timer of a proxy. It serves no request, and asks kas not to list it as a
+//! connection of the agent.
 
 mod certificates;
 mod report;
@@ -453,8 +453,9 @@ impl Examiner<'_> {
             pod_namespace: String::new(),
             pod_name: "agentk doctor".into(),
         };
+        // Said together with an id of the process it means: not listed. Agents that register say it without one.
         let message =
-            ConfigurationRequest { commit_id: String::new(), agent_meta: Some(meta), skip_register: false };
+            ConfigurationRequest { commit_id: String::new(), agent_meta: Some(meta), skip_register: true };
         let request = RequestParts::of(link).request(self.token, &self.instance, session::GET_CONFIGURATION);
         let request = match request {
             Ok(request) => request.map(|()| grpc::full(grpc::encode(&message))),

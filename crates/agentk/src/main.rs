@@ -153,8 +153,8 @@ fn silence(text: &str) -> Result<Duration, String> {
 enum Command {
     /// Tells in words why kas cannot be reached, step by step, and finds proxies that cut silent streams.
     ///
-    /// It uses the agent's own settings: give it the same flags and environment. Meanwhile kas lists it as a connection
-    /// of the agent; it serves no request.
+    /// It uses the agent's own settings: give it the same flags and environment. It serves no request, and is not among
+    /// the agent's connections (a kas of 14.1, or of our earlier versions, lists it meanwhile).
     #[command(after_help = DOCTOR_HELP)]
     Doctor(Box<DoctorArguments>),
     /// Serves the benchmark's service directly: what requests through kas are compared with.

@@ -572,7 +572,8 @@ impl Transport {
         let id = ours.or(stand_in).unwrap_or_else(ConnectionId::random);
         let stream = listener.configs.subscribe(agent, &request.commit_id);
         // Without a name of its pod nobody could tell that it is the process which has registered.
-        let lease = (!registers || stand_in.is_some()).then(|| {
+        // So an agentk of ours that says it, which registers nowhere, is not listed at all: `agentk doctor`.
+        let lease = (!request.skip_register || stand_in.is_some()).then(|| {
             listener.tracker.connection(AgentConnectionInfo {
                 agent: agent.id,
                 name: Arc::clone(&agent.name),
