@@ -32,55 +32,22 @@ pub enum Stream {
     WebSocket(Box<Authorities<ByteStream<Rewind<Stream>>>>),
 }
 
-macro_rules! each {
-    ($self:expr, $stream:ident => $body:expr) => {
-        match $self.get_mut() {
-            Stream::Tcp($stream) => $body,
-            Stream::Unix($stream) => $body,
-            Stream::Tls($stream) => $body,
-            Stream::Rewound($stream) => $body,
-            Stream::WebSocket($stream) => $body,
-        }
-    };
-}
-
-impl AsyncRead for Stream {
-    fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
-        each!(self, stream => Pin::new(stream).poll_read(cx, buf))
-    }
-}
-
-impl AsyncWrite for Stream {
-    fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
-        each!(self, stream => Pin::new(stream).poll_write(cx, buf))
-    }
-
-    fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        each!(self, stream => Pin::new(stream).poll_flush(cx))
-    }
-
-    fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        each!(self, stream => Pin::new(stream).poll_shutdown(cx))
-    }
-
-    fn poll_write_vectored(
-        self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        bufs: &[io::IoSlice<'_>],
-    ) -> Poll<io::Result<usize>> {
-        each!(self, stream => Pin::new(stream).poll_write_vectored(cx, bufs))
-    }
-
-    fn is_write_vectored(&self) -> bool {
-        match self {
-            Self::Tcp(stream) => stream.is_write_vectored(),
-            Self::Unix(stream) => stream.is_write_vectored(),
-            Self::Tls(stream) => stream.is_write_vectored(),
-            Self::Rewound(stream) => stream.is_write_vectored(),
-            Self::WebSocket(stream) => stream.is_write_vectored(),
-        }
-    }
-}
+websocket::read_through!(
+    [] Stream, stream in
+    Self::Tcp(stream),
+    Self::Unix(stream),
+    Self::Tls(stream),
+    Self::Rewound(stream),
+    Self::WebSocket(stream),
+);
+websocket::write_through!(
+    [] Stream, stream in
+    Self::Tcp(stream),
+    Self::Unix(stream),
+    Self::Tls(stream),
+    Self::Rewound(stream),
+    Self::WebSocket(stream),
+);
 
 /// What a connection that has shown who it is may read in one turn: some large frames.
 pub(crate) const TURN: usize = 256 * 1024;
@@ -128,31 +95,7 @@ impl<S: AsyncRead + Unpin, F: Fn() -> usize + Unpin> AsyncRead for Fair<S, F> {
     }
 }
 
-impl<S: AsyncWrite + Unpin, F: Unpin> AsyncWrite for Fair<S, F> {
-    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.stream).poll_write(cx, buf)
-    }
-
-    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_flush(cx)
-    }
-
-    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_shutdown(cx)
-    }
-
-    fn poll_write_vectored(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        bufs: &[io::IoSlice<'_>],
-    ) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.stream).poll_write_vectored(cx, bufs)
-    }
-
-    fn is_write_vectored(&self) -> bool {
-        self.stream.is_write_vectored()
-    }
-}
+websocket::write_through!([S: AsyncWrite + Unpin, F: Unpin] Fair<S, F>, stream in Self { stream, .. });
 
 /// Where to listen.
 #[derive(Clone, Debug, PartialEq, Eq)]

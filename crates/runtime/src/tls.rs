@@ -12,17 +12,17 @@ use std::{
 
 use arc_swap::ArcSwap;
 use rustls::{
-    ClientConfig, DigitallySignedStruct, RootCertStore, ServerConfig, SignatureScheme,
+    ClientConfig, RootCertStore, ServerConfig,
     client::{
         WebPkiServerVerifier,
-        danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier},
+        danger::{ServerCertVerified, ServerCertVerifier},
     },
     server::WebPkiClientVerifier,
 };
 use rustls_pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime, pem::PemObject as _};
 
 pub use self::certificate::{Malformed, NotRole, Role, Validity, WrongRole};
-use self::role::{ClientRole, ServerRole};
+use self::role::{ClientRole, ServerRole, signatures_by};
 
 const HTTP1: &[u8] = b"http/1.1";
 
@@ -305,27 +305,7 @@ impl ServerCertVerifier for Keeping {
         self.verifier.verify_server_cert(end_entity, intermediates, server_name, ocsp_response, now)
     }
 
-    fn verify_tls12_signature(
-        &self,
-        message: &[u8],
-        certificate: &CertificateDer<'_>,
-        signature: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, rustls::Error> {
-        self.verifier.verify_tls12_signature(message, certificate, signature)
-    }
-
-    fn verify_tls13_signature(
-        &self,
-        message: &[u8],
-        certificate: &CertificateDer<'_>,
-        signature: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, rustls::Error> {
-        self.verifier.verify_tls13_signature(message, certificate, signature)
-    }
-
-    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-        self.verifier.supported_verify_schemes()
-    }
+    signatures_by!(verifier);
 }
 
 fn system_roots() -> RootCertStore {

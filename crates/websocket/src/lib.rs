@@ -6,12 +6,14 @@
 //! * [`Authorities`]: what those agents write into `:authority`, made legal before an HTTP/2 server
 //!   sees it.
 //! * [`Rewind`]: a stream of which somebody has already read the beginning.
+//! * [`write_through!`] and [`read_through!`]: for streams around streams, such as these.
 //!
 //! No message is ever held whole: borders between messages mean nothing here.
 
 pub mod authority;
 mod rewind;
 mod stream;
+mod through;
 pub mod upgrade;
 
 pub use authority::Authorities;
