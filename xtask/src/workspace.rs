@@ -128,6 +128,7 @@ pub(crate) fn bench(passed: &Passed) -> Result<std::process::ExitCode> {
         // As the benchmark builds them, which then has nothing left to do.
         let mut build = cargo();
         build.args(["build", "--profile", "bench", "-p", "kas", "-p", "agentk", "-p", "xtask"]);
+        build.args(["--features", "agentk/bench-direct"]);
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         runtime.block_on(self::build(build))?.path("xtask")?.to_owned()
     };

@@ -6,9 +6,7 @@ use agentk::{
     app::{self, KasAccess, Settings},
     cluster::ClusterAccess,
     dial::{KasAddresses, KasHeader},
-    direct, doctor,
-    module::{Modules, bench::Bench},
-    replica,
+    doctor, replica,
 };
 use anyhow::Context as _;
 use clap::{CommandFactory as _, Parser, Subcommand};
@@ -157,16 +155,6 @@ enum Command {
     /// the agent's connections (a kas of 14.1, or of our earlier versions, lists it meanwhile).
     #[command(after_help = DOCTOR_HELP)]
     Doctor(Box<DoctorArguments>),
-    /// Serves the benchmark's service directly: what requests through kas are compared with.
-    #[command(hide = true)]
-    BenchDirect {
-        #[arg(long)]
-        listen: String,
-        #[arg(long, requires = "key_file")]
-        certificate_file: Option<PathBuf>,
-        #[arg(long, requires = "certificate_file")]
-        key_file: Option<PathBuf>,
-    },
     /// Prints shell completions.
     Completions {
         /// For which shell.
@@ -231,11 +219,6 @@ fn run(arguments: Arguments) -> anyhow::Result<ExitCode> {
     match arguments.command {
         Some(Command::Completions { shell }) => {
             clap_complete::generate(shell, &mut Arguments::command(), "agentk", &mut std::io::stdout());
-            Ok(ExitCode::SUCCESS)
-        }
-        Some(Command::BenchDirect { listen, certificate_file, key_file }) => {
-            let modules = Modules::new(vec![std::sync::Arc::new(Bench)]);
-            builder.build()?.block_on(direct::serve(&listen, certificate_file.zip(key_file), modules))?;
             Ok(ExitCode::SUCCESS)
         }
         Some(Command::Doctor(doctor)) => {

@@ -32,11 +32,15 @@ const TICK: Duration = Duration::from_millis(10);
 /// Agents in the identity file.
 pub(super) const AGENTS: i64 = 2_000;
 
+const DIRECT: &str = "agentk-bench-direct";
+
 /// The binaries that are measured.
 #[derive(Debug)]
 pub(super) struct Binaries {
     pub(super) kas: PathBuf,
     pub(super) agentk: PathBuf,
+    /// agentk's handlers without kas.
+    pub(super) direct: PathBuf,
     pub(super) xtask: PathBuf,
 }
 
@@ -48,12 +52,18 @@ impl Binaries {
             let folder =
                 std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root.join("target"), PathBuf::from);
             let binary = |name| folder.join("release").join(name);
-            return Ok(Self { kas: binary("kas"), agentk: binary("agentk"), xtask: binary("xtask") });
+            return Ok(Self {
+                kas: binary("kas"),
+                agentk: binary("agentk"),
+                direct: binary(DIRECT),
+                xtask: binary("xtask"),
+            });
         }
         eprintln!("building kas, agentk and the load client (profile bench)");
         let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
         let output = Command::new(cargo)
             .args(["build", "--profile", "bench", "-p", "kas", "-p", "agentk", "-p", "xtask"])
+            .args(["--features", "agentk/bench-direct"])
             .arg("--message-format=json-render-diagnostics")
             .current_dir(root)
             .stderr(Stdio::inherit())
@@ -72,7 +82,7 @@ impl Binaries {
                 })
                 .with_context(|| format!("cargo built no {name}"))
         };
-        Ok(Self { kas: find("kas")?, agentk: find("agentk")?, xtask: find("xtask")? })
+        Ok(Self { kas: find("kas")?, agentk: find("agentk")?, direct: find(DIRECT)?, xtask: find("xtask")? })
     }
 }
 
@@ -384,8 +394,8 @@ impl Ground {
     /// Starts the agent's handlers without kas.
     pub(super) fn direct(&self) -> anyhow::Result<(Process, SocketAddr)> {
         let [address] = free_ports()?;
-        let mut command = Command::new(&self.binaries.agentk);
-        command.arg("bench-direct").arg("--listen").arg(address.to_string()).current_dir(self.folder.path());
+        let mut command = Command::new(&self.binaries.direct);
+        command.arg("--listen").arg(address.to_string()).current_dir(self.folder.path());
         let mut process = Process::start("direct", &mut command, self.folder.path())?;
         process.listens(address)?;
         Ok((process, address))

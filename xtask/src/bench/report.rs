@@ -365,7 +365,7 @@ const DOCUMENT: &str = "\
 # Benchmarks
 
 Written by `cargo xtask bench path`, `bench instructions` and `bench cluster` with `--write-docs`. *Direct* is the same
-handler, served by agentk's own binary on HTTP/2 with the windows of the tunnel and called by the same client over as
+handler, served by a program of its own on HTTP/2 with the windows of the tunnel and called by the same client over as
 many connections with the same metadata, at which nobody looks there (`--bare-direct` leaves it out). Every process is
 of the release profile and on its own; direct calls and calls through kas alternate within each round. The client takes
 a new token every second unless a row says otherwise: kas remembers tokens that it has verified, and the row with new
