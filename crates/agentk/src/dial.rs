@@ -439,16 +439,13 @@ impl Dialer {
     }
 
     /// Speaks HTTP/2 over `stream`, which is what comes from `address`.
-    pub(crate) async fn link<S>(
+    pub(crate) async fn link(
         &self,
         address: &KasAddress,
-        stream: S,
+        stream: Stream,
         local: Option<SocketAddr>,
         peer: Option<SocketAddr>,
-    ) -> Result<Link, DialError>
-    where
-        S: tokio::io::AsyncRead + tokio::io::AsyncWrite + Unpin + Send + 'static,
-    {
+    ) -> Result<Link, DialError> {
         let tasks = LinkTasks(CancellationToken::new());
         let guard = tasks.0.clone().drop_guard();
         let mut builder = http2::Builder::new(tasks.clone());
@@ -480,11 +477,7 @@ impl Dialer {
     }
 
     /// Asks for WebSocket, and returns the bytes inside.
-    pub(crate) async fn upgrade(
-        &self,
-        address: &KasAddress,
-        stream: Stream,
-    ) -> Result<ByteStream<Rewind<Stream>>, DialError> {
+    pub(crate) async fn upgrade(&self, address: &KasAddress, stream: Stream) -> Result<Stream, DialError> {
         let http1 = |source| DialError::Http1 { address: address.clone(), source };
         let refused = |source, server| DialError::Upgrade { address: address.clone(), server, source };
         let (mut sender, connection) = http1::Builder::new()
@@ -515,7 +508,8 @@ impl Dialer {
         let Parts { io, read_buf, .. } = upgraded
             .downcast::<TokioIo<Stream>>()
             .map_err(|_| refused(NotUpgraded::Answer("the connection is of another kind"), None))?;
-        Ok(ByteStream::new(Rewind::new(io.into_inner(), read_buf), Role::Client))
+        let stream = ByteStream::new(Rewind::new(io.into_inner(), read_buf), Role::Client);
+        Ok(Stream::WebSocket(Box::new(stream)))
     }
 }
 

@@ -428,10 +428,7 @@ impl Examiner<'_> {
         self.fail(Check::WebSocket, since, message, advice)
     }
 
-    async fn link<S>(&mut self, address: &KasAddress, stream: S) -> Result<Link, Stop>
-    where
-        S: tokio::io::AsyncRead + tokio::io::AsyncWrite + Unpin + Send + 'static,
-    {
+    async fn link(&mut self, address: &KasAddress, stream: Stream) -> Result<Link, Stop> {
         let since = Instant::now();
         match self.dialer.link(address, stream, self.local, None).await {
             Ok(link) => Ok(link),

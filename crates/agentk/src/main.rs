@@ -1,6 +1,6 @@
 //! The program `agentk`: arguments in, exit code out.
 
-use std::{path::PathBuf, process::ExitCode, time::Duration};
+use std::{path::PathBuf, pin::Pin, process::ExitCode, time::Duration};
 
 use agentk::{
     app::{self, KasAccess, Settings},
@@ -228,7 +228,7 @@ fn run(arguments: Arguments) -> anyhow::Result<ExitCode> {
                 silence: doctor.silence,
                 format: doctor.output,
             };
-            Ok(builder.build()?.block_on(doctor::run(settings))?.into())
+            Ok(block_on(builder, Box::pin(doctor::run(settings)))?.into())
         }
         None => {
             let agent = arguments.agent;
@@ -254,8 +254,16 @@ fn run(arguments: Arguments) -> anyhow::Result<ExitCode> {
                 collector,
                 pod: (agent.pod_namespace, agent.pod_name),
             };
-            builder.build()?.block_on(app::run(settings, level))?;
+            block_on(builder, Box::pin(app::run(settings, level)))?;
             Ok(ExitCode::SUCCESS)
         }
     }
+}
+
+/// Runs a command. Behind a pointer, since tokio has several loops, and each would get a copy of the whole future.
+fn block_on<T>(
+    mut builder: tokio::runtime::Builder,
+    command: Pin<Box<dyn Future<Output = anyhow::Result<T>>>>,
+) -> anyhow::Result<T> {
+    builder.build()?.block_on(command)
 }

@@ -48,6 +48,11 @@ pub(crate) struct Taken {
     pub(crate) why: String,
 }
 
+/// A connection of either kind. Behind a pointer: a copy of HTTP/1 and HTTP/2 for each would weigh more than all else here.
+trait Stream: hyper::rt::Read + hyper::rt::Write + Unpin + Send {}
+
+impl<S: hyper::rt::Read + hyper::rt::Write + Unpin + Send> Stream for S {}
+
 enum Sender {
     Http1(http1::SendRequest<Full<Bytes>>),
     Http2(http2::SendRequest<Full<Bytes>>),
@@ -189,20 +194,13 @@ impl Wire {
         };
         let stream = TcpStream::connect((bare, self.endpoint.port_u16().unwrap_or(default))).await?;
         stream.set_nodelay(true)?;
-        match &self.tls {
-            None => self.handshake(TokioIo::new(stream)).await,
+        let stream: Box<dyn Stream> = match &self.tls {
+            None => Box::new(TokioIo::new(stream)),
             Some(tls) => {
                 let name = ServerName::try_from(bare.to_owned())?;
-                let stream = TlsConnector::from(Arc::clone(tls)).connect(name, stream).await?;
-                self.handshake(TokioIo::new(stream)).await
+                Box::new(TokioIo::new(TlsConnector::from(Arc::clone(tls)).connect(name, stream).await?))
             }
-        }
-    }
-
-    async fn handshake<S>(&self, stream: S) -> Result<Sender, grpc::BoxError>
-    where
-        S: hyper::rt::Read + hyper::rt::Write + Unpin + Send + 'static,
-    {
+        };
         // The connection ends with its sender.
         Ok(match self.protocol {
             Protocol::Http => {

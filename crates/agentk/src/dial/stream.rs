@@ -2,7 +2,7 @@
 
 use tokio::net::TcpStream;
 use tokio_rustls::client::TlsStream;
-use websocket::Rewind;
+use websocket::{ByteStream, Rewind};
 
 /// A connection to kas, or to a proxy before it.
 pub enum Stream {
@@ -12,6 +12,8 @@ pub enum Stream {
     Tls(Box<TlsStream<Stream>>),
     /// Behind a proxy that passes bytes on.
     Proxied(Box<Rewind<Stream>>),
+    /// Inside WebSocket: a kind of its own, and no other type, so that HTTP/2 is there once.
+    WebSocket(Box<ByteStream<Rewind<Stream>>>),
 }
 
 impl std::fmt::Debug for Stream {
@@ -20,15 +22,16 @@ impl std::fmt::Debug for Stream {
             Self::Plain(_) => "Plain",
             Self::Tls(_) => "Tls",
             Self::Proxied(_) => "Proxied",
+            Self::WebSocket(_) => "WebSocket",
         })
     }
 }
 
 websocket::read_through!(
     [] Stream, stream in
-    Self::Plain(stream), Self::Tls(stream), Self::Proxied(stream)
+    Self::Plain(stream), Self::Tls(stream), Self::Proxied(stream), Self::WebSocket(stream)
 );
 websocket::write_through!(
     [] Stream, stream in
-    Self::Plain(stream), Self::Tls(stream), Self::Proxied(stream)
+    Self::Plain(stream), Self::Tls(stream), Self::Proxied(stream), Self::WebSocket(stream)
 );
