@@ -10,5 +10,5 @@ pub mod contract;
 pub use memory::InMemoryTracker;
 pub use tracker::{
     Account, AgentMeta, Belief, Candidate, Connected, Connection, Lease, Located, Mark, Query, Replica,
-    ReplicaStatus, Replicas, Standing, Tracker, TrackerError, TrackerStatus, Unanswered,
+    ReplicaStatus, Replicas, Standing, Tracker, TrackerError, TrackerStatus, Unanswered, Wire,
 };

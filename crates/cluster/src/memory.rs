@@ -11,7 +11,7 @@ use tokio::sync::watch;
 
 use crate::tracker::{
     Belief, Candidate, Connected, Connection, Lease, Located, Query, Replica, ReplicaStatus, Replicas,
-    Standing, Tracker, TrackerError, TrackerStatus,
+    Standing, Tracker, TrackerError, TrackerStatus, Wire,
 };
 
 /// Subscriptions to agents that nobody waits for any more are swept when this many have come.
@@ -140,7 +140,8 @@ impl Tracker for InMemoryTracker {
 
     async fn locate(&self, agent: AgentId) -> Result<Vec<Candidate>, TrackerError> {
         let known = self.state().routes.contains_key(&agent);
-        let candidate = || Candidate { replica: self.replica.clone(), standing: Standing::Live };
+        let candidate =
+            || Candidate { replica: self.replica.clone(), standing: Standing::Live, wire: Wire::Own };
         Ok(known.then(candidate).into_iter().collect())
     }
 

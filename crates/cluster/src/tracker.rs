@@ -120,6 +120,19 @@ pub struct Candidate {
     pub replica: Replica,
     /// How good it is.
     pub standing: Standing,
+    /// How it is asked.
+    pub wire: Wire,
+}
+
+/// Which private API a replica has.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Wire {
+    /// That of this project.
+    #[default]
+    Own,
+    /// That of GitLab agent 14.1. The replica's name and address are the URL that it gives for it, such as
+    /// `grpc://10.0.0.1:8155`; nothing else is known of it.
+    Gitlab,
 }
 
 /// How far a replica is trusted to answer, the best first.

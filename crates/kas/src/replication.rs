@@ -21,7 +21,7 @@ use std::{
 use async_trait::async_trait;
 use cluster::{
     Account, Belief, Candidate, Connected, Connection, InMemoryTracker, Lease, Mark, Query, Replica,
-    ReplicaStatus, Replicas, Standing, Tracker, TrackerError, TrackerStatus, Unanswered,
+    ReplicaStatus, Replicas, Standing, Tracker, TrackerError, TrackerStatus, Unanswered, Wire,
 };
 use gossip::Gossip;
 use ids::{AgentId, ReplicaId};
@@ -546,7 +546,7 @@ impl Tracker for Replication {
         let inner = self.inner();
         let mut found = Vec::new();
         if inner.owner.contains(agent) {
-            found.push(Candidate { replica: self.me.clone(), standing: Standing::Live });
+            found.push(Candidate { replica: self.me.clone(), standing: Standing::Live, wire: Wire::Own });
         }
         let located = inner.table.locate(agent, now);
         // Whose table is not known may hold it too.
@@ -560,7 +560,7 @@ impl Tracker for Replication {
         drop(inner);
         found.extend(candidates.into_iter().filter_map(|candidate| {
             let replica = Replica { id: candidate.replica, address: candidate.address };
-            Some(Candidate { replica, standing: standing(candidate.standing)? })
+            Some(Candidate { replica, standing: standing(candidate.standing)?, wire: Wire::Own })
         }));
         Ok(found)
     }

@@ -6,7 +6,7 @@
 
 use std::{collections::HashMap, time::Duration};
 
-use cluster::Mark;
+use cluster::{Mark, Replica};
 use ids::{AgentId, ReplicaId};
 use tokio::{sync::watch, time::Instant};
 
@@ -16,6 +16,13 @@ use crate::value::Owner;
 const SWEEP: usize = 1024;
 /// A slot that nobody waits at and nobody asked for during this time is not kept.
 const UNUSED: Duration = Duration::from_secs(60);
+
+/// Replicas of 14.1 publish nothing: what depends on them is read again as often as they read it themselves.
+const UNPUBLISHED: Duration = Duration::from_secs(3);
+/// A set is taken for mixed for this long after an entry of 14.1 was last seen.
+const MIXED: Duration = Duration::from_secs(600);
+/// Replicas of 14.1 that are remembered of an agent.
+const MOST_GITLAB: usize = 64;
 
 /// How long what was read is good for.
 #[derive(Clone, Copy, Debug)]
@@ -48,6 +55,8 @@ pub(crate) enum Look {
 struct Slot {
     watch: watch::Sender<()>,
     holders: Vec<Owner>,
+    /// Replicas of 14.1 that held it when it was read, and whether they denied it since.
+    gitlab: Vec<(Replica, bool)>,
     read_at: Option<Instant>,
     /// A read is wanted or on its way.
     reading: Option<Reading>,
@@ -69,11 +78,18 @@ impl Slot {
         Self {
             watch: watch::Sender::new(()),
             holders: Vec::new(),
+            gitlab: Vec::new(),
             read_at: None,
             reading: None,
             masks: Vec::new(),
             touched: now,
         }
+    }
+
+    /// From which age on it is read again.
+    fn again(&self, ages: Ages, mixed: bool) -> Duration {
+        let unpublished = !self.gitlab.is_empty() || (mixed && self.holders.is_empty());
+        if unpublished { ages.again.min(UNPUBLISHED) } else { ages.again }
     }
 
     fn apply(&mut self, news: &News) -> bool {
@@ -113,11 +129,41 @@ pub(crate) struct Cache {
     slots: HashMap<AgentId, Slot>,
     sweep_at: usize,
     wanted: Vec<AgentId>,
+    /// Until then, replicas of 14.1 may be in the set.
+    mixed_until: Option<Instant>,
+    /// When an entry of one was last seen.
+    seen_gitlab: Option<Instant>,
 }
 
 impl Cache {
     pub(crate) fn new() -> Self {
-        Self { slots: HashMap::new(), sweep_at: SWEEP, wanted: Vec::new() }
+        Self {
+            slots: HashMap::new(),
+            sweep_at: SWEEP,
+            wanted: Vec::new(),
+            mixed_until: None,
+            seen_gitlab: None,
+        }
+    }
+
+    /// There may be replicas of 14.1 in the set, as far as is known.
+    pub(crate) fn mixed(&mut self, now: Instant) {
+        self.mixed_until = Some(now + MIXED);
+    }
+
+    /// An entry of a replica of 14.1 was seen.
+    pub(crate) fn see_gitlab(&mut self, now: Instant) {
+        self.mixed(now);
+        self.seen_gitlab = Some(now);
+    }
+
+    /// Whether one was seen here lately.
+    pub(crate) fn has_seen_gitlab(&self, now: Instant) -> bool {
+        self.seen_gitlab.is_some_and(|at| now.duration_since(at) < MIXED)
+    }
+
+    fn is_mixed(&self, now: Instant) -> bool {
+        self.mixed_until.is_some_and(|until| now < until)
     }
 
     fn slot(&mut self, agent: AgentId, now: Instant) -> &mut Slot {
@@ -165,10 +211,12 @@ impl Cache {
     }
 
     pub(crate) fn look(&mut self, agent: AgentId, ages: Ages, now: Instant) -> Look {
+        let mixed = self.is_mixed(now);
         let Some(slot) = self.slots.get_mut(&agent) else { return Look::Unknown };
         slot.touched = now;
+        let again = slot.again(ages, mixed);
         match slot.read_at.map(|at| now.duration_since(at)) {
-            Some(age) if age < ages.again => Look::Known,
+            Some(age) if age < again => Look::Known,
             Some(age) if age < ages.most => Look::Aging,
             _ => Look::Unknown,
         }
@@ -185,6 +233,13 @@ impl Cache {
         slot.into_iter().flat_map(|slot| slot.holders.iter().filter(|holder| !masked(&slot.masks, holder)))
     }
 
+    /// Replicas of 14.1 that hold the agent and did not deny it.
+    pub(crate) fn gitlab(&self, agent: AgentId) -> impl Iterator<Item = &Replica> {
+        let slot = self.slots.get(&agent);
+        let held = slot.into_iter().flat_map(|slot| slot.gitlab.iter());
+        held.filter(|(_, denied)| !denied).map(|(replica, _)| replica)
+    }
+
     /// Who is said to hold the agent, and whether it denied it.
     pub(crate) fn claims(&self, agent: AgentId) -> Vec<(Owner, bool)> {
         let Some(slot) = self.slots.get(&agent) else { return Vec::new() };
@@ -193,6 +248,10 @@ impl Cache {
 
     pub(crate) fn mask(&mut self, agent: AgentId, replica: &ReplicaId, mark: Mark) {
         let Some(slot) = self.slots.get_mut(&agent) else { return };
+        // They count nothing: what they said stands until the agent is read again.
+        for (_, denied) in slot.gitlab.iter_mut().filter(|(known, _)| known.id == *replica) {
+            *denied = true;
+        }
         // Only of who holds the agent by what is known: so there are no more of them than of those.
         slot.masks.retain(|(known, _)| known != replica && slot.holders.iter().any(|h| h.replica == *known));
         if slot.holders.iter().any(|holder| holder.replica == *replica) {
@@ -229,9 +288,24 @@ impl Cache {
         agents
     }
 
-    /// An agent was read: these hold it. Wakes who waits if that is different from what was known.
-    pub(crate) fn read(&mut self, agent: AgentId, holders: Vec<Owner>, ages: Ages, now: Instant) {
+    /// An agent was read: these hold it, replicas of 14.1 by their URLs. Wakes who waits if that is different from what was
+    /// known.
+    pub(crate) fn read(
+        &mut self,
+        agent: AgentId,
+        holders: Vec<Owner>,
+        gitlab: Vec<Replica>,
+        ages: Ages,
+        now: Instant,
+    ) {
         let Some(slot) = self.slots.get_mut(&agent) else { return };
+        let mut gitlab: Vec<(Replica, bool)> = gitlab.into_iter().map(|replica| (replica, false)).collect();
+        gitlab.sort_by(|(a, _), (b, _)| a.id.cmp(&b.id));
+        // An entry for each tunnel.
+        gitlab.dedup();
+        gitlab.truncate(MOST_GITLAB);
+        let other_gitlab = gitlab != slot.gitlab;
+        slot.gitlab = gitlab;
         let mut before = std::mem::replace(&mut slot.holders, holders);
         let reading = slot.reading.take();
         for news in reading.iter().filter_map(|reading| reading.news.as_ref()).flatten() {
@@ -244,7 +318,7 @@ impl Cache {
         let doubtful = reading.as_ref().is_some_and(|reading| reading.doubtful);
         slot.read_at = Some(if doubtful { now.checked_sub(ages.again).unwrap_or(now) } else { now });
         // Whether there is nothing, or nothing is known, makes no difference to who waits.
-        if before != slot.holders || (first && !slot.holders.is_empty()) {
+        if before != slot.holders || other_gitlab || (first && !slot.holders.is_empty()) {
             slot.watch.send_replace(());
         }
         if let Some(reading) = reading {
@@ -291,13 +365,14 @@ impl Cache {
 
     /// Asks for reads of what is waited for and was read longest ago, at most `most`.
     pub(crate) fn want_aging(&mut self, ages: Ages, most: usize, now: Instant) {
+        let mixed = self.is_mixed(now);
         let due: Vec<AgentId> = self
             .slots
             .iter()
             .filter(|(_, slot)| slot.reading.is_none() && slot.watch.receiver_count() > 0)
             // By chance within a quarter, so that what was read together is not read together again.
             .filter(|(_, slot)| {
-                let age = ages.again.mul_f64(0.75 + rand::random::<f64>() / 4.0);
+                let age = slot.again(ages, mixed).mul_f64(0.75 + rand::random::<f64>() / 4.0);
                 slot.read_at.is_none_or(|at| now.duration_since(at) >= age)
             })
             .map(|(agent, _)| *agent)
@@ -335,12 +410,12 @@ mod tests {
         assert_eq!(cache.take_wanted(10), [agent(1)]);
         cache.news(agent(1), &News::Announced(owner("a", 1, 1)));
         // Read before the agent came.
-        cache.read(agent(1), Vec::new(), AGES, now);
+        cache.read(agent(1), Vec::new(), Vec::new(), AGES, now);
         assert_eq!(names(&cache, 1), ["a"]);
         drop(cache.want(agent(1), now));
         cache.take_wanted(10);
         cache.news(agent(1), &News::Withdrawn(ReplicaId::new("a"), 1));
-        cache.read(agent(1), vec![owner("a", 1, 1)], AGES, now);
+        cache.read(agent(1), vec![owner("a", 1, 1)], Vec::new(), AGES, now);
         assert_eq!(names(&cache, 1), [""; 0]);
     }
 
@@ -351,7 +426,7 @@ mod tests {
         let mut waiting: Vec<_> = (0..10_000).map(|_| cache.want(agent(1), now)).collect();
         assert_eq!(cache.take_wanted(100), [agent(1)]);
         assert!(!cache.wants());
-        cache.read(agent(1), vec![owner("a", 1, 1)], AGES, now);
+        cache.read(agent(1), vec![owner("a", 1, 1)], Vec::new(), AGES, now);
         for receiver in &mut waiting {
             receiver.changed().await.unwrap();
             assert!(*receiver.borrow());
@@ -367,14 +442,14 @@ mod tests {
         let now = Instant::now();
         drop(cache.want(agent(1), now));
         cache.take_wanted(1);
-        cache.read(agent(1), vec![owner("a", 2, 5)], AGES, now);
+        cache.read(agent(1), vec![owner("a", 2, 5)], Vec::new(), AGES, now);
         let mut changes = cache.subscribe(agent(1), now);
         cache.mask(agent(1), &ReplicaId::new("a"), Mark { epoch: 2, version: 7 });
         assert_eq!(names(&cache, 1), [""; 0]);
         // The same entry, read again.
         drop(cache.want(agent(1), now));
         cache.take_wanted(1);
-        cache.read(agent(1), vec![owner("a", 2, 5)], AGES, now);
+        cache.read(agent(1), vec![owner("a", 2, 5)], Vec::new(), AGES, now);
         assert_eq!(names(&cache, 1), [""; 0]);
         assert!(!changes.has_changed().unwrap());
         cache.news(agent(1), &News::Announced(owner("a", 2, 8)));
@@ -385,6 +460,37 @@ mod tests {
         cache.mask(agent(1), &ReplicaId::new("a"), Mark { epoch: 2, version: 9 });
         cache.news(agent(1), &News::Announced(owner("a", 3, 1)));
         assert_eq!(names(&cache, 1), ["a"]);
+    }
+
+    #[tokio::test]
+    async fn what_14_1_holds_is_read_again_soon_and_a_denial_lasts_until_then() {
+        let mut cache = Cache::new();
+        let now = Instant::now();
+        let soon = now + UNPUBLISHED;
+        let gitlab = || Replica { id: ReplicaId::new("grpc://k:1"), address: "grpc://k:1".into() };
+        let mut changes = cache.subscribe(agent(1), now);
+        drop(cache.want(agent(1), now));
+        cache.take_wanted(1);
+        cache.read(agent(1), Vec::new(), vec![gitlab(), gitlab()], AGES, now);
+        assert!(changes.has_changed().unwrap());
+        changes.borrow_and_update();
+        assert_eq!(cache.gitlab(agent(1)).count(), 1, "one for many tunnels");
+        assert_eq!(cache.look(agent(1), AGES, soon), Look::Aging);
+        cache.mask(agent(1), &gitlab().id, Mark::default());
+        assert_eq!(cache.gitlab(agent(1)).count(), 0);
+        cache.want_aging(AGES, 10, soon);
+        assert_eq!(cache.take_wanted(1), [agent(1)]);
+        cache.read(agent(1), Vec::new(), vec![gitlab()], AGES, soon);
+        assert!(changes.has_changed().unwrap());
+        assert_eq!(cache.gitlab(agent(1)).count(), 1);
+        // An agent that nobody holds may come to one of 14.1 as long as there are any.
+        drop(cache.want(agent(2), now));
+        cache.take_wanted(1);
+        cache.read(agent(2), Vec::new(), Vec::new(), AGES, now);
+        assert_eq!(cache.look(agent(2), AGES, soon), Look::Known);
+        cache.mixed(now);
+        assert_eq!(cache.look(agent(2), AGES, soon), Look::Aging);
+        assert_eq!(cache.look(agent(2), AGES, now + AGES.again - Duration::from_secs(1)), Look::Aging);
     }
 
     #[tokio::test]

@@ -60,8 +60,8 @@ struct Entry {
     live: Option<Live>,
     /// It may be in Redis.
     stored: bool,
-    /// It is there with an expiry of its hash, unless that was lost.
-    settled: bool,
+    /// Its hashes were given an expiry that is reached then, unless they were lost; `None`: perhaps none.
+    lasts: Option<Instant>,
     /// It is refreshed apart from what came together with it.
     spread: bool,
     due: Option<Instant>,
@@ -94,6 +94,8 @@ pub(crate) struct Change {
     pub(crate) remove: Vec<Vec<u8>>,
     /// The key has an expiry already, unless it was lost.
     pub(crate) settled: bool,
+    /// It needs a later one.
+    pub(crate) extend: bool,
     pub(crate) is_set: bool,
 }
 
@@ -306,7 +308,7 @@ impl Own {
         let items: Vec<Item> = self.entries.keys().copied().collect();
         for item in items {
             if let Some(entry) = self.entries.get_mut(&item) {
-                entry.settled = false;
+                entry.lasts = None;
             }
             self.dirty(item, true);
         }
@@ -327,15 +329,20 @@ impl Own {
         if self.dirty.is_empty() { self.due.first().map(|(due, _)| *due) } else { Some(now) }
     }
 
-    /// Returns what to write next, at most `most` items; `redis_now` and `ttl` give the expiry of entries.
+    /// Returns what to write next, at most `most` items; `redis_now` and the first of `lives` give the expiry of entries, the
+    /// second is what an expiry of a hash is set to. `mixed`: somebody else may have lowered that since.
     pub(crate) fn batch(
         &mut self,
         keys: &Keys,
         most: usize,
         now: Instant,
         redis_now: Duration,
-        ttl: Duration,
+        lives: (Duration, Duration),
+        mixed: bool,
     ) -> Batch {
+        let (ttl, hash_ttl) = lives;
+        // Refreshed in time, they must not expire a moment before; half of what is between is for delays.
+        let needed = now + self.refresh + ttl.saturating_sub(self.refresh) / 2;
         // Whatever is due soon comes along: a transaction for each entry would double the commands.
         let soon = now + (self.refresh / 50).min(TOGETHER);
         while self.dirty.len() < most
@@ -360,7 +367,11 @@ impl Own {
             let Some(news) = self.dirty.remove(&item) else { continue };
             let Some(entry) = self.entries.get_mut(&item) else { continue };
             entry.stored = true;
-            let settled = std::mem::replace(&mut entry.settled, true);
+            let settled = entry.lasts.is_some();
+            let extend = mixed || entry.lasts.is_none_or(|lasts| lasts < needed);
+            if extend {
+                entry.lasts = Some(now + hash_ttl);
+            }
             batch.items.push((item, news));
             is_news |= news;
             let by = |version| Owner { replica: self.me.clone(), run: self.run, version };
@@ -372,6 +383,8 @@ impl Own {
                 match value {
                     Some(value) => {
                         change.settled &= settled;
+                        // The set of projects has another life, which each beat prolongs.
+                        change.extend |= extend || is_set;
                         change.set.push((field, value));
                     }
                     None => change.remove.push(field),
@@ -452,7 +465,7 @@ impl Own {
     pub(crate) fn not_written(&mut self, batch: Batch) {
         for (item, news) in batch.items {
             if let Some(entry) = self.entries.get_mut(&item) {
-                entry.settled = false;
+                entry.lasts = None;
                 self.dirty(item, news);
             }
         }
@@ -489,7 +502,7 @@ mod tests {
     }
 
     fn batch(own: &mut Own, keys: &Keys, now: Instant) -> Batch {
-        own.batch(keys, 100, now, Duration::from_secs(1_000), TTL)
+        own.batch(keys, 100, now, Duration::from_secs(1_000), (TTL, 4 * TTL), false)
     }
 
     #[tokio::test]
@@ -557,6 +570,29 @@ mod tests {
         let rest = batch(&mut own, &keys, now + REFRESH);
         assert!(rest.len() >= 10);
         assert_eq!(own.unwritten(), 0);
+    }
+
+    #[tokio::test]
+    async fn an_expiry_is_set_when_it_is_needed_and_each_time_where_others_may_lower_it() {
+        let (mut own, keys) = own();
+        let mut now = Instant::now();
+        own.add_route(agent(1), none());
+        let mut extended = Vec::new();
+        let mut until = now;
+        for mixed in [false, false, false, false, false, false, false, true, true] {
+            let one = own.batch(&keys, 100, now, Duration::from_secs(1_000), (TTL, 4 * TTL), mixed);
+            let change = one.changes.values().next().unwrap();
+            extended.push(change.extend);
+            if change.extend {
+                until = now + 4 * TTL;
+            }
+            own.written(one, now);
+            now += REFRESH;
+            assert!(now < until, "the hash has expired before it was refreshed");
+        }
+        assert_eq!(extended, [true, false, false, false, true, false, false, true, true]);
+        own.announce_again(now);
+        assert!(batch(&mut own, &keys, now).changes.values().all(|change| change.extend && !change.settled));
     }
 
     #[tokio::test]

@@ -29,6 +29,8 @@ const BATCH: usize = 128;
 const PAGE: usize = 512;
 /// Fields of an agent's tunnels that are looked at; 14.1 has one for each idle tunnel.
 const MOST_TUNNELS: usize = 10_000;
+/// Bytes of where a replica of 14.1 says that it can be asked.
+const LONGEST_URL: usize = 1_024;
 /// Connections of an agent or a project that are looked at.
 const MOST_CONNECTIONS: usize = 1_000_000;
 /// How often what is waited for is looked at.
@@ -112,29 +114,32 @@ impl RedisTracker {
 
     async fn read_agents(&self, link: &Link, agents: &[AgentId]) -> Result<(), Error> {
         let keys: Vec<Vec<u8>> = agents.iter().map(|agent| self.keys.tunnels(*agent)).collect();
-        let found = self.scan(link, &keys, MOST_TUNNELS, |bytes| {
-            value::decode_route(bytes).map(|entry| Entry {
-                expires_at: entry.expires_at,
-                owner: entry.owner,
-                value: (),
-            })
-        });
-        let found = found.await?;
+        let found = self.scan(link, &keys, MOST_TUNNELS, value::decode_route).await?;
         let now = Instant::now();
         let mut strangers = false;
         let mut inner = self.inner();
         for (agent, entries) in agents.iter().zip(found) {
-            // 14.1 has no liveness key: its crashed replicas leave garbage without another sign.
-            inner.garbage |= entries.iter().any(|entry| entry.owner.is_none());
-            let holders: Vec<Owner> = entries
-                .into_iter()
-                .filter_map(|entry| entry.owner)
-                .filter(|owner| owner.replica != self.me.id)
-                .collect();
+            let (mut holders, mut gitlab) = (Vec::new(), Vec::new());
+            for entry in entries {
+                match entry.owner {
+                    Some(owner) if owner.replica == self.me.id => {}
+                    Some(owner) => holders.push(owner),
+                    None => {
+                        // 14.1 has no liveness key: its crashed replicas leave garbage without another sign.
+                        inner.garbage = true;
+                        inner.cache.see_gitlab(now);
+                        let url = entry.value.url;
+                        // Empty: it cannot be asked.
+                        if !url.is_empty() && url.len() <= LONGEST_URL {
+                            gitlab.push(Replica { id: ReplicaId::new(&url), address: url.into() });
+                        }
+                    }
+                }
+            }
             for holder in &holders {
                 strangers |= inner.is_stranger(&holder.replica, holder.run);
             }
-            inner.cache.read(*agent, holders, AGES, now);
+            inner.cache.read(*agent, holders, gitlab, AGES, now);
         }
         drop(inner);
         if strangers {
@@ -205,6 +210,15 @@ impl RedisTracker {
         Ok(all)
     }
 
+    /// Looks whether a replica of 14.1 writes to this hash too.
+    pub(crate) async fn look_for_gitlab(&self, link: &Link, key: Vec<u8>) -> Result<(), Error> {
+        let found = self.scan(link, &[key], PAGE, any).await?;
+        if found.iter().flatten().any(|entry| entry.owner.is_none()) {
+            self.inner().cache.see_gitlab(Instant::now());
+        }
+        Ok(())
+    }
+
     /// Clears the hashes that this replica keeps alive of what others left there. Nobody else may ever read them.
     async fn collect_garbage(&self) {
         let Some(link) = self.links.last() else { return };
@@ -218,17 +232,8 @@ impl RedisTracker {
                 }
                 inner.own.hashes(&self.keys).into_iter().collect()
             };
-            let keep = |bytes: &[u8]| {
-                // Expiry is all that counts: any entry will do.
-                value::decode_route(bytes)
-                    .map(|entry| Entry { expires_at: entry.expires_at, owner: None, value: () })
-                    .or_else(|| {
-                        let entry = value::decode_connection(bytes)?;
-                        Some(Entry { expires_at: entry.expires_at, owner: None, value: () })
-                    })
-            };
             for keys in keys.chunks(BATCH) {
-                if let Err(error) = self.scan(link, keys, MOST_CONNECTIONS, keep).await {
+                if let Err(error) = self.scan(link, keys, MOST_CONNECTIONS, any).await {
                     self.failed("removing what has expired", &error);
                     self.inner().garbage = true;
                     break;
@@ -359,6 +364,7 @@ impl RedisTracker {
     fn place(&self, entry: Entry<Arc<Connection>>) -> Option<Located> {
         let connection = entry.value;
         let Some(owner) = entry.owner else {
+            self.inner().cache.see_gitlab(Instant::now());
             let replica = Replica { id: ReplicaId::new(GITLAB), address: Arc::default() };
             return Some(Located { connection, replica });
         };
@@ -418,6 +424,16 @@ impl crate::tracker::Inner {
         self.looked_for.insert(replica.clone(), run);
         true
     }
+}
+
+/// Reads an entry of any hash: whose it is, and until when.
+fn any(bytes: &[u8]) -> Option<Entry<()>> {
+    value::decode_route(bytes)
+        .map(|Entry { expires_at, owner, .. }| Entry { expires_at, owner, value: () })
+        .or_else(|| {
+            let Entry { expires_at, owner, .. } = value::decode_connection(bytes)?;
+            Some(Entry { expires_at, owner, value: () })
+        })
 }
 
 fn read_page(answer: Value) -> Result<(u64, Fields), Error> {

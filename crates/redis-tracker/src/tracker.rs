@@ -10,7 +10,7 @@ use std::{
 use async_trait::async_trait;
 use cluster::{
     Belief, Candidate, Connected, Connection, InMemoryTracker, Lease, Mark, Query, Replica, ReplicaStatus,
-    Replicas, Standing, Tracker, TrackerError, TrackerStatus,
+    Replicas, Standing, Tracker, TrackerError, TrackerStatus, Wire,
 };
 use ids::{AgentId, ReplicaId};
 use tokio::{
@@ -169,6 +169,13 @@ pub(crate) struct Inner {
     pub(crate) leaving: bool,
 }
 
+impl Inner {
+    /// Whether replicas of 14.1 have lately been seen here or by another replica.
+    pub(crate) fn is_mixed(&self, now: Instant) -> bool {
+        self.cache.has_seen_gitlab(now) || self.peers.values().any(|peer| peer.life.gitlab)
+    }
+}
+
 /// The tracker of one of several replicas that share a Redis.
 pub struct RedisTracker {
     /// For leases, which outlive nothing.
@@ -208,9 +215,11 @@ impl RedisTracker {
         let dialer = Dialer::new(options.connect.clone())?;
         let keys = Keys::new(&options.key_prefix);
         let links = (0..options.connect.pool_size.max(1)).map(|_| Link::new()).collect();
+        let mut cache = Cache::new();
+        cache.mixed(Instant::now());
         let inner = Inner {
             own: Own::new(me.id.clone(), options.run, options.url.clone(), options.entry_refresh),
-            cache: Cache::new(),
+            cache,
             peers: HashMap::new(),
             heard: HashMap::new(),
             looked_for: HashMap::new(),
@@ -342,11 +351,17 @@ impl RedisTracker {
     fn candidates(&self, inner: &Inner, agent: AgentId, now: Instant) -> Vec<Candidate> {
         let mut found = Vec::new();
         if inner.own.holds(agent) {
-            found.push(Candidate { replica: self.me.clone(), standing: Standing::Live });
+            found.push(Candidate { replica: self.me.clone(), standing: Standing::Live, wire: Wire::Own });
         }
         found.extend(inner.cache.holders(agent).filter_map(|holder| {
             let peer = inner.peers.get(&holder.replica).filter(|peer| peer.life.run == holder.run)?;
-            Some(Candidate { replica: peer.replica.clone(), standing: standing(peer, now) })
+            let standing = standing(peer, now);
+            Some(Candidate { replica: peer.replica.clone(), standing, wire: Wire::Own })
+        }));
+        found.extend(inner.cache.gitlab(agent).map(|replica| Candidate {
+            replica: replica.clone(),
+            standing: Standing::Live,
+            wire: Wire::Gitlab,
         }));
         // One, mostly.
         found.sort_by_key(|candidate| candidate.standing);
@@ -535,6 +550,11 @@ impl Tracker for RedisTracker {
                 Belief { replica: peer.replica.clone(), holds, why }
             })
             .collect();
+        beliefs.extend(inner.cache.gitlab(agent).map(|replica| Belief {
+            replica: replica.clone(),
+            holds: true,
+            why: "a replica of GitLab's has tunnels of it in Redis".to_owned(),
+        }));
         beliefs.sort_by(|a, b| a.replica.id.cmp(&b.replica.id));
         beliefs
     }

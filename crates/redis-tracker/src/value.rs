@@ -200,6 +200,9 @@ pub(crate) struct Life {
     /// Agents whose tunnels it holds.
     #[serde(default)]
     pub(crate) agents: u64,
+    /// It has lately seen entries of replicas of 14.1.
+    #[serde(default)]
+    pub(crate) gitlab: bool,
 }
 
 impl Life {

@@ -22,6 +22,8 @@ use crate::{
     value::Life,
 };
 
+/// The expiry of a hash, in lives of an entry: set anew when less than one is left, which is each fourth time.
+const HASH_LIVES: u32 = 4;
 /// Items that are written at once: Redis does nothing else for some milliseconds.
 const BATCH: usize = 256;
 /// Replicas come back to Redis together; each waits a part of this.
@@ -169,6 +171,7 @@ impl RedisTracker {
             version: self.options.build.0.clone(),
             commit: self.options.build.1.clone(),
             agents: inner.own.routes() as u64,
+            gitlab: inner.cache.has_seen_gitlab(Instant::now()),
         }
     }
 
@@ -381,18 +384,28 @@ impl RedisTracker {
     }
 
     async fn write_batch(&self, link: &Link, heart: &mut Heart) -> Result<(), Error> {
-        let batch = {
+        let (batch, hash_ttl) = {
             let now = Instant::now();
             let mut inner = self.inner();
             let Some(clock) = inner.clock else { return Ok(()) };
-            inner.own.batch(&self.keys, BATCH, now, clock.now(now), self.options.entry_ttl)
+            // Replicas of 14.1 set what an expiry is to be, even if that is sooner.
+            let mixed = inner.is_mixed(now);
+            let ttl = self.options.entry_ttl;
+            let lives = (ttl, if mixed { ttl } else { HASH_LIVES * ttl });
+            (inner.own.batch(&self.keys, BATCH, now, clock.now(now), lives, mixed), lives.1)
         };
         if batch.is_empty() {
             return Ok(());
         }
-        match self.send(link, heart, &batch).await {
+        match self.send(link, heart, &batch, hash_ttl).await {
             Ok(()) => {
+                // One hash of each batch that is only refreshed: whoever serves all of them is noticed soon.
+                let mut hashes = batch.changes.iter().filter(|(_, change)| !change.is_set);
+                let sample = hashes.next().map(|(key, _)| key.clone()).filter(|_| batch.event.is_none());
                 self.inner().own.written(batch, Instant::now());
+                if let Some(key) = sample {
+                    self.look_for_gitlab(link, key).await?;
+                }
                 Ok(())
             }
             Err(error) => {
@@ -402,11 +415,17 @@ impl RedisTracker {
         }
     }
 
-    async fn send(&self, link: &Link, heart: &mut Heart, batch: &Batch) -> Result<(), Error> {
-        let ttl = millis(self.options.entry_ttl);
+    async fn send(
+        &self,
+        link: &Link,
+        heart: &mut Heart,
+        batch: &Batch,
+        hash_ttl: Duration,
+    ) -> Result<(), Error> {
+        let ttl = millis(hash_ttl);
         let set_ttl = 3 * millis(self.options.ttl);
         let set: Vec<&Vec<u8>> =
-            batch.changes.iter().filter(|(_, change)| !change.set.is_empty()).map(|(key, _)| key).collect();
+            batch.changes.iter().filter(|(_, change)| change.extend).map(|(key, _)| key).collect();
         // Without GT, the expiry that somebody else may have set is asked for, and kept when it is longer.
         let mut expiries: HashMap<&Vec<u8>, u64> = HashMap::new();
         if !heart.knows_gt {
@@ -449,9 +468,16 @@ impl RedisTracker {
                 }
             }
             // It should have been there, so the key was lost, and has no expiry now.
-            if change.settled && added > 0 && heart.knows_gt {
+            if change.settled && added > 0 {
                 let ttl = if change.is_set { set_ttl } else { ttl };
-                unsettled.push(cmd("PEXPIRE").arg(key).arg(ttl).arg("NX").take());
+                let mut expire = cmd("PEXPIRE").arg(key).arg(ttl).take();
+                if heart.knows_gt {
+                    expire.arg("NX");
+                }
+                // Without GT, it has been given one if it was to be extended.
+                if heart.knows_gt || !change.extend {
+                    unsettled.push(expire);
+                }
             }
         }
         if apart && let Some(publish) = publish {
@@ -521,7 +547,7 @@ fn commands(key: &[u8], change: &Change, ttl: u64, left: Option<u64>) -> Vec<Cmd
         }
         commands.push(gone);
     }
-    if !change.set.is_empty() {
+    if change.extend {
         let expire = || cmd("PEXPIRE").arg(key).take();
         match left {
             Some(left) => commands.push(expire().arg(ttl.max(left)).take()),
@@ -555,16 +581,19 @@ mod tests {
     #[test]
     fn no_expiry_is_lowered_and_none_is_missing() {
         let set = vec![(b"f".to_vec(), Some(b"v".to_vec()))];
-        let new = Change { set: set.clone(), ..Change::default() };
-        let settled = Change { settled: true, ..Change { set, ..Change::default() } };
+        let new = Change { set: set.clone(), extend: true, ..Change::default() };
+        let settled = Change { settled: true, set: set.clone(), extend: true, ..Change::default() };
+        let lasting = Change { settled: true, set, ..Change::default() };
         let gone = Change { remove: vec![b"f".to_vec()], settled: true, ..Change::default() };
         assert_eq!(words(&new, None), ["HSET k f v", "PEXPIRE k 300 NX", "PEXPIRE k 300 GT"]);
         assert_eq!(words(&settled, None), ["HSET k f v", "PEXPIRE k 300 GT"]);
+        assert_eq!(words(&lasting, None), ["HSET k f v"]);
         assert_eq!(words(&gone, None), ["HDEL k f"]);
         // Before 7.0: what was left is known.
         assert_eq!(words(&new, Some(0)), ["HSET k f v", "PEXPIRE k 300"]);
         assert_eq!(words(&settled, Some(7_200)), ["HSET k f v", "PEXPIRE k 7200"]);
-        let set = Change { set: vec![(b"1".to_vec(), None)], is_set: true, ..Change::default() };
+        let set =
+            Change { set: vec![(b"1".to_vec(), None)], is_set: true, extend: true, ..Change::default() };
         assert_eq!(words(&set, Some(1)), ["SADD k 1", "PEXPIRE k 300"]);
     }
 }

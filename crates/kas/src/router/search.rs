@@ -2,7 +2,7 @@
 
 use std::{collections::HashMap, pin::Pin, sync::Arc};
 
-use cluster::{Candidate, Standing};
+use cluster::{Candidate, Standing, Wire};
 use futures_util::{StreamExt as _, stream::FuturesUnordered};
 use grpc::{Code, Deadline, Outcome, Status};
 use http::HeaderValue;
@@ -202,7 +202,8 @@ impl Search<'_> {
                 return Vec::new();
             }
         };
-        candidates.retain(|candidate| candidate.replica.id != router.me);
+        // Replicas of GitLab's are asked in another way.
+        candidates.retain(|candidate| candidate.replica.id != router.me && candidate.wire == Wire::Own);
         peer::spread(&mut candidates, usize::from(rand::random::<u8>()));
         candidates
     }

@@ -3,7 +3,7 @@
 use std::{collections::HashMap, sync::Arc, time::Duration};
 
 use crate::world::{Kind, Running, TTL, World};
-use cluster::{AgentMeta, Connection, Query, Tracker, contract::Member};
+use cluster::{AgentMeta, Connection, Query, Tracker, Wire, contract::Member};
 use ids::{AgentId, ConnectionId};
 use prost::Message as _;
 use prost_types::{Any, Timestamp};
@@ -122,8 +122,9 @@ async fn a_14_1_replica_finds_what_ours_has_written() {
         let info = ConnectedAgentInfo::decode(&*value.value.unwrap().value).unwrap();
         assert_eq!((info.connection_id, info.agent_id, info.project_id), (7, 1, 10));
         assert_eq!(info.agent_meta.unwrap().version, "v14.1.0");
+        // Not shorter than 14.1's, and longer where nobody of 14.1 would lower it.
         let left: i64 = world.ask(cmd("PTTL").arg(&key)).await;
-        assert!((290_000..=300_000).contains(&left), "{left}");
+        assert!((290_000..=1_200_000).contains(&left), "{left}");
     }
     drop(leases);
     a.tracker.leave(TTL * 10).await;
@@ -179,7 +180,7 @@ async fn a_longer_expiry_that_somebody_else_set_stays() {
     let left: i64 = world.ask(cmd("PTTL").arg(tunnels(1))).await;
     assert!(left > 7_100_000, "{left}");
     let left: i64 = world.ask(cmd("PTTL").arg(tunnels(2))).await;
-    assert!((1..=3_000).contains(&left), "{left}");
+    assert!((1..=12_000).contains(&left), "{left}");
     drop(lease);
     written(&a.tracker).await;
     assert_eq!(hash(&world, &tunnels(1)).await.into_keys().collect::<Vec<_>>(), ["5"]);
@@ -206,6 +207,74 @@ async fn entries_outlive_their_expiry_while_their_replica_lives() {
     let c = world.start("c", options()).await;
     located(&c.tracker, 1, 1).await;
     assert_eq!(c.tracker.connected(Query::All).await.unwrap().connections.len(), 1);
+}
+
+/// Returns how often Redis has run a command.
+async fn calls(world: &World, command: &str) -> u64 {
+    let info: String = world.ask(cmd("INFO").arg("commandstats")).await;
+    let line = info.lines().find_map(|line| line.strip_prefix(&format!("cmdstat_{command}:calls=")));
+    line.map_or(0, |line| line.split(',').next().unwrap().parse().unwrap())
+}
+
+#[tokio::test]
+async fn refreshes_set_no_expiry_until_a_14_1_replica_is_seen_and_then_each_time() {
+    let world = World::new(Kind::Server).await;
+    let options = Options {
+        entry_ttl: Duration::from_secs(4),
+        entry_refresh: Duration::from_secs(1),
+        ..world.options()
+    };
+    let a = world.start("a", options).await;
+    let b = world.start("b", world.options()).await;
+    let _leases: Vec<_> = (1..=100).map(|id| a.tracker.route(agent(id), methods())).collect();
+    written(&a.tracker).await;
+    let refreshed = async |from: u64, times: u64| {
+        soon("refreshes", async {
+            while calls(&world, "hset").await < from + times {
+                tokio::time::sleep(Duration::from_millis(20)).await;
+            }
+        })
+        .await;
+    };
+    let (sets, expiries) = (calls(&world, "hset").await, calls(&world, "pexpire").await);
+    refreshed(sets, 200).await;
+    let pure = calls(&world, "pexpire").await - expiries;
+    // Two beats of two commands a second for each replica.
+    assert!(pure < 60, "{pure} expiries for 200 refreshes");
+    // Another replica sees it, where somebody asks.
+    let value = of_14_1("reverse_tunnel.tracker.TunnelInfo", Vec::new(), redis_time(&world).await + 300);
+    let _: i64 = world.ask(cmd("HSET").arg(tunnels(50)).arg("5").arg(value)).await;
+    let _: i64 = world.ask(cmd("PEXPIRE").arg(tunnels(50)).arg(4_000)).await;
+    located(&b.tracker, 50, 1).await;
+    tokio::time::sleep(TTL).await;
+    let (sets, expiries) = (calls(&world, "hset").await, calls(&world, "pexpire").await);
+    refreshed(sets, 200).await;
+    let mixed = calls(&world, "pexpire").await - expiries;
+    assert!(mixed >= 200, "{mixed} expiries for 200 refreshes");
+    assert_eq!(hash(&world, &tunnels(50)).await.len(), 2, "what 14.1 lowered has not expired");
+}
+
+#[tokio::test]
+async fn a_14_1_replica_that_holds_an_agent_is_located_by_its_url() {
+    let world = World::new(Kind::Server).await;
+    let b = world.start("b", world.options()).await;
+    let tunnel = |url: &str| TunnelInfo { agent_id: 1, kas_url: url.to_owned(), ..TunnelInfo::default() };
+    let until = redis_time(&world).await + 300;
+    for (field, url) in [(1, "grpc://10.0.0.9:8155"), (2, "grpc://10.0.0.9:8155"), (3, "")] {
+        let value = of_14_1("reverse_tunnel.tracker.TunnelInfo", tunnel(url).encode_to_vec(), until);
+        let _: i64 = world.ask(cmd("HSET").arg(tunnels(1)).arg(field).arg(value)).await;
+    }
+    located(&b.tracker, 1, 1).await;
+    let found = b.tracker.locate(agent(1)).await.unwrap();
+    assert_eq!(found[0].wire, Wire::Gitlab);
+    assert_eq!(found[0].replica.id.as_str(), "grpc://10.0.0.9:8155");
+    assert_eq!(&*found[0].replica.address, "grpc://10.0.0.9:8155");
+    b.tracker.not_here(&found[0].replica.id, agent(1), b.tracker.mark());
+    assert_eq!(b.tracker.locate(agent(1)).await.unwrap(), []);
+    // Nobody says that it is there after all; it is read again.
+    located(&b.tracker, 1, 1).await;
+    let _: i64 = world.ask(cmd("DEL").arg(tunnels(1))).await;
+    located(&b.tracker, 1, 0).await;
 }
 
 #[tokio::test]
@@ -462,7 +531,7 @@ async fn what_others_write_below_the_prefix_does_no_harm() {
 }
 
 #[tokio::test]
-async fn an_agent_at_rest_costs_two_commands_for_each_refresh() {
+async fn an_agent_at_rest_costs_little_more_than_one_command_for_each_refresh() {
     const AGENTS: u64 = 1_000;
     let world = World::new(Kind::Server).await;
     let refresh = Duration::from_secs(1);
@@ -479,6 +548,6 @@ async fn an_agent_at_rest_costs_two_commands_for_each_refresh() {
     let refreshes = begun.elapsed().as_secs_f64() / refresh.as_secs_f64() * AGENTS as f64;
     let each = during as f64 / refreshes;
     eprintln!("{each:.2} commands for each refresh");
-    // HSET and PEXPIRE; transactions, beats and asking for this are shared by many.
-    assert!((1.5..2.4).contains(&each), "{each:.2}");
+    // HSET, and now and then PEXPIRE; transactions, beats and asking for this are shared by many.
+    assert!((0.9..1.6).contains(&each), "{each:.2}");
 }
