@@ -5,14 +5,16 @@
 //! stream's window, else one reader that stalls freezes all others. Measured with the library's
 //! defaults (both 1 MiB): one caller that stopped reading stopped its agent for everybody.
 //!
-//! `half_open` bounds connections that have not shown yet who they are, `meter` what a connection sends for nothing.
+//! `half_open` bounds connections that have not shown yet who they are, `turns` how many of them are served at once, and
+//! `meter` what a connection sends for nothing.
 
 mod half_open;
 mod meter;
+mod turns;
 
 use std::{
     convert::Infallible,
-    future::Future,
+    future::{Future, poll_fn},
     io,
     net::SocketAddr,
     pin::{Pin, pin},
@@ -39,6 +41,7 @@ use tokio_rustls::TlsAcceptor;
 use self::{
     half_open::{HalfOpen, Place},
     meter::Metered,
+    turns::{Ticket, Turns},
 };
 use crate::{
     io::{AcceptFailures, FIRST_TURNS, Fair, Listener, Stream, TURN},
@@ -128,6 +131,9 @@ pub struct Limits {
     pub headers: Duration,
     /// Without one authenticated stream a connection is closed after this time.
     pub authentication: Duration,
+    /// Until then it is read as far as this many of its streams, and closed after as many resets of either side; above
+    /// zero. What a proxy joins waits until the first of it is known.
+    pub streams_before_authentication: u32,
     /// A connection without an open stream gets GOAWAY after about this time.
     pub idle: Duration,
     /// Pings that may come at once; data or headers that are sent to the peer make them as many again…
@@ -144,6 +150,7 @@ impl Default for Limits {
             first_frame: Duration::from_secs(5),
             headers: Duration::from_secs(10),
             authentication: Duration::from_secs(10),
+            streams_before_authentication: 100,
             idle: Duration::from_secs(300),
             pings: 5,
             ping_interval: Duration::from_secs(10),
@@ -435,6 +442,7 @@ impl Server {
     pub async fn run(self, lifecycle: Lifecycle) {
         let tasks = tokio_util::task::TaskTracker::new();
         let half_open = HalfOpen::new(self.limits.half_open);
+        let turns = Turns::of_this_runtime();
         let mut failures = AcceptFailures::default();
         loop {
             let accepted = tokio::select! {
@@ -459,11 +467,12 @@ impl Server {
             let (settings, limits, age) = (self.settings, self.limits, self.age);
             let serve = Serve { peer, settings, limits, age, service, lifecycle: lifecycle.clone() };
             if self.tls.is_none() && !self.websocket {
-                tasks.spawn(serve.connection(stream, place));
+                tasks.spawn(serve.connection(stream, place, turns.join()));
                 continue;
             }
             let tls = self.tls.as_ref().map(|tls| TlsAcceptor::from(tls.current()));
             let websocket = self.websocket;
+            let ticket = turns.join();
             tasks.spawn(async move {
                 // Boxed: the handshakes' state is large and short-lived.
                 let opened = tokio::select! {
@@ -473,7 +482,7 @@ impl Server {
                     () = serve.lifecycle.reached(Phase::Stopped) => return,
                 };
                 match opened {
-                    Ok(stream) => serve.connection(stream, place).await,
+                    Ok(stream) => serve.connection(stream, place, ticket).await,
                     Err(error) => {
                         serve.service.not_opened(peer, &error);
                         serve.service.refused(Refusal::Handshake);
@@ -523,7 +532,7 @@ struct Serve {
 
 impl Serve {
     /// Serves one connection to its end. It keeps its place among the half-open ones until it is known.
-    async fn connection(self, stream: Stream, place: Place) {
+    async fn connection(self, stream: Stream, place: Place, mut ticket: Ticket) {
         let Self { peer, settings, limits, age, service, lifecycle } = self;
         let mut place = Some(place);
         let state = Arc::clone(&service).connected(peer);
@@ -542,35 +551,37 @@ impl Serve {
             .max_local_error_reset_streams(settings.local_error_resets)
             .keep_alive_interval(settings.keepalive_interval)
             .keep_alive_timeout(settings.keepalive_timeout);
+        let (stream, meter) = Metered::new(stream, &limits);
         let judged = Arc::new(Notify::new());
         let answer = {
             let (state, judged, slot) = (Arc::clone(&state), Arc::clone(&judged), slot.clone());
-            let known = Arc::new(AtomicBool::new(false));
+            let meter = Arc::clone(&meter);
             hyper::service::service_fn(move |request| {
                 // A stream may fail only after its first message: the next one finds out.
                 if state.standing() == Standing::Expelled {
                     judged.notify_one();
                 }
-                let answer = Arc::clone(&state).call(request, &slot);
-                // Until it is known who this is, each answer may have shown it.
-                let asks = (!known.load(Ordering::Relaxed))
-                    .then(|| (Arc::clone(&state), Arc::clone(&judged), Arc::clone(&known)));
-                async move {
-                    let answer = answer.await;
-                    if let Some((state, judged, known)) = asks
+                let mut answer = Arc::clone(&state).call(request, &slot);
+                // Until it is known who this is, each step of an answer may have shown it.
+                let mut asks = (!meter.is_known())
+                    .then(|| (Arc::clone(&state), Arc::clone(&judged), Arc::clone(&meter)));
+                poll_fn(move |cx| {
+                    let polled = answer.as_mut().poll(cx);
+                    if let Some((state, judged, meter)) = &asks
                         && state.standing() == Standing::Authenticated
-                        && !known.swap(true, Ordering::Relaxed)
                     {
-                        judged.notify_one();
+                        if meter.knows() {
+                            judged.notify_one();
+                        }
+                        asks = None;
                     }
-                    Ok::<_, Infallible>(answer)
-                }
+                    polled.map(Ok::<_, Infallible>)
+                })
             })
         };
-        let (stream, meter) = Metered::new(stream, &limits);
         let turn = {
-            let state = Arc::clone(&state);
-            move || if state.standing() == Standing::Authenticated { TURN } else { FIRST_TURNS }
+            let meter = Arc::clone(&meter);
+            move || if meter.is_known() { TURN } else { FIRST_TURNS }
         };
         let stream = TokioIo::new(Fair::new(stream, turn));
         let mut driver = pin!(builder.serve_connection(stream, answer));
@@ -598,7 +609,14 @@ impl Serve {
                 break;
             }
             tokio::select! {
-                result = driver.as_mut() => {
+                result = poll_fn(|cx| {
+                    if meter.is_known() {
+                        ticket.leave();
+                        driver.as_mut().poll(cx)
+                    } else {
+                        ticket.poll(cx, |cx| driver.as_mut().poll(cx))
+                    }
+                }) => {
                     if let Err(error) = result {
                         let refusal = meter.verdict().or_else(|| Refusal::of(&error));
                         if let Some(why) = refusal {

@@ -51,8 +51,9 @@ websocket::write_through!(
 
 /// What a connection that has shown who it is may read in one turn: some large frames.
 pub(crate) const TURN: usize = 256 * 1024;
-/// And any other one: some requests, so that one with many bad ones is closed before all of them were looked at.
-pub(crate) const FIRST_TURNS: usize = 16 * 1024;
+/// And any other one: a few requests, so that one with many bad ones is closed before most of them were looked at, and
+/// what one turn of it costs is what a good request costs.
+pub(crate) const FIRST_TURNS: usize = 1024;
 
 /// A stream that lets others have their turn.
 ///
@@ -66,7 +67,7 @@ pub(crate) struct Fair<S, F> {
 }
 
 impl<S, F: Fn() -> usize> Fair<S, F> {
-    /// Reads `turn()` bytes in one turn, or a little more.
+    /// Reads at most `turn()` bytes in one turn.
     pub(crate) fn new(stream: S, turn: F) -> Self {
         let left = turn();
         Self { stream, turn, left }
@@ -84,11 +85,20 @@ impl<S: AsyncRead + Unpin, F: Fn() -> usize + Unpin> AsyncRead for Fair<S, F> {
             cx.waker().wake_by_ref();
             return Poll::Pending;
         }
-        let before = buf.filled().len();
-        let polled = Pin::new(&mut self.stream).poll_read(cx, buf);
+        let (polled, read) = if buf.remaining() <= self.left {
+            let before = buf.filled().len();
+            let polled = Pin::new(&mut self.stream).poll_read(cx, buf);
+            (polled, buf.filled().len() - before)
+        } else {
+            let mut rest = ReadBuf::new(buf.initialize_unfilled_to(self.left));
+            let polled = Pin::new(&mut self.stream).poll_read(cx, &mut rest);
+            let read = rest.filled().len();
+            buf.advance(read);
+            (polled, read)
+        };
         // Where nothing is left to read the turn ends by itself.
         self.left = match polled {
-            Poll::Ready(_) => self.left.saturating_sub(buf.filled().len() - before),
+            Poll::Ready(_) => self.left.saturating_sub(read),
             Poll::Pending => (self.turn)(),
         };
         polled
@@ -274,9 +284,9 @@ mod tests {
                 // Looked at only where the stream has nothing for now.
                 () = std::future::ready(()) => break,
             }
-            assert!(read <= TURN + piece.len(), "{read} bytes in one turn");
+            assert!(read <= TURN, "{read} bytes in one turn");
         }
-        assert!(read >= TURN);
+        assert_eq!(read, TURN);
         // And it goes on.
         assert_eq!(stream.read(&mut piece).await.unwrap(), piece.len());
     }

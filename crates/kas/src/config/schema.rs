@@ -1318,6 +1318,13 @@ fn connections(s: &mut Section<'_, '_>) -> http2::Limits {
             Rule::Positive,
             "How long a connection may go without a request whose credential is right.",
         ),
+        streams_before_authentication: s.number_within(
+            "streams_before_authentication",
+            defaults.streams_before_authentication,
+            1..=10_000,
+            "Requests that a connection may begin before one of them had a right credential; the next ones wait in its \
+             socket. When as many were reset, it is closed.",
+        ),
         idle: s.duration(
             "idle_connection_timeout",
             defaults.idle,

@@ -459,6 +459,7 @@ limits:
   first_frame_timeout: 5ms
   header_timeout: 6s
   authentication_timeout: 7s
+  streams_before_authentication: 11
   idle_connection_timeout: 8s
   pings: 9
   ping_interval: 1s
@@ -484,6 +485,7 @@ drain: {delay: 0s, timeout: 10m}
         first_frame: Duration::from_millis(5),
         headers: secs(6),
         authentication: secs(7),
+        streams_before_authentication: 11,
         idle: secs(8),
         pings: 9,
         ping_interval: secs(1),

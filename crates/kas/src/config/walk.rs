@@ -575,6 +575,37 @@ impl<'v> Section<'v, '_> {
         }
     }
 
+    /// Declares a whole number within `range`; absent or 0 means `default`.
+    pub(crate) fn number_within(
+        &mut self,
+        key: &'static str,
+        default: u32,
+        range: RangeInclusive<u32>,
+        doc: &str,
+    ) -> u32 {
+        let (least, most) = (*range.start(), *range.end());
+        let takes = format!("whole number from {least} to {most}");
+        self.takes(takes.clone());
+        self.print_key(key, Some(&default.to_string()), doc);
+        match self.take(key) {
+            None => default,
+            Some(value) => match whole(value) {
+                Some(0) => default,
+                Some(number) => match u32::try_from(number).ok().filter(|number| range.contains(number)) {
+                    Some(number) => number,
+                    None => {
+                        self.refuse(key, format!("a {takes} (0 means the default)"));
+                        default
+                    }
+                },
+                None => {
+                    self.wrong(key, format!("a {takes} (0 means the default)"));
+                    default
+                }
+            },
+        }
+    }
+
     /// Declares a whole number within `range` that has no default.
     pub(crate) fn id(&mut self, key: &'static str, range: RangeInclusive<i64>) -> Option<i64> {
         let number = self.take(key).and_then(whole).filter(|n| range.contains(n));

@@ -40,6 +40,9 @@ const END_HEADERS: u8 = 4;
 /// second. Clients send a handful of them in a connection's life.
 const IDLE_FRAMES: f64 = 100.0;
 const IDLE_FRAMES_PER_SECOND: f64 = 10.0;
+/// Windows opened and GOAWAYs, for each stream that a connection may begin before it is known. Clients open the window
+/// of each stream once or twice, and who is not known is sent nothing for which they would do so again.
+const WINDOWS_PER_STREAM: u32 = 4;
 
 /// The head of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -47,6 +50,7 @@ struct Head {
     len: u32,
     kind: u8,
     flags: u8,
+    stream: u32,
 }
 
 /// Goes from one frame's head to the next in one direction of a connection.
@@ -92,8 +96,10 @@ impl Walk {
             bytes = &bytes[n..];
             if self.have == HEAD {
                 self.have = 0;
-                let [a, b, c, kind, flags, ..] = self.head;
-                let head = Head { len: u32::from_be_bytes([0, a, b, c]), kind, flags };
+                let [a, b, c, kind, flags, w, x, y, z] = self.head;
+                // The highest bit of a stream's number is reserved, and ignored.
+                let stream = u32::from_be_bytes([w & 0x7f, x, y, z]);
+                let head = Head { len: u32::from_be_bytes([0, a, b, c]), kind, flags, stream };
                 step(Step::Begins(head));
                 if head.len == 0 {
                     step(Step::Ends(head));
@@ -139,6 +145,8 @@ impl Bucket {
 pub(super) struct Meter {
     /// The first frame has begun.
     spoken: AtomicBool,
+    /// A stream of it was authenticated.
+    known: AtomicBool,
     /// Since when a header block is open.
     block: Mutex<Option<Instant>>,
     verdict: AtomicU8,
@@ -146,8 +154,19 @@ pub(super) struct Meter {
 
 const PINGS: u8 = 1;
 const IDLE: u8 = 2;
+const RESETS: u8 = 3;
 
 impl Meter {
+    /// Whether it is known who this is.
+    pub(super) fn is_known(&self) -> bool {
+        self.known.load(Ordering::Relaxed)
+    }
+
+    /// It is known now; returns whether that is news.
+    pub(super) fn knows(&self) -> bool {
+        !self.known.swap(true, Ordering::Relaxed)
+    }
+
     /// Whether a frame has come.
     pub(super) fn has_spoken(&self) -> bool {
         self.spoken.load(Ordering::Relaxed)
@@ -163,6 +182,7 @@ impl Meter {
         match self.verdict.load(Ordering::Relaxed) {
             PINGS => Some(Refusal::Pings),
             IDLE => Some(Refusal::IdleFrames),
+            RESETS => Some(Refusal::Resets),
             _ => None,
         }
     }
@@ -176,8 +196,50 @@ pub(super) struct Metered<S> {
     outbound: Walk,
     pings: Bucket,
     idle: Bucket,
+    unknown: Unknown,
     meter: Arc<Meter>,
     in_block: bool,
+}
+
+/// What a connection has done before it was known.
+#[derive(Debug)]
+struct Unknown {
+    /// Streams that it may begin, and resets of either side.
+    most: u32,
+    begun: u32,
+    /// Of the latest stream that was begun.
+    latest: u32,
+    resets: u32,
+    windows: u32,
+}
+
+impl Unknown {
+    fn new(most: u32) -> Self {
+        Self { most, begun: 0, latest: 0, resets: 0, windows: 0 }
+    }
+
+    /// Takes note of a frame that came. An error is the verdict: it is one too many.
+    fn came(&mut self, head: Head) -> Result<(), u8> {
+        match head.kind {
+            // Trailers begin no stream.
+            HEADERS if head.stream > self.latest => {
+                self.latest = head.stream;
+                self.begun = self.begun.saturating_add(1);
+                Ok(())
+            }
+            RST_STREAM => self.reset(),
+            WINDOW_UPDATE | GOAWAY => {
+                self.windows = self.windows.saturating_add(1);
+                if self.windows > self.most.saturating_mul(WINDOWS_PER_STREAM) { Err(IDLE) } else { Ok(()) }
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn reset(&mut self) -> Result<(), u8> {
+        self.resets = self.resets.saturating_add(1);
+        if self.resets >= self.most { Err(RESETS) } else { Ok(()) }
+    }
 }
 
 impl<S> Metered<S> {
@@ -189,6 +251,7 @@ impl<S> Metered<S> {
             outbound: Walk::after(0),
             pings: Bucket::new(f64::from(limits.pings), limits.ping_interval.as_secs_f64().recip()),
             idle: Bucket::new(IDLE_FRAMES, IDLE_FRAMES_PER_SECOND),
+            unknown: Unknown::new(limits.streams_before_authentication),
             meter: Arc::clone(&meter),
             in_block: false,
         };
@@ -196,12 +259,16 @@ impl<S> Metered<S> {
     }
 
     fn read(&mut self, bytes: &[u8]) -> io::Result<()> {
-        let Self { inbound, pings, idle, meter, in_block, .. } = self;
+        let Self { inbound, pings, idle, unknown, meter, in_block, .. } = self;
         let was_in_block = *in_block;
+        let is_known = meter.is_known();
         inbound.feed(bytes, |step| match step {
             Step::Begins(head) => {
                 // A plain store costs less than to ask first.
                 meter.spoken.store(true, Ordering::Relaxed);
+                if !is_known && let Err(verdict) = unknown.came(head) {
+                    meter.verdict.store(verdict, Ordering::Relaxed);
+                }
                 let (bucket, verdict) = match head.kind {
                     HEADERS | CONTINUATION => {
                         *in_block = true;
@@ -230,19 +297,34 @@ impl<S> Metered<S> {
                 *block = Some(Instant::now());
             }
         }
-        match meter.verdict() {
+        self.judge()
+    }
+
+    fn judge(&self) -> io::Result<()> {
+        match self.meter.verdict() {
             None => Ok(()),
             Some(why) => Err(io::Error::new(io::ErrorKind::ConnectionAborted, why.as_str())),
         }
     }
 
+    /// Whether nothing is read before it is known who this is: it has begun all the streams that it may. What it sends
+    /// on stays with the system, and with the peer.
+    fn is_held(&self) -> bool {
+        self.unknown.begun >= self.unknown.most && !self.meter.is_known()
+    }
+
     fn written(&mut self, bytes: &[u8]) {
-        let pings = &mut self.pings;
-        self.outbound.feed(bytes, |step| {
+        let Self { outbound, pings, unknown, meter, .. } = self;
+        let is_known = meter.is_known();
+        outbound.feed(bytes, |step| match step {
             // Who measures bandwidth answers what it receives with a ping, as gRPC's libraries do.
-            if let Step::Begins(Head { kind: DATA | HEADERS, .. }) = step {
-                pings.level = pings.size;
+            Step::Begins(Head { kind: DATA | HEADERS, .. }) => pings.level = pings.size,
+            Step::Begins(Head { kind: RST_STREAM, .. }) if !is_known => {
+                if let Err(verdict) = unknown.reset() {
+                    meter.verdict.store(verdict, Ordering::Relaxed);
+                }
             }
+            _ => {}
         });
     }
 }
@@ -253,6 +335,12 @@ impl<S: AsyncRead + Unpin> AsyncRead for Metered<S> {
         cx: &mut Context<'_>,
         buf: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
+        // It may have been earned by what was written.
+        self.judge()?;
+        if self.is_held() {
+            // Who notes that it is known wakes the connection's task.
+            return Poll::Pending;
+        }
         let before = buf.filled().len();
         ready!(Pin::new(&mut self.inner).poll_read(cx, buf))?;
         Poll::Ready(self.read(&buf.filled()[before..]))
@@ -323,7 +411,7 @@ mod tests {
             frames.iter().flat_map(|(kind, flags, len)| frame(*kind, *flags, *len)).collect();
         let expected: Vec<Step> = frames
             .iter()
-            .map(|(kind, flags, len)| Head { len: *len, kind: *kind, flags: *flags })
+            .map(|(kind, flags, len)| Head { len: *len, kind: *kind, flags: *flags, stream: 1 })
             .flat_map(|head| [Step::Begins(head), Step::Ends(head)])
             .collect();
         for size in 1..=bytes.len() {
@@ -377,7 +465,8 @@ mod tests {
             assert!((90..=100).contains(&taken), "{kind}: {taken}");
             assert_eq!(meter.verdict(), Some(Refusal::IdleFrames));
         }
-        let (mut metered, _meter) = metered();
+        let (mut metered, meter) = metered();
+        assert!(meter.knows());
         for (kind, flags, len) in [
             (DATA, 0, 1),
             (DATA, END_STREAM, 0),
@@ -389,6 +478,55 @@ mod tests {
                 metered.read(&frame(kind, flags, len)).unwrap();
             }
         }
+    }
+
+    fn on(stream: u32, mut frame: Vec<u8>) -> Vec<u8> {
+        frame[5..HEAD].copy_from_slice(&stream.to_be_bytes());
+        frame
+    }
+
+    #[tokio::test]
+    async fn who_is_not_known_is_not_read_beyond_its_streams_until_it_is() {
+        let (mut metered, meter) = metered();
+        let most = Limits::default().streams_before_authentication;
+        for n in 0..most {
+            assert!(!metered.is_held(), "{n} streams");
+            metered.read(&on(2 * n + 1, frame(HEADERS, END_HEADERS, 5))).unwrap();
+            // Data and trailers begin none.
+            metered.read(&on(2 * n + 1, frame(DATA, 0, 5))).unwrap();
+            metered.read(&on(2 * n + 1, frame(HEADERS, END_HEADERS | END_STREAM, 5))).unwrap();
+        }
+        assert!(metered.is_held());
+        assert_eq!(meter.verdict(), None);
+        assert!(meter.knows());
+        assert!(!meter.knows(), "that is no news");
+        assert!(!metered.is_held());
+    }
+
+    #[tokio::test]
+    async fn resets_of_either_side_are_few_until_it_is_known_who_this_is() {
+        let most = Limits::default().streams_before_authentication as usize;
+        let reset = frame(RST_STREAM, 0, 4);
+        let (mut metered, meter) = metered();
+        for _ in 0..most / 2 {
+            metered.read(&reset).unwrap();
+            metered.written(&reset);
+        }
+        assert_eq!(meter.verdict(), Some(Refusal::Resets));
+        assert!(metered.judge().is_err());
+
+        let (mut metered, meter) = self::metered();
+        let windows = (0..10_000).take_while(|_| metered.read(&frame(WINDOW_UPDATE, 0, 4)).is_ok()).count();
+        assert_eq!(windows, most * WINDOWS_PER_STREAM as usize);
+        assert_eq!(meter.verdict(), Some(Refusal::IdleFrames));
+
+        let (mut metered, meter) = self::metered();
+        assert!(meter.knows());
+        for _ in 0..10 * most {
+            metered.read(&reset).unwrap();
+            metered.written(&reset);
+        }
+        metered.judge().unwrap();
     }
 
     #[tokio::test(start_paused = true)]
