@@ -1,6 +1,6 @@
 //! HTTP/2 as no client speaks it: each attack at each door behind which HTTP/2 is.
 
-use std::time::Duration;
+use std::{net::SocketAddr, time::Duration};
 
 use anyhow::{Context as _, Result, ensure};
 use futures_util::{StreamExt as _, stream};
@@ -8,7 +8,7 @@ use futures_util::{StreamExt as _, stream};
 use crate::{
     peer::{
         ACK, CONTINUATION, DATA, END_HEADERS, END_STREAM, GOAWAY, HEADERS, PADDED, PING, PREFACE, PRIORITY,
-        PUSH_PROMISE, Peer, RST_STREAM, SETTINGS, WINDOW_UPDATE, field, frame, indexed, number, setting,
+        PUSH_PROMISE, Peer, RST_STREAM, SETTINGS, WINDOW_UPDATE, Way, field, frame, indexed, number, setting,
         settings,
     },
     stage::{Door, Knows, Stage},
@@ -44,6 +44,42 @@ enum Sends {
     Drip(Vec<u8>, Vec<u8>, Duration),
 }
 
+impl Sends {
+    /// Sends everything; true: kas took it.
+    async fn to(&self, peer: &mut Peer) -> bool {
+        let begin = [PREFACE, &frame(SETTINGS, 0, 0, &[])].concat();
+        match self {
+            Self::Raw(bytes) => peer.send(bytes, FLOOD).await,
+            Self::Frames(bytes) => peer.send(&begin, FLOOD).await && peer.send(bytes, FLOOD).await,
+            Self::Flood(first, again, times) => {
+                let mut sent = peer.send(&[&begin[..], first].concat(), FLOOD).await;
+                // A few at a time, as a socket takes them.
+                let most = (32 * 1024 / again.len()).max(1);
+                let piece = again.repeat(most);
+                let mut left = *times;
+                while sent && left > 0 {
+                    let now = left.min(most);
+                    sent = peer.send(&piece[..now * again.len()], FLOOD).await;
+                    left -= now;
+                }
+                sent
+            }
+            Self::Drip(first, drops, pause) => {
+                let mut sent = peer.send(&[&begin[..], first].concat(), FLOOD).await;
+                for drop in drops {
+                    if !sent {
+                        break;
+                    }
+                    sent = peer.send(&[*drop], FLOOD).await;
+                    // The pace is the attack.
+                    tokio::time::sleep(*pause).await;
+                }
+                sent
+            }
+        }
+    }
+}
+
 /// What must become of it.
 #[derive(Clone, Copy, Debug)]
 enum Ends {
@@ -67,7 +103,7 @@ use Ends::{Answered, Any, Cut, GoAway, Goes, Reset};
 pub(crate) struct Attack {
     name: &'static str,
     /// Whether the attacker has a good token.
-    inside: bool,
+    pub(crate) inside: bool,
     sends: fn(&Knows) -> Sends,
     ends: Ends,
     /// Doors where it ends otherwise.
@@ -89,44 +125,12 @@ impl Attack {
         self
     }
 
-    /// Sends everything.
-    async fn send(&self, peer: &mut Peer, knows: &Knows) {
-        let begin = [PREFACE, &frame(SETTINGS, 0, 0, &[])].concat();
-        match (self.sends)(knows) {
-            Sends::Raw(bytes) => {
-                peer.send(&bytes, FLOOD).await;
-            }
-            Sends::Frames(bytes) => {
-                peer.send(&[begin, bytes].concat(), FLOOD).await;
-            }
-            Sends::Flood(first, again, times) => {
-                peer.send(&[begin, first].concat(), FLOOD).await;
-                // A few at a time, as a socket takes them.
-                let most = (32 * 1024 / again.len()).max(1);
-                let mut left = times;
-                while left > 0 && peer.send(&again.repeat(left.min(most)), FLOOD).await {
-                    left -= left.min(most);
-                }
-            }
-            Sends::Drip(first, drops, pause) => {
-                peer.send(&[begin, first].concat(), FLOOD).await;
-                for drop in drops {
-                    if !peer.send(&[drop], FLOOD).await {
-                        break;
-                    }
-                    // The pace is the attack.
-                    tokio::time::sleep(pause).await;
-                }
-            }
-        }
-    }
-
     /// Does it once, and looks what becomes of it.
     async fn strike(&self, stage: &Stage, door: Door) -> Result<()> {
         let Some((address, way)) = stage.door(door) else { return Ok(()) };
         let knows = Knows::new(stage, door, self.inside);
         let mut peer = Peer::connect(address, &way).await?;
-        self.send(&mut peer, &knows).await;
+        (self.sends)(&knows).to(&mut peer).await;
         let ends = self.but.iter().find(|(at, _)| *at == door).map_or(self.ends, |(_, ends)| *ends);
         match ends {
             GoAway(codes) => {
@@ -635,23 +639,39 @@ pub(crate) fn measured() -> impl Iterator<Item = (&'static str, &'static Attack)
     all.map(|attack| (attack.name, attack))
 }
 
-/// Does one attack over this many connections at once, for at most `time`. How each of them ends does not count here.
-pub(crate) async fn crowd(stage: &Stage, door: Door, attack: &Attack, connections: usize, time: Duration) {
-    let Some((address, way)) = stage.door(door) else { return };
-    let knows = Knows::new(stage, door, attack.inside);
-    let mut peers = stream::iter(0..connections)
-        .map(|_| Peer::connect(address, &way))
-        .buffer_unordered(64)
-        .filter_map(async |peer| peer.ok())
-        .collect::<Vec<_>>()
-        .await;
-    let sending = futures_util::future::join_all(peers.iter_mut().map(|peer| attack.send(peer, &knows)));
-    // Those who have said everything stay as long as the others.
-    let _ = tokio::time::timeout(time, async {
-        sending.await;
-        tokio::time::sleep(time / 4).await;
-    })
-    .await;
+/// Does one attack for `time` over this many connections at once, and once more when all of them have ended. Returns how
+/// often it began. How each of them ends does not count here.
+pub(crate) async fn crowd(
+    address: SocketAddr,
+    way: &Way,
+    knows: &Knows,
+    attack: &Attack,
+    connections: usize,
+    time: Duration,
+) -> usize {
+    // Once for all: what it costs to think of them is not to slow them down.
+    let sends = (attack.sends)(knows);
+    let mut rounds = 0;
+    let attacking = async {
+        loop {
+            rounds += 1;
+            let peers = stream::iter(0..connections)
+                .map(|_| Peer::connect(address, way))
+                .buffer_unordered(64)
+                .filter_map(async |peer| peer.ok())
+                .collect::<Vec<_>>()
+                .await;
+            stream::iter(peers)
+                .for_each_concurrent(None, async |mut peer| {
+                    sends.to(&mut peer).await;
+                    // Not within the time: then all of it is over.
+                    let _ = peer.hears(time, |heard| heard.over).await;
+                })
+                .await;
+        }
+    };
+    let _ = tokio::time::timeout(time, attacking).await;
+    rounds
 }
 
 /// Every attack of this file.

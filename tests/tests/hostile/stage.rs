@@ -4,7 +4,10 @@
 use std::{
     net::SocketAddr,
     path::Path,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
     time::Duration,
 };
 
@@ -23,7 +26,6 @@ use testkit::{
     raw_agent::CONNECT,
 };
 use tokio::{
-    sync::watch,
     task::JoinSet,
     time::{Instant, MissedTickBehavior, interval, sleep},
 };
@@ -92,7 +94,8 @@ pub(crate) struct Stage {
     _traffic: JoinSet<()>,
     before: Usage,
     tasks: f64,
-    peak: watch::Receiver<u64>,
+    /// The most that kas has held, in KiB.
+    peak: Arc<AtomicU64>,
     _dir: TempDir,
 }
 
@@ -186,12 +189,11 @@ impl Stage {
             let stays = every < Duration::from_millis(50);
             traffic.spawn(work(kas.api, lasting.clone(), every, stays, Arc::clone(&good)));
         }
-        let (tell, peak) = watch::channel(0);
-        let id = kas.process.id();
+        let peak = Arc::<AtomicU64>::default();
+        let (id, held) = (kas.process.id(), Arc::clone(&peak));
         traffic.spawn(async move {
             loop {
-                let now = resident(id).unwrap_or(0);
-                tell.send_if_modified(|peak| (now > *peak).then(|| *peak = now).is_some());
+                held.fetch_max(resident(id).unwrap_or(0), Ordering::Relaxed);
                 sleep(Duration::from_millis(20)).await;
             }
         });
@@ -267,9 +269,18 @@ impl Stage {
         Ok(())
     }
 
-    /// Waits until nothing of an attack is left, and says what the attack did to the rest.
+    /// Waits until nothing of an attack is left, and says what the attack did to the rest. Whatever it did, kas never
+    /// held more than it may.
     pub(crate) async fn settle(&self, what: &str) -> Result<Times> {
         let times = self.times();
+        self.settled(what).await?;
+        let (peak, before) = self.memory();
+        ensure!(peak <= before + PEAK_KIB, "after {what} kas held {peak} KiB");
+        Ok(times)
+    }
+
+    /// Waits until nothing of an attack is left.
+    pub(crate) async fn settled(&self, what: &str) -> Result<()> {
         ensure!(self.kas.process.is_running(), "{what}: kas has ended");
         self.work_goes_on(50).await.with_context(|| what.to_owned())?;
         let most =
@@ -285,17 +296,19 @@ impl Stage {
             Ok(if fits { Ok(()) } else { Err((usage, tasks)) })
         })
         .await?;
-        let peak = *self.peak.borrow();
-        ensure!(peak <= self.before.resident_kib + PEAK_KIB, "{what}: kas held {peak} KiB");
         let log = self.kas.process.log();
         ensure!(!log.contains("panicked"), "{what}: {log}");
-        self.work_goes_on(20).await?;
-        Ok(times)
+        self.work_goes_on(20).await
+    }
+
+    /// From now on the most that kas has held counts from what it holds now.
+    pub(crate) fn forget_peak(&self) {
+        self.peak.store(resident(self.kas.process.id()).unwrap_or(0), Ordering::Relaxed);
     }
 
     /// Returns the most that kas has held until now, in KiB, and what it held before any attack.
     pub(crate) fn memory(&self) -> (u64, u64) {
-        (*self.peak.borrow(), self.before.resident_kib)
+        (self.peak.load(Ordering::Relaxed), self.before.resident_kib)
     }
 }
 
