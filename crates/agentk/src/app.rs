@@ -182,6 +182,7 @@ pub async fn run(settings: Settings, level: Level) -> anyhow::Result<()> {
             (serves == 0).then(|| "not connected to kas".to_owned())
         }),
         refresh: Box::new(|| {}),
+        site: None,
     };
     let admin = tokio::spawn(admin::run(listener, admin, lifecycle.clone()));
 

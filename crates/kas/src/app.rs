@@ -402,6 +402,7 @@ impl Kas {
                     metrics.tasks.set(i64::try_from(tasks).unwrap_or(i64::MAX));
                 })
             },
+            site: None,
         };
         let admin = Background(tokio::spawn(runtime::admin::run(admin_listener, admin, lifecycle.clone())));
         let mesh = match (&config.tracker, &private_listener) {
