@@ -9,6 +9,6 @@ pub mod contract;
 
 pub use memory::InMemoryTracker;
 pub use tracker::{
-    Account, AgentMeta, Belief, Candidate, Connected, Connection, Lease, Located, Mark, Query, Replica,
-    ReplicaStatus, Replicas, Standing, Tracker, TrackerError, TrackerStatus, Unanswered, Wire,
+    Account, AgentMeta, Belief, Candidate, Connected, Connection, Lease, Load, Located, Mark, Query, Replica,
+    ReplicaEvent, ReplicaStatus, Replicas, Standing, Tracker, TrackerError, TrackerStatus, Unanswered, Wire,
 };

@@ -161,7 +161,7 @@ impl Tracker for InMemoryTracker {
             synced: true,
             heard: None,
         };
-        Replicas { replicas: vec![status], alarms: Vec::new() }
+        Replicas { replicas: vec![status], alarms: Vec::new(), events: Vec::new() }
     }
 
     fn status(&self) -> TrackerStatus {

@@ -216,6 +216,32 @@ pub struct Replicas {
     pub replicas: Vec<ReplicaStatus>,
     /// What is wrong with how they find each other, for a person.
     pub alarms: Vec<String>,
+    /// How their standing changed, the oldest first; only the last few.
+    pub events: Vec<ReplicaEvent>,
+}
+
+/// One change in how a replica is judged here.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ReplicaEvent {
+    /// When, since 1970-01-01 00:00 UTC.
+    pub at: Duration,
+    /// Which replica.
+    pub replica: ReplicaId,
+    /// As in [`ReplicaStatus`]; empty: it is not known any more.
+    pub standing: String,
+    /// As in [`ReplicaStatus`].
+    pub state: String,
+}
+
+/// What a replica has to do.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Load {
+    /// Requests that have ended since it started.
+    pub ended: u64,
+    /// Requests that are open, those that wait among them.
+    pub open: u64,
+    /// Requests that wait for a tunnel.
+    pub waiting: u64,
 }
 
 /// What a replica tells of itself and of an agent.
@@ -225,6 +251,8 @@ pub struct Account {
     pub replica: Replica,
     /// Tunnels that it holds.
     pub tunnels: u64,
+    /// What it has to do; `None`: its version does not tell.
+    pub load: Option<Load>,
     /// Tunnels of the agent that wait for a request there.
     pub idle: u32,
     /// Tunnels of the agent that carry one.

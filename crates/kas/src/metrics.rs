@@ -4,6 +4,7 @@
 
 use std::{path::Path, sync::atomic::AtomicU64, time::Duration};
 
+use cluster::Load;
 use prometheus_client::{
     encoding::{EncodeLabelSet, EncodeLabelValue},
     metrics::{counter::Counter, family::Family, gauge::Gauge, histogram::Histogram},
@@ -519,6 +520,20 @@ impl Metrics {
             Outcome::Answered => self.answered.inc(),
             outcome => self.requests.get_or_create(&OutcomeLabel { outcome }).inc(),
         };
+    }
+
+    /// Returns what this replica has to do.
+    pub fn load(&self) -> Load {
+        let others = [Outcome::NotStarted, Outcome::Unknown, Outcome::Refused, Outcome::Cancelled];
+        // Looked up only: a series begins with its first request.
+        let count =
+            |outcome| self.requests.get(&OutcomeLabel { outcome }).map_or(0, |requests| requests.get());
+        let number = |gauge: &Gauge| u64::try_from(gauge.get()).unwrap_or(0);
+        Load {
+            ended: others.into_iter().map(count).fold(self.answered.get(), u64::saturating_add),
+            open: number(&self.requests_open),
+            waiting: number(&self.waiters),
+        }
     }
 
     /// Counts records of the audit log that are lost.

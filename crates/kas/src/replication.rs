@@ -12,7 +12,7 @@ mod members;
 mod stream;
 
 use std::{
-    collections::{HashMap, HashSet},
+    collections::{BTreeMap, HashMap, HashSet, VecDeque},
     net::SocketAddr,
     sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak},
     time::Duration,
@@ -21,7 +21,7 @@ use std::{
 use async_trait::async_trait;
 use cluster::{
     Account, Belief, Candidate, Connected, Connection, InMemoryTracker, Lease, Mark, Query, Replica,
-    ReplicaStatus, Replicas, Standing, Tracker, TrackerError, TrackerStatus, Unanswered, Wire,
+    ReplicaEvent, ReplicaStatus, Replicas, Standing, Tracker, TrackerError, TrackerStatus, Unanswered, Wire,
 };
 use gossip::Gossip;
 use ids::{AgentId, ReplicaId};
@@ -59,6 +59,9 @@ const UNREAD: Duration = Duration::from_secs(10);
 /// The same of another replica, in dials that failed one after the other: a process that has crashed is given up by gossip
 /// before.
 const DIALS: u32 = 6;
+
+/// So many changes of standings are remembered, for people.
+const EVENTS: usize = 64;
 
 /// This replica calls itself this long after its start.
 const OWN_ADDRESS: Duration = Duration::from_secs(1);
@@ -122,6 +125,10 @@ struct Inner {
     unread: Instant,
     /// The connection lists of other replicas may be different.
     lists_changed: bool,
+    /// Standing and state of each other replica when they were last looked at.
+    judged: BTreeMap<ReplicaId, (table::Standing, State)>,
+    /// How they changed.
+    events: VecDeque<ReplicaEvent>,
 }
 
 impl std::fmt::Debug for Replication {
@@ -137,6 +144,29 @@ impl Inner {
         if self.subscribers == 0 {
             self.unread = Instant::now();
         }
+    }
+
+    /// Remembers what has changed in how the others are judged.
+    fn judge(&mut self, now: Instant) {
+        let judged: BTreeMap<_, _> = self
+            .table
+            .replicas(now)
+            .into_iter()
+            .map(|view| (view.replica, (view.standing, view.state)))
+            .collect();
+        let changed = judged.iter().filter(|(replica, as_now)| self.judged.get(*replica) != Some(*as_now));
+        let changed =
+            changed.map(|(replica, (standing, state))| (replica, standing.to_string(), state.to_string()));
+        let forgotten = self.judged.keys().filter(|replica| !judged.contains_key(*replica));
+        let forgotten = forgotten.map(|replica| (replica, String::new(), String::new()));
+        let at = runtime::clock::wall();
+        for (replica, standing, state) in changed.chain(forgotten) {
+            if self.events.len() >= EVENTS {
+                self.events.pop_front();
+            }
+            self.events.push_back(ReplicaEvent { at, replica: replica.clone(), standing, state });
+        }
+        self.judged = judged;
     }
 
     fn wake(&mut self, agent: AgentId) {
@@ -182,6 +212,8 @@ impl Replication {
             subscribers: 0,
             unread: Instant::now(),
             lists_changed: false,
+            judged: BTreeMap::new(),
+            events: VecDeque::new(),
         };
         Arc::new_cyclic(|this| Self {
             this: this.clone(),
@@ -479,6 +511,7 @@ impl Replication {
                         inner.wake_all();
                         inner.lists_changed = true;
                         let now = Instant::now();
+                        inner.judge(now);
                         let live = inner.table.live(now) + 1;
                         let known: HashSet<Replica> = inner
                             .table
@@ -631,8 +664,9 @@ impl Tracker for Replication {
                 replica: Replica { id: view.replica, address: view.address },
             });
         }
+        let events = inner.events.iter().cloned().collect();
         drop(inner);
-        Replicas { replicas, alarms: self.alarms() }
+        Replicas { replicas, alarms: self.alarms(), events }
     }
 
     async fn accounts(&self, agent: Option<AgentId>) -> (Vec<Account>, Vec<Unanswered>) {

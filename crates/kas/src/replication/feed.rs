@@ -194,7 +194,11 @@ pub(crate) fn explain(
     request: ExplainRequest,
 ) -> ExplainResponse {
     let number = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
+    let load = metrics.load();
     let mut response = ExplainResponse {
+        requests_ended: Some(load.ended),
+        requests_open: Some(load.open),
+        requests_waiting: Some(load.waiting),
         tunnels: u64::try_from(metrics.tunnels.get()).unwrap_or(0),
         version: runtime::version::VERSION.to_owned(),
         commit: runtime::version::COMMIT.to_owned(),

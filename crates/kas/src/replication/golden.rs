@@ -103,6 +103,8 @@ fn messages_of_earlier_versions_are_read_and_those_of_this_one_written() {
             tunnels: 300,
             version: "0.1.0".into(),
             commit: "abc123".into(),
+            // Later versions tell of their requests.
+            ..ExplainResponse::default()
         },
     );
 }

@@ -2,7 +2,7 @@
 
 use std::{sync::Arc, time::Duration};
 
-use cluster::{Account, AgentMeta, Belief, Connected, Connection, Located, Query, Replica, Unanswered};
+use cluster::{Account, AgentMeta, Belief, Connected, Connection, Load, Located, Query, Replica, Unanswered};
 use futures_util::{StreamExt as _, stream::FuturesUnordered};
 use grpc::MessageReader;
 use ids::{AgentId, ConnectionId, ReplicaId};
@@ -258,6 +258,11 @@ pub(crate) async fn account(
     Ok(Account {
         replica: replica.clone(),
         tunnels: told.tunnels,
+        load: told.requests_ended.map(|ended| Load {
+            ended,
+            open: told.requests_open.unwrap_or(0),
+            waiting: told.requests_waiting.unwrap_or(0),
+        }),
         idle: told.idle,
         busy: told.busy,
         waiting: told.waiting,
