@@ -43,6 +43,7 @@ use crate::{
     mesh::{self, Mesh, MeshError, Rotation},
     metrics::Metrics,
     observe::Observer,
+    page::{Page, Source},
     peer::kept::Kept,
     rate_limit::RateLimit,
     registrar::Registrar,
@@ -389,6 +390,7 @@ impl Kas {
         let lifecycle = Lifecycle::default();
         let started = Arc::<OnceLock<Synced>>::default();
         let (phase, synced) = (lifecycle.watch(), Arc::clone(&started));
+        let page = config.observability.page.as_ref().map(|page| Page::new(page, Arc::clone(&metrics)));
         let admin = Admin {
             metrics_path: config.observability.metrics_path.clone(),
             liveness_path: config.observability.liveness_path.clone(),
@@ -402,7 +404,7 @@ impl Kas {
                     metrics.tasks.set(i64::try_from(tasks).unwrap_or(i64::MAX));
                 })
             },
-            site: None,
+            site: page.clone().map(|page| page as _),
         };
         let admin = Background(tokio::spawn(runtime::admin::run(admin_listener, admin, lifecycle.clone())));
         let mesh = match (&config.tracker, &private_listener) {
@@ -447,6 +449,14 @@ impl Kas {
             mesh.as_ref().map(|mesh| Arc::clone(&mesh.peers)),
         ));
         let kept = Arc::clone(router.kept());
+        if let Some(page) = &page {
+            page.serve(Source {
+                tracker: Arc::clone(&tracker),
+                router: Arc::clone(&router),
+                metrics: Arc::clone(&metrics),
+                phase: lifecycle.watch(),
+            });
+        }
         let configs = AgentConfigs::new(&config.agent.configuration);
         let audit = match &config.observability.audit {
             None => None,

@@ -820,6 +820,17 @@ pub struct Observability {
     pub audit: Option<Audit>,
     /// Where spans go; `None`: none are made.
     pub tracing: Option<Tracing>,
+    /// The page for people; `None`: there is none.
+    pub page: Option<Page>,
+}
+
+/// Section `observability.page`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Page {
+    /// How many may look at it at once; at least one.
+    pub viewers: u32,
+    /// Names of this replica in URLs, besides those that nobody else can have.
+    pub hosts: Vec<String>,
 }
 
 /// Section `observability.tracing`, and what OpenTelemetry's variables say besides.

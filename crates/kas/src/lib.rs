@@ -17,6 +17,7 @@ pub mod mesh;
 pub mod metadata;
 pub mod metrics;
 pub mod observe;
+pub mod page;
 pub mod peer;
 pub mod pods;
 pub mod rate_limit;

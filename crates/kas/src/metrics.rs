@@ -267,6 +267,10 @@ pub struct Metrics {
     audit_lost: Family<AuditLossLabel, Counter>,
     /// Tasks that run or wait now; read when metrics are asked for.
     pub tasks: Gauge,
+    /// Who looks at the page now.
+    pub page_viewers: Gauge,
+    /// Viewers of the page who found no room.
+    pub page_viewers_refused: Counter,
 }
 
 impl Metrics {
@@ -321,6 +325,8 @@ impl Metrics {
             audit_write_errors: Counter::default(),
             audit_lost: Family::default(),
             tasks: Gauge::default(),
+            page_viewers: Gauge::default(),
+            page_viewers_refused: Counter::default(),
         };
         for reason in [AuditLoss::QueueFull, AuditLoss::WriteFailed, AuditLoss::NotFlushed] {
             // Alarms look for a change from 0.
@@ -494,6 +500,12 @@ impl Metrics {
             "redis_remembered_agents",
             "Agents of which it is remembered who holds them (tracker redis)",
             metrics.redis_remembered.clone(),
+        );
+        registry.register("page_viewers", "Streams of the page that are open", metrics.page_viewers.clone());
+        registry.register(
+            "page_viewers_refused",
+            "Streams of the page beyond observability.page.viewers",
+            metrics.page_viewers_refused.clone(),
         );
         registry.register("open_files_limit", "Files this process may open", metrics.file_limit.clone());
         registry.register(

@@ -19,7 +19,7 @@ use runtime::{
 use super::{
     Advertise, Agent, AgentListener, Api, ApiListener, ApiSecrets, Audit, AuditOutput, Config,
     ConfigurationSource, Discovery, DnsRecords, Drain, Environment, GitLab, GitLabApi, Gossip, HostPort,
-    Identity, Limits, Listen, LogLevel, Network, Observability, OpenFiles, OtherReplicas, PrivateApi, Redis,
+    Identity, Limits, Listen, LogLevel, Network, Observability, OpenFiles, OtherReplicas, Page, PrivateApi, Redis,
     RedisAddress, RedisTarget, RedisTls, Replication, ServicePort, Shared, Source, TlsFiles, Tracing,
     Tracker, host_port,
     walk::{Rule, Section},
@@ -903,6 +903,12 @@ fn observability(s: &mut Section<'_, '_>, env: &Environment) -> Observability {
         s.section("readiness_probe", "Fails before the start is complete and while leaving.", |s| {
             url_path(s, "/readiness")
         });
+    let page = s.section(
+        "page",
+        "A page for people, at /page/: the replicas with their agents and load as they change, and why a request for an \
+         agent goes the way it does. It is read only.",
+        page,
+    );
     let paths = [
         ("prometheus", &metrics_path),
         ("liveness_probe", &liveness_path),
@@ -913,6 +919,15 @@ fn observability(s: &mut Section<'_, '_>, env: &Environment) -> Observability {
             let key = format!("{section}.url_path");
             s.refuse_as(&key, format!("\"{path}\""), "a path that no other endpoint of observability has");
         }
+        let below = path.starts_with(crate::page::PATH) || **path == crate::page::PATH.trim_end_matches('/');
+        if page.is_some() && below {
+            let key = format!("{section}.url_path");
+            s.refuse_as(
+                &key,
+                format!("\"{path}\""),
+                format!("a path that is not below {}, where the page is", crate::page::PATH),
+            );
+        }
     }
     Observability {
         listen: Listen { network, address, tls: None },
@@ -922,7 +937,33 @@ fn observability(s: &mut Section<'_, '_>, env: &Environment) -> Observability {
         log_level,
         audit,
         tracing,
+        page,
     }
+}
+
+fn page(s: &mut Section<'_, '_>) -> Option<Page> {
+    let enabled = s.flag(
+        "enabled",
+        "Serve it. Whoever reaches this listener then sees the names and numbers of agents and replicas.",
+    );
+    let viewers = s.number(
+        "viewers",
+        32,
+        "Who may look at it at once, up to 1000; each open page counts, and costs about 1 KB a second.",
+    );
+    if viewers > 1_000 {
+        s.refuse("viewers", "a number from 1 to 1000");
+    }
+    let hosts = s.texts(
+        "hosts",
+        &[],
+        "Names by which browsers reach the page, without a port, such as kas.example.com. IP addresses, localhost, names \
+         without a dot and those in .svc always are: other sites cannot give themselves such a name.",
+    );
+    if hosts.iter().any(|host| host.is_empty() || host.contains(['/', ':', '*'])) {
+        s.refuse("hosts", "names without scheme, port, path and wildcard, such as kas.example.com");
+    }
+    enabled.then_some(Page { viewers, hosts })
 }
 
 fn tracing(s: &mut Section<'_, '_>, env: &Environment) -> Option<Tracing> {

@@ -208,6 +208,7 @@ fn a_complete_14_1_file_loads_and_says_what_does_nothing() {
             log_level: LogLevel::Debug,
             audit: None,
             tracing: None,
+            page: None,
         },
         identity: Identity::GitLab(Box::new(GitLab {
             address: Uri::from_static("http://gitlab.internal:8080/path"),
@@ -363,6 +364,7 @@ fn no_file_at_all_gives_one_replica_on_loopback() {
             log_level: LogLevel::Info,
             audit: None,
             tracing: None,
+            page: None,
         },
         limits: Limits {
             waiters_per_agent: 10_000,
@@ -429,6 +431,31 @@ fn the_audit_log_goes_to_a_file_to_standard_output_or_nowhere() {
             "observability.audit.output: found \"stdin\"; expected off, stdout, or the path of a file that begins with \
              `/` or `./`",
             "observability.audit.queue: found 1000001; expected a number from 1 to 1000000",
+        ]
+    );
+}
+
+#[test]
+fn the_page_is_served_only_when_it_is_wanted_and_nothing_else_is_below_it() {
+    let page = |text: &str| config(&format!("observability: {{page: {text}}}")).observability.page;
+    assert_eq!(page("{viewers: 7, hosts: [kas.example.com]}"), None);
+    assert_eq!(page("{enabled: true}"), Some(Page { viewers: 32, hosts: Vec::new() }));
+    let named = Page { viewers: 7, hosts: vec!["kas.example.com".to_owned()] };
+    assert_eq!(page("{enabled: true, viewers: 7, hosts: [kas.example.com]}"), Some(named));
+    let below = "prometheus: {url_path: /page/metrics}, readiness_probe: {url_path: /page}";
+    assert_eq!(config(&format!("observability: {{{below}}}")).observability.readiness_path, "/page");
+    assert_eq!(
+        problems(&format!(
+            "observability: {{page: {{enabled: true, viewers: 1001, hosts: ['kas:1']}}, {below}}}"
+        )),
+        [
+            "observability.page.viewers: found 1001; expected a number from 1 to 1000",
+            "observability.page.hosts: found a list; expected names without scheme, port, path and wildcard, such as \
+             kas.example.com",
+            "observability.prometheus.url_path: found \"/page/metrics\"; expected a path that is not below /page/, where \
+             the page is",
+            "observability.readiness_probe.url_path: found \"/page\"; expected a path that is not below /page/, where \
+             the page is",
         ]
     );
 }

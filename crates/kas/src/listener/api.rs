@@ -33,6 +33,8 @@ mod impersonation;
 mod services;
 mod today;
 
+pub(crate) use services::{connected, explain};
+
 /// The largest message of a caller that compresses: it is held whole while it is inflated.
 const MAX_INFLATED: usize = 4 << 20;
 /// A caller that reads nothing keeps its stream this long after its deadline, then it is reset.

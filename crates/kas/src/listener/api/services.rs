@@ -186,7 +186,7 @@ fn unanswered_replica(missing: &cluster::Unanswered) -> UnansweredReplica {
 }
 
 /// Lists connections, each process once.
-pub(super) async fn connected(tracker: &dyn Tracker, query: Query) -> Result<Connected, TrackerError> {
+pub(crate) async fn connected(tracker: &dyn Tracker, query: Query) -> Result<Connected, TrackerError> {
     let mut connected = tracker.connected(query).await?;
     registrar::leave_out_stand_ins(&mut connected.connections);
     Ok(connected)
@@ -202,6 +202,79 @@ fn belief(belief: &cluster::Belief) -> agent_on_replica::Belief {
 
 fn non_empty(text: String, other: &str) -> String {
     if text.is_empty() { other.to_owned() } else { text }
+}
+
+/// Tells what each replica knows of an agent, and which way a request for it would go.
+///
+/// # Errors
+/// When the tracker cannot be asked.
+///
+/// # Cancel safety
+/// Cancel safe.
+pub(crate) async fn explain(router: &Router, tracker: &dyn Tracker, agent: AgentId) -> ExplainAgentResponse {
+    let known = tracker.replicas().await;
+    // Who does not know where the agent is says why; what is here and what the others say is known all the same.
+    let (candidates, unknown) = match tracker.locate(agent).await {
+        Ok(candidates) => (candidates, None),
+        Err(error) => (Vec::new(), Some(crate::peer::chain(&error))),
+    };
+    let (accounts, missing) = tracker.accounts(Some(agent)).await;
+    let (idle, busy, waiting) = router.registry().counts(agent);
+    let number = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
+    let me = known.replicas.first().map(|status| status.replica.clone());
+    let own = AgentOnReplica {
+        name: me.as_ref().map_or_else(String::new, |me| me.id.as_str().to_owned()),
+        address: me.as_ref().map(|me| address(&me.address)),
+        idle_tunnels: number(idle),
+        busy_tunnels: number(busy),
+        waiting: number(waiting),
+        beliefs: tracker.beliefs(agent).iter().map(belief).collect(),
+    };
+    let others = accounts.iter().map(|account| AgentOnReplica {
+        name: account.replica.id.as_str().to_owned(),
+        address: Some(address(&account.replica.address)),
+        idle_tunnels: account.idle,
+        busy_tunnels: account.busy,
+        waiting: account.waiting,
+        beliefs: account.beliefs.iter().map(belief).collect(),
+    });
+    let elsewhere: Vec<String> = candidates
+        .iter()
+        .filter(|candidate| me.as_ref().is_none_or(|me| me.id != candidate.replica.id))
+        .map(|candidate| format!("{} ({})", candidate.replica.id, candidate.standing.as_str()))
+        .collect();
+    let mut route = Vec::new();
+    match (idle, busy) {
+        (0, 0) => route.push(format!("no tunnel of agent {agent} is here")),
+        (0, busy) => route.push(format!("all {busy} tunnels here are busy: a request waits for one")),
+        (idle, _) => route.push(format!("one of {idle} idle tunnels here carries the request")),
+    }
+    if let Some(why) = unknown {
+        route.push(format!("who else holds the agent could not be looked up: {why}"));
+    } else if idle == 0 {
+        route.push(match elsewhere.as_slice() {
+            [] => "nobody else is known to hold the agent: the request waits until it connects".to_owned(),
+            [first] => format!("and replica {first} is asked"),
+            [first, rest @ ..] => format!("and replica {first} is asked, then {}", rest.join(", ")),
+        });
+    }
+    // Whether they hold it nobody can tell now.
+    let mute: Vec<String> = known
+        .replicas
+        .iter()
+        .filter(|status| {
+            ["unreachable", "gone"].contains(&status.standing.as_str()) && status.state != "left"
+        })
+        .map(|status| format!("{} ({})", status.replica.id, status.standing))
+        .collect();
+    if !mute.is_empty() {
+        route.push(format!("{} cannot be asked", mute.join(", ")));
+    }
+    ExplainAgentResponse {
+        replicas: std::iter::once(own).chain(others).collect(),
+        route,
+        unanswered: missing.iter().map(unanswered_replica).collect(),
+    }
 }
 
 impl Api {
@@ -352,71 +425,7 @@ impl KasApi for Api {
         request: tonic::Request<ExplainAgentRequest>,
     ) -> Result<tonic::Response<ExplainAgentResponse>, tonic::Status> {
         let agent = agent_id(request.into_inner().agent_id, "agent_id")?;
-        let known = self.tracker.replicas().await;
-        // Who does not know where the agent is says why; what is here and what the others say is known all the same.
-        let (candidates, unknown) = match self.tracker.locate(agent).await {
-            Ok(candidates) => (candidates, None),
-            Err(error) => (Vec::new(), Some(crate::peer::chain(&error))),
-        };
-        let (accounts, missing) = self.tracker.accounts(Some(agent)).await;
-        let (idle, busy, waiting) = self.router.registry().counts(agent);
-        let number = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
-        let me = known.replicas.first().map(|status| status.replica.clone());
-        let own = AgentOnReplica {
-            name: me.as_ref().map_or_else(String::new, |me| me.id.as_str().to_owned()),
-            address: me.as_ref().map(|me| address(&me.address)),
-            idle_tunnels: number(idle),
-            busy_tunnels: number(busy),
-            waiting: number(waiting),
-            beliefs: self.tracker.beliefs(agent).iter().map(belief).collect(),
-        };
-        let others = accounts.iter().map(|account| AgentOnReplica {
-            name: account.replica.id.as_str().to_owned(),
-            address: Some(address(&account.replica.address)),
-            idle_tunnels: account.idle,
-            busy_tunnels: account.busy,
-            waiting: account.waiting,
-            beliefs: account.beliefs.iter().map(belief).collect(),
-        });
-        let elsewhere: Vec<String> = candidates
-            .iter()
-            .filter(|candidate| me.as_ref().is_none_or(|me| me.id != candidate.replica.id))
-            .map(|candidate| format!("{} ({})", candidate.replica.id, candidate.standing.as_str()))
-            .collect();
-        let mut route = Vec::new();
-        match (idle, busy) {
-            (0, 0) => route.push(format!("no tunnel of agent {agent} is here")),
-            (0, busy) => route.push(format!("all {busy} tunnels here are busy: a request waits for one")),
-            (idle, _) => route.push(format!("one of {idle} idle tunnels here carries the request")),
-        }
-        if let Some(why) = unknown {
-            route.push(format!("who else holds the agent could not be looked up: {why}"));
-        } else if idle == 0 {
-            route.push(match elsewhere.as_slice() {
-                [] => {
-                    "nobody else is known to hold the agent: the request waits until it connects".to_owned()
-                }
-                [first] => format!("and replica {first} is asked"),
-                [first, rest @ ..] => format!("and replica {first} is asked, then {}", rest.join(", ")),
-            });
-        }
-        // Whether they hold it nobody can tell now.
-        let mute: Vec<String> = known
-            .replicas
-            .iter()
-            .filter(|status| {
-                ["unreachable", "gone"].contains(&status.standing.as_str()) && status.state != "left"
-            })
-            .map(|status| format!("{} ({})", status.replica.id, status.standing))
-            .collect();
-        if !mute.is_empty() {
-            route.push(format!("{} cannot be asked", mute.join(", ")));
-        }
-        Ok(tonic::Response::new(ExplainAgentResponse {
-            replicas: std::iter::once(own).chain(others).collect(),
-            route,
-            unanswered: missing.iter().map(unanswered_replica).collect(),
-        }))
+        Ok(tonic::Response::new(explain(&self.router, &*self.tracker, agent).await))
     }
 
     type WatchConnectedAgentsStream =

@@ -1,0 +1,347 @@
+//! The page for people on the observability listener: the replicas, their agents, and why a request for an agent goes the
+//! way it does. It is read only, and shows no more than `kasctl replicas`, `agents` and `why`.
+//!
+//! The browser gets three files, and then one stream of server-sent events. [`feed`] is what makes the events; it runs
+//! only while somebody looks. [`shown`] says what of the replica goes out.
+
+mod feed;
+mod shown;
+
+use std::{
+    convert::Infallible,
+    net::{IpAddr, Ipv6Addr},
+    sync::{Arc, Mutex, OnceLock, PoisonError, Weak},
+};
+
+use bytes::Bytes;
+use futures_util::StreamExt as _;
+use http::{
+    HeaderMap, HeaderName, HeaderValue, Method, Request, Response, StatusCode,
+    header::{
+        CACHE_CONTROL, CONTENT_SECURITY_POLICY, CONTENT_TYPE, HOST, LOCATION, REFERRER_POLICY, RETRY_AFTER,
+        X_CONTENT_TYPE_OPTIONS,
+    },
+};
+use http_body::Frame;
+use http_body_util::{BodyExt as _, Full, StreamBody};
+use ids::AgentId;
+use runtime::admin::{Body, Site};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+
+pub use self::feed::Source;
+use self::feed::{Feed, View};
+use crate::{config, metrics::Metrics};
+
+/// Where the page is; nothing else of the listener may be below it.
+pub const PATH: &str = "/page/";
+
+/// Nothing but files of this folder runs or is shown, and no other page may show this one within itself.
+const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; \
+                      base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; \
+                      trusted-types 'none'";
+
+/// Name below [`PATH`], type, and content of each file.
+const FILES: [(&str, &str, &str); 4] = [
+    ("", "text/html; charset=utf-8", include_str!("page/index.html")),
+    ("page.css", "text/css; charset=utf-8", include_str!("page/page.css")),
+    ("page.js", "text/javascript; charset=utf-8", include_str!("page/page.js")),
+    ("icon.svg", "image/svg+xml", include_str!("page/icon.svg")),
+];
+
+/// The page.
+pub struct Page {
+    hosts: Vec<String>,
+    viewers: Arc<Semaphore>,
+    metrics: Arc<Metrics>,
+    source: OnceLock<Arc<Source>>,
+    /// What all viewers share, while there are any.
+    feed: Mutex<Weak<Feed>>,
+}
+
+impl std::fmt::Debug for Page {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Page").field("hosts", &self.hosts).finish_non_exhaustive()
+    }
+}
+
+/// A place among the viewers.
+struct Viewer {
+    _permit: OwnedSemaphorePermit,
+    metrics: Arc<Metrics>,
+}
+
+impl Drop for Viewer {
+    fn drop(&mut self) {
+        self.metrics.page_viewers.dec();
+    }
+}
+
+impl Page {
+    /// Makes the page. Until [`serve`](Self::serve) it shows that kas starts.
+    pub fn new(config: &config::Page, metrics: Arc<Metrics>) -> Arc<Self> {
+        Arc::new(Self {
+            hosts: config.hosts.clone(),
+            viewers: Arc::new(Semaphore::new(config.viewers as usize)),
+            metrics,
+            source: OnceLock::new(),
+            feed: Mutex::default(),
+        })
+    }
+
+    /// Tells the page what to show.
+    pub fn serve(&self, source: Source) {
+        let _ = self.source.set(Arc::new(source));
+    }
+
+    /// Returns what the viewers share, and starts it for the first of them.
+    fn feed(&self, source: &Arc<Source>) -> Arc<Feed> {
+        // Nothing of it can be torn: it is one assignment.
+        let mut shared = self.feed.lock().unwrap_or_else(PoisonError::into_inner);
+        shared.upgrade().unwrap_or_else(|| {
+            let feed = Feed::start(Arc::clone(source));
+            *shared = Arc::downgrade(&feed);
+            feed
+        })
+    }
+
+    fn events(&self, request: &Request<()>) -> Response<Body> {
+        if is_foreign(request.headers()) {
+            return text(StatusCode::FORBIDDEN, "another site asks for the events of this page\n".to_owned());
+        }
+        let agent = match agent_of(request.uri().query()) {
+            Ok(agent) => agent,
+            Err(why) => return text(StatusCode::BAD_REQUEST, why),
+        };
+        let later = |why: &str| {
+            let mut response = text(StatusCode::SERVICE_UNAVAILABLE, why.to_owned());
+            response.headers_mut().insert(RETRY_AFTER, HeaderValue::from_static("5"));
+            response
+        };
+        let Some(source) = self.source.get() else { return later("kas starts: ask again\n") };
+        let body = if request.method() == Method::HEAD {
+            Full::default().boxed_unsync()
+        } else {
+            let Ok(permit) = Arc::clone(&self.viewers).try_acquire_owned() else {
+                self.metrics.page_viewers_refused.inc();
+                return later("too many look at this page: observability.page.viewers says how many may\n");
+            };
+            self.metrics.page_viewers.inc();
+            let viewer = Viewer { _permit: permit, metrics: Arc::clone(&self.metrics) };
+            let view = View::new(self.feed(source), agent);
+            let events = futures_util::stream::unfold((view, viewer), |(mut view, viewer)| async move {
+                let event = view.next().await?;
+                Some((Ok::<_, Infallible>(Frame::data(event)), (view, viewer)))
+            });
+            StreamBody::new(events.boxed()).boxed_unsync()
+        };
+        let mut response = Response::new(body);
+        let headers = response.headers_mut();
+        headers.insert(CONTENT_TYPE, HeaderValue::from_static("text/event-stream"));
+        // nginx would hold events back.
+        headers.insert(HeaderName::from_static("x-accel-buffering"), HeaderValue::from_static("no"));
+        response
+    }
+
+    fn route(&self, request: &Request<()>, name: &str) -> Response<Body> {
+        if let Err(host) = self.check_host(request) {
+            return text(
+                StatusCode::MISDIRECTED_REQUEST,
+                format!(
+                    "this page answers at IP addresses, localhost and names without a dot; if {host} is its name too, add \
+                     that to observability.page.hosts\n"
+                ),
+            );
+        }
+        if name == "events" {
+            return self.events(request);
+        }
+        match FILES.iter().find(|(file, ..)| *file == name) {
+            Some((_, kind, content)) => {
+                let mut response =
+                    Response::new(Full::new(Bytes::from_static(content.as_bytes())).boxed_unsync());
+                response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static(kind));
+                response
+            }
+            None => text(StatusCode::NOT_FOUND, format!("the page is at {PATH}\n")),
+        }
+    }
+
+    /// Refuses names that are not known to be this replica's: a site whose name leads here for a moment (DNS rebinding)
+    /// could read along otherwise, in the browser of whoever can reach this port.
+    fn check_host(&self, request: &Request<()>) -> Result<(), String> {
+        let given = match request.uri().host() {
+            Some(host) => Some(host),
+            None => request.headers().get(HOST).and_then(|host| host.to_str().ok()),
+        };
+        let host = given.unwrap_or_default();
+        let name = without_port(host);
+        if is_own(name) || self.hosts.iter().any(|own| own.eq_ignore_ascii_case(name)) {
+            return Ok(());
+        }
+        let shown: String = name.escape_debug().take(253).collect();
+        Err(if shown.is_empty() { "no name".to_owned() } else { shown })
+    }
+}
+
+impl Site for Page {
+    fn answer(&self, request: &Request<()>) -> Option<Response<Body>> {
+        let path = request.uri().path();
+        let mut response = if path == PATH.trim_end_matches('/') {
+            let mut response = text(StatusCode::PERMANENT_REDIRECT, format!("{PATH}\n"));
+            // Relative: a proxy may have put the page below a path of its own.
+            response.headers_mut().insert(LOCATION, HeaderValue::from_static("page/"));
+            response
+        } else {
+            self.route(request, path.strip_prefix(PATH)?)
+        };
+        let headers = response.headers_mut();
+        for (name, value) in [
+            (CONTENT_SECURITY_POLICY, POLICY),
+            (X_CONTENT_TYPE_OPTIONS, "nosniff"),
+            (REFERRER_POLICY, "no-referrer"),
+            (CACHE_CONTROL, "no-store"),
+            (HeaderName::from_static("cross-origin-resource-policy"), "same-origin"),
+            (HeaderName::from_static("cross-origin-opener-policy"), "same-origin"),
+        ] {
+            headers.insert(name, HeaderValue::from_static(value));
+        }
+        Some(response)
+    }
+
+    fn path(&self) -> &str {
+        PATH
+    }
+}
+
+fn text(status: StatusCode, text: String) -> Response<Body> {
+    let mut response = Response::new(Full::new(Bytes::from(text)).boxed_unsync());
+    *response.status_mut() = status;
+    response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("text/plain; charset=utf-8"));
+    response
+}
+
+/// Whether a page of another site asks, as its browser says: it cannot read the events, but would take a viewer's place.
+fn is_foreign(headers: &HeaderMap) -> bool {
+    headers.get("sec-fetch-site").is_some_and(|site| site != "same-origin" && site != "none")
+}
+
+fn without_port(host: &str) -> &str {
+    match host.strip_prefix('[').and_then(|rest| rest.split_once(']')) {
+        Some((inner, _)) => inner,
+        None if host.parse::<Ipv6Addr>().is_ok() => host,
+        None => host.rsplit_once(':').map_or(host, |(name, _)| name),
+    }
+}
+
+/// Whether nobody else can give this name another address.
+fn is_own(name: &str) -> bool {
+    let name = name.to_ascii_lowercase();
+    !name.is_empty()
+        && (name.parse::<IpAddr>().is_ok()
+            || !name.contains('.')
+            || [".localhost", ".svc", ".svc.cluster.local"].iter().any(|end| name.ends_with(end)))
+}
+
+/// Returns whose page is asked for.
+fn agent_of(query: Option<&str>) -> Result<Option<AgentId>, String> {
+    let Some(query) = query.filter(|query| !query.is_empty()) else { return Ok(None) };
+    let id = query.strip_prefix("agent=").and_then(|id| id.parse().ok());
+    match id.and_then(|id| AgentId::new(id).ok()) {
+        Some(agent) => Ok(Some(agent)),
+        None => Err("the query may be agent= and the number of an agent\n".to_owned()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use prometheus_client::registry::Registry;
+
+    use super::*;
+
+    fn page() -> Arc<Page> {
+        let config = config::Page { viewers: 1, hosts: vec!["kas.example.com".to_owned()] };
+        Page::new(&config, Arc::new(Metrics::new(&mut Registry::default())))
+    }
+
+    fn get(page: &Page, path: &str, headers: &[(&str, &str)]) -> Option<Response<Body>> {
+        let mut request = Request::builder().uri(path);
+        for (name, value) in headers {
+            request = request.header(*name, *value);
+        }
+        page.answer(&request.body(()).unwrap())
+    }
+
+    #[test]
+    fn names_that_others_could_lead_here_are_refused() {
+        let page = page();
+        let status = |host: &str| get(&page, "/page/", &[("host", host)]).unwrap().status();
+        for host in [
+            "127.0.0.1:8151",
+            "[::1]:8151",
+            "10.0.0.7",
+            "localhost:8151",
+            "kas:8151",
+            "kas-0.kas-peers.kas.svc:8151",
+            "kas.kas.svc.cluster.local",
+            "KAS.example.com:443",
+        ] {
+            assert_eq!(status(host), StatusCode::OK, "{host}");
+        }
+        for host in
+            ["evil.example", "127.0.0.1.evil.example:8151", "kas.example.com.evil.example", "", "svc."]
+        {
+            assert_eq!(status(host), StatusCode::MISDIRECTED_REQUEST, "{host}");
+        }
+        assert_eq!(get(&page, "/page/", &[]).unwrap().status(), StatusCode::MISDIRECTED_REQUEST);
+    }
+
+    #[test]
+    fn every_answer_forbids_what_the_page_does_not_need() {
+        let page = page();
+        for path in
+            ["/page", "/page/", "/page/page.js", "/page/nothing", "/page/events", "/page/events?agent=x"]
+        {
+            let response = get(&page, path, &[("host", "localhost")]).unwrap();
+            let header =
+                |name: &str| response.headers().get(name).unwrap_or_else(|| panic!("{path}: no {name}"));
+            assert!(header("content-security-policy").to_str().unwrap().starts_with("default-src 'none'"));
+            assert_eq!(header("x-content-type-options"), "nosniff");
+            assert_eq!(header("referrer-policy"), "no-referrer");
+            assert_eq!(header("cache-control"), "no-store");
+        }
+        assert!(get(&page, "/pages", &[("host", "localhost")]).is_none());
+        assert!(get(&page, "/", &[("host", "localhost")]).is_none());
+    }
+
+    #[test]
+    fn events_are_for_this_page_and_for_agents() {
+        let page = page();
+        let status = |path: &str, site: &str| {
+            let headers = [("host", "localhost"), ("sec-fetch-site", site)];
+            get(&page, path, &headers).unwrap().status()
+        };
+        // Nothing is served yet.
+        assert_eq!(status("/page/events", "same-origin"), StatusCode::SERVICE_UNAVAILABLE);
+        assert_eq!(status("/page/events?agent=7", "none"), StatusCode::SERVICE_UNAVAILABLE);
+        assert_eq!(status("/page/events", "cross-site"), StatusCode::FORBIDDEN);
+        assert_eq!(status("/page/events", "same-site"), StatusCode::FORBIDDEN);
+        for query in ["agent=0", "agent=-1", "agent=x", "agent=99999999999999999999", "other=1"] {
+            assert_eq!(status(&format!("/page/events?{query}"), "none"), StatusCode::BAD_REQUEST, "{query}");
+        }
+    }
+
+    #[test]
+    fn the_page_names_no_file_that_is_not_served_and_nothing_of_elsewhere() {
+        for (_, kind, content) in FILES {
+            let allowed = content.replace("http://www.w3.org/2000/svg", "");
+            assert!(!allowed.contains("://"), "{kind} refers to another place");
+        }
+        let html = FILES[0].2;
+        for attribute in ["src=\"", "href=\""] {
+            for (at, _) in html.match_indices(attribute) {
+                let name = html[at + attribute.len()..].split('"').next().unwrap();
+                assert!(name.starts_with('#') || FILES.iter().any(|(file, ..)| *file == name), "{name}");
+            }
+        }
+    }
+}

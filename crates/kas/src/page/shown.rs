@@ -1,0 +1,257 @@
+//! What of a replica and its mesh is shown. Field names are what `page.js` reads; both come from one binary.
+
+use std::time::Duration;
+
+use cluster::{Account, Connected, Load, Located, Replicas, Unanswered};
+use proto::kas::api::v1::{AgentOnReplica, ExplainAgentResponse};
+use serde::Serialize;
+
+/// What agents say of themselves is cut here, in characters.
+const LONGEST: usize = 200;
+/// Connections of one agent that are listed.
+const PODS: usize = 200;
+
+fn cut(text: &str) -> String {
+    text.chars().take(LONGEST).collect()
+}
+
+fn milliseconds(duration: Duration) -> u64 {
+    u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
+}
+
+/// Event `overview`.
+#[derive(Serialize)]
+pub(super) struct Overview<'a> {
+    /// When, in milliseconds since 1970.
+    at: u64,
+    draining: bool,
+    /// The one that tells comes first.
+    replicas: Vec<ReplicaShown<'a>>,
+    alarms: &'a [String],
+}
+
+/// Event `events`: how the standing of replicas changed, the oldest first.
+#[derive(Serialize)]
+pub(super) struct Events<'a>(Vec<EventShown<'a>>);
+
+#[derive(Serialize)]
+struct ReplicaShown<'a> {
+    name: &'a str,
+    address: &'a str,
+    state: &'a str,
+    standing: &'a str,
+    agents: u64,
+    /// Of the rest, `null`: it is not known.
+    tunnels: Option<u64>,
+    ended: Option<u64>,
+    /// When these were counted, in milliseconds since 1970.
+    counted_at: u64,
+    open: Option<u64>,
+    waiting: Option<u64>,
+    // Texts: they may be larger than a number of JavaScript.
+    table_epoch: String,
+    table_version: String,
+    synced: bool,
+    heard_ms: Option<u64>,
+    version: &'a str,
+    /// Why it tells nothing.
+    silent: Option<&'a str>,
+}
+
+#[derive(Serialize)]
+struct EventShown<'a> {
+    at: u64,
+    replica: &'a str,
+    standing: &'a str,
+    state: &'a str,
+}
+
+/// What this replica knows of itself.
+pub(super) struct Own {
+    pub(super) tunnels: u64,
+    pub(super) load: Load,
+    pub(super) draining: bool,
+}
+
+/// What the others told of themselves.
+#[derive(Default)]
+pub(super) struct Asked {
+    pub(super) accounts: Vec<Account>,
+    pub(super) unanswered: Vec<Unanswered>,
+    /// When, since 1970-01-01 00:00 UTC.
+    pub(super) at: Duration,
+}
+
+impl<'a> Overview<'a> {
+    pub(super) fn new(at: Duration, known: &'a Replicas, own: &Own, asked: &'a Asked) -> Self {
+        let replica = |status: &'a cluster::ReplicaStatus| {
+            let is_own = status.heard.is_none();
+            let account = asked.accounts.iter().find(|account| account.replica.id == status.replica.id);
+            let silent = asked.unanswered.iter().find(|silent| silent.replica.id == status.replica.id);
+            let (tunnels, load) = match (is_own, account) {
+                (true, _) => (Some(own.tunnels), Some(own.load)),
+                (false, account) => (account.map(|a| a.tunnels), account.and_then(|a| a.load)),
+            };
+            ReplicaShown {
+                name: status.replica.id.as_str(),
+                address: &status.replica.address,
+                state: if is_own && own.draining { "draining" } else { &status.state },
+                standing: &status.standing,
+                agents: status.agents,
+                tunnels,
+                ended: load.map(|load| load.ended),
+                counted_at: milliseconds(if is_own { at } else { asked.at }),
+                open: load.map(|load| load.open),
+                waiting: load.map(|load| load.waiting),
+                table_epoch: status.mark.epoch.to_string(),
+                table_version: status.mark.version.to_string(),
+                synced: status.synced,
+                heard_ms: status.heard.map(milliseconds),
+                version: if is_own && status.build.0.is_empty() {
+                    runtime::version::VERSION
+                } else {
+                    &status.build.0
+                },
+                silent: silent.map(|silent| silent.reason.as_str()),
+            }
+        };
+        Self {
+            at: milliseconds(at),
+            draining: own.draining,
+            replicas: known.replicas.iter().map(replica).collect(),
+            alarms: &known.alarms,
+        }
+    }
+}
+
+impl<'a> Events<'a> {
+    pub(super) fn new(known: &'a Replicas) -> Self {
+        let event = |event: &'a cluster::ReplicaEvent| EventShown {
+            at: milliseconds(event.at),
+            replica: event.replica.as_str(),
+            standing: &event.standing,
+            state: &event.state,
+        };
+        Self(known.events.iter().map(event).collect())
+    }
+}
+
+/// Event `agents`.
+#[derive(Serialize)]
+pub(super) struct Agents<'a> {
+    /// `null`: there are too many to list them.
+    pub(super) connections: Option<Vec<ConnectionShown<'a>>>,
+    /// Connections that are not listed.
+    pub(super) omitted: usize,
+    /// Replicas whose agents are not known here.
+    pub(super) unanswered: Vec<&'a str>,
+}
+
+#[derive(Serialize)]
+pub(super) struct ConnectionShown<'a> {
+    // Numbers as texts: they may be larger than a number of JavaScript.
+    agent: String,
+    name: String,
+    project: String,
+    pod: String,
+    version: String,
+    since: u64,
+    replica: &'a str,
+    /// Who has tunnels of the agent.
+    holders: Vec<String>,
+}
+
+impl<'a> ConnectionShown<'a> {
+    pub(super) fn new(located: &'a Located, holders: Vec<String>) -> Self {
+        let connection = &located.connection;
+        let meta = &connection.meta;
+        Self {
+            agent: connection.agent.to_string(),
+            name: cut(&connection.name),
+            project: connection.project_id.to_string(),
+            pod: match (meta.pod_namespace.as_str(), meta.pod_name.as_str()) {
+                ("", name) => cut(name),
+                (namespace, name) => cut(&format!("{namespace}/{name}")),
+            },
+            version: cut(&meta.version),
+            since: milliseconds(connection.connected_at),
+            replica: located.replica.id.as_str(),
+            holders,
+        }
+    }
+}
+
+/// Event `why`.
+#[derive(Serialize)]
+pub(super) struct Why<'a> {
+    agent: String,
+    connections: Vec<ConnectionShown<'a>>,
+    /// Connections that are not listed.
+    omitted: usize,
+    route: &'a [String],
+    replicas: Vec<OnReplica<'a>>,
+    silent: Vec<Silent<'a>>,
+}
+
+#[derive(Serialize)]
+struct OnReplica<'a> {
+    name: &'a str,
+    idle: u32,
+    busy: u32,
+    waiting: u32,
+    beliefs: Vec<BeliefShown<'a>>,
+}
+
+#[derive(Serialize)]
+struct BeliefShown<'a> {
+    name: &'a str,
+    holds: bool,
+    why: &'a str,
+}
+
+#[derive(Serialize)]
+struct Silent<'a> {
+    address: String,
+    reason: &'a str,
+}
+
+impl<'a> Why<'a> {
+    pub(super) fn new(
+        agent: ids::AgentId,
+        answer: &'a ExplainAgentResponse,
+        connected: &'a Connected,
+    ) -> Self {
+        let replica = |replica: &'a AgentOnReplica| OnReplica {
+            name: &replica.name,
+            idle: replica.idle_tunnels,
+            busy: replica.busy_tunnels,
+            waiting: replica.waiting,
+            beliefs: replica
+                .beliefs
+                .iter()
+                .map(|belief| BeliefShown { name: &belief.name, holds: belief.holds, why: &belief.why })
+                .collect(),
+        };
+        let silent = |replica: &'a proto::kas::api::v1::UnansweredReplica| Silent {
+            address: match &replica.address {
+                Some(address) if address.ip.contains(':') => format!("[{}]:{}", address.ip, address.port),
+                Some(address) => format!("{}:{}", address.ip, address.port),
+                None => String::new(),
+            },
+            reason: &replica.reason,
+        };
+        Self {
+            agent: agent.to_string(),
+            omitted: connected.connections.len().saturating_sub(PODS),
+            connections: connected
+                .connections
+                .iter()
+                .take(PODS)
+                .map(|located| ConnectionShown::new(located, Vec::new()))
+                .collect(),
+            route: &answer.route,
+            replicas: answer.replicas.iter().map(replica).collect(),
+            silent: answer.unanswered.iter().map(silent).collect(),
+        }
+    }
+}

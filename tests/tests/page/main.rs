@@ -1,0 +1,206 @@
+//! The page of the observability listener: real replicas and a real agentk, looked at by a real Chromium.
+
+#![allow(clippy::unwrap_used)] // a test may panic
+
+mod browser;
+mod http;
+mod looks;
+
+use std::time::Duration;
+
+use anyhow::{Context as _, Result, ensure};
+use grpc::Code;
+use prost::Message as _;
+use proto::kas::bench::v1::Payload;
+use serde_json::json;
+use testkit::{
+    agentk::Agentk,
+    kas::token,
+    mesh::{Mesh, Options},
+    process::SOON,
+};
+
+use crate::browser::Browser;
+
+const ECHO: &str = "/kas.bench.v1.Bench/Echo";
+
+/// Three replicas with their pages, agent 1 at the first two of them, and a browser.
+struct Stage {
+    mesh: Mesh,
+    _agentk: Agentk,
+    browser: Browser,
+}
+
+impl Stage {
+    /// `None`: there is no Chromium.
+    async fn start() -> Result<Option<Self>> {
+        let Some(browser) = Browser::start().await? else { return Ok(None) };
+        let config = json!({ "observability": { "page": { "enabled": true } } });
+        let mesh = Mesh::start_with(Options { config, ..Options::default() }).await?;
+        mesh.meshed().await?;
+        let agentk = Agentk::start(mesh.agents(0), &token(1)).await?;
+        agentk.connected().await?;
+        Ok(Some(Self { mesh, _agentk: agentk, browser }))
+    }
+
+    /// Opens the page of a replica, and waits until all three are there.
+    fn open(&mut self, n: usize) -> Result<()> {
+        let url = format!("http://{}/page/", self.mesh.observability(n));
+        self.browser.open(&url)?;
+        self.browser.until(
+            "three replicas are well",
+            "document.querySelectorAll('#replicas > [data-health=well]').length === 3",
+            SOON,
+        )?;
+        self.browser.until(
+            "agent 1 is listed",
+            "document.querySelector('#agents a[href=\"#agent-1\"]')",
+            SOON,
+        )
+    }
+
+    fn card(&self, n: usize) -> String {
+        format!("document.querySelector('#replicas > [data-replica=\"{}\"]')", self.mesh.private(n))
+    }
+
+    /// Returns the names of the replicas that have tunnels of agent 1, by the page.
+    fn holders(&mut self) -> Result<String> {
+        let holders = self.browser.eval(
+            "document.querySelector('#agents a[href=\"#agent-1\"]').closest('tr').querySelector('[data-of=\"Tunnels at\"]').textContent",
+        )?;
+        Ok(holders.as_str().context("a text")?.to_owned())
+    }
+
+    async fn echo(&self, n: usize, times: usize) -> Result<()> {
+        let message = Payload { data: "hello".into() }.encode_to_vec();
+        let caller = self.mesh.caller(n).await?;
+        for _ in 0..times {
+            let got = caller.call(caller.to_agent(1, ECHO), &[&message]).await?;
+            ensure!(got.status.code() == Code::Ok, "{}", got.status);
+        }
+        Ok(())
+    }
+
+    /// Nothing went wrong in the page, and it asked nobody but its replica.
+    fn nothing_is_wrong(&mut self, n: usize) -> Result<()> {
+        let complaints = self.browser.complaints()?;
+        ensure!(complaints.is_empty(), "{}", complaints.join("\n"));
+        let own = format!("http://{}/page/", self.mesh.observability(n));
+        let asked = self.browser.asked();
+        ensure!(asked.len() >= 4, "{asked:?}");
+        ensure!(asked.iter().all(|url| url.starts_with(&own)), "{asked:?}");
+        Ok(())
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_replica_that_is_killed_is_seen_to_go_without_a_reload() -> Result<()> {
+    let Some(mut stage) = Stage::start().await? else { return Ok(()) };
+    stage.open(0)?;
+    stage.browser.eval("window.sameDocument = true")?;
+    let card = stage.card(2);
+    stage.mesh.kill(2).await?;
+    let killed = Duration::from_secs(10);
+    stage.browser.until(
+        "the killed replica is lost",
+        &format!("{card}.dataset.health === 'lost' || !{card}"),
+        killed,
+    )?;
+    stage.browser.until(
+        "the log tells it",
+        &format!(
+            "[...document.querySelectorAll('#events li')].some((e) => e.textContent.includes('{}') && /gone|unreachable|not known/.test(e.textContent))",
+            stage.mesh.private(2)
+        ),
+        killed,
+    )?;
+    let summary = stage.browser.eval("document.querySelector('#map svg').getAttribute('aria-label')")?;
+    ensure!(summary.as_str().unwrap_or_default().starts_with("Map of "), "{summary}");
+    ensure!(stage.browser.eval("window.sameDocument")? == json!(true), "the page was loaded anew");
+    // Back again.
+    stage.mesh.restart(2).await?;
+    stage.browser.until("it is back", &format!("{card}.dataset.health === 'well'"), SOON)?;
+    stage.nothing_is_wrong(0)
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn requests_of_every_replica_are_counted_on_one_page() -> Result<()> {
+    let Some(mut stage) = Stage::start().await? else { return Ok(()) };
+    stage.open(0)?;
+    let (card, own) = (stage.card(1), stage.card(0));
+    let rate = |card: &str| {
+        format!(
+            "[...{card}.querySelectorAll('.facts > div')].find((f) => f.firstChild.textContent === 'Requests/s').lastChild.textContent"
+        )
+    };
+    stage.browser.until("a first rate", &format!("{} === '0.0'", rate(&card)), SOON)?;
+    stage.echo(1, 40).await?;
+    stage.browser.until("its rate", &format!("parseFloat({}) > 1", rate(&card)), SOON)?;
+    ensure!(stage.browser.eval(&rate(&own))? == json!("0.0"), "the replica that was not asked counts too");
+    stage.browser.until("and then none", &format!("{} === '0.0'", rate(&card)), SOON)?;
+    let drawn = stage.browser.eval(&format!("{card}.querySelectorAll('.spark path').length"))?;
+    ensure!(drawn == json!(2), "the curve: {drawn}");
+    stage.nothing_is_wrong(0)
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn page_of_an_agent_says_where_its_tunnels_are_and_which_way_a_request_goes() -> Result<()> {
+    let Some(mut stage) = Stage::start().await? else { return Ok(()) };
+    stage.open(2)?;
+    let holder = stage.holders()?;
+    stage.browser.eval("document.querySelector('#agents a[href=\"#agent-1\"]').click()")?;
+    let verdict = "document.querySelector('#verdict').textContent";
+    stage.browser.until("the verdict", &format!("{verdict}.startsWith('Tunnels at ')"), SOON)?;
+    let text = stage.browser.eval(verdict)?;
+    for name in holder.split(", ") {
+        ensure!(text.as_str().unwrap_or_default().contains(name), "{text} lacks {name}");
+    }
+    let route = stage.browser.eval("document.querySelector('#route').textContent")?;
+    ensure!(!route.as_str().unwrap_or_default().is_empty(), "no way");
+    let rows = stage.browser.eval("document.querySelectorAll('#holds tbody tr').length")?;
+    ensure!(rows == json!(3), "{rows} replicas");
+    // The same for one that nobody holds, by its address.
+    let url = format!("http://{}/page/#agent-4", stage.mesh.observability(2));
+    stage.browser.open(&url)?;
+    stage.browser.until("the other agent", &format!("{verdict}.startsWith('No replica')"), SOON)?;
+    let route = stage.browser.eval("document.querySelector('#route').textContent")?;
+    ensure!(route.as_str().unwrap_or_default().contains("waits until it connects"), "{route}");
+    // And of the agent again, whose only holders die.
+    stage.browser.eval("location.hash = 'agent-1'")?;
+    stage.browser.until("the agent again", &format!("{verdict}.startsWith('Tunnels at ')"), SOON)?;
+    stage.mesh.kill(0).await?;
+    let gone = format!("!{verdict}.includes('{}')", stage.mesh.private(0));
+    stage.browser.until("it is held elsewhere or by nobody", &gone, Duration::from_secs(15))?;
+    stage.nothing_is_wrong(2)
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn page_that_lost_its_replica_says_so_and_comes_back_by_itself() -> Result<()> {
+    let Some(mut stage) = Stage::start().await? else { return Ok(()) };
+    stage.open(2)?;
+    stage.mesh.kill(2).await?;
+    stage.browser.until("it says so", "document.querySelector('#link').dataset.link === 'off'", SOON)?;
+    stage.mesh.restart(2).await?;
+    stage.browser.until("it is live again", "document.querySelector('#link').dataset.link === 'on'", SOON)
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn nothing_that_is_not_of_the_page_runs_in_it() -> Result<()> {
+    let Some(mut stage) = Stage::start().await? else { return Ok(()) };
+    stage.open(0)?;
+    let attempts = "(() => {
+        const script = document.createElement('script');
+        try { script.textContent = 'window.ran = 1'; } catch { window.refused = 1; }
+        document.body.append(script);
+        const frame = document.createElement('img');
+        frame.src = 'http://127.0.0.1:1/x';
+        document.body.append(frame);
+        try { document.body.innerHTML = '<p onclick=\"1\">'; } catch { window.refused = (window.refused ?? 0) + 1; }
+        return [window.ran ?? 0, window.refused ?? 0];
+    })()";
+    let got = stage.browser.eval(attempts)?;
+    ensure!(got == json!([0, 2]), "{got}");
+    // The eyes of the other tests see such a thing.
+    ensure!(!stage.browser.complaints()?.is_empty(), "no complaint");
+    Ok(())
+}
