@@ -12,7 +12,7 @@ mod members;
 mod stream;
 
 use std::{
-    collections::{BTreeMap, HashMap, HashSet, VecDeque},
+    collections::{HashMap, HashSet},
     net::SocketAddr,
     sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak},
     time::Duration,
@@ -20,8 +20,8 @@ use std::{
 
 use async_trait::async_trait;
 use cluster::{
-    Account, Belief, Candidate, Connected, Connection, InMemoryTracker, Lease, Mark, Query, Replica,
-    ReplicaEvent, ReplicaStatus, Replicas, Standing, Tracker, TrackerError, TrackerStatus, Unanswered, Wire,
+    Account, Belief, Candidate, Connected, Connection, History, InMemoryTracker, Lease, Mark, Query, Replica,
+    ReplicaStatus, Replicas, Standing, Tracker, TrackerError, TrackerStatus, Unanswered, Wire,
 };
 use gossip::Gossip;
 use ids::{AgentId, ReplicaId};
@@ -59,9 +59,6 @@ const UNREAD: Duration = Duration::from_secs(10);
 /// The same of another replica, in dials that failed one after the other: a process that has crashed is given up by gossip
 /// before.
 const DIALS: u32 = 6;
-
-/// So many changes of standings are remembered, for people.
-const EVENTS: usize = 64;
 
 /// This replica calls itself this long after its start.
 const OWN_ADDRESS: Duration = Duration::from_secs(1);
@@ -125,10 +122,8 @@ struct Inner {
     unread: Instant,
     /// The connection lists of other replicas may be different.
     lists_changed: bool,
-    /// Standing and state of each other replica when they were last looked at.
-    judged: BTreeMap<ReplicaId, (table::Standing, State)>,
-    /// How they changed.
-    events: VecDeque<ReplicaEvent>,
+    /// How the others were judged.
+    history: History,
 }
 
 impl std::fmt::Debug for Replication {
@@ -148,25 +143,9 @@ impl Inner {
 
     /// Remembers what has changed in how the others are judged.
     fn judge(&mut self, now: Instant) {
-        let judged: BTreeMap<_, _> = self
-            .table
-            .replicas(now)
-            .into_iter()
-            .map(|view| (view.replica, (view.standing, view.state)))
-            .collect();
-        let changed = judged.iter().filter(|(replica, as_now)| self.judged.get(*replica) != Some(*as_now));
-        let changed =
-            changed.map(|(replica, (standing, state))| (replica, standing.to_string(), state.to_string()));
-        let forgotten = self.judged.keys().filter(|replica| !judged.contains_key(*replica));
-        let forgotten = forgotten.map(|replica| (replica, String::new(), String::new()));
-        let at = runtime::clock::wall();
-        for (replica, standing, state) in changed.chain(forgotten) {
-            if self.events.len() >= EVENTS {
-                self.events.pop_front();
-            }
-            self.events.push_back(ReplicaEvent { at, replica: replica.clone(), standing, state });
-        }
-        self.judged = judged;
+        let views = self.table.replicas(now).into_iter();
+        let views = views.map(|view| (view.replica, view.standing.to_string(), view.state.to_string()));
+        self.history.judge(runtime::clock::wall(), views);
     }
 
     fn wake(&mut self, agent: AgentId) {
@@ -212,8 +191,7 @@ impl Replication {
             subscribers: 0,
             unread: Instant::now(),
             lists_changed: false,
-            judged: BTreeMap::new(),
-            events: VecDeque::new(),
+            history: History::default(),
         };
         Arc::new_cyclic(|this| Self {
             this: this.clone(),
@@ -664,7 +642,7 @@ impl Tracker for Replication {
                 replica: Replica { id: view.replica, address: view.address },
             });
         }
-        let events = inner.events.iter().cloned().collect();
+        let events = inner.history.events();
         drop(inner);
         Replicas { replicas, alarms: self.alarms(), events }
     }

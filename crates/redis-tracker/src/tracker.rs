@@ -9,8 +9,8 @@ use std::{
 
 use async_trait::async_trait;
 use cluster::{
-    Belief, Candidate, Connected, Connection, InMemoryTracker, Lease, Mark, Query, Replica, ReplicaStatus,
-    Replicas, Standing, Tracker, TrackerError, TrackerStatus, Wire,
+    Belief, Candidate, Connected, Connection, History, InMemoryTracker, Lease, Mark, Query, Replica,
+    ReplicaStatus, Replicas, Standing, Tracker, TrackerError, TrackerStatus, Wire,
 };
 use ids::{AgentId, ReplicaId};
 use tokio::{
@@ -167,9 +167,20 @@ pub(crate) struct Inner {
     /// Somebody died without a word, or wrote in 14.1's way: there may be garbage.
     pub(crate) garbage: bool,
     pub(crate) leaving: bool,
+    /// How the others were judged.
+    pub(crate) history: History,
 }
 
 impl Inner {
+    /// Remembers what has changed in how the others are judged; not before Redis has said what time it is.
+    pub(crate) fn judge(&mut self, now: Instant) {
+        let Some(clock) = self.clock else { return };
+        let peers = self.peers.iter();
+        let peers =
+            peers.map(|(id, peer)| (id.clone(), standing(peer, now).as_str(), peer.life.state.as_str()));
+        self.history.judge(clock.now(now), peers);
+    }
+
     /// Whether replicas of 14.1 have lately been seen here or by another replica.
     pub(crate) fn is_mixed(&self, now: Instant) -> bool {
         self.cache.has_seen_gitlab(now) || self.peers.values().any(|peer| peer.life.gitlab)
@@ -229,6 +240,7 @@ impl RedisTracker {
             // Of those who died before this one began.
             garbage: true,
             leaving: false,
+            history: History::default(),
         };
         let health =
             Health { reachable: false, listening: false, latency: None, announced: false, last_error: None };
@@ -511,7 +523,7 @@ impl Tracker for RedisTracker {
             synced: now <= peer.until,
             heard: Some(self.options.ttl.saturating_sub(peer.until.saturating_duration_since(now))),
         }));
-        Replicas { replicas, alarms }
+        Replicas { replicas, alarms, events: inner.history.events() }
     }
 
     fn status(&self) -> TrackerStatus {

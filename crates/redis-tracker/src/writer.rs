@@ -153,6 +153,7 @@ impl RedisTracker {
             }
             known
         });
+        inner.judge(now);
         if !over.is_empty() {
             inner.cache.wake_holders(|id| over.contains(id));
             let live = inner.peers.len() + 1;
@@ -372,6 +373,7 @@ impl RedisTracker {
         changed.extend(peers.keys().filter(|id| !inner.peers.contains_key(*id)).cloned());
         inner.peers = peers;
         inner.heard.retain(|id, _| inner.peers.contains_key(id));
+        inner.judge(Instant::now());
         if changed.is_empty() {
             return;
         }

@@ -19,8 +19,8 @@ use runtime::{
 use super::{
     Advertise, Agent, AgentListener, Api, ApiListener, ApiSecrets, Audit, AuditOutput, Config,
     ConfigurationSource, Discovery, DnsRecords, Drain, Environment, GitLab, GitLabApi, Gossip, HostPort,
-    Identity, Limits, Listen, LogLevel, Network, Observability, OpenFiles, OtherReplicas, Page, PrivateApi, Redis,
-    RedisAddress, RedisTarget, RedisTls, Replication, ServicePort, Shared, Source, TlsFiles, Tracing,
+    Identity, Limits, Listen, LogLevel, Network, Observability, OpenFiles, OtherReplicas, Page, PrivateApi,
+    Redis, RedisAddress, RedisTarget, RedisTls, Replication, ServicePort, Shared, Source, TlsFiles, Tracing,
     Tracker, host_port,
     walk::{Rule, Section},
 };

@@ -288,9 +288,9 @@ impl View {
         let answer = explain(&source.router, &*source.tracker, agent).await;
         let listed: Result<Connected, _> = connected(&*source.tracker, Query::Agent(agent)).await;
         explained.next = Instant::now() + EXPLAIN;
-        match (answer, listed) {
-            (Ok(answer), Ok(connected)) => Some(event("why", &Why::new(agent, &answer, &connected))),
-            (Err(error), _) | (_, Err(error)) => {
+        match listed {
+            Ok(connected) => Some(event("why", &Why::new(agent, &answer, &connected))),
+            Err(error) => {
                 tracing::debug!(error = %error, "an agent cannot be explained for the page");
                 None
             }
