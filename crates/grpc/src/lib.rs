@@ -11,6 +11,8 @@ mod body;
 mod deadline;
 pub mod gzip;
 mod status;
+#[cfg(feature = "testing")]
+pub mod testing;
 
 pub use body::{InflateBody, MessageReader, ReadError, boxed, full};
 pub use deadline::{Deadline, InvalidTimeout, format_timeout, parse_timeout};

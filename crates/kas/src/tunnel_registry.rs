@@ -934,6 +934,11 @@ mod tests {
 
         /// The process `instance` opens a tunnel, tied to `connection`.
         fn tunnel_of(&mut self, instance: u64, connection: Option<ConnectionId>) {
+            self.tunnel_for(METHOD, instance, connection);
+        }
+
+        /// As [`tunnel_of`](Self::tunnel_of), for another method.
+        fn tunnel_for(&mut self, method: &str, instance: u64, connection: Option<ConnectionId>) {
             let silent = http_body_util::StreamBody::new(futures_util::stream::pending::<
                 Result<http_body::Frame<bytes::Bytes>, grpc::BoxError>,
             >());
@@ -943,7 +948,7 @@ mod tests {
                 token: TokenHash::of(b"t"),
                 peer: Peer::Ours,
                 impersonates: true,
-                descriptor: Arc::new(Descriptor::of(&[METHOD])),
+                descriptor: Arc::new(Descriptor::of(&[method])),
             };
             let owner = Arc::new(RegistryOwner {
                 registry: Arc::clone(&self.registry),
@@ -1126,6 +1131,28 @@ mod tests {
             drop(other);
             assert!(any.granted().await.is_ok(), "{end}");
         }
+    }
+
+    /// Pods of two versions, of which one is replaced.
+    #[tokio::test(start_paused = true)]
+    async fn who_waits_for_a_method_is_told_when_nobody_serves_it_any_more() {
+        let mut lab = lab();
+        let other: Arc<str> = "/s/Other".into();
+        lab.tunnel_for(&other, 1, id(7));
+        lab.tunnel_of(2, id(8));
+        let ask = |lab: &Lab, connection| lab.registry.acquire(agent(), &other, connection);
+        assert_eq!(ask(&lab, id(8)).map(drop), Err(Refused::Unimplemented), "not by this connection");
+        lab.bodies.remove(0);
+        for connection in [None, id(7)] {
+            let Ok(Acquired::Wait(mut waiting)) = ask(&lab, connection) else { panic!("it may come back") };
+            lab.tunnel_for(&other, 1, None);
+            assert!(waiting.granted().await.is_ok());
+            lab.bodies.pop();
+        }
+        let Ok(Acquired::Wait(mut waiting)) = ask(&lab, None) else { panic!("it may come back") };
+        let told = waiting.granted().await;
+        assert!(matches!(told, Err(Gone::Refused(Refused::Unimplemented))), "{told:?}");
+        assert_eq!(ask(&lab, None).map(drop), Err(Refused::Unimplemented));
     }
 
     /// Seen to fail without the bound.

@@ -5,18 +5,17 @@
 #![allow(clippy::unwrap_used)] // a test may panic
 
 use std::{
-    collections::VecDeque,
     pin::Pin,
     sync::{
         Arc, Mutex,
         atomic::{AtomicBool, AtomicUsize, Ordering},
     },
-    task::{Context, Poll, Waker},
+    task::Poll,
     time::Duration,
 };
 
 use bytes::{BufMut as _, Bytes, BytesMut};
-use grpc::{BoxError, Code, Deadline, Outcome, Status};
+use grpc::{BoxError, Code, Deadline, Outcome, Status, testing::Pipe};
 use http::HeaderMap;
 use http_body::{Body, Frame};
 use http_body_util::BodyExt as _;
@@ -34,83 +33,6 @@ use tunnel::{
         TunnelBody,
     },
 };
-
-/// A body whose frames a script writes.
-#[derive(Clone, Default)]
-struct Pipe(Arc<Mutex<PipeState>>);
-
-#[derive(Default)]
-struct PipeState {
-    frames: VecDeque<Result<Frame<Bytes>, BoxError>>,
-    ended: bool,
-    reset: bool,
-    dropped: bool,
-    waker: Option<Waker>,
-}
-
-impl Pipe {
-    fn act(&self, act: impl FnOnce(&mut PipeState)) {
-        let mut state = self.0.lock().unwrap();
-        act(&mut state);
-        if let Some(waker) = state.waker.take() {
-            waker.wake();
-        }
-    }
-
-    fn write(&self, bytes: impl Into<Bytes>) {
-        self.act(|s| s.frames.push_back(Ok(Frame::data(bytes.into()))));
-    }
-
-    fn end(&self) {
-        self.act(|s| s.ended = true);
-    }
-
-    /// As HTTP/2 libraries show a reset with CANCEL: an end that is not an end of stream.
-    fn reset(&self) {
-        self.act(|s| s.reset = true);
-    }
-
-    fn is_dropped(&self) -> bool {
-        self.0.lock().unwrap().dropped
-    }
-
-    fn body(&self) -> grpc::Body {
-        grpc::boxed(PipeBody(self.clone()))
-    }
-}
-
-struct PipeBody(Pipe);
-
-impl Drop for PipeBody {
-    fn drop(&mut self) {
-        self.0.0.lock().unwrap().dropped = true;
-    }
-}
-
-impl Body for PipeBody {
-    type Data = Bytes;
-    type Error = BoxError;
-
-    fn poll_frame(
-        self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
-        let mut state = self.0.0.lock().unwrap();
-        if let Some(frame) = state.frames.pop_front() {
-            return Poll::Ready(Some(frame));
-        }
-        if state.ended || state.reset {
-            return Poll::Ready(None);
-        }
-        state.waker = Some(cx.waker().clone());
-        Poll::Pending
-    }
-
-    fn is_end_stream(&self) -> bool {
-        let state = self.0.0.lock().unwrap();
-        state.ended && state.frames.is_empty()
-    }
-}
 
 /// Keeps what the tunnel told its owner.
 #[derive(Default)]
@@ -643,12 +565,13 @@ where
     tokio::spawn(async move {
         loop {
             match from.frame().await {
-                Some(Ok(frame)) => to.act(|state| {
-                    if frame.is_trailers() {
-                        state.ended = true;
+                Some(Ok(frame)) => {
+                    let is_last = frame.is_trailers();
+                    to.push(frame);
+                    if is_last {
+                        to.end();
                     }
-                    state.frames.push_back(Ok(frame));
-                }),
+                }
                 None => {
                     to.end();
                     return;
@@ -905,7 +828,7 @@ impl Hop {
                         if status.code() == Code::Ok {
                             self.lent.end();
                         } else {
-                            self.lent.act(|s| s.frames.push_back(Err(Box::new(status.clone()))));
+                            self.lent.fail(status.clone());
                         }
                         self.ended = Some(status);
                         self.splice = None;

@@ -1,10 +1,11 @@
 //! A tunnel that stays lent between requests: every interleaving of the replica that asks, the one that holds the tunnel,
 //! and the agent, decided by the order of the script and not by time. The streams between them are pipes.
 
-use std::{collections::VecDeque, sync::Weak, task::Waker};
+use std::{sync::Weak, task::Waker};
 
 use bytes::BufMut as _;
 use cluster::{InMemoryTracker, Lease, Tracker as _};
+use grpc::testing::Pipe;
 use ids::TokenHash;
 use prometheus_client::registry::Registry;
 use tunnel::{
@@ -21,72 +22,6 @@ use crate::{
 
 const METHOD: &str = "/s/M";
 const OTHER: &str = "/s/Other";
-
-/// A direction of a stream.
-#[derive(Clone, Default)]
-struct Pipe(Arc<Mutex<PipeState>>);
-
-#[derive(Default)]
-struct PipeState {
-    frames: VecDeque<Result<Frame<Bytes>, BoxError>>,
-    ended: bool,
-    reset: bool,
-    waker: Option<Waker>,
-}
-
-impl Pipe {
-    fn act(&self, act: impl FnOnce(&mut PipeState)) {
-        let mut state = self.0.lock().unwrap();
-        act(&mut state);
-        if let Some(waker) = state.waker.take() {
-            waker.wake();
-        }
-    }
-
-    fn write(&self, bytes: impl Into<Bytes>) {
-        self.act(|s| s.frames.push_back(Ok(Frame::data(bytes.into()))));
-    }
-
-    fn end(&self) {
-        self.act(|s| s.ended = true);
-    }
-
-    /// As HTTP/2 libraries show a reset with CANCEL: an end that is not an end of stream.
-    fn reset(&self) {
-        self.act(|s| s.reset = true);
-    }
-
-    fn body(&self) -> Body {
-        grpc::boxed(PipeBody(self.clone()))
-    }
-}
-
-struct PipeBody(Pipe);
-
-impl http_body::Body for PipeBody {
-    type Data = Bytes;
-    type Error = BoxError;
-
-    fn poll_frame(
-        self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
-        let mut state = self.0.0.lock().unwrap();
-        if let Some(frame) = state.frames.pop_front() {
-            return Poll::Ready(Some(frame));
-        }
-        if state.ended || state.reset {
-            return Poll::Ready(None);
-        }
-        state.waker = Some(cx.waker().clone());
-        Poll::Pending
-    }
-
-    fn is_end_stream(&self) -> bool {
-        let state = self.0.0.lock().unwrap();
-        state.ended && state.frames.is_empty()
-    }
-}
 
 fn agent() -> AgentId {
     AgentId::new(3).unwrap()
@@ -361,10 +296,7 @@ impl Lab {
                 let status = wrote.trailers.and_then(|trailers| Status::from_headers(&trailers));
                 match &status {
                     Some(status) if status.code() == Code::Ok => self.lent.end(),
-                    Some(status) => {
-                        let status = Box::new(status.clone());
-                        self.lent.act(|s| s.frames.push_back(Err(status)));
-                    }
+                    Some(status) => self.lent.fail(status.clone()),
                     None => self.lent.reset(),
                 }
                 self.ended = Some(status);
