@@ -370,7 +370,10 @@ impl Own {
             let settled = entry.lasts.is_some();
             let extend = mixed || entry.lasts.is_none_or(|lasts| lasts < needed);
             if extend {
-                entry.lasts = Some(now + hash_ttl);
+                // The first time taken for shorter, by chance: what came together is not extended together.
+                let spare = (now + hash_ttl).saturating_duration_since(needed);
+                let share = if settled { 1.0 } else { rand::random::<f64>() };
+                entry.lasts = Some(needed + spare.mul_f64(share));
             }
             batch.items.push((item, news));
             is_news |= news;
@@ -574,23 +577,32 @@ mod tests {
 
     #[tokio::test]
     async fn an_expiry_is_set_when_it_is_needed_and_each_time_where_others_may_lower_it() {
+        const PERIODS: usize = 40;
         let (mut own, keys) = own();
         let mut now = Instant::now();
-        own.add_route(agent(1), none());
-        let mut extended = Vec::new();
-        let mut until = now;
-        for mixed in [false, false, false, false, false, false, false, true, true] {
-            let one = own.batch(&keys, 100, now, Duration::from_secs(1_000), (TTL, 4 * TTL), mixed);
-            let change = one.changes.values().next().unwrap();
-            extended.push(change.extend);
-            if change.extend {
-                until = now + 4 * TTL;
-            }
-            own.written(one, now);
-            now += REFRESH;
-            assert!(now < until, "the hash has expired before it was refreshed");
+        for id in 1..=50 {
+            own.add_route(agent(id), none());
         }
-        assert_eq!(extended, [true, false, false, false, true, false, false, true, true]);
+        let mut until = HashMap::new();
+        let mut extended = Vec::new();
+        for period in 0..PERIODS {
+            let mixed = period >= PERIODS - 2;
+            let all = own.batch(&keys, 100, now, Duration::from_secs(1_000), (TTL, 4 * TTL), mixed);
+            assert_eq!(all.len(), 50, "each is refreshed in each period");
+            for (key, change) in all.changes.iter().filter(|(_, change)| change.extend) {
+                assert!(change.settled == (period > 0));
+                until.insert(key.clone(), now + 4 * TTL);
+            }
+            extended.push(all.changes.values().filter(|change| change.extend).count());
+            own.written(all, now);
+            now += REFRESH;
+            assert!(until.values().all(|until| now < *until), "a hash has expired before it was refreshed");
+        }
+        assert_eq!((extended[0], extended[PERIODS - 2], extended[PERIODS - 1]), (50, 50, 50));
+        // Every fourth time, and not all of them in the same period.
+        let between = &extended[1..PERIODS - 2];
+        let mean = between.iter().sum::<usize>() as f64 / between.len() as f64 / 50.0;
+        assert!((0.2..0.3).contains(&mean) && between.iter().all(|count| *count < 35), "{between:?}");
         own.announce_again(now);
         assert!(batch(&mut own, &keys, now).changes.values().all(|change| change.extend && !change.settled));
     }
