@@ -7,6 +7,7 @@ mod agents;
 mod balancer;
 mod kasctl;
 mod outage;
+mod redis;
 mod replicas;
 mod story;
 mod traffic;
@@ -40,6 +41,7 @@ Examples:
   cargo xtask quickstart                               a made-up Kubernetes API, no cluster needed
   cargo xtask quickstart --kubeconfig ~/.kube/config   your cluster, as the kubeconfig's current context
   cargo xtask quickstart --once                        show it and end; fails unless all went as it should
+  cargo xtask quickstart --tracker redis               replicas that share a Redis rather than gossip
 
 It starts three replicas of kas and four agentk, kills a replica in the middle of traffic, and shows how long each thing
 took to recover. It listens on free ports of 127.0.0.1 only, keeps everything in a temporary folder, and leaves nothing
@@ -74,12 +76,31 @@ pub(crate) struct QuickstartArgs {
 enum Tracker {
     /// They tell each other
     Gossip,
+    /// They share a Redis, which is started too: redis-server or valkey-server must be installed
+    Redis,
 }
 
 impl Tracker {
     fn as_str(self) -> &'static str {
         match self {
             Self::Gossip => "gossip",
+            Self::Redis => "redis",
+        }
+    }
+
+    /// Says how replicas find each other here.
+    fn how(self) -> &'static str {
+        match self {
+            Self::Gossip => "each was given three addresses; gossip over UDP does the rest",
+            Self::Redis => "each was given a Redis, where it finds the others",
+        }
+    }
+
+    /// Says by what a dead replica is known to be gone.
+    fn gone(self) -> &'static str {
+        match self {
+            Self::Gossip => "gossip agrees: replica 2 is gone",
+            Self::Redis => "its key in Redis has expired: replica 2 is gone",
         }
     }
 }
@@ -157,6 +178,7 @@ impl Signals {
 struct Stage {
     dir: Option<TempDir>,
     demo: Option<Service>,
+    redis: Option<Service>,
     replicas: Vec<Replica>,
     balancer: Balancer,
     agents: Vec<Service>,
@@ -170,6 +192,7 @@ async fn ended(
     replicas: &mut [Replica],
     agents: &mut [Service],
     demo: &mut Option<Service>,
+    redis: &mut Option<Service>,
 ) -> (Option<usize>, anyhow::Error) {
     type Ended<'a> = Pin<Box<dyn Future<Output = (Option<usize>, anyhow::Error)> + 'a>>;
     async fn one(replica: Option<usize>, service: &mut Service) -> (Option<usize>, anyhow::Error) {
@@ -177,7 +200,7 @@ async fn ended(
     }
     let replicas = replicas.iter_mut().enumerate();
     let replicas = replicas.filter_map(|(index, replica)| Some((Some(index), replica.service.as_mut()?)));
-    let others = agents.iter_mut().chain(demo).map(|service| (None, service));
+    let others = agents.iter_mut().chain(demo).chain(redis).map(|service| (None, service));
     let mut all: Vec<Ended<'_>> =
         replicas.chain(others).map(|(index, service)| Box::pin(one(index, service)) as Ended<'_>).collect();
     poll_fn(|context| {
@@ -193,7 +216,7 @@ async fn ended(
 impl Stage {
     /// Waits until a process ends that should not; says which replica it was, if it was one.
     async fn ended(&mut self) -> (Option<usize>, anyhow::Error) {
-        ended(&mut self.replicas, &mut self.agents, &mut self.demo).await
+        ended(&mut self.replicas, &mut self.agents, &mut self.demo, &mut self.redis).await
     }
 
     /// Does something, as long as every process runs.
@@ -218,7 +241,7 @@ impl Stage {
     async fn tolerant<T>(&mut self, work: impl Future<Output = Result<T>>) -> Result<T> {
         tokio::select! {
             biased;
-            (_, error) = ended(&mut [], &mut self.agents, &mut self.demo) => Err(error),
+            (_, error) = ended(&mut [], &mut self.agents, &mut self.demo, &mut self.redis) => Err(error),
             done = work => done,
         }
     }
@@ -229,8 +252,10 @@ impl Stage {
         let agents = std::mem::take(&mut self.agents);
         let replicas: Vec<Service> = self.replicas.drain(..).filter_map(|replica| replica.service).collect();
         let demo: Vec<Service> = self.demo.take().into_iter().collect();
+        let redis: Vec<Service> = self.redis.take().into_iter().collect();
         let mut told = false;
-        for (name, services) in [("agentk", agents), ("kas", replicas), ("demo API", demo)] {
+        for (name, services) in [("agentk", agents), ("kas", replicas), ("Redis", redis), ("demo API", demo)]
+        {
             if services.is_empty() {
                 continue;
             }

@@ -76,6 +76,43 @@ fn the_demo_is_shown_in_plain_text_and_says_that_it_is_one() -> Result<()> {
     Ok(())
 }
 
+#[test]
+fn with_redis_the_same_is_shown_and_the_redis_is_gone_with_it() -> Result<()> {
+    let temporary = tempfile::tempdir()?;
+    let shown = stdout(&quickstart(temporary.path(), &["--once", "--tracker", "redis"])?.output()?)?;
+    for expected in [
+        "Start a Redis for the replicas",
+        "redis.sock",
+        "each was given a Redis, where it finds the others",
+        "SIGKILL for replica 2",
+        "replica 1 takes no request there any more",
+        "agent 3 answers a request",
+        "its key in Redis has expired: replica 2 is gone",
+        "no gap     for agents 1 and 2: every request was answered",
+        "knows all  replica 1 after",
+        "Redis      ended",
+    ] {
+        assert!(shown.contains(expected), "{expected:?} is not in:\n{shown}");
+    }
+    assert!(!shown.contains("problem") && !shown.contains("gossip"), "{shown}");
+    assert!(is_empty(&temporary)?, "the folder is removed");
+    Ok(())
+}
+
+#[test]
+fn without_a_redis_to_start_one_line_says_what_is_missing() -> Result<()> {
+    let temporary = tempfile::tempdir()?;
+    let output = quickstart(temporary.path(), &["--once", "--tracker", "redis"])?
+        .env("PATH", temporary.path())
+        .output()?;
+    let told = String::from_utf8_lossy(&output.stderr);
+    assert!(!output.status.success());
+    assert!(told.contains("neither redis-server nor valkey-server for --tracker redis"), "{told}");
+    assert!(told.contains("apt-get install redis-server") && told.trim().lines().count() == 1, "{told}");
+    assert!(is_empty(&temporary)?);
+    Ok(())
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn a_kubeconfig_shows_the_pods_of_a_real_api_server() -> Result<()> {
     let kubernetes = Kubernetes::start().await?;

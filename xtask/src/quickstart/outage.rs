@@ -108,7 +108,7 @@ pub(super) async fn kill(report: &mut Report, stage: &mut Stage, cast: &Cast) ->
             Ok(!rows.iter().any(|row| row.name == *name && row.standing != "gone"))
         })
         .await?;
-        tell(killed.elapsed(), "gossip agrees: replica 2 is gone");
+        tell(killed.elapsed(), cast.shared.tracker.gone());
         anyhow::Ok(())
     };
     let all = Box::pin(async {

@@ -17,7 +17,7 @@ use tokio::{
     time::{Instant, sleep, timeout},
 };
 
-use super::{POLL, READY_WITHIN, Tracker, kasctl::Kasctl};
+use super::{POLL, READY_WITHIN, Tracker, kasctl::Kasctl, redis};
 use crate::process::{Service, tied};
 
 /// How often free ports are looked for: another process can take one before kas does.
@@ -81,7 +81,7 @@ impl Ports {
 pub(super) struct Shared {
     program: PathBuf,
     dir: PathBuf,
-    tracker: Tracker,
+    pub(super) tracker: Tracker,
 }
 
 impl Shared {
@@ -107,13 +107,23 @@ impl Shared {
         // A JSON text is a YAML text.
         let path = |path: &Path| serde_json::to_string(path).context("the temporary folder is not UTF-8");
         let Ports { agent, api, observability, private } = ports;
+        let others = match self.tracker {
+            Tracker::Gossip => format!("discovery:\n  static:\n    addresses: [{seeds}]"),
+            // A crash is what is shown here: ten seconds, the default, are long to watch.
+            Tracker::Redis => {
+                format!(
+                    "redis:\n  network: unix\n  server:\n    address: {}\ntable:\n  ttl: 3s",
+                    path(&redis::socket(&self.dir))?
+                )
+            }
+        };
         Ok(format!(
             "tracker: {tracker}\n\
              agent:\n  listen:\n    address: 127.0.0.1:{agent}\n\
              api:\n  listen:\n    address: 127.0.0.1:{api}\n    authentication_secret_file: {api_secret}\n\
              private_api:\n  listen:\n    address: 127.0.0.1:{private}\n    \
              authentication_secret_file: {private_secret}\n\
-             discovery:\n  static:\n    addresses: [{seeds}]\n\
+             {others}\n\
              observability:\n  listen:\n    address: 127.0.0.1:{observability}\n\
              identity:\n  file: {agents}\n\
              state_dir: {state}\n\

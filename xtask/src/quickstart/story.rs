@@ -6,10 +6,11 @@ use anyhow::{Context as _, Result, anyhow, bail, ensure};
 use tokio::time::{Instant, sleep};
 
 use super::{
-    ANSWER_WITHIN, QuickstartArgs, READY_WITHIN, RESTART_AFTER, Stage,
+    ANSWER_WITHIN, QuickstartArgs, READY_WITHIN, RESTART_AFTER, Stage, Tracker,
     agents::{self, AGENTS, Cluster, PODS, PROJECT, Watch},
     kasctl::{Agent, Kasctl},
     outage::{self, Aftermath},
+    redis,
     replicas::{self, NAMES, Replica, Shared},
 };
 use crate::{
@@ -70,7 +71,9 @@ pub(super) struct Shown {
 
 /// Shows everything.
 pub(super) async fn show(args: &QuickstartArgs, stage: &mut Stage) -> Result<Shown> {
-    let mut report = Report::new(if args.kubeconfig.is_some() { 7 } else { 8 });
+    let with_redis = args.tracker == Tracker::Redis;
+    let steps = 7 + usize::from(args.kubeconfig.is_none()) + usize::from(with_redis);
+    let mut report = Report::new(steps);
     let style = report.style();
     line(style.bold("kas quickstart: three replicas, three agents, and a crash in the middle of it"));
     match &args.kubeconfig {
@@ -84,6 +87,10 @@ pub(super) async fn show(args: &QuickstartArgs, stage: &mut Stage) -> Result<Sho
         ),
     }
     line("");
+    if with_redis {
+        // Before minutes of building.
+        redis::program()?;
+    }
 
     let mut step = report.step("Build kas, agentk and kasctl (the first time: minutes)");
     step.make_room();
@@ -109,6 +116,14 @@ pub(super) async fn show(args: &QuickstartArgs, stage: &mut Stage) -> Result<Sho
             Cluster::Demo(url)
         }
     };
+
+    if with_redis {
+        let mut step = report.step("Start a Redis for the replicas");
+        redis::start(&dir, &mut stage.redis).await?;
+        step.took();
+        step.fact("socket", redis::socket(&dir).display());
+        step.fact("look at it", "redis-cli -s with this socket, then: SCAN 0");
+    }
 
     let mut step = report.step("Make three agents and two secrets");
     let shared = Shared::make(programs.path("kas")?, &dir, args.tracker)?;
@@ -157,7 +172,7 @@ async fn start_replicas(
         step.text(&format!("{:<8} {pid:<8} {api:<23} {metrics:<23} {}", replica.number(), human(known)));
     }
     step.fact("ready", format_args!("all of them after {}", human(ready)));
-    step.fact("how", "each was given three addresses; gossip over UDP does the rest");
+    step.fact("how", shared.tracker.how());
     step.fact("seen by", "kasctl replicas, asked of each");
     Ok(cast)
 }
