@@ -2,7 +2,8 @@
 //!
 //! Every server that is measured is a process of the release profile on loopback, and so is the load client.
 //! `path` measures time, throughput, processor time and memory; `instructions` counts what kas executes per call,
-//! which neighbours on the machine do not change. `cluster` measures several replicas.
+//! which neighbours on the machine do not change. `cluster` measures several replicas, `tracker` what they know
+//! each other's agents by.
 
 mod agents;
 mod client;
@@ -30,6 +31,8 @@ enum What {
     Instructions(InstructionsArgs),
     /// Several replicas: how soon they know of agents and of each other's end; about fifteen minutes.
     Cluster(ClusterArgs),
+    /// Each version of the table of agents: how soon others see a change, and what it costs; about twenty minutes.
+    Tracker(TrackerArgs),
 }
 
 #[derive(Debug, clap::Args)]
@@ -84,6 +87,15 @@ struct ClusterArgs {
 }
 
 #[derive(Debug, clap::Args)]
+struct TrackerArgs {
+    /// Leaves out replicas at rest, which take sixteen minutes.
+    #[arg(long)]
+    no_rest: bool,
+    #[command(flatten)]
+    output: Output,
+}
+
+#[derive(Debug, clap::Args)]
 struct Output {
     /// Writes the keys that gates are about as one flat object; keys of the other command that the file has stay.
     #[arg(long, value_name = "FILE")]
@@ -108,6 +120,7 @@ pub(crate) fn run(args: BenchArgs) -> anyhow::Result<()> {
         What::Path(args) => path::run(&args),
         What::Instructions(args) => instructions::run(&args),
         What::Cluster(args) => cluster::run(&args),
+        What::Tracker(args) => cluster::tracker::run(&args),
     }
 }
 

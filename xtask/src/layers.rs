@@ -55,8 +55,8 @@ const ALLOWED: [(&str, &[&str]); 19] = [
     ("fuzz-targets", &["proto", "websocket", "grpc", "tunnel", "gossip", "table", "kas", "agentk"]),
     // For tests. Without the programs, so that all of them can use it.
     ("testkit", &["ids", "proto", "runtime", "grpc", "tunnel"]),
-    // The bench plays an owner of the table whose agents are many.
-    ("xtask", &["ids", "proto", "runtime", "grpc", "table", "testkit"]),
+    // The bench plays an owner of the table whose agents are many, and measures trackers.
+    ("xtask", &["ids", "proto", "runtime", "grpc", "cluster", "redis-tracker", "table", "testkit"]),
     // Tests and nothing else: everything it needs is a dev-dependency.
     ("tests", &[]),
 ];

@@ -13,6 +13,7 @@ mod size;
 mod speed;
 mod stage;
 mod times;
+pub(super) mod tracker;
 
 use std::fmt::Write as _;
 

@@ -52,7 +52,7 @@ const fn at_most(key: &'static str, gate: f64, goal: f64) -> Gate {
 /// The key of the other command.
 pub(super) const INSTRUCTIONS: &str = "kas_instructions_per_request";
 
-const GATES: [Gate; 22] = [
+const GATES: [Gate; 26] = [
     at_least("unary_100b_c64_ratio", 0.50, 0.70),
     at_most("unary_100b_c1_p50_ratio", 2.6, 2.2),
     at_least("stream_down_64k_ratio", 0.50, 0.65),
@@ -75,6 +75,10 @@ const GATES: [Gate; 22] = [
     at_most("rolling_failed", 0.0, 0.0),
     at_least("two_hop_c64_ratio", 0.33, 0.49),
     at_most("mb_per_replica_1m_entries", 20.0, 15.0),
+    at_most("redis_visible_p99_ms", 20.0, 5.0),
+    at_most("redis_idle_commands_per_s_100k_agents", 2_000.0, 1_600.0),
+    at_most("redis_reannounce_10k_s", 2.0, 1.0),
+    at_most("locate_cached_us", 1.0, 0.5),
 ];
 
 impl Gate {
@@ -364,8 +368,8 @@ pub(super) fn finish(
 const DOCUMENT: &str = "\
 # Benchmarks
 
-Written by `cargo xtask bench path`, `bench instructions` and `bench cluster` with `--write-docs`. *Direct* is the same
-handler, served by a program of its own on HTTP/2 with the windows of the tunnel and called by the same client over as
+Written by `cargo xtask bench path`, `bench instructions`, `bench cluster` and `bench tracker` with `--write-docs`.
+*Direct* is the same handler, served by a program of its own on HTTP/2 with the windows of the tunnel and called by the same client over as
 many connections with the same metadata, at which nobody looks there (`--bare-direct` leaves it out). Every process is
 of the release profile and on its own; direct calls and calls through kas alternate within each round. The client takes
 a new token every second unless a row says otherwise: kas remembers tokens that it has verified, and the row with new

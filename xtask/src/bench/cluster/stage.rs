@@ -75,11 +75,13 @@ pub(super) struct Options {
     pub(super) drain_delay: &'static str,
     /// Further seeds: owners that are no kas.
     pub(super) seeds: Vec<SocketAddr>,
+    /// The Redis that they share; `None`: they tell each other.
+    pub(super) redis: Option<SocketAddr>,
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Self { drain_delay: "0s", seeds: Vec::new() }
+        Self { drain_delay: "0s", seeds: Vec::new(), redis: None }
     }
 }
 
@@ -176,11 +178,15 @@ impl<'a> Stage<'a> {
         let name = format!("{}-{index}-{}", self.name, replica.starts);
         let at = replica.at;
         let (secret, private) = (self.ground.secret_file(), self.ground.path("private-secret"));
+        let others = match self.options.redis {
+            None => format!("discovery: {{static: {{addresses: [{list}]}}}}"),
+            Some(at) => format!("tracker: redis\nredis: {{server: {{address: \"{at}\"}}}}"),
+        };
         let config = format!(
             "agent: {{listen: {{address: \"{}\", connections_per_token_per_minute: 100000}}}}\n\
              api: {{listen: {{address: \"{}\", authentication_secret_file: {secret:?}}}}}\n\
              private_api: {{listen: {{address: \"{}\", authentication_secret_file: {private:?}}}}}\n\
-             discovery: {{static: {{addresses: [{list}]}}}}\n\
+             {others}\n\
              observability: {{listen: {{address: \"{}\"}}}}\n\
              identity: {{file: {:?}}}\n\
              drain: {{delay: {}}}\n\
