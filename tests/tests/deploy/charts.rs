@@ -114,6 +114,31 @@ async fn a_rolling_update_waits_for_the_drain_and_keeps_every_replica() -> Resul
 }
 
 #[tokio::test]
+async fn with_redis_three_values_are_enough_and_nothing_of_gossip_is_left() -> Result<()> {
+    let values = json!({
+        "tracker": "redis",
+        "redis": { "address": "redis.example.com:6379", "existingSecret": "redis-auth" },
+    });
+    let answer = helm_one(render("kas", &values, "kas", NAMESPACE)).await?;
+    let text = answer["objects"].to_string();
+    for gone in ["gossip", "discovery", "endpointslices"] {
+        assert!(!text.contains(gone), "{gone:?} is in: {text}");
+    }
+    let objects = answer["objects"].as_array().context("objects")?;
+    let config =
+        objects.iter().find_map(|object| object["data"]["kas.yaml"].as_str()).context("a configuration")?;
+    for expected in [
+        "tracker: redis",
+        "address: redis.example.com:6379",
+        "password_file: /etc/kas/secrets/redis/redis-password",
+    ] {
+        assert!(config.contains(expected), "{expected:?} is not in: {config}");
+    }
+    assert!(text.contains(r#""secretName":"redis-auth""#), "{text}");
+    Ok(())
+}
+
+#[tokio::test]
 async fn large_numbers_stay_whole() -> Result<()> {
     let token = json!({ "existingSecret": "token" });
     let values = json!({ "kasAddress": "grpc://kas:8150", "token": token, "maxTunnels": 2_000_000 });
@@ -166,7 +191,7 @@ fn materialize(objects: &[Value], dir: &Path) -> Result<PathBuf> {
                 files.insert(key.clone(), value.as_str().context("text")?.into());
             }
         } else if volume.get("configMap").or(volume.get("secret")).is_some() {
-            let secrets = ["secret", "next", "old", "new", "kas_shared_secret"];
+            let secrets = ["secret", "next", "old", "new", "kas_shared_secret", "redis-password"];
             for file in secrets.into_iter().chain(["tls.key", "tls.crt", "ca.crt", "agents.yaml"]) {
                 files.insert(file.to_owned(), made(file).into());
             }

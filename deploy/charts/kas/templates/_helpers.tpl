@@ -79,7 +79,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 
 {{/* What must agree with the other objects, and so wins over `config`. */}}
 {{- define "kas.ownConfig" -}}
-tracker: gossip
+tracker: {{ .Values.tracker }}
 agent:
   listen:
     network: tcp
@@ -136,11 +136,24 @@ private_api:
     {{- end }}
   # Empty: POD_IP tells.
   advertise: ""
+{{- if eq .Values.tracker "redis" }}
+{{- if or .Values.redis.address .Values.redis.existingSecret }}
+redis:
+  {{- with .Values.redis.address }}
+  server:
+    address: {{ . | quote }}
+  {{- end }}
+  {{- if .Values.redis.existingSecret }}
+  password_file: /etc/kas/secrets/redis/{{ .Values.redis.key }}
+  {{- end }}
+{{- end }}
+{{- else }}
 discovery:
   kubernetes:
     service: {{ include "kas.fullname" . }}-peers
     namespace: ""
     port: "private-api"
+{{- end }}
 observability:
   listen:
     network: tcp
@@ -206,6 +219,20 @@ Takes a list: theirs, own, the path so far.
 {{- end -}}
 {{- if and .Values.gitlab.address (or .Values.agents.list .Values.agents.existingSecret) -}}
 {{- fail "gitlab.address is set, so GitLab knows the agents: agents.list and agents.existingSecret must be empty" -}}
+{{- end -}}
+{{- if ne (.Values.config.tracker | default .Values.tracker) .Values.tracker -}}
+{{- fail (printf "config.tracker is %s: set the value tracker, which other objects depend on" .Values.config.tracker) -}}
+{{- end -}}
+{{- $redis := .Values.config.redis | default dict -}}
+{{- $elsewhere := or (hasKey $redis "server") (hasKey $redis "sentinel") (hasKey $redis "cluster") -}}
+{{- if and (eq .Values.tracker "redis") (not .Values.redis.address) (not $elsewhere) -}}
+{{- fail "tracker: redis needs redis.address, such as redis.example.com:6379, or config.redis with sentinel or cluster" -}}
+{{- end -}}
+{{- if and (ne .Values.tracker "redis") (or .Values.redis.address .Values.redis.existingSecret) -}}
+{{- fail "redis.address and redis.existingSecret are for tracker: redis" -}}
+{{- end -}}
+{{- if and .Values.redis.address (or (hasKey $redis "sentinel") (hasKey $redis "cluster")) -}}
+{{- fail "redis.address is one server, and config.redis names sentinel or cluster: leave one of them out" -}}
 {{- end -}}
 {{- if and .Values.agents.list .Values.agents.existingSecret -}}
 {{- fail "agents.list and agents.existingSecret are both set: one of them says which agents there are" -}}
