@@ -16,12 +16,16 @@
 //! several requests: after each the holder says whether the tunnel stays lent ([`Lender`]), and in between it is
 //! parked at both ends and free at neither.
 //!
+//! Between this project's replicas and GitLab's, of 14.1, a request has another form, which [`gateway`] is for: the same
+//! envelopes come back, but what goes there are the caller's messages as they are.
+//!
 //! A response body cannot reset its stream while HTTP/2 waits for window (nobody polls it then), so
 //! a tunnel is given a function that does.
 
 mod agent_stream;
 mod caller_stream;
 mod exchange;
+pub mod gateway;
 mod info;
 mod splice;
 mod tunnel_body;
@@ -118,6 +122,17 @@ pub enum Retire {
     Ok,
 }
 
+/// What is at the other end of a tunnel's stream.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Form {
+    /// agentk itself.
+    Own,
+    /// Another replica that has the agent, for one request or, `again`, for several.
+    Lent { again: bool },
+    /// A replica of GitLab's kas that has the agent.
+    Gateway,
+}
+
 /// One tunnel, shared by agentk's stream and, during a request, the caller's.
 pub struct Tunnel {
     info: Info,
@@ -125,6 +140,8 @@ pub struct Tunnel {
     borrowed: bool,
     /// Such a stream may carry several requests; else it carries one and ends.
     again: bool,
+    /// The other replica is GitLab's: it takes messages without envelopes.
+    plain: bool,
     owner: Arc<dyn Owner>,
     reset: Box<dyn Fn() + Send + Sync>,
     core: Mutex<Core>,
@@ -139,6 +156,8 @@ struct Core {
     retire: Option<Retire>,
     /// The caller left a 14.1 agent's request: read the rest of its answer.
     discard: bool,
+    /// The answer's trailer has come, and the other replica ends its stream only after this side has: [`Tunnel::plain`].
+    finishing: bool,
     /// What was wrong with the caller's bytes.
     fault: Option<Status>,
     /// The open request's envelopes come from another replica.
@@ -223,7 +242,7 @@ impl Tunnel {
         reset: Box<dyn Fn() + Send + Sync>,
     ) -> (Arc<Self>, TunnelBody) {
         let end = KasEnd::parked(info.peer.mode());
-        Self::make(info, opening, owner, reset, end, (false, false))
+        Self::make(info, opening, owner, reset, end, Form::Own)
     }
 
     /// Makes a tunnel that another replica lends: `body` is its answer, which fails with a [`Status`] where that
@@ -237,7 +256,7 @@ impl Tunnel {
         again: bool,
     ) -> (Arc<Self>, TunnelBody) {
         let end = if again { KasEnd::lent() } else { KasEnd::parked(info.peer.mode()) };
-        Self::make(info, Opening::new(body, false), owner, reset, end, (true, again))
+        Self::make(info, Opening::new(body, false), owner, reset, end, Form::Lent { again })
     }
 
     fn make(
@@ -246,8 +265,10 @@ impl Tunnel {
         owner: Arc<dyn Owner>,
         reset: Box<dyn Fn() + Send + Sync>,
         end: KasEnd,
-        (borrowed, again): (bool, bool),
+        form: Form,
     ) -> (Arc<Self>, TunnelBody) {
+        let (borrowed, plain) = (form != Form::Own, form == Form::Gateway);
+        let again = form == Form::Lent { again: true };
         let core = Core {
             end,
             stream: Some(opening.0),
@@ -255,6 +276,7 @@ impl Tunnel {
             ending: None,
             retire: None,
             discard: false,
+            finishing: false,
             fault: None,
             spliced: false,
             ahead: Bytes::new(),
@@ -270,7 +292,7 @@ impl Tunnel {
             tunnel_waker: None,
             exchange_waker: None,
         };
-        let tunnel = Arc::new(Self { info, borrowed, again, owner, reset, core: Mutex::new(core) });
+        let tunnel = Arc::new(Self { info, borrowed, again, plain, owner, reset, core: Mutex::new(core) });
         let body = TunnelBody::new(Arc::clone(&tunnel));
         (tunnel, body)
     }

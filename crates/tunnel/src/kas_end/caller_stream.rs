@@ -48,6 +48,15 @@ pub(super) enum Pulled {
 }
 
 impl CallerStream {
+    /// Whether everything of the message that began last has been handed out.
+    pub(super) fn is_between(&self) -> bool {
+        match &self.source {
+            Source::Messages(splitter) => splitter.left() == 0,
+            // Another replica decides where its envelopes end.
+            Source::Envelopes(_) => false,
+        }
+    }
+
     pub(super) fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Pulled> {
         loop {
             match self.source.next() {

@@ -18,7 +18,7 @@ use tokio::time::{Instant, Sleep};
 use super::{
     COPY, Core, Ending, Failure, GATHER, Peer, Tunnel,
     agent_stream::{AgentStream, Broken, Got, broken, kind},
-    set_waker,
+    gateway, set_waker,
 };
 use crate::{
     frame::{Event, request},
@@ -46,8 +46,8 @@ pub struct Exchange {
     pub(super) out: BytesMut,
     pub(super) big: Option<Bytes>,
     /// What the agent's `error` said.
-    status: Option<Status>,
-    trailers: HeaderMap,
+    pub(super) status: Option<Status>,
+    pub(super) trailers: HeaderMap,
     sleep: Option<Pin<Box<Sleep>>>,
     /// The trailers that stand after what has been gathered.
     pub(super) ended: Option<HeaderMap>,
@@ -60,7 +60,7 @@ impl fmt::Debug for Exchange {
     }
 }
 
-enum Next {
+pub(super) enum Next {
     Headers(HeaderMap),
     Event(Event),
     Complete,
@@ -168,7 +168,7 @@ impl Exchange {
         }
     }
 
-    fn poll_next(&mut self, cx: &mut Context<'_>) -> Poll<Result<Next, Failure>> {
+    pub(super) fn poll_next(&mut self, cx: &mut Context<'_>) -> Poll<Result<Next, Failure>> {
         loop {
             let (got, step) = match ready!(self.poll_came(cx))? {
                 Came::Data(data) => return Poll::Ready(Ok(Next::Event(Event::Data(data)))),
@@ -188,6 +188,11 @@ impl Exchange {
                 Step::Complete => {
                     self.complete();
                     return Poll::Ready(Ok(Next::Complete));
+                }
+                Step::Keep if self.tunnel.plain => {
+                    let mut core = self.tunnel.core();
+                    core.finishing = true;
+                    core.wake_tunnel();
                 }
                 Step::Keep | Step::Ignore | Step::End | Step::Park => {}
             }
@@ -284,10 +289,12 @@ impl Exchange {
         if job.is_none()
             && let Some(status) = status
         {
-            return Failure::Lender(*status);
+            return if self.tunnel.plain { gateway::failure(&status) } else { Failure::Lender(*status) };
         }
         match (job, verdict) {
             (Some(job), _) => Failure::NotStarted(job),
+            // Nothing was said of the agent: it may have started.
+            (None, _) if self.tunnel.plain => Failure::Unknown,
             (None, Verdict::NotStarted) => Failure::Refused,
             (None, _) => Failure::Unknown,
         }

@@ -116,6 +116,12 @@ impl TunnelBody {
         if core.discard {
             return self.turn_discard(core, cx);
         }
+        if core.finishing && self.caller.as_ref().is_none_or(CallerStream::is_between) {
+            // It holds the answer's end back until it has the request's.
+            self.caller = None;
+            core.end.close_send();
+            return Turn::End(Ending::Ok);
+        }
         set_waker(&mut core.tunnel_waker, cx);
         core.waiting = true;
         drop(core);
@@ -125,6 +131,10 @@ impl TunnelBody {
         }
         let Some(caller) = &mut self.caller else { return Turn::Wait };
         match ready_or!(caller.poll(cx), Turn::Wait) {
+            Pulled::Event(Event::Message { len }) if tunnel.plain => {
+                self.out.put_slice(&grpc::prefix(len));
+                Turn::Again
+            }
             Pulled::Event(Event::Message { len }) => {
                 frame::put_message_head(response::MESSAGE, len, &mut self.out);
                 Turn::Again
@@ -152,7 +162,10 @@ impl TunnelBody {
                 self.caller = None;
                 let mut core = tunnel.core();
                 if !core.end.is_answered() {
-                    frame::put_control(response::CLOSE_SEND, &[], &mut self.out);
+                    // The end of the stream says the same where there are no envelopes.
+                    if !tunnel.plain {
+                        frame::put_control(response::CLOSE_SEND, &[], &mut self.out);
+                    }
                     core.end.close_send();
                 } else {
                     // The answer was complete first: the next turn closes and parks.
