@@ -119,6 +119,19 @@ pub fn request_info(
     Ok(writer)
 }
 
+/// Returns the metadata of a request for a replica of GitLab's kas, which makes its `RequestInfo`: the caller's that
+/// goes on, and the request id. The deadline is for whoever sends it to add.
+pub fn to_gateway(headers: &HeaderMap, correlation: &HeaderValue) -> HeaderMap {
+    let mut map = HeaderMap::with_capacity(headers.len() + 1);
+    for (key, value) in headers {
+        if passes(key.as_str()) && *key != grpc::CORRELATION_ID {
+            map.append(key.clone(), value.clone());
+        }
+    }
+    map.insert(grpc::CORRELATION_ID, correlation.clone());
+    map
+}
+
 /// Returns the caller's request id when it is a legal one, else a new one: 32 hexadecimal digits.
 ///
 /// It is marked as sensitive, which keeps it out of HPACK's tables: no other request has it, and each one would push out
@@ -236,6 +249,11 @@ mod tests {
         );
         assert_eq!(info.meta["app"].value, ["1", "2"]);
         assert_eq!(info.meta["x-gitlab-correlation-id"].value, ["callers"]);
+        let map = to_gateway(&map, &correlation);
+        let mut keys: Vec<_> = map.keys().map(http::HeaderName::as_str).collect();
+        keys.sort_unstable();
+        assert_eq!(keys, ["app", "traceparent", "x-gitlab-correlation-id"]);
+        assert_eq!(map.get_all("app").iter().collect::<Vec<_>>(), ["1", "2"]);
     }
 
     #[test]

@@ -229,6 +229,7 @@ pub struct Metrics {
     /// Connected agents that were asked for after their time was over.
     pub late_renewals: Counter,
     asks: Family<AskLabels, Counter>,
+    gitlab_asks: Family<AskLabels, Counter>,
     routed_local: Counter,
     routed_remote: Counter,
     /// Asks that went out because an earlier one was not answered at once.
@@ -284,6 +285,7 @@ impl Metrics {
         let (routed_local, routed_remote) = (route(Route::Local), route(Route::Remote));
         let metrics = Self {
             asks: Family::default(),
+            gitlab_asks: Family::default(),
             routed_local,
             routed_remote,
             hedges: Counter::default(),
@@ -396,6 +398,11 @@ impl Metrics {
             "peer_asks",
             "Asks for tunnels between replicas, by side and by what became of them",
             metrics.asks.clone(),
+        );
+        registry.register(
+            "gitlab_peer_asks",
+            "Asks for tunnels between this replica and replicas of GitLab's kas, by side and by what became of them",
+            metrics.gitlab_asks.clone(),
         );
         registry.register("routed_requests", "Requests by where their tunnel was found", routes);
         registry.register(
@@ -561,6 +568,11 @@ impl Metrics {
     /// Counts what was known of a token.
     pub fn cached(&self, answer: CacheAnswer) {
         self.cache.get_or_create(&CacheLabel { answer }).inc();
+    }
+
+    /// Counts an ask of a replica of GitLab's kas, or to one.
+    pub fn asked_gitlab(&self, side: Side, answer: AskAnswer) {
+        self.gitlab_asks.get_or_create(&AskLabels { side, answer }).inc();
     }
 
     /// Counts an ask between replicas.

@@ -9,7 +9,10 @@
 //! Between two replicas there are links of three kinds: for asks that are answered at once and the requests that they
 //! become, for asks that wait, and for the rest. Asks that wait may be many; they must not take streams from requests
 //! that could run.
+//!
+//! Replicas of GitLab's kas, 14.1, are asked in another form, see [`gateway`].
 
+pub mod gateway;
 pub mod kept;
 pub mod link;
 
@@ -36,7 +39,7 @@ use tokio::{
     time::Instant,
 };
 use tunnel::{
-    kas_end::{Descriptor, Info, Owner, Peer as AgentKind, Tunnel, TunnelBody},
+    kas_end::{Descriptor, Info, Opening, Owner, Peer as AgentKind, Tunnel, TunnelBody, gateway::START},
     state::Mode,
 };
 
@@ -49,6 +52,8 @@ pub const ISSUER: &str = "gitlab-kas";
 const TOKEN_LIFE: Duration = Duration::from_secs(60);
 /// How long it is used.
 const TOKEN_USE: Duration = Duration::from_secs(20);
+/// How long a token for a replica of GitLab's kas is valid, before and after now: as 14.1 makes its own.
+const TOKEN_14_1: f64 = 5.0;
 
 /// Asks of this replica for one agent, connection and method that one owner has not answered yet.
 const ASKS: usize = 16;
@@ -137,11 +142,28 @@ impl Credential {
             "nbf": now.saturating_sub(5),
             "exp": now + TOKEN_LIFE.as_secs(),
         });
-        let token = jsonwebtoken::encode(&Header::new(Algorithm::HS256), &claims, &self.key.load())
-            .expect("an HMAC of a small object cannot fail");
-        let value = HeaderValue::try_from(format!("Bearer {token}")).expect("a JWT is ASCII");
+        let value = self.sign(&claims);
         *current = Some((Instant::now(), value.clone()));
         value
+    }
+
+    /// Returns a value for `authorization` of one call to a replica of GitLab's kas: its address comes from Redis, so
+    /// whoever can write there should not get a token that is good for long.
+    pub fn authorization_14_1(&self) -> HeaderValue {
+        let now = runtime::clock::wall().as_secs_f64();
+        self.sign(&serde_json::json!({
+            "iss": ISSUER,
+            "aud": [AUDIENCE],
+            "iat": now,
+            "nbf": now - TOKEN_14_1,
+            "exp": now + TOKEN_14_1,
+        }))
+    }
+
+    fn sign(&self, claims: &serde_json::Value) -> HeaderValue {
+        let token = jsonwebtoken::encode(&Header::new(Algorithm::HS256), claims, &self.key.load())
+            .expect("an HMAC of a small object cannot fail");
+        HeaderValue::try_from(format!("Bearer {token}")).expect("a JWT is ASCII")
     }
 }
 
@@ -151,6 +173,7 @@ pub struct Peers {
     credential: Arc<Credential>,
     tls: Option<Live<rustls::ClientConfig>>,
     peers: Mutex<HashMap<Replica, Arc<Peer>>>,
+    gateways: gateway::Gateways,
 }
 
 impl std::fmt::Debug for Peers {
@@ -166,7 +189,13 @@ impl Peers {
         credential: Arc<Credential>,
         tls: Option<Live<rustls::ClientConfig>>,
     ) -> Arc<Self> {
-        Arc::new(Self { me, credential, tls, peers: Mutex::default() })
+        Arc::new(Self {
+            me,
+            credential,
+            tls,
+            peers: Mutex::default(),
+            gateways: gateway::Gateways::default(),
+        })
     }
 
     /// Returns the peer, which connects when it is needed.
@@ -300,6 +329,8 @@ pub struct Ask {
 pub enum Refusal {
     /// It has no tunnel of the agent.
     NotHere(Mark),
+    /// It has none, and does not say when that was so: GitLab's.
+    NotThere,
     /// The agent is there, but cannot serve this; or too much waits there already.
     Final(Status),
     /// It cannot be reached, leaves, or is not the replica that was meant: ask another. For a person.
@@ -315,8 +346,24 @@ pub struct Lent {
     pub impersonates: bool,
     /// The owner may lend it for several requests.
     pub again: bool,
-    response: RecvStream,
+    answer: LentAnswer,
     send: SendStream<Bytes>,
+}
+
+/// What comes back from who lends.
+enum LentAnswer {
+    Ours(RecvStream),
+    /// Of a replica of GitLab's kas, which has said that it is ready.
+    Gateway(Box<Opening>),
+}
+
+impl std::fmt::Debug for LentAnswer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Ours(_) => "Ours",
+            Self::Gateway(_) => "Gateway",
+        })
+    }
 }
 
 /// Another replica has checked the agent's.
@@ -335,6 +382,18 @@ impl Owner for NoOwner {
 }
 
 impl Lent {
+    /// A tunnel of a replica of GitLab's kas, which does not say whose agentk is at its end: one that cannot do more than
+    /// 14.1's.
+    fn of_gateway(opening: Opening, send: SendStream<Bytes>) -> Self {
+        let answer = LentAnswer::Gateway(Box::new(opening));
+        Self { kind: AgentKind::Old, impersonates: false, again: false, answer, send }
+    }
+
+    /// Returns what takes the place of `request_info`, where its owner writes that itself.
+    pub fn start(&self) -> Option<Bytes> {
+        matches!(self.answer, LentAnswer::Gateway(_)).then_some(START)
+    }
+
     /// Returns the tunnel, and what must run for it to write. `owner` is told when it is free again.
     pub fn into_tunnel(
         self,
@@ -351,10 +410,15 @@ impl Lent {
         };
         let reset = Arc::<StreamReset>::default();
         let flag = Arc::clone(&reset);
-        let body = grpc::boxed(LentBody::new(self.response));
         let again = self.again && owner.is_some();
         let owner = owner.unwrap_or_else(|| Arc::new(NoOwner));
-        let (tunnel, out) = Tunnel::borrowed(info, body, owner, Box::new(move || flag.reset()), again);
+        let cancel = Box::new(move || flag.reset());
+        let (tunnel, out) = match self.answer {
+            LentAnswer::Ours(stream) => {
+                Tunnel::borrowed(info, grpc::boxed(LentBody::new(stream)), owner, cancel, again)
+            }
+            LentAnswer::Gateway(opening) => Tunnel::of_gateway(info, *opening, owner, cancel),
+        };
         (tunnel, Pump::new(out, self.send, reset))
     }
 }
@@ -488,7 +552,7 @@ impl Peer {
         let impersonates = headers.get(IMPERSONATES).is_some();
         let accepted = headers.get(REUSE).is_some_and(|value| *value == AGAIN);
         let again = ask.again && accepted && kind.mode() == Mode::Reusable;
-        Ok(Lent { kind, impersonates, again, response: response.into_body(), send })
+        Ok(Lent { kind, impersonates, again, answer: LentAnswer::Ours(response.into_body()), send })
     }
 
     /// Calls a method of the private API with one message.

@@ -1,6 +1,9 @@
 //! The private listener: other replicas borrow tunnels here, copy the table, and ask who is connected.
 //!
-//! Nothing is routed on: what this replica does not hold it does not have.
+//! Nothing is routed on: what this replica does not hold it does not have. Replicas of GitLab's kas, 14.1, ask in a
+//! form of their own, see [`gateway`].
+
+mod gateway;
 
 use std::{
     io,
@@ -91,8 +94,8 @@ impl PrivateListener {
 }
 
 impl Service for PrivateListener {
-    fn connected(self: Arc<Self>, _peer: Option<SocketAddr>) -> Arc<dyn Connection> {
-        Arc::new(Replica { listener: Arc::clone(&self), trust: Trust::default() })
+    fn connected(self: Arc<Self>, peer: Option<SocketAddr>) -> Arc<dyn Connection> {
+        Arc::new(Replica { listener: Arc::clone(&self), trust: Trust::default(), peer })
     }
 
     fn refused(&self, why: Refusal) {
@@ -116,6 +119,8 @@ impl Service for PrivateListener {
 struct Replica {
     listener: Arc<PrivateListener>,
     trust: Trust,
+    /// Where it calls from.
+    peer: Option<SocketAddr>,
 }
 
 impl Connection for Replica {
@@ -153,6 +158,12 @@ impl Connection for Replica {
             Some((_, own)) => {
                 let own = Arc::clone(own);
                 Box::pin(async move { own(request.map(grpc::boxed)).await })
+            }
+            None if request.headers().contains_key(peer::gateway::AGENT) => {
+                // 14.1 does not say who it is.
+                let address = self.peer.map_or_else(String::new, |peer| peer.ip().to_string());
+                let from = ReplicaId::new(&format!("gitlab-kas at {address}"));
+                Box::pin(gateway::serve(Arc::clone(&self.listener), request, correlation, from))
             }
             None => {
                 refuse(&Status::new(Code::Unimplemented, "unknown method; this is the private API of kas"))

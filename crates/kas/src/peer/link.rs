@@ -89,6 +89,18 @@ impl CallError {
     }
 }
 
+/// How a link finds out that nobody is at its other end any more.
+#[derive(Clone, Copy, Debug)]
+pub struct Keepalive {
+    /// From one ping to the next.
+    pub interval: Duration,
+    /// How long a ping may stay unanswered.
+    pub timeout: Duration,
+}
+
+/// Between replicas of this project.
+const OURS: Keepalive = Keepalive { interval: PEER.keepalive_interval, timeout: PEER.keepalive_timeout };
+
 /// A connection that opens streams. Clones share it; it closes when the last is dropped and its streams have ended.
 #[derive(Clone)]
 pub struct Link {
@@ -120,12 +132,32 @@ impl Link {
         tls: Option<Arc<rustls::ClientConfig>>,
         within: Duration,
     ) -> Result<Self, DialError> {
-        tokio::time::timeout(within, Self::connect(address, tls))
+        Self::dial_with(address, tls, within, OURS).await
+    }
+
+    /// As [`dial`](Self::dial), to a server that does not like pings as often as replicas of this project send them.
+    ///
+    /// # Errors
+    /// See [`DialError`].
+    ///
+    /// # Cancel safety
+    /// Cancel safe: what was begun is closed.
+    pub async fn dial_with(
+        address: &Arc<str>,
+        tls: Option<Arc<rustls::ClientConfig>>,
+        within: Duration,
+        keepalive: Keepalive,
+    ) -> Result<Self, DialError> {
+        tokio::time::timeout(within, Self::connect(address, tls, keepalive))
             .await
             .unwrap_or_else(|_| Err(DialError::Timeout { address: Arc::clone(address), within }))
     }
 
-    async fn connect(address: &Arc<str>, tls: Option<Arc<rustls::ClientConfig>>) -> Result<Self, DialError> {
+    async fn connect(
+        address: &Arc<str>,
+        tls: Option<Arc<rustls::ClientConfig>>,
+        keepalive: Keepalive,
+    ) -> Result<Self, DialError> {
         let connect = |source: io::Error| match source.kind() {
             io::ErrorKind::ConnectionRefused => DialError::Refused(Arc::clone(address)),
             _ => DialError::Connect { address: Arc::clone(address), source },
@@ -136,7 +168,7 @@ impl Link {
         let stream = TcpStream::connect(&**address).await.map_err(connect)?;
         stream.set_nodelay(true).map_err(connect)?;
         match tls {
-            None => Self::handshake(stream, address, authority, false).await,
+            None => Self::handshake(stream, address, authority, false, keepalive).await,
             Some(tls) => {
                 let host = authority.host().trim_start_matches('[').trim_end_matches(']').to_owned();
                 let name = ServerName::try_from(host)
@@ -145,7 +177,7 @@ impl Link {
                     .connect(name, stream)
                     .await
                     .map_err(|source| DialError::Tls { address: Arc::clone(address), source })?;
-                Self::handshake(stream, address, authority, true).await
+                Self::handshake(stream, address, authority, true, keepalive).await
             }
         }
     }
@@ -155,6 +187,7 @@ impl Link {
         address: &Arc<str>,
         authority: http::uri::Authority,
         secure: bool,
+        keepalive: Keepalive,
     ) -> Result<Self, DialError>
     where
         T: AsyncRead + AsyncWrite + Send + Unpin + 'static,
@@ -177,7 +210,7 @@ impl Link {
         tokio::spawn(async move {
             let silent = async {
                 match ping {
-                    Some(ping) => keepalive(ping).await,
+                    Some(ping) => keep_alive(ping, keepalive).await,
                     None => std::future::pending().await,
                 }
             };
@@ -258,11 +291,11 @@ impl Link {
     }
 }
 
-async fn keepalive(mut ping: h2::PingPong) {
+async fn keep_alive(mut ping: h2::PingPong, keepalive: Keepalive) {
     loop {
-        tokio::time::sleep(PEER.keepalive_interval).await;
+        tokio::time::sleep(keepalive.interval).await;
         let sent = Instant::now();
-        match tokio::time::timeout(PEER.keepalive_timeout, ping.ping(h2::Ping::opaque())).await {
+        match tokio::time::timeout(keepalive.timeout, ping.ping(h2::Ping::opaque())).await {
             Ok(Ok(_)) => tracing::trace!(rtt = ?sent.elapsed(), "a replica answered"),
             // The connection itself says what is wrong.
             Ok(Err(_)) => std::future::pending().await,

@@ -2,7 +2,7 @@
 
 use std::{collections::HashMap, pin::Pin, sync::Arc};
 
-use cluster::{Candidate, Standing, Wire};
+use cluster::{Candidate, Mark, Standing, Wire};
 use futures_util::{StreamExt as _, stream::FuturesUnordered};
 use grpc::{Code, Deadline, Outcome, Status};
 use http::HeaderValue;
@@ -258,6 +258,12 @@ impl Search<'_> {
                 router.metrics.asked(Side::Asked, AskAnswer::NotHere);
                 self.trail.note(|| format!("replica {owner} has no tunnel of the agent"));
                 router.tracker.not_here(&owner, self.agent, mark);
+                asked.insert(owner, Asked::Absent(at, pause));
+            }
+            Refusal::NotThere => {
+                router.metrics.asked_gitlab(Side::Asked, AskAnswer::NotHere);
+                self.trail.note(|| format!("{owner} has no tunnel of the agent"));
+                router.tracker.not_here(&owner, self.agent, Mark::default());
                 asked.insert(owner, Asked::Absent(at, pause));
             }
             Refusal::Final(status) => {
