@@ -27,7 +27,7 @@ use std::{
 
 use arc_swap::ArcSwap;
 use bytes::Bytes;
-use cluster::{Candidate, Mark, Replica, Standing};
+use cluster::{Candidate, Mark, Replica, Standing, Wire};
 use grpc::{Code, Deadline, Status, format_timeout};
 use h2::{RecvStream, SendStream};
 use http::{HeaderMap, HeaderName, HeaderValue};
@@ -218,6 +218,11 @@ impl Peers {
         });
         peers.insert(replica.clone(), Arc::clone(&peer));
         peer
+    }
+
+    /// Whether this replica's private API has no certificates.
+    pub fn is_plain(&self) -> bool {
+        self.tls.is_none()
     }
 
     /// Closes the links to everybody who is not in `known`; requests that are open go on.
@@ -650,11 +655,19 @@ pub(crate) fn chain(error: &dyn std::error::Error) -> String {
     text
 }
 
-/// Sorts candidates so that requests spread over those that are equally good.
+/// Sorts candidates so that requests spread over those that are equally good. Replicas of GitLab's kas come after those
+/// that live, since an ask that is taken back costs the agent a tunnel there, and before those that do not.
 pub fn spread(candidates: &mut [Candidate], turn: usize) {
-    candidates.sort_by_key(|candidate| candidate.standing);
-    let live = candidates.partition_point(|candidate| candidate.standing == Standing::Live);
-    if live > 1 {
-        candidates[..live].rotate_left(turn % live);
+    candidates.sort_by_key(|candidate| match (candidate.standing, candidate.wire) {
+        (Standing::Live, Wire::Own) => 0,
+        (Standing::Draining, Wire::Own) => 1,
+        (_, Wire::Gitlab) => 2,
+        (Standing::Suspect, Wire::Own) => 3,
+    });
+    for wire in [Wire::Own, Wire::Gitlab] {
+        let equal = |candidate: &Candidate| candidate.standing == Standing::Live && candidate.wire == wire;
+        let Some(first) = candidates.iter().position(equal) else { continue };
+        let count = candidates[first..].iter().take_while(|candidate| equal(candidate)).count();
+        candidates[first..first + count].rotate_left(turn % count);
     }
 }

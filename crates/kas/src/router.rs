@@ -226,6 +226,7 @@ impl Router {
             agent,
             connection,
             method: &method,
+            headers: &headers,
             deadline,
             correlation: &correlation,
             arrived,
@@ -249,13 +250,25 @@ impl Router {
                 Found::Kept(taken) => (AgentKind::Ours, taken.impersonates()),
                 Found::Lent(lent, _) => (lent.kind, lent.impersonates),
             };
+            // A replica of GitLab's kas got the metadata with the ask, and writes it itself.
+            let start = match &found {
+                Found::Lent(lent, _) => lent.start(),
+                Found::Own(_) | Found::Kept(_) => None,
+            };
             if impersonates && !heeds {
-                return Err(full_rights(agent));
+                return Err(full_rights(agent, start.is_some()));
             }
-            let writer = metadata::request_info(&method, &headers, deadline, &correlation, kind.binary())?;
-            let mut info = bytes::BytesMut::with_capacity(512);
-            writer.put_control(frame::response::REQUEST_INFO, &mut info);
-            let job = Job { request_info: info.freeze(), body };
+            let request_info = match start {
+                Some(start) => start,
+                None => {
+                    let binary = kind.binary();
+                    let writer = metadata::request_info(&method, &headers, deadline, &correlation, binary)?;
+                    let mut info = bytes::BytesMut::with_capacity(512);
+                    writer.put_control(frame::response::REQUEST_INFO, &mut info);
+                    info.freeze()
+                }
+            };
+            let job = Job { request_info, body };
             let begun = match found {
                 Found::Own(grant) => {
                     self.metrics.routed(Route::Local);
@@ -347,6 +360,11 @@ impl Router {
                 (false, _) => {}
             }
         }
+        // Replicas of GitLab's kas are known by their entries alone, and say nothing where ours would say that they are busy.
+        let strangers = beliefs.iter().filter(|belief| {
+            belief.holds && known.replicas.iter().all(|status| status.replica.id != belief.replica.id)
+        });
+        silent.extend(strangers.map(|belief| whereabouts(&belief.replica)));
         let mut text = absence(agent, arrived.elapsed(), &lend, &silent, &others);
         // Who holds it may be known to a store that does not answer.
         if lend.is_empty()
@@ -438,15 +456,20 @@ async fn run(pump: impl Future<Output = ()> + Send + Unpin + 'static) {
 }
 
 /// Says why a request that impersonates does not go to an agentk that would not.
-fn full_rights(agent: AgentId) -> Status {
-    Status::new(
-        Code::FailedPrecondition,
+fn full_rights(agent: AgentId, gitlab: bool) -> Status {
+    let text = if gitlab {
+        format!(
+            "agent {agent} is connected to a replica of GitLab's kas, which does not say whether its agentk knows \
+             impersonation: it might run this request with all of its own rights; exchange that replica, or send the \
+             request without HeaderExtra.imp_config"
+        )
+    } else {
         format!(
             "agent {agent} would run this request with all of its own rights: its agentk does not know impersonation; \
              update it (GitLab's to 14.3 or later), or send the request without HeaderExtra.imp_config"
-        ),
-    )
-    .with_outcome(Outcome::NotStarted)
+        )
+    };
+    Status::new(Code::FailedPrecondition, text).with_outcome(Outcome::NotStarted)
 }
 
 /// Returns how a refusal is told, to callers and to other replicas.

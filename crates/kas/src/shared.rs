@@ -202,7 +202,10 @@ impl Shared {
         // One per process, above those of earlier processes of the same name unless the clock was set back, which mends
         // itself once the earlier one's key has expired.
         let run = u64::try_from(runtime::clock::wall().as_micros()).unwrap_or(u64::MAX - 1);
+        // 14.1 dials in plain text only: with certificates it cannot be let in.
+        let url = if peers.is_plain() { format!("grpc://{}", me.address) } else { String::new() };
         let options = redis_tracker::Options {
+            url,
             key_prefix: config.redis.key_prefix.clone(),
             ttl: config.ttl,
             entry_ttl: config.entry_ttl,

@@ -14,7 +14,7 @@ use std::{
     time::Duration,
 };
 
-use grpc::{Code, Status, format_timeout};
+use grpc::{Code, Outcome, Status, format_timeout};
 use http::{HeaderMap, HeaderName, HeaderValue};
 use ids::AgentId;
 use runtime::tls::Live;
@@ -209,13 +209,44 @@ fn refusal(status: &Status) -> Refusal {
     match status.code() {
         // It tries elsewhere.
         Code::Ok => Refusal::NotThere,
+        // It serves only what its own release knows.
+        Code::Unimplemented => {
+            let text = format!("a replica of GitLab's kas holds the agent: {}", status.message());
+            Refusal::Final(Status::new(Code::Unimplemented, text).with_outcome(Outcome::NotStarted))
+        }
         code => Refusal::Unavailable(format!("{code}: {}", status.message())),
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use cluster::{Candidate, Replica, Standing, Wire};
+    use ids::ReplicaId;
+
     use super::*;
+
+    #[test]
+    fn those_of_gitlab_come_after_ours_that_live_and_before_those_that_may_not() {
+        let candidate = |id: &str, standing, wire| Candidate {
+            replica: Replica { id: ReplicaId::new(id), address: id.into() },
+            standing,
+            wire,
+        };
+        let all = [
+            candidate("s", Standing::Suspect, Wire::Own),
+            candidate("x", Standing::Live, Wire::Gitlab),
+            candidate("y", Standing::Live, Wire::Gitlab),
+            candidate("d", Standing::Draining, Wire::Own),
+            candidate("a", Standing::Live, Wire::Own),
+            candidate("b", Standing::Live, Wire::Own),
+        ];
+        for (turn, expected) in [(0, "abdxys"), (1, "badyxs"), (255, "badyxs")] {
+            let mut candidates = all.clone();
+            super::super::spread(&mut candidates, turn);
+            let order: String = candidates.iter().map(|candidate| candidate.replica.id.as_str()).collect();
+            assert_eq!(order, expected);
+        }
+    }
 
     #[test]
     fn urls_are_those_of_14_1_and_no_others() {

@@ -5,7 +5,7 @@ use std::{collections::HashMap, pin::Pin, sync::Arc};
 use cluster::{Candidate, Mark, Standing, Wire};
 use futures_util::{StreamExt as _, stream::FuturesUnordered};
 use grpc::{Code, Deadline, Outcome, Status};
-use http::HeaderValue;
+use http::{HeaderMap, HeaderValue};
 use ids::{AgentId, ConnectionId, ReplicaId};
 use tokio::time::{Duration, Instant};
 
@@ -13,7 +13,7 @@ use super::{Router, Trail, refusal};
 use crate::{
     metrics::{AskAnswer, ListenerName, Reason, Side},
     peer::{
-        self, Ask, Lent, Refusal,
+        self, Ask, Lent, Refusal, gateway,
         kept::{Place, Taken},
     },
     tunnel_registry::{Acquired, Gone, Grant, Refused, Waiting},
@@ -38,6 +38,8 @@ pub(super) struct Search<'a> {
     pub(super) agent: AgentId,
     pub(super) connection: Option<ConnectionId>,
     pub(super) method: &'a Arc<str>,
+    /// The caller's, which a replica of GitLab's kas is told with the ask.
+    pub(super) headers: &'a HeaderMap,
     pub(super) deadline: Deadline,
     pub(super) correlation: &'a HeaderValue,
     pub(super) arrived: Instant,
@@ -56,7 +58,7 @@ enum Asked {
     Absent(Instant, Duration),
 }
 
-type Asking = Pin<Box<dyn Future<Output = (ReplicaId, Result<Lent, Refusal>)> + Send>>;
+type Asking = Pin<Box<dyn Future<Output = (ReplicaId, Wire, Result<Lent, Refusal>)> + Send>>;
 
 impl Search<'_> {
     /// Looks for an idle tunnel of this replica.
@@ -167,13 +169,13 @@ impl Search<'_> {
                     }
                 },
                 taken = handed(&mut place) => return Ok(Found::Kept(taken)),
-                Some((owner, answer)) = asking.next() => {
+                Some((owner, wire, answer)) = asking.next() => {
                     match answer {
                         Ok(lent) => {
-                            router.metrics.asked(Side::Asked, AskAnswer::Ready);
+                            self.count(wire, AskAnswer::Ready);
                             return Ok(Found::Lent(lent, owner));
                         }
-                        Err(refusal) => self.learn(owner, refusal, &mut asked, &mut refused),
+                        Err(refusal) => self.learn(owner, wire, refusal, &mut asked, &mut refused),
                     }
                     hedge_at = None;
                 }
@@ -202,10 +204,19 @@ impl Search<'_> {
                 return Vec::new();
             }
         };
-        // Replicas of GitLab's are asked in another way.
-        candidates.retain(|candidate| candidate.replica.id != router.me && candidate.wire == Wire::Own);
+        candidates.retain(|candidate| {
+            // GitLab's know nothing of connections.
+            candidate.replica.id != router.me && (candidate.wire == Wire::Own || self.connection.is_none())
+        });
         peer::spread(&mut candidates, usize::from(rand::random::<u8>()));
         candidates
+    }
+
+    fn count(&self, wire: Wire, answer: AskAnswer) {
+        match wire {
+            Wire::Own => self.router.metrics.asked(Side::Asked, answer),
+            Wire::Gitlab => self.router.metrics.asked_gitlab(Side::Asked, answer),
+        }
     }
 
     /// Asks an owner; returns after what time another one is to be asked too.
@@ -216,8 +227,6 @@ impl Search<'_> {
         asked: &mut HashMap<ReplicaId, Asked>,
     ) -> Duration {
         let Some(peers) = &self.router.peers else { return Duration::ZERO };
-        let peer = peers.peer(&candidate.replica);
-        let hedge = peer.hedge();
         let owner = candidate.replica.id.clone();
         self.trail.note(|| format!("asking replica {owner}, which is {}", candidate.standing.as_str()));
         let pause = match asked.get(&owner) {
@@ -233,8 +242,22 @@ impl Search<'_> {
             deadline: self.deadline,
             again: self.connection.is_none() && self.router.kept.is_hot(self.agent, self.method),
         };
-        let standing = candidate.standing;
-        asking.push(Box::pin(async move { (owner, peer.ask(standing, ask).await) }));
+        let wire = candidate.wire;
+        if wire == Wire::Gitlab {
+            let headers = self.headers.clone();
+            let gateway = peers.gateway(&candidate.replica.address);
+            asking.push(Box::pin(async move {
+                let answer = match gateway {
+                    Ok(gateway) => gateway.ask(ask, headers).await,
+                    Err(why) => Err(Refusal::Unavailable(why)),
+                };
+                (owner, wire, answer)
+            }));
+            return gateway::HEDGE;
+        }
+        let peer = peers.peer(&candidate.replica);
+        let (hedge, standing) = (peer.hedge(), candidate.standing);
+        asking.push(Box::pin(async move { (owner, wire, peer.ask(standing, ask).await) }));
         if standing == Standing::Suspect { Duration::ZERO } else { hedge }
     }
 
@@ -242,6 +265,7 @@ impl Search<'_> {
     fn learn(
         &self,
         owner: ReplicaId,
+        wire: Wire,
         refusal: Refusal,
         asked: &mut HashMap<ReplicaId, Asked>,
         refused: &mut Option<Status>,
@@ -255,25 +279,25 @@ impl Search<'_> {
         let later = Asked::Later(at, pause);
         match refusal {
             Refusal::NotHere(mark) => {
-                router.metrics.asked(Side::Asked, AskAnswer::NotHere);
+                self.count(wire, AskAnswer::NotHere);
                 self.trail.note(|| format!("replica {owner} has no tunnel of the agent"));
                 router.tracker.not_here(&owner, self.agent, mark);
                 asked.insert(owner, Asked::Absent(at, pause));
             }
             Refusal::NotThere => {
-                router.metrics.asked_gitlab(Side::Asked, AskAnswer::NotHere);
+                self.count(wire, AskAnswer::NotHere);
                 self.trail.note(|| format!("{owner} has no tunnel of the agent"));
                 router.tracker.not_here(&owner, self.agent, Mark::default());
                 asked.insert(owner, Asked::Absent(at, pause));
             }
             Refusal::Final(status) => {
-                router.metrics.asked(Side::Asked, AskAnswer::Refused);
+                self.count(wire, AskAnswer::Refused);
                 self.trail.note(|| format!("replica {owner} refuses: {}", status.message()));
                 *refused = Some(status);
                 asked.insert(owner, Asked::Refused);
             }
             Refusal::Unavailable(why) => {
-                router.metrics.asked(Side::Asked, AskAnswer::Unavailable);
+                self.count(wire, AskAnswer::Unavailable);
                 self.trail.note(|| format!("replica {owner} cannot be asked: {why}"));
                 tracing::debug!(replica = %owner, agent.id = self.agent.get(), why, "a replica could not be asked");
                 asked.insert(owner, later);
