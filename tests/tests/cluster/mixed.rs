@@ -1,0 +1,316 @@
+//! Replicas of this project and of GitLab's kas, 14.1, that share a real Redis: the time in which one is exchanged for the
+//! other. The latter is played, see [`Replica14`].
+
+use std::{sync::atomic::Ordering, time::Duration};
+
+use anyhow::{Context as _, Result, bail, ensure};
+use base64::{Engine as _, prelude::BASE64_URL_SAFE_NO_PAD};
+use grpc::{Code, Outcome};
+use proto::gitlab::agent::kas::gateway_kas_response::Msg;
+use serde_json::{Value, json};
+use testkit::{
+    caller::{Caller, answer, frame},
+    handler::path,
+    kas::within,
+    link::Next,
+    mesh::{Mesh, Options},
+    process::{SOON, soon},
+    raw_agent::Kind,
+    redis::Redis,
+};
+use tokio::time::Instant;
+
+use crate::replica14::Replica14;
+
+/// What callers say and nobody else should hear.
+const SECRET: &str = "callers-own-secret";
+
+async fn start(redis: &Redis, replicas: usize) -> Result<Mesh> {
+    let config = json!({
+        "tracker": "redis",
+        "redis": { "server": { "address": redis.address().to_string() } },
+        "table": { "ttl": "2s" },
+    });
+    let discovery = Some(Value::Null);
+    Mesh::start_with(Options { replicas, config, discovery, ..Options::default() }).await
+}
+
+/// Returns how many asks replica 0 has counted.
+async fn asks(mesh: &Mesh, side: &str, answer: &str) -> Result<f64> {
+    let name = format!("kas_gitlab_peer_asks_total{{side=\"{side}\",answer=\"{answer}\"}}");
+    mesh.kas(0).metric(&name).await
+}
+
+/// Waits until replica 0 has announced `agent` in a way that 14.1 reads.
+async fn announced(theirs: &Replica14, agent: i64) -> Result<()> {
+    within(SOON, "the agent's entry is in Redis", async || {
+        let found = theirs.urls(agent).await?;
+        Ok(if found.is_empty() { Err(found) } else { Ok(()) })
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_request_at_14_1_reaches_an_agent_of_ours_whatever_its_agentk_is() -> Result<()> {
+    let redis = Redis::run().await?;
+    let mesh = start(&redis, 1).await?;
+    let theirs = Replica14::start(&redis, mesh.private_secret()).await?;
+    for (agent, kind) in [(1, Kind::Ours), (2, Kind::Old), (3, Kind::Recent)] {
+        let connected = mesh.agent(0, agent, kind, 2).await?;
+        announced(&theirs, agent).await?;
+        let headers = [("app", "1"), ("app", "2"), ("x-gitlab-correlation-id", "from-14-1")];
+        let got = theirs.call(agent, &path("Echo"), &headers, &[b"one", b"", b"two"]).await?;
+        ensure!(got.messages == ["one", "", "two"], "{kind:?}: {got:?}");
+        ensure!(got.header["echo"].value == ["yes"] && got.trailer["echo"].value == ["yes"], "{got:?}");
+        ensure!(got.error.is_none() && got.status.as_ref().is_some_and(|s| s.code() == Code::Ok), "{got:?}");
+        // The agent gets what the caller said, and nothing that is between replicas.
+        let requests = connected.raw.requests().list();
+        let meta = &requests[0].meta;
+        ensure!(meta["app"].value == ["1", "2"], "{meta:?}");
+        ensure!(meta["x-gitlab-correlation-id"].value == ["from-14-1"], "{meta:?}");
+        ensure!(!connected.raw.record().contains("Bearer ey"), "the token between replicas reached an agent");
+        ensure!(meta.keys().all(|key| !key.starts_with("kas-hop-") && key != "authorization"), "{meta:?}");
+        // One error of each kind, in 14.1's order, which the player checks.
+        for (method, messages) in [("FailFirst", 0), ("FailLater", 2)] {
+            let got = theirs.call(agent, &path(method), &[], &[b"x"]).await?;
+            let error = got.error.context("an error")?;
+            ensure!((error.code, got.messages.len()) == (5, messages), "{kind:?} {method}: {error:?}");
+            ensure!(error.message == "nothing here: 100 % ünknown\n", "{error:?}");
+            ensure!(got.status.is_some_and(|status| status.code() == Code::Ok));
+        }
+    }
+    ensure!(asks(&mesh, "Answered", "Ready").await? == 9.0);
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_stream_from_14_1_flows_both_ways_and_its_cancel_reaches_the_agent() -> Result<()> {
+    let redis = Redis::run().await?;
+    let mesh = start(&redis, 1).await?;
+    let theirs = Replica14::start(&redis, mesh.private_secret()).await?;
+    let _agent = mesh.agent(0, 1, Kind::Ours, 1).await?;
+    announced(&theirs, 1).await?;
+    let mut chat = theirs.route(1, &path("Chat"), &[]).await?;
+    chat.start().await?;
+    ensure!(matches!(soon("a header", chat.next()).await?, Ok(Msg::Header(_))));
+    let large = vec![7; 1 << 20];
+    for message in [&b"a"[..], &large, b"b"] {
+        chat.send(message).await?;
+        let Ok(Msg::Message(got)) = soon("an answer", chat.next()).await? else { bail!("no message") };
+        ensure!(got.data == message);
+    }
+    mesh.kas(0).metric_is("kas_requests_open", 1.0).await?;
+    drop(chat);
+    mesh.kas(0).metric_is("kas_requests_open", 0.0).await?;
+    // The only tunnel is free again.
+    let got = soon("the next answer", theirs.call(1, &path("Echo"), &[], &[b"x"])).await?;
+    ensure!(got.messages == ["x"], "{got:?}");
+    // Who does not need the tunnel any more half-closes, or goes.
+    for by_reset in [false, true] {
+        let mut unused = theirs.route(1, &path("Echo"), &[]).await?;
+        if !by_reset {
+            unused.half_close();
+            let ended = soon("the end", unused.stream().next_unbounded()).await;
+            ensure!(matches!(&ended, Next::Trailers(t) if t["grpc-status"] == "0"), "{ended:?}");
+        }
+        drop(unused);
+        let got = soon("the next answer", theirs.call(1, &path("Echo"), &[], &[b"x"])).await?;
+        ensure!(got.messages == ["x"], "{got:?}");
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn what_14_1_asks_in_vain_is_answered_in_its_own_words() -> Result<()> {
+    let redis = Redis::run().await?;
+    let mesh = start(&redis, 1).await?;
+    let theirs = Replica14::start(&redis, mesh.private_secret()).await?;
+    let url = format!("grpc://{}", mesh.private(0));
+    // Not here: an end with OK, at once, on which it goes on to its next record.
+    let begun = Instant::now();
+    ensure!(theirs.ask(&url, 4, &path("Echo"), &[]).await?.is_none());
+    assert!(begun.elapsed() < Duration::from_secs(2), "{:?}", begun.elapsed());
+    // Busy: after its own pause.
+    let _agent = mesh.agent(0, 1, Kind::Old, 1).await?;
+    announced(&theirs, 1).await?;
+    let mut hangs = theirs.route(1, &path("Hang"), &[]).await?;
+    hangs.start().await?;
+    ensure!(theirs.ask(&url, 1, &path("Echo"), &[]).await?.is_none());
+    let refused = theirs.ask(&url, 1, &path("Echo"), &[("grpc-timeout", "50m")]).await;
+    ensure!(refused.as_ref().is_err_and(|e| e.to_string().contains("deadline")), "{:?}", refused.err());
+    drop(hangs);
+    // With another secret nobody is let in.
+    let stranger = Replica14::start(&redis, b"another secret of thirty-two byte").await?;
+    let refused = stranger.ask(&url, 1, &path("Echo"), &[]).await;
+    ensure!(
+        refused.as_ref().is_err_and(|e| e.to_string().contains("JWT validation failed")),
+        "{:?}",
+        refused.err()
+    );
+    ensure!(asks(&mesh, "Answered", "NotHere").await? == 1.0);
+    Ok(())
+}
+
+async fn echo(caller: &Caller, agent: i64) -> Result<()> {
+    let request = caller
+        .to_agent(agent, &path("Echo"))
+        .header("cookie", SECRET)
+        .header("proxy-authorization", SECRET)
+        .header("app", "1")
+        .header("grpc-timeout", "15S");
+    let got = caller.call(request, &[b"one", b"", b"two"]).await?;
+    ensure!(got.status.code() == Code::Ok && got.messages == ["one", "", "two"], "{got:?}");
+    ensure!(got.headers["echo"] == "yes" && got.trailers["echo"] == "yes", "{got:?}");
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_request_at_ours_reaches_an_agent_of_14_1_and_no_secret_goes_along() -> Result<()> {
+    let redis = Redis::run().await?;
+    let mesh = start(&redis, 2).await?;
+    let theirs = Replica14::start(&redis, mesh.private_secret()).await?;
+    theirs.agent(1, 2).await?;
+    let caller = mesh.caller(0).await?;
+    // More requests than tunnels: each is opened again.
+    for _ in 0..5 {
+        echo(&caller, 1).await?;
+    }
+    let told = caller.call(
+        caller
+            .to_agent(1, &path("Echo"))
+            .header("app", "1")
+            .header("grpc-timeout", "15S")
+            .header("kas-explain", "1"),
+        &[b"x"],
+    );
+    let told = format!("{:?}", told.await?.headers);
+    ensure!(told.contains(&format!("a tunnel of replica {}", theirs.url)), "{told}");
+    for headers in theirs.seen.headers() {
+        ensure!(!format!("{headers:?}").contains(SECRET), "{headers:?}");
+        ensure!(!headers.contains_key("kas-agent-id") && headers["app"] == "1", "{headers:?}");
+        ensure!(headers.contains_key("grpc-timeout"), "{headers:?}");
+        // The token is one as 14.1 makes it, which the player checked.
+        let token = headers["authorization"].to_str()?.split('.').nth(1).context("a JWT")?.to_owned();
+        let claims: Value = serde_json::from_slice(&BASE64_URL_SAFE_NO_PAD.decode(token)?)?;
+        ensure!(claims["iss"] == "gitlab-kas" && claims["aud"] == json!(["gitlab-kas"]), "{claims}");
+        let life = claims["exp"].as_f64().context("exp")? - claims["iat"].as_f64().context("iat")?;
+        ensure!((life - 5.0).abs() < 0.01 && claims.get("sub").is_none(), "{claims}");
+    }
+    for (method, messages) in [("FailFirst", 0), ("FailLater", 2)] {
+        let got = caller.call(caller.to_agent(1, &path(method)), &[b"x"]).await?;
+        ensure!(got.status.code() == Code::NotFound && got.messages.len() == messages, "{method}: {got:?}");
+        ensure!(got.status.outcome().is_none(), "an agent cannot speak in kas' name: {got:?}");
+    }
+    // An answer that is complete before the request is: 14.1 holds its end back until the request has one.
+    let mut stream = caller.open(caller.to_agent(1, &path("Count"))).await?;
+    stream.send(frame(b"2")).await.map_err(|reason| anyhow::anyhow!("{reason:?}"))?;
+    let got = soon("the answer", answer(&mut stream)).await?;
+    ensure!(got.status.code() == Code::Ok && got.messages == ["0", "1"], "{got:?}");
+    ensure!(asks(&mesh, "Asked", "Ready").await? >= 8.0);
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_cancel_and_a_deadline_at_ours_reach_14_1() -> Result<()> {
+    let redis = Redis::run().await?;
+    let mesh = start(&redis, 1).await?;
+    let theirs = Replica14::start(&redis, mesh.private_secret()).await?;
+    theirs.agent(1, 1).await?;
+    let caller = mesh.caller(0).await?;
+    let got =
+        caller.call(caller.to_agent(1, &path("HangLater")).header("grpc-timeout", "700m"), &[b"x"]).await?;
+    ensure!(got.status.code() == Code::DeadlineExceeded, "{got:?}");
+    ensure!(got.status.outcome() == Some(Outcome::Unknown) && got.messages == ["first"], "{got:?}");
+    let cancelled = |count: usize| {
+        let seen = &theirs.seen;
+        within(SOON, "the request was cancelled", async move || {
+            let now = seen.cancelled.load(Ordering::SeqCst);
+            Ok(if now >= count { Ok(()) } else { Err(now) })
+        })
+    };
+    cancelled(1).await?;
+    // Its only tunnel is there again.
+    echo(&caller, 1).await?;
+    let mut stream = caller.open(caller.to_agent(1, &path("HangLater"))).await?;
+    ensure!(matches!(soon("a message", stream.next_unbounded()).await, Next::Message(_)));
+    drop(stream);
+    cancelled(2).await?;
+    echo(&caller, 1).await
+}
+
+#[tokio::test]
+async fn a_request_waits_for_an_agent_that_comes_to_14_1() -> Result<()> {
+    let redis = Redis::run().await?;
+    let mesh = start(&redis, 1).await?;
+    let theirs = Replica14::start(&redis, mesh.private_secret()).await?;
+    // There are such replicas, as this one has seen.
+    theirs.agent(2, 1).await?;
+    let caller = mesh.caller(0).await?;
+    echo(&caller, 2).await?;
+    let waiting = {
+        let caller = caller.clone();
+        tokio::spawn(async move { echo(&caller, 1).await })
+    };
+    mesh.kas(0).metric_is("kas_requests_waiting", 1.0).await?;
+    let begun = Instant::now();
+    theirs.agent(1, 1).await?;
+    soon("the answer", waiting).await??;
+    println!("a request that waited was served {:?} after the agent came to 14.1", begun.elapsed());
+    assert!(begun.elapsed() < Duration::from_secs(6), "{:?}", begun.elapsed());
+    Ok(())
+}
+
+#[tokio::test]
+async fn lists_show_the_agents_of_both() -> Result<()> {
+    let redis = Redis::run().await?;
+    let mesh = start(&redis, 1).await?;
+    let theirs = Replica14::start(&redis, mesh.private_secret()).await?;
+    theirs.agent(1, 1).await?;
+    let listed = mesh.connections(0, 1).await?;
+    ensure!(listed.unanswered.is_empty() && listed.agents.len() == 1, "{listed:?}");
+    let ours = mesh.agent(0, 2, Kind::Ours, 1).await?;
+    let _connection = ours.raw.configuration("abc").await?;
+    within(SOON, "14.1 sees the agent of ours", async || {
+        let found = theirs.connected(2).await?;
+        let seen = found.len() == 1 && found[0].agent_id == 2 && found[0].agent_meta.is_some();
+        Ok(if seen { Ok(()) } else { Err(found) })
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_killed_replica_of_either_kind_costs_only_what_had_begun() -> Result<()> {
+    let redis = Redis::run().await?;
+    let mesh = start(&redis, 2).await?;
+    let (first, second) = (
+        Replica14::start(&redis, mesh.private_secret()).await?,
+        Replica14::start(&redis, mesh.private_secret()).await?,
+    );
+    first.agent(1, 2).await?;
+    let caller = mesh.caller(0).await?;
+    let mut open = caller.open(caller.to_agent(1, &path("HangLater"))).await?;
+    ensure!(matches!(soon("a message", open.next_unbounded()).await, Next::Message(_)));
+    second.agent(1, 2).await?;
+    drop(first);
+    // What has begun at the one that dies has an unknown outcome.
+    let Next::Trailers(trailers) = soon("the end", open.next_unbounded()).await else { bail!("no trailers") };
+    let status = grpc::Status::from_headers(&trailers).context("a status")?;
+    ensure!(status.code() == Code::Unavailable && status.outcome() == Some(Outcome::Unknown), "{status}");
+    // Its entries are there for five minutes more; the other one serves.
+    for _ in 0..5 {
+        echo(&caller, 1).await?;
+    }
+    // A replica of ours dies; 14.1 goes on with the other one, whatever the entry of the dead one says.
+    let _agents = [mesh.agent(0, 2, Kind::Ours, 1).await?, mesh.agent(1, 2, Kind::Ours, 1).await?];
+    within(SOON, "both replicas have announced the agent", async || {
+        let found = second.urls(2).await?;
+        Ok(if found.len() == 2 { Ok(()) } else { Err(found) })
+    })
+    .await?;
+    mesh.kill(0).await?;
+    for _ in 0..3 {
+        let got = soon("an answer", second.call(2, &path("Echo"), &[], &[b"x"])).await?;
+        ensure!(got.messages == ["x"], "{got:?}");
+    }
+    Ok(())
+}
