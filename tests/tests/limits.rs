@@ -174,6 +174,135 @@ async fn floods_of_frames_that_carry_nothing_end_the_connection() -> Result<()> 
     Ok(())
 }
 
+/// A request of gRPC without a token, with a field of `size` bytes.
+fn request(stream: u8, size: usize) -> Vec<u8> {
+    // POST, http, /, and the content type.
+    let mut block = vec![0x83, 0x86, 0x84, 0x0f, 16, 16];
+    block.extend_from_slice(b"application/grpc");
+    if size > 0 {
+        block.extend_from_slice(&[0, 1, b'x', 0x7f]);
+        // A number of seven bits, and the rest in groups of them.
+        let rest = size - 0x7f;
+        block.extend_from_slice(&[
+            0x80 | (rest & 0x7f) as u8,
+            0x80 | (rest >> 7 & 0x7f) as u8,
+            (rest >> 14) as u8,
+        ]);
+        block.resize(block.len() + size, b'x');
+    }
+    let length = u32::try_from(block.len()).unwrap().to_be_bytes();
+    [&length[1..], &[1, 4, 0, 0, 0, stream], &block].concat()
+}
+
+/// A stream that its opener gives up.
+fn reset(stream: u8) -> Vec<u8> {
+    vec![0, 0, 4, 3, 0, 0, 0, 0, stream, 0, 0, 0, 8]
+}
+
+/// A window that becomes larger than any may be, which makes kas reset the stream.
+fn overflow(stream: u8) -> Vec<u8> {
+    vec![0, 0, 4, 8, 0, 0, 0, 0, stream, 0x7f, 0xff, 0xff, 0xff]
+}
+
+/// The odd numbers, which are a client's.
+fn streams(count: u8) -> impl Iterator<Item = u8> {
+    (0..count).map(|n| 2 * n + 1)
+}
+
+#[tokio::test]
+async fn a_connection_without_a_token_is_not_read_beyond_its_streams() -> Result<()> {
+    let kas = kas(json!({ "streams_before_authentication": 3, "authentication_timeout": "1s" })).await?;
+    // Each is longer than a turn.
+    let bytes: Vec<u8> = streams(12).flat_map(|stream| request(stream, 2_000)).collect();
+    closed(says(kas.api, &[PREFACE, SETTINGS, &bytes]).await?).await;
+    let name = "kas_refusals_total{listener=\"Api\",reason=\"Unauthenticated\"}";
+    // Its three requests, and itself in the end.
+    assert_eq!(kas.metric(name).await?, 4.0);
+    // Who shows a token is read on: all of these are open at once.
+    let agent = RawAgent::connect(kas.agent, &token(1), Kind::Ours).await?;
+    let mut tunnels = Vec::new();
+    for tunnel in futures_util::future::join_all((0..50).map(|_| agent.tunnel())).await {
+        tunnels.push(tunnel?);
+    }
+    assert_eq!(kas.metric("kas_tunnels_open").await?, 50.0);
+    Ok(())
+}
+
+#[tokio::test]
+async fn resets_are_few_without_a_token() -> Result<()> {
+    let kas = kas(json!({ "streams_before_authentication": 8, "failed_requests": 1_000 })).await?;
+    for then in [reset, overflow] {
+        let bytes: Vec<u8> =
+            streams(8).flat_map(|stream| [request(stream, 0), then(stream)].concat()).collect();
+        let begun = Instant::now();
+        closed(says(kas.agent, &[PREFACE, SETTINGS, &bytes]).await?).await;
+        assert!(begun.elapsed() < Duration::from_secs(5), "not by any timer: {:?}", begun.elapsed());
+    }
+    metric_is_at_least(kas.observability, "kas_refusals_total{listener=\"Agent\",reason=\"Resets\"}", 2.0)
+        .await
+}
+
+#[tokio::test]
+async fn failed_requests_and_header_fields_are_as_many_as_configured() -> Result<()> {
+    let kas = kas(json!({ "failed_requests": 2, "header_fields": 16 })).await?;
+    let bytes: Vec<u8> = streams(3).flat_map(|stream| request(stream, 2_000)).collect();
+    let begun = Instant::now();
+    closed(says(kas.api, &[PREFACE, SETTINGS, &bytes]).await?).await;
+    assert!(begun.elapsed() < Duration::from_secs(5), "{:?}", begun.elapsed());
+    refused(&kas, "Api", "Unauthenticated").await?;
+    let agent = RawAgent::connect(kas.agent, &token(1), Kind::Ours).await?;
+    let mut request = agent.request(CONNECT);
+    for n in 0..16 {
+        request = request.header(format!("x-field-{n}"), "x");
+    }
+    let got = answer(&mut agent.link().open(request.body(())?).await?).await?;
+    assert_eq!(got.status.code(), Code::ResourceExhausted, "{}", got.status);
+    assert!(got.status.message().contains("at most 16 are accepted"), "{}", got.status);
+    Ok(())
+}
+
+/// Reads frames until the settings of kas, and returns their values by their numbers.
+async fn settings(address: SocketAddr) -> Result<std::collections::BTreeMap<u16, u32>> {
+    let mut stream = says(address, &[PREFACE, SETTINGS]).await?;
+    let mut head = [0; 9];
+    soon("settings", stream.read_exact(&mut head)).await?;
+    assert_eq!(head[3], 4, "the first frame is SETTINGS");
+    let mut payload = vec![0; usize::from(head[2])];
+    soon("their values", stream.read_exact(&mut payload)).await?;
+    let values = payload.chunks_exact(6).map(|six| {
+        (u16::from_be_bytes([six[0], six[1]]), u32::from_be_bytes([six[2], six[3], six[4], six[5]]))
+    });
+    Ok(values.collect())
+}
+
+#[tokio::test]
+async fn streams_resets_and_header_lists_are_as_configured() -> Result<()> {
+    const MAX_CONCURRENT_STREAMS: u16 = 3;
+    const MAX_HEADER_LIST_SIZE: u16 = 6;
+    let kas = kas(json!({
+        "streams_per_agent_connection": 7, "resets_per_agent_connection": 2,
+        "streams_per_caller_connection": 5, "resets_per_caller_connection": 3,
+        "header_list_bytes": 5_000,
+    }))
+    .await?;
+    let (agents, callers) = (settings(kas.agent).await?, settings(kas.api).await?);
+    assert_eq!([agents[&MAX_CONCURRENT_STREAMS], callers[&MAX_CONCURRENT_STREAMS]], [7, 5]);
+    assert_eq!([agents[&MAX_HEADER_LIST_SIZE], callers[&MAX_HEADER_LIST_SIZE]], [5_000; 2]);
+    // One reset more than it may be made to send.
+    for (address, listener, resets) in [(kas.agent, "Agent", 2), (kas.api, "Api", 3)] {
+        let each = |stream| [request(stream, 0), overflow(stream)].concat();
+        let bytes: Vec<u8> = streams(resets + 1).flat_map(each).collect();
+        closed(says(address, &[PREFACE, SETTINGS, &bytes]).await?).await;
+        refused(&kas, listener, "Resets").await?;
+        // Refused by HTTP/2, and counted all the same; the connection would go on.
+        let large = request(1, 6_000);
+        let stream = says(address, &[PREFACE, SETTINGS, &large]).await?;
+        refused(&kas, listener, "Headers").await?;
+        drop(stream);
+    }
+    Ok(())
+}
+
 #[tokio::test]
 async fn requests_with_too_many_or_too_large_headers_get_an_answer_that_grpc_clients_show() -> Result<()> {
     let kas = Kas::start().await?;

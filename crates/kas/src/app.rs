@@ -498,6 +498,7 @@ impl Kas {
             proxied_idle: config.agent.listen.proxied_idle_timeout,
             rate_limit: Arc::new(rate_limit()),
             failures: rate_limit(),
+            attempts: config.limits.attempts,
         });
         let listen = &config.api.listen;
         let jwt = JwtVerifier::new(&secrets.api, &listen.issuers, listen.leeway);
@@ -509,6 +510,7 @@ impl Kas {
             Arc::clone(&configs),
             lifecycle.watch(),
             observer,
+            config.limits.attempts,
         );
 
         let private = match (mesh, private_listener, config.tracker.private_api()) {
@@ -521,6 +523,7 @@ impl Kas {
                     Arc::clone(&metrics),
                     mesh.services(),
                     tracer,
+                    config.limits.attempts,
                 );
                 let server = Server {
                     listener,
@@ -553,7 +556,7 @@ impl Kas {
                 listener: agent_listener,
                 tls: agent_tls,
                 websocket: config.agent.listen.websocket,
-                settings: http2::AGENT,
+                settings: config.limits.agents.of(http2::AGENT),
                 limits: config.limits.connections,
                 age: Some(Age {
                     age: config.agent.listen.max_connection_age.mul_f64(AGENT_AGE_SHARE),
@@ -565,7 +568,7 @@ impl Kas {
                 listener: api_listener,
                 tls: api_tls,
                 websocket: false,
-                settings: http2::API,
+                settings: config.limits.callers.of(http2::API),
                 limits: config.limits.connections,
                 age: Some(Age { age: listen.max_connection_age.mul_f64(API_AGE_SHARE), grace: None }),
                 service: api,

@@ -904,8 +904,35 @@ pub struct Limits {
     pub find_timeout: Duration,
     /// What a connection that is unknown, silent or idle may take up.
     pub connections: runtime::http2::Limits,
+    /// What a connection of agents may use.
+    pub agents: Streams,
+    /// What a connection of callers may use.
+    pub callers: Streams,
+    /// What a connection may try.
+    pub attempts: crate::listener::Attempts,
     /// What one token may do at once before it is held to its rate.
     pub token_burst: u32,
+}
+
+/// What one connection of a listener may use.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Streams {
+    /// Requests that may be open.
+    pub open: u32,
+    /// Requests that kas resets over the connection's life.
+    pub resets: u32,
+    /// The headers of a request, in bytes.
+    pub header_list: u32,
+}
+
+impl Streams {
+    /// Returns a listener's settings with these in them.
+    pub fn of(self, settings: runtime::http2::Settings) -> runtime::http2::Settings {
+        runtime::http2::Settings {
+            header_list: self.header_list,
+            ..settings.with_streams(self.open, self.resets)
+        }
+    }
 }
 
 /// Section `drain`.

@@ -21,8 +21,20 @@ use tonic::server::NamedService;
 
 use crate::metrics::{ListenerName, Metrics, Reason};
 
-/// Streams that fail to authenticate before a connection is closed.
-const MAX_FAILURES: u32 = 20;
+/// What one connection may try.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Attempts {
+    /// Requests that may fail to authenticate before the first that does not.
+    pub failures: u32,
+    /// Fields that the headers of an agent, or of another replica, may have. Theirs are a dozen, and proxies add a few.
+    pub fields: u32,
+}
+
+impl Default for Attempts {
+    fn default() -> Self {
+        Self { failures: 20, fields: 64 }
+    }
+}
 
 /// How this replica names itself to agents.
 #[derive(Debug, Clone)]
@@ -63,13 +75,18 @@ where
 }
 
 /// Whether a connection has shown who it is.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct Trust {
     authenticated: AtomicBool,
     failures: AtomicU32,
+    most: u32,
 }
 
 impl Trust {
+    fn new(attempts: Attempts) -> Self {
+        Self { authenticated: AtomicBool::new(false), failures: AtomicU32::new(0), most: attempts.failures }
+    }
+
     /// A stream was authenticated; returns whether it was the first.
     fn passed(&self) -> bool {
         !self.authenticated.swap(true, Ordering::Relaxed)
@@ -83,7 +100,7 @@ impl Trust {
     fn standing(&self) -> Standing {
         if self.authenticated.load(Ordering::Relaxed) {
             Standing::Authenticated
-        } else if self.failures.load(Ordering::Relaxed) >= MAX_FAILURES {
+        } else if self.failures.load(Ordering::Relaxed) >= self.most {
             Standing::Expelled
         } else {
             Standing::New
@@ -105,16 +122,13 @@ fn not_grpc(method: &Method, headers: &HeaderMap) -> Option<Response<Body>> {
     Some(response)
 }
 
-/// Fields that the headers of an agent, or of another replica, may have. Theirs are a dozen, and proxies add a few.
-const MAX_FIELDS: usize = 64;
-
 /// Refuses headers with more fields than any that an agent or a replica sends. Callers have a limit of their own.
-fn too_many_fields(headers: &HeaderMap) -> Option<Status> {
-    let fields = headers.len();
-    (fields > MAX_FIELDS).then(|| {
+fn too_many_fields(headers: &HeaderMap, attempts: Attempts) -> Option<Status> {
+    let (fields, most) = (headers.len(), attempts.fields);
+    (fields > most as usize).then(|| {
         Status::new(
             Code::ResourceExhausted,
-            format!("the request has {fields} header fields; at most {MAX_FIELDS} are accepted here"),
+            format!("the request has {fields} header fields; at most {most} are accepted here"),
         )
     })
 }

@@ -57,7 +57,7 @@ pub type Answer = Pin<Box<dyn Future<Output = Response<Body>> + Send>>;
 /// Largest frame: 64 KiB needs a quarter of the writes that the default of 16 KiB does, and
 /// larger ones let one stream hold up the others.
 pub const FRAME: u32 = 64 * 1024;
-/// Header list of a request or answer.
+/// Header list of a request or answer, unless a listener is told otherwise.
 pub const HEADER_LIST: u32 = 16 * 1024;
 /// What a peer may send on one stream before we read it.
 pub const STREAM_WINDOW: u32 = 256 * 1024;
@@ -71,6 +71,8 @@ const FLUSH: Duration = Duration::from_millis(500);
 pub struct Settings {
     /// Open streams of one connection.
     pub streams: u32,
+    /// Header list of a request, in bytes as RFC 9113 counts them; larger ones are answered with 431.
+    pub header_list: u32,
     /// What a peer may send on one connection before we read it, in bytes.
     pub connection_window: u32,
     /// Streams that a peer opened and reset before we saw them.
@@ -90,6 +92,7 @@ pub struct Settings {
 /// were 2 GiB for one connection.
 pub const AGENT: Settings = Settings {
     streams: 1_000,
+    header_list: HEADER_LIST,
     connection_window: 1_000 * STREAM_WINDOW,
     pending_accept_resets: 1_000,
     local_error_resets: 100_000,
@@ -100,6 +103,7 @@ pub const AGENT: Settings = Settings {
 /// GitLab and operators.
 pub const API: Settings = Settings {
     streams: 200,
+    header_list: HEADER_LIST,
     connection_window: 64 << 20,
     pending_accept_resets: 200,
     local_error_resets: 1_024,
@@ -110,12 +114,31 @@ pub const API: Settings = Settings {
 /// Other replicas, both ends. Resets are not limited: a replica cancels as often as its callers do.
 pub const PEER: Settings = Settings {
     streams: 8_000,
+    header_list: HEADER_LIST,
     connection_window: UNLIMITED_WINDOW,
     pending_accept_resets: 1 << 20,
     local_error_resets: usize::MAX,
     keepalive_interval: Duration::from_secs(3),
     keepalive_timeout: Duration::from_secs(2),
 };
+
+impl Settings {
+    /// Returns these with other numbers of streams, and of resets by us. The window still holds all streams: `streams`
+    /// may be at most 8,191, of which it is the largest.
+    #[must_use]
+    pub fn with_streams(self, streams: u32, resets: u32) -> Self {
+        Self {
+            streams,
+            connection_window: self
+                .connection_window
+                .max(streams.saturating_mul(STREAM_WINDOW))
+                .min(UNLIMITED_WINDOW),
+            pending_accept_resets: streams as usize,
+            local_error_resets: resets as usize,
+            ..self
+        }
+    }
+}
 
 /// What a peer that is unknown, silent or idle may take up.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -177,7 +200,8 @@ pub enum Refusal {
     HalfOpen,
     /// No frame came in time.
     Silent,
-    /// A header block was not complete in time, or was too large for any peer that means well.
+    /// A header block was not complete in time, or a header list was too large; for the latter the connection stays,
+    /// unless it was too large for any peer that means well.
     Headers,
     /// Too many pings.
     Pings,
@@ -545,7 +569,7 @@ impl Serve {
             .initial_stream_window_size(STREAM_WINDOW)
             .initial_connection_window_size(settings.connection_window)
             .max_frame_size(FRAME)
-            .max_header_list_size(HEADER_LIST)
+            .max_header_list_size(settings.header_list)
             .max_concurrent_streams(settings.streams)
             .max_pending_accept_reset_streams(settings.pending_accept_resets)
             .max_local_error_reset_streams(settings.local_error_resets)
@@ -601,6 +625,8 @@ impl Serve {
         // A connection that came just before the end has missed the change; one that came while the
         // process leaves is served.
         let mut stopped = lifecycle.phase() == Phase::Stopped;
+        // Nobody of ours sees these requests.
+        let count_too_large = || (0..meter.take_too_large()).for_each(|_| service.refused(Refusal::Headers));
         loop {
             if stopped {
                 driver.as_mut().graceful_shutdown();
@@ -618,7 +644,10 @@ impl Serve {
                     }
                 }) => {
                     if let Err(error) = result {
-                        let refusal = meter.verdict().or_else(|| Refusal::of(&error));
+                        let refusal = meter.verdict().or_else(|| {
+                            let why = Refusal::of(&error)?;
+                            Some(if meter.says_resets() { Refusal::Resets } else { why })
+                        });
                         if let Some(why) = refusal {
                             service.refused(why);
                         }
@@ -660,6 +689,7 @@ impl Serve {
                 }
                 _ = ticks.tick() => {
                     let now = Instant::now();
+                    count_too_large();
                     if state.standing() == Standing::Expelled {
                         service.refused(Refusal::Unauthenticated);
                         break;
@@ -703,6 +733,7 @@ impl Serve {
                 }
             }
         }
+        count_too_large();
         state.closed();
     }
 }

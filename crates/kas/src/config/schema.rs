@@ -20,10 +20,11 @@ use super::{
     Advertise, Agent, AgentListener, Api, ApiListener, ApiSecrets, Audit, AuditOutput, Config,
     ConfigurationSource, Discovery, DnsRecords, Drain, Environment, GitLab, GitLabApi, Gossip, HostPort,
     Identity, Limits, Listen, LogLevel, Network, Observability, OpenFiles, OtherReplicas, Page, PrivateApi,
-    Redis, RedisAddress, RedisTarget, RedisTls, Replication, ServicePort, Shared, Source, TlsFiles, Tracing,
-    Tracker, host_port,
+    Redis, RedisAddress, RedisTarget, RedisTls, Replication, ServicePort, Shared, Source, Streams, TlsFiles,
+    Tracing, Tracker, host_port,
     walk::{Rule, Section},
 };
+use crate::listener::Attempts;
 
 const NOT_GITLAB: &str = "agents are known from identity.file, not from GitLab";
 const NOT_CACHED: &str = "agents are known from identity.file, and nothing of them is cached";
@@ -198,7 +199,10 @@ pub(super) fn read(root: &mut Section<'_, '_>, env: &Environment) -> Config {
         "For operators: metrics, probes, the log, spans and the audit log.",
         |s| observability(s, env),
     );
-    let limits = root.section("limits", "What others may take up; docs/limits.md tells of each, and of its metric.", |s| Limits {
+    let limits = root.section("limits", "What others may take up; docs/limits.md tells of each, and of its metric.", |s| {
+        let connections = connections(s);
+        let (agents, callers) = streams(s);
+        Limits {
         waiters_per_agent: s.number("waiters_per_agent", 10_000, "Requests that may wait for one agent."),
         waiters: s.number("waiters", 20_000, "Requests that may wait in all; more are refused at once."),
         find_timeout: s.duration(
@@ -207,14 +211,17 @@ pub(super) fn read(root: &mut Section<'_, '_>, env: &Environment) -> Config {
             Rule::Positive,
             "How long a request without a deadline waits for its agent.",
         ),
-        connections: connections(s),
+        connections,
+        agents,
+        callers,
+        attempts: attempts(s),
         token_burst: s.number(
             "token_burst",
             1_000,
             "Connections, tunnels that end unused, and failed attempts of one agent token that may come at once; then \
              as many a minute as agent.listen.connections_per_token_per_minute.",
         ),
-    });
+    }});
     let drain = root.section("drain", "Leaving, after SIGTERM.", |s| Drain {
         delay: s.duration(
             "delay",
@@ -1382,6 +1389,68 @@ fn connections(s: &mut Section<'_, '_>) -> http2::Limits {
             defaults.ping_interval,
             Rule::Positive,
             "And one more after each of these.",
+        ),
+    }
+}
+
+/// Declares what a connection of agents, and one of callers, may use.
+fn streams(s: &mut Section<'_, '_>) -> (Streams, Streams) {
+    /// Of more the windows together would be larger than HTTP/2 allows.
+    const MOST: u32 = http2::UNLIMITED_WINDOW / http2::STREAM_WINDOW;
+    let header_list = s.number_within(
+        "header_list_bytes",
+        http2::HEADER_LIST,
+        4 * 1024..=32 * 1024,
+        "Headers of a request of agents and callers: names and values, and 32 bytes for each field.",
+    );
+    let agents = Streams {
+        open: s.number_within(
+            "streams_per_agent_connection",
+            http2::AGENT.streams,
+            1..=MOST,
+            "Requests that may be open on one connection of agents: tunnels above all.",
+        ),
+        resets: s.number_within(
+            "resets_per_agent_connection",
+            100_000,
+            1..=u32::MAX,
+            "Requests of one connection of agents that kas may be made to reset.",
+        ),
+        header_list,
+    };
+    let callers = Streams {
+        open: s.number_within(
+            "streams_per_caller_connection",
+            http2::API.streams,
+            1..=MOST,
+            "Requests that may be open on one connection of callers.",
+        ),
+        resets: s.number_within(
+            "resets_per_caller_connection",
+            1_024,
+            1..=u32::MAX,
+            "Requests of one connection of callers that kas may be made to reset.",
+        ),
+        header_list,
+    };
+    (agents, callers)
+}
+
+/// Declares what one connection may try.
+fn attempts(s: &mut Section<'_, '_>) -> Attempts {
+    let defaults = Attempts::default();
+    Attempts {
+        failures: s.number_within(
+            "failed_requests",
+            defaults.failures,
+            1..=10_000,
+            "Requests without a right credential after which a connection that has shown none is closed.",
+        ),
+        fields: s.number_within(
+            "header_fields",
+            defaults.fields,
+            16..=1_000,
+            "Header fields of a request of an agent or a replica.",
         ),
     }
 }

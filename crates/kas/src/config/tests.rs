@@ -3,6 +3,7 @@ use std::{collections::HashMap, fs, os::unix::fs::PermissionsExt as _, path::Pat
 use proptest::prelude::*;
 
 use super::*;
+use crate::listener::Attempts;
 
 mod replicas;
 
@@ -371,6 +372,9 @@ fn no_file_at_all_gives_one_replica_on_loopback() {
             waiters: 20_000,
             find_timeout: secs(20),
             connections: runtime::http2::Limits::default(),
+            agents: Streams { open: 1_000, resets: 100_000, header_list: 16_384 },
+            callers: Streams { open: 200, resets: 1_024, header_list: 16_384 },
+            attempts: Attempts { failures: 20, fields: 64 },
             token_burst: 1_000,
         },
         drain: Drain { delay: secs(5), timeout: secs(30) },
@@ -490,6 +494,13 @@ limits:
   idle_connection_timeout: 8s
   pings: 9
   ping_interval: 1s
+  header_list_bytes: 20000
+  streams_per_agent_connection: 12
+  resets_per_agent_connection: 13
+  streams_per_caller_connection: 14
+  resets_per_caller_connection: 15
+  failed_requests: 16
+  header_fields: 17
   token_burst: 10
 drain: {delay: 0s, timeout: 10m}
 ",
@@ -519,7 +530,16 @@ drain: {delay: 0s, timeout: 10m}
     };
     assert_eq!(
         own.limits,
-        Limits { waiters_per_agent: 1, waiters: 2, find_timeout: secs(3), connections, token_burst: 10 }
+        Limits {
+            waiters_per_agent: 1,
+            waiters: 2,
+            find_timeout: secs(3),
+            connections,
+            agents: Streams { open: 12, resets: 13, header_list: 20_000 },
+            callers: Streams { open: 14, resets: 15, header_list: 20_000 },
+            attempts: Attempts { failures: 16, fields: 17 },
+            token_burst: 10,
+        }
     );
     assert_eq!(own.drain, Drain { delay: Duration::ZERO, timeout: secs(600) });
     assert_eq!(
@@ -773,6 +793,27 @@ fn every_bad_value_is_told_with_what_would_be_right() {
     ] {
         assert_eq!(problems(yaml), [expected], "{yaml}");
     }
+}
+
+#[test]
+fn numbers_out_of_their_range_are_refused_with_the_range() {
+    for (yaml, expected) in [
+        (
+            "limits: {header_list_bytes: 100}",
+            "limits.header_list_bytes: found 100; expected a whole number from 4096 to 32768 (0 means the default)",
+        ),
+        (
+            "limits: {streams_per_agent_connection: 8192}",
+            "limits.streams_per_agent_connection: found 8192; expected a whole number from 1 to 8191 (0 means the default)",
+        ),
+        (
+            "limits: {failed_requests: many}",
+            "limits.failed_requests: found \"many\"; expected a whole number from 1 to 10000 (0 means the default)",
+        ),
+    ] {
+        assert_eq!(problems(yaml), [expected], "{yaml}");
+    }
+    assert_eq!(config("limits: {header_fields: 0}").limits.attempts.fields, 64);
 }
 
 #[test]

@@ -40,7 +40,7 @@ use crate::{
     tunnel_registry::{RegistryOwner, TunnelRegistry},
 };
 
-use super::{Naming, Trust, count_refusal, failed, not_grpc, too_many_fields};
+use super::{Attempts, Naming, Trust, count_refusal, failed, not_grpc, too_many_fields};
 
 const CONNECT: &str = "/gitlab.agent.reverse_tunnel.rpc.ReverseTunnel/Connect";
 const GET_CONFIGURATION: &str = "/gitlab.agent.agent_configuration.rpc.AgentConfiguration/GetConfiguration";
@@ -81,6 +81,7 @@ pub struct AgentListener {
     proxied_idle: Duration,
     rate_limit: Arc<RateLimit>,
     failures: RateLimit,
+    attempts: Attempts,
     /// The process leaves now: what opens still ends at once.
     left: AtomicBool,
     transports: Mutex<HashMap<u64, Weak<Transport>>>,
@@ -119,6 +120,8 @@ pub struct Parts {
     pub rate_limit: Arc<RateLimit>,
     /// What tokens are charged that are not right.
     pub failures: RateLimit,
+    /// What one connection may try.
+    pub attempts: Attempts,
 }
 
 impl AgentListener {
@@ -135,6 +138,7 @@ impl AgentListener {
             proxied_idle,
             rate_limit,
             failures,
+            attempts,
         } = parts;
         Arc::new(Self {
             identity,
@@ -144,6 +148,7 @@ impl AgentListener {
             }),
             rate_limit,
             failures,
+            attempts,
             left: AtomicBool::new(false),
             registry,
             tracker,
@@ -248,10 +253,10 @@ impl Service for AgentListener {
     fn connected(self: Arc<Self>, peer: Option<SocketAddr>) -> Arc<dyn Connection> {
         let serial = self.serial.fetch_add(1, Ordering::Relaxed);
         let transport = Arc::new(Transport {
-            listener: Arc::clone(&self),
             serial,
             peer,
-            trust: Trust::default(),
+            trust: Trust::new(self.attempts),
+            listener: Arc::clone(&self),
             state: Mutex::default(),
         });
         self.metrics.agent_transports.inc();
@@ -791,7 +796,7 @@ impl Connection for Transport {
             self.trust.failed();
             return Box::pin(std::future::ready(response));
         }
-        if let Some(status) = too_many_fields(request.headers()) {
+        if let Some(status) = too_many_fields(request.headers(), self.listener.attempts) {
             self.trust.failed();
             self.listener.metrics.refused(ListenerName::Agent, Reason::Headers);
             let correlation = crate::metadata::correlation(&HeaderMap::new());

@@ -27,7 +27,7 @@ use crate::{
     router::{AgentRequest, Router, Trail},
 };
 
-use super::{Own, Trust, count_refusal, failed, not_grpc};
+use super::{Attempts, Own, Trust, count_refusal, failed, not_grpc};
 
 mod impersonation;
 mod services;
@@ -48,6 +48,7 @@ pub struct ApiListener {
     metrics: Arc<Metrics>,
     services: services::Services,
     observer: Arc<Observer>,
+    attempts: Attempts,
 }
 
 impl std::fmt::Debug for ApiListener {
@@ -57,7 +58,9 @@ impl std::fmt::Debug for ApiListener {
 }
 
 impl ApiListener {
-    /// Makes the listener's service. Health checks say "serving" while `phase` is serving.
+    /// Makes the listener's service. Health checks say "serving" while `phase` is serving; `attempts` is what one
+    /// connection may try.
+    #[expect(clippy::too_many_arguments, reason = "each comes from another room")]
     pub fn new(
         jwt: JwtVerifier,
         router: Arc<Router>,
@@ -66,9 +69,10 @@ impl ApiListener {
         configs: Arc<AgentConfigs>,
         phase: tokio::sync::watch::Receiver<runtime::lifecycle::Phase>,
         observer: Arc<Observer>,
+        attempts: Attempts,
     ) -> Arc<Self> {
         let services = services::Services::new(Arc::clone(&router), tracker, configs, phase);
-        Arc::new(Self { jwt: ArcSwap::from_pointee(jwt), router, metrics, services, observer })
+        Arc::new(Self { jwt: ArcSwap::from_pointee(jwt), router, metrics, services, observer, attempts })
     }
 
     /// Checks tokens against other secrets from now on.
@@ -79,7 +83,7 @@ impl ApiListener {
 
 impl Service for ApiListener {
     fn connected(self: Arc<Self>, peer: Option<SocketAddr>) -> Arc<dyn Connection> {
-        Arc::new(Caller { listener: Arc::clone(&self), peer, trust: Trust::default() })
+        Arc::new(Caller { trust: Trust::new(self.attempts), listener: self, peer })
     }
 
     fn refused(&self, why: Refusal) {

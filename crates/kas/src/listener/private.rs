@@ -33,7 +33,7 @@ use tunnel::{
     state::Mode,
 };
 
-use super::{Own, Trust, count_refusal, failed, not_grpc, too_many_fields};
+use super::{Attempts, Own, Trust, count_refusal, failed, not_grpc, too_many_fields};
 use crate::{
     auth::JwtVerifier,
     metadata,
@@ -65,6 +65,7 @@ pub struct PrivateListener {
     /// When a failed handshake was last told of.
     told: Mutex<Option<Instant>>,
     tracer: Option<Tracer>,
+    attempts: Attempts,
 }
 
 impl std::fmt::Debug for PrivateListener {
@@ -74,7 +75,8 @@ impl std::fmt::Debug for PrivateListener {
 }
 
 impl PrivateListener {
-    /// Makes the listener's service. `services` answer everything but `Borrow`; `tracer` makes spans of what is lent.
+    /// Makes the listener's service. `services` answer everything but `Borrow`; `tracer` makes spans of what is lent;
+    /// `attempts` is what one connection may try.
     pub fn new(
         jwt: JwtVerifier,
         me: ReplicaId,
@@ -82,9 +84,10 @@ impl PrivateListener {
         metrics: Arc<Metrics>,
         services: Vec<(String, Own)>,
         tracer: Option<Tracer>,
+        attempts: Attempts,
     ) -> Arc<Self> {
-        let told = Mutex::default();
-        Arc::new(Self { jwt: ArcSwap::from_pointee(jwt), me, registry, metrics, services, told, tracer })
+        let (told, jwt) = (Mutex::default(), ArcSwap::from_pointee(jwt));
+        Arc::new(Self { jwt, me, registry, metrics, services, told, tracer, attempts })
     }
 
     /// Checks tokens against other secrets from now on.
@@ -95,7 +98,7 @@ impl PrivateListener {
 
 impl Service for PrivateListener {
     fn connected(self: Arc<Self>, peer: Option<SocketAddr>) -> Arc<dyn Connection> {
-        Arc::new(Replica { listener: Arc::clone(&self), trust: Trust::default(), peer })
+        Arc::new(Replica { trust: Trust::new(self.attempts), listener: self, peer })
     }
 
     fn refused(&self, why: Refusal) {
@@ -132,7 +135,7 @@ impl Connection for Replica {
         let correlation = metadata::correlation(request.headers());
         let refuse =
             |status: &Status| -> Answer { Box::pin(std::future::ready(failed(status, &correlation))) };
-        if let Some(status) = too_many_fields(request.headers()) {
+        if let Some(status) = too_many_fields(request.headers(), self.listener.attempts) {
             self.trust.failed();
             self.listener.metrics.refused(ListenerName::Private, Reason::Headers);
             return refuse(&status);

@@ -1,13 +1,14 @@
 //! Counts what a peer can send for nothing: frames that HTTP/2 libraries answer or drop without an end.
 //!
-//! It looks at frame heads as the bytes pass, holds nothing of them, and changes none.
+//! It looks at frame heads as the bytes pass, holds nothing of them, and changes none. It also sees what HTTP/2 answers
+//! by itself and tells nobody of: that a header list is too large.
 
 use std::{
     io,
     pin::Pin,
     sync::{
         Arc, Mutex, PoisonError,
-        atomic::{AtomicBool, AtomicU8, Ordering},
+        atomic::{AtomicBool, AtomicU8, AtomicU32, Ordering},
     },
     task::{Context, Poll, ready},
     time::Duration,
@@ -31,6 +32,12 @@ const PING: u8 = 6;
 const GOAWAY: u8 = 7;
 const WINDOW_UPDATE: u8 = 8;
 const CONTINUATION: u8 = 9;
+
+const PROTOCOL_ERROR: u32 = 1;
+/// The end of what the library says with GOAWAY about each of its limits to resets. Its error does not repeat it.
+const RESETS_SAID: u32 = u32::from_be_bytes(*b"sets");
+/// The block of an answer that is a status alone is no longer; with an HPACK table that changes its size, too.
+const STATUS_ALONE: u32 = 16;
 
 const ACK: u8 = 1;
 const END_STREAM: u8 = 1;
@@ -62,6 +69,8 @@ struct Walk {
     skip: u32,
     /// Whose payload is passing.
     frame: Option<Head>,
+    /// The last four bytes of a reset or a GOAWAY, as far as they have passed.
+    last: u32,
 }
 
 /// What a walk has come to.
@@ -69,17 +78,24 @@ struct Walk {
 enum Step {
     Begins(Head),
     Ends(Head),
+    /// A stream was reset, with this code.
+    Resets(u32, u32),
+    /// GOAWAY, which ends with these bytes.
+    Leaves(u32),
 }
 
 impl Walk {
     fn after(skip: u32) -> Self {
-        Self { head: [0; HEAD], have: 0, skip, frame: None }
+        Self { head: [0; HEAD], have: 0, skip, frame: None, last: 0 }
     }
 
     fn feed(&mut self, mut bytes: &[u8], mut step: impl FnMut(Step)) {
         while !bytes.is_empty() {
             if self.skip > 0 {
                 let n = bytes.len().min(self.skip as usize);
+                if let Some(Head { kind: RST_STREAM | GOAWAY, .. }) = self.frame {
+                    self.last = bytes[..n].iter().fold(self.last, |last, byte| last << 8 | u32::from(*byte));
+                }
                 bytes = &bytes[n..];
                 // Not more than `skip`, which is one.
                 self.skip -= n as u32;
@@ -87,6 +103,12 @@ impl Walk {
                     && let Some(frame) = self.frame.take()
                 {
                     step(Step::Ends(frame));
+                    let last = std::mem::take(&mut self.last);
+                    match frame.kind {
+                        RST_STREAM => step(Step::Resets(frame.stream, last)),
+                        GOAWAY => step(Step::Leaves(last)),
+                        _ => {}
+                    }
                 }
                 continue;
             }
@@ -150,6 +172,10 @@ pub(super) struct Meter {
     /// Since when a header block is open.
     block: Mutex<Option<Instant>>,
     verdict: AtomicU8,
+    /// Header lists that HTTP/2 has refused, and nobody has counted.
+    too_large: AtomicU32,
+    /// HTTP/2 has said that there were too many resets.
+    too_many_resets: AtomicBool,
 }
 
 const PINGS: u8 = 1;
@@ -177,6 +203,16 @@ impl Meter {
         self.block.lock().unwrap_or_else(PoisonError::into_inner).map(|since| since.elapsed())
     }
 
+    /// Whether HTTP/2 has left because of resets.
+    pub(super) fn says_resets(&self) -> bool {
+        self.too_many_resets.load(Ordering::Relaxed)
+    }
+
+    /// Returns how many header lists HTTP/2 has refused since the last call.
+    pub(super) fn take_too_large(&self) -> u32 {
+        self.too_large.swap(0, Ordering::Relaxed)
+    }
+
     /// Why the connection was ended.
     pub(super) fn verdict(&self) -> Option<Refusal> {
         match self.verdict.load(Ordering::Relaxed) {
@@ -199,6 +235,8 @@ pub(super) struct Metered<S> {
     unknown: Unknown,
     meter: Arc<Meter>,
     in_block: bool,
+    /// The stream whose answer, or what came after it, was short and its end.
+    answered: u32,
 }
 
 /// What a connection has done before it was known.
@@ -254,6 +292,7 @@ impl<S> Metered<S> {
             unknown: Unknown::new(limits.streams_before_authentication),
             meter: Arc::clone(&meter),
             in_block: false,
+            answered: 0,
         };
         (metered, meter)
     }
@@ -287,7 +326,7 @@ impl<S> Metered<S> {
             Step::Ends(head) if matches!(head.kind, HEADERS | CONTINUATION) => {
                 *in_block = head.flags & END_HEADERS == 0;
             }
-            Step::Ends(_) => {}
+            Step::Ends(_) | Step::Resets(..) | Step::Leaves(_) => {}
         });
         if was_in_block || *in_block {
             let mut block = meter.block.lock().unwrap_or_else(PoisonError::into_inner);
@@ -307,18 +346,29 @@ impl<S> Metered<S> {
         }
     }
 
-    /// Whether nothing is read before it is known who this is: it has begun all the streams that it may. What it sends
-    /// on stays with the system, and with the peer.
+    /// Whether nothing is read before it is known who this is: it has begun one stream more than it may. What it sends on
+    /// stays with the system, and with the peer.
     fn is_held(&self) -> bool {
-        self.unknown.begun >= self.unknown.most && !self.meter.is_known()
+        self.unknown.begun > self.unknown.most && !self.meter.is_known()
     }
 
     fn written(&mut self, bytes: &[u8]) {
-        let Self { outbound, pings, unknown, meter, .. } = self;
+        let Self { outbound, pings, unknown, meter, answered, .. } = self;
         let is_known = meter.is_known();
         outbound.feed(bytes, |step| match step {
-            // Who measures bandwidth answers what it receives with a ping, as gRPC's libraries do.
-            Step::Begins(Head { kind: DATA | HEADERS, .. }) => pings.level = pings.size,
+            Step::Begins(head @ Head { kind: DATA | HEADERS, .. }) => {
+                // Who measures bandwidth answers what it receives with a ping, as gRPC's libraries do.
+                pings.level = pings.size;
+                if head.kind == HEADERS && head.flags & END_STREAM != 0 && head.len <= STATUS_ALONE {
+                    *answered = head.stream;
+                }
+            }
+            // Only a header list that is too large is answered and then called an error: no answer of ours is a status
+            // alone, and a request that is given up after its end is no error.
+            Step::Resets(stream, PROTOCOL_ERROR) if stream == *answered => {
+                meter.too_large.fetch_add(1, Ordering::Relaxed);
+            }
+            Step::Leaves(RESETS_SAID) => meter.too_many_resets.store(true, Ordering::Relaxed),
             Step::Begins(Head { kind: RST_STREAM, .. }) if !is_known => {
                 if let Err(verdict) = unknown.reset() {
                     meter.verdict.store(verdict, Ordering::Relaxed);
@@ -496,6 +546,8 @@ mod tests {
             metered.read(&on(2 * n + 1, frame(DATA, 0, 5))).unwrap();
             metered.read(&on(2 * n + 1, frame(HEADERS, END_HEADERS | END_STREAM, 5))).unwrap();
         }
+        assert!(!metered.is_held());
+        metered.read(&on(2 * most + 1, frame(HEADERS, END_HEADERS, 5))).unwrap();
         assert!(metered.is_held());
         assert_eq!(meter.verdict(), None);
         assert!(meter.knows());
@@ -527,6 +579,27 @@ mod tests {
             metered.written(&reset);
         }
         metered.judge().unwrap();
+    }
+
+    #[tokio::test]
+    async fn only_an_answer_that_is_then_called_an_error_tells_of_headers_too_large() {
+        let code = |code: u32| [&frame(RST_STREAM, 0, 4)[..HEAD], &code.to_be_bytes()].concat();
+        let status = frame(HEADERS, END_HEADERS | END_STREAM, 5);
+        let (mut metered, meter) = metered();
+        for (bytes, counts) in [
+            ([status.clone(), code(PROTOCOL_ERROR)].concat(), 1),
+            // A request whose rest nobody wants after its answer.
+            ([status.clone(), code(0)].concat(), 0),
+            // A bad request.
+            (on(3, code(PROTOCOL_ERROR)), 0),
+            // An answer with something in it.
+            ([on(5, frame(HEADERS, END_HEADERS | END_STREAM, 60)), on(5, code(PROTOCOL_ERROR))].concat(), 0),
+            ([on(7, status), frame(DATA, 0, 4), on(7, code(PROTOCOL_ERROR))].concat(), 1),
+        ] {
+            // However the writes fall.
+            bytes.chunks(3).for_each(|piece| metered.written(piece));
+            assert_eq!(meter.take_too_large(), counts, "{bytes:?}");
+        }
     }
 
     #[tokio::test(start_paused = true)]
