@@ -140,7 +140,8 @@ function takeAgents(agents) {
 }
 
 function note(at, text, aloud) {
-  state.log.push({ at, text });
+  // The newest first, also of those of one moment.
+  state.log.unshift({ at, text });
   state.log.sort((a, b) => b.at - a.at);
   state.log.length = Math.min(state.log.length, EVENTS);
   if (aloud) say($("said"), text);

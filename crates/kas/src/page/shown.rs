@@ -86,7 +86,10 @@ impl<'a> Overview<'a> {
     pub(super) fn new(at: Duration, known: &'a Replicas, own: &Own, asked: &'a Asked) -> Self {
         let replica = |status: &'a cluster::ReplicaStatus| {
             let is_own = status.heard.is_none();
-            let account = asked.accounts.iter().find(|account| account.replica.id == status.replica.id);
+            // What it told before it was lost is no number of now.
+            let lost = ["unreachable", "gone"].contains(&status.standing.as_str());
+            let mut accounts = asked.accounts.iter().filter(|_| !lost);
+            let account = accounts.find(|account| account.replica.id == status.replica.id);
             let silent = asked.unanswered.iter().find(|silent| silent.replica.id == status.replica.id);
             let (tunnels, load) = match (is_own, account) {
                 (true, _) => (Some(own.tunnels), Some(own.load)),

@@ -158,6 +158,11 @@ observability:
   listen:
     network: tcp
     address: ":8151"
+  {{- if .Values.page.enabled }}
+  page:
+    enabled: true
+    hosts: {{ .Values.page.hosts | toJson }}
+  {{- end }}
 identity:
   {{- if .Values.gitlab.address }}
   file: ""
