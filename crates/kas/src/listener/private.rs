@@ -1,7 +1,7 @@
 //! The private listener: other replicas borrow tunnels here, copy the table, and ask who is connected.
 //!
 //! Nothing is routed on: what this replica does not hold it does not have. Replicas of GitLab's kas, 14.1, ask in a
-//! form of their own, see [`gateway`].
+//! form of their own, see `gateway`.
 
 mod gateway;
 

@@ -122,7 +122,15 @@ async fn run(name: String, secret: ApiSecret, seeds: watch::Sender<HashSet<Socke
     let registry = TunnelRegistry::new(Arc::clone(&replication) as _, Arc::clone(&metrics), limits);
     replication.serve(Arc::clone(&registry));
     let verifier = mesh::verifier(std::slice::from_ref(&secret));
-    let service = PrivateListener::new(verifier, me.id, registry, metrics, services(&replication), None);
+    let service = PrivateListener::new(
+        verifier,
+        me.id,
+        registry,
+        metrics,
+        services(&replication),
+        None,
+        Attempts::default(),
+    );
     let server = Server {
         listener,
         tls: None,

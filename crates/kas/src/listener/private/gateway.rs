@@ -152,6 +152,7 @@ impl Asked {
             Ok(Ok(grant)) => Ok(grant),
             Ok(Err(Gone::Leaving)) => Err(refused(Refused::Draining)),
             Ok(Err(Gone::NotHere(mark))) => Err(refused(Refused::NotHere(mark))),
+            Ok(Err(Gone::Refused(why))) => Err(refused(why)),
             Err(_) if until < patience => {
                 let text = "no tunnel was idle until the deadline";
                 let status = Status::new(Code::DeadlineExceeded, text).with_outcome(Outcome::NotStarted);
