@@ -484,8 +484,20 @@ impl Kas {
         };
         let observer = Observer::new(audit.clone(), tracer.clone(), Arc::clone(&identity));
         let rate_limit = || {
-            RateLimit::new(config.agent.listen.connections_per_token_per_minute, config.limits.token_burst)
+            let limit = RateLimit::new(
+                config.agent.listen.connections_per_token_per_minute,
+                config.limits.token_burst,
+            );
+            Arc::new(match &mesh {
+                Some(mesh) => mesh.others.keep_together(limit),
+                None => limit,
+            })
         };
+        let (connections, failures) = (rate_limit(), rate_limit());
+        if let Some(mesh) = &mesh {
+            mesh.others
+                .tell([("connections", Arc::clone(&connections)), ("failures", Arc::clone(&failures))]);
+        }
         let registrar = Registrar::new(Arc::clone(&tracker), Arc::clone(&tunnels), Arc::clone(&identity));
         let agents = AgentListener::new(Parts {
             identity,
@@ -496,8 +508,8 @@ impl Kas {
             metrics: Arc::clone(&metrics),
             naming,
             proxied_idle: config.agent.listen.proxied_idle_timeout,
-            rate_limit: Arc::new(rate_limit()),
-            failures: rate_limit(),
+            rate_limit: connections,
+            failures,
             attempts: config.limits.attempts,
         });
         let listen = &config.api.listen;

@@ -18,6 +18,7 @@ use crate::{
     listener::private::PrivateListener,
     metrics::Metrics,
     peer::{Credential, ISSUER, Peers},
+    rate_limit::RateLimit,
     replication::{self, DEAF, HUNG, Replication},
     shared::{self, Shared},
     tunnel_registry::TunnelRegistry,
@@ -79,6 +80,23 @@ impl Others {
         match self {
             Self::Gossip(replication) => replication.serve(registry),
             Self::Redis(shared) => shared.serve(registry),
+        }
+    }
+
+    /// Makes a limit of each replica one of all of them.
+    pub fn keep_together(&self, limit: RateLimit) -> RateLimit {
+        match self {
+            Self::Gossip(replication) => limit.parted(replication.live()),
+            Self::Redis(_) => limit.told(),
+        }
+    }
+
+    /// Carries between replicas what limits have counted, each under its name.
+    pub fn tell(&self, limits: shared::Limits) {
+        match self {
+            // Each has its part, and nothing to tell.
+            Self::Gossip(_) => {}
+            Self::Redis(shared) => shared.tell(limits),
         }
     }
 

@@ -33,6 +33,7 @@ use crate::{
     listener::{Own, own},
     metrics::Metrics,
     peer::Peers,
+    rate_limit::{RateLimit, Total},
     replication::{
         feed,
         lists::{self, PATIENCE, PATIENCE_SUSPECT},
@@ -42,8 +43,15 @@ use crate::{
 
 /// How often metrics are read and links to replicas that are gone are dropped.
 const LOOK: Duration = Duration::from_millis(500);
+/// How often other replicas are told what limits have counted; a connection is opened for no less.
+const TELL: Duration = Duration::from_millis(200);
+/// Tokens in one pipeline of that.
+const TOLD_AT_ONCE: usize = 500;
 /// How long leaving may take: what is not taken back until then expires.
 const LEAVING: Duration = Duration::from_secs(3);
+
+/// Limits that replicas keep together, each under its name in Redis.
+pub type Limits = [(&'static str, Arc<RateLimit>); 2];
 
 /// Why Redis cannot be used, whatever it says.
 #[derive(Debug, thiserror::Error)]
@@ -84,6 +92,7 @@ pub struct Shared {
     peers: Arc<Peers>,
     metrics: Arc<Metrics>,
     registry: OnceLock<Arc<TunnelRegistry>>,
+    limits: OnceLock<Limits>,
     /// Whether this replica should get requests.
     ready: watch::Sender<bool>,
     /// How long it stays ready without Redis.
@@ -220,6 +229,7 @@ impl Shared {
             peers,
             metrics,
             registry: OnceLock::new(),
+            limits: OnceLock::new(),
             ready: watch::Sender::new(false),
             grace: config.ttl,
         }))
@@ -228,6 +238,11 @@ impl Shared {
     /// Tells the tracker where this replica's tunnels are, for what it tells others of them.
     pub fn serve(&self, registry: Arc<TunnelRegistry>) {
         let _ = self.registry.set(registry);
+    }
+
+    /// Tells other replicas what these limits have counted, from now on.
+    pub fn tell(&self, limits: Limits) {
+        let _ = self.limits.set(limits);
     }
 
     /// Returns whether this replica should get requests: from the moment that it has announced itself, unless Redis is
@@ -253,7 +268,37 @@ impl Shared {
 
     /// Runs until dropped.
     pub async fn run(self: Arc<Self>) {
-        tokio::join!(Arc::clone(&self.redis).run(), self.look());
+        tokio::join!(Arc::clone(&self.redis).run(), self.look(), self.count());
+    }
+
+    /// Carries what limits have counted. Without Redis each replica counts alone, and tells it later.
+    async fn count(&self) {
+        let mut ticks = tokio::time::interval(TELL);
+        ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let health = self.redis.health();
+        loop {
+            ticks.tick().await;
+            let Some(limits) = self.limits.get().filter(|_| health.borrow().reachable) else { continue };
+            for (name, limit) in limits {
+                let untold = limit.untold(TOLD_AT_ONCE);
+                if untold.is_empty() {
+                    continue;
+                }
+                let charges: Vec<(String, u32)> =
+                    untold.iter().map(|(token, count)| (token.to_hex(), *count)).collect();
+                match self.redis.count(name, &charges, limit.window()).await {
+                    Ok(counted) => {
+                        for ((token, told), count) in untold.into_iter().zip(counted.totals) {
+                            limit.learn(token, told, Total { window: counted.window, count });
+                        }
+                    }
+                    Err(error) => {
+                        tracing::debug!(error = %error, "limits are not told to other replicas");
+                        limit.not_told(untold);
+                    }
+                }
+            }
+        }
     }
 
     async fn look(&self) {

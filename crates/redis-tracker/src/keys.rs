@@ -52,6 +52,11 @@ impl Keys {
         self.named("projects", replica)
     }
 
+    /// How often something was counted in a window, a number.
+    pub(crate) fn count(&self, name: &str, what: &str, window: u64) -> Vec<u8> {
+        format!("{}:kas:count:{name}:{window}:{what}", self.prefix).into_bytes()
+    }
+
     /// The names of replicas that live or lived shortly before, a hash: there is no cheap way to list keys.
     pub(crate) fn replicas(&self) -> Vec<u8> {
         format!("{}:kas:replicas", self.prefix).into_bytes()

@@ -16,4 +16,4 @@ mod value;
 mod writer;
 
 pub use connect::{Address, Connect, Error, Target, Tls};
-pub use tracker::{Counts, Health, Options, RedisTracker, State};
+pub use tracker::{Counted, Counts, Health, Options, RedisTracker, State};

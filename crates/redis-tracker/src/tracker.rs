@@ -13,6 +13,7 @@ use cluster::{
     ReplicaStatus, Replicas, Standing, Tracker, TrackerError, TrackerStatus, Wire,
 };
 use ids::{AgentId, ReplicaId};
+use redis::{Value, cmd};
 use tokio::{
     sync::{Notify, watch},
     time::{Instant, timeout},
@@ -24,6 +25,7 @@ use crate::{
     keys::Keys,
     own::{Item, Own},
     value::Life,
+    writer::take,
 };
 
 /// Who looks an agent up for the first time waits this long for Redis, and goes on with what is known here: whatever
@@ -128,6 +130,15 @@ pub struct Counts {
     pub unwritten: usize,
     /// Agents that are remembered of others.
     pub remembered: usize,
+}
+
+/// What all replicas have counted together.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Counted {
+    /// Which window it is, by Redis' clock.
+    pub window: u64,
+    /// Of each thing that was asked for, in that order.
+    pub totals: Vec<u64>,
 }
 
 /// Another replica that lives.
@@ -330,6 +341,41 @@ impl RedisTracker {
         if timeout(patience, gone.wait_for(|gone| *gone)).await.is_err() {
             tracing::warn!(within = ?patience, "Redis did not take this replica's entries back: they expire");
         }
+    }
+
+    /// Adds to what replicas count together under a name, in windows of this length; returns what all of them have now.
+    ///
+    /// # Errors
+    /// When Redis cannot be asked, or refuses. It may have been added all the same.
+    ///
+    /// # Cancel safety
+    /// As after an error.
+    pub async fn count(
+        &self,
+        name: &str,
+        charges: &[(String, u32)],
+        window: Duration,
+    ) -> Result<Counted, Error> {
+        let clock = self.inner().clock;
+        let Some(clock) = clock else { return Err(Error::Paused("it was not reached yet".to_owned())) };
+        let (now, window) = (clock.now(Instant::now()), window.as_secs().max(1));
+        let number = now.as_secs() / window;
+        let groups = charges
+            .iter()
+            .map(|(what, times)| {
+                let key = self.keys.count(name, what, number);
+                // Of the next window, too: replicas do not agree on a second.
+                let expire = cmd("PEXPIRE").arg(&key).arg(2_000 * window).take();
+                vec![cmd("INCRBY").arg(&key).arg(*times).take(), expire]
+            })
+            .collect();
+        let link = &self.links[self.links.len() - 1];
+        let answers = link.atomically(&self.dialer, groups).await?;
+        let totals = answers
+            .into_iter()
+            .map(|answers| take(answers.into_iter().next().unwrap_or(Value::Nil), "INCRBY"))
+            .collect::<Result<_, _>>()?;
+        Ok(Counted { window: number, totals })
     }
 
     pub(crate) fn ages(&self) -> Ages {

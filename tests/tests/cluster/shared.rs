@@ -12,7 +12,7 @@ use testkit::{
     kas::within,
     mesh::{Mesh, Options},
     process::SOON,
-    raw_agent::Kind,
+    raw_agent::{Kind, RawAgent},
     redis::Redis,
 };
 use tokio::time::Instant;
@@ -178,6 +178,54 @@ async fn without_redis_local_agents_and_known_routes_go_on_and_others_are_told_w
     assert_eq!(got.status.code(), Code::Ok, "{}", got.status);
     mesh.ready(0).await?;
     mesh.converged(&[(1, 0), (2, 1), (3, 1)]).await?;
+    Ok(())
+}
+
+#[tokio::test]
+async fn what_a_token_spends_at_one_replica_is_spent_at_all() -> Result<()> {
+    const BURST: u64 = 10;
+    let redis = Redis::run().await?;
+    let config = json!({
+        "tracker": "redis",
+        "redis": { "server": { "address": redis.address().to_string() } },
+        "limits": { "token_burst": BURST },
+        "agent": { "listen": { "connections_per_token_per_minute": 1 } },
+    });
+    let options = Options { replicas: 2, config, discovery: Some(Value::Null), ..Options::default() };
+    let mesh = Mesh::start_with(options).await?;
+    let limited = "kas_refusals_total{listener=\"Agent\",reason=\"RateLimit\"}";
+    let attempt = async |replica: usize| -> Result<()> {
+        // A connection of its own: one that fails is soon not served any more.
+        let wrong = RawAgent::connect(mesh.kas(replica).agent, "wrong", Kind::Old).await?;
+        let error = wrong.tunnel().await.err().context("a wrong token opens no tunnel")?;
+        ensure!(error.downcast::<grpc::Status>()?.code() == Code::Unauthenticated);
+        Ok(())
+    };
+    let told = async |least: u64| {
+        within(SOON, "the others are told", async || {
+            let key = "return redis.call('GET', redis.call('KEYS', 'gitlab-kas:kas:count:failures:*')[1] or '') or 0";
+            let count: u64 = cli(&redis, &["EVAL", key, "0"]).await?.trim().parse()?;
+            Ok(if count >= least { Ok(()) } else { Err(count) })
+        })
+        .await
+    };
+    for _ in 0..BURST + 2 {
+        attempt(0).await?;
+    }
+    mesh.kas(0).metric_is(limited, 2.0).await?;
+    told(BURST).await?;
+    // It has not seen the token: the first attempt there is looked up, counted, and tells it what the others have.
+    attempt(1).await?;
+    told(BURST + 1).await?;
+    let mut attempts = 1;
+    while mesh.kas(1).metric(limited).await? < 1.0 {
+        attempt(1).await?;
+        attempts += 1;
+    }
+    ensure!(
+        attempts < BURST / 2,
+        "{attempts} attempts at the second replica, of {BURST} that one alone allows"
+    );
     Ok(())
 }
 

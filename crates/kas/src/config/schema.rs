@@ -219,7 +219,8 @@ pub(super) fn read(root: &mut Section<'_, '_>, env: &Environment) -> Config {
             "token_burst",
             1_000,
             "Connections, tunnels that end unused, and failed attempts of one agent token that may come at once; then \
-             as many a minute as agent.listen.connections_per_token_per_minute.",
+             as many a minute as agent.listen.connections_per_token_per_minute. At all replicas together: with Redis they \
+             tell each other what they count, with gossip each takes its part.",
         ),
     }});
     let drain = root.section("drain", "Leaving, after SIGTERM.", |s| Drain {

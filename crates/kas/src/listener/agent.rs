@@ -80,7 +80,7 @@ pub struct AgentListener {
     naming: Naming,
     proxied_idle: Duration,
     rate_limit: Arc<RateLimit>,
-    failures: RateLimit,
+    failures: Arc<RateLimit>,
     attempts: Attempts,
     /// The process leaves now: what opens still ends at once.
     left: AtomicBool,
@@ -119,7 +119,7 @@ pub struct Parts {
     /// What agents' tokens are charged.
     pub rate_limit: Arc<RateLimit>,
     /// What tokens are charged that are not right.
-    pub failures: RateLimit,
+    pub failures: Arc<RateLimit>,
     /// What one connection may try.
     pub attempts: Attempts,
 }

@@ -15,7 +15,11 @@ use tokio::runtime::Runtime;
 
 use super::*;
 use crate::{
-    config::secret::ApiSecret, listener::private::PrivateListener, mesh, peer::Credential, tunnel_registry,
+    config::secret::ApiSecret,
+    listener::{Attempts, private::PrivateListener},
+    mesh,
+    peer::Credential,
+    tunnel_registry,
 };
 
 /// How long entries count after the last proof of life, short for tests.
@@ -102,17 +106,24 @@ impl Member for Running {
 
 /// Takes its ports and runs until its runtime ends.
 async fn run(name: String, secret: ApiSecret, seeds: watch::Sender<HashSet<SocketAddr>>) -> Arc<Replication> {
-    let listener = Listener::bind(&Address::Tcp("127.0.0.1:0".to_owned())).await.unwrap();
-    let bound = listener.local_addr().unwrap();
     let ring = KeyRing::derive(&[secret.expose()]).unwrap();
-    let gossip = Gossip::builder(&name)
-        .listen(bound)
-        .keys(watch::channel(Arc::new(ring)).1)
-        .seeds(seeds.subscribe())
-        .timing(Timing { interval: ROUND, initial_interval: ROUND * 3 / 2, ..Timing::default() })
-        .start()
-        .await
-        .unwrap();
+    // The port that is free for TCP may be taken for UDP.
+    let (listener, bound, gossip) = loop {
+        let listener = Listener::bind(&Address::Tcp("127.0.0.1:0".to_owned())).await.unwrap();
+        let bound = listener.local_addr().unwrap();
+        let gossip = Gossip::builder(&name)
+            .listen(bound)
+            .keys(watch::channel(Arc::new(ring.clone())).1)
+            .seeds(seeds.subscribe())
+            .timing(Timing { interval: ROUND, initial_interval: ROUND * 3 / 2, ..Timing::default() })
+            .start()
+            .await;
+        match gossip {
+            Ok(gossip) => break (listener, bound, gossip),
+            Err(error) if format!("{error:?}").contains("AddrInUse") => {}
+            Err(error) => panic!("{error}"),
+        }
+    };
     let me = Replica { id: ReplicaId::new(&name), address: bound.to_string().into() };
     let credential = Arc::new(Credential::new(me.id.clone(), &secret));
     let peers = Peers::new(me.id.clone(), credential, None);

@@ -278,6 +278,28 @@ async fn a_14_1_replica_that_holds_an_agent_is_located_by_its_url() {
 }
 
 #[tokio::test]
+async fn what_replicas_count_together_is_the_sum_and_does_not_stay() {
+    let world = World::new(Kind::Server).await;
+    let (a, b) = (world.start("a", world.options()).await, world.start("b", world.options()).await);
+    // Long enough that no window ends within the test, mostly: then it begins anew.
+    let window = Duration::from_secs(1_000_000_000);
+    let charge = |what: &str, times| (what.to_owned(), times);
+    let first = a.tracker.count("x", &[charge("one", 3), charge("two", 1)], window).await.unwrap();
+    assert_eq!(first.totals, [3, 1]);
+    let second = b.tracker.count("x", &[charge("two", 5), charge("one", 2)], window).await.unwrap();
+    assert_eq!((second.totals, second.window), (vec![6, 5], first.window));
+    assert_eq!(b.tracker.count("y", &[charge("one", 1)], window).await.unwrap().totals, [1]);
+    let keys: Vec<Vec<u8>> = world.ask(cmd("KEYS").arg("gitlab-kas:kas:count:*")).await;
+    assert_eq!(keys.len(), 3);
+    for key in keys {
+        let left: i64 = world.ask(cmd("PTTL").arg(key)).await;
+        assert!(left > 0, "{left}");
+    }
+    world.redis.stop().await;
+    assert!(a.tracker.count("x", &[charge("one", 1)], window).await.is_err());
+}
+
+#[tokio::test]
 async fn ten_thousand_who_wait_for_an_agent_cost_one_subscription_and_no_commands() {
     let world = World::new(Kind::Server).await;
     let (a, b) = (world.start("a", world.options()).await, world.start("b", world.options()).await);
@@ -345,6 +367,31 @@ async fn a_lost_subscription_alone_is_made_again_and_loses_no_change() {
             let mut health = running.tracker.health();
             soon("news come in again", health.wait_for(|health| health.listening)).await.unwrap();
         }
+    }
+}
+
+#[tokio::test]
+async fn a_redis_that_takes_a_second_delays_what_is_new_and_nothing_else() {
+    let world = World::new(Kind::Server).await;
+    let options = || Options { ttl: Duration::from_secs(10), ..world.options() };
+    let (a, b) = (world.start("a", options()).await, world.start("b", options()).await);
+    let _old = a.tracker.route(agent(1), methods());
+    located(&b.tracker, 1, 1).await;
+    // Each way.
+    world.wire.slow(Duration::from_millis(500));
+    let begun = Instant::now();
+    assert_eq!(b.tracker.locate(agent(1)).await.unwrap().len(), 1);
+    let _new = a.tracker.route(agent(2), methods());
+    assert_eq!(a.tracker.locate(agent(2)).await.unwrap().len(), 1);
+    assert!(begun.elapsed() < Duration::from_millis(400), "{:?}", begun.elapsed());
+    located(&b.tracker, 2, 1).await;
+    for running in [&a, &b] {
+        let mut health = running.tracker.health();
+        let slow = health.wait_for(|health| health.latency.is_some_and(|latency| latency.as_secs() >= 1));
+        soon("the delay is told", slow).await.unwrap();
+        assert!(running.tracker.health().borrow().reachable);
+        assert_eq!(running.tracker.alarms(), [""; 0]);
+        assert_eq!(running.tracker.replicas().await.replicas.len(), 2);
     }
 }
 
