@@ -1,9 +1,19 @@
 //! Each way to reach Redis: TLS and who shows what, users and databases, Sentinel and Cluster with a failover in the
 //! middle.
 
-use std::{path::Path, sync::Arc, time::Duration};
+use std::{
+    path::Path,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::Duration,
+};
 
-use cluster::{Tracker, contract::Member};
+use cluster::{
+    Tracker,
+    contract::{self, Member},
+};
 use ids::AgentId;
 use redis::cmd;
 use redis_tracker::{Address, Connect, Options, Target, Tls};
@@ -224,66 +234,84 @@ async fn answers(port: u16, command: &redis::Cmd, expected: impl Fn(&str) -> boo
     .await;
 }
 
+/// A primary, a replica of it, and three sentinels that know all of that; each asks for a password.
+struct Sentinels {
+    primary: Redis,
+    addresses: Vec<Address>,
+    _second: Redis,
+    _sentinels: Vec<Process>,
+    _folder: tempfile::TempDir,
+}
+
+impl Sentinels {
+    async fn start() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let primary =
+            Redis::run_with(&["--requirepass", "p", "--masterauth", "p", "--repl-diskless-sync-delay", "0"])
+                .await
+                .unwrap();
+        let port = primary.address().port();
+        let of = ["--replicaof", "127.0.0.1", &port.to_string(), "--requirepass", "p", "--masterauth", "p"];
+        let second = Redis::run_with(&of).await.unwrap();
+        let mut sentinels = Vec::new();
+        let mut addresses = Vec::new();
+        for _ in 0..3 {
+            let own = free_port().await.unwrap();
+            let lines = format!(
+                "port {own}\nbind 127.0.0.1\nrequirepass s\nsentinel sentinel-pass s\nsentinel monitor kas 127.0.0.1 {port} 2\n\
+                 sentinel auth-pass kas p\nsentinel down-after-milliseconds kas 500\nsentinel failover-timeout kas 2000\n"
+            );
+            sentinels.push(run("redis-sentinel", folder.path(), own, &lines).await);
+            addresses.push(tcp(own));
+        }
+        // A failover needs sentinels that know each other and the second server.
+        for address in &addresses {
+            let Address::Tcp(_, port) = address else { unreachable!() };
+            let client = redis::Client::open(format!("redis://:s@127.0.0.1:{port}/")).unwrap();
+            soon("sentinels know each other", async {
+                loop {
+                    if let Ok(mut connection) = client.get_multiplexed_async_connection().await {
+                        let quorum: Result<String, _> =
+                            cmd("SENTINEL").arg("CKQUORUM").arg("kas").query_async(&mut connection).await;
+                        let replicas: Result<Vec<redis::Value>, _> =
+                            cmd("SENTINEL").arg("REPLICAS").arg("kas").query_async(&mut connection).await;
+                        if quorum.is_ok_and(|text| text.starts_with("OK 3"))
+                            && replicas.is_ok_and(|all| all.len() == 1)
+                        {
+                            return;
+                        }
+                    }
+                    tokio::time::sleep(Duration::from_millis(50)).await;
+                }
+            })
+            .await;
+        }
+        // One that nobody answers at comes first.
+        addresses.insert(0, tcp(free_port().await.unwrap()));
+        Self { primary, addresses, _second: second, _sentinels: sentinels, _folder: folder }
+    }
+
+    fn connect(&self, password: &str) -> Connect {
+        let target = Target::Sentinel {
+            master: "kas".to_owned(),
+            addresses: self.addresses.clone(),
+            username: None,
+            password: Some(password.to_owned().into()),
+            tls: None,
+        };
+        Connect { password: Some("p".to_owned().into()), ..Connect::to(target) }
+    }
+}
+
 #[tokio::test]
 async fn sentinel_names_the_primary_before_and_after_a_failover() {
-    let folder = tempfile::tempdir().unwrap();
-    let primary =
-        Redis::run_with(&["--requirepass", "p", "--masterauth", "p", "--repl-diskless-sync-delay", "0"])
-            .await
-            .unwrap();
-    let port = primary.address().port();
-    let of = ["--replicaof", "127.0.0.1", &port.to_string(), "--requirepass", "p", "--masterauth", "p"];
-    let _second = Redis::run_with(&of).await.unwrap();
-    let mut sentinels = Vec::new();
-    let mut addresses = Vec::new();
-    for _ in 0..3 {
-        let own = free_port().await.unwrap();
-        let lines = format!(
-            "port {own}\nbind 127.0.0.1\nrequirepass s\nsentinel sentinel-pass s\nsentinel monitor kas 127.0.0.1 {port} 2\n\
-             sentinel auth-pass kas p\nsentinel down-after-milliseconds kas 500\nsentinel failover-timeout kas 2000\n"
-        );
-        sentinels.push(run("redis-sentinel", folder.path(), own, &lines).await);
-        addresses.push(tcp(own));
-    }
-    // One that nobody answers at comes first.
-    addresses.insert(0, tcp(free_port().await.unwrap()));
-    let target = |password: &str| Target::Sentinel {
-        master: "kas".to_owned(),
-        addresses: addresses.clone(),
-        username: None,
-        password: Some(password.to_owned().into()),
-        tls: None,
-    };
-    let connect =
-        |password| Connect { password: Some("p".to_owned().into()), ..Connect::to(target(password)) };
-    // A failover needs sentinels that know each other and the second server.
-    for address in &addresses[1..] {
-        let Address::Tcp(_, port) = address else { unreachable!() };
-        let client = redis::Client::open(format!("redis://:s@127.0.0.1:{port}/")).unwrap();
-        soon("sentinels know each other", async {
-            loop {
-                if let Ok(mut connection) = client.get_multiplexed_async_connection().await {
-                    let quorum: Result<String, _> =
-                        cmd("SENTINEL").arg("CKQUORUM").arg("kas").query_async(&mut connection).await;
-                    let replicas: Result<Vec<redis::Value>, _> =
-                        cmd("SENTINEL").arg("REPLICAS").arg("kas").query_async(&mut connection).await;
-                    if quorum.is_ok_and(|text| text.starts_with("OK 3"))
-                        && replicas.is_ok_and(|all| all.len() == 1)
-                    {
-                        return;
-                    }
-                }
-                tokio::time::sleep(Duration::from_millis(50)).await;
-            }
-        })
-        .await;
-    }
-    let options = |run| Options { ttl: TTL, ..Options::new(connect("s"), run) };
+    let sentinels = Sentinels::start().await;
+    let options = |run| Options { ttl: TTL, ..Options::new(sentinels.connect("s"), run) };
     let (a, b) = (Running::start("a", options(1)), Running::start("b", options(2)));
     let _lease = a.tracker.route(agent(1), Arc::from([]));
     located(&b, 1, 1).await;
-    is_refused(connect("wrong"), "").await;
-    primary.stop().await;
+    is_refused(sentinels.connect("wrong"), "").await;
+    sentinels.primary.stop().await;
     let mut health = b.tracker.health();
     soon("the loss is noticed", health.wait_for(|health| !health.reachable)).await.unwrap();
     assert_eq!(b.tracker.locate(agent(1)).await.unwrap().len(), 1, "known routes go on");
@@ -293,38 +321,55 @@ async fn sentinel_names_the_primary_before_and_after_a_failover() {
     located(&b, 1, 1).await;
 }
 
+/// Three primaries with a replica each.
+struct Nodes {
+    nodes: Vec<(u16, Process)>,
+    _folder: tempfile::TempDir,
+}
+
+impl Nodes {
+    async fn start() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let mut nodes = Vec::new();
+        for _ in 0..6 {
+            // The bus is 10,000 above.
+            let port = loop {
+                let port = free_port().await.unwrap();
+                if port < 55_000 {
+                    break port;
+                }
+            };
+            let lines = format!(
+                "port {port}\nbind 127.0.0.1\nsave \"\"\nappendonly no\ndir {}\ncluster-enabled yes\ncluster-config-file nodes-{port}.conf\n\
+                 cluster-node-timeout 1000\nrepl-diskless-sync-delay 0\n",
+                folder.path().display()
+            );
+            nodes.push((port, run("redis-server", folder.path(), port, &lines).await));
+            answers(port, &cmd("PING"), |text| text.contains("PONG")).await;
+        }
+        let addresses: Vec<String> = nodes.iter().map(|(port, _)| format!("127.0.0.1:{port}")).collect();
+        let mut arguments = vec!["--cluster", "create"];
+        arguments.extend(addresses.iter().map(String::as_str));
+        arguments.extend(["--cluster-replicas", "1", "--cluster-yes"]);
+        let create =
+            Process::start("redis-cli", &program("redis-cli").unwrap(), &arguments, &[]).await.unwrap();
+        assert!(create.exited(SOON).await.unwrap().success());
+        for (port, _) in &nodes {
+            let info = cmd("CLUSTER").arg("INFO").take();
+            answers(*port, &info, |text| text.contains("cluster_state:ok")).await;
+        }
+        Self { nodes, _folder: folder }
+    }
+
+    fn connect(&self) -> Connect {
+        Connect::to(Target::Cluster(self.nodes.iter().map(|(port, _)| tcp(*port)).collect()))
+    }
+}
+
 #[tokio::test]
 async fn a_cluster_serves_before_and_after_a_failover() {
-    let folder = tempfile::tempdir().unwrap();
-    let mut nodes = Vec::new();
-    for _ in 0..6 {
-        // The bus is 10,000 above.
-        let port = loop {
-            let port = free_port().await.unwrap();
-            if port < 55_000 {
-                break port;
-            }
-        };
-        let lines = format!(
-            "port {port}\nbind 127.0.0.1\nsave \"\"\nappendonly no\ndir {}\ncluster-enabled yes\ncluster-config-file nodes-{port}.conf\n\
-             cluster-node-timeout 1000\nrepl-diskless-sync-delay 0\n",
-            folder.path().display()
-        );
-        nodes.push((port, run("redis-server", folder.path(), port, &lines).await));
-        answers(port, &cmd("PING"), |text| text.contains("PONG")).await;
-    }
-    let addresses: Vec<String> = nodes.iter().map(|(port, _)| format!("127.0.0.1:{port}")).collect();
-    let mut arguments = vec!["--cluster", "create"];
-    arguments.extend(addresses.iter().map(String::as_str));
-    arguments.extend(["--cluster-replicas", "1", "--cluster-yes"]);
-    let create = Process::start("redis-cli", &program("redis-cli").unwrap(), &arguments, &[]).await.unwrap();
-    assert!(create.exited(SOON).await.unwrap().success());
-    for (port, _) in &nodes {
-        let info = cmd("CLUSTER").arg("INFO").take();
-        answers(*port, &info, |text| text.contains("cluster_state:ok")).await;
-    }
-    let seeds = nodes.iter().map(|(port, _)| tcp(*port)).collect();
-    let connect = Connect::to(Target::Cluster(seeds));
+    let nodes = Nodes::start().await;
+    let connect = nodes.connect();
     works(connect.clone()).await;
     let options = |run| Options { ttl: TTL, ..Options::new(connect.clone(), run) };
     let (a, b) = (Running::start("a", options(11)), Running::start("b", options(12)));
@@ -333,8 +378,8 @@ async fn a_cluster_serves_before_and_after_a_failover() {
         located(&b, id, 1).await;
     }
     // Of the three that were made primaries.
-    nodes[0].1.kill();
-    let port = nodes[1].0;
+    nodes.nodes[0].1.kill();
+    let port = nodes.nodes[1].0;
     let info = cmd("CLUSTER").arg("NODES").take();
     answers(port, &info, |text| text.contains("master,fail")).await;
     let info = cmd("CLUSTER").arg("INFO").take();
@@ -348,4 +393,59 @@ async fn a_cluster_serves_before_and_after_a_failover() {
         located(&b, id, 0).await;
     }
     drop(more);
+}
+
+/// Replicas that share one group of servers with those of other scenarios, below a prefix of their own.
+struct Group {
+    connect: Connect,
+    prefix: String,
+    runs: AtomicU64,
+}
+
+#[async_trait::async_trait]
+impl contract::Cluster for Group {
+    async fn join(&self, name: &str) -> Box<dyn Member> {
+        let options = Options {
+            ttl: TTL,
+            key_prefix: self.prefix.clone(),
+            ..Options::new(self.connect.clone(), self.runs.fetch_add(1, Ordering::Relaxed))
+        };
+        let running = Running::start(name, options);
+        let (mut ready, mut health) = (running.tracker.ready(), running.tracker.health());
+        soon("the replica is ready", ready.wait_for(|ready| *ready)).await.unwrap();
+        soon("news come in", health.wait_for(|health| health.listening)).await.unwrap();
+        Box::new(running)
+    }
+
+    fn expiry(&self) -> Duration {
+        TTL + Duration::from_millis(500)
+    }
+}
+
+/// Keeps the contract for several replicas, with `fail_over` before its fifth scenario: replicas start while it happens.
+async fn keeps_the_contract(connect: Connect, fail_over: impl AsyncFn()) {
+    let made = AtomicU64::new(0);
+    contract::check_cluster(|| async {
+        let number = made.fetch_add(1, Ordering::Relaxed);
+        if number == 4 {
+            fail_over().await;
+        }
+        let prefix = format!("scenario-{number}");
+        Arc::new(Group { connect: connect.clone(), prefix, runs: AtomicU64::new(1) })
+            as Arc<dyn contract::Cluster>
+    })
+    .await;
+    assert!(made.into_inner() > 5, "there are scenarios after the failover");
+}
+
+#[tokio::test]
+async fn the_contract_is_kept_through_sentinel_with_a_failover_in_the_middle() {
+    let sentinels = Sentinels::start().await;
+    keeps_the_contract(sentinels.connect("s"), async || sentinels.primary.stop().await).await;
+}
+
+#[tokio::test]
+async fn the_contract_is_kept_on_a_cluster_with_a_failover_in_the_middle() {
+    let nodes = Nodes::start().await;
+    keeps_the_contract(nodes.connect(), async || nodes.nodes[0].1.kill()).await;
 }
