@@ -377,7 +377,7 @@ impl Mesh {
             Running::Gossip { replication, gossip, seeds, discovery: _discovery } => {
                 tokio::join!(Arc::clone(&replication).check_own_address(), replication.run(gossip, seeds));
             }
-            Running::Redis(shared) => shared.run().await,
+            Running::Redis(shared) => Box::pin(shared.run()).await,
         }
     }
 }
