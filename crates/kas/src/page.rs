@@ -1,8 +1,8 @@
 //! The page for people on the observability listener: the replicas, their agents, and why a request for an agent goes the
 //! way it does. It is read only, and shows no more than `kasctl replicas`, `agents` and `why`.
 //!
-//! The browser gets three files, and then one stream of server-sent events. [`feed`] is what makes the events; it runs
-//! only while somebody looks. [`shown`] says what of the replica goes out.
+//! The browser gets three files, and then one stream of server-sent events. `feed` is what makes the events; it runs
+//! only while somebody looks. `shown` says what of the replica goes out.
 
 mod feed;
 mod shown;
