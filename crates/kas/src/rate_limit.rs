@@ -5,10 +5,11 @@
 //! carried a request; and, apart, attempts with a token that is not right. What kas ended or asked to move is free.
 //!
 //! The limit is that of all replicas together. Those that share a Redis add what they counted there, and charge
-//! themselves what the others did ([`RateLimit::told`]): beyond the limit gets what is not told yet, a hundredth
-//! of the burst for each further replica and what comes within a fifth of a second; and, where one
-//! [window](RateLimit::window) follows another, once more the burst at replicas that have not seen the token. Others take their part each ([`RateLimit::parted`]): a token may use less than
-//! the limit where it does not spread over the replicas, never more, but for the least part, 10 a minute and 50 at once.
+//! themselves what the others did ([`RateLimit::told`]): beyond the limit gets what is not told yet, a hundredth of the
+//! burst for each further replica and what comes within a fifth of a second; and, where one [window](RateLimit::window)
+//! follows another, once more the burst at replicas that have not seen the token. Others take their part each
+//! ([`RateLimit::parted`]): a token may use less than the limit where it does not spread over the replicas, never more,
+//! but for the least part, 10 a minute and 50 at once.
 
 use std::{
     collections::HashMap,
