@@ -59,7 +59,7 @@ async fn located_within(tracker: &dyn Tracker, id: i64, found: usize, within: Du
     timeout(within, wait).await.unwrap_or_else(|_| panic!("agent {id} is not located on {found} replicas"));
 }
 
-/// Waits until `query` lists these connections.
+/// Waits until `query` lists these connections, and nobody is still expected to answer.
 async fn listed(tracker: &dyn Tracker, query: Query, ids: &[i64]) {
     let mut changes = tracker.connection_changes();
     let wait = async {
@@ -68,7 +68,7 @@ async fn listed(tracker: &dyn Tracker, query: Query, ids: &[i64]) {
             let connected = tracker.connected(query).await.expect("the store answers");
             let mut now: Vec<i64> = connected.connections.iter().map(|l| l.connection.id.get()).collect();
             now.sort_unstable();
-            if now == ids && connected.unanswered.is_empty() {
+            if now == ids && connected.unanswered.iter().all(|missing| missing.given_up) {
                 return;
             }
             changes.changed().await.expect("the tracker lives");

@@ -342,6 +342,8 @@ pub struct Unanswered {
     pub replica: Replica,
     /// Why not, for a person.
     pub reason: String,
+    /// It was not asked, since nobody expects an answer: what it held is no longer taken for connected.
+    pub given_up: bool,
 }
 
 /// An answer to a [`Query`], ordered by agent and connection.

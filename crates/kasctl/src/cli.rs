@@ -85,9 +85,10 @@ Examples:
   kasctl replicas -o json | jq -e '.alarms == []'
 
 STATE is what a replica says of itself, STANDING how the one that was asked judges it, HEARD how long ago \
-there was a sign of life. TABLE is the copy of its list of agents: 'synced' and the version, or 'behind' \
-while changes are missing. What is wrong goes to standard error, as an alarm. A row without what the replica \
-says of itself ends with exit code 6.
+there was a sign of life; 'ready?' is what it said before it fell silent. TABLE is the copy of its list of \
+agents: 'synced' and the version, or 'behind' while changes are missing. What is wrong goes to standard error, \
+as an alarm. A row without what the replica says of itself ends with exit code 6; one that has left, or that \
+another replaced at its address, has nothing to say.
 
 JSON is one document, and stable: fields may be added, none changes or goes.
   {\"replicas\": [{\"name\", \"address\":{\"ip\",\"port\"}, \"state\", \"standing\", \"agents\", \"tunnels\",

@@ -49,7 +49,9 @@ pub(crate) async fn run(client: Client, mut output: Output, format: Format) -> R
 
 /// Returns whether a replica did not tell about itself.
 fn is_silent(answer: &ListReplicasResponse, replica: &KasInstanceInfo) -> bool {
-    replica.address.is_some() && answer.unanswered.iter().any(|silent| silent.address == replica.address)
+    ["unreachable", "gone"].contains(&replica.standing.as_str())
+        || replica.address.is_some()
+            && answer.unanswered.iter().any(|silent| silent.address == replica.address)
 }
 
 fn cells(replica: &KasInstanceInfo, is_silent: bool) -> [String; 10] {
@@ -57,7 +59,7 @@ fn cells(replica: &KasInstanceInfo, is_silent: bool) -> [String; 10] {
     [
         replica.name.clone(),
         address(replica.address.as_ref()),
-        replica.state.clone(),
+        state(replica, is_silent),
         replica.standing.clone(),
         replica.agents.to_string(),
         if is_silent { String::new() } else { replica.tunnels.to_string() },
@@ -66,6 +68,12 @@ fn cells(replica: &KasInstanceInfo, is_silent: bool) -> [String; 10] {
         replica.version.clone(),
         known(replica.generation),
     ]
+}
+
+/// Returns what it says of itself; of one that says nothing now, what it said last, as a question.
+fn state(replica: &KasInstanceInfo, is_silent: bool) -> String {
+    let over = replica.state.is_empty() || replica.state == "left";
+    if is_silent && !over { format!("{}?", replica.state) } else { replica.state.clone() }
 }
 
 /// Returns the version of its table, and whether all of it is here; nothing when none has come.
@@ -156,6 +164,21 @@ mod tests {
         assert_eq!(of(true, 9), "synced:9");
         assert_eq!(of(false, 9), "behind:9");
         assert_eq!(of(false, 0), "");
+    }
+
+    #[test]
+    fn what_a_replica_said_before_it_fell_silent_is_a_question() {
+        let of = |state: &str, is_silent| state_of(state, is_silent);
+        assert_eq!(of("ready", false), "ready");
+        assert_eq!(of("ready", true), "ready?");
+        assert_eq!(of("left", true), "left", "nothing is to come after that");
+        assert_eq!(of("", true), "");
+        let gone = KasInstanceInfo { standing: "gone".to_owned(), ..Default::default() };
+        assert!(is_silent(&ListReplicasResponse::default(), &gone));
+    }
+
+    fn state_of(text: &str, is_silent: bool) -> String {
+        state(&KasInstanceInfo { state: text.to_owned(), ..Default::default() }, is_silent)
     }
 
     #[test]

@@ -337,8 +337,11 @@ impl RedisTracker {
                     // Who else there is, is not known either.
                     others.push(Replica { id: ReplicaId::new(BACKEND), address: Arc::default() });
                 }
-                let unanswered =
-                    others.into_iter().map(|replica| Unanswered { replica, reason: reason.clone() });
+                let unanswered = others.into_iter().map(|replica| Unanswered {
+                    replica,
+                    reason: reason.clone(),
+                    given_up: false,
+                });
                 all.unanswered.extend(unanswered);
             }
         }

@@ -473,7 +473,10 @@ impl Table {
             self.settle(&replica, now);
         }
         let forget = self.limits.forget;
+        let known = self.peers.len();
         self.peers.retain(|_, peer| peer.dropped.is_none_or(|at| now < at + forget));
+        // Lists name who is gone until then.
+        self.out.changed |= self.peers.len() != known;
         self.settle_seeds(now);
     }
 

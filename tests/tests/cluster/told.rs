@@ -74,6 +74,61 @@ async fn owner_that_is_stopped_is_named_to_callers_and_to_operators() -> Result<
     Ok(())
 }
 
+/// Returns the ports of those who are missing in the three lists of the first replica.
+async fn missing(mesh: &Mesh) -> Result<[Vec<u32>; 3]> {
+    let (listed, replicas) = (mesh.connections(0, 1).await?, mesh.list(0).await?);
+    let request = ExplainAgentRequest { agent_id: 1 };
+    let why: ExplainAgentResponse = mesh.caller(0).await?.unary(EXPLAIN_AGENT, &request).await?;
+    Ok([listed.unanswered, replicas.unanswered, why.unanswered]
+        .map(|list| list.iter().filter_map(|one| Some(one.address.as_ref()?.port)).collect()))
+}
+
+/// Seen to fail when only those that may be alive are told of: both lists are empty, and whole.
+#[tokio::test]
+async fn list_without_a_replica_that_does_not_answer_names_it_until_it_answers_or_has_left() -> Result<()> {
+    let mut mesh = Mesh::start(3).await?;
+    let held = mesh.agent(2, 1, Kind::Ours, 1).await?;
+    mesh.converged(&[(1, 2)]).await?;
+    mesh.meshed().await?;
+    let silent = u32::from(mesh.private(2).port());
+    let named = || [vec![silent], vec![silent], vec![silent]];
+    mesh.kas(2).process.pause();
+    within(2 * SOON, "it is given up", async || {
+        // At no moment is it hidden.
+        assert_eq!(missing(&mesh).await?, named());
+        let row = mesh.row(0, 2).await?.context("it is known")?;
+        Ok(if row.standing == "gone" { Ok(()) } else { Err(row) })
+    })
+    .await?;
+    assert_eq!(missing(&mesh).await?, named());
+    mesh.kas(2).process.resume();
+    mesh.converged(&[(1, 2)]).await?;
+    assert_eq!(missing(&mesh).await?, <[Vec<u32>; 3]>::default());
+
+    mesh.kill(2).await?;
+    within(SOON, "it is known to be dead", async || {
+        assert_eq!(missing(&mesh).await?, named());
+        let row = mesh.row(0, 2).await?.context("it is known")?;
+        Ok(if ["gone", "unreachable"].contains(&&*row.standing) { Ok(()) } else { Err(row) })
+    })
+    .await?;
+    assert_eq!(missing(&mesh).await?, named());
+    drop(held);
+
+    // Who says that it leaves is missed by nobody.
+    mesh.restart(2).await?;
+    mesh.converged(&[]).await?;
+    assert_eq!(missing(&mesh).await?, <[Vec<u32>; 3]>::default());
+    mesh.leave(2, 2 * SOON).await?;
+    within(SOON, "it has left", async || {
+        let row = mesh.row(0, 2).await?.context("it is known")?;
+        Ok(if row.state == "left" { Ok(()) } else { Err(row) })
+    })
+    .await?;
+    assert_eq!(missing(&mesh).await?, <[Vec<u32>; 3]>::default());
+    Ok(())
+}
+
 /// Seen to fail when the observability port is served after the own address is known: nobody answers there for up to a
 /// minute, and a liveness probe kills the process.
 #[tokio::test]

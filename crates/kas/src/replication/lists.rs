@@ -63,39 +63,49 @@ fn of_proto(connection: wire::Connection) -> Option<Connection> {
 }
 
 impl Replication {
-    /// Returns the others that may be alive, and how patient to be with each.
+    /// Returns the others that may be alive, and how patient to be with each; and those that nobody can ask.
     ///
     /// Also for a list of one agent: the table tells who holds its tunnels, and an agent of 16.5 behind a balancer of calls
     /// registers wherever that leads it. To ask everybody costs a small call to each replica at once, and a list waits for
     /// nothing; to ask the rest only where the owners show nothing would hide the second process of an agent.
-    fn to_ask(&self) -> Vec<(Replica, Duration)> {
+    fn to_ask(&self) -> (Vec<(Replica, Duration)>, Vec<Unanswered>) {
         let now = Instant::now();
         let inner = self.inner();
-        let counts = |view: &table::ReplicaView| view.standing <= table::Standing::Suspect;
-        let known = inner.table.replicas(now).into_iter().filter(counts).map(|view| table::Candidate {
-            replica: view.replica,
-            address: view.address,
+        let views = inner.table.replicas(now);
+        // After a pause of ours nobody counts until they are heard again.
+        let unsynced = inner.table.unsynced(now);
+        drop(inner);
+        let counts = |view: &&table::ReplicaView| view.standing <= table::Standing::Suspect;
+        let known = views.iter().filter(counts).map(|view| table::Candidate {
+            replica: view.replica.clone(),
+            address: view.address.clone(),
             standing: view.standing,
         });
-        // After a pause of ours nobody counts until they are heard again.
-        let candidates: Vec<table::Candidate> = known.chain(inner.table.unsynced(now)).collect();
-        drop(inner);
         let mut asked: Vec<(Replica, Duration)> = Vec::new();
-        for candidate in candidates {
+        for candidate in known.chain(unsynced) {
             let replica = Replica { id: candidate.replica, address: candidate.address };
             if !asked.iter().any(|(known, _)| *known == replica) {
                 let suspect = candidate.standing == table::Standing::Suspect;
                 asked.push((replica, if suspect { PATIENCE_SUSPECT } else { PATIENCE }));
             }
         }
-        asked
+        let mute = views.iter().filter_map(|view| {
+            let lives_there = |(other, _): &(Replica, Duration)| other.address == view.address;
+            let replaced = view.address == self.me.address || asked.iter().any(lives_there);
+            let reason = why_mute(view).filter(|_| !replaced)?;
+            let replica = Replica { id: view.replica.clone(), address: view.address.clone() };
+            Some(Unanswered { replica, reason, given_up: true })
+        });
+        let mute = mute.collect();
+        (asked, mute)
     }
 
     /// Adds to this replica's own connections those of the others.
     pub(super) async fn gather(&self, query: Query, own: Connected) -> Connected {
         let mut all = own;
-        let mut asking: FuturesUnordered<_> = self
-            .to_ask()
+        let (to_ask, mute) = self.to_ask();
+        all.unanswered.extend(mute);
+        let mut asking: FuturesUnordered<_> = to_ask
             .into_iter()
             .map(|(replica, patience)| async move {
                 let answer = tokio::time::timeout(patience, self.list(&replica, query)).await;
@@ -107,7 +117,9 @@ impl Replication {
                 Ok(connections) => all.connections.extend(connections.into_iter().map(|connection| {
                     Located { connection: Arc::new(connection), replica: replica.clone() }
                 })),
-                Err(reason) => all.unanswered.push(Unanswered { replica, reason }),
+                Err(reason) => {
+                    all.unanswered.push(Unanswered { replica, reason, given_up: false });
+                }
             }
         }
         all.connections.sort_by(|a, b| {
@@ -149,7 +161,11 @@ impl Replication {
 
     /// Asks the others about themselves and an agent.
     pub(super) async fn ask_about(&self, agent: Option<AgentId>) -> (Vec<Account>, Vec<Unanswered>) {
-        accounts(&self.peers, self.to_ask(), agent).await
+        let (to_ask, mute) = self.to_ask();
+        let (accounts, mut unanswered) = accounts(&self.peers, to_ask, agent).await;
+        unanswered.extend(mute);
+        unanswered.sort_by(|a, b| a.replica.id.cmp(&b.replica.id));
+        (accounts, unanswered)
     }
 
     /// Names the replicas that are heard and cannot be dialled: they stay suspect, and nothing else says why.
@@ -211,6 +227,22 @@ impl Replication {
     }
 }
 
+/// Why a replica is not asked that may hold agents all the same: agents reach it by another way than this replica does.
+/// One that said that it left holds none.
+fn why_mute(view: &table::ReplicaView) -> Option<String> {
+    if view.state == table::State::Left {
+        return None;
+    }
+    let heard = view.proof_age.as_secs();
+    match view.standing {
+        table::Standing::Unreachable => Some(format!("nobody listens there; it was heard {heard} s ago")),
+        table::Standing::Gone => {
+            Some(format!("gone without a word that it leaves; it was heard {heard} s ago"))
+        }
+        table::Standing::Live | table::Standing::Draining | table::Standing::Suspect => None,
+    }
+}
+
 /// Asks replicas about themselves and an agent, each with its patience.
 pub(crate) async fn accounts(
     peers: &Arc<Peers>,
@@ -228,7 +260,7 @@ pub(crate) async fn accounts(
     while let Some((replica, answer)) = asking.next().await {
         match answer {
             Ok(account) => accounts.push(account),
-            Err(reason) => unanswered.push(Unanswered { replica, reason }),
+            Err(reason) => unanswered.push(Unanswered { replica, reason, given_up: false }),
         }
     }
     accounts.sort_by(|a, b| a.replica.id.cmp(&b.replica.id));

@@ -512,11 +512,21 @@ impl Watch {
                 })
                 .collect();
             let silent = unanswered(&connected);
+            // Reasons that count seconds are no news.
+            let names = |silent: &[UnansweredReplica]| -> Vec<Option<KasAddress>> {
+                silent.iter().map(|replica| replica.address.clone()).collect()
+            };
+            let asked: Vec<KasAddress> = connected
+                .unanswered
+                .iter()
+                .filter(|missing| !missing.given_up)
+                .map(|missing| address(&missing.replica.address))
+                .collect();
             let events = &mut self.events;
             self.known.retain(|key, info| {
-                // What a silent replica held is unknown, not gone.
-                let stays =
-                    now.contains_key(key) || silent.iter().any(|replica| replica.address == info.kas_address);
+                // What a silent replica held is unknown, not gone: until it is given up.
+                let unknown = info.kas_address.as_ref().is_some_and(|address| asked.contains(address));
+                let stays = now.contains_key(key) || unknown;
                 if !stays {
                     let (id, connection_id) = *key;
                     events.push_back(Event::Disconnected(Disconnected { id, connection_id }));
@@ -530,7 +540,7 @@ impl Watch {
                 }
             }
             // Said again when somebody falls silent, or answers again.
-            if !std::mem::replace(&mut self.begun, true) || silent != self.silent {
+            if !std::mem::replace(&mut self.begun, true) || names(&silent) != names(&self.silent) {
                 events.push_back(Event::SnapshotComplete(SnapshotComplete { unanswered: silent.clone() }));
             }
             self.silent = silent;
