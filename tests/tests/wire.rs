@@ -210,6 +210,27 @@ async fn keys_that_belong_to_kas_are_refused_by_name() -> Result<()> {
     let nobody = caller.call(caller.request(&path("Echo")), &[b""]).await?.status;
     assert_eq!(nobody.code(), Code::Unimplemented);
     assert!(nobody.message().contains("kas-agent-id"), "{nobody}");
+    // As for methods of agents, so for those of kas.
+    let own = "/kas.api.v1.KasApi/ListReplicas";
+    for key in ["kas-zzz", "kas-tunnel"] {
+        let answer = caller.call(caller.request(own).header(key, "1"), &[b""]).await?.status;
+        assert_eq!(answer.code(), Code::InvalidArgument, "{key}");
+        assert!(answer.message().contains(&format!("{key} is reserved")), "{answer}");
+    }
+    let flags =
+        |number| (0..number).fold(caller.request(own), |to, n| to.header(format!("kas-feature-{n}"), "true"));
+    assert_eq!(caller.call(flags(64), &[b""]).await?.status.code(), Code::Ok);
+    let flags = caller.call(flags(65), &[b""]).await?.status;
+    assert_eq!(flags.code(), Code::InvalidArgument, "{flags}");
+    // And an unknown one is named.
+    let nope = caller.call(caller.request("/kas.api.v1.KasApi/Nope"), &[b""]).await?.status;
+    assert_eq!(
+        (nope.code(), nope.message()),
+        (
+            Code::Unimplemented,
+            "unknown method /kas.api.v1.KasApi/Nope: service kas.api.v1.KasApi of this kas does not have it"
+        )
+    );
     let mut many = caller.to_agent(1, &path("Echo"));
     for n in 0..65 {
         many = many.header(format!("key-{n}"), "v");

@@ -65,13 +65,28 @@ where
     S::Future: Send + 'static,
 {
     let call: Own = Arc::new(move |request| {
+        let path = request.uri().clone();
         let answer = server.clone().call(request);
-        Box::pin(answer.map(|answered| match answered {
-            Ok(response) => response.map(|body| -> Body { grpc::boxed(body) }),
+        Box::pin(answer.map(move |answered| match answered {
+            Ok(mut response) => {
+                explain_unimplemented(path.path(), response.headers_mut());
+                response.map(|body| -> Body { grpc::boxed(body) })
+            }
             Err(never) => match never {},
         }))
     });
     (format!("/{}/", S::NAME), call)
+}
+
+/// Says which method is unknown: generated servers answer one with the bare code.
+fn explain_unimplemented(path: &str, headers: &mut HeaderMap) {
+    let bare = headers.get("grpc-message").is_none_or(HeaderValue::is_empty);
+    let told = Status::from_headers(headers).is_some_and(|status| status.code() == Code::Unimplemented);
+    if bare && told {
+        let (service, _) = path.trim_start_matches('/').split_once('/').unwrap_or_default();
+        let text = format!("unknown method {path}: service {service} of this kas does not have it");
+        Status::new(Code::Unimplemented, text).write_to(headers);
+    }
 }
 
 /// Whether a connection has shown who it is.

@@ -35,24 +35,7 @@ impl Target {
     /// # Errors
     /// `INVALID_ARGUMENT` that names the key and what would be right.
     pub fn read(headers: &HeaderMap) -> Result<Option<Self>, Status> {
-        let mut features = 0;
-        for key in headers.keys() {
-            match key.as_str() {
-                AGENT_ID | CONNECTION_ID | EXPLAIN => {}
-                key if key.starts_with(FEATURE) => features += 1,
-                key if key.starts_with("kas-") => {
-                    return Err(invalid(format!(
-                        "metadata key {key} is reserved: keys that begin with kas- belong to kas"
-                    )));
-                }
-                _ => {}
-            }
-        }
-        if features > MAX_FEATURES {
-            return Err(invalid(format!(
-                "at most {MAX_FEATURES} {FEATURE}* keys are accepted, got {features}"
-            )));
-        }
+        check_keys(headers)?;
         let connection = match single(headers, CONNECTION_ID)? {
             None | Some("0") => None,
             Some(text) => Some(text.parse().map_err(|error| invalid(format!("{CONNECTION_ID}: {error}")))?),
@@ -71,6 +54,31 @@ impl Target {
         };
         Ok(Some(Self { agent, connection, explain }))
     }
+}
+
+/// Refuses keys that begin with `kas-` and that nobody may send, and too many feature flags: for every method, those of kas
+/// itself among them.
+///
+/// # Errors
+/// `INVALID_ARGUMENT` that names the key.
+pub fn check_keys(headers: &HeaderMap) -> Result<(), Status> {
+    let mut features = 0;
+    for key in headers.keys() {
+        match key.as_str() {
+            AGENT_ID | CONNECTION_ID | EXPLAIN => {}
+            key if key.starts_with(FEATURE) => features += 1,
+            key if key.starts_with("kas-") => {
+                return Err(invalid(format!(
+                    "metadata key {key} is reserved: keys that begin with kas- belong to kas"
+                )));
+            }
+            _ => {}
+        }
+    }
+    if features > MAX_FEATURES {
+        return Err(invalid(format!("at most {MAX_FEATURES} {FEATURE}* keys are accepted, got {features}")));
+    }
+    Ok(())
 }
 
 fn single<'a>(headers: &'a HeaderMap, key: &str) -> Result<Option<&'a str>, Status> {

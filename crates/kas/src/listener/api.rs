@@ -149,6 +149,9 @@ impl Connection for Caller {
             slot.arm_until(at + DEADLINE_GRACE);
         }
         if let Some(service) = self.listener.services.of(request.uri().path()) {
+            if let Err(status) = metadata::check_keys(request.headers()) {
+                return refuse(&status, Rule::Metadata);
+            }
             sight.allowed(request.headers());
             return Box::pin(own(service, request, correlation, deadline, sight));
         }
