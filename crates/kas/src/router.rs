@@ -486,6 +486,14 @@ pub fn refusal(refused: Refused, agent: AgentId, connection: Option<ConnectionId
                 connection.map_or(0, ConnectionId::get)
             ),
         ),
+        Refused::Untied => not_started(
+            Code::FailedPrecondition,
+            format!(
+                "agent {agent} is connected, but which of its tunnels belong to connection {} cannot be told: its agentk \
+                 opens them on another transport connection and does not name its process; name no connection",
+                connection.map_or(0, ConnectionId::get)
+            ),
+        ),
         Refused::Full => not_started(
             Code::ResourceExhausted,
             format!("too many requests already wait for a tunnel of agent {agent}: repeat this one later"),

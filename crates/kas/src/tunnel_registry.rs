@@ -52,8 +52,10 @@ pub struct Limits {
 pub enum Refused {
     /// The agent is here, and none of its tunnels, or of those of the connection asked for, serves the method.
     Unimplemented,
-    /// The agent is here, but the connection asked for is not, or no tunnel is tied to it.
+    /// The agent is here, but the connection asked for is not.
     OtherConnection,
+    /// The agent is here, and some of its tunnels cannot be told apart: the connection asked for may be among theirs.
+    Untied,
     /// Too many requests wait already.
     Full,
     /// For another replica: no tunnel of the agent is here.
@@ -283,7 +285,8 @@ impl Agent {
         let tied = |i: &&Instance| connection.is_none() || i.connection == connection;
         let mut instances = self.instances.iter().filter(tied).peekable();
         if connection.is_some() && instances.peek().is_none() {
-            return Some(Refused::OtherConnection);
+            let untied = self.instances.iter().any(|i| i.connection.is_none());
+            return Some(if untied { Refused::Untied } else { Refused::OtherConnection });
         }
         (!instances.any(|i| i.descriptor.serves(method))).then_some(Refused::Unimplemented)
     }
@@ -1122,11 +1125,13 @@ mod tests {
                 "transport" => lab.registry.transport_closed(agent(), 1),
                 _ => lab.registry.tie(agent(), 1, None),
             }
+            // Its process lingers, tied to nothing.
+            let refused = if end == "tie" { Refused::Untied } else { Refused::OtherConnection };
             for waiting in [&mut own, &mut remote] {
                 let told = tokio::time::timeout(Duration::ZERO, waiting.granted()).await;
-                assert!(matches!(told, Ok(Err(Gone::Refused(Refused::OtherConnection)))), "{end}: {told:?}");
+                assert!(matches!(told, Ok(Err(Gone::Refused(why))) if why == refused), "{end}: {told:?}");
             }
-            assert_eq!(lab.ask_for(None, 7).map(drop), Err(Refused::OtherConnection), "{end}");
+            assert_eq!(lab.ask_for(None, 7).map(drop), Err(refused), "{end}");
             assert_eq!(lab.registry.counts(agent()), (0, 1, 1), "{end}");
             drop(other);
             assert!(any.granted().await.is_ok(), "{end}");

@@ -261,7 +261,9 @@ async fn lend(
             count(match refused {
                 Refused::NotHere(_) => AskAnswer::NotHere,
                 Refused::Draining => AskAnswer::Unavailable,
-                Refused::Unimplemented | Refused::OtherConnection | Refused::Full => AskAnswer::Refused,
+                Refused::Unimplemented | Refused::OtherConnection | Refused::Untied | Refused::Full => {
+                    AskAnswer::Refused
+                }
             });
             let status = crate::router::refusal(refused, ask.agent, ask.connection, &ask.method);
             let mut response = failed(&status, &correlation);
