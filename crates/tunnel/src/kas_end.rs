@@ -45,7 +45,7 @@ use self::agent_stream::{AgentStream, Broken, Got, kind};
 pub use self::{
     agent_stream::{Opening, Unasked, read_descriptor},
     exchange::{Exchange, Head},
-    info::{Descriptor, Info, Peer},
+    info::{Descriptor, Info, Peer, Unacceptable},
     splice::{Lender, Splice},
     tunnel_body::TunnelBody,
 };

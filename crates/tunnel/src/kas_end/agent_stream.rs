@@ -12,7 +12,7 @@ use http_body::Body as _;
 use prost::Message as _;
 use proto::gitlab::agent::reverse_tunnel::rpc;
 
-use super::Descriptor;
+use super::{Descriptor, info::Unacceptable};
 use crate::{
     frame::{Decoder, Event, request},
     state::Frame,
@@ -92,11 +92,13 @@ pub async fn read_descriptor(opening: &mut Opening) -> Result<Descriptor, Status
             let message = rpc::Descriptor::decode(body).map_err(|error| {
                 Status::new(Code::InvalidArgument, format!("the descriptor is malformed: {error}"))
             })?;
-            return Descriptor::from_proto(message).ok_or_else(|| {
-                Status::new(
+            return Descriptor::from_proto(message).map_err(|why| match why {
+                // As 14.1 ends a stream whose message does not pass its rules.
+                Unacceptable::Malformed => Status::new(Code::Unavailable, "unavailable"),
+                Unacceptable::TooLong => Status::new(
                     Code::InvalidArgument,
                     format!("a descriptor may list at most {} services", Descriptor::MAX_SERVICES),
-                )
+                ),
             });
         }
         Ok(Got::Event(Event::Control { field, .. })) => match field {

@@ -55,6 +55,15 @@ pub struct Info {
     pub descriptor: Arc<Descriptor>,
 }
 
+/// Why a descriptor is not taken.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Unacceptable {
+    /// 14.1's rules for the message do not hold: nothing is described, or a service or method has no name.
+    Malformed,
+    /// It lists more than [`Descriptor::MAX_SERVICES`] services.
+    TooLong,
+}
+
 /// What an agent serves: full paths of methods.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Descriptor {
@@ -65,11 +74,20 @@ impl Descriptor {
     /// Services and methods that one agent may list.
     pub const MAX_SERVICES: usize = 200;
 
-    /// Returns the descriptor in a message; `None`: it lists too much.
-    pub fn from_proto(message: rpc::Descriptor) -> Option<Self> {
-        let services = message.agent_descriptor.unwrap_or_default().services;
+    /// Returns the descriptor in a message.
+    ///
+    /// # Errors
+    /// [`Unacceptable`].
+    pub fn from_proto(message: rpc::Descriptor) -> Result<Self, Unacceptable> {
+        let services = message.agent_descriptor.ok_or(Unacceptable::Malformed)?.services;
         if services.len() > Self::MAX_SERVICES {
-            return None;
+            return Err(Unacceptable::TooLong);
+        }
+        let nameless = services
+            .iter()
+            .any(|service| service.name.is_empty() || service.methods.iter().any(|m| m.name.is_empty()));
+        if nameless {
+            return Err(Unacceptable::Malformed);
         }
         let mut methods: Vec<Box<str>> = services
             .iter()
@@ -79,7 +97,7 @@ impl Descriptor {
             .collect();
         methods.sort_unstable();
         methods.dedup();
-        Some(Self { methods })
+        Ok(Self { methods })
     }
 
     /// Returns a descriptor of these full paths.
@@ -97,5 +115,35 @@ impl Descriptor {
     /// Returns the full paths, sorted.
     pub fn methods(&self) -> impl Iterator<Item = &str> {
         self.methods.iter().map(|m| &**m)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proto::gitlab::agent::reverse_tunnel::info::{AgentDescriptor, Method, Service};
+
+    use super::*;
+
+    #[test]
+    fn descriptors_that_break_the_rules_of_14_1_are_malformed() {
+        let service = |name: &str, methods: &[&str]| Service {
+            name: name.to_owned(),
+            methods: methods.iter().map(|name| Method { name: (*name).to_owned() }).collect(),
+        };
+        let read = |services: &[Service]| {
+            let agent_descriptor = Some(AgentDescriptor { services: services.to_vec() });
+            Descriptor::from_proto(rpc::Descriptor { agent_descriptor })
+        };
+        assert_eq!(read(&[service("a.B", &["C"]), service("d.E", &[])]), Ok(Descriptor::of(&["/a.B/C"])));
+        assert_eq!(read(&[]), Ok(Descriptor::default()), "an agent may serve nothing");
+        assert_eq!(
+            Descriptor::from_proto(rpc::Descriptor { agent_descriptor: None }),
+            Err(Unacceptable::Malformed)
+        );
+        for bad in [service("", &["C"]), service("", &[]), service("a.B", &["C", ""])] {
+            assert_eq!(read(&[service("a.B", &["C"]), bad]), Err(Unacceptable::Malformed));
+        }
+        let many = vec![service("a.B", &["C"]); Descriptor::MAX_SERVICES + 1];
+        assert_eq!(read(&many), Err(Unacceptable::TooLong));
     }
 }
