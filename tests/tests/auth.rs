@@ -66,6 +66,7 @@ async fn callers_are_known_by_a_token_as_gitlab_signs_it_and_by_nothing_else() -
         ("no audience", good().claim("aud", json!(null))),
         ("an empty list of audiences", good().claim("aud", json!([]))),
         ("a wrong issuer", good().claim("iss", json!("gitlab-kas"))),
+        ("a list of issuers", good().claim("iss", json!(["gitlab"]))),
         ("no issuer", good().claim("iss", json!(null))),
         ("expired", good().claim("exp", json!(now() - 60))),
         ("no expiry", good().claim("exp", json!(null))),

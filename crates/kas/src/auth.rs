@@ -9,6 +9,7 @@ use std::{
     time::Duration,
 };
 
+use base64::{Engine as _, prelude::BASE64_URL_SAFE_NO_PAD};
 use grpc::{Code, Status};
 use http::HeaderMap;
 use jsonwebtoken::{Algorithm, DecodingKey, Validation};
@@ -125,6 +126,10 @@ impl JwtVerifier {
         for key in &self.keys {
             match jsonwebtoken::decode::<Claims>(token, key, &self.validation) {
                 Ok(decoded) => {
+                    if let Some(fault) = unusable(token, &decoded.claims) {
+                        tracing::debug!(error = fault, "jwt refused");
+                        break;
+                    }
                     let actor = decoded.claims.actor();
                     self.remember(
                         token,
@@ -161,12 +166,29 @@ impl JwtVerifier {
     }
 }
 
+/// What the library accepts in a token with a good signature, and RFC 7515 and 7519 do not. Asked once for each token: what
+/// passed is remembered.
+fn unusable(token: &[u8], claims: &Claims) -> Option<&'static str> {
+    // The library decodes it and forgets the keys that it does not know.
+    let header = token.split(|b| *b == b'.').next().unwrap_or_default();
+    let header = BASE64_URL_SAFE_NO_PAD.decode(header).unwrap_or_default();
+    let Ok(header) = serde_json::from_slice::<serde_json::Map<String, serde_json::Value>>(&header) else {
+        return Some("its header is no JSON object");
+    };
+    // Section 4.1.11: an extension that is not understood is not ignored, and none is understood here.
+    if header.contains_key("crit") {
+        return Some("its header names critical extensions (crit)");
+    }
+    // The library takes a list in which an issuer stands.
+    (!claims.iss.is_string()).then_some("its issuer is no text")
+}
+
 /// Checks `bytes` as a token, and as the claims of a token with a good signature: for a fuzz target.
 ///
 /// # Panics
 /// When a token is accepted that should not be.
 pub fn fuzz(bytes: &[u8]) {
-    use base64::{Engine as _, prelude::BASE64_URL_SAFE_NO_PAD as BASE64};
+    use BASE64_URL_SAFE_NO_PAD as BASE64;
     const SECRET: &[u8] = &[b's'; 32];
     let verifier = JwtVerifier::with_keys(
         vec![DecodingKey::from_secret(SECRET)],
@@ -194,7 +216,7 @@ pub fn fuzz(bytes: &[u8]) {
             claims[name] == value
                 || claims[name].as_array().is_some_and(|all| all.iter().any(|one| one == value))
         };
-        assert!(has("iss", "gitlab") && has("aud", AUDIENCE), "accepted claims are meant for kas");
+        assert!(claims["iss"] == "gitlab" && has("aud", AUDIENCE), "accepted claims are meant for kas");
     }
 }
 
@@ -260,6 +282,37 @@ mod tests {
                 let actor = verifier.verify(&headers).unwrap();
                 assert_eq!((actor.issuer.as_str(), &actor.subject), ("gitlab", &expected));
             }
+        }
+    }
+
+    #[test]
+    fn critical_extensions_and_lists_of_issuers_are_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let verifier = verifier(dir.path(), 0);
+        let exp = runtime::clock::wall().as_secs() + 60;
+        let key = EncodingKey::from_secret(&[b's'; 32]);
+        let verify = |header: &str, iss: serde_json::Value| {
+            let claims = serde_json::json!({"aud": AUDIENCE, "iss": iss, "exp": exp}).to_string();
+            let [header, claims] = [header, &claims].map(|part| BASE64_URL_SAFE_NO_PAD.encode(part));
+            let message = format!("{header}.{claims}");
+            let signature = jsonwebtoken::crypto::sign(message.as_bytes(), &key, Algorithm::HS256).unwrap();
+            let mut headers = HeaderMap::new();
+            headers.insert("authorization", format!("Bearer {message}.{signature}").parse().unwrap());
+            // Again: what was refused is not remembered.
+            let verified = [verifier.verify(&headers).is_ok(), verifier.verify(&headers).is_ok()];
+            assert_eq!(verified[0], verified[1]);
+            verified[0]
+        };
+        let text = || serde_json::json!("gitlab");
+        assert!(verify(r#"{"alg":"HS256","typ":"JWT"}"#, text()));
+        assert!(verify(r#"{"alg":"HS256","kid":"1","x-other":[1]}"#, text()));
+        for crit in [r#"["b64"]"#, r#"["exp"]"#, "[]", "null", r#""b64""#] {
+            assert!(!verify(&format!(r#"{{"alg":"HS256","crit":{crit},"b64":true}}"#), text()), "{crit}");
+        }
+        for iss in
+            [serde_json::json!(["gitlab"]), serde_json::json!(["x", "gitlab"]), serde_json::Value::Null]
+        {
+            assert!(!verify(r#"{"alg":"HS256"}"#, iss.clone()), "{iss}");
         }
     }
 
