@@ -7,8 +7,9 @@
 //!
 //! Layout: `schema` declares every key once, `walk` reads declared keys and collects all problems, `reference` writes
 //! `docs/configuration.md`, `yaml`, `duration` and `host_port` are the formats, `secret` reads and makes secret files,
-//! `files` looks at all others, `exposure` at who may read them.
+//! `files` looks at all others, `exposure` at who may read them, `clash` finds listeners that want the same place.
 
+mod clash;
 mod duration;
 mod exposure;
 mod files;
@@ -57,10 +58,52 @@ pub struct Loaded {
 /// [`Problems`] names everything that is wrong with the file, not only the first thing.
 pub fn load(yaml: &str, env: &Environment) -> Result<Loaded, Problems> {
     let root = yaml::parse(yaml, yaml::Size::Small)?;
-    let (config, report) = walk::walk(&root, Unknown::Warns, |root| schema::read(root, env));
-    match Problems::new(report.problems) {
-        Some(problems) => Err(problems.beside(report.warnings)),
-        None => Ok(Loaded { config, warnings: report.warnings }),
+    let (config, problems, warnings) = read(&root, env);
+    match Problems::new(problems) {
+        Some(problems) => Err(problems.beside(warnings)),
+        None => Ok(Loaded { config, warnings }),
+    }
+}
+
+/// Reads every key; where one is wrong, its default is in the configuration.
+fn read(root: &serde_json::Value, env: &Environment) -> (Config, Vec<Problem>, Vec<Warning>) {
+    let (config, report) = walk::walk(root, Unknown::Warns, |root| schema::read(root, env));
+    let mut problems = report.problems;
+    let clashes = clash::find(&config);
+    let news: Vec<_> = clashes.into_iter().filter(|clash| !follows(clash, &problems)).collect();
+    problems.extend(news);
+    (config, problems, report.warnings)
+}
+
+/// Whether a problem may only be there because another one put a default in the place of what the file says.
+fn follows(problem: &Problem, earlier: &[Problem]) -> bool {
+    let is_within = |inner: &str, outer: &str| {
+        inner.strip_prefix(outer).is_some_and(|rest| rest.is_empty() || rest.starts_with(['.', '[']))
+    };
+    earlier
+        .iter()
+        .any(|earlier| is_within(&problem.path, &earlier.path) || is_within(&earlier.path, &problem.path))
+}
+
+/// Checks a configuration file and all files that it names: what [`load`] and [`Config::check`] say, in one go. A key that is
+/// wrong does not hide what is wrong with the files of others.
+///
+/// # Errors
+/// [`Problems`] with all that would keep kas from starting, and the warnings; only warnings otherwise.
+pub fn check(yaml: &str, env: &Environment) -> Result<Vec<Warning>, Problems> {
+    let root = yaml::parse(yaml, yaml::Size::Small)?;
+    let (config, mut problems, mut warnings) = read(&root, env);
+    match config.check() {
+        Ok(more) => warnings.extend(more),
+        Err(found) => {
+            let news: Vec<_> = found.iter().filter(|problem| !follows(problem, &problems)).cloned().collect();
+            problems.extend(news);
+            warnings.extend(found.warnings().iter().cloned());
+        }
+    }
+    match Problems::new(problems) {
+        Some(problems) => Err(problems.beside(warnings)),
+        None => Ok(warnings),
     }
 }
 

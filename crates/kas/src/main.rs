@@ -168,21 +168,13 @@ fn signals() -> anyhow::Result<(impl Future<Output = ()>, impl Future<Output = (
 
 fn check(file: Option<&PathBuf>) -> anyhow::Result<ExitCode> {
     let text = read(file)?;
-    match config::load(&text, &Environment::of_process()) {
-        Ok(loaded) => {
-            for warning in &loaded.warnings {
+    match config::check(&text, &Environment::of_process()) {
+        Ok(warnings) => {
+            for warning in warnings {
                 println!("warning: {warning}");
             }
-            match loaded.config.check() {
-                Ok(warnings) => {
-                    for warning in warnings {
-                        println!("warning: {warning}");
-                    }
-                    println!("the configuration is good");
-                    Ok(ExitCode::SUCCESS)
-                }
-                Err(problems) => Ok(wrong(&problems)),
-            }
+            println!("the configuration is good");
+            Ok(ExitCode::SUCCESS)
         }
         Err(problems) => Ok(wrong(&problems)),
     }

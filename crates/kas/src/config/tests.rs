@@ -1289,8 +1289,9 @@ fn plain_text_beyond_the_host_is_warned_about() {
         assert_eq!(warned(&yaml), [""; 0], "{address}");
     }
     for address in ["':1'", "0.0.0.0:1", "'[::]:1'", "10.0.0.1:1", "kas:1"] {
+        let other = address.replace(":1", ":2");
         let yaml = format!(
-            "{{agent: {{listen: {{address: {address}}}}}, api: {{listen: {{address: {address}, {api}}}}}}}"
+            "{{agent: {{listen: {{address: {address}}}}}, api: {{listen: {{address: {other}, {api}}}}}}}"
         );
         assert_eq!(warned(&yaml), ["agent.listen", "api.listen"], "{address}");
     }
@@ -1380,5 +1381,56 @@ proptest! {
     #[test]
     fn load_never_panics_on_arbitrary_text(yaml in "(?s).{0,200}") {
         let _ = load(&yaml, &env());
+    }
+}
+
+/// Seen to fail when files are looked at only once every key is good.
+#[test]
+fn a_wrong_key_hides_nothing_that_is_wrong_with_files() {
+    let dir = tempfile::tempdir().unwrap();
+    let env = Environment { kas_state_dir: Some(dir.path().into()), ..Environment::default() };
+    let yaml = "agent: {listen: {max_connection_age: never}}\nidentity: {file: /nowhere/agents.yaml}\n\
+                api: {listen: {authentication_secret_file: 7}}\n";
+    let found = check(yaml, &env).unwrap_err();
+    let paths: Vec<&str> = found.iter().map(Problem::path).collect();
+    // The secret is told of once: the file of the default is nobody's wish.
+    assert_eq!(
+        paths,
+        ["agent.listen.max_connection_age", "api.listen.authentication_secret_file", "identity.file"],
+        "{found}"
+    );
+    assert!(check("", &env).is_ok());
+}
+
+#[test]
+fn listeners_that_want_the_same_place_are_told_of_by_both_keys() {
+    let both = |agent: &str, api: &str| {
+        let yaml = format!("agent: {{listen: {{{agent}}}}}\napi: {{listen: {{{api}}}}}\n");
+        load(&yaml, &env()).map(drop).map_err(|problems| problems.to_string())
+    };
+    assert_eq!(
+        load("agent: {listen: {address: '127.0.0.1:8153'}}", &env()).unwrap_err().to_string(),
+        "api.listen.address: found \"127.0.0.1:8153\", which agent.listen.address (\"127.0.0.1:8153\") has already; \
+         expected an address or a port of its own for each listener"
+    );
+    for (agent, api) in [
+        ("address: ':9000'", "address: '10.0.0.1:9000'"),
+        ("address: '[::1]:9000'", "address: '[::]:9000'"),
+        ("address: '0.0.0.0:9000'", "address: ':9000', network: tcp4"),
+        ("address: 'localhost:9000'", "address: 'LOCALHOST:9000'"),
+        ("address: '[::ffff:10.0.0.1]:9000'", "address: '10.0.0.1:9000'"),
+        ("address: /run/kas, network: unix", "address: /run/kas, network: unix"),
+    ] {
+        let told = both(agent, api).expect_err(agent);
+        assert!(told.starts_with("api.listen.address: ") && told.contains("agent.listen.address"), "{told}");
+    }
+    for (agent, api) in [
+        ("address: '127.0.0.1:0'", "address: '127.0.0.1:0'"),
+        ("address: '127.0.0.1:9000'", "address: '127.0.0.2:9000'"),
+        ("address: '0.0.0.0:9000'", "address: '[::1]:9000'"),
+        ("address: ':9000', network: tcp4", "address: ':9000', network: tcp6"),
+        ("address: /run/kas, network: unix", "address: /run/api, network: unix"),
+    ] {
+        assert_eq!(both(agent, api), Ok(()), "{agent} {api}");
     }
 }
