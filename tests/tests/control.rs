@@ -95,6 +95,18 @@ async fn configuration_of_a_folder_is_pushed_at_the_start_and_at_each_change() -
     put(folder.path(), 1, &yaml("debug"))?;
     let again = pushed(&mut configuration, LoggingLevelEnum::Debug).await?;
     assert_eq!(again, first.commit_id, "the same content is the same version");
+    // Each time that there was no file the log says which: for one at the start, for the other when it was removed.
+    for agent in [1, 2] {
+        let (name, file) = (format!("agent-{agent}"), format!("agents/agent-{agent}/config.yaml"));
+        let path = folder.path().join(file).display().to_string();
+        kas.process
+            .logged("where a file was looked for", |line| {
+                let told = line["message"] == "agent has no configuration file: it is given the defaults";
+                (told && line["agent.name"] == *name && line["path"] == *path).then_some(())
+            })
+            .await?;
+    }
+    assert_eq!(kas.process.log().matches("agent has no configuration file").count(), 2);
     Ok(())
 }
 

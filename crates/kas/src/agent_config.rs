@@ -47,8 +47,22 @@ struct Watched {
 /// What the file says now.
 #[derive(Debug, Clone)]
 enum Current {
-    Good { commit: String, configuration: Box<AgentConfiguration> },
+    Good {
+        commit: String,
+        configuration: Box<AgentConfiguration>,
+        /// Where the file was looked for, when there is none.
+        absent: Option<String>,
+    },
     Bad(Status),
+}
+
+impl Current {
+    fn absent(&self) -> Option<&str> {
+        match self {
+            Self::Good { absent, .. } => absent.as_deref(),
+            Self::Bad(_) => None,
+        }
+    }
 }
 
 impl AgentConfigs {
@@ -135,6 +149,17 @@ impl AgentConfigs {
                         "agent configuration is wrong"
                     );
                 }
+                // 14.1 refuses such an agent; here its file may come later, or never. A repository is read anew with each
+                // commit, which is no news.
+                if let Some(path) = current.absent()
+                    && entry.current.as_ref().and_then(Current::absent) != Some(path)
+                {
+                    tracing::info!(
+                        agent.name = &**name,
+                        path,
+                        "agent has no configuration file: it is given the defaults"
+                    );
+                }
                 for stream in entry.streams.iter().filter_map(Weak::upgrade) {
                     stream.show(&current);
                 }
@@ -168,7 +193,11 @@ fn look(source: &Source, names: Vec<(Arc<str>, Option<Fingerprint>)>) -> Vec<Cha
                     for warning in &parsed.warnings {
                         tracing::info!(agent.name = &*name, warning = %warning, "agent configuration");
                     }
-                    Ok(Current::Good { commit: file.commit, configuration: Box::new(parsed.configuration) })
+                    Ok(Current::Good {
+                        commit: file.commit,
+                        configuration: Box::new(parsed.configuration),
+                        absent: file.absent,
+                    })
                 }
                 Err(error) => Ok(Current::Bad(Status::new(Code::FailedPrecondition, error.to_string()))),
             },
@@ -218,7 +247,7 @@ impl ConfigStream {
         let mut state = self.state();
         match current {
             Current::Good { commit, .. } if *commit == state.seen => return,
-            Current::Good { commit, configuration } => {
+            Current::Good { commit, configuration, .. } => {
                 let message = ConfigurationResponse {
                     configuration: Some(AgentConfiguration {
                         agent_id: self.agent.id.get(),

@@ -17,6 +17,8 @@ pub(super) struct File {
     pub(super) commit: String,
     /// Empty when there is no file: an agent without one has all defaults.
     pub(super) content: Vec<u8>,
+    /// Where a file was looked for and is not.
+    pub(super) absent: Option<String>,
 }
 
 /// Why a file could not be read.
@@ -93,17 +95,21 @@ impl Source {
     /// Reads the file of `name`.
     pub(super) fn read(&self, name: &str) -> Result<File, Error> {
         match self {
-            Self::None => Ok(File { commit: String::new(), content: Vec::new() }),
+            Self::None => Ok(File { commit: String::new(), content: Vec::new(), absent: None }),
             Self::Folder { root, limit } => {
                 let path = file_of(root, name);
+                let mut absent = None;
                 let content = match read_bounded(&path, *limit) {
                     Ok(Some(content)) => content,
                     Ok(None) => return Err(too_big(&path.display().to_string(), *limit)),
-                    Err(error) if error.kind() == std::io::ErrorKind::NotFound => Vec::new(),
+                    Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
+                        absent = Some(path.display().to_string());
+                        Vec::new()
+                    }
                     Err(error) => return Err(Error::Backend(format!("{}: {error}", path.display()))),
                 };
                 let hash = digest::digest(&digest::SHA256, &content);
-                Ok(File { commit: hex::encode(&hash.as_ref()[..20]), content })
+                Ok(File { commit: hex::encode(&hash.as_ref()[..20]), content, absent })
             }
             Self::Git { path, limit } => {
                 let (repository, commit) = head(path)?;
@@ -113,7 +119,8 @@ impl Source {
                 let tree =
                     repository.head_commit().map_err(|e| backend(&e))?.tree().map_err(|e| backend(&e))?;
                 let Some(entry) = tree.lookup_entry_by_path(&file).map_err(|e| backend(&e))? else {
-                    return Ok(File { commit, content: Vec::new() });
+                    let absent = Some(format!("{file} at HEAD of {}", path.display()));
+                    return Ok(File { commit, content: Vec::new(), absent });
                 };
                 if !entry.mode().is_blob() {
                     return Err(Error::User(format!(
@@ -125,7 +132,7 @@ impl Source {
                     return Err(too_big(&file, *limit));
                 }
                 let object = entry.object().map_err(|e| backend(&e))?;
-                Ok(File { commit, content: object.data.clone() })
+                Ok(File { commit, content: object.data.clone(), absent: None })
             }
         }
     }
