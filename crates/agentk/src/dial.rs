@@ -151,11 +151,6 @@ impl DialError {
             Self::Connect { .. } | Self::ConnectProxy { .. } | Self::Proxies { .. } | Self::Name(_) => false,
         }
     }
-
-    /// Whether it is about host and port alone.
-    pub fn is_place(&self) -> bool {
-        matches!(self, Self::Connect { .. } | Self::Timeout { .. } | Self::ConnectProxy { .. })
-    }
 }
 
 /// Whether an HTTP status says that credentials are missing or wrong: nothing that another way would mend.
@@ -254,6 +249,8 @@ pub struct Avoid {
     pub used: Vec<SocketAddr>,
     /// A connection to them was lost a moment ago.
     pub lost: Vec<SocketAddr>,
+    /// There is another place to dial: each of them has 3 s to take a connection, also the last.
+    pub elsewhere: bool,
 }
 
 impl Avoid {
@@ -374,7 +371,16 @@ impl Dialer {
             proxy.map_or((address.host(), address.port()), |proxy| (proxy.host(), proxy.port()));
         let resolved = tokio::net::lookup_host((host, port)).await.map_err(connect)?;
         *step = Step::Tcp;
-        let stream = connect_first(&avoid.order(resolved)).await.map_err(connect)?;
+        let order = avoid.order(resolved);
+        let within = if avoid.elsewhere {
+            CONNECT_ONE.saturating_mul(u32::try_from(order.len()).unwrap_or(u32::MAX))
+        } else {
+            CONNECT
+        };
+        let stream = tokio::time::timeout(within, connect_first(&order))
+            .await
+            .unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()))
+            .map_err(connect)?;
         stream.set_nodelay(true).map_err(connect)?;
         let (local, peer) = (stream.local_addr().ok(), stream.peer_addr().ok());
         let mut stream = Stream::Plain(stream);
@@ -556,7 +562,7 @@ mod tests {
     fn unused_addresses_come_first_and_in_every_order() {
         let address = |n: u8| SocketAddr::from(([10, 0, 0, n], 8150));
         let six = SocketAddr::from(([0, 0, 0, 0, 0, 0, 0, 1], 8150));
-        let avoid = Avoid { used: vec![address(1)], lost: vec![address(2), address(1)] };
+        let avoid = Avoid { used: vec![address(1)], lost: vec![address(2), address(1)], elsewhere: false };
         let mut firsts = std::collections::BTreeSet::new();
         for _ in 0..100 {
             let order = avoid.order([1, 2, 3, 4, 3].map(address).into_iter().chain([six]));

@@ -41,8 +41,8 @@ struct AgentArguments {
     observability_address: String,
     /// Replicas of kas to be connected to at once: with two, the loss of one loses no request that has not begun.
     ///
-    /// They stand behind one address, so agentk dials, asks who answers, and dials again every 10 to 20 s while it has
-    /// reached fewer than this although more live. 1 saves connections; more than 2 helps when several are lost at
+    /// They may stand behind one address, so agentk dials, asks who answers, and dials again every 10 to 20 s while it has
+    /// reached fewer than this although more live; addresses that it has not tried come first, and at once. 1 saves connections; more than 2 helps when several are lost at
     /// once. A kas of GitLab does not say who it is, and gets one connection.
     #[arg(long, value_name = "N", env = "AGENTK_REPLICAS", default_value_t = 2,
         value_parser = clap::value_parser!(u8).range(1..=replica::MAX as i64))]
@@ -81,7 +81,9 @@ struct KasArguments {
     ///
     /// ws://host[:port][/path] and wss:// do the same inside WebSocket, through proxies that know no HTTP/2; the path is
     /// for them. https://host[:port][/path] tries grpcs:// and then wss:// until one passes the proxies in between, as
-    /// several addresses with commas between them are tried in their order.
+    /// several addresses of one host and port, with commas between them, are tried in their order. Addresses of different
+    /// hosts or ports are where different replicas of kas are: they are dialled in turn, another one at once when one
+    /// fails.
     #[arg(long, value_name = "URL", env = "AGENTK_KAS_ADDRESS", required = true)]
     kas_address: Option<KasAddresses>,
     /// File with the agent token. It is read again when it changes.

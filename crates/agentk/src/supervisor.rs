@@ -88,6 +88,14 @@ struct Kept {
     used: Option<HeaderValue>,
 }
 
+impl Kept {
+    /// Whether kas is there, and does not want the agent elsewhere.
+    fn is_alive(&self) -> bool {
+        let standing = &self.session.standing;
+        standing.has_changed().is_ok() && !matches!(standing.borrow().stage, Stage::Retiring | Stage::Over(_))
+    }
+}
+
 impl Supervisor {
     async fn keep(&mut self) {
         loop {
@@ -118,21 +126,29 @@ impl Supervisor {
         let avoid = Avoid {
             used: self.sessions.values().filter_map(|kept| kept.session.peer).collect(),
             lost: self.lost.iter().map(|(address, _)| *address).collect(),
+            elsewhere: self.ladder.has_several_places(),
         };
-        let (address, dialer) = (self.ladder.current().clone(), Arc::clone(&self.dialer));
+        let used = self.used();
+        let (address, dialer) = (self.ladder.choose(&used), Arc::clone(&self.dialer));
         Box::pin(async move {
             let link = dialer.dial(&address, &avoid).await;
             (address, link)
         })
     }
 
-    /// Notes that an address was met with what a proxy causes, and tells when another one is next.
+    /// Returns where a session lives.
+    fn used(&self) -> Vec<KasAddress> {
+        let alive = self.sessions.values().filter(|kept| kept.is_alive());
+        alive.map(|kept| kept.address.clone()).collect()
+    }
+
+    /// Notes that an address was met with what a proxy causes, and tells when another way is next.
     fn blocked(&mut self, address: &KasAddress, error: &str) {
-        if self.ladder.failed(address) {
+        if let Some(next) = self.ladder.failed(address) {
             tracing::warn!(
                 error,
                 address = %address,
-                next = %self.ladder.current(),
+                next = %next,
                 "this address does not lead to kas, perhaps because of a proxy: trying the next"
             );
         }
@@ -149,13 +165,13 @@ impl Supervisor {
                     chain = format!("{chain}: {next}");
                     cause = next.source();
                 }
-                let pause = self.plan.dial_failed(now);
-                let elsewhere =
-                    self.ladder.next().is_some_and(|next| next.authority() != address.authority());
-                if error.is_passage() || (elsewhere && error.is_place()) {
+                if error.is_passage() {
                     self.blocked(&address, &chain);
                 }
-                tracing::warn!(error = chain, retry_in = ?pause, "cannot reach kas");
+                let next = self.ladder.fresh(&self.used()).map(ToString::to_string);
+                let pause =
+                    if next.is_some() { self.plan.dial_failed_here(now) } else { self.plan.dial_failed(now) };
+                tracing::warn!(error = chain, next, retry_in = ?pause, "cannot reach kas");
             }
             Ok(link) => {
                 let (id, begin) = self.plan.connected(now);
@@ -164,7 +180,7 @@ impl Supervisor {
                     Arc::clone(&self.shared),
                     link,
                     begin,
-                    self.ladder.is_trial(),
+                    self.ladder.is_trial(&address),
                     Arc::clone(&self.changed),
                     self.leave.clone(),
                     &self.tasks,
@@ -178,7 +194,9 @@ impl Supervisor {
     fn look(&mut self) {
         let mut news = Vec::new();
         for (id, kept) in &mut self.sessions {
-            if kept.session.passage.get() == Some(&Passage::Passes) && self.ladder.passed(&kept.address) {
+            // One that ended, or that kas wants elsewhere, says nothing of what is there now.
+            let passes = kept.session.passage.get() == Some(&Passage::Passes) && kept.is_alive();
+            if passes && self.ladder.passed(&kept.address) {
                 tracing::debug!(address = %kept.address, "this address leads to kas");
             }
             let standing = &mut kept.session.standing;
@@ -204,6 +222,7 @@ impl Supervisor {
         let over = matches!(stage, Stage::Over(_));
         let peer = self.sessions.get(&id).and_then(|kept| kept.session.peer);
         let used = self.sessions.get(&id).and_then(|kept| kept.used.clone());
+        let address = self.sessions.get(&id).map(|kept| kept.address.clone());
         if over && let Some(Kept { session, address, .. }) = self.sessions.remove(&id) {
             match session.passage.get() {
                 // One that is lost was once reached.
@@ -214,6 +233,11 @@ impl Supervisor {
         match change {
             Change::Quiet => {}
             Change::Lost { retiring, retry_in } => {
+                if let Some(address) = address {
+                    self.ladder.lost(&address);
+                }
+                let elsewhere = self.ladder.fresh(&self.used()).is_some();
+                let retry_in = if elsewhere { self.plan.hasten(now) } else { retry_in };
                 if let Some(peer) = peer {
                     self.lost.truncate(MAX_LOST - 1);
                     self.lost.push_front((peer, now));

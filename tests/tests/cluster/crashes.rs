@@ -2,12 +2,13 @@
 
 use std::time::Duration;
 
-use anyhow::{Context as _, Result};
+use anyhow::{Context as _, Result, ensure};
 use grpc::{Code, Outcome};
 use testkit::{
+    agentk::Agentk,
     caller::{answer, frame},
     handler::path,
-    kas::{metric, within},
+    kas::{metric, token, within},
     link::Next,
     mesh::Mesh,
     process::SOON,
@@ -270,5 +271,61 @@ async fn agent_on_two_replicas_is_reached_while_one_of_them_is_paused() -> Resul
     assert_eq!(ledger.count(End::NotStarted) + ledger.count(End::Lost), 0);
     assert!(ledger.count(End::Unknown) <= 2, "{:?}", ledger.texts(End::Unknown));
     mesh.converged(&[(1, 0), (1, 1)]).await?;
+    Ok(())
+}
+
+#[tokio::test]
+async fn agentk_with_an_address_for_each_replica_holds_two_and_replaces_one_that_is_killed() -> Result<()> {
+    let mesh = Mesh::start(3).await?;
+    mesh.converged(&[]).await?;
+    let url = (0..3).map(|n| format!("grpc://{}", mesh.agents(n))).collect::<Vec<_>>().join(",");
+    let agentk = Agentk::start_told(&url, &token(1), &[], &[]).await?;
+    let begun = Instant::now();
+    agentk.metric_is("agentk_replicas_served", 2.0).await?;
+    println!("two replicas were held {:?} after the start", begun.elapsed());
+    // The first two of the list: nothing was wrong with them.
+    for (n, held) in [(0, 1.0), (1, 1.0), (2, 0.0)] {
+        mesh.kas(n).metric_is("kas_agent_transports", held).await?;
+    }
+    let caller = mesh.caller(2).await?;
+    let echo = async || {
+        let asked = Instant::now();
+        let got = caller.call(caller.to_agent(1, "/kas.bench.v1.Bench/Echo"), &[b""]).await?;
+        ensure!(got.status.code() == Code::Ok, "{}", got.status);
+        Ok::<_, anyhow::Error>(asked.elapsed())
+    };
+    echo().await?;
+    let since = agentk.process.log_len();
+    let killed = Instant::now();
+    mesh.kill(0).await?;
+    let mut slowest = Duration::ZERO;
+    // Requests go on through the other one, and the third is dialled before the dead one.
+    within(SOON, "the third replica is held", async || {
+        slowest = slowest.max(echo().await?);
+        let transports = metric(mesh.observability(2), "kas_agent_transports").await?;
+        Ok(if transports == 1.0 { Ok(()) } else { Err(transports) })
+    })
+    .await?;
+    println!(
+        "the third was held {:?} after the kill; the slowest request took {slowest:?}",
+        killed.elapsed()
+    );
+    agentk.metric_is("agentk_replicas_served", 2.0).await?;
+    let log = agentk.process.log().get(since..).unwrap_or_default().to_owned();
+    ensure!(!log.contains("cannot reach kas"), "{log}");
+    Ok(())
+}
+
+#[tokio::test]
+async fn agentk_goes_on_to_the_next_address_without_waiting_for_a_dead_one() -> Result<()> {
+    let mesh = Mesh::start(1).await?;
+    // Ports 1 and 2 answer nothing.
+    let url = format!("grpc://127.0.0.1:1,grpc://127.0.0.1:2,grpc://{}", mesh.agents(0));
+    let agentk = Agentk::start_told(&url, &token(1), &["--replicas", "1"], &[]).await?;
+    let begun = Instant::now();
+    agentk.connected().await?;
+    println!("connected {:?} after the start", begun.elapsed());
+    let log = agentk.process.log();
+    ensure!(log.matches("cannot reach kas").count() == 2, "each dead address was tried once: {log}");
     Ok(())
 }

@@ -123,7 +123,8 @@ impl std::fmt::Display for KasAddress {
     }
 }
 
-/// One address, or several of the same kas that are tried in their order until one passes the proxies in between.
+/// One address, or several: those of one host and port are ways to it, tried in their order until one passes the proxies
+/// in between; different hosts or ports are where different replicas of kas may be.
 ///
 /// `https://host/path` stands for `grpcs://host` and `wss://host/path`.
 #[derive(Debug, Clone, PartialEq, Eq)]

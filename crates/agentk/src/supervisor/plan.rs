@@ -298,6 +298,21 @@ impl Plan {
         self.soon(now)
     }
 
+    /// Notes that an attempt has failed where another address has not been tried; returns the pause before that: a
+    /// fleet that lost its replica goes elsewhere at once, and not in the same moment.
+    pub(super) fn dial_failed_here(&mut self, now: Instant) -> Duration {
+        self.dialing = false;
+        self.hasten(now)
+    }
+
+    /// Notes that there is an address without a past: it is dialled after the shortest pause, whatever has become of
+    /// others. Returns that pause.
+    pub(super) fn hasten(&mut self, now: Instant) -> Duration {
+        let pause = PAUSE.0.mul_f64(rand::random());
+        self.not_before = now + pause;
+        pause
+    }
+
     /// Notes that an attempt has led to a connection; returns how its session begins.
     pub(super) fn connected(&mut self, now: Instant) -> (SessionId, Begin) {
         self.dialing = false;
