@@ -8,6 +8,7 @@ use grpc::{Code, Outcome};
 use http::StatusCode;
 use prost::Message as _;
 use proto::kas::bench::v1::{DownloadRequest, Payload, UploadResponse};
+use rustix::process::{Pid, Signal, kill_process};
 use serde_json::json;
 use testkit::{
     agent14::{Agent14, Version},
@@ -623,5 +624,31 @@ async fn pool_of_agentk_grows_with_what_is_asked_of_it() -> Result<()> {
         .await?;
     assert_eq!((got.status.code(), got.messages.len()), (Code::Ok, 100));
     assert_eq!(kas.metric("kas_tunnel_violations_total").await?, 0.0);
+    Ok(())
+}
+
+#[tokio::test]
+async fn sighup_is_noted_and_ends_neither_kas_nor_agentk() -> Result<()> {
+    let kas = Kas::start().await?;
+    let agentk = Agentk::start(kas.agent, &token(1)).await?;
+    agentk.connected().await?;
+    let caller = kas.caller().await?;
+    let mut upload = caller.open(caller.to_agent(1, UPLOAD)).await?;
+    upload.send(frame(&payload("one"))).await.unwrap();
+    agentk.metric_is("agentk_tunnels_busy", 1.0).await?;
+    for process in [&kas.process, &agentk.process] {
+        kill_process(Pid::from_raw(process.id()).context("an id")?, Signal::HUP)?;
+        let noted = |line: &serde_json::Value| {
+            let text = line["message"].as_str()?;
+            text.starts_with("nothing to reopen").then(|| line["level"].clone())
+        };
+        assert_eq!(process.logged("that there is nothing to reopen", noted).await?, "INFO");
+    }
+    // What was open goes on, and what is new comes in.
+    upload.half_close().unwrap();
+    let total: UploadResponse = answer(&mut upload).await?.one()?;
+    assert_eq!(total.messages, 1);
+    echo(&caller, "after").await?;
+    assert!(kas.process.is_running() && agentk.process.is_running());
     Ok(())
 }

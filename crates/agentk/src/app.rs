@@ -10,7 +10,7 @@ use runtime::{
     admin::{self, Admin},
     files::{self, Before},
     io::{Address, Listener},
-    lifecycle::{Lifecycle, Phase, Signals},
+    lifecycle::{self, Lifecycle, Phase, Signals},
     proxy::Proxies,
     telemetry::Level,
     tls, version,
@@ -59,7 +59,7 @@ pub struct Settings {
 /// How to reach kas, and what to show there.
 #[derive(Debug, Clone)]
 pub struct KasAccess {
-    /// Where it is: the first that passes.
+    /// Where it is: ways of which the first that passes is kept, and places that are dialled in turn.
     pub addresses: KasAddresses,
     /// The file with the agent token.
     pub token_file: PathBuf,
@@ -214,6 +214,7 @@ pub async fn run(settings: Settings, level: Level) -> anyhow::Result<()> {
     });
     let leave = CancellationToken::new();
     let follow = tokio::spawn(files::follow(vec![ca], || {}));
+    let hangups = tokio::spawn(lifecycle::hangups(None::<fn()>));
     let tasks = TaskTracker::new();
     let supervisor = tokio::spawn(supervisor::run(
         shared,
@@ -239,6 +240,7 @@ pub async fn run(settings: Settings, level: Level) -> anyhow::Result<()> {
     }
     supervisor.abort();
     follow.abort();
+    hangups.abort();
     if let Some(export) = export {
         export.finish(SPANS).await;
     }

@@ -18,7 +18,7 @@ use runtime::{
     files::{self, Before, Followed},
     http2::{self, Age, Server},
     io::{Address, Listener},
-    lifecycle::{Lifecycle, Phase},
+    lifecycle::{self, Lifecycle, Phase},
     tls, version,
 };
 use tokio::{sync::watch, task::JoinHandle, time::Instant};
@@ -308,19 +308,6 @@ async fn open_identity(
         }
         // Secrets were loaded for this configuration.
         (config::Identity::GitLab(_), None) => Err(StartError::NoSecret),
-    }
-}
-
-/// Opens the audit log anew at each SIGHUP.
-async fn reopen_on_hangup(audit: Arc<audit::Sink>) {
-    use tokio::signal::unix::{SignalKind, signal};
-    match signal(SignalKind::hangup()) {
-        Ok(mut hangups) => {
-            while hangups.recv().await.is_some() {
-                audit.reopen();
-            }
-        }
-        Err(error) => tracing::warn!(error = %error, "SIGHUP cannot be watched"),
     }
 }
 
@@ -655,7 +642,8 @@ impl Kas {
             tokio::spawn(agents.registrar().run()),
             tokio::spawn(configs.run()),
         ];
-        background.extend(audit.clone().map(|audit| tokio::spawn(reopen_on_hangup(audit))));
+        let reopen = audit.clone().map(|audit| move || audit.reopen());
+        background.push(tokio::spawn(lifecycle::hangups(reopen)));
         let Following { certificates, all } = following;
         background.push(tokio::spawn(files::follow(all, move || certificates.tell())));
         let mut others = None;

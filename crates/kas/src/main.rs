@@ -34,7 +34,7 @@ Examples:
   kas config print-default > kas.yaml       every key with its default and what it means
   kas config check kas.yaml                 all problems of a file at once
 
-Signals: SIGTERM and SIGINT drain and leave; a second one leaves at once.";
+Signals: SIGTERM and SIGINT drain and leave; a second one leaves at once. SIGHUP opens the audit log anew.";
 
 #[derive(Subcommand)]
 enum Command {

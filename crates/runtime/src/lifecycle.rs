@@ -56,10 +56,14 @@ impl Lifecycle {
 }
 
 /// SIGINT and SIGTERM, from the moment it is made.
+///
+/// SIGHUP is taken over too, since the system would end the process without a word: [`hangups`] says what comes of it.
 #[derive(Debug)]
 pub struct Signals {
     interrupt: tokio::signal::unix::Signal,
     terminate: tokio::signal::unix::Signal,
+    /// Never received here: that it is there keeps SIGHUP from ending the process.
+    _hangup: tokio::signal::unix::Signal,
 }
 
 impl Signals {
@@ -69,7 +73,11 @@ impl Signals {
     /// When signals cannot be watched.
     pub fn new() -> std::io::Result<Self> {
         use tokio::signal::unix::{SignalKind, signal};
-        Ok(Self { interrupt: signal(SignalKind::interrupt())?, terminate: signal(SignalKind::terminate())? })
+        Ok(Self {
+            interrupt: signal(SignalKind::interrupt())?,
+            terminate: signal(SignalKind::terminate())?,
+            _hangup: signal(SignalKind::hangup())?,
+        })
     }
 
     /// Waits for the next signal and returns its name.
@@ -80,6 +88,26 @@ impl Signals {
         tokio::select! {
             _ = self.interrupt.recv() => "SIGINT",
             _ = self.terminate.recv() => "SIGTERM",
+        }
+    }
+}
+
+/// Obeys SIGHUP for ever: calls `reopen`, or says that there is nothing to do. Many that come at once may count as one.
+pub async fn hangups(reopen: Option<impl Fn()>) {
+    use tokio::signal::unix::{SignalKind, signal};
+    let mut hangups = match signal(SignalKind::hangup()) {
+        Ok(hangups) => hangups,
+        Err(error) => {
+            tracing::warn!(error = %error, "SIGHUP cannot be watched");
+            return;
+        }
+    };
+    while hangups.recv().await.is_some() {
+        match &reopen {
+            Some(reopen) => reopen(),
+            None => {
+                tracing::info!(signal = "SIGHUP", "nothing to reopen: files are read again when they change")
+            }
         }
     }
 }
