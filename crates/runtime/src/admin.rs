@@ -20,6 +20,7 @@ use prometheus_client::registry::Registry;
 use tokio::{sync::watch, task::AbortHandle, time::Instant};
 
 use crate::{
+    exposition,
     io::{AcceptFailures, Listener},
     lifecycle::{Lifecycle, Phase},
 };
@@ -81,13 +82,15 @@ impl Admin {
             let mut out = String::new();
             // Writing to a String cannot fail.
             let _ = prometheus_client::encoding::text::encode(&mut out, &self.registry);
+            let (out, content_type) = if exposition::wants_openmetrics(request.headers()) {
+                (out, exposition::OPENMETRICS)
+            } else {
+                (exposition::prometheus(&out), exposition::PROMETHEUS)
+            };
             let mut response = text(StatusCode::OK, out);
-            response.headers_mut().insert(
-                header::CONTENT_TYPE,
-                header::HeaderValue::from_static(
-                    "application/openmetrics-text; version=1.0.0; charset=utf-8",
-                ),
-            );
+            let headers = response.headers_mut();
+            headers.insert(header::CONTENT_TYPE, header::HeaderValue::from_static(content_type));
+            headers.insert(header::VARY, header::HeaderValue::from_static("accept"));
             response
         } else if path == self.liveness_path {
             text(StatusCode::OK, "alive\n".into())

@@ -3,6 +3,7 @@
 
 pub mod admin;
 pub mod clock;
+mod exposition;
 pub mod files;
 pub mod http2;
 pub mod io;

@@ -296,17 +296,32 @@ pub fn merge(config: &mut Value, over: Value) {
 /// # Errors
 /// When there is no answer.
 pub async fn get(address: SocketAddr, path: &str) -> Result<(StatusCode, String)> {
+    let (head, body) = get_accepting(address, path, None).await?;
+    Ok((head.status, body))
+}
+
+/// As [`get`], with a header `accept`; returns the answer's head and body.
+///
+/// # Errors
+/// When there is no answer.
+pub async fn get_accepting(
+    address: SocketAddr,
+    path: &str,
+    accept: Option<&str>,
+) -> Result<(http::response::Parts, String)> {
     soon("an answer to GET", async {
         let stream = TcpStream::connect(address).await?;
         let (mut sender, connection) = hyper::client::conn::http1::handshake(TokioIo::new(stream)).await?;
         let connection = tokio::spawn(connection);
-        let request =
+        let mut request =
             http::Request::get(path).header("host", "localhost").body(Empty::<bytes::Bytes>::new())?;
-        let response = sender.send_request(request).await?;
-        let status = response.status();
-        let body = response.into_body().collect().await?.to_bytes();
+        if let Some(accept) = accept {
+            request.headers_mut().insert(http::header::ACCEPT, accept.parse()?);
+        }
+        let (head, body) = sender.send_request(request).await?.into_parts();
+        let body = body.collect().await?.to_bytes();
         connection.abort();
-        Ok((status, String::from_utf8_lossy(&body).into_owned()))
+        Ok((head, String::from_utf8_lossy(&body).into_owned()))
     })
     .await
 }

@@ -13,7 +13,7 @@ use testkit::{
     agentk::Agentk,
     gitlab::GitLab,
     handler::path,
-    kas::{Kas, Options, get, merge, token},
+    kas::{Kas, Options, get, get_accepting, merge, token},
     mesh::Mesh,
     raw_agent::{Kind, RawAgent},
 };
@@ -117,6 +117,31 @@ async fn prometheus_understands_every_question_of_the_dashboards() -> Result<()>
             assert!(ids.insert(panel["id"].as_u64().context("an id")?), "{file}: an id comes twice");
             assert!(panel["title"].as_str().is_some_and(|title| !title.is_empty()), "{file}: no title");
         }
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn promtool_reads_the_metrics_and_prometheus_gets_openmetrics() -> Result<()> {
+    // What Prometheus 2 sends.
+    const SCRAPER: &str = "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,\
+        text/plain;version=0.0.4;q=0.5,*/*;q=0.1";
+    let kas = Kas::start().await?;
+    let agentk = Agentk::start(kas.agent, &token(1)).await?;
+    agentk.connected().await?;
+    for address in [kas.observability, agentk.observability] {
+        for accept in [None, Some("*/*"), Some("text/plain;version=0.0.4")] {
+            let (head, page) = get_accepting(address, "/metrics", accept).await?;
+            assert_eq!(head.headers["content-type"], "text/plain; version=0.0.4; charset=utf-8");
+            assert!(!page.contains("# EOF") && !page.contains("# UNIT"), "{page}");
+            output("promtool".as_ref(), &["check", "metrics"], &page, PROMTOOL).await?;
+        }
+        let (head, page) = get_accepting(address, "/metrics", Some(SCRAPER)).await?;
+        assert_eq!(
+            head.headers["content-type"],
+            "application/openmetrics-text; version=1.0.0; charset=utf-8"
+        );
+        assert!(page.ends_with("# EOF\n"), "{page}");
     }
     Ok(())
 }
