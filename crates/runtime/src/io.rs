@@ -3,7 +3,7 @@
 use std::{
     io,
     net::SocketAddr,
-    path::PathBuf,
+    path::{Path, PathBuf},
     pin::Pin,
     task::{Context, Poll},
     time::Duration,
@@ -116,7 +116,7 @@ pub enum Address {
     Tcp4(String),
     /// As [`Address::Tcp`], IPv6 only.
     Tcp6(String),
-    /// The path of a Unix socket. A stale socket file is replaced.
+    /// The path of a Unix socket. A stale socket file is replaced, and the own one removed when the listener drops.
     Unix(PathBuf),
 }
 
@@ -134,8 +134,40 @@ impl std::fmt::Display for Address {
 pub enum Listener {
     /// TCP.
     Tcp(TcpListener),
-    /// A Unix socket.
-    Unix(UnixListener),
+    /// A Unix socket, and its file.
+    Unix(UnixListener, SocketFile),
+}
+
+/// The file of a Unix socket: removed when it drops, unless another one has taken its place.
+#[derive(Debug)]
+pub struct SocketFile {
+    path: PathBuf,
+    /// Device and inode; `None`: they could not be read, so nobody can tell whose file is there.
+    identity: Option<(u64, u64)>,
+}
+
+impl SocketFile {
+    /// Takes the file at `path` for its own.
+    fn at(path: &Path) -> Self {
+        Self { path: path.to_owned(), identity: Self::identity(path) }
+    }
+
+    fn identity(path: &Path) -> Option<(u64, u64)> {
+        use std::os::unix::fs::MetadataExt as _;
+        std::fs::symlink_metadata(path).ok().map(|file| (file.dev(), file.ino()))
+    }
+}
+
+impl Drop for SocketFile {
+    fn drop(&mut self) {
+        if self.identity.is_some()
+            && Self::identity(&self.path) == self.identity
+            && let Err(error) = std::fs::remove_file(&self.path)
+        {
+            // No harm: the next process replaces it.
+            tracing::debug!(path = %self.path.display(), error = %error, "the socket's file stays behind");
+        }
+    }
 }
 
 /// Connections that may wait to be accepted: a reconnect storm of ten thousand agents must not be
@@ -156,7 +188,7 @@ impl Listener {
                 {
                     std::fs::remove_file(path)?;
                 }
-                return UnixListener::bind(path).map(Self::Unix);
+                return UnixListener::bind(path).map(|listener| Self::Unix(listener, SocketFile::at(path)));
             }
             Address::Tcp(text) => (text, None),
             Address::Tcp4(text) => (text, Some(true)),
@@ -182,7 +214,7 @@ impl Listener {
     pub fn local_addr(&self) -> Option<SocketAddr> {
         match self {
             Self::Tcp(listener) => listener.local_addr().ok(),
-            Self::Unix(_) => None,
+            Self::Unix(..) => None,
         }
     }
 
@@ -202,7 +234,7 @@ impl Listener {
                 let _ = stream.set_nodelay(true);
                 Ok((Stream::Tcp(stream), Some(peer)))
             }
-            Self::Unix(listener) => Ok((Stream::Unix(listener.accept().await?.0), None)),
+            Self::Unix(listener, _) => Ok((Stream::Unix(listener.accept().await?.0), None)),
         }
     }
 }
@@ -271,6 +303,24 @@ mod tests {
     use tokio::io::AsyncReadExt as _;
 
     use super::*;
+
+    #[tokio::test]
+    async fn file_of_a_unix_socket_goes_with_its_listener_and_that_of_another_stays() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("socket");
+        let address = Address::Unix(path.clone());
+        let first = Listener::bind(&address).await.unwrap();
+        assert!(path.exists());
+        drop(first);
+        assert!(!path.exists());
+        let second = Listener::bind(&address).await.unwrap();
+        // Made beside it, so that no inode comes back.
+        let other = dir.path().join("other");
+        let _third = std::os::unix::net::UnixListener::bind(&other).unwrap();
+        std::fs::rename(&other, &path).unwrap();
+        drop(second);
+        assert!(path.exists());
+    }
 
     #[tokio::test]
     async fn a_stream_that_always_has_more_gives_others_their_turn() {
