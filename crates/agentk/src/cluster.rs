@@ -90,6 +90,145 @@ pub struct ClusterAccess {
     /// Do not check the certificate of --kube-server. Whoever stands between can then read and change everything
     #[arg(long, requires = "kube_server", conflicts_with = "kube_ca_file")]
     pub kube_insecure_skip_tls_verify: bool,
+
+    /// Those of kubectl.
+    #[command(flatten)]
+    pub kubectl: KubectlFlags,
+}
+
+/// The flags of kubectl that agentk of 14.1 has too: they count more than what a kubeconfig, or the pod's service
+/// account, says.
+#[derive(clap::Args, Clone, Debug, Default)]
+#[command(next_help_heading = "Kubernetes API server, as kubectl has them")]
+pub struct KubectlFlags {
+    /// Use the API server at this URL
+    #[arg(short = 's', long, value_name = "URL", hide_short_help = true, conflicts_with = "kube_server")]
+    pub server: Option<String>,
+
+    /// Trust the certificates in this PEM file, read when agentk starts
+    #[arg(long, value_name = "FILE", hide_short_help = true, conflicts_with = "kube_server")]
+    pub certificate_authority: Option<PathBuf>,
+
+    /// Do not check the certificate of the API server. Whoever stands between can then read and change everything
+    #[arg(long, hide_short_help = true, conflicts_with_all = ["kube_server", "certificate_authority"])]
+    pub insecure_skip_tls_verify: bool,
+
+    /// The name that the certificate of the API server must have, instead of the host of its URL
+    #[arg(long, value_name = "NAME", hide_short_help = true)]
+    pub tls_server_name: Option<String>,
+
+    /// Authenticate with this bearer token. Everybody on the host sees it: --kube-token-file keeps it secret
+    #[arg(long, value_name = "TOKEN", hide_short_help = true, conflicts_with = "kube_server", value_parser = secret)]
+    pub token: Option<SecretString>,
+
+    /// Authenticate with the certificate in this PEM file
+    #[arg(long, value_name = "FILE", hide_short_help = true, requires = "client_key")]
+    pub client_certificate: Option<PathBuf>,
+
+    /// The key of --client-certificate
+    #[arg(long, value_name = "FILE", hide_short_help = true, requires = "client_certificate")]
+    pub client_key: Option<PathBuf>,
+
+    /// Use this cluster of the kubeconfig, instead of its context's
+    #[arg(long, value_name = "NAME", hide_short_help = true, conflicts_with = "kube_server")]
+    pub cluster: Option<String>,
+
+    /// Use this user of the kubeconfig, instead of its context's
+    #[arg(long, value_name = "NAME", hide_short_help = true, conflicts_with = "kube_server")]
+    pub user: Option<String>,
+
+    /// The namespace of agentk's own requests
+    #[arg(short = 'n', long, value_name = "NAME", hide_short_help = true)]
+    pub namespace: Option<String>,
+
+    /// Act as this user
+    #[arg(long = "as", value_name = "USER", hide_short_help = true)]
+    pub as_user: Option<String>,
+
+    /// Act as a member of this group; may be given several times
+    #[arg(long, value_name = "GROUP", hide_short_help = true, requires = "as_user")]
+    pub as_group: Vec<String>,
+
+    /// Has no effect: a request takes as long as its caller allows
+    #[arg(long, value_name = "TIME", hide_short_help = true)]
+    pub request_timeout: Option<String>,
+
+    /// Has no effect: agentk keeps nothing on disk
+    #[arg(long, value_name = "FOLDER", hide_short_help = true)]
+    pub cache_dir: Option<PathBuf>,
+}
+
+/// Reads a secret, which no message repeats.
+#[allow(clippy::unnecessary_wraps)] // clap's shape
+fn secret(text: &str) -> Result<SecretString, std::convert::Infallible> {
+    Ok(text.to_owned().into())
+}
+
+impl KubectlFlags {
+    /// Overrides what was found elsewhere.
+    fn apply(&self, config: &mut Config) -> anyhow::Result<()> {
+        if let Some(server) = &self.server {
+            config.cluster_url = server.parse().context("--server is not a URL")?;
+        }
+        if let Some(file) = &self.certificate_authority {
+            config.root_cert = Some(certificates(file).context("--certificate-authority")?);
+            config.root_cert_file = None;
+        }
+        if self.insecure_skip_tls_verify {
+            config.accept_invalid_certs = true;
+            config.root_cert = None;
+            config.root_cert_file = None;
+        }
+        if let Some(name) = &self.tls_server_name {
+            config.tls_server_name = Some(name.clone());
+        }
+        if let Some(namespace) = &self.namespace {
+            config.default_namespace = namespace.clone();
+        }
+        let auth = &mut config.auth_info;
+        if let Some((certificate, key)) = self.client_certificate.as_ref().zip(self.client_key.as_ref()) {
+            let text = |file: &Path| {
+                file.to_str().map(str::to_owned).with_context(|| format!("{} is not UTF-8", file.display()))
+            };
+            auth.client_certificate = Some(text(certificate)?);
+            auth.client_key = Some(text(key)?);
+            auth.client_certificate_data = None;
+            auth.client_key_data = None;
+        }
+        if let Some(token) = &self.token {
+            // Whatever else there is to authenticate with would be taken first.
+            auth.token = Some(token.clone());
+            auth.token_file = None;
+            auth.exec = None;
+            auth.auth_provider = None;
+            auth.username = None;
+            auth.password = None;
+        }
+        if let Some(user) = &self.as_user {
+            auth.impersonate = Some(user.clone());
+            if !self.as_group.is_empty() {
+                auth.impersonate_groups = Some(self.as_group.clone());
+            }
+        }
+        Ok(())
+    }
+
+    /// Warns of what is dangerous, and of what does nothing.
+    fn warn(&self) {
+        if self.insecure_skip_tls_verify {
+            tracing::warn!(
+                "--insecure-skip-tls-verify: the certificate of the Kubernetes API server is not checked; whoever stands \
+                 between can read and change everything"
+            );
+        }
+        // 0 means none, in kubectl too.
+        let timeout = self.request_timeout.as_ref().is_some_and(|time| time != "0");
+        for (flag, given) in [("--request-timeout", timeout), ("--cache-dir", self.cache_dir.is_some())] {
+            if given {
+                tracing::warn!(flag, "this flag of kubectl has no effect on agentk");
+            }
+        }
+    }
 }
 
 impl ClusterAccess {
@@ -98,6 +237,7 @@ impl ClusterAccess {
     /// # Errors
     /// When something is missing or cannot be read; the message says what, and which flag gives it.
     pub async fn connect(&self) -> anyhow::Result<ApiServer> {
+        self.kubectl.warn();
         let (config, source) =
             self.config(&|name| env::var_os(name).filter(|value| !value.is_empty())).await?;
         // Credential plugins are processes that this waits for.
@@ -115,6 +255,13 @@ impl ClusterAccess {
     }
 
     async fn config(&self, env: &dyn Fn(&str) -> Option<OsString>) -> anyhow::Result<(Config, String)> {
+        let (mut config, source) = self.found(env).await?;
+        self.kubectl.apply(&mut config)?;
+        Ok((config, source))
+    }
+
+    /// Finds the configuration that flags of kubectl override.
+    async fn found(&self, env: &dyn Fn(&str) -> Option<OsString>) -> anyhow::Result<(Config, String)> {
         if let Some(server) = &self.kube_server {
             return Ok((self.explicit(server)?, "--kube-server".to_owned()));
         }
@@ -126,10 +273,18 @@ impl ClusterAccess {
             (None, None) => Vec::new(),
         };
         if files.is_empty() {
-            ensure!(
-                self.context.is_none(),
-                "--context needs a kubeconfig: give one with --kubeconfig FILE or in KUBECONFIG"
-            );
+            let named = [
+                ("--context", &self.context),
+                ("--cluster", &self.kubectl.cluster),
+                ("--user", &self.kubectl.user),
+            ];
+            if let Some((flag, _)) = named.into_iter().find(|(_, name)| name.is_some()) {
+                bail!("{flag} needs a kubeconfig: give one with --kubeconfig FILE or in KUBECONFIG");
+            }
+            if let Some(server) = &self.kubectl.server {
+                let url: Uri = server.parse().context("--server is not a URL")?;
+                return Ok((Config::new(url), "--server".to_owned()));
+            }
             let config = Config::incluster().map_err(not_in_cluster)?;
             return Ok((config, "the pod's service account".to_owned()));
         }
@@ -161,12 +316,16 @@ impl ClusterAccess {
             bail!("{names} has no current context: give one with --context NAME ({})", known());
         };
         ensure!(contexts.contains(&context), "{names} has no context {context:?} ({})", known());
-        if proxy_url(&kubeconfig, &context).is_some() {
+        if proxy_url(&kubeconfig, &context, self.kubectl.cluster.as_deref()).is_some() {
             bail!("context {context:?} of {names} has a proxy-url, which agentk does not support");
         }
 
         let source = format!("context {context} of {names}");
-        let options = KubeConfigOptions { context: Some(context), ..KubeConfigOptions::default() };
+        let options = KubeConfigOptions {
+            context: Some(context),
+            cluster: self.kubectl.cluster.clone(),
+            user: self.kubectl.user.clone(),
+        };
         let mut config = Config::from_custom_kubeconfig(kubeconfig, &options)
             .await
             .map_err(|error| anyhow!("cannot use {source}: {error}"))?;
@@ -191,9 +350,10 @@ impl ClusterAccess {
     }
 }
 
-fn proxy_url<'a>(kubeconfig: &'a Kubeconfig, context: &str) -> Option<&'a str> {
+fn proxy_url<'a>(kubeconfig: &'a Kubeconfig, context: &str, cluster: Option<&str>) -> Option<&'a str> {
     let context = kubeconfig.contexts.iter().find(|named| named.name == context)?.context.as_ref()?;
-    let cluster = kubeconfig.clusters.iter().find(|named| named.name == context.cluster)?.cluster.as_ref()?;
+    let name = cluster.unwrap_or(&context.cluster);
+    let cluster = kubeconfig.clusters.iter().find(|named| named.name == name)?.cluster.as_ref()?;
     cluster.proxy_url.as_deref().filter(|url| !url.is_empty())
 }
 

@@ -203,3 +203,76 @@ async fn credential_plugin_gives_the_token_and_its_output_stays_hidden() {
         assert!(text.contains(expected) && !text.contains("s3cret"), "{text}");
     }
 }
+
+/// Flags as on a command line.
+fn flags(arguments: &[&str]) -> Result<ClusterAccess, clap::Error> {
+    #[derive(clap::Parser)]
+    struct Program {
+        #[command(flatten)]
+        access: ClusterAccess,
+    }
+    let arguments = ["agentk"].iter().chain(arguments);
+    <Program as clap::Parser>::try_parse_from(arguments).map(|program| program.access)
+}
+
+#[tokio::test]
+async fn flags_of_kubectl_count_more_than_the_kubeconfig() {
+    let dir = TempDir::new().unwrap();
+    let file = write(&dir, "config", KUBECONFIG);
+    let file = file.to_str().unwrap();
+    let none = environment(&[]);
+    let made = async |arguments: &[&str]| flags(arguments).unwrap().config(&none).await.unwrap();
+
+    let (config, source) = made(&["--kubeconfig", file, "--cluster", "path", "--user", "as"]).await;
+    assert_eq!(config.cluster_url.to_string(), "http://rancher.example/k8s/clusters/c-1/");
+    assert_eq!(config.auth_info.impersonate.as_deref(), Some("jane"));
+    assert!(source.starts_with("context one of"), "{source}");
+
+    let arguments = ["--kubeconfig", file, "-s", "https://10.0.0.2", "--token", "other-s3cret", "-n", "here"];
+    let more = ["--as", "joe", "--as-group", "x", "--as-group=y", "--tls-server-name", "kubernetes"];
+    let inert = ["--insecure-skip-tls-verify", "--request-timeout=0", "--cache-dir", "/tmp/cache"];
+    let arguments = [&arguments[..], &more, &inert].concat();
+    assert!(!format!("{:?}", flags(&arguments).unwrap()).contains("s3cret"));
+    let (config, _) = made(&arguments).await;
+    assert_eq!(config.cluster_url.to_string(), "https://10.0.0.2/");
+    assert_eq!(config.auth_info.token.as_ref().unwrap().expose_secret(), "other-s3cret");
+    assert_eq!(config.auth_info.impersonate.as_deref(), Some("joe"));
+    assert_eq!(config.auth_info.impersonate_groups, Some(vec!["x".to_owned(), "y".to_owned()]));
+    assert_eq!(config.tls_server_name.as_deref(), Some("kubernetes"));
+    assert_eq!(config.default_namespace, "here");
+    assert!(config.accept_invalid_certs);
+}
+
+#[tokio::test]
+async fn server_of_kubectl_needs_no_kubeconfig() {
+    let dir = TempDir::new().unwrap();
+    let files = testkit::certificates::Certificates::new(dir.path(), &["a"]).unwrap();
+    let path = |path: &PathBuf| path.to_str().unwrap().to_owned();
+    let (ca, certificate, key) = (&path(&files.ca), &path(&files.certificate), &path(&files.key));
+    let none = environment(&[]);
+    let server = ["--server", "https://10.0.0.1:6443", "--certificate-authority", ca];
+    for credential in
+        [&["--token", "s3cret"][..], &["--client-certificate", certificate, "--client-key", key]]
+    {
+        let access = flags(&[&server[..], credential].concat()).unwrap();
+        let (config, source) = access.config(&none).await.unwrap();
+        assert_eq!(config.root_cert, Some(certificates(&files.ca).unwrap()));
+        runtime::tls::install();
+        let api = ApiServer::new(&config, source).unwrap();
+        assert_eq!((api.target().host(), api.target().source()), ("10.0.0.1:6443", "--server"));
+    }
+    let text = refused(&flags(&["--server", "https://a", "--user", "b"]).unwrap(), &none).await;
+    assert!(text.contains("--user needs a kubeconfig"), "{text}");
+    let text = refused(&flags(&["--server=", "--token=s3cret"]).unwrap(), &none).await;
+    assert!(text.contains("--server is not a URL") && !text.contains("s3cret"), "{text}");
+    for wrong in [
+        &["--server", "https://a", "--kube-server", "https://b"][..],
+        &["--insecure-skip-tls-verify", "--certificate-authority", ca],
+        &["--client-key", key],
+        &["--as-group", "x"],
+        &["--kube-server", "https://b", "--token", "s3cret"],
+    ] {
+        let error = flags(wrong).expect_err("they contradict each other").to_string();
+        assert!(!error.contains("s3cret"), "{error}");
+    }
+}
