@@ -1122,12 +1122,12 @@ async fn what_a_gateway_ends_with_after_the_start_has_an_unknown_outcome() {
     let cases: [(End, Code); 5] = [
         (|lent| lent.end(), Code::Unavailable),
         (|lent| lent.reset(), Code::Unavailable),
-        (|lent| lent.act(|s| s.frames.push_back(Err("broken".into()))), Code::Unavailable),
+        (|lent| lent.fail("broken"), Code::Unavailable),
         (|lent| lent.write(control(request::TRAILER, b"")), Code::Unavailable),
         (
             |lent| {
                 let status = Status::new(Code::ResourceExhausted, "from 14.1");
-                lent.act(|s| s.frames.push_back(Err(Box::new(status))));
+                lent.fail(status);
             },
             Code::ResourceExhausted,
         ),
@@ -1145,7 +1145,7 @@ async fn what_a_gateway_ends_with_after_the_start_has_an_unknown_outcome() {
     // Before anything is written the request is as it was.
     let at = AtGateway::ready().await;
     let mut exchange = at.begin(&Pipe::default());
-    at.lent.act(|s| s.frames.push_back(Err(Box::new(status(Code::Unavailable)))));
+    at.lent.fail(status(Code::Unavailable));
     assert!(matches!(exchange.head().await, Err(Failure::NotStarted(_))));
 }
 
@@ -1154,10 +1154,7 @@ async fn what_a_gateway_says_first_is_told_apart() {
     type Write = fn(&Pipe);
     let cases: [(Write, &str); 5] = [
         (|lent| lent.end(), "None"),
-        (
-            |lent| lent.act(|s| s.frames.push_back(Err(Box::new(Status::new(Code::Internal, "no"))))),
-            "Refused",
-        ),
+        (|lent| lent.fail(Status::new(Code::Internal, "no")), "Refused"),
         (|lent| lent.write(control(request::HEADER, b"")), "Broken"),
         (|lent| lent.write(message(b"\xff")), "Broken"),
         (|lent| lent.reset(), "Broken"),

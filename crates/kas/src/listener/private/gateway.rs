@@ -135,10 +135,12 @@ impl Asked {
             Refused::NotHere(_) => Elsewhere::Not(AskAnswer::NotHere),
             Refused::Draining => Elsewhere::Not(AskAnswer::Unavailable),
             Refused::Full => Elsewhere::Not(AskAnswer::Refused),
-            refused @ (Refused::Unimplemented | Refused::OtherConnection) => Elsewhere::Nowhere(
-                AskAnswer::Refused,
-                crate::router::refusal(refused, self.agent, None, &self.method),
-            ),
+            refused @ (Refused::Unimplemented | Refused::OtherConnection | Refused::Untied) => {
+                Elsewhere::Nowhere(
+                    AskAnswer::Refused,
+                    crate::router::refusal(refused, self.agent, None, &self.method),
+                )
+            }
         };
         let registry = &self.listener.registry;
         let mut waiting =
