@@ -217,7 +217,7 @@ async fn a_connection_without_a_token_is_not_read_beyond_its_streams() -> Result
     closed(says(kas.api, &[PREFACE, SETTINGS, &bytes]).await?).await;
     let name = "kas_refusals_total{listener=\"Api\",reason=\"Unauthenticated\"}";
     // Its three requests, and itself in the end.
-    assert_eq!(kas.metric(name).await?, 4.0);
+    kas.metric_is(name, 4.0).await?;
     // Who shows a token is read on: all of these are open at once.
     let agent = RawAgent::connect(kas.agent, &token(1), Kind::Ours).await?;
     let mut tunnels = Vec::new();

@@ -587,7 +587,7 @@ async fn silent_replica_is_named_and_alarms_come_first() {
     let last: Vec<&str> = run.stdout.lines().last().unwrap().split_whitespace().collect();
     assert_eq!(
         last,
-        ["kas-1", "10.0.0.2:8155", "ready", "suspect", "2", "-", "behind:9", "1m1s", "v1.0.0", "7"]
+        ["kas-1", "10.0.0.2:8155", "ready?", "suspect", "2", "-", "behind:9", "1m1s", "v1.0.0", "7"]
     );
     assert_eq!(
         run.stderr,

@@ -177,9 +177,26 @@ impl Process {
         self.shared.signal(Signal::KILL);
     }
 
-    /// Stops it, without its notice: SIGSTOP.
+    /// Stops it, without its notice: SIGSTOP. Returns when no thread of it runs any more.
     pub fn pause(&self) {
         self.shared.signal(Signal::STOP);
+        // The kernel stops thread by thread, and a busy one may still answer meanwhile.
+        while self.is_running() && self.runs() {
+            std::thread::yield_now();
+        }
+    }
+
+    /// Whether one of its threads is neither stopped nor gone.
+    fn runs(&self) -> bool {
+        let Ok(tasks) = std::fs::read_dir(format!("/proc/{}/task", self.shared.pid.as_raw_pid())) else {
+            return false;
+        };
+        tasks.flatten().any(|task| {
+            let stat = std::fs::read_to_string(task.path().join("stat")).unwrap_or_default();
+            // The name before the state is in parentheses, and may hold any.
+            let state = stat.rsplit_once(") ").and_then(|(_, rest)| rest.chars().next());
+            state.is_some_and(|state| !"TtZX".contains(state))
+        })
     }
 
     /// Lets it go on after [`pause`](Self::pause).
