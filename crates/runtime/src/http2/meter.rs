@@ -33,6 +33,7 @@ const GOAWAY: u8 = 7;
 const WINDOW_UPDATE: u8 = 8;
 const CONTINUATION: u8 = 9;
 
+const NO_ERROR: u32 = 0;
 const PROTOCOL_ERROR: u32 = 1;
 /// The end of what the library says with GOAWAY about each of its limits to resets. Its error does not repeat it.
 const RESETS_SAID: u32 = u32::from_be_bytes(*b"sets");
@@ -365,15 +366,20 @@ impl<S> Metered<S> {
             }
             // Only a header list that is too large is answered and then called an error: no answer of ours is a status
             // alone, and a request that is given up after its end is no error.
-            Step::Resets(stream, PROTOCOL_ERROR) if stream == *answered => {
-                meter.too_large.fetch_add(1, Ordering::Relaxed);
-            }
-            Step::Leaves(RESETS_SAID) => meter.too_many_resets.store(true, Ordering::Relaxed),
-            Step::Begins(Head { kind: RST_STREAM, .. }) if !is_known => {
-                if let Err(verdict) = unknown.reset() {
+            Step::Resets(stream, code) => {
+                if code == PROTOCOL_ERROR && stream == *answered {
+                    meter.too_large.fetch_add(1, Ordering::Relaxed);
+                }
+                // An answer that did not wait for its request's end is followed by a reset without an error: that stream
+                // was counted when it began.
+                if !is_known
+                    && code != NO_ERROR
+                    && let Err(verdict) = unknown.reset()
+                {
                     meter.verdict.store(verdict, Ordering::Relaxed);
                 }
             }
+            Step::Leaves(RESETS_SAID) => meter.too_many_resets.store(true, Ordering::Relaxed),
             _ => {}
         });
     }
@@ -566,6 +572,12 @@ mod tests {
         }
         assert_eq!(meter.verdict(), Some(Refusal::Resets));
         assert!(metered.judge().is_err());
+
+        // What follows an early answer is kas' own doing.
+        let (mut metered, meter) = self::metered();
+        let after_answer = [&frame(RST_STREAM, 0, 4)[..HEAD], &NO_ERROR.to_be_bytes()].concat();
+        (0..10 * most).for_each(|_| metered.written(&after_answer));
+        assert_eq!(meter.verdict(), None);
 
         let (mut metered, meter) = self::metered();
         let windows = (0..10_000).take_while(|_| metered.read(&frame(WINDOW_UPDATE, 0, 4)).is_ok()).count();
