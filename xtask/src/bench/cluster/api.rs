@@ -10,8 +10,8 @@ use hyper::body::Incoming;
 use prost::Message;
 use proto::kas::{
     api::v1::{
-        ConnectedAgentInfo, ConnectedAgentsByIdRequest, ConnectedAgentsByIdResponse, ExplainAgentRequest,
-        ExplainAgentResponse, ListReplicasRequest, ListReplicasResponse,
+        ConnectedAgentsByIdRequest, ConnectedAgentsByIdResponse, ExplainAgentRequest, ExplainAgentResponse,
+        ListReplicasRequest, ListReplicasResponse,
     },
     bench::v1::Payload,
 };
@@ -158,11 +158,8 @@ impl Api {
         self.unary("ListReplicas", &ListReplicasRequest {}).await
     }
 
-    /// Returns the agent's connections, and whether every replica has answered.
-    pub(super) async fn connections(&self, agent_id: i64) -> anyhow::Result<(Vec<ConnectedAgentInfo>, bool)> {
-        let request = ConnectedAgentsByIdRequest { agent_id };
-        let answer: ConnectedAgentsByIdResponse = self.unary("ConnectedAgentsById", &request).await?;
-        Ok((answer.agents, answer.unanswered.is_empty()))
+    pub(super) async fn connections(&self, agent_id: i64) -> anyhow::Result<ConnectedAgentsByIdResponse> {
+        self.unary("ConnectedAgentsById", &ConnectedAgentsByIdRequest { agent_id }).await
     }
 
     pub(super) async fn explain(&self, agent_id: i64) -> anyhow::Result<ExplainAgentResponse> {

@@ -3,7 +3,7 @@
 use std::{collections::HashSet, time::Duration};
 
 use anyhow::{Context as _, ensure};
-use proto::kas::api::v1::{AgentOnReplica, ListReplicasResponse};
+use proto::kas::api::v1::{AgentOnReplica, KasAddress, ListReplicasResponse};
 use tokio::{
     task::JoinHandle,
     time::{Instant, sleep, timeout},
@@ -42,7 +42,8 @@ pub(super) struct Kills {
     pub(super) unrouted: Times,
     /// Until it is only asked last.
     pub(super) suspected: Times,
-    /// Until its agents are in no list, and no list says that it is partial.
+    /// Until its agents are in no list, and lists miss nobody else's answer. That it cannot be asked is said for as long
+    /// as it may come back.
     pub(super) purged: Times,
     /// First success for an agent that had one connection, to it.
     pub(super) failover: Times,
@@ -97,16 +98,22 @@ fn follow(api: Api, name: String, by_answer: bool) -> JoinHandle<anyhow::Result<
     })
 }
 
-/// Follows one survivor's list of an agent's connections; returns when it became empty and complete.
-fn follow_list(api: Api, agent: i64) -> JoinHandle<anyhow::Result<Instant>> {
+/// Follows one survivor's list of an agent's connections; returns when it became empty and missed no answer but that of
+/// `dead`.
+fn follow_list(api: Api, agent: i64, dead: KasAddress) -> JoinHandle<anyhow::Result<Instant>> {
     tokio::spawn(async move {
         let until = Instant::now() + LONGEST;
         let mut purged: Option<Instant> = None;
         while purged.is_none_or(|at| at.elapsed() < STAYS) {
             ensure!(Instant::now() < until, "an agent of a dead replica is still listed after {LONGEST:?}");
-            let (agents, complete) = api.connections(agent).await?;
-            purged =
-                if agents.is_empty() && complete { purged.or_else(|| Some(Instant::now())) } else { None };
+            let answer = api.connections(agent).await?;
+            let survivors_answered =
+                answer.unanswered.iter().all(|silent| silent.address.as_ref() == Some(&dead));
+            purged = if answer.agents.is_empty() && survivors_answered {
+                purged.or_else(|| Some(Instant::now()))
+            } else {
+                None
+            };
             sleep(2 * POLL).await;
         }
         purged.context("never purged")
@@ -200,7 +207,11 @@ pub(super) async fn kills(ground: &Ground, count: usize) -> anyhow::Result<Kills
         // Nothing of the steps before is under way.
         sleep(Duration::from_millis(300).mul_f64(1.0 + rand::random::<f64>())).await;
         let views: Vec<_> = survivors.iter().map(|api| follow(api.apart(), name.clone(), true)).collect();
-        let lists: Vec<_> = survivors.iter().map(|api| follow_list(api.apart(), number)).collect();
+        let view = survivors[0].replicas().await?;
+        let dead = view.replicas.iter().find(|row| row.name == name).and_then(|row| row.address.clone());
+        let dead = dead.context("a replica without an address")?;
+        let lists: Vec<_> =
+            survivors.iter().map(|api| follow_list(api.apart(), number, dead.clone())).collect();
         sleep(Duration::from_millis(50)).await;
         let begin = Instant::now();
         stage.replicas[victim].kill()?;
