@@ -46,7 +46,10 @@ pub(crate) struct TestArgs {
 /// Arguments of `ci`.
 #[derive(Debug, Args)]
 pub(crate) struct CiArgs {
-    /// Only the checks before the tests
+    /// Only the checks that take seconds
+    #[arg(long, conflicts_with_all = ["no_test", "install"])]
+    quick: bool,
+    /// All but the tests and fuzzing
     #[arg(long)]
     no_test: bool,
     /// Install what is missing by apt-get
@@ -213,14 +216,16 @@ pub(crate) fn ci(args: &CiArgs) -> Result<ExitCode> {
     check("fmt", &mut || cargo_check(&["fmt", "--all", "--check"], &[]));
     check("layers", &mut || Ok(verdict(layers::run()? == ExitCode::SUCCESS)));
     check("deny", &mut deny);
-    let clippy = ["clippy", "--workspace", "--all-targets", "--locked", "--", "-D", "warnings"];
-    check("clippy", &mut || cargo_check(&clippy, &[]));
-    // The second look: what the alias builds leaves much out, and a warning there would be seen by nobody.
-    let light = ["clippy", "-p", "xtask", "--no-default-features", "--locked", "--", "-D", "warnings"];
-    check("clippy, xtask alone", &mut || cargo_check(&light, &[]));
-    let doc = ["doc", "--workspace", "--no-deps", "--locked"];
-    check("doc", &mut || cargo_check(&doc, &[("RUSTDOCFLAGS", "-D warnings")]));
-    if !args.no_test {
+    if !args.quick {
+        let clippy = ["clippy", "--workspace", "--all-targets", "--locked", "--", "-D", "warnings"];
+        check("clippy", &mut || cargo_check(&clippy, &[]));
+        // The second look: what the alias builds leaves much out, and a warning there would be seen by nobody.
+        let light = ["clippy", "-p", "xtask", "--no-default-features", "--locked", "--", "-D", "warnings"];
+        check("clippy, xtask alone", &mut || cargo_check(&light, &[]));
+        let doc = ["doc", "--workspace", "--no-deps", "--locked"];
+        check("doc", &mut || cargo_check(&doc, &[("RUSTDOCFLAGS", "-D warnings")]));
+    }
+    if !args.quick && !args.no_test {
         let tests = TestArgs { install: args.install, ..TestArgs::default() };
         check("test", &mut || Ok(verdict(test(&tests)? == ExitCode::SUCCESS)));
         check("fuzz", &mut fuzz);
