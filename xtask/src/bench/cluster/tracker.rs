@@ -170,7 +170,7 @@ async fn measure(args: &TrackerArgs, ground: &Ground) -> anyhow::Result<Report> 
     Ok(report)
 }
 
-const PURGED: &str = "SIGKILL; lists of both survivors are without its agent and complete";
+const PURGED: &str = "SIGKILL; lists of both survivors are without its agent and miss nobody else";
 
 fn agent(id: i64) -> anyhow::Result<AgentId> {
     Ok(AgentId::new(id)?)
