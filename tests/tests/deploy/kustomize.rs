@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use crate::tools::{helm_one, here, output, render, text, yaml};
 
 /// The folder, and the chart with its values that says the same.
-fn pairs() -> [(&'static str, &'static str, Value); 6] {
+fn pairs() -> [(&'static str, &'static str, Value); 7] {
     let secrets = json!({
         "secrets": { "api": { "existingSecret": "kas-api" }, "privateApi": { "existingSecret": "kas-private-api" } },
         "agents": { "existingSecret": "kas-agents" },
@@ -20,6 +20,9 @@ fn pairs() -> [(&'static str, &'static str, Value); 6] {
         "host": "kas.example.com",
         "tlsSecret": "kas-tls",
     });
+    let mut redis = secrets.clone();
+    redis["tracker"] = "redis".into();
+    redis["redis"] = json!({ "address": "redis.example.com:6379", "existingSecret": "kas-redis" });
     let gitlab = json!({
         "secrets": { "privateApi": { "existingSecret": "kas-private-api" } },
         "gitlab": { "address": "https://gitlab.example.com", "existingSecret": "gitlab-kas-secret" },
@@ -35,6 +38,7 @@ fn pairs() -> [(&'static str, &'static str, Value); 6] {
         ("kas/base", "kas", secrets),
         ("kas/overlays/gitlab", "kas", gitlab),
         ("kas/overlays/ingress", "kas", ingress),
+        ("kas/overlays/redis", "kas", redis),
         ("agentk/base", "agentk", agentk("read-pods")),
         ("agentk/overlays/read-only", "agentk", agentk("read-only")),
         ("agentk/overlays/no-rights", "agentk", agentk("none")),
