@@ -16,6 +16,12 @@ use crate::value::Owner;
 const SWEEP: usize = 1024;
 /// A slot that nobody waits at and nobody asked for during this time is not kept.
 const UNUSED: Duration = Duration::from_secs(60);
+/// Agents that are remembered at most; then those that nobody waits for go, half of them, those first that nobody asked for
+/// longest. Some 300 bytes each. Fewer: large installations are read again and again.
+const MOST: usize = 200_000;
+/// Agents that wait to be read at most: twice the requests that may wait. More than these come only while Redis answers
+/// less quickly than others ask.
+const MOST_WANTED: usize = 40_000;
 
 /// Replicas of 14.1 publish nothing: what depends on them is read again as often as they read it themselves.
 const UNPUBLISHED: Duration = Duration::from_secs(3);
@@ -173,9 +179,25 @@ impl Cache {
                     || slot.reading.is_some()
                     || now.duration_since(slot.touched) < UNUSED
             });
-            self.sweep_at = (2 * self.slots.len()).max(SWEEP);
+            if self.slots.len() >= MOST {
+                self.forget_half();
+            }
+            self.sweep_at = (2 * self.slots.len()).clamp(SWEEP, MOST.max(self.slots.len() + SWEEP));
         }
         self.slots.entry(agent).or_insert_with(|| Slot::new(now))
+    }
+
+    fn forget_half(&mut self) {
+        let is_idle = |slot: &Slot| slot.watch.receiver_count() == 0 && slot.reading.is_none();
+        let mut touched: Vec<Instant> =
+            self.slots.values().filter(|slot| is_idle(slot)).map(|slot| slot.touched).collect();
+        if touched.is_empty() {
+            return;
+        }
+        let middle = touched.len() / 2;
+        let (_, last, _) = touched.select_nth_unstable(middle);
+        let last = *last;
+        self.slots.retain(|_, slot| !is_idle(slot) || slot.touched > last);
     }
 
     /// Agents that are remembered.
@@ -199,6 +221,21 @@ impl Cache {
     pub(crate) fn wake_holders(&mut self, which: impl Fn(&ReplicaId) -> bool) {
         for slot in self.slots.values() {
             if slot.holders.iter().any(|holder| which(&holder.replica)) {
+                slot.watch.send_replace(());
+            }
+        }
+    }
+
+    /// Forgets what processes of a replica with a higher run than `run` announced and denied: they lived before it. What
+    /// depends on that is read again.
+    pub(crate) fn forget_later(&mut self, replica: &ReplicaId, run: u64, again: Duration, now: Instant) {
+        for slot in self.slots.values_mut() {
+            let before = (slot.holders.len(), slot.masks.len());
+            slot.holders.retain(|holder| holder.replica != *replica || holder.run <= run);
+            slot.masks.retain(|(known, mark)| known != replica || mark.epoch <= run);
+            if before != (slot.holders.len(), slot.masks.len()) {
+                let aged = now.checked_sub(again).unwrap_or(now);
+                slot.read_at = slot.read_at.map(|at| at.min(aged));
                 slot.watch.send_replace(());
             }
         }
@@ -261,12 +298,17 @@ impl Cache {
 
     /// Asks for a read; returns what says when it is over, and whether it succeeded.
     pub(crate) fn want(&mut self, agent: AgentId, now: Instant) -> watch::Receiver<bool> {
+        let is_full = self.wanted.len() >= MOST_WANTED;
         let slot = self.slot(agent, now);
         slot.touched = now;
         if let Some(reading) = &slot.reading {
             return reading.done.subscribe();
         }
         let (done, receiver) = watch::channel(false);
+        if is_full {
+            // As if the read had failed.
+            return receiver;
+        }
         slot.reading = Some(Reading { done, news: None, doubtful: false });
         self.wanted.push(agent);
         receiver
@@ -400,6 +442,61 @@ mod tests {
 
     fn names(cache: &Cache, id: i64) -> Vec<String> {
         cache.holders(agent(id)).map(|holder| holder.replica.to_string()).collect()
+    }
+
+    #[tokio::test]
+    async fn what_others_ask_for_is_bounded_and_who_waits_is_kept() {
+        let mut cache = Cache::new();
+        let begun = Instant::now();
+        let waited = cache.subscribe(agent(1), begun);
+        let id = |n: usize| agent(i64::try_from(n).unwrap());
+        for n in 2..2 * MOST {
+            // All within the time in which nothing counts as unused.
+            let now = begun + Duration::from_micros(n as u64);
+            cache.subscribe(id(n), now);
+            assert!(cache.len() <= MOST, "{} agents", cache.len());
+        }
+        assert!(cache.len() >= MOST / 2, "{} agents", cache.len());
+        assert!(cache.slots.contains_key(&agent(1)) && waited.has_changed().is_ok());
+        assert!(cache.slots.contains_key(&id(2 * MOST - 1)) && !cache.slots.contains_key(&id(2)));
+    }
+
+    #[tokio::test]
+    async fn what_waits_to_be_read_is_bounded_and_more_counts_as_failed() {
+        let mut cache = Cache::new();
+        let now = Instant::now();
+        let id = |n: usize| agent(i64::try_from(n).unwrap());
+        for n in 1..=MOST_WANTED {
+            assert!(cache.want(id(n), now).has_changed().is_ok());
+        }
+        let mut beyond = cache.want(id(MOST_WANTED + 1), now);
+        assert!(beyond.wait_for(|done| *done).await.is_err());
+        // Who is asked for already is waited for all the same.
+        assert!(cache.want(id(1), now).has_changed().is_ok());
+        let taken = cache.take_wanted(10);
+        assert_eq!(taken.len(), 10);
+        assert!(cache.want(id(MOST_WANTED + 1), now).has_changed().is_ok());
+    }
+
+    #[tokio::test]
+    async fn a_lower_run_counts_once_the_higher_one_is_gone() {
+        let mut cache = Cache::new();
+        let now = Instant::now() + AGES.again;
+        drop(cache.want(agent(1), now));
+        cache.take_wanted(1);
+        cache.read(agent(1), vec![owner("a", 9, 1), owner("b", 9, 1)], Vec::new(), AGES, now);
+        cache.mask(agent(1), &ReplicaId::new("a"), Mark { epoch: 9, version: 5 });
+        cache.news(agent(1), &News::Announced(owner("a", 3, 1)));
+        assert_eq!(names(&cache, 1), ["b"]);
+        let mut changes = cache.subscribe(agent(1), now);
+        cache.forget_later(&ReplicaId::new("a"), 3, AGES.again, now);
+        assert!(changes.has_changed().unwrap());
+        assert_eq!(cache.look(agent(1), AGES, now), Look::Aging);
+        changes.mark_unchanged();
+        cache.news(agent(1), &News::Announced(owner("a", 3, 1)));
+        assert_eq!((names(&cache, 1).len(), changes.has_changed().unwrap()), (2, true));
+        cache.forget_later(&ReplicaId::new("b"), 9, AGES.again, now);
+        assert_eq!(names(&cache, 1).len(), 2, "the same run is the same process");
     }
 
     #[tokio::test]

@@ -181,9 +181,15 @@ impl RedisTracker {
         let generation = link.generation(&self.dialer).await?;
         let ttl = millis(self.options.ttl);
         let key = self.keys.life(&self.me.id);
+        // Another process' key is its own: prolonged here, it would outlive a process that has crashed, for ever where the
+        // clock was set back and that one's run is the higher.
+        let prolong = match self.inner().usurped {
+            None => cmd("PEXPIRE").arg(&key).arg(ttl).take(),
+            Some(_) => cmd("EXISTS").arg(&key).take(),
+        };
         let mut commands = vec![
             cmd("TIME"),
-            cmd("PEXPIRE").arg(&key).arg(ttl).take(),
+            prolong,
             cmd("GET").arg(&key).take(),
             cmd("HGETALL").arg(self.keys.replicas()).take(),
             cmd("PEXPIRE").arg(self.keys.projects(&self.me.id)).arg(3 * ttl).take(),
@@ -357,6 +363,12 @@ impl RedisTracker {
         let mut guard = self.inner();
         let inner = &mut *guard;
         inner.clock = Some(clock);
+        for (id, peer) in &peers {
+            if inner.peers.get(id).is_none_or(|known| known.life.run != peer.life.run) {
+                // A process with a higher run has lived before it, by a clock that was set back since.
+                inner.cache.forget_later(id, peer.life.run, AGES.again, Instant::now());
+            }
+        }
         let mut changed: HashSet<ReplicaId> = HashSet::new();
         for (id, peer) in &inner.peers {
             match peers.get(id) {
