@@ -48,6 +48,7 @@ use crate::{
     rate_limit::RateLimit,
     registrar::Registrar,
     router::Router,
+    shared::Shared,
     tunnel_registry::{Limits, TunnelRegistry},
 };
 
@@ -85,6 +86,9 @@ pub enum StartError {
         /// Why.
         source: tls::Error,
     },
+    /// The certificates of the section `redis` cannot be used any more, although they have just been checked.
+    #[error("redis.tls: {0}")]
+    Redis(String),
     /// The identity file cannot be used.
     #[error("identity.file cannot be used")]
     Identity(#[source] OpenError),
@@ -224,6 +228,32 @@ impl Following {
         }));
     }
 
+    /// Keeps what is shown to Redis, and who is trusted there, as their files are.
+    fn redis(
+        &mut self,
+        before: Before,
+        config: &Config,
+        section: &config::Redis,
+        shared: Arc<Shared>,
+    ) -> Result<(), StartError> {
+        let note = |certificates: &Certificates, redis: &config::Redis| match &redis.tls {
+            Some(tls) => certificates.redis(tls),
+            None => Ok(()),
+        };
+        note(&self.certificates, section).map_err(StartError::Redis)?;
+        let (config, redis) = (config.clone(), section.clone());
+        let certificates = Arc::clone(&self.certificates);
+        self.all.push(before.then("redis", move || {
+            let passwords =
+                config.check_redis().map_err(|problems| problems.to_string().replace('\n', "; "))?;
+            note(&certificates, &redis)?;
+            shared.exchange(&redis, passwords).map_err(|error| crate::peer::chain(&error))?;
+            Ok("exchanged: new connections to Redis are made with what is in the files, open ones stay"
+                .to_owned())
+        }));
+        Ok(())
+    }
+
     /// Keeps the secrets in use as their files are, by the rules of a start.
     fn secrets(&mut self, before: Before, config: Config, mut used: Secrets, users: SecretUsers) {
         self.all.push(before.then("secrets", move || {
@@ -328,6 +358,10 @@ impl Kas {
                 .map_err(|source| StartError::State { path: path.clone(), source })?;
         }
         let before = Before::reading(config.secret_files());
+        let before_redis = match &config.tracker {
+            config::Tracker::Redis(shared) => Some(Before::reading(shared.redis.files())),
+            _ => None,
+        };
         let (secrets, warnings) = config.prepare().map_err(StartError::Config)?;
         for warning in warnings {
             tracing::warn!(path = warning.path, "{}", warning.text);
@@ -404,6 +438,11 @@ impl Kas {
             ),
             _ => None,
         };
+        if let (config::Tracker::Redis(section), Some(before), Some(shared)) =
+            (&config.tracker, before_redis, mesh.as_ref().and_then(|mesh| mesh.others.shared()))
+        {
+            following.redis(before, &config, &section.redis, shared)?;
+        }
         let (replica, tracker): (Replica, Arc<dyn Tracker>) = match &mesh {
             Some(mesh) => (mesh.me.clone(), mesh.others.tracker()),
             None => {

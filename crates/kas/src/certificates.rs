@@ -14,7 +14,7 @@ use runtime::{
 use rustls::{ClientConfig, ServerConfig};
 
 use crate::{
-    config::{PrivateApi, TlsFiles},
+    config::{PrivateApi, RedisTls, TlsFiles},
     metrics::{CertificatePart, Metrics},
     peer::chain,
 };
@@ -144,6 +144,23 @@ impl Certificates {
             Ok(EXCHANGED.to_owned())
         });
         Ok((live, followed))
+    }
+
+    /// Notes when the certificates of the section `redis` end.
+    ///
+    /// # Errors
+    /// When one cannot be read, or what would be shown has expired and what is shown now has not: then nothing is noted.
+    pub fn redis(&self, tls: &RedisTls) -> Result<(), String> {
+        const SECTION: &str = "redis";
+        let validity = |file: &Path| tls::validity(file).map_err(|error| chain(&error));
+        let authority = tls.ca.as_deref().map(|ca| Ok::<_, String>((ca, validity(ca)?))).transpose()?;
+        if let Some(files) = &tls.identity {
+            self.accept(SECTION, &files.certificate, validity(&files.certificate)?)?;
+        }
+        if let Some((file, validity)) = authority {
+            self.ends(SECTION, CertificatePart::Authority, file, validity.last);
+        }
+        Ok(())
     }
 
     /// Logs which certificates end soon, each time that it becomes more urgent.

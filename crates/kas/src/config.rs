@@ -226,6 +226,20 @@ impl Config {
         files
     }
 
+    /// Checks the files of the section `redis` by the rules of a start, and reads its passwords.
+    ///
+    /// # Errors
+    /// [`Problems`] with each file that cannot be used.
+    pub fn check_redis(&self) -> Result<RedisPasswords, Problems> {
+        let Tracker::Redis(shared) = &self.tracker else { return Ok(RedisPasswords::default()) };
+        let files::Findings { mut problems, .. } = files::check_redis(shared, self.open_secret_files);
+        let passwords = shared.redis.read_passwords(&mut problems);
+        match Problems::new(problems) {
+            Some(problems) => Err(problems),
+            None => Ok(passwords),
+        }
+    }
+
     /// Reads and compares the secret files without making any: for checking a configuration.
     ///
     /// The API secret that the first start will make is missing from the answer then.
@@ -367,6 +381,20 @@ fn judge(
 }
 
 impl Redis {
+    /// Returns the files of passwords, certificates and keys.
+    pub fn files(&self) -> Vec<PathBuf> {
+        let sentinel = match &self.target {
+            RedisTarget::Sentinel { password_file, .. } => password_file.as_ref(),
+            _ => None,
+        };
+        let (ca, identity) = match &self.tls {
+            Some(tls) => (tls.ca.as_ref(), tls.identity.as_ref()),
+            None => (None, None),
+        };
+        let pair = identity.into_iter().flat_map(|files| [&files.certificate, &files.key]);
+        self.password_file.iter().chain(sentinel).chain(ca).chain(pair).cloned().collect()
+    }
+
     fn read_passwords(&self, problems: &mut Vec<Problem>) -> RedisPasswords {
         let mut read = |path: &Option<PathBuf>, key: &str| {
             let path = path.as_ref()?;

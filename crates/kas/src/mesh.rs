@@ -75,6 +75,14 @@ impl Others {
         }
     }
 
+    /// Returns the tracker that shares a Redis, if it is that one.
+    pub fn shared(&self) -> Option<Arc<Shared>> {
+        match self {
+            Self::Gossip(_) => None,
+            Self::Redis(shared) => Some(Arc::clone(shared)),
+        }
+    }
+
     /// Tells the tracker where this replica's tunnels are, for what it tells others of them.
     pub fn serve(&self, registry: Arc<TunnelRegistry>) {
         match self {

@@ -69,6 +69,9 @@ pub enum Error {
     /// A key that is no text.
     #[error("redis.tls.key_file: {0} is no PEM")]
     Key(PathBuf),
+    /// Files that do not make a configuration of TLS, such as a key of another certificate.
+    #[error("redis.tls")]
+    Tls(#[source] runtime::tls::Error),
     /// A certificate or key cannot be used, or an address cannot.
     #[error("redis")]
     Redis(#[source] redis_tracker::Error),
@@ -81,6 +84,7 @@ impl Error {
             Self::File { key: "ca_certificate_file", .. } => "redis.tls.ca_certificate_file",
             Self::File { key: "certificate_file", .. } => "redis.tls.certificate_file",
             Self::File { .. } | Self::Key(_) => "redis.tls.key_file",
+            Self::Tls(_) => "redis.tls",
             Self::Redis(_) => "redis",
         }
     }
@@ -119,6 +123,15 @@ fn read(key: &'static str, path: &PathBuf) -> Result<Vec<u8>, Error> {
     std::fs::read(path).map_err(|source| Error::File { key, path: path.clone(), source })
 }
 
+/// Tries what the library of Redis finds out only once it dials.
+fn usable(tls: &config::RedisTls) -> Result<(), runtime::tls::Error> {
+    let identity = tls.identity.as_ref().map(|files| (files.certificate.as_path(), files.key.as_path()));
+    match &tls.ca {
+        Some(ca) => runtime::tls::client_of(ca, identity, None).map(drop),
+        None => runtime::tls::client_as(None, identity).map(drop),
+    }
+}
+
 fn connect(redis: &config::Redis, passwords: RedisPasswords) -> Result<Connect, Error> {
     let tls = redis
         .tls
@@ -129,10 +142,12 @@ fn connect(redis: &config::Redis, passwords: RedisPasswords) -> Result<Connect, 
                     .map_err(|_| Error::Key(files.key.clone()))?;
                 Ok((read("certificate_file", &files.certificate)?, key.into()))
             });
-            Ok(Tls {
+            let made = Tls {
                 ca: tls.ca.as_ref().map(|path| read("ca_certificate_file", path)).transpose()?,
                 identity: identity.transpose()?,
-            })
+            };
+            usable(tls).map_err(Error::Tls)?;
+            Ok(made)
         })
         .transpose()?;
     let target = match &redis.target {
@@ -233,6 +248,14 @@ impl Shared {
             ready: watch::Sender::new(false),
             grace: config.ttl,
         }))
+    }
+
+    /// Makes connections to Redis with these passwords and what the files of `redis` hold now. Those that are open stay.
+    ///
+    /// # Errors
+    /// When they cannot be used whatever Redis says; then everything stays as it was.
+    pub fn exchange(&self, redis: &config::Redis, passwords: RedisPasswords) -> Result<(), Error> {
+        self.redis.exchange(connect(redis, passwords)?).map_err(Error::Redis)
     }
 
     /// Tells the tracker where this replica's tunnels are, for what it tells others of them.

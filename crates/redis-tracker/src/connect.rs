@@ -3,7 +3,12 @@
 //! A connection carries many commands at once. One that broke is dialled again with a growing, jittered pause, during
 //! which commands fail at once; nothing waits in a queue for a Redis that is not there.
 
-use std::{fmt, path::PathBuf, time::Duration};
+use std::{
+    fmt,
+    path::PathBuf,
+    sync::{Arc, MutexGuard, PoisonError},
+    time::Duration,
+};
 
 use futures_util::{StreamExt as _, TryStreamExt as _, stream};
 use redis::{
@@ -18,7 +23,7 @@ use redis::{
 };
 use secrecy::{ExposeSecret as _, SecretString};
 use tokio::{
-    sync::Mutex,
+    sync::{Mutex, watch},
     time::{Instant, timeout},
 };
 
@@ -158,11 +163,27 @@ impl Error {
 
 /// Makes connections.
 pub(crate) struct Dialer {
-    connect: Connect,
-    way: Way,
+    ways: std::sync::Mutex<Ways>,
+    /// Counts exchanges.
+    exchanged: watch::Sender<u64>,
 }
 
-enum Way {
+/// What connections are made by. Files and Redis are not changed in the same moment, so what was good before is tried as
+/// long as the latest has not been.
+struct Ways {
+    latest: Arc<Way>,
+    /// The last one by which there was a connection, if that is not the latest.
+    before: Option<Arc<Way>>,
+    /// There was a connection by the latest.
+    is_proven: bool,
+}
+
+struct Way {
+    connect: Connect,
+    to: To,
+}
+
+enum To {
     Server(Box<Client>),
     Sentinel(Box<Mutex<SentinelClient>>),
     Cluster { client: Box<ClusterClient>, nodes: Vec<Client> },
@@ -170,7 +191,7 @@ enum Way {
 
 impl fmt::Debug for Dialer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Dialer").field("connect", &self.connect).finish_non_exhaustive()
+        f.debug_struct("Dialer").field("connect", &self.ways().latest.connect).finish_non_exhaustive()
     }
 }
 
@@ -194,9 +215,8 @@ fn plain(address: &Address, tls: bool) -> ConnectionAddr {
     }
 }
 
-impl Dialer {
-    /// Checks what can be checked without dialling.
-    pub(crate) fn new(connect: Connect) -> Result<Self, Error> {
+impl Way {
+    fn new(connect: Connect) -> Result<Self, Error> {
         // A peer that vanished without a word is noticed by the kernel within this time, also by who only listens.
         let tcp = TcpSettings::default().set_nodelay(true).set_user_timeout(connect.answer_timeout());
         let mut login = RedisConnectionInfo::default().set_db(i64::from(connect.database));
@@ -216,8 +236,8 @@ impl Dialer {
                 _ => Client::open(info(address)?),
             }
         };
-        let way = match &connect.target {
-            Target::Server(address) => Way::Server(Box::new(client(address)?)),
+        let to = match &connect.target {
+            Target::Server(address) => To::Server(Box::new(client(address)?)),
             Target::Sentinel { master, addresses, username, password, tls } => {
                 let sentinels = addresses.iter().map(|address| plain(address, tls.is_some()));
                 let mut builder = SentinelClientBuilder::new(sentinels, master, SentinelServerType::Master)?
@@ -246,7 +266,7 @@ impl Dialer {
                         .set_client_to_sentinel_tls_mode(TlsMode::Secure)
                         .set_client_to_sentinel_certificates(certificates(tls));
                 }
-                Way::Sentinel(Box::new(Mutex::new(builder.build()?)))
+                To::Sentinel(Box::new(Mutex::new(builder.build()?)))
             }
             Target::Cluster(addresses) => {
                 let nodes = addresses.iter().map(info).collect::<Result<Vec<_>, _>>()?;
@@ -259,13 +279,13 @@ impl Dialer {
                 if let Some(tls) = &connect.tls {
                     builder = builder.tls(TlsMode::Secure).certs(certificates(tls));
                 }
-                Way::Cluster {
+                To::Cluster {
                     client: Box::new(builder.build()?),
                     nodes: addresses.iter().map(client).collect::<Result<_, _>>()?,
                 }
             }
         };
-        Ok(Self { connect, way })
+        Ok(Self { connect, to })
     }
 
     async fn in_time<T>(&self, dial: impl Future<Output = Result<T, RedisError>>) -> Result<T, Error> {
@@ -288,31 +308,30 @@ impl Dialer {
     async fn connection(&self) -> Result<Conn, Error> {
         let config = self.config();
         self.in_time(async {
-            Ok(match &self.way {
-                Way::Server(client) => {
+            Ok(match &self.to {
+                To::Server(client) => {
                     Conn::Server(client.get_multiplexed_async_connection_with_config(&config).await?)
                 }
-                Way::Sentinel(sentinel) => {
+                To::Sentinel(sentinel) => {
                     let client = sentinel.lock().await.async_get_client().await?;
                     Conn::Server(client.get_multiplexed_async_connection_with_config(&config).await?)
                 }
-                Way::Cluster { client, .. } => Conn::Cluster(client.get_async_connection().await?),
+                To::Cluster { client, .. } => Conn::Cluster(client.get_async_connection().await?),
             })
         })
         .await
     }
 
-    /// Opens a connection that listens.
-    pub(crate) async fn listener(&self) -> Result<PubSub, Error> {
+    async fn listener(&self) -> Result<PubSub, Error> {
         self.in_time(async {
-            match &self.way {
-                Way::Server(client) => client.get_async_pubsub().await,
-                Way::Sentinel(sentinel) => {
+            match &self.to {
+                To::Server(client) => client.get_async_pubsub().await,
+                To::Sentinel(sentinel) => {
                     let client = sentinel.lock().await.async_get_client().await?;
                     client.get_async_pubsub().await
                 }
                 // What is published on one node is heard on each.
-                Way::Cluster { nodes, .. } => {
+                To::Cluster { nodes, .. } => {
                     let first = rand::random::<u32>() as usize;
                     let mut result =
                         Err(RedisError::from((redis::ErrorKind::Client, "a cluster without nodes")));
@@ -328,14 +347,94 @@ impl Dialer {
         })
         .await
     }
+}
+
+impl Dialer {
+    /// Checks what can be checked without dialling.
+    pub(crate) fn new(connect: Connect) -> Result<Self, Error> {
+        let latest = Arc::new(Way::new(connect)?);
+        let ways = Ways { latest, before: None, is_proven: false };
+        Ok(Self { ways: std::sync::Mutex::new(ways), exchanged: watch::Sender::new(0) })
+    }
+
+    fn ways(&self) -> MutexGuard<'_, Ways> {
+        // Nothing under the lock panics.
+        self.ways.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Makes connections by `connect` from now on. Those that are open stay.
+    pub(crate) fn exchange(&self, connect: Connect) -> Result<(), Error> {
+        let latest = Arc::new(Way::new(connect)?);
+        {
+            let mut ways = self.ways();
+            let old = std::mem::replace(&mut ways.latest, latest);
+            if std::mem::replace(&mut ways.is_proven, false) {
+                ways.before = Some(old);
+            }
+        }
+        self.exchanged.send_modify(|count| *count += 1);
+        Ok(())
+    }
+
+    /// Returns what wakes with each exchange.
+    pub(crate) fn exchanged(&self) -> watch::Receiver<u64> {
+        self.exchanged.subscribe()
+    }
+
+    fn both(&self) -> (Arc<Way>, Option<Arc<Way>>) {
+        let ways = self.ways();
+        (Arc::clone(&ways.latest), ways.before.clone())
+    }
+
+    /// There was a connection by `way`: what was good before is forgotten, if that is the latest.
+    fn proven(&self, way: &Arc<Way>) {
+        let mut ways = self.ways();
+        if Arc::ptr_eq(&ways.latest, way) {
+            (ways.before, ways.is_proven) = (None, true);
+        }
+    }
+
+    /// Tries a connection by the latest way alone.
+    pub(crate) async fn prove(&self) -> Result<(), Error> {
+        let (latest, _) = self.both();
+        latest.connection().await?;
+        self.proven(&latest);
+        Ok(())
+    }
+
+    async fn connection(&self) -> Result<Conn, Error> {
+        let (latest, before) = self.both();
+        match (latest.connection().await, before) {
+            (Ok(conn), _) => {
+                self.proven(&latest);
+                Ok(conn)
+            }
+            // Not even refused: by another way it would be the same.
+            (Err(error), None) | (Err(error @ Error::Dial(_)), _) => Err(error),
+            (Err(error), Some(before)) => before.connection().await.map_err(|_| error),
+        }
+    }
+
+    /// Opens a connection that listens.
+    pub(crate) async fn listener(&self) -> Result<PubSub, Error> {
+        let (latest, before) = self.both();
+        match (latest.listener().await, before) {
+            (Ok(listener), _) => {
+                self.proven(&latest);
+                Ok(listener)
+            }
+            (Err(error), None) | (Err(error @ Error::Dial(_)), _) => Err(error),
+            (Err(error), Some(before)) => before.listener().await.map_err(|_| error),
+        }
+    }
 
     /// Whether commands over several keys cannot be one transaction.
     pub(crate) fn is_cluster(&self) -> bool {
-        matches!(self.way, Way::Cluster { .. })
+        matches!(self.ways().latest.to, To::Cluster { .. })
     }
 
     fn idle_timeout(&self) -> Duration {
-        self.connect.idle_timeout
+        self.ways().latest.connect.idle_timeout
     }
 }
 
@@ -423,8 +522,10 @@ pub(crate) struct Link(Mutex<State>);
 
 struct State {
     conn: Option<Conn>,
-    /// Grows with each connection.
+    /// Grows with each connection that may lead to another primary.
     generation: u64,
+    /// The connection was closed here, and the next one stands for it.
+    is_renewed: bool,
     used: Instant,
     pause: Duration,
     not_before: Instant,
@@ -443,6 +544,7 @@ impl Link {
         Self(Mutex::new(State {
             conn: None,
             generation: 0,
+            is_renewed: false,
             used: now,
             pause: PAUSE.0,
             not_before: now,
@@ -462,11 +564,12 @@ impl Link {
         match dialer.connection().await {
             Ok(conn) => {
                 state.pause = PAUSE.0;
-                state.generation += 1;
+                state.generation += u64::from(!std::mem::replace(&mut state.is_renewed, false));
                 state.conn = Some(conn.clone());
                 Ok((conn, state.generation))
             }
             Err(error) => {
+                state.is_renewed = false;
                 // Half of it and some: replicas that lost it together do not come back together.
                 state.not_before = Instant::now() + state.pause.mul_f64(0.5 + rand::random::<f64>());
                 state.pause = (state.pause * 2).min(PAUSE.1);
@@ -515,6 +618,14 @@ impl Link {
     /// Returns which connection this is, counted; dials if there is none.
     pub(crate) async fn generation(&self, dialer: &Dialer) -> Result<u64, Error> {
         Ok(self.get(dialer).await?.1)
+    }
+
+    /// Makes the next command dial. A connection to a cluster makes others by itself, by what it was made with.
+    pub(crate) async fn renew(&self) {
+        let mut state = self.0.lock().await;
+        if state.conn.take().is_some() {
+            state.is_renewed = true;
+        }
     }
 
     /// Closes the connection when nobody has used it for long.

@@ -16,7 +16,7 @@ use ids::{AgentId, ReplicaId};
 use redis::{Value, cmd};
 use tokio::{
     sync::{Notify, watch},
-    time::{Instant, timeout},
+    time::{Instant, sleep, timeout},
 };
 
 use crate::{
@@ -37,6 +37,8 @@ pub(crate) const AGES: Ages = Ages { again: Duration::from_secs(30), most: Durat
 const AGES_DEAF: Ages = Ages { again: Duration::from_secs(1), most: Duration::from_secs(2) };
 /// What an entry says may be this long over before it is not believed: clocks of 14.1 replicas differ.
 pub(crate) const MARGIN: Duration = Duration::from_secs(5);
+/// How often what Redis refuses is tried again, half of it and more.
+const PROVE: Duration = Duration::from_secs(5);
 /// In problems, and where a replica is to be named that did not answer.
 pub(crate) const BACKEND: &str = "Redis";
 
@@ -175,6 +177,8 @@ pub(crate) struct Inner {
     pub(crate) state: State,
     /// Another process lives under this name.
     pub(crate) usurped: Option<String>,
+    /// Redis does not take what was exchanged.
+    pub(crate) refused: Option<String>,
     /// Somebody died without a word, or wrote in 14.1's way: there may be garbage.
     pub(crate) garbage: bool,
     pub(crate) leaving: bool,
@@ -248,6 +252,7 @@ impl RedisTracker {
             clock: None,
             state: State::Starting,
             usurped: None,
+            refused: None,
             // Of those who died before this one began.
             garbage: true,
             leaving: false,
@@ -289,7 +294,57 @@ impl RedisTracker {
                 self.connection_changes.send_replace(());
             }
         };
-        tokio::join!(lists, self.write(), self.read(), self.listen());
+        tokio::join!(lists, self.write(), self.read(), self.listen(), self.prove());
+    }
+
+    /// Makes connections by `connect` from now on, which differs in what is shown and who is trusted alone. Those that are
+    /// open stay. As long as Redis refuses it, what was good before is tried too.
+    ///
+    /// # Errors
+    /// When it cannot be used whatever Redis says; then everything stays as it was.
+    pub fn exchange(&self, connect: Connect) -> Result<(), Error> {
+        self.dialer.exchange(connect)
+    }
+
+    /// Tries what was exchanged at once: that Redis refuses it is said now, and not when the last connection breaks.
+    async fn prove(&self) {
+        let mut exchanged = self.dialer.exchanged();
+        // This side of the channel lives as long as the tracker.
+        while exchanged.changed().await.is_ok() {
+            while let Err(error) = self.dialer.prove().await {
+                self.refused(&error);
+                tokio::select! {
+                    () = sleep(PROVE.mul_f64(0.5 + rand::random::<f64>())) => {}
+                    _ = exchanged.changed() => {}
+                }
+            }
+            if self.inner().refused.take().is_some() {
+                tracing::info!("Redis takes the password and the certificates that are in their files");
+            }
+            if self.dialer.is_cluster() {
+                for link in &self.links {
+                    link.renew().await;
+                }
+            }
+        }
+    }
+
+    fn refused(&self, error: &Error) {
+        // It is away altogether, and that is said elsewhere.
+        if !self.health.borrow().reachable {
+            return;
+        }
+        let why = format!(
+            "Redis does not take the password or the certificates that are in their files now ({error}): open connections \
+             stay, and others are tried with what was there before; put the right ones there, or let Redis know them"
+        );
+        if self.inner().refused.replace(why).is_none() {
+            tracing::warn!(
+                error = %error,
+                "Redis does not take the password or the certificates that are in their files now: what was there before is \
+                 tried too"
+            );
+        }
     }
 
     /// Returns how Redis fares.
@@ -435,7 +490,10 @@ impl RedisTracker {
     /// What is wrong, for a person.
     pub fn alarms(&self) -> Vec<String> {
         let health = self.health.borrow().clone();
-        let mut alarms: Vec<String> = self.inner().usurped.clone().into_iter().collect();
+        let mut alarms: Vec<String> = {
+            let inner = self.inner();
+            inner.usurped.clone().into_iter().chain(inner.refused.clone()).collect()
+        };
         let last = health.last_error.map_or_else(|| "it was not reached yet".to_owned(), |(text, _)| text);
         if !health.reachable {
             alarms.push(format!(

@@ -285,3 +285,107 @@ async fn every_option_of_a_server_reaches_it() -> Result<()> {
     }
     Ok(())
 }
+
+#[tokio::test]
+async fn exchanged_passwords_and_certificates_are_used_without_a_restart() -> Result<()> {
+    let files = Certificates::new()?;
+    let port = testkit::redis::free_port().await?;
+    let redis = Redis::run_with(&[
+        "--tls-port",
+        &port.to_string(),
+        "--tls-cert-file",
+        &files.path("server.pem"),
+        "--tls-key-file",
+        &files.path("server.key"),
+        "--tls-ca-cert-file",
+        &files.path("ca.pem"),
+    ])
+    .await?;
+    let user = async |password: &str| {
+        let password = format!(">{password}");
+        let words = ["ACL", "SETUSER", "kas", "resetpass", "on", &password, "~*", "&*", "+@all"];
+        cli(&redis, &words).await
+    };
+    let write = |name: &str, content: &[u8]| -> Result<()> {
+        // As a whole, or not at all.
+        std::fs::write(files.path("next"), content)?;
+        std::fs::set_permissions(files.path("next"), std::fs::Permissions::from_mode(0o600))?;
+        Ok(std::fs::rename(files.path("next"), files.path(name))?)
+    };
+    user("hunter2").await?;
+    write("password", b"hunter2\n")?;
+    for key in ["client.key", "server.key"] {
+        write(key, &std::fs::read(files.path(key))?)?;
+    }
+    let section = json!({
+        "server": { "address": format!("rediss://127.0.0.1:{port}") },
+        "username": "kas",
+        "password_file": files.path("password"),
+        "tls": {
+            "ca_certificate_file": files.path("ca.pem"),
+            "certificate_file": files.path("client.pem"),
+            "key_file": files.path("client.key"),
+        },
+    });
+    let mesh = start_with(section, 2).await?;
+    let _agent = mesh.agent(0, 1, Kind::Ours, 2).await?;
+    mesh.converged(&[(1, 0)]).await?;
+    let alarm = async |is_there: bool| {
+        within(SOON, "what Redis refuses is an alarm", async || {
+            let alarms = mesh.list(0).await?.alarms;
+            let told = alarms.iter().any(|alarm| alarm.contains("Redis does not take the password"));
+            Ok(if told == is_there { Ok(()) } else { Err(alarms) })
+        })
+        .await
+    };
+    let logged = async |text: &str| {
+        within(SOON, "it is in the log", async || {
+            let log = mesh.kas(0).process.log();
+            Ok(if log.contains(text) { Ok(()) } else { Err(log) })
+        })
+        .await
+    };
+    let dialled_again = async || -> Result<()> {
+        cli(&redis, &["CLIENT", "KILL", "USER", "kas"]).await?;
+        for n in 0..2 {
+            mesh.kas(n).metric_is("kas_redis_up", 1.0).await?;
+            mesh.kas(n).metric_is("kas_redis_listening", 1.0).await?;
+        }
+        echo(&mesh, 1, 1).await
+    };
+    // The file first: what was in it before serves until Redis knows the new one.
+    write("password", b"hunter3\n")?;
+    logged("what was there before is tried too").await?;
+    alarm(true).await?;
+    dialled_again().await?;
+    user("hunter3").await?;
+    logged("Redis takes the password and the certificates that are in their files").await?;
+    alarm(false).await?;
+    dialled_again().await?;
+    // What cannot be used stays unused, and is said: an empty password, a key of another certificate.
+    write("password", b"\n")?;
+    logged("redis.password_file: found an empty file").await?;
+    write("password", b"hunter3\n")?;
+    let key = std::fs::read(files.path("client.key"))?;
+    write("client.key", &std::fs::read(files.path("server.key"))?)?;
+    logged("redis.tls").await?;
+    dialled_again().await?;
+    write("client.key", &key)?;
+    logged("the files hold again what is in use").await?;
+    // Another certificate of the same authority.
+    for (from, to) in [("server.pem", "client.pem"), ("server.key", "client.key")] {
+        write(to, &std::fs::read(files.path(from))?)?;
+    }
+    logged("exchanged: new connections to Redis are made with what is in the files").await?;
+    dialled_again().await?;
+    for n in 0..2 {
+        let log = mesh.kas(n).process.log();
+        ensure!(!log.contains("hunter") && !log.contains("PRIVATE KEY"), "a log shows a secret");
+    }
+    let file = files.path("client.pem");
+    let ends = format!(
+        "kas_certificate_not_after_timestamp_seconds{{section=\"redis\",part=\"Leaf\",file=\"{file}\"}}"
+    );
+    ensure!(mesh.kas(0).metric(&ends).await? > 0.0);
+    Ok(())
+}

@@ -124,6 +124,13 @@ pub(super) fn check(config: &Config) -> Findings {
     findings
 }
 
+/// Checks the files of the way to Redis alone, but for what passwords hold.
+pub(super) fn check_redis(shared: &Shared, open: OpenFiles) -> Findings {
+    let mut findings = Findings::default();
+    redis(shared, open, &mut findings);
+    findings
+}
+
 /// The files of the way to Redis; passwords are read with the secrets.
 fn redis(shared: &Shared, open: OpenFiles, findings: &mut Findings) {
     if let Err(error) = crate::shared::check(shared) {
