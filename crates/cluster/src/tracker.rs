@@ -203,6 +203,8 @@ pub struct TrackerStatus {
     pub entries: u64,
     /// Changes that the store does not have yet.
     pub unwritten: u64,
+    /// For how long there have been such changes; `None`: there are none.
+    pub lag: Option<Duration>,
     /// Agents of which it is remembered who holds them.
     pub remembered: u64,
     /// What failed last, even if it is over, and how long ago that was.

@@ -71,12 +71,12 @@ Examples:
 
 The replica that is asked tells of its own part. BACKEND is memory, gossip or redis. With redis, LATENCY is how long the \
 last sign of life took, ENTRIES what the replica keeps there for its AGENTS and their connections, UNWRITTEN changes that \
-are not there yet. REMEMBERED are agents of which it is known here who holds them. What is wrong, and what failed last \
+are not there yet, LAG for how long there have been such. REMEMBERED are agents of which it is known here who holds them. What is wrong, and what failed last \
 even if it is over, goes to standard error.
 
 JSON is one document, and stable: fields may be added, none changes or goes.
   {\"replica\", \"backend\", \"alarms\": [], \"latency_us\", \"agents\", \"entries\", \"unwritten\",
-   \"remembered\", \"last_error\": {\"text\", \"age_ms\"}}";
+   \"lag_ms\", \"remembered\", \"last_error\": {\"text\", \"age_ms\"}}";
 
 const REPLICAS_HELP: &str = "\
 Examples:

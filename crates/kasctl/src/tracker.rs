@@ -15,7 +15,8 @@ use crate::{
     table::{Table, printable},
 };
 
-const TITLES: [&str; 7] = ["REPLICA", "BACKEND", "LATENCY", "AGENTS", "ENTRIES", "UNWRITTEN", "REMEMBERED"];
+const TITLES: [&str; 8] =
+    ["REPLICA", "BACKEND", "LATENCY", "AGENTS", "ENTRIES", "UNWRITTEN", "LAG", "REMEMBERED"];
 
 /// Tells the status, and above it what is wrong.
 ///
@@ -48,7 +49,7 @@ pub(crate) async fn status(client: Client, mut output: Output, format: Format) -
     Ok(Exit::Ok)
 }
 
-fn cells(answer: &TrackerStatusResponse) -> [String; 7] {
+fn cells(answer: &TrackerStatusResponse) -> [String; 8] {
     [
         answer.replica.clone(),
         answer.backend.clone(),
@@ -56,6 +57,7 @@ fn cells(answer: &TrackerStatusResponse) -> [String; 7] {
         answer.agents.to_string(),
         answer.entries.to_string(),
         answer.unwritten.to_string(),
+        humane(Duration::from_millis(answer.lag_ms.unwrap_or(0))),
         answer.remembered.to_string(),
     ]
 }
@@ -80,6 +82,8 @@ struct StatusJson<'a> {
     agents: u64,
     entries: u64,
     unwritten: u64,
+    /// For how long there has been something unwritten.
+    lag_ms: u64,
     remembered: u64,
     /// Null: nothing has failed.
     last_error: Option<LastErrorJson<'a>>,
@@ -103,6 +107,7 @@ impl<'a> From<&'a TrackerStatusResponse> for StatusJson<'a> {
             agents: answer.agents,
             entries: answer.entries,
             unwritten: answer.unwritten,
+            lag_ms: answer.lag_ms.unwrap_or(0),
             remembered: answer.remembered,
             last_error: (!answer.last_error.is_empty()).then_some(last_error),
         }

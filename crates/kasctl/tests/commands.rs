@@ -557,8 +557,8 @@ async fn tracker_status_says_how_the_table_fares_and_what_failed_last() {
     assert_eq!(
         lines,
         [
-            ["REPLICA", "BACKEND", "LATENCY", "AGENTS", "ENTRIES", "UNWRITTEN", "REMEMBERED"],
-            ["kas-0", "redis", "800us", "2", "5", "1", "9"],
+            ["REPLICA", "BACKEND", "LATENCY", "AGENTS", "ENTRIES", "UNWRITTEN", "LAG", "REMEMBERED"],
+            ["kas-0", "redis", "800us", "2", "5", "1", "2s", "9"],
         ]
     );
     assert_eq!(run.stderr, "");
@@ -573,7 +573,7 @@ async fn tracker_status_says_how_the_table_fares_and_what_failed_last() {
         json_of(&run),
         json!({
             "replica": "kas-0", "backend": "redis", "alarms": ["Redis cannot be asked"], "latency_us": 800,
-            "agents": 2, "entries": 5, "unwritten": 1, "remembered": 9,
+            "agents": 2, "entries": 5, "unwritten": 1, "lag_ms": 2_000, "remembered": 9,
             "last_error": {"text": "no \u{1b} route", "age_ms": 61_000},
         })
     );

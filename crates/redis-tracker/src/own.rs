@@ -82,6 +82,8 @@ pub(crate) struct Own {
     /// In the order in which they changed; whether others should be told.
     queue: VecDeque<Item>,
     dirty: HashMap<Item, bool>,
+    /// Since when there has been something to write.
+    behind: Option<Instant>,
     due: BTreeSet<(Instant, Item)>,
     removed: VecDeque<(Instant, Item)>,
 }
@@ -106,6 +108,8 @@ pub(crate) struct Batch {
     pub(crate) changes: BTreeMap<Vec<u8>, Change>,
     /// What the others are told once it is written, without a number.
     pub(crate) event: Option<SharedEvent>,
+    /// When it was made, if it is all that there was to write.
+    all_at: Option<Instant>,
 }
 
 impl Batch {
@@ -132,6 +136,7 @@ impl Own {
             routes: 0,
             queue: VecDeque::new(),
             dirty: HashMap::new(),
+            behind: None,
             due: BTreeSet::new(),
             removed: VecDeque::new(),
         }
@@ -160,11 +165,17 @@ impl Own {
         self.dirty.len()
     }
 
+    /// How long something has waited to be written; `None`: nothing does.
+    pub(crate) fn lag(&self, now: Instant) -> Option<Duration> {
+        self.behind.filter(|_| !self.dirty.is_empty()).map(|since| now.saturating_duration_since(since))
+    }
+
     pub(crate) fn holds(&self, agent: AgentId) -> bool {
         matches!(self.entries.get(&Item::Route(agent)), Some(Entry { live: Some(_), .. }))
     }
 
     fn dirty(&mut self, item: Item, news: bool) {
+        self.behind.get_or_insert_with(Instant::now);
         match self.dirty.entry(item) {
             std::collections::hash_map::Entry::Occupied(mut known) => *known.get_mut() |= news,
             std::collections::hash_map::Entry::Vacant(vacant) => {
@@ -222,6 +233,13 @@ impl Own {
             // It never left this process. What is queued finds nothing then.
             self.entries.remove(&item);
             self.dirty.remove(&item);
+            self.caught_up();
+        }
+    }
+
+    fn caught_up(&mut self) {
+        if self.dirty.is_empty() {
+            self.behind = None;
         }
     }
 
@@ -432,11 +450,18 @@ impl Own {
             }
         }
         batch.event = is_news.then_some(event);
+        batch.all_at = self.dirty.is_empty().then_some(now);
         batch
     }
 
     /// The batch is in Redis.
     pub(crate) fn written(&mut self, batch: Batch, now: Instant) {
+        if self.dirty.is_empty() {
+            self.behind = None;
+        } else if batch.all_at.is_some() {
+            // What there is has come since.
+            self.behind = batch.all_at;
+        }
         for (item, _) in batch.items {
             let Some(entry) = self.entries.get_mut(&item) else { continue };
             if entry.live.is_some() {
@@ -627,6 +652,36 @@ mod tests {
         assert_eq!(own.len(), 1);
         own.announce_again(now + REPEATED * 2);
         assert_eq!(batch(&mut own, &keys, now).len(), 1);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn lag_is_the_age_of_the_oldest_change_that_is_not_written() {
+        let (mut own, keys) = own();
+        let wait = async |seconds| tokio::time::advance(Duration::from_secs(seconds)).await;
+        let lag = |own: &Own| own.lag(Instant::now()).map(|lag| lag.as_secs());
+        assert_eq!(lag(&own), None);
+        own.add_route(agent(1), Arc::from([]));
+        wait(2).await;
+        own.add_route(agent(2), Arc::from([]));
+        wait(1).await;
+        assert_eq!(lag(&own), Some(3));
+        let first = batch(&mut own, &keys, Instant::now());
+        wait(1).await;
+        own.add_route(agent(3), Arc::from([]));
+        own.not_written(first);
+        assert_eq!(lag(&own), Some(4));
+        let second = batch(&mut own, &keys, Instant::now());
+        wait(1).await;
+        own.add_route(agent(4), Arc::from([]));
+        wait(1).await;
+        own.written(second, Instant::now());
+        // Of the fourth alone; it was there at the earliest when the others were taken.
+        assert_eq!(lag(&own), Some(2));
+        own.remove_route(agent(4));
+        assert_eq!(lag(&own), None);
+        wait(5).await;
+        own.add_route(agent(4), Arc::from([]));
+        assert_eq!(lag(&own), Some(0));
     }
 
     #[tokio::test]

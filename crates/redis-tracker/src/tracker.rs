@@ -639,6 +639,7 @@ impl Tracker for RedisTracker {
             agents: counts.agents as u64,
             entries: counts.entries as u64,
             unwritten: counts.unwritten as u64,
+            lag: self.inner().own.lag(Instant::now()),
             remembered: counts.remembered as u64,
             last_error: health.last_error.map(|(text, at)| (text, at.elapsed())),
         }

@@ -531,6 +531,7 @@ impl KasApi for Kas {
             remembered: 9,
             last_error: if is_partial { "no \x1b route".to_owned() } else { String::new() },
             last_error_age_ms: is_partial.then_some(61_000),
+            lag_ms: Some(2_000),
         }))
     }
 

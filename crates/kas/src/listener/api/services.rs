@@ -417,6 +417,7 @@ impl KasApi for Api {
             remembered: status.remembered,
             last_error: last_error.unwrap_or_default(),
             last_error_age_ms: age.map(|age| micros(age) / 1_000),
+            lag_ms: status.lag.map(|lag| micros(lag) / 1_000),
         }))
     }
 
