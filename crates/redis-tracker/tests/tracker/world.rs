@@ -47,7 +47,10 @@ impl World {
     }
 
     pub(crate) async fn with(kind: Kind, arguments: &[&str]) -> Self {
-        let redis = Redis::run_with(arguments).await.expect("a Redis runs");
+        Self::of(Redis::run_with(arguments).await.expect("a Redis runs"), kind).await
+    }
+
+    pub(crate) async fn of(redis: Redis, kind: Kind) -> Self {
         let wire = Wire::to(redis.address()).await.expect("there is a port");
         Self { redis, wire, kind, runs: AtomicU64::new(1) }
     }

@@ -1,0 +1,203 @@
+//! What docs/operations.md says of a Redis that fails, where it is a group behind Sentinel or a Cluster; `behaviour` has the
+//! same of one server.
+
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::Duration,
+};
+
+use cluster::{
+    Tracker,
+    contract::{self, Store as _},
+};
+use ids::AgentId;
+use redis::cmd;
+use redis_tracker::{Options, RedisTracker};
+use testkit::process::soon;
+use tokio::time::{Instant, timeout};
+
+use crate::{
+    groups::{Group, Nodes, PATIENT, QUICK, Sentinels, Sharers},
+    world::TTL,
+};
+
+/// How long a change may take while a group comes back: Sentinels and nodes have timers of their own.
+const BACK: Duration = Duration::from_secs(30);
+
+fn agent(id: i64) -> AgentId {
+    AgentId::new(id).unwrap()
+}
+
+/// Waits, by subscription alone, until an agent is located on so many replicas.
+async fn located(tracker: &RedisTracker, id: i64, count: usize) {
+    let mut changes = tracker.changes(agent(id));
+    let wait = async {
+        while tracker.locate(agent(id)).await.map_or(usize::MAX, |found| found.len()) != count {
+            changes.changed().await.unwrap();
+        }
+    };
+    let located = timeout(BACK, wait).await;
+    let health = tracker.health().borrow().clone();
+    assert!(located.is_ok(), "agent {id} is not on {count} replicas: {health:?}");
+}
+
+async fn written(tracker: &RedisTracker) {
+    let mut health = tracker.health();
+    let all = async {
+        while tracker.counts().unwritten > 0 || !health.borrow_and_update().announced {
+            let _ = timeout(Duration::from_millis(20), health.changed()).await;
+        }
+    };
+    timeout(BACK, all).await.unwrap_or_else(|_| panic!("{:?}", tracker.health().borrow()));
+}
+
+/// Down altogether, flushed, slow, and with its connections cut: as the contract asks of one server.
+async fn the_contract_is_kept(group: Arc<dyn Group>) {
+    let made = AtomicU64::new(0);
+    contract::check_store(|| async {
+        let number = made.fetch_add(1, Ordering::Relaxed);
+        Arc::new(Sharers::on(&group, &format!("store-{number}"))) as Arc<dyn contract::Store>
+    })
+    .await;
+}
+
+/// A second for each answer: known routes and own agents do not wait, and nothing counts as lost.
+async fn slow(group: &Arc<dyn Group>) {
+    let sharers = Sharers::on(group, "slow");
+    let options = || Options { ttl: Duration::from_secs(10), ..sharers.options() };
+    let (a, b) = (sharers.start("a", options()).await, sharers.start("b", options()).await);
+    let _old = a.tracker.route(agent(1), Arc::from([]));
+    located(&b.tracker, 1, 1).await;
+    sharers.slow(Duration::from_secs(1)).await;
+    let begun = Instant::now();
+    assert_eq!(b.tracker.locate(agent(1)).await.unwrap().len(), 1);
+    let _new = a.tracker.route(agent(2), Arc::from([]));
+    assert_eq!(a.tracker.locate(agent(2)).await.unwrap().len(), 1);
+    assert!(begun.elapsed() < Duration::from_millis(400), "{:?}", begun.elapsed());
+    located(&b.tracker, 2, 1).await;
+    for running in [&a, &b] {
+        let mut health = running.tracker.health();
+        let slow = health.wait_for(|health| health.latency.is_some_and(|latency| latency.as_secs() >= 1));
+        timeout(BACK, slow).await.expect("the delay is told").unwrap();
+        let health = running.tracker.health().borrow().clone();
+        assert!(health.reachable, "{health:?}");
+        assert_eq!(running.tracker.replicas().await.replicas.len(), 2);
+    }
+    sharers.slow(Duration::ZERO).await;
+}
+
+/// `OOM`: who was there stays, who comes is announced once there is room.
+async fn full(group: &Arc<dyn Group>) {
+    let sharers = Sharers::on(group, "full");
+    let (a, b) = (sharers.start("a", sharers.options()).await, sharers.start("b", sharers.options()).await);
+    let _old = a.tracker.route(agent(1), Arc::from([]));
+    located(&b.tracker, 1, 1).await;
+    sharers.ask_each(cmd("CONFIG").arg("SET").arg("maxmemory").arg(1)).await;
+    let _new = a.tracker.route(agent(2), Arc::from([]));
+    let mut health = a.tracker.health();
+    let full = health
+        .wait_for(|h| !h.announced && h.last_error.as_ref().is_some_and(|(text, _)| text.contains("OOM")));
+    soon("Redis is full, and that is said", full).await.unwrap();
+    assert!(a.tracker.alarms()[0].contains("OOM"), "{:?}", a.tracker.alarms());
+    // Longer than a life: the sign of life needs no memory.
+    tokio::time::sleep(TTL * 2).await;
+    assert_eq!(b.tracker.locate(agent(1)).await.unwrap().len(), 1);
+    sharers.ask_each(cmd("CONFIG").arg("SET").arg("maxmemory").arg(0)).await;
+    located(&b.tracker, 2, 1).await;
+    written(&a.tracker).await;
+    assert_eq!(a.tracker.alarms(), [""; 0]);
+}
+
+/// Pub/sub alone is cut, again and again.
+async fn deaf(group: &Arc<dyn Group>) {
+    let sharers = Sharers::on(group, "deaf");
+    let (a, b) = (sharers.start("a", sharers.options()).await, sharers.start("b", sharers.options()).await);
+    located(&b.tracker, 1, 0).await;
+    for _ in 0..5 {
+        sharers.ask_each(cmd("CLIENT").arg("KILL").arg("TYPE").arg("pubsub")).await;
+        let lease = a.tracker.route(agent(1), Arc::from([]));
+        located(&b.tracker, 1, 1).await;
+        drop(lease);
+        located(&b.tracker, 1, 0).await;
+        for running in [&a, &b] {
+            let mut health = running.tracker.health();
+            soon("news come in again", health.wait_for(|health| health.listening)).await.unwrap();
+        }
+    }
+}
+
+#[tokio::test]
+async fn the_contract_is_kept_while_what_sentinels_watch_fails() {
+    the_contract_is_kept(Arc::new(Sentinels::start(PATIENT).await)).await;
+}
+
+#[tokio::test]
+async fn the_contract_is_kept_while_a_cluster_fails() {
+    the_contract_is_kept(Arc::new(Nodes::start().await)).await;
+}
+
+#[tokio::test]
+async fn slow_full_and_deaf_are_the_same_behind_sentinel() {
+    let group: Arc<dyn Group> = Arc::new(Sentinels::start(PATIENT).await);
+    deaf(&group).await;
+    full(&group).await;
+    slow(&group).await;
+}
+
+#[tokio::test]
+async fn slow_full_and_deaf_are_the_same_on_a_cluster() {
+    let group: Arc<dyn Group> = Arc::new(Nodes::start().await);
+    deaf(&group).await;
+    full(&group).await;
+    slow(&group).await;
+}
+
+/// Both servers run on, and the old primary answers `READONLY` to whoever stays with it.
+#[tokio::test]
+async fn a_primary_that_became_a_replica_is_left_for_the_new_one() {
+    let sentinels = Arc::new(Sentinels::start(QUICK).await);
+    let sharers = Sharers::on(&(Arc::clone(&sentinels) as _), "read-only");
+    let (a, b) = (sharers.start("a", sharers.options()).await, sharers.start("b", sharers.options()).await);
+    let _old = a.tracker.route(agent(1), Arc::from([]));
+    located(&b.tracker, 1, 1).await;
+    sentinels.fail_over().await;
+    let replication = cmd("INFO").arg("replication").take();
+    sentinels.servers[1].answers(&replication, |text| text.contains("role:master")).await;
+    sentinels.servers[0].answers(&replication, |text| text.contains("role:slave")).await;
+    let _new = a.tracker.route(agent(2), Arc::from([]));
+    located(&b.tracker, 2, 1).await;
+    located(&b.tracker, 1, 1).await;
+    written(&a.tracker).await;
+    // On the new primary, and not only there by what was passed on.
+    let keys: Vec<Vec<u8>> = sentinels.servers[1].ask(cmd("KEYS").arg("read-only:tunnel_tracker:*")).await;
+    assert_eq!(keys.len(), 2);
+    assert_eq!(a.tracker.alarms(), [""; 0]);
+}
+
+/// The same in a Cluster: the old primary names the new one to whoever asks it.
+#[tokio::test]
+async fn a_node_that_became_a_replica_is_left_for_the_new_one() {
+    let nodes = Arc::new(Nodes::start().await);
+    let sharers = Sharers::on(&(Arc::clone(&nodes) as _), "moved");
+    let (a, b) = (sharers.start("a", sharers.options()).await, sharers.start("b", sharers.options()).await);
+    let _old: Vec<_> = (1..=50).map(|id| a.tracker.route(agent(id), Arc::from([]))).collect();
+    for id in 1..=50 {
+        located(&b.tracker, id, 1).await;
+    }
+    for server in &nodes.servers[3..] {
+        server.answers(cmd("INFO").arg("replication"), |text| text.contains("master_link_status:up")).await;
+        let () = server.ask(cmd("CLUSTER").arg("FAILOVER")).await;
+    }
+    for server in &nodes.servers[3..] {
+        server.answers(&cmd("ROLE"), |text| text.contains("master")).await;
+    }
+    let _new: Vec<_> = (51..=100).map(|id| a.tracker.route(agent(id), Arc::from([]))).collect();
+    for id in 1..=100 {
+        located(&b.tracker, id, 1).await;
+    }
+    written(&a.tracker).await;
+    assert_eq!(a.tracker.alarms(), [""; 0]);
+}

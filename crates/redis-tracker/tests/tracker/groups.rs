@@ -1,0 +1,374 @@
+//! Groups of real servers: a primary and a replica that Sentinels watch, and a Cluster; each server behind a wire that may
+//! be slow or cut, under whose address the others name it.
+
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::Duration,
+};
+
+use async_trait::async_trait;
+use cluster::contract::{Cluster, Member, Store};
+use redis::{Cmd, FromRedisValue, cmd};
+use redis_tracker::{Address, Connect, Options, Target};
+use testkit::{
+    process::{Process, SOON, soon},
+    redis::{Redis, Wire, free_port, program},
+};
+
+use crate::world::{Running, TTL};
+
+/// A Sentinel that misses a server for so long fails over: soon, for what fails over.
+pub(crate) const QUICK: Duration = Duration::from_millis(500);
+/// And late, for what is only slow.
+pub(crate) const PATIENT: Duration = Duration::from_secs(10);
+
+/// Between two looks.
+const AGAIN: Duration = Duration::from_millis(20);
+
+pub(crate) fn tcp(port: u16) -> Address {
+    Address::Tcp("127.0.0.1".to_owned(), port)
+}
+
+/// One server of a group.
+pub(crate) struct Server {
+    pub(crate) redis: Redis,
+    pub(crate) wire: Wire,
+    password: &'static str,
+}
+
+impl Server {
+    async fn start(password: &'static str, arguments: &[&str]) -> Self {
+        let redis = Redis::run_with(arguments).await.expect("a Redis runs");
+        let wire = Wire::to(redis.address()).await.expect("there is a port");
+        Self { redis, wire, password }
+    }
+
+    fn port(&self) -> String {
+        self.wire.address().port().to_string()
+    }
+
+    async fn try_ask<T: FromRedisValue>(&self, command: &Cmd) -> redis::RedisResult<T> {
+        let mut at = format!("unix://{}", self.redis.socket().display());
+        if !self.password.is_empty() {
+            at = format!("{at}?pass={}", self.password);
+        }
+        let mut connection = redis::Client::open(at)?.get_multiplexed_async_connection().await?;
+        command.query_async(&mut connection).await
+    }
+
+    /// Runs a command on it as an operator would, without the wire.
+    pub(crate) async fn ask<T: FromRedisValue>(&self, command: &Cmd) -> T {
+        self.try_ask(command).await.expect("it answers")
+    }
+
+    /// Waits until it answers so.
+    pub(crate) async fn answers(&self, command: &Cmd, expected: impl Fn(&str) -> bool) {
+        soon("it answers as expected", async {
+            while !self
+                .try_ask(command)
+                .await
+                .is_ok_and(|value: redis::Value| expected(&format!("{value:?}")))
+            {
+                tokio::time::sleep(AGAIN).await;
+            }
+        })
+        .await;
+    }
+}
+
+/// What has servers that can fail.
+#[async_trait]
+pub(crate) trait Group: Send + Sync {
+    fn servers(&self) -> &[Server];
+
+    fn connect(&self) -> Connect;
+
+    /// Starts all servers after all were ended, and waits until the group serves.
+    async fn start_again(&self);
+}
+
+/// A primary, a replica of it, and three sentinels that know all of that; each asks for a password.
+pub(crate) struct Sentinels {
+    /// The first is the primary, to begin with.
+    pub(crate) servers: [Server; 2],
+    addresses: Vec<Address>,
+    _sentinels: Vec<Process>,
+    _folder: tempfile::TempDir,
+}
+
+impl Sentinels {
+    /// Starts them; a server that does not answer for `down_after` is down.
+    pub(crate) async fn start(down_after: Duration) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let arguments = ["--requirepass", "p", "--masterauth", "p", "--repl-diskless-sync-delay", "0"];
+        let servers = [Server::start("p", &arguments).await, Server::start("p", &arguments).await];
+        Self::tie(&servers).await;
+        let (port, down_after) = (servers[0].port(), down_after.as_millis());
+        let mut sentinels = Vec::new();
+        let mut addresses = Vec::new();
+        for _ in 0..3 {
+            let own = free_port().await.unwrap();
+            let lines = format!(
+                "port {own}\nbind 127.0.0.1\nrequirepass s\nsentinel sentinel-pass s\nsentinel monitor kas 127.0.0.1 {port} 2\n\
+                 sentinel auth-pass kas p\nsentinel down-after-milliseconds kas {down_after}\n\
+                 sentinel failover-timeout kas 2000\n"
+            );
+            // A Sentinel writes its file.
+            let file = folder.path().join(format!("{own}.conf"));
+            std::fs::write(&file, lines).unwrap();
+            let (name, file) = ("redis-sentinel", file.display().to_string());
+            sentinels.push(Process::start(name, &program(name).unwrap(), &[&file], &[]).await.unwrap());
+            addresses.push(tcp(own));
+        }
+        let this = Self { servers, addresses, _sentinels: sentinels, _folder: folder };
+        this.agree().await;
+        // One that nobody answers at comes first.
+        let nobody = tcp(free_port().await.unwrap());
+        Self { addresses: [vec![nobody], this.addresses].concat(), ..this }
+    }
+
+    /// Makes the second server a replica of the first, each known by its wire.
+    async fn tie(servers: &[Server; 2]) {
+        for server in servers {
+            let port = server.port();
+            let () = server.ask(cmd("CONFIG").arg("SET").arg("replica-announce-port").arg(port)).await;
+        }
+        let () = servers[1].ask(cmd("REPLICAOF").arg("127.0.0.1").arg(servers[0].port())).await;
+        servers[1]
+            .answers(cmd("INFO").arg("replication"), |text| text.contains("master_link_status:up"))
+            .await;
+    }
+
+    /// Waits until Sentinels know each other and the second server, which a failover needs.
+    async fn agree(&self) {
+        for address in &self.addresses {
+            let Address::Tcp(_, port) = address else { unreachable!() };
+            let client = redis::Client::open(format!("redis://:s@127.0.0.1:{port}/")).unwrap();
+            soon("sentinels know each other", async {
+                loop {
+                    if let Ok(mut connection) = client.get_multiplexed_async_connection().await {
+                        let quorum: Result<String, _> =
+                            cmd("SENTINEL").arg("CKQUORUM").arg("kas").query_async(&mut connection).await;
+                        let replicas: Result<Vec<redis::Value>, _> =
+                            cmd("SENTINEL").arg("REPLICAS").arg("kas").query_async(&mut connection).await;
+                        if quorum.is_ok_and(|text| text.starts_with("OK 3"))
+                            && replicas.is_ok_and(|all| all.len() == 1)
+                        {
+                            return;
+                        }
+                    }
+                    tokio::time::sleep(AGAIN).await;
+                }
+            })
+            .await;
+        }
+    }
+
+    /// Has a Sentinel make the other server the primary, while both run.
+    pub(crate) async fn fail_over(&self) {
+        let Some(Address::Tcp(_, port)) = self.addresses.last() else { unreachable!() };
+        let client = redis::Client::open(format!("redis://:s@127.0.0.1:{port}/")).unwrap();
+        let mut connection = client.get_multiplexed_async_connection().await.unwrap();
+        soon("a Sentinel fails over", async {
+            loop {
+                // It may not have heard of the second server lately.
+                let begun: redis::RedisResult<()> =
+                    cmd("SENTINEL").arg("FAILOVER").arg("kas").query_async(&mut connection).await;
+                if begun.is_ok() {
+                    return;
+                }
+                tokio::time::sleep(AGAIN).await;
+            }
+        })
+        .await;
+    }
+
+    /// As [`Group::connect`], with another password for Sentinels.
+    pub(crate) fn connect_with(&self, password: &str) -> Connect {
+        let target = Target::Sentinel {
+            master: "kas".to_owned(),
+            addresses: self.addresses.clone(),
+            username: None,
+            password: Some(password.to_owned().into()),
+            tls: None,
+        };
+        Connect { password: Some("p".to_owned().into()), ..Connect::to(target) }
+    }
+}
+
+#[async_trait]
+impl Group for Sentinels {
+    fn servers(&self) -> &[Server] {
+        &self.servers
+    }
+
+    fn connect(&self) -> Connect {
+        self.connect_with("s")
+    }
+
+    async fn start_again(&self) {
+        for server in &self.servers {
+            server.redis.start().await.expect("it runs again");
+        }
+        Self::tie(&self.servers).await;
+    }
+}
+
+/// Three primaries with a replica each.
+pub(crate) struct Nodes {
+    /// The first three are the primaries, to begin with.
+    pub(crate) servers: Vec<Server>,
+}
+
+/// The bus of a node is this much above its port.
+const BUS: u16 = 10_000;
+
+impl Nodes {
+    pub(crate) async fn start() -> Self {
+        let arguments =
+            ["--cluster-enabled", "yes", "--cluster-node-timeout", "1000", "--repl-diskless-sync-delay", "0"];
+        let mut servers = Vec::new();
+        for _ in 0..6 {
+            // One whose bus would have no port does not start, and another port is taken.
+            servers.push(Server::start("", &arguments).await);
+        }
+        let addresses: Vec<String> =
+            servers.iter().map(|server| server.redis.address().to_string()).collect();
+        let mut arguments = vec!["--cluster", "create"];
+        arguments.extend(addresses.iter().map(String::as_str));
+        arguments.extend(["--cluster-replicas", "1", "--cluster-yes"]);
+        let create =
+            Process::start("redis-cli", &program("redis-cli").unwrap(), &arguments, &[]).await.unwrap();
+        assert!(create.exited(SOON).await.unwrap().success(), "{}", create.log());
+        let this = Self { servers };
+        this.agree().await;
+        this
+    }
+
+    /// Makes each node known by its wire, and waits until all know that, and serve.
+    async fn agree(&self) {
+        for server in &self.servers {
+            let bus = server.redis.address().port() + BUS;
+            let set = |key: &str, value: String| cmd("CONFIG").arg("SET").arg(key).arg(value).take();
+            let () = server.ask(&set("cluster-announce-bus-port", bus.to_string())).await;
+            let () = server.ask(&set("cluster-announce-port", server.port())).await;
+        }
+        let wires: Vec<String> = self.servers.iter().map(|server| format!(":{}@", server.port())).collect();
+        for server in &self.servers {
+            let all = |text: &str| wires.iter().all(|wire| text.contains(wire));
+            server.answers(cmd("CLUSTER").arg("NODES"), all).await;
+            server.answers(cmd("CLUSTER").arg("INFO"), |text| text.contains("cluster_state:ok")).await;
+        }
+    }
+}
+
+#[async_trait]
+impl Group for Nodes {
+    fn servers(&self) -> &[Server] {
+        &self.servers
+    }
+
+    fn connect(&self) -> Connect {
+        let nodes = self.servers.iter().map(|server| tcp(server.wire.address().port()));
+        Connect::to(Target::Cluster(nodes.collect()))
+    }
+
+    async fn start_again(&self) {
+        for server in &self.servers {
+            server.redis.start().await.expect("it runs again");
+        }
+        self.agree().await;
+    }
+}
+
+/// Replicas that share a group with those of other scenarios, below a prefix of their own.
+pub(crate) struct Sharers {
+    group: Arc<dyn Group>,
+    connect: Connect,
+    prefix: String,
+    runs: AtomicU64,
+}
+
+impl Sharers {
+    pub(crate) fn on(group: &Arc<dyn Group>, prefix: &str) -> Self {
+        Self {
+            connect: group.connect(),
+            group: Arc::clone(group),
+            prefix: prefix.to_owned(),
+            runs: AtomicU64::new(1),
+        }
+    }
+
+    /// Runs a command on each server.
+    pub(crate) async fn ask_each(&self, command: &Cmd) {
+        for server in self.group.servers() {
+            let _: redis::Value = server.ask(command).await;
+        }
+    }
+
+    pub(crate) fn options(&self) -> Options {
+        Options {
+            ttl: TTL,
+            key_prefix: self.prefix.clone(),
+            ..Options::new(self.connect.clone(), self.runs.fetch_add(1, Ordering::Relaxed))
+        }
+    }
+
+    /// Starts a replica and waits until it is ready.
+    pub(crate) async fn start(&self, name: &str, options: Options) -> Running {
+        let running = Running::start(name, options);
+        let (mut ready, mut health) = (running.tracker.ready(), running.tracker.health());
+        soon("the replica is ready", ready.wait_for(|ready| *ready)).await.unwrap();
+        soon("news come in", health.wait_for(|health| health.listening)).await.unwrap();
+        running
+    }
+}
+
+#[async_trait]
+impl Cluster for Sharers {
+    async fn join(&self, name: &str) -> Box<dyn Member> {
+        Box::new(self.start(name, self.options()).await)
+    }
+
+    fn expiry(&self) -> Duration {
+        TTL + Duration::from_millis(500)
+    }
+}
+
+#[async_trait]
+impl Store for Sharers {
+    async fn stop(&self) {
+        for server in self.group.servers() {
+            server.redis.stop().await;
+        }
+    }
+
+    async fn start(&self) {
+        self.group.start_again().await;
+    }
+
+    async fn flush(&self) {
+        for server in self.group.servers() {
+            // A replica's follows.
+            let _: redis::RedisResult<redis::Value> = server.try_ask(&cmd("FLUSHALL")).await;
+        }
+    }
+
+    async fn slow(&self, delay: Duration) {
+        for server in self.group.servers() {
+            server.wire.slow(delay / 2);
+        }
+    }
+
+    async fn cut(&self) {
+        for server in self.group.servers() {
+            server.wire.cut();
+        }
+        for server in self.group.servers() {
+            server.wire.mend();
+        }
+    }
+}

