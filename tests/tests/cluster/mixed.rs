@@ -1,11 +1,26 @@
 //! Replicas of this project and of GitLab's kas, 14.1, that share a real Redis: the time in which one is exchanged for the
 //! other. The latter is played, see [`Replica14`].
 
-use std::{sync::atomic::Ordering, time::Duration};
+use std::{
+    convert::Infallible,
+    net::{IpAddr, SocketAddr},
+    sync::{Arc, Mutex, PoisonError, atomic::Ordering},
+    time::Duration,
+};
 
 use anyhow::{Context as _, Result, bail, ensure};
 use base64::{Engine as _, prelude::BASE64_URL_SAFE_NO_PAD};
+use bytes::Bytes;
 use grpc::{Code, Outcome};
+use http::{Request, Response};
+use http_body_util::{BodyExt as _, Full};
+use hyper::{body::Incoming, service::service_fn};
+use hyper_util::rt::TokioIo;
+use opentelemetry_proto::tonic::{
+    collector::trace::v1::ExportTraceServiceRequest, common::v1::any_value::Value as Attribute,
+    trace::v1::Span,
+};
+use prost::Message as _;
 use proto::gitlab::agent::kas::gateway_kas_response::Msg;
 use serde_json::{Value, json};
 use testkit::{
@@ -18,9 +33,12 @@ use testkit::{
     raw_agent::Kind,
     redis::Redis,
 };
-use tokio::time::Instant;
+use tokio::{net::TcpListener, task::JoinSet, time::Instant};
 
-use crate::replica14::Replica14;
+use crate::{
+    mtls::{Authority, ROLE},
+    replica14::Replica14,
+};
 
 /// What callers say and nobody else should hear.
 const SECRET: &str = "callers-own-secret";
@@ -312,5 +330,201 @@ async fn a_killed_replica_of_either_kind_costs_only_what_had_begun() -> Result<(
         let got = soon("an answer", second.call(2, &path("Echo"), &[], &[b"x"])).await?;
         ensure!(got.messages == ["x"], "{got:?}");
     }
+    Ok(())
+}
+
+/// A collector of spans, over HTTP.
+struct Collector {
+    address: SocketAddr,
+    spans: Arc<Mutex<Vec<Span>>>,
+    _connections: JoinSet<()>,
+}
+
+impl Collector {
+    async fn start() -> Result<Self> {
+        let listener = TcpListener::bind("127.0.0.1:0").await?;
+        let address = listener.local_addr()?;
+        let spans = Arc::<Mutex<Vec<Span>>>::default();
+        let (kept, mut connections) = (Arc::clone(&spans), JoinSet::new());
+        connections.spawn(async move {
+            let mut served = JoinSet::new();
+            while let Ok((stream, _)) = listener.accept().await {
+                let kept = Arc::clone(&kept);
+                let service = service_fn(move |request: Request<Incoming>| {
+                    let kept = Arc::clone(&kept);
+                    async move {
+                        // What breaks off is sent again.
+                        if let Ok(body) = request.into_body().collect().await
+                            && let Ok(export) = ExportTraceServiceRequest::decode(body.to_bytes())
+                        {
+                            let scopes =
+                                export.resource_spans.into_iter().flat_map(|spans| spans.scope_spans);
+                            let mut kept = kept.lock().unwrap_or_else(PoisonError::into_inner);
+                            kept.extend(scopes.flat_map(|scope| scope.spans));
+                        }
+                        Ok::<_, Infallible>(Response::new(Full::new(Bytes::new())))
+                    }
+                });
+                served.spawn(async move {
+                    let server = hyper::server::conn::http1::Builder::new();
+                    let _ = server.serve_connection(TokioIo::new(stream), service).await;
+                });
+            }
+        });
+        Ok(Self { address, spans, _connections: connections })
+    }
+
+    /// Waits for the one span of a trace.
+    async fn span(&self, trace: &str) -> Result<Span> {
+        within(SOON, "a span", async || {
+            let spans = self.spans.lock().unwrap_or_else(PoisonError::into_inner).clone();
+            let found: Vec<Span> =
+                spans.into_iter().filter(|span| hex::encode(&span.trace_id) == trace).collect();
+            Ok(match <[Span; 1]>::try_from(found) {
+                Ok([span]) => Ok(span),
+                Err(others) => Err(others),
+            })
+        })
+        .await
+    }
+}
+
+fn says(span: &Span, key: &str, text: &str) -> bool {
+    let value = |value: Option<&Attribute>| matches!(value, Some(Attribute::StringValue(v)) if v == text);
+    span.attributes
+        .iter()
+        .any(|a| a.key == key && value(a.value.as_ref().and_then(|value| value.value.as_ref())))
+}
+
+#[tokio::test]
+async fn a_trace_and_a_correlation_id_cross_between_the_kinds_both_ways() -> Result<()> {
+    const CALLER: &str = "00f067aa0ba902b7";
+    let redis = Redis::run().await?;
+    let collector = Collector::start().await?;
+    let config = json!({
+        "tracker": "redis",
+        "redis": { "server": { "address": redis.address().to_string() } },
+        "table": { "ttl": "2s" },
+        "observability": { "tracing": { "otlp_endpoint": format!("http://{}", collector.address) } },
+    });
+    let options = Options { replicas: 1, config, discovery: Some(Value::Null), ..Options::default() };
+    let mesh = Mesh::start_with(options).await?;
+    let theirs = Replica14::start(&redis, mesh.private_secret()).await?;
+    theirs.agent(1, 1).await?;
+    let ours = mesh.agent(0, 2, Kind::Ours, 1).await?;
+    announced(&theirs, 2).await?;
+
+    // From ours to theirs: they, and their agent, are told of the span here.
+    let trace = "4bf92f3577b34da6a3ce929d0e0e4736";
+    let caller = mesh.caller(0).await?;
+    let request = caller
+        .to_agent(1, &path("Echo"))
+        .header("traceparent", format!("00-{trace}-{CALLER}-01"))
+        .header("tracestate", "vendor=opaque")
+        .header("x-gitlab-correlation-id", "to-14-1");
+    let got = caller.call(request, &[b"x"]).await?;
+    ensure!(got.status.code() == Code::Ok, "{}", got.status);
+    let span = collector.span(trace).await?;
+    ensure!(hex::encode(&span.parent_span_id) == CALLER, "{span:?}");
+    ensure!(says(&span, "gitlab.correlation_id", "to-14-1"), "{span:?}");
+    ensure!(says(&span, "kas.route", "peer") && says(&span, "kas.route.replica", &theirs.url), "{span:?}");
+    let context = format!("00-{trace}-{}-01", hex::encode(&span.span_id));
+    let headers = theirs.seen.headers();
+    let told = headers.first().context("it was asked")?;
+    ensure!(told["traceparent"] == context.as_str() && told["tracestate"] == "vendor=opaque", "{told:?}");
+    ensure!(told["x-gitlab-correlation-id"] == "to-14-1", "{told:?}");
+    let requests = theirs.seen.requests.list();
+    let meta = &requests[0].meta;
+    ensure!(meta["traceparent"].value == [context], "{meta:?}");
+    ensure!(meta["x-gitlab-correlation-id"].value == ["to-14-1"], "{meta:?}");
+
+    // From theirs to ours: the span here is one of the trace that came.
+    let trace = "0af7651916cd43dd8448eb211c80319c";
+    let context = format!("00-{trace}-{CALLER}-01");
+    let headers = [
+        ("traceparent", context.as_str()),
+        ("x-gitlab-correlation-id", "from-14-1"),
+        ("x-gitlab-client-name", "gitlab-kas"),
+    ];
+    let got = theirs.call(2, &path("Echo"), &headers, &[b"x"]).await?;
+    ensure!(got.messages == ["x"], "{got:?}");
+    let span = collector.span(trace).await?;
+    ensure!(hex::encode(&span.parent_span_id) == CALLER, "{span:?}");
+    ensure!(says(&span, "gitlab.correlation_id", "from-14-1"), "{span:?}");
+    ensure!(says(&span, "kas.from.replica", "gitlab-kas at 127.0.0.1"), "{span:?}");
+    let requests = ours.raw.requests().list();
+    let meta = &requests[0].meta;
+    ensure!(meta["traceparent"].value == [context.as_str()], "{meta:?}");
+    ensure!(meta["x-gitlab-correlation-id"].value == ["from-14-1"], "{meta:?}");
+    Ok(())
+}
+
+/// 14.1 dials in plain text only, but may listen with a certificate: then ours, with theirs, ask it, and nobody else.
+#[tokio::test]
+async fn with_certificates_only_who_shows_one_of_a_replica_is_asked() -> Result<()> {
+    runtime::tls::install();
+    let redis = Redis::run().await?;
+    let (folder, authority) = (tempfile::tempdir()?, Authority::new()?);
+    let config = json!({
+        "tracker": "redis",
+        "redis": { "server": { "address": redis.address().to_string() } },
+        "table": { "ttl": "2s" },
+    });
+    let options = Options {
+        replicas: 1,
+        agents: 8,
+        config,
+        discovery: Some(Value::Null),
+        start: false,
+        ..Options::default()
+    };
+    let mut mesh = Mesh::start_with(options).await?;
+    let listen = authority.issue(&authority, folder.path(), "ours", mesh.private(0).ip(), ROLE)?;
+    mesh.add_config(json!({ "private_api": { "listen": listen } }));
+    mesh.start_unready(0).await?;
+    mesh.ready(0).await?;
+    let at = IpAddr::from([127, 0, 0, 1]);
+    let server = |authority: &Authority, name: &str, role: &str| -> Result<_> {
+        authority.issue(authority, folder.path(), name, at, role)?;
+        let file = |end: &str| folder.path().join(format!("{name}.{end}"));
+        Ok(runtime::tls::server(&file("cert"), &file("key"))?)
+    };
+    let good = server(&authority, "good", ROLE)?;
+    let theirs = Replica14::start_with(&redis, mesh.private_secret(), Some(good)).await?;
+    ensure!(theirs.url.starts_with("grpcs://"));
+    theirs.agent(1, 2).await?;
+    let caller = mesh.caller(0).await?;
+    for _ in 0..3 {
+        echo(&caller, 1).await?;
+    }
+    ensure!(asks(&mesh, "Asked", "Ready").await? >= 3.0);
+
+    // Another role, another authority, none at all: no credential goes there.
+    let others = [
+        (2, Some(server(&authority, "agent", "kas://agent")?), "role"),
+        (3, Some(server(&Authority::new()?, "stranger", ROLE)?), "certificate"),
+        (4, None, "plain text"),
+    ];
+    for (agent, tls, why) in others {
+        let other = Replica14::start_with(&redis, mesh.private_secret(), tls).await?;
+        other.agent(agent, 1).await?;
+        let request =
+            caller.to_agent(agent, &path("Echo")).header("grpc-timeout", "1S").header("kas-explain", "1");
+        let got = caller.call(request, &[b"x"]).await?;
+        ensure!(got.status.outcome() == Some(Outcome::NotStarted), "{agent}: {got:?}");
+        let told = format!("{:?} {:?}", got.headers, got.trailers);
+        ensure!(told.contains(why), "{agent}: {told}");
+        ensure!(other.seen.headers().is_empty(), "{agent}: {:?}", other.seen.headers());
+    }
+
+    // Nor are they let in: they are not told where.
+    let _agent = mesh.agent(0, 5, Kind::Ours, 1).await?;
+    echo(&caller, 5).await?;
+    within(SOON, "the agent's entry is in Redis", async || {
+        let unwritten = mesh.kas(0).metric("kas_redis_unwritten").await?;
+        Ok(if unwritten == 0.0 { Ok(()) } else { Err(unwritten) })
+    })
+    .await?;
+    ensure!(theirs.urls(5).await?.is_empty());
     Ok(())
 }

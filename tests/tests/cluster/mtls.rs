@@ -20,13 +20,13 @@ use tokio_rustls::{TlsConnector, rustls::pki_types::ServerName};
 use crate::ledger::{End, Ledger, echo};
 
 /// What certificates of replicas are for.
-const ROLE: &str = "kas://replica";
+pub(crate) const ROLE: &str = "kas://replica";
 
 /// An authority of a test.
-struct Authority(rcgen::Issuer<'static, rcgen::KeyPair>, String);
+pub(crate) struct Authority(rcgen::Issuer<'static, rcgen::KeyPair>, String);
 
 impl Authority {
-    fn new() -> Result<Self> {
+    pub(crate) fn new() -> Result<Self> {
         let mut ca = rcgen::CertificateParams::new(vec![])?;
         ca.is_ca = rcgen::IsCa::Ca(rcgen::BasicConstraints::Unconstrained);
         ca.distinguished_name.push(rcgen::DnType::CommonName, "replicas of a test");
@@ -37,7 +37,14 @@ impl Authority {
 
     /// Writes `NAME.cert`, `NAME.key` and `NAME.ca`; returns what a replica's listener is told of them, when it
     /// trusts `trusted`.
-    fn issue(&self, trusted: &Self, folder: &Path, name: &str, at: IpAddr, role: &str) -> Result<Value> {
+    pub(crate) fn issue(
+        &self,
+        trusted: &Self,
+        folder: &Path,
+        name: &str,
+        at: IpAddr,
+        role: &str,
+    ) -> Result<Value> {
         let key = rcgen::KeyPair::generate()?;
         let mut params = rcgen::CertificateParams::new(vec![at.to_string()])?;
         params.subject_alt_names.push(rcgen::SanType::URI(role.try_into()?));

@@ -43,10 +43,12 @@ use testkit::{
     redis::Redis,
 };
 use tokio::{
+    io::{AsyncRead, AsyncWrite},
     net::TcpListener,
     sync::watch,
     task::{AbortHandle, JoinSet},
 };
+use tokio_rustls::{TlsAcceptor, rustls};
 
 /// How long an entry counts.
 const TTL: Duration = Duration::from_secs(300);
@@ -179,8 +181,18 @@ impl Tracker {
 impl Replica14 {
     /// Starts one with the secret of the private API.
     pub(crate) async fn start(redis: &Redis, secret: &[u8]) -> Result<Self> {
+        Self::start_with(redis, secret, None).await
+    }
+
+    /// As [`start`](Self::start); with `tls`, its private API has a certificate, which only its url says.
+    pub(crate) async fn start_with(
+        redis: &Redis,
+        secret: &[u8],
+        tls: Option<Arc<rustls::ServerConfig>>,
+    ) -> Result<Self> {
         let listener = TcpListener::bind("127.0.0.1:0").await?;
-        let url = format!("grpc://{}", listener.local_addr()?);
+        let scheme = if tls.is_some() { "grpcs" } else { "grpc" };
+        let url = format!("{scheme}://{}", listener.local_addr()?);
         let tracker = Arc::new(Tracker {
             redis: redis::Client::open(format!("redis://{}", redis.address()))?,
             url: url.clone(),
@@ -193,7 +205,13 @@ impl Replica14 {
         let task = tokio::spawn(async move {
             let mut connections = JoinSet::new();
             while let Ok((stream, _)) = listener.accept().await {
-                connections.spawn(gateway.clone().serve(stream));
+                let (gateway, tls) = (gateway.clone(), tls.clone());
+                connections.spawn(async move {
+                    match tls {
+                        None => gateway.serve(stream).await,
+                        Some(config) => gateway.serve(TlsAcceptor::from(config).accept(stream).await?).await,
+                    }
+                });
             }
         });
         Ok(Self { url, seen, tracker, secret: secret.to_vec(), task: task.abort_handle() })
@@ -422,7 +440,7 @@ struct Gateway {
 }
 
 impl Gateway {
-    async fn serve(self, stream: tokio::net::TcpStream) -> Result<()> {
+    async fn serve(self, stream: impl AsyncRead + AsyncWrite + Unpin) -> Result<()> {
         let mut connection = h2::server::handshake(stream).await?;
         let mut streams = JoinSet::new();
         while let Some(request) = connection.accept().await {
