@@ -1,4 +1,4 @@
-//! Automation: `cargo xtask quickstart`, `test`, `ci`, `layers` and `bench`.
+//! Automation: `cargo xtask quickstart`, `test`, `ci`, `layers`, `man` and `bench`.
 //!
 //! The alias `cargo xtask` builds this without the feature `full`, that is without the workspace's own crates, TLS and
 //! gRPC: it is there within seconds on a fresh machine, and `ci` works when kas itself does not compile. Commands that
@@ -14,6 +14,7 @@ mod checks;
 #[cfg(feature = "full")]
 mod full;
 mod layers;
+mod man;
 mod process;
 mod quickstart;
 mod report;
@@ -38,6 +39,8 @@ enum Command {
     Ci(checks::CiArgs),
     /// Check which crate of the workspace depends on which
     Layers,
+    /// Write the pages of the manual of kas, agentk and kasctl
+    Man(man::ManArgs),
     /// Measure what a call through kas costs
     #[cfg(not(feature = "full"))]
     #[command(disable_help_flag = true)]
@@ -53,6 +56,7 @@ fn main() -> ExitCode {
         Command::Test(args) => checks::test(&args),
         Command::Ci(args) => checks::ci(&args),
         Command::Layers => layers::run(),
+        Command::Man(args) => man::run(&args),
         #[cfg(not(feature = "full"))]
         Command::Bench(arguments) => workspace::bench(&arguments),
         #[cfg(feature = "full")]

@@ -6,6 +6,7 @@
 //! [`module`]. Logic belongs into kas where it can; this stays small.
 
 pub mod app;
+pub mod cli;
 pub mod cluster;
 pub mod dial;
 pub mod direct;

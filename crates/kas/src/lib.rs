@@ -9,6 +9,7 @@ pub mod app;
 pub mod audit;
 pub mod auth;
 pub mod certificates;
+pub mod cli;
 pub mod config;
 pub mod gitlab;
 pub mod identity;

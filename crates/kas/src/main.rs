@@ -2,66 +2,13 @@
 
 use std::{path::PathBuf, process::ExitCode};
 
-use clap::{CommandFactory as _, Parser, Subcommand};
+use clap::{CommandFactory as _, Parser as _};
 use kas::{
     app::Kas,
+    cli::{Arguments, Command, ConfigCommand},
     config::{self, Config, Environment, Problems},
 };
-use runtime::{lifecycle, telemetry, tls, version};
-
-/// The agent server: agentk dials in from clusters that cannot be reached from outside, and
-/// requests for those clusters go out through what it opened.
-#[derive(Parser)]
-#[command(name = "kas", version = version::LONG, propagate_version = true, after_help = HELP)]
-struct Arguments {
-    /// Configuration file (YAML). Without one: one replica on loopback, agents from a local file.
-    #[arg(long, value_name = "FILE", env = "KAS_CONFIGURATION_FILE")]
-    configuration_file: Option<PathBuf>,
-    /// How log lines look: json, text, or auto (json unless standard error is a terminal).
-    #[arg(long, value_name = "FORMAT", default_value = "auto", value_parser = ["auto", "json", "text"])]
-    log_format: String,
-    /// Threads that serve; the number of cores by default.
-    #[arg(long, value_name = "N", env = "KAS_WORKER_THREADS", hide = true)]
-    worker_threads: Option<usize>,
-    #[command(subcommand)]
-    command: Option<Command>,
-}
-
-const HELP: &str = "\
-Examples:
-  kas                                       one replica on loopback: agents on :8150, API on :8153
-  kas --configuration-file kas.yaml         with a configuration file
-  kas config print-default > kas.yaml       every key with its default and what it means
-  kas config check kas.yaml                 all problems of a file at once
-
-Signals: SIGTERM and SIGINT drain and leave; a second one leaves at once. SIGHUP opens the audit log anew.";
-
-#[derive(Subcommand)]
-enum Command {
-    /// Checks or prints configuration.
-    Config {
-        #[command(subcommand)]
-        command: ConfigCommand,
-    },
-    /// Prints shell completions.
-    Completions {
-        /// For which shell.
-        shell: clap_complete::Shell,
-    },
-}
-
-#[derive(Subcommand)]
-enum ConfigCommand {
-    /// Reports every problem and warning of a file; exit code 1 when there is a problem.
-    Check {
-        /// The file; that of --configuration-file by default.
-        file: Option<PathBuf>,
-    },
-    /// Prints every key with its default and what it means.
-    PrintDefault,
-    /// Prints the reference of all keys as Markdown, with what each does in GitLab's kas 14.1.
-    Docs,
-}
+use runtime::{lifecycle, telemetry, tls};
 
 // Bodies of requests are big buffers that live shortly: this allocator keeps them mapped, where the system one returns
 // them to the kernel and takes a page fault for each page of the next.

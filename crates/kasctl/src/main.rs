@@ -1,29 +1,5 @@
-//! `kasctl`: the operator's tool for kas. Arguments in, exit code out; nothing else is here.
-
-mod address;
-mod agents;
-mod agents_file;
-mod api;
-mod app;
-mod cli;
-mod duration;
-mod explain;
-mod failure;
-mod jwt;
-mod link;
-mod output;
-mod pods;
-mod replicas;
-mod request;
-mod secret;
-mod table;
-mod target;
-mod timeline;
-mod token;
-mod tracker;
-mod why;
+//! The program `kasctl`: arguments in, exit code out; nothing else is here.
 
 fn main() -> std::process::ExitCode {
-    runtime::tls::install();
-    app::main()
+    kasctl::main()
 }

@@ -24,7 +24,7 @@ pub enum AddressError {
     )]
     Scheme(String),
     /// No host, or no port.
-    #[error("expected grpc://host:port, grpcs://host:port, ws://host or wss://host, got {0:?}")]
+    #[error("expected grpc://host:port, grpcs://host:port, ws://host, wss://host or https://host, got {0:?}")]
     Shape(String),
     /// Too many of them.
     #[error("expected at most {MAX_ADDRESSES} addresses, got {0}")]
