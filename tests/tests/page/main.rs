@@ -114,12 +114,38 @@ async fn a_replica_that_is_killed_is_seen_to_go_without_a_reload() -> Result<()>
         ),
         killed,
     )?;
+    // Whoever has the page read to them is told the same.
+    let said = format!(
+        "[...document.querySelectorAll('#said > p')].some((p) => p.textContent.startsWith('Replica {}'))",
+        stage.mesh.private(2)
+    );
+    stage.browser.until("it is said", &said, killed)?;
     let summary = stage.browser.eval("document.querySelector('#map svg').getAttribute('aria-label')")?;
     ensure!(summary.as_str().unwrap_or_default().starts_with("Map of "), "{summary}");
     ensure!(stage.browser.eval("window.sameDocument")? == json!(true), "the page was loaded anew");
     // Back again.
     stage.mesh.restart(2).await?;
     stage.browser.until("it is back", &format!("{card}.dataset.health === 'well'"), SOON)?;
+    stage.nothing_is_wrong(0)
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_alarm_is_said_once_however_long_it_lasts() -> Result<()> {
+    let Some(mut stage) = Stage::start().await? else { return Ok(()) };
+    stage.open(0)?;
+    let mut alarms = |alarms: serde_json::Value| {
+        stage.browser.eval(&format!(
+            "takeOverview({{ ...state.overview, alarms: {alarms} }});
+             [...document.querySelectorAll('#said > p')].map((p) => p.textContent).filter((text) => /alarm/i.test(text))"
+        ))
+    };
+    let first = "Alarm: gossip has heard nobody for 9s although 2 other replicas answer";
+    let got = alarms(json!(["gossip has heard nobody for 9s although 2 other replicas answer"]))?;
+    ensure!(got == json!([first]), "{got}");
+    let got = alarms(json!(["gossip has heard nobody for 10s although 2 other replicas answer", "another"]))?;
+    ensure!(got == json!([first, "Alarm: another"]), "{got}");
+    let got = alarms(json!([]))?;
+    ensure!(got == json!([first, "Alarm: another", "No alarm any more"]), "{got}");
     stage.nothing_is_wrong(0)
 }
 

@@ -4,6 +4,7 @@
 const HISTORY = 120; // seconds of requests that are drawn
 const ROWS = 200; // agents that are shown before somebody asks for more
 const EVENTS = 100;
+const ALOUD = 10; // lines that are kept for those who have them read
 const SILENT_MS = 6000; // kas says something each second
 
 const state = {
@@ -12,6 +13,7 @@ const state = {
   why: null,
   rates: new Map(), // replica -> its requests per second, the newest last
   counted: new Map(), // replica -> the last count and when it was made
+  alarms: new Set(), // those that have been read
   told: false, // whether events were told: later ones are said aloud
   seen: new Set(), // events that are in the log
   log: [],
@@ -144,7 +146,16 @@ function note(at, text, aloud) {
   state.log.unshift({ at, text });
   state.log.sort((a, b) => b.at - a.at);
   state.log.length = Math.min(state.log.length, EVENTS);
-  if (aloud) say($("said"), text);
+  if (aloud) tell(text);
+}
+
+/** An alarm without for how long it has been. */
+const lasting = (alarm) => alarm.replace(/\b\d+(ns|µs|ms|s)\b/g, "");
+
+/** Tells those who do not see the page, line by line: what replaces another line at once would not be read. */
+function tell(text) {
+  $("said").append(make("p", {}, text));
+  while ($("said").childElementCount > ALOUD) $("said").firstElementChild.remove();
 }
 
 // The overview.
@@ -160,6 +171,12 @@ function showOverview() {
   say($("me"), `as ${me.name} knows it · ${me.version}`);
   $("alarms").hidden = alarms.length === 0;
   show($("alarms").querySelector("ul"), ...alarms.map((alarm) => make("li", {}, alarm)));
+  // Not by a live region of their own: what appears together with its region is not read, and how long an alarm has
+  // lasted would be read each second.
+  const told = new Set(alarms.map(lasting));
+  for (const alarm of alarms) if (!state.alarms.has(lasting(alarm))) tell(`Alarm: ${alarm}`);
+  if (state.alarms.size && !told.size) tell("No alarm any more");
+  state.alarms = told;
   const live = replicas.filter((replica) => health(replica).kind !== "lost");
   const sum = (of) => live.reduce((total, replica) => total + (of(replica) ?? 0), 0);
   const rates = live.map(speed).filter((r) => r !== null);
