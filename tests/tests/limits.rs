@@ -287,7 +287,7 @@ async fn streams_resets_and_header_lists_are_as_configured() -> Result<()> {
     .await?;
     let (agents, callers) = (settings(kas.agent).await?, settings(kas.api).await?);
     assert_eq!([agents[&MAX_CONCURRENT_STREAMS], callers[&MAX_CONCURRENT_STREAMS]], [7, 5]);
-    assert_eq!([agents[&MAX_HEADER_LIST_SIZE], callers[&MAX_HEADER_LIST_SIZE]], [5_000; 2]);
+    assert_eq!([agents[&MAX_HEADER_LIST_SIZE], callers[&MAX_HEADER_LIST_SIZE]], [10_000; 2]);
     // One reset more than it may be made to send.
     for (address, listener, resets) in [(kas.agent, "Agent", 2), (kas.api, "Api", 3)] {
         let each = |stream| [request(stream, 0), overflow(stream)].concat();
@@ -295,7 +295,7 @@ async fn streams_resets_and_header_lists_are_as_configured() -> Result<()> {
         closed(says(address, &[PREFACE, SETTINGS, &bytes]).await?).await;
         refused(&kas, listener, "Resets").await?;
         // Refused by HTTP/2, and counted all the same; the connection would go on.
-        let large = request(1, 6_000);
+        let large = request(1, 11_000);
         let stream = says(address, &[PREFACE, SETTINGS, &large]).await?;
         refused(&kas, listener, "Headers").await?;
         drop(stream);
@@ -316,16 +316,29 @@ async fn requests_with_too_many_or_too_large_headers_get_an_answer_that_grpc_cli
     assert_eq!(got.status.code(), Code::ResourceExhausted, "{}", got.status);
     assert!(got.status.message().contains("at most 64 are accepted"), "{}", got.status);
     refused(&kas, "Agent", "Headers").await?;
-    // Above 16 KiB it is HTTP/2 itself that answers, without a status of gRPC: clients make one.
+    let large = agent.request(CONNECT).header("x-large", "x".repeat(17 * 1024)).body(())?;
+    let got = answer(&mut agent.link().open(large).await?).await?;
+    assert_eq!(got.status.code(), Code::ResourceExhausted, "{}", got.status);
+    assert!(got.status.message().contains("at most 16384 are accepted"), "{}", got.status);
+    // Above 32 KiB it is HTTP/2 itself that answers, without a status of gRPC: clients make one.
     let channel = tonic::transport::Endpoint::from_shared(format!("http://{}", kas.api))?.connect().await?;
     let mut client = tonic::client::Grpc::new(channel);
-    client.ready().await?;
-    let mut request = tonic::Request::new(proto::kas::api::v1::ConnectedAgentsByIdRequest { agent_id: 1 });
-    request.metadata_mut().insert("x-large", "x".repeat(17 * 1024).parse()?);
-    let codec = tonic_prost::ProstCodec::<_, proto::kas::api::v1::ConnectedAgentsByIdResponse>::default();
-    let status = client.unary(request, http::uri::PathAndQuery::from_static(BY_ID), codec).await.unwrap_err();
-    assert_eq!(status.code(), tonic::Code::Unknown, "{status:?}");
-    assert!(status.message().contains("431"), "{status:?}");
+    for (size, code, words) in [
+        (17 * 1024, tonic::Code::ResourceExhausted, "at most 16384 are accepted"),
+        (33 * 1024, tonic::Code::Unknown, "431"),
+    ] {
+        client.ready().await?;
+        let mut request =
+            tonic::Request::new(proto::kas::api::v1::ConnectedAgentsByIdRequest { agent_id: 1 });
+        request.metadata_mut().insert("authorization", format!("Bearer {}", kas.jwt()).parse()?);
+        request.metadata_mut().insert("x-large", "x".repeat(size).parse()?);
+        let codec = tonic_prost::ProstCodec::<_, proto::kas::api::v1::ConnectedAgentsByIdResponse>::default();
+        let path = http::uri::PathAndQuery::from_static(BY_ID);
+        let status = client.unary(request, path, codec).await.unwrap_err();
+        assert_eq!(status.code(), code, "{status:?}");
+        assert!(status.message().contains(words), "{status:?}");
+    }
+    refused(&kas, "Api", "Headers").await?;
     // The connection goes on.
     let caller = Caller::connect(kas.api, Some(kas.jwt())).await?;
     assert_eq!(caller.call(caller.request(BY_ID), &[&[8, 1]]).await?.status.code(), Code::Ok);

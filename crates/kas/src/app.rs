@@ -35,7 +35,7 @@ use crate::{
         gitlab::{GitLabIdentity, Times},
     },
     listener::{
-        Naming,
+        Attempts, Naming,
         agent::{AgentListener, Parts},
         api::ApiListener,
         private::PrivateListener,
@@ -561,7 +561,8 @@ impl Kas {
                     Arc::clone(&metrics),
                     mesh.services(),
                     tracer,
-                    config.limits.attempts,
+                    // What replicas send each other does not depend on what others may send.
+                    Attempts { header_list: http2::HEADER_LIST, ..config.limits.attempts },
                 );
                 let server = Server {
                     listener,

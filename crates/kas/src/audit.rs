@@ -37,7 +37,7 @@ pub enum Rule {
     GrpcTimeout,
     /// `grpc-encoding` is not supported.
     GrpcEncoding,
-    /// Metadata that begins with `kas-` is wrong, or reserved.
+    /// Metadata that begins with `kas-` is wrong, or reserved; or the headers are too large.
     Metadata,
     /// No such method, and no agent is named.
     Method,

@@ -15,6 +15,7 @@ use std::{
 use futures_util::FutureExt as _;
 use grpc::{Code, Status};
 use http::{HeaderMap, HeaderValue, Method, Request, Response, StatusCode};
+use hyper::body::Incoming;
 use runtime::http2::{Answer, Body, Refusal, Standing};
 use tokio::sync::watch;
 use tonic::server::NamedService;
@@ -28,11 +29,13 @@ pub struct Attempts {
     pub failures: u32,
     /// Fields that the headers of an agent, or of another replica, may have. Theirs are a dozen, and proxies add a few.
     pub fields: u32,
+    /// The headers of a request, in bytes as RFC 9113 counts them.
+    pub header_list: u32,
 }
 
 impl Default for Attempts {
     fn default() -> Self {
-        Self { failures: 20, fields: 64 }
+        Self { failures: 20, fields: 64, header_list: runtime::http2::HEADER_LIST }
     }
 }
 
@@ -146,6 +149,33 @@ fn too_many_fields(headers: &HeaderMap, attempts: Attempts) -> Option<Status> {
             format!("the request has {fields} header fields; at most {most} are accepted here"),
         )
     })
+}
+
+/// Refuses headers that are too large, in words: what HTTP/2 itself refuses has none.
+fn too_large(request: &Request<Incoming>, attempts: Attempts) -> Option<Status> {
+    let (size, most) = (header_list(request), attempts.header_list);
+    (size > most as usize).then(|| {
+        Status::new(
+            Code::ResourceExhausted,
+            format!(
+                "the headers of the request have {size} bytes, 32 for each field among them; at most {most} are accepted here"
+            ),
+        )
+    })
+}
+
+/// Returns the size of a request's headers as RFC 9113 counts them.
+fn header_list<B>(request: &Request<B>) -> usize {
+    /// What each field counts beside its name and its value.
+    const FIELD: usize = 32;
+    let field = |name: &str, len: usize| name.len() + len + FIELD;
+    let uri = request.uri();
+    let path = uri.path_and_query().map_or(0, |path| path.as_str().len());
+    field(":method", request.method().as_str().len())
+        + field(":path", path)
+        + uri.scheme_str().map_or(0, |scheme| field(":scheme", scheme.len()))
+        + uri.authority().map_or(0, |authority| field(":authority", authority.as_str().len()))
+        + request.headers().iter().map(|(name, value)| field(name.as_str(), value.len())).sum::<usize>()
 }
 
 /// Returns an answer that is only a status, with the request id.

@@ -59,6 +59,8 @@ pub type Answer = Pin<Box<dyn Future<Output = Response<Body>> + Send>>;
 pub const FRAME: u32 = 64 * 1024;
 /// Header list of a request or answer, unless a listener is told otherwise.
 pub const HEADER_LIST: u32 = 16 * 1024;
+/// HTTP/2 itself takes header lists of this many times what is allowed.
+pub const HEADER_LIST_ROOM: u32 = 2;
 /// What a peer may send on one stream before we read it.
 pub const STREAM_WINDOW: u32 = 256 * 1024;
 /// The largest window of HTTP/2: "not limited here".
@@ -71,7 +73,8 @@ const FLUSH: Duration = Duration::from_millis(500);
 pub struct Settings {
     /// Open streams of one connection.
     pub streams: u32,
-    /// Header list of a request, in bytes as RFC 9113 counts them; larger ones are answered with 431.
+    /// Header list of a request, in bytes as RFC 9113 counts them. Who answers refuses larger ones, in words; from
+    /// [`HEADER_LIST_ROOM`] times as much it is HTTP/2 itself that does, with 431 and nothing else.
     pub header_list: u32,
     /// What a peer may send on one connection before we read it, in bytes.
     pub connection_window: u32,
@@ -569,7 +572,7 @@ impl Serve {
             .initial_stream_window_size(STREAM_WINDOW)
             .initial_connection_window_size(settings.connection_window)
             .max_frame_size(FRAME)
-            .max_header_list_size(settings.header_list)
+            .max_header_list_size(settings.header_list.saturating_mul(HEADER_LIST_ROOM))
             .max_concurrent_streams(settings.streams)
             .max_pending_accept_reset_streams(settings.pending_accept_resets)
             .max_local_error_reset_streams(settings.local_error_resets)

@@ -159,7 +159,10 @@ fn rows() -> Vec<Row> {
         ),
         row("no message", BY_ID, Vec::new(), &[Internal, InvalidArgument, Unimplemented]),
         row("65 keys of metadata", BENCH_ECHO, whole(b""), &[InvalidArgument, ResourceExhausted]).for_agent(),
-        row("metadata of 20 kB", BENCH_ECHO, whole(b""), &[]).for_agent().with("x", "x".repeat(20_000)),
+        row("metadata of 20 kB", BENCH_ECHO, whole(b""), &[ResourceExhausted])
+            .for_agent()
+            .with("x", "x".repeat(20_000)),
+        row("metadata of 40 kB", BENCH_ECHO, whole(b""), &[]).for_agent().with("x", "x".repeat(40_000)),
         row("metadata that is not base64", BENCH_ECHO, whole(b""), &[Code::Ok, InvalidArgument])
             .for_agent()
             .with("x-bin", "***"),

@@ -214,7 +214,7 @@ pub(super) fn read(root: &mut Section<'_, '_>, env: &Environment) -> Config {
         connections,
         agents,
         callers,
-        attempts: attempts(s),
+        attempts: attempts(s, callers.header_list),
         token_burst: s.number(
             "token_burst",
             1_000,
@@ -1402,7 +1402,8 @@ fn streams(s: &mut Section<'_, '_>) -> (Streams, Streams) {
         "header_list_bytes",
         http2::HEADER_LIST,
         4 * 1024..=32 * 1024,
-        "Headers of a request of agents and callers: names and values, and 32 bytes for each field.",
+        "Headers of a request of agents and callers: names and values, and 32 bytes for each field. Larger ones are refused \
+         with words, and by HTTP/2 itself from twice as much.",
     );
     let agents = Streams {
         open: s.number_within(
@@ -1438,7 +1439,7 @@ fn streams(s: &mut Section<'_, '_>) -> (Streams, Streams) {
 }
 
 /// Declares what one connection may try.
-fn attempts(s: &mut Section<'_, '_>) -> Attempts {
+fn attempts(s: &mut Section<'_, '_>, header_list: u32) -> Attempts {
     let defaults = Attempts::default();
     Attempts {
         failures: s.number_within(
@@ -1453,6 +1454,7 @@ fn attempts(s: &mut Section<'_, '_>) -> Attempts {
             16..=1_000,
             "Header fields of a request of an agent or a replica.",
         ),
+        header_list,
     }
 }
 

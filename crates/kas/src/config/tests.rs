@@ -374,7 +374,7 @@ fn no_file_at_all_gives_one_replica_on_loopback() {
             connections: runtime::http2::Limits::default(),
             agents: Streams { open: 1_000, resets: 100_000, header_list: 16_384 },
             callers: Streams { open: 200, resets: 1_024, header_list: 16_384 },
-            attempts: Attempts { failures: 20, fields: 64 },
+            attempts: Attempts { failures: 20, fields: 64, header_list: 16_384 },
             token_burst: 1_000,
         },
         drain: Drain { delay: secs(5), timeout: secs(30) },
@@ -537,7 +537,7 @@ drain: {delay: 0s, timeout: 10m}
             connections,
             agents: Streams { open: 12, resets: 13, header_list: 20_000 },
             callers: Streams { open: 14, resets: 15, header_list: 20_000 },
-            attempts: Attempts { failures: 16, fields: 17 },
+            attempts: Attempts { failures: 16, fields: 17, header_list: 20_000 },
             token_burst: 10,
         }
     );

@@ -40,7 +40,7 @@ use crate::{
     tunnel_registry::{RegistryOwner, TunnelRegistry},
 };
 
-use super::{Attempts, Naming, Trust, count_refusal, failed, not_grpc, too_many_fields};
+use super::{Attempts, Naming, Trust, count_refusal, failed, not_grpc, too_large, too_many_fields};
 
 const CONNECT: &str = "/gitlab.agent.reverse_tunnel.rpc.ReverseTunnel/Connect";
 const GET_CONFIGURATION: &str = "/gitlab.agent.agent_configuration.rpc.AgentConfiguration/GetConfiguration";
@@ -796,7 +796,9 @@ impl Connection for Transport {
             self.trust.failed();
             return Box::pin(std::future::ready(response));
         }
-        if let Some(status) = too_many_fields(request.headers(), self.listener.attempts) {
+        let attempts = self.listener.attempts;
+        let unfit = too_many_fields(request.headers(), attempts).or_else(|| too_large(&request, attempts));
+        if let Some(status) = unfit {
             self.trust.failed();
             self.listener.metrics.refused(ListenerName::Agent, Reason::Headers);
             let correlation = crate::metadata::correlation(&HeaderMap::new());

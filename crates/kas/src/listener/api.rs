@@ -27,7 +27,7 @@ use crate::{
     router::{AgentRequest, Router, Trail},
 };
 
-use super::{Attempts, Own, Trust, count_refusal, failed, not_grpc};
+use super::{Attempts, Own, Trust, count_refusal, failed, not_grpc, too_large};
 
 mod impersonation;
 mod services;
@@ -138,6 +138,10 @@ impl Connection for Caller {
                 Ok(actor) => sight.actor(&actor),
                 Err(status) => return refuse(&status, Rule::Jwt),
             }
+        }
+        if let Some(status) = too_large(&request, self.listener.attempts) {
+            self.listener.metrics.refused(ListenerName::Api, Reason::Headers);
+            return refuse(&status, Rule::Metadata);
         }
         let deadline = match Deadline::from_headers(request.headers()) {
             Ok(deadline) => deadline,

@@ -33,7 +33,7 @@ use tunnel::{
     state::Mode,
 };
 
-use super::{Attempts, Own, Trust, count_refusal, failed, not_grpc, too_many_fields};
+use super::{Attempts, Own, Trust, count_refusal, failed, not_grpc, too_large, too_many_fields};
 use crate::{
     auth::JwtVerifier,
     metadata,
@@ -135,7 +135,9 @@ impl Connection for Replica {
         let correlation = metadata::correlation(request.headers());
         let refuse =
             |status: &Status| -> Answer { Box::pin(std::future::ready(failed(status, &correlation))) };
-        if let Some(status) = too_many_fields(request.headers(), self.listener.attempts) {
+        let attempts = self.listener.attempts;
+        let unfit = too_many_fields(request.headers(), attempts).or_else(|| too_large(&request, attempts));
+        if let Some(status) = unfit {
             self.trust.failed();
             self.listener.metrics.refused(ListenerName::Private, Reason::Headers);
             return refuse(&status);
