@@ -2,13 +2,18 @@
 
 use std::{net::SocketAddr, time::Duration};
 
-use anyhow::{Context as _, Result};
-use tokio::{sync::oneshot, time::sleep};
+use anyhow::{Context as _, Result, ensure};
+use futures_util::{StreamExt as _, TryStreamExt as _, stream};
+use testkit::{kas::token, process::SOON, raw_agent::GET_CONFIGURATION};
+use tokio::{
+    sync::oneshot,
+    time::{Instant, sleep},
+};
 
 use crate::{
     http2::{self, Attack},
-    peer::Way,
-    stage::{Door, Kind, Knows, Stage},
+    peer::{DATA, END_STREAM, PREFACE, Peer, SETTINGS, Way, frame},
+    stage::{Door, HONEST, Kind, Knows, Stage},
 };
 
 /// Bad connections of each attack.
@@ -67,6 +72,61 @@ pub(crate) async fn table(kind: Kind, doors: &[Door]) -> Result<()> {
         }
     }
     Ok(())
+}
+
+/// Agents that mean well.
+const AGENTS: usize = 1_000;
+/// How often they connect, all at once.
+const STORMS: usize = 5;
+
+/// Prints how long it takes until a thousand agents that connect at once have an answer.
+pub(crate) async fn storms(kind: Kind, door: Door) -> Result<()> {
+    println!(
+        "| door | all answered after, ms | half after, ms | good requests | p99 without, ms | p99 with, ms |"
+    );
+    println!("| --- | --- | --- | --- | --- | --- |");
+    let stage = Stage::start(kind).await?;
+    let (address, way) = stage.door(door).context("the stage has this door")?;
+    for _ in 0..STORMS {
+        stage.times();
+        // What is measured is what happens meanwhile.
+        sleep(QUIET).await;
+        let without = stage.times();
+        let begun = Instant::now();
+        let (mut peers, mut times) = (Vec::new(), Vec::new());
+        let mut connected = stream::iter(HONEST.cycle().take(AGENTS))
+            .map(|agent| connect(address, &way, agent))
+            .buffer_unordered(AGENTS);
+        while let Some(peer) = connected.try_next().await? {
+            peers.push(peer);
+            times.push(begun.elapsed());
+        }
+        let with = stage.times();
+        ensure!(times.len() == AGENTS, "{} of {AGENTS} agents are connected", times.len());
+        println!(
+            "| {door:?} | {:.0} | {:.0} | {} | {:.1} | {:.1} |",
+            times[AGENTS - 1].as_secs_f64() * 1e3,
+            times[AGENTS / 2].as_secs_f64() * 1e3,
+            with.requests,
+            without.p99.as_secs_f64() * 1e3,
+            with.p99.as_secs_f64() * 1e3,
+        );
+        drop(peers);
+        stage.settled("agents that connect").await?;
+    }
+    Ok(())
+}
+
+/// Connects as an agent, up to the first answer.
+async fn connect(address: SocketAddr, way: &Way, agent: i64) -> Result<Peer> {
+    let mut peer = Peer::connect(address, way).await?;
+    let headers = Knows::of(GET_CONFIGURATION, &token(agent)).open(1);
+    let message = frame(DATA, END_STREAM, 1, &[0; 5]);
+    let begins = [PREFACE, &frame(SETTINGS, 0, 0, &[]), &headers, &message].concat();
+    ensure!(peer.send(&begins, SOON).await, "kas did not take what agent {agent} says");
+    let heard = peer.hears(SOON, |heard| heard.over || heard.answered.contains(&1)).await?;
+    ensure!(!heard.over, "agent {agent} was not let in: {heard:?}");
+    Ok(peer)
 }
 
 /// Attacks from a thread of their own that yields to everybody, and then says how often all of them began.

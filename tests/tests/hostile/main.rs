@@ -95,6 +95,13 @@ async fn good_requests_beside_a_thousand_bad_connections_at_plain_doors() -> Res
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[ignore = "measures for some seconds and asserts nothing about times: --ignored --nocapture"]
+async fn a_thousand_agents_connect_at_once() -> Result<()> {
+    bench::storms(Kind::Plain, Door::Agent).await?;
+    bench::storms(Kind::Tls, Door::AgentTls).await
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 #[ignore = "measures for some minutes and asserts nothing about times: --ignored --nocapture"]
 async fn good_requests_beside_a_thousand_bad_connections_inside_tls() -> Result<()> {
     bench::table(Kind::Tls, &[Door::AgentTls]).await

@@ -46,6 +46,8 @@ const SETTLED: Duration = Duration::from_secs(40);
 const GOOD: i64 = 1;
 /// The agent whose token the attackers have.
 pub(crate) const BAD: i64 = 2;
+/// And those that do nothing until they all connect at once: more than one, since a token has its limits.
+pub(crate) const HONEST: std::ops::Range<i64> = 3..23;
 
 /// A listener of kas, and how it is reached.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -159,7 +161,7 @@ impl Stage {
             }
             Kind::WebSocket => json!({ "agent": { "listen": { "websocket": true } } }),
         };
-        let agents = [GOOD, BAD].map(AgentEntry::new).to_vec();
+        let agents = [GOOD, BAD].into_iter().chain(HONEST).map(AgentEntry::new).collect();
         let kas = Kas::start_with(Options { agents, config, ..Options::default() }).await?;
         let private = kas
             .process
