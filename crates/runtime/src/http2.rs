@@ -22,7 +22,7 @@ use std::{
         Arc, Mutex, PoisonError,
         atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
     },
-    task::{Context, Poll},
+    task::{Context, Poll, Waker},
     time::Duration,
 };
 
@@ -40,7 +40,7 @@ use tokio_rustls::TlsAcceptor;
 
 use self::{
     half_open::{HalfOpen, Place},
-    meter::Metered,
+    meter::{Meter, Metered},
     turns::{Ticket, Turns},
 };
 use crate::{
@@ -67,6 +67,8 @@ pub const STREAM_WINDOW: u32 = 256 * 1024;
 pub const UNLIMITED_WINDOW: u32 = (1 << 31) - 1;
 /// After the last phase, time for the last frames to be written.
 const FLUSH: Duration = Duration::from_millis(500);
+/// Connections that are accepted before others have their turn: as many take about as long as a turn of one of them.
+const ACCEPTED_AT_ONCE: u32 = 8;
 
 /// The limits of one listener.
 #[derive(Clone, Copy, Debug)]
@@ -327,11 +329,13 @@ impl StreamReset {
 ///
 /// HTTP/2 spawns the stream's task right after the service has been called for it, in the same
 /// poll of the connection, so what the service leaves here belongs to the next task.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug)]
 pub struct StreamSlot(Arc<Slot>);
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct Slot {
+    /// Of the connection.
+    meter: Arc<Meter>,
     arm: Mutex<Option<Arm>>,
     /// Streams whose tasks run.
     open: AtomicUsize,
@@ -355,6 +359,28 @@ enum Arm {
 }
 
 impl StreamSlot {
+    fn of(meter: Arc<Meter>) -> Self {
+        let (arm, open, opened) = Default::default();
+        Self(Arc::new(Slot { meter, arm, open, opened }))
+    }
+
+    /// Runs a stream in a task of its own.
+    ///
+    /// As long as it is unknown who this is, its first step is part of the connection's turn. It is usually the only one:
+    /// that there is no token, or a wrong one, is known at once. Tasks of such streams would be out of turn, and there are
+    /// as many as a connection has streams.
+    fn start(&self, stream: impl Future<Output = ()> + Send + 'static) {
+        if self.0.meter.is_known() {
+            drop(tokio::spawn(stream));
+            return;
+        }
+        let mut stream = Box::pin(stream);
+        // Whatever it waits for is told of the right waker by the first step of the task.
+        if stream.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending() {
+            drop(tokio::spawn(stream));
+        }
+    }
+
     /// Makes the stream that is being opened resettable.
     pub fn arm(&self) -> Arc<StreamReset> {
         let reset = Arc::<StreamReset>::default();
@@ -392,18 +418,18 @@ where
         let arm = self.0.arm.lock().unwrap_or_else(PoisonError::into_inner).take();
         let open = self.enter();
         match arm {
-            None => drop(tokio::spawn(async move {
+            None => self.start(async move {
                 let _open = open;
                 future.await;
-            })),
+            }),
             Some(Arm::Reset(reset)) => {
-                drop(tokio::spawn(Resettable { future: Some(Box::pin(future)), reset, _open: open }))
+                self.start(Resettable { future: Some(Box::pin(future)), reset, _open: open });
             }
-            Some(Arm::Until(deadline)) => drop(tokio::spawn(async move {
+            Some(Arm::Until(deadline)) => self.start(async move {
                 let _open = open;
                 // Dropping the stream's parts resets it.
                 let _ = tokio::time::timeout_at(deadline, future).await;
-            })),
+            }),
         }
     }
 }
@@ -471,7 +497,13 @@ impl Server {
         let half_open = HalfOpen::new(self.limits.half_open);
         let turns = Turns::of_this_runtime();
         let mut failures = AcceptFailures::default();
+        let mut accepted_at_once = 0;
         loop {
+            if accepted_at_once == ACCEPTED_AT_ONCE {
+                accepted_at_once = 0;
+                tokio::task::yield_now().await;
+            }
+            accepted_at_once += 1;
             let accepted = tokio::select! {
                 accepted = self.listener.accept() => accepted,
                 () = lifecycle.reached(Phase::Stopped) => break,
@@ -499,11 +531,12 @@ impl Server {
             }
             let tls = self.tls.as_ref().map(|tls| TlsAcceptor::from(tls.current()));
             let websocket = self.websocket;
-            let ticket = turns.join();
+            let mut ticket = turns.join();
             tasks.spawn(async move {
                 // Boxed: the handshakes' state is large and short-lived.
+                let mut opening = Box::pin(open(stream, tls, websocket, serve.limits.handshake));
                 let opened = tokio::select! {
-                    opened = Box::pin(open(stream, tls, websocket, serve.limits.handshake)) => opened,
+                    opened = poll_fn(|cx| ticket.poll(cx, |cx| opening.as_mut().poll(cx))) => opened,
                     () = place.lost() => return,
                     // Who has not shown anything yet does not delay the exit.
                     () = serve.lifecycle.reached(Phase::Stopped) => return,
@@ -562,8 +595,11 @@ impl Serve {
     async fn connection(self, stream: Stream, place: Place, mut ticket: Ticket) {
         let Self { peer, settings, limits, age, service, lifecycle } = self;
         let mut place = Some(place);
+        // What is made here for one is little; for a thousand at once it is not.
+        ticket.turn().await;
         let state = Arc::clone(&service).connected(peer);
-        let slot = StreamSlot::default();
+        let (stream, meter) = Metered::new(stream, &limits);
+        let slot = StreamSlot::of(Arc::clone(&meter));
         let mut builder = http2::Builder::new(slot.clone());
         builder
             .timer(TokioTimer::new())
@@ -578,7 +614,6 @@ impl Serve {
             .max_local_error_reset_streams(settings.local_error_resets)
             .keep_alive_interval(settings.keepalive_interval)
             .keep_alive_timeout(settings.keepalive_timeout);
-        let (stream, meter) = Metered::new(stream, &limits);
         let judged = Arc::new(Notify::new());
         let answer = {
             let (state, judged, slot) = (Arc::clone(&state), Arc::clone(&judged), slot.clone());

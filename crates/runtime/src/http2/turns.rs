@@ -3,9 +3,15 @@
 //! A thread serves whatever is ready in the order in which it became ready. A thousand connections that always have
 //! something to say are a thousand turns before anybody else's. Here all of them together are as much in the way as a
 //! few connections would be, and a newcomer passes those that have used turns and shown nothing.
+//!
+//! A turn that is passed on begins only after its thread has done what else is ready, and has looked at what has come
+//! meanwhile: woken at once, the next would go before all of that, since a thread prefers whom it has just woken; and
+//! as long as it has something to do, it looks at its sockets only once in 61 steps.
 
 use std::{
     collections::BTreeMap,
+    future::{Future as _, poll_fn},
+    pin::pin,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     task::{Context, Poll, Waker},
 };
@@ -55,11 +61,17 @@ impl Turns {
             Some(((_, number), waker)) => {
                 state.granted.push(number);
                 drop(state);
-                waker.wake();
+                wake_after_others(&waker);
             }
             None => state.taken -= 1,
         }
     }
+}
+
+/// Wakes once this thread has nothing else to do. Outside of a runtime: at once.
+fn wake_after_others(waker: &Waker) {
+    // The first poll hands the waker to the runtime; nobody waits for the rest.
+    let _ = pin!(tokio::task::yield_now()).poll(&mut Context::from_waker(waker));
 }
 
 /// What one connection has had.
@@ -84,6 +96,14 @@ impl Ticket {
         self.had = self.had.saturating_add(1);
         let _turn = Turn(&self.of);
         act(cx)
+    }
+
+    /// Waits for a turn, and ends it.
+    ///
+    /// # Cancel safety
+    /// Cancel safe.
+    pub(super) async fn turn(&mut self) {
+        poll_fn(|cx| self.poll(cx, |_| Poll::Ready(()))).await;
     }
 
     fn begins(&mut self, cx: &Context<'_>) -> bool {
