@@ -390,3 +390,54 @@ async fn secrets_are_made_once_and_kept_by_upgrades() -> Result<()> {
     assert_ne!(secret(&kubernetes, "kas-api").await?, first.0, "another installation has another secret");
     Ok(())
 }
+
+/// The first chart that there was, of commit 1744b9d, packed as a repository of charts holds it.
+const FIRST_CHART: &str = "tests/deploy/charts/kas-1744b9d.tgz";
+
+#[tokio::test]
+async fn an_upgrade_from_the_first_chart_keeps_its_secrets() -> Result<()> {
+    let kubernetes = Kubernetes::start().await?;
+    restricted(&kubernetes).await?;
+    let agent = json!({ "id": 1, "name": "demo", "project_id": 1, "tokens": [format!("sha256:{:064}", 7)] });
+    let release = |what: &str, chart: &str| {
+        json!({
+            "do": what,
+            "chart": here(chart),
+            "name": "kas",
+            "namespace": NAMESPACE,
+            "values": { "agents": { "list": [agent] } },
+            "kubeconfig": kubernetes.admin_kubeconfig(),
+        })
+    };
+    let all = async || {
+        let mut found = BTreeMap::new();
+        for name in ["kas-api", "kas-private-api", "kas-agents"] {
+            found.insert(name, secret(&kubernetes, name).await?);
+        }
+        anyhow::Ok(found)
+    };
+    let deployment = async || {
+        let get = ["get", "deployment", "kas", "-n", NAMESPACE, "-o", "json"];
+        anyhow::Ok(serde_json::from_str::<Value>(&kubernetes.kubectl(&get).await?)?)
+    };
+    helm_one(release("install", FIRST_CHART)).await?;
+    let (first, before) = (all().await?, deployment().await?);
+    assert_ne!(first["kas-api"], first["kas-private-api"]);
+
+    // The API server refuses whatever cannot be changed, such as a Deployment's selector.
+    helm_one(release("upgrade", "deploy/charts/kas")).await?;
+    assert_eq!(all().await?, first);
+    // The same objects, and really another chart: this one has its pods get no variables of Services.
+    let after = deployment().await?;
+    assert_eq!(before["metadata"]["uid"], after["metadata"]["uid"]);
+    let links = |deployment: &Value| deployment["spec"]["template"]["spec"]["enableServiceLinks"].clone();
+    assert_eq!((links(&before), links(&after)), (Value::Null, false.into()));
+    // A replica of either sees the same files of them.
+    for volume in before["spec"]["template"]["spec"]["volumes"].as_array().context("volumes")? {
+        if let Some(source) = volume.get("secret") {
+            let volumes = after["spec"]["template"]["spec"]["volumes"].as_array().context("volumes")?;
+            assert!(volumes.iter().any(|volume| &volume["secret"] == source), "{source}");
+        }
+    }
+    Ok(())
+}
