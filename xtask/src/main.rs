@@ -1,4 +1,4 @@
-//! Automation: `cargo xtask quickstart`, `test`, `ci`, `layers`, `man` and `bench`.
+//! Automation: `cargo xtask quickstart`, `test`, `ci`, `images`, `layers`, `man` and `bench`.
 //!
 //! The alias `cargo xtask` builds this without the feature `full`, that is without the workspace's own crates, TLS and
 //! gRPC: it is there within seconds on a fresh machine, and `ci` works when kas itself does not compile. Commands that
@@ -13,6 +13,7 @@ mod bench;
 mod checks;
 #[cfg(feature = "full")]
 mod full;
+mod images;
 mod layers;
 mod man;
 mod process;
@@ -37,6 +38,8 @@ enum Command {
     Test(checks::TestArgs),
     /// Run what CI runs: formatting, lints, documentation, layers, licences, tests
     Ci(checks::CiArgs),
+    /// Build what ships: static programs, their bills of materials, and images from scratch
+    Images(images::ImagesArgs),
     /// Check which crate of the workspace depends on which
     Layers,
     /// Write the pages of the manual of kas, agentk and kasctl
@@ -55,6 +58,7 @@ fn main() -> ExitCode {
         Command::Quickstart(args) => quickstart::run(args),
         Command::Test(args) => checks::test(&args),
         Command::Ci(args) => checks::ci(&args),
+        Command::Images(args) => images::run(&args),
         Command::Layers => layers::run(),
         Command::Man(args) => man::run(&args),
         #[cfg(not(feature = "full"))]

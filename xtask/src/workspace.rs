@@ -76,7 +76,12 @@ pub(crate) fn build_programs(release: bool) -> Command {
 }
 
 /// Runs a build, with cargo's own progress on standard error, and returns the executables it made.
-pub(crate) async fn build(mut command: Command) -> Result<Programs> {
+pub(crate) async fn build(command: Command) -> Result<Programs> {
+    build_seen(command, |_| {}).await
+}
+
+/// Like [`build`], and shows each thing that was compiled, as cargo's message about it.
+pub(crate) async fn build_seen(mut command: Command, mut seen: impl FnMut(&Value)) -> Result<Programs> {
     // The messages tell where the executables are, whatever the target folder and the profile.
     command.arg("--message-format=json-render-diagnostics").stdin(Stdio::null()).stdout(Stdio::piped());
     let shown = shown(&command);
@@ -87,9 +92,12 @@ pub(crate) async fn build(mut command: Command) -> Result<Programs> {
     let mut programs = HashMap::new();
     while let Some(line) = lines.next_line().await.context("cannot read what cargo says")? {
         let Ok(message) = serde_json::from_str::<Value>(&line) else { continue };
+        if message["reason"] != "compiler-artifact" {
+            continue;
+        }
+        seen(&message);
         // Tests are executables, too, and may have the name of a program.
-        if message["reason"] == "compiler-artifact"
-            && message["profile"]["test"] == false
+        if message["profile"]["test"] == false
             && let (Some(name), Some(path)) =
                 (message["target"]["name"].as_str(), message["executable"].as_str())
         {
