@@ -643,7 +643,9 @@ impl Keys {
 
         let ca = authority("kubernetes-ca")?;
         write("ca.crt", &ca.pem())?;
-        let mut serving = CertificateParams::new(["127.0.0.1".to_owned(), "localhost".to_owned()])?;
+        // The last is its name for pods, as in every cluster.
+        let names = ["127.0.0.1", "localhost", "kubernetes.default.svc"].map(str::to_owned);
+        let mut serving = CertificateParams::new(names)?;
         serving.distinguished_name.push(DnType::CommonName, "kube-apiserver");
         serving.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth];
         let (certificate, key) = issue(serving, &ca)?;

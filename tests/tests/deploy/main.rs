@@ -2,6 +2,7 @@
 //! and kas and agentk themselves.
 
 mod charts;
+mod images;
 mod kustomize;
 mod monitoring;
 mod pods;

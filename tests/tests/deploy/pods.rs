@@ -27,8 +27,8 @@ use testkit::{
 
 use crate::tools::{helm_one, here, output, text};
 
-const NAMESPACE: &str = "kas";
-const AGENT_NAMESPACE: &str = "agents";
+pub(crate) const NAMESPACE: &str = "kas";
+pub(crate) const AGENT_NAMESPACE: &str = "agents";
 /// Addresses of the pods of kas, and then of agentk.
 const ADDRESSES: [&str; 4] = ["10.99.0.1", "10.99.0.2", "10.99.0.3", "10.99.0.4"];
 /// Set in the process that runs in a network of its own.
@@ -36,23 +36,26 @@ const INSIDE: &str = "KAS_TEST_OWN_NETWORK";
 /// How long that process may take.
 const WITHIN: Duration = Duration::from_secs(300);
 
-/// Whether this process is in a network of its own. If not, runs the test of this name in one.
-async fn own_network(test: &str) -> Result<bool> {
+/// Whether this process is in a network of its own. If not, runs the test of this name in one, which `script` sets up;
+/// `options` are more of `unshare`.
+pub(crate) async fn own_network(test: &str, options: &[&str], script: &str) -> Result<bool> {
     if env::var_os(INSIDE).is_some() {
         return Ok(true);
     }
     for tool in ["unshare", "setpriv", "ip"] {
         find(tool).with_context(|| format!("this test needs {tool} (Debian: util-linux, iproute2)"))?;
     }
-    let addresses: String = ADDRESSES.iter().map(|ip| format!("ip address add {ip}/32 dev lo; ")).collect();
-    let script = format!("ip link set lo up; {addresses} exec \"$0\" \"$@\"");
+    let script = format!("ip link set lo up; {script} exec \"$0\" \"$@\"");
     let mut words = vec!["--pdeathsig", "KILL", "--", "unshare", "--net", "--mount"];
+    words.extend(options);
     if !rustix::process::geteuid().is_root() {
         words.push("--map-root-user");
     }
     words.extend(["--", "sh", "-ec", &script]);
     let mut command = Command::new("setpriv");
-    command.args(words).arg(env::current_exe()?).args(["--exact", test, "--nocapture", "--test-threads=1"]);
+    command.args(words).arg(env::current_exe()?);
+    // Also one of those that are run only when they are asked for.
+    command.args(["--exact", test, "--include-ignored", "--nocapture", "--test-threads=1"]);
     command.env(INSIDE, "1").stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let child = tokio::process::Command::from(command).kill_on_drop(true).spawn()?;
     let ended = tokio::time::timeout(WITHIN, child.wait_with_output()).await;
@@ -66,18 +69,18 @@ async fn own_network(test: &str) -> Result<bool> {
 }
 
 /// The API server, and how pods are started beside it.
-struct World {
-    kubernetes: Kubernetes,
-    dir: TempDir,
+pub(crate) struct World {
+    pub(crate) kubernetes: Kubernetes,
+    pub(crate) dir: TempDir,
 }
 
 impl World {
-    async fn object(&self, kind: &str, namespace: &str, name: &str) -> Result<Value> {
+    pub(crate) async fn object(&self, kind: &str, namespace: &str, name: &str) -> Result<Value> {
         let object = self.kubernetes.kubectl(&["get", kind, name, "-n", namespace, "-o", "json"]).await?;
         Ok(serde_json::from_str(&object)?)
     }
 
-    async fn install(&self, chart: &str, namespace: &str, values: Value) -> Result<()> {
+    pub(crate) async fn install(&self, chart: &str, namespace: &str, values: Value) -> Result<()> {
         self.kubernetes.ensure_namespace(namespace).await?;
         // What the controller manager puts into each namespace.
         let root = json!({
@@ -101,7 +104,13 @@ impl World {
     }
 
     /// Writes a volume's files.
-    async fn volume(&self, volume: &Value, namespace: &str, account: &str, at: &Path) -> Result<()> {
+    pub(crate) async fn volume(
+        &self,
+        volume: &Value,
+        namespace: &str,
+        account: &str,
+        at: &Path,
+    ) -> Result<()> {
         let mut files = BTreeMap::<String, Vec<u8>>::new();
         if let Some(source) = volume.get("configMap") {
             let object =
@@ -227,7 +236,7 @@ impl World {
     }
 
     /// Says, as the controller manager would, which pods the headless Service of kas has; none of them is ready.
-    async fn endpoints(&self, addresses: &[&str]) -> Result<()> {
+    pub(crate) async fn endpoints(&self, addresses: &[&str]) -> Result<()> {
         let service = self.object("service", NAMESPACE, "kas-peers").await?;
         assert_eq!(service["spec"]["clusterIP"], "None");
         assert_eq!(service["spec"]["publishNotReadyAddresses"], true);
@@ -266,7 +275,9 @@ impl World {
 
 #[tokio::test]
 async fn replicas_and_an_agent_run_as_the_charts_say_with_no_right_too_many() -> Result<()> {
-    if !own_network("pods::replicas_and_an_agent_run_as_the_charts_say_with_no_right_too_many").await? {
+    let test = "pods::replicas_and_an_agent_run_as_the_charts_say_with_no_right_too_many";
+    let addresses: String = ADDRESSES.iter().map(|ip| format!("ip address add {ip}/32 dev lo; ")).collect();
+    if !own_network(test, &[], &addresses).await? {
         return Ok(());
     }
     let world = World { kubernetes: Kubernetes::start().await?, dir: tempfile::tempdir()? };

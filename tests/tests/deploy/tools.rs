@@ -68,11 +68,16 @@ pub(crate) async fn output(program: &OsStr, arguments: &[&str], input: &str, hin
     Ok(String::from_utf8(output.stdout)?)
 }
 
-/// Returns a Python that has Helm's engine: a virtual environment in the cache of the tests, made when there is none yet.
+/// Returns a Python that has Helm's engine.
 pub(crate) async fn python() -> Result<PathBuf> {
+    python_with("tests/deploy/requirements.txt").await
+}
+
+/// Returns a Python with these packages: a virtual environment in the cache of the tests, made when there is none yet.
+pub(crate) async fn python_with(requirements: &str) -> Result<PathBuf> {
     const HINT: &str =
-        "the tests of the charts need python3 with venv and pip (Debian: python3-venv), and PyPI once";
-    let requirements = here("tests/deploy/requirements.txt");
+        "the tests of deploy/ need python3 with venv and pip (Debian: python3-venv), and PyPI once";
+    let requirements = here(requirements);
     let wanted = fs::read(&requirements)?;
     let version = output("python3".as_ref(), &["--version"], "", HINT).await?;
     let cache = testkit::kubernetes::cache_folder()?;
