@@ -398,7 +398,13 @@ async fn certificates_are_exchanged_while_connections_stay() {
     assert!(killed > 0);
     let _more = a.tracker.route(agent(2), Arc::from([]));
     located(&b, 2, 1).await;
-    assert_eq!(b.tracker.alarms(), [""; 0]);
+    // What was under way on a connection that was killed is said until the next one is answered.
+    soon("nothing is wrong any more", async {
+        while !b.tracker.alarms().is_empty() {
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    })
+    .await;
 }
 
 /// Arguments of a server, or lines of a Sentinel's file, that make it speak TLS on a port and to its like.
