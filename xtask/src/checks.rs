@@ -234,7 +234,7 @@ pub(crate) fn ci(args: &CiArgs) -> Result<ExitCode> {
     if !args.quick && !args.no_test {
         let tests = TestArgs { install: args.install, ..TestArgs::default() };
         check("test", &mut || Ok(verdict(test(&tests)? == ExitCode::SUCCESS)));
-        check("fuzz", &mut fuzz);
+        check("fuzz", &mut || fuzz_each(FUZZED));
     }
 
     let style = Style::of_stdout();
@@ -269,13 +269,33 @@ fn deny() -> Result<Verdict> {
     cargo_check(&["deny", "--log-level", "error", "check", "licenses", "bans", "sources"], &[])
 }
 
-/// How long each target is fuzzed, in seconds.
+/// What `cargo xtask fuzz` takes.
+#[derive(Debug, Args)]
+pub(crate) struct FuzzArgs {
+    /// How long each target is fuzzed
+    #[arg(long, value_name = "SECONDS", default_value_t = FUZZED, value_parser = clap::value_parser!(u32).range(1..))]
+    seconds: u32,
+}
+
+/// How long each target is fuzzed unless told otherwise, in seconds.
 const FUZZED: u32 = 10;
 
-/// Fuzzes each target shortly, from its seeds. Without the tools that is skipped: the tests have run the seeds.
-fn fuzz() -> Result<Verdict> {
+/// Fuzzes each target from its seeds.
+pub(crate) fn fuzz(args: &FuzzArgs) -> Result<ExitCode> {
+    Ok(match fuzz_each(args.seconds)? {
+        Verdict::Ok => ExitCode::SUCCESS,
+        Verdict::Failed => ExitCode::FAILURE,
+        Verdict::Skipped(why) => {
+            line(format_args!("skipped: {why}"));
+            ExitCode::SUCCESS
+        }
+    })
+}
+
+/// Fuzzes each target from its seeds. Without the tools that is skipped: the tests have run the seeds.
+fn fuzz_each(seconds: u32) -> Result<Verdict> {
     if workspace::find_program("cargo-fuzz").is_none() {
-        return Ok(Verdict::Skipped("there is no cargo-fuzz; the tests have run its seeds"));
+        return Ok(Verdict::Skipped("there is no cargo-fuzz; the tests run its seeds"));
     }
     // A toolchain is chosen by rustup, not by the cargo that runs this.
     let nightly = || {
@@ -286,7 +306,13 @@ fn fuzz() -> Result<Verdict> {
     };
     let there = nightly().arg("--version").stdout(Stdio::null()).stderr(Stdio::null()).status();
     if !there.is_ok_and(|status| status.success()) {
-        return Ok(Verdict::Skipped("there is no nightly toolchain; the tests have run the seeds"));
+        return Ok(Verdict::Skipped("there is no nightly toolchain; the tests run the seeds"));
+    }
+    // One unit for each crate, the default, is for long runs.
+    const UNITS: &str = "--codegen-units=16";
+    let built = nightly().args(["fuzz", "build", UNITS]).status().context("cannot run cargo fuzz")?;
+    if !built.success() {
+        return Ok(Verdict::Failed);
     }
     let seeds = workspace::root().join("fuzz/corpus");
     let mut failed = Vec::new();
@@ -296,9 +322,9 @@ fn fuzz() -> Result<Verdict> {
         // What is found goes into the first folder; the seeds stay as they were committed.
         let found = workspace::root().join("fuzz/target/found").join(&name);
         std::fs::create_dir_all(&found).context("cannot make a folder for what is found")?;
-        let time = format!("-max_total_time={FUZZED}");
+        let time = format!("-max_total_time={seconds}");
         let status = nightly()
-            .args(["fuzz", "run", &name])
+            .args(["fuzz", "run", UNITS, &name])
             .args([&found, &seeds])
             .args(["--", &time, "-timeout=10", "-rss_limit_mb=2048"])
             .status()

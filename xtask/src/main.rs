@@ -1,4 +1,4 @@
-//! Automation: `cargo xtask quickstart`, `test`, `ci`, `images`, `layers`, `man` and `bench`.
+//! Automation: `cargo xtask quickstart`, `test`, `ci`, `fuzz`, `images`, `layers`, `man` and `bench`.
 //!
 //! The alias `cargo xtask` builds this without the feature `full`, that is without the workspace's own crates, TLS and
 //! gRPC: it is there within seconds on a fresh machine, and `ci` works when kas itself does not compile. Commands that
@@ -40,6 +40,8 @@ enum Command {
     Ci(checks::CiArgs),
     /// Build what ships: static programs, their bills of materials, and images from scratch
     Images(images::ImagesArgs),
+    /// Fuzz each parser of what peers send, shortly; needs a nightly toolchain and cargo-fuzz
+    Fuzz(checks::FuzzArgs),
     /// Check which crate of the workspace depends on which
     Layers,
     /// Write the pages of the manual of kas, agentk and kasctl
@@ -59,6 +61,7 @@ fn main() -> ExitCode {
         Command::Test(args) => checks::test(&args),
         Command::Ci(args) => checks::ci(&args),
         Command::Images(args) => images::run(&args),
+        Command::Fuzz(args) => checks::fuzz(&args),
         Command::Layers => layers::run(),
         Command::Man(args) => man::run(&args),
         #[cfg(not(feature = "full"))]
