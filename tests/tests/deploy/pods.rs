@@ -25,7 +25,7 @@ use testkit::{
     process::{Process, find, program},
 };
 
-use crate::tools::{helm_one, here, output, text};
+use crate::tools::{helm_one, here, output, python, text};
 
 pub(crate) const NAMESPACE: &str = "kas";
 pub(crate) const AGENT_NAMESPACE: &str = "agents";
@@ -45,6 +45,9 @@ pub(crate) async fn own_network(test: &str, options: &[&str], script: &str) -> R
     for tool in ["unshare", "setpriv", "ip"] {
         find(tool).with_context(|| format!("this test needs {tool} (Debian: util-linux, iproute2)"))?;
     }
+    // In there nothing can be fetched.
+    python().await?;
+    tokio::task::spawn_blocking(testkit::kubernetes::binaries).await??;
     let script = format!("ip link set lo up; {script} exec \"$0\" \"$@\"");
     let mut words = vec!["--pdeathsig", "KILL", "--", "unshare", "--net", "--mount"];
     words.extend(options);
