@@ -4,12 +4,13 @@ use std::time::Duration;
 
 use anyhow::Result;
 use grpc::{Code, Status};
+use prost::Message as _;
 use proto::kas::api::v1::{ConnectedAgentsByIdRequest, ConnectedAgentsByIdResponse};
 use serde_json::{Value, json};
 use testkit::{
     agent14::{Agent14, Version},
     agentk::Agentk,
-    caller::{Caller, answer, frame},
+    caller::{Caller, Jwt, answer, frame},
     gitlab::{GitLab, NAME, Release, Reply},
     handler::path,
     kas::{Kas, Options, eventually, merge, token},
@@ -335,6 +336,43 @@ async fn the_proxy_of_the_environment_is_used() -> Result<()> {
         let kas = kas_with(&gitlab, over(), &env(NAME)).await?;
         assert_eq!(tunnel(&kas, 1).await?.unwrap_err().code(), Code::Unavailable, "that name leads nowhere");
     }
+    Ok(())
+}
+
+/// Nothing says who may sign: 14.1 calls itself gitlab, and GitLab of today by its host name.
+#[tokio::test]
+async fn gitlab_calls_by_either_of_its_names_and_another_one_is_told_in_the_log() -> Result<()> {
+    let gitlab = gitlab().await?;
+    let kas = kas_of(&gitlab, json!({})).await?;
+    let message = ConnectedAgentsByIdRequest { agent_id: 1 }.encode_to_vec();
+    let call = async |kas: &Kas, issuer: &str, secret: &[u8]| -> Result<Code> {
+        let jwt = Jwt::new(secret).claim("iss", json!(issuer)).encode();
+        let caller = Caller::connect(kas.api, Some(jwt)).await?;
+        Ok(caller.call(caller.request(BY_ID), &[&message]).await?.status.code())
+    };
+    for issuer in ["gitlab", "localhost"] {
+        assert_eq!(call(&kas, issuer, &kas.secrets[0]).await?, Code::Ok, "{issuer}");
+    }
+    // Who has no secret may claim to be anybody, and the log is not theirs to fill.
+    assert_eq!(call(&kas, "made-up", &[7; 32]).await?, Code::Unauthenticated);
+    for _ in 0..3 {
+        assert_eq!(call(&kas, "git.internal", &kas.secrets[0]).await?, Code::Unauthenticated);
+    }
+    let issuer = kas
+        .process
+        .logged("which issuer is not accepted", |line| {
+            let told = line["message"].as_str()?.contains("api.listen.issuers");
+            (told && line["level"] == "WARN").then(|| line["issuer"].as_str().map(str::to_owned))?
+        })
+        .await?;
+    assert_eq!(issuer, "git.internal");
+    let log = kas.process.log();
+    assert_eq!(log.matches("api.listen.issuers").count(), 1, "{log}");
+    assert!(!log.contains("made-up"), "{log}");
+
+    let kas = kas_of(&gitlab, json!({ "api": { "listen": { "issuers": ["git.internal"] } } })).await?;
+    assert_eq!(call(&kas, "git.internal", &kas.secrets[0]).await?, Code::Ok);
+    assert_eq!(call(&kas, "localhost", &kas.secrets[0]).await?, Code::Unauthenticated);
     Ok(())
 }
 

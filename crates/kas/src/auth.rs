@@ -12,8 +12,9 @@ use std::{
 use base64::{Engine as _, prelude::BASE64_URL_SAFE_NO_PAD};
 use grpc::{Code, Status};
 use http::HeaderMap;
-use jsonwebtoken::{Algorithm, DecodingKey, Validation};
+use jsonwebtoken::{Algorithm, DecodingKey, Validation, errors::ErrorKind};
 use serde::Deserialize;
+use tokio::time::Instant;
 
 use crate::{audit::Actor, config::secret::ApiSecret};
 
@@ -44,6 +45,8 @@ pub fn bearer(headers: &HeaderMap) -> Result<&[u8], Status> {
 const REMEMBERED: usize = 1024;
 /// A longer token is checked each time: it must not make the memory grow.
 const LONGEST_REMEMBERED: usize = 2048;
+/// How often the log tells of an issuer that is not accepted.
+const TOLD: Duration = Duration::from_secs(60);
 
 /// Checks the JWTs of one listener.
 ///
@@ -53,6 +56,8 @@ pub struct JwtVerifier {
     keys: Vec<DecodingKey>,
     validation: Validation,
     verified: Mutex<HashMap<Box<[u8]>, Verified>>,
+    /// When the log last told of an issuer that is not accepted.
+    told: Mutex<Option<Instant>>,
 }
 
 /// A token that was verified.
@@ -107,7 +112,7 @@ impl JwtVerifier {
         validation.validate_exp = true;
         validation.validate_nbf = true;
         validation.leeway = leeway.as_secs();
-        Self { keys, validation, verified: Mutex::default() }
+        Self { keys, validation, verified: Mutex::default(), told: Mutex::default() }
     }
 
     /// Checks the token of a request, and returns who asks.
@@ -138,13 +143,36 @@ impl JwtVerifier {
                     );
                     return Ok(actor);
                 }
-                Err(error) => reason = Some(error),
+                Err(error) => {
+                    if matches!(error.kind(), ErrorKind::InvalidIssuer) {
+                        self.tell_of_issuer(token);
+                    }
+                    reason = Some(error);
+                }
             }
         }
         if let Some(error) = reason {
             tracing::debug!(error = %error, "jwt refused");
         }
         Err(Status::new(Code::Unauthenticated, "JWT validation failed"))
+    }
+
+    /// Tells of a token with a good signature whose issuer is not in the list: no stranger has made it, and whoever did
+    /// is told nothing. Now and then, since it may come with each call.
+    fn tell_of_issuer(&self, token: &[u8]) {
+        let now = Instant::now();
+        let mut told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
+        if told.is_some_and(|told| now < told + TOLD) {
+            return;
+        }
+        *told = Some(now);
+        drop(told);
+        let claims = jsonwebtoken::dangerous::insecure_decode::<Claims>(token);
+        let issuer = claims.map(|data| data.claims.actor().issuer.clone()).unwrap_or_default();
+        tracing::warn!(
+            issuer,
+            "a token with a good signature is refused: its issuer is not accepted; is it missing in api.listen.issuers?"
+        );
     }
 
     fn verified(&self) -> std::sync::MutexGuard<'_, HashMap<Box<[u8]>, Verified>> {

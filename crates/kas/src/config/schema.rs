@@ -271,7 +271,13 @@ pub(super) fn read(root: &mut Section<'_, '_>, env: &Environment) -> Config {
         let (file, is_default) = in_state_dir(identity, "agents.yaml");
         Identity::File { file, is_default }
     };
-    let (listen, files) = api;
+    let (mut listen, files, says_issuers) = api;
+    if let Identity::GitLab(gitlab) = &identity
+        && !says_issuers
+        && let Some(host) = gitlab.address.host()
+    {
+        listen.issuers.push(host.to_ascii_lowercase());
+    }
     let secrets = if files.paths.is_empty() {
         ApiSecrets::Made(in_state_dir(None, "api-secret").0)
     } else {
@@ -835,8 +841,8 @@ fn secret_files(s: &mut Section<'_, '_>, one: Option<PathBuf>, doc: &str) -> Sec
     }
 }
 
-/// Returns the listener and its secret files.
-fn api_listener(s: &mut Section<'_, '_>) -> (ApiListener, SecretFiles) {
+/// Returns the listener, its secret files, and whether the file says who may sign.
+fn api_listener(s: &mut Section<'_, '_>) -> (ApiListener, SecretFiles, bool) {
     let (network, address) = bind_address(s, "127.0.0.1:8153");
     let one = s.path(
         "authentication_secret_file",
@@ -848,8 +854,16 @@ fn api_listener(s: &mut Section<'_, '_>) -> (ApiListener, SecretFiles) {
         one,
         "Further secret files, for rotation: a token signed with any of them is accepted.",
     );
+    let issuers = s.texts(
+        "issuers",
+        &["gitlab"],
+        "Who may sign: accepted values of the claim `iss`. Absent: gitlab, as 14.1 calls itself, and, when GitLab knows the \
+         agents, the host name in gitlab.address, as GitLab of today does. List both when kas reaches it by another name \
+         than people do.",
+    );
+    let says_issuers = s.given("issuers");
     let listener = ApiListener {
-        issuers: s.texts("issuers", &["gitlab"], "Who may sign: accepted values of the claim `iss`."),
+        issuers,
         leeway: s.duration(
             "leeway",
             seconds(5),
@@ -859,7 +873,7 @@ fn api_listener(s: &mut Section<'_, '_>) -> (ApiListener, SecretFiles) {
         listen: Listen { network, address, tls: tls(s) },
         max_connection_age: max_connection_age(s),
     };
-    (listener, files)
+    (listener, files, says_issuers)
 }
 
 fn observability(s: &mut Section<'_, '_>, env: &Environment) -> Observability {

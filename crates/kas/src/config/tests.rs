@@ -168,6 +168,7 @@ fn a_complete_14_1_file_loads_and_says_what_does_nothing() {
         api: Api {
             listen: ApiListener {
                 listen: Listen { network: Network::Tcp6, address: "[::]:18153".into(), tls: tls("api") },
+                issuers: vec!["gitlab".into(), "gitlab.internal".into()],
                 max_connection_age: secs(1801),
                 ..defaults.api.listen.clone()
             },
@@ -258,8 +259,26 @@ fn the_minimal_14_1_file_loads() {
         info_cache_ttl: secs(300),
         info_cache_error_ttl: secs(60),
     };
-    assert_eq!(loaded.config, Config { identity: Identity::GitLab(Box::new(gitlab)), ..defaults() });
+    let mut expected = Config { identity: Identity::GitLab(Box::new(gitlab)), ..defaults() };
+    expected.api.listen.issuers.push("localhost".into());
+    assert_eq!(loaded.config, expected);
     assert_eq!(loaded.warnings, []);
+}
+
+#[test]
+fn gitlab_may_call_by_the_name_of_its_address_unless_the_file_says_who_may() {
+    let gitlab =
+        "gitlab: {address: 'https://GitLab.example.com:8443/path', authentication_secret_file: /s}\n";
+    for (more, expected) in [
+        ("", &["gitlab", "gitlab.example.com"][..]),
+        ("api: {listen: {issuers: }}", &["gitlab", "gitlab.example.com"]),
+        ("api: {listen: {issuers: [gitlab]}}", &["gitlab"]),
+        ("api: {listen: {issuers: [one, two]}}", &["one", "two"]),
+        // Agents are known from the file, and nobody is asked at that address.
+        ("identity: {file: /a}", &["gitlab"]),
+    ] {
+        assert_eq!(config(&format!("{gitlab}{more}")).api.listen.issuers, expected, "{more}");
+    }
 }
 
 #[test]
