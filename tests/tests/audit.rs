@@ -14,6 +14,7 @@ use prost::Message as _;
 use proto::{
     gitlab::agent::{
         grpctool::{self, http_request},
+        kubernetes_api::rpc::{HeaderExtra, ImpersonationConfig},
         prototool::{self, Values},
     },
     kas::{
@@ -46,6 +47,18 @@ fn payload(data: &str) -> Vec<u8> {
 
 /// The two messages of a GET.
 fn get(path: &str, header: &[(&str, &str)]) -> [Vec<u8>; 2] {
+    get_as(path, header, None)
+}
+
+/// The same, with what GitLab says of whose rights it is meant for.
+fn get_as(path: &str, header: &[(&str, &str)], user: Option<&str>) -> [Vec<u8>; 2] {
+    let extra = user.map(|user| {
+        let config = ImpersonationConfig { username: user.to_owned(), ..ImpersonationConfig::default() };
+        prost_types::Any {
+            type_url: "type.googleapis.com/gitlab.agent.kubernetes_api.rpc.HeaderExtra".to_owned(),
+            value: HeaderExtra { imp_config: Some(config) }.encode_to_vec(),
+        }
+    });
     let values = |value: &str| Values { value: vec![value.to_owned()] };
     let request = prototool::HttpRequest {
         method: "GET".into(),
@@ -53,7 +66,7 @@ fn get(path: &str, header: &[(&str, &str)]) -> [Vec<u8>; 2] {
         url_path: path.into(),
         query: std::collections::BTreeMap::default(),
     };
-    let header = http_request::Header { request: Some(request), extra: None, content_length: None };
+    let header = http_request::Header { request: Some(request), extra, content_length: None };
     [http_request::Message::Header(header), http_request::Message::Trailer(http_request::Trailer {})]
         .map(|message| grpctool::HttpRequest { message: Some(message) }.encode_to_vec())
 }
@@ -128,6 +141,13 @@ async fn each_request_has_a_start_and_an_end_that_say_who_what_and_how_it_ended(
         assert_eq!((&line["verb"], &line["resource"]), (&json!("list"), &json!("pods")));
         assert_eq!(line["on_behalf_of"], "joe");
         assert_eq!(line["path_hash"].as_str().map(str::len), Some(64));
+    }
+
+    let messages = get_as("/api/v1/namespaces/garden/pods", &[], Some("gitlab:ci_job:1"));
+    let messages: Vec<&[u8]> = messages.iter().map(Vec::as_slice).collect();
+    ensure!(call(&caller, "job", MAKE_REQUEST, &messages).await?.status.code() == Code::Ok);
+    for line in pair(&path, "job").await? {
+        assert_eq!((&line["on_behalf_of"], &line["verb"]), (&json!("gitlab:ci_job:1"), &json!("list")));
     }
 
     // A method of kas that goes through the agent.

@@ -6,11 +6,14 @@ use bytes::{Bytes, BytesMut};
 use prost::Message as _;
 use proto::gitlab::agent::{
     grpctool::{self, http_request},
+    kubernetes_api::rpc::HeaderExtra,
     prototool::{self, Values},
 };
 
 /// The method whose first message is read.
 pub const METHOD: &str = "/gitlab.agent.kubernetes_api.rpc.KubernetesApi/MakeRequest";
+/// The type of `HttpRequest.Header.extra`.
+pub const HEADER_EXTRA: &str = "type.googleapis.com/gitlab.agent.kubernetes_api.rpc.HeaderExtra";
 /// A first message beyond this is not read: it is the size of a control message in a tunnel.
 const MAX_HEAD: usize = 64 * 1024;
 /// Characters of a name that a caller chose; what is longer is cut.
@@ -27,7 +30,8 @@ pub struct Meant {
     pub resource: String,
     /// SHA-256 of the path, without the query, in hexadecimal digits.
     pub path_hash: String,
-    /// The user that the API server is asked to act as: `Impersonate-User`.
+    /// The user that the API server is asked to act as: by `HeaderExtra`, as GitLab has it, or by `Impersonate-User`. Of a
+    /// request that says both none is run.
     pub on_behalf_of: Option<String>,
 }
 
@@ -65,13 +69,23 @@ fn meant(message: &[u8]) -> Option<Meant> {
     let Some(http_request::Message::Header(header)) = message.message else { return None };
     let request = header.request?;
     let (verb, resource) = classify(&request);
-    let user = request.header.iter().find(|(name, _)| name.eq_ignore_ascii_case("impersonate-user"));
+    let by_header = || {
+        let found = request.header.iter().find(|(name, _)| name.eq_ignore_ascii_case("impersonate-user"));
+        found.and_then(|(_, values)| values.value.first()).map(|user| cut(user))
+    };
     Some(Meant {
         verb,
         resource,
         path_hash: hex::encode(digest::digest(&digest::SHA256, request.url_path.as_bytes())),
-        on_behalf_of: user.and_then(|(_, values)| values.value.first()).map(|user| cut(user)),
+        on_behalf_of: header.extra.as_ref().and_then(by_extra).or_else(by_header),
     })
+}
+
+/// Whose rights the request asks for in GitLab's own way. Of another type nothing is known; the listener refuses it.
+fn by_extra(extra: &prost_types::Any) -> Option<String> {
+    let is_known = extra.type_url == HEADER_EXTRA;
+    let extra = is_known.then(|| HeaderExtra::decode(extra.value.as_ref()).ok())??;
+    extra.imp_config.map(|config| cut(&config.username)).filter(|user| !user.is_empty())
 }
 
 fn cut(text: &str) -> String {
@@ -174,7 +188,11 @@ mod tests {
     }
 
     fn encoded(header: prototool::HttpRequest) -> Bytes {
-        let header = http_request::Header { request: Some(header), extra: None, content_length: None };
+        with_extra(header, None)
+    }
+
+    fn with_extra(header: prototool::HttpRequest, extra: Option<prost_types::Any>) -> Bytes {
+        let header = http_request::Header { request: Some(header), extra, content_length: None };
         grpc::encode(&grpctool::HttpRequest { message: Some(http_request::Message::Header(header)) })
     }
 
@@ -201,6 +219,41 @@ mod tests {
         assert_eq!(First::default().push(&[0, 1, 0, 0, 0]), Read::Done(None), "too large");
         assert_eq!(First::default().push(&[1, 0, 0, 0, 0]), Read::Done(None), "compressed");
         assert_eq!(First::default().push(&[0, 0, 0, 0, 1, 0xff]), Read::Done(None), "no message");
+    }
+
+    #[test]
+    fn whose_rights_are_asked_for_is_read_in_either_way() {
+        use proto::gitlab::agent::kubernetes_api::rpc::ImpersonationConfig;
+        let read = |header: prototool::HttpRequest, extra: Option<prost_types::Any>| {
+            let Read::Done(Some(meant)) = First::default().push(&with_extra(header, extra)) else {
+                panic!("it is whole")
+            };
+            meant.on_behalf_of
+        };
+        let extra = |username: &str, type_url: &str| {
+            let config = ImpersonationConfig { username: username.to_owned(), ..Default::default() };
+            let value = HeaderExtra { imp_config: Some(config) }.encode_to_vec();
+            Some(prost_types::Any { type_url: type_url.to_owned(), value })
+        };
+        let plain = || request("GET", "/api/v1/pods", false);
+        let named = |name: &str| {
+            let mut named = plain();
+            named.header.insert(name.to_owned(), Values { value: vec!["jane".into()] });
+            named
+        };
+        let long = "x".repeat(2 * LONGEST);
+        for (header, extra, expected) in [
+            (plain(), None, None),
+            (named("impersonate-user"), None, Some("jane")),
+            (plain(), extra("gitlab:ci_job:1", HEADER_EXTRA), Some("gitlab:ci_job:1")),
+            (plain(), extra("", HEADER_EXTRA), None),
+            (plain(), extra("somebody", "type.googleapis.com/other"), None),
+            (plain(), extra(&long, HEADER_EXTRA), Some(&long[..LONGEST])),
+        ] {
+            assert_eq!(read(header, extra).as_deref(), expected);
+        }
+        let malformed = prost_types::Any { type_url: HEADER_EXTRA.to_owned(), value: vec![0xff] };
+        assert_eq!(read(plain(), Some(malformed)), None);
     }
 
     proptest! {

@@ -19,10 +19,10 @@ use proto::gitlab::agent::{
     kubernetes_api::rpc::HeaderExtra,
 };
 
+use crate::audit::kubernetes::{HEADER_EXTRA, METHOD};
+
 /// The method whose requests can impersonate.
-pub(super) const MAKE_REQUEST: &str = "/gitlab.agent.kubernetes_api.rpc.KubernetesApi/MakeRequest";
-/// The type of `HttpRequest.Header.extra`.
-const HEADER_EXTRA: &str = "type.googleapis.com/gitlab.agent.kubernetes_api.rpc.HeaderExtra";
+pub(super) const MAKE_REQUEST: &str = METHOD;
 /// The largest first message that is held until it is complete: four times what agentk takes.
 const MAX_FIRST: usize = 256 * 1024;
 
