@@ -43,6 +43,8 @@ const within = 20 * time.Second
 
 type plan struct {
 	API     string            `json:"api"`
+	Agent   string            `json:"agent"`
+	Token   string            `json:"token"`
 	Proto   string            `json:"proto"`
 	Issuer  string            `json:"issuer"`
 	Tokens  []tokenCase       `json:"tokens"`
@@ -93,6 +95,7 @@ func run() error {
 		{"gitlab", c.gitlab},
 		{"passed_on", c.passedOn},
 		{"reflection_and_health", c.reflectionAndHealth},
+		{"headers", c.headers},
 	} {
 		if err := part.check(); err != nil {
 			return fmt.Errorf("%s: %w", part.name, err)
@@ -543,6 +546,67 @@ func (c *client) reflectionAndHealth() error {
 	}
 	_, err = without.Recv()
 	return refused(err, codes.Unauthenticated, "Request unauthenticated with bearer")
+}
+
+// headers that are too large: kas says so in words up to twice the limit, and above that grpc-go refuses to send them.
+func (c *client) headers() error {
+	agents, err := grpc.NewClient(c.plan.Agent, grpc.WithTransportCredentials(insecure.NewCredentials()))
+	if err != nil {
+		return err
+	}
+	defer agents.Close()
+	large := func(count, size int) []string {
+		return slices.Repeat([]string{"x-large", strings.Repeat("x", size<<10)}, count)
+	}
+	own := func(pairs []string) error {
+		_, err := c.own(tracker+"GetConnectedAgents", `{"agent_id": 1}`, pairs...)
+		return err
+	}
+	passedOn := func(pairs []string) error {
+		ctx, cancel := outgoing(append(pairs, "authorization", c.token, "kas-agent-id", "1")...)
+		defer cancel()
+		stream, err := c.conn.NewStream(ctx, &grpc.StreamDesc{ServerStreams: true, ClientStreams: true}, request)
+		if err != nil {
+			return err
+		}
+		return stream.RecvMsg(dynamicpb.NewMessage(c.schema[request].Output()))
+	}
+	register := func(pairs []string) error {
+		const path = "/gitlab.agent.agent_registrar.rpc.AgentRegistrar/Register"
+		method, message, err := c.message(path, `{"pod_id": 7}`)
+		if err != nil {
+			return err
+		}
+		ctx, cancel := outgoing(append(pairs, "authorization", "Bearer "+c.plan.Token)...)
+		defer cancel()
+		return agents.Invoke(ctx, path, message, dynamicpb.NewMessage(method.Output()))
+	}
+	for _, one := range []struct {
+		call    func([]string) error
+		answers bool
+	}{{own, true}, {passedOn, false}, {register, true}} {
+		if one.answers {
+			if err := one.call(large(1, 14)); err != nil {
+				return err
+			}
+		}
+		// The last is a list of its own, of which no value is large.
+		for _, pairs := range [][]string{large(1, 17), large(1, 31), large(20, 1)} {
+			if err := refused(one.call(pairs), codes.ResourceExhausted, "at most 16384 are accepted here"); err != nil {
+				return err
+			}
+		}
+		if err := refused(one.call(large(1, 40)), codes.Internal, "violates the maximum size"); err != nil {
+			return err
+		}
+		// The connection is as good as before.
+		if one.answers {
+			if err := one.call(nil); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
 }
 
 // tokenCase makes a call of kas' own and one that is passed on, both with the same token.

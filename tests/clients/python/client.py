@@ -19,6 +19,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_tools import protoc
 
 WITHIN = 20  # seconds that any call may take
+KIB = 1024
 
 
 def stubs(proto, out):
@@ -239,6 +240,39 @@ def reflection_and_health(channel, metadata):
     )
 
 
+def headers(plan, channel, metadata):
+    """Headers that are too large: kas says so in words up to twice the limit; above that HTTP/2 has no words."""
+    from gitlab.agent.agent_registrar.rpc_pb2 import RegisterRequest
+    from gitlab.agent.agent_registrar.rpc_pb2_grpc import AgentRegistrarStub
+    from gitlab.agent.agent_tracker.rpc_pb2 import GetConnectedAgentsRequest
+    from gitlab.agent.agent_tracker.rpc_pb2_grpc import AgentTrackerStub
+
+    own = AgentTrackerStub(channel).GetConnectedAgents
+    passed_on = channel.unary_unary("/gitlab.agent.kubernetes_api.rpc.KubernetesApi/MakeRequest")
+    with grpc.insecure_channel(plan["agent"]) as agents:
+        register = AgentRegistrarStub(agents).Register
+        agent = [("authorization", f"Bearer {plan['token']}")]
+        calls = [
+            (lambda large: own(GetConnectedAgentsRequest(agent_id=1), metadata=metadata + large, timeout=WITHIN), True),
+            (lambda large: passed_on(b"", metadata=[*metadata, ("kas-agent-id", "1"), *large], timeout=WITHIN), False),
+            (lambda large: register(RegisterRequest(pod_id=7), metadata=agent + large, timeout=WITHIN), True),
+        ]
+        for call, answers in calls:
+            if answers:
+                call([("x-large", "x" * 14 * KIB)])
+            for large in (
+                [("x-large", "x" * 17 * KIB)],
+                [("x-large", "x" * 31 * KIB)],
+                # A list of its own, and none of its values is large.
+                [("x-large", "x" * KIB)] * 20,
+            ):
+                refused(lambda: call(large), grpc.StatusCode.RESOURCE_EXHAUSTED, "at most 16384 are accepted here")
+            refused(lambda: call([("x-large", "x" * 40 * KIB)]), grpc.StatusCode.UNKNOWN, "431")
+            # The connection is as good as before.
+            if answers:
+                call([])
+
+
 def main():
     plan = json.load(sys.stdin)
     with tempfile.TemporaryDirectory(prefix="kas-python-") as out:
@@ -254,6 +288,8 @@ def checks(plan):
         for what in (kas_api, gitlab, passed_on, reflection_and_health):
             what(channel, metadata)
             print(what.__name__, "ok", flush=True)
+        headers(plan, channel, metadata)
+        print("headers ok", flush=True)
     # Connections that show wrong tokens only are closed: these have shown a good one first.
     with grpc.insecure_channel(plan["api"]) as channel:
         tokens(plan, channel, secrets)
