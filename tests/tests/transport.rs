@@ -162,6 +162,31 @@ async fn idle_streams_that_come_through_a_proxy_end_in_order_and_no_others() -> 
     Ok(())
 }
 
+/// What no header and no address tells: something cuts the agent's silent streams before the age at which the usual timers
+/// of proxies do. It takes more than the 20 s below which an agent may have had reasons of its own.
+#[tokio::test]
+async fn an_agent_whose_silent_stream_was_cut_early_is_taken_for_one_behind_a_proxy() -> Result<()> {
+    let config = json!({ "agent": { "listen": { "proxied_idle_timeout": "2s" } } });
+    let kas = Kas::start_with_config(config).await?;
+    let agent = RawAgent::connect(kas.agent, &token(1), Kind::Old).await?;
+    let bystander = RawAgent::connect(kas.agent, &token(2), Kind::Old).await?;
+    let (cut, _listens) = (agent.configuration("").await?, bystander.configuration("").await?);
+    let (mut idle, _stays) = (agent.tunnel().await?, bystander.tunnel().await?);
+    kas.metric_is("kas_connected_agents", 2.0).await?;
+    // The age is what it is about.
+    tokio::time::sleep(Duration::from_secs(21)).await;
+    assert_eq!(kas.metric("kas_tunnels_open").await?, 2.0, "nothing was known of a proxy");
+    drop(cut);
+    assert_eq!(idle.ended().await.code(), Code::Ok);
+    // It is remembered, on other connections too; and of this agent alone.
+    let again = RawAgent::connect(kas.agent, &token(1), Kind::Old).await?;
+    let begun = Instant::now();
+    assert_eq!(again.tunnel().await?.ended().await.code(), Code::Ok);
+    assert!(begun.elapsed() > Duration::from_secs(1), "not before its time: {:?}", begun.elapsed());
+    assert_eq!(kas.metric("kas_tunnels_open").await?, 1.0);
+    Ok(())
+}
+
 /// Seen to fail while kas said 45 s whatever was configured.
 #[tokio::test]
 async fn agentk_behind_a_proxy_replaces_its_idle_tunnels_without_a_gap() -> Result<()> {
