@@ -10,10 +10,11 @@ use bytes::Bytes;
 use grpc::Code;
 use serde_json::{Value, json};
 use testkit::{
-    caller::{Caller, answer},
+    caller::{Caller, answer, frame},
+    handler::path,
     kas::{Kas, metric_is_at_least, token},
     process::soon,
-    raw_agent::{CONNECT, Kind, RawAgent},
+    raw_agent::{CONNECT, GET_CONFIGURATION, Kind, RawAgent},
 };
 use tokio::{
     io::{AsyncReadExt as _, AsyncWriteExt as _},
@@ -301,6 +302,123 @@ async fn streams_resets_and_header_lists_are_as_configured() -> Result<()> {
         drop(stream);
     }
     Ok(())
+}
+
+/// The types of the frames in bytes that kas has sent.
+fn kinds(mut bytes: &[u8]) -> Vec<u8> {
+    let mut kinds = Vec::new();
+    while let [a, b, c, kind, ..] = *bytes {
+        kinds.push(kind);
+        let end = 9 + u32::from_be_bytes([0, a, b, c]) as usize;
+        bytes = bytes.get(end..).unwrap_or_default();
+    }
+    kinds
+}
+
+#[tokio::test]
+async fn a_connection_that_answers_no_ping_is_lost_after_the_configured_time() -> Result<()> {
+    const PING: u8 = 6;
+    let kas = kas(json!({ "keepalive_interval": "200ms", "keepalive_timeout": "300ms" })).await?;
+    let agent = RawAgent::connect(kas.agent, &token(1), Kind::Ours).await?;
+    let _tunnel = agent.tunnel().await?;
+    let caller = kas.caller().await?;
+    assert_eq!(caller.call(caller.request(BY_ID), &[&[8, 1]]).await?.status.code(), Code::Ok);
+    for address in [kas.agent, kas.api] {
+        let begun = Instant::now();
+        let mut stream = says(address, &[PREFACE, SETTINGS]).await?;
+        let mut said = Vec::new();
+        let _ = soon("kas closes the connection", stream.read_to_end(&mut said)).await;
+        assert!(kinds(&said).contains(&PING), "{said:?}");
+        // Twice as long as that, and well before who shows no token is closed.
+        assert!(begun.elapsed() < Duration::from_secs(4), "{:?}", begun.elapsed());
+    }
+    // Who answers has been silent for longer, and stays.
+    assert_eq!(caller.call(caller.request(BY_ID), &[&[8, 1]]).await?.status.code(), Code::Ok);
+    assert_eq!(kas.metric("kas_tunnels_open").await?, 1.0);
+    Ok(())
+}
+
+/// A field of a header block that no table has.
+fn field(name: &str, value: &str) -> Vec<u8> {
+    let mut length = vec![value.len().min(0x7f) as u8];
+    if let Some(mut rest) = value.len().checked_sub(0x7f) {
+        while rest > 0x7f {
+            length.push(0x80 | (rest & 0x7f) as u8);
+            rest >>= 7;
+        }
+        length.push(rest as u8);
+    }
+    [&[0, name.len() as u8], name.as_bytes(), &length, value.as_bytes()].concat()
+}
+
+/// A call of a method of kas, whose message does not come.
+fn held(stream: u8, jwt: &str) -> Vec<u8> {
+    let bearer = format!("Bearer {jwt}");
+    let fields = [(":path", BY_ID), ("content-type", "application/grpc"), ("authorization", &bearer)];
+    let fields = fields.iter().flat_map(|(name, value)| field(name, value));
+    let block: Vec<u8> = [0x83, 0x86].into_iter().chain(fields).collect();
+    let length = u32::try_from(block.len()).unwrap().to_be_bytes();
+    [&length[1..], &[1, 4, 0, 0, 0, stream], &block].concat()
+}
+
+#[tokio::test]
+async fn what_is_too_much_of_a_request_is_counted_by_its_reason() -> Result<()> {
+    let kas = kas(json!({ "streams_per_caller_connection": 5 })).await?;
+    let refusals = async |listener: &str, reason: &str, times: f64| {
+        kas.metric_is(&format!("kas_refusals_total{{listener=\"{listener}\",reason=\"{reason}\"}}"), times)
+            .await
+    };
+    let caller = kas.caller().await?;
+    // As many flags of GitLab as a request may have, one more, and as many keys that would go on to an agent.
+    let with = |mut request: http::request::Builder, key: &str, count: usize| {
+        for n in 0..count {
+            request = request.header(format!("{key}-{n}"), "true");
+        }
+        request
+    };
+    let flagged = |count| with(caller.request(BY_ID), "kas-feature", count);
+    assert_eq!(caller.call(flagged(64), &[&[8, 1]]).await?.status.code(), Code::Ok);
+    for request in [
+        flagged(65),
+        with(caller.to_agent(1, &path("Echo")), "kas-feature", 65),
+        with(caller.to_agent(1, &path("Echo")), "x-key", 65),
+    ] {
+        assert_eq!(caller.call(request, &[&[8, 1]]).await?.status.code(), Code::InvalidArgument);
+    }
+    refusals("Api", "Headers", 3.0).await?;
+
+    // A bomb for an agent, and a first message that would be held until it is whole.
+    let agent = RawAgent::connect(kas.agent, &token(1), Kind::Ours).await?;
+    let _serving = agent.serve(2).await?;
+    let bomb = grpc::gzip::deflate(&vec![0; 8 << 20]);
+    let length = u32::try_from(bomb.len())?.to_be_bytes();
+    let bomb = [&[1], &length[..], &bomb].concat();
+    let request = caller.to_agent(1, &path("Echo")).header("grpc-encoding", "gzip");
+    let make = caller.to_agent(1, "/gitlab.agent.kubernetes_api.rpc.KubernetesApi/MakeRequest");
+    for (request, bytes) in [(request, bomb), (make, vec![0, 0, 8, 0, 0, 1])] {
+        let mut stream = caller.open(request).await?;
+        stream.send(bytes).await.ok().context("sent")?;
+        let got = answer(&mut stream).await?;
+        assert_eq!(got.status.code(), Code::ResourceExhausted, "{}", got.status);
+    }
+    refusals("Api", "Message", 2.0).await?;
+
+    // What agents say first is wrong.
+    for method in [CONNECT, GET_CONFIGURATION] {
+        let mut stream = agent.link().open(agent.request(method).body(())?).await?;
+        stream.send(frame(&[0xff; 20])).await.ok().context("sent")?;
+        let _ = stream.half_close();
+        assert_ne!(answer(&mut stream).await?.status.code(), Code::Ok, "{method}");
+    }
+    refusals("Agent", "Message", 2.0).await?;
+
+    // Streams beyond those that may be open; the connection stays.
+    let jwt = kas.jwt();
+    let bytes: Vec<u8> = streams(7).flat_map(|stream| held(stream, &jwt)).collect();
+    let open = says(kas.api, &[PREFACE, SETTINGS, &bytes]).await?;
+    refusals("Api", "Streams", 2.0).await?;
+    drop(open);
+    refusals("Api", "Unauthenticated", 0.0).await
 }
 
 #[tokio::test]

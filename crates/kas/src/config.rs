@@ -994,6 +994,10 @@ pub struct Streams {
     pub resets: u32,
     /// The headers of a request, in bytes.
     pub header_list: u32,
+    /// After this time without a frame kas pings…
+    pub keepalive_interval: Duration,
+    /// …and it waits so long for the answer.
+    pub keepalive_timeout: Duration,
 }
 
 impl Streams {
@@ -1001,6 +1005,8 @@ impl Streams {
     pub fn of(self, settings: runtime::http2::Settings) -> runtime::http2::Settings {
         runtime::http2::Settings {
             header_list: self.header_list,
+            keepalive_interval: self.keepalive_interval,
+            keepalive_timeout: self.keepalive_timeout,
             ..settings.with_streams(self.open, self.resets)
         }
     }

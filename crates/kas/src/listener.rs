@@ -193,6 +193,7 @@ fn count_refusal(metrics: &Arc<Metrics>, listener: ListenerName, why: Refusal) {
         Refusal::Pings => Reason::Pings,
         Refusal::IdleFrames => Reason::IdleFrames,
         Refusal::Resets => Reason::Resets,
+        Refusal::Streams => Reason::Streams,
         Refusal::Idle => Reason::Idle,
         Refusal::Handshake => Reason::Handshake,
         Refusal::Accept => Reason::Accept,

@@ -6,6 +6,8 @@ use http::{HeaderMap, HeaderValue, Uri};
 use ids::{AgentId, ConnectionId};
 use tunnel::meta::{self, Binary, MapWriter};
 
+use crate::metrics::{ListenerName, Metrics, Reason};
+
 /// Names the agent.
 pub const AGENT_ID: &str = "kas-agent-id";
 /// Names one connection of it.
@@ -60,7 +62,7 @@ impl Target {
 /// itself among them.
 ///
 /// # Errors
-/// `INVALID_ARGUMENT` that names the key.
+/// `INVALID_ARGUMENT` that names the key; see [`has_too_many`].
 pub fn check_keys(headers: &HeaderMap) -> Result<(), Status> {
     let mut features = 0;
     for key in headers.keys() {
@@ -79,6 +81,12 @@ pub fn check_keys(headers: &HeaderMap) -> Result<(), Status> {
         return Err(invalid(format!("at most {MAX_FEATURES} {FEATURE}* keys are accepted, got {features}")));
     }
     Ok(())
+}
+
+/// Whether there are more feature flags than a request may carry: a limit, where other keys are wrong by themselves. For
+/// what was refused already.
+pub fn has_too_many(headers: &HeaderMap) -> bool {
+    headers.keys().filter(|key| key.as_str().starts_with(FEATURE)).count() > MAX_FEATURES
 }
 
 fn single<'a>(headers: &'a HeaderMap, key: &str) -> Result<Option<&'a str>, Status> {
@@ -103,28 +111,33 @@ fn passes(key: &str) -> bool {
 /// of the deadline, and the request id.
 ///
 /// # Errors
-/// `INVALID_ARGUMENT` for metadata that cannot travel to this agent.
+/// [`meta::Error`] for metadata that cannot travel to this agent; see [`untransferable`].
 pub fn request_info(
     method: &str,
     headers: &HeaderMap,
     deadline: Deadline,
     correlation: &HeaderValue,
     binary: Binary,
-) -> Result<MapWriter, Status> {
-    let error = |error: meta::Error| invalid(error.to_string());
+) -> Result<MapWriter, meta::Error> {
     let mut writer = MapWriter::request_info(method, binary);
     for key in headers.keys() {
         if passes(key.as_str()) && *key != grpc::CORRELATION_ID {
-            writer.add_all(key, headers).map_err(error)?;
+            writer.add_all(key, headers)?;
         }
     }
-    writer
-        .add_text(grpc::CORRELATION_ID.as_str(), correlation.to_str().unwrap_or_default())
-        .map_err(error)?;
+    writer.add_text(grpc::CORRELATION_ID.as_str(), correlation.to_str().unwrap_or_default())?;
     if let Some(remaining) = deadline.remaining() {
-        writer.add_text("grpc-timeout", &format_timeout(remaining)).map_err(error)?;
+        writer.add_text("grpc-timeout", &format_timeout(remaining))?;
     }
     Ok(writer)
+}
+
+/// Refuses metadata that cannot travel to an agent with `INVALID_ARGUMENT`. What is too much of it is counted.
+pub fn untransferable(error: &meta::Error, metrics: &Metrics, listener: ListenerName) -> Status {
+    if matches!(error, meta::Error::TooMuch) {
+        metrics.refused(listener, Reason::Headers);
+    }
+    invalid(error.to_string())
 }
 
 /// Returns the metadata of a request for a replica of GitLab's kas, which makes its `RequestInfo`: the caller's that

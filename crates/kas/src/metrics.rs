@@ -55,6 +55,10 @@ pub enum Reason {
     /// Frames that carry nothing.
     IdleFrames,
     Resets,
+    /// A stream more than one connection may have open.
+    Streams,
+    /// A message was too large, compressed beyond measure, or, of an agent that begins a stream, wrong or late.
+    Message,
     /// No request for a long time.
     Idle,
     WaitersFull,

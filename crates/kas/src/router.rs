@@ -34,7 +34,7 @@ use self::search::{Found, Search};
 pub use self::trail::Trail;
 use crate::{
     audit, metadata,
-    metrics::{self, Metrics, Route},
+    metrics::{self, ListenerName, Metrics, Route},
     observe::Sight,
     peer::{self, Peers, kept::Kept},
     tunnel_registry::{Refused, TunnelRegistry},
@@ -219,8 +219,10 @@ impl Router {
         } = request;
         let arrived = Instant::now();
         let mut body = body;
-        let legal =
-            || metadata::request_info(&method, &headers, deadline, &correlation, Binary::Base64).map(drop);
+        let info = |binary| {
+            metadata::request_info(&method, &headers, deadline, &correlation, binary)
+                .map_err(|error| metadata::untransferable(&error, &self.metrics, ListenerName::Api))
+        };
         let search = Search {
             router: self,
             agent,
@@ -239,7 +241,7 @@ impl Router {
                     Some(taken) => Found::Kept(taken),
                     None => {
                         // What no agent could be sent does not wait for one.
-                        legal()?;
+                        info(Binary::Base64)?;
                         search.anywhere().await?
                     }
                 },
@@ -261,8 +263,7 @@ impl Router {
             let request_info = match start {
                 Some(start) => start,
                 None => {
-                    let binary = kind.binary();
-                    let writer = metadata::request_info(&method, &headers, deadline, &correlation, binary)?;
+                    let writer = info(kind.binary())?;
                     let mut info = bytes::BytesMut::with_capacity(512);
                     writer.put_control(frame::response::REQUEST_INFO, &mut info);
                     info.freeze()

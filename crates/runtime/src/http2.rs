@@ -214,6 +214,8 @@ pub enum Refusal {
     IdleFrames,
     /// Too many streams were reset.
     Resets,
+    /// One stream more than may be open; the connection stays.
+    Streams,
     /// It had no stream for long: it was asked to end.
     Idle,
     /// The TLS handshake or the upgrade to WebSocket failed or took too long.
@@ -234,6 +236,7 @@ impl Refusal {
             Self::Pings => "too many pings",
             Self::IdleFrames => "too many frames that carry nothing",
             Self::Resets => "too many streams were reset",
+            Self::Streams => "too many streams were open",
             Self::Idle => "no stream for a long time",
             Self::Handshake => "the handshake failed",
             Self::Accept => "it could not be accepted",
@@ -664,7 +667,10 @@ impl Serve {
         // process leaves is served.
         let mut stopped = lifecycle.phase() == Phase::Stopped;
         // Nobody of ours sees these requests.
-        let count_too_large = || (0..meter.take_too_large()).for_each(|_| service.refused(Refusal::Headers));
+        let count_unseen = || {
+            (0..meter.take_too_large()).for_each(|_| service.refused(Refusal::Headers));
+            (0..meter.take_refused()).for_each(|_| service.refused(Refusal::Streams));
+        };
         loop {
             if stopped {
                 driver.as_mut().graceful_shutdown();
@@ -727,7 +733,7 @@ impl Serve {
                 }
                 _ = ticks.tick() => {
                     let now = Instant::now();
-                    count_too_large();
+                    count_unseen();
                     if state.standing() == Standing::Expelled {
                         service.refused(Refusal::Unauthenticated);
                         break;
@@ -771,7 +777,7 @@ impl Serve {
                 }
             }
         }
-        count_too_large();
+        count_unseen();
         state.closed();
     }
 }

@@ -234,6 +234,8 @@ fn possible(metric: &str, label: &str) -> Vec<String> {
             Reason::Pings,
             Reason::IdleFrames,
             Reason::Resets,
+            Reason::Streams,
+            Reason::Message,
             Reason::Idle,
             Reason::Handshake,
             Reason::Accept,

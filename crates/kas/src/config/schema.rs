@@ -1419,6 +1419,19 @@ fn streams(s: &mut Section<'_, '_>) -> (Streams, Streams) {
         "Headers of a request of agents and callers: names and values, and 32 bytes for each field. Larger ones are refused \
          with words, and by HTTP/2 itself from twice as much.",
     );
+    let keepalive_interval = s.duration(
+        "keepalive_interval",
+        http2::AGENT.keepalive_interval,
+        Rule::Positive,
+        "After this time without a word from an agent or a caller kas pings it. Shorter than the idle timers of balancers \
+         in between that count bytes.",
+    );
+    let keepalive_timeout = s.duration(
+        "keepalive_timeout",
+        http2::AGENT.keepalive_timeout,
+        Rule::Positive,
+        "And when the answer takes longer than this, the connection is lost: what is open on it ends.",
+    );
     let agents = Streams {
         open: s.number_within(
             "streams_per_agent_connection",
@@ -1433,6 +1446,8 @@ fn streams(s: &mut Section<'_, '_>) -> (Streams, Streams) {
             "Requests of one connection of agents that kas may be made to reset.",
         ),
         header_list,
+        keepalive_interval,
+        keepalive_timeout,
     };
     let callers = Streams {
         open: s.number_within(
@@ -1448,6 +1463,8 @@ fn streams(s: &mut Section<'_, '_>) -> (Streams, Streams) {
             "Requests of one connection of callers that kas may be made to reset.",
         ),
         header_list,
+        keepalive_interval,
+        keepalive_timeout,
     };
     (agents, callers)
 }

@@ -391,8 +391,20 @@ fn no_file_at_all_gives_one_replica_on_loopback() {
             waiters: 20_000,
             find_timeout: secs(20),
             connections: runtime::http2::Limits::default(),
-            agents: Streams { open: 1_000, resets: 100_000, header_list: 16_384 },
-            callers: Streams { open: 200, resets: 1_024, header_list: 16_384 },
+            agents: Streams {
+                open: 1_000,
+                resets: 100_000,
+                header_list: 16_384,
+                keepalive_interval: secs(15),
+                keepalive_timeout: secs(10),
+            },
+            callers: Streams {
+                open: 200,
+                resets: 1_024,
+                header_list: 16_384,
+                keepalive_interval: secs(15),
+                keepalive_timeout: secs(10),
+            },
             attempts: Attempts { failures: 20, fields: 64, header_list: 16_384 },
             token_burst: 1_000,
         },
@@ -514,6 +526,8 @@ limits:
   pings: 9
   ping_interval: 1s
   header_list_bytes: 20000
+  keepalive_interval: 2s
+  keepalive_timeout: 900ms
   streams_per_agent_connection: 12
   resets_per_agent_connection: 13
   streams_per_caller_connection: 14
@@ -547,6 +561,13 @@ drain: {delay: 0s, timeout: 10m}
         pings: 9,
         ping_interval: secs(1),
     };
+    let streams = Streams {
+        open: 0,
+        resets: 0,
+        header_list: 20_000,
+        keepalive_interval: secs(2),
+        keepalive_timeout: Duration::from_millis(900),
+    };
     assert_eq!(
         own.limits,
         Limits {
@@ -554,8 +575,8 @@ drain: {delay: 0s, timeout: 10m}
             waiters: 2,
             find_timeout: secs(3),
             connections,
-            agents: Streams { open: 12, resets: 13, header_list: 20_000 },
-            callers: Streams { open: 14, resets: 15, header_list: 20_000 },
+            agents: Streams { open: 12, resets: 13, ..streams },
+            callers: Streams { open: 14, resets: 15, ..streams },
             attempts: Attempts { failures: 16, fields: 17, header_list: 20_000 },
             token_burst: 10,
         }

@@ -16,7 +16,6 @@ use http::{HeaderMap, HeaderValue, Request, Response};
 use http_body_util::{BodyExt as _, Full};
 use hyper::body::Incoming;
 use ids::{AgentId, ConnectionId, TokenHash};
-use prost::Message as _;
 use proto::gitlab::agent::{
     agent_configuration::rpc::ConfigurationRequest,
     agent_registrar::rpc::{RegisterRequest, RegisterResponse, UnregisterRequest, UnregisterResponse},
@@ -381,6 +380,12 @@ impl Transport {
         })
     }
 
+    /// Counts a stream whose first message is not what it must be, or did not come.
+    fn unfit(&self, status: Status) -> Status {
+        self.listener.metrics.refused(ListenerName::Agent, Reason::Message);
+        status
+    }
+
     /// Notes whether a proxy stands between, as far as the headers of a stream tell.
     fn look_for_proxy(&self, headers: &HeaderMap) {
         let marked =
@@ -462,12 +467,12 @@ impl Transport {
             Some(first) => first,
             None => tokio::time::timeout(FIRST_MESSAGE, read_descriptor(&mut opening))
                 .await
-                .map_err(|_| Status::new(Code::DeadlineExceeded, "no descriptor came in time"))?
+                .unwrap_or_else(|_| Err(Status::new(Code::DeadlineExceeded, "no descriptor came in time")))
                 .map_err(Early::Refused),
         };
         let descriptor = match first {
             Ok(descriptor) => descriptor,
-            Err(early) => return early.answer(peer),
+            Err(early) => return early.answer(peer).map_err(|status| self.unfit(status)),
         };
         let listener = &self.listener;
         let agent = authenticated.agent.id;
@@ -486,7 +491,9 @@ impl Transport {
             }
             tokio::select! {
                 () = tokio::time::sleep(Duration::from_secs(1)) => {}
-                unasked = opening.unasked() => return Early::from(unasked).answer(peer),
+                unasked = opening.unasked() => {
+                    return Early::from(unasked).answer(peer).map_err(|status| self.unfit(status));
+                }
             }
         }
         let instance = instance(&head.headers, agent);
@@ -553,11 +560,7 @@ impl Transport {
             Some(read) => read,
             None => reading.await,
         };
-        let message =
-            message.map_err(|_| Status::new(Code::DeadlineExceeded, "no request came in time"))??;
-        let request = ConfigurationRequest::decode(message).map_err(|error| {
-            Status::new(Code::InvalidArgument, format!("the request is malformed: {error}"))
-        })?;
+        let request: ConfigurationRequest = decoded(message).map_err(|status| self.unfit(status))?;
         let listener = &self.listener;
         if !listener.rate_limit.allows(authenticated.token) {
             listener.metrics.refused(ListenerName::Agent, Reason::RateLimit);
@@ -694,12 +697,8 @@ impl Transport {
         let authenticated = self.authenticate(&head.headers).await?;
         let gzip = encoding(&head.headers)?;
         self.look_for_proxy(&head.headers);
-        let message = tokio::time::timeout(FIRST_MESSAGE, read_one(body, gzip))
-            .await
-            .map_err(|_| Status::new(Code::DeadlineExceeded, "no request came in time"))??;
-        let message = M::decode(message).map_err(|error| {
-            Status::new(Code::InvalidArgument, format!("the request is malformed: {error}"))
-        })?;
+        let message = tokio::time::timeout(FIRST_MESSAGE, read_one(body, gzip)).await;
+        let message = decoded(message).map_err(|status| self.unfit(status))?;
         if !self.listener.rate_limit.allows(authenticated.token) {
             self.listener.metrics.refused(ListenerName::Agent, Reason::RateLimit);
             return Err(rate_limited());
@@ -1014,6 +1013,15 @@ fn encoding(headers: &HeaderMap) -> Result<bool, Status> {
             format!("grpc-encoding {} is not supported: use gzip or identity", other.escape_ascii()),
         )),
     }
+}
+
+/// Decodes the one message of a call that was waited for.
+fn decoded<M: prost::Message + Default>(
+    read: Result<Result<bytes::Bytes, Status>, tokio::time::error::Elapsed>,
+) -> Result<M, Status> {
+    let message = read.map_err(|_| Status::new(Code::DeadlineExceeded, "no request came in time"))??;
+    M::decode(message)
+        .map_err(|error| Status::new(Code::InvalidArgument, format!("the request is malformed: {error}")))
 }
 
 /// Reads the one message of a call, inflated when it is compressed.

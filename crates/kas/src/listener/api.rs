@@ -12,6 +12,7 @@ use cluster::Tracker;
 use grpc::{BoxError, Code, Deadline, InflateBody, Status};
 use http::{HeaderMap, HeaderValue, Request, Response};
 use http_body::Frame;
+use http_body_util::BodyExt as _;
 use hyper::body::Incoming;
 use runtime::http2::{Answer, Body, Connection, GoAway, Refusal, Service, Standing, StreamSlot};
 use tokio::time::Sleep;
@@ -133,6 +134,12 @@ impl Connection for Caller {
             sight.denied(rule, status.code());
             Box::pin(std::future::ready(failed(status, &correlation)))
         };
+        let wrong_keys = |status: &Status| {
+            if metadata::has_too_many(request.headers()) {
+                self.listener.metrics.refused(ListenerName::Api, Reason::Headers);
+            }
+            refuse(status, Rule::Metadata)
+        };
         if !health {
             match self.verify(request.headers()) {
                 Ok(actor) => sight.actor(&actor),
@@ -154,7 +161,7 @@ impl Connection for Caller {
         }
         if let Some(service) = self.listener.services.of(request.uri().path()) {
             if let Err(status) = metadata::check_keys(request.headers()) {
-                return refuse(&status, Rule::Metadata);
+                return wrong_keys(&status);
             }
             sight.allowed(request.headers());
             return Box::pin(own(service, request, correlation, deadline, sight));
@@ -171,7 +178,7 @@ impl Connection for Caller {
                 );
                 return refuse(&status, Rule::Method);
             }
-            Err(status) => return refuse(&status, Rule::Metadata),
+            Err(status) => return wrong_keys(&status),
         };
         sight.target(target.agent, target.connection);
         if !metadata::is_method(request.uri()) {
@@ -202,7 +209,16 @@ async fn pass_through(
     let (mut head, body) = request.into_parts();
     let body = match head.headers.get("grpc-encoding").map(HeaderValue::as_bytes) {
         None | Some(b"identity") => grpc::boxed(body),
-        Some(b"gzip") => grpc::boxed(InflateBody::new(body, MAX_INFLATED)),
+        Some(b"gzip") => {
+            let metrics = Arc::clone(&caller.listener.metrics);
+            grpc::boxed(InflateBody::new(body, MAX_INFLATED).map_err(move |error| {
+                let code = error.downcast_ref::<Status>().map(Status::code);
+                if code == Some(Code::ResourceExhausted) {
+                    metrics.refused(ListenerName::Api, Reason::Message);
+                }
+                error
+            }))
+        }
         Some(other) => {
             let text =
                 format!("grpc-encoding {} is not supported: use gzip or identity", other.escape_ascii());
@@ -225,7 +241,12 @@ async fn pass_through(
     let (impersonates, body) = if head.uri.path() == impersonation::MAKE_REQUEST {
         match impersonation::look(body, deadline).await {
             Ok(looked) => looked,
-            Err(status) => return told(failed(&status, &correlation)),
+            Err(status) => {
+                if status.code() == Code::ResourceExhausted {
+                    caller.listener.metrics.refused(ListenerName::Api, Reason::Message);
+                }
+                return told(failed(&status, &correlation));
+            }
         }
     } else {
         (false, body)

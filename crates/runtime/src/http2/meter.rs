@@ -35,6 +35,8 @@ const CONTINUATION: u8 = 9;
 
 const NO_ERROR: u32 = 0;
 const PROTOCOL_ERROR: u32 = 1;
+/// What HTTP/2 says of a stream beyond those that may be open. Nothing of ours says it.
+const REFUSED_STREAM: u32 = 7;
 /// The end of what the library says with GOAWAY about each of its limits to resets. Its error does not repeat it.
 const RESETS_SAID: u32 = u32::from_be_bytes(*b"sets");
 /// The block of an answer that is a status alone is no longer; with an HPACK table that changes its size, too.
@@ -175,6 +177,8 @@ pub(super) struct Meter {
     verdict: AtomicU8,
     /// Header lists that HTTP/2 has refused, and nobody has counted.
     too_large: AtomicU32,
+    /// Streams beyond those that may be open, which nobody has counted either.
+    refused: AtomicU32,
     /// HTTP/2 has said that there were too many resets.
     too_many_resets: AtomicBool,
 }
@@ -212,6 +216,11 @@ impl Meter {
     /// Returns how many header lists HTTP/2 has refused since the last call.
     pub(super) fn take_too_large(&self) -> u32 {
         self.too_large.swap(0, Ordering::Relaxed)
+    }
+
+    /// Returns how many streams HTTP/2 has refused since the last call, because too many were open.
+    pub(super) fn take_refused(&self) -> u32 {
+        self.refused.swap(0, Ordering::Relaxed)
     }
 
     /// Why the connection was ended.
@@ -369,6 +378,8 @@ impl<S> Metered<S> {
             Step::Resets(stream, code) => {
                 if code == PROTOCOL_ERROR && stream == *answered {
                     meter.too_large.fetch_add(1, Ordering::Relaxed);
+                } else if code == REFUSED_STREAM {
+                    meter.refused.fetch_add(1, Ordering::Relaxed);
                 }
                 // An answer that did not wait for its request's end is followed by a reset without an error: that stream
                 // was counted when it began.

@@ -33,7 +33,7 @@ use super::{Held, PrivateListener, UNUSED};
 use crate::{
     listener::failed,
     metadata,
-    metrics::{AskAnswer, Metrics, Side},
+    metrics::{AskAnswer, ListenerName, Metrics, Side},
     peer::gateway::AGENT,
     tunnel_registry::{Acquired, Gone, Grant, Refused},
 };
@@ -196,13 +196,11 @@ impl Asked {
         let mut held = held;
         loop {
             let binary = held.tunnel.info().peer.binary();
-            let info = metadata::request_info(
-                &self.method,
-                &self.headers,
-                self.deadline,
-                &self.correlation,
-                binary,
-            )?;
+            let info =
+                metadata::request_info(&self.method, &self.headers, self.deadline, &self.correlation, binary)
+                    .map_err(|error| {
+                        metadata::untransferable(&error, &self.listener.metrics, ListenerName::Private)
+                    })?;
             let mut request_info = BytesMut::with_capacity(512);
             info.put_control(frame::response::REQUEST_INFO, &mut request_info);
             let job = Job { request_info: request_info.freeze(), body };
