@@ -116,6 +116,14 @@ pub(super) fn check(config: &Config) -> Findings {
             "not given, so each replica makes its own: a token for one of them is none for the others",
         );
     }
+    // Metrics and probes have to be reached, and tell nobody's name; the page does.
+    if config.observability.page.is_some() && is_reached_from_elsewhere(&config.observability.listen) {
+        findings.warning(
+            "observability.page",
+            "asks for no credential, and observability.listen is reached from other hosts: whoever comes there sees names \
+             and numbers of agents and replicas; let a network policy guard it, or listen on 127.0.0.1",
+        );
+    }
     if let Tracker::Redis(shared) = &config.tracker {
         redis(shared, config.open_secret_files, &mut findings);
     }

@@ -1342,6 +1342,24 @@ fn plain_text_beyond_the_host_is_warned_about() {
 }
 
 #[test]
+fn a_page_for_whoever_comes_is_warned_about() {
+    let files = Files::new(&[("a", SECRET_A)]);
+    let secret = files.path("a");
+    let api = format!("api: {{listen: {{authentication_secret_file: {secret:?}}}}}");
+    for (address, page, expected) in [
+        ("127.0.0.1:1", "{enabled: true}", &[][..]),
+        ("':1'", "{}", &[]),
+        ("':1'", "{enabled: true}", &["observability.page"]),
+        ("10.0.0.1:1", "{enabled: true, hosts: [kas.example.com]}", &["observability.page"]),
+    ] {
+        let yaml = format!("{{{api}, observability: {{listen: {{address: {address}}}, page: {page}}}}}");
+        let warnings = config(&yaml).check().unwrap();
+        let paths: Vec<&str> = warnings.iter().map(|warning| &*warning.path).collect();
+        assert_eq!(paths, expected, "{address} {page}");
+    }
+}
+
+#[test]
 fn checking_makes_no_secret_and_loading_makes_one() {
     let files = Files::new(&[]);
     let config = files.config(&[], None);
