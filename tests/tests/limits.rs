@@ -464,6 +464,69 @@ async fn requests_with_too_many_or_too_large_headers_get_an_answer_that_grpc_cli
 }
 
 #[tokio::test]
+async fn a_tunnel_above_the_limit_gets_the_next_place_or_ends_in_order_after_its_time() -> Result<()> {
+    const FULL: &str = "kas_refusals_total{listener=\"Agent\",reason=\"TunnelsFull\"}";
+    let config = json!({ "agent": { "listen": { "max_tunnels_per_agent": 2 } } });
+    let kas = Kas::start_with_config(config).await?;
+    let agent = RawAgent::connect(kas.agent, &token(1), Kind::Old).await?;
+    let (first, _second) = (agent.tunnel().await?, agent.tunnel().await?);
+    let mut third = std::pin::pin!(agent.tunnel());
+    let waits = tokio::time::timeout(Duration::from_millis(500), &mut third).await;
+    assert!(waits.is_err(), "it has a place");
+    assert_eq!(kas.metric("kas_tunnels_open").await?, 2.0);
+    // Others have their own.
+    let other = RawAgent::connect(kas.agent, &token(2), Kind::Old).await?;
+    let _others = other.tunnel().await?;
+    drop(first);
+    let _third = soon("the place that is free", third).await?;
+    kas.metric_is("kas_tunnels_open", 3.0).await?;
+    assert_eq!(kas.metric(FULL).await?, 0.0);
+
+    // A refusal would make an agent of 14.1 pause for minutes.
+    let begun = Instant::now();
+    let mut fourth = tokio::time::timeout(Duration::from_secs(20), agent.tunnel()).await??;
+    assert_eq!(fourth.ended().await.code(), Code::Ok);
+    assert!(begun.elapsed() > Duration::from_secs(9), "{:?}", begun.elapsed());
+    assert_eq!(kas.metric(FULL).await?, 1.0);
+    assert_eq!(kas.metric("kas_tunnels_open").await?, 3.0);
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_token_that_connects_too_often_waits_and_others_do_not() -> Result<()> {
+    let kas = Kas::start_with_config(json!({
+        "limits": { "token_burst": 4 },
+        "agent": { "listen": { "connections_per_token_per_minute": 1 } },
+    }))
+    .await?;
+    let caller = kas.caller().await?;
+    let mut connections = Vec::new();
+    for _ in 0..3 {
+        let agent = RawAgent::connect(kas.agent, &token(1), Kind::Old).await?;
+        let serving = agent.serve(1).await?;
+        connections.push((agent, serving));
+    }
+    // What carries requests is free, however often it comes again.
+    for _ in 0..50 {
+        assert_eq!(caller.call(caller.to_agent(1, &path("Echo")), &[b"x"]).await?.messages, ["x"]);
+    }
+    let agent = RawAgent::connect(kas.agent, &token(1), Kind::Old).await?;
+    let mut stream = agent.link().open(agent.request(GET_CONFIGURATION).body(())?).await?;
+    stream.send(frame(b"")).await.ok().context("sent")?;
+    let _ = stream.half_close();
+    let got = answer(&mut stream).await?;
+    // In the words of 14.1.
+    let told = "new connection rate limit exhausted for this agent, try again later";
+    assert_eq!((got.status.code(), got.status.message()), (Code::ResourceExhausted, told));
+    refused(&kas, "Agent", "RateLimit").await?;
+    // Its tunnels are held, as those above their limit; those of another token are not.
+    assert!(tokio::time::timeout(Duration::from_secs(2), agent.tunnel()).await.is_err(), "it is let in");
+    let other = RawAgent::connect(kas.agent, &token(2), Kind::Old).await?;
+    soon("a tunnel of another token", other.tunnel()).await?;
+    Ok(())
+}
+
+#[tokio::test]
 async fn a_token_that_fails_again_and_again_is_not_looked_up_any_more_and_others_are() -> Result<()> {
     let kas = kas(json!({ "token_burst": 3 })).await?;
     let wrong = RawAgent::connect(kas.agent, "wrong", Kind::Old).await?;
