@@ -92,6 +92,14 @@ impl Service for ApiListener {
     }
 }
 
+/// Reads `bytes` as the body of a request for a cluster, in pieces of this many bytes, above zero: for a fuzz target.
+///
+/// # Panics
+/// When something of it is lost, or is understood in two ways.
+pub fn fuzz(bytes: &[u8], size: usize) {
+    impersonation::fuzz(bytes, size);
+}
+
 /// One connection of a caller.
 struct Caller {
     listener: Arc<ApiListener>,

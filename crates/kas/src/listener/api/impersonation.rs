@@ -19,7 +19,7 @@ use proto::gitlab::agent::{
     kubernetes_api::rpc::HeaderExtra,
 };
 
-use crate::audit::kubernetes::{HEADER_EXTRA, METHOD};
+use crate::audit::kubernetes::{First, HEADER_EXTRA, METHOD, Read};
 
 /// The method whose requests can impersonate.
 pub(super) const MAKE_REQUEST: &str = METHOD;
@@ -171,6 +171,34 @@ impl Body for Again {
             hint.set_upper(upper + read);
         }
         hint
+    }
+}
+
+/// Reads `bytes` as the body of a request, in pieces of this many bytes, as the router and the audit log do.
+///
+/// # Panics
+/// When a byte of it is lost, or when the router takes it for somebody's whom the audit log does not name.
+pub(super) fn fuzz(bytes: &[u8], size: usize) {
+    use futures_util::{FutureExt as _, stream};
+    use http_body_util::StreamBody;
+
+    let pieces =
+        bytes.chunks(size).map(|piece| Ok::<_, BoxError>(Frame::data(Bytes::copy_from_slice(piece))));
+    let body = grpc::boxed(StreamBody::new(stream::iter(pieces.collect::<Vec<_>>())));
+    let Ok((impersonates, body)) = look(body, Deadline::NONE).now_or_never().expect("all of it is there")
+    else {
+        return;
+    };
+    let passed = body.collect().now_or_never().expect("all of it is there").expect("it ends in order");
+    assert_eq!(passed.to_bytes(), bytes, "every byte goes on");
+    let mut first = First::default();
+    let read = bytes.chunks(size).map(|piece| first.push(piece)).find(|read| *read != Read::More);
+    match read {
+        // What is too large to be read there has no line that says what it means.
+        Some(Read::Done(Some(meant))) if impersonates => {
+            assert!(meant.on_behalf_of.is_some(), "nobody is named: {meant:?}");
+        }
+        _ => {}
     }
 }
 
