@@ -3,7 +3,7 @@
 use std::{net::SocketAddr, time::Duration};
 
 use anyhow::{Context as _, Result, ensure};
-use futures_util::future::try_join_all;
+use futures_util::{StreamExt as _, future::try_join_all, stream};
 use tokio::{
     io::{AsyncReadExt as _, AsyncWriteExt as _},
     net::TcpStream,
@@ -18,6 +18,11 @@ use crate::{
 const CUT: Duration = Duration::from_secs(20);
 /// Handshakes that get nowhere, at once: below the 1,024 that kas allows.
 const HALF_OPEN: usize = 700;
+/// Handshakes that get nowhere, in all; and how many of them at once, which is more than kas allows.
+const FLOOD: usize = 10_000;
+const AT_ONCE: usize = 2_000;
+/// Who comes between them waits for its turn behind those that were there: a thousand of them go each second.
+const TURN: Duration = Duration::from_secs(20);
 
 /// A record of TLS.
 fn record(kind: u8, payload: &[u8]) -> Vec<u8> {
@@ -103,5 +108,46 @@ pub(crate) async fn all(stage: &Stage) -> Result<usize> {
     }
     let times = stage.settle("half-open handshakes").await?;
     println!("half-open handshakes: {HALF_OPEN}; {times}");
-    Ok(rows.len() + 1)
+    flood(stage, address).await?;
+    Ok(rows.len() + 2)
+}
+
+/// Many more than kas allows: the oldest give their places to who comes, strangers and agents alike.
+async fn flood(stage: &Stage, address: SocketAddr) -> Result<()> {
+    let (_, way) = stage.door(Door::AgentTls).context("the door is there")?;
+    let half = &hello()[..30];
+    let strangers = stream::iter(0..FLOOD).for_each_concurrent(AT_ONCE, async |_| {
+        let Ok(mut stream) = TcpStream::connect(address).await else { return };
+        let _ = stream.write_all(half).await;
+        // Until kas takes its place away, or its time is over.
+        let _ = tokio::time::timeout(CUT, stream.read_to_end(&mut Vec::new())).await;
+    });
+    let honest = async {
+        let mut slowest = Duration::ZERO;
+        for n in 0..5 {
+            let begun = tokio::time::Instant::now();
+            let spoke = async {
+                let mut peer = Peer::connect(address, &way).await?;
+                peer.send(&[PREFACE, &frame(SETTINGS, 0, 0, &[])].concat(), CUT).await;
+                peer.answers_ping(CUT).await
+            };
+            tokio::time::timeout(TURN, spoke)
+                .await
+                .ok()
+                .context("it does not get its turn")
+                .flatten()
+                .with_context(|| format!("agent {n} among {AT_ONCE} half-open handshakes"))?;
+            slowest = slowest.max(begun.elapsed());
+        }
+        anyhow::Ok(slowest)
+    };
+    let ((), slowest) = tokio::join!(strangers, honest);
+    let slowest = slowest?;
+    let evicted = stage.kas.metric("kas_refusals_total{listener=\"Agent\",reason=\"HalfOpen\"}").await?;
+    ensure!(evicted >= (FLOOD / 2) as f64, "{evicted} of {FLOOD} lost their places");
+    let times = stage.settle("a flood of half-open handshakes").await?;
+    println!(
+        "a flood of half-open handshakes: {FLOOD}, {evicted} evicted, an agent within {slowest:?}; {times}"
+    );
+    Ok(())
 }
