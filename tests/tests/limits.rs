@@ -11,6 +11,7 @@ use grpc::Code;
 use serde_json::{Value, json};
 use testkit::{
     caller::{Caller, answer, frame},
+    certificates::Certificates,
     handler::path,
     kas::{Kas, metric_is_at_least, token},
     process::soon,
@@ -106,6 +107,26 @@ async fn a_connection_must_speak_complete_its_headers_and_show_who_it_is_each_in
         assert_eq!(caller.call(caller.request(BY_ID), &[&[8, 1]]).await?.status.code(), Code::Ok);
         tokio::time::sleep(Duration::from_secs(1)).await;
         assert_eq!(caller.call(caller.request(BY_ID), &[&[8, 1]]).await?.status.code(), Code::Ok);
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_handshake_of_tls_or_websocket_must_be_over_in_time() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let files = Certificates::new(folder.path(), &["127.0.0.1"])?;
+    let tls = json!({ "certificate_file": files.certificate, "key_file": files.key });
+    let limits = json!({ "handshake_timeout": "300ms" });
+    for (listen, bytes) in [
+        // The head of a record of TLS, and half of a request to upgrade.
+        (tls, &[0x16, 3, 1, 2, 0][..]),
+        (json!({ "websocket": true }), b"GET / HTTP/1.1\r\nHost: kas\r\nUpgr"),
+    ] {
+        let kas = Kas::start_with_config(json!({ "limits": limits, "agent": { "listen": listen } })).await?;
+        let begun = Instant::now();
+        closed(says(kas.agent, &[bytes]).await?).await;
+        assert!(begun.elapsed() < Duration::from_secs(4), "{:?}", begun.elapsed());
+        refused(&kas, "Agent", "Handshake").await?;
     }
     Ok(())
 }
