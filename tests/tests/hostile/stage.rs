@@ -60,7 +60,7 @@ pub(crate) enum Door {
     AgentWebSocket,
     /// Callers.
     Api,
-    /// Other replicas.
+    /// Other replicas: with certificates where agents have TLS.
     Private,
     /// Metrics and probes.
     Observability,
@@ -77,7 +77,7 @@ impl Door {
 pub(crate) enum Kind {
     /// Everything without TLS; replicas too.
     Plain,
-    /// Agents with TLS.
+    /// Agents with TLS, and replicas with a certificate each.
     Tls,
     /// Agents inside WebSocket.
     WebSocket,
@@ -90,6 +90,8 @@ pub(crate) struct Stage {
     private: Option<SocketAddr>,
     private_secret: Vec<u8>,
     tls: Option<Arc<tokio_rustls::rustls::ClientConfig>>,
+    /// What a replica shows.
+    replica_tls: Option<Arc<tokio_rustls::rustls::ClientConfig>>,
     /// Does the good work; held for its drop.
     _agentk: Agentk,
     good: Arc<Good>,
@@ -154,10 +156,20 @@ impl Stage {
             Kind::Tls => {
                 certificates(dir.path())?;
                 let file = |name: &str| dir.path().join(name);
-                json!({ "agent": { "listen": {
-                    "certificate_file": file("cert.pem"),
-                    "key_file": file("key.pem"),
-                } } })
+                json!({
+                    "tracker": "gossip",
+                    "agent": { "listen": {
+                        "certificate_file": file("cert.pem"),
+                        "key_file": file("key.pem"),
+                    } },
+                    "private_api": { "listen": {
+                        "address": "127.0.0.1:0",
+                        "authentication_secret_file": secret,
+                        "certificate_file": file("cert.pem"),
+                        "key_file": file("key.pem"),
+                        "client_ca_file": file("ca.pem"),
+                    } },
+                })
             }
             Kind::WebSocket => json!({ "agent": { "listen": { "websocket": true } } }),
         };
@@ -170,15 +182,17 @@ impl Stage {
             })
             .await?;
         let ca = dir.path().join("ca.pem");
-        let (agentk, tls) = match kind {
-            Kind::Plain => (Agentk::start(kas.agent, &token(GOOD)).await?, None),
+        let (agentk, tls, replica_tls) = match kind {
+            Kind::Plain => (Agentk::start(kas.agent, &token(GOOD)).await?, None, None),
             Kind::Tls => {
                 let agentk = Agentk::start_tls(kas.agent, &token(GOOD), &ca).await?;
-                (agentk, Some(runtime::tls::client_of(&ca, None, None)?))
+                let (certificate, key) = (dir.path().join("cert.pem"), dir.path().join("key.pem"));
+                let replica = runtime::tls::client_of(&ca, Some((&certificate, &key)), None)?;
+                (agentk, Some(runtime::tls::client_of(&ca, None, None)?), Some(replica))
             }
             Kind::WebSocket => {
                 let url = format!("ws://{}", kas.agent);
-                (Agentk::start_url(&url, &token(GOOD), None).await?, None)
+                (Agentk::start_url(&url, &token(GOOD), None).await?, None, None)
             }
         };
         agentk.connected().await?;
@@ -205,6 +219,7 @@ impl Stage {
             private,
             private_secret,
             tls,
+            replica_tls,
             _agentk: agentk,
             good,
             _traffic: traffic,
@@ -228,7 +243,7 @@ impl Stage {
             Door::AgentTls => way(Kind::Tls, Way::Tls(self.tls.clone()?)),
             Door::AgentWebSocket => way(Kind::WebSocket, Way::WebSocket),
             Door::Api => (self.kind == Kind::Plain).then_some((self.kas.api, Way::Plain)),
-            Door::Private => Some((self.private?, Way::Plain)),
+            Door::Private => Some((self.private?, self.replica_tls.clone().map_or(Way::Plain, Way::Tls))),
             Door::Observability => (self.kind == Kind::Plain).then_some((self.kas.observability, Way::Plain)),
         }
     }
@@ -351,7 +366,7 @@ fn resident(id: i32) -> Option<u64> {
         .find_map(|line| line.strip_prefix("VmRSS:")?.trim().strip_suffix("kB")?.trim().parse().ok())
 }
 
-/// Writes a CA and a certificate of it for loopback.
+/// Writes a CA and a certificate of it for loopback, with the role of a replica.
 fn certificates(dir: &Path) -> Result<()> {
     let mut ca = rcgen::CertificateParams::new(vec![])?;
     ca.is_ca = rcgen::IsCa::Ca(rcgen::BasicConstraints::Unconstrained);
@@ -359,8 +374,9 @@ fn certificates(dir: &Path) -> Result<()> {
     let ca_certificate = ca.self_signed(&ca_key)?;
     let issuer = rcgen::Issuer::new(ca, ca_key);
     let key = rcgen::KeyPair::generate()?;
-    let certificate =
-        rcgen::CertificateParams::new(vec!["127.0.0.1".to_owned()])?.signed_by(&key, &issuer)?;
+    let mut params = rcgen::CertificateParams::new(vec!["127.0.0.1".to_owned()])?;
+    params.subject_alt_names.push(rcgen::SanType::URI("kas://replica".try_into()?));
+    let certificate = params.signed_by(&key, &issuer)?;
     std::fs::write(dir.join("ca.pem"), ca_certificate.pem())?;
     std::fs::write(dir.join("cert.pem"), certificate.pem())?;
     write_private(&dir.join("key.pem"), &key.serialize_pem())?;
