@@ -1,5 +1,5 @@
-//! The operations manual is complete: every metric, and every log line at `warn` or `error`, has a row in
-//! `docs/operations.md`.
+//! The operations manual is complete: every metric, every log line at `warn` or `error`, and every reason of a refusal has a
+//! row in `docs/operations.md`, and every limit one in `docs/limits.md`.
 
 #![allow(clippy::unwrap_used)] // a test may panic
 
@@ -268,6 +268,38 @@ async fn every_metric_that_the_programs_export_is_in_the_manual_by_its_full_name
             .map(|name| format!("\n  | `{name}` | type | means | what to do |"))
             .collect::<String>()
     );
+    Ok(())
+}
+
+#[test]
+fn every_limit_and_every_reason_of_a_refusal_is_in_the_manual() -> Result<()> {
+    let read = |path: &str| fs::read_to_string(root().join(path)).with_context(|| path.to_owned());
+    // A test of kas keeps this page current.
+    let reference = read("docs/configuration.md")?;
+    let section = reference.split("\n## ").find(|section| section.starts_with("`limits`\n"));
+    let keys: Vec<_> = section
+        .context("it has a section limits")?
+        .lines()
+        .filter_map(|line| Some(line.strip_prefix("| `")?.split_once('`')?.0))
+        .collect();
+    assert!(keys.len() >= 20, "{keys:?}");
+    let limits = read("docs/limits.md")?;
+    let missing: Vec<_> = keys.iter().filter(|key| !limits.contains(&format!("`{key}`"))).collect();
+    assert!(missing.is_empty(), "without a row in docs/limits.md: {missing:?}");
+
+    let metrics = read("crates/kas/src/metrics.rs")?;
+    let reasons = metrics.split_once("pub enum Reason {").context("it has the reasons")?.1;
+    let reasons: Vec<_> = reasons[..reasons.find('}').unwrap_or(0)]
+        .lines()
+        .map(str::trim)
+        .filter(|line| !line.is_empty() && !line.starts_with("//"))
+        .map(|line| line.trim_end_matches(','))
+        .collect();
+    assert!(reasons.len() >= 15, "{reasons:?}");
+    let manual = manual()?;
+    let rows = manual.split("\n## ").find(|section| section.starts_with("Limits\n")).context("its rows")?;
+    let missing: Vec<_> = reasons.iter().filter(|reason| !rows.contains(&format!("`{reason}`"))).collect();
+    assert!(missing.is_empty(), "without a row in docs/operations.md, below \"## Limits\": {missing:?}");
     Ok(())
 }
 
