@@ -394,6 +394,36 @@ async fn secrets_are_made_once_and_kept_by_upgrades() -> Result<()> {
     Ok(())
 }
 
+#[tokio::test]
+async fn an_upgrade_that_brings_the_autoscaler_keeps_the_replicas_that_run() -> Result<()> {
+    let kubernetes = Kubernetes::start().await?;
+    restricted(&kubernetes).await?;
+    let release = async |what: &str, values: Value| {
+        helm_one(json!({
+            "do": what,
+            "chart": here("deploy/charts/kas"),
+            "name": "kas",
+            "namespace": NAMESPACE,
+            "values": values,
+            "kubeconfig": kubernetes.admin_kubeconfig(),
+        }))
+        .await
+    };
+    let replicas = async || {
+        let get = ["get", "deployment", "kas", "-n", NAMESPACE, "-o", "jsonpath={.spec.replicas}"];
+        kubernetes.kubectl(&get).await
+    };
+    let scaled = json!({ "autoscaling": { "enabled": true } });
+    release("install", json!({ "replicaCount": 4 })).await?;
+    release("upgrade", scaled.clone()).await?;
+    assert_eq!(replicas().await?, "4");
+    // What the autoscaler has chosen since then stays, too.
+    kubernetes.kubectl(&["scale", "deployment", "kas", "-n", NAMESPACE, "--replicas=7"]).await?;
+    release("upgrade", scaled).await?;
+    assert_eq!(replicas().await?, "7");
+    Ok(())
+}
+
 /// The first chart that there was, of commit 1744b9d, packed as a repository of charts holds it.
 const FIRST_CHART: &str = "tests/deploy/charts/kas-1744b9d.tgz";
 

@@ -18,7 +18,7 @@ use testkit::{
     raw_agent::{Kind, RawAgent},
 };
 
-use crate::tools::{here, output, text, yaml};
+use crate::tools::{helm_one, here, output, render, text, yaml};
 
 const PROMTOOL: &str = "the tests need promtool (Debian: prometheus)";
 
@@ -300,6 +300,13 @@ async fn rules_and_dashboards_name_metrics_and_labels_that_kas_and_agentk_have()
         note(&mut shown, &get(address, "/metrics").await?.1);
     }
     let mut questions = questions()?;
+    // The autoscaler of the chart asks for one, too.
+    let values = json!({ "autoscaling": { "enabled": true } });
+    let rendered = helm_one(render("kas", &values, "kas", "kas")).await?;
+    let scaler = rendered["objects"].as_array().context("objects")?.iter();
+    let mut scaler = scaler.filter(|object| object["kind"] == "HorizontalPodAutoscaler");
+    let metric = &scaler.next().context("an autoscaler")?["spec"]["metrics"][0]["pods"]["metric"]["name"];
+    questions.push(("the autoscaler".to_owned(), metric.as_str().context("a name")?.to_owned()));
     for rule in rules().await? {
         let name = rule["alert"].as_str().or(rule["record"].as_str()).context("a name")?;
         questions.push((name.to_owned(), rule["expr"].as_str().context("a question")?.to_owned()));
