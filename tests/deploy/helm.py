@@ -16,8 +16,19 @@ import helm_python as helm
 import yaml
 
 
+class Loader(yaml.SafeLoader):
+    """Refuses a key that a map has twice: which one counts is another with each tool that reads it."""
+
+    def construct_mapping(self, node, deep=False):
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
+        twice = {str(key) for key in keys if keys.count(key) > 1}
+        if twice:
+            raise ValueError(f"{', '.join(sorted(twice))} twice in a map{node.start_mark}")
+        return super().construct_mapping(node, deep)
+
+
 def objects(text):
-    return [document for document in yaml.safe_load_all(text) if document]
+    return [document for document in yaml.load_all(text, Loader) if document]
 
 
 def render(request):

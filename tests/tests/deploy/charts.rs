@@ -10,7 +10,7 @@ use std::{
 use anyhow::{Context as _, Result, ensure};
 use base64::{Engine as _, prelude::BASE64_STANDARD};
 use serde_json::{Value, json};
-use testkit::{kubernetes::Kubernetes, process::program};
+use testkit::{kas::merge, kubernetes::Kubernetes, process::program};
 
 use crate::tools::{go_module, helm, helm_one, here, output, python, render, text, yaml};
 
@@ -86,6 +86,52 @@ async fn values_that_do_not_fit_are_refused_with_what_is_wrong() -> Result<()> {
     Ok(())
 }
 
+/// Returns the path of each value, and of each map of values.
+fn paths(values: &Value, above: &[String]) -> Vec<Vec<String>> {
+    let mut found = Vec::new();
+    for (key, value) in values.as_object().into_iter().flatten() {
+        let here = [above, std::slice::from_ref(key)].concat();
+        found.extend(paths(value, &here));
+        found.push(here);
+    }
+    found
+}
+
+#[tokio::test]
+async fn a_value_that_is_left_blank_is_taken_or_refused_with_its_name() -> Result<()> {
+    for (chart, least) in [
+        ("kas", json!({})),
+        (
+            "agentk",
+            json!({ "kasAddress": "grpcs://kas.example.com", "token": { "existingSecret": "token" } }),
+        ),
+    ] {
+        let values = yaml(&fs::read_to_string(here(&format!("deploy/charts/{chart}/values.yaml")))?).await?;
+        let paths = paths(&values[0], &[]);
+        assert!(paths.len() > 40, "{chart}: {paths:?}");
+        let requests: Vec<Value> = paths
+            .iter()
+            .map(|path| {
+                let blank = path.iter().rev().fold(Value::Null, |below, key| json!({ key: below }));
+                let mut values = least.clone();
+                merge(&mut values, blank);
+                render(chart, &values, chart, NAMESPACE)
+            })
+            .collect();
+        for (path, answer) in paths.iter().zip(helm(&requests).await?) {
+            let Some(error) = answer["error"].as_str() else { continue };
+            // Not an error of the template's, such as `nil pointer evaluating interface {}.address`.
+            let last = path.last().context("a path has a key")?;
+            assert!(
+                error.contains(last) && !error.contains("executing"),
+                "{chart}, {}: {error}",
+                path.join(".")
+            );
+        }
+    }
+    Ok(())
+}
+
 #[tokio::test]
 async fn each_value_is_documented_and_in_the_schema() -> Result<()> {
     let script = here("deploy/charts/document.py");
@@ -147,6 +193,35 @@ async fn large_numbers_stay_whole() -> Result<()> {
     let values = json!({ "config": { "limits": { "waiters": 20_000_000 } } });
     let kas = helm_one(render("kas", &values, "kas", NAMESPACE)).await?.to_string();
     assert!(kas.contains("waiters: 20000000\\n"), "{kas}");
+    Ok(())
+}
+
+#[tokio::test]
+async fn an_annotation_of_pods_wins_and_other_authorities_need_no_other_pod() -> Result<()> {
+    let template = async |chart: &str, values: Value| {
+        let answer = helm_one(render(chart, &values, chart, NAMESPACE)).await?;
+        let objects = answer["objects"].as_array().context("objects")?;
+        let found = objects.iter().find(|object| object["kind"] == "Deployment").context("a Deployment")?;
+        anyhow::Ok(found["spec"]["template"].clone())
+    };
+    let pem = |word: &str| {
+        let pem = format!("-----BEGIN CERTIFICATE-----\n{word}\n-----END CERTIFICATE-----\n");
+        json!({
+            "kasAddress": "grpcs://kas.example.com",
+            "token": { "existingSecret": "token" },
+            "ca": { "pem": pem },
+            "podAnnotations": { "prometheus.io/scrape": "false" },
+        })
+    };
+    let agentk = template("agentk", pem("MIIA")).await?;
+    // The running agentk reads them again.
+    assert_eq!(agentk, template("agentk", pem("MIIB")).await?);
+    let own = json!({ "podAnnotations": { "prometheus.io/scrape": "false" } });
+    let (kas, plain) = (template("kas", own).await?, template("kas", json!({})).await?);
+    for (found, scraped) in [(&agentk, "false"), (&kas, "false"), (&plain, "true")] {
+        assert_eq!(found["metadata"]["annotations"]["prometheus.io/scrape"], scraped);
+    }
+    assert!(kas["metadata"]["annotations"]["checksum/config"].is_string(), "{kas}");
     Ok(())
 }
 

@@ -78,6 +78,11 @@ view
 
 {{/* What does not fit together, as an error that says what would. */}}
 {{- define "agentk.validate" -}}
+{{- range list "app.kubernetes.io/name" "app.kubernetes.io/instance" -}}
+{{- if hasKey ($.Values.podLabels | default dict) . -}}
+{{- fail (printf "podLabels has %s, by which the objects of this chart find the pods: nameOverride and the release's name say it" .) -}}
+{{- end -}}
+{{- end -}}
 {{- if not .Values.kasAddress -}}
 {{- fail "kasAddress is not set: where kas is, for example grpcs://kas.example.com or wss://kas.example.com" -}}
 {{- end -}}
@@ -95,5 +100,12 @@ view
 {{- end -}}
 {{- if and (ne .Values.rbac.access "custom") .Values.rbac.rules -}}
 {{- fail (printf "rbac.rules counts only if rbac.access is custom, which is %s" .Values.rbac.access) -}}
+{{- end -}}
+{{- if .Values.rbac.namespaces -}}
+{{- range .Values.rbac.rules -}}
+{{- if .nonResourceURLs -}}
+{{- fail (printf "rbac.rules names nonResourceURLs (%s), which are in no namespace: leave rbac.namespaces empty, or those out" (join ", " .nonResourceURLs)) -}}
+{{- end -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}

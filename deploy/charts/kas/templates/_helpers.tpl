@@ -194,7 +194,7 @@ the first. Takes a list: the map that is changed, the one that wins.
 
 {{/* The configuration: `config`, and over it what the chart owns. */}}
 {{- define "kas.config" -}}
-{{- $config := omit (deepCopy .Values.config) "discovery" -}}
+{{- $config := omit (deepCopy (.Values.config | default dict)) "discovery" -}}
 {{- include "kas.overlay" (list $config (include "kas.ownConfig" . | fromYaml)) -}}
 {{- toYaml $config -}}
 {{- end -}}
@@ -217,18 +217,43 @@ Takes a list: theirs, own, the path so far.
 {{- end -}}
 {{- end -}}
 
+{{/* Takes the keys out of a map, which it changes, that have no value: a section whose keys are all commented out. */}}
+{{- define "kas.prune" -}}
+{{- $map := . -}}
+{{- range $key, $value := $map -}}
+{{- if kindIs "invalid" $value -}}
+{{- $_ := unset $map $key -}}
+{{- else if kindIs "map" $value -}}
+{{- include "kas.prune" $value -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* What `config` says, for templates to look at: without keys that have no value. */}}
+{{- define "kas.said" -}}
+{{- $config := deepCopy (.Values.config | default dict) -}}
+{{- include "kas.prune" $config -}}
+{{- toYaml $config -}}
+{{- end -}}
+
 {{/* What does not fit together, as an error that says what would. */}}
 {{- define "kas.validate" -}}
+{{- range list "app.kubernetes.io/name" "app.kubernetes.io/instance" -}}
+{{- if hasKey ($.Values.podLabels | default dict) . -}}
+{{- fail (printf "podLabels has %s, by which the objects of this chart find the pods: nameOverride and the release's name say it" .) -}}
+{{- end -}}
+{{- end -}}
+{{- $said := include "kas.said" . | fromYaml -}}
 {{- if and .Values.gitlab.address (not .Values.gitlab.existingSecret) -}}
 {{- fail "gitlab.address is set: gitlab.existingSecret must name the Secret that GitLab shares with kas" -}}
 {{- end -}}
 {{- if and .Values.gitlab.address (or .Values.agents.list .Values.agents.existingSecret) -}}
 {{- fail "gitlab.address is set, so GitLab knows the agents: agents.list and agents.existingSecret must be empty" -}}
 {{- end -}}
-{{- if ne (.Values.config.tracker | default .Values.tracker) .Values.tracker -}}
-{{- fail (printf "config.tracker is %s: set the value tracker, which other objects depend on" .Values.config.tracker) -}}
+{{- if ne ($said.tracker | default .Values.tracker) .Values.tracker -}}
+{{- fail (printf "config.tracker is %s: set the value tracker, which other objects depend on" $said.tracker) -}}
 {{- end -}}
-{{- $redis := .Values.config.redis | default dict -}}
+{{- $redis := $said.redis | default dict -}}
 {{- $elsewhere := or (hasKey $redis "server") (hasKey $redis "sentinel") (hasKey $redis "cluster") -}}
 {{- if and (eq .Values.tracker "redis") (not .Values.redis.address) (not $elsewhere) -}}
 {{- fail "tracker: redis needs redis.address, such as redis.example.com:6379, or config.redis with sentinel or cluster" -}}
@@ -242,7 +267,7 @@ Takes a list: theirs, own, the path so far.
 {{- if and .Values.agents.list .Values.agents.existingSecret -}}
 {{- fail "agents.list and agents.existingSecret are both set: one of them says which agents there are" -}}
 {{- end -}}
-{{- if and (hasKey .Values.config "gitlab") (not .Values.gitlab.address) -}}
+{{- if and (hasKey $said "gitlab") (not .Values.gitlab.address) -}}
 {{- fail "config.gitlab needs the Secret that GitLab shares with kas: set gitlab.address and gitlab.existingSecret instead" -}}
 {{- end -}}
 {{- if and .Values.tls.privateApi.verifyClients (not .Values.tls.privateApi.existingSecret) -}}
@@ -278,13 +303,22 @@ Takes a list: theirs, own, the path so far.
 {{- ceil $sum | int -}}
 {{- end -}}
 
-{{- define "kas.grace" -}}
-{{- if kindIs "invalid" .Values.terminationGracePeriodSeconds -}}
-{{- $delay := dig "drain" "delay" "5s" .Values.config -}}
-{{- $timeout := dig "drain" "timeout" "30s" .Values.config -}}
+{{/* How long a replica goes on after SIGTERM, in seconds: `drain.delay` and `drain.timeout`. */}}
+{{- define "kas.drain" -}}
+{{- $said := include "kas.said" . | fromYaml -}}
+{{- $delay := dig "drain" "delay" "5s" $said -}}
+{{- $timeout := dig "drain" "timeout" "30s" $said -}}
 {{- $delay = include "kas.seconds" (dict "value" $delay "default" "5s" "name" "config.drain.delay") | int -}}
 {{- $timeout = include "kas.seconds" (dict "value" $timeout "default" "30s" "name" "config.drain.timeout") | int -}}
-{{- add $delay $timeout 15 -}}
+{{- add $delay $timeout -}}
+{{- end -}}
+
+{{- define "kas.grace" -}}
+{{- $drain := include "kas.drain" . | int -}}
+{{- if kindIs "invalid" .Values.terminationGracePeriodSeconds -}}
+{{- add $drain 15 -}}
+{{- else if lt (int .Values.terminationGracePeriodSeconds) $drain -}}
+{{- fail (printf "terminationGracePeriodSeconds is %d, below the %d s of config.drain.delay and config.drain.timeout: a replica that leaves would be killed with requests open. Shorten those, or leave this empty" (int .Values.terminationGracePeriodSeconds) $drain) -}}
 {{- else -}}
 {{- .Values.terminationGracePeriodSeconds | int -}}
 {{- end -}}
