@@ -225,6 +225,68 @@ async fn an_annotation_of_pods_wins_and_other_authorities_need_no_other_pod() ->
     Ok(())
 }
 
+#[tokio::test]
+async fn the_notes_lead_from_an_installation_to_its_first_agent() -> Result<()> {
+    let notes = helm_one(render("kas", &json!({}), "kas", NAMESPACE)).await?["notes"]
+        .as_str()
+        .context("notes")?
+        .to_owned();
+    // The command that makes an agent, and values that tell kas of it, is run as it stands.
+    let makes = notes.lines().find(|line| line.contains("kasctl token agent")).context("no agent is made")?;
+    let dir = tempfile::tempdir()?;
+    let kasctl = tokio::task::spawn_blocking(|| program("kasctl")).await??;
+    let folder = text(kasctl.parent().context("a program is in a folder")?)?.to_owned();
+    let script = format!("cd \"$1\"; PATH=$2:$PATH; {makes}");
+    output("sh".as_ref(), &["-ec", &script, "sh", text(dir.path())?, &folder], "", "it is a shell").await?;
+    let values = yaml(&fs::read_to_string(dir.path().join("agents.yaml"))?).await?.remove(0);
+    let answer = helm_one(render("kas", &values, "kas", NAMESPACE)).await?;
+    let objects = answer["objects"].as_array().context("objects")?;
+    let agents = objects.iter().find_map(|object| object["stringData"]["agents.yaml"].as_str());
+    let agents = yaml(agents.context("no Secret of agents")?).await?.remove(0);
+    let token = fs::read_to_string(dir.path().join("demo.token"))?;
+    let hash = format!("sha256:{}", ids::TokenHash::of(token.as_bytes()).to_hex());
+    assert_eq!(agents["agents"][0]["tokens"][0], hash, "{agents}");
+
+    // The next ones name the release, and where agents dial.
+    for (values, address) in [
+        (json!({}), "grpc://kas.kas:8150"),
+        (
+            json!({ "tls": { "agents": { "existingSecret": "tls" } }, "service": { "agents": { "port": 443 } } }),
+            "grpcs://kas.kas:443",
+        ),
+        (
+            json!({ "ingress": { "enabled": true, "host": "kas.example.com", "path": "/a", "tlsSecret": "tls" } }),
+            "wss://kas.example.com/a",
+        ),
+        (
+            json!({ "ingress": { "enabled": true, "host": "kas.example.com", "protocol": "grpc", "tlsSecret": "tls" } }),
+            "grpcs://kas.example.com",
+        ),
+        (
+            json!({ "gateway": { "enabled": true, "hostnames": ["kas.example.com"], "parentRefs": [{ "name": "public" }] } }),
+            "grpcs://kas.example.com",
+        ),
+    ] {
+        let notes = helm_one(render("kas", &values, "kas", NAMESPACE)).await?["notes"].to_string();
+        assert!(notes.contains(&format!("--set kasAddress={address} ")), "{address}: {notes}");
+        // The other chart takes it.
+        let agentk = json!({ "kasAddress": address, "token": { "existingSecret": "agentk-token" } });
+        helm_one(render("agentk", &agentk, "agentk", "agentk")).await?;
+    }
+
+    // Who asks for monitoring is told whom the default lets read metrics, and who has said it himself is not.
+    let told = async |values: Value| {
+        let notes = helm_one(render("kas", &values, "kas", NAMESPACE)).await?["notes"].to_string();
+        anyhow::Ok(notes.contains("networkPolicy.observability.from"))
+    };
+    let mut values = json!({ "monitoring": { "podMonitor": { "enabled": true } } });
+    assert!(told(values.clone()).await?);
+    values["networkPolicy"]["observability"]["from"] = json!([{ "namespaceSelector": {} }]);
+    assert!(!told(values).await?);
+    assert!(!told(json!({})).await?);
+    Ok(())
+}
+
 /// Writes what a pod of kas would have under `/etc/kas` into a folder; what is not among the objects is made.
 fn materialize(objects: &[Value], dir: &Path) -> Result<PathBuf> {
     let named = |kind: &str, name: &Value| {
