@@ -184,6 +184,70 @@ async fn with_redis_three_values_are_enough_and_nothing_of_gossip_is_left() -> R
     Ok(())
 }
 
+/// Whether the labels are those that a selector wants; it may say nothing but `matchLabels`.
+fn selects(selector: &Value, labels: &Value) -> bool {
+    assert_eq!(selector.as_object().map(serde_json::Map::len), Some(1), "{selector}");
+    let wanted = selector["matchLabels"].as_object();
+    wanted.is_some_and(|wanted| wanted.iter().all(|(key, value)| &labels[key] == value))
+}
+
+#[tokio::test]
+async fn network_policies_let_only_replicas_reach_gossip_and_the_private_api() -> Result<()> {
+    let mut checked = 0;
+    for (case, objects) in accepted().await? {
+        let of = |kind: &str| objects.iter().find(|object| object["kind"] == kind);
+        let Some(policy) = of("NetworkPolicy") else { continue };
+        let pod = &of("Deployment").context("a Deployment")?["spec"]["template"];
+        let labels = &pod["metadata"]["labels"];
+        assert!(selects(&policy["spec"]["podSelector"], labels), "{}: not for its own pods", case.name);
+        // Who may reach each port of the pods: `None` is everybody.
+        let mut reach = BTreeMap::<(u64, &str), Option<Vec<&Value>>>::new();
+        for rule in policy["spec"]["ingress"].as_array().context("rules")? {
+            for port in rule["ports"].as_array().context("a rule without ports is for all of them")? {
+                let protocol = port["protocol"].as_str().context("a protocol")?;
+                let ports = pod["spec"]["containers"][0]["ports"].as_array().context("ports")?;
+                let named = ports.iter().find(|known| {
+                    known["name"] == port["port"] && known["protocol"].as_str().unwrap_or("TCP") == protocol
+                });
+                let number = named.with_context(|| format!("{}: the pod has no {port}", case.name))?;
+                let number = number["containerPort"].as_u64().context("a number")?;
+                let from = rule["from"].as_array().map(|from| from.iter().collect());
+                assert!(reach.insert((number, protocol), from).is_none(), "{number} has two rules");
+            }
+        }
+        let ports: Vec<(u64, &str)> = reach.keys().copied().collect();
+        if case.chart == "agentk" {
+            assert_eq!(ports, [(8080, "TCP")], "{}", case.name);
+            continue;
+        }
+        let is_gossip = !case.values["tracker"].is_string();
+        let private: &[(u64, &str)] =
+            if is_gossip { &[(8155, "TCP"), (8155, "UDP")] } else { &[(8155, "TCP")] };
+        assert_eq!(
+            ports,
+            [&[(8150, "TCP"), (8151, "TCP"), (8153, "TCP")], private].concat(),
+            "{}",
+            case.name
+        );
+        for port in private {
+            let from =
+                reach[port].as_ref().with_context(|| format!("{}: {port:?} is everybody's", case.name))?;
+            let [peer] = from.as_slice() else { panic!("{}: {from:?}", case.name) };
+            // Nothing but a selector of pods: those of this namespace, and of this release alone.
+            assert_eq!(peer.as_object().map(serde_json::Map::len), Some(1), "{peer}");
+            assert!(selects(&peer["podSelector"], labels), "{}: other replicas are kept out", case.name);
+            for key in ["app.kubernetes.io/name", "app.kubernetes.io/instance"] {
+                let mut other = labels.clone();
+                other[key] = "other".into();
+                assert!(!selects(&peer["podSelector"], &other), "{}: {key} does not matter", case.name);
+            }
+        }
+        checked += 1;
+    }
+    assert!(checked > 10);
+    Ok(())
+}
+
 #[tokio::test]
 async fn large_numbers_stay_whole() -> Result<()> {
     let token = json!({ "existingSecret": "token" });

@@ -302,9 +302,17 @@ async fn replicas_and_an_agent_run_as_the_charts_say_with_no_right_too_many() ->
         replicas.push(world.pod("kas", NAMESPACE, n, ip).await?);
     }
     world.endpoints(&ADDRESSES[..3]).await?;
+    // As the kubelet asks.
+    let deployment = world.object("deployment", NAMESPACE, "kas").await?;
+    let container = &deployment["spec"]["template"]["spec"]["containers"][0];
+    let probe = &container["readinessProbe"]["httpGet"];
+    let ports = container["ports"].as_array().context("ports")?;
+    let port = ports.iter().find(|port| port["name"] == probe["port"]).context("the probe's port")?;
+    let port = u16::try_from(port["containerPort"].as_u64().context("a number")?)?;
+    let ready = probe["path"].as_str().context("a path")?;
     for n in 0..3 {
         eventually("all replicas are ready", async || {
-            let (status, said) = get(at(n, 8151), "/readiness").await?;
+            let (status, said) = get(at(n, port), ready).await?;
             Ok(if status.is_success() { Ok(()) } else { Err(said) })
         })
         .await?;
