@@ -22,6 +22,9 @@ pub enum Outcome {
     Cancelled,
 }
 
+/// All but the one that nearly every request has.
+const OTHERS: [Outcome; 4] = [Outcome::NotStarted, Outcome::Unknown, Outcome::Refused, Outcome::Cancelled];
+
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct OutcomeLabel {
     outcome: Outcome,
@@ -284,6 +287,10 @@ impl Metrics {
         let registry = registry.sub_registry_with_prefix("kas");
         let requests = Family::<OutcomeLabel, Counter>::default();
         let answered = requests.get_or_create(&OutcomeLabel { outcome: Outcome::Answered }).clone();
+        for outcome in OTHERS {
+            // A series that begins above 0 has not grown, for Prometheus: the first requests that break would be missed.
+            drop(requests.get_or_create(&OutcomeLabel { outcome }));
+        }
         let routes = Family::<RouteLabel, Counter>::default();
         let route = |route| routes.get_or_create(&RouteLabel { route }).clone();
         let (routed_local, routed_remote) = (route(Route::Local), route(Route::Remote));
@@ -547,13 +554,11 @@ impl Metrics {
 
     /// Returns what this replica has to do.
     pub fn load(&self) -> Load {
-        let others = [Outcome::NotStarted, Outcome::Unknown, Outcome::Refused, Outcome::Cancelled];
-        // Looked up only: a series begins with its first request.
         let count =
             |outcome| self.requests.get(&OutcomeLabel { outcome }).map_or(0, |requests| requests.get());
         let number = |gauge: &Gauge| u64::try_from(gauge.get()).unwrap_or(0);
         Load {
-            ended: others.into_iter().map(count).fold(self.answered.get(), u64::saturating_add),
+            ended: OTHERS.into_iter().map(count).fold(self.answered.get(), u64::saturating_add),
             open: number(&self.requests_open),
             waiting: number(&self.waiters),
         }

@@ -7,7 +7,7 @@ use std::{
 };
 
 use anyhow::{Context as _, Result};
-use kas::metrics::{AskAnswer, CacheAnswer, ListenerName, LookupOutcome, Outcome, Reason, Route, Side};
+use kas::metrics::{AskAnswer, CacheAnswer, ListenerName, LookupOutcome, Reason, Route, Side};
 use serde_json::{Value, json};
 use testkit::{
     agentk::Agentk,
@@ -215,13 +215,6 @@ fn possible(metric: &str, label: &str) -> Vec<String> {
         values.iter().map(|value| format!("{value:?}")).collect()
     }
     match (metric, label) {
-        ("kas_requests_total", "outcome") => names(&[
-            Outcome::Answered,
-            Outcome::NotStarted,
-            Outcome::Unknown,
-            Outcome::Refused,
-            Outcome::Cancelled,
-        ]),
         ("kas_refusals_total", "listener") => {
             names(&[ListenerName::Agent, ListenerName::Api, ListenerName::Private])
         }
