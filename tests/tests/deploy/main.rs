@@ -6,5 +6,6 @@ mod images;
 mod kustomize;
 mod monitoring;
 mod pods;
+mod prometheus;
 mod tools;
 mod units;

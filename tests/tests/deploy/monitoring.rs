@@ -28,7 +28,7 @@ async fn read(file: &str) -> Result<Value> {
 }
 
 /// Returns the rules of all groups.
-async fn rules() -> Result<Vec<Value>> {
+pub(crate) async fn rules() -> Result<Vec<Value>> {
     let rules = read("deploy/monitoring/rules.yaml").await?;
     let groups = rules["groups"].as_array().context("groups")?;
     Ok(groups.iter().filter_map(|group| group["rules"].as_array()).flatten().cloned().collect())
@@ -46,7 +46,7 @@ fn dashboards() -> Result<Vec<(String, Value)>> {
 }
 
 /// Returns the questions that dashboards ask, with where.
-fn questions() -> Result<Vec<(String, String)>> {
+pub(crate) fn questions() -> Result<Vec<(String, String)>> {
     let mut found = Vec::new();
     for (file, dashboard) in dashboards()? {
         for panel in dashboard["panels"].as_array().context("panels")? {
@@ -118,6 +118,31 @@ async fn prometheus_understands_every_question_of_the_dashboards() -> Result<()>
             assert!(panel["title"].as_str().is_some_and(|title| !title.is_empty()), "{file}: no title");
         }
     }
+    Ok(())
+}
+
+#[tokio::test]
+async fn what_is_asked_of_recorded_series_is_recorded() -> Result<()> {
+    let mut recorded = BTreeSet::new();
+    let mut asked = questions()?;
+    for rule in rules().await? {
+        if let Some(name) = rule["record"].as_str() {
+            recorded.insert(name.to_owned());
+        }
+        asked.push((rule["alert"].to_string(), rule["expr"].as_str().context("a question")?.to_owned()));
+    }
+    let is_word = |c: char| c.is_ascii_alphanumeric() || c == '_' || c == ':';
+    let mut checked = 0;
+    for (place, question) in &asked {
+        // A name with a colon in it is of a rule.
+        for name in
+            question.split(|c| !is_word(c)).filter(|word| word.contains(":kas_") || word.contains(":agentk_"))
+        {
+            checked += 1;
+            assert!(recorded.contains(name), "{place}: nothing records {name}");
+        }
+    }
+    assert!(checked > 10, "only {checked} names were found");
     Ok(())
 }
 
