@@ -7,6 +7,7 @@ use std::{
     collections::BTreeSet,
     fs,
     path::{Path, PathBuf},
+    process::Command,
 };
 
 fn root() -> PathBuf {
@@ -220,6 +221,29 @@ fn every_command_of_the_documents_is_one_that_the_programs_take() {
     }
     assert!(refused.is_empty(), "{}", refused.join("\n"));
     assert!(checked >= 10, "only {checked} commands were found");
+}
+
+#[test]
+fn each_program_prints_completions_that_name_its_commands_and_that_shells_read() {
+    let dir = tempfile::tempdir().unwrap();
+    for program in man::programs() {
+        let name = program.get_name().to_owned();
+        let binary = testkit::process::program(&name).unwrap();
+        for shell in ["bash", "zsh", "fish"] {
+            let done = Command::new(&binary).args(["completions", shell]).output().unwrap();
+            assert!(done.status.success(), "{name} completions {shell}: {done:?}");
+            let script = String::from_utf8(done.stdout).unwrap();
+            for command in program.get_subcommands().filter(|command| !command.is_hide_set()) {
+                assert!(script.contains(command.get_name()), "{name}, {shell}: {}", command.get_name());
+            }
+            if shell == "bash" {
+                let file = dir.path().join(&name);
+                fs::write(&file, script).unwrap();
+                let read = Command::new("bash").arg("-n").arg(&file).output().unwrap();
+                assert!(read.status.success(), "{name}: {read:?}");
+            }
+        }
+    }
 }
 
 #[test]
