@@ -338,6 +338,13 @@ async fn the_notes_lead_from_an_installation_to_its_first_agent() -> Result<()> 
         helm_one(render("agentk", &agentk, "agentk", "agentk")).await?;
     }
 
+    // Whoever has said where the image is, is not told that nobody has.
+    for (repository, told) in [("kas", true), ("registry.example.com/ops/kas", false)] {
+        let values = json!({ "image": { "repository": repository } });
+        let notes = helm_one(render("kas", &values, "kas", NAMESPACE)).await?["notes"].to_string();
+        assert_eq!(notes.contains("is of no registry"), told, "{repository}: {notes}");
+    }
+
     // Who asks for monitoring is told whom the default lets read metrics, and who has said it himself is not.
     let told = async |values: Value| {
         let notes = helm_one(render("kas", &values, "kas", NAMESPACE)).await?["notes"].to_string();
