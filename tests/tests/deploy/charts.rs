@@ -160,6 +160,24 @@ async fn a_rolling_update_waits_for_the_drain_and_keeps_every_replica() -> Resul
 }
 
 #[tokio::test]
+async fn each_program_takes_the_arguments_that_its_container_gives_it() -> Result<()> {
+    for (case, objects) in accepted().await? {
+        let deployment =
+            objects.iter().find(|object| object["kind"] == "Deployment").context("a Deployment")?;
+        let args =
+            deployment["spec"]["template"]["spec"]["containers"][0]["args"].as_array().context("args")?;
+        let args: Vec<&str> = args.iter().filter_map(Value::as_str).collect();
+        let program = man::programs().into_iter().find(|program| program.get_name() == case.chart);
+        let program = program.context("the chart has the program's name")?;
+        let words = [&[case.chart.as_str()], args.as_slice()].concat();
+        if let Err(error) = program.try_get_matches_from(&words) {
+            panic!("{}, {}: {words:?}: {error}", case.chart, case.name);
+        }
+    }
+    Ok(())
+}
+
+#[tokio::test]
 async fn with_redis_three_values_are_enough_and_nothing_of_gossip_is_left() -> Result<()> {
     let values = json!({
         "tracker": "redis",

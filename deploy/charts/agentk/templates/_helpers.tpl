@@ -76,6 +76,30 @@ view
 {{- end -}}
 {{- end -}}
 
+{{/* The arguments: the chart's, but for those that `extraArgs` says in another way, and then these. agentk takes none twice. */}}
+{{- define "agentk.args" -}}
+{{- $own := list (printf "--kas-address=%s" .Values.kasAddress) (printf "--token-file=/etc/agentk/token/%s" .Values.token.key) -}}
+{{- if include "agentk.caConfigMap" . -}}
+{{- $own = append $own (printf "--ca-cert-file=/etc/agentk/ca/%s" .Values.ca.key) -}}
+{{- end -}}
+{{- $own = append $own (printf "--replicas=%d" (int .Values.kasReplicas)) -}}
+{{- $own = append $own (printf "--max-tunnels=%d" (int .Values.maxTunnels)) -}}
+{{- $own = append $own (printf "--worker-threads=%d" (int .Values.workerThreads)) -}}
+{{- $own = append $own "--log-format=json" -}}
+{{- $extra := .Values.extraArgs | default list -}}
+{{- $flags := list -}}
+{{- range $extra -}}
+{{- $flags = append $flags (splitList "=" . | first) -}}
+{{- end -}}
+{{- $args := list -}}
+{{- range $own -}}
+{{- if not (has (splitList "=" . | first) $flags) -}}
+{{- $args = append $args . -}}
+{{- end -}}
+{{- end -}}
+{{- concat $args $extra | toYaml -}}
+{{- end -}}
+
 {{/* What does not fit together, as an error that says what would. */}}
 {{- define "agentk.validate" -}}
 {{- range list "app.kubernetes.io/name" "app.kubernetes.io/instance" -}}
