@@ -113,9 +113,9 @@ fn missing() -> Result<Vec<Missing>> {
             otherwise: "https://kubernetes.io/docs/tasks/tools/",
         });
     }
-    if find_program("promtool").is_none() {
+    if ["prometheus", "promtool"].into_iter().any(|program| find_program(program).is_none()) {
         missing.push(Missing {
-            what: "promtool (reads the rules of deploy/monitoring)".to_owned(),
+            what: "Prometheus with promtool (reads the rules of deploy/monitoring)".to_owned(),
             debian: Some("prometheus"),
             otherwise: "https://prometheus.io/download/",
         });
