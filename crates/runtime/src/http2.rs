@@ -644,12 +644,10 @@ impl Serve {
                 })
             })
         };
-        let turn = {
-            let meter = Arc::clone(&meter);
-            move || if meter.is_known() { TURN } else { FIRST_TURNS }
-        };
-        let stream = TokioIo::new(Fair::new(stream, turn));
+        let (stream, allowance) = Fair::new(stream);
+        let stream = TokioIo::new(stream);
         let mut driver = pin!(builder.serve_connection(stream, answer));
+        let begin_turn = || allowance.begin(if meter.is_known() { TURN } else { FIRST_TURNS });
         let mut phase = lifecycle.watch();
         let born = Instant::now();
         // Within a tenth of the mean, from the connection's own address: no clock, no lock.
@@ -675,16 +673,24 @@ impl Serve {
             if stopped {
                 driver.as_mut().graceful_shutdown();
                 // What ends now has its last frames written before the socket closes.
-                let _ = tokio::time::timeout(FLUSH, driver.as_mut()).await;
+                let end = poll_fn(|cx| {
+                    begin_turn();
+                    driver.as_mut().poll(cx)
+                });
+                let _ = tokio::time::timeout(FLUSH, end).await;
                 break;
             }
             tokio::select! {
                 result = poll_fn(|cx| {
+                    let mut turn = |cx: &mut Context<'_>| {
+                        begin_turn();
+                        driver.as_mut().poll(cx)
+                    };
                     if meter.is_known() {
                         ticket.leave();
-                        driver.as_mut().poll(cx)
+                        turn(cx)
                     } else {
-                        ticket.poll(cx, |cx| driver.as_mut().poll(cx))
+                        ticket.poll(cx, turn)
                     }
                 }) => {
                     if let Err(error) = result {
