@@ -34,12 +34,22 @@ pub async fn soon<F: Future>(what: &str, future: F) -> F::Output {
     }
 }
 
-/// Returns the path of a program of this workspace, in the profile of the running test. Programs that are not there
-/// are built first.
+/// Names a folder with programs of another build, to be tested or measured instead of those of the running test.
+const PROGRAMS: &str = "KAS_PROGRAMS";
+
+/// Returns the path of a program of this workspace, in the profile of the running test, or in the folder that the
+/// variable `KAS_PROGRAMS` names. Programs that are not there are built first; not in such a folder.
 ///
 /// # Errors
-/// When they cannot be built.
+/// When they cannot be built, or are not in the folder.
 pub fn program(name: &str) -> Result<PathBuf> {
+    if let Some(folder) = env::var_os(PROGRAMS) {
+        // A test runs in the folder of its crate, and cargo was called somewhere above it.
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").join(folder);
+        let path = folder.join(name);
+        ensure!(path.is_file(), "there is no {name} in {}, which {PROGRAMS} names", folder.display());
+        return Ok(path);
+    }
     // One test builds, the others of this process wait; cargo's own lock orders processes.
     static BUILD: Mutex<()> = Mutex::new(());
     let test = env::current_exe().context("the test has no path")?;

@@ -1,14 +1,16 @@
 //! What a thousand bad connections cost the good requests: measured, not asserted.
 
-use std::{net::SocketAddr, time::Duration};
+use std::{net::SocketAddr, path::Path, pin::pin, time::Duration};
 
 use anyhow::{Context as _, Result, ensure};
 use futures_util::{StreamExt as _, TryStreamExt as _, stream};
-use testkit::{kas::token, process::SOON, raw_agent::GET_CONFIGURATION};
-use tokio::{
-    sync::oneshot,
-    time::{Instant, sleep},
+use serde_json::{Value, json};
+use testkit::{
+    kas::token,
+    process::{Process, SOON},
+    raw_agent::GET_CONFIGURATION,
 };
+use tokio::time::{Instant, sleep};
 
 use crate::{
     http2::{self, Attack},
@@ -19,13 +21,9 @@ use crate::{
 /// Bad connections of each attack.
 const CONNECTIONS: usize = 1_000;
 /// How long good requests are measured before each attack.
-const QUIET: Duration = Duration::from_secs(3);
+const QUIET: Duration = Duration::from_secs(6);
 /// How long each attack lasts.
 const ATTACKED: Duration = Duration::from_secs(8);
-/// What the attackers' thread is to everybody else: what they do themselves is not to be taken for what they do to kas,
-/// which has the same processors here.
-const NICE: i32 = 19;
-
 /// Prints a row of a table for each attack at each of `doors`.
 pub(crate) async fn table(kind: Kind, doors: &[Door]) -> Result<()> {
     println!(
@@ -33,10 +31,12 @@ pub(crate) async fn table(kind: Kind, doors: &[Door]) -> Result<()> {
          MiB more after | descriptors at most | after |"
     );
     println!("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |");
-    let stage = Stage::start(kind).await?;
+    let stage = Stage::start_apart(kind).await?;
     for (name, attack) in http2::measured() {
         for door in doors.iter().copied() {
-            let Some((address, way)) = stage.door(door) else { continue };
+            if stage.door(door).is_none() {
+                continue;
+            }
             stage.times();
             // What is measured is what happens meanwhile.
             sleep(QUIET).await;
@@ -44,11 +44,14 @@ pub(crate) async fn table(kind: Kind, doors: &[Door]) -> Result<()> {
             stage.forget_peak();
             let begun = stage.kas.process.usage()?;
             let mut most = begun.files;
-            let mut over = attackers(address, way, Knows::new(&stage, door, attack.inside), attack)?;
-            let rounds = loop {
-                tokio::select! {
-                    rounds = &mut over => break rounds.context("the attackers have panicked")?,
-                    () = sleep(Duration::from_millis(200)) => most = most.max(stage.kas.process.usage()?.files),
+            let attackers = attackers(&stage, door, name, attack).await?;
+            let rounds = {
+                let mut over = pin!(attackers.logged("how often they began", |line| line[ROUNDS].as_u64()));
+                loop {
+                    tokio::select! {
+                        rounds = &mut over => break rounds?,
+                        () = sleep(Duration::from_millis(200)) => most = most.max(stage.kas.process.usage()?.files),
+                    }
                 }
             };
             let with = stage.times();
@@ -129,21 +132,48 @@ async fn connect(address: SocketAddr, way: &Way, agent: i64) -> Result<Peer> {
     Ok(peer)
 }
 
-/// Attacks from a thread of their own that yields to everybody, and then says how often all of them began.
-fn attackers(
-    address: SocketAddr,
-    way: Way,
-    knows: Knows,
-    attack: &'static Attack,
-) -> Result<oneshot::Receiver<usize>> {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    let (tell, over) = oneshot::channel();
-    std::thread::Builder::new().name("attackers".to_owned()).spawn(move || {
-        // On Linux of the calling thread alone. It is always allowed to ask for less.
-        rustix::process::nice(NICE).expect("a thread may be nicer");
-        let rounds = runtime.block_on(http2::crowd(address, &way, &knows, attack, CONNECTIONS, ATTACKED));
-        // Nobody waits any more: then the measurement has failed for another reason.
-        let _ = tell.send(rounds);
-    })?;
-    Ok(over)
+/// The method and the token of an attack, for the process of the attackers.
+const ATTACK: &str = "KAS_TEST_ATTACK";
+
+/// Attacks from a process of their own that runs only when nobody else wants its processor; returns how often all of them
+/// began. What attackers do themselves is not to be taken for what they do to kas, on a machine that has everybody: one
+/// that is merely nice keeps a processor for milliseconds from who wakes up meanwhile, and a thread of this process would
+/// hold locks that the good callers want.
+async fn attackers(stage: &Stage, door: Door, name: &str, attack: &Attack) -> Result<Process> {
+    let (address, _) = stage.door(door).context("the stage has this door")?;
+    let token = attack.inside.then(|| stage.credential(door));
+    let ca = stage.ca();
+    let told =
+        json!({ "address": address, "door": format!("{door:?}"), "attack": name, "token": token, "ca": ca });
+    let test = std::env::current_exe()?;
+    let test = test.to_str().context("the path of the test is UTF-8")?;
+    let idle =
+        ["--idle", "0", test, "--ignored", "--nocapture", "--exact", "attackers_in_a_process_of_their_own"];
+    Process::start("attackers", Path::new("chrt"), &idle, &[(ATTACK, &told.to_string())]).await
 }
+
+/// Attacks as the environment says, and then says how often; without a word there, does nothing.
+pub(crate) async fn attack() -> Result<()> {
+    let Ok(told) = std::env::var(ATTACK) else { return Ok(()) };
+    let told: Value = serde_json::from_str(&told)?;
+    let said = |key: &str| told[key].as_str().with_context(|| format!("{ATTACK} says no {key}"));
+    let door =
+        Door::HTTP2.into_iter().find(|door| told["door"] == format!("{door:?}")).context("no such door")?;
+    let way = match door {
+        Door::AgentTls => {
+            runtime::tls::install();
+            Way::Tls(runtime::tls::client_of(Path::new(said("ca")?), None, None)?)
+        }
+        Door::AgentWebSocket => Way::WebSocket,
+        _ => Way::Plain,
+    };
+    let (_, attack) =
+        http2::measured().find(|(name, _)| told["attack"] == *name).context("no such attack")?;
+    let knows = Knows::with(door, told["token"].as_str().map(str::to_owned));
+    let rounds = http2::crowd(said("address")?.parse()?, &way, &knows, attack, CONNECTIONS, ATTACKED).await;
+    eprintln!("{}", json!({ ROUNDS: rounds }));
+    Ok(())
+}
+
+/// What the process of the attackers says at its end.
+const ROUNDS: &str = "rounds";

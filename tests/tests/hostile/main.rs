@@ -112,3 +112,10 @@ async fn good_requests_beside_a_thousand_bad_connections_inside_tls() -> Result<
 async fn good_requests_beside_a_thousand_bad_connections_inside_websocket() -> Result<()> {
     bench::table(Kind::WebSocket, &[Door::AgentWebSocket]).await
 }
+
+/// Not a test: what the measurements start beside themselves.
+#[tokio::test]
+#[ignore = "the measurements start it"]
+async fn attackers_in_a_process_of_their_own() -> Result<()> {
+    bench::attack().await
+}

@@ -3,7 +3,8 @@
 
 use std::{
     net::SocketAddr,
-    path::Path,
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicU64, Ordering},
@@ -100,7 +101,7 @@ pub(crate) struct Stage {
     tasks: f64,
     /// The most that kas has held, in KiB.
     peak: Arc<AtomicU64>,
-    _dir: TempDir,
+    dir: TempDir,
 }
 
 /// The good requests.
@@ -141,6 +142,16 @@ impl std::fmt::Display for Times {
 impl Stage {
     /// Starts kas and its agent, and begins the good work.
     pub(crate) async fn start(kind: Kind) -> Result<Self> {
+        Self::start_on(kind, None).await
+    }
+
+    /// The same; kas has the first processor for itself, and everybody else the second.
+    pub(crate) async fn start_apart(kind: Kind) -> Result<Self> {
+        Self::start_on(kind, Some(["0", "1"])).await
+    }
+
+    /// `processors`: that of kas, and that of everybody else.
+    async fn start_on(kind: Kind, processors: Option<[&str; 2]>) -> Result<Self> {
         runtime::tls::install();
         let dir = tempfile::tempdir()?;
         let private_secret = rand::random::<[u8; 32]>().to_vec();
@@ -174,7 +185,13 @@ impl Stage {
             Kind::WebSocket => json!({ "agent": { "listen": { "websocket": true } } }),
         };
         let agents = [GOOD, BAD].into_iter().chain(HONEST).map(AgentEntry::new).collect();
+        if let Some([first, _]) = processors {
+            run_on(first)?;
+        }
         let kas = Kas::start_with(Options { agents, config, ..Options::default() }).await?;
+        if let Some([_, second]) = processors {
+            run_on(second)?;
+        }
         let private = kas
             .process
             .logged("that it serves", |line| {
@@ -226,7 +243,7 @@ impl Stage {
             before: Usage { files: 0, resident_kib: 0 },
             tasks: 0.0,
             peak,
-            _dir: dir,
+            dir,
         };
         // Warm: the pool of tunnels and the allocator have what they need.
         stage.work_goes_on(300).await?;
@@ -246,6 +263,11 @@ impl Stage {
             Door::Private => Some((self.private?, self.replica_tls.clone().map_or(Way::Plain, Way::Tls))),
             Door::Observability => (self.kind == Kind::Plain).then_some((self.kas.observability, Way::Plain)),
         }
+    }
+
+    /// Returns the file of who is trusted, where there is TLS.
+    pub(crate) fn ca(&self) -> PathBuf {
+        self.dir.path().join("ca.pem")
     }
 
     /// Returns what a good token for a door is.
@@ -359,6 +381,18 @@ async fn work(api: SocketAddr, token: String, every: Duration, stays: bool, good
     }
 }
 
+/// From now on each thread of this process, and what they start, runs on one processor.
+fn run_on(processor: &str) -> Result<()> {
+    let id = std::process::id().to_string();
+    let done = Command::new("taskset")
+        .args(["--all-tasks", "--cpu-list", "--pid", processor, &id])
+        .stdout(Stdio::null())
+        .status()
+        .context("taskset of util-linux")?;
+    ensure!(done.success(), "no processor {processor}: this measures on two");
+    Ok(())
+}
+
 fn resident(id: i32) -> Option<u64> {
     let status = std::fs::read_to_string(format!("/proc/{id}/status")).ok()?;
     status
@@ -392,12 +426,17 @@ pub(crate) struct Knows {
 impl Knows {
     /// Nothing but the door; or a good token too.
     pub(crate) fn new(stage: &Stage, door: Door, inside: bool) -> Self {
+        Self::with(door, inside.then(|| stage.credential(door)))
+    }
+
+    /// What is behind a door, and perhaps a token for it.
+    pub(crate) fn with(door: Door, token: Option<String>) -> Self {
         let path = match door {
             Door::Agent | Door::AgentTls | Door::AgentWebSocket => CONNECT,
             Door::Api | Door::Observability => ECHO,
             Door::Private => "/kas.internal.v1.Tunnels/Borrow",
         };
-        Self { path, token: inside.then(|| stage.credential(door)) }
+        Self { path, token }
     }
 
     /// A method, and a token for it.
