@@ -5,7 +5,7 @@
 
 use std::{
     collections::HashMap,
-    net::SocketAddr,
+    net::{Ipv4Addr, SocketAddr},
     path::{Path, PathBuf},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::Duration,
@@ -217,7 +217,9 @@ impl GitLab {
     }
 
     async fn start_as(tls: Option<TlsAcceptor>, ca_pem: Option<String>) -> Result<Self> {
-        let listener = TcpListener::bind("127.0.0.1:0").await?;
+        // None that somebody else is given while this is down.
+        let [port] = ports::free()?;
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, port)).await?;
         let knowledge =
             Knowledge { release: Release::V14, agents: HashMap::new(), forbidden: Vec::new(), reply: None };
         let shared = Arc::new(Shared {

@@ -120,11 +120,13 @@ impl Kas {
             files.push(file);
         }
         write_agents(&dir.path().join("agents.yaml"), &options.agents)?;
+        // None that somebody else is given while this is down.
+        let [agent, api, observability] = ports::free()?.map(|port| SocketAddr::from(([127, 0, 0, 1], port)));
         let mut config = json!({
             "identity": { "file": dir.path().join("agents.yaml") },
-            "agent": { "listen": { "address": "127.0.0.1:0" } },
-            "api": { "listen": { "address": "127.0.0.1:0", "authentication_secret_files": files } },
-            "observability": { "listen": { "address": "127.0.0.1:0" } },
+            "agent": { "listen": { "address": agent } },
+            "api": { "listen": { "address": api, "authentication_secret_files": files } },
+            "observability": { "listen": { "address": observability } },
             // Balancers and peers, for whom the delay is, are absent here.
             "drain": { "delay": "0s" },
         });

@@ -13,7 +13,7 @@ use std::{
     fmt::Write as _,
     fs::{self, File, OpenOptions},
     io::{self, Write as _},
-    net::{Ipv4Addr, SocketAddr, TcpListener},
+    net::{Ipv4Addr, SocketAddr},
     path::{self, Path, PathBuf},
     process::{Child, Command, ExitStatus, Stdio},
     sync::{
@@ -741,9 +741,7 @@ where
 {
     let mut last = None;
     for _ in 0..PORT_ATTEMPTS {
-        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).context("could not find a free port")?;
-        let port = listener.local_addr().context("could not find a free port")?.port();
-        drop(listener);
+        let [port] = ports::free().context("could not find a free port")?;
         match start(port).await {
             Err(error @ NotStarted::AddressInUse(_)) => last = Some(error),
             result => return Ok(result?),

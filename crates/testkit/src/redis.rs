@@ -40,7 +40,7 @@ pub fn program(name: &str) -> Result<PathBuf> {
 /// # Errors
 /// When the system has none.
 pub async fn free_port() -> Result<u16> {
-    Ok(TcpListener::bind("127.0.0.1:0").await?.local_addr()?.port())
+    Ok(ports::free::<1>()?[0])
 }
 
 /// A Redis on 127.0.0.1. Dropping it kills it.

@@ -4,14 +4,10 @@ use std::{
     fmt::Write as _,
     fs::File,
     io::{BufRead as _, BufReader, Read as _, Write as _},
-    net::{SocketAddr, TcpListener, TcpStream, UdpSocket},
+    net::{SocketAddr, TcpStream},
     path::{Path, PathBuf},
     process::{Child, ChildStdin, Command, ExitStatus, Stdio},
-    sync::{
-        LazyLock,
-        atomic::{AtomicU16, Ordering},
-        mpsc::{Receiver, RecvTimeoutError, sync_channel},
-    },
+    sync::mpsc::{Receiver, RecvTimeoutError, sync_channel},
     time::Duration,
 };
 
@@ -289,7 +285,7 @@ impl Ground {
 
     /// Starts kas and waits until it is ready.
     pub(super) fn kas(&self, name: &str, options: &KasOptions) -> anyhow::Result<Kas> {
-        let [agents, api, observability] = free_ports()?;
+        let [agents, api, observability] = free_addresses()?;
         let tls = if options.tls {
             let files = (self.certificate(), self.path("key.pem"));
             format!(", certificate_file: {:?}, key_file: {:?}", files.0, files.1)
@@ -393,7 +389,7 @@ impl Ground {
 
     /// Starts the agent's handlers without kas.
     pub(super) fn direct(&self) -> anyhow::Result<(Process, SocketAddr)> {
-        let [address] = free_ports()?;
+        let [address] = free_addresses()?;
         let mut command = Command::new(&self.binaries.direct);
         command.arg("--listen").arg(address.to_string()).current_dir(self.folder.path());
         let mut process = Process::start("direct", &mut command, self.folder.path())?;
@@ -406,22 +402,9 @@ impl Ground {
     }
 }
 
-/// Returns addresses of loopback at which nobody listens, over TCP or UDP, and that the system gives no connection.
-pub(super) fn free_ports<const N: usize>() -> anyhow::Result<[SocketAddr; N]> {
-    // The system's own choices for connections begin at 32768.
-    const RANGE: std::ops::Range<u16> = 10_000..32_000;
-    static NEXT: LazyLock<AtomicU16> = LazyLock::new(|| AtomicU16::new(rand::random()));
-    let mut taken = Vec::new();
-    while taken.len() < N {
-        // Each once, so that they differ although they are given back at once.
-        let port = RANGE.start + NEXT.fetch_add(1, Ordering::Relaxed) % (RANGE.end - RANGE.start);
-        let address = SocketAddr::from(([127, 0, 0, 1], port));
-        if let (Ok(tcp), Ok(udp)) = (TcpListener::bind(address), UdpSocket::bind(address)) {
-            taken.push((tcp, udp));
-        }
-    }
-    let addresses = taken.iter().map(|(tcp, _)| tcp.local_addr()).collect::<Result<Vec<_>, _>>()?;
-    addresses.try_into().map_err(|_| anyhow!("too few addresses"))
+/// Returns addresses of loopback at which nobody listens.
+pub(super) fn free_addresses<const N: usize>() -> anyhow::Result<[SocketAddr; N]> {
+    Ok(ports::free()?.map(|port| SocketAddr::from(([127, 0, 0, 1], port))))
 }
 
 fn is_ready(address: SocketAddr) -> bool {

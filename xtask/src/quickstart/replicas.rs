@@ -3,8 +3,8 @@
 use std::{
     collections::HashSet,
     fs,
-    io::{ErrorKind, Read as _, Write as _},
-    net::{Ipv4Addr, SocketAddr, TcpListener, UdpSocket},
+    io::{self, ErrorKind, Read as _, Write as _},
+    net::{Ipv4Addr, SocketAddr},
     os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _},
     path::{Path, PathBuf},
     time::Duration,
@@ -13,7 +13,7 @@ use std::{
 use anyhow::{Context as _, Result, anyhow, bail};
 use tokio::{
     io::{AsyncReadExt as _, AsyncWriteExt as _},
-    net::TcpStream,
+    net::{TcpSocket, TcpStream},
     time::{Instant, sleep, timeout},
 };
 
@@ -37,37 +37,27 @@ pub(super) struct Ports {
 }
 
 impl Ports {
-    /// Finds ports that are free now, for all replicas at once, so that no port is found twice.
-    fn find() -> Result<Vec<Self>> {
-        let (mut held, mut held_for_gossip) = (Vec::new(), Vec::new());
-        let mut free = |gossip: bool| -> Result<u16> {
-            loop {
-                let listener =
-                    TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).context("127.0.0.1 has no free port")?;
-                let port = listener.local_addr()?.port();
-                held.push(listener);
-                if !gossip {
-                    return Ok(port);
-                }
-                match UdpSocket::bind((Ipv4Addr::LOCALHOST, port)) {
-                    Ok(socket) => held_for_gossip.push(socket),
-                    Err(error) if error.kind() == ErrorKind::AddrInUse => continue,
-                    Err(error) => return Err(error).context("127.0.0.1 has no free port for UDP"),
-                }
-                return Ok(port);
-            }
+    /// Finds ports that are free now.
+    fn find() -> Result<Self> {
+        let [agent, api, observability, private] = ports::free().context("127.0.0.1 has no free port")?;
+        Ok(Self { agent, api, observability, private })
+    }
+
+    /// Takes the ports, so that a replica that is dead for a while finds them again.
+    ///
+    /// On Linux who binds without listening keeps a port from those who look for any, and not from who asks for this
+    /// one, as kas does. Elsewhere the port would be kept from kas, too.
+    fn hold(&self) -> io::Result<Vec<TcpSocket>> {
+        if !cfg!(target_os = "linux") {
+            return Ok(Vec::new());
+        }
+        let hold = |port: u16| {
+            let socket = TcpSocket::new_v4()?;
+            socket.set_reuseaddr(true)?;
+            socket.bind(SocketAddr::from((Ipv4Addr::LOCALHOST, port)))?;
+            Ok(socket)
         };
-        NAMES
-            .iter()
-            .map(|_| {
-                Ok(Self {
-                    agent: free(false)?,
-                    api: free(false)?,
-                    observability: free(false)?,
-                    private: free(true)?,
-                })
-            })
-            .collect()
+        [self.agent, self.api, self.observability, self.private].map(hold).into_iter().collect()
     }
 
     /// Returns the name under which other replicas know this one.
@@ -159,6 +149,8 @@ pub(super) struct Replica {
     pub(super) service: Option<Service>,
     config: PathBuf,
     starts: usize,
+    /// Also while it is dead.
+    _held: Vec<TcpSocket>,
 }
 
 impl Replica {
@@ -175,7 +167,8 @@ impl Replica {
         let config = shared.dir.join(format!("kas-{}.yaml", index + 1));
         fs::write(&config, shared.config(&all[index], &seeds.join(", "), &state)?)
             .context("cannot write kas' configuration")?;
-        Ok(Self { index, ports: all[index], service: None, config, starts: 0 })
+        let held = all[index].hold().context("cannot hold the ports of kas")?;
+        Ok(Self { index, ports: all[index], service: None, config, starts: 0, _held: held })
     }
 
     /// Returns its log; each start has one.
@@ -245,7 +238,7 @@ impl Replica {
 /// Starts all replicas at once, and returns when each is ready.
 pub(super) async fn start(shared: &Shared, replicas: &mut Vec<Replica>) -> Result<()> {
     for _ in 0..PORT_ATTEMPTS {
-        let ports = Ports::find()?;
+        let ports = NAMES.map(|_| Ports::find()).into_iter().collect::<Result<Vec<Ports>>>()?;
         // Those of an attempt before end here.
         replicas.clear();
         for index in 0..ports.len() {
@@ -337,12 +330,21 @@ mod tests {
         Ok(())
     }
 
+    /// What `kas` does with its ports, and what others do that look for one.
     #[test]
-    fn no_port_is_found_twice() -> Result<()> {
+    fn a_held_port_is_for_who_asks_for_it_and_refuses_whoever_dials() -> Result<()> {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_io().build()?;
+        let _guard = runtime.enter();
         let ports = Ports::find()?;
-        let all: HashSet<u16> =
-            ports.iter().flat_map(|p| [p.agent, p.api, p.observability, p.private]).collect();
-        assert_eq!(all.len(), 4 * NAMES.len());
+        let _held = ports.hold()?;
+        let address = SocketAddr::from((Ipv4Addr::LOCALHOST, ports.api));
+        assert!(std::net::TcpStream::connect(address).is_err());
+        // This one asks for it by name, as kas does, and again after it was gone.
+        for _ in 0..2 {
+            let kas = std::net::TcpListener::bind(address)?;
+            assert!(std::net::TcpStream::connect(address).is_ok());
+            drop(kas);
+        }
         Ok(())
     }
 }

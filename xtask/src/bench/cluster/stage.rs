@@ -25,7 +25,7 @@ use super::{
     super::{
         client::Signer,
         orders::Tokens,
-        processes::{Ground, Process, free_ports},
+        processes::{Ground, Process, free_addresses},
     },
     api::Api,
 };
@@ -104,7 +104,7 @@ impl<'a> Stage<'a> {
     ) -> anyhow::Result<Self> {
         let mut places = Vec::new();
         for _ in 0..count {
-            let [agents, api, private, observability] = free_ports()?;
+            let [agents, api, private, observability] = free_addresses()?;
             places.push((Addresses { agents, api, private, observability }, Vec::new()));
         }
         Self::at(ground, name, options, places, None)
