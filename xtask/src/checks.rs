@@ -1,7 +1,7 @@
 //! `cargo xtask test` and `cargo xtask ci`.
 
 use std::{
-    io::{self, BufRead as _, BufReader, Write as _},
+    io::{self, BufRead as _, BufReader, IsTerminal as _, Write as _},
     process::{Command, ExitCode, Stdio},
     time::Duration,
 };
@@ -138,27 +138,53 @@ fn run_tests(mut command: Command) -> Result<ExitCode> {
     let status = child.wait().context("cannot wait for cargo")?;
     let style = Style::of_stdout();
     let verdict = if status.success() { style.good("ok") } else { style.bad("FAILED") };
-    for failed in &totals.failed_names {
+    for (failed, said) in &totals.failed_tests {
         line(format_args!("  failed: {failed}"));
+        for said in said {
+            line(format_args!("    | {said}"));
+        }
     }
     line(format_args!("\nall tests: {verdict}. {totals}; {} with doctests", human(began.elapsed())));
     Ok(status.code().and_then(|code| u8::try_from(code).ok()).map_or(ExitCode::FAILURE, ExitCode::from))
 }
 
-/// Sums of the runner's closing lines.
+/// How much of what a failed test said is repeated at the end, in lines and in characters of each.
+const SAID: usize = 60;
+const SAID_LINE: usize = 400;
+
+/// Sums of the runner's closing lines, and what failed.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Totals {
     passed: u64,
     failed: u64,
     ignored: u64,
-    failed_names: Vec<String>,
+    /// With the beginning of what each said.
+    failed_tests: Vec<(String, Vec<String>)>,
+    /// Which of them speaks now.
+    speaks: Option<usize>,
 }
 
 impl Totals {
     fn add(&mut self, line: &str) {
         let line = without_colours(line);
         if let Some(name) = line.strip_prefix("test ").and_then(|rest| rest.strip_suffix(" ... FAILED")) {
-            self.failed_names.push(name.to_owned());
+            self.failed_tests.push((name.to_owned(), Vec::new()));
+        }
+        let speaker = line.strip_prefix("---- ").and_then(|rest| rest.strip_suffix(" stdout ----"));
+        if let Some(speaker) = speaker {
+            // The last of this name: other programs may have tests of the same.
+            self.speaks = self.failed_tests.iter().rposition(|(name, _)| name == speaker);
+            return;
+        }
+        // Where it was is not what it said.
+        if line == "failures:" || line == "Stack backtrace:" || line == "stack backtrace:" {
+            self.speaks = None;
+        }
+        if let Some((_, said)) = self.speaks.and_then(|index| self.failed_tests.get_mut(index))
+            && said.len() < SAID
+            && !(line.is_empty() && said.is_empty())
+        {
+            said.push(line.chars().take(SAID_LINE).collect());
         }
         let Some((_, counts)) = line.strip_prefix("test result: ").and_then(|rest| rest.split_once(". "))
         else {
@@ -323,14 +349,30 @@ fn fuzz_each(seconds: u32) -> Result<Verdict> {
         let found = workspace::root().join("fuzz/target/found").join(&name);
         std::fs::create_dir_all(&found).context("cannot make a folder for what is found")?;
         let time = format!("-max_total_time={seconds}");
-        let status = nightly()
-            .args(["fuzz", "run", UNITS, &name])
-            .args([&found, &seeds])
-            .args(["--", &time, "-timeout=10", "-rss_limit_mb=2048"])
-            .status()
-            .context("cannot run cargo fuzz")?;
-        if !status.success() {
+        let mut command = nightly();
+        command.args(["fuzz", "run", UNITS, &name]).args([&found, &seeds]);
+        command.args(["--", &time, "-timeout=10", "-rss_limit_mb=2048"]);
+        let began = Instant::now();
+        // A person sees it work; a log would be full of it.
+        let (status, log) = if io::stdout().is_terminal() {
+            (command.status(), None)
+        } else {
+            let path = found.with_extension("log");
+            let log = std::fs::File::create(&path).context("cannot make a log")?;
+            (command.stdout(log.try_clone()?).stderr(log).status(), Some(path))
+        };
+        let ok = status.context("cannot run cargo fuzz")?.success();
+        let style = Style::of_stdout();
+        let said = if ok { style.good("ok") } else { style.bad("FAILED") };
+        line(format_args!("{name:<24} {:>8}  {said}", human(began.elapsed())));
+        if !ok {
             failed.push(name);
+            let log = log.map(std::fs::read).transpose()?.unwrap_or_default();
+            let log = String::from_utf8_lossy(&log);
+            let lines: Vec<&str> = log.lines().collect();
+            for text in &lines[lines.len().saturating_sub(SAID)..] {
+                line(format_args!("    | {text}"));
+            }
         }
     }
     if !failed.is_empty() {
@@ -350,14 +392,25 @@ mod tests {
             "running 3 tests",
             "test a::b ... ok",
             "test a::c ... FAILED",
+            "",
+            "failures:",
+            "",
+            "---- a::c stdout ----",
+            "",
+            "thread 'a::c' panicked at a.rs:1:2:",
+            "no",
+            "stack backtrace:",
+            "   0: main",
+            "",
+            "failures:",
+            "    a::c",
             "test result: ok. 12 passed; 0 failed; 1 ignored; 0 measured; 0 filtered out; finished in 0.02s",
             "test result: \u{1b}[31mFAILED\u{1b}(B\u{1b}[m. 3 passed; 2 failed; 0 ignored; 0 measured; 7 filtered out; finished in 1s",
         ] {
             totals.add(line);
         }
-        assert_eq!(
-            totals,
-            Totals { passed: 15, failed: 2, ignored: 1, failed_names: vec!["a::c".to_owned()] }
-        );
+        let said = vec!["thread 'a::c' panicked at a.rs:1:2:".to_owned(), "no".to_owned()];
+        let failed_tests = vec![("a::c".to_owned(), said)];
+        assert_eq!(totals, Totals { passed: 15, failed: 2, ignored: 1, failed_tests, speaks: None });
     }
 }
