@@ -411,6 +411,109 @@ async fn a_file_of_gitlabs_kas_14_1_starts_and_agents_connect() -> Result<()> {
     Ok(())
 }
 
+/// What `kas gitlab check` says, and whether it says that all is well.
+struct Asked {
+    good: bool,
+    said: String,
+}
+
+/// Runs `kas gitlab check` with this configuration.
+async fn check(config: &Value, arguments: &[&str]) -> Result<Asked> {
+    let folder = tempfile::tempdir()?;
+    let file = folder.path().join("kas.yaml");
+    std::fs::write(&file, serde_json::to_vec(config)?)?;
+    let output = tokio::process::Command::new(testkit::process::program("kas")?)
+        .args(["gitlab", "check"])
+        .arg(&file)
+        .args(arguments)
+        .env("KAS_STATE_DIR", folder.path())
+        .output()
+        .await?;
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+    let said = text(&output.stdout) + &text(&output.stderr);
+    assert!(!said.contains(&token(1)), "{said}");
+    Ok(Asked { good: output.status.success(), said })
+}
+
+#[tokio::test]
+async fn an_operator_asks_gitlab_before_any_agent_does_and_is_told_what_is_wrong() -> Result<()> {
+    let mut gitlab = gitlab().await?;
+    gitlab.have_project("group/project", 9);
+    let folder = tempfile::tempdir()?;
+    let file = |name: &str, content: &str| -> Result<String> {
+        let path = folder.path().join(name);
+        testkit::kas::write_private(&path, content)?;
+        Ok(path.to_str().unwrap().to_owned())
+    };
+    let [good, unknown, empty] =
+        [file("good", &format!("{}\n", token(1)))?, file("unknown", "unknown")?, file("empty", "\n")?];
+    let config = gitlab.config();
+    let changed = |change: Value| {
+        let mut config = config.clone();
+        merge(&mut config, change);
+        config
+    };
+    let secret = file("other-secret", "AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh8=")?;
+    let elsewhere = format!("{}/git", gitlab.url());
+    let old = json!({ "gitlab": { "address": elsewhere, "api": "v14" } });
+
+    for (config, arguments, all_well, told) in [
+        (config.clone(), vec![], true, "signature  accepted"),
+        (config.clone(), vec![], true, "agent      not asked for: --token-file names"),
+        (config.clone(), vec!["--token-file", &good], true, "agent      1 (agent-1), of project 7"),
+        (
+            config.clone(),
+            vec!["--token-file", &good, "--project", "group/project"],
+            true,
+            "project    group/project is project 9 (",
+        ),
+        (
+            config.clone(),
+            vec!["--token-file", &good, "--project", "group/other"],
+            false,
+            "project    FAILED: there is none of this path",
+        ),
+        (
+            config.clone(),
+            vec!["--token-file", &unknown],
+            false,
+            "agent      FAILED: GitLab knows no agent with this token; it was revoked",
+        ),
+        (config.clone(), vec!["--token-file", &empty], false, "empty: it is empty"),
+        (config.clone(), vec!["--token-file", "nowhere"], false, "cannot use the token file nowhere"),
+        (config.clone(), vec!["--project", "a/b"], false, "--token-file"),
+        (
+            changed(json!({ "gitlab": { "authentication_secret_file": secret } })),
+            vec!["--token-file", &good],
+            false,
+            "signature  FAILED: it refuses the signature of kas",
+        ),
+        (
+            changed(json!({ "gitlab": { "address": elsewhere } })),
+            vec![],
+            false,
+            "status 404 Not Found; gitlab.address must be the URL",
+        ),
+        // 14.1 drops the path, and here that is right.
+        (changed(old), vec!["--token-file", &good], true, "agent-1"),
+        (json!({ "identity": { "file": "agents.yaml" } }), vec![], false, "asks no GitLab"),
+        (changed(json!({ "gitlab": { "timeout": "never" } })), vec![], false, "gitlab.timeout: found"),
+    ] {
+        let asked = check(&config, &arguments).await?;
+        assert_eq!(asked.good, all_well, "{arguments:?}: {}", asked.said);
+        assert!(asked.said.contains(told), "{arguments:?}: not {told:?} but:\n{}", asked.said);
+    }
+
+    gitlab.forbid(&token(1));
+    let asked = check(&config, &["--token-file", &good]).await?;
+    assert!(!asked.good && asked.said.contains("GitLab forbids this agent; its page"), "{}", asked.said);
+    gitlab.down().await;
+    let asked = check(&config, &[]).await?;
+    assert!(!asked.good && asked.said.contains("it cannot be reached"), "{}", asked.said);
+    assert!(asked.said.contains("HTTPS_PROXY"), "{}", asked.said);
+    Ok(())
+}
+
 #[tokio::test]
 async fn kas_does_not_start_with_a_secret_that_gitlab_cannot_have() -> Result<()> {
     let gitlab = gitlab().await?;

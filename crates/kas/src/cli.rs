@@ -14,6 +14,15 @@ Examples:
 
 Signals: SIGTERM and SIGINT drain and leave; a second one leaves at once. SIGHUP opens the audit log anew.";
 
+const GITLAB_CHECK_HELP: &str = "\
+Examples:
+  kas gitlab check kas.yaml                                    is GitLab reached, and is the signature of kas accepted?
+  kas gitlab check kas.yaml --token-file token                 and whose token is this?
+  kas gitlab check kas.yaml --token-file token --project a/b   and may that agent read this project?
+
+Nothing is served meanwhile, and nothing is changed. The first question is asked with a token that was just made up: GitLab
+logs it as refused.";
+
 const COMPLETIONS_HELP: &str = "\
 Examples:
   source <(kas completions bash)
@@ -48,11 +57,36 @@ pub enum Command {
         #[command(subcommand)]
         command: ConfigCommand,
     },
+    /// Asks GitLab, to see whether kas can.
+    Gitlab {
+        /// What to ask.
+        #[command(subcommand)]
+        command: GitLabCommand,
+    },
     /// Prints shell completions.
     #[command(after_help = COMPLETIONS_HELP)]
     Completions {
         /// For which shell.
         shell: clap_complete::Shell,
+    },
+}
+
+/// What to ask GitLab.
+#[derive(Subcommand)]
+pub enum GitLabCommand {
+    /// Asks as kas would, with the address, secret, authority and proxy of the configuration, and says what is wrong and
+    /// what to do about it; exit code 1 when something is.
+    #[command(after_help = GITLAB_CHECK_HELP)]
+    Check {
+        /// The configuration; that of --configuration-file by default.
+        file: Option<PathBuf>,
+        /// A file with the token of an agent: GitLab is asked whose it is.
+        #[arg(long, value_name = "FILE")]
+        token_file: Option<PathBuf>,
+        /// The full path of a project, such as group/project: GitLab is asked which it is, and whether that agent may
+        /// read it.
+        #[arg(long, value_name = "PATH", requires = "token_file")]
+        project: Option<String>,
     },
 }
 

@@ -2,8 +2,9 @@
 //!
 //! One [`Client`] keeps connections alive and is shared by whoever asks. It remembers no answer: caches belong to
 //! those who know what an answer means. `connect` dials, through a proxy where the environment names one; `pace` is
-//! the rate limit.
+//! the rate limit; `check` is what a person asks, to see whether all this works.
 
+pub mod check;
 mod connect;
 mod pace;
 #[cfg(test)]
@@ -22,9 +23,10 @@ use hyper_util::{
 };
 use ids::{AgentId, TokenHash};
 use jsonwebtoken::{Algorithm, EncodingKey};
+use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, utf8_percent_encode};
 pub use runtime::proxy::Proxies;
 use runtime::version;
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use tokio::time::Instant;
 
 use self::{connect::Connector, pace::Pace};
@@ -40,6 +42,8 @@ use crate::{
 
 /// The path of 14.1, which later versions answer too.
 const AGENT_INFO: &str = "/api/v4/internal/kubernetes/agent_info";
+/// The path of 14.1, for its GitOps.
+const PROJECT_INFO: &str = "/api/v4/internal/kubernetes/project_info";
 /// The path of today.
 const AGENT_INFO_TODAY: &str = "/api/v4/internal/agents/agentk/agent_info";
 /// Carries the agent's token where `Authorization` is not read any more.
@@ -57,9 +61,14 @@ const SIGNATURE_LIFE: Duration = Duration::from_secs(5);
 const LARGEST_ANSWER: usize = 1024 * 1024;
 /// The largest headers of an answer, in bytes.
 const LARGEST_HEAD: usize = 64 * 1024;
+/// The longest full path of a project, in bytes. GitLab's own limit for one part of it is 255 characters.
+const LONGEST_PATH: usize = 8 * 1024;
 /// Idle connections are closed after this time, and there are at most so many: 14.1's numbers.
 const IDLE: Duration = Duration::from_secs(90);
 const IDLE_CONNECTIONS: usize = 100;
+
+/// What stands as it is in the value of a query, as Go writes it.
+const QUERY: &AsciiSet = &NON_ALPHANUMERIC.remove(b'-').remove(b'_').remove(b'.').remove(b'~');
 
 /// What every version of GitLab writes with status 401 when the signature is wrong, and not the agent's token.
 const SIGNATURE_REFUSED: &[u8] = b"KAS JWT authentication invalid";
@@ -98,6 +107,8 @@ pub enum Failure {
     Field(&'static str),
     #[error("the token is no value of a header")]
     Token,
+    #[error("a full path of a project has 1 to {LONGEST_PATH} bytes")]
+    Path,
     #[error("no signature could be made")]
     Unsigned(#[source] jsonwebtoken::errors::Error),
 }
@@ -108,6 +119,7 @@ type Http = legacy::Client<Connector, Empty<Bytes>>;
 pub struct Client {
     /// Exchanged when the file of GitLab's authority changes.
     http: ArcSwap<Http>,
+    address: Uri,
     api: GitLabApi,
     agent_info: Uri,
     /// Exchanged when the secret file changes.
@@ -141,6 +153,7 @@ impl Client {
             Connector::new(&agent_info, config.ca_certificate.as_deref(), proxies)?;
         Ok(Self {
             http: ArcSwap::from_pointee(http(connector)),
+            address: config.address.clone(),
             api: config.api,
             agent_info,
             key: ArcSwap::from_pointee(EncodingKey::from_secret(secret.expose())),
@@ -206,9 +219,36 @@ impl Client {
             .map_err(Failure::Unsigned)
     }
 
-    async fn ask(&self, token: &[u8], id: HeaderValue) -> Result<Agent, LookupError> {
+    /// Returns the project with this full path, such as `group/project`, if the agent with this token may read it.
+    ///
+    /// Nothing is remembered, and an answer is not counted among the lookups of agents.
+    ///
+    /// # Errors
+    /// [`LookupError`]; a project that is not there, or not for this agent, is [`Failure::Status`] with 404.
+    pub async fn project_info(&self, token: &[u8], path: &str) -> Result<Project, LookupError> {
+        if path.is_empty() || path.len() > LONGEST_PATH {
+            return Err(Failure::Path.into());
+        }
+        if !self.pace.wait(Urgency::New, self.timeout).await {
+            return Err(LookupError::Busy);
+        }
+        let id = utf8_percent_encode(path, QUERY);
+        let project_info = self.endpoint(&format!("{PROJECT_INFO}?id={id}"));
+        let id = crate::metadata::correlation(&HeaderMap::new());
+        let body = tokio::time::timeout(self.timeout, self.get(project_info, token, id))
+            .await
+            .unwrap_or(Err(Failure::Timeout(self.timeout).into()))?;
+        Ok(project(&body)?)
+    }
+
+    fn endpoint(&self, path: &str) -> Uri {
+        at(&self.address, self.api, path)
+    }
+
+    /// Returns the JSON of an answer with status 200.
+    async fn get(&self, uri: Uri, token: &[u8], id: HeaderValue) -> Result<Bytes, LookupError> {
         let mut request = Request::new(Empty::new());
-        *request.uri_mut() = self.agent_info.clone();
+        *request.uri_mut() = uri;
         *request.headers_mut() = self.headers(token, id)?;
         // A redirect is an answer like any other: nobody else gets these credentials.
         let answer = self.http.load().request(request).await.map_err(Failure::Unreachable)?;
@@ -232,7 +272,11 @@ impl Client {
         if !is_json(&head.headers) {
             return Err(Failure::ContentType.into());
         }
-        Ok(agent(&body.map_err(Failure::Body)?)?)
+        Ok(body.map_err(Failure::Body)?)
+    }
+
+    async fn ask(&self, token: &[u8], id: HeaderValue) -> Result<Agent, LookupError> {
+        Ok(agent(&self.get(self.agent_info.clone(), token, id).await?)?)
     }
 }
 
@@ -309,9 +353,17 @@ struct AgentAnswer {
     agent_name: Option<String>,
 }
 
+/// Reads a JSON object. Without the first look a list of the values in the right order would do, too.
+fn object<T: DeserializeOwned>(body: &[u8]) -> Result<T, Failure> {
+    let begin = body.trim_ascii_start();
+    if begin.first().is_some_and(|first| *first != b'{') {
+        return Err(Failure::Json { line: 1, column: body.len() - begin.len() + 1 });
+    }
+    serde_json::from_slice(body).map_err(|error| Failure::Json { line: error.line(), column: error.column() })
+}
+
 fn agent(body: &[u8]) -> Result<Agent, Failure> {
-    let answer: AgentAnswer = serde_json::from_slice(body)
-        .map_err(|error| Failure::Json { line: error.line(), column: error.column() })?;
+    let answer: AgentAnswer = object(body)?;
     Ok(Agent {
         id: AgentId::new(answer.agent_id.unwrap_or_default()).map_err(|_| Failure::Field("agent_id"))?,
         // It stands in the paths of configuration files.
@@ -324,11 +376,45 @@ fn agent(body: &[u8]) -> Result<Agent, Failure> {
     })
 }
 
-/// Reads `bytes` as GitLab's answer about an agent: for a fuzz target.
+/// What kas is told of a project.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Project {
+    /// Above zero.
+    pub id: i64,
+    /// Its full path now: the one that was asked for may be an older one. Empty when GitLab does not say it.
+    pub path: String,
+}
+
+/// What is used of an answer about a project.
+#[derive(Default, Deserialize)]
+#[serde(default)]
+struct ProjectAnswer {
+    project_id: Option<i64>,
+    gitaly_repository: Option<RepositoryAnswer>,
+}
+
+#[derive(Default, Deserialize)]
+#[serde(default)]
+struct RepositoryAnswer {
+    gl_project_path: Option<String>,
+}
+
+fn project(body: &[u8]) -> Result<Project, Failure> {
+    let answer: ProjectAnswer = object(body)?;
+    Ok(Project {
+        id: answer.project_id.filter(|id| *id > 0).ok_or(Failure::Field("project_id"))?,
+        path: answer.gitaly_repository.and_then(|repository| repository.gl_project_path).unwrap_or_default(),
+    })
+}
+
+/// Reads `bytes` as GitLab's answer about an agent, and about a project: for a fuzz target.
 ///
 /// # Panics
-/// When an agent comes out that must not be.
+/// When something comes out that must not be.
 pub fn fuzz(bytes: &[u8]) {
+    if let Ok(project) = project(bytes) {
+        assert!(project.id > 0);
+    }
     if let Ok(agent) = agent(bytes) {
         assert!(agent.id.get() > 0 && agent.project_id > 0);
         assert!(
@@ -344,7 +430,11 @@ fn is_json(headers: &HeaderMap) -> bool {
 
 /// Returns where agents are asked for. 14.1 drops the path of the address; later versions go on from it.
 fn endpoint(address: &Uri, api: GitLabApi) -> Uri {
-    let path = if api == GitLabApi::Today { AGENT_INFO_TODAY } else { AGENT_INFO };
+    at(address, api, if api == GitLabApi::Today { AGENT_INFO_TODAY } else { AGENT_INFO })
+}
+
+/// Returns a path, perhaps with a query, of GitLab's API.
+fn at(address: &Uri, api: GitLabApi, path: &str) -> Uri {
     let base = if api == GitLabApi::V14 { "" } else { address.path().trim_end_matches('/') };
     let mut parts = address.clone().into_parts();
     parts.path_and_query = format!("{base}{path}").parse().ok();

@@ -5,8 +5,9 @@ use std::{path::PathBuf, process::ExitCode};
 use clap::{CommandFactory as _, Parser as _};
 use kas::{
     app::Kas,
-    cli::{Arguments, Command, ConfigCommand},
+    cli::{Arguments, Command, ConfigCommand, GitLabCommand},
     config::{self, Config, Environment, Problems},
+    gitlab::check::{self as gitlab_check, Questions},
 };
 use runtime::{lifecycle, telemetry, tls};
 
@@ -54,6 +55,10 @@ fn run(arguments: Arguments) -> anyhow::Result<ExitCode> {
         Some(Command::Config { command: ConfigCommand::Check { file: other } }) => {
             let file = other.or(file);
             return check(file.as_ref());
+        }
+        Some(Command::Gitlab { command: GitLabCommand::Check { file: other, token_file, project } }) => {
+            let file = other.or(file);
+            return ask_gitlab(file.as_ref(), &Questions::new(token_file.as_deref(), project)?);
         }
         None => {}
     }
@@ -125,6 +130,16 @@ fn check(file: Option<&PathBuf>) -> anyhow::Result<ExitCode> {
         }
         Err(problems) => Ok(wrong(&problems)),
     }
+}
+
+fn ask_gitlab(file: Option<&PathBuf>, questions: &Questions) -> anyhow::Result<ExitCode> {
+    let config = match config::load(&read(file)?, &Environment::of_process()) {
+        Ok(loaded) => loaded.config,
+        Err(problems) => return Ok(wrong(&problems)),
+    };
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let good = runtime.block_on(gitlab_check::run(&config, questions, &mut std::io::stdout()))?;
+    Ok(if good { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
 /// Says what is wrong, and then what may be why: a misspelt key.

@@ -32,6 +32,8 @@ use crate::{caller::now, process::soon};
 
 /// The path of 14.1.
 pub const AGENT_INFO: &str = "/api/v4/internal/kubernetes/agent_info";
+/// The path of 14.1 for a project.
+pub const PROJECT_INFO: &str = "/api/v4/internal/kubernetes/project_info";
 /// The path of today.
 pub const AGENT_INFO_TODAY: &str = "/api/v4/internal/agents/agentk/agent_info";
 /// The name in its certificate, which only a proxy can reach.
@@ -153,6 +155,8 @@ impl Seen {
 struct Knowledge {
     release: Release,
     agents: HashMap<String, Value>,
+    /// By their full paths.
+    projects: HashMap<String, i64>,
     forbidden: Vec<String>,
     reply: Option<Reply>,
 }
@@ -220,8 +224,13 @@ impl GitLab {
         // None that somebody else is given while this is down.
         let [port] = ports::free()?;
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, port)).await?;
-        let knowledge =
-            Knowledge { release: Release::V14, agents: HashMap::new(), forbidden: Vec::new(), reply: None };
+        let knowledge = Knowledge {
+            release: Release::V14,
+            agents: HashMap::new(),
+            projects: HashMap::new(),
+            forbidden: Vec::new(),
+            reply: None,
+        };
         let shared = Arc::new(Shared {
             secret: rand::random(),
             knowledge: Mutex::new(knowledge),
@@ -317,6 +326,11 @@ impl GitLab {
         let mut knowledge = self.shared.knowledge();
         knowledge.forbidden.retain(|other| other != token);
         knowledge.agents.insert(token.to_owned(), info);
+    }
+
+    /// Gets a project, for every agent.
+    pub fn have_project(&self, path: &str, id: i64) {
+        self.shared.knowledge().projects.insert(path.to_owned(), id);
     }
 
     /// Does not know the token any more.
@@ -445,8 +459,9 @@ async fn answer(stream: &mut (impl AsyncWrite + Unpin), seen: Seen, shared: &Sha
 
 impl Knowledge {
     fn answer(&self, seen: &Seen, secret: &[u8]) -> Reply {
-        let path = seen.path();
-        if path != AGENT_INFO && (path != AGENT_INFO_TODAY || self.release == Release::V14) {
+        let (path, query) = seen.path().split_once('?').unwrap_or((seen.path(), ""));
+        let project = path == PROJECT_INFO;
+        if !project && path != AGENT_INFO && (path != AGENT_INFO_TODAY || self.release == Release::V14) {
             return Reply::status("404 Not Found");
         }
         if seen.check_signature(secret).is_err() {
@@ -458,6 +473,22 @@ impl Knowledge {
             return Reply::status("403 Forbidden");
         }
         match self.agents.get(token) {
+            Some(_) if project => {
+                // No name of a test has anything else that needs an escape.
+                let path = query.strip_prefix("id=").unwrap_or_default().replace("%2F", "/");
+                let Some(id) = self.projects.get(&path) else { return Reply::status("404 Not Found") };
+                let info = json!({
+                    "project_id": id,
+                    "gitaly_info": { "address": "unix:/gitaly", "token": "gitaly-secret", "features": {} },
+                    "gitaly_repository": {
+                        "storage_name": "default",
+                        "relative_path": "@hashed/2.git",
+                        "gl_repository": format!("project-{id}"),
+                        "gl_project_path": path,
+                    },
+                });
+                Reply::new("200 OK", "application/json", &info.to_string())
+            }
             Some(info) => Reply::new("200 OK", "application/json", &info.to_string()),
             None => Reply::status("401 Unauthorized"),
         }

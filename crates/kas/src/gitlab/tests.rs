@@ -84,6 +84,51 @@ async fn a_request_is_what_14_1_sends_byte_by_byte() {
 }
 
 #[tokio::test]
+async fn a_project_is_asked_for_as_14_1_does_byte_by_byte() {
+    let mut s = Setup::new(GitLab::start().await.unwrap()).await;
+    s.config.api = GitLabApi::V14;
+    s.gitlab.have_project("group/sub-group/project_1.x", 9);
+    let client = s.client();
+    let project = client.project_info(TOKEN.as_bytes(), "group/sub-group/project_1.x").await.unwrap();
+    assert_eq!(project, Project { id: 9, path: "group/sub-group/project_1.x".to_owned() });
+    let seen = s.only_request();
+    seen.check_signature(s.gitlab.secret()).unwrap();
+    assert_eq!(seen.method, "GET");
+    assert_eq!(seen.target, "/api/v4/internal/kubernetes/project_info?id=group%2Fsub-group%2Fproject_1.x");
+    assert_eq!(seen.header("authorization"), Some(&*format!("Bearer {TOKEN}")));
+    assert_eq!(seen.header("accept"), Some("application/json"));
+    // No character of a path ends the query or begins another key.
+    client.project_info(TOKEN.as_bytes(), "a&b=c#d?e\"é").await.unwrap_err();
+    assert!(s.gitlab.requests()[1].target.ends_with("?id=a%26b%3Dc%23d%3Fe%22%C3%A9"));
+}
+
+#[tokio::test]
+async fn a_project_that_cannot_be_told_has_the_error_that_says_why() {
+    let s = Setup::new(GitLab::start().await.unwrap()).await;
+    s.gitlab.have_project("a/b", 9);
+    let ask = async |token: &str, path: &str| s.client().project_info(token.as_bytes(), path).await;
+    assert!(matches!(ask("other", "a/b").await, Err(LookupError::Unknown)));
+    assert!(matches!(
+        ask(TOKEN, "a/c").await,
+        Err(LookupError::Failed(Failure::Status(StatusCode::NOT_FOUND)))
+    ));
+    for path in [String::new(), "a".repeat(LONGEST_PATH + 1)] {
+        assert!(matches!(ask(TOKEN, &path).await, Err(LookupError::Failed(Failure::Path))));
+    }
+    s.gitlab.have_project(&"a".repeat(LONGEST_PATH), 1);
+    assert!(ask(TOKEN, &"a".repeat(LONGEST_PATH)).await.is_ok());
+    let json = |body: &str| Reply::new("200 OK", "application/json", body);
+    s.gitlab.reply(json(r#"{"project_id":3,"new":1}"#));
+    assert_eq!(ask(TOKEN, "a/b").await.unwrap(), Project { id: 3, path: String::new() });
+    s.gitlab.reply(json(r#"{"project_id":0}"#));
+    assert!(matches!(ask(TOKEN, "a/b").await, Err(LookupError::Failed(Failure::Field("project_id")))));
+    s.gitlab.reply(json("[1]"));
+    assert!(matches!(ask(TOKEN, "a/b").await, Err(LookupError::Failed(Failure::Json { .. }))));
+    s.gitlab.reply(Reply::status("403 Forbidden"));
+    assert!(matches!(ask(TOKEN, "a/b").await, Err(LookupError::Forbidden)));
+}
+
+#[tokio::test]
 async fn each_way_of_speaking_has_its_path_and_header_and_the_default_suits_all() {
     use GitLabApi::{Any, Today, V14 as Old};
     for (api, release, base, path, works) in [
@@ -170,7 +215,8 @@ async fn every_answer_has_its_meaning() {
         (Reply::new("200 OK", "application/jsonx", good), "not application/json"),
         (json("{"), "no valid JSON of this kind (line 1, column 1)"),
         (json(""), "no valid JSON"),
-        (json("[]"), "no valid"),
+        (json("[]"), "no valid JSON"),
+        (json(r#" [7, 5, "demo"]"#), "no valid JSON of this kind (line 1, column 2)"),
         (json(r#"{"agent_id":"hunter2"}"#), "no valid JSON"),
         (json(r#"{"agent_id":1e99}"#), "no valid JSON"),
         (json("{}"), "agent_id"),
