@@ -15,16 +15,20 @@ use tokio::time::{Instant, sleep};
 use crate::{
     http2::{self, Attack},
     peer::{DATA, END_STREAM, PREFACE, Peer, SETTINGS, Way, frame},
-    stage::{Door, HONEST, Kind, Knows, Stage},
+    stage::{Door, HONEST, Kind, Knows, Stage, Times},
 };
 
 /// Bad connections of each attack.
 const CONNECTIONS: usize = 1_000;
 /// How long good requests are measured before each attack.
-const QUIET: Duration = Duration::from_secs(6);
+const QUIET: Duration = Duration::from_secs(8);
 /// How long each attack lasts.
-const ATTACKED: Duration = Duration::from_secs(8);
-/// Prints a row of a table for each attack at each of `doors`.
+const ATTACKED: Duration = Duration::from_secs(10);
+/// The variable with the name of the only attack that is to be measured.
+const ONLY: &str = "KAS_TEST_ONLY";
+
+/// Prints a row of a table for each attack at each of `doors`, and one for all of them: one percent of a row is a handful
+/// of requests.
 pub(crate) async fn table(kind: Kind, doors: &[Door]) -> Result<()> {
     println!(
         "| attack | door | rounds | good requests | p99 without, ms | p99 with, ms | factor | most MiB more | \
@@ -32,15 +36,18 @@ pub(crate) async fn table(kind: Kind, doors: &[Door]) -> Result<()> {
     );
     println!("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |");
     let stage = Stage::start_apart(kind).await?;
-    for (name, attack) in http2::measured() {
-        for door in doors.iter().copied() {
+    let only = std::env::var(ONLY).unwrap_or_default();
+    // Of each door, without and with.
+    let mut all = vec![[Vec::new(), Vec::new()]; doors.len()];
+    for (name, attack) in http2::measured().filter(|(name, _)| only.is_empty() || *name == only) {
+        for (door, [all_without, all_with]) in doors.iter().copied().zip(&mut all) {
             if stage.door(door).is_none() {
                 continue;
             }
             stage.times();
             // What is measured is what happens meanwhile.
             sleep(QUIET).await;
-            let without = stage.times();
+            let without = stage.take_times();
             stage.forget_peak();
             let begun = stage.kas.process.usage()?;
             let mut most = begun.files;
@@ -54,10 +61,13 @@ pub(crate) async fn table(kind: Kind, doors: &[Door]) -> Result<()> {
                     }
                 }
             };
-            let with = stage.times();
+            let with = stage.take_times();
             let (peak, _) = stage.memory();
             let settled = stage.settled(name).await;
             let after = stage.kas.process.usage()?;
+            all_without.extend(&without);
+            all_with.extend(&with);
+            let [without, with] = [without, with].map(Times::of);
             let factor = with.p99.as_secs_f64() / without.p99.as_secs_f64();
             println!(
                 "| {name} | {door:?} | {rounds} | {} | {:.1} | {:.1} | {factor:.2} | {} | {} | {most} | {} (before {}) |",
@@ -73,6 +83,24 @@ pub(crate) async fn table(kind: Kind, doors: &[Door]) -> Result<()> {
                 println!("{name} at {door:?}: {error:#}");
             }
         }
+    }
+    println!(
+        "| door | good requests without | with | p50 without, ms | with | p99 without, ms | with | factor |"
+    );
+    println!("| --- | --- | --- | --- | --- | --- | --- | --- |");
+    for (door, times) in doors.iter().zip(all) {
+        let [without, with] = times.map(Times::of);
+        let millis = |time: Duration| time.as_secs_f64() * 1e3;
+        println!(
+            "| {door:?} | {} | {} | {:.2} | {:.2} | {:.1} | {:.1} | {:.2} |",
+            without.requests,
+            with.requests,
+            millis(without.p50),
+            millis(with.p50),
+            millis(without.p99),
+            millis(with.p99),
+            with.p99.as_secs_f64() / without.p99.as_secs_f64(),
+        );
     }
     Ok(())
 }

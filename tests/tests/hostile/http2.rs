@@ -31,6 +31,10 @@ const CUT: Duration = Duration::from_secs(30);
 /// Until kas does not take a flood any more.
 const FLOOD: Duration = Duration::from_secs(20);
 
+/// Bytes that are given to the system at once. It takes megabytes, and meanwhile nobody else has this processor, where
+/// the good callers may be.
+const PIECE: usize = 32 * 1024;
+
 /// What an attacker sends.
 enum Sends {
     /// Bytes in place of HTTP/2.
@@ -49,11 +53,16 @@ impl Sends {
         let begin = [PREFACE, &frame(SETTINGS, 0, 0, &[])].concat();
         match self {
             Self::Raw(bytes) => peer.send(bytes, FLOOD).await,
-            Self::Frames(bytes) => peer.send(&begin, FLOOD).await && peer.send(bytes, FLOOD).await,
+            Self::Frames(bytes) => {
+                let mut sent = peer.send(&begin, FLOOD).await;
+                for piece in bytes.chunks(PIECE) {
+                    sent = sent && peer.send(piece, FLOOD).await;
+                }
+                sent
+            }
             Self::Flood(first, again, times) => {
                 let mut sent = peer.send(&[&begin[..], first].concat(), FLOOD).await;
-                // A few at a time, as a socket takes them.
-                let most = (32 * 1024 / again.len()).max(1);
+                let most = (PIECE / again.len()).max(1);
                 let piece = again.repeat(most);
                 let mut left = *times;
                 while sent && left > 0 {

@@ -132,6 +132,18 @@ pub(crate) struct Times {
     pub(crate) p99: Duration,
 }
 
+impl Times {
+    /// Of these requests.
+    pub(crate) fn of(mut times: Vec<Duration>) -> Self {
+        times.sort_unstable();
+        let at = |share: f64| {
+            let last = times.len().saturating_sub(1);
+            times.get((last as f64 * share) as usize).copied().unwrap_or_default()
+        };
+        Self { requests: times.len(), p50: at(0.5), p99: at(0.99) }
+    }
+}
+
 impl std::fmt::Display for Times {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let Self { requests, p50, p99 } = self;
@@ -286,13 +298,12 @@ impl Stage {
 
     /// Returns how long the good requests took since the last call.
     pub(crate) fn times(&self) -> Times {
-        let mut times = std::mem::take(&mut *self.good.times());
-        times.sort_unstable();
-        let at = |share: f64| {
-            let last = times.len().saturating_sub(1);
-            times.get((last as f64 * share) as usize).copied().unwrap_or_default()
-        };
-        Times { requests: times.len(), p50: at(0.5), p99: at(0.99) }
+        Times::of(self.take_times())
+    }
+
+    /// Returns how long each of the good requests took since the last call.
+    pub(crate) fn take_times(&self) -> Vec<Duration> {
+        std::mem::take(&mut *self.good.times())
     }
 
     /// Waits until `requests` more good requests were answered, all of them well.
