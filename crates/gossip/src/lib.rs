@@ -33,6 +33,8 @@
 //! - A value reaches every live member within a few intervals; of each key the last value wins.
 //! - A crash is seen by all in about 1 to 1.5 s; being busy is not taken for death, since gossip has its own
 //!   thread (give [`Gossip::pulse`] a beat, so that a hung main runtime does show).
+//! - A process that stood still itself takes nobody for dead because of that: for five intervals afterwards the members are
+//!   those of before.
 //! - Of each node id only the newest incarnation is a member, and its generation never goes back.
 //! - A process that is heard but hears nobody falls silent and is forgotten, if it is told to ([`Builder::hush`]).
 //! - Without a key, nothing gets in and nothing is decoded: junk is counted by [`Reason`] and forgotten.

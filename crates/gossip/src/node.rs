@@ -164,6 +164,9 @@ struct Look {
     members: BTreeMap<Arc<str>, Arc<Member>>,
 }
 
+/// Who has not looked at its members for so many intervals takes nobody for dead for as many more.
+const PAUSE: u32 = 5;
+
 /// What lives as long as an incarnation.
 struct Incarnation {
     id: ChitchatId,
@@ -176,9 +179,11 @@ struct Incarnation {
     heartbeat: u64,
     /// Ticks since our own heartbeat advanced.
     still: u32,
-    /// Members of the incarnation before, shown until they are heard again or `carry_until`.
+    /// Members from before a restart or a pause, shown until they are heard again or `carry_until`.
     carry: Arc<Members>,
     carry_until: Instant,
+    /// When members were last looked at.
+    looked: Instant,
 }
 
 /// What outlives incarnations.
@@ -327,6 +332,7 @@ impl Node {
             still: 0,
             carry: Arc::clone(&self.members.borrow()),
             carry_until: Instant::now() + self.at_least(Duration::from_secs(2)),
+            looked: Instant::now(),
         };
         self.write(&mut incarnation, memory.stalled).await;
         for seed in &memory.seeds {
@@ -600,8 +606,16 @@ impl Node {
 
     /// Publishes the list when anything but `heard` changed.
     fn set_members(&self, mut members: BTreeMap<Arc<str>, Arc<Member>>, incarnation: &mut Incarnation) {
-        if Instant::now() < incarnation.carry_until {
-            // A restart of our own task must not look like the death of everybody else.
+        let now = Instant::now();
+        let pause = now.duration_since(std::mem::replace(&mut incarnation.looked, now));
+        if pause > self.timing.interval * PAUSE {
+            // This process stood still. What the others said meanwhile is not read yet: that nothing was heard of them
+            // says nothing about them.
+            incarnation.carry = Arc::clone(&self.members.borrow());
+            incarnation.carry_until = incarnation.carry_until.max(now + self.timing.interval * PAUSE);
+        }
+        if now < incarnation.carry_until {
+            // A restart of our own task must not look like the death of everybody else, either.
             for (node_id, member) in &incarnation.carry.0 {
                 members.entry(Arc::clone(node_id)).or_insert_with(|| Arc::clone(member));
             }

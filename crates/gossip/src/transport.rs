@@ -187,12 +187,13 @@ impl Link {
         }
     }
 
-    /// Lets tests panic (1) or freeze (2) the gossip task, once.
+    /// Lets tests panic (1) or freeze (2) the gossip task, or hold up its whole thread (3), once.
     #[cfg(test)]
     async fn fail(&self) {
         match self.fault.swap(0, std::sync::atomic::Ordering::Relaxed) {
             1 => panic!("a test asked for it"),
             2 => std::future::pending().await,
+            3 => std::thread::sleep(std::time::Duration::from_secs(2)),
             _ => {}
         }
     }

@@ -196,12 +196,16 @@ fn junk_is_cheap() {
     let mut unknown = known.clone();
     unknown[10] ^= 1; // another salt: costs a key
     for (kind, junk) in [("known", known), ("unknown", unknown)] {
-        const TIMES: u32 = 2_000;
-        let start = Instant::now();
-        for _ in 0..TIMES {
-            assert_eq!(accept(&mut opener, &junk), Err(Reason::Forged));
-        }
-        let each = start.elapsed() / TIMES;
+        const TIMES: u32 = 200;
+        let batch = |_| {
+            let start = Instant::now();
+            for _ in 0..TIMES {
+                assert_eq!(accept(&mut opener, &junk), Err(Reason::Forged));
+            }
+            start.elapsed() / TIMES
+        };
+        // The best of ten: a machine may stand still meanwhile.
+        let each = (0..10).map(batch).min().unwrap();
         println!("forged, {kind} salt: {each:?}");
         // Far above what it takes without optimization, far below what would hurt.
         assert!(each < Duration::from_millis(1));
