@@ -11,7 +11,7 @@ use std::{
 };
 
 use async_trait::async_trait;
-use ids::{AgentId, ConnectionId};
+use ids::{AgentId, ConnectionId, ReplicaId};
 use tokio::time::timeout;
 
 use crate::tracker::{AgentMeta, Connection, Lease, Query, Tracker};
@@ -50,10 +50,12 @@ async fn located_within(tracker: &dyn Tracker, id: i64, found: usize, within: Du
     let wait = async {
         loop {
             changes.borrow_and_update();
-            if tracker.locate(agent(id)).await.expect("the store answers").len() == found {
-                return;
+            match tracker.locate(agent(id)).await {
+                Ok(holders) if holders.len() == found => return,
+                Ok(_) => changes.changed().await.expect("the tracker lives"),
+                // A store that did not answer for a moment; nobody promises to wake for that.
+                Err(_) => tokio::time::sleep(Duration::from_millis(10)).await,
             }
-            changes.changed().await.expect("the tracker lives");
         }
     };
     timeout(within, wait).await.unwrap_or_else(|_| panic!("agent {id} is not located on {found} replicas"));
@@ -100,7 +102,7 @@ where
 }
 
 async fn unknown_agents_are_nowhere(tracker: &dyn Tracker) {
-    assert!(tracker.locate(agent(1)).await.expect("the store answers").is_empty());
+    located(tracker, 1, 0).await;
     assert!(tracker.connected(Query::All).await.expect("the store answers").connections.is_empty());
 }
 
@@ -380,9 +382,10 @@ async fn a_crashed_replica_is_forgotten(cluster: &dyn Cluster) {
     listed(&*b.tracker(), Query::All, &[100]).await;
     a.crash().await;
     let begun = tokio::time::Instant::now();
+    // Time for a machine that stands still, but less than the 10 s that replicas count by default.
+    let within = cluster.expiry() + VISIBLE / 2;
     for id in 1..=50 {
-        held_by(&*b.tracker(), id, &[], (cluster.expiry() + VISIBLE / 5).saturating_sub(begun.elapsed()))
-            .await;
+        held_by(&*b.tracker(), id, &[], within.saturating_sub(begun.elapsed())).await;
     }
     listed(&*b.tracker(), Query::All, &[]).await;
     drop((leases, listed_lease));
@@ -424,8 +427,7 @@ async fn who_said_not_here_is_left_out_until_the_agent_comes_again(cluster: &dyn
     let (here, there) = (a.tracker(), b.tracker());
     let lease = here.route(agent(1), Arc::from([]));
     held_by(&*there, 1, &["a"], VISIBLE).await;
-    let replica = there.locate(agent(1)).await.expect("the store answers").remove(0).replica.id;
-    there.not_here(&replica, agent(1), here.mark());
+    there.not_here(&ReplicaId::new("a"), agent(1), here.mark());
     assert!(holders(&*there, 1).await.is_empty());
     let mut changes = there.changes(agent(1));
     changes.borrow_and_update();
@@ -606,7 +608,7 @@ async fn a_slow_store_delays_and_loses_nothing(store: &dyn Store) {
     let lease = here.route(agent(1), Arc::from([]));
     // Own tunnels do not wait for the store for long.
     assert_eq!(here.locate(agent(1)).await.expect("it is here").len(), 1);
-    assert!(begun.elapsed() < Duration::from_secs(1), "{:?}", begun.elapsed());
+    assert!(begun.elapsed() < VISIBLE / 2, "{:?}", begun.elapsed());
     held_by(&*there, 1, &["a"], VISIBLE).await;
     drop(lease);
     held_by(&*there, 1, &[], VISIBLE).await;

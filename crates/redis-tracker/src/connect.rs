@@ -150,12 +150,21 @@ impl Error {
     /// Whether another connection may fare better: this one is broken, or its server is not the primary any more.
     fn ends_connection(&self) -> bool {
         let Self::Redis(error) = self else { return matches!(self, Self::Dial(_)) };
-        let primary_lost = matches!(
-            error.kind(),
-            redis::ErrorKind::Server(
-                ServerErrorKind::ReadOnly | ServerErrorKind::MasterDown | ServerErrorKind::BusyLoading
+        // Of a transaction what its commands were refused for. There the library follows no redirection, and does not ask
+        // again who has which slots either: nothing but another connection does.
+        let refusals = error.clone().into_server_errors();
+        let primary_lost = refusals.iter().flat_map(|refusals| refusals.iter()).any(|(_, refusal)| {
+            matches!(
+                refusal.kind(),
+                Some(
+                    ServerErrorKind::ReadOnly
+                        | ServerErrorKind::MasterDown
+                        | ServerErrorKind::BusyLoading
+                        | ServerErrorKind::Moved
+                        | ServerErrorKind::Ask
+                )
             )
-        );
+        });
         let closed = error.is_io_error() || error.is_connection_dropped() || error.is_timeout();
         primary_lost || closed || error.is_unrecoverable_error() || error.code() == Some("NOAUTH")
     }

@@ -22,8 +22,8 @@ use testkit::{
 };
 
 use crate::{
-    groups::{Group, Nodes, QUICK, Sentinels, Sharers, tcp},
-    world::{Kind, Running, TTL, World},
+    groups::{Group, Nodes, Sentinels, Sharers, tcp},
+    world::{Kind, Running, TTL, World, calm},
 };
 
 fn agent(id: i64) -> AgentId {
@@ -328,6 +328,7 @@ async fn a_cluster_is_dialled_with_the_new_password_after_a_failover() {
     for running in [&a, &b] {
         refusal(running, false).await;
     }
+    nodes.fail_soon().await;
     nodes.servers[0].redis.stop().await;
     let info = cmd("CLUSTER").arg("NODES").take();
     nodes.servers[1].answers(&info, |text| text.contains("master,fail")).await;
@@ -399,12 +400,7 @@ async fn certificates_are_exchanged_while_connections_stay() {
     let _more = a.tracker.route(agent(2), Arc::from([]));
     located(&b, 2, 1).await;
     // What was under way on a connection that was killed is said until the next one is answered.
-    soon("nothing is wrong any more", async {
-        while !b.tracker.alarms().is_empty() {
-            tokio::time::sleep(Duration::from_millis(20)).await;
-        }
-    })
-    .await;
+    calm(&b.tracker).await;
 }
 
 /// Arguments of a server, or lines of a Sentinel's file, that make it speak TLS on a port and to its like.
@@ -505,12 +501,13 @@ async fn a_cluster_has_users_and_speaks_tls() {
 
 #[tokio::test]
 async fn sentinel_names_the_primary_before_and_after_a_failover() {
-    let sentinels = Sentinels::start(QUICK).await;
+    let sentinels = Sentinels::start().await;
     let options = |run| Options { ttl: TTL, ..Options::new(sentinels.connect(), run) };
     let (a, b) = (Running::start("a", options(1)), Running::start("b", options(2)));
     let _lease = a.tracker.route(agent(1), Arc::from([]));
     located(&b, 1, 1).await;
     is_refused(sentinels.connect_with("wrong"), "").await;
+    sentinels.fail_soon().await;
     sentinels.servers[0].redis.stop().await;
     let mut health = b.tracker.health();
     soon("the loss is noticed", health.wait_for(|health| !health.reachable)).await.unwrap();
@@ -533,6 +530,7 @@ async fn a_cluster_serves_before_and_after_a_failover() {
         located(&b, id, 1).await;
     }
     // Of the three that were made primaries.
+    nodes.fail_soon().await;
     nodes.servers[0].redis.stop().await;
     let info = cmd("CLUSTER").arg("NODES").take();
     nodes.servers[1].answers(&info, |text| text.contains("master,fail")).await;
@@ -565,12 +563,20 @@ async fn keeps_the_contract(group: Arc<dyn Group>, fail_over: impl AsyncFn()) {
 
 #[tokio::test]
 async fn the_contract_is_kept_through_sentinel_with_a_failover_in_the_middle() {
-    let sentinels = Arc::new(Sentinels::start(QUICK).await);
-    keeps_the_contract(Arc::clone(&sentinels) as _, async || sentinels.servers[0].redis.stop().await).await;
+    let sentinels = Arc::new(Sentinels::start().await);
+    keeps_the_contract(Arc::clone(&sentinels) as _, async || {
+        sentinels.fail_soon().await;
+        sentinels.servers[0].redis.stop().await;
+    })
+    .await;
 }
 
 #[tokio::test]
 async fn the_contract_is_kept_on_a_cluster_with_a_failover_in_the_middle() {
     let nodes = Arc::new(Nodes::start().await);
-    keeps_the_contract(Arc::clone(&nodes) as _, async || nodes.servers[0].redis.stop().await).await;
+    keeps_the_contract(Arc::clone(&nodes) as _, async || {
+        nodes.fail_soon().await;
+        nodes.servers[0].redis.stop().await;
+    })
+    .await;
 }

@@ -11,22 +11,28 @@ use std::{
 
 use async_trait::async_trait;
 use cluster::contract::{Cluster, Member, Store};
-use redis::{Cmd, FromRedisValue, cmd};
+use redis::{Cmd, FromRedisValue, aio::MultiplexedConnection, cmd};
 use redis_tracker::{Address, Connect, Options, Target};
 use testkit::{
     process::{Process, SOON, soon},
     redis::{Redis, Wire, free_port, program},
 };
+use tokio::time::{Instant, timeout};
 
 use crate::world::{Running, TTL};
 
-/// A Sentinel that misses a server for so long fails over: soon, for what fails over.
-pub(crate) const QUICK: Duration = Duration::from_millis(500);
-/// And late, for what is only slow.
-pub(crate) const PATIENT: Duration = Duration::from_secs(10);
+/// A Sentinel that misses a server for so long fails over: late, since a server may be slow, or the machine stand still.
+const PATIENT: Duration = Duration::from_secs(10);
+/// And soon, once a server is about to be ended.
+const QUICK: Duration = Duration::from_millis(500);
+/// As [`PATIENT`], in milliseconds, for nodes.
+const NODE_PATIENT: &str = "6000";
+/// As [`QUICK`], in milliseconds, for nodes.
+const NODE_QUICK: &str = "1000";
 
 /// Between two looks.
 const AGAIN: Duration = Duration::from_millis(20);
+const SENTINELS: usize = 3;
 
 pub(crate) fn tcp(port: u16) -> Address {
     Address::Tcp("127.0.0.1".to_owned(), port)
@@ -100,16 +106,16 @@ pub(crate) struct Sentinels {
 }
 
 impl Sentinels {
-    /// Starts them; a server that does not answer for `down_after` is down.
-    pub(crate) async fn start(down_after: Duration) -> Self {
+    /// Starts them; they are patient until [`fail_soon`](Self::fail_soon).
+    pub(crate) async fn start() -> Self {
         let folder = tempfile::tempdir().unwrap();
         let arguments = ["--requirepass", "p", "--masterauth", "p", "--repl-diskless-sync-delay", "0"];
         let servers = [Server::start("p", &arguments).await, Server::start("p", &arguments).await];
         Self::tie(&servers).await;
-        let (port, down_after) = (servers[0].port(), down_after.as_millis());
+        let (port, down_after) = (servers[0].port(), PATIENT.as_millis());
         let mut sentinels = Vec::new();
         let mut addresses = Vec::new();
-        for _ in 0..3 {
+        for _ in 0..SENTINELS {
             let own = free_port().await.unwrap();
             let lines = format!(
                 "port {own}\nbind 127.0.0.1\nrequirepass s\nsentinel sentinel-pass s\nsentinel monitor kas 127.0.0.1 {port} 2\n\
@@ -125,6 +131,12 @@ impl Sentinels {
         }
         let this = Self { servers, addresses, _sentinels: sentinels, _folder: folder };
         this.agree().await;
+        // One that stood still for 2 s would do nothing for the next 30 s; those before 7.0 insist on it.
+        let tilt = ["tilt-trigger", "60000", "tilt-period", "1000"];
+        for mut sentinel in this.sentinels().await {
+            let _: redis::RedisResult<()> =
+                cmd("SENTINEL").arg("DEBUG").arg(&tilt).query_async(&mut sentinel).await;
+        }
         // One that nobody answers at comes first.
         let nobody = tcp(free_port().await.unwrap());
         Self { addresses: [vec![nobody], this.addresses].concat(), ..this }
@@ -142,11 +154,35 @@ impl Sentinels {
             .await;
     }
 
+    fn clients(&self) -> impl Iterator<Item = redis::Client> {
+        // One that nobody answers at may come first.
+        self.addresses[self.addresses.len() - SENTINELS..].iter().map(|address| {
+            let Address::Tcp(_, port) = address else { unreachable!() };
+            redis::Client::open(format!("redis://:s@127.0.0.1:{port}/")).unwrap()
+        })
+    }
+
+    /// Connects to each Sentinel.
+    async fn sentinels(&self) -> Vec<MultiplexedConnection> {
+        let mut connections = Vec::new();
+        for client in self.clients() {
+            connections.push(client.get_multiplexed_async_connection().await.unwrap());
+        }
+        connections
+    }
+
+    /// From here on, a primary that does not answer is soon replaced.
+    pub(crate) async fn fail_soon(&self) {
+        let set = ["down-after-milliseconds", &QUICK.as_millis().to_string()];
+        for mut sentinel in self.sentinels().await {
+            let () =
+                cmd("SENTINEL").arg("SET").arg("kas").arg(&set).query_async(&mut sentinel).await.unwrap();
+        }
+    }
+
     /// Waits until Sentinels know each other and the second server, which a failover needs.
     async fn agree(&self) {
-        for address in &self.addresses {
-            let Address::Tcp(_, port) = address else { unreachable!() };
-            let client = redis::Client::open(format!("redis://:s@127.0.0.1:{port}/")).unwrap();
+        for client in self.clients() {
             soon("sentinels know each other", async {
                 loop {
                     if let Ok(mut connection) = client.get_multiplexed_async_connection().await {
@@ -169,9 +205,7 @@ impl Sentinels {
 
     /// Has a Sentinel make the other server the primary, while both run.
     pub(crate) async fn fail_over(&self) {
-        let Some(Address::Tcp(_, port)) = self.addresses.last() else { unreachable!() };
-        let client = redis::Client::open(format!("redis://:s@127.0.0.1:{port}/")).unwrap();
-        let mut connection = client.get_multiplexed_async_connection().await.unwrap();
+        let mut connection = self.sentinels().await.remove(0);
         soon("a Sentinel fails over", async {
             loop {
                 // It may not have heard of the second server lately.
@@ -228,8 +262,14 @@ const BUS: u16 = 10_000;
 
 impl Nodes {
     pub(crate) async fn start() -> Self {
-        let arguments =
-            ["--cluster-enabled", "yes", "--cluster-node-timeout", "1000", "--repl-diskless-sync-delay", "0"];
+        let arguments = [
+            "--cluster-enabled",
+            "yes",
+            "--cluster-node-timeout",
+            NODE_PATIENT,
+            "--repl-diskless-sync-delay",
+            "0",
+        ];
         let mut servers = Vec::new();
         for _ in 0..6 {
             // One whose bus would have no port does not start, and another port is taken.
@@ -246,6 +286,45 @@ impl Nodes {
         let this = Self { servers };
         this.agree().await;
         this
+    }
+
+    /// From here on, a primary that does not answer is soon replaced.
+    pub(crate) async fn fail_soon(&self) {
+        for server in &self.servers {
+            let set = cmd("CONFIG").arg("SET").arg("cluster-node-timeout").arg(NODE_QUICK).take();
+            let () = server.ask(&set).await;
+        }
+    }
+
+    /// Makes each replica the primary of its part, while all run.
+    pub(crate) async fn fail_over(&self) {
+        let replicas = &self.servers[3..];
+        for server in replicas {
+            server
+                .answers(cmd("INFO").arg("replication"), |text| text.contains("master_link_status:up"))
+                .await;
+        }
+        // An election that is lost is soon repeated.
+        self.fail_soon().await;
+        let takes_over = async |server: &Server| {
+            let mut asked: Option<Instant> = None;
+            loop {
+                let role: redis::RedisResult<redis::Value> = server.try_ask(&cmd("ROLE")).await;
+                if role.is_ok_and(|role| format!("{role:?}").contains("master")) {
+                    return;
+                }
+                // Nodes give up one that takes longer than 5 s, and refuse while they have lost the primary for a moment.
+                if asked.is_none_or(|at| at.elapsed() > Duration::from_secs(6)) {
+                    let begun: redis::RedisResult<()> = server.try_ask(cmd("CLUSTER").arg("FAILOVER")).await;
+                    asked = begun.is_ok().then(Instant::now);
+                }
+                tokio::time::sleep(AGAIN).await;
+            }
+        };
+        // One after the other: between two of them everybody learns who has which slots, and must learn it again.
+        for replica in replicas {
+            timeout(SOON * 2, takes_over(replica)).await.expect("the replica takes over");
+        }
     }
 
     /// Makes each node known by its wire, and waits until all know that, and serve.

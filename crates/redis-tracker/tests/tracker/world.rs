@@ -23,6 +23,24 @@ use tokio::task::JoinHandle;
 
 /// A life, short for tests.
 pub(crate) const TTL: Duration = Duration::from_secs(1);
+/// One that does not end while a machine stands still for some seconds, where it could not begin again.
+pub(crate) const LONG: Duration = Duration::from_secs(8);
+
+/// Waits until nothing is wrong: a machine that stood still is an alarm for a moment.
+pub(crate) async fn calm(tracker: &RedisTracker) {
+    let mut last = Vec::new();
+    let none = async {
+        loop {
+            last = tracker.alarms();
+            if last.is_empty() {
+                return;
+            }
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    };
+    let is_calm = tokio::time::timeout(SOON, none).await.is_ok();
+    assert!(is_calm, "{last:?}");
+}
 
 /// How replicas reach it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -66,6 +84,12 @@ impl World {
 
     pub(crate) fn options(&self) -> Options {
         Options { ttl: TTL, ..Options::new(self.connect(), self.runs.fetch_add(1, Ordering::Relaxed)) }
+    }
+
+    /// As [`options`](Self::options), where each command counts: what expires, or is answered too late, is written again.
+    pub(crate) fn patient(&self) -> Options {
+        let connect = Connect { read_timeout: LONG, ..self.connect() };
+        Options { ttl: LONG, connect, ..self.options() }
     }
 
     /// Starts a replica and waits until it is ready.
