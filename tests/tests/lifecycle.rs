@@ -257,7 +257,7 @@ async fn leaving_kas_lets_every_stream_finish_and_tells_everybody_to_go() -> Res
 
 #[tokio::test]
 async fn before_it_leaves_kas_serves_everything_for_the_delay() -> Result<()> {
-    let kas = Kas::start_with_config(json!({ "drain": { "delay": "4s" } })).await?;
+    let kas = Kas::start_with_config(json!({ "drain": { "delay": "10s" } })).await?;
     let caller = kas.caller().await?;
     let agent = RawAgent::connect(kas.agent, &token(1), Kind::Ours).await?;
     let _configuration = agent.configuration("").await?;
@@ -276,8 +276,8 @@ async fn before_it_leaves_kas_serves_everything_for_the_delay() -> Result<()> {
         served += 1;
     }
     assert!(served > 0);
-    assert!(kas.process.exited(PROMPTLY).await?.success());
-    assert!(since.elapsed() >= Duration::from_secs(4));
+    assert!(kas.process.exited(2 * PROMPTLY).await?.success());
+    assert!(since.elapsed() >= Duration::from_secs(10));
     Ok(())
 }
 
@@ -418,7 +418,7 @@ async fn agentk_comes_back_within_seconds_of_a_restart() -> Result<()> {
         let took = begun.elapsed();
         println!("orderly: {orderly}: served {took:?} after the start");
         // The pause before an attempt is 10 s at most, and was seen to be below two.
-        assert!(took < Duration::from_secs(10), "{took:?}");
+        assert!(took < Duration::from_secs(20), "{took:?}");
         agentk.connected().await?;
     }
     Ok(())

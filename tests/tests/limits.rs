@@ -5,7 +5,7 @@
 
 use std::{net::SocketAddr, time::Duration};
 
-use anyhow::{Context as _, Result};
+use anyhow::{Context as _, Result, bail};
 use bytes::Bytes;
 use grpc::Code;
 use serde_json::{Value, json};
@@ -53,6 +53,19 @@ async fn closed(mut stream: TcpStream) {
     let _ = soon("kas closes the connection", stream.read_to_end(&mut rest)).await;
 }
 
+/// Fails unless kas closes a connection that says this and no more well before any limit that is not configured. One
+/// that is not never does; a machine that stands still may be late for a configured one.
+async fn closes_early(address: SocketAddr, bytes: &[&[u8]]) -> Result<()> {
+    for _ in 0..3 {
+        let begun = Instant::now();
+        closed(says(address, bytes).await?).await;
+        if begun.elapsed() < Duration::from_secs(4) {
+            return Ok(());
+        }
+    }
+    bail!("{address} closes a connection too late, three times")
+}
+
 #[tokio::test]
 async fn silent_sockets_lose_their_places_to_whoever_comes() -> Result<()> {
     let kas = kas(json!({
@@ -84,9 +97,9 @@ async fn silent_sockets_lose_their_places_to_whoever_comes() -> Result<()> {
 
 #[tokio::test]
 async fn a_connection_must_speak_complete_its_headers_and_show_who_it_is_each_in_time() -> Result<()> {
-    let silent = kas(json!({ "first_frame_timeout": "300ms" })).await?;
-    let unknown = kas(json!({ "authentication_timeout": "600ms" })).await?;
-    let slow = kas(json!({ "header_timeout": "300ms" })).await?;
+    let silent = kas(json!({ "first_frame_timeout": "1s" })).await?;
+    let unknown = kas(json!({ "authentication_timeout": "1s" })).await?;
+    let slow = kas(json!({ "header_timeout": "1s" })).await?;
     for (kas, bytes, reason) in [
         (&silent, &[][..], "Silent"),
         (&silent, &[PREFACE], "Silent"),
@@ -94,10 +107,7 @@ async fn a_connection_must_speak_complete_its_headers_and_show_who_it_is_each_in
         (&slow, &[PREFACE, SETTINGS, OPEN_HEADERS], "Headers"),
     ] {
         for (listener, address) in [("Agent", kas.agent), ("Api", kas.api)] {
-            let begun = Instant::now();
-            closed(says(address, bytes).await?).await;
-            // Well before any other limit.
-            assert!(begun.elapsed() < Duration::from_secs(4), "{reason}: {:?}", begun.elapsed());
+            closes_early(address, bytes).await?;
             refused(kas, listener, reason).await?;
         }
     }
@@ -105,7 +115,7 @@ async fn a_connection_must_speak_complete_its_headers_and_show_who_it_is_each_in
     for kas in [&silent, &unknown, &slow] {
         let caller = kas.caller().await?;
         assert_eq!(caller.call(caller.request(BY_ID), &[&[8, 1]]).await?.status.code(), Code::Ok);
-        tokio::time::sleep(Duration::from_secs(1)).await;
+        tokio::time::sleep(Duration::from_secs(2)).await;
         assert_eq!(caller.call(caller.request(BY_ID), &[&[8, 1]]).await?.status.code(), Code::Ok);
     }
     Ok(())
@@ -123,9 +133,7 @@ async fn a_handshake_of_tls_or_websocket_must_be_over_in_time() -> Result<()> {
         (json!({ "websocket": true }), b"GET / HTTP/1.1\r\nHost: kas\r\nUpgr"),
     ] {
         let kas = Kas::start_with_config(json!({ "limits": limits, "agent": { "listen": listen } })).await?;
-        let begun = Instant::now();
-        closed(says(kas.agent, &[bytes]).await?).await;
-        assert!(begun.elapsed() < Duration::from_secs(4), "{:?}", begun.elapsed());
+        closes_early(kas.agent, &[bytes]).await?;
         refused(&kas, "Agent", "Handshake").await?;
     }
     Ok(())
@@ -339,7 +347,13 @@ fn kinds(mut bytes: &[u8]) -> Vec<u8> {
 #[tokio::test]
 async fn a_connection_that_answers_no_ping_is_lost_after_the_configured_time() -> Result<()> {
     const PING: u8 = 6;
-    let kas = kas(json!({ "keepalive_interval": "200ms", "keepalive_timeout": "300ms" })).await?;
+    let kas = kas(json!({
+        "keepalive_interval": "200ms",
+        // Longer than a busy machine stands still: the good ones have to answer, too.
+        "keepalive_timeout": "5s",
+        "authentication_timeout": "1m",
+    }))
+    .await?;
     let agent = RawAgent::connect(kas.agent, &token(1), Kind::Ours).await?;
     let _tunnel = agent.tunnel().await?;
     let caller = kas.caller().await?;
@@ -350,8 +364,8 @@ async fn a_connection_that_answers_no_ping_is_lost_after_the_configured_time() -
         let mut said = Vec::new();
         let _ = soon("kas closes the connection", stream.read_to_end(&mut said)).await;
         assert!(kinds(&said).contains(&PING), "{said:?}");
-        // Twice as long as that, and well before who shows no token is closed.
-        assert!(begun.elapsed() < Duration::from_secs(4), "{:?}", begun.elapsed());
+        // The defaults are 15 s and 10 s more.
+        assert!(begun.elapsed() < Duration::from_secs(15), "{:?}", begun.elapsed());
     }
     // Who answers has been silent for longer, and stays.
     assert_eq!(caller.call(caller.request(BY_ID), &[&[8, 1]]).await?.status.code(), Code::Ok);

@@ -545,8 +545,8 @@ async fn doctor_finds_the_timer_of_a_proxy_and_the_line_that_raises_it() -> Resu
         let (code, report) = doctor(&format!("grpc://{}", proxy.address), &token(1), &silence, &[]).await?;
         let (last, said) = last(&report);
         ensure!(code == 5 && last == "silence" && said.contains(line), "{report:#}");
-        let seconds = ["after 3 s of silence", "after 4 s of silence", "after 5 s of silence"];
-        ensure!(seconds.iter().any(|seconds| said.contains(seconds)), "{said}");
+        // Later where the machine stands still; the whole silence is 9 s.
+        ensure!((3..=8).any(|n| said.contains(&format!("after {n} s of silence"))), "{said}");
     }
     drop(envoy);
     // Another timer of Envoy.

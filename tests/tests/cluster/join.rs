@@ -66,7 +66,7 @@ async fn cold_join_100k_entries() -> Result<()> {
         let knows = row.is_some_and(|row| row.table_synced && row.agents == ENTRIES as u64);
         assert!(knows || !in_time, "{rows:?}");
         has_all(&mesh, n, &owner, ENTRIES).await?;
-        assert!(begun.elapsed() < Duration::from_secs(10), "{:?}", begun.elapsed());
+        assert!(begun.elapsed() < Duration::from_secs(25), "{:?}", begun.elapsed());
         echo(&mesh, n, 1).await?;
         for agent in [1_000_000, 1_050_000, 1_099_999] {
             assert!(believes(&mesh, n, agent).await?, "{agent}");

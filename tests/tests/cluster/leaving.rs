@@ -126,7 +126,8 @@ async fn agentk_on_two_replicas_is_reached_at_once_when_one_is_killed() -> Resul
         slowest = slowest.max(begun.elapsed());
     }
     println!("the slowest of 400 requests, across a kill, took {slowest:?}");
-    assert!(slowest < Duration::from_secs(5), "{slowest:?}");
+    // Entries live for ten.
+    assert!(slowest < Duration::from_secs(9), "{slowest:?}");
     drop(ours);
     Ok(())
 }
@@ -203,9 +204,10 @@ async fn rolling_restart_of_all_replicas_fails_no_request_of_our_agents() -> Res
     let begun = Instant::now();
     for n in 0..3 {
         // As a balancer does: who is not ready gets nothing new, and the others get it a moment later.
+        let others = all(&mesh, Some(n)).await?;
         mesh.kas(n).process.terminate();
         balancer.set_targets((0..3).filter(|other| *other != n).map(|n| mesh.agents(n)).collect());
-        callers.send_replace(all(&mesh, Some(n)).await?);
+        callers.send_replace(others);
         assert!(mesh.kas(n).process.exited(SOON).await?.success());
         mesh.restart(n).await?;
         balancer.set_targets((0..3).map(|n| mesh.agents(n)).collect());

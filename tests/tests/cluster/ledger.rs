@@ -20,7 +20,7 @@ use testkit::{
 use tokio::{task::JoinSet, time::Instant};
 
 /// A request that takes longer than its deadline and this has no outcome.
-const GRACE: Duration = Duration::from_secs(5);
+const GRACE: Duration = Duration::from_secs(15);
 
 /// How a request ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]

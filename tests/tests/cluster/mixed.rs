@@ -147,7 +147,7 @@ async fn what_14_1_asks_in_vain_is_answered_in_its_own_words() -> Result<()> {
     // Not here: an end with OK, at once, on which it goes on to its next record.
     let begun = Instant::now();
     ensure!(theirs.ask(&url, 4, &path("Echo"), &[]).await?.is_none());
-    assert!(begun.elapsed() < Duration::from_secs(2), "{:?}", begun.elapsed());
+    assert!(begun.elapsed() < Duration::from_secs(10), "{:?}", begun.elapsed());
     // Busy: after its own pause.
     let _agent = mesh.agent(0, 1, Kind::Old, 1).await?;
     announced(&theirs, 1).await?;
@@ -274,7 +274,7 @@ async fn a_request_waits_for_an_agent_that_comes_to_14_1() -> Result<()> {
     theirs.agent(1, 1).await?;
     soon("the answer", waiting).await??;
     println!("a request that waited was served {:?} after the agent came to 14.1", begun.elapsed());
-    assert!(begun.elapsed() < Duration::from_secs(6), "{:?}", begun.elapsed());
+    assert!(begun.elapsed() < Duration::from_secs(15), "{:?}", begun.elapsed());
     Ok(())
 }
 

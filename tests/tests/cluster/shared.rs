@@ -121,7 +121,8 @@ async fn entries_of_a_killed_replica_go_with_its_liveness_key() -> Result<()> {
     mesh.converged(&[]).await?;
     let took = killed.elapsed();
     println!("forgotten {took:?} after the kill, with a life of {TTL} s");
-    assert!(took < Duration::from_secs(TTL + 2), "{took:?}");
+    // The agent's own hash lives for 100 s.
+    assert!(took < Duration::from_secs(TTL + 15), "{took:?}");
     // The hash of the agent is still there, and says nothing any more.
     ensure!(keys(&redis).await?.contains("tunnel_tracker:conn_by_agent_id:"));
     drop(agent);

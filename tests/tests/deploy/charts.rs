@@ -578,21 +578,24 @@ async fn secret(kubernetes: &Kubernetes, name: &str) -> Result<Value> {
     Ok(serde_json::from_str::<Value>(&secret)?["data"].clone())
 }
 
+/// Installs the chart of kas, upgrades it or uninstalls it, as Helm does.
+async fn release(kubernetes: &Kubernetes, what: &str, values: Value) -> Result<Value> {
+    helm_one(json!({
+        "do": what,
+        "chart": here("deploy/charts/kas"),
+        "name": "kas",
+        "namespace": NAMESPACE,
+        "values": values,
+        "kubeconfig": kubernetes.admin_kubeconfig(),
+    }))
+    .await
+}
+
 #[tokio::test]
 async fn secrets_are_made_once_and_kept_by_upgrades() -> Result<()> {
     let kubernetes = Kubernetes::start().await?;
     restricted(&kubernetes).await?;
-    let release = |what: &str, values: Value| {
-        json!({
-            "do": what,
-            "chart": here("deploy/charts/kas"),
-            "name": "kas",
-            "namespace": NAMESPACE,
-            "values": values,
-            "kubeconfig": kubernetes.admin_kubeconfig(),
-        })
-    };
-    helm_one(release("install", json!({}))).await?;
+    release(&kubernetes, "install", json!({})).await?;
     let first = (secret(&kubernetes, "kas-api").await?, secret(&kubernetes, "kas-private-api").await?);
     for made in [&first.0, &first.1] {
         let file = BASE64_STANDARD.decode(made["secret"].as_str().context("the key secret")?)?;
@@ -600,7 +603,7 @@ async fn secrets_are_made_once_and_kept_by_upgrades() -> Result<()> {
     }
     assert_ne!(first.0, first.1, "both are the same secret");
 
-    helm_one(release("upgrade", json!({ "replicaCount": 5, "config": { "drain": { "delay": "10s" } } })))
+    release(&kubernetes, "upgrade", json!({ "replicaCount": 5, "config": { "drain": { "delay": "10s" } } }))
         .await?;
     let replicas = ["get", "deployment", "kas", "-n", NAMESPACE, "-o", "jsonpath={.spec.replicas}"];
     assert_eq!(kubernetes.kubectl(&replicas).await?, "5");
@@ -609,13 +612,13 @@ async fn secrets_are_made_once_and_kept_by_upgrades() -> Result<()> {
 
     // A further key is made, and the one that is there stays.
     let keys = json!({ "secrets": { "privateApi": { "keys": ["secret", "next"] } } });
-    helm_one(release("upgrade", keys)).await?;
+    release(&kubernetes, "upgrade", keys).await?;
     let third = secret(&kubernetes, "kas-private-api").await?;
     assert_eq!(third["secret"], first.1["secret"]);
     assert!(third["next"].is_string() && third["next"] != third["secret"]);
 
-    helm_one(release("uninstall", json!({}))).await?;
-    helm_one(release("install", json!({}))).await?;
+    release(&kubernetes, "uninstall", json!({})).await?;
+    release(&kubernetes, "install", json!({})).await?;
     assert_ne!(secret(&kubernetes, "kas-api").await?, first.0, "another installation has another secret");
     Ok(())
 }
@@ -624,17 +627,7 @@ async fn secrets_are_made_once_and_kept_by_upgrades() -> Result<()> {
 async fn an_upgrade_that_brings_the_autoscaler_keeps_the_replicas_that_run() -> Result<()> {
     let kubernetes = Kubernetes::start().await?;
     restricted(&kubernetes).await?;
-    let release = async |what: &str, values: Value| {
-        helm_one(json!({
-            "do": what,
-            "chart": here("deploy/charts/kas"),
-            "name": "kas",
-            "namespace": NAMESPACE,
-            "values": values,
-            "kubeconfig": kubernetes.admin_kubeconfig(),
-        }))
-        .await
-    };
+    let release = async |what: &str, values: Value| release(&kubernetes, what, values).await;
     let replicas = async || {
         let get = ["get", "deployment", "kas", "-n", NAMESPACE, "-o", "jsonpath={.spec.replicas}"];
         kubernetes.kubectl(&get).await

@@ -216,11 +216,8 @@ async fn a_slow_caller_holds_nobody_and_nothing() -> Result<()> {
     assert_eq!(event(&mut events).await?["type"], "ADDED");
     let fast = chain.output(&["request", "1", "GET", LARGE]).await?;
     assert!(fast.len() > 64 << 20, "{} bytes", fast.len());
-    assert_eq!(
-        chain.agentk.metric("agentk_tunnels_busy").await?,
-        (SLOW + 1) as f64,
-        "they are still stalled"
-    );
+    // They are still stalled; the tunnel of the fast one is free a moment later.
+    chain.agentk.metric_is("agentk_tunnels_busy", (SLOW + 1) as f64).await?;
     kas.is_below(32 * MIB)?;
     agentk.is_below(32 * MIB)?;
     for (kasctl, _) in &slow {

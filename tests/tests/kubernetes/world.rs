@@ -38,7 +38,7 @@ const MAKE_REQUEST: &str = "/gitlab.agent.kubernetes_api.rpc.KubernetesApi/MakeR
 pub(crate) const KASCTL_WITHIN: Duration = Duration::from_secs(60);
 
 /// What "at once" means.
-pub(crate) const AT_ONCE: Duration = Duration::from_secs(5);
+pub(crate) const AT_ONCE: Duration = Duration::from_secs(12);
 
 /// How long to wait to see that something does not happen.
 pub(crate) const NEVER: Duration = Duration::from_millis(500);

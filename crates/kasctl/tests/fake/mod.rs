@@ -116,6 +116,9 @@ pub(crate) enum Other {
     Web(u16),
 }
 
+/// How often a connection is pinged, and how long it may take to answer.
+const PINGS: [Duration; 2] = [Duration::from_secs(15); 2];
+
 /// A running server and a directory with its secret.
 pub(crate) struct Server {
     pub(crate) address: String,
@@ -125,18 +128,18 @@ pub(crate) struct Server {
 
 impl Server {
     pub(crate) async fn start() -> Self {
-        Self::start_with_pings(Duration::from_secs(15)).await
+        Self::start_with_pings(PINGS).await
     }
 
-    /// Closes a connection that does not answer a ping within `interval`.
-    pub(crate) async fn start_with_pings(interval: Duration) -> Self {
+    /// Pings in the first of these times, and closes a connection that does not answer within the second.
+    pub(crate) async fn start_with_pings(pings: [Duration; 2]) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = format!("grpc://{}", listener.local_addr().unwrap());
         let incoming = stream::unfold(listener, |listener| async {
             let io = listener.accept().await.map(|(io, _)| io);
             Some((io, listener))
         });
-        Self::serve(address, tempfile::tempdir().unwrap(), incoming, interval)
+        Self::serve(address, tempfile::tempdir().unwrap(), incoming, pings)
     }
 
     /// Is no API listener.
@@ -164,7 +167,7 @@ impl Server {
             let io = listener.accept().await.map(|(io, _)| io);
             Some((io, listener))
         });
-        Self::serve(format!("unix://{}", path.display()), dir, incoming, Duration::from_secs(15))
+        Self::serve(format!("unix://{}", path.display()), dir, incoming, PINGS)
     }
 
     /// Has a certificate for `kas.test` only, signed by itself.
@@ -191,14 +194,14 @@ impl Server {
                 }
             }
         });
-        Self::serve(address, dir, incoming, Duration::from_secs(15))
+        Self::serve(address, dir, incoming, PINGS)
     }
 
     fn serve<I>(
         address: String,
         dir: tempfile::TempDir,
         incoming: impl Stream<Item = io::Result<I>> + Send + 'static,
-        pings: Duration,
+        [every, within]: [Duration; 2],
     ) -> Self
     where
         I: AsyncRead + AsyncWrite + Unpin + Send + 'static,
@@ -214,8 +217,8 @@ impl Server {
                 let service = hyper::service::service_fn(move |request| kas.clone().dispatch(request));
                 let connection = hyper::server::conn::http2::Builder::new(TokioExecutor::new())
                     .timer(TokioTimer::new())
-                    .keep_alive_interval(pings)
-                    .keep_alive_timeout(pings)
+                    .keep_alive_interval(every)
+                    .keep_alive_timeout(within)
                     .serve_connection(TokioIo::new(io), service);
                 let mut killed = killed.clone();
                 tokio::spawn(async move {
