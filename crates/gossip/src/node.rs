@@ -608,11 +608,11 @@ impl Node {
     fn set_members(&self, mut members: BTreeMap<Arc<str>, Arc<Member>>, incarnation: &mut Incarnation) {
         let now = Instant::now();
         let pause = now.duration_since(std::mem::replace(&mut incarnation.looked, now));
-        if pause > self.timing.interval * PAUSE {
+        if pause > self.timing.interval * PAUSE && incarnation.carry.is_empty() {
             // This process stood still. What the others said meanwhile is not read yet: that nothing was heard of them
-            // says nothing about them.
+            // says nothing about them. Not twice in a row: one that is always late would never drop the dead.
             incarnation.carry = Arc::clone(&self.members.borrow());
-            incarnation.carry_until = incarnation.carry_until.max(now + self.timing.interval * PAUSE);
+            incarnation.carry_until = now + self.timing.interval * PAUSE;
         }
         if now < incarnation.carry_until {
             // A restart of our own task must not look like the death of everybody else, either.

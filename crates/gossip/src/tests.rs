@@ -577,6 +577,8 @@ async fn who_stood_still_takes_nobody_for_dead_but_the_dead() {
         a.link.fault.store(3, Ordering::Relaxed);
         until(b.members(), "the one that stands still is gone", |m| m.member("a").is_none()).await;
         meshed(&[&b, &c, &a]).await;
+        // Until a second pause counts as one of its own.
+        traffic(&a, 60).await;
     }
     assert!(film.all(|members| members.len() == 2), "somebody was taken for dead");
     a.link.fault.store(3, Ordering::Relaxed);
@@ -584,6 +586,30 @@ async fn who_stood_still_takes_nobody_for_dead_but_the_dead() {
     until(a.members(), "c is gone", |m| m.member("c").is_none()).await;
     meshed(&[&a, &b]).await;
     assert!(film.all(|members| members.member("b").is_some()), "somebody was taken for dead");
+}
+
+/// Seen to fail when each pause begins the patience anew: the dead one stayed a member for as long as this ran.
+#[tokio::test]
+async fn who_is_always_late_drops_the_dead_nonetheless() {
+    let a = start("a", &[]).await;
+    let b = start("b", &[&a]).await;
+    meshed(&[&a, &b]).await;
+    traffic(&a, 100).await;
+    drop(b);
+    let gone = until(a.members(), "b is gone", |members| members.is_empty());
+    let late = async {
+        loop {
+            a.link.fault.store(3, Ordering::Relaxed);
+            eventually("it stands still", || a.link.fault.load(Ordering::Relaxed) == 0).await;
+            traffic(&a, 1).await;
+            // Two looks between one pause and the next: fewer than a patience is long.
+            sleep(Duration::from_millis(100)).await;
+        }
+    };
+    tokio::select! {
+        _ = gone => {}
+        () = late => {}
+    }
 }
 
 async fn restarts_after(fault: u8, cause: Restart) {
