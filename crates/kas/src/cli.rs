@@ -16,12 +16,12 @@ Signals: SIGTERM and SIGINT drain and leave; a second one leaves at once. SIGHUP
 
 const GITLAB_CHECK_HELP: &str = "\
 Examples:
-  kas gitlab check kas.yaml                                    is GitLab reached, and is the signature of kas accepted?
+  kas gitlab check kas.yaml                                    is the signature accepted?
   kas gitlab check kas.yaml --token-file token                 and whose token is this?
-  kas gitlab check kas.yaml --token-file token --project a/b   and may that agent read this project?
+  kas gitlab check kas.yaml --token-file token --project a/b   and may it read this project?
 
-Nothing is served meanwhile, and nothing is changed. The first question is asked with a token that was just made up: GitLab
-logs it as refused.";
+Nothing is served meanwhile, and nothing is changed. The first question is asked with a token that was just made up: \
+GitLab logs it as refused.";
 
 const COMPLETIONS_HELP: &str = "\
 Examples:
