@@ -528,13 +528,13 @@ impl Server {
             let service = Arc::clone(&self.service);
             let (settings, limits, age) = (self.settings, self.limits, self.age);
             let serve = Serve { peer, settings, limits, age, service, lifecycle: lifecycle.clone() };
+            let mut ticket = turns.join(peer.map(|peer| peer.ip()));
             if self.tls.is_none() && !self.websocket {
-                tasks.spawn(serve.connection(stream, place, turns.join()));
+                tasks.spawn(serve.connection(stream, place, ticket));
                 continue;
             }
             let tls = self.tls.as_ref().map(|tls| TlsAcceptor::from(tls.current()));
             let websocket = self.websocket;
-            let mut ticket = turns.join();
             tasks.spawn(async move {
                 // Boxed: the handshakes' state is large and short-lived.
                 let mut opening = Box::pin(open(stream, tls, websocket, serve.limits.handshake));

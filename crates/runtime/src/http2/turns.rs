@@ -1,12 +1,15 @@
-//! Turns of connections that have not shown yet who they are: few at a time, and the newest first.
+//! Turns of connections that have not shown yet who they are: few at a time, and first those of which there are few.
 //!
 //! A thread serves whatever is ready in the order in which it became ready. A thousand connections that always have
 //! something to say are a thousand turns before anybody else's. Here all of them together are as much in the way as a
 //! few connections would be, and a newcomer passes those that have used the turns of a newcomer and shown nothing.
 //!
-//! Among newcomers the last that came is the first: if all that come can be served, then it makes no difference; if not,
-//! then first come, first served would let each of them wait until it is too late for it, where the newest is served as
-//! if nobody else were there.
+//! Among newcomers every second turn goes to the last that came: if all that come can be served, then it makes no
+//! difference; if not, then first come, first served would let each of them wait until it is too late for it, where the
+//! newest is served as if nobody else were there. But a thousand that come at once are all newer than who came just before.
+//! So every other turn goes to who comes from where the fewest newcomers are: whoever sends a thousand from one address is in
+//! the way of those who come from there, and of nobody else for longer than a turn or two. Not every turn, since a crowd
+//! behind one proxy may mean well, while they who have many addresses do not.
 //!
 //! A turn is over, for the next, only after its thread has done what else is ready, and has looked at what has come
 //! meanwhile. If it were over at once, then all who are ready on one thread would find it free, one after the other, and as
@@ -14,8 +17,9 @@
 
 use std::{
     cmp::Reverse,
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet, HashMap},
     future::{Future as _, poll_fn},
+    net::{IpAddr, Ipv6Addr},
     pin::pin,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     task::{Context, Poll, Wake, Waker},
@@ -37,11 +41,22 @@ struct State {
     joined: u64,
     /// Turns that are under way, or not over for others, or granted and not begun.
     taken: usize,
-    /// By turns had before, then the newest first.
-    waiting: BTreeMap<(u32, Reverse<u64>), Waker>,
+    /// Those who wait, the newest first.
+    newest: BTreeMap<Newest, (Rarest, Waker)>,
+    /// The same, those of the smallest crowd first.
+    rarest: BTreeSet<Rarest>,
+    /// Whether the next turn is for the rarest.
+    is_for_rarest: bool,
     /// Those whose wait is over; at most as many as there are turns at a time.
     granted: Vec<u64>,
+    /// How many from where have joined and are not known. No more than there are half-open connections.
+    crowds: HashMap<Option<IpAddr>, u32>,
 }
+
+/// Turns had before in units of [`OF_A_NEWCOMER`], then who is newer.
+type Newest = (u32, Reverse<u64>);
+/// The same; between the two the size of the crowd, in powers of two: in one crowd, too, the newest come first.
+type Rarest = (u32, u32, Reverse<u64>);
 
 impl Turns {
     /// At most `most` turns at a time; above zero.
@@ -54,14 +69,16 @@ impl Turns {
         Self::new(tokio::runtime::Handle::current().metrics().num_workers().div_ceil(2))
     }
 
-    /// Joins, with no turn had.
-    pub(super) fn join(self: &Arc<Self>) -> Ticket {
+    /// Joins, with no turn had. `from`: where it comes from, if that is told.
+    pub(super) fn join(self: &Arc<Self>, from: Option<IpAddr>) -> Ticket {
+        let crowd = from.map(whose);
         let number = {
             let mut state = self.state();
+            *state.crowds.entry(crowd).or_default() += 1;
             state.joined += 1;
             state.joined
         };
-        Ticket { of: Arc::clone(self), number, had: 0, waits: None }
+        Ticket { of: Arc::clone(self), number, crowd: Some(crowd), had: 0, waits: None }
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -71,14 +88,45 @@ impl Turns {
     /// Gives a turn that is over for others to the next.
     fn pass_on(&self) {
         let mut state = self.state();
-        match state.waiting.pop_first() {
-            Some(((_, Reverse(number)), waker)) => {
+        match state.next() {
+            Some((number, waker)) => {
                 state.granted.push(number);
                 drop(state);
                 waker.wake();
             }
             None => state.taken -= 1,
         }
+    }
+}
+
+impl State {
+    /// Takes out who comes next among those who wait.
+    fn next(&mut self) -> Option<(u64, Waker)> {
+        self.is_for_rarest = !self.is_for_rarest;
+        let place = if self.is_for_rarest {
+            self.rarest.first().map(|(level, _, number)| (*level, *number))
+        } else {
+            self.newest.first_key_value().map(|(place, _)| *place)
+        }?;
+        Some((place.1.0, self.leave(place)?))
+    }
+
+    /// Takes out who waits at `place`.
+    fn leave(&mut self, place: Newest) -> Option<Waker> {
+        let (rarest, waker) = self.newest.remove(&place)?;
+        self.rarest.remove(&rarest);
+        Some(waker)
+    }
+}
+
+/// Returns the address that one customer of a provider has: of IPv6 that is a whole network.
+fn whose(address: IpAddr) -> IpAddr {
+    match address.to_canonical() {
+        IpAddr::V6(v6) => {
+            let [a, b, c, d, ..] = v6.segments();
+            IpAddr::V6(Ipv6Addr::new(a, b, c, d, 0, 0, 0, 0))
+        }
+        v4 => v4,
     }
 }
 
@@ -95,9 +143,11 @@ pub(super) struct Ticket {
     of: Arc<Turns>,
     /// Larger for who came later.
     number: u64,
+    /// Among whom it is counted, until it is known.
+    crowd: Option<Option<IpAddr>>,
     had: u32,
     /// Where it stands among those who wait.
-    waits: Option<(u32, Reverse<u64>)>,
+    waits: Option<Newest>,
 }
 
 impl Ticket {
@@ -131,24 +181,36 @@ impl Ticket {
                 self.waits = None;
                 return true;
             }
-            state.waiting.insert(place, cx.waker().clone());
+            if let Some((_, waker)) = state.newest.get_mut(&place) {
+                waker.clone_from(cx.waker());
+            }
             return false;
         }
         if state.taken < self.of.most {
             state.taken += 1;
             return true;
         }
-        let place = (self.had / OF_A_NEWCOMER, Reverse(self.number));
-        state.waiting.insert(place, cx.waker().clone());
-        self.waits = Some(place);
+        let level = self.had / OF_A_NEWCOMER;
+        let crowd = self.crowd.and_then(|crowd| state.crowds.get(&crowd)).map_or(0, |size| size.ilog2());
+        let (newest, rarest) = ((level, Reverse(self.number)), (level, crowd, Reverse(self.number)));
+        state.newest.insert(newest, (rarest, cx.waker().clone()));
+        state.rarest.insert(rarest);
+        self.waits = Some(newest);
         false
     }
 
     /// Waits no longer: it needs no turns any more.
     pub(super) fn leave(&mut self) {
-        let Some(place) = self.waits.take() else { return };
+        let Some(crowd) = self.crowd.take() else { return };
         let mut state = self.of.state();
-        if state.waiting.remove(&place).is_none()
+        if let Some(size) = state.crowds.get_mut(&crowd) {
+            *size -= 1;
+            if *size == 0 {
+                state.crowds.remove(&crowd);
+            }
+        }
+        let Some(place) = self.waits.take() else { return };
+        if state.leave(place).is_none()
             && let Some(at) = state.granted.iter().position(|granted| *granted == self.number)
         {
             state.granted.swap_remove(at);
@@ -203,7 +265,11 @@ mod tests {
 
     impl Peer {
         fn new(turns: &Arc<Turns>) -> Self {
-            Self { ticket: turns.join(), woken: Arc::default() }
+            Self::from(turns, "192.0.2.1")
+        }
+
+        fn from(turns: &Arc<Turns>, address: &str) -> Self {
+            Self { ticket: turns.join(Some(address.parse().unwrap())), woken: Arc::default() }
         }
 
         fn asks(&mut self, act: impl FnOnce()) -> bool {
@@ -249,6 +315,58 @@ mod tests {
         assert_eq!(turns.state().taken, 0);
     }
 
+    /// Who of those that wait gets the turns, one after the other, when a turn is over.
+    fn order(holder: &mut Peer, waiting: &mut [Peer]) -> Vec<usize> {
+        assert!(holder.asks(|| {
+            for peer in &mut *waiting {
+                assert!(!peer.asks(|| {}));
+            }
+        }));
+        let mut order = Vec::new();
+        while let Some(next) = (0..waiting.len()).find(|i| !order.contains(i) && waiting[*i].woken() > 0) {
+            order.push(next);
+            assert!(waiting[next].asks(|| {}));
+        }
+        order
+    }
+
+    #[test]
+    fn every_other_turn_is_for_who_comes_from_where_few_are() {
+        let turns = Turns::new(1);
+        let mut holder = Peer::new(&turns);
+        // One from elsewhere and, newer, a crowd.
+        let addresses = ["198.51.100.7", "192.0.2.1", "192.0.2.1", "::ffff:192.0.2.1", "192.0.2.1"];
+        let mut waiting = addresses.map(|address| Peer::from(&turns, address));
+        assert_eq!(order(&mut holder, &mut waiting), [0, 4, 3, 2, 1]);
+        assert_eq!(turns.state().taken, 0);
+        // A crowd is not kept out by many that come from many places.
+        let turns = Turns::new(1);
+        let mut holder = Peer::new(&turns);
+        let addresses =
+            ["198.51.100.1", "198.51.100.2", "198.51.100.3", "192.0.2.1", "192.0.2.1", "192.0.2.1"];
+        let mut waiting = addresses.map(|address| Peer::from(&turns, address));
+        assert_eq!(order(&mut holder, &mut waiting), [2, 5, 1, 4, 0, 3]);
+    }
+
+    #[test]
+    fn crowd_is_who_is_not_known_yet_and_shares_a_network() {
+        let turns = Turns::new(1);
+        let size = |address: &str| {
+            turns.state().crowds.get(&Some(address.parse().unwrap())).copied().unwrap_or_default()
+        };
+        let mut six = ["2001:db8::1", "2001:db8::ffff:0:2", "2001:db8:0:1::1"].map(|a| Peer::from(&turns, a));
+        let four = ["192.0.2.1", "::ffff:192.0.2.1", "192.0.2.2"].map(|a| Peer::from(&turns, a));
+        let socket = turns.join(None);
+        assert_eq!([size("2001:db8::"), size("2001:db8:0:1::")], [2, 1]);
+        assert_eq!([size("192.0.2.1"), size("192.0.2.2")], [2, 1]);
+        // Known, and later gone: it counts once.
+        six[0].ticket.leave();
+        six[0].ticket.leave();
+        assert_eq!(size("2001:db8::"), 1);
+        drop((six, four, socket));
+        assert!(turns.state().crowds.is_empty());
+    }
+
     #[test]
     fn who_leaves_takes_no_turn_along() {
         let turns = Turns::new(2);
@@ -268,7 +386,11 @@ mod tests {
         known.ticket.leave();
         assert!(last.asks(|| {}));
         assert_eq!(turns.state().taken, 0);
-        assert!(turns.state().granted.is_empty() && turns.state().waiting.is_empty());
+        assert!(
+            turns.state().granted.is_empty()
+                && turns.state().newest.is_empty()
+                && turns.state().rarest.is_empty()
+        );
     }
 
     #[tokio::test]
@@ -278,7 +400,7 @@ mod tests {
         let local = tokio::task::LocalSet::new();
         let all: Vec<_> = (0..100)
             .map(|_| {
-                let (mut ticket, had) = (turns.join(), Rc::clone(&had));
+                let (mut ticket, had) = (turns.join(None), Rc::clone(&had));
                 local.spawn_local(async move {
                     for _ in 0..3 {
                         ticket.turn().await;
