@@ -1,6 +1,11 @@
 //! What a thousand bad connections cost the good requests: measured, not asserted.
 
-use std::{net::SocketAddr, path::Path, pin::pin, time::Duration};
+use std::{
+    net::{Ipv4Addr, SocketAddr},
+    path::Path,
+    pin::pin,
+    time::Duration,
+};
 
 use anyhow::{Context as _, Result, ensure};
 use futures_util::{StreamExt as _, TryStreamExt as _, stream};
@@ -14,8 +19,9 @@ use tokio::time::{Instant, sleep};
 
 use crate::{
     http2::{self, Attack},
+    measured,
     peer::{DATA, END_STREAM, PREFACE, Peer, SETTINGS, Way, frame},
-    stage::{Door, HONEST, Kind, Knows, Stage, Times},
+    stage::{Door, HONEST, Kind, Knows, Stage, Times, Took},
 };
 
 /// Bad connections of each attack.
@@ -27,20 +33,32 @@ const ATTACKED: Duration = Duration::from_secs(10);
 /// The variable with the name of the only attack that is to be measured.
 const ONLY: &str = "KAS_TEST_ONLY";
 
-/// Prints a row of a table for each attack at each of `doors`, and one for all of them: one percent of a row is a handful
-/// of requests.
-pub(crate) async fn table(kind: Kind, doors: &[Door]) -> Result<()> {
+/// Where attackers come from. kas tells them from others by their address, as long as it knows nothing else of them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Origin {
+    /// Another address than the callers have, and another one each time.
+    Elsewhere,
+    /// That of the callers.
+    Callers,
+}
+
+/// Who is attacked from where.
+type Front = (Door, Origin);
+
+/// Prints a row of a table for each attack on each of `fronts`, and one for all of them.
+pub(crate) async fn table(kind: Kind, fronts: &[Front]) -> Result<()> {
     println!(
-        "| attack | door | rounds | good requests | p99 without, ms | p99 with, ms | factor | most MiB more | \
-         MiB more after | descriptors at most | after |"
+        "| attack | door, from | rounds | good requests | p99 without, ms | p99 with, ms | factor | echo without, ms | \
+         with | most MiB more | MiB more after | descriptors at most | after |"
     );
-    println!("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |");
-    let stage = Stage::start_apart(kind).await?;
+    println!("|{}", " --- |".repeat(13));
+    let stage = Stage::start_measured(kind).await?;
     let only = std::env::var(ONLY).unwrap_or_default();
-    // Of each door, without and with.
-    let mut all = vec![[Vec::new(), Vec::new()]; doors.len()];
+    // Of each front, without and with.
+    let mut all = vec![[Took::default(), Took::default()]; fronts.len()];
     for (name, attack) in http2::measured().filter(|(name, _)| only.is_empty() || *name == only) {
-        for (door, [all_without, all_with]) in doors.iter().copied().zip(&mut all) {
+        for (front, [all_without, all_with]) in fronts.iter().zip(&mut all) {
+            let (door, origin) = *front;
             if stage.door(door).is_none() {
                 continue;
             }
@@ -51,7 +69,7 @@ pub(crate) async fn table(kind: Kind, doors: &[Door]) -> Result<()> {
             stage.forget_peak();
             let begun = stage.kas.process.usage()?;
             let mut most = begun.files;
-            let attackers = attackers(&stage, door, name, attack).await?;
+            let attackers = attackers(&stage, *front, name, attack).await?;
             let rounds = {
                 let mut over = pin!(attackers.logged("how often they began", |line| line[ROUNDS].as_u64()));
                 loop {
@@ -67,13 +85,17 @@ pub(crate) async fn table(kind: Kind, doors: &[Door]) -> Result<()> {
             let after = stage.kas.process.usage()?;
             all_without.extend(&without);
             all_with.extend(&with);
-            let [without, with] = [without, with].map(Times::of);
-            let factor = with.p99.as_secs_f64() / without.p99.as_secs_f64();
+            let echo = [&without, &with].map(|took| millis(Times::of(took.aside.clone()).p99));
+            let [without, with] = [without, with].map(|took| took.all());
             println!(
-                "| {name} | {door:?} | {rounds} | {} | {:.1} | {:.1} | {factor:.2} | {} | {} | {most} | {} (before {}) |",
+                "| {name} | {door:?}, {origin:?} | {rounds} | {} | {:.1} | {:.1} | {:.2} | {:.2} | {:.2} | {} | {} | \
+                 {most} | {} (before {}) |",
                 with.requests,
-                without.p99.as_secs_f64() * 1e3,
-                with.p99.as_secs_f64() * 1e3,
+                millis(without.p99),
+                millis(with.p99),
+                factor(without.p99, with.p99),
+                echo[0],
+                echo[1],
                 peak.saturating_sub(begun.resident_kib) / 1024,
                 after.resident_kib.saturating_sub(begun.resident_kib) / 1024,
                 after.files,
@@ -85,24 +107,35 @@ pub(crate) async fn table(kind: Kind, doors: &[Door]) -> Result<()> {
         }
     }
     println!(
-        "| door | good requests without | with | p50 without, ms | with | p99 without, ms | with | factor |"
+        "| door, from | which | good requests without | with | p50 without, ms | with | p99 without, ms | with | factor |"
     );
-    println!("| --- | --- | --- | --- | --- | --- | --- | --- |");
-    for (door, times) in doors.iter().zip(all) {
-        let [without, with] = times.map(Times::of);
-        let millis = |time: Duration| time.as_secs_f64() * 1e3;
-        println!(
-            "| {door:?} | {} | {} | {:.2} | {:.2} | {:.1} | {:.1} | {:.2} |",
-            without.requests,
-            with.requests,
-            millis(without.p50),
-            millis(with.p50),
-            millis(without.p99),
-            millis(with.p99),
-            with.p99.as_secs_f64() / without.p99.as_secs_f64(),
-        );
+    println!("|{}", " --- |".repeat(9));
+    for ((door, origin), [without, with]) in fronts.iter().zip(all) {
+        let fresh = [&without, &with].map(|took| Times::of(took.fresh.clone()));
+        let kept = [&without, &with].map(|took| Times::of(took.kept.clone()));
+        let together = [&without, &with].map(Took::all);
+        for (which, [without, with]) in [("all", together), ("kept", kept), ("fresh", fresh)] {
+            println!(
+                "| {door:?}, {origin:?} | {which} | {} | {} | {:.2} | {:.2} | {:.1} | {:.1} | {:.2} |",
+                without.requests,
+                with.requests,
+                millis(without.p50),
+                millis(with.p50),
+                millis(without.p99),
+                millis(with.p99),
+                factor(without.p99, with.p99),
+            );
+        }
     }
     Ok(())
+}
+
+fn millis(time: Duration) -> f64 {
+    time.as_secs_f64() * 1e3
+}
+
+fn factor(without: Duration, with: Duration) -> f64 {
+    with.as_secs_f64() / without.as_secs_f64()
 }
 
 /// Agents that mean well.
@@ -163,21 +196,24 @@ async fn connect(address: SocketAddr, way: &Way, agent: i64) -> Result<Peer> {
 /// The method and the token of an attack, for the process of the attackers.
 const ATTACK: &str = "KAS_TEST_ATTACK";
 
-/// Attacks from a process of their own that runs only when nobody else wants its processor; returns how often all of them
-/// began. What attackers do themselves is not to be taken for what they do to kas, on a machine that has everybody: one
-/// that is merely nice keeps a processor for milliseconds from who wakes up meanwhile, and a thread of this process would
-/// hold locks that the good callers want.
-async fn attackers(stage: &Stage, door: Door, name: &str, attack: &Attack) -> Result<Process> {
+/// Attacks from a process of their own; returns it. It says how often all of them began.
+async fn attackers(stage: &Stage, (door, origin): Front, name: &str, attack: &Attack) -> Result<Process> {
     let (address, _) = stage.door(door).context("the stage has this door")?;
     let token = attack.inside.then(|| stage.credential(door));
-    let ca = stage.ca();
-    let told =
-        json!({ "address": address, "door": format!("{door:?}"), "attack": name, "token": token, "ca": ca });
+    let told = json!({
+        "address": address,
+        "door": format!("{door:?}"),
+        "origin": format!("{origin:?}"),
+        "attack": name,
+        "token": token,
+        "ca": stage.ca(),
+    });
     let test = std::env::current_exe()?;
     let test = test.to_str().context("the path of the test is UTF-8")?;
-    let idle =
-        ["--idle", "0", test, "--ignored", "--nocapture", "--exact", "attackers_in_a_process_of_their_own"];
-    Process::start("attackers", Path::new("chrt"), &idle, &[(ATTACK, &told.to_string())]).await
+    let [program, placed @ ..] = measured::AS_ATTACKERS;
+    let runs = [test, "--ignored", "--nocapture", "--exact", "attackers_in_a_process_of_their_own"];
+    let arguments = [&placed[..], &runs].concat();
+    Process::start("attackers", Path::new(program), &arguments, &[(ATTACK, &told.to_string())]).await
 }
 
 /// Attacks as the environment says, and then says how often; without a word there, does nothing.
@@ -198,7 +234,10 @@ pub(crate) async fn attack() -> Result<()> {
     let (_, attack) =
         http2::measured().find(|(name, _)| told["attack"] == *name).context("no such attack")?;
     let knows = Knows::with(door, told["token"].as_str().map(str::to_owned));
-    let rounds = http2::crowd(said("address")?.parse()?, &way, &knows, attack, CONNECTIONS, ATTACKED).await;
+    let is_elsewhere = said("origin")? == format!("{:?}", Origin::Elsewhere);
+    let from = |round: usize| is_elsewhere.then(|| Ipv4Addr::new(127, 0, 1, (round % 250) as u8 + 1));
+    let address = said("address")?.parse()?;
+    let rounds = http2::crowd(address, from, &way, &knows, attack, CONNECTIONS, ATTACKED).await;
     eprintln!("{}", json!({ ROUNDS: rounds }));
     Ok(())
 }

@@ -1,6 +1,9 @@
 //! HTTP/2 as no client speaks it: each attack at each door behind which HTTP/2 is.
 
-use std::{net::SocketAddr, time::Duration};
+use std::{
+    net::{Ipv4Addr, SocketAddr},
+    time::Duration,
+};
 
 use anyhow::{Context as _, Result, ensure};
 use futures_util::{StreamExt as _, stream};
@@ -650,9 +653,10 @@ pub(crate) fn measured() -> impl Iterator<Item = (&'static str, &'static Attack)
 }
 
 /// Does one attack for `time` over this many connections at once, and once more when all of them have ended. Returns how
-/// often it began. How each of them ends does not count here.
+/// often it began. How each of them ends does not count here. `from`: the address that all of a round come from.
 pub(crate) async fn crowd(
     address: SocketAddr,
+    from: impl Fn(usize) -> Option<Ipv4Addr>,
     way: &Way,
     knows: &Knows,
     attack: &Attack,
@@ -666,7 +670,10 @@ pub(crate) async fn crowd(
         loop {
             rounds += 1;
             let peers = stream::iter(0..connections)
-                .map(|_| Peer::connect(address, way))
+                .map(async |_| match from(rounds) {
+                    Some(from) => Peer::connect_from(from, address, way).await,
+                    None => Peer::connect(address, way).await,
+                })
                 .buffer_unordered(64)
                 .filter_map(async |peer| peer.ok())
                 .collect::<Vec<_>>()

@@ -10,6 +10,7 @@ mod callers;
 mod files;
 mod gossip;
 mod http2;
+mod measured;
 mod observability;
 mod peer;
 mod stage;
@@ -19,7 +20,10 @@ mod websocket;
 
 use anyhow::Result;
 
-use crate::stage::{Door, Kind, Stage};
+use crate::{
+    bench::Origin::{Callers, Elsewhere},
+    stage::{Door, Kind, Stage},
+};
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn http2_attacks_on_plain_doors_harm_nobody_else() -> Result<()> {
@@ -91,7 +95,7 @@ async fn kas_without_descriptors_serves_what_is_open_and_accepts_again_later() -
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 #[ignore = "measures for some minutes and asserts nothing about times: --ignored --nocapture"]
 async fn good_requests_beside_a_thousand_bad_connections_at_plain_doors() -> Result<()> {
-    bench::table(Kind::Plain, &[Door::Agent, Door::Api]).await
+    bench::table(Kind::Plain, &[(Door::Agent, Elsewhere), (Door::Api, Elsewhere), (Door::Api, Callers)]).await
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -104,13 +108,13 @@ async fn a_thousand_agents_connect_at_once() -> Result<()> {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 #[ignore = "measures for some minutes and asserts nothing about times: --ignored --nocapture"]
 async fn good_requests_beside_a_thousand_bad_connections_inside_tls() -> Result<()> {
-    bench::table(Kind::Tls, &[Door::AgentTls]).await
+    bench::table(Kind::Tls, &[(Door::AgentTls, Elsewhere)]).await
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 #[ignore = "measures for some minutes and asserts nothing about times: --ignored --nocapture"]
 async fn good_requests_beside_a_thousand_bad_connections_inside_websocket() -> Result<()> {
-    bench::table(Kind::WebSocket, &[Door::AgentWebSocket]).await
+    bench::table(Kind::WebSocket, &[(Door::AgentWebSocket, Elsewhere)]).await
 }
 
 /// Not a test: what the measurements start beside themselves.

@@ -1,12 +1,17 @@
 //! A peer down to the bytes: HTTP/2 frames that no library sends, on a connection of any kind.
 
-use std::{collections::BTreeMap, net::SocketAddr, sync::Arc, time::Duration};
+use std::{
+    collections::BTreeMap,
+    net::{Ipv4Addr, SocketAddr},
+    sync::Arc,
+    time::Duration,
+};
 
 use anyhow::{Context as _, Result, ensure};
 use testkit::process::soon;
 use tokio::{
     io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _, WriteHalf},
-    net::TcpStream,
+    net::{TcpSocket, TcpStream},
     sync::watch,
     task::AbortHandle,
 };
@@ -138,7 +143,18 @@ const OTHER: usize = 64 * 1024;
 impl Peer {
     /// Connects, up to the point where HTTP/2 begins. What comes is read from then on.
     pub(crate) async fn connect(address: SocketAddr, way: &Way) -> Result<Self> {
-        let (mut read, write) = tokio::io::split(Self::stream(address, way).await?);
+        Self::over(soon("a connection", TcpStream::connect(address)).await?, way).await
+    }
+
+    /// The same, from this address of loopback.
+    pub(crate) async fn connect_from(from: Ipv4Addr, address: SocketAddr, way: &Way) -> Result<Self> {
+        let socket = TcpSocket::new_v4()?;
+        socket.bind((from, 0).into())?;
+        Self::over(soon("a connection", socket.connect(address)).await?, way).await
+    }
+
+    async fn over(stream: TcpStream, way: &Way) -> Result<Self> {
+        let (mut read, write) = tokio::io::split(Self::opened(stream, way).await?);
         let (tell, heard) = watch::channel(Heard::default());
         let inside = matches!(way, Way::WebSocket);
         let reader = tokio::spawn(async move {
@@ -157,13 +173,12 @@ impl Peer {
         Ok(Self { write, inside, heard, reader: reader.abort_handle() })
     }
 
-    async fn stream(address: SocketAddr, way: &Way) -> Result<Io> {
-        let mut stream = soon("a connection", TcpStream::connect(address)).await?;
+    async fn opened(mut stream: TcpStream, way: &Way) -> Result<Io> {
         stream.set_nodelay(true)?;
         Ok(match way {
             Way::Plain => Box::new(stream),
             Way::Tls(config) => {
-                let name = address.ip().into();
+                let name = stream.peer_addr()?.ip().into();
                 let connector = TlsConnector::from(Arc::clone(config));
                 Box::new(soon("a TLS handshake", connector.connect(name, stream)).await?)
             }

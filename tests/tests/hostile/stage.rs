@@ -4,7 +4,6 @@
 use std::{
     net::SocketAddr,
     path::{Path, PathBuf},
-    process::{Command, Stdio},
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicU64, Ordering},
@@ -23,15 +22,18 @@ use testkit::{
     agentk::Agentk,
     caller::{Caller, Jwt, now},
     kas::{AgentEntry, Kas, Options, eventually, token, within, write_private},
-    process::Usage,
+    process::{Process, Usage},
     raw_agent::CONNECT,
 };
 use tokio::{
     task::JoinSet,
-    time::{Instant, MissedTickBehavior, interval, sleep},
+    time::{Instant, MissedTickBehavior, interval_at, sleep},
 };
 
-use crate::peer::{self, END_HEADERS, HEADERS, Way, frame};
+use crate::{
+    measured::{self, Awake},
+    peer::{self, END_HEADERS, HEADERS, Way, frame},
+};
 
 const ECHO: &str = "/kas.bench.v1.Bench/Echo";
 /// A good request must be answered within this time, whatever the others do.
@@ -97,6 +99,8 @@ pub(crate) struct Stage {
     _agentk: Agentk,
     good: Arc<Good>,
     _traffic: JoinSet<()>,
+    /// What a measurement holds.
+    _placed: Option<(Option<Awake>, Process)>,
     before: Usage,
     tasks: f64,
     /// The most that kas has held, in KiB.
@@ -107,13 +111,41 @@ pub(crate) struct Stage {
 /// The good requests.
 #[derive(Default)]
 struct Good {
-    times: Mutex<Vec<Duration>>,
+    took: Mutex<Took>,
     failures: Mutex<Vec<String>>,
 }
 
+/// How long each of them took.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Took {
+    /// Those on connections that stay.
+    pub(crate) kept: Vec<Duration>,
+    /// Those that began with a connection.
+    pub(crate) fresh: Vec<Duration>,
+    /// The echo that is no business of kas'.
+    pub(crate) aside: Vec<Duration>,
+}
+
+impl Took {
+    fn requests(&self) -> usize {
+        self.kept.len() + self.fresh.len()
+    }
+
+    /// All good requests.
+    pub(crate) fn all(&self) -> Times {
+        Times::of([&self.kept[..], &self.fresh].concat())
+    }
+
+    pub(crate) fn extend(&mut self, other: &Self) {
+        self.kept.extend(&other.kept);
+        self.fresh.extend(&other.fresh);
+        self.aside.extend(&other.aside);
+    }
+}
+
 impl Good {
-    fn times(&self) -> MutexGuard<'_, Vec<Duration>> {
-        self.times.lock().unwrap_or_else(PoisonError::into_inner)
+    fn took(&self) -> MutexGuard<'_, Took> {
+        self.took.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn failures(&self) -> MutexGuard<'_, Vec<String>> {
@@ -151,19 +183,22 @@ impl std::fmt::Display for Times {
     }
 }
 
+/// Callers of each kind where their times are measured: one percent of what one of them calls in ten seconds is a handful
+/// of requests, which says nothing.
+const MEASURED_CALLERS: usize = 5;
+
 impl Stage {
     /// Starts kas and its agent, and begins the good work.
     pub(crate) async fn start(kind: Kind) -> Result<Self> {
-        Self::start_on(kind, None).await
+        Self::start_as(kind, false).await
     }
 
-    /// The same; kas has the first processor for itself, and everybody else the second.
-    pub(crate) async fn start_apart(kind: Kind) -> Result<Self> {
-        Self::start_on(kind, Some(["0", "1"])).await
+    /// The same, with everybody but the attackers placed as [`measured`] says.
+    pub(crate) async fn start_measured(kind: Kind) -> Result<Self> {
+        Self::start_as(kind, true).await
     }
 
-    /// `processors`: that of kas, and that of everybody else.
-    async fn start_on(kind: Kind, processors: Option<[&str; 2]>) -> Result<Self> {
+    async fn start_as(kind: Kind, is_measured: bool) -> Result<Self> {
         runtime::tls::install();
         let dir = tempfile::tempdir()?;
         let private_secret = rand::random::<[u8; 32]>().to_vec();
@@ -197,12 +232,15 @@ impl Stage {
             Kind::WebSocket => json!({ "agent": { "listen": { "websocket": true } } }),
         };
         let agents = [GOOD, BAD].into_iter().chain(HONEST).map(AgentEntry::new).collect();
-        if let Some([first, _]) = processors {
-            run_on(first)?;
-        }
+        let placed = if is_measured {
+            measured::on_the_first_processor()?;
+            Some((Awake::ask(), measured::nobody_idle().await?))
+        } else {
+            None
+        };
         let kas = Kas::start_with(Options { agents, config, ..Options::default() }).await?;
-        if let Some([_, second]) = processors {
-            run_on(second)?;
+        if is_measured {
+            measured::before_all_others()?;
         }
         let private = kas
             .process
@@ -229,10 +267,21 @@ impl Stage {
         let good = Arc::<Good>::default();
         let mut traffic = JoinSet::new();
         let lasting = Jwt::new(&kas.secrets[0]).claim("exp", json!(now() + 3600)).encode();
-        for every in [Duration::from_millis(10), Duration::from_millis(100)] {
-            // The first over a connection that stays, the second over a new one each time.
-            let stays = every < Duration::from_millis(50);
-            traffic.spawn(work(kas.api, lasting.clone(), every, stays, Arc::clone(&good)));
+        let callers = if is_measured { MEASURED_CALLERS } else { 1 };
+        for _ in 0..callers {
+            for every in [Duration::from_millis(10), Duration::from_millis(100)] {
+                // The first over a connection that stays, the second over a new one each time.
+                let stays = every < Duration::from_millis(50);
+                let offset = every.mul_f64(rand::random());
+                traffic.spawn(work(kas.api, lasting.clone(), every, offset, stays, Arc::clone(&good)));
+            }
+        }
+        if is_measured {
+            let good = Arc::clone(&good);
+            traffic.spawn(async move {
+                let ended = measured::echo(|took| good.took().aside.push(took)).await;
+                good.failures().extend(ended.err().map(|error| format!("the echo: {error:#}")));
+            });
         }
         let peak = Arc::<AtomicU64>::default();
         let (id, held) = (kas.process.id(), Arc::clone(&peak));
@@ -252,6 +301,7 @@ impl Stage {
             _agentk: agentk,
             good,
             _traffic: traffic,
+            _placed: placed,
             before: Usage { files: 0, resident_kib: 0 },
             tasks: 0.0,
             peak,
@@ -298,19 +348,19 @@ impl Stage {
 
     /// Returns how long the good requests took since the last call.
     pub(crate) fn times(&self) -> Times {
-        Times::of(self.take_times())
+        self.take_times().all()
     }
 
     /// Returns how long each of the good requests took since the last call.
-    pub(crate) fn take_times(&self) -> Vec<Duration> {
-        std::mem::take(&mut *self.good.times())
+    pub(crate) fn take_times(&self) -> Took {
+        std::mem::take(&mut *self.good.took())
     }
 
     /// Waits until `requests` more good requests were answered, all of them well.
     pub(crate) async fn work_goes_on(&self, requests: usize) -> Result<()> {
-        let from = self.good.times().len();
+        let from = self.good.took().requests();
         let done = eventually("good requests are answered", async || {
-            let done = self.good.times().len();
+            let done = self.good.took().requests();
             Ok(if done >= from + requests { Ok(()) } else { Err(done - from) })
         });
         done.await?;
@@ -363,9 +413,16 @@ impl Stage {
 }
 
 /// Calls the good agent again and again.
-async fn work(api: SocketAddr, token: String, every: Duration, stays: bool, good: Arc<Good>) {
+async fn work(
+    api: SocketAddr,
+    token: String,
+    every: Duration,
+    offset: Duration,
+    stays: bool,
+    good: Arc<Good>,
+) {
     let message = Payload { data: vec![b'x'; 100].into() }.encode_to_vec();
-    let mut ticks = interval(every);
+    let mut ticks = interval_at(Instant::now() + offset, every);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let mut kept = None;
     loop {
@@ -384,24 +441,15 @@ async fn work(api: SocketAddr, token: String, every: Duration, stays: bool, good
         };
         match one.await {
             Ok(caller) => {
-                good.times().push(begun.elapsed());
+                let took = begun.elapsed();
+                let mut all = good.took();
+                if stays { &mut all.kept } else { &mut all.fresh }.push(took);
+                drop(all);
                 kept = stays.then_some(caller);
             }
             Err(error) => good.failures().push(format!("{error:#}, after {:?}", begun.elapsed())),
         }
     }
-}
-
-/// From now on each thread of this process, and what they start, runs on one processor.
-fn run_on(processor: &str) -> Result<()> {
-    let id = std::process::id().to_string();
-    let done = Command::new("taskset")
-        .args(["--all-tasks", "--cpu-list", "--pid", processor, &id])
-        .stdout(Stdio::null())
-        .status()
-        .context("taskset of util-linux")?;
-    ensure!(done.success(), "no processor {processor}: this measures on two");
-    Ok(())
 }
 
 fn resident(id: i32) -> Option<u64> {
