@@ -597,9 +597,14 @@ impl Serve {
     /// Serves one connection to its end. It keeps its place among the half-open ones until it is known.
     async fn connection(self, stream: Stream, place: Place, mut ticket: Ticket) {
         let Self { peer, settings, limits, age, service, lifecycle } = self;
-        let mut place = Some(place);
         // What is made here for one is little; for a thousand at once it is not.
-        ticket.turn().await;
+        tokio::select! {
+            biased;
+            () = ticket.turn() => {}
+            () = place.lost() => return,
+            () = lifecycle.reached(Phase::Stopped) => return,
+        }
+        let mut place = Some(place);
         let state = Arc::clone(&service).connected(peer);
         let (stream, meter) = Metered::new(stream, &limits);
         let slot = StreamSlot::of(Arc::clone(&meter));

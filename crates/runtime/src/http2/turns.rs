@@ -8,8 +8,8 @@
 //! difference; if not, then first come, first served would let each of them wait until it is too late for it, where the
 //! newest is served as if nobody else were there. But a thousand that come at once are all newer than who came just before.
 //! So every other turn goes to who comes from where the fewest newcomers are: whoever sends a thousand from one address is in
-//! the way of those who come from there, and of nobody else for longer than a turn or two. Not every turn, since a crowd
-//! behind one proxy may mean well, while they who have many addresses do not.
+//! the way of those who come from there, and keeps nobody else waiting for more than a turn or two each time. Not every
+//! turn, since a crowd behind one proxy may mean well, and those with many addresses may not.
 //!
 //! A turn is over, for the next, only after its thread has done what else is ready, and has looked at what has come
 //! meanwhile. If it were over at once, then all who are ready on one thread would find it free, one after the other, and as
@@ -49,13 +49,14 @@ struct State {
     is_for_rarest: bool,
     /// Those whose wait is over; at most as many as there are turns at a time.
     granted: Vec<u64>,
-    /// How many from where have joined and are not known. No more than there are half-open connections.
+    /// How many from where have joined and are not known. No more than may be half-open at a time.
     crowds: HashMap<Option<IpAddr>, u32>,
 }
 
 /// Turns had before in units of [`OF_A_NEWCOMER`], then who is newer.
 type Newest = (u32, Reverse<u64>);
-/// The same; between the two the size of the crowd, in powers of two: in one crowd, too, the newest come first.
+/// The same; between the two the size of the crowd when the wait began, in powers of two, so that of those of a large crowd,
+/// too, the newest come first.
 type Rarest = (u32, u32, Reverse<u64>);
 
 impl Turns {
@@ -130,10 +131,13 @@ fn whose(address: IpAddr) -> IpAddr {
     }
 }
 
-impl Wake for Turns {
-    /// A thread has come round since the end of a turn.
+/// The end of one turn. Of its own for each: of wakers that are the same, a thread that comes round wakes one.
+struct Over(Arc<Turns>);
+
+impl Wake for Over {
+    /// A thread has come round since the end of the turn.
     fn wake(self: Arc<Self>) {
-        self.pass_on();
+        self.0.pass_on();
     }
 }
 
@@ -201,15 +205,20 @@ impl Ticket {
 
     /// Waits no longer: it needs no turns any more.
     pub(super) fn leave(&mut self) {
-        let Some(crowd) = self.crowd.take() else { return };
+        let (crowd, waits) = (self.crowd.take(), self.waits.take());
+        if crowd.is_none() && waits.is_none() {
+            return;
+        }
         let mut state = self.of.state();
-        if let Some(size) = state.crowds.get_mut(&crowd) {
+        if let Some(crowd) = crowd
+            && let Some(size) = state.crowds.get_mut(&crowd)
+        {
             *size -= 1;
             if *size == 0 {
                 state.crowds.remove(&crowd);
             }
         }
-        let Some(place) = self.waits.take() else { return };
+        let Some(place) = waits else { return };
         if state.leave(place).is_none()
             && let Some(at) = state.granted.iter().position(|granted| *granted == self.number)
         {
@@ -233,7 +242,7 @@ impl Drop for Turn<'_> {
     fn drop(&mut self) {
         // Passed on once this thread has nothing else to do; outside of a runtime at once. The first poll hands the waker
         // to the runtime; nobody waits for the rest.
-        let waker = Waker::from(Arc::clone(self.0));
+        let waker = Waker::from(Arc::new(Over(Arc::clone(self.0))));
         let _ = pin!(tokio::task::yield_now()).poll(&mut Context::from_waker(&waker));
     }
 }
@@ -423,6 +432,23 @@ mod tests {
             local.run_until(one).await.unwrap();
         }
         assert_eq!(turns.state().taken, 0);
+    }
+
+    /// Seen to fail when all turns ended with the same waker: of two that ended before their thread came round, one never did.
+    #[tokio::test]
+    async fn each_of_two_turns_of_one_thread_ends() {
+        let turns = Turns::new(2);
+        for _ in 0..3 {
+            let two = [turns.join(None), turns.join(None)]
+                .map(|mut ticket| tokio::spawn(async move { ticket.turn().await }));
+            for one in two {
+                one.await.unwrap();
+            }
+            for _ in 0..10 {
+                tokio::task::yield_now().await;
+            }
+            assert_eq!(turns.state().taken, 0);
+        }
     }
 
     #[test]
