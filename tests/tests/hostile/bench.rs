@@ -27,9 +27,9 @@ use crate::{
 /// Bad connections of each attack.
 const CONNECTIONS: usize = 1_000;
 /// How long good requests are measured before each attack.
-const QUIET: Duration = Duration::from_secs(8);
+const QUIET: Duration = Duration::from_secs(5);
 /// How long each attack lasts.
-const ATTACKED: Duration = Duration::from_secs(10);
+const ATTACKED: Duration = Duration::from_secs(7);
 /// The variable with the name of the only attack that is to be measured.
 const ONLY: &str = "KAS_TEST_ONLY";
 
@@ -38,6 +38,8 @@ const ONLY: &str = "KAS_TEST_ONLY";
 pub(crate) enum Origin {
     /// Another address than the callers have, and another one each time.
     Elsewhere,
+    /// Each connection from an address of its own.
+    Everywhere,
     /// That of the callers.
     Callers,
 }
@@ -48,12 +50,14 @@ type Front = (Door, Origin);
 /// Prints a row of a table for each attack on each of `fronts`, and one for all of them.
 pub(crate) async fn table(kind: Kind, fronts: &[Front]) -> Result<()> {
     println!(
-        "| attack | door, from | rounds | good requests | p99 without, ms | p99 with, ms | factor | echo without, ms | \
-         with | most MiB more | MiB more after | descriptors at most | after |"
+        "| attack | door, from | rounds | good requests | p99 without, ms | p99 with, ms | factor | new ones without | \
+         with | longest | echo without, ms | with | not counted | failed | most MiB more | MiB more after | \
+         descriptors at most | after |"
     );
-    println!("|{}", " --- |".repeat(13));
+    println!("|{}", " --- |".repeat(18));
     let stage = Stage::start_measured(kind).await?;
     let only = std::env::var(ONLY).unwrap_or_default();
+    let mut failures = 0;
     // Of each front, without and with.
     let mut all = vec![[Took::default(), Took::default()]; fronts.len()];
     for (name, attack) in http2::measured().filter(|(name, _)| only.is_empty() || *name == only) {
@@ -65,7 +69,7 @@ pub(crate) async fn table(kind: Kind, fronts: &[Front]) -> Result<()> {
             stage.times();
             // What is measured is what happens meanwhile.
             sleep(QUIET).await;
-            let without = stage.take_times();
+            let mut without = stage.take_whole_times().await?;
             stage.forget_peak();
             let begun = stage.kas.process.usage()?;
             let mut most = begun.files;
@@ -79,30 +83,46 @@ pub(crate) async fn table(kind: Kind, fronts: &[Front]) -> Result<()> {
                     }
                 }
             };
-            let with = stage.take_times();
+            let mut with = stage.take_whole_times().await?;
             let (peak, _) = stage.memory();
+            let failed = stage.take_failures();
+            let stalls = [without.forget_stalls(), with.forget_stalls()];
             let settled = stage.settled(name).await;
             let after = stage.kas.process.usage()?;
             all_without.extend(&without);
             all_with.extend(&with);
-            let echo = [&without, &with].map(|took| millis(Times::of(took.aside.clone()).p99));
+            let echo = [&without, &with].map(|took| millis(Times::of(&took.aside).p99));
+            let fresh = [&without, &with].map(|took| millis(Times::of(&took.fresh).p99));
+            let longest =
+                with.kept.iter().chain(&with.fresh).map(|(_, took)| *took).max().unwrap_or_default();
             let [without, with] = [without, with].map(|took| took.all());
+            ensure!(
+                without.requests > 0 && with.requests > 0,
+                "{name} at {door:?}: no good request was counted"
+            );
             println!(
-                "| {name} | {door:?}, {origin:?} | {rounds} | {} | {:.1} | {:.1} | {:.2} | {:.2} | {:.2} | {} | {} | \
-                 {most} | {} (before {}) |",
+                "| {name} | {door:?}, {origin:?} | {rounds} | {} | {:.1} | {:.1} | {:.2} | {:.1} | {:.1} | {:.0} | \
+                 {:.2} | {:.2} | {}, {} | {} | {} | {} | {most} | {} (before {}) |",
                 with.requests,
                 millis(without.p99),
                 millis(with.p99),
                 factor(without.p99, with.p99),
+                fresh[0],
+                fresh[1],
+                millis(longest),
                 echo[0],
                 echo[1],
+                stalls[0],
+                stalls[1],
+                failed.len(),
                 peak.saturating_sub(begun.resident_kib) / 1024,
                 after.resident_kib.saturating_sub(begun.resident_kib) / 1024,
                 after.files,
                 begun.files,
             );
-            if let Err(error) = settled {
-                println!("{name} at {door:?}: {error:#}");
+            for failure in failed.into_iter().chain(settled.err().map(|error| format!("{error:#}"))) {
+                println!("{name} at {door:?}: {failure}");
+                failures += 1;
             }
         }
     }
@@ -111,8 +131,8 @@ pub(crate) async fn table(kind: Kind, fronts: &[Front]) -> Result<()> {
     );
     println!("|{}", " --- |".repeat(9));
     for ((door, origin), [without, with]) in fronts.iter().zip(all) {
-        let fresh = [&without, &with].map(|took| Times::of(took.fresh.clone()));
-        let kept = [&without, &with].map(|took| Times::of(took.kept.clone()));
+        let fresh = [&without, &with].map(|took| Times::of(&took.fresh));
+        let kept = [&without, &with].map(|took| Times::of(&took.kept));
         let together = [&without, &with].map(Took::all);
         for (which, [without, with]) in [("all", together), ("kept", kept), ("fresh", fresh)] {
             println!(
@@ -127,6 +147,7 @@ pub(crate) async fn table(kind: Kind, fronts: &[Front]) -> Result<()> {
             );
         }
     }
+    ensure!(failures == 0, "{failures} failures, see above");
     Ok(())
 }
 
@@ -234,10 +255,19 @@ pub(crate) async fn attack() -> Result<()> {
     let (_, attack) =
         http2::measured().find(|(name, _)| told["attack"] == *name).context("no such attack")?;
     let knows = Knows::with(door, told["token"].as_str().map(str::to_owned));
-    let is_elsewhere = said("origin")? == format!("{:?}", Origin::Elsewhere);
-    let from = |round: usize| is_elsewhere.then(|| Ipv4Addr::new(127, 0, 1, (round % 250) as u8 + 1));
+    let origin = said("origin")?.to_owned();
+    let from = move |round: usize, connection: usize| match &*origin {
+        "Elsewhere" => Some(Ipv4Addr::new(127, 0, 1, (round % 250) as u8 + 1)),
+        "Everywhere" => {
+            Some(Ipv4Addr::new(127, 1, (connection / 250 % 250) as u8, (connection % 250) as u8 + 1))
+        }
+        _ => None,
+    };
     let address = said("address")?.parse()?;
-    let rounds = http2::crowd(address, from, &way, &knows, attack, CONNECTIONS, ATTACKED).await;
+    let (rounds, unmade) = http2::crowd(address, from, &way, &knows, attack, CONNECTIONS, ATTACKED).await;
+    if let Some(error) = unmade {
+        eprintln!("{}", json!({ "message": "a connection was not made", "error": error }));
+    }
     eprintln!("{}", json!({ ROUNDS: rounds }));
     Ok(())
 }

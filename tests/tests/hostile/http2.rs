@@ -1,6 +1,7 @@
 //! HTTP/2 as no client speaks it: each attack at each door behind which HTTP/2 is.
 
 use std::{
+    cell::RefCell,
     net::{Ipv4Addr, SocketAddr},
     time::Duration,
 };
@@ -653,16 +654,18 @@ pub(crate) fn measured() -> impl Iterator<Item = (&'static str, &'static Attack)
 }
 
 /// Does one attack for `time` over this many connections at once, and once more when all of them have ended. Returns how
-/// often it began. How each of them ends does not count here. `from`: the address that all of a round come from.
+/// often it began, and why a connection was not made, if that happened. How each of them ends does not count here. `from`:
+/// the address of each connection of a round.
 pub(crate) async fn crowd(
     address: SocketAddr,
-    from: impl Fn(usize) -> Option<Ipv4Addr>,
+    from: impl Fn(usize, usize) -> Option<Ipv4Addr>,
     way: &Way,
     knows: &Knows,
     attack: &Attack,
     connections: usize,
     time: Duration,
-) -> usize {
+) -> (usize, Option<String>) {
+    let unmade = RefCell::new(None);
     // Once for all: what it costs to think of them is not to slow them down.
     let sends = (attack.sends)(knows);
     let mut rounds = 0;
@@ -670,12 +673,14 @@ pub(crate) async fn crowd(
         loop {
             rounds += 1;
             let peers = stream::iter(0..connections)
-                .map(async |_| match from(rounds) {
+                .map(async |connection| match from(rounds, connection) {
                     Some(from) => Peer::connect_from(from, address, way).await,
                     None => Peer::connect(address, way).await,
                 })
                 .buffer_unordered(64)
-                .filter_map(async |peer| peer.ok())
+                .filter_map(async |peer| {
+                    peer.inspect_err(|error| *unmade.borrow_mut() = Some(format!("{error:#}"))).ok()
+                })
                 .collect::<Vec<_>>()
                 .await;
             stream::iter(peers)
@@ -688,7 +693,7 @@ pub(crate) async fn crowd(
         }
     };
     let _ = tokio::time::timeout(time, attacking).await;
-    rounds
+    (rounds, unmade.into_inner())
 }
 
 /// Every attack of this file.

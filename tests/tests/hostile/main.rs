@@ -21,7 +21,7 @@ mod websocket;
 use anyhow::Result;
 
 use crate::{
-    bench::Origin::{Callers, Elsewhere},
+    bench::Origin::{Callers, Elsewhere, Everywhere},
     stage::{Door, Kind, Stage},
 };
 
@@ -95,7 +95,11 @@ async fn kas_without_descriptors_serves_what_is_open_and_accepts_again_later() -
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 #[ignore = "measures for some minutes and asserts nothing about times: --ignored --nocapture"]
 async fn good_requests_beside_a_thousand_bad_connections_at_plain_doors() -> Result<()> {
-    bench::table(Kind::Plain, &[(Door::Agent, Elsewhere), (Door::Api, Elsewhere), (Door::Api, Callers)]).await
+    bench::table(
+        Kind::Plain,
+        &[(Door::Agent, Elsewhere), (Door::Api, Elsewhere), (Door::Api, Everywhere), (Door::Api, Callers)],
+    )
+    .await
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -20,61 +20,77 @@ use testkit::process::Process;
 use tokio::{
     io::{AsyncReadExt as _, AsyncWriteExt as _},
     net::TcpStream,
-    time::{Instant, MissedTickBehavior, interval},
+    time::{Instant, interval},
 };
 
 /// How attackers are started: on the second processor, like any other process.
 pub(crate) const AS_ATTACKERS: [&str; 6] = ["chrt", "--other", "0", "taskset", "--cpu-list", "1"];
 
-/// From now on each thread of this process, and what they start, runs on the first processor; like any other process, since
-/// an earlier measurement may have changed that.
-pub(crate) fn on_the_first_processor() -> Result<()> {
-    of_this_process("chrt", &["--all-tasks", "--other", "--pid", "0"])?;
-    of_this_process("taskset", &["--all-tasks", "--cpu-list", "--pid", "0"])
+/// Everybody in place. When this is dropped, this process runs anywhere and like any other again.
+pub(crate) struct Placed {
+    _awake: Awake,
+    _busy: Process,
 }
 
-/// From now on the same run before all others.
-pub(crate) fn before_all_others() -> Result<()> {
-    of_this_process("chrt", &["--all-tasks", "--fifo", "--pid", "1"])
-        .context("this measures as root, on two processors")
+impl Placed {
+    /// From now on each thread of this process, and what they start, runs on the first processor.
+    pub(crate) async fn on_the_first_processor() -> Result<Self> {
+        let placed = Self { _awake: Awake::ask()?, _busy: nobody_idle().await? };
+        of_this_process("taskset", &["--all-tasks", "--cpu-list", "--pid", "0"])?;
+        Ok(placed)
+    }
+
+    /// From now on the same run before all others.
+    pub(crate) fn before_all_others(&self) -> Result<()> {
+        of_this_process("chrt", &["--all-tasks", "--fifo", "--pid", "1"])
+    }
+}
+
+impl Drop for Placed {
+    fn drop(&mut self) {
+        let undone = of_this_process("chrt", &["--all-tasks", "--other", "--pid", "0"])
+            .and_then(|()| of_this_process("taskset", &["--all-tasks", "--cpu-list", "--pid", "0,1"]));
+        if let Err(error) = undone {
+            println!("{error:#}");
+        }
+    }
 }
 
 fn of_this_process(program: &str, arguments: &[&str]) -> Result<()> {
     let id = std::process::id().to_string();
     let done = Command::new(program).args(arguments).arg(&id).stdout(Stdio::null()).status();
-    ensure!(done.with_context(|| format!("{program} of util-linux"))?.success(), "{program} failed");
+    let done = done.with_context(|| format!("{program} of util-linux"))?;
+    ensure!(done.success(), "{program} failed: this measures as root, on two processors");
     Ok(())
 }
 
 /// Keeps the second processor busy whenever no attacker does. The two may be one core, which each of them has for itself when
 /// the other is idle: without this, that attackers run at all would count for what they do.
-pub(crate) async fn nobody_idle() -> Result<Process> {
+async fn nobody_idle() -> Result<Process> {
     let loops = ["--idle", "0", "taskset", "--cpu-list", "1", "sh", "-c", "while :; do :; done"];
     Process::start("busy", Path::new("chrt"), &loops, &[]).await
 }
 
 /// Processors that do not sleep while this is held. Those of a virtual machine are given to others when they do, and come
 /// back milliseconds late.
-pub(crate) struct Awake(#[expect(dead_code, reason = "held for its drop")] File);
+struct Awake(#[expect(dead_code, reason = "held for its drop")] File);
 
 impl Awake {
-    /// Asks the system for it; says what that means if it refuses.
-    pub(crate) fn ask() -> Option<Self> {
-        let asked = File::options().write(true).open("/dev/cpu_dma_latency").and_then(|mut file| {
-            // Microseconds that waking up may take.
-            file.write_all(&0_i32.to_ne_bytes())?;
-            Ok(Self(file))
-        });
-        asked
-            .inspect_err(|error| {
-                println!("processors may sleep (/dev/cpu_dma_latency: {error}): times without attackers are too long");
-            })
-            .ok()
+    /// Asks the system for it.
+    fn ask() -> Result<Self> {
+        let path = "/dev/cpu_dma_latency";
+        let mut file = File::options().write(true).open(path).with_context(|| {
+            format!("{path}: processors that sleep make the times without attackers longer")
+        })?;
+        // Microseconds that waking up may take.
+        file.write_all(&0_i32.to_ne_bytes())?;
+        Ok(Self(file))
     }
 }
 
-/// Asks an echo that is no business of kas', again and again, and says how long each answer took.
-pub(crate) async fn echo(took: impl Fn(Duration)) -> Result<()> {
+/// Asks an echo that is no business of kas', again and again, and says when each answer was due to be asked for and how long
+/// it took from then.
+pub(crate) async fn echo(took: impl Fn(Instant, Duration)) -> Result<()> {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
     let address = listener.local_addr()?;
     // A thread of its own, so that two wake each other as caller and kas do. It ends with its only connection.
@@ -91,12 +107,30 @@ pub(crate) async fn echo(took: impl Fn(Duration)) -> Result<()> {
     stream.set_nodelay(true)?;
     let mut message = [0; 100];
     let mut ticks = interval(Duration::from_millis(3));
-    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
-        ticks.tick().await;
-        let begun = Instant::now();
+        let begun = begun(ticks.tick().await);
         stream.write_all(&message).await?;
         stream.read_exact(&mut message).await?;
-        took(begun.elapsed());
+        took(begun, begun.elapsed());
     }
+}
+
+/// Returns when something that was `due` began: then, if it is late because what came before it took long, so that a caller
+/// who was held up tells of all that he would have called meanwhile. A timer's own lateness is not counted.
+pub(crate) fn begun(due: Instant) -> Instant {
+    let now = Instant::now();
+    if now.duration_since(due) > Duration::from_millis(3) { due } else { now }
+}
+
+/// Who waits so long for the echo waits for the machine.
+const STOOD_STILL: Duration = Duration::from_millis(10);
+
+/// Takes out of `times` what was under way while the machine stood still, as `echo` shows, and returns how many that were.
+pub(crate) fn without_stalls(times: &mut Vec<(Instant, Duration)>, echo: &[(Instant, Duration)]) -> usize {
+    let stalls: Vec<_> = echo.iter().filter(|(_, took)| *took >= STOOD_STILL).collect();
+    let before = times.len();
+    times.retain(|(begun, took)| {
+        !stalls.iter().any(|(from, held)| *begun < *from + *held && *from < *begun + *took)
+    });
+    before - times.len()
 }

@@ -22,16 +22,16 @@ use testkit::{
     agentk::Agentk,
     caller::{Caller, Jwt, now},
     kas::{AgentEntry, Kas, Options, eventually, token, within, write_private},
-    process::{Process, Usage},
+    process::Usage,
     raw_agent::CONNECT,
 };
 use tokio::{
     task::JoinSet,
-    time::{Instant, MissedTickBehavior, interval_at, sleep},
+    time::{Instant, interval_at, sleep},
 };
 
 use crate::{
-    measured::{self, Awake},
+    measured::{self, Placed},
     peer::{self, END_HEADERS, HEADERS, Way, frame},
 };
 
@@ -99,8 +99,7 @@ pub(crate) struct Stage {
     _agentk: Agentk,
     good: Arc<Good>,
     _traffic: JoinSet<()>,
-    /// What a measurement holds.
-    _placed: Option<(Option<Awake>, Process)>,
+    _placed: Option<Placed>,
     before: Usage,
     tasks: f64,
     /// The most that kas has held, in KiB.
@@ -113,17 +112,19 @@ pub(crate) struct Stage {
 struct Good {
     took: Mutex<Took>,
     failures: Mutex<Vec<String>>,
+    /// Of each caller, when the request under way, or the latest, began.
+    callers: Mutex<Vec<Instant>>,
 }
 
-/// How long each of them took.
+/// When each of them began, and how long it took.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Took {
     /// Those on connections that stay.
-    pub(crate) kept: Vec<Duration>,
+    pub(crate) kept: Vec<(Instant, Duration)>,
     /// Those that began with a connection.
-    pub(crate) fresh: Vec<Duration>,
+    pub(crate) fresh: Vec<(Instant, Duration)>,
     /// The echo that is no business of kas'.
-    pub(crate) aside: Vec<Duration>,
+    pub(crate) aside: Vec<(Instant, Duration)>,
 }
 
 impl Took {
@@ -133,7 +134,7 @@ impl Took {
 
     /// All good requests.
     pub(crate) fn all(&self) -> Times {
-        Times::of([&self.kept[..], &self.fresh].concat())
+        Times::of(&[&self.kept[..], &self.fresh].concat())
     }
 
     pub(crate) fn extend(&mut self, other: &Self) {
@@ -141,11 +142,31 @@ impl Took {
         self.fresh.extend(&other.fresh);
         self.aside.extend(&other.aside);
     }
+
+    /// Takes out what began before `end`.
+    fn before(&mut self, end: Instant) -> Self {
+        let take = |all: &mut Vec<(Instant, Duration)>| {
+            let (before, after) = all.iter().partition(|(begun, _)| *begun < end);
+            *all = after;
+            before
+        };
+        Self { kept: take(&mut self.kept), fresh: take(&mut self.fresh), aside: take(&mut self.aside) }
+    }
+
+    /// Takes out the requests that were under way while the machine stood still; returns how many.
+    pub(crate) fn forget_stalls(&mut self) -> usize {
+        let Self { kept, fresh, aside } = self;
+        measured::without_stalls(kept, aside) + measured::without_stalls(fresh, aside)
+    }
 }
 
 impl Good {
     fn took(&self) -> MutexGuard<'_, Took> {
         self.took.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn callers(&self) -> MutexGuard<'_, Vec<Instant>> {
+        self.callers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn failures(&self) -> MutexGuard<'_, Vec<String>> {
@@ -166,7 +187,8 @@ pub(crate) struct Times {
 
 impl Times {
     /// Of these requests.
-    pub(crate) fn of(mut times: Vec<Duration>) -> Self {
+    pub(crate) fn of(took: &[(Instant, Duration)]) -> Self {
+        let mut times: Vec<_> = took.iter().map(|(_, took)| *took).collect();
         times.sort_unstable();
         let at = |share: f64| {
             let last = times.len().saturating_sub(1);
@@ -232,15 +254,10 @@ impl Stage {
             Kind::WebSocket => json!({ "agent": { "listen": { "websocket": true } } }),
         };
         let agents = [GOOD, BAD].into_iter().chain(HONEST).map(AgentEntry::new).collect();
-        let placed = if is_measured {
-            measured::on_the_first_processor()?;
-            Some((Awake::ask(), measured::nobody_idle().await?))
-        } else {
-            None
-        };
+        let placed = if is_measured { Some(Placed::on_the_first_processor().await?) } else { None };
         let kas = Kas::start_with(Options { agents, config, ..Options::default() }).await?;
-        if is_measured {
-            measured::before_all_others()?;
+        if let Some(placed) = &placed {
+            placed.before_all_others()?;
         }
         let private = kas
             .process
@@ -273,13 +290,14 @@ impl Stage {
                 // The first over a connection that stays, the second over a new one each time.
                 let stays = every < Duration::from_millis(50);
                 let offset = every.mul_f64(rand::random());
-                traffic.spawn(work(kas.api, lasting.clone(), every, offset, stays, Arc::clone(&good)));
+                let good = Arc::clone(&good);
+                traffic.spawn(work(kas.api, lasting.clone(), every, offset, stays, good));
             }
         }
         if is_measured {
             let good = Arc::clone(&good);
             traffic.spawn(async move {
-                let ended = measured::echo(|took| good.took().aside.push(took)).await;
+                let ended = measured::echo(|begun, took| good.took().aside.push((begun, took))).await;
                 good.failures().extend(ended.err().map(|error| format!("the echo: {error:#}")));
             });
         }
@@ -356,6 +374,22 @@ impl Stage {
         std::mem::take(&mut *self.good.took())
     }
 
+    /// Returns how long each of those took that have begun until now, as soon as all of them are over.
+    pub(crate) async fn take_whole_times(&self) -> Result<Took> {
+        let end = Instant::now();
+        eventually("who called before has called again", async || {
+            let behind = self.good.callers().iter().filter(|begun| **begun < end).count();
+            Ok(if behind == 0 { Ok(()) } else { Err(behind) })
+        })
+        .await?;
+        Ok(self.good.took().before(end))
+    }
+
+    /// Returns how many good requests have failed since the last call.
+    pub(crate) fn take_failures(&self) -> Vec<String> {
+        std::mem::take(&mut *self.good.failures())
+    }
+
     /// Waits until `requests` more good requests were answered, all of them well.
     pub(crate) async fn work_goes_on(&self, requests: usize) -> Result<()> {
         let from = self.good.took().requests();
@@ -422,12 +456,17 @@ async fn work(
     good: Arc<Good>,
 ) {
     let message = Payload { data: vec![b'x'; 100].into() }.encode_to_vec();
+    // Who was held up catches up.
     let mut ticks = interval_at(Instant::now() + offset, every);
-    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let caller = {
+        let mut callers = good.callers();
+        callers.push(Instant::now());
+        callers.len() - 1
+    };
     let mut kept = None;
     loop {
-        ticks.tick().await;
-        let begun = Instant::now();
+        let begun = measured::begun(ticks.tick().await);
+        good.callers()[caller] = begun;
         let one = async {
             let caller = match kept.take() {
                 Some(caller) => caller,
@@ -443,7 +482,7 @@ async fn work(
             Ok(caller) => {
                 let took = begun.elapsed();
                 let mut all = good.took();
-                if stays { &mut all.kept } else { &mut all.fresh }.push(took);
+                if stays { &mut all.kept } else { &mut all.fresh }.push((begun, took));
                 drop(all);
                 kept = stays.then_some(caller);
             }
