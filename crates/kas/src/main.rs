@@ -78,6 +78,7 @@ fn run(arguments: Arguments) -> anyhow::Result<ExitCode> {
     for warning in &loaded.warnings {
         tracing::warn!(path = warning.path, "{}", warning.text);
     }
+    runtime::io::make_room_for_files();
     let mut builder = tokio::runtime::Builder::new_multi_thread();
     if let Some(threads) = arguments.worker_threads {
         builder.worker_threads(threads.max(1));

@@ -527,58 +527,42 @@ impl Server {
             };
             let service = Arc::clone(&self.service);
             let (settings, limits, age) = (self.settings, self.limits, self.age);
-            let serve = Serve { peer, settings, limits, age, service, lifecycle: lifecycle.clone() };
-            let mut ticket = turns.join(peer.map(|peer| peer.ip()));
-            if self.tls.is_none() && !self.websocket {
-                tasks.spawn(serve.connection(stream, place, ticket));
-                continue;
-            }
+            let lifecycle = lifecycle.clone();
+            let serve = Serve { peer, settings, limits, age, service, lifecycle, since: Instant::now() };
+            let ticket = turns.join(peer.map(|peer| peer.ip()));
             let tls = self.tls.as_ref().map(|tls| TlsAcceptor::from(tls.current()));
-            let websocket = self.websocket;
-            tasks.spawn(async move {
-                // Boxed: the handshakes' state is large and short-lived.
-                let mut opening = Box::pin(open(stream, tls, websocket, serve.limits.handshake));
-                let opened = tokio::select! {
-                    opened = poll_fn(|cx| ticket.poll(cx, |cx| opening.as_mut().poll(cx))) => opened,
-                    () = place.lost() => return,
-                    // Who has not shown anything yet does not delay the exit.
-                    () = serve.lifecycle.reached(Phase::Stopped) => return,
-                };
-                match opened {
-                    Ok(stream) => serve.connection(stream, place, ticket).await,
-                    Err(error) => {
-                        serve.service.not_opened(peer, &error);
-                        serve.service.refused(Refusal::Handshake);
-                    }
-                }
-            });
+            tasks.spawn(serve.run(stream, tls, self.websocket, place, ticket));
         }
         tasks.close();
         tasks.wait().await;
     }
 }
 
-/// Does what comes before HTTP/2: TLS, WebSocket, or both.
+fn late(_: tokio::time::error::Elapsed) -> io::Error {
+    io::ErrorKind::TimedOut.into()
+}
+
+/// Does what comes before HTTP/2: TLS, WebSocket, or both. The first must be over at `by`, and the other `within` a time.
 async fn open(
     stream: Stream,
     tls: Option<TlsAcceptor>,
     websocket: bool,
+    mut by: Instant,
     within: Duration,
 ) -> io::Result<Stream> {
-    let late = |_| io::Error::from(io::ErrorKind::TimedOut);
     let mut is_http2 = false;
     // TLS is for TCP; a Unix socket is the system's business.
     let mut stream = match (tls, stream) {
         (Some(tls), Stream::Tcp(stream)) => {
-            let stream = tokio::time::timeout(within, tls.accept(stream)).await.map_err(late)??;
+            let stream = tokio::time::timeout_at(by, tls.accept(stream)).await.map_err(late)??;
+            by = Instant::now() + within;
             is_http2 = stream.get_ref().1.alpn_protocol() == Some(b"h2");
             Stream::Tls(Box::new(stream))
         }
         (_, stream) => stream,
     };
     if websocket && !is_http2 {
-        stream =
-            tokio::time::timeout(within, websocket_door::enter(stream, within)).await.map_err(late)??;
+        stream = tokio::time::timeout_at(by, websocket_door::enter(stream, within)).await.map_err(late)??;
     }
     Ok(stream)
 }
@@ -591,16 +575,68 @@ struct Serve {
     age: Option<Age>,
     service: Arc<dyn Service>,
     lifecycle: Lifecycle,
+    /// When what is served began: the connection, or HTTP/2 inside of what had to be opened first.
+    since: Instant,
 }
 
 impl Serve {
+    /// Serves one connection from its first byte to its end.
+    async fn run(
+        mut self,
+        stream: Stream,
+        tls: Option<TlsAcceptor>,
+        websocket: bool,
+        place: Place,
+        mut ticket: Ticket,
+    ) {
+        let limits = self.limits;
+        let is_opened = tls.is_some() || websocket;
+        let silence =
+            if is_opened { limits.handshake } else { limits.first_frame.min(limits.authentication) };
+        let by = self.since + silence;
+        // Boxed: the handshakes' state is large and short-lived.
+        let opened = Box::pin(async {
+            // Who says nothing takes no turns.
+            tokio::time::timeout_at(by, stream.speaks()).await.map_err(late)??;
+            if !is_opened {
+                return Ok(stream);
+            }
+            let mut opening = pin!(open(stream, tls, websocket, by, limits.handshake));
+            poll_fn(|cx| ticket.poll(cx, |cx| opening.as_mut().poll(cx))).await
+        });
+        let opened = tokio::select! {
+            opened = opened => opened,
+            () = place.lost() => return,
+            // Who has not shown anything yet does not delay the exit.
+            () = self.lifecycle.reached(Phase::Stopped) => return,
+        };
+        match opened {
+            Ok(stream) => {
+                if is_opened {
+                    self.since = Instant::now();
+                }
+                self.connection(stream, place, ticket).await;
+            }
+            Err(error) if is_opened => {
+                self.service.not_opened(self.peer, &error);
+                self.service.refused(Refusal::Handshake);
+            }
+            Err(error) => {
+                if error.kind() == io::ErrorKind::TimedOut {
+                    self.service.refused(Refusal::Silent);
+                }
+                tracing::debug!(peer = self.peer.map(tracing::field::display), error = %error, "connection ended");
+            }
+        }
+    }
+
     /// Serves one connection to its end. It keeps its place among the half-open ones until it is known.
     async fn connection(self, stream: Stream, place: Place, mut ticket: Ticket) {
-        let Self { peer, settings, limits, age, service, lifecycle } = self;
+        let Self { peer, settings, limits, age, service, lifecycle, since: born } = self;
         // What is made here for one is little; for a thousand at once it is not.
         tokio::select! {
             biased;
-            () = ticket.turn() => {}
+            () = ticket.begin() => {}
             () = place.lost() => return,
             () = lifecycle.reached(Phase::Stopped) => return,
         }
@@ -654,12 +690,12 @@ impl Serve {
         let mut driver = pin!(builder.serve_connection(stream, answer));
         let begin_turn = || allowance.begin(if meter.is_known() { TURN } else { FIRST_TURNS });
         let mut phase = lifecycle.watch();
-        let born = Instant::now();
         // Within a tenth of the mean, from the connection's own address: no clock, no lock.
         let age_at = age.map(|age| born + age.age.mul_f64(0.9 + 0.2 * fraction(peer)));
         let mut cut_at = None;
         // Moved on once the first frame has come.
-        let mut deadline = pin!(tokio::time::sleep(limits.first_frame.min(limits.authentication)));
+        let mut deadline =
+            pin!(tokio::time::sleep_until(born + limits.first_frame.min(limits.authentication)));
         let mut idle = None;
         let shortest = age.map_or(limits.idle, |age| age.age.min(limits.idle)).min(limits.headers);
         let period = (shortest / 8).clamp(Duration::from_millis(50), Duration::from_secs(5));
@@ -676,6 +712,7 @@ impl Serve {
         };
         loop {
             if stopped {
+                ticket.leave();
                 driver.as_mut().graceful_shutdown();
                 // What ends now has its last frames written before the socket closes.
                 let end = poll_fn(|cx| {
@@ -692,7 +729,7 @@ impl Serve {
                         driver.as_mut().poll(cx)
                     };
                     if meter.is_known() {
-                        ticket.leave();
+                        ticket.known();
                         turn(cx)
                     } else {
                         ticket.poll(cx, turn)

@@ -2,6 +2,7 @@
 
 use std::{
     io,
+    mem::MaybeUninit,
     net::SocketAddr,
     path::{Path, PathBuf},
     pin::Pin,
@@ -13,8 +14,9 @@ use std::{
     time::Duration,
 };
 
+use socket2::SockRef;
 use tokio::{
-    io::{AsyncRead, AsyncWrite, ReadBuf},
+    io::{AsyncRead, AsyncWrite, Interest, ReadBuf},
     net::{TcpListener, TcpStream, UnixListener, UnixStream},
     time::Instant,
 };
@@ -52,6 +54,27 @@ websocket::write_through!(
     Self::Rewound(stream),
     Self::WebSocket(stream),
 );
+
+impl Stream {
+    /// Waits until the peer has said something, or closed. At once where something of it was read before.
+    ///
+    /// # Errors
+    /// Those of the socket.
+    ///
+    /// # Cancel safety
+    /// Cancel safe.
+    pub(crate) async fn speaks(&self) -> io::Result<()> {
+        match self {
+            // Looked at, since the runtime takes a socket that was just accepted for readable.
+            Self::Tcp(stream) => stream.peek(&mut [0]).await.map(drop),
+            Self::Unix(stream) => {
+                let look = || SockRef::from(stream).peek(&mut [MaybeUninit::uninit()]).map(drop);
+                stream.async_io(Interest::READABLE, look).await
+            }
+            Self::Tls(_) | Self::Rewound(_) | Self::WebSocket(_) => Ok(()),
+        }
+    }
+}
 
 /// What a connection that has shown who it is may read in one turn: some large frames.
 pub(crate) const TURN: usize = 256 * 1024;
@@ -309,6 +332,23 @@ fn bind_tcp(addr: SocketAddr) -> io::Result<TcpListener> {
 /// Returns the limit.
 pub fn raise_file_limit() -> u64 {
     rlimit::increase_nofile_limit(u64::MAX).unwrap_or(0)
+}
+
+/// Files for which the system makes room at once: eight bytes each.
+const FILES: u64 = 32 * 1024;
+
+/// Makes the system's table of this process' files as large as it may become soon, where the limit allows. It grows when a file
+/// does not fit, and with several threads whoever opens that one, and everybody on the same thread, waits for some
+/// milliseconds: at 64 files, at 128 and so on. To be called while there is one thread. Without effect if there is nothing to
+/// open.
+pub fn make_room_for_files() {
+    let most = raise_file_limit().min(FILES);
+    if let Ok(file) = std::fs::File::open("/dev/null")
+        && let Some(last) = most.checked_sub(1).and_then(|last| i32::try_from(last).ok())
+    {
+        // Closed at once; the table stays.
+        drop(rustix::io::fcntl_dupfd_cloexec(&file, last));
+    }
 }
 
 #[cfg(test)]

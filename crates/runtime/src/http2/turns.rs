@@ -4,30 +4,60 @@
 //! something to say are a thousand turns before anybody else's. Here all of them together are as much in the way as a
 //! few connections would be, and a newcomer passes those that have used the turns of a newcomer and shown nothing.
 //!
-//! Among newcomers every second turn goes to the last that came: if all that come can be served, then it makes no
-//! difference; if not, then first come, first served would let each of them wait until it is too late for it, where the
-//! newest is served as if nobody else were there. But a thousand that come at once are all newer than who came just before.
-//! So every other turn goes to who comes from where the fewest newcomers are: whoever sends a thousand from one address is in
-//! the way of those who come from there, and keeps nobody else waiting for more than a turn or two each time. Not every
-//! turn, since a crowd behind one proxy may mean well, and those with many addresses may not.
+//! Two orders take turns, since each has an attack that is made for it:
+//!
+//! - Who has had the fewest turns, and of those the last that came. A newcomer needs one or two; a thousand connections that
+//!   were made before it and are flooding have had theirs. If all that come can be served, then it makes no difference who of
+//!   them is first; if not, then the last is served as if nobody else were there, where first come, first served would let
+//!   each of them wait until it is too late for it. But a thousand that come at once are all newer than who came just before.
+//! - Who comes from where the fewest newcomers are, and of those the first that came. Whoever sends a thousand from one address
+//!   is in the way of those who come from there, and keeps nobody else waiting for more than a turn or two each time. Where
+//!   they come from as many places, the past tells them apart: an address from which somebody was let in comes before those
+//!   from which nobody was. But a crowd behind one proxy may mean well, and those with many addresses may not.
+//!
+//! Who has said nothing yet asks for no turn ([`Stream::speaks`]).
 //!
 //! A turn is over, for the next, only after its thread has done what else is ready, and has looked at what has come
 //! meanwhile. If it were over at once, then all who are ready on one thread would find it free, one after the other, and as
-//! long as a thread has something to do, it looks at its sockets only once in 61 steps.
+//! long as a thread has something to do, it looks at its sockets only once in 61 steps. One that took long, such as a step of a
+//! TLS handshake, is followed by as much more time for others, in rounds of what they have to do: a request passes through
+//! several tasks, one in each round, and would meet a turn before each of them. So is each of one that goes on and on.
+//!
+//! [`Stream::speaks`]: crate::io::Stream::speaks
 
 use std::{
     cmp::Reverse,
-    collections::{BTreeMap, BTreeSet, HashMap},
+    collections::{BTreeMap, BTreeSet, HashMap, HashSet},
     future::{Future as _, poll_fn},
+    mem,
     net::{IpAddr, Ipv6Addr},
     pin::pin,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     task::{Context, Poll, Wake, Waker},
+    time::Duration,
 };
+
+use tokio::time::Instant;
 
 /// Who has had this many turns and has not shown who it is comes after those that have had fewer; and so on. Above what
 /// an agent needs for TLS, WebSocket and its first request.
 const OF_A_NEWCOMER: u32 = 16;
+
+/// A crowd of fewer than this is none: one who means well has several connections.
+const CROWD: u32 = 8;
+
+/// Who comes from where nobody was let in before is ranked like one of a crowd of hundreds, by its [`State::rank`]: before
+/// those who come in their hundreds with one token.
+const STRANGER: u32 = 6;
+
+/// Addresses that are remembered: the latest of them, at least so many, and at most twice as many. 40 bytes each at most.
+const REMEMBERED: usize = 32 * 1024;
+
+/// After a turn others have a round, and one more for each of these that it took; and for each [`OF_A_NEWCOMER`] turns that
+/// the same one had before.
+const ROUND: Duration = Duration::from_micros(20);
+/// But no more than these.
+const MOST_ROUNDS: u32 = 64;
 
 /// The turns of a listener.
 #[derive(Debug)]
@@ -41,23 +71,45 @@ struct State {
     joined: u64,
     /// Turns that are under way, or not over for others, or granted and not begun.
     taken: usize,
-    /// Those who wait, the newest first.
-    newest: BTreeMap<Newest, (Rarest, Waker)>,
+    /// Those who wait, with the fewest turns first.
+    fewest: BTreeMap<Fewest, (Rarest, Waker)>,
     /// The same, those of the smallest crowd first.
     rarest: BTreeSet<Rarest>,
-    /// Whether the next turn is for the rarest.
-    is_for_rarest: bool,
+    /// Whether the last turn that somebody had waited for was for the rarest.
+    was_for_rarest: bool,
     /// Those whose wait is over; at most as many as there are turns at a time.
     granted: Vec<u64>,
     /// How many from where have joined and are not known. No more than may be half-open at a time.
     crowds: HashMap<Option<IpAddr>, u32>,
+    friends: Remembered,
 }
 
-/// Turns had before in units of [`OF_A_NEWCOMER`], then who is newer.
-type Newest = (u32, Reverse<u64>);
-/// The same; between the two the size of the crowd when the wait began, in powers of two, so that of those of a large crowd,
-/// too, the newest come first.
-type Rarest = (u32, u32, Reverse<u64>);
+/// Where those have come from who have shown who they are.
+#[derive(Debug, Default)]
+struct Remembered {
+    recent: HashSet<IpAddr>,
+    /// What was recent before it was too much.
+    before: HashSet<IpAddr>,
+}
+
+impl Remembered {
+    fn add(&mut self, address: IpAddr) {
+        if self.recent.len() >= REMEMBERED && !self.recent.contains(&address) {
+            self.before = mem::take(&mut self.recent);
+        }
+        self.recent.insert(address);
+    }
+
+    fn has(&self, address: IpAddr) -> bool {
+        self.recent.contains(&address) || self.before.contains(&address)
+    }
+}
+
+/// Turns had before, then who is newer.
+type Fewest = (u32, Reverse<u64>);
+/// Turns had before in units of [`OF_A_NEWCOMER`]; then the rank of the crowd when the wait began; then who is older. And the
+/// same one's place by turns.
+type Rarest = (u32, u32, u64, Fewest);
 
 impl Turns {
     /// At most `most` turns at a time; above zero.
@@ -79,7 +131,7 @@ impl Turns {
             state.joined += 1;
             state.joined
         };
-        Ticket { of: Arc::clone(self), number, crowd: Some(crowd), had: 0, waits: None }
+        Ticket { of: Arc::clone(self), number, crowd: Some(crowd), had: 0, waits: None, holds: false }
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -103,18 +155,28 @@ impl Turns {
 impl State {
     /// Takes out who comes next among those who wait.
     fn next(&mut self) -> Option<(u64, Waker)> {
-        self.is_for_rarest = !self.is_for_rarest;
-        let place = if self.is_for_rarest {
-            self.rarest.first().map(|(level, _, number)| (*level, *number))
+        let place = if self.was_for_rarest {
+            self.fewest.first_key_value().map(|(place, _)| *place)
         } else {
-            self.newest.first_key_value().map(|(place, _)| *place)
+            self.rarest.first().map(|(.., place)| *place)
         }?;
+        self.was_for_rarest = !self.was_for_rarest;
         Some((place.1.0, self.leave(place)?))
     }
 
+    /// How much of a crowd it is that comes from there, in powers of two so that within one it is the order that counts.
+    fn rank(&self, crowd: Option<IpAddr>) -> u32 {
+        let size = self
+            .crowds
+            .get(&crowd)
+            .and_then(|size| (size / CROWD).checked_ilog2())
+            .map_or(0, |size| size + 1);
+        size + if crowd.is_some_and(|address| !self.friends.has(address)) { STRANGER } else { 0 }
+    }
+
     /// Takes out who waits at `place`.
-    fn leave(&mut self, place: Newest) -> Option<Waker> {
-        let (rarest, waker) = self.newest.remove(&place)?;
+    fn leave(&mut self, place: Fewest) -> Option<Waker> {
+        let (rarest, waker) = self.fewest.remove(&place)?;
         self.rarest.remove(&rarest);
         Some(waker)
     }
@@ -151,7 +213,9 @@ pub(super) struct Ticket {
     crowd: Option<Option<IpAddr>>,
     had: u32,
     /// Where it stands among those who wait.
-    waits: Option<Newest>,
+    waits: Option<Fewest>,
+    /// A turn has begun that ends with the next call.
+    holds: bool,
 }
 
 impl Ticket {
@@ -161,20 +225,26 @@ impl Ticket {
         cx: &mut Context<'_>,
         act: impl FnOnce(&mut Context<'_>) -> Poll<T>,
     ) -> Poll<T> {
-        if !self.begins(cx) {
+        if !mem::take(&mut self.holds) && !self.begins(cx) {
             return Poll::Pending;
         }
         self.had = self.had.saturating_add(1);
-        let _turn = Turn(&self.of);
+        let level = self.had / OF_A_NEWCOMER;
+        let _turn = Turn { of: &self.of, begun: Instant::now(), level };
         act(cx)
     }
 
-    /// Waits for a turn, and ends it.
+    /// Waits for a turn. What comes after it until the next call of [`Ticket::poll`], and that call, are the turn: nothing
+    /// that waits may come between.
     ///
     /// # Cancel safety
     /// Cancel safe.
-    pub(super) async fn turn(&mut self) {
-        poll_fn(|cx| self.poll(cx, |_| Poll::Ready(()))).await;
+    pub(super) async fn begin(&mut self) {
+        poll_fn(|cx| {
+            self.holds = self.holds || self.begins(cx);
+            if self.holds { Poll::Ready(()) } else { Poll::Pending }
+        })
+        .await;
     }
 
     fn begins(&mut self, cx: &Context<'_>) -> bool {
@@ -185,7 +255,7 @@ impl Ticket {
                 self.waits = None;
                 return true;
             }
-            if let Some((_, waker)) = state.newest.get_mut(&place) {
+            if let Some((_, waker)) = state.fewest.get_mut(&place) {
                 waker.clone_from(cx.waker());
             }
             return false;
@@ -195,16 +265,28 @@ impl Ticket {
             return true;
         }
         let level = self.had / OF_A_NEWCOMER;
-        let crowd = self.crowd.and_then(|crowd| state.crowds.get(&crowd)).map_or(0, |size| size.ilog2());
-        let (newest, rarest) = ((level, Reverse(self.number)), (level, crowd, Reverse(self.number)));
-        state.newest.insert(newest, (rarest, cx.waker().clone()));
+        let crowd = self.crowd.map_or(0, |crowd| state.rank(crowd));
+        let place = (self.had, Reverse(self.number));
+        let rarest = (level, crowd, self.number, place);
+        state.fewest.insert(place, (rarest, cx.waker().clone()));
         state.rarest.insert(rarest);
-        self.waits = Some(newest);
+        self.waits = Some(place);
         false
     }
 
-    /// Waits no longer: it needs no turns any more.
+    /// It has shown who it is: it needs no turns any more, and where it comes from is remembered.
+    pub(super) fn known(&mut self) {
+        if let Some(Some(address)) = self.crowd {
+            self.of.state().friends.add(address);
+        }
+        self.leave();
+    }
+
+    /// Waits no longer.
     pub(super) fn leave(&mut self) {
+        if mem::take(&mut self.holds) {
+            self.of.pass_on();
+        }
         let (crowd, waits) = (self.crowd.take(), self.waits.take());
         if crowd.is_none() && waits.is_none() {
             return;
@@ -236,13 +318,32 @@ impl Drop for Ticket {
 }
 
 /// A turn under way; over when dropped, by a panic too.
-struct Turn<'a>(&'a Arc<Turns>);
+struct Turn<'a> {
+    of: &'a Arc<Turns>,
+    begun: Instant,
+    /// Of who has it: how often it has had more than a newcomer needs.
+    level: u32,
+}
 
 impl Drop for Turn<'_> {
     fn drop(&mut self) {
+        let took = u32::try_from(self.begun.elapsed().as_micros() / ROUND.as_micros());
+        let rounds = took.unwrap_or(MOST_ROUNDS).saturating_add(self.level).min(MOST_ROUNDS);
+        if rounds > 0
+            && let Ok(runtime) = tokio::runtime::Handle::try_current()
+        {
+            let of = Arc::clone(self.of);
+            runtime.spawn(async move {
+                for _ in 0..=rounds {
+                    tokio::task::yield_now().await;
+                }
+                of.pass_on();
+            });
+            return;
+        }
         // Passed on once this thread has nothing else to do; outside of a runtime at once. The first poll hands the waker
         // to the runtime; nobody waits for the rest.
-        let waker = Waker::from(Arc::new(Over(Arc::clone(self.0))));
+        let waker = Waker::from(Arc::new(Over(Arc::clone(self.of))));
         let _ = pin!(tokio::task::yield_now()).poll(&mut Context::from_waker(&waker));
     }
 }
@@ -295,35 +396,6 @@ mod tests {
         }
     }
 
-    #[test]
-    fn the_newest_comes_first_and_who_has_had_many_turns_last() {
-        let turns = Turns::new(1);
-        let [mut holder, mut early, mut late, mut greedy] = std::array::from_fn(|_| Peer::new(&turns));
-        for _ in 0..OF_A_NEWCOMER {
-            assert!(greedy.asks(|| {}));
-        }
-        // What a newcomer needs does not put it behind others.
-        for _ in 1..OF_A_NEWCOMER {
-            assert!(late.asks(|| {}));
-        }
-        assert!(holder.asks(|| {
-            for peer in [&mut greedy, &mut late, &mut early] {
-                assert!(!peer.asks(|| {}));
-            }
-        }));
-        assert_eq!([greedy.woken(), early.woken(), late.woken()], [0, 0, 1]);
-        // It is not taken from who was woken by who happens to come first.
-        assert!(!holder.asks(|| {}));
-        assert!(late.asks(|| {}));
-        assert_eq!([greedy.woken(), early.woken(), holder.woken()], [0, 1, 0]);
-        assert!(early.asks(|| {}));
-        assert_eq!([greedy.woken(), holder.woken()], [0, 1]);
-        assert!(holder.asks(|| {}));
-        assert_eq!(greedy.woken(), 1);
-        assert!(greedy.asks(|| {}));
-        assert_eq!(turns.state().taken, 0);
-    }
-
     /// Who of those that wait gets the turns, one after the other, when a turn is over.
     fn order(holder: &mut Peer, waiting: &mut [Peer]) -> Vec<usize> {
         assert!(holder.asks(|| {
@@ -334,27 +406,87 @@ mod tests {
         let mut order = Vec::new();
         while let Some(next) = (0..waiting.len()).find(|i| !order.contains(i) && waiting[*i].woken() > 0) {
             order.push(next);
+            // It is not taken from who was woken by who happens to come first.
+            if let Some(other) = (0..waiting.len()).find(|i| !order.contains(i)) {
+                assert!(!waiting[other].asks(|| {}));
+            }
             assert!(waiting[next].asks(|| {}));
         }
+        assert_eq!(holder.ticket.of.state().taken, 0);
         order
     }
 
     #[test]
-    fn every_other_turn_is_for_who_comes_from_where_few_are() {
+    fn every_other_turn_is_for_who_has_had_the_fewest_and_came_last() {
         let turns = Turns::new(1);
         let mut holder = Peer::new(&turns);
-        // One from elsewhere and, newer, a crowd.
-        let addresses = ["198.51.100.7", "192.0.2.1", "192.0.2.1", "::ffff:192.0.2.1", "192.0.2.1"];
-        let mut waiting = addresses.map(|address| Peer::from(&turns, address));
-        assert_eq!(order(&mut holder, &mut waiting), [0, 4, 3, 2, 1]);
-        assert_eq!(turns.state().taken, 0);
-        // A crowd is not kept out by many that come from many places.
+        let mut waiting: [_; 5] = std::array::from_fn(|_| Peer::new(&turns));
+        // The last of them has had one and the one before it two.
+        for (peer, had) in [(4, 1), (3, 2)] {
+            (0..had).for_each(|_| assert!(waiting[peer].asks(|| {})));
+        }
+        assert_eq!(order(&mut holder, &mut waiting), [0, 2, 1, 4, 3]);
+    }
+
+    #[test]
+    fn who_has_had_more_turns_than_a_newcomer_needs_is_no_longer_the_rarest() {
+        let turns = Turns::new(1);
+        let mut holder = Peer::new(&turns);
+        let mut waiting: [_; 4] = std::array::from_fn(|_| Peer::new(&turns));
+        for (peer, had) in [(0, OF_A_NEWCOMER), (1, OF_A_NEWCOMER - 1)] {
+            (0..had).for_each(|_| assert!(waiting[peer].asks(|| {})));
+        }
+        assert_eq!(order(&mut holder, &mut waiting), [1, 3, 2, 0]);
+    }
+
+    #[test]
+    fn every_other_turn_is_for_who_comes_from_where_few_are() {
+        const MANY: usize = 2 * CROWD as usize;
+        let turns = Turns::new(1);
+        let mut holder = Peer::from(&turns, "198.51.100.1");
+        // One from elsewhere in the middle of a crowd.
+        let address =
+            |i| if i == MANY / 2 { "198.51.100.7" } else { ["192.0.2.1", "::ffff:192.0.2.1"][i % 2] };
+        let mut waiting: Vec<_> = (0..=MANY).map(|i| Peer::from(&turns, address(i))).collect();
+        assert_eq!(order(&mut holder, &mut waiting)[..4], [MANY / 2, MANY, 0, MANY - 1]);
+        // A handful is not a crowd, and a crowd is not kept out by many that come from many places.
         let turns = Turns::new(1);
         let mut holder = Peer::new(&turns);
         let addresses =
             ["198.51.100.1", "198.51.100.2", "198.51.100.3", "192.0.2.1", "192.0.2.1", "192.0.2.1"];
         let mut waiting = addresses.map(|address| Peer::from(&turns, address));
-        assert_eq!(order(&mut holder, &mut waiting), [2, 5, 1, 4, 0, 3]);
+        assert_eq!(order(&mut holder, &mut waiting), [0, 5, 1, 4, 2, 3]);
+    }
+
+    #[test]
+    fn who_comes_from_where_somebody_was_let_in_is_before_strangers() {
+        let turns = Turns::new(1);
+        let mut holder = Peer::from(&turns, "198.51.100.1");
+        let mut friend = Peer::from(&turns, "192.0.2.9");
+        friend.ticket.known();
+        let mut waiting: Vec<_> =
+            (0..8).map(|i| Peer::from(&turns, &format!("192.0.2.{}", if i == 4 { 9 } else { i }))).collect();
+        assert_eq!(order(&mut holder, &mut waiting)[..4], [4, 7, 0, 6]);
+        // Not in their hundreds. Who leaves without being known is not remembered.
+        drop((waiting, friend));
+        let mut crowd: Vec<_> = (0..CROWD << STRANGER).map(|_| Peer::from(&turns, "192.0.2.9")).collect();
+        crowd.push(Peer::from(&turns, "192.0.2.1"));
+        let order = order(&mut holder, &mut crowd);
+        assert_eq!(order[..3], [crowd.len() - 1, crowd.len() - 2, 0]);
+    }
+
+    #[test]
+    fn the_latest_addresses_are_remembered_and_no_more_than_twice_as_many() {
+        let mut remembered = Remembered::default();
+        let address = |n: usize| IpAddr::from(Ipv6Addr::from_bits(n as u128));
+        for n in 0..5 * REMEMBERED {
+            remembered.add(address(n));
+            // Over and over again, it takes no more room.
+            remembered.add(address(n));
+            assert!(remembered.recent.len() + remembered.before.len() <= 2 * REMEMBERED);
+            assert!(remembered.has(address(n)) && remembered.has(address(n.saturating_sub(REMEMBERED - 1))));
+        }
+        assert!(!remembered.has(address(0)));
     }
 
     #[test]
@@ -379,7 +511,7 @@ mod tests {
     #[test]
     fn who_leaves_takes_no_turn_along() {
         let turns = Turns::new(2);
-        let [mut one, mut two, mut last, mut known, mut gone] = std::array::from_fn(|_| Peer::new(&turns));
+        let [mut one, mut two, mut gone, mut last, mut known] = std::array::from_fn(|_| Peer::new(&turns));
         assert!(one.asks(|| {
             assert!(two.asks(|| {
                 for peer in [&mut gone, &mut known, &mut last] {
@@ -397,9 +529,13 @@ mod tests {
         assert_eq!(turns.state().taken, 0);
         assert!(
             turns.state().granted.is_empty()
-                && turns.state().newest.is_empty()
+                && turns.state().fewest.is_empty()
                 && turns.state().rarest.is_empty()
         );
+    }
+
+    async fn turn(ticket: &mut Ticket) {
+        poll_fn(|cx| ticket.poll(cx, |_| Poll::Ready(()))).await;
     }
 
     #[tokio::test]
@@ -412,7 +548,7 @@ mod tests {
                 let (mut ticket, had) = (turns.join(None), Rc::clone(&had));
                 local.spawn_local(async move {
                     for _ in 0..3 {
-                        ticket.turn().await;
+                        turn(&mut ticket).await;
                         had.set(had.get() + 1);
                     }
                 })
@@ -440,7 +576,7 @@ mod tests {
         let turns = Turns::new(2);
         for _ in 0..3 {
             let two = [turns.join(None), turns.join(None)]
-                .map(|mut ticket| tokio::spawn(async move { ticket.turn().await }));
+                .map(|mut ticket| tokio::spawn(async move { turn(&mut ticket).await }));
             for one in two {
                 one.await.unwrap();
             }
@@ -448,6 +584,72 @@ mod tests {
                 tokio::task::yield_now().await;
             }
             assert_eq!(turns.state().taken, 0);
+        }
+    }
+
+    #[tokio::test]
+    async fn a_turn_that_took_long_is_followed_by_more_rounds_for_others() {
+        let turns = Turns::new(1);
+        let mut ticket = turns.join(None);
+        let mut rounds = Vec::new();
+        for took in [Duration::ZERO, 10 * ROUND, 1000 * ROUND] {
+            let begun = Instant::now();
+            // Its length is what is tested: nothing else may run meanwhile.
+            poll_fn(|cx| {
+                ticket.poll(cx, |_| {
+                    std::thread::sleep(took);
+                    Poll::Ready(())
+                })
+            })
+            .await;
+            let took = begun.elapsed();
+            let mut count = 0_u32;
+            while turns.state().taken > 0 {
+                tokio::task::yield_now().await;
+                count += 1;
+            }
+            assert!(
+                u128::from(count) <= took.as_micros() / ROUND.as_micros() + 4,
+                "{count} rounds after {took:?}"
+            );
+            rounds.push(count);
+        }
+        let [short, long, longest] = rounds[..] else { unreachable!("three turns") };
+        assert!(short >= 1 && long >= 10, "{rounds:?}");
+        assert!((MOST_ROUNDS..=MOST_ROUNDS + 4).contains(&longest), "{rounds:?}");
+        // Who has had many makes room for others, too.
+        for _ in 0..10 * OF_A_NEWCOMER {
+            turn(&mut ticket).await;
+        }
+        let mut count = 0;
+        while turns.state().taken > 0 {
+            tokio::task::yield_now().await;
+            count += 1;
+        }
+        assert!(count >= 10, "{count} rounds");
+    }
+
+    #[tokio::test]
+    async fn a_turn_that_was_waited_for_ends_with_the_next_call_or_with_the_connection() {
+        let turns = Turns::new(1);
+        let (mut ticket, mut other) = (turns.join(None), Peer::new(&turns));
+        ticket.begin().await;
+        assert!(!other.asks(|| {}));
+        turn(&mut ticket).await;
+        for times in 1..=2 {
+            for _ in 0..100 {
+                tokio::task::yield_now().await;
+            }
+            assert_eq!(other.woken(), times);
+            assert!(other.asks(|| {}));
+            if times == 1 {
+                for _ in 0..100 {
+                    tokio::task::yield_now().await;
+                }
+                ticket.begin().await;
+                assert!(!other.asks(|| {}));
+                ticket.leave();
+            }
         }
     }
 
