@@ -593,11 +593,17 @@ impl Serve {
         let is_opened = tls.is_some() || websocket;
         let silence =
             if is_opened { limits.handshake } else { limits.first_frame.min(limits.authentication) };
-        let by = self.since + silence;
+        let (by, service) = (self.since + silence, Arc::clone(&self.service));
         // Boxed: the handshakes' state is large and short-lived.
         let opened = Box::pin(async {
             // Who says nothing takes no turns.
-            tokio::time::timeout_at(by, stream.speaks()).await.map_err(late)??;
+            match tokio::time::timeout_at(by, stream.speaks()).await {
+                Err(_) if !is_opened => {
+                    service.refused(Refusal::Silent);
+                    return Err(io::ErrorKind::TimedOut.into());
+                }
+                spoken => spoken.map_err(late)??,
+            }
             if !is_opened {
                 return Ok(stream);
             }
@@ -622,9 +628,6 @@ impl Serve {
                 self.service.refused(Refusal::Handshake);
             }
             Err(error) => {
-                if error.kind() == io::ErrorKind::TimedOut {
-                    self.service.refused(Refusal::Silent);
-                }
                 tracing::debug!(peer = self.peer.map(tracing::field::display), error = %error, "connection ended");
             }
         }
@@ -632,7 +635,8 @@ impl Serve {
 
     /// Serves one connection to its end. It keeps its place among the half-open ones until it is known.
     async fn connection(self, stream: Stream, place: Place, mut ticket: Ticket) {
-        let Self { peer, settings, limits, age, service, lifecycle, since: born } = self;
+        let Self { peer, settings, limits, age, service, lifecycle, since } = self;
+        let asked = Instant::now();
         // What is made here for one is little; for a thousand at once it is not.
         tokio::select! {
             biased;
@@ -640,6 +644,8 @@ impl Serve {
             () = place.lost() => return,
             () = lifecycle.reached(Phase::Stopped) => return,
         }
+        // That it had to wait for its turn is not its fault.
+        let born = since + asked.elapsed();
         let mut place = Some(place);
         let state = Arc::clone(&service).connected(peer);
         let (stream, meter) = Metered::new(stream, &limits);
@@ -694,8 +700,8 @@ impl Serve {
         let age_at = age.map(|age| born + age.age.mul_f64(0.9 + 0.2 * fraction(peer)));
         let mut cut_at = None;
         // Moved on once the first frame has come.
-        let mut deadline =
-            pin!(tokio::time::sleep_until(born + limits.first_frame.min(limits.authentication)));
+        // From its turn on: what it said before is still to be read, also after a pause of this process.
+        let mut deadline = pin!(tokio::time::sleep(limits.first_frame.min(limits.authentication)));
         let mut idle = None;
         let shortest = age.map_or(limits.idle, |age| age.age.min(limits.idle)).min(limits.headers);
         let period = (shortest / 8).clamp(Duration::from_millis(50), Duration::from_secs(5));
