@@ -699,8 +699,8 @@ impl Serve {
         // Within a tenth of the mean, from the connection's own address: no clock, no lock.
         let age_at = age.map(|age| born + age.age.mul_f64(0.9 + 0.2 * fraction(peer)));
         let mut cut_at = None;
-        // Moved on once the first frame has come.
-        // From its turn on: what it said before is still to be read, also after a pause of this process.
+        // From its turn on: what it said before is still to be read, also after a pause of this process. Moved on once the
+        // first frame has come.
         let mut deadline = pin!(tokio::time::sleep(limits.first_frame.min(limits.authentication)));
         let mut idle = None;
         let shortest = age.map_or(limits.idle, |age| age.age.min(limits.idle)).min(limits.headers);

@@ -12,7 +12,8 @@
 //!   each of them wait until it is too late for it. But a thousand that come at once are all newer than who came just before.
 //! - Who comes from where the fewest newcomers are, and of those the first that came. Whoever sends a thousand from one address
 //!   is in the way of those who come from there, and keeps nobody else waiting for more than a turn or two each time. Of
-//!   equal crowds the past tells: one from where somebody was let in comes before those from where nobody was. But a crowd behind one proxy may mean well, and those with many addresses may not.
+//!   equal crowds the past tells: one from where somebody was let in comes before those from where nobody was. But a crowd
+//!   behind one proxy may mean well, and those with many addresses may not.
 //!
 //! Who has said nothing yet asks for no turn ([`Stream::speaks`]).
 //!
