@@ -1,6 +1,6 @@
 //! Agents that GitLab knows: a real kas asks a GitLab of the testkit, which checks its signature.
 
-use std::time::Duration;
+use std::{net::Ipv4Addr, time::Duration};
 
 use anyhow::Result;
 use grpc::{Code, Status};
@@ -271,6 +271,44 @@ async fn strangers_with_made_up_tokens_do_not_keep_connected_agents_out() -> Res
     // One, if this machine stood still; strangers would hold up each.
     assert!(kas.metric("kas_identity_late_renewals_total").await? <= 1.0);
     echo(&kas.caller().await?, 1).await
+}
+
+#[tokio::test]
+async fn strangers_with_made_up_tokens_do_not_keep_new_agents_from_elsewhere_out() -> Result<()> {
+    const STRANGERS: Ipv4Addr = Ipv4Addr::new(127, 0, 0, 7);
+    let gitlab = gitlab().await?;
+    let mut over = remembering(Duration::from_secs(2));
+    merge(
+        &mut over,
+        json!({ "gitlab": { "api_rate_limit": { "refill_rate_per_second": 2.0, "bucket_size": 2 } } }),
+    );
+    let kas = kas_of(&gitlab, over).await?;
+    let (address, since) = (kas.agent, kas.process.log_len());
+    let mut strangers = tokio::task::JoinSet::new();
+    // More than the 40 that may wait for their turn.
+    for _ in 0..60 {
+        strangers.spawn(async move {
+            loop {
+                let made_up = format!("{:032x}", rand::random::<u128>());
+                if let Ok(stranger) = RawAgent::connect_from(STRANGERS, address, &made_up, Kind::Old).await {
+                    stranger.tunnel().await.unwrap_err();
+                }
+                tokio::time::sleep(Duration::from_millis(20)).await;
+            }
+        });
+    }
+    let turned_away = kas.process.logged_since(since, "that strangers are turned away", |line| {
+        line["message"].as_str()?.starts_with("agents are turned away").then(|| line.clone())
+    });
+    let line = turned_away.await?;
+    assert_eq!((&line["level"], &line["most_from"]), (&json!("WARN"), &json!("127.0.0.7")), "{line}");
+    // At the first try: one more than the queue holds is asked about next.
+    for id in [1, 2] {
+        let agent = RawAgent::connect(address, &token(id), Kind::Ours).await?;
+        let _serving = agent.serve(1).await?;
+        echo(&kas.caller().await?, id).await?;
+    }
+    Ok(())
 }
 
 #[tokio::test]

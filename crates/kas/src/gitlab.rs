@@ -10,7 +10,11 @@ mod pace;
 #[cfg(test)]
 mod tests;
 
-use std::{path::Path, sync::Arc, time::Duration};
+use std::{
+    path::Path,
+    sync::{Arc, Mutex, PoisonError},
+    time::Duration,
+};
 
 use arc_swap::ArcSwap;
 use async_trait::async_trait;
@@ -29,7 +33,10 @@ use runtime::version;
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use tokio::time::Instant;
 
-use self::{connect::Connector, pace::Pace};
+use self::{
+    connect::Connector,
+    pace::{Busy, Pace},
+};
 use crate::{
     config::{self, GitLabApi, secret::ApiSecret},
     identity::{
@@ -66,6 +73,8 @@ const LONGEST_PATH: usize = 8 * 1024;
 /// Idle connections are closed after this time, and there are at most so many: 14.1's numbers.
 const IDLE: Duration = Duration::from_secs(90);
 const IDLE_CONNECTIONS: usize = 100;
+/// How often it is said in the log that agents are turned away.
+const TOLD: Duration = Duration::from_secs(60);
 
 /// What stands as it is in the value of a query, as Go writes it.
 const QUERY: &AsciiSet = &NON_ALPHANUMERIC.remove(b'-').remove(b'_').remove(b'.').remove(b'~');
@@ -128,6 +137,8 @@ pub struct Client {
     proxy_authorization: Option<HeaderValue>,
     timeout: Duration,
     pace: Pace,
+    /// When it was last told that too many wait.
+    told: Mutex<Option<Instant>>,
     metrics: Arc<Metrics>,
 }
 
@@ -160,6 +171,7 @@ impl Client {
             proxy_authorization,
             timeout: config.timeout,
             pace: Pace::new(config.refill_rate_per_second, config.bucket_size),
+            told: Mutex::default(),
             metrics,
         })
     }
@@ -229,9 +241,7 @@ impl Client {
         if path.is_empty() || path.len() > LONGEST_PATH {
             return Err(Failure::Path.into());
         }
-        if !self.pace.wait(Urgency::New, self.timeout).await {
-            return Err(LookupError::Busy);
-        }
+        self.pace.wait(Urgency::SOMEBODY, self.timeout).await.map_err(|_| LookupError::Busy)?;
         let id = utf8_percent_encode(path, QUERY);
         let project_info = self.endpoint(&format!("{PROJECT_INFO}?id={id}"));
         let id = crate::metadata::correlation(&HeaderMap::new());
@@ -239,6 +249,23 @@ impl Client {
             .await
             .unwrap_or(Err(Failure::Timeout(self.timeout).into()))?;
         Ok(project(&body)?)
+    }
+
+    /// Says that tokens were not asked about, at most once in [`TOLD`].
+    fn tell(&self, Busy { waiting, most }: Busy) {
+        let now = Instant::now();
+        let mut told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
+        if told.is_some_and(|told| now < told + TOLD) {
+            return;
+        }
+        *told = Some(now);
+        drop(told);
+        tracing::warn!(
+            waiting,
+            most_from = most.map(|(from, _)| tracing::field::display(from)),
+            from_there = most.map(|(_, count)| count),
+            "agents are turned away for now, since more tokens come than gitlab.api_rate_limit lets kas ask GitLab about"
+        );
     }
 
     fn endpoint(&self, path: &str) -> Uri {
@@ -293,8 +320,9 @@ fn http(connector: Connector) -> Http {
 #[async_trait]
 impl AgentInfo for Client {
     async fn agent_info(&self, token: &[u8], urgency: Urgency) -> Result<Agent, LookupError> {
-        if !self.pace.wait(urgency, self.timeout).await {
+        if let Err(busy) = self.pace.wait(urgency, self.timeout).await {
             self.metrics.looked_up(LookupOutcome::Limited);
+            self.tell(busy);
             return Err(LookupError::Busy);
         }
         let id = crate::metadata::correlation(&HeaderMap::new());

@@ -14,6 +14,7 @@ use std::{
     any::Any,
     collections::{HashMap, hash_map::Entry},
     fmt, io,
+    net::IpAddr,
     os::unix::fs::MetadataExt as _,
     path::{Path, PathBuf},
     sync::Arc,
@@ -45,11 +46,12 @@ const LONGEST_NAME: usize = 63;
 /// Tells which agent a token belongs to.
 #[async_trait]
 pub trait Identity: Send + Sync + 'static {
-    /// Returns the agent that holds `token`, which is compared as it is: no trimming.
+    /// Returns the agent that holds `token`, which is compared as it is: no trimming. `from`: where it comes from, if that is
+    /// told; it decides nothing but who is asked about first.
     ///
     /// # Errors
     /// [`IdentityError`]; a check that cannot be made is [`IdentityError::Unavailable`].
-    async fn authenticate(&self, token: &[u8]) -> Result<Authenticated, IdentityError>;
+    async fn authenticate(&self, token: &[u8], from: Option<IpAddr>) -> Result<Authenticated, IdentityError>;
 
     /// Wakes when [`Identity::still_valid`] may answer differently. Subscribe first, then ask:
     /// nothing is missed.
@@ -322,7 +324,8 @@ impl FileIdentity {
             Arc::new(Shared { current: ArcSwap::from_pointee(identities), version: watch::Sender::new(0) });
         // The file may have changed between the look and the reading, so that the look only counts
         // as the first of two.
-        let watcher = Watcher { path: path.to_owned(), settled: None, pending: Some(before), digest };
+        let mode = before.ok().map(|stamp| stamp.mode);
+        let watcher = Watcher { path: path.to_owned(), settled: None, pending: Some(before), digest, mode };
         let watch = tokio::spawn(watcher.run(Arc::clone(&shared)));
         Ok(Self { shared, _watch: AbortOnDropHandle::new(watch) })
     }
@@ -341,7 +344,11 @@ impl fmt::Debug for FileIdentity {
 
 #[async_trait]
 impl Identity for FileIdentity {
-    async fn authenticate(&self, token: &[u8]) -> Result<Authenticated, IdentityError> {
+    async fn authenticate(
+        &self,
+        token: &[u8],
+        _from: Option<IpAddr>,
+    ) -> Result<Authenticated, IdentityError> {
         self.shared.current.load().lookup(token).ok_or(IdentityError::Unknown)
     }
 
@@ -385,14 +392,19 @@ async fn look(path: &Path) -> Result<Stamp, io::ErrorKind> {
     })
 }
 
-/// Says once for each version of the file when others could add agents to it.
-fn warn_if_writable(path: &Path, seen: Result<Stamp, io::ErrorKind>) {
-    if let Ok(stamp) = seen
-        && stamp.mode & 0o022 != 0
+/// Whether others than the owner could add agents to an identity file with this mode.
+pub(crate) fn others_may_write(mode: u32) -> bool {
+    mode & 0o022 != 0
+}
+
+/// Says it of a version of the file. The check of the configuration says it of the first, at the start.
+fn warn_if_writable(path: &Path, mode: Option<u32>) {
+    if let Some(mode) = mode
+        && others_may_write(mode)
     {
         tracing::warn!(
             path = %path.display(),
-            mode = %format_args!("{:04o}", stamp.mode & 0o7777),
+            mode = %format_args!("{:04o}", mode & 0o7777),
             "others may write the identity file and so add agents, use mode 0600 or 0644"
         );
     }
@@ -406,6 +418,8 @@ struct Watcher {
     pending: Option<Result<Stamp, io::ErrorKind>>,
     /// Of the last content that was judged, good or not.
     digest: TokenHash,
+    /// Of the file then.
+    mode: Option<u32>,
 }
 
 impl Watcher {
@@ -449,11 +463,13 @@ impl Watcher {
 
     async fn judge(&mut self, content: Vec<u8>, shared: &Shared) {
         let digest = TokenHash::of(&content);
-        if std::mem::replace(&mut self.digest, digest) == digest {
-            return;
+        let is_same = std::mem::replace(&mut self.digest, digest) == digest;
+        let mode = self.settled.and_then(Result::ok).map(|stamp| stamp.mode);
+        if std::mem::replace(&mut self.mode, mode) != mode || !is_same {
+            warn_if_writable(&self.path, mode);
         }
-        if let Some(seen) = self.settled {
-            warn_if_writable(&self.path, seen);
+        if is_same {
+            return;
         }
         match parse_aside(content).await {
             Ok(Ok(identities)) => {

@@ -222,7 +222,11 @@ mod tests {
 
     #[async_trait::async_trait]
     impl Identity for Anybody {
-        async fn authenticate(&self, _token: &[u8]) -> Result<Authenticated, IdentityError> {
+        async fn authenticate(
+            &self,
+            _token: &[u8],
+            _from: Option<std::net::IpAddr>,
+        ) -> Result<Authenticated, IdentityError> {
             Err(IdentityError::Unknown)
         }
 

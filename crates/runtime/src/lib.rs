@@ -8,6 +8,7 @@ pub mod files;
 pub mod http2;
 pub mod io;
 pub mod lifecycle;
+pub mod peers;
 pub mod proxy;
 pub mod telemetry;
 pub mod tls;

@@ -5,7 +5,7 @@
 
 use std::{
     io,
-    net::SocketAddr,
+    net::{Ipv4Addr, SocketAddr},
     pin::Pin,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     task::{Context, Poll},
@@ -21,7 +21,7 @@ use http::{HeaderMap, Request, StatusCode};
 use prost::Message;
 use tokio::{
     io::{AsyncRead, AsyncWrite, ReadBuf},
-    net::TcpStream,
+    net::{TcpSocket, TcpStream},
     sync::watch,
 };
 
@@ -163,6 +163,23 @@ impl Link {
         let stream = Recorded::connect(address, record.clone())
             .await
             .with_context(|| format!("connecting {address}"))?;
+        Self::over(stream, record, address, window).await
+    }
+
+    /// Connects from this address, which is one of this host.
+    ///
+    /// # Errors
+    /// As [`connect`](Self::connect).
+    pub async fn connect_from(from: Ipv4Addr, address: SocketAddr) -> Result<Self> {
+        let record = Record::default();
+        let socket = TcpSocket::new_v4()?;
+        socket.bind((from, 0).into())?;
+        let stream = socket.connect(address).await.with_context(|| format!("connecting {address}"))?;
+        stream.set_nodelay(true)?;
+        Self::over(Recorded { stream, record: record.clone() }, record, address, 256 * 1024).await
+    }
+
+    async fn over(stream: Recorded, record: Record, address: SocketAddr, window: u32) -> Result<Self> {
         let local = stream.stream.local_addr()?;
         let (sender, connection) = h2::client::Builder::new()
             .initial_window_size(window)

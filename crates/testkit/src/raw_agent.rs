@@ -1,6 +1,9 @@
 //! An agent whose every envelope a test sends by hand, as any of the three kinds that kas knows.
 
-use std::{net::SocketAddr, sync::Arc};
+use std::{
+    net::{Ipv4Addr, SocketAddr},
+    sync::Arc,
+};
 
 use anyhow::{Context as _, Result};
 use bytes::Bytes;
@@ -74,9 +77,20 @@ impl RawAgent {
     /// # Errors
     /// When kas cannot be reached.
     pub async fn connect(address: SocketAddr, token: &str, kind: Kind) -> Result<Self> {
-        let link = Link::connect(address).await?;
+        Ok(Self::over(Link::connect(address).await?, token, kind))
+    }
+
+    /// Connects to an agent listener from this address, which is one of this host.
+    ///
+    /// # Errors
+    /// If there is no HTTP/2 connection.
+    pub async fn connect_from(from: Ipv4Addr, address: SocketAddr, token: &str, kind: Kind) -> Result<Self> {
+        Ok(Self::over(Link::connect_from(from, address).await?, token, kind))
+    }
+
+    fn over(link: Link, token: &str, kind: Kind) -> Self {
         let instance = format!("{:032x}", rand::random::<u128>());
-        Ok(Self { link, token: token.into(), kind, instance, requests: Requests::default() })
+        Self { link, token: token.into(), kind, instance, requests: Requests::default() }
     }
 
     /// Returns its connection.

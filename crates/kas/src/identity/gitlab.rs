@@ -13,6 +13,7 @@
 use std::{
     collections::{BTreeSet, HashMap},
     fmt,
+    net::IpAddr,
     panic::AssertUnwindSafe,
     sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
     time::Duration,
@@ -22,6 +23,7 @@ use arc_swap::ArcSwapOption;
 use async_trait::async_trait;
 use futures_util::FutureExt as _;
 use ids::{AgentId, TokenHash};
+use runtime::peers::{Recent, network};
 use secrecy::{ExposeSecret as _, SecretSlice};
 use tokio::{
     sync::{Notify, OwnedSemaphorePermit, Semaphore, watch},
@@ -70,9 +72,35 @@ pub trait AgentInfo: Send + Sync + 'static {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Urgency {
     /// An agent that is to be let in.
-    New,
+    New {
+        /// From which network, if that is told.
+        from: Option<IpAddr>,
+        /// What is known of it.
+        standing: Standing,
+    },
     /// One that is connected.
     Renewal,
+}
+
+impl Urgency {
+    /// Of whom nothing is known.
+    pub const SOMEBODY: Self = Self::New { from: None, standing: Standing::Stranger };
+}
+
+/// What is known of who is to be let in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Standing {
+    /// This token was an agent's before.
+    Returning,
+    /// Others were let in from the same network.
+    Befriended,
+    /// Nothing.
+    Stranger,
+}
+
+impl Standing {
+    /// Each of them, in their order.
+    pub const ALL: [Self; 3] = [Self::Returning, Self::Befriended, Self::Stranger];
 }
 
 /// Why a lookup found no agent.
@@ -142,12 +170,12 @@ impl fmt::Debug for GitLabIdentity {
 
 #[async_trait]
 impl Identity for GitLabIdentity {
-    async fn authenticate(&self, token: &[u8]) -> Result<Authenticated, IdentityError> {
+    async fn authenticate(&self, token: &[u8], from: Option<IpAddr>) -> Result<Authenticated, IdentityError> {
         // Nobody has it, and in `Authorization` it would be no credential at all.
         if token.is_empty() {
             return Err(IdentityError::Unknown);
         }
-        let mut flight = match self.shared.answer(token) {
+        let mut flight = match self.shared.answer(token, from.map(network)) {
             Answer::Known(result) => return result,
             Answer::Awaited(flight) => flight,
         };
@@ -227,6 +255,10 @@ struct State {
     lookups: usize,
     /// Of agents that GitLab has told of, as many as tokens at most.
     projects: HashMap<AgentId, i64>,
+    /// Tokens that were agents'.
+    agents: Recent<TokenHash>,
+    /// Where these came from.
+    friends: Recent<IpAddr>,
     late_told: Option<Instant>,
 }
 
@@ -239,6 +271,18 @@ impl State {
         if let Some(at) = at {
             self.due.insert((at, hash));
         }
+    }
+
+    /// Returns what is known of who brings a token that is nobody's who is connected.
+    fn urgency(&self, hash: TokenHash, from: Option<IpAddr>) -> Urgency {
+        let standing = if self.agents.has(&hash) {
+            Standing::Returning
+        } else if from.is_some_and(|from| self.friends.has(&from)) {
+            Standing::Befriended
+        } else {
+            Standing::Stranger
+        };
+        Urgency::New { from, standing }
     }
 
     fn remove(&mut self, hash: TokenHash) {
@@ -286,7 +330,7 @@ impl Shared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn answer(self: &Arc<Self>, token: &[u8]) -> Answer {
+    fn answer(self: &Arc<Self>, token: &[u8], from: Option<IpAddr>) -> Answer {
         let hash = TokenHash::of(token);
         let now = Instant::now();
         let mut state = self.state();
@@ -319,7 +363,7 @@ impl Shared {
             return Answer::Known(Err(IdentityError::Unavailable));
         }
         let open = state.tokens.get(&hash).and_then(Entry::open_session);
-        let urgency = if open.is_some() { Urgency::Renewal } else { Urgency::New };
+        let urgency = if open.is_some() { Urgency::Renewal } else { state.urgency(hash, from) };
         let session = open.unwrap_or_else(|| Session::new(hash, token, None));
         Answer::Awaited(self.look_up(&mut state, session, urgency, None))
     }
@@ -344,7 +388,7 @@ impl Shared {
             let lookup = shared.source.agent_info(session.token.expose_secret(), urgency);
             // Whatever happens, the entry must not be left waiting.
             let result = AssertUnwindSafe(lookup).catch_unwind().await.unwrap_or(Err(LookupError::Busy));
-            let landed = shared.land(session, result);
+            let landed = shared.land(session, result, urgency);
             sender.send_replace(Some(landed));
             drop(permit);
         });
@@ -356,6 +400,7 @@ impl Shared {
         &self,
         session: Arc<Session>,
         result: Result<Agent, LookupError>,
+        urgency: Urgency,
     ) -> Result<Authenticated, IdentityError> {
         let Times { ttl, error_ttl, .. } = self.times;
         let hash = session.hash;
@@ -414,6 +459,10 @@ impl Shared {
                 state.projects.clear();
             }
             state.projects.insert(agent.id, agent.project_id);
+            state.agents.add(hash);
+            if let Urgency::New { from: Some(from), .. } = urgency {
+                state.friends.add(from);
+            }
         }
         drop(state);
         self.due_earlier.notify_one();

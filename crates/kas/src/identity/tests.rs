@@ -139,7 +139,7 @@ async fn a_missing_default_file_is_made_private_and_explains_itself() {
     fs::write(&path, text + &entry(1, "demo", &["t"])).unwrap();
     let mut changes = identity.changes();
     changed(&mut changes).await;
-    assert_eq!(identity.authenticate(b"t").await.unwrap().agent.id, agent(1));
+    assert_eq!(identity.authenticate(b"t", None).await.unwrap().agent.id, agent(1));
 }
 
 #[tokio::test(start_paused = true)]
@@ -156,25 +156,25 @@ async fn a_missing_or_broken_file_that_somebody_chose_is_refused() {
 #[tokio::test(start_paused = true)]
 async fn authentication_follows_the_file() {
     let mut f = open(&list(&[entry(1, "one", &["a"])])).await;
-    let held = f.identity.authenticate(b"a").await.unwrap();
+    let held = f.identity.authenticate(b"a", None).await.unwrap();
     assert!(f.identity.still_valid(&held).await);
-    assert_eq!(f.identity.authenticate(b"b").await, Err(IdentityError::Unknown));
+    assert_eq!(f.identity.authenticate(b"b", None).await, Err(IdentityError::Unknown));
 
     fs::write(&f.path, list(&[entry(1, "one", &["a", "b"])])).unwrap();
     changed(&mut f.changes).await;
-    assert!(f.identity.authenticate(b"b").await.is_ok());
+    assert!(f.identity.authenticate(b"b", None).await.is_ok());
     assert!(f.identity.still_valid(&held).await, "an exchange of tokens cut a stream");
 
     fs::write(&f.path, list(&[entry(1, "one", &["b"])])).unwrap();
     changed(&mut f.changes).await;
-    assert_eq!(f.identity.authenticate(b"a").await, Err(IdentityError::Unknown));
+    assert_eq!(f.identity.authenticate(b"a", None).await, Err(IdentityError::Unknown));
     assert!(!f.identity.still_valid(&held).await);
 }
 
 #[tokio::test(start_paused = true)]
 async fn a_stream_is_not_valid_once_its_agent_has_another_project() {
     let mut f = open(&list(&[entry(1, "one", &["a"])])).await;
-    let held = f.identity.authenticate(b"a").await.unwrap();
+    let held = f.identity.authenticate(b"a", None).await.unwrap();
     fs::write(&f.path, list(&[entry(1, "one", &["a"])]).replace("project_id: 10", "project_id: 100"))
         .unwrap();
     changed(&mut f.changes).await;
@@ -190,7 +190,7 @@ async fn an_atomic_replacement_of_the_same_size_is_noticed() {
         fs::write(&new, list(&[entry(1, "one", &[token])])).unwrap();
         fs::rename(&new, &f.path).unwrap();
         changed(&mut f.changes).await;
-        assert!(f.identity.authenticate(token.as_bytes()).await.is_ok());
+        assert!(f.identity.authenticate(token.as_bytes(), None).await.is_ok());
     }
 }
 
@@ -206,11 +206,11 @@ async fn switched_links_of_a_kubernetes_secret_are_noticed() {
     symlink("..data/agents.yaml", at("agents.yaml")).unwrap();
     let identity = FileIdentity::open(&at("agents.yaml"), IfAbsent::Refuse).await.unwrap();
     let mut changes = identity.changes();
-    assert!(identity.authenticate(b"a").await.is_ok());
+    assert!(identity.authenticate(b"a", None).await.is_ok());
     symlink("..2", at("..data_tmp")).unwrap();
     fs::rename(at("..data_tmp"), at("..data")).unwrap();
     changed(&mut changes).await;
-    assert!(identity.authenticate(b"b").await.is_ok());
+    assert!(identity.authenticate(b"b", None).await.is_ok());
 }
 
 #[tokio::test(start_paused = true)]
@@ -219,14 +219,14 @@ async fn a_broken_truncated_or_deleted_file_keeps_the_last_good_one() {
     for broken in ["agents: [", "", "agents:\n  - id: 1\n"] {
         fs::write(&f.path, broken).unwrap();
         unchanged(&mut f.changes).await;
-        assert!(f.identity.authenticate(b"a").await.is_ok());
+        assert!(f.identity.authenticate(b"a", None).await.is_ok());
     }
     fs::remove_file(&f.path).unwrap();
     unchanged(&mut f.changes).await;
-    assert!(f.identity.authenticate(b"a").await.is_ok());
+    assert!(f.identity.authenticate(b"a", None).await.is_ok());
     fs::write(&f.path, list(&[entry(2, "two", &["b"])])).unwrap();
     changed(&mut f.changes).await;
-    assert!(f.identity.authenticate(b"a").await.is_err());
+    assert!(f.identity.authenticate(b"a", None).await.is_err());
 }
 
 #[tokio::test(start_paused = true)]

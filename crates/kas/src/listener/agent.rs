@@ -367,7 +367,8 @@ impl Transport {
             metrics.refused(ListenerName::Agent, Reason::RateLimit);
             return Err(Status::new(Code::Unauthenticated, "unauthenticated"));
         }
-        identity.authenticate(token).await.map_err(|error| match error {
+        let from = self.peer.map(|peer| peer.ip());
+        identity.authenticate(token, from).await.map_err(|error| match error {
             IdentityError::Unknown => {
                 failures.charge(hash);
                 Status::new(Code::Unauthenticated, "unauthenticated")

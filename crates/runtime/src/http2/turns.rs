@@ -27,10 +27,10 @@
 
 use std::{
     cmp::Reverse,
-    collections::{BTreeMap, BTreeSet, HashMap, HashSet},
+    collections::{BTreeMap, BTreeSet, HashMap},
     future::{Future as _, poll_fn},
     mem,
-    net::{IpAddr, Ipv6Addr},
+    net::IpAddr,
     pin::pin,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     task::{Context, Poll, Wake, Waker},
@@ -39,15 +39,14 @@ use std::{
 
 use tokio::time::Instant;
 
+use crate::peers::{Recent, network};
+
 /// Who has had this many turns and has not shown who it is comes after those that have had fewer; and so on. Above what
 /// an agent needs for TLS, WebSocket and its first request.
 const OF_A_NEWCOMER: u32 = 16;
 
 /// A crowd of fewer than this is none: one who means well has several connections.
 const CROWD: u32 = 8;
-
-/// Addresses that are remembered: the latest of them, at least so many, and at most twice as many. 40 bytes each at most.
-const REMEMBERED: usize = 32 * 1024;
 
 /// After a turn others have a round, and one more for each of these that it took, and for each [`OF_A_NEWCOMER`] turns that the
 /// same one had before; until all of them together are over, and at most [`MOST_ROUNDS`] more.
@@ -77,28 +76,8 @@ struct State {
     granted: Vec<u64>,
     /// How many from where have joined and are not known. No more than may be half-open at a time.
     crowds: HashMap<Option<IpAddr>, u32>,
-    friends: Remembered,
-}
-
-/// Where those have come from who have shown who they are.
-#[derive(Debug, Default)]
-struct Remembered {
-    recent: HashSet<IpAddr>,
-    /// What was recent before it was too much.
-    before: HashSet<IpAddr>,
-}
-
-impl Remembered {
-    fn add(&mut self, address: IpAddr) {
-        if self.recent.len() >= REMEMBERED && !self.recent.contains(&address) {
-            self.before = mem::take(&mut self.recent);
-        }
-        self.recent.insert(address);
-    }
-
-    fn has(&self, address: IpAddr) -> bool {
-        self.recent.contains(&address) || self.before.contains(&address)
-    }
+    /// Where those have come from who have shown who they are.
+    friends: Recent<IpAddr>,
 }
 
 /// Turns had before, then who is newer.
@@ -122,7 +101,7 @@ impl Turns {
 
     /// Joins, with no turn had. `from`: where it comes from, if that is told.
     pub(super) fn join(self: &Arc<Self>, from: Option<IpAddr>) -> Ticket {
-        let crowd = from.map(whose);
+        let crowd = from.map(network);
         let number = {
             let mut state = self.state();
             *state.crowds.entry(crowd).or_default() += 1;
@@ -166,7 +145,7 @@ impl State {
     /// whether nobody was let in from there before.
     fn rank(&self, crowd: Option<IpAddr>) -> Rank {
         let size = self.crowds.get(&crowd).and_then(|size| (size / CROWD).checked_ilog2());
-        (size.map_or(0, |size| size + 1), crowd.is_some_and(|address| !self.friends.has(address)))
+        (size.map_or(0, |size| size + 1), crowd.is_some_and(|address| !self.friends.has(&address)))
     }
 
     /// Takes out who waits at `place`.
@@ -174,17 +153,6 @@ impl State {
         let (rarest, waker) = self.fewest.remove(&place)?;
         self.rarest.remove(&rarest);
         Some(waker)
-    }
-}
-
-/// Returns the address that one customer of a provider has: of IPv6 that is a whole network.
-fn whose(address: IpAddr) -> IpAddr {
-    match address.to_canonical() {
-        IpAddr::V6(v6) => {
-            let [a, b, c, d, ..] = v6.segments();
-            IpAddr::V6(Ipv6Addr::new(a, b, c, d, 0, 0, 0, 0))
-        }
-        v4 => v4,
     }
 }
 
@@ -473,20 +441,6 @@ mod tests {
         crowd.push(Peer::from(&turns, "192.0.2.1"));
         crowd.push(Peer::from(&turns, "192.0.2.9"));
         assert_eq!(order(&mut holder, &mut crowd)[..3], [8, 9, 0]);
-    }
-
-    #[test]
-    fn the_latest_addresses_are_remembered_and_no_more_than_twice_as_many() {
-        let mut remembered = Remembered::default();
-        let address = |n: usize| IpAddr::from(Ipv6Addr::from_bits(n as u128));
-        for n in 0..5 * REMEMBERED {
-            remembered.add(address(n));
-            // Over and over again, it takes no more room.
-            remembered.add(address(n));
-            assert!(remembered.recent.len() + remembered.before.len() <= 2 * REMEMBERED);
-            assert!(remembered.has(address(n)) && remembered.has(address(n.saturating_sub(REMEMBERED - 1))));
-        }
-        assert!(!remembered.has(address(0)));
     }
 
     #[test]

@@ -86,7 +86,7 @@ impl Setup {
     }
 
     async fn authenticate(&self) -> Result<Authenticated, IdentityError> {
-        self.identity.authenticate(b"token").await
+        self.identity.authenticate(b"token", None).await
     }
 
     fn tokens(&self) -> usize {
@@ -194,7 +194,7 @@ async fn a_thousand_callers_ask_once() {
 #[tokio::test(start_paused = true)]
 async fn different_tokens_do_not_wait_for_each_other() {
     let s = Setup::silent(TIMES, &[found]);
-    let (one, two) = (s.identity.authenticate(b"one"), s.identity.authenticate(b"two"));
+    let (one, two) = (s.identity.authenticate(b"one", None), s.identity.authenticate(b"two", None));
     let answer = async {
         s.gitlab.asked_now.subscribe().wait_for(|n| *n == 2).await.unwrap();
         s.answer();
@@ -235,6 +235,31 @@ async fn a_lookup_that_panics_fails_alone() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn what_is_known_of_a_newcomer_tells_when_it_is_asked_about() {
+    let s = Setup::new(TIMES, &[found, unknown, found]);
+    let [here, elsewhere] = ["2001:db8::1", "192.0.2.1"].map(|address| Some(address.parse().unwrap()));
+    let standing = |token: &[u8], from: Option<IpAddr>| match s
+        .identity
+        .shared
+        .state()
+        .urgency(TokenHash::of(token), from.map(network))
+    {
+        Urgency::New { standing, .. } => standing,
+        Urgency::Renewal => panic!("nobody is connected"),
+    };
+    assert_eq!(standing(b"agent", here), Standing::Stranger);
+    s.identity.authenticate(b"agent", here).await.unwrap();
+    s.identity.authenticate(b"nobody", elsewhere).await.unwrap_err();
+    // Also when what GitLab said counts no longer.
+    pass(2 * TTL).await;
+    assert_eq!(s.tokens(), 0);
+    assert_eq!(standing(b"agent", elsewhere), Standing::Returning);
+    let neighbour = Some("2001:db8::2".parse().unwrap());
+    assert_eq!([here, neighbour].map(|from| standing(b"other", from)), [Standing::Befriended; 2]);
+    assert_eq!([elsewhere, None].map(|from| standing(b"nobody", from)), [Standing::Stranger; 2]);
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_connected_agent_is_asked_for_again_before_its_time_is_over() {
     let s = Setup::new(TIMES, &[found]);
     let held = s.authenticate().await.unwrap();
@@ -262,7 +287,7 @@ async fn a_revoked_or_changed_agent_is_noticed_within_its_time() {
     for say in [unknown as Say, forbidden, || Ok(Agent { project_id: 8, ..agent(1) })] {
         let s = Setup::new(TIMES, &[found]);
         let (held, other) =
-            (s.authenticate().await.unwrap(), s.identity.authenticate(b"other").await.unwrap());
+            (s.authenticate().await.unwrap(), s.identity.authenticate(b"other", None).await.unwrap());
         s.says(say);
         let mut changes = s.identity.changes();
         let begun = Instant::now();
@@ -317,7 +342,7 @@ async fn while_nobody_can_be_asked_answers_count_for_their_time_and_streams_stay
 #[tokio::test(start_paused = true)]
 async fn an_empty_token_is_nobodys_and_not_asked_about() {
     let s = Setup::new(TIMES, &[found]);
-    assert_eq!(s.identity.authenticate(b"").await, Err(IdentityError::Unknown));
+    assert_eq!(s.identity.authenticate(b"", None).await, Err(IdentityError::Unknown));
     assert_eq!(s.asked(), 0);
 }
 
@@ -326,7 +351,7 @@ async fn tokens_are_forgotten_and_never_too_many() {
     let s = Setup::new(TIMES, &[found, unknown]);
     let held = s.authenticate().await.unwrap();
     for n in 0..500 {
-        let _ = s.identity.authenticate(format!("{n}").as_bytes()).await;
+        let _ = s.identity.authenticate(format!("{n}").as_bytes(), None).await;
     }
     assert_eq!(s.tokens(), 501);
     {
@@ -340,7 +365,7 @@ async fn tokens_are_forgotten_and_never_too_many() {
     }
     assert!(s.identity.still_valid(&held).await);
     for n in 0..500 {
-        let _ = s.identity.authenticate(format!("{n}").as_bytes()).await;
+        let _ = s.identity.authenticate(format!("{n}").as_bytes(), None).await;
     }
     pass(2 * ERROR_TTL).await;
     assert_eq!(s.tokens(), 1);
@@ -353,7 +378,7 @@ async fn renewals_of_many_agents_come_a_few_at_a_time() {
     let s = Setup::new(TIMES, &[found]);
     let mut held = Vec::new();
     for n in 0..500 {
-        held.push(s.identity.authenticate(format!("{n}").as_bytes()).await.unwrap());
+        held.push(s.identity.authenticate(format!("{n}").as_bytes(), None).await.unwrap());
     }
     s.gitlab.permits.forget_permits(Semaphore::MAX_PERMITS);
     pass(TTL).await;
