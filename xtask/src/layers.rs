@@ -54,7 +54,10 @@ const ALLOWED: [(&str, &[&str]); 21] = [
     // Makes the manual's pages of the programs' command lines; a package of its own, so that no program has it inside.
     ("man", &["kas", "agentk", "kasctl"]),
     // For fuzzing: every parser of peers' bytes, of whichever crate.
-    ("fuzz-targets", &["proto", "websocket", "grpc", "tunnel", "gossip", "table", "kas", "agentk"]),
+    (
+        "fuzz-targets",
+        &["proto", "websocket", "grpc", "tunnel", "redis-tracker", "gossip", "table", "kas", "agentk"],
+    ),
     // Free ports: for tests, and for the quickstart, which is built before all else.
     ("ports", &[]),
     // For tests. Without the programs, so that all of them can use it.

@@ -24,7 +24,7 @@ pub use self::{
 pub type Target = (&'static str, fn(&[u8]));
 
 /// Every target.
-pub const ALL: [Target; 14] = [
+pub const ALL: [Target; 15] = [
     ("answer_metadata", answer_metadata),
     ("caller_metadata", caller_metadata),
     ("files", files),
@@ -34,6 +34,7 @@ pub const ALL: [Target; 14] = [
     ("http_envelopes", http_envelopes),
     ("jwt", jwt),
     ("private_messages", private_messages),
+    ("redis_values", redis_values),
     ("request_bodies", request_bodies),
     ("tunnel_frames", tunnel_frames),
     ("tunnel_states", tunnel_states),
@@ -93,4 +94,10 @@ pub fn jwt(bytes: &[u8]) {
 pub fn private_messages(bytes: &[u8]) {
     table::codec::fuzz(bytes);
     kas::replication::fuzz(bytes);
+}
+
+/// What other replicas wrote to Redis and published there, those of GitLab too: no panic, and what was read stays the same
+/// when it is written and read again.
+pub fn redis_values(bytes: &[u8]) {
+    redis_tracker::fuzz(bytes);
 }

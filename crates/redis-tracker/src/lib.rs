@@ -17,3 +17,4 @@ mod writer;
 
 pub use connect::{Address, Connect, Error, Target, Tls};
 pub use tracker::{Counted, Counts, Health, Options, RedisTracker, State};
+pub use value::fuzz;

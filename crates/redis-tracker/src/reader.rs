@@ -294,7 +294,7 @@ impl RedisTracker {
         let id = ReplicaId::new(&event.replica);
         let mut inner = self.inner();
         let missed = match inner.heard.get(&id) {
-            Some(&(run, number)) => run == event.run && event.number != number + 1,
+            Some(&(run, number)) => run == event.run && event.number != number.wrapping_add(1),
             None => false,
         };
         if inner.heard.len() < MOST_REPLICAS || inner.heard.contains_key(&id) {
