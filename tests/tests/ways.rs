@@ -285,6 +285,12 @@ async fn unusable_settings_end_the_start_without_their_secrets() -> Result<()> {
             1,
             "carries the agent's token on grpcs://kas.test",
         ),
+        (
+            vec!["--otlp-endpoint", "http://user:sesame@collector"],
+            None,
+            2,
+            "'--otlp-endpoint <URL>' (not shown",
+        ),
         (vec!["--kas-tls-server-name", "kas.test:443"], None, 1, "not a name that TLS can verify"),
         (
             vec![],
@@ -401,6 +407,16 @@ async fn doctor_names_each_thing_that_is_wrong() -> Result<()> {
             3,
             "grpc",
             &["speaks HTTP/1.1", "port of kas for agents"],
+        ),
+        // A good token proves nothing there: nobody looks it up.
+        (
+            format!("grpc://{}", plain_kas.api),
+            good_token,
+            &[],
+            "",
+            3,
+            "grpc",
+            &["not for agents", "--kas-address", "8150"],
         ),
         (format!("ws://{http}"), good_token, &[], "", 3, "web_socket", &["HTTP 404", "check the path"]),
         (

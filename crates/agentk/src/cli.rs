@@ -3,16 +3,16 @@
 // They are for terminals first: addresses stand as one types them.
 #![allow(rustdoc::bare_urls, rustdoc::broken_intra_doc_links)]
 
-use std::{path::PathBuf, time::Duration};
+use std::{ffi::OsStr, path::PathBuf, time::Duration};
 
 use anyhow::Context as _;
-use clap::{Parser, Subcommand};
+use clap::{Parser, Subcommand, builder::TypedValueParser, error::ErrorKind};
 use runtime::version;
 
 use crate::{
     app::KasAccess,
     cluster::ClusterAccess,
-    dial::{KasAddresses, KasHeader},
+    dial::{AddressError, KasAddresses, KasHeader},
     doctor, replica,
 };
 
@@ -93,7 +93,7 @@ pub struct AgentArguments {
     pub max_tunnels: u16,
     /// Where spans of requests go by OTLP, such as http://collector:4318. Without it: OTEL_EXPORTER_OTLP_ENDPOINT, else
     /// none are made; the trace context of a request goes on to the API server either way.
-    #[arg(long, value_name = "URL", value_parser = endpoint)]
+    #[arg(long, value_name = "URL", value_parser = Unshown(endpoint))]
     pub otlp_endpoint: Option<http::Uri>,
     /// How it is spoken to: http/protobuf or grpc. Without it: OTEL_EXPORTER_OTLP_PROTOCOL, else http/protobuf.
     #[arg(long, value_name = "PROTOCOL", value_parser = ["http/protobuf", "grpc"])]
@@ -126,7 +126,8 @@ pub struct KasArguments {
     /// several addresses of one host and port, with commas between them, are tried in their order. Addresses of different
     /// hosts or ports are where different replicas of kas are: they are dialled in turn, another one at once when one
     /// fails.
-    #[arg(long, value_name = "URL", env = "AGENTK_KAS_ADDRESS", required = true)]
+    #[arg(long, value_name = "URL", env = "AGENTK_KAS_ADDRESS", required = true,
+        value_parser = Unshown(kas_addresses))]
     kas_address: Option<KasAddresses>,
     /// File with the agent token. It is read again when it changes.
     #[arg(long, value_name = "FILE", env = "AGENTK_TOKEN_FILE", required = true)]
@@ -216,6 +217,59 @@ pub enum Command {
     },
 }
 
+/// Reads a text by a function. What has an `@` may hold a password, and clap repeats what it refuses: here it does not.
+#[derive(Clone)]
+struct Unshown<T>(fn(&str) -> Result<T, String>);
+
+impl<T: Clone + Send + Sync + 'static> TypedValueParser for Unshown<T> {
+    type Value = T;
+
+    fn parse_ref(
+        &self,
+        command: &clap::Command,
+        arg: Option<&clap::Arg>,
+        value: &OsStr,
+    ) -> Result<T, clap::Error> {
+        match value.to_str() {
+            Some(text) if text.contains('@') => (self.0)(text).map_err(|error| {
+                let flag = arg.map(ToString::to_string).unwrap_or_default();
+                let message = format!("invalid value for '{flag}' (not shown, it has an `@`): {error}");
+                command.clone().error(ErrorKind::ValueValidation, message)
+            }),
+            _ => self.0.parse_ref(command, arg, value),
+        }
+    }
+}
+
+fn kas_addresses(text: &str) -> Result<KasAddresses, String> {
+    text.parse().map_err(|error: AddressError| error.to_string())
+}
+
 fn endpoint(text: &str) -> Result<http::Uri, String> {
     traces::parse_endpoint(text).ok_or_else(|| format!("expected {}", traces::ENDPOINT))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_may_hold_a_password_is_not_shown() {
+        let refused = |flag: &str, value: &str| {
+            let arguments = ["agentk", "--token-file", "token", flag, value];
+            let error = Arguments::try_parse_from(arguments).err().unwrap();
+            assert_eq!((error.kind(), error.exit_code()), (ErrorKind::ValueValidation, 2));
+            error.to_string()
+        };
+        for (flag, value) in [
+            ("--kas-address", "grpc://user:s3cr3t@host"),
+            ("--kas-address", "grpc://user:s3,cr3t@host:1"),
+            ("--otlp-endpoint", "http://user:s3cr3t@host"),
+        ] {
+            let said = refused(flag, value);
+            assert!(said.contains(&format!("'{flag} <URL>' (not shown")), "{said}");
+            assert!(!said.contains("s3") && !said.contains("cr3t"), "{said}");
+        }
+        assert!(refused("--kas-address", "grpc://kas").contains("invalid value 'grpc://kas' for"));
+    }
 }

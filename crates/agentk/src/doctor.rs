@@ -525,6 +525,14 @@ impl Examiner<'_> {
 
     fn status(&mut self, since: Instant, status: &Status, headers: &HeaderMap, by: &str) -> Stop {
         match status.code() {
+            // The token may be a good one: nobody has looked it up.
+            _ if session::is_wrong_port(status) => {
+                let message = format!("this is a port of kas for callers or replicas, not for agents: {status}{by}");
+                self.fail(Check::Grpc, since, message, &[
+                    "--kas-address must name the port of agent.listen of kas: 8150 unless configured (api.listen has 8153, \
+                     private_api.listen 8155)",
+                ])
+            }
             Code::Unauthenticated => {
                 self.refused = true;
                 self.fail(Check::Grpc, since, format!("kas does not know the token: {status}"), &[

@@ -606,6 +606,12 @@ pub(crate) fn is_vague(status: &Status, headers: &HeaderMap) -> bool {
     of_proxies && !headers.contains_key(grpc::CORRELATION_ID)
 }
 
+/// Whether a status comes from a port of kas that is not for agents: callers and replicas show a JWT there, which the token
+/// of an agent is not. kas of GitLab says the same.
+pub(crate) fn is_wrong_port(status: &Status) -> bool {
+    status.code() == Code::Unauthenticated && status.message() == "JWT validation failed"
+}
+
 /// Says what an answer is that is not gRPC.
 pub(crate) fn foreign<B>(response: &Response<B>) -> Option<String> {
     if Status::from_headers(response.headers()).is_some() {
@@ -690,5 +696,17 @@ async fn configuration(
                 return ConfigurationEnd::Broken;
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ports_for_callers_and_replicas_are_told_from_a_refused_token() {
+        assert!(is_wrong_port(&Status::new(Code::Unauthenticated, "JWT validation failed")));
+        assert!(!is_wrong_port(&Status::new(Code::Unauthenticated, "unauthenticated")));
+        assert!(!is_wrong_port(&Status::new(Code::PermissionDenied, "JWT validation failed")));
     }
 }

@@ -256,7 +256,15 @@ impl Supervisor {
                     self.plan.exchanged(now);
                     return;
                 }
-                if alone {
+                if session::is_wrong_port(&status) {
+                    tracing::error!(
+                        error = %status,
+                        retry_in = ?retry_in,
+                        address = address.map(|address| address.to_string()),
+                        "this is a port of kas for callers or replicas, not for agents: --kas-address must name the port of \
+                         agent.listen of kas, 8150 unless configured"
+                    );
+                } else if alone {
                     tracing::error!(
                         error = %status,
                         retry_in = ?retry_in,

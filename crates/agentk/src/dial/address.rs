@@ -26,6 +26,12 @@ pub enum AddressError {
     /// No host, or no port.
     #[error("expected grpc://host:port, grpcs://host:port, ws://host, wss://host or https://host, got {0:?}")]
     Shape(String),
+    /// It may hold a password, and is not shown.
+    #[error(
+        "expected grpc://host:port, grpcs://host:port, ws://host, wss://host or https://host, without a user, got something \
+         with an `@` (not shown); use --kas-header for what a proxy asks for"
+    )]
+    User,
     /// Too many of them.
     #[error("expected at most {MAX_ADDRESSES} addresses, got {0}")]
     Many(usize),
@@ -65,10 +71,23 @@ impl KasAddress {
     }
 }
 
+impl AddressError {
+    /// Takes away what must not be shown of `text`, in which it was found.
+    fn without_user(self, text: &str) -> Self {
+        if text.contains('@') { Self::User } else { self }
+    }
+}
+
 impl std::str::FromStr for KasAddress {
     type Err = AddressError;
 
     fn from_str(text: &str) -> Result<Self, AddressError> {
+        Self::read(text).map_err(|error| error.without_user(text))
+    }
+}
+
+impl KasAddress {
+    fn read(text: &str) -> Result<Self, AddressError> {
         let shape = || AddressError::Shape(text.to_owned());
         let (scheme, rest) = text.split_once("://").ok_or_else(shape)?;
         let (tls, websocket) = match scheme {
@@ -147,6 +166,13 @@ impl std::str::FromStr for KasAddresses {
     type Err = AddressError;
 
     fn from_str(text: &str) -> Result<Self, AddressError> {
+        // The whole text, since a password may hold a comma.
+        Self::read(text).map_err(|error| error.without_user(text))
+    }
+}
+
+impl KasAddresses {
+    fn read(text: &str) -> Result<Self, AddressError> {
         let mut addresses: Vec<KasAddress> = Vec::new();
         for one in text.split(',').map(str::trim) {
             let both = match one.strip_prefix("https://") {
@@ -207,7 +233,7 @@ mod tests {
             ("grpc://kas", "expected grpc://host:port"),
             ("grpc://", "expected grpc://host:port"),
             ("grpc://user@kas:1", "expected grpc://host:port"),
-            ("wss://user@kas", "expected grpc://host:port"),
+            ("wss://user@kas", "without a user"),
             ("wss:///path", "expected grpc://host:port"),
             ("https://", "got \"https://\""),
             ("grpcs://kas,", "got \"\""),
@@ -215,6 +241,24 @@ mod tests {
             assert!(text.parse::<KasAddresses>().unwrap_err().to_string().contains(part), "{text}");
         }
         assert!("https://kas".parse::<KasAddress>().is_err(), "one address is one way");
+    }
+
+    #[test]
+    fn what_may_hold_a_password_is_not_shown() {
+        for text in [
+            "grpc://user:s3cr3t@kas:1",
+            "grpc://user:s3cr3t@kas",
+            "https://user:s3cr3t@kas",
+            "http://user:s3cr3t@kas",
+            "user:s3cr3t@kas://x",
+            "grpc://user:s3/cr3t@kas:1",
+            "grpc://user:s3,cr3t@kas:1",
+            "grpc://user:s3,x://cr3t@kas:1",
+        ] {
+            assert_eq!(text.parse::<KasAddresses>(), Err(AddressError::User), "{text}");
+            assert_eq!(text.parse::<KasAddress>(), Err(AddressError::User), "{text}");
+        }
+        assert!("wss://kas/@x".parse::<KasAddresses>().is_ok(), "a path may have one");
     }
 
     #[test]
