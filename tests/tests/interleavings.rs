@@ -504,8 +504,8 @@ async fn abandoned_answer_of_an_old_agent_is_read_up_to_a_mebibyte() -> Result<(
         sent += part.len();
     }
     assert_eq!(tunnel.next().await, FromKas::Reset(Reason::CANCEL));
-    // What is on its way when kas resets comes on top: a stream's window.
-    assert!((1 << 20..(1 << 20) + (512 << 10)).contains(&sent), "{sent}");
+    // What is on its way when kas resets comes on top: a stream's window, and what it is widened by before the reset is heard.
+    assert!((1 << 20..2 << 20).contains(&sent), "{sent}");
     Ok(())
 }
 

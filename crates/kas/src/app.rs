@@ -710,12 +710,16 @@ impl Kas {
                 tokio::time::sleep(Duration::from_millis(20)).await;
             }
         };
-        tokio::select! {
-            () = drain => {}
-            () = hurry => tracing::warn!("told again to leave: not waiting any longer"),
-        }
+        let hurried = tokio::select! {
+            () = drain => false,
+            () = hurry => true,
+        };
         let open = metrics.requests_open.get();
-        if open > 0 {
+        if hurried && open > 0 {
+            tracing::warn!(requests = open, "told again to leave: what is still open ends with UNAVAILABLE");
+        } else if hurried {
+            tracing::warn!("told again to leave: not waiting any longer");
+        } else if open > 0 {
             tracing::warn!(
                 requests = open,
                 "the drain timeout is over: what is still open ends with UNAVAILABLE"

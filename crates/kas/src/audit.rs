@@ -13,6 +13,7 @@ use std::{net::SocketAddr, sync::Arc, time::Duration};
 use ids::{AgentId, ConnectionId};
 use serde::Serialize;
 
+pub(crate) use self::sink::is_open_to_others;
 pub use self::sink::{OpenError, Sink};
 
 /// What was decided about a request.

@@ -98,7 +98,7 @@ impl Claims {
 
 impl JwtVerifier {
     /// Accepts HS256 tokens signed with any of `secrets`, for [`AUDIENCE`], of one of `issuers`,
-    /// with an expiry. `leeway` is what clocks may differ by.
+    /// with an expiry. `leeway` is what clocks may differ by, in whole seconds.
     pub fn new(secrets: &[ApiSecret], issuers: &[String], leeway: Duration) -> Self {
         let keys = secrets.iter().map(|secret| DecodingKey::from_secret(secret.expose())).collect();
         Self::with_keys(keys, issuers, leeway)

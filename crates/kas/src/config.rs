@@ -859,7 +859,7 @@ pub struct ApiListener {
     pub listen: Listen,
     /// Accepted values of the claim `iss`; never empty.
     pub issuers: Vec<String>,
-    /// By how much the clock of a signer may differ from ours.
+    /// By how much the clock of a signer may differ from ours, in whole seconds.
     pub leeway: Duration,
     /// When a connection is asked to end.
     pub max_connection_age: Duration,

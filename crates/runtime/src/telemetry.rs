@@ -64,15 +64,38 @@ fn filter(level: &str) -> EnvFilter {
     EnvFilter::try_new(expand(level)).unwrap_or_else(|_| EnvFilter::new(expand("info")))
 }
 
-/// HTTP/2 libraries log each frame at debug: an operator who asks for debug wants ours.
+/// HTTP/2 libraries log each frame at debug: an operator who asks for debug wants ours. `redis` has its colons since a filter
+/// holds for each target that begins so, and `redis_tracker` is ours.
 fn expand(level: &str) -> String {
     match level {
         "debug" | "trace" => format!(
             "{level},h2=info,hyper=info,hyper_util=info,tower=info,rustls=info,chitchat=info,hickory_resolver=info,\
-             hickory_net=info,kube_runtime=error,kube_client=info"
+             hickory_net=info,kube_runtime=error,kube_client=info,redis::=error"
         ),
-        // It repeats at each attempt what discovery says once.
-        "info" | "warn" => format!("{level},kube_runtime=error"),
+        // They repeat at each attempt what discovery and the tracker say once.
+        "info" | "warn" => format!("{level},kube_runtime=error,redis::=error"),
         other => other.to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tracing::Level;
+
+    use super::*;
+
+    #[test]
+    fn libraries_do_not_repeat_what_is_said_once() {
+        for level in ["debug", "info", "warn"] {
+            let registry = tracing_subscriber::registry().with(filter(level));
+            tracing::subscriber::with_default(registry, || {
+                assert!(!tracing::enabled!(target: "redis::cluster_handling::async_connection", Level::WARN));
+                assert!(tracing::enabled!(target: "redis::cluster_handling::async_connection", Level::ERROR));
+                assert!(!tracing::enabled!(target: "kube_runtime::watcher", Level::WARN));
+                // What begins with the same letters is ours.
+                assert!(tracing::enabled!(target: "redis_tracker::tracker", Level::WARN), "{level}");
+                assert!(tracing::enabled!(target: "kas", Level::WARN), "{level}");
+            });
+        }
     }
 }

@@ -4,7 +4,7 @@
 //! nothing else. What does not fit into the queue meanwhile is dropped and counted.
 
 use std::{
-    fs::{File, OpenOptions},
+    fs::{File, Metadata, OpenOptions},
     io::{self, Write as _},
     os::unix::fs::{FileTypeExt as _, MetadataExt as _, OpenOptionsExt as _},
     path::{Path, PathBuf},
@@ -146,7 +146,17 @@ impl Sink {
     }
 }
 
-/// Opens a file to append to; a new one is for its owner only.
+/// Whether others may read or write a file, or its group write it: that a group reads it is how logs are collected. Who is at the other end of a pipe or a device is another matter.
+pub(crate) fn is_open_to_others(found: &Metadata) -> bool {
+    found.is_file() && found.mode() & 0o026 != 0
+}
+
+fn is_same(one: &Metadata, other: &Metadata) -> bool {
+    (one.dev(), one.ino()) == (other.dev(), other.ino())
+}
+
+/// Opens a file to append to; a new one is for its owner only. Of one that is there, the mode stays: whoever made it may
+/// want somebody else to read it.
 fn open(path: &Path) -> io::Result<File> {
     let is_pipe = std::fs::metadata(path).is_ok_and(|metadata| metadata.file_type().is_fifo());
     let mut options = OpenOptions::new();
@@ -177,10 +187,8 @@ impl Out {
     /// Whether the path still leads to the open file.
     fn is_in_place(&self) -> bool {
         let Self::File { path, file } = self else { return true };
-        let same = |open: std::fs::Metadata, there: std::fs::Metadata| {
-            (open.dev(), open.ino()) == (there.dev(), there.ino())
-        };
-        file.metadata().ok().zip(std::fs::metadata(path).ok()).is_some_and(|(open, there)| same(open, there))
+        let both = file.metadata().ok().zip(std::fs::metadata(path).ok());
+        both.is_some_and(|(open, there)| is_same(&open, &there))
     }
 }
 
@@ -248,6 +256,17 @@ impl Writer {
         let Out::File { path, file } = &mut self.out else { return };
         match open(path) {
             Ok(new) => {
+                // Of the first file the check of the configuration says it.
+                if let (Ok(before), Ok(found)) = (file.metadata(), new.metadata())
+                    && !is_same(&before, &found)
+                    && is_open_to_others(&found)
+                {
+                    tracing::warn!(
+                        path = %path.display(),
+                        mode = %format_args!("{:04o}", found.mode() & 0o7777),
+                        "others may read or write the new file of the audit log, use mode 0600 or 0640"
+                    );
+                }
                 *file = new;
                 self.torn = false;
             }

@@ -1,7 +1,7 @@
 //! The files that a configuration names besides secrets, and what in it lets others read along: found at the start and by
 //! `kas config check`, all of it at once.
 
-use std::{error::Error, net::IpAddr, os::unix::fs::MetadataExt as _, path::Path};
+use std::{borrow::Cow, error::Error, net::IpAddr, os::unix::fs::MetadataExt as _, path::Path};
 
 use runtime::tls;
 
@@ -11,7 +11,7 @@ use super::{
     exposure::{self, Exposure},
     walk::{Kind, Problem, Warning},
 };
-use crate::{certificates, peer::chain};
+use crate::{audit, certificates, identity::others_may_write, peer::chain};
 
 /// What was found.
 #[derive(Debug, Default)]
@@ -168,23 +168,44 @@ fn sight(config: &Config, findings: &mut Findings) {
             findings.exposure(key, "headers that may hold a credential", file, config.open_secret_files);
         }
     }
-    // The file is made at the start; its folder is not.
-    if let Some(Audit { output: AuditOutput::File(file), .. }) = &config.observability.audit
-        && let Some(folder) =
-            file.parent().filter(|folder| !folder.as_os_str().is_empty() && !folder.is_dir())
-    {
-        findings.problem(
-            "observability.audit.output",
-            format!("a file in {}, which is no folder", folder.display()),
-            "a file in a folder that is there",
-        );
+    if let Some(Audit { output: AuditOutput::File(file), .. }) = &config.observability.audit {
+        audit_file(file, findings);
+    }
+}
+
+/// The file is made at the start, where a link leads to too; its folder is not.
+fn audit_file(file: &Path, findings: &mut Findings) {
+    const KEY: &str = "observability.audit.output";
+    const EXPECTED: &str = "a file in a folder that is there";
+    let shown = file.display();
+    if file.is_dir() || file.as_os_str().as_encoded_bytes().ends_with(b"/") {
+        findings.problem(KEY, format!("{shown}, which is a folder"), EXPECTED);
+        return;
+    }
+    if let Ok(found) = std::fs::metadata(file) {
+        if audit::is_open_to_others(&found) {
+            let mode = found.mode() & 0o7777;
+            findings.warning(
+                KEY,
+                format!("others may read or write {shown} (mode {mode:04o}): `chmod 600 {shown}` mends it"),
+            );
+        }
+        return;
+    }
+    let made = match std::fs::read_link(file) {
+        Err(_) => Cow::Borrowed(file),
+        // Of a link that is relative, the folder of the link is where it begins.
+        Ok(to) => Cow::Owned(file.parent().map_or_else(|| to.clone(), |folder| folder.join(&to))),
+    };
+    if let Some(folder) = made.parent().filter(|folder| !folder.as_os_str().is_empty() && !folder.is_dir()) {
+        findings.problem(KEY, format!("a file in {}, which is no folder", folder.display()), EXPECTED);
     }
 }
 
 fn identity(config: &Config, findings: &mut Findings) {
     match &config.identity {
-        // The default file is made at the start.
-        Identity::File { is_default: true, .. } => {}
+        // The default file is made at the start, and may be there from an earlier one.
+        Identity::File { file, is_default: true } => writable_identity(file, findings),
         Identity::File { file, .. } => match std::fs::read(file) {
             Err(error) => findings.problem(
                 "identity.file",
@@ -192,6 +213,7 @@ fn identity(config: &Config, findings: &mut Findings) {
                 "a file that this process may read",
             ),
             Ok(content) => {
+                writable_identity(file, findings);
                 if let Err(error) = crate::identity::Identities::parse(&content) {
                     let found = format!("{}: {}", file.display(), chain(&error));
                     findings.problem("identity.file", found, "a list of agents, as README.md shows it");
@@ -211,6 +233,20 @@ fn identity(config: &Config, findings: &mut Findings) {
                 );
             }
         }
+    }
+}
+
+/// It holds hashes alone, so that others may read it.
+fn writable_identity(file: &Path, findings: &mut Findings) {
+    let Ok(found) = std::fs::metadata(file) else { return };
+    if others_may_write(found.mode()) {
+        let (shown, mode) = (file.display(), found.mode() & 0o7777);
+        findings.warning(
+            "identity.file",
+            format!(
+                "others may write {shown} (mode {mode:04o}) and so add agents: `chmod go-w {shown}` mends it"
+            ),
+        );
     }
 }
 

@@ -39,6 +39,10 @@ const NOT_OPENTRACING: &str =
     "OpenTracing is not spoken; otlp_endpoint sends spans by OTLP, which Jaeger and others take";
 const NOT_SENTRY: &str = "errors go to the log, not to Sentry";
 const NOT_PROFILED: &str = "there is no profiler";
+const NOT_TRACED: &str = "without otlp_endpoint and OTEL_EXPORTER_OTLP_ENDPOINT no spans are made";
+const NOT_AUDITED: &str = "output is empty or off, so there is no audit log";
+const NOT_SHOWN: &str = "the page is not served unless enabled is true";
+const NOT_ASKED: &str = "without client_ca_file replicas show each other no certificates";
 
 const HEAD: &str = "\
 The complete configuration of kas: every key with its default.
@@ -373,6 +377,10 @@ fn private_api(s: &mut Section<'_, '_>, several: bool) -> PrivateApi {
             s.refuse("client_ca_file", "certificate_file and key_file beside it: without them there is no TLS");
         }
         let role = role(s);
+        // Where the whole section does nothing, it has its warning already.
+        if several && client_ca.is_none() && !s.is_refused("client_ca_file") && s.has("role") {
+            s.warn("role", format!("has no effect: {NOT_ASKED}"));
+        }
         let others = client_ca.zip(role).map(|(ca, role)| OtherReplicas { ca, role });
         PrivateApi {
             listen: Listen { network, address, tls },
@@ -862,14 +870,19 @@ fn api_listener(s: &mut Section<'_, '_>) -> (ApiListener, SecretFiles, bool) {
          than people do.",
     );
     let says_issuers = s.given("issuers");
+    let leeway = s.duration(
+        "leeway",
+        seconds(5),
+        Rule::UpTo(seconds(30)),
+        "By how much the clock of a signer may differ from ours, in whole seconds.",
+    );
+    // Times in tokens are compared by the second: a part of one would be cut off without a word.
+    if leeway.subsec_nanos() != 0 {
+        s.refuse("leeway", "whole seconds, such as 5s");
+    }
     let listener = ApiListener {
         issuers,
-        leeway: s.duration(
-            "leeway",
-            seconds(5),
-            Rule::UpTo(seconds(30)),
-            "By how much the clock of a signer may differ from ours.",
-        ),
+        leeway,
         listen: Listen { network, address, tls: tls(s) },
         max_connection_age: max_connection_age(s),
     };
@@ -968,24 +981,28 @@ fn page(s: &mut Section<'_, '_>) -> Option<Page> {
         "enabled",
         "Serve it. Whoever reaches this listener then sees the names and numbers of agents and replicas.",
     );
-    let viewers = s.number(
-        "viewers",
-        32,
-        "Who may look at it at once, up to 1000; each open page counts, and costs about 1 KB a second.",
-    );
-    if viewers > 1_000 {
-        s.refuse("viewers", "a number from 1 to 1000");
-    }
-    let hosts = s.texts(
-        "hosts",
-        &[],
-        "Names by which browsers reach the page, without a port, such as kas.example.com. IP addresses, localhost, names \
-         without a dot and those in .svc always are: other sites cannot give themselves such a name.",
-    );
-    if hosts.iter().any(|host| host.is_empty() || host.contains(['/', ':', '*'])) {
-        s.refuse("hosts", "names without scheme, port, path and wildcard, such as kas.example.com");
-    }
-    enabled.then_some(Page { viewers, hosts })
+    let idle = (!enabled && !s.is_refused("enabled")).then_some(NOT_SHOWN);
+    let page = s.optional(idle, |s| {
+        let viewers = s.number(
+            "viewers",
+            32,
+            "Who may look at it at once, up to 1000; each open page counts, and costs about 1 KB a second.",
+        );
+        if viewers > 1_000 {
+            s.refuse("viewers", "a number from 1 to 1000");
+        }
+        let hosts = s.texts(
+            "hosts",
+            &[],
+            "Names by which browsers reach the page, without a port, such as kas.example.com. IP addresses, localhost, \
+             names without a dot and those in .svc always are: other sites cannot give themselves such a name.",
+        );
+        if hosts.iter().any(|host| host.is_empty() || host.contains(['/', ':', '*'])) {
+            s.refuse("hosts", "names without scheme, port, path and wildcard, such as kas.example.com");
+        }
+        Page { viewers, hosts }
+    });
+    enabled.then_some(page)
 }
 
 fn tracing(s: &mut Section<'_, '_>, env: &Environment) -> Option<Tracing> {
@@ -1005,6 +1022,27 @@ fn tracing(s: &mut Section<'_, '_>, env: &Environment) -> Option<Tracing> {
             s.refuse("otlp_endpoint", traces::ENDPOINT);
         }
     }
+    let is_absent = text.is_empty() && env.otlp.endpoint.is_none();
+    let idle = (is_absent && !s.is_refused("otlp_endpoint")).then_some(NOT_TRACED);
+    let (told, ratio, timeout, queue) = s.optional(idle, |s| export(s, endpoint));
+    if s.is_refused("otlp_endpoint") {
+        return None;
+    }
+    match env.otlp.collector(told) {
+        Ok(collector) => collector.map(|collector| Tracing { collector, ratio, timeout, queue }),
+        Err(invalid) => {
+            s.refuse_as(
+                "otlp_endpoint",
+                format!("the environment variable {} with something else", invalid.variable),
+                invalid.expected,
+            );
+            None
+        }
+    }
+}
+
+/// Declares how spans are made and sent: what is told of the collector, the share, the timeout and the queue.
+fn export(s: &mut Section<'_, '_>, endpoint: Option<Uri>) -> (traces::Told, f64, Duration, u32) {
     let protocol = s.one_of(
         "otlp_protocol",
         &[("http/protobuf", traces::Protocol::Http), ("grpc", traces::Protocol::Grpc)],
@@ -1047,21 +1085,8 @@ fn tracing(s: &mut Section<'_, '_>, env: &Environment) -> Option<Tracing> {
     if queue > 65_536 {
         s.refuse("queue", "a number from 1 to 65536");
     }
-    if s.is_refused("otlp_endpoint") {
-        return None;
-    }
     let protocol = s.has("otlp_protocol").then_some(protocol);
-    match env.otlp.collector(traces::Told { endpoint, protocol, headers_file, ca_file }) {
-        Ok(collector) => collector.map(|collector| Tracing { collector, ratio, timeout, queue }),
-        Err(invalid) => {
-            s.refuse_as(
-                "otlp_endpoint",
-                format!("the environment variable {} with something else", invalid.variable),
-                invalid.expected,
-            );
-            None
-        }
-    }
+    (traces::Told { endpoint, protocol, headers_file, ca_file }, ratio, timeout, queue)
 }
 
 fn audit(s: &mut Section<'_, '_>) -> Option<Audit> {
@@ -1082,11 +1107,14 @@ fn audit(s: &mut Section<'_, '_>) -> Option<Audit> {
             None
         }
     };
-    let queue = s.number(
-        "queue",
-        10_000,
-        "Lines that may wait while the output is slow, up to 1000000. More are dropped and counted; no request waits.",
-    );
+    let idle = (output.is_none() && !s.is_refused("output")).then_some(NOT_AUDITED);
+    let queue = s.optional(idle, |s| {
+        s.number(
+            "queue",
+            10_000,
+            "Lines that may wait while the output is slow, up to 1000000. More are dropped and counted; no request waits.",
+        )
+    });
     if queue > 1_000_000 {
         s.refuse("queue", "a number from 1 to 1000000");
     }
@@ -1197,7 +1225,7 @@ fn redis(s: &mut Section<'_, '_>) -> Redis {
         }
         server
     });
-    let nodes = |s: &mut Section<'_, '_>, example: &[&str], port: u16, doc: &str| -> Vec<HostPort> {
+    let nodes = |s: &mut Section<'_, '_>, example: &[&str], port: u16, user: &str, doc: &str| {
         let texts = s.required_texts("addresses", example, "at least one address", doc);
         if s.is_refused("addresses") {
             return Vec::new();
@@ -1206,6 +1234,12 @@ fn redis(s: &mut Section<'_, '_>) -> Redis {
         for (i, text) in texts.iter().enumerate() {
             match host_port(text, port) {
                 Some(node) => nodes.push(node),
+                // It may hold a password.
+                None if text.contains('@') => s.refuse_as(
+                    &format!("addresses[{i}]"),
+                    "something with an `@` (not shown)",
+                    format!("{}, without a user: use {user}", host_port::EXPECTED),
+                ),
                 None => {
                     let found = super::walk::shown("", &serde_json::Value::from(text.as_str()));
                     s.refuse_as(&format!("addresses[{i}]"), found, host_port::EXPECTED);
@@ -1219,7 +1253,8 @@ fn redis(s: &mut Section<'_, '_>) -> Redis {
             s.required("master_name", "main", "the name of the group", "What Sentinel calls the group.");
         let doc =
             "Host and port of Sentinels; the first that answers counts. They are reached with redis.tls too.";
-        let addresses = nodes(s, &["sentinel-1.example.com:26379"], 26379, doc);
+        let user = "redis.sentinel.sentinel_username and redis.sentinel.sentinel_password_file";
+        let addresses = nodes(s, &["sentinel-1.example.com:26379"], 26379, user, doc);
         let username =
             s.optional_text("sentinel_username", "", "Who to be at Sentinels; absent: the default user.");
         let password_file =
@@ -1231,6 +1266,7 @@ fn redis(s: &mut Section<'_, '_>) -> Redis {
             s,
             &["redis-1.example.com:6379"],
             6379,
+            "redis.username and redis.password_file",
             "Host and port of some of its nodes; they name the others.",
         )
     });

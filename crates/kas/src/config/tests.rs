@@ -717,6 +717,14 @@ fn every_bad_value_is_told_with_what_would_be_right() {
             "api.listen.leeway: found \"31s\"; expected a duration from 0s to 30s",
         ),
         (
+            "api: {listen: {leeway: 900ms}}",
+            "api.listen.leeway: found \"900ms\"; expected whole seconds, such as 5s",
+        ),
+        (
+            "api: {listen: {leeway: 1.5s}}",
+            "api.listen.leeway: found \"1.5s\"; expected whole seconds, such as 5s",
+        ),
+        (
             "api: {listen: {issuers: [gitlab, '']}}",
             "api.listen.issuers[1]: found \"\"; expected a text that is not empty",
         ),
@@ -825,6 +833,18 @@ fn every_bad_value_is_told_with_what_would_be_right() {
             "redis: {sentinel: {master_name: m}}",
             "redis.sentinel.addresses: found nothing; expected at least one address",
         ),
+        (
+            "redis: {sentinel: {master_name: m, addresses: ['me:hunter2@a:1']}}",
+            "redis.sentinel.addresses[0]: found something with an `@` (not shown); expected a host and a port from 1 to \
+             65535, such as 10.0.0.1:8155, [fd00::1]:8155 or kas-1.example.com:8155, without a user: use \
+             redis.sentinel.sentinel_username and redis.sentinel.sentinel_password_file",
+        ),
+        (
+            "redis: {cluster: {addresses: [a, 'redis://me:hunter2@b']}}",
+            "redis.cluster.addresses[1]: found something with an `@` (not shown); expected a host and a port from 1 to \
+             65535, such as 10.0.0.1:8155, [fd00::1]:8155 or kas-1.example.com:8155, without a user: use redis.username and \
+             redis.password_file",
+        ),
         ("redis: {server: {address: a}, network: udp}", "redis.network: found \"udp\"; expected tcp or unix"),
         (
             "redis: {server: {address: a}, dial_timeout: 0s}",
@@ -895,6 +915,70 @@ fn unknown_keys_are_warnings_with_the_nearest_name() {
     ] {
         assert_eq!(warnings(yaml), [expected], "{yaml}");
     }
+}
+
+#[test]
+fn keys_that_do_nothing_without_another_are_named() {
+    const REPLICAS: &str =
+        "discovery: {static: {addresses: ['a:1']}}\nprivate_api: {listen: {authentication_secret_file: /p, ";
+    let traced = "without otlp_endpoint and OTEL_EXPORTER_OTLP_ENDPOINT no spans are made";
+    let audited = "output is empty or off, so there is no audit log";
+    let shown = "the page is not served unless enabled is true";
+    let role = format!("{REPLICAS}role: 'kas://a'}}}}");
+    for (yaml, keys, reason) in [
+        (
+            "observability: {tracing: {otlp_protocol: grpc, otlp_headers_file: /h, otlp_ca_certificate_file: /c, \
+             otlp_timeout: 1s, sample_ratio: 0.5, queue: 9}}",
+            &[
+                "observability.tracing.otlp_protocol",
+                "observability.tracing.otlp_headers_file",
+                "observability.tracing.otlp_ca_certificate_file",
+                "observability.tracing.otlp_timeout",
+                "observability.tracing.sample_ratio",
+                "observability.tracing.queue",
+            ][..],
+            traced,
+        ),
+        ("observability: {tracing: {otlp_endpoint: '', queue: 9}}", &["observability.tracing.queue"], traced),
+        ("observability: {audit: {queue: 7}}", &["observability.audit.queue"], audited),
+        ("observability: {audit: {output: 'off', queue: 7}}", &["observability.audit.queue"], audited),
+        (
+            "observability: {page: {viewers: 1, hosts: [kas.example.com]}}",
+            &["observability.page.viewers", "observability.page.hosts"],
+            shown,
+        ),
+        ("observability: {page: {enabled: false, viewers: 1}}", &["observability.page.viewers"], shown),
+        (
+            &*role,
+            &["private_api.listen.role"],
+            "without client_ca_file replicas show each other no certificates",
+        ),
+        // What stands in a section that does nothing is not named again.
+        (
+            &*format!("tracker: memory\n{}", role.replace("discovery: {static: {addresses: ['a:1']}}\n", "")),
+            &["private_api"],
+            "tracker is memory, which is for one replica",
+        ),
+    ] {
+        let expected: Vec<_> = keys.iter().map(|key| format!("{key}: has no effect: {reason}")).collect();
+        assert_eq!(warnings(yaml), expected, "{yaml}");
+    }
+    for yaml in [
+        "observability: {tracing: {otlp_endpoint: 'http://c', sample_ratio: 0.5, queue: 9}}",
+        "observability: {audit: {output: stdout, queue: 7}}",
+        "observability: {page: {enabled: true, viewers: 1, hosts: [kas.example.com]}}",
+        &*format!("{REPLICAS}certificate_file: /c, key_file: /k, client_ca_file: /ca, role: 'kas://a'}}}}"),
+    ] {
+        assert_eq!(warnings(yaml), [""; 0], "{yaml}");
+    }
+    let by_variable = Environment {
+        otlp: traces::Variables { endpoint: Some("http://c".into()), ..traces::Variables::default() },
+        ..env()
+    };
+    assert_eq!(load("observability: {tracing: {queue: 9}}", &by_variable).unwrap().warnings, []);
+    // What is wrong with the other key is told instead.
+    let wrong = load("observability: {audit: {output: nowhere, queue: 7}}", &env()).unwrap_err();
+    assert_eq!((wrong.iter().count(), wrong.warnings()), (1, &[][..]));
 }
 
 #[test]
@@ -1305,6 +1389,82 @@ fn files_for_spans_and_the_folder_of_the_audit_log_are_checked() {
             && open[0].starts_with("observability.tracing.otlp_headers_file: found headers that may"),
         "{open:?}"
     );
+}
+
+#[test]
+fn an_audit_log_that_is_open_to_others_or_no_file_is_told_of() {
+    let files = Files::new(&[("a", SECRET_A), ("log", "")]);
+    let folder = files.0.path();
+    let shown = folder.display().to_string();
+    let told = |audit: &str| -> Vec<String> {
+        let yaml = format!(
+            "{{api: {{listen: {{authentication_secret_file: DIR/a}}}}, observability: {{audit: {{output: DIR/{audit}}}}}}}"
+        );
+        let text = match config(&yaml.replace("DIR", &shown)).check() {
+            Ok(warnings) => warnings.iter().map(|warning| format!("warning: {warning}\n")).collect(),
+            Err(problems) => problems.to_string(),
+        };
+        text.replace(&shown, "DIR").lines().map(str::to_owned).collect()
+    };
+    let link = |to: &str, name: &str| std::os::unix::fs::symlink(to, folder.join(name)).unwrap();
+    link("log", "to-log");
+    link("new", "to-new");
+    link("none/new", "to-none");
+    link(".", "to-folder");
+    for name in ["log", "to-log", "to-new", "absent"] {
+        assert_eq!(told(name), [""; 0], "{name}");
+    }
+    for mode in [0o666, 0o644, 0o660, 0o602] {
+        fs::set_permissions(folder.join("log"), fs::Permissions::from_mode(mode)).unwrap();
+        for name in ["log", "to-log"] {
+            assert_eq!(
+                told(name),
+                [format!(
+                    "warning: observability.audit.output: others may read or write DIR/{name} (mode \
+                     {mode:04o}): `chmod 600 DIR/{name}` mends it"
+                )]
+            );
+        }
+    }
+    let expected = "expected a file in a folder that is there";
+    for name in [".", "to-folder", "absent/"] {
+        assert_eq!(
+            told(name),
+            [format!("observability.audit.output: found DIR/{name}, which is a folder; {expected}")]
+        );
+    }
+    assert_eq!(
+        told("to-none"),
+        [format!("observability.audit.output: found a file in DIR/none, which is no folder; {expected}")]
+    );
+}
+
+#[test]
+fn an_identity_file_that_others_may_write_is_warned_about_from_the_start() {
+    let files = Files::new(&[("a", SECRET_A), ("agents.yaml", "agents: []")]);
+    let path = files.path("agents.yaml");
+    let shown = path.display();
+    let env = Environment { kas_state_dir: Some(files.0.path().into()), ..Environment::default() };
+    let secret = format!("{{api: {{listen: {{authentication_secret_file: {:?}}}}}", files.path("a"));
+    // Chosen by somebody, and the default.
+    for yaml in [format!("{secret}, identity: {{file: {path:?}}}}}"), format!("{secret}}}")] {
+        let warned = |mode: u32| -> Vec<String> {
+            fs::set_permissions(&path, fs::Permissions::from_mode(mode)).unwrap();
+            check(&yaml, &env).unwrap().iter().map(ToString::to_string).collect()
+        };
+        for mode in [0o600, 0o644, 0o444] {
+            assert_eq!(warned(mode), [""; 0], "{mode:o}");
+        }
+        for mode in [0o666, 0o660, 0o602] {
+            assert_eq!(
+                warned(mode),
+                [format!(
+                    "identity.file: others may write {shown} (mode {mode:04o}) and so add agents: `chmod go-w {shown}` \
+                     mends it"
+                )]
+            );
+        }
+    }
 }
 
 #[test]
