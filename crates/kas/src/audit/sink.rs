@@ -146,7 +146,8 @@ impl Sink {
     }
 }
 
-/// Whether others may read or write a file, or its group write it: that a group reads it is how logs are collected. Who is at the other end of a pipe or a device is another matter.
+/// Whether others may read or write a file, or its group write it: that a group reads it is how logs are collected. Who is at
+/// the other end of a pipe or a device is another matter.
 pub(crate) fn is_open_to_others(found: &Metadata) -> bool {
     found.is_file() && found.mode() & 0o026 != 0
 }
