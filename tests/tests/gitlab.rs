@@ -1,6 +1,9 @@
 //! Agents that GitLab knows: a real kas asks a GitLab of the testkit, which checks its signature.
 
-use std::{net::Ipv4Addr, time::Duration};
+use std::{
+    net::{Ipv4Addr, SocketAddr},
+    time::Duration,
+};
 
 use anyhow::Result;
 use grpc::{Code, Status};
@@ -17,7 +20,7 @@ use testkit::{
     process::soon,
     raw_agent::{CONNECT, FromKas, GET_CONFIGURATION, Kind, RawAgent},
 };
-use tokio::time::Instant;
+use tokio::{task::JoinSet, time::Instant};
 
 const BY_ID: &str = "/kas.api.v1.KasApi/ConnectedAgentsById";
 
@@ -223,31 +226,40 @@ async fn agent_revoked_in_gitlab_loses_everything_within_the_configured_time_and
     Ok(())
 }
 
-#[tokio::test]
-async fn strangers_with_made_up_tokens_do_not_keep_connected_agents_out() -> Result<()> {
-    let gitlab = gitlab().await?;
+/// Starts a kas that asks twice a second, so that 40 may wait for their turn.
+async fn kas_that_asks_seldom(gitlab: &GitLab) -> Result<Kas> {
     let mut over = remembering(Duration::from_secs(2));
     merge(
         &mut over,
         json!({ "gitlab": { "api_rate_limit": { "refill_rate_per_second": 2.0, "bucket_size": 2 } } }),
     );
-    let kas = kas_of(&gitlab, over).await?;
-    let agent = RawAgent::connect(kas.agent, &token(1), Kind::Ours).await?;
-    let _serving = agent.serve(1).await?;
-    // More than the 40 that may wait for their turn.
-    let mut strangers = tokio::task::JoinSet::new();
-    let address = kas.agent;
+    kas_of(gitlab, over).await
+}
+
+/// Connects from there with one made-up token after the other, more at a time than may wait for their turn; until dropped.
+fn strangers(address: SocketAddr, from: Ipv4Addr) -> JoinSet<()> {
+    let mut strangers = JoinSet::new();
     for _ in 0..60 {
         strangers.spawn(async move {
             loop {
                 let made_up = format!("{:032x}", rand::random::<u128>());
-                if let Ok(stranger) = RawAgent::connect(address, &made_up, Kind::Old).await {
-                    stranger.tunnel().await.unwrap_err();
+                if let Ok(stranger) = RawAgent::connect_from(from, address, &made_up, Kind::Old).await {
+                    stranger.tunnel().await.expect_err("nobody has this token");
                 }
                 tokio::time::sleep(Duration::from_millis(20)).await;
             }
         });
     }
+    strangers
+}
+
+#[tokio::test]
+async fn strangers_with_made_up_tokens_do_not_keep_connected_agents_out() -> Result<()> {
+    let gitlab = gitlab().await?;
+    let kas = kas_that_asks_seldom(&gitlab).await?;
+    let agent = RawAgent::connect(kas.agent, &token(1), Kind::Ours).await?;
+    let _serving = agent.serve(1).await?;
+    let _strangers = strangers(kas.agent, Ipv4Addr::LOCALHOST);
     let limited = "kas_gitlab_lookups_total{outcome=\"Limited\"}";
     eventually("strangers are refused", async || {
         let refused = kas.metric(limited).await?;
@@ -277,26 +289,9 @@ async fn strangers_with_made_up_tokens_do_not_keep_connected_agents_out() -> Res
 async fn strangers_with_made_up_tokens_do_not_keep_new_agents_from_elsewhere_out() -> Result<()> {
     const STRANGERS: Ipv4Addr = Ipv4Addr::new(127, 0, 0, 7);
     let gitlab = gitlab().await?;
-    let mut over = remembering(Duration::from_secs(2));
-    merge(
-        &mut over,
-        json!({ "gitlab": { "api_rate_limit": { "refill_rate_per_second": 2.0, "bucket_size": 2 } } }),
-    );
-    let kas = kas_of(&gitlab, over).await?;
+    let kas = kas_that_asks_seldom(&gitlab).await?;
     let (address, since) = (kas.agent, kas.process.log_len());
-    let mut strangers = tokio::task::JoinSet::new();
-    // More than the 40 that may wait for their turn.
-    for _ in 0..60 {
-        strangers.spawn(async move {
-            loop {
-                let made_up = format!("{:032x}", rand::random::<u128>());
-                if let Ok(stranger) = RawAgent::connect_from(STRANGERS, address, &made_up, Kind::Old).await {
-                    stranger.tunnel().await.unwrap_err();
-                }
-                tokio::time::sleep(Duration::from_millis(20)).await;
-            }
-        });
-    }
+    let _strangers = strangers(address, STRANGERS);
     let turned_away = kas.process.logged_since(since, "that strangers are turned away", |line| {
         line["message"].as_str()?.starts_with("agents are turned away").then(|| line.clone())
     });

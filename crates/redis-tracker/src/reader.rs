@@ -294,7 +294,7 @@ impl RedisTracker {
         let id = ReplicaId::new(&event.replica);
         let mut inner = self.inner();
         let missed = match inner.heard.get(&id) {
-            Some(&(run, number)) => run == event.run && event.number != number.wrapping_add(1),
+            Some(&before) => is_missing(before, (event.run, event.number)),
             None => false,
         };
         if inner.heard.len() < MOST_REPLICAS || inner.heard.contains_key(&id) {
@@ -450,4 +450,22 @@ fn read_page(answer: Value) -> Result<(u64, Fields), Error> {
         fields.push((field, value));
     }
     Ok((cursor, fields))
+}
+
+/// Whether something is missing between two events of a replica, each its run and its number in it: any number, from whoever
+/// may write to Redis.
+fn is_missing((run_before, number_before): (u64, u64), (run, number): (u64, u64)) -> bool {
+    run == run_before && number != number_before.wrapping_add(1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_of_one_run_follow_each_other_and_may_wrap() {
+        assert!(!is_missing((1, 7), (1, 8)) && is_missing((1, 7), (1, 9)) && is_missing((1, 7), (1, 7)));
+        assert!(!is_missing((1, 7), (2, 3)));
+        assert!(!is_missing((1, u64::MAX), (1, 0)) && is_missing((1, u64::MAX), (1, 1)));
+    }
 }
