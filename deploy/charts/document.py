@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Repeats the comments of values.yaml, which document the values, in README.md and values.schema.json of each chart.
+"""Copies the comments that document values from values.yaml to README.md and values.schema.json of each chart.
 
     deploy/charts/document.py            writes them
-    deploy/charts/document.py --check    says what is not current, and fails
+    deploy/charts/document.py --check    fails if they are out of date
 
-Needs PyYAML. Every value must be documented by a comment that begins with `# --`, itself or the map it is in, and the
-schema must know exactly the values that there are.
+Needs PyYAML. Every value, or the map that contains it, must have a comment that begins with `# --`. The schema must have
+exactly the values of values.yaml.
 """
 
 import json
@@ -68,7 +68,7 @@ def table(docs, values):
 
 
 def document(chart):
-    """Returns the problems of a chart, and what its files should say."""
+    """Returns the problems of a chart, and the expected content of its files."""
     text = (chart / "values.yaml").read_text()
     values, docs = yaml.safe_load(text), documented(text)
     problems = [f"{path} has no comment that begins with `# --`" for path, _ in leaves(values, docs) if path not in docs]

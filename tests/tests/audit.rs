@@ -26,14 +26,14 @@ use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 use testkit::{
     agentk::Agentk,
+    bench::{ECHO, HOLD},
     caller::{Answer, Caller, Jwt, frame},
     demo_api::DemoApi,
     kas::{Kas, eventually, token},
     link::Next,
+    scenario::Scenario,
 };
 
-const ECHO: &str = "/kas.bench.v1.Bench/Echo";
-const HOLD: &str = "/kas.bench.v1.Bench/Hold";
 const MAKE_REQUEST: &str = "/gitlab.agent.kubernetes_api.rpc.KubernetesApi/MakeRequest";
 const LOST: &str = "kas_audit_records_lost_total";
 
@@ -297,10 +297,8 @@ async fn a_file_that_was_moved_away_is_made_anew_by_its_absence_and_by_sighup() 
 
 #[tokio::test]
 async fn a_full_disk_stops_no_request_and_is_counted_and_told_once() -> Result<()> {
-    let kas = Kas::start_with_config(audit_to(Path::new("/dev/full"))).await?;
-    let agentk = Agentk::start(kas.agent, &token(1)).await?;
-    agentk.connected().await?;
-    let caller = kas.caller().await?;
+    let Scenario { kas, caller, agent: _agentk } =
+        Scenario::start_with_config(audit_to(Path::new("/dev/full"))).await?.agentk().await?;
     for n in 0..20 {
         let got = call(&caller, &format!("n-{n}"), ECHO, &[&payload("x")]).await?;
         ensure!(got.status.code() == Code::Ok, "{}", got.status);
@@ -321,10 +319,8 @@ async fn a_pipe_that_nobody_reads_stops_no_request_and_what_does_not_fit_is_coun
     rustix::fs::mknodat(rustix::fs::CWD, &path, rustix::fs::FileType::Fifo, 0o600.into(), 0)?;
     let mut config = audit_to(&path);
     config["observability"]["audit"]["queue"] = json!(50);
-    let kas = Kas::start_with_config(config).await?;
-    let agentk = Agentk::start(kas.agent, &token(1)).await?;
-    agentk.connected().await?;
-    let caller = kas.caller().await?;
+    let Scenario { kas, caller, agent: _agentk } =
+        Scenario::start_with_config(config).await?.agentk().await?;
     // A pipe holds 64 KiB: some 200 lines.
     for n in 0..400 {
         let got = call(&caller, &format!("n-{n}"), ECHO, &[&payload("x")]).await?;
@@ -345,8 +341,7 @@ async fn whoever_reads_the_pipe_gets_whole_lines() -> Result<()> {
     let dir = tempfile::tempdir()?;
     let path = dir.path().join("pipe");
     rustix::fs::mknodat(rustix::fs::CWD, &path, rustix::fs::FileType::Fifo, 0o600.into(), 0)?;
-    let kas = Kas::start_with_config(audit_to(&path)).await?;
-    let caller = kas.caller().await?;
+    let Scenario { kas: _kas, caller, .. } = Scenario::start_with_config(audit_to(&path)).await?;
     caller.call(caller.request("/no.Such/Method").header("x-gitlab-correlation-id", "one"), &[]).await?;
     let text = tokio::task::spawn_blocking(move || {
         let mut pipe = std::fs::File::open(path)?;

@@ -1,4 +1,5 @@
-//! Who may call, and which agents may connect: refused at once, revoked within a second, never more than that.
+//! Who may call, and which agents may connect: refused at once, revoked within a second, never more than
+//! that.
 
 use std::time::Duration;
 
@@ -14,6 +15,7 @@ use testkit::{
     kas::{AgentEntry, Kas, Options, token},
     link::Next,
     raw_agent::{CONNECT, FromKas, GET_CONFIGURATION, Kind, RawAgent},
+    scenario::Scenario,
 };
 use tokio::time::Instant;
 
@@ -196,8 +198,7 @@ async fn agent_added_to_the_file_connects_within_a_second() -> Result<()> {
 
 #[tokio::test]
 async fn agent_removed_from_the_file_loses_everything_at_once_and_no_other_does() -> Result<()> {
-    let kas = Kas::start().await?;
-    let caller = kas.caller().await?;
+    let Scenario { kas, caller, .. } = Scenario::start().await?;
     let mut bystander = Agent14::start(kas.agent, &token(2), Version::Old).await?;
     for kind in Kind::ALL {
         kas.set_agents(&[1, 2].map(AgentEntry::new))?;
@@ -241,8 +242,8 @@ async fn agent_removed_from_the_file_loses_everything_at_once_and_no_other_does(
 #[tokio::test]
 async fn one_of_two_tokens_can_be_withdrawn_alone() -> Result<()> {
     let two = AgentEntry { tokens: vec![token(1), "second-token-of-1".to_owned()], ..AgentEntry::new(1) };
-    let kas = Kas::start_with(Options { agents: vec![two], ..Options::default() }).await?;
-    let caller = kas.caller().await?;
+    let Scenario { kas, caller, .. } =
+        Scenario::start_with(Options { agents: vec![two], ..Options::default() }).await?;
     let old = RawAgent::connect(kas.agent, &token(1), Kind::Ours).await?;
     let new = RawAgent::connect(kas.agent, "second-token-of-1", Kind::Ours).await?;
     let _new_configuration = new.configuration("").await?;
@@ -284,10 +285,7 @@ async fn revocation_reaches_each_of_several_configuration_streams_of_one_agent()
 
 #[tokio::test]
 async fn broken_identity_file_changes_nothing() -> Result<()> {
-    let kas = Kas::start().await?;
-    let agent = RawAgent::connect(kas.agent, &token(1), Kind::Ours).await?;
-    let _serving = agent.serve(1).await?;
-    let caller = kas.caller().await?;
+    let Scenario { kas, caller, agent } = Scenario::start().await?.serving_agent(Kind::Ours, 1).await?;
     for broken in ["agents: [{id: 1}]", "", "agents: [", "other: []"] {
         let since = kas.process.log_len();
         testkit::kas::replace(&kas.dir().join("agents.yaml"), broken.as_bytes())?;
@@ -299,7 +297,7 @@ async fn broken_identity_file_changes_nothing() -> Result<()> {
             ["x"],
             "{broken}"
         );
-        agent.tunnel().await?;
+        agent.raw.tunnel().await?;
     }
     Ok(())
 }

@@ -1,5 +1,5 @@
-//! Clients in other languages, with the libraries and code generators that their programs use: grpcio in Python, grpc-go
-//! in Go. Real kas, real agentk, and an API server that is a demo.
+//! Clients in other languages, with the libraries and code generators that their programs use: grpcio in
+//! Python, grpc-go in Go. Real kas, real agentk, and an API server that is a demo.
 //!
 //! Both are told the same plan, check everything themselves, and say where it did not hold.
 
@@ -62,7 +62,8 @@ async fn run(mut command: Command, input: Option<&Value>, within: Duration) -> R
     Ok(out.into_owned())
 }
 
-/// Returns a python with the packages of `requirements.txt`, which are fetched once for each version of that file.
+/// Returns a python with the packages of `requirements.txt`, which are fetched once for each version of that
+/// file.
 async fn python() -> Result<PathBuf> {
     const HOW: &str = "; on Debian: apt-get install python3-venv";
     let requirements = folder().join("python/requirements.txt");

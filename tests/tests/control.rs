@@ -31,6 +31,7 @@ use testkit::{
     kas::{AgentEntry, Kas, Options, replace, token},
     link::{Next, Stream},
     raw_agent::{Configuration, GET_CONFIGURATION, Kind, RawAgent},
+    scenario::Scenario,
 };
 use tokio::time::Instant;
 
@@ -58,7 +59,8 @@ fn put(folder: &Path, agent: i64, content: &str) -> Result<()> {
     replace(&file, content.as_bytes())
 }
 
-/// Waits for the next configuration, which must come within [`AT_ONCE`] and have this level. Returns its commit.
+/// Waits for the next configuration, which must come within [`AT_ONCE`] and have this level. Returns its
+/// commit.
 async fn pushed(configuration: &mut Configuration, expected: LoggingLevelEnum) -> Result<String> {
     let begun = Instant::now();
     let got = configuration.next().await?;
@@ -95,7 +97,8 @@ async fn configuration_of_a_folder_is_pushed_at_the_start_and_at_each_change() -
     put(folder.path(), 1, &yaml("debug"))?;
     let again = pushed(&mut configuration, LoggingLevelEnum::Debug).await?;
     assert_eq!(again, first.commit_id, "the same content is the same version");
-    // Each time that there was no file the log says which: for one at the start, for the other when it was removed.
+    // Each time that there was no file the log says which: for one at the start, for the other when it was
+    // removed.
     for agent in [1, 2] {
         let (name, file) = (format!("agent-{agent}"), format!("agents/agent-{agent}/config.yaml"));
         let path = folder.path().join(file).display().to_string();
@@ -266,8 +269,7 @@ fn in_projects() -> Options {
 
 #[tokio::test]
 async fn connected_agents_are_listed_by_project_and_by_id_and_as_14_1_asks() -> Result<()> {
-    let kas = Kas::start_with(in_projects()).await?;
-    let caller = kas.caller().await?;
+    let Scenario { kas, caller, .. } = Scenario::start_with(in_projects()).await?;
     assert_eq!(for_project(&caller, 10).await?, []);
     let one = RawAgent::connect(kas.agent, &token(1), Kind::Ours).await?;
     let _one = one.configuration("").await?;
@@ -331,9 +333,7 @@ async fn connected_agents_are_listed_by_project_and_by_id_and_as_14_1_asks() -> 
 
 #[tokio::test]
 async fn connection_id_of_our_agents_is_the_same_on_each_of_their_streams() -> Result<()> {
-    let kas = Kas::start().await?;
-    let caller = kas.caller().await?;
-    let agent = RawAgent::connect(kas.agent, &token(1), Kind::Ours).await?;
+    let Scenario { kas, caller, agent } = Scenario::start().await?.raw_agent(Kind::Ours).await?;
     let stream = agent.configuration("").await?;
     let first = by_id(&caller, 1).await?[0].connection_id;
     drop(stream);
@@ -365,8 +365,7 @@ async fn event(stream: &mut Stream) -> Event {
 
 #[tokio::test]
 async fn watchers_see_what_there_is_then_every_connection_and_every_end() -> Result<()> {
-    let kas = Kas::start_with(in_projects()).await?;
-    let caller = kas.caller().await?;
+    let Scenario { kas, caller, .. } = Scenario::start_with(in_projects()).await?;
     let connect = async |agent: i64| -> Result<(RawAgent, Configuration)> {
         let agent = RawAgent::connect(kas.agent, &token(agent), Kind::Ours).await?;
         let stream = agent.configuration("").await?;
@@ -412,8 +411,7 @@ async fn watchers_see_what_there_is_then_every_connection_and_every_end() -> Res
 
 #[tokio::test]
 async fn requests_that_name_a_connection_go_to_no_other() -> Result<()> {
-    let kas = Kas::start().await?;
-    let caller = kas.caller().await?;
+    let Scenario { kas, caller, .. } = Scenario::start().await?;
     let mut agents = Vec::new();
     for kind in [Kind::Ours, Kind::Old, Kind::Ours] {
         let before: Vec<i64> = by_id(&caller, 1).await?.iter().map(|info| info.connection_id).collect();
@@ -452,24 +450,21 @@ async fn requests_that_name_a_connection_go_to_no_other() -> Result<()> {
 
 #[tokio::test]
 async fn tunnels_of_gitlabs_agents_are_tied_to_a_connection_only_when_there_is_no_doubt() -> Result<()> {
-    let kas = Kas::start().await?;
-    let caller = kas.caller().await?;
-    let agent = RawAgent::connect(kas.agent, &token(1), Kind::Old).await?;
-    let _serving = agent.serve(2).await?;
-    let _one = agent.configuration("").await?;
+    let Scenario { kas, caller, agent } = Scenario::start().await?.serving_agent(Kind::Old, 2).await?;
+    let _one = agent.raw.configuration("").await?;
     let id = by_id(&caller, 1).await?[0].connection_id;
     let request = || caller.to_agent(1, &path("Echo")).header("kas-connection-id", id);
     assert_eq!(caller.call(request(), &[b"x"]).await?.messages, ["x"]);
     // Two streams of one transport: a proxy may stand there, with two processes behind it.
-    let two = agent.configuration("").await?;
+    let two = agent.raw.configuration("").await?;
     assert_eq!(caller.call(request(), &[b"x"]).await?.status.code(), Code::FailedPrecondition);
     assert_eq!(caller.call(caller.to_agent(1, &path("Echo")), &[b"x"]).await?.messages, ["x"]);
     drop(two);
     kas.metric_is("kas_connected_agents", 1.0).await?;
     assert_eq!(caller.call(request(), &[b"x"]).await?.messages, ["x"]);
     // A proxy that says so.
-    let proxied = agent.request(GET_CONFIGURATION).header("via", "2.0 proxy");
-    let mut stream = agent.link().open(proxied.body(())?).await?;
+    let proxied = agent.raw.request(GET_CONFIGURATION).header("via", "2.0 proxy");
+    let mut stream = agent.raw.link().open(proxied.body(())?).await?;
     stream.send(frame(b"")).await.unwrap();
     stream.half_close().unwrap();
     stream.head().await.unwrap();
@@ -563,8 +558,7 @@ async fn pods_are_asked_of_the_connection_that_is_named() -> Result<()> {
 
 #[tokio::test]
 async fn reflection_lists_what_kas_serves() -> Result<()> {
-    let kas = Kas::start().await?;
-    let caller = kas.caller().await?;
+    let Scenario { kas: _kas, caller, .. } = Scenario::start().await?;
     for version in ["v1", "v1alpha"] {
         let method = format!("/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo");
         // `list_services: ""`.

@@ -1,5 +1,5 @@
-//! The documents hold: links lead somewhere, commands are taken by the programs that they name, and files that are shown as
-//! configuration have no key that kas does not know.
+//! The documents hold: links lead somewhere, commands are taken by the programs that they name, and files
+//! that are shown as configuration have no key that kas does not know.
 
 #![allow(clippy::unwrap_used)] // a test may panic
 
@@ -16,7 +16,7 @@ fn root() -> PathBuf {
 
 /// Returns the documents by their paths, that of the charts among them.
 fn documents() -> Vec<(PathBuf, String)> {
-    let folders = ["", "docs", "deploy", "deploy/charts/kas", "deploy/charts/agentk"];
+    let folders = ["", "docs", "docs/decisions", "deploy", "deploy/charts/kas", "deploy/charts/agentk"];
     let mut found = Vec::new();
     for folder in folders.map(|folder| root().join(folder)) {
         for entry in fs::read_dir(folder).unwrap() {
@@ -134,8 +134,8 @@ fn every_document_is_in_the_index() {
     }
 }
 
-/// Splits a script into commands, each into words, as far as the documents' scripts go: quotes, comments, lines that go on,
-/// and what stands between commands. Within `$(…)` a command of its own begins.
+/// Splits a script into commands, each into words, as far as the documents' scripts go: quotes, comments,
+/// lines that go on, and what stands between commands. Within `$(…)` a command of its own begins.
 fn commands(script: &str) -> Vec<Vec<String>> {
     let mut commands = vec![vec![]];
     let mut word: Option<String> = None;

@@ -5,17 +5,14 @@ use bytes::Bytes;
 use prost::Message as _;
 use proto::{
     gitlab::agent::reverse_tunnel::rpc::{self, connect_request::Msg, connect_response},
-    kas::bench::v1::{DownloadRequest, Payload},
+    kas::bench::v1::DownloadRequest,
 };
 use testkit::{
     agentk::Agentk,
+    bench::{DOWNLOAD, ECHO, HOLD, payload},
     handler::meta,
     kas14::{FromAgent, Kas14},
 };
-
-const ECHO: &str = "/kas.bench.v1.Bench/Echo";
-const DOWNLOAD: &str = "/kas.bench.v1.Bench/Download";
-const HOLD: &str = "/kas.bench.v1.Bench/Hold";
 
 /// Waits for everything that agentk sends until it half-closes.
 async fn all(tunnel: &mut testkit::kas14::Tunnel) -> Vec<Msg> {
@@ -57,7 +54,7 @@ async fn agentk_offers_reuse_and_waits_for_no_headers() -> Result<()> {
 async fn answer_of_a_one_shot_tunnel_arrives_whole_before_its_end() -> Result<()> {
     let mut kas = Kas14::start().await?;
     let _agentk = Agentk::start(kas.address(), "token").await?;
-    let echo = Payload { data: "hello".into() }.encode_to_vec();
+    let echo = payload("hello");
     let download = DownloadRequest { messages: 20, size: 1000 }.encode_to_vec();
     for _ in 0..20 {
         let mut tunnel = kas.tunnel().await;
@@ -117,7 +114,7 @@ async fn agentk_opens_the_next_tunnel_when_one_was_used_or_ended() -> Result<()>
     hold.send(connect_response::Msg::CloseSend(rpc::CloseSend {}))?;
     assert!(matches!(hold.next().await, FromAgent::Sent(Msg::Header(_))));
     assert!(matches!(hold.next().await, FromAgent::Sent(Msg::Message(_))));
-    let echo = Payload { data: "hello".into() }.encode_to_vec();
+    let echo = payload("hello");
     for _ in 0..5 {
         let mut tunnel = kas.tunnel().await;
         tunnel.request(ECHO, &[], &[&echo])?;

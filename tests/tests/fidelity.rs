@@ -1,5 +1,5 @@
-//! What was sent is what arrives, whatever it is and in whatever pieces it is written: properties of one running kas
-//! with agents of several kinds.
+//! What was sent is what arrives, whatever it is and in whatever pieces it is written: properties of one
+//! running kas with agents of several kinds.
 
 #![allow(clippy::unwrap_used)] // a test may panic
 
@@ -23,6 +23,7 @@ use proto::{
 };
 use testkit::{
     agentk::Agentk,
+    bench,
     caller::{Answer, Caller, answer, frame},
     handler::{message, path},
     kas::{AgentEntry, Kas, Options, token},
@@ -124,7 +125,7 @@ fn messages_of_any_size_in_any_pieces_arrive_whole_and_in_order() -> Result<()> 
             let caller = kas.caller().await?;
             // At once on one connection, through different tunnels of one agent.
             let (echoed, counted) = tokio::join!(
-                first.call(&caller, "/kas.bench.v1.Bench/Echo"),
+                first.call(&caller, bench::ECHO),
                 second.call(&caller, "/kas.bench.v1.Bench/Upload"),
             );
             let (sent, got) = (first.messages(), echoed.context("Echo")?.messages);
@@ -163,7 +164,8 @@ impl Metadata {
         prop::collection::vec(prop_oneof![text, binary], 0..24).prop_map(Self)
     }
 
-    /// As agents of GitLab can carry it: their envelopes hold binary values as they are, and those must be text.
+    /// As agents of GitLab can carry it: their envelopes hold binary values as they are, and those must be
+    /// text.
     fn for_kind(mut self, kind: Kind) -> Self {
         if kind != Kind::Ours {
             for (_, value) in &mut self.0 {

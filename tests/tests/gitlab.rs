@@ -236,7 +236,8 @@ async fn kas_that_asks_seldom(gitlab: &GitLab) -> Result<Kas> {
     kas_of(gitlab, over).await
 }
 
-/// Connects from there with one made-up token after the other, more at a time than may wait for their turn; until dropped.
+/// Connects from there with one made-up token after the other, more at a time than may wait for their turn;
+/// until dropped.
 fn strangers(address: SocketAddr, from: Ipv4Addr) -> JoinSet<()> {
     let mut strangers = JoinSet::new();
     for _ in 0..60 {
@@ -410,7 +411,8 @@ async fn gitlab_calls_by_either_of_its_names_and_another_one_is_told_in_the_log(
     Ok(())
 }
 
-/// What GitLab's packages write, with ports for tests; the sections for Redis and Gitaly are read and do nothing.
+/// What GitLab's packages write, with ports for tests; the sections for Redis and Gitaly are read and do
+/// nothing.
 #[tokio::test]
 async fn a_file_of_gitlabs_kas_14_1_starts_and_agents_connect() -> Result<()> {
     let gitlab = gitlab().await?;

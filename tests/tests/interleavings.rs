@@ -11,6 +11,7 @@ use testkit::{
     kas::{Kas, token},
     link::{Next, Stream},
     raw_agent::{FromKas, Kind, RawAgent, RawTunnel},
+    scenario::Scenario,
 };
 
 /// Opens a request to agent 1, sends one message, and waits until the tunnel has both.
@@ -57,9 +58,7 @@ async fn withdrawal_of_a_parked_tunnel_ends_it_with_ok() -> Result<()> {
 
 #[tokio::test]
 async fn request_that_crossed_a_withdrawal_is_served_and_the_tunnel_ends_afterwards() -> Result<()> {
-    let kas = Kas::start().await?;
-    let caller = kas.caller().await?;
-    let agent = RawAgent::connect(kas.agent, &token(1), Kind::Ours).await?;
+    let Scenario { kas, caller, agent } = Scenario::start().await?.raw_agent(Kind::Ours).await?;
     for msgs in [
         vec![header(&[]), message("fine"), trailer(&[])],
         vec![error_of(5, "no"), trailer(&[])],
@@ -81,9 +80,7 @@ async fn request_that_crossed_a_withdrawal_is_served_and_the_tunnel_ends_afterwa
 
 #[tokio::test]
 async fn withdrawals_that_race_with_requests_lose_none() -> Result<()> {
-    let kas = Kas::start().await?;
-    let caller = kas.caller().await?;
-    let agent = RawAgent::connect(kas.agent, &token(1), Kind::Ours).await?;
+    let Scenario { kas: _kas, caller, agent } = Scenario::start().await?.raw_agent(Kind::Ours).await?;
     let (mut crossed, mut parked) = (0, 0);
     for n in 0..100 {
         let mut tunnel = agent.tunnel().await?;
@@ -168,9 +165,7 @@ async fn anything_but_a_withdrawal_on_a_parked_tunnel_resets_it() -> Result<()> 
 
 #[tokio::test]
 async fn reusable_tunnel_answered_before_the_caller_closed_serves_the_next_request() -> Result<()> {
-    let kas = Kas::start().await?;
-    let caller = kas.caller().await?;
-    let agent = RawAgent::connect(kas.agent, &token(1), Kind::Ours).await?;
+    let Scenario { kas, caller, agent } = Scenario::start().await?.raw_agent(Kind::Ours).await?;
     let mut tunnel = agent.tunnel().await?;
     for _ in 0..3 {
         let mut stream = begin(&caller, &mut tunnel).await?;
@@ -188,8 +183,7 @@ async fn reusable_tunnel_answered_before_the_caller_closed_serves_the_next_reque
 
 #[tokio::test]
 async fn one_shot_tunnel_answered_before_the_caller_closed_ends_with_ok() -> Result<()> {
-    let kas = Kas::start().await?;
-    let caller = kas.caller().await?;
+    let Scenario { kas, caller, .. } = Scenario::start().await?;
     for kind in [Kind::Old, Kind::Recent] {
         let agent = RawAgent::connect(kas.agent, &token(1), kind).await?;
         let mut tunnel = agent.tunnel().await?;
@@ -214,9 +208,7 @@ async fn one_shot_tunnel_answered_before_the_caller_closed_ends_with_ok() -> Res
 
 #[tokio::test]
 async fn answer_in_the_middle_of_a_callers_message_resets_the_tunnel_and_not_the_answer() -> Result<()> {
-    let kas = Kas::start().await?;
-    let caller = kas.caller().await?;
-    let agent = RawAgent::connect(kas.agent, &token(1), Kind::Ours).await?;
+    let Scenario { kas, caller, agent } = Scenario::start().await?.raw_agent(Kind::Ours).await?;
     let mut tunnel = agent.tunnel().await?;
     let mut stream = caller.open(caller.to_agent(1, &path("Chat"))).await?;
     stream.send(frame(&[b'x'; 100]).slice(..50)).await.unwrap();
@@ -242,9 +234,7 @@ async fn answer_in_the_middle_of_a_callers_message_resets_the_tunnel_and_not_the
 
 #[tokio::test]
 async fn answer_while_a_large_message_is_on_its_way_never_garbles_the_next_request() -> Result<()> {
-    let kas = Kas::start().await?;
-    let caller = kas.caller().await?;
-    let agent = RawAgent::connect(kas.agent, &token(1), Kind::Ours).await?;
+    let Scenario { kas, caller, agent } = Scenario::start().await?.raw_agent(Kind::Ours).await?;
     let mut reused = 0;
     for n in 0..40 {
         let mut tunnel = agent.tunnel().await?;
@@ -279,8 +269,7 @@ async fn answer_while_a_large_message_is_on_its_way_never_garbles_the_next_reque
 #[tokio::test]
 async fn trailer_and_then_a_reset_is_an_unknown_outcome_on_one_shot_tunnels_and_complete_on_reusable_ones()
 -> Result<()> {
-    let kas = Kas::start().await?;
-    let caller = kas.caller().await?;
+    let Scenario { kas, caller, .. } = Scenario::start().await?;
     for kind in Kind::ALL {
         for reason in [Reason::CANCEL, Reason::NO_ERROR, Reason::INTERNAL_ERROR] {
             let agent = RawAgent::connect(kas.agent, &token(1), kind).await?;
@@ -315,8 +304,7 @@ async fn resets_and_early_ends_of_agents_are_never_an_answer() -> Result<()> {
         Send(Msg),
         Bytes(&'static [u8]),
     }
-    let kas = Kas::start().await?;
-    let caller = kas.caller().await?;
+    let Scenario { kas, caller, .. } = Scenario::start().await?;
     for kind in Kind::ALL {
         let mut ends = vec![
             (vec![], End::Reset(Reason::CANCEL)),
@@ -374,8 +362,7 @@ async fn resets_and_early_ends_of_agents_are_never_an_answer() -> Result<()> {
 
 #[tokio::test]
 async fn half_a_message_of_an_agent_is_followed_by_a_status_and_never_completed() -> Result<()> {
-    let kas = Kas::start().await?;
-    let caller = kas.caller().await?;
+    let Scenario { kas, caller, .. } = Scenario::start().await?;
     for kind in Kind::ALL {
         let agent = RawAgent::connect(kas.agent, &token(1), kind).await?;
         let mut tunnel = agent.tunnel().await?;
@@ -405,8 +392,7 @@ async fn half_a_message_of_an_agent_is_followed_by_a_status_and_never_completed(
 
 #[tokio::test]
 async fn clean_half_close_instead_of_an_answer_means_not_started() -> Result<()> {
-    let kas = Kas::start().await?;
-    let caller = kas.caller().await?;
+    let Scenario { kas, caller, .. } = Scenario::start().await?;
     for kind in Kind::ALL {
         for closed in [false, true] {
             let agent = RawAgent::connect(kas.agent, &token(1), kind).await?;
@@ -489,9 +475,7 @@ async fn reset_of_a_caller_reaches_the_agent_as_a_reset_and_never_as_an_end() ->
 
 #[tokio::test]
 async fn abandoned_answer_of_an_old_agent_is_read_up_to_a_mebibyte() -> Result<()> {
-    let kas = Kas::start().await?;
-    let caller = kas.caller().await?;
-    let agent = RawAgent::connect(kas.agent, &token(1), Kind::Old).await?;
+    let Scenario { kas: _kas, caller, agent } = Scenario::start().await?.raw_agent(Kind::Old).await?;
     let mut tunnel = agent.tunnel().await?;
     let mut stream = begin(&caller, &mut tunnel).await?;
     stream.half_close().unwrap();
@@ -504,15 +488,15 @@ async fn abandoned_answer_of_an_old_agent_is_read_up_to_a_mebibyte() -> Result<(
         sent += part.len();
     }
     assert_eq!(tunnel.next().await, FromKas::Reset(Reason::CANCEL));
-    // What is on its way when kas resets comes on top: a stream's window, and what it is widened by before the reset is heard.
+    // What is on its way when kas resets comes on top: a stream's window, and what it is widened by before
+    // the reset is heard.
     assert!((1 << 20..2 << 20).contains(&sent), "{sent}");
     Ok(())
 }
 
 #[tokio::test]
 async fn deadline_that_passes_cancels_the_request_at_the_agent() -> Result<()> {
-    let kas = Kas::start().await?;
-    let caller = kas.caller().await?;
+    let Scenario { kas, caller, .. } = Scenario::start().await?;
     for kind in Kind::ALL {
         let agent = RawAgent::connect(kas.agent, &token(1), kind).await?;
         let mut tunnel = agent.tunnel().await?;
@@ -534,9 +518,7 @@ async fn deadline_that_passes_cancels_the_request_at_the_agent() -> Result<()> {
 
 #[tokio::test]
 async fn control_messages_are_bounded() -> Result<()> {
-    let kas = Kas::start().await?;
-    let caller = kas.caller().await?;
-    let agent = RawAgent::connect(kas.agent, &token(1), Kind::Ours).await?;
+    let Scenario { kas: _kas, caller, agent } = Scenario::start().await?.raw_agent(Kind::Ours).await?;
     let mut tunnel = agent.tunnel().await?;
     let mut stream = begin(&caller, &mut tunnel).await?;
     tunnel.send(header(&[("big", &"x".repeat(70_000))])).await;

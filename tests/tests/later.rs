@@ -41,6 +41,7 @@ use testkit::{
     link::Next,
     process::soon,
     raw_agent::{FromKas, Kind, RawAgent, RawTunnel},
+    scenario::Scenario,
 };
 
 const TRACKER: &str = "/gitlab.agent.agent_tracker.rpc.AgentTracker";
@@ -111,8 +112,7 @@ async fn an_agent_of_16_5_registers_and_is_listed_by_what_it_calls_itself() -> R
 
 #[tokio::test]
 async fn registration_needs_the_token_of_an_agent_and_ends_with_it() -> Result<()> {
-    let kas = Kas::start().await?;
-    let caller = kas.caller().await?;
+    let Scenario { kas, caller, .. } = Scenario::start().await?;
     for method in ["Register", "Unregister"] {
         let path = format!("/gitlab.agent.agent_registrar.rpc.AgentRegistrar/{method}");
         for token in [None, Some("unknown".to_owned())] {
@@ -204,9 +204,7 @@ async fn what_a_caller_abandons_ends_with_the_status_after_which_16_5_comes_back
 
 #[tokio::test]
 async fn methods_that_14_1_does_not_have_are_routed_by_what_an_agent_lists() -> Result<()> {
-    let kas = Kas::start().await?;
-    let caller = kas.caller().await?;
-    let agent = RawAgent::connect(kas.agent, &token(1), Kind::Recent).await?;
+    let Scenario { kas: _kas, caller, agent } = Scenario::start().await?.raw_agent(Kind::Recent).await?;
     let mut tunnel = agent.tunnel_with(testkit::agent16::descriptor()).await?;
     let graph = "/gitlab.agent.kubernetes_api.rpc.KubernetesApi/WatchGraph";
     let serve = async {
@@ -290,8 +288,7 @@ async fn serve_make_request(tunnel: &mut RawTunnel, body: &str) -> HttpRequest {
 #[tokio::test]
 async fn a_request_for_other_rights_never_reaches_an_agent_that_would_use_its_own() -> Result<()> {
     let agents = (1..=4).map(AgentEntry::new).collect();
-    let kas = Kas::start_with(Options { agents, ..Options::default() }).await?;
-    let caller = kas.caller().await?;
+    let Scenario { kas, caller, .. } = Scenario::start_with(Options { agents, ..Options::default() }).await?;
     // Of 14.1, and of this project before it knew.
     let old = RawAgent::connect(kas.agent, &token(1), Kind::Old).await?;
     let ours = RawAgent::connect(kas.agent, &token(2), Kind::Ours).await?;
@@ -353,9 +350,7 @@ async fn who_asks() -> Result<(std::net::SocketAddr, tokio::sync::oneshot::Recei
 
 #[tokio::test]
 async fn kas_says_that_its_own_requests_have_no_body() -> Result<()> {
-    let kas = Kas::start().await?;
-    let caller = kas.caller().await?;
-    let agent = RawAgent::connect(kas.agent, &token(1), Kind::Recent).await?;
+    let Scenario { kas: _kas, caller, agent } = Scenario::start().await?.raw_agent(Kind::Recent).await?;
     let mut tunnel = agent.tunnel_with(kubernetes_api()).await?;
     let list =
         json!({ "metadata": {}, "items": [{ "metadata": { "name": "p", "namespace": "n" } }] }).to_string();

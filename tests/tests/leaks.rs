@@ -1,7 +1,8 @@
-//! Nothing stays behind: ten thousand requests through real kas and real agentk, half of them given up half-way.
+//! Nothing stays behind: ten thousand requests through real kas and real agentk, half of them given up
+//! half-way.
 //!
-//! `LEAKS_SEED` repeats a run: which requests there are and at what point each is given up, though not how they
-//! interleave.
+//! `LEAKS_SEED` repeats a run: which requests there are and at what point each is given up, though not how
+//! they interleave.
 
 #![allow(clippy::unwrap_used)] // a test may panic
 
@@ -21,6 +22,7 @@ use rand::{RngExt as _, SeedableRng as _, rngs::StdRng};
 use serde_json::json;
 use testkit::{
     agentk::Agentk,
+    bench,
     caller::{Answer, Caller, Jwt, answer, now},
     kas::{Kas, eventually, token},
     link::{Next, Stream},
@@ -82,7 +84,7 @@ impl Call {
 
     fn method(self) -> &'static str {
         match self {
-            Self::Echo { .. } => "/kas.bench.v1.Bench/Echo",
+            Self::Echo { .. } => bench::ECHO,
             Self::Download { .. } => "/kas.bench.v1.Bench/Download",
             Self::Upload { .. } => "/kas.bench.v1.Bench/Upload",
             Self::Hold => "/kas.bench.v1.Bench/Hold",
@@ -143,8 +145,8 @@ async fn complete(caller: &Caller, call: Call) -> Result<()> {
     call.check(&answer(&mut stream).await?)
 }
 
-/// Sends a request and gives it up; returns whether its handler was silent by then. Only an end that is not of the
-/// caller's own making is an error.
+/// Sends a request and gives it up; returns whether its handler was silent by then. Only an end that is not
+/// of the caller's own making is an error.
 async fn give_up(caller: &Caller, call: Call, moment: Moment) -> Result<bool> {
     if let Moment::After(delay) = moment {
         // Dropped wherever it is.

@@ -7,50 +7,25 @@ use futures_util::future::join_all;
 use grpc::{Code, Outcome};
 use http::StatusCode;
 use prost::Message as _;
-use proto::kas::bench::v1::{DownloadRequest, Payload, UploadResponse};
+use proto::kas::bench::v1::DownloadRequest;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::json;
 use testkit::{
     agent14::{Agent14, Version},
     agentk::Agentk,
+    bench::{DOWNLOAD, ECHO, HOLD, UPLOAD, echo, hold, payload, upload, uploaded},
     caller::{Answer, Caller, answer, frame},
     handler::{header, message, path, trailer},
     kas::{Kas, eventually, token},
     link::{Next, Stream},
     process::soon,
     raw_agent::{FromKas, Kind, RawAgent},
+    scenario::Scenario,
 };
 use tokio::time::Instant;
 
-const ECHO: &str = "/kas.bench.v1.Bench/Echo";
-const UPLOAD: &str = "/kas.bench.v1.Bench/Upload";
-const DOWNLOAD: &str = "/kas.bench.v1.Bench/Download";
-const HOLD: &str = "/kas.bench.v1.Bench/Hold";
-
 /// A process that has nothing to wait for ends within this time.
 const PROMPTLY: Duration = Duration::from_secs(10);
-
-fn payload(data: &str) -> Vec<u8> {
-    Payload { data: data.to_owned().into() }.encode_to_vec()
-}
-
-/// Asks agent 1, a real agentk, for an echo.
-async fn echo(caller: &Caller, data: &str) -> Result<()> {
-    let message = payload(data);
-    let got = caller.call(caller.to_agent(1, ECHO), &[&message]).await?;
-    ensure!(got.status.code() == Code::Ok, "{}", got.status);
-    ensure!(got.messages == [message], "{:?}", got.messages);
-    Ok(())
-}
-
-/// Opens a stream through agent 1 that stays open: its first message has come.
-async fn hold(caller: &Caller, agent: i64) -> Result<Stream> {
-    let mut stream = caller.open(caller.to_agent(agent, HOLD)).await?;
-    stream.send(frame(b"")).await.ok().context("sent")?;
-    stream.half_close().ok().context("sent")?;
-    ensure!(matches!(stream.next().await, Next::Message(_)));
-    Ok(stream)
-}
 
 /// Opens a stream of the test's own agents that answers each message.
 async fn chat(caller: &Caller, agent: i64) -> Result<Stream> {
@@ -109,8 +84,8 @@ async fn thousand_requests_that_wait_for_an_agent_are_each_served_once_when_it_c
 
 #[tokio::test]
 async fn requests_beyond_the_limit_of_waiters_are_refused_at_once() -> Result<()> {
-    let kas = Kas::start_with_config(json!({ "limits": { "waiters_per_agent": 3, "waiters": 5 } })).await?;
-    let caller = kas.caller().await?;
+    let Scenario { kas, caller, .. } =
+        Scenario::start_with_config(json!({ "limits": { "waiters_per_agent": 3, "waiters": 5 } })).await?;
     let open = async |agent: i64| -> Result<Stream> {
         let mut stream = caller.open(caller.to_agent(agent, &path("Echo"))).await?;
         stream.send(frame(b"x")).await.ok().context("sent")?;
@@ -158,8 +133,8 @@ async fn requests_beyond_the_limit_of_waiters_are_refused_at_once() -> Result<()
 
 #[tokio::test]
 async fn request_whose_agent_does_not_come_is_told_that_it_was_not_started() -> Result<()> {
-    let kas = Kas::start_with_config(json!({ "limits": { "find_timeout": "500ms" } })).await?;
-    let caller = kas.caller().await?;
+    let Scenario { kas, caller, .. } =
+        Scenario::start_with_config(json!({ "limits": { "find_timeout": "500ms" } })).await?;
     let begun = Instant::now();
     let request = caller.to_agent(1, &path("Echo")).header("grpc-timeout", "200m");
     let got = caller.call(request, &[b"x"]).await?;
@@ -197,9 +172,7 @@ async fn request_whose_agent_does_not_come_is_told_that_it_was_not_started() -> 
 
 #[tokio::test]
 async fn leaving_kas_lets_every_stream_finish_and_tells_everybody_to_go() -> Result<()> {
-    let kas = Kas::start().await?;
-    let caller = kas.caller().await?;
-    let ours = RawAgent::connect(kas.agent, &token(1), Kind::Ours).await?;
+    let Scenario { kas, caller, agent: ours } = Scenario::start().await?.raw_agent(Kind::Ours).await?;
     let old = RawAgent::connect(kas.agent, &token(2), Kind::Old).await?;
     let mut configurations = [ours.configuration("").await?, old.configuration("").await?];
     let mut busy = ours.tunnel().await?;
@@ -257,9 +230,10 @@ async fn leaving_kas_lets_every_stream_finish_and_tells_everybody_to_go() -> Res
 
 #[tokio::test]
 async fn before_it_leaves_kas_serves_everything_for_the_delay() -> Result<()> {
-    let kas = Kas::start_with_config(json!({ "drain": { "delay": "10s" } })).await?;
-    let caller = kas.caller().await?;
-    let agent = RawAgent::connect(kas.agent, &token(1), Kind::Ours).await?;
+    let Scenario { kas, caller, agent } = Scenario::start_with_config(json!({ "drain": { "delay": "10s" } }))
+        .await?
+        .raw_agent(Kind::Ours)
+        .await?;
     let _configuration = agent.configuration("").await?;
     let _serving = agent.serve(1).await?;
     let since = Instant::now();
@@ -340,8 +314,8 @@ async fn signal_right_after_the_start_is_a_wish_to_leave() -> Result<()> {
 
 #[tokio::test]
 async fn waiting_requests_are_told_to_go_elsewhere_when_kas_exits() -> Result<()> {
-    let kas = Kas::start_with_config(json!({ "drain": { "timeout": "500ms" } })).await?;
-    let caller = kas.caller().await?;
+    let Scenario { kas, caller, .. } =
+        Scenario::start_with_config(json!({ "drain": { "timeout": "500ms" } })).await?;
     let mut stream = caller.open(caller.to_agent(1, &path("Echo"))).await?;
     kas.metric_is("kas_requests_waiting", 1.0).await?;
     kas.process.terminate();
@@ -353,8 +327,8 @@ async fn waiting_requests_are_told_to_go_elsewhere_when_kas_exits() -> Result<()
 
 #[tokio::test]
 async fn requests_longer_than_the_drain_timeout_end_with_trailers_that_say_unknown() -> Result<()> {
-    let kas = Kas::start_with_config(json!({ "drain": { "timeout": "700ms" } })).await?;
-    let caller = kas.caller().await?;
+    let Scenario { kas, caller, .. } =
+        Scenario::start_with_config(json!({ "drain": { "timeout": "700ms" } })).await?;
     let _old = Agent14::start(kas.agent, &token(2), Version::Old).await?;
     let ours = RawAgent::connect(kas.agent, &token(1), Kind::Ours).await?;
     let _serving = ours.serve(3).await?;
@@ -380,10 +354,11 @@ async fn requests_longer_than_the_drain_timeout_end_with_trailers_that_say_unkno
 #[tokio::test]
 async fn second_signal_ends_kas_at_once_and_still_with_trailers() -> Result<()> {
     for delay in ["0s", "20s"] {
-        let kas = Kas::start_with_config(json!({ "drain": { "delay": delay, "timeout": "60s" } })).await?;
-        let caller = kas.caller().await?;
-        let agent = RawAgent::connect(kas.agent, &token(1), Kind::Ours).await?;
-        let _serving = agent.serve(2).await?;
+        let Scenario { kas, caller, agent: _agent } =
+            Scenario::start_with_config(json!({ "drain": { "delay": delay, "timeout": "60s" } }))
+                .await?
+                .serving_agent(Kind::Ours, 2)
+                .await?;
         let mut stream = chat(&caller, 1).await?;
         kas.process.terminate();
         kas.process
@@ -403,7 +378,7 @@ async fn agentk_comes_back_within_seconds_of_a_restart() -> Result<()> {
     let mut kas = Kas::start().await?;
     let agentk = Agentk::start(kas.agent, &token(1)).await?;
     agentk.connected().await?;
-    echo(&kas.caller().await?, "before").await?;
+    echo(&kas.caller().await?, 1, "before").await?;
     for orderly in [true, false, true, false] {
         if orderly {
             assert!(kas.leave(PROMPTLY).await?.success());
@@ -414,7 +389,7 @@ async fn agentk_comes_back_within_seconds_of_a_restart() -> Result<()> {
         kas.restart().await?;
         let begun = Instant::now();
         // It waits for the agent.
-        echo(&kas.caller().await?, "after").await?;
+        echo(&kas.caller().await?, 1, "after").await?;
         let took = begun.elapsed();
         println!("orderly: {orderly}: served {took:?} after the start");
         // The pause before an attempt is 10 s at most, and was seen to be below two.
@@ -426,12 +401,8 @@ async fn agentk_comes_back_within_seconds_of_a_restart() -> Result<()> {
 
 #[tokio::test]
 async fn open_stream_of_agentk_survives_that_its_kas_is_told_to_leave() -> Result<()> {
-    let kas = Kas::start().await?;
-    let agentk = Agentk::start(kas.agent, &token(1)).await?;
-    agentk.connected().await?;
-    let caller = kas.caller().await?;
-    let mut upload = caller.open(caller.to_agent(1, UPLOAD)).await?;
-    upload.send(frame(&payload("one"))).await.unwrap();
+    let Scenario { kas, caller, agent: agentk } = Scenario::start().await?.agentk().await?;
+    let mut upload = upload(&caller, 1, "one").await?;
     agentk.metric_is("agentk_tunnels_busy", 1.0).await?;
     kas.process.terminate();
     eventually("it is not ready any more", async || {
@@ -440,23 +411,17 @@ async fn open_stream_of_agentk_survives_that_its_kas_is_told_to_leave() -> Resul
     })
     .await?;
     // There is no other replica: the agent comes back here, and new requests reach it.
-    echo(&kas.caller().await?, "during").await?;
+    echo(&kas.caller().await?, 1, "during").await?;
     upload.send(frame(&payload("two"))).await.unwrap();
-    upload.half_close().unwrap();
-    let total: UploadResponse = answer(&mut upload).await?.one()?;
-    assert_eq!(total.messages, 2);
+    assert_eq!(uploaded(&mut upload).await?, 2);
     assert!(kas.process.exited(PROMPTLY).await?.success());
     Ok(())
 }
 
 #[tokio::test]
 async fn leaving_agentk_finishes_its_requests_and_takes_no_more() -> Result<()> {
-    let kas = Kas::start().await?;
-    let agentk = Agentk::start(kas.agent, &token(1)).await?;
-    agentk.connected().await?;
-    let caller = kas.caller().await?;
-    let mut upload = caller.open(caller.to_agent(1, UPLOAD)).await?;
-    upload.send(frame(&payload("one"))).await.unwrap();
+    let Scenario { kas, caller, agent: agentk } = Scenario::start().await?.agentk().await?;
+    let mut upload = upload(&caller, 1, "one").await?;
     agentk.metric_is("agentk_tunnels_busy", 1.0).await?;
     agentk.process.terminate();
     // Its idle tunnels are withdrawn; the busy one is there.
@@ -465,9 +430,7 @@ async fn leaving_agentk_finishes_its_requests_and_takes_no_more() -> Result<()> 
     let got = caller.call(request, &[b""]).await?;
     assert_not_started(&got, Code::DeadlineExceeded);
     upload.send(frame(&payload("two"))).await.unwrap();
-    upload.half_close().unwrap();
-    let total: UploadResponse = answer(&mut upload).await?.one()?;
-    assert_eq!(total.messages, 2);
+    assert_eq!(uploaded(&mut upload).await?, 2);
     assert!(agentk.process.exited(PROMPTLY).await?.success());
     kas.metric_is("kas_tunnels_open", 0.0).await?;
     kas.metric_is("kas_connected_agents", 0.0).await?;
@@ -477,10 +440,7 @@ async fn leaving_agentk_finishes_its_requests_and_takes_no_more() -> Result<()> 
 
 #[tokio::test]
 async fn second_signal_ends_agentk_at_once() -> Result<()> {
-    let kas = Kas::start().await?;
-    let agentk = Agentk::start(kas.agent, &token(1)).await?;
-    agentk.connected().await?;
-    let caller = kas.caller().await?;
+    let Scenario { kas, caller, agent: agentk } = Scenario::start().await?.agentk().await?;
     let mut stream = hold(&caller, 1).await?;
     agentk.process.terminate();
     kas.metric_is("kas_tunnels_open", 1.0).await?;
@@ -493,10 +453,7 @@ async fn second_signal_ends_agentk_at_once() -> Result<()> {
 
 #[tokio::test]
 async fn lost_agentk_ends_its_requests_with_an_unknown_outcome() -> Result<()> {
-    let kas = Kas::start().await?;
-    let agentk = Agentk::start(kas.agent, &token(1)).await?;
-    agentk.connected().await?;
-    let caller = kas.caller().await?;
+    let Scenario { kas, caller, agent: agentk } = Scenario::start().await?.agentk().await?;
     let mut stream = hold(&caller, 1).await?;
     agentk.process.kill();
     let got = answer(&mut stream).await?;
@@ -509,10 +466,7 @@ async fn lost_agentk_ends_its_requests_with_an_unknown_outcome() -> Result<()> {
 
 #[tokio::test]
 async fn caller_that_leaves_cancels_the_handler_in_agentk() -> Result<()> {
-    let kas = Kas::start().await?;
-    let agentk = Agentk::start(kas.agent, &token(1)).await?;
-    agentk.connected().await?;
-    let caller = kas.caller().await?;
+    let Scenario { kas: _kas, caller, agent: agentk } = Scenario::start().await?.agentk().await?;
     for _ in 0..5 {
         let mut silent = hold(&caller, 1).await?;
         let mut uploading = caller.open(caller.to_agent(1, UPLOAD)).await?;
@@ -525,17 +479,14 @@ async fn caller_that_leaves_cancels_the_handler_in_agentk() -> Result<()> {
     let request = caller.to_agent(1, HOLD).header("grpc-timeout", "200m");
     assert_eq!(caller.call(request, &[b""]).await?.status.code(), Code::DeadlineExceeded);
     agentk.metric_is("agentk_tunnels_busy", 0.0).await?;
-    echo(&caller, "afterwards").await?;
+    echo(&caller, 1, "afterwards").await?;
     Ok(())
 }
 
 #[tokio::test]
 async fn token_in_the_file_counts_from_the_next_stream_on() -> Result<()> {
     use testkit::kas::AgentEntry;
-    let kas = Kas::start().await?;
-    let agentk = Agentk::start(kas.agent, &token(1)).await?;
-    agentk.connected().await?;
-    let caller = kas.caller().await?;
+    let Scenario { kas, caller, agent: agentk } = Scenario::start().await?.agentk().await?;
     // As an operator does it: add the new one, exchange, remove the old one.
     let new = "new-token-of-1".to_owned();
     kas.set_agents(&[AgentEntry { tokens: vec![token(1), new.clone()], ..AgentEntry::new(1) }])?;
@@ -554,7 +505,7 @@ async fn token_in_the_file_counts_from_the_next_stream_on() -> Result<()> {
         })
         .await?;
     let begun = Instant::now();
-    echo(&caller, "with the new token").await?;
+    echo(&caller, 1, "with the new token").await?;
     println!("back after {:?}", begun.elapsed());
     // The first pause after a refusal is 10 s: it was not made.
     assert!(begun.elapsed() < Duration::from_secs(9), "{:?}", begun.elapsed());
@@ -602,7 +553,7 @@ async fn agentk_waits_for_a_kas_that_is_not_up_yet() -> Result<()> {
         .await?;
     assert!(agentk.process.is_running());
     kas.restart().await?;
-    echo(&kas.caller().await?, "at last").await?;
+    echo(&kas.caller().await?, 1, "at last").await?;
     agentk.connected().await?;
     assert_eq!(agentk.get("/readiness").await?.0, StatusCode::OK);
     Ok(())
@@ -610,14 +561,11 @@ async fn agentk_waits_for_a_kas_that_is_not_up_yet() -> Result<()> {
 
 #[tokio::test]
 async fn pool_of_agentk_grows_with_what_is_asked_of_it() -> Result<()> {
-    let kas = Kas::start().await?;
-    let agentk = Agentk::start(kas.agent, &token(1)).await?;
-    agentk.connected().await?;
-    let caller = kas.caller().await?;
+    let Scenario { kas, caller, agent: agentk } = Scenario::start().await?.agentk().await?;
     let streams =
         join_all((0..100).map(|_| hold(&caller, 1))).await.into_iter().collect::<Result<Vec<_>>>()?;
     assert_eq!(agentk.metric("agentk_tunnels_busy").await?, 100.0);
-    echo(&caller, "beside a hundred").await?;
+    echo(&caller, 1, "beside a hundred").await?;
     drop(streams);
     agentk.metric_is("agentk_tunnels_busy", 0.0).await?;
     // The tunnels of those that were cancelled are gone; the two that wait are there.
@@ -634,12 +582,8 @@ async fn pool_of_agentk_grows_with_what_is_asked_of_it() -> Result<()> {
 
 #[tokio::test]
 async fn sighup_is_noted_and_ends_neither_kas_nor_agentk() -> Result<()> {
-    let kas = Kas::start().await?;
-    let agentk = Agentk::start(kas.agent, &token(1)).await?;
-    agentk.connected().await?;
-    let caller = kas.caller().await?;
-    let mut upload = caller.open(caller.to_agent(1, UPLOAD)).await?;
-    upload.send(frame(&payload("one"))).await.unwrap();
+    let Scenario { kas, caller, agent: agentk } = Scenario::start().await?.agentk().await?;
+    let mut upload = upload(&caller, 1, "one").await?;
     agentk.metric_is("agentk_tunnels_busy", 1.0).await?;
     for process in [&kas.process, &agentk.process] {
         kill_process(Pid::from_raw(process.id()).context("an id")?, Signal::HUP)?;
@@ -650,10 +594,8 @@ async fn sighup_is_noted_and_ends_neither_kas_nor_agentk() -> Result<()> {
         assert_eq!(process.logged("that there is nothing to reopen", noted).await?, "INFO");
     }
     // What was open goes on, and what is new comes in.
-    upload.half_close().unwrap();
-    let total: UploadResponse = answer(&mut upload).await?.one()?;
-    assert_eq!(total.messages, 1);
-    echo(&caller, "after").await?;
+    assert_eq!(uploaded(&mut upload).await?, 1);
+    echo(&caller, 1, "after").await?;
     assert!(kas.process.is_running() && agentk.process.is_running());
     Ok(())
 }

@@ -1,5 +1,5 @@
-//! What a peer that is unknown, silent, idle or noisy may take up of a real kas, and the metric that tells of each:
-//! docs/limits.md has them all.
+//! What a peer that is unknown, silent, idle or noisy may take up of a real kas, and the metric that tells of
+//! each: docs/limits.md has them all.
 
 #![allow(clippy::unwrap_used)] // a test may panic
 
@@ -16,6 +16,7 @@ use testkit::{
     kas::{Kas, metric_is_at_least, token},
     process::soon,
     raw_agent::{CONNECT, GET_CONFIGURATION, Kind, RawAgent},
+    scenario::Scenario,
 };
 use tokio::{
     io::{AsyncReadExt as _, AsyncWriteExt as _},
@@ -53,8 +54,8 @@ async fn closed(mut stream: TcpStream) {
     let _ = soon("kas closes the connection", stream.read_to_end(&mut rest)).await;
 }
 
-/// Fails unless kas closes a connection that says this and no more well before any limit that is not configured. One
-/// that is not never does; a machine that stands still may be late for a configured one.
+/// Fails unless kas closes a connection that says this and no more well before any limit that is not
+/// configured. One that is not never does; a machine that stands still may be late for a configured one.
 async fn closes_early(address: SocketAddr, bytes: &[&[u8]]) -> Result<()> {
     for _ in 0..3 {
         let begun = Instant::now();
@@ -529,12 +530,11 @@ async fn a_tunnel_above_the_limit_gets_the_next_place_or_ends_in_order_after_its
 
 #[tokio::test]
 async fn a_token_that_connects_too_often_waits_and_others_do_not() -> Result<()> {
-    let kas = Kas::start_with_config(json!({
+    let Scenario { kas, caller, .. } = Scenario::start_with_config(json!({
         "limits": { "token_burst": 4 },
         "agent": { "listen": { "connections_per_token_per_minute": 1 } },
     }))
     .await?;
-    let caller = kas.caller().await?;
     let mut connections = Vec::new();
     for _ in 0..3 {
         let agent = RawAgent::connect(kas.agent, &token(1), Kind::Old).await?;

@@ -1,5 +1,5 @@
-//! The operations manual is complete: every metric, every log line at `warn` or `error`, and every reason of a refusal has a
-//! row in `docs/operations.md`, and every limit one in `docs/limits.md`.
+//! The operations manual is complete: every metric, every log line at `warn` or `error`, and every reason of
+//! a refusal has a row in `docs/operations.md`, and every limit one in `docs/limits.md`.
 
 #![allow(clippy::unwrap_used)] // a test may panic
 
@@ -287,8 +287,8 @@ fn every_limit_and_every_reason_of_a_refusal_is_in_the_manual() -> Result<()> {
     let missing: Vec<_> = keys.iter().filter(|key| !limits.contains(&format!("`{key}`"))).collect();
     assert!(missing.is_empty(), "without a row in docs/limits.md: {missing:?}");
 
-    let metrics = read("crates/kas/src/metrics.rs")?;
-    let reasons = metrics.split_once("pub enum Reason {").context("it has the reasons")?.1;
+    let refusals = read("crates/kas/src/refusals.rs")?;
+    let reasons = refusals.split_once("pub enum Reason {").context("it has the reasons")?.1;
     let reasons: Vec<_> = reasons[..reasons.find('}').unwrap_or(0)]
         .lines()
         .map(str::trim)

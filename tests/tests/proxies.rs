@@ -1,31 +1,27 @@
-//! Agents behind nginx, HAProxy and Envoy, with gRPC and inside WebSocket: the timers of proxies for silent streams.
+//! Agents behind nginx, HAProxy and Envoy, with gRPC and inside WebSocket: the timers of proxies for silent
+//! streams.
 //!
-//! Those of the ordinary set have short timers, and kas knows a shorter one. The others have every timer as its proxy
-//! has it, and take eleven minutes, in which each has run out at least twice:
-//! `cargo test -p tests --test proxies -- --ignored`.
+//! Those of the ordinary set have short timers, and kas knows a shorter one. The others have every timer as
+//! its proxy has it, and take eleven minutes, in which each has run out at least twice: `cargo test -p tests
+//! --test proxies -- --ignored`.
 
 #![allow(clippy::unwrap_used)] // a test may panic
 
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
-use grpc::Code;
 use prost::Message as _;
-use proto::kas::bench::v1::{DownloadRequest, Payload};
+use proto::kas::bench::v1::DownloadRequest;
 use serde_json::json;
 use testkit::{
     agent14::{Agent14, Version},
     agentk::Agentk,
-    caller::{Caller, frame},
+    bench::{DOWNLOAD, echo, hold},
+    caller::frame,
     kas::{Kas, token},
-    link::{Next, Stream},
     proxy::{Passes, Proxy},
 };
 use tokio::time::Instant;
-
-const ECHO: &str = "/kas.bench.v1.Bench/Echo";
-const HOLD: &str = "/kas.bench.v1.Bench/Hold";
-const DOWNLOAD: &str = "/kas.bench.v1.Bench/Download";
 
 /// How long agents are watched behind the timers of the ordinary set.
 const SHORT: Duration = Duration::from_secs(45);
@@ -35,8 +31,8 @@ const LONG: Duration = Duration::from_secs(11 * 60);
 /// As Debian's package configures it.
 const HAPROXY: &str = "  timeout connect 5000\n  timeout client 50000\n  timeout server 50000\n";
 
-/// Returns the timers of proxies in the ordinary set, in seconds: below the 15 s of kas' pings, or above them where they
-/// are to count.
+/// Returns the timers of proxies in the ordinary set, in seconds: below the 15 s of kas' pings, or above them
+/// where they are to count.
 fn timer(passes: Passes) -> u64 {
     match passes {
         Passes::Grpc => 12,
@@ -65,22 +61,6 @@ async fn kas(short: bool) -> Result<Kas> {
 fn url(proxy: &Proxy, passes: Passes) -> String {
     let scheme = if passes == Passes::Grpc { "grpc" } else { "ws" };
     format!("{scheme}://{}", proxy.address)
-}
-
-async fn echo(caller: &Caller, agent: i64) -> Result<()> {
-    let message = Payload { data: "x".into() }.encode_to_vec();
-    let got = caller.call(caller.to_agent(agent, ECHO), &[&message]).await?;
-    ensure!(got.status.code() == Code::Ok, "{}", got.status);
-    Ok(())
-}
-
-/// Begins a request on which nothing is said.
-async fn hold(caller: &Caller) -> Result<Stream> {
-    let mut open = caller.open(caller.to_agent(1, HOLD)).await?;
-    open.send(frame(b"")).await.ok().context("sent")?;
-    open.half_close().ok().context("sent")?;
-    ensure!(matches!(open.next().await, Next::Message(_)));
-    Ok(open)
 }
 
 /// A proxy whose error names it.
@@ -120,17 +100,17 @@ async fn outlasts(kas: &Kas, proxy: &Proxy, passes: Passes, time: Duration) -> R
     }
     let log = agentk.process.log();
     ensure!(!log.contains("was lost") && !log.contains("takes nothing new"), "{log}");
-    echo(&kas.caller().await?, 1).await?;
+    echo(&kas.caller().await?, 1, "x").await?;
     let violations = kas.metric("kas_tunnel_violations_total").await?;
     ensure!(violations == 0.0, "{violations} tunnels were cut\n{}", proxy.process.log());
     Ok(())
 }
 
-/// An agent of GitLab 14.1, whose tunnels kas ends in order: a timer would cut all that are idle at once, and let the agent
-/// pause for 10 s and more.
+/// An agent of GitLab 14.1, whose tunnels kas ends in order: a timer would cut all that are idle at once, and
+/// let the agent pause for 10 s and more.
 ///
-/// Seen once in 91: HAProxy turned the end of one into an error, when kas' half of the stream was over and the agent's was
-/// not. One tunnel of ten then comes back later.
+/// Seen once in 91: HAProxy turned the end of one into an error, when kas' half of the stream was over and
+/// the agent's was not. One tunnel of ten then comes back later.
 async fn old_outlasts(kas: &Kas, proxy: &Proxy, time: Duration) -> Result<()> {
     let agent = Agent14::start(proxy.address, &token(1), Version::Old).await?;
     let mut ends = agent.ends();
@@ -229,7 +209,7 @@ async fn silent_request(
 ) -> Result<Option<Duration>> {
     let agentk = Agentk::start_url(&url(proxy, passes), &token(1), None).await?;
     agentk.connected().await?;
-    let mut open = hold(&kas.caller().await?).await?;
+    let mut open = hold(&kas.caller().await?, 1).await?;
     let begun = Instant::now();
     let end = tokio::time::timeout(time, open.next_unbounded()).await;
     Ok(end.is_ok().then(|| begun.elapsed()))

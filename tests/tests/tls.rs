@@ -1,5 +1,5 @@
-//! Certificates, keys and secrets of a running kas: exchanged while it serves, told of before they end, and refused at
-//! the start when they are unsafe.
+//! Certificates, keys and secrets of a running kas: exchanged while it serves, told of before they end, and
+//! refused at the start when they are unsafe.
 
 #![allow(clippy::unwrap_used)] // a test may panic
 
@@ -48,7 +48,7 @@ struct Authority(rcgen::Issuer<'static, rcgen::KeyPair>, String);
 
 impl Authority {
     fn new() -> Result<Self> {
-        runtime::tls::install();
+        net::tls::install();
         let mut ca = rcgen::CertificateParams::new(vec![])?;
         ca.is_ca = rcgen::IsCa::Ca(rcgen::BasicConstraints::Unconstrained);
         let key = rcgen::KeyPair::generate()?;
@@ -73,7 +73,7 @@ impl Authority {
 }
 
 fn now() -> SystemTime {
-    SystemTime::UNIX_EPOCH + runtime::clock::wall()
+    SystemTime::UNIX_EPOCH + process::clock::wall()
 }
 
 const YEAR: Duration = Duration::from_secs(365 * 86_400);
@@ -196,7 +196,8 @@ async fn exchanged_certificates_are_shown_soon_broken_ones_never_and_open_connec
     // As old as the first certificate.
     answers(&kas, &mut open).await?;
 
-    // A certificate whose key has not come, half a certificate, and one that has ended: each is told of, and none is used.
+    // A certificate whose key has not come, half a certificate, and one that has ended: each is told of, and
+    // none is used.
     let third = authority.sign(YEAR)?;
     let ended = {
         let key = rcgen::KeyPair::generate()?;
@@ -227,8 +228,8 @@ async fn exchanged_certificates_are_shown_soon_broken_ones_never_and_open_connec
     Ok(())
 }
 
-/// The hello of a client that knows TLS 1.1 at most: version 3.2, and ciphers of that time. Nothing but the version is
-/// wrong with it.
+/// The hello of a client that knows TLS 1.1 at most: version 3.2, and ciphers of that time. Nothing but the
+/// version is wrong with it.
 fn hello_of_tls_1_1() -> Vec<u8> {
     let mut body = vec![3, 2];
     body.extend([7; 32]);
@@ -317,7 +318,7 @@ async fn the_end_of_a_certificate_is_a_metric_and_told_once_at_each_step() -> Re
         file.display()
     );
     let ends_in =
-        async || -> Result<f64> { Ok(kas.metric(&metric).await? - runtime::clock::wall().as_secs_f64()) };
+        async || -> Result<f64> { Ok(kas.metric(&metric).await? - process::clock::wall().as_secs_f64()) };
     let left = ends_in().await?;
     assert!((6.0 * 86_400.0 - 120.0..=6.0 * 86_400.0).contains(&left), "{left}");
     let days = |line: &serde_json::Value| {

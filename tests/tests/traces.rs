@@ -1,5 +1,5 @@
-//! Spans of real processes: one trace from the caller over two replicas and agentk to the API server, exported by OTLP
-//! over HTTP and over gRPC to a collector that reads the official messages.
+//! Spans of real processes: one trace from the caller over two replicas and agentk to the API server,
+//! exported by OTLP over HTTP and over gRPC to a collector that reads the official messages.
 
 use std::{
     collections::BTreeMap,
@@ -35,16 +35,16 @@ use proto::{
 use serde_json::{Value, json};
 use testkit::{
     agentk::Agentk,
+    bench::{ECHO, HOLD},
     caller::{Caller, frame},
     kas::{Kas, eventually, token},
     link::Next,
     mesh::{Mesh, Options},
+    scenario::Scenario,
 };
 use tokio::{net::TcpListener, task::JoinSet};
 use tokio_rustls::TlsAcceptor;
 
-const ECHO: &str = "/kas.bench.v1.Bench/Echo";
-const HOLD: &str = "/kas.bench.v1.Bench/Hold";
 const MAKE_REQUEST: &str = "/gitlab.agent.kubernetes_api.rpc.KubernetesApi/MakeRequest";
 const BORROW: &str = "kas.internal.v1.Tunnels/Borrow";
 const CREDENTIAL: &str = "Bearer of-the-collector";
@@ -324,7 +324,8 @@ async fn one_trace_leads_from_the_caller_over_both_replicas_and_agentk_to_the_ap
     mesh.converged(&[(1, 1)]).await?;
     let caller = mesh.caller(0).await?;
 
-    // Several, one after the other: the tunnel stays lent, and its stream between the replicas is one for all.
+    // Several, one after the other: the tunnel stays lent, and its stream between the replicas is one for
+    // all.
     let mut sent = Vec::new();
     for n in 0..12 {
         let (id, context) = (format!("request-{n}"), trace());
@@ -477,7 +478,7 @@ async fn without_a_collector_the_context_of_a_request_passes_as_it_is() -> Resul
 
 #[tokio::test]
 async fn a_collector_behind_tls_is_trusted_by_its_ca_alone() -> Result<()> {
-    runtime::tls::install();
+    net::tls::install();
     let dir = tempfile::tempdir()?;
     let (certificate, key) = (dir.path().join("cert"), dir.path().join("key"));
     let pair = rcgen::KeyPair::generate()?;
@@ -485,23 +486,21 @@ async fn a_collector_behind_tls_is_trusted_by_its_ca_alone() -> Result<()> {
     std::fs::write(&certificate, signed.pem())?;
     std::fs::write(&key, pair.serialize_pem())?;
     for protocol in ["grpc", "http/protobuf"] {
-        let server = runtime::tls::server(&certificate, &key)?;
-        let server = if protocol == "grpc" { server } else { runtime::tls::or_http1(&server) };
+        let server = net::tls::server(&certificate, &key)?;
+        let server = if protocol == "grpc" { server } else { net::tls::or_http1(&server) };
         let collector = Collector::start_with(protocol == "grpc", Some(server.into())).await?;
         let mut config = json!({ "observability": { "tracing": {
             "otlp_endpoint": format!("https://localhost:{}", collector.address.port()),
             "otlp_protocol": protocol,
             "otlp_ca_certificate_file": &certificate,
         } } });
-        let kas = Kas::start_with_config(config.clone()).await?;
-        let caller = kas.caller().await?;
+        let Scenario { kas, caller, .. } = Scenario::start_with_config(config.clone()).await?;
         caller.call(caller.to_agent(1, ECHO).header("grpc-timeout", "10m"), &[b""]).await?;
         kas.metric_is("kas_spans_exported_total", 1.0).await?;
         assert_eq!(collector.got().spans.len(), 1, "{protocol}");
         // Without its CA it is a stranger.
         config["observability"]["tracing"]["otlp_ca_certificate_file"] = json!("");
-        let kas = Kas::start_with_config(config).await?;
-        let caller = kas.caller().await?;
+        let Scenario { kas, caller, .. } = Scenario::start_with_config(config).await?;
         caller.call(caller.to_agent(1, ECHO).header("grpc-timeout", "10m"), &[b""]).await?;
         kas.metric_is("kas_spans_lost_total{reason=\"Failed\"}", 1.0).await?;
         assert_eq!(collector.got().spans.len(), 1, "{protocol}");
@@ -512,10 +511,8 @@ async fn a_collector_behind_tls_is_trusted_by_its_ca_alone() -> Result<()> {
 #[tokio::test]
 async fn spans_that_are_not_gathered_yet_are_exported_on_leaving() -> Result<()> {
     let collector = Collector::start(false).await?;
-    let kas = Kas::start_with_config(tracing(&collector)).await?;
-    let agentk = Agentk::start(kas.agent, &token(1)).await?;
-    agentk.connected().await?;
-    let caller = kas.caller().await?;
+    let Scenario { kas, caller, agent: _agentk } =
+        Scenario::start_with_config(tracing(&collector)).await?.agentk().await?;
     for _ in 0..100 {
         caller.call(caller.to_agent(1, ECHO), &[&Payload::default().encode_to_vec()]).await?;
     }
@@ -532,10 +529,8 @@ async fn a_collector_that_does_not_answer_stops_no_request_and_what_is_lost_is_c
         "otlp_endpoint": format!("http://{}", silent.local_addr()?),
         "queue": 20,
     } } });
-    let kas = Kas::start_with_config(config).await?;
-    let agentk = Agentk::start(kas.agent, &token(1)).await?;
-    agentk.connected().await?;
-    let caller = kas.caller().await?;
+    let Scenario { kas, caller, agent: _agentk } =
+        Scenario::start_with_config(config).await?.agentk().await?;
     for _ in 0..600 {
         let got = caller.call(caller.to_agent(1, ECHO), &[&Payload::default().encode_to_vec()]).await?;
         ensure!(got.status.code() == Code::Ok, "{}", got.status);
@@ -552,8 +547,7 @@ async fn a_collector_that_does_not_answer_stops_no_request_and_what_is_lost_is_c
 #[tokio::test]
 async fn a_collector_that_is_not_there_is_told_and_counted() -> Result<()> {
     let config = json!({ "observability": { "tracing": { "otlp_endpoint": "http://127.0.0.1:1" } } });
-    let kas = Kas::start_with_config(config).await?;
-    let caller = kas.caller().await?;
+    let Scenario { kas, caller, .. } = Scenario::start_with_config(config).await?;
     caller.call(caller.to_agent(1, ECHO).header("grpc-timeout", "10m"), &[b""]).await?;
     kas.metric_is("kas_spans_lost_total{reason=\"Failed\"}", 1.0).await?;
     kas.process

@@ -15,16 +15,16 @@ use std::{
 
 use anyhow::{Context as _, Result, ensure};
 use grpc::Code;
-use prost::Message as _;
-use proto::kas::bench::v1::Payload;
 use serde_json::json;
 use testkit::{
     agentk::Agentk,
+    bench::echo,
     caller::frame,
     kas::{Kas, token, within},
     link::Next,
-    process::{SOON, program},
+    process::program,
     raw_agent::{GET_CONFIGURATION, Kind, RawAgent},
+    scenario::{Scenario, requests_while_the_agent_moves},
 };
 use tokio::{
     io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _},
@@ -33,38 +33,14 @@ use tokio::{
     time::Instant,
 };
 
-const ECHO: &str = "/kas.bench.v1.Bench/Echo";
-const HOLD: &str = "/kas.bench.v1.Bench/Hold";
-
 #[tokio::test]
 async fn connections_that_reach_their_age_move_and_no_request_notices() -> Result<()> {
     // GOAWAY comes at 0.35 of this, so about each 0.7 s.
-    let kas =
-        Kas::start_with_config(json!({ "agent": { "listen": { "max_connection_age": "2s" } } })).await?;
-    let agentk = Agentk::start(kas.agent, &token(1)).await?;
-    agentk.connected().await?;
-    let caller = kas.caller().await?;
-    let mut open = caller.open(caller.to_agent(1, HOLD)).await?;
-    open.send(frame(b"")).await.ok().context("sent")?;
-    open.half_close().ok().context("sent")?;
-    ensure!(matches!(open.next().await, Next::Message(_)));
-
-    let message = Payload { data: "x".into() }.encode_to_vec();
-    let begun = Instant::now();
-    let mut served = 0;
-    let moves = || agentk.process.log().matches("\"connected to kas\"").count();
-    // Longer where the machine stands still.
-    while begun.elapsed() < Duration::from_secs(4) || moves() < 3 && begun.elapsed() < SOON {
-        let got = caller.call(caller.to_agent(1, ECHO), &[&message]).await?;
-        ensure!(got.status.code() == Code::Ok, "after {:?}: {}", begun.elapsed(), got.status);
-        served += 1;
-    }
-    let moves = moves();
-    println!("{served} requests, {moves} connections");
-    assert!(moves >= 3, "the agent moved {moves} times");
-    let still_open = tokio::time::timeout(Duration::from_millis(50), open.next()).await.is_err();
-    assert!(still_open, "age must not cut a stream that is busy");
-    Ok(())
+    let config = json!({ "agent": { "listen": { "max_connection_age": "2s" } } });
+    let Scenario { kas: _kas, caller, agent: agentk } =
+        Scenario::start_with_config(config).await?.agentk().await?;
+    let connections = || agentk.process.log().matches("\"connected to kas\"").count();
+    requests_while_the_agent_moves(&caller, connections).await
 }
 
 /// Passes connections on, as a balancer of TCP does, and counts the streams that the agent opens.
@@ -126,7 +102,8 @@ async fn frames(
 }
 
 /// The rule for proxies that cut idle streams, with a short time: kas ends one-shot tunnels that are idle and
-/// configuration streams that are silent, with OK. Streams of an agent without a proxy, older than those, go on.
+/// configuration streams that are silent, with OK. Streams of an agent without a proxy, older than those, go
+/// on.
 #[tokio::test]
 async fn idle_streams_that_come_through_a_proxy_end_in_order_and_no_others() -> Result<()> {
     let config = json!({ "agent": { "listen": { "proxied_idle_timeout": "2s" } } });
@@ -164,8 +141,9 @@ async fn idle_streams_that_come_through_a_proxy_end_in_order_and_no_others() -> 
     Ok(())
 }
 
-/// What no header and no address tells: something cuts the agent's silent streams before the age at which the usual timers
-/// of proxies do. It takes more than the 20 s below which an agent may have had reasons of its own.
+/// What no header and no address tells: something cuts the agent's silent streams before the age at which the
+/// usual timers of proxies do. It takes more than the 20 s below which an agent may have had reasons of its
+/// own.
 #[tokio::test]
 async fn an_agent_whose_silent_stream_was_cut_early_is_taken_for_one_behind_a_proxy() -> Result<()> {
     let config = json!({ "agent": { "listen": { "proxied_idle_timeout": "2s" } } });
@@ -215,10 +193,7 @@ async fn agentk_behind_a_proxy_replaces_its_idle_tunnels_without_a_gap() -> Resu
     })
     .await?;
     println!("{} tunnels, {looks} looks", tunnels());
-    let message = Payload { data: "x".into() }.encode_to_vec();
-    let caller = kas.caller().await?;
-    let got = caller.call(caller.to_agent(1, ECHO), &[&message]).await?;
-    assert_eq!(got.status.code(), Code::Ok, "{}", got.status);
+    echo(&kas.caller().await?, 1, "x").await?;
     assert_eq!(kas.metric("kas_tunnel_violations_total").await?, 0.0);
     Ok(())
 }

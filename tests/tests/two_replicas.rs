@@ -12,12 +12,10 @@ use std::{
     time::Duration,
 };
 
-use anyhow::{Result, ensure};
-use grpc::Code;
-use prost::Message as _;
-use proto::kas::bench::v1::Payload;
+use anyhow::Result;
 use testkit::{
     agentk::Agentk,
+    bench::echo,
     kas::{Kas, Options, token},
     raw_agent::{Kind, RawAgent},
 };
@@ -26,8 +24,6 @@ use tokio::{
     task::JoinSet,
     time::Instant,
 };
-
-const ECHO: &str = "/kas.bench.v1.Bench/Echo";
 
 /// Passes each connection on to the next address of several.
 struct Balancer {
@@ -59,15 +55,6 @@ impl Balancer {
     }
 }
 
-async fn echo(kas: &Kas) -> Result<()> {
-    let message = Payload { data: "hello".into() }.encode_to_vec();
-    let caller = kas.caller().await?;
-    let got = caller.call(caller.to_agent(1, ECHO), &[&message]).await?;
-    ensure!(got.status.code() == Code::Ok, "{}", got.status);
-    ensure!(got.messages == [message], "{:?}", got.messages);
-    Ok(())
-}
-
 #[tokio::test]
 async fn agentk_keeps_one_connection_when_it_is_told_of_one_replica_and_finds_the_next_at_once() -> Result<()>
 {
@@ -77,7 +64,7 @@ async fn agentk_keeps_one_connection_when_it_is_told_of_one_replica_and_finds_th
     let balancer = Balancer::start(kas.iter().map(|kas| kas.agent).collect()).await?;
     let agentk = Agentk::start(balancer.address, &token(1)).await?;
     agentk.connected().await?;
-    echo(&kas[0]).await?;
+    echo(&kas[0].caller().await?, 1, "hello").await?;
     for (name, value) in [
         ("agentk_replicas_served", 1.0),
         ("agentk_replicas_wanted", 1.0),
@@ -90,7 +77,7 @@ async fn agentk_keeps_one_connection_when_it_is_told_of_one_replica_and_finds_th
     assert_eq!(balancer.accepted.load(Ordering::Relaxed), 1);
     let since = Instant::now();
     kas[0].process.kill();
-    echo(&kas[1]).await?;
+    echo(&kas[1].caller().await?, 1, "hello").await?;
     // Before a request without a deadline is told that nobody came, which would be after 20 s.
     println!("it was reached {:?} after the other was killed", since.elapsed());
     assert_eq!(balancer.accepted.load(Ordering::Relaxed), 2);
@@ -115,7 +102,7 @@ async fn connections_that_only_ask_for_the_replica_leave_no_trace_in_kas() -> Re
     assert_eq!(names.len(), 1, "a replica has one name: {names:?}");
     kas.metric_is("kas_agent_transports", 1.0).await?;
     kas.metric_is("kas_connected_agents", 1.0).await?;
-    echo(&kas).await?;
+    echo(&kas.caller().await?, 1, "hello").await?;
     let (_, metrics) = kas.get("/metrics").await?;
     for line in metrics.lines().filter(|line| line.starts_with("kas_refusals_total")) {
         assert!(line.ends_with(" 0"), "{line}");

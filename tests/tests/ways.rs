@@ -1,20 +1,16 @@
-//! The ways from agentk to kas: proxies that the environment names, headers and names for proxies, and several
-//! addresses of which the first that passes is kept.
+//! The ways from agentk to kas: proxies that the environment names, headers and names for proxies, and
+//! several addresses of which the first that passes is kept.
 
 #![allow(clippy::unwrap_used)] // a test may panic
 
 use std::{net::SocketAddr, path::Path};
 
 use anyhow::{Result, ensure};
-use grpc::Code;
-use prost::Message as _;
-use proto::kas::{
-    api::v1::{ConnectedAgentsByIdRequest, ConnectedAgentsByIdResponse},
-    bench::v1::Payload,
-};
+use proto::kas::api::v1::{ConnectedAgentsByIdRequest, ConnectedAgentsByIdResponse};
 use serde_json::{Value, json};
 use testkit::{
     agentk::Agentk,
+    bench::echo,
     certificates::Certificates,
     kas::{Kas, eventually, token},
     mesh::BY_ID,
@@ -23,7 +19,6 @@ use testkit::{
     raw_agent::{Kind, RawAgent},
 };
 
-const ECHO: &str = "/kas.bench.v1.Bench/Echo";
 /// A name that resolves nowhere but at a proxy.
 const NAME: &str = "kas.test";
 
@@ -38,14 +33,6 @@ async fn secure(files: &Certificates) -> Result<Kas> {
 
 fn text(path: &Path) -> &str {
     path.to_str().unwrap()
-}
-
-async fn echo(kas: &Kas) -> Result<()> {
-    let caller = kas.caller().await?;
-    let message = Payload { data: "x".into() }.encode_to_vec();
-    let got = caller.call(caller.to_agent(1, ECHO), &[&message]).await?;
-    ensure!(got.status.code() == Code::Ok, "{}", got.status);
-    Ok(())
 }
 
 /// Waits until agentk has said `what`; the value of a secret is in no line.
@@ -76,7 +63,7 @@ async fn every_scheme_goes_through_the_proxy_of_its_variable() -> Result<()> {
         let arguments = ["--ca-cert-file", text(&files.ca)];
         let agentk = Agentk::start_told(&url, &token(1), &arguments, &[(variable, &named)]).await?;
         agentk.connected().await?;
-        echo(kas).await?;
+        echo(&kas.caller().await?, 1, "x").await?;
         let asked = proxy.asked();
         ensure!(asked[0].starts_with("CONNECT kas.test:8150 HTTP/1.1\r\n"), "{scheme}: {asked:?}");
         // user:open sesame
@@ -101,7 +88,7 @@ async fn proxy_is_spoken_to_inside_tls_when_its_url_says_so() -> Result<()> {
         let ca = ["--ca-cert-file", text(&files.ca)];
         let agentk = Agentk::start_told(&url, &token(1), &ca, &env).await?;
         agentk.connected().await?;
-        echo(&kas).await?;
+        echo(&kas.caller().await?, 1, "x").await?;
         let asked = proxy.asked();
         ensure!(asked.last().unwrap().starts_with("CONNECT kas.test:443 HTTP/1.1\r\n"), "{asked:?}");
         says(&agentk, "kas is reached through a proxy").await?;
@@ -221,7 +208,7 @@ async fn one_address_falls_back_to_websocket_behind_proxies_without_grpc() -> Re
         let url = format!("https://{}/agents/", proxy.address);
         let agentk = Agentk::start_told(&url, &token(1), &ca, &[]).await?;
         agentk.connected().await?;
-        echo(&kas).await?;
+        echo(&kas.caller().await?, 1, "x").await?;
         let log = agentk.process.log();
         ensure!(log.matches("trying the next").count() == 1, "{log}");
         ensure!(log.contains(&format!("\"next\":\"wss://{}/agents/\"", proxy.address)), "{log}");
@@ -239,7 +226,7 @@ async fn one_address_falls_back_to_websocket_behind_proxies_without_grpc() -> Re
             })
             .await
             .map(|address| assert!(address.starts_with("wss://"), "{address}"))?;
-        echo(&kas).await?;
+        echo(&kas.caller().await?, 1, "x").await?;
     }
     Ok(())
 }
@@ -256,7 +243,7 @@ async fn what_passes_first_is_kept_and_a_refused_token_is_no_reason_to_go_elsewh
     let log = good.process.log();
     ensure!(log.contains("\"address\":\"grpcs://") && !log.contains("trying the next"), "{log}");
     let bad = Agentk::start_told(&url, "wrong", &ca, &[]).await?;
-    says(&bad, "kas refuses this agent").await?;
+    says(&bad, "kas rejects this agent").await?;
     // Nor is a certificate that is not trusted.
     let stranger = Agentk::start_told(&url, &token(2), &[], &[]).await?;
     eventually("it tries again", async || {
@@ -283,7 +270,7 @@ async fn unusable_settings_end_the_start_without_their_secrets() -> Result<()> {
             vec!["--kas-header", "authorization: sesame"],
             None,
             1,
-            "carries the agent's token on grpcs://kas.test",
+            "carries the agent token on grpcs://kas.test",
         ),
         (
             vec!["--otlp-endpoint", "http://user:sesame@collector"],
@@ -436,7 +423,7 @@ async fn doctor_names_each_thing_that_is_wrong() -> Result<()> {
             "",
             3,
             "tls",
-            &["nobody whom this machine trusts", "CA of a test", "--ca-cert-file"],
+            &["not issued by a CA that this machine trusts", "CA of a test", "--ca-cert-file"],
         ),
         (
             format!("grpcs://{}", secure_kas.agent),
@@ -476,7 +463,7 @@ async fn doctor_names_each_thing_that_is_wrong() -> Result<()> {
             &["HTTPS_PROXY names a proxy with socks5://"],
         ),
         // All is well but the API server, which is not there.
-        (format!("grpc://{grpc_port}"), good_token, &[], "", 6, "grpc", &["of kas answers, 1 live"]),
+        (format!("grpc://{grpc_port}"), good_token, &[], "", 6, "grpc", &["of kas answers, 1 running"]),
     ] {
         let (got, report) = doctor(&url, token, further, &[("HTTPS_PROXY", proxy)]).await?;
         let (last, said) = last(&report);
@@ -494,7 +481,7 @@ async fn doctor_finds_the_way_that_passes_and_says_what_is_wrong_with_the_other(
     let ca = ["--ca-cert-file", text(&files.ca)];
     for (http2, check, words) in [
         (false, "http2", "chose http/1.1 where HTTP/2 was offered"),
-        (true, "grpc", "does not reach kas in HTTP/2: nginx needs"),
+        (true, "grpc", "does not reach kas over HTTP/2: nginx needs"),
     ] {
         let kas = plain().await?;
         let proxy = ingress(&kas, &files, http2).await?;
@@ -562,7 +549,7 @@ async fn doctor_finds_the_timer_of_a_proxy_and_the_line_that_raises_it() -> Resu
         let (last, said) = last(&report);
         ensure!(code == 5 && last == "silence" && said.contains(line), "{report:#}");
         // Later where the machine stands still; the whole silence is 9 s.
-        ensure!((3..=8).any(|n| said.contains(&format!("after {n} s of silence"))), "{said}");
+        ensure!((3..=8).any(|n| said.contains(&format!("after it was idle for {n} s"))), "{said}");
     }
     drop(envoy);
     // Another timer of Envoy.

@@ -1,5 +1,5 @@
-//! gRPC inside WebSocket: real kas, real agentk, and agents of 14.1: its libraries, and byte by byte what they and
-//! later ones say.
+//! gRPC inside WebSocket: real kas, real agentk, and agents of 14.1: its libraries, and byte by byte what
+//! they and later ones say.
 
 #![allow(clippy::unwrap_used)] // a test may panic
 
@@ -12,28 +12,22 @@ use std::{
 
 use anyhow::{Context as _, Result, ensure};
 use grpc::Code;
-use prost::Message as _;
-use proto::kas::bench::v1::{Payload, UploadResponse};
 use serde_json::{Value, json};
 use testkit::{
     agentk::Agentk,
-    caller::{Caller, answer, frame},
+    bench::{self, echo, hold, payload},
+    caller::frame,
     handler::path,
     kas::{AgentEntry, Kas, Options, eventually, token},
-    link::Next,
-    process::{Process, SOON, find, soon},
+    process::{Process, find, soon},
     raw_agent::{Kind, RawAgent},
+    scenario::{Scenario, requests_while_the_agent_moves},
     websocket_agent::WebSocketAgent,
 };
 use tokio::{
     io::{AsyncReadExt as _, AsyncWriteExt as _},
     net::TcpStream,
-    time::Instant,
 };
-
-const ECHO: &str = "/kas.bench.v1.Bench/Echo";
-const UPLOAD: &str = "/kas.bench.v1.Bench/Upload";
-const HOLD: &str = "/kas.bench.v1.Bench/Hold";
 
 /// How an agent asks for WebSocket.
 const UPGRADE: &str = "GET /-/kubernetes-agent/ HTTP/1.1\r\nHost: kas\r\nConnection: Upgrade\r\n\
@@ -48,14 +42,6 @@ fn with_websocket(listen: Value) -> Value {
     json!({ "agent": { "listen": listen } })
 }
 
-async fn echo(caller: &Caller, agent: i64, size: usize) -> Result<()> {
-    let message = Payload { data: vec![b'x'; size].into() }.encode_to_vec();
-    let got = caller.call(caller.to_agent(agent, ECHO), &[&message]).await?;
-    ensure!(got.status.code() == Code::Ok, "{}", got.status);
-    ensure!(got.messages == [message], "another echo");
-    Ok(())
-}
-
 #[tokio::test]
 async fn agents_of_gitlab_are_served_whatever_they_call_kas() -> Result<()> {
     let authorities = [
@@ -67,8 +53,8 @@ async fn agents_of_gitlab_are_served_whatever_they_call_kas() -> Result<()> {
     ];
     let agents = (1..=authorities.len() as i64).map(AgentEntry::new).collect();
     let config = with_websocket(json!({}));
-    let kas = Kas::start_with(Options { agents, config, ..Options::default() }).await?;
-    let caller = kas.caller().await?;
+    let Scenario { kas, caller, .. } =
+        Scenario::start_with(Options { agents, config, ..Options::default() }).await?;
     for (agent, authority) in (1..).zip(authorities) {
         let (address, token) = (kas.agent, token(agent));
         let serving = tokio::task::spawn_blocking(move || {
@@ -117,8 +103,7 @@ async fn agent_of_grpc_go_is_served() -> Result<()> {
     let dir = tempfile::tempdir()?;
     let folder = dir.path().to_owned();
     let program = tokio::task::spawn_blocking(move || grpc_go(&folder)).await??;
-    let kas = Kas::start_with_config(with_websocket(json!({}))).await?;
-    let caller = kas.caller().await?;
+    let Scenario { kas, caller, .. } = Scenario::start_with_config(with_websocket(json!({}))).await?;
     for (agent, at) in [(1, ""), (2, "/-/kubernetes-agent/")] {
         let url = format!("ws://{}{at}", kas.agent);
         let token = token(agent);
@@ -145,8 +130,8 @@ async fn agentk_serves_inside_websocket_and_beside_it_on_one_port() -> Result<()
     beside.connected().await?;
     let caller = kas.caller().await?;
     for size in [0, 1, 100_000, 3_000_000] {
-        echo(&caller, 1, size).await?;
-        echo(&caller, 2, size).await?;
+        echo(&caller, 1, vec![b'x'; size]).await?;
+        echo(&caller, 2, vec![b'x'; size]).await?;
     }
     // A port of plain gRPC alone says so, and agentk says what it heard.
     let plain = Kas::start().await?;
@@ -189,8 +174,8 @@ async fn both_ways_share_a_port_with_tls() -> Result<()> {
     inside.connected().await?;
     beside.connected().await?;
     let caller = kas.caller().await?;
-    echo(&caller, 1, 1_000_000).await?;
-    echo(&caller, 2, 1_000_000).await?;
+    echo(&caller, 1, vec![b'x'; 1_000_000]).await?;
+    echo(&caller, 2, vec![b'x'; 1_000_000]).await?;
     // Without the CA nothing is trusted.
     let stranger = Agentk::start_url(&format!("wss://{}", kas.agent), &token(1), None).await?;
     eventually("agentk says why", async || {
@@ -210,25 +195,10 @@ async fn age_and_leaving_fail_no_request_inside_websocket() -> Result<()> {
     let agentk = Agentk::start_url(&format!("ws://{}", kas.agent), &token(1), None).await?;
     agentk.connected().await?;
     let caller = kas.caller().await?;
-    let mut open = caller.open(caller.to_agent(1, HOLD)).await?;
-    open.send(frame(b"")).await.ok().context("sent")?;
-    open.half_close().ok().context("sent")?;
-    ensure!(matches!(open.next().await, Next::Message(_)));
-    let mut upload = caller.open(caller.to_agent(1, UPLOAD)).await?;
-    upload.send(frame(&Payload { data: "one".into() }.encode_to_vec())).await.ok().context("sent")?;
-    agentk.metric_is("agentk_tunnels_busy", 2.0).await?;
-
-    let begun = Instant::now();
-    let moves = || kas.process.log().matches("\"agent connected\"").count();
-    // Longer where the machine stands still.
-    while begun.elapsed() < Duration::from_secs(4) || moves() < 3 && begun.elapsed() < SOON {
-        echo(&caller, 1, 1_000).await.with_context(|| format!("after {:?}", begun.elapsed()))?;
-    }
-    let moves = moves();
-    assert!(moves >= 3, "the agent moved {moves} times");
-    let still_open = tokio::time::timeout(Duration::from_millis(50), open.next()).await.is_err();
-    assert!(still_open, "age must not cut a stream that is busy");
-    drop(open);
+    let mut upload = bench::upload(&caller, 1, "one").await?;
+    agentk.metric_is("agentk_tunnels_busy", 1.0).await?;
+    let connections = || kas.process.log().matches("\"agent connected\"").count();
+    requests_while_the_agent_moves(&caller, connections).await?;
 
     kas.process.terminate();
     eventually("it is not ready any more", async || {
@@ -236,13 +206,11 @@ async fn age_and_leaving_fail_no_request_inside_websocket() -> Result<()> {
         Ok(if status == http::StatusCode::SERVICE_UNAVAILABLE { Ok(()) } else { Err(status) })
     })
     .await?;
-    echo(&kas.caller().await?, 1, 1_000).await?;
-    upload.send(frame(&Payload { data: "two".into() }.encode_to_vec())).await.ok().context("sent")?;
-    upload.half_close().ok().context("sent")?;
+    echo(&kas.caller().await?, 1, vec![b'x'; 1_000]).await?;
+    upload.send(frame(&payload("two"))).await.ok().context("sent")?;
     // Neither half a handshake nor an idle agent delays the exit.
     let _silent = socket(kas.agent, b"GET / HTTP/1.1\r\n").await?;
-    let total: UploadResponse = answer(&mut upload).await?.one()?;
-    assert_eq!(total.messages, 2);
+    assert_eq!(bench::uploaded(&mut upload).await?, 2);
     // Draining may take 30 s, and the handshake a minute.
     assert!(kas.process.exited(Duration::from_secs(12)).await?.success());
     Ok(())
@@ -287,17 +255,14 @@ async fn idle_agent_outlasts_the_timers_of_nginx() -> Result<()> {
     let agentk = Agentk::start_url(&format!("ws://{nginx}/-/kubernetes-agent/"), &token(1), None).await?;
     agentk.connected().await?;
     let caller = kas.caller().await?;
-    echo(&caller, 1, 1_000_000).await?;
-    let mut open = caller.open(caller.to_agent(1, HOLD)).await?;
-    open.send(frame(b"")).await.ok().context("sent")?;
-    open.half_close().ok().context("sent")?;
-    ensure!(matches!(open.next().await, Next::Message(_)));
+    echo(&caller, 1, vec![b'x'; 1_000_000]).await?;
+    let mut open = hold(&caller, 1).await?;
 
     // Nothing but pings: nginx cuts what is silent for 60 s.
     let silence = tokio::time::timeout(Duration::from_secs(64), open.next_unbounded()).await;
     ensure!(silence.is_err(), "{silence:?}");
     // Another caller: the token of the first is a minute old.
-    echo(&kas.caller().await?, 1, 1_000).await?;
+    echo(&kas.caller().await?, 1, vec![b'x'; 1_000]).await?;
     assert_eq!(kas.process.log().matches("\"agent connected\"").count(), 1);
 
     // What nginx refuses is told in words.
@@ -400,7 +365,8 @@ async fn what_is_no_agent_is_closed_and_costs_nothing() -> Result<()> {
         assert!(got.is_empty() || got.starts_with(&format!("HTTP/1.1 {status}")), "{got}");
     }
 
-    // Those who wait: nothing at all, half a preface, half a request, half of TLS, and an upgrade that says nothing.
+    // Those who wait: nothing at all, half a preface, half a request, half of TLS, and an upgrade that says
+    // nothing.
     let (nothing, preface, request, tls) = tokio::try_join!(
         socket(kas.agent, b""),
         socket(kas.agent, b"PR"),
@@ -417,7 +383,7 @@ async fn what_is_no_agent_is_closed_and_costs_nothing() -> Result<()> {
         Ok(if open <= 1.0 { Ok(()) } else { Err(open) })
     })
     .await?;
-    echo(&kas.caller().await?, 1, 1_000).await?;
+    echo(&kas.caller().await?, 1, vec![b'x'; 1_000]).await?;
     let plain = RawAgent::connect(kas.agent, &token(2), Kind::Old).await?;
     let _serving = plain.serve(1).await?;
     let caller = kas.caller().await?;

@@ -16,10 +16,11 @@ use testkit::{
     link::Next,
     process::soon,
     raw_agent::{CONNECT, FromKas, Kind, RawAgent, RawTunnel},
+    scenario::Scenario,
 };
 
-/// Sends `request` with one message, answers it by hand with `msgs`, and returns what the agent was asked and what
-/// the caller got.
+/// Sends `request` with one message, answers it by hand with `msgs`, and returns what the agent was asked and
+/// what the caller got.
 async fn exchange(
     caller: &Caller,
     request: Builder,
@@ -110,8 +111,7 @@ async fn agents_receive_no_byte_of_anybody_elses_credentials() -> Result<()> {
 
 #[tokio::test]
 async fn application_metadata_arrives_whole_and_in_order() -> Result<()> {
-    let kas = Kas::start().await?;
-    let caller = kas.caller().await?;
+    let Scenario { kas, caller, .. } = Scenario::start().await?;
     for kind in Kind::ALL {
         let agent = RawAgent::connect(kas.agent, &token(1), kind).await?;
         let mut tunnel = agent.tunnel().await?;
@@ -166,9 +166,7 @@ async fn application_metadata_arrives_whole_and_in_order() -> Result<()> {
 #[tokio::test]
 async fn binary_metadata_that_is_no_text_reaches_our_agents_and_is_refused_by_name_for_gitlabs() -> Result<()>
 {
-    let kas = Kas::start().await?;
-    let caller = kas.caller().await?;
-    let ours = RawAgent::connect(kas.agent, &token(1), Kind::Ours).await?;
+    let Scenario { kas, caller, agent: ours } = Scenario::start().await?.raw_agent(Kind::Ours).await?;
     let mut tunnel = ours.tunnel().await?;
     let request = caller.to_agent(1, &path("Echo")).header("bytes-bin", "/wD+");
     let msgs = vec![header(&[("back-bin", "/wD+")]), trailer(&[])];
@@ -192,10 +190,7 @@ async fn binary_metadata_that_is_no_text_reaches_our_agents_and_is_refused_by_na
 
 #[tokio::test]
 async fn keys_that_belong_to_kas_are_refused_by_name() -> Result<()> {
-    let kas = Kas::start().await?;
-    let agent = RawAgent::connect(kas.agent, &token(1), Kind::Ours).await?;
-    let _serving = agent.serve(2).await?;
-    let caller = kas.caller().await?;
+    let Scenario { kas: _kas, caller, agent } = Scenario::start().await?.serving_agent(Kind::Ours, 2).await?;
     for key in ["kas-hop-routing-agent-id", "kas-hop-x", "kas-tunnel", "kas-replica", "kas-anything"] {
         let answer = caller.call(caller.to_agent(1, &path("Echo")).header(key, "1"), &[b""]).await?;
         assert_eq!(answer.status.code(), Code::InvalidArgument, "{key}");
@@ -239,15 +234,14 @@ async fn keys_that_belong_to_kas_are_refused_by_name() -> Result<()> {
     assert_eq!(many.code(), Code::InvalidArgument, "{many}");
     let unknown = caller.call(caller.to_agent(1, &path("Unknown")), &[b""]).await?.status;
     assert_eq!(unknown.code(), Code::Unimplemented);
-    assert_eq!(agent.requests().list(), []);
+    assert_eq!(agent.raw.requests().list(), []);
     assert_eq!(caller.call(caller.to_agent(1, &path("Echo")), &[b"x"]).await?.messages, ["x"]);
     Ok(())
 }
 
 #[tokio::test]
 async fn answers_lose_what_an_agent_may_not_say() -> Result<()> {
-    let kas = Kas::start().await?;
-    let caller = kas.caller().await?;
+    let Scenario { kas, caller, .. } = Scenario::start().await?;
     for kind in Kind::ALL {
         let agent = RawAgent::connect(kas.agent, &token(1), kind).await?;
         let mut tunnel = agent.tunnel().await?;
@@ -299,8 +293,7 @@ async fn answers_lose_what_an_agent_may_not_say() -> Result<()> {
 
 #[tokio::test]
 async fn status_of_an_answer_comes_from_its_error_alone() -> Result<()> {
-    let kas = Kas::start().await?;
-    let caller = kas.caller().await?;
+    let Scenario { kas, caller, .. } = Scenario::start().await?;
     for kind in Kind::ALL {
         let agent = RawAgent::connect(kas.agent, &token(1), kind).await?;
         for (number, code) in [
@@ -330,8 +323,7 @@ async fn status_of_an_answer_comes_from_its_error_alone() -> Result<()> {
 
 #[tokio::test]
 async fn details_arrive_except_those_in_the_name_of_kas() -> Result<()> {
-    let kas = Kas::start().await?;
-    let caller = kas.caller().await?;
+    let Scenario { kas, caller, .. } = Scenario::start().await?;
     let _old = Agent14::start(kas.agent, &token(1), Version::Old).await?;
     let ours = RawAgent::connect(kas.agent, &token(2), Kind::Ours).await?;
     let _serving = ours.serve(2).await?;
@@ -352,8 +344,7 @@ async fn details_arrive_except_those_in_the_name_of_kas() -> Result<()> {
 
 #[tokio::test]
 async fn oversized_trailers_lose_application_keys_then_details_then_the_messages_end() -> Result<()> {
-    let kas = Kas::start().await?;
-    let caller = kas.caller().await?;
+    let Scenario { kas, caller, .. } = Scenario::start().await?;
     let big = "x".repeat(12_200);
     for kind in [Kind::Ours, Kind::Old] {
         let agent = RawAgent::connect(kas.agent, &token(1), kind).await?;
@@ -431,10 +422,8 @@ async fn every_kind_of_stream_passes_through_every_kind_of_agent() -> Result<()>
 
 #[tokio::test]
 async fn callers_that_compress_are_inflated_and_other_encodings_refused() -> Result<()> {
-    let kas = Kas::start().await?;
-    let agent = RawAgent::connect(kas.agent, &token(1), Kind::Ours).await?;
-    let _serving = agent.serve(2).await?;
-    let caller = kas.caller().await?;
+    let Scenario { kas: _kas, caller, agent: _agent } =
+        Scenario::start().await?.serving_agent(Kind::Ours, 2).await?;
     let text = "compress me ".repeat(1000);
     let deflated = grpc::gzip::deflate(text.as_bytes());
     let mut body = vec![1];
@@ -512,10 +501,11 @@ async fn first_message_of_a_tunnel_must_be_a_descriptor_as_in_14_1() -> Result<(
 
 #[tokio::test]
 async fn deadline_over_a_stream_that_goes_on_for_ever_ends_it_with_an_unknown_outcome() -> Result<()> {
-    let kas = Kas::start_with_config(json!({ "limits": { "find_timeout": "1s" } })).await?;
-    let agent = RawAgent::connect(kas.agent, &token(1), Kind::Ours).await?;
-    let _serving = agent.serve(2).await?;
-    let caller = kas.caller().await?;
+    let Scenario { kas: _kas, caller, agent: _agent } =
+        Scenario::start_with_config(json!({ "limits": { "find_timeout": "1s" } }))
+            .await?
+            .serving_agent(Kind::Ours, 2)
+            .await?;
     for method in ["HangLater", "Hang"] {
         let request = caller.to_agent(1, &path(method)).header("grpc-timeout", "2S");
         let answer = caller.call(request, &[b"x"]).await?;

@@ -1,10 +1,11 @@
-//! `cargo xtask images`: what ships, the same bytes from the same commit.
+//! `cargo xtask images`: builds the programs and images of a release, reproducibly.
 //!
-//! Static programs of glibc (no musl target is needed, and names are resolved as everywhere else), an archive of them, and
-//! an image from scratch for each, by buildah, which needs no daemon. Beside each program, and in its image, is its bill of
-//! materials ([`bom`]). What would differ from one build to the next, or from one machine to the next, is fixed here: paths
-//! of the machine, times, modes and owners of files, what jemalloc would ask the processor, the authorities. What does
-//! not come from the commit is the machine's: rustc, the C compiler, glibc, and buildah's compression.
+//! Programs are static and linked to glibc, so no musl target is needed and names are resolved as in other
+//! programs. They are packed into an archive, and into one image from scratch each, by buildah, which needs
+//! no daemon. Each program has a bill of materials ([`bom`]), beside it and in its image. The output is the
+//! same for every build of a commit on machines with the same tools: paths, times, modes, owners, the CPU
+//! properties that jemalloc would detect, and the certificate authorities are fixed. It depends on rustc, the
+//! C compiler, glibc, and the compression of buildah.
 
 mod bom;
 
@@ -23,52 +24,55 @@ use clap::{Args, ValueEnum};
 use serde_json::Value;
 use tokio::time::Instant;
 
-use crate::{
+use devkit::{
     report::{human, line, quoted},
     workspace::{self, cargo, find_program},
 };
 
 const IMAGES_HELP: &str = "\
 Examples:
-  cargo xtask images                                    into target/images/amd64 (or arm64): programs, archive, images
-  cargo xtask images --prefix registry.example.com/ops  the images are named registry.example.com/ops/kas:VERSION, …
-  cargo xtask images --target aarch64-unknown-linux-gnu for arm64; needs `rustup target add`, and gcc-aarch64-linux-gnu
-  cargo xtask images --twice                            once more, from a clone elsewhere, and compares every byte";
+  cargo xtask images                                      into target/images/amd64 (or arm64)
+  cargo xtask images --prefix registry.example.com/ops    names such as registry.example.com/ops/kas
+  cargo xtask images --target aarch64-unknown-linux-gnu   for arm64
+  cargo xtask images --twice                              build twice, and compare
 
-/// What is built: a program and an image of the same name.
+--target for another platform needs its standard library (`rustup target add`) and a C compiler, such as \
+gcc-aarch64-linux-gnu.";
+
+/// The programs. Each has an image of the same name.
 const PROGRAMS: [&str; 3] = ["kas", "agentk", "kasctl"];
 
 /// Arguments of `images`.
 #[derive(Debug, Args)]
 #[command(after_help = IMAGES_HELP)]
 pub(crate) struct ImagesArgs {
-    /// What the programs run on; without it, what this machine is
+    /// The platform that the programs run on [default: the platform of this machine]
     #[arg(long, value_enum, value_name = "TARGET")]
     target: Option<Target>,
-    /// Profile of cargo: `dist` is what ships, `dev` is built soonest
+    /// Profile of cargo: `dist` for a release, `dev` for the fastest build
     #[arg(long, default_value = "dist")]
     profile: String,
-    /// Put before the images' names, with a slash between: a registry, and a path there
+    /// Registry and path, which the image names start with
     #[arg(long, value_name = "REPOSITORY", default_value = "")]
     prefix: String,
-    /// Where the source is published, for the label of that name; without it the images have no such label
+    /// URL of the source code, for the label `source`; without it the images have no such label
     #[arg(long, value_name = "URL", env = "CI_PROJECT_URL")]
     source: Option<String>,
-    /// Certificates in PEM that the images trust instead of Mozilla's list
+    /// PEM file with the certificate authorities that the images trust instead of Mozilla's list
     #[arg(long, value_name = "FILE")]
     authorities: Option<PathBuf>,
-    /// Programs, bills of materials and the archive only; then buildah is not needed
+    /// Build programs, bills of materials and the archive only; does not need buildah
     #[arg(long)]
     no_images: bool,
-    /// Also with changes that are not committed; the commit is then marked `-dirty`
+    /// Allow uncommitted changes; the commit is then marked `-dirty`
     #[arg(long)]
     allow_dirty: bool,
-    /// Build a second time, from a clone of the commit in another folder, and compare
+    /// Build a second time, from a clone of the commit in another folder, and compare the results
     #[arg(long, conflicts_with = "allow_dirty")]
     twice: bool,
 }
 
-/// What programs can be built for.
+/// A platform that programs can be built for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum Target {
     /// x86-64
@@ -88,7 +92,7 @@ impl Target {
         }
     }
 
-    /// The name that rustc has for it.
+    /// The name of the platform in rustc.
     fn triple(self) -> &'static str {
         match self {
             Self::Amd64 => "x86_64-unknown-linux-gnu",
@@ -96,7 +100,7 @@ impl Target {
         }
     }
 
-    /// The name that images have for it.
+    /// The name of the platform in images.
     fn arch(self) -> &'static str {
         match self {
             Self::Amd64 => "amd64",
@@ -104,7 +108,7 @@ impl Target {
         }
     }
 
-    /// The C compiler for it on this machine.
+    /// The C compiler for the platform on this machine.
     fn c_compiler(self) -> Result<String> {
         if self == Self::host()? {
             return Ok(env::var("CC")
@@ -112,7 +116,7 @@ impl Target {
                 .filter(|name| !name.is_empty())
                 .unwrap_or_else(|| "cc".to_owned()));
         }
-        // As Debian names them.
+        // The names in Debian.
         Ok(match self {
             Self::Amd64 => "x86_64-linux-gnu-gcc",
             Self::Arm64 => "aarch64-linux-gnu-gcc",
@@ -121,16 +125,16 @@ impl Target {
     }
 }
 
-/// From which commit, and of which time everything is said to be.
+/// The commit that is built, and the time that all files have.
 #[derive(Debug, Clone)]
 struct Stamp {
-    /// The whole hash.
+    /// The full hash.
     revision: String,
     /// As `--version` shows it.
     short: String,
     /// Seconds since 1970.
     epoch: u64,
-    /// The same in RFC 3339.
+    /// The same as RFC 3339.
     date: String,
 }
 
@@ -142,7 +146,7 @@ impl Stamp {
         if !git(&["status", "--porcelain"])?.is_empty() {
             ensure!(
                 allow_dirty,
-                "there are changes that are not committed: commit them, or --allow-dirty, which marks the build"
+                "there are uncommitted changes: commit them, or use --allow-dirty, which marks the build"
             );
             revision.push_str("-dirty");
             short.push_str("-dirty");
@@ -151,7 +155,9 @@ impl Stamp {
             Ok(given) => given,
             Err(_) => git(&["log", "-1", "--format=%ct"])?,
         };
-        let epoch: u64 = epoch.parse().with_context(|| format!("SOURCE_DATE_EPOCH is {epoch:?}"))?;
+        let epoch: u64 = epoch
+            .parse()
+            .with_context(|| format!("SOURCE_DATE_EPOCH is not a number of seconds: {epoch:?}"))?;
         let date =
             output(Command::new("date").args(["--utc", &format!("--date=@{epoch}"), "+%Y-%m-%dT%H:%M:%SZ"]))?;
         Ok(Self { revision, short, epoch, date })
@@ -164,36 +170,36 @@ struct Build<'a> {
     args: &'a ImagesArgs,
     target: Target,
     stamp: Stamp,
-    /// The checkout.
+    /// The source code.
     root: PathBuf,
-    /// What cargo keeps.
+    /// The target folder of cargo.
     target_dir: PathBuf,
-    /// What is left.
+    /// The output folder.
     out: PathBuf,
 }
 
-/// What a build made: each file below its folder, and the digest of each image.
+/// The output of a build: files by name, and the digest of each image.
 #[derive(Debug)]
 struct Made {
     files: BTreeMap<String, PathBuf>,
     digests: BTreeMap<&'static str, String>,
 }
 
-/// Runs a program that must succeed, and returns what it printed, without the last line's end.
+/// Runs a program that must succeed. Returns its standard output without the final line break.
 fn output(command: &mut Command) -> Result<String> {
     let done = command.stdin(Stdio::null()).stderr(Stdio::inherit()).output();
     let done = done.with_context(|| format!("cannot run {}", command.get_program().display()))?;
-    ensure!(done.status.success(), "{} failed: its message is above", shown(command));
-    Ok(String::from_utf8(done.stdout).context("what it printed is not UTF-8")?.trim_end().to_owned())
+    ensure!(done.status.success(), "{} failed, see above", shown(command));
+    Ok(String::from_utf8(done.stdout).context("its output is not UTF-8")?.trim_end().to_owned())
 }
 
-/// Returns a command as a person would type it.
+/// Returns a command as it is typed in a shell.
 fn shown(command: &Command) -> String {
     let words = [command.get_program()].into_iter().chain(command.get_args());
     words.map(|word| quoted(&word.to_string_lossy())).collect::<Vec<_>>().join(" ")
 }
 
-/// Builds everything that ships.
+/// Builds programs, archive and images.
 pub(crate) fn run(args: &ImagesArgs) -> Result<ExitCode> {
     let target = args.target.map_or_else(Target::host, Ok)?;
     let mut needed = vec![("git", "git"), ("tar", "tar"), ("gzip", "gzip"), ("sha256sum", "coreutils")];
@@ -203,14 +209,14 @@ pub(crate) fn run(args: &ImagesArgs) -> Result<ExitCode> {
     for (program, package) in needed {
         ensure!(
             find_program(program).is_some(),
-            "images need {program} (Debian: apt-get install {package}); --no-images builds the programs only"
+            "images need {program} (on Debian: apt-get install {package}); --no-images builds the programs only"
         );
     }
     let root = workspace::root().to_owned();
     let images = workspace::metadata()?["target_directory"]
         .as_str()
         .map(|folder| Path::new(folder).join("images"))
-        .context("cargo metadata names no target folder")?;
+        .context("cargo metadata has no target folder")?;
     let first = Build {
         args,
         target,
@@ -221,7 +227,7 @@ pub(crate) fn run(args: &ImagesArgs) -> Result<ExitCode> {
     };
     let made = first.make()?;
     if args.twice {
-        // Another path of everything: of the checkout, of what cargo keeps, of what is left.
+        // All paths are different: those of the source code, the target folder and the output.
         let again = images.join("again");
         remove(&again)?;
         let clone = again.join("elsewhere/checkout");
@@ -243,7 +249,7 @@ pub(crate) fn run(args: &ImagesArgs) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Compares two builds, and says what differs.
+/// Compares two builds, and prints the differences.
 fn same(first: &Made, second: &Made) -> Result<bool> {
     let mut differs = Vec::new();
     let names: HashSet<&String> = first.files.keys().chain(second.files.keys()).collect();
@@ -261,11 +267,11 @@ fn same(first: &Made, second: &Made) -> Result<bool> {
     differs.sort();
     if differs.is_empty() {
         line(format_args!(
-            "\nbuilt twice, in two folders: {} files and the digests are the same",
+            "\ntwo builds in two folders: {} files and all digests are identical",
             first.files.len()
         ));
     } else {
-        line(format_args!("\nbuilt twice, and not the same: {}", differs.join(", ")));
+        line(format_args!("\ntwo builds differ in: {}", differs.join(", ")));
     }
     Ok(differs.is_empty())
 }
@@ -289,7 +295,7 @@ impl Build<'_> {
         self.archive()?;
         let mut digests = BTreeMap::new();
         if !self.args.no_images {
-            self.contexts(&bills)?;
+            self.build_contexts(&bills)?;
             line(format_args!("images:"));
             for program in PROGRAMS {
                 digests.insert(program, self.image(program)?);
@@ -310,17 +316,18 @@ impl Build<'_> {
         Ok(Made { files, digests })
     }
 
-    /// Compiles the programs, and returns what was compiled for where they run: packages by their ids.
+    /// Compiles the programs. Returns them, and the ids of the packages that were compiled for their
+    /// platform.
     fn compile(&self) -> Result<(workspace::Programs, HashSet<String>)> {
         let triple = self.target.triple();
         let mut command = cargo();
-        // With a target named, flags are for the programs only; macros and build scripts cannot be static.
+        // With a target, flags apply to the programs only. Macros and build scripts cannot be static.
         command.current_dir(&self.root).args(["build", "--locked", "--profile", &self.args.profile]);
         command.args(["--target", triple]).arg("--target-dir").arg(&self.target_dir);
         for program in PROGRAMS {
             command.args(["-p", program]);
         }
-        // A path that stands later wins, so that the ones inside others come last.
+        // A later path takes precedence, so paths inside others come last.
         let cargo_home = env::var_os("CARGO_HOME").map(PathBuf::from);
         let cargo_home = match cargo_home {
             Some(home) => home,
@@ -349,8 +356,8 @@ impl Build<'_> {
                 }
             }
         }
-        // jemalloc would take them from the processor that compiles it: addresses have 48 bits on every Linux unless a
-        // program asks for more, and pages of ARM have up to 64 KiB.
+        // jemalloc would detect these on the build machine. Addresses have 48 bits on Linux unless a program
+        // requests more, and pages on ARM have up to 64 KiB.
         command.env("JEMALLOC_SYS_WITH_LG_VADDR", "48");
         if self.target == Target::Arm64 {
             command.env("JEMALLOC_SYS_WITH_LG_PAGE", "16");
@@ -358,7 +365,7 @@ impl Build<'_> {
         command.env("KAS_COMMIT", &self.stamp.short).env("SOURCE_DATE_EPOCH", self.stamp.epoch.to_string());
         line(format_args!("building: {}", shown(&command)));
         let mut built = HashSet::new();
-        // What is compiled for this machine, such as macros, lies beside the target's folder.
+        // Artifacts for this machine, such as macros, are outside of the folder of the target.
         let ours = self.target_dir.join(triple);
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         let programs = runtime.block_on(workspace::build_seen(command, |artifact| {
@@ -372,12 +379,12 @@ impl Build<'_> {
         Ok((programs, built))
     }
 
-    /// Makes sure that a program is static, names no path of this machine, and knows its commit.
+    /// Checks that a program is static, contains no path of this machine, and prints its commit.
     fn check(&self, name: &str, program: &Path) -> Result<()> {
         let bytes = fs::read(program)?;
-        ensure!(!asks_for_a_loader(&bytes).context("not an ELF of 64 bits")?, "{name} is not static");
+        ensure!(!has_dynamic_loader(&bytes).context("not a 64-bit ELF file")?, "{name} is not static");
         let home = env::var("HOME").unwrap_or_default();
-        // A short one (`/`) is in every program.
+        // A short path (`/`) occurs in every program.
         let paths = [
             text(&self.root)?,
             text(&self.target_dir)?,
@@ -387,14 +394,14 @@ impl Build<'_> {
         for path in paths.into_iter().filter(|path| path.len() > 3) {
             ensure!(
                 !bytes.windows(path.len()).any(|part| part == path.as_bytes()),
-                "{name} names a path of this machine, {path}: it would differ from one machine to the next"
+                "{name} contains a path of this machine, {path}, so builds on other machines would differ"
             );
         }
         if self.target == Target::host()? {
             let said = output(Command::new(program).arg("--version"))?;
             ensure!(
                 said.ends_with(&format!("commit: {}", self.stamp.short)),
-                "{name} --version says {said:?}"
+                "unexpected output of {name} --version: {said:?}"
             );
         }
         Ok(())
@@ -419,15 +426,16 @@ impl Build<'_> {
             "deploy/systemd/sysusers.conf",
         ] {
             let from = self.root.join(file);
-            write(&inside.join(from.file_name().context("a file has a name")?), &fs::read(&from)?)?;
+            write(&inside.join(from.file_name().context("the file has no name")?), &fs::read(&from)?)?;
         }
         let mut tar = self.tar(&self.out.join(format!("{name}.tar.gz")), &packed);
-        // Without its own name and time in it.
+        // Without the name and time of the archive in its header.
         output(tar.arg("--use-compress-program=gzip --no-name -9").arg(&name))?;
         remove(&packed)
     }
 
-    /// Returns the command that packs what is named after it, of a folder, with nothing of this machine or of now.
+    /// Returns a command that packs files of a folder, without properties of this machine or the current
+    /// time. The caller adds the names of the files.
     fn tar(&self, file: &Path, folder: &Path) -> Command {
         let mut tar = Command::new("tar");
         tar.args(["--create", "--sort=name", "--owner=0", "--group=0", "--numeric-owner", "--format=gnu"]);
@@ -444,14 +452,14 @@ impl Build<'_> {
         self.out.join("storage")
     }
 
-    /// Makes the folders that the images are copied from.
-    fn contexts(&self, bills: &bom::Bills) -> Result<()> {
+    /// Creates the folders that the images are copied from.
+    fn build_contexts(&self, bills: &bom::Bills) -> Result<()> {
         let authorities = match &self.args.authorities {
             Some(file) => {
                 let given = fs::read(file).with_context(|| format!("cannot read {}", file.display()))?;
                 ensure!(
                     given.windows(27).any(|part| part == b"-----BEGIN CERTIFICATE-----"),
-                    "{} holds no certificate in PEM",
+                    "{} contains no certificate in PEM",
                     file.display()
                 );
                 given
@@ -464,27 +472,29 @@ impl Build<'_> {
             let binary = format!("usr/local/bin/{program}");
             file(&binary, &fs::read(self.out.join(program))?)?;
             mode(&at.join(&binary), 0o755)?;
-            // Where rustls-native-certs looks first on Debian.
+            // The first path that rustls-native-certs reads on Debian.
             file("etc/ssl/certs/ca-certificates.crt", &authorities)?;
-            // Names as Kubernetes and Docker give them: glibc asks DNS first without this.
+            // /etc/hosts, which Kubernetes and Docker write, takes precedence. Without this file, glibc uses
+            // DNS first.
             file("etc/nsswitch.conf", b"hosts: files dns\n")?;
             file(&format!("usr/share/licenses/{program}/LICENSE"), &fs::read(self.root.join("LICENSE"))?)?;
             if self.args.authorities.is_none() {
                 file("usr/share/licenses/webpki-root-certs/LICENSE", &bills.licence_of_authorities()?)?;
             }
-            // Where and how scanners look for it.
+            // The path and name that scanners look for.
             file(&format!("usr/share/sbom/{program}.cdx.json"), &bills.of(program, true)?)?;
         }
         Ok(())
     }
 
-    /// Builds the image of a program, and returns its digest.
+    /// Builds the image of a program. Returns its digest.
     fn image(&self, program: &'static str) -> Result<String> {
         let prefix = self.args.prefix.trim_end_matches('/');
         let prefix = if prefix.is_empty() { String::new() } else { format!("{prefix}/") };
         let name = format!("{prefix}{program}:{}", version());
         let storage = self.storage();
-        // Of its own, and of the kind that needs neither mounts nor modules; nothing is left in the user's.
+        // A separate storage, so that nothing is left in the storage of the user. `vfs` needs neither mounts
+        // nor kernel modules.
         let buildah = || {
             let mut command = Command::new("buildah");
             command.arg("--root").arg(storage.join("root")).arg("--runroot").arg(storage.join("run"));
@@ -502,7 +512,7 @@ impl Build<'_> {
             "--layers=false",
             "--no-cache",
         ]);
-        // Without the version of buildah.
+        // Without a label with the version of buildah.
         build.args(["--identity-label=false", "--timestamp", &self.stamp.epoch.to_string()]);
         build.args(["--os", "linux", "--arch", self.target.arch(), "--target", program, "--tag", &name]);
         for (key, value) in self.labels(program)? {
@@ -511,7 +521,7 @@ impl Build<'_> {
         build.arg("--file").arg(self.root.join("deploy/images/Containerfile")).arg(self.context());
         output(&mut build)?;
         let (file, digest) = (self.out.join(format!("{program}.oci.tar")), storage.join("digest"));
-        // An archive is this folder packed; buildah would pack it with the time of now.
+        // buildah can write an archive too, but with the current time, so the folder is packed below.
         let layout = storage.join("layout").join(program);
         folder(&layout)?;
         let mut push = buildah();
@@ -528,7 +538,10 @@ impl Build<'_> {
     fn labels(&self, program: &str) -> Result<Vec<(&'static str, String)>> {
         let metadata = workspace::metadata()?;
         let package = metadata["packages"].as_array().into_iter().flatten();
-        let package = package.into_iter().find(|package| package["name"] == program).context("a package")?;
+        let package = package
+            .into_iter()
+            .find(|package| package["name"] == program)
+            .with_context(|| format!("cargo metadata has no package {program}"))?;
         let of = |key: &str| {
             package[key].as_str().map(str::to_owned).with_context(|| format!("{program} has no {key}"))
         };
@@ -545,7 +558,7 @@ impl Build<'_> {
     }
 }
 
-/// The version of everything here; the tag of images, as the charts want it.
+/// The version of the workspace, which is the tag of the images, as the charts expect.
 fn version() -> &'static str {
     env!("CARGO_PKG_VERSION")
 }
@@ -555,8 +568,8 @@ fn rustc() -> std::ffi::OsString {
     env::var_os("RUSTC").filter(|name| !name.is_empty()).unwrap_or_else(|| "rustc".into())
 }
 
-/// Returns Mozilla's list, from a crate: which certificates it holds is fixed by Cargo.lock and not by the machine that
-/// builds.
+/// Returns Mozilla's certificate authorities. They are from a crate, so Cargo.lock determines them, not the
+/// build machine.
 fn mozilla() -> String {
     let mut pem = String::new();
     for certificate in webpki_root_certs::TLS_SERVER_ROOT_CERTS {
@@ -571,8 +584,9 @@ fn mozilla() -> String {
     pem
 }
 
-/// Whether a program names one that loads its libraries (`PT_INTERP`); `None`: it is no ELF of 64 bits, little-endian.
-fn asks_for_a_loader(elf: &[u8]) -> Option<bool> {
+/// Returns whether a program has a dynamic loader (`PT_INTERP`), or `None` if it is not a little-endian
+/// 64-bit ELF file.
+fn has_dynamic_loader(elf: &[u8]) -> Option<bool> {
     const PT_INTERP: u32 = 3;
     if !elf.starts_with(b"\x7fELF\x02\x01") {
         return None;
@@ -599,19 +613,19 @@ fn megabytes(file: &Path) -> Result<String> {
     Ok(format!("{}.{} MB", tenths / 10, tenths % 10))
 }
 
-/// Makes a folder, and those above it, that everybody may read, whatever the umask.
+/// Creates a folder and its parents, readable for all users whatever the umask is.
 fn folder(path: &Path) -> Result<()> {
     if path.is_dir() {
         return Ok(());
     }
-    folder(path.parent().context("a folder is in another")?)?;
-    fs::create_dir(path).with_context(|| format!("cannot make {}", path.display()))?;
+    folder(path.parent().context("the folder has no parent")?)?;
+    fs::create_dir(path).with_context(|| format!("cannot create {}", path.display()))?;
     mode(path, 0o755)
 }
 
-/// Writes a file that everybody may read.
+/// Writes a file that is readable for all users.
 fn write(path: &Path, content: &[u8]) -> Result<()> {
-    folder(path.parent().context("a file is in a folder")?)?;
+    folder(path.parent().context("the file has no folder")?)?;
     let mut file = fs::File::create(path).with_context(|| format!("cannot write {}", path.display()))?;
     file.write_all(content).with_context(|| format!("cannot write {}", path.display()))?;
     mode(path, 0o644)
@@ -634,7 +648,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn authorities_are_pem_with_lines_of_64() {
+    fn authorities_are_pem_with_lines_of_64_characters() {
         let pem = mozilla();
         let count = pem.matches("-----BEGIN CERTIFICATE-----\n").count();
         assert_eq!(count, webpki_root_certs::TLS_SERVER_ROOT_CERTS.len());
@@ -648,21 +662,21 @@ mod tests {
     }
 
     #[test]
-    fn a_program_with_a_loader_is_told_from_a_static_one() {
+    fn static_programs_have_no_dynamic_loader() {
         let mut elf = vec![0_u8; 0x40 + 2 * 0x38];
         elf[..6].copy_from_slice(b"\x7fELF\x02\x01");
-        elf[0x20] = 0x40; // the table of segments begins after the header
+        elf[0x20] = 0x40; // the table of segments starts after the header
         elf[0x36] = 0x38;
         elf[0x38] = 2;
         elf[0x40] = 1; // PT_LOAD
-        elf[0x78] = 2; // PT_DYNAMIC: a static program that can be anywhere has it, too
-        assert_eq!(asks_for_a_loader(&elf), Some(false));
+        elf[0x78] = 2; // PT_DYNAMIC: a static position-independent program has it too
+        assert_eq!(has_dynamic_loader(&elf), Some(false));
         elf[0x78] = 3;
-        assert_eq!(asks_for_a_loader(&elf), Some(true));
-        assert_eq!(asks_for_a_loader(&elf[..0x50]), None, "cut off");
-        assert_eq!(asks_for_a_loader(b"#!/bin/sh"), None);
+        assert_eq!(has_dynamic_loader(&elf), Some(true));
+        assert_eq!(has_dynamic_loader(&elf[..0x50]), None, "truncated");
+        assert_eq!(has_dynamic_loader(b"#!/bin/sh"), None);
         // The test itself is not static.
         let this = fs::read(env::current_exe().unwrap()).unwrap();
-        assert_eq!(asks_for_a_loader(&this), Some(true));
+        assert_eq!(has_dynamic_loader(&this), Some(true));
     }
 }

@@ -1,69 +1,135 @@
-//! `cargo xtask layers`: which crate of the workspace may depend on which. ARCHITECTURE.md says what each is.
+//! `cargo xtask layers`: which crate of the workspace may depend on which, and no circles among the modules
+//! of a crate. ARCHITECTURE.md says what each crate is.
 
-use std::{collections::BTreeSet, fmt, process::ExitCode};
+mod modules;
+
+use std::{
+    collections::BTreeSet,
+    fmt::{self, Write as _},
+    path::{Path, PathBuf},
+    process::ExitCode,
+};
 
 use anyhow::{Context as _, Result};
+use clap::Args;
 use serde_json::Value;
 
-use crate::{report::line, workspace};
+use devkit::{report::line, workspace};
+use modules::{Circle, Findings, Import, Modules};
 
-/// A crate and what it may depend on, for itself and its build. Dependencies come before their dependants, so that
-/// there is no way to write a cycle.
-const ALLOWED: [(&str, &[&str]); 21] = [
+/// A crate and what it may depend on, for itself and its build. Dependencies come before their dependants, so
+/// that there is no way to write a cycle.
+const ALLOWED: &[(&str, &[&str])] = &[
     // Ids are values: no I/O, nothing generated.
     ("ids", &[]),
     // What is on the wire; ids are made of it at the edges, by those who check them.
     ("proto", &[]),
     // A byte stream inside WebSocket: usable alone, nothing of ours.
     ("websocket", &[]),
-    // HTTP/2 listeners, TLS, telemetry: knows no protocol of ours.
-    ("runtime", &["websocket"]),
+    // Lifecycle, logs, the clock, the version: usable alone, nothing of ours.
+    ("process", &[]),
+    // HTTP listeners, TLS, proxies: knows no protocol of ours.
+    ("net", &["process", "websocket"]),
     ("grpc", &["ids", "proto"]),
     // Spans of requests and their export: knows neither program.
-    ("traces", &["runtime", "grpc"]),
+    ("traces", &["net", "process", "grpc"]),
     // Both ends of a tunnel. It knows nobody who uses it.
     ("tunnel", &["ids", "proto", "grpc"]),
+    // HTTP requests in such a tunnel: both ends, usable by either program.
+    ("http-tunnel", &["proto", "grpc", "tunnel"]),
     // Who holds which tunnel; kas' business only.
-    ("cluster", &["ids", "proto"]),
+    ("cluster", &["ids"]),
     // The same through Redis.
     ("redis-tracker", &["ids", "proto", "cluster"]),
     // Usable alone: nothing of ours.
     ("gossip", &[]),
     // The protocol of the table, without I/O.
-    ("table", &["ids"]),
-    ("discovery", &[]),
+    ("table", &["ids", "cluster"]),
+    ("discovery", &["process"]),
+    // Reads any program's configuration file; usable alone.
+    ("settings", &[]),
+    // The configuration of kas. It imports nothing that it configures, except limits and TLS roles.
+    ("kas-config", &["net", "process", "traces", "settings"]),
+    // A client of GitLab. What its answers are remembered for is the business of `identity`.
+    ("gitlab", &["ids", "grpc", "net", "process", "settings", "kas-config"]),
+    ("identity", &["ids", "grpc", "net", "process", "settings", "gitlab"]),
+    ("agent-config", &["ids", "proto", "grpc", "settings", "kas-config"]),
     (
         "kas",
         &[
             "ids",
             "proto",
-            "runtime",
+            "net",
+            "process",
             "grpc",
             "traces",
             "tunnel",
+            "http-tunnel",
             "cluster",
             "redis-tracker",
             "gossip",
             "table",
             "discovery",
+            "settings",
+            "kas-config",
+            "gitlab",
+            "identity",
+            "agent-config",
         ],
     ),
     // Runs in other people's clusters: nothing of how kas replicas find each other may come along.
-    ("agentk", &["ids", "proto", "runtime", "websocket", "grpc", "traces", "tunnel"]),
-    ("kasctl", &["ids", "proto", "runtime"]),
-    // Makes the manual's pages of the programs' command lines; a package of its own, so that no program has it inside.
+    ("agentk", &["ids", "proto", "net", "process", "websocket", "grpc", "traces", "tunnel", "http-tunnel"]),
+    ("kasctl", &["ids", "proto", "net", "process"]),
+    // Makes the manual's pages of the programs' command lines; a package of its own, so that no program has
+    // it inside.
     ("man", &["kas", "agentk", "kasctl"]),
     // For fuzzing: every parser of peers' bytes, of whichever crate.
     (
         "fuzz-targets",
-        &["proto", "websocket", "grpc", "tunnel", "redis-tracker", "gossip", "table", "kas", "agentk"],
+        &[
+            "proto",
+            "websocket",
+            "grpc",
+            "tunnel",
+            "http-tunnel",
+            "redis-tracker",
+            "gossip",
+            "table",
+            "kas-config",
+            "gitlab",
+            "identity",
+            "agent-config",
+            "kas",
+        ],
     ),
     // Free ports: for tests, and for the quickstart, which is built before all else.
     ("ports", &[]),
     // For tests. Without the programs, so that all of them can use it.
-    ("testkit", &["ids", "ports", "proto", "runtime", "grpc", "tunnel"]),
-    // The bench plays an owner of the table whose agents are many, and measures trackers.
-    ("xtask", &["ids", "ports", "proto", "runtime", "grpc", "cluster", "redis-tracker", "table", "testkit"]),
+    ("testkit", &["ids", "ports", "proto", "net", "grpc", "tunnel"]),
+    // Cargo and printing, for the three below: usable alone, and built within seconds.
+    ("devkit", &[]),
+    // Starts programs that cargo has built; depends on none of them, so that `cargo xtask` is built within
+    // seconds.
+    ("quickstart", &["devkit", "ports"]),
+    // Plays the owner of a large table, measures trackers, and serves agentk's modules without kas.
+    (
+        "bench",
+        &[
+            "ids",
+            "ports",
+            "proto",
+            "net",
+            "process",
+            "grpc",
+            "cluster",
+            "redis-tracker",
+            "table",
+            "agentk",
+            "testkit",
+            "devkit",
+        ],
+    ),
+    ("xtask", &["devkit", "quickstart"]),
     // Tests and nothing else: everything it needs is a dev-dependency.
     ("tests", &[]),
 ];
@@ -80,23 +146,103 @@ const FORBIDDEN: [(&str, &[&str]); 1] = [
     ("ids", &["tokio", "hyper", "h2", "tonic"]),
 ];
 
+/// Arguments of `layers`.
+#[derive(Debug, Args, Default)]
+pub(crate) struct LayersArgs {
+    /// List every import inside a circle, not only those of a shortest one
+    #[arg(long)]
+    imports: bool,
+}
+
 /// Prints what breaks the rules.
-pub(crate) fn run() -> Result<ExitCode> {
-    let crates = crates(&workspace::metadata()?)?;
+pub(crate) fn run(args: &LayersArgs) -> Result<ExitCode> {
+    let metadata = workspace::metadata()?;
+    let crates = crates(&metadata)?;
+    let mut failed = false;
+    let mut error = |text: &dyn fmt::Display| {
+        failed = true;
+        line(format_args!("error: {text}"));
+    };
     let violations = violations(&crates);
-    if violations.is_empty() {
-        let arrows: usize = crates.iter().map(|member| member.dependencies.len()).sum();
-        line(format_args!("layers ok: {} crates, {arrows} dependencies between them", crates.len()));
-        return Ok(ExitCode::SUCCESS);
-    }
     for violation in &violations {
-        line(format_args!("error: {violation}"));
+        error(violation);
     }
-    line(
-        "If that is meant: add it to ALLOWED in xtask/src/layers.rs and to ARCHITECTURE.md, in a commit of its own that \
-         says why.",
-    );
-    Ok(ExitCode::FAILURE)
+    let (mut modules, mut imports) = (0, 0);
+    for (target, root) in targets(&metadata)? {
+        let found = Modules::read(workspace::root(), &root)
+            .with_context(|| format!("cannot read the modules of {target}"))?
+            .judge();
+        modules += found.modules;
+        imports += found.arrows;
+        for text in described(&target, &found, args.imports) {
+            error(&text);
+        }
+    }
+    if !violations.is_empty() {
+        line(
+            "If that is meant: add it to ALLOWED in xtask/src/layers.rs and to ARCHITECTURE.md, in a commit of its own \
+             that says why.",
+        );
+    }
+    if failed {
+        return Ok(ExitCode::FAILURE);
+    }
+    let arrows: usize = crates.iter().map(|member| member.dependencies.len()).sum();
+    line(format_args!(
+        "layers ok: {} crates, {arrows} dependencies between them; {modules} modules, {imports} imports between siblings",
+        crates.len()
+    ));
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Returns every library and program: its name and its root file.
+fn targets(metadata: &Value) -> Result<Vec<(String, PathBuf)>> {
+    let mut targets = Vec::new();
+    for package in metadata["packages"].as_array().context("cargo metadata lists no packages")? {
+        for target in package["targets"].as_array().context("a package has no list of targets")? {
+            let kinds = target["kind"].as_array().context("a target has no kind")?;
+            let is = |wanted: &str| kinds.iter().any(|kind| kind == wanted);
+            let suffix = match () {
+                () if is("lib") || is("proc-macro") => "",
+                () if is("bin") => " (program)",
+                () => continue,
+            };
+            let name = target["name"].as_str().context("a target has no name")?;
+            let root = target["src_path"].as_str().context("a target has no root file")?;
+            targets.push((format!("{name}{suffix}"), Path::new(root).to_owned()));
+        }
+    }
+    Ok(targets)
+}
+
+/// Returns one text for each circle, and for each import that cannot be judged.
+fn described(name: &str, found: &Findings, all: bool) -> Vec<String> {
+    let glob = |import: &Import| {
+        format!("{import} imports all names of a module, so that layers cannot see which: name them")
+    };
+    let circles = found.circles.iter().map(|circle| describe(name, circle, all));
+    circles.chain(found.globs.iter().map(glob)).collect()
+}
+
+fn describe(name: &str, circle: &Circle, all: bool) -> String {
+    let Circle { parent, members, shortest, edges } = circle;
+    let place = if parent.is_empty() { name.to_owned() } else { format!("{name}, module {parent}") };
+    let members: Vec<&str> = members.iter().map(String::as_str).collect();
+    let mut text = format!("{place}: {} modules form a circle: {}", members.len(), members.join(", "));
+    let next = |at: usize| &shortest[(at + 1) % shortest.len()];
+    let around = shortest.iter().enumerate().map(|(at, from)| (from.clone(), next(at).clone()));
+    let shown: Vec<_> = if all { edges.keys().cloned().collect() } else { around.collect() };
+    for pair in shown {
+        let Some(imports) = edges.get(&pair) else { continue };
+        let (from, to) = pair;
+        for import in imports.iter().take(if all { usize::MAX } else { 1 }) {
+            let _ = write!(text, "\n    {from} imports {to}: {import}");
+        }
+        if !all && imports.len() > 1 {
+            let _ = write!(text, " and {} more", imports.len() - 1);
+        }
+    }
+    text
 }
 
 /// A member of the workspace.
@@ -242,7 +388,7 @@ mod tests {
         for (from, never) in [
             ("agentk", ["cluster", "kas", "kasctl", "testkit"]),
             ("kas", ["agentk", "kasctl", "testkit", "xtask"]),
-            ("tunnel", ["cluster", "kas", "agentk", "runtime"]),
+            ("tunnel", ["cluster", "kas", "agentk", "net"]),
             ("testkit", ["kas", "agentk", "kasctl", "cluster"]),
         ] {
             let reached = reach(from);

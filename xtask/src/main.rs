@@ -1,28 +1,25 @@
 //! Automation: `cargo xtask quickstart`, `test`, `ci`, `fuzz`, `images`, `layers`, `man` and `bench`.
 //!
-//! The alias `cargo xtask` builds this without the feature `full`, that is without the workspace's own crates, TLS and
-//! gRPC: it is there within seconds on a fresh machine, and `ci` works when kas itself does not compile. Commands that
-//! need more build the rest together with the binaries and run that, see [`workspace`].
+//! It is built before anything else, within seconds: it depends on none of the crates that kas and agentk
+//! consist of, so `ci` works when kas does not compile. Commands that need more build it with cargo and start
+//! it.
 
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
+use devkit::report;
 
-#[cfg(feature = "full")]
 mod bench;
 mod checks;
-#[cfg(feature = "full")]
-mod full;
+mod fuzz;
 mod images;
 mod layers;
 mod man;
-mod process;
-mod quickstart;
-mod report;
+mod suite;
 mod tools;
-mod workspace;
+mod width;
 
-/// kas' automation. Begin with quickstart, or test.
+/// Automation for kas. Start with quickstart or test.
 #[derive(Debug, Parser)]
 #[command(name = "cargo xtask", bin_name = "cargo xtask", max_term_width = 110)]
 struct Cli {
@@ -32,45 +29,38 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Build and start three replicas of kas with their agents, ask one, and kill another in the middle of traffic
+    /// Run three replicas of kas with agents, and kill one replica under load
     Quickstart(quickstart::QuickstartArgs),
     /// Run the tests of the workspace
-    Test(checks::TestArgs),
-    /// Run what CI runs: formatting, lints, documentation, layers, licences, tests
+    Test(suite::TestArgs),
+    /// Run all checks: formatting, lints, documentation, layers, licences, tests
     Ci(checks::CiArgs),
-    /// Build what ships: static programs, their bills of materials, and images from scratch
+    /// Build a release: static programs, bills of materials, and images
     Images(images::ImagesArgs),
-    /// Fuzz each parser of what peers send, shortly; needs a nightly toolchain and cargo-fuzz
-    Fuzz(checks::FuzzArgs),
-    /// Check which crate of the workspace depends on which
-    Layers,
-    /// Write the pages of the manual of kas, agentk and kasctl
+    /// Fuzz each parser of input from peers; needs a nightly toolchain and cargo-fuzz
+    Fuzz(fuzz::FuzzArgs),
+    /// Check the dependencies between crates, and that no modules of a crate form a circle
+    Layers(layers::LayersArgs),
+    /// Write the manual pages of kas, agentk and kasctl
     Man(man::ManArgs),
     /// Measure what a call through kas costs
-    #[cfg(not(feature = "full"))]
     #[command(disable_help_flag = true)]
-    Bench(workspace::Passed),
-    #[cfg(feature = "full")]
-    #[command(flatten)]
-    Full(full::Command),
+    Bench(bench::BenchArgs),
 }
 
 fn main() -> ExitCode {
     let result = match Cli::parse().command {
         Command::Quickstart(args) => quickstart::run(args),
-        Command::Test(args) => checks::test(&args),
+        Command::Test(args) => suite::run(&args),
         Command::Ci(args) => checks::ci(&args),
         Command::Images(args) => images::run(&args),
-        Command::Fuzz(args) => checks::fuzz(&args),
-        Command::Layers => layers::run(),
+        Command::Fuzz(args) => fuzz::run(&args),
+        Command::Layers(args) => layers::run(&args),
         Command::Man(args) => man::run(&args),
-        #[cfg(not(feature = "full"))]
-        Command::Bench(arguments) => workspace::bench(&arguments),
-        #[cfg(feature = "full")]
-        Command::Full(command) => full::run(command),
+        Command::Bench(args) => bench::run(&args),
     };
     result.unwrap_or_else(|error: anyhow::Error| {
-        // Whoever closed standard error does not want to know.
+        // There is nothing left to do when standard error is closed.
         let _ = report::error(&error);
         ExitCode::FAILURE
     })

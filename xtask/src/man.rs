@@ -1,4 +1,4 @@
-//! `cargo xtask man`: the pages of the manual.
+//! `cargo xtask man`: writes the manual pages.
 
 use std::{
     path::PathBuf,
@@ -8,7 +8,7 @@ use std::{
 use anyhow::{Context as _, Result};
 use clap::Args;
 
-use crate::workspace;
+use devkit::workspace;
 
 const HELP: &str = "\
 Examples:
@@ -19,22 +19,20 @@ Examples:
 #[derive(Debug, Args)]
 #[command(after_help = HELP)]
 pub(crate) struct ManArgs {
-    /// The folder that they go into; it is made when it is not there [default: target/man of the workspace]
+    /// Output folder, which is created if necessary [default: target/man of the workspace]
     #[arg(long, value_name = "FOLDER")]
     out: Option<PathBuf>,
 }
 
-/// Builds what knows the programs' command lines, and lets it write.
+/// Builds and runs the crate `man`.
 pub(crate) fn run(args: &ManArgs) -> Result<ExitCode> {
-    // Beside the programs, for which all of it but the last link is built anyway.
+    // Together with the programs, which need the same dependencies with the same features.
     let mut build = workspace::build_programs(false);
     build.args(["-p", "man"]);
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let programs = runtime.block_on(workspace::build(build))?;
     let folder = args.out.clone().unwrap_or_else(|| workspace::root().join("target/man"));
-    let status = Command::new(programs.path("man")?)
-        .arg(folder)
-        .status()
-        .context("cannot run what writes the pages")?;
+    let status =
+        Command::new(programs.path("man")?).arg(folder).status().context("cannot run the crate man")?;
     Ok(if status.success() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }

@@ -9,9 +9,9 @@ use std::{
 
 use anyhow::{Context as _, Result, bail, ensure};
 
-use crate::{
+use devkit::{
     report::line,
-    workspace::{find_program, root},
+    workspace::{c_compiler_missing, find_program, root},
 };
 
 /// A program that is not there.
@@ -28,6 +28,9 @@ struct Missing {
 /// # Errors
 /// What is missing, in one line, with how to get it.
 pub(crate) fn provide(install: bool) -> Result<()> {
+    if install {
+        chromium_install();
+    }
     let missing = missing()?;
     if missing.is_empty() {
         return Ok(());
@@ -153,6 +156,20 @@ fn missing() -> Result<Vec<Missing>> {
     Ok(missing)
 }
 
+/// What distributions call Chromium; the tests look for the same names.
+const CHROMIUM: [&str; 4] = ["chromium", "chromium-browser", "google-chrome", "chrome"];
+
+/// Installs Chromium where that is possible. Without it the tests of the page are skipped, and say so.
+fn chromium_install() {
+    let possible = find_program("apt-get").is_some() && rustix::process::geteuid().is_root();
+    if CHROMIUM.iter().all(|name| find_program(name).is_none())
+        && possible
+        && let Err(error) = apt_install(&["chromium"])
+    {
+        line(format_args!("no Chromium: {error:#}"));
+    }
+}
+
 /// Whether there is a python that can make an environment with packages: Debian has the parts of it apart.
 fn python_makes_environments() -> bool {
     find_program("python3").is_some_and(|python| {
@@ -206,13 +223,6 @@ fn envoy_install() -> Result<()> {
         fs::remove_file(&link)?;
     }
     std::os::unix::fs::symlink(&program, &link).with_context(|| format!("cannot make {}", link.display()))
-}
-
-/// Returns what is said when nothing can compile C.
-pub(crate) fn c_compiler_missing() -> Option<String> {
-    let named = env::var_os("CC").is_some_and(|name| !name.is_empty());
-    let found = named || ["cc", "gcc", "clang"].iter().any(|name| find_program(name).is_some());
-    (!found).then(|| "there is no C compiler; on Debian: apt-get install gcc libc6-dev".to_owned())
 }
 
 /// The oldest Go that fetches the version which the module asks for by itself.

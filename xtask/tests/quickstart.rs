@@ -1,4 +1,4 @@
-//! The quickstart as a person runs it, with the programs that the tests were built with.
+//! Runs `xtask quickstart` with the programs that were built for the tests.
 
 use std::{
     collections::HashMap,
@@ -21,9 +21,9 @@ use testkit::{
 };
 use tokio::time::Instant;
 
-/// Returns the quickstart, which keeps its files in `temporary`.
+/// Returns the command, with `temporary` as its folder for temporary files.
 fn quickstart(temporary: &Path, arguments: &[&str]) -> Result<Command> {
-    for name in ["kas", "agentk", "kasctl"] {
+    for name in ["kas", "agentk", "kasctl", "testkit"] {
         program(name)?;
     }
     let mut command = Command::new(env!("CARGO_BIN_EXE_xtask"));
@@ -42,7 +42,7 @@ fn is_empty(folder: &TempDir) -> Result<bool> {
 }
 
 #[test]
-fn the_demo_is_shown_in_plain_text_and_says_that_it_is_one() -> Result<()> {
+fn the_demo_is_plain_text_and_says_that_it_is_no_cluster() -> Result<()> {
     let temporary = tempfile::tempdir()?;
     let shown = stdout(&quickstart(temporary.path(), &["--once"])?.output()?)?;
     for expected in [
@@ -54,13 +54,13 @@ fn the_demo_is_shown_in_plain_text_and_says_that_it_is_one() -> Result<()> {
         "NAMESPACE   NAME",
         "library     catalog-1",
         "started through a tunnel of replica 2",
-        "SIGKILL for replica 2",
-        "replica 1 takes no request there any more",
-        "replica 3 takes no request there any more",
-        "the open watch broke",
+        "SIGKILL sent to replica 2",
+        "replica 1 no longer routes requests to it",
+        "replica 3 no longer routes requests to it",
+        "the open watch failed",
         "replica 1 lists agent 3 again, at replica 3",
-        "agent 3 answers a request",
-        "gossip agrees: replica 2 is gone",
+        "agent 3 answered a request",
+        "the other replicas agree by gossip: replica 2 is gone",
         "no gap     for agents 1 and 2: every request was answered",
         "knows all  replica 1 after",
     ] {
@@ -68,7 +68,7 @@ fn the_demo_is_shown_in_plain_text_and_says_that_it_is_one() -> Result<()> {
     }
     assert!(!shown.contains("problem"), "{shown}");
     assert!(!shown.contains(['\u{1b}', '\r']), "{shown}");
-    // Paths are as long as they are.
+    // Only lines with a path may be longer.
     for line in shown.lines().filter(|line| !line.contains(" /")) {
         assert!(line.chars().count() <= 80, "{line:?} is too wide");
     }
@@ -77,20 +77,20 @@ fn the_demo_is_shown_in_plain_text_and_says_that_it_is_one() -> Result<()> {
 }
 
 #[test]
-fn with_redis_the_same_is_shown_and_the_redis_is_gone_with_it() -> Result<()> {
+fn with_redis_the_output_is_the_same_and_redis_is_stopped() -> Result<()> {
     let temporary = tempfile::tempdir()?;
     let shown = stdout(&quickstart(temporary.path(), &["--once", "--tracker", "redis"])?.output()?)?;
     for expected in [
         "Start a Redis for the replicas",
         "redis.sock",
-        "each was given a Redis, where it finds the others",
-        "SIGKILL for replica 2",
-        "replica 1 takes no request there any more",
-        "agent 3 answers a request",
+        "each is configured with the same Redis, and finds the others there",
+        "SIGKILL sent to replica 2",
+        "replica 1 no longer routes requests to it",
+        "agent 3 answered a request",
         "its key in Redis has expired: replica 2 is gone",
         "no gap     for agents 1 and 2: every request was answered",
         "knows all  replica 1 after",
-        "Redis      ended",
+        "Redis      stopped",
     ] {
         assert!(shown.contains(expected), "{expected:?} is not in:\n{shown}");
     }
@@ -100,21 +100,21 @@ fn with_redis_the_same_is_shown_and_the_redis_is_gone_with_it() -> Result<()> {
 }
 
 #[test]
-fn without_a_redis_to_start_one_line_says_what_is_missing() -> Result<()> {
+fn a_missing_redis_server_is_reported_in_one_line() -> Result<()> {
     let temporary = tempfile::tempdir()?;
     let output = quickstart(temporary.path(), &["--once", "--tracker", "redis"])?
         .env("PATH", temporary.path())
         .output()?;
-    let told = String::from_utf8_lossy(&output.stderr);
+    let error = String::from_utf8_lossy(&output.stderr);
     assert!(!output.status.success());
-    assert!(told.contains("neither redis-server nor valkey-server for --tracker redis"), "{told}");
-    assert!(told.contains("apt-get install redis-server") && told.trim().lines().count() == 1, "{told}");
+    assert!(error.contains("--tracker redis needs redis-server or valkey-server"), "{error}");
+    assert!(error.contains("apt-get install redis-server") && error.trim().lines().count() == 1, "{error}");
     assert!(is_empty(&temporary)?);
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_kubeconfig_shows_the_pods_of_a_real_api_server() -> Result<()> {
+async fn with_a_kubeconfig_the_pods_of_a_real_api_server_are_listed() -> Result<()> {
     let kubernetes = Kubernetes::start().await?;
     kubernetes.create_pods("shop", "till", 3).await?;
     let token = kubernetes.service_account("shop", "agentk", Access::Admin).await?;
@@ -131,7 +131,7 @@ async fn a_kubeconfig_shows_the_pods_of_a_real_api_server() -> Result<()> {
 }
 
 #[test]
-fn a_kubeconfig_that_is_not_there_is_told_before_anything_is_started() -> Result<()> {
+fn a_missing_kubeconfig_is_reported_before_anything_is_started() -> Result<()> {
     let temporary = tempfile::tempdir()?;
     let output = quickstart(temporary.path(), &["--kubeconfig", "nowhere"])?.output()?;
     assert_eq!(output.status.code(), Some(1));
@@ -141,31 +141,31 @@ fn a_kubeconfig_that_is_not_there_is_told_before_anything_is_started() -> Result
     Ok(())
 }
 
-/// A quickstart that stays up.
-struct Standing {
+/// A quickstart that keeps running.
+struct Running {
     child: Child,
     rest: Receiver<String>,
     exports: HashMap<String, String>,
-    /// Of each replica.
+    /// The address of each replica's metrics.
     metrics: Vec<String>,
-    /// What is offered to be killed.
+    /// The process ids in the suggested kill commands.
     pids: Vec<i32>,
     temporary: TempDir,
 }
 
-impl Standing {
+impl Running {
     fn start() -> Result<Self> {
         let temporary = tempfile::tempdir()?;
         let mut child = quickstart(temporary.path(), &[])?.stdout(Stdio::piped()).spawn()?;
         let stdout = BufReader::new(child.stdout.take().context("no standard output")?);
         let (lines, rest) = channel();
         thread::spawn(move || stdout.lines().map_while(Result::ok).try_for_each(|line| lines.send(line)));
-        let mut standing =
+        let mut running =
             Self { child, rest, exports: HashMap::new(), metrics: Vec::new(), pids: Vec::new(), temporary };
-        // The last of the commands.
-        standing.wait_for("tail -f")?;
-        assert_eq!(standing.metrics.len(), 3);
-        Ok(standing)
+        // The last of the suggested commands.
+        running.wait_for("tail -f")?;
+        assert_eq!(running.metrics.len(), 3);
+        Ok(running)
     }
 
     fn wait_for(&mut self, text: &str) -> Result<()> {
@@ -174,7 +174,7 @@ impl Standing {
     }
 
     fn next(&mut self) -> Result<String> {
-        let line = self.rest.recv_timeout(3 * SOON).context("the quickstart says no more")?;
+        let line = self.rest.recv_timeout(3 * SOON).context("the quickstart prints nothing more")?;
         if let Some((name, value)) = line.trim().strip_prefix("export ").and_then(|rest| rest.split_once('='))
         {
             self.exports.insert(name.to_owned(), value.to_owned());
@@ -205,9 +205,9 @@ impl Standing {
 }
 
 #[test]
-fn what_it_prints_to_try_next_works_until_it_is_interrupted() -> Result<()> {
-    let mut standing = Standing::start()?;
-    let exports = standing.exports.clone();
+fn the_suggested_commands_work_until_it_is_interrupted() -> Result<()> {
+    let mut running = Running::start()?;
+    let exports = running.exports.clone();
     let kasctl = |arguments: &[&str]| -> Result<String> {
         let mut command = Command::new(program("kasctl")?);
         for name in ["KASCTL_ADDRESS", "KASCTL_SECRET_FILE"] {
@@ -217,7 +217,7 @@ fn what_it_prints_to_try_next_works_until_it_is_interrupted() -> Result<()> {
     };
     assert!(kasctl(&["agents"])?.contains("quickstart/pod-1a"));
     assert!(kasctl(&["why", "3"])?.contains("agent 3 is held by"));
-    // One that stood still for a moment is back in the next.
+    // A replica that was slow for a moment may be listed as suspect briefly.
     let deadline = Instant::now() + SOON;
     loop {
         let replicas = kasctl(&["replicas"])?;
@@ -229,29 +229,29 @@ fn what_it_prints_to_try_next_works_until_it_is_interrupted() -> Result<()> {
     }
     assert!(kasctl(&["request", "--explain", "3", "GET", "/version"])?.contains("gitVersion"));
 
-    let holder = standing.pids.first().context("nothing to kill")?;
+    let holder = running.pids.first().context("nothing to kill")?;
     kill_process(Pid::from_raw(*holder).context("no process")?, Signal::KILL)?;
-    standing.wait_for("kas 3 ended by itself (signal 9)")?;
-    standing.wait_for("agent 3 answers, asked through replica 1")?;
-    standing.wait_for("kas 3 is back")?;
+    running.wait_for("kas 3 exited unexpectedly (signal 9)")?;
+    running.wait_for("agent 3 answers through replica 1")?;
+    running.wait_for("kas 3 is ready again")?;
     assert!(kasctl(&["request", "2", "GET", "/version"])?.contains("gitVersion"));
 
-    standing.signal(Signal::INT)?;
-    let status = standing.child.wait()?;
+    running.signal(Signal::INT)?;
+    let status = running.child.wait()?;
     assert!(status.success(), "{status}");
-    let rest: Vec<String> = standing.rest.iter().collect();
+    let rest: Vec<String> = running.rest.iter().collect();
     let at = |name: &str| rest.iter().position(|line| line.trim_start().starts_with(name));
     assert!(at("agentk ").is_some() && at("agentk ") < at("kas "), "{rest:?}");
     assert!(at("folder ").is_some(), "{rest:?}");
-    assert!(is_empty(&standing.temporary)?, "the folder is removed");
-    standing.wait_until_kas_is_gone()
+    assert!(is_empty(&running.temporary)?, "the folder is removed");
+    running.wait_until_kas_is_gone()
 }
 
 #[cfg(target_os = "linux")]
 #[test]
-fn its_processes_do_not_outlive_it_when_it_is_killed() -> Result<()> {
-    let mut standing = Standing::start()?;
-    standing.signal(Signal::KILL)?;
-    standing.child.wait()?;
-    standing.wait_until_kas_is_gone()
+fn its_processes_are_killed_with_it() -> Result<()> {
+    let mut running = Running::start()?;
+    running.signal(Signal::KILL)?;
+    running.child.wait()?;
+    running.wait_until_kas_is_gone()
 }

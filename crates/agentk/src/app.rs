@@ -1,81 +1,85 @@
-//! From arguments to a running agent.
+//! Starts the agent from its settings, and shuts it down.
 
 use std::{path::PathBuf, sync::Arc, time::Duration};
 
 use anyhow::Context as _;
 use http::HeaderValue;
-use prometheus_client::registry::Registry;
-use proto::gitlab::agent::{agentcfg::LoggingLevelEnum, modshared::AgentMeta};
-use runtime::{
+use net::{
     admin::{self, Admin},
-    files::{self, Before},
     io::{Address, Listener},
-    lifecycle::{self, Lifecycle, Phase, Signals},
     proxy::Proxies,
-    telemetry::Level,
-    tls, version,
+    tls,
 };
+use process::{
+    files::{self, Before},
+    lifecycle::{self, Lifecycle, Phase, Signals},
+    telemetry::Level,
+    version,
+};
+use prometheus_client::registry::Registry;
+use proto::gitlab::agent::modshared::AgentMeta;
+use tokio::sync::watch;
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
 use crate::{
     cluster::ClusterAccess,
     dial::{Dialer, KasAddresses, KasHeader, KasHeaders},
     metrics::Metrics,
-    module::{Module, Modules, bench::Bench, kubernetes_api::KubernetesApi},
-    session::Shared,
+    module::{Context, Module, Modules, Pushed, kubernetes_api::KubernetesApi, logging::Logging},
+    session::SessionContext,
     supervisor,
     token::TokenFile,
 };
 
-/// How long open requests go on after a signal to leave; a pod's usual grace is 30 s.
+/// How long open requests may continue after the shutdown signal. A pod's default grace period is 30 s.
 const DRAIN: Duration = Duration::from_secs(25);
 
-/// How long the last spans may take to be exported.
+/// How long the export of the last spans may take.
 const SPANS: Duration = Duration::from_secs(2);
-/// How long one export may take, and how many spans may wait for it: OpenTelemetry's own numbers.
+/// How long one export may take, and how many spans may wait for it: the defaults of OpenTelemetry.
 const EXPORT: (Duration, usize) = (Duration::from_secs(10), 2_048);
 
-/// What the agent is told.
+/// The settings of the agent.
 #[derive(Debug)]
 pub struct Settings {
     /// How to reach kas.
     pub kas: KasAccess,
     /// How to reach the cluster.
     pub cluster: ClusterAccess,
-    /// Metrics and probes.
+    /// The address for metrics and probes.
     pub observability_address: String,
-    /// Replicas of kas to be connected to at once.
+    /// The number of kas replicas to be connected to at once.
     pub replicas: usize,
-    /// The most tunnels at once.
+    /// The most tunnels at once, per session.
     pub max_tunnels: usize,
-    /// Serves the benchmark's service too.
+    /// Whether to serve the benchmark's service too.
     pub bench_module: bool,
-    /// Who takes spans; `None`: none are made.
+    /// Where spans are exported to; `None`: no spans are made.
     pub collector: Option<traces::Collector>,
-    /// Namespace and name of the pod.
+    /// The namespace and the name of the pod.
     pub pod: (String, String),
 }
 
-/// How to reach kas, and what to show there.
+/// How to reach kas, and how to authenticate.
 #[derive(Debug, Clone)]
 pub struct KasAccess {
-    /// Where it is: ways of which the first that passes is kept, and places that are dialled in turn.
+    /// The addresses of kas.
     pub addresses: KasAddresses,
     /// The file with the agent token.
     pub token_file: PathBuf,
-    /// Further roots for TLS.
+    /// CA certificates to trust besides those of the system.
     pub ca_cert_file: Option<PathBuf>,
-    /// The name that its certificate must have, instead of the host of its address.
+    /// The name that the certificate of kas must have, instead of the host of its address.
     pub tls_server_name: Option<String>,
-    /// Headers for proxies in between.
+    /// Headers for proxies between agentk and kas.
     pub headers: Vec<KasHeader>,
 }
 
 impl KasAccess {
-    /// Reads files and the environment; connects to nobody yet.
+    /// Reads files and the environment. Does not connect yet.
     ///
     /// # Errors
-    /// When something cannot be used: says which flag or variable.
+    /// When a setting cannot be used. The error names the flag or the variable.
     pub fn dialer(&self) -> anyhow::Result<Dialer> {
         let tls = tls::client(self.ca_cert_file.as_deref()).context("--ca-cert-file")?;
         let dialer = self.dialer_with(tls, Proxies::from_env())?;
@@ -85,10 +89,10 @@ impl KasAccess {
         Ok(dialer)
     }
 
-    /// As [`dialer`](Self::dialer), with this TLS; a proxy that cannot be used is not looked for.
+    /// Like [`dialer`](Self::dialer), with this TLS configuration and without checking the proxies.
     ///
     /// # Errors
-    /// As of [`dialer`](Self::dialer).
+    /// See [`dialer`](Self::dialer).
     pub fn dialer_with(&self, tls: Arc<rustls::ClientConfig>, proxies: Proxies) -> anyhow::Result<Dialer> {
         let addresses = self.addresses.as_slice();
         let headers = KasHeaders::new(self.headers.clone(), addresses).context("--kas-header")?;
@@ -96,12 +100,22 @@ impl KasAccess {
     }
 }
 
-/// Runs until a signal, then lets open requests finish.
+#[cfg(feature = "bench")]
+fn bench_module() -> anyhow::Result<Arc<dyn Module>> {
+    Ok(Arc::new(crate::module::bench::Bench))
+}
+
+#[cfg(not(feature = "bench"))]
+fn bench_module() -> anyhow::Result<Arc<dyn Module>> {
+    anyhow::bail!("--bench-module: this agentk was built without the feature `bench`")
+}
+
+/// Runs the agent until a signal, then waits until open requests have ended.
 ///
 /// # Errors
-/// When something of the settings cannot be used.
+/// When a setting cannot be used.
 pub async fn run(settings: Settings, level: Level) -> anyhow::Result<()> {
-    runtime::io::raise_file_limit();
+    process::open_files::raise_limit();
     let mut signals = Signals::new()?;
     let token = TokenFile::new(settings.kas.token_file.clone());
     token.authorization().context("--token-file")?;
@@ -113,7 +127,7 @@ pub async fn run(settings: Settings, level: Level) -> anyhow::Result<()> {
             dialer.trust(
                 tls::client(file.as_deref()).map_err(|error| format!("{:#}", anyhow::Error::new(error)))?,
             );
-            Ok("exchanged: kas is trusted by it from the next connection on".to_owned())
+            Ok("reloaded: the next connection to kas uses it".to_owned())
         })
     };
     let api_server = settings.cluster.connect().await?;
@@ -142,7 +156,7 @@ pub async fn run(settings: Settings, level: Level) -> anyhow::Result<()> {
                 .map(|(key, value)| (key.to_owned(), value.clone()));
             let settings = traces::Settings {
                 collector,
-                // kas has decided about what comes from it, and nothing begins here.
+                // kas samples: no trace begins in the agent.
                 ratio: 1.0,
                 timeout: EXPORT.0,
                 queue: EXPORT.1,
@@ -155,9 +169,10 @@ pub async fn run(settings: Settings, level: Level) -> anyhow::Result<()> {
         }
     };
     let kubernetes = KubernetesApi::new(api_server, version::VERSION, version::COMMIT);
-    let mut modules: Vec<Arc<dyn Module>> = vec![Arc::new(kubernetes.traced(tracer.clone()))];
+    let mut modules: Vec<Arc<dyn Module>> =
+        vec![Arc::new(kubernetes.traced(tracer.clone())), Arc::new(Logging::new(level))];
     if settings.bench_module {
-        modules.push(Arc::new(Bench));
+        modules.push(bench_module()?);
     }
     let modules = Modules::new(modules).traced(tracer);
 
@@ -176,17 +191,22 @@ pub async fn run(settings: Settings, level: Level) -> anyhow::Result<()> {
         liveness_path: "/liveness".into(),
         readiness_path: "/readiness".into(),
         registry,
-        // A tunnel that was just answered counts before the supervisor has heard of it.
+        // A tunnel that kas has just accepted counts before the supervisor is notified.
         unready: Box::new(move || {
-            let serves = probed.replicas_served.get() + probed.tunnels_idle.get() + probed.tunnels_busy.get();
-            (serves == 0).then(|| "not connected to kas".to_owned())
+            let connected =
+                probed.replicas_served.get() + probed.tunnels_idle.get() + probed.tunnels_busy.get();
+            (connected == 0).then(|| "not connected to kas".to_owned())
         }),
         refresh: Box::new(|| {}),
         site: None,
     };
     let admin = tokio::spawn(admin::run(listener, admin, lifecycle.clone()));
 
-    let shared = Arc::new(Shared {
+    let leave = CancellationToken::new();
+    let tasks = TaskTracker::new();
+    let pushed = watch::Sender::new(Pushed::default());
+    modules.start(&Context::new(pushed.subscribe(), leave.clone()), &tasks);
+    let context = Arc::new(SessionContext {
         descriptor: modules.descriptor(),
         handler: Arc::new(modules),
         token,
@@ -199,25 +219,12 @@ pub async fn run(settings: Settings, level: Level) -> anyhow::Result<()> {
         },
         metrics: Arc::clone(&metrics),
         max_tunnels: settings.max_tunnels,
-        applied: tokio::sync::watch::Sender::new(String::new()),
-        apply: Box::new(move |response| {
-            let Some(configuration) = &response.configuration else { return };
-            let logging = configuration.observability.as_ref().and_then(|o| o.logging.as_ref());
-            let wanted = match logging.map_or(LoggingLevelEnum::Info, |l| l.level()) {
-                LoggingLevelEnum::Info => "info",
-                LoggingLevelEnum::Debug => "debug",
-                LoggingLevelEnum::Warn => "warn",
-                LoggingLevelEnum::Error => "error",
-            };
-            level.set(wanted);
-        }),
+        pushed,
     });
-    let leave = CancellationToken::new();
     let follow = tokio::spawn(files::follow(vec![ca], || {}));
     let hangups = tokio::spawn(lifecycle::hangups(None::<fn()>));
-    let tasks = TaskTracker::new();
     let supervisor = tokio::spawn(supervisor::run(
-        shared,
+        context,
         settings.kas.addresses,
         dialer,
         settings.replicas,
@@ -225,7 +232,7 @@ pub async fn run(settings: Settings, level: Level) -> anyhow::Result<()> {
         tasks.clone(),
     ));
     let signal = signals.next().await;
-    tracing::info!(signal, requests = metrics.tunnels_busy.get(), "leaving: open requests go on");
+    tracing::info!(signal, requests = metrics.tunnels_busy.get(), "shutting down: waiting for open requests");
     leave.cancel();
     tasks.close();
     tokio::select! {
@@ -233,10 +240,10 @@ pub async fn run(settings: Settings, level: Level) -> anyhow::Result<()> {
         () = tokio::time::sleep(DRAIN) => {
             let requests = metrics.tunnels_busy.get();
             if requests > 0 {
-                tracing::warn!(requests, "requests were cut: they took longer than the time to leave");
+                tracing::warn!(requests, "requests were aborted: they were still open at the end of the drain");
             }
         }
-        _ = signals.next() => tracing::warn!("told again to leave: not waiting any longer"),
+        _ = signals.next() => tracing::warn!("second shutdown signal: exiting now"),
     }
     supervisor.abort();
     follow.abort();

@@ -1,13 +1,13 @@
-//! The command line. The texts here are the manual, and its pages are made of them.
+//! The command line. The manual pages are generated from these texts.
 
-// They are for terminals first: addresses stand as one types them.
+// The texts are for terminals first, so URLs are written as a user types them.
 #![allow(rustdoc::bare_urls, rustdoc::broken_intra_doc_links)]
 
 use std::{ffi::OsStr, path::PathBuf, time::Duration};
 
 use anyhow::Context as _;
 use clap::{Parser, Subcommand, builder::TypedValueParser, error::ErrorKind};
-use runtime::version;
+use process::version;
 
 use crate::{
     app::KasAccess,
@@ -24,22 +24,23 @@ Examples:
     agentk --kas-address grpc://127.0.0.1:8150 --token-file token --kubeconfig ~/.kube/config
   through the ingress of a GitLab:
     agentk --kas-address wss://gitlab.example.com/-/kubernetes-agent/ --token-file /config/token
-  through whatever is in between (HTTPS_PROXY and NO_PROXY are heeded):
+  through proxies (agentk uses HTTPS_PROXY and NO_PROXY), over WebSocket if they do not pass HTTP/2:
     agentk --kas-address https://kas.example.com --token-file /config/token
 
-A token and the lines that make it known to kas: kasctl token agent --id 1 --name demo --project 1";
+Create a token, and the configuration that registers it with kas:
+  kasctl token agent --id 1 --name demo --project 1";
 
 const DOCTOR_HELP: &str = "\
 Exit codes:
-  0  nothing is wrong
-  1  the settings cannot be used: a file cannot be read, for example
+  0  no problem was found
+  1  a setting cannot be used: for example, a file cannot be read
   2  the command line is wrong
-  3  no address leads to kas
-  4  kas refuses the token
-  5  kas is reached, and something in between cuts silent streams
-  6  kas is reached, and the Kubernetes API server is not
+  3  kas cannot be reached at any address
+  4  kas rejects the token
+  5  kas can be reached, but a proxy or firewall cuts idle streams
+  6  kas can be reached, but the Kubernetes API server cannot
 
-In a cluster, beside the running agent:
+In a cluster, next to the running agent:
   kubectl -n agentk exec deploy/agentk -- agentk doctor --kas-address grpcs://kas.example.com --token-file /config/token";
 
 const COMPLETIONS_HELP: &str = "\
@@ -48,64 +49,70 @@ Examples:
   agentk completions zsh > \"${fpath[1]}/_agentk\"
   agentk completions fish > ~/.config/fish/completions/agentk.fish";
 
-/// The agent: runs in a Kubernetes cluster (or next to it), dials kas, and serves the cluster's API
-/// through the connections it keeps open. Nothing connects to it from outside.
+/// The agent: runs in a Kubernetes cluster or next to it, connects to kas, and serves the cluster's API
+/// through the connections it keeps open. Nothing connects to the agent from outside.
 #[derive(Parser)]
 #[command(name = "agentk", version = version::LONG, after_help = HELP, subcommand_negates_reqs = true)]
 pub struct Arguments {
-    /// Those of the agent itself.
+    /// The arguments of the agent itself.
     #[command(flatten)]
     pub agent: AgentArguments,
-    /// How log lines look: json, text, or auto (json unless standard error is a terminal).
+    /// Log format: json, text, or auto (text if standard error is a terminal, else json).
     #[arg(long, value_name = "FORMAT", default_value = "auto", value_parser = ["auto", "json", "text"], global = true)]
     pub log_format: String,
-    /// Threads that serve. One carries several GB/s and wakes nobody else; more help an agent that is busy with TLS.
+    /// Worker threads. One thread carries several GB/s, without wakeups of other threads. More threads help
+    /// an agent that is busy with TLS.
     #[arg(long, value_name = "N", env = "AGENTK_WORKER_THREADS", default_value_t = 1, global = true,
         value_parser = clap::value_parser!(u16).range(1..=256))]
     pub worker_threads: u16,
-    /// What to do instead of serving.
+    /// What to do instead of running the agent.
     #[command(subcommand)]
     pub command: Option<Command>,
 }
 
-/// Arguments of the agent itself.
+/// The arguments of the agent itself.
 #[derive(clap::Args)]
 pub struct AgentArguments {
-    /// How it reaches kas.
+    /// How to reach kas.
     #[command(flatten)]
     pub kas: KasArguments,
-    /// How it reaches the cluster's API server.
+    /// How to reach the cluster's API server.
     #[command(flatten)]
     pub cluster: ClusterAccess,
-    /// Where metrics and probes are served.
+    /// Address for metrics and probes.
     #[arg(long, value_name = "ADDRESS", default_value = ":8080")]
     pub observability_address: String,
-    /// Replicas of kas to be connected to at once: with two, the loss of one loses no request that has not begun.
+    /// Number of kas replicas to stay connected to. With two, losing one drops no queued request.
     ///
-    /// They may stand behind one address, so agentk dials, asks who answers, and dials again every 10 to 20 s while it has
-    /// reached fewer than this although more live; addresses that it has not tried come first, and at once. 1 saves connections; more than 2 helps when several are lost at
-    /// once. A kas of GitLab does not say who it is, and gets one connection.
+    /// The replicas may be behind one address. agentk connects, learns which replica answered, and connects
+    /// again every 10 to 20 s until it has reached this many replicas, or all that are running. It tries
+    /// addresses that it has not tried yet first, and without that delay. 1 saves connections. More than 2
+    /// helps when several replicas fail at the same time. A kas of GitLab does not name its replicas and gets
+    /// one connection.
     #[arg(long, value_name = "N", env = "AGENTK_REPLICAS", default_value_t = 2,
         value_parser = clap::value_parser!(u8).range(1..=replica::MAX as i64))]
     pub replicas: u8,
-    /// The most requests at once, through each replica.
+    /// Maximum number of concurrent requests through each kas replica.
     #[arg(long, value_name = "N", default_value_t = 500, value_parser = clap::value_parser!(u16).range(1..=500))]
     pub max_tunnels: u16,
-    /// Where spans of requests go by OTLP, such as http://collector:4318. Without it: OTEL_EXPORTER_OTLP_ENDPOINT, else
-    /// none are made; the trace context of a request goes on to the API server either way.
+    /// Export spans of requests to this OTLP endpoint, such as http://collector:4318. Default:
+    /// OTEL_EXPORTER_OTLP_ENDPOINT; without either, agentk makes no spans. It always passes the trace context
+    /// of a request on to the API server.
     #[arg(long, value_name = "URL", value_parser = Unshown(endpoint))]
     pub otlp_endpoint: Option<http::Uri>,
-    /// How it is spoken to: http/protobuf or grpc. Without it: OTEL_EXPORTER_OTLP_PROTOCOL, else http/protobuf.
+    /// Protocol of the OTLP endpoint: http/protobuf or grpc. Default: OTEL_EXPORTER_OTLP_PROTOCOL, else
+    /// http/protobuf.
     #[arg(long, value_name = "PROTOCOL", value_parser = ["http/protobuf", "grpc"])]
     pub otlp_protocol: Option<String>,
-    /// File with lines `name: value`, which requests to it carry; read again before each export. Also
-    /// OTEL_EXPORTER_OTLP_HEADERS.
+    /// File with headers for requests to the OTLP endpoint, one `name: value` per line. It is read again
+    /// before each export. OTEL_EXPORTER_OTLP_HEADERS works too.
     #[arg(long, value_name = "FILE")]
     pub otlp_headers_file: Option<PathBuf>,
-    /// PEM file with CA certificates for TLS with it, besides the system's. Without it: OTEL_EXPORTER_OTLP_CERTIFICATE.
+    /// PEM file with CA certificates to trust for the OTLP endpoint, besides the system's. Default:
+    /// OTEL_EXPORTER_OTLP_CERTIFICATE.
     #[arg(long, value_name = "FILE")]
     pub otlp_ca_cert_file: Option<PathBuf>,
-    /// Serves the benchmark's service too.
+    /// Serve the benchmark's service too.
     #[arg(long, hide = true)]
     pub bench_module: bool,
     /// Namespace of this pod, shown to operators.
@@ -116,46 +123,49 @@ pub struct AgentArguments {
     pub pod_name: String,
 }
 
-/// How kas is reached, and as whom.
+/// How to reach kas, and how to authenticate.
 #[derive(clap::Args)]
 pub struct KasArguments {
-    /// Where kas is: grpc://host:port, or grpcs://host:port for TLS.
+    /// Address of kas: grpc://host:port, or grpcs://host:port for TLS.
     ///
-    /// ws://host[:port][/path] and wss:// do the same inside WebSocket, through proxies that know no HTTP/2; the path is
-    /// for them. https://host[:port][/path] tries grpcs:// and then wss:// until one passes the proxies in between, as
-    /// several addresses of one host and port, with commas between them, are tried in their order. Addresses of different
-    /// hosts or ports are where different replicas of kas are: they are dialled in turn, another one at once when one
-    /// fails.
+    /// ws://host[:port][/path] and wss:// carry the same inside WebSocket, for proxies that do not pass
+    /// HTTP/2; the path is for such proxies. https://host[:port][/path] tries grpcs:// and then wss://, until
+    /// one gets through.
+    ///
+    /// Several addresses are separated by commas. Those with the same host and port are alternatives, tried
+    /// in this order. Those with different hosts or ports are endpoints of different kas replicas: agentk
+    /// connects to them in turn, and to the next one immediately when one fails.
     #[arg(long, value_name = "URL", env = "AGENTK_KAS_ADDRESS", required = true,
         value_parser = Unshown(kas_addresses))]
     kas_address: Option<KasAddresses>,
-    /// File with the agent token. It is read again when it changes.
+    /// File with the agent token. agentk reads it again when it changes.
     #[arg(long, value_name = "FILE", env = "AGENTK_TOKEN_FILE", required = true)]
     token_file: Option<PathBuf>,
-    /// PEM file with CA certificates for TLS with kas, besides the system's.
+    /// PEM file with CA certificates to trust for kas, besides the system's.
     #[arg(long, value_name = "FILE", visible_alias = "kas-ca-cert-file")]
     ca_cert_file: Option<PathBuf>,
-    /// The name that the certificate of kas must have, and that proxies are told, instead of the host in its address.
+    /// Expect this name in the certificate of kas, and send it as the host of requests, instead of the host
+    /// in the address.
     #[arg(long, value_name = "NAME")]
     kas_tls_server_name: Option<String>,
-    /// A header "name: value" for proxies before kas, for each of them once: on ws:// and wss:// in the request for
-    /// WebSocket, else in each gRPC call.
+    /// Header "name: value" for proxies between agentk and kas; may be given several times. With ws:// and
+    /// wss:// it is sent in the WebSocket handshake, else in each gRPC call.
     #[arg(long, value_name = "HEADER")]
     kas_header: Vec<String>,
 }
 
 impl KasArguments {
-    /// Takes these as settings.
+    /// Converts the arguments to settings.
     ///
     /// # Errors
-    ///
-    /// What clap does not check: the address and the token's file, which only the agent and `doctor` need, and headers.
+    /// Checks what clap does not: that the address and the token file are given, and that the headers are
+    /// valid.
     pub fn access(self) -> anyhow::Result<KasAccess> {
-        // Required without a subcommand: clap has said so already.
+        // Without a subcommand, clap has already required them.
         let (Some(addresses), Some(token_file)) = (self.kas_address, self.token_file) else {
             anyhow::bail!("--kas-address and --token-file are needed; see --help");
         };
-        // Not by clap, which repeats what it refuses: it may be a credential.
+        // Not a value parser: clap repeats a value that it rejects, and this one may be a credential.
         let headers = self.kas_header.iter().map(|text| text.parse::<KasHeader>().context("--kas-header"));
         Ok(KasAccess {
             addresses,
@@ -167,26 +177,28 @@ impl KasArguments {
     }
 }
 
-/// Arguments of `doctor`.
+/// The arguments of `doctor`.
 #[derive(clap::Args)]
 pub struct DoctorArguments {
-    /// How it reaches kas.
+    /// How to reach kas.
     #[command(flatten)]
     pub kas: KasArguments,
-    /// How it reaches the cluster's API server.
+    /// How to reach the cluster's API server.
     #[command(flatten)]
     pub cluster: ClusterAccess,
-    /// For how long a silent stream is held to see whether a proxy cuts it, as 75s or 10m, 1h at most; 0s: not at all.
+    /// How long to hold an idle stream to see whether a proxy cuts it, for example 75s or 10m, at most 1h; 0s
+    /// skips the test.
     ///
-    /// Usual timers: 50 s (HAProxy as Debian configures it), 60 s (nginx, many balancers), 5 min (Envoy).
+    /// Common idle timeouts: 50 s (HAProxy as Debian configures it), 60 s (nginx, many load balancers), 5 min
+    /// (Envoy).
     #[arg(long, value_name = "TIME", default_value = "75s", value_parser = silence)]
     pub silence: Duration,
-    /// How the findings are written.
+    /// Output format.
     #[arg(short, long, value_name = "FORMAT", default_value = "text")]
     pub output: doctor::Format,
 }
 
-/// Reads a time with its unit.
+/// Parses a time with its unit.
 fn silence(text: &str) -> Result<Duration, String> {
     let (number, unit) = text.split_at(text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len()));
     let factor = match unit {
@@ -200,24 +212,25 @@ fn silence(text: &str) -> Result<Duration, String> {
     Ok(Duration::from_secs(seconds))
 }
 
-/// What to do instead of serving.
+/// What to do instead of running the agent.
 #[derive(Subcommand)]
 pub enum Command {
-    /// Tells in words why kas cannot be reached, step by step, and finds proxies that cut silent streams.
+    /// Checks step by step why kas cannot be reached, and finds proxies that cut idle streams.
     ///
-    /// It uses the agent's own settings: give it the same flags and environment. It serves no request, and is not among
-    /// the agent's connections (a kas of 14.1, or of our earlier versions, lists it meanwhile).
+    /// Run it with the same flags and environment as the agent. It serves no requests, and kas does not list
+    /// it as a connection of the agent (kas 14.1 and earlier versions of this kas do, while it runs).
     #[command(after_help = DOCTOR_HELP)]
     Doctor(Box<DoctorArguments>),
     /// Prints shell completions.
     #[command(after_help = COMPLETIONS_HELP)]
     Completions {
-        /// For which shell.
+        /// The shell.
         shell: clap_complete::Shell,
     },
 }
 
-/// Reads a text by a function. What has an `@` may hold a password, and clap repeats what it refuses: here it does not.
+/// Parses a value with a function. clap repeats a value that it rejects, but one with an `@` may contain a
+/// password, so that one is not shown.
 #[derive(Clone)]
 struct Unshown<T>(fn(&str) -> Result<T, String>);
 
@@ -233,7 +246,7 @@ impl<T: Clone + Send + Sync + 'static> TypedValueParser for Unshown<T> {
         match value.to_str() {
             Some(text) if text.contains('@') => (self.0)(text).map_err(|error| {
                 let flag = arg.map(ToString::to_string).unwrap_or_default();
-                let message = format!("invalid value for '{flag}' (not shown, it has an `@`): {error}");
+                let message = format!("invalid value for '{flag}' (not shown: it contains an `@`): {error}");
                 command.clone().error(ErrorKind::ValueValidation, message)
             }),
             _ => self.0.parse_ref(command, arg, value),

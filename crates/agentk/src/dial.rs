@@ -1,7 +1,7 @@
-//! From an address of kas to an HTTP/2 connection, every limit set explicitly.
+//! Connects to an address of kas over HTTP/2. Every limit is set explicitly.
 //!
-//! [`Dialer::dial`] takes the steps that `agentk doctor` takes one by one: the name, TCP, perhaps a proxy, TLS, perhaps
-//! WebSocket, HTTP/2.
+//! [`Dialer::dial`] does what `agentk doctor` does step by step: it resolves the name, connects over TCP,
+//! asks a proxy if there is one, and sets up TLS, WebSocket if the address says so, and HTTP/2.
 
 mod address;
 mod headers;
@@ -19,7 +19,7 @@ use hyper::{
     upgrade::Parts,
 };
 use hyper_util::rt::{TokioIo, TokioTimer};
-use runtime::{
+use net::{
     http2::{FRAME, HEADER_LIST, STREAM_WINDOW, UNLIMITED_WINDOW},
     proxy::{self, Proxies, Proxy},
 };
@@ -36,107 +36,107 @@ pub use self::{
     headers::{HeaderError, HeadersError, KasHeader, KasHeaders},
     stream::Stream,
 };
-use crate::session::user_agent;
 
-/// Connecting and the TLS handshake must be over within this time.
+/// Connecting, up to and including HTTP/2, must be done within this time.
 pub(crate) const CONNECT: Duration = Duration::from_secs(10);
-/// An address that does not answer within this time is left for the next one, when the name has several: a replica
-/// whose host is gone answers nothing at all. Shorter: a slow network looks like it; longer: its agents wait for it.
+/// If the name has several addresses, one that does not answer within this time is left for the next: a host
+/// that is gone does not answer at all. If the time is too short, a slow network looks the same; if it is too
+/// long, agents wait.
 const CONNECT_ONE: Duration = Duration::from_secs(3);
-/// A kas of GitLab answers pings that come faster than each 20 s with GOAWAY.
+/// A kas of GitLab answers pings that are less than 20 s apart with GOAWAY.
 const KEEPALIVE: Duration = Duration::from_secs(25);
 const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Why no connection was made.
+/// Why connecting failed.
 #[derive(Debug, thiserror::Error)]
 pub enum DialError {
-    /// The name does not resolve, nothing listens, or the network says no.
+    /// The name does not resolve, nothing listens there, or the network fails.
     #[error("cannot connect to {address}")]
     Connect {
-        /// Where.
+        /// The address.
         address: KasAddress,
-        /// Why.
+        /// The cause.
         source: io::Error,
     },
-    /// The environment names a proxy that cannot be used.
+    /// The proxy settings in the environment are invalid.
     #[error("the proxy for {address} cannot be used")]
     Proxies {
-        /// Where.
+        /// The address.
         address: KasAddress,
-        /// Why.
+        /// The cause.
         source: proxy::Error,
     },
-    /// The proxy that the environment names cannot be reached.
+    /// The proxy from the environment cannot be reached.
     #[error("cannot connect to the proxy {proxy} that {variable} names for {address}")]
     ConnectProxy {
-        /// Where.
+        /// The address.
         address: KasAddress,
-        /// Through whom.
+        /// The proxy.
         proxy: String,
-        /// Who says so.
+        /// The variable that names it.
         variable: &'static str,
-        /// Why.
+        /// The cause.
         source: io::Error,
     },
-    /// The proxy passes nothing on.
-    #[error("no way to {address} through its proxy")]
+    /// The proxy does not connect to kas.
+    #[error("the proxy did not connect to {address}")]
     Refused {
-        /// Where.
+        /// The address.
         address: KasAddress,
-        /// Why.
+        /// The cause.
         source: proxy::Refused,
     },
-    /// The name in the address cannot be that of a certificate.
+    /// The host of the address cannot be the name of a certificate.
     #[error("{0} is not a name that TLS can verify")]
     Name(String),
     /// TLS failed: usually the certificate.
     #[error("TLS with {address} failed")]
     Tls {
-        /// Where.
+        /// The address.
         address: KasAddress,
-        /// Why.
+        /// The cause.
         source: io::Error,
     },
-    /// The request for WebSocket was not answered.
-    #[error("{address} did not answer the request for WebSocket")]
+    /// The WebSocket handshake was not answered.
+    #[error("{address} did not answer the WebSocket handshake")]
     Http1 {
-        /// Where.
+        /// The address.
         address: KasAddress,
-        /// Why.
+        /// The cause.
         source: hyper::Error,
     },
-    /// The request for WebSocket was refused: the address, or a proxy in between.
+    /// The WebSocket handshake was rejected, by kas or by a proxy in between.
     #[error("no WebSocket connection to {address}")]
     Upgrade {
-        /// Where.
+        /// The address.
         address: KasAddress,
-        /// Who says of itself that it answered.
+        /// The server that answered, according to its headers.
         server: Option<String>,
-        /// Why.
+        /// The cause.
         source: NotUpgraded,
     },
     /// The other side does not speak HTTP/2.
     #[error("{address} does not speak HTTP/2")]
     Http2 {
-        /// Where.
+        /// The address.
         address: KasAddress,
-        /// Why.
+        /// The cause.
         source: hyper::Error,
     },
-    /// No answer in time.
+    /// A step took too long.
     #[error("no connection to {address} within 10 s: {step}")]
     Timeout {
-        /// Where.
+        /// The address.
         address: KasAddress,
-        /// What was not answered.
+        /// The step that was not completed.
         step: Step,
     },
 }
 
 impl DialError {
-    /// Whether a proxy causes such a failure that may let something else pass than what was tried: one without HTTP/2,
-    /// or without WebSocket. What is wrong with credentials, names or certificates is none.
-    pub fn is_passage(&self) -> bool {
+    /// Whether the failure may come from a proxy that does not support HTTP/2, or WebSocket, and that may
+    /// pass the other one. Wrong credentials, names and certificates are not such failures.
+    pub fn may_be_proxy(&self) -> bool {
         match self {
             Self::Http1 { .. } | Self::Http2 { .. } => true,
             Self::Upgrade { source: NotUpgraded::Status(status), .. } => !is_authentication(*status),
@@ -153,7 +153,7 @@ impl DialError {
     }
 }
 
-/// Whether an HTTP status says that credentials are missing or wrong: nothing that another way would mend.
+/// Whether an HTTP status says that credentials are missing or wrong, which would be so on every route.
 pub(crate) fn is_authentication(status: StatusCode) -> bool {
     matches!(
         status,
@@ -161,7 +161,7 @@ pub(crate) fn is_authentication(status: StatusCode) -> bool {
     )
 }
 
-/// Whether TLS ended because the other side speaks nothing of what was offered.
+/// Whether TLS failed because the server supports none of the offered protocols.
 pub(crate) fn no_common_protocol(error: &io::Error) -> bool {
     let error = error.get_ref().and_then(|error| error.downcast_ref::<rustls::Error>());
     matches!(
@@ -173,9 +173,9 @@ pub(crate) fn no_common_protocol(error: &io::Error) -> bool {
     )
 }
 
-/// How far dialling is.
+/// The steps of connecting.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[allow(missing_docs)] // each names what it waits for
+#[allow(missing_docs)] // the names say it
 pub enum Step {
     Name,
     Tcp,
@@ -188,12 +188,12 @@ pub enum Step {
 impl fmt::Display for Step {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Self::Name => "its name was not resolved",
+            Self::Name => "the name was not resolved",
             Self::Tcp => "no TCP connection was accepted",
             Self::Proxy => "the proxy did not answer CONNECT",
             Self::Tls => "the TLS handshake was not answered",
-            Self::Upgrade => "the request for WebSocket was not answered",
-            Self::Http2 => "HTTP/2 was not answered",
+            Self::Upgrade => "the WebSocket handshake was not answered",
+            Self::Http2 => "the HTTP/2 handshake was not answered",
         })
     }
 }
@@ -203,26 +203,26 @@ impl fmt::Display for Step {
 pub struct Link {
     /// Opens streams.
     pub sender: http2::SendRequest<grpc::Body>,
-    /// This end's own address; `None` inside WebSocket, where proxies in between do no harm: every byte counts
-    /// for their idle timers, pings too.
+    /// The local address. `None` inside WebSocket: there, pings count for the idle timers of proxies, so kas
+    /// need not know whether there is a proxy.
     pub local: Option<SocketAddr>,
-    /// The other end's address: of kas, or of a balancer.
+    /// The remote address: of kas or of a load balancer.
     pub peer: Option<SocketAddr>,
-    /// Base of request URIs.
+    /// For request URIs.
     pub scheme: Scheme,
-    /// Base of request URIs.
+    /// For request URIs.
     pub authority: Authority,
-    /// What every call carries for proxies in between.
+    /// Headers of every call, for proxies in between.
     pub headers: KasHeaders,
-    /// Ends when no stream can be opened any more: the connection broke, or kas sent GOAWAY. Open
-    /// streams may go on.
+    /// Ends when no more streams can be opened: the connection broke, or kas sent GOAWAY. Open streams may
+    /// continue.
     pub driver: tokio::task::JoinHandle<()>,
-    /// Closes the connection and everything on it when it drops.
+    /// Closes the connection and all its streams on drop.
     pub guard: DropGuard,
 }
 
-/// Runs the connection's tasks until the link is dropped: HTTP/2 spawns the connection itself and
-/// each request body apart from [`Link::driver`].
+/// Runs the tasks of the connection until the link is dropped. hyper spawns tasks for the connection and for
+/// each request body, besides [`Link::driver`].
 #[derive(Clone, Debug)]
 struct LinkTasks(CancellationToken);
 
@@ -242,20 +242,21 @@ where
     }
 }
 
-/// Addresses that come last when a name has several.
+/// Which addresses of a name are tried last.
 #[derive(Debug, Clone, Default)]
 pub struct Avoid {
-    /// A connection to them is open: they come last of all.
+    /// Addresses with an open connection: they are tried last.
     pub used: Vec<SocketAddr>,
-    /// A connection to them was lost a moment ago.
+    /// Addresses whose connection was just lost.
     pub lost: Vec<SocketAddr>,
-    /// There is another place to dial: each of them has 3 s to take a connection, also the last.
-    pub elsewhere: bool,
+    /// Whether there is another endpoint to dial. If so, the last address too has only 3 s to accept the
+    /// connection.
+    pub has_other_endpoints: bool,
 }
 
 impl Avoid {
-    /// Orders what a name resolved to: in random order, so that agents spread; what is avoided later; and the family
-    /// that the system prefers first.
+    /// Sorts the addresses of a name: avoided ones last, then the address family that the system prefers
+    /// first, then in random order, so that agents are distributed.
     pub(crate) fn order(&self, resolved: impl Iterator<Item = SocketAddr>) -> Vec<SocketAddr> {
         let mut addresses: Vec<SocketAddr> = resolved.collect();
         let preferred = addresses.first().map(SocketAddr::is_ipv4);
@@ -269,23 +270,23 @@ impl Avoid {
     }
 }
 
-/// How kas is dialled, whatever its address.
+/// Connects to kas.
 #[derive(Debug)]
 pub struct Dialer {
-    tls: runtime::tls::Live<rustls::ClientConfig>,
-    /// Instead of the host of the address.
+    tls: net::tls::Live<rustls::ClientConfig>,
+    /// Used instead of the host of the address.
     server_name: Option<Authority>,
     headers: KasHeaders,
     proxies: Proxies,
 }
 
 impl Dialer {
-    /// Dials with this TLS, through these proxies, and adds these headers.
+    /// Creates a dialer that uses this TLS configuration and these proxies, and adds these headers.
     ///
-    /// `server_name` is checked in certificates, and told to proxies, instead of the host of an address.
+    /// `server_name` replaces the host of an address in the check of certificates and in requests.
     ///
     /// # Errors
-    /// When that name cannot be one of a certificate.
+    /// When `server_name` cannot be the name of a certificate.
     pub fn new(
         tls: Arc<rustls::ClientConfig>,
         server_name: Option<&str>,
@@ -296,8 +297,8 @@ impl Dialer {
             .map(|name| {
                 let wrong = || DialError::Name(name.to_owned());
                 let authority: Authority = name.parse().map_err(|_| wrong())?;
-                // Neither a port nor a user: a name.
-                ServerName::try_from(bare(name))
+                // It has neither a port nor a user.
+                ServerName::try_from(strip_brackets(name))
                     .ok()
                     .filter(|_| authority.host() == name)
                     .ok_or_else(wrong)?;
@@ -307,15 +308,15 @@ impl Dialer {
         Ok(Self { tls: tls.into(), server_name, headers, proxies })
     }
 
-    /// Dials with other TLS from now on; open connections stay.
+    /// Uses another TLS configuration for new connections.
     pub fn trust(&self, tls: Arc<rustls::ClientConfig>) {
         self.tls.replace(tls);
     }
 
-    /// Returns the proxy that the environment names for an address.
+    /// Returns the proxy for an address, from the environment.
     ///
     /// # Errors
-    /// When it names one that cannot be used.
+    /// When the proxy cannot be used.
     pub fn proxy(&self, address: &KasAddress) -> Result<Option<&Proxy>, DialError> {
         self.proxies
             .of(address.is_secure_for_proxies(), address.host(), address.port())
@@ -325,30 +326,31 @@ impl Dialer {
     /// Returns the name that the certificate of an address must have.
     ///
     /// # Errors
-    /// When there is no certificate for such a name.
+    /// When it cannot be the name of a certificate.
     pub fn server_name(&self, address: &KasAddress) -> Result<ServerName<'static>, DialError> {
-        let host = self.server_name.as_ref().map_or(address.host(), |name| bare(name.host())).to_owned();
+        let host =
+            self.server_name.as_ref().map_or(address.host(), |name| strip_brackets(name.host())).to_owned();
         ServerName::try_from(host.clone()).map_err(|_| DialError::Name(host))
     }
 
-    /// Returns what HTTP calls the host of an address.
+    /// Returns the authority of requests to an address.
     fn authority(&self, address: &KasAddress) -> Authority {
         self.server_name.as_ref().filter(|_| address.tls).unwrap_or(&address.authority).clone()
     }
 
-    /// Returns how TLS is spoken with an address.
+    /// Returns the TLS configuration for an address.
     fn tls(&self, address: &KasAddress) -> Arc<rustls::ClientConfig> {
         let tls = self.tls.current();
-        if address.is_websocket() { runtime::tls::http1_only(&tls) } else { tls }
+        if address.is_websocket() { net::tls::http1_only(&tls) } else { tls }
     }
 
-    /// Connects, to an address that is not to be avoided if there is one.
+    /// Connects to kas. If its name has several addresses, those in `avoid` are tried last.
     ///
     /// # Errors
     /// See [`DialError`].
     ///
     /// # Cancel safety
-    /// Cancel safe: what was begun is closed.
+    /// Cancel safe: the attempt is aborted.
     pub async fn dial(&self, address: &KasAddress, avoid: &Avoid) -> Result<Link, DialError> {
         let mut step = Step::Name;
         tokio::time::timeout(CONNECT, self.connect(address, avoid, &mut step))
@@ -372,7 +374,7 @@ impl Dialer {
         let resolved = tokio::net::lookup_host((host, port)).await.map_err(connect)?;
         *step = Step::Tcp;
         let order = avoid.order(resolved);
-        let within = if avoid.elsewhere {
+        let within = if avoid.has_other_endpoints {
             CONNECT_ONE.saturating_mul(u32::try_from(order.len()).unwrap_or(u32::MAX))
         } else {
             CONNECT
@@ -403,7 +405,7 @@ impl Dialer {
         }
     }
 
-    /// Asks a proxy, at the other end of `stream`, for the way to `address`.
+    /// Asks the proxy at the other end of `stream` to connect to `address`.
     pub(crate) async fn through(
         &self,
         proxy: &Proxy,
@@ -419,7 +421,7 @@ impl Dialer {
             };
             let name = ServerName::try_from(proxy.host().to_owned())
                 .map_err(|_| DialError::Name(proxy.host().to_owned()))?;
-            let tls = tokio_rustls::TlsConnector::from(runtime::tls::http1_only(&self.tls.current()));
+            let tls = tokio_rustls::TlsConnector::from(net::tls::http1_only(&self.tls.current()));
             Stream::Tls(Box::new(tls.connect(name, stream).await.map_err(failed)?))
         } else {
             stream
@@ -432,7 +434,7 @@ impl Dialer {
         Ok(Stream::Proxied(Box::new(stream)))
     }
 
-    /// Speaks TLS over `stream`.
+    /// Sets up TLS on `stream`.
     pub(crate) async fn secure(
         &self,
         address: &KasAddress,
@@ -444,7 +446,7 @@ impl Dialer {
         Ok(Stream::Tls(Box::new(connecting.await.map_err(failed)?)))
     }
 
-    /// Speaks HTTP/2 over `stream`, which is what comes from `address`.
+    /// Sets up HTTP/2 on `stream`, which is connected to `address`.
     pub(crate) async fn link(
         &self,
         address: &KasAddress,
@@ -465,15 +467,16 @@ impl Dialer {
             .keep_alive_interval(KEEPALIVE)
             .keep_alive_timeout(KEEPALIVE_TIMEOUT)
             .keep_alive_while_idle(true)
-            // Callers cancel at will: the library's defaults would end the connection after some
-            // hundred of them.
+            // Callers may cancel any number of requests. With the library's defaults, some hundred cancelled
+            // requests would end the connection.
             .max_concurrent_reset_streams(1_000)
             .max_pending_accept_reset_streams(1_000)
             .max_local_error_reset_streams(None);
         let http2 = |source| DialError::Http2 { address: address.clone(), source };
         let (sender, connection) = builder.handshake(TokioIo::new(stream)).await.map_err(http2)?;
         let driver = tokio::spawn(drive(connection));
-        // Inside WebSocket HTTP/2 itself is plain, as 14.1 says; and proxies read the request for it alone.
+        // Inside WebSocket, HTTP/2 itself is without TLS, as in 14.1, and proxies read only the handshake's
+        // headers.
         let (scheme, headers) = match address.is_websocket() {
             true => (Scheme::HTTP, KasHeaders::default()),
             false if address.tls => (Scheme::HTTPS, self.headers.clone()),
@@ -482,7 +485,7 @@ impl Dialer {
         Ok(Link { sender, local, peer, scheme, authority: self.authority(address), headers, driver, guard })
     }
 
-    /// Asks for WebSocket, and returns the bytes inside.
+    /// Performs the WebSocket handshake, and returns the byte stream inside.
     pub(crate) async fn upgrade(&self, address: &KasAddress, stream: Stream) -> Result<Stream, DialError> {
         let http1 = |source| DialError::Http1 { address: address.clone(), source };
         let refused = |source, server| DialError::Upgrade { address: address.clone(), server, source };
@@ -491,7 +494,7 @@ impl Dialer {
             .handshake(TokioIo::new(stream))
             .await
             .map_err(http1)?;
-        // It ends with the upgrade, or with this call.
+        // The task ends with the upgrade, or with this function.
         let mut tasks = tokio::task::JoinSet::new();
         tasks.spawn(connection.with_upgrades());
         let mut request = Request::new(Empty::<bytes::Bytes>::new());
@@ -499,7 +502,7 @@ impl Dialer {
             address.websocket.as_deref().cloned().unwrap_or_else(|| PathAndQuery::from_static("/")).into();
         let headers = request.headers_mut();
         self.headers.add_to(headers);
-        // A port that is the scheme's own is not said: proxies compare the text.
+        // The default port of the scheme is omitted, because some proxies compare the text.
         let own = if address.tls { ":443" } else { ":80" };
         let authority = self.authority(address);
         let host = authority.as_str();
@@ -513,19 +516,25 @@ impl Dialer {
         let upgraded = hyper::upgrade::on(response).await.map_err(http1)?;
         let Parts { io, read_buf, .. } = upgraded
             .downcast::<TokioIo<Stream>>()
-            .map_err(|_| refused(NotUpgraded::Answer("the connection is of another kind"), None))?;
+            .map_err(|_| refused(NotUpgraded::Answer("unexpected connection type"), None))?;
         let stream = ByteStream::new(Rewind::new(io.into_inner(), read_buf), Role::Client);
         Ok(Stream::WebSocket(Box::new(stream)))
     }
 }
 
-/// Returns what an answer says of the one who wrote it, or passed it on.
+/// The user agent of requests to kas.
+pub(crate) fn user_agent() -> &'static str {
+    static AGENT: std::sync::OnceLock<String> = std::sync::OnceLock::new();
+    AGENT.get_or_init(|| format!("agentk/{}/{}", process::version::VERSION, process::version::COMMIT))
+}
+
+/// Returns the server that sent or forwarded a response, according to its headers.
 pub(crate) fn server_of(headers: &http::HeaderMap) -> Option<String> {
     let said = |name| headers.get(name).and_then(|value| value.to_str().ok()).filter(|said| !said.is_empty());
     said(header::SERVER).or_else(|| said(header::VIA)).map(|said| said.chars().take(80).collect())
 }
 
-fn bare(host: &str) -> &str {
+fn strip_brackets(host: &str) -> &str {
     host.trim_start_matches('[').trim_end_matches(']')
 }
 
@@ -562,7 +571,8 @@ mod tests {
     fn unused_addresses_come_first_and_in_every_order() {
         let address = |n: u8| SocketAddr::from(([10, 0, 0, n], 8150));
         let six = SocketAddr::from(([0, 0, 0, 0, 0, 0, 0, 1], 8150));
-        let avoid = Avoid { used: vec![address(1)], lost: vec![address(2), address(1)], elsewhere: false };
+        let avoid =
+            Avoid { used: vec![address(1)], lost: vec![address(2), address(1)], has_other_endpoints: false };
         let mut firsts = std::collections::BTreeSet::new();
         for _ in 0..100 {
             let order = avoid.order([1, 2, 3, 4, 3].map(address).into_iter().chain([six]));
@@ -573,10 +583,10 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn address_that_refuses_is_left_for_the_next() {
+    async fn next_address_is_tried_when_one_refuses_the_connection() {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
         let open = listener.local_addr().unwrap();
-        // A port that was just free, and is ours to leave closed.
+        // A port that was just free, so nothing listens there.
         let closed = tokio::net::TcpListener::bind("127.0.0.2:0").await.unwrap().local_addr().unwrap();
         let stream = connect_first(&[closed, open]).await.unwrap();
         assert_eq!(stream.peer_addr().unwrap(), open);

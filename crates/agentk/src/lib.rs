@@ -1,17 +1,18 @@
-//! agentk: runs in (or next to) a cluster, dials kas, and serves what it has through reverse
-//! tunnels.
+//! agentk, the agent: runs in or next to a Kubernetes cluster, connects to kas, and serves requests through
+//! reverse tunnels.
 //!
-//! [`supervisor`] keeps a [`session`] with each of two [`replica`]s of kas: a transport connection
-//! ([`dial`], at the address that [`ladder`] says) with a configuration stream and a [`pool`] of tunnels. What comes out of a tunnel goes to a
-//! [`module`]. Logic belongs into kas where it can; this stays small.
+//! [`supervisor`] keeps a [`session`] with each of two [`replica`]s of kas. A session is one transport
+//! connection with a configuration stream and a [`pool`] of tunnels. [`address_selector`] chooses the address
+//! of the connection, and [`dial`] makes it. A request that arrives through a tunnel goes to a [`module`].
+//!
+//! agentk stays small: logic that can live in kas does.
 
+pub mod address_selector;
 pub mod app;
 pub mod cli;
 pub mod cluster;
 pub mod dial;
-pub mod direct;
 pub mod doctor;
-pub mod ladder;
 pub mod metrics;
 pub mod module;
 pub mod pool;

@@ -8,10 +8,11 @@ use agentk::{
     doctor,
 };
 use clap::{CommandFactory as _, Parser as _};
-use runtime::{telemetry, tls};
+use net::tls;
+use process::telemetry;
 
-// Bodies of requests are big buffers that live shortly: this allocator keeps them mapped, where the system one returns
-// them to the kernel and takes a page fault for each page of the next.
+// Request bodies are large buffers with a short life. jemalloc keeps their pages mapped; the system's
+// allocator returns them to the kernel, and the next buffer costs a page fault for each page.
 #[global_allocator]
 static ALLOCATOR: tikv_jemallocator::Jemalloc = tikv_jemallocator::Jemalloc;
 
@@ -78,7 +79,8 @@ fn run(arguments: Arguments) -> anyhow::Result<ExitCode> {
     }
 }
 
-/// Runs a command. Behind a pointer, since tokio has several loops, and each would get a copy of the whole future.
+/// Runs a command. The future is boxed because tokio instantiates several loops, each with a copy of the
+/// future's code.
 fn block_on<T>(
     mut builder: tokio::runtime::Builder,
     command: Pin<Box<dyn Future<Output = anyhow::Result<T>>>>,

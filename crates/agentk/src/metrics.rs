@@ -1,4 +1,4 @@
-//! Every metric family of agentk, registered once.
+//! The metric families of agentk.
 
 use prometheus_client::{
     encoding::{EncodeLabelSet, EncodeLabelValue},
@@ -6,14 +6,14 @@ use prometheus_client::{
     registry::Registry,
 };
 
-/// How far a connection to kas is.
+/// The state of a connection to kas.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, EncodeLabelValue)]
 pub enum ConnectionState {
-    /// It learns which replica this is.
+    /// The agent waits to learn which replica this is.
     Asking,
-    /// No tunnel has been answered.
+    /// kas has not accepted a tunnel yet.
     Opening,
-    /// Requests can come.
+    /// Requests can arrive.
     Serving,
     /// It takes no new requests.
     Leaving,
@@ -24,55 +24,56 @@ struct StateLabel {
     state: ConnectionState,
 }
 
-/// The families.
+/// The metric families.
 #[derive(Debug, Default)]
 pub struct Metrics {
     connections: Family<StateLabel, Gauge>,
-    /// Replicas of kas that requests can come from.
+    /// kas replicas that can send requests.
     pub replicas_served: Gauge,
-    /// Replicas of kas that should be served: as many as wanted, or as there are.
+    /// kas replicas to be connected to: the configured number, or the number that is running if that is
+    /// lower.
     pub replicas_wanted: Gauge,
     /// Tunnels that wait for a request.
     pub tunnels_idle: Gauge,
     /// Tunnels that carry a request.
     pub tunnels_busy: Gauge,
-    /// Requests begun.
+    /// Requests that have started.
     pub requests: Counter,
     /// Handlers that panicked.
     pub panics: Counter,
-    /// Failed attempts to connect.
+    /// Failed connection attempts.
     pub connect_failures: Counter,
 }
 
 impl Metrics {
-    /// Makes the families and registers them.
+    /// Creates the families and registers them.
     pub fn new(registry: &mut Registry) -> Self {
         let registry = registry.sub_registry_with_prefix("agentk");
         let metrics = Self::default();
         registry.register("connections", "Transport connections to kas", metrics.connections.clone());
         registry.register(
             "replicas_served",
-            "Replicas of kas that requests can come from",
+            "kas replicas that can send requests to this agent",
             metrics.replicas_served.clone(),
         );
         registry.register(
             "replicas_wanted",
-            "Replicas of kas that should be served: --replicas, or as many as there are",
+            "kas replicas to be connected to: --replicas, or the number that is running if that is lower",
             metrics.replicas_wanted.clone(),
         );
         registry.register("tunnels_idle", "Tunnels that wait for a request", metrics.tunnels_idle.clone());
         registry.register("tunnels_busy", "Tunnels that carry a request", metrics.tunnels_busy.clone());
-        registry.register("requests", "Requests begun", metrics.requests.clone());
+        registry.register("requests", "Requests that have started", metrics.requests.clone());
         registry.register("handler_panics", "Requests whose handler panicked", metrics.panics.clone());
         registry.register(
             "connect_failures",
-            "Failed attempts to connect to kas",
+            "Failed connection attempts to kas",
             metrics.connect_failures.clone(),
         );
         metrics
     }
 
-    /// Counts a connection that goes from one state to another; `None` is before and after its life.
+    /// Records that a connection changes its state. `None`: it does not exist yet, or no longer.
     pub fn connection(&self, from: Option<ConnectionState>, to: Option<ConnectionState>) {
         if let Some(state) = from {
             self.connections.get_or_create(&StateLabel { state }).dec();

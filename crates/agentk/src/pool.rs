@@ -1,7 +1,7 @@
-//! The tunnels of one session, counted.
+//! The pool of tunnels of one session.
 //!
-//! A tunnel tells where it stands ([`Observer`]) from within its own task; the session is woken
-//! only when the pool needs more tunnels, not for each request.
+//! A tunnel reports its state ([`Observer`]) from its own task. The session is woken only when there is
+//! something to do, such as opening tunnels, and not for each request.
 
 use std::{
     collections::HashMap,
@@ -14,13 +14,14 @@ use tunnel::agent_end::{Control, Observer, Progress};
 
 use crate::{metrics::Metrics, replica::Replica};
 
-/// Tunnels that should wait for a request at any time.
+/// The number of tunnels that should be idle at any time.
 pub const IDLE: usize = 2;
-/// A tunnel is idle only when it was not used within a period of this length. Short requests end before the session
-/// can look: all tunnels seemed idle to it while kas had callers waiting for each of them. Shorter: the tunnels of a
-/// busy agent would be taken for idle; longer: bursts that come one after the other would be taken for one.
+/// A tunnel counts as idle only if it was not used within a period of this length. Short requests end before
+/// the session runs, so all tunnels looked idle to it while callers were waiting for each of them in kas. If
+/// the period is too short, tunnels of a busy agent count as idle; if it is too long, consecutive bursts
+/// count as one.
 const PERIOD: Duration = Duration::from_millis(1);
-/// A tunnel that has not been used for this long is given up, as long as enough are idle.
+/// A tunnel that was idle for this long is closed if more than [`IDLE`] tunnels are idle.
 const SHRINK_AFTER: Duration = Duration::from_secs(60);
 
 /// The tunnels of one session.
@@ -30,7 +31,7 @@ pub struct Pool {
     notify: Notify,
     metrics: Arc<Metrics>,
     limit: usize,
-    /// Periods are counted from here.
+    /// Periods are counted from this time.
     begun: Instant,
 }
 
@@ -41,28 +42,30 @@ struct State {
     idle: usize,
     busy: usize,
     opening: usize,
-    work: Work,
-    /// Parked tunnels whose time is over: withdrawn when others have taken their places, or at the next tick.
+    usage: Usage,
+    /// Idle tunnels that have reached their maximum idle time. They are withdrawn when others have replaced
+    /// them, or at the next tick.
     outgoing: Vec<Control>,
-    /// Tunnels that ended before kas accepted them, since the session last asked.
+    /// The number of tunnels that ended before kas accepted them, since the last call of [`Pool::wants`].
     failed: usize,
     /// kas has sent a drain notice.
     drained: bool,
-    /// The replica that sent it, when it named itself.
+    /// The replica that sent the notice, if it named itself.
     drained_by: Option<Replica>,
-    /// No tunnel is opened any more.
+    /// No more tunnels are opened.
     closed: bool,
 }
 
-/// How many tunnels the present period has seen at work.
+/// How many tunnels were in use in the current period.
 #[derive(Debug, Default)]
-struct Work {
+struct Usage {
     period: u64,
-    /// Those that got or finished a request in it.
+    /// Tunnels that got or finished a request in the period.
     touched: usize,
-    /// Those that have been busy since before it.
+    /// Tunnels that have been busy since before the period.
     carried: usize,
-    /// So many were at work when fewer than [`IDLE`] were not; 0: that was not seen since the session last asked.
+    /// The number of tunnels in use when fewer than [`IDLE`] others were left. 0: that has not happened since
+    /// the last call of [`Pool::wants`].
     scarce: usize,
 }
 
@@ -70,13 +73,14 @@ struct Work {
 struct Slot {
     control: Option<Control>,
     stage: Stage,
-    /// The last period in which it got or finished a request.
+    /// The last period in which the tunnel got or finished a request.
     touched: Option<u64>,
-    /// Since when it has been idle.
+    /// The time since which the tunnel has been idle.
     since: Instant,
-    /// Replace it when it has been idle this long: a proxy would cut it.
+    /// Replace the tunnel when it was idle for this long, because a proxy would cut it.
     max_idle: Option<Duration>,
-    /// Where it ends: a balancer may bring each stream of a connection to another replica.
+    /// The replica that the tunnel ends at. A load balancer may send each stream of a connection to another
+    /// replica.
     replica: Option<Replica>,
 }
 
@@ -85,23 +89,23 @@ enum Stage {
     Opening,
     Idle,
     Busy,
-    /// On its way out: not counted as idle.
+    /// Being closed: it does not count as idle.
     Leaving,
 }
 
-/// What the session should do.
+/// What the session should do now.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Wants {
     /// Open this many tunnels.
     pub open: usize,
-    /// So many attempts have failed since it was last asked.
+    /// The number of attempts that have failed since the last call.
     pub failed: usize,
-    /// kas wants the agent to go elsewhere.
+    /// kas wants the agent to connect to another replica.
     pub drained: bool,
 }
 
 impl Pool {
-    /// Makes an empty pool of at most `limit` tunnels.
+    /// Creates an empty pool of at most `limit` tunnels.
     pub fn new(metrics: Arc<Metrics>, limit: usize) -> Arc<Self> {
         Arc::new(Self {
             state: Mutex::default(),
@@ -113,11 +117,11 @@ impl Pool {
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        // A panic between two counters would be a bug in this file; the process goes on.
+        // A panic between two counter updates would be a bug in this file. The process continues.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits until [`wants`](Self::wants) may answer differently.
+    /// Waits until [`wants`](Self::wants) may return something else.
     ///
     /// # Cancel safety
     /// Cancel safe.
@@ -130,8 +134,8 @@ impl Pool {
         let mut state = self.state();
         let replaced = if state.idle >= IDLE { std::mem::take(&mut state.outgoing) } else { Vec::new() };
         let have = state.idle + state.opening;
-        let scarce = std::mem::take(&mut state.work.scarce);
-        // More at once when many are busy: the next burst is likely as large as this one.
+        let scarce = std::mem::take(&mut state.usage.scarce);
+        // Open several at once when many are busy: the next burst is probably as large as this one.
         let open = if state.closed {
             0
         } else if have < IDLE {
@@ -153,7 +157,7 @@ impl Pool {
         wants
     }
 
-    /// Begins a tunnel: returns who observes it, and its number.
+    /// Adds a tunnel that is about to be opened. Returns its observer and its number.
     pub fn begin(self: &Arc<Self>) -> (Box<dyn Observer>, u64) {
         let mut state = self.state();
         state.serial += 1;
@@ -169,17 +173,17 @@ impl Pool {
         };
         state.slots.insert(serial, slot);
         drop(state);
-        (Box::new(Watcher { pool: Arc::clone(self), serial }), serial)
+        (Box::new(TunnelObserver { pool: Arc::clone(self), serial }), serial)
     }
 
-    /// Gives the pool the handle of a tunnel that it began.
+    /// Sets the handle of a tunnel.
     pub fn control(&self, serial: u64, control: Control) {
         if let Some(slot) = self.state().slots.get_mut(&serial) {
             slot.control = Some(control);
         }
     }
 
-    /// kas has answered: where the tunnel ends, and how long it may be idle.
+    /// Records kas' answer for a tunnel: the replica it ends at, and how long it may be idle.
     pub fn answered(&self, serial: u64, replica: Option<Replica>, max_idle: Option<Duration>) {
         if let Some(slot) = self.state().slots.get_mut(&serial) {
             slot.replica = replica;
@@ -187,7 +191,7 @@ impl Pool {
         }
     }
 
-    /// Returns the replicas that have an idle or busy tunnel of this session, in order.
+    /// Returns the replicas with an idle or busy tunnel of this session, sorted.
     pub fn replicas(&self) -> Vec<Replica> {
         let state = self.state();
         let present = state.slots.values().filter(|slot| matches!(slot.stage, Stage::Idle | Stage::Busy));
@@ -197,7 +201,7 @@ impl Pool {
         replicas
     }
 
-    /// Returns the replica that sent a drain notice, when one did and named itself.
+    /// Returns the replica that sent a drain notice, if it named itself.
     pub fn drained_by(&self) -> Option<Replica> {
         self.state().drained_by.clone()
     }
@@ -208,7 +212,7 @@ impl Pool {
         !state.closed && state.slots.len() < self.limit
     }
 
-    /// Whether any tunnel is idle or busy: requests can reach this agent through the session.
+    /// Whether a tunnel is idle or busy, so that requests can arrive through the session.
     pub fn is_serving(&self) -> bool {
         let state = self.state();
         state.idle + state.busy > 0
@@ -224,12 +228,12 @@ impl Pool {
         self.state().closed = true;
     }
 
-    /// Withdraws every tunnel: parked ones now, busy ones after their request.
+    /// Withdraws all tunnels: idle ones now, busy ones after their request.
     pub fn withdraw_all(&self) {
         self.each(Control::withdraw);
     }
 
-    /// Half-closes every tunnel: parked ones now, busy ones after their request.
+    /// Half-closes all tunnels: idle ones now, busy ones after their request.
     pub fn half_close_all(&self) {
         self.each(Control::half_close);
     }
@@ -242,15 +246,15 @@ impl Pool {
         }
     }
 
-    /// Gives up tunnels that have been idle for long; those whose time behind a proxy is over go when others have taken
-    /// their places.
-    /// Call it every few seconds.
+    /// Closes tunnels that are not needed. Tunnels that a proxy would soon cut are closed when others have
+    /// replaced them. Call this every few seconds.
     pub fn tick(&self) {
         let mut leaving = Vec::new();
         {
             let mut state = self.state();
             let state = &mut *state;
-            // Nobody took their places, for want of room or of kas: a tunnel that is cut is worse than one less.
+            // These were not replaced, because the pool is full or kas does not answer. Having one tunnel
+            // less is better than one that is cut.
             leaving.append(&mut state.outgoing);
             let mut spare = state.idle.saturating_sub(IDLE);
             for slot in state.slots.values_mut().filter(|slot| slot.stage == Stage::Idle) {
@@ -269,7 +273,7 @@ impl Pool {
                 if unused { &mut leaving } else { &mut state.outgoing }.extend(slot.control.clone());
             }
         }
-        // The session opens replacements where they are needed.
+        // The session opens replacements if they are needed.
         self.notify.notify_one();
         for control in leaving {
             control.withdraw();
@@ -277,12 +281,12 @@ impl Pool {
     }
 }
 
-struct Watcher {
+struct TunnelObserver {
     pool: Arc<Pool>,
     serial: u64,
 }
 
-impl Observer for Watcher {
+impl Observer for TunnelObserver {
     fn progress(&self, progress: Progress) {
         let pool = &self.pool;
         let mut state = pool.state();
@@ -292,13 +296,13 @@ impl Observer for Watcher {
         let now = Instant::now();
         if progress == Progress::Busy || before == Stage::Busy {
             let period = (now.duration_since(pool.begun).as_nanos() / PERIOD.as_nanos()) as u64;
-            if state.work.period != period {
-                state.work = Work { period, touched: 0, carried: state.busy, scarce: state.work.scarce };
+            if state.usage.period != period {
+                state.usage = Usage { period, touched: 0, carried: state.busy, scarce: state.usage.scarce };
             }
             if slot.touched.replace(period) != Some(period) {
-                state.work.touched += 1;
+                state.usage.touched += 1;
                 let carried = usize::from(before == Stage::Busy);
-                state.work.carried = state.work.carried.saturating_sub(carried);
+                state.usage.carried = state.usage.carried.saturating_sub(carried);
             }
         }
         let after = match progress {
@@ -343,11 +347,11 @@ impl Observer for Watcher {
                 }
             }
         }
-        let at_work = state.work.touched + state.work.carried;
-        let spare = (state.idle + state.busy + state.opening).saturating_sub(at_work);
+        let in_use = state.usage.touched + state.usage.carried;
+        let spare = (state.idle + state.busy + state.opening).saturating_sub(in_use);
         let room = !state.closed && state.slots.len() < pool.limit;
         if progress == Progress::Busy && spare < IDLE && room {
-            state.work.scarce = at_work;
+            state.usage.scarce = in_use;
         }
         if progress == Progress::DrainNotice {
             state.drained = true;
@@ -358,7 +362,7 @@ impl Observer for Watcher {
             || state.drained
             || after.is_none()
             || state.idle + state.opening < IDLE
-            || state.work.scarce > 0
+            || state.usage.scarce > 0
         {
             pool.notify.notify_one();
         }
@@ -366,7 +370,7 @@ impl Observer for Watcher {
 
     fn panicked(&self) {
         self.pool.metrics.panics.inc();
-        tracing::error!("a handler panicked; its request ended with INTERNAL");
+        tracing::error!("a request handler panicked; the request ended with INTERNAL");
     }
 }
 
@@ -405,7 +409,8 @@ mod tests {
         }
     }
 
-    /// Seen to fail without periods: every request has ended before the session looks, and nothing was ever opened.
+    /// This failed without periods: every request had ended before the session ran, so no tunnel was ever
+    /// opened.
     #[tokio::test(start_paused = true)]
     async fn pool_grows_for_requests_that_end_at_once() {
         let pool = pool(500);
@@ -415,7 +420,7 @@ mod tests {
         }
         const CALLERS: usize = 21;
         for _ in 0..20 {
-            // As kas does: the callers, and no others than the first tunnels.
+            // kas does the same: it uses only the first tunnels.
             for tunnel in tunnels.iter().take(CALLERS) {
                 tunnel.progress(Progress::Busy);
                 tunnel.progress(Progress::Parked);
@@ -428,7 +433,7 @@ mod tests {
             tokio::time::advance(PERIOD).await;
         }
         assert!((CALLERS + IDLE..CALLERS * 2).contains(&tunnels.len()), "{}", tunnels.len());
-        // One caller at a time needs no more than are there.
+        // One caller at a time needs no more tunnels than there are.
         let count = tunnels.len();
         for _ in 0..100 {
             tunnels[0].progress(Progress::Busy);
@@ -439,7 +444,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn request_of_many_periods_counts_as_one_tunnel_at_work() {
+    async fn request_of_many_periods_counts_as_one_tunnel_in_use() {
         let pool = pool(500);
         let tunnels: Vec<_> = (0..6).map(|_| pool.begin().0).collect();
         for tunnel in &tunnels {
@@ -458,7 +463,7 @@ mod tests {
         tunnels[0].progress(Progress::Busy);
         assert_eq!(pool.wants().open, 0);
         let state = pool.state();
-        assert_eq!((state.work.touched, state.work.carried), (1, 0));
+        assert_eq!((state.usage.touched, state.usage.carried), (1, 0));
     }
 
     #[test]
@@ -511,7 +516,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn idle_tunnels_above_two_are_given_up_after_a_minute() {
+    async fn idle_tunnels_beyond_two_are_closed_after_a_minute() {
         let pool = pool(100);
         let tunnels: Vec<_> = (0..10).map(|_| pool.begin().0).collect();
         for tunnel in &tunnels {

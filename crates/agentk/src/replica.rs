@@ -1,4 +1,4 @@
-//! What a kas says of itself in response headers: which replica it is, and how many there are.
+//! What kas says about itself in response headers: which replica it is, and how many replicas there are.
 
 use std::{cmp::Ordering, fmt, sync::Arc};
 
@@ -6,31 +6,32 @@ use http::{HeaderMap, HeaderValue};
 use tokio::time::Instant;
 use tunnel::{REPLICA_HEADER, REPLICAS_HEADER, RUN_HEADER};
 
-/// The most replicas that an agent can want: more connections than that help nobody.
+/// The most replicas that an agent can be configured to use. More connections have no benefit.
 pub const MAX: usize = 8;
-/// A longer name is none: it is kept for each tunnel.
+/// The longest name that is accepted, in bytes. Each tunnel stores the name of its replica.
 const MAX_NAME: usize = 256;
 
-/// A replica of kas. Two are the same when their names are.
+/// A replica of kas. Replicas with equal names are equal.
 #[derive(Clone)]
 pub struct Replica {
     name: Arc<str>,
-    /// Which process of that name; empty when it does not say.
+    /// Which process of that name; empty when kas does not say.
     run: Arc<str>,
 }
 
 impl Replica {
-    /// Names a replica.
+    /// Creates a replica with this name.
     pub fn new(name: &str) -> Self {
         Self { name: name.into(), run: Arc::default() }
     }
 
-    /// Says which process of its name it is.
+    /// Sets which process of its name it is.
     pub fn run(self, run: &str) -> Self {
         Self { run: run.into(), ..self }
     }
 
-    /// Whether it is the same process, as far as it says: a replica that has restarted is another.
+    /// Whether both are the same process, as far as they say. A replica that has restarted is another
+    /// process.
     pub fn is_process(&self, other: &Self) -> bool {
         self == other && self.run == other.run
     }
@@ -68,20 +69,20 @@ impl fmt::Debug for Replica {
     }
 }
 
-/// What the response headers of a stream said.
+/// What the response headers of a stream say about the replica.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Answer {
-    /// Which replica the stream is at. `None`: kas of GitLab do not name themselves.
+pub struct ReplicaInfo {
+    /// The replica that the stream ends at. `None`: it does not name itself, like a kas of GitLab.
     pub replica: Option<Replica>,
-    /// How many replicas live, as far as that one knows, at most [`MAX`]. `None`: it did not say.
+    /// How many replicas are running, as far as that replica knows; at most [`MAX`]. `None`: it did not say.
     pub replicas: Option<usize>,
-    /// When it was said.
+    /// When the headers came.
     pub at: Instant,
 }
 
-impl Answer {
-    /// Reads it from response headers.
-    pub fn of(headers: &HeaderMap) -> Self {
+impl ReplicaInfo {
+    /// Reads response headers.
+    pub fn from_headers(headers: &HeaderMap) -> Self {
         let text = |value: &HeaderValue| value.to_str().ok().map(str::to_owned);
         let name = headers.get(REPLICA_HEADER).and_then(text);
         let replica = name.filter(|name| !name.is_empty() && name.len() <= MAX_NAME);
@@ -95,7 +96,7 @@ impl Answer {
         }
     }
 
-    /// The answer of a kas that says nothing of itself.
+    /// The information of a kas that says nothing about itself.
     pub fn unnamed() -> Self {
         Self { replica: None, replicas: None, at: Instant::now() }
     }
@@ -106,7 +107,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_and_counts_are_read_and_nonsense_is_none() {
+    fn names_and_counts_are_read_and_invalid_ones_are_ignored() {
         let long = "x".repeat(MAX_NAME + 1);
         for (name, count, expected) in [
             (Some("10.0.0.1:8155"), Some("3"), (Some("10.0.0.1:8155"), Some(3))),
@@ -124,8 +125,8 @@ mod tests {
                     headers.insert(key, HeaderValue::from_bytes(value.as_bytes()).unwrap());
                 }
             }
-            let answer = Answer::of(&headers);
-            assert_eq!((answer.replica.map(|name| name.to_string()), answer.replicas), {
+            let info = ReplicaInfo::from_headers(&headers);
+            assert_eq!((info.replica.map(|name| name.to_string()), info.replicas), {
                 (expected.0.map(str::to_owned), expected.1)
             });
         }

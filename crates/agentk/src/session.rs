@@ -1,4 +1,4 @@
-//! One transport connection to kas: a configuration stream and a pool of tunnels.
+//! A session: one transport connection to kas, with a configuration stream and a pool of tunnels.
 
 use std::{
     sync::{Arc, OnceLock},
@@ -27,86 +27,89 @@ use tunnel::{
 use crate::{
     dial::{self, KasHeaders, Link},
     metrics::{ConnectionState, Metrics},
+    module::Pushed,
     pool::Pool,
-    replica::{Answer, Replica},
+    replica::{Replica, ReplicaInfo},
     token::TokenFile,
 };
 
 pub(crate) const CONNECT: &str = "/gitlab.agent.reverse_tunnel.rpc.ReverseTunnel/Connect";
 pub(crate) const GET_CONFIGURATION: &str =
     "/gitlab.agent.agent_configuration.rpc.AgentConfiguration/GetConfiguration";
-/// The largest configuration that is accepted.
+/// The largest configuration that is accepted, in bytes.
 const MAX_CONFIGURATION: usize = 4 << 20;
-/// A configuration stream that lasted less than this is opened again after about this time.
+/// A configuration stream that lasted less than this is reopened after about this time.
 const BRIEF: Duration = Duration::from_secs(1);
-/// After a drain notice the tunnels are half-closed at most this much later, replacement or not.
+/// After a drain notice, the tunnels are half-closed at most this much later, even if no other session serves
+/// yet.
 const REPLACE: Duration = Duration::from_secs(3);
-/// Open requests of a session that ends go on for this long.
-const LINGER: Duration = Duration::from_secs(24 * 3600);
-/// After the last stream, time for its last frames to be written.
+/// How long open requests of a session that ends may continue.
+const DRAIN: Duration = Duration::from_secs(24 * 3600);
+/// How long the last frames of the last stream may take to be written.
 const FLUSH: Duration = Duration::from_millis(500);
-/// How often the pool is looked at.
+/// The interval between two calls of [`Pool::tick`].
 const TICK: Duration = Duration::from_secs(5);
-/// First and longest pause before a tunnel is opened again that kas did not accept.
+/// The first and the longest pause before another tunnel is opened after kas did not accept one.
 const TUNNEL_BACKOFF: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(10));
-/// A kas of this project sends response headers at once; one that has sent none after this time is taken for one that
-/// does not name itself. Shorter: one that is overloaded is given up; longer: another is looked for later.
-pub const ANSWER: Duration = Duration::from_secs(5);
+/// A kas of this project sends response headers immediately. One that has sent none within this time is
+/// treated as one that does not name itself. If the time is too short, an overloaded kas is given up; if it
+/// is too long, the search for another replica starts late.
+pub const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// One of several addresses that has answered nothing at all within this time is left for the next. A kas of GitLab
-/// answers the configuration stream once it has asked GitLab, which may take seconds.
-const SILENT: Duration = Duration::from_secs(15);
+/// If there are several addresses, one that has not answered at all within this time is left for the next. A
+/// kas of GitLab answers the configuration stream only after it has called GitLab, which may take seconds.
+const SILENCE: Duration = Duration::from_secs(15);
 
-/// What every session of the process has in common.
-pub struct Shared {
-    /// Serves requests.
+/// What all sessions of the process share.
+pub struct SessionContext {
+    /// Serves the requests.
     pub handler: Arc<dyn Handler>,
-    /// What is served.
+    /// The services that are served.
     pub descriptor: AgentDescriptor,
-    /// The token.
+    /// The agent token.
     pub token: TokenFile,
-    /// Random name of this process.
+    /// A random name of this process.
     pub instance: HeaderValue,
-    /// What the agent says of itself.
+    /// What the agent tells kas about itself.
     pub meta: AgentMeta,
-    /// What is counted.
+    /// The metrics.
     pub metrics: Arc<Metrics>,
     /// The most tunnels of one session.
     pub max_tunnels: usize,
-    /// The last configuration that was applied.
-    pub applied: watch::Sender<String>,
-    /// Applies a configuration.
-    pub apply: Box<dyn Fn(&ConfigurationResponse) + Send + Sync>,
+    /// The last configuration that kas pushed, for the modules.
+    pub pushed: watch::Sender<Pushed>,
 }
 
-impl std::fmt::Debug for Shared {
+impl std::fmt::Debug for SessionContext {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Shared").field("meta", &self.meta).finish_non_exhaustive()
+        f.debug_struct("SessionContext").field("meta", &self.meta).finish_non_exhaustive()
     }
 }
 
-/// How a session begins.
+/// How a session starts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Begin {
-    /// With its tunnels at once: a kas of GitLab sends no headers before its first message, and nobody else serves.
+    /// It opens its tunnels immediately, because no other session serves. (A kas of GitLab sends no headers
+    /// before its first message, so waiting for them would take long.)
     Tunnels,
-    /// With the configuration stream alone, which tells where it is, until it is [admitted](Orders::admit).
+    /// It opens only the configuration stream, which tells the replica it ends at, until it is
+    /// [admitted](Commands::admit).
     Asking,
 }
 
-/// How far a session is: each stage leads to those below it.
+/// The stage of a session. Each stage leads to those below it.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Stage {
-    /// Learns which replica this is; it opens no tunnel until it is admitted.
+    /// It waits to learn which replica this is. It opens no tunnel until it is admitted.
     Asking,
-    /// Connected, and no tunnel is there yet.
+    /// It is connected and opens its first tunnels.
     Opening,
-    /// Requests can come.
+    /// Requests can arrive.
     Serving,
-    /// kas wants the agent to go elsewhere: make another session now.
+    /// kas wants the agent to connect to another replica: start another session now.
     Retiring,
-    /// Nothing of it is left, or kas refused the agent.
-    Over(Option<Status>),
+    /// It has ended; with a status if kas rejected the agent.
+    Ended(Option<Status>),
 }
 
 impl Stage {
@@ -116,63 +119,65 @@ impl Stage {
             Self::Opening => Some(ConnectionState::Opening),
             Self::Serving => Some(ConnectionState::Serving),
             Self::Retiring => Some(ConnectionState::Leaving),
-            Self::Over(_) => None,
+            Self::Ended(_) => None,
         }
     }
 }
 
-/// How a session stands.
+/// The status of a session.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Standing {
-    /// How far it is.
+pub struct SessionStatus {
+    /// Its stage.
     pub stage: Stage,
-    /// What the headers of its last stream said. `None`: none have come yet.
-    pub answer: Option<Answer>,
-    /// The replicas that its tunnels are at: one, unless a balancer spreads the streams of a connection.
+    /// What the headers of its last stream said about the replica. `None`: no headers have come yet.
+    pub answer: Option<ReplicaInfo>,
+    /// The replicas that its tunnels end at: one, unless a load balancer distributes the streams of a
+    /// connection.
     pub replicas: Vec<Replica>,
-    /// The replica that asked the agent to go elsewhere.
+    /// The replica that asked the agent to connect to another one.
     pub drained_by: Option<Replica>,
 }
 
-/// What a session is told.
+/// What the supervisor tells a session.
 #[derive(Debug, Clone, Default)]
-pub struct Orders {
-    /// One that asks may open its tunnels.
+pub struct Commands {
+    /// A session in [`Stage::Asking`] may open its tunnels.
     pub admit: CancellationToken,
-    /// It is not needed: it lets go of what is idle, and finishes what is busy.
+    /// The session is not needed: it closes idle tunnels, and busy ones after their request.
     pub close: CancellationToken,
-    /// Another serves in place of this one, which retires: it need not wait any longer.
+    /// Another session serves instead of this one, which is retiring: it need not wait any longer.
     pub replaced: CancellationToken,
-    /// It opens one more tunnel, whose headers tell how many replicas there are now. The pool shrinks again by itself.
+    /// Open one more tunnel: its headers tell how many replicas there are now. The pool closes it again
+    /// later.
     pub ask: Arc<Notify>,
 }
 
-/// A session that runs by itself.
+/// A running session.
 #[derive(Debug)]
 pub struct Session {
-    /// How it stands.
-    pub standing: watch::Receiver<Standing>,
-    /// What it is told.
-    pub orders: Orders,
-    /// Where it is connected to.
+    /// Its status.
+    pub status: watch::Receiver<SessionStatus>,
+    /// Its commands.
+    pub commands: Commands,
+    /// The address it is connected to.
     pub peer: Option<std::net::SocketAddr>,
-    /// Whether kas is what answers there; empty while nothing tells.
-    pub passage: Arc<OnceLock<Passage>>,
+    /// Whether kas answers there; empty until that is known.
+    pub reachability: Arc<OnceLock<Reachability>>,
 }
 
-/// What the answers on a connection tell of the way to kas.
+/// Whether kas can be reached over a connection.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Passage {
-    /// gRPC was answered, be it with a refusal.
-    Passes,
-    /// Something came, or failed to come, as behind a proxy that passes no gRPC: what it was.
+pub enum Reachability {
+    /// kas answered, possibly with an error status.
+    Reachable,
+    /// A proxy that does not pass gRPC may be in between; with the reason.
     Blocked(String),
 }
 
-/// Starts a session on a connection. `changed` is notified whenever its standing changes. On `trial` it ends when
-/// something else than kas answers, or nothing does: there is another address.
+/// Starts a session on a connection. `changed` is notified whenever its status changes. With `trial` there is
+/// another address, and the session ends if something other than kas answers, or nothing does.
 pub fn start(
-    shared: Arc<Shared>,
+    context: Arc<SessionContext>,
     link: Link,
     begin: Begin,
     trial: bool,
@@ -184,44 +189,48 @@ pub fn start(
         Begin::Tunnels => Stage::Opening,
         Begin::Asking => Stage::Asking,
     };
-    shared.metrics.connection(None, stage.state());
-    let (sender, standing) =
-        watch::channel(Standing { stage, answer: None, replicas: Vec::new(), drained_by: None });
-    let orders = Orders::default();
-    let passage = Arc::<OnceLock<Passage>>::default();
-    let session =
-        Session { standing, orders: orders.clone(), peer: link.peer, passage: Arc::clone(&passage) };
-    let report = Report { standing: sender, changed, metrics: Arc::clone(&shared.metrics), passage };
-    tasks.spawn(Run { shared, link, report, orders, trial, streams: TaskTracker::new() }.run(leave));
+    context.metrics.connection(None, stage.state());
+    let (sender, status) =
+        watch::channel(SessionStatus { stage, answer: None, replicas: Vec::new(), drained_by: None });
+    let commands = Commands::default();
+    let reachability = Arc::<OnceLock<Reachability>>::default();
+    let session = Session {
+        status,
+        commands: commands.clone(),
+        peer: link.peer,
+        reachability: Arc::clone(&reachability),
+    };
+    let report = Report { status: sender, changed, metrics: Arc::clone(&context.metrics), reachability };
+    tasks.spawn(Run { context, link, report, commands, trial, streams: TaskTracker::new() }.run(leave));
     session
 }
 
-/// Tells how a session stands.
+/// Reports the status of a session.
 #[derive(Debug, Clone)]
 struct Report {
-    standing: watch::Sender<Standing>,
+    status: watch::Sender<SessionStatus>,
     changed: Arc<Notify>,
     metrics: Arc<Metrics>,
-    passage: Arc<OnceLock<Passage>>,
+    reachability: Arc<OnceLock<Reachability>>,
 }
 
 impl Report {
-    /// What came first counts.
-    fn passage(&self, passage: impl FnOnce() -> Passage) {
-        if self.passage.get().is_none() && self.passage.set(passage()).is_ok() {
+    /// Sets the reachability, if it is not known yet.
+    fn reachability(&self, reachability: impl FnOnce() -> Reachability) {
+        if self.reachability.get().is_none() && self.reachability.set(reachability()).is_ok() {
             self.changed.notify_one();
         }
     }
 
     fn is_blocked(&self) -> bool {
-        matches!(self.passage.get(), Some(Passage::Blocked(_)))
+        matches!(self.reachability.get(), Some(Reachability::Blocked(_)))
     }
 
-    fn modify(&self, change: impl FnOnce(&mut Standing)) {
-        let changed = self.standing.send_if_modified(|standing| {
-            let before = standing.clone();
-            change(standing);
-            *standing != before
+    fn modify(&self, change: impl FnOnce(&mut SessionStatus)) {
+        let changed = self.status.send_if_modified(|status| {
+            let before = status.clone();
+            change(status);
+            *status != before
         });
         if changed {
             self.changed.notify_one();
@@ -229,71 +238,72 @@ impl Report {
     }
 
     fn stage(&self, stage: Stage) {
-        self.metrics.connection(self.standing.borrow().stage.state(), stage.state());
-        self.modify(|standing| standing.stage = stage);
+        self.metrics.connection(self.status.borrow().stage.state(), stage.state());
+        self.modify(|status| status.stage = stage);
     }
 
-    /// Whether nothing has been answered.
+    /// Whether no headers have come yet.
     fn is_silent(&self) -> bool {
-        self.standing.borrow().answer.is_none()
+        self.status.borrow().answer.is_none()
     }
 
     fn is(&self, stage: &Stage) -> bool {
-        self.standing.borrow().stage == *stage
+        self.status.borrow().stage == *stage
     }
 
-    /// Response headers have come. A refusal without a name tells nothing: kas names itself only in answers.
-    fn heard(&self, answer: Answer, refused: bool) {
+    /// Records the information of response headers. Those of a rejected call without a name say nothing: kas
+    /// names itself only when it accepts.
+    fn record(&self, answer: ReplicaInfo, rejected: bool) {
         let told = answer.replica.is_some();
-        self.modify(|standing| {
-            if told || (standing.answer.is_none() && !refused) {
-                standing.answer = Some(answer);
+        self.modify(|status| {
+            if told || (status.answer.is_none() && !rejected) {
+                status.answer = Some(answer);
             }
         });
     }
 }
 
 struct Run {
-    shared: Arc<Shared>,
+    context: Arc<SessionContext>,
     link: Link,
     report: Report,
-    orders: Orders,
-    /// There is another address.
+    commands: Commands,
+    /// Whether there is another address.
     trial: bool,
     streams: TaskTracker,
 }
 
 /// How a configuration stream ended.
 enum ConfigurationEnd {
-    /// Call again.
+    /// Open it again.
     Again,
-    /// kas refused it.
-    Refused(Status),
-    /// The connection is of no more use.
+    /// kas rejected it.
+    Rejected(Status),
+    /// The connection is broken.
     Broken,
 }
 
 impl Run {
     async fn run(mut self, leave: CancellationToken) {
-        let pool = Pool::new(Arc::clone(&self.shared.metrics), self.shared.max_tunnels);
+        let pool = Pool::new(Arc::clone(&self.context.metrics), self.context.max_tunnels);
         let end = self.serve(&pool, &leave).await;
-        // Nothing can have begun on a way that leads elsewhere.
+        // No request can have started if the address does not lead to kas.
         let blocked = matches!(end, End::Blocked);
-        // What is open goes on while the connection lives; nothing new is opened.
+        // Open requests continue as long as the connection does. No tunnel is opened any more.
         pool.close();
         let over = match end {
-            End::Refused(status) => Some(status),
+            End::Rejected(status) => Some(status),
             End::Blocked => {
-                // The supervisor tells of it, and where it goes on.
-                self.shared.metrics.connect_failures.inc();
+                // The supervisor logs this, with the next address.
+                self.context.metrics.connect_failures.inc();
                 None
             }
             End::Unanswered if self.report.is(&Stage::Asking) => None,
             End::Unanswered => {
-                self.shared.metrics.connect_failures.inc();
+                self.context.metrics.connect_failures.inc();
                 tracing::warn!(
                     kas = %self.link.authority,
-                    "the connection was closed before kas answered: is this the address of its agent listener?"
+                    "the connection was closed before kas answered: check that --kas-address is the address of its agent listener"
                 );
                 None
             }
@@ -301,10 +311,10 @@ impl Run {
                 self.report.stage(Stage::Retiring);
                 let until = Instant::now() + REPLACE;
                 loop {
-                    // GOAWAY may be noticed before the drain notice behind it.
-                    self.report.modify(|standing| standing.drained_by = pool.drained_by());
+                    // GOAWAY may arrive before the drain notice.
+                    self.report.modify(|status| status.drained_by = pool.drained_by());
                     tokio::select! {
-                        () = self.orders.replaced.cancelled() => break,
+                        () = self.commands.replaced.cancelled() => break,
                         () = tokio::time::sleep_until(until) => break,
                         () = leave.cancelled() => break,
                         () = pool.changed() => {}
@@ -320,7 +330,7 @@ impl Run {
             }
         };
         if over.is_none() && !blocked {
-            let until = Instant::now() + LINGER;
+            let until = Instant::now() + DRAIN;
             while !pool.is_empty() && Instant::now() < until {
                 tokio::select! {
                     () = pool.changed() => {}
@@ -333,15 +343,15 @@ impl Run {
         self.link.driver.abort();
         drop(self.link);
         self.streams.close();
-        self.report.stage(Stage::Over(over));
+        self.report.stage(Stage::Ended(over));
     }
 
-    /// Keeps the configuration stream and the pool until the session has to end.
+    /// Maintains the configuration stream and the pool until the session has to end.
     async fn serve(&mut self, pool: &Arc<Pool>, leave: &CancellationToken) -> End {
         let mut configuration = Box::pin(self.configuration());
         let mut asking = self.report.is(&Stage::Asking);
-        let answer_by = Instant::now() + ANSWER;
-        let silent_by = Instant::now() + SILENT;
+        let answer_by = Instant::now() + ANSWER_TIMEOUT;
+        let silent_by = Instant::now() + SILENCE;
         let mut ticks = tokio::time::interval(TICK);
         let mut backoff = TUNNEL_BACKOFF.0;
         let mut not_before = Instant::now();
@@ -356,7 +366,7 @@ impl Run {
                 not_before = Instant::now() + backoff.mul_f64(rand::random());
                 backoff = (backoff * 2).min(TUNNEL_BACKOFF.1);
             }
-            self.report.modify(|standing| standing.replicas = pool.replicas());
+            self.report.modify(|status| status.replicas = pool.replicas());
             if pool.is_serving() {
                 backoff = TUNNEL_BACKOFF.0;
                 if self.report.is(&Stage::Opening) {
@@ -378,28 +388,28 @@ impl Run {
                 () = tokio::time::sleep_until(not_before), if wait => {}
                 _ = ticks.tick() => pool.tick(),
                 () = leave.cancelled() => return End::Left,
-                () = self.orders.close.cancelled() => return End::Closed,
-                () = self.orders.admit.cancelled(), if asking => {
+                () = self.commands.close.cancelled() => return End::Closed,
+                () = self.commands.admit.cancelled(), if asking => {
                     asking = false;
                     self.report.stage(Stage::Opening);
                 }
-                () = tokio::time::sleep_until(silent_by), if self.trial && self.report.passage.get().is_none() => {
-                    self.report.passage(|| Passage::Blocked(format!("nothing was answered within {SILENT:?}")));
+                () = tokio::time::sleep_until(silent_by), if self.trial && self.report.reachability.get().is_none() => {
+                    self.report.reachability(|| Reachability::Blocked(format!("no answer within {SILENCE:?}")));
                     return End::Blocked;
                 }
                 () = tokio::time::sleep_until(answer_by), if asking && self.report.is_silent() => {
-                    self.report.heard(Answer::unnamed(), false);
+                    self.report.record(ReplicaInfo::unnamed(), false);
                 }
-                () = self.orders.ask.notified(), if !asking => {
+                () = self.commands.ask.notified(), if !asking => {
                     if pool.has_room() && let Err(end) = self.open(pool) {
                         return end;
                     }
                 }
-                // The connection broke, or takes no new streams: another one is needed either way.
+                // The connection broke, or takes no new streams. In both cases another one is needed.
                 _ = &mut self.link.driver => {
                     let begins = asking || self.report.is(&Stage::Opening);
-                    self.report.passage(|| {
-                        Passage::Blocked("the connection was closed before anything was answered".to_owned())
+                    self.report.reachability(|| {
+                        Reachability::Blocked("the connection was closed before any answer".to_owned())
                     });
                     return match begins {
                         true if self.trial && self.report.is_blocked() => End::Blocked,
@@ -410,11 +420,11 @@ impl Run {
                 end = &mut configuration, if configuration_after.is_none() => match end {
                     _ if self.trial && self.report.is_blocked() => return End::Blocked,
                     ConfigurationEnd::Again => {
-                        // After GOAWAY no stream opens here any more: the next one is elsewhere.
+                        // After GOAWAY this connection takes no more streams.
                         if self.link.sender.ready().await.is_err() {
                             return End::Retired;
                         }
-                        // One that ends as soon as it has begun is not asked for again in the same breath.
+                        // A stream that ended immediately is not reopened immediately.
                         let pause = if configuration_since.elapsed() < BRIEF {
                             BRIEF.mul_f64(0.5 + rand::random::<f64>())
                         } else {
@@ -428,9 +438,9 @@ impl Run {
                         }
                         configuration_after = Some(Instant::now() + Duration::from_secs(1));
                     }
-                    ConfigurationEnd::Refused(status) if is_refusal(&status) => return End::Refused(status),
-                    ConfigurationEnd::Refused(status) => {
-                        tracing::warn!(error = %status, "kas gave no configuration; tunnels go on");
+                    ConfigurationEnd::Rejected(status) if is_rejection(&status) => return End::Rejected(status),
+                    ConfigurationEnd::Rejected(status) => {
+                        tracing::warn!(error = %status, "kas sent no configuration; tunnels are not affected");
                         configuration_after = Some(Instant::now() + Duration::from_secs(10));
                     }
                 },
@@ -445,7 +455,7 @@ impl Run {
 
     fn configuration(&self) -> impl Future<Output = ConfigurationEnd> + use<> {
         let sender = self.link.sender.clone();
-        configuration(Arc::clone(&self.shared), self.request_parts(), self.report.clone(), sender)
+        configuration(Arc::clone(&self.context), self.request_parts(), self.report.clone(), sender)
     }
 
     fn request_parts(&self) -> RequestParts {
@@ -455,29 +465,29 @@ impl Run {
     /// Opens one tunnel.
     fn open(&mut self, pool: &Arc<Pool>) -> Result<(), End> {
         let mut request =
-            match self.request_parts().request(&self.shared.token, &self.shared.instance, CONNECT) {
+            match self.request_parts().request(&self.context.token, &self.context.instance, CONNECT) {
                 Ok(request) => request,
                 Err(error) => {
-                    return Err(End::Refused(Status::new(Code::Unauthenticated, format!("{error:#}"))));
+                    return Err(End::Rejected(Status::new(Code::Unauthenticated, format!("{error:#}"))));
                 }
             };
         request.headers_mut().insert(TUNNEL_HEADER, REUSE);
         request.headers_mut().insert(IMPERSONATES_HEADER, HeaderValue::from_static("1"));
         let (observer, serial) = pool.begin();
         let (body, control) =
-            agent_end::open(&self.shared.descriptor, Arc::clone(&self.shared.handler), observer);
+            agent_end::open(&self.context.descriptor, Arc::clone(&self.context.handler), observer);
         pool.control(serial, control.clone());
         let pool = Arc::clone(pool);
         let report = self.report.clone();
         let answer = self.link.sender.send_request(request.map(|()| grpc::boxed(body)));
         self.streams.spawn(async move {
             match answer.await {
-                Ok(response) => match refusal(&response, &report) {
+                Ok(response) => match rejection(&response, &report) {
                     None => {
                         let reusable = response.headers().get(TUNNEL_HEADER) == Some(&REUSE);
-                        let said = Answer::of(response.headers());
+                        let said = ReplicaInfo::from_headers(response.headers());
                         pool.answered(serial, said.replica.clone(), max_idle(&response));
-                        report.heard(said, false);
+                        report.record(said, false);
                         let gzip =
                             response.headers().get("grpc-encoding").is_some_and(|value| value == "gzip");
                         control.accepted(grpc::boxed(response.into_body()), reusable, gzip);
@@ -498,15 +508,15 @@ impl Run {
 }
 
 enum End {
-    /// kas refused the agent.
-    Refused(Status),
-    /// kas wants the agent to go elsewhere, or the connection takes no new streams.
+    /// kas rejected the agent.
+    Rejected(Status),
+    /// kas wants the agent to connect to another replica, or the connection takes no new streams.
     Retired,
     /// The connection ended before anything was answered.
     Unanswered,
-    /// Something else than kas answers, and there is another address.
+    /// Something other than kas answers, and there is another address.
     Blocked,
-    /// This process leaves.
+    /// This process is shutting down.
     Left,
     /// The session is not needed.
     Closed,
@@ -518,12 +528,12 @@ async fn at(instant: Option<Instant>) {
     }
 }
 
-/// Whether kas says that it will not serve this agent, rather than that something went wrong.
-fn is_refusal(status: &Status) -> bool {
+/// Whether a status says that kas rejects this agent, and not that something went wrong.
+fn is_rejection(status: &Status) -> bool {
     matches!(status.code(), Code::Unauthenticated | Code::PermissionDenied)
 }
 
-/// What is the same in each call on a connection.
+/// What all calls on a connection have in common.
 pub(crate) struct RequestParts {
     scheme: http::uri::Scheme,
     authority: http::uri::Authority,
@@ -532,7 +542,7 @@ pub(crate) struct RequestParts {
 }
 
 impl RequestParts {
-    /// Takes it from a connection.
+    /// Copies it from a connection.
     pub(crate) fn of(link: &Link) -> Self {
         Self {
             scheme: link.scheme.clone(),
@@ -542,7 +552,7 @@ impl RequestParts {
         }
     }
 
-    /// Begins a call.
+    /// Creates the request of a call, without its body.
     pub(crate) fn request(
         &self,
         token: &TokenFile,
@@ -562,7 +572,7 @@ impl RequestParts {
         headers.insert(header::AUTHORIZATION, token.authorization()?);
         headers.insert(header::CONTENT_TYPE, grpc::CONTENT_TYPE);
         headers.insert(header::TE, HeaderValue::from_static("trailers"));
-        headers.insert(header::USER_AGENT, HeaderValue::from_static(user_agent()));
+        headers.insert(header::USER_AGENT, HeaderValue::from_static(dial::user_agent()));
         headers.insert(INSTANCE_HEADER, instance.clone());
         if let Some(local) = self.local.and_then(|local| HeaderValue::try_from(local.to_string()).ok()) {
             headers.insert(SOCKET_HEADER, local);
@@ -571,30 +581,28 @@ impl RequestParts {
     }
 }
 
-/// How agentk names itself to kas.
-pub(crate) fn user_agent() -> &'static str {
-    static AGENT: std::sync::OnceLock<String> = std::sync::OnceLock::new();
-    AGENT.get_or_init(|| format!("agentk/{}/{}", runtime::version::VERSION, runtime::version::COMMIT))
-}
-
-/// The status of an answer that is only a status, or not gRPC at all. Tells what the answer means for the way.
-fn refusal(response: &Response<Incoming>, report: &Report) -> Option<Status> {
-    let Some(text) = foreign(response) else {
+/// Returns the status of a response that has only a status, or that is not gRPC. Also records what the
+/// response says about reachability.
+fn rejection(response: &Response<Incoming>, report: &Report) -> Option<Status> {
+    let Some(text) = describe_non_grpc(response) else {
         let status = Status::from_headers(response.headers());
-        let vague = status.as_ref().filter(|status| is_vague(status, response.headers()));
-        report.passage(|| vague.map_or(Passage::Passes, |status| Passage::Blocked(status.to_string())));
+        let blocked = status.as_ref().filter(|status| may_be_from_proxy(status, response.headers()));
+        report.reachability(|| {
+            blocked.map_or(Reachability::Reachable, |status| Reachability::Blocked(status.to_string()))
+        });
         return status;
     };
-    // Missing credentials are missing on every way.
+    // Missing credentials would be missing on every route.
     if !dial::is_authentication(response.status()) && response.status() != StatusCode::TOO_MANY_REQUESTS {
-        report.passage(|| Passage::Blocked(text.clone()));
+        report.reachability(|| Reachability::Blocked(text.clone()));
     }
-    Some(Status::new(Code::Unavailable, format!("{text}: is this the address of kas?")))
+    Some(Status::new(Code::Unavailable, format!("{text}: check that this is the address of kas")))
 }
 
-/// Whether a status may come from a proxy that speaks gRPC, about what is behind it. kas gives every answer an id.
-pub(crate) fn is_vague(status: &Status, headers: &HeaderMap) -> bool {
-    let of_proxies = matches!(
+/// Whether a status may come from a gRPC proxy that cannot reach kas. Every response of kas has a correlation
+/// id.
+pub(crate) fn may_be_from_proxy(status: &Status, headers: &HeaderMap) -> bool {
+    let is_generic = matches!(
         status.code(),
         Code::Cancelled
             | Code::Unknown
@@ -603,17 +611,17 @@ pub(crate) fn is_vague(status: &Status, headers: &HeaderMap) -> bool {
             | Code::Internal
             | Code::Unavailable
     );
-    of_proxies && !headers.contains_key(grpc::CORRELATION_ID)
+    is_generic && !headers.contains_key(grpc::CORRELATION_ID)
 }
 
-/// Whether a status comes from a port of kas that is not for agents: callers and replicas show a JWT there, which the token
-/// of an agent is not. kas of GitLab says the same.
+/// Whether a status comes from a port of kas that is not for agents. Callers and replicas authenticate there
+/// with a JWT, and an agent token is not one. A kas of GitLab returns the same status.
 pub(crate) fn is_wrong_port(status: &Status) -> bool {
     status.code() == Code::Unauthenticated && status.message() == "JWT validation failed"
 }
 
-/// Says what an answer is that is not gRPC.
-pub(crate) fn foreign<B>(response: &Response<B>) -> Option<String> {
+/// Describes a response that is not gRPC.
+pub(crate) fn describe_non_grpc<B>(response: &Response<B>) -> Option<String> {
     if Status::from_headers(response.headers()).is_some() {
         return None;
     }
@@ -624,7 +632,7 @@ pub(crate) fn foreign<B>(response: &Response<B>) -> Option<String> {
     let kind = response.headers().get(header::CONTENT_TYPE);
     let is_grpc = kind.is_some_and(|kind| kind.as_bytes().starts_with(grpc::CONTENT_TYPE.as_bytes()));
     let kind = kind.map_or("none".to_owned(), |kind| String::from_utf8_lossy(kind.as_bytes()).into_owned());
-    (!is_grpc).then(|| format!("an answer that is not gRPC (content-type: {kind:.80})"))
+    (!is_grpc).then(|| format!("a response that is not gRPC (content-type: {kind:.80})"))
 }
 
 fn max_idle(response: &Response<Incoming>) -> Option<Duration> {
@@ -632,39 +640,39 @@ fn max_idle(response: &Response<Incoming>) -> Option<Duration> {
     Some(Duration::from_secs(seconds))
 }
 
-/// Opens the configuration stream and applies what comes, until it ends.
+/// Opens the configuration stream and publishes the configurations that arrive, until it ends.
 async fn configuration(
-    shared: Arc<Shared>,
+    context: Arc<SessionContext>,
     parts: RequestParts,
     report: Report,
     mut sender: hyper::client::conn::http2::SendRequest<grpc::Body>,
 ) -> ConfigurationEnd {
     let message = ConfigurationRequest {
-        commit_id: shared.applied.borrow().clone(),
-        agent_meta: Some(shared.meta.clone()),
+        commit_id: context.pushed.borrow().commit_id.clone(),
+        agent_meta: Some(context.meta.clone()),
         skip_register: false,
     };
-    let request = match parts.request(&shared.token, &shared.instance, GET_CONFIGURATION) {
+    let request = match parts.request(&context.token, &context.instance, GET_CONFIGURATION) {
         Ok(request) => request.map(|()| grpc::full(grpc::encode(&message))),
         Err(error) => {
-            return ConfigurationEnd::Refused(Status::new(Code::Unauthenticated, format!("{error:#}")));
+            return ConfigurationEnd::Rejected(Status::new(Code::Unauthenticated, format!("{error:#}")));
         }
     };
     let response = match sender.send_request(request).await {
         Ok(response) => response,
         Err(error) => {
             tracing::debug!(error = %error, "the configuration stream could not be opened");
-            report.passage(|| Passage::Blocked(format!("the first stream was reset: {error}")));
+            report.reachability(|| Reachability::Blocked(format!("the first stream was reset: {error}")));
             return ConfigurationEnd::Broken;
         }
     };
-    let refused = refusal(&response, &report);
-    report.heard(Answer::of(response.headers()), refused.is_some());
-    if let Some(status) = refused {
+    let rejected = rejection(&response, &report);
+    report.record(ReplicaInfo::from_headers(response.headers()), rejected.is_some());
+    if let Some(status) = rejected {
         return if status.code() == Code::Ok {
             ConfigurationEnd::Again
         } else {
-            ConfigurationEnd::Refused(status)
+            ConfigurationEnd::Rejected(status)
         };
     }
     let gzip = response.headers().get("grpc-encoding").is_some_and(|value| value == "gzip");
@@ -672,21 +680,26 @@ async fn configuration(
     loop {
         match reader.next().await {
             Ok(Some(message)) => match ConfigurationResponse::decode(message) {
-                Ok(configuration) => {
-                    tracing::info!(commit_id = configuration.commit_id, "configuration received");
-                    (shared.apply)(&configuration);
-                    shared.applied.send_replace(configuration.commit_id);
+                Ok(response) => {
+                    tracing::info!(commit_id = response.commit_id, "configuration received");
+                    context.pushed.send_modify(|pushed| {
+                        pushed.commit_id = response.commit_id;
+                        // A response without a configuration changes only the commit.
+                        if let Some(configuration) = response.configuration {
+                            pushed.configuration = Some(Arc::new(configuration));
+                        }
+                    });
                 }
                 Err(error) => {
-                    tracing::warn!(error = %error, "a configuration cannot be read; the last one stays")
+                    tracing::warn!(error = %error, "the configuration cannot be decoded; the previous one stays in use")
                 }
             },
             Ok(None) => {
                 return match reader.trailers().and_then(Status::from_headers) {
-                    // The token that this stream was opened with counts no more; whether the one
-                    // in the file does is for the next call to find out.
-                    Some(status) if status.code() != Code::Ok && !is_refusal(&status) => {
-                        ConfigurationEnd::Refused(status)
+                    // The token of this stream is no longer valid. The next call shows whether the one in the
+                    // file is.
+                    Some(status) if status.code() != Code::Ok && !is_rejection(&status) => {
+                        ConfigurationEnd::Rejected(status)
                     }
                     _ => ConfigurationEnd::Again,
                 };
@@ -704,7 +717,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ports_for_callers_and_replicas_are_told_from_a_refused_token() {
+    fn status_of_a_wrong_port_differs_from_that_of_a_rejected_token() {
         assert!(is_wrong_port(&Status::new(Code::Unauthenticated, "JWT validation failed")));
         assert!(!is_wrong_port(&Status::new(Code::Unauthenticated, "unauthenticated")));
         assert!(!is_wrong_port(&Status::new(Code::PermissionDenied, "JWT validation failed")));

@@ -1,13 +1,12 @@
-//! Keeps sessions with kas, whatever happens.
+//! Maintains the sessions with kas.
 //!
-//! `plan` decides which there should be; this dials, starts them, tells them, and writes the log. When kas refuses
-//! the token the pauses grow to minutes, and the log says what to do.
+//! `plan` decides which sessions there should be. This module dials, starts the sessions, sends them commands
+//! and logs. When kas rejects the token, the pauses grow to minutes, and the log says what to do.
 
 mod plan;
 
 use std::{
     collections::{BTreeMap, VecDeque},
-    error::Error as _,
     net::SocketAddr,
     pin::Pin,
     sync::Arc,
@@ -18,23 +17,23 @@ use http::HeaderValue;
 use tokio::{sync::Notify, time::Instant};
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
-use self::plan::{Action, Change, Plan, SessionId, Why};
+use self::plan::{Action, Change, CloseReason, Plan, SessionId};
 use crate::{
+    address_selector::AddressSelector,
     dial::{Avoid, DialError, Dialer, KasAddress, KasAddresses, Link},
-    ladder::Ladder,
-    session::{self, Passage, Session, Shared, Stage},
+    session::{self, Reachability, Session, SessionContext, Stage},
 };
 
-/// An address whose connection was lost comes after others for this long.
+/// For this long, an address whose connection was lost is tried after the others.
 const LOST: Duration = Duration::from_secs(30);
-/// So many lost addresses are remembered.
+/// The most lost addresses that are remembered.
 const MAX_LOST: usize = 16;
 
 type Pending<T> = Option<Pin<Box<dyn Future<Output = T> + Send>>>;
 
-/// Keeps sessions with `wanted` replicas of kas until `leave`, then lets open requests finish.
+/// Maintains sessions with `wanted` replicas of kas until `leave`. Open requests may finish after that.
 pub async fn run(
-    shared: Arc<Shared>,
+    context: Arc<SessionContext>,
     addresses: KasAddresses,
     dialer: Arc<Dialer>,
     wanted: usize,
@@ -47,9 +46,9 @@ pub async fn run(
         lost: VecDeque::new(),
         changed: Arc::new(Notify::new()),
         dial: None,
-        exchange: None,
-        shared,
-        ladder: Ladder::new(&addresses),
+        token_replaced: None,
+        context,
+        selector: AddressSelector::new(&addresses),
         dialer,
         leave: leave.clone(),
         tasks,
@@ -63,51 +62,51 @@ pub async fn run(
 
 struct Supervisor {
     plan: Plan,
-    sessions: BTreeMap<SessionId, Kept>,
+    sessions: BTreeMap<SessionId, Tracked>,
     /// Addresses whose connection was lost, and when.
     lost: VecDeque<(SocketAddr, Instant)>,
-    /// A session stands differently.
+    /// Notified when the status of a session changes.
     changed: Arc<Notify>,
     dial: Pending<Dialled>,
-    /// Waits for another token after one was refused.
-    exchange: Pending<()>,
-    shared: Arc<Shared>,
-    ladder: Ladder,
+    /// Waits for another token after kas rejected one.
+    token_replaced: Pending<()>,
+    context: Arc<SessionContext>,
+    selector: AddressSelector,
     dialer: Arc<Dialer>,
     leave: CancellationToken,
     tasks: TaskTracker,
 }
 
-/// Where was dialled, and what became of it.
+/// The address that was dialled, and the result.
 type Dialled = (KasAddress, Result<Link, DialError>);
 
-struct Kept {
+struct Tracked {
     session: Session,
     address: KasAddress,
-    /// The token in the file when it began.
+    /// The token that was in the file when the session started.
     used: Option<HeaderValue>,
 }
 
-impl Kept {
-    /// Whether kas is there, and does not want the agent elsewhere.
+impl Tracked {
+    /// Whether the session is open, and kas does not want the agent to connect to another replica.
     fn is_alive(&self) -> bool {
-        let standing = &self.session.standing;
-        standing.has_changed().is_ok() && !matches!(standing.borrow().stage, Stage::Retiring | Stage::Over(_))
+        let status = &self.session.status;
+        status.has_changed().is_ok() && !matches!(status.borrow().stage, Stage::Retiring | Stage::Ended(_))
     }
 }
 
 impl Supervisor {
     async fn keep(&mut self) {
         loop {
-            self.look();
+            self.observe();
             let now = Instant::now();
-            for action in self.plan.settle(now) {
+            for action in self.plan.next_actions(now) {
                 self.act(action);
             }
-            self.shared.metrics.replicas_served.set(gauge(self.plan.served(now)));
-            self.shared.metrics.replicas_wanted.set(gauge(self.plan.target(now)));
+            self.context.metrics.replicas_served.set(gauge(self.plan.served(now)));
+            self.context.metrics.replicas_wanted.set(gauge(self.plan.target(now)));
             if self.dial.is_none() && self.plan.dial_at(now).is_some_and(|at| at <= now) {
-                self.plan.dials();
+                self.plan.dial_started();
                 self.dial = Some(self.attempt(now));
             }
             let wake = self.plan.wake_at(now);
@@ -115,41 +114,41 @@ impl Supervisor {
                 () = self.changed.notified() => {}
                 () = tokio::time::sleep_until(wake.unwrap_or(now)), if wake.is_some() => {}
                 (address, link) = ready(&mut self.dial) => self.dialled(address, link),
-                () = ready(&mut self.exchange) => self.plan.exchanged(Instant::now()),
+                () = ready(&mut self.token_replaced) => self.plan.token_replaced(Instant::now()),
             }
         }
     }
 
-    /// Dials, preferably where no session is and none was just lost.
+    /// Dials, preferably an address that has no session and did not just lose one.
     fn attempt(&mut self, now: Instant) -> Pin<Box<dyn Future<Output = Dialled> + Send>> {
         self.lost.retain(|(_, since)| now < *since + LOST);
         let avoid = Avoid {
-            used: self.sessions.values().filter_map(|kept| kept.session.peer).collect(),
+            used: self.sessions.values().filter_map(|tracked| tracked.session.peer).collect(),
             lost: self.lost.iter().map(|(address, _)| *address).collect(),
-            elsewhere: self.ladder.has_several_places(),
+            has_other_endpoints: self.selector.has_several_endpoints(),
         };
         let used = self.used();
-        let (address, dialer) = (self.ladder.choose(&used), Arc::clone(&self.dialer));
+        let (address, dialer) = (self.selector.choose(&used), Arc::clone(&self.dialer));
         Box::pin(async move {
             let link = dialer.dial(&address, &avoid).await;
             (address, link)
         })
     }
 
-    /// Returns where a session lives.
+    /// Returns the addresses of open sessions.
     fn used(&self) -> Vec<KasAddress> {
-        let alive = self.sessions.values().filter(|kept| kept.is_alive());
-        alive.map(|kept| kept.address.clone()).collect()
+        let alive = self.sessions.values().filter(|tracked| tracked.is_alive());
+        alive.map(|tracked| tracked.address.clone()).collect()
     }
 
-    /// Notes that an address was met with what a proxy causes, and tells when another way is next.
+    /// Records a failure that a proxy may have caused, and logs when another route is next.
     fn blocked(&mut self, address: &KasAddress, error: &str) {
-        if let Some(next) = self.ladder.failed(address) {
+        if let Some(next) = self.selector.mark_blocked(address) {
             tracing::warn!(
                 error,
                 address = %address,
                 next = %next,
-                "this address does not lead to kas, perhaps because of a proxy: trying the next"
+                "kas cannot be reached at this address, possibly because of a proxy: trying the next address"
             );
         }
     }
@@ -158,102 +157,98 @@ impl Supervisor {
         let now = Instant::now();
         match link {
             Err(error) => {
-                self.shared.metrics.connect_failures.inc();
-                let mut chain = error.to_string();
-                let mut cause = error.source();
-                while let Some(next) = cause {
-                    chain = format!("{chain}: {next}");
-                    cause = next.source();
-                }
-                if error.is_passage() {
+                self.context.metrics.connect_failures.inc();
+                let chain = process::error::chain(&error);
+                if error.may_be_proxy() {
                     self.blocked(&address, &chain);
                 }
-                let next = self.ladder.fresh(&self.used()).map(ToString::to_string);
+                let next = self.selector.untried(&self.used()).map(ToString::to_string);
                 let pause =
                     if next.is_some() { self.plan.dial_failed_here(now) } else { self.plan.dial_failed(now) };
                 tracing::warn!(error = chain, next, retry_in = ?pause, "cannot reach kas");
             }
             Ok(link) => {
                 let (id, begin) = self.plan.connected(now);
-                let used = self.shared.token.authorization().ok();
+                let used = self.context.token.authorization().ok();
                 let session = session::start(
-                    Arc::clone(&self.shared),
+                    Arc::clone(&self.context),
                     link,
                     begin,
-                    self.ladder.is_trial(&address),
+                    self.selector.is_trial(&address),
                     Arc::clone(&self.changed),
                     self.leave.clone(),
                     &self.tasks,
                 );
-                self.sessions.insert(id, Kept { session, address, used });
+                self.sessions.insert(id, Tracked { session, address, used });
             }
         }
     }
 
-    /// Tells the plan how the sessions stand.
-    fn look(&mut self) {
+    /// Passes changes of the sessions on to the plan.
+    fn observe(&mut self) {
         let mut news = Vec::new();
-        for (id, kept) in &mut self.sessions {
-            // One that ended, or that kas wants elsewhere, says nothing of what is there now.
-            let passes = kept.session.passage.get() == Some(&Passage::Passes) && kept.is_alive();
-            if passes && self.ladder.passed(&kept.address) {
-                tracing::debug!(address = %kept.address, "this address leads to kas");
+        for (id, tracked) in &mut self.sessions {
+            // A session that has ended, or is retiring, says nothing about what answers there now.
+            let reachable =
+                tracked.session.reachability.get() == Some(&Reachability::Reachable) && tracked.is_alive();
+            if reachable && self.selector.confirm(&tracked.address) {
+                tracing::debug!(address = %tracked.address, "kas answers at this address");
             }
-            let standing = &mut kept.session.standing;
-            // One that ended without a word ended all the same.
-            let vanished = standing.has_changed().is_err();
-            if vanished || standing.has_changed().unwrap_or(true) {
-                let mut standing = standing.borrow_and_update().clone();
-                if vanished && !matches!(standing.stage, Stage::Over(_)) {
-                    standing.stage = Stage::Over(None);
+            let status = &mut tracked.session.status;
+            // A session whose task ended without a final status has ended too.
+            let vanished = status.has_changed().is_err();
+            if vanished || status.has_changed().unwrap_or(true) {
+                let mut status = status.borrow_and_update().clone();
+                if vanished && !matches!(status.stage, Stage::Ended(_)) {
+                    status.stage = Stage::Ended(None);
                 }
-                news.push((*id, standing));
+                news.push((*id, status));
             }
         }
-        for (id, standing) in news {
-            self.changed(id, standing);
+        for (id, status) in news {
+            self.changed(id, status);
         }
     }
 
-    fn changed(&mut self, id: SessionId, standing: session::Standing) {
+    fn changed(&mut self, id: SessionId, status: session::SessionStatus) {
         let now = Instant::now();
-        let stage = standing.stage.clone();
-        let change = self.plan.changed(id, standing, now);
-        let over = matches!(stage, Stage::Over(_));
-        let peer = self.sessions.get(&id).and_then(|kept| kept.session.peer);
-        let used = self.sessions.get(&id).and_then(|kept| kept.used.clone());
-        let address = self.sessions.get(&id).map(|kept| kept.address.clone());
-        if over && let Some(Kept { session, address, .. }) = self.sessions.remove(&id) {
-            match session.passage.get() {
-                // One that is lost was once reached.
-                Some(Passage::Blocked(error)) => self.blocked(&address, error),
-                Some(Passage::Passes) | None => {}
+        let stage = status.stage.clone();
+        let change = self.plan.changed(id, status, now);
+        let ended = matches!(stage, Stage::Ended(_));
+        let peer = self.sessions.get(&id).and_then(|tracked| tracked.session.peer);
+        let used = self.sessions.get(&id).and_then(|tracked| tracked.used.clone());
+        let address = self.sessions.get(&id).map(|tracked| tracked.address.clone());
+        if ended && let Some(Tracked { session, address, .. }) = self.sessions.remove(&id) {
+            match session.reachability.get() {
+                // It was confirmed before it was lost.
+                Some(Reachability::Blocked(error)) => self.blocked(&address, error),
+                Some(Reachability::Reachable) | None => {}
             }
         }
         match change {
             Change::Quiet => {}
             Change::Lost { retiring, retry_in } => {
                 if let Some(address) = address {
-                    self.ladder.lost(&address);
+                    self.selector.mark_lost(&address);
                 }
-                let elsewhere = self.ladder.fresh(&self.used()).is_some();
-                let retry_in = if elsewhere { self.plan.hasten(now) } else { retry_in };
+                let untried = self.selector.untried(&self.used()).is_some();
+                let retry_in = if untried { self.plan.hasten(now) } else { retry_in };
                 if let Some(peer) = peer {
                     self.lost.truncate(MAX_LOST - 1);
                     self.lost.push_front((peer, now));
                 }
                 if retiring {
-                    tracing::info!(retry_in = ?retry_in, "this connection to kas takes nothing new: making another");
+                    tracing::info!(retry_in = ?retry_in, "this connection to kas takes no new requests: opening another");
                 } else {
                     tracing::info!(retry_in = ?retry_in, "the connection to kas was lost");
                 }
             }
-            Change::Refused { alone, retry_in } => {
-                self.shared.metrics.connect_failures.inc();
-                let Stage::Over(Some(status)) = stage else { return };
-                if self.shared.token.authorization().ok() != used {
-                    // The token was exchanged meanwhile: the new one has not been refused.
-                    self.plan.exchanged(now);
+            Change::Rejected { alone, retry_in } => {
+                self.context.metrics.connect_failures.inc();
+                let Stage::Ended(Some(status)) = stage else { return };
+                if self.context.token.authorization().ok() != used {
+                    // The token was replaced meanwhile: kas has not rejected the new one.
+                    self.plan.token_replaced(now);
                     return;
                 }
                 if session::is_wrong_port(&status) {
@@ -261,56 +256,59 @@ impl Supervisor {
                         error = %status,
                         retry_in = ?retry_in,
                         address = address.map(|address| address.to_string()),
-                        "this is a port of kas for callers or replicas, not for agents: --kas-address must name the port of \
-                         agent.listen of kas, 8150 unless configured"
+                        "this port of kas is for callers or replicas, not for agents: --kas-address must have the port of kas' \
+                         agent.listen, by default 8150"
                     );
                 } else if alone {
                     tracing::error!(
                         error = %status,
                         retry_in = ?retry_in,
-                        "kas refuses this agent: check that --token-file holds the token that was registered for it"
+                        "kas rejects this agent: check that --token-file holds the token that is registered for it"
                     );
                 } else {
                     tracing::warn!(
                         error = %status,
                         retry_in = ?retry_in,
-                        "a replica of kas refuses the agent that another one serves"
+                        "one kas replica rejects this agent and another accepts it"
                     );
                 }
-                self.exchange = Some(Box::pin(exchanged(Arc::clone(&self.shared), used)));
+                self.token_replaced = Some(Box::pin(token_replacement(Arc::clone(&self.context), used)));
             }
         }
     }
 
     fn act(&mut self, action: Action) {
-        let session = |id| self.sessions.get(&id).map(|kept: &Kept| &kept.session);
+        let session = |id| self.sessions.get(&id).map(|tracked: &Tracked| &tracked.session);
         match action {
             Action::Admit(id) => {
                 if let Some(session) = session(id) {
-                    session.orders.admit.cancel();
+                    session.commands.admit.cancel();
                 }
             }
-            Action::Close(id, why) => {
+            Action::Close(id, reason) => {
                 let Some(session) = session(id) else { return };
-                session.orders.close.cancel();
+                session.commands.close.cancel();
                 let replica = name(session);
-                match why {
-                    Why::Served => {
-                        tracing::debug!(replica.id = replica, "this replica of kas is served already")
+                match reason {
+                    CloseReason::AlreadyServed => {
+                        tracing::debug!(replica.id = replica, "already connected to this kas replica")
                     }
-                    Why::Leaving => tracing::debug!(replica.id = replica, "this replica of kas is leaving"),
-                    Why::Unnamed => {
+                    CloseReason::Leaving => tracing::debug!(
+                        replica.id = replica,
+                        "this kas replica has asked the agent to connect elsewhere"
+                    ),
+                    CloseReason::Unnamed => {
                         tracing::debug!("this kas does not name itself: one connection is enough")
                     }
-                    Why::Spare => {
-                        tracing::info!(replica.id = replica, "enough other replicas of kas are served")
+                    CloseReason::Spare => {
+                        tracing::info!(replica.id = replica, "connected to enough other kas replicas")
                     }
                 }
             }
             Action::Announce(id) => {
                 let Some(session) = session(id) else { return };
-                self.exchange = None;
-                let address = self.sessions.get(&id).map(|kept| tracing::field::display(&kept.address));
+                self.token_replaced = None;
+                let address = self.sessions.get(&id).map(|tracked| tracing::field::display(&tracked.address));
                 tracing::info!(
                     replica.id = name(session),
                     address,
@@ -320,12 +318,12 @@ impl Supervisor {
             }
             Action::Replaced(id) => {
                 if let Some(session) = session(id) {
-                    session.orders.replaced.cancel();
+                    session.commands.replaced.cancel();
                 }
             }
             Action::Ask(id) => {
                 if let Some(session) = session(id) {
-                    session.orders.ask.notify_one();
+                    session.commands.ask.notify_one();
                 }
             }
             Action::WarnShort => {
@@ -333,23 +331,23 @@ impl Supervisor {
                 tracing::warn!(
                     served = self.plan.served(now),
                     wanted = self.plan.target(now),
-                    "fewer replicas of kas answer than there should be: the loss of one would cut this agent off for a \
-                     moment. Does the balancer bring every connection to the same one?"
+                    "connected to fewer kas replicas than wanted: if one fails, this agent may be unreachable for a moment. \
+                     Check whether the load balancer sends every connection to the same replica"
                 );
             }
-            Action::Recovered => tracing::info!("as many replicas of kas answer as there should be"),
+            Action::Recovered => tracing::info!("connected to as many kas replicas as wanted"),
         }
     }
 }
 
-/// Returns the replicas that a session is at, for the log.
+/// Returns the replicas of a session, for the log.
 fn name(session: &Session) -> String {
-    let standing = session.standing.borrow();
-    let said = standing.answer.as_ref().and_then(|answer| answer.replica.as_ref());
-    let replicas = if standing.replicas.is_empty() {
+    let status = session.status.borrow();
+    let said = status.answer.as_ref().and_then(|answer| answer.replica.as_ref());
+    let replicas = if status.replicas.is_empty() {
         said.into_iter().collect()
     } else {
-        standing.replicas.iter().collect::<Vec<_>>()
+        status.replicas.iter().collect::<Vec<_>>()
     };
     if replicas.is_empty() {
         return "unnamed".to_owned();
@@ -361,10 +359,10 @@ fn gauge(count: usize) -> i64 {
     i64::try_from(count).unwrap_or(i64::MAX)
 }
 
-/// Waits for a future that may be there, and takes it away once it is ready.
+/// Waits for a future, if there is one, and removes it when it is ready.
 ///
 /// # Cancel safety
-/// Cancel safe: the future stays.
+/// Cancel safe: the future stays where it is.
 async fn ready<T>(pending: &mut Pending<T>) -> T {
     let Some(future) = pending else { return std::future::pending().await };
     let value = future.await;
@@ -372,11 +370,11 @@ async fn ready<T>(pending: &mut Pending<T>) -> T {
     value
 }
 
-/// Waits until the token file holds another token than `used`.
-async fn exchanged(shared: Arc<Shared>, used: Option<HeaderValue>) {
+/// Waits until the token file holds a token other than `used`.
+async fn token_replacement(context: Arc<SessionContext>, used: Option<HeaderValue>) {
     loop {
         tokio::time::sleep(Duration::from_secs(1)).await;
-        let now = shared.token.authorization().ok();
+        let now = context.token.authorization().ok();
         if now.is_some() && now != used {
             return;
         }

@@ -1,4 +1,4 @@
-//! The agent token, read again when its file changes.
+//! Reads the agent token from its file.
 
 use std::{io, path::PathBuf};
 
@@ -17,9 +17,9 @@ pub enum Error {
     /// The file cannot be read.
     #[error("cannot read the token file {path}")]
     Read {
-        /// Which.
+        /// The file.
         path: PathBuf,
-        /// Why.
+        /// The cause.
         source: io::Error,
     },
     /// The file holds no token.
@@ -31,16 +31,16 @@ pub enum Error {
 }
 
 impl TokenFile {
-    /// Names the file; nothing is read yet.
+    /// Remembers the path. Reads nothing yet.
     pub fn new(path: PathBuf) -> Self {
         Self { path }
     }
 
-    /// Reads the token as the value of an `authorization` header. White space around it is not
-    /// part of it: editors and `echo` leave a newline.
+    /// Reads the token as the value of an `authorization` header. Whitespace around the token is ignored:
+    /// editors and `echo` append a newline.
     ///
-    /// It is read for each stream that is opened, which is rare, so that a rotated token counts at
-    /// once.
+    /// The agent calls this for each stream that it opens, which is rare. So a rotated token is used
+    /// immediately.
     ///
     /// # Errors
     /// See [`Error`].
@@ -66,7 +66,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn token_is_trimmed_read_again_and_refused_when_it_cannot_travel() {
+    fn token_is_trimmed_read_again_and_rejected_when_a_header_cannot_carry_it() {
         let dir = tempfile::tempdir().unwrap();
         let file = TokenFile::new(dir.path().join("token"));
         assert!(matches!(file.authorization(), Err(Error::Read { .. })));

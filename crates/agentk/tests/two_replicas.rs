@@ -1,8 +1,9 @@
 //! Two replicas for every agent: agentk's supervisor, on real sockets, and several kas behind one address.
 //!
-//! The kas here are fakes, because a test decides which of them the next connection reaches, what it calls itself, and
-//! when it leaves; of the wire they know just what agentk needs to park tunnels. The clock is paused, so that minutes
-//! pass in no time; it advances in small steps only ([`World::start`]), so that it never jumps over a packet.
+//! The kas here are fakes, because a test decides which of them the next connection reaches, what it calls
+//! itself, and when it leaves; of the wire they know just what agentk needs to park tunnels. The clock is
+//! paused, so that minutes pass in no time; it advances in small steps only ([`World::start`]), so that it
+//! never jumps over a packet.
 
 use std::{
     collections::VecDeque,
@@ -17,7 +18,7 @@ use agentk::{
     dial::{Dialer, KasHeaders},
     metrics::Metrics,
     module::Modules,
-    session::Shared,
+    session::SessionContext,
     supervisor,
     token::TokenFile,
 };
@@ -25,9 +26,9 @@ use anyhow::Result;
 use bytes::Bytes;
 use h2::{RecvStream, SendStream, server::SendResponse};
 use http::{HeaderMap, HeaderValue, Request, Response};
+use net::proxy::Proxies;
 use prometheus_client::registry::Registry;
 use proto::gitlab::agent::reverse_tunnel::rpc::{CloseSend, ConnectResponse, connect_response::Msg};
-use runtime::proxy::Proxies;
 use testkit::raw_agent::{CONNECT, GET_CONFIGURATION};
 use tokio::{
     net::{TcpListener, TcpStream},
@@ -299,7 +300,7 @@ struct World {
 impl World {
     /// Starts an agent that wants two replicas. Its first connections reach those of `script`.
     async fn start(script: &[&Replica]) -> Result<Self> {
-        runtime::tls::install();
+        net::tls::install();
         let listener = TcpListener::bind("127.0.0.1:0").await?;
         let address = listener.local_addr()?;
         let script = script.iter().copied().cloned().collect();
@@ -330,14 +331,9 @@ impl World {
         let metrics = Arc::new(Metrics::new(&mut Registry::default()));
         let (leave, tasks) = (CancellationToken::new(), TaskTracker::new());
         running.spawn(supervisor::run(
-            shared(TokenFile::new(token), &metrics),
+            session_context(TokenFile::new(token), &metrics),
             format!("grpc://{address}").parse()?,
-            Arc::new(Dialer::new(
-                runtime::tls::client(None)?,
-                None,
-                KasHeaders::default(),
-                Proxies::default(),
-            )?),
+            Arc::new(Dialer::new(net::tls::client(None)?, None, KasHeaders::default(), Proxies::default())?),
             2,
             leave.clone(),
             tasks.clone(),
@@ -370,9 +366,9 @@ fn lock(balancer: &Mutex<Balancer>) -> MutexGuard<'_, Balancer> {
     balancer.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-fn shared(token: TokenFile, metrics: &Arc<Metrics>) -> Arc<Shared> {
+fn session_context(token: TokenFile, metrics: &Arc<Metrics>) -> Arc<SessionContext> {
     let modules = Modules::new(Vec::new());
-    Arc::new(Shared {
+    Arc::new(SessionContext {
         descriptor: modules.descriptor(),
         handler: Arc::new(modules),
         token,
@@ -380,8 +376,7 @@ fn shared(token: TokenFile, metrics: &Arc<Metrics>) -> Arc<Shared> {
         meta: proto::gitlab::agent::modshared::AgentMeta::default(),
         metrics: Arc::clone(metrics),
         max_tunnels: 500,
-        applied: watch::Sender::default(),
-        apply: Box::new(|_| {}),
+        pushed: watch::Sender::default(),
     })
 }
 

@@ -1,7 +1,7 @@
-//! The behaviour that every [`Tracker`] must show, run by each version's own tests.
+//! The contract of [`Tracker`]: each implementation runs this suite in its own tests.
 //!
-//! [`check`] is for one replica alone, [`check_cluster`] for several that tell each other, [`check_store`] for those that
-//! do so through a store, which may be slow, cut off or gone.
+//! [`check`] is for one replica alone, [`check_cluster`] for several replicas that inform each other,
+//! [`check_store`] for replicas that share a store, which may be slow, disconnected or down.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -14,10 +14,10 @@ use async_trait::async_trait;
 use ids::{AgentId, ConnectionId, ReplicaId};
 use tokio::time::timeout;
 
-use crate::tracker::{AgentMeta, Connection, Lease, Query, Tracker};
+use crate::{AgentMeta, Connection, Lease, Query, Tracker};
 
-/// How long a change may take to be visible in the slowest store. A test waits for the event, not
-/// for this time.
+/// How long a change may take to become visible with the slowest store. A test waits for the event, not for
+/// this time.
 const VISIBLE: Duration = Duration::from_secs(10);
 
 fn agent(id: i64) -> AgentId {
@@ -40,7 +40,7 @@ fn connection(agent_id: i64, project_id: i64, id: i64) -> Connection {
     }
 }
 
-/// Waits until `locate` finds `found` replicas, by subscription alone.
+/// Waits until `locate` finds `found` replicas. It looks again only after a wake-up.
 async fn located(tracker: &dyn Tracker, id: i64, found: usize) {
     located_within(tracker, id, found, VISIBLE).await;
 }
@@ -53,7 +53,7 @@ async fn located_within(tracker: &dyn Tracker, id: i64, found: usize, within: Du
             match tracker.locate(agent(id)).await {
                 Ok(holders) if holders.len() == found => return,
                 Ok(_) => changes.changed().await.expect("the tracker lives"),
-                // A store that did not answer for a moment; nobody promises to wake for that.
+                // The store did not answer for a moment. The contract promises no wake-up for that.
                 Err(_) => tokio::time::sleep(Duration::from_millis(10)).await,
             }
         }
@@ -61,7 +61,7 @@ async fn located_within(tracker: &dyn Tracker, id: i64, found: usize, within: Du
     timeout(within, wait).await.unwrap_or_else(|_| panic!("agent {id} is not located on {found} replicas"));
 }
 
-/// Waits until `query` lists these connections, and nobody is still expected to answer.
+/// Waits until `query` lists these connections and no answer is outstanding.
 async fn listed(tracker: &dyn Tracker, query: Query, ids: &[i64]) {
     let mut changes = tracker.connection_changes();
     let wait = async {
@@ -79,29 +79,31 @@ async fn listed(tracker: &dyn Tracker, query: Query, ids: &[i64]) {
     timeout(VISIBLE, wait).await.unwrap_or_else(|_| panic!("{query:?} does not list {ids:?}"));
 }
 
-/// Runs the whole suite; `make` returns a fresh, empty tracker each time.
+/// Runs the suite for one replica. `make` returns a fresh, empty tracker each time, and what must be kept as
+/// long as the tracker is used.
 ///
 /// # Panics
-/// When the tracker breaks the contract.
-pub async fn check<F, M>(make: M)
+/// If the tracker breaks the contract.
+pub async fn check<F, M, G>(make: M)
 where
     M: Fn() -> F,
-    F: Future<Output = Arc<dyn Tracker>>,
+    F: Future<Output = (Arc<dyn Tracker>, G)>,
 {
-    unknown_agents_are_nowhere(&*make().await).await;
-    leases_announce_and_withdraw(&*make().await).await;
-    several_leases_are_one_entry(&*make().await).await;
-    subscribers_miss_nothing(make().await).await;
-    agents_do_not_wake_each_other(&*make().await).await;
-    connections_are_listed_by_agent_and_project(&*make().await).await;
-    connections_keep_what_they_say(&*make().await).await;
-    a_reconnect_never_hides_a_connection(&*make().await).await;
-    let alone = make().await;
-    the_last_word_counts(&*alone, &*alone).await;
-    many_agents_are_told_apart(&*make().await, None).await;
+    unknown_agents_are_not_located(&*make().await.0).await;
+    leases_announce_and_withdraw(&*make().await.0).await;
+    several_leases_are_one_entry(&*make().await.0).await;
+    let (shared, _guard) = make().await;
+    subscribers_miss_no_change(shared).await;
+    agents_do_not_wake_each_other(&*make().await.0).await;
+    connections_are_listed_by_agent_and_project(&*make().await.0).await;
+    connections_keep_their_metadata(&*make().await.0).await;
+    a_reconnect_never_hides_a_connection(&*make().await.0).await;
+    let (alone, _guard) = make().await;
+    the_last_change_wins(&*alone, &*alone).await;
+    many_agents_are_distinguished(&*make().await.0, None).await;
 }
 
-async fn unknown_agents_are_nowhere(tracker: &dyn Tracker) {
+async fn unknown_agents_are_not_located(tracker: &dyn Tracker) {
     located(tracker, 1, 0).await;
     assert!(tracker.connected(Query::All).await.expect("the store answers").connections.is_empty());
 }
@@ -119,14 +121,14 @@ async fn several_leases_are_one_entry(tracker: &dyn Tracker) {
     let second = tracker.route(agent(1), Arc::from([]));
     located(tracker, 1, 1).await;
     drop(first);
-    // Still there: the entry goes with the last lease.
+    // The entry is removed with the last lease.
     assert_eq!(tracker.locate(agent(1)).await.expect("the store answers").len(), 1);
     drop(second);
     located(tracker, 1, 0).await;
 }
 
-async fn subscribers_miss_nothing(tracker: Arc<dyn Tracker>) {
-    // An agent that comes and goes while others look: each sees it when it stays.
+async fn subscribers_miss_no_change(tracker: Arc<dyn Tracker>) {
+    // The agent connects and disconnects while others look for it. Each of them sees it once it stays.
     for round in 0..50 {
         let waiting: Vec<_> = (0..4)
             .map(|_| {
@@ -171,16 +173,16 @@ async fn connections_are_listed_by_agent_and_project(tracker: &dyn Tracker) {
     listed(tracker, Query::All, &[]).await;
 }
 
-async fn connections_keep_what_they_say(tracker: &dyn Tracker) {
-    let said = connection(1, 10, 100);
-    let _lease = tracker.connection(said.clone());
+async fn connections_keep_their_metadata(tracker: &dyn Tracker) {
+    let announced = connection(1, 10, 100);
+    let _lease = tracker.connection(announced.clone());
     listed(tracker, Query::Agent(agent(1)), &[100]).await;
     let connected = tracker.connected(Query::Agent(agent(1))).await.expect("the store answers");
-    assert_eq!(*connected.connections[0].connection, said);
+    assert_eq!(*connected.connections[0].connection, announced);
 }
 
 async fn a_reconnect_never_hides_a_connection(tracker: &dyn Tracker) {
-    // agentk opens its next configuration stream before the old one has ended: same id twice.
+    // agentk opens its next configuration stream before the old one has ended: the same id is there twice.
     let old = tracker.connection(connection(1, 10, 100));
     let new = tracker.connection(connection(1, 10, 100));
     drop(old);
@@ -189,8 +191,8 @@ async fn a_reconnect_never_hides_a_connection(tracker: &dyn Tracker) {
     listed(tracker, Query::Agent(agent(1)), &[]).await;
 }
 
-async fn the_last_word_counts(owner: &dyn Tracker, other: &dyn Tracker) {
-    // Faster than a store may write.
+async fn the_last_change_wins(owner: &dyn Tracker, other: &dyn Tracker) {
+    // Faster than a store can write.
     let mut kept = Vec::new();
     for round in 0..200 {
         for id in [1, 2] {
@@ -207,13 +209,13 @@ async fn the_last_word_counts(owner: &dyn Tracker, other: &dyn Tracker) {
     located(other, 1, 0).await;
 }
 
-/// How many agents a large installation has.
+/// The number of agents of a large installation.
 const MANY: i64 = 100_000;
 
-async fn many_agents_are_told_apart(owner: &dyn Tracker, other: Option<&dyn Tracker>) {
+async fn many_agents_are_distinguished(owner: &dyn Tracker, other: Option<&dyn Tracker>) {
     let leases: Vec<Lease> = (1..=MANY).map(|id| owner.route(agent(id), Arc::from([]))).collect();
     let viewer = other.unwrap_or(owner);
-    // Each hundredth, and whoever may be the last.
+    // Every hundredth agent, and the last one.
     for id in (1..=MANY).step_by(100).chain([MANY]) {
         located_within(viewer, id, 1, 6 * VISIBLE).await;
     }
@@ -224,13 +226,13 @@ async fn many_agents_are_told_apart(owner: &dyn Tracker, other: Option<&dyn Trac
     located(viewer, 1, 1).await;
 }
 
-/// Several replicas that tell each other what they announce.
+/// Several replicas that inform each other of what they announce.
 #[async_trait]
 pub trait Cluster: Send + Sync {
-    /// Starts a replica. One of a name that has crashed is another process of the same replica.
+    /// Starts a replica. After a crash, the same name is another process of the same replica.
     async fn join(&self, name: &str) -> Box<dyn Member>;
 
-    /// How long the others may answer with a replica that has crashed.
+    /// How long the others may still name a replica that has crashed.
     fn expiry(&self) -> Duration;
 }
 
@@ -240,39 +242,39 @@ pub trait Member: Send + Sync {
     /// Returns its tracker.
     fn tracker(&self) -> Arc<dyn Tracker>;
 
-    /// Ends it without a word.
+    /// Ends it without notice to the others.
     async fn crash(self: Box<Self>);
 
-    /// Ends it in order.
+    /// Shuts it down.
     async fn leave(self: Box<Self>);
 }
 
 /// Several replicas that share a store.
 #[async_trait]
 pub trait Store: Cluster {
-    /// Ends the store; what it holds is lost.
+    /// Stops the store. Its data is lost.
     async fn stop(&self);
 
-    /// Starts it again, empty.
+    /// Starts the store again, empty.
     async fn start(&self);
 
-    /// Makes it lose what it holds, without ending a connection.
+    /// Deletes all data of the store. Connections stay open.
     async fn flush(&self);
 
-    /// Makes each of its answers later by `delay`.
+    /// Delays each answer of the store by `delay`.
     async fn slow(&self, delay: Duration);
 
-    /// Ends all connections to it, which may be made again at once.
+    /// Closes all connections to the store. Clients may reconnect at once.
     async fn cut(&self);
 }
 
-/// Returns the names of the replicas that are said to hold an agent.
+/// Returns the names of the replicas that `locate` returns for an agent.
 async fn holders(tracker: &dyn Tracker, id: i64) -> BTreeSet<String> {
     let found = tracker.locate(agent(id)).await.unwrap_or_default();
     found.iter().map(|candidate| candidate.replica.id.to_string()).collect()
 }
 
-/// Waits, by subscription alone, until these replicas are said to hold an agent.
+/// Waits until `locate` returns exactly these replicas for an agent. It looks again only after a wake-up.
 async fn held_by(tracker: &dyn Tracker, id: i64, names: &[&str], within: Duration) {
     let names: BTreeSet<String> = names.iter().map(|&name| name.to_owned()).collect();
     let mut changes = tracker.changes(agent(id));
@@ -288,14 +290,14 @@ async fn held_by(tracker: &dyn Tracker, id: i64, names: &[&str], within: Duratio
         }
     };
     let seen = timeout(within, wait).await;
-    let why = tracker.beliefs(agent(id));
-    assert!(seen.is_ok(), "agent {id} is said to be on {last:?} and not on {names:?}: {why:?}");
+    let why = tracker.views(agent(id));
+    assert!(seen.is_ok(), "agent {id} is located on {last:?} and not on {names:?}: {why:?}");
 }
 
-/// Runs the suite for several replicas; `make` returns a fresh cluster without any each time.
+/// Runs the suite for several replicas; `make` returns a fresh cluster without replicas each time.
 ///
 /// # Panics
-/// When the tracker breaks the contract.
+/// If the tracker breaks the contract.
 pub async fn check_cluster<F, M>(make: M)
 where
     M: Fn() -> F,
@@ -305,12 +307,12 @@ where
     an_agent_may_be_on_many_replicas(&*make().await).await;
     lists_are_of_all_replicas(&*make().await).await;
     a_crashed_replica_is_forgotten(&*make().await).await;
-    who_leaves_is_forgotten_at_once(&*make().await).await;
-    an_owner_that_starts_again_says_what_it_has_now(&*make().await).await;
-    who_said_not_here_is_left_out_until_the_agent_comes_again(&*make().await).await;
-    many_agents_are_told_apart_elsewhere(&*make().await).await;
+    a_replica_that_leaves_is_forgotten_at_once(&*make().await).await;
+    a_restarted_owner_announces_what_it_has_now(&*make().await).await;
+    a_replica_that_said_not_here_is_left_out_until_the_agent_reconnects(&*make().await).await;
+    many_agents_are_distinguished_elsewhere(&*make().await).await;
     for seed in seeds() {
-        interleavings_end_in_the_truth(&*make().await, seed).await;
+        interleavings_end_in_the_true_state(&*make().await, seed).await;
     }
 }
 
@@ -323,7 +325,7 @@ async fn changes_are_seen_elsewhere(cluster: &dyn Cluster) {
         drop(lease);
         held_by(&*there, 7, &[], VISIBLE).await;
     }
-    the_last_word_counts(&*here, &*there).await;
+    the_last_change_wins(&*here, &*there).await;
     let mut live = there.live();
     timeout(VISIBLE, live.wait_for(|live| *live == 2)).await.expect("both live").expect("the tracker lives");
 }
@@ -345,13 +347,14 @@ async fn an_agent_may_be_on_many_replicas(cluster: &dyn Cluster) {
 async fn lists_are_of_all_replicas(cluster: &dyn Cluster) {
     let (a, b) = (cluster.join("a").await, cluster.join("b").await);
     let (here, there) = (a.tracker(), b.tracker());
-    // Who has a configuration stream has tunnels: a tracker may ask only the holders of an agent about it.
+    // An agent with a configuration stream has tunnels: a tracker may ask only the holders of an agent about
+    // it.
     let _routes = [
         here.route(agent(1), Arc::from([])),
         there.route(agent(1), Arc::from([])),
         here.route(agent(2), Arc::from([])),
     ];
-    // agentk keeps two replicas, with one connection id.
+    // agentk is connected to two replicas with one connection id.
     let twice = [here.connection(connection(1, 10, 100)), there.connection(connection(1, 10, 100))];
     let other = here.connection(connection(2, 11, 101));
     for tracker in [&here, &there] {
@@ -361,7 +364,7 @@ async fn lists_are_of_all_replicas(cluster: &dyn Cluster) {
     }
     let [first, second] = twice;
     drop(first);
-    // What one replica takes back the other still has.
+    // One replica withdraws the connection, the other still has it.
     listed(&*there, Query::Agent(agent(1)), &[100]).await;
     listed(&*here, Query::Agent(agent(1)), &[100]).await;
     let connected = here.connected(Query::Agent(agent(1))).await.expect("the store answers");
@@ -382,7 +385,7 @@ async fn a_crashed_replica_is_forgotten(cluster: &dyn Cluster) {
     listed(&*b.tracker(), Query::All, &[100]).await;
     a.crash().await;
     let begun = tokio::time::Instant::now();
-    // Time for a machine that stands still, but less than the 10 s that replicas count by default.
+    // Leaves time for a machine that stalls, but less than the default time to live of replicas (10 s).
     let within = cluster.expiry() + VISIBLE / 2;
     for id in 1..=50 {
         held_by(&*b.tracker(), id, &[], within.saturating_sub(begun.elapsed())).await;
@@ -391,7 +394,7 @@ async fn a_crashed_replica_is_forgotten(cluster: &dyn Cluster) {
     drop((leases, listed_lease));
 }
 
-async fn who_leaves_is_forgotten_at_once(cluster: &dyn Cluster) {
+async fn a_replica_that_leaves_is_forgotten_at_once(cluster: &dyn Cluster) {
     let (a, b) = (cluster.join("a").await, cluster.join("b").await);
     let leases: Vec<Lease> = (1..=50).map(|id| a.tracker().route(agent(id), Arc::from([]))).collect();
     for id in 1..=50 {
@@ -407,14 +410,14 @@ async fn who_leaves_is_forgotten_at_once(cluster: &dyn Cluster) {
     timeout(VISIBLE, live.wait_for(|live| *live == 1)).await.expect("one lives").expect("the tracker lives");
 }
 
-async fn an_owner_that_starts_again_says_what_it_has_now(cluster: &dyn Cluster) {
+async fn a_restarted_owner_announces_what_it_has_now(cluster: &dyn Cluster) {
     let b = cluster.join("b").await;
     let a = cluster.join("a").await;
     let leases: Vec<Lease> = [1, 2].map(|id| a.tracker().route(agent(id), Arc::from([]))).into();
     held_by(&*b.tracker(), 1, &["a"], VISIBLE).await;
     held_by(&*b.tracker(), 2, &["a"], VISIBLE).await;
     a.crash().await;
-    // Before anything could expire.
+    // Before anything can expire.
     let again = cluster.join("a").await;
     let lease = again.tracker().route(agent(2), Arc::from([]));
     held_by(&*b.tracker(), 1, &[], cluster.expiry() + VISIBLE).await;
@@ -422,7 +425,7 @@ async fn an_owner_that_starts_again_says_what_it_has_now(cluster: &dyn Cluster) 
     drop((leases, lease));
 }
 
-async fn who_said_not_here_is_left_out_until_the_agent_comes_again(cluster: &dyn Cluster) {
+async fn a_replica_that_said_not_here_is_left_out_until_the_agent_reconnects(cluster: &dyn Cluster) {
     let (a, b) = (cluster.join("a").await, cluster.join("b").await);
     let (here, there) = (a.tracker(), b.tracker());
     let lease = here.route(agent(1), Arc::from([]));
@@ -436,12 +439,12 @@ async fn who_said_not_here_is_left_out_until_the_agent_comes_again(cluster: &dyn
     held_by(&*there, 1, &["a"], VISIBLE).await;
 }
 
-async fn many_agents_are_told_apart_elsewhere(cluster: &dyn Cluster) {
+async fn many_agents_are_distinguished_elsewhere(cluster: &dyn Cluster) {
     let (a, b) = (cluster.join("a").await, cluster.join("b").await);
-    many_agents_are_told_apart(&*a.tracker(), Some(&*b.tracker())).await;
+    many_agents_are_distinguished(&*a.tracker(), Some(&*b.tracker())).await;
 }
 
-/// Returns the seeds of random runs: those of CONTRACT_SEED, separated by commas, or a few.
+/// Returns the seeds of random runs: those of `CONTRACT_SEED`, separated by commas, or the default four.
 fn seeds() -> Vec<u64> {
     match std::env::var("CONTRACT_SEED") {
         Ok(text) => text.split(',').filter_map(|seed| seed.parse().ok()).collect(),
@@ -449,7 +452,7 @@ fn seeds() -> Vec<u64> {
     }
 }
 
-/// SplitMix64: a run is its seed.
+/// SplitMix64: the seed determines the run.
 struct Random(u64);
 
 impl Random {
@@ -462,9 +465,9 @@ impl Random {
     }
 }
 
-/// Any interleaving of announcements, withdrawals and crashes over three replicas ends, after quiescence, in exactly
-/// what the live ones hold.
-async fn interleavings_end_in_the_truth(cluster: &dyn Cluster, seed: u64) {
+/// After any interleaving of announcements, withdrawals and crashes on three replicas, each tracker ends up
+/// with exactly what the live replicas hold.
+async fn interleavings_end_in_the_true_state(cluster: &dyn Cluster, seed: u64) {
     const NAMES: [&str; 3] = ["a", "b", "c"];
     const AGENTS: u64 = 6;
     struct Live {
@@ -473,7 +476,7 @@ async fn interleavings_end_in_the_truth(cluster: &dyn Cluster, seed: u64) {
     }
     let mut random = Random(seed);
     let mut members: BTreeMap<&str, Live> = BTreeMap::new();
-    // Of a crashed process: they drop when nobody can write that any more.
+    // Leases of crashed processes. They are dropped when the process can no longer write.
     let mut dead = Vec::new();
     let mut steps = Vec::new();
     for _ in 0..60 {
@@ -493,7 +496,7 @@ async fn interleavings_end_in_the_truth(cluster: &dyn Cluster, seed: u64) {
                 }
             }
             1 => {
-                // Somebody looks, and what is known there may be old afterwards.
+                // The lookup fills a cache that may be out of date afterwards.
                 steps.push(format!("{name} looks for {id}"));
                 holders(&*live.member.tracker(), id).await;
             }
@@ -517,7 +520,7 @@ async fn interleavings_end_in_the_truth(cluster: &dyn Cluster, seed: u64) {
             tokio::time::sleep(Duration::from_millis(random.below(30))).await;
         }
     }
-    // Shown when the test has failed.
+    // Shown if the test fails.
     eprintln!("seed {seed}: {}", steps.join(", "));
     let mut on: BTreeMap<i64, Vec<&str>> = BTreeMap::new();
     for (name, live) in &members {
@@ -536,18 +539,18 @@ async fn interleavings_end_in_the_truth(cluster: &dyn Cluster, seed: u64) {
     }
 }
 
-/// Runs the suite for replicas that share a store; `make` returns a fresh one each time.
+/// Runs the suite for replicas that share a store; `make` returns a fresh store each time.
 ///
 /// # Panics
-/// When the tracker breaks the contract.
+/// If the tracker breaks the contract.
 pub async fn check_store<F, M>(make: M)
 where
     M: Fn() -> F,
     F: Future<Output = Arc<dyn Store>>,
 {
     everything_is_announced_again_after_an_outage(&*make().await).await;
-    what_the_store_forgets_is_announced_again(&*make().await).await;
-    a_slow_store_delays_and_loses_nothing(&*make().await).await;
+    lost_data_of_the_store_is_announced_again(&*make().await).await;
+    a_slow_store_delays_changes_and_loses_none(&*make().await).await;
     lost_connections_lose_no_change(&*make().await).await;
 }
 
@@ -560,16 +563,19 @@ async fn everything_is_announced_again_after_an_outage(store: &dyn Store) {
         held_by(&*there, id, &["a"], VISIBLE).await;
     }
     store.stop().await;
-    // Local agents and known routes go on.
+    // Local agents and cached routes stay available.
     assert_eq!(here.locate(agent(1)).await.expect("it is here").len(), 1);
     assert_eq!(there.locate(agent(1)).await.expect("it was known").len(), 1);
-    // Others are unknown, and that is said rather than "absent".
+    // Other agents are unknown: the tracker returns an error and not "absent".
     let until = tokio::time::Instant::now() + VISIBLE;
     while there.locate(agent(1_000)).await.is_ok() {
-        assert!(tokio::time::Instant::now() < until, "an agent is absent although nobody can know");
+        assert!(
+            tokio::time::Instant::now() < until,
+            "an agent is reported absent although the store is down"
+        );
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
-    // Agents come and go meanwhile.
+    // Agents connect and disconnect meanwhile.
     drop((leases.remove(&1), leases.remove(&2)));
     leases.insert(101, here.route(agent(101), Arc::from([])));
     store.start().await;
@@ -578,7 +584,7 @@ async fn everything_is_announced_again_after_an_outage(store: &dyn Store) {
     }
     held_by(&*there, 1, &[], VISIBLE).await;
     held_by(&*there, 2, &[], VISIBLE).await;
-    // A replica that comes now finds all of it.
+    // A replica that starts now finds all of them.
     let c = store.join("c").await;
     for id in 3..=101 {
         held_by(&*c.tracker(), id, &["a"], VISIBLE).await;
@@ -586,13 +592,13 @@ async fn everything_is_announced_again_after_an_outage(store: &dyn Store) {
     held_by(&*c.tracker(), 1, &[], VISIBLE).await;
 }
 
-async fn what_the_store_forgets_is_announced_again(store: &dyn Store) {
+async fn lost_data_of_the_store_is_announced_again(store: &dyn Store) {
     let (a, b) = (store.join("a").await, store.join("b").await);
     let lease = a.tracker().route(agent(1), Arc::from([]));
     let shown = a.tracker().connection(connection(1, 10, 100));
     held_by(&*b.tracker(), 1, &["a"], VISIBLE).await;
     store.flush().await;
-    // Once a beat of the owner has passed.
+    // After one heartbeat of the owner.
     let c = store.join("c").await;
     held_by(&*c.tracker(), 1, &["a"], store.expiry() + VISIBLE).await;
     listed(&*c.tracker(), Query::All, &[100]).await;
@@ -600,13 +606,13 @@ async fn what_the_store_forgets_is_announced_again(store: &dyn Store) {
     held_by(&*c.tracker(), 1, &[], VISIBLE).await;
 }
 
-async fn a_slow_store_delays_and_loses_nothing(store: &dyn Store) {
+async fn a_slow_store_delays_changes_and_loses_none(store: &dyn Store) {
     let (a, b) = (store.join("a").await, store.join("b").await);
     let (here, there) = (a.tracker(), b.tracker());
     store.slow(Duration::from_millis(200)).await;
     let begun = tokio::time::Instant::now();
     let lease = here.route(agent(1), Arc::from([]));
-    // Own tunnels do not wait for the store for long.
+    // A lookup of an own agent does not wait long for the store.
     assert_eq!(here.locate(agent(1)).await.expect("it is here").len(), 1);
     assert!(begun.elapsed() < VISIBLE / 2, "{:?}", begun.elapsed());
     held_by(&*there, 1, &["a"], VISIBLE).await;

@@ -1,16 +1,25 @@
-//! Who holds which agent: the traits through which the router and the APIs see it, and versions
-//! that are good enough for a single replica.
+//! Which replica holds which agent: the traits that the router and the APIs use, and an in-memory
+//! implementation that is enough for a single replica.
 
+mod connections;
+mod error;
 mod history;
+mod locator;
 pub mod memory;
-pub mod tracker;
+mod replica;
+mod tracker;
+mod view;
 
 #[cfg(feature = "testing")]
 pub mod contract;
 
+pub use connections::{AgentMeta, Connected, Connection, Connections, Located, Query, Unanswered};
+pub use error::TrackerError;
 pub use history::History;
+pub use locator::{Candidate, Lease, Locator, Mark, Wire};
 pub use memory::InMemoryTracker;
-pub use tracker::{
-    Account, AgentMeta, Belief, Candidate, Connected, Connection, Lease, Load, Located, Mark, Query, Replica,
-    ReplicaEvent, ReplicaStatus, Replicas, Standing, Tracker, TrackerError, TrackerStatus, Unanswered, Wire,
+pub use replica::{Replica, ReplicaHealth, ReplicaState, UnknownState};
+pub use tracker::Tracker;
+pub use view::{
+    AgentView, ClusterView, Load, PeerReport, ReplicaEvent, ReplicaStatus, Replicas, TrackerStatus,
 };

@@ -1,40 +1,41 @@
-//! [`InMemoryTracker`]: the table of one replica, in its own memory.
+//! [`InMemoryTracker`]: a tracker for one replica, in its own memory.
 
 use std::{
     collections::{BTreeMap, HashMap},
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::Arc,
 };
 
 use async_trait::async_trait;
 use ids::{AgentId, ConnectionId};
+use parking_lot::{Mutex, MutexGuard};
 use tokio::sync::watch;
 
-use crate::tracker::{
-    Belief, Candidate, Connected, Connection, Lease, Located, Query, Replica, ReplicaStatus, Replicas,
-    Standing, Tracker, TrackerError, TrackerStatus, Wire,
+use crate::{
+    AgentView, Candidate, ClusterView, Connected, Connection, Connections, Lease, Located, Locator, Query,
+    Replica, ReplicaHealth, ReplicaState, ReplicaStatus, Replicas, TrackerError, TrackerStatus, Wire,
 };
 
-/// Subscriptions to agents that nobody waits for any more are swept when this many have come.
+/// Subscriptions without a receiver are removed once there are this many entries.
 const SWEEP: usize = 1024;
 
-/// The table of a single replica.
+/// The tracker of a single replica.
 #[derive(Clone)]
 pub struct InMemoryTracker {
     replica: Replica,
     state: Arc<Mutex<State>>,
     connection_changes: watch::Sender<()>,
-    /// Always one.
+    /// Always 1.
     live: watch::Sender<usize>,
 }
 
 #[derive(Default)]
 struct State {
-    /// How many leases each agent has.
+    /// Number of leases of each agent.
     routes: HashMap<AgentId, usize>,
     watches: HashMap<AgentId, watch::Sender<()>>,
     /// `watches` is swept when it has this many entries.
     sweep_at: usize,
-    /// The serial tells a connection from an older one with the same id.
+    /// The serial number distinguishes a connection from an older one with the same id.
     connections: BTreeMap<(AgentId, ConnectionId, u64), Arc<Connection>>,
     serial: u64,
 }
@@ -46,7 +47,7 @@ impl std::fmt::Debug for InMemoryTracker {
 }
 
 impl InMemoryTracker {
-    /// Makes an empty table of `replica`, which is this one.
+    /// Returns an empty tracker of `replica`, which is this replica.
     pub fn new(replica: Replica) -> Self {
         let state = State { sweep_at: SWEEP, ..State::default() };
         Self {
@@ -58,16 +59,15 @@ impl InMemoryTracker {
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        // A panic between two maps cannot leave them torn: each change is one insertion or removal.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
-    /// Agents with a route.
+    /// Returns how many agents have a route.
     pub fn routed_agents(&self) -> usize {
         self.state().routes.len()
     }
 
-    /// Open configuration streams.
+    /// Returns how many configuration streams are open.
     pub fn connections(&self) -> usize {
         self.state().connections.len()
     }
@@ -85,7 +85,7 @@ impl InMemoryTracker {
 }
 
 impl State {
-    /// Whether a connection of this id is listed.
+    /// Whether a connection with this id is listed.
     fn lists(&self, agent: AgentId, id: ConnectionId) -> bool {
         self.connections.range((agent, id, 0)..=(agent, id, u64::MAX)).next().is_some()
     }
@@ -101,13 +101,13 @@ impl State {
 }
 
 #[async_trait]
-impl Tracker for InMemoryTracker {
+impl Locator for InMemoryTracker {
     fn route(&self, agent: AgentId, _methods: Arc<[Box<str>]>) -> Lease {
         let mut state = self.state();
         let leases = state.routes.entry(agent).or_default();
         *leases += 1;
         if *leases == 1 {
-            // Written, now wake: who subscribed before it locates again.
+            // Write first, then wake: a subscriber that locates again must see the route.
             state.wake(agent);
         }
         drop(state);
@@ -115,6 +115,25 @@ impl Tracker for InMemoryTracker {
         Lease::new(move || tracker.withdraw_route(agent))
     }
 
+    async fn locate(&self, agent: AgentId) -> Result<Vec<Candidate>, TrackerError> {
+        let known = self.state().routes.contains_key(&agent);
+        let candidate =
+            || Candidate { replica: self.replica.clone(), health: ReplicaHealth::Live, wire: Wire::Own };
+        Ok(known.then(candidate).into_iter().collect())
+    }
+
+    fn changes(&self, agent: AgentId) -> watch::Receiver<()> {
+        let mut state = self.state();
+        if state.watches.len() >= state.sweep_at {
+            state.watches.retain(|_, watch| watch.receiver_count() > 0);
+            state.sweep_at = (2 * state.watches.len()).max(SWEEP);
+        }
+        state.watches.entry(agent).or_insert_with(|| watch::Sender::new(())).subscribe()
+    }
+}
+
+#[async_trait]
+impl Connections for InMemoryTracker {
     fn connection(&self, connection: Connection) -> Lease {
         let mut state = self.state();
         state.serial += 1;
@@ -122,7 +141,7 @@ impl Tracker for InMemoryTracker {
         let known = state.lists(key.0, key.1);
         state.connections.insert(key, Arc::new(connection));
         drop(state);
-        // The same process a second time changes no list.
+        // A second stream of the same process changes no list.
         if !known {
             self.connection_changes.send_replace(());
         }
@@ -136,49 +155,6 @@ impl Tracker for InMemoryTracker {
                 tracker.connection_changes.send_replace(());
             }
         })
-    }
-
-    async fn locate(&self, agent: AgentId) -> Result<Vec<Candidate>, TrackerError> {
-        let known = self.state().routes.contains_key(&agent);
-        let candidate =
-            || Candidate { replica: self.replica.clone(), standing: Standing::Live, wire: Wire::Own };
-        Ok(known.then(candidate).into_iter().collect())
-    }
-
-    fn live(&self) -> watch::Receiver<usize> {
-        self.live.subscribe()
-    }
-
-    async fn replicas(&self) -> Replicas {
-        let status = ReplicaStatus {
-            replica: self.replica.clone(),
-            build: (String::new(), String::new()),
-            state: "ready".to_owned(),
-            standing: "self".to_owned(),
-            generation: 0,
-            mark: self.mark(),
-            agents: self.routed_agents() as u64,
-            synced: true,
-            heard: None,
-        };
-        Replicas { replicas: vec![status], alarms: Vec::new(), events: Vec::new() }
-    }
-
-    fn status(&self) -> TrackerStatus {
-        TrackerStatus { backend: "memory", agents: self.routed_agents() as u64, ..TrackerStatus::default() }
-    }
-
-    fn beliefs(&self, _agent: AgentId) -> Vec<Belief> {
-        Vec::new()
-    }
-
-    fn changes(&self, agent: AgentId) -> watch::Receiver<()> {
-        let mut state = self.state();
-        if state.watches.len() >= state.sweep_at {
-            state.watches.retain(|_, watch| watch.receiver_count() > 0);
-            state.sweep_at = (2 * state.watches.len()).max(SWEEP);
-        }
-        state.watches.entry(agent).or_insert_with(|| watch::Sender::new(())).subscribe()
     }
 
     async fn connected(&self, query: Query) -> Result<Connected, TrackerError> {
@@ -195,7 +171,7 @@ impl Tracker for InMemoryTracker {
                 .collect(),
             _ => state.connections.values().filter(|c| query.matches(c)).map(located).collect(),
         };
-        // One agentk process may hold its old and its new stream for a moment: the newer counts.
+        // During a reconnect, an agentk process has its old and its new stream: the newer one is listed.
         connections.dedup_by(|newer, older| {
             let same = newer.connection.agent == older.connection.agent
                 && newer.connection.id == older.connection.id;
@@ -212,6 +188,36 @@ impl Tracker for InMemoryTracker {
     }
 }
 
+#[async_trait]
+impl ClusterView for InMemoryTracker {
+    fn live(&self) -> watch::Receiver<usize> {
+        self.live.subscribe()
+    }
+
+    async fn replicas(&self) -> Replicas {
+        let status = ReplicaStatus {
+            replica: self.replica.clone(),
+            build: (String::new(), String::new()),
+            state: ReplicaState::Ready,
+            health: None,
+            generation: 0,
+            mark: self.mark(),
+            agents: self.routed_agents() as u64,
+            synced: true,
+            heard: None,
+        };
+        Replicas { replicas: vec![status], alarms: Vec::new(), events: Vec::new() }
+    }
+
+    fn status(&self) -> TrackerStatus {
+        TrackerStatus { backend: "memory", agents: self.routed_agents() as u64, ..TrackerStatus::default() }
+    }
+
+    fn views(&self, _agent: AgentId) -> Vec<AgentView> {
+        Vec::new()
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use ids::ReplicaId;
@@ -224,7 +230,7 @@ mod tests {
 
     #[tokio::test]
     async fn keeps_the_contract() {
-        crate::contract::check(|| async { std::sync::Arc::new(tracker()) as Arc<dyn Tracker> }).await;
+        crate::contract::check(|| async { (Arc::new(tracker()) as Arc<dyn crate::Tracker>, ()) }).await;
     }
 
     #[tokio::test]

@@ -7,15 +7,15 @@ use tokio::{sync::watch, task::JoinHandle, time::timeout};
 
 use crate::{Discovery, DiscoveryError, Health};
 
-/// How long a change may take to be seen, back-off after a failure included. A test waits for the event, not for this
-/// time.
+/// How long a change may take to be seen, back-off after a failure included. A test waits for the event, not
+/// for this time.
 const SEEN: Duration = Duration::from_secs(30);
 
 /// How long a test watches that nothing happens.
 const QUIET: Duration = Duration::from_millis(500);
 
-/// How long a source must not be asked until a discovery counts as stopped: longer than any of them waits after a first
-/// failure.
+/// How long a source must not be asked until a discovery counts as stopped: longer than any of them waits
+/// after a first failure.
 const STOPPED: Duration = Duration::from_secs(2);
 
 /// What a discovery asks, as the test controls it.

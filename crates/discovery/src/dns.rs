@@ -10,9 +10,9 @@ use crate::{Discovery, DiscoveryError, Health, health::Publisher, lookup::Lookup
 
 /// Finds replicas by a DNS name, such as that of a headless Service or of a container network.
 ///
-/// Asks again when the answer's time to live is over, at least every [`interval`](Self::interval), at most once a
-/// second. A failed lookup keeps the last answer, and so does a name that has vanished: DNS says the same when a
-/// service has no replica and when its zone is not loaded yet.
+/// Asks again when the answer's time to live is over, at least every [`interval`](Self::interval), at most
+/// once a second. A failed lookup keeps the last answer, and so does a name that has vanished: DNS says the
+/// same when a service has no replica and when its zone is not loaded yet.
 #[derive(Debug)]
 pub struct Dns {
     lookup: Lookup,
@@ -22,8 +22,8 @@ pub struct Dns {
 impl Dns {
     /// Takes all A and AAAA records of a name, each with this port. Names of `/etc/hosts` work too.
     ///
-    /// A final dot, as in `kas.shop.svc.cluster.local.`, spares the search domains: without it, a pod's `resolv.conf`
-    /// makes ten questions out of two.
+    /// A final dot, as in `kas.shop.svc.cluster.local.`, spares the search domains: without it, a pod's
+    /// `resolv.conf` makes ten questions out of two.
     ///
     /// # Errors
     ///
@@ -35,8 +35,8 @@ impl Dns {
         Ok(Self { lookup, health: watch::Sender::default() })
     }
 
-    /// Takes all SRV records of a name, such as `_gossip._udp.kas.shop.svc.cluster.local`, with the ports that they
-    /// say. Priorities and weights mean nothing here.
+    /// Takes all SRV records of a name, such as `_gossip._udp.kas.shop.svc.cluster.local`, with the ports
+    /// that they say. Priorities and weights mean nothing here.
     ///
     /// # Errors
     ///
@@ -47,16 +47,16 @@ impl Dns {
         Ok(Self { lookup, health: watch::Sender::default() })
     }
 
-    /// Asks at least this often; 5 s by default. Each wait is up to a fifth shorter, so that replicas do not ask in
-    /// step. Shorter finds a new replica earlier and asks the name servers more often.
+    /// Asks at least this often; 5 s by default. Each wait is up to a fifth shorter, so that replicas do not
+    /// ask in step. Shorter finds a new replica earlier and asks the name servers more often.
     #[must_use]
     pub fn interval(mut self, interval: Duration) -> Self {
         self.lookup.interval = interval;
         self
     }
 
-    /// Asks this name server, over UDP and TCP, instead of those in the system's `resolv.conf`. Its search domains do
-    /// not apply then: the name has to be complete.
+    /// Asks this name server, over UDP and TCP, instead of those in the system's `resolv.conf`. Its search
+    /// domains do not apply then: the name has to be complete.
     #[must_use]
     pub fn nameserver(mut self, address: SocketAddr) -> Self {
         self.lookup.nameserver = Some(address);

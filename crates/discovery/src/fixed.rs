@@ -12,8 +12,9 @@ use crate::{
     lookup::Lookup,
 };
 
-/// Finds replicas by a list. Names in it are looked up as [`Dns`](crate::Dns) does, each on its own: one that fails
-/// keeps its last answer, and does not keep the others from changing. An empty list is a replica that runs alone.
+/// Finds replicas by a list. Names in it are looked up as [`Dns`](crate::Dns) does, each on its own: one that
+/// fails keeps its last answer, and does not keep the others from changing. An empty list is a replica that
+/// runs alone.
 #[derive(Debug)]
 pub struct Static {
     lookup: Lookup,

@@ -2,6 +2,7 @@
 
 use std::{collections::HashSet, error::Error, net::SocketAddr, time::Duration};
 
+use process::error::chain;
 use tokio::{sync::watch, time::Instant};
 
 /// How many addresses a log line names. All of a large cluster would fill a screen at every rollout.
@@ -10,8 +11,8 @@ const LOGGED: usize = 16;
 /// Whether lookups work.
 #[derive(Debug, Clone, Default)]
 pub struct Health {
-    /// When the last answer came; `None` before the first. A watch that runs goes on succeeding without renewing this:
-    /// read `failure` first.
+    /// When the last answer came; `None` before the first. A watch that runs goes on succeeding without
+    /// renewing this: read `failure` first.
     pub last_success: Option<Instant>,
     /// What fails now; `None` while lookups work.
     pub failure: Option<Failure>,
@@ -95,8 +96,8 @@ impl Publisher<'_> {
         }
     }
 
-    /// Notes that no answer came. Logs when the kind of failure is new: a lookup fails every few seconds, and the
-    /// same line each time would hide everything else.
+    /// Notes that no answer came. Logs when the kind of failure is new: a lookup fails every few seconds, and
+    /// the same line each time would hide everything else.
     pub(crate) fn failed(&self, kind: FailureKind, error: &dyn Error) {
         let now = Instant::now();
         let error = chain(error);
@@ -141,21 +142,6 @@ fn shorten(addresses: &mut Vec<SocketAddr>) -> usize {
     let more = addresses.len().saturating_sub(LOGGED);
     addresses.truncate(LOGGED);
     more
-}
-
-/// Joins an error and its causes. The libraries below repeat a cause in the text of what it caused; once is enough.
-pub(crate) fn chain(error: &dyn Error) -> String {
-    let mut text = error.to_string();
-    let mut cause = error.source();
-    while let Some(error) = cause {
-        let line = error.to_string();
-        if !text.contains(&line) {
-            text.push_str(": ");
-            text.push_str(&line);
-        }
-        cause = error.source();
-    }
-    text
 }
 
 #[cfg(test)]

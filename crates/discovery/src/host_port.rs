@@ -11,8 +11,8 @@ use hickory_resolver::proto::{ProtoError, rr::Name};
 
 /// An address, or a name that has addresses, and a port other than 0.
 ///
-/// Written as `10.0.0.1:8150`, `[fd00::1]:8150` or `kas-1.example:8150`. A name without a final dot is also tried with
-/// the search domains of the system's `resolv.conf`.
+/// Written as `10.0.0.1:8150`, `[fd00::1]:8150` or `kas-1.example:8150`. A name without a final dot is also
+/// tried with the search domains of the system's `resolv.conf`.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct HostPort {
     pub(crate) host: Host,

@@ -27,8 +27,9 @@ use crate::{
 /// The label by which a slice names its Service.
 const SERVICE_NAME: &str = "kubernetes.io/service-name";
 
-/// How long one watch request lasts, in seconds; the next goes on where it ended. A connection that died silently is
-/// noticed 5 s after that. Shorter notices earlier, and costs the API server a request per replica each time.
+/// How long one watch request lasts, in seconds; the next goes on where it ended. A connection that died
+/// silently is noticed 5 s after that. Shorter notices earlier, and costs the API server a request per
+/// replica each time.
 const WATCH_SECONDS: u32 = 60;
 
 /// How long a connection of ours may be silent. Longer than a watch lasts, since a quiet watch is silent.
@@ -37,8 +38,8 @@ const SILENT_FOR: Duration = Duration::from_secs(WATCH_SECONDS as u64 + 10);
 /// How long a connection to the API server may take, TLS included.
 const CONNECT_WITHIN: Duration = Duration::from_secs(5);
 
-/// How long a watch must go on after a failure until the failure counts as over. A list that is answered does not show
-/// it: the rules may allow to list and not to watch, which would otherwise work and fail in turn.
+/// How long a watch must go on after a failure until the failure counts as over. A list that is answered does
+/// not show it: the rules may allow to list and not to watch, which would otherwise work and fail in turn.
 const PROVEN_AFTER: Duration = Duration::from_secs(1);
 
 /// The wait between two tries if the back-off ever said none; it has no end.
@@ -49,7 +50,8 @@ const LONGEST_WAIT: Duration = Duration::from_secs(30);
 pub enum PortSelector {
     /// This one on every address, whatever the Service declares.
     Number(u16),
-    /// The one that the Service gives this name. It may differ between slices, as during a rollout that changes it.
+    /// The one that the Service gives this name. It may differ between slices, as during a rollout that
+    /// changes it.
     Name(String),
 }
 
@@ -65,12 +67,13 @@ pub enum PortSelector {
 ///   verbs: [get, list, watch]
 /// ```
 ///
-/// Endpoints count whether they are ready or not, and the Service should set `publishNotReadyAddresses: true`:
-/// otherwise replicas that start together never find each other, as each waits for the others to be ready.
+/// Endpoints count whether they are ready or not, and the Service should set `publishNotReadyAddresses:
+/// true`: otherwise replicas that start together never find each other, as each waits for the others to be
+/// ready.
 ///
-/// While the API server cannot be reached, or refuses, the last seeds stay and it is asked again after 0.8 s, then
-/// more and more rarely, up to a minute. Rules that are missing may be added meanwhile; `run` never returns for them.
-/// A Service without endpoints, on the other hand, is an answer: the set becomes empty.
+/// While the API server cannot be reached, or refuses, the last seeds stay and it is asked again after 0.8 s,
+/// then more and more rarely, up to a minute. Rules that are missing may be added meanwhile; `run` never
+/// returns for them. A Service without endpoints, on the other hand, is an answer: the set becomes empty.
 #[derive(Debug)]
 pub struct Kubernetes {
     config: Config,
@@ -81,7 +84,8 @@ pub struct Kubernetes {
 }
 
 impl Kubernetes {
-    /// Asks the API server of the pod's own cluster, with the pod's ServiceAccount. Without a namespace: the pod's.
+    /// Asks the API server of the pod's own cluster, with the pod's ServiceAccount. Without a namespace: the
+    /// pod's.
     ///
     /// # Errors
     ///
@@ -95,8 +99,8 @@ impl Kubernetes {
         Self::with_config(config, namespace, service, port)
     }
 
-    /// Asks the API server that `config` says. Without a namespace: the one of the configuration. The configuration's
-    /// timeouts and retries are replaced, as those of a watch are no matter of taste.
+    /// Asks the API server that `config` says. Without a namespace: the one of the configuration. The
+    /// configuration's timeouts and retries are replaced, as those of a watch are no matter of taste.
     ///
     /// # Errors
     ///
@@ -148,17 +152,18 @@ impl Discovery for Kubernetes {
         let config =
             watcher::Config::default().labels(&format!("{SERVICE_NAME}={service}")).timeout(WATCH_SECONDS);
 
-        // kube's `default_backoff`, as a policy of our own loop: the watcher alone would ask a server that is down
-        // 10,000 times a second. Not as its combinator, because that tells neither when a watch works again (it says
-        // nothing until something changes) nor backs off further while the list fails: the `Init` before each list
-        // counts as success there. So each failure starts with a list anew. The policy resets itself after 2 minutes
-        // without a failure.
+        // kube's `default_backoff`, as a policy of our own loop: the watcher alone would ask a server that is
+        // down 10,000 times a second. Not as its combinator, because that tells neither when a watch works
+        // again (it says nothing until something changes) nor backs off further while the list fails: the
+        // `Init` before each list counts as success there. So each failure starts with a list anew. The
+        // policy resets itself after 2 minutes without a failure.
         let mut backoff = DefaultBackoff::default();
         let mut slices = Slices::default();
         loop {
             let error = Box::pin(follow(&api, &config, &port, &mut slices, &publisher)).await;
             match Error::new(error, &namespace) {
-                // Nothing failed: the API server only forgot where this watch was, and a list tells what it missed.
+                // Nothing failed: the API server only forgot where this watch was, and a list tells what it
+                // missed.
                 Error::Refused { code: 410, message } => tracing::debug!(message, "watch starts anew"),
                 error => publisher.failed(error.kind(), &error),
             }
@@ -274,8 +279,8 @@ impl Slice {
     /// Returns the name of the slice and what matters of it.
     fn read(slice: EndpointSlice, port: &PortSelector) -> Option<(String, Self)> {
         let name = slice.metadata.name?;
-        // Conditions are not looked at, on purpose: see `Kubernetes`. A host name, which the type FQDN allows, is
-        // nothing that the endpoints of pods have.
+        // Conditions are not looked at, on purpose: see `Kubernetes`. A host name, which the type FQDN
+        // allows, is nothing that the endpoints of pods have.
         let addresses = slice.endpoints.iter().flat_map(|endpoint| &endpoint.addresses);
         let ips: Vec<IpAddr> = addresses.filter_map(|address| address.parse().ok()).collect();
         let declared = slice.ports.unwrap_or_default();

@@ -5,9 +5,10 @@
 //! * [`Static`]: a list of `host:port`.
 //! * [`Health`]: whether the last lookup worked, for metrics.
 //!
-//! What is found are *seeds*: places to send a first message to. Whether a replica lives there, and whether it is one
-//! of ours, membership finds out; so a seed too many costs a datagram, while a seed too few can leave two halves of a
-//! cluster apart for ever. Hence one rule everywhere: what was known stays until an answer replaces it.
+//! What is found are *seeds*: places to send a first message to. Whether a replica lives there, and whether
+//! it is one of ours, membership finds out; so a seed too many costs a datagram, while a seed too few can
+//! leave two halves of a cluster apart for ever. Hence one rule everywhere: what was known stays until an
+//! answer replaces it.
 //!
 //! Not here: membership, and telling which of the seeds is this replica itself.
 
@@ -35,13 +36,14 @@ pub use kubernetes::{Kubernetes, PortSelector};
 
 /// Publishes the whole seed set on every change and keeps the last one when a lookup fails.
 ///
-/// An empty set that was never anything else means either "nobody" or "not known yet": [`health`](Self::health)
-/// tells which, since `last_success` is `None` before the first answer.
+/// An empty set that was never anything else means either "nobody" or "not known yet":
+/// [`health`](Self::health) tells which, since `last_success` is `None` before the first answer.
 #[async_trait]
 pub trait Discovery: Send + 'static {
     /// Shows whether lookups work. Subscribe before [`run`](Self::run) takes the discovery.
     ///
-    /// Receivers wake when a first answer comes and when lookups begin or cease to fail, not on every success.
+    /// Receivers wake when a first answer comes and when lookups begin or cease to fail, not on every
+    /// success.
     fn health(&self) -> watch::Receiver<Health>;
 
     /// Runs until dropped; returns only what no retry can mend.

@@ -1,8 +1,8 @@
 //! Names into addresses, again and again, keeping what was known when a name server does not answer.
 //!
-//! The resolver is made anew for each round and caches nothing, as `getaddrinfo` does: a changed `resolv.conf` or
-//! `hosts` counts from the next round on, a broken connection to a name server hurts one round at most, and whoever
-//! wants a cache has one on the node.
+//! The resolver is made anew for each round and caches nothing, as `getaddrinfo` does: a changed
+//! `resolv.conf` or `hosts` counts from the next round on, a broken connection to a name server hurts one
+//! round at most, and whoever wants a cache has one on the node.
 
 use std::{
     collections::{HashMap, HashSet},
@@ -30,20 +30,20 @@ use tokio::time::{sleep, timeout};
 
 use crate::health::{FailureKind, Publisher};
 
-/// The longest time between two rounds when the user says nothing. A new replica is found at most this late; shorter
-/// asks the name servers more often, once per replica and name.
+/// The longest time between two rounds when the user says nothing. A new replica is found at most this late;
+/// shorter asks the name servers more often, once per replica and name.
 pub(crate) const INTERVAL: Duration = Duration::from_secs(5);
 
-/// The shortest wait after an answer, for records with a time to live of 0: they mean "do not cache", not "ask in a
-/// loop".
+/// The shortest wait after an answer, for records with a time to live of 0: they mean "do not cache", not
+/// "ask in a loop".
 const SHORTEST: Duration = Duration::from_secs(1);
 
-/// The wait after the first failed round; it doubles until it is the interval. Names of a service appear a moment after
-/// its first pod, so the first tries are close together.
+/// The wait after the first failed round; it doubles until it is the interval. Names of a service appear a
+/// moment after its first pod, so the first tries are close together.
 const RETRY: Duration = Duration::from_millis(500);
 
-/// How long one packet to one name server may stay unanswered, unless `resolv.conf` says less. Its default of 5 s makes
-/// a round with one dead name server slower than the interval.
+/// How long one packet to one name server may stay unanswered, unless `resolv.conf` says less. Its default of
+/// 5 s makes a round with one dead name server slower than the interval.
 const ANSWER_WITHIN: Duration = Duration::from_secs(2);
 
 /// How often a question is repeated, unless `resolv.conf` says less.
@@ -52,7 +52,8 @@ const ATTEMPTS: usize = 2;
 /// How long one question may take, with all search domains, name servers and repetitions.
 const QUESTION_WITHIN: Duration = Duration::from_secs(10);
 
-/// How long the other family's answer is waited for once one is there. Some name servers never answer for IPv6.
+/// How long the other family's answer is waited for once one is there. Some name servers never answer for
+/// IPv6.
 const GRACE: Duration = Duration::from_secs(1);
 
 /// How many names are looked up at once: a hundred questions in one instant overflow a name server's socket.
@@ -222,11 +223,11 @@ impl Answer {
             (Ok(v4), Ok(v6)) => (Some(v4), Some(v6)),
             // One family has addresses and the other's question failed: what was known of the other stays.
             (Ok(v4), Err(error)) if !v4.ips.is_empty() => {
-                tracing::debug!(%name, error = crate::health::chain(&error), "no answer for IPv6");
+                tracing::debug!(%name, error = process::error::chain(&error), "no answer for IPv6");
                 (Some(v4), None)
             }
             (Err(error), Ok(v6)) if !v6.ips.is_empty() => {
-                tracing::debug!(%name, error = crate::health::chain(&error), "no answer for IPv4");
+                tracing::debug!(%name, error = process::error::chain(&error), "no answer for IPv4");
                 (None, Some(v6))
             }
             (Err(error), _) | (_, Err(error)) => return Err(error),
@@ -264,8 +265,8 @@ impl Asker {
         let build = move || {
             let mut builder = match nameserver {
                 None => Resolver::builder_tokio().unwrap_or_else(|error| {
-                    // As resolv.conf(5) has it: without the file, or a server in it, there may be one on this machine.
-                    // Names of the hosts file need none anyway.
+                    // As resolv.conf(5) has it: without the file, or a server in it, there may be one on this
+                    // machine. Names of the hosts file need none anyway.
                     tracing::debug!(%error, "no name server is configured");
                     builder_for(NameServerConfig::udp_and_tcp(Ipv4Addr::LOCALHOST.into()))
                 }),

@@ -12,7 +12,7 @@ use grpc::{Deadline, InflateBody, MessageReader};
 use http::{HeaderMap, HeaderName, HeaderValue, Request};
 use http_body::{Body, Frame};
 use http_body_util::BodyExt as _;
-use kas::metadata::{self, Target};
+use kas::routing::metadata::{self, Target};
 use prost::Message as _;
 use proto::gitlab::agent::reverse_tunnel::rpc::RequestInfo;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
@@ -51,7 +51,7 @@ fn headers(bytes: &[u8]) -> HeaderMap {
 pub fn caller_metadata(bytes: &[u8]) {
     let headers = headers(bytes);
     let _ = Target::read(&headers);
-    let _ = kas::auth::bearer(&headers);
+    let _ = identity::jwt::bearer(&headers);
     let deadline = Deadline::from_headers(&headers).unwrap_or(Deadline::NONE);
     let correlation = metadata::correlation(&headers);
     for binary in [Binary::Base64, Binary::Raw] {
@@ -111,8 +111,8 @@ fn messages(bytes: &[u8], size: usize, gzip: bool) -> (Vec<Bytes>, Option<String
     }
 }
 
-/// Bodies of gRPC, after a byte that is the size of pieces: no panic, no message above the limit, and the same messages
-/// however the bytes were cut, plain or compressed.
+/// Bodies of gRPC, after a byte that is the size of pieces: no panic, no message above the limit, and the
+/// same messages however the bytes were cut, plain or compressed.
 pub fn request_bodies(bytes: &[u8]) {
     let (size, bytes) = first(bytes);
     let size = usize::from(size).max(1);
@@ -211,8 +211,8 @@ fn filtered(bytes: &[u8], size: usize) -> Vec<u8> {
     got
 }
 
-/// Bytes of an agent inside WebSocket, after a byte that is the size of pieces: frames, then HTTP/2 with header blocks.
-/// No panic; what comes out does not depend on how the bytes were cut; and little is held.
+/// Bytes of an agent inside WebSocket, after a byte that is the size of pieces: frames, then HTTP/2 with
+/// header blocks. No panic; what comes out does not depend on how the bytes were cut; and little is held.
 pub fn websocket(bytes: &[u8]) {
     let (size, bytes) = first(bytes);
     let size = usize::from(size).max(1);

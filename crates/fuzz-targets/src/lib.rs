@@ -1,19 +1,18 @@
 //! What is fuzzed: a function for every parser of peers' bytes, and what must hold of it.
 //!
-//! The targets of cargo-fuzz in `fuzz/` call these functions; so does a plain test, with every seed of `fuzz/corpus` and
-//! with what a few changes make of it. A target that takes more than bytes reads it off their front.
+//! The targets of cargo-fuzz in `fuzz/` call these functions; so does a plain test, with every seed of
+//! `fuzz/corpus` and with what a few changes make of it. A target that takes more than bytes reads it off
+//! their front.
 
 mod http2;
+mod requests;
 mod tunnels;
 
 use std::sync::LazyLock;
 
 use gossip::{KeyRing, seal};
-use kas::{
-    agent_config::parse,
-    config::{self, Environment},
-    identity::Identities,
-};
+use identity::Identities;
+use kas_config::Environment;
 
 pub use self::{
     http2::{caller_metadata, request_bodies, upgrade, websocket},
@@ -51,22 +50,23 @@ fn first(bytes: &[u8]) -> (u8, &[u8]) {
 pub fn files(bytes: &[u8]) {
     if let Ok(text) = std::str::from_utf8(bytes) {
         let env = Environment { kas_state_dir: Some("/state".into()), ..Environment::default() };
-        let _ = config::load(text, &env);
+        let _ = kas_config::load(text, &env);
     }
     let _ = Identities::parse(bytes);
-    let _ = parse::parse(bytes);
+    let _ = agent_config::parse::parse(bytes);
 }
 
-/// The beginning of a request for a cluster, after a byte that is the size of pieces, as kas looks at it while it passes: no
-/// panic, no byte is lost, and whose rights it is for the router knows as the audit log does.
+/// The beginning of a request for a cluster, after a byte that is the size of pieces, as kas looks at it
+/// while it passes: no panic, no byte is lost, and whose rights it is for the router knows as the audit log
+/// does.
 pub fn first_messages(bytes: &[u8]) {
     let (size, rest) = first(bytes);
-    kas::listener::api::fuzz(rest, usize::from(size).max(1));
+    requests::first_message(rest, usize::from(size).max(1));
 }
 
 /// GitLab's answer about an agent: no panic, and no agent whose name is more than a name.
 pub fn gitlab_answers(bytes: &[u8]) {
-    kas::gitlab::fuzz(bytes);
+    gitlab::fuzz(bytes);
 }
 
 /// Datagrams from anybody: no panic, and nothing is accepted that was not sealed.
@@ -74,30 +74,32 @@ pub fn gossip_frame(bytes: &[u8]) {
     static RING: LazyLock<KeyRing> =
         LazyLock::new(|| KeyRing::derive(&[[7; 32]]).expect("32 bytes are enough"));
     let mut datagram = bytes.to_vec();
-    assert!(seal::open(&RING, "fuzz", &mut datagram).is_err(), "a forged datagram was accepted");
+    let mut opener = seal::Opener::new(&RING, "fuzz", seal::Salt::default());
+    let accepted = opener.accept(&mut datagram, tokio::time::Instant::now());
+    assert!(accepted.is_err(), "a forged datagram was accepted");
 }
 
-/// HTTP over gRPC, both ways: a caller's request in agentk, the size of its pieces first, and an agent's answer in kas:
-/// no panic, and nothing reaches the API server that must not.
+/// HTTP over gRPC, both ways: a caller's request in agentk, the size of its pieces first, and an agent's
+/// answer in kas: no panic, and nothing reaches the API server that must not.
 pub fn http_envelopes(bytes: &[u8]) {
     let (size, rest) = first(bytes);
-    agentk::module::kubernetes_api::fuzz(rest, size.into());
-    kas::pods::fuzz(rest);
+    requests::request(rest, size.into());
+    requests::response(rest);
 }
 
 /// Tokens of callers: no panic, and none is accepted that was not signed, has expired or is meant for others.
 pub fn jwt(bytes: &[u8]) {
-    kas::auth::fuzz(bytes);
+    identity::jwt::fuzz(bytes);
 }
 
 /// Every message of the private API and every record that travels by gossip, applied to a table: no panic.
 pub fn private_messages(bytes: &[u8]) {
-    table::codec::fuzz(bytes);
-    kas::replication::fuzz(bytes);
+    table::fuzzing::decode_all(bytes);
+    kas::replicas::gossip_backend::decode_all(bytes);
 }
 
-/// What other replicas wrote to Redis and published there, those of GitLab too: no panic, and what was read stays the same
-/// when it is written and read again.
+/// What other replicas wrote to Redis and published there, those of GitLab too: no panic, and what was read
+/// stays the same when it is written and read again.
 pub fn redis_values(bytes: &[u8]) {
-    redis_tracker::fuzz(bytes);
+    redis_tracker::decode_all(bytes);
 }

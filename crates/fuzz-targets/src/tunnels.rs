@@ -64,8 +64,8 @@ fn decoded(mut decoder: Decoder, bytes: &[u8], size: usize) -> (Vec<Event>, bool
     (events, false)
 }
 
-/// Whether these are the same events, as far as both go: the last payload may have come to a different length before
-/// a violation was seen.
+/// Whether these are the same events, as far as both go: the last payload may have come to a different length
+/// before a violation was seen.
 fn agree(one: &[Event], other: &[Event]) -> bool {
     let prefix = |a: &Bytes, b: &Bytes| a.starts_with(b) || b.starts_with(a);
     one.iter().zip(other).enumerate().all(|(n, pair)| match pair {
@@ -74,8 +74,9 @@ fn agree(one: &[Event], other: &[Event]) -> bool {
     })
 }
 
-/// Bytes of agents and of kas, after a byte that is the size of pieces and one whose first bit says gzip: no panic,
-/// payload never exceeds what was announced, and what comes out does not depend on how the bytes were cut.
+/// Bytes of agents and of kas, after a byte that is the size of pieces and one whose first bit says gzip: no
+/// panic, payload never exceeds what was announced, and what comes out does not depend on how the bytes were
+/// cut.
 pub fn tunnel_frames(bytes: &[u8]) {
     let (size, rest) = first(bytes);
     let (flags, bytes) = first(rest);
@@ -105,14 +106,15 @@ pub fn tunnel_frames(bytes: &[u8]) {
     }
 }
 
-/// What may happen at kas' end of a tunnel, in any order: each byte is an event. No panic, a tunnel that is over stays
-/// over, a request is complete at most once, and nobody is told "not started" of one that began to be answered.
+/// What may happen at kas' end of a tunnel, in any order: each byte is an event. No panic, a tunnel that is
+/// over stays over, a request is complete at most once, and nobody is told "not started" of one that began to
+/// be answered.
 pub fn tunnel_states(bytes: &[u8]) {
     let (kind, events) = first(bytes);
     let mut end = match kind % 3 {
         0 => KasEnd::parked(Mode::OneShot),
         1 => KasEnd::parked(Mode::Reusable),
-        _ => KasEnd::lent(),
+        _ => KasEnd::leased(),
     };
     let mut answering = false;
     for event in events {

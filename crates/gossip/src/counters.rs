@@ -1,32 +1,32 @@
-//! What the transport and the gossip thread counted. Export is the caller's business.
+//! Counters of the transport and the gossip thread. The caller exports them.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Why a datagram that arrived was not handed on. Each is counted on its own.
+/// Why a received datagram was dropped. Each reason has a counter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Reason {
-    /// Too short for the frame it claims to be, or a field that no sender of ours writes.
+    /// Too short for its frame, or a field has a value that no valid sender writes.
     Truncated,
-    /// Longer than any frame of ours.
+    /// Longer than the longest frame.
     Oversize,
     /// An unknown frame version, or the tag of another cluster.
     Foreign,
-    /// Our cluster, sealed with a key that is not in the ring: a key rotation that forgot somebody.
+    /// Our cluster, sealed with a key that is not in the ring: a key rotation has missed a process.
     UnknownKey,
-    /// The seal does not hold: altered, or made by somebody without the key.
+    /// The seal is invalid: the datagram was altered, or its sender does not have the key.
     Forged,
     /// Seen before, or older than the replay window.
     Replayed,
-    /// Well sealed, but it does not prove that its sender has heard this process: the first datagram of
-    /// every acquaintance, or a recording. The sender is sent a hello and tries again.
+    /// Validly sealed, but it does not prove that its sender has heard this process: the first datagram of a
+    /// new peer, or a recording. The sender is sent a hello and tries again.
     Unproven,
-    /// From an incarnation older than the one already heard under the same salt.
+    /// From an older incarnation than the one already heard under the same salt.
     Stale,
     /// From a generation more than a day ahead of our clock.
     Future,
     /// Our own datagram came back.
     FromSelf,
-    /// Well sealed, but chitchat cannot read it: a peer of another version, or one that misbehaves.
+    /// Validly sealed, but chitchat cannot decode it: the peer has another version, or misbehaves.
     Undecodable,
 }
 
@@ -46,7 +46,7 @@ impl Reason {
         Self::Undecodable,
     ];
 
-    /// Returns a constant name that fits a metric label.
+    /// Returns the name for a metric label.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Truncated => "truncated",
@@ -64,15 +64,15 @@ impl Reason {
     }
 }
 
-/// Why the gossip task was started again, each time with a new generation.
+/// Why the gossip task was restarted, each time with a new generation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Restart {
     /// It panicked or returned.
     Ended,
     /// It made no round for several seconds.
     Frozen,
-    /// Peers know this node id with a higher generation: the clock was set back, or two processes
-    /// share the id.
+    /// Peers know this node id with a higher generation: the clock was set back, or two processes share the
+    /// id.
     Overtaken,
 }
 
@@ -80,7 +80,7 @@ impl Restart {
     /// Every cause.
     pub const ALL: [Self; 3] = [Self::Ended, Self::Frozen, Self::Overtaken];
 
-    /// Returns a constant name that fits a metric label.
+    /// Returns the name for a metric label.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Ended => "ended",
@@ -90,7 +90,7 @@ impl Restart {
     }
 }
 
-/// A number that only grows.
+/// A counter that only grows.
 #[derive(Debug, Default)]
 pub struct Counter(AtomicU64);
 
@@ -108,23 +108,24 @@ impl Counter {
 /// Counts since the start; restarts of the gossip task do not reset them.
 #[derive(Debug, Default)]
 pub struct Counters {
-    /// Datagrams handed to the network.
+    /// Datagrams that were sent.
     pub sent: Counter,
     /// Bytes of those, without IP and UDP headers.
     pub sent_bytes: Counter,
     /// Datagrams that the network refused (unreachable, buffer full).
     pub send_failed: Counter,
-    /// Datagrams that arrived, good or not.
+    /// Datagrams that were received, valid or not.
     pub received: Counter,
     /// Bytes of those, without IP and UDP headers.
     pub received_bytes: Counter,
-    /// Hellos sent in answer to unproven datagrams.
+    /// Hellos that were sent in answer to unproven datagrams.
     pub greeted: Counter,
-    /// Messages withheld while nobody reached this process; see [`crate::Builder::hush`].
+    /// Messages that were withheld while no other process reached this one; see
+    /// [`crate::Builder::silence_if_deaf`].
     pub withheld: Counter,
-    /// Members left out because their generation is more than a day ahead of our clock.
+    /// Members that were ignored because their generation is more than a day ahead of our clock.
     pub implausible: Counter,
-    /// Values of members left out because no `publish` would have taken them.
+    /// Values of members that were ignored because `publish` would have refused them.
     pub unfit: Counter,
     incarnations: AtomicU64,
     dropped: [Counter; Reason::ALL.len()],
@@ -137,13 +138,13 @@ impl Counters {
         self.dropped[reason as usize].count()
     }
 
-    /// Returns how often the gossip task was started again because of `cause`.
+    /// Returns how often the gossip task was restarted because of `cause`.
     pub fn restarts(&self, cause: Restart) -> u64 {
         self.restarts[cause as usize].count()
     }
 
-    /// Returns how many other incarnations are remembered now, the dead among them: what every digest names. Beyond
-    /// some thousands it would outgrow a message; see [`crate::Timing::dead_grace`].
+    /// Returns how many other incarnations are remembered now, including dead ones. Every digest names all of
+    /// them; beyond some thousands it would outgrow a message. See [`crate::Timing::dead_grace`].
     pub fn incarnations(&self) -> u64 {
         self.incarnations.load(Ordering::Relaxed)
     }

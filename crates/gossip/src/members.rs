@@ -1,4 +1,4 @@
-//! What the user sees: live members, and whether anybody is heard.
+//! What the user sees: the live members, and whether any other process is heard.
 
 use std::{
     collections::BTreeMap,
@@ -13,8 +13,8 @@ use std::{
 
 use tokio::time::Instant;
 
-/// When a heartbeat last advanced: shared by the gossip thread and every [`Member`] of the incarnation, so
-/// that it moves without a new list.
+/// When a heartbeat last advanced. The gossip thread and every [`Member`] of the incarnation share it, so
+/// that it advances without a new list.
 pub(crate) struct Heard {
     origin: Instant,
     /// Microseconds after `origin`.
@@ -46,22 +46,22 @@ pub struct Member {
 }
 
 impl Member {
-    /// Returns the name it was built with.
+    /// Returns its node id.
     pub fn node_id(&self) -> &Arc<str> {
         &self.node_id
     }
 
-    /// Returns when its incarnation began, in microseconds since 1970. It only grows for a node id.
+    /// Returns when its incarnation began, in microseconds since 1970. It never decreases for a node id.
     pub fn generation(&self) -> u64 {
         self.generation
     }
 
-    /// Returns where its gossip is reached.
+    /// Returns the address of its gossip.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
 
-    /// Returns what it published. Empty for a moment after it was first heard.
+    /// Returns its published values. They are empty for a moment after it was first heard.
     pub fn values(&self) -> &BTreeMap<Arc<str>, Arc<str>> {
         &self.values
     }
@@ -71,9 +71,9 @@ impl Member {
         self.values.get(key).map(AsRef::as_ref)
     }
 
-    /// Returns when its heartbeat last advanced as seen from here, be it first-hand or through others: proof
-    /// that its gossip thread lived then. Exact to one interval. It moves on in every clone of the list,
-    /// and no watcher is woken for it.
+    /// Returns when its heartbeat last advanced as seen from here, directly or through others. This proves
+    /// that its gossip thread was alive then, with the precision of one interval. It advances in every clone
+    /// of the list and wakes no watcher.
     pub fn heard(&self) -> Instant {
         self.heard.last()
     }
@@ -87,7 +87,7 @@ impl fmt::Debug for Member {
 
 /// The live members other than this process, by node id. Of each node id only the newest generation.
 ///
-/// Whoever phi declares dead is absent: there is no third state to handle.
+/// A process that exceeds phi counts as dead and is absent: there is no third state to handle.
 #[derive(Debug, Clone, Default)]
 pub struct Members(pub(crate) BTreeMap<Arc<str>, Arc<Member>>);
 
@@ -102,35 +102,38 @@ impl Members {
         self.0.values()
     }
 
-    /// Returns how many there are.
+    /// Returns the number of members.
     pub fn len(&self) -> usize {
         self.0.len()
     }
 
-    /// Whether nobody else is live.
+    /// Whether no other process is live.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 }
 
-/// Whether anybody is heard.
+/// Whether any other process is heard.
 ///
-/// `Alone` and `Seeking` become each other with the seeds; `Seeking` becomes `Lonely` with time; each becomes
-/// `Meshed` with the first member, and `Meshed` becomes `Alone` or `Seeking` with the loss of the last.
+/// A change of the seeds switches between `Alone` and `Seeking`. `Seeking` becomes `Lonely` after a while.
+/// The first member changes each of them to `Meshed`; the loss of the last member changes `Meshed` to `Alone`
+/// or `Seeking`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Status {
-    /// No seed names anybody else, and nobody is heard.
+    /// There is no seed besides this process, and no member is heard.
     Alone,
-    /// Seeds name others, and nobody was heard yet, or not for a moment: the longer of 5 s and 10 intervals.
+    /// There are seeds, and no member was heard yet, or none for less than the longer of 5 s and 10
+    /// intervals.
     Seeking,
-    /// The same, for longer: something blocks the datagrams, in or out, or keys or cluster differ.
+    /// The same for longer: datagrams are blocked in one direction or both, or the keys or the cluster names
+    /// differ.
     Lonely {
         /// When the last member was lost, or when the search began.
         since: Instant,
     },
     /// Others are live.
     Meshed {
-        /// How many; at least 1.
+        /// How many members; at least 1.
         peers: usize,
     },
 }

@@ -1,14 +1,11 @@
-//! The gossip thread: runs chitchat, watches over it, and turns its state into members.
+//! The gossip thread: runs chitchat, supervises it, and turns its state into members.
 
 use std::{
     collections::{BTreeMap, HashMap, HashSet},
     future::Future,
     net::SocketAddr,
     pin::Pin,
-    sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
-    },
+    sync::Arc,
     time::{Duration, UNIX_EPOCH},
 };
 
@@ -23,31 +20,33 @@ use tokio::{
 };
 
 use crate::{
-    Gate, Timing,
     counters::{Counters, Restart},
     members::{Heard, Member, Members, Status},
     publish::{MAX_KEYS, Values, is_fit},
     seal::KeyRing,
+    state::State,
+    timing::{HealthGate, Timing},
     transport::{Link, SealedTransport},
 };
 
-/// Generations may be this far ahead of our clock. More means a broken clock somewhere, or an attempt to
-/// claim a node id for good.
+/// How far a generation may be ahead of our clock. A later one means a wrong clock somewhere, or an attempt
+/// to occupy a node id for good.
 const AHEAD: Duration = Duration::from_secs(24 * 60 * 60);
-/// Members shown at most. chitchat's own limit is near: at some thousand ids its digest outgrows a datagram.
+/// The largest number of members. chitchat's own limit is near: at some thousand ids its digest outgrows a
+/// message.
 const MAX_MEMBERS: usize = 4_096;
-/// Values that come within this time are shown together.
+/// Values that arrive within this time are shown together.
 const SETTLE: Duration = Duration::from_millis(5);
-/// How long the gossip task may make no round before it is restarted; at least 10 intervals.
+/// The gossip task is restarted after this long without a round; at least 10 intervals.
 const FREEZE: Duration = Duration::from_secs(3);
-/// How long nobody is heard before the status says lonely; at least 10 intervals.
+/// The status becomes lonely after this long without hearing a member; at least 10 intervals.
 const PATIENCE: Duration = Duration::from_secs(5);
-/// The delays between restarts. The first comes at once; those of two processes that share a node id would
-/// otherwise chase each other, and every dead incarnation stays in everybody's digest for minutes.
+/// The delays between restarts. The first restart has no delay. Without the delays, two processes that share
+/// a node id would restart in turns without end, and every dead incarnation stays in all digests for minutes.
 const BACKOFF: (Duration, Duration) = (Duration::from_millis(250), Duration::from_secs(60));
-/// The longest wait while there is no gossip at all: the list of members stands still meanwhile.
+/// The longest delay while there is no gossip at all: the list of members does not change meanwhile.
 const MOST_BROKEN: Duration = Duration::from_secs(2);
-/// After this long without a restart, the next one is at once again.
+/// After this long without a restart, the next one has no delay again.
 const CALM: Duration = Duration::from_secs(600);
 
 /// Returns microseconds since 1970.
@@ -60,74 +59,17 @@ pub(crate) fn wall() -> u64 {
     u64::try_from(since.as_micros()).unwrap_or(u64::MAX)
 }
 
-/// What the handle and the gossip thread share.
-#[derive(Default)]
-pub(crate) struct Shared {
-    published: Mutex<Published>,
-    /// Wakes the gossip thread after a publish.
-    pub(crate) news: Notify,
-    pub(crate) beats: AtomicU64,
-    pub(crate) generation: AtomicU64,
-    pub(crate) company: Arc<Company>,
-}
-
-/// Whether anybody reaches this process, be it by datagrams or by what its user has besides.
-#[derive(Debug, Default)]
-pub(crate) struct Company {
-    /// Signs that somebody does: datagrams accepted, and what the user saw.
-    signs: AtomicU64,
-    /// Connections of the user that stand for somebody as long as they are open.
-    holds: AtomicUsize,
-    /// Whether the transport withholds what chitchat sends.
-    silent: AtomicBool,
-}
-
-impl Company {
-    /// Notes a sign. A silent process speaks again at once: what it heard may want an answer.
-    pub(crate) fn sign(&self) {
-        self.signs.fetch_add(1, Ordering::Relaxed);
-        self.silent.store(false, Ordering::Relaxed);
-    }
-
-    pub(crate) fn hold(&self) {
-        self.holds.fetch_add(1, Ordering::Relaxed);
-        self.sign();
-    }
-
-    pub(crate) fn release(&self) {
-        self.holds.fetch_sub(1, Ordering::Relaxed);
-    }
-
-    pub(crate) fn is_silent(&self) -> bool {
-        self.silent.load(Ordering::Relaxed)
-    }
-}
-
-/// What this process says about itself.
-#[derive(Default)]
-pub(crate) struct Published {
-    pub(crate) values: Values,
-    pub(crate) revision: u64,
-}
-
-impl Shared {
-    pub(crate) fn published(&self) -> MutexGuard<'_, Published> {
-        // Nothing in there can be left half-written.
-        self.published.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-/// Everything the thread owns.
+/// Everything that the thread owns.
 pub(crate) struct Node {
     pub(crate) node_id: Arc<str>,
     pub(crate) cluster: String,
     pub(crate) advertise: SocketAddr,
     pub(crate) local: SocketAddr,
     pub(crate) timing: Timing,
-    pub(crate) gate: Option<Gate>,
-    pub(crate) hush: Option<Duration>,
+    pub(crate) health_gate: Option<HealthGate>,
+    pub(crate) deaf_after: Option<Duration>,
     pub(crate) link: Arc<Link>,
-    pub(crate) shared: Arc<Shared>,
+    pub(crate) state: Arc<State>,
     pub(crate) counters: Arc<Counters>,
     pub(crate) keys: watch::Receiver<Arc<KeyRing>>,
     pub(crate) seeds: watch::Receiver<HashSet<SocketAddr>>,
@@ -140,15 +82,16 @@ pub(crate) struct Node {
 /// Why an incarnation ended.
 enum End {
     Restart(Restart),
-    /// Somebody left, and waits for the sender; `None` when the handle was dropped.
+    /// The user called `leave` and waits for the sender; `None` if the handle was dropped.
     Stop(Option<oneshot::Sender<()>>),
 }
 
-/// What is known of another incarnation, chitchat's state aside.
+/// What is known of another incarnation, besides chitchat's state.
 struct Track {
     heartbeat: u64,
     heard: Arc<Heard>,
-    /// Whether the heartbeat advanced since it was first seen: old state passed on by others does not.
+    /// Whether the heartbeat has advanced since it was first seen. In old state that others pass on it does
+    /// not advance.
     has_advanced: bool,
     /// The version of `member`.
     version: u64,
@@ -157,64 +100,66 @@ struct Track {
 
 /// One look at chitchat's state.
 struct Look {
-    /// Our own heartbeat: it advances with every round.
+    /// Our own heartbeat, which advances with every round.
     heartbeat: u64,
-    /// The highest generation of our own id beyond ours.
+    /// The highest generation of our own id that is above ours.
     overtaken: Option<u64>,
     members: BTreeMap<Arc<str>, Arc<Member>>,
 }
 
-/// Who has not looked at its members for so many intervals takes nobody for dead for as many more.
+/// After a local stall of this many intervals, membership is frozen for as many intervals.
 const PAUSE: u32 = 5;
 
-/// What lives as long as an incarnation.
+/// The state of one incarnation.
 struct Incarnation {
     id: ChitchatId,
     handle: ChitchatHandle,
-    /// Somebody's values have come.
+    /// Values of other members have arrived.
     fresh: Arc<Notify>,
     tracks: HashMap<ChitchatId, Track>,
-    /// What was last written into chitchat.
+    /// Revision of the values that were last written into chitchat, and whether the main runtime hung then.
     written: Option<(u64, bool)>,
     heartbeat: u64,
     /// Ticks since our own heartbeat advanced.
     still: u32,
-    /// Members from before a restart or a pause, shown until they are heard again or `carry_until`.
+    /// Members from before a restart or a stall. They are shown until they are heard again or until
+    /// `carry_until`.
     carry: Arc<Members>,
     carry_until: Instant,
     /// When members were last looked at.
     looked: Instant,
 }
 
-/// What outlives incarnations.
+/// The state that outlives incarnations.
 struct Memory {
-    /// The last set of seeds that was not empty, without our own addresses.
+    /// The last non-empty set of seeds, without our own addresses.
     seeds: HashSet<SocketAddr>,
-    /// Since when nobody is heard.
+    /// Since when no member is heard.
     quiet: Instant,
-    beats: u64,
-    /// Ticks since the last beat. Counted in ticks and not in time, so that a pause of the whole process
-    /// does not look like a hang of its main runtime.
+    heartbeats: u64,
+    /// Ticks since the last heartbeat of the main runtime. Counted in ticks and not in time, so that a pause
+    /// of the whole process does not look like a hang of its main runtime.
     stalled: u32,
-    /// Signs of others at the last tick, and ticks since there was one: in ticks for the same reason.
+    /// Signs of other processes at the last tick, and ticks since there was one; in ticks for the same
+    /// reason.
     signs: u64,
     unreached: u32,
     /// The earliest next restart, and the delay after that.
     not_before: Instant,
     delay: Duration,
     generation: u64,
-    /// Beyond ours, seen under our own id.
+    /// A generation above ours that was seen under our own id.
     overtaken: Option<u64>,
 }
 
 impl Node {
-    /// Runs until stopped. `ready` learns whether the first incarnation started.
+    /// Runs until stopped. Tells `ready` whether the first incarnation started.
     pub(crate) async fn run(mut self, generation: u64, ready: oneshot::Sender<anyhow::Result<()>>) {
         let now = Instant::now();
         let mut memory = Memory {
             seeds: HashSet::new(),
             quiet: now,
-            beats: 0,
+            heartbeats: 0,
             stalled: 0,
             signs: 0,
             unreached: 0,
@@ -237,7 +182,7 @@ impl Node {
             let cause = match end {
                 End::Stop(done) => {
                     if let Some(done) = done {
-                        self.say_goodbye(&mut incarnation).await;
+                        self.send_last_values(&mut incarnation).await;
                         incarnation.handle.abort();
                         // The receiver may have given up waiting.
                         let _ = done.send(());
@@ -248,7 +193,7 @@ impl Node {
             };
             incarnation.handle.abort();
             self.counters.restart_for(cause);
-            // Not after an earlier one, even when the clock was set back meanwhile.
+            // Above all earlier ones, even if the clock was set back meanwhile.
             let above = memory.overtaken.take().unwrap_or(0).max(memory.generation);
             memory.generation = wall().max(above.saturating_add(1));
             tracing::error!(
@@ -269,7 +214,7 @@ impl Node {
                     () = wait => {}
                 }
                 let now = Instant::now();
-                // Calm is counted from the end of the last delay.
+                // The calm time counts from the end of the last delay.
                 let is_calm = now.duration_since(memory.not_before) > CALM;
                 memory.delay = if is_calm || memory.delay.is_zero() { BACKOFF.0 } else { memory.delay * 2 };
                 memory.delay = memory.delay.min(BACKOFF.1);
@@ -282,7 +227,7 @@ impl Node {
         }
     }
 
-    /// Generations beyond this are not believed.
+    /// Returns the highest generation that is accepted.
     fn limit(&self) -> u64 {
         wall().saturating_add(u64::try_from(AHEAD.as_micros()).unwrap_or(u64::MAX))
     }
@@ -290,7 +235,7 @@ impl Node {
     async fn spawn(&self, memory: &Memory) -> anyhow::Result<Incarnation> {
         let generation = memory.generation;
         let id = ChitchatId::new(Arc::clone(&self.node_id), generation, self.advertise);
-        self.shared.generation.store(generation, Ordering::Relaxed);
+        self.state.set_generation(generation);
         {
             let mut seals = self.link.seals();
             seals.sealer.restart(generation);
@@ -301,17 +246,17 @@ impl Node {
             cluster_id: self.cluster.clone(),
             gossip_interval: self.timing.interval,
             listen_addr: self.local,
-            // Ours change at run time; see `seek`.
+            // Our seeds change at run time; see `seek`.
             seed_nodes: Vec::new(),
             failure_detector_config: FailureDetectorConfig {
                 phi_threshold: self.timing.phi,
                 sampling_window_size: 1_000,
-                // Longer pauses are no sample: they would make the detector patient for minutes.
+                // Longer pauses are not sampled: they would raise the detector's threshold for minutes.
                 max_interval: (self.timing.interval * 10).max(Duration::from_secs(2)),
                 initial_interval: self.timing.initial_interval,
                 dead_node_grace_period: self.timing.dead_grace,
             },
-            // Nothing is ever deleted.
+            // No key is ever deleted.
             marked_for_deletion_grace_period: Duration::from_secs(15 * 60),
             catchup_callback: None,
             extra_liveness_predicate: None,
@@ -320,7 +265,7 @@ impl Node {
         let handle = spawn_chitchat(config, Vec::new(), &SealedTransport(Arc::clone(&self.link))).await?;
         let fresh = Arc::new(Notify::new());
         let signal = Arc::clone(&fresh);
-        // Called under chitchat's lock: it only leaves a sign.
+        // It is called under chitchat's lock, so it only sends a signal.
         handle.chitchat().lock().await.subscribe_event("", move |_| signal.notify_one()).forever();
         let mut incarnation = Incarnation {
             id,
@@ -341,19 +286,19 @@ impl Node {
         Ok(incarnation)
     }
 
-    /// Returns `time`, or 10 intervals when they are longer.
+    /// Returns the longer of `time` and 10 intervals.
     fn at_least(&self, time: Duration) -> Duration {
         time.max(self.timing.interval * 10)
     }
 
-    /// Watches over one incarnation until it must end.
+    /// Supervises one incarnation until it must end.
     async fn drive(&mut self, incarnation: &mut Incarnation, memory: &mut Memory) -> End {
         let mut ended: Pin<Box<dyn Future<Output = anyhow::Result<()>> + Send>> =
             Box::pin(incarnation.handle.termination_watcher());
         let mut tick = interval(self.timing.interval);
-        // After a pause of the process, one tick and not a burst: they are counted below.
+        // After a pause of the process there is one tick and not a burst, because ticks are counted below.
         tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        let shared = Arc::clone(&self.shared);
+        let state = Arc::clone(&self.state);
         let fresh = Arc::clone(&incarnation.fresh);
         loop {
             tokio::select! {
@@ -369,9 +314,9 @@ impl Node {
                         return End::Restart(cause);
                     }
                 }
-                () = shared.news.notified() => self.write(incarnation, memory.stalled).await,
+                () = state.news.notified() => self.write(incarnation, memory.stalled).await,
                 () = fresh.notified() => {
-                    // What comes in one exchange is looked at once.
+                    // The values of one exchange are processed together.
                     sleep(SETTLE).await;
                     self.peek(incarnation).await;
                 }
@@ -389,14 +334,14 @@ impl Node {
         }
     }
 
-    /// Takes over a changed seed set unless it is empty; returns the new addresses.
+    /// Stores a changed seed set unless it is empty. Returns the new addresses.
     fn take_seeds(&mut self, memory: &mut Memory) -> Vec<SocketAddr> {
         let found = self.seeds.borrow_and_update().clone();
         if found.is_empty() {
-            // A failed lookup: a partition without seeds would never heal.
+            // The lookup failed. Without seeds, a partition would never heal.
             return Vec::new();
         }
-        // As members' addresses are written, so that a mapped IPv4 address finds its member.
+        // In the form of the members' addresses, so that a mapped IPv4 address matches its member.
         let canonical = found.iter().map(|seed| SocketAddr::new(seed.ip().to_canonical(), seed.port()));
         let seeds: HashSet<_> =
             canonical.filter(|seed| *seed != self.advertise && *seed != self.local).collect();
@@ -405,17 +350,18 @@ impl Node {
         new
     }
 
-    /// One interval: write, look, seek, and judge. Returns why to restart, if at all.
+    /// Runs once per interval: writes, looks at the members, contacts a seed. Returns why to restart, if at
+    /// all.
     async fn tick(&mut self, incarnation: &mut Incarnation, memory: &mut Memory) -> Option<Restart> {
         self.link.seals().opener.limit_generation(self.limit());
-        let beats = self.shared.beats.load(Ordering::Relaxed);
-        memory.stalled = if beats == memory.beats { memory.stalled.saturating_add(1) } else { 0 };
-        memory.beats = beats;
-        self.judge_own_hearing(memory);
+        let heartbeats = self.state.heartbeats();
+        memory.stalled = if heartbeats == memory.heartbeats { memory.stalled.saturating_add(1) } else { 0 };
+        memory.heartbeats = heartbeats;
+        self.silence_if_deaf(memory);
         self.write(incarnation, memory.stalled).await;
 
         let chitchat = incarnation.handle.chitchat();
-        // A gossip task that is stuck may hold the lock.
+        // A stuck gossip task may hold the lock.
         let look = match timeout(self.timing.interval, chitchat.lock()).await {
             Ok(chitchat) => Some(self.look(&chitchat, incarnation)),
             Err(_) => None,
@@ -433,49 +379,51 @@ impl Node {
         if self.timing.interval * incarnation.still >= self.at_least(FREEZE) {
             return Some(Restart::Frozen);
         }
-        // Until the delay is over it goes on as it is: peers show the other incarnation meanwhile.
+        // Until the delay is over this incarnation continues. Peers show the other incarnation meanwhile.
         (memory.overtaken.is_some() && Instant::now() >= memory.not_before).then_some(Restart::Overtaken)
     }
 
-    /// Falls silent when nobody reaches this process any more. Those that still hear it would go on believing in
-    /// it, and no word of its own could tell them: chitchat sends values only in answer to what it hears.
-    fn judge_own_hearing(&self, memory: &mut Memory) {
-        let Some(after) = self.hush else { return };
-        let company = &self.shared.company;
-        let signs = company.signs.load(Ordering::Relaxed);
-        // Who never heard anybody is believed by nobody: its datagrams prove nothing.
+    /// Makes this process silent when no other process reaches it any more. Processes that still hear it
+    /// would keep it as a member, and it cannot tell them: chitchat sends values only in answer to what it
+    /// hears.
+    fn silence_if_deaf(&self, memory: &mut Memory) {
+        let Some(after) = self.deaf_after else { return };
+        let reachability = &self.state.reachability;
+        let signs = reachability.signs();
+        // A process that has never heard another one is no member anywhere: its datagrams are unproven.
         let reached = signs != memory.signs || signs == 0;
         memory.signs = signs;
         memory.unreached = if reached { 0 } else { memory.unreached.saturating_add(1) };
-        let held = company.holds.load(Ordering::Relaxed) > 0;
-        let deaf = !held && self.timing.interval * memory.unreached >= self.at_least(after);
-        // A sign between the load and here costs one interval of silence.
-        let was_silent = company.silent.swap(deaf, Ordering::Relaxed);
+        let deaf = !reachability.is_held() && self.timing.interval * memory.unreached >= self.at_least(after);
+        // A sign since the comparison above causes one interval of silence.
+        let was_silent = reachability.set_silent(deaf);
         if deaf && !was_silent {
             tracing::warn!(
                 after = ?self.at_least(after),
-                "nobody reaches this process: it falls silent until it hears somebody, so that others do not take it \
-                 for reachable"
+                "no other process reaches this one: gossip is silent until it hears one, so that the others stop \
+                 sending requests here"
             );
         }
     }
 
-    /// Looks without waiting for the next interval: somebody's values have come.
+    /// Looks at the members without waiting for the next interval, because values have arrived.
     async fn peek(&self, incarnation: &mut Incarnation) {
         let chitchat = incarnation.handle.chitchat();
         let look = match timeout(self.timing.interval, chitchat.lock()).await {
             Ok(chitchat) => self.look(&chitchat, incarnation),
-            // The next tick judges.
+            // The next tick decides whether the task is stuck.
             Err(_) => return,
         };
         self.set_members(look.members, incarnation);
     }
 
-    /// Brings what was published into chitchat's state, with the gate's value while beats are missing.
+    /// Writes the published values into chitchat's state, with the value of the health gate while heartbeats
+    /// are missing.
     async fn write(&self, incarnation: &mut Incarnation, stalled: u32) {
-        let is_hung = self.gate.as_ref().is_some_and(|g| self.timing.interval * stalled >= g.after);
+        let is_hung =
+            self.health_gate.as_ref().is_some_and(|gate| self.timing.interval * stalled >= gate.after);
         let (values, revision) = {
-            let published = self.shared.published();
+            let published = self.state.published();
             if incarnation.written == Some((published.revision, is_hung)) {
                 return;
             }
@@ -488,16 +436,16 @@ impl Node {
         };
         let state = chitchat.self_node_state();
         for (key, value) in &values {
-            let gate = self.gate.as_ref().filter(|gate| is_hung && *gate.key == **key);
+            let gate = self.health_gate.as_ref().filter(|gate| is_hung && *gate.key == **key);
             state.set(key, gate.map_or(&**value, |gate| &gate.value));
         }
         let was_hung = incarnation.written.replace((revision, is_hung)).is_some_and(|(_, hung)| hung);
         if is_hung != was_hung {
-            tracing::warn!(hung = is_hung, "the main runtime's pulse changed");
+            tracing::warn!(hung = is_hung, "the heartbeat of the main runtime stopped or returned");
         }
     }
 
-    /// Reads chitchat's state: who is live, and what they published.
+    /// Reads from chitchat's state which members are live and what they published.
     fn look(&self, chitchat: &Chitchat, incarnation: &mut Incarnation) -> Look {
         let now = Instant::now();
         let limit = self.limit();
@@ -509,7 +457,7 @@ impl Node {
         tracks.retain(|id, _| states.contains_key(id));
         let mut heartbeat = 0;
         let mut overtaken = None;
-        // Of each node id the newest generation that may be shown, and whether any generation is live.
+        // For each node id, the newest generation that may be shown, and whether any generation is live.
         let mut newest: BTreeMap<Arc<str>, (&ChitchatId, bool)> = BTreeMap::new();
         for (id, state) in states {
             if *id == incarnation.id {
@@ -533,7 +481,7 @@ impl Node {
             };
             let beat = u64::from(state.heartbeat());
             if beat > track.heartbeat {
-                // The first value may be old state that others passed on.
+                // The first value may come from old state that others passed on.
                 track.has_advanced |= track.heartbeat > 0;
                 track.heartbeat = beat;
                 track.heard.at(now);
@@ -548,8 +496,9 @@ impl Node {
                 continue;
             }
             let is_live = live.contains(id);
-            // chitchat calls a newcomer live after its second heartbeat and the incarnation before it live
-            // until phi says otherwise. The newcomer takes its place with the first one.
+            // For chitchat, a new incarnation is live after its second heartbeat, and the one before it is
+            // live until phi is exceeded. Here, the new incarnation replaces the old one with its first
+            // heartbeat.
             let is_fresh = track.has_advanced
                 && state.max_version() > 0
                 && now.duration_since(track.heard.last()) < self.timing.interval * 5;
@@ -573,7 +522,7 @@ impl Node {
         Look { heartbeat, overtaken, members }
     }
 
-    /// Returns the member, the same one as before unless its values changed.
+    /// Returns the member: the same `Arc` as before unless its values changed.
     fn member(&self, id: &ChitchatId, state: &NodeState, track: &mut Track) -> Arc<Member> {
         if let Some(member) = track.member.as_ref().filter(|_| track.version == state.max_version()) {
             return Arc::clone(member);
@@ -581,7 +530,7 @@ impl Node {
         let before = track.member.as_ref().map(|member| &member.values);
         let mut values = Values::new();
         for (key, value) in state.key_values() {
-            // A member may send anything; what `publish` would not take is not shown.
+            // A member may send anything. Values that `publish` would refuse are not shown.
             if values.len() >= MAX_KEYS || is_fit(key, value).is_err() {
                 self.counters.unfit.add(1);
                 continue;
@@ -604,18 +553,19 @@ impl Node {
         member
     }
 
-    /// Publishes the list when anything but `heard` changed.
+    /// Publishes the list of members if anything but `heard` has changed.
     fn set_members(&self, mut members: BTreeMap<Arc<str>, Arc<Member>>, incarnation: &mut Incarnation) {
         let now = Instant::now();
         let pause = now.duration_since(std::mem::replace(&mut incarnation.looked, now));
         if pause > self.timing.interval * PAUSE && incarnation.carry.is_empty() {
-            // This process stood still. What the others said meanwhile is not read yet: that nothing was heard of them
-            // says nothing about them. Not twice in a row: one that is always late would never drop the dead.
+            // This process was stalled. It has not read yet what the others sent meanwhile, so their silence
+            // proves nothing. Not twice in a row: a process that is always late would never drop dead
+            // members.
             incarnation.carry = Arc::clone(&self.members.borrow());
             incarnation.carry_until = now + self.timing.interval * PAUSE;
         }
         if now < incarnation.carry_until {
-            // A restart of our own task must not look like the death of everybody else, either.
+            // A restart of our own task must not look like the death of all others either.
             for (node_id, member) in &incarnation.carry.0 {
                 members.entry(Arc::clone(node_id)).or_insert_with(|| Arc::clone(member));
             }
@@ -662,7 +612,10 @@ impl Node {
         }
         match (before, status) {
             (_, Status::Lonely { .. }) => {
-                tracing::warn!(seeds = memory.seeds.len(), "lonely: seeds name others but nobody is heard");
+                tracing::warn!(
+                    seeds = memory.seeds.len(),
+                    "lonely: seeds name other processes but none is heard"
+                );
             }
             (Status::Lonely { .. }, _) => tracing::info!("no longer lonely"),
             _ => {}
@@ -670,8 +623,8 @@ impl Node {
         self.status.send_replace(status);
     }
 
-    /// Gossips with a seed that is no live member: that is how a mesh forms and how partitions heal. Each
-    /// interval while nobody is heard, else in one interval of two.
+    /// Gossips with a seed that is not a live member. This is how a mesh forms and how partitions heal. Done
+    /// in each interval while no member is heard, otherwise in every second interval on average.
     fn seek(&self, incarnation: &Incarnation, memory: &Memory) {
         let members = Arc::clone(&self.members.borrow());
         if !members.is_empty() && rand::random::<bool>() {
@@ -683,17 +636,17 @@ impl Node {
         }
     }
 
-    /// Tells some members the last values: chitchat has no leave message.
-    async fn say_goodbye(&self, incarnation: &mut Incarnation) {
-        // Enough that the rest hears it in one more round even if some datagrams are lost.
-        const TOLD: usize = 16;
+    /// Sends the last values to some members, because chitchat has no leave message.
+    async fn send_last_values(&self, incarnation: &mut Incarnation) {
+        // Enough that the others receive them in one more round even if some datagrams are lost.
+        const RECEIVERS: usize = 16;
         self.write(incarnation, 0).await;
         let members = Arc::clone(&self.members.borrow());
-        for member in members.iter().sample(&mut rand::rng(), TOLD) {
+        for member in members.iter().sample(&mut rand::rng(), RECEIVERS) {
             let _ = incarnation.handle.gossip(member.address);
         }
         if !members.is_empty() {
-            // A handshake is three datagrams; the answers are on their way within one interval.
+            // A handshake takes three datagrams. The answers are sent within one interval.
             tokio::time::sleep(self.timing.interval).await;
         }
     }

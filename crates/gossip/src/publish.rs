@@ -1,4 +1,4 @@
-//! What may be published. Small on purpose: everything is gossiped to everybody.
+//! The limits of published values. They are small because everything is gossiped to every member.
 
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -6,12 +6,13 @@ use std::{collections::BTreeMap, sync::Arc};
 pub const MAX_KEYS: usize = 16;
 /// The longest key, in bytes.
 pub const MAX_KEY: usize = 16;
-/// The longest value, in bytes. One above 65 KB would silently block its node for ever (chitchat 0.13).
+/// The longest value, in bytes. With chitchat 0.13, a value above 65 KB would silently block its node for
+/// good.
 pub const MAX_VALUE: usize = 4_096;
 
 pub(crate) type Values = BTreeMap<Arc<str>, Arc<str>>;
 
-/// Why a value was not published. What was published before stays. Always the caller's fault.
+/// Why a value was not published. The earlier value stays. Always the caller's fault.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum PublishError {
@@ -21,12 +22,12 @@ pub enum PublishError {
     /// The value is longer than 4 KiB, or not printable ASCII.
     #[error("the value is not at most {MAX_VALUE} printable ASCII bytes")]
     Value,
-    /// There are 16 other keys already; none can be taken back.
+    /// There are 16 other keys already, and keys cannot be removed.
     #[error("there are {MAX_KEYS} keys already")]
     Full,
 }
 
-/// Whether this key and value may travel. ASCII only: chitchat panics on some other keys.
+/// Checks that key and value can be published. Only ASCII, because chitchat panics on some other keys.
 pub(crate) fn is_fit(key: &str, value: &str) -> Result<(), PublishError> {
     if key.is_empty() || key.len() > MAX_KEY || !key.bytes().all(|b| b.is_ascii_graphic()) {
         return Err(PublishError::Key);

@@ -1,5 +1,5 @@
-//! The sealed datagram: key ring, frame, replay window, reassembly. No sockets and no clock in here, so
-//! that a fuzz target can feed [`Opener::accept`] and [`open`] with bytes.
+//! The sealed datagram: key ring, frame, replay window, reassembly. It uses no sockets and no clock, so that
+//! a fuzz target can call [`Opener::accept`] with any bytes.
 //!
 //! # Frame, version 1 (numbers are big-endian)
 //!
@@ -11,41 +11,41 @@
 //! 10  salt       16 B random, per process
 //! 26  echo        8 B the first bytes of the receiver's salt; zeros while it is unknown
 //! 34  generation  u64, microseconds since 1970 when the incarnation started
-//! 42  counter     u64, from 1, grows by one per datagram of the process
+//! 42  counter     u64, starts at 1, incremented with each datagram of the process
 //! 50  index       u8, which part of the message
 //! 51  count       u8, how many parts
-//! 52  port        u16, where the sender is reached
-//! 54  address     16 B, the same; IPv4 is written as mapped IPv6
+//! 52  port        u16 of the sender
+//! 54  address     16 B of the sender; IPv4 is written as mapped IPv6
 //! 70  length      u8 of the node id
 //! 71  node id     1 to 128 printable ASCII bytes
 //! ..  ciphertext and a tag of 16 B: AES-256-GCM, nonce = counter, everything before it authenticated
 //! ```
 //!
-//! The key of a frame is `HKDF-SHA256(ring key; "seal", cluster, salt, generation, node id)`: no two
-//! incarnations share one, so a counter is a safe nonce. Cluster, sender, generation and address are bound
-//! twice, by the key and as associated data. Nothing is decoded or decompressed before the seal holds.
+//! The key of a frame is `HKDF-SHA256(ring key; "seal", cluster, salt, generation, node id)`. No two
+//! incarnations share a key, so a counter is a safe nonce. Cluster, sender, generation and address are bound
+//! twice, by the key and as associated data. Nothing is decoded or decompressed before the seal is verified.
 //!
-//! A message longer than a frame travels in parts, so that no datagram exceeds [`MAX_DATAGRAM`]: networks
-//! that drop IP fragments do not matter, and every part is authenticated before it takes memory.
+//! A message longer than a frame is sent in parts, so that no datagram exceeds [`MAX_DATAGRAM`]. It passes
+//! networks that drop IP fragments, and every part is authenticated before it takes memory.
 //!
 //! # Recordings
 //!
-//! An attacker without the key can record datagrams and send them again, to anybody, at any time:
+//! An attacker without the key can record datagrams and send them again, to any process, at any time:
 //!
-//! - To the same process again: the window of its sender has seen the counter (`replayed`).
+//! - To the same process again: the replay window of the sender has seen the counter (`replayed`).
 //! - To another process, or to the same one after a restart: `echo` is not its salt (`unproven`). It answers
-//!   with an empty, sealed, rate-limited hello to the *authenticated* address of the sender: no amplification
-//!   and no reflection to a victim of the attacker's choice.
+//!   with an empty, sealed, rate-limited hello to the *authenticated* address of the sender. So there is no
+//!   amplification, and no reflection to a victim that the attacker chooses.
 //! - Back to its sender: `from_self`.
 //!
-//! What is left: datagrams that were *held back* (their originals never arrived) can be delivered late, once
-//! each and within 1,984 counters of the newest, so a crashed sender can look alive for as long as its
-//! last datagrams last. Whoever can do that can as well drop every datagram. More than 4,096 authenticated
-//! senders within one life of the receiver evict the longest unheard one, and its datagrams could be
-//! replayed once more.
+//! What remains possible: datagrams that were *held back* (their originals never arrived) can be delivered
+//! late, once each and within 1,984 counters of the newest. A crashed sender can look alive as long as its
+//! last datagrams suffice. An attacker who can do that can also drop every datagram. More than 4,096
+//! authenticated senders during one run of the receiver evict the sender that was not heard for longest,
+//! whose datagrams could then be replayed once more.
 //!
-//! The key is the whole trust boundary: who has it is a member and may claim anything, another node's id
-//! and values included.
+//! The key is the whole trust boundary: a process that has it is a member and may claim anything, including
+//! the id and the values of another node.
 
 use std::{
     collections::{HashMap, VecDeque},
@@ -62,17 +62,18 @@ use tokio::time::Instant;
 
 use crate::counters::Reason;
 
-/// The longest datagram, in bytes: what the smallest IPv6 link (1,280) carries in one piece. Larger ones
-/// save headers but are lost wherever IP fragments are dropped.
+/// The longest datagram, in bytes. The smallest IPv6 link (1,280 bytes) carries it in one piece. Larger
+/// datagrams save headers, but are lost wherever IP fragments are dropped.
 pub const MAX_DATAGRAM: usize = 1_232;
-/// The longest message, in bytes: what chitchat can write.
+/// The longest message that chitchat can write, in bytes.
 pub const MAX_MESSAGE: usize = 65_507;
 /// The longest node id, in bytes.
 pub const MAX_NODE_ID: usize = 128;
-/// Senders whose windows are kept. A sender takes about 1 KiB, and only key holders become one.
+/// How many senders are remembered with their replay windows. A sender takes about 1 KiB, and only processes
+/// with the key are remembered.
 pub const MAX_SENDERS: usize = 4_096;
-/// Messages that are being put together at a time, of all senders: at most 64 × 64 KiB. When more arrive
-/// interleaved, the oldest is given up and gossip repeats it in a later round.
+/// Messages that are reassembled at a time, of all senders: at most 64 × 64 KiB. If more arrive interleaved,
+/// the oldest is dropped, and gossip repeats it in a later round.
 const MAX_PARTIAL: usize = 64;
 /// The shortest secret, in bytes: the strength of AES-256.
 pub const MIN_SECRET: usize = 32;
@@ -84,7 +85,7 @@ const DATA: u8 = 0;
 const HELLO: u8 = 1;
 const HEADER: usize = 71;
 const TAG: usize = 16;
-/// Of a message: 65,507 B in parts of at least 1,017 B is 65 of them; the bitmap has room for 128.
+/// Parts of a message: 65,507 B in parts of at least 1,017 B are 65 parts; the bitmap has room for 128.
 const MAX_PARTS: u8 = 128;
 
 /// The random name of a process.
@@ -92,34 +93,34 @@ pub type Salt = [u8; 16];
 /// The part of a salt that its peers send back.
 pub type Echo = [u8; 8];
 
-/// Returns what peers echo to the process with this salt.
+/// Returns the echo that peers send to the process with this salt.
 fn echo_of(salt: &Salt) -> Echo {
     let mut echo = [0; 8];
     echo.copy_from_slice(&salt[..8]);
     echo
 }
 
-/// Why no key ring came out of the secrets. Nothing was changed.
+/// Why the secrets make no key ring. Nothing was changed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum KeyError {
     /// The list is empty.
     #[error("no secret was given")]
     Empty,
-    /// A secret that could be guessed.
+    /// A secret that is short enough to be guessed.
     #[error("secret {index} has {len} bytes, fewer than {MIN_SECRET}")]
     Short {
-        /// Its place in the list, from 0.
+        /// Its position in the list, from 0.
         index: usize,
         /// Its length in bytes.
         len: usize,
     },
 }
 
-/// Keys derived from shared secrets: the first seals, any opens.
+/// Keys that are derived from shared secrets. The first key seals, all keys open.
 ///
-/// To rotate without losing anybody: add the new secret behind the old one everywhere, then put it first
-/// everywhere, then remove the old one.
+/// To rotate without losing a member: append the new secret to the list on every process, then move it to the
+/// front on every process, then remove the old one.
 #[derive(Clone)]
 pub struct KeyRing(Vec<hkdf::Prk>);
 
@@ -133,20 +134,20 @@ impl KeyRing {
     /// Derives a key from each secret by HKDF-SHA256.
     ///
     /// # Errors
-    /// [`KeyError`] when there is no secret, or one of fewer than 32 bytes.
+    /// [`KeyError`] if there is no secret, or one of fewer than 32 bytes.
     pub fn derive<S: AsRef<[u8]>>(secrets: &[S]) -> Result<Self, KeyError> {
         if secrets.is_empty() {
             return Err(KeyError::Empty);
         }
-        // The salt separates these keys from whatever else is derived from the same secret.
+        // The salt separates these keys from other keys that are derived from the same secret.
         let salt = hkdf::Salt::new(hkdf::HKDF_SHA256, b"gossip datagram seal v1");
         let mut keys = Vec::with_capacity(secrets.len());
         for (index, secret) in secrets.iter().map(AsRef::as_ref).enumerate() {
             if secret.len() < MIN_SECRET {
                 return Err(KeyError::Short { index, len: secret.len() });
             }
-            // Expanded once more, because the library keeps the secret and repeats the first half of HKDF
-            // for each key that is derived.
+            // Expanded once more, because otherwise the library keeps the secret and repeats the first half
+            // of HKDF for each derived key.
             let mut key = [0; 32];
             salt.extract(secret)
                 .expand(&[b"ring key"], hkdf::HKDF_SHA256)
@@ -167,7 +168,7 @@ struct Keys {
 
 impl Keys {
     fn new(ring: &KeyRing, cluster: &str) -> Self {
-        // Behind its length, so that no two (cluster, rest) pairs look alike.
+        // With its length in front, so that no two (cluster, rest) pairs have the same bytes.
         let mut prefixed = (cluster.len() as u64).to_be_bytes().to_vec();
         prefixed.extend_from_slice(cluster.as_bytes());
         let mut tag = [0; 4];
@@ -200,7 +201,7 @@ fn nonce(counter: u64) -> Nonce {
     Nonce::assume_unique_for_key(bytes)
 }
 
-/// What stands in front of the ciphertext. Not to be believed before the seal was opened.
+/// What precedes the ciphertext. It is not trusted before the seal is verified.
 #[derive(Debug, Clone, Copy)]
 struct Header<'a> {
     kind: u8,
@@ -289,7 +290,7 @@ pub(crate) fn valid_node_id(id: &str) -> bool {
     (1..=MAX_NODE_ID).contains(&id.len()) && id.bytes().all(|b| b.is_ascii_graphic())
 }
 
-/// The counters already seen of one sender (RFC 6479): 1,984 behind the newest, in a ring of 2,048 bits.
+/// The replay window of one sender (RFC 6479): 1,984 counters up to the newest, in a ring of 2,048 bits.
 #[derive(Debug, Clone)]
 struct Window {
     newest: u64,
@@ -298,7 +299,7 @@ struct Window {
 
 impl Window {
     const WORDS: u64 = 32;
-    /// One word less than the ring: the word of the newest counter is cleared whole.
+    /// One word less than the ring, because the word of the newest counter is cleared as a whole.
     const REACH: u64 = (Self::WORDS - 1) * 64;
 
     const fn new() -> Self {
@@ -330,30 +331,31 @@ impl Window {
     }
 }
 
-/// Who a process is to its peers.
+/// How a process identifies itself to its peers.
 #[derive(Debug, Clone)]
 pub struct Identity {
     /// 1 to 128 printable ASCII bytes.
     pub node_id: Arc<str>,
     /// Microseconds since 1970 when the incarnation started.
     pub generation: u64,
-    /// Where peers reach it.
+    /// The address at which peers reach it.
     pub address: SocketAddr,
     /// Random, once per process.
     pub salt: Salt,
 }
 
-/// Seals what one process sends.
+/// Seals the messages of one process.
 pub struct Sealer {
     identity: Identity,
     keys: Keys,
     key: LessSafeKey,
-    /// Of the newest datagram. It goes on over a change of key or generation, so that windows stay valid.
+    /// Counter of the newest datagram. It continues after a change of key or generation, so that replay
+    /// windows stay valid.
     counter: u64,
 }
 
 impl Sealer {
-    /// Starts a sealer. Two with the same identity, salt included, must never exist.
+    /// Returns a sealer. Two sealers with the same identity, including the salt, must never exist.
     pub fn new(ring: &KeyRing, cluster: &str, identity: Identity) -> Self {
         let keys = Keys::new(ring, cluster);
         let key = Self::own_key(&keys, &identity);
@@ -386,14 +388,14 @@ impl Sealer {
         self.key = Self::own_key(&self.keys, &self.identity);
     }
 
-    /// Speaks for the next incarnation from now on.
+    /// Seals for the incarnation with this generation from now on.
     pub fn restart(&mut self, generation: u64) {
         self.identity.generation = generation;
         self.key = Self::own_key(&self.keys, &self.identity);
     }
 
-    /// Seals one message into one or more datagrams for the peer with this echo (zeros: not known yet).
-    /// Empty when the message is longer than [`MAX_MESSAGE`].
+    /// Seals one message into one or more datagrams for the peer with this echo (zeros if it is not known
+    /// yet). Returns none if the message is longer than [`MAX_MESSAGE`].
     pub fn seal(&mut self, message: &[u8], echo: Echo) -> Vec<Vec<u8>> {
         let room = MAX_DATAGRAM - HEADER - self.identity.node_id.len() - TAG;
         let count = message.len().div_ceil(room).max(1);
@@ -408,7 +410,7 @@ impl Sealer {
         parts.collect()
     }
 
-    /// Seals an empty frame that tells the peer with this echo our salt.
+    /// Seals an empty frame that sends our salt to the peer with this echo.
     pub fn hello(&mut self, echo: Echo) -> Vec<u8> {
         self.frame(HELLO, &[], echo, 0, 1)
     }
@@ -430,31 +432,31 @@ impl Sealer {
     }
 }
 
-/// What a datagram was good for.
+/// The content of an accepted datagram.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Accepted {
     /// A whole message.
     Message {
-        /// Where its sender is reached: authenticated, unlike the source address of the datagram.
+        /// The address of its sender, which is authenticated, unlike the source address of the datagram.
         from: SocketAddr,
-        /// The sealed bytes.
+        /// The message.
         bytes: Vec<u8>,
     },
-    /// A part of a message of which others are missing.
+    /// A part of a message of which other parts are missing.
     Part,
-    /// A peer tells its salt: what is sent to it from now on will be proven.
+    /// A peer has sent its salt: datagrams that are sent to it from now on are proven.
     Hello {
-        /// Where the peer is reached.
+        /// The address of the peer.
         from: SocketAddr,
     },
 }
 
-/// Why a datagram was not accepted. Nothing is remembered of it.
+/// Why a datagram was not accepted. Nothing of it is remembered.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Refused {
-    /// For the counters.
+    /// The reason, for the counters.
     pub reason: Reason,
-    /// Who should be sent a hello with this echo; only for [`Reason::Unproven`].
+    /// The process that should be sent a hello, and its echo; only for [`Reason::Unproven`].
     pub greet: Option<(SocketAddr, Echo)>,
 }
 
@@ -475,7 +477,7 @@ struct Sender {
 }
 
 impl Sender {
-    /// Whether the key at hand is the one of this header.
+    /// Whether the key of this sender is the key of this header.
     fn is(&self, header: &Header<'_>) -> bool {
         self.generation == header.generation
             && self.key_id == header.key_id
@@ -491,11 +493,12 @@ struct Partial {
     missing: u128,
 }
 
-/// Opens what one process receives, and remembers its senders: bounded, and only those who have the key.
+/// Opens the datagrams that one process receives. It remembers a bounded number of senders, and only those
+/// that have the key.
 pub struct Opener {
     keys: Keys,
     salt: Salt,
-    /// Generations beyond this are refused.
+    /// Later generations are refused.
     newest_generation: u64,
     senders: HashMap<Salt, Sender>,
     by_address: HashMap<SocketAddr, Salt>,
@@ -503,7 +506,7 @@ pub struct Opener {
 }
 
 impl Opener {
-    /// Starts an opener for the process with this salt.
+    /// Returns an opener for the process with this salt.
     pub fn new(ring: &KeyRing, cluster: &str, salt: Salt) -> Self {
         Self {
             keys: Keys::new(ring, cluster),
@@ -515,17 +518,17 @@ impl Opener {
         }
     }
 
-    /// Opens with the keys of `ring` only, from now on.
+    /// Opens only with the keys of `ring` from now on.
     pub fn rekey(&mut self, ring: &KeyRing, cluster: &str) {
         self.keys = Keys::new(ring, cluster);
     }
 
-    /// Refuses generations beyond `newest` (microseconds since 1970) from now on.
+    /// Refuses generations after `newest` (microseconds since 1970) from now on.
     pub fn limit_generation(&mut self, newest: u64) {
         self.newest_generation = newest;
     }
 
-    /// Returns what the peer at this address wants to see echoed; zeros when it was not heard yet.
+    /// Returns the echo that the peer at this address expects; zeros if it was not heard yet.
     pub fn echo(&self, address: SocketAddr) -> Echo {
         self.by_address.get(&address).map(echo_of).unwrap_or_default()
     }
@@ -535,10 +538,10 @@ impl Opener {
         self.senders.len()
     }
 
-    /// Opens one datagram, in place. `now` orders evictions and nothing else.
+    /// Opens one datagram in place. `now` is only used to order evictions.
     ///
     /// # Errors
-    /// [`Refused`], with the reason to count. Cheap checks come first; a datagram of somebody without the
+    /// [`Refused`], with the reason to count. Cheap checks come first. A datagram from a sender without the
     /// key costs at most one key derivation and one pass over at most 1,232 bytes.
     pub fn accept(&mut self, datagram: &mut [u8], now: Instant) -> Result<Accepted, Refused> {
         if datagram.len() > MAX_DATAGRAM {
@@ -546,7 +549,7 @@ impl Opener {
         }
         let (head, body) = datagram.split_at_mut(Header::end(datagram)?);
         let head = &*head;
-        // What needs no key to refuse.
+        // These checks need no key.
         let cluster: [u8; 4] = array(head, 2);
         if cluster != self.keys.tag {
             return Err(Reason::Foreign.into());
@@ -565,7 +568,7 @@ impl Opener {
             if header.generation < sender.generation {
                 return Err(Reason::Stale.into());
             }
-            // Before the seal: a flood of replays costs no decryption.
+            // Checked before the seal, so that a flood of replays costs no decryption.
             if !sender.window.is_fresh(header.counter) {
                 return Err(Reason::Replayed.into());
             }
@@ -591,15 +594,16 @@ impl Opener {
         })
     }
 
-    /// Notes an authenticated and proven datagram of its sender; `key` is given when the sender is not
-    /// known, or not with this key, generation and node id.
+    /// Notes an authenticated and proven datagram of its sender. `key` is given if the sender is not known,
+    /// or not with this key, generation and node id.
     fn remember(&mut self, header: &Header<'_>, key: Option<LessSafeKey>, now: Instant) {
         if let Some(key) = key {
             let known = self.senders.remove(&header.salt);
             if known.is_none() && self.senders.len() >= MAX_SENDERS {
                 self.evict();
             }
-            // The counter goes on when a process changes key or generation, and so does its window.
+            // The counter continues when a process changes its key or generation, and so does its replay
+            // window.
             let (window, address) = known.map_or((Window::new(), header.address), |s| (s.window, s.address));
             let sender = Sender {
                 node_id: header.node_id.into(),
@@ -619,7 +623,7 @@ impl Opener {
         if before != header.address && self.by_address.get(&before) == Some(&header.salt) {
             self.by_address.remove(&before);
         }
-        // The last one heard there: after a restart this is the new process.
+        // The process that was heard there last: after a restart, the new one.
         self.by_address.insert(header.address, header.salt);
     }
 
@@ -634,7 +638,7 @@ impl Opener {
         }
     }
 
-    /// Returns the message once all its parts are there.
+    /// Returns the message once all its parts have arrived.
     fn assemble(&mut self, header: &Header<'_>, part: &[u8]) -> Option<Vec<u8>> {
         if header.count == 1 {
             return Some(part.to_vec());
@@ -662,17 +666,9 @@ impl Opener {
             return None;
         }
         let bytes = self.partial.remove(at)?.parts.concat();
-        // More than chitchat can write is no message of ours, and would not pass the loopback socket.
+        // A longer message cannot come from chitchat, and would not pass the loopback socket.
         (bytes.len() <= MAX_MESSAGE).then_some(bytes)
     }
-}
-
-/// Opens one datagram with a fresh [`Opener`] of an all-zero salt, in place: the entry for a fuzz target.
-///
-/// # Errors
-/// As [`Opener::accept`].
-pub fn open(ring: &KeyRing, cluster: &str, datagram: &mut [u8]) -> Result<Accepted, Refused> {
-    Opener::new(ring, cluster, Salt::default()).accept(datagram, Instant::now())
 }
 
 #[cfg(test)]

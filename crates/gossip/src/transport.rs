@@ -1,20 +1,20 @@
 //! chitchat's transport over sealed datagrams.
 //!
-//! chitchat 0.13 keeps the codec of its envelopes to itself, so an envelope becomes bytes by passing through
-//! chitchat's own UDP socket on loopback ("inner"), opposite a socket of ours ("relay"): about 20 µs.
+//! chitchat 0.13 does not export the codec of its envelopes. So an envelope is encoded by sending it through
+//! chitchat's own UDP socket on loopback ("inner") to a socket of ours ("relay"), which takes about 20 µs.
 //!
 //! ```text
 //! chitchat -> inner ~loopback~> relay -> seal -> outer -> network
 //! network -> outer -> open -> relay ~loopback~> inner -> chitchat
 //! ```
 //!
-//! Only a process in the same network namespace (the same pod) can reach the inner socket. What it sends
-//! there is dropped by its source address, but after chitchat decoded it: such a process is inside the trust
-//! boundary.
+//! Only a process in the same network namespace (the same pod) can reach the inner socket. Its datagrams are
+//! dropped by their source address, but only after chitchat has decoded them: such a process is inside the
+//! trust boundary.
 
 use std::{
     net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr},
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::Arc,
     time::Duration,
 };
 
@@ -23,6 +23,7 @@ use chitchat::{
     ChitchatEnvelope,
     transport::{RecvOutcome, SendOutcome, Socket, Transport, UdpTransport},
 };
+use parking_lot::{Mutex, MutexGuard};
 use tokio::{
     net::UdpSocket,
     sync::mpsc,
@@ -31,17 +32,19 @@ use tokio::{
 
 use crate::{
     counters::{Counters, Reason},
-    node::Company,
+    reachability::Reachability,
     seal::{Accepted, Echo, KeyRing, MAX_DATAGRAM, Opener, Sealer},
 };
 
-/// How long a datagram may take over loopback. It is there when the send returns, so this only ends the wait
-/// for one that chitchat could not decode; longer would let a misbehaving member slow the others down.
+/// How long a datagram may take over loopback. It has arrived when the send returns, so this only ends the
+/// wait for a datagram that chitchat could not decode. With a longer time, a misbehaving member could slow
+/// the others down.
 const LOOPBACK: Duration = Duration::from_millis(50);
-/// Hellos are counted in turns of this long: one per turn for a process, so that somebody who repeats the
-/// recording of one cannot use up the hellos of the others.
-const TURN: Duration = Duration::from_millis(100);
-/// Hellos per turn. A mass restart of 100 processes takes two turns; more would serve recordings.
+/// The window in which hellos are counted: one per process and window, so that a replayed recording of one
+/// process cannot use up the hellos of the others.
+const HELLO_WINDOW: Duration = Duration::from_millis(100);
+/// Hellos per window. A mass restart of 100 processes takes two windows; a higher limit would only help
+/// replayed recordings.
 const HELLOS: usize = 64;
 
 /// The outer socket and its seals: one per process, kept when chitchat is restarted.
@@ -51,9 +54,9 @@ pub(crate) struct Link {
     is_v6: bool,
     seals: Mutex<Seals>,
     counters: Arc<Counters>,
-    /// Peers that said hello: worth a gossip at once.
+    /// Peers that sent a hello. They are gossiped with at once.
     hellos: mpsc::Sender<SocketAddr>,
-    company: Arc<Company>,
+    reachability: Arc<Reachability>,
     #[cfg(test)]
     pub(crate) fault: std::sync::atomic::AtomicU8,
 }
@@ -61,16 +64,17 @@ pub(crate) struct Link {
 pub(crate) struct Seals {
     pub(crate) sealer: Sealer,
     pub(crate) opener: Opener,
-    /// Who was sent a hello in this turn, by what they want echoed.
+    /// The processes that were sent a hello in this window, by their echo.
     greeted: Vec<Echo>,
-    turn: Instant,
+    /// When the window began.
+    window: Instant,
 }
 
 impl Seals {
-    /// Returns a hello for the process with this echo, unless it or too many others had one in this turn.
+    /// Returns a hello for the process with this echo, unless it or too many others had one in this window.
     fn hello(&mut self, echo: Echo, now: Instant) -> Option<Vec<u8>> {
-        if now.duration_since(self.turn) >= TURN {
-            self.turn = now;
+        if now.duration_since(self.window) >= HELLO_WINDOW {
+            self.window = now;
             self.greeted.clear();
         }
         if self.greeted.len() >= HELLOS || self.greeted.contains(&echo) {
@@ -88,26 +92,25 @@ impl Link {
         opener: Opener,
         counters: Arc<Counters>,
         hellos: mpsc::Sender<SocketAddr>,
-        company: Arc<Company>,
+        reachability: Arc<Reachability>,
     ) -> std::io::Result<Self> {
         let is_v6 = outer.local_addr()?.is_ipv6();
-        let seals = Mutex::new(Seals { sealer, opener, greeted: Vec::new(), turn: Instant::now() });
+        let seals = Mutex::new(Seals { sealer, opener, greeted: Vec::new(), window: Instant::now() });
         Ok(Self {
             outer,
             is_v6,
             seals,
             counters,
             hellos,
-            company,
+            reachability,
             #[cfg(test)]
             fault: std::sync::atomic::AtomicU8::new(0),
         })
     }
 
-    /// Returns the seals. Never held over an await.
+    /// Returns the seals. The guard must not be held over an await.
     pub(crate) fn seals(&self) -> MutexGuard<'_, Seals> {
-        // A panic while they were held leaves at worst a counter that was used up.
-        self.seals.lock().unwrap_or_else(PoisonError::into_inner)
+        self.seals.lock()
     }
 
     /// Uses the keys of `ring` from the next datagram on.
@@ -120,9 +123,9 @@ impl Link {
     async fn send(&self, to: SocketAddr, message: &[u8]) {
         let frames = {
             let mut seals = self.seals();
-            if self.company.is_silent() {
-                // A knock: it proves nothing, so nothing in it counts, and whoever gets it answers with a hello,
-                // also when it has restarted meanwhile.
+            if self.reachability.is_silent() {
+                // A probe. It is unproven, so its receiver only answers with a hello, even if it has
+                // restarted meanwhile.
                 self.counters.withheld.add(1);
                 seals.sealer.seal(&[], Echo::default())
             } else {
@@ -133,7 +136,7 @@ impl Link {
         for frame in frames {
             match self.outer.send_to(&frame, self.target(to)).await {
                 Ok(sent) => self.count_sent(sent),
-                // The rest of the message is useless without this part.
+                // The other parts of the message are useless without this one.
                 Err(_) => return self.counters.send_failed.add(1),
             }
         }
@@ -151,7 +154,7 @@ impl Link {
         self.counters.sent_bytes.add(bytes as u64);
     }
 
-    /// Opens one datagram and says what is to be done with it, if anything.
+    /// Opens one datagram; returns what to do with it, if anything.
     fn accept(&self, datagram: &mut [u8]) -> Option<Arrival> {
         self.counters.received.add(1);
         self.counters.received_bytes.add(datagram.len() as u64);
@@ -159,20 +162,20 @@ impl Link {
         let mut seals = self.seals();
         let accepted = seals.opener.accept(datagram, now);
         if accepted.is_ok() {
-            self.company.sign();
+            self.reachability.sign();
         }
         match accepted {
             Ok(Accepted::Message { from, bytes }) => Some(Arrival::Message { from, bytes }),
             Ok(Accepted::Part) => None,
             Ok(Accepted::Hello { from }) => {
-                // When the queue is full, the gossip rounds reach the peer as well.
+                // If the queue is full, a gossip round reaches the peer later.
                 let _ = self.hellos.try_send(from);
                 None
             }
             Err(refused) => {
                 self.counters.drop_for(refused.reason);
                 let (to, echo) = refused.greet?;
-                Some(Arrival::Stranger { to, hello: seals.hello(echo, now)? })
+                Some(Arrival::Unproven { to, hello: seals.hello(echo, now)? })
             }
         }
     }
@@ -187,11 +190,11 @@ impl Link {
         }
     }
 
-    /// Lets tests panic (1) or freeze (2) the gossip task, or hold up its whole thread (3), once.
+    /// Lets tests panic (1) or freeze (2) the gossip task, or block its whole thread (3), once.
     #[cfg(test)]
     async fn fail(&self) {
         match self.fault.swap(0, std::sync::atomic::Ordering::Relaxed) {
-            1 => panic!("a test asked for it"),
+            1 => panic!("injected by a test"),
             2 => std::future::pending().await,
             3 => std::thread::sleep(std::time::Duration::from_secs(2)),
             _ => {}
@@ -199,18 +202,18 @@ impl Link {
     }
 }
 
-/// What an accepted datagram asks for.
+/// What to do with a datagram.
 enum Arrival {
     Message { from: SocketAddr, bytes: Vec<u8> },
-    Stranger { to: SocketAddr, hello: Vec<u8> },
+    Unproven { to: SocketAddr, hello: Vec<u8> },
 }
 
-/// Opens a socket per incarnation, all over one link.
+/// Opens one socket per incarnation, all over one link.
 pub(crate) struct SealedTransport(pub(crate) Arc<Link>);
 
 #[async_trait::async_trait]
 impl Transport for SealedTransport {
-    /// Opens the loopback pair. The outer socket is bound already, so the address is not used.
+    /// Opens the pair of loopback sockets. The outer socket is bound already, so the address is not used.
     async fn open(&self, _: SocketAddr) -> anyhow::Result<Box<dyn Socket>> {
         let v4 = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
         let inner = match UdpTransport.open(v4).await {
@@ -244,7 +247,7 @@ impl Relay {
     }
 }
 
-/// A message that was given to the inner socket and did not come out yet.
+/// A message that was sent to the inner socket and was not received from it yet.
 struct Pending {
     from: SocketAddr,
     deadline: Instant,
@@ -256,7 +259,8 @@ struct SealedSocket {
     inner_addr: SocketAddr,
     relay: Relay,
     pending: Option<Pending>,
-    /// For datagrams of either side. One byte longer than the longest, so that a longer one is seen.
+    /// For datagrams in both directions. One byte longer than the longest valid datagram, to detect longer
+    /// ones.
     buffer: Vec<u8>,
 }
 
@@ -266,8 +270,8 @@ impl Socket for SealedSocket {
         Ok(self.link.outer.local_addr()?)
     }
 
-    /// Sends one envelope. A message that the network refuses is counted and not an error: chitchat takes an
-    /// error for a broken transport.
+    /// Sends one envelope. A message that the network refuses is counted and is not an error, because
+    /// chitchat treats an error as a broken transport.
     async fn send(&mut self, to: SocketAddr, envelope: ChitchatEnvelope) -> anyhow::Result<SendOutcome> {
         #[cfg(test)]
         self.link.fail().await;
@@ -283,7 +287,8 @@ impl Socket for SealedSocket {
                 Ok(Err(error)) => return Err(error).context("the loopback socket failed"),
                 Err(_) => {
                     self.link.counters.send_failed.add(1);
-                    // Under a new address, what may still come out late is not taken for the next envelope.
+                    // The relay gets a new address, so that a late datagram is not mistaken for the next
+                    // envelope.
                     self.relay = Relay::bind(self.inner_addr.ip()).await?;
                     break;
                 }
@@ -295,25 +300,27 @@ impl Socket for SealedSocket {
     /// Returns the next envelope of an authenticated peer.
     ///
     /// # Cancel safety
-    /// What is under way stays in `pending` and in the inner socket. A hello can be lost; the peer asks again.
+    /// A message in transit stays in `pending` and in the inner socket. A hello can be lost; the peer asks
+    /// again.
     async fn recv(&mut self) -> anyhow::Result<RecvOutcome> {
         loop {
             let Some(pending) = &self.pending else {
-                // One more than allowed, so that a longer datagram is seen as such.
+                // One byte more than allowed, to detect a longer datagram.
                 let room = &mut self.buffer[..=MAX_DATAGRAM];
                 let len = match self.link.outer.recv_from(room).await {
                     Ok((len, _)) => len,
                     Err(error) => {
                         tracing::debug!(%error, "cannot receive gossip");
-                        // Errors of earlier sends surface here; one that stays must not spin.
+                        // Errors of earlier sends are returned here. The delay keeps a permanent error from
+                        // spinning.
                         tokio::time::sleep(Duration::from_millis(10)).await;
                         continue;
                     }
                 };
                 match self.link.accept(&mut self.buffer[..len]) {
                     Some(Arrival::Message { from, bytes }) => {
-                        // Before the await: a message in the inner socket without its sender here would
-                        // shift all that follow.
+                        // Set before the await: a message in the inner socket without its sender here would
+                        // assign wrong senders to all that follow.
                         self.pending = Some(Pending { from, deadline: Instant::now() + LOOPBACK });
                         self.relay
                             .socket
@@ -321,7 +328,7 @@ impl Socket for SealedSocket {
                             .await
                             .context("the loopback socket failed")?;
                     }
-                    Some(Arrival::Stranger { to, hello }) => self.link.greet(to, &hello).await,
+                    Some(Arrival::Unproven { to, hello }) => self.link.greet(to, &hello).await,
                     None => {}
                 }
                 continue;
@@ -332,12 +339,13 @@ impl Socket for SealedSocket {
                     self.pending = None;
                     return Ok(RecvOutcome { from_addr: from, ..outcome });
                 }
-                // Somebody else on this host.
+                // Another process on this host.
                 Ok(Ok(_)) => {}
                 Ok(Err(error)) => return Err(error),
                 Err(_) => {
                     self.link.counters.drop_for(Reason::Undecodable);
-                    // Under a new address, what may still come out late is not taken for the next message.
+                    // The relay gets a new address, so that a late datagram is not mistaken for the next
+                    // message.
                     self.relay = Relay::bind(self.inner_addr.ip()).await?;
                     self.pending = None;
                 }

@@ -1,4 +1,4 @@
-//! Reading framed messages one by one, with a bound.
+//! Reads length-prefixed messages one by one, with a size limit.
 
 use std::{
     pin::Pin,
@@ -11,7 +11,7 @@ use http_body_util::BodyExt;
 
 use crate::{BoxError, Code, PREFIX_LEN, Status};
 
-/// Hides the type of a body.
+/// Erases the type of a body.
 pub fn boxed<B>(body: B) -> crate::Body
 where
     B: http_body::Body<Data = Bytes> + Send + 'static,
@@ -20,7 +20,7 @@ where
     body.map_err(Into::into).boxed_unsync()
 }
 
-/// Returns a body that is these bytes, then the end.
+/// Returns a body of these bytes.
 pub fn full(bytes: Bytes) -> crate::Body {
     http_body_util::Full::new(bytes).map_err(|never| match never {}).boxed_unsync()
 }
@@ -28,24 +28,24 @@ pub fn full(bytes: Bytes) -> crate::Body {
 /// Why the next message could not be read.
 #[derive(Debug, thiserror::Error)]
 pub enum ReadError {
-    /// The peer reset the stream or its connection broke: what came so far is not all there was.
+    /// The peer reset the stream, or the connection broke: the body is incomplete.
     #[error("the stream was reset")]
     Reset(#[source] Option<BoxError>),
     /// The body ended inside a message.
     #[error("the stream ended inside a message")]
     Truncated,
-    /// A message is larger than the reader accepts.
+    /// A message is larger than the reader's limit.
     #[error("a message of {len} bytes is larger than the limit of {limit}")]
     TooLarge {
-        /// What the prefix announced.
+        /// The length in the prefix.
         len: usize,
-        /// What the reader accepts.
+        /// The reader's limit.
         limit: usize,
     },
-    /// The message has the compressed flag, and this stream has no encoding.
+    /// The message has the compressed flag, but the stream announced no encoding.
     #[error("a message is compressed and no grpc-encoding was announced")]
     Compressed,
-    /// A compressed message is damaged, or inflates to more than the reader accepts.
+    /// A compressed message is corrupt, or inflates to more than the reader's limit.
     #[error("compressed message")]
     Gzip(#[from] crate::gzip::Error),
 }
@@ -62,7 +62,7 @@ impl From<&ReadError> for Status {
     }
 }
 
-/// Reads messages off a body of gRPC frames.
+/// Reads messages from a body of gRPC frames.
 #[derive(Debug)]
 pub struct MessageReader<B> {
     body: B,
@@ -78,12 +78,12 @@ where
     B: http_body::Body<Data = Bytes> + Unpin,
     B::Error: Into<BoxError>,
 {
-    /// Reads from `body`; a message above `limit` bytes is an error.
+    /// Reads from `body`. A message larger than `limit` bytes is an error.
     pub fn new(body: B, limit: usize) -> Self {
         Self { body, buffer: BytesMut::new(), limit, gzip: false, trailers: None, ended: false }
     }
 
-    /// Accepts compressed messages, when the stream announced gzip.
+    /// Accepts compressed messages if `gzip`: the stream announced that encoding.
     pub fn with_gzip(mut self, gzip: bool) -> Self {
         self.gzip = gzip;
         self
@@ -92,10 +92,10 @@ where
     /// Returns the next message without its prefix; `None` at a clean end.
     ///
     /// # Errors
-    /// See [`ReadError`]; after an error the stream is of no more use.
+    /// See [`ReadError`]. Do not read on after an error.
     ///
     /// # Cancel safety
-    /// Cancel safe: what was read stays in the buffer.
+    /// Cancel safe: bytes that were read stay in the buffer.
     pub async fn next(&mut self) -> Result<Option<Bytes>, ReadError> {
         std::future::poll_fn(|cx| self.poll_next(cx)).await
     }
@@ -119,7 +119,7 @@ where
                     }
                 },
                 Some(Err(error)) => return Poll::Ready(Err(ReadError::Reset(Some(error.into())))),
-                // hyper reports some resets as an end: only the stream's state tells them apart.
+                // hyper reports some resets as an end of the body: only `is_end_stream` tells them apart.
                 None if self.body.is_end_stream() => self.ended = true,
                 None => return Poll::Ready(Err(ReadError::Reset(None))),
             }
@@ -151,10 +151,10 @@ where
     }
 }
 
-/// The messages of a compressed body as a plain one.
+/// A compressed body as an uncompressed one.
 ///
-/// The length of an inflated message stands before it, so each is held whole: the reader's limit
-/// is what a peer can make this hold.
+/// The length of an inflated message precedes it, so each message is buffered whole. The reader's limit
+/// bounds that buffer.
 #[derive(Debug)]
 pub struct InflateBody<B>(MessageReader<B>);
 

@@ -1,10 +1,10 @@
-//! Deadlines: parsed from `grpc-timeout`, counted down on every hop, written anew.
+//! Deadlines: read from `grpc-timeout`, reduced at every hop, and written for the next one.
 
 use std::time::Duration;
 
 use tokio::time::Instant;
 
-/// The instant by which a call must have ended. `None`: the caller set none.
+/// The instant by which a call must have ended. `None`: the caller set no deadline.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Deadline(Option<Instant>);
 
@@ -12,7 +12,7 @@ impl Deadline {
     /// No deadline.
     pub const NONE: Self = Self(None);
 
-    /// Returns the deadline that `grpc-timeout` of `headers` starts now.
+    /// Returns the deadline that `grpc-timeout` in `headers` sets, counted from now.
     ///
     /// # Errors
     /// [`InvalidTimeout`] for a value that is not 1 to 8 digits and a unit.
@@ -28,12 +28,12 @@ impl Deadline {
         Self(Instant::now().checked_add(timeout))
     }
 
-    /// Returns the instant, if there is one.
+    /// Returns the instant, if there is a deadline.
     pub fn instant(self) -> Option<Instant> {
         self.0
     }
 
-    /// Returns what is left, if there is a deadline; zero when it has passed.
+    /// Returns the remaining time, if there is a deadline. Zero if it has passed.
     pub fn remaining(self) -> Option<Duration> {
         self.0.map(|at| at.saturating_duration_since(Instant::now()))
     }
@@ -44,7 +44,7 @@ impl Deadline {
 #[error("invalid grpc-timeout: expected 1 to 8 digits and one of H, M, S, m, u, n")]
 pub struct InvalidTimeout;
 
-/// Reads a `grpc-timeout` value.
+/// Parses a `grpc-timeout` value.
 ///
 /// # Errors
 /// [`InvalidTimeout`] for a value that is not 1 to 8 digits and a unit.
@@ -71,7 +71,7 @@ pub fn parse_timeout(value: &[u8]) -> Result<Duration, InvalidTimeout> {
     })
 }
 
-/// Writes a `grpc-timeout` value in the finest unit that 8 digits allow, rounded down: a hop must
+/// Formats a `grpc-timeout` value in the finest unit that fits 8 digits. It is rounded down, since a hop must
 /// not give the next one more time than it has.
 pub fn format_timeout(timeout: Duration) -> String {
     const LIMIT: u128 = 99_999_999;
@@ -108,7 +108,7 @@ mod tests {
 
     proptest::proptest! {
         #[test]
-        fn written_timeouts_are_never_longer_and_at_most_a_thousandth_shorter(ms in 1u64..10_000_000_000) {
+        fn formatted_timeouts_are_never_longer_and_at_most_a_thousandth_shorter(ms in 1u64..10_000_000_000) {
             let timeout = Duration::from_millis(ms);
             let read = parse_timeout(format_timeout(timeout).as_bytes()).unwrap();
             assert!(read <= timeout && timeout - read <= timeout / 1000 + Duration::from_nanos(1) || ms > 90_000_000_000);

@@ -1,21 +1,21 @@
-//! gzip, inflated as it arrives and bounded against bombs.
+//! gzip: decompresses messages as they arrive, with a bound against decompression bombs.
 
 use std::io::Write as _;
 
 use bytes::{Bytes, BytesMut};
 use flate2::write::GzDecoder;
 
-/// DEFLATE cannot do better than 1,032 to 1 on real input; beyond 1,000 a peer sends a bomb.
+/// Highest accepted ratio. DEFLATE reaches at most 1,032 to 1, so a higher ratio than 1,000 means a bomb.
 const MAX_RATIO: u64 = 1_000;
-/// A few small messages of zeros may exceed the ratio before the first kilobyte.
+/// Output in bytes that is accepted beyond the ratio: a small message of zeros may exceed it.
 const SLACK: u64 = 64 * 1024;
-/// Compressed bytes inflated at a time: at most about 512 KiB of output is ever in hand.
+/// Compressed bytes inflated in one step, which bounds the output buffer to about 512 KiB.
 const STEP: usize = 512;
 
 /// Why compressed bytes were refused.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// Not gzip, or damaged.
+    /// Not gzip, or corrupt.
     #[error("not a gzip stream")]
     Corrupt(#[source] std::io::Error),
     /// Inflates to more than 1,000 times its size.
@@ -29,7 +29,7 @@ pub enum Error {
     TooLarge(usize),
 }
 
-/// Inflates one message whose compressed bytes come in pieces.
+/// Inflates one message whose compressed bytes arrive in pieces.
 pub struct Inflate {
     decoder: GzDecoder<Vec<u8>>,
     taken: u64,
@@ -49,11 +49,10 @@ impl Default for Inflate {
 }
 
 impl Inflate {
-    /// Inflates up to 512 bytes off the front of `input` and returns what came out, which may be
-    /// nothing.
+    /// Inflates up to 512 bytes from the front of `input` and returns the output, which may be empty.
     ///
     /// # Errors
-    /// [`Error::Corrupt`] and [`Error::Bomb`]; the stream is of no more use then.
+    /// [`Error::Corrupt`] and [`Error::Bomb`]. Do not go on after an error.
     pub fn step(&mut self, input: &mut Bytes) -> Result<Bytes, Error> {
         let piece = input.split_to(input.len().min(STEP));
         self.decoder.write_all(&piece).map_err(Error::Corrupt)?;
@@ -61,11 +60,10 @@ impl Inflate {
         self.output()
     }
 
-    /// Ends the message: returns what was still inside.
+    /// Ends the message and returns the rest of the output.
     ///
     /// # Errors
-    /// [`Error::Truncated`] when the gzip stream is not complete, and those of
-    /// [`step`](Self::step).
+    /// [`Error::Truncated`] if the gzip stream is incomplete, and the errors of [`step`](Self::step).
     pub fn finish(&mut self) -> Result<Bytes, Error> {
         self.decoder.try_finish().map_err(|error| match error.kind() {
             std::io::ErrorKind::UnexpectedEof | std::io::ErrorKind::InvalidInput => Error::Truncated,
@@ -84,7 +82,7 @@ impl Inflate {
     }
 }
 
-/// Inflates a message that is complete, to at most `limit` bytes.
+/// Inflates a complete message to at most `limit` bytes.
 ///
 /// # Errors
 /// See [`Error`].
@@ -104,7 +102,7 @@ pub fn inflate(mut message: Bytes, limit: usize) -> Result<Bytes, Error> {
     }
 }
 
-/// Compresses a message, as 14.1 agents do.
+/// Compresses a message, as agents of 14.1 do.
 pub fn deflate(message: &[u8]) -> Bytes {
     let mut encoder = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::default());
     encoder.write_all(message).and_then(|()| encoder.finish()).expect("a Vec takes every write").into()
@@ -132,7 +130,7 @@ mod tests {
     }
 
     #[test]
-    fn bombs_damage_and_truncation_are_errors() {
+    fn bombs_corruption_and_truncation_are_errors() {
         let bomb = deflate(&vec![0; 64 << 20]);
         assert!(matches!(inflate(bomb, usize::MAX), Err(Error::Bomb)));
         let packed = deflate(&[7; 5000]);

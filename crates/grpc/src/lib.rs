@@ -1,8 +1,8 @@
-//! gRPC on plain `http` bodies: what both binaries need below and beside tonic.
+//! gRPC on plain `http` bodies: what kas and agentk need besides tonic.
 //!
-//! The hot path never decodes a message: it moves bytes between HTTP/2 streams. What it does need
-//! is here: [`Status`] and how it travels in trailers, [`Deadline`]s, reading and writing framed
-//! messages with a bound, and gzip. No sockets, no tasks.
+//! The data path moves bytes between HTTP/2 streams and decodes no message. This crate has what that needs:
+//! [`Status`] and its form in trailers, [`Deadline`]s, reading and writing length-prefixed messages with a
+//! size limit, and gzip. It opens no sockets and spawns no tasks.
 
 use bytes::{BufMut, Bytes, BytesMut};
 use prost::Message;
@@ -10,6 +10,7 @@ use prost::Message;
 mod body;
 mod deadline;
 pub mod gzip;
+pub mod service;
 mod status;
 #[cfg(feature = "testing")]
 pub mod testing;
@@ -21,16 +22,16 @@ pub use status::{Code, KAS_DOMAIN, Outcome, Status};
 /// Any error of a body.
 pub type BoxError = Box<dyn std::error::Error + Send + Sync>;
 
-/// A body of gRPC frames whose kind does not matter to the one who holds it.
+/// A body of gRPC frames, with its concrete type erased.
 pub type Body = http_body_util::combinators::UnsyncBoxBody<Bytes, BoxError>;
 
-/// Length of the prefix before each message: a flag and a 4-byte length.
+/// Length of the prefix of each message: a flag and a 4-byte length.
 pub const PREFIX_LEN: usize = 5;
 
 /// The content type of every gRPC body that this project writes.
 pub const CONTENT_TYPE: http::HeaderValue = http::HeaderValue::from_static("application/grpc");
 
-/// The request id that travels from the caller to agentk and back.
+/// The request id, passed from the caller to agentk and back.
 pub const CORRELATION_ID: http::HeaderName = http::HeaderName::from_static("x-gitlab-correlation-id");
 
 /// Returns the prefix of an uncompressed message of `len` bytes.
@@ -43,7 +44,7 @@ pub fn prefix(len: u32) -> [u8; PREFIX_LEN] {
 pub fn encode_into(message: &impl Message, out: &mut BytesMut) {
     let len = message.encoded_len();
     out.reserve(PREFIX_LEN + len);
-    // A message of 4 GiB cannot be built: prost itself refuses buffers beyond 2 GiB.
+    // A message of 4 GiB cannot exist: prost refuses buffers above 2 GiB.
     out.put_slice(&prefix(u32::try_from(len).expect("a protobuf message is smaller than 2 GiB")));
     message.encode(out).expect("the buffer grows");
 }
@@ -55,7 +56,7 @@ pub fn encode(message: &impl Message) -> Bytes {
     out.freeze()
 }
 
-/// Whether `content-type` says gRPC: `application/grpc`, or that with a suffix (`+proto`).
+/// Whether `content-type` is gRPC: `application/grpc`, with or without a suffix such as `+proto`.
 pub fn is_grpc(headers: &http::HeaderMap) -> bool {
     headers
         .get(http::header::CONTENT_TYPE)

@@ -1,4 +1,4 @@
-//! [`Status`]: how a call ended, and how that travels in HTTP/2 trailers.
+//! [`Status`]: how a call ended, and its form in HTTP/2 trailers.
 
 use std::fmt;
 
@@ -12,16 +12,16 @@ use http::{HeaderMap, HeaderName, HeaderValue};
 use percent_encoding::{AsciiSet, CONTROLS, percent_decode, percent_encode};
 use prost::Message as _;
 
-/// What trailers may weigh: 12 KiB leaves room for the block's other headers below the 16 KiB
-/// header list that every peer accepts.
+/// Largest size of trailers in bytes. Every peer accepts a header list of 16 KiB; 12 KiB leave room for the
+/// other headers of the block.
 const MAX_TRAILERS: usize = 12 * 1024;
 
-/// Bytes that the gRPC specification percent-encodes in `grpc-message`: all but printable ASCII,
-/// and the percent sign itself.
+/// Bytes that the gRPC specification percent-encodes in `grpc-message`: all but printable ASCII, and the
+/// percent sign.
 const MESSAGE: &AsciiSet = &CONTROLS.add(b'%');
 
-/// The domain of details that kas alone may attach. An agent's are removed, so that no agent can
-/// forge "not started" and make a caller repeat a request that ran.
+/// The domain of details that only kas attaches. In the status of an agent such details are removed, so that
+/// an agent cannot forge "not started" and make a caller repeat a request that ran.
 pub const KAS_DOMAIN: &str = "kas";
 
 const ERROR_INFO_URL: &str = "type.googleapis.com/google.rpc.ErrorInfo";
@@ -39,7 +39,7 @@ const BASE64: GeneralPurpose = GeneralPurpose::new(
 /// A gRPC code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
-#[allow(missing_docs)] // the names are the specification's
+#[allow(missing_docs)] // the names of the gRPC specification
 pub enum Code {
     Ok = 0,
     Cancelled = 1,
@@ -81,13 +81,13 @@ impl Code {
         Self::Unauthenticated,
     ];
 
-    /// Returns the code with this number; a number that is none is [`Code::Unknown`].
+    /// Returns the code with this number. Numbers without a code give [`Code::Unknown`].
     pub fn from_number(number: i64) -> Self {
         usize::try_from(number).ok().and_then(|n| Self::ALL.get(n).copied()).unwrap_or(Self::Unknown)
     }
 
-    /// Returns the code with this number when it can be the code of an *error*: 0 and numbers that
-    /// are none become [`Code::Unknown`].
+    /// Returns the code with this number, for an *error*: 0 and numbers without a code give
+    /// [`Code::Unknown`].
     pub fn from_error_number(number: i64) -> Self {
         match Self::from_number(number) {
             Self::Ok => Self::Unknown,
@@ -100,14 +100,14 @@ impl Code {
         self as u8
     }
 
-    /// Returns the number in digits.
+    /// Returns the number as text.
     pub fn digits(self) -> &'static str {
         const DIGITS: [&str; 17] =
             ["0", "1", "2", "3", "4", "5", "6", "7", "8", "9", "10", "11", "12", "13", "14", "15", "16"];
         DIGITS[self as usize]
     }
 
-    /// Returns the name as gRPC's documents write it.
+    /// Returns the name in the spelling of the gRPC specification.
     pub fn name(self) -> &'static str {
         const NAMES: [&str; 17] = [
             "OK",
@@ -138,12 +138,12 @@ impl fmt::Display for Code {
     }
 }
 
-/// What became of a request that was not answered completely.
+/// The outcome of a request that was not answered completely.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Outcome {
-    /// Nothing of it was written to an agent: repeating it is safe.
+    /// Nothing of the request was written to an agent: repeating it is safe.
     NotStarted,
-    /// It was started and no complete answer came: only an idempotent request may be repeated.
+    /// The request was started and no complete answer came: only an idempotent request may be repeated.
     Unknown,
 }
 
@@ -157,7 +157,7 @@ impl Outcome {
     }
 }
 
-/// How a call ended, when not with a message alone.
+/// How a call ended.
 #[derive(Clone, PartialEq)]
 pub struct Status {
     code: Code,
@@ -185,7 +185,7 @@ impl Status {
         Self { code, message: message.into(), details: Vec::new() }
     }
 
-    /// Attaches what became of the request, in kas' own domain.
+    /// Attaches the outcome of the request, in the domain of kas.
     pub fn with_outcome(mut self, outcome: Outcome) -> Self {
         let info = proto::google::rpc::ErrorInfo {
             reason: match outcome {
@@ -209,7 +209,7 @@ impl Status {
         &self.message
     }
 
-    /// Returns what kas attached about the outcome, if anything.
+    /// Returns the outcome that kas attached, if any.
     pub fn outcome(&self) -> Option<Outcome> {
         self.details.iter().find_map(|detail| {
             let info = kas_info(detail)?;
@@ -221,8 +221,8 @@ impl Status {
         })
     }
 
-    /// Makes a status of one that an agent sent: it is an error whatever its number says, and it
-    /// may not speak in kas' name.
+    /// Converts the status that an agent sent. It is an error whatever its number says, and details in the
+    /// domain of kas are removed.
     pub fn from_agent(status: proto::google::rpc::Status) -> Self {
         Self {
             code: Code::from_error_number(status.code.into()),
@@ -231,7 +231,7 @@ impl Status {
         }
     }
 
-    /// Returns the status as a message, for the tunnel.
+    /// Returns the status as a protobuf message.
     pub fn to_proto(&self) -> proto::google::rpc::Status {
         proto::google::rpc::Status {
             code: self.code.number().into(),
@@ -240,8 +240,8 @@ impl Status {
         }
     }
 
-    /// Reads the status of trailers, or of the headers of an answer that has only those.
-    /// `None`: there is no `grpc-status`.
+    /// Reads the status from trailers, or from the headers of a response without a body. `None`: there is no
+    /// `grpc-status`.
     pub fn from_headers(headers: &HeaderMap) -> Option<Self> {
         let number =
             std::str::from_utf8(headers.get(GRPC_STATUS)?.as_bytes()).ok().and_then(|s| s.parse().ok());
@@ -257,15 +257,15 @@ impl Status {
         Some(Self { code: Code::from_number(number.unwrap_or(-1)), message, details })
     }
 
-    /// Adds `grpc-status` and, when there are any, message and details to `headers`.
+    /// Adds `grpc-status` to `headers`, and the message and the details if there are any.
     ///
-    /// What would make the trailers heavier than a peer accepts is left out in the order of its
-    /// worth: first the other trailers, then the details, then the message's end; never the code.
+    /// If the trailers would be larger than a peer accepts, parts are left out in this order: the other
+    /// trailers, the details, the end of the message. The code is always written.
     pub fn write_to(&self, headers: &mut HeaderMap) {
         let details = (!self.details.is_empty()).then(|| BASE64.encode(self.to_proto().encode_to_vec()));
         let message = percent_encode(self.message.as_bytes(), MESSAGE).to_string();
         let mut own = 64 + message.len() + details.as_ref().map_or(0, |d| 64 + d.len());
-        if own + weight(headers) > MAX_TRAILERS {
+        if own + size(headers) > MAX_TRAILERS {
             headers.clear();
         }
         let details = details.filter(|d| {
@@ -285,7 +285,7 @@ impl Status {
         }
     }
 
-    /// Returns an answer that has only headers: nothing of a body was or will be sent.
+    /// Returns a response that has only headers and no body.
     pub fn into_response<B: Default>(&self) -> http::Response<B> {
         let mut response = http::Response::new(B::default());
         response.headers_mut().insert(http::header::CONTENT_TYPE, crate::CONTENT_TYPE);
@@ -294,23 +294,18 @@ impl Status {
     }
 }
 
-/// Writes `grpc-status: 0`, dropping the other trailers when they are too heavy for a peer.
-pub(crate) fn write_ok(headers: &mut HeaderMap) {
-    if weight(headers) + 64 > MAX_TRAILERS {
-        headers.clear();
-    }
-    headers.insert(GRPC_STATUS, HeaderValue::from_static("0"));
-}
-
 impl Status {
-    /// Writes `grpc-status: 0`, dropping the other trailers when they are too heavy for a peer.
+    /// Writes `grpc-status: 0`. The other trailers are dropped if they are larger than a peer accepts.
     pub fn write_ok(headers: &mut HeaderMap) {
-        write_ok(headers);
+        if size(headers) + 64 > MAX_TRAILERS {
+            headers.clear();
+        }
+        headers.insert(GRPC_STATUS, HeaderValue::from_static("0"));
     }
 }
 
 fn kas_info(detail: &prost_types::Any) -> Option<proto::google::rpc::ErrorInfo> {
-    // Any type URL prefix is legal; the name after the last slash counts.
+    // A type URL may have any prefix: the name after the last slash counts.
     if detail.type_url.rsplit('/').next() != Some("google.rpc.ErrorInfo") {
         return None;
     }
@@ -318,12 +313,12 @@ fn kas_info(detail: &prost_types::Any) -> Option<proto::google::rpc::ErrorInfo> 
     (info.domain == KAS_DOMAIN).then_some(info)
 }
 
-/// What HPACK's rules count: 32 bytes per field besides its text.
-fn weight(headers: &HeaderMap) -> usize {
+/// Returns the size of a header list by HPACK's rules: 32 bytes per field besides name and value.
+fn size(headers: &HeaderMap) -> usize {
     headers.iter().map(|(name, value)| 32 + name.as_str().len() + value.len()).sum()
 }
 
-/// Returns the longest end, at most `max`, that does not cut an encoded byte in two.
+/// Returns where to cut `message`: at most at `max`, and not inside a percent-encoded byte.
 fn shorten(message: &str, max: usize) -> usize {
     if message.len() <= max {
         return message.len();
@@ -351,13 +346,13 @@ mod tests {
     }
 
     #[test]
-    fn an_agent_cannot_speak_in_the_name_of_kas() {
+    fn an_agent_cannot_attach_details_in_the_domain_of_kas() {
         let forged = Status::new(Code::Unavailable, "x").with_outcome(Outcome::NotStarted).to_proto();
         assert_eq!(Status::from_agent(forged).outcome(), None);
     }
 
     #[test]
-    fn code_of_an_agents_error_is_never_ok_nor_out_of_range() {
+    fn the_code_of_an_agents_error_is_never_ok_nor_out_of_range() {
         for (number, code) in
             [(0, Code::Unknown), (17, Code::Unknown), (-1, Code::Unknown), (7, Code::PermissionDenied)]
         {
@@ -367,7 +362,7 @@ mod tests {
     }
 
     #[test]
-    fn heavy_trailers_lose_application_keys_then_details_then_the_messages_end() {
+    fn trailers_that_are_too_large_lose_other_keys_then_details_then_the_end_of_the_message() {
         let big = HeaderValue::from_str(&"x".repeat(12_200)).unwrap();
         let mut headers = HeaderMap::new();
         headers.insert("app", big.clone());
@@ -378,7 +373,7 @@ mod tests {
         Status::new(Code::NotFound, "é".repeat(20_000)).with_outcome(Outcome::Unknown).write_to(&mut headers);
         assert!(!headers.contains_key("grpc-status-details-bin"));
         assert_eq!(headers["grpc-status"], "5");
-        assert!(weight(&headers) <= MAX_TRAILERS + 64);
+        assert!(size(&headers) <= MAX_TRAILERS + 64);
         assert!(Status::from_headers(&headers).unwrap().message().starts_with('é'));
     }
 

@@ -1,18 +1,19 @@
-//! What tests of streams share.
+//! A scripted stream for tests.
 
 use std::{
     collections::VecDeque,
     pin::Pin,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::Arc,
     task::{Context, Poll, Waker},
 };
 
 use bytes::Bytes;
 use http_body::Frame;
+use parking_lot::{Mutex, MutexGuard};
 
 use crate::{Body, BoxError, boxed};
 
-/// A direction of a stream whose frames a script writes, seen as HTTP/2 libraries show one.
+/// One direction of a stream, written by a test. Its reader sees it as HTTP/2 libraries show a stream.
 #[derive(Clone, Debug, Default)]
 pub struct Pipe(Arc<Mutex<State>>);
 
@@ -27,7 +28,7 @@ struct State {
 
 impl Pipe {
     fn state(&self) -> MutexGuard<'_, State> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock()
     }
 
     fn act(&self, act: impl FnOnce(&mut State)) {
@@ -43,32 +44,32 @@ impl Pipe {
         self.push(Frame::data(bytes.into()));
     }
 
-    /// Writes a frame of any kind; trailers do not end it.
+    /// Writes a frame of any kind. Trailers do not end the stream.
     pub fn push(&self, frame: Frame<Bytes>) {
         self.act(|state| state.frames.push_back(Ok(frame)));
     }
 
-    /// Lets its reader see an error.
+    /// Gives the reader an error.
     pub fn fail(&self, error: impl Into<BoxError>) {
         self.act(|state| state.frames.push_back(Err(error.into())));
     }
 
-    /// Ends it, after what was written.
+    /// Ends the stream after the frames that were written.
     pub fn end(&self) {
         self.act(|state| state.ended = true);
     }
 
-    /// As HTTP/2 libraries show a reset with CANCEL: an end that is not an end of stream.
+    /// Resets the stream with CANCEL, as HTTP/2 libraries show that: no more frames, but no end of stream.
     pub fn reset(&self) {
         self.act(|state| state.reset = true);
     }
 
-    /// Whether a reader of it was dropped.
+    /// Whether the reader was dropped.
     pub fn is_dropped(&self) -> bool {
         self.state().dropped
     }
 
-    /// Returns its reader; there is to be one.
+    /// Returns the reader. Call it once.
     pub fn body(&self) -> Body {
         boxed(PipeBody(self.clone()))
     }

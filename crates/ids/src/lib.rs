@@ -3,7 +3,7 @@
 //! Secrets are not here: a token is never an id. [`TokenHash`] is, because a hash may be kept,
 //! compared and (shortened) logged.
 
-use std::{fmt, str::FromStr};
+use std::{fmt, str::FromStr, sync::Arc};
 
 use serde::{Deserialize, Serialize};
 use subtle::ConstantTimeEq;
@@ -201,6 +201,34 @@ impl FromStr for TokenHash {
             .map_err(|_| InvalidTokenHash)?;
         Ok(Self(hash))
     }
+}
+
+/// A configured agent.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Agent {
+    /// Its id.
+    pub id: AgentId,
+    /// Its name: a DNS label, see [`is_agent_name`].
+    pub name: Arc<str>,
+    /// The id of its configuration project; always positive.
+    pub project_id: i64,
+}
+
+/// Whether a text is a DNS label, or empty. The name of an agent is a part of paths of configuration files.
+pub fn is_agent_name(name: &str) -> bool {
+    /// As long as a DNS label, and as in GitLab.
+    const LONGEST: usize = 63;
+    let inner = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-';
+    name.len() <= LONGEST && name.chars().all(inner) && !name.starts_with('-') && !name.ends_with('-')
+}
+
+/// The client that sends a request, as its token says.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Actor {
+    /// The claim `iss`.
+    pub issuer: String,
+    /// The claim `sub`.
+    pub subject: Option<String>,
 }
 
 #[cfg(test)]

@@ -1,55 +1,71 @@
 //! From a configuration to a running replica: [`Kas::bind`] takes every port, [`Kas::run`] serves
 //! until told to leave. The only place that picks implementations.
 
+mod part;
+mod reload;
+
 use std::{
     io,
     net::SocketAddr,
     path::PathBuf,
-    sync::{Arc, OnceLock},
+    sync::{Arc, OnceLock, atomic::AtomicU64},
     time::Duration,
 };
 
+use agent_config::AgentConfigs;
 use cluster::{InMemoryTracker, Replica, Tracker};
 use http::HeaderValue;
+use identity::{
+    FileIdentity, Identity, IfAbsent, OpenError,
+    gitlab::{CacheMetrics, GitLabIdentity, Times},
+    jwt::JwtVerifier,
+};
 use ids::ReplicaId;
-use prometheus_client::{metrics::info::Info, registry::Registry};
-use runtime::{
+use net::{
     admin::Admin,
-    files::{self, Before, Followed},
     http2::{self, Age, Server},
     io::{Address, Listener},
-    lifecycle::{self, Lifecycle, Phase},
-    tls, version,
+    tls,
 };
+use process::{
+    files::Before,
+    lifecycle::{self, Lifecycle, Phase},
+    version,
+};
+use prometheus_client::{
+    metrics::{gauge::Gauge, info::Info},
+    registry::Registry,
+};
+use settings::secret::ApiSecret;
 use tokio::{sync::watch, task::JoinHandle, time::Instant};
 
+use self::{
+    part::{Part, Parts},
+    reload::{Reloader, SecretUsers},
+};
+use crate::routing::{
+    metrics::RequestMetrics,
+    rate_limit::RateLimit,
+    registry::{Limits, TunnelRegistry},
+    router::Router,
+};
 use crate::{
-    agent_config::AgentConfigs,
-    audit,
-    auth::JwtVerifier,
-    certificates::{Certificates, PrivateTls},
-    config::{self, Config, Problems, Secrets, secret::ApiSecret},
-    gitlab,
-    identity::{
-        FileIdentity, Identity, IfAbsent, OpenError,
-        gitlab::{GitLabIdentity, Times},
-    },
+    audit::{self, AuditMetrics},
+    certificates::{CertificateMetrics, Certificates},
+    config::{self, Attempts, Config, Problems},
     listener::{
-        Attempts, Naming,
-        agent::{AgentListener, Parts},
+        Naming,
+        agent::{self, AgentListener, AgentMetrics},
         api::ApiListener,
         private::PrivateListener,
+        registration::Registration,
     },
-    mesh::{self, Mesh, MeshError, Rotation},
-    metrics::Metrics,
     observe::Observer,
-    page::{Page, Source},
-    peer::kept::Kept,
-    rate_limit::RateLimit,
+    page::{Page, PageMetrics, Source},
+    preflight,
+    refusals::Refusals,
     registrar::Registrar,
-    router::Router,
-    shared::Shared,
-    tunnel_registry::{Limits, TunnelRegistry},
+    replicas::{Mesh, MeshError, metrics::ReplicaMetrics},
 };
 
 /// GOAWAY comes at this share of an agent connection's maximum age, so that two long calls fit
@@ -57,7 +73,8 @@ use crate::{
 const AGENT_AGE_SHARE: f64 = 0.35;
 /// And at this share for callers.
 const API_AGE_SHARE: f64 = 0.8;
-/// Pings of another replica at once, and one more in each of this time: it asks each 3 s whether this one is there.
+/// Pings of another replica at once, and one more in each of this time: it asks each 3 s whether this one is
+/// there.
 const PEER_PINGS: (u32, Duration) = (50, Duration::from_secs(1));
 /// How long the last spans may take to be exported.
 const SPANS: Duration = Duration::from_secs(2);
@@ -146,22 +163,14 @@ impl Drop for Background {
 pub struct Kas {
     config: Config,
     addresses: Addresses,
-    agent: Server,
-    api: Server,
-    private: Option<(Server, Mesh, Arc<PrivateListener>)>,
+    parts: Parts,
     /// Answers probes since the ports were taken.
     admin: Background,
     /// What readiness waits for, once everything is served.
     started: Arc<OnceLock<Synced>>,
-    agents: Arc<AgentListener>,
-    tunnels: Arc<TunnelRegistry>,
-    kept: Arc<Kept>,
-    configs: Arc<AgentConfigs>,
-    metrics: Arc<Metrics>,
-    audit: Option<Arc<audit::Sink>>,
-    export: Option<traces::Export>,
+    synced: Synced,
+    requests: Arc<RequestMetrics>,
     lifecycle: Lifecycle,
-    following: Following,
 }
 
 impl std::fmt::Debug for Kas {
@@ -185,115 +194,28 @@ async fn bind(section: &'static str, listen: &config::Listen) -> Result<Listener
     })
 }
 
-/// What follows its files while kas runs.
-struct Following {
-    certificates: Arc<Certificates>,
-    all: Vec<Followed>,
+/// The process itself.
+#[derive(Debug)]
+struct ProcessMetrics {
+    /// Tasks that run or wait now; read when metrics are asked for.
+    tasks: Gauge,
+    /// Files this process may open.
+    file_limit: Gauge<u64, AtomicU64>,
 }
 
-impl Following {
-    fn listener(
-        &mut self,
-        section: &'static str,
-        listen: &config::Listen,
-        http1: bool,
-    ) -> Result<Option<tls::Live<rustls::ServerConfig>>, StartError> {
-        let Some(files) = &listen.tls else { return Ok(None) };
-        let (live, followed) = self
-            .certificates
-            .listener(section, files, http1)
-            .map_err(|source| StartError::Tls { section, source })?;
-        self.all.push(followed);
-        Ok(Some(live))
+impl ProcessMetrics {
+    /// Creates the families and registers them.
+    fn new(registry: &mut Registry) -> Self {
+        let registry = registry.sub_registry_with_prefix("kas");
+        let metrics = Self { tasks: Gauge::default(), file_limit: Gauge::default() };
+        registry.register(
+            "tasks",
+            "Tasks of this process: connections, streams and what it does itself",
+            metrics.tasks.clone(),
+        );
+        registry.register("open_files_limit", "Files this process may open", metrics.file_limit.clone());
+        metrics
     }
-
-    fn private(&mut self, private: &config::PrivateApi) -> Result<Option<PrivateTls>, StartError> {
-        let Some(files) = &private.listen.tls else { return Ok(None) };
-        let (live, followed) = self
-            .certificates
-            .private(private, files)
-            .map_err(|source| StartError::Tls { section: "private_api", source })?;
-        self.all.push(followed);
-        Ok(Some(live))
-    }
-
-    /// Keeps an authority of GitLab as its file is.
-    fn gitlab(&mut self, gitlab: &config::GitLab, before: Before, client: Arc<gitlab::Client>) {
-        let Some(file) = gitlab.ca_certificate.clone() else { return };
-        self.all.push(before.then("gitlab.ca_certificate_file", move || {
-            client
-                .trust(Some(&file), &gitlab::Proxies::from_env())
-                .map_err(|error| crate::peer::chain(&error))?;
-            Ok("exchanged: GitLab is trusted by it from the next connection on".to_owned())
-        }));
-    }
-
-    /// Keeps what is shown to Redis, and who is trusted there, as their files are.
-    fn redis(
-        &mut self,
-        before: Before,
-        config: &Config,
-        section: &config::Redis,
-        shared: Arc<Shared>,
-    ) -> Result<(), StartError> {
-        let note = |certificates: &Certificates, redis: &config::Redis| match &redis.tls {
-            Some(tls) => certificates.redis(tls),
-            None => Ok(()),
-        };
-        note(&self.certificates, section).map_err(StartError::Redis)?;
-        let (config, redis) = (config.clone(), section.clone());
-        let certificates = Arc::clone(&self.certificates);
-        self.all.push(before.then("redis", move || {
-            let passwords =
-                config.check_redis().map_err(|problems| problems.to_string().replace('\n', "; "))?;
-            note(&certificates, &redis)?;
-            shared.exchange(&redis, passwords).map_err(|error| crate::peer::chain(&error))?;
-            Ok("exchanged: new connections to Redis are made with what is in the files, open ones stay"
-                .to_owned())
-        }));
-        Ok(())
-    }
-
-    /// Keeps the secrets in use as their files are, by the rules of a start.
-    fn secrets(&mut self, before: Before, config: Config, mut used: Secrets, users: SecretUsers) {
-        self.all.push(before.then("secrets", move || {
-            let new = config.check_secrets().map_err(|problems| problems.to_string().replace('\n', "; "))?;
-            if new.api.is_empty() {
-                return Err("the secret file of the API is not there".to_owned());
-            }
-            let mut exchanged = Vec::new();
-            // First what may fail.
-            if new.private != used.private
-                && let Some(rotation) = &users.private
-            {
-                rotation.exchange(&new.private).map_err(|error| error.to_string())?;
-                exchanged.push("the private API");
-            }
-            if new.api != used.api {
-                let listen = &config.api.listen;
-                users.api.rotate(JwtVerifier::new(&new.api, &listen.issuers, listen.leeway));
-                exchanged.push("the API");
-            }
-            if new.gitlab != used.gitlab
-                && let (Some(client), Some(secret)) = (&users.gitlab, &new.gitlab)
-            {
-                client.rotate(secret);
-                exchanged.push("GitLab");
-            }
-            used = new;
-            Ok(match exchanged.as_slice() {
-                [] => "written anew, and the same as before".to_owned(),
-                _ => format!("the secrets of {} were exchanged", exchanged.join(" and ")),
-            })
-        }));
-    }
-}
-
-/// Who uses secrets.
-struct SecretUsers {
-    api: Arc<ApiListener>,
-    private: Option<Rotation>,
-    gitlab: Option<Arc<gitlab::Client>>,
 }
 
 /// Says why a replica is not ready; `started`: once everything is served.
@@ -311,9 +233,12 @@ fn unready(phase: Phase, started: Option<&Synced>) -> Option<String> {
 async fn open_identity(
     config: &Config,
     secret: Option<&ApiSecret>,
-    metrics: &Arc<Metrics>,
-    following: &mut Following,
+    registry: &mut Registry,
+    reloader: &mut Reloader,
 ) -> Result<(Arc<dyn Identity>, Option<Arc<gitlab::Client>>), StartError> {
+    // Registered also where GitLab is not asked, so that the families are always there.
+    let lookups = Arc::new(gitlab::LookupMetrics::new(registry));
+    let cache = Arc::new(CacheMetrics::new(registry));
     match (&config.identity, secret) {
         (config::Identity::File { file, is_default }, _) => {
             let if_absent = if *is_default { IfAbsent::Make } else { IfAbsent::Refuse };
@@ -323,17 +248,17 @@ async fn open_identity(
         (config::Identity::GitLab(gitlab), Some(secret)) => {
             let before = Before::reading(gitlab.ca_certificate.iter().cloned().collect());
             let client =
-                gitlab::Client::new(gitlab, secret, &gitlab::Proxies::from_env(), Arc::clone(metrics))
+                gitlab::Client::new(gitlab, secret, &gitlab::Proxies::from_env(), Arc::clone(&lookups))
                     .map_err(StartError::GitLab)?;
             let client = Arc::new(client);
-            following.gitlab(gitlab, before, Arc::clone(&client));
+            reloader.gitlab(gitlab, before, Arc::clone(&client));
             let times = Times {
                 ttl: gitlab.info_cache_ttl,
                 error_ttl: gitlab.info_cache_error_ttl,
                 renewal_without_cache: config.agent.configuration.poll_period,
             };
             tracing::info!(address = %gitlab.address, "agents are known from GitLab");
-            let identity = GitLabIdentity::new(Arc::clone(&client) as _, times, Arc::clone(metrics));
+            let identity = GitLabIdentity::new(Arc::clone(&client) as _, times, lookups, cache);
             Ok((Arc::new(identity), Some(client)))
         }
         // Secrets were loaded for this configuration.
@@ -344,8 +269,8 @@ async fn open_identity(
 impl Kas {
     /// Checks everything that can be checked and takes every port.
     ///
-    /// It may take a minute until this replica's own address is known; probes and metrics are served meanwhile: it is
-    /// alive, and not ready.
+    /// It may take a minute until this replica's own address is known; probes and metrics are served
+    /// meanwhile: it is alive, and not ready.
     ///
     /// # Errors
     /// See [`StartError`]; nothing but probes and metrics was served.
@@ -362,7 +287,7 @@ impl Kas {
             config::Tracker::Redis(shared) => Some(Before::reading(shared.redis.files())),
             _ => None,
         };
-        let (secrets, warnings) = config.prepare().map_err(StartError::Config)?;
+        let (secrets, warnings) = preflight::prepare(&config).map_err(StartError::Config)?;
         for warning in warnings {
             tracing::warn!(path = warning.path, "{}", warning.text);
         }
@@ -393,58 +318,62 @@ impl Kas {
             "Which build this is",
             Info::new([("version", version::VERSION), ("commit", version::COMMIT)]),
         );
-        let metrics = Arc::new(Metrics::new(&mut registry));
+        let process = ProcessMetrics::new(&mut registry);
+        let requests = Arc::new(RequestMetrics::new(&mut registry));
+        let refusals = Arc::new(Refusals::new(&mut registry));
+        let replicas = Arc::new(ReplicaMetrics::new(&mut registry));
         let spans = Arc::new(traces::Counts::new(registry.sub_registry_with_prefix("kas")));
-        metrics.file_limit.set(runtime::io::raise_file_limit());
-        let mut following =
-            Following { certificates: Certificates::new(Arc::clone(&metrics)), all: Vec::new() };
+        process.file_limit.set(process::open_files::raise_limit());
+        let certificates = Arc::new(CertificateMetrics::new(&mut registry));
+        let mut reloader = Reloader::new(Certificates::new(certificates));
         let (identity, gitlab) =
-            open_identity(&config, secrets.gitlab.as_ref(), &metrics, &mut following).await?;
+            open_identity(&config, secrets.gitlab.as_ref(), &mut registry, &mut reloader).await?;
         let agent_tls =
-            following.listener("agent", &config.agent.listen.listen, config.agent.listen.websocket)?;
-        let api_tls = following.listener("api", &config.api.listen.listen, false)?;
+            reloader.listener("agent", &config.agent.listen.listen, config.agent.listen.websocket)?;
+        let api_tls = reloader.listener("api", &config.api.listen.listen, false)?;
         let private_tls = match config.tracker.private_api() {
             None => None,
-            Some(private_api) => following.private(private_api)?,
+            Some(private_api) => reloader.private(private_api)?,
         };
         let (private_tls, peer_tls) = private_tls.unzip();
         let lifecycle = Lifecycle::default();
         let started = Arc::<OnceLock<Synced>>::default();
         let (phase, synced) = (lifecycle.watch(), Arc::clone(&started));
-        let page = config.observability.page.as_ref().map(|page| Page::new(page, Arc::clone(&metrics)));
+        let page = config.observability.page.as_ref();
+        let viewers = Arc::new(PageMetrics::new(&mut registry));
+        let page = page.map(|page| Page::new(page, viewers));
+        let audit_metrics = Arc::new(AuditMetrics::new(&mut registry));
+        let agent_metrics = Arc::new(AgentMetrics::new(&mut registry));
         let admin = Admin {
             metrics_path: config.observability.metrics_path.clone(),
             liveness_path: config.observability.liveness_path.clone(),
             readiness_path: config.observability.readiness_path.clone(),
             registry,
             unready: Box::new(move || unready(*phase.borrow(), synced.get())),
-            refresh: {
-                let metrics = Arc::clone(&metrics);
-                Box::new(move || {
-                    let tasks = tokio::runtime::Handle::current().metrics().num_alive_tasks();
-                    metrics.tasks.set(i64::try_from(tasks).unwrap_or(i64::MAX));
-                })
-            },
+            refresh: Box::new(move || {
+                let tasks = tokio::runtime::Handle::current().metrics().num_alive_tasks();
+                process.tasks.set(i64::try_from(tasks).unwrap_or(i64::MAX));
+            }),
             site: page.clone().map(|page| page as _),
         };
-        let admin = Background(tokio::spawn(runtime::admin::run(admin_listener, admin, lifecycle.clone())));
+        let admin = Background(tokio::spawn(net::admin::run(admin_listener, admin, lifecycle.clone())));
         let mesh = match (&config.tracker, &private_listener) {
-            (config::Tracker::Gossip(replication), Some(listener)) => {
-                Some(Mesh::bind(replication, &secrets.private, peer_tls, listener, &metrics).await?)
+            (config::Tracker::Gossip(section), Some(listener)) => {
+                Some(Mesh::gossip(section, &secrets.private, peer_tls, listener, &replicas).await?)
             }
-            (config::Tracker::Redis(shared), Some(listener)) => Some(
-                Mesh::share(shared, &secrets.private, secrets.redis.clone(), peer_tls, listener, &metrics)
-                    .await?,
-            ),
+            (config::Tracker::Redis(section), Some(listener)) => {
+                let passwords = secrets.redis.clone();
+                let (mesh, backend) =
+                    Mesh::redis(section, &secrets.private, passwords, peer_tls, listener, &replicas).await?;
+                if let Some(before) = before_redis {
+                    reloader.redis(before, &config, &section.redis, backend)?;
+                }
+                Some(mesh)
+            }
             _ => None,
         };
-        if let (config::Tracker::Redis(section), Some(before), Some(shared)) =
-            (&config.tracker, before_redis, mesh.as_ref().and_then(|mesh| mesh.others.shared()))
-        {
-            following.redis(before, &config, &section.redis, shared)?;
-        }
         let (replica, tracker): (Replica, Arc<dyn Tracker>) = match &mesh {
-            Some(mesh) => (mesh.me.clone(), mesh.others.tracker()),
+            Some(mesh) => (mesh.me.clone(), Arc::clone(&mesh.backend) as Arc<dyn Tracker>),
             None => {
                 let address =
                     addresses.api.map_or_else(|| config.api.listen.listen.address.clone(), |a| a.to_string());
@@ -459,7 +388,7 @@ impl Kas {
         };
         let tunnels = TunnelRegistry::new(
             Arc::clone(&tracker),
-            Arc::clone(&metrics),
+            Arc::clone(&requests),
             Limits {
                 waiters_per_agent: config.limits.waiters_per_agent as usize,
                 waiters: config.limits.waiters as usize,
@@ -469,17 +398,16 @@ impl Kas {
         let router = Arc::new(Router::new(
             Arc::clone(&tunnels),
             Arc::clone(&tracker),
-            Arc::clone(&metrics),
+            Arc::clone(&refusals),
             config.limits.find_timeout,
             replica.id.clone(),
             mesh.as_ref().map(|mesh| Arc::clone(&mesh.peers)),
         ));
-        let kept = Arc::clone(router.kept());
         if let Some(page) = &page {
             page.serve(Source {
                 tracker: Arc::clone(&tracker),
                 router: Arc::clone(&router),
-                metrics: Arc::clone(&metrics),
+                metrics: Arc::clone(&requests),
                 phase: lifecycle.watch(),
             });
         }
@@ -487,8 +415,8 @@ impl Kas {
         let audit = match &config.observability.audit {
             None => None,
             Some(audit) => {
-                let (replica, metrics) = (replica.id.as_str().to_owned(), Arc::clone(&metrics));
-                Some(audit::Sink::open(&audit.output, audit.queue as usize, replica, metrics)?)
+                let replica = replica.id.as_str().to_owned();
+                Some(audit::Sink::open(&audit.output, audit.queue as usize, replica, audit_metrics)?)
             }
         };
         let (tracer, export) = match config.observability.tracing.clone() {
@@ -508,124 +436,106 @@ impl Kas {
                 (Some(tracer), Some(export))
             }
         };
-        let observer = Observer::new(audit.clone(), tracer.clone(), Arc::clone(&identity));
-        let rate_limit = || {
+        let observer = {
+            let identity = Arc::clone(&identity);
+            Observer::new(audit.clone(), tracer.clone(), Box::new(move |agent| identity.project_of(agent)))
+        };
+        let rate_limit = |name| {
             let limit = RateLimit::new(
                 config.agent.listen.connections_per_token_per_minute,
                 config.limits.token_burst,
             );
-            Arc::new(match &mesh {
-                Some(mesh) => mesh.others.keep_together(limit),
-                None => limit,
-            })
+            match &mesh {
+                Some(mesh) => mesh.backend.share_limit(name, limit),
+                None => Arc::new(limit),
+            }
         };
-        let (connections, failures) = (rate_limit(), rate_limit());
-        if let Some(mesh) = &mesh {
-            mesh.others
-                .tell([("connections", Arc::clone(&connections)), ("failures", Arc::clone(&failures))]);
+        let (connections, failures) = (rate_limit("connections"), rate_limit("failures"));
+        let mut parts = Parts::default();
+        let synced = mesh.as_ref().map(|mesh| mesh.backend.ready());
+        let listen = &config.api.listen;
+        let jwt = JwtVerifier::new(&secrets.api, &listen.issuers, listen.leeway);
+        let api = ApiListener::new(
+            jwt,
+            Arc::clone(&router),
+            Arc::clone(&tracker),
+            Arc::clone(&refusals),
+            Arc::clone(&configs),
+            lifecycle.watch(),
+            observer,
+            config.limits.attempts,
+        );
+        let mut users = SecretUsers { api: Arc::clone(&api), private: None, gitlab };
+        if let (Some(mesh), Some(listener), Some(private_api)) =
+            (mesh, private_listener, config.tracker.private_api())
+        {
+            let services = Arc::clone(&mesh.backend).services(Arc::clone(&tunnels));
+            let service = PrivateListener::new(
+                JwtVerifier::for_replicas(&secrets.private),
+                mesh.me.id.clone(),
+                Arc::clone(&tunnels),
+                Arc::clone(&refusals),
+                services,
+                tracer,
+                // What replicas send each other does not depend on what others may send.
+                Attempts { header_list: http2::HEADER_LIST, ..config.limits.attempts },
+            );
+            let rotated = Arc::clone(&service);
+            users.private =
+                Some(mesh.rotation(move |secrets| rotated.rotate(JwtVerifier::for_replicas(secrets))));
+            parts.add(replicas_part(
+                mesh,
+                private_server(&config, private_api, listener, private_tls, service),
+            ));
         }
+        parts.add(
+            Part::default()
+                .drain({
+                    let (tunnels, router) = (Arc::clone(&tunnels), Arc::clone(&router));
+                    move || {
+                        tunnels.drain();
+                        router.kept().close();
+                    }
+                })
+                .end({
+                    let tunnels = Arc::clone(&tunnels);
+                    move || tunnels.refuse_waiters()
+                }),
+        );
         let registrar = Registrar::new(Arc::clone(&tracker), Arc::clone(&tunnels), Arc::clone(&identity));
-        let agents = AgentListener::new(Parts {
+        parts.add(
+            Part::default()
+                .service(Arc::new(Registration(Arc::clone(&registrar))))
+                .task(Arc::clone(&registrar).run()),
+        );
+        let agents = AgentListener::new(agent::Parts {
             identity,
-            registry: Arc::clone(&tunnels),
-            tracker: Arc::clone(&tracker),
+            registry: tunnels,
+            tracker,
+            services: parts.take_services(),
             registrar,
             configs: Arc::clone(&configs),
-            metrics: Arc::clone(&metrics),
+            metrics: agent_metrics,
+            refusals,
             naming,
             proxied_idle: config.agent.listen.proxied_idle_timeout,
             rate_limit: connections,
             failures,
             attempts: config.limits.attempts,
         });
-        let listen = &config.api.listen;
-        let jwt = JwtVerifier::new(&secrets.api, &listen.issuers, listen.leeway);
-        let api = ApiListener::new(
-            jwt,
-            router,
-            tracker,
-            Arc::clone(&metrics),
-            Arc::clone(&configs),
-            lifecycle.watch(),
-            observer,
-            config.limits.attempts,
+        parts.add(
+            Part::default()
+                .server(agent_server(&config, agent_listener, agent_tls, Arc::clone(&agents)))
+                .task(Arc::clone(&agents).watch_identity())
+                .task(configs.run())
+                .end(move || agents.end_all()),
         );
-
-        let private = match (mesh, private_listener, config.tracker.private_api()) {
-            (Some(mesh), Some(listener), Some(listen)) => {
-                mesh.others.serve(Arc::clone(&tunnels));
-                let service = PrivateListener::new(
-                    mesh::verifier(&secrets.private),
-                    mesh.me.id.clone(),
-                    Arc::clone(&tunnels),
-                    Arc::clone(&metrics),
-                    mesh.services(),
-                    tracer,
-                    // What replicas send each other does not depend on what others may send.
-                    Attempts { header_list: http2::HEADER_LIST, ..config.limits.attempts },
-                );
-                let server = Server {
-                    listener,
-                    tls: private_tls,
-                    websocket: false,
-                    settings: http2::PEER,
-                    limits: http2::Limits {
-                        pings: PEER_PINGS.0,
-                        ping_interval: PEER_PINGS.1,
-                        ..config.limits.connections
-                    },
-                    // After GOAWAY a peer opens another link; what is in the old one goes on.
-                    age: Some(Age { age: listen.max_connection_age.mul_f64(API_AGE_SHARE), grace: None }),
-                    service: Arc::clone(&service) as _,
-                };
-                Some((server, mesh, service))
-            }
-            _ => None,
-        };
-        let users = SecretUsers {
-            api: Arc::clone(&api),
-            private: private.as_ref().map(|(_, mesh, service)| mesh.rotation(Arc::clone(service))),
-            gitlab,
-        };
-        following.secrets(before, config.clone(), secrets, users);
-        following.certificates.tell();
-        Ok(Self {
-            following,
-            agent: Server {
-                listener: agent_listener,
-                tls: agent_tls,
-                websocket: config.agent.listen.websocket,
-                settings: config.limits.agents.of(http2::AGENT),
-                limits: config.limits.connections,
-                age: Some(Age {
-                    age: config.agent.listen.max_connection_age.mul_f64(AGENT_AGE_SHARE),
-                    grace: config.agent.listen.max_connection_age_grace,
-                }),
-                service: Arc::clone(&agents) as _,
-            },
-            api: Server {
-                listener: api_listener,
-                tls: api_tls,
-                websocket: false,
-                settings: config.limits.callers.of(http2::API),
-                limits: config.limits.connections,
-                age: Some(Age { age: listen.max_connection_age.mul_f64(API_AGE_SHARE), grace: None }),
-                service: api,
-            },
-            private,
-            admin,
-            started,
-            addresses,
-            agents,
-            tunnels,
-            kept,
-            configs,
-            metrics,
-            audit,
-            export,
-            lifecycle,
-            config,
-        })
+        parts.add(Part::default().server(api_server(&config, api_listener, api_tls, api)));
+        parts.add(observe_part(audit, export));
+        reloader.secrets(before, config.clone(), secrets, users);
+        reloader.certificates.tell();
+        parts.add(Part::default().task(reloader.run()));
+        Ok(Self { config, addresses, parts, admin, started, synced, requests, lifecycle })
     }
 
     /// Returns the addresses that were taken.
@@ -641,72 +551,32 @@ impl Kas {
     /// Serves until `leave` resolves, then drains and returns. A second resolution of `hurry` ends
     /// at once what is still open.
     pub async fn run(self, leave: impl Future<Output = ()>, hurry: impl Future<Output = ()>) {
-        let Self {
-            config,
-            agent,
-            api,
-            private,
-            mut admin,
-            started,
-            agents,
-            tunnels,
-            kept,
-            configs,
-            metrics,
-            audit,
-            export,
-            lifecycle,
-            following,
-            ..
-        } = self;
+        let Self { config, addresses, mut parts, mut admin, started, synced, requests, lifecycle } = self;
         let show = |address: Option<SocketAddr>, listen: &config::Listen| {
             address.map_or_else(|| listen.address.clone(), |address| address.to_string())
         };
         tracing::info!(
             version = version::VERSION,
             commit = version::COMMIT,
-            agent = show(self.addresses.agent, &config.agent.listen.listen),
-            api = show(self.addresses.api, &config.api.listen.listen),
-            private = self.addresses.private.map(|address| address.to_string()),
-            observability = show(self.addresses.observability, &config.observability.listen),
+            agent = show(addresses.agent, &config.agent.listen.listen),
+            api = show(addresses.api, &config.api.listen.listen),
+            private = addresses.private.map(|address| address.to_string()),
+            observability = show(addresses.observability, &config.observability.listen),
             "kas is serving"
         );
-        let servers = tokio_util::task::TaskTracker::new();
-        servers.spawn(agent.run(lifecycle.clone()));
-        servers.spawn(api.run(lifecycle.clone()));
-        let synced = private.as_ref().map(|(_, mesh, _)| mesh.others.ready());
-        // Nobody else sets it.
+        let running = parts.start(&lifecycle);
+        // Nothing else sets it.
         let _ = started.set(synced);
-        let mut background = vec![
-            tokio::spawn(Arc::clone(&agents).watch_identity()),
-            tokio::spawn(agents.registrar().run()),
-            tokio::spawn(configs.run()),
-        ];
-        let reopen = audit.clone().map(|audit| move || audit.reopen());
-        background.push(tokio::spawn(lifecycle::hangups(reopen)));
-        let Following { certificates, all } = following;
-        background.push(tokio::spawn(files::follow(all, move || certificates.tell())));
-        let mut others = None;
-        if let Some((server, mesh, _)) = private {
-            servers.spawn(server.run(lifecycle.clone()));
-            others = Some(mesh.others.clone());
-            background.push(tokio::spawn(mesh.run()));
-        }
-        servers.close();
         leave.await;
         let drain = async {
             tracing::info!(delay = ?config.drain.delay, "draining: not ready any more, everything is still served");
             lifecycle.advance(Phase::Draining);
-            if let Some(others) = &others {
-                others.drain();
-            }
-            tunnels.drain();
-            kept.close();
+            parts.drain();
             tokio::time::sleep(config.drain.delay).await;
             lifecycle.advance(Phase::Leaving);
-            tracing::info!(requests = metrics.requests_open.get(), "leaving: open requests go on");
+            tracing::info!(requests = requests.requests_open.get(), "leaving: open requests go on");
             let until = Instant::now() + config.drain.timeout;
-            while metrics.requests_open.get() > 0 && Instant::now() < until {
+            while requests.requests_open.get() > 0 && Instant::now() < until {
                 tokio::time::sleep(Duration::from_millis(20)).await;
             }
         };
@@ -714,7 +584,7 @@ impl Kas {
             () = drain => false,
             () = hurry => true,
         };
-        let open = metrics.requests_open.get();
+        let open = requests.requests_open.get();
         if hurried && open > 0 {
             tracing::warn!(requests = open, "told again to leave: what is still open ends with UNAVAILABLE");
         } else if hurried {
@@ -725,31 +595,102 @@ impl Kas {
                 "the drain timeout is over: what is still open ends with UNAVAILABLE"
             );
         }
-        // First the last word to the others, which takes a moment: agents whose streams end would come back meanwhile.
-        if let Some(others) = &others {
-            others.leave().await;
-        }
-        tunnels.refuse_waiters();
-        agents.end_all();
+        // The other replicas are told first, which takes a moment: agents whose streams end would come back
+        // meanwhile.
+        parts.farewell().await;
+        parts.end();
         lifecycle.advance(Phase::Stopped);
-        servers.wait().await;
+        running.servers().await;
         // After the last requests have ended, and before probes stop: what is lost here is counted.
-        let flush = async {
-            if let Some(audit) = &audit {
-                audit.flush().await;
-            }
-        };
-        let finish = async {
-            if let Some(export) = export {
-                export.finish(SPANS).await;
-            }
-        };
-        tokio::join!(flush, finish);
+        parts.finish().await;
         // Probes are answered to the end.
         let _ = (&mut admin.0).await;
-        for task in background {
-            task.abort();
-        }
+        drop(running);
         tracing::info!("kas has left");
+    }
+}
+
+/// The part for the other replicas.
+fn replicas_part(mesh: Mesh, server: Server) -> Part {
+    let backend = Arc::clone(&mesh.backend);
+    let leaving = Arc::clone(&mesh.backend);
+    Part::default()
+        .server(server)
+        .task(mesh.run())
+        .drain(move || backend.drain())
+        .farewell(async move { leaving.leave().await })
+}
+
+/// The part for the audit log and the export of spans.
+fn observe_part(audit: Option<Arc<audit::Sink>>, export: Option<traces::Export>) -> Part {
+    let reopened = audit.clone();
+    let reopen = reopened.map(|audit| move || audit.reopen());
+    let mut part = Part::default().task(lifecycle::hangups(reopen));
+    if let Some(audit) = audit {
+        part = part.finish(async move { audit.flush().await });
+    }
+    if let Some(export) = export {
+        part = part.finish(export.finish(SPANS));
+    }
+    part
+}
+
+fn agent_server(
+    config: &Config,
+    listener: Listener,
+    tls: Option<tls::Live<rustls::ServerConfig>>,
+    service: Arc<AgentListener>,
+) -> Server {
+    Server {
+        listener,
+        tls,
+        websocket: config.agent.listen.websocket,
+        settings: config.limits.agents.of(http2::AGENT),
+        limits: config.limits.connections,
+        age: Some(Age {
+            age: config.agent.listen.max_connection_age.mul_f64(AGENT_AGE_SHARE),
+            grace: config.agent.listen.max_connection_age_grace,
+        }),
+        service,
+    }
+}
+
+fn api_server(
+    config: &Config,
+    listener: Listener,
+    tls: Option<tls::Live<rustls::ServerConfig>>,
+    service: Arc<ApiListener>,
+) -> Server {
+    Server {
+        listener,
+        tls,
+        websocket: false,
+        settings: config.limits.callers.of(http2::API),
+        limits: config.limits.connections,
+        age: Some(Age { age: config.api.listen.max_connection_age.mul_f64(API_AGE_SHARE), grace: None }),
+        service,
+    }
+}
+
+fn private_server(
+    config: &Config,
+    private_api: &config::PrivateApi,
+    listener: Listener,
+    tls: Option<tls::Live<rustls::ServerConfig>>,
+    service: Arc<PrivateListener>,
+) -> Server {
+    Server {
+        listener,
+        tls,
+        websocket: false,
+        settings: http2::PEER,
+        limits: http2::Limits {
+            pings: PEER_PINGS.0,
+            ping_interval: PEER_PINGS.1,
+            ..config.limits.connections
+        },
+        // After GOAWAY a peer opens another link; what is in the old one goes on.
+        age: Some(Age { age: private_api.max_connection_age.mul_f64(API_AGE_SHARE), grace: None }),
+        service,
     }
 }

@@ -1,20 +1,25 @@
 //! The audit log: one JSON line when a request of the API listener begins and one when it is over.
 //!
-//! It says who asked, for which agent, what of its Kubernetes API was meant, what was decided and how it ended. It never
-//! holds a body, a token or a path: of the path it has a hash, from which a known path is recognised.
+//! It says who asked, for which agent, what of its Kubernetes API was meant, what was decided and how it
+//! ended. It never holds a body, a token or a path: of the path it has a hash, from which a known path is
+//! recognised.
 //!
 //! A request never waits for it: what the [`Sink`] cannot take is dropped and counted.
 
 pub mod kubernetes;
+mod metrics;
 mod sink;
 
 use std::{net::SocketAddr, sync::Arc, time::Duration};
 
-use ids::{AgentId, ConnectionId};
+use ids::{Actor, AgentId, ConnectionId};
 use serde::Serialize;
 
 pub(crate) use self::sink::is_open_to_others;
-pub use self::sink::{OpenError, Sink};
+pub use self::{
+    metrics::AuditMetrics,
+    sink::{OpenError, Sink},
+};
 
 /// What was decided about a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -44,15 +49,6 @@ pub enum Rule {
     Method,
 }
 
-/// Who asks, as the token says.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Actor {
-    /// The claim `iss`.
-    pub issuer: String,
-    /// The claim `sub`.
-    pub subject: Option<String>,
-}
-
 /// What is known of a request when its first line is written.
 #[derive(Clone, Debug)]
 pub struct Facts {
@@ -73,7 +69,7 @@ pub struct Facts {
     /// The gRPC method.
     pub method: String,
     /// What of the agent's Kubernetes API is meant, when that is what the request is for.
-    pub kubernetes: Option<kubernetes::Meant>,
+    pub kubernetes: Option<kubernetes::KubernetesAction>,
     /// What was decided.
     pub decision: Decision,
     /// And by what.

@@ -1,5 +1,7 @@
-//! The certificates of kas: configurations of TLS that follow their files, and the end of each, so that it surprises
-//! nobody.
+//! The certificates of kas: configurations of TLS that follow their files, and the end of each, so that it
+//! surprises nobody.
+
+mod metrics;
 
 use std::{
     path::{Path, PathBuf},
@@ -7,17 +9,13 @@ use std::{
     time::Duration,
 };
 
-use runtime::{
-    files::{Before, Followed},
-    tls::{self, Live, Role, Validity},
-};
+use net::tls::{self, Live, Validity};
+use process::error::chain;
+use process::files::{Before, Followed};
 use rustls::{ClientConfig, ServerConfig};
 
-use crate::{
-    config::{PrivateApi, RedisTls, TlsFiles},
-    metrics::{CertificatePart, Metrics},
-    peer::chain,
-};
+pub use self::metrics::{CertificateMetrics, CertificatePart};
+use crate::config::{OtherReplicas, PrivateApi, RedisTls, TlsFiles};
 
 const DAY: Duration = Duration::from_secs(86_400);
 
@@ -53,7 +51,7 @@ struct Known {
 /// When the certificates in use end.
 #[derive(Debug)]
 pub struct Certificates {
-    metrics: Arc<Metrics>,
+    metrics: Arc<CertificateMetrics>,
     known: Mutex<Vec<Known>>,
 }
 
@@ -62,7 +60,7 @@ pub type PrivateTls = (Live<ServerConfig>, Live<ClientConfig>);
 
 impl Certificates {
     /// Knows of none yet.
-    pub fn new(metrics: Arc<Metrics>) -> Arc<Self> {
+    pub fn new(metrics: Arc<CertificateMetrics>) -> Arc<Self> {
         Arc::new(Self { metrics, known: Mutex::default() })
     }
 
@@ -149,7 +147,8 @@ impl Certificates {
     /// Notes when the certificates of the section `redis` end.
     ///
     /// # Errors
-    /// When one cannot be read, or what would be shown has expired and what is shown now has not: then nothing is noted.
+    /// When one cannot be read, or what would be shown has expired and what is shown now has not: then
+    /// nothing is noted.
     pub fn redis(&self, tls: &RedisTls) -> Result<(), String> {
         const SECTION: &str = "redis";
         let validity = |file: &Path| tls::validity(file).map_err(|error| chain(&error));
@@ -165,7 +164,7 @@ impl Certificates {
 
     /// Logs which certificates end soon, each time that it becomes more urgent.
     pub fn tell(&self) {
-        self.tell_at(runtime::clock::wall());
+        self.tell_at(process::clock::wall());
     }
 
     fn tell_at(&self, now: Duration) {
@@ -200,7 +199,7 @@ impl Certificates {
 
     /// Notes what a listener shows, unless that has expired and what it shows now has not.
     fn accept(&self, section: &'static str, file: &Path, validity: Validity) -> Result<(), String> {
-        let now = runtime::clock::wall();
+        let now = process::clock::wall();
         let current = {
             let known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
             let mut of_file = known.iter().filter(|one| one.section == section && one.file == file);
@@ -241,7 +240,8 @@ impl Certificates {
 
 const EXCHANGED: &str = "exchanged: new connections get the new certificate, open ones stay";
 
-/// Returns what the private listener is configured with; checks also that other replicas will accept what it shows.
+/// Returns what the private listener is configured with; checks also that other replicas will accept what it
+/// shows.
 ///
 /// # Errors
 /// When the files cannot be used.
@@ -254,15 +254,6 @@ pub fn private_server(
     }
     let clients = others.map(|others| (others.ca.as_path(), &others.role));
     tls::server_for(&files.certificate, &files.key, clients)
-}
-
-/// Whose certificates are those of other replicas.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct OtherReplicas {
-    /// The file of who signs them.
-    pub ca: PathBuf,
-    /// What they are signed for.
-    pub role: Role,
 }
 
 #[cfg(test)]
@@ -287,7 +278,7 @@ mod tests {
 
     #[test]
     fn a_new_certificate_is_told_of_anew_and_an_old_one_once() {
-        let certificates = Certificates::new(Arc::new(Metrics::new(&mut Registry::default())));
+        let certificates = Certificates::new(Arc::new(CertificateMetrics::new(&mut Registry::default())));
         let validity = |leaf, first| Validity { leaf: DAY * leaf, first: DAY * first, last: DAY * leaf };
         let said = || {
             let known = certificates.known.lock().unwrap();

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use clap::{Parser, Subcommand};
-use runtime::version;
+use process::version;
 
 const HELP: &str = "\
 Examples:
@@ -74,8 +74,8 @@ pub enum Command {
 /// What to ask GitLab.
 #[derive(Subcommand)]
 pub enum GitLabCommand {
-    /// Asks as kas would, with the address, secret, authority and proxy of the configuration, and says what is wrong and
-    /// what to do about it; exit code 1 when something is.
+    /// Asks as kas would, with the address, secret, authority and proxy of the configuration, and says what
+    /// is wrong and what to do about it; exit code 1 when something is.
     #[command(after_help = GITLAB_CHECK_HELP)]
     Check {
         /// The configuration; that of --configuration-file by default.
@@ -83,8 +83,8 @@ pub enum GitLabCommand {
         /// A file with the token of an agent: GitLab is asked whose it is.
         #[arg(long, value_name = "FILE")]
         token_file: Option<PathBuf>,
-        /// The full path of a project, such as group/project: GitLab is asked which it is, and whether that agent may
-        /// read it.
+        /// The full path of a project, such as group/project: GitLab is asked which it is, and whether that
+        /// agent may read it.
         #[arg(long, value_name = "PATH", requires = "token_file")]
         project: Option<String>,
     },

@@ -3,41 +3,18 @@
 pub mod agent;
 pub mod api;
 pub mod private;
+pub mod registration;
 
-use std::{
-    convert::Infallible,
-    sync::{
-        Arc,
-        atomic::{AtomicBool, AtomicU32, Ordering},
-    },
-};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
-use futures_util::FutureExt as _;
 use grpc::{Code, Status};
 use http::{HeaderMap, HeaderValue, Method, Request, Response, StatusCode};
 use hyper::body::Incoming;
-use runtime::http2::{Answer, Body, Refusal, Standing};
+use net::http2::{Body, Refusal, Standing};
 use tokio::sync::watch;
-use tonic::server::NamedService;
 
-use crate::metrics::{ListenerName, Metrics, Reason};
-
-/// What one connection may try.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Attempts {
-    /// Requests that may fail to authenticate before the first that does not.
-    pub failures: u32,
-    /// Fields that the headers of an agent, or of another replica, may have. Theirs are a dozen, and proxies add a few.
-    pub fields: u32,
-    /// The headers of a request, in bytes as RFC 9113 counts them.
-    pub header_list: u32,
-}
-
-impl Default for Attempts {
-    fn default() -> Self {
-        Self { failures: 20, fields: 64, header_list: runtime::http2::HEADER_LIST }
-    }
-}
+use crate::config::Attempts;
+use crate::refusals::{ListenerName, Reason, Refusals};
 
 /// How this replica names itself to agents.
 #[derive(Debug, Clone)]
@@ -48,48 +25,6 @@ pub struct Naming {
     pub run: HeaderValue,
     /// Value of `kas-replicas`: how many live.
     pub replicas: watch::Receiver<usize>,
-}
-
-/// A service of kas: answers one call.
-pub type Own = Arc<dyn Fn(Request<grpc::Body>) -> Answer + Send + Sync>;
-
-/// Hides the type of a generated server; returns it with the beginning of its paths.
-pub fn own<S>(server: S) -> (String, Own)
-where
-    S: tower_service::Service<
-            Request<grpc::Body>,
-            Response = Response<tonic::body::Body>,
-            Error = Infallible,
-        > + NamedService
-        + Clone
-        + Send
-        + Sync
-        + 'static,
-    S::Future: Send + 'static,
-{
-    let call: Own = Arc::new(move |request| {
-        let path = request.uri().clone();
-        let answer = server.clone().call(request);
-        Box::pin(answer.map(move |answered| match answered {
-            Ok(mut response) => {
-                explain_unimplemented(path.path(), response.headers_mut());
-                response.map(|body| -> Body { grpc::boxed(body) })
-            }
-            Err(never) => match never {},
-        }))
-    });
-    (format!("/{}/", S::NAME), call)
-}
-
-/// Says which method is unknown: generated servers answer one with the bare code.
-fn explain_unimplemented(path: &str, headers: &mut HeaderMap) {
-    let bare = headers.get("grpc-message").is_none_or(HeaderValue::is_empty);
-    let told = Status::from_headers(headers).is_some_and(|status| status.code() == Code::Unimplemented);
-    if bare && told {
-        let (service, _) = path.trim_start_matches('/').split_once('/').unwrap_or_default();
-        let text = format!("unknown method {path}: service {service} of this kas does not have it");
-        Status::new(Code::Unimplemented, text).write_to(headers);
-    }
 }
 
 /// Whether a connection has shown who it is.
@@ -140,7 +75,8 @@ fn not_grpc(method: &Method, headers: &HeaderMap) -> Option<Response<Body>> {
     Some(response)
 }
 
-/// Refuses headers with more fields than any that an agent or a replica sends. Callers have a limit of their own.
+/// Refuses headers with more fields than any that an agent or a replica sends. Callers have a limit of their
+/// own.
 fn too_many_fields(headers: &HeaderMap, attempts: Attempts) -> Option<Status> {
     let (fields, most) = (headers.len(), attempts.fields);
     (fields > most as usize).then(|| {
@@ -185,7 +121,7 @@ fn failed(status: &Status, correlation: &HeaderValue) -> Response<Body> {
     response.map(grpc::boxed)
 }
 
-fn count_refusal(metrics: &Arc<Metrics>, listener: ListenerName, why: Refusal) {
+fn count_refusal(refusals: &Refusals, listener: ListenerName, why: Refusal) {
     let reason = match why {
         Refusal::HalfOpen => Reason::HalfOpen,
         Refusal::Silent => Reason::Silent,
@@ -199,5 +135,5 @@ fn count_refusal(metrics: &Arc<Metrics>, listener: ListenerName, why: Refusal) {
         Refusal::Accept => Reason::Accept,
         Refusal::Unauthenticated => Reason::Unauthenticated,
     };
-    metrics.refused(listener, reason);
+    refusals.refused(listener, reason);
 }

@@ -3,16 +3,18 @@
 use std::{path::PathBuf, process::ExitCode};
 
 use clap::{CommandFactory as _, Parser as _};
+use gitlab::check::{self as gitlab_check, Questions};
 use kas::{
     app::Kas,
     cli::{Arguments, Command, ConfigCommand, GitLabCommand},
     config::{self, Config, Environment, Problems},
-    gitlab::check::{self as gitlab_check, Questions},
+    preflight,
 };
-use runtime::{lifecycle, telemetry, tls};
+use net::tls;
+use process::{lifecycle, telemetry};
 
-// Bodies of requests are big buffers that live shortly: this allocator keeps them mapped, where the system one returns
-// them to the kernel and takes a page fault for each page of the next.
+// Bodies of requests are big buffers that live shortly: this allocator keeps them mapped, where the system
+// one returns them to the kernel and takes a page fault for each page of the next.
 #[global_allocator]
 static ALLOCATOR: tikv_jemallocator::Jemalloc = tikv_jemallocator::Jemalloc;
 
@@ -78,7 +80,7 @@ fn run(arguments: Arguments) -> anyhow::Result<ExitCode> {
     for warning in &loaded.warnings {
         tracing::warn!(path = warning.path, "{}", warning.text);
     }
-    runtime::io::make_room_for_files();
+    process::open_files::preallocate_table();
     let mut builder = tokio::runtime::Builder::new_multi_thread();
     if let Some(threads) = arguments.worker_threads {
         builder.worker_threads(threads.max(1));
@@ -121,7 +123,7 @@ fn signals() -> anyhow::Result<(impl Future<Output = ()>, impl Future<Output = (
 
 fn check(file: Option<&PathBuf>) -> anyhow::Result<ExitCode> {
     let text = read(file)?;
-    match config::check(&text, &Environment::of_process()) {
+    match preflight::check_text(&text, &Environment::of_process()) {
         Ok(warnings) => {
             for warning in warnings {
                 println!("warning: {warning}");

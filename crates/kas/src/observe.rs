@@ -16,28 +16,25 @@ use bytes::Bytes;
 use grpc::{BoxError, Code, Status};
 use http::{HeaderMap, HeaderValue, Response};
 use http_body::{Frame, SizeHint};
-use ids::{AgentId, ConnectionId};
-use runtime::http2::Body;
+use ids::{Actor, AgentId, ConnectionId};
+use net::http2::Body;
+use proto::gitlab::agent::grpctool::http_request::Header;
 use tokio::time::Instant;
 use traces::{Kind, Span, Tracer};
 
-use crate::{
-    audit::{
-        self, Actor, Decision, End, Facts, Record, Route, Rule,
-        kubernetes::{First, METHOD, Meant, Read},
-    },
-    identity::Identity,
-};
+use crate::audit::{self, Decision, End, Facts, Record, Route, Rule, kubernetes::KubernetesAction};
 
 /// Methods are short; what is longer is refused, and cut here.
 const LONGEST_METHOD: usize = 512;
+
+/// Returns the project of an agent, where it is known.
+pub type ProjectOf = Box<dyn Fn(AgentId) -> Option<i64> + Send + Sync>;
 
 /// Who looks at requests.
 pub struct Observer {
     audit: Option<Arc<audit::Sink>>,
     tracer: Option<Tracer>,
-    /// Knows the projects of agents.
-    identity: Arc<dyn Identity>,
+    project_of: ProjectOf,
 }
 
 impl std::fmt::Debug for Observer {
@@ -51,12 +48,8 @@ impl std::fmt::Debug for Observer {
 
 impl Observer {
     /// Nobody looks when `audit` and `tracer` are `None`.
-    pub fn new(
-        audit: Option<Arc<audit::Sink>>,
-        tracer: Option<Tracer>,
-        identity: Arc<dyn Identity>,
-    ) -> Arc<Self> {
-        Arc::new(Self { audit, tracer, identity })
+    pub fn new(audit: Option<Arc<audit::Sink>>, tracer: Option<Tracer>, project_of: ProjectOf) -> Arc<Self> {
+        Arc::new(Self { audit, tracer, project_of })
     }
 
     /// A request has arrived.
@@ -176,7 +169,7 @@ impl Seen {
 
     fn write(&self, facts: &Arc<Facts>, end: Option<End>) {
         if let Some(audit) = &self.observer.audit {
-            audit.write(Record { at: runtime::clock::wall(), facts: Arc::clone(facts), end });
+            audit.write(Record { at: process::clock::wall(), facts: Arc::clone(facts), end });
         }
     }
 
@@ -225,7 +218,7 @@ impl Sight {
     pub fn target(&self, agent: AgentId, connection: Option<ConnectionId>) {
         if let Some(seen) = &self.0 {
             let audit = seen.observer.audit.as_ref();
-            let project = audit.and_then(|_| seen.observer.identity.project_of(agent));
+            let project = audit.and_then(|_| (seen.observer.project_of)(agent));
             seen.learn(|facts| {
                 (facts.agent, facts.project, facts.connection) = (Some(agent), project, connection);
             });
@@ -236,8 +229,8 @@ impl Sight {
         }
     }
 
-    /// The request goes on. Its first line is written now or, when its first message says what it means, with that; and
-    /// its span begins, below the one that its headers name.
+    /// The request goes on. Its first line is written now or, when its first message says what it means, with
+    /// that; and its span begins, below the one that its headers name.
     pub fn allowed(&self, headers: &HeaderMap) {
         if let Some(seen) = &self.0 {
             let span =
@@ -248,7 +241,7 @@ impl Sight {
             });
             let mut state = seen.state();
             state.span = span;
-            if seen.observer.audit.is_none() || state.facts.method != METHOD {
+            if seen.observer.audit.is_none() || state.facts.method != http_tunnel::METHOD {
                 seen.start(&mut state);
             }
         }
@@ -284,15 +277,24 @@ impl Sight {
         }
     }
 
-    /// Returns the request's body, which is looked at while it passes.
+    /// The first message of a request to an API server has come; `None`: its header cannot be decoded. The
+    /// first line is written before the message is passed on: nothing is done that was not said to begin.
+    pub fn first_message(&self, header: Option<&Header>) {
+        if let Some(seen) = &self.0
+            && seen.observer.audit.is_some()
+        {
+            let action = header.and_then(KubernetesAction::of);
+            seen.learn(|facts| facts.kubernetes = action);
+            let mut state = seen.state();
+            seen.start(&mut state);
+        }
+    }
+
+    /// Returns the request's body, whose bytes are counted while it passes.
     pub fn request_body(&self, body: grpc::Body) -> grpc::Body {
         match &self.0 {
             None => body,
-            Some(seen) => {
-                let reads = seen.observer.audit.is_some() && seen.state().facts.method == METHOD;
-                let first = reads.then(First::default);
-                grpc::boxed(RequestBody { inner: body, seen: Arc::clone(seen), first })
-            }
+            Some(seen) => grpc::boxed(RequestBody { inner: body, seen: Arc::clone(seen) }),
         }
     }
 
@@ -330,25 +332,6 @@ impl Drop for Answering {
 struct RequestBody {
     inner: grpc::Body,
     seen: Arc<Seen>,
-    /// The first message, while it is read.
-    first: Option<First>,
-}
-
-impl RequestBody {
-    fn look(&mut self, data: &Bytes) {
-        self.seen.bytes_in.fetch_add(data.len() as u64, Ordering::Relaxed);
-        let Some(first) = &mut self.first else { return };
-        if let Read::Done(meant) = first.push(data) {
-            self.first = None;
-            self.start(meant);
-        }
-    }
-
-    fn start(&self, meant: Option<Meant>) {
-        self.seen.learn(|facts| facts.kubernetes = meant);
-        let mut state = self.seen.state();
-        self.seen.start(&mut state);
-    }
 }
 
 impl http_body::Body for RequestBody {
@@ -363,8 +346,7 @@ impl http_body::Body for RequestBody {
         if let Some(Ok(frame)) = &frame
             && let Some(data) = frame.data_ref()
         {
-            // Before it is passed on: nothing is done that was not said to begin.
-            self.look(data);
+            self.seen.bytes_in.fetch_add(data.len() as u64, Ordering::Relaxed);
         }
         Poll::Ready(frame)
     }

@@ -1,10 +1,11 @@
-//! The page for people on the observability listener: the replicas, their agents, and why a request for an agent goes the
-//! way it does. It is read only, and shows no more than `kasctl replicas`, `agents` and `why`.
+//! The page for people on the observability listener: the replicas, their agents, and why a request for an
+//! agent goes the way it does. It is read only, and shows no more than `kasctl replicas`, `agents` and `why`.
 //!
-//! The browser gets three files, and then one stream of server-sent events. `feed` is what makes the events; it runs
-//! only while somebody looks. `shown` says what of the replica goes out.
+//! The browser gets three files, and then one stream of server-sent events. `feed` is what makes the events;
+//! it runs only while somebody looks. `shown` says what of the replica goes out.
 
 mod feed;
+mod metrics;
 mod shown;
 
 use std::{
@@ -25,15 +26,12 @@ use http::{
 use http_body::Frame;
 use http_body_util::{BodyExt as _, Full, StreamBody};
 use ids::AgentId;
-use runtime::admin::{Body, Site};
+use net::admin::{Body, Site};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
-pub use self::feed::Source;
 use self::feed::{Feed, View};
-use crate::{config, metrics::Metrics};
-
-/// Where the page is; nothing else of the listener may be below it.
-pub const PATH: &str = "/page/";
+pub use self::{feed::Source, metrics::PageMetrics};
+use crate::config::{self, PAGE_PATH as PATH};
 
 /// Nothing but files of this folder runs or is shown, and no other page may show this one within itself.
 const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; \
@@ -52,7 +50,7 @@ const FILES: [(&str, &str, &str); 4] = [
 pub struct Page {
     hosts: Vec<String>,
     viewers: Arc<Semaphore>,
-    metrics: Arc<Metrics>,
+    metrics: Arc<PageMetrics>,
     source: OnceLock<Arc<Source>>,
     /// What all viewers share, while there are any.
     feed: Mutex<Weak<Feed>>,
@@ -67,7 +65,7 @@ impl std::fmt::Debug for Page {
 /// A place among the viewers.
 struct Viewer {
     _permit: OwnedSemaphorePermit,
-    metrics: Arc<Metrics>,
+    metrics: Arc<PageMetrics>,
 }
 
 impl Drop for Viewer {
@@ -78,7 +76,7 @@ impl Drop for Viewer {
 
 impl Page {
     /// Makes the page. Until [`serve`](Self::serve) it shows that kas starts.
-    pub fn new(config: &config::Page, metrics: Arc<Metrics>) -> Arc<Self> {
+    pub fn new(config: &config::Page, metrics: Arc<PageMetrics>) -> Arc<Self> {
         Arc::new(Self {
             hosts: config.hosts.clone(),
             viewers: Arc::new(Semaphore::new(config.viewers as usize)),
@@ -166,8 +164,8 @@ impl Page {
         }
     }
 
-    /// Refuses names that are not known to be this replica's: a site whose name leads here for a moment (DNS rebinding)
-    /// could read along otherwise, in the browser of whoever can reach this port.
+    /// Refuses names that are not known to be this replica's: a site whose name leads here for a moment (DNS
+    /// rebinding) could read along otherwise, in the browser of whoever can reach this port.
     fn check_host(&self, request: &Request<()>) -> Result<(), String> {
         let given = match request.uri().host() {
             Some(host) => Some(host),
@@ -220,7 +218,8 @@ fn text(status: StatusCode, text: String) -> Response<Body> {
     response
 }
 
-/// Whether a page of another site asks, as its browser says: it cannot read the events, but would take a viewer's place.
+/// Whether a page of another site asks, as its browser says: it cannot read the events, but would take a
+/// viewer's place.
 fn is_foreign(headers: &HeaderMap) -> bool {
     headers.get("sec-fetch-site").is_some_and(|site| site != "same-origin" && site != "none")
 }
@@ -260,7 +259,7 @@ mod tests {
 
     fn page() -> Arc<Page> {
         let config = config::Page { viewers: 1, hosts: vec!["kas.example.com".to_owned()] };
-        Page::new(&config, Arc::new(Metrics::new(&mut Registry::default())))
+        Page::new(&config, Arc::new(PageMetrics::new(&mut Registry::default())))
     }
 
     fn get(page: &Page, path: &str, headers: &[(&str, &str)]) -> Option<Response<Body>> {

@@ -1,69 +1,62 @@
-//! The pods of an agent's cluster: names only.
+//! Lists the names of the pods in an agent's cluster.
 //!
-//! kas asks the API server through the tunnel, page by page, for metadata alone, so that every
-//! agent that serves `KubernetesApi` can answer, and a large cluster costs its names.
+//! kas requests only metadata from the API server, page by page, through the tunnel. So it works with every
+//! agent that serves `KubernetesApi`, and a large cluster costs no more than its names.
 
 use std::{collections::BTreeMap, sync::Arc};
 
-use bytes::{Bytes, BytesMut};
-use grpc::{Code, Deadline, MessageReader, Status};
+use bytes::Bytes;
+use grpc::{Code, Deadline, Status};
 use http::{HeaderMap, HeaderValue};
+use http_tunnel::kas_end;
 use ids::{AgentId, ConnectionId};
 use prost::Message as _;
 use proto::{
-    gitlab::agent::{
-        grpctool::{HttpRequest, HttpResponse, http_request, http_response},
-        prototool::{self, Values},
-    },
+    gitlab::agent::prototool::{self, Values},
     kas::api::v1::{GetPodsResponse, Pod},
 };
 use serde::Deserialize;
 use tunnel::kas_end::Head;
 
-use crate::{
-    observe::Sight,
-    router::{AgentRequest, Router, Trail},
-};
+use crate::observe::Sight;
+use crate::routing::router::{AgentRequest, Router, Trail};
 
-const METHOD: &str = "/gitlab.agent.kubernetes_api.rpc.KubernetesApi/MakeRequest";
-/// Metadata of a list, or the whole objects where a server cannot do that.
+/// Requests the metadata of a list, or whole objects from a server that cannot send only metadata.
 const ACCEPT: &str = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1,application/json";
-/// Pods asked of the API server at once: its metadata weighs a few KiB each.
+/// Pods per page of the API server. The metadata of a pod has a few KiB.
 const CHUNK: usize = 500;
-/// The largest page of the API server that is read: 500 objects of 64 KiB.
+/// The largest page of the API server that is read, in bytes: 500 objects of 64 KiB.
 const MAX_CHUNK_BYTES: usize = 32 << 20;
-/// Pods in one answer.
+/// The most pods in one response.
 pub const MAX_PAGE: usize = 50_000;
-/// Bytes of one answer: below the 4 MiB that gRPC clients accept.
+/// The largest response, in bytes. gRPC clients accept at most 4 MiB.
 const MAX_ANSWER: usize = 3 << 20;
-/// A list whose continuation expired is begun again this often.
+/// How often a list is restarted when its continuation token has expired.
 const RESTARTS: usize = 3;
-/// The largest gRPC message of an answer; agents send at most 32 KiB of a body in one.
-const MAX_MESSAGE: usize = 4 << 20;
 
-/// Which pods.
+/// Which pods to list.
 #[derive(Debug, Clone)]
 pub struct PodQuery {
-    /// Of which agent's cluster.
+    /// The agent of the cluster.
     pub agent: AgentId,
-    /// Through which connection, or any.
+    /// The connection to use; `None`: any.
     pub connection: Option<ConnectionId>,
-    /// In which namespace; empty: all.
+    /// The namespace; empty: all.
     pub namespace: String,
-    /// With which labels; empty: any.
+    /// The label selector; empty: all pods.
     pub label_selector: String,
-    /// How many at most.
+    /// The most pods to return.
     pub page_size: usize,
-    /// Where the page before ended; empty: the beginning.
+    /// The token of the previous page; empty: start at the beginning.
     pub page_token: String,
 }
 
-/// What the call that asks for pods brings along.
+/// The call that asks for pods.
 #[derive(Clone, Copy, Debug)]
 pub struct Asked<'a> {
-    /// Its request id.
+    /// Its correlation id.
     pub correlation: &'a HeaderValue,
-    /// Until when it wants its answer.
+    /// Its deadline.
     pub deadline: Deadline,
     /// Who looks at it.
     pub sight: &'a Sight,
@@ -95,14 +88,14 @@ struct ItemMeta {
     namespace: String,
 }
 
-/// What the API server says of an error.
+/// An error of the API server.
 #[derive(Deserialize)]
 struct ApiStatus {
     #[serde(default)]
     message: String,
 }
 
-/// Why a page could not be read.
+/// Why a page cannot be read.
 enum PageError {
     /// The continuation token has expired.
     Expired,
@@ -118,8 +111,8 @@ impl From<Status> for PageError {
 /// Lists pods.
 ///
 /// # Errors
-/// Those of the router; `PERMISSION_DENIED` when the agent's rights do not allow it, `ABORTED` when
-/// a page token has expired, and others that say what the API server said.
+/// Errors of the router; `PERMISSION_DENIED` if the agent has no permission, `ABORTED` if a page token has
+/// expired, and others with the message of the API server.
 pub async fn list(router: &Router, query: PodQuery, asked: Asked<'_>) -> Result<GetPodsResponse, Status> {
     let mut restarts = 0;
     'list: loop {
@@ -204,7 +197,7 @@ async fn page(
     }
 }
 
-/// Makes one request without a body to the agent's API server and reads the whole answer.
+/// Sends a request without a body to the agent's API server, and reads the complete response.
 async fn fetch(
     router: &Router,
     agent: AgentId,
@@ -212,89 +205,31 @@ async fn fetch(
     request: prototool::HttpRequest,
     asked: Asked<'_>,
 ) -> Result<(i32, Bytes), Status> {
-    use http_request::Message;
-    let mut body = BytesMut::new();
-    let header = http_request::Header { request: Some(request), extra: None, content_length: Some(0) };
-    grpc::encode_into(&HttpRequest { message: Some(Message::Header(header)) }, &mut body);
-    grpc::encode_into(&HttpRequest { message: Some(Message::Trailer(http_request::Trailer {})) }, &mut body);
+    let body = kas_end::request_without_body(request);
     let mut headers = HeaderMap::new();
     asked.sight.outgoing(&mut headers);
     let answer = router
         .route(AgentRequest {
             agent,
             connection,
-            method: Arc::from(METHOD),
+            method: Arc::from(http_tunnel::METHOD),
             headers,
             correlation: asked.correlation.clone(),
             deadline: asked.deadline,
-            body: grpc::full(body.freeze()),
+            body: grpc::full(body),
             impersonates: false,
             trail: Trail::default(),
             sight: asked.sight.clone(),
         })
         .await?;
     if let Head::Only(_, status) = answer.head {
-        return Err(if status.code() == Code::Ok { incomplete() } else { status });
+        return Err(if status.code() == Code::Ok { kas_end::incomplete() } else { status });
     }
-    read(answer.body).await
+    kas_end::read_response(answer.body, MAX_CHUNK_BYTES).await
 }
 
-/// Reads a whole HTTP response out of an agent's messages.
-async fn read<B>(body: B) -> Result<(i32, Bytes), Status>
-where
-    B: http_body::Body<Data = Bytes> + Unpin,
-    B::Error: Into<grpc::BoxError>,
-{
-    let mut reader = MessageReader::new(body, MAX_MESSAGE);
-    let mut code = None;
-    let mut complete = false;
-    let mut content = BytesMut::new();
-    while let Some(message) = reader.next().await.map_err(|error| Status::from(&error))? {
-        let message = HttpResponse::decode(message).map_err(|error| {
-            Status::new(Code::Internal, format!("the agent's answer cannot be read: {error}"))
-        })?;
-        match message.message {
-            Some(http_response::Message::Header(header)) => {
-                code = header.response.map(|response| response.status_code);
-            }
-            Some(http_response::Message::Data(data)) => {
-                if content.len() + data.data.len() > MAX_CHUNK_BYTES {
-                    return Err(Status::new(
-                        Code::ResourceExhausted,
-                        format!("a page of the API server's list is larger than {MAX_CHUNK_BYTES} bytes"),
-                    ));
-                }
-                content.extend_from_slice(&data.data);
-            }
-            Some(http_response::Message::Trailer(_)) => complete = true,
-            // Nothing was upgraded.
-            Some(http_response::Message::UpgradeData(_)) | None => {}
-        }
-    }
-    match reader.trailers().and_then(Status::from_headers) {
-        Some(status) if status.code() != Code::Ok => Err(status),
-        _ => match code.filter(|_| complete) {
-            Some(code) => Ok((code, content.freeze())),
-            None => Err(incomplete()),
-        },
-    }
-}
-
-fn incomplete() -> Status {
-    Status::new(Code::Internal, "the agent's answer is not a complete HTTP response")
-}
-
-/// Reads `bytes` as an agent's answer of the API server, and as the list in it: for a fuzz target.
-///
-/// # Panics
-/// When an answer is not read at once although all of it is there.
+/// Parses `bytes` as the body of a response of an API server. For a fuzz target.
 pub fn fuzz(bytes: &[u8]) {
-    use futures_util::FutureExt as _;
-    let body = http_body_util::Full::new(Bytes::copy_from_slice(bytes));
-    let read = read(body).now_or_never().expect("all of the answer is there");
-    if let Ok((_, content)) = read {
-        let _ = serde_json::from_slice::<List>(&content);
-    }
     let _ = serde_json::from_slice::<List>(bytes);
     let _ = serde_json::from_slice::<ApiStatus>(bytes);
 }

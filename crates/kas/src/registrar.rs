@@ -1,11 +1,11 @@
-//! Who runs, as agents of 16.5 and later say it: by `AgentRegistrar/Register` every 5 minutes, instead of by their
-//! configuration stream.
+//! Who runs, as agents of 16.5 and later say it: by `AgentRegistrar/Register` every 5 minutes, instead of by
+//! their configuration stream.
 //!
-//! GitLab's kas keeps such an entry as long as kas itself runs, so that pods that are gone stay listed. Here it ends when
-//! it is not repeated, and it is not listed while no replica has a tunnel of the agent. The other way round a kas that has
-//! just started would list nobody until each agent has repeated itself, so a configuration stream of such an agent stands
-//! in for its entry until that comes: under an id that every replica derives from the name of the pod, by which lists
-//! recognise it and leave it out.
+//! GitLab's kas keeps such an entry as long as kas itself runs, so that pods that are gone stay listed. Here
+//! it ends when it is not repeated, and it is not listed while no replica has a tunnel of the agent. The
+//! other way round a kas that has just started would list nobody until each agent has repeated itself, so a
+//! configuration stream of such an agent stands in for its entry until that comes: under an id that every
+//! replica derives from the name of the pod, by which lists recognise it and leave it out.
 
 use std::{
     collections::{HashMap, HashSet},
@@ -17,13 +17,11 @@ use cluster::{AgentMeta, Connection, Lease, Located, Tracker};
 use ids::{AgentId, ConnectionId};
 use tokio::time::Instant;
 
-use crate::{
-    identity::{Authenticated, Identity},
-    tunnel_registry::TunnelRegistry,
-};
+use crate::routing::registry::TunnelRegistry;
+use identity::{Authenticated, Identity};
 
-/// An entry lives so long after it was said last: agents repeat it after 5 minutes, and after up to 5 more when that
-/// failed.
+/// An entry lives so long after it was said last: agents repeat it after 5 minutes, and after up to 5 more
+/// when that failed.
 const LIFETIME: Duration = Duration::from_secs(630);
 /// An agent without any tunnel is listed so long: it changes connections meanwhile.
 const ABSENT: Duration = Duration::from_secs(30);
@@ -98,7 +96,7 @@ impl Registrar {
             project_id: agent.project_id,
             id: process,
             meta,
-            connected_at: runtime::clock::wall(),
+            connected_at: process::clock::wall(),
         };
         let lease = Some(self.tracker.connection(connection.clone()));
         let said = Instant::now();
@@ -166,6 +164,27 @@ impl Registrar {
     }
 }
 
+/// Returns what an agent says of its process, with texts no longer than any real one: they are shown to
+/// people and kept in memory.
+pub fn bounded(version: String, commit: String, pod_namespace: String, pod_name: String) -> AgentMeta {
+    AgentMeta {
+        version: cut(version),
+        commit: cut(commit),
+        pod_namespace: cut(pod_namespace),
+        pod_name: cut(pod_name),
+    }
+}
+
+fn cut(mut text: String) -> String {
+    /// In bytes.
+    const LONGEST: usize = 256;
+    if text.len() > LONGEST {
+        let end = (0..=LONGEST).rev().find(|at| text.is_char_boundary(*at)).unwrap_or(0);
+        text.truncate(end);
+    }
+    text
+}
+
 /// The connection id of a process that registers under `pod_id`.
 pub fn process(agent: AgentId, pod_id: i64) -> ConnectionId {
     // Agents draw positive ones; any other number is as good a name, but no id of a connection.
@@ -173,8 +192,8 @@ pub fn process(agent: AgentId, pod_id: i64) -> ConnectionId {
         .unwrap_or_else(|_| ConnectionId::of_instance(agent, format!("pod_id {pod_id}").as_bytes()))
 }
 
-/// The id under which a configuration stream stands in for the entry of its process; `None`: it does not say in which pod
-/// it runs, so its entry could not be recognised.
+/// The id under which a configuration stream stands in for the entry of its process; `None`: it does not say
+/// in which pod it runs, so its entry could not be recognised.
 pub fn stand_in(agent: AgentId, meta: &AgentMeta) -> Option<ConnectionId> {
     let AgentMeta { pod_namespace, pod_name, .. } = meta;
     (!pod_name.is_empty())
@@ -206,16 +225,13 @@ pub fn leave_out_stand_ins(connections: &mut Vec<Located>) {
 
 #[cfg(test)]
 mod tests {
-    use cluster::{InMemoryTracker, Query, Replica};
+    use cluster::{Connections as _, InMemoryTracker, Locator as _, Query, Replica};
     use ids::{ReplicaId, TokenHash};
     use prometheus_client::registry::Registry;
 
     use super::*;
-    use crate::{
-        identity::{Agent, Hold, IdentityError},
-        metrics::Metrics,
-        tunnel_registry::Limits,
-    };
+    use crate::routing::{metrics::RequestMetrics, registry::Limits};
+    use identity::{Agent, Hold, IdentityError};
 
     /// Every token is good until it is revoked.
     struct Anybody(tokio::sync::watch::Sender<u64>, std::sync::atomic::AtomicBool);
@@ -252,7 +268,7 @@ mod tests {
     fn lab() -> Lab {
         let me = Replica { id: ReplicaId::new("me"), address: "127.0.0.1:1".into() };
         let tracker = Arc::new(InMemoryTracker::new(me));
-        let metrics = Arc::new(Metrics::new(&mut Registry::default()));
+        let metrics = Arc::new(RequestMetrics::new(&mut Registry::default()));
         let limits = Limits { waiters_per_agent: 100, waiters: 100, tunnels_per_agent: 100 };
         let registry = TunnelRegistry::new(Arc::clone(&tracker) as _, metrics, limits);
         let identity = Arc::new(Anybody(tokio::sync::watch::channel(0).0, false.into()));

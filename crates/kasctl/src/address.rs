@@ -1,11 +1,11 @@
-//! Where kas listens, as an operator writes it.
+//! The address of kas in the command line.
 
 use std::{fmt, path::PathBuf, str::FromStr};
 
-/// The port of kas' API listener, used when an address names none.
+/// The default port: that of the API listener of kas.
 const DEFAULT_PORT: u16 = 8153;
 
-/// An address of kas' API listener.
+/// An address of the API listener of kas.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Address {
     /// `grpc://` (plain) or `grpcs://` (TLS).
@@ -21,14 +21,14 @@ pub(crate) enum Address {
     Unix(PathBuf),
 }
 
-/// Why a text is not an address.
+/// The reason why a text is not an address.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum Invalid {
-    /// No scheme, or one that kas does not speak.
+    /// No scheme, or an unknown one.
     #[error("expected grpc://host:port, grpcs://host:port (TLS) or unix:///path")]
     Scheme,
-    /// No host, an illegal port, or something behind it.
-    #[error("expected a host and a port and nothing else, such as grpc://127.0.0.1:8153")]
+    /// No host, an invalid port, or anything after it.
+    #[error("expected only a host and a port, such as grpc://127.0.0.1:8153")]
     Authority,
     /// A relative path of a socket.
     #[error("expected an absolute path of a socket, such as unix:///run/kas/api.sock")]
@@ -72,7 +72,7 @@ impl fmt::Display for Address {
 }
 
 impl Address {
-    /// Returns what goes into `:authority`.
+    /// Returns the value of `:authority`.
     pub(crate) fn authority(&self) -> String {
         match self {
             Self::Tcp { host, port, .. } => host_port(host, *port),
@@ -105,7 +105,7 @@ mod tests {
     }
 
     #[test]
-    fn anything_else_is_refused_with_the_reason() {
+    fn other_texts_are_refused_with_the_reason() {
         for (text, error) in [
             ("127.0.0.1:8153", Invalid::Scheme),
             ("http://kas:1", Invalid::Scheme),

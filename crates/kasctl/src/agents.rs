@@ -2,11 +2,11 @@
 
 use std::{collections::BTreeMap, time::Duration};
 
+use process::clock;
 use proto::kas::api::v1::{
     ConnectedAgentInfo, KasAddress, UnansweredReplica, WatchConnectedAgentsRequest,
     WatchConnectedAgentsResponse, watch_connected_agents_response::Event,
 };
-use runtime::clock;
 use serde::Serialize;
 use tonic::Streaming;
 
@@ -15,7 +15,7 @@ use crate::{
     api::{Client, UNARY_TIMEOUT},
     cli::{AgentsArgs, Format},
     duration::humane,
-    explain::{Asked, Call},
+    explain::{Call, CallKind},
     failure::{Exit, Failure},
     output::{Output, note},
     table::{Table, printable},
@@ -25,20 +25,20 @@ const TITLES: [&str; 8] = ["AGENT", "NAME", "PROJECT", "CONNECTION", "POD", "VER
 const WATCH_TITLES: [&str; 9] =
     ["EVENT", "AGENT", "NAME", "PROJECT", "CONNECTION", "POD", "VERSION", "CONNECTED", "KAS"];
 
-/// An agent and a connection of it: what makes a row.
+/// The key of a row: the ids of an agent and of its connection.
 type Key = (i64, i64);
 
-/// Lists connections, and with `--watch` every change of them.
+/// Lists connections, and with `--watch` every change.
 ///
 /// # Errors
-/// When the list cannot be had or written. A list without the part of some replica is [`Exit::Partial`].
+/// The list cannot be read or written. If a replica did not answer, the result is [`Exit::Partial`].
 pub(crate) async fn run(
     client: Client,
     mut output: Output,
     args: AgentsArgs,
     format: Format,
 ) -> Result<Exit, Failure> {
-    let call = client.call(Asked::Kas, (!args.watch).then_some(UNARY_TIMEOUT));
+    let call = client.call(CallKind::Kas, (!args.watch).then_some(UNARY_TIMEOUT));
     let question = WatchConnectedAgentsRequest {
         project_id: args.project.unwrap_or_default(),
         agent_id: args.agent.map(ids::AgentId::get).unwrap_or_default(),
@@ -60,21 +60,21 @@ pub(crate) async fn run(
         .await
 }
 
-/// What it means for a list that a replica did not answer.
+/// The consequence for a list if a replica did not answer.
 const PARTIAL: &str = "the list is partial";
 
-/// Names the replicas that did not answer, and what that means.
-pub(crate) fn warn<'a>(unanswered: impl IntoIterator<Item = &'a UnansweredReplica>, meaning: &str) {
+/// Prints a warning for each replica that did not answer, with the consequence.
+pub(crate) fn warn<'a>(unanswered: impl IntoIterator<Item = &'a UnansweredReplica>, consequence: &str) {
     for replica in unanswered {
         note(format_args!(
-            "warning: kas at {} did not answer ({}): {meaning}",
+            "warning: kas at {} did not answer ({}): {consequence}",
             printable(&address(replica.address.as_ref())),
             printable(&replica.reason)
         ));
     }
 }
 
-/// The stream of changes, with its errors explained.
+/// The stream of changes. Its errors are explained.
 struct Events<'a> {
     events: Streaming<WatchConnectedAgentsResponse>,
     client: &'a Client,
@@ -82,7 +82,7 @@ struct Events<'a> {
 }
 
 impl Events<'_> {
-    /// Returns the next change that this version knows.
+    /// Returns the next event. Events that this version does not know are skipped.
     async fn next(&mut self) -> Result<Event, Failure> {
         loop {
             let message = self.events.message().await;
@@ -92,7 +92,7 @@ impl Events<'_> {
                 None => {
                     return Err(self
                         .call
-                        .explain_broken("it ended the watch, as a replica does that shuts down"));
+                        .explain_broken("it ended the watch, which a replica does when it shuts down"));
                 }
             }
         }
@@ -171,7 +171,7 @@ async fn watch(
                 let before = agents.insert((agent.id, agent.connection_id), agent.clone());
                 let name = match before {
                     None => "connected",
-                    // The same connection, on another replica or told of again.
+                    // The same connection, moved to another replica or reported again.
                     Some(before) if before.kas_address != agent.kas_address => "moved",
                     Some(_) => "present",
                 };
@@ -186,7 +186,7 @@ async fn watch(
                 };
                 ("disconnected", known.unwrap_or_else(bare))
             }
-            // Again: some replica stopped to answer, or answers again.
+            // Sent again after a replica stopped answering or answers again.
             Event::SnapshotComplete(complete) => {
                 if changed(&mut unanswered, complete.unanswered) && format == Format::Json {
                     output.json_line(&EventJson::complete(&unanswered)).await?;
@@ -212,7 +212,7 @@ async fn watch(
     }
 }
 
-/// Takes the new set of replicas that do not answer, and tells what is different. Returns whether anything is.
+/// Stores the replicas that do not answer, and prints the differences. Returns whether there are any.
 fn changed(known: &mut Vec<UnansweredReplica>, now: Vec<UnansweredReplica>) -> bool {
     let before = std::mem::replace(known, now);
     let has = |list: &[UnansweredReplica], replica: &UnansweredReplica| {
@@ -252,14 +252,14 @@ fn pod(agent: &ConnectedAgentInfo) -> String {
     }
 }
 
-/// Returns how long ago it connected; a stamp of the future, from another clock, is just now.
+/// Returns the time since it connected, or 0 if its clock is ahead of this one.
 fn age(agent: &ConnectedAgentInfo, now: Duration) -> Option<Duration> {
     let at = agent.connected_at.as_ref()?;
     let at = Duration::from_secs(at.seconds.try_into().ok()?);
     Some(now.saturating_sub(at))
 }
 
-/// Returns the address of a replica; one without a port is a name that kas could not take apart.
+/// Returns the address of a replica. Without a port, it is a name that kas could not parse.
 pub(crate) fn address(address: Option<&KasAddress>) -> String {
     match address {
         None => String::new(),
@@ -268,7 +268,7 @@ pub(crate) fn address(address: Option<&KasAddress>) -> String {
     }
 }
 
-/// One document: what `-o json` prints. Field names are a promise to scripts.
+/// The document that `-o json` prints. Field names are stable.
 #[derive(Serialize)]
 struct ListJson<'a> {
     agents: Vec<AgentJson<'a>>,
@@ -295,13 +295,13 @@ struct AgentJson<'a> {
     id: i64,
     name: &'a str,
     project_id: i64,
-    /// Text: it has 63 bits, and many readers of JSON keep only 53.
+    /// A string: it has 63 bits, and many JSON parsers keep only 53.
     connection_id: String,
     version: &'a str,
     commit: &'a str,
     pod_namespace: &'a str,
     pod_name: &'a str,
-    /// RFC 3339, in UTC.
+    /// RFC 3339 in UTC.
     connected_at: Option<String>,
     kas_address: Option<AddressJson<'a>>,
 }
@@ -383,20 +383,20 @@ mod tests {
                 "[fd00::1]:8155"
             ]
         );
-        assert_eq!(cells(&agent(), Duration::from_secs(5))[6], "0s", "a clock behind that of kas");
+        assert_eq!(cells(&agent(), Duration::from_secs(5))[6], "0s", "this clock is behind that of kas");
         assert_eq!(cells(&ConnectedAgentInfo { id: 1, ..Default::default() }, Duration::ZERO)[6], "");
     }
 
     #[test]
-    fn replicas_without_a_port_are_names() {
+    fn addresses_without_a_port_are_names() {
         let of = |ip: &str, port| address(Some(&KasAddress { ip: ip.to_owned(), port }));
         assert_eq!(of("10.0.0.1", 8155), "10.0.0.1:8155");
-        assert_eq!(of("kas-0.kas:8155", 0), "kas-0.kas:8155", "kas leaves what is no IP address whole");
+        assert_eq!(of("kas-0.kas:8155", 0), "kas-0.kas:8155", "kas does not split a name");
         assert_eq!(address(None), "");
     }
 
     #[test]
-    fn silence_and_its_end_are_changes() {
+    fn a_replica_that_stops_or_resumes_answering_is_a_change() {
         let silent = |ip: &str| UnansweredReplica {
             address: Some(KasAddress { ip: ip.to_owned(), port: 1 }),
             reason: "gone".to_owned(),
@@ -409,7 +409,7 @@ mod tests {
     }
 
     #[test]
-    fn absurd_stamps_of_a_peer_are_survived() {
+    fn extreme_timestamps_are_accepted() {
         for seconds in [i64::MIN, -1, i64::MAX] {
             let connected_at = Some(prost_types::Timestamp { seconds, nanos: i32::MIN });
             let agent = ConnectedAgentInfo { connected_at, ..Default::default() };

@@ -1,7 +1,6 @@
-//! Adding an agent to kas' identity file: all of the entry or nothing, and never twice.
-//!
-//! The text is kept as it is, comments too, and the item is put at its end. Whether that means what it should
-//! is not guessed: the new text is read as YAML, and must hold what the old one held and one agent more.
+//! Adds an agent to the identity file of kas, atomically and at most once.
+//! The entry is appended to the text, which keeps its comments. Then the new text is parsed as YAML, and must
+//! have the content of the old one and one more agent.
 
 use std::{
     fs::{self, File, OpenOptions, Permissions},
@@ -12,75 +11,96 @@ use std::{
 
 use serde_json::Value;
 
-use crate::{failure::Failure, jwt};
+use crate::{file_error::FileError, jwt};
 
-/// The mode of a file that is made here: hashes are no secrets, but nobody else may add agents.
+/// The mode of a new file. Hashes are not secret, but other users must not add agents.
 const MODE: u32 = 0o600;
-/// What kas itself allows in this file, as a multiple of the parser's own limits: 100,000 agents.
+/// The limits of kas for this file as a multiple of the default limits of the parser: 100,000 agents.
 const SCALE: usize = 40;
 
-/// An agent to be added.
+/// The entry to add.
 #[derive(Debug)]
 pub(crate) struct Entry<'a> {
-    /// Its id, of which there is only one.
+    /// The id of the agent, which is unique.
     pub(crate) id: i64,
-    /// Its name, of which there is only one: its configuration is found by it.
+    /// The name of the agent, which is unique, because its configuration is found by name.
     pub(crate) name: &'a str,
-    /// The item of the list as lines without indentation.
+    /// The list item as lines without indentation.
     pub(crate) item: &'a str,
 }
 
-/// Why an agent is not added. The file is as it was.
+/// The reason why the file does not permit an entry.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum Refused {
     /// Another entry has the id.
     #[error(
-        "agent {id} is in it already, as {name}: take another id, or put a second hash to its tokens \
+        "it already contains agent {id}, with the name {name}: use another id, or add a second hash to its tokens \
          ('kasctl token agent' without --agents-file prints one)"
     )]
     Id {
-        /// The id of both.
+        /// The id.
         id: i64,
-        /// The name of the one that is there.
+        /// The name in the file.
         name: String,
     },
     /// Another entry has the name.
-    #[error("agent {id} has the name {name} already: take another name")]
+    #[error("agent {id} already has the name {name}: use another name")]
     Name {
-        /// The id of the one that is there.
+        /// The id in the file.
         id: String,
-        /// The name of both.
+        /// The name.
         name: String,
     },
-    /// Not YAML, not a list of agents, or one that nothing can be put behind.
+    /// It is not YAML, not a list of agents, or the list is not at its end.
     #[error(
-        "it is not a list of agents that an entry can be put behind: expected YAML that ends with the list 'agents:'; \
-         without --agents-file the entry is printed, to be put in by hand"
+        "it is not a list of agents that an entry can be appended to: expected YAML that ends with the list 'agents:'; \
+         without --agents-file the entry is printed, so that you can insert it yourself"
     )]
     Shape,
-    /// A directory, a device, a pipe.
+    /// It is a directory, a device or a pipe.
     #[error("it is not a regular file")]
     NotAFile,
 }
 
-/// A new version of the file, complete and on the disk beside the old one.
+/// Why an agent was not added. The file is unchanged.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum Error {
+    /// The file does not permit the entry.
+    #[error("cannot add the agent to {}: {cause}", .path.display())]
+    Refused {
+        /// The file.
+        path: PathBuf,
+        /// The reason.
+        #[source]
+        cause: Refused,
+    },
+    /// The file cannot be read or written.
+    #[error(transparent)]
+    File(#[from] FileError),
+    /// There are no random bytes for the name of the new version.
+    #[error(transparent)]
+    Random(#[from] jwt::Error),
+}
+
+/// A new version of the file, complete and on disk beside the old one.
 ///
-/// Others that add agents wait as long as this lives. Dropping it leaves the old version in force.
+/// Other processes that add agents wait until this is dropped. Without [`Prepared::commit`], the old version
+/// stays.
 #[derive(Debug)]
 pub(crate) struct Prepared {
     path: PathBuf,
-    /// `None`: it has taken the place of the old one.
+    /// `None` after it has replaced the old version.
     new: Option<PathBuf>,
     directory: File,
 }
 
-/// Makes a new version of the file with the entry in it, and does not put it into force yet.
+/// Writes a new version of the file with the entry. Does not replace the old one yet.
 ///
 /// # Errors
-/// When the file refuses the entry, or cannot be read or written. It is as it was.
-pub(crate) fn prepare(path: &Path, entry: &Entry<'_>) -> Result<Prepared, Failure> {
-    let failed = |verb| move |cause| Failure::File { verb, path: path.to_owned(), cause };
-    // A link stays a link: what it names is replaced.
+/// The file does not permit the entry, or cannot be read or written. It is unchanged.
+pub(crate) fn prepare(path: &Path, entry: &Entry<'_>) -> Result<Prepared, Error> {
+    let failed = |verb| move |cause| FileError { verb, path: path.to_owned(), cause };
+    // A symbolic link is kept, and its target is replaced.
     let target = match fs::symlink_metadata(path) {
         Ok(found) if found.is_symlink() => fs::canonicalize(path).map_err(failed("read"))?,
         _ => path.to_owned(),
@@ -90,33 +110,33 @@ pub(crate) fn prepare(path: &Path, entry: &Entry<'_>) -> Result<Prepared, Failur
         _ => Path::new("."),
     };
     let directory = File::open(folder).map_err(failed("create"))?;
-    // Two at once would each add to the same old version. Some network file systems have no locks: then the
-    // operator's own order has to do.
+    // Without a lock, two processes could each add an entry to the same old version. Some network file
+    // systems have no locks; the operator must not run two processes at the same time there.
     match directory.lock() {
-        Err(e) if e.kind() != io::ErrorKind::Unsupported => return Err(failed("lock")(e)),
+        Err(e) if e.kind() != io::ErrorKind::Unsupported => return Err(failed("lock")(e).into()),
         _ => {}
     }
     let (old, owner) = match fs::metadata(&target) {
         Ok(found) if !found.is_file() => {
-            return Err(Failure::AgentsFile { path: path.to_owned(), cause: Refused::NotAFile });
+            return Err(Error::Refused { path: path.to_owned(), cause: Refused::NotAFile });
         }
         Ok(found) => (Some(fs::read_to_string(&target).map_err(failed("read"))?), Some(found)),
         Err(e) if e.kind() == io::ErrorKind::NotFound => (None, None),
-        Err(e) => return Err(failed("read")(e)),
+        Err(e) => return Err(failed("read")(e).into()),
     };
     let text = appended(old.as_deref().unwrap_or_default(), entry)
-        .map_err(|cause| Failure::AgentsFile { path: path.to_owned(), cause })?;
+        .map_err(|cause| Error::Refused { path: path.to_owned(), cause })?;
 
     let name = target.file_name().unwrap_or_default().to_string_lossy();
     let new = folder.join(format!(".{name}.{}.new", jwt::unique_id().map_err(jwt::Error::from)?));
     let mut file =
         OpenOptions::new().write(true).create_new(true).mode(MODE).open(&new).map_err(failed("write"))?;
-    // From here on its drop removes what was made.
+    // From here on, dropping it removes the new file.
     let prepared = Prepared { path: target.clone(), new: Some(new), directory };
     let written = (|| {
         if let Some(owner) = owner {
             let own = file.metadata()?;
-            // A kas that runs as its owner must still be able to read it.
+            // So that a kas that runs as the owner can still read it.
             if (own.uid(), own.gid()) != (owner.uid(), owner.gid()) {
                 fchown(&file, Some(owner.uid()), Some(owner.gid()))?;
             }
@@ -130,20 +150,17 @@ pub(crate) fn prepare(path: &Path, entry: &Entry<'_>) -> Result<Prepared, Failur
 }
 
 impl Prepared {
-    /// Puts the new version into force, at one instant.
+    /// Replaces the old version atomically.
     ///
     /// # Errors
-    /// When it cannot take the place of the old version, which stays in force.
-    pub(crate) fn commit(mut self) -> Result<(), Failure> {
+    /// The old version cannot be replaced, and stays.
+    pub(crate) fn commit(mut self) -> Result<(), Error> {
         if let Some(new) = &self.new {
-            fs::rename(new, &self.path).map_err(|cause| Failure::File {
-                verb: "write",
-                path: self.path.clone(),
-                cause,
-            })?;
+            let failed = |cause| FileError { verb: "write", path: self.path.clone(), cause };
+            fs::rename(new, &self.path).map_err(failed)?;
         }
         self.new = None;
-        // It is in force; only a crash of the machine could bring the old one back.
+        // The replacement is done. This only makes it durable if the machine crashes.
         let _ = self.directory.sync_all();
         Ok(())
     }
@@ -157,7 +174,7 @@ impl Drop for Prepared {
     }
 }
 
-/// Returns the text with the entry behind the list of agents.
+/// Returns the text with the entry appended to the list of agents.
 fn appended(old: &str, entry: &Entry<'_>) -> Result<String, Refused> {
     let root = parse(old).ok_or(Refused::Shape)?;
     let mut expected = match root {
@@ -194,7 +211,7 @@ fn appended(old: &str, entry: &Entry<'_>) -> Result<String, Refused> {
         if !base.is_empty() && !base.ends_with('\n') {
             base.push('\n');
         }
-        // Lists of other people are indented otherwise.
+        // The indentation of an existing list is not known.
         for indent in ["  ", "", "    "] {
             let mut text = base.clone();
             for line in entry.item.lines() {
@@ -219,7 +236,7 @@ fn with_key(text: &str) -> String {
     format!("{text}{end}agents:\n")
 }
 
-/// Opens an empty list that is written as `agents: []`.
+/// Replaces an empty list such as `agents: []` by `agents:`.
 fn opened(text: &str) -> String {
     let line = |line: &str| {
         let (key, rest) = line.split_once(':')?;
@@ -230,12 +247,12 @@ fn opened(text: &str) -> String {
     text.lines().map(|l| line(l).unwrap_or_else(|| l.to_owned()) + "\n").collect()
 }
 
-/// Returns a number or a text as text: `name: 1` is the name "1".
+/// Returns a number or a string as text: `name: 1` is the name "1".
 fn plain(value: &Value) -> String {
     value.as_str().map_or_else(|| value.to_string(), str::to_owned)
 }
 
-/// Reads one document of YAML; nothing, or only comments, is null. `None`: it is not YAML.
+/// Parses one YAML document. An empty text, or only comments, is null. Returns `None` if it is not YAML.
 fn parse(text: &str) -> Option<Value> {
     let is_blank = |line: &str| line.is_empty() || line.starts_with('#') || line == "---";
     if text.lines().map(str::trim).all(is_blank) {
@@ -267,7 +284,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_becomes_a_list_of_one() {
+    fn an_empty_file_becomes_a_list_of_one() {
         for nothing in ["", "# a comment\n", "# without a newline"] {
             let text = append(nothing).unwrap();
             assert!(text.starts_with(nothing), "{text}");
@@ -277,17 +294,17 @@ mod tests {
     }
 
     #[test]
-    fn what_is_there_is_kept_to_the_letter() {
+    fn existing_text_is_kept() {
         let first = "- id: 1\n  name: one # first\n  project_id: 3\n  tokens: [sha256:cd]\n";
         let two: String = first.lines().map(|line| format!("  {line}\n")).collect();
         let four: String = first.lines().map(|line| format!("    {line}\n")).collect();
         for (list, spaces) in [(first, 0), (two.as_str(), 2), (four.as_str(), 4)] {
             let old = format!("# those of kas\nagents:\n{list}");
             assert_eq!(append(&old).unwrap(), format!("{old}{}", indented(spaces)));
-            // The last line has no newline.
+            // Without a line break at the end.
             assert_eq!(append(old.trim_end()).unwrap(), format!("{old}{}", indented(spaces)));
         }
-        // A list of tokens that the entry could be taken for a part of.
+        // A list of tokens with the indentation of the entry.
         let old = "agents:\n- id: 1\n  name: one\n  project_id: 3\n  tokens:\n  - sha256:cd\n";
         assert_eq!(append(old).unwrap(), format!("{old}{}", indented(0)));
     }
@@ -312,7 +329,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_list_of_agents_is_left_alone() {
+    fn other_files_are_refused() {
         for bad in [
             "agents: {}\n",
             "agents: 5\n",

@@ -1,4 +1,4 @@
-//! Calls to kas: the token, the metadata and the time limit of each.
+//! Calls to kas, with their tokens, metadata and time limits.
 
 use std::{path::PathBuf, time::Duration};
 
@@ -16,44 +16,44 @@ use tonic::{Request, Status, metadata::AsciiMetadataValue};
 
 use crate::{
     address::Address,
-    explain::{Asked, Call},
+    explain::{Call, CallKind},
     failure::{Exit, Failure},
     jwt,
     link::{self, Link, TlsOptions},
     secret::Secret,
 };
 
-/// Names the agent that a call is passed through to.
+/// The agent that a call is forwarded to.
 const AGENT_ID: &str = "kas-agent-id";
-/// Names one connection of that agent.
+/// A connection of that agent.
 const CONNECTION_ID: &str = "kas-connection-id";
-/// Asks kas for an account of the request's way; the answer has it under the same key.
+/// Requests a trace of the route of a request, which the response contains under the same key.
 pub(crate) const EXPLAIN: &str = "kas-explain";
-/// Goes through kas to the agent, and into every log on the way.
+/// The correlation id, which kas and the agent log.
 const CORRELATION_ID: &str = "x-gitlab-correlation-id";
 
-/// How long a call may take that answers once.
+/// Default time limit of a unary call.
 pub(crate) const UNARY_TIMEOUT: Duration = Duration::from_secs(30);
-/// How much longer kasctl waits than it told kas: kas' own "deadline exceeded" says more.
+/// How much longer kasctl waits than the limit that it sends to kas, because the status of kas says more.
 const GRACE: Duration = Duration::from_secs(1);
-/// How long the end of the connection may take. It carries the cancellation of what was left open.
-const FAREWELL: Duration = Duration::from_millis(250);
-/// The largest answer: 50,000 pods with the longest names need 16 MiB.
+/// Time limit for closing the connection, which cancels open calls.
+const CLOSE_TIMEOUT: Duration = Duration::from_millis(250);
+/// Maximum size of a response. 50,000 pods with the longest names need 16 MiB.
 const MAX_ANSWER: usize = 64 * 1024 * 1024;
 
-/// Where kas is and how to speak to it: the global flags.
+/// The settings of the connection, from the global flags.
 #[derive(Debug)]
 pub(crate) struct Settings {
     pub(crate) address: Address,
     pub(crate) secret_file: Option<PathBuf>,
     pub(crate) tls: TlsOptions,
-    /// `None`: each command's own limit; zero: no limit.
+    /// `None` for the default of the command, zero for no limit.
     pub(crate) timeout: Option<Duration>,
-    /// `None`: a random one.
+    /// `None` for a random id.
     pub(crate) correlation: Option<AsciiMetadataValue>,
 }
 
-/// A connection to kas, and what every call on it needs.
+/// A connection to kas, and the data for calls.
 pub(crate) struct Client {
     link: Link,
     origin: Uri,
@@ -65,10 +65,10 @@ pub(crate) struct Client {
     connected: Instant,
 }
 
-/// Connects, runs `work`, and disconnects; Ctrl-C cancels the calls that are open.
+/// Connects, runs `work`, and disconnects. Ctrl-C cancels open calls.
 ///
 /// # Errors
-/// Those of `work`, of the secret and of the connection; [`Failure::Interrupted`] after Ctrl-C.
+/// An error of `work`, of the secret or of the connection; [`Failure::Interrupted`] after Ctrl-C.
 pub(crate) async fn with_client(
     settings: Settings,
     work: impl AsyncFnOnce(Client) -> Result<Exit, Failure>,
@@ -77,7 +77,7 @@ pub(crate) async fn with_client(
     if !matches!(address, Address::Tcp { tls: true, .. })
         && (tls.ca_file.is_some() || tls.server_name.is_some())
     {
-        return Err(Failure::Usage("--ca-file and --server-name need an address that begins with grpcs://"));
+        return Err(Failure::Usage("--ca-file and --server-name need an address that starts with grpcs://"));
     }
     let secret = Secret::load(secret_file.as_deref())?;
     let correlation = match correlation {
@@ -87,8 +87,8 @@ pub(crate) async fn with_client(
     let scheme = if matches!(address, Address::Tcp { tls: true, .. }) { "https" } else { "http" };
     let origin = format!("{scheme}://{}", address.authority())
         .parse()
-        .map_err(|_| Failure::Usage("the host of --address is not a legal name"))?;
-    // One handler from here on: none of the moments between two waits misses a Ctrl-C.
+        .map_err(|_| Failure::Usage("the host of --address is not a valid name"))?;
+    // One handler for the rest of the command, so that no Ctrl-C between two waits is lost.
     let mut interrupts = signal(SignalKind::interrupt()).map_err(Failure::Runtime)?;
     let began = Instant::now();
     let (link, driver) = tokio::select! {
@@ -104,20 +104,20 @@ pub(crate) async fn with_client(
         done = work(client) => done,
         _ = interrupts.recv() => Err(Failure::Interrupted),
     };
-    let _ = tokio::time::timeout(FAREWELL, driver).await;
+    let _ = tokio::time::timeout(CLOSE_TIMEOUT, driver).await;
     done
 }
 
-/// For values made of ids and hexadecimal digits.
+/// Converts a text of ASCII characters, such as an id.
 fn ascii(text: &str) -> AsciiMetadataValue {
     AsciiMetadataValue::try_from(text).unwrap_or_else(|_| AsciiMetadataValue::from_static(""))
 }
 
 impl Client {
-    /// Describes a call; `default` is its time limit unless `--timeout` gives another.
-    pub(crate) fn call(&self, asked: Asked, default: Option<Duration>) -> Call {
+    /// Describes a call. `default` is its time limit without `--timeout`.
+    pub(crate) fn call(&self, kind: CallKind, default: Option<Duration>) -> Call {
         Call {
-            asked,
+            kind,
             address: self.address.clone(),
             secret: self.secret.path().display().to_string(),
             correlation: self.correlation.to_str().unwrap_or_default().to_owned(),
@@ -126,10 +126,10 @@ impl Client {
         }
     }
 
-    /// Puts the metadata of a call around its message, with a token of its own.
+    /// Returns a request with metadata and a new token.
     ///
     /// # Errors
-    /// When no token can be made.
+    /// The token cannot be created.
     pub(crate) fn request<T>(&self, call: &Call, message: T) -> Result<Request<T>, Failure> {
         let mut request = Request::new(message);
         let token = jwt::mint(self.secret.bytes(), jwt::DEFAULT_ISSUER, jwt::CALL_TTL)?;
@@ -144,10 +144,10 @@ impl Client {
         Ok(request)
     }
 
-    /// Puts the metadata around a request that kas passes through to an agent.
+    /// Returns a request that kas forwards to an agent.
     ///
     /// # Errors
-    /// When no token can be made.
+    /// The token cannot be created.
     pub(crate) fn agent_request<T>(
         &self,
         call: &Call,
@@ -168,37 +168,37 @@ impl Client {
         Ok(request)
     }
 
-    /// Returns the API of kas itself.
+    /// Returns a client of the API of kas.
     pub(crate) fn kas(&self) -> KasApiClient<Link> {
         KasApiClient::with_origin(self.link.clone(), self.origin.clone())
             .max_decoding_message_size(MAX_ANSWER)
     }
 
-    /// Returns the Kubernetes API that kas passes through.
+    /// Returns a client of the Kubernetes API, which kas forwards to agents.
     pub(crate) fn kubernetes(&self) -> KubernetesApiClient<Link> {
         KubernetesApiClient::with_origin(self.link.clone(), self.origin.clone())
             .max_decoding_message_size(MAX_ANSWER)
     }
 
-    /// Returns when kasctl began to connect, and when it was connected.
-    pub(crate) fn dialled(&self) -> (Instant, Instant) {
+    /// Returns when kasctl started to connect, and when it was connected.
+    pub(crate) fn connection_times(&self) -> (Instant, Instant) {
         (self.began, self.connected)
     }
 
-    /// Returns where kas is.
+    /// Returns the address of kas.
     pub(crate) fn address(&self) -> &str {
         &self.address
     }
 
-    /// Says what a status means.
+    /// Explains a status.
     pub(crate) fn explain(&self, call: &Call, status: &Status) -> Failure {
-        call.explain(status, self.link.peer())
+        call.explain(status, self.link.protocol())
     }
 
-    /// Runs `work` at most as long as the call may take, and a moment longer.
+    /// Runs `work` with the time limit of the call, plus [`GRACE`].
     ///
     /// # Errors
-    /// Those of `work`, or that there was no answer in time.
+    /// An error of `work`, or no response in time.
     pub(crate) async fn within<T>(
         &self,
         call: &Call,
@@ -208,7 +208,7 @@ impl Client {
             None => work.await,
             Some(limit) => match tokio::time::timeout(limit + GRACE, work).await {
                 Ok(done) => done,
-                Err(_) => Err(call.explain_silence(self.link.peer())),
+                Err(_) => Err(call.explain_no_response(self.link.protocol())),
             },
         }
     }

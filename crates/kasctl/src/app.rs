@@ -1,4 +1,4 @@
-//! Runs one command, and says how it went.
+//! Runs a command and reports its failure.
 
 use std::process::ExitCode;
 
@@ -12,12 +12,12 @@ use crate::{
     pods, replicas, request, token, tracker, why,
 };
 
-/// Runs the command of the process' arguments.
+/// Runs the command in the arguments of the process.
 pub(crate) fn main() -> ExitCode {
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
         Err(usage) => {
-            // `--help | head` may close the pipe early: that is no failure.
+            // `--help | head` may close the pipe early, which is not a failure.
             let _ = usage.print();
             return if usage.use_stderr() { Exit::Usage } else { Exit::Ok }.into();
         }
@@ -27,7 +27,7 @@ pub(crate) fn main() -> ExitCode {
         Err(e) => return report(Err(Failure::Runtime(e))).into(),
     };
     let done = runtime.block_on(run(cli));
-    // A read of a terminal or a write to a stopped pager would otherwise hold the process.
+    // Without this, a read from a terminal or a write to a stopped pager would keep the process running.
     runtime.shutdown_background();
     report(done).into()
 }
@@ -72,7 +72,7 @@ async fn run(cli: Cli) -> Result<Exit, Failure> {
                 .await
         }
         Command::Request(args) => {
-            // A file that is not there is found before kas is asked.
+            // A missing file is reported before kas is called.
             let prepared = request::Prepared::new(args).await?;
             api::with_client(global.settings(), async |client| prepared.run(client, output).await).await
         }

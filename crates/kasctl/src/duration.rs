@@ -1,18 +1,18 @@
-//! Durations as people write and read them.
+//! Durations in the command line and in the output.
 
 use std::time::Duration;
 
-/// Why a text is not a duration.
+/// The text is not a duration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("expected a duration such as 500ms, 30s, 5m, 1h30m, or 0")]
 pub(crate) struct Invalid;
 
-/// Parses numbers with units (`ms`, `s`, `m`, `h`, `d`), largest first or not, added up: `1h30m`.
+/// Parses the sum of numbers with units (`ms`, `s`, `m`, `h`, `d`) in any order, such as `1h30m`.
 ///
-/// A bare `0` is allowed, every other bare number is not: seconds and milliseconds are too easily confused.
+/// `0` needs no unit. Other numbers do, because seconds and milliseconds are easily confused.
 ///
 /// # Errors
-/// [`Invalid`] for anything else, and for more than 10 years.
+/// [`Invalid`] for other texts, and for more than 10 years.
 pub(crate) fn parse(text: &str) -> Result<Duration, Invalid> {
     const TEN_YEARS: u64 = 10 * 365 * 24 * 3600 * 1000;
     if text == "0" {
@@ -39,7 +39,7 @@ pub(crate) fn parse(text: &str) -> Result<Duration, Invalid> {
     if text.is_empty() || millis > TEN_YEARS { Err(Invalid) } else { Ok(Duration::from_millis(millis)) }
 }
 
-/// Shows a duration with the precision that its size deserves: `45s`, `3m20s`, `59m`, `5h3m`, `2d4h`, `40d`.
+/// Formats a duration with at most two units: `45s`, `3m20s`, `59m`, `5h3m`, `2d4h`, `40d`.
 pub(crate) fn humane(duration: Duration) -> String {
     let seconds = duration.as_secs();
     let (minutes, hours, days) = (seconds / 60, seconds / 3600, seconds / (24 * 3600));
@@ -66,7 +66,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn parse_adds_units_and_refuses_bare_numbers() {
+    fn units_are_added_and_required() {
         assert_eq!(parse("500ms"), Ok(Duration::from_millis(500)));
         assert_eq!(parse("60s"), Ok(Duration::from_secs(60)));
         assert_eq!(parse("1h30m"), Ok(Duration::from_secs(5400)));

@@ -1,12 +1,9 @@
-//! What a failed call means: the exit code and one line that says what failed, where, and what to do next.
-//!
-//! The difference that matters most is between "nothing reached the cluster", where trying again is safe, and
-//! "it may have had its effect". kas says which in a detail of its status; without that detail, a request
-//! that was sent is taken for unknown rather than for safe, unless it only reads.
-//!
-//! The same detail tells who speaks: kas attaches it to each of its own failures on the way to an agent, and
-//! takes it out of what an agent says. So a status without it comes from behind kas: from the agent, or from
-//! the API server that kas asked for pods.
+//! Explains failed calls: the exit code, and one line with what failed, where, and what to do.
+//! The most important distinction is whether nothing reached the cluster, so that trying again is safe, or
+//! the request may have had an effect. kas reports this in a detail of its status. Without the detail, the
+//! outcome of a request that was sent is unknown, unless it only reads. The same detail shows the origin of a
+//! status: kas adds it to each of its own failures on the way to an agent, and removes it from the status of
+//! an agent. So a status without it is from the agent, or from the API server that kas queried for pods.
 
 use std::{error::Error as _, fmt::Display, time::Duration};
 
@@ -17,35 +14,35 @@ use tonic::{Code, Status};
 use crate::{
     duration::humane,
     failure::{Exit, Failure},
-    link::{Lost, Peer},
+    link::{Lost, ServerProtocol},
     table::printable,
 };
 
-/// kas' own domain in `google.rpc.ErrorInfo`.
+/// The domain of kas in `google.rpc.ErrorInfo`.
 const DOMAIN: &str = "kas";
-/// The key under which kas says what became of a request.
+/// The key of the outcome of a request.
 const OUTCOME: &str = "kas.outcome";
-/// The type of the detail; the part before the slash is free.
+/// The type of the detail. The part before the slash may be anything.
 const ERROR_INFO: &str = "google.rpc.ErrorInfo";
 
-/// What the operator asked for: decides how a missing answer is read.
+/// The kind of a call, which determines the meaning of a missing response.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Asked {
-    /// kas itself: nothing has an effect.
+pub(crate) enum CallKind {
+    /// A call to kas. It has no effect.
     Kas,
-    /// An agent, to read: nothing has an effect.
+    /// A read from an agent. It has no effect.
     Read(ids::AgentId),
-    /// An agent, with an HTTP request for its cluster.
+    /// An HTTP request to the cluster of an agent.
     Request {
         /// The agent.
         agent: ids::AgentId,
-        /// Whether it only reads, so that it has no effect whatever becomes of it.
+        /// Whether it only reads, so that it has no effect.
         safe: bool,
     },
 }
 
-impl Asked {
-    /// Returns the agent behind kas that the call is for.
+impl CallKind {
+    /// Returns the agent of the call, if it is not for kas itself.
     fn agent(self) -> Option<ids::AgentId> {
         match self {
             Self::Kas => None,
@@ -53,30 +50,30 @@ impl Asked {
         }
     }
 
-    /// Returns whether the call has no effect, whatever becomes of it.
+    /// Returns whether the call has no effect.
     fn is_safe(self) -> bool {
         !matches!(self, Self::Request { safe: false, .. })
     }
 }
 
-/// Where a call went, for its error message.
+/// A call, for its error message.
 #[derive(Debug, Clone)]
 pub(crate) struct Call {
-    /// What was asked.
-    pub(crate) asked: Asked,
+    /// The kind of the call.
+    pub(crate) kind: CallKind,
     /// The address of kas.
     pub(crate) address: String,
     /// The file of the secret that signed the token.
     pub(crate) secret: String,
-    /// What to search kas' log for.
+    /// The correlation id, to find the call in the log of kas.
     pub(crate) correlation: String,
     /// The time limit, if there was one.
     pub(crate) timeout: Option<Duration>,
-    /// Whether the answer of an agent has begun: from then on kas only speaks with its detail.
+    /// Whether the response of an agent has started. From then on, every status of kas has its detail.
     pub(crate) is_answering: bool,
 }
 
-/// What kas says became of a request.
+/// The outcome of a request according to kas.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Outcome {
     NotStarted,
@@ -84,7 +81,7 @@ enum Outcome {
 }
 
 impl Outcome {
-    /// Reads the detail of kas; details of others do not count.
+    /// Reads the detail of kas. Other details are ignored.
     fn of(status: &Status) -> Option<Self> {
         let details = rpc::Status::decode(status.details()).ok()?.details;
         details
@@ -100,25 +97,25 @@ impl Outcome {
     }
 }
 
-/// How the message of kas begins when the API server's HTTP status has no code of its own.
+/// The start of the message of kas for an HTTP status of the API server that has no gRPC code.
 const API_SERVER_ANSWERED: &str = "the API server answered ";
-/// How the messages of agents begin that had no connection to their API server: agentk, and that of 14.1.
-const NEVER_SENT: [&str; 3] = [
+/// The start of the messages of agents that could not connect to their API server: agentk, and agentk 14.1.
+const NOT_SENT: [&str; 3] = [
     "cannot reach the Kubernetes API server at ",
     "cannot get agentk's own credentials for the Kubernetes API server at ",
     "dial tcp",
 ];
 
 impl Call {
-    /// Explains a status; `peer` is what the other end had shown of itself by then.
-    pub(crate) fn explain(&self, status: &Status, peer: Peer) -> Failure {
+    /// Explains a status. `protocol` is the protocol that the server has shown so far.
+    pub(crate) fn explain(&self, status: &Status, protocol: ServerProtocol) -> Failure {
         match lost(status) {
-            Some(lost) => self.explain_lost(lost, peer),
+            Some(lost) => self.explain_lost(lost, protocol),
             None => self.explain_status(status),
         }
     }
 
-    /// Makes a failure of it. Every one names the id that was sent: what to search the logs for.
+    /// Returns a failure. Its text ends with the correlation id, to find the call in the logs.
     fn failure(&self, exit: Exit, text: impl Display) -> Failure {
         Failure::Call { exit, text: format!("{text} (correlation id {})", self.correlation) }
     }
@@ -126,7 +123,7 @@ impl Call {
     fn explain_status(&self, status: &Status) -> Failure {
         let Self { address, .. } = self;
         let said = said(status);
-        match (Outcome::of(status), status.code(), self.asked.agent()) {
+        match (Outcome::of(status), status.code(), self.kind.agent()) {
             (None, Code::Unauthenticated, _) if !self.is_answering => self.failure(
                 Exit::Unauthenticated,
                 format_args!(
@@ -139,14 +136,14 @@ impl Call {
             (Some(Outcome::Unknown), ..) => self.failure(
                 Exit::Unknown,
                 format_args!(
-                    "kas at {address} sent the request and does not know what became of it: {}; {}",
+                    "kas at {address} sent the request, and its outcome is unknown: {}; {}",
                     without_advice(&said),
                     self.unknown_advice()
                 ),
             ),
             (Some(Outcome::NotStarted), code, _) => {
                 let hint = if code == Code::FailedPrecondition {
-                    "; leave out --connection to use any connection of the agent"
+                    "; omit --connection to use any connection of the agent"
                 } else {
                     ""
                 };
@@ -160,15 +157,15 @@ impl Call {
                 )
             }
             (None, Code::Unimplemented, agent) => self.unimplemented(status, &said, agent),
-            (None, _, Some(agent)) => self.explain_behind(agent, status, &said),
+            (None, _, Some(agent)) => self.explain_agent(agent, status, &said),
             (None, Code::DeadlineExceeded, None) => self.failure(
                 Exit::Failure,
-                format_args!("kas at {address} ran out of time: {said}; allow more with --timeout"),
+                format_args!("kas at {address} did not finish in time: {said}; set a longer limit with --timeout"),
             ),
             (None, Code::Unavailable, None) => self.failure(
                 Exit::Unreachable,
                 format_args!(
-                    "kas at {address} cannot answer now: {said}; it may be starting or draining: try again"
+                    "kas at {address} cannot answer now: {said}; it may be starting or shutting down, so try again"
                 ),
             ),
             (None, _, None) => {
@@ -177,9 +174,9 @@ impl Call {
         }
     }
 
-    /// Explains what is not kas' own word: that of the agent, or of the API server behind it.
-    fn explain_behind(&self, agent: ids::AgentId, status: &Status, said: &str) -> Failure {
-        if NEVER_SENT.iter().any(|start| status.message().starts_with(start)) {
+    /// Explains a status of the agent or its API server.
+    fn explain_agent(&self, agent: ids::AgentId, status: &Status, said: &str) -> Failure {
+        if NOT_SENT.iter().any(|start| status.message().starts_with(start)) {
             return self.failure(
                 Exit::NotStarted,
                 format_args!(
@@ -188,7 +185,7 @@ impl Call {
                 ),
             );
         }
-        if matches!(self.asked, Asked::Read(_))
+        if matches!(self.kind, CallKind::Read(_))
             && let Some((http, hint)) = http_status(status)
         {
             return self.failure(
@@ -196,16 +193,18 @@ impl Call {
                 format_args!("the API server of agent {agent} refused it (HTTP {http}): {said}{hint}"),
             );
         }
-        match (status.code(), self.asked) {
-            // kas checks its own fields before it asks the agent.
-            (Code::InvalidArgument, Asked::Read(_)) => {
+        match (status.code(), self.kind) {
+            // kas checks the fields of the request before it calls the agent.
+            (Code::InvalidArgument, CallKind::Read(_)) => {
                 self.failure(Exit::Failure, format_args!("kas at {} refused the call: {said}", self.address))
             }
-            (Code::DeadlineExceeded, Asked::Read(_)) => self.failure(
+            (Code::DeadlineExceeded, CallKind::Read(_)) => self.failure(
                 Exit::Failure,
-                format_args!("agent {agent} did not answer in time: {said}; allow more with --timeout"),
+                format_args!(
+                    "agent {agent} did not answer in time: {said}; set a longer limit with --timeout"
+                ),
             ),
-            (Code::Unavailable | Code::Cancelled | Code::Unknown | Code::Internal, Asked::Read(_)) => self
+            (Code::Unavailable | Code::Cancelled | Code::Unknown | Code::Internal, CallKind::Read(_)) => self
                 .failure(
                     Exit::Failure,
                     format_args!("agent {agent} could not answer: {said}; {}", self.unknown_advice()),
@@ -221,7 +220,7 @@ impl Call {
             ) => self.failure(
                 Exit::Unknown,
                 format_args!(
-                    "agent {agent} took the request and did not complete it: {said}; {}",
+                    "agent {agent} received the request but did not complete it: {said}; {}",
                     self.unknown_advice()
                 ),
             ),
@@ -231,29 +230,29 @@ impl Call {
 
     fn unimplemented(&self, status: &Status, said: &str, agent: Option<ids::AgentId>) -> Failure {
         let text = match agent {
-            // What kas says when it looked at the list of what the agent serves.
+            // The message of kas after it checked the list of services of the agent.
             Some(agent) if self.is_answering || status.message().starts_with(&format!("agent {agent} ")) => {
                 format!("agent {agent} does not serve this call: {said}; is it older than kasctl?")
             }
             _ => format!(
                 "{} does not serve this call: {said}; is this the agent port? the API listener is :8153 by default; \
-                 if it is that, this kas is older than kasctl",
+                 otherwise this kas is older than kasctl",
                 self.address
             ),
         };
         self.failure(Exit::Failure, text)
     }
 
-    /// Says what a request without a complete answer means.
+    /// Returns the advice for a request without a complete response.
     fn unknown_advice(&self) -> &'static str {
-        if self.asked.is_safe() {
+        if self.kind.is_safe() {
             "it only reads, so it had no effect and trying again is safe"
         } else {
-            "it may have had its effect: look before you try again"
+            "it may have had an effect: check before you try again"
         }
     }
 
-    /// Explains that the request was sent, and no complete answer came from kas.
+    /// Explains that the request was sent, but has no complete response.
     fn unknown(&self, exit: Exit, why: impl Display) -> Failure {
         self.failure(
             exit,
@@ -265,25 +264,24 @@ impl Call {
         )
     }
 
-    fn explain_lost(&self, lost: &Lost, peer: Peer) -> Failure {
+    fn explain_lost(&self, lost: &Lost, protocol: ServerProtocol) -> Failure {
         let Self { address, .. } = self;
-        let not_kas = match peer {
-            Peer::Http2 => None,
-            Peer::Silent => Some(
-                "it closed the connection without a word; if it uses TLS, its address begins with grpcs://",
+        let problem = match protocol {
+            ServerProtocol::Http2 => None,
+            ServerProtocol::Silent => Some(
+                "it closed the connection without a response; if it uses TLS, use an address that starts with grpcs://",
             ),
-            Peer::Tls => Some("it speaks TLS; its address begins with grpcs://"),
-            Peer::Http1 => Some("it speaks HTTP/1: is this the port of the API listener?"),
-            Peer::Other => Some("it does not speak gRPC: is this the port of the API listener?"),
+            ServerProtocol::Tls => Some("it speaks TLS; use an address that starts with grpcs://"),
+            ServerProtocol::Http1 => Some("it speaks HTTP/1: is this the port of the API listener?"),
+            ServerProtocol::Other => Some("it does not speak gRPC: is this the port of the API listener?"),
         };
-        match (not_kas, self.asked) {
+        match (problem, self.kind) {
             (Some(what), _) => {
                 self.failure(Exit::Unreachable, format_args!("cannot talk to kas at {address}: {what}"))
             }
-            // A proxy that gave up waiting may have passed the request on.
-            // Of a proxy's own failures the request may have been passed on before.
-            (None, asked)
-                if lost.http.is_some_and(|status| asked.is_safe() || !status.is_server_error()) =>
+            // A proxy may have forwarded the request before it failed or timed out.
+            (None, kind)
+                if lost.http.is_some_and(|status| kind.is_safe() || !status.is_server_error()) =>
             {
                 self.failure(
                     Exit::Unreachable,
@@ -296,10 +294,10 @@ impl Call {
             (None, _) if lost.is_unsent => self.failure(
                 Exit::NotStarted,
                 format_args!(
-                    "kas at {address} did not take the call: {lost}; it had no effect, so trying again is safe"
+                    "kas at {address} did not accept the call: {lost}; it had no effect, so trying again is safe"
                 ),
             ),
-            (None, Asked::Request { safe: false, .. }) => self.unknown(Exit::Unknown, lost),
+            (None, CallKind::Request { safe: false, .. }) => self.unknown(Exit::Unknown, lost),
             (None, _) => self.failure(
                 Exit::Unreachable,
                 format_args!(
@@ -310,36 +308,36 @@ impl Call {
         }
     }
 
-    /// Explains that kas did not answer, not even that time is up.
-    pub(crate) fn explain_silence(&self, peer: Peer) -> Failure {
+    /// Explains that there was no response at all within the time limit.
+    pub(crate) fn explain_no_response(&self, protocol: ServerProtocol) -> Failure {
         let limit = humane(self.timeout.unwrap_or_default());
-        match (peer, self.asked) {
-            (Peer::Http2, Asked::Request { .. }) => {
-                self.unknown(Exit::Unknown, format_args!("no answer within {limit}"))
+        match (protocol, self.kind) {
+            (ServerProtocol::Http2, CallKind::Request { .. }) => {
+                self.unknown(Exit::Unknown, format_args!("no response within {limit}"))
             }
-            (Peer::Http2, _) => self.failure(
+            (ServerProtocol::Http2, _) => self.failure(
                 Exit::Failure,
                 format_args!(
-                    "kas at {} did not answer within {limit}; allow more with --timeout",
+                    "kas at {} did not answer within {limit}; set a longer limit with --timeout",
                     self.address
                 ),
             ),
             _ => self.failure(
                 Exit::Unreachable,
                 format_args!(
-                    "{} took the connection but is silent: is it kas? \
-                     if it uses TLS, its address begins with grpcs://",
+                    "{} accepted the connection but does not respond: is it kas? \
+                     if it uses TLS, use an address that starts with grpcs://",
                     self.address
                 ),
             ),
         }
     }
 
-    /// Explains an answer that is not what the protocol allows, or that ended before it was complete.
+    /// Explains a response that violates the protocol, or that ended before it was complete.
     pub(crate) fn explain_broken(&self, what: &str) -> Failure {
-        match self.asked {
-            Asked::Request { .. } => self.unknown(Exit::Unknown, what),
-            Asked::Kas | Asked::Read(_) => {
+        match self.kind {
+            CallKind::Request { .. } => self.unknown(Exit::Unknown, what),
+            CallKind::Kas | CallKind::Read(_) => {
                 self.failure(Exit::Failure, format_args!("kas at {}: {what}; try again", self.address))
             }
         }
@@ -355,8 +353,8 @@ fn said(status: &Status) -> String {
     }
 }
 
-/// Leaves out what kas advises about repeating, at the end of its message: here it is known what the request was, and
-/// whether it may be repeated. Advice that says when is left.
+/// Removes the advice of kas about repeating the request from the end of its message, because kasctl knows
+/// the request and gives its own advice. Advice about when to repeat it is kept.
 fn without_advice(said: &str) -> &str {
     const ADVICE: [&str; 5] = [
         "; repeat it only if that is safe",
@@ -368,7 +366,7 @@ fn without_advice(said: &str) -> &str {
     ADVICE.iter().find_map(|advice| said.strip_suffix(advice)).unwrap_or(said)
 }
 
-/// Returns the HTTP status of the API server that kas made this status of when it listed pods, and the next step.
+/// Returns the HTTP status of the API server behind a status of a list of pods, and what to do.
 fn http_status(status: &Status) -> Option<(String, &'static str)> {
     let message = status.message();
     if let Some(rest) = message.strip_prefix(API_SERVER_ANSWERED) {
@@ -376,10 +374,10 @@ fn http_status(status: &Status) -> Option<(String, &'static str)> {
         return (!digits.is_empty()).then_some((digits, ""));
     }
     let (http, hint) = match status.code() {
-        Code::PermissionDenied => ("403", "; give the account of agentk the right by RBAC"),
+        Code::PermissionDenied => ("403", "; grant the service account of agentk the permission by RBAC"),
         Code::FailedPrecondition => ("401", ""),
         Code::Aborted => ("410", "; run it again"),
-        // What kas itself refuses begins with the name of a field.
+        // The messages of kas itself start with the name of a field.
         Code::InvalidArgument
             if !["namespace ", "page_size ", "agent_id: ", "connection_id: "]
                 .iter()
@@ -403,7 +401,7 @@ fn lost(status: &Status) -> Option<&Lost> {
     None
 }
 
-/// Returns the code as the gRPC documentation writes it.
+/// Returns the name of a code in the gRPC documentation.
 fn name(code: Code) -> &'static str {
     match code {
         Code::Ok => "OK",

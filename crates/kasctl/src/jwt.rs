@@ -1,4 +1,4 @@
-//! Tokens for kas' API listener.
+//! Tokens for the API listener of kas.
 
 use std::time::Duration;
 
@@ -6,28 +6,28 @@ use jsonwebtoken::{EncodingKey, Header};
 use rand::{TryRng as _, rngs::SysRng};
 use serde::Serialize;
 
-/// Who may accept the token.
+/// The audience of the token.
 const AUDIENCE: &str = "gitlab-kas";
-/// How far `nbf` lies before `iat`: clocks of two machines differ, and kas allows no leeway.
+/// How many seconds `nbf` is before `iat`: clocks of two machines differ, and kas allows no leeway.
 const BACKDATED: u64 = 5;
 
-/// How long the token of one call is valid: long enough for clocks that differ by less than a minute.
+/// Validity of the token of a call: long enough for clocks that differ by less than a minute.
 pub(crate) const CALL_TTL: Duration = Duration::from_secs(60);
-/// The issuer that kas' callers use.
+/// The issuer that API clients of kas use.
 pub(crate) const DEFAULT_ISSUER: &str = "gitlab";
 
-/// Why there is no token.
+/// The reason why a token cannot be created.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Error {
-    /// The operating system gave no random bytes.
-    #[error("the operating system gave no random bytes")]
+    /// The operating system returned no random bytes.
+    #[error("the operating system returned no random bytes")]
     Random(#[from] rand::rngs::SysError),
     /// The library could not sign.
     #[error("cannot sign a token")]
     Sign(#[from] jsonwebtoken::errors::Error),
 }
 
-/// What a token says; times are seconds since 1970.
+/// The claims of a token. Times are seconds since 1970.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 struct Claims {
     iss: String,
@@ -52,19 +52,19 @@ impl Claims {
     }
 }
 
-/// Signs a new token; every token has its own `jti`.
+/// Signs a new token. Every token has a different `jti`.
 ///
 /// # Errors
-/// [`Error`] when there are no random bytes or no signature.
+/// There are no random bytes, or signing failed.
 pub(crate) fn mint(secret: &[u8], issuer: &str, ttl: Duration) -> Result<String, Error> {
-    let claims = Claims::new(issuer, runtime::clock::wall(), ttl, unique_id()?);
+    let claims = Claims::new(issuer, process::clock::wall(), ttl, unique_id()?);
     Ok(jsonwebtoken::encode(&Header::default(), &claims, &EncodingKey::from_secret(secret))?)
 }
 
 /// Returns a random UUID (version 4).
 ///
 /// # Errors
-/// When the operating system gives no random bytes.
+/// The operating system returned no random bytes.
 pub(crate) fn unique_id() -> Result<String, rand::rngs::SysError> {
     let mut bytes = [0; 16];
     SysRng.try_fill_bytes(&mut bytes)?;
@@ -85,7 +85,7 @@ mod tests {
     use base64::Engine as _;
 
     #[test]
-    fn claims_are_those_that_kas_checks() {
+    fn claims_are_complete() {
         let claims =
             Claims::new("gitlab", Duration::from_millis(1_700_000_000_900), CALL_TTL, "id".to_owned());
         assert_eq!(

@@ -1,5 +1,5 @@
-//! `kasctl`: the operator's tool for kas. What others may use of it is the description of its command line, of which the
-//! manual's pages are made.
+//! `kasctl`: the command line tool for operators of kas. The library exports the definition of the command
+//! line, from which the manual pages are generated.
 
 mod address;
 mod agents;
@@ -10,6 +10,7 @@ mod cli;
 mod duration;
 mod explain;
 mod failure;
+mod file_error;
 mod jwt;
 mod link;
 mod output;
@@ -26,13 +27,13 @@ mod why;
 
 use clap::CommandFactory as _;
 
-/// Runs the command of the process' arguments. The exit codes are those that `--help` lists.
+/// Runs the command in the arguments of the process. `--help` lists the exit codes.
 pub fn main() -> std::process::ExitCode {
-    runtime::tls::install();
+    net::tls::install();
     app::main()
 }
 
-/// Returns what the command line is.
+/// Returns the definition of the command line.
 pub fn command() -> clap::Command {
     cli::Cli::command()
 }

@@ -1,8 +1,7 @@
-//! One HTTP/2 connection to kas, below tonic's generated clients.
-//!
-//! Not tonic's `Channel`: it ends a call by its own timer, a moment before kas can answer
-//! "deadline exceeded" with what became of the request; and it connects behind the scenes, so that
-//! "kas is not there" and "kas went away in the middle" look the same. An operator must tell them apart.
+//! An HTTP/2 connection to kas, for the generated clients of tonic.
+//! tonic's `Channel` is not used for two reasons. It ends a call by its own timer, just before kas can
+//! respond with DEADLINE_EXCEEDED and the outcome of the request. And it connects implicitly, so a failed
+//! connection and a lost one cannot be distinguished.
 
 use std::{
     io,
@@ -17,6 +16,7 @@ use bytes::Bytes;
 use http_body_util::{BodyExt as _, combinators::UnsyncBoxBody};
 use hyper::client::conn::http2::{Builder, SendRequest};
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
+use process::error::chain;
 use rustls_pki_types::ServerName;
 use tokio::{
     io::{AsyncRead, AsyncWrite, ReadBuf},
@@ -25,72 +25,71 @@ use tokio::{
 };
 use tonic::body::Body;
 
-use crate::{address::Address, failure::reason};
+use crate::{address::Address, file_error::reason};
 
-/// How long name resolution, TCP and TLS may take together.
+/// Time limit for name resolution, TCP and TLS together.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
-/// How often a waiting call checks that kas is still there. A 14.1 kas ends connections that ping more often
-/// than every 20 s.
+/// Interval of pings. kas 14.1 closes connections that ping more often than every 20 s.
 const PING_INTERVAL: Duration = Duration::from_secs(30);
-/// How long kas may take to answer a ping.
+/// Time limit for the response to a ping.
 const PING_TIMEOUT: Duration = Duration::from_secs(15);
 
-/// Returns how kasctl names itself to kas and to API servers.
+/// Returns the user agent for kas and for API servers.
 pub(crate) fn user_agent() -> String {
-    format!("kasctl/{}", runtime::version::VERSION)
+    format!("kasctl/{}", process::version::VERSION)
 }
 
-/// What the operator said about TLS.
+/// The TLS flags.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct TlsOptions {
-    /// PEM file with authorities to trust besides those of the system.
+    /// PEM file with certificate authorities to trust in addition to those of the system.
     pub(crate) ca_file: Option<PathBuf>,
-    /// The name that the certificate must have; `None`: the host of the address.
+    /// The name that the certificate must have; `None` for the host of the address.
     pub(crate) server_name: Option<String>,
 }
 
-/// Why there is no connection. Nothing was sent to kas.
+/// The reason why there is no connection. Nothing was sent to kas.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Error {
     /// The host has no address.
     #[error("cannot resolve the name: {}", reason(.0))]
     Resolve(#[source] io::Error),
-    /// Nobody listens, or the network is in the way.
+    /// No process listens, or the network does not permit the connection.
     #[error("{}", reason(.0))]
     Connect(#[source] io::Error),
-    /// The other end is not a TLS server, or not one to trust.
+    /// The server does not use TLS, or is not trusted.
     #[error("TLS handshake failed: {0}")]
     Tls(#[source] io::Error),
-    /// No answer to the attempt.
+    /// No connection in time.
     #[error("no connection within {}", crate::duration::humane(*.0))]
     Timeout(Duration),
-    /// HTTP/2 could not begin.
+    /// The HTTP/2 handshake failed.
     #[error("{}", chain(.0))]
     Http(#[source] hyper::Error),
     /// `--ca-file` cannot be used.
     #[error("{}", chain(.0))]
-    CaFile(#[source] runtime::tls::Error),
+    CaFile(#[source] net::tls::Error),
     /// `--server-name` or the host is not a name.
-    #[error("{0} is not a name that a certificate can have")]
+    #[error("{0} is not a valid name for a certificate")]
     ServerName(String),
 }
 
-/// What the other end showed of itself.
+/// The protocol that the server speaks, judged by its first bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Peer {
-    /// Nothing: it took the connection, and closed it or kept silent.
+pub(crate) enum ServerProtocol {
+    /// It sent nothing: it accepted the connection, and closed it or did not respond.
     Silent,
     /// HTTP/2.
     Http2,
     /// HTTP/1: another port of kas, or another server.
     Http1,
-    /// TLS, where plain text was asked for.
+    /// TLS, although a plain connection was requested.
     Tls,
     /// Something else.
     Other,
 }
 
-impl Peer {
+impl ServerProtocol {
     fn of(first_bytes: &[u8]) -> Self {
         match first_bytes {
             // The first frame of an HTTP/2 server is SETTINGS (type 4) on stream 0.
@@ -103,31 +102,33 @@ impl Peer {
     }
 }
 
-/// A call ended without an answer, because of the connection or of a reset.
+/// A call that ended without a response, because the connection was lost or the call was reset.
 #[derive(Debug, thiserror::Error)]
 #[error("{text}")]
 pub(crate) struct Lost {
-    /// The causes, joined. They are not `source()`: tonic would take them for an answer of kas.
+    /// The causes, joined. They are not returned by `source()`, because tonic would mistake them for a
+    /// response of kas.
     pub(crate) text: String,
-    /// Whether the call surely did not begin: it was not sent, or the other end said that it did not take it.
+    /// Whether the server did not process the call: it was not sent, or the server refused it.
     pub(crate) is_unsent: bool,
-    /// The status of an answer that is not gRPC.
+    /// The HTTP status of a response that is not gRPC.
     pub(crate) http: Option<http::StatusCode>,
 }
 
 impl From<hyper::Error> for Lost {
     fn from(error: hyper::Error) -> Self {
         let is_refused = causes(&error).filter_map(|cause| cause.downcast_ref::<h2::Error>()).any(|cause| {
-            // A farewell without a fault ends only the streams that its sender did not take.
+            // GOAWAY without an error ends only the streams that its sender did not process.
             cause.reason() == Some(h2::Reason::REFUSED_STREAM)
                 || (cause.is_go_away() && cause.is_remote() && cause.reason() == Some(h2::Reason::NO_ERROR))
         });
-        // Canceled: it had not left the queue of the connection.
+        // Canceled: it was still in the queue of the connection.
         Self { text: chain(&error), is_unsent: is_refused || error.is_canceled(), http: None }
     }
 }
 
-/// Refuses an answer that no gRPC server gives: tonic would make a code of its HTTP status, as if kas had said it.
+/// Rejects a response that is not from a gRPC server. tonic would convert its HTTP status to a code, as if it
+/// were from kas.
 fn check_grpc<T>(answer: &http::Response<T>) -> Result<(), Lost> {
     let headers = answer.headers();
     let is_grpc = headers
@@ -136,40 +137,28 @@ fn check_grpc<T>(answer: &http::Response<T>) -> Result<(), Lost> {
     if headers.contains_key("grpc-status") || (is_grpc && answer.status() == http::StatusCode::OK) {
         return Ok(());
     }
-    let text = format!("it answers HTTP {} instead of gRPC", answer.status());
+    let text = format!("it responds with HTTP {} instead of gRPC", answer.status());
     Err(Lost { text, is_unsent: false, http: Some(answer.status()) })
 }
 
-/// Returns what is behind an error, the nearest cause first.
+/// Returns the causes of an error, nearest first.
 fn causes<'a>(
     error: &'a (dyn std::error::Error + 'static),
 ) -> impl Iterator<Item = &'a (dyn std::error::Error + 'static)> {
     std::iter::successors(error.source(), |&cause| cause.source())
 }
 
-/// Returns an error and its causes, joined; a cause that its effect has shown already is left out.
-fn chain(error: &(dyn std::error::Error + 'static)) -> String {
-    let mut text = error.to_string();
-    for cause in causes(error) {
-        let cause = cause.to_string();
-        if !text.ends_with(&cause) {
-            text = format!("{text}: {cause}");
-        }
-    }
-    text
-}
-
-/// The sending half of a connection; a clone sends on the same one.
+/// The sending half of a connection. Clones share the connection.
 #[derive(Clone)]
 pub(crate) struct Link {
     sender: SendRequest<Body>,
-    peer: Arc<OnceLock<Peer>>,
+    protocol: Arc<OnceLock<ServerProtocol>>,
 }
 
 impl Link {
-    /// Returns what the other end has shown of itself so far.
-    pub(crate) fn peer(&self) -> Peer {
-        self.peer.get().copied().unwrap_or(Peer::Silent)
+    /// Returns the protocol that the server has shown so far.
+    pub(crate) fn protocol(&self) -> ServerProtocol {
+        self.protocol.get().copied().unwrap_or(ServerProtocol::Silent)
     }
 }
 
@@ -195,10 +184,10 @@ impl tower_service::Service<http::Request<Body>> for Link {
     }
 }
 
-/// Opens a connection. The task that drives it ends when every [`Link`] and every call is dropped.
+/// Opens a connection. Its task ends when every [`Link`] and every call is dropped.
 ///
 /// # Errors
-/// [`Error`]; nothing is left behind.
+/// See [`Error`].
 pub(crate) async fn connect(address: &Address, tls: &TlsOptions) -> Result<(Link, JoinHandle<()>), Error> {
     tokio::time::timeout(CONNECT_TIMEOUT, dial(address, tls))
         .await
@@ -207,32 +196,32 @@ pub(crate) async fn connect(address: &Address, tls: &TlsOptions) -> Result<(Link
 
 async fn dial(address: &Address, tls: &TlsOptions) -> Result<(Link, JoinHandle<()>), Error> {
     match address {
-        Address::Unix(path) => speak(UnixStream::connect(path).await.map_err(Error::Connect)?).await,
+        Address::Unix(path) => start_http2(UnixStream::connect(path).await.map_err(Error::Connect)?).await,
         Address::Tcp { tls: encrypted, host, port } => {
             let addresses: Vec<_> =
                 tokio::net::lookup_host((host.as_str(), *port)).await.map_err(Error::Resolve)?.collect();
             let tcp = TcpStream::connect(&addresses[..]).await.map_err(Error::Connect)?;
-            // Small messages go both ways; without this, each waits for the one before.
+            // Without this, small messages would wait for the acknowledgement of the previous one.
             tcp.set_nodelay(true).map_err(Error::Connect)?;
             if !encrypted {
-                return speak(tcp).await;
+                return start_http2(tcp).await;
             }
             let name = tls.server_name.as_deref().unwrap_or(host);
             let name =
                 ServerName::try_from(name.to_owned()).map_err(|_| Error::ServerName(name.to_owned()))?;
             let connector = tokio_rustls::TlsConnector::from(
-                runtime::tls::client(tls.ca_file.as_deref()).map_err(Error::CaFile)?,
+                net::tls::client(tls.ca_file.as_deref()).map_err(Error::CaFile)?,
             );
-            speak(connector.connect(name, tcp).await.map_err(Error::Tls)?).await
+            start_http2(connector.connect(name, tcp).await.map_err(Error::Tls)?).await
         }
     }
 }
 
-async fn speak(
+async fn start_http2(
     io: impl AsyncRead + AsyncWrite + Send + Unpin + 'static,
 ) -> Result<(Link, JoinHandle<()>), Error> {
-    let peer = Arc::new(OnceLock::new());
-    let io = TokioIo::new(Observed { io, peer: Arc::clone(&peer) });
+    let protocol = Arc::new(OnceLock::new());
+    let io = TokioIo::new(ObservedIo { io, protocol: Arc::clone(&protocol) });
     let (sender, connection) = Builder::new(TokioExecutor::new())
         .timer(TokioTimer::new())
         .keep_alive_interval(PING_INTERVAL)
@@ -241,19 +230,19 @@ async fn speak(
         .await
         .map_err(Error::Http)?;
     let driver = tokio::spawn(async move {
-        // Each call learns by itself that the connection is gone.
+        // Every call gets the error of the connection itself.
         let _ = connection.await;
     });
-    Ok((Link { sender, peer }, driver))
+    Ok((Link { sender, protocol }, driver))
 }
 
-/// Notes what the first bytes from the other end are.
-struct Observed<T> {
+/// Records the protocol of the first bytes that the server sends.
+struct ObservedIo<T> {
     io: T,
-    peer: Arc<OnceLock<Peer>>,
+    protocol: Arc<OnceLock<ServerProtocol>>,
 }
 
-impl<T: AsyncRead + Unpin> AsyncRead for Observed<T> {
+impl<T: AsyncRead + Unpin> AsyncRead for ObservedIo<T> {
     fn poll_read(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
@@ -261,14 +250,14 @@ impl<T: AsyncRead + Unpin> AsyncRead for Observed<T> {
     ) -> Poll<io::Result<()>> {
         let before = buf.filled().len();
         let read = Pin::new(&mut self.io).poll_read(cx, buf);
-        if self.peer.get().is_none() && buf.filled().len() > before {
-            let _ = self.peer.set(Peer::of(&buf.filled()[before..]));
+        if self.protocol.get().is_none() && buf.filled().len() > before {
+            let _ = self.protocol.set(ServerProtocol::of(&buf.filled()[before..]));
         }
         read
     }
 }
 
-impl<T: AsyncWrite + Unpin> AsyncWrite for Observed<T> {
+impl<T: AsyncWrite + Unpin> AsyncWrite for ObservedIo<T> {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
         Pin::new(&mut self.io).poll_write(cx, buf)
     }
@@ -299,7 +288,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn answers_that_are_not_grpc_are_told_by_their_head() {
+    fn responses_that_are_not_grpc_are_rejected() {
         let answer = |status: u16, name: &str, value: &str| {
             let answer = http::Response::builder().status(status).header(name, value).body(()).unwrap();
             check_grpc(&answer).map_err(|lost| lost.to_string())
@@ -308,19 +297,19 @@ mod tests {
         assert_eq!(answer(400, "grpc-status", "3"), Ok(()));
         assert_eq!(
             answer(200, "content-type", "text/html").unwrap_err(),
-            "it answers HTTP 200 OK instead of gRPC"
+            "it responds with HTTP 200 OK instead of gRPC"
         );
         assert_eq!(
             answer(502, "content-type", "application/grpc").unwrap_err(),
-            "it answers HTTP 502 Bad Gateway instead of gRPC"
+            "it responds with HTTP 502 Bad Gateway instead of gRPC"
         );
     }
 
     #[test]
-    fn first_bytes_tell_what_the_other_end_speaks() {
-        assert_eq!(Peer::of(&[0, 0, 18, 4, 0, 0, 0, 0, 0]), Peer::Http2);
-        assert_eq!(Peer::of(b"HTTP/1.1 400 Bad Request\r\n"), Peer::Http1);
-        assert_eq!(Peer::of(&[0x15, 3, 3, 0, 2, 2, 40]), Peer::Tls);
-        assert_eq!(Peer::of(b"-ERR unknown command"), Peer::Other);
+    fn the_protocol_is_known_by_the_first_bytes() {
+        assert_eq!(ServerProtocol::of(&[0, 0, 18, 4, 0, 0, 0, 0, 0]), ServerProtocol::Http2);
+        assert_eq!(ServerProtocol::of(b"HTTP/1.1 400 Bad Request\r\n"), ServerProtocol::Http1);
+        assert_eq!(ServerProtocol::of(&[0x15, 3, 3, 0, 2, 2, 40]), ServerProtocol::Tls);
+        assert_eq!(ServerProtocol::of(b"-ERR unknown command"), ServerProtocol::Other);
     }
 }

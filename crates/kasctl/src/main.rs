@@ -1,4 +1,4 @@
-//! The program `kasctl`: arguments in, exit code out; nothing else is here.
+//! The program `kasctl`. Everything is in the library.
 
 fn main() -> std::process::ExitCode {
     kasctl::main()

@@ -7,8 +7,8 @@ use tokio::io::AsyncWriteExt as _;
 
 use crate::failure::Failure;
 
-/// Standard output, written outside of the thread that drives the connection: a pager that stops reading
-/// must not keep kas' pings from being answered.
+/// Standard output. It is written by another thread than that of the connection, so that pings of kas are
+/// answered even if a pager does not read.
 pub(crate) struct Output(tokio::io::Stdout);
 
 impl Output {
@@ -17,10 +17,10 @@ impl Output {
         Self(tokio::io::stdout())
     }
 
-    /// Writes all bytes and hands them to the reader at once.
+    /// Writes and flushes all bytes.
     ///
     /// # Errors
-    /// [`Failure::PipeClosed`] when nobody reads any more, else [`Failure::Output`].
+    /// [`Failure::PipeClosed`] if the reader has closed the pipe, otherwise [`Failure::Output`].
     pub(crate) async fn write(&mut self, bytes: &[u8]) -> Result<(), Failure> {
         self.0.write_all(bytes).await?;
         Ok(self.0.flush().await?)
@@ -29,7 +29,7 @@ impl Output {
     /// Writes a value as one line of JSON.
     ///
     /// # Errors
-    /// As [`Output::write`].
+    /// See [`Output::write`].
     pub(crate) async fn json_line(&mut self, value: &impl Serialize) -> Result<(), Failure> {
         let mut line = serde_json::to_vec(value).map_err(|e| Failure::Output(e.into()))?;
         line.push(b'\n');
@@ -39,7 +39,7 @@ impl Output {
     /// Writes a value as one indented JSON document.
     ///
     /// # Errors
-    /// As [`Output::write`].
+    /// See [`Output::write`].
     pub(crate) async fn json_document(&mut self, value: &impl Serialize) -> Result<(), Failure> {
         let mut text = serde_json::to_vec_pretty(value).map_err(|e| Failure::Output(e.into()))?;
         text.push(b'\n');
@@ -47,7 +47,7 @@ impl Output {
     }
 }
 
-/// Tells the operator something on standard error, in one line. Nobody listening is no reason to fail.
+/// Prints one line on standard error. A closed standard error is ignored.
 pub(crate) fn note(text: impl fmt::Display) {
     let _ = writeln!(std::io::stderr(), "kasctl: {text}");
 }

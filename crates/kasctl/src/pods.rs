@@ -1,4 +1,4 @@
-//! `kasctl pods`: the pods of an agent's cluster, page by page.
+//! `kasctl pods`: lists the pods of the cluster of an agent, page by page.
 
 use proto::kas::api::v1::{GetPodsRequest, Pod};
 use serde::Serialize;
@@ -6,7 +6,7 @@ use serde::Serialize;
 use crate::{
     api::{Client, UNARY_TIMEOUT},
     cli::{Format, PodsArgs},
-    explain::Asked,
+    explain::CallKind,
     failure::{Exit, Failure},
     output::{Output, note},
     table::Table,
@@ -14,17 +14,17 @@ use crate::{
 
 const TITLES: [&str; 2] = ["NAMESPACE", "NAME"];
 
-/// Prints each page as it comes. JSON is one document nonetheless: cut short, it does not parse.
+/// Prints each page when it arrives. JSON is one document, so an incomplete list does not parse.
 ///
 /// # Errors
-/// When a page cannot be had or written; what came before has been printed.
+/// A page cannot be read or written. The pages before it have been printed.
 pub(crate) async fn run(
     client: Client,
     mut output: Output,
     args: PodsArgs,
     format: Format,
 ) -> Result<Exit, Failure> {
-    let call = client.call(Asked::Read(args.agent), Some(UNARY_TIMEOUT));
+    let call = client.call(CallKind::Read(args.agent), Some(UNARY_TIMEOUT));
     let mut question = GetPodsRequest {
         agent_id: args.agent.get(),
         connection_id: args.connection.map(ids::ConnectionId::get).unwrap_or_default(),
@@ -50,13 +50,13 @@ pub(crate) async fn run(
             break;
         }
         if page.next_page_token == question.page_token {
-            return Err(call.explain_broken("it answered the same page twice"));
+            return Err(call.explain_broken("it returned the same page twice"));
         }
         question.page_token = page.next_page_token;
     }
     match format {
         Format::Json => output.write(b"\n]}\n").await?,
-        Format::Table if printer.printed == 0 => note("no pod matches"),
+        Format::Table if printer.printed == 0 => note("no pods found"),
         Format::Table => {}
     }
     Ok(Exit::Ok)
@@ -111,7 +111,7 @@ mod tests {
     }
 
     #[test]
-    fn pages_of_json_make_one_document() {
+    fn pages_form_one_json_document() {
         let mut printer = Printer { format: Format::Json, table: Table::new(TITLES), printed: 0 };
         let mut text = printer.page(&[], true).unwrap();
         text += &printer.page(&[pod("a", "b\"")], false).unwrap();
@@ -124,7 +124,7 @@ mod tests {
     }
 
     #[test]
-    fn title_is_printed_once() {
+    fn the_title_is_printed_once() {
         let mut printer = Printer { format: Format::Table, table: Table::new(TITLES), printed: 0 };
         assert_eq!(printer.page(&[pod("a", "b")], true).unwrap(), "NAMESPACE   NAME\na           b\n");
         assert_eq!(printer.page(&[pod("c", "d")], false).unwrap(), "c           d\n");

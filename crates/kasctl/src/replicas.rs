@@ -1,4 +1,4 @@
-//! `kasctl replicas`: the replicas of kas, as the one that is asked knows them.
+//! `kasctl replicas`: lists the replicas of kas, as seen by the replica that answers.
 
 use std::time::Duration;
 
@@ -10,7 +10,7 @@ use crate::{
     api::{Client, UNARY_TIMEOUT},
     cli::Format,
     duration::humane,
-    explain::Asked,
+    explain::CallKind,
     failure::{Exit, Failure},
     output::{Output, note},
     table::{Table, printable},
@@ -19,12 +19,12 @@ use crate::{
 const TITLES: [&str; 10] =
     ["NAME", "ADDRESS", "STATE", "STANDING", "AGENTS", "TUNNELS", "TABLE", "HEARD", "VERSION", "GENERATION"];
 
-/// Lists the replicas, and above them what is wrong.
+/// Prints alarms, then the list of replicas.
 ///
 /// # Errors
-/// When the list cannot be had or written. One without what some replica says of itself is [`Exit::Partial`].
+/// The list cannot be read or written. If a replica did not answer, the result is [`Exit::Partial`].
 pub(crate) async fn run(client: Client, mut output: Output, format: Format) -> Result<Exit, Failure> {
-    let call = client.call(Asked::Kas, Some(UNARY_TIMEOUT));
+    let call = client.call(CallKind::Kas, Some(UNARY_TIMEOUT));
     let request = client.request(&call, ListReplicasRequest {})?;
     let answer = client
         .within(&call, async {
@@ -35,7 +35,7 @@ pub(crate) async fn run(client: Client, mut output: Output, format: Format) -> R
     for alarm in &answer.alarms {
         note(format_args!("alarm: {}", printable(alarm)));
     }
-    warn(&answer.unanswered, "its row is what others know of it");
+    warn(&answer.unanswered, "its row is what other replicas know about it");
     match format {
         Format::Json => output.json_document(&ListJson::from(&answer)).await?,
         Format::Table => {
@@ -47,7 +47,7 @@ pub(crate) async fn run(client: Client, mut output: Output, format: Format) -> R
     Ok(if answer.unanswered.is_empty() { Exit::Ok } else { Exit::Partial })
 }
 
-/// Returns whether a replica did not tell about itself.
+/// Returns whether a replica did not answer.
 fn is_silent(answer: &ListReplicasResponse, replica: &KasInstanceInfo) -> bool {
     ["unreachable", "gone"].contains(&replica.standing.as_str())
         || replica.address.is_some()
@@ -70,13 +70,14 @@ fn cells(replica: &KasInstanceInfo, is_silent: bool) -> [String; 10] {
     ]
 }
 
-/// Returns what it says of itself; of one that says nothing now, what it said last, as a question.
+/// Returns the state that the replica reports. If it does not answer, returns the last known state with a
+/// question mark.
 fn state(replica: &KasInstanceInfo, is_silent: bool) -> String {
     let over = replica.state.is_empty() || replica.state == "left";
     if is_silent && !over { format!("{}?", replica.state) } else { replica.state.clone() }
 }
 
-/// Returns the version of its table, and whether all of it is here; nothing when none has come.
+/// Returns the version of the copy of its table, and whether the copy is complete. Empty without a copy.
 fn table(replica: &KasInstanceInfo) -> String {
     match (replica.table_synced, replica.table_version) {
         (true, version) => format!("synced:{version}"),
@@ -85,12 +86,12 @@ fn table(replica: &KasInstanceInfo) -> String {
     }
 }
 
-/// Returns how long ago it was heard; below a second it counts by what.
+/// Returns the time since it was last heard from, in milliseconds below one second.
 fn heard(millis: u64) -> String {
     if millis < 1000 { format!("{millis}ms") } else { humane(Duration::from_millis(millis)) }
 }
 
-/// One document: what `-o json` prints. Field names are a promise to scripts.
+/// The document that `-o json` prints. Field names are stable.
 #[derive(Serialize)]
 struct ListJson<'a> {
     replicas: Vec<ReplicaJson<'a>>,
@@ -105,14 +106,14 @@ struct ReplicaJson<'a> {
     state: &'a str,
     standing: &'a str,
     agents: u64,
-    /// Null: it did not tell.
+    /// Null if it did not answer.
     tunnels: Option<u64>,
     table: TableJson,
-    /// Null: the replica that was asked.
+    /// Null for the replica that answers.
     heard_ms: Option<u64>,
     version: &'a str,
     commit: &'a str,
-    /// Text: it has 64 bits, and many readers of JSON keep only 53.
+    /// A string: it has 64 bits, and many JSON parsers keep only 53.
     generation: String,
 }
 
@@ -120,7 +121,7 @@ struct ReplicaJson<'a> {
 struct TableJson {
     synced: bool,
     version: u64,
-    /// Text, for the same reason.
+    /// A string, for the same reason.
     epoch: String,
 }
 
@@ -156,22 +157,22 @@ mod tests {
     use super::*;
 
     #[test]
-    fn table_says_whether_it_is_whole() {
+    fn the_table_column_shows_whether_the_copy_is_complete() {
         let of = |table_synced, table_version| {
             table(&KasInstanceInfo { table_synced, table_version, ..Default::default() })
         };
-        assert_eq!(of(true, 0), "synced:0", "an empty table is known, too");
+        assert_eq!(of(true, 0), "synced:0", "an empty table can be complete");
         assert_eq!(of(true, 9), "synced:9");
         assert_eq!(of(false, 9), "behind:9");
         assert_eq!(of(false, 0), "");
     }
 
     #[test]
-    fn what_a_replica_said_before_it_fell_silent_is_a_question() {
+    fn the_last_known_state_has_a_question_mark() {
         let of = |state: &str, is_silent| state_of(state, is_silent);
         assert_eq!(of("ready", false), "ready");
         assert_eq!(of("ready", true), "ready?");
-        assert_eq!(of("left", true), "left", "nothing is to come after that");
+        assert_eq!(of("left", true), "left", "this state is final");
         assert_eq!(of("", true), "");
         let gone = KasInstanceInfo { standing: "gone".to_owned(), ..Default::default() };
         assert!(is_silent(&ListReplicasResponse::default(), &gone));
@@ -182,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn heard_keeps_milliseconds_while_they_matter() {
+    fn times_below_one_second_are_in_milliseconds() {
         assert_eq!(heard(0), "0ms");
         assert_eq!(heard(999), "999ms");
         assert_eq!(heard(61_500), "1m1s");

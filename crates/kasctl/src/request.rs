@@ -1,4 +1,5 @@
-//! `kasctl request`: an HTTP request to the Kubernetes API of an agent's cluster, streamed both ways.
+//! `kasctl request`: sends an HTTP request to the Kubernetes API of the cluster of an agent, and streams both
+//! bodies.
 
 use std::{collections::BTreeMap, path::PathBuf};
 
@@ -17,24 +18,25 @@ use tonic::{Status, metadata::MetadataMap};
 use crate::{
     api::Client,
     cli::RequestArgs,
-    explain::{Asked, Call},
+    explain::{Call, CallKind},
     failure::{Exit, Failure},
+    file_error::FileError,
     link::user_agent,
     output::{Output, note},
     table::printable,
     timeline::Timeline,
 };
 
-/// The largest piece of a body, as the other senders of this protocol have it.
+/// Maximum size of a body message, as in other implementations of this protocol.
 const CHUNK: usize = 32 * 1024;
 
-/// Where a request's body comes from.
+/// The source of a request body.
 type Source = Box<dyn AsyncRead + Send + Unpin>;
 
-/// A request whose body can be read.
+/// A request whose body is open.
 pub(crate) struct Prepared {
     args: RequestArgs,
-    /// What the body is called in an error message.
+    /// The name of the body in error messages.
     name: PathBuf,
     body: Option<Source>,
 }
@@ -43,7 +45,7 @@ impl Prepared {
     /// Opens the body.
     ///
     /// # Errors
-    /// When its file cannot be opened.
+    /// The file cannot be opened.
     pub(crate) async fn new(args: RequestArgs) -> Result<Self, Failure> {
         let (name, body): (PathBuf, Option<Source>) = match args.data.as_deref() {
             None => (PathBuf::new(), None),
@@ -54,7 +56,7 @@ impl Prepared {
                     let path = PathBuf::from(file);
                     match tokio::fs::File::open(&path).await {
                         Ok(file) => (path, Some(Box::new(file))),
-                        Err(cause) => return Err(Failure::File { verb: "read", path, cause }),
+                        Err(cause) => return Err(FileError { verb: "read", path, cause }.into()),
                     }
                 }
             },
@@ -62,14 +64,14 @@ impl Prepared {
         Ok(Self { args, name, body })
     }
 
-    /// Sends the request and prints the answer as it comes.
+    /// Sends the request, and prints the response as it arrives.
     ///
     /// # Errors
-    /// When the answer is not complete, whoever is to blame; what came before has been printed.
+    /// The response is not complete. The part before has been printed.
     pub(crate) async fn run(self, client: Client, mut output: Output) -> Result<Exit, Failure> {
         let Self { args, name, body } = self;
         let safe = only_reads(&args.method, &args.target.path);
-        let mut call = client.call(Asked::Request { agent: args.agent, safe }, None);
+        let mut call = client.call(CallKind::Request { agent: args.agent, safe }, None);
         let mut timeline = args.explain.then(|| Timeline::new(&client));
         let (broken, mut is_broken) = oneshot::channel();
         let messages = messages(head(&args, body.is_some()), body, broken);
@@ -79,8 +81,8 @@ impl Prepared {
             mark(&mut timeline, "sent the request");
             let answer = client.kubernetes().make_request(request).await;
             let answer = answer.map_err(|status| refused(&client, &call, &mut timeline, &status))?;
-            mark(&mut timeline, "first byte of the answer");
-            hear(&mut timeline, answer.metadata());
+            mark(&mut timeline, "first byte of the response");
+            read_trace(&mut timeline, answer.metadata());
             call.is_answering = true;
             let mut answer = answer.into_inner();
             let mut status = None;
@@ -102,11 +104,15 @@ impl Prepared {
                     Some(http_response::Message::Trailer(_)) if status.is_some() && !complete => {
                         complete = true
                     }
-                    _ => return Err(call.explain_broken("the answer is not in the order of the protocol")),
+                    _ => {
+                        return Err(call.explain_broken(
+                            "the messages of the response are not in the order of the protocol",
+                        ));
+                    }
                 }
             }
             if let Ok(Some(trailers)) = answer.trailers().await {
-                hear(&mut timeline, &trailers);
+                read_trace(&mut timeline, &trailers);
             }
             match status {
                 Some(head) if complete => {
@@ -115,13 +121,14 @@ impl Prepared {
                     }
                     Ok(head)
                 }
-                _ => Err(call.explain_broken("the answer ended before it was complete")),
+                _ => Err(call.explain_broken("the response ended before it was complete")),
             }
         });
         let head = tokio::select! {
             biased;
-            // Dropping the exchange resets the call: the agent must not take half a body for a whole one.
-            Ok(cause) = &mut is_broken => return Err(Failure::File { verb: "read", path: name, cause }),
+            // Dropping the exchange resets the call, so the agent does not mistake a partial body for a
+            // complete one.
+            Ok(cause) = &mut is_broken => return Err(FileError { verb: "read", path: name, cause }.into()),
             head = exchange => head?,
         };
         drop(timeline);
@@ -139,20 +146,20 @@ fn mark(timeline: &mut Option<Timeline>, text: &str) {
     }
 }
 
-fn hear(timeline: &mut Option<Timeline>, metadata: &MetadataMap) {
+fn read_trace(timeline: &mut Option<Timeline>, metadata: &MetadataMap) {
     if let Some(timeline) = timeline {
-        timeline.hear(metadata);
+        timeline.read(metadata);
     }
 }
 
-/// Says what a status means; its metadata may tell the request's way.
+/// Explains a status, and reads the trace in its metadata.
 fn refused(client: &Client, call: &Call, timeline: &mut Option<Timeline>, status: &Status) -> Failure {
-    hear(timeline, status.metadata());
+    read_trace(timeline, status.metadata());
     client.explain(call, status)
 }
 
-/// Returns whether a request has no effect in Kubernetes. What is passed on to a program in the cluster may
-/// have one, whatever its method.
+/// Returns whether a request has no effect in Kubernetes. A request that is forwarded to a program in the
+/// cluster may have an effect, whatever its method is.
 fn only_reads(method: &str, path: &str) -> bool {
     matches!(method, "GET" | "HEAD" | "OPTIONS")
         && !path.split('/').any(|part| matches!(part, "proxy" | "exec" | "attach" | "portforward"))
@@ -178,7 +185,7 @@ fn head(args: &RequestArgs, has_body: bool) -> prototool::HttpRequest {
     }
 }
 
-/// What the next message of a request is.
+/// The next message of a request.
 enum Next {
     Head(prototool::HttpRequest, Option<Source>, oneshot::Sender<std::io::Error>),
     Body(Source, oneshot::Sender<std::io::Error>),
@@ -186,9 +193,10 @@ enum Next {
     End,
 }
 
-/// Returns the messages of a request: a head, pieces of the body as they can be read, a trailer.
+/// Returns the messages of a request: a head, the body in pieces as it is read, and a trailer.
 ///
-/// When the body breaks, `broken` is told and the stream never ends: its end would look like that of a body.
+/// If the body cannot be read, the error is sent to `broken`, and the stream does not end: its end would look
+/// like the end of the body.
 fn messages(
     head: prototool::HttpRequest,
     body: Option<Source>,

@@ -1,4 +1,4 @@
-//! The secret that API tokens are signed with, and where kas leaves it.
+//! The secret that API tokens are signed with, and its default path.
 
 use std::{
     ffi::OsString,
@@ -9,7 +9,7 @@ use std::{
 use base64::{Engine as _, engine::general_purpose::STANDARD};
 use secrecy::{ExposeSecret, SecretSlice};
 
-/// The name under which kas keeps an API secret that it made itself.
+/// The file name of an API secret that kas has created.
 const FILE_NAME: &str = "api-secret";
 
 /// The shared secret of the API listener.
@@ -24,44 +24,44 @@ impl fmt::Debug for Secret {
     }
 }
 
-/// Why there is no secret.
+/// The reason why there is no secret.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Error {
-    /// Neither a flag nor an environment variable says where to look.
-    #[error("no API secret: set --secret-file (HOME is not set, so the default place is unknown)")]
-    NoPlace,
-    /// The default file is not there: kas did not run here yet, or has another state directory.
+    /// No flag and no environment variable defines the path.
+    #[error("no API secret: set --secret-file (HOME is not set, so there is no default path)")]
+    NoPath,
+    /// The default file does not exist: kas has not run here yet, or has another state directory.
     #[error(
-        "no API secret at {}: kas makes it when it first starts; \
-         name the file of your kas with --secret-file or KASCTL_SECRET_FILE",
+        "no API secret at {}: kas creates it on its first start; \
+         set the file of your kas with --secret-file or KASCTL_SECRET_FILE",
         .0.display()
     )]
-    NotMade(PathBuf),
+    Missing(PathBuf),
     /// The file cannot be read.
-    #[error("cannot read the API secret {}: {}", .0.display(), crate::failure::reason(.1))]
+    #[error("cannot read the API secret {}: {}", .0.display(), crate::file_error::reason(.1))]
     Read(PathBuf, #[source] std::io::Error),
-    /// The file does not hold what kas expects there.
+    /// The file is not base64.
     #[error("the API secret {} is not standard base64: is it the file that kas uses?", .0.display())]
     Encoding(PathBuf),
-    /// The file decodes to nothing: anyone could sign with that.
+    /// The secret is empty, so anyone could sign with it.
     #[error("the API secret {} is empty: is it the file that kas uses?", .0.display())]
     Empty(PathBuf),
 }
 
 impl Secret {
-    /// Reads the secret from `file`, or from where kas leaves it.
+    /// Reads the secret from `file`, or from the default path.
     ///
     /// # Errors
-    /// [`Error`]; nothing is created.
+    /// See [`Error`]. No file is created.
     pub(crate) fn load(file: Option<&Path>) -> Result<Self, Error> {
         let path = match file {
             Some(file) => file.to_owned(),
-            None => default_path(|name| std::env::var_os(name)).ok_or(Error::NoPlace)?,
+            None => default_path(|name| std::env::var_os(name)).ok_or(Error::NoPath)?,
         };
         let text = match std::fs::read(&path) {
             Ok(text) => SecretSlice::from(text),
             Err(e) if e.kind() == std::io::ErrorKind::NotFound && file.is_none() => {
-                return Err(Error::NotMade(path));
+                return Err(Error::Missing(path));
             }
             Err(e) => return Err(Error::Read(path, e)),
         };
@@ -77,19 +77,19 @@ impl Secret {
         self.bytes.expose_secret()
     }
 
-    /// Returns the file it came from: what an operator checks when kas refuses it.
+    /// Returns the file, for the error message if kas refuses the token.
     pub(crate) fn path(&self) -> &Path {
         &self.path
     }
 }
 
-/// Decodes standard base64; line breaks and white space around it are ignored.
+/// Decodes standard base64. Line breaks, and white space around it, are ignored.
 fn decode(text: &[u8]) -> Option<Vec<u8>> {
     let text: Vec<u8> = text.trim_ascii().iter().copied().filter(|b| !matches!(b, b'\r' | b'\n')).collect();
     STANDARD.decode(text).ok()
 }
 
-/// Returns where kas puts the secret that it makes itself; `None` without a home directory.
+/// Returns the path of a secret that kas creates, or `None` without a home directory.
 fn default_path(var: impl Fn(&str) -> Option<OsString>) -> Option<PathBuf> {
     let set = |name| var(name).filter(|value| !value.is_empty()).map(PathBuf::from);
     let state = set("KAS_STATE_DIR")
@@ -103,7 +103,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn default_place_follows_the_state_directory_of_kas() {
+    fn the_default_path_is_in_the_state_directory_of_kas() {
         let env = |pairs: &'static [(&str, &str)]| {
             default_path(move |name| pairs.iter().find(|(key, _)| *key == name).map(|(_, v)| v.into()))
         };

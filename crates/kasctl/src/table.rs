@@ -1,8 +1,6 @@
-//! Columns for terminals: aligned, and safe to print.
-//!
-//! A cell may come from a cluster, so control characters in it are made visible: a pod name must not
-//! move the cursor of an operator. Widths only grow, so rows that come later stay aligned with those
-//! before them as long as they fit.
+//! Aligned columns that are safe to print on a terminal.
+//! A cell may contain text from a cluster, so control characters are escaped: a pod name must not move the
+//! cursor. Widths only grow, so later rows stay aligned with earlier ones as long as they fit.
 
 /// A table that is printed row by row.
 #[derive(Debug)]
@@ -11,12 +9,12 @@ pub(crate) struct Table<const N: usize> {
 }
 
 impl<const N: usize> Table<N> {
-    /// Starts with columns as wide as their titles.
+    /// Starts a table whose columns are as wide as their titles.
     pub(crate) fn new(titles: [&str; N]) -> Self {
         Self { widths: titles.map(|title| title.chars().count()) }
     }
 
-    /// Makes room for these rows, and returns all of them as lines.
+    /// Widens the columns for these rows, and returns the rows as lines.
     pub(crate) fn rows<'a>(&mut self, rows: impl IntoIterator<Item = &'a [String; N]>) -> String {
         let rows: Vec<[String; N]> = rows.into_iter().map(|row| row.each_ref().map(|c| visible(c))).collect();
         for row in &rows {
@@ -40,12 +38,12 @@ impl<const N: usize> Table<N> {
     }
 }
 
-/// Returns the text with control characters escaped; an empty text as `-`, so that columns can be counted.
+/// Returns a cell with control characters escaped, or `-` for an empty one, so that columns can be counted.
 fn visible(cell: &str) -> String {
     if cell.is_empty() { "-".to_owned() } else { printable(cell) }
 }
 
-/// Returns the text on one line: control characters, line separators and direction marks are escaped.
+/// Returns a text as one line: control characters, line separators and direction marks are escaped.
 pub(crate) fn printable(text: &str) -> String {
     let mut shown = String::with_capacity(text.len());
     for c in text.chars() {

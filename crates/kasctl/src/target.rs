@@ -1,5 +1,5 @@
-//! The head of an HTTP request as an operator types it, made into what the wire carries: a decoded path, a
-//! decoded query, header names in canonical form.
+//! Parses the method, path and headers of a request in the command line into the form of the protocol: a
+//! decoded path, a decoded query, and canonical header names.
 
 use std::collections::BTreeMap;
 
@@ -7,43 +7,43 @@ use http::{HeaderName, HeaderValue, Method};
 use percent_encoding::percent_decode_str;
 use proto::gitlab::agent::prototool::Values;
 
-/// Why a method, path or header is refused before anything is sent.
+/// The reason why a method, path or header is refused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum Invalid {
     /// Not a token of RFC 9110.
     #[error("expected an HTTP method such as GET")]
     Method,
-    /// Relative, or a whole URL.
-    #[error("expected a path that begins with /, such as /api/v1/pods?limit=5")]
+    /// A relative path, or a URL.
+    #[error("expected a path that starts with /, such as /api/v1/pods?limit=5")]
     Path,
     /// `%` without two hexadecimal digits, or bytes that are not UTF-8.
     #[error("expected percent-encoded UTF-8: write a literal percent sign as %25")]
     Encoding,
-    /// The wire carries a decoded path, so that `%2F` would become a different path.
+    /// The protocol has a decoded path, so `%2F` would become a different path.
     #[error("an encoded slash (%2F) cannot be carried in a path")]
     EncodedSlash,
-    /// No colon, an illegal name, or an illegal value.
+    /// No colon, or an invalid name or value.
     #[error("expected a header as 'Name: value'")]
     Header,
 }
 
-/// A path and the query behind it, both decoded.
+/// A path and its query, both decoded.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Target {
-    /// Begins with a slash.
+    /// Starts with a slash.
     pub(crate) path: String,
-    /// Values of one key keep their order.
+    /// The values of a key are in their original order.
     pub(crate) query: BTreeMap<String, Values>,
 }
 
-/// Parses a method. Letters become upper case: no API server has a method `get`.
+/// Parses a method and converts it to upper case.
 pub(crate) fn method(text: &str) -> Result<String, Invalid> {
     let upper = text.to_ascii_uppercase();
     Method::from_bytes(upper.as_bytes()).map_err(|_| Invalid::Method)?;
     Ok(upper)
 }
 
-/// Splits a path from its query and decodes both; `+` in a query is a space.
+/// Splits a path and its query, and decodes both. `+` in a query is a space.
 pub(crate) fn target(text: &str) -> Result<Target, Invalid> {
     let (path, query) = text.split_once('?').unwrap_or((text, ""));
     if !path.starts_with('/') {
@@ -73,12 +73,12 @@ fn decode(text: &str) -> Result<String, Invalid> {
     Ok(percent_decode_str(text).decode_utf8().map_err(|_| Invalid::Encoding)?.into_owned())
 }
 
-/// One header: a canonical name and a value.
+/// A header.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Header {
     /// In canonical form.
     pub(crate) name: String,
-    /// Without white space around it; may be empty.
+    /// Without white space around it. May be empty.
     pub(crate) value: String,
 }
 
@@ -91,7 +91,7 @@ pub(crate) fn header(text: &str) -> Result<Header, Invalid> {
     Ok(Header { name: canonical(name), value: value.to_owned() })
 }
 
-/// Returns a legal header name as Go writes it: `x-my-HEADER` becomes `X-My-Header`.
+/// Returns the canonical form of a header name in Go: `x-my-HEADER` becomes `X-My-Header`.
 fn canonical(name: &str) -> String {
     let mut first = true;
     name.chars()
@@ -122,7 +122,7 @@ mod tests {
     }
 
     #[test]
-    fn headers_that_could_smuggle_are_refused() {
+    fn invalid_headers_are_refused() {
         for bad in ["no colon", ": value", "a b: c", "a: b\r\nc: d", "a: b\0", "ä: b", "a : b"] {
             assert_eq!(header(bad), Err(Invalid::Header), "{bad:?}");
         }
@@ -152,13 +152,13 @@ mod tests {
     }
 
     #[test]
-    fn path_is_decoded_and_its_plus_stays() {
+    fn the_path_is_decoded_and_keeps_a_plus() {
         assert_eq!(target("/a%20b/c+d").unwrap().path, "/a b/c+d");
         assert_eq!(target("/a?b?c").unwrap().query.keys().collect::<Vec<_>>(), ["b?c"]);
     }
 
     #[test]
-    fn paths_that_cannot_be_carried_are_refused() {
+    fn invalid_paths_are_refused() {
         assert_eq!(target("api/v1"), Err(Invalid::Path));
         assert_eq!(target("https://kubernetes/api"), Err(Invalid::Path));
         assert_eq!(target(""), Err(Invalid::Path));

@@ -1,4 +1,4 @@
-//! `kasctl request --explain`: where the time of a request went, as kas tells it and as kasctl saw it.
+//! `kasctl request --explain`: prints the times of the steps of a request, in kasctl and in kas.
 
 use std::{collections::HashSet, fmt::Write as _, io::IsTerminal as _, io::Write as _, time::Duration};
 
@@ -11,27 +11,27 @@ use crate::{
     table::printable,
 };
 
-/// What happened when. It is printed when it is dropped: a request that hangs and is interrupted is the one
-/// whose way an operator wants to know.
+/// The steps of a request. They are printed when this is dropped, so also for a request that hangs and is
+/// interrupted.
 pub(crate) struct Timeline {
-    /// When kasctl began to dial.
+    /// When kasctl started to connect.
     began: Instant,
     own: Vec<Step>,
     of_kas: Vec<Step>,
-    /// What kas told already: its trailers may repeat its headers.
-    told: HashSet<String>,
+    /// Steps that kas has reported already: its trailers may repeat its headers.
+    reported: HashSet<String>,
     is_complete: bool,
 }
 
 #[derive(Debug, PartialEq, Eq)]
 struct Step {
-    /// `None`: whoever tells it gave no time.
+    /// `None` if kas reported no time.
     at: Option<Duration>,
     text: String,
 }
 
 impl Step {
-    /// Reads `<microseconds> <text>`; what is written otherwise is a text without a time.
+    /// Parses `<microseconds> <text>`. Any other value is a text without a time.
     fn parse(value: &str) -> Self {
         let split = value.split_once(' ').and_then(|(at, text)| Some((at.parse().ok()?, text)));
         match split {
@@ -42,31 +42,31 @@ impl Step {
 }
 
 impl Timeline {
-    /// Begins with how kasctl came to the connection.
+    /// Starts with the time to connect.
     pub(crate) fn new(client: &Client) -> Self {
-        let (began, connected) = client.dialled();
-        let dialled =
+        let (began, connected) = client.connection_times();
+        let connect =
             Step { at: Some(connected - began), text: format!("connected to {}", client.address()) };
-        Self { began, own: vec![dialled], of_kas: Vec::new(), told: HashSet::new(), is_complete: false }
+        Self { began, own: vec![connect], of_kas: Vec::new(), reported: HashSet::new(), is_complete: false }
     }
 
-    /// Notes that something happened now.
+    /// Adds a step with the current time.
     pub(crate) fn mark(&mut self, text: &str) {
         self.own.push(Step { at: Some(self.began.elapsed()), text: text.to_owned() });
     }
 
-    /// Notes that the answer is complete.
+    /// Marks the response as complete.
     pub(crate) fn complete(&mut self) {
-        self.mark("last byte of the answer");
+        self.mark("last byte of the response");
         self.is_complete = true;
     }
 
-    /// Takes what kas tells in headers or trailers.
-    pub(crate) fn hear(&mut self, metadata: &MetadataMap) {
+    /// Reads the steps in the headers or trailers of kas.
+    pub(crate) fn read(&mut self, metadata: &MetadataMap) {
         for value in metadata.get_all(EXPLAIN) {
             let value = String::from_utf8_lossy(value.as_bytes()).into_owned();
             let step = Step::parse(&value);
-            if self.told.insert(value) {
+            if self.reported.insert(value) {
                 self.of_kas.push(step);
             }
         }
@@ -77,12 +77,12 @@ impl Timeline {
         let all =
             self.own.iter().map(|step| ("kasctl", step)).chain(self.of_kas.iter().map(|step| ("kas", step)));
         let rows: Vec<(String, &str, &str)> = all
-            .map(|(who, step)| (step.at.map(millis).unwrap_or_default(), who, step.text.as_str()))
+            .map(|(program, step)| (step.at.map(millis).unwrap_or_default(), program, step.text.as_str()))
             .collect();
         let width = rows.iter().map(|(at, ..)| at.len()).max().unwrap_or_default();
-        for (at, who, what) in rows {
+        for (at, program, what) in rows {
             let unit = if at.is_empty() { "  " } else { "ms" };
-            let _ = writeln!(text, "  {at:>width$} {unit}   {who:<6}   {what}");
+            let _ = writeln!(text, "  {at:>width$} {unit}   {program:<6}   {what}");
         }
         text
     }
@@ -91,24 +91,24 @@ impl Timeline {
 impl Drop for Timeline {
     fn drop(&mut self) {
         if !self.is_complete {
-            self.mark("ended without a complete answer");
+            self.mark("ended without a complete response");
         }
         let mut error = std::io::stderr();
         if std::io::stdout().is_terminal() {
-            // What came before rarely ends with a newline.
+            // The response rarely ends with a line break.
             let _ = writeln!(error);
         }
         note(
-            "the request's way; kasctl counts from when it began to connect, kas from when the request arrived:",
+            "steps of the request; times of kasctl are since it started to connect, times of kas since the request arrived:",
         );
         let _ = error.write_all(self.lines().as_bytes());
         if self.of_kas.is_empty() {
-            note("kas did not tell the way: it is older than kasctl, or gave no answer");
+            note("no steps of kas: it is older than kasctl, or did not respond");
         }
     }
 }
 
-/// Returns milliseconds with three decimals.
+/// Formats a duration in milliseconds with three decimals.
 fn millis(duration: Duration) -> String {
     let micros = duration.as_micros();
     format!("{}.{:03}", micros / 1000, micros % 1000)
@@ -119,7 +119,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn steps_of_kas_are_read_leniently() {
+    fn steps_without_a_time_are_accepted() {
         let step =
             |at: Option<u64>, text: &str| Step { at: at.map(Duration::from_micros), text: text.to_owned() };
         assert_eq!(Step::parse("1500 no tunnel here"), step(Some(1500), "no tunnel here"));

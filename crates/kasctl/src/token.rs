@@ -1,4 +1,4 @@
-//! `kasctl token`: tokens for kas' callers and for agents.
+//! `kasctl token`: creates tokens for API clients of kas and for agents.
 
 use std::{
     fs::OpenOptions,
@@ -15,6 +15,7 @@ use crate::{
     agents_file::{self, Entry},
     cli::{TokenAgentArgs, TokenApiArgs},
     failure::{Exit, Failure},
+    file_error::FileError,
     jwt,
     output::{Output, note},
     secret::Secret,
@@ -23,7 +24,7 @@ use crate::{
 /// Prints a token for the API listener.
 ///
 /// # Errors
-/// Without a secret or random bytes.
+/// There is no secret, or there are no random bytes.
 pub(crate) async fn api(
     output: &mut Output,
     secret_file: Option<&Path>,
@@ -35,11 +36,11 @@ pub(crate) async fn api(
     Ok(Exit::Ok)
 }
 
-/// Makes an agent token, and prints what kas' identity file needs of it or puts it there.
+/// Creates an agent token, and prints its entry in the identity file of kas or adds it to the file.
 ///
 /// # Errors
-/// Without random bytes, when the identity file refuses the agent, or when a file exists or cannot be written:
-/// then the identity file is as it was, and no token file is left behind.
+/// There are no random bytes, the identity file does not permit the entry, or a file exists or cannot be
+/// written. The identity file is unchanged then, and there is no new token file.
 pub(crate) async fn agent(output: &mut Output, args: &TokenAgentArgs) -> Result<Exit, Failure> {
     let mut random = [0; 32];
     SysRng.try_fill_bytes(&mut random).map_err(jwt::Error::from)?;
@@ -54,13 +55,14 @@ pub(crate) async fn agent(output: &mut Output, args: &TokenAgentArgs) -> Result<
     let lines: String = item.lines().map(|line| format!("  {line}\n")).collect();
     output.write(lines.as_bytes()).await?;
     if args.token_file.is_none() {
-        note("this is the agent's token, shown once: kas keeps only its hash");
+        note("this is the token of the agent; it is shown only once, because kas stores only its hash");
         let _ = writeln!(std::io::stderr(), "{token}");
     }
     Ok(Exit::Ok)
 }
 
-/// Hands out the token, and only then makes it known to kas: an agent whose token nobody has would be in the way.
+/// Prints or stores the token first, and then adds the agent: an agent whose token was lost would block its
+/// id and name.
 async fn add(
     output: &mut Output,
     args: &TokenAgentArgs,
@@ -73,7 +75,7 @@ async fn add(
     match &args.token_file {
         Some(file) => create(file, token)?,
         None => {
-            // A 14.1 agentk sends its file as it is: only a person gets a newline.
+            // agentk 14.1 sends its token file unchanged, so a line break is added only on a terminal.
             let end = if std::io::stdout().is_terminal() { "\n" } else { "" };
             let written = output.write(format!("{token}{end}").as_bytes()).await;
             written.map_err(|failure| match failure {
@@ -91,23 +93,23 @@ async fn add(
     Ok(Exit::Ok)
 }
 
-/// Writes the token to a new file that only its owner can read, without a newline: a 14.1 agentk sends the
-/// file as it is.
+/// Writes the token to a new file that only its owner can read. Without a line break, because agentk 14.1
+/// sends the file unchanged.
 fn create(path: &Path, token: &str) -> Result<(), Failure> {
-    let failed = |verb| move |cause| Failure::File { verb, path: path.to_owned(), cause };
+    let failed = |verb| move |cause| FileError { verb, path: path.to_owned(), cause };
     let mut file =
         OpenOptions::new().write(true).create_new(true).mode(0o600).open(path).map_err(failed("create"))?;
     file.write_all(token.as_bytes()).and_then(|()| file.sync_all()).map_err(|cause| {
-        // Half a token helps nobody, and would be in the way of the next attempt.
+        // A partial token is useless, and the file would block the next attempt.
         let _ = std::fs::remove_file(path);
-        failed("write")(cause)
+        failed("write")(cause).into()
     })
 }
 
 /// Returns the list item as lines without indentation.
 fn identity_item(args: &TokenAgentArgs, hash: &TokenHash) -> String {
     let name = &args.name;
-    // YAML takes these for numbers, truth values and nothing, unless they are quoted.
+    // Without quotes, these are numbers, booleans and null in YAML.
     let quoted = name.starts_with(|c: char| c.is_ascii_digit())
         || ["true", "false", "yes", "no", "on", "off", "y", "n", "null"].contains(&name.as_str());
     let name = if quoted { format!("\"{name}\"") } else { name.clone() };
@@ -119,10 +121,10 @@ fn identity_item(args: &TokenAgentArgs, hash: &TokenHash) -> String {
     )
 }
 
-/// Prints the hash of a token that is there already; `-` reads standard input.
+/// Prints the hash of an existing token. `-` reads standard input.
 ///
 /// # Errors
-/// When the file cannot be read or holds no token.
+/// The file cannot be read or contains no token.
 pub(crate) async fn hash(output: &mut Output, file: &Path) -> Result<Exit, Failure> {
     let mut text = Vec::new();
     let read = if file == Path::new("-") {
@@ -130,15 +132,15 @@ pub(crate) async fn hash(output: &mut Output, file: &Path) -> Result<Exit, Failu
     } else {
         std::fs::File::open(file).and_then(|mut file| file.read_to_end(&mut text))
     };
-    read.map_err(|cause| Failure::File { verb: "read", path: file.to_owned(), cause })?;
+    read.map_err(|cause| FileError { verb: "read", path: file.to_owned(), cause })?;
     let token = text.trim_ascii();
     if token.is_empty() || !token.iter().all(u8::is_ascii_graphic) {
         return Err(Failure::NoToken(file.to_owned()));
     }
     if token.len() < text.len() {
         note(format_args!(
-            "{} has white space around the token, a newline at its end perhaps: the hash is that of the token \
-             without it; an agentk of GitLab 14.1 sends the file as it is, so remove it there",
+            "{} has white space around the token, for example a newline at its end; the hash is that of the token \
+             without it, but agentk of GitLab 14.1 sends the whole file, so remove the white space",
             file.display()
         ));
     }
@@ -171,7 +173,7 @@ mod tests {
     }
 
     #[test]
-    fn names_that_yaml_misreads_are_quoted() {
+    fn names_with_another_meaning_in_yaml_are_quoted() {
         for name in ["1", "1e5", "0x1", "true", "no", "null"] {
             assert!(item(name).contains(&format!("name: \"{name}\"\n")), "{name}");
         }

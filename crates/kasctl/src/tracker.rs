@@ -1,4 +1,4 @@
-//! `kasctl tracker status`: how the table of who holds which agent fares, as the replica that is asked sees it.
+//! `kasctl tracker status`: prints the status of the table of agents, as seen by the replica that answers.
 
 use std::time::Duration;
 
@@ -9,7 +9,7 @@ use crate::{
     api::{Client, UNARY_TIMEOUT},
     cli::Format,
     duration::humane,
-    explain::Asked,
+    explain::CallKind,
     failure::{Exit, Failure},
     output::{Output, note},
     table::{Table, printable},
@@ -18,12 +18,12 @@ use crate::{
 const TITLES: [&str; 8] =
     ["REPLICA", "BACKEND", "LATENCY", "AGENTS", "ENTRIES", "UNWRITTEN", "LAG", "REMEMBERED"];
 
-/// Tells the status, and above it what is wrong.
+/// Prints alarms and the last error, then the status.
 ///
 /// # Errors
-/// When it cannot be had or written.
+/// The status cannot be read or written.
 pub(crate) async fn status(client: Client, mut output: Output, format: Format) -> Result<Exit, Failure> {
-    let call = client.call(Asked::Kas, Some(UNARY_TIMEOUT));
+    let call = client.call(CallKind::Kas, Some(UNARY_TIMEOUT));
     let request = client.request(&call, TrackerStatusRequest {})?;
     let answer = client
         .within(&call, async {
@@ -62,7 +62,7 @@ fn cells(answer: &TrackerStatusResponse) -> [String; 8] {
     ]
 }
 
-/// Returns how long a store took; a store nearby takes less than a millisecond.
+/// Formats a latency. That of a store nearby is below a millisecond.
 fn latency(micros: u64) -> String {
     match micros {
         0..1_000 => format!("{micros}us"),
@@ -71,21 +71,21 @@ fn latency(micros: u64) -> String {
     }
 }
 
-/// One document: what `-o json` prints. Field names are a promise to scripts.
+/// The document that `-o json` prints. Field names are stable.
 #[derive(Serialize)]
 struct StatusJson<'a> {
     replica: &'a str,
     backend: &'a str,
     alarms: &'a [String],
-    /// Null: there is no store, or it never answered.
+    /// Null without a store, or if it never answered.
     latency_us: Option<u64>,
     agents: u64,
     entries: u64,
     unwritten: u64,
-    /// For how long there has been something unwritten.
+    /// How long there have been unwritten changes.
     lag_ms: u64,
     remembered: u64,
-    /// Null: nothing has failed.
+    /// Null if nothing has failed.
     last_error: Option<LastErrorJson<'a>>,
 }
 
@@ -119,7 +119,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn latency_keeps_what_matters() {
+    fn latency_has_a_useful_precision() {
         assert_eq!([512, 1_250, 12_900].map(latency), ["512us", "1.2ms", "12ms"]);
     }
 }

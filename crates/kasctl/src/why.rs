@@ -1,4 +1,4 @@
-//! `kasctl why`: what each replica of kas knows of an agent, and which way a request for it would go.
+//! `kasctl why`: prints what each replica of kas knows about an agent, and the route of a request to it.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -12,7 +12,7 @@ use crate::{
     agents::{AddressJson, UnansweredJson, address, warn},
     api::{Client, UNARY_TIMEOUT},
     cli::{Format, WhyArgs},
-    explain::Asked,
+    explain::CallKind,
     failure::{Exit, Failure},
     output::Output,
     table::{Table, printable},
@@ -21,17 +21,18 @@ use crate::{
 const HOLDS: [&str; 5] = ["REPLICA", "ADDRESS", "IDLE", "BUSY", "WAITING"];
 const BELIEFS: [&str; 5] = ["REPLICA", "BELIEVES-OF", "HOLDS", "TRUE", "WHY"];
 
-/// Prints the verdict first, then what it is made of.
+/// Prints a summary, then its details.
 ///
 /// # Errors
-/// When there is no answer, or it cannot be written. One without some replica is [`Exit::Partial`].
+/// There is no response, or it cannot be written. If a replica did not answer, the result is
+/// [`Exit::Partial`].
 pub(crate) async fn run(
     client: Client,
     mut output: Output,
     args: &WhyArgs,
     format: Format,
 ) -> Result<Exit, Failure> {
-    let call = client.call(Asked::Kas, Some(UNARY_TIMEOUT));
+    let call = client.call(CallKind::Kas, Some(UNARY_TIMEOUT));
     let request = client.request(&call, ExplainAgentRequest { agent_id: args.agent.get() })?;
     let answer = client
         .within(&call, async {
@@ -39,7 +40,7 @@ pub(crate) async fn run(
             Ok(answer.map_err(|status| client.explain(&call, &status))?.into_inner())
         })
         .await?;
-    warn(&answer.unanswered, "what it knows is missing here");
+    warn(&answer.unanswered, "its information is missing");
     match format {
         Format::Json => output.json_document(&WhyJson::new(args.agent, &answer)).await?,
         Format::Table => output.write(shown(args.agent, &answer).as_bytes()).await?,
@@ -51,24 +52,25 @@ fn holds(replica: &AgentOnReplica) -> bool {
     replica.idle_tunnels > 0 || replica.busy_tunnels > 0
 }
 
-/// Returns the address, or the name where there is none.
-fn whereabouts(replica: &AgentOnReplica) -> String {
+/// Returns the address, or the name of a replica without one.
+fn address_or_name(replica: &AgentOnReplica) -> String {
     let address = address(replica.address.as_ref());
     printable(if address.is_empty() { &replica.name } else { &address })
 }
 
-/// Returns the replicas that said nothing, and of which another believes that they hold the agent.
+/// Returns the replicas that did not answer, and that hold the agent according to the table of another
+/// replica.
 fn silent_holders(answer: &ExplainAgentResponse) -> Vec<String> {
-    let told = |name: &str| answer.replicas.iter().any(|replica| replica.name == name);
-    let believed = answer.replicas.iter().flat_map(|replica| &replica.beliefs);
-    let silent: BTreeSet<&str> = believed
-        .filter(|belief| belief.holds && !told(&belief.name))
+    let answered = |name: &str| answer.replicas.iter().any(|replica| replica.name == name);
+    let views = answer.replicas.iter().flat_map(|replica| &replica.beliefs);
+    let silent: BTreeSet<&str> = views
+        .filter(|belief| belief.holds && !answered(&belief.name))
         .map(|belief| belief.name.as_str())
         .collect();
     silent.into_iter().map(printable).collect()
 }
 
-fn verdict(agent: ids::AgentId, answer: &ExplainAgentResponse) -> String {
+fn summary(agent: ids::AgentId, answer: &ExplainAgentResponse) -> String {
     let tunnels = |replica: &AgentOnReplica| {
         let count = |number: u32, what: &str| match number {
             0 => None,
@@ -79,7 +81,7 @@ fn verdict(agent: ids::AgentId, answer: &ExplainAgentResponse) -> String {
             .into_iter()
             .flatten()
             .collect();
-        format!("{} ({})", whereabouts(replica), counts.join(", "))
+        format!("{} ({})", address_or_name(replica), counts.join(", "))
     };
     let holders: Vec<String> = answer.replicas.iter().filter(|replica| holds(replica)).map(tunnels).collect();
     let waiting: u64 = answer.replicas.iter().map(|replica| u64::from(replica.waiting)).sum();
@@ -91,7 +93,7 @@ fn verdict(agent: ids::AgentId, answer: &ExplainAgentResponse) -> String {
     let silent = silent_holders(answer);
     if !silent.is_empty() {
         let also = if holders.is_empty() { "" } else { "also " };
-        let _ = write!(text, "; by the table {also}by {}, which did not answer", silent.join(", "));
+        let _ = write!(text, "; according to the table {also}by {}, which did not answer", silent.join(", "));
     }
     match waiting {
         0 => {}
@@ -102,7 +104,7 @@ fn verdict(agent: ids::AgentId, answer: &ExplainAgentResponse) -> String {
     }
     if !answer.route.is_empty() {
         let steps: Vec<String> = answer.route.iter().map(|step| printable(step)).collect();
-        let _ = write!(text, "; a request here goes: {}", steps.join(" -> "));
+        let _ = write!(text, "; route of a request: {}", steps.join(" -> "));
     }
     text
 }
@@ -118,11 +120,11 @@ fn shown(agent: ids::AgentId, answer: &ExplainAgentResponse) -> String {
             replica.waiting.to_string(),
         ]
     }));
-    let mut text = format!("{}\n\n{}", verdict(agent, answer), Table::new(HOLDS).rows(&rows));
+    let mut text = format!("{}\n\n{}", summary(agent, answer), Table::new(HOLDS).rows(&rows));
 
     let facts: BTreeMap<&str, bool> =
         answer.replicas.iter().map(|replica| (replica.name.as_str(), holds(replica))).collect();
-    let yes = |holds: bool| if holds { "yes" } else { "no" }.to_owned();
+    let yes_or_no = |holds: bool| if holds { "yes" } else { "no" }.to_owned();
     let mut rows = vec![BELIEFS.map(str::to_owned)];
     for replica in &answer.replicas {
         rows.extend(replica.beliefs.iter().map(|belief| {
@@ -130,9 +132,9 @@ fn shown(agent: ids::AgentId, answer: &ExplainAgentResponse) -> String {
             [
                 replica.name.clone(),
                 belief.name.clone(),
-                yes(belief.holds),
-                // Empty: the other one did not say.
-                fact.map(|fact| yes(*fact == belief.holds)).unwrap_or_default(),
+                yes_or_no(belief.holds),
+                // Empty if the other replica did not answer.
+                fact.map(|fact| yes_or_no(*fact == belief.holds)).unwrap_or_default(),
                 belief.why.clone(),
             ]
         }));
@@ -144,11 +146,11 @@ fn shown(agent: ids::AgentId, answer: &ExplainAgentResponse) -> String {
     text
 }
 
-/// One document: what `-o json` prints. Field names are a promise to scripts.
+/// The document that `-o json` prints. Field names are stable.
 #[derive(Serialize)]
 struct WhyJson<'a> {
     agent_id: i64,
-    /// Names of the replicas that hold a tunnel.
+    /// Names of the replicas that hold tunnels of the agent.
     held_by: Vec<&'a str>,
     route: &'a [String],
     replicas: Vec<ReplicaJson<'a>>,
@@ -212,9 +214,9 @@ mod tests {
     }
 
     #[test]
-    fn verdict_counts_what_is_there() {
+    fn the_summary_counts_tunnels_and_requests() {
         let of = |replicas, missing: usize| {
-            verdict(
+            summary(
                 agent(),
                 &ExplainAgentResponse {
                     replicas,
@@ -235,32 +237,35 @@ mod tests {
     }
 
     #[test]
-    fn replica_that_is_silent_and_holds_the_agent_by_the_table_is_named() {
+    fn the_summary_names_holders_that_did_not_answer() {
         let believes = |holder: &str, holds| AgentOnReplica {
             beliefs: vec![agent_on_replica::Belief { name: holder.to_owned(), holds, ..Default::default() }],
             ..replica("a", 0, 0, 0)
         };
         let of = |replicas| {
             let unanswered = vec![UnansweredReplica::default()];
-            verdict(agent(), &ExplainAgentResponse { replicas, unanswered, ..Default::default() })
+            summary(agent(), &ExplainAgentResponse { replicas, unanswered, ..Default::default() })
         };
         let none = "agent 3 is held by no replica that answered (1 did not)";
         assert_eq!(of(vec![believes("b", false)]), none);
-        assert_eq!(of(vec![believes("b", true)]), format!("{none}; by the table by b, which did not answer"));
+        assert_eq!(
+            of(vec![believes("b", true)]),
+            format!("{none}; according to the table by b, which did not answer")
+        );
         assert_eq!(
             of(vec![believes("b", true), believes("b", true), replica("c", 1, 0, 0)]),
-            "agent 3 is held by c (1 idle tunnel); by the table also by b, which did not answer"
+            "agent 3 is held by c (1 idle tunnel); according to the table also by b, which did not answer"
         );
-        // Who answered has said it itself.
+        // The answer of a replica takes precedence.
         assert_eq!(of(vec![believes("c", true), replica("c", 0, 0, 0)]), none);
     }
 
     #[test]
-    fn words_of_kas_cannot_move_the_cursor() {
+    fn texts_of_kas_cannot_move_the_cursor() {
         let answer = ExplainAgentResponse { route: vec!["\u{1b}[2J\n".to_owned()], ..Default::default() };
         assert_eq!(
-            verdict(agent(), &answer),
-            "agent 3 is held by no replica; a request here goes: \\u{1b}[2J\\n"
+            summary(agent(), &answer),
+            "agent 3 is held by no replica; route of a request: \\u{1b}[2J\\n"
         );
     }
 }

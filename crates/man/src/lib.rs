@@ -1,6 +1,6 @@
-//! The pages of the manual, section 1: one for each program and each of its commands, as clap describes them.
+//! The manual pages (section 1) of the programs and their commands, generated from their definitions in clap.
 //!
-//! A package of its own, so that none of it is linked into a program.
+//! In a crate of its own, so that none of it is linked into a program.
 
 use std::{collections::BTreeMap, fs, io, path::Path};
 
@@ -11,18 +11,18 @@ use roff::{Roff, roman};
 /// The section of the manual: user commands.
 const SECTION: &str = "1";
 
-/// Returns the pages by the names of their files, such as `kas-config-check.1`.
+/// Returns the pages by file name, such as `kas-config-check.1`.
 ///
 /// # Errors
 ///
-/// None: what is written to is memory.
+/// None, because the pages are written to memory.
 pub fn pages() -> io::Result<BTreeMap<String, Vec<u8>>> {
     let mut pages = BTreeMap::new();
     for program in programs() {
-        // That command would be a page for every other, with nothing in it that `--help` has not.
+        // The command `help` would add a page for each command, with the same text as `--help`.
         let mut program = program.disable_help_subcommand(true);
         program.build();
-        // What stands at the foot of each page: without the commit, so that pages change when their texts do.
+        // For the footer. Without the commit, so that a page changes only if its text does.
         let version = program.get_version().and_then(|version| version.split(',').next()).unwrap_or_default();
         let source = format!("{} {version}", program.get_name());
         add(&mut pages, &program, None, &source)?;
@@ -30,7 +30,7 @@ pub fn pages() -> io::Result<BTreeMap<String, Vec<u8>>> {
     Ok(pages)
 }
 
-/// Writes the pages into a folder, which is made when it is not there. Returns how many there are.
+/// Writes the pages to a folder, which is created if necessary. Returns the number of pages.
 ///
 /// # Errors
 ///
@@ -44,13 +44,13 @@ pub fn write(folder: &Path) -> io::Result<usize> {
     Ok(pages.len())
 }
 
-/// Returns what the programs say of their command lines.
+/// Returns the command lines of the programs.
 #[must_use]
 pub fn programs() -> [Command; 3] {
     [kas::cli::Arguments::command(), agentk::cli::Arguments::command(), kasctl::command()]
 }
 
-/// Returns the commands below one that a person sees.
+/// Returns the visible subcommands of a command.
 fn commands(command: &Command) -> impl Iterator<Item = &Command> {
     command.get_subcommands().filter(|sub| !sub.is_hide_set())
 }
@@ -67,7 +67,7 @@ fn add(
 ) -> io::Result<()> {
     let mut text = Vec::new();
     let man = Man::new(command.clone()).section(SECTION);
-    // Not clap_mangen's own: it leaves no place for the date, which is none, and would put the next one there.
+    // Not by clap_mangen: it would omit the empty date, and the next argument would take its place.
     Roff::new()
         .control("TH", [page_name(command), SECTION, "\"\"", source, "kas and agentk"])
         .to_writer(&mut text)?;
@@ -78,20 +78,20 @@ fn add(
     if commands(command).next().is_some() {
         man.render_subcommands_section(&mut text)?;
     }
-    // Not clap_mangen's own: that makes one paragraph of examples and tables.
+    // Not by clap_mangen: it would join examples and tables into one paragraph.
     let help = command.get_after_long_help().or_else(|| command.get_after_help());
     if let Some(help) = help {
         after_help(&help.to_string()).to_writer(&mut text)?;
     }
     see_also(command, parent).to_writer(&mut text)?;
-    pages.insert(man.get_filename(), once(&text));
+    pages.insert(man.get_filename(), without_repeated_definitions(&text));
     for sub in commands(command) {
         add(pages, sub, Some(command), source)?;
     }
     Ok(())
 }
 
-/// Makes sections of what stands below a command's flags in `--help`.
+/// Converts the text below the flags in `--help` to sections.
 fn after_help(help: &str) -> Roff {
     let mut roff = Roff::new();
     let mut is_aligned = false;
@@ -99,7 +99,7 @@ fn after_help(help: &str) -> Roff {
     for line in help.lines() {
         let is_indented = line.starts_with(' ');
         if is_indented != is_aligned && !line.is_empty() {
-            // Indented lines stay as they are: commands, tables.
+            // Indented lines are commands and tables, which are not filled.
             roff.control(if is_indented { "nf" } else { "fi" }, []);
             is_aligned = is_indented;
         }
@@ -115,7 +115,7 @@ fn after_help(help: &str) -> Roff {
         } else if is_indented {
             roff.text([roman(line)]);
         } else if line.is_empty() {
-            // Of the paragraph that follows, if one does.
+            // Starts the next paragraph, if there is one.
             roff.control("PP", []);
         } else {
             if !in_notes {
@@ -131,7 +131,7 @@ fn after_help(help: &str) -> Roff {
     roff
 }
 
-/// Names the command above, those below are listed already, and of a program the others.
+/// Returns the section SEE ALSO: the parent of a command, or the other programs for a program.
 fn see_also(command: &Command, parent: Option<&Command>) -> Roff {
     let names: Vec<String> = match parent {
         Some(parent) => vec![page_name(parent).to_owned()],
@@ -147,8 +147,8 @@ fn see_also(command: &Command, parent: Option<&Command>) -> Roff {
     roff
 }
 
-/// Leaves out what every part of a page begins with, other than the first time.
-fn once(page: &[u8]) -> Vec<u8> {
+/// Removes repeated definitions, which every part of a page starts with.
+fn without_repeated_definitions(page: &[u8]) -> Vec<u8> {
     const DEFINITION: [&str; 2] = [".ie \\n(.g .ds Aq \\(aq", ".el .ds Aq '"];
     let page = String::from_utf8_lossy(page);
     let mut seen = 0;

@@ -1,14 +1,14 @@
-//! The program `man`: writes the pages of the manual. `cargo xtask man` builds and runs it.
+//! The program `man`, which writes the manual pages. `cargo xtask man` builds and runs it.
 
 use std::{io::Write as _, path::PathBuf, process::ExitCode};
 
 use clap::Parser;
 
-/// Writes the pages of the manual of kas, agentk and kasctl.
+/// Writes the manual pages of kas, agentk and kasctl.
 #[derive(Parser)]
 #[command(name = "man")]
 struct Arguments {
-    /// The folder that they go into; it is made when it is not there.
+    /// Output folder, which is created if necessary.
     folder: PathBuf,
 }
 
@@ -17,13 +17,15 @@ fn main() -> ExitCode {
     match man::write(&folder) {
         Ok(count) => {
             let shown = folder.display();
-            // Whoever closed standard output does not want to know.
-            let _ =
-                writeln!(std::io::stdout(), "{count} pages in {shown}; to read one: man -l {shown}/kas.1");
+            // There is nothing left to do when standard output is closed.
+            let _ = writeln!(
+                std::io::stdout(),
+                "{count} manual pages in {shown}; to read one: man -l {shown}/kas.1"
+            );
             ExitCode::SUCCESS
         }
         Err(error) => {
-            eprintln!("cannot write the pages into {}: {error}", folder.display());
+            eprintln!("cannot write the manual pages to {}: {error}", folder.display());
             ExitCode::FAILURE
         }
     }

@@ -1,4 +1,5 @@
-//! The pages hold what the programs know, and look as they should: rendered by `man` where it is installed, else by hand.
+//! The pages contain what the command lines define. They are rendered by `man`, or by hand where it is not
+//! installed.
 
 #![allow(clippy::unwrap_used)] // a test may panic
 
@@ -11,7 +12,7 @@ use std::{
 
 use clap::Command as Cli;
 
-/// Calls `with` for each command that a person sees, and the name of its page.
+/// Calls `with` for each visible command and the name of its page.
 fn each_command(with: &mut impl FnMut(&Cli, &str)) {
     fn walk(command: &Cli, with: &mut impl FnMut(&Cli, &str)) {
         let name = command.get_display_name().unwrap_or(command.get_name()).to_owned();
@@ -25,9 +26,9 @@ fn each_command(with: &mut impl FnMut(&Cli, &str)) {
     }
 }
 
-/// Returns a page as a reader has it before them, wide enough that nothing is wrapped.
+/// Returns a page as displayed, wide enough that no line is wrapped.
 fn rendered(page: &Path) -> String {
-    // `-P` and not a pipe alone: man would ask a pager of the environment.
+    // `-P`: man would use a pager of the environment even with a pipe.
     let man = Command::new("man")
         .args([
             "--warnings=w",
@@ -48,7 +49,7 @@ fn rendered(page: &Path) -> String {
             let errors = String::from_utf8_lossy(&output.stderr);
             assert!(output.status.success() && errors.is_empty(), "{}: {errors}", page.display());
             let text = String::from_utf8(output.stdout).unwrap();
-            // Bold is a letter over itself where the pager could show it.
+            // Bold is a letter, a backspace, and the letter again.
             let mut plain = String::with_capacity(text.len());
             for c in text.chars() {
                 if c == '\u{8}' {
@@ -64,7 +65,7 @@ fn rendered(page: &Path) -> String {
     }
 }
 
-/// Takes off what roff would: escapes and fonts.
+/// Removes escapes and fonts.
 fn by_hand(page: &str) -> String {
     page.lines()
         .filter(|line| !line.starts_with(".ie ") && !line.starts_with(".el "))
@@ -77,7 +78,7 @@ fn by_hand(page: &str) -> String {
 }
 
 #[test]
-fn every_command_has_a_page_that_names_each_of_its_flags_and_keeps_the_lines_of_its_examples() {
+fn every_command_has_a_page_with_its_flags_and_examples() {
     let folder = tempfile::tempdir().unwrap();
     let count = man::write(folder.path()).unwrap();
     let mut pages = BTreeSet::new();
@@ -117,7 +118,7 @@ fn every_command_has_a_page_that_names_each_of_its_flags_and_keeps_the_lines_of_
     for page in ["kas.1", "kas-config-check.1", "agentk.1", "agentk-doctor.1", "kasctl-token-agent.1"] {
         assert!(written.contains(page), "{written:?}");
     }
-    // A walk that finds nothing would miss nothing.
+    // Without any flag, the checks above would check nothing.
     assert!(flags > 60, "{flags}");
 }
 
@@ -131,7 +132,7 @@ fn hidden_flags_and_the_command_help_are_in_no_page() {
 }
 
 #[test]
-fn pages_are_the_same_each_time_and_name_the_release_alone() {
+fn pages_are_reproducible_and_contain_only_the_version() {
     let pages = man::pages().unwrap();
     assert_eq!(man::pages().unwrap(), pages);
     let first = String::from_utf8(pages["kasctl-why.1"].clone()).unwrap();

@@ -1,7 +1,7 @@
 //! Free ports of loopback, for servers that have to be told where to listen: whoever can bind port 0 should.
 //!
-//! A server that ends and comes back finds its port taken now and then, when the port is one of those that the system
-//! gives to connections and to whoever asks for any. These are not.
+//! A server that ends and comes back finds its port taken now and then, when the port is one of those that
+//! the system gives to connections and to whoever asks for any. These are not.
 
 use std::{
     array,
@@ -19,8 +19,8 @@ use std::{
 const RANGE: Range<u16> = 10_000..32_000;
 const SIZE: u16 = RANGE.end - RANGE.start;
 
-/// Returns ports of 127.0.0.1 at which nobody listens, over TCP or UDP. All that one process is given differ, as long as
-/// it asks for fewer than 22,000.
+/// Returns ports of 127.0.0.1 at which nobody listens, over TCP or UDP. All that one process is given differ,
+/// as long as it asks for fewer than 22,000.
 ///
 /// Nothing holds them: another process can take one before it is used.
 ///

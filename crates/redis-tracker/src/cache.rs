@@ -1,8 +1,8 @@
-//! What is known of the agents that somebody asked for. No I/O.
+//! A cache of the holders of agents that were looked up. No I/O.
 //!
-//! An agent has a slot from the moment that somebody looks it up or waits for it until nobody does any more. A slot is
-//! filled by a read, kept by what replicas publish, and mended by further reads. News that come while a read is on its way
-//! are applied to its result again, since it may be older than they are.
+//! An agent has a slot as long as it is looked up or waited for. A slot is filled by a read, updated by the
+//! events that replicas publish, and refreshed by further reads. Updates that arrive during a read are also
+//! applied to its result, because the result may be older.
 
 use std::{collections::HashMap, time::Duration};
 
@@ -12,46 +12,47 @@ use tokio::{sync::watch, time::Instant};
 
 use crate::value::Owner;
 
-/// Slots that nobody uses any more are swept when this many have come.
+/// Unused slots are removed once there are this many.
 const SWEEP: usize = 1024;
-/// A slot that nobody waits at and nobody asked for during this time is not kept.
+/// A slot without waiters that was not looked up for this long is removed.
 const UNUSED: Duration = Duration::from_secs(60);
-/// Agents that are remembered at most; then those that nobody waits for go, half of them, those first that nobody asked for
-/// longest. Some 300 bytes each. Fewer: large installations are read again and again.
-const MOST: usize = 200_000;
-/// Agents that wait to be read at most: twice the requests that may wait. More than these come only while Redis answers
-/// less quickly than others ask.
-const MOST_WANTED: usize = 40_000;
+/// The largest number of cached agents, of about 300 bytes each. At the limit, half of the slots without
+/// waiters are removed, the least recently used first. With a lower limit, large installations would be read
+/// again and again.
+const MAX_AGENTS: usize = 200_000;
+/// The largest number of agents that wait to be read: twice the number of requests that may wait. It is
+/// reached only if Redis answers more slowly than requests arrive.
+const MAX_WANTED: usize = 40_000;
 
-/// Replicas of 14.1 publish nothing: what depends on them is read again as often as they read it themselves.
+/// Replicas of 14.1 publish no events. Their entries are read again as often as 14.1 reads them.
 const UNPUBLISHED: Duration = Duration::from_secs(3);
-/// A set is taken for mixed for this long after an entry of 14.1 was last seen.
+/// A cluster counts as mixed for this long after an entry of 14.1 was last seen.
 const MIXED: Duration = Duration::from_secs(600);
-/// Replicas of 14.1 that are remembered of an agent.
-const MOST_GITLAB: usize = 64;
+/// The largest number of replicas of 14.1 that are cached for an agent.
+const MAX_GITLAB: usize = 64;
 
-/// How long what was read is good for.
+/// How long a read result is valid.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Ages {
-    /// From then on it is read again, while it still counts.
+    /// From this age on it is read again, but still used.
     pub(crate) again: Duration,
-    /// From then on who asks waits for a read.
+    /// From this age on a lookup waits for a read.
     pub(crate) most: Duration,
 }
 
-/// What replicas said of an agent.
+/// What a replica published about an agent.
 #[derive(Clone, Debug)]
-pub(crate) enum News {
+pub(crate) enum Update {
     Announced(Owner),
     Withdrawn(ReplicaId, u64),
 }
 
-/// How good the answer is.
+/// How current a cached result is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Look {
-    /// It counts.
+pub(crate) enum Freshness {
+    /// It is current.
     Known,
-    /// It counts, and is to be read again.
+    /// It is used, and must be read again.
     Aging,
     /// It is too old, or there is none.
     Unknown,
@@ -61,10 +62,10 @@ pub(crate) enum Look {
 struct Slot {
     watch: watch::Sender<()>,
     holders: Vec<Owner>,
-    /// Replicas of 14.1 that held it when it was read, and whether they denied it since.
+    /// Replicas of 14.1 that held the agent when it was read, and whether they have denied it since.
     gitlab: Vec<(Replica, bool)>,
     read_at: Option<Instant>,
-    /// A read is wanted or on its way.
+    /// A read that is requested or in progress.
     reading: Option<Reading>,
     masks: Vec<(ReplicaId, Mark)>,
     touched: Instant,
@@ -73,10 +74,10 @@ struct Slot {
 #[derive(Debug)]
 struct Reading {
     done: watch::Sender<bool>,
-    /// `None`: it has not been sent yet.
-    news: Option<Vec<News>>,
-    /// News may have been lost since it was sent.
-    doubtful: bool,
+    /// Updates since the read was sent; `None` if it was not sent yet.
+    news: Option<Vec<Update>>,
+    /// Updates may have been lost since it was sent.
+    outdated: bool,
 }
 
 impl Slot {
@@ -92,17 +93,17 @@ impl Slot {
         }
     }
 
-    /// From which age on it is read again.
+    /// Returns the age from which it is read again.
     fn again(&self, ages: Ages, mixed: bool) -> Duration {
         let unpublished = !self.gitlab.is_empty() || (mixed && self.holders.is_empty());
         if unpublished { ages.again.min(UNPUBLISHED) } else { ages.again }
     }
 
-    fn apply(&mut self, news: &News) -> bool {
+    fn apply(&mut self, news: &Update) -> bool {
         match news {
-            News::Announced(owner) => {
+            Update::Announced(owner) => {
                 match self.holders.iter_mut().find(|known| known.replica == owner.replica) {
-                    // A later process of the replica, or a later coming of the agent.
+                    // A later process of the replica, or a later connection of the agent.
                     Some(known) if (known.run, known.version) < (owner.run, owner.version) => {
                         *known = owner.clone();
                         true
@@ -114,7 +115,7 @@ impl Slot {
                     }
                 }
             }
-            News::Withdrawn(replica, run) => {
+            Update::Withdrawn(replica, run) => {
                 let before = self.holders.len();
                 self.holders.retain(|known| known.replica != *replica || known.run > *run);
                 self.holders.len() != before
@@ -129,13 +130,13 @@ fn masked(masks: &[(ReplicaId, Mark)], holder: &Owner) -> bool {
     })
 }
 
-/// What is known of agents.
+/// The cached holders of agents.
 #[derive(Debug)]
 pub(crate) struct Cache {
     slots: HashMap<AgentId, Slot>,
     sweep_at: usize,
     wanted: Vec<AgentId>,
-    /// Until then, replicas of 14.1 may be in the set.
+    /// Until then, there may be replicas of 14.1.
     mixed_until: Option<Instant>,
     /// When an entry of one was last seen.
     seen_gitlab: Option<Instant>,
@@ -152,18 +153,18 @@ impl Cache {
         }
     }
 
-    /// There may be replicas of 14.1 in the set, as far as is known.
+    /// Notes that there may be replicas of 14.1.
     pub(crate) fn mixed(&mut self, now: Instant) {
         self.mixed_until = Some(now + MIXED);
     }
 
-    /// An entry of a replica of 14.1 was seen.
+    /// Notes that an entry of a replica of 14.1 was seen.
     pub(crate) fn see_gitlab(&mut self, now: Instant) {
         self.mixed(now);
         self.seen_gitlab = Some(now);
     }
 
-    /// Whether one was seen here lately.
+    /// Whether an entry of 14.1 was seen here recently.
     pub(crate) fn has_seen_gitlab(&self, now: Instant) -> bool {
         self.seen_gitlab.is_some_and(|at| now.duration_since(at) < MIXED)
     }
@@ -179,10 +180,10 @@ impl Cache {
                     || slot.reading.is_some()
                     || now.duration_since(slot.touched) < UNUSED
             });
-            if self.slots.len() >= MOST {
+            if self.slots.len() >= MAX_AGENTS {
                 self.forget_half();
             }
-            self.sweep_at = (2 * self.slots.len()).clamp(SWEEP, MOST.max(self.slots.len() + SWEEP));
+            self.sweep_at = (2 * self.slots.len()).clamp(SWEEP, MAX_AGENTS.max(self.slots.len() + SWEEP));
         }
         self.slots.entry(agent).or_insert_with(|| Slot::new(now))
     }
@@ -200,7 +201,7 @@ impl Cache {
         self.slots.retain(|_, slot| !is_idle(slot) || slot.touched > last);
     }
 
-    /// Agents that are remembered.
+    /// Returns how many agents are cached.
     pub(crate) fn len(&self) -> usize {
         self.slots.len()
     }
@@ -217,7 +218,7 @@ impl Cache {
         }
     }
 
-    /// Wakes who waits for an agent that this replica is said to hold.
+    /// Wakes the waiters for agents that are held by a replica for which `which` is true.
     pub(crate) fn wake_holders(&mut self, which: impl Fn(&ReplicaId) -> bool) {
         for slot in self.slots.values() {
             if slot.holders.iter().any(|holder| which(&holder.replica)) {
@@ -226,8 +227,8 @@ impl Cache {
         }
     }
 
-    /// Forgets what processes of a replica with a higher run than `run` announced and denied: they lived before it. What
-    /// depends on that is read again.
+    /// Drops the announcements and denials of processes of a replica with a higher run than `run`: they are
+    /// earlier processes, from before the clock was set back. The affected agents are read again.
     pub(crate) fn forget_later(&mut self, replica: &ReplicaId, run: u64, again: Duration, now: Instant) {
         for slot in self.slots.values_mut() {
             let before = (slot.holders.len(), slot.masks.len());
@@ -247,15 +248,15 @@ impl Cache {
         }
     }
 
-    pub(crate) fn look(&mut self, agent: AgentId, ages: Ages, now: Instant) -> Look {
+    pub(crate) fn freshness(&mut self, agent: AgentId, ages: Ages, now: Instant) -> Freshness {
         let mixed = self.is_mixed(now);
-        let Some(slot) = self.slots.get_mut(&agent) else { return Look::Unknown };
+        let Some(slot) = self.slots.get_mut(&agent) else { return Freshness::Unknown };
         slot.touched = now;
         let again = slot.again(ages, mixed);
         match slot.read_at.map(|at| now.duration_since(at)) {
-            Some(age) if age < again => Look::Known,
-            Some(age) if age < ages.most => Look::Aging,
-            _ => Look::Unknown,
+            Some(age) if age < again => Freshness::Known,
+            Some(age) if age < ages.most => Freshness::Aging,
+            _ => Freshness::Unknown,
         }
     }
 
@@ -264,20 +265,20 @@ impl Cache {
         self.slots.get(&agent).is_some_and(|slot| slot.read_at.is_some())
     }
 
-    /// Who is said to hold the agent and did not deny it.
+    /// Returns the known holders of the agent that have not denied it.
     pub(crate) fn holders(&self, agent: AgentId) -> impl Iterator<Item = &Owner> {
         let slot = self.slots.get(&agent);
         slot.into_iter().flat_map(|slot| slot.holders.iter().filter(|holder| !masked(&slot.masks, holder)))
     }
 
-    /// Replicas of 14.1 that hold the agent and did not deny it.
+    /// Returns the replicas of 14.1 that hold the agent and have not denied it.
     pub(crate) fn gitlab(&self, agent: AgentId) -> impl Iterator<Item = &Replica> {
         let slot = self.slots.get(&agent);
         let held = slot.into_iter().flat_map(|slot| slot.gitlab.iter());
         held.filter(|(_, denied)| !denied).map(|(replica, _)| replica)
     }
 
-    /// Who is said to hold the agent, and whether it denied it.
+    /// Returns the known holders of the agent, and whether they have denied it.
     pub(crate) fn claims(&self, agent: AgentId) -> Vec<(Owner, bool)> {
         let Some(slot) = self.slots.get(&agent) else { return Vec::new() };
         slot.holders.iter().map(|holder| (holder.clone(), masked(&slot.masks, holder))).collect()
@@ -285,20 +286,20 @@ impl Cache {
 
     pub(crate) fn mask(&mut self, agent: AgentId, replica: &ReplicaId, mark: Mark) {
         let Some(slot) = self.slots.get_mut(&agent) else { return };
-        // They count nothing: what they said stands until the agent is read again.
+        // Replicas of 14.1 have no versions: the denial is valid until the agent is read again.
         for (_, denied) in slot.gitlab.iter_mut().filter(|(known, _)| known.id == *replica) {
             *denied = true;
         }
-        // Only of who holds the agent by what is known: so there are no more of them than of those.
+        // Only masks of known holders are kept, so there are no more masks than holders.
         slot.masks.retain(|(known, _)| known != replica && slot.holders.iter().any(|h| h.replica == *known));
         if slot.holders.iter().any(|holder| holder.replica == *replica) {
             slot.masks.push((replica.clone(), mark));
         }
     }
 
-    /// Asks for a read; returns what says when it is over, and whether it succeeded.
+    /// Requests a read. The returned watch becomes true when it succeeds, and closes when it fails.
     pub(crate) fn want(&mut self, agent: AgentId, now: Instant) -> watch::Receiver<bool> {
-        let is_full = self.wanted.len() >= MOST_WANTED;
+        let is_full = self.wanted.len() >= MAX_WANTED;
         let slot = self.slot(agent, now);
         slot.touched = now;
         if let Some(reading) = &slot.reading {
@@ -306,10 +307,10 @@ impl Cache {
         }
         let (done, receiver) = watch::channel(false);
         if is_full {
-            // As if the read had failed.
+            // The same as a failed read.
             return receiver;
         }
-        slot.reading = Some(Reading { done, news: None, doubtful: false });
+        slot.reading = Some(Reading { done, news: None, outdated: false });
         self.wanted.push(agent);
         receiver
     }
@@ -318,7 +319,7 @@ impl Cache {
         !self.wanted.is_empty()
     }
 
-    /// Takes agents to read now. Each must be answered by [`read`](Self::read) or [`not_read`](Self::not_read).
+    /// Takes agents to read now. Report each of them by [`read`](Self::read) or [`not_read`](Self::not_read).
     pub(crate) fn take_wanted(&mut self, most: usize) -> Vec<AgentId> {
         let from = self.wanted.len().saturating_sub(most);
         let agents = self.wanted.split_off(from);
@@ -330,8 +331,8 @@ impl Cache {
         agents
     }
 
-    /// An agent was read: these hold it, replicas of 14.1 by their URLs. Wakes who waits if that is different from what was
-    /// known.
+    /// Stores a read result: the holders, and replicas of 14.1 by their URLs. Wakes the waiters if it differs
+    /// from the cached one.
     pub(crate) fn read(
         &mut self,
         agent: AgentId,
@@ -343,9 +344,9 @@ impl Cache {
         let Some(slot) = self.slots.get_mut(&agent) else { return };
         let mut gitlab: Vec<(Replica, bool)> = gitlab.into_iter().map(|replica| (replica, false)).collect();
         gitlab.sort_by(|(a, _), (b, _)| a.id.cmp(&b.id));
-        // An entry for each tunnel.
+        // 14.1 has an entry for each tunnel.
         gitlab.dedup();
-        gitlab.truncate(MOST_GITLAB);
+        gitlab.truncate(MAX_GITLAB);
         let other_gitlab = gitlab != slot.gitlab;
         slot.gitlab = gitlab;
         let mut before = std::mem::replace(&mut slot.holders, holders);
@@ -357,9 +358,9 @@ impl Cache {
         slot.holders.sort_by(order);
         before.sort_by(order);
         let first = slot.read_at.is_none();
-        let doubtful = reading.as_ref().is_some_and(|reading| reading.doubtful);
-        slot.read_at = Some(if doubtful { now.checked_sub(ages.again).unwrap_or(now) } else { now });
-        // Whether there is nothing, or nothing is known, makes no difference to who waits.
+        let outdated = reading.as_ref().is_some_and(|reading| reading.outdated);
+        slot.read_at = Some(if outdated { now.checked_sub(ages.again).unwrap_or(now) } else { now });
+        // A first result without holders makes no difference to the waiters.
         if before != slot.holders || other_gitlab || (first && !slot.holders.is_empty()) {
             slot.watch.send_replace(());
         }
@@ -368,34 +369,35 @@ impl Cache {
         }
     }
 
-    /// An agent could not be read: who waits for that goes on with what was known.
+    /// Notes that an agent could not be read. The waiters continue with the cached result.
     pub(crate) fn not_read(&mut self, agent: AgentId) {
         if let Some(slot) = self.slots.get_mut(&agent) {
             slot.reading = None;
         }
     }
 
-    pub(crate) fn news(&mut self, agent: AgentId, news: &News) {
+    pub(crate) fn apply(&mut self, agent: AgentId, news: &Update) {
         let Some(slot) = self.slots.get_mut(&agent) else { return };
         if let Some(Reading { news: Some(during), .. }) = &mut slot.reading {
             during.push(news.clone());
         }
-        // A slot that was never read is not made by news: others may hold the agent too.
+        // An update alone does not make a slot count as read, because other replicas may hold the agent too.
         if slot.apply(news) {
             slot.watch.send_replace(());
         }
     }
 
-    /// Messages may have been lost: everything is to be read again; what is waited for now.
-    pub(crate) fn doubt(&mut self, now: Instant, again: Duration) {
+    /// Marks everything to be read again because messages may have been lost. Agents with waiters are read
+    /// now.
+    pub(crate) fn invalidate(&mut self, now: Instant, again: Duration) {
         let mut waited = Vec::new();
         for (agent, slot) in &mut self.slots {
-            // As old as it can be while it still counts.
+            // The age from which it is read again but still used.
             if let Some(at) = &mut slot.read_at {
                 *at = (*at).min(now.checked_sub(again).unwrap_or(now));
             }
             match &mut slot.reading {
-                Some(reading) => reading.doubtful = reading.news.is_some(),
+                Some(reading) => reading.outdated = reading.news.is_some(),
                 None if slot.watch.receiver_count() > 0 => waited.push(*agent),
                 None => {}
             }
@@ -405,14 +407,14 @@ impl Cache {
         }
     }
 
-    /// Asks for reads of what is waited for and was read longest ago, at most `most`.
+    /// Requests reads of agents with waiters whose results are old, at most `most`.
     pub(crate) fn want_aging(&mut self, ages: Ages, most: usize, now: Instant) {
         let mixed = self.is_mixed(now);
         let due: Vec<AgentId> = self
             .slots
             .iter()
             .filter(|(_, slot)| slot.reading.is_none() && slot.watch.receiver_count() > 0)
-            // By chance within a quarter, so that what was read together is not read together again.
+            // Randomized by a quarter, so that agents that were read together are not read together again.
             .filter(|(_, slot)| {
                 let age = slot.again(ages, mixed).mul_f64(0.75 + rand::random::<f64>() / 4.0);
                 slot.read_at.is_none_or(|at| now.duration_since(at) >= age)
@@ -445,37 +447,37 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_others_ask_for_is_bounded_and_who_waits_is_kept() {
+    async fn slots_are_bounded_and_those_with_waiters_are_kept() {
         let mut cache = Cache::new();
         let begun = Instant::now();
         let waited = cache.subscribe(agent(1), begun);
         let id = |n: usize| agent(i64::try_from(n).unwrap());
-        for n in 2..2 * MOST {
-            // All within the time in which nothing counts as unused.
+        for n in 2..2 * MAX_AGENTS {
+            // All within the time after which a slot counts as unused.
             let now = begun + Duration::from_micros(n as u64);
             cache.subscribe(id(n), now);
-            assert!(cache.len() <= MOST, "{} agents", cache.len());
+            assert!(cache.len() <= MAX_AGENTS, "{} agents", cache.len());
         }
-        assert!(cache.len() >= MOST / 2, "{} agents", cache.len());
+        assert!(cache.len() >= MAX_AGENTS / 2, "{} agents", cache.len());
         assert!(cache.slots.contains_key(&agent(1)) && waited.has_changed().is_ok());
-        assert!(cache.slots.contains_key(&id(2 * MOST - 1)) && !cache.slots.contains_key(&id(2)));
+        assert!(cache.slots.contains_key(&id(2 * MAX_AGENTS - 1)) && !cache.slots.contains_key(&id(2)));
     }
 
     #[tokio::test]
-    async fn what_waits_to_be_read_is_bounded_and_more_counts_as_failed() {
+    async fn wanted_reads_are_bounded_and_more_count_as_failed() {
         let mut cache = Cache::new();
         let now = Instant::now();
         let id = |n: usize| agent(i64::try_from(n).unwrap());
-        for n in 1..=MOST_WANTED {
+        for n in 1..=MAX_WANTED {
             assert!(cache.want(id(n), now).has_changed().is_ok());
         }
-        let mut beyond = cache.want(id(MOST_WANTED + 1), now);
+        let mut beyond = cache.want(id(MAX_WANTED + 1), now);
         assert!(beyond.wait_for(|done| *done).await.is_err());
-        // Who is asked for already is waited for all the same.
+        // An agent that is already in the queue can still be waited for.
         assert!(cache.want(id(1), now).has_changed().is_ok());
         let taken = cache.take_wanted(10);
         assert_eq!(taken.len(), 10);
-        assert!(cache.want(id(MOST_WANTED + 1), now).has_changed().is_ok());
+        assert!(cache.want(id(MAX_WANTED + 1), now).has_changed().is_ok());
     }
 
     #[tokio::test]
@@ -486,38 +488,38 @@ mod tests {
         cache.take_wanted(1);
         cache.read(agent(1), vec![owner("a", 9, 1), owner("b", 9, 1)], Vec::new(), AGES, now);
         cache.mask(agent(1), &ReplicaId::new("a"), Mark { epoch: 9, version: 5 });
-        cache.news(agent(1), &News::Announced(owner("a", 3, 1)));
+        cache.apply(agent(1), &Update::Announced(owner("a", 3, 1)));
         assert_eq!(names(&cache, 1), ["b"]);
         let mut changes = cache.subscribe(agent(1), now);
         cache.forget_later(&ReplicaId::new("a"), 3, AGES.again, now);
         assert!(changes.has_changed().unwrap());
-        assert_eq!(cache.look(agent(1), AGES, now), Look::Aging);
+        assert_eq!(cache.freshness(agent(1), AGES, now), Freshness::Aging);
         changes.mark_unchanged();
-        cache.news(agent(1), &News::Announced(owner("a", 3, 1)));
+        cache.apply(agent(1), &Update::Announced(owner("a", 3, 1)));
         assert_eq!((names(&cache, 1).len(), changes.has_changed().unwrap()), (2, true));
         cache.forget_later(&ReplicaId::new("b"), 9, AGES.again, now);
         assert_eq!(names(&cache, 1).len(), 2, "the same run is the same process");
     }
 
     #[tokio::test]
-    async fn news_during_a_read_outlive_its_answer() {
+    async fn updates_during_a_read_are_applied_to_its_result() {
         let mut cache = Cache::new();
         let now = Instant::now();
         drop(cache.want(agent(1), now));
         assert_eq!(cache.take_wanted(10), [agent(1)]);
-        cache.news(agent(1), &News::Announced(owner("a", 1, 1)));
-        // Read before the agent came.
+        cache.apply(agent(1), &Update::Announced(owner("a", 1, 1)));
+        // Read before the agent connected.
         cache.read(agent(1), Vec::new(), Vec::new(), AGES, now);
         assert_eq!(names(&cache, 1), ["a"]);
         drop(cache.want(agent(1), now));
         cache.take_wanted(10);
-        cache.news(agent(1), &News::Withdrawn(ReplicaId::new("a"), 1));
+        cache.apply(agent(1), &Update::Withdrawn(ReplicaId::new("a"), 1));
         cache.read(agent(1), vec![owner("a", 1, 1)], Vec::new(), AGES, now);
         assert_eq!(names(&cache, 1), [""; 0]);
     }
 
     #[tokio::test]
-    async fn many_who_ask_are_one_read() {
+    async fn many_lookups_are_one_read() {
         let mut cache = Cache::new();
         let now = Instant::now();
         let mut waiting: Vec<_> = (0..10_000).map(|_| cache.want(agent(1), now)).collect();
@@ -528,13 +530,13 @@ mod tests {
             receiver.changed().await.unwrap();
             assert!(*receiver.borrow());
         }
-        assert_eq!(cache.look(agent(1), AGES, now), Look::Known);
-        assert_eq!(cache.look(agent(1), AGES, now + AGES.again), Look::Aging);
-        assert_eq!(cache.look(agent(1), AGES, now + AGES.most), Look::Unknown);
+        assert_eq!(cache.freshness(agent(1), AGES, now), Freshness::Known);
+        assert_eq!(cache.freshness(agent(1), AGES, now + AGES.again), Freshness::Aging);
+        assert_eq!(cache.freshness(agent(1), AGES, now + AGES.most), Freshness::Unknown);
     }
 
     #[tokio::test]
-    async fn who_denied_is_left_out_until_it_says_something_newer() {
+    async fn a_replica_that_denied_is_left_out_until_a_newer_announcement() {
         let mut cache = Cache::new();
         let now = Instant::now();
         drop(cache.want(agent(1), now));
@@ -543,24 +545,24 @@ mod tests {
         let mut changes = cache.subscribe(agent(1), now);
         cache.mask(agent(1), &ReplicaId::new("a"), Mark { epoch: 2, version: 7 });
         assert_eq!(names(&cache, 1), [""; 0]);
-        // The same entry, read again.
+        // The same entry is read again.
         drop(cache.want(agent(1), now));
         cache.take_wanted(1);
         cache.read(agent(1), vec![owner("a", 2, 5)], Vec::new(), AGES, now);
         assert_eq!(names(&cache, 1), [""; 0]);
         assert!(!changes.has_changed().unwrap());
-        cache.news(agent(1), &News::Announced(owner("a", 2, 8)));
+        cache.apply(agent(1), &Update::Announced(owner("a", 2, 8)));
         assert!(changes.has_changed().unwrap());
         changes.borrow_and_update();
         assert_eq!(names(&cache, 1), ["a"]);
-        // A later process is not meant.
+        // The denial does not apply to a later process.
         cache.mask(agent(1), &ReplicaId::new("a"), Mark { epoch: 2, version: 9 });
-        cache.news(agent(1), &News::Announced(owner("a", 3, 1)));
+        cache.apply(agent(1), &Update::Announced(owner("a", 3, 1)));
         assert_eq!(names(&cache, 1), ["a"]);
     }
 
     #[tokio::test]
-    async fn what_14_1_holds_is_read_again_soon_and_a_denial_lasts_until_then() {
+    async fn entries_of_14_1_are_read_again_soon_and_a_denial_is_valid_until_then() {
         let mut cache = Cache::new();
         let now = Instant::now();
         let soon = now + UNPUBLISHED;
@@ -571,8 +573,8 @@ mod tests {
         cache.read(agent(1), Vec::new(), vec![gitlab(), gitlab()], AGES, now);
         assert!(changes.has_changed().unwrap());
         changes.borrow_and_update();
-        assert_eq!(cache.gitlab(agent(1)).count(), 1, "one for many tunnels");
-        assert_eq!(cache.look(agent(1), AGES, soon), Look::Aging);
+        assert_eq!(cache.gitlab(agent(1)).count(), 1, "one replica for many tunnels");
+        assert_eq!(cache.freshness(agent(1), AGES, soon), Freshness::Aging);
         cache.mask(agent(1), &gitlab().id, Mark::default());
         assert_eq!(cache.gitlab(agent(1)).count(), 0);
         cache.want_aging(AGES, 10, soon);
@@ -580,23 +582,26 @@ mod tests {
         cache.read(agent(1), Vec::new(), vec![gitlab()], AGES, soon);
         assert!(changes.has_changed().unwrap());
         assert_eq!(cache.gitlab(agent(1)).count(), 1);
-        // An agent that nobody holds may come to one of 14.1 as long as there are any.
+        // An agent without holders may connect to a replica of 14.1 as long as there are any.
         drop(cache.want(agent(2), now));
         cache.take_wanted(1);
         cache.read(agent(2), Vec::new(), Vec::new(), AGES, now);
-        assert_eq!(cache.look(agent(2), AGES, soon), Look::Known);
+        assert_eq!(cache.freshness(agent(2), AGES, soon), Freshness::Known);
         cache.mixed(now);
-        assert_eq!(cache.look(agent(2), AGES, soon), Look::Aging);
-        assert_eq!(cache.look(agent(2), AGES, now + AGES.again - Duration::from_secs(1)), Look::Aging);
+        assert_eq!(cache.freshness(agent(2), AGES, soon), Freshness::Aging);
+        assert_eq!(
+            cache.freshness(agent(2), AGES, now + AGES.again - Duration::from_secs(1)),
+            Freshness::Aging
+        );
     }
 
     #[tokio::test]
-    async fn slots_that_nobody_uses_are_swept() {
+    async fn unused_slots_are_removed() {
         let mut cache = Cache::new();
         let now = Instant::now();
         let kept = cache.subscribe(agent(i64::MAX), now);
         for id in 1..=20 * SWEEP as i64 {
-            // One a second: the last minute's are kept.
+            // One per second: those of the last minute are kept.
             drop(cache.subscribe(agent(id), now + Duration::from_secs(u64::try_from(id).unwrap())));
         }
         assert!(cache.len() <= 2 * SWEEP, "{}", cache.len());

@@ -1,16 +1,12 @@
-//! Connections: to one server, to what Sentinel says is the primary, or to a cluster.
+//! Connections to one server, to the primary that Sentinel names, or to a cluster.
 //!
-//! A connection carries many commands at once. One that broke is dialled again with a growing, jittered pause, during
-//! which commands fail at once; nothing waits in a queue for a Redis that is not there.
+//! A connection carries many commands at a time. A broken connection is dialled again after a growing delay
+//! with jitter, during which commands fail at once: no command waits in a queue for a Redis that is down.
 
-use std::{
-    fmt,
-    path::PathBuf,
-    sync::{Arc, MutexGuard, PoisonError},
-    time::Duration,
-};
+use std::{fmt, path::PathBuf, sync::Arc, time::Duration};
 
 use futures_util::{StreamExt as _, TryStreamExt as _, stream};
+use parking_lot::MutexGuard;
 use redis::{
     AsyncConnectionConfig, Client, ClientTlsConfig, Cmd, ConnectionAddr, ConnectionInfo,
     IntoConnectionInfo as _, Pipeline, RedisConnectionInfo, RedisError, ServerErrorKind, TlsCertificates,
@@ -27,9 +23,10 @@ use tokio::{
     time::{Instant, timeout},
 };
 
-/// The pause before a server that could not be reached is tried again, doubled each time up to the second.
+/// The delay before a server that could not be reached is tried again: the first, doubled each time up to the
+/// second.
 const PAUSE: (Duration, Duration) = (Duration::from_millis(50), Duration::from_secs(2));
-/// Keys of a cluster that are asked for at once.
+/// Keys of a cluster that are requested at a time.
 const AT_ONCE: usize = 64;
 
 /// Where a server listens.
@@ -37,7 +34,7 @@ const AT_ONCE: usize = 64;
 pub enum Address {
     /// A host, by name or address, and a port.
     Tcp(String, u16),
-    /// A socket in the file system; without TLS.
+    /// A Unix domain socket, without TLS.
     Unix(PathBuf),
 }
 
@@ -51,64 +48,67 @@ impl fmt::Display for Address {
     }
 }
 
-/// Which Redis.
+/// The Redis deployment to connect to.
 #[derive(Clone, Debug)]
 pub enum Target {
     /// One server.
     Server(Address),
-    /// The primary that Sentinel names; asked again when that one cannot be reached, or has become a replica.
+    /// The primary that Sentinel names. Sentinel is asked again when the primary cannot be reached or has
+    /// become a replica.
     Sentinel {
-        /// What Sentinel calls the primary and its replicas.
+        /// Sentinel's name for the primary and its replicas.
         master: String,
-        /// Sentinels; the first that answers counts. Never sockets in the file system.
+        /// The Sentinels; the first that answers is used. They have TCP addresses only.
         addresses: Vec<Address>,
-        /// Who to be there, if not the default user.
+        /// The user name for Sentinels; `None` for the default user.
         username: Option<String>,
-        /// What to show there.
+        /// The password for Sentinels.
         password: Option<SecretString>,
-        /// TLS towards Sentinels; `None`: plain.
+        /// TLS to Sentinels; `None` for plain text.
         tls: Option<Tls>,
     },
-    /// A cluster, found through any of these nodes.
+    /// A cluster, discovered through any of these nodes.
     Cluster(Vec<Address>),
 }
 
-/// How servers are trusted, and what is shown to them; all of it PEM.
+/// Trust in servers and the client certificate, all as PEM.
 #[derive(Clone, Debug, Default)]
 pub struct Tls {
-    /// Who signs the certificates of servers; `None`: whom this system trusts.
+    /// Certificate authorities of the servers; `None` for those that this system trusts.
     pub ca: Option<Vec<u8>>,
-    /// A certificate chain and its key, for servers that ask for one.
+    /// The client certificate chain and its key, for servers that request one.
     pub identity: Option<(Vec<u8>, SecretString)>,
 }
 
-/// How Redis is reached.
+/// How to connect to Redis.
 #[derive(Clone, Debug)]
 pub struct Connect {
-    /// Which.
+    /// The deployment.
     pub target: Target,
-    /// TLS towards servers; `None`: plain.
+    /// TLS to servers; `None` for plain text.
     pub tls: Option<Tls>,
-    /// The user of an access list; `None`: the default user.
+    /// The ACL user; `None` for the default user.
     pub username: Option<String>,
     /// The user's password.
     pub password: Option<SecretString>,
-    /// The number of the database; a cluster has only 0.
+    /// The number of the database; a cluster has only database 0.
     pub database: u16,
-    /// Connections, each for many commands at once; another one listens to what is published.
+    /// Connections for commands, each for many commands at a time. Another connection receives published
+    /// messages.
     pub pool_size: usize,
     /// How long dialling may take.
     pub dial_timeout: Duration,
-    /// How long an answer may take once the command is sent.
+    /// How long an answer may take after the command was sent.
     pub read_timeout: Duration,
-    /// How long sending may take. Commands share a connection, so an answer is waited for as long as both together.
+    /// How long sending may take. Because commands share a connection, the timeout for an answer is the sum
+    /// of both.
     pub write_timeout: Duration,
-    /// A connection that nobody used for this long is closed.
+    /// A connection that was not used for this long is closed.
     pub idle_timeout: Duration,
 }
 
 impl Connect {
-    /// Returns how to reach `address` with defaults for the rest: those of GitLab agent 14.1.
+    /// Returns settings for `target`, with the defaults of GitLab agent 14.1 for the rest.
     pub fn to(target: Target) -> Self {
         Self {
             target,
@@ -129,29 +129,29 @@ impl Connect {
     }
 }
 
-/// Why Redis could not be asked, or what it answered instead.
+/// Why a command failed.
 #[derive(Clone, Debug, thiserror::Error)]
 pub enum Error {
-    /// Redis, or what is between.
+    /// An error of Redis or of the connection.
     #[error(transparent)]
     Redis(#[from] RedisError),
     /// Dialling took too long.
     #[error("no connection within {0:?}")]
     Dial(Duration),
-    /// It failed a moment ago and is not tried again yet.
+    /// Redis was not reached a moment ago and is not tried again yet.
     #[error("not reached a moment ago, and not tried again yet: {0}")]
     Paused(String),
-    /// Something else answered than was asked for.
-    #[error("an answer that does not fit {0}")]
+    /// The answer has another type than expected.
+    #[error("unexpected answer to {0}")]
     Unexpected(&'static str),
 }
 
 impl Error {
-    /// Whether another connection may fare better: this one is broken, or its server is not the primary any more.
+    /// Whether another connection may succeed: this one is broken, or its server is not the primary any more.
     fn ends_connection(&self) -> bool {
         let Self::Redis(error) = self else { return matches!(self, Self::Dial(_)) };
-        // Of a transaction what its commands were refused for. There the library follows no redirection, and does not ask
-        // again who has which slots either: nothing but another connection does.
+        // For a transaction, these are the errors of its commands. In transactions the library neither
+        // follows redirections nor refreshes the slots of the cluster: only a new connection does.
         let refusals = error.clone().into_server_errors();
         let primary_lost = refusals.iter().flat_map(|refusals| refusals.iter()).any(|(_, refusal)| {
             matches!(
@@ -172,27 +172,27 @@ impl Error {
 
 /// Makes connections.
 pub(crate) struct Dialer {
-    ways: std::sync::Mutex<Ways>,
-    /// Counts exchanges.
-    exchanged: watch::Sender<u64>,
+    setups: parking_lot::Mutex<Setups>,
+    /// Incremented with each change of the settings.
+    reconfigured: watch::Sender<u64>,
 }
 
-/// What connections are made by. Files and Redis are not changed in the same moment, so what was good before is tried as
-/// long as the latest has not been.
-struct Ways {
-    latest: Arc<Way>,
-    /// The last one by which there was a connection, if that is not the latest.
-    before: Option<Arc<Way>>,
-    /// There was a connection by the latest.
-    is_proven: bool,
+/// The settings by which connections are made. Files and Redis are not changed at the same moment, so the
+/// previous settings are also tried until the latest ones have worked once.
+struct Setups {
+    latest: Arc<Setup>,
+    /// The last settings that have worked, if these are not the latest.
+    previous: Option<Arc<Setup>>,
+    /// The latest settings have worked.
+    is_verified: bool,
 }
 
-struct Way {
+struct Setup {
     connect: Connect,
-    to: To,
+    clients: Clients,
 }
 
-enum To {
+enum Clients {
     Server(Box<Client>),
     Sentinel(Box<Mutex<SentinelClient>>),
     Cluster { client: Box<ClusterClient>, nodes: Vec<Client> },
@@ -200,7 +200,7 @@ enum To {
 
 impl fmt::Debug for Dialer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Dialer").field("connect", &self.ways().latest.connect).finish_non_exhaustive()
+        f.debug_struct("Dialer").field("connect", &self.setups().latest.connect).finish_non_exhaustive()
     }
 }
 
@@ -224,9 +224,9 @@ fn plain(address: &Address, tls: bool) -> ConnectionAddr {
     }
 }
 
-impl Way {
+impl Setup {
     fn new(connect: Connect) -> Result<Self, Error> {
-        // A peer that vanished without a word is noticed by the kernel within this time, also by who only listens.
+        // The kernel detects a vanished peer within this time, also on a connection that only receives.
         let tcp = TcpSettings::default().set_nodelay(true).set_user_timeout(connect.answer_timeout());
         let mut login = RedisConnectionInfo::default().set_db(i64::from(connect.database));
         if let Some(username) = &connect.username {
@@ -245,8 +245,8 @@ impl Way {
                 _ => Client::open(info(address)?),
             }
         };
-        let to = match &connect.target {
-            Target::Server(address) => To::Server(Box::new(client(address)?)),
+        let clients = match &connect.target {
+            Target::Server(address) => Clients::Server(Box::new(client(address)?)),
             Target::Sentinel { master, addresses, username, password, tls } => {
                 let sentinels = addresses.iter().map(|address| plain(address, tls.is_some()));
                 let mut builder = SentinelClientBuilder::new(sentinels, master, SentinelServerType::Master)?
@@ -275,7 +275,7 @@ impl Way {
                         .set_client_to_sentinel_tls_mode(TlsMode::Secure)
                         .set_client_to_sentinel_certificates(certificates(tls));
                 }
-                To::Sentinel(Box::new(Mutex::new(builder.build()?)))
+                Clients::Sentinel(Box::new(Mutex::new(builder.build()?)))
             }
             Target::Cluster(addresses) => {
                 let nodes = addresses.iter().map(info).collect::<Result<Vec<_>, _>>()?;
@@ -283,23 +283,23 @@ impl Way {
                     .tcp_settings(tcp.clone())
                     .connection_timeout(connect.dial_timeout)
                     .response_timeout(connect.answer_timeout())
-                    // Who asks here asks again; a request must not hang meanwhile.
+                    // Callers try again themselves, and a request must not hang meanwhile.
                     .retries(2);
                 if let Some(tls) = &connect.tls {
                     builder = builder.tls(TlsMode::Secure).certs(certificates(tls));
                 }
-                To::Cluster {
+                Clients::Cluster {
                     client: Box::new(builder.build()?),
                     nodes: addresses.iter().map(client).collect::<Result<_, _>>()?,
                 }
             }
         };
-        Ok(Self { connect, to })
+        Ok(Self { connect, clients })
     }
 
     async fn in_time<T>(&self, dial: impl Future<Output = Result<T, RedisError>>) -> Result<T, Error> {
         let patience = match &self.connect.target {
-            // A Sentinel that is down is found out before the next one is asked.
+            // Each Sentinel that is down may take this long before the next one is asked.
             Target::Sentinel { addresses, .. } => {
                 self.connect.dial_timeout * u32::try_from(addresses.len() + 1).unwrap_or(u32::MAX)
             }
@@ -317,15 +317,15 @@ impl Way {
     async fn connection(&self) -> Result<Conn, Error> {
         let config = self.config();
         self.in_time(async {
-            Ok(match &self.to {
-                To::Server(client) => {
+            Ok(match &self.clients {
+                Clients::Server(client) => {
                     Conn::Server(client.get_multiplexed_async_connection_with_config(&config).await?)
                 }
-                To::Sentinel(sentinel) => {
+                Clients::Sentinel(sentinel) => {
                     let client = sentinel.lock().await.async_get_client().await?;
                     Conn::Server(client.get_multiplexed_async_connection_with_config(&config).await?)
                 }
-                To::Cluster { client, .. } => Conn::Cluster(client.get_async_connection().await?),
+                Clients::Cluster { client, .. } => Conn::Cluster(client.get_async_connection().await?),
             })
         })
         .await
@@ -333,14 +333,14 @@ impl Way {
 
     async fn listener(&self) -> Result<PubSub, Error> {
         self.in_time(async {
-            match &self.to {
-                To::Server(client) => client.get_async_pubsub().await,
-                To::Sentinel(sentinel) => {
+            match &self.clients {
+                Clients::Server(client) => client.get_async_pubsub().await,
+                Clients::Sentinel(sentinel) => {
                     let client = sentinel.lock().await.async_get_client().await?;
                     client.get_async_pubsub().await
                 }
-                // What is published on one node is heard on each.
-                To::Cluster { nodes, .. } => {
+                // A message that is published on one node is delivered on all nodes.
+                Clients::Cluster { nodes, .. } => {
                     let first = rand::random::<u32>() as usize;
                     let mut result =
                         Err(RedisError::from((redis::ErrorKind::Client, "a cluster without nodes")));
@@ -361,53 +361,52 @@ impl Way {
 impl Dialer {
     /// Checks what can be checked without dialling.
     pub(crate) fn new(connect: Connect) -> Result<Self, Error> {
-        let latest = Arc::new(Way::new(connect)?);
-        let ways = Ways { latest, before: None, is_proven: false };
-        Ok(Self { ways: std::sync::Mutex::new(ways), exchanged: watch::Sender::new(0) })
+        let latest = Arc::new(Setup::new(connect)?);
+        let setups = Setups { latest, previous: None, is_verified: false };
+        Ok(Self { setups: parking_lot::Mutex::new(setups), reconfigured: watch::Sender::new(0) })
     }
 
-    fn ways(&self) -> MutexGuard<'_, Ways> {
-        // Nothing under the lock panics.
-        self.ways.lock().unwrap_or_else(PoisonError::into_inner)
+    fn setups(&self) -> MutexGuard<'_, Setups> {
+        self.setups.lock()
     }
 
-    /// Makes connections by `connect` from now on. Those that are open stay.
-    pub(crate) fn exchange(&self, connect: Connect) -> Result<(), Error> {
-        let latest = Arc::new(Way::new(connect)?);
+    /// Makes new connections by `connect` from now on. Open connections stay.
+    pub(crate) fn reconfigure(&self, connect: Connect) -> Result<(), Error> {
+        let latest = Arc::new(Setup::new(connect)?);
         {
-            let mut ways = self.ways();
-            let old = std::mem::replace(&mut ways.latest, latest);
-            if std::mem::replace(&mut ways.is_proven, false) {
-                ways.before = Some(old);
+            let mut setups = self.setups();
+            let old = std::mem::replace(&mut setups.latest, latest);
+            if std::mem::replace(&mut setups.is_verified, false) {
+                setups.previous = Some(old);
             }
         }
-        self.exchanged.send_modify(|count| *count += 1);
+        self.reconfigured.send_modify(|count| *count += 1);
         Ok(())
     }
 
-    /// Returns what wakes with each exchange.
-    pub(crate) fn exchanged(&self) -> watch::Receiver<u64> {
-        self.exchanged.subscribe()
+    /// Returns a watch that wakes with each change of the settings.
+    pub(crate) fn reconfigured(&self) -> watch::Receiver<u64> {
+        self.reconfigured.subscribe()
     }
 
-    fn both(&self) -> (Arc<Way>, Option<Arc<Way>>) {
-        let ways = self.ways();
-        (Arc::clone(&ways.latest), ways.before.clone())
+    fn both(&self) -> (Arc<Setup>, Option<Arc<Setup>>) {
+        let setups = self.setups();
+        (Arc::clone(&setups.latest), setups.previous.clone())
     }
 
-    /// There was a connection by `way`: what was good before is forgotten, if that is the latest.
-    fn proven(&self, way: &Arc<Way>) {
-        let mut ways = self.ways();
-        if Arc::ptr_eq(&ways.latest, way) {
-            (ways.before, ways.is_proven) = (None, true);
+    /// Notes that `setup` has worked. If it is the latest, the previous settings are dropped.
+    fn mark_verified(&self, setup: &Arc<Setup>) {
+        let mut setups = self.setups();
+        if Arc::ptr_eq(&setups.latest, setup) {
+            (setups.previous, setups.is_verified) = (None, true);
         }
     }
 
-    /// Tries a connection by the latest way alone.
-    pub(crate) async fn prove(&self) -> Result<(), Error> {
+    /// Tries to connect with the latest settings only.
+    pub(crate) async fn verify(&self) -> Result<(), Error> {
         let (latest, _) = self.both();
         latest.connection().await?;
-        self.proven(&latest);
+        self.mark_verified(&latest);
         Ok(())
     }
 
@@ -415,21 +414,21 @@ impl Dialer {
         let (latest, before) = self.both();
         match (latest.connection().await, before) {
             (Ok(conn), _) => {
-                self.proven(&latest);
+                self.mark_verified(&latest);
                 Ok(conn)
             }
-            // Not even refused: by another way it would be the same.
+            // Redis did not even refuse the connection, so the previous settings would fail too.
             (Err(error), None) | (Err(error @ Error::Dial(_)), _) => Err(error),
             (Err(error), Some(before)) => before.connection().await.map_err(|_| error),
         }
     }
 
-    /// Opens a connection that listens.
+    /// Opens a connection for published messages.
     pub(crate) async fn listener(&self) -> Result<PubSub, Error> {
         let (latest, before) = self.both();
         match (latest.listener().await, before) {
             (Ok(listener), _) => {
-                self.proven(&latest);
+                self.mark_verified(&latest);
                 Ok(listener)
             }
             (Err(error), None) | (Err(error @ Error::Dial(_)), _) => Err(error),
@@ -439,11 +438,11 @@ impl Dialer {
 
     /// Whether commands over several keys cannot be one transaction.
     pub(crate) fn is_cluster(&self) -> bool {
-        matches!(self.ways().latest.to, To::Cluster { .. })
+        matches!(self.setups().latest.clients, Clients::Cluster { .. })
     }
 
     fn idle_timeout(&self) -> Duration {
-        self.ways().latest.connect.idle_timeout
+        self.setups().latest.connect.idle_timeout
     }
 }
 
@@ -480,7 +479,7 @@ impl Conn {
                         match command.query_async::<Value>(&mut connection).await {
                             Ok(value) => Ok(value),
                             Err(error) if error.is_io_error() || error.is_timeout() => Err(error),
-                            // Of this command alone.
+                            // An error of this command only.
                             Err(error) => match error.clone().into_server_errors() {
                                 Some(errors) if !errors.is_empty() => {
                                     Ok(Value::ServerError(errors[0].1.clone()))
@@ -526,14 +525,14 @@ impl Conn {
     }
 }
 
-/// A connection that is dialled when it is needed.
+/// A connection that is dialled on demand.
 pub(crate) struct Link(Mutex<State>);
 
 struct State {
     conn: Option<Conn>,
-    /// Grows with each connection that may lead to another primary.
+    /// Incremented with each connection that may lead to another primary.
     generation: u64,
-    /// The connection was closed here, and the next one stands for it.
+    /// The connection was closed by this side, and the next one replaces it without a new generation.
     is_renewed: bool,
     used: Instant,
     pause: Duration,
@@ -579,7 +578,7 @@ impl Link {
             }
             Err(error) => {
                 state.is_renewed = false;
-                // Half of it and some: replicas that lost it together do not come back together.
+                // With jitter, so that replicas that lost Redis together do not reconnect together.
                 state.not_before = Instant::now() + state.pause.mul_f64(0.5 + rand::random::<f64>());
                 state.pause = (state.pause * 2).min(PAUSE.1);
                 state.why = error.to_string();
@@ -588,7 +587,7 @@ impl Link {
         }
     }
 
-    async fn judge<T>(&self, generation: u64, result: Result<T, RedisError>) -> Result<T, Error> {
+    async fn check<T>(&self, generation: u64, result: Result<T, RedisError>) -> Result<T, Error> {
         let error = match result {
             Ok(value) => return Ok(value),
             Err(error) => Error::from(error),
@@ -602,16 +601,16 @@ impl Link {
         Err(error)
     }
 
-    /// Runs commands; each answer may be an error of its command alone.
+    /// Runs commands. Each answer may be an error of its own command.
     pub(crate) async fn each(&self, dialer: &Dialer, commands: Vec<Cmd>) -> Result<Vec<Value>, Error> {
         let (mut conn, generation) = self.get(dialer).await?;
         let asked = commands.len();
-        let values = self.judge(generation, conn.each(commands).await).await?;
+        let values = self.check(generation, conn.each(commands).await).await?;
         if values.len() == asked { Ok(values) } else { Err(Error::Unexpected("the number of commands")) }
     }
 
-    /// Runs groups of commands, each of which is about one key and happens at once or not at all; all of them together
-    /// do so on anything but a cluster. Says which connection it was.
+    /// Runs groups of commands. Each group concerns one key and is atomic. Except on a cluster, all groups
+    /// together are atomic.
     pub(crate) async fn atomically(
         &self,
         dialer: &Dialer,
@@ -619,17 +618,18 @@ impl Link {
     ) -> Result<Vec<Vec<Value>>, Error> {
         let (mut conn, generation) = self.get(dialer).await?;
         let asked: Vec<usize> = groups.iter().map(Vec::len).collect();
-        let values = self.judge(generation, conn.atomically(groups).await).await?;
+        let values = self.check(generation, conn.atomically(groups).await).await?;
         let fits = values.iter().map(Vec::len).eq(asked);
         if fits { Ok(values) } else { Err(Error::Unexpected("the number of commands")) }
     }
 
-    /// Returns which connection this is, counted; dials if there is none.
+    /// Returns the generation of the connection; dials if there is none.
     pub(crate) async fn generation(&self, dialer: &Dialer) -> Result<u64, Error> {
         Ok(self.get(dialer).await?.1)
     }
 
-    /// Makes the next command dial. A connection to a cluster makes others by itself, by what it was made with.
+    /// Makes the next command dial. Used for clusters, whose connections open further connections with their
+    /// original settings.
     pub(crate) async fn renew(&self) {
         let mut state = self.0.lock().await;
         if state.conn.take().is_some() {
@@ -637,9 +637,9 @@ impl Link {
         }
     }
 
-    /// Closes the connection when nobody has used it for long.
+    /// Closes the connection if it was not used for the idle timeout.
     pub(crate) async fn close_idle(&self, dialer: &Dialer) {
-        // Whoever holds the lock uses it.
+        // If the lock is held, the connection is in use.
         let Ok(mut state) = self.0.try_lock() else { return };
         if state.used.elapsed() >= dialer.idle_timeout() {
             state.conn = None;
@@ -652,7 +652,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn nothing_that_is_shown_holds_a_secret() {
+    fn debug_output_contains_no_secret() {
         let connect = Connect {
             password: Some("hunter2".to_owned().into()),
             tls: Some(Tls { ca: None, identity: Some((b"cert".to_vec(), "hunter3".to_owned().into())) }),
@@ -670,7 +670,7 @@ mod tests {
     }
 
     #[test]
-    fn addresses_read_as_they_are_written() {
+    fn addresses_are_displayed_as_written() {
         assert_eq!(Address::Tcp("::1".to_owned(), 6379).to_string(), "[::1]:6379");
         assert_eq!(Address::Tcp("redis".to_owned(), 6379).to_string(), "redis:6379");
         assert_eq!(Address::Unix("/run/redis.sock".into()).to_string(), "/run/redis.sock");

@@ -1,10 +1,11 @@
-//! The names of keys: those of GitLab agent 14.1, and beside them, below `kas:`, those of this project.
+//! The names of keys: those of GitLab agent 14.1, and those of this project, which begin with `kas:` after
+//! the prefix.
 //!
-//! Ids in 14.1's keys are 8 raw bytes, the least significant first, so keys are no text.
+//! Ids in the keys of 14.1 are 8 raw bytes, the least significant first, so keys are not text.
 
 use ids::{AgentId, ReplicaId};
 
-/// Makes keys below one prefix.
+/// Makes keys with one prefix.
 #[derive(Clone, Debug)]
 pub(crate) struct Keys {
     prefix: Box<str>,
@@ -27,37 +28,39 @@ impl Keys {
         format!("{}:kas:{middle}:{replica}", self.prefix).into_bytes()
     }
 
-    /// Connections of the agents of a configuration project, a hash.
+    /// A hash: the connections of the agents of a configuration project.
     pub(crate) fn project(&self, project: i64) -> Vec<u8> {
         self.numbered(":agent_tracker:conn_by_project_id:", project)
     }
 
-    /// Connections of an agent, a hash.
+    /// A hash: the connections of an agent.
     pub(crate) fn agent(&self, agent: AgentId) -> Vec<u8> {
         self.numbered(":agent_tracker:conn_by_agent_id:", agent.get())
     }
 
-    /// Who holds tunnels of an agent, a hash: an entry per idle tunnel of 14.1, one per replica of ours.
+    /// A hash: the holders of tunnels of an agent. 14.1 has one entry per idle tunnel, this project one per
+    /// replica.
     pub(crate) fn tunnels(&self, agent: AgentId) -> Vec<u8> {
         self.numbered(":tunnel_tracker:conn_by_agent_id:", agent.get())
     }
 
-    /// A replica lives: JSON, with an expiry.
-    pub(crate) fn life(&self, replica: &ReplicaId) -> Vec<u8> {
+    /// A string with an expiry: the liveness of a replica, as JSON.
+    pub(crate) fn liveness(&self, replica: &ReplicaId) -> Vec<u8> {
         self.named("replica", replica)
     }
 
-    /// The configuration projects of which a replica has connections, a set.
+    /// A set: the configuration projects of which a replica has connections.
     pub(crate) fn projects(&self, replica: &ReplicaId) -> Vec<u8> {
         self.named("projects", replica)
     }
 
-    /// How often something was counted in a window, a number.
+    /// A number: a count within a window.
     pub(crate) fn count(&self, name: &str, what: &str, window: u64) -> Vec<u8> {
         format!("{}:kas:count:{name}:{window}:{what}", self.prefix).into_bytes()
     }
 
-    /// The names of replicas that live or lived shortly before, a hash: there is no cheap way to list keys.
+    /// A hash: the names of the replicas that are alive or were recently. It exists because there is no cheap
+    /// way to list keys.
     pub(crate) fn replicas(&self) -> Vec<u8> {
         format!("{}:kas:replicas", self.prefix).into_bytes()
     }

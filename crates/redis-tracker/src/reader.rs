@@ -1,5 +1,5 @@
-//! What others announced: read once per agent that somebody asks for, kept by what they publish, and mended by slow
-//! further reads. Also lists of connections, and the removal of what dead replicas left.
+//! Reads the announcements of others: once per agent that is looked up, updated by published events, and
+//! refreshed by occasional further reads. Also reads lists of connections, and removes expired entries.
 
 use std::{
     collections::{BTreeSet, HashMap},
@@ -16,34 +16,34 @@ use redis::{Cmd, Value, cmd};
 use tokio::time::{Instant, MissedTickBehavior, interval, sleep, timeout};
 
 use crate::{
-    cache::News,
+    answer::take,
+    cache::Update,
     connect::{Error, Link},
     tracker::{AGES, BACKEND, MARGIN, RedisTracker},
     value::{self, Entry, Owner},
-    writer::take,
 };
 
 /// Agents that are read in one pipeline.
 const BATCH: usize = 128;
-/// Fields that Redis is asked for at once.
+/// Fields in one page of a scan.
 const PAGE: usize = 512;
-/// Fields of an agent's tunnels that are looked at; 14.1 has one for each idle tunnel.
-const MOST_TUNNELS: usize = 10_000;
-/// Bytes of where a replica of 14.1 says that it can be asked.
-const LONGEST_URL: usize = 1_024;
-/// Connections of an agent or a project that are looked at.
-const MOST_CONNECTIONS: usize = 1_000_000;
-/// How often what is waited for is looked at.
+/// The largest number of fields of an agent's tunnels that are read; 14.1 has one for each idle tunnel.
+const MAX_TUNNELS: usize = 10_000;
+/// The longest URL of a replica of 14.1, in bytes.
+const MAX_URL: usize = 1_024;
+/// The largest number of connections of an agent or a project that are read.
+const MAX_CONNECTIONS: usize = 1_000_000;
+/// How often agents with waiters are checked for refresh.
 const TICK: Duration = Duration::from_millis(500);
-/// What is asked for again at most in one tick.
-const MOST_AGAIN: usize = 2_000;
-/// After a read that failed.
+/// The largest number of refreshes in one tick.
+const MAX_REREADS: usize = 2_000;
+/// The mean delay after a failed read, and the delay between batches of garbage collection.
 const PAUSE: Duration = Duration::from_millis(200);
-/// Between two messages of a listener that does not reach Redis.
+/// The delay between attempts to subscribe: the first, doubled each time up to the second.
 const REDIAL: (Duration, Duration) = (Duration::from_millis(50), Duration::from_secs(2));
-/// Messages name replicas, of which this many are followed.
-const MOST_REPLICAS: usize = 1_000;
-/// The name of a replica that writes as 14.1 does: its entries do not say which one it is.
+/// The largest number of replicas whose message numbers are tracked.
+const MAX_REPLICAS: usize = 1_000;
+/// The name that is shown for a replica of 14.1, because its entries do not name it.
 const GITLAB: &str = "gitlab-kas";
 
 type Fields = Vec<(Vec<u8>, Vec<u8>)>;
@@ -64,7 +64,7 @@ impl RedisTracker {
         tokio::join!(join_all(others), join_all(first), self.collect_garbage());
     }
 
-    /// Reads what is wanted; `first`: and says what is to be read again.
+    /// Reads wanted agents. The `first` reader also requests refreshes.
     async fn read_by(&self, link: &Link, first: bool) {
         let mut ticks = interval(TICK);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -89,7 +89,7 @@ impl RedisTracker {
                 continue;
             }
             if let Err(error) = self.read_agents(link, &agents).await {
-                self.failed("reading who holds an agent", &error);
+                self.failed("reading the holders of an agent", &error);
                 self.not_read(&agents);
                 sleep(PAUSE.mul_f64(0.5 + rand::random::<f64>())).await;
             }
@@ -99,7 +99,7 @@ impl RedisTracker {
     fn want_aging(&self) {
         let ages = self.ages();
         let mut inner = self.inner();
-        inner.cache.want_aging(ages, MOST_AGAIN, Instant::now());
+        inner.cache.want_aging(ages, MAX_REREADS, Instant::now());
         if inner.cache.wants() {
             self.to_read.notify_one();
         }
@@ -114,9 +114,9 @@ impl RedisTracker {
 
     async fn read_agents(&self, link: &Link, agents: &[AgentId]) -> Result<(), Error> {
         let keys: Vec<Vec<u8>> = agents.iter().map(|agent| self.keys.tunnels(*agent)).collect();
-        let found = self.scan(link, &keys, MOST_TUNNELS, value::decode_route).await?;
+        let found = self.scan(link, &keys, MAX_TUNNELS, value::decode_route).await?;
         let now = Instant::now();
-        let mut strangers = false;
+        let mut unknown = false;
         let mut inner = self.inner();
         for (agent, entries) in agents.iter().zip(found) {
             let (mut holders, mut gitlab) = (Vec::new(), Vec::new());
@@ -125,30 +125,31 @@ impl RedisTracker {
                     Some(owner) if owner.replica == self.me.id => {}
                     Some(owner) => holders.push(owner),
                     None => {
-                        // 14.1 has no liveness key: its crashed replicas leave garbage without another sign.
+                        // 14.1 has no liveness key, so the garbage of its crashed replicas is not detected
+                        // otherwise.
                         inner.garbage = true;
                         inner.cache.see_gitlab(now);
                         let url = entry.value.url;
-                        // Empty: it cannot be asked.
-                        if !url.is_empty() && url.len() <= LONGEST_URL {
+                        // A replica without a URL cannot be asked.
+                        if !url.is_empty() && url.len() <= MAX_URL {
                             gitlab.push(Replica { id: ReplicaId::new(&url), address: url.into() });
                         }
                     }
                 }
             }
             for holder in &holders {
-                strangers |= inner.is_stranger(&holder.replica, holder.run);
+                unknown |= inner.is_unknown(&holder.replica, holder.run);
             }
             inner.cache.read(*agent, holders, gitlab, AGES, now);
         }
         drop(inner);
-        if strangers {
-            self.to_beat.notify_one();
+        if unknown {
+            self.to_heartbeat.notify_one();
         }
         Ok(())
     }
 
-    /// Reads hashes and removes what has expired.
+    /// Reads hashes and removes expired entries.
     async fn scan<T>(
         &self,
         link: &Link,
@@ -166,13 +167,13 @@ impl RedisTracker {
             for ((i, _), answer) in open.into_iter().zip(answers) {
                 match read_page(answer) {
                     Ok((cursor, fields)) => {
-                        // A hash that changes may give a field twice.
+                        // A scan of a changing hash may return a field twice.
                         pages[i].extend(fields);
                         if cursor != 0 && pages[i].len() < most {
                             next.push((i, cursor));
                         }
                     }
-                    // Of this key alone: somebody wrote something else there.
+                    // The error concerns this key only: it has another type.
                     Err(error) => self.failed("reading a hash", &error),
                 }
             }
@@ -185,7 +186,7 @@ impl RedisTracker {
             let mut entries = Vec::new();
             for (field, bytes) in fields {
                 let Some(entry) = decode(&bytes) else {
-                    tracing::debug!("an entry in Redis cannot be read, and is skipped");
+                    tracing::debug!("skipped an entry in Redis that cannot be decoded");
                     continue;
                 };
                 let is_over = |at: Duration| redis_now.is_some_and(|now| at + MARGIN < now);
@@ -203,14 +204,14 @@ impl RedisTracker {
         if !remove.is_empty() {
             for answer in link.each(&self.dialer, remove).await? {
                 if let Err(error) = take::<Value>(answer, "HDEL") {
-                    self.failed("removing what has expired", &error);
+                    self.failed("removing expired entries", &error);
                 }
             }
         }
         Ok(all)
     }
 
-    /// Looks whether a replica of 14.1 writes to this hash too.
+    /// Checks whether a replica of 14.1 also writes to this hash.
     pub(crate) async fn look_for_gitlab(&self, link: &Link, key: Vec<u8>) -> Result<(), Error> {
         let found = self.scan(link, &[key], PAGE, any).await?;
         if found.iter().flatten().any(|entry| entry.owner.is_none()) {
@@ -219,7 +220,8 @@ impl RedisTracker {
         Ok(())
     }
 
-    /// Clears the hashes that this replica keeps alive of what others left there. Nobody else may ever read them.
+    /// Removes expired entries of others from the hashes in which this replica has entries. Possibly no other
+    /// replica reads these hashes.
     async fn collect_garbage(&self) {
         let Some(link) = self.links.last() else { return };
         loop {
@@ -230,21 +232,21 @@ impl RedisTracker {
                 if !std::mem::replace(&mut inner.garbage, false) {
                     continue;
                 }
-                inner.own.hashes(&self.keys).into_iter().collect()
+                inner.outbox.hashes(&self.keys).into_iter().collect()
             };
             for keys in keys.chunks(BATCH) {
-                if let Err(error) = self.scan(link, keys, MOST_CONNECTIONS, any).await {
-                    self.failed("removing what has expired", &error);
+                if let Err(error) = self.scan(link, keys, MAX_CONNECTIONS, any).await {
+                    self.failed("removing expired entries", &error);
                     self.inner().garbage = true;
                     break;
                 }
-                // Nothing waits for this; Redis has other things to do.
+                // This is not urgent, so it leaves Redis time for other commands.
                 sleep(PAUSE).await;
             }
         }
     }
 
-    /// Follows what others publish.
+    /// Receives the events that others publish.
     pub(crate) async fn listen(&self) {
         let mut pause = REDIAL.0;
         loop {
@@ -252,8 +254,8 @@ impl RedisTracker {
                 Ok(mut listener) => match listener.subscribe(self.keys.events()).await {
                     Ok(()) => {
                         pause = REDIAL.0;
-                        // Whatever was published before is lost.
-                        self.doubt();
+                        // Events from before the subscription are lost.
+                        self.invalidate();
                         self.health
                             .send_if_modified(|health| !std::mem::replace(&mut health.listening, true));
                         self.follow(listener).await;
@@ -263,7 +265,7 @@ impl RedisTracker {
                 },
                 Err(error) => error,
             };
-            self.failed("listening to what other replicas publish", &error);
+            self.failed("subscribing to events of other replicas", &error);
             self.health.send_if_modified(|health| std::mem::replace(&mut health.listening, false));
             sleep(pause.mul_f64(0.5 + rand::random::<f64>())).await;
             pause = (pause * 2).min(REDIAL.1);
@@ -272,22 +274,23 @@ impl RedisTracker {
 
     async fn follow(&self, listener: redis::aio::PubSub) {
         let mut messages = listener.into_on_message();
-        // This replica's own beat comes three times in a life: silence means that nothing comes in.
+        // This replica's own heartbeat arrives three times per ttl, so silence means that the subscription
+        // does not work.
         while let Ok(Some(message)) = timeout(self.options.ttl, messages.next()).await {
             match SharedEvent::decode(message.get_payload_bytes()) {
-                Ok(event) => self.take_news(event),
-                Err(_) => tracing::debug!("a message in Redis cannot be read, and is skipped"),
+                Ok(event) => self.apply_event(event),
+                Err(_) => tracing::debug!("skipped a message from Redis that cannot be decoded"),
             }
         }
     }
 
-    fn doubt(&self) {
-        self.inner().cache.doubt(Instant::now(), AGES.again);
+    fn invalidate(&self) {
+        self.inner().cache.invalidate(Instant::now(), AGES.again);
         self.to_read.notify_one();
         self.connection_changes.send_replace(());
     }
 
-    fn take_news(&self, event: SharedEvent) {
+    fn apply_event(&self, event: SharedEvent) {
         if event.replica == self.me.id.as_str() {
             return;
         }
@@ -297,44 +300,44 @@ impl RedisTracker {
             Some(&before) => is_missing(before, (event.run, event.number)),
             None => false,
         };
-        if inner.heard.len() < MOST_REPLICAS || inner.heard.contains_key(&id) {
+        if inner.heard.len() < MAX_REPLICAS || inner.heard.contains_key(&id) {
             inner.heard.insert(id.clone(), (event.run, event.number));
         }
         for route in &event.announced {
             if let Ok(agent) = AgentId::new(route.agent_id) {
                 let owner = Owner { replica: id.clone(), run: event.run, version: route.version };
-                inner.cache.news(agent, &News::Announced(owner));
+                inner.cache.apply(agent, &Update::Announced(owner));
             }
         }
         for agent in event.withdrawn.iter().filter_map(|agent| AgentId::new(*agent).ok()) {
-            inner.cache.news(agent, &News::Withdrawn(id.clone(), event.run));
+            inner.cache.apply(agent, &Update::Withdrawn(id.clone(), event.run));
         }
-        let stranger = inner.is_stranger(&id, event.run);
+        let unknown = inner.is_unknown(&id, event.run);
         drop(inner);
-        if event.life || stranger {
-            self.to_beat.notify_one();
+        if event.life || unknown {
+            self.to_heartbeat.notify_one();
         }
         if missed {
-            tracing::debug!(replica = %id, "messages of a replica were lost: what is known is read again");
-            self.doubt();
+            tracing::debug!(replica = %id, "messages of a replica were lost: cached agents are read again");
+            self.invalidate();
         }
         if event.connections {
             self.connection_changes.send_replace(());
         }
     }
 
-    /// Adds to this replica's own connections those of the others.
+    /// Adds the connections of the other replicas to those of this one.
     pub(crate) async fn gather(&self, query: Query, own: Connected) -> Connected {
         let mut all = own;
         match self.listed(query).await {
             Ok(others) => all.connections.extend(others),
             Err(error) => {
                 self.failed("reading the list of connections", &error);
-                let reason = format!("{BACKEND} cannot be asked: {error}");
+                let reason = format!("{BACKEND} cannot be reached: {error}");
                 let mut others: Vec<Replica> = self.others().into_iter().collect();
                 others.sort_by(|a, b| a.id.cmp(&b.id));
                 if others.is_empty() {
-                    // Who else there is, is not known either.
+                    // The other replicas are not known either.
                     others.push(Replica { id: ReplicaId::new(BACKEND), address: Arc::default() });
                 }
                 let unanswered = others.into_iter().map(|replica| Unanswered {
@@ -345,25 +348,11 @@ impl RedisTracker {
                 all.unanswered.extend(unanswered);
             }
         }
-        all.connections.sort_by(|a, b| {
-            let key = |located: &Located| (located.connection.agent, located.connection.id);
-            key(a).cmp(&key(b)).then_with(|| a.replica.id.cmp(&b.replica.id))
-        });
-        // An agentk that keeps two replicas is one connection: that of the replica which it reached first.
-        all.connections.dedup_by(|later, first| {
-            let key = |located: &Located| (located.connection.agent, located.connection.id);
-            if key(later) != key(first) {
-                return false;
-            }
-            if later.connection.connected_at < first.connection.connected_at {
-                std::mem::swap(later, first);
-            }
-            true
-        });
+        all.merge();
         all
     }
 
-    /// Says where a connection of another replica is; `None`: its replica is gone, or it is this one.
+    /// Returns the replica of a listed connection; `None` if that is gone, or if it is this replica.
     fn place(&self, entry: Entry<Arc<Connection>>) -> Option<Located> {
         let connection = entry.value;
         let Some(owner) = entry.owner else {
@@ -375,11 +364,11 @@ impl RedisTracker {
             return None;
         }
         let mut inner = self.inner();
-        if let Some(peer) = inner.peers.get(&owner.replica).filter(|peer| peer.life.run == owner.run) {
+        if let Some(peer) = inner.peers.get(&owner.replica).filter(|peer| peer.liveness.run == owner.run) {
             return Some(Located { connection, replica: peer.replica.clone() });
         }
-        if inner.is_stranger(&owner.replica, owner.run) {
-            self.to_beat.notify_one();
+        if inner.is_unknown(&owner.replica, owner.run) {
+            self.to_heartbeat.notify_one();
         }
         None
     }
@@ -404,7 +393,7 @@ impl RedisTracker {
         };
         let mut listed = Vec::new();
         for keys in keys.chunks(BATCH) {
-            let found = self.scan(link, keys, MOST_CONNECTIONS, value::decode_connection).await?;
+            let found = self.scan(link, keys, MAX_CONNECTIONS, value::decode_connection).await?;
             let entries = found.into_iter().flatten().filter(|entry| query.matches(&entry.value));
             listed.extend(entries.filter_map(|entry| self.place(entry)));
         }
@@ -413,23 +402,23 @@ impl RedisTracker {
 }
 
 impl crate::tracker::Inner {
-    /// Whether this process was never looked for and is not known: its key may be there already.
-    fn is_stranger(&mut self, replica: &ReplicaId, run: u64) -> bool {
-        if self.peers.get(replica).is_some_and(|peer| peer.life.run >= run) {
+    /// Whether this process is unknown and its liveness key was not looked up yet.
+    fn is_unknown(&mut self, replica: &ReplicaId, run: u64) -> bool {
+        if self.peers.get(replica).is_some_and(|peer| peer.liveness.run >= run) {
             return false;
         }
-        if self.looked_for.get(replica).is_some_and(|known| *known >= run) {
+        if self.searched.get(replica).is_some_and(|known| *known >= run) {
             return false;
         }
-        if self.looked_for.len() >= MOST_REPLICAS {
-            self.looked_for.clear();
+        if self.searched.len() >= MAX_REPLICAS {
+            self.searched.clear();
         }
-        self.looked_for.insert(replica.clone(), run);
+        self.searched.insert(replica.clone(), run);
         true
     }
 }
 
-/// Reads an entry of any hash: whose it is, and until when.
+/// Decodes owner and expiry of an entry of any hash.
 fn any(bytes: &[u8]) -> Option<Entry<()>> {
     value::decode_route(bytes)
         .map(|Entry { expires_at, owner, .. }| Entry { expires_at, owner, value: () })
@@ -452,8 +441,8 @@ fn read_page(answer: Value) -> Result<(u64, Fields), Error> {
     Ok((cursor, fields))
 }
 
-/// Whether something is missing between two events of a replica, each its run and its number in it: any number, from whoever
-/// may write to Redis.
+/// Whether events of a replica are missing between two events, given as run and number. The numbers may have
+/// any value, because any client of Redis can publish.
 fn is_missing((run_before, number_before): (u64, u64), (run, number): (u64, u64)) -> bool {
     run == run_before && number != number_before.wrapping_add(1)
 }
@@ -463,7 +452,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn numbers_of_one_run_follow_each_other_and_may_wrap() {
+    fn numbers_of_one_run_are_consecutive_and_may_wrap() {
         assert!(!is_missing((1, 7), (1, 8)) && is_missing((1, 7), (1, 9)) && is_missing((1, 7), (1, 7)));
         assert!(!is_missing((1, 7), (2, 3)));
         assert!(!is_missing((1, u64::MAX), (1, 0)) && is_missing((1, u64::MAX), (1, 1)));

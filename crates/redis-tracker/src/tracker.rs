@@ -1,18 +1,21 @@
-//! [`RedisTracker`]: what the router and the APIs see, over what `own`, `cache` and the replicas' liveness keys say.
+//! [`RedisTracker`]: implements the traits of `cluster` with `outbox`, `cache` and the liveness keys of the
+//! replicas.
 
 use std::{
     collections::{HashMap, HashSet},
     fmt,
-    sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
+    sync::{Arc, Weak},
     time::Duration,
 };
 
 use async_trait::async_trait;
 use cluster::{
-    Belief, Candidate, Connected, Connection, History, InMemoryTracker, Lease, Mark, Query, Replica,
-    ReplicaStatus, Replicas, Standing, Tracker, TrackerError, TrackerStatus, Wire,
+    AgentView, Candidate, ClusterView, Connected, Connection, Connections, History, InMemoryTracker, Lease,
+    Locator, Mark, Query, Replica, ReplicaHealth, ReplicaState, ReplicaStatus, Replicas, TrackerError,
+    TrackerStatus, Wire,
 };
 use ids::{AgentId, ReplicaId};
+use parking_lot::{Mutex, MutexGuard};
 use redis::{Value, cmd};
 use tokio::{
     sync::{Notify, watch},
@@ -20,53 +23,57 @@ use tokio::{
 };
 
 use crate::{
-    cache::{Ages, Cache, Look},
+    answer::take,
+    cache::{Ages, Cache, Freshness},
     connect::{Connect, Dialer, Error, Link},
     keys::Keys,
-    own::{Item, Own},
-    value::Life,
-    writer::take,
+    outbox::{Item, Outbox},
+    value::Liveness,
 };
 
-/// Who looks an agent up for the first time waits this long for Redis, and goes on with what is known here: whatever
-/// is read later wakes who subscribed.
+/// How long the first lookup of an agent waits for Redis. Then it continues with what is known here; a later
+/// result wakes the subscribers.
 const PATIENCE: Duration = Duration::from_millis(100);
-/// What was read of an agent is good for this long while news come in...
+/// How long a read result is valid while events arrive.
 pub(crate) const AGES: Ages = Ages { again: Duration::from_secs(30), most: Duration::from_secs(60) };
-/// ... and while they do not.
-const AGES_DEAF: Ages = Ages { again: Duration::from_secs(1), most: Duration::from_secs(2) };
-/// What an entry says may be this long over before it is not believed: clocks of 14.1 replicas differ.
+/// How long a read result is valid without a subscription to events.
+const AGES_UNSUBSCRIBED: Ages = Ages { again: Duration::from_secs(1), most: Duration::from_secs(2) };
+/// How long an entry is still used after its expiry, because the clocks of 14.1 replicas differ.
 pub(crate) const MARGIN: Duration = Duration::from_secs(5);
-/// How often what Redis refuses is tried again, half of it and more.
-const PROVE: Duration = Duration::from_secs(5);
-/// In problems, and where a replica is to be named that did not answer.
+/// The mean delay after which refused settings are tried again.
+const VERIFY: Duration = Duration::from_secs(5);
+/// The name of the store in errors, and in place of a replica that did not answer.
 pub(crate) const BACKEND: &str = "Redis";
 
-/// How the tracker behaves.
+/// The settings of a tracker.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// How Redis is reached.
+    /// How to connect to Redis.
     pub connect: Connect,
-    /// What every key begins with; 14.1's is `gitlab-kas`.
+    /// The prefix of all keys; 14.1 uses `gitlab-kas`.
     pub key_prefix: String,
-    /// How long a replica counts after its last sign of life; written three times in it. At least a second, at most 30 s.
+    /// How long a replica is live after its last heartbeat. It sends three heartbeats in this time. From 1 s
+    /// to 30 s.
     pub ttl: Duration,
-    /// Life of an entry and of its hash; 14.1's is 300 s. Never shorter than what other replicas on the prefix use.
+    /// Time to live of an entry and of its hash; 300 s in 14.1. Not shorter than that of other replicas with
+    /// the same prefix.
     pub entry_ttl: Duration,
-    /// How often entries are written again; below `entry_ttl`. 14.1's is 240 s.
+    /// How often entries are written again; below `entry_ttl`. 240 s in 14.1.
     pub entry_refresh: Duration,
-    /// How often the hashes that this replica has entries in are cleared of others' garbage; 14.1's is 600 s.
+    /// How often expired entries of other replicas are removed from the hashes in which this replica has
+    /// entries; 600 s in 14.1.
     pub gc: Duration,
-    /// `grpc://host:port` where a 14.1 replica may ask this one for tunnels; empty: nowhere, and it does not try.
+    /// `grpc://host:port` at which a 14.1 replica may ask this one for tunnels; empty if it must not.
     pub url: String,
     /// Version and commit of this build.
     pub build: (String, String),
-    /// This process among those of the same replica: later ones have a higher number. Microseconds since 1970 serve.
+    /// Identifies this process among those of the same replica. A later process must have a higher number,
+    /// such as microseconds since 1970.
     pub run: u64,
 }
 
 impl Options {
-    /// Returns 14.1's prefix and times, and a life of 10 s.
+    /// Returns settings with the prefix and the times of 14.1, and a `ttl` of 10 s.
     pub fn new(connect: Connect, run: u64) -> Self {
         Self {
             connect,
@@ -82,77 +89,65 @@ impl Options {
     }
 }
 
-/// What a replica says of itself.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum State {
-    /// It does not serve yet.
-    Starting,
-    /// It serves.
-    Ready,
-    /// It leaves soon.
-    Draining,
-    /// It is gone.
-    Left,
-}
-
-impl State {
-    pub(crate) fn as_str(self) -> &'static str {
-        match self {
-            Self::Starting => "starting",
-            Self::Ready => "ready",
-            Self::Draining => "draining",
-            Self::Left => "left",
-        }
-    }
-}
-
-/// How Redis fares, as seen here.
+/// The health of the connection to Redis.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Health {
-    /// Whether the last sign of life could be written.
+    /// Whether the last heartbeat could be written.
     pub reachable: bool,
-    /// Whether others' news come in.
+    /// Whether the subscription to the events of others works.
     pub listening: bool,
-    /// How long writing the last sign of life took.
+    /// How long the last heartbeat took.
     pub latency: Option<Duration>,
-    /// What was announced before Redis was last lost is there again.
+    /// Whether Redis has all announcements of this replica.
     pub announced: bool,
-    /// The last thing that failed, and when; it may be over.
+    /// The last failure and when it was; it may be over.
     pub last_error: Option<(String, Instant)>,
 }
 
-/// Numbers for metrics and people.
+/// Numbers for metrics and status.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counts {
     /// Agents that this replica announces.
     pub agents: usize,
-    /// Entries of this replica in Redis, or on their way.
+    /// Entries of this replica that are in Redis or are being written.
     pub entries: usize,
     /// Changes that are not written yet.
     pub unwritten: usize,
-    /// Agents that are remembered of others.
+    /// Agents of other replicas in the cache.
     pub remembered: usize,
 }
 
-/// What all replicas have counted together.
+/// Counts that all replicas share.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Counted {
-    /// Which window it is, by Redis' clock.
+    /// The number of the window, by the clock of Redis.
     pub window: u64,
-    /// Of each thing that was asked for, in that order.
+    /// The total of each requested name, in the same order.
     pub totals: Vec<u64>,
 }
 
-/// Another replica that lives.
+/// Another live replica.
 #[derive(Clone, Debug)]
 pub(crate) struct Peer {
-    pub(crate) life: Life,
+    pub(crate) liveness: Liveness,
     pub(crate) replica: Replica,
-    /// Its key expires then unless it writes it again.
+    /// When its liveness key expires, unless it is written again.
     pub(crate) until: Instant,
 }
 
-/// What Redis' clock said, and when.
+impl Peer {
+    fn health(&self, now: Instant) -> ReplicaHealth {
+        if now > self.until {
+            ReplicaHealth::Suspect
+        } else if self.liveness.state() == ReplicaState::Draining {
+            ReplicaHealth::Draining
+        } else {
+            ReplicaHealth::Live
+        }
+    }
+}
+
+/// A reading of the clock of Redis.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Clock {
     pub(crate) said: Duration,
@@ -166,51 +161,51 @@ impl Clock {
 }
 
 pub(crate) struct Inner {
-    pub(crate) own: Own,
+    pub(crate) outbox: Outbox,
     pub(crate) cache: Cache,
     pub(crate) peers: HashMap<ReplicaId, Peer>,
-    /// The number of the last message of each, by process.
+    /// Run and number of the last message of each replica.
     pub(crate) heard: HashMap<ReplicaId, (u64, u64)>,
-    /// Processes whose key was looked for because they were named, so that each is looked for once.
-    pub(crate) looked_for: HashMap<ReplicaId, u64>,
+    /// Runs for which the liveness key was looked up because they were mentioned, so that each is looked up
+    /// once.
+    pub(crate) searched: HashMap<ReplicaId, u64>,
     pub(crate) clock: Option<Clock>,
-    pub(crate) state: State,
-    /// Another process lives under this name.
-    pub(crate) usurped: Option<String>,
-    /// Redis does not take what was exchanged.
+    pub(crate) state: ReplicaState,
+    /// Another process uses the id of this replica.
+    pub(crate) name_taken: Option<String>,
+    /// Redis refuses the latest settings.
     pub(crate) refused: Option<String>,
-    /// Somebody died without a word, or wrote in 14.1's way: there may be garbage.
+    /// There may be garbage in the hashes: a replica has crashed, or there are entries of 14.1.
     pub(crate) garbage: bool,
     pub(crate) leaving: bool,
-    /// How the others were judged.
+    /// How the health of the others changed.
     pub(crate) history: History,
 }
 
 impl Inner {
-    /// Remembers what has changed in how the others are judged; not before Redis has said what time it is.
-    pub(crate) fn judge(&mut self, now: Instant) {
+    /// Records changes in the health of the others, once the time of Redis is known.
+    pub(crate) fn record_health(&mut self, now: Instant) {
         let Some(clock) = self.clock else { return };
         let peers = self.peers.iter();
-        let peers =
-            peers.map(|(id, peer)| (id.clone(), standing(peer, now).as_str(), peer.life.state.as_str()));
-        self.history.judge(clock.now(now), peers);
+        let peers = peers.map(|(id, peer)| (id.clone(), peer.health(now), peer.liveness.state()));
+        self.history.record(clock.now(now), peers);
     }
 
-    /// Whether replicas of 14.1 have lately been seen here or by another replica.
+    /// Whether this or another replica has recently seen replicas of 14.1.
     pub(crate) fn is_mixed(&self, now: Instant) -> bool {
-        self.cache.has_seen_gitlab(now) || self.peers.values().any(|peer| peer.life.gitlab)
+        self.cache.has_seen_gitlab(now) || self.peers.values().any(|peer| peer.liveness.gitlab)
     }
 }
 
 /// The tracker of one of several replicas that share a Redis.
 pub struct RedisTracker {
-    /// For leases, which outlive nothing.
+    /// For leases, which do not keep the tracker alive.
     this: Weak<Self>,
     pub(crate) me: Replica,
     pub(crate) options: Options,
     pub(crate) keys: Keys,
     pub(crate) dialer: Dialer,
-    /// The first is the writer's.
+    /// The first link is for the writer.
     pub(crate) links: Vec<Link>,
     inner: Mutex<Inner>,
     /// The connections of this replica.
@@ -218,11 +213,11 @@ pub struct RedisTracker {
     pub(crate) connection_changes: watch::Sender<()>,
     pub(crate) live: watch::Sender<usize>,
     pub(crate) health: watch::Sender<Health>,
-    /// True once everything was announced and read for the first time.
+    /// Whether everything was announced and read for the first time.
     pub(crate) ready: watch::Sender<bool>,
-    pub(crate) gone: watch::Sender<bool>,
+    pub(crate) withdrawn: watch::Sender<bool>,
     pub(crate) to_write: Notify,
-    pub(crate) to_beat: Notify,
+    pub(crate) to_heartbeat: Notify,
     pub(crate) to_read: Notify,
 }
 
@@ -233,10 +228,10 @@ impl fmt::Debug for RedisTracker {
 }
 
 impl RedisTracker {
-    /// Makes the tracker of `me`. Nothing is dialled yet: see [`run`](Self::run).
+    /// Returns the tracker of `me`. It connects only in [`run`](Self::run).
     ///
     /// # Errors
-    /// When the options cannot be used whatever Redis says, such as a broken certificate.
+    /// If the options are invalid regardless of Redis, such as a malformed certificate.
     pub fn new(me: Replica, options: Options) -> Result<Arc<Self>, Error> {
         let dialer = Dialer::new(options.connect.clone())?;
         let keys = Keys::new(&options.key_prefix);
@@ -244,16 +239,16 @@ impl RedisTracker {
         let mut cache = Cache::new();
         cache.mixed(Instant::now());
         let inner = Inner {
-            own: Own::new(me.id.clone(), options.run, options.url.clone(), options.entry_refresh),
+            outbox: Outbox::new(me.id.clone(), options.run, options.url.clone(), options.entry_refresh),
             cache,
             peers: HashMap::new(),
             heard: HashMap::new(),
-            looked_for: HashMap::new(),
+            searched: HashMap::new(),
             clock: None,
-            state: State::Starting,
-            usurped: None,
+            state: ReplicaState::Starting,
+            name_taken: None,
             refused: None,
-            // Of those who died before this one began.
+            // Replicas may have crashed before this one started.
             garbage: true,
             leaving: false,
             history: History::default(),
@@ -273,53 +268,54 @@ impl RedisTracker {
             live: watch::Sender::new(1),
             health: watch::Sender::new(health),
             ready: watch::Sender::new(false),
-            gone: watch::Sender::new(false),
+            withdrawn: watch::Sender::new(false),
             to_write: Notify::new(),
-            to_beat: Notify::new(),
+            to_heartbeat: Notify::new(),
             to_read: Notify::new(),
         }))
     }
 
     pub(crate) fn inner(&self) -> MutexGuard<'_, Inner> {
-        // A panic under the lock would be a bug; what is there is still a table that mends itself.
-        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+        self.inner.lock()
     }
 
     /// Runs until dropped: writes, reads and listens.
     pub async fn run(self: Arc<Self>) {
         let mut own = self.own.connection_changes();
         let lists = async {
-            // This side of the channel lives as long as the tracker.
+            // The sender lives as long as the tracker.
             while own.changed().await.is_ok() {
                 self.connection_changes.send_replace(());
             }
         };
-        tokio::join!(lists, self.write(), self.read(), self.listen(), self.prove());
+        tokio::join!(lists, self.write(), self.read(), self.listen(), self.verify());
     }
 
-    /// Makes connections by `connect` from now on, which differs in what is shown and who is trusted alone. Those that are
-    /// open stay. As long as Redis refuses it, what was good before is tried too.
+    /// Makes new connections by `connect` from now on, which must differ from the current settings only in
+    /// credentials and trusted certificates. Open connections stay. As long as Redis refuses the new
+    /// settings, the previous ones are tried too.
     ///
     /// # Errors
-    /// When it cannot be used whatever Redis says; then everything stays as it was.
-    pub fn exchange(&self, connect: Connect) -> Result<(), Error> {
-        self.dialer.exchange(connect)
+    /// If the settings are invalid regardless of Redis. Then nothing changes.
+    pub fn reconfigure(&self, connect: Connect) -> Result<(), Error> {
+        self.dialer.reconfigure(connect)
     }
 
-    /// Tries what was exchanged at once: that Redis refuses it is said now, and not when the last connection breaks.
-    async fn prove(&self) {
-        let mut exchanged = self.dialer.exchanged();
+    /// Tries new settings at once, so that a refusal by Redis is reported now, and not when the last
+    /// connection breaks.
+    async fn verify(&self) {
+        let mut reconfigured = self.dialer.reconfigured();
         // This side of the channel lives as long as the tracker.
-        while exchanged.changed().await.is_ok() {
-            while let Err(error) = self.dialer.prove().await {
+        while reconfigured.changed().await.is_ok() {
+            while let Err(error) = self.dialer.verify().await {
                 self.refused(&error);
                 tokio::select! {
-                    () = sleep(PROVE.mul_f64(0.5 + rand::random::<f64>())) => {}
-                    _ = exchanged.changed() => {}
+                    () = sleep(VERIFY.mul_f64(0.5 + rand::random::<f64>())) => {}
+                    _ = reconfigured.changed() => {}
                 }
             }
             if self.inner().refused.take().is_some() {
-                tracing::info!("Redis takes the password and the certificates that are in their files");
+                tracing::info!("Redis accepts the current password and certificates");
             }
             if self.dialer.is_cluster() {
                 for link in &self.links {
@@ -330,78 +326,79 @@ impl RedisTracker {
     }
 
     fn refused(&self, error: &Error) {
-        // It is away altogether, and that is said elsewhere.
+        // Redis is down, which is reported elsewhere.
         if !self.health.borrow().reachable {
             return;
         }
         let why = format!(
-            "Redis does not take the password or the certificates that are in their files now ({error}): open connections \
-             stay, and others are tried with what was there before; put the right ones there, or let Redis know them"
+            "Redis refuses the current password or certificates ({error}): open connections stay, and new ones are tried \
+             with the previous files; correct the files, or configure Redis to accept them"
         );
         if self.inner().refused.replace(why).is_none() {
             tracing::warn!(
                 error = %error,
-                "Redis does not take the password or the certificates that are in their files now: what was there before is \
-                 tried too"
+                "Redis refuses the current password or certificates: the previous ones are tried too"
             );
         }
     }
 
-    /// Returns how Redis fares.
+    /// Returns the health of the connection to Redis.
     pub fn health(&self) -> watch::Receiver<Health> {
         self.health.subscribe()
     }
 
-    /// Returns whether everything was announced and the others' names were read once.
+    /// Returns whether everything was announced and the names of the others were read once.
     pub fn ready(&self) -> watch::Receiver<bool> {
         self.ready.subscribe()
     }
 
-    /// Returns numbers for metrics and people.
+    /// Returns numbers for metrics and status.
     pub fn counts(&self) -> Counts {
         let inner = self.inner();
         Counts {
-            agents: inner.own.routes(),
-            entries: inner.own.len(),
-            unwritten: inner.own.unwritten(),
+            agents: inner.outbox.routes(),
+            entries: inner.outbox.len(),
+            unwritten: inner.outbox.unwritten(),
             remembered: inner.cache.len(),
         }
     }
 
-    /// Returns the connections of this replica alone.
+    /// Returns the connections of this replica only.
     pub fn own(&self) -> &InMemoryTracker {
         &self.own
     }
 
-    /// Returns the other replicas that live, as their keys say.
+    /// Returns the other live replicas, according to their liveness keys.
     pub fn others(&self) -> HashSet<Replica> {
         self.inner().peers.values().map(|peer| peer.replica.clone()).collect()
     }
 
-    /// Tells the others how this replica is.
-    pub fn announce(&self, state: State) {
+    /// Announces the state of this replica to the others.
+    pub fn announce(&self, state: ReplicaState) {
         self.inner().state = state;
-        self.to_beat.notify_one();
+        self.to_heartbeat.notify_one();
     }
 
-    /// Takes everything back, which needs [`run`](Self::run), and gives up after `patience`: then what is left expires.
+    /// Withdraws everything; [`run`](Self::run) must be running. Gives up after `patience`; then the
+    /// remaining entries expire.
     pub async fn leave(&self, patience: Duration) {
         {
             let mut inner = self.inner();
             inner.leaving = true;
-            inner.state = State::Left;
+            inner.state = ReplicaState::Left;
         }
-        self.to_beat.notify_one();
-        let mut gone = self.gone.subscribe();
+        self.to_heartbeat.notify_one();
+        let mut gone = self.withdrawn.subscribe();
         if timeout(patience, gone.wait_for(|gone| *gone)).await.is_err() {
-            tracing::warn!(within = ?patience, "Redis did not take this replica's entries back: they expire");
+            tracing::warn!(within = ?patience, "the entries of this replica could not be removed from Redis: they will expire");
         }
     }
 
-    /// Adds to what replicas count together under a name, in windows of this length; returns what all of them have now.
+    /// Adds to counts that all replicas share under a name, in windows of this length. Returns the new
+    /// totals.
     ///
     /// # Errors
-    /// When Redis cannot be asked, or refuses. It may have been added all the same.
+    /// If Redis cannot be reached or refuses. The counts may have been added nevertheless.
     ///
     /// # Cancel safety
     /// As after an error.
@@ -419,7 +416,7 @@ impl RedisTracker {
             .iter()
             .map(|(what, times)| {
                 let key = self.keys.count(name, what, number);
-                // Of the next window, too: replicas do not agree on a second.
+                // It stays during the next window, because the clocks of replicas differ.
                 let expire = cmd("PEXPIRE").arg(&key).arg(2_000 * window).take();
                 vec![cmd("INCRBY").arg(&key).arg(*times).take(), expire]
             })
@@ -434,13 +431,13 @@ impl RedisTracker {
     }
 
     pub(crate) fn ages(&self) -> Ages {
-        if self.health.borrow().listening { AGES } else { AGES_DEAF }
+        if self.health.borrow().listening { AGES } else { AGES_UNSUBSCRIBED }
     }
 
-    /// Notes what failed.
+    /// Notes a failure.
     pub(crate) fn failed(&self, what: &'static str, error: &Error) {
         tracing::debug!(error = %error, what, "Redis failed");
-        // It says what has been said already.
+        // This error only repeats the last one.
         if matches!(error, Error::Paused(_)) && self.health.borrow().last_error.is_some() {
             return;
         }
@@ -454,7 +451,7 @@ impl RedisTracker {
 
     fn withdraw(&self, agent: AgentId) {
         let mut inner = self.inner();
-        if inner.own.remove_route(agent) {
+        if inner.outbox.remove_route(agent) {
             inner.cache.wake(agent);
             drop(inner);
             self.to_write.notify_one();
@@ -463,21 +460,21 @@ impl RedisTracker {
 
     fn candidates(&self, inner: &Inner, agent: AgentId, now: Instant) -> Vec<Candidate> {
         let mut found = Vec::new();
-        if inner.own.holds(agent) {
-            found.push(Candidate { replica: self.me.clone(), standing: Standing::Live, wire: Wire::Own });
+        if inner.outbox.holds(agent) {
+            found.push(Candidate { replica: self.me.clone(), health: ReplicaHealth::Live, wire: Wire::Own });
         }
         found.extend(inner.cache.holders(agent).filter_map(|holder| {
-            let peer = inner.peers.get(&holder.replica).filter(|peer| peer.life.run == holder.run)?;
-            let standing = standing(peer, now);
-            Some(Candidate { replica: peer.replica.clone(), standing, wire: Wire::Own })
+            let peer = inner.peers.get(&holder.replica).filter(|peer| peer.liveness.run == holder.run)?;
+            let replica = peer.replica.clone();
+            Some(Candidate { replica, health: peer.health(now), wire: Wire::Own })
         }));
         found.extend(inner.cache.gitlab(agent).map(|replica| Candidate {
             replica: replica.clone(),
-            standing: Standing::Live,
+            health: ReplicaHealth::Live,
             wire: Wire::Gitlab,
         }));
-        // One, mostly.
-        found.sort_by_key(|candidate| candidate.standing);
+        // Mostly there is one.
+        found.sort_by_key(|candidate| candidate.health);
         found
     }
 
@@ -487,46 +484,35 @@ impl RedisTracker {
         TrackerError::Unavailable { backend: BACKEND, source: why.into() }
     }
 
-    /// What is wrong, for a person.
+    /// Returns the current problems, for a person.
     pub fn alarms(&self) -> Vec<String> {
         let health = self.health.borrow().clone();
         let mut alarms: Vec<String> = {
             let inner = self.inner();
-            inner.usurped.clone().into_iter().chain(inner.refused.clone()).collect()
+            inner.name_taken.clone().into_iter().chain(inner.refused.clone()).collect()
         };
         let last = health.last_error.map_or_else(|| "it was not reached yet".to_owned(), |(text, _)| text);
         if !health.reachable {
             alarms.push(format!(
-                "Redis cannot be asked ({last}): agents of this replica and agents that were asked for before are served, \
-                 others are not found"
+                "Redis cannot be reached ({last}): only agents of this replica and agents with cached routes are found"
             ));
         } else if !health.announced {
-            alarms.push(format!("Redis does not have all of this replica's agents yet ({last})"));
+            alarms.push(format!("Redis does not have all agents of this replica yet ({last})"));
         } else if !health.listening {
             alarms.push(format!(
-                "what other replicas publish in Redis does not come in ({last}): changes are seen late"
+                "the Redis subscription is down ({last}): changes by other replicas are seen late"
             ));
         }
         alarms
     }
 }
 
-pub(crate) fn standing(peer: &Peer, now: Instant) -> Standing {
-    if now > peer.until {
-        Standing::Suspect
-    } else if peer.life.state == State::Draining.as_str() {
-        Standing::Draining
-    } else {
-        Standing::Live
-    }
-}
-
 #[async_trait]
-impl Tracker for RedisTracker {
+impl Locator for RedisTracker {
     fn route(&self, agent: AgentId, methods: Arc<[Box<str>]>) -> Lease {
         let mut inner = self.inner();
-        if inner.own.add_route(agent, methods) {
-            // Written, now wake: who subscribed before it locates again.
+        if inner.outbox.add_route(agent, methods) {
+            // Write first, then wake: a subscriber that locates again must see the route.
             inner.cache.wake(agent);
             drop(inner);
             self.to_write.notify_one();
@@ -539,32 +525,17 @@ impl Tracker for RedisTracker {
         })
     }
 
-    fn connection(&self, connection: Connection) -> Lease {
-        // Shown at once here, and by the others when it is written.
-        let shown = self.own.connection(connection.clone());
-        let (item, serial): (Item, u64) = self.inner().own.add_connection(Arc::new(connection));
-        self.to_write.notify_one();
-        let this = self.this.clone();
-        Lease::new(move || {
-            drop(shown);
-            if let Some(this) = this.upgrade() {
-                this.inner().own.remove_connection(item, serial);
-                this.to_write.notify_one();
-            }
-        })
-    }
-
     async fn locate(&self, agent: AgentId) -> Result<Vec<Candidate>, TrackerError> {
         let ages = self.ages();
         let reachable = self.health.borrow().reachable;
         let mut done = {
             let mut inner = self.inner();
             let now = Instant::now();
-            let look = inner.cache.look(agent, ages, now);
+            let look = inner.cache.freshness(agent, ages, now);
             let found = self.candidates(&inner, agent, now);
-            // That nobody held it a moment ago says nothing while nobody can say that they do.
-            let counts = if reachable { look != Look::Unknown } else { !found.is_empty() };
-            if look == Look::Known && counts {
+            // If Redis is down, a cached result without holders proves nothing.
+            let counts = if reachable { look != Freshness::Unknown } else { !found.is_empty() };
+            if look == Freshness::Known && counts {
                 return Ok(found);
             }
             let done = inner.cache.want(agent, now);
@@ -574,8 +545,7 @@ impl Tracker for RedisTracker {
             }
             done
         };
-        // Nobody waits for a Redis that does not answer anyway. One that is only slow is no error: the answer wakes who
-        // has subscribed.
+        // Do not wait for a Redis that is down. A slow Redis is no error: its answer wakes the subscribers.
         let failed = !reachable || matches!(timeout(PATIENCE, done.wait_for(|done| *done)).await, Ok(Err(_)));
         let inner = self.inner();
         let found = self.candidates(&inner, agent, Instant::now());
@@ -588,13 +558,47 @@ impl Tracker for RedisTracker {
 
     fn mark(&self) -> Mark {
         let inner = self.inner();
-        Mark { epoch: inner.own.run(), version: inner.own.version() }
+        Mark { epoch: inner.outbox.run(), version: inner.outbox.version() }
     }
 
     fn not_here(&self, replica: &ReplicaId, agent: AgentId, mark: Mark) {
         self.inner().cache.mask(agent, replica, mark);
     }
 
+    fn changes(&self, agent: AgentId) -> watch::Receiver<()> {
+        self.inner().cache.subscribe(agent, Instant::now())
+    }
+}
+
+#[async_trait]
+impl Connections for RedisTracker {
+    fn connection(&self, connection: Connection) -> Lease {
+        // It is listed here at once, and by the others when it is written.
+        let shown = self.own.connection(connection.clone());
+        let (item, serial): (Item, u64) = self.inner().outbox.add_connection(Arc::new(connection));
+        self.to_write.notify_one();
+        let this = self.this.clone();
+        Lease::new(move || {
+            drop(shown);
+            if let Some(this) = this.upgrade() {
+                this.inner().outbox.remove_connection(item, serial);
+                this.to_write.notify_one();
+            }
+        })
+    }
+
+    async fn connected(&self, query: Query) -> Result<Connected, TrackerError> {
+        let own = self.own.connected(query).await?;
+        Ok(self.gather(query, own).await)
+    }
+
+    fn connection_changes(&self) -> watch::Receiver<()> {
+        self.connection_changes.subscribe()
+    }
+}
+
+#[async_trait]
+impl ClusterView for RedisTracker {
     fn live(&self) -> watch::Receiver<usize> {
         self.live.subscribe()
     }
@@ -606,11 +610,11 @@ impl Tracker for RedisTracker {
         let mut replicas = vec![ReplicaStatus {
             replica: self.me.clone(),
             build: self.options.build.clone(),
-            state: inner.state.as_str().to_owned(),
-            standing: "self".to_owned(),
+            state: inner.state,
+            health: None,
             generation: 0,
-            mark: Mark { epoch: inner.own.run(), version: inner.own.version() },
-            agents: inner.own.routes() as u64,
+            mark: Mark { epoch: inner.outbox.run(), version: inner.outbox.version() },
+            agents: inner.outbox.routes() as u64,
             synced: true,
             heard: None,
         }];
@@ -618,12 +622,12 @@ impl Tracker for RedisTracker {
         others.sort_by(|a, b| a.replica.id.cmp(&b.replica.id));
         replicas.extend(others.into_iter().map(|peer| ReplicaStatus {
             replica: peer.replica.clone(),
-            build: (peer.life.version.clone(), peer.life.commit.clone()),
-            state: peer.life.state.clone(),
-            standing: standing(peer, now).as_str().to_owned(),
+            build: (peer.liveness.version.clone(), peer.liveness.commit.clone()),
+            state: peer.liveness.state(),
+            health: Some(peer.health(now)),
             generation: 0,
-            mark: Mark { epoch: peer.life.run, version: 0 },
-            agents: peer.life.agents,
+            mark: Mark { epoch: peer.liveness.run, version: 0 },
+            agents: peer.liveness.agents,
             synced: now <= peer.until,
             heard: Some(self.options.ttl.saturating_sub(peer.until.saturating_duration_since(now))),
         }));
@@ -639,53 +643,41 @@ impl Tracker for RedisTracker {
             agents: counts.agents as u64,
             entries: counts.entries as u64,
             unwritten: counts.unwritten as u64,
-            lag: self.inner().own.lag(Instant::now()),
+            lag: self.inner().outbox.lag(Instant::now()),
             remembered: counts.remembered as u64,
             last_error: health.last_error.map(|(text, at)| (text, at.elapsed())),
         }
     }
 
-    fn beliefs(&self, agent: AgentId) -> Vec<Belief> {
+    fn views(&self, agent: AgentId) -> Vec<AgentView> {
         let inner = self.inner();
         let claims = inner.cache.claims(agent);
-        let mut beliefs: Vec<Belief> = inner
+        let mut views: Vec<AgentView> = inner
             .peers
             .values()
             .map(|peer| {
                 let claim = claims.iter().find(|(owner, _)| owner.replica == peer.replica.id);
                 let (holds, why) = match claim {
-                    Some((owner, _)) if owner.run != peer.life.run => {
+                    Some((owner, _)) if owner.run != peer.liveness.run => {
                         (false, "its entry in Redis is of an earlier process".to_owned())
                     }
-                    Some((_, true)) => {
-                        (false, "it has an entry in Redis, but said that the agent is not there".to_owned())
-                    }
+                    Some((_, true)) => (
+                        false,
+                        "it has an entry in Redis, but answered that the agent is not there".to_owned(),
+                    ),
                     Some((_, false)) => (true, "it has an entry in Redis".to_owned()),
                     None if inner.cache.was_read(agent) => (false, "it has no entry in Redis".to_owned()),
-                    None => (false, "nobody has asked for this agent here".to_owned()),
+                    None => (false, "this replica has not looked up the agent".to_owned()),
                 };
-                Belief { replica: peer.replica.clone(), holds, why }
+                AgentView { replica: peer.replica.clone(), holds, why }
             })
             .collect();
-        beliefs.extend(inner.cache.gitlab(agent).map(|replica| Belief {
+        views.extend(inner.cache.gitlab(agent).map(|replica| AgentView {
             replica: replica.clone(),
             holds: true,
-            why: "a replica of GitLab's has tunnels of it in Redis".to_owned(),
+            why: "a replica of GitLab's kas has an entry in Redis".to_owned(),
         }));
-        beliefs.sort_by(|a, b| a.replica.id.cmp(&b.replica.id));
-        beliefs
-    }
-
-    fn changes(&self, agent: AgentId) -> watch::Receiver<()> {
-        self.inner().cache.subscribe(agent, Instant::now())
-    }
-
-    async fn connected(&self, query: Query) -> Result<Connected, TrackerError> {
-        let own = self.own.connected(query).await?;
-        Ok(self.gather(query, own).await)
-    }
-
-    fn connection_changes(&self) -> watch::Receiver<()> {
-        self.connection_changes.subscribe()
+        views.sort_by(|a, b| a.replica.id.cmp(&b.replica.id));
+        views
     }
 }

@@ -1,10 +1,11 @@
-//! Values of the hashes, of ours and of GitLab agent 14.1, and what replicas publish.
+//! The values of the hashes, as written by this project and by GitLab agent 14.1, and the published events.
 //!
-//! Bytes from Redis are another process': they may be anything. What cannot be read is skipped, as in 14.1.
+//! Bytes from Redis come from other processes and may be anything. Values that cannot be decoded are skipped,
+//! as in 14.1.
 
 use std::{sync::Arc, time::Duration};
 
-use cluster::{AgentMeta, Connection, Replica};
+use cluster::{AgentMeta, Connection, Replica, ReplicaState};
 use ids::{AgentId, ConnectionId, ReplicaId};
 use prost::Message as _;
 use prost_types::{Any, Timestamp};
@@ -17,15 +18,15 @@ use proto::{
             tracker::TunnelInfo,
         },
     },
-    kas::internal::v1::{EntryOwner, SharedEntry, SharedEvent},
+    kas::internal::v1::{EntryOwner, SharedEntry},
 };
 use serde::{Deserialize, Serialize};
 
-/// 14.1's `type.googleapis.com` names.
+/// The `type.googleapis.com` names of 14.1.
 const TUNNEL: &str = "type.googleapis.com/gitlab.agent.reverse_tunnel.tracker.TunnelInfo";
 const CONNECTED: &str = "type.googleapis.com/gitlab.agent.agent_tracker.ConnectedAgentInfo";
 
-/// Which process of which replica wrote an entry, and when, in its own count.
+/// The process that wrote an entry, and the version of the entry in the count of that process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Owner {
     pub(crate) replica: ReplicaId,
@@ -33,20 +34,20 @@ pub(crate) struct Owner {
     pub(crate) version: u64,
 }
 
-/// An entry, read.
+/// A decoded entry.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Entry<T> {
-    /// By the clock of whoever wrote it; `None`: it never ends by itself.
+    /// By the clock of its writer; `None` if it does not expire.
     pub(crate) expires_at: Option<Duration>,
-    /// `None`: a replica of GitLab's.
+    /// `None` for an entry of a replica of GitLab's kas.
     pub(crate) owner: Option<Owner>,
     pub(crate) value: T,
 }
 
-/// Somebody holds tunnels of an agent.
+/// A holder of tunnels of an agent.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Route {
-    /// Where it can be asked in 14.1's way; empty: nowhere.
+    /// Its URL for requests in the protocol of 14.1; empty if it has none.
     pub(crate) url: String,
 }
 
@@ -57,7 +58,7 @@ fn stamp(time: Duration) -> Timestamp {
     }
 }
 
-/// Returns the time; what is before 1970 or not well-formed is long over.
+/// Returns the time. Times before 1970 and malformed ones count as long expired.
 fn time(stamp: &Timestamp) -> Duration {
     match (u64::try_from(stamp.seconds), u32::try_from(stamp.nanos)) {
         (Ok(seconds), Ok(nanos)) if nanos < 1_000_000_000 => Duration::new(seconds, nanos),
@@ -83,7 +84,7 @@ fn owner(owner: &Owner, agent_name: &str) -> EntryOwner {
     }
 }
 
-/// Returns the descriptor of `/service/Method` paths.
+/// Returns the descriptor for paths of the form `/service/Method`.
 fn descriptor(methods: &[Box<str>]) -> AgentDescriptor {
     let mut services: Vec<Service> = Vec::new();
     for path in methods {
@@ -97,21 +98,21 @@ fn descriptor(methods: &[Box<str>]) -> AgentDescriptor {
     AgentDescriptor { services }
 }
 
-/// The name of the one field that a replica has in the hash of an agent's tunnels. 14.1 has connection ids there; an
-/// agent whose replica starts again under its old name replaces the entry.
+/// Returns the name of the one field that a replica has in the hash of an agent's tunnels. 14.1 uses
+/// connection ids there. A replica that restarts under its old name replaces the entry.
 pub(crate) fn route_field(agent: AgentId, replica: &ReplicaId) -> i64 {
     ConnectionId::of_instance(agent, replica.as_str().as_bytes()).get()
 }
 
-/// The name of the field of a connection. An agentk process has the same connection id on every replica, so the id alone
-/// would let one replica remove what another has announced.
+/// Returns the name of the field of a connection. An agentk process has the same connection id on all
+/// replicas, so with the id alone a replica could remove the entry of another.
 pub(crate) fn connection_field(agent: AgentId, connection: ConnectionId, replica: &ReplicaId) -> i64 {
     let mut instance = connection.get().to_be_bytes().to_vec();
     instance.extend_from_slice(replica.as_str().as_bytes());
     ConnectionId::of_instance(agent, &instance).get()
 }
 
-/// Encodes "this replica holds tunnels of the agent".
+/// Encodes that this replica holds tunnels of the agent.
 pub(crate) fn encode_route(
     agent: AgentId,
     methods: &[Box<str>],
@@ -156,14 +157,14 @@ fn open(bytes: &[u8], type_url: &str) -> Option<(Entry<Vec<u8>>, String)> {
     Some((Entry { expires_at: shared.expires_at.as_ref().map(time), owner, value: any.value }, name))
 }
 
-/// Reads an entry of the hash of an agent's tunnels; `None`: it is something else.
+/// Decodes an entry of the hash of an agent's tunnels; `None` if it is something else.
 pub(crate) fn decode_route(bytes: &[u8]) -> Option<Entry<Route>> {
     let (entry, _) = open(bytes, TUNNEL)?;
     let info = TunnelInfo::decode(&*entry.value).ok()?;
     Some(Entry { expires_at: entry.expires_at, owner: entry.owner, value: Route { url: info.kas_url } })
 }
 
-/// Reads an entry of one of the hashes of connections; `None`: it is something else.
+/// Decodes an entry of one of the hashes of connections; `None` if it is something else.
 pub(crate) fn decode_connection(bytes: &[u8]) -> Option<Entry<Arc<Connection>>> {
     let (entry, name) = open(bytes, CONNECTED)?;
     let info = ConnectedAgentInfo::decode(&*entry.value).ok()?;
@@ -184,10 +185,10 @@ pub(crate) fn decode_connection(bytes: &[u8]) -> Option<Entry<Arc<Connection>>> 
     Some(Entry { expires_at: entry.expires_at, owner: entry.owner, value: Arc::new(connection) })
 }
 
-/// What a replica says of itself in its liveness key. Later versions may say more.
+/// The value of a replica's liveness key. Later versions may add fields.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Life {
-    /// Drawn once per process, higher in a later one.
+pub(crate) struct Liveness {
+    /// Drawn once per process; a later process has a higher one.
     pub(crate) run: u64,
     /// `host:port` of its private API.
     pub(crate) address: String,
@@ -200,12 +201,12 @@ pub(crate) struct Life {
     /// Agents whose tunnels it holds.
     #[serde(default)]
     pub(crate) agents: u64,
-    /// It has lately seen entries of replicas of 14.1.
+    /// It has recently seen entries of replicas of 14.1.
     #[serde(default)]
     pub(crate) gitlab: bool,
 }
 
-impl Life {
+impl Liveness {
     pub(crate) fn encode(&self) -> Vec<u8> {
         serde_json::to_vec(self).expect("texts and numbers are JSON")
     }
@@ -214,31 +215,41 @@ impl Life {
         serde_json::from_slice(bytes).ok()
     }
 
+    /// Returns the state. A word of a later version counts as ready.
+    pub(crate) fn state(&self) -> ReplicaState {
+        self.state.parse().unwrap_or(ReplicaState::Ready)
+    }
+
     pub(crate) fn replica(&self, id: &ReplicaId) -> Replica {
         Replica { id: id.clone(), address: self.address.as_str().into() }
     }
 }
 
-/// Reads `bytes` as everything that other processes leave in Redis: for a fuzz target.
+/// Decodes `bytes` as each kind of value in Redis. The entry for fuzz targets.
 ///
 /// # Panics
-/// When what was read is something else after it was written and read again.
-pub fn fuzz(bytes: &[u8]) {
+/// If a decoded value changes when it is encoded and decoded again.
+#[cfg(any(test, feature = "fuzzing"))]
+pub fn decode_all(bytes: &[u8]) {
     if let Some(Entry { expires_at: Some(at), owner: Some(owner), value }) = decode_route(bytes) {
         let agent = AgentId::new(1).expect("it is above zero");
         let again = decode_route(&encode_route(agent, &[], &value.url, &owner, at));
         let read = Entry { expires_at: Some(at), owner: Some(owner), value };
-        assert_eq!(again, Some(read), "a route comes back as it went");
+        assert_eq!(again, Some(read), "a route is decoded as it was encoded");
     }
     if let Some(Entry { expires_at: Some(at), owner: Some(owner), value }) = decode_connection(bytes) {
         let again = decode_connection(&encode_connection(&value, &owner, at));
         let read = Entry { expires_at: Some(at), owner: Some(owner), value };
-        assert_eq!(again, Some(read), "a connection comes back as it went");
+        assert_eq!(again, Some(read), "a connection is decoded as it was encoded");
     }
-    if let Some(life) = Life::decode(bytes) {
-        assert_eq!(Life::decode(&life.encode()), Some(life), "a sign of life comes back as it went");
+    if let Some(life) = Liveness::decode(bytes) {
+        assert_eq!(
+            Liveness::decode(&life.encode()),
+            Some(life),
+            "a liveness value is decoded as it was encoded"
+        );
     }
-    let _ = SharedEvent::decode(bytes);
+    let _ = proto::kas::internal::v1::SharedEvent::decode(bytes);
 }
 
 #[cfg(test)]
@@ -255,14 +266,14 @@ mod tests {
         Owner { replica: ReplicaId::new("10.0.0.1:8155"), run: 7, version: 9 }
     }
 
-    /// A value that a 14.1 kas wrote.
+    /// A value that a kas 14.1 has written.
     const OF_14_1: &str = "0a0c08a0c1fa87061080cab5ee0112a6010a42747970652e676f6f676c65617069732e636f6d2f6769746c61622e6167\
         656e742e726576657273655f74756e6e656c2e747261636b65722e54756e6e656c496e666f12600a400a3e0a2d6769746c61622e61676\
         56e742e6b756265726e657465735f6170692e7270632e4b756265726e65746573417069120d0a0b4d616b655265717565737410f997e1\
         f104187b2214677270633a2f2f31302e302e302e313a38313535";
 
     #[test]
-    fn an_entry_of_14_1_is_read() {
+    fn an_entry_of_14_1_is_decoded() {
         let entry = decode_route(&hex::decode(OF_14_1).unwrap()).unwrap();
         assert_eq!(entry.owner, None);
         assert_eq!(entry.expires_at, Some(Duration::new(1_627_300_000, 500_000_000)));
@@ -270,11 +281,11 @@ mod tests {
     }
 
     #[test]
-    fn a_14_1_kas_reads_ours_as_its_own() {
+    fn a_kas_14_1_can_decode_our_entries() {
         let methods = ["/gitlab.agent.kubernetes_api.rpc.KubernetesApi/MakeRequest".into()];
         let at = Duration::new(1_627_300_000, 500_000_000);
         let ours = encode_route(agent(), &methods, "grpc://10.0.0.1:8155", &by(), at);
-        // Go's decoder skips the owner as prost does here.
+        // Go's decoder skips the owner, as prost does here.
         let theirs = ExpiringValue::decode(&*ours).unwrap();
         let expected = ExpiringValue::decode(&*hex::decode(OF_14_1).unwrap()).unwrap();
         assert_eq!(theirs.expires_at, expected.expires_at);
@@ -284,13 +295,13 @@ mod tests {
         assert_eq!(info.connection_id, route_field(agent(), &by().replica));
         info.connection_id = 1_312_312_313;
         assert_eq!(info.encode_to_vec(), expected.value);
-        // What is before the owner is 14.1's own, byte for byte.
+        // The bytes before the owner are exactly those of 14.1.
         let plain = ExpiringValue { expires_at: theirs.expires_at, value: Some(any) }.encode_to_vec();
         assert!(ours.starts_with(&plain));
     }
 
     #[test]
-    fn connections_come_back_as_they_went() {
+    fn connections_are_decoded_as_encoded() {
         let connection = Connection {
             agent: agent(),
             name: "name".into(),
@@ -312,7 +323,7 @@ mod tests {
     }
 
     #[test]
-    fn replicas_have_fields_of_their_own_for_one_connection() {
+    fn each_replica_has_its_own_field_for_a_connection() {
         let (a, b) = (ReplicaId::new("a"), ReplicaId::new("b"));
         let id = ConnectionId::new(5).unwrap();
         assert_ne!(connection_field(agent(), id, &a), connection_field(agent(), id, &b));
@@ -322,8 +333,8 @@ mod tests {
 
     proptest::proptest! {
         #[test]
-        fn any_bytes_are_read_or_skipped(bytes: Vec<u8>) {
-            fuzz(&bytes);
+        fn any_bytes_are_decoded_or_skipped(bytes: Vec<u8>) {
+            decode_all(&bytes);
         }
     }
 }

@@ -1,148 +1,149 @@
-//! The one task that writes: this replica's sign of life, and what it announces.
+//! The only task that writes: the heartbeat of this replica, and its announcements.
 //!
-//! Each beat asks Redis for its time and for the other replicas' keys, and prolongs this one's own. Prolonging needs no
-//! memory, so a Redis that is full keeps its replicas. A key that is gone means that Redis has lost something: then
-//! everything is announced again, as after each new connection, which may lead to another primary.
+//! Each heartbeat reads the time of Redis and the liveness keys of the other replicas, and extends the own
+//! key. This needs no memory, so replicas stay live in a Redis that is full. If the own key is gone, Redis
+//! has lost data: then everything is announced again. The same is done after each new connection, which may
+//! lead to another primary.
 
 use std::{
     collections::{HashMap, HashSet},
     time::Duration,
 };
 
+use cluster::ReplicaState;
 use ids::ReplicaId;
 use prost::Message as _;
 use proto::kas::internal::v1::SharedEvent;
-use redis::{Cmd, FromRedisValue, Value, cmd};
+use redis::{Cmd, Value, cmd};
 use tokio::time::{Instant, sleep_until};
 
 use crate::{
+    answer::take,
     connect::{Error, Link},
-    own::{Batch, Change},
-    tracker::{AGES, Clock, Peer, RedisTracker, State},
-    value::Life,
+    outbox::{Batch, Change},
+    tracker::{AGES, Clock, Peer, RedisTracker},
+    value::Liveness,
 };
 
-/// The expiry of a hash, in lives of an entry: set anew when less than one is left, which is each fourth time.
+/// The time to live of a hash, in multiples of that of an entry. It is extended when less than one is left,
+/// which is every fourth refresh.
 const HASH_LIVES: u32 = 4;
-/// Items that are written at once: Redis does nothing else for some milliseconds.
+/// Items in one write. It blocks Redis for some milliseconds.
 const BATCH: usize = 256;
-/// Replicas come back to Redis together; each waits a part of this.
+/// After an outage of Redis, each replica waits for a random part of this time before it writes everything.
 const SPREAD: Duration = Duration::from_millis(300);
-/// After a write that Redis refused.
-const REFUSED: Duration = Duration::from_secs(1);
-/// Somebody asks for a beat at most this often.
-const ASKED: Duration = Duration::from_millis(100);
-/// Between two beats.
-const BREATH: Duration = Duration::from_millis(20);
-/// Names of replicas that are looked at.
-const MOST_REPLICAS: usize = 1_000;
-
-/// Returns the value of an answer.
-pub(crate) fn take<T: FromRedisValue>(value: Value, what: &'static str) -> Result<T, Error> {
-    let value = value.extract_error()?;
-    redis::from_redis_value(value).map_err(|_| Error::Unexpected(what))
-}
+/// The mean delay after a failed write.
+const RETRY: Duration = Duration::from_secs(1);
+/// The shortest delay of a requested heartbeat.
+const MIN_REQUESTED: Duration = Duration::from_millis(100);
+/// The shortest time between two heartbeats.
+const MIN_PAUSE: Duration = Duration::from_millis(20);
+/// The largest number of replica names that are read.
+const MAX_REPLICAS: usize = 1_000;
 
 fn millis(duration: Duration) -> u64 {
     u64::try_from(duration.as_millis()).unwrap_or(u64::MAX).max(1)
 }
 
-/// What the task remembers.
+/// The state of the task.
 #[derive(Default)]
-struct Heart {
-    /// The connection that the last beat was written on.
+struct WriterState {
+    /// The generation of the connection at the last heartbeat.
     generation: u64,
-    /// The number of the last message.
+    /// The number of the last published message.
     number: u64,
-    beating: bool,
-    /// Redis knows `PEXPIRE key ms GT` (7.0).
+    /// The last heartbeat succeeded.
+    alive: bool,
+    /// Redis supports `PEXPIRE key ms GT` (7.0).
     knows_gt: bool,
+    /// A heartbeat was tried.
     begun: bool,
 }
 
 impl RedisTracker {
     pub(crate) async fn write(&self) {
         let link = &self.links[0];
-        let mut heart = Heart::default();
-        let mut beat_at = Instant::now();
-        let mut not_before = beat_at;
+        let mut state = WriterState::default();
+        let mut heartbeat_at = Instant::now();
+        let mut not_before = heartbeat_at;
         loop {
             let now = Instant::now();
-            if now >= beat_at {
-                match self.beat(link, &mut heart).await {
+            if now >= heartbeat_at {
+                match self.heartbeat(link, &mut state).await {
                     Ok(next) => {
                         if next.lost {
                             not_before = Instant::now() + SPREAD.mul_f64(rand::random());
                         }
                         if self.inner().leaving {
-                            self.take_back(link, &mut heart).await;
+                            self.withdraw_all(link, &mut state).await;
                             return;
                         }
-                        beat_at = next.at;
+                        heartbeat_at = next.at;
                     }
                     Err(error) => {
-                        self.lost(&mut heart, &error);
-                        let pause = (self.options.ttl / 20).min(REFUSED);
-                        beat_at = Instant::now() + pause.mul_f64(0.5 + rand::random::<f64>());
+                        self.lost(&mut state, &error);
+                        let pause = (self.options.ttl / 20).min(RETRY);
+                        heartbeat_at = Instant::now() + pause.mul_f64(0.5 + rand::random::<f64>());
                     }
                 }
                 continue;
             }
-            let due = heart
-                .beating
-                .then(|| self.inner().own.deadline(now))
+            let due = state
+                .alive
+                .then(|| self.inner().outbox.deadline(now))
                 .flatten()
                 .map(|due| due.max(not_before));
             if due.is_some_and(|due| due <= now) {
-                if let Err(error) = self.write_batch(link, &mut heart).await {
+                if let Err(error) = self.write_batch(link, &mut state).await {
                     self.failed("writing what this replica announces", &error);
                     self.health.send_modify(|health| health.announced = false);
-                    not_before = Instant::now() + REFUSED.mul_f64(0.5 + rand::random::<f64>());
-                    // It tells whether Redis is there at all; and after another connection, everything is written.
-                    beat_at = Instant::now();
+                    not_before = Instant::now() + RETRY.mul_f64(0.5 + rand::random::<f64>());
+                    // The heartbeat detects whether Redis is reachable. After a new connection, everything is
+                    // written.
+                    heartbeat_at = Instant::now();
                 }
                 continue;
             }
-            if heart.beating && due.is_none_or(|due| due > now) && self.inner().own.unwritten() == 0 {
+            if state.alive && due.is_none_or(|due| due > now) && self.inner().outbox.unwritten() == 0 {
                 self.settled();
             }
             tokio::select! {
-                () = sleep_until(beat_at) => {}
+                () = sleep_until(heartbeat_at) => {}
                 () = async { match due { Some(due) => sleep_until(due).await, None => std::future::pending().await } } => {}
                 () = self.to_write.notified() => {}
-                () = self.to_beat.notified() => beat_at = beat_at.min(Instant::now() + ASKED),
+                () = self.to_heartbeat.notified() => heartbeat_at = heartbeat_at.min(Instant::now() + MIN_REQUESTED),
             }
         }
     }
 
-    /// Everything is in Redis.
+    /// Notes that everything is in Redis.
     fn settled(&self) {
         self.health.send_if_modified(|health| !std::mem::replace(&mut health.announced, true));
         if !*self.ready.borrow() {
             let mut inner = self.inner();
-            if inner.state == State::Starting {
-                inner.state = State::Ready;
-                self.to_beat.notify_one();
+            if inner.state == ReplicaState::Starting {
+                inner.state = ReplicaState::Ready;
+                self.to_heartbeat.notify_one();
             }
             drop(inner);
             self.ready.send_replace(true);
         }
     }
 
-    /// A beat could not be written.
-    fn lost(&self, heart: &mut Heart, error: &Error) {
-        self.failed("writing this replica's sign of life", error);
-        if std::mem::replace(&mut heart.beating, false) || !heart.begun {
-            heart.begun = true;
+    /// Notes that a heartbeat has failed.
+    fn lost(&self, state: &mut WriterState, error: &Error) {
+        self.failed("writing the liveness key of this replica", error);
+        if std::mem::replace(&mut state.alive, false) || !state.begun {
+            state.begun = true;
             tracing::warn!(
                 error = %error,
-                "Redis cannot be asked: local agents and known routes go on, others are not found until it is back"
+                "Redis cannot be reached: until it is back, only agents of this replica and agents with cached routes are found"
             );
-            // Who waits is told so.
+            // Waiting lookups must fail now.
             self.inner().cache.wake_all();
         }
         self.health.send_if_modified(|health| std::mem::replace(&mut health.reachable, false));
-        // What another replica announced is good for as long as its entries would be.
+        // The announcements of another replica stay valid as long as its entries would be.
         let now = Instant::now();
         let mut inner = self.inner();
         let mut over = HashSet::new();
@@ -153,7 +154,7 @@ impl RedisTracker {
             }
             known
         });
-        inner.judge(now);
+        inner.record_health(now);
         if !over.is_empty() {
             inner.cache.wake_holders(|id| over.contains(id));
             let live = inner.peers.len() + 1;
@@ -163,27 +164,27 @@ impl RedisTracker {
         }
     }
 
-    fn life(&self) -> Life {
+    fn liveness(&self) -> Liveness {
         let inner = self.inner();
-        Life {
+        Liveness {
             run: self.options.run,
             address: self.me.address.to_string(),
             state: inner.state.as_str().to_owned(),
             version: self.options.build.0.clone(),
             commit: self.options.build.1.clone(),
-            agents: inner.own.routes() as u64,
+            agents: inner.outbox.routes() as u64,
             gitlab: inner.cache.has_seen_gitlab(Instant::now()),
         }
     }
 
-    async fn beat(&self, link: &Link, heart: &mut Heart) -> Result<Next, Error> {
+    async fn heartbeat(&self, link: &Link, state: &mut WriterState) -> Result<Next, Error> {
         let began = Instant::now();
         let generation = link.generation(&self.dialer).await?;
         let ttl = millis(self.options.ttl);
-        let key = self.keys.life(&self.me.id);
-        // Another process' key is its own: prolonged here, it would outlive a process that has crashed, for ever where the
-        // clock was set back and that one's run is the higher.
-        let prolong = match self.inner().usurped {
+        let key = self.keys.liveness(&self.me.id);
+        // Only the process that owns the key extends it. Otherwise it would survive the crash of that
+        // process, and without end if the clock was set back so that the other run is higher.
+        let prolong = match self.inner().name_taken {
             None => cmd("PEXPIRE").arg(&key).arg(ttl).take(),
             Some(_) => cmd("EXISTS").arg(&key).take(),
         };
@@ -194,9 +195,9 @@ impl RedisTracker {
             cmd("HGETALL").arg(self.keys.replicas()).take(),
             cmd("PEXPIRE").arg(self.keys.projects(&self.me.id)).arg(3 * ttl).take(),
         ];
-        let is_new = heart.generation != generation;
+        let is_new = state.generation != generation;
         if is_new {
-            // On a key that nobody has: only whether the words are understood counts.
+            // The key does not exist: this only tests whether the syntax is supported.
             commands.push(cmd("PEXPIRE").arg([&key[..], b":none"].concat()).arg(1).arg("GT").take());
         }
         let mut answers = link.each(&self.dialer, commands).await?.into_iter();
@@ -211,29 +212,29 @@ impl RedisTracker {
         let names: HashMap<Vec<u8>, Vec<u8>> = take(next(), "HGETALL")?;
         let _: bool = take(next(), "PEXPIRE")?;
         if is_new {
-            heart.knows_gt = take::<bool>(next(), "PEXPIRE").is_ok();
+            state.knows_gt = take::<bool>(next(), "PEXPIRE").is_ok();
         }
-        let stored = stored.as_deref().and_then(Life::decode);
-        let mine = self.life();
-        let usurper = stored.as_ref().filter(|life| life.run > mine.run);
-        let usurped = usurper.map(|life| {
+        let stored = stored.as_deref().and_then(Liveness::decode);
+        let mine = self.liveness();
+        let other = stored.as_ref().filter(|life| life.run > mine.run);
+        let name_taken = other.map(|life| {
             format!(
-                "another process of replica {} lives at {}: give each replica an address of its own by private_api.advertise, \
+                "replica id {} is in use by another process at {}: give each replica its own address by private_api.advertise, \
                  OWN_PRIVATE_API_URL or POD_IP",
                 self.me.id, life.address
             )
         });
-        let is_usurped = usurped.is_some();
-        if std::mem::replace(&mut self.inner().usurped, usurped).is_none() && is_usurped {
+        let is_name_taken = name_taken.is_some();
+        if std::mem::replace(&mut self.inner().name_taken, name_taken).is_none() && is_name_taken {
             tracing::error!(
-                "another process lives under the name of this replica: its agents are not found here"
+                "replica id is in use by another process: the agents of that process are not found here"
             );
         }
-        // Gone though it was there, or another connection, or it could not be asked meanwhile.
-        let lost = heart.begun && (!prolonged || is_new || !heart.beating);
+        // The key has vanished, or the connection is new, or Redis was not reachable meanwhile.
+        let lost = state.begun && (!prolonged || is_new || !state.alive);
         let leaving = self.inner().leaving;
         let mut commands = Vec::new();
-        let write = !is_usurped && !leaving && stored.as_ref() != Some(&mine);
+        let write = !is_name_taken && !leaving && stored.as_ref() != Some(&mine);
         if write {
             commands.push(cmd("SET").arg(&key).arg(mine.encode()).arg("PX").arg(ttl).take());
         }
@@ -246,22 +247,22 @@ impl RedisTracker {
         let others: Vec<ReplicaId> = names
             .keys()
             .filter(|name| *name != own_name)
-            // Of nobody of ours.
+            // Other names are not from this project.
             .filter_map(|name| std::str::from_utf8(name).ok())
-            .take(MOST_REPLICAS)
+            .take(MAX_REPLICAS)
             .map(ReplicaId::new)
             .collect();
         for other in &others {
-            let key = self.keys.life(other);
+            let key = self.keys.liveness(other);
             commands.push(cmd("GET").arg(&key).take());
             commands.push(cmd("PTTL").arg(&key).take());
         }
-        heart.number += 1;
+        state.number += 1;
         let news = stored.as_ref().is_none_or(|stored| stored.run != mine.run || stored.state != mine.state);
         let event = SharedEvent {
             replica: self.me.id.as_str().to_owned(),
             run: mine.run,
-            number: heart.number,
+            number: state.number,
             life: news && write,
             ..SharedEvent::default()
         };
@@ -277,32 +278,33 @@ impl RedisTracker {
         let mut answers = link.each(&self.dialer, commands).await?.into_iter();
         let mut next = || answers.next().unwrap_or(Value::Nil);
         if write && let Err(error) = take::<Value>(next(), "SET") {
-            // Full: what was there before has been prolonged.
+            // Redis is full. The old value was extended.
             if !prolonged {
                 return Err(error);
             }
-            self.failed("writing this replica's sign of life", &error);
+            self.failed("writing the liveness key of this replica", &error);
         }
         if name && let Err(error) = take::<Value>(next(), "HSET") {
-            self.failed("writing this replica's name", &error);
+            self.failed("writing the name of this replica", &error);
         }
         let mut peers = HashMap::new();
         let mut dead = Vec::new();
         for id in others {
             let life: Option<Vec<u8>> = take(next(), "GET")?;
             let left: i64 = take(next(), "PTTL")?;
-            let (Some(life), Ok(left)) = (life.as_deref().and_then(Life::decode), u64::try_from(left)) else {
+            let (Some(life), Ok(left)) = (life.as_deref().and_then(Liveness::decode), u64::try_from(left))
+            else {
                 dead.push(id);
                 continue;
             };
             let until = sent + Duration::from_millis(left).min(self.options.ttl.max(Duration::from_secs(30)));
-            peers.insert(id.clone(), Peer { replica: life.replica(&id), life, until });
+            peers.insert(id.clone(), Peer { replica: life.replica(&id), liveness: life, until });
         }
         if !apart && let Err(error) = take::<Value>(next(), "PUBLISH") {
             self.failed("publishing", &error);
         }
         if !dead.is_empty() {
-            // Whoever comes back writes its name again.
+            // A replica that returns writes its name again.
             let mut forget = cmd("HDEL").arg(self.keys.replicas()).take();
             for id in &dead {
                 forget.arg(id.as_str());
@@ -315,24 +317,24 @@ impl RedisTracker {
             }
         }
         let soonest = peers.values().map(|peer| peer.until).min();
-        self.see(peers, clock);
-        let was_beating = std::mem::replace(&mut heart.beating, true);
+        self.update_peers(peers, clock);
+        let was_beating = std::mem::replace(&mut state.alive, true);
         if lost || (is_new && !was_beating) {
             let now = Instant::now();
             let mut inner = self.inner();
-            inner.own.announce_again(now);
-            inner.cache.doubt(now, AGES.again);
+            inner.outbox.rewrite_all(now);
+            inner.cache.invalidate(now, AGES.again);
             drop(inner);
             self.to_read.notify_one();
         }
         if lost {
             tracing::info!(
                 agents = mine.agents,
-                "Redis is back, or has lost something: everything is announced again"
+                "Redis is back or has lost data: everything is announced again"
             );
         }
-        heart.generation = generation;
-        heart.begun = true;
+        state.generation = generation;
+        state.begun = true;
         let latency = began.elapsed();
         let mut is_back = false;
         self.health.send_modify(|health| {
@@ -341,10 +343,11 @@ impl RedisTracker {
             health.announced &= !lost;
         });
         if is_back {
-            // Whose agent could not be looked up is told to look again.
+            // Lookups that have failed are repeated.
             self.inner().cache.wake_all();
         }
-        // Its own third, by chance a little earlier; sooner where somebody's key is about to expire.
+        // After a third of the time to live, at random a little earlier; sooner if the key of another replica
+        // is about to expire.
         let third = self.options.ttl / 3;
         let regular = began + third.mul_f64(0.9 + rand::random::<f64>() / 10.0);
         let now = Instant::now();
@@ -354,29 +357,32 @@ impl RedisTracker {
             }
             _ => regular,
         };
-        // A beat that takes longer than a third leaves time for what is to be written.
-        Ok(Next { at: at.max(now + BREATH), lost })
+        // A slow heartbeat must leave time for writes.
+        Ok(Next { at: at.max(now + MIN_PAUSE), lost })
     }
 
-    /// Takes what the others' keys say.
-    fn see(&self, peers: HashMap<ReplicaId, Peer>, clock: Clock) {
+    /// Updates the other replicas from their liveness keys.
+    fn update_peers(&self, peers: HashMap<ReplicaId, Peer>, clock: Clock) {
         let mut guard = self.inner();
         let inner = &mut *guard;
         inner.clock = Some(clock);
         for (id, peer) in &peers {
-            if inner.peers.get(id).is_none_or(|known| known.life.run != peer.life.run) {
-                // A process with a higher run has lived before it, by a clock that was set back since.
-                inner.cache.forget_later(id, peer.life.run, AGES.again, Instant::now());
+            if inner.peers.get(id).is_none_or(|known| known.liveness.run != peer.liveness.run) {
+                // A process with a higher run is an earlier one, from before the clock was set back.
+                inner.cache.forget_later(id, peer.liveness.run, AGES.again, Instant::now());
             }
         }
         let mut changed: HashSet<ReplicaId> = HashSet::new();
         for (id, peer) in &inner.peers {
             match peers.get(id) {
                 None => {
-                    inner.garbage |= peer.life.state != State::Left.as_str();
+                    inner.garbage |= peer.liveness.state() != ReplicaState::Left;
                     changed.insert(id.clone());
                 }
-                Some(now) if now.life.run != peer.life.run || now.life.state != peer.life.state => {
+                Some(now)
+                    if now.liveness.run != peer.liveness.run
+                        || now.liveness.state() != peer.liveness.state() =>
+                {
                     changed.insert(id.clone());
                 }
                 Some(_) => {}
@@ -385,11 +391,11 @@ impl RedisTracker {
         changed.extend(peers.keys().filter(|id| !inner.peers.contains_key(*id)).cloned());
         inner.peers = peers;
         inner.heard.retain(|id, _| inner.peers.contains_key(id));
-        inner.judge(Instant::now());
+        inner.record_health(Instant::now());
         if changed.is_empty() {
             return;
         }
-        inner.looked_for.retain(|id, _| !changed.contains(id));
+        inner.searched.retain(|id, _| !changed.contains(id));
         inner.cache.wake_holders(|id| changed.contains(id));
         let live = inner.peers.len() + 1;
         drop(guard);
@@ -397,33 +403,34 @@ impl RedisTracker {
         self.connection_changes.send_replace(());
     }
 
-    async fn write_batch(&self, link: &Link, heart: &mut Heart) -> Result<(), Error> {
+    async fn write_batch(&self, link: &Link, state: &mut WriterState) -> Result<(), Error> {
         let (batch, hash_ttl) = {
             let now = Instant::now();
             let mut inner = self.inner();
             let Some(clock) = inner.clock else { return Ok(()) };
-            // Replicas of 14.1 set what an expiry is to be, even if that is sooner.
+            // Replicas of 14.1 set the expiry even if that shortens it.
             let mixed = inner.is_mixed(now);
             let ttl = self.options.entry_ttl;
             let lives = (ttl, if mixed { ttl } else { HASH_LIVES * ttl });
-            (inner.own.batch(&self.keys, BATCH, now, clock.now(now), lives, mixed), lives.1)
+            (inner.outbox.batch(&self.keys, BATCH, now, clock.now(now), lives, mixed), lives.1)
         };
         if batch.is_empty() {
             return Ok(());
         }
-        match self.send(link, heart, &batch, hash_ttl).await {
+        match self.send(link, state, &batch, hash_ttl).await {
             Ok(()) => {
-                // One hash of each batch that is only refreshed: whoever serves all of them is noticed soon.
+                // Check one hash of each refresh for entries of 14.1: a replica that serves all agents is
+                // detected soon.
                 let mut hashes = batch.changes.iter().filter(|(_, change)| !change.is_set);
                 let sample = hashes.next().map(|(key, _)| key.clone()).filter(|_| batch.event.is_none());
-                self.inner().own.written(batch, Instant::now());
+                self.inner().outbox.written(batch, Instant::now());
                 if let Some(key) = sample {
                     self.look_for_gitlab(link, key).await?;
                 }
                 Ok(())
             }
             Err(error) => {
-                self.inner().own.not_written(batch);
+                self.inner().outbox.not_written(batch);
                 Err(error)
             }
         }
@@ -432,7 +439,7 @@ impl RedisTracker {
     async fn send(
         &self,
         link: &Link,
-        heart: &mut Heart,
+        state: &mut WriterState,
         batch: &Batch,
         hash_ttl: Duration,
     ) -> Result<(), Error> {
@@ -440,9 +447,9 @@ impl RedisTracker {
         let set_ttl = 3 * millis(self.options.ttl);
         let set: Vec<&Vec<u8>> =
             batch.changes.iter().filter(|(_, change)| change.extend).map(|(key, _)| key).collect();
-        // Without GT, the expiry that somebody else may have set is asked for, and kept when it is longer.
+        // Without GT, the current expiry is read first, and kept if it is longer.
         let mut expiries: HashMap<&Vec<u8>, u64> = HashMap::new();
-        if !heart.knows_gt {
+        if !state.knows_gt {
             let ask = set.iter().map(|key| cmd("PTTL").arg(key.as_slice()).take()).collect();
             for (key, answer) in set.iter().zip(link.each(&self.dialer, ask).await?) {
                 let left: i64 = take(answer, "PTTL")?;
@@ -456,17 +463,18 @@ impl RedisTracker {
                 key,
                 change,
                 ttl,
-                if heart.knows_gt { None } else { expiries.get(key).copied() },
+                if state.knows_gt { None } else { expiries.get(key).copied() },
             ));
         }
         let publish = batch.event.as_ref().map(|event| {
-            let event = SharedEvent { number: heart.number + 1, ..event.clone() };
+            let event = SharedEvent { number: state.number + 1, ..event.clone() };
             cmd("PUBLISH").arg(self.keys.events()).arg(event.encode_to_vec()).take()
         });
-        // Together with what it is about, where that can be: a reader is never told before it can see.
+        // In the same transaction as the changes, if possible, so that a reader is not notified before it can
+        // read them.
         let apart = self.dialer.is_cluster();
         if let Some(publish) = &publish {
-            heart.number += 1;
+            state.number += 1;
             if !apart {
                 groups.push(vec![publish.clone()]);
             }
@@ -481,15 +489,15 @@ impl RedisTracker {
                     added = number;
                 }
             }
-            // It should have been there, so the key was lost, and has no expiry now.
+            // The field should have existed. So the key was lost, and the new one has no expiry.
             if change.settled && added > 0 {
                 let ttl = if change.is_set { set_ttl } else { ttl };
                 let mut expire = cmd("PEXPIRE").arg(key).arg(ttl).take();
-                if heart.knows_gt {
+                if state.knows_gt {
                     expire.arg("NX");
                 }
-                // Without GT, it has been given one if it was to be extended.
-                if heart.knows_gt || !change.extend {
+                // Without GT, the expiry was already set if it had to be extended.
+                if state.knows_gt || !change.extend {
                     unsettled.push(expire);
                 }
             }
@@ -503,44 +511,45 @@ impl RedisTracker {
         Ok(())
     }
 
-    /// Leaves: first the one key that makes all entries count, then the entries.
-    async fn take_back(&self, link: &Link, heart: &mut Heart) {
-        self.inner().own.withdraw_all();
-        heart.number += 1;
+    /// Withdraws everything: first the liveness key, which makes all entries void, then the entries.
+    async fn withdraw_all(&self, link: &Link, state: &mut WriterState) {
+        self.inner().outbox.withdraw_all();
+        state.number += 1;
         let event = SharedEvent {
             replica: self.me.id.as_str().to_owned(),
             run: self.options.run,
-            number: heart.number,
+            number: state.number,
             life: true,
             connections: true,
             ..SharedEvent::default()
         };
-        let is_usurped = self.inner().usurped.is_some();
+        let is_name_taken = self.inner().name_taken.is_some();
         let mut commands = Vec::new();
-        if !is_usurped {
-            commands.push(cmd("DEL").arg(self.keys.life(&self.me.id)).take());
+        if !is_name_taken {
+            commands.push(cmd("DEL").arg(self.keys.liveness(&self.me.id)).take());
             commands.push(cmd("HDEL").arg(self.keys.replicas()).arg(self.me.id.as_str()).take());
             commands.push(cmd("DEL").arg(self.keys.projects(&self.me.id)).take());
         }
         commands.push(cmd("PUBLISH").arg(self.keys.events()).arg(event.encode_to_vec()).take());
         let mut result = link.each(&self.dialer, commands).await.map(drop);
-        while result.is_ok() && self.inner().own.unwritten() > 0 && !is_usurped {
-            result = self.write_batch(link, heart).await;
+        while result.is_ok() && self.inner().outbox.unwritten() > 0 && !is_name_taken {
+            result = self.write_batch(link, state).await;
         }
         if let Err(error) = result {
-            self.failed("taking back what this replica announced", &error);
+            self.failed("withdrawing the announcements of this replica", &error);
         }
-        self.gone.send_replace(true);
+        self.withdrawn.send_replace(true);
     }
 }
 
-/// When the next beat is due, and whether Redis may have lost something.
+/// When the next heartbeat is due, and whether Redis may have lost data.
 struct Next {
     at: Instant,
     lost: bool,
 }
 
-/// What makes one key what it should be; `left`: its expiry in milliseconds, asked for because `PEXPIRE` knows no GT.
+/// Returns the commands that apply the change of one key. `left` is its remaining time to live in
+/// milliseconds, if `PEXPIRE` does not support GT.
 fn commands(key: &[u8], change: &Change, ttl: u64, left: Option<u64>) -> Vec<Cmd> {
     let (add, remove) = if change.is_set { ("SADD", "SREM") } else { ("HSET", "HDEL") };
     let mut commands = Vec::new();
@@ -566,7 +575,7 @@ fn commands(key: &[u8], change: &Change, ttl: u64, left: Option<u64>) -> Vec<Cmd
         match left {
             Some(left) => commands.push(expire().arg(ttl.max(left)).take()),
             None => {
-                // A key that has just been made has no expiry, which counts as an endless one: GT leaves it.
+                // A new key has no expiry, which counts as infinite for GT. So it is set with NX first.
                 if !change.settled {
                     commands.push(expire().arg(ttl).arg("NX").take());
                 }
@@ -593,7 +602,7 @@ mod tests {
     }
 
     #[test]
-    fn no_expiry_is_lowered_and_none_is_missing() {
+    fn no_expiry_is_shortened_and_none_is_missing() {
         let set = vec![(b"f".to_vec(), Some(b"v".to_vec()))];
         let new = Change { set: set.clone(), extend: true, ..Change::default() };
         let settled = Change { settled: true, set: set.clone(), extend: true, ..Change::default() };
@@ -603,7 +612,7 @@ mod tests {
         assert_eq!(words(&settled, None), ["HSET k f v", "PEXPIRE k 300 GT"]);
         assert_eq!(words(&lasting, None), ["HSET k f v"]);
         assert_eq!(words(&gone, None), ["HDEL k f"]);
-        // Before 7.0: what was left is known.
+        // Before 7.0, the remaining time is known.
         assert_eq!(words(&new, Some(0)), ["HSET k f v", "PEXPIRE k 300"]);
         assert_eq!(words(&settled, Some(7_200)), ["HSET k f v", "PEXPIRE k 7200"]);
         let set =

@@ -1,12 +1,14 @@
-//! What a table costs: `cargo run --release -p table --example memory [agents per replica] [replicas]`.
+//! Measures the memory of a table: `cargo run --release -p table --example memory [agents per replica]
+//! [replicas]`.
 //!
-//! Fills one owner and the copies of all others through feeds, as in a cluster, and prints memory
-//! (of the sets, and of the process as the kernel counts it) and times. It asserts nothing.
+//! It fills one owner and the copies of all others through feeds, as in a cluster, and prints the memory (of
+//! the sets, and of the process as the kernel counts it) and the times.
 
 use std::time::Duration;
 
+use cluster::ReplicaState;
 use ids::{AgentId, ReplicaId};
-use table::{Action, Epoch, Identity, Limits, Member, Message, Next, Owner, State, Table};
+use table::{Action, Epoch, Identity, Limits, Member, Message, Next, Owner, Table};
 use tokio::time::Instant;
 
 fn resident() -> u64 {
@@ -18,7 +20,7 @@ fn resident() -> u64 {
 fn owner(replica: u64, agents: u64) -> Owner {
     let mut owner = Owner::new(Epoch(1));
     for i in 0..agents {
-        // Ids are spread as in a database that several clusters share.
+        // Ids have gaps, as in a database that several clusters share.
         if let Ok(agent) = AgentId::new((i * 10 + replica) as i64 + 1) {
             owner.insert(agent);
         }
@@ -41,12 +43,12 @@ fn main() {
     for replica in 1..replicas {
         let (name, address) = (ReplicaId::new(&format!("r{replica}")), format!("r{replica}:1").into());
         let mut owner = owner(replica, agents);
-        let identity = Identity { replica: name, epoch: Epoch(1), state: State::Ready, address };
+        let identity = Identity { replica: name, epoch: Epoch(1), state: ReplicaState::Ready, address };
         let member = Member {
             replica: identity.replica.clone(),
             generation: 1,
             address: identity.address.clone(),
-            state: State::Ready,
+            state: ReplicaState::Ready,
             summary: Some(owner.summary()),
             changes: None,
             heard: now,

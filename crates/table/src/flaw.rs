@@ -1,28 +1,28 @@
-//! Switches that break one rule each, in tests only: a test that cannot fail proves nothing.
+//! Switches that break one rule each, in tests only, to show that a test can fail.
 //!
-//! Each named test of a known bug runs twice: as built, and with its flaw, when it must fail.
+//! Each test of a known bug runs twice: without a flaw, and with its flaw, with which it must fail.
 
-/// One rule to break.
+/// A rule to break.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[cfg_attr(not(test), allow(dead_code))]
 pub(crate) enum Flaw {
-    /// Operations are applied whatever their version.
+    /// Operations are applied whatever their version is.
     AnyVersion,
-    /// Operations during a snapshot change the old set only, and are lost at the swap.
+    /// Operations during a snapshot change only the old set, and are lost when the snapshot replaces it.
     OpsLostBySwap,
-    /// A finished snapshot replaces a copy that is ahead of it.
+    /// A complete snapshot replaces a copy that is newer than it.
     OldSnapshotWins,
     /// An owner publishes every insert and remove, without counting.
     NoCount,
-    /// Each difference asks for a snapshot at once.
+    /// Each difference requests a snapshot at once.
     NoBackoff,
     /// An older epoch replaces a newer one.
     AnyEpoch,
     /// One vote is enough to drop a copy.
     OneVoteKills,
-    /// A copy is answered until a tick drops it.
+    /// A copy is used for answers until a tick drops it.
     NoExpiry,
-    /// Masks outlive the version that voids them.
+    /// Masks stay when a newer version makes them void.
     StickyMask,
     /// Digests are not compared.
     NoDigest,
@@ -33,7 +33,7 @@ thread_local! {
     static ACTIVE: std::cell::Cell<Option<Flaw>> = const { std::cell::Cell::new(None) };
 }
 
-/// Whether `flaw` is switched on: never outside tests.
+/// Whether `flaw` is switched on. Always false outside tests.
 #[cfg(not(test))]
 pub(crate) const fn flawed(_: Flaw) -> bool {
     false
@@ -51,5 +51,5 @@ pub(crate) fn must_fail_with(flaw: Flaw, test: impl FnOnce() + std::panic::Unwin
     ACTIVE.set(Some(flaw));
     let outcome = std::panic::catch_unwind(test);
     ACTIVE.set(None);
-    assert!(outcome.is_err(), "the test passes with {flaw:?}, so it proves nothing");
+    assert!(outcome.is_err(), "the test passes with {flaw:?}, so it cannot detect it");
 }

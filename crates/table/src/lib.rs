@@ -1,23 +1,32 @@
 //! Which replica holds which agents: the protocol without I/O.
 //!
-//! The table says where to ask; the owner tells the truth. Every replica is the [`Owner`] of the set
-//! of agents that it holds, publishes it through one [`Feed`] per subscriber and through two gossip
-//! values, and keeps a copy of everyone else's set in a [`Table`].
+//! The table is a hint that tells which replicas to ask; only the answer of the owner is authoritative. Each
+//! replica is the [`Owner`] of the set of agents that it holds, publishes it through one [`Feed`] per
+//! subscriber and through two gossip values, and keeps a copy of the set of each other replica in a
+//! [`Table`].
 //!
-//! Nothing here reads a clock, opens a socket, spawns a task or takes a lock: events and instants
-//! go in, [`Action`]s come out. So the same code runs in kas, in a seeded simulation and in an
-//! exhaustive exploration of a small model (`src/tests`).
+//! Nothing here reads a clock, opens a socket, spawns a task or takes a lock: events and instants go in,
+//! [`Action`]s come out. So the same code runs in kas, in a seeded simulation and in an exhaustive
+//! exploration of a small model (`src/tests`).
 //!
-//! What always holds (numbers of `chaos.md`):
-//! - a copy changes only by operations of its own epoch, each exactly one above its version, or by
-//!   a whole snapshot that is not older than it (I5, I15);
-//! - an older epoch of a replica is never taken again once a newer one was seen (I5);
-//! - a copy is answered only until its owner's last proof of life + ttl (I8);
-//! - "no such agent" may be concluded only if [`Table::unsynced`] is empty (I9);
-//! - everything that a peer can make grow has a bound in [`Limits`] (I10).
+//! # Invariants
+//!
+//! The tests refer to these by name:
+//!
+//! - *Single writer*: a copy changes only by operations of its own epoch, each exactly one version above the
+//!   copy, or by a whole snapshot that is not older than the copy. Once a newer epoch of a replica was seen,
+//!   an older one is never accepted again.
+//! - *Order*: the version of a copy never decreases within an epoch.
+//! - *No zombies*: a copy is used for answers only until the owner's last proof of life plus
+//!   [`ttl`](Limits::ttl).
+//! - *No lost registration*: the caller may conclude "no such agent" only if [`Table::unsynced`] is empty.
+//! - *Bounded*: everything that a peer can make grow has a bound in [`Limits`].
+//! - *Convergence*: when nothing changes any more, each copy becomes equal to the set of its owner.
 
 pub mod codec;
 mod flaw;
+#[cfg(any(test, feature = "fuzzing"))]
+pub mod fuzzing;
 pub mod owner;
 pub mod record;
 pub mod replicas;
@@ -25,32 +34,33 @@ pub mod set;
 #[cfg(test)]
 mod tests;
 
-use std::{fmt, str::FromStr, sync::Arc};
+use std::{fmt, sync::Arc};
 
+use cluster::ReplicaState;
 use ids::{AgentId, ReplicaId};
 
 pub use codec::CHUNK_IDS;
 pub use owner::{Feed, Next, Owner};
 pub use record::{ChunkHeader, Record, Summary};
 pub use replicas::{
-    Action, Belief, Candidate, Failure, GossipVote, Limits, LinkState, Member, ReplicaView, Standing,
-    StreamId, StreamVote, Table,
+    Action, Candidate, Explanation, Failure, GossipVote, Limits, LinkState, Member, ReplicaView, StreamId,
+    StreamVote, Table,
 };
 pub use set::IdSet;
 
-/// One life of a replica's table, drawn once per process; a later life has a higher one.
+/// The epoch of a replica's table. It is drawn once per process; a later process has a higher one.
 ///
-/// Gossip's generation is another number: a restarted gossip task keeps the epoch.
+/// The generation of gossip is a different number: a restarted gossip task keeps the epoch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Epoch(pub u64);
 
-/// How many operations an owner has published in its epoch: 0 is the empty set.
+/// How many operations an owner has published in its epoch. Version 0 is the empty set.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default)]
 pub struct Version(pub u64);
 
 impl Version {
-    /// Returns the version of the next operation; `None` behind the largest, which only a peer that
-    /// lies can claim.
+    /// Returns the version of the next operation; `None` after the largest version, which only a misbehaving
+    /// peer can claim.
     pub(crate) fn next(self) -> Option<Self> {
         self.0.checked_add(1).map(Self)
     }
@@ -68,7 +78,7 @@ impl fmt::Display for Version {
     }
 }
 
-/// One change of an owner's set; each has a version of its own.
+/// One change of an owner's set. Each change has its own version.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Op {
     /// The owner now holds this agent.
@@ -78,100 +88,51 @@ pub enum Op {
 }
 
 impl Op {
-    /// Returns the agent that came or went.
+    /// Returns the agent that was added or removed.
     pub const fn agent(self) -> AgentId {
         match self {
             Self::Add(agent) | Self::Remove(agent) => agent,
         }
     }
 
-    /// Whether the agent came.
+    /// Whether the agent was added.
     pub const fn is_add(self) -> bool {
         matches!(self, Self::Add(_))
     }
 }
 
-/// What a replica says of itself: gossip's `st`, and the same word on its table stream.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum State {
-    /// Before its first sync. → Ready, Draining
-    Starting,
-    /// Serving. → Hung, Draining
-    Ready,
-    /// Alive by gossip, but its main runtime does not move: asked last. → Ready, Draining
-    Hung,
-    /// Still serving, about to leave: asked last. → Left
-    Draining,
-    /// Gone for good: its copy is dropped.
-    Left,
-}
-
-impl State {
-    /// Returns the word on the wire.
-    pub const fn as_str(self) -> &'static str {
-        match self {
-            Self::Starting => "starting",
-            Self::Ready => "ready",
-            Self::Hung => "hung",
-            Self::Draining => "draining",
-            Self::Left => "left",
-        }
-    }
-}
-
-impl fmt::Display for State {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.as_str())
-    }
-}
-
-/// A word that is no [`State`]: a later version's. Whoever reads it keeps what it knew.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("expected starting, ready, hung, draining or left")]
-pub struct UnknownState;
-
-impl FromStr for State {
-    type Err = UnknownState;
-
-    fn from_str(s: &str) -> Result<Self, UnknownState> {
-        [Self::Starting, Self::Ready, Self::Hung, Self::Draining, Self::Left]
-            .into_iter()
-            .find(|state| state.as_str() == s)
-            .ok_or(UnknownState)
-    }
-}
-
-/// Who speaks on a stream: carried by [`Message::Hello`] and [`Message::Beat`], so that with UDP
-/// blocked the state of a replica still travels. The owner's glue adds it, the feed does not know.
+/// The sender of a stream. It comes with [`Message::Hello`] and [`Message::Beat`], so that the state of a
+/// replica is known even if UDP is blocked. The caller adds it to the messages of the [`Feed`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Identity {
     /// The replica's name.
     pub replica: ReplicaId,
     /// The epoch of its table.
     pub epoch: Epoch,
-    /// What it says of itself.
-    pub state: State,
+    /// What it announces of itself.
+    pub state: ReplicaState,
     /// Where its private API listens.
     pub address: Arc<str>,
 }
 
-/// One message of a table stream, owner to subscriber.
+/// One message of a table stream, from the owner to the subscriber.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum Message {
-    /// The first one, and again if the owner had to raise its epoch.
+    /// The first message; sent again if the owner had to raise its epoch.
     Hello {
         /// The owner's epoch.
         epoch: Epoch,
         /// The owner's version.
         version: Version,
-        /// Whether deltas follow from where the subscriber asked; else a snapshot follows.
+        /// Whether deltas follow from the version that the subscriber asked for; otherwise a snapshot
+        /// follows.
         resumed: bool,
     },
     /// A part of a snapshot.
     Chunk {
-        /// Which part of which snapshot.
+        /// Identifies the snapshot and the part.
         header: ChunkHeader,
-        /// [`codec::encode_ids`].
+        /// Ids as written by [`codec::encode_ids`].
         ids: Vec<u8>,
     },
     /// Operations `from + 1 ..= to`, in order.
@@ -180,27 +141,28 @@ pub enum Message {
         from: Version,
         /// The version of the last operation.
         to: Version,
-        /// At least one.
+        /// At least one operation.
         ops: Vec<Op>,
     },
-    /// What the owner has, as far as this stream has told; proves that owner and stream live.
+    /// A heartbeat with the summary of the owner's set, as far as this stream has sent it. It proves that
+    /// owner and stream are alive.
     Beat(Summary),
 }
 
-/// What bounds everything that a peer can make grow, and the times of the protocol.
+/// Bounds and times of the protocol.
 pub mod limits {
     use std::time::Duration;
 
-    /// Operations that an owner keeps for subscribers that come back: a megabyte.
+    /// Operations that an owner keeps for subscribers that reconnect: one megabyte.
     pub const RING_OPS: usize = 64 * 1024;
     /// Operations in one delta: at most 40 KB.
     pub const DELTA_OPS: usize = 4096;
     /// Operations in a gossip record.
     pub const RECORD_OPS: usize = 256;
-    /// Bytes of a gossip record as text: it shares a datagram with others.
+    /// Bytes of a gossip record as text. It shares a datagram with other values.
     pub const RECORD_BYTES: usize = 2048;
-    /// A feed sends at once after this idle time, and this often under load.
+    /// A feed that was idle for this time sends at once. Under load it sends at this interval.
     pub const FLUSH: Duration = Duration::from_millis(20);
-    /// Time between two beats of a feed.
+    /// Time between two heartbeats of a feed.
     pub const BEAT: Duration = Duration::from_secs(2);
 }

@@ -1,8 +1,8 @@
 //! The set that this replica publishes, and one feed of it per subscriber.
 //!
-//! A snapshot is taken at one version and sorted at once; feeds that start about the same time
-//! share it. Operations that happen while it is sent are in the ring, have higher versions, and
-//! follow it on the same stream: an unregistration cannot be lost behind a snapshot.
+//! A snapshot is taken and sorted at one version. Feeds that start at about the same time share it.
+//! Operations that happen while it is sent are in the ring, have higher versions, and follow the snapshot on
+//! the same stream. So an unregistration cannot be lost behind a snapshot.
 
 use std::{
     collections::{HashMap, VecDeque},
@@ -18,8 +18,8 @@ use crate::{
     limits::{BEAT, DELTA_OPS, FLUSH, RECORD_BYTES, RECORD_OPS, RING_OPS},
 };
 
-/// A snapshot may be shared with a new feed while it is at most this many operations old: beyond,
-/// sorting again is cheaper than the operations that follow.
+/// A new feed shares an existing snapshot that is at most this many operations old. For an older one, sorting
+/// again is cheaper than sending the operations that follow.
 const SHARED_FOR: u64 = 4096;
 
 /// The set of agents that this replica holds, its version and its last operations.
@@ -28,7 +28,8 @@ pub struct Owner {
     epoch: Epoch,
     version: Version,
     ids: IdSet,
-    /// How often an agent is held beyond the first time; most are held once and are not here.
+    /// For agents that are held more than once: how many times more. Most agents are held once and are not
+    /// here.
     more: HashMap<AgentId, u32>,
     /// The operations up to `version`, oldest first.
     ring: VecDeque<Op>,
@@ -45,13 +46,13 @@ struct Snapshot {
 }
 
 impl Owner {
-    /// Returns the empty set at version 0. `epoch` must be higher than that of any earlier life of
-    /// this replica; if it turns out not to be, see [`Owner::outrank`].
+    /// Returns the empty set at version 0. `epoch` must be higher than that of any earlier process of this
+    /// replica. If a peer reports a higher one, call [`Owner::raise_epoch`].
     pub fn new(epoch: Epoch) -> Self {
         Self::with_sizes(epoch, RING_OPS, CHUNK_IDS)
     }
 
-    /// For tests: small sizes reach every branch soon.
+    /// For tests: small sizes reach every branch quickly.
     pub(crate) fn with_sizes(epoch: Epoch, ring_ops: usize, chunk_ids: usize) -> Self {
         Self {
             epoch,
@@ -70,7 +71,7 @@ impl Owner {
         self.epoch
     }
 
-    /// Returns the version. A `not here` answer carries it, read under the lock of the registry.
+    /// Returns the version. A "not here" answer carries it, read under the lock of the registry.
     pub const fn version(&self) -> Version {
         self.version
     }
@@ -95,7 +96,7 @@ impl Owner {
         &self.ids
     }
 
-    /// Counts one more reason to hold `agent`; true if it is the first, so that feeds have news.
+    /// Counts one more tunnel of `agent`. Returns true if it is the first, in which case feeds have news.
     pub fn insert(&mut self, agent: AgentId) -> bool {
         if self.ids.insert(agent) || flawed(Flaw::NoCount) {
             self.publish(Op::Add(agent));
@@ -107,8 +108,8 @@ impl Owner {
         }
     }
 
-    /// Counts one reason less; true if it was the last, so that feeds have news. An agent that is
-    /// not held stays so.
+    /// Counts one tunnel less. Returns true if it was the last, in which case feeds have news. Does nothing
+    /// for an agent that is not held.
     pub fn remove(&mut self, agent: AgentId) -> bool {
         if !flawed(Flaw::NoCount)
             && let Some(more) = self.more.get_mut(&agent)
@@ -126,7 +127,7 @@ impl Owner {
         removed
     }
 
-    /// Returns gossip's `tbl` and the content of a beat.
+    /// Returns the gossip value `tbl`, which is also the content of a heartbeat.
     pub const fn summary(&self) -> Summary {
         Summary {
             epoch: self.epoch,
@@ -136,7 +137,7 @@ impl Owner {
         }
     }
 
-    /// Returns gossip's `chg`: the newest operations, as many as fit its bounds.
+    /// Returns the gossip value `chg`: the newest operations, as many as fit its bounds.
     pub fn recent(&self) -> Record {
         let mut count = self.ring.len().min(RECORD_OPS);
         loop {
@@ -149,25 +150,26 @@ impl Owner {
             if bytes <= RECORD_BYTES || count == 0 {
                 return record;
             }
-            // An operation takes at most 14 characters, so this drops too few rather than too many.
+            // An operation takes at most 14 characters, so this drops too few operations rather than too
+            // many.
             count -= ((bytes - RECORD_BYTES) / 14).max(1).min(count);
         }
     }
 
-    /// Moves to an epoch above `seen`, if a peer has seen a higher one of this replica: the clock
-    /// from which it was drawn was set back, and peers would ignore this life as an old one.
-    /// Returns whether it moved. To be called with the epoch of every request to subscribe.
-    pub fn outrank(&mut self, seen: Epoch) -> bool {
+    /// Moves to an epoch above `seen` if a peer has seen a higher one than ours. This happens after the
+    /// clock, from which the epoch is drawn, was set back: peers would ignore this process as an old one.
+    /// Returns whether the epoch changed. Call it with the epoch of every request to subscribe.
+    pub fn raise_epoch(&mut self, seen: Epoch) -> bool {
         if seen <= self.epoch || seen.0 == u64::MAX {
             return false;
         }
         self.epoch = Epoch(seen.0 + 1);
-        // Versions of the new epoch say what the set is from here on; nobody resumes across it.
+        // No subscriber resumes across epochs, so the ring is not needed any more.
         self.ring.clear();
         true
     }
 
-    /// Starts a stream for a subscriber that has `resume`, or nothing.
+    /// Returns the feed of a subscriber that has the set at `resume`, or no set.
     pub const fn feed(&self, resume: Option<(Epoch, Version)>) -> Feed {
         Feed { resume, epoch: None, sent: Version(0), sending: None, flushed: None, beat: None }
     }
@@ -204,23 +206,23 @@ impl Owner {
     }
 }
 
-/// What a feed has for its subscriber.
+/// What a feed does next.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Next {
-    /// To be sent; ask again once the stream has room.
+    /// Send this message, and call [`Feed::next`] again once the stream has room.
     Message(Message),
-    /// Nothing before this instant, nor before the owner changes: ask again at either.
+    /// There is nothing to send. Call [`Feed::next`] again at this instant or when the owner changes.
     WaitUntil(Instant),
 }
 
-/// One subscriber's stream. It holds a position, and while it sends a snapshot a share of that:
-/// a slow reader costs no more, and one that fell behind the ring gets a snapshot again.
+/// The stream of one subscriber. It holds a position and, while it sends a snapshot, a reference to that. A
+/// slow reader costs no more than this. One that has fallen behind the ring gets a new snapshot.
 #[derive(Debug, Clone)]
 pub struct Feed {
     resume: Option<(Epoch, Version)>,
     /// `None` before the hello.
     epoch: Option<Epoch>,
-    /// What the subscriber has when it has read everything sent.
+    /// The version that the subscriber has after reading everything that was sent.
     sent: Version,
     sending: Option<Sending>,
     flushed: Option<Instant>,
@@ -234,7 +236,7 @@ struct Sending {
 }
 
 impl Feed {
-    /// What decides the next messages, except time.
+    /// Everything that determines the next messages, except time.
     #[cfg(test)]
     pub(crate) fn position(&self) -> String {
         let sending = self.sending.as_ref().map(|sending| (sending.snapshot.to, sending.chunk));
@@ -250,7 +252,7 @@ impl Feed {
             return Next::Message(message);
         }
         if self.sent < owner.oldest() {
-            // The subscriber reads slower than the ring turns.
+            // The subscriber has fallen behind the ring.
             self.sending = Some(Sending { snapshot: owner.snapshot(), chunk: 0 });
             return self.next(owner, now);
         }
@@ -264,7 +266,7 @@ impl Feed {
             return Next::Message(Message::Delta { from, to: self.sent, ops });
         }
         let beat = self.beat.map_or(now, |beat| beat + BEAT);
-        // A beat tells what the stream has told, so it waits for a delta that is about to go.
+        // A heartbeat summarizes what the stream has sent, so it is sent after a pending delta.
         if backlog == 0 && beat <= now {
             self.beat = Some(now);
             return Next::Message(Message::Beat(owner.summary()));
@@ -277,7 +279,8 @@ impl Feed {
             Some((epoch, version)) => {
                 let known = epoch == owner.epoch && (owner.oldest()..=owner.version).contains(&version);
                 self.sent = version;
-                // A snapshot takes about 2 bytes per id, an operation 8: beyond that it is cheaper.
+                // A snapshot takes about 2 bytes per id, an operation 8. With more operations, a snapshot is
+                // cheaper.
                 known && owner.version.0 - version.0 <= DELTA_OPS as u64 + owner.len() as u64 / 4
             }
             None => false,
@@ -319,12 +322,12 @@ mod tests {
         AgentId::new(id).unwrap()
     }
 
-    /// Everything that the feed has at `now`.
+    /// Returns all messages that the feed has at `now`.
     fn drain(feed: &mut Feed, owner: &mut Owner, now: Instant) -> Vec<Message> {
         std::iter::from_fn(|| match feed.next(owner, now) {
             Next::Message(message) => Some(message),
             Next::WaitUntil(at) => {
-                assert!(at > now, "a feed that waits for the past spins");
+                assert!(at > now, "the feed waits for an instant in the past");
                 None
             }
         })
@@ -332,7 +335,7 @@ mod tests {
     }
 
     #[test]
-    fn only_first_and_last_are_published() {
+    fn only_the_first_and_the_last_tunnel_are_published() {
         let mut owner = Owner::new(Epoch(1));
         assert!(owner.insert(id(7)));
         assert!(!owner.insert(id(7)));
@@ -346,7 +349,7 @@ mod tests {
     }
 
     #[test]
-    fn feed_flushes_at_once_when_idle_and_every_20_ms_else() {
+    fn feed_flushes_at_once_when_idle_and_every_20_ms_otherwise() {
         let start = Instant::now();
         let mut owner = Owner::new(Epoch(1));
         let mut feed = owner.feed(None);
@@ -390,7 +393,7 @@ mod tests {
     }
 
     #[test]
-    fn slow_reader_gets_a_snapshot_again() {
+    fn slow_reader_gets_a_new_snapshot() {
         let now = Instant::now();
         let mut owner = Owner::with_sizes(Epoch(1), 4, 100);
         let mut feed = owner.feed(None);
@@ -403,7 +406,7 @@ mod tests {
     }
 
     #[test]
-    fn snapshot_shows_one_version_while_operations_go_on() {
+    fn snapshot_has_one_version_while_operations_continue() {
         let now = Instant::now();
         let mut owner = Owner::new(Epoch(1));
         for i in 1..=(CHUNK_IDS as i64 + 5) {
@@ -421,7 +424,7 @@ mod tests {
         assert_eq!(codec::decode_ids(&ids, 5).unwrap()[0], id(CHUNK_IDS as i64 + 1));
         let Next::Message(Message::Delta { from, ops, .. }) = feed.next(&mut owner, now) else { panic!() };
         assert_eq!((from, &ops[..]), (at, &[Op::Remove(id(CHUNK_IDS as i64 + 1))][..]));
-        // A second subscriber shares the sorted ids while somebody still sends them.
+        // A second subscriber shares the sorted ids while another feed still sends them.
         let (one, two) = (owner.snapshot(), owner.snapshot());
         assert!(Arc::ptr_eq(&one, &two));
     }
@@ -447,16 +450,16 @@ mod tests {
     }
 
     #[test]
-    fn a_peer_that_saw_a_higher_epoch_raises_ours() {
+    fn a_higher_epoch_seen_by_a_peer_raises_ours() {
         let now = Instant::now();
         let mut owner = Owner::new(Epoch(10));
         owner.insert(id(3));
         let mut feed = owner.feed(None);
         drain(&mut feed, &mut owner, now);
-        assert!(!owner.outrank(Epoch(10)));
-        assert!(owner.outrank(Epoch(12)));
-        assert!(!owner.outrank(Epoch(u64::MAX)));
-        assert!(!owner.outrank(Epoch(12)));
+        assert!(!owner.raise_epoch(Epoch(10)));
+        assert!(owner.raise_epoch(Epoch(12)));
+        assert!(!owner.raise_epoch(Epoch(u64::MAX)));
+        assert!(!owner.raise_epoch(Epoch(12)));
         let messages = drain(&mut feed, &mut owner, now);
         assert!(
             matches!(messages[0], Message::Hello { epoch: Epoch(13), resumed: false, .. })

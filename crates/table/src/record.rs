@@ -1,17 +1,17 @@
-//! The compact records that replicas exchange: the one place with the bincode format.
+//! The compact records that replicas exchange. This is the only module that uses the bincode format.
 //!
-//! bincode was asked for. Its version 3 is an empty farewell and 2.0.1 the last that works, so these
-//! records go through `wincode`, a maintained implementation of the same bytes: bincode 2's
-//! `config::standard()` (little endian, variable-length integers), held by golden bytes in a test.
-//! Tuples rather than derived structs: the bytes are the same, and no macro writes code here.
+//! The last working release of the crate bincode is 2.0.1; 3.0 is empty. So these records are written by
+//! `wincode`, a maintained implementation of the same format: bincode 2's `config::standard()` (little
+//! endian, variable-length integers). A test with golden bytes checks it. The code encodes tuples instead of
+//! structs with derives: the bytes are the same, and there is no generated code.
 //!
-//! Before them stands one byte of **format version**. A reader takes version 1 and refuses others
-//! with [`Error::UnknownFormat`], upon which it ignores the record: both are hints, and streams
-//! repair what they miss. Bytes behind the last field are ignored, so that a later version may add
-//! fields and the version before still reads the record.
+//! The first byte is the **format version**. A reader accepts version 1 and refuses others with
+//! [`Error::UnknownFormat`]; it then ignores the record. This is safe because gossip records are hints, and
+//! streams deliver what they miss. Bytes after the last field are ignored, so that a later version can add
+//! fields and this version still reads the record.
 //!
-//! In gossip values a record is base64url text without padding, the summary plain text that an
-//! operator can read.
+//! In gossip values, a record is base64url text without padding. The summary is plain text that an operator
+//! can read.
 
 use std::{fmt, str::FromStr};
 
@@ -38,7 +38,7 @@ pub enum Error {
     /// Not base64url.
     #[error("a record is not base64url text")]
     NotText,
-    /// Another format version: nobody's fault during an upgrade.
+    /// Another format version, as is normal during an upgrade.
     #[error("a record has another format version")]
     UnknownFormat,
     /// Not the bytes of a record.
@@ -47,12 +47,12 @@ pub enum Error {
     /// Its operations cannot be read.
     #[error("the operations of a record cannot be read")]
     Ops(#[source] codec::Error),
-    /// Versions beyond what can be counted, or zero where a version of an operation stands.
+    /// Versions that overflow, or the version zero for an operation.
     #[error("a record has impossible versions")]
     Versions,
 }
 
-/// Gossip's `chg`: an owner's newest operations, ending at its version.
+/// The gossip value `chg`: an owner's newest operations, up to its version.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Record {
     /// The owner's epoch.
@@ -69,7 +69,7 @@ impl Record {
         Version(self.first.0.saturating_sub(1).saturating_add(self.ops.len() as u64))
     }
 
-    /// Returns the bytes; empty if the operations take more than 4 KiB, which 256 never do.
+    /// Returns the bytes; empty if the operations take more than 4 KiB, which 256 operations never do.
     pub fn encode(&self) -> Vec<u8> {
         let mut ops = Vec::with_capacity(self.ops.len() * 4);
         codec::encode_ops(&self.ops, &mut ops);
@@ -79,7 +79,7 @@ impl Record {
     /// Reads the bytes of [`Record::encode`].
     ///
     /// # Errors
-    /// [`Error`] when the bytes are not a record that this version knows.
+    /// [`Error`] if the bytes are not a record that this version knows.
     pub fn decode(bytes: &[u8]) -> Result<Self, Error> {
         if bytes.len() > RECORD_BINARY {
             return Err(Error::TooLong);
@@ -101,7 +101,7 @@ impl Record {
     /// Reads a gossip value.
     ///
     /// # Errors
-    /// [`Error`] when the text is not a record that this version knows.
+    /// [`Error`] if the text is not a record that this version knows.
     pub fn from_text(text: &str) -> Result<Self, Error> {
         if text.len() > RECORD_BYTES {
             return Err(Error::TooLong);
@@ -110,16 +110,16 @@ impl Record {
     }
 }
 
-/// What stands before the ids of a part of a snapshot.
+/// The header of one part of a snapshot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct ChunkHeader {
     /// The owner's epoch.
     pub epoch: Epoch,
-    /// The version that the whole snapshot shows.
+    /// The version of the whole snapshot.
     pub to: Version,
-    /// Counts from 0.
+    /// Index of the part, from 0.
     pub chunk: u32,
-    /// Whether the snapshot is complete with this part.
+    /// Whether this is the last part.
     pub last: bool,
     /// Ids in this part, at most [`CHUNK_IDS`].
     pub count: u32,
@@ -134,7 +134,7 @@ impl ChunkHeader {
     /// Reads the bytes of [`ChunkHeader::encode`].
     ///
     /// # Errors
-    /// [`Error`] when the bytes are not a header that this version knows.
+    /// [`Error`] if the bytes are not a header that this version knows.
     pub fn decode(bytes: &[u8]) -> Result<Self, Error> {
         if bytes.len() > RECORD_BINARY {
             return Err(Error::TooLong);
@@ -148,7 +148,7 @@ impl ChunkHeader {
     }
 }
 
-/// Gossip's `tbl`, and the content of a beat: what an owner has, in about 45 bytes.
+/// The gossip value `tbl`, and the content of a heartbeat: a summary of an owner's set in about 45 bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Summary {
     /// The owner's epoch.
@@ -157,7 +157,7 @@ pub struct Summary {
     pub version: Version,
     /// How many agents it holds.
     pub count: u64,
-    /// [`codec::digest`] of them.
+    /// The [`codec::digest`] of the agents.
     pub digest: u64,
 }
 
@@ -168,7 +168,7 @@ impl fmt::Display for Summary {
     }
 }
 
-/// Why a text is not a [`Summary`]: only its one spelling is taken.
+/// A text is not a [`Summary`] in its only valid spelling.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("expected epoch:version:count:digest")]
 pub struct InvalidSummary;
@@ -186,15 +186,15 @@ impl FromStr for Summary {
             count: number(part()?)?,
             digest: u64::from_str_radix(part()?, 16).map_err(|_| InvalidSummary)?,
         };
-        // One comparison refuses plus signs, leading zeros, capitals and a fifth part.
+        // This comparison refuses plus signs, leading zeros, upper case and a fifth part.
         if summary.to_string() == s { Ok(summary) } else { Err(InvalidSummary) }
     }
 }
 
 type Standard = Configuration<
     true,
-    // More than the largest operations take before `Owner::recent` shortens them; what a peer sends
-    // is bounded by `RECORD_BINARY` before it is read.
+    // More than the largest operations take before `Owner::recent` shortens them. The bytes of a peer are
+    // limited to `RECORD_BINARY` before they are decoded.
     4096,
     wincode::len::BincodeLen,
     wincode::int_encoding::LittleEndian,
@@ -208,8 +208,8 @@ where
     T: wincode::config::Serialize<Standard, Src = T>,
 {
     let mut bytes = vec![FORMAT];
-    // Writing fails only beyond the preallocation limit, which no value of this module reaches;
-    // then nothing is published, and nobody reads the empty bytes.
+    // Encoding fails only above the preallocation limit, which no value of this module reaches. Then the
+    // bytes are empty, and no peer accepts them.
     match serialize(value, CONFIG) {
         Ok(fields) => bytes.extend(fields),
         Err(_) => bytes.clear(),
@@ -225,24 +225,6 @@ fn unprefixed(bytes: &[u8]) -> Result<&[u8], Error> {
     }
 }
 
-/// The part of [`codec::fuzz`] that reads records.
-pub(crate) fn fuzz(bytes: &[u8]) {
-    if let Ok(record) = Record::decode(bytes) {
-        assert_eq!(Record::decode(&record.encode()), Ok(record), "a record is read back");
-    }
-    if let Ok(header) = ChunkHeader::decode(bytes) {
-        assert_eq!(ChunkHeader::decode(&header.encode()), Ok(header), "a header is read back");
-    }
-    if let Ok(text) = std::str::from_utf8(bytes) {
-        if let Ok(record) = Record::from_text(text) {
-            assert_eq!(Record::from_text(&record.to_text()), Ok(record), "a text is read back");
-        }
-        if let Ok(summary) = text.parse::<Summary>() {
-            assert_eq!(summary.to_string(), text, "a summary has one spelling");
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use ids::AgentId;
@@ -253,8 +235,8 @@ mod tests {
         AgentId::new(id).unwrap()
     }
 
-    /// What bincode 2.0.1 writes with `config::standard()`: below 251 one byte, then 251 + u16,
-    /// 252 + u32, 253 + u64, all little endian; a length before bytes; a bool as a byte.
+    /// bincode 2.0.1 with `config::standard()` writes numbers below 251 as one byte, larger ones as 251 +
+    /// u16, 252 + u32 or 253 + u64, all little endian; a length before bytes; a bool as a byte.
     #[test]
     fn bytes_are_those_of_bincode_2() {
         let record = Record { epoch: Epoch(250), first: Version(251), ops: vec![Op::Add(id(1))] };
@@ -268,7 +250,7 @@ mod tests {
         assert_eq!(ChunkHeader::decode(&header.encode()), Ok(header));
     }
 
-    /// What the first version that others may run beside wrote: see `golden/`.
+    /// The records in `golden/` were written by the first version with which others must be compatible.
     #[test]
     fn records_of_earlier_versions_are_read_and_those_of_this_one_written() {
         let golden = include_str!("../golden/records-1.txt");
@@ -309,11 +291,11 @@ mod tests {
     }
 
     #[test]
-    fn versions_before_and_after_can_read() {
+    fn added_fields_are_ignored_and_other_formats_refused() {
         let record = Record { epoch: Epoch(7), first: Version(9), ops: vec![Op::Remove(id(4))] };
         let mut bytes = record.encode();
         bytes.extend([9, 9, 9]);
-        assert_eq!(Record::decode(&bytes), Ok(record), "fields that a later version added");
+        assert_eq!(Record::decode(&bytes), Ok(record), "fields of a later version are ignored");
         bytes[0] = 2;
         assert_eq!(Record::decode(&bytes), Err(Error::UnknownFormat));
         assert_eq!(ChunkHeader::decode(&bytes), Err(Error::UnknownFormat));
@@ -322,7 +304,7 @@ mod tests {
     }
 
     #[test]
-    fn lies_about_lengths_and_versions_are_refused() {
+    fn wrong_lengths_and_versions_are_refused() {
         assert_eq!(
             Record::decode(&[1, 0, 1, 253, 255, 255, 255, 255, 255, 255, 255, 255]),
             Err(Error::Malformed)

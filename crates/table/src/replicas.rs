@@ -1,25 +1,29 @@
-//! The copies of everyone's sets: when an operation counts, when a copy is answered, when it dies.
+//! The copies of the sets of all other replicas: when an operation is applied, when a copy is used for
+//! answers, and when it is dropped.
 //!
-//! A [`Table`] has one copy per replica: that of the highest epoch seen of it. Operations come from
-//! the replica's stream and from gossip's `chg`, by one code path: applied only one above the copy's
-//! version; lower ones are skipped; a gap on a stream asks for a snapshot, a gap in gossip is only
-//! remembered. A snapshot grows beside the copy and replaces it once it is as new.
+//! A [`Table`] has one copy per replica, of the highest epoch seen of it. Operations come from the replica's
+//! stream and from the gossip value `chg`, and take the same code path. An operation is applied only if it is
+//! one above the copy's version; lower ones are skipped. A gap on a stream requests a snapshot, a gap in
+//! gossip is only noted. A snapshot is received beside the copy and replaces it once it is as new.
 //!
-//! | seen | the copy is |
+//! | event | the copy is |
 //! | --- | --- |
-//! | stream ended, gossip says gone, hung, redial unanswered | suspect: tried last |
-//! | redial refused, or another process answers there | not tried |
+//! | stream ended, gossip says gone, hung, redial unanswered | suspect: asked last |
+//! | redial refused, or another process answers there | not asked |
 //! | gossip and stream both say gone; no proof of life for the ttl; `left`; newer epoch | dropped |
 //!
-//! Here are the events that a table takes and what they leave to do; `mirror` is the copy itself, `streams`
-//! dials and reads, `expiry` says whom to believe, `beliefs` answers.
+//! This file has the events and actions of a table. `mirror` is the copy itself, `peer` is everything that is
+//! known of one replica, `streams` dials and reads, `expiry` applies gossip and epochs, `answers` has the
+//! queries.
 //!
-//! Time comes only from the caller. Events may come in any order; an event of a stream that was
-//! closed is ignored.
+//! Time comes only from the caller. Events may come in any order. Events of a closed stream are ignored.
 
-mod beliefs;
+mod answers;
+mod backoff;
 mod expiry;
+mod link;
 mod mirror;
+mod peer;
 mod streams;
 
 use std::{
@@ -29,49 +33,50 @@ use std::{
     time::Duration,
 };
 
+use cluster::ReplicaState;
 use ids::{AgentId, ReplicaId};
 use tokio::time::Instant;
 
 pub use self::{
-    beliefs::{Belief, Candidate, ReplicaView},
-    expiry::{GossipVote, Standing, StreamVote},
-    streams::LinkState,
+    answers::{Candidate, Explanation, ReplicaView},
+    link::LinkState,
+    peer::{GossipVote, StreamVote},
 };
 use self::{
-    expiry::Peer,
+    link::{Link, Seed, Target},
     mirror::Want,
-    streams::{Link, Seed, Target},
+    peer::Peer,
 };
 use crate::{
-    Epoch, IdSet, Identity, Message, Record, State, Summary, Version,
+    Epoch, IdSet, Identity, Message, Record, Summary, Version,
     flaw::{Flaw, flawed},
 };
 
-/// Bounds and times. The defaults are the design's; each says what gets worse either way.
+/// Bounds and times.
 #[derive(Debug, Clone)]
 pub struct Limits {
-    /// A copy is answered this long after its owner's last proof of life. Shorter: a pause of the
-    /// owner costs a snapshot; longer: a vanished owner is asked in vain for longer.
+    /// How long a copy is used for answers after its owner's last proof of life. With a shorter time, a pause
+    /// of the owner costs a snapshot; with a longer one, a vanished owner is asked in vain for longer.
     pub ttl: Duration,
-    /// A dial without a hello for this long is the stream's vote that the owner is gone.
+    /// A dial without a hello for this long is a vote of the stream that the owner is gone.
     pub answer: Duration,
-    /// An open stream without a message for this long is cut: three beats.
+    /// An open stream without a message for this long is closed: three heartbeats.
     pub silence: Duration,
-    /// A copy may be behind what is known for this long before it is synced anew.
+    /// How long a copy may be behind the known version before it is synced again.
     pub behind: Duration,
-    /// A dropped replica is remembered this long, so that its old epochs stay ignored.
+    /// How long a dropped replica is remembered, so that its old epochs stay ignored.
     pub forget: Duration,
-    /// Replicas known at a time, dropped ones included; also seeds.
+    /// Replicas known at a time, including dropped ones; also the limit for seeds.
     pub replicas: usize,
-    /// Ids in one copy; an owner with more stays unsynced and is asked directly.
+    /// Ids in one copy. An owner with more ids stays unsynced and is asked directly.
     pub ids: usize,
-    /// Operations kept while a snapshot arrives.
+    /// Operations that are kept while a snapshot is received.
     pub kept: usize,
-    /// Masks per replica; beyond, all are given up, which costs an ask each.
+    /// Masks per replica. With more, all masks are dropped, which costs one request each.
     pub masks: usize,
-    /// Snapshots asked for at a time.
+    /// Snapshots that are requested at a time.
     pub snapshots: usize,
-    /// Agents named in one wake; beyond, everyone is woken.
+    /// Agents in one wake-up. With more, all waiters are woken.
     pub woken: usize,
 }
 
@@ -93,65 +98,65 @@ impl Default for Limits {
     }
 }
 
-/// One dial and the stream that it became. Never used twice.
+/// Identifies one dial and the resulting stream. Never reused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct StreamId(pub u64);
 
-/// A live replica as gossip shows it.
+/// A live replica as reported by gossip.
 #[derive(Debug, Clone)]
 pub struct Member {
     /// Its name.
     pub replica: ReplicaId,
-    /// Orders gossip's incarnations of the same name; of several, the highest counts.
+    /// Orders the incarnations of the same name. The highest one counts.
     pub generation: u64,
-    /// Where its private API listens.
+    /// The address of its private API.
     pub address: Arc<str>,
-    /// Gossip's `st`.
-    pub state: State,
-    /// Gossip's `tbl`.
+    /// The gossip value `st`.
+    pub state: ReplicaState,
+    /// The gossip value `tbl`.
     pub summary: Option<Summary>,
-    /// Gossip's `chg`.
+    /// The gossip value `chg`.
     pub changes: Option<Record>,
-    /// When its heartbeat last advanced here: the proof of life.
+    /// When its heartbeat last advanced here, which is the proof of life.
     pub heard: Instant,
 }
 
 /// How a stream ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Failure {
-    /// Nobody listens there: the stream's vote that the owner is gone.
+    /// Nothing listens there: a vote of the stream that the owner is gone.
     Refused,
-    /// No answer in time: the same vote. (Told by a transport that has a timeout of its own; the
-    /// table counts [`Limits::answer`] itself.)
+    /// No answer in time: the same vote. A transport with its own timeout reports this; the table also
+    /// applies [`Limits::answer`] itself.
     Unanswered,
-    /// End of stream, reset, an error status: the owner is suspect until a redial tells more.
+    /// End of stream, reset, or an error status: the owner is suspect until it is dialled again.
     Ended,
 }
 
-/// What the user of a [`Table`] is to do.
+/// What the user of a [`Table`] must do.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Action {
-    /// Open a stream. Tell each message by [`Table::message`] and its end by [`Table::failed`].
+    /// Open a stream. Report each message by [`Table::message`] and the end by [`Table::failed`].
     Dial {
-        /// Its id in both.
+        /// The id of the stream in both.
         stream: StreamId,
-        /// The replica, unless a seed is dialled.
+        /// The replica; `None` if a seed is dialled.
         replica: Option<ReplicaId>,
-        /// Where.
+        /// The address to dial.
         address: Arc<str>,
-        /// What to ask for: what the copy has; `None` asks for a snapshot.
+        /// The position to resume from, which is that of the copy; `None` requests a snapshot.
         resume: Option<(Epoch, Version)>,
     },
-    /// Close a stream, or stop dialling; nothing of it counts any more.
+    /// Close a stream, or stop dialling. Later events of it are ignored.
     Close {
         /// Which.
         stream: StreamId,
     },
     /// `locate` may answer differently for these agents.
     Wake(Vec<AgentId>),
-    /// `locate` may answer differently for anyone.
+    /// `locate` may answer differently for any agent.
     WakeAll,
-    /// `replicas` or `unsynced` may answer differently: asks go out anew.
+    /// `replicas` or `unsynced` may answer differently.
     ReplicasChanged,
 }
 
@@ -164,18 +169,18 @@ pub struct Table {
     seeds: BTreeMap<Arc<str>, Seed>,
     streams: BTreeMap<StreamId, Target>,
     next_stream: u64,
-    /// The last instant that was told: a jump means that this process was paused.
+    /// The last instant that an event had. A jump means that this process was paused.
     seen: Instant,
-    /// After a pause nothing is dropped before this: its owners could not be heard.
+    /// After a pause, nothing is dropped before this instant, because the owners could not be heard.
     spare_until: Instant,
-    /// A snapshot ended, so another replica may ask for its own.
+    /// A snapshot has ended, so the next one can be requested.
     freed: bool,
-    /// Replicas and seeds that found no room.
+    /// Replicas and seeds that were refused because of [`Limits::replicas`].
     refused: u64,
     out: Out,
 }
 
-/// What events left to do.
+/// Actions that are not returned yet.
 #[derive(Debug, Clone, Default)]
 struct Out {
     actions: Vec<Action>,
@@ -228,9 +233,8 @@ impl Table {
         }
     }
 
-    // Events.
-
-    /// Takes gossip's whole view: who is live. A replica heard before and absent now is voted gone.
+    /// Applies gossip's list of live members. For a replica that was heard before and is absent now, gossip
+    /// votes "gone".
     pub fn gossip(&mut self, members: &[Member], now: Instant) {
         self.observe(now);
         let mut latest: BTreeMap<&ReplicaId, &Member> = BTreeMap::new();
@@ -251,7 +255,7 @@ impl Table {
         self.flush(now);
     }
 
-    /// Takes gossip's vote that one replica is gone. It counts only if gossip has heard it.
+    /// Applies gossip's vote that one replica is gone. It counts only if gossip has heard the replica.
     pub fn gossip_gone(&mut self, replica: &ReplicaId, now: Instant) {
         self.observe(now);
         if let Some(peer) = self.peers.get_mut(replica)
@@ -263,7 +267,7 @@ impl Table {
         self.flush(now);
     }
 
-    /// Our own gossip task starts anew: it has heard nobody, so it votes about nobody.
+    /// Notes that the own gossip task was restarted: it has heard no replica, so it has no votes.
     pub fn gossip_restarted(&mut self, now: Instant) {
         self.observe(now);
         for peer in self.peers.values_mut() {
@@ -273,8 +277,8 @@ impl Table {
         self.flush(now);
     }
 
-    /// Takes discovery's whole set of addresses. Those that no known replica has are dialled too, so
-    /// that everything works while UDP is blocked.
+    /// Applies the set of addresses from discovery. Addresses that no known replica has are dialled too, so
+    /// that everything works if UDP is blocked.
     pub fn seeds(&mut self, addresses: impl IntoIterator<Item = Arc<str>>, now: Instant) {
         self.observe(now);
         let addresses: BTreeSet<_> = addresses.into_iter().collect();
@@ -296,9 +300,9 @@ impl Table {
         self.flush(now);
     }
 
-    /// Takes one message of a stream; `from` comes with hello and beat.
+    /// Applies one message of a stream. `from` comes with hello and heartbeat messages.
     ///
-    /// The first message must be a hello. A peer that breaks the protocol loses its stream.
+    /// The first message must be a hello. The stream of a peer that violates the protocol is closed.
     pub fn message(&mut self, stream: StreamId, from: Option<Identity>, message: Message, now: Instant) {
         self.observe(now);
         match (self.streams.get(&stream).cloned(), message) {
@@ -313,9 +317,9 @@ impl Table {
         self.flush(now);
     }
 
-    /// Takes a message that this version cannot read, as one of a later version may be: its owner lives, and its copy is
-    /// doubted. It is asked for a snapshot again after a while, less and less often, and is not taken for synced until one
-    /// has come.
+    /// Notes a message that this version cannot read because a later version has sent it. The owner is alive,
+    /// but its copy is not reliable. A snapshot is requested again with growing delays, and the copy counts
+    /// as unsynced until one has arrived.
     pub fn unreadable(&mut self, stream: StreamId, now: Instant) {
         self.observe(now);
         match self.streams.get(&stream).cloned() {
@@ -326,14 +330,14 @@ impl Table {
         self.flush(now);
     }
 
-    /// Takes the end of a stream, or of an attempt to open it.
+    /// Notes the end of a stream, or of an attempt to open it.
     pub fn failed(&mut self, stream: StreamId, failure: Failure, now: Instant) {
         self.observe(now);
         self.fail(stream, failure, now);
         self.flush(now);
     }
 
-    /// Takes an owner's answer that it has no tunnel of `agent` at a version of its table.
+    /// Notes the answer of an owner that it has no tunnel of `agent` at a version of its table.
     pub fn not_here(
         &mut self,
         replica: &ReplicaId,
@@ -347,7 +351,7 @@ impl Table {
             let Self { peers, limits, out, .. } = self;
             if let Some(Peer { copy, .. }) = peers.get_mut(replica) {
                 copy.known = copy.known.max(version);
-                // An answer older than the copy says nothing about it.
+                // An answer that is older than the copy is ignored.
                 if copy.version.is_none_or(|at| at <= version) {
                     if copy.masks.len() >= limits.masks {
                         for agent in mem::take(&mut copy.masks).into_keys() {
@@ -363,14 +367,14 @@ impl Table {
         self.flush(now);
     }
 
-    /// Does what is due by now. To be called at [`Table::deadline`], or every 50 ms or so.
+    /// Does what is due by now. Call it at [`Table::deadline`], or about every 50 ms.
     pub fn tick(&mut self, now: Instant) {
         self.observe(now);
         self.settle_all(now);
         self.flush(now);
     }
 
-    /// Returns when [`Table::tick`] has something to do, if no event comes before.
+    /// Returns when [`Table::tick`] has something to do, if no event comes first.
     pub fn deadline(&self, now: Instant) -> Instant {
         let limits = &self.limits;
         let link = |link: &Link, dialable: bool| match *link {
@@ -379,7 +383,7 @@ impl Table {
             Link::Open { heard, .. } => Some(heard + limits.silence),
         };
         let peers = self.peers.values().flat_map(|peer| {
-            let alive = peer.dropped.is_none() && peer.state != State::Left;
+            let alive = peer.dropped.is_none() && peer.state != ReplicaState::Left;
             let timers = [
                 link(&peer.link, alive),
                 alive.then_some((peer.proof + limits.ttl).max(self.spare_until)),
@@ -390,12 +394,12 @@ impl Table {
             timers.into_iter().flatten()
         });
         let seeds = self.seeds.iter().filter_map(|(at, seed)| link(&seed.link, !self.is_met(at, seed)));
-        // A link that waits for a permit is late already: the floor keeps that from spinning.
+        // A link that waits for a free snapshot slot is overdue. The floor prevents a busy loop.
         let (floor, ceiling) = (now + Duration::from_millis(20), now + Duration::from_secs(1));
         peers.chain(seeds).min().unwrap_or(ceiling).clamp(floor, ceiling)
     }
 
-    /// Returns what is to do since the last call, in order. To be called after every event.
+    /// Returns the actions since the last call, in order. Call it after every event.
     pub fn actions(&mut self) -> Vec<Action> {
         let mut actions = mem::take(&mut self.out.actions);
         if mem::take(&mut self.out.all) {
@@ -409,9 +413,7 @@ impl Table {
         actions
     }
 
-    // What events do.
-
-    /// Does for one replica what is due: votes, expiry, dials, resyncs.
+    /// Does what is due for one replica: votes, expiry, dials, resyncs.
     fn settle(&mut self, replica: &ReplicaId, now: Instant) {
         let (ttl, answer, silence) = (self.limits.ttl, self.limits.answer, self.limits.silence);
         let Some(peer) = self.peers.get_mut(replica) else { return };
@@ -426,11 +428,11 @@ impl Table {
             _ => {}
         }
         let expired = now >= peer.proof + ttl && now >= self.spare_until && !flawed(Flaw::NoExpiry);
-        if peer.dropped.is_none() && (expired || peer.outvoted() || peer.state == State::Left) {
+        if peer.dropped.is_none() && (expired || peer.outvoted() || peer.state == ReplicaState::Left) {
             peer.dropped = Some(now);
             peer.copy.clear(&self.limits, &mut self.out);
         }
-        if peer.dropped.is_some() || peer.state == State::Left {
+        if peer.dropped.is_some() || peer.state == ReplicaState::Left {
             let link = mem::replace(&mut peer.link, Link::Idle { retry: now });
             self.close(link);
             return self.publish(replica, now);
@@ -441,7 +443,7 @@ impl Table {
             let late = copy.version.is_none_or(|version| version < copy.known) || copy.shadow.is_some();
             match copy.behind {
                 Some(since) if late && now >= since + self.limits.behind => {
-                    // A resume first: it is cheap, and mends a stream that is open at one end only.
+                    // Try a resume first: it is cheap, and repairs a stream that is open at one end only.
                     let want = if copy.resyncs == 0 && copy.version.is_some() && copy.shadow.is_none() {
                         Want::Resume
                     } else {
@@ -467,7 +469,7 @@ impl Table {
         self.freed = false;
         let mut replicas: Vec<_> =
             self.peers.iter().map(|(replica, peer)| (peer.failures, replica.clone())).collect();
-        // Those that failed wait behind the others for a snapshot.
+        // Replicas with failures wait after the others for a snapshot.
         replicas.sort_by_key(|(failures, _)| *failures);
         for (_, replica) in replicas {
             self.settle(&replica, now);
@@ -475,13 +477,13 @@ impl Table {
         let forget = self.limits.forget;
         let known = self.peers.len();
         self.peers.retain(|_, peer| peer.dropped.is_none_or(|at| now < at + forget));
-        // Lists name who is gone until then.
+        // Until then, lists name the dropped replica.
         self.out.changed |= self.peers.len() != known;
         self.settle_seeds(now);
     }
 
     fn flush(&mut self, now: Instant) {
-        // Once: what that frees is seen by the next tick.
+        // Only once: the next tick handles what this frees.
         if self.freed {
             self.settle_all(now);
         }

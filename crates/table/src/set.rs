@@ -1,12 +1,12 @@
-//! A set of agent ids: compact, with its digest kept along.
+//! A compact set of agent ids with its digest.
 //!
-//! One open-addressing array of ids with linear probing; zero marks an empty place, which costs
-//! nothing because ids are positive. It is filled to at most 4/5 and grows by a quarter, so an id
-//! takes 10–12.5 bytes at any size. `HashSet<i64>` doubles instead: 9–18 bytes. A sorted `Vec`
-//! takes 8, but every change moves half of it and a probe misses the cache a dozen times.
+//! It is one open-addressing array of ids with linear probing. Zero marks an empty slot, which is possible
+//! because ids are positive. It is filled to at most 4/5 and grows by a quarter, so an id takes 10–12.5 bytes
+//! at any size. A `HashSet<i64>` doubles instead and takes 9–18 bytes. A sorted `Vec` takes 8 bytes, but
+//! every change moves half of it on average, and a lookup misses the cache a dozen times.
 //!
-//! The hash has no secret: ids come from GitLab's sequence through peers that hold the private
-//! secret, and such a peer has simpler ways to do harm.
+//! The hash has no secret key: ids come from GitLab's sequence through peers that have the private secret,
+//! and such a peer has simpler ways to do harm.
 
 use ids::AgentId;
 
@@ -15,7 +15,7 @@ use crate::codec::mix;
 /// A set of agent ids and its digest.
 #[derive(Clone, Default)]
 pub struct IdSet {
-    places: Vec<i64>,
+    slots: Vec<i64>,
     len: usize,
     digest: u64,
 }
@@ -31,70 +31,73 @@ impl IdSet {
         self.len == 0
     }
 
-    /// Returns what [`crate::codec::digest`] gives for the same ids.
+    /// Returns the digest, equal to [`crate::codec::digest`] of the same ids.
     pub const fn digest(&self) -> u64 {
         self.digest
     }
 
     /// Returns the bytes that the set takes on the heap.
     pub const fn heap_bytes(&self) -> usize {
-        self.places.capacity() * size_of::<i64>()
+        self.slots.capacity() * size_of::<i64>()
     }
 
     /// Whether `agent` is in the set.
     pub fn contains(&self, agent: AgentId) -> bool {
-        !self.places.is_empty() && self.places[self.find(agent.get())] != 0
+        !self.slots.is_empty() && self.slots[self.find(agent.get())] != 0
     }
 
-    /// Adds `agent`; false if it was there.
+    /// Adds `agent`; returns false if it was already in the set.
     pub fn insert(&mut self, agent: AgentId) -> bool {
-        if (self.len + 1) * 5 > self.places.len() * 4 {
-            self.resize((self.places.len() + self.places.len() / 4).max(8));
+        if (self.len + 1) * 5 > self.slots.len() * 4 {
+            self.resize((self.slots.len() + self.slots.len() / 4).max(8));
         }
-        let place = self.find(agent.get());
-        if self.places[place] != 0 {
+        let slot = self.find(agent.get());
+        if self.slots[slot] != 0 {
             return false;
         }
-        self.places[place] = agent.get();
+        self.slots[slot] = agent.get();
         self.len += 1;
         self.digest ^= mix(agent.get().unsigned_abs());
         true
     }
 
-    /// Takes `agent` out; false if it was not there.
+    /// Removes `agent`; returns false if it was not in the set.
     pub fn remove(&mut self, agent: AgentId) -> bool {
         if !self.contains(agent) {
             return false;
         }
         let mut hole = self.find(agent.get());
-        self.places[hole] = 0;
+        self.slots[hole] = 0;
         self.len -= 1;
         self.digest ^= mix(agent.get().unsigned_abs());
-        // Later ids of the same run move back into the hole, so that no probe stops at it early.
+        // Later ids of the same run move back into the hole, so that no lookup stops there too early.
         let mut next = self.after(hole);
-        while self.places[next] != 0 {
-            let home = self.home(self.places[next]);
-            let reaches =
-                if hole <= next { home <= hole || home > next } else { home <= hole && home > next };
+        while self.slots[next] != 0 {
+            let preferred = self.preferred(self.slots[next]);
+            let reaches = if hole <= next {
+                preferred <= hole || preferred > next
+            } else {
+                preferred <= hole && preferred > next
+            };
             if reaches {
-                self.places[hole] = self.places[next];
-                self.places[next] = 0;
+                self.slots[hole] = self.slots[next];
+                self.slots[next] = 0;
                 hole = next;
             }
             next = self.after(next);
         }
-        if self.places.len() > 64 && self.len * 5 < self.places.len() * 2 {
+        if self.slots.len() > 64 && self.len * 5 < self.slots.len() * 2 {
             self.resize(self.len * 3 / 2);
         }
         true
     }
 
-    /// Returns all ids, in no order.
+    /// Returns all ids in no particular order.
     pub fn iter(&self) -> impl Iterator<Item = AgentId> {
-        self.places.iter().filter_map(|&id| AgentId::new(id).ok())
+        self.slots.iter().filter_map(|&id| AgentId::new(id).ok())
     }
 
-    /// Returns all ids in rising order.
+    /// Returns all ids in ascending order.
     pub fn sorted(&self) -> Vec<AgentId> {
         let mut ids = Vec::with_capacity(self.len);
         ids.extend(self.iter());
@@ -102,29 +105,30 @@ impl IdSet {
         ids
     }
 
-    /// The place of `id`, or the empty place where it belongs. There is always an empty place.
+    /// Returns the slot of `id`, or the empty slot where it belongs. There is always an empty slot.
     fn find(&self, id: i64) -> usize {
-        let mut place = self.home(id);
-        while self.places[place] != 0 && self.places[place] != id {
-            place = self.after(place);
+        let mut slot = self.preferred(id);
+        while self.slots[slot] != 0 && self.slots[slot] != id {
+            slot = self.after(slot);
         }
-        place
+        slot
     }
 
-    /// Scales the hash to the length: a multiplication, and any length will do.
-    fn home(&self, id: i64) -> usize {
-        ((u128::from(mix(id.unsigned_abs())) * self.places.len() as u128) >> 64) as usize
+    /// Returns the preferred slot of an id. The hash is scaled to the length by a multiplication, so any
+    /// length works.
+    fn preferred(&self, id: i64) -> usize {
+        ((u128::from(mix(id.unsigned_abs())) * self.slots.len() as u128) >> 64) as usize
     }
 
-    const fn after(&self, place: usize) -> usize {
-        if place + 1 == self.places.len() { 0 } else { place + 1 }
+    const fn after(&self, slot: usize) -> usize {
+        if slot + 1 == self.slots.len() { 0 } else { slot + 1 }
     }
 
-    fn resize(&mut self, places: usize) {
-        let old = std::mem::replace(&mut self.places, vec![0; places]);
+    fn resize(&mut self, slots: usize) {
+        let old = std::mem::replace(&mut self.slots, vec![0; slots]);
         for id in old.into_iter().filter(|&id| id != 0) {
-            let place = self.find(id);
-            self.places[place] = id;
+            let slot = self.find(id);
+            self.slots[slot] = id;
         }
     }
 }
@@ -145,7 +149,7 @@ impl PartialEq for IdSet {
     }
 }
 
-/// Sorted, so that equal sets print alike.
+/// Sorted, so that equal sets have the same output.
 impl std::fmt::Debug for IdSet {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_set().entries(self.sorted()).finish()

@@ -1,19 +1,17 @@
-//! Tests of the whole: named bugs of others, rules one by one, a seeded simulation, a small model.
+//! Tests of the whole crate: known bugs of other projects, single rules, a seeded simulation, a small model.
 
+mod known_bugs;
 mod model;
-mod museum;
 mod rules;
 mod sim;
 
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
+use cluster::{ReplicaHealth, ReplicaState};
 use ids::{AgentId, ReplicaId};
 use tokio::time::Instant;
 
-use crate::{
-    Action, Epoch, Feed, Identity, Limits, Member, Message, Next, Owner, Standing, State, StreamId, Table,
-    Version,
-};
+use crate::{Action, Epoch, Feed, Identity, Limits, Member, Message, Next, Owner, StreamId, Table, Version};
 
 fn agent(id: i64) -> AgentId {
     AgentId::new(id).unwrap()
@@ -27,7 +25,7 @@ fn ms(ms: u64) -> Duration {
     Duration::from_millis(ms)
 }
 
-/// The digest and count of an owner's set at each version of each epoch: what a copy may look like.
+/// Digest and count of an owner's set at each version of each epoch, which a copy may have.
 #[derive(Debug, Clone, Default)]
 struct History(BTreeMap<(Epoch, Version), (u64, u64)>);
 
@@ -37,25 +35,29 @@ impl History {
         self.0.insert((summary.epoch, summary.version), (summary.digest, summary.count));
     }
 
-    /// I5: whatever a table shows of a replica, its owner once had, at exactly that version.
+    /// Single writer: whatever a table shows of a replica, its owner once had at exactly that version.
     fn check(&self, table: &Table, name: &ReplicaId, now: Instant) {
         for view in table.replicas(now).iter().filter(|view| view.replica == *name) {
             if let (Some(epoch), Some(version)) = (view.epoch, view.version) {
                 let had = self.0.get(&(epoch, version)).copied();
-                // Version 0 is the empty set whether or not it was noted.
+                // Version 0 is the empty set, even if it was not noted.
                 let had = if version == Version(0) { Some((0, 0)) } else { had };
-                assert_eq!(had, Some((view.digest, view.count as u64)), "I5: {name} at {epoch}:{version}");
+                assert_eq!(
+                    had,
+                    Some((view.digest, view.count as u64)),
+                    "single writer: {name} at {epoch}:{version}"
+                );
             }
         }
     }
 }
 
-/// One subscriber and one owner, `a`, with everything between them in the test's hand.
+/// One subscriber and one owner, `a`. The test controls everything between them.
 struct Lab {
     now: Instant,
     table: Table,
     owner: Owner,
-    state: State,
+    state: ReplicaState,
     feed: Option<(StreamId, Feed)>,
     dialled: Option<(StreamId, Option<(Epoch, Version)>)>,
     actions: Vec<Action>,
@@ -74,7 +76,7 @@ impl Lab {
             now,
             table: Table::new(replica("me"), limits, now),
             owner: Owner::with_sizes(Epoch(10), 64, 2),
-            state: State::Ready,
+            state: ReplicaState::Ready,
             feed: None,
             dialled: None,
             actions: Vec::new(),
@@ -83,7 +85,7 @@ impl Lab {
         }
     }
 
-    /// A lab whose table has the agents `1..=count`, by a stream that is open.
+    /// Returns a lab whose table has the agents `1..=count` and an open stream.
     fn synced(count: i64) -> Self {
         let mut lab = Self::new();
         for id in 1..=count {
@@ -157,14 +159,14 @@ impl Lab {
         self.history.check(&self.table, &replica("a"), self.now);
     }
 
-    /// The owner takes the dial; nothing is sent yet.
+    /// The owner accepts the dial. Nothing is sent yet.
     fn connect(&mut self) -> Option<(Epoch, Version)> {
         let (stream, resume) = self.dialled.take().expect("the table dialled");
         self.feed = Some((stream, self.owner.feed(resume)));
         resume
     }
 
-    /// Takes one message out of the feed without delivering it.
+    /// Takes one message from the feed without delivering it.
     fn emit(&mut self) -> Option<Message> {
         let (_, feed) = self.feed.as_mut()?;
         match feed.next(&mut self.owner, self.now) {
@@ -180,7 +182,7 @@ impl Lab {
         self.obey();
     }
 
-    /// Delivers everything that the feed has.
+    /// Delivers all messages of the feed.
     fn pump(&mut self) {
         while let Some(message) = self.emit() {
             self.deliver(message);
@@ -191,7 +193,7 @@ impl Lab {
         self.feed.as_ref().expect("a stream is open").0
     }
 
-    /// Lets time pass in ticks; the stream goes on if it is open.
+    /// Lets time pass in ticks. An open stream continues.
     fn pass(&mut self, time: Duration) {
         let end = self.now + time;
         while self.now < end {
@@ -207,16 +209,16 @@ impl Lab {
         self.history.note(&self.owner);
         self.feed = None;
         self.generation += 1;
-        self.state = State::Ready;
+        self.state = ReplicaState::Ready;
     }
 
     fn holds(&self, id: i64) -> bool {
         self.table.locate(agent(id), self.now).iter().any(|found| found.replica == replica("a"))
     }
 
-    fn standing(&self) -> Standing {
+    fn health(&self) -> ReplicaHealth {
         let views = self.table.replicas(self.now);
-        views.iter().find(|view| view.replica == replica("a")).map_or(Standing::Gone, |view| view.standing)
+        views.iter().find(|view| view.replica == replica("a")).map_or(ReplicaHealth::Gone, |view| view.health)
     }
 
     fn dials(&self) -> usize {

@@ -1,5 +1,5 @@
-//! An agent as GitLab's behave: a gRPC library's client, gzip on everything it sends, tunnels that carry one request
-//! each, ten of them.
+//! An agent as GitLab's behave: a gRPC library's client, gzip on everything it sends, tunnels that carry one
+//! request each, ten of them.
 //!
 //! Unlike [`raw_agent`](crate::raw_agent) it knows nothing of envelopes' bytes: what it shows is that a gRPC
 //! implementation which is not ours gets along with kas.

@@ -1,10 +1,10 @@
-//! An agent as GitLab's of 16.5 behave, by a gRPC library: it registers, its configuration stream does not, and its pool
-//! of tunnels grows and comes back by rules of its own.
+//! An agent as GitLab's of 16.5 behave, by a gRPC library: it registers, its configuration stream does not,
+//! and its pool of tunnels grows and comes back by rules of its own.
 //!
 //! * `Register` first, without waiting for it; what it is answered is kept.
 //! * Two idle tunnels; ten more, up to 500, whenever fewer than two are idle after one became busy.
-//! * A tunnel that ends with OK, CANCELLED or DEADLINE_EXCEEDED is opened again at once, any other after a back-off of
-//!   1 s and more.
+//! * A tunnel that ends with OK, CANCELLED or DEADLINE_EXCEEDED is opened again at once, any other after a
+//!   back-off of 1 s and more.
 //!
 //! Not played: the shrinking of the pool, which takes minutes and is seen by nobody but the agent.
 
@@ -59,7 +59,8 @@ pub const MOST: usize = 500;
 /// After an end that is no request to come back.
 const BACK_OFF: Duration = Duration::from_secs(1);
 
-/// Returns what it sends first in a tunnel: besides what tests call, services and methods that 14.1 did not have.
+/// Returns what it sends first in a tunnel: besides what tests call, services and methods that 14.1 did not
+/// have.
 pub fn descriptor() -> AgentDescriptor {
     let service = |name: &str, methods: &[&str]| Service {
         name: name.to_owned(),
@@ -105,8 +106,8 @@ struct Shared {
 }
 
 impl Agent16 {
-    /// Connects, and returns when it has registered, its configuration stream is open and two tunnels are. `pod` is the
-    /// name of its pod, `pod_id` what it calls its process.
+    /// Connects, and returns when it has registered, its configuration stream is open and two tunnels are.
+    /// `pod` is the name of its pod, `pod_id` what it calls its process.
     ///
     /// # Errors
     /// When kas cannot be reached, or refuses anything but the registration.
@@ -114,8 +115,8 @@ impl Agent16 {
         Self::start_behind([address, address], token, pod, pod_id).await
     }
 
-    /// As [`start`](Self::start), behind a balancer of calls: its streams are led to the first address, its registration to
-    /// the second.
+    /// As [`start`](Self::start), behind a balancer of calls: its streams are led to the first address, its
+    /// registration to the second.
     ///
     /// # Errors
     /// As [`start`](Self::start).

@@ -61,8 +61,8 @@ impl Agentk {
         Self::start_at(None, &format!("grpcs://{kas}"), token, &arguments).await
     }
 
-    /// Starts one that dials this address of kas, and trusts the CA in `ca` besides the system's; nothing is behind it
-    /// but the bench's service.
+    /// Starts one that dials this address of kas, and trusts the CA in `ca` besides the system's; nothing is
+    /// behind it but the bench's service.
     ///
     /// # Errors
     /// When it does not start.
@@ -100,8 +100,8 @@ impl Agentk {
         Self::start_at(None, &format!("grpc://{kas}"), token, cluster).await
     }
 
-    /// Starts one that dials this address of kas, with further arguments and variables; nothing is behind it but the
-    /// bench's service.
+    /// Starts one that dials this address of kas, with further arguments and variables; nothing is behind it
+    /// but the bench's service.
     ///
     /// # Errors
     /// When it does not start.

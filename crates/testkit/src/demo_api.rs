@@ -1,10 +1,11 @@
-//! A demonstration, **not a cluster**: an HTTP server with about a dozen made-up pods, for whoever wants to see kas
-//! and agentk at work and has no Kubernetes at hand.
+//! A demonstration, **not a cluster**: an HTTP server with about a dozen made-up pods, for whoever wants to
+//! see kas and agentk at work and has no Kubernetes at hand.
 //!
-//! It speaks as much of the Kubernetes API as reading needs: discovery, namespaces, pods and their logs; selectors,
-//! pages, watches, tables and metadata-only answers. Every 2 s a visiting pod comes, changes or goes. Nothing can be
-//! written, nobody is authenticated, nothing runs. Whatever asks can tell: the `Server` header, the version and the
-//! page at `/` say so. Tests use [`kubernetes`](crate::kubernetes), which is the real API server.
+//! It speaks as much of the Kubernetes API as reading needs: discovery, namespaces, pods and their logs;
+//! selectors, pages, watches, tables and metadata-only answers. Every 2 s a visiting pod comes, changes or
+//! goes. Nothing can be written, nobody is authenticated, nothing runs. Whatever asks can tell: the `Server`
+//! header, the version and the page at `/` say so. Tests use [`kubernetes`](crate::kubernetes), which is the
+//! real API server.
 
 use std::{
     collections::{BTreeMap, VecDeque},
@@ -107,8 +108,8 @@ pub struct DemoApi {
 }
 
 impl DemoApi {
-    /// Listens on `address`, which should be a loopback one: everybody who reaches it may read. Port 0 is any free
-    /// one.
+    /// Listens on `address`, which should be a loopback one: everybody who reaches it may read. Port 0 is any
+    /// free one.
     ///
     /// # Errors
     /// When the address cannot be listened on.

@@ -1,5 +1,6 @@
-//! A GitLab whose internal API knows agents: it reads requests byte by byte, checks the signature of kas as GitLab
-//! does, and can be slow, broken or gone. No real GitLab runs here: it needs more memory than all other tests.
+//! A GitLab whose internal API knows agents: it reads requests byte by byte, checks the signature of kas as
+//! GitLab does, and can be slow, broken or gone. No real GitLab runs here: it needs more memory than all
+//! other tests.
 //!
 //! It can be the proxy on the way to itself too: it answers requests that name a whole URL, and `CONNECT`.
 

@@ -151,7 +151,8 @@ impl<W: Wire> Request<'_, W> {
     }
 }
 
-/// Serves one request as agentk does. Returns whether the tunnel may go on: always to be ended on a one-shot one.
+/// Serves one request as agentk does. Returns whether the tunnel may go on: always to be ended on a one-shot
+/// one.
 pub async fn serve(wire: &mut impl Wire, info: &RequestInfo, reusable: bool) -> bool {
     let method = info.method_name.rsplit('/').next().unwrap_or_default().to_owned();
     let mut request = Request { wire, closed: false };

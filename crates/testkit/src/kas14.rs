@@ -1,5 +1,5 @@
-//! A kas as GitLab's 14.1 behaves towards agentk: tunnels that carry one request each, and response headers that
-//! come with the first message only.
+//! A kas as GitLab's 14.1 behaves towards agentk: tunnels that carry one request each, and response headers
+//! that come with the first message only.
 
 use std::net::SocketAddr;
 

@@ -1,11 +1,11 @@
 //! A real Kubernetes API for tests: kube-apiserver and etcd as child processes of the test.
 //!
-//! There is no controller manager, no scheduler and no kubelet, on purpose: pods stay Pending, a namespace gets no
-//! ServiceAccount by itself, and a deleted namespace never finishes. What a test needs of that, the methods here
-//! create by hand. `tests/kubernetes/go.mod` says which versions run.
+//! There is no controller manager, no scheduler and no kubelet, on purpose: pods stay Pending, a namespace
+//! gets no ServiceAccount by itself, and a deleted namespace never finishes. What a test needs of that, the
+//! methods here create by hand. `tests/kubernetes/go.mod` says which versions run.
 //!
-//! `pods/proxy` and `services/proxy` make the API server dial the pod's IP address: a test that sets one must run in
-//! a network namespace without a route out.
+//! `pods/proxy` and `services/proxy` make the API server dial the pod's IP address: a test that sets one must
+//! run in a network namespace without a route out.
 
 use std::{
     env,
@@ -49,8 +49,8 @@ use tokio::{
 };
 use tokio_rustls::TlsConnector;
 
-/// How long a server may take to become ready. It takes about 3 s on two idle cores; the rest is for a machine that
-/// compiles at the same time. Longer only delays the report of a server that hangs.
+/// How long a server may take to become ready. It takes about 3 s on two idle cores; the rest is for a
+/// machine that compiles at the same time. Longer only delays the report of a server that hangs.
 const READY_WITHIN: Duration = Duration::from_secs(120);
 
 /// How long one request of this module, or one `kubectl`, may take.
@@ -63,8 +63,8 @@ const POLL: Duration = Duration::from_millis(50);
 /// connection, so more would only queue here. Measured with 64: 5,000 pods in 2 to 3 s on two cores.
 const CONCURRENT: usize = 64;
 
-/// How many free ports are tried. Another process can take a port between the moment it was found free and the
-/// moment the server binds it; five such losses in a row mean that something else is wrong.
+/// How many free ports are tried. Another process can take a port between the moment it was found free and
+/// the moment the server binds it; five such losses in a row mean that something else is wrong.
 const PORT_ATTEMPTS: usize = 5;
 
 /// How many lines of a server's output an error repeats.
@@ -92,9 +92,9 @@ impl Binaries {
 
 /// Finds etcd and kube-apiserver, and builds them when this machine has none yet.
 ///
-/// `KUBEBUILDER_ASSETS` names a folder that holds both. Without it they come from a folder under `KAS_TEST_CACHE`
-/// (or `$XDG_CACHE_HOME/kas-tests`, or `~/.cache/kas-tests`), named after the module's requirements and the version
-/// of Go. Blocks for minutes when that folder must be built first.
+/// `KUBEBUILDER_ASSETS` names a folder that holds both. Without it they come from a folder under
+/// `KAS_TEST_CACHE` (or `$XDG_CACHE_HOME/kas-tests`, or `~/.cache/kas-tests`), named after the module's
+/// requirements and the version of Go. Blocks for minutes when that folder must be built first.
 ///
 /// # Errors
 ///
@@ -163,7 +163,8 @@ fn build(module: &Path, requirements: &str, partial: &Path, folder: &Path) -> Re
     Ok(())
 }
 
-/// Gives the API server the version that its own release build would give it: clients read it from `/version`.
+/// Gives the API server the version that its own release build would give it: clients read it from
+/// `/version`.
 fn linker_flags(requirements: &str) -> Result<String> {
     let version = requirements
         .lines()
@@ -213,8 +214,8 @@ fn go(module: &Path, arguments: &[&str]) -> Result<String> {
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
-/// Returns the folder where tests keep what takes long to make: `KAS_TEST_CACHE`, else `kas-tests` among the caches of
-/// the user. It may not exist yet.
+/// Returns the folder where tests keep what takes long to make: `KAS_TEST_CACHE`, else `kas-tests` among the
+/// caches of the user. It may not exist yet.
 ///
 /// # Errors
 ///
@@ -315,7 +316,8 @@ impl Kubernetes {
         self.dir.path().join("ca.crt")
     }
 
-    /// Returns a kubeconfig whose client certificate is of the group `system:masters`: no rule is ever checked.
+    /// Returns a kubeconfig whose client certificate is of the group `system:masters`: no rule is ever
+    /// checked.
     pub fn admin_kubeconfig(&self) -> PathBuf {
         self.kubeconfig("admin")
     }
@@ -380,7 +382,8 @@ impl Kubernetes {
 
     /// Creates a service account with the access named, and returns a token of it that is valid for a day.
     ///
-    /// Returns only when the API server grants the access: its rules reach the part that decides after a moment.
+    /// Returns only when the API server grants the access: its rules reach the part that decides after a
+    /// moment.
     ///
     /// # Errors
     ///
@@ -432,7 +435,8 @@ impl Kubernetes {
         Ok(token.trim().to_owned())
     }
 
-    /// Creates pods named `{prefix}-00000` and up, and the namespace when it does not exist. They stay Pending.
+    /// Creates pods named `{prefix}-00000` and up, and the namespace when it does not exist. They stay
+    /// Pending.
     ///
     /// # Errors
     ///
@@ -451,8 +455,9 @@ impl Kubernetes {
         .await
     }
 
-    /// Creates ConfigMaps named `{prefix}-00000` and up with `bytes_each` bytes of data, at most 1 MiB, and the
-    /// namespace when it does not exist. The data hardly compresses, so that a list of them is large on the wire.
+    /// Creates ConfigMaps named `{prefix}-00000` and up with `bytes_each` bytes of data, at most 1 MiB, and
+    /// the namespace when it does not exist. The data hardly compresses, so that a list of them is large on
+    /// the wire.
     ///
     /// # Errors
     ///
@@ -485,8 +490,8 @@ impl Kubernetes {
         tokio::task::spawn_blocking(move || drop(stopped)).await.context("could not stop the API server")
     }
 
-    /// Starts the API server again, on the same port and with the same objects, and waits until it is ready. Does
-    /// nothing when it is running already.
+    /// Starts the API server again, on the same port and with the same objects, and waits until it is ready.
+    /// Does nothing when it is running already.
     ///
     /// # Errors
     ///
@@ -587,8 +592,8 @@ impl Kubernetes {
         object: impl Fn(usize) -> Value + Sync,
     ) -> Result<()> {
         let connection = self.client.connect().await?;
-        // The first alone: making many large objects keeps this thread busy for seconds, and an API server that has
-        // seen no frame of a new connection for two closes it.
+        // The first alone: making many large objects keeps this thread busy for seconds, and an API server
+        // that has seen no frame of a new connection for two closes it.
         if count > 0 {
             connection.create(path, &object(0)).await?;
         }
@@ -652,7 +657,8 @@ impl Keys {
         write("serving.crt", &certificate.pem())?;
         write("serving.key", &key.serialize_pem())?;
 
-        // An authority of its own: the API server believes what a holder of its certificates says about the user.
+        // An authority of its own: the API server believes what a holder of its certificates says about the
+        // user.
         let front_proxy = authority("front-proxy-ca")?;
         write("front-proxy-ca.crt", &front_proxy.pem())?;
         let (certificate, key) = issue(client_certificate("front-proxy-client", None), &front_proxy)?;
@@ -898,7 +904,8 @@ impl Process {
                 }
                 return Err(anyhow!("{} ended ({status}): {last}", self.name).into());
             }
-            // The second look: the answer may have come from another process, to which this one lost the port.
+            // The second look: the answer may have come from another process, to which this one lost the
+            // port.
             if ready.is_true().await && self.ended()?.is_none() {
                 return Ok(());
             }
@@ -947,8 +954,8 @@ fn setpriv() -> Option<PathBuf> {
 
 /// Spawns a process from a thread that lives as long as this process.
 ///
-/// The kernel sends the parent-death signal when the spawning *thread* ends, and a runtime's threads end with the
-/// test that made it. Nobody joins this thread: there is one, and it ends with the process.
+/// The kernel sends the parent-death signal when the spawning *thread* ends, and a runtime's threads end with
+/// the test that made it. Nobody joins this thread: there is one, and it ends with the process.
 async fn spawn_from_lasting_thread(command: Command) -> Result<Child> {
     type Order = (Command, oneshot::Sender<io::Result<Child>>);
     static ORDERS: LazyLock<mpsc::SyncSender<Order>> = LazyLock::new(|| {

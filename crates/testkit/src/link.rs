@@ -1,7 +1,7 @@
 //! HTTP/2 as a test needs it: every frame at the moment the test says, every end told apart.
 //!
-//! Built on h2 itself, because what matters here (a reset and its reason, a half-close alone, half a message) is what
-//! libraries above it hide.
+//! Built on h2 itself, because what matters here (a reset and its reason, a half-close alone, half a message)
+//! is what libraries above it hide.
 
 use std::{
     io,
@@ -27,8 +27,8 @@ use tokio::{
 
 use crate::process::soon;
 
-/// Everything that one end has received: the bytes of its sockets, and the texts of what was in them (header blocks
-/// are compressed on the wire).
+/// Everything that one end has received: the bytes of its sockets, and the texts of what was in them (header
+/// blocks are compressed on the wire).
 #[derive(Clone, Debug, Default)]
 pub struct Record(Arc<Mutex<Received>>);
 

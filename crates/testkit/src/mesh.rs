@@ -1,7 +1,8 @@
 //! Several real replicas of kas as one cluster, and what each of them believes.
 //!
-//! On loopback each replica has an address of its own of `127.0.0.0/8` and the usual ports, so that no other process
-//! takes a port while its replica is down. With [`Options::hosts`] each has a host of its own in a [`Network`].
+//! On loopback each replica has an address of its own of `127.0.0.0/8` and the usual ports, so that no other
+//! process takes a port while its replica is down. With [`Options::hosts`] each has a host of its own in a
+//! [`Network`].
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -34,7 +35,7 @@ use crate::{
     kas::{self, AgentEntry, Kas, merge, token, within},
     network::{Cut, Network, Traffic},
     process::SOON,
-    raw_agent::{Kind, RawAgent},
+    raw_agent::{Kind, ServingAgent},
 };
 
 /// The ports of every replica.
@@ -127,38 +128,8 @@ impl View {
     }
 }
 
-/// An agent of the test at one replica, which serves until this is dropped.
-#[derive(Debug)]
-pub struct Agent {
-    /// The agent.
-    pub raw: RawAgent,
-    serving: JoinSet<()>,
-}
-
-impl Agent {
-    /// Vanishes without a word.
-    pub fn cut(mut self) {
-        self.serving.abort_all();
-        self.raw.link().cut();
-    }
-
-    /// Returns the request ids that it got, in order.
-    pub fn ids(&self) -> Vec<String> {
-        let id = |info: &proto::gitlab::agent::reverse_tunnel::rpc::RequestInfo| {
-            info.meta.get("x-gitlab-correlation-id").and_then(|values| values.value.first().cloned())
-        };
-        self.raw.requests().list().iter().filter_map(id).collect()
-    }
-}
-
-impl Drop for Agent {
-    fn drop(&mut self) {
-        self.serving.abort_all();
-        self.raw.link().cut();
-    }
-}
-
-/// Takes one of 60,000 networks of loopback that no other test has, `127.a.b.0/24`, for as long as the listener lives.
+/// Takes one of 60,000 networks of loopback that no other test has, `127.a.b.0/24`, for as long as the
+/// listener lives.
 fn reserve() -> Result<(u8, u8, Option<std::net::TcpListener>)> {
     for _ in 0..1000 {
         let (a, b) = (rand::random_range(1..=240), rand::random_range(0..=255));
@@ -351,10 +322,8 @@ impl Mesh {
     ///
     /// # Errors
     /// When the replica cannot be reached, or refuses it.
-    pub async fn agent(&self, n: usize, agent: i64, kind: Kind, tunnels: usize) -> Result<Agent> {
-        let raw = RawAgent::connect(self.agents(n), &token(agent), kind).await?;
-        let serving = raw.serve(tunnels).await?;
-        Ok(Agent { raw, serving })
+    pub async fn agent(&self, n: usize, agent: i64, kind: Kind, tunnels: usize) -> Result<ServingAgent> {
+        ServingAgent::connect(self.agents(n), &token(agent), kind, tunnels).await
     }
 
     // What can happen to replicas.
@@ -429,8 +398,8 @@ impl Mesh {
 
     // What they believe.
 
-    /// Waits until each running replica hears by gossip of the present process of each other: tables come over TCP,
-    /// and may be there before.
+    /// Waits until each running replica hears by gossip of the present process of each other: tables come
+    /// over TCP, and may be there before.
     ///
     /// # Errors
     /// When that does not happen soon: says what they know instead.

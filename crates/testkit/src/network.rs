@@ -1,9 +1,10 @@
-//! Hosts that are not there: network namespaces on one bridge, between which any direction and protocol can be cut.
+//! Hosts that are not there: network namespaces on one bridge, between which any direction and protocol can
+//! be cut.
 //!
-//! Nothing has a name and nothing touches the network of the machine: each namespace lives as long as a sleeping
-//! process in it, which dies with the test. The test's own thread moves to the bridge, so that it reaches every host
-//! whatever is cut between them; a test that uses this must therefore run on a runtime of one thread, which
-//! `#[tokio::test]` makes.
+//! Nothing has a name and nothing touches the network of the machine: each namespace lives as long as a
+//! sleeping process in it, which dies with the test. The test's own thread moves to the bridge, so that it
+//! reaches every host whatever is cut between them; a test that uses this must therefore run on a runtime of
+//! one thread, which `#[tokio::test]` makes.
 
 use std::{
     fs::File,
@@ -40,7 +41,8 @@ pub enum Traffic {
     Udp,
     /// Table streams and requests; UDP passes.
     Tcp,
-    /// What goes to the private API of the host that would receive; its answers to what it dialled itself pass.
+    /// What goes to the private API of the host that would receive; its answers to what it dialled itself
+    /// pass.
     Dialled,
 }
 

@@ -34,11 +34,12 @@ pub async fn soon<F: Future>(what: &str, future: F) -> F::Output {
     }
 }
 
-/// Names a folder with programs of another build, to be tested or measured instead of those of the running test.
+/// Names a folder with programs of another build, to be tested or measured instead of those of the running
+/// test.
 const PROGRAMS: &str = "KAS_PROGRAMS";
 
-/// Returns the path of a program of this workspace, in the profile of the running test, or in the folder that the
-/// variable `KAS_PROGRAMS` names. Programs that are not there are built first; not in such a folder.
+/// Returns the path of a program of this workspace, in the profile of the running test, or in the folder that
+/// the variable `KAS_PROGRAMS` names. Programs that are not there are built first; not in such a folder.
 ///
 /// # Errors
 /// When they cannot be built, or are not in the folder.
@@ -62,7 +63,7 @@ pub fn program(name: &str) -> Result<PathBuf> {
     }
     let cargo = env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let mut command = Command::new(cargo);
-    command.args(["build", "-p", "kas", "-p", "agentk", "-p", "kasctl"]);
+    command.args(["build", "-p", "kas", "-p", "agentk", "-p", "kasctl", "--features", "agentk/bench"]);
     if folder.file_name().is_some_and(|profile| profile == "release") {
         command.arg("--release");
     }
@@ -126,8 +127,8 @@ impl Process {
         arguments: &[&str],
         env: &[(&str, &str)],
     ) -> Result<Self> {
-        // A killed test runs no destructors: the kernel then kills what it started. Neither program forks, so that
-        // the process is still this one's child.
+        // A killed test runs no destructors: the kernel then kills what it started. Neither program forks, so
+        // that the process is still this one's child.
         let mut words: Vec<OsString> = Vec::new();
         if let Some(setpriv) = find("setpriv") {
             words.extend([setpriv.into(), "--pdeathsig".into(), "KILL".into(), "--".into()]);
@@ -333,8 +334,8 @@ pub fn find(program: &str) -> Option<PathBuf> {
 
 /// Spawns a process from a thread that lasts as long as this process.
 ///
-/// The kernel sends the parent-death signal when the spawning *thread* ends, and a runtime's threads end with the
-/// test that made it. Nobody joins this thread: there is one, and it ends with the process.
+/// The kernel sends the parent-death signal when the spawning *thread* ends, and a runtime's threads end with
+/// the test that made it. Nobody joins this thread: there is one, and it ends with the process.
 async fn spawn_from_lasting_thread(command: Command) -> Result<Child> {
     type Order = (Command, tokio::sync::oneshot::Sender<io::Result<Child>>);
     static ORDERS: LazyLock<mpsc::SyncSender<Order>> = LazyLock::new(|| {

@@ -1,6 +1,7 @@
 //! Real proxies before kas: nginx, HAProxy and Envoy, and one for CONNECT.
 //!
-//! Each has the configuration that its documentation shows, and the timers that it has unless it is told others.
+//! Each has the configuration that its documentation shows, and the timers that it has unless it is told
+//! others.
 
 use std::{
     net::SocketAddr,
@@ -110,7 +111,8 @@ impl Proxy {
         Self::listening(address, process, dir).await
     }
 
-    /// Starts Envoy with one route; `manager` is added to its HTTP connection manager, and `route` to the route.
+    /// Starts Envoy with one route; `manager` is added to its HTTP connection manager, and `route` to the
+    /// route.
     ///
     /// # Errors
     /// When it does not start, or is not installed.
@@ -223,8 +225,8 @@ impl ConnectProxy {
     /// # Errors
     /// When there is no port, or the certificate cannot be used.
     pub async fn start_tls(to: SocketAddr, files: &Certificates) -> Result<Self> {
-        let config = runtime::tls::server(&files.certificate, &files.key)?;
-        Self::start_with(to, None, Some(TlsAcceptor::from(runtime::tls::or_http1(&config)))).await
+        let config = net::tls::server(&files.certificate, &files.key)?;
+        Self::start_with(to, None, Some(TlsAcceptor::from(net::tls::or_http1(&config)))).await
     }
 
     async fn start_with(

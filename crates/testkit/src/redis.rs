@@ -1,7 +1,7 @@
 //! A real Redis as a child process, and a wire to it that can be slow or cut.
 //!
-//! It keeps nothing on disk. [`Redis::stop`] and [`Redis::start`] are an outage on the same port; [`Wire`] is a proxy whose
-//! faults hit only who dials through it.
+//! It keeps nothing on disk. [`Redis::stop`] and [`Redis::start`] are an outage on the same port; [`Wire`] is
+//! a proxy whose faults hit only who dials through it.
 
 use std::{
     net::SocketAddr,

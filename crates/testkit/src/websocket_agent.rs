@@ -1,5 +1,5 @@
-//! An agent of GitLab 14.1 that dials `ws://`, down to the bytes of its HTTP/2: what it puts into `:authority` no HTTP/2
-//! library for Rust sends.
+//! An agent of GitLab 14.1 that dials `ws://`, down to the bytes of its HTTP/2: what it puts into
+//! `:authority` no HTTP/2 library for Rust sends.
 //!
 //! Blocking, on a WebSocket library that kas does not read frames with: for a thread of its own.
 
@@ -191,7 +191,8 @@ impl WebSocketAgent {
         Ok(stream)
     }
 
-    /// Writes a field as Go's encoder does: by its number if it was there before, else into the table, in Huffman code.
+    /// Writes a field as Go's encoder does: by its number if it was there before, else into the table, in
+    /// Huffman code.
     fn field(&mut self, block: &mut Vec<u8>, index: u8, name: &str, value: &str) {
         if let Some(at) = self.fields.iter().position(|(n, v)| n == name && v == value) {
             block.push(0x80 | (62 + u8::try_from(at).expect("fields are few")));

@@ -48,7 +48,8 @@ async fn api_server_keeps_its_objects_and_rules_across_a_restart() -> anyhow::Re
 
 #[tokio::test]
 async fn a_list_of_config_maps_is_larger_than_64_mib() -> anyhow::Result<()> {
-    // On a task of its own, as scenarios with several parts do: this compiles only while the futures are `Send`.
+    // On a task of its own, as scenarios with several parts do: this compiles only while the futures are
+    // `Send`.
     let kubernetes = tokio::spawn(async {
         let kubernetes = Kubernetes::start().await?;
         kubernetes.create_config_maps("large", "noise", 70, 1_000_000).await?;

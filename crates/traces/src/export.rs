@@ -1,9 +1,9 @@
 //! From finished spans to a collector: a bounded queue, and one task that empties it.
 //!
-//! `opentelemetry-otlp` and the SDK's batch processor do the same, and are not used: the processor has a thread of its own
-//! and keeps its count of dropped spans to itself, and the exporter brings a second HTTP client (reqwest, or a tonic
-//! channel with its own TLS) where hyper and rustls are there already. agentk, which must stay small, gets its spans this
-//! way for the price of the messages alone.
+//! `opentelemetry-otlp` and the SDK's batch processor do the same, and are not used: the processor has a
+//! thread of its own and keeps its count of dropped spans to itself, and the exporter brings a second HTTP
+//! client (reqwest, or a tonic channel with its own TLS) where hyper and rustls are there already. agentk,
+//! which must stay small, gets its spans this way for the price of the messages alone.
 
 use std::{
     sync::{

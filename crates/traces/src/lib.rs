@@ -1,7 +1,8 @@
-//! Spans of requests: the W3C trace context that comes with a request and goes on with it, and export by OTLP.
+//! Spans of requests: the W3C trace context that comes with a request and goes on with it, and export by
+//! OTLP.
 //!
-//! Spans, sampling and the context are OpenTelemetry's own; what is here ties them to HTTP headers and to a bounded
-//! queue ([`Export`]). Nothing of it is global: whoever has no [`Tracer`] pays nothing.
+//! Spans, sampling and the context are OpenTelemetry's own; what is here ties them to HTTP headers and to a
+//! bounded queue ([`Export`]). Nothing of it is global: whoever has no [`Tracer`] pays nothing.
 
 mod export;
 mod settings;
@@ -55,7 +56,7 @@ pub struct Tracer(Arc<SdkTracer>);
 /// [`Error`], when a file that is named cannot be used.
 pub fn start(settings: Settings, counts: Arc<Counts>) -> Result<(Tracer, Export), Error> {
     let mut attributes = vec![
-        KeyValue::new("service.version", runtime::version::VERSION),
+        KeyValue::new("service.version", process::version::VERSION),
         KeyValue::new("service.instance.id", settings.instance.clone()),
     ];
     attributes

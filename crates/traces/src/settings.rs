@@ -51,7 +51,7 @@ pub struct Settings {
 pub enum Error {
     /// The CA of the collector.
     #[error("TLS with the collector cannot be set up")]
-    Tls(#[from] runtime::tls::Error),
+    Tls(#[from] net::tls::Error),
     /// The file of headers.
     #[error("cannot read the headers for the collector from {path}")]
     Headers {
@@ -119,7 +119,7 @@ impl Collector {
     /// # Errors
     /// [`Error`], for the first one that cannot be used.
     pub fn check(&self) -> Result<(), Error> {
-        runtime::tls::client(self.ca_file.as_deref())?;
+        net::tls::client(self.ca_file.as_deref())?;
         self.headers.read_now().map(drop)
     }
 }
@@ -154,8 +154,8 @@ pub const ENDPOINT: &str =
 pub const PROTOCOL: &str = "http/protobuf or grpc";
 
 impl Variables {
-    /// Returns the collector: what was `told`, and where that says nothing, what the variables say. `None`: there is
-    /// none, so that no spans are made.
+    /// Returns the collector: what was `told`, and where that says nothing, what the variables say. `None`:
+    /// there is none, so that no spans are made.
     ///
     /// # Errors
     /// [`Invalid`], for a variable that counts and holds something else.

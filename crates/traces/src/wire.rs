@@ -16,6 +16,7 @@ use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use opentelemetry_proto::tonic::collector::trace::v1::{
     ExportTraceServiceRequest, ExportTraceServiceResponse,
 };
+use process::error::chain;
 use prost::Message as _;
 use rustls_pki_types::ServerName;
 use tokio::net::TcpStream;
@@ -48,7 +49,8 @@ pub(crate) struct Taken {
     pub(crate) why: String,
 }
 
-/// A connection of either kind. Behind a pointer: a copy of HTTP/1 and HTTP/2 for each would weigh more than all else here.
+/// A connection of either kind. Behind a pointer: a copy of HTTP/1 and HTTP/2 for each would weigh more than
+/// all else here.
 trait Stream: hyper::rt::Read + hyper::rt::Write + Unpin + Send {}
 
 impl<S: hyper::rt::Read + hyper::rt::Write + Unpin + Send> Stream for S {}
@@ -92,10 +94,10 @@ pub(crate) struct Wire {
 impl Wire {
     pub(crate) fn new(collector: &Collector) -> Result<Self, Error> {
         let tls = (collector.endpoint.scheme_str() == Some("https"))
-            .then(|| runtime::tls::client(collector.ca_file.as_deref()))
+            .then(|| net::tls::client(collector.ca_file.as_deref()))
             .transpose()?
             .map(|tls| match collector.protocol {
-                Protocol::Http => runtime::tls::http1_only(&tls),
+                Protocol::Http => net::tls::http1_only(&tls),
                 Protocol::Grpc => tls,
             });
         Ok(Self {
@@ -279,17 +281,6 @@ fn judge(
         rejected: u64::try_from(partial.rejected_spans).unwrap_or(0),
         why: partial.error_message.chars().take(256).collect(),
     }))
-}
-
-/// An error with its causes.
-fn chain(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut cause = error.source();
-    while let Some(next) = cause {
-        text = format!("{text}: {next}");
-        cause = next.source();
-    }
-    text
 }
 
 #[cfg(test)]

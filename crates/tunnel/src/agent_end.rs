@@ -1,17 +1,16 @@
 //! agentk's end of a tunnel: serves the requests that come out of it.
 //!
-//! [`AgentBody`] is the request body of the `Connect` call. Once kas has answered the call, it
-//! polls kas' direction for `request_info`, calls the [`Handler`], and pulls the handler's answer
-//! into envelopes, all in the task of its own HTTP/2 stream. When that stream is reset the body is
-//! dropped, and the handler's future with it: that is how a request is cancelled, also while the
-//! handler waits for its first byte.
+//! [`AgentBody`] is the request body of the `Connect` call. Once kas has answered the call, the body reads
+//! `request_info` from kas' direction, calls the [`Handler`], and writes the handler's answer in envelopes,
+//! all in the task of its own HTTP/2 stream. If that stream is reset, the body is dropped, and with it the
+//! handler's future. That cancels a request, even before the handler has sent its first byte.
 
 use std::{
     fmt,
     future::Future,
     panic::AssertUnwindSafe,
     pin::Pin,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::Arc,
     task::{Context, Poll, Waker, ready},
     time::Duration,
 };
@@ -21,6 +20,7 @@ use futures_util::FutureExt as _;
 use grpc::{BoxError, Code, Status};
 use http::{HeaderMap, Request, Response};
 use http_body::{Body, Frame};
+use parking_lot::{Mutex, MutexGuard};
 use prost::Message as _;
 use proto::gitlab::agent::{reverse_tunnel::info::AgentDescriptor, reverse_tunnel::rpc};
 
@@ -34,40 +34,40 @@ use crate::{
 const COPY: usize = 1024;
 const GATHER: usize = 16 * 1024;
 
-/// kas ends its direction soon after a half-close; a kas that does not is left after this time.
+/// How long kas may take to end its direction after a half-close. After that the stream is dropped.
 const READ_TO_END: Duration = Duration::from_secs(10);
 
-/// What a handler returns.
+/// The future that a handler returns.
 pub type Answer = Pin<Box<dyn Future<Output = Response<grpc::Body>> + Send>>;
 
-/// Serves requests: path is the method, headers are metadata, both bodies are gRPC frames.
+/// Serves requests. The path is the method, the headers are metadata, and both bodies have gRPC frames.
 pub trait Handler: Send + Sync + 'static {
-    /// Begins a request. Dropping the answer cancels it.
+    /// Starts a request. Dropping the returned future or the answer cancels it.
     fn call(&self, request: Request<grpc::Body>) -> Answer;
 }
 
-/// How a tunnel stands, for the one who keeps the pool.
+/// The progress of a tunnel, for the pool of tunnels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Progress {
-    /// kas has accepted the stream and it is idle.
+    /// kas has accepted the stream, and the tunnel is idle.
     Parked,
-    /// A request has begun.
+    /// A request has started.
     Busy,
-    /// kas wants the agent to go elsewhere: open a replacement, then close this one.
+    /// kas asks the agent to leave: open a replacement, then close this tunnel.
     DrainNotice,
     /// The stream is over.
     Ended,
 }
 
-/// Learns how tunnels stand. Called within a lock of the tunnel: it must not call back.
+/// Observes the progress of tunnels. Called while a lock of the tunnel is held, so it must not call back.
 pub trait Observer: Send + Sync + 'static {
-    /// The tunnel has come to this point.
+    /// The tunnel has reached this point.
     fn progress(&self, progress: Progress);
-    /// A handler panicked; the request ended with INTERNAL.
+    /// A handler panicked, and its request ended with INTERNAL.
     fn panicked(&self) {}
 }
 
-/// A handle on a tunnel whose body has been given to HTTP/2.
+/// Controls a tunnel whose body has been given to HTTP/2.
 #[derive(Clone)]
 pub struct Control {
     shared: Arc<Shared>,
@@ -80,8 +80,8 @@ impl fmt::Debug for Control {
 }
 
 impl Control {
-    /// kas has answered the `Connect` call with this body. `reusable`: it accepted reuse; `gzip`:
-    /// it announced that encoding.
+    /// kas has answered the `Connect` call with this body. `reusable`: kas accepted reuse. `gzip`: kas
+    /// announced that encoding.
     pub fn accepted(&self, body: grpc::Body, reusable: bool, gzip: bool) {
         let mut core = self.shared.core();
         core.mode = if reusable { Mode::Reusable } else { Mode::OneShot };
@@ -89,30 +89,31 @@ impl Control {
         core.wake();
     }
 
-    /// kas has refused the call, or it failed.
+    /// kas has refused the call, or the call failed.
     pub fn failed(&self) {
-        self.finish(Wish::Abort);
+        self.finish(Command::Abort);
     }
 
-    /// Withdraws the tunnel when it is parked (kas then ends it), or after its request.
+    /// Withdraws the tunnel once it is parked. kas ends it then.
     pub fn withdraw(&self) {
-        self.finish(Wish::Withdraw);
+        self.finish(Command::Withdraw);
     }
 
-    /// Half-closes the tunnel when it is parked, or after its request.
+    /// Half-closes the tunnel once it is parked.
     pub fn half_close(&self) {
-        self.finish(Wish::HalfClose);
+        self.finish(Command::HalfClose);
     }
 
-    fn finish(&self, wish: Wish) {
+    fn finish(&self, command: Command) {
         let mut core = self.shared.core();
-        core.wish = Some(wish);
+        core.command = Some(command);
         core.wake();
     }
 }
 
+/// What to do with the tunnel once it is parked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Wish {
+enum Command {
     Withdraw,
     HalfClose,
     Abort,
@@ -126,17 +127,16 @@ struct Shared {
 
 impl Shared {
     fn core(&self) -> MutexGuard<'_, Core> {
-        // A panic between two fields cannot leave them torn: every change is a few assignments.
-        self.core.lock().unwrap_or_else(PoisonError::into_inner)
+        self.core.lock()
     }
 }
 
 struct Core {
     mode: Mode,
     stream: Option<KasStream>,
-    /// Counts requests, so that a request body that outlives its request reads nothing more.
+    /// The number of the current request, so that the body of an earlier one reads nothing more.
     request: u64,
-    wish: Option<Wish>,
+    command: Option<Command>,
     waker: Option<Waker>,
 }
 
@@ -148,17 +148,17 @@ impl Core {
     }
 }
 
-/// kas' direction: the response body of the call, taken apart.
+/// kas' direction: the response body of the call, decoded.
 struct KasStream {
     body: grpc::Body,
     decoder: Decoder,
-    /// `close_send` of the current request has come.
+    /// `close_send` of the current request has arrived.
     closed: bool,
 }
 
 enum Got {
     Event(Event),
-    /// kas ended the stream in order; its status is in the trailers.
+    /// kas ended the stream. The status is in its trailers.
     End,
 }
 
@@ -191,23 +191,24 @@ pub struct AgentBody {
     out: BytesMut,
     big: Option<Bytes>,
     ended: bool,
-    /// It ended in order, by a half-close.
+    /// The body ended by a half-close, not by an error.
     half_closed: bool,
 }
 
 enum State {
     /// Before and between requests.
     Parked {
-        told: bool,
+        /// The observer has been told.
+        reported: bool,
     },
-    /// The handler has not returned its answer's head.
+    /// The handler has not returned the head of its answer.
     Called(Answer),
-    /// The answer's body is being passed on.
+    /// The body of the answer is being passed on.
     Answering {
         body: grpc::Body,
         splitter: Splitter,
     },
-    /// The answer is complete, and kas has not closed its direction.
+    /// The answer is complete, but kas has not closed the request's direction.
     Answered,
     Over,
 }
@@ -218,20 +219,20 @@ impl fmt::Debug for AgentBody {
     }
 }
 
-/// Makes the request body of a `Connect` call, which begins with `descriptor`.
+/// Creates the request body of a `Connect` call, which begins with `descriptor`.
 pub fn open(
     descriptor: &AgentDescriptor,
     handler: Arc<dyn Handler>,
     observer: Box<dyn Observer>,
 ) -> (AgentBody, Control) {
-    let core = Core { mode: Mode::OneShot, stream: None, request: 0, wish: None, waker: None };
+    let core = Core { mode: Mode::OneShot, stream: None, request: 0, command: None, waker: None };
     let shared = Arc::new(Shared { handler, observer, core: Mutex::new(core) });
     let mut out = BytesMut::new();
     let message = rpc::Descriptor { agent_descriptor: Some(descriptor.clone()) };
     frame::put_control(request::DESCRIPTOR, &message.encode_to_vec(), &mut out);
     let body = AgentBody {
         shared: Arc::clone(&shared),
-        state: State::Parked { told: false },
+        state: State::Parked { reported: false },
         out,
         big: None,
         ended: false,
@@ -240,8 +241,8 @@ pub fn open(
     (body, Control { shared })
 }
 
-enum Turn {
-    Again,
+enum Action {
+    Continue,
     Wait,
     Big(Bytes),
     HalfClose,
@@ -249,57 +250,57 @@ enum Turn {
 }
 
 impl AgentBody {
-    fn turn(&mut self, cx: &mut Context<'_>) -> Turn {
+    fn advance(&mut self, cx: &mut Context<'_>) -> Action {
         match std::mem::replace(&mut self.state, State::Over) {
-            State::Parked { told } => self.turn_parked(told, cx),
-            State::Called(answer) => self.turn_called(answer, cx),
-            State::Answering { body, splitter } => self.turn_answering(body, splitter, cx),
-            State::Answered => self.turn_answered(cx),
-            State::Over => Turn::HalfClose,
+            State::Parked { reported } => self.advance_parked(reported, cx),
+            State::Called(answer) => self.poll_handler(answer, cx),
+            State::Answering { body, splitter } => self.pass_answer(body, splitter, cx),
+            State::Answered => self.finish_request(cx),
+            State::Over => Action::HalfClose,
         }
     }
 
-    fn turn_parked(&mut self, mut told: bool, cx: &mut Context<'_>) -> Turn {
+    fn advance_parked(&mut self, mut reported: bool, cx: &mut Context<'_>) -> Action {
         let shared = Arc::clone(&self.shared);
         let mut core = shared.core();
-        match core.wish {
-            Some(Wish::Abort) => return Turn::Broken("the call failed".into()),
-            Some(Wish::HalfClose) => return Turn::HalfClose,
-            Some(Wish::Withdraw) if core.stream.is_some() => {
-                core.wish = None;
+        match core.command {
+            Some(Command::Abort) => return Action::Broken("the call failed".into()),
+            Some(Command::HalfClose) => return Action::HalfClose,
+            Some(Command::Withdraw) if core.stream.is_some() => {
+                core.command = None;
                 if core.mode == Mode::OneShot {
-                    return Turn::HalfClose;
+                    return Action::HalfClose;
                 }
-                // Then goes on reading: a request may have crossed it.
+                // Reads on, since a request may have crossed the withdrawal.
                 frame::put_control(request::TRAILER, &[], &mut self.out);
             }
-            // kas has not answered the call: nothing can have been sent to it.
-            Some(Wish::Withdraw) => return Turn::Broken("withdrawn before kas accepted it".into()),
+            // kas has not answered the call, so no request can be on its way.
+            Some(Command::Withdraw) => return Action::Broken("withdrawn before kas accepted it".into()),
             None => {}
         }
         core.waker = Some(cx.waker().clone());
         let mode = core.mode;
         let Some(stream) = &mut core.stream else {
-            self.state = State::Parked { told };
-            return Turn::Wait;
+            self.state = State::Parked { reported };
+            return Action::Wait;
         };
-        if !told {
-            told = true;
+        if !reported {
+            reported = true;
             shared.observer.progress(Progress::Parked);
         }
         let got = match stream.poll(cx) {
             Poll::Pending => {
-                self.state = State::Parked { told };
-                return Turn::Wait;
+                self.state = State::Parked { reported };
+                return Action::Wait;
             }
             Poll::Ready(Ok(got)) => got,
-            Poll::Ready(Err(error)) => return Turn::Broken(error),
+            Poll::Ready(Err(error)) => return Action::Broken(error),
         };
         match got {
-            Got::End => Turn::HalfClose,
+            Got::End => Action::HalfClose,
             Got::Event(Event::Control { field: response::REQUEST_INFO, body }) => {
                 let Ok(info) = rpc::RequestInfo::decode(body) else {
-                    return Turn::Broken("a malformed request_info".into());
+                    return Action::Broken("a malformed request_info".into());
                 };
                 stream.closed = false;
                 core.request += 1;
@@ -307,14 +308,14 @@ impl AgentBody {
                 drop(core);
                 shared.observer.progress(Progress::Busy);
                 self.state = State::Called(self.call(info, serial, mode));
-                Turn::Again
+                Action::Continue
             }
             Got::Event(Event::Control { field: response::CLOSE_SEND, .. }) if mode == Mode::Reusable => {
                 shared.observer.progress(Progress::DrainNotice);
-                self.state = State::Parked { told };
-                Turn::Again
+                self.state = State::Parked { reported };
+                Action::Continue
             }
-            Got::Event(_) => Turn::Broken("kas wrote to a parked tunnel".into()),
+            Got::Event(_) => Action::Broken("kas wrote to a parked tunnel".into()),
         }
     }
 
@@ -353,7 +354,7 @@ impl AgentBody {
         Status::new(Code::Internal, "the agent's handler panicked; its log says where")
     }
 
-    fn turn_called(&mut self, mut answer: Answer, cx: &mut Context<'_>) -> Turn {
+    fn poll_handler(&mut self, mut answer: Answer, cx: &mut Context<'_>) -> Action {
         let response = match AssertUnwindSafe(&mut answer).catch_unwind().poll_unpin(cx) {
             Poll::Pending => {
                 self.state = State::Called(answer);
@@ -365,19 +366,19 @@ impl AgentBody {
         let (head, body) = response.into_parts();
         let mode = self.shared.core().mode;
         if let Some(status) = Status::from_headers(&head.headers) {
-            // Trailers only: nothing else comes.
+            // Trailers only: there is no body.
             if mode == Mode::OneShot || status.code() == Code::Ok {
                 frame::put_control(request::HEADER, &[], &mut self.out);
             }
             self.finish(&head.headers, &status, mode);
-            return Turn::Again;
+            return Action::Continue;
         }
         self.put_meta(request::HEADER, &head.headers, mode);
         self.state = State::Answering { body, splitter: Splitter::default() };
-        Turn::Again
+        Action::Continue
     }
 
-    fn turn_answering(&mut self, mut body: grpc::Body, mut splitter: Splitter, cx: &mut Context<'_>) -> Turn {
+    fn pass_answer(&mut self, mut body: grpc::Body, mut splitter: Splitter, cx: &mut Context<'_>) -> Action {
         let event = loop {
             match splitter.next() {
                 Ok(Some(event)) => break Ok(Ok(event)),
@@ -415,18 +416,18 @@ impl AgentBody {
             Ok(Ok(Event::Message { len })) => {
                 frame::put_message_head(request::MESSAGE, len, &mut self.out);
                 self.state = State::Answering { body, splitter };
-                return Turn::Again;
+                return Action::Continue;
             }
             Ok(Ok(Event::Data(data))) => {
                 self.state = State::Answering { body, splitter };
                 if data.len() <= COPY {
                     self.out.put_slice(&data);
-                    return Turn::Again;
+                    return Action::Continue;
                 }
-                return Turn::Big(data);
+                return Action::Big(data);
             }
-            // A splitter has no control fields.
-            Ok(Ok(Event::Control { .. })) => return Turn::Broken("a control field in an answer".into()),
+            // A splitter returns no control fields.
+            Ok(Ok(Event::Control { .. })) => return Action::Broken("a control field in an answer".into()),
             Ok(Err(status)) => (HeaderMap::new(), status),
             Err(trailers) => {
                 let status = Status::from_headers(&trailers).unwrap_or_else(|| {
@@ -436,14 +437,14 @@ impl AgentBody {
             }
         };
         if splitter.left() > 0 {
-            // An envelope is partly written: no status can follow it on this stream.
-            return Turn::Broken("the answer ended inside a message".into());
+            // An envelope is partly written, so no status can follow on this stream.
+            return Action::Broken("the answer ended inside a message".into());
         }
         self.finish(&trailers, &status, mode);
-        Turn::Again
+        Action::Continue
     }
 
-    /// Writes the end of an answer: `trailer` last on a reusable tunnel, before `error` otherwise.
+    /// Writes the end of an answer. `trailer` comes last on a reusable tunnel, else before `error`.
     fn finish(&mut self, trailers: &HeaderMap, status: &Status, mode: Mode) {
         let error = (status.code() != Code::Ok)
             .then(|| rpc::Error { status: Some(status.to_proto()) }.encode_to_vec())
@@ -468,62 +469,61 @@ impl AgentBody {
     fn put_meta(&mut self, field: u32, headers: &HeaderMap, mode: Mode) {
         let mut writer = MapWriter::meta(if mode == Mode::Reusable { Binary::Base64 } else { Binary::Raw });
         for key in headers.keys().filter(|key| meta::passes_to_tunnel(key.as_str())) {
-            // What does not fit or is not text is left out: an answer's headers are not worth
-            // failing the answer.
+            // What does not fit or is not text is left out: an answer does not fail because of its metadata.
             let _ = writer.add_all(key, headers);
         }
         writer.put_control(field, &mut self.out);
     }
 
-    /// While the handler works and has read all of its request, watches for kas' end of stream.
-    fn watch(&mut self, cx: &mut Context<'_>) -> Turn {
+    /// Once the handler has read its whole request, watches kas' direction for its end.
+    fn watch(&mut self, cx: &mut Context<'_>) -> Action {
         let mut core = self.shared.core();
-        if core.wish == Some(Wish::Abort) {
-            return Turn::Broken("the call failed".into());
+        if core.command == Some(Command::Abort) {
+            return Action::Broken("the call failed".into());
         }
-        let Some(stream) = core.stream.as_mut().filter(|stream| stream.closed) else { return Turn::Wait };
+        let Some(stream) = core.stream.as_mut().filter(|stream| stream.closed) else { return Action::Wait };
         match stream.poll(cx) {
-            Poll::Pending => Turn::Wait,
-            Poll::Ready(Ok(Got::End)) => Turn::HalfClose,
-            Poll::Ready(Ok(Got::Event(_))) => Turn::Broken("kas wrote after close_send".into()),
-            Poll::Ready(Err(error)) => Turn::Broken(error),
+            Poll::Pending => Action::Wait,
+            Poll::Ready(Ok(Got::End)) => Action::HalfClose,
+            Poll::Ready(Ok(Got::Event(_))) => Action::Broken("kas wrote after close_send".into()),
+            Poll::Ready(Err(error)) => Action::Broken(error),
         }
     }
 
-    /// Reads and discards what kas still sends of the request, up to its `close_send`.
-    fn turn_answered(&mut self, cx: &mut Context<'_>) -> Turn {
+    /// Reads and discards the rest of the request, up to `close_send`.
+    fn finish_request(&mut self, cx: &mut Context<'_>) -> Action {
         let shared = Arc::clone(&self.shared);
         let mut core = shared.core();
-        // A request body that the handler kept must not read the next request.
+        // A request body that the handler has kept must not read the next request.
         core.request += 1;
-        let Some(stream) = &mut core.stream else { return Turn::HalfClose };
+        let Some(stream) = &mut core.stream else { return Action::HalfClose };
         while !stream.closed {
             match stream.poll(cx) {
                 Poll::Pending => {
                     self.state = State::Answered;
-                    return Turn::Wait;
+                    return Action::Wait;
                 }
                 Poll::Ready(Ok(Got::Event(Event::Message { .. } | Event::Data(_)))) => {}
                 Poll::Ready(Ok(Got::Event(Event::Control { field: response::CLOSE_SEND, .. }))) => {
                     stream.closed = true
                 }
-                Poll::Ready(Ok(Got::Event(_))) => return Turn::Broken("a request inside a request".into()),
-                Poll::Ready(Ok(Got::End)) => return Turn::HalfClose,
-                Poll::Ready(Err(error)) => return Turn::Broken(error),
+                Poll::Ready(Ok(Got::Event(_))) => return Action::Broken("a request inside a request".into()),
+                Poll::Ready(Ok(Got::End)) => return Action::HalfClose,
+                Poll::Ready(Err(error)) => return Action::Broken(error),
             }
         }
-        self.state = State::Parked { told: false };
-        Turn::Again
+        self.state = State::Parked { reported: false };
+        Action::Continue
     }
 }
 
-/// A status too large for the tunnel: its code, and the beginning of its message.
+/// Encodes a status that is too large for the tunnel: its code, and the beginning of its message.
 fn oversized(status: &Status) -> Vec<u8> {
     let message: String = status.message().chars().take(1024).collect();
     rpc::Error { status: Some(Status::new(status.code(), message).to_proto()) }.encode_to_vec()
 }
 
-/// Catches a panic of a closure that is called once.
+/// Catches the panic of a closure.
 trait IntoCatch<T> {
     fn into_catch(self) -> Result<T, ()>;
 }
@@ -554,25 +554,25 @@ impl Body for AgentBody {
                     Poll::Ready(Some(Ok(Frame::data(this.out.split().freeze()))))
                 };
             }
-            let turn = if this.out.len() >= GATHER { Turn::Wait } else { this.turn(cx) };
-            match turn {
-                Turn::Again => continue,
-                Turn::Big(big) if this.out.is_empty() => return Poll::Ready(Some(Ok(Frame::data(big)))),
-                Turn::Big(big) => this.big = Some(big),
-                Turn::HalfClose => {
+            let action = if this.out.len() >= GATHER { Action::Wait } else { this.advance(cx) };
+            match action {
+                Action::Continue => continue,
+                Action::Big(big) if this.out.is_empty() => return Poll::Ready(Some(Ok(Frame::data(big)))),
+                Action::Big(big) => this.big = Some(big),
+                Action::HalfClose => {
                     this.ended = true;
                     this.half_closed = true;
                     continue;
                 }
-                // HTTP/2 must see its own kind of error to reset with CANCEL and not with
+                // With an error of its own type HTTP/2 resets the stream with CANCEL, not with
                 // INTERNAL_ERROR.
-                Turn::Broken(error) => {
+                Action::Broken(error) => {
                     this.ended = true;
                     tracing::debug!(error = %error, "tunnel broke");
                     return Poll::Ready(Some(Err(Box::new(h2::Error::from(h2::Reason::CANCEL)))));
                 }
-                Turn::Wait if this.out.is_empty() => return Poll::Pending,
-                Turn::Wait => {}
+                Action::Wait if this.out.is_empty() => return Poll::Pending,
+                Action::Wait => {}
             }
             return Poll::Ready(Some(Ok(Frame::data(this.out.split().freeze()))));
         }
@@ -585,8 +585,8 @@ impl Drop for AgentBody {
         core.request += 1;
         let stream = core.stream.take();
         drop(core);
-        // HTTP/2 drops this body once it has handed over the last frame, not once that is written;
-        // without the other direction in anyone's hands it would reset the stream and lose it.
+        // HTTP/2 drops this body when it has taken the last frame, not when that is written. If the other
+        // direction were dropped too, the stream would be reset and the frame lost.
         match (stream, tokio::runtime::Handle::try_current()) {
             (Some(stream), Ok(runtime)) if self.half_closed => drop(runtime.spawn(read_to_end(stream))),
             (stream, _) => drop(stream),
@@ -601,7 +601,7 @@ async fn read_to_end(mut stream: KasStream) {
     let _ = tokio::time::timeout(READ_TO_END, end).await;
 }
 
-/// The body of a request, as the handler reads it.
+/// The body of a request, for the handler.
 struct RequestBody {
     shared: Arc<Shared>,
     serial: u64,
@@ -648,7 +648,7 @@ impl Body for RequestBody {
                     stream.closed = true;
                     this.ended = true;
                 }
-                // The caller has gone, or the connection: never an end of the request.
+                // The caller or the connection is gone. That is not the end of the request's body.
                 Poll::Ready(Ok(Got::Event(_) | Got::End)) => {
                     return Poll::Ready(Some(Err("the request was cancelled".into())));
                 }

@@ -1,77 +1,76 @@
-//! The envelopes' bytes: `ConnectRequest`, `ConnectResponse` and, since it has the same shape,
-//! HTTP over gRPC.
+//! Encodes and decodes envelopes: `ConnectRequest`, `ConnectResponse`, and HTTP over gRPC, which has the same
+//! form.
 //!
-//! An envelope is a gRPC message with one field set. One of its fields, the *message*, carries
-//! payload as `{ bytes data = 1 }`; the others are small and called *control*. [`Decoder`] hands
-//! payload out as it arrives, since the length of each part stands before it; only control fields
-//! are held until complete, up to [`MAX_CONTROL`]. [`Splitter`] does the same for plain gRPC
-//! bodies, which have no envelope.
+//! An envelope is a gRPC message with one field set. One of the fields, the *message*, carries payload as
+//! `{ bytes data = 1 }`. The others are small and called *control* fields. [`Decoder`] returns payload as it
+//! arrives, since the length precedes it. Only control fields are buffered until they are complete, up to
+//! [`MAX_CONTROL`]. [`Splitter`] does the same for plain gRPC bodies without envelopes.
 
 use bytes::{Buf, BufMut, Bytes, BytesMut};
 use grpc::{PREFIX_LEN, gzip};
 
-/// What a control field may weigh: headers of 16 KiB, with room for their keys and a status.
+/// Largest size of a control field in bytes: headers of 16 KiB, with room for their keys and a status.
 pub const MAX_CONTROL: usize = 64 * 1024;
 
 /// The largest payload whose envelope still has a 4-byte length.
 pub const MAX_PAYLOAD: u32 = u32::MAX - 16;
 
-/// Field numbers of `ConnectRequest`: agentk to kas.
+/// Field numbers of `ConnectRequest`, from agentk to kas.
 pub mod request {
-    /// First and once.
+    /// The first envelope, sent once.
     pub const DESCRIPTOR: u32 = 1;
     /// Response headers.
     pub const HEADER: u32 = 2;
     /// Payload.
     pub const MESSAGE: u32 = 3;
-    /// Response trailers; on a parked reusable tunnel: withdraw.
+    /// Response trailers. On a parked reusable tunnel: withdraw.
     pub const TRAILER: u32 = 4;
     /// A status other than OK.
     pub const ERROR: u32 = 5;
 }
 
-/// Field numbers of `ConnectResponse`: kas to agentk.
+/// Field numbers of `ConnectResponse`, from kas to agentk.
 pub mod response {
-    /// The request's method and metadata.
+    /// The method and the metadata of a request.
     pub const REQUEST_INFO: u32 = 1;
     /// Payload.
     pub const MESSAGE: u32 = 2;
-    /// The caller has sent everything; on a parked reusable tunnel: drain notice.
+    /// The request is complete. On a parked reusable tunnel: drain notice.
     pub const CLOSE_SEND: u32 = 3;
 }
 
-/// What stands next in a stream of envelopes or messages.
+/// The next part of a stream of envelopes or messages.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Event {
     /// A complete control field.
     Control {
         /// Its number in the envelope.
         field: u32,
-        /// The encoded message in it.
+        /// The encoded message in the field.
         body: Bytes,
     },
-    /// Payload of this many bytes begins; that many follow in [`Event::Data`].
+    /// A message begins. Its payload follows in [`Event::Data`].
     Message {
-        /// Bytes that follow; 0: none do.
+        /// Length of the payload in bytes.
         len: u32,
     },
-    /// The next piece of the payload; never empty.
+    /// The next piece of the payload. Never empty.
     Data(Bytes),
 }
 
-/// Why bytes are not what the protocol allows.
+/// Why bytes are refused.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The flag before a message is neither 0 nor 1, or 1 without an announced encoding.
+    /// The compressed flag is neither 0 nor 1, or it is 1 and the stream announced no encoding.
     #[error("unexpected compressed flag {0}")]
     Flag(u8),
-    /// Damaged or hostile gzip.
+    /// Corrupt gzip, or a decompression bomb.
     #[error("compressed message")]
     Gzip(#[from] gzip::Error),
     /// The bytes are not protobuf.
     #[error("malformed protobuf: {0}")]
     Malformed(&'static str),
-    /// An envelope has no field set, or more than one.
+    /// An envelope has no field set, or several.
     #[error("an envelope must have exactly one field set, found {0}")]
     Oneof(u8),
     /// A control field above [`MAX_CONTROL`].
@@ -79,16 +78,16 @@ pub enum Error {
     ControlTooLarge {
         /// Its number in the envelope.
         field: u32,
-        /// What it announced.
+        /// Its length.
         len: u64,
     },
-    /// A payload whose envelope would not fit a 4-byte length.
+    /// A payload whose envelope would not fit into a 4-byte length.
     #[error("a message of {0} bytes is too large for an envelope")]
     PayloadTooLarge(u32),
 }
 
-/// Writes the prefix and the envelope's head of a payload of `len` bytes in `field`, at most 17
-/// bytes. The payload follows as it is.
+/// Writes the prefix and the head of an envelope for a payload of `len` bytes in `field`: at most 17 bytes.
+/// The payload follows unchanged.
 pub fn put_message_head(field: u32, len: u32, out: &mut BytesMut) {
     let inner = if len == 0 { 0 } else { 1 + varint_len(len.into()) + u64::from(len) };
     let total = 1 + varint_len(inner) + inner;
@@ -112,7 +111,7 @@ pub fn put_control(field: u32, body: &[u8], out: &mut BytesMut) {
     out.put_slice(body);
 }
 
-/// Writes the tag of a length-delimited field below 16.
+/// Writes the tag of a length-delimited field with a number below 16.
 pub(crate) fn put_tag(field: u32, out: &mut BytesMut) {
     debug_assert!(field < 16);
     out.put_u8((field as u8) << 3 | 2);
@@ -130,13 +129,13 @@ pub(crate) fn varint_len(n: u64) -> u64 {
     u64::from((64 - (n | 1).leading_zeros()).div_ceil(7))
 }
 
-/// Takes envelopes apart.
+/// Decodes envelopes.
 #[derive(Debug)]
 pub struct Decoder {
     input: Bytes,
     prefix: Prefix,
     mode: Mode,
-    walker: Walker,
+    parser: FieldParser,
     gzip: bool,
 }
 
@@ -148,24 +147,30 @@ enum Mode {
 }
 
 impl Decoder {
-    /// Takes apart envelopes whose payload is in field `message` and whose other fields are at
-    /// most `last`. `gzip`: the stream announced `grpc-encoding: gzip`.
+    /// Decodes envelopes with the payload in field `message` and other fields up to `last`. `gzip`: the
+    /// stream announced `grpc-encoding: gzip`.
     pub fn new(message: u32, last: u32, gzip: bool) -> Self {
         Self {
             input: Bytes::new(),
             prefix: Prefix::default(),
             mode: Mode::Between,
-            walker: Walker { message, last, walk: Walk::Tag, varint: Varint::default(), fields: 0 },
+            parser: FieldParser {
+                message,
+                last,
+                position: Position::Tag,
+                varint: Varint::default(),
+                fields: 0,
+            },
             gzip,
         }
     }
 
-    /// The decoder of what agentk sends.
+    /// Creates a decoder for the envelopes of agentk.
     pub fn of_agent(gzip: bool) -> Self {
         Self::new(request::MESSAGE, request::ERROR, gzip)
     }
 
-    /// The decoder of what kas sends.
+    /// Creates a decoder for the envelopes of kas.
     pub fn of_kas(gzip: bool) -> Self {
         Self::new(response::MESSAGE, response::CLOSE_SEND, gzip)
     }
@@ -182,16 +187,16 @@ impl Decoder {
         }
     }
 
-    /// Whether everything pushed was complete envelopes: a stream may end here.
+    /// Whether the bytes so far are complete envelopes, so that a stream may end here.
     pub fn is_between(&self) -> bool {
         matches!(self.mode, Mode::Between) && self.prefix.have == 0 && self.input.is_empty()
     }
 
-    /// Returns what stands next; `None`: more bytes are needed.
+    /// Returns the next event. `None`: more bytes are needed.
     ///
     /// # Errors
-    /// See [`Error`]; the stream is of no more use then.
-    #[allow(clippy::should_implement_trait)] // it is no iterator: `None` is not the end
+    /// See [`Error`]. Do not go on after an error.
+    #[allow(clippy::should_implement_trait)] // not an iterator: `None` is not the end
     pub fn next(&mut self) -> Result<Option<Event>, Error> {
         loop {
             match &mut self.mode {
@@ -207,25 +212,25 @@ impl Decoder {
                         },
                         flag => return Err(Error::Flag(flag)),
                     };
-                    self.walker.begin();
+                    self.parser.begin();
                 }
                 Mode::Identity { left } => {
-                    if let Some(event) = self.walker.feed(&mut self.input, left)? {
+                    if let Some(event) = self.parser.feed(&mut self.input, left)? {
                         return Ok(Some(event));
                     }
                     if *left > 0 {
                         return Ok(None);
                     }
-                    self.walker.finish()?;
+                    self.parser.finish()?;
                     self.mode = Mode::Between;
                 }
                 Mode::Gzip { left, inflate, plain, finished } => {
                     let mut have = plain.len() as u64;
-                    if let Some(event) = self.walker.feed(plain, &mut have)? {
+                    if let Some(event) = self.parser.feed(plain, &mut have)? {
                         return Ok(Some(event));
                     }
                     if *finished {
-                        self.walker.finish()?;
+                        self.parser.finish()?;
                         self.mode = Mode::Between;
                     } else if *left == 0 {
                         *plain = inflate.finish()?;
@@ -246,7 +251,7 @@ impl Decoder {
     }
 }
 
-/// Takes a body of gRPC messages apart without looking into them.
+/// Splits a body of gRPC messages without decoding them.
 #[derive(Debug, Default)]
 pub struct Splitter {
     input: Bytes,
@@ -257,25 +262,25 @@ pub struct Splitter {
 impl Splitter {
     /// Adds bytes. Call it when [`next`](Self::next) has returned `None`.
     pub fn push(&mut self, bytes: Bytes) {
-        debug_assert!(self.input.is_empty(), "next() was not asked until it said None");
+        debug_assert!(self.input.is_empty(), "next() has not returned None");
         self.input = bytes;
     }
 
-    /// Bytes of the current message that have not been handed out.
+    /// Returns how many bytes of the current message have not been returned.
     pub fn left(&self) -> u32 {
         self.left
     }
 
-    /// Whether the body may end here.
+    /// Whether the body may end here, between two messages.
     pub fn is_between(&self) -> bool {
         self.left == 0 && self.prefix.have == 0 && self.input.is_empty()
     }
 
-    /// Returns what stands next; `None`: more bytes are needed.
+    /// Returns the next event. `None`: more bytes are needed.
     ///
     /// # Errors
-    /// [`Error::Flag`] and [`Error::PayloadTooLarge`]; the stream is of no more use then.
-    #[allow(clippy::should_implement_trait)] // it is no iterator: `None` is not the end
+    /// [`Error::Flag`] and [`Error::PayloadTooLarge`]. Do not go on after an error.
+    #[allow(clippy::should_implement_trait)] // not an iterator: `None` is not the end
     pub fn next(&mut self) -> Result<Option<Event>, Error> {
         if self.left > 0 {
             if self.input.is_empty() {
@@ -304,7 +309,7 @@ struct Prefix {
 }
 
 impl Prefix {
-    /// Returns flag and length once all five bytes are there.
+    /// Returns the flag and the length once all five bytes have arrived.
     fn read(&mut self, input: &mut Bytes) -> Option<(u8, u32)> {
         let have = usize::from(self.have);
         let take = input.len().min(PREFIX_LEN - have);
@@ -347,20 +352,20 @@ impl Varint {
     }
 }
 
-/// Walks through the fields of one envelope.
+/// Parses the fields of one envelope.
 #[derive(Debug)]
-struct Walker {
+struct FieldParser {
     message: u32,
     last: u32,
-    walk: Walk,
+    position: Position,
     varint: Varint,
-    /// How many fields of the oneof the envelope had.
+    /// How many fields of the oneof were set so far.
     fields: u8,
 }
 
-/// Where in the envelope. `inner` counts what is left of the message field.
+/// The position in the envelope. `inner` is the number of bytes left in the message field.
 #[derive(Debug)]
-enum Walk {
+enum Position {
     Tag,
     Len { field: u32 },
     Control { field: u32, need: usize, have: BytesMut },
@@ -381,17 +386,17 @@ fn tag(tag: u64) -> Result<(u32, u8), Error> {
     }
 }
 
-impl Walker {
+impl FieldParser {
     fn begin(&mut self) {
-        self.walk = Walk::Tag;
+        self.position = Position::Tag;
         self.varint = Varint::default();
         self.fields = 0;
     }
 
     fn finish(&mut self) -> Result<(), Error> {
-        match self.walk {
-            Walk::Tag if self.varint.shift == 0 && self.fields == 1 => Ok(()),
-            Walk::Tag if self.varint.shift == 0 => Err(Error::Oneof(self.fields)),
+        match self.position {
+            Position::Tag if self.varint.shift == 0 && self.fields == 1 => Ok(()),
+            Position::Tag if self.varint.shift == 0 => Err(Error::Oneof(self.fields)),
             _ => Err(Error::Malformed("an envelope ends inside a field")),
         }
     }
@@ -401,7 +406,7 @@ impl Walker {
         if self.fields > 1 { Err(Error::Oneof(self.fields)) } else { Ok(()) }
     }
 
-    /// Consumes at most `left` bytes of `input`; `None`: more are needed, or `left` is zero.
+    /// Parses at most `left` bytes of `input`. `None`: more bytes are needed, or `left` is zero.
     fn feed(&mut self, input: &mut Bytes, left: &mut u64) -> Result<Option<Event>, Error> {
         macro_rules! varint {
             () => {
@@ -411,7 +416,7 @@ impl Walker {
                 }
             };
             (inner $inner:expr) => {{
-                // The inner message may not reach beyond its own length.
+                // The inner message must not exceed its own length.
                 if *$inner == 0 {
                     return Err(Error::Malformed("a message ends inside a field"));
                 }
@@ -428,36 +433,37 @@ impl Walker {
             }};
         }
         loop {
-            match &mut self.walk {
-                Walk::Tag => {
+            match &mut self.position {
+                Position::Tag => {
                     let (field, wire) = tag(varint!())?;
-                    self.walk = match wire {
-                        2 => Walk::Len { field },
-                        0 => Walk::SkipVarint,
-                        1 => Walk::Skip { left: 8 },
-                        5 => Walk::Skip { left: 4 },
+                    self.position = match wire {
+                        2 => Position::Len { field },
+                        0 => Position::SkipVarint,
+                        1 => Position::Skip { left: 8 },
+                        5 => Position::Skip { left: 4 },
                         _ => return Err(Error::Malformed("an illegal wire type")),
                     };
                     if wire != 2 && field <= self.last {
                         return Err(Error::Malformed("a field of the wrong type"));
                     }
                 }
-                Walk::Len { field } => {
+                Position::Len { field } => {
                     let field = *field;
                     let len = varint!();
                     if field == self.message {
                         self.count()?;
-                        self.walk = Walk::InnerTag { inner: len, seen: false };
+                        self.position = Position::InnerTag { inner: len, seen: false };
                     } else if field > self.last {
-                        self.walk = Walk::Skip { left: len };
+                        self.position = Position::Skip { left: len };
                     } else if len > MAX_CONTROL as u64 {
                         return Err(Error::ControlTooLarge { field, len });
                     } else {
                         self.count()?;
-                        self.walk = Walk::Control { field, need: len as usize, have: BytesMut::new() };
+                        self.position =
+                            Position::Control { field, need: len as usize, have: BytesMut::new() };
                     }
                 }
-                Walk::Control { field, need, have } => {
+                Position::Control { field, need, have } => {
                     let available = usize::try_from(*left).unwrap_or(usize::MAX).min(input.len());
                     let body = if have.is_empty() && available >= *need {
                         *left -= *need as u64;
@@ -473,23 +479,23 @@ impl Walker {
                         std::mem::take(have).freeze()
                     };
                     let field = *field;
-                    self.walk = Walk::Tag;
+                    self.position = Position::Tag;
                     return Ok(Some(Event::Control { field, body }));
                 }
-                Walk::Skip { left: skip } => {
+                Position::Skip { left: skip } => {
                     if !advance(input, left, skip) {
                         return Ok(None);
                     }
-                    self.walk = Walk::Tag;
+                    self.position = Position::Tag;
                 }
-                Walk::SkipVarint => {
+                Position::SkipVarint => {
                     varint!();
-                    self.walk = Walk::Tag;
+                    self.position = Position::Tag;
                 }
-                Walk::InnerTag { inner, seen } => {
+                Position::InnerTag { inner, seen } => {
                     if *inner == 0 {
                         let seen = *seen;
-                        self.walk = Walk::Tag;
+                        self.position = Position::Tag;
                         if !seen {
                             return Ok(Some(Event::Message { len: 0 }));
                         }
@@ -497,31 +503,31 @@ impl Walker {
                     }
                     let (field, wire) = tag(varint!(inner inner))?;
                     let (inner, seen) = (*inner, *seen);
-                    self.walk = match (field, wire) {
+                    self.position = match (field, wire) {
                         (1, 2) if seen => return Err(Error::Malformed("a message with two payloads")),
-                        (1, 2) => Walk::InnerLen { inner, seen, data: true },
+                        (1, 2) => Position::InnerLen { inner, seen, data: true },
                         (1, _) => return Err(Error::Malformed("a field of the wrong type")),
-                        (_, 2) => Walk::InnerLen { inner, seen, data: false },
-                        (_, 0) => Walk::InnerSkipVarint { inner, seen },
-                        (_, 1) => Walk::InnerSkip { inner, seen, left: 8 },
-                        (_, 5) => Walk::InnerSkip { inner, seen, left: 4 },
+                        (_, 2) => Position::InnerLen { inner, seen, data: false },
+                        (_, 0) => Position::InnerSkipVarint { inner, seen },
+                        (_, 1) => Position::InnerSkip { inner, seen, left: 8 },
+                        (_, 5) => Position::InnerSkip { inner, seen, left: 4 },
                         _ => return Err(Error::Malformed("an illegal wire type")),
                     };
                 }
-                Walk::InnerLen { inner, seen, data } => {
+                Position::InnerLen { inner, seen, data } => {
                     let len = varint!(inner inner);
                     if len > *inner {
                         return Err(Error::Malformed("a field reaches beyond its message"));
                     }
                     let (inner, seen) = (*inner, *seen);
                     if *data {
-                        self.walk = Walk::Data { inner: inner - len, left: len };
+                        self.position = Position::Data { inner: inner - len, left: len };
                         let len = u32::try_from(len).map_err(|_| Error::PayloadTooLarge(u32::MAX))?;
                         return Ok(Some(Event::Message { len }));
                     }
-                    self.walk = Walk::InnerSkip { inner, seen, left: len };
+                    self.position = Position::InnerSkip { inner, seen, left: len };
                 }
-                Walk::InnerSkip { inner, seen, left: skip } => {
+                Position::InnerSkip { inner, seen, left: skip } => {
                     if *skip > *inner {
                         return Err(Error::Malformed("a field reaches beyond its message"));
                     }
@@ -531,15 +537,15 @@ impl Walker {
                     if !done {
                         return Ok(None);
                     }
-                    self.walk = Walk::InnerTag { inner: *inner, seen: *seen };
+                    self.position = Position::InnerTag { inner: *inner, seen: *seen };
                 }
-                Walk::InnerSkipVarint { inner, seen } => {
+                Position::InnerSkipVarint { inner, seen } => {
                     varint!(inner inner);
-                    self.walk = Walk::InnerTag { inner: *inner, seen: *seen };
+                    self.position = Position::InnerTag { inner: *inner, seen: *seen };
                 }
-                Walk::Data { inner, left: data } => {
+                Position::Data { inner, left: data } => {
                     if *data == 0 {
-                        self.walk = Walk::InnerTag { inner: *inner, seen: true };
+                        self.position = Position::InnerTag { inner: *inner, seen: true };
                         continue;
                     }
                     let take = (*data).min(*left).min(input.len() as u64);
@@ -555,7 +561,7 @@ impl Walker {
     }
 }
 
-/// Skips up to `skip` bytes; whether all of them are skipped.
+/// Skips up to `skip` bytes. Returns whether all of them have been skipped.
 fn advance(input: &mut Bytes, left: &mut u64, skip: &mut u64) -> bool {
     let take = (*skip).min(*left).min(input.len() as u64);
     input.advance(take as usize);

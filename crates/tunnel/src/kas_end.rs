@@ -1,47 +1,48 @@
-//! kas' end of a tunnel: parked as a response body, swapped with a caller's bodies on a match.
+//! kas' end of a tunnel: a response body that is parked until a request arrives.
 //!
-//! A [`Tunnel`] is shared by two HTTP/2 streams. The stream that agentk opened has [`TunnelBody`]
-//! as its response body: it writes `request_info`, pulls the caller's request body and envelopes
-//! it. The caller's stream holds an [`Exchange`]: it pulls agentk's request body and takes the
-//! envelopes off. Each side is polled by its own stream's task, so there is no task, channel or
-//! copy of our own between them, and back-pressure is HTTP/2's.
+//! A [`Tunnel`] is shared by two HTTP/2 streams. The stream that agentk opened has [`TunnelBody`] as its
+//! response body, which writes `request_info` and then the caller's request body in envelopes. The caller's
+//! stream holds an [`Exchange`], which reads agentk's request body and removes the envelopes. The task of
+//! each stream polls its own side, so there is no task, channel or copy between them, and HTTP/2 does the
+//! flow control.
 //!
-//! While a tunnel is parked its [`TunnelBody`] also polls agentk's direction, so that a withdrawal,
-//! a vanished agent or stray bytes are noticed.
+//! While a tunnel is parked its [`TunnelBody`] also polls agentk's direction. That detects withdrawals, lost
+//! agents and bytes that the protocol does not allow.
 //!
-//! Across replicas the same two halves stand in two processes. The replica that a caller asked holds a
-//! *borrowed* tunnel ([`Tunnel::borrowed`]): it writes the envelopes into a stream to the replica that
-//! holds the real one, which *splices* them ([`Tunnel::begin_spliced`]): it follows the automaton,
-//! and passes envelopes on without decoding what is in them. Where both sides know how, the stream carries
-//! several requests: after each the holder says whether the tunnel stays lent ([`Lender`]), and in between it is
-//! parked at both ends and free at neither.
+//! Across replicas the two halves are in two processes. The replica that a caller asked holds a *borrowed*
+//! tunnel ([`Tunnel::borrowed`]): it writes envelopes into a stream to the replica that holds the tunnel of
+//! the agent. That one *splices* them ([`Tunnel::begin_spliced`]): it follows the state machine and passes
+//! envelopes on without decoding their contents. The stream between the replicas carries one
+//! request, or several if the holder *leases* the tunnel: after each request it says whether the lease goes
+//! on ([`Lender`]). In between, the tunnel is parked at both ends and free at neither.
 //!
-//! Between this project's replicas and GitLab's, of 14.1, a request has another form, which [`gateway`] is for: the same
-//! envelopes come back, but what goes there are the caller's messages as they are.
+//! Requests between replicas of this project and of GitLab's kas 14.1 have another form, see [`gitlab`]: the
+//! answer has the same envelopes, but the request has the caller's messages without envelopes.
 //!
-//! A response body cannot reset its stream while HTTP/2 waits for window (nobody polls it then), so
-//! a tunnel is given a function that does.
+//! A response body is not polled while HTTP/2 waits for window, so it cannot reset its stream then. A tunnel
+//! is therefore given a function that does.
 
 mod agent_stream;
 mod caller_stream;
 mod exchange;
-pub mod gateway;
+pub mod gitlab;
 mod info;
 mod splice;
 mod tunnel_body;
 
 use std::{
     fmt,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::Arc,
     task::{Context, Poll, Waker},
     time::Duration,
 };
 
 use bytes::Bytes;
 use grpc::{Deadline, Status};
+use parking_lot::{Mutex, MutexGuard};
 use tokio::time::Instant;
 
-use self::agent_stream::{AgentStream, Broken, Got, kind};
+use self::agent_stream::{AgentStream, Broken, Got, frame_of};
 pub use self::{
     agent_stream::{Opening, Unasked, read_descriptor},
     exchange::{Exchange, Head},
@@ -54,33 +55,58 @@ use crate::{
     state::{KasEnd, Step},
 };
 
-/// Pieces up to this size are copied together; larger ones pass as they are. Measured: without
-/// copying small ones a small call costs 14 % more, with 16 KiB a bulk stream 5 to 11 % more.
+/// Pieces up to this size in bytes are copied together; larger ones pass without a copy. Measured: without
+/// copying small pieces a small call costs 14 % more; with 16 KiB a bulk stream costs 5 to 11 % more.
 const COPY: usize = 1024;
-/// How much is gathered before it is handed to HTTP/2.
+/// How many bytes are gathered before they are handed to HTTP/2.
 const GATHER: usize = 16 * 1024;
-/// How long after a complete answer the asking replica may take to close the request's own direction;
-/// then the tunnel is reset rather than kept from the next request.
+/// How long after a complete answer the replica that borrowed the tunnel may take to close the request's
+/// direction. The tunnel is reset after that, since it blocks the next request.
 const CLOSE_TIME: Duration = Duration::from_secs(1);
 
-/// Who hands tunnels out. Called without any lock of the tunnel.
+/// Manages free tunnels. Called without any lock of the tunnel.
 pub trait Owner: Send + Sync + 'static {
-    /// The tunnel is free: for the first time, or again.
+    /// The tunnel is free for a request.
     fn parked(&self, tunnel: &Arc<Tunnel>);
-    /// The tunnel is over. `wasted`: the agent ended it, or vanished, while it was parked.
+    /// The tunnel is over. `wasted`: the agent ended it or was lost while the tunnel was parked.
     fn ended(&self, tunnel: &Arc<Tunnel>, wasted: bool);
-    /// The agent did what the protocol does not allow; the tunnel is being reset.
+    /// The agent broke the protocol, and the tunnel is being reset.
     fn violated(&self, _tunnel: &Arc<Tunnel>, _what: &str) {}
-    /// Values of an agent's answer were dropped as illegal.
+    /// Illegal metadata values in an agent's answer were dropped.
     fn dropped(&self, _count: usize) {}
 }
 
 /// A request for a tunnel.
 pub struct Job {
     /// The `request_info` envelope with its prefix.
-    pub request_info: Bytes,
-    /// The caller's body: gRPC frames, not compressed.
-    pub body: grpc::Body,
+    request_info: Bytes,
+    body: grpc::Body,
+    /// `Some`: the body has the envelopes of another replica, and these bytes precede it.
+    ahead: Option<Bytes>,
+}
+
+impl Job {
+    /// Creates the request of a caller. `request_info` is the envelope with its prefix. `body` has gRPC
+    /// frames that are not compressed.
+    pub fn new(request_info: Bytes, body: grpc::Body) -> Self {
+        Self { request_info, body, ahead: None }
+    }
+
+    /// Creates the request of another replica, for [`Tunnel::begin_spliced`]. The envelopes after
+    /// `request_info` are in `ahead`, and then in `body`.
+    pub fn spliced(request_info: Bytes, ahead: Bytes, body: grpc::Body) -> Self {
+        Self { request_info, body, ahead: Some(ahead) }
+    }
+
+    /// Returns the `request_info` envelope with its prefix.
+    pub fn request_info(&self) -> &Bytes {
+        &self.request_info
+    }
+
+    /// Returns the body that the request was created with.
+    pub fn into_body(self) -> grpc::Body {
+        self.body
+    }
 }
 
 impl fmt::Debug for Job {
@@ -92,17 +118,17 @@ impl fmt::Debug for Job {
 /// Why a request had no complete answer.
 #[derive(Debug)]
 pub enum Failure {
-    /// Nothing was written to the agent; the request is as it was.
+    /// Nothing was written to the agent. The request is returned unchanged.
     NotStarted(Job),
-    /// The agent surely did not start it, but the body may be partly consumed.
+    /// The agent certainly did not start the request, but its body may be partly consumed.
     Refused,
-    /// It was started and its outcome is unknown.
+    /// The request was started, and its outcome is unknown.
     Unknown,
-    /// The deadline passed after it was started.
+    /// The deadline passed after the request was started.
     Deadline,
-    /// The caller's own bytes were wrong; the status says how.
+    /// The caller sent malformed bytes, as the status explains.
     Caller(Status),
-    /// The replica that lent the tunnel says what became of the request.
+    /// The status of the replica that lent the tunnel.
     Lender(Status),
 }
 
@@ -113,35 +139,58 @@ enum Ending {
     Status(Status),
 }
 
-/// What happens to a tunnel that should not take further requests.
+/// How to take a tunnel out of use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Retire {
-    /// Drain notice where the agent understands it, else OK.
+    /// By a drain notice if the agent understands it, else as [`Ok`](Self::Ok).
     Notice,
-    /// The stream ends with OK.
+    /// By ending the stream with OK.
     Ok,
 }
 
 /// What is at the other end of a tunnel's stream.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Form {
-    /// agentk itself.
-    Own,
-    /// Another replica that has the agent, for one request or, `again`, for several.
-    Lent { again: bool },
-    /// A replica of GitLab's kas that has the agent.
-    Gateway,
+enum FarEnd {
+    /// agentk.
+    Agent,
+    /// Another replica that lends a tunnel of the agent. The stream carries one request and ends.
+    Replica,
+    /// Another replica that leases a tunnel of the agent. It says after each request whether another may
+    /// follow.
+    LeasingReplica,
+    /// A replica of GitLab's kas that has a tunnel of the agent. As [`Replica`](Self::Replica), but the
+    /// request's messages go there without envelopes.
+    GitlabReplica,
 }
 
-/// One tunnel, shared by agentk's stream and, during a request, the caller's.
+/// What a tunnel does with requests. The protocol's own states are those of [`KasEnd`].
+enum Phase {
+    /// There is no request.
+    Idle,
+    /// There is no request yet, but one of another replica is on its way. The tunnel retires after that.
+    Reserved,
+    /// A request has been accepted, and nothing of it has been written.
+    Accepted(Job),
+    /// A request is open.
+    Open,
+    /// The caller left the request of a 14.1 agent: the rest of the answer is read and discarded.
+    Discarding,
+    /// The answer's trailer has arrived, but the far end ends its stream only after this one:
+    /// [`FarEnd::GitlabReplica`].
+    Finishing,
+}
+
+/// The lease of a tunnel by another replica. After the open request the tunnel is reserved for the next one.
+#[derive(Default)]
+struct Lease {
+    /// The body with the next request, once the open one is complete.
+    next: Option<grpc::Body>,
+}
+
+/// A tunnel, shared by agentk's stream and, during a request, the caller's stream.
 pub struct Tunnel {
     info: Info,
-    /// The stream goes to another replica.
-    borrowed: bool,
-    /// Such a stream may carry several requests; else it carries one and ends.
-    again: bool,
-    /// The other replica is GitLab's: it takes messages without envelopes.
-    plain: bool,
+    far_end: FarEnd,
     owner: Arc<dyn Owner>,
     reset: Box<dyn Fn() + Send + Sync>,
     core: Mutex<Core>,
@@ -149,36 +198,25 @@ pub struct Tunnel {
 
 struct Core {
     end: KasEnd,
-    /// agentk's direction; the [`Exchange`] has it while a request is open.
+    phase: Phase,
+    /// agentk's direction. The [`Exchange`] has it while a request is open.
     stream: Option<AgentStream>,
-    job: Option<Job>,
     ending: Option<Ending>,
     retire: Option<Retire>,
-    /// The caller left a 14.1 agent's request: read the rest of its answer.
-    discard: bool,
-    /// The answer's trailer has come, and the other replica ends its stream only after this side has: [`Tunnel::plain`].
-    finishing: bool,
-    /// What was wrong with the caller's bytes.
+    /// What is wrong with the bytes of the caller.
     fault: Option<Status>,
-    /// The open request's envelopes come from another replica.
-    spliced: bool,
-    /// What that replica wrote after `request_info` and was read with it.
-    ahead: Bytes,
-    /// After the open request the tunnel is not free: its [`Splice`] asks whether it stays lent.
-    keep: bool,
-    /// Parked, and lent to another replica: what retires it waits until it comes back.
-    lent: bool,
-    /// Where the other replica's next request will come from.
-    asker: Option<grpc::Body>,
-    /// [`TunnelBody`] has ended during a request: nothing more can be written.
-    mute: bool,
-    /// Counts requests, so that the end of one is not taken for the next one's.
+    /// The lease to which the open request belongs, if its [`Splice`] can ask for the renewal.
+    lease: Option<Lease>,
+    /// [`TunnelBody`] ended during a request, so no other request can be written.
+    write_closed: bool,
+    /// The number of the current request, so that the end of one is not taken for the end of the next.
     round: u64,
+    /// The stream was reset or dropped.
     dead: bool,
-    /// The agent withdrew the parked tunnel, or half-closed it without being asked.
+    /// The agent withdrew the parked tunnel, or half-closed it without a drain notice.
     given_up: bool,
-    /// Whether [`TunnelBody`] waits for a wake-up, and so will be polled after one. It is false
-    /// while HTTP/2 waits for window.
+    /// [`TunnelBody`] waits for a wake-up, so it will be polled after one. False while HTTP/2 waits for
+    /// window.
     waiting: bool,
     parked_at: Instant,
     tunnel_waker: Option<Waker>,
@@ -186,6 +224,36 @@ struct Core {
 }
 
 impl Core {
+    /// Whether a request may begin, if the tunnel is not to retire.
+    fn is_free(&self) -> bool {
+        self.end.is_free() && matches!(self.phase, Phase::Idle | Phase::Reserved) && !self.dead
+    }
+
+    /// Takes back the request if nothing of it has been written.
+    fn take_accepted(&mut self) -> Option<Job> {
+        match std::mem::replace(&mut self.phase, Phase::Idle) {
+            Phase::Accepted(job) => Some(job),
+            phase => {
+                self.phase = phase;
+                None
+            }
+        }
+    }
+
+    /// Takes what a lender sent after a request that is complete in both directions.
+    fn settle(&mut self, got: Result<Got, Broken>) -> Settled {
+        let step = got.ok().and_then(|got| self.end.agent_sent(frame_of(&got)).ok());
+        match step {
+            Some(Step::Park) if self.end.park() => {
+                self.phase = Phase::Idle;
+                self.parked_at = Instant::now();
+                Settled::Parked
+            }
+            Some(Step::Park | Step::End) => Settled::Ended,
+            _ => Settled::Broken,
+        }
+    }
+
     fn wake_tunnel(&mut self) {
         if let Some(waker) = &self.tunnel_waker {
             waker.wake_by_ref();
@@ -197,22 +265,9 @@ impl Core {
             waker.wake();
         }
     }
-
-    /// Takes what a lender said after a request that is over on both sides.
-    fn settle(&mut self, got: Result<Got, Broken>) -> Settled {
-        let step = got.ok().and_then(|got| self.end.agent_sent(kind(&got)).ok());
-        match step {
-            Some(Step::Park) if self.end.park() => {
-                self.parked_at = Instant::now();
-                Settled::Parked
-            }
-            Some(Step::Park | Step::End) => Settled::Ended,
-            _ => Settled::Broken,
-        }
-    }
 }
 
-/// What became of a borrowed tunnel after its request.
+/// What became of a leased tunnel after its request.
 enum Settled {
     Parked,
     Ended,
@@ -233,30 +288,30 @@ impl fmt::Debug for Tunnel {
 }
 
 impl Tunnel {
-    /// Makes a parked tunnel, and the response body of its `Connect` call. `reset` resets the
-    /// stream with CANCEL, whatever it waits for.
+    /// Creates a parked tunnel and the response body of its `Connect` call. `reset` resets the stream with
+    /// CANCEL, whatever it waits for.
     pub fn new(
         info: Info,
         opening: Opening,
         owner: Arc<dyn Owner>,
         reset: Box<dyn Fn() + Send + Sync>,
     ) -> (Arc<Self>, TunnelBody) {
-        let end = KasEnd::parked(info.peer.mode());
-        Self::make(info, opening, owner, reset, end, Form::Own)
+        Self::make(info, opening, owner, reset, FarEnd::Agent)
     }
 
-    /// Makes a tunnel that another replica lends: `body` is its answer, which fails with a [`Status`] where that
-    /// replica says what became of the request, and [`TunnelBody`] is what goes there. `again`: that replica may
-    /// lend it for further requests, and `owner` is told each time; else it carries one request.
+    /// Creates a tunnel that another replica lends. `body` is the response of that replica, which fails with
+    /// a [`Status`] if that replica ends a request with one. [`TunnelBody`] is sent there. `leased`: that
+    /// replica may lend the tunnel for further requests, and `owner` is told each time. Else it carries one
+    /// request.
     pub fn borrowed(
         info: Info,
         body: grpc::Body,
         owner: Arc<dyn Owner>,
         reset: Box<dyn Fn() + Send + Sync>,
-        again: bool,
+        leased: bool,
     ) -> (Arc<Self>, TunnelBody) {
-        let end = if again { KasEnd::lent() } else { KasEnd::parked(info.peer.mode()) };
-        Self::make(info, Opening::new(body, false), owner, reset, end, Form::Lent { again })
+        let far_end = if leased { FarEnd::LeasingReplica } else { FarEnd::Replica };
+        Self::make(info, Opening::new(body, false), owner, reset, far_end)
     }
 
     fn make(
@@ -264,26 +319,21 @@ impl Tunnel {
         opening: Opening,
         owner: Arc<dyn Owner>,
         reset: Box<dyn Fn() + Send + Sync>,
-        end: KasEnd,
-        form: Form,
+        far_end: FarEnd,
     ) -> (Arc<Self>, TunnelBody) {
-        let (borrowed, plain) = (form != Form::Own, form == Form::Gateway);
-        let again = form == Form::Lent { again: true };
+        let end = match far_end {
+            FarEnd::LeasingReplica => KasEnd::leased(),
+            FarEnd::Agent | FarEnd::Replica | FarEnd::GitlabReplica => KasEnd::parked(info.peer.mode()),
+        };
         let core = Core {
             end,
+            phase: Phase::Idle,
             stream: Some(opening.0),
-            job: None,
             ending: None,
             retire: None,
-            discard: false,
-            finishing: false,
             fault: None,
-            spliced: false,
-            ahead: Bytes::new(),
-            keep: false,
-            lent: false,
-            asker: None,
-            mute: false,
+            lease: None,
+            write_closed: false,
             round: 0,
             dead: false,
             given_up: false,
@@ -292,24 +342,24 @@ impl Tunnel {
             tunnel_waker: None,
             exchange_waker: None,
         };
-        let tunnel = Arc::new(Self { info, borrowed, again, plain, owner, reset, core: Mutex::new(core) });
+        let tunnel = Arc::new(Self { info, far_end, owner, reset, core: Mutex::new(core) });
         let body = TunnelBody::new(Arc::clone(&tunnel));
         (tunnel, body)
     }
 
-    /// Returns who and what is at the other end.
+    /// Describes the other end.
     pub fn info(&self) -> &Info {
         &self.info
     }
 
-    /// Returns since when the tunnel has been parked; `None`: it carries a request, takes none any more, or is over.
+    /// Returns since when the tunnel has been parked. `None`: it carries a request, takes no more of them, or
+    /// is over.
     pub fn idle_since(&self) -> Option<Instant> {
         let core = self.core();
-        let free = core.end.is_free() && core.job.is_none() && core.retire.is_none() && !core.dead;
-        free.then_some(core.parked_at)
+        (core.is_free() && core.retire.is_none()).then_some(core.parked_at)
     }
 
-    /// Ready once the tunnel is over. For the one who holds it parked.
+    /// Ready once the tunnel is over. Only for the task that has reserved it.
     pub fn poll_over(&self, cx: &Context<'_>) -> Poll<()> {
         let mut core = self.core();
         if core.dead || core.end.is_ended() {
@@ -319,20 +369,22 @@ impl Tunnel {
         Poll::Pending
     }
 
-    /// Lends the parked tunnel for a request that is still on its way: what retires it waits until the request has
-    /// begun, or until [`take_back`](Self::take_back). Without effect on a tunnel that takes no request.
-    pub fn lend(&self) {
+    /// Reserves the parked tunnel for a request that is still on its way. The tunnel retires only after that
+    /// request has begun, or after [`cancel_reservation`](Self::cancel_reservation). No effect if the tunnel
+    /// is not free.
+    pub fn reserve(&self) {
         let mut core = self.core();
-        if core.end.is_free() && core.job.is_none() && core.retire.is_none() && !core.dead {
-            core.lent = true;
+        if core.is_free() && core.retire.is_none() {
+            core.phase = Phase::Reserved;
         }
     }
 
-    /// The tunnel is not lent any more: what was to retire it does so now. Without effect unless it was lent.
-    pub fn take_back(&self) {
+    /// Cancels the reservation: a tunnel that is to retire does so now. No effect without a reservation.
+    pub fn cancel_reservation(&self) {
         let mut core = self.core();
-        if std::mem::take(&mut core.lent) {
-            core.asker = None;
+        if matches!(core.phase, Phase::Reserved) {
+            core.phase = Phase::Idle;
+            core.lease = None;
             core.exchange_waker = None;
             if core.retire.is_some() {
                 core.wake_tunnel();
@@ -340,48 +392,31 @@ impl Tunnel {
         }
     }
 
-    /// Whether the tunnel carries a request now.
+    /// Whether the tunnel carries a request.
     pub fn carries_request(&self) -> bool {
         let core = self.core();
-        !core.dead && (core.job.is_some() || !core.end.is_parked() && !core.end.is_ended())
+        !core.dead
+            && (matches!(core.phase, Phase::Accepted(_)) || !core.end.is_parked() && !core.end.is_ended())
     }
 
-    /// Gives the tunnel a request. Nothing is written before the stream's own task runs.
+    /// Gives the tunnel a request. The task of the tunnel's stream writes it.
     ///
     /// # Errors
-    /// The request, when the tunnel is no longer free.
+    /// The request, if the tunnel is no longer free.
     pub fn begin(self: &Arc<Self>, job: Job, deadline: Deadline) -> Result<Exchange, Job> {
-        self.open(job, deadline)
+        self.open(job, deadline, None)
     }
 
-    fn open(self: &Arc<Self>, job: Job, deadline: Deadline) -> Result<Exchange, Job> {
-        self.open_as(job, deadline, None)
-    }
-
-    /// `spliced`: what was read after `request_info`, and whether the tunnel may stay lent afterwards.
-    fn open_as(
-        self: &Arc<Self>,
-        job: Job,
-        deadline: Deadline,
-        spliced: Option<(Bytes, bool)>,
-    ) -> Result<Exchange, Job> {
+    fn open(self: &Arc<Self>, job: Job, deadline: Deadline, lease: Option<Lease>) -> Result<Exchange, Job> {
         let mut core = self.core();
-        if core.dead
-            || !core.end.is_free()
-            || core.job.is_some()
-            || core.ending.is_some()
-            // What is lent is asked back; the request that crossed the question is the last.
-            || core.retire.is_some() && !core.lent
-        {
+        let retires = core.retire.is_some() && !matches!(core.phase, Phase::Reserved);
+        if !core.is_free() || core.ending.is_some() || retires {
             return Err(job);
         }
         let Some(stream) = core.stream.take() else { return Err(job) };
-        core.job = Some(job);
-        core.spliced = spliced.is_some();
-        (core.ahead, core.keep) = spliced.unwrap_or_default();
-        core.lent = false;
-        core.asker = None;
-        // Of an earlier request, whose answer was complete before its bytes were wrong.
+        core.phase = Phase::Accepted(job);
+        core.lease = lease;
+        // An earlier request may have failed after its answer was complete.
         core.fault = None;
         core.round += 1;
         let round = core.round;
@@ -390,17 +425,17 @@ impl Tunnel {
         Ok(Exchange::new(Arc::clone(self), round, stream, deadline))
     }
 
-    /// Takes the tunnel out of use: at once when it is parked, else after its request.
+    /// Takes the tunnel out of use: immediately if it is parked, else after its request.
     pub fn retire(&self, how: Retire) {
         let mut core = self.core();
-        // An end is never taken back by a notice that comes after it.
+        // A later notice does not replace an end.
         if core.retire != Some(Retire::Ok) {
             core.retire = Some(how);
         }
         core.wake_tunnel();
     }
 
-    /// Ends the tunnel with `status`, whatever it carries.
+    /// Ends the tunnel with `status`, even during a request.
     pub fn end(&self, status: Status) {
         let mut core = self.core();
         if core.dead || core.end.is_ended() {
@@ -420,12 +455,16 @@ impl Tunnel {
     }
 
     fn core(&self) -> MutexGuard<'_, Core> {
-        // A panic between two fields cannot leave them torn: every change is a few assignments.
-        self.core.lock().unwrap_or_else(PoisonError::into_inner)
+        self.core.lock()
     }
 
-    /// A borrowed tunnel's answer is complete and its stream is back: takes what the lender says next if it is here,
-    /// without running the tunnel's own task.
+    /// Whether another replica lends the tunnel.
+    fn is_borrowed(&self) -> bool {
+        self.far_end != FarEnd::Agent
+    }
+
+    /// The answer on a leased tunnel is complete, and agentk's direction is back: takes what the lender says
+    /// next, if that has arrived, without running the tunnel's own task.
     fn settle(self: &Arc<Self>, mut core: MutexGuard<'_, Core>) {
         let waker = match (&core.tunnel_waker, core.end.is_close_sent()) {
             (Some(waker), true) => waker.clone(),
@@ -446,7 +485,7 @@ impl Tunnel {
             }
             Settled::Broken => return self.kill(core),
         }
-        // From now on the tunnel's task watches.
+        // Registers the tunnel's task for agentk's direction.
         if let Some(stream) = &mut core.stream
             && let Poll::Ready(got) = stream.poll(&mut cx)
         {
@@ -458,6 +497,33 @@ impl Tunnel {
         }
         drop(core);
         self.owner.parked(self);
+    }
+
+    /// Ends the lease to which the request `round` belongs: the tunnel is free if it was reserved for the
+    /// next one.
+    fn end_lease(self: &Arc<Self>, round: u64) {
+        let mut core = self.core();
+        if core.round != round {
+            return;
+        }
+        core.lease = None;
+        if !matches!(core.phase, Phase::Reserved) {
+            return;
+        }
+        core.phase = Phase::Idle;
+        let retiring = core.retire.is_some();
+        if retiring {
+            core.wake_tunnel();
+        }
+        drop(core);
+        if !retiring {
+            self.owner.parked(self);
+        }
+    }
+
+    /// Whether another replica leases the tunnel.
+    fn is_leased(&self) -> bool {
+        self.far_end == FarEnd::LeasingReplica
     }
 
     /// Resets agentk's stream.

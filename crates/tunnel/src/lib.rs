@@ -1,12 +1,12 @@
-//! The reverse tunnel, both ends: a stream that agentk opens and through which kas sends requests.
+//! Both ends of the reverse tunnel: a stream that agentk opens and through which kas sends requests.
 //!
-//! * [`frame`]: the envelopes' bytes, cut through: a payload passes without being held whole.
-//! * [`state`]: who may send what and when, without I/O.
-//! * [`kas_end`]: a parked tunnel, and the exchange of bodies when a request meets it.
-//! * [`agent_end`]: serves what comes out of a tunnel.
-//! * [`meta`]: metadata between HTTP/2 headers and the envelopes' maps.
+//! * [`frame`]: encodes and decodes the envelopes. Payload passes without being buffered whole.
+//! * [`state`]: the protocol as a state machine without I/O: which end may send what, and when.
+//! * [`kas_end`]: a parked tunnel, and the request and the response that pass through it.
+//! * [`agent_end`]: serves the requests that come out of a tunnel.
+//! * [`meta`]: converts metadata between HTTP/2 headers and the maps in envelopes.
 //!
-//! Nothing here knows sockets, tokens or routing: a tunnel is two bodies.
+//! The crate knows neither sockets nor tokens nor routing: a tunnel is two HTTP bodies.
 
 pub mod agent_end;
 pub mod frame;
@@ -14,23 +14,23 @@ pub mod kas_end;
 pub mod meta;
 pub mod state;
 
-/// Request metadata in which agentk offers, and response header in which kas accepts, a feature of
-/// the tunnel.
+/// The header in which agentk offers a feature of the tunnel (request metadata), and in which kas accepts it
+/// (response headers).
 pub const TUNNEL_HEADER: http::HeaderName = http::HeaderName::from_static("kas-tunnel");
-/// The feature: the stream parks again after each request.
+/// The feature: the stream parks again after each request, for the next one.
 pub const REUSE: http::HeaderValue = http::HeaderValue::from_static("reuse");
-/// The random id of the agentk process, on every stream it opens.
+/// The random id of the agentk process, in the metadata of every stream that it opens.
 pub const INSTANCE_HEADER: http::HeaderName = http::HeaderName::from_static("kas-agentk-instance");
-/// agentk's own socket address: when kas sees another one, a proxy stands between.
+/// The socket address of agentk. If kas sees another one, there is a proxy between them.
 pub const SOCKET_HEADER: http::HeaderName = http::HeaderName::from_static("kas-agentk-socket");
-/// Request metadata of `Connect` in which agentk says that it heeds `kubernetes_api.rpc.HeaderExtra`; value `1`.
+/// Request metadata of `Connect`, with the value `1`: agentk supports `kubernetes_api.rpc.HeaderExtra`.
 pub const IMPERSONATES_HEADER: http::HeaderName = http::HeaderName::from_static("kas-agentk-impersonates");
-/// The replica that answers, in response headers.
+/// Response header: the replica that answers.
 pub const REPLICA_HEADER: http::HeaderName = http::HeaderName::from_static("kas-replica");
-/// How many replicas live, in response headers.
+/// Response header: how many replicas are alive.
 pub const REPLICAS_HEADER: http::HeaderName = http::HeaderName::from_static("kas-replicas");
-/// Response header of kas: which process of that name it is. Another value is a replica that has restarted.
+/// Response header: the run of the replica's process. Another value means that the replica has restarted.
 pub const RUN_HEADER: http::HeaderName = http::HeaderName::from_static("kas-replica-run");
-/// How many seconds a tunnel may be idle, in response headers: kas saw a proxy that would cut it.
-/// agentk opens a replacement before it withdraws the old one.
+/// Response header: how many seconds a tunnel may be idle, since kas detected a proxy that closes idle
+/// streams. agentk opens a replacement before it withdraws such a tunnel.
 pub const MAX_IDLE_HEADER: http::HeaderName = http::HeaderName::from_static("kas-tunnel-max-idle");

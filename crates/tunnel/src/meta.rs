@@ -1,8 +1,8 @@
-//! Metadata between HTTP/2 headers and the maps of the envelopes.
+//! Converts metadata between HTTP/2 headers and the maps in envelopes.
 //!
-//! What an envelope's map may hold is `map<string, Values>`: text only. Values of `-bin` keys are
-//! base64 on HTTP/2; between our own ends they stay so, while agents of GitLab hold the decoded
-//! bytes in the map (and encode them again), which works for valid UTF-8 only.
+//! A map in an envelope is a `map<string, Values>`, which holds only text. On HTTP/2 the values of `-bin`
+//! keys are base64, and maps of this project hold them so. The maps of GitLab's agents hold the decoded
+//! bytes, which works only for valid UTF-8.
 
 use std::collections::BTreeMap;
 
@@ -17,9 +17,9 @@ use proto::gitlab::agent::prototool::Values;
 
 use crate::frame::{put_control, put_tag, put_varint, varint_len};
 
-/// Keys of one map.
+/// Largest number of keys in one map.
 pub const MAX_KEYS: usize = 64;
-/// Bytes of keys and values of one map.
+/// Largest size of the keys and values of one map, in bytes.
 pub const MAX_BYTES: usize = 16 * 1024;
 
 const BASE64: GeneralPurpose = GeneralPurpose::new(
@@ -29,22 +29,22 @@ const BASE64: GeneralPurpose = GeneralPurpose::new(
         .with_decode_padding_mode(DecodePaddingMode::Indifferent),
 );
 
-/// How the other end holds values of `-bin` keys.
+/// How maps hold the values of `-bin` keys.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Binary {
-    /// Base64, as on HTTP/2: ends of this project.
+    /// Base64, as on HTTP/2: agents and servers of this project.
     Base64,
-    /// The bytes themselves, which must be UTF-8: agents and servers of GitLab.
+    /// The decoded bytes, which must be UTF-8: agents and servers of GitLab.
     Raw,
 }
 
-/// Why metadata cannot travel through a tunnel.
+/// Why metadata cannot pass a tunnel.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
-    /// A value that is not text where the envelope holds text only.
+    /// A value is not text, and the map holds only text.
     #[error("the value of metadata key {0} is not valid UTF-8, and this agent cannot receive other bytes")]
     NotText(String),
-    /// Not base64 in a `-bin` key.
+    /// The value of a `-bin` key is not base64.
     #[error("the value of metadata key {0} is not base64")]
     NotBase64(String),
     /// More than [`MAX_KEYS`] keys or [`MAX_BYTES`] bytes.
@@ -52,7 +52,7 @@ pub enum Error {
     TooMuch,
 }
 
-/// Whether a key belongs to one hop of HTTP and never travels through a tunnel.
+/// Whether a key belongs to one hop of HTTP, and never passes a tunnel.
 pub fn is_hop_level(name: &str) -> bool {
     match name.len() {
         2 => name == "te",
@@ -72,7 +72,7 @@ pub fn is_hop_level(name: &str) -> bool {
     }
 }
 
-/// Writes a `RequestInfo` or a header's or trailer's map.
+/// Encodes a `RequestInfo`, or the map of a header or a trailer.
 #[derive(Debug)]
 pub struct MapWriter {
     out: BytesMut,
@@ -83,7 +83,7 @@ pub struct MapWriter {
 }
 
 impl MapWriter {
-    /// Starts a `RequestInfo` for `method`, the full path.
+    /// Starts a `RequestInfo` for the full path `method`.
     pub fn request_info(method: &str, binary: Binary) -> Self {
         let mut out = BytesMut::with_capacity(256);
         put_tag(1, &mut out);
@@ -97,7 +97,7 @@ impl MapWriter {
         Self { out: BytesMut::new(), field: 1, binary, keys: 0, bytes: 0 }
     }
 
-    /// Adds a key with a value that is text.
+    /// Adds a key with a text value.
     ///
     /// # Errors
     /// [`Error::TooMuch`].
@@ -117,7 +117,7 @@ impl MapWriter {
         if self.binary == Binary::Raw && key.as_str().ends_with("-bin") {
             let mut decoded = Vec::new();
             for value in &values {
-                // Several values of a binary key may stand in one field, with commas between.
+                // One header may hold several values of a binary key, separated by commas.
                 for part in value.as_bytes().split(|b| *b == b',') {
                     let bytes = BASE64
                         .decode(part.trim_ascii())
@@ -141,7 +141,7 @@ impl MapWriter {
         self.out.freeze()
     }
 
-    /// Appends it as control field `field`, with its prefix.
+    /// Appends the map or `RequestInfo` as the control field `field`, with its prefix.
     pub fn put_control(self, field: u32, out: &mut BytesMut) {
         put_control(field, &self.out, out);
     }
@@ -171,10 +171,8 @@ impl MapWriter {
     }
 }
 
-/// Reads a map into headers, keeping what `keep` says. Returns how many values were dropped because
-/// they or their keys are illegal.
-///
-/// Never an error: the answer direction drops what it cannot pass on.
+/// Reads a map into headers, with the keys for which `keep` is true. Returns how many values were dropped
+/// because they or their keys are illegal. It never fails: an answer loses what cannot be passed on.
 pub fn read_map(
     map: &BTreeMap<String, Values>,
     binary: Binary,
@@ -184,7 +182,7 @@ pub fn read_map(
     let mut dropped = 0;
     let mut bytes = 0;
     for (index, (key, values)) in map.iter().enumerate() {
-        // Lower case is what HTTP/2 carries; agents may use the canonical form of their language.
+        // HTTP/2 has lower case keys. Agents may use the canonical form of their language.
         let lower = key.to_ascii_lowercase();
         if !keep(&lower) {
             continue;
@@ -211,18 +209,18 @@ pub fn read_map(
     dropped
 }
 
-/// Whether a key of an agent's answer goes on to the caller.
+/// Whether a key of an agent's answer is passed on to the caller.
 pub fn passes_to_caller(key: &str) -> bool {
     !(key.starts_with(':') || key.starts_with("grpc-") || key.starts_with("kas-") || is_hop_level(key))
 }
 
-/// Whether a key of `RequestInfo` goes on to the handler in agentk. The deadline does: agentk
+/// Whether a key of `RequestInfo` is passed on to the handler in agentk. The deadline is, since agentk
 /// enforces it.
 pub fn passes_to_handler(key: &str) -> bool {
     !(key.starts_with(':') || is_hop_level(key) || (key.starts_with("grpc-") && key != "grpc-timeout"))
 }
 
-/// Whether a key of a handler's answer goes into the tunnel.
+/// Whether a key of a handler's answer is passed into the tunnel.
 pub fn passes_to_tunnel(key: &str) -> bool {
     !(key.starts_with("grpc-") || is_hop_level(key))
 }
@@ -267,7 +265,7 @@ mod tests {
     }
 
     #[test]
-    fn answers_lose_what_an_agent_may_not_say() {
+    fn answers_lose_keys_that_an_agent_may_not_set() {
         let values = |v: &str| Values { value: vec![v.to_owned()] };
         let map: BTreeMap<_, _> = [
             (":status", "200"),

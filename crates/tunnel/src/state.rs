@@ -1,77 +1,78 @@
-//! Who may send what on a tunnel, and when: kas' view, without I/O.
+//! The protocol of a tunnel as a state machine without I/O, as kas sees it: which end may send what, and
+//! when.
 //!
 //! ```text
-//! one-shot  agentk: descriptor, [request_info comes] header, message*, trailer, error?, half-close
+//! one-shot  agentk: descriptor, [request_info arrives] header, message*, trailer, error?, half-close
 //!                   or error (final at once)
-//! reusable  agentk: descriptor, { [request_info comes] header, message*, error?, trailer
-//!                   or error, trailer }*           parks again when close_send was sent too
+//! reusable  agentk: descriptor, { [request_info arrives] header, message*, error?, trailer
+//!                   or error, trailer }*           parks again once close_send was sent too
 //!           parked: bare trailer = withdraw; after a drain notice: half-close
 //! kas:      request_info, message*, close_send     parked and reusable: close_send = drain notice
 //! ```
-//! A tunnel of another replica, when it stays lent between requests: as reusable, except that the
-//! lender says what comes after a request that is over on both sides:
+//! On a tunnel that another replica leases (several requests, one after the other) the lender says what
+//! follows a request that is complete in both directions:
 //! ```text
-//! lender:   an empty descriptor = parked again, or half-close = no more
-//! parked:   bare trailer = recall: half-closed when it is idle; a request that crossed it is served
+//! lender:   an empty descriptor = parked again, or half-close = the lease ends
+//! parked:   bare trailer = revoked: half-closed when it is idle; a request that crossed it is served
 //! ```
-//! A tunnel that does anything else is closed; what became of its request is said by [`Verdict`].
+//! A tunnel on which anything else arrives is closed. [`Verdict`] then says what became of its request.
 
 /// What a tunnel can do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mode {
-    /// One request, then the stream ends: agents of GitLab.
+    /// It carries one request, and the stream ends: agents of GitLab.
     OneShot,
-    /// Parks again after each request: agents of this project.
+    /// It parks again after each request: agents of this project.
     Reusable,
 }
 
-/// What agentk sent.
+/// A frame from agentk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Frame {
     /// Response headers.
     Header,
-    /// Payload begins.
+    /// A message begins.
     Message,
-    /// Response trailers; `bare`: without any key.
+    /// Response trailers.
     Trailer {
-        /// The map in it is empty.
+        /// The map of keys is empty.
         bare: bool,
     },
     /// A status other than OK.
     Error,
-    /// A clean end of agentk's direction.
+    /// The end of agentk's direction, not by a reset.
     HalfClose,
-    /// A descriptor, which stands only at the start; from a lender: lent again.
+    /// A descriptor. It is the first message of a tunnel; from a lender it renews the lease.
     Descriptor,
 }
 
-/// What a frame means.
+/// What to do with a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Step {
-    /// Pass it on to the caller.
+    /// Pass the frame on to the caller.
     Pass,
     /// Keep the status for the end.
     Keep,
     /// The answer is complete with this frame.
     Complete,
-    /// Nothing: a withdrawal that crossed a request.
+    /// Ignore the frame: a withdrawal that crossed a request.
     Ignore,
-    /// The tunnel ends with OK: withdrawn, recalled, or half-closed while no request is open.
+    /// End the tunnel with OK: it was withdrawn or revoked, or half-closed while no request was open.
     End,
-    /// The lender lends the tunnel for another request: [`KasEnd::park`].
+    /// The lender renews the lease for another request: call [`KasEnd::park`].
     Park,
 }
 
-/// What became of the request when its tunnel failed.
+/// What became of the request of a tunnel that failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Verdict {
-    /// agentk surely did not start the request.
+    /// agentk certainly did not start the request.
     #[error("the agent did not start the request")]
     NotStarted,
-    /// agentk started it, or may have.
+    /// agentk started the request, or may have started it.
     #[error("the agent's answer is incomplete")]
     Unknown,
-    /// There was no request: the tunnel misbehaved while parked.
+    /// There was no request: the tunnel broke the protocol while parked.
     #[error("the tunnel was idle")]
     Idle,
 }
@@ -80,9 +81,9 @@ pub enum Verdict {
 enum Answer {
     Nothing,
     Header,
-    /// One-shot: the trailer came, and perhaps an error follows.
+    /// One-shot: the trailer has arrived, and an error may follow.
     Trailer,
-    /// Reusable: the error came, and the trailer must follow.
+    /// Reusable: the error has arrived, and the trailer must follow.
     Error,
     Complete,
 }
@@ -94,26 +95,26 @@ enum Phase {
     Ended,
 }
 
-/// kas' end of one tunnel.
+/// The state of one tunnel at kas' end.
 #[derive(Clone, Copy, Debug)]
 pub struct KasEnd {
     mode: Mode,
     phase: Phase,
     withdrawn: bool,
     drain_notice: bool,
-    /// The other end is a replica that lends a reusable tunnel for several requests.
-    lent: bool,
+    /// The other end is a replica that leases a reusable tunnel.
+    leased: bool,
 }
 
 impl KasEnd {
     /// A tunnel whose descriptor has just been read.
     pub fn parked(mode: Mode) -> Self {
-        Self { mode, phase: Phase::Parked, withdrawn: false, drain_notice: false, lent: false }
+        Self { mode, phase: Phase::Parked, withdrawn: false, drain_notice: false, leased: false }
     }
 
-    /// A reusable tunnel that another replica lends, for one request and as many more as it says.
-    pub fn lent() -> Self {
-        Self { lent: true, ..Self::parked(Mode::Reusable) }
+    /// A reusable tunnel that another replica leases.
+    pub fn leased() -> Self {
+        Self { leased: true, ..Self::parked(Mode::Reusable) }
     }
 
     /// Returns what the tunnel can do.
@@ -126,7 +127,7 @@ impl KasEnd {
         self.phase == Phase::Parked && !self.drain_notice && !self.withdrawn
     }
 
-    /// Whether no request is open.
+    /// Whether the tunnel is parked: no request is open.
     pub fn is_parked(&self) -> bool {
         self.phase == Phase::Parked
     }
@@ -159,7 +160,7 @@ impl KasEnd {
         }
     }
 
-    /// Sends a drain notice, when that is possible: `false` where the tunnel ends with OK instead.
+    /// Sends a drain notice if that is possible. `false`: the tunnel has to end with OK instead.
     pub fn notify_drain(&mut self) -> bool {
         if self.mode == Mode::Reusable && self.is_parked() && !self.drain_notice && !self.withdrawn {
             self.drain_notice = true;
@@ -168,18 +169,18 @@ impl KasEnd {
         false
     }
 
-    /// Whether a drain notice was sent and the agent has not answered it.
+    /// Whether a drain notice was sent that the agent has not answered.
     pub fn is_draining(&self) -> bool {
         self.drain_notice
     }
 
-    /// The request is over on both sides. Returns whether the tunnel is parked again; otherwise it
+    /// The request is complete in both directions. Returns whether the tunnel is parked again. Otherwise it
     /// ends with OK.
     pub fn park(&mut self) -> bool {
         debug_assert!(self.is_answered());
-        let again = self.mode == Mode::Reusable && self.is_close_sent() && !self.withdrawn;
-        self.phase = if again { Phase::Parked } else { Phase::Ended };
-        again
+        let parked = self.mode == Mode::Reusable && self.is_close_sent() && !self.withdrawn;
+        self.phase = if parked { Phase::Parked } else { Phase::Ended };
+        parked
     }
 
     /// The stream is over.
@@ -187,7 +188,7 @@ impl KasEnd {
         self.phase = Phase::Ended;
     }
 
-    /// What became of the request if the stream broke now.
+    /// Returns what becomes of the request if the stream breaks now.
     pub fn broken(&self) -> Verdict {
         match self.phase {
             Phase::Parked | Phase::Ended => Verdict::Idle,
@@ -195,17 +196,17 @@ impl KasEnd {
         }
     }
 
-    /// agentk sent `frame`.
+    /// Takes a frame that agentk sent.
     ///
     /// # Errors
-    /// [`Verdict`] when it may not: the tunnel is to be reset, or, for [`Verdict::NotStarted`],
-    /// ended.
+    /// [`Verdict`] if the protocol does not allow the frame now. The tunnel is to be reset then, or ended
+    /// after [`Verdict::NotStarted`].
     pub fn agent_sent(&mut self, frame: Frame) -> Result<Step, Verdict> {
         use Answer::{Complete, Error, Header, Nothing, Trailer};
         let reusable = self.mode == Mode::Reusable;
         let Phase::Open { answer, close_sent } = &mut self.phase else {
             return match (self.phase, frame) {
-                // Also after a drain notice: the two may cross.
+                // Also after a drain notice, since the two may cross.
                 (Phase::Parked, Frame::Trailer { bare: true }) if reusable => {
                     self.phase = Phase::Ended;
                     Ok(Step::End)
@@ -220,7 +221,7 @@ impl KasEnd {
         let (next, step) = match (*answer, frame) {
             (Nothing, Frame::Header) => (Header, Step::Pass),
             (Header, Frame::Message) => (Header, Step::Pass),
-            // It crossed `request_info`: a real answer begins with header or error.
+            // A withdrawal that crossed `request_info`: an answer begins with a header or an error.
             (Nothing, Frame::Trailer { bare: true }) if reusable && !self.withdrawn => {
                 self.withdrawn = true;
                 (Nothing, Step::Ignore)
@@ -230,10 +231,10 @@ impl KasEnd {
             (Header, Frame::Trailer { .. }) => (Trailer, Step::Keep),
             (Nothing | Trailer, Frame::Error) => (Complete, Step::Complete),
             (Trailer, Frame::HalfClose) => (Complete, Step::Complete),
-            // After the final error the half-close only confirms it.
+            // The half-close after a final error.
             (Complete, Frame::HalfClose) if !reusable => (Complete, Step::Ignore),
-            (Complete, Frame::Descriptor) if self.lent && *close_sent => (Complete, Step::Park),
-            (Complete, Frame::HalfClose) if self.lent => {
+            (Complete, Frame::Descriptor) if self.leased && *close_sent => (Complete, Step::Park),
+            (Complete, Frame::HalfClose) if self.leased => {
                 self.phase = Phase::Ended;
                 return Ok(Step::End);
             }
@@ -295,7 +296,7 @@ mod tests {
     }
 
     #[test]
-    fn wrong_order_has_an_unknown_outcome() {
+    fn frames_out_of_order_have_an_unknown_outcome() {
         use Frame::{Descriptor, Error, HalfClose, Header, Message};
         for (mode, frames) in [
             (Mode::OneShot, vec![Message]),
@@ -343,7 +344,7 @@ mod tests {
     }
 
     #[test]
-    fn parked_tunnels_accept_nothing_else() {
+    fn parked_tunnels_accept_no_other_frame() {
         for frame in
             [Frame::Header, Frame::Message, Frame::Error, Frame::Descriptor, Frame::Trailer { bare: false }]
         {
@@ -355,10 +356,10 @@ mod tests {
     }
 
     #[test]
-    fn a_lender_lends_again_only_after_a_request_that_is_over_on_both_sides() {
+    fn a_lender_renews_the_lease_only_after_a_request_that_is_complete_in_both_directions() {
         use Frame::{Descriptor, HalfClose, Header};
         let answered = |close_sent: bool| {
-            let mut end = KasEnd::lent();
+            let mut end = KasEnd::leased();
             end.open();
             if close_sent {
                 end.close_send();
@@ -370,30 +371,30 @@ mod tests {
         assert_eq!(end.agent_sent(Descriptor), Ok(Step::Park));
         assert!(end.park() && end.is_free());
         assert_eq!(answered(false).agent_sent(Descriptor), Err(Verdict::Unknown));
-        assert_eq!(KasEnd::lent().agent_sent(Descriptor), Err(Verdict::Idle));
+        assert_eq!(KasEnd::leased().agent_sent(Descriptor), Err(Verdict::Idle));
         let mut end = answered(true);
         assert_eq!(end.agent_sent(HalfClose), Ok(Step::End));
         assert!(end.is_ended());
-        // An agent cannot say so.
+        // An agent cannot do that.
         let mut end = open(Mode::Reusable);
         end.close_send();
         assert_eq!(*run(&mut end, &[Header, BARE, Descriptor]).last().unwrap(), Err(Verdict::Unknown));
     }
 
     #[test]
-    fn a_recall_ends_what_is_idle_and_lets_the_request_that_crossed_it_be_the_last() {
-        let mut end = KasEnd::lent();
+    fn a_revocation_ends_an_idle_lease_and_lets_a_request_that_crossed_it_be_the_last() {
+        let mut end = KasEnd::leased();
         assert_eq!(end.agent_sent(BARE), Ok(Step::End));
-        let mut end = KasEnd::lent();
+        let mut end = KasEnd::leased();
         end.open();
         assert_eq!(run(&mut end, &[BARE, Frame::Header, BARE]).last(), Some(&Ok(Step::Complete)));
         end.close_send();
         assert_eq!(end.agent_sent(Frame::Descriptor), Ok(Step::Park));
-        assert!(!end.park(), "what was recalled is not taken again");
+        assert!(!end.park(), "a revoked tunnel takes no further request");
     }
 
     #[test]
-    fn drain_notice_goes_to_parked_reusable_tunnels_once_and_forbids_requests() {
+    fn a_drain_notice_is_sent_to_parked_reusable_tunnels_once_and_forbids_requests() {
         assert!(!KasEnd::parked(Mode::OneShot).notify_drain());
         assert!(!open(Mode::Reusable).notify_drain());
         let mut end = KasEnd::parked(Mode::Reusable);

@@ -37,7 +37,7 @@ use tunnel::{
     kas_end::{
         Descriptor, Exchange, Failure, Head, Info, Job, Opening, Owner, Peer, Retire, Splice, Tunnel,
         TunnelBody,
-        gateway::{self, Said},
+        gitlab::{self, Said},
     },
 };
 
@@ -100,7 +100,7 @@ fn kas(peer: Peer) -> Kas {
 fn job(body: &Pipe) -> Job {
     let mut request_info = BytesMut::new();
     frame::put_control(response::REQUEST_INFO, b"", &mut request_info);
-    Job { request_info: request_info.freeze(), body: body.body() }
+    Job::new(request_info.freeze(), body.body())
 }
 
 fn message(payload: &[u8]) -> Vec<u8> {
@@ -287,7 +287,7 @@ async fn a_tunnel_that_dies_before_anything_was_written_gives_the_request_back()
     agent.reset();
     drop(out);
     let Err(Failure::NotStarted(job)) = exchange.head().await else { panic!("the request is lost") };
-    assert_eq!(job.body.collect().await.unwrap().to_bytes(), message(b"ping"));
+    assert_eq!(job.into_body().collect().await.unwrap().to_bytes(), message(b"ping"));
 }
 
 #[tokio::test]
@@ -318,7 +318,7 @@ async fn withdrawal_that_comes_before_a_request_was_written_gives_the_request_ba
     let mut exchange = kas.begin(&caller);
     kas.agent.write(control(request::TRAILER, b""));
     let Err(Failure::NotStarted(job)) = exchange.head().await else { panic!("the request is lost") };
-    assert_eq!(job.body.collect().await.unwrap().to_bytes(), message(b"ping"));
+    assert_eq!(job.into_body().collect().await.unwrap().to_bytes(), message(b"ping"));
     assert_eq!(kas.wrote().await.unwrap_err().code(), Code::Ok);
     assert!(!kas.was_reset());
 }
@@ -651,7 +651,7 @@ async fn call(linked: &Linked, data: &[u8]) -> (HeaderMap, Bytes, HeaderMap) {
     writer.add_text("k", "v").unwrap();
     let mut request_info = BytesMut::new();
     writer.put_control(response::REQUEST_INFO, &mut request_info);
-    let job = Job { request_info: request_info.freeze(), body: caller.body() };
+    let job = Job::new(request_info.freeze(), caller.body());
     let mut exchange = linked.tunnel.begin(job, Deadline::NONE).expect("the tunnel is free");
     let Head::Headers(headers) = exchange.head().await.unwrap() else { panic!("no headers") };
     let answer = exchange.collect().await.unwrap();
@@ -735,7 +735,7 @@ fn with_method(caller: &Pipe) -> Job {
     let writer = tunnel::meta::MapWriter::request_info("/s/M", tunnel::meta::Binary::Base64);
     let mut request_info = BytesMut::new();
     writer.put_control(response::REQUEST_INFO, &mut request_info);
-    Job { request_info: request_info.freeze(), body: caller.body() }
+    Job::new(request_info.freeze(), caller.body())
 }
 
 #[tokio::test]
@@ -767,8 +767,8 @@ async fn a_handler_is_dropped_when_its_caller_leaves_also_before_its_first_byte(
     assert!(dropped.load(Ordering::SeqCst));
 }
 
-/// Two replicas: the one that the caller asked, and the one that holds the tunnel, with the stream between them
-/// played by two pipes.
+/// Two replicas: the one that the caller asked, and the one that holds the tunnel, with the stream between
+/// them played by two pipes.
 struct Hop {
     gateway: Kas,
     splice: Option<Splice>,
@@ -807,13 +807,9 @@ impl Hop {
                     if self.splice.is_none() {
                         // The first envelope starts the request.
                         let first = data.split_to(control(response::REQUEST_INFO, b"").len());
-                        let job = Job { request_info: first, body: self.asked.body() };
-                        self.splice = Some(
-                            self.gateway
-                                .tunnel
-                                .begin_spliced(job, Bytes::new(), None)
-                                .expect("the tunnel is free"),
-                        );
+                        let job = Job::spliced(first, Bytes::new(), self.asked.body());
+                        self.splice =
+                            Some(self.gateway.tunnel.begin_spliced(job, None).expect("the tunnel is free"));
                     }
                     if !data.is_empty() {
                         self.asked.write(data);
@@ -981,11 +977,7 @@ async fn across_replicas_an_end_without_close_send_is_not_taken_for_the_end_of_t
     asked.end();
     let mut splice = gateway
         .tunnel
-        .begin_spliced(
-            Job { request_info: control(response::REQUEST_INFO, b""), body: asked.body() },
-            Bytes::new(),
-            None,
-        )
+        .begin_spliced(Job::spliced(control(response::REQUEST_INFO, b""), Bytes::new(), asked.body()), None)
         .unwrap();
     let wrote = gateway.wrote().await.unwrap();
     assert!(!wrote.ends_with(&control(response::CLOSE_SEND, b"")), "a truncated upload would be committed");
@@ -1006,7 +998,8 @@ async fn across_replicas_an_answer_is_complete_although_the_lender_stops_reading
         [control(request::HEADER, b""), payload(request::MESSAGE, b"early"), control(request::TRAILER, b"")];
     hop.gateway.agent.write(answer.concat());
     hop.gateway.agent.end();
-    // The agent's answer is under way when HTTP/2 tells the asker that nobody reads what it still has to write.
+    // The agent's answer is under way when HTTP/2 tells the asker that nobody reads what it still has to
+    // write.
     let splice = hop.splice.as_mut().unwrap();
     let frame = std::future::poll_fn(|cx| Pin::new(&mut *splice).poll_frame(cx)).await.unwrap().unwrap();
     hop.lent.write(frame.into_data().unwrap());
@@ -1033,18 +1026,18 @@ struct AtGateway {
 impl AtGateway {
     async fn ready() -> Self {
         let lent = Pipe::default();
-        lent.write(gateway::READY);
+        lent.write(gitlab::READY);
         let mut opening = Opening::new(lent.body(), false);
-        assert!(matches!(gateway::ready(&mut opening).await, Said::Ready));
+        assert!(matches!(gitlab::ready(&mut opening).await, Said::Ready));
         let reset = Arc::<AtomicBool>::default();
         let flag = Arc::clone(&reset);
         let cancel = Box::new(move || flag.store(true, Ordering::SeqCst));
-        let (tunnel, out) = Tunnel::of_gateway(info(Peer::Old), opening, Arc::<Log>::default(), cancel);
+        let (tunnel, out) = Tunnel::of_gitlab(info(Peer::Old), opening, Arc::<Log>::default(), cancel);
         Self { tunnel, lent, out, reset }
     }
 
     fn begin(&self, caller: &Pipe) -> Exchange {
-        let job = Job { request_info: gateway::START, body: caller.body() };
+        let job = Job::new(gitlab::START, caller.body());
         self.tunnel.begin(job, Deadline::NONE).expect("it is new")
     }
 
@@ -1067,9 +1060,9 @@ fn of_gateway(message: Msg) -> Vec<u8> {
 
 #[tokio::test]
 async fn a_gateway_of_gitlab_gets_messages_as_they_are_and_its_answer_passes() {
-    assert_eq!(gateway::START, grpc::encode(&StartStreaming {}));
-    assert_eq!(gateway::READY, of_gateway(Msg::TunnelReady(response_of_gateway::TunnelReady {})));
-    assert_eq!(hex(&gateway::READY[grpc::PREFIX_LEN..]), "0a00");
+    assert_eq!(gitlab::START, grpc::encode(&StartStreaming {}));
+    assert_eq!(gitlab::READY, of_gateway(Msg::TunnelReady(response_of_gateway::TunnelReady {})));
+    assert_eq!(hex(&gitlab::READY[grpc::PREFIX_LEN..]), "0a00");
     let mut at = AtGateway::ready().await;
     assert_eq!(at.wrote().await, (Bytes::new(), false), "nothing is written before the request");
     let caller = Pipe::default();
@@ -1162,13 +1155,13 @@ async fn what_a_gateway_says_first_is_told_apart() {
     for (write, expected) in cases {
         let lent = Pipe::default();
         write(&lent);
-        let said = format!("{:?}", gateway::ready(&mut Opening::new(lent.body(), false)).await);
+        let said = format!("{:?}", gitlab::ready(&mut Opening::new(lent.body(), false)).await);
         assert!(said.starts_with(expected), "{said}");
     }
 }
 
 /// Polls an answer for a replica of GitLab's once: its messages, and its status when it has ended.
-async fn told_to_gitlab(answer: &mut gateway::Answer) -> (Vec<Msg>, Option<Status>) {
+async fn told_to_gitlab(answer: &mut gitlab::Answer) -> (Vec<Msg>, Option<Status>) {
     let (mut bytes, mut status) = (BytesMut::new(), None);
     let mut polled =
         async || std::future::poll_fn(|cx| Poll::Ready(Pin::new(&mut *answer).poll_frame(cx))).await;
@@ -1198,7 +1191,7 @@ async fn answers_of_every_agentk_reach_a_replica_of_gitlab_in_its_order() {
         let meta = rpc::Header { meta: [("k".to_owned(), values("v"))].into() };
         kas.agent.write(control(request::HEADER, &meta.encode_to_vec()));
         let head = exchange.head().await.unwrap();
-        let mut answer = gateway::Answer::new(exchange, head);
+        let mut answer = gitlab::Answer::new(exchange, head);
         let large = vec![7; 100_000];
         kas.agent.write([payload(request::MESSAGE, b"pong"), payload(request::MESSAGE, &large)].concat());
         let expected = [
@@ -1231,7 +1224,7 @@ async fn an_error_alone_and_a_lost_tunnel_reach_a_replica_of_gitlab() {
     kas.wrote().await.unwrap();
     kas.agent.write(error(Code::Unimplemented, "unknown method"));
     let head = exchange.head().await.unwrap();
-    let (messages, status) = told_to_gitlab(&mut gateway::Answer::new(exchange, head)).await;
+    let (messages, status) = told_to_gitlab(&mut gitlab::Answer::new(exchange, head)).await;
     // Its automaton has no way from tunnel_ready to an error.
     assert!(matches!(messages[..], [Msg::Header(_), Msg::Trailer(_), Msg::Error(_)]), "{messages:?}");
     assert_eq!(status.unwrap().code(), Code::Ok);
@@ -1243,7 +1236,7 @@ async fn an_error_alone_and_a_lost_tunnel_reach_a_replica_of_gitlab() {
     kas.agent.write([control(request::HEADER, b""), payload(request::MESSAGE, b"x")].concat());
     kas.agent.reset();
     let head = exchange.head().await.unwrap();
-    let (messages, status) = told_to_gitlab(&mut gateway::Answer::new(exchange, head)).await;
+    let (messages, status) = told_to_gitlab(&mut gitlab::Answer::new(exchange, head)).await;
     assert_eq!(messages.len(), 2);
     assert_eq!(status.unwrap().code(), Code::Unavailable);
 }

@@ -30,7 +30,8 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 /// What an HTTP/2 client sends before its first frame.
 pub const PREFACE: &[u8; 24] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 /// The most that is kept of a header block while its end is awaited. Larger ones pass as they are: they
-/// are beyond the header list that the server behind this takes (16 KiB, and twice as much to say so), which refuses them.
+/// are beyond the header list that the server behind this takes (16 KiB, and twice as much to say so), which
+/// refuses them.
 pub const MAX_HELD: usize = 32 * 1024;
 /// The longest encoded value of `:authority` that is looked at.
 const MAX_VALUE: usize = 2048;

@@ -1,7 +1,8 @@
 //! Streams around streams: the halves that only pass on.
 
-/// Implements [`AsyncWrite`](tokio::io::AsyncWrite) for a stream that writes to what it holds. After the generics and the
-/// type come a name and the patterns that bind it to that: one for a struct, one for each variant of an enum.
+/// Implements [`AsyncWrite`](tokio::io::AsyncWrite) for a stream that writes to what it holds. After the
+/// generics and the type come a name and the patterns that bind it to that: one for a struct, one for each
+/// variant of an enum.
 ///
 /// Every method passes on, those of vectored writes too, whose defaults copy.
 ///
@@ -66,7 +67,8 @@ macro_rules! write_through {
     };
 }
 
-/// Implements [`AsyncRead`](tokio::io::AsyncRead) for a stream that reads from what it holds, as [`write_through!`].
+/// Implements [`AsyncRead`](tokio::io::AsyncRead) for a stream that reads from what it holds, as
+/// [`write_through!`].
 #[macro_export]
 macro_rules! read_through {
     ([$($generics:tt)*] $stream:ty, $held:ident in $($pattern:pat),+ $(,)?) => {

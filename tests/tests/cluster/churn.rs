@@ -30,8 +30,8 @@ const CHURN: Duration = Duration::from_secs(5);
 /// At once, on each of two replicas.
 const CHURNERS: usize = 8;
 
-/// Museum 2: a subscription that was renewed while its end was still under way was lost in NATS (issue 8233): "no
-/// responders" although there is one.
+/// Museum 2: a subscription that was renewed while its end was still under way was lost in NATS (issue 8233):
+/// "no responders" although there is one.
 ///
 /// Seen to fail when the end of one connection withdraws the agent whatever else holds it.
 #[tokio::test]

@@ -6,6 +6,7 @@ use anyhow::{Context as _, Result, ensure};
 use grpc::{Code, Outcome};
 use testkit::{
     agentk::Agentk,
+    bench,
     caller::{answer, frame},
     handler::path,
     kas::{metric, token, within},
@@ -196,9 +197,10 @@ async fn pause_of_half_a_second_is_nobodys_death() -> Result<()> {
 
 /// Museum 22: etcd (issue 20418) answered stale data after its process had been paused.
 ///
-/// Stale routes were not seen as processes, though many requests meet the pause: not even with a router that takes `not
-/// here` for the last word and copies that count while their streams are opened anew. That rule is broken (`NoExpiry`), and
-/// seen to fail, in the museum of `crates/table`. Without gossip's vote the suspicion takes 6 s instead of 3.5.
+/// Stale routes were not seen as processes, though many requests meet the pause: not even with a router that
+/// takes `not here` for the last word and copies that count while their streams are opened anew. That rule is
+/// broken (`NoExpiry`), and seen to fail, in the museum of `crates/table`. Without gossip's vote the
+/// suspicion takes 6 s instead of 3.5.
 #[tokio::test]
 async fn paused_replica_does_not_serve_stale_routes() -> Result<()> {
     let mesh = Mesh::start(3).await?;
@@ -290,7 +292,7 @@ async fn agentk_with_an_address_for_each_replica_holds_two_and_replaces_one_that
     let caller = mesh.caller(2).await?;
     let echo = async || {
         let asked = Instant::now();
-        let got = caller.call(caller.to_agent(1, "/kas.bench.v1.Bench/Echo"), &[b""]).await?;
+        let got = caller.call(caller.to_agent(1, bench::ECHO), &[b""]).await?;
         ensure!(got.status.code() == Code::Ok, "{}", got.status);
         Ok::<_, anyhow::Error>(asked.elapsed())
     };

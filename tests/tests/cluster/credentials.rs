@@ -111,7 +111,8 @@ async fn private_api_opens_to_replicas_only() -> Result<()> {
     Ok(())
 }
 
-/// One file for all replicas, exchanged under them: each signs and seals with the new secret once it has seen it.
+/// One file for all replicas, exchanged under them: each signs and seals with the new secret once it has seen
+/// it.
 #[tokio::test]
 async fn secret_of_replicas_is_exchanged_without_a_restart() -> Result<()> {
     let folder = tempfile::tempdir()?;

@@ -1,5 +1,5 @@
-//! A replica that is not there: an address which answers as the private API of a replica with as many agents as the
-//! test says, as slowly as it says.
+//! A replica that is not there: an address which answers as the private API of a replica with as many agents
+//! as the test says, as slowly as it says.
 
 use std::{
     net::{Ipv4Addr, SocketAddr},

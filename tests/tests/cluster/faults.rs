@@ -27,8 +27,8 @@ async fn on_hosts(replicas: usize) -> Result<Mesh> {
     Mesh::start_with(Options { replicas, hosts: true, config, ..Options::default() }).await
 }
 
-/// Looks again and again for `time`. A process that stands still for seconds looks like a cut: if all is seen again
-/// afterwards, the whole time begins anew, twice at most.
+/// Looks again and again for `time`. A process that stands still for seconds looks like a cut: if all is seen
+/// again afterwards, the whole time begins anew, twice at most.
 async fn holds_for(time: Duration, mut look: impl AsyncFnMut() -> Result<()>) -> Result<()> {
     for left in [true, true, false] {
         let until = Instant::now() + time;
@@ -261,11 +261,12 @@ async fn asymmetric_partition_no_mass_removal() -> Result<()> {
     Ok(())
 }
 
-/// Museum 21: Restate found that a node which can only send looks alive for ever unless it declares itself dead.
-/// Here it falls silent once no stream and no datagram reaches it; then gossip says gone as well as the streams, and
-/// its entries are dropped.
+/// Museum 21: Restate found that a node which can only send looks alive for ever unless it declares itself
+/// dead. Here it falls silent once no stream and no datagram reaches it; then gossip says gone as well as the
+/// streams, and its entries are dropped.
 ///
-/// Seen to fail when it goes on gossiping (without `hush` in `mesh`): its entries then lived for 40 seconds.
+/// Seen to fail when it goes on gossiping (without `silence_if_deaf` in `mesh`): its entries then lived for
+/// 40 seconds.
 #[tokio::test]
 async fn deaf_replica_is_lonely_and_its_slots_expire_elsewhere() -> Result<()> {
     let mesh = on_hosts(3).await?;
@@ -304,9 +305,9 @@ async fn deaf_replica_is_lonely_and_its_slots_expire_elsewhere() -> Result<()> {
     Ok(())
 }
 
-/// A firewall lets out what a replica dials, and nothing in: it follows the others, and they hear its gossip, but none of
-/// them reaches it. One vote drops nobody, so it stays suspect and its entries stay: asked last, named to whoever waits,
-/// and back at once when the firewall lets it. Both sides say what is wrong.
+/// A firewall lets out what a replica dials, and nothing in: it follows the others, and they hear its gossip,
+/// but none of them reaches it. One vote drops nobody, so it stays suspect and its entries stay: asked last,
+/// named to whoever waits, and back at once when the firewall lets it. Both sides say what is wrong.
 ///
 /// Seen to fail without the alarms: nothing told it apart from one that is suspect for a moment.
 #[tokio::test]
@@ -379,7 +380,8 @@ async fn replica_that_cannot_be_dialled_stays_suspect_and_both_sides_say_so() ->
     Ok(())
 }
 
-/// Looks at all replicas for `time`: each has everything in its view and is ready, however it hears of the others.
+/// Looks at all replicas for `time`: each has everything in its view and is ready, however it hears of the
+/// others.
 async fn keep_seeing(mesh: &Mesh, holders: &[(i64, usize)], time: Duration) -> Result<()> {
     let expected: BTreeSet<_> = holders.iter().copied().collect();
     holds_for(time, async || {
@@ -393,8 +395,8 @@ async fn keep_seeing(mesh: &Mesh, holders: &[(i64, usize)], time: Duration) -> R
     .await
 }
 
-/// A firewall that lets one direction of gossip pass: 1 never hears 0, and 0 hears 1. Longer than it takes to call a
-/// replica deaf and than entries live, with a third replica that relays and without.
+/// A firewall that lets one direction of gossip pass: 1 never hears 0, and 0 hears 1. Longer than it takes to
+/// call a replica deaf and than entries live, with a third replica that relays and without.
 #[tokio::test]
 async fn datagrams_cut_in_one_direction_lose_nobody() -> Result<()> {
     for replicas in [2, 3] {

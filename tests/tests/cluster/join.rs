@@ -41,8 +41,9 @@ async fn believes(mesh: &Mesh, asked: usize, agent: i64) -> Result<bool> {
 
 /// Museum 7: quickwit (issue 4561) took more than ten seconds to start with ten megabytes of cluster state.
 ///
-/// A hundred thousand agents need a hundred thousand connections, for which two cores and 20,000 files are too few:
-/// an address that speaks the private API holds them, found by discovery as a replica without gossip is.
+/// A hundred thousand agents need a hundred thousand connections, for which two cores and 20,000 files are
+/// too few: an address that speaks the private API holds them, found by discovery as a replica without gossip
+/// is.
 ///
 /// Seen to fail when copies may not be larger than 50,000.
 #[tokio::test]
@@ -81,7 +82,8 @@ async fn cold_join_100k_entries() -> Result<()> {
     Ok(())
 }
 
-/// Museum 6: chitchat (issue 119) sent the nodes with the most stale values first, so that small ones starved.
+/// Museum 6: chitchat (issue 119) sent the nodes with the most stale values first, so that small ones
+/// starved.
 ///
 /// Seen to fail when one snapshot is taken at a time: the small table then waits behind the large one.
 #[tokio::test]
@@ -123,10 +125,11 @@ async fn small_replica_visible_while_big_one_syncs() -> Result<()> {
     Ok(())
 }
 
-/// An upgrade in which the later version shows its table in another form: it lives, is asked directly for every agent that
-/// its copy might have, and is asked for its table less and less often.
+/// An upgrade in which the later version shows its table in another form: it lives, is asked directly for
+/// every agent that its copy might have, and is asked for its table less and less often.
 ///
-/// Seen to fail when such a form ends the stream as any broken one does: then it is suspect each second, and dialled again.
+/// Seen to fail when such a form ends the stream as any broken one does: then it is suspect each second, and
+/// dialled again.
 #[tokio::test]
 async fn replica_of_a_later_version_whose_table_cannot_be_read_is_asked_directly() -> Result<()> {
     let plan = Plan { first: 1, agents: 3, chunk: 3, pause: Duration::ZERO, later: true };
@@ -148,7 +151,7 @@ async fn replica_of_a_later_version_whose_table_cannot_be_read_is_asked_directly
         let told = alarms.iter().any(|alarm| alarm.contains(&name) && alarm.contains("a later version"));
         assert!(told, "{alarms:?}");
         let log = mesh.kas(n).process.log();
-        assert_eq!(log.matches("the table of a replica cannot be read").count(), 1, "{log}");
+        assert_eq!(log.matches("the table of another replica cannot be read").count(), 1, "{log}");
         // Its answer is the caller's: it was asked, though nobody knows what it holds.
         let caller = mesh.caller(n).await?;
         let got = caller.call(caller.to_agent(2, &path("Echo")), &[b"x"]).await?;

@@ -4,12 +4,11 @@ use std::{collections::BTreeSet, time::Duration};
 
 use anyhow::Result;
 use grpc::Code;
-use prost::Message as _;
-use proto::kas::bench::v1::Payload;
 use serde_json::json;
 use testkit::{
     agent14::{Agent14, Version},
     agentk::Agentk,
+    bench::{self, payload},
     caller::Caller,
     handler::path,
     kas::{token, within},
@@ -20,8 +19,6 @@ use testkit::{
 use tokio::{task::JoinSet, time::Instant};
 
 use crate::ledger::{End, Ledger};
-
-const BENCH_ECHO: &str = "/kas.bench.v1.Bench/Echo";
 
 /// Seen to fail when who leaves counts as live.
 #[tokio::test]
@@ -114,14 +111,14 @@ async fn agentk_on_two_replicas_is_reached_at_once_when_one_is_killed() -> Resul
     let ours = Agentk::start_from(None, balancer.address, &token(1)).await?;
     mesh.converged(&[(1, 0), (1, 1)]).await?;
     let caller = mesh.caller(2).await?;
-    let message = Payload { data: "x".into() }.encode_to_vec();
+    let message = payload("x");
     let mut slowest = Duration::ZERO;
     for n in 0..400 {
         if n == 100 {
             mesh.kill(0).await?;
         }
         let begun = Instant::now();
-        let got = caller.call(caller.to_agent(1, BENCH_ECHO), &[&message]).await?;
+        let got = caller.call(caller.to_agent(1, bench::ECHO), &[&message]).await?;
         assert_eq!(got.status.code(), Code::Ok, "request {n}: {}", got.status);
         slowest = slowest.max(begun.elapsed());
     }
@@ -147,7 +144,7 @@ async fn ask(
     mut stop: tokio::sync::watch::Receiver<bool>,
 ) -> Tally {
     let mut tally = Tally::default();
-    let message = Payload { data: "x".into() }.encode_to_vec();
+    let message = payload("x");
     let mut n = 0;
     while !*stop.borrow_and_update() {
         let caller = {
@@ -194,7 +191,7 @@ async fn rolling_restart_of_all_replicas_fails_no_request_of_our_agents() -> Res
     let mut workers = JoinSet::new();
     for _ in 0..3 {
         let (to, stopped) = (to.clone(), stopped.clone());
-        workers.spawn(async move { (1, ask(to, 1, BENCH_ECHO, stopped).await) });
+        workers.spawn(async move { (1, ask(to, 1, bench::ECHO, stopped).await) });
     }
     let echo = path("Echo");
     {

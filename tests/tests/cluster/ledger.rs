@@ -15,7 +15,8 @@ use testkit::{
     caller::{Answer, Caller},
     handler::path,
     kas::within,
-    mesh::{Agent, Mesh},
+    mesh::Mesh,
+    raw_agent::ServingAgent,
 };
 use tokio::{task::JoinSet, time::Instant};
 
@@ -81,7 +82,7 @@ impl Ledger {
     }
 
     /// Checks that nothing ran twice, that what was answered ran, and that what was not started did not.
-    pub(crate) fn check(&self, agents: &[&Agent]) -> Result<()> {
+    pub(crate) fn check(&self, agents: &[&ServingAgent]) -> Result<()> {
         let mut ran: BTreeMap<String, usize> = BTreeMap::new();
         for id in agents.iter().flat_map(|agent| agent.ids()) {
             *ran.entry(id).or_default() += 1;
@@ -130,8 +131,8 @@ pub(crate) struct Load {
 }
 
 impl Load {
-    /// Starts `workers` for each pair of a replica to ask and an agent to reach. A worker whose replica is gone goes
-    /// to the next of `replicas`.
+    /// Starts `workers` for each pair of a replica to ask and an agent to reach. A worker whose replica is
+    /// gone goes to the next of `replicas`.
     pub(crate) async fn start(mesh: &Mesh, replicas: &[usize], agent: i64, workers: usize) -> Result<Self> {
         let mut load = Self { ledger: Ledger::default(), stop: Arc::default(), workers: JoinSet::new() };
         let mut callers = Vec::new();

@@ -1,7 +1,8 @@
-//! Several replicas as real processes: what they believe of each other, and what becomes of requests meanwhile.
+//! Several replicas as real processes: what they believe of each other, and what becomes of requests
+//! meanwhile.
 //!
-//! Each museum test (`chaos.md`, B.3) says which public bug it stands for, and on which broken build it was seen to
-//! fail. What needs hosts of their own makes network namespaces, as root; the rest runs on loopback.
+//! Each museum test (`chaos.md`, B.3) says which public bug it stands for, and on which broken build it was
+//! seen to fail. What needs hosts of their own makes network namespaces, as root; the rest runs on loopback.
 
 #![allow(clippy::unwrap_used)] // a test may panic
 

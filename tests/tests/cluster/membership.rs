@@ -127,7 +127,8 @@ async fn replicas_find_each_other_when_a_name_gets_its_addresses_later() -> Resu
     Ok(())
 }
 
-/// Museum 19: Phoenix' presences of a crashed node stay for 30 seconds; GitLab's kas keeps them for five minutes.
+/// Museum 19: Phoenix' presences of a crashed node stay for 30 seconds; GitLab's kas keeps them for five
+/// minutes.
 ///
 /// Seen to fail when a refused redial is no vote and entries never expire.
 #[tokio::test]
@@ -178,8 +179,8 @@ async fn sigkill_purges_fast() -> Result<()> {
     Ok(())
 }
 
-/// Agents of GitLab behind a balancer of calls. Whoever is asked, the owner of the tunnels, the one that was told of the
-/// process or a third, says the same, and whose answer is missing.
+/// Agents of GitLab behind a balancer of calls. Whoever is asked, the owner of the tunnels, the one that was
+/// told of the process or a third, says the same, and whose answer is missing.
 #[tokio::test]
 async fn process_that_registered_where_its_agent_has_no_tunnel_is_listed_by_every_replica() -> Result<()> {
     let mesh = Mesh::start(3).await?;

@@ -1,5 +1,5 @@
-//! Replicas of this project and of GitLab's kas, 14.1, that share a real Redis: the time in which one is exchanged for the
-//! other. The latter is played, see [`Replica14`].
+//! Replicas of this project and of GitLab's kas, 14.1, that share a real Redis: the time in which one is
+//! exchanged for the other. The latter is played, see [`Replica14`].
 
 use std::{
     convert::Infallible,
@@ -459,10 +459,11 @@ async fn a_trace_and_a_correlation_id_cross_between_the_kinds_both_ways() -> Res
     Ok(())
 }
 
-/// 14.1 dials in plain text only, but may listen with a certificate: then ours, with theirs, ask it, and nobody else.
+/// 14.1 dials in plain text only, but may listen with a certificate: then ours, with theirs, ask it, and
+/// nobody else.
 #[tokio::test]
 async fn with_certificates_only_who_shows_one_of_a_replica_is_asked() -> Result<()> {
-    runtime::tls::install();
+    net::tls::install();
     let redis = Redis::run().await?;
     let (folder, authority) = (tempfile::tempdir()?, Authority::new()?);
     let config = json!({
@@ -487,7 +488,7 @@ async fn with_certificates_only_who_shows_one_of_a_replica_is_asked() -> Result<
     let server = |authority: &Authority, name: &str, role: &str| -> Result<_> {
         authority.issue(authority, folder.path(), name, at, role)?;
         let file = |end: &str| folder.path().join(format!("{name}.{end}"));
-        Ok(runtime::tls::server(&file("cert"), &file("key"))?)
+        Ok(net::tls::server(&file("cert"), &file("key"))?)
     };
     let good = server(&authority, "good", ROLE)?;
     let theirs = Replica14::start_with(&redis, mesh.private_secret(), Some(good)).await?;

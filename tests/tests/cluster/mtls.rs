@@ -1,5 +1,5 @@
-//! Certificates between replicas: who has none that the common authority signed is not one of them, whatever else it
-//! knows.
+//! Certificates between replicas: who has none that the common authority signed is not one of them, whatever
+//! else it knows.
 
 use std::{net::IpAddr, path::Path, sync::Arc};
 
@@ -35,8 +35,8 @@ impl Authority {
         Ok(Self(rcgen::Issuer::new(ca, key), pem))
     }
 
-    /// Writes `NAME.cert`, `NAME.key` and `NAME.ca`; returns what a replica's listener is told of them, when it
-    /// trusts `trusted`.
+    /// Writes `NAME.cert`, `NAME.key` and `NAME.ca`; returns what a replica's listener is told of them, when
+    /// it trusts `trusted`.
     pub(crate) fn issue(
         &self,
         trusted: &Self,
@@ -61,7 +61,7 @@ impl Authority {
 
 /// Starts `good` replicas with certificates of one authority, and as many with those of another.
 async fn start(replicas: usize, good: &[usize]) -> Result<(Mesh, tempfile::TempDir)> {
-    runtime::tls::install();
+    net::tls::install();
     let folder = tempfile::tempdir()?;
     let (ours, other) = (Authority::new()?, Authority::new()?);
     // Beside the files of replicas: what the authority of replicas signs for others.
@@ -88,7 +88,7 @@ async fn call(
     let file = |name: &str| folder.join(name);
     let files = identity.map(|name| (file(&format!("{name}.cert")), file(&format!("{name}.key"))));
     let identity = files.as_ref().map(|(certificate, key)| (certificate.as_path(), key.as_path()));
-    let config = runtime::tls::client_of(&file("0.ca"), identity, None)?;
+    let config = net::tls::client_of(&file("0.ca"), identity, None)?;
     let address = mesh.private(0);
     let asked = async {
         let tcp = TcpStream::connect(address).await.map_err(|error| error.to_string())?;
@@ -121,7 +121,8 @@ async fn call(
     Ok(soon("an answer or none", asked).await)
 }
 
-/// The same calls are made with and without a certificate, and with and without each credential: each is needed.
+/// The same calls are made with and without a certificate, and with and without each credential: each is
+/// needed.
 #[tokio::test]
 async fn replicas_with_certificates_are_one_cluster_and_nobody_else_gets_in() -> Result<()> {
     let (mesh, folder) = start(3, &[0, 1, 2]).await?;
@@ -158,7 +159,8 @@ async fn replicas_with_certificates_are_one_cluster_and_nobody_else_gets_in() ->
             assert_eq!(got, Ok(Code::Unauthenticated), "{method}");
         }
     }
-    // Both together are what opens it, or the above would show nothing: gRPC's own refusal, or an answer that streams.
+    // Both together are what opens it, or the above would show nothing: gRPC's own refusal, or an answer that
+    // streams.
     let got = call(&mesh, folder.path(), Some("1"), explain, Some(&replica)).await?;
     assert_ne!(got, Ok(Code::Unauthenticated));
     assert!(got.is_ok() || got == Err("no status at once".to_owned()), "{got:?}");
@@ -176,7 +178,7 @@ async fn replicas_with_certificates_are_one_cluster_and_nobody_else_gets_in() ->
 /// All of one authority, all with the secret: the role alone tells the third from a replica.
 #[tokio::test]
 async fn process_with_a_certificate_of_another_role_is_no_replica_for_either_side() -> Result<()> {
-    runtime::tls::install();
+    net::tls::install();
     let folder = tempfile::tempdir()?;
     let ours = Authority::new()?;
     let mut mesh = Mesh::start_with(Options { replicas: 3, start: false, ..Options::default() }).await?;
@@ -234,8 +236,8 @@ async fn replica_with_a_certificate_of_another_authority_gets_no_table_and_no_tu
     let end = ledger.echo(&caller, 2, std::time::Duration::from_secs(2)).await;
     assert_eq!(end, End::NotStarted, "{:?}", ledger.texts(end));
     assert_eq!(rogue.raw.requests().list().len(), 0);
-    // Who has the secret reads gossip, and of tables what gossip tells of them; a whole table comes with a certificate
-    // only.
+    // Who has the secret reads gossip, and of tables what gossip tells of them; a whole table comes with a
+    // certificate only.
     for (asked, others) in [(2, [0, 1].as_slice()), (0, &[2]), (1, &[2])] {
         for n in others {
             let row = mesh.row(asked, *n).await?;
@@ -248,11 +250,12 @@ async fn replica_with_a_certificate_of_another_authority_gets_no_table_and_no_tu
     Ok(())
 }
 
-/// From one authority to the next under running replicas: first both are trusted, then certificates of the new one are
-/// shown, then the old one is forgotten. Each step is a file, and each file counts at both ends of a link.
+/// From one authority to the next under running replicas: first both are trusted, then certificates of the
+/// new one are shown, then the old one is forgotten. Each step is a file, and each file counts at both ends
+/// of a link.
 #[tokio::test]
 async fn authority_of_replicas_is_exchanged_without_a_restart() -> Result<()> {
-    runtime::tls::install();
+    net::tls::install();
     let folder = tempfile::tempdir()?;
     let (old, new) = (Authority::new()?, Authority::new()?);
     let mut mesh = Mesh::start_with(Options { replicas: 3, start: false, ..Options::default() }).await?;

@@ -1,6 +1,7 @@
 //! Museum numbers that are about the dead: who is gone stays gone, and what is dead costs nothing.
 //!
-//! Each stands for a public bug of another system; see the list in the project's notes on chaos (`chaos.md`, B.3).
+//! Each stands for a public bug of another system; see the list in the project's notes on chaos (`chaos.md`,
+//! B.3).
 
 use std::{collections::HashSet, net::Ipv4Addr, sync::Arc, time::Duration};
 
@@ -49,17 +50,19 @@ async fn remembers(mesh: &Mesh, n: usize, incarnations: usize) -> Result<()> {
     mesh.kas(n).metric_is("kas_gossip_incarnations", incarnations as f64).await
 }
 
-/// Museum 4: chitchat (issue 161) gossiped a dead incarnation for ever: who had forgotten it was told again by who had
-/// not, and each newcomer learned of it, and told it on.
+/// Museum 4: chitchat (issue 161) gossiped a dead incarnation for ever: who had forgotten it was told again
+/// by who had not, and each newcomer learned of it, and told it on.
 ///
-/// Seen to fail when the dead are remembered for ten minutes (another `dead_node_grace_period` in `crates/gossip`'s
-/// `node`). `crates/gossip` has the same claim as a test that also fails with a chitchat without its guards.
+/// Seen to fail when the dead are remembered for ten minutes (another `dead_node_grace_period` in
+/// `crates/gossip`'s `node`). `crates/gossip` has the same claim as a test that also fails with a chitchat
+/// without its guards.
 #[tokio::test]
 async fn dead_incarnation_not_regossiped() -> Result<()> {
     let mut mesh = start(4, &[0, 1, 2]).await?;
     mesh.kill(2).await?;
     mesh.converged(&[]).await?;
-    // The newcomer knows one address, which is not that of the dead: what it knows of it comes by gossip alone.
+    // The newcomer knows one address, which is not that of the dead: what it knows of it comes by gossip
+    // alone.
     mesh.set_discovery(json!({ "static": { "addresses": [mesh.private(0).to_string()] } }));
     mesh.start_replicas(&[3]).await?;
     let begun = Instant::now();
@@ -90,18 +93,20 @@ async fn dead_incarnation_not_regossiped() -> Result<()> {
     Ok(())
 }
 
-/// Museum 5: in chitchat (PR 155) and quickwit (issue 5135) dead nodes came back, because peers collect them at
-/// different times: who has not yet collected tells those who have.
+/// Museum 5: in chitchat (PR 155) and quickwit (issue 5135) dead nodes came back, because peers collect them
+/// at different times: who has not yet collected tells those who have.
 ///
-/// The late one is stopped for longer than the others remember, and believes when it wakes that everybody lives.
-/// Seen to fail with a chitchat that takes back what it has collected (`last_heartbeat_if_deleted` without memory).
+/// The late one is stopped for longer than the others remember, and believes when it wakes that everybody
+/// lives. Seen to fail with a chitchat that takes back what it has collected (`last_heartbeat_if_deleted`
+/// without memory).
 #[tokio::test]
 async fn no_resurrection_after_gc() -> Result<()> {
     let mesh = start(4, &[0, 1, 2, 3]).await?;
     let held = mesh.agent(3, 1, Kind::Ours, 2).await?;
     let stays = mesh.agent(2, 2, Kind::Ours, 2).await?;
     mesh.converged(&[(1, 3), (2, 2)]).await?;
-    // The last that it said reaches everybody: who alone knew of a later heartbeat would bring it back, and rightly.
+    // The last that it said reaches everybody: who alone knew of a later heartbeat would bring it back, and
+    // rightly.
     mesh.kas(3).process.pause();
     sleep(SPREAD).await;
     mesh.kas(1).process.pause();
@@ -171,7 +176,8 @@ async fn crash_loop(mesh_secret: Vec<u8>, seeds: HashSet<std::net::SocketAddr>, 
 ///
 /// The processes that crash are gossip alone, with the replicas' secret; those that stand it are replicas.
 /// Seen to fail when a message of gossip may have no more than 8 datagrams, about 9 KB (`count` in `seal` of
-/// `crates/gossip`): the newcomer is known over TCP alone then. With 1, no more than a dozen ever hear each other.
+/// `crates/gossip`): the newcomer is known over TCP alone then. With 1, no more than a dozen ever hear each
+/// other.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn crashloop_1000_incarnations() -> Result<()> {
     let options = Options { replicas: 4, start: false, ..Options::default() };
@@ -225,7 +231,8 @@ async fn crashloop_1000_incarnations() -> Result<()> {
             Ok(if live == 4.0 { Ok(()) } else { Err(live) })
         })
         .await?;
-        // What chitchat does not take within its time counts as undecodable, which a busy machine may show now and then.
+        // What chitchat does not take within its time counts as undecodable, which a busy machine may show
+        // now and then.
         let received = mesh.kas(n).metric("kas_gossip_traffic{what=\"datagrams_received\"}").await?;
         for reason in ["undecodable", "oversize"] {
             let name = format!("kas_gossip_datagrams_dropped{{reason=\"{reason}\"}}");
@@ -242,8 +249,8 @@ async fn crashloop_1000_incarnations() -> Result<()> {
     Ok(())
 }
 
-/// Museum 9: quickwit (issue 4845, PR 6082) asked everybody for everything each minute, since something never became
-/// equal.
+/// Museum 9: quickwit (issue 4845, PR 6082) asked everybody for everything each minute, since something never
+/// became equal.
 ///
 /// Seen to fail when the owner's beats carry a digest that is not that of its table.
 #[tokio::test]

@@ -1,8 +1,9 @@
-//! A replica of GitLab's kas, 14.1, as far as other replicas see it: what it writes into Redis and reads there, how it
-//! asks on the private API, and how it answers there.
+//! A replica of GitLab's kas, 14.1, as far as other replicas see it: what it writes into Redis and reads
+//! there, how it asks on the private API, and how it answers there.
 //!
-//! Played by the rules of its wire, which were read from its release; the program itself is no test dependency, since its
-//! module cannot be fetched where tests run. Its agents are played too: a tunnel is a number that can be taken.
+//! Played by the rules of its wire, which were read from its release; the program itself is no test
+//! dependency, since its module cannot be fetched where tests run. Its agents are played too: a tunnel is a
+//! number that can be taken.
 
 use std::{
     collections::HashMap,
@@ -106,7 +107,7 @@ fn key(table: &str, id: i64) -> Vec<u8> {
 }
 
 fn expiring(type_url: &str, value: Vec<u8>) -> Result<Vec<u8>> {
-    let at = runtime::clock::wall() + TTL;
+    let at = process::clock::wall() + TTL;
     let expires_at =
         Some(Timestamp { seconds: i64::try_from(at.as_secs())?, nanos: i32::try_from(at.subsec_nanos())? });
     let value = Some(Any { type_url: type_url.to_owned(), value });
@@ -115,7 +116,7 @@ fn expiring(type_url: &str, value: Vec<u8>) -> Result<Vec<u8>> {
 
 /// Returns what a hash holds, as 14.1 reads it.
 fn unexpired(fields: Vec<(Vec<u8>, Vec<u8>)>, type_url: &str) -> Vec<Vec<u8>> {
-    let now = i64::try_from(runtime::clock::wall().as_secs()).unwrap_or(i64::MAX);
+    let now = i64::try_from(process::clock::wall().as_secs()).unwrap_or(i64::MAX);
     let read = |bytes: Vec<u8>| {
         let entry = ExpiringValue::decode(&*bytes).ok()?;
         let over = entry.expires_at.is_some_and(|at| at.seconds < now);
@@ -278,7 +279,7 @@ impl Replica14 {
         method: &str,
         headers: &[(&str, &str)],
     ) -> Result<Option<Routed>> {
-        let now = runtime::clock::wall().as_secs_f64();
+        let now = process::clock::wall().as_secs_f64();
         let jwt = Jwt::new(&self.secret)
             .claim("iss", json!("gitlab-kas"))
             .claim("aud", json!(["gitlab-kas"]))

@@ -14,6 +14,7 @@ use proto::gitlab::agent::{
 use testkit::{
     agent14::{Agent14, Version},
     agentk::Agentk,
+    bench,
     caller::{answer, frame},
     handler::{self, path},
     kas::{token, within},
@@ -71,8 +72,8 @@ async fn each_replica_serves_requests_for_an_agent_that_another_holds() -> Resul
     Ok(())
 }
 
-/// A gRPC library's agent, as GitLab's: everything that it sends is gzip, envelopes and all. The replica that holds it
-/// inflates; what passes between replicas, and to the caller, is identity.
+/// A gRPC library's agent, as GitLab's: everything that it sends is gzip, envelopes and all. The replica that
+/// holds it inflates; what passes between replicas, and to the caller, is identity.
 #[tokio::test]
 async fn agent_that_compresses_its_envelopes_is_served_by_every_replica() -> Result<()> {
     let mesh = Mesh::start(3).await?;
@@ -146,7 +147,7 @@ async fn agentk_is_reached_by_every_replica() -> Result<()> {
     for replica in 0..3 {
         let caller = mesh.caller(replica).await?;
         let message = prost::Message::encode_to_vec(&proto::kas::bench::v1::Payload { data: "x".into() });
-        let got = caller.call(caller.to_agent(1, "/kas.bench.v1.Bench/Echo"), &[&message]).await?;
+        let got = caller.call(caller.to_agent(1, bench::ECHO), &[&message]).await?;
         assert_eq!(
             (got.status.code(), &got.messages[..]),
             (Code::Ok, &[message.into()][..]),
@@ -236,7 +237,8 @@ async fn waiting_request_is_woken_by_an_agent_that_comes_to_another_replica() ->
     echo_absent(&mesh).await
 }
 
-/// An agent that is nowhere is waited for until the deadline, and the caller is told that nothing was started.
+/// An agent that is nowhere is waited for until the deadline, and the caller is told that nothing was
+/// started.
 async fn echo_absent(mesh: &Mesh) -> Result<()> {
     let caller = mesh.caller(0).await?;
     let request = caller.to_agent(4, &path("Echo")).header("grpc-timeout", "300m");

@@ -153,17 +153,17 @@ async fn without_redis_local_agents_and_known_routes_go_on_and_others_are_told_w
         (got.status.code(), got.status.outcome()),
         (Code::DeadlineExceeded, Some(Outcome::NotStarted))
     );
-    assert!(got.status.message().contains("Redis cannot be asked"), "{}", got.status);
+    assert!(got.status.message().contains("Redis cannot be reached"), "{}", got.status);
     let told: TrackerStatusResponse =
         caller.unary("/kas.api.v1.KasApi/TrackerStatus", &TrackerStatusRequest {}).await?;
     assert_eq!((told.backend.as_str(), told.agents), ("redis", 1));
     assert!(told.latency_micros.is_some() && !told.last_error.is_empty(), "{told:?}");
     let alarms = mesh.list(0).await?.alarms;
-    assert!(alarms.iter().any(|alarm| alarm.contains("Redis cannot be asked")), "{alarms:?}");
+    assert!(alarms.iter().any(|alarm| alarm.contains("Redis cannot be reached")), "{alarms:?}");
     // Balancers are told once the others have forgotten this replica.
     within(SOON, "it is not ready", async || {
         let (status, why) = mesh.kas(0).get("/readiness").await?;
-        let told = status != StatusCode::OK && why.contains("Redis cannot be asked");
+        let told = status != StatusCode::OK && why.contains("Redis cannot be reached");
         Ok(if told { Ok(()) } else { Err((status, why)) })
     })
     .await?;
@@ -215,7 +215,8 @@ async fn what_a_token_spends_at_one_replica_is_spent_at_all() -> Result<()> {
     }
     mesh.kas(0).metric_is(limited, 2.0).await?;
     told(BURST).await?;
-    // It has not seen the token: the first attempt there is looked up, counted, and tells it what the others have.
+    // It has not seen the token: the first attempt there is looked up, counted, and tells it what the others
+    // have.
     attempt(1).await?;
     told(BURST + 1).await?;
     let mut attempts = 1;
@@ -334,7 +335,7 @@ async fn exchanged_passwords_and_certificates_are_used_without_a_restart() -> Re
     let alarm = async |is_there: bool| {
         within(SOON, "what Redis refuses is an alarm", async || {
             let alarms = mesh.list(0).await?.alarms;
-            let told = alarms.iter().any(|alarm| alarm.contains("Redis does not take the password"));
+            let told = alarms.iter().any(|alarm| alarm.contains("Redis refuses the current password"));
             Ok(if told == is_there { Ok(()) } else { Err(alarms) })
         })
         .await
@@ -356,11 +357,11 @@ async fn exchanged_passwords_and_certificates_are_used_without_a_restart() -> Re
     };
     // The file first: what was in it before serves until Redis knows the new one.
     write("password", b"hunter3\n")?;
-    logged("what was there before is tried too").await?;
+    logged("the previous ones are tried too").await?;
     alarm(true).await?;
     dialled_again().await?;
     user("hunter3").await?;
-    logged("Redis takes the password and the certificates that are in their files").await?;
+    logged("Redis accepts the current password and certificates").await?;
     alarm(false).await?;
     dialled_again().await?;
     // What cannot be used stays unused, and is said: an empty password, a key of another certificate.

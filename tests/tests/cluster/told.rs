@@ -30,8 +30,8 @@ async fn told(mesh: &Mesh, replica: usize, agent: i64) -> Result<String> {
     Ok(got.status.message().to_owned())
 }
 
-/// Seen to fail when the message only knows whether the table names an owner: "is not connected", with the advice to
-/// check the token.
+/// Seen to fail when the message only knows whether the table names an owner: "is not connected", with the
+/// advice to check the token.
 #[tokio::test]
 async fn owner_that_is_stopped_is_named_to_callers_and_to_operators() -> Result<()> {
     let mesh = Mesh::start(3).await?;
@@ -139,8 +139,8 @@ async fn list_without_a_replica_that_does_not_answer_names_it_until_it_answers_o
     Ok(())
 }
 
-/// Seen to fail when the observability port is served after the own address is known: nobody answers there for up to a
-/// minute, and a liveness probe kills the process.
+/// Seen to fail when the observability port is served after the own address is known: nobody answers there
+/// for up to a minute, and a liveness probe kills the process.
 #[tokio::test]
 async fn probes_are_answered_while_the_own_address_is_not_known() -> Result<()> {
     // Listens on every interface, so that only the route to another replica tells its address.
@@ -187,7 +187,8 @@ async fn probes_are_answered_while_the_own_address_is_not_known() -> Result<()> 
 #[tokio::test]
 async fn agent_that_finds_the_only_replica_again_and_again_is_told_of_once() -> Result<()> {
     let mesh = Mesh::start(1).await?;
-    // As an agentk that looks for a second replica: one instance, and each connection reaches the same replica.
+    // As an agentk that looks for a second replica: one instance, and each connection reaches the same
+    // replica.
     let raw = RawAgent::connect(mesh.agents(0), &token(2), Kind::Ours).await?;
     let first = raw.configuration("").await?;
     for _ in 0..3 {
@@ -214,7 +215,8 @@ async fn agent_that_finds_the_only_replica_again_and_again_is_told_of_once() -> 
     Ok(())
 }
 
-/// Datagrams that a replica gets from its own former life, or sends to itself because of it, are no news to anybody.
+/// Datagrams that a replica gets from its own former life, or sends to itself because of it, are no news to
+/// anybody.
 #[tokio::test]
 async fn restart_at_the_same_address_makes_no_noise_in_gossip() -> Result<()> {
     let mut mesh = Mesh::start(3).await?;
@@ -254,8 +256,8 @@ async fn restart_at_the_same_address_makes_no_noise_in_gossip() -> Result<()> {
             .filter(|line| line.contains("\"WARN\"") || line.contains("\"ERROR\""))
             .filter(|line| !line.contains("may read this secret file"))
             // Of a machine that stands still for seconds: not about restarts.
-            .filter(|line| !line.contains("the main runtime's pulse changed"))
-            .filter(|line| !line.contains("lonely: seeds name others"))
+            .filter(|line| !line.contains("the heartbeat of the main runtime stopped or returned"))
+            .filter(|line| !line.contains("lonely: seeds name other processes"))
             .collect();
         assert_eq!(warnings, [""; 0], "replica {n}");
         within(SOON, "no alarm", async || {

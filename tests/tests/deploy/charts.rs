@@ -360,7 +360,7 @@ async fn the_notes_lead_from_an_installation_to_its_first_agent() -> Result<()> 
     for (repository, told) in [("kas", true), ("registry.example.com/ops/kas", false)] {
         let values = json!({ "image": { "repository": repository } });
         let notes = helm_one(render("kas", &values, "kas", NAMESPACE)).await?["notes"].to_string();
-        assert_eq!(notes.contains("is of no registry"), told, "{repository}: {notes}");
+        assert_eq!(notes.contains("is in no registry"), told, "{repository}: {notes}");
     }
 
     // Who asks for monitoring is told whom the default lets read metrics, and who has said it himself is not.
@@ -504,7 +504,8 @@ async fn accepts(kubernetes: &Kubernetes, objects: &[Value]) -> Result<String> {
     kubernetes.kubectl(&["apply", "--dry-run=server", "--warnings-as-errors", "-f", text(file.path())?]).await
 }
 
-/// Returns the pods that a Deployment would make: it is they that are refused, the Deployment is only warned of.
+/// Returns the pods that a Deployment would make: it is they that are refused, the Deployment is only warned
+/// of.
 fn pods(objects: &[Value]) -> Vec<Value> {
     let deployments = objects.iter().filter(|object| object["kind"] == "Deployment");
     deployments

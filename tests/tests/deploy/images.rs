@@ -1,8 +1,10 @@
-//! The images that `cargo xtask images` left, in real containers; and that charts and images agree, without any.
+//! The images that `cargo xtask images` left, in real containers; and that charts and images agree, without
+//! any.
 //!
-//! The containers are of podman and runc, each in a network namespace of its own on one bridge, beside a real API server.
-//! They run what the charts' Deployments say, with the files that the API server gives out: only the kubelet is this test.
-//! All of it runs in namespaces of processes and mounts that end with the test, however it ends.
+//! The containers are of podman and runc, each in a network namespace of its own on one bridge, beside a real
+//! API server. They run what the charts' Deployments say, with the files that the API server gives out: only
+//! the kubelet is this test. All of it runs in namespaces of processes and mounts that end with the test,
+//! however it ends.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -40,8 +42,8 @@ const USER: u32 = 65532;
 const OUTSIDE: &str = "10.77.0.254";
 /// Containers with a network of their own: three of kas, and one of agentk.
 const HOSTS: [&str; 4] = ["10.77.0.1", "10.77.0.2", "10.77.0.3", "10.77.0.4"];
-/// How soon after one replica's death requests must be served again: what gossip and the agent's own reconnection need,
-/// several times over.
+/// How soon after one replica's death requests must be served again: what gossip and the agent's own
+/// reconnection need, several times over.
 const AGAIN_WITHIN: Duration = Duration::from_secs(30);
 
 /// Returns the part of the Containerfile that makes an image, as instructions with their arguments.
@@ -254,8 +256,8 @@ fn give(path: &Path, group: u32) -> Result<()> {
     Ok(())
 }
 
-/// Passes connections to a port of the bridge on to one of these, the next one each time, as a node does for a Service. One
-/// that refuses is left out: Kubernetes would have taken it from the endpoints.
+/// Passes connections to a port of the bridge on to one of these, the next one each time, as a node does for
+/// a Service. One that refuses is left out: Kubernetes would have taken it from the endpoints.
 async fn service(port: u16, endpoints: Vec<SocketAddr>, tasks: &mut JoinSet<()>) -> Result<()> {
     let listener = TcpListener::bind((OUTSIDE, port)).await?;
     tasks.spawn(async move {
@@ -448,7 +450,8 @@ async fn three_containers_are_a_cluster_and_survive_the_death_of_one() -> Result
     Ok(())
 }
 
-/// Three replicas and an agent come up, answer, and go on after one replica's death; `port` is that of the API server.
+/// Three replicas and an agent come up, answer, and go on after one replica's death; `port` is that of the
+/// API server.
 async fn cluster(podman: &Podman, world: &World, port: u16) -> Result<()> {
     let hash = ids::TokenHash::of(token(1).as_bytes()).to_hex();
     let agent = json!({ "id": 1, "name": "demo", "project_id": 1, "tokens": [format!("sha256:{hash}")] });

@@ -45,8 +45,8 @@ fn pairs() -> [(&'static str, &'static str, Value); 7] {
     ]
 }
 
-/// Removes what the two tools say each in its own way: who manages the object, and how a configuration is told from the
-/// one before. Returns the objects by kind and name.
+/// Removes what the two tools say each in its own way: who manages the object, and how a configuration is
+/// told from the one before. Returns the objects by kind and name.
 async fn comparable(objects: &[Value]) -> Result<BTreeMap<String, Value>> {
     let mut found = BTreeMap::new();
     for object in objects {

@@ -1,5 +1,5 @@
-//! What `deploy/` holds, on the real things: Helm's engine, a real Kubernetes API server, Prometheus' own tool, systemd's,
-//! and kas and agentk themselves.
+//! What `deploy/` holds, on the real things: Helm's engine, a real Kubernetes API server, Prometheus' own
+//! tool, systemd's, and kas and agentk themselves.
 
 mod charts;
 mod images;

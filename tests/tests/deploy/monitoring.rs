@@ -1,4 +1,5 @@
-//! Rules and dashboards: Prometheus reads them, each alert fires when it should, and they name what kas and agentk have.
+//! Rules and dashboards: Prometheus reads them, each alert fires when it should, and they name what kas and
+//! agentk have.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -7,7 +8,12 @@ use std::{
 };
 
 use anyhow::{Context as _, Result};
-use kas::metrics::{AskAnswer, CacheAnswer, ListenerName, LookupOutcome, Reason, Route, Side};
+use gitlab::LookupOutcome;
+use identity::gitlab::CacheAnswer;
+use kas::{
+    refusals::{ListenerName, Reason},
+    routing::metrics::{AskAnswer, Route, Side},
+};
 use serde_json::{Value, json};
 use testkit::{
     agentk::Agentk,

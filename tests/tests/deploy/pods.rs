@@ -1,9 +1,9 @@
 //! Pods of the charts, run as a kubelet would run them, beside the API server that holds their objects.
 //!
-//! There is no kubelet and no container here, so that each pod is a process of kas or agentk in a mount namespace of
-//! its own: its files come from the ConfigMaps, Secrets and tokens that the API server gives out, the file system is
-//! read-only, and its arguments and variables are those of the pod. All of it runs in a network without a way out,
-//! in which each pod has an address.
+//! There is no kubelet and no container here, so that each pod is a process of kas or agentk in a mount
+//! namespace of its own: its files come from the ConfigMaps, Secrets and tokens that the API server gives
+//! out, the file system is read-only, and its arguments and variables are those of the pod. All of it runs in
+//! a network without a way out, in which each pod has an address.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -36,8 +36,8 @@ const INSIDE: &str = "KAS_TEST_OWN_NETWORK";
 /// How long that process may take.
 const WITHIN: Duration = Duration::from_secs(300);
 
-/// Whether this process is in a network of its own. If not, runs the test of this name in one, which `script` sets up;
-/// `options` are more of `unshare`.
+/// Whether this process is in a network of its own. If not, runs the test of this name in one, which `script`
+/// sets up; `options` are more of `unshare`.
 pub(crate) async fn own_network(test: &str, options: &[&str], script: &str) -> Result<bool> {
     if env::var_os(INSIDE).is_some() {
         return Ok(true);
@@ -188,8 +188,9 @@ impl World {
             let at = root.join(mount["mountPath"].as_str().context("a path")?.trim_start_matches('/'));
             self.volume(volume, namespace, account, &at).await?;
         }
-        // `/etc` cannot be another one without a whole root of its own, so that paths in there are changed. The kernel
-        // gives each pod its own ports; here they share one, so that each listens on its own address.
+        // `/etc` cannot be another one without a whole root of its own, so that paths in there are changed.
+        // The kernel gives each pod its own ports; here they share one, so that each listens on its own
+        // address.
         let root_text = text(&root)?.to_owned();
         let moved = |words: &str| {
             words
@@ -238,7 +239,8 @@ impl World {
         Process::start(&format!("{name}-{n}"), Path::new("unshare"), &words, &variables).await
     }
 
-    /// Says, as the controller manager would, which pods the headless Service of kas has; none of them is ready.
+    /// Says, as the controller manager would, which pods the headless Service of kas has; none of them is
+    /// ready.
     pub(crate) async fn endpoints(&self, addresses: &[&str]) -> Result<()> {
         let service = self.object("service", NAMESPACE, "kas-peers").await?;
         assert_eq!(service["spec"]["clusterIP"], "None");

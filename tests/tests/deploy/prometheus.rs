@@ -1,15 +1,14 @@
-//! A real Prometheus, with the rules of `deploy/monitoring`, beside three replicas and an agentk: it scrapes them, each rule
-//! and each question of the dashboards has an answer, and it sees a replica die.
+//! A real Prometheus, with the rules of `deploy/monitoring`, beside three replicas and an agentk: it scrapes
+//! them, each rule and each question of the dashboards has an answer, and it sees a replica die.
 
 use std::{collections::BTreeSet, fmt::Write as _, fs, net::SocketAddr};
 
 use anyhow::{Context as _, Result, ensure};
 use grpc::Code;
-use prost::Message as _;
-use proto::kas::bench::v1::Payload;
 use serde_json::{Value, json};
 use testkit::{
     agentk::Agentk,
+    bench::{self, payload},
     kas::{eventually, get, token},
     mesh::Mesh,
     process::{Process, find},
@@ -40,7 +39,8 @@ struct Prometheus {
 }
 
 impl Prometheus {
-    /// Starts one that looks each second; the alerts' own patience is left out, which promtool's tests are about.
+    /// Starts one that looks each second; the alerts' own patience is left out, which promtool's tests are
+    /// about.
     async fn start(kas: &[SocketAddr], agentk: SocketAddr) -> Result<Self> {
         let program =
             find("prometheus").context("this test needs prometheus (Debian: apt-get install prometheus)")?;
@@ -107,8 +107,8 @@ impl Prometheus {
         .await
     }
 
-    /// Returns the alerts that fire, each with the instance that it is about. That a request of these few was slow, on a machine
-    /// that is full, is none.
+    /// Returns the alerts that fire, each with the instance that it is about. That a request of these few was
+    /// slow, on a machine that is full, is none.
     async fn firing(&self) -> Result<BTreeSet<(String, String)>> {
         let alerts = self.ask("/api/v1/alerts").await?;
         let label = |alert: &Value, name: &str| alert["labels"][name].as_str().unwrap_or_default().to_owned();
@@ -131,10 +131,10 @@ async fn a_real_prometheus_has_an_answer_to_everything_and_sees_a_replica_die() 
     let prometheus = Prometheus::start(&replicas, agentk.observability).await?;
 
     // Requests of each replica, one that needs another replica among them.
-    let message = Payload { data: "hello".into() }.encode_to_vec();
+    let message = payload("hello");
     for n in 0..3 {
         let caller = mesh.caller(n).await?;
-        let answer = caller.call(caller.to_agent(1, "/kas.bench.v1.Bench/Echo"), &[&message]).await?;
+        let answer = caller.call(caller.to_agent(1, bench::ECHO), &[&message]).await?;
         ensure!(answer.status.code() == Code::Ok, "{}", answer.status);
     }
     prometheus.is(r#"namespace_job:kas_replicas_reached:count{namespace="kas", job="kas"}"#, "3").await?;

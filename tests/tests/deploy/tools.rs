@@ -1,4 +1,5 @@
-//! The programs that judge `deploy/`, and how they are called. What is missing fails a test, with how to get it.
+//! The programs that judge `deploy/`, and how they are called. What is missing fails a test, with how to get
+//! it.
 
 use std::{
     ffi::OsStr,
@@ -73,7 +74,8 @@ pub(crate) async fn python() -> Result<PathBuf> {
     python_with("tests/deploy/requirements.txt").await
 }
 
-/// Returns a Python with these packages: a virtual environment in the cache of the tests, made when there is none yet.
+/// Returns a Python with these packages: a virtual environment in the cache of the tests, made when there is
+/// none yet.
 pub(crate) async fn python_with(requirements: &str) -> Result<PathBuf> {
     const HINT: &str =
         "the tests of deploy/ need python3 with venv and pip (Debian: python3-venv), and PyPI once";

@@ -33,7 +33,8 @@ const ATTACKED: Duration = Duration::from_secs(7);
 /// The variable with the name of the only attack that is to be measured.
 const ONLY: &str = "KAS_TEST_ONLY";
 
-/// Where attackers come from. kas tells them from others by their address, as long as it knows nothing else of them.
+/// Where attackers come from. kas tells them from others by their address, as long as it knows nothing else
+/// of them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Origin {
     /// Another address than the callers have, and another one each time.
@@ -246,8 +247,8 @@ pub(crate) async fn attack() -> Result<()> {
         Door::HTTP2.into_iter().find(|door| told["door"] == format!("{door:?}")).context("no such door")?;
     let way = match door {
         Door::AgentTls => {
-            runtime::tls::install();
-            Way::Tls(runtime::tls::client_of(Path::new(said("ca")?), None, None)?)
+            net::tls::install();
+            Way::Tls(net::tls::client_of(Path::new(said("ca")?), None, None)?)
         }
         Door::AgentWebSocket => Way::WebSocket,
         _ => Way::Plain,

@@ -1,11 +1,12 @@
-//! Callers and replicas that send what nobody should: compressed bombs, deep messages, metadata without end, tokens of
-//! all kinds.
+//! Callers and replicas that send what nobody should: compressed bombs, deep messages, metadata without end,
+//! tokens of all kinds.
 
 use anyhow::{Context as _, Result, ensure};
 use base64::{Engine as _, prelude::BASE64_URL_SAFE_NO_PAD};
 use grpc::{Code, gzip};
 use serde_json::{Value, json};
 use testkit::{
+    bench,
     caller::{Caller, Jwt, answer, frame, now},
     kas::token,
 };
@@ -14,7 +15,6 @@ use crate::stage::{BAD, Door, Stage};
 
 const BY_ID: &str = "/kas.api.v1.KasApi/ConnectedAgentsById";
 const WATCH_AGENTS: &str = "/kas.api.v1.KasApi/WatchConnectedAgents";
-const BENCH_ECHO: &str = "/kas.bench.v1.Bench/Echo";
 const BORROW: &str = "/kas.internal.v1.Tunnels/Borrow";
 const WATCH: &str = "/kas.internal.v1.TableSync/Watch";
 const EXPLAIN: &str = "/kas.internal.v1.Replica/Explain";
@@ -96,14 +96,14 @@ fn rows() -> Vec<Row> {
     use Code::{Internal, InvalidArgument, OutOfRange, ResourceExhausted, Unimplemented};
     let bomb = || flagged(1, &gzip::deflate(&vec![0; 64 << 20]));
     let mut rows = vec![
-        row("a gzip bomb for an agent", BENCH_ECHO, bomb(), &[ResourceExhausted])
+        row("a gzip bomb for an agent", bench::ECHO, bomb(), &[ResourceExhausted])
             .for_agent()
             .with("grpc-encoding", "gzip"),
         row("a gzip bomb for kas", BY_ID, bomb(), &[ResourceExhausted, OutOfRange, Unimplemented, Internal])
             .with("grpc-encoding", "gzip"),
         row(
             "gzip of 5 MiB that is no bomb",
-            BENCH_ECHO,
+            bench::ECHO,
             {
                 let mut noise = vec![0; 5 << 20];
                 noise.iter_mut().enumerate().for_each(|(n, byte)| *byte = (n % 97 * (n / 97 % 251)) as u8);
@@ -113,12 +113,12 @@ fn rows() -> Vec<Row> {
         )
         .for_agent()
         .with("grpc-encoding", "gzip"),
-        row("broken gzip", BENCH_ECHO, flagged(1, b"no gzip at all"), &[Internal])
+        row("broken gzip", bench::ECHO, flagged(1, b"no gzip at all"), &[Internal])
             .for_agent()
             .with("grpc-encoding", "gzip"),
         row(
             "gzip that ends early",
-            BENCH_ECHO,
+            bench::ECHO,
             {
                 let whole = gzip::deflate(&[7; 5_000]);
                 flagged(1, &whole[..whole.len() - 9])
@@ -127,17 +127,17 @@ fn rows() -> Vec<Row> {
         )
         .for_agent()
         .with("grpc-encoding", "gzip"),
-        row("an encoding of nobody", BENCH_ECHO, whole(b""), &[Unimplemented])
+        row("an encoding of nobody", bench::ECHO, whole(b""), &[Unimplemented])
             .for_agent()
             .with("grpc-encoding", "zstd"),
-        row("compression that was not announced", BENCH_ECHO, flagged(1, b"x"), &[Internal]).for_agent(),
-        row("an unknown flag", BENCH_ECHO, flagged(0xff, b"x"), &[Internal]).for_agent(),
+        row("compression that was not announced", bench::ECHO, flagged(1, b"x"), &[Internal]).for_agent(),
+        row("an unknown flag", bench::ECHO, flagged(0xff, b"x"), &[Internal]).for_agent(),
         row("an unknown flag for kas", BY_ID, flagged(0xff, b"x"), &[Internal, InvalidArgument]),
-        row("a message that ends early", BENCH_ECHO, vec![0, 0, 0, 1, 0, 1, 2], &[Internal]).for_agent(),
-        row("half a prefix", BENCH_ECHO, vec![0, 0], &[Internal]).for_agent(),
+        row("a message that ends early", bench::ECHO, vec![0, 0, 0, 1, 0, 1, 2], &[Internal]).for_agent(),
+        row("half a prefix", bench::ECHO, vec![0, 0], &[Internal]).for_agent(),
         row(
             "a message of 4 GiB",
-            BENCH_ECHO,
+            bench::ECHO,
             vec![0, 0xff, 0xff, 0xff, 0xff, 1],
             &[Internal, ResourceExhausted],
         )
@@ -158,19 +158,20 @@ fn rows() -> Vec<Row> {
             &[Internal, InvalidArgument],
         ),
         row("no message", BY_ID, Vec::new(), &[Internal, InvalidArgument, Unimplemented]),
-        row("65 keys of metadata", BENCH_ECHO, whole(b""), &[InvalidArgument, ResourceExhausted]).for_agent(),
-        row("metadata of 20 kB", BENCH_ECHO, whole(b""), &[ResourceExhausted])
+        row("65 keys of metadata", bench::ECHO, whole(b""), &[InvalidArgument, ResourceExhausted])
+            .for_agent(),
+        row("metadata of 20 kB", bench::ECHO, whole(b""), &[ResourceExhausted])
             .for_agent()
             .with("x", "x".repeat(20_000)),
-        row("metadata of 40 kB", BENCH_ECHO, whole(b""), &[]).for_agent().with("x", "x".repeat(40_000)),
-        row("metadata that is not base64", BENCH_ECHO, whole(b""), &[Code::Ok, InvalidArgument])
+        row("metadata of 40 kB", bench::ECHO, whole(b""), &[]).for_agent().with("x", "x".repeat(40_000)),
+        row("metadata that is not base64", bench::ECHO, whole(b""), &[Code::Ok, InvalidArgument])
             .for_agent()
             .with("x-bin", "***"),
-        row("two agents", BENCH_ECHO, whole(b""), &[InvalidArgument]).for_agent().for_agent(),
-        row("a key that belongs to kas", BENCH_ECHO, whole(b""), &[InvalidArgument])
+        row("two agents", bench::ECHO, whole(b""), &[InvalidArgument]).for_agent().for_agent(),
+        row("a key that belongs to kas", bench::ECHO, whole(b""), &[InvalidArgument])
             .for_agent()
             .with("kas-hop-from", "me"),
-        row("a connection of nobody", BENCH_ECHO, whole(b""), &[Code::FailedPrecondition])
+        row("a connection of nobody", bench::ECHO, whole(b""), &[Code::FailedPrecondition])
             .for_agent()
             .with("kas-connection-id", "77"),
         row("a method that is none", "//", whole(b""), &[Unimplemented]).for_agent(),
@@ -182,13 +183,13 @@ fn rows() -> Vec<Row> {
             .of_replica()
             .with("kas-hop-from", "x")
             .with("kas-hop-agent", "1")
-            .with("kas-hop-method", BENCH_ECHO)
+            .with("kas-hop-method", bench::ECHO)
             .with("kas-hop-forwarded", "2"),
         row("an ask for no agent", BORROW, Vec::new(), &[InvalidArgument])
             .of_replica()
             .with("kas-hop-from", "x")
             .with("kas-hop-agent", "-1")
-            .with("kas-hop-method", BENCH_ECHO)
+            .with("kas-hop-method", bench::ECHO)
             .with("kas-hop-forwarded", "1"),
         row("garbage for the table", WATCH, whole(&[0xff; 1_000]), &[Internal, InvalidArgument]).of_replica(),
         row("nested groups for the table", WATCH, whole(&nested(9, 100_000)), &[Internal, InvalidArgument])
@@ -205,13 +206,13 @@ fn rows() -> Vec<Row> {
     ];
     for agent in ["", "x", "-1", "0", "1.0", "99999999999999999999", "1 1"] {
         rows.push(
-            row("an agent that is none", BENCH_ECHO, whole(b""), &[InvalidArgument])
+            row("an agent that is none", bench::ECHO, whole(b""), &[InvalidArgument])
                 .with("kas-agent-id", agent),
         );
     }
     for timeout in ["", "1", "S", "-1S", "999999999S", "1.5S", "1x"] {
         rows.push(
-            row("a timeout that is none", BENCH_ECHO, whole(b""), &[InvalidArgument])
+            row("a timeout that is none", bench::ECHO, whole(b""), &[InvalidArgument])
                 .for_agent()
                 .with("grpc-timeout", timeout),
         );

@@ -8,8 +8,9 @@ use rustix::process::{Pid, Resource, Rlimit, prlimit};
 use testkit::{
     caller::Caller,
     handler::path,
-    kas::{Kas, token, within},
+    kas::{token, within},
     raw_agent::{Kind, RawAgent},
+    scenario::Scenario,
 };
 use tokio::{net::TcpStream, time::Instant};
 
@@ -38,10 +39,8 @@ async fn echo(caller: &Caller) -> Result<()> {
 
 /// Begins with a kas that nobody has used, ends with one that works.
 pub(crate) async fn none_left() -> Result<()> {
-    let kas = Kas::start().await?;
-    let agent = RawAgent::connect(kas.agent, &token(1), Kind::Ours).await?;
-    let _serving = agent.serve(2).await?;
-    let caller = kas.caller().await?;
+    let Scenario { kas, caller, agent: _agent } =
+        Scenario::start().await?.serving_agent(Kind::Ours, 2).await?;
     echo(&caller).await?;
     let pid = Pid::from_raw(kas.process.id()).context("a process id is positive")?;
     let most = kas.process.usage()?.files as u64 + LEFT;

@@ -30,13 +30,14 @@ const SIZE: &[u32] = &[FRAME_SIZE_ERROR, PROTOCOL_ERROR];
 /// A header block that cannot be decoded.
 const COMPRESSION: &[u32] = &[COMPRESSION_ERROR, PROTOCOL_ERROR];
 
-/// What ends at all ends within this time: what shows no token after 10 s at the next look, a handshake after 5 s.
+/// What ends at all ends within this time: what shows no token after 10 s at the next look, a handshake after
+/// 5 s.
 const CUT: Duration = Duration::from_secs(30);
 /// Until kas does not take a flood any more.
 const FLOOD: Duration = Duration::from_secs(20);
 
-/// Bytes that are given to the system at once. It takes megabytes, and meanwhile nobody else has this processor, where
-/// the good callers may be.
+/// Bytes that are given to the system at once. It takes megabytes, and meanwhile nobody else has this
+/// processor, where the good callers may be.
 const PIECE: usize = 32 * 1024;
 
 /// What an attacker sends.
@@ -242,8 +243,8 @@ const FLOODS: &[Attack] = &[
     ),
     attack("made you reset with a token", |k| Sends::Frames(each(k, 3_000, |s| window(s, 0x7fff_ffff))), Any)
         .inside()
-        // By HTTP/2's own limit, with GOAWAY, or without one by the lower limit of who is not known yet: a stream that is
-        // reset at once may be gone before its token was looked at.
+        // By HTTP/2's own limit, with GOAWAY, or without one by the lower limit of who is not known yet: a
+        // stream that is reset at once may be gone before its token was looked at.
         .but(&[(Door::Api, Cut)]),
     attack(
         "CONTINUATION flood",
@@ -653,9 +654,9 @@ pub(crate) fn measured() -> impl Iterator<Item = (&'static str, &'static Attack)
     all.map(|attack| (attack.name, attack))
 }
 
-/// Does one attack for `time` over this many connections at once, and once more when all of them have ended. Returns how
-/// often it began, and why a connection was not made, if that happened. How each of them ends does not count here. `from`:
-/// the address of each connection of a round.
+/// Does one attack for `time` over this many connections at once, and once more when all of them have ended.
+/// Returns how often it began, and why a connection was not made, if that happened. How each of them ends
+/// does not count here. `from`: the address of each connection of a round.
 pub(crate) async fn crowd(
     address: SocketAddr,
     from: impl Fn(usize, usize) -> Option<Ipv4Addr>,

@@ -1,7 +1,7 @@
 //! Hostile peers at every door of kas, as tables: what each attack is, and what must become of it.
 //!
-//! Good requests go on all the time and must all be answered; after each group of attacks kas holds what it held
-//! before, and has not panicked.
+//! Good requests go on all the time and must all be answered; after each group of attacks kas holds what it
+//! held before, and has not panicked.
 
 #![allow(clippy::unwrap_used)] // a test may panic
 

@@ -1,10 +1,10 @@
-//! Where everybody runs when it is measured what attackers cost the good: on a machine of two processors, what attackers
-//! and callers do themselves must not count for what is done to kas.
+//! Where everybody runs when it is measured what attackers cost the good: on a machine of two processors,
+//! what attackers and callers do themselves must not count for what is done to kas.
 //!
-//! kas, its agent and its callers share the first processor; attackers have the second for themselves. Agent and callers
-//! are in a class before kas, so that their own little work waits for nobody, and all that is left of the processor is
-//! kas': a request takes longer only because of what kas does meanwhile. An echo that goes nowhere near kas tells what the
-//! machine takes.
+//! kas, its agent and its callers share the first processor; attackers have the second for themselves. Agent
+//! and callers are in a class before kas, so that their own little work waits for nobody, and all that is
+//! left of the processor is kas': a request takes longer only because of what kas does meanwhile. An echo
+//! that goes nowhere near kas tells what the machine takes.
 
 use std::{
     fs::File,
@@ -68,15 +68,15 @@ fn of_this_process(program: &str, arguments: &[&str]) -> Result<()> {
     bail!("{program} failed: this measures as root, on two processors")
 }
 
-/// Keeps the second processor busy whenever no attacker does. The two may be one core, which each of them has for itself when
-/// the other is idle: without this, that attackers run at all would count for what they do.
+/// Keeps the second processor busy whenever no attacker does. The two may be one core, which each of them has
+/// for itself when the other is idle: without this, that attackers run at all would count for what they do.
 async fn nobody_idle() -> Result<Process> {
     let loops = ["--idle", "0", "taskset", "--cpu-list", "1", "sh", "-c", "while :; do :; done"];
     Process::start("busy", Path::new("chrt"), &loops, &[]).await
 }
 
-/// Processors that do not sleep while this is held. Those of a virtual machine are given to others when they do, and come
-/// back milliseconds late.
+/// Processors that do not sleep while this is held. Those of a virtual machine are given to others when they
+/// do, and come back milliseconds late.
 struct Awake(#[expect(dead_code, reason = "held for its drop")] File);
 
 impl Awake {
@@ -92,12 +92,13 @@ impl Awake {
     }
 }
 
-/// Asks an echo that is no business of kas', again and again, and says when each answer was due to be asked for and how long
-/// it took from then.
+/// Asks an echo that is no business of kas', again and again, and says when each answer was due to be asked
+/// for and how long it took from then.
 pub(crate) async fn echo(took: impl Fn(Instant, Duration)) -> Result<()> {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
     let address = listener.local_addr()?;
-    // A thread of its own, so that two wake each other as caller and kas do. It ends with its only connection.
+    // A thread of its own, so that two wake each other as caller and kas do. It ends with its only
+    // connection.
     std::thread::spawn(move || -> std::io::Result<()> {
         let (mut stream, _) = listener.accept()?;
         stream.set_nodelay(true)?;
@@ -119,8 +120,9 @@ pub(crate) async fn echo(took: impl Fn(Instant, Duration)) -> Result<()> {
     }
 }
 
-/// Returns when something that was `due` began: then, if it is late because what came before it took long, so that a caller
-/// who was held up tells of all that he would have called meanwhile. A timer's own lateness is not counted.
+/// Returns when something that was `due` began: then, if it is late because what came before it took long, so
+/// that a caller who was held up tells of all that he would have called meanwhile. A timer's own lateness is
+/// not counted.
 pub(crate) fn begun(due: Instant) -> Instant {
     let now = Instant::now();
     if now.duration_since(due) > Duration::from_millis(3) { due } else { now }
@@ -129,7 +131,8 @@ pub(crate) fn begun(due: Instant) -> Instant {
 /// Who waits so long for the echo waits for the machine.
 const STOOD_STILL: Duration = Duration::from_millis(10);
 
-/// Takes out of `times` what was under way while the machine stood still, as `echo` shows, and returns how many that were.
+/// Takes out of `times` what was under way while the machine stood still, as `echo` shows, and returns how
+/// many that were.
 pub(crate) fn without_stalls(times: &mut Vec<(Instant, Duration)>, echo: &[(Instant, Duration)]) -> usize {
     let stalls: Vec<_> = echo.iter().filter(|(_, took)| *took >= STOOD_STILL).collect();
     let before = times.len();

@@ -1,5 +1,5 @@
-//! What is attacked: a kas with all of its doors, and what goes on meanwhile: an agent, callers, and a look at what kas
-//! holds.
+//! What is attacked: a kas with all of its doors, and what goes on meanwhile: an agent, callers, and a look
+//! at what kas holds.
 
 use std::{
     net::SocketAddr,
@@ -14,12 +14,11 @@ use std::{
 use anyhow::{Context as _, Result, ensure};
 use base64::{Engine as _, prelude::BASE64_STANDARD};
 use grpc::Code;
-use prost::Message as _;
-use proto::kas::bench::v1::Payload;
 use serde_json::json;
 use tempfile::TempDir;
 use testkit::{
     agentk::Agentk,
+    bench::{ECHO, payload},
     caller::{Caller, Jwt, now},
     kas::{AgentEntry, Kas, Options, eventually, token, within, write_private},
     process::Usage,
@@ -35,15 +34,14 @@ use crate::{
     peer::{self, END_HEADERS, HEADERS, Way, frame},
 };
 
-const ECHO: &str = "/kas.bench.v1.Bench/Echo";
 /// A good request must be answered within this time, whatever the others do.
 const DEADLINE: &str = "20S";
 /// What kas may hold more after an attack: the allocator keeps some of what it had.
 const GROWTH_KIB: u64 = 48 * 1024;
 /// The most that kas may hold while it is attacked, above what it held before.
 const PEAK_KIB: u64 = 320 * 1024;
-/// Everything that an attack left must be gone after this time: what shows no token is closed after 10 s, at the next
-/// look.
+/// Everything that an attack left must be gone after this time: what shows no token is closed after 10 s, at
+/// the next look.
 const SETTLED: Duration = Duration::from_secs(40);
 /// The agent that does good work.
 const GOOD: i64 = 1;
@@ -205,8 +203,8 @@ impl std::fmt::Display for Times {
     }
 }
 
-/// Callers of each kind where their times are measured: one percent of what one of them calls in ten seconds is a handful
-/// of requests, which says nothing.
+/// Callers of each kind where their times are measured: one percent of what one of them calls in ten seconds
+/// is a handful of requests, which says nothing.
 const MEASURED_CALLERS: usize = 5;
 
 impl Stage {
@@ -221,16 +219,19 @@ impl Stage {
     }
 
     async fn start_as(kind: Kind, is_measured: bool) -> Result<Self> {
-        runtime::tls::install();
+        net::tls::install();
         let dir = tempfile::tempdir()?;
         let private_secret = rand::random::<[u8; 32]>().to_vec();
+        // Gossip takes the same number for UDP, so a port that the system chooses for TCP may be taken.
+        let [port] = ports::free()?;
+        let private = format!("127.0.0.1:{port}");
         let secret = dir.path().join("private-secret");
         write_private(&secret, &BASE64_STANDARD.encode(&private_secret))?;
         let config = match kind {
             Kind::Plain => json!({
                 "tracker": "gossip",
                 "private_api": {
-                    "listen": { "address": "127.0.0.1:0", "authentication_secret_file": secret },
+                    "listen": { "address": private, "authentication_secret_file": secret },
                 },
             }),
             Kind::Tls => {
@@ -243,7 +244,7 @@ impl Stage {
                         "key_file": file("key.pem"),
                     } },
                     "private_api": { "listen": {
-                        "address": "127.0.0.1:0",
+                        "address": private,
                         "authentication_secret_file": secret,
                         "certificate_file": file("cert.pem"),
                         "key_file": file("key.pem"),
@@ -271,8 +272,8 @@ impl Stage {
             Kind::Tls => {
                 let agentk = Agentk::start_tls(kas.agent, &token(GOOD), &ca).await?;
                 let (certificate, key) = (dir.path().join("cert.pem"), dir.path().join("key.pem"));
-                let replica = runtime::tls::client_of(&ca, Some((&certificate, &key)), None)?;
-                (agentk, Some(runtime::tls::client_of(&ca, None, None)?), Some(replica))
+                let replica = net::tls::client_of(&ca, Some((&certificate, &key)), None)?;
+                (agentk, Some(net::tls::client_of(&ca, None, None)?), Some(replica))
             }
             Kind::WebSocket => {
                 let url = format!("ws://{}", kas.agent);
@@ -403,8 +404,8 @@ impl Stage {
         Ok(())
     }
 
-    /// Waits until nothing of an attack is left, and says what the attack did to the rest. Whatever it did, kas never
-    /// held more than it may.
+    /// Waits until nothing of an attack is left, and says what the attack did to the rest. Whatever it did,
+    /// kas never held more than it may.
     pub(crate) async fn settle(&self, what: &str) -> Result<Times> {
         let times = self.times();
         self.settled(what).await?;
@@ -455,7 +456,7 @@ async fn work(
     stays: bool,
     good: Arc<Good>,
 ) {
-    let message = Payload { data: vec![b'x'; 100].into() }.encode_to_vec();
+    let message = payload(vec![b'x'; 100]);
     // Who was held up catches up.
     let mut ticks = interval_at(Instant::now() + offset, every);
     let caller = {

@@ -1,5 +1,5 @@
-//! An agent with a good token that does not keep to the protocol of tunnels: what it sends instead of its descriptor,
-//! while its tunnel is parked, and as an answer.
+//! An agent with a good token that does not keep to the protocol of tunnels: what it sends instead of its
+//! descriptor, while its tunnel is parked, and as an answer.
 
 use std::{collections::BTreeMap, net::SocketAddr, time::Duration};
 
@@ -422,7 +422,8 @@ async fn masses(stage: &Stage) -> Result<usize> {
         // Whatever the caller gets, it gets an end.
         let _ = end(&mut called).await;
     }
-    // Streams up to the limit of the connection, tunnels above that of the agent; each refused one may be tried again.
+    // Streams up to the limit of the connection, tunnels above that of the agent; each refused one may be
+    // tried again.
     let mut agents = Vec::new();
     for _ in 0..3 {
         let agent = RawAgent::connect(stage.kas.agent, &token(BAD), Kind::Old).await?;
@@ -488,7 +489,8 @@ async fn small_pieces_for_held_tunnels(stage: &Stage) -> Result<()> {
     Ok(())
 }
 
-/// GitLab is silent, so that nobody knows yet whether the token is good: what comes meanwhile must not pile up.
+/// GitLab is silent, so that nobody knows yet whether the token is good: what comes meanwhile must not pile
+/// up.
 pub(crate) async fn small_pieces_before_the_token_is_known() -> Result<()> {
     let gitlab = GitLab::start().await?;
     gitlab.reply(Reply::Silence);

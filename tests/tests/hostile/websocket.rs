@@ -67,8 +67,8 @@ fn rows() -> Vec<(&'static str, Vec<u8>, Option<u16>)> {
         (
             "a message of 11 MiB in pieces",
             {
-                // Window by single bytes. HTTP/2's own limits may come before that of a message; the crate `websocket`
-                // has a test of that one alone.
+                // Window by single bytes. HTTP/2's own limits may come before that of a message; the crate
+                // `websocket` has a test of that one alone.
                 let taken = frame(WINDOW_UPDATE, 0, 0, &1_u32.to_be_bytes()).repeat(850_000);
                 let mut bytes = masked(BINARY, &[PREFACE, &frame(SETTINGS, 0, 0, &[])].concat());
                 bytes.extend(taken.chunks(100_000).flat_map(|piece| masked(CONTINUATION, piece)));

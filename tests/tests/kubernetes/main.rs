@@ -1,5 +1,5 @@
-//! Real processes against a real Kubernetes API server: kube-apiserver and etcd, kas, agentk with a service account's
-//! token, kasctl.
+//! Real processes against a real Kubernetes API server: kube-apiserver and etcd, kas, agentk with a service
+//! account's token, kasctl.
 //!
 //! One test runs at a time, so that what it measures is its own, and the API server is shared: see [`world`].
 

@@ -108,7 +108,7 @@ async fn an_absent_api_server_is_not_taken_for_an_absent_kas() -> Result<()> {
     kubernetes.stop_api_server().await?;
     let failed = chain.run(&["pods", "1"]).await?;
     assert!(failed.stderr.contains("cannot reach the Kubernetes API server"), "{}", failed.stderr);
-    assert!(!failed.stderr.contains("starting or draining"), "{}", failed.stderr);
+    assert!(!failed.stderr.contains("starting or shutting down"), "{}", failed.stderr);
     assert_ne!(failed.code(), Some(3), "3 is: kas cannot be reached, or was lost");
     Ok(())
 }

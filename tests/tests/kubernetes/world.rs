@@ -34,7 +34,8 @@ pub(crate) const AGENT: i64 = 1;
 /// What agents serve: any request to the API server.
 const MAKE_REQUEST: &str = "/gitlab.agent.kubernetes_api.rpc.KubernetesApi/MakeRequest";
 
-/// How long one kasctl may take that ends by itself. Lists of 70 MB pass four processes that are not optimised.
+/// How long one kasctl may take that ends by itself. Lists of 70 MB pass four processes that are not
+/// optimised.
 pub(crate) const KASCTL_WITHIN: Duration = Duration::from_secs(60);
 
 /// What "at once" means.

@@ -81,8 +81,9 @@ async fn viewers_are_as_many_as_there_may_be_and_cost_nothing_when_they_have_gon
     ensure!(overview["replicas"][0]["standing"] == "self", "{overview}");
     ensure!(overview["replicas"][0]["open"] == 0, "{overview}");
     kas.metric_is("kas_page_viewers", 2.0).await?;
-    // Seconds after its start kas runs all that it runs when nobody looks, and three tasks besides: the two streams'
-    // connections and what they share. The task of a probe ends a moment after its answer, so the least counts.
+    // Seconds after its start kas runs all that it runs when nobody looks, and three tasks besides: the two
+    // streams' connections and what they share. The task of a probe ends a moment after its answer, so the
+    // least counts.
     for _ in 0..5 {
         first.event("overview").await?;
     }

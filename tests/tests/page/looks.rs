@@ -8,8 +8,8 @@ use testkit::{agentk::Agentk, kas::token, process::SOON};
 
 use crate::Stage;
 
-/// Returns the texts whose contrast is below what WCAG 2.2 AA asks for: 4.5, and 3 for large text. What is seen of a
-/// background is that of the nearest element that has one.
+/// Returns the texts whose contrast is below what WCAG 2.2 AA asks for: 4.5, and 3 for large text. What is
+/// seen of a background is that of the nearest element that has one.
 const CONTRAST: &str = r#"
 (() => {
   const canvas = Object.assign(document.createElement('canvas'), { width: 1, height: 1 }).getContext('2d', { willReadFrequently: true });

@@ -10,19 +10,16 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
 use grpc::Code;
-use prost::Message as _;
-use proto::kas::bench::v1::Payload;
 use serde_json::json;
 use testkit::{
     agentk::Agentk,
+    bench::{ECHO, payload},
     kas::token,
     mesh::{Mesh, Options},
     process::SOON,
 };
 
 use crate::browser::Browser;
-
-const ECHO: &str = "/kas.bench.v1.Bench/Echo";
 
 /// Three replicas with their pages, agent 1 at the first two of them, and a browser.
 struct Stage {
@@ -72,7 +69,7 @@ impl Stage {
     }
 
     async fn echo(&self, n: usize, times: usize) -> Result<()> {
-        let message = Payload { data: "hello".into() }.encode_to_vec();
+        let message = payload("hello");
         let caller = self.mesh.caller(n).await?;
         for _ in 0..times {
             let got = caller.call(caller.to_agent(1, ECHO), &[&message]).await?;
@@ -139,10 +136,10 @@ async fn an_alarm_is_said_once_however_long_it_lasts() -> Result<()> {
              [...document.querySelectorAll('#said > p')].map((p) => p.textContent).filter((text) => /alarm/i.test(text))"
         ))
     };
-    let first = "Alarm: gossip has heard nobody for 9s although 2 other replicas answer";
-    let got = alarms(json!(["gossip has heard nobody for 9s although 2 other replicas answer"]))?;
+    let first = "Alarm: gossip has heard no other replica for 9s although 2 answer";
+    let got = alarms(json!(["gossip has heard no other replica for 9s although 2 answer"]))?;
     ensure!(got == json!([first]), "{got}");
-    let got = alarms(json!(["gossip has heard nobody for 10s although 2 other replicas answer", "another"]))?;
+    let got = alarms(json!(["gossip has heard no other replica for 10s although 2 answer", "another"]))?;
     ensure!(got == json!([first, "Alarm: another"]), "{got}");
     let got = alarms(json!([]))?;
     ensure!(got == json!([first, "Alarm: another", "No alarm any more"]), "{got}");

@@ -1,9 +1,10 @@
-//! Bills of materials, in CycloneDX 1.6.
+//! Bills of materials in the format CycloneDX 1.6.
 //!
-//! Written here and not by a tool, because a tool reads what the lock file or `cargo metadata` could lead to: of all features
-//! that any crate of the workspace asks for, and for all systems. These list what cargo compiled for the program: the
-//! packages of its own messages about the build, along the dependencies of the program. What is used only while compiling
-//! (macros, build scripts) is not in it; what is linked and is no package of cargo (glibc, GCC's and Rust's own libraries) is.
+//! A tool would read Cargo.lock or `cargo metadata`, which contain the packages for all features of all
+//! crates and for all platforms. These bills list the packages that cargo compiled for the program, according
+//! to its build messages, along the dependencies of the program. Packages that are used only at compile time
+//! (macros, build scripts) are not included. Libraries that are linked but are not packages of cargo (glibc,
+//! libgcc, the standard library of Rust) are.
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap, HashSet},
@@ -15,33 +16,34 @@ use std::{
 use anyhow::{Context as _, Result, ensure};
 use serde_json::{Value, json};
 
+use devkit::workspace::cargo;
+
 use super::{Build, output, rustc, version};
-use crate::workspace::cargo;
 
 /// The crate that the images take their authorities from.
 const AUTHORITIES: &str = "webpki-root-certs";
 
-/// What the programs are made of.
+/// The components of the programs.
 #[derive(Debug)]
 pub(super) struct Bills {
-    /// By cargo's id.
+    /// Packages by their id.
     packages: HashMap<String, Value>,
-    /// For each package, what it depends on when it runs.
+    /// The normal dependencies of each package.
     depends: HashMap<String, Vec<String>>,
-    /// What was compiled for where the programs run.
+    /// Packages that were compiled for the platform of the programs.
     built: HashSet<String>,
-    /// SHA-256 of what crates.io gave, by name and version.
+    /// SHA-256 of the packages of crates.io, by name and version.
     checksums: HashMap<(String, String), String>,
-    /// What is linked besides.
+    /// Linked libraries that are not packages.
     system: Vec<Value>,
-    /// Whether the images have Mozilla's authorities.
+    /// Whether the images contain Mozilla's certificate authorities.
     mozilla: bool,
     date: String,
     revision: String,
 }
 
 impl Bills {
-    /// Asks cargo and the compilers.
+    /// Reads the output of cargo and the compilers.
     pub(super) fn read(build: &Build<'_>, built: HashSet<String>) -> Result<Self> {
         let mut command = cargo();
         command.current_dir(&build.root).args(["metadata", "--locked", "--format-version", "1"]);
@@ -59,7 +61,7 @@ impl Bills {
 
     fn of_metadata(metadata: &Value, lock: &str, built: HashSet<String>) -> Result<Self> {
         let list = |value: &Value| value.as_array().cloned().unwrap_or_default();
-        let id = |value: &Value| value.as_str().map(str::to_owned).context("an id");
+        let id = |value: &Value| value.as_str().map(str::to_owned).context("an id is not a string");
         let mut packages = HashMap::new();
         for package in list(&metadata["packages"]) {
             packages.insert(id(&package["id"])?, package);
@@ -68,7 +70,7 @@ impl Bills {
         for node in list(&metadata["resolve"]["nodes"]) {
             let mut found = Vec::new();
             for dependency in list(&node["deps"]) {
-                // Neither for tests nor for build scripts.
+                // Without dependencies of tests and build scripts.
                 if list(&dependency["dep_kinds"]).iter().any(|kind| kind["kind"].is_null()) {
                     found.push(id(&dependency["pkg"])?);
                 }
@@ -87,7 +89,7 @@ impl Bills {
         })
     }
 
-    /// Returns the bill of a program, or that of its image, as text.
+    /// Returns the bill of a program or of its image as text.
     pub(super) fn of(&self, program: &str, image: bool) -> Result<Vec<u8>> {
         let mut text = serde_json::to_vec_pretty(&self.bill(program, image)?)?;
         text.push(b'\n');
@@ -121,7 +123,7 @@ impl Bills {
             dependencies.insert(reference.clone(), json!({ "ref": reference, "dependsOn": on }));
         }
         for part in &self.system {
-            let reference = part["bom-ref"].as_str().context("a reference")?.to_owned();
+            let reference = part["bom-ref"].as_str().context("a component has no reference")?.to_owned();
             dependencies.insert(reference.clone(), json!({ "ref": reference, "dependsOn": [] }));
             components.insert(reference, part.clone());
         }
@@ -147,30 +149,35 @@ impl Bills {
         }))
     }
 
-    /// What a package depends on, of what was compiled.
+    /// Returns the dependencies of a package that were compiled.
     fn linked(&self, id: &str) -> impl Iterator<Item = &String> {
         self.depends.get(id).into_iter().flatten().filter(|id| self.built.contains(*id))
     }
 
     fn authorities(&self) -> Result<&String> {
         let found = self.packages.iter().find(|(_, package)| package["name"] == AUTHORITIES);
-        Ok(found.with_context(|| format!("there is no {AUTHORITIES}"))?.0)
+        Ok(found.with_context(|| format!("cargo metadata has no package {AUTHORITIES}"))?.0)
     }
 
-    /// Returns the licence of what the images take their authorities from, which wants to go along.
+    /// Returns the licence of the certificate authorities, which must be distributed with them.
     pub(super) fn licence_of_authorities(&self) -> Result<Vec<u8>> {
-        let manifest = self.packages[self.authorities()?]["manifest_path"].as_str().context("a manifest")?;
+        let manifest = self.packages[self.authorities()?]["manifest_path"]
+            .as_str()
+            .context("the package has no manifest")?;
         let file = Path::new(manifest).with_file_name("LICENSE");
         fs::read(&file).with_context(|| format!("cannot read {}", file.display()))
     }
 
     fn name(&self, id: &str) -> Result<(&str, &str)> {
-        let package = self.packages.get(id).with_context(|| format!("cargo metadata does not know {id}"))?;
-        Ok((package["name"].as_str().context("a name")?, package["version"].as_str().context("a version")?))
+        let package = self.packages.get(id).with_context(|| format!("cargo metadata has no package {id}"))?;
+        Ok((
+            package["name"].as_str().context("a package has no name")?,
+            package["version"].as_str().context("a package has no version")?,
+        ))
     }
 
-    /// Names a package in a bill. A crate of this workspace has no name at crates.io: another one with the same name there
-    /// would be taken for it.
+    /// Returns the reference of a package in a bill. A crate of this workspace has no purl, because a crate
+    /// of the same name on crates.io is a different one.
     fn reference(&self, id: &str) -> Result<String> {
         let (name, version) = self.name(id)?;
         let ours = self.packages[id]["source"].is_null();
@@ -186,7 +193,7 @@ impl Bills {
             component["hashes"] = json!([{ "alg": "SHA-256", "content": checksum }]);
         }
         if let Some(licence) = package["license"].as_str() {
-            // An old way of cargo to say OR, which SPDX has not.
+            // Cargo allows `/` for OR, which SPDX does not.
             component["licenses"] = json!([{ "expression": licence.replace('/', " OR ") }]);
         }
         if reference.starts_with("pkg:") {
@@ -212,11 +219,11 @@ fn checksums(lock: &str) -> HashMap<(String, String), String> {
         .collect()
 }
 
-/// What is linked into each program and is no package of cargo.
+/// Returns the libraries that are linked into each program and are not packages of cargo.
 fn system(build: &Build<'_>) -> Result<Vec<Value>> {
     let said = output(Command::new(rustc()).arg("-Vv"))?;
     let of = |key: &str| said.lines().find_map(|line| line.strip_prefix(key)).map(str::trim);
-    let rust = of("release:").context("rustc -Vv tells no release")?;
+    let rust = of("release:").context("rustc -Vv prints no release")?;
     let reference = format!("pkg:generic/rust-std@{rust}");
     let mut found = vec![json!({
         "type": "library",
@@ -231,7 +238,7 @@ fn system(build: &Build<'_>) -> Result<Vec<Value>> {
     let compiler = build.target.c_compiler()?;
     for (name, library, licence, ask) in [
         ("glibc", "libc.a", "LGPL-2.1-or-later", None),
-        // Takes stacks apart when something panics.
+        // Unwinds the stack after a panic.
         ("libgcc", "libgcc_eh.a", "GPL-3.0-or-later WITH GCC-exception-3.1", Some("-dumpfullversion")),
     ] {
         let file = output(Command::new(&compiler).arg(format!("-print-file-name={library}")))?;
@@ -259,7 +266,7 @@ fn system(build: &Build<'_>) -> Result<Vec<Value>> {
     Ok(found)
 }
 
-/// Returns version and name of the Debian package that a file is of: it tells which patches the library has.
+/// Returns version and purl of the Debian package of a file. The version tells which patches the library has.
 fn debian(file: &Path) -> Option<(String, String)> {
     let ask = |arguments: &[&str]| {
         let done = Command::new("dpkg-query").args(arguments).stderr(Stdio::null()).output().ok()?;
@@ -275,12 +282,12 @@ fn debian(file: &Path) -> Option<(String, String)> {
     };
     let id = of("ID=").unwrap_or("debian");
     let distro = of("VERSION_ID=").map(|version| format!("&distro={id}-{version}")).unwrap_or_default();
-    // As the specification of these names wants it: `+` of a version is a blank otherwise.
+    // According to the specification of purl; `+` would be a space.
     let encoded = version.replace('+', "%2B").replace(':', "%3A");
     Some((version.to_owned(), format!("pkg:deb/{id}/{name}@{encoded}?arch={arch}{distro}")))
 }
 
-/// Asks the compiler which glibc its headers are of.
+/// Returns the version of glibc in the headers of the compiler.
 fn glibc(compiler: &str) -> Result<String> {
     let empty: PathBuf = "/dev/null".into();
     let mut command = Command::new(compiler);
@@ -288,10 +295,10 @@ fn glibc(compiler: &str) -> Result<String> {
     let said = output(&mut command)?;
     let of = |key: &str| {
         let line = said.lines().find_map(|line| line.strip_prefix(&format!("#define {key} ")));
-        line.with_context(|| format!("{compiler} knows no {key}: is its C library glibc?"))
+        line.with_context(|| format!("{compiler} does not define {key}: is its C library glibc?"))
     };
     let (major, minor) = (of("__GLIBC__")?, of("__GLIBC_MINOR__")?);
-    ensure!(!major.is_empty() && !minor.is_empty(), "{compiler} tells no version of glibc");
+    ensure!(!major.is_empty() && !minor.is_empty(), "{compiler} reports no version of glibc");
     Ok(format!("{major}.{minor}"))
 }
 
@@ -299,7 +306,7 @@ fn glibc(compiler: &str) -> Result<String> {
 mod tests {
     use super::*;
 
-    /// A program, a crate of the workspace, a crate with a macro, and one that only tests use.
+    /// A program, a crate of the workspace, a crate with a macro, and one for tests only.
     fn bills() -> Bills {
         let package = |name: &str, source: Value, licence: &str| json!({ "id": name, "name": name, "version": "1.2.3", "source": source, "license": licence, "description": "d" });
         let registry = || json!("registry+https://github.com/rust-lang/crates.io-index");
@@ -325,13 +332,13 @@ mod tests {
         });
         let lock = "version = 4\n\n[[package]]\nname = \"ids\"\nversion = \"1.2.3\"\n\n[[package]]\nname = \"serde\"\n\
                     version = \"1.2.3\"\nsource = \"registry\"\nchecksum = \"abc\"\ndependencies = [\n \"derive\",\n]\n";
-        // A macro is compiled for the machine that compiles, a feature that nobody asks for not at all.
+        // A macro is compiled for the build machine; a package of an unused feature is not compiled.
         let built = ["program", "ids", "serde", "tester"].map(str::to_owned).into();
         Bills::of_metadata(&metadata, lock, built).unwrap()
     }
 
     #[test]
-    fn a_bill_lists_what_is_linked_and_nothing_else() {
+    fn a_bill_lists_linked_packages_only() {
         let bill = bills().bill("program", false).unwrap();
         assert_eq!(bill["metadata"]["component"]["name"], "program");
         let names: Vec<_> = bill["components"]
@@ -345,7 +352,7 @@ mod tests {
         assert_eq!(serde["hashes"], json!([{ "alg": "SHA-256", "content": "abc" }]));
         assert_eq!(serde["licenses"], json!([{ "expression": "MIT OR Apache-2.0" }]));
         assert_eq!(serde["purl"], "pkg:cargo/serde@1.2.3");
-        assert!(bill["components"][1].get("purl").is_none(), "crates.io has another crate of this name");
+        assert!(bill["components"][1].get("purl").is_none(), "crates.io has a different crate of this name");
         assert_eq!(
             bill["dependencies"],
             json!([
@@ -357,7 +364,7 @@ mod tests {
     }
 
     #[test]
-    fn the_bill_of_an_image_has_its_authorities_too() {
+    fn the_bill_of_an_image_includes_its_authorities() {
         let bill = bills().bill("program", true).unwrap();
         let data = bill["components"].as_array().unwrap().iter().find(|part| part["type"] == "data");
         assert_eq!(data.unwrap()["purl"], "pkg:cargo/webpki-root-certs@1.2.3");

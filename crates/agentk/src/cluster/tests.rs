@@ -1,10 +1,20 @@
-//! What the configuration becomes, and what is said when it is none. The rest is tested against API servers.
+//! Tests of the configuration and its errors. The rest is tested against API servers.
 
-use std::fs;
+use std::{
+    env,
+    ffi::OsString,
+    fs,
+    path::{Path, PathBuf},
+};
 
+use secrecy::ExposeSecret as _;
 use tempfile::TempDir;
 
-use super::*;
+use super::{
+    access::certificates,
+    credentials::{Credentials, TOKEN_AGE, TokenFile},
+    *,
+};
 
 fn environment(entries: &[(&str, &Path)]) -> impl Fn(&str) -> Option<OsString> + use<> {
     let entries: Vec<(String, OsString)> =
@@ -17,7 +27,7 @@ async fn refused(access: &ClusterAccess, env: &dyn Fn(&str) -> Option<OsString>)
         Ok((config, source)) => ApiServer::new(&config, source).map(drop),
         Err(error) => Err(error),
     };
-    format!("{:#}", made.expect_err("this configuration is none"))
+    format!("{:#}", made.expect_err("the configuration is invalid"))
 }
 
 fn write(dir: &TempDir, name: &str, text: &str) -> PathBuf {
@@ -44,7 +54,7 @@ users:
 "#;
 
 #[tokio::test]
-async fn kubeconfig_of_the_flag_wins_over_that_of_the_environment() {
+async fn kubeconfig_flag_overrides_the_environment() {
     let dir = TempDir::new().unwrap();
     let file = write(&dir, "config", KUBECONFIG);
     let nothing = environment(&[("KUBECONFIG", &dir.path().join("missing"))]);
@@ -77,7 +87,7 @@ async fn kubeconfig_of_the_flag_wins_over_that_of_the_environment() {
 }
 
 #[tokio::test]
-async fn what_is_missing_is_named_with_the_flag_that_gives_it() {
+async fn error_names_what_is_missing_and_the_flag() {
     let dir = TempDir::new().unwrap();
     let file = write(&dir, "config", KUBECONFIG);
     let none = environment(&[]);
@@ -126,7 +136,7 @@ async fn what_is_missing_is_named_with_the_flag_that_gives_it() {
 
     let empty = write(&dir, "empty", " \n");
     let text = refused(&ClusterAccess { kube_token_file: Some(empty), ..server("http://a") }, &none).await;
-    assert!(text.contains("empty is of no use: the bearer token is empty"), "{text}");
+    assert!(text.contains("empty cannot be used: the bearer token is empty"), "{text}");
     let text = refused(&ClusterAccess { kube_token_file: Some(missing), ..server("http://a") }, &none).await;
     assert!(text.contains("cannot authenticate (--kube-server): cannot read"), "{text}");
     let text =
@@ -146,7 +156,7 @@ async fn broken_kubeconfig_does_not_show_its_secrets() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn token_file_is_read_again_after_10_seconds_or_a_refusal() {
+async fn token_file_is_read_again_after_10_seconds_or_a_rejection() {
     let dir = TempDir::new().unwrap();
     let path = write(&dir, "token", "one\n");
     let credentials = Credentials::File(TokenFile::open(path.clone()).unwrap());
@@ -160,17 +170,17 @@ async fn token_file_is_read_again_after_10_seconds_or_a_refusal() {
     assert_eq!(header().await, "Bearer two");
 
     write(&dir, "token", "three");
-    credentials.doubt();
+    credentials.invalidate();
     assert_eq!(header().await, "Bearer three");
 
     fs::remove_file(path).unwrap();
-    credentials.doubt();
+    credentials.invalidate();
     assert_eq!(header().await, "Bearer three");
 }
 
 #[cfg(unix)]
 #[tokio::test]
-async fn credential_plugin_gives_the_token_and_its_output_stays_hidden() {
+async fn credential_plugin_provides_the_token_and_its_output_is_not_shown() {
     let dir = TempDir::new().unwrap();
     let plugin = |script: &str| {
         let script = script.replace('"', "\\\"");
@@ -197,14 +207,14 @@ async fn credential_plugin_gives_the_token_and_its_output_stays_hidden() {
     assert_eq!(header, "Bearer from-plugin");
 
     for (script, expected) in
-        [("echo s3cret-output; exit 3", "exit status: 3"), ("echo s3cret-output", "did not print")]
+        [("echo s3cret-output; exit 3", "exit status: 3"), ("echo s3cret-output", "is invalid")]
     {
         let text = format!("{:#}", api(&plugin(script)).await.unwrap_err());
         assert!(text.contains(expected) && !text.contains("s3cret"), "{text}");
     }
 }
 
-/// Flags as on a command line.
+/// Parses flags as on a command line.
 fn flags(arguments: &[&str]) -> Result<ClusterAccess, clap::Error> {
     #[derive(clap::Parser)]
     struct Program {
@@ -216,7 +226,7 @@ fn flags(arguments: &[&str]) -> Result<ClusterAccess, clap::Error> {
 }
 
 #[tokio::test]
-async fn flags_of_kubectl_count_more_than_the_kubeconfig() {
+async fn flags_of_kubectl_override_the_kubeconfig() {
     let dir = TempDir::new().unwrap();
     let file = write(&dir, "config", KUBECONFIG);
     let file = file.to_str().unwrap();
@@ -244,7 +254,7 @@ async fn flags_of_kubectl_count_more_than_the_kubeconfig() {
 }
 
 #[tokio::test]
-async fn server_of_kubectl_needs_no_kubeconfig() {
+async fn server_flag_of_kubectl_needs_no_kubeconfig() {
     let dir = TempDir::new().unwrap();
     let files = testkit::certificates::Certificates::new(dir.path(), &["a"]).unwrap();
     let path = |path: &PathBuf| path.to_str().unwrap().to_owned();
@@ -257,7 +267,7 @@ async fn server_of_kubectl_needs_no_kubeconfig() {
         let access = flags(&[&server[..], credential].concat()).unwrap();
         let (config, source) = access.config(&none).await.unwrap();
         assert_eq!(config.root_cert, Some(certificates(&files.ca).unwrap()));
-        runtime::tls::install();
+        net::tls::install();
         let api = ApiServer::new(&config, source).unwrap();
         assert_eq!((api.target().host(), api.target().source()), ("10.0.0.1:6443", "--server"));
     }
@@ -272,7 +282,7 @@ async fn server_of_kubectl_needs_no_kubeconfig() {
         &["--as-group", "x"],
         &["--kube-server", "https://b", "--token", "s3cret"],
     ] {
-        let error = flags(wrong).expect_err("they contradict each other").to_string();
+        let error = flags(wrong).expect_err("the flags conflict").to_string();
         assert!(!error.contains("s3cret"), "{error}");
     }
 }

@@ -1,51 +1,51 @@
-//! Where kas is, and what is spoken there.
+//! Addresses of kas.
 
 use http::uri::{Authority, PathAndQuery};
 
-/// The most addresses that one agent tries.
+/// The most addresses that can be configured.
 const MAX_ADDRESSES: usize = 8;
 
-/// Where kas is, and what is spoken there.
+/// An address of kas: host, port and protocol.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KasAddress {
     pub(super) authority: Authority,
     pub(super) tls: bool,
-    /// The request for an upgrade goes there; `None`: no WebSocket.
+    /// The path of the WebSocket handshake; `None`: no WebSocket.
     pub(super) websocket: Option<Box<PathAndQuery>>,
 }
 
 /// Why a text is not an address of kas.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum AddressError {
-    /// Another scheme; in the words of 14.1.
+    /// Another scheme. The error starts like that of 14.1.
     #[error(
         "unsupported scheme in GitLab Kubernetes Agent Server address: {0:?}; use grpc://host:port, grpcs://host:port, \
          ws://host or wss://host, or https://host to try grpcs and then wss"
     )]
     Scheme(String),
-    /// No host, or no port.
+    /// The host or the port is missing.
     #[error("expected grpc://host:port, grpcs://host:port, ws://host, wss://host or https://host, got {0:?}")]
     Shape(String),
-    /// It may hold a password, and is not shown.
+    /// The text may contain a password, so it is not shown.
     #[error(
-        "expected grpc://host:port, grpcs://host:port, ws://host, wss://host or https://host, without a user, got something \
-         with an `@` (not shown); use --kas-header for what a proxy asks for"
+        "expected grpc://host:port, grpcs://host:port, ws://host, wss://host or https://host, without a user, got a text \
+         with an `@` (not shown); use --kas-header for credentials of a proxy"
     )]
     User,
-    /// Too many of them.
+    /// Too many addresses.
     #[error("expected at most {MAX_ADDRESSES} addresses, got {0}")]
     Many(usize),
 }
 
 impl KasAddress {
-    /// Returns the host; an address of IPv6 is without brackets.
+    /// Returns the host; an IPv6 address has no brackets.
     pub fn host(&self) -> &str {
         self.authority.host().trim_start_matches('[').trim_end_matches(']')
     }
 
     /// Returns the port.
     pub fn port(&self) -> u16 {
-        // Each address has one since it was read.
+        // Parsing has added a port where there was none.
         self.authority.port_u16().unwrap_or(if self.tls { 443 } else { 80 })
     }
 
@@ -54,25 +54,25 @@ impl KasAddress {
         &self.authority
     }
 
-    /// Whether TLS is spoken.
+    /// Whether the connection uses TLS.
     pub fn is_tls(&self) -> bool {
         self.tls
     }
 
-    /// Whether gRPC is spoken inside WebSocket.
+    /// Whether gRPC is carried inside WebSocket.
     pub fn is_websocket(&self) -> bool {
         self.websocket.is_some()
     }
 
-    /// Whether `HTTPS_PROXY` names its proxy, else `HTTP_PROXY`. Only `ws://` counts as plain HTTP: gRPC in Go takes
-    /// the other variable whatever it speaks.
+    /// Whether `HTTPS_PROXY` applies, and not `HTTP_PROXY`. Only `ws://` counts as plain HTTP: gRPC in Go
+    /// always uses `HTTPS_PROXY`.
     pub fn is_secure_for_proxies(&self) -> bool {
         self.tls || self.websocket.is_none()
     }
 }
 
 impl AddressError {
-    /// Takes away what must not be shown of `text`, in which it was found.
+    /// Removes what must not be shown of `text`, the text with the error.
     fn without_user(self, text: &str) -> Self {
         if text.contains('@') { Self::User } else { self }
     }
@@ -102,7 +102,7 @@ impl KasAddress {
         let port = match (tls, websocket) {
             (true, _) => Some(443),
             (false, true) => Some(80),
-            // No port is usual for it.
+            // There is no default port.
             (false, false) => None,
         };
         let authority = match (authority.port_u16(), port) {
@@ -113,11 +113,11 @@ impl KasAddress {
         if authority.host().is_empty() || authority.as_str().contains('@') {
             return Err(shape());
         }
-        // Only host and port of the others are used, as in 14.1.
+        // The other schemes use only host and port, as in 14.1.
         let websocket = websocket
             .then(|| {
                 let slash = if path.starts_with('/') { "" } else { "/" };
-                // Takes a fragment away, which is no part of a request.
+                // Parsing removes a fragment, which is not part of a request.
                 format!("{slash}{path}").parse().map(Box::new).map_err(|_| shape())
             })
             .transpose()?;
@@ -135,22 +135,22 @@ impl std::fmt::Display for KasAddress {
         };
         write!(f, "{scheme}://{}", self.authority)?;
         match &self.websocket {
-            // Without a query: it may hold what logs must not.
+            // Without the query, which may contain a secret.
             Some(path) if path.path() != "/" => f.write_str(path.path()),
             _ => Ok(()),
         }
     }
 }
 
-/// One address, or several: those of one host and port are ways to it, tried in their order until one passes the proxies
-/// in between; different hosts or ports are where different replicas of kas may be.
+/// One or several addresses. Those with the same host and port are alternative routes, tried in this order.
+/// Different hosts or ports are different endpoints, possibly of different replicas of kas.
 ///
-/// `https://host/path` stands for `grpcs://host` and `wss://host/path`.
+/// `https://host/path` means `grpcs://host` and `wss://host/path`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KasAddresses(Vec<KasAddress>);
 
 impl KasAddresses {
-    /// Returns them, one at least.
+    /// Returns the addresses; there is at least one.
     pub fn as_slice(&self) -> &[KasAddress] {
         &self.0
     }
@@ -166,7 +166,7 @@ impl std::str::FromStr for KasAddresses {
     type Err = AddressError;
 
     fn from_str(text: &str) -> Result<Self, AddressError> {
-        // The whole text, since a password may hold a comma.
+        // Check the whole text, because a password may contain a comma.
         Self::read(text).map_err(|error| error.without_user(text))
     }
 }
@@ -180,7 +180,7 @@ impl KasAddresses {
                 None => vec![one.to_owned()],
             };
             for address in both {
-                // The text as it was given: the one made of it is nobody's.
+                // Show the text as it was given, and not the one that was made of it.
                 let address = address.parse().map_err(|error| match error {
                     AddressError::Shape(_) => AddressError::Shape(one.to_owned()),
                     other => other,
@@ -224,7 +224,7 @@ mod tests {
             ("wss://kas?token=secret", "wss://kas:443"),
         ] {
             assert_eq!(text.parse::<KasAddress>().unwrap().to_string(), shown);
-            // One address stays one: its scheme means what it means in 14.1.
+            // A single address stays single: its scheme has the meaning it has in 14.1.
             assert_eq!(text.parse::<KasAddresses>().unwrap().to_string(), shown);
         }
         for (text, part) in [
@@ -240,7 +240,7 @@ mod tests {
         ] {
             assert!(text.parse::<KasAddresses>().unwrap_err().to_string().contains(part), "{text}");
         }
-        assert!("https://kas".parse::<KasAddress>().is_err(), "one address is one way");
+        assert!("https://kas".parse::<KasAddress>().is_err(), "it is two addresses");
     }
 
     #[test]
@@ -258,11 +258,11 @@ mod tests {
             assert_eq!(text.parse::<KasAddresses>(), Err(AddressError::User), "{text}");
             assert_eq!(text.parse::<KasAddress>(), Err(AddressError::User), "{text}");
         }
-        assert!("wss://kas/@x".parse::<KasAddresses>().is_ok(), "a path may have one");
+        assert!("wss://kas/@x".parse::<KasAddresses>().is_ok(), "an @ in a path is not a user");
     }
 
     #[test]
-    fn several_addresses_are_a_ladder() {
+    fn several_addresses_are_kept_in_order() {
         for (text, shown) in [
             ("https://kas.example.com", "grpcs://kas.example.com:443, wss://kas.example.com:443"),
             ("https://gitlab:444/-/kas/", "grpcs://gitlab:444, wss://gitlab:444/-/kas/"),
@@ -276,7 +276,7 @@ mod tests {
     }
 
     #[test]
-    fn variable_for_proxies_is_that_of_programs_in_go() {
+    fn variable_for_proxies_is_the_same_as_in_go_programs() {
         for (text, secure) in
             [("grpc://kas:1", true), ("grpcs://kas", true), ("ws://kas", false), ("wss://kas", true)]
         {

@@ -1,16 +1,16 @@
-//! Headers that the operator adds for proxies: `--kas-header`.
+//! Headers for proxies, set with `--kas-header`.
 
 use http::{HeaderMap, HeaderName, HeaderValue, header};
 
 use super::KasAddress;
 
-/// The most of them: proxies limit a request's head to some KiB.
+/// The most headers. Proxies limit the head of a request to some KiB.
 const MAX: usize = 32;
-/// The longest, name and value.
+/// The largest size of name and value together, in bytes.
 const MAX_LEN: usize = 4 * 1024;
 
-/// What agentk itself says, or HTTP does.
-const OWN: [HeaderName; 13] = [
+/// Headers that agentk or the HTTP library sets.
+const RESERVED: [HeaderName; 13] = [
     header::CONNECTION,
     header::CONTENT_LENGTH,
     header::CONTENT_TYPE,
@@ -25,34 +25,34 @@ const OWN: [HeaderName; 13] = [
     HeaderName::from_static("keep-alive"),
     HeaderName::from_static("proxy-connection"),
 ];
-/// Beginnings of names that belong to protocols.
-const OWN_PREFIXES: [&str; 3] = ["grpc-", "kas-", "sec-websocket-"];
+/// Prefixes of names that belong to protocols.
+const RESERVED_PREFIXES: [&str; 3] = ["grpc-", "kas-", "sec-websocket-"];
 
-/// One header. Its value may be a credential, and is shown nowhere.
+/// One header. Its value may be a credential and is never shown.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KasHeader {
     name: HeaderName,
     value: HeaderValue,
 }
 
-/// Why a text is no header that can be added. None of them repeats a value.
+/// Why a text is not a valid header. No error shows the value.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum HeaderError {
     /// No colon.
     #[error("expected \"name: value\"")]
     Shape,
-    /// An illegal name.
-    #[error("the name of a header has letters, digits and hyphens")]
+    /// The name is invalid.
+    #[error("the name of a header may have only letters, digits and hyphens")]
     Name,
-    /// An illegal value.
-    #[error("the value of header {0} is empty, or has bytes that a header cannot carry")]
+    /// The value is invalid.
+    #[error("the value of header {0} is empty, or contains bytes that are not allowed in a header")]
     Value(HeaderName),
-    /// Too long.
-    #[error("header {0} is above {MAX_LEN} bytes")]
+    /// The header is too long.
+    #[error("header {0} is longer than {MAX_LEN} bytes")]
     Long(HeaderName),
-    /// It has another meaning.
-    #[error("header {0} is agentk's own, and cannot be set")]
-    Own(HeaderName),
+    /// agentk or HTTP sets this header itself.
+    #[error("header {0} is set by agentk itself and cannot be overridden")]
+    Reserved(HeaderName),
 }
 
 impl std::str::FromStr for KasHeader {
@@ -61,14 +61,16 @@ impl std::str::FromStr for KasHeader {
     fn from_str(text: &str) -> Result<Self, HeaderError> {
         let (name, value) = text.split_once(':').ok_or(HeaderError::Shape)?;
         let name: HeaderName = name.trim().parse().map_err(|_| HeaderError::Name)?;
-        if OWN.contains(&name) || OWN_PREFIXES.iter().any(|prefix| name.as_str().starts_with(prefix)) {
-            return Err(HeaderError::Own(name));
+        if RESERVED.contains(&name)
+            || RESERVED_PREFIXES.iter().any(|prefix| name.as_str().starts_with(prefix))
+        {
+            return Err(HeaderError::Reserved(name));
         }
         let value = value.trim();
         if name.as_str().len() + value.len() > MAX_LEN {
             return Err(HeaderError::Long(name));
         }
-        // ASCII alone: gRPC refuses other bytes on the way.
+        // Only ASCII: gRPC implementations reject other bytes.
         let legal = !value.is_empty() && value.bytes().all(|byte| (b' '..=b'~').contains(&byte));
         let value = HeaderValue::from_str(value).ok().filter(|_| legal);
         let mut value = value.ok_or_else(|| HeaderError::Value(name.clone()))?;
@@ -77,26 +79,26 @@ impl std::str::FromStr for KasHeader {
     }
 }
 
-/// The headers of the operator: on the request for WebSocket, or on every gRPC call.
+/// The configured headers. They are sent in the WebSocket handshake, or else in every gRPC call.
 #[derive(Clone, Debug, Default)]
 pub struct KasHeaders(HeaderMap);
 
-/// Why headers cannot be added together.
+/// Why the set of headers is invalid.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum HeadersError {
-    /// Too many.
+    /// There are too many.
     #[error("at most {MAX} headers can be added, got {0}")]
     Many(usize),
-    /// The agent's token is there already.
+    /// The header `authorization` carries the agent token.
     #[error(
-        "header authorization carries the agent's token on {0}: it can be added on ws:// and wss:// only, where it is \
-         for proxies"
+        "header authorization carries the agent token on {0}: it can be set only for ws:// and wss:// addresses, where \
+         it is for proxies"
     )]
     Authorization(KasAddress),
 }
 
 impl KasHeaders {
-    /// Takes them for these addresses.
+    /// Checks the headers for these addresses.
     ///
     /// # Errors
     /// See [`HeadersError`].
@@ -117,14 +119,14 @@ impl KasHeaders {
         Ok(Self(map))
     }
 
-    /// Puts them into a request that has its own.
+    /// Adds the headers to those of a request.
     pub fn add_to(&self, headers: &mut HeaderMap) {
         for (name, value) in &self.0 {
             headers.append(name.clone(), value.clone());
         }
     }
 
-    /// Returns the names.
+    /// Returns the names of the headers.
     pub fn names(&self) -> impl Iterator<Item = &HeaderName> {
         self.0.keys()
     }
@@ -135,7 +137,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn headers_are_checked_and_values_not_repeated() {
+    fn headers_are_checked_and_values_are_not_shown() {
         for text in ["X-Proxy-Key: secret", "x-proxy-key:secret", "  x-proxy-key :  secret  "] {
             let header: KasHeader = text.parse().unwrap();
             assert_eq!((header.name.as_str(), header.value.as_bytes()), ("x-proxy-key", &b"secret"[..]));
@@ -147,14 +149,14 @@ mod tests {
             ("x secret: 1", "the name of a header"),
             (": secret", "the name of a header"),
             ("x-key:", "header x-key is empty"),
-            ("x-key: s\u{e9}cret", "header x-key is empty, or has bytes"),
-            ("x-key: sec\nret", "header x-key is empty, or has bytes"),
-            (&long, "above 4096 bytes"),
-            ("Host: secret", "header host is agentk's own"),
-            ("kas-agent-id: secret", "agentk's own"),
-            ("grpc-timeout: 1S", "agentk's own"),
-            ("Sec-WebSocket-Key: secret", "agentk's own"),
-            ("Proxy-Authorization: secret", "agentk's own"),
+            ("x-key: s\u{e9}cret", "header x-key is empty, or contains bytes"),
+            ("x-key: sec\nret", "header x-key is empty, or contains bytes"),
+            (&long, "longer than 4096 bytes"),
+            ("Host: secret", "header host is set by agentk itself"),
+            ("kas-agent-id: secret", "set by agentk itself"),
+            ("grpc-timeout: 1S", "set by agentk itself"),
+            ("Sec-WebSocket-Key: secret", "set by agentk itself"),
+            ("Proxy-Authorization: secret", "set by agentk itself"),
         ] {
             let error = text.parse::<KasHeader>().unwrap_err().to_string();
             assert!(error.contains(part) && !error.contains("secret"), "{text}: {error}");
@@ -162,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn authorization_is_for_websocket_alone() {
+    fn authorization_is_for_websocket_only() {
         let header = || vec!["Authorization: Basic x".parse::<KasHeader>().unwrap()];
         let address = |text: &str| text.parse::<KasAddress>().unwrap();
         assert!(KasHeaders::new(header(), &[address("wss://kas")]).is_ok());

@@ -6,13 +6,14 @@ use websocket::{ByteStream, Rewind};
 
 /// A connection to kas, or to a proxy before it.
 pub enum Stream {
-    /// Of the system.
+    /// A TCP connection.
     Plain(TcpStream),
-    /// Inside TLS.
+    /// TLS.
     Tls(Box<TlsStream<Stream>>),
-    /// Behind a proxy that passes bytes on.
+    /// Through a proxy that tunnels bytes.
     Proxied(Box<Rewind<Stream>>),
-    /// Inside WebSocket: a kind of its own, and no other type, so that HTTP/2 is there once.
+    /// Inside WebSocket. A variant here and not a type of its own, so that the HTTP/2 code is instantiated
+    /// only once.
     WebSocket(Box<ByteStream<Rewind<Stream>>>),
 }
 

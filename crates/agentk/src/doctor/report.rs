@@ -1,4 +1,4 @@
-//! What the doctor found, for people and for programs.
+//! The report of the doctor, as text or as JSON.
 
 use std::{
     fmt,
@@ -8,20 +8,20 @@ use std::{
 
 use serde::Serialize;
 
-/// How `agentk doctor` ends. The numbers are documented in its help and never change meaning; where both have one, they
-/// are those of kasctl.
+/// The result of `agentk doctor`, as its exit code. The codes are documented in its help and never change. A
+/// code that kasctl has too means the same there.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Verdict {
-    /// Nothing is wrong.
+    /// No problem was found.
     Healthy = 0,
-    /// No address leads to kas.
+    /// kas cannot be reached at any address.
     Unreachable = 3,
-    /// kas refuses the token.
+    /// kas rejects the token.
     Refused = 4,
-    /// kas is reached, and something in between cuts streams that are silent.
+    /// kas can be reached, but something in between cuts idle streams.
     SilenceCut = 5,
-    /// kas is reached, and the API server of the cluster is not, or it refuses the credentials.
+    /// kas can be reached, but the API server of the cluster cannot, or it rejects the credentials.
     Cluster = 6,
 }
 
@@ -31,7 +31,7 @@ impl From<Verdict> for ExitCode {
     }
 }
 
-/// What is looked at, in this order.
+/// The checks, in their order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 #[allow(missing_docs)] // the names are those of the output
@@ -65,94 +65,94 @@ impl fmt::Display for Check {
     }
 }
 
-/// How a check went.
+/// The outcome of a check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Outcome {
-    /// As it should be.
+    /// It passed.
     Ok,
-    /// It works, and something about it is worth knowing.
+    /// It passed, but there may be a problem.
     Warning,
-    /// It does not.
+    /// It failed.
     Failed,
 }
 
-/// What one check found.
+/// The finding of one check.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Finding {
-    /// What was looked at.
+    /// The check.
     pub check: Check,
-    /// How it went.
+    /// The outcome.
     pub outcome: Outcome,
-    /// In words.
+    /// A sentence.
     pub message: String,
-    /// What to do.
+    /// What to do about it.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub advice: Vec<String>,
-    /// How long it took, in seconds.
+    /// The duration of the check, in seconds.
     pub seconds: f64,
 }
 
-/// What was found at one address of kas.
+/// The findings at one address of kas.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct AddressReport {
-    /// Without a query: it may hold credentials.
+    /// The address, without its query, which may contain credentials.
     pub address: String,
-    /// Whether an agent can work there.
+    /// Whether an agent can use this address.
     pub passes: bool,
-    /// In the order in which they were made; the last one may have failed.
+    /// The findings in the order of the checks. Only the last one may be a failure.
     pub findings: Vec<Finding>,
 }
 
-/// Everything.
+/// The whole report.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Report {
-    /// Of this program.
+    /// The version of this program.
     pub version: &'static str,
-    /// One for each address, in their order.
+    /// One report for each address, in their order.
     pub addresses: Vec<AddressReport>,
-    /// The way to the cluster's API server.
+    /// The check of the cluster's API server.
     pub kubernetes: Finding,
-    /// What it all means.
+    /// The result.
     pub verdict: Verdict,
-    /// The same as a number: how the process ends.
+    /// The result as the exit code of the process.
     pub exit_code: u8,
-    /// The same in words.
+    /// The result in words.
     pub summary: String,
 }
 
-/// How it is written.
+/// The output format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum Format {
-    /// For people, line by line as it goes.
+    /// Text, line by line as the checks are made.
     Text,
-    /// For programs, one document at the end.
+    /// One JSON document at the end.
     Json,
 }
 
-/// Writes findings as they come.
+/// Writes the findings.
 #[derive(Debug)]
 pub struct Reporter {
     format: Format,
 }
 
 impl Reporter {
-    /// Writes to standard output.
+    /// Creates a reporter that writes to standard output.
     pub fn new(format: Format) -> Self {
         Self { format }
     }
 
-    /// Begins the checks of something.
+    /// Starts a group of checks.
     pub fn heading(&self, text: &str) {
         self.text(format_args!("{text}\n"));
     }
 
-    /// Tells that the next finding takes a while.
+    /// Says that the next check takes a while.
     pub fn waits(&self, text: &str) {
         self.text(format_args!("   …   {text}\n"));
     }
 
-    /// Tells what was found.
+    /// Writes a finding.
     pub fn finding(&self, finding: &Finding) {
         let mark = match finding.outcome {
             Outcome::Ok => " ok ",
@@ -165,12 +165,12 @@ impl Reporter {
         }
     }
 
-    /// Ends it.
+    /// Writes the end of the report.
     pub fn end(&self, report: &Report) {
         match self.format {
             Format::Text => self.text(format_args!("\n{}\n", report.summary)),
             Format::Json => {
-                // Nobody may want to read it any more.
+                // The reader may have closed the pipe.
                 let mut out = io::stdout().lock();
                 let _ = serde_json::to_writer_pretty(&mut out, report);
                 let _ = out.write_all(b"\n");

@@ -1,8 +1,9 @@
-//! What `cargo xtask bench` calls, directly and through kas: it does as little as a gRPC handler can.
+//! The service that `cargo xtask bench` calls, directly and through kas. It does as little as a gRPC handler
+//! can.
 //!
-//! The same handler answers both ways ([`crate::direct`] serves it without kas), so that the difference between the
-//! two is kas and the tunnel. It passes slices of gRPC frames on and decodes nothing but the small requests.
-//! Served only when agentk is started for a bench.
+//! The same handler serves both (the program `agentk-bench-direct` serves it without kas), so that the
+//! difference between the two is kas and the tunnel. It forwards slices of gRPC frames and decodes only the
+//! small requests. agentk serves it only when it is started for a benchmark.
 
 use std::{
     collections::VecDeque,
@@ -18,11 +19,11 @@ use http_body_util::BodyExt as _;
 use proto::kas::bench::v1::{DownloadRequest, HoldRequest, Payload, UploadResponse};
 use tunnel::frame::{Event, Splitter};
 
-use super::{Answer, Module};
+use super::{Answer, Module, Service};
 
-/// The largest message of a download: one buffer of this size is made for each call.
+/// The largest message of a download, in bytes. Each call allocates one buffer of this size.
 const LARGEST: u32 = 16 << 20;
-/// The requests that are decoded have two numbers at most.
+/// The largest request that is decoded, in bytes. Such requests have at most two numbers.
 const SMALL: usize = 1024;
 
 /// Serves `kas.bench.v1.Bench`.
@@ -30,12 +31,8 @@ const SMALL: usize = 1024;
 pub struct Bench;
 
 impl Module for Bench {
-    fn service(&self) -> &'static str {
-        "kas.bench.v1.Bench"
-    }
-
-    fn methods(&self) -> &'static [&'static str] {
-        &["Echo", "Download", "Upload", "Hold"]
+    fn services(&self) -> &'static [Service] {
+        &[Service { name: "kas.bench.v1.Bench", methods: &["Echo", "Download", "Upload", "Hold"] }]
     }
 
     fn call(&self, request: http::Request<grpc::Body>) -> Answer {
@@ -68,7 +65,7 @@ enum Method {
     Hold,
 }
 
-/// Sends the request's own frames back, once all of them have come.
+/// Returns the frames of the request, after all of them have arrived.
 async fn echo(mut body: grpc::Body) -> Result<Response<grpc::Body>, Status> {
     let mut frames = VecDeque::new();
     while let Some(data) = next(&mut body).await? {
@@ -113,7 +110,7 @@ async fn hold(body: grpc::Body) -> Result<Response<grpc::Body>, Status> {
     Ok(answer(Replay { frames, end: End::Never }))
 }
 
-/// Returns the next data of a request; `None` at its clean end.
+/// Returns the next data of a request; `None` at its regular end.
 async fn next(body: &mut grpc::Body) -> Result<Option<Bytes>, Status> {
     use http_body::Body as _;
     loop {
@@ -129,7 +126,7 @@ async fn next(body: &mut grpc::Body) -> Result<Option<Bytes>, Status> {
     }
 }
 
-/// Reads a request that is one small message.
+/// Reads a request with one small message.
 async fn single<M: prost::Message + Default>(body: grpc::Body) -> Result<M, Status> {
     let mut reader = MessageReader::new(body, SMALL);
     let message = reader.next().await.map_err(|error| Status::from(&error))?;
@@ -152,7 +149,7 @@ fn ok() -> Frame<Bytes> {
     Frame::trailers(trailers)
 }
 
-/// Frames that are there already, then the end.
+/// A body of given frames, and then its end.
 struct Replay {
     frames: VecDeque<Bytes>,
     end: End,
@@ -160,11 +157,11 @@ struct Replay {
 
 #[derive(Clone, Copy, PartialEq)]
 enum End {
-    /// The status OK comes next.
+    /// The status OK is sent next.
     Ok,
-    /// It has been sent.
+    /// The status has been sent.
     Sent,
-    /// There is none: the call lasts until the caller leaves.
+    /// There is no end: the call lasts until the caller cancels it.
     Never,
 }
 
@@ -185,7 +182,7 @@ impl http_body::Body for Replay {
                 Poll::Ready(Some(Ok(ok())))
             }
             End::Sent => Poll::Ready(None),
-            // Nobody needs to be woken: a body is dropped when its stream ends.
+            // No wakeup is needed: a body is dropped when its stream ends.
             End::Never => Poll::Pending,
         }
     }
@@ -199,7 +196,7 @@ impl http_body::Body for Replay {
     }
 }
 
-/// One message so many times, then OK. All of them are the same bytes in memory.
+/// Sends one message a number of times, then OK. All copies share the same memory.
 struct Repeat {
     message: Bytes,
     left: u64,

@@ -1,4 +1,4 @@
-//! The span of a request that came out of a tunnel, from its arrival until its answer is over.
+//! The span of a request from a tunnel, from its arrival until the end of its response.
 
 use std::{
     pin::Pin,
@@ -13,7 +13,7 @@ use traces::{Kind, Span, Tracer};
 
 use super::Answer;
 
-/// Begins it below the one that the request's metadata names, and puts its own context there.
+/// Starts a span as a child of the one in the request's metadata, and replaces that context with its own.
 pub(super) fn begin(tracer: &Tracer, request: &mut Request<grpc::Body>) -> Span {
     let path = request.uri().path().trim_start_matches('/').to_owned();
     let (service, method) = path.split_once('/').unwrap_or((&path, ""));
@@ -31,7 +31,7 @@ pub(super) fn begin(tracer: &Tracer, request: &mut Request<grpc::Body>) -> Span 
     span
 }
 
-/// Ends the span with the answer. One that is dropped before was cancelled.
+/// Ends the span with the response. If the response is dropped earlier, the request was cancelled.
 pub(super) fn follow(span: Span, answer: Answer) -> Answer {
     let ending = Ending(Some(span));
     Box::pin(async move {

@@ -1,13 +1,16 @@
-//! Decides which sessions there should be: what happened in, what to do out, without I/O.
+//! Decides which sessions there should be, without I/O: events go in, actions come out.
 //!
-//! The agent wants sessions with several replicas of kas, counted by the names in their response headers and not by
-//! connections: all of them stand behind one address. Nobody can dial a certain replica, so it dials, asks, and lets
-//! go of what it has already.
+//! The agent wants sessions with several replicas of kas. Replicas are counted by the names in their response
+//! headers and not by connections, because all of them may be behind one address. A client cannot dial a
+//! particular replica there. So the agent connects, learns which replica answered, and closes the connection
+//! if it has a session with that replica already.
 //!
-//! * While no session carries requests, a connection opens its tunnels at once. A further one asks first.
-//! * When a session is lost, or kas asks it to go elsewhere, the next is dialled at once, with full jitter.
-//! * While too few replicas are served although more live, the next is dialled 10 to 20 s after one that was reached
-//!   in vain, without end.
+//! * While no session carries requests, a new connection opens its tunnels immediately. Otherwise it learns
+//!   its replica first.
+//! * When a session is lost, or kas asks the agent to connect elsewhere, the next one is dialled immediately,
+//!   with full jitter.
+//! * While the agent has sessions with too few replicas and more are running, it dials again 10 to 20 s after
+//!   each connection that reached no new replica, without a limit.
 //! * A kas that does not name itself gets one session.
 
 use std::{
@@ -19,81 +22,85 @@ use tokio::time::Instant;
 
 use crate::{
     replica::Replica,
-    session::{ANSWER, Begin, Stage, Standing},
+    session::{ANSWER_TIMEOUT, Begin, SessionStatus, Stage},
 };
 
-/// First and longest pause after a lost session or a failed attempt: full jitter, so that a fleet that lost its replica
-/// neither storms the next one nor waits long.
+/// The first and the longest pause after a lost session or a failed attempt, with full jitter. The agents of
+/// a lost replica neither overload the next one nor wait long.
 pub(super) const PAUSE: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(10));
-/// First and longest pause after a refused token.
-pub(super) const REFUSED: (Duration, Duration) = (Duration::from_secs(10), Duration::from_secs(300));
-/// Pause after a connection that reached nobody new. kas counts connections: 100 a minute for each token.
-const AGAIN: (Duration, Duration) = (Duration::from_secs(10), Duration::from_secs(20));
-/// A session that lasted this long was good: the next attempt begins anew. Short, because whoever loses a replica twice
-/// in a row must not wait for seconds; a kas that accepts and breaks at once is still slowed down.
-const GOOD: Duration = Duration::from_secs(1);
-/// A count of replicas is believed for this long after a lower one has come: one that restarts is back within it.
-const SEEN: Duration = Duration::from_secs(300);
-/// A replica that asked the agent to go elsewhere is not gone back to within this time, unless there is no other: it
-/// is about to exit. (Or the connection had only reached its age: nothing on the wire tells the two apart.) Once it
-/// has restarted it is another process, and gone back to at once.
+/// The first and the longest pause after a rejected token.
+pub(super) const PAUSE_REJECTED: (Duration, Duration) = (Duration::from_secs(10), Duration::from_secs(300));
+/// The pause after a connection that reached no new replica. kas allows each token 100 connections per
+/// minute.
+const PAUSE_NO_NEW_REPLICA: (Duration, Duration) = (Duration::from_secs(10), Duration::from_secs(20));
+/// A session that lasted this long resets the backoff. The time is short so that an agent that loses two
+/// replicas in a row does not wait for seconds. It still slows down reconnects to a kas that accepts
+/// connections and drops them immediately.
+const GOOD_AFTER: Duration = Duration::from_secs(1);
+/// A replica count stays in effect for this long after a lower one was reported: a replica that restarts is
+/// back within this time.
+const COUNT_VALID: Duration = Duration::from_secs(300);
+/// A replica that asked the agent to connect elsewhere is avoided for this long, unless there is no other: it
+/// is about to exit. (Or the connection had only reached its maximum age: nothing on the wire distinguishes
+/// the two.) After a restart it is another process, which is not avoided.
 const AVOID: Duration = Duration::from_secs(30);
-/// Where fewer replicas than wanted are known, their count is asked for again after this time: it travels in response
-/// headers only, and an idle agent gets none. Shorter: more streams for nothing; longer: a replica that is added is
-/// found later.
-const ASK: Duration = Duration::from_secs(120);
-/// A session that serves shows where its tunnels are within this time.
-const SETTLE: Duration = Duration::from_secs(1);
-/// Too few replicas for this long are worth a line in the log.
-const SHORT: Duration = Duration::from_secs(120);
+/// When fewer replicas than wanted are known, their count is requested again after this time. The count is
+/// only in response headers, and an idle agent receives none. If the time is short, streams are opened
+/// without need; if it is long, a new replica is found late.
+const ASK_AFTER: Duration = Duration::from_secs(120);
+/// The time after which the replicas of a serving session's tunnels are known.
+const SETTLE_AFTER: Duration = Duration::from_secs(1);
+/// A warning is logged when there were too few replicas for this long.
+const WARN_AFTER: Duration = Duration::from_secs(120);
 
-/// Names a session within a plan; later ones are larger.
+/// Identifies a session within a plan. Later sessions have larger ids.
 pub(super) type SessionId = u64;
 
-/// What is to be done.
+/// What the supervisor must do.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Action {
-    /// Let the session, which asks, open its tunnels.
+    /// Let the session open its tunnels.
     Admit(SessionId),
     /// Close the session.
-    Close(SessionId, Why),
-    /// Tell the operator that requests can come through the session.
+    Close(SessionId, CloseReason),
+    /// Log that requests can arrive through the session.
     Announce(SessionId),
-    /// Tell the session, which retires, that another serves.
+    /// Tell the retiring session that another one serves.
     Replaced(SessionId),
-    /// Let the session ask how many replicas there are.
+    /// Let the session find out how many replicas there are.
     Ask(SessionId),
-    /// Tell the operator that fewer replicas than wanted answer.
+    /// Log that there are sessions with fewer replicas than wanted.
     WarnShort,
-    /// Tell the operator that this is over.
+    /// Log that this is no longer so.
     Recovered,
 }
 
 /// Why a session is closed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Why {
-    /// Its replica is served by another session.
-    Served,
-    /// Its replica has asked the agent to go elsewhere.
+pub(super) enum CloseReason {
+    /// Another session serves its replica.
+    AlreadyServed,
+    /// Its replica has asked the agent to connect elsewhere.
     Leaving,
-    /// It does not name itself: it cannot be told from the others.
+    /// Its kas does not name itself, so it cannot be distinguished from the others.
     Unnamed,
-    /// There are enough without it.
+    /// There are enough sessions without it.
     Spare,
 }
 
-/// What the change of a session means.
+/// What a change of a session means.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Change {
-    /// Nothing that needs a word.
+    /// Nothing that needs to be logged.
     Quiet,
-    /// kas wants the agent elsewhere, or the connection broke: the next attempt is after this pause.
+    /// kas asked the agent to connect elsewhere, or the connection broke. The next attempt is made after this
+    /// pause.
     Lost { retiring: bool, retry_in: Duration },
-    /// kas refused the agent. `alone`: nobody else accepts it either.
-    Refused { alone: bool, retry_in: Duration },
+    /// kas rejected the agent. `alone`: no other replica accepts it.
+    Rejected { alone: bool, retry_in: Duration },
 }
 
-/// A pause that grows.
+/// A pause that grows exponentially.
 #[derive(Debug, Clone, Copy)]
 struct Backoff {
     bounds: (Duration, Duration),
@@ -105,7 +112,7 @@ impl Backoff {
         Self { bounds, next: bounds.0 }
     }
 
-    /// Returns a random pause up to the present bound, which doubles.
+    /// Returns a random pause up to the current bound, and doubles the bound.
     fn pause(&mut self) -> Duration {
         let bound = self.next;
         self.next = (bound * 2).min(self.bounds.1);
@@ -117,43 +124,43 @@ impl Backoff {
     }
 }
 
-/// How many replicas live, as kas has said lately.
+/// The number of running replicas, as kas has reported it.
 #[derive(Debug, Default)]
-struct Seen {
+struct ReplicaCount {
     now: usize,
-    said_at: Option<Instant>,
-    /// Higher counts, and when a lower one came.
+    reported_at: Option<Instant>,
+    /// Higher counts, and when a lower one was reported.
     past: Vec<(usize, Instant)>,
 }
 
-impl Seen {
-    fn hear(&mut self, count: usize, at: Instant) {
-        if self.said_at.is_some_and(|last| at < last) {
+impl ReplicaCount {
+    fn record(&mut self, count: usize, at: Instant) {
+        if self.reported_at.is_some_and(|last| at < last) {
             return;
         }
         if count < self.now {
             self.past.push((self.now, at));
         }
-        // As many entries at most as there are counts.
+        // There is at most one entry for each count.
         self.past.retain(|(past, _)| *past > count);
         self.now = count;
-        self.said_at = Some(at);
+        self.reported_at = Some(at);
     }
 
-    /// The most that were said to live, now or lately; 0 when none ever named a count.
-    fn most(&self, now: Instant) -> usize {
-        let past = self.past.iter().filter(|(_, until)| now < *until + SEEN).map(|(count, _)| *count);
+    /// The highest count that is in effect; 0 if no kas has reported one.
+    fn highest(&self, now: Instant) -> usize {
+        let past = self.past.iter().filter(|(_, until)| now < *until + COUNT_VALID).map(|(count, _)| *count);
         past.chain([self.now]).max().unwrap_or_default()
     }
 }
 
 #[derive(Debug)]
 struct Entry {
-    standing: Standing,
+    status: SessionStatus,
     begun: Instant,
     serves_since: Option<Instant>,
     retired: Option<Instant>,
-    /// It is closed by this side, or told that it is replaced: what becomes of it is of no interest.
+    /// The agent closes it, or it was replaced. Its end needs no reaction.
     closing: bool,
     replaced: bool,
     /// [`Action::Announce`] was returned.
@@ -161,108 +168,110 @@ struct Entry {
 }
 
 impl Entry {
-    /// Whether it has tunnels, or soon will.
+    /// Whether it has tunnels, or opens them.
     fn carries(&self) -> bool {
-        !self.closing && matches!(self.standing.stage, Stage::Opening | Stage::Serving)
+        !self.closing && matches!(self.status.stage, Stage::Opening | Stage::Serving)
     }
 
     fn asks(&self) -> bool {
-        !self.closing && self.standing.stage == Stage::Asking
+        !self.closing && self.status.stage == Stage::Asking
     }
 
-    /// Whether requests can come. A kas that does not name itself, as GitLab's, answers a tunnel with the first
-    /// request only.
+    /// Whether requests can arrive. A kas that does not name itself, like GitLab's, answers a tunnel only
+    /// with its first request.
     fn serves(&self, now: Instant) -> bool {
-        let opening = match &self.standing.answer {
+        let opening = match &self.status.answer {
             Some(answer) => answer.replica.is_none(),
-            None => now >= self.begun + ANSWER,
+            None => now >= self.begun + ANSWER_TIMEOUT,
         };
-        self.carries() && (self.standing.stage == Stage::Serving || opening)
+        self.carries() && (self.status.stage == Stage::Serving || opening)
     }
 
-    /// The replicas it is at: where its tunnels are, or what its last stream said. None: it is not known.
+    /// The replicas it is connected to: those of its tunnels, or else the one that its last stream named.
+    /// Empty: not known.
     fn replicas(&self) -> &[Replica] {
-        match &self.standing.answer {
-            _ if !self.standing.replicas.is_empty() => &self.standing.replicas,
+        match &self.status.answer {
+            _ if !self.status.replicas.is_empty() => &self.status.replicas,
             Some(answer) => answer.replica.as_slice(),
             None => &[],
         }
     }
 }
 
-/// The sessions, and what is known of the replicas.
+/// The sessions, and what is known about the replicas.
 #[derive(Debug)]
 pub(super) struct Plan {
     wanted: usize,
     sessions: BTreeMap<SessionId, Entry>,
     next: SessionId,
-    seen: Seen,
-    /// Replicas that asked the agent to go elsewhere, and when.
+    counted: ReplicaCount,
+    /// The replicas that asked the agent to connect elsewhere, and when.
     leaving: Vec<(Replica, Instant)>,
     dialing: bool,
-    /// The next attempt is not before this.
+    /// The earliest time of the next attempt.
     not_before: Instant,
-    /// Nobody accepts the token: no attempt before this.
-    refused: Option<Instant>,
+    /// No replica accepts the token: there is no attempt before this time.
+    rejected: Option<Instant>,
     pauses: Backoff,
-    refusals: Backoff,
+    rejections: Backoff,
     asked: Instant,
-    /// Since when fewer replicas than wanted are served.
+    /// The time since which there are too few replicas.
     short: Option<Instant>,
     warned: bool,
 }
 
 impl Plan {
-    /// Makes the plan of an agent that wants sessions with this many replicas.
+    /// Creates the plan of an agent that wants sessions with this many replicas.
     pub(super) fn new(wanted: usize, now: Instant) -> Self {
         Self {
             wanted: wanted.max(1),
             sessions: BTreeMap::new(),
             next: 0,
-            seen: Seen::default(),
+            counted: ReplicaCount::default(),
             leaving: Vec::new(),
             dialing: false,
             not_before: now,
-            refused: None,
+            rejected: None,
             pauses: Backoff::new(PAUSE),
-            refusals: Backoff::new(REFUSED),
+            rejections: Backoff::new(PAUSE_REJECTED),
             asked: now,
             short: None,
             warned: false,
         }
     }
 
-    /// Returns how many replicas should be served: as many as are wanted, or as there are.
+    /// Returns how many replicas there should be sessions with: the wanted number, or the number that is
+    /// running if that is lower.
     pub(super) fn target(&self, now: Instant) -> usize {
-        self.seen.most(now).clamp(1, self.wanted)
+        self.counted.highest(now).clamp(1, self.wanted)
     }
 
-    /// Returns how many replicas requests can come from.
+    /// Returns the number of replicas that can send requests.
     pub(super) fn served(&self, now: Instant) -> usize {
         count(self.sessions.values().filter(|entry| entry.serves(now)))
     }
 
-    /// Whether the replica is about to exit, and there may be another.
+    /// Whether the replica is about to exit and there may be another one.
     fn is_avoided(&self, replica: &Replica, now: Instant) -> bool {
-        self.seen.most(now) > 1
+        self.counted.highest(now) > 1
             && self.leaving.iter().any(|(leaving, since)| leaving.is_process(replica) && now < *since + AVOID)
     }
 
-    /// Whether the session is only at replicas that are avoided.
-    fn leads_away(&self, entry: &Entry, now: Instant) -> bool {
+    /// Whether all replicas of the session are avoided.
+    fn is_to_be_left(&self, entry: &Entry, now: Instant) -> bool {
         !entry.replicas().is_empty() && entry.replicas().iter().all(|replica| self.is_avoided(replica, now))
     }
 
-    /// Returns how many replicas are taken care of.
+    /// Returns the number of replicas that have a session, or will have one soon.
     fn covered(&self, now: Instant) -> usize {
-        // One that answers nothing may hang: it counts as long as there is no other.
+        // A replica that does not answer may hang. It counts only if there is no other.
         let hangs = |entry: &Entry| {
-            entry.standing.answer.is_none() && now >= entry.begun + ANSWER && self.target(now) > 1
+            entry.status.answer.is_none() && now >= entry.begun + ANSWER_TIMEOUT && self.target(now) > 1
         };
         count(
             self.sessions
                 .values()
-                .filter(|entry| entry.carries() && !hangs(entry) && !self.leads_away(entry, now)),
+                .filter(|entry| entry.carries() && !hangs(entry) && !self.is_to_be_left(entry, now)),
         )
     }
 
@@ -270,50 +279,51 @@ impl Plan {
         self.covered(now) < self.target(now)
     }
 
-    /// Whether something that was begun will soon tell more.
+    /// Whether an attempt or a session is about to show more.
     fn is_pending(&self, now: Instant) -> bool {
         let unanswered = |entry: &Entry| {
-            entry.standing.stage == Stage::Opening
-                && entry.standing.answer.is_none()
-                && now < entry.begun + ANSWER
+            entry.status.stage == Stage::Opening
+                && entry.status.answer.is_none()
+                && now < entry.begun + ANSWER_TIMEOUT
         };
         self.dialing
             || self.sessions.values().any(|entry| !entry.closing && (entry.asks() || unanswered(entry)))
     }
 
-    /// Returns when to dial; `None` while there is no need.
+    /// Returns when to dial; `None`: there is no need.
     pub(super) fn dial_at(&self, now: Instant) -> Option<Instant> {
         (!self.is_pending(now) && self.is_short(now))
-            .then(|| self.refused.unwrap_or(self.not_before).max(self.not_before))
+            .then(|| self.rejected.unwrap_or(self.not_before).max(self.not_before))
     }
 
-    /// Notes that an attempt has begun.
-    pub(super) fn dials(&mut self) {
+    /// Records that an attempt has started.
+    pub(super) fn dial_started(&mut self) {
         self.dialing = true;
     }
 
-    /// Notes that an attempt has failed; returns the pause before the next.
+    /// Records that an attempt has failed. Returns the pause before the next one.
     pub(super) fn dial_failed(&mut self, now: Instant) -> Duration {
         self.dialing = false;
         self.soon(now)
     }
 
-    /// Notes that an attempt has failed where another address has not been tried; returns the pause before that: a
-    /// fleet that lost its replica goes elsewhere at once, and not in the same moment.
+    /// Records that an attempt has failed and that there is an address that was not tried yet. Returns the
+    /// pause before that one is dialled. It is short but random, so that the agents of a lost replica do not
+    /// all connect in the same moment.
     pub(super) fn dial_failed_here(&mut self, now: Instant) -> Duration {
         self.dialing = false;
         self.hasten(now)
     }
 
-    /// Notes that there is an address without a past: it is dialled after the shortest pause, whatever has become of
-    /// others. Returns that pause.
+    /// Schedules the next attempt after the shortest pause, regardless of earlier failures: there is an
+    /// address that was not tried yet. Returns that pause.
     pub(super) fn hasten(&mut self, now: Instant) -> Duration {
         let pause = PAUSE.0.mul_f64(rand::random());
         self.not_before = now + pause;
         pause
     }
 
-    /// Notes that an attempt has led to a connection; returns how its session begins.
+    /// Records that an attempt has led to a connection. Returns how its session starts.
     pub(super) fn connected(&mut self, now: Instant) -> (SessionId, Begin) {
         self.dialing = false;
         let id = self.next;
@@ -323,11 +333,11 @@ impl Plan {
             Begin::Tunnels => Stage::Opening,
             Begin::Asking => Stage::Asking,
         };
-        let standing = Standing { stage, answer: None, replicas: Vec::new(), drained_by: None };
+        let status = SessionStatus { stage, answer: None, replicas: Vec::new(), drained_by: None };
         self.sessions.insert(
             id,
             Entry {
-                standing,
+                status,
                 begun: now,
                 serves_since: None,
                 retired: None,
@@ -339,42 +349,42 @@ impl Plan {
         (id, begin)
     }
 
-    /// Notes how a session stands now.
-    pub(super) fn changed(&mut self, id: SessionId, standing: Standing, now: Instant) -> Change {
+    /// Records the status of a session.
+    pub(super) fn changed(&mut self, id: SessionId, status: SessionStatus, now: Instant) -> Change {
         let Some(entry) = self.sessions.get_mut(&id) else { return Change::Quiet };
-        let mut standing = standing;
-        if standing.stage == Stage::Asking {
-            // What it was told may not have reached it.
-            standing.stage = entry.standing.stage.clone();
+        let mut status = status;
+        if status.stage == Stage::Asking {
+            // Its admission may not have reached it yet.
+            status.stage = entry.status.stage.clone();
         }
-        let before = std::mem::replace(&mut entry.standing, standing);
-        if let Some(answer) = &entry.standing.answer
+        let before = std::mem::replace(&mut entry.status, status);
+        if let Some(answer) = &entry.status.answer
             && before.answer.as_ref() != Some(answer)
             && let Some(replicas) = answer.replicas
         {
-            self.seen.hear(replicas, answer.at);
+            self.counted.record(replicas, answer.at);
         }
-        if entry.standing.stage == Stage::Serving && entry.serves_since.is_none() {
+        if entry.status.stage == Stage::Serving && entry.serves_since.is_none() {
             entry.serves_since = Some(now);
-            self.refusals.reset();
+            self.rejections.reset();
         }
-        if let Some(replica) = &entry.standing.drained_by
+        if let Some(replica) = &entry.status.drained_by
             && before.drained_by.is_none()
         {
             self.leaving.retain(|(leaving, since)| leaving != replica && now < *since + AVOID);
             self.leaving.push((replica.clone(), now));
         }
         let lived = matches!(before.stage, Stage::Asking | Stage::Opening | Stage::Serving);
-        let (closing, good) = (entry.closing, entry.begun + GOOD <= now);
-        let retiring = match &entry.standing.stage {
+        let (closing, good) = (entry.closing, entry.begun + GOOD_AFTER <= now);
+        let retiring = match &entry.status.stage {
             Stage::Retiring => {
                 entry.retired.get_or_insert(now);
                 true
             }
-            Stage::Over(_) => false,
+            Stage::Ended(_) => false,
             _ => return Change::Quiet,
         };
-        let refused = matches!(entry.standing.stage, Stage::Over(Some(_)));
+        let rejected = matches!(entry.status.stage, Stage::Ended(Some(_)));
         if !retiring {
             self.sessions.remove(&id);
         }
@@ -384,26 +394,27 @@ impl Plan {
         if good {
             self.pauses.reset();
         }
-        if refused {
+        if rejected {
             let alone = !self.sessions.values().any(Entry::carries);
-            let retry_in = self.refusals.pause();
+            let retry_in = self.rejections.pause();
             if alone {
-                self.refused = Some(now + retry_in);
+                self.rejected = Some(now + retry_in);
             } else {
-                // One that knows better serves: its loss must not wait for this pause.
+                // Another replica accepts the agent. If its session is lost, the reconnect must not wait for
+                // this pause.
                 self.not_before = now + retry_in;
             }
-            return Change::Refused { alone, retry_in };
+            return Change::Rejected { alone, retry_in };
         }
         Change::Lost { retiring, retry_in: self.soon(now) }
     }
 
-    /// Notes that the token was exchanged: the new one has not been refused.
-    pub(super) fn exchanged(&mut self, now: Instant) {
-        self.refused = None;
+    /// Records that the token was replaced: kas has not rejected the new one.
+    pub(super) fn token_replaced(&mut self, now: Instant) {
+        self.rejected = None;
         self.not_before = now;
         self.pauses.reset();
-        self.refusals.reset();
+        self.rejections.reset();
     }
 
     fn soon(&mut self, now: Instant) -> Duration {
@@ -413,35 +424,37 @@ impl Plan {
     }
 
     fn later(&mut self, now: Instant) {
-        self.not_before = now + AGAIN.0 + (AGAIN.1 - AGAIN.0).mul_f64(rand::random());
+        self.not_before = now
+            + PAUSE_NO_NEW_REPLICA.0
+            + (PAUSE_NO_NEW_REPLICA.1 - PAUSE_NO_NEW_REPLICA.0).mul_f64(rand::random());
     }
 
-    /// Returns what is to be done now; call it again after each change, and at [`wake_at`](Self::wake_at).
-    pub(super) fn settle(&mut self, now: Instant) -> Vec<Action> {
+    /// Returns what must be done now. Call it again after each change, and at [`wake_at`](Self::wake_at).
+    pub(super) fn next_actions(&mut self, now: Instant) -> Vec<Action> {
         let mut actions = Vec::new();
-        if self.refused.is_some_and(|until| until <= now) {
-            self.refused = None;
+        if self.rejected.is_some_and(|until| until <= now) {
+            self.rejected = None;
         }
         self.leaving.retain(|(_, since)| now < *since + AVOID);
-        while let Some((id, verdict)) = self.judge(now) {
+        while let Some((id, verdict)) = self.next_verdict(now) {
             let entry = self.sessions.get_mut(&id);
             match verdict {
                 None => {
                     if let Some(entry) = entry {
-                        entry.standing.stage = Stage::Opening;
+                        entry.status.stage = Stage::Opening;
                     }
                     actions.push(Action::Admit(id));
                 }
-                Some(why) => {
+                Some(reason) => {
                     if let Some(entry) = entry {
                         entry.closing = true;
                     }
-                    match why {
-                        Why::Leaving => drop(self.soon(now)),
-                        Why::Served | Why::Unnamed => self.later(now),
-                        Why::Spare => {}
+                    match reason {
+                        CloseReason::Leaving => drop(self.soon(now)),
+                        CloseReason::AlreadyServed | CloseReason::Unnamed => self.later(now),
+                        CloseReason::Spare => {}
                     }
-                    actions.push(Action::Close(id, why));
+                    actions.push(Action::Close(id, reason));
                 }
             }
         }
@@ -468,30 +481,31 @@ impl Plan {
         actions
     }
 
-    /// Finds a session to admit (`None`) or to close.
-    fn judge(&self, now: Instant) -> Option<(SessionId, Option<Why>)> {
-        let carried = self.sessions.values().any(Entry::carries);
+    /// Finds a session to admit (`None`) or to close, with the reason.
+    fn next_verdict(&self, now: Instant) -> Option<(SessionId, Option<CloseReason>)> {
+        let has_carrier = self.sessions.values().any(Entry::carries);
         for (id, entry) in self.sessions.iter().filter(|(_, entry)| entry.asks()) {
-            if !carried {
+            if !has_carrier {
                 return Some((*id, None));
             }
-            let Some(answer) = &entry.standing.answer else { continue };
+            let Some(answer) = &entry.status.answer else { continue };
             let verdict = match &answer.replica {
-                None => Some(Why::Unnamed),
-                Some(replica) if self.is_avoided(replica, now) => Some(Why::Leaving),
-                Some(replica) if self.is_at(replica) => Some(Why::Served),
+                None => Some(CloseReason::Unnamed),
+                Some(replica) if self.is_avoided(replica, now) => Some(CloseReason::Leaving),
+                Some(replica) if self.is_at(replica) => Some(CloseReason::AlreadyServed),
                 Some(_) => None,
             };
             return Some((*id, verdict));
         }
-        // Two connections may have been admitted at the same moment, and tunnels may have come to end elsewhere.
+        // Two connections may have been admitted at the same moment, or tunnels may end at another replica
+        // than the stream that named the replica.
         let mut settled: Vec<(&SessionId, &Entry)> = self
             .sessions
             .iter()
             .filter(|(_, entry)| entry.carries())
-            .filter(|(_, entry)| entry.serves_since.is_some_and(|since| since + SETTLE <= now))
+            .filter(|(_, entry)| entry.serves_since.is_some_and(|since| since + SETTLE_AFTER <= now))
             .collect();
-        settled.sort_by_key(|(id, entry)| (self.leads_away(entry, now), **id));
+        settled.sort_by_key(|(id, entry)| (self.is_to_be_left(entry, now), **id));
         let carrying = self.sessions.values().filter(|entry| entry.carries()).count();
         let (target, covered) = (self.target(now), self.covered(now));
         let mut kept = BTreeSet::new();
@@ -499,12 +513,12 @@ impl Plan {
         for (id, entry) in settled {
             let replicas = entry.replicas();
             let adds = replicas.is_empty() || replicas.iter().any(|replica| !kept.contains(replica));
-            if self.leads_away(entry, now) && kept.len() >= target {
-                spare = Some((*id, Some(Why::Spare)));
+            if self.is_to_be_left(entry, now) && kept.len() >= target {
+                spare = Some((*id, Some(CloseReason::Spare)));
             } else if !adds && (covered < target || carrying > target) {
-                spare = Some((*id, Some(Why::Served)));
+                spare = Some((*id, Some(CloseReason::AlreadyServed)));
             } else if adds && kept.len() >= self.wanted {
-                spare = Some((*id, Some(Why::Spare)));
+                spare = Some((*id, Some(CloseReason::Spare)));
             } else {
                 kept.extend(replicas.iter().cloned());
             }
@@ -512,17 +526,18 @@ impl Plan {
         spare
     }
 
-    /// Whether a session carries requests from this replica.
+    /// Whether a session carries requests of this replica.
     fn is_at(&self, replica: &Replica) -> bool {
         self.sessions.values().any(|entry| entry.carries() && entry.replicas().contains(replica))
     }
 
-    /// Returns when to ask how many replicas there are; `None`: enough are served, or nobody counts.
+    /// Returns when to request the number of replicas; `None`: there are enough sessions, or no kas reports
+    /// the number.
     fn ask_at(&self, now: Instant) -> Option<Instant> {
-        let said = self.seen.said_at?;
-        // While it is short, each attempt tells.
+        let said = self.counted.reported_at?;
+        // While there are too few sessions, each attempt reports the number.
         let idle = !self.is_short(now) && self.served(now) < self.wanted;
-        (idle && self.sessions.values().any(Entry::can_ask)).then(|| said.max(self.asked) + ASK)
+        (idle && self.sessions.values().any(Entry::can_ask)).then(|| said.max(self.asked) + ASK_AFTER)
     }
 
     fn watch_shortage(&mut self, now: Instant, actions: &mut Vec<Action>) {
@@ -537,12 +552,12 @@ impl Plan {
             None => {
                 self.short = Some(now);
                 if !self.sessions.is_empty() {
-                    // Whatever made it short happened to many agents at this moment.
+                    // The cause probably affects many agents at this moment.
                     let spread = PAUSE.0.mul_f64(rand::random());
                     self.not_before = self.not_before.max(now + spread);
                 }
             }
-            Some(since) if since + SHORT <= now && !self.warned && self.served(now) > 0 => {
+            Some(since) if since + WARN_AFTER <= now && !self.warned && self.served(now) > 0 => {
                 self.warned = true;
                 actions.push(Action::WarnShort);
             }
@@ -550,19 +565,19 @@ impl Plan {
         }
     }
 
-    /// Returns when [`settle`](Self::settle) or [`dial_at`](Self::dial_at) may answer differently by the passing of
-    /// time alone; always later than `now`.
+    /// Returns the next time, later than `now`, at which [`next_actions`](Self::next_actions) or
+    /// [`dial_at`](Self::dial_at) may return something else without an event.
     pub(super) fn wake_at(&self, now: Instant) -> Option<Instant> {
         let mut times = vec![];
         times.extend(self.dial_at(now));
         times.extend(self.ask_at(now));
-        times.extend(self.refused);
-        times.extend(self.short.map(|since| since + SHORT));
+        times.extend(self.rejected);
+        times.extend(self.short.map(|since| since + WARN_AFTER));
         times.extend(self.leaving.iter().map(|(_, since)| *since + AVOID));
-        times.extend(self.seen.past.iter().map(|(_, until)| *until + SEEN));
+        times.extend(self.counted.past.iter().map(|(_, until)| *until + COUNT_VALID));
         for entry in self.sessions.values() {
-            times.push(entry.begun + ANSWER);
-            times.extend(entry.serves_since.map(|since| since + SETTLE));
+            times.push(entry.begun + ANSWER_TIMEOUT);
+            times.extend(entry.serves_since.map(|since| since + SETTLE_AFTER));
         }
         times.into_iter().filter(|at| *at > now).min()
     }
@@ -571,12 +586,12 @@ impl Plan {
 impl Entry {
     fn can_ask(&self) -> bool {
         self.carries()
-            && self.standing.stage == Stage::Serving
-            && self.standing.answer.as_ref().is_some_and(|answer| answer.replica.is_some())
+            && self.status.stage == Stage::Serving
+            && self.status.answer.as_ref().is_some_and(|answer| answer.replica.is_some())
     }
 }
 
-/// Counts different replicas; a session whose replica is not known is one of its own.
+/// Counts different replicas. A session whose replica is not known counts as one.
 fn count<'a>(sessions: impl Iterator<Item = &'a Entry>) -> usize {
     let mut replicas = BTreeSet::new();
     let mut unknown = 0;

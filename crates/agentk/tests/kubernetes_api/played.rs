@@ -75,7 +75,7 @@ async fn a_connection_that_breaks_before_the_answer_fails_once() {
     let status = answer.unwrap_err();
     assert_eq!(status.code(), Code::Unavailable);
     let host = url.trim_start_matches("http://");
-    let start = format!("the connection to the Kubernetes API server at {host} broke before its answer: ");
+    let start = format!("the connection to the Kubernetes API server at {host} broke before the response: ");
     assert!(status.message().starts_with(&start), "{status}");
     assert!(timeout(NEVER, listener.accept()).await.is_err(), "the request was sent again");
 }
@@ -105,7 +105,7 @@ async fn each_piece_of_a_watch_goes_out_at_once_and_a_break_is_no_end() {
     let (rest, trailer, status) = reply.rest().await;
     assert_eq!((&rest[..], trailer, status.code()), (&b"ha"[..], false, Code::Unavailable));
     let host = url.trim_start_matches("http://");
-    let start = format!("the Kubernetes API server at {host} broke off its answer: ");
+    let start = format!("the response of the Kubernetes API server at {host} was aborted: ");
     assert!(status.message().starts_with(&start), "{status}");
 }
 

@@ -1,5 +1,5 @@
-//! Through agentk's end of a tunnel, where the request's stream is read by the connection to the API server and by
-//! the tunnel in turn, on different threads.
+//! Through agentk's end of a tunnel, where the request's stream is read by the connection to the API server
+//! and by the tunnel in turn, on different threads.
 
 use std::sync::Arc;
 

@@ -1,4 +1,5 @@
-//! `Kubernetes` against a real API server, as a ServiceAccount that may do exactly what the documentation says.
+//! `Kubernetes` against a real API server, as a ServiceAccount that may do exactly what the documentation
+//! says.
 
 use std::{collections::HashSet, net::SocketAddr, sync::Arc, time::Duration};
 
@@ -137,8 +138,8 @@ async fn slices_of_one_service_are_read_with_the_documented_role_alone() -> Resu
     let world = World::allowed().await?;
     let client = Client::try_from(world.config.clone())?;
 
-    // Two slices for IPv4 of one Service, with different ports as in the middle of a rollout, one for IPv6, and a
-    // slice of another Service. Nobody is ready.
+    // Two slices for IPv4 of one Service, with different ports as in the middle of a rollout, one for IPv6,
+    // and a slice of another Service. Nobody is ready.
     world.slice("a", SERVICE, false, &["10.0.0.1", "10.0.0.2"], port("gossip", 8150)).await?;
     world.slice("b", SERVICE, true, &["10.0.0.3"], port("gossip", 9150)).await?;
     world.slice("c", SERVICE, false, &["fd00::1"], port("gossip", 8150)).await?;

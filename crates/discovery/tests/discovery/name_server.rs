@@ -1,7 +1,8 @@
 //! A name server that does what a test says.
 //!
-//! A fake, because no DNS server runs here: it answers from a table, over UDP and TCP, in messages that hickory's own
-//! codec writes. It knows neither zones nor referrals, so that what it shows is how a client deals with the answers.
+//! A fake, because no DNS server runs here: it answers from a table, over UDP and TCP, in messages that
+//! hickory's own codec writes. It knows neither zones nor referrals, so that what it shows is how a client
+//! deals with the answers.
 
 use std::{
     collections::HashMap,

@@ -232,7 +232,7 @@ proptest! {
             // Past the version, to the checks behind it.
             bytes[0] = VERSION;
         }
-        assert!(open(&ring(&[SECRET]), "test", &mut bytes).is_err());
+        assert!(Opener::new(&ring(&[SECRET]), "test", Salt::default()).accept(&mut bytes, Instant::now()).is_err());
     }
 
     #[test]

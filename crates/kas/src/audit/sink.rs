@@ -1,7 +1,7 @@
 //! Where lines go: a file or standard output, from a bounded queue, written by a thread of its own.
 //!
-//! A thread and not a task: a full disk, a hung network file system or a pipe that nobody reads holds up a thread, and
-//! nothing else. What does not fit into the queue meanwhile is dropped and counted.
+//! A thread and not a task: a full disk, a hung network file system or a pipe that nobody reads holds up a
+//! thread, and nothing else. What does not fit into the queue meanwhile is dropped and counted.
 
 use std::{
     fs::{File, Metadata, OpenOptions},
@@ -19,10 +19,8 @@ use std::{
 use tokio::{sync::oneshot, time::Instant};
 
 use super::Record;
-use crate::{
-    config::AuditOutput,
-    metrics::{AuditLoss, Metrics},
-};
+use super::metrics::{AuditLoss, AuditMetrics};
+use crate::config::AuditOutput;
 
 /// Lines that are written at once.
 const BATCH: usize = 256;
@@ -59,7 +57,7 @@ pub struct Sink {
 
 #[derive(Debug)]
 struct Shared {
-    metrics: Arc<Metrics>,
+    metrics: Arc<AuditMetrics>,
     /// Lines in the queue and in the writer's hands.
     pending: AtomicU64,
     reopen: AtomicBool,
@@ -74,7 +72,7 @@ impl Sink {
         output: &AuditOutput,
         queue: usize,
         replica: String,
-        metrics: Arc<Metrics>,
+        metrics: Arc<AuditMetrics>,
     ) -> Result<Arc<Self>, OpenError> {
         let out = match output {
             AuditOutput::Stdout => Out::Stdout,
@@ -123,7 +121,8 @@ impl Sink {
         let _ = self.orders.try_send(Order::Reopen);
     }
 
-    /// Waits until everything that was taken so far is written, for at most 2 s; what is not is counted as lost.
+    /// Waits until everything that was taken so far is written, for at most 2 s; what is not is counted as
+    /// lost.
     pub async fn flush(&self) {
         let until = Instant::now() + FLUSH;
         let (done, mut written) = oneshot::channel();
@@ -146,8 +145,8 @@ impl Sink {
     }
 }
 
-/// Whether others may read or write a file, or its group write it: that a group reads it is how logs are collected. Who is at
-/// the other end of a pipe or a device is another matter.
+/// Whether others may read or write a file, or its group write it: that a group reads it is how logs are
+/// collected. Who is at the other end of a pipe or a device is another matter.
 pub(crate) fn is_open_to_others(found: &Metadata) -> bool {
     found.is_file() && found.mode() & 0o026 != 0
 }
@@ -156,13 +155,13 @@ fn is_same(one: &Metadata, other: &Metadata) -> bool {
     (one.dev(), one.ino()) == (other.dev(), other.ino())
 }
 
-/// Opens a file to append to; a new one is for its owner only. Of one that is there, the mode stays: whoever made it may
-/// want somebody else to read it.
+/// Opens a file to append to; a new one is for its owner only. Of one that is there, the mode stays: whoever
+/// made it may want somebody else to read it.
 fn open(path: &Path) -> io::Result<File> {
     let is_pipe = std::fs::metadata(path).is_ok_and(|metadata| metadata.file_type().is_fifo());
     let mut options = OpenOptions::new();
-    // Opened for reading too, a pipe has somebody at its other end always: opening waits for nobody, and a reader may
-    // go and come back.
+    // Opened for reading too, a pipe has somebody at its other end always: opening waits for nobody, and a
+    // reader may go and come back.
     options.append(true).read(is_pipe).mode(0o600);
     options.create(!is_pipe).open(path)
 }

@@ -7,32 +7,36 @@ use std::{
     task::{Context, Poll},
 };
 
+use agent_config::AgentConfigs;
 use arc_swap::ArcSwap;
 use cluster::Tracker;
 use grpc::{BoxError, Code, Deadline, InflateBody, Status};
 use http::{HeaderMap, HeaderValue, Request, Response};
 use http_body::Frame;
 use http_body_util::BodyExt as _;
+use http_tunnel::kas_end;
 use hyper::body::Incoming;
-use runtime::http2::{Answer, Body, Connection, GoAway, Refusal, Service, Standing, StreamSlot};
+use identity::jwt::JwtVerifier;
+use ids::Actor;
+use net::http2::{Answer, Body, Connection, GoAway, Refusal, Service, Standing, StreamSlot};
 use tokio::time::Sleep;
 use tunnel::kas_end::Head;
 
-use crate::{
-    agent_config::AgentConfigs,
-    audit::{Actor, Rule},
-    auth::JwtVerifier,
+use crate::routing::{
     metadata::{self, Target},
-    metrics::{ListenerName, Metrics, Reason},
-    observe::{Observer, Sight},
     router::{AgentRequest, Router, Trail},
 };
+use crate::{
+    audit::Rule,
+    config::Attempts,
+    observe::{Observer, Sight},
+    refusals::{ListenerName, Reason, Refusals},
+};
+use grpc::service::LocalService;
 
-use super::{Attempts, Own, Trust, count_refusal, failed, not_grpc, too_large};
+use super::{Trust, count_refusal, failed, not_grpc, too_large};
 
-mod impersonation;
 mod services;
-mod today;
 
 pub(crate) use services::{connected, explain};
 
@@ -46,7 +50,7 @@ pub struct ApiListener {
     /// Exchanged when the secret files change.
     jwt: ArcSwap<JwtVerifier>,
     router: Arc<Router>,
-    metrics: Arc<Metrics>,
+    refusals: Arc<Refusals>,
     services: services::Services,
     observer: Arc<Observer>,
     attempts: Attempts,
@@ -59,21 +63,21 @@ impl std::fmt::Debug for ApiListener {
 }
 
 impl ApiListener {
-    /// Makes the listener's service. Health checks say "serving" while `phase` is serving; `attempts` is what one
-    /// connection may try.
+    /// Makes the listener's service. Health checks say "serving" while `phase` is serving; `attempts` is what
+    /// one connection may try.
     #[expect(clippy::too_many_arguments, reason = "each comes from another room")]
     pub fn new(
         jwt: JwtVerifier,
         router: Arc<Router>,
         tracker: Arc<dyn Tracker>,
-        metrics: Arc<Metrics>,
+        refusals: Arc<Refusals>,
         configs: Arc<AgentConfigs>,
-        phase: tokio::sync::watch::Receiver<runtime::lifecycle::Phase>,
+        phase: tokio::sync::watch::Receiver<process::lifecycle::Phase>,
         observer: Arc<Observer>,
         attempts: Attempts,
     ) -> Arc<Self> {
         let services = services::Services::new(Arc::clone(&router), tracker, configs, phase);
-        Arc::new(Self { jwt: ArcSwap::from_pointee(jwt), router, metrics, services, observer, attempts })
+        Arc::new(Self { jwt: ArcSwap::from_pointee(jwt), router, refusals, services, observer, attempts })
     }
 
     /// Checks tokens against other secrets from now on.
@@ -88,16 +92,8 @@ impl Service for ApiListener {
     }
 
     fn refused(&self, why: Refusal) {
-        count_refusal(&self.metrics, ListenerName::Api, why);
+        count_refusal(&self.refusals, ListenerName::Api, why);
     }
-}
-
-/// Reads `bytes` as the body of a request for a cluster, in pieces of this many bytes, above zero: for a fuzz target.
-///
-/// # Panics
-/// When something of it is lost, or is understood in two ways.
-pub fn fuzz(bytes: &[u8], size: usize) {
-    impersonation::fuzz(bytes, size);
 }
 
 /// One connection of a caller.
@@ -116,7 +112,7 @@ impl Caller {
             }
             Err(status) => {
                 self.trust.failed();
-                self.listener.metrics.refused(ListenerName::Api, Reason::Unauthenticated);
+                self.listener.refusals.refused(ListenerName::Api, Reason::Unauthenticated);
                 Err(status)
             }
         }
@@ -144,7 +140,7 @@ impl Connection for Caller {
         };
         let wrong_keys = |status: &Status| {
             if metadata::has_too_many(request.headers()) {
-                self.listener.metrics.refused(ListenerName::Api, Reason::Headers);
+                self.listener.refusals.refused(ListenerName::Api, Reason::Headers);
             }
             refuse(status, Rule::Metadata)
         };
@@ -155,7 +151,7 @@ impl Connection for Caller {
             }
         }
         if let Some(status) = too_large(&request, self.listener.attempts) {
-            self.listener.metrics.refused(ListenerName::Api, Reason::Headers);
+            self.listener.refusals.refused(ListenerName::Api, Reason::Headers);
             return refuse(&status, Rule::Metadata);
         }
         let deadline = match Deadline::from_headers(request.headers()) {
@@ -218,11 +214,11 @@ async fn pass_through(
     let body = match head.headers.get("grpc-encoding").map(HeaderValue::as_bytes) {
         None | Some(b"identity") => grpc::boxed(body),
         Some(b"gzip") => {
-            let metrics = Arc::clone(&caller.listener.metrics);
+            let refusals = Arc::clone(&caller.listener.refusals);
             grpc::boxed(InflateBody::new(body, MAX_INFLATED).map_err(move |error| {
                 let code = error.downcast_ref::<Status>().map(Status::code);
                 if code == Some(Code::ResourceExhausted) {
-                    metrics.refused(ListenerName::Api, Reason::Message);
+                    refusals.refused(ListenerName::Api, Reason::Message);
                 }
                 error
             }))
@@ -246,19 +242,27 @@ async fn pass_through(
         trail.write_to(response.headers_mut());
         answering.answered(response)
     };
-    let (impersonates, body) = if head.uri.path() == impersonation::MAKE_REQUEST {
-        match impersonation::look(body, deadline).await {
-            Ok(looked) => looked,
+    let (header, body) = if head.uri.path() == http_tunnel::METHOD {
+        match kas_end::read_header(body, deadline).await {
+            Ok((header, body)) => {
+                sight.first_message(header.as_ref());
+                (header, body)
+            }
             Err(status) => {
                 if status.code() == Code::ResourceExhausted {
-                    caller.listener.metrics.refused(ListenerName::Api, Reason::Message);
+                    caller.listener.refusals.refused(ListenerName::Api, Reason::Message);
                 }
                 return told(failed(&status, &correlation));
             }
         }
     } else {
-        (false, body)
+        (None, body)
     };
+    let impersonates = match header.as_ref().map(kas_end::impersonates).transpose() {
+        Ok(impersonates) => impersonates.unwrap_or(false),
+        Err(status) => return told(failed(&status, &correlation)),
+    };
+    drop(header);
     let answer = caller
         .listener
         .router
@@ -295,7 +299,7 @@ async fn pass_through(
 
 /// Answers a method of kas itself, within its deadline.
 async fn own(
-    service: Own,
+    service: LocalService,
     request: Request<Incoming>,
     correlation: HeaderValue,
     deadline: Deadline,

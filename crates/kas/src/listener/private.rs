@@ -1,7 +1,7 @@
 //! The private listener: other replicas borrow tunnels here, copy the table, and ask who is connected.
 //!
-//! Nothing is routed on: what this replica does not hold it does not have. Replicas of GitLab's kas, 14.1, ask in a
-//! form of their own, see `gateway`.
+//! Nothing is routed on: what this replica does not hold it does not have. Replicas of GitLab's kas, 14.1,
+//! ask in a form of their own, see `gateway`.
 
 mod gateway;
 
@@ -20,10 +20,11 @@ use grpc::{BoxError, Code, Deadline, Outcome, Status};
 use http::{HeaderMap, HeaderValue, Request, Response};
 use http_body::{Body as _, Frame};
 use hyper::body::Incoming;
+use identity::jwt::JwtVerifier;
 use ids::{AgentId, ConnectionId, ReplicaId};
+use net::http2::{Answer, Body, Connection, GoAway, Refusal, Service, Standing, StreamSlot};
 use prost::Message as _;
 use proto::gitlab::agent::reverse_tunnel::rpc::{ConnectResponse, RequestInfo, connect_response};
-use runtime::http2::{Answer, Body, Connection, GoAway, Refusal, Service, Standing, StreamSlot};
 use tokio::time::{Instant, Sleep};
 use traces::{Kind, Span, Tracer};
 use tunnel::{
@@ -33,19 +34,23 @@ use tunnel::{
     state::Mode,
 };
 
-use super::{Attempts, Own, Trust, count_refusal, failed, not_grpc, too_large, too_many_fields};
-use crate::{
-    auth::JwtVerifier,
+use super::{Trust, count_refusal, failed, not_grpc, too_large, too_many_fields};
+use crate::routing::{
     metadata,
-    metrics::{AskAnswer, ListenerName, Metrics, Reason, Side},
+    metrics::{AskAnswer, RequestMetrics, Side},
     peer,
-    tunnel_registry::{Acquired, Borrower, Gone, Grant, Loan, Refused, TunnelRegistry},
+    registry::{Acquired, Borrower, Gone, Grant, Loan, Refused, TunnelRegistry},
 };
+use crate::{
+    config::Attempts,
+    refusals::{ListenerName, Reason, Refusals},
+};
+use grpc::service::LocalService;
 
 /// A lent tunnel goes back when its request has not begun after this time.
 const UNUSED: Duration = Duration::from_secs(2);
-/// For how long one ask may have its tunnel for one request after the other: its credential is checked once, and a link
-/// that has its age must come to an end.
+/// For how long one ask may have its tunnel for one request after the other: its credential is checked once,
+/// and a link that has its age must come to an end.
 const LONGEST_LOAN: Duration = Duration::from_secs(60);
 /// Why a request was not started.
 const ENDED: &str = "the lent tunnel has ended";
@@ -60,8 +65,9 @@ pub struct PrivateListener {
     jwt: ArcSwap<JwtVerifier>,
     me: ReplicaId,
     registry: Arc<TunnelRegistry>,
-    metrics: Arc<Metrics>,
-    services: Vec<(String, Own)>,
+    metrics: Arc<RequestMetrics>,
+    refusals: Arc<Refusals>,
+    services: Vec<(String, LocalService)>,
     /// When a failed handshake was last told of.
     told: Mutex<Option<Instant>>,
     tracer: Option<Tracer>,
@@ -75,19 +81,20 @@ impl std::fmt::Debug for PrivateListener {
 }
 
 impl PrivateListener {
-    /// Makes the listener's service. `services` answer everything but `Borrow`; `tracer` makes spans of what is lent;
-    /// `attempts` is what one connection may try.
+    /// Makes the listener's service. `services` answer everything but `Borrow`; `tracer` makes spans of what
+    /// is lent; `attempts` is what one connection may try.
     pub fn new(
         jwt: JwtVerifier,
         me: ReplicaId,
         registry: Arc<TunnelRegistry>,
-        metrics: Arc<Metrics>,
-        services: Vec<(String, Own)>,
+        refusals: Arc<Refusals>,
+        services: Vec<(String, LocalService)>,
         tracer: Option<Tracer>,
         attempts: Attempts,
     ) -> Arc<Self> {
         let (told, jwt) = (Mutex::default(), ArcSwap::from_pointee(jwt));
-        Arc::new(Self { jwt, me, registry, metrics, services, told, tracer, attempts })
+        let metrics = Arc::clone(registry.metrics());
+        Arc::new(Self { jwt, me, registry, metrics, refusals, services, told, tracer, attempts })
     }
 
     /// Checks tokens against other secrets from now on.
@@ -102,7 +109,7 @@ impl Service for PrivateListener {
     }
 
     fn refused(&self, why: Refusal) {
-        count_refusal(&self.metrics, ListenerName::Private, why);
+        count_refusal(&self.refusals, ListenerName::Private, why);
     }
 
     fn not_opened(&self, peer: Option<SocketAddr>, error: &io::Error) {
@@ -139,12 +146,12 @@ impl Connection for Replica {
         let unfit = too_many_fields(request.headers(), attempts).or_else(|| too_large(&request, attempts));
         if let Some(status) = unfit {
             self.trust.failed();
-            self.listener.metrics.refused(ListenerName::Private, Reason::Headers);
+            self.listener.refusals.refused(ListenerName::Private, Reason::Headers);
             return refuse(&status);
         }
         if let Err(status) = self.listener.jwt.load().verify(request.headers()) {
             self.trust.failed();
-            self.listener.metrics.refused(ListenerName::Private, Reason::Unauthenticated);
+            self.listener.refusals.refused(ListenerName::Private, Reason::Unauthenticated);
             return refuse(&status);
         }
         self.trust.passed();
@@ -164,7 +171,7 @@ impl Connection for Replica {
                 let own = Arc::clone(own);
                 Box::pin(async move { own(request.map(grpc::boxed)).await })
             }
-            None if request.headers().contains_key(peer::gateway::AGENT) => {
+            None if request.headers().contains_key(peer::gitlab::AGENT) => {
                 // 14.1 does not say who it is.
                 let address = self.peer.map_or_else(String::new, |peer| peer.ip().to_string());
                 let from = ReplicaId::new(&format!("gitlab-kas at {address}"));
@@ -267,7 +274,7 @@ async fn lend(
                     AskAnswer::Refused
                 }
             });
-            let status = crate::router::refusal(refused, ask.agent, ask.connection, &ask.method);
+            let status = crate::routing::router::refusal(refused, ask.agent, ask.connection, &ask.method);
             let mut response = failed(&status, &correlation);
             if let Refused::NotHere(mark) = refused {
                 response.headers_mut().insert(peer::EPOCH, mark.epoch.into());
@@ -328,7 +335,7 @@ impl Lending {
 }
 
 impl Lender for Lending {
-    fn stays(&self, tunnel: &Arc<Tunnel>) -> bool {
+    fn renews(&self, tunnel: &Arc<Tunnel>) -> bool {
         if self.since.elapsed() >= LONGEST_LOAN {
             return false;
         }
@@ -339,8 +346,8 @@ impl Lender for Lending {
     }
 }
 
-/// What was asked for: whatever tunnel was lent for it first, another of the same kind will do as long as nothing of the
-/// request was written.
+/// What was asked for: whatever tunnel was lent for it first, another of the same kind will do as long as
+/// nothing of the request was written.
 struct Wish {
     registry: Arc<TunnelRegistry>,
     agent: AgentId,
@@ -376,8 +383,8 @@ impl Wish {
     }
 }
 
-/// The answer to an ask: first a tunnel that is lent, then what the agent answers through it; and, where the asker knows
-/// how, that as often as the asker has a request and nobody else waits.
+/// The answer to an ask: first a tunnel that is lent, then what the agent answers through it; and, where the
+/// asker knows how, that as often as the asker has a request and nobody else waits.
 struct LendBody {
     wish: Wish,
     state: State,
@@ -385,7 +392,7 @@ struct LendBody {
     until: Pin<Box<Sleep>>,
     /// `None`: the tunnel is lent for one request.
     lending: Option<Arc<Lending>>,
-    metrics: Arc<Metrics>,
+    metrics: Arc<RequestMetrics>,
     /// Who makes spans, if anybody does.
     traced: Option<Traced>,
 }
@@ -401,7 +408,6 @@ enum State {
 /// A request whose tunnel ended before anything of it was written to the agent.
 struct Stranded {
     job: Job,
-    ahead: Bytes,
     /// Another tunnel, when one is free.
     granted: Pin<Box<dyn Future<Output = Result<Grant, Gone>> + Send>>,
 }
@@ -422,8 +428,8 @@ enum Lent {
     Loan(Loan),
 }
 
-/// A tunnel that stays as it is until the asker has begun its request or has given the ask back: a drain notice in
-/// between would end what the asker has already sent.
+/// A tunnel that stays as it is until the asker has begun its request or has given the ask back: a drain
+/// notice in between would end what the asker has already sent.
 struct Held {
     tunnel: Arc<Tunnel>,
     grant: Option<Grant>,
@@ -432,7 +438,7 @@ struct Held {
 impl Held {
     fn new(grant: Grant) -> Self {
         let tunnel = Arc::clone(grant.tunnel());
-        tunnel.lend();
+        tunnel.reserve();
         Self { tunnel, grant: Some(grant) }
     }
 
@@ -446,7 +452,7 @@ impl Held {
 impl Drop for Held {
     fn drop(&mut self) {
         if self.grant.is_some() {
-            self.tunnel.take_back();
+            self.tunnel.cancel_reservation();
             // And the grant frees it.
         }
     }
@@ -478,7 +484,7 @@ impl Lent {
 /// A request that runs through a tunnel of this replica for another one.
 struct Open {
     splice: Splice,
-    metrics: Arc<Metrics>,
+    metrics: Arc<RequestMetrics>,
     /// Until its end is known.
     span: Option<Span>,
 }
@@ -520,8 +526,8 @@ struct Traced {
 }
 
 impl Traced {
-    /// Begins it below the span that the request's own metadata names: an ask may carry several requests. The agent is
-    /// told of that span and not of this one, since what the other replica wrote passes as it is.
+    /// Begins it below the span that the request's own metadata names: an ask may carry several requests. The
+    /// agent is told of that span and not of this one, since what the other replica wrote passes as it is.
     fn begin(&self, agent: AgentId, request_info: &Bytes) -> Span {
         let message = request_info.slice(request_info.len().min(grpc::PREFIX_LEN)..);
         let info = match ConnectResponse::decode(message).map(|message| message.msg) {
@@ -554,7 +560,7 @@ impl LendBody {
         grant: Grant,
         request: Body,
         lending: Option<Arc<Lending>>,
-        metrics: Arc<Metrics>,
+        metrics: Arc<RequestMetrics>,
     ) -> Self {
         let (tunnel, first) = (Lent::Grant(Held::new(grant)), BytesMut::new());
         Self {
@@ -610,8 +616,8 @@ impl LendBody {
         let mut recalled = false;
         if unused.tunnel.tunnel().poll_over(cx).is_ready() {
             match &unused.tunnel {
-                // The request is on its way: any other tunnel will do. With none, the asker goes elsewhere if it has not
-                // begun either.
+                // The request is on its way: any other tunnel will do. With none, the asker goes elsewhere if
+                // it has not begun either.
                 Lent::Grant(_) => match self.wish.idle() {
                     Some(grant) => {
                         unused.tunnel = Lent::Grant(Held::new(grant));
@@ -641,41 +647,41 @@ impl LendBody {
         let State::Unused(unused) = std::mem::replace(&mut self.state, State::Over) else { return None };
         let Unused { tunnel, request, mut first, .. } = unused;
         let request_info = first.split_to(len).freeze();
-        let job = Job { request_info, body: request };
-        match self.start(&tunnel.take(), job, first.freeze()) {
+        let job = Job::spliced(request_info, first.freeze(), request);
+        match self.start(&tunnel.take(), job) {
             Ok(()) => None,
-            Err((job, ahead)) => self.strand(job, ahead),
+            Err(job) => self.strand(job),
         }
     }
 
     /// Gives a tunnel the request; `Err`: it takes none any more.
-    fn start(&mut self, tunnel: &Arc<Tunnel>, job: Job, ahead: Bytes) -> Result<(), (Job, Bytes)> {
+    fn start(&mut self, tunnel: &Arc<Tunnel>, job: Job) -> Result<(), Job> {
         let lender = self.lending.clone().map(|lending| lending as Arc<dyn Lender>);
         // A request that finds its tunnel ended has a span for each tunnel.
-        let span = self.traced.as_ref().map(|traced| traced.begin(self.wish.agent, &job.request_info));
-        let splice = tunnel.begin_spliced(job, ahead.clone(), lender).map_err(|job| (job, ahead))?;
+        let span = self.traced.as_ref().map(|traced| traced.begin(self.wish.agent, job.request_info()));
+        let splice = tunnel.begin_spliced(job, lender)?;
         self.metrics.requests_open.inc();
         self.state = State::Open(Open { splice, metrics: Arc::clone(&self.metrics), span });
         Ok(())
     }
 
-    /// The tunnel has ended before anything of the request was written: another one of this replica may serve it. The
-    /// asker cannot send it elsewhere: what it has written it does not keep.
-    fn strand(&mut self, mut job: Job, mut ahead: Bytes) -> Option<Frame<Bytes>> {
+    /// The tunnel has ended before anything of the request was written: another one of this replica may serve
+    /// it. The asker cannot send it elsewhere: what it has written it does not keep.
+    fn strand(&mut self, mut job: Job) -> Option<Frame<Bytes>> {
         loop {
             match self.wish.acquire() {
-                Some(Acquired::Now(grant)) => match self.start(&grant.take(), job, ahead) {
+                Some(Acquired::Now(grant)) => match self.start(&grant.take(), job) {
                     Ok(()) => {
                         self.metrics.borrows_moved.inc();
                         return None;
                     }
                     // That one had ended as well, and is idle no more.
-                    Err(back) => (job, ahead) = back,
+                    Err(back) => job = back,
                 },
                 Some(Acquired::Wait(mut waiting)) => {
                     self.until.as_mut().reset(Instant::now() + UNUSED);
                     let granted = Box::pin(async move { waiting.granted().await });
-                    self.state = State::Stranded(Stranded { job, ahead, granted });
+                    self.state = State::Stranded(Stranded { job, granted });
                     return None;
                 }
                 None => return Some(self.not_started(Code::Unavailable, ENDED)),
@@ -691,29 +697,29 @@ impl LendBody {
             let why = "the lent tunnel has ended, and no other was idle for 2 s";
             return Poll::Ready(Some(self.not_started(Code::Unavailable, why)));
         };
-        let State::Stranded(Stranded { job, ahead, .. }) = std::mem::replace(&mut self.state, State::Over)
-        else {
+        let State::Stranded(Stranded { job, .. }) = std::mem::replace(&mut self.state, State::Over) else {
             return Poll::Ready(None);
         };
         Poll::Ready(match granted.ok().filter(|grant| self.wish.fits(grant)) {
-            Some(grant) => match self.start(&grant.take(), job, ahead) {
+            Some(grant) => match self.start(&grant.take(), job) {
                 Ok(()) => {
                     self.metrics.borrows_moved.inc();
                     None
                 }
-                Err((job, ahead)) => self.strand(job, ahead),
+                Err(job) => self.strand(job),
             },
             None => Some(self.not_started(Code::Unavailable, ENDED)),
         })
     }
 
-    /// The splice had no last word: its request was not started, or is over and the asker keeps the tunnel for the next.
+    /// The splice had no last word: its request was not started, or is over and the asker keeps the tunnel
+    /// for the next.
     fn go_on(&mut self) -> Option<Frame<Bytes>> {
         let State::Open(open) = &mut self.state else { return None };
-        if let Some((job, ahead)) = open.splice.unstarted() {
+        if let Some(job) = open.splice.unstarted() {
             open.end(Code::Unavailable);
             self.state = State::Over;
-            return self.strand(job, ahead);
+            return self.strand(job);
         }
         self.lend_again();
         None
@@ -724,7 +730,7 @@ impl LendBody {
         let State::Open(mut open) = std::mem::replace(&mut self.state, State::Over) else { return };
         open.end(Code::Ok);
         let loan = self.lending.as_ref().and_then(|lending| lending.loan());
-        if let (Some(loan), Some(request)) = (loan, open.splice.asker()) {
+        if let (Some(loan), Some(request)) = (loan, open.splice.next_request()) {
             self.until.as_mut().reset(Instant::now() + UNUSED);
             let first = BytesMut::new();
             self.state = State::Unused(Unused { tunnel: Lent::Loan(loan), request, first, told: false });

@@ -1,15 +1,15 @@
 //! What viewers of the page are told: [`Feed`] collects it once for all of them, [`View`] is one viewer.
 //!
-//! Nothing is queued. A feed keeps the newest overview and the newest list of agents, each whole; a viewer that is slow
-//! finds the newest when it comes back, and what was between is never sent.
+//! Nothing is queued. A feed keeps the newest overview and the newest list of agents, each whole; a viewer
+//! that is slow finds the newest when it comes back, and what was between is never sent.
 
 use std::{sync::Arc, time::Duration};
 
 use bytes::Bytes;
-use cluster::{Account, Connected, Query, Replicas, Tracker, TrackerError, Unanswered};
+use cluster::{Connected, PeerReport, Query, Replicas, Tracker, TrackerError, Unanswered};
 use futures_util::future::BoxFuture;
 use ids::AgentId;
-use runtime::lifecycle::Phase;
+use process::lifecycle::Phase;
 use serde::Serialize;
 use tokio::{
     sync::watch,
@@ -18,17 +18,15 @@ use tokio::{
 };
 
 use super::shown::{Agents, Asked, ConnectionShown, Events, Overview, Own, Why};
-use crate::{
-    listener::api::{connected, explain},
-    metrics::Metrics,
-    router::Router,
-};
+use crate::listener::api::{connected, explain};
+use crate::routing::{metrics::RequestMetrics, router::Router};
 
 /// How often numbers are told.
 const PERIOD: Duration = Duration::from_secs(1);
 /// Changes that come within this time are told together.
 const SETTLE: Duration = Duration::from_millis(100);
-/// Agents that are listed; beyond it only their number is told: a list is asked of every replica, and read by people.
+/// Agents that are listed; beyond it only their number is told: a list is asked of every replica, and read by
+/// people.
 const LISTED: u64 = 2_000;
 /// Lists may take this share of the time: 1/20.
 const REST: u32 = 20;
@@ -44,7 +42,7 @@ pub struct Source {
     /// Of this replica's tunnels.
     pub router: Arc<Router>,
     /// Of this replica's requests.
-    pub metrics: Arc<Metrics>,
+    pub metrics: Arc<RequestMetrics>,
     /// Whether it leaves.
     pub phase: watch::Receiver<Phase>,
 }
@@ -146,7 +144,7 @@ async fn list(source: &Source) -> Result<List, TrackerError> {
 /// Returns who has tunnels of an agent, by what is known here.
 fn holders(source: &Source, known: &Replicas, agent: AgentId) -> Vec<String> {
     let own = source.router.registry().holds(agent).then(|| known.replicas.first()).flatten();
-    let others = source.tracker.beliefs(agent).into_iter().filter(|belief| belief.holds);
+    let others = source.tracker.views(agent).into_iter().filter(|view| view.holds);
     own.map(|status| status.replica.id.as_str().to_owned())
         .into_iter()
         .chain(others.map(|belief| belief.replica.id.as_str().to_owned()))
@@ -161,7 +159,7 @@ async fn collect(source: Arc<Source>, tell: watch::Sender<Told>) {
     let mut ticks = tokio::time::interval(PERIOD);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let mut asked = Asked::default();
-    let mut asking: Option<BoxFuture<'_, (Vec<Account>, Vec<Unanswered>)>> = None;
+    let mut asking: Option<BoxFuture<'_, (Vec<PeerReport>, Vec<Unanswered>)>> = None;
     let mut listing: Option<BoxFuture<'_, Result<List, TrackerError>>> = None;
     let (mut events, mut agents) = (Part::default(), Part::default());
     // When the next list is wanted, and when it may be.
@@ -174,13 +172,13 @@ async fn collect(source: Arc<Source>, tell: watch::Sender<Told>) {
         tokio::select! {
             _ = ticks.tick() => {
                 if asking.is_none() {
-                    asking = Some(tracker.accounts(None));
+                    asking = Some(tracker.peer_reports(None));
                 }
             }
             Ok(()) = live.changed() => {}
             Ok(()) = connections.changed() => wanted = Instant::now(),
-            (accounts, unanswered) = done(&mut asking) => {
-                asked = Asked { accounts, unanswered, at: runtime::clock::wall() };
+            (reports, unanswered) = done(&mut asking) => {
+                asked = Asked { reports, unanswered, at: process::clock::wall() };
             }
             listed = done(&mut listing) => match listed {
                 Ok((bytes, took)) => {
@@ -202,7 +200,7 @@ async fn collect(source: Arc<Source>, tell: watch::Sender<Told>) {
             load: source.metrics.load(),
             draining: *source.phase.borrow() != Phase::Serving,
         };
-        let overview = Overview::new(runtime::clock::wall(), &known, &own, &asked);
+        let overview = Overview::new(process::clock::wall(), &known, &own, &asked);
         let overview = event("overview", &overview);
         events.set(event("events", &Events::new(&known)));
         tell.send_replace(Told { overview, events: events.clone(), agents: agents.clone() });

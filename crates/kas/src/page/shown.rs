@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use cluster::{Account, Connected, Load, Located, Replicas, Unanswered};
+use cluster::{Connected, Load, Located, PeerReport, ReplicaState, Replicas, Unanswered};
 use proto::kas::api::v1::{AgentOnReplica, ExplainAgentResponse};
 use serde::Serialize;
 
@@ -76,7 +76,7 @@ pub(super) struct Own {
 /// What the others told of themselves.
 #[derive(Default)]
 pub(super) struct Asked {
-    pub(super) accounts: Vec<Account>,
+    pub(super) reports: Vec<PeerReport>,
     pub(super) unanswered: Vec<Unanswered>,
     /// When, since 1970-01-01 00:00 UTC.
     pub(super) at: Duration,
@@ -87,19 +87,19 @@ impl<'a> Overview<'a> {
         let replica = |status: &'a cluster::ReplicaStatus| {
             let is_own = status.heard.is_none();
             // What it told before it was lost is no number of now.
-            let lost = ["unreachable", "gone"].contains(&status.standing.as_str());
-            let mut accounts = asked.accounts.iter().filter(|_| !lost);
-            let account = accounts.find(|account| account.replica.id == status.replica.id);
+            let lost = status.is_lost();
+            let mut reports = asked.reports.iter().filter(|_| !lost);
+            let report = reports.find(|report| report.replica.id == status.replica.id);
             let silent = asked.unanswered.iter().find(|silent| silent.replica.id == status.replica.id);
-            let (tunnels, load) = match (is_own, account) {
+            let (tunnels, load) = match (is_own, report) {
                 (true, _) => (Some(own.tunnels), Some(own.load)),
-                (false, account) => (account.map(|a| a.tunnels), account.and_then(|a| a.load)),
+                (false, report) => (report.map(|r| r.tunnels), report.and_then(|r| r.load)),
             };
             ReplicaShown {
                 name: status.replica.id.as_str(),
                 address: &status.replica.address,
-                state: if is_own && own.draining { "draining" } else { &status.state },
-                standing: &status.standing,
+                state: if is_own && own.draining { ReplicaState::Draining } else { status.state }.as_str(),
+                standing: status.standing(),
                 agents: status.agents,
                 tunnels,
                 ended: load.map(|load| load.ended),
@@ -111,7 +111,7 @@ impl<'a> Overview<'a> {
                 synced: status.synced,
                 heard_ms: status.heard.map(milliseconds),
                 version: if is_own && status.build.0.is_empty() {
-                    runtime::version::VERSION
+                    process::version::VERSION
                 } else {
                     &status.build.0
                 },
@@ -132,8 +132,8 @@ impl<'a> Events<'a> {
         let event = |event: &'a cluster::ReplicaEvent| EventShown {
             at: milliseconds(event.at),
             replica: event.replica.as_str(),
-            standing: &event.standing,
-            state: &event.state,
+            standing: event.standing(),
+            state: event.state(),
         };
         Self(known.events.iter().map(event).collect())
     }

@@ -1,12 +1,12 @@
-//! Which status ends with which exit code.
+//! The exit code of each status.
 
 use std::collections::BTreeMap;
 
 use super::*;
 
-fn call(asked: Asked) -> Call {
+fn call(kind: CallKind) -> Call {
     Call {
-        asked,
+        kind,
         address: "grpc://kas:8153".to_owned(),
         secret: "/s/api-secret".to_owned(),
         correlation: "abc".to_owned(),
@@ -19,16 +19,16 @@ fn agent() -> ids::AgentId {
     ids::AgentId::new(7).unwrap()
 }
 
-fn request(safe: bool) -> Asked {
-    Asked::Request { agent: agent(), safe }
+fn request(safe: bool) -> CallKind {
+    CallKind::Request { agent: agent(), safe }
 }
 
-fn words(asked: Asked, status: &Status) -> String {
-    call(asked).explain(status, Peer::Http2).to_string()
+fn words(kind: CallKind, status: &Status) -> String {
+    call(kind).explain(status, ServerProtocol::Http2).to_string()
 }
 
-fn exit(asked: Asked, status: &Status) -> Exit {
-    call(asked).explain(status, Peer::Http2).exit()
+fn exit(kind: CallKind, status: &Status) -> Exit {
+    call(kind).explain(status, ServerProtocol::Http2).exit()
 }
 
 fn with_outcome(code: Code, domain: &str, outcome: &str) -> Status {
@@ -48,12 +48,12 @@ fn with_outcome(code: Code, domain: &str, outcome: &str) -> Status {
 
 #[test]
 fn what_kas_says_about_the_outcome_decides() {
-    for asked in [Asked::Read(agent()), request(false)] {
+    for kind in [CallKind::Read(agent()), request(false)] {
         for code in [Code::Unavailable, Code::DeadlineExceeded, Code::ResourceExhausted] {
-            assert_eq!(exit(asked, &with_outcome(code, DOMAIN, "not_started")), Exit::NotStarted);
+            assert_eq!(exit(kind, &with_outcome(code, DOMAIN, "not_started")), Exit::NotStarted);
         }
         for code in [Code::Unavailable, Code::DeadlineExceeded] {
-            assert_eq!(exit(asked, &with_outcome(code, DOMAIN, "unknown")), Exit::Unknown);
+            assert_eq!(exit(kind, &with_outcome(code, DOMAIN, "unknown")), Exit::Unknown);
         }
     }
 }
@@ -80,8 +80,8 @@ fn codes_without_detail_are_read_by_what_was_asked() {
         (Code::Unimplemented, Exit::Failure, Exit::Failure, Exit::Failure),
     ] {
         let status = Status::new(code, "m");
-        assert_eq!(exit(Asked::Kas, &status), kas, "{code:?}");
-        assert_eq!(exit(Asked::Read(agent()), &status), read, "{code:?}");
+        assert_eq!(exit(CallKind::Kas, &status), kas, "{code:?}");
+        assert_eq!(exit(CallKind::Read(agent()), &status), read, "{code:?}");
         assert_eq!(exit(request(false), &status), sent, "{code:?}");
     }
 }
@@ -90,7 +90,7 @@ fn codes_without_detail_are_read_by_what_was_asked() {
 fn whoever_refused_is_named() {
     let kas = "kas at grpc://kas:8153 refused the call: ";
     let denied = Status::permission_denied("m");
-    assert!(words(Asked::Kas, &denied).starts_with(kas));
+    assert!(words(CallKind::Kas, &denied).starts_with(kas));
     assert!(words(request(false), &denied).starts_with("agent 7 refused the request: PERMISSION_DENIED: m"));
     for (status, http) in [
         (denied, "403"),
@@ -100,18 +100,18 @@ fn whoever_refused_is_named() {
         (Status::unavailable("the API server answered 503: m"), "503"),
         (Status::unknown("the API server answered 500: m"), "500"),
     ] {
-        let text = words(Asked::Read(agent()), &status);
+        let text = words(CallKind::Read(agent()), &status);
         let start = format!("the API server of agent 7 refused it (HTTP {http}): {}", said(&status));
         assert!(text.starts_with(&start), "{text}");
     }
     let field = Status::invalid_argument("namespace must be a name");
-    assert!(words(Asked::Read(agent()), &field).starts_with(kas));
+    assert!(words(CallKind::Read(agent()), &field).starts_with(kas));
     // With the detail it is kas that speaks, whatever the code.
-    let text = words(Asked::Read(agent()), &with_outcome(Code::FailedPrecondition, DOMAIN, "not_started"));
-    assert!(text.starts_with("kas at ") && text.contains("leave out --connection"), "{text}");
+    let text = words(CallKind::Read(agent()), &with_outcome(Code::FailedPrecondition, DOMAIN, "not_started"));
+    assert!(text.starts_with("kas at ") && text.contains("omit --connection"), "{text}");
     // Once an agent answers, the token was good.
     let late = Call { is_answering: true, ..call(request(false)) };
-    let failure = late.explain(&Status::unauthenticated("m"), Peer::Http2);
+    let failure = late.explain(&Status::unauthenticated("m"), ServerProtocol::Http2);
     assert_eq!(failure.exit(), Exit::Failure);
     assert!(failure.to_string().starts_with("agent 7 refused"), "{failure}");
 }
@@ -124,16 +124,16 @@ fn what_was_never_sent_had_no_effect() {
         "dial tcp 10.0.0.1:443: connect: connection refused",
     ] {
         let status = Status::unavailable(text);
-        for asked in [Asked::Read(agent()), request(true), request(false)] {
-            assert_eq!(exit(asked, &status), Exit::NotStarted);
-            let text = words(asked, &status);
+        for kind in [CallKind::Read(agent()), request(true), request(false)] {
+            assert_eq!(exit(kind, &status), Exit::NotStarted);
+            let text = words(kind, &status);
             assert!(text.starts_with("agent 7 did not send the request to its API server"), "{text}");
             assert!(text.contains("had no effect, so trying again is safe"), "{text}");
         }
     }
     // An API server that was reached and lost is another matter.
     let broke =
-        Status::unavailable("the connection to the Kubernetes API server at h broke before its answer");
+        Status::unavailable("the connection to the Kubernetes API server at h broke before the response");
     assert_eq!(exit(request(false), &broke), Exit::Unknown);
 }
 
@@ -148,16 +148,16 @@ fn only_what_may_change_something_may_have_had_an_effect() {
     ];
     for status in &unknown {
         let text = words(request(false), status);
-        assert!(text.contains("it may have had its effect: look before you try again"), "{text}");
+        assert!(text.contains("it may have had an effect: check before you try again"), "{text}");
         let text = words(request(true), status);
         assert!(text.contains("it only reads, so it had no effect and trying again is safe"), "{text}");
-        assert_eq!(exit(request(true), status), Exit::Unknown, "no complete answer");
+        assert_eq!(exit(request(true), status), Exit::Unknown, "no complete response");
     }
     for (safe, effect) in [(true, "no effect"), (false, "may have had")] {
         for failure in [
-            call(request(safe)).explain_silence(Peer::Http2),
+            call(request(safe)).explain_no_response(ServerProtocol::Http2),
             call(request(safe)).explain_broken("it ended"),
-            call(request(safe)).explain(&lost_status("eof", false, None), Peer::Http2),
+            call(request(safe)).explain(&lost_status("eof", false, None), ServerProtocol::Http2),
         ] {
             assert!(failure.to_string().contains(effect), "{failure}");
         }
@@ -167,19 +167,26 @@ fn only_what_may_change_something_may_have_had_an_effect() {
 #[test]
 fn every_failure_of_a_call_names_the_id_that_was_sent() {
     let mut failures = Vec::new();
-    for asked in [Asked::Kas, Asked::Read(agent()), request(true), request(false)] {
-        for peer in [Peer::Silent, Peer::Http2, Peer::Http1, Peer::Tls, Peer::Other] {
-            failures.push(call(asked).explain(&lost_status("eof", false, None), peer));
-            failures.push(call(asked).explain(&lost_status("refused", true, None), peer));
-            failures.push(call(asked).explain(&lost_status("web", false, Some(502)), peer));
-            failures.push(call(asked).explain_silence(peer));
+    for kind in [CallKind::Kas, CallKind::Read(agent()), request(true), request(false)] {
+        for protocol in [
+            ServerProtocol::Silent,
+            ServerProtocol::Http2,
+            ServerProtocol::Http1,
+            ServerProtocol::Tls,
+            ServerProtocol::Other,
+        ] {
+            failures.push(call(kind).explain(&lost_status("eof", false, None), protocol));
+            failures.push(call(kind).explain(&lost_status("refused", true, None), protocol));
+            failures.push(call(kind).explain(&lost_status("web", false, Some(502)), protocol));
+            failures.push(call(kind).explain_no_response(protocol));
         }
-        failures.push(call(asked).explain_broken("it ended"));
+        failures.push(call(kind).explain_broken("it ended"));
         for code in 1..17 {
             let code = Code::from_i32(code);
-            failures.push(call(asked).explain(&Status::new(code, "m"), Peer::Http2));
-            failures.push(call(asked).explain(&with_outcome(code, DOMAIN, "unknown"), Peer::Http2));
-            failures.push(call(asked).explain(&with_outcome(code, DOMAIN, "not_started"), Peer::Http2));
+            failures.push(call(kind).explain(&Status::new(code, "m"), ServerProtocol::Http2));
+            failures.push(call(kind).explain(&with_outcome(code, DOMAIN, "unknown"), ServerProtocol::Http2));
+            failures
+                .push(call(kind).explain(&with_outcome(code, DOMAIN, "not_started"), ServerProtocol::Http2));
         }
     }
     for failure in failures {
@@ -189,8 +196,8 @@ fn every_failure_of_a_call_names_the_id_that_was_sent() {
 
 #[test]
 fn unimplemented_asks_whether_it_is_the_agent_port() {
-    for asked in [Asked::Kas, Asked::Read(agent()), request(true)] {
-        let text = words(asked, &Status::unimplemented("unknown method /a/b"));
+    for kind in [CallKind::Kas, CallKind::Read(agent()), request(true)] {
+        let text = words(kind, &Status::unimplemented("unknown method /a/b"));
         assert!(text.contains("is this the agent port? the API listener is :8153 by default"), "{text}");
     }
     let text = words(request(true), &Status::unimplemented("agent 7 does not serve /a/b"));
@@ -200,8 +207,8 @@ fn unimplemented_asks_whether_it_is_the_agent_port() {
 
 #[test]
 fn answers_that_are_not_grpc_are_not_those_of_kas() {
-    for asked in [Asked::Kas, Asked::Read(agent()), request(true), request(false)] {
-        let failure = call(asked).explain(&lost_status("web", false, Some(404)), Peer::Http2);
+    for kind in [CallKind::Kas, CallKind::Read(agent()), request(true), request(false)] {
+        let failure = call(kind).explain(&lost_status("web", false, Some(404)), ServerProtocol::Http2);
         assert_eq!(failure.exit(), Exit::Unreachable);
         assert!(failure.to_string().contains("another server"), "{failure}");
     }
@@ -220,18 +227,18 @@ fn lost_status(text: &str, is_unsent: bool, http: Option<u16>) -> Status {
 
 #[test]
 fn other_ends_that_are_not_kas_are_named() {
-    for (peer, words) in [
-        (Peer::Silent, "grpcs://"),
-        (Peer::Tls, "grpcs://"),
-        (Peer::Http1, "HTTP/1"),
-        (Peer::Other, "does not speak"),
+    for (protocol, words) in [
+        (ServerProtocol::Silent, "grpcs://"),
+        (ServerProtocol::Tls, "grpcs://"),
+        (ServerProtocol::Http1, "HTTP/1"),
+        (ServerProtocol::Other, "does not speak"),
     ] {
-        let failure = call(request(false)).explain(&lost_status("eof", false, None), peer);
+        let failure = call(request(false)).explain(&lost_status("eof", false, None), protocol);
         assert_eq!(failure.exit(), Exit::Unreachable);
         assert!(failure.to_string().contains(words), "{failure}");
     }
     let eof = lost_status("eof", false, None);
-    assert_eq!(exit(Asked::Kas, &eof), Exit::Unreachable);
+    assert_eq!(exit(CallKind::Kas, &eof), Exit::Unreachable);
     assert_eq!(exit(request(true), &eof), Exit::Unreachable, "it only reads");
     assert_eq!(exit(request(false), &eof), Exit::Unknown);
     assert_eq!(exit(request(false), &lost_status("refused", true, None)), Exit::NotStarted);
@@ -240,15 +247,15 @@ fn other_ends_that_are_not_kas_are_named() {
 #[test]
 fn messages_are_one_line_and_name_the_next_step() {
     assert_eq!(
-        words(Asked::Kas, &Status::not_found("no\nagent\u{1b}[0m")),
+        words(CallKind::Kas, &Status::not_found("no\nagent\u{1b}[0m")),
         "kas at grpc://kas:8153 refused the call: NOT_FOUND: no\\nagent\\u{1b}[0m (correlation id abc)"
     );
-    let text = words(Asked::Kas, &Status::unauthenticated(""));
+    let text = words(CallKind::Kas, &Status::unauthenticated(""));
     assert!(text.contains("signed with /s/api-secret: UNAUTHENTICATED; use"), "{text}");
 }
 
-/// Passed on whole, one sentence would read: "repeat it only if that is safe; it only reads, so it had no effect and
-/// trying again is safe".
+/// Passed on whole, one sentence would read: "repeat it only if that is safe; it only reads, so it had no
+/// effect and trying again is safe".
 #[test]
 fn advice_about_repeating_is_given_once() {
     for (said, left) in [

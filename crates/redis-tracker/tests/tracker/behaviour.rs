@@ -1,9 +1,13 @@
-//! What only Redis shows: the layout that a 14.1 replica reads, expiry, and how each of its faults is answered.
+//! Behaviour that is specific to Redis: the layout that a 14.1 replica reads, expiry, and the reaction to
+//! faults.
 
 use std::{collections::HashMap, sync::Arc, time::Duration};
 
 use crate::world::{Kind, LONG, Running, TTL, World, calm};
-use cluster::{AgentMeta, Connection, Query, Tracker, Wire, contract::Member};
+use cluster::{
+    AgentMeta, ClusterView as _, Connection, Connections as _, Locator as _, Query, ReplicaState, Wire,
+    contract::Member,
+};
 use ids::{AgentId, ConnectionId};
 use prost::Message as _;
 use prost_types::{Any, Timestamp};
@@ -11,7 +15,7 @@ use proto::gitlab::agent::{
     agent_tracker::ConnectedAgentInfo, redistool::ExpiringValue, reverse_tunnel::tracker::TunnelInfo,
 };
 use redis::cmd;
-use redis_tracker::{Options, RedisTracker, State};
+use redis_tracker::{Options, RedisTracker};
 use testkit::process::soon;
 use tokio::time::Instant;
 
@@ -48,7 +52,7 @@ async fn hash(world: &World, key: &[u8]) -> HashMap<String, Vec<u8>> {
     world.ask(cmd("HGETALL").arg(key)).await
 }
 
-/// Waits until the replica has written everything that it announces.
+/// Waits until the replica has written all its announcements.
 async fn written(tracker: &RedisTracker) {
     soon("everything is written", async {
         while tracker.counts().unwritten > 0 || !tracker.health().borrow().announced {
@@ -58,7 +62,7 @@ async fn written(tracker: &RedisTracker) {
     .await;
 }
 
-/// Waits, by subscription alone, until an agent is located on so many replicas.
+/// Waits until an agent is located on this many replicas. It looks again only after a wake-up.
 async fn located(tracker: &RedisTracker, id: i64, count: usize) {
     let mut changes = tracker.changes(agent(id));
     soon("the agent is located", async {
@@ -69,7 +73,7 @@ async fn located(tracker: &RedisTracker, id: i64, count: usize) {
     .await;
 }
 
-/// A value as a 14.1 kas writes it.
+/// Returns a value as a kas 14.1 writes it.
 fn of_14_1(type_url: &str, value: Vec<u8>, expires_at: i64) -> Vec<u8> {
     let value = Some(Any { type_url: format!("type.googleapis.com/gitlab.agent.{type_url}"), value });
     ExpiringValue { expires_at: Some(Timestamp { seconds: expires_at, nanos: 0 }), value }.encode_to_vec()
@@ -98,7 +102,7 @@ async fn redis_time(world: &World) -> i64 {
 }
 
 #[tokio::test]
-async fn a_14_1_replica_finds_what_ours_has_written() {
+async fn a_14_1_replica_finds_our_entries() {
     let world = World::new(Kind::Server).await;
     let options = Options { url: "grpc://10.0.0.1:8155".to_owned(), ..world.options() };
     let a = world.start("a", options).await;
@@ -122,20 +126,20 @@ async fn a_14_1_replica_finds_what_ours_has_written() {
         let info = ConnectedAgentInfo::decode(&*value.value.unwrap().value).unwrap();
         assert_eq!((info.connection_id, info.agent_id, info.project_id), (7, 1, 10));
         assert_eq!(info.agent_meta.unwrap().version, "v14.1.0");
-        // Not shorter than 14.1's, and longer where nobody of 14.1 would lower it.
+        // Not shorter than that of 14.1, and longer if no replica of 14.1 would lower it.
         let left: i64 = world.ask(cmd("PTTL").arg(&key)).await;
         assert!((290_000..=1_200_000).contains(&left), "{left}");
     }
     drop(leases);
     a.tracker.leave(TTL * 10).await;
     let left: i64 = world.ask(&cmd("DBSIZE")).await;
-    assert_eq!(left, 0, "who leaves takes everything along");
+    assert_eq!(left, 0, "a replica that leaves removes all its keys");
 }
 
 #[tokio::test]
 async fn agents_of_a_14_1_replica_are_listed_until_they_expire_by_the_clock_of_redis() {
     let world = World::new(Kind::Server).await;
-    // Its own clock says something else: an hour less.
+    // The clock of the 14.1 replica is an hour behind.
     let run = u64::try_from(redis_time(&world).await - 3_600).unwrap() * 1_000_000;
     let a = world.start("a", Options { run, ..world.options() }).await;
     let now = redis_time(&world).await;
@@ -147,16 +151,16 @@ async fn agents_of_a_14_1_replica_are_listed_until_they_expire_by_the_clock_of_r
     let _: i64 = world.ask(cmd("HSET").arg(&by_agent).arg("10").arg("no value of anybody")).await;
     let listed = a.tracker.connected(Query::Agent(agent(1))).await.unwrap();
     let ids: Vec<i64> = listed.connections.iter().map(|located| located.connection.id.get()).collect();
-    // What has expired within the margin may be of a replica whose clock differs.
+    // An entry that has expired within the margin may be from a replica whose clock differs.
     assert_eq!((ids, listed.unanswered.len()), (vec![7, 9], 0));
     assert_eq!(listed.connections[0].replica.id.as_str(), "gitlab-kas");
     let mut left: Vec<String> = hash(&world, &by_agent).await.into_keys().collect();
     left.sort();
-    assert_eq!(left, ["10", "7", "9"], "readers remove what has expired, and nothing else");
+    assert_eq!(left, ["10", "7", "9"], "readers remove only expired entries");
 }
 
 #[tokio::test]
-async fn a_longer_expiry_that_somebody_else_set_stays() {
+async fn a_longer_expiry_set_by_another_client_stays() {
     let world = World::new(Kind::Server).await;
     let value = of_14_1("reverse_tunnel.tracker.TunnelInfo", Vec::new(), redis_time(&world).await + 7_200);
     let _: i64 = world.ask(cmd("HSET").arg(tunnels(1)).arg("5").arg(value)).await;
@@ -170,7 +174,7 @@ async fn a_longer_expiry_that_somebody_else_set_stays() {
     let lease = (a.tracker.route(agent(1), methods()), a.tracker.route(agent(2), methods()));
     written(&a.tracker).await;
     let before = hash(&world, &tunnels(1)).await;
-    // Once it has been written again.
+    // After it was written again.
     soon("a refresh", async {
         while hash(&world, &tunnels(1)).await == before {
             tokio::time::sleep(Duration::from_millis(20)).await;
@@ -187,7 +191,7 @@ async fn a_longer_expiry_that_somebody_else_set_stays() {
 }
 
 #[tokio::test]
-async fn entries_outlive_their_expiry_while_their_replica_lives() {
+async fn entries_are_refreshed_while_their_replica_is_live() {
     let world = World::new(Kind::Server).await;
     let options = || Options {
         entry_ttl: Duration::from_secs(2),
@@ -201,7 +205,7 @@ async fn entries_outlive_their_expiry_while_their_replica_lives() {
     let begun = Instant::now();
     while begun.elapsed() < Duration::from_secs(4) {
         let left: i64 = world.ask(cmd("PTTL").arg(&key)).await;
-        assert!(left > 0, "the hash has expired or would never do so: {left}");
+        assert!(left > 0, "the hash has expired or has no expiry: {left}");
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
     let c = world.start("c", options()).await;
@@ -237,19 +241,19 @@ async fn refreshes_set_no_expiry_until_a_14_1_replica_is_seen_and_then_each_time
     let (sets, expiries) = (calls(&world, "hset").await, calls(&world, "pexpire").await);
     refreshed(sets, 200).await;
     let pure = calls(&world, "pexpire").await - expiries;
-    // Of beats, and of the few whose time has come.
+    // These are from heartbeats, and from the few hashes whose expiry is due.
     assert!(pure < 60, "{pure} expiries for 200 refreshes");
-    // Another replica sees it, where somebody asks.
+    // Another replica sees it when it looks the agent up.
     let value = of_14_1("reverse_tunnel.tracker.TunnelInfo", Vec::new(), redis_time(&world).await + 300);
     let _: i64 = world.ask(cmd("HSET").arg(tunnels(50)).arg("5").arg(value)).await;
     let _: i64 = world.ask(cmd("PEXPIRE").arg(tunnels(50)).arg(ENTRY_TTL.as_millis() as u64)).await;
     let lowered = Instant::now();
     located(&b.tracker, 50, 1).await;
-    // Its next beat says so, and the other's next one reads it.
+    // Its next heartbeat announces it, and the next heartbeat of the other reads it.
     soon("both know it", async {
         loop {
-            b.tracker.announce(State::Ready);
-            a.tracker.announce(State::Ready);
+            b.tracker.announce(ReplicaState::Ready);
+            a.tracker.announce(ReplicaState::Ready);
             let expiries = calls(&world, "pexpire").await;
             let sets = calls(&world, "hset").await;
             refreshed(sets, 50).await;
@@ -259,7 +263,7 @@ async fn refreshes_set_no_expiry_until_a_14_1_replica_is_seen_and_then_each_time
         }
     })
     .await;
-    // In this order: refreshes between the two answers count for the expiries alone.
+    // In this order, so that refreshes between the two answers count only for the expiries.
     let expiries = calls(&world, "pexpire").await;
     let sets = calls(&world, "hset").await;
     refreshed(sets, 200).await;
@@ -267,7 +271,10 @@ async fn refreshes_set_no_expiry_until_a_14_1_replica_is_seen_and_then_each_time
     assert!(mixed >= 200, "{mixed} expiries for 200 refreshes");
     assert_eq!(hash(&world, &tunnels(50)).await.len(), 2);
     let left: u64 = world.ask(cmd("PTTL").arg(tunnels(50))).await;
-    assert!(lowered.elapsed() + Duration::from_millis(left) > ENTRY_TTL, "what 14.1 lowered is raised again");
+    assert!(
+        lowered.elapsed() + Duration::from_millis(left) > ENTRY_TTL,
+        "an expiry that 14.1 has lowered is raised again"
+    );
 }
 
 #[tokio::test]
@@ -287,17 +294,17 @@ async fn a_14_1_replica_that_holds_an_agent_is_located_by_its_url() {
     assert_eq!(&*found[0].replica.address, "grpc://10.0.0.9:8155");
     b.tracker.not_here(&found[0].replica.id, agent(1), b.tracker.mark());
     assert_eq!(b.tracker.locate(agent(1)).await.unwrap(), []);
-    // Nobody says that it is there after all; it is read again.
+    // 14.1 publishes nothing, so the agent is read again.
     located(&b.tracker, 1, 1).await;
     let _: i64 = world.ask(cmd("DEL").arg(tunnels(1))).await;
     located(&b.tracker, 1, 0).await;
 }
 
 #[tokio::test]
-async fn what_replicas_count_together_is_the_sum_and_does_not_stay() {
+async fn shared_counts_are_sums_and_expire() {
     let world = World::new(Kind::Server).await;
     let (a, b) = (world.start("a", world.options()).await, world.start("b", world.options()).await);
-    // Long enough that no window ends within the test, mostly: then it begins anew.
+    // Mostly long enough that no window ends within the test. If one does, the test starts again.
     let window = Duration::from_secs(1_000_000_000);
     let charge = |what: &str, times| (what.to_owned(), times);
     let first = a.tracker.count("x", &[charge("one", 3), charge("two", 1)], window).await.unwrap();
@@ -316,7 +323,7 @@ async fn what_replicas_count_together_is_the_sum_and_does_not_stay() {
 }
 
 #[tokio::test]
-async fn ten_thousand_who_wait_for_an_agent_cost_one_subscription_and_no_commands() {
+async fn ten_thousand_waiters_for_an_agent_cost_one_subscription_and_no_commands() {
     let world = World::new(Kind::Server).await;
     let (a, b) = (world.start("a", world.options()).await, world.start("b", world.options()).await);
     let waiting: Vec<_> = (0..10_000)
@@ -325,13 +332,13 @@ async fn ten_thousand_who_wait_for_an_agent_cost_one_subscription_and_no_command
             tokio::spawn(async move { located(&tracker, 1, 1).await })
         })
         .collect();
-    // Each of them has looked once.
+    // Each of them has looked up the agent once.
     located(&b.tracker, 1, 0).await;
     tokio::task::yield_now().await;
     let before = commands(&world).await;
     tokio::time::sleep(Duration::from_secs(2)).await;
     let during = commands(&world).await - before;
-    // The beats of two replicas with a life of a second, and asking for this.
+    // The heartbeats of two replicas with a ttl of a second, and the commands of this test.
     assert!(during < 200, "{during} commands in two seconds");
     soon("one subscription for each replica", async {
         loop {
@@ -353,7 +360,7 @@ async fn ten_thousand_who_wait_for_an_agent_cost_one_subscription_and_no_command
 }
 
 #[tokio::test]
-async fn what_is_known_is_answered_without_redis() {
+async fn cached_agents_are_located_without_redis() {
     let world = World::new(Kind::Server).await;
     let (a, b) = (world.start("a", world.options()).await, world.start("b", world.options()).await);
     let _lease = a.tracker.route(agent(1), methods());
@@ -365,9 +372,9 @@ async fn what_is_known_is_answered_without_redis() {
         assert_eq!(b.tracker.locate(agent(1)).await.unwrap().len(), 1);
         assert_eq!(b.tracker.locate(agent(2)).await.unwrap().len(), 0);
     }
-    // Who waits for it does so for a tenth of a second each time.
+    // Each lookup that waits for Redis waits for a tenth of a second.
     assert!(begun.elapsed() < Duration::from_secs(10), "{:?} for 2,000", begun.elapsed());
-    // Who is not known is waited for, and not for long; own agents even then.
+    // A lookup of an unknown agent waits for a short time. Own agents are found even then.
     let own = b.tracker.route(agent(3), methods());
     assert_eq!(b.tracker.locate(agent(3)).await.unwrap().len(), 1);
     assert!(begun.elapsed() < Duration::from_secs(10), "{:?}", begun.elapsed());
@@ -377,7 +384,7 @@ async fn what_is_known_is_answered_without_redis() {
 }
 
 #[tokio::test]
-async fn a_lost_subscription_alone_is_made_again_and_loses_no_change() {
+async fn a_lost_subscription_is_made_again_and_loses_no_change() {
     let world = World::new(Kind::Server).await;
     let (a, b) = (world.start("a", world.options()).await, world.start("b", world.options()).await);
     located(&b.tracker, 1, 0).await;
@@ -396,15 +403,15 @@ async fn a_lost_subscription_alone_is_made_again_and_loses_no_change() {
 }
 
 #[tokio::test]
-async fn a_redis_that_takes_a_second_delays_what_is_new_and_nothing_else() {
+async fn a_slow_redis_delays_only_new_agents() {
     let world = World::new(Kind::Server).await;
     let options = || Options { ttl: Duration::from_secs(10), ..world.options() };
     let (a, b) = (world.start("a", options()).await, world.start("b", options()).await);
     let _old = a.tracker.route(agent(1), methods());
     located(&b.tracker, 1, 1).await;
-    // Each way.
+    // In each direction.
     world.wire.slow(Duration::from_millis(500));
-    // The best of three: the machine may stand still meanwhile.
+    // The best of three, because the machine may stall.
     let (mut new, mut least) = (Vec::new(), Duration::MAX);
     for id in 2..5 {
         let begun = Instant::now();
@@ -425,7 +432,7 @@ async fn a_redis_that_takes_a_second_delays_what_is_new_and_nothing_else() {
 }
 
 #[tokio::test]
-async fn a_full_redis_keeps_who_was_there_and_says_so() {
+async fn replicas_stay_live_in_a_full_redis_with_an_alarm() {
     let world = World::new(Kind::Server).await;
     let (a, b) = (world.start("a", world.patient()).await, world.start("b", world.patient()).await);
     let _old = a.tracker.route(agent(1), methods());
@@ -437,7 +444,7 @@ async fn a_full_redis_keeps_who_was_there_and_says_so() {
         .wait_for(|h| !h.announced && h.last_error.as_ref().is_some_and(|(text, _)| text.contains("OOM")));
     soon("Redis is full, and that is said", full).await.unwrap();
     assert!(a.tracker.alarms()[0].contains("OOM"), "{:?}", a.tracker.alarms());
-    // Longer than a life: the sign of life needs no memory.
+    // Longer than the ttl: extending the liveness key needs no memory.
     tokio::time::sleep(LONG + TTL).await;
     let lag = a.tracker.status().lag.expect("something is not written");
     assert!(lag >= LONG, "{lag:?}");
@@ -450,7 +457,7 @@ async fn a_full_redis_keeps_who_was_there_and_says_so() {
 }
 
 #[tokio::test]
-async fn a_primary_that_became_read_only_is_left() {
+async fn a_primary_that_became_read_only_is_abandoned() {
     let world = World::new(Kind::Server).await;
     let a = world.start("a", world.options()).await;
     let _lease = a.tracker.route(agent(1), methods());
@@ -469,7 +476,7 @@ async fn a_primary_that_became_read_only_is_left() {
 }
 
 #[tokio::test]
-async fn two_processes_of_one_name_are_an_alarm_and_the_later_counts() {
+async fn two_processes_of_one_id_raise_an_alarm_and_the_later_one_counts() {
     let world = World::new(Kind::Server).await;
     let b = world.start("b", world.options()).await;
     let old = world.start("a", world.options()).await;
@@ -480,23 +487,28 @@ async fn two_processes_of_one_name_are_an_alarm_and_the_later_counts() {
     located(&b.tracker, 2, 1).await;
     located(&b.tracker, 1, 0).await;
     soon("the earlier process says it", async {
-        while !old.tracker.alarms().iter().any(|alarm| alarm.contains("another process of replica a")) {
+        while !old
+            .tracker
+            .alarms()
+            .iter()
+            .any(|alarm| alarm.contains("replica id a is in use by another process"))
+        {
             tokio::time::sleep(Duration::from_millis(10)).await;
         }
     })
     .await;
     calm(&new.tracker).await;
-    // It leaves without taking along what is not its own.
+    // It leaves without removing keys of the other process.
     old.tracker.leave(TTL * 10).await;
     drop(old);
     tokio::time::sleep(TTL).await;
     located(&b.tracker, 2, 1).await;
 }
 
-/// Clocks of replicas an hour apart, and one that is set back while its replica is away: all that depends on them is which
-/// of two processes is the later.
+/// Clocks of replicas are an hour apart, and one is set back while its replica is down. Clocks only decide
+/// which of two processes of a replica is the later one.
 #[tokio::test]
-async fn clocks_an_hour_off_change_nothing_and_one_that_is_set_back_costs_a_life() {
+async fn wrong_clocks_are_harmless_and_one_that_is_set_back_costs_one_ttl() {
     const HOUR: i64 = 3_600;
     let world = World::new(Kind::Server).await;
     let now = redis_time(&world).await;
@@ -512,7 +524,7 @@ async fn clocks_an_hour_off_change_nothing_and_one_that_is_set_back_costs_a_life
         let left = value.expires_at.unwrap().seconds - redis_time(&world).await;
         assert!((280..=300).contains(&left), "{left}");
     }
-    // It crashes, and comes back by a clock that is right now.
+    // It crashes, and returns with a correct clock.
     let killed = Instant::now();
     Box::new(late).crash().await;
     drop(lease);
@@ -524,14 +536,15 @@ async fn clocks_an_hour_off_change_nothing_and_one_that_is_set_back_costs_a_life
         let found = early.tracker.locate(agent(id)).await.unwrap();
         assert_eq!(found[0].replica.id.as_str(), "b");
     }
-    // The key of the earlier process was prolonged once before it was read, and the beats after that are seldom.
+    // The key of the earlier process was extended once before it was read, and the heartbeats after that are
+    // rare.
     assert!(killed.elapsed() < TTL * 12, "{:?}", killed.elapsed());
-    // Nobody is usurped.
+    // No replica reports that its id is in use.
     calm(&back.tracker).await;
 }
 
 #[tokio::test]
-async fn garbage_of_the_dead_is_removed_by_who_shares_a_hash_with_them() {
+async fn garbage_of_crashed_replicas_is_removed_from_shared_hashes() {
     let world = World::new(Kind::Server).await;
     let options = Options { gc: Duration::from_secs(1), ..world.options() };
     let a = world.start("a", options).await;
@@ -564,7 +577,7 @@ async fn ten_thousand_agents_are_announced_again_when_redis_is_back() {
     soon("Redis is back", health.wait_for(|health| health.reachable)).await.unwrap();
     let begun = Instant::now();
     written(&a.tracker).await;
-    // Without optimisation, and beside other tests.
+    // Without optimization, and in parallel with other tests.
     assert!(begun.elapsed() < Duration::from_secs(15), "{:?}", begun.elapsed());
     eprintln!("10,000 agents were announced again in {:?}", begun.elapsed());
     assert_eq!(hash(&world, &tunnels(10_000)).await.len(), 1);
@@ -577,11 +590,11 @@ async fn states_of_replicas_are_seen_at_once() {
     let _lease = a.tracker.route(agent(1), methods());
     located(&b.tracker, 1, 1).await;
     let mut changes = b.tracker.changes(agent(1));
-    a.tracker.announce(State::Draining);
+    a.tracker.announce(ReplicaState::Draining);
     soon("a draining replica is asked last", async {
         loop {
             let found = b.tracker.locate(agent(1)).await.unwrap_or_default();
-            if found.first().is_some_and(|first| first.standing == cluster::Standing::Draining) {
+            if found.first().is_some_and(|first| first.health == cluster::ReplicaHealth::Draining) {
                 return;
             }
             changes.changed().await.unwrap();
@@ -595,18 +608,18 @@ async fn states_of_replicas_are_seen_at_once() {
 }
 
 #[tokio::test]
-async fn a_redis_that_is_not_there_is_named() {
+async fn an_unreachable_redis_is_reported() {
     let world = World::new(Kind::Server).await;
     world.redis.stop().await;
     let a = Running::start("a", world.options());
     let mut health = a.tracker.health();
     soon("that is noticed", health.wait_for(|health| health.last_error.is_some())).await.unwrap();
     let error = a.tracker.locate(agent(1)).await.unwrap_err();
-    assert_eq!(error.to_string(), "Redis cannot be asked");
+    assert_eq!(error.to_string(), "Redis cannot be reached");
     let own = a.tracker.route(agent(1), methods());
     assert_eq!(a.tracker.locate(agent(1)).await.unwrap().len(), 1);
     let listed = a.tracker.connected(Query::All).await.unwrap();
-    assert!(listed.unanswered[0].reason.starts_with("Redis cannot be asked"), "{listed:?}");
+    assert!(listed.unanswered[0].reason.starts_with("Redis cannot be reached"), "{listed:?}");
     assert!(!*a.tracker.ready().borrow());
     world.redis.start().await.unwrap();
     let mut ready = a.tracker.ready();
@@ -614,7 +627,7 @@ async fn a_redis_that_is_not_there_is_named() {
     located(&a.tracker, 2, 0).await;
     world.redis.stop().await;
     soon("the loss is noticed", health.wait_for(|health| !health.reachable)).await.unwrap();
-    // It was nowhere a moment ago, and may be anywhere now.
+    // It had no holder a moment ago, and may have one now.
     assert!(a.tracker.locate(agent(2)).await.is_err());
     assert_eq!(a.tracker.locate(agent(1)).await.unwrap().len(), 1);
     drop(own);
@@ -623,7 +636,7 @@ async fn a_redis_that_is_not_there_is_named() {
 }
 
 #[tokio::test]
-async fn what_others_write_below_the_prefix_does_no_harm() {
+async fn foreign_values_under_the_prefix_are_harmless() {
     let world = World::new(Kind::Server).await;
     let (a, b) = (world.start("a", world.options()).await, world.start("b", world.options()).await);
     let garbage: &[u8] = &[0xff, 0xfe, 0x00];
@@ -637,7 +650,7 @@ async fn what_others_write_below_the_prefix_does_no_harm() {
     let _leases = (a.tracker.route(agent(1), methods()), a.tracker.connection(connection(7)));
     located(&b.tracker, 1, 1).await;
     located(&b.tracker, 2, 0).await;
-    // Beats go on.
+    // Heartbeats continue.
     tokio::time::sleep(TTL * 2).await;
     soon("all is as it was", async {
         loop {
@@ -655,7 +668,7 @@ async fn what_others_write_below_the_prefix_does_no_harm() {
 }
 
 #[tokio::test]
-async fn an_agent_at_rest_costs_little_more_than_one_command_for_each_refresh() {
+async fn an_idle_agent_costs_little_more_than_one_command_per_refresh() {
     const AGENTS: u64 = 1_000;
     let world = World::new(Kind::Server).await;
     let refresh = Duration::from_secs(1);
@@ -664,7 +677,7 @@ async fn an_agent_at_rest_costs_little_more_than_one_command_for_each_refresh() 
     let _leases: Vec<_> =
         (1..=AGENTS).map(|id| a.tracker.route(agent(i64::try_from(id).unwrap()), methods())).collect();
     written(&a.tracker).await;
-    // From here on each is refreshed once in this time.
+    // From here on, each agent is refreshed once in this time.
     tokio::time::sleep(refresh).await;
     let (refreshed, begun) = (calls(&world, "hset").await, Instant::now());
     let before = commands(&world).await;
@@ -673,7 +686,8 @@ async fn an_agent_at_rest_costs_little_more_than_one_command_for_each_refresh() 
     let refreshes = begun.elapsed().as_secs_f64() / refresh.as_secs_f64() * AGENTS as f64;
     let each = during as f64 / refreshes;
     eprintln!("{each:.2} commands for each refresh");
-    // HSET, and now and then PEXPIRE; transactions, beats and asking for this are shared by many.
+    // HSET, and sometimes PEXPIRE. Transactions, heartbeats and the commands of this test are shared by many
+    // agents.
     assert!(each < 1.6, "{each:.2}");
     soon("each is refreshed three times", async {
         while calls(&world, "hset").await < refreshed + 3 * AGENTS {

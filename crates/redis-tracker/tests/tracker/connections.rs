@@ -1,5 +1,5 @@
-//! Each way to reach Redis: TLS and who shows what, users and databases, Sentinel and Cluster with a failover in the
-//! middle.
+//! Each way to connect to Redis: TLS with and without client certificates, users and databases, and Sentinel
+//! and Cluster with a failover.
 
 use std::{
     sync::{
@@ -10,7 +10,7 @@ use std::{
 };
 
 use cluster::{
-    Tracker,
+    Locator as _,
     contract::{self, Member},
 };
 use ids::AgentId;
@@ -30,7 +30,7 @@ fn agent(id: i64) -> AgentId {
     AgentId::new(id).unwrap()
 }
 
-/// Two replicas that reach Redis in this way see each other, and leave nothing behind.
+/// Checks that two replicas that connect in this way see each other, and leave no keys behind.
 async fn works(connect: Connect) {
     let options = |run| Options { ttl: TTL, ..Options::new(connect.clone(), run) };
     let (a, b) = (Running::start("a", options(1)), Running::start("b", options(2)));
@@ -54,7 +54,7 @@ async fn located(on: &Running, id: i64, count: usize) {
     assert!(located.is_ok(), "agent {id} is not on {count} replicas: {health:?}");
 }
 
-/// A replica that reaches Redis in this way says why it cannot use it.
+/// Checks that a replica that connects in this way reports why it is refused.
 async fn is_refused(connect: Connect, why: &str) {
     let options = Options { ttl: TTL, ..Options::new(connect, 1) };
     let a = Running::start("a", options);
@@ -68,7 +68,7 @@ async fn is_refused(connect: Connect, why: &str) {
 }
 
 #[tokio::test]
-async fn a_password_is_shown_and_a_wrong_one_is_said() {
+async fn a_wrong_password_is_reported() {
     let redis = Redis::run_with(&["--requirepass", "hunter2"]).await.unwrap();
     let connect = Connect::to(Target::Server(tcp(redis.address().port())));
     works(Connect { password: Some("hunter2".to_owned().into()), ..connect.clone() }).await;
@@ -78,7 +78,7 @@ async fn a_password_is_shown_and_a_wrong_one_is_said() {
 }
 
 #[tokio::test]
-async fn a_user_needs_the_keys_and_the_channel_of_the_prefix_only() {
+async fn a_user_needs_only_the_keys_and_the_channel_of_the_prefix() {
     let user = "user kas on >hunter2 ~kas-1:* &kas-1:* -@all +@hash +@set +@string +@keyspace +@transaction +@connection \
                 +@pubsub +time -@dangerous";
     let mut arguments = vec!["--user"];
@@ -105,7 +105,7 @@ async fn a_user_needs_the_keys_and_the_channel_of_the_prefix_only() {
 }
 
 #[tokio::test]
-async fn databases_are_apart() {
+async fn databases_are_separate() {
     let redis = Redis::run().await.unwrap();
     let connect = Connect::to(Target::Server(Address::Unix(redis.socket())));
     works(Connect { database: 3, ..connect.clone() }).await;
@@ -145,7 +145,7 @@ async fn one_connection_is_enough_and_idle_ones_are_closed() {
     located(&a, 1_000, 0).await;
 }
 
-/// A CA, and what it has signed: PEM.
+/// A CA and certificates that it has signed, as PEM.
 struct Certificates {
     ca: String,
     server: (String, String),
@@ -160,7 +160,7 @@ fn certificates() -> Certificates {
     let signed = |name: &str| {
         let key = rcgen::KeyPair::generate().unwrap();
         let mut parameters = rcgen::CertificateParams::new(vec![name.to_owned()]).unwrap();
-        // The name of the CA would make it look self-signed.
+        // With the name of the CA it would look self-signed.
         parameters.distinguished_name = rcgen::DistinguishedName::new();
         parameters.distinguished_name.push(rcgen::DnType::CommonName, name);
         (parameters.signed_by(&key, &ca).unwrap().pem(), key.serialize_pem())
@@ -169,7 +169,7 @@ fn certificates() -> Certificates {
 }
 
 #[tokio::test]
-async fn tls_trusts_the_ca_it_was_given_and_shows_its_certificate() {
+async fn tls_uses_the_given_ca_and_client_certificate() {
     let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
     let pem = certificates();
     let folder = tempfile::tempdir().unwrap();
@@ -198,17 +198,18 @@ async fn tls_trusts_the_ca_it_was_given_and_shows_its_certificate() {
         Some(Tls { ca: Some(ca.as_bytes().to_vec()), identity })
     };
     works(Connect { tls: tls(&pem.ca, Some(&pem.client)), ..connect.clone() }).await;
-    // Nobody else's signature, and not without a certificate of its own.
+    // Neither with another CA nor without a client certificate.
     is_refused(
         Connect { tls: tls(&certificates().ca, Some(&pem.client)), ..connect.clone() },
         "invalid peer certificate",
     )
     .await;
-    is_refused(Connect { tls: tls(&pem.ca, None), ..connect }, "writing this replica's sign of life").await;
+    is_refused(Connect { tls: tls(&pem.ca, None), ..connect }, "writing the liveness key of this replica")
+        .await;
     drop(redis);
 }
 
-/// Makes an access list's user have these passwords and no others.
+/// Sets the passwords of an ACL user.
 fn user(passwords: &[&str]) -> redis::Cmd {
     let mut set = cmd("ACL").arg("SETUSER").arg("kas").arg("resetpass").arg("on").take();
     for password in passwords {
@@ -225,13 +226,14 @@ fn with_password(connect: &Connect, password: &str) -> Connect {
     }
 }
 
-/// Waits until a replica says that Redis refuses what was exchanged, or not any more; never what that is.
+/// Waits until a replica reports that Redis refuses the new settings, or no longer does. The report must not
+/// contain the secret.
 async fn refusal(on: &Running, is_refused: bool) {
     soon("what Redis refuses is said", async {
         loop {
             let alarms = on.tracker.alarms();
             assert!(!format!("{alarms:?}").contains("hunter"), "{alarms:?}");
-            if alarms.iter().any(|alarm| alarm.contains("does not take the password")) == is_refused {
+            if alarms.iter().any(|alarm| alarm.contains("refuses the current password")) == is_refused {
                 return;
             }
             tokio::time::sleep(Duration::from_millis(20)).await;
@@ -240,13 +242,13 @@ async fn refusal(on: &Running, is_refused: bool) {
     .await;
 }
 
-/// Ends all connections of kas, so that it dials again.
+/// Closes all connections of kas, so that it dials again.
 fn kill() -> redis::Cmd {
     cmd("CLIENT").arg("KILL").arg("USER").arg("kas").take()
 }
 
 #[tokio::test]
-async fn a_password_is_exchanged_in_either_order_without_losing_redis() {
+async fn a_password_changes_in_either_order_without_losing_redis() {
     let world = World::new(Kind::Server).await;
     let connect = world.connect();
     let () = world.ask(&user(&["hunter1"])).await;
@@ -255,37 +257,37 @@ async fn a_password_is_exchanged_in_either_order_without_losing_redis() {
     let mut leases = vec![a.tracker.route(agent(1), Arc::from([]))];
     located(&b, 1, 1).await;
     let mut works_again = async |id: i64| {
-        // How many there were says nothing: some have just been dialled again.
+        // The number of closed connections is not checked: some may have just been dialled again.
         let _: u64 = world.ask(&kill()).await;
         leases.push(a.tracker.route(agent(id), Arc::from([])));
         located(&b, id, 1).await;
         located(&b, 1, 1).await;
     };
-    let exchange = |password: &str| {
+    let reconfigure = |password: &str| {
         for running in [&a, &b] {
-            running.tracker.exchange(with_password(&connect, password)).unwrap();
+            running.tracker.reconfigure(with_password(&connect, password)).unwrap();
         }
     };
-    // First here: until Redis knows the new one, the old one serves.
-    exchange("hunter2");
+    // First changed in kas: until Redis knows the new password, the old one is used.
+    reconfigure("hunter2");
     for running in [&a, &b] {
         refusal(running, true).await;
     }
     works_again(2).await;
-    // A second mistake does not make the good one forgotten.
-    exchange("hunter3");
+    // A second wrong password does not replace the one that works.
+    reconfigure("hunter3");
     works_again(3).await;
-    exchange("hunter2");
+    reconfigure("hunter2");
     let () = world.ask(&user(&["hunter2"])).await;
     for running in [&a, &b] {
         refusal(running, false).await;
     }
     works_again(4).await;
-    // First there: connections stay, and when they break the new one is there in time or not.
+    // First changed in Redis: connections stay. When they break, the new password may be known in kas or not.
     let () = world.ask(&user(&["hunter4"])).await;
-    exchange("hunter4");
+    reconfigure("hunter4");
     works_again(5).await;
-    // The old one is not tried any more: it would be refused, and seen as an attack.
+    // The old password is not tried any more: it would be refused, and look like an attack.
     let () = world.ask(&user(&["hunter1", "hunter2"])).await;
     let _: u64 = world.ask(&kill()).await;
     let mut health = b.tracker.health();
@@ -314,9 +316,9 @@ async fn a_cluster_is_dialled_with_the_new_password_after_a_failover() {
         let () = server.ask(&user(&["hunter1", "hunter2"])).await;
     }
     for running in [&a, &b] {
-        running.tracker.exchange(with_password(&connect, "hunter2")).unwrap();
+        running.tracker.reconfigure(with_password(&connect, "hunter2")).unwrap();
     }
-    // Whoever came with the old one is sent away; the connections to be are those of the new one.
+    // Connections with the old password are closed. New connections use the new one.
     for server in &nodes.servers {
         let () = server.ask(&user(&["hunter2"])).await;
         let _: u64 = server.ask(&kill()).await;
@@ -339,7 +341,7 @@ async fn a_cluster_is_dialled_with_the_new_password_after_a_failover() {
 }
 
 #[tokio::test]
-async fn certificates_are_exchanged_while_connections_stay() {
+async fn certificates_change_while_connections_stay() {
     let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
     let (old, new) = (certificates(), certificates());
     let folder = tempfile::tempdir().unwrap();
@@ -372,9 +374,9 @@ async fn certificates_are_exchanged_while_connections_stay() {
     let (a, b) = (Running::start("a", options(1)), Running::start("b", options(2)));
     let _lease = a.tracker.route(agent(1), Arc::from([]));
     located(&b, 1, 1).await;
-    // Only the new authority is trusted, and Redis still shows a certificate of the old one.
+    // Only the new CA is trusted, and Redis still presents a certificate of the old one.
     for running in [&a, &b] {
-        running.tracker.exchange(connect(&new.ca, &new)).unwrap();
+        running.tracker.reconfigure(connect(&new.ca, &new)).unwrap();
         refusal(running, true).await;
     }
     assert!(a.tracker.alarms()[0].contains("certificate"), "{:?}", a.tracker.alarms());
@@ -399,11 +401,11 @@ async fn certificates_are_exchanged_while_connections_stay() {
     assert!(killed > 0);
     let _more = a.tracker.route(agent(2), Arc::from([]));
     located(&b, 2, 1).await;
-    // What was under way on a connection that was killed is said until the next one is answered.
+    // The error of a killed connection is reported until the next command succeeds.
     calm(&b.tracker).await;
 }
 
-/// Arguments of a server, or lines of a Sentinel's file, that make it speak TLS on a port and to its like.
+/// Arguments of a server, or lines of a Sentinel's file, for TLS on its port and to other servers.
 struct Secure {
     pem: Certificates,
     folder: tempfile::TempDir,
@@ -452,7 +454,7 @@ impl Secure {
 }
 
 #[tokio::test]
-async fn sentinels_have_users_and_speak_tls_as_the_primary_does() {
+async fn sentinels_and_primary_have_users_and_tls() {
     let secure = Secure::new().await;
     let _redis = secure.server(&["--requirepass", "p"]).await;
     let (port, own) = (secure.port, free_port().await.unwrap());
@@ -483,7 +485,7 @@ async fn sentinels_have_users_and_speak_tls_as_the_primary_does() {
 }
 
 #[tokio::test]
-async fn a_cluster_has_users_and_speaks_tls() {
+async fn a_cluster_has_users_and_tls() {
     let secure = Secure::new().await;
     let redis = secure.server(&["--cluster-enabled", "yes", "--tls-cluster", "yes"]).await;
     let client = redis::Client::open(format!("unix://{}", redis.socket().display())).unwrap();
@@ -511,7 +513,7 @@ async fn sentinel_names_the_primary_before_and_after_a_failover() {
     sentinels.servers[0].redis.stop().await;
     let mut health = b.tracker.health();
     soon("the loss is noticed", health.wait_for(|health| !health.reachable)).await.unwrap();
-    assert_eq!(b.tracker.locate(agent(1)).await.unwrap().len(), 1, "known routes go on");
+    assert_eq!(b.tracker.locate(agent(1)).await.unwrap().len(), 1, "cached routes stay available");
     let _second = a.tracker.route(agent(2), Arc::from([]));
     soon("the new primary is found", health.wait_for(|health| health.reachable)).await.unwrap();
     located(&b, 2, 1).await;
@@ -529,7 +531,7 @@ async fn a_cluster_serves_before_and_after_a_failover() {
     for id in 1..=100 {
         located(&b, id, 1).await;
     }
-    // Of the three that were made primaries.
+    // One of the three new primaries.
     nodes.fail_soon().await;
     nodes.servers[0].redis.stop().await;
     let info = cmd("CLUSTER").arg("NODES").take();
@@ -547,7 +549,8 @@ async fn a_cluster_serves_before_and_after_a_failover() {
     drop(more);
 }
 
-/// Keeps the contract for several replicas, with `fail_over` before its fifth scenario: replicas start while it happens.
+/// Runs the contract suite for several replicas, with `fail_over` before its fifth scenario, so that replicas
+/// start during the failover.
 async fn keeps_the_contract(group: Arc<dyn Group>, fail_over: impl AsyncFn()) {
     let made = AtomicU64::new(0);
     contract::check_cluster(|| async {

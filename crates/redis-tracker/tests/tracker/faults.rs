@@ -1,5 +1,5 @@
-//! What docs/operations.md says of a Redis that fails, where it is a group behind Sentinel or a Cluster; `behaviour` has the
-//! same of one server.
+//! The failures of Redis that docs/operations.md describes, for Sentinel and Cluster. `behaviour` has them
+//! for one server.
 
 use std::{
     sync::{
@@ -10,7 +10,7 @@ use std::{
 };
 
 use cluster::{
-    Tracker,
+    ClusterView as _, Locator as _,
     contract::{self, Store as _},
 };
 use ids::AgentId;
@@ -24,14 +24,14 @@ use crate::{
     world::{LONG, TTL, calm},
 };
 
-/// How long a change may take while a group comes back: Sentinels and nodes have timers of their own.
+/// How long a change may take while a group recovers: Sentinels and nodes have their own timers.
 const BACK: Duration = Duration::from_secs(30);
 
 fn agent(id: i64) -> AgentId {
     AgentId::new(id).unwrap()
 }
 
-/// Waits, by subscription alone, until an agent is located on so many replicas.
+/// Waits until an agent is located on this many replicas. It looks again only after a wake-up.
 async fn located(tracker: &RedisTracker, id: i64, count: usize) {
     let mut changes = tracker.changes(agent(id));
     let wait = async {
@@ -54,7 +54,7 @@ async fn written(tracker: &RedisTracker) {
     timeout(BACK, all).await.unwrap_or_else(|_| panic!("{:?}", tracker.health().borrow()));
 }
 
-/// Down altogether, flushed, slow, and with its connections cut: as the contract asks of one server.
+/// The group is down, flushed, slow, and disconnected, as in the contract suite for one server.
 async fn the_contract_is_kept(group: Arc<dyn Group>) {
     let made = AtomicU64::new(0);
     contract::check_store(|| async {
@@ -64,7 +64,7 @@ async fn the_contract_is_kept(group: Arc<dyn Group>) {
     .await;
 }
 
-/// A second for each answer: known routes and own agents do not wait, and nothing counts as lost.
+/// Each answer takes a second: lookups of cached and own agents do not wait, and nothing counts as lost.
 async fn slow(group: &Arc<dyn Group>) {
     let sharers = Sharers::on(group, "slow");
     let options = || Options { ttl: Duration::from_secs(10), ..sharers.options() };
@@ -72,7 +72,7 @@ async fn slow(group: &Arc<dyn Group>) {
     let _old = a.tracker.route(agent(1), Arc::from([]));
     located(&b.tracker, 1, 1).await;
     sharers.slow(Duration::from_secs(1)).await;
-    // The best of three: the machine may stand still meanwhile.
+    // The best of three, because the machine may stall.
     let (mut new, mut least) = (Vec::new(), Duration::MAX);
     for id in 2..5 {
         let begun = Instant::now();
@@ -87,7 +87,7 @@ async fn slow(group: &Arc<dyn Group>) {
         let mut health = running.tracker.health();
         let slow = health.wait_for(|health| health.latency.is_some_and(|latency| latency.as_secs() >= 1));
         timeout(BACK, slow).await.expect("the delay is told").unwrap();
-        // An answer that was in time has told it; the machine may have stood still since.
+        // An answer in time has updated it, although the machine may have stalled since.
         let reachable = health.wait_for(|health| health.reachable);
         timeout(BACK, reachable).await.expect("nothing counts as lost").unwrap();
         assert_eq!(running.tracker.replicas().await.replicas.len(), 2);
@@ -95,7 +95,7 @@ async fn slow(group: &Arc<dyn Group>) {
     sharers.slow(Duration::ZERO).await;
 }
 
-/// `OOM`: who was there stays, who comes is announced once there is room.
+/// `OOM`: existing replicas stay live, and new agents are announced once there is memory.
 async fn full(group: &Arc<dyn Group>) {
     let sharers = Sharers::on(group, "full");
     let options = || Options { ttl: LONG, ..sharers.options() };
@@ -109,7 +109,7 @@ async fn full(group: &Arc<dyn Group>) {
         .wait_for(|h| !h.announced && h.last_error.as_ref().is_some_and(|(text, _)| text.contains("OOM")));
     soon("Redis is full, and that is said", full).await.unwrap();
     assert!(a.tracker.alarms()[0].contains("OOM"), "{:?}", a.tracker.alarms());
-    // Longer than a life: the sign of life needs no memory.
+    // Longer than the ttl: extending the liveness key needs no memory.
     tokio::time::sleep(LONG + TTL).await;
     assert_eq!(b.tracker.locate(agent(1)).await.unwrap().len(), 1);
     sharers.ask_each(cmd("CONFIG").arg("SET").arg("maxmemory").arg(0)).await;
@@ -118,8 +118,8 @@ async fn full(group: &Arc<dyn Group>) {
     calm(&a.tracker).await;
 }
 
-/// Pub/sub alone is cut, again and again.
-async fn deaf(group: &Arc<dyn Group>) {
+/// Only the subscription is disconnected, repeatedly.
+async fn unsubscribed(group: &Arc<dyn Group>) {
     let sharers = Sharers::on(group, "deaf");
     let (a, b) = (sharers.start("a", sharers.options()).await, sharers.start("b", sharers.options()).await);
     located(&b.tracker, 1, 0).await;
@@ -137,7 +137,7 @@ async fn deaf(group: &Arc<dyn Group>) {
 }
 
 #[tokio::test]
-async fn the_contract_is_kept_while_what_sentinels_watch_fails() {
+async fn the_contract_is_kept_while_servers_behind_sentinel_fail() {
     the_contract_is_kept(Arc::new(Sentinels::start().await)).await;
 }
 
@@ -147,24 +147,24 @@ async fn the_contract_is_kept_while_a_cluster_fails() {
 }
 
 #[tokio::test]
-async fn slow_full_and_deaf_are_the_same_behind_sentinel() {
+async fn slow_full_and_unsubscribed_behave_the_same_behind_sentinel() {
     let group: Arc<dyn Group> = Arc::new(Sentinels::start().await);
-    deaf(&group).await;
+    unsubscribed(&group).await;
     full(&group).await;
     slow(&group).await;
 }
 
 #[tokio::test]
-async fn slow_full_and_deaf_are_the_same_on_a_cluster() {
+async fn slow_full_and_unsubscribed_behave_the_same_on_a_cluster() {
     let group: Arc<dyn Group> = Arc::new(Nodes::start().await);
-    deaf(&group).await;
+    unsubscribed(&group).await;
     full(&group).await;
     slow(&group).await;
 }
 
-/// Both servers run on, and the old primary answers `READONLY` to whoever stays with it.
+/// Both servers keep running, and the old primary answers `READONLY` to clients that stay connected to it.
 #[tokio::test]
-async fn a_primary_that_became_a_replica_is_left_for_the_new_one() {
+async fn a_primary_that_became_a_replica_is_replaced_by_the_new_one() {
     let sentinels = Arc::new(Sentinels::start().await);
     let sharers = Sharers::on(&(Arc::clone(&sentinels) as _), "read-only");
     let (a, b) = (sharers.start("a", sharers.options()).await, sharers.start("b", sharers.options()).await);
@@ -178,15 +178,15 @@ async fn a_primary_that_became_a_replica_is_left_for_the_new_one() {
     located(&b.tracker, 2, 1).await;
     located(&b.tracker, 1, 1).await;
     written(&a.tracker).await;
-    // On the new primary, and not only there by what was passed on.
+    // It was written to the new primary, not only replicated from the old one.
     let keys: Vec<Vec<u8>> = sentinels.servers[1].ask(cmd("KEYS").arg("read-only:tunnel_tracker:*")).await;
     assert_eq!(keys.len(), 2);
     calm(&a.tracker).await;
 }
 
-/// The same in a Cluster: the old primary names the new one to whoever asks it.
+/// The same in a Cluster: the old primary redirects clients to the new one.
 #[tokio::test]
-async fn a_node_that_became_a_replica_is_left_for_the_new_one() {
+async fn a_node_that_became_a_replica_is_replaced_by_the_new_one() {
     let nodes = Arc::new(Nodes::start().await);
     let sharers = Sharers::on(&(Arc::clone(&nodes) as _), "moved");
     let (a, b) = (sharers.start("a", sharers.options()).await, sharers.start("b", sharers.options()).await);

@@ -1,5 +1,5 @@
-//! Groups of real servers: a primary and a replica that Sentinels watch, and a Cluster; each server behind a wire that may
-//! be slow or cut, under whose address the others name it.
+//! Groups of real servers: a primary and a replica with Sentinels, and a Cluster. Each server is behind a
+//! proxy that can delay or cut connections, and is known to the others by the address of the proxy.
 
 use std::{
     sync::{
@@ -21,16 +21,17 @@ use tokio::time::{Instant, timeout};
 
 use crate::world::{Running, TTL};
 
-/// A Sentinel that misses a server for so long fails over: late, since a server may be slow, or the machine stand still.
+/// A Sentinel fails over after this long without a server: late, because a server may be slow, or the machine
+/// may stall.
 const PATIENT: Duration = Duration::from_secs(10);
-/// And soon, once a server is about to be ended.
+/// The same before a server is ended.
 const QUICK: Duration = Duration::from_millis(500);
 /// As [`PATIENT`], in milliseconds, for nodes.
 const NODE_PATIENT: &str = "6000";
 /// As [`QUICK`], in milliseconds, for nodes.
 const NODE_QUICK: &str = "1000";
 
-/// Between two looks.
+/// The time between two checks.
 const AGAIN: Duration = Duration::from_millis(20);
 const SENTINELS: usize = 3;
 
@@ -65,12 +66,12 @@ impl Server {
         command.query_async(&mut connection).await
     }
 
-    /// Runs a command on it as an operator would, without the wire.
+    /// Runs a command on it as an operator would, without the proxy.
     pub(crate) async fn ask<T: FromRedisValue>(&self, command: &Cmd) -> T {
         self.try_ask(command).await.expect("it answers")
     }
 
-    /// Waits until it answers so.
+    /// Waits until it gives the expected answer.
     pub(crate) async fn answers(&self, command: &Cmd, expected: impl Fn(&str) -> bool) {
         soon("it answers as expected", async {
             while !self
@@ -85,7 +86,7 @@ impl Server {
     }
 }
 
-/// What has servers that can fail.
+/// A group of servers that can fail.
 #[async_trait]
 pub(crate) trait Group: Send + Sync {
     fn servers(&self) -> &[Server];
@@ -96,9 +97,9 @@ pub(crate) trait Group: Send + Sync {
     async fn start_again(&self);
 }
 
-/// A primary, a replica of it, and three sentinels that know all of that; each asks for a password.
+/// A primary, its replica, and three Sentinels, all with passwords.
 pub(crate) struct Sentinels {
-    /// The first is the primary, to begin with.
+    /// The first is the primary at the start.
     pub(crate) servers: [Server; 2],
     addresses: Vec<Address>,
     _sentinels: Vec<Process>,
@@ -106,12 +107,12 @@ pub(crate) struct Sentinels {
 }
 
 impl Sentinels {
-    /// Starts them; they are patient until [`fail_soon`](Self::fail_soon).
+    /// Starts the servers. Failovers are late until [`fail_soon`](Self::fail_soon).
     pub(crate) async fn start() -> Self {
         let folder = tempfile::tempdir().unwrap();
         let arguments = ["--requirepass", "p", "--masterauth", "p", "--repl-diskless-sync-delay", "0"];
         let servers = [Server::start("p", &arguments).await, Server::start("p", &arguments).await];
-        Self::tie(&servers).await;
+        Self::replicate(&servers).await;
         let (port, down_after) = (servers[0].port(), PATIENT.as_millis());
         let mut sentinels = Vec::new();
         let mut addresses = Vec::new();
@@ -122,7 +123,7 @@ impl Sentinels {
                  sentinel auth-pass kas p\nsentinel down-after-milliseconds kas {down_after}\n\
                  sentinel failover-timeout kas 2000\n"
             );
-            // A Sentinel writes its file.
+            // A Sentinel writes its own configuration file.
             let file = folder.path().join(format!("{own}.conf"));
             std::fs::write(&file, lines).unwrap();
             let (name, file) = ("redis-sentinel", file.display().to_string());
@@ -131,19 +132,20 @@ impl Sentinels {
         }
         let this = Self { servers, addresses, _sentinels: sentinels, _folder: folder };
         this.agree().await;
-        // One that stood still for 2 s would do nothing for the next 30 s; those before 7.0 insist on it.
+        // A Sentinel that stalled for 2 s would do nothing for the next 30 s; before 7.0 this cannot be
+        // changed.
         let tilt = ["tilt-trigger", "60000", "tilt-period", "1000"];
         for mut sentinel in this.sentinels().await {
             let _: redis::RedisResult<()> =
                 cmd("SENTINEL").arg("DEBUG").arg(&tilt).query_async(&mut sentinel).await;
         }
-        // One that nobody answers at comes first.
+        // An address without a server comes first.
         let nobody = tcp(free_port().await.unwrap());
         Self { addresses: [vec![nobody], this.addresses].concat(), ..this }
     }
 
-    /// Makes the second server a replica of the first, each known by its wire.
-    async fn tie(servers: &[Server; 2]) {
+    /// Makes the second server a replica of the first, each known by its proxy.
+    async fn replicate(servers: &[Server; 2]) {
         for server in servers {
             let port = server.port();
             let () = server.ask(cmd("CONFIG").arg("SET").arg("replica-announce-port").arg(port)).await;
@@ -155,7 +157,7 @@ impl Sentinels {
     }
 
     fn clients(&self) -> impl Iterator<Item = redis::Client> {
-        // One that nobody answers at may come first.
+        // An address without a server may come first.
         self.addresses[self.addresses.len() - SENTINELS..].iter().map(|address| {
             let Address::Tcp(_, port) = address else { unreachable!() };
             redis::Client::open(format!("redis://:s@127.0.0.1:{port}/")).unwrap()
@@ -171,7 +173,7 @@ impl Sentinels {
         connections
     }
 
-    /// From here on, a primary that does not answer is soon replaced.
+    /// From now on, a primary that does not answer is replaced soon.
     pub(crate) async fn fail_soon(&self) {
         let set = ["down-after-milliseconds", &QUICK.as_millis().to_string()];
         for mut sentinel in self.sentinels().await {
@@ -208,7 +210,7 @@ impl Sentinels {
         let mut connection = self.sentinels().await.remove(0);
         soon("a Sentinel fails over", async {
             loop {
-                // It may not have heard of the second server lately.
+                // It may not have heard of the second server recently.
                 let begun: redis::RedisResult<()> =
                     cmd("SENTINEL").arg("FAILOVER").arg("kas").query_async(&mut connection).await;
                 if begun.is_ok() {
@@ -247,17 +249,17 @@ impl Group for Sentinels {
         for server in &self.servers {
             server.redis.start().await.expect("it runs again");
         }
-        Self::tie(&self.servers).await;
+        Self::replicate(&self.servers).await;
     }
 }
 
 /// Three primaries with a replica each.
 pub(crate) struct Nodes {
-    /// The first three are the primaries, to begin with.
+    /// The first three are the primaries at the start.
     pub(crate) servers: Vec<Server>,
 }
 
-/// The bus of a node is this much above its port.
+/// The offset of the bus port of a node.
 const BUS: u16 = 10_000;
 
 impl Nodes {
@@ -272,7 +274,7 @@ impl Nodes {
         ];
         let mut servers = Vec::new();
         for _ in 0..6 {
-            // One whose bus would have no port does not start, and another port is taken.
+            // A node without a free bus port does not start. Then another port is tried.
             servers.push(Server::start("", &arguments).await);
         }
         let addresses: Vec<String> =
@@ -288,7 +290,7 @@ impl Nodes {
         this
     }
 
-    /// From here on, a primary that does not answer is soon replaced.
+    /// From now on, a primary that does not answer is replaced soon.
     pub(crate) async fn fail_soon(&self) {
         for server in &self.servers {
             let set = cmd("CONFIG").arg("SET").arg("cluster-node-timeout").arg(NODE_QUICK).take();
@@ -304,7 +306,7 @@ impl Nodes {
                 .answers(cmd("INFO").arg("replication"), |text| text.contains("master_link_status:up"))
                 .await;
         }
-        // An election that is lost is soon repeated.
+        // A lost election is soon repeated.
         self.fail_soon().await;
         let takes_over = async |server: &Server| {
             let mut asked: Option<Instant> = None;
@@ -313,7 +315,8 @@ impl Nodes {
                 if role.is_ok_and(|role| format!("{role:?}").contains("master")) {
                     return;
                 }
-                // Nodes give up one that takes longer than 5 s, and refuse while they have lost the primary for a moment.
+                // Nodes abandon a failover after 5 s, and refuse while they have lost the primary for a
+                // moment.
                 if asked.is_none_or(|at| at.elapsed() > Duration::from_secs(6)) {
                     let begun: redis::RedisResult<()> = server.try_ask(cmd("CLUSTER").arg("FAILOVER")).await;
                     asked = begun.is_ok().then(Instant::now);
@@ -321,13 +324,13 @@ impl Nodes {
                 tokio::time::sleep(AGAIN).await;
             }
         };
-        // One after the other: between two of them everybody learns who has which slots, and must learn it again.
+        // One after the other, so that all nodes learn the new slots in between.
         for replica in replicas {
             timeout(SOON * 2, takes_over(replica)).await.expect("the replica takes over");
         }
     }
 
-    /// Makes each node known by its wire, and waits until all know that, and serve.
+    /// Makes each node known by its proxy, and waits until all nodes know that and serve.
     async fn agree(&self) {
         for server in &self.servers {
             let bus = server.redis.address().port() + BUS;
@@ -363,7 +366,7 @@ impl Group for Nodes {
     }
 }
 
-/// Replicas that share a group with those of other scenarios, below a prefix of their own.
+/// Replicas that share a group with other scenarios, with their own prefix.
 pub(crate) struct Sharers {
     group: Arc<dyn Group>,
     connect: Connect,
@@ -431,7 +434,7 @@ impl Store for Sharers {
 
     async fn flush(&self) {
         for server in self.group.servers() {
-            // A replica's follows.
+            // The replicas of the primaries follow.
             let _: redis::RedisResult<redis::Value> = server.try_ask(&cmd("FLUSHALL")).await;
         }
     }

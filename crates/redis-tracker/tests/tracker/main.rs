@@ -1,4 +1,4 @@
-//! The tracker on a real Redis, which each test starts for itself.
+//! The tracker with a real Redis. Each test starts its own.
 
 #![allow(clippy::unwrap_used)] // a test may panic
 

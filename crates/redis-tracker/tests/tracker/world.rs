@@ -21,12 +21,12 @@ use testkit::{
 };
 use tokio::task::JoinHandle;
 
-/// A life, short for tests.
+/// A ttl that is short for tests.
 pub(crate) const TTL: Duration = Duration::from_secs(1);
-/// One that does not end while a machine stands still for some seconds, where it could not begin again.
+/// A ttl that does not end when a machine stalls for some seconds, for tests that could not recover.
 pub(crate) const LONG: Duration = Duration::from_secs(8);
 
-/// Waits until nothing is wrong: a machine that stood still is an alarm for a moment.
+/// Waits until there is no alarm: a stall of the machine raises one for a moment.
 pub(crate) async fn calm(tracker: &RedisTracker) {
     let mut last = Vec::new();
     let none = async {
@@ -42,16 +42,16 @@ pub(crate) async fn calm(tracker: &RedisTracker) {
     assert!(is_calm, "{last:?}");
 }
 
-/// How replicas reach it.
+/// How replicas connect to Redis.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
-    /// Through a wire that may be slow or cut.
+    /// Through a proxy that can delay or cut connections.
     Server,
-    /// Its socket in the file system.
+    /// By its Unix domain socket.
     Socket,
 }
 
-/// A Redis, and what replicas need.
+/// A Redis and the settings of its replicas.
 pub(crate) struct World {
     pub(crate) redis: Redis,
     pub(crate) wire: Wire,
@@ -73,7 +73,7 @@ impl World {
         Self { redis, wire, kind, runs: AtomicU64::new(1) }
     }
 
-    /// Returns how replicas reach Redis.
+    /// Returns how replicas connect to Redis.
     pub(crate) fn connect(&self) -> Connect {
         let address = match self.kind {
             Kind::Server => Address::Tcp(self.wire.address().ip().to_string(), self.wire.address().port()),
@@ -86,7 +86,8 @@ impl World {
         Options { ttl: TTL, ..Options::new(self.connect(), self.runs.fetch_add(1, Ordering::Relaxed)) }
     }
 
-    /// As [`options`](Self::options), where each command counts: what expires, or is answered too late, is written again.
+    /// As [`options`](Self::options), for tests that count commands: entries that expire or are answered late
+    /// would be written again.
     pub(crate) fn patient(&self) -> Options {
         let connect = Connect { read_timeout: LONG, ..self.connect() };
         Options { ttl: LONG, connect, ..self.options() }
@@ -102,7 +103,7 @@ impl World {
         running
     }
 
-    /// Runs commands on it as an operator would, without the wire.
+    /// Runs a command on it as an operator would, without the proxy.
     pub(crate) async fn ask<T: redis::FromRedisValue>(&self, command: &redis::Cmd) -> T {
         let address = format!("unix://{}", self.redis.socket().display());
         let client = redis::Client::open(address).expect("it is an address");
@@ -111,7 +112,7 @@ impl World {
     }
 }
 
-/// A replica that runs.
+/// A running replica.
 pub(crate) struct Running {
     pub(crate) tracker: Arc<RedisTracker>,
     task: JoinHandle<()>,

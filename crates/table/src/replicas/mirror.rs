@@ -1,18 +1,18 @@
-//! The copy of one replica's set: operations, snapshots, masks, and when it has to be synced anew.
+//! The copy of one replica's set: operations, snapshots, masks, and when it must be synced again.
 
 use std::{collections::BTreeMap, mem, time::Duration};
 
 use ids::AgentId;
 use tokio::time::Instant;
 
-use super::{Limits, Out, streams::backoff};
+use super::{Limits, Out, backoff::backoff};
 use crate::{
     ChunkHeader, IdSet, Op, Summary, Version, codec,
     flaw::{Flaw, flawed},
 };
 
-/// Time between resyncs of one copy: doubled from the first to the second, reset once the copy
-/// was good for as long as the second.
+/// Delay between resyncs of one copy: the first, doubled with each resync up to the second. It is reset once
+/// the copy was good for twice the second.
 const RESYNC: (Duration, Duration) = (Duration::from_millis(250), Duration::from_secs(30));
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -26,14 +26,14 @@ pub(super) struct Mirror {
     pub(super) ids: IdSet,
     /// `None` before the first snapshot.
     pub(super) version: Option<Version>,
-    /// The highest version that was ever shown in this epoch; outlives a drop of the set, so that
-    /// what comes back is never older than what was answered before.
+    /// The highest version that was ever visible in this epoch. It survives when the set is dropped, so that
+    /// the next set is never older than earlier answers.
     pub(super) shown: Version,
-    /// The highest version that anything told.
+    /// The highest version that is known of the owner.
     pub(super) known: Version,
-    /// Since when the copy is not what is known, or a snapshot does not move on.
+    /// Since when the copy is behind the known version, or a snapshot makes no progress.
     pub(super) behind: Option<Instant>,
-    /// The stream announced a snapshot that is not swapped in yet.
+    /// The stream has announced a snapshot that has not replaced the copy yet.
     pub(super) awaiting: bool,
     pub(super) shadow: Option<Shadow>,
     pub(super) want: Option<(Instant, Want)>,
@@ -42,7 +42,7 @@ pub(super) struct Mirror {
     pub(super) masks: BTreeMap<AgentId, Version>,
 }
 
-/// A snapshot that arrives beside the copy.
+/// A snapshot that is received beside the copy.
 #[derive(Debug, Clone)]
 pub(super) struct Shadow {
     version: Version,
@@ -61,8 +61,8 @@ pub(super) enum Source {
 }
 
 impl Mirror {
-    /// Asks for a resync, at once if the last one is long ago. The first of several asks sets the
-    /// time; a snapshot wins over a resume.
+    /// Schedules a resync, at once if the last one is long ago. The first of several calls sets the time. A
+    /// snapshot replaces a resume.
     pub(super) fn resync(&mut self, want: Want, now: Instant) {
         if let Some((_, old)) = &mut self.want {
             if want == Want::Snapshot {
@@ -83,7 +83,7 @@ impl Mirror {
         self.want = Some((now + wait, want));
     }
 
-    /// Offers operations `from + 1 ..` to the copy and to a snapshot that is on its way.
+    /// Applies operations `from + 1 ..` to the copy and to a snapshot that is being received.
     pub(super) fn offer(
         &mut self,
         from: Version,
@@ -95,7 +95,7 @@ impl Mirror {
     ) {
         let (mut gap, mut wrong, mut version) = (false, false, from);
         let end = from.0.saturating_add(ops.len() as u64);
-        // Most of what gossip repeats is known: five times a second from everyone.
+        // Gossip repeats its operations five times a second for each replica, so most are known.
         let old = self.shadow.is_none() && self.version.is_some_and(|version| version.0 >= end);
         if old && !flawed(Flaw::AnyVersion) {
             return;
@@ -115,7 +115,7 @@ impl Mirror {
             }
             let at = match self.version {
                 Some(at) => at,
-                // Version 0 of an epoch is the empty set: no snapshot is needed to begin there.
+                // Version 0 of an epoch is the empty set, so no snapshot is needed to start there.
                 None if version == Version(1) && end >= self.shown.0 => Version(0),
                 None => {
                     gap |= self.shadow.is_none();
@@ -137,13 +137,14 @@ impl Mirror {
         }
         self.swap(limits, out);
         self.unmask(limits, out);
-        // An operation without effect means that the sets differ: no need to wait for a digest.
+        // An operation without effect means that the sets differ, so there is no need to wait for a digest.
         if wrong || (gap && source == Source::Stream) {
             self.resync(Want::Snapshot, now);
         }
     }
 
-    /// Replaces the copy by a complete snapshot, unless that is older: then the stream brings it up.
+    /// Replaces the copy by a complete snapshot, unless the snapshot is older: then operations of the stream
+    /// update it first.
     pub(super) fn swap(&mut self, limits: &Limits, out: &mut Out) {
         let ready = self.shadow.as_ref().is_some_and(|shadow| {
             shadow.complete && (shadow.version >= self.shown || flawed(Flaw::OldSnapshotWins))
@@ -166,7 +167,7 @@ impl Mirror {
         }
     }
 
-    /// Drops the masks that a higher version voids.
+    /// Drops the masks that a higher version makes void.
     pub(super) fn unmask(&mut self, limits: &Limits, out: &mut Out) {
         if let Some(version) = self.version
             && !self.masks.is_empty()
@@ -182,7 +183,7 @@ impl Mirror {
         }
     }
 
-    /// Compares at an equal version, and remembers a higher one.
+    /// Compares count and digest at an equal version, and notes a higher version.
     pub(super) fn compare(&mut self, summary: &Summary, now: Instant) {
         self.known = self.known.max(summary.version);
         if self.version != Some(summary.version) || self.shadow.is_some() || flawed(Flaw::NoDigest) {
@@ -193,7 +194,7 @@ impl Mirror {
         }
     }
 
-    /// Forgets the set, not what is known of the epoch.
+    /// Drops the set, but not what is known of the epoch.
     pub(super) fn clear(&mut self, limits: &Limits, out: &mut Out) {
         out.wake_set(&self.ids, limits.woken);
         self.ids = IdSet::default();
@@ -205,7 +206,7 @@ impl Mirror {
         self.masks.clear();
     }
 
-    /// Takes a part of a snapshot; any error makes the whole of it void.
+    /// Adds a part of a snapshot. Any error discards the whole snapshot.
     pub(super) fn chunk(
         &mut self,
         header: &ChunkHeader,
@@ -271,7 +272,7 @@ impl Shadow {
 
     fn chunk(&mut self, header: &ChunkHeader, bytes: &[u8], limits: &Limits) -> Result<(), Malformed> {
         let ids = codec::decode_ids(bytes, header.count as usize).map_err(|_| Malformed)?;
-        // Only the last part may be less than full by much; an empty one would never end.
+        // Only the last part may be empty, so that a snapshot always ends.
         let follows = !self.complete && header.chunk == self.next && header.to == self.version;
         let rises = ids.first().is_none_or(|first| self.last.is_none_or(|last| last < *first));
         let fits = self.ids.len() + ids.len() <= limits.ids && (header.last || !ids.is_empty());
@@ -284,7 +285,7 @@ impl Shadow {
         }
         self.next += 1;
         self.complete = header.last;
-        // A gap among what gossip brought is no harm: the stream brings it again.
+        // A gap in the operations from gossip is harmless, because the stream delivers them too.
         match if self.complete { self.catch_up(limits) } else { Ok(()) } {
             Ok(()) | Err(Offer::Gap) => Ok(()),
             Err(Offer::Wrong) => Err(Malformed),

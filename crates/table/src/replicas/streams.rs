@@ -1,83 +1,28 @@
-//! The table streams of this replica: when one is dialled, what its messages do, what its end means.
+//! The table streams that this replica dials: when one is dialled, and what its messages and its end do.
 
 use std::{mem, sync::Arc, time::Duration};
 
+use cluster::ReplicaState;
 use ids::ReplicaId;
 use tokio::time::Instant;
 
 use super::{
     Action, Failure, StreamId, Table,
-    expiry::{Peer, StreamVote},
+    backoff::{backoff, spread},
+    link::{Link, Seed, Target},
     mirror::{Source, Want},
+    peer::{Peer, StreamVote},
 };
-use crate::{Identity, Message, State, Version, codec};
+use crate::{Identity, Message, Version};
 
-/// Time between dials of a known replica: doubled from the first to the second with each that fails.
+/// Delay between dials of a known replica: the first, doubled with each failure up to the second.
 const REDIAL: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(1));
 
-/// The same for seeds that name no known replica.
+/// The same for seeds that do not belong to a known replica.
 const RESEED: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(5));
 
-/// A stream that was open this long is dialled again at once.
+/// A stream that was open for this long is dialled again at once.
 const STEADY: Duration = Duration::from_secs(1);
-
-/// What the table stream of a replica does.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum LinkState {
-    /// Waits to be dialled.
-    Idle,
-    /// Dialled, no hello yet.
-    Dialing,
-    /// Open, and a snapshot is awaited.
-    Syncing,
-    /// Open.
-    Open,
-}
-
-#[derive(Debug, Clone)]
-pub(super) enum Target {
-    Peer(ReplicaId),
-    Seed(Arc<str>),
-}
-
-#[derive(Debug, Clone)]
-pub(super) struct Seed {
-    pub(super) link: Link,
-    pub(super) failures: u32,
-    /// Who answered there last.
-    pub(super) replica: Option<ReplicaId>,
-}
-
-#[derive(Debug, Clone, Copy)]
-pub(super) enum Link {
-    Idle { retry: Instant },
-    Dialing { stream: StreamId, since: Instant, snapshot: bool },
-    Open { stream: StreamId, since: Instant, heard: Instant },
-}
-
-impl Link {
-    pub(super) const fn stream(self) -> Option<StreamId> {
-        match self {
-            Self::Idle { .. } => None,
-            Self::Dialing { stream, .. } | Self::Open { stream, .. } => Some(stream),
-        }
-    }
-
-    /// Whether a snapshot was asked for and nothing came yet.
-    pub(super) const fn asks_snapshot(self) -> bool {
-        matches!(self, Self::Dialing { snapshot: true, .. })
-    }
-}
-
-/// `first << (times − 1)`, at most `most`.
-pub(super) fn backoff((first, most): (Duration, Duration), times: u32) -> Duration {
-    first.saturating_mul(1 << times.saturating_sub(1).min(16)).min(most)
-}
-
-/// Takes up to a quarter off a wait, so that replicas do not act in step.
-fn spread(wait: Duration, stream: StreamId) -> Duration {
-    wait - wait / 4 * (codec::mix(stream.0) % 256) as u32 / 256
-}
 
 impl Table {
     pub(super) fn hello(
@@ -96,8 +41,8 @@ impl Table {
             }
             Target::Seed(address) => {
                 let Some(seed) = self.seeds.get_mut(address) else { return };
-                // It rests while the replica that answered is dialled by its name; the wait is for one
-                // that is not taken.
+                // The seed is not dialled while the replica that answered is dialled by its name. The delay
+                // is for a replica that is not accepted.
                 seed.replica = Some(from.replica.clone());
                 seed.failures = seed.failures.saturating_add(1);
                 let retry = now + spread(backoff(RESEED, seed.failures), stream);
@@ -108,7 +53,7 @@ impl Table {
             && *asked != from.replica
             && let Some(peer) = self.peers.get_mut(asked)
         {
-            // Somebody else has the address: the one we asked for does not listen there.
+            // Another replica has the address: the one that was dialled does not listen there.
             peer.stream = StreamVote::Refused;
             peer.failures = peer.failures.saturating_add(1);
             peer.link = Link::Idle { retry: now + backoff(REDIAL, peer.failures) };
@@ -117,7 +62,7 @@ impl Table {
         let taken = from.replica != self.me
             && self.admit(&from.replica, &from.address, from.state, now)
             && self.epoch(&from.replica, from.epoch, now)
-            && self.peers.get(&from.replica).is_some_and(|peer| peer.state != State::Left);
+            && self.peers.get(&from.replica).is_some_and(|peer| peer.state != ReplicaState::Left);
         if !taken {
             self.close(link);
             if let Some(peer) = self.peers.get_mut(&from.replica) {
@@ -136,14 +81,14 @@ impl Table {
         peer.address = from.address.clone();
         peer.set_state(from.state);
         if let Link::Open { .. } = peer.link {
-            // Dialled twice, by its name and as a seed: the first one stays.
+            // It was dialled twice, by its name and as a seed: the first stream stays.
             self.close(link);
             self.settle(&from.replica, now);
             return;
         }
         let dialling = mem::replace(&mut peer.link, Link::Open { stream, since: now, heard: now });
         let copy = &mut peer.copy;
-        // The owner's own word heals a version that somebody made up.
+        // The version from the owner itself corrects a wrong version from elsewhere.
         copy.known = version.max(copy.shown);
         copy.behind = None;
         copy.shadow = None;
@@ -151,14 +96,14 @@ impl Table {
         let doubted = copy.want.is_some_and(|(at, want)| at <= now && want == Want::Snapshot);
         let queue = !resumed && !link.asks_snapshot() && running >= self.limits.snapshots;
         if queue || (resumed && (copy.version.is_none() || doubted)) {
-            // A resume that became a snapshot has to queue with the others; a resume of what is no
-            // longer trusted, or no longer there, is of no use.
+            // A resume that became a snapshot waits in the queue for snapshots. A resume is useless if the
+            // copy is doubted or was dropped.
             copy.want = Some((now, Want::Snapshot));
             copy.awaiting = false;
             peer.link = Link::Idle { retry: now };
             self.close(link);
         } else {
-            // A snapshot settles every doubt, a resume only that of being behind.
+            // A snapshot repairs every difference, a resume only a copy that is behind.
             copy.want = copy.want.filter(|(_, want)| resumed && *want == Want::Snapshot);
             self.streams.insert(stream, Target::Peer(from.replica.clone()));
         }
@@ -227,7 +172,8 @@ impl Table {
         }
     }
 
-    /// The stream is of no use; the owner lives. Whether and when it is asked again for a snapshot, the back-off says.
+    /// Closes a stream that is of no use although the owner is alive. A snapshot is requested again after a
+    /// backoff delay.
     pub(super) fn doubt(&mut self, replica: &ReplicaId, now: Instant) {
         let Some(peer) = self.peers.get_mut(replica) else { return };
         peer.copy.resync(Want::Snapshot, now);
@@ -261,7 +207,7 @@ impl Table {
                     let wait =
                         if steady { Duration::ZERO } else { spread(backoff(REDIAL, peer.failures), stream) };
                     peer.link = Link::Idle { retry: now + wait };
-                    // What arrived of a snapshot is of no use to the next stream.
+                    // The next stream cannot continue a partial snapshot.
                     peer.copy.shadow = None;
                     self.freed = true;
                     self.settle(&replica, now);
@@ -270,7 +216,7 @@ impl Table {
         }
     }
 
-    /// Closes the stream of a peer that broke the protocol.
+    /// Closes the stream of a peer that violated the protocol.
     pub(super) fn break_off(&mut self, stream: StreamId, now: Instant) {
         self.out.actions.push(Action::Close { stream });
         self.fail(stream, Failure::Ended, now);
@@ -287,7 +233,7 @@ impl Table {
     pub(super) fn dial(&mut self, replica: &ReplicaId, now: Instant) {
         let Some(peer) = self.peers.get(replica) else { return };
         let due = matches!(peer.link, Link::Idle { retry } if retry <= now);
-        // A seed on its way to the same address will do.
+        // A seed that is being dialled at the same address is enough.
         let seeded =
             self.seeds.get(&peer.address).is_some_and(|seed| matches!(seed.link, Link::Dialing { .. }));
         if !due || seeded {
@@ -336,9 +282,9 @@ impl Table {
         }
     }
 
-    /// Whether the replica behind a seed is known and dialled by its name.
+    /// Whether the replica at a seed's address is known and dialled by its name.
     pub(super) fn is_met(&self, address: &Arc<str>, seed: &Seed) -> bool {
-        let lives = |peer: &Peer| peer.dropped.is_none() && peer.state != State::Left;
+        let lives = |peer: &Peer| peer.dropped.is_none() && peer.state != ReplicaState::Left;
         match &seed.replica {
             Some(replica) if *replica == self.me => return true,
             Some(replica) if self.peers.get(replica).is_some_and(lives) => return true,
@@ -347,7 +293,7 @@ impl Table {
         self.peers.values().any(|peer| lives(peer) && peer.address == *address)
     }
 
-    /// Snapshots asked for or arriving.
+    /// Returns how many snapshots are requested or being received.
     pub(super) fn running_snapshots(&self) -> usize {
         self.peers.values().filter(|peer| peer.takes_snapshot()).count()
             + self.seeds.values().filter(|seed| seed.link.asks_snapshot()).count()

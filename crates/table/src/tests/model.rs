@@ -1,12 +1,13 @@
 //! Every order of events of a small world: one owner, one subscriber, two agents.
 //!
-//! Copies of different owners share nothing but permits and wakes, so one pair tells the truth about
-//! all; permits and crowds are the simulation's business. Explored breadth first, states told apart
-//! by everything but time: register, unregister, dial, each message of the feed, its delivery, every
-//! gossip value ever published (late, twice, out of order), stream cut, gossip gone, crash, restart
-//! with a new epoch, a while passing.
+//! Copies of different owners share only snapshot slots and wake-ups, so one pair represents all; the
+//! simulation covers slots and larger numbers of replicas. The exploration is breadth first, and states
+//! differ in everything but time. The events are: register, unregister, dial, each message of the feed and
+//! its delivery, every gossip value ever published (late, twice, out of order), stream cut, gossip gone,
+//! crash, restart with a new epoch, and time passing.
 //!
-//! In every state: I5 and I15. From every state, left alone: I7, I8, I9.
+//! In every state, *single writer* and *order* hold. From every state, without further events, *convergence*,
+//! *no zombies* and *no lost registration* are reached.
 
 use std::collections::{HashSet, VecDeque};
 
@@ -19,7 +20,7 @@ use crate::{
 #[derive(Clone)]
 struct World {
     now: Instant,
-    /// The feed's own clock: it never waits here, so that each operation may be a delta.
+    /// The clock of the feed. It advances so that each operation may be a delta of its own.
     feed_clock: Instant,
     up: bool,
     owner: Owner,
@@ -27,13 +28,13 @@ struct World {
     table: Table,
     dial: Option<(StreamId, Option<(Epoch, Version)>)>,
     feed: Option<(StreamId, Feed)>,
-    /// Sent, not yet delivered; the stream may be cut behind them.
+    /// Messages that are sent and not yet delivered. The stream may be cut after them.
     channel: VecDeque<Message>,
     cut: bool,
     published: Vec<(u64, crate::Summary, Record)>,
     history: History,
     seen: (Epoch, Version),
-    /// How many more: operations, cuts, crashes, waits, gossip values.
+    /// Remaining budget: operations, cuts, crashes, waits, gossip values.
     left: [u8; 5],
     trace: Vec<Step>,
 }
@@ -82,7 +83,7 @@ impl World {
         }
     }
 
-    /// Everything that decides what can still happen.
+    /// Everything that determines what can still happen.
     fn fingerprint(&self) -> u128 {
         let feed = self.feed.as_ref().map(|(stream, feed)| (stream, feed.position()));
         let text = format!(
@@ -170,7 +171,7 @@ impl World {
                     replica: replica("a"),
                     generation,
                     address: Arc::from("a:1"),
-                    state: State::Ready,
+                    state: ReplicaState::Ready,
                     summary: Some(summary),
                     changes: Some(changes),
                     heard: self.now,
@@ -207,7 +208,7 @@ impl World {
                 let from = epoch.map(|epoch| Identity {
                     replica: replica("a"),
                     epoch,
-                    state: State::Ready,
+                    state: ReplicaState::Ready,
                     address: Arc::from("a:1"),
                 });
                 self.table.message(*stream, from, message, self.now);
@@ -262,12 +263,17 @@ impl World {
         self.history.check(&self.table, &replica("a"), self.now);
         for view in self.table.replicas(self.now) {
             let (Some(epoch), Some(version)) = (view.epoch, view.version) else { continue };
-            assert!((epoch, version) >= self.seen, "I5, I15: {:?} after {:?}", (epoch, version), self.seen);
+            assert!(
+                (epoch, version) >= self.seen,
+                "single writer, order: {:?} after {:?}",
+                (epoch, version),
+                self.seen
+            );
             self.seen = (epoch, version);
         }
     }
 
-    /// Nothing happens any more but what must: within 40 s the table is exact.
+    /// Without further events, the table is exact within 40 s.
     fn settle(mut self) {
         for _ in 0..400 {
             while self.dial.is_some() || !self.channel.is_empty() || self.cut {
@@ -286,7 +292,7 @@ impl World {
             let copy = self.table.agents(&replica("a")).cloned().unwrap_or_default();
             if self.up {
                 let synced =
-                    views.first().is_some_and(|view| view.synced && view.standing <= Standing::Draining);
+                    views.first().is_some_and(|view| view.synced && view.health <= ReplicaHealth::Draining);
                 if synced && copy == *self.owner.agents() && self.table.unsynced(self.now).is_empty() {
                     return;
                 }
@@ -300,7 +306,7 @@ impl World {
                     }
                 }
             } else {
-                if copy.is_empty() && views.iter().all(|view| view.standing == Standing::Gone) {
+                if copy.is_empty() && views.iter().all(|view| view.health == ReplicaHealth::Gone) {
                     return;
                 }
                 self.take(Step::GossipGone);

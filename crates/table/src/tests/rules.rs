@@ -1,4 +1,4 @@
-//! The rules of the table, one by one.
+//! Tests of single rules of the table.
 
 use proptest::prelude::*;
 
@@ -10,7 +10,7 @@ fn member(name: &str, now: Instant) -> Member {
         replica: replica(name),
         generation: 1,
         address: Arc::from(format!("{name}:1")),
-        state: State::Ready,
+        state: ReplicaState::Ready,
         summary: Some(Summary { epoch: Epoch(1), version: Version(0), count: 0, digest: 0 }),
         changes: None,
         heard: now,
@@ -21,7 +21,7 @@ fn identity(name: &str, epoch: u64) -> Identity {
     Identity {
         replica: replica(name),
         epoch: Epoch(epoch),
-        state: State::Ready,
+        state: ReplicaState::Ready,
         address: Arc::from(format!("{name}:1")),
     }
 }
@@ -46,9 +46,9 @@ fn dials(actions: &[Action]) -> Vec<(StreamId, Option<ReplicaId>)> {
     actions.iter().filter_map(dial).collect()
 }
 
-/// A later version's form of a snapshot, say.
+/// An unreadable message, such as a snapshot in the format of a later version.
 #[test]
-fn what_cannot_be_read_is_asked_for_again_less_and_less_often_and_its_owner_lives() {
+fn unreadable_snapshots_are_requested_again_with_growing_delays() {
     let mut lab = Lab::synced(3);
     for _ in 0..600 {
         lab.pass(ms(100));
@@ -62,12 +62,12 @@ fn what_cannot_be_read_is_asked_for_again_less_and_less_often_and_its_owner_live
             lab.table.unreadable(stream, lab.now);
             lab.obey();
         }
-        assert_eq!(lab.standing(), Standing::Live);
-        // It is asked directly for what its copy lacks, and for what it has.
+        assert_eq!(lab.health(), ReplicaHealth::Live);
+        // It is asked directly for agents that are in its copy and for others.
         assert!(lab.holds(1) && !lab.table.unsynced(lab.now).is_empty());
     }
     assert!((3..=12).contains(&lab.dials()), "{} snapshots were asked for in a minute", lab.dials());
-    // It is replaced by the version that this one reads.
+    // Then the owner sends a format that this version reads.
     lab.restart(20);
     lab.insert(7);
     for _ in 0..300 {
@@ -81,40 +81,40 @@ fn what_cannot_be_read_is_asked_for_again_less_and_less_often_and_its_owner_live
 }
 
 #[test]
-fn end_of_stream_is_suspicion_and_a_resume_mends_it() {
+fn end_of_stream_makes_suspect_until_a_resume() {
     let mut lab = Lab::synced(2);
     lab.now += ms(5_000 - 3_000);
     lab.pump();
     lab.table.failed(lab.stream(), Failure::Ended, lab.now);
     lab.feed = None;
     lab.obey();
-    assert_eq!(lab.standing(), Standing::Suspect);
+    assert_eq!(lab.health(), ReplicaHealth::Suspect);
     assert!(lab.holds(1), "still asked, last");
     assert!(lab.actions.iter().any(|action| matches!(action, Action::Wake(woken) if woken.len() == 2)));
     lab.insert(3);
     assert_eq!(lab.connect(), Some((Epoch(10), Version(2))), "dialled again at once, by version");
     lab.pump();
-    assert_eq!(lab.standing(), Standing::Live);
+    assert_eq!(lab.health(), ReplicaHealth::Live);
     assert!(lab.holds(3));
     let snapshots = lab.actions.iter().filter(|action| matches!(action, Action::Dial { resume: None, .. }));
     assert_eq!(snapshots.count(), 0);
 }
 
 #[test]
-fn pause_of_an_owner_and_back_takes_no_snapshot() {
+fn a_short_pause_of_an_owner_needs_no_snapshot() {
     let mut lab = Lab::synced(2);
     let (stream, feed) = lab.feed.take().unwrap();
     lab.table.gossip(&[], lab.now);
     lab.obey();
     lab.pass(ms(5_000));
-    assert_eq!(lab.standing(), Standing::Suspect);
+    assert_eq!(lab.health(), ReplicaHealth::Suspect);
     assert!(lab.holds(1));
-    // Back before the stream was cut: it goes on where it was.
+    // The owner resumes before the stream is cut, and the stream continues.
     lab.feed = Some((stream, feed));
     lab.insert(3);
     lab.pump();
     lab.gossip();
-    assert_eq!(lab.standing(), Standing::Live);
+    assert_eq!(lab.health(), ReplicaHealth::Live);
     assert!(lab.holds(3));
     assert_eq!(lab.dials(), 0);
 }
@@ -128,17 +128,17 @@ fn no_proof_of_life_for_the_ttl_drops() {
     lab.pass(ms(9_900));
     assert!(lab.holds(1));
     lab.pass(ms(150));
-    assert_eq!(lab.standing(), Standing::Gone);
+    assert_eq!(lab.health(), ReplicaHealth::Gone);
     assert!(lab.table.agents(&replica("a")).unwrap().is_empty());
     assert!(lab.table.unsynced(lab.now).is_empty(), "it is not live, so nobody is asked");
-    // The same life is heard again: it comes back, whole.
+    // The same process is heard again, and its copy is restored.
     lab.gossip();
-    assert_eq!(lab.standing(), Standing::Suspect, "its stream has not answered yet");
+    assert_eq!(lab.health(), ReplicaHealth::Suspect, "its stream has not answered yet");
     lab.pass(ms(100));
     lab.connect();
     lab.pump();
     assert!(lab.holds(1));
-    assert_eq!(lab.standing(), Standing::Live);
+    assert_eq!(lab.health(), ReplicaHealth::Live);
 }
 
 #[test]
@@ -151,7 +151,7 @@ fn order_is_live_draining_suspect() {
         let name = name.unwrap();
         let mut from = identity(name.as_str(), 1);
         if name.as_str() == "b" {
-            from.state = State::Draining;
+            from.state = ReplicaState::Draining;
         }
         table.message(stream, Some(from), hello(1, 1, false), now);
         table.message(stream, None, chunk(1, 1, 0, true, &[7]), now);
@@ -160,13 +160,13 @@ fn order_is_live_draining_suspect() {
         }
     }
     let found: Vec<_> =
-        table.locate(agent(7), now).into_iter().map(|found| (found.replica, found.standing)).collect();
+        table.locate(agent(7), now).into_iter().map(|found| (found.replica, found.health)).collect();
     assert_eq!(
         found,
         [
-            (replica("c"), Standing::Live),
-            (replica("b"), Standing::Draining),
-            (replica("a"), Standing::Suspect)
+            (replica("c"), ReplicaHealth::Live),
+            (replica("b"), ReplicaHealth::Draining),
+            (replica("a"), ReplicaHealth::Suspect)
         ]
     );
     assert_eq!(table.live(now), 2);
@@ -176,22 +176,22 @@ fn order_is_live_draining_suspect() {
 }
 
 #[test]
-fn left_is_dropped_and_never_comes_back() {
+fn a_replica_that_left_is_dropped_for_good() {
     let mut lab = Lab::synced(2);
-    lab.state = State::Draining;
+    lab.state = ReplicaState::Draining;
     lab.gossip();
-    assert_eq!(lab.standing(), Standing::Draining);
-    // An old word that comes late changes nothing.
-    lab.state = State::Ready;
+    assert_eq!(lab.health(), ReplicaHealth::Draining);
+    // An old state that arrives late changes nothing.
+    lab.state = ReplicaState::Ready;
     lab.gossip();
-    assert_eq!(lab.standing(), Standing::Draining);
-    lab.state = State::Left;
+    assert_eq!(lab.health(), ReplicaHealth::Draining);
+    lab.state = ReplicaState::Left;
     lab.gossip();
     assert!(!lab.holds(1) && lab.feed.is_none());
-    lab.state = State::Ready;
+    lab.state = ReplicaState::Ready;
     lab.gossip();
     lab.pass(ms(3_000));
-    assert_eq!((lab.standing(), lab.dials()), (Standing::Gone, 0));
+    assert_eq!((lab.health(), lab.dials()), (ReplicaHealth::Gone, 0));
     lab.restart(11);
     lab.insert(9);
     lab.gossip();
@@ -201,31 +201,31 @@ fn left_is_dropped_and_never_comes_back() {
 }
 
 #[test]
-fn refused_is_not_asked_until_a_stream_opens() {
+fn a_replica_that_refused_is_not_asked_until_a_stream_opens() {
     let mut lab = Lab::new();
     lab.insert(1);
     lab.gossip();
     let (stream, _) = lab.dialled.take().unwrap();
     lab.table.failed(stream, Failure::Refused, lab.now);
     lab.obey();
-    assert_eq!(lab.standing(), Standing::Unreachable);
+    assert_eq!(lab.health(), ReplicaHealth::Unreachable);
     assert!(lab.table.unsynced(lab.now).is_empty());
     lab.pass(ms(200));
     lab.connect();
     lab.pump();
-    assert!(lab.holds(1) && lab.standing() == Standing::Live);
+    assert!(lab.holds(1) && lab.health() == ReplicaHealth::Live);
 }
 
 #[test]
 fn changes_by_gossip_alone_keep_a_copy_current() {
     let mut lab = Lab::synced(2);
-    // The stream is open and silent: half-open.
+    // The stream is half-open: open and silent.
     let (stream, feed) = lab.feed.take().unwrap();
     lab.insert(3);
     lab.remove(1);
     lab.gossip_changes();
     assert!(lab.holds(3) && !lab.holds(1));
-    // A gap in gossip is no reason to act at once.
+    // A gap in gossip has no immediate effect.
     lab.feed = None;
     for id in 10..300 {
         lab.insert(id);
@@ -307,13 +307,13 @@ fn seeds_are_enough_when_udp_is_blocked() {
     assert_eq!(closed, [Action::Close { stream: open[2].0 }]);
     let views = table.replicas(now);
     assert!(views.iter().all(|view| view.gossip == GossipVote::Unheard && view.link == LinkState::Open));
-    // A beat carries what gossip would.
+    // A heartbeat carries the same state as gossip.
     let mut from = identity("a", 1);
-    from.state = State::Draining;
+    from.state = ReplicaState::Draining;
     let summary =
         Summary { epoch: Epoch(1), version: Version(1), count: 1, digest: codec::digest([agent(3)]) };
     table.message(open[0].0, Some(from), Message::Beat(summary), now);
-    assert_eq!(table.locate(agent(3), now)[1].standing, Standing::Draining);
+    assert_eq!(table.locate(agent(3), now)[1].health, ReplicaHealth::Draining);
 }
 
 #[test]
@@ -328,16 +328,16 @@ fn another_process_at_the_address_is_a_refusal_of_the_old_one() {
     from.address = Arc::from("a:1");
     lab.table.message(stream, Some(from), hello(50, 0, false), lab.now);
     lab.table.message(stream, None, chunk(50, 0, 0, true, &[]), lab.now);
-    assert_eq!(lab.standing(), Standing::Unreachable);
+    assert_eq!(lab.health(), ReplicaHealth::Unreachable);
     assert!(!lab.holds(1));
     assert!(lab.table.replicas(lab.now).iter().any(|view| view.replica == replica("z") && view.synced));
 }
 
 #[test]
-fn gossip_votes_only_about_whom_it_has_heard() {
+fn gossip_votes_only_on_replicas_that_it_has_heard() {
     let mut lab = Lab::synced(2);
     lab.table.gossip_restarted(lab.now);
-    // The new gossip task knows nobody yet; the stream is refused for a moment.
+    // The new gossip task has heard no replica yet. The stream is refused for a moment.
     lab.table.gossip(&[], lab.now);
     lab.table.failed(lab.stream(), Failure::Ended, lab.now);
     lab.feed = None;
@@ -384,7 +384,7 @@ fn operations_during_a_snapshot_are_kept_to_a_bound() {
         let message = lab.emit().unwrap();
         lab.deliver(message);
     }
-    // Gossip brings three operations while the snapshot is half there: one too many.
+    // Gossip delivers three operations while half of the snapshot has arrived: one too many.
     for id in 4..=6 {
         lab.insert(id);
     }
@@ -397,14 +397,15 @@ fn operations_during_a_snapshot_are_kept_to_a_bound() {
 }
 
 #[test]
-fn our_own_pause_is_nobodys_fault() {
+fn an_own_pause_drops_no_replica() {
     let mut lab = Lab::synced(2);
     lab.now += ms(2_000);
     lab.pump();
     lab.table.failed(lab.stream(), Failure::Ended, lab.now);
     lab.feed = None;
     lab.obey();
-    // Dialled, and then we stop; gossip's detector blames everyone when we wake.
+    // The replica is dialled, and then this process is paused. When it continues, gossip's detector reports
+    // all as gone.
     lab.now += ms(30_000);
     lab.table.gossip(&[], lab.now);
     lab.table.tick(lab.now);
@@ -417,7 +418,7 @@ fn our_own_pause_is_nobodys_fault() {
 }
 
 #[test]
-fn gossip_does_not_vote_about_a_life_that_it_has_not_heard() {
+fn gossip_does_not_vote_on_a_process_that_it_has_not_heard() {
     let mut lab = Lab::synced(1);
     lab.table.gossip(&[], lab.now);
     lab.table.failed(lab.stream(), Failure::Ended, lab.now);
@@ -428,7 +429,7 @@ fn gossip_does_not_vote_about_a_life_that_it_has_not_heard() {
     lab.connect();
     lab.pump();
     assert!(lab.holds(4));
-    assert_eq!(lab.standing(), Standing::Live, "the vote was about the life before");
+    assert_eq!(lab.health(), ReplicaHealth::Live, "the vote was about the life before");
 }
 
 #[test]
@@ -445,7 +446,7 @@ fn resumes_that_become_snapshots_queue() {
         streams.push(stream);
         open.extend(dials(&table.actions()));
     }
-    // A blip cuts all streams, and every owner has forgotten where we were.
+    // A short failure cuts all streams, and no owner can resume them.
     let now = now + ms(2_000);
     for stream in streams {
         table.failed(stream, Failure::Ended, now);
@@ -459,7 +460,7 @@ fn resumes_that_become_snapshots_queue() {
 }
 
 #[test]
-fn a_clock_set_back_does_not_hide_the_next_life() {
+fn a_clock_set_back_does_not_hide_the_next_process() {
     let mut lab = Lab::synced(2);
     lab.table.failed(lab.stream(), Failure::Ended, lab.now);
     lab.obey();
@@ -468,7 +469,7 @@ fn a_clock_set_back_does_not_hide_the_next_life() {
     lab.pass(ms(200));
     let (stream, resume) = lab.dialled.take().unwrap();
     let (seen, _) = resume.unwrap();
-    assert!(lab.owner.outrank(seen), "the subscriber's request says which epoch it has seen");
+    assert!(lab.owner.raise_epoch(seen), "the subscriber's request says which epoch it has seen");
     lab.history.note(&lab.owner);
     lab.feed = Some((stream, lab.owner.feed(resume)));
     lab.pump();
@@ -476,7 +477,7 @@ fn a_clock_set_back_does_not_hide_the_next_life() {
 }
 
 #[test]
-fn a_snapshot_wakes_only_whom_it_changes() {
+fn a_snapshot_wakes_only_waiters_of_changed_agents() {
     let mut lab = Lab::synced(3);
     lab.feed = Some((lab.stream(), lab.owner.feed(None)));
     lab.remove(2);
@@ -516,7 +517,7 @@ fn parts_of_a_snapshot_must_follow_each_other() {
         assert!(lab.feed.is_none(), "the stream is closed: {bad:?}");
         assert!(lab.holds(1) && !lab.holds(5), "and the copy stays");
     }
-    // A second part that goes back.
+    // The second part is not in ascending order.
     let mut lab = Lab::synced(3);
     lab.feed = Some((lab.stream(), lab.owner.feed(None)));
     let greeting = lab.emit().unwrap();
@@ -527,7 +528,7 @@ fn parts_of_a_snapshot_must_follow_each_other() {
 }
 
 #[test]
-fn silence_and_unanswered_dials_are_cut_by_the_clock() {
+fn silent_streams_and_unanswered_dials_time_out() {
     let mut lab = Lab::synced(1);
     let (stream, _) = lab.feed.take().unwrap();
     lab.pass(ms(5_900));
@@ -535,12 +536,12 @@ fn silence_and_unanswered_dials_are_cut_by_the_clock() {
     assert!(lab.table.deadline(lab.now) <= lab.now + ms(100));
     lab.pass(ms(150));
     assert!(lab.actions.contains(&Action::Close { stream }));
-    assert_eq!(lab.standing(), Standing::Suspect);
-    // Its redial is not answered either; gossip agrees: dropped before the ttl.
+    assert_eq!(lab.health(), ReplicaHealth::Suspect);
+    // The redial is not answered either, and gossip agrees: the copy is dropped before the ttl.
     lab.table.gossip(&[], lab.now);
     lab.obey();
     lab.pass(ms(2_200));
-    assert_eq!(lab.standing(), Standing::Gone);
+    assert_eq!(lab.health(), ReplicaHealth::Gone);
 }
 
 #[derive(Debug, Clone)]
@@ -608,7 +609,8 @@ fn events() -> impl Strategy<Value = Event> {
 }
 
 proptest! {
-    /// Peers that send anything in any order: no panic, no growth, versions and epochs only rise.
+    /// Peers may send anything in any order: there is no panic and no unbounded growth, and versions and
+    /// epochs never decrease.
     #[test]
     fn hostile_peers_break_nothing(events in prop::collection::vec(events(), 0..60)) {
         let mut now = Instant::now();

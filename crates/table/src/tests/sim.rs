@@ -1,12 +1,13 @@
-//! A seeded cluster of three to five replicas, each owner and subscriber, in virtual time.
+//! A simulated cluster of three to five replicas, each owner and subscriber, in virtual time, driven by a
+//! seed.
 //!
-//! Links delay, gossip is lost, repeated, reordered; streams are cut, processes crash with and
-//! without their host, restart with a new epoch, leave, pause, hear nothing; pairs are partitioned.
-//! After every event: I5 (what is shown was once true, at that version) and I15 (versions only
-//! rise). Every second: I8 (nobody asks a replica that is down for longer than the ttl). In the
-//! end, after 20 s of quiet: I7 and I9 as exact sets.
+//! Links are slow; gossip is lost, repeated and reordered; streams are cut; processes crash with and without
+//! their host, restart with a new epoch, leave, pause, or hear nothing; pairs are partitioned. The test
+//! checks *single writer* (what is visible was once true, at that version) and *order* (versions never
+//! decrease) after every event, *no zombies* (no replica asks one that is down for longer than the ttl) every
+//! second, and *convergence* and *no lost registration* as exact sets at the end, after 20 s without faults.
 //!
-//! `TABLE_SEED=n` replays one seed, `TABLE_SEEDS=n` runs more of them.
+//! `TABLE_SEED=n` replays one seed, `TABLE_SEEDS=n` runs more seeds.
 
 use std::collections::VecDeque;
 
@@ -17,9 +18,10 @@ const AGENTS: u64 = 24;
 const STEP: u64 = 10;
 const CHAOS: u64 = 16_000;
 const QUIET: u64 = 20_000;
-/// Whom nobody reaches for this long falls silent (`gossip::Builder::hush`, as kas sets it).
-const HUSH: u64 = 5_000;
-/// A connection on which nobody answers is closed after this time.
+/// A replica that is not reached for this long is silent (`gossip::Builder::silence_if_deaf`, as kas sets
+/// it).
+const DEAF_AFTER: u64 = 5_000;
+/// A connection without answers is closed after this time.
 const KEEPALIVE: u64 = 5_000;
 
 struct Rng(u64);
@@ -39,7 +41,7 @@ impl Rng {
 struct Published {
     generation: u64,
     beat: u64,
-    state: State,
+    state: ReplicaState,
     summary: Summary,
     changes: Record,
 }
@@ -48,7 +50,7 @@ struct Process {
     name: ReplicaId,
     address: Arc<str>,
     up: bool,
-    /// Down with its kernel: nothing answers.
+    /// Down with its host: nothing answers.
     host_down: bool,
     down_since: u64,
     paused_until: u64,
@@ -56,13 +58,13 @@ struct Process {
     generation: u64,
     owner: Owner,
     table: Table,
-    state: State,
+    state: ReplicaState,
     held: Vec<i64>,
     beat: u64,
     published: Vec<Published>,
-    /// What gossip knows here: the value and when its beat last advanced.
+    /// What gossip knows here: the value, and when its heartbeat last advanced.
     view: BTreeMap<usize, (Published, u64)>,
-    /// The highest seen of each replica and epoch, for I15.
+    /// The highest version seen of each replica and epoch, for *order*.
     seen: BTreeMap<ReplicaId, (Epoch, Version)>,
 }
 
@@ -91,13 +93,13 @@ struct Sim {
     processes: Vec<Process>,
     conns: Vec<Conn>,
     dials: Vec<Dial>,
-    /// Gossip on its way: due, from, to, value.
+    /// Gossip in transit: due, from, to, value.
     datagrams: Vec<(u64, usize, usize, Published)>,
     cuts: BTreeMap<(usize, usize), (bool, bool, u64)>,
-    /// Whom nothing reaches, while what it sends arrives: since when, and until when.
+    /// Deaf replicas, which nothing reaches while their messages arrive: since when, and until when.
     deaf: BTreeMap<usize, (u64, u64)>,
-    /// Whether a deaf one falls silent: off to show what for.
-    hush: bool,
+    /// Whether a deaf replica becomes silent. Switched off to show the effect.
+    silences: bool,
     history: Vec<History>,
     epochs: u64,
 }
@@ -117,7 +119,7 @@ impl Sim {
             datagrams: Vec::new(),
             cuts: BTreeMap::new(),
             deaf: BTreeMap::new(),
-            hush: true,
+            silences: true,
             history: vec![History::default(); count],
             epochs: 100,
         };
@@ -137,7 +139,7 @@ impl Sim {
         let (name, address) = (replica(&format!("r{i}")), Arc::from(format!("r{i}:1")));
         let owner = Owner::with_sizes(Epoch(self.epochs), 48, 3);
         self.history[i].note(&owner);
-        // Few permits and little room, so that the bounds matter.
+        // Low limits, so that the bounds matter.
         let limits = Limits { snapshots: 2, kept: 32, ..Limits::default() };
         let mut table = Table::new(name.clone(), limits, self.now());
         if self.rng.percent(50) {
@@ -155,7 +157,7 @@ impl Sim {
             generation: self.epochs,
             owner,
             table,
-            state: State::Ready,
+            state: ReplicaState::Ready,
             held: Vec::new(),
             beat: 0,
             published: Vec::new(),
@@ -176,7 +178,7 @@ impl Sim {
         self.deaf.contains_key(&i)
     }
 
-    /// Obeys one table, and checks what it shows.
+    /// Does the actions of one table, and checks what it shows.
     fn obey(&mut self, i: usize) {
         let life = self.processes[i].life;
         for action in self.processes[i].table.actions() {
@@ -201,11 +203,15 @@ impl Sim {
             if let Some(epoch) = view.epoch {
                 let version = view.version.unwrap_or(Version(0));
                 let seen = processes[i].seen.entry(view.replica.clone()).or_insert((epoch, version));
-                assert!(epoch >= seen.0, "I5: r{i} went back to an older epoch of {}", view.replica);
+                assert!(
+                    epoch >= seen.0,
+                    "single writer: r{i} went back to an older epoch of {}",
+                    view.replica
+                );
                 if epoch > seen.0 {
                     *seen = (epoch, version);
                 } else if view.version.is_some() {
-                    assert!(version >= seen.1, "I15: r{i} went back in {}", view.replica);
+                    assert!(version >= seen.1, "order: r{i} went back in {}", view.replica);
                     seen.1 = version;
                 }
             }
@@ -216,8 +222,8 @@ impl Sim {
             .iter()
             .filter(|view| view.link == crate::LinkState::Syncing)
             .count();
-        // Two permits; a feed that fell behind the ring may add one of its own accord per stream.
-        assert!(asked <= history.len(), "I10");
+        // Two slots. A feed that has fallen behind the ring may add one snapshot per stream.
+        assert!(asked <= history.len(), "bounded");
     }
 
     fn crash(&mut self, i: usize, host: bool) {
@@ -228,7 +234,7 @@ impl Sim {
         process.held.clear();
         for conn in &mut self.conns {
             if conn.owner.0 == i {
-                // A dead host is noticed by the keepalive, a dead process at once.
+                // A dead host is detected by the keepalive, a dead process at once.
                 conn.cut_at = Some(self.time + if host { 5_000 } else { 1 });
             }
         }
@@ -255,10 +261,10 @@ impl Sim {
                 self.crash(i, host);
             }
             3..6 if self.processes[i].up => {
-                self.processes[i].state = State::Draining;
+                self.processes[i].state = ReplicaState::Draining;
             }
-            6..9 if self.processes[i].up && self.processes[i].state == State::Draining => {
-                self.processes[i].state = State::Left;
+            6..9 if self.processes[i].up && self.processes[i].state == ReplicaState::Draining => {
+                self.processes[i].state = ReplicaState::Left;
                 self.publish(i);
                 self.crash(i, false);
             }
@@ -281,7 +287,7 @@ impl Sim {
                 self.deaf.insert(i, (self.time, until));
             }
             48..50 if self.processes[i].up => {
-                // Our own gossip task starts anew.
+                // The own gossip task is restarted.
                 self.epochs += 1;
                 let now = self.now();
                 let generation = self.epochs;
@@ -308,7 +314,7 @@ impl Sim {
                 self.history[i].note(&self.processes[i].owner);
             }
             500..520 if self.runs(i) => {
-                // A routing replica asks and hears `not here`: only where that is the truth.
+                // A routing replica asks and gets "not here", if that is true.
                 let id = 1 + self.rng.next(AGENTS) as i64;
                 let j = self.rng.next(self.processes.len() as u64) as usize;
                 let owner = &self.processes[j].owner;
@@ -325,7 +331,7 @@ impl Sim {
     }
 
     fn publish(&mut self, i: usize) {
-        if self.hush && self.deaf.get(&i).is_some_and(|(since, _)| self.time >= since + HUSH) {
+        if self.silences && self.deaf.get(&i).is_some_and(|(since, _)| self.time >= since + DEAF_AFTER) {
             return;
         }
         let process = &mut self.processes[i];
@@ -342,7 +348,7 @@ impl Sim {
         }
         for to in 0..self.processes.len() {
             if to != i && !self.rng.percent(30) {
-                // Sometimes a relay sends what it heard long ago.
+                // Sometimes a relay sends an old value.
                 let old = if self.rng.percent(10) { self.rng.next(20) as usize } else { 0 };
                 let published = &self.processes[i].published;
                 let value = published[published.len().saturating_sub(1 + old)].clone();
@@ -366,7 +372,7 @@ impl Sim {
                     *known = value;
                     *heard = time;
                 } else if self.rng.percent(30) {
-                    // A view that is older than the one before, in all but the heartbeat.
+                    // A value that is older than the one before, except for its heartbeat.
                     let new = std::mem::replace(known, value);
                     known.beat = new.beat.min(known.beat);
                 }
@@ -404,13 +410,13 @@ impl Sim {
                 self.dials.push(dial);
             } else if self.is_cut(i, j).0 || self.processes[j].host_down || self.is_deaf(i) || self.is_deaf(j)
             {
-                // Nobody answers: the table counts the time itself.
+                // No answer: the table applies its own timeout.
             } else if !self.processes[j].up {
                 self.processes[i].table.failed(dial.stream, Failure::Refused, now);
                 self.obey(i);
             } else {
                 if let Some((epoch, _)) = dial.resume {
-                    assert!(!self.processes[j].owner.outrank(epoch));
+                    assert!(!self.processes[j].owner.raise_epoch(epoch));
                 }
                 self.conns.push(Conn {
                     subscriber: dial.subscriber,
@@ -426,7 +432,7 @@ impl Sim {
         let mut conns = std::mem::take(&mut self.conns);
         for conn in &mut conns {
             let ((i, _), (j, life)) = (conn.subscriber, conn.owner);
-            // Who hears nothing hears no answer to its keepalives, and gives none.
+            // A deaf replica gets no answers to its keepalives, and sends none.
             let cut = self.is_cut(i, j).0 || self.is_deaf(i) || self.is_deaf(j);
             if cut {
                 let since = *conn.stuck_since.get_or_insert(self.time);
@@ -436,7 +442,7 @@ impl Sim {
             } else {
                 conn.stuck_since = None;
             }
-            // A stream holds a few messages; then the feed waits, and may fall behind the ring.
+            // A stream buffers a few messages. Then the feed waits, and may fall behind the ring.
             while self.runs(j)
                 && self.processes[j].life == life
                 && conn.queue.len() < 4
@@ -490,7 +496,7 @@ impl Sim {
         }
     }
 
-    /// Checks after each message; actions wait until the loop over streams is done, as in kas.
+    /// Checks after each message. Actions wait until the loop over streams is done, as in kas.
     fn deferred_obey(&mut self, i: usize) {
         let now = self.now();
         for (j, history) in self.history.iter().enumerate() {
@@ -528,8 +534,8 @@ impl Sim {
         }
     }
 
-    /// I8: whoever is down for longer than the ttl is asked by nobody. What it sent before may sit in
-    /// a stuck stream for 5 s, and a pause of the reader that is too short to notice adds 5 s more.
+    /// *No zombies*: no replica asks one that is down for longer than the ttl. Its last messages may be in a
+    /// stuck stream for 5 s, and a pause of the reader that is too short to be detected adds 5 s more.
     fn check_zombies(&self) {
         let now = self.now();
         let down = |process: &&Process| !process.up && self.time > process.down_since + 20_500;
@@ -539,7 +545,7 @@ impl Sim {
                     let found = process.table.locate(agent(id), now);
                     assert!(
                         found.iter().all(|found| found.replica != dead.name),
-                        "I8: r{i} asks {}",
+                        "no zombies: r{i} asks {}",
                         dead.name
                     );
                 }
@@ -547,7 +553,7 @@ impl Sim {
         }
     }
 
-    /// I7, I9: every table equals the union of what live owners hold.
+    /// *Convergence*, *no lost registration*: every table equals the union of what live owners hold.
     fn check_converged(&self) {
         let now = self.now();
         for (i, process) in self.processes.iter().enumerate().filter(|(_, process)| process.up) {
@@ -561,7 +567,7 @@ impl Sim {
                 assert_eq!(
                     found,
                     holders,
-                    "I7, I9: agent {id} as r{i} sees it: {:#?}",
+                    "convergence: agent {id} as r{i} sees it: {:#?}",
                     process.table.explain(agent(id), now)
                 );
             }
@@ -573,7 +579,7 @@ impl Sim {
             assert!(process.table.is_settled(now));
             for (_, other) in others() {
                 let copy = process.table.agents(&other.name).unwrap();
-                assert!(copy == other.owner.agents(), "I7: r{i} of {}", other.name);
+                assert!(copy == other.owner.agents(), "convergence: r{i} of {}", other.name);
             }
         }
     }
@@ -606,7 +612,7 @@ fn every_view_converges_after_chaos() {
         return Sim::new(seed).run();
     }
     let seeds = number("TABLE_SEEDS").unwrap_or(150);
-    // Two at a time: the machine that gates has two cores.
+    // Two at a time, because the CI machine has two cores.
     std::thread::scope(|scope| {
         for half in 0..2 {
             scope.spawn(move || (half..seeds).step_by(2).for_each(run));
@@ -614,11 +620,11 @@ fn every_view_converges_after_chaos() {
     });
 }
 
-/// Replica 0 holds an agent, then hears nothing for a while. Returns how long the others went on asking it.
-fn asked_while_deaf(seed: u64, hush: bool) -> u64 {
+/// Replica 0 holds an agent, then hears nothing for a while. Returns how long the others still asked it.
+fn asked_while_deaf(seed: u64, silences: bool) -> u64 {
     const MOST: u64 = 40_000;
     let mut sim = Sim::new(seed);
-    sim.hush = hush;
+    sim.silences = silences;
     sim.processes[0].owner.insert(agent(1));
     sim.history[0].note(&sim.processes[0].owner);
     let step = |sim: &mut Sim| {
@@ -653,17 +659,18 @@ fn asked_while_deaf(seed: u64, hush: bool) -> u64 {
     time
 }
 
-/// It falls silent, gossip says gone, its streams have ended and are not dialled anew with success: both votes.
+/// The deaf replica becomes silent, so gossip votes gone. Its streams have ended and redials fail, so the
+/// stream votes gone too.
 #[test]
-fn deaf_replica_is_asked_until_it_falls_silent_and_is_found_again_when_it_hears() {
+fn a_deaf_replica_is_asked_until_it_is_silent_and_again_when_it_hears() {
     for seed in 0..20 {
         let time = asked_while_deaf(seed, true);
-        assert!(time <= HUSH + KEEPALIVE, "seed {seed}: {time} ms");
+        assert!(time <= DEAF_AFTER + KEEPALIVE, "seed {seed}: {time} ms");
         assert_eq!(asked_while_deaf(seed, false), 40_000, "what it says was a proof of life");
     }
 }
 
-/// The simulation is worth something only if it notices broken rules.
+/// The simulation must detect broken rules.
 #[test]
 fn chaos_finds_broken_rules() {
     use crate::flaw::{Flaw, must_fail_with};

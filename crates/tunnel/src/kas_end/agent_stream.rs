@@ -1,4 +1,4 @@
-//! agentk's direction of a tunnel, taken apart into what the automaton knows.
+//! agentk's direction of a tunnel, decoded into the frames of the state machine.
 
 use std::{
     fmt,
@@ -18,7 +18,7 @@ use crate::{
     state::Frame,
 };
 
-/// agentk's direction of a tunnel: its request body, taken apart.
+/// agentk's direction of a tunnel: the request body of its `Connect` call, decoded.
 pub(super) struct AgentStream {
     body: grpc::Body,
     decoder: Decoder,
@@ -30,11 +30,11 @@ pub(super) enum Got {
     HalfClose,
 }
 
-/// agentk's direction ended other than by a clean half-close.
+/// agentk's direction ended in another way than by a half-close.
 pub(super) struct Broken {
-    /// For logs.
+    /// The reason, for logs.
     pub(super) why: String,
-    /// What the replica that lent the tunnel says.
+    /// The status of the replica that lent the tunnel.
     pub(super) status: Option<Box<Status>>,
 }
 
@@ -55,7 +55,7 @@ impl AgentStream {
             }
             match ready!(Pin::new(&mut self.body).poll_frame(cx)) {
                 Some(Ok(frame)) => {
-                    // gRPC clients send no trailers; if one does, the end that follows counts.
+                    // gRPC clients send no trailers. If one does, the end that follows counts.
                     if let Ok(data) = frame.into_data() {
                         self.decoder.push(data);
                     }
@@ -66,7 +66,7 @@ impl AgentStream {
                         Err(error) => broken(format!("the agent's stream broke: {error}")),
                     }));
                 }
-                // Some resets look like an end: only the stream's state tells them apart.
+                // Some resets look like an end of the body: only `is_end_stream` tells them apart.
                 None if !self.body.is_end_stream() => {
                     return Poll::Ready(Err(broken("the agent's stream was reset")));
                 }
@@ -77,13 +77,13 @@ impl AgentStream {
     }
 }
 
-/// Reads the descriptor, which an agent sends first.
+/// Reads the descriptor, which is the first message of an agent.
 ///
 /// # Errors
 /// The status with which the stream ends.
 ///
 /// # Cancel safety
-/// Cancel safe: what has come stays in the opening.
+/// Cancel safe: what was received stays in `opening`.
 pub async fn read_descriptor(opening: &mut Opening) -> Result<Descriptor, Status> {
     let stream = &mut opening.0;
     let got = std::future::poll_fn(|cx| stream.poll(cx)).await;
@@ -93,7 +93,7 @@ pub async fn read_descriptor(opening: &mut Opening) -> Result<Descriptor, Status
                 Status::new(Code::InvalidArgument, format!("the descriptor is malformed: {error}"))
             })?;
             return Descriptor::from_proto(message).map_err(|why| match why {
-                // As 14.1 ends a stream whose message does not pass its rules.
+                // As 14.1 does for a message that breaks its rules.
                 Unacceptable::Malformed => Status::new(Code::Unavailable, "unavailable"),
                 Unacceptable::TooLong => Status::new(
                     Code::InvalidArgument,
@@ -109,11 +109,11 @@ pub async fn read_descriptor(opening: &mut Opening) -> Result<Descriptor, Status
         Ok(Got::Event(_)) => "ConnectRequest_Message",
         Ok(Got::HalfClose) | Err(_) => return Err(Status::new(Code::Unavailable, "unavailable")),
     };
-    // The text that 14.1 gives.
+    // The text of 14.1.
     Err(Status::new(Code::InvalidArgument, format!("Invalid oneof value type: *rpc.{name}")))
 }
 
-/// agentk's direction before its descriptor has been read.
+/// agentk's direction until the tunnel exists.
 pub struct Opening(pub(super) AgentStream);
 
 impl fmt::Debug for Opening {
@@ -123,14 +123,14 @@ impl fmt::Debug for Opening {
 }
 
 impl Opening {
-    /// Takes the body of a `Connect` call. `gzip`: it announced `grpc-encoding: gzip`.
+    /// Wraps the body of a `Connect` call. `gzip`: the call announced `grpc-encoding: gzip`.
     pub fn new(body: grpc::Body, gzip: bool) -> Self {
         Self(AgentStream { body, decoder: Decoder::of_agent(gzip), peeked: None })
     }
 
-    /// Reads on after the descriptor, as long as the tunnel does not exist: what nobody reads piles up in HTTP/2, where
-    /// a piece of one byte costs hundreds. Returns once the agent has said something that it had not been asked for;
-    /// from then on nothing of it is taken. Does not return when the stream ends: the tunnel will see that.
+    /// Reads on after the descriptor until the tunnel exists. Unread data would pile up in HTTP/2, where a
+    /// piece of one byte takes hundreds. Returns once the agent has sent something unasked; nothing more is
+    /// read then. Does not return when the stream ends: the tunnel notices that later.
     ///
     /// # Cancel safety
     /// Cancel safe.
@@ -140,7 +140,7 @@ impl Opening {
             Ok(Got::Event(event)) => Poll::Ready(event),
             ended => {
                 stream.peeked = Some(ended);
-                // What follows bytes that are no envelope is of no use either.
+                // Nothing after malformed bytes can be used.
                 stream.body = grpc::full(Bytes::new());
                 Poll::Pending
             }
@@ -153,23 +153,23 @@ impl Opening {
         }
     }
 
-    /// Takes nothing more: HTTP/2 forgets what still comes.
+    /// Stops reading: HTTP/2 discards what still arrives.
     pub fn refuse(&mut self) {
         self.0.body = grpc::full(Bytes::new());
     }
 }
 
-/// What an agent says before its tunnel exists.
+/// What an agent sent unasked, before its tunnel exists.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Unasked {
-    /// A bare trailer: an agent of this project needs the tunnel no more.
+    /// A bare trailer: an agent of this project withdraws the tunnel.
     Withdrawal,
-    /// What belongs to a request.
+    /// Anything else, which only belongs to a request.
     Violation,
 }
 
-/// What a frame is for the automaton.
-pub(super) fn kind(got: &Got) -> Frame {
+/// Returns the frame of the state machine.
+pub(super) fn frame_of(got: &Got) -> Frame {
     match got {
         Got::HalfClose => Frame::HalfClose,
         Got::Event(Event::Message { .. } | Event::Data(_)) => Frame::Message,

@@ -1,4 +1,4 @@
-//! The request's direction, taken apart: a caller's messages, or the envelopes of the replica that asked.
+//! The request's direction, decoded: a caller's messages, or the envelopes of another replica.
 
 use std::{
     pin::Pin,
@@ -11,16 +11,16 @@ use http_body::Body as _;
 
 use crate::frame::{self, Decoder, Event, Splitter};
 
-/// The caller's body, taken apart.
+/// The request's body, decoded.
 pub(super) struct CallerStream {
     pub(super) body: grpc::Body,
     pub(super) source: Source,
 }
 
-/// What the caller's body is made of.
+/// What the request's body consists of.
 pub(super) enum Source {
     Messages(Splitter),
-    /// Another replica's envelopes.
+    /// Envelopes that another replica wrote.
     Envelopes(Decoder),
 }
 
@@ -48,11 +48,11 @@ pub(super) enum Pulled {
 }
 
 impl CallerStream {
-    /// Whether everything of the message that began last has been handed out.
+    /// Whether the current message has been passed on completely.
     pub(super) fn is_between(&self) -> bool {
         match &self.source {
             Source::Messages(splitter) => splitter.left() == 0,
-            // Another replica decides where its envelopes end.
+            // The other replica writes `close_send` itself.
             Source::Envelopes(_) => false,
         }
     }
@@ -76,7 +76,7 @@ impl CallerStream {
                     }
                 }
                 Some(Err(error)) => {
-                    // A body adapter of ours says what is wrong with the caller's bytes.
+                    // A body adapter of this project explains what is wrong with the caller's bytes.
                     return Poll::Ready(match error.downcast::<Status>() {
                         Ok(status) => Pulled::Wrong(*status),
                         Err(_) => Pulled::Reset,
@@ -85,7 +85,7 @@ impl CallerStream {
                 None if !self.body.is_end_stream() => return Poll::Ready(Pulled::Reset),
                 None => {
                     let Source::Messages(splitter) = &self.source else {
-                        // Without `close_send` the end of a replica's stream says nothing about the caller's.
+                        // Without `close_send` the request is not complete, although the replica's stream is.
                         return Poll::Ready(Pulled::Wrong(Status::new(
                             Code::Internal,
                             "a replica ended a request without close_send",

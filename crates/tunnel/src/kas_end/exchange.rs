@@ -1,4 +1,4 @@
-//! The caller's side: a request in a tunnel, polled by the task of the caller's stream.
+//! The caller's side of a request in a tunnel, polled by the task of the caller's stream.
 
 use std::{
     fmt,
@@ -16,9 +16,9 @@ use proto::gitlab::agent::reverse_tunnel::rpc;
 use tokio::time::{Instant, Sleep};
 
 use super::{
-    COPY, Core, Ending, Failure, GATHER, Peer, Tunnel,
-    agent_stream::{AgentStream, Broken, Got, broken, kind},
-    gateway, set_waker,
+    COPY, Core, Ending, Failure, FarEnd, GATHER, Peer, Phase, Tunnel,
+    agent_stream::{AgentStream, Broken, Got, broken, frame_of},
+    set_waker,
 };
 use crate::{
     frame::{Event, request},
@@ -29,27 +29,27 @@ use crate::{
 /// How an answer begins.
 #[derive(Debug)]
 pub enum Head {
-    /// Headers; messages and trailers follow in the [`Exchange`] as a body.
+    /// With headers. The messages and trailers follow, with the [`Exchange`] as a body.
     Headers(HeaderMap),
-    /// There are no headers of their own: this is the whole answer.
+    /// Without headers: this is the whole answer.
     Only(HeaderMap, Status),
 }
 
-/// A request in a tunnel, as the caller's stream holds it: first [`head`](Self::head), then a body.
+/// A request in a tunnel, on the caller's side. Call [`head`](Self::head) first, then use it as a body.
 ///
-/// Dropping it before the answer is complete cancels the request, or gives the tunnel back unused
-/// when nothing has been written.
+/// Dropping it before the answer is complete cancels the request. If nothing of the request has been written,
+/// the tunnel is free again.
 pub struct Exchange {
     pub(super) tunnel: Arc<Tunnel>,
     pub(super) round: u64,
     stream: Option<AgentStream>,
     pub(super) out: BytesMut,
     pub(super) big: Option<Bytes>,
-    /// What the agent's `error` said.
+    /// The status in the agent's `error`.
     pub(super) status: Option<Status>,
     pub(super) trailers: HeaderMap,
     sleep: Option<Pin<Box<Sleep>>>,
-    /// The trailers that stand after what has been gathered.
+    /// The trailers that follow the gathered bytes.
     pub(super) ended: Option<HeaderMap>,
     pub(super) done: bool,
 }
@@ -66,7 +66,7 @@ pub(super) enum Next {
     Complete,
 }
 
-/// What came from agentk, and what it means.
+/// What arrived from agentk, and what to do with it.
 pub(super) enum Came {
     Data(Bytes),
     Got(Got, Step),
@@ -111,14 +111,14 @@ impl Exchange {
                 let status = self.status.take().unwrap_or_else(|| Status::new(Code::Ok, ""));
                 Head::Only(std::mem::take(&mut self.trailers), status)
             }
-            // The automaton lets no message come before the header.
+            // The state machine allows no message before the header.
             Next::Event(_) => {
                 return Poll::Ready(Err(self.fail(Verdict::Unknown, broken("a message before the header"))));
             }
         }))
     }
 
-    /// Takes the next thing off agentk's direction and through the automaton.
+    /// Reads the next frame of agentk's direction, and gives it to the state machine.
     pub(super) fn poll_came(&mut self, cx: &mut Context<'_>) -> Poll<Result<Came, Failure>> {
         let Some(stream) = &mut self.stream else {
             return Poll::Ready(Err(Failure::Unknown));
@@ -152,7 +152,7 @@ impl Exchange {
             Ok(got) => got,
             Err(why) => return Poll::Ready(Err(self.fail(Verdict::Unknown, why))),
         };
-        let step = self.tunnel.core().end.agent_sent(kind(&got));
+        let step = self.tunnel.core().end.agent_sent(frame_of(&got));
         match step {
             // The tunnel is still parked: the agent withdrew it before the request was written.
             Ok(Step::End) => {
@@ -160,7 +160,7 @@ impl Exchange {
                 core.given_up = !core.end.is_draining();
                 core.stream = self.stream.take();
                 core.wake_tunnel();
-                let job = core.job.take();
+                let job = core.take_accepted();
                 Poll::Ready(Err(job.map_or(Failure::Unknown, Failure::NotStarted)))
             }
             Ok(step) => Poll::Ready(Ok(Came::Got(got, step))),
@@ -189,9 +189,9 @@ impl Exchange {
                     self.complete();
                     return Poll::Ready(Ok(Next::Complete));
                 }
-                Step::Keep if self.tunnel.plain => {
+                Step::Keep if self.tunnel.far_end == FarEnd::GitlabReplica => {
                     let mut core = self.tunnel.core();
-                    core.finishing = true;
+                    core.phase = Phase::Finishing;
                     core.wake_tunnel();
                 }
                 Step::Keep | Step::Ignore | Step::End | Step::Park => {}
@@ -199,14 +199,14 @@ impl Exchange {
         }
     }
 
-    /// Keeps what a header, trailer or error says: maps in `trailers`, the status in `status`.
+    /// Keeps the contents of a header, trailer or error: maps in `trailers`, the status in `status`.
     fn keep(&mut self, field: u32, body: Bytes) -> Result<(), &'static str> {
         let peer = self.tunnel.info.peer;
         if body.is_empty() && field != request::ERROR {
             return Ok(());
         }
         match field {
-            // Header and trailer have the same shape.
+            // A header and a trailer have the same fields.
             request::HEADER | request::TRAILER => {
                 let message = rpc::Header::decode(body).map_err(|_| "a malformed header or trailer")?;
                 let dropped =
@@ -223,18 +223,19 @@ impl Exchange {
         Ok(())
     }
 
-    /// The answer is complete: gives agentk's direction back, and parks when that is possible here.
+    /// The answer is complete: gives agentk's direction back, and parks the tunnel if that is possible here.
     pub(super) fn complete(&mut self) {
         self.sleep = None;
         let mut core = self.tunnel.core();
         core.exchange_waker = None;
-        if self.tunnel.again && !core.mute && !core.dead {
+        if self.tunnel.is_leased() && !core.write_closed && !core.dead {
             core.stream = self.stream.take();
             self.tunnel.settle(core);
             return;
         }
-        if self.tunnel.borrowed {
-            // The lender's last frames are read here, so that dropping the stream resets nothing.
+        if self.tunnel.is_borrowed() {
+            // Reads the last frames of the replica that lent the tunnel, so that dropping the stream resets
+            // nothing.
             if let Some(stream) = &mut self.stream {
                 let _ = stream.poll(&mut Context::from_waker(Waker::noop()));
             }
@@ -250,8 +251,10 @@ impl Exchange {
             core.wake_tunnel();
             return;
         }
+        let leased = core.lease.is_some();
+        core.phase = if leased { Phase::Reserved } else { Phase::Idle };
         core.parked_at = Instant::now();
-        // Watch agentk's direction for the tunnel's own task, without running it: it has nothing to
+        // Registers the tunnel's task for agentk's direction without running it, since it has nothing to
         // write until the next request.
         match &mut *core {
             Core { stream: Some(stream), tunnel_waker: Some(waker), .. } => {
@@ -262,19 +265,17 @@ impl Exchange {
             }
             _ => core.wake_tunnel(),
         }
-        core.lent = std::mem::take(&mut core.keep);
-        if core.lent {
-            return;
-        }
         drop(core);
-        self.tunnel.owner.parked(&self.tunnel);
+        if !leased {
+            self.tunnel.owner.parked(&self.tunnel);
+        }
     }
 
-    /// The agent's side failed: resets the tunnel, and says what that means for the request.
+    /// The agent's side failed: resets the tunnel, and returns what that means for the request.
     fn fail(&mut self, verdict: Verdict, broken: Broken) -> Failure {
         let Broken { why, status } = broken;
         let mut core = self.tunnel.core();
-        let job = core.job.take();
+        let job = core.take_accepted();
         let dead = core.dead;
         let ending = core.ending.is_some();
         drop(self.stream.take());
@@ -289,18 +290,21 @@ impl Exchange {
         if job.is_none()
             && let Some(status) = status
         {
-            return if self.tunnel.plain { gateway::failure(&status) } else { Failure::Lender(*status) };
+            return match self.tunnel.far_end {
+                FarEnd::GitlabReplica => gitlab_failure(&status),
+                FarEnd::Agent | FarEnd::Replica | FarEnd::LeasingReplica => Failure::Lender(*status),
+            };
         }
         match (job, verdict) {
             (Some(job), _) => Failure::NotStarted(job),
-            // Nothing was said of the agent: it may have started.
-            (None, _) if self.tunnel.plain => Failure::Unknown,
+            // The replica says nothing of the agent, which may have started the request.
+            (None, _) if self.tunnel.far_end == FarEnd::GitlabReplica => Failure::Unknown,
             (None, Verdict::NotStarted) => Failure::Refused,
             (None, _) => Failure::Unknown,
         }
     }
 
-    /// The caller does not want the answer any more.
+    /// The caller no longer needs the answer.
     fn abandon(&mut self) {
         let Some(stream) = self.stream.take() else { return };
         let mut core = self.tunnel.core();
@@ -312,17 +316,19 @@ impl Exchange {
             core.wake_tunnel();
             return;
         }
-        if self.tunnel.borrowed && !(self.tunnel.again && core.job.is_some()) {
-            // After a complete answer the other direction closes by itself. An unused tunnel is put back by its lender.
+        if self.tunnel.is_borrowed() && !(self.tunnel.is_leased() && matches!(core.phase, Phase::Accepted(_)))
+        {
+            // After a complete answer the other direction closes by itself. The replica that lends an unused
+            // tunnel frees it.
             drop(stream);
             if !core.end.is_answered() {
-                core.job = None;
+                drop(core.take_accepted());
                 self.tunnel.kill(core);
             }
             return;
         }
-        if let Some(job) = core.job.take() {
-            // Nothing was written: the next request may have it.
+        if let Some(job) = core.take_accepted() {
+            // Nothing was written: the tunnel is free for the next request.
             core.stream = Some(stream);
             core.wake_tunnel();
             let retiring = core.retire.is_some();
@@ -343,7 +349,7 @@ impl Exchange {
             }
             Peer::Old if core.end.is_close_sent() => {
                 core.stream = Some(stream);
-                core.discard = true;
+                core.phase = Phase::Discarding;
                 core.wake_tunnel();
             }
             _ => {
@@ -353,7 +359,7 @@ impl Exchange {
         }
     }
 
-    /// Returns the status of a failure after the answer's head has been passed on.
+    /// Returns the status for a failure after the answer's head has been passed on.
     pub fn late_status(&self, failure: &Failure) -> Status {
         let agent = self.tunnel.info.agent;
         match failure {
@@ -372,6 +378,15 @@ impl Exchange {
             )
             .with_outcome(Outcome::Unknown),
         }
+    }
+}
+
+/// Returns the failure of a started request whose stream to a replica of GitLab's kas ended with `status`.
+fn gitlab_failure(status: &Status) -> Failure {
+    match status.code() {
+        // 14.1 uses these codes for a lost tunnel, agent or connection. Our own text explains more.
+        Code::Unavailable | Code::Cancelled | Code::Unknown => Failure::Unknown,
+        code => Failure::Lender(Status::new(code, status.message()).with_outcome(Outcome::Unknown)),
     }
 }
 
@@ -422,7 +437,7 @@ impl Body for Exchange {
                     }
                     this.ended = Some(trailers);
                 }
-                // The automaton lets a header come once, and it has no control events here.
+                // The state machine allows one header, and control events do not get here.
                 Poll::Ready(Ok(Next::Headers(_) | Next::Event(Event::Control { .. }))) => continue,
                 Poll::Ready(Err(failure)) => {
                     let mut trailers = HeaderMap::new();

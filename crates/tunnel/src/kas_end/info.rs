@@ -1,4 +1,4 @@
-//! Who is at the other end of a tunnel, and what it serves.
+//! The agent at the other end of a tunnel, and the methods that it serves.
 
 use std::sync::Arc;
 
@@ -7,20 +7,20 @@ use proto::gitlab::agent::reverse_tunnel::rpc;
 
 use crate::{meta::Binary, state::Mode};
 
-/// Which agentk is at the other end.
+/// The kind of agentk at the other end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Peer {
-    /// An agent of this project, on a reusable tunnel.
+    /// agentk of this project, on a reusable tunnel.
     Ours,
-    /// GitLab's, up to 15: cannot cancel a request, and backs off 10 s or more after a reset.
+    /// GitLab's agentk up to 15. It cannot cancel a request, and backs off for 10 s or more after a reset.
     Old,
-    /// GitLab's from 16 on (user agent `gitlab-agent/`): cancels, and comes back at once after
-    /// status CANCELLED.
+    /// GitLab's agentk from 16 on (user agent `gitlab-agent/`). It cancels requests, and reconnects
+    /// immediately after the status CANCELLED.
     Recent,
 }
 
 impl Peer {
-    /// What tunnels of this peer can do.
+    /// Returns what tunnels of this agent can do.
     pub fn mode(self) -> Mode {
         match self {
             Self::Ours => Mode::Reusable,
@@ -28,7 +28,7 @@ impl Peer {
         }
     }
 
-    /// How values of binary metadata travel.
+    /// Returns how values of binary metadata are encoded.
     pub fn binary(self) -> Binary {
         match self {
             Self::Ours => Binary::Base64,
@@ -37,44 +37,44 @@ impl Peer {
     }
 }
 
-/// Who and what is at the other end of a tunnel.
+/// Describes the other end of a tunnel.
 #[derive(Debug, Clone)]
 pub struct Info {
     /// The authenticated agent.
     pub agent: AgentId,
-    /// The agentk process: by its instance id, or by the transport connection.
+    /// The agentk process, identified by its instance id or by the transport connection.
     pub instance: u64,
     /// The token that the stream was opened with.
     pub token: TokenHash,
-    /// Which agentk it is.
+    /// The kind of agentk.
     pub peer: Peer,
-    /// Whether it is known to heed `kubernetes_api.rpc.HeaderExtra`: one that does not would run a request that is meant
-    /// for somebody else's rights with its own.
+    /// Whether agentk is known to support `kubernetes_api.rpc.HeaderExtra`. Without that it would run a
+    /// request that impersonates another user with its own rights.
     pub impersonates: bool,
-    /// What the agent serves.
+    /// The methods that the agent serves.
     pub descriptor: Arc<Descriptor>,
 }
 
-/// Why a descriptor is not taken.
+/// Why a descriptor is refused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Unacceptable {
-    /// 14.1's rules for the message do not hold: nothing is described, or a service or method has no name.
+    /// It breaks the rules of 14.1: the agent's descriptor is missing, or a service or method has no name.
     Malformed,
     /// It lists more than [`Descriptor::MAX_SERVICES`] services.
     TooLong,
 }
 
-/// What an agent serves: full paths of methods.
+/// The methods that an agent serves, as full paths.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Descriptor {
     methods: Vec<Box<str>>,
 }
 
 impl Descriptor {
-    /// Services and methods that one agent may list.
+    /// How many services one agent may list.
     pub const MAX_SERVICES: usize = 200;
 
-    /// Returns the descriptor in a message.
+    /// Reads a descriptor from a message.
     ///
     /// # Errors
     /// [`Unacceptable`].
@@ -107,7 +107,7 @@ impl Descriptor {
         Self { methods }
     }
 
-    /// Whether the agent serves `method`, a full path.
+    /// Whether the agent serves the full path `method`.
     pub fn serves(&self, method: &str) -> bool {
         self.methods.binary_search_by(|m| (**m).cmp(method)).is_ok()
     }

@@ -1,4 +1,4 @@
-//! The lender's end of a request of another replica: envelopes pass as they are.
+//! A request of another replica, at the replica that holds the tunnel: envelopes pass unchanged.
 
 use std::{
     fmt,
@@ -14,76 +14,51 @@ use http_body::{Body, Frame as HttpFrame};
 use tokio::time::Sleep;
 
 use super::{
-    CLOSE_TIME, COPY, Exchange, Failure, GATHER, Job, Tunnel, agent_stream::Got, exchange::Came, set_waker,
+    CLOSE_TIME, COPY, Exchange, Failure, GATHER, Job, Lease, Phase, Tunnel, agent_stream::Got,
+    exchange::Came, set_waker,
 };
 use crate::{
     frame::{self, Event, request},
     state::Step,
 };
 
-/// Who lends tunnels to another replica.
+/// Leases tunnels to another replica.
 pub trait Lender: Send + Sync + 'static {
-    /// A request of the other replica is over on both sides and `tunnel` is parked. Returns whether it stays lent, and
-    /// so is not offered to its owner. Called without any lock of the tunnel.
-    fn stays(&self, tunnel: &Arc<Tunnel>) -> bool;
+    /// A request of the other replica is complete in both directions, and `tunnel` is parked. Returns whether
+    /// the lease is renewed, so that the tunnel is not free. Called without any lock of the tunnel.
+    fn renews(&self, tunnel: &Arc<Tunnel>) -> bool;
 }
 
 impl Tunnel {
-    /// Gives the tunnel a request whose envelopes another replica writes: `ahead` and then the body of `job` hold
-    /// `message`s and `close_send`, and so does what [`Splice`] returns. `lender`: the other replica knows how to
-    /// send another request on the same stream, if the lender lets it.
+    /// Gives the tunnel a request whose envelopes another replica writes, see [`Job::spliced`]. They are
+    /// `message`s and `close_send`, and so is what [`Splice`] returns. `lender`: the other replica can send
+    /// further requests on the same stream if the lender renews the lease.
     ///
     /// # Errors
-    /// The request, when the tunnel is no longer free.
-    pub fn begin_spliced(
-        self: &Arc<Self>,
-        job: Job,
-        ahead: Bytes,
-        lender: Option<Arc<dyn Lender>>,
-    ) -> Result<Splice, Job> {
-        let exchange = self.open_as(job, Deadline::NONE, Some((ahead, lender.is_some())))?;
-        Ok(Splice { exchange, finished: false, lender, kept: false, unstarted: None, until: None })
-    }
-
-    /// The request `round` has no splice any more that would ask whether the tunnel stays lent.
-    fn do_not_keep(self: &Arc<Self>, round: u64) {
-        let mut core = self.core();
-        if core.round != round {
-            return;
-        }
-        core.keep = false;
-        core.asker = None;
-        if !std::mem::take(&mut core.lent) {
-            return;
-        }
-        let retiring = core.retire.is_some();
-        if retiring {
-            core.wake_tunnel();
-        }
-        drop(core);
-        if !retiring {
-            self.owner.parked(self);
-        }
+    /// The request, if the tunnel is no longer free.
+    pub fn begin_spliced(self: &Arc<Self>, job: Job, lender: Option<Arc<dyn Lender>>) -> Result<Splice, Job> {
+        let exchange = self.open(job, Deadline::NONE, lender.is_some().then(Lease::default))?;
+        Ok(Splice { exchange, finished: false, lender, renewed: false, unstarted: None, until: None })
     }
 }
 
-/// A request in a tunnel, as the stream of another replica holds it: what agentk answers, in its own envelopes.
+/// A request in a tunnel, on the stream of another replica: the envelopes of agentk's answer.
 ///
-/// As a body it ends with OK only after a complete answer, and when the tunnel has been let go; or it ends without
-/// trailers, when the tunnel stays lent ([`asker`](Self::asker)), or when it ended before the request was written
-/// ([`unstarted`](Self::unstarted)). Dropping it before cancels the request, or gives the
-/// tunnel back unused when nothing has been written.
+/// As a body it ends with OK after a complete answer, once the tunnel is free or over. It ends without
+/// trailers if the lease is renewed, see [`next_request`](Self::next_request), or if the tunnel ended before
+/// the request was written, see [`unstarted`](Self::unstarted). Dropping it before cancels the request. If
+/// nothing of the request has been written, the tunnel is free again.
 pub struct Splice {
     exchange: Exchange,
     /// The answer is complete.
     finished: bool,
-    /// Until it has been asked.
+    /// Taken when it is asked.
     lender: Option<Arc<dyn Lender>>,
-    /// The tunnel stays lent.
-    kept: bool,
-    /// The request, when the tunnel ended before anything of it was written.
-    unstarted: Option<(Job, Bytes)>,
-    /// Until when the tunnel may take to be let go then, if it is not at once.
+    /// The lease is renewed.
+    renewed: bool,
+    /// The request, if the tunnel ended before anything of it was written.
+    unstarted: Option<Job>,
+    /// Bounds the wait for the tunnel after the answer.
     until: Option<Pin<Box<Sleep>>>,
 }
 
@@ -99,13 +74,13 @@ impl Splice {
         &self.exchange.tunnel
     }
 
-    /// Takes the request after this has ended without trailers, if nothing of it was written: another tunnel may serve
-    /// it, with what had been read after `request_info`.
-    pub fn unstarted(&mut self) -> Option<(Job, Bytes)> {
+    /// After an end without trailers, takes the request if nothing of it was written. Another tunnel may
+    /// serve it.
+    pub fn unstarted(&mut self) -> Option<Job> {
         self.unstarted.take()
     }
 
-    /// Writes what came as it was.
+    /// Passes an envelope on unchanged.
     fn pass(&mut self, came: Came) {
         let exchange = &mut self.exchange;
         let (got, step) = match came {
@@ -123,7 +98,7 @@ impl Splice {
             Got::Event(Event::Message { len }) => {
                 frame::put_message_head(request::MESSAGE, len, &mut exchange.out);
             }
-            // A withdrawal that crossed the request concerns this replica alone.
+            // A withdrawal that crossed the request concerns only this replica.
             Got::Event(Event::Control { field, body }) if step != Step::Ignore => {
                 frame::put_control(field, &body, &mut exchange.out);
             }
@@ -135,8 +110,8 @@ impl Splice {
         }
     }
 
-    /// Waits until the tunnel has been let go: parked again, ended, or reset.
-    fn poll_let_go(&mut self, cx: &mut Context<'_>) -> Poll<()> {
+    /// Waits until the tunnel is parked again, has ended, or was reset.
+    fn poll_released(&mut self, cx: &mut Context<'_>) -> Poll<()> {
         let mut core = self.exchange.tunnel.core();
         let open = core.round == self.exchange.round && !core.end.is_parked();
         if !open || core.end.is_ended() || core.dead {
@@ -144,30 +119,33 @@ impl Splice {
         }
         set_waker(&mut core.exchange_waker, cx);
         drop(core);
-        // The tunnel's own stream resets it at that time.
+        // The tunnel's own task resets it after this time.
         self.until.get_or_insert_with(|| Box::pin(tokio::time::sleep(CLOSE_TIME))).as_mut().poll(cx)
     }
 
-    /// Where the next request comes from, when the tunnel stays lent after this one has ended without trailers.
-    pub fn asker(&self) -> Option<grpc::Body> {
-        if !self.kept {
+    /// After an end without trailers, takes the body with the next request if the lease is renewed.
+    pub fn next_request(&self) -> Option<grpc::Body> {
+        if !self.renewed {
             return None;
         }
-        self.exchange.tunnel.core().asker.take()
+        self.exchange.tunnel.core().lease.take().and_then(|lease| lease.next)
     }
 
-    /// The request is over and the tunnel let go: asks whether it stays lent, and tells the other replica.
-    fn ask(&mut self) {
+    /// The request is over and the tunnel is released: asks whether the lease is renewed, and tells the other
+    /// replica.
+    fn renew(&mut self) {
         let Some(lender) = self.lender.take() else { return };
         let tunnel = &self.exchange.tunnel;
         let core = tunnel.core();
-        let lent = core.round == self.exchange.round && core.lent && core.asker.is_some();
+        let reserved = core.round == self.exchange.round
+            && matches!(core.phase, Phase::Reserved)
+            && core.lease.as_ref().is_some_and(|lease| lease.next.is_some());
         drop(core);
-        if lent && lender.stays(tunnel) {
-            self.kept = true;
+        if reserved && lender.renews(tunnel) {
+            self.renewed = true;
             frame::put_control(request::DESCRIPTOR, &[], &mut self.exchange.out);
         } else {
-            tunnel.do_not_keep(self.exchange.round);
+            tunnel.end_lease(self.exchange.round);
         }
     }
 
@@ -175,7 +153,7 @@ impl Splice {
     fn status(&self, failure: &Failure) -> Status {
         let agent = self.exchange.tunnel.info.agent;
         match failure {
-            // The first bytes were read from the other replica: it may not try again.
+            // The other replica cannot retry, since it does not keep the bytes that it has sent.
             Failure::NotStarted(_) | Failure::Refused => Status::new(
                 Code::Unavailable,
                 format!("agent {agent} closed its tunnel before it started the request: repeat it"),
@@ -220,8 +198,7 @@ impl Body for Splice {
                         }
                     }
                     Poll::Ready(Err(Failure::NotStarted(job))) => {
-                        let ahead = std::mem::take(&mut this.exchange.tunnel.core().ahead);
-                        this.unstarted = Some((job, ahead));
+                        this.unstarted = Some(job);
                         this.exchange.done = true;
                         return Poll::Ready(None);
                     }
@@ -231,8 +208,8 @@ impl Body for Splice {
                     }
                 }
             }
-            if this.finished && this.lender.is_some() && this.poll_let_go(cx).is_ready() {
-                this.ask();
+            if this.finished && this.lender.is_some() && this.poll_released(cx).is_ready() {
+                this.renew();
             }
         }
         if !this.exchange.out.is_empty() {
@@ -256,11 +233,11 @@ impl Body for Splice {
         if !this.finished {
             return Poll::Pending;
         }
-        if this.kept {
+        if this.renewed {
             this.exchange.done = true;
             return Poll::Ready(None);
         }
-        ready!(this.poll_let_go(cx));
+        ready!(this.poll_released(cx));
         Poll::Ready(Some(Ok(this.end(None))))
     }
 }
@@ -268,7 +245,7 @@ impl Body for Splice {
 impl Drop for Splice {
     fn drop(&mut self) {
         if self.lender.is_some() {
-            self.exchange.tunnel.do_not_keep(self.exchange.round);
+            self.exchange.tunnel.end_lease(self.exchange.round);
         }
     }
 }

@@ -1,9 +1,9 @@
-//! agentk's side: the response body of its `Connect` call, polled by the task of that stream.
+//! agentk's side of a tunnel: the response body of its `Connect` call, polled by the task of that stream.
 
 use std::{
     fmt,
     pin::Pin,
-    sync::{Arc, MutexGuard},
+    sync::Arc,
     task::{Context, Poll},
     time::Duration,
 };
@@ -12,11 +12,12 @@ use bytes::{BufMut as _, Bytes, BytesMut};
 use grpc::{BoxError, Code, Status};
 use http::HeaderMap;
 use http_body::{Body, Frame as HttpFrame};
+use parking_lot::MutexGuard;
 use tokio::time::{Instant, Sleep};
 
 use super::{
-    CLOSE_TIME, COPY, Core, Ending, GATHER, Retire, Settled, Tunnel,
-    agent_stream::{AgentStream, Broken, Got, broken, kind},
+    CLOSE_TIME, COPY, Core, Ending, FarEnd, GATHER, Job, Phase, Retire, Settled, Tunnel,
+    agent_stream::{AgentStream, Broken, Got, broken, frame_of},
     caller_stream::{CallerStream, Pulled, Source},
     set_waker,
 };
@@ -25,9 +26,10 @@ use crate::{
     state::{Mode, Step},
 };
 
-/// How long and how much of an abandoned answer of a 14.1 agent is read so that its tunnel need
-/// not be reset: a reset costs that agent 10 s and more of back-off.
+/// How long the abandoned answer of a 14.1 agent is read, instead of resetting its tunnel: after a reset that
+/// agent backs off for 10 s or more.
 const DISCARD_TIME: Duration = Duration::from_secs(10);
+/// How many bytes of such an answer are read.
 const DISCARD_BYTES: u64 = 1 << 20;
 
 /// The response body of agentk's `Connect` call.
@@ -36,11 +38,13 @@ pub struct TunnelBody {
     out: BytesMut,
     big: Option<Bytes>,
     caller: Option<CallerStream>,
+    /// The open request has the envelopes of another replica.
+    spliced: bool,
     discard: Option<Box<Discard>>,
-    /// Until when another replica may write `close_send` after a complete answer.
+    /// Bounds the wait for `close_send` of another replica after a complete answer.
     closing: Option<Pin<Box<Sleep>>>,
     ending: Option<Ending>,
-    /// What a lender still has to say when nothing more goes to it.
+    /// What a lender still has to send when nothing more is sent there.
     rest: Option<AgentStream>,
     done: bool,
 }
@@ -50,8 +54,8 @@ struct Discard {
     left: u64,
 }
 
-enum Turn {
-    Again,
+enum Action {
+    Continue,
     Wait,
     Big(Bytes),
     End(Ending),
@@ -71,6 +75,7 @@ impl TunnelBody {
             out: BytesMut::new(),
             big: None,
             caller: None,
+            spliced: false,
             discard: None,
             closing: None,
             ending: None,
@@ -79,71 +84,76 @@ impl TunnelBody {
         }
     }
 
-    /// Reads what a lender says after the tunnel was given back to it, so that dropping the stream resets nothing.
+    /// Reads what a lender sends after the lease has ended, so that dropping the stream resets nothing.
     ///
     /// # Cancel safety
-    /// Cancel safe. Give it a time.
+    /// Cancel safe. Bound it by a timeout.
     pub async fn read_rest(&mut self) {
         let Some(mut rest) = self.rest.take() else { return };
         while let Ok(Got::Event(_)) = std::future::poll_fn(|cx| rest.poll(cx)).await {}
     }
 
-    fn turn(&mut self, cx: &mut Context<'_>) -> Turn {
+    fn advance(&mut self, cx: &mut Context<'_>) -> Action {
         let tunnel = Arc::clone(&self.tunnel);
         let mut core = tunnel.core();
         core.waiting = false;
         if core.dead {
-            return Turn::Killed;
+            return Action::Killed;
         }
         if core.end.is_ended() {
-            return Turn::End(core.ending.take().unwrap_or(Ending::Ok));
+            return Action::End(core.ending.take().unwrap_or(Ending::Ok));
         }
         if core.end.is_parked() {
-            return self.turn_parked(core, cx);
+            return self.advance_parked(core, cx);
         }
         let close_sent = core.end.is_close_sent();
         if core.end.is_answered() {
-            // The replica that writes the envelopes also writes the last one.
-            if !core.spliced || close_sent || core.end.mode() == Mode::OneShot {
-                return self.turn_answered(core, cx);
+            // The replica that writes the envelopes also writes `close_send`.
+            if !self.spliced || close_sent || core.end.mode() == Mode::OneShot {
+                return self.finish_request(core, cx);
             }
             let closing = self.closing.get_or_insert_with(|| Box::pin(tokio::time::sleep(CLOSE_TIME)));
             if closing.as_mut().poll(cx).is_ready() || self.caller.is_none() {
                 tunnel.kill(core);
-                return Turn::Killed;
+                return Action::Killed;
             }
         }
-        if core.discard {
-            return self.turn_discard(core, cx);
+        if matches!(core.phase, Phase::Discarding) {
+            return self.discard_answer(core, cx);
         }
-        if core.finishing && self.caller.as_ref().is_none_or(CallerStream::is_between) {
-            // It holds the answer's end back until it has the request's.
+        if matches!(core.phase, Phase::Finishing) && self.caller.as_ref().is_none_or(CallerStream::is_between)
+        {
+            // That replica ends the answer only after the end of the request.
             self.caller = None;
             core.end.close_send();
-            return Turn::End(Ending::Ok);
+            return Action::End(Ending::Ok);
         }
         set_waker(&mut core.tunnel_waker, cx);
         core.waiting = true;
         drop(core);
         if close_sent {
-            // A tunnel that is borrowed for one request has nothing more to say.
-            return if tunnel.borrowed && !tunnel.again { Turn::End(Ending::Ok) } else { Turn::Wait };
+            // A borrowed tunnel ends with its request, unless it is leased.
+            return if tunnel.is_borrowed() && !tunnel.is_leased() {
+                Action::End(Ending::Ok)
+            } else {
+                Action::Wait
+            };
         }
-        let Some(caller) = &mut self.caller else { return Turn::Wait };
-        match ready_or!(caller.poll(cx), Turn::Wait) {
-            Pulled::Event(Event::Message { len }) if tunnel.plain => {
+        let Some(caller) = &mut self.caller else { return Action::Wait };
+        match ready_or!(caller.poll(cx), Action::Wait) {
+            Pulled::Event(Event::Message { len }) if tunnel.far_end == FarEnd::GitlabReplica => {
                 self.out.put_slice(&grpc::prefix(len));
-                Turn::Again
+                Action::Continue
             }
             Pulled::Event(Event::Message { len }) => {
                 frame::put_message_head(response::MESSAGE, len, &mut self.out);
-                Turn::Again
+                Action::Continue
             }
             Pulled::Event(Event::Data(data)) if data.len() <= COPY => {
                 self.out.put_slice(&data);
-                Turn::Again
+                Action::Continue
             }
-            Pulled::Event(Event::Data(data)) => Turn::Big(data),
+            Pulled::Event(Event::Data(data)) => Action::Big(data),
             // Only envelopes have control fields.
             Pulled::Event(Event::Control { field, body }) => {
                 if field == response::CLOSE_SEND {
@@ -151,83 +161,85 @@ impl TunnelBody {
                     frame::put_control(field, &body, &mut self.out);
                     let mut core = tunnel.core();
                     core.end.close_send();
-                    if core.keep {
-                        core.asker = caller.map(|caller| caller.body);
+                    if let Some(lease) = &mut core.lease {
+                        lease.next = caller.map(|caller| caller.body);
                     }
-                    return Turn::Again;
+                    return Action::Continue;
                 }
                 self.fault(Status::new(Code::Internal, "a replica sent an envelope out of order"))
             }
             Pulled::End => {
                 self.caller = None;
                 let mut core = tunnel.core();
+                // Else the next poll closes the request and parks.
                 if !core.end.is_answered() {
-                    // The end of the stream says the same where there are no envelopes.
-                    if !tunnel.plain {
+                    // Without envelopes the end of the stream has that meaning.
+                    if tunnel.far_end != FarEnd::GitlabReplica {
                         frame::put_control(response::CLOSE_SEND, &[], &mut self.out);
                     }
                     core.end.close_send();
-                } else {
-                    // The answer was complete first: the next turn closes and parks.
                 }
-                Turn::Again
+                Action::Continue
             }
-            // The caller's own stream is being dropped; that decides what happens here.
+            // The caller's stream is being dropped, which decides what happens here.
             Pulled::Reset => {
                 self.caller = None;
-                // Unless the answer is complete: then only this side is left.
-                if tunnel.core().end.is_answered() { Turn::Again } else { Turn::Wait }
+                // After a complete answer only this side is left.
+                if tunnel.core().end.is_answered() { Action::Continue } else { Action::Wait }
             }
             Pulled::Wrong(status) => self.fault(status),
         }
     }
 
-    /// The caller's bytes are wrong: its own stream decides what happens.
-    fn fault(&mut self, status: Status) -> Turn {
+    /// The caller's bytes are malformed: the caller's stream decides what happens.
+    fn fault(&mut self, status: Status) -> Action {
         self.caller = None;
         let mut core = self.tunnel.core();
         core.fault = Some(status);
         if let Some(waker) = core.exchange_waker.take() {
             waker.wake();
         }
-        Turn::Wait
+        Action::Wait
     }
 
-    fn turn_parked(&mut self, mut core: MutexGuard<'_, Core>, cx: &mut Context<'_>) -> Turn {
-        if let Some(job) = core.job.take() {
+    fn advance_parked(&mut self, mut core: MutexGuard<'_, Core>, cx: &mut Context<'_>) -> Action {
+        if let Some(Job { request_info, body, ahead }) = core.take_accepted() {
+            core.phase = Phase::Open;
             core.end.open();
-            self.out.put_slice(&job.request_info);
-            let source = if core.spliced {
-                let mut decoder = Decoder::of_kas(false);
-                decoder.push(std::mem::take(&mut core.ahead));
-                Source::Envelopes(decoder)
-            } else {
-                Source::Messages(Splitter::default())
+            self.out.put_slice(&request_info);
+            self.spliced = ahead.is_some();
+            let source = match ahead {
+                Some(ahead) => {
+                    let mut decoder = Decoder::of_kas(false);
+                    decoder.push(ahead);
+                    Source::Envelopes(decoder)
+                }
+                None => Source::Messages(Splitter::default()),
             };
-            self.caller = Some(CallerStream { body: job.body, source });
-            return Turn::Again;
+            self.caller = Some(CallerStream { body, source });
+            return Action::Continue;
         }
-        if !core.lent
+        if !matches!(core.phase, Phase::Reserved)
             && let Some(retire) = core.retire.take()
         {
             if retire == Retire::Notice && core.end.notify_drain() {
                 frame::put_control(response::CLOSE_SEND, &[], &mut self.out);
-                return Turn::Again;
+                return Action::Continue;
             }
             core.end.end();
             core.wake_exchange();
-            return Turn::End(Ending::Ok);
+            return Action::End(Ending::Ok);
         }
         set_waker(&mut core.tunnel_waker, cx);
         core.waiting = true;
-        // An exchange that was given back unused returns the stream and wakes this task.
-        let Some(stream) = &mut core.stream else { return Turn::Wait };
-        let what = match ready_or!(stream.poll(cx), Turn::Wait) {
-            Ok(got) => match core.end.agent_sent(kind(&got)) {
+        // An exchange that was dropped unused returns the stream and wakes this task.
+        let Some(stream) = &mut core.stream else { return Action::Wait };
+        let what = match ready_or!(stream.poll(cx), Action::Wait) {
+            Ok(got) => match core.end.agent_sent(frame_of(&got)) {
                 Ok(_) => {
                     core.given_up = !core.end.is_draining();
                     core.wake_exchange();
-                    return Turn::End(Ending::Ok);
+                    return Action::End(Ending::Ok);
                 }
                 Err(_) => "the agent wrote to a parked tunnel".to_owned(),
             },
@@ -235,20 +247,20 @@ impl TunnelBody {
         };
         self.tunnel.kill(core);
         self.tunnel.owner.violated(&self.tunnel, &what);
-        Turn::Killed
+        Action::Killed
     }
 
-    /// The answer is complete: close the request's own direction between two messages, then park.
-    fn turn_answered(&mut self, mut core: MutexGuard<'_, Core>, cx: &mut Context<'_>) -> Turn {
+    /// The answer is complete: closes the request's direction between two messages, then parks.
+    fn finish_request(&mut self, mut core: MutexGuard<'_, Core>, cx: &mut Context<'_>) -> Action {
         if let Some(CallerStream { source: Source::Messages(mut splitter), .. }) = self.caller.take() {
-            // A message that is partly written is finished only from bytes already here: waiting
-            // for the caller could take for ever, and a close inside it would be swallowed.
+            // A message that is partly written is completed only from bytes that are already here. The caller
+            // might never send the rest, and agentk would not see a close inside a message.
             while splitter.left() > 0 {
                 match splitter.next() {
                     Ok(Some(Event::Data(data))) => self.out.put_slice(&data),
                     _ => {
                         self.tunnel.kill(core);
-                        return Turn::Killed;
+                        return Action::Killed;
                     }
                 }
             }
@@ -258,40 +270,44 @@ impl TunnelBody {
             core.end.close_send();
         }
         self.closing = None;
-        if self.tunnel.again {
-            return self.turn_settling(core, cx);
+        if self.tunnel.is_leased() {
+            return self.await_renewal(core, cx);
         }
-        if self.tunnel.borrowed {
+        if self.tunnel.is_borrowed() {
             core.end.end();
-            return Turn::End(Ending::Ok);
+            return Action::End(Ending::Ok);
         }
         let parked = core.end.park();
         core.parked_at = Instant::now();
         let retiring = core.retire.is_some();
-        let lent = std::mem::take(&mut core.keep) && parked && !retiring;
-        core.lent = lent;
-        // A splice waits for this.
+        if !parked || retiring {
+            core.lease = None;
+        }
+        let leased = core.lease.is_some();
+        core.phase = if leased { Phase::Reserved } else { Phase::Idle };
+        // A splice waits for that.
         let waker = core.exchange_waker.take();
         drop(core);
         if let Some(waker) = waker {
             waker.wake();
         }
         if !parked {
-            return Turn::End(Ending::Ok);
+            return Action::End(Ending::Ok);
         }
-        if !retiring && !lent {
+        if !retiring && !leased {
             self.tunnel.owner.parked(&self.tunnel);
         }
-        Turn::Again
+        Action::Continue
     }
 
-    /// A borrowed tunnel's request is over on both sides: the lender says whether another may follow.
-    fn turn_settling(&mut self, mut core: MutexGuard<'_, Core>, cx: &mut Context<'_>) -> Turn {
+    /// The request on a leased tunnel is complete in both directions: the lender says whether another may
+    /// follow.
+    fn await_renewal(&mut self, mut core: MutexGuard<'_, Core>, cx: &mut Context<'_>) -> Action {
         set_waker(&mut core.tunnel_waker, cx);
         core.waiting = true;
-        // The exchange returns the stream in the poll in which it finds the answer complete, and wakes this task.
-        let Some(stream) = &mut core.stream else { return Turn::Wait };
-        let got = ready_or!(stream.poll(cx), Turn::Wait);
+        // The exchange returns the stream when it finds the answer complete, and wakes this task.
+        let Some(stream) = &mut core.stream else { return Action::Wait };
+        let got = ready_or!(stream.poll(cx), Action::Wait);
         match core.settle(got) {
             Settled::Parked => {
                 let retiring = core.retire.is_some();
@@ -299,20 +315,20 @@ impl TunnelBody {
                 if !retiring {
                     self.tunnel.owner.parked(&self.tunnel);
                 }
-                Turn::Again
+                Action::Continue
             }
             Settled::Ended => {
                 core.end.end();
-                Turn::End(Ending::Ok)
+                Action::End(Ending::Ok)
             }
             Settled::Broken => {
                 self.tunnel.kill(core);
-                Turn::Killed
+                Action::Killed
             }
         }
     }
 
-    fn turn_discard(&mut self, mut core: MutexGuard<'_, Core>, cx: &mut Context<'_>) -> Turn {
+    fn discard_answer(&mut self, mut core: MutexGuard<'_, Core>, cx: &mut Context<'_>) -> Action {
         self.caller = None;
         let discard = self.discard.get_or_insert_with(|| {
             Box::new(Discard { until: Box::pin(tokio::time::sleep(DISCARD_TIME)), left: DISCARD_BYTES })
@@ -320,10 +336,10 @@ impl TunnelBody {
         set_waker(&mut core.tunnel_waker, cx);
         core.waiting = true;
         let expired = discard.until.as_mut().poll(cx).is_ready();
-        let Some(stream) = &mut core.stream else { return Turn::Wait };
+        let Some(stream) = &mut core.stream else { return Action::Wait };
         let got = match stream.poll(cx) {
             Poll::Pending if expired => Err(broken("an abandoned answer did not end in time")),
-            Poll::Pending => return Turn::Wait,
+            Poll::Pending => return Action::Wait,
             Poll::Ready(got) => got,
         };
         let step = got.ok().and_then(|got| {
@@ -331,26 +347,26 @@ impl TunnelBody {
                 discard.left = discard.left.checked_sub(data.len() as u64)?;
                 return Some(Step::Pass);
             }
-            core.end.agent_sent(kind(&got)).ok()
+            core.end.agent_sent(frame_of(&got)).ok()
         });
         match step {
             Some(Step::Complete) => {
                 core.end.end();
-                Turn::End(Ending::Ok)
+                Action::End(Ending::Ok)
             }
-            Some(_) => Turn::Again,
+            Some(_) => Action::Continue,
             None => {
                 self.tunnel.kill(core);
-                Turn::Killed
+                Action::Killed
             }
         }
     }
 
-    /// Returns the last frame; `None` where the end needs none.
+    /// Returns the last frame. `None`: the stream ends without one.
     fn last(&mut self, ending: &Ending) -> Option<HttpFrame<Bytes>> {
         self.done = true;
-        if self.tunnel.borrowed {
-            if self.tunnel.again {
+        if self.tunnel.is_borrowed() {
+            if self.tunnel.is_leased() {
                 self.rest = self.tunnel.core().stream.take();
             }
             return None;
@@ -393,17 +409,19 @@ impl Body for TunnelBody {
             if let Some(ending) = this.ending.take() {
                 return Poll::Ready(this.last(&ending).map(Ok));
             }
-            let turn = if this.out.len() >= GATHER { Turn::Wait } else { this.turn(cx) };
-            match turn {
-                Turn::Again => continue,
-                Turn::Big(big) if this.out.is_empty() => return Poll::Ready(Some(Ok(HttpFrame::data(big)))),
-                Turn::Big(big) => this.big = Some(big),
-                Turn::End(ending) if this.out.is_empty() => return Poll::Ready(this.last(&ending).map(Ok)),
-                Turn::End(ending) => this.ending = Some(ending),
-                Turn::Wait | Turn::Killed if this.out.is_empty() => return Poll::Pending,
-                Turn::Wait | Turn::Killed => {}
+            let action = if this.out.len() >= GATHER { Action::Wait } else { this.advance(cx) };
+            match action {
+                Action::Continue => continue,
+                Action::Big(big) if this.out.is_empty() => {
+                    return Poll::Ready(Some(Ok(HttpFrame::data(big))));
+                }
+                Action::Big(big) => this.big = Some(big),
+                Action::End(ending) if this.out.is_empty() => return Poll::Ready(this.last(&ending).map(Ok)),
+                Action::End(ending) => this.ending = Some(ending),
+                Action::Wait | Action::Killed if this.out.is_empty() => return Poll::Pending,
+                Action::Wait | Action::Killed => {}
             }
-            // HTTP/2 asks again at once, or when there is window: not waiting for a wake-up now.
+            // HTTP/2 polls again immediately, or once there is window: no wake-up is needed now.
             this.tunnel.core().waiting = false;
             return Poll::Ready(Some(Ok(HttpFrame::data(this.out.split().freeze()))));
         }
@@ -417,11 +435,12 @@ impl Body for TunnelBody {
 impl Drop for TunnelBody {
     fn drop(&mut self) {
         let mut core = self.tunnel.core();
-        let idle = self.tunnel.again && (core.end.is_parked() || core.end.is_ended());
-        if self.tunnel.borrowed && !idle && !core.dead && core.job.is_none() {
-            core.mute = true;
-            // The request has begun: how it ends is for the answer's own direction to say. The lender may stop reading
-            // before everything has been written, when the answer is complete.
+        let idle = self.tunnel.is_leased() && (core.end.is_parked() || core.end.is_ended());
+        if self.tunnel.is_borrowed() && !idle && !core.dead && !matches!(core.phase, Phase::Accepted(_)) {
+            core.write_closed = true;
+            // The request has begun, and the answer's direction decides how it ends. The replica that lends
+            // the tunnel may stop reading after a complete answer, before the request has been written
+            // completely.
             core.tunnel_waker = None;
             return;
         }

@@ -104,31 +104,31 @@ view
 {{- define "agentk.validate" -}}
 {{- range list "app.kubernetes.io/name" "app.kubernetes.io/instance" -}}
 {{- if hasKey ($.Values.podLabels | default dict) . -}}
-{{- fail (printf "podLabels has %s, by which the objects of this chart find the pods: nameOverride and the release's name say it" .) -}}
+{{- fail (printf "podLabels has %s, which the objects of this chart select pods by: it is set from nameOverride and the release name" .) -}}
 {{- end -}}
 {{- end -}}
 {{- if not .Values.kasAddress -}}
-{{- fail "kasAddress is not set: where kas is, for example grpcs://kas.example.com or wss://kas.example.com" -}}
+{{- fail "kasAddress is not set: the address of kas, for example grpcs://kas.example.com or wss://kas.example.com" -}}
 {{- end -}}
 {{- if and (not .Values.token.existingSecret) (not .Values.token.value) -}}
-{{- fail "there is no token: set token.existingSecret to the Secret that holds it" -}}
+{{- fail "there is no token: set token.existingSecret to the Secret that contains it" -}}
 {{- end -}}
 {{- if and .Values.token.existingSecret .Values.token.value -}}
-{{- fail "token.existingSecret and token.value are both set: one of them says what the token is" -}}
+{{- fail "token.existingSecret and token.value are both set: set only one of them" -}}
 {{- end -}}
 {{- if and .Values.ca.existingConfigMap .Values.ca.pem -}}
-{{- fail "ca.existingConfigMap and ca.pem are both set: one of them says whom to trust" -}}
+{{- fail "ca.existingConfigMap and ca.pem are both set: set only one of them" -}}
 {{- end -}}
 {{- if and (eq .Values.rbac.access "custom") (not .Values.rbac.rules) -}}
 {{- fail "rbac.access is custom: rbac.rules must say what is allowed" -}}
 {{- end -}}
 {{- if and (ne .Values.rbac.access "custom") .Values.rbac.rules -}}
-{{- fail (printf "rbac.rules counts only if rbac.access is custom, which is %s" .Values.rbac.access) -}}
+{{- fail (printf "rbac.rules has an effect only if rbac.access is custom, but it is %s" .Values.rbac.access) -}}
 {{- end -}}
 {{- if .Values.rbac.namespaces -}}
 {{- range .Values.rbac.rules -}}
 {{- if .nonResourceURLs -}}
-{{- fail (printf "rbac.rules names nonResourceURLs (%s), which are in no namespace: leave rbac.namespaces empty, or those out" (join ", " .nonResourceURLs)) -}}
+{{- fail (printf "rbac.rules names nonResourceURLs (%s), which belong to no namespace: leave rbac.namespaces empty, or remove them" (join ", " .nonResourceURLs)) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}

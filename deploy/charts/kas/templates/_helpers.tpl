@@ -1,4 +1,4 @@
-{{/* The names of objects. */}}
+{{/* Names of objects. */}}
 {{- define "kas.name" -}}
 {{- default .Chart.Name .Values.nameOverride | trunc 50 | trimSuffix "-" -}}
 {{- end -}}
@@ -41,7 +41,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end -}}
 {{- end -}}
 
-{{/* The Secrets: one that exists, or the one that the chart makes. */}}
+{{/* Names of Secrets: an existing one, or the one that the chart creates. */}}
 {{- define "kas.apiSecret" -}}
 {{- if .Values.secrets.api.existingSecret -}}
 {{- .Values.secrets.api.existingSecret -}}
@@ -68,7 +68,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- default (printf "%s-agents" (include "kas.fullname" .)) .Values.agents.existingSecret -}}
 {{- end -}}
 
-{{/* The data of a Secret that the chart makes: what it holds already, else new secrets. */}}
+{{/* The data of a Secret that the chart creates: its present data, or new secrets. */}}
 {{- define "kas.madeSecret" -}}
 {{- $there := (lookup "v1" "Secret" .root.Release.Namespace .name) | default dict -}}
 {{- $data := $there.data | default dict -}}
@@ -77,7 +77,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end -}}
 {{- end -}}
 
-{{/* What must agree with the other objects, and so wins over `config`. */}}
+{{/* The keys that must match the other objects, and therefore override `config`. */}}
 {{- define "kas.ownConfig" -}}
 tracker: {{ .Values.tracker }}
 agent:
@@ -134,7 +134,7 @@ private_api:
     key_file: ""
     client_ca_file: ""
     {{- end }}
-  # Empty: POD_IP tells.
+  # Empty: POD_IP is used.
   advertise: ""
 {{- if eq .Values.tracker "redis" }}
 {{- if or .Values.redis.address .Values.redis.existingSecret }}
@@ -178,8 +178,8 @@ gitlab:
 {{- end -}}
 
 {{/*
-Puts the keys of one map into another, which it changes, map by map. Sprig's mergeOverwrite would leave what is empty in
-the first. Takes a list: the map that is changed, the one that wins.
+Merges one map into another, in place and recursively. Sprig's mergeOverwrite would keep the first map's value where the
+second map has an empty one. Takes a list: the map to change, the map that overrides it.
 */}}
 {{- define "kas.overlay" -}}
 {{- $theirs := index . 0 -}}
@@ -192,7 +192,7 @@ the first. Takes a list: the map that is changed, the one that wins.
 {{- end -}}
 {{- end -}}
 
-{{/* The configuration: `config`, and over it what the chart owns. */}}
+{{/* The configuration: `config`, overridden by the keys of the chart. */}}
 {{- define "kas.config" -}}
 {{- $config := omit (deepCopy (.Values.config | default dict)) "discovery" -}}
 {{- include "kas.overlay" (list $config (include "kas.ownConfig" . | fromYaml)) -}}
@@ -200,8 +200,8 @@ the first. Takes a list: the map that is changed, the one that wins.
 {{- end -}}
 
 {{/*
-The keys of `config` that do not count because the chart says something else, one on each line.
-Takes a list: theirs, own, the path so far.
+The keys of `config` that the chart overrides, one on each line.
+Takes a list: the value config, the chart's own keys, the path so far.
 */}}
 {{- define "kas.replaced" -}}
 {{- $theirs := index . 0 -}}{{- $own := index . 1 -}}{{- $path := index . 2 -}}
@@ -217,7 +217,7 @@ Takes a list: theirs, own, the path so far.
 {{- end -}}
 {{- end -}}
 
-{{/* Takes the keys out of a map, which it changes, that have no value: a section whose keys are all commented out. */}}
+{{/* Removes keys without a value from a map, in place: a section whose keys are all commented out. */}}
 {{- define "kas.prune" -}}
 {{- $map := . -}}
 {{- range $key, $value := $map -}}
@@ -229,18 +229,18 @@ Takes a list: theirs, own, the path so far.
 {{- end -}}
 {{- end -}}
 
-{{/* What `config` says, for templates to look at: without keys that have no value. */}}
+{{/* The value `config` for templates, without keys that have no value. */}}
 {{- define "kas.said" -}}
 {{- $config := deepCopy (.Values.config | default dict) -}}
 {{- include "kas.prune" $config -}}
 {{- toYaml $config -}}
 {{- end -}}
 
-{{/* What does not fit together, as an error that says what would. */}}
+{{/* Fails for values that do not fit together, and says what would fit. */}}
 {{- define "kas.validate" -}}
 {{- range list "app.kubernetes.io/name" "app.kubernetes.io/instance" -}}
 {{- if hasKey ($.Values.podLabels | default dict) . -}}
-{{- fail (printf "podLabels has %s, by which the objects of this chart find the pods: nameOverride and the release's name say it" .) -}}
+{{- fail (printf "podLabels has %s, by which the objects of this chart select the pods: it follows from nameOverride and the release's name" .) -}}
 {{- end -}}
 {{- end -}}
 {{- $said := include "kas.said" . | fromYaml -}}
@@ -251,7 +251,7 @@ Takes a list: theirs, own, the path so far.
 {{- fail "gitlab.address is set, so GitLab knows the agents: agents.list and agents.existingSecret must be empty" -}}
 {{- end -}}
 {{- if ne ($said.tracker | default .Values.tracker) .Values.tracker -}}
-{{- fail (printf "config.tracker is %s: set the value tracker, which other objects depend on" $said.tracker) -}}
+{{- fail (printf "config.tracker is %s: set the value tracker instead, because other objects depend on it" $said.tracker) -}}
 {{- end -}}
 {{- $redis := $said.redis | default dict -}}
 {{- $elsewhere := or (hasKey $redis "server") (hasKey $redis "sentinel") (hasKey $redis "cluster") -}}
@@ -265,7 +265,7 @@ Takes a list: theirs, own, the path so far.
 {{- fail "redis.address is one server, and config.redis names sentinel or cluster: leave one of them out" -}}
 {{- end -}}
 {{- if and .Values.agents.list .Values.agents.existingSecret -}}
-{{- fail "agents.list and agents.existingSecret are both set: one of them says which agents there are" -}}
+{{- fail "agents.list and agents.existingSecret are both set: use one of them" -}}
 {{- end -}}
 {{- if and (hasKey $said "gitlab") (not .Values.gitlab.address) -}}
 {{- fail "config.gitlab needs the Secret that GitLab shares with kas: set gitlab.address and gitlab.existingSecret instead" -}}
@@ -303,7 +303,7 @@ Takes a list: theirs, own, the path so far.
 {{- ceil $sum | int -}}
 {{- end -}}
 
-{{/* How long a replica goes on after SIGTERM, in seconds: `drain.delay` and `drain.timeout`. */}}
+{{/* How long a replica continues after SIGTERM, in seconds: `drain.delay` and `drain.timeout`. */}}
 {{- define "kas.drain" -}}
 {{- $said := include "kas.said" . | fromYaml -}}
 {{- $delay := dig "drain" "delay" "5s" $said -}}
@@ -318,7 +318,7 @@ Takes a list: theirs, own, the path so far.
 {{- if kindIs "invalid" .Values.terminationGracePeriodSeconds -}}
 {{- add $drain 15 -}}
 {{- else if lt (int .Values.terminationGracePeriodSeconds) $drain -}}
-{{- fail (printf "terminationGracePeriodSeconds is %d, below the %d s of config.drain.delay and config.drain.timeout: a replica that leaves would be killed with requests open. Shorten those, or leave this empty" (int .Values.terminationGracePeriodSeconds) $drain) -}}
+{{- fail (printf "terminationGracePeriodSeconds is %d, below the %d s of config.drain.delay and config.drain.timeout: a replica that shuts down would be killed with open requests. Shorten those, or leave this empty" (int .Values.terminationGracePeriodSeconds) $drain) -}}
 {{- else -}}
 {{- .Values.terminationGracePeriodSeconds | int -}}
 {{- end -}}

@@ -1,5 +1,7 @@
 //! The services that kas answers itself: who is connected, pods, health, reflection.
 
+mod current_gitlab;
+
 use std::{
     collections::{BTreeMap, VecDeque},
     pin::Pin,
@@ -7,11 +9,13 @@ use std::{
     time::Duration,
 };
 
-use cluster::{Connected, Located, Query, Tracker, TrackerError};
+use agent_config::AgentConfigs;
+use cluster::{Connected, Located, Query, ReplicaState, Tracker, TrackerError};
 use futures_util::stream::{self, Stream};
 use grpc::Deadline;
 use http::HeaderValue;
 use ids::{AgentId, ConnectionId};
+use process::lifecycle::Phase;
 use prost::Message as _;
 use prost_types::Timestamp;
 use proto::{
@@ -36,21 +40,17 @@ use proto::{
         watch_connected_agents_response::{Disconnected, Event, SnapshotComplete},
     },
 };
-use runtime::lifecycle::Phase;
 use tokio::sync::watch;
 use tonic_health::ServingStatus;
 
-use super::{
-    super::{Own, own},
-    Correlation, today,
-};
+use super::Correlation;
+use crate::routing::router::Router;
 use crate::{
-    agent_config::AgentConfigs,
     observe::Sight,
     pods::{self, Asked, PodQuery},
     registrar,
-    router::Router,
 };
+use grpc::service::{LocalService, local_service};
 
 /// Paths of health checks begin so.
 pub(super) const HEALTH: &str = "/grpc.health.v1.Health/";
@@ -59,7 +59,7 @@ pub(super) const HEALTH: &str = "/grpc.health.v1.Health/";
 const SETTLE: Duration = Duration::from_millis(20);
 
 /// kas' own services by the beginning of their paths.
-pub(super) struct Services(Vec<(String, Own)>);
+pub(super) struct Services(Vec<(String, LocalService)>);
 
 impl Services {
     pub(super) fn new(
@@ -83,22 +83,22 @@ impl Services {
                 .with_service_name("grpc.health.v1.Health")
         };
         let mut services = vec![
-            own(KasApiServer::new(api.clone())),
-            own(AgentTrackerServer::new(api.clone())),
-            own(ServerInfoServer::new(api.clone())),
-            own(NotificationsServer::new(api)),
-            own(health),
+            local_service(KasApiServer::new(api.clone())),
+            local_service(AgentTrackerServer::new(api.clone())),
+            local_service(ServerInfoServer::new(api.clone())),
+            local_service(NotificationsServer::new(api)),
+            local_service(health),
         ];
         // The descriptors are compiled in: that they are readable is tested.
         if let (Ok(v1), Ok(alpha)) = (reflection().build_v1(), reflection().build_v1alpha()) {
-            services.push(own(v1));
-            services.push(own(alpha));
+            services.push(local_service(v1));
+            services.push(local_service(alpha));
         }
         Self(services)
     }
 
     /// Returns the service that answers `path`; `None`: it is no method of kas.
-    pub(super) fn of(&self, path: &str) -> Option<Own> {
+    pub(super) fn of(&self, path: &str) -> Option<LocalService> {
         self.0.iter().find(|(prefix, _)| path.starts_with(prefix)).map(|(_, own)| Arc::clone(own))
     }
 }
@@ -192,11 +192,11 @@ pub(crate) async fn connected(tracker: &dyn Tracker, query: Query) -> Result<Con
     Ok(connected)
 }
 
-fn belief(belief: &cluster::Belief) -> agent_on_replica::Belief {
+fn belief(view: &cluster::AgentView) -> agent_on_replica::Belief {
     agent_on_replica::Belief {
-        name: belief.replica.id.as_str().to_owned(),
-        holds: belief.holds,
-        why: belief.why.clone(),
+        name: view.replica.id.as_str().to_owned(),
+        holds: view.holds,
+        why: view.why.clone(),
     }
 }
 
@@ -213,12 +213,13 @@ fn non_empty(text: String, other: &str) -> String {
 /// Cancel safe.
 pub(crate) async fn explain(router: &Router, tracker: &dyn Tracker, agent: AgentId) -> ExplainAgentResponse {
     let known = tracker.replicas().await;
-    // Who does not know where the agent is says why; what is here and what the others say is known all the same.
+    // Who does not know where the agent is says why; what is here and what the others say is known all the
+    // same.
     let (candidates, unknown) = match tracker.locate(agent).await {
         Ok(candidates) => (candidates, None),
-        Err(error) => (Vec::new(), Some(crate::peer::chain(&error))),
+        Err(error) => (Vec::new(), Some(process::error::chain(&error))),
     };
-    let (accounts, missing) = tracker.accounts(Some(agent)).await;
+    let (reports, missing) = tracker.peer_reports(Some(agent)).await;
     let (idle, busy, waiting) = router.registry().counts(agent);
     let number = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
     let me = known.replicas.first().map(|status| status.replica.clone());
@@ -228,20 +229,20 @@ pub(crate) async fn explain(router: &Router, tracker: &dyn Tracker, agent: Agent
         idle_tunnels: number(idle),
         busy_tunnels: number(busy),
         waiting: number(waiting),
-        beliefs: tracker.beliefs(agent).iter().map(belief).collect(),
+        beliefs: tracker.views(agent).iter().map(belief).collect(),
     };
-    let others = accounts.iter().map(|account| AgentOnReplica {
-        name: account.replica.id.as_str().to_owned(),
-        address: Some(address(&account.replica.address)),
-        idle_tunnels: account.idle,
-        busy_tunnels: account.busy,
-        waiting: account.waiting,
-        beliefs: account.beliefs.iter().map(belief).collect(),
+    let others = reports.iter().map(|report| AgentOnReplica {
+        name: report.replica.id.as_str().to_owned(),
+        address: Some(address(&report.replica.address)),
+        idle_tunnels: report.idle,
+        busy_tunnels: report.busy,
+        waiting: report.waiting,
+        beliefs: report.views.iter().map(belief).collect(),
     });
     let elsewhere: Vec<String> = candidates
         .iter()
         .filter(|candidate| me.as_ref().is_none_or(|me| me.id != candidate.replica.id))
-        .map(|candidate| format!("{} ({})", candidate.replica.id, candidate.standing.as_str()))
+        .map(|candidate| format!("{} ({})", candidate.replica.id, candidate.health))
         .collect();
     let mut route = Vec::new();
     match (idle, busy) {
@@ -262,10 +263,8 @@ pub(crate) async fn explain(router: &Router, tracker: &dyn Tracker, agent: Agent
     let mute: Vec<String> = known
         .replicas
         .iter()
-        .filter(|status| {
-            ["unreachable", "gone"].contains(&status.standing.as_str()) && status.state != "left"
-        })
-        .map(|status| format!("{} ({})", status.replica.id, status.standing))
+        .filter(|status| status.is_lost() && status.state != ReplicaState::Left)
+        .map(|status| format!("{} ({})", status.replica.id, status.standing()))
         .collect();
     if !mute.is_empty() {
         route.push(format!("{} cannot be asked", mute.join(", ")));
@@ -359,18 +358,19 @@ impl KasApi for Api {
         _request: tonic::Request<ListReplicasRequest>,
     ) -> Result<tonic::Response<ListReplicasResponse>, tonic::Status> {
         let known = self.tracker.replicas().await;
-        let (accounts, missing) = self.tracker.accounts(None).await;
+        let (reports, missing) = self.tracker.peer_reports(None).await;
         let replicas = known
             .replicas
             .into_iter()
             .map(|status| {
                 let own = status.heard.is_none();
-                let account = accounts.iter().find(|account| account.replica.id == status.replica.id);
+                let standing = status.standing().to_owned();
+                let report = reports.iter().find(|report| report.replica.id == status.replica.id);
                 let leaves = own && *self.phase.borrow() != Phase::Serving;
-                let tunnels = if own { self.tunnels() } else { account.map_or(0, |account| account.tunnels) };
+                let tunnels = if own { self.tunnels() } else { report.map_or(0, |report| report.tunnels) };
                 let (version, commit) = match status.build {
                     (version, commit) if version.is_empty() && own => {
-                        (runtime::version::VERSION.to_owned(), non_empty(commit, runtime::version::COMMIT))
+                        (process::version::VERSION.to_owned(), non_empty(commit, process::version::COMMIT))
                     }
                     build => build,
                 };
@@ -379,8 +379,8 @@ impl KasApi for Api {
                     commit,
                     address: Some(address(&status.replica.address)),
                     name: status.replica.id.as_str().to_owned(),
-                    state: if leaves { "draining".to_owned() } else { status.state },
-                    standing: status.standing,
+                    state: if leaves { ReplicaState::Draining } else { status.state }.to_string(),
+                    standing,
                     generation: status.generation,
                     agents: status.agents,
                     tunnels,
@@ -569,7 +569,7 @@ impl AgentTracker for Api {
             tracing::warn!(error = %error, "the tracker cannot be asked");
             tonic::Status::unavailable(failed)
         })?;
-        let agents = connected.connections.iter().map(today::info).collect();
+        let agents = connected.connections.iter().map(current_gitlab::info).collect();
         Ok(tonic::Response::new(GetConnectedAgentsResponse { agents }))
     }
 

@@ -1,8 +1,10 @@
-//! Requests of GitLab's kas, 14.1, which found this replica's address in Redis: its private API, answered here.
+//! Requests of GitLab's kas, 14.1, which found this replica's address in Redis: its private API, answered
+//! here.
 //!
-//! As in 14.1: the method and the metadata are the request's own, `kas-hop-routing-agent-id` names the agent, and
-//! nothing is routed on. Unlike it, who asks for an agent that is not here, or has no tunnel for a while, is sent on at
-//! once, in the way that 14.1 goes on to its next record: 14.1 itself lets it wait without a limit.
+//! As in 14.1: the method and the metadata are the request's own, `kas-hop-routing-agent-id` names the agent,
+//! and nothing is routed on. Unlike it, who asks for an agent that is not here, or has no tunnel for a while,
+//! is sent on at once, in the way that 14.1 goes on to its next record: 14.1 itself lets it wait without a
+//! limit.
 
 use std::{
     pin::Pin,
@@ -18,28 +20,28 @@ use http_body::{Body as HttpBody, Frame};
 use http_body_util::BodyExt as _;
 use hyper::body::Incoming;
 use ids::{AgentId, ReplicaId};
-use runtime::http2::Body;
+use net::http2::Body;
 use tokio::time::Instant;
 use traces::{Kind, Span};
 use tunnel::{
     frame,
     kas_end::{
         Failure, Job,
-        gateway::{Answer, READY},
+        gitlab::{Answer, READY},
     },
 };
 
 use super::{Held, PrivateListener, UNUSED};
-use crate::{
-    listener::failed,
+use crate::routing::{
     metadata,
-    metrics::{AskAnswer, ListenerName, Metrics, Side},
-    peer::gateway::AGENT,
-    tunnel_registry::{Acquired, Gone, Grant, Refused},
+    metrics::{AskAnswer, RequestMetrics, Side},
+    peer::gitlab::AGENT,
+    registry::{Acquired, Gone, Grant, Refused},
 };
+use crate::{listener::failed, refusals::ListenerName};
 
-/// How long a request waits for a tunnel of an agent that is here: 14.1 asks one replica after the other, and begins
-/// anew every 3 s, so that another one with an idle tunnel gets its turn.
+/// How long a request waits for a tunnel of an agent that is here: 14.1 asks one replica after the other, and
+/// begins anew every 3 s, so that another one with an idle tunnel gets its turn.
 const BUSY: Duration = Duration::from_secs(3);
 /// What `StartStreaming` may weigh: it has no fields, and a later version may add some.
 const LONGEST_START: usize = 1024;
@@ -138,7 +140,7 @@ impl Asked {
             refused @ (Refused::Unimplemented | Refused::OtherConnection | Refused::Untied) => {
                 Elsewhere::Nowhere(
                     AskAnswer::Refused,
-                    crate::router::refusal(refused, self.agent, None, &self.method),
+                    crate::routing::router::refusal(refused, self.agent, None, &self.method),
                 )
             }
         };
@@ -180,8 +182,8 @@ impl Asked {
         Some(span)
     }
 
-    /// Waits for `StartStreaming`, gives a tunnel the request, and waits for the beginning of its answer. `None`: the
-    /// asker needs the tunnel no more.
+    /// Waits for `StartStreaming`, gives a tunnel the request, and waits for the beginning of its answer.
+    /// `None`: the asker needs the tunnel no more.
     async fn start(self, held: Held, mut body: grpc::Body) -> Started {
         let not_started = |code, text: String| Status::new(code, text).with_outcome(Outcome::NotStarted);
         let rest = match tokio::time::timeout(UNUSED, start_streaming(&mut body)).await {
@@ -199,17 +201,17 @@ impl Asked {
             let info =
                 metadata::request_info(&self.method, &self.headers, self.deadline, &self.correlation, binary)
                     .map_err(|error| {
-                        metadata::untransferable(&error, &self.listener.metrics, ListenerName::Private)
+                        metadata::untransferable(&error, &self.listener.refusals, ListenerName::Private)
                     })?;
             let mut request_info = BytesMut::with_capacity(512);
             info.put_control(frame::response::REQUEST_INFO, &mut request_info);
-            let job = Job { request_info: request_info.freeze(), body };
+            let job = Job::new(request_info.freeze(), body);
             // Nothing of it is written to the agent: another tunnel may serve it.
             body = match held.take().begin(job, self.deadline) {
-                Err(job) => job.body,
+                Err(job) => job.into_body(),
                 Ok(mut exchange) => match exchange.head().await {
                     Ok(head) => return Ok(Some(Answer::new(exchange, head))),
-                    Err(Failure::NotStarted(job)) => job.body,
+                    Err(Failure::NotStarted(job)) => job.into_body(),
                     Err(Failure::Refused) => {
                         let agent = self.agent;
                         let text = format!("agent {agent} closed its tunnel before it started the request");
@@ -286,12 +288,12 @@ impl HttpBody for Ahead {
 
 /// Counts a request as open, and ends its span.
 struct Open {
-    metrics: Arc<Metrics>,
+    metrics: Arc<RequestMetrics>,
     span: Option<Span>,
 }
 
 impl Open {
-    fn new(metrics: &Arc<Metrics>, span: Option<Span>) -> Self {
+    fn new(metrics: &Arc<RequestMetrics>, span: Option<Span>) -> Self {
         metrics.requests_open.inc();
         Self { metrics: Arc::clone(metrics), span }
     }
@@ -313,7 +315,8 @@ impl Drop for Open {
     }
 }
 
-/// The answer: that a tunnel is there, then what the agent answers. Dropped before its end, it cancels the request.
+/// The answer: that a tunnel is there, then what the agent answers. Dropped before its end, it cancels the
+/// request.
 struct GatewayBody {
     state: State,
     open: Open,

@@ -1,10 +1,11 @@
-//! A tunnel that stays lent between requests: every interleaving of the replica that asks, the one that holds the tunnel,
-//! and the agent, decided by the order of the script and not by time. The streams between them are pipes.
+//! A tunnel that stays lent between requests: every interleaving of the replica that asks, the one that holds
+//! the tunnel, and the agent, decided by the order of the script and not by time. The streams between them
+//! are pipes.
 
 use std::{sync::Weak, task::Waker};
 
 use bytes::BufMut as _;
-use cluster::{InMemoryTracker, Lease, Tracker as _};
+use cluster::{InMemoryTracker, Lease, Locator as _};
 use grpc::testing::Pipe;
 use ids::TokenHash;
 use prometheus_client::registry::Registry;
@@ -14,10 +15,10 @@ use tunnel::{
 };
 
 use super::*;
-use crate::{
+use crate::routing::{
     peer::kept::{Kept, Taken},
     rate_limit::RateLimit,
-    tunnel_registry::{Limits, RegistryOwner, Waiting},
+    registry::{Limits, RegistryOwner, Waiting},
 };
 
 const METHOD: &str = "/s/M";
@@ -101,7 +102,7 @@ fn poll(body: &mut (impl http_body::Body<Data = Bytes, Error = BoxError> + Unpin
 /// One tunnel of the agent at its replica, and another replica that has it lent.
 struct Lab {
     registry: Arc<TunnelRegistry>,
-    metrics: Arc<Metrics>,
+    metrics: Arc<RequestMetrics>,
     /// What the agent writes, and what kas writes to it.
     agent: Pipe,
     to_agent: Option<TunnelBody>,
@@ -181,7 +182,7 @@ impl Lab {
 
     fn new() -> Self {
         let me = |name: &str| cluster::Replica { id: ReplicaId::new(name), address: "127.0.0.1:1".into() };
-        let metrics = Arc::new(Metrics::new(&mut Registry::default()));
+        let metrics = Arc::new(RequestMetrics::new(&mut Registry::default()));
         let limits = Limits { waiters_per_agent: 100, waiters: 100, tunnels_per_agent: 100 };
         let tracker = Arc::new(InMemoryTracker::new(me("holder")));
         let registry = TunnelRegistry::new(tracker, Arc::clone(&metrics), limits);
@@ -255,7 +256,7 @@ impl Lab {
         let caller = Pipe::default();
         caller.write(plain(data));
         caller.end();
-        let job = Job { request_info: control(response::REQUEST_INFO), body: caller.body() };
+        let job = Job::new(control(response::REQUEST_INFO), caller.body());
         tunnel.begin(job, Deadline::NONE).map(Call)
     }
 
@@ -388,7 +389,7 @@ async fn an_answer_before_the_end_of_the_request_closes_it_and_the_tunnel_stays_
     let mut lab = Lab::lent().await;
     let caller = Pipe::default();
     let taken = lab.take().await.unwrap();
-    let job = Job { request_info: control(response::REQUEST_INFO), body: caller.body() };
+    let job = Job::new(control(response::REQUEST_INFO), caller.body());
     let call = Call(taken.take().unwrap().begin(job, Deadline::NONE).unwrap());
     lab.carry();
     lab.agent_reads();
@@ -836,8 +837,8 @@ async fn a_tunnel_to_be_retired_is_asked_back_first() {
     assert!(lab.ended_ok() && lab.take().await.is_none());
 }
 
-/// A rolling restart failed one request in thousands: the notice had ended the tunnel under the request that was on its
-/// way.
+/// A rolling restart failed one request in thousands: the notice had ended the tunnel under the request that
+/// was on its way.
 #[tokio::test(start_paused = true)]
 async fn a_tunnel_that_is_lent_is_not_retired_before_its_first_request() {
     let mut lab = Lab::new();
@@ -865,7 +866,7 @@ async fn a_holder_that_exits_does_not_wait_for_what_is_lent() {
     let mut lab = Lab::lent().await;
     let held = lab.held.upgrade().unwrap();
     assert!(!held.carries_request());
-    held.take_back();
+    held.cancel_reservation();
     lab.registry.retire(&held, Retire::Ok);
     lab.agent_reads();
     assert!(lab.to_agent.is_none(), "the tunnel has ended");

@@ -1,0 +1,55 @@
+//! The load client: a process of its own, so that its processor time is not counted as that of a server.
+//!
+//! It obeys the commands of [`protocol`] until its standard input ends. Windows and frame size are the same
+//! for direct calls and calls through kas.
+
+use std::io::BufRead as _;
+
+use tokio::sync::mpsc;
+
+use super::{
+    agents, load,
+    protocol::{self, ClientCommand, ClientEvent},
+};
+
+/// Obeys commands until standard input ends.
+///
+/// # Errors
+/// When the runtime cannot start or standard output is gone.
+pub(super) fn run() -> anyhow::Result<()> {
+    net::tls::install();
+    process::open_files::raise_limit();
+    let (commands, received) = mpsc::channel(4);
+    std::thread::spawn(move || {
+        for line in std::io::stdin().lock().lines() {
+            let Ok(command) =
+                line.map_err(anyhow::Error::from).and_then(|line| Ok(serde_json::from_str(&line)?))
+            else {
+                return;
+            };
+            if commands.blocking_send(command).is_err() {
+                return;
+            }
+        }
+    });
+    tokio::runtime::Builder::new_multi_thread().enable_all().build()?.block_on(serve(received))
+}
+
+async fn serve(mut commands: mpsc::Receiver<ClientCommand>) -> anyhow::Result<()> {
+    let mut connected = Vec::new();
+    while let Some(command) = commands.recv().await {
+        let answer = match command {
+            ClientCommand::Load(load) => {
+                Box::pin(load::run(&load, &mut commands)).await.map(ClientEvent::Loaded)
+            }
+            ClientCommand::Go => continue,
+            ClientCommand::Agents(idle) => agents::connect_all(&idle).await.map(|agents| {
+                connected.push(agents);
+                ClientEvent::Connected
+            }),
+            ClientCommand::Waiters(waiters) => agents::wake(&waiters).await.map(ClientEvent::Woken),
+        };
+        protocol::emit(&answer.unwrap_or_else(|error| ClientEvent::Failed(format!("{error:#}"))))?;
+    }
+    Ok(())
+}

@@ -1,0 +1,266 @@
+//! The programs of a benchmark, and the folder with their files.
+
+use std::{
+    fmt::Write as _,
+    fs::File,
+    io::{Read as _, Write as _},
+    net::{SocketAddr, TcpStream},
+    path::PathBuf,
+    process::Command,
+    time::Duration,
+};
+
+use anyhow::{Context as _, ensure};
+use base64::Engine as _;
+use tempfile::TempDir;
+use tokio::time::Instant;
+
+use super::{
+    child::{Process, READY},
+    load_client::LoadClient,
+    protocol::token,
+};
+
+/// Agents in the identity file.
+pub(super) const AGENTS: i64 = 2_000;
+
+const DIRECT: &str = "agentk-bench-direct";
+
+/// The programs.
+#[derive(Debug)]
+pub(super) struct Programs {
+    kas: PathBuf,
+    agentk: PathBuf,
+    /// Serves the handlers of agentk without kas.
+    direct: PathBuf,
+    /// The load client.
+    bench: PathBuf,
+}
+
+impl Programs {
+    /// Returns the programs in the folder of this one.
+    fn beside_this_one() -> anyhow::Result<Self> {
+        let bench = std::env::current_exe().context("this program has no path")?;
+        let beside = |name: &str| {
+            let program = bench.with_file_name(name);
+            ensure!(
+                program.is_file(),
+                "{} does not exist; start the benchmark with `cargo xtask bench`",
+                program.display()
+            );
+            Ok(program)
+        };
+        Ok(Self { kas: beside("kas")?, agentk: beside("agentk")?, direct: beside(DIRECT)?, bench })
+    }
+}
+
+/// A running kas.
+#[derive(Debug)]
+pub(super) struct Kas {
+    pub(super) process: Process,
+    pub(super) agents: SocketAddr,
+    pub(super) api: SocketAddr,
+    tls: bool,
+}
+
+/// Options of a kas.
+#[derive(Debug, Default)]
+pub(super) struct KasOptions {
+    /// The agent listener uses TLS.
+    pub(super) tls: bool,
+    /// The agent listener accepts WebSocket too.
+    pub(super) websocket: bool,
+    /// The number of worker threads; `None` for one per core.
+    pub(super) workers: Option<usize>,
+    /// A command that runs kas, such as valgrind.
+    pub(super) under: Vec<String>,
+}
+
+/// The programs, and a temporary folder with the files that they read.
+#[derive(Debug)]
+pub(super) struct Environment {
+    programs: Programs,
+    folder: TempDir,
+}
+
+impl Environment {
+    pub(super) fn new() -> anyhow::Result<Self> {
+        let folder = tempfile::Builder::new().prefix("kas-bench-").tempdir()?;
+        let environment = Self { programs: Programs::beside_this_one()?, folder };
+        let secret = base64::engine::general_purpose::STANDARD.encode(rand::random::<[u8; 32]>());
+        environment.write("api-secret", &secret)?;
+        let private = base64::engine::general_purpose::STANDARD.encode(rand::random::<[u8; 32]>());
+        environment.write("private-secret", &private)?;
+        let mut identity = "agents:\n".to_owned();
+        for number in 1..=AGENTS {
+            let hash = ids::TokenHash::of(token(number).as_bytes()).to_hex();
+            writeln!(
+                identity,
+                "- {{id: {number}, name: agent-{number}, project_id: 1, tokens: [\"sha256:{hash}\"]}}"
+            )?;
+            if number < 100 {
+                environment.write(&format!("token-{number}"), &token(number))?;
+            }
+        }
+        environment.write("agents.yaml", &identity)?;
+        let names = vec!["127.0.0.1".to_owned(), "localhost".to_owned()];
+        let made = rcgen::generate_simple_self_signed(names)?;
+        environment.write("certificate.pem", &made.cert.pem())?;
+        environment.write("key.pem", &made.signing_key.serialize_pem())?;
+        Ok(environment)
+    }
+
+    pub(super) fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    pub(super) fn write(&self, name: &str, text: &str) -> anyhow::Result<()> {
+        use std::os::unix::fs::OpenOptionsExt as _;
+        let mut options = File::options();
+        options.write(true).create(true).truncate(true).mode(0o600);
+        Ok(options.open(self.path(name))?.write_all(text.as_bytes())?)
+    }
+
+    pub(super) fn secret_file(&self) -> PathBuf {
+        self.path("api-secret")
+    }
+
+    pub(super) fn certificate(&self) -> PathBuf {
+        self.path("certificate.pem")
+    }
+
+    /// Starts kas and waits until it is ready.
+    pub(super) fn kas(&self, name: &str, options: &KasOptions) -> anyhow::Result<Kas> {
+        let [agents, api, observability] = free_addresses()?;
+        let tls = if options.tls {
+            let files = (self.certificate(), self.path("key.pem"));
+            format!(", certificate_file: {:?}, key_file: {:?}", files.0, files.1)
+        } else {
+            String::new()
+        };
+        let websocket = options.websocket;
+        let config = format!(
+            "agent: {{listen: {{address: \"{agents}\", websocket: {websocket}{tls}}}}}\n\
+             api: {{listen: {{address: \"{api}\", authentication_secret_file: {:?}}}}}\n\
+             observability: {{listen: {{address: \"{observability}\"}}}}\n\
+             identity: {{file: {:?}}}\n\
+             state_dir: {:?}\n",
+            self.secret_file(),
+            self.path("agents.yaml"),
+            self.path("state"),
+        );
+        let mut process = self.spawn_kas(name, &config, options.workers, &options.under)?;
+        process.listens(observability)?;
+        let deadline = Instant::now() + READY;
+        while !is_ready(observability) {
+            process.check()?;
+            ensure!(Instant::now() < deadline, "{name} does not become ready:\n{}", process.tail());
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        Ok(Kas { process, agents, api, tls: options.tls })
+    }
+
+    /// Starts kas with this configuration. `under` is a command that runs it, such as valgrind.
+    pub(super) fn spawn_kas(
+        &self,
+        name: &str,
+        config: &str,
+        workers: Option<usize>,
+        under: &[String],
+    ) -> anyhow::Result<Process> {
+        let file = format!("{name}.yaml");
+        self.write(&file, config)?;
+        let program = self.programs.kas.display().to_string();
+        let mut words = under.iter().cloned().chain([program]);
+        let mut command = Command::new(words.next().unwrap_or_default());
+        command.args(words).arg("--configuration-file").arg(self.path(&file)).current_dir(self.folder.path());
+        if let Some(workers) = workers {
+            command.env("KAS_WORKER_THREADS", workers.to_string());
+        }
+        Process::start(name, &mut command, self.folder.path())
+    }
+
+    /// Starts an agentk that dials `address` and connects to this many replicas.
+    pub(super) fn agentk_at(
+        &self,
+        address: SocketAddr,
+        number: i64,
+        replicas: u8,
+    ) -> anyhow::Result<Process> {
+        let mut command = Command::new(&self.programs.agentk);
+        command.arg("--kas-address").arg(format!("grpc://{address}"));
+        command.arg("--token-file").arg(self.path(&format!("token-{number}")));
+        command.args(["--observability-address", "127.0.0.1:0", "--kube-server", "http://127.0.0.1:1"]);
+        command.arg("--replicas").arg(replicas.to_string());
+        command.arg("--bench-module").current_dir(self.folder.path());
+        Process::start(&format!("agentk-{number}"), &mut command, self.folder.path())
+    }
+
+    /// Starts an agentk that connects to `kas`, and does not wait for the connection.
+    pub(super) fn agentk(
+        &self,
+        kas: &Kas,
+        number: i64,
+        max_tunnels: Option<usize>,
+    ) -> anyhow::Result<Process> {
+        let url = format!("{}://{}", if kas.tls { "grpcs" } else { "grpc" }, kas.agents);
+        self.agentk_of(kas, &url, number, max_tunnels)
+    }
+
+    /// Like [`agentk`](Self::agentk), over WebSocket.
+    pub(super) fn agentk_over_websocket(&self, kas: &Kas, number: i64) -> anyhow::Result<Process> {
+        self.agentk_of(kas, &format!("ws://{}", kas.agents), number, None)
+    }
+
+    fn agentk_of(
+        &self,
+        kas: &Kas,
+        url: &str,
+        number: i64,
+        max_tunnels: Option<usize>,
+    ) -> anyhow::Result<Process> {
+        let mut command = Command::new(&self.programs.agentk);
+        command.arg("--kas-address").arg(url);
+        command.arg("--token-file").arg(self.path(&format!("token-{number}")));
+        command.args(["--observability-address", "127.0.0.1:0", "--kube-server", "http://127.0.0.1:1"]);
+        command.arg("--bench-module").current_dir(self.folder.path());
+        if kas.tls {
+            command.arg("--ca-cert-file").arg(self.certificate());
+        }
+        if let Some(max) = max_tunnels {
+            command.arg("--max-tunnels").arg(max.to_string());
+        }
+        Process::start(&format!("agentk-{number}"), &mut command, self.folder.path())
+    }
+
+    /// Starts the server of direct calls.
+    pub(super) fn direct(&self) -> anyhow::Result<(Process, SocketAddr)> {
+        let [address] = free_addresses()?;
+        let mut command = Command::new(&self.programs.direct);
+        command.arg("--listen").arg(address.to_string()).current_dir(self.folder.path());
+        let mut process = Process::start("direct", &mut command, self.folder.path())?;
+        process.listens(address)?;
+        Ok((process, address))
+    }
+
+    pub(super) fn client(&self) -> anyhow::Result<LoadClient> {
+        LoadClient::start(&self.programs.bench)
+    }
+}
+
+/// Returns free addresses on loopback.
+pub(super) fn free_addresses<const N: usize>() -> anyhow::Result<[SocketAddr; N]> {
+    Ok(ports::free()?.map(|port| SocketAddr::from(([127, 0, 0, 1], port))))
+}
+
+fn is_ready(address: SocketAddr) -> bool {
+    let ask = || -> std::io::Result<bool> {
+        let mut stream = TcpStream::connect(address)?;
+        stream.set_read_timeout(Some(Duration::from_secs(10)))?;
+        stream.write_all(b"GET /readiness HTTP/1.1\r\nhost: kas\r\nconnection: close\r\n\r\n")?;
+        let mut head = [0; 12];
+        stream.read_exact(&mut head)?;
+        Ok(&head == b"HTTP/1.1 200")
+    };
+    ask().unwrap_or(false)
+}

@@ -1,0 +1,231 @@
+//! `cargo xtask bench instructions`: counts the instructions of kas per call with callgrind.
+//! With one worker thread and four callers, runs differ by about one percent. Only instructions in user space
+//! are counted, and a vectorised copy has few instructions per byte, so the number is not proportional to
+//! time.
+
+use std::{
+    collections::{HashMap, HashSet},
+    path::Path,
+    process::{Command, Stdio},
+};
+
+use anyhow::{Context as _, ensure};
+
+use super::{
+    environment::{Environment, KasOptions},
+    protocol::{Load, Metadata, Span, Target, Tokens, Work},
+    report::{self, INSTRUCTIONS, Output, Values},
+};
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct InstructionsArgs {
+    /// Number of calls that are measured
+    #[arg(long, default_value_t = 4_000, value_parser = clap::value_parser!(i64).range(1..=1_000_000))]
+    requests: i64,
+    /// Number of calls before the measurement
+    #[arg(long, default_value_t = 1_000, value_parser = clap::value_parser!(i64).range(1..=1_000_000))]
+    warm: i64,
+    /// Use a different token for each call, so that kas checks a signature for each; writes separate tables,
+    /// and no gated value
+    #[arg(long, conflicts_with = "json")]
+    new_tokens: bool,
+    /// Number of functions in the tables
+    #[arg(long, default_value_t = 40)]
+    top: usize,
+    #[command(flatten)]
+    output: Output,
+}
+
+const AGENT: i64 = 1;
+
+pub(super) fn run(args: &InstructionsArgs) -> anyhow::Result<()> {
+    for tool in ["valgrind", "callgrind_control", "callgrind_annotate"] {
+        let found = Command::new(tool).arg("--version").stdout(Stdio::null()).stderr(Stdio::null()).status();
+        ensure!(found.is_ok(), "{tool} is not installed; on Debian: apt-get install valgrind");
+    }
+    let environment = Environment::new()?;
+    let counted = environment.path("callgrind.out");
+    eprintln!("starting kas under callgrind");
+    let under = vec![
+        "valgrind".into(),
+        "--tool=callgrind".into(),
+        "--instr-atstart=no".into(),
+        format!("--callgrind-out-file={}", counted.display()),
+    ];
+    let kas =
+        environment.kas("kas", &KasOptions { tls: false, websocket: false, workers: Some(1), under })?;
+    let _agent = environment.agentk(&kas, AGENT, None)?;
+    let mut client = environment.client()?;
+    let tokens = if args.new_tokens { Tokens::EachCall } else { Tokens::EachSecond };
+    let load = Load {
+        target: Target {
+            address: kas.api,
+            metadata: Some(Metadata { agent: AGENT, secret_file: environment.secret_file(), tokens }),
+        },
+        work: Work::Unary(100),
+        connections: 1,
+        callers: 4,
+        span: Span::Count { warm: args.warm, run: args.requests },
+        stalled: false,
+    };
+    let pid = kas.process.pid().to_string();
+    let control = |words: &[&str]| -> anyhow::Result<()> {
+        let output = Command::new("callgrind_control").args(words).arg(&pid).output()?;
+        let said = String::from_utf8_lossy(&output.stdout);
+        ensure!(output.status.success() && !said.contains("Error"), "callgrind_control {words:?}: {said}");
+        Ok(())
+    };
+    eprintln!("{} calls to warm up, then {} measured calls", args.warm, args.requests);
+    let loaded =
+        client.load(&load, |_, ended| control(if ended { &["-i", "off"] } else { &["-i", "on"] }))?;
+    ensure!(
+        loaded.failed == 0,
+        "{} calls failed: {}\nlog of kas:\n{}",
+        loaded.failed,
+        loaded.why.unwrap_or_default(),
+        kas.process.tail()
+    );
+    ensure!(loaded.done == args.requests.unsigned_abs(), "{} calls were answered", loaded.done);
+    control(&["-d"])?;
+    // The name of a dump ends with a number; the file without one is written when kas exits.
+    let dump = std::fs::read_dir(counted.parent().context("no folder")?)?
+        .filter_map(|entry| Some(entry.ok()?.path()))
+        .find(|path| {
+            path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("callgrind.out."))
+        })
+        .context("callgrind wrote no dump")?;
+    drop((client, kas));
+    let text = std::fs::read_to_string(&dump)?;
+    let own = own_costs(&text);
+    let each = |count: u64| count as f64 / args.requests as f64;
+    let total: u64 = own.values().sum();
+    ensure!(total > 0, "callgrind counted nothing");
+    let mut tables = format!(
+        "{} calls of 100 B by 4 callers on 1 connection after {} to warm up, 1 worker thread, {}: \
+         {:.0} instructions of kas per call. valgrind emulates a processor without SHA instructions, so \
+         signatures count for more than they cost.\n\n### By function\n\n\
+         | per call | share | in the function itself |\n| --- | --- | --- |\n",
+        args.requests,
+        args.warm,
+        if args.new_tokens { "a new token with each" } else { "a new token every second" },
+        each(total),
+    );
+    let row = |(count, name): (u64, String)| {
+        format!(
+            "| {:.0} | {:.1} % | `{}` |\n",
+            each(count),
+            100.0 * count as f64 / total as f64,
+            name.replace('|', "\\|")
+        )
+    };
+    let mut own: Vec<_> = own.into_iter().map(|(name, count)| (count, name)).collect();
+    own.sort_unstable_by(|a, b| b.cmp(a));
+    tables.extend(own.into_iter().take(args.top).map(row));
+    tables.push_str("\n### With what it calls\n\n| per call | share | function and what it calls |\n| --- | --- | --- |\n");
+    tables.extend(inclusive(&dump)?.into_iter().take(args.top).map(row));
+    tables.push('\n');
+    let values = Values::from([(INSTRUCTIONS, each(total))]);
+    let mut command =
+        format!("cargo xtask bench instructions --requests {} --warm {}", args.requests, args.warm);
+    if args.new_tokens {
+        command.push_str(" --new-tokens");
+    }
+    let section = if args.new_tokens { "instructions --new-tokens" } else { "instructions" };
+    report::finish(&values, &tables, section, &command, &args.output)
+}
+
+/// Returns the instructions of each function itself. callgrind_annotate lists a function once for each file
+/// that was inlined into it, which hides the large functions.
+fn own_costs(dump: &str) -> HashMap<String, u64> {
+    let mut names: HashMap<&str, &str> = HashMap::new();
+    let mut costs: HashMap<&str, u64> = HashMap::new();
+    let mut current = None;
+    let mut is_call = false;
+    for line in dump.lines() {
+        if let Some((key, value)) = line.split_once('=')
+            && !key.starts_with(|c: char| c.is_ascii_digit() || "+-*".contains(c))
+        {
+            // `fn=(12) name` defines a number, `fn=(12)` uses it.
+            if matches!(key, "fn" | "cfn") {
+                let (number, name) = value.split_once(' ').unwrap_or((value, ""));
+                if !name.is_empty() {
+                    names.insert(number, name);
+                }
+                if key == "fn" {
+                    current = Some(number);
+                }
+            }
+            // The next line has the cost of the call, which belongs to the callee.
+            is_call = key == "calls";
+        } else if line.starts_with(|c: char| c.is_ascii_digit() || "+-*".contains(c)) {
+            let count = line.split_whitespace().nth(1).and_then(|count| count.parse::<u64>().ok());
+            if let (Some(count), Some(current), false) = (count, current, is_call) {
+                *costs.entry(current).or_default() += count;
+            }
+            is_call = false;
+        }
+    }
+    let mut own = HashMap::new();
+    for (number, count) in costs {
+        // A recursive call has a separate name: `name'2`.
+        let name = names.get(number).copied().unwrap_or("unknown");
+        let name =
+            name.rsplit_once('\'').filter(|(_, n)| n.parse::<u32>().is_ok()).map_or(name, |(name, _)| name);
+        *own.entry(name.to_owned()).or_default() += count;
+    }
+    own
+}
+
+/// Returns the instructions of functions including their callees, without the outer frames of the runtime.
+fn inclusive(dump: &Path) -> anyhow::Result<Vec<(u64, String)>> {
+    let output = Command::new("callgrind_annotate")
+        .args(["--inclusive=yes", "--auto=no", "--threshold=99.9"])
+        .arg(dump)
+        .output()?;
+    ensure!(output.status.success(), "callgrind_annotate: {}", String::from_utf8_lossy(&output.stderr));
+    let text = String::from_utf8_lossy(&output.stdout);
+    let mut seen = HashSet::new();
+    Ok(text
+        .lines()
+        .filter_map(|line| {
+            // `12,345 ( 6.78%)  file:function [object]`
+            let (count, rest) = line.trim_start().split_once('(')?;
+            let name = function(rest.split_once(')')?.1.trim());
+            Some((count.trim().replace(',', "").parse().ok()?, name.to_owned()))
+        })
+        .filter(|(_, name)| {
+            !["tokio::", "core::", "<core::", "PROGRAM"].iter().any(|start| name.starts_with(start))
+        })
+        // The largest line of a function comes first.
+        .filter(|(_, name)| seen.insert(name.clone()))
+        .collect())
+}
+
+/// Removes file and object from a name: they are paths on this machine.
+fn function(name: &str) -> &str {
+    let name = name.split(" [").next().unwrap_or(name);
+    // A file's path ends at the first `:` that is not part of `::`.
+    let bytes = name.as_bytes();
+    let colon = (1..bytes.len().saturating_sub(1))
+        .find(|at| bytes[*at] == b':' && bytes[at + 1] != b':' && bytes[at - 1] != b':');
+    colon.map_or(name, |at| &name[at + 1..])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn own_costs_exclude_callees() {
+        let dump = "fn=(1) a\n1 10\n+3 5\ncfn=(2) b\ncalls=1 7\n* 100\n\nfn=(2)\n7 60\nfn=(3) b'2\n7 40\n";
+        let own = own_costs(dump);
+        assert_eq!((own["a"], own["b"], own.len()), (15, 100, 2));
+    }
+
+    #[test]
+    fn paths_are_removed_from_functions() {
+        assert_eq!(function("./src/a.c:memcpy [/lib/x.so]"), "memcpy");
+        assert_eq!(function("???:h2::proto::Streams<B>::poll [/x/kas]"), "h2::proto::Streams<B>::poll");
+        assert_eq!(function("/r/lib.rs:<T as core::fmt::Debug>::fmt"), "<T as core::fmt::Debug>::fmt");
+    }
+}

@@ -1,0 +1,78 @@
+//! `cargo xtask bench`: measures what a call through kas costs in comparison with a direct call.
+//!
+//! The servers and the load client are processes on loopback, built with the release profile.
+//! `path` measures latency, throughput, processor time and memory. `instructions` counts the instructions of
+//! kas per call, a number that other load on the machine does not change. `cluster` measures several
+//! replicas, and `tracker` the table of agents that they share.
+
+mod agents;
+mod call;
+mod child;
+mod client;
+mod cluster;
+mod environment;
+mod instructions;
+mod load;
+mod load_client;
+mod path;
+mod protocol;
+mod report;
+mod times;
+
+use std::process::ExitCode;
+
+use clap::Parser as _;
+
+/// Measure what a call through kas costs
+#[derive(Debug, clap::Parser)]
+#[command(name = "cargo xtask bench", bin_name = "cargo xtask bench", max_term_width = 110)]
+struct Arguments {
+    #[command(subcommand)]
+    what: What,
+}
+
+#[derive(Debug, clap::Subcommand)]
+enum What {
+    /// Compare calls through kas with direct calls; about ten minutes on two cores
+    Path(path::PathArgs),
+    /// Count the instructions of kas per call with valgrind; about two minutes
+    Instructions(instructions::InstructionsArgs),
+    /// Measure several replicas: propagation of agents, failover, joining; about fifteen minutes
+    Cluster(cluster::ClusterArgs),
+    /// Measure each implementation of the table of agents: propagation and cost; about twenty minutes
+    Tracker(cluster::tracker::TrackerArgs),
+    /// Generate load; the other commands start this and control it over standard input
+    #[command(hide = true)]
+    Client,
+}
+
+/// Runs a benchmark. A missed gate is a result, not an error.
+fn main() -> ExitCode {
+    let result = match Arguments::parse().what {
+        What::Path(args) => path::run(&args),
+        What::Instructions(args) => instructions::run(&args),
+        What::Cluster(args) => cluster::run(&args),
+        What::Tracker(args) => cluster::tracker::run(&args),
+        What::Client => client::run(),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            // There is nothing left to do when standard error is closed.
+            let _ = devkit::report::error(&error);
+            ExitCode::FAILURE
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory as _;
+
+    use super::*;
+
+    #[test]
+    fn command_line_is_consistent() {
+        Arguments::command().debug_assert();
+    }
+}

@@ -1,0 +1,599 @@
+//! Converts heads of HTTP messages to and from the tunnel's messages: which headers are forwarded, and how a
+//! URL is encoded.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fmt::Write as _,
+};
+
+use bytes::Bytes;
+use grpc::{Code, Status};
+use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, header, response};
+use hyper::ext::ReasonPhrase;
+use prost::Message as _;
+use proto::gitlab::agent::{
+    grpctool::{http_request::Header, http_response},
+    kubernetes_api::rpc::{HeaderExtra, ImpersonationConfig},
+    prototool::{HttpResponse, Values},
+};
+
+use crate::HEADER_EXTRA;
+
+/// What the caller says about the length of the request's body.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Length {
+    Known(u64),
+    /// There is a body of unknown length.
+    Chunked,
+    /// It says nothing.
+    Unknown,
+}
+
+fn invalid(text: impl Into<String>) -> Status {
+    Status::new(Code::InvalidArgument, text)
+}
+
+/// Builds the request to the API server, without its body. `impersonates`: agentk itself impersonates a user.
+pub(super) fn request(
+    header: Header,
+    user_agent: &HeaderValue,
+    impersonates: bool,
+) -> Result<(Request<grpc::Body>, Length), Status> {
+    let message = header.request.ok_or_else(|| invalid("invalid header: request is required"))?;
+    if message.method.is_empty() {
+        return Err(invalid("invalid header: method must be at least 1 byte"));
+    }
+    let method = Method::from_bytes(message.method.as_bytes())
+        .map_err(|_| invalid("invalid header: method has invalid characters"))?;
+    if method == Method::CONNECT {
+        return Err(invalid("invalid header: CONNECT is not a request to the Kubernetes API"));
+    }
+    let mut target = String::with_capacity(message.url_path.len() + 64);
+    write_path(&message.url_path, &mut target)?;
+    write_query(&message.query, &mut target);
+
+    let mut request = Request::new(grpc::full(Bytes::new()));
+    *request.method_mut() = method;
+    *request.uri_mut() =
+        target.parse().map_err(|error| invalid(format!("invalid header: url_path or query: {error}")))?;
+    let headers = request.headers_mut();
+    for (name, values) in &message.header {
+        // This makes names lowercase, so that the rules below apply to every spelling.
+        let key = HeaderName::from_bytes(name.as_bytes())
+            .map_err(|_| invalid(format!("invalid header: {name:?} is not a valid header name")))?;
+        for value in &values.value {
+            let value = HeaderValue::from_str(value).map_err(|_| {
+                invalid(format!("invalid header: the value of {name} has illegal characters"))
+            })?;
+            headers.append(&key, value);
+        }
+    }
+
+    let chunked = headers.contains_key(header::TRANSFER_ENCODING);
+    for name in remove_hop_by_hop(headers) {
+        if is_impersonation(&name) {
+            // Without this header, the request would run with other permissions than those of the caller.
+            return Err(invalid(format!("invalid header: Connection names {name}")));
+        }
+    }
+    let length = length(headers, header.content_length, chunked)?;
+    headers.remove(header::CONTENT_LENGTH);
+    headers.remove(header::HOST);
+    headers.remove(header::AUTHORIZATION);
+    // The body is sent without waiting for 100 Continue.
+    headers.remove(header::EXPECT);
+    let own: Vec<_> = headers.keys().filter(|name| name.as_str().starts_with("x-remote-")).cloned().collect();
+    for name in own {
+        // An authenticating proxy names its user with these headers. agentk is not such a proxy.
+        headers.remove(name);
+    }
+    let user = header.extra.map(extra).transpose()?.flatten();
+    let by_headers = headers.keys().any(|name| is_impersonation(name.as_str()));
+    if impersonates && (by_headers || user.is_some()) {
+        return Err(invalid(
+            "invalid header: this agent impersonates a user by its own configuration, so a request may not",
+        ));
+    }
+    if let Some(user) = user {
+        if by_headers {
+            return Err(invalid(
+                "invalid header: either extra.imp_config or Impersonate-* headers, not both",
+            ));
+        }
+        impersonate(&user, headers)?;
+    }
+    let client = headers.get(header::USER_AGENT).map(HeaderValue::as_bytes);
+    let via = client
+        .and_then(|client| HeaderValue::from_bytes(&[client, b" via ", user_agent.as_bytes()].concat()).ok());
+    headers.insert(header::USER_AGENT, via.unwrap_or_else(|| user_agent.clone()));
+    Ok((request, length))
+}
+
+/// Returns the user that kas wants to be impersonated; `None`: no one.
+fn extra(extra: prost_types::Any) -> Result<Option<ImpersonationConfig>, Status> {
+    if extra.type_url != HEADER_EXTRA {
+        // It may mean that the request must not run with all permissions of agentk.
+        return Err(invalid(format!("invalid header: extra of type {:?} is unknown", extra.type_url)));
+    }
+    let extra = HeaderExtra::decode(extra.value.as_ref())
+        .map_err(|error| invalid(format!("invalid header: extra is malformed: {error}")))?;
+    match extra.imp_config {
+        Some(user) if user.username.is_empty() => {
+            Err(invalid("invalid header: extra.imp_config has no username"))
+        }
+        user => Ok(user),
+    }
+}
+
+/// Adds the headers that impersonate a user.
+fn impersonate(user: &ImpersonationConfig, headers: &mut HeaderMap) -> Result<(), Status> {
+    let mut add = |name: &str, value: &str| -> Result<(), Status> {
+        let key = HeaderName::from_bytes(name.as_bytes()).map_err(|_| {
+            invalid(format!("invalid header: extra.imp_config: {name:?} is not a valid header name"))
+        })?;
+        let value = HeaderValue::from_bytes(value.as_bytes()).map_err(|_| {
+            invalid(format!("invalid header: extra.imp_config: the value of {name} has illegal characters"))
+        })?;
+        headers.append(key, value);
+        Ok(())
+    };
+    add("impersonate-user", &user.username)?;
+    for group in &user.groups {
+        add("impersonate-group", group)?;
+    }
+    if !user.uid.is_empty() {
+        add("impersonate-uid", &user.uid)?;
+    }
+    for extra in &user.extra {
+        let mut name = "impersonate-extra-".to_owned();
+        // As in client-go: characters that are not allowed in a header name, and the percent sign, are
+        // percent-encoded.
+        for byte in extra.key.bytes() {
+            if byte.is_ascii_alphanumeric() || b"!#$&'*+-.^_`|~".contains(&byte) {
+                name.push(char::from(byte).to_ascii_lowercase());
+            } else {
+                let _ = write!(name, "%{byte:02X}");
+            }
+        }
+        for value in &extra.val {
+            add(&name, value)?;
+        }
+    }
+    Ok(())
+}
+
+fn is_impersonation(name: &str) -> bool {
+    name.starts_with("impersonate-")
+}
+
+/// Removes hop-by-hop headers, and returns the names in `Connection`, in lower case.
+fn remove_hop_by_hop(headers: &mut HeaderMap) -> BTreeSet<String> {
+    let named: BTreeSet<String> = headers
+        .get_all(header::CONNECTION)
+        .iter()
+        .flat_map(|value| value.as_bytes().split(|byte| *byte == b','))
+        .map(|name| String::from_utf8_lossy(name.trim_ascii()).to_ascii_lowercase())
+        .filter(|name| !name.is_empty())
+        .collect();
+    let gone: Vec<_> = headers
+        .keys()
+        .filter(|name| {
+            let name = name.as_str();
+            matches!(name, "connection" | "keep-alive" | "te" | "trailer" | "transfer-encoding" | "upgrade")
+                || name.starts_with("proxy-")
+                || named.contains(name)
+        })
+        .cloned()
+        .collect();
+    for name in gone {
+        headers.remove(name);
+    }
+    named
+}
+
+fn length(headers: &HeaderMap, announced: Option<i64>, chunked: bool) -> Result<Length, Status> {
+    let mut known: Option<u64> = None;
+    let mut add = |length: u64| match known.replace(length) {
+        Some(other) if other != length => {
+            Err(invalid(format!("invalid header: the length of the body is both {other} and {length}")))
+        }
+        _ => Ok(()),
+    };
+    for value in headers.get_all(header::CONTENT_LENGTH) {
+        // RFC 9110, 8.6: a list with one repeated number means that number.
+        for part in value.as_bytes().split(|byte| *byte == b',') {
+            let part = part.trim_ascii();
+            let number =
+                std::str::from_utf8(part).ok().filter(|text| text.bytes().all(|byte| byte.is_ascii_digit()));
+            match number.and_then(|text| text.parse().ok()) {
+                Some(number) => add(number)?,
+                None => return Err(invalid("invalid header: Content-Length is not a number")),
+            }
+        }
+    }
+    match announced {
+        None | Some(-1) => {}
+        Some(length) => match u64::try_from(length) {
+            Ok(length) => add(length)?,
+            Err(_) => return Err(invalid("invalid header: content_length must be at least -1")),
+        },
+    }
+    Ok(match known {
+        // RFC 9112, 6.3: Transfer-Encoding overrides the length.
+        _ if chunked => Length::Chunked,
+        Some(length) => Length::Known(length),
+        None => Length::Unknown,
+    })
+}
+
+/// Writes a decoded path, and percent-encodes the characters that are not allowed in one.
+fn write_path(path: &str, out: &mut String) -> Result<(), Status> {
+    if path.is_empty() {
+        return Err(invalid("invalid header: url_path must be at least 1 byte"));
+    }
+    if path.contains('\0') {
+        return Err(invalid("invalid header: url_path contains a NUL byte"));
+    }
+    if path.split('/').any(|segment| segment == ".." || segment == ".") {
+        return Err(invalid("invalid header: url_path contains a segment that is . or .."));
+    }
+    if !path.starts_with('/') {
+        out.push('/');
+    }
+    for byte in path.bytes() {
+        if byte.is_ascii_alphanumeric() || b"-_.~$&+,/:;=@".contains(&byte) {
+            out.push(char::from(byte));
+        } else {
+            let _ = write!(out, "%{byte:02X}");
+        }
+    }
+    Ok(())
+}
+
+/// Writes a decoded query in form encoding, like Go's `url.Values.Encode`. The keys are sorted already.
+fn write_query(query: &BTreeMap<String, Values>, out: &mut String) {
+    let mut separator = '?';
+    for (key, values) in query {
+        for value in &values.value {
+            out.push(separator);
+            separator = '&';
+            write_query_part(key, out);
+            out.push('=');
+            write_query_part(value, out);
+        }
+    }
+}
+
+fn write_query_part(text: &str, out: &mut String) {
+    for byte in text.bytes() {
+        match byte {
+            b' ' => out.push('+'),
+            b'-' | b'_' | b'.' | b'~' => out.push(char::from(byte)),
+            _ if byte.is_ascii_alphanumeric() => out.push(char::from(byte)),
+            _ => {
+                let _ = write!(out, "%{byte:02X}");
+            }
+        }
+    }
+}
+
+/// Builds the message for the head of a response.
+pub(super) fn response(parts: &response::Parts) -> http_response::Header {
+    let mut headers = parts.headers.clone();
+    remove_hop_by_hop(&mut headers);
+    let mut map: BTreeMap<String, Values> = BTreeMap::new();
+    for name in headers.keys() {
+        // The map holds only text. Bytes that are not UTF-8 are replaced, so that the header is not lost.
+        let value = headers
+            .get_all(name)
+            .iter()
+            .map(|value| String::from_utf8_lossy(value.as_bytes()).into_owned())
+            .collect();
+        map.insert(canonical(name.as_str()), Values { value });
+    }
+    let code = parts.status.as_str();
+    let reason = match parts.extensions.get::<ReasonPhrase>() {
+        Some(reason) => String::from_utf8_lossy(reason.as_bytes()).into_owned(),
+        None => parts.status.canonical_reason().unwrap_or_default().to_owned(),
+    };
+    let status = if reason.is_empty() { code.to_owned() } else { format!("{code} {reason}") };
+    let response = HttpResponse { status_code: parts.status.as_u16().into(), status, header: map };
+    http_response::Header { response: Some(response) }
+}
+
+/// Writes the name of a header in Go's canonical form, such as `Content-Type`. GitLab's agents and servers
+/// look names up in this form.
+fn canonical(name: &str) -> String {
+    let mut upper = true;
+    name.chars()
+        .map(|c| {
+            let written = if upper { c.to_ascii_uppercase() } else { c };
+            upper = c == '-';
+            written
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use proto::gitlab::agent::{kubernetes_api::rpc::ExtraKeyVal, prototool::HttpRequest};
+
+    use super::*;
+
+    const AGENT: HeaderValue = HeaderValue::from_static("gitlab-agent/v1/c");
+
+    fn map(entries: &[(&str, &[&str])]) -> BTreeMap<String, Values> {
+        entries
+            .iter()
+            .map(|(key, values)| {
+                (
+                    (*key).to_owned(),
+                    Values { value: values.iter().map(|value| (*value).to_owned()).collect() },
+                )
+            })
+            .collect()
+    }
+
+    fn message(method: &str, path: &str, headers: &[(&str, &[&str])]) -> Header {
+        Header {
+            request: Some(HttpRequest {
+                method: method.to_owned(),
+                url_path: path.to_owned(),
+                header: map(headers),
+                query: BTreeMap::new(),
+            }),
+            extra: None,
+            content_length: None,
+        }
+    }
+
+    fn with_user(mut header: Header, user: Option<ImpersonationConfig>) -> Header {
+        header.extra = Some(prost_types::Any {
+            type_url: HEADER_EXTRA.to_owned(),
+            value: HeaderExtra { imp_config: user }.encode_to_vec(),
+        });
+        header
+    }
+
+    fn user(name: &str) -> ImpersonationConfig {
+        ImpersonationConfig { username: name.to_owned(), ..Default::default() }
+    }
+
+    #[test]
+    fn kas_says_which_user_is_impersonated() {
+        let full = ImpersonationConfig {
+            username: "gitlab:ci_job:1".to_owned(),
+            groups: vec!["gitlab:ci_job".to_owned(), "gitlab:project:2".to_owned()],
+            uid: "3".to_owned(),
+            extra: vec![ExtraKeyVal {
+                key: "agent.gitlab.com/Id%".to_owned(),
+                val: vec!["4".to_owned(), "ü".to_owned()],
+            }],
+        };
+        let (request, _) = made(with_user(message("GET", "/", &[]), Some(full)));
+        let mut got: Vec<_> = request
+            .headers()
+            .iter()
+            .filter(|(name, _)| *name != "user-agent")
+            .map(|(name, value)| format!("{name}: {}", String::from_utf8_lossy(value.as_bytes())))
+            .collect();
+        got.sort();
+        assert_eq!(
+            got,
+            [
+                "impersonate-extra-agent.gitlab.com%2fid%25: 4",
+                "impersonate-extra-agent.gitlab.com%2fid%25: ü",
+                "impersonate-group: gitlab:ci_job",
+                "impersonate-group: gitlab:project:2",
+                "impersonate-uid: 3",
+                "impersonate-user: gitlab:ci_job:1",
+            ]
+        );
+        let (request, _) = made(with_user(message("GET", "/", &[]), None));
+        assert!(!request.headers().keys().any(|name| is_impersonation(name.as_str())));
+    }
+
+    #[test]
+    fn impersonation_is_rejected_if_it_is_ambiguous_or_unknown() {
+        let headers: &[(&str, &[&str])] = &[("impersonate-USER", &["x"])];
+        let both = with_user(message("GET", "/", headers), Some(user("u")));
+        assert!(rejected(both).contains("not both"));
+        assert!(rejected(with_user(message("GET", "/", &[]), Some(user("")))).contains("no username"));
+        assert!(
+            rejected(with_user(message("GET", "/", &[]), Some(user("a\nb")))).contains("illegal characters")
+        );
+        let mut unknown = with_user(message("GET", "/", &[]), Some(user("u")));
+        unknown.extra.as_mut().unwrap().type_url = "type.googleapis.com/x.Y".to_owned();
+        assert!(rejected(unknown).contains("\"type.googleapis.com/x.Y\" is unknown"));
+        let mut malformed = with_user(message("GET", "/", &[]), None);
+        malformed.extra.as_mut().unwrap().value = vec![0xff];
+        assert!(rejected(malformed).contains("malformed"));
+        let own = with_user(message("GET", "/", &[]), Some(user("u")));
+        let status = request(own, &AGENT, true).map(|_| ()).unwrap_err();
+        assert!(status.message().contains("impersonates"), "{status}");
+    }
+
+    fn made(header: Header) -> (Request<grpc::Body>, Length) {
+        request(header, &AGENT, false).unwrap()
+    }
+
+    fn rejected(header: Header) -> String {
+        let status = request(header, &AGENT, false).map(|_| ()).unwrap_err();
+        assert_eq!(status.code(), Code::InvalidArgument);
+        status.message().to_owned()
+    }
+
+    #[test]
+    fn paths_and_queries_are_encoded_as_go_does() {
+        for (path, encoded) in [
+            ("/api/v1/pods", "/api/v1/pods"),
+            ("version", "/version"),
+            ("//x//", "//x//"),
+            ("/a b%2f?#\"<>[]", "/a%20b%252f%3F%23%22%3C%3E%5B%5D"),
+            ("/ü/-_.~$&+,:;=@!'()*", "/%C3%BC/-_.~$&+,:;=@%21%27%28%29%2A"),
+            ("/apis/...", "/apis/..."),
+            ("/a\\..\\b", "/a%5C..%5Cb"),
+        ] {
+            let (request, _) = made(message("GET", path, &[]));
+            assert_eq!(request.uri().path(), encoded);
+        }
+        let mut header = message("GET", "/p", &[]);
+        header.request.as_mut().unwrap().query = map(&[
+            ("labelSelector", &["app in (a, b)", "x=y"]),
+            ("watch", &[""]),
+            ("none", &[]),
+            ("a&b", &["ü+%"]),
+        ]);
+        let (request, _) = made(header);
+        assert_eq!(
+            request.uri().query(),
+            Some("a%26b=%C3%BC%2B%25&labelSelector=app+in+%28a%2C+b%29&labelSelector=x%3Dy&watch=")
+        );
+    }
+
+    #[test]
+    fn invalid_requests_are_rejected_with_the_reason() {
+        let none = Header::default();
+        assert_eq!(rejected(none), "invalid header: request is required");
+        for (method, path, text) in [
+            ("", "/", "method must be at least 1 byte"),
+            ("GET", "", "url_path must be at least 1 byte"),
+            ("G T", "/", "method has invalid characters"),
+            ("CONNECT", "/", "CONNECT"),
+            ("GET", "/a/../b", "segment that is . or .."),
+            ("GET", "..", "segment that is . or .."),
+            ("GET", "/a/./b", "segment that is . or .."),
+            ("GET", "/a\0", "NUL"),
+        ] {
+            let got = rejected(message(method, path, &[]));
+            assert!(got.contains(text), "{got}");
+        }
+        for (name, value, text) in [
+            ("a b", "x", "\"a b\" is not a valid"),
+            (":path", "/x", "is not a valid"),
+            ("A", "x\r\nB: y", "the value of A has illegal"),
+            ("Content-Length", "1, 2", "both 1 and 2"),
+            ("Content-Length", "+1", "not a number"),
+            ("Content-Length", "", "not a number"),
+            ("Connection", "close, impersonate-User", "Connection names impersonate-user"),
+        ] {
+            let got = rejected(message("POST", "/", &[(name, &[value])]));
+            assert!(got.contains(text), "{got}");
+        }
+    }
+
+    #[test]
+    fn only_end_to_end_headers_are_forwarded() {
+        let (request, _) = made(message(
+            "GET",
+            "/",
+            &[
+                ("Accept", &["application/json", "text/plain"]),
+                ("AUTHORIZATION", &["Bearer caller"]),
+                ("Connection", &["close, X-Hop", "x-other"]),
+                ("Cookie", &["a=b"]),
+                ("Expect", &["100-continue"]),
+                ("Host", &["evil"]),
+                ("Impersonate-Group", &["a", "b"]),
+                ("Keep-Alive", &["1"]),
+                ("Proxy-Anything", &["1"]),
+                ("Te", &["trailers"]),
+                ("Trailer", &["X"]),
+                ("Transfer-Encoding", &["chunked"]),
+                ("Upgrade", &["SPDY/3.1"]),
+                ("User-Agent", &["kubectl/v1"]),
+                ("X-Hop", &["1"]),
+                ("x-OTHER", &["1"]),
+                ("X-Remote-User", &["admin"]),
+            ],
+        ));
+        let mut got: Vec<_> = request
+            .headers()
+            .iter()
+            .map(|(name, value)| format!("{name}: {}", value.to_str().unwrap()))
+            .collect();
+        got.sort();
+        assert_eq!(
+            got,
+            [
+                "accept: application/json",
+                "accept: text/plain",
+                "cookie: a=b",
+                "impersonate-group: a",
+                "impersonate-group: b",
+                "user-agent: kubectl/v1 via gitlab-agent/v1/c",
+            ]
+        );
+        let (request, _) = made(message("GET", "/", &[]));
+        assert_eq!(request.headers()["user-agent"], "gitlab-agent/v1/c");
+    }
+
+    #[test]
+    fn callers_may_impersonate_only_if_agentk_does_not() {
+        let header = message("GET", "/", &[("iMPERSONATE-uid", &["1"])]);
+        assert!(request(header.clone(), &AGENT, false).is_ok());
+        let status = request(header, &AGENT, true).map(|_| ()).unwrap_err();
+        assert_eq!(status.code(), Code::InvalidArgument);
+        assert!(status.message().contains("impersonates"), "{status}");
+    }
+
+    #[test]
+    fn length_of_the_body_is_that_of_all_its_sources() {
+        let with = |values: &[&str], announced| {
+            let mut header = message("POST", "/", &[("Content-Length", values)]);
+            header.content_length = announced;
+            header
+        };
+        for (values, announced, length) in [
+            (&[][..], None, Length::Unknown),
+            (&[], Some(-1), Length::Unknown),
+            (&[], Some(0), Length::Known(0)),
+            (&["5"], None, Length::Known(5)),
+            (&["5, 5", "5"], Some(5), Length::Known(5)),
+        ] {
+            let (request, got) = made(with(values, announced));
+            assert_eq!(got, length);
+            // hyper sets it, from the body.
+            assert!(!request.headers().contains_key("content-length"));
+        }
+        assert!(rejected(with(&["5"], Some(6))).contains("both 5 and 6"));
+        assert!(rejected(with(&[], Some(-2))).contains("at least -1"));
+        let (_, length) = made(message("GET", "/", &[("Transfer-Encoding", &["chunked"])]));
+        assert_eq!(length, Length::Chunked);
+    }
+
+    #[test]
+    fn responses_have_canonical_names_and_the_status_text_of_go() {
+        let (mut parts, ()) = http::Response::builder()
+            .status(200)
+            .header("content-type", "a")
+            .header("www-authenticate", "b")
+            .header("etag", "\"1\"")
+            .header("warning", "299 - \"x\"")
+            .header("warning", "299 - \"y\"")
+            .header("connection", "close, x-hop")
+            .header("x-hop", "1")
+            .header("transfer-encoding", "chunked")
+            .header("latin", HeaderValue::from_bytes(b"\xfc").unwrap())
+            .body(())
+            .unwrap()
+            .into_parts();
+        let got = response(&parts).response.unwrap();
+        assert_eq!((got.status_code, got.status.as_str()), (200, "200 OK"));
+        assert_eq!(
+            got.header,
+            map(&[
+                ("Content-Type", &["a"]),
+                ("Etag", &["\"1\""]),
+                ("Latin", &["\u{fffd}"]),
+                ("Warning", &["299 - \"x\"", "299 - \"y\""]),
+                ("Www-Authenticate", &["b"]),
+            ])
+        );
+        parts.extensions.insert(ReasonPhrase::from_static(b"Odd"));
+        assert_eq!(response(&parts).response.unwrap().status, "200 Odd");
+        parts.status = http::StatusCode::from_u16(599).unwrap();
+        parts.extensions.clear();
+        assert_eq!(response(&parts).response.unwrap().status, "599");
+    }
+}

@@ -1,0 +1,89 @@
+//! Writes the messages of a response.
+
+use bytes::{BufMut as _, Bytes, BytesMut};
+use grpc::{Code, Status};
+use http::response;
+use prost::Message as _;
+use tunnel::frame;
+
+use super::head;
+use crate::field::{DATA, HEADER, TRAILER};
+
+/// The largest chunk of a body in one message, in bytes. All versions send and expect at most this.
+const MAX_CHUNK: usize = 32 * 1024;
+
+/// Chunks up to this size are copied behind their message header, which saves a frame. Larger ones are
+/// forwarded as they are.
+const MAX_COPIED: usize = 1024;
+
+/// Encodes a response as gRPC messages.
+#[derive(Debug)]
+pub struct ResponseEncoder {
+    out: BytesMut,
+    /// The rest of the data that was pushed last.
+    chunk: Bytes,
+    /// A chunk whose message header was returned.
+    large_chunk: Option<Bytes>,
+}
+
+impl ResponseEncoder {
+    /// Starts with the head of a response.
+    ///
+    /// # Errors
+    /// `RESOURCE_EXHAUSTED` when its headers are too large.
+    pub fn new(parts: &response::Parts) -> Result<Self, Status> {
+        let header = head::response(parts).encode_to_vec();
+        if header.len() > frame::MAX_CONTROL {
+            let text = format!(
+                "the headers of the response have {} bytes, more than the limit of {}",
+                header.len(),
+                frame::MAX_CONTROL
+            );
+            return Err(Status::new(Code::ResourceExhausted, text));
+        }
+        let mut out = BytesMut::with_capacity(header.len() + MAX_COPIED);
+        frame::put_control(HEADER, &header, &mut out);
+        Ok(Self { out, chunk: Bytes::new(), large_chunk: None })
+    }
+
+    /// Adds data of the body. Call it when [`next_chunk`](Self::next_chunk) has returned `None`.
+    pub fn push(&mut self, data: Bytes) {
+        debug_assert!(self.chunk.is_empty(), "the data before has been returned");
+        self.chunk = data;
+    }
+
+    /// Adds the message that ends the response.
+    pub fn end(&mut self) {
+        frame::put_control(TRAILER, &[], &mut self.out);
+    }
+
+    /// Drops data that was not returned yet, because the response has failed.
+    pub fn discard(&mut self) {
+        self.chunk = Bytes::new();
+    }
+
+    /// Returns the next bytes with data of the body, and everything that precedes them; `None`: all data was
+    /// returned.
+    pub fn next_chunk(&mut self) -> Option<Bytes> {
+        if let Some(large_chunk) = self.large_chunk.take() {
+            return Some(large_chunk);
+        }
+        if self.chunk.is_empty() {
+            return None;
+        }
+        let data = self.chunk.split_to(self.chunk.len().min(MAX_CHUNK));
+        // A chunk has at most 32 KiB.
+        frame::put_message_head(DATA, data.len() as u32, &mut self.out);
+        if data.len() <= MAX_COPIED {
+            self.out.put_slice(&data);
+        } else {
+            self.large_chunk = Some(data);
+        }
+        Some(self.out.split().freeze())
+    }
+
+    /// Returns bytes without data that were not returned yet: the head, or the end.
+    pub fn flush(&mut self) -> Option<Bytes> {
+        (!self.out.is_empty()).then(|| self.out.split().freeze())
+    }
+}

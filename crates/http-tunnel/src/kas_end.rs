@@ -1,0 +1,11 @@
+//! kas' end: reads the first message of a caller's request, and makes requests of its own.
+
+mod action;
+mod client;
+mod first_message;
+
+pub use self::{
+    action::{classify, impersonated_user},
+    client::{incomplete, read_response, request_without_body},
+    first_message::{impersonates, read_header},
+};

@@ -1,0 +1,31 @@
+//! HTTP requests through the tunnel: both ends of `KubernetesApi/MakeRequest`, which carries an HTTP request
+//! to the API server and its response as gRPC messages.
+//!
+//! * [`agent_end`]: turns the messages into a request, and the response into messages.
+//! * [`kas_end`]: reads the first message of a caller's request, and makes requests of its own.
+//!
+//! A body is streamed in both directions: at most one chunk is buffered. A request is complete only at its
+//! `trailer`. If its stream ends earlier, the body of the request to the API server ends with an error, so
+//! that a partial request is not processed.
+//!
+//! This crate knows neither connections nor routing: a request is a body of gRPC frames. It does not support
+//! upgrades (exec, attach, port-forward) yet.
+
+pub mod agent_end;
+pub mod kas_end;
+
+/// The full name of the gRPC service.
+pub const SERVICE: &str = "gitlab.agent.kubernetes_api.rpc.KubernetesApi";
+
+/// The full method.
+pub const METHOD: &str = "/gitlab.agent.kubernetes_api.rpc.KubernetesApi/MakeRequest";
+
+/// The type of the field `extra` in the first message of a request.
+pub const HEADER_EXTRA: &str = "type.googleapis.com/gitlab.agent.kubernetes_api.rpc.HeaderExtra";
+
+/// Field numbers of `grpctool.HttpRequest` and `grpctool.HttpResponse`.
+mod field {
+    pub(crate) const HEADER: u32 = 1;
+    pub(crate) const DATA: u32 = 2;
+    pub(crate) const TRAILER: u32 = 3;
+}

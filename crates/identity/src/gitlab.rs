@@ -1,0 +1,476 @@
+//! Who an agent token belongs to, as GitLab says: answers are remembered for a while, and asked for again
+//! while the agent is connected.
+//!
+//! * Each token has one lookup at a time, however many streams wait for it. It runs on its own: a caller that
+//!   goes away neither ends it nor spoils its answer for others.
+//! * An answer counts for its time to live. While streams of the agent are open it is asked for again before
+//!   that is over; so an answer that changed is noticed within this time and cuts them.
+//! * When GitLab cannot tell, an answer counts until its time is over; then new streams are refused with
+//!   `UNAVAILABLE`. Open streams stay: that nobody can be asked says nothing against an agent.
+//! * The map is keyed by hashes. A token itself is kept only while it is being asked about or its agent is
+//!   connected, because asking again takes it; its memory is overwritten afterwards.
+
+mod metrics;
+
+use std::{
+    collections::{BTreeSet, HashMap},
+    fmt,
+    net::IpAddr,
+    panic::AssertUnwindSafe,
+    sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
+    time::Duration,
+};
+
+use arc_swap::ArcSwapOption;
+use async_trait::async_trait;
+use futures_util::FutureExt as _;
+use gitlab::{AgentInfo, LookupError, LookupMetrics, LookupOutcome, Standing, Urgency};
+use ids::{AgentId, TokenHash};
+use net::peers::{Recent, network};
+use secrecy::{ExposeSecret as _, SecretSlice};
+use tokio::{
+    sync::{Notify, OwnedSemaphorePermit, Semaphore, watch},
+    time::Instant,
+};
+use tokio_util::task::AbortOnDropHandle;
+
+pub use self::metrics::{CacheAnswer, CacheMetrics};
+use super::{Agent, Authenticated, Hold, Identity, IdentityError};
+
+/// Tokens that are remembered. A replica may hold 100,000 agents; the rest is for those that come and go.
+const MAX_TOKENS: usize = 200_000;
+/// Lookups that may wait or run at once, besides renewals.
+const MAX_LOOKUPS: usize = 10_000;
+/// Renewals that may wait or run at once: enough for 16 per second when each takes four.
+const MAX_RENEWALS: usize = 64;
+/// How long a stream waits for a lookup. Longer would be in vain: a connection without an authenticated
+/// stream is closed after ten seconds. The lookup goes on, and the agent's next try finds its answer.
+const PATIENCE: Duration = Duration::from_secs(8);
+/// An answer is asked for again after this share of its time, less up to a tenth so that agents which came
+/// together are not asked for together. The rest of the time is for GitLab to answer.
+const RENEWED_AT: f64 = 0.8;
+/// A renewal that the rate limit did not let through is tried again after this time.
+const BUSY: Duration = Duration::from_secs(1);
+/// A renewal that begins this long after its agent's answer has run out was held up by the rate limit.
+const LATE: Duration = Duration::from_secs(1);
+/// How often that is said in the log.
+const LATE_TOLD: Duration = Duration::from_secs(60);
+/// When the map is full, so many entries are looked at for one that nobody uses.
+const SEARCHED: usize = 1_000;
+
+/// How long answers count.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Times {
+    /// An agent; zero: nothing is remembered, no error either.
+    pub ttl: Duration,
+    /// An error.
+    pub error_ttl: Duration,
+    /// How often a connected agent is asked for when `ttl` is zero.
+    pub renewal_without_cache: Duration,
+}
+
+impl Times {
+    fn renewal(&self) -> Duration {
+        let period = if self.ttl.is_zero() { self.renewal_without_cache } else { self.ttl };
+        period.mul_f64(RENEWED_AT - 0.1 * rand::random::<f64>())
+    }
+}
+
+/// The agents of GitLab. Dropping it ends the renewals.
+pub struct GitLabIdentity {
+    shared: Arc<Shared>,
+    _renewals: AbortOnDropHandle<()>,
+}
+
+impl GitLabIdentity {
+    /// Begins without any answer.
+    pub fn new(
+        source: Arc<dyn AgentInfo>,
+        times: Times,
+        lookups: Arc<LookupMetrics>,
+        metrics: Arc<CacheMetrics>,
+    ) -> Self {
+        let shared = Arc::new(Shared {
+            source,
+            times,
+            lookups,
+            metrics,
+            state: Mutex::default(),
+            version: watch::Sender::new(0),
+            due_earlier: Notify::new(),
+        });
+        let renewals = tokio::spawn(Arc::clone(&shared).renewals());
+        Self { shared, _renewals: AbortOnDropHandle::new(renewals) }
+    }
+}
+
+impl fmt::Debug for GitLabIdentity {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("GitLabIdentity")
+            .field("tokens", &self.shared.state().tokens.len())
+            .finish_non_exhaustive()
+    }
+}
+
+#[async_trait]
+impl Identity for GitLabIdentity {
+    async fn authenticate(&self, token: &[u8], from: Option<IpAddr>) -> Result<Authenticated, IdentityError> {
+        // Nobody has it, and in `Authorization` it would be no credential at all.
+        if token.is_empty() {
+            return Err(IdentityError::Unknown);
+        }
+        let mut flight = match self.shared.answer(token, from.map(network)) {
+            Answer::Known(result) => return result,
+            Answer::Awaited(flight) => flight,
+        };
+        let landed = tokio::time::timeout(PATIENCE, flight.wait_for(Option::is_some)).await;
+        match landed {
+            Ok(Ok(result)) => result.clone().unwrap_or(Err(IdentityError::Unavailable)),
+            Ok(Err(_)) | Err(_) => Err(IdentityError::Unavailable),
+        }
+    }
+
+    fn changes(&self) -> watch::Receiver<u64> {
+        self.shared.version.subscribe()
+    }
+
+    async fn still_valid(&self, authenticated: &Authenticated) -> bool {
+        let session = authenticated.hold.0.as_ref().and_then(|hold| hold.downcast_ref::<Session>());
+        session.is_some_and(|session| session.agent.load().as_ref() == Some(&authenticated.agent))
+    }
+
+    fn project_of(&self, agent: AgentId) -> Option<i64> {
+        self.shared.state().projects.get(&agent).copied()
+    }
+}
+
+/// A token that is being asked about, or whose agent has open streams: they hold it.
+struct Session {
+    hash: TokenHash,
+    token: SecretSlice<u8>,
+    /// Whose it is by the last answer; `None`: nobody's, or not known yet.
+    agent: ArcSwapOption<Agent>,
+}
+
+impl Session {
+    fn new(hash: TokenHash, token: &[u8], agent: Option<Arc<Agent>>) -> Arc<Self> {
+        Arc::new(Self { hash, token: token.to_vec().into(), agent: ArcSwapOption::new(agent) })
+    }
+
+    fn authenticated(self: Arc<Self>, agent: Arc<Agent>) -> Authenticated {
+        Authenticated { agent, token: self.hash, hold: Hold(Some(self)) }
+    }
+}
+
+type Landed = Option<Result<Authenticated, IdentityError>>;
+
+/// What is known of one token.
+#[derive(Default)]
+struct Entry {
+    session: Weak<Session>,
+    remembered: Option<Remembered>,
+    flight: Option<watch::Receiver<Landed>>,
+    /// When something is to be done about it. `None` during a lookup, and only then.
+    due: Option<Instant>,
+}
+
+struct Remembered {
+    answer: Result<Arc<Agent>, IdentityError>,
+    until: Instant,
+}
+
+impl Entry {
+    /// Returns what is remembered and still counts.
+    fn fresh(&self, now: Instant) -> Option<&Remembered> {
+        self.remembered.as_ref().filter(|remembered| now < remembered.until)
+    }
+
+    /// Returns the session whose agent was known when last asked for.
+    fn open_session(&self) -> Option<Arc<Session>> {
+        self.session.upgrade().filter(|session| session.agent.load().is_some())
+    }
+}
+
+#[derive(Default)]
+struct State {
+    tokens: HashMap<TokenHash, Entry>,
+    /// Every entry without a lookup, by when it is due.
+    due: BTreeSet<(Instant, TokenHash)>,
+    lookups: usize,
+    /// Of agents that GitLab has told of, as many as tokens at most.
+    projects: HashMap<AgentId, i64>,
+    /// Tokens that were agents'.
+    agents: Recent<TokenHash>,
+    /// Where these came from.
+    friends: Recent<IpAddr>,
+    late_told: Option<Instant>,
+}
+
+impl State {
+    fn schedule(&mut self, hash: TokenHash, at: Option<Instant>) {
+        let Some(entry) = self.tokens.get_mut(&hash) else { return };
+        if let Some(before) = std::mem::replace(&mut entry.due, at) {
+            self.due.remove(&(before, hash));
+        }
+        if let Some(at) = at {
+            self.due.insert((at, hash));
+        }
+    }
+
+    /// Returns what is known of who brings a token that is nobody's who is connected.
+    fn urgency(&self, hash: TokenHash, from: Option<IpAddr>) -> Urgency {
+        let standing = if self.agents.has(&hash) {
+            Standing::Returning
+        } else if from.is_some_and(|from| self.friends.has(&from)) {
+            Standing::Befriended
+        } else {
+            Standing::Stranger
+        };
+        Urgency::New { from, standing }
+    }
+
+    fn remove(&mut self, hash: TokenHash) {
+        self.schedule(hash, None);
+        self.tokens.remove(&hash);
+    }
+
+    /// Whether one more token can be remembered; forgets one that nobody uses if need be, errors before
+    /// agents since they are due earlier.
+    fn make_room(&mut self, most: usize) -> bool {
+        if self.tokens.len() < most {
+            return true;
+        }
+        let idle = self
+            .due
+            .iter()
+            .take(SEARCHED)
+            .map(|(_, hash)| *hash)
+            .find(|hash| self.tokens.get(hash).is_some_and(|entry| entry.session.strong_count() == 0));
+        if let Some(hash) = idle {
+            self.remove(hash);
+        }
+        idle.is_some()
+    }
+}
+
+enum Answer {
+    Known(Result<Authenticated, IdentityError>),
+    Awaited(watch::Receiver<Landed>),
+}
+
+struct Shared {
+    source: Arc<dyn AgentInfo>,
+    times: Times,
+    lookups: Arc<LookupMetrics>,
+    metrics: Arc<CacheMetrics>,
+    state: Mutex<State>,
+    version: watch::Sender<u64>,
+    /// The first of `State::due` may have become an earlier one.
+    due_earlier: Notify,
+}
+
+impl Shared {
+    fn state(&self) -> MutexGuard<'_, State> {
+        // A panic leaves at worst an entry that is asked for again.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn answer(self: &Arc<Self>, token: &[u8], from: Option<IpAddr>) -> Answer {
+        let hash = TokenHash::of(token);
+        let now = Instant::now();
+        let mut state = self.state();
+        if let Some(entry) = state.tokens.get_mut(&hash) {
+            if let Some(remembered) = entry.fresh(now) {
+                return Answer::Known(match &remembered.answer {
+                    Ok(agent) => {
+                        self.metrics.cached(CacheAnswer::Agent);
+                        let agent = Arc::clone(agent);
+                        let session = entry
+                            .open_session()
+                            .unwrap_or_else(|| Session::new(hash, token, Some(Arc::clone(&agent))));
+                        entry.session = Arc::downgrade(&session);
+                        Ok(session.authenticated(agent))
+                    }
+                    Err(error) => {
+                        self.metrics.cached(CacheAnswer::Error);
+                        Err(*error)
+                    }
+                });
+            }
+            if let Some(flight) = &entry.flight {
+                self.metrics.cached(CacheAnswer::Joined);
+                return Answer::Awaited(flight.clone());
+            }
+        }
+        self.metrics.cached(CacheAnswer::Nothing);
+        if state.lookups >= MAX_LOOKUPS || !state.tokens.contains_key(&hash) && !state.make_room(MAX_TOKENS) {
+            self.lookups.looked_up(LookupOutcome::Limited);
+            return Answer::Known(Err(IdentityError::Unavailable));
+        }
+        let open = state.tokens.get(&hash).and_then(Entry::open_session);
+        let urgency = if open.is_some() { Urgency::Renewal } else { state.urgency(hash, from) };
+        let session = open.unwrap_or_else(|| Session::new(hash, token, None));
+        Answer::Awaited(self.look_up(&mut state, session, urgency, None))
+    }
+
+    /// Begins a lookup; there must be none for this token.
+    fn look_up(
+        self: &Arc<Self>,
+        state: &mut State,
+        session: Arc<Session>,
+        urgency: Urgency,
+        permit: Option<OwnedSemaphorePermit>,
+    ) -> watch::Receiver<Landed> {
+        let (sender, receiver) = watch::channel(None);
+        let hash = session.hash;
+        let entry = state.tokens.entry(hash).or_default();
+        entry.session = Arc::downgrade(&session);
+        entry.flight = Some(receiver.clone());
+        state.schedule(hash, None);
+        state.lookups += 1;
+        let shared = Arc::clone(self);
+        tokio::spawn(async move {
+            let lookup = shared.source.agent_info(session.token.expose_secret(), urgency);
+            // Whatever happens, the entry must not be left waiting.
+            let result = AssertUnwindSafe(lookup).catch_unwind().await.unwrap_or(Err(LookupError::Busy));
+            let landed = shared.land(session, result, urgency);
+            sender.send_replace(Some(landed));
+            drop(permit);
+        });
+        receiver
+    }
+
+    /// Notes what a lookup found, and returns it for those who wait.
+    fn land(
+        &self,
+        session: Arc<Session>,
+        result: Result<Agent, LookupError>,
+        urgency: Urgency,
+    ) -> Result<Authenticated, IdentityError> {
+        let Times { ttl, error_ttl, .. } = self.times;
+        let hash = session.hash;
+        let now = Instant::now();
+        let before = session.agent.load_full();
+        let mut state = self.state();
+        state.lookups -= 1;
+        let Some(entry) = state.tokens.get_mut(&hash) else {
+            // Entries with a lookup are never removed.
+            return Err(IdentityError::Unavailable);
+        };
+        entry.flight = None;
+        let fresh_until = entry
+            .fresh(now)
+            .filter(|remembered| remembered.answer.is_ok())
+            .map(|remembered| remembered.until);
+        let mut remember = |answer, time| {
+            if !ttl.is_zero() {
+                entry.remembered = Some(Remembered { answer, until: now + time });
+            }
+        };
+        let refused = |error| (Err(error), now + error_ttl);
+        let (answer, due) = match &result {
+            Ok(agent) => {
+                let agent = before
+                    .clone()
+                    .filter(|before| **before == *agent)
+                    .unwrap_or_else(|| Arc::new(agent.clone()));
+                remember(Ok(Arc::clone(&agent)), ttl);
+                session.agent.store(Some(Arc::clone(&agent)));
+                (Ok(agent), now + self.times.renewal())
+            }
+            Err(LookupError::Unknown | LookupError::Forbidden) => {
+                let error = match result {
+                    Err(LookupError::Forbidden) => IdentityError::Forbidden,
+                    _ => IdentityError::Unknown,
+                };
+                remember(Err(error), error_ttl);
+                session.agent.store(None);
+                refused(error)
+            }
+            Err(LookupError::Failed(_)) => match fresh_until {
+                Some(until) => (Err(IdentityError::Unavailable), until.min(now + error_ttl)),
+                None => {
+                    remember(Err(IdentityError::Unavailable), error_ttl);
+                    refused(IdentityError::Unavailable)
+                }
+            },
+            // Our own doing, about which nothing is remembered.
+            Err(LookupError::Busy) => (Err(IdentityError::Unavailable), now + BUSY),
+        };
+        state.schedule(hash, Some(due));
+        if let Ok(agent) = &answer {
+            // Nothing is decided by it, so that forgetting all of them does no harm.
+            if state.projects.len() >= MAX_TOKENS && !state.projects.contains_key(&agent.id) {
+                state.projects.clear();
+            }
+            state.projects.insert(agent.id, agent.project_id);
+            state.agents.add(hash);
+            if let Urgency::New { from: Some(from), .. } = urgency {
+                state.friends.add(from);
+            }
+        }
+        drop(state);
+        self.due_earlier.notify_one();
+        if let Some(before) = before.filter(|before| session.agent.load().as_ref() != Some(before)) {
+            let agent = before.id.get();
+            tracing::info!(
+                agent.id = agent,
+                "GitLab says that an agent was revoked or changed: its streams end"
+            );
+            // Noted above, and now told: whoever wakes finds it.
+            self.version.send_modify(|version| *version += 1);
+        }
+        answer.map(|agent| session.authenticated(agent))
+    }
+
+    /// Asks again for agents that are connected, and forgets what does not count any more.
+    async fn renewals(self: Arc<Self>) {
+        let permits = Arc::new(Semaphore::new(MAX_RENEWALS));
+        // The semaphore is never closed.
+        while let Ok(permit) = Arc::clone(&permits).acquire_owned().await {
+            loop {
+                let first = self.state().due.first().map(|(at, _)| *at);
+                match first {
+                    Some(at) if at <= Instant::now() => break,
+                    Some(at) => {
+                        let _ = tokio::time::timeout_at(at, self.due_earlier.notified()).await;
+                    }
+                    None => self.due_earlier.notified().await,
+                }
+            }
+            self.renew_first(permit);
+        }
+    }
+
+    fn renew_first(self: &Arc<Self>, permit: OwnedSemaphorePermit) {
+        let now = Instant::now();
+        let mut state = self.state();
+        let Some((_, hash)) = state.due.first().copied().filter(|(at, _)| *at <= now) else { return };
+        let Some(entry) = state.tokens.get(&hash) else {
+            // There is none without an entry; one that stayed would be looked at for ever.
+            state.due.pop_first();
+            return;
+        };
+        if let Some(session) = entry.open_session() {
+            let until = entry.remembered.as_ref().filter(|last| last.answer.is_ok()).map(|last| last.until);
+            if until.is_some_and(|until| until + LATE < now) {
+                self.metrics.late_renewals.inc();
+                if state.late_told.is_none_or(|told| now >= told + LATE_TOLD) {
+                    state.late_told = Some(now);
+                    tracing::warn!(
+                        "connected agents are checked later than agent.info_cache_ttl says: gitlab.api_rate_limit is \
+                         too low for so many, or GitLab too slow"
+                    );
+                }
+            }
+            self.look_up(&mut state, session, Urgency::Renewal, Some(permit));
+        } else if let Some(until) = entry.fresh(now).map(|remembered| remembered.until) {
+            state.schedule(hash, Some(until));
+        } else {
+            state.remove(hash);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,232 @@
+//! Section `agent`.
+
+use std::{path::PathBuf, time::Duration};
+
+use settings::{
+    duration::Human,
+    walk::{Rule, Section},
+};
+
+use super::{
+    gitlab::InfoCache,
+    listen::{Listen, bind_address, max_connection_age, tls},
+    minutes, seconds,
+};
+
+const NOT_CACHED: &str = "agents are known from identity.file, and nothing of them is cached";
+const NOT_GITOPS: &str = "kas serves no GitOps";
+const NOT_KUBERNETES: &str = "there is no listener for CI jobs and users";
+
+/// Section `agent`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Agent {
+    /// The agent listener.
+    pub listen: AgentListener,
+    /// Where the configuration of agents comes from.
+    pub configuration: ConfigurationSource,
+}
+
+/// Section `agent.listen`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct AgentListener {
+    /// Where to listen.
+    pub listen: Listen,
+    /// Whether agents may come inside WebSocket too.
+    pub websocket: bool,
+    /// Connections that one token may open in a minute.
+    pub connections_per_token_per_minute: u32,
+    /// When a connection is asked to end.
+    pub max_connection_age: Duration,
+    /// How long busy streams may go on after that; `None`: they are never cut.
+    pub max_connection_age_grace: Option<Duration>,
+    /// When idle streams that come through a proxy are ended.
+    pub proxied_idle_timeout: Duration,
+    /// Tunnels that one agent may hold on this replica.
+    pub max_tunnels_per_agent: u32,
+}
+
+/// Section `agent.configuration`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ConfigurationSource {
+    /// Where files are read.
+    pub source: Source,
+    /// How often the source is asked for changes.
+    pub poll_period: Duration,
+    /// The largest file, in bytes.
+    pub max_file_size: u32,
+}
+
+/// Where the configuration files of agents are.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Source {
+    /// Nowhere: every agent has an empty configuration.
+    None,
+    /// A folder that holds `agents/<name>/config.yaml`.
+    Folder(PathBuf),
+    /// A local bare repository that holds `.gitlab/agents/<name>/config.yaml` at its HEAD.
+    Git(PathBuf),
+}
+
+/// How long what a replica tells of agents stays in Redis.
+pub(super) struct Entries {
+    pub(super) ttl: Duration,
+    pub(super) refresh: Duration,
+    pub(super) gc: Duration,
+}
+
+/// Declares the section, and returns separately what belongs to GitLab and to Redis.
+pub(super) fn read(
+    root: &mut Section<'_, '_>,
+    by_gitlab: bool,
+    not_redis: Option<&'static str>,
+) -> (Agent, InfoCache, Entries) {
+    root.section("agent", "For agentk: its listener, and what it is given.", |s| {
+        agent(s, by_gitlab, not_redis)
+    })
+}
+
+fn agent(
+    s: &mut Section<'_, '_>,
+    by_gitlab: bool,
+    not_redis: Option<&'static str>,
+) -> (Agent, InfoCache, Entries) {
+    let listen = s.section("listen", "The listener of agents; they show a token of identity.file, or of GitLab.", |s| {
+        let (network, address) = bind_address(s, "127.0.0.1:8150");
+        let websocket = s.flag(
+            "websocket",
+            "Serve gRPC inside WebSocket as well (ws:// and wss://), for ingresses that know no HTTP/2. Plain gRPC \
+             stays on the same port.",
+        );
+        AgentListener {
+            listen: Listen { network, address, tls: tls(s) },
+            websocket,
+            connections_per_token_per_minute: s.number(
+                "connections_per_token_per_minute",
+                100,
+                "Connections that one token may open in a minute.",
+            ),
+            max_connection_age: max_connection_age(s),
+            max_connection_age_grace: s.optional_duration(
+                "max_connection_age_grace",
+                minutes(60),
+                Rule::NotNegative,
+                "How long busy streams may go on after that age. Absent: they are never cut.",
+            ),
+            proxied_idle_timeout: s.duration(
+                "proxied_idle_timeout",
+                seconds(45),
+                Rule::Positive,
+                "When idle streams that come through a proxy are ended, so that they move before the proxy cuts \
+                 them (50s in HAProxy as Debian configures it, 60s in nginx).",
+            ),
+            max_tunnels_per_agent: s.number(
+                "max_tunnels_per_agent",
+                500,
+                "Tunnels that one agent may hold: the limit of its concurrent requests.",
+            ),
+        }
+    });
+    let configuration = s.section("configuration", "Where the configuration of agents comes from.", |s| {
+        let folder = s.path(
+            "folder",
+            "A folder that holds agents/<name>/config.yaml. Empty: not used. At most one of folder and git.",
+        );
+        let git = s.path(
+            "git",
+            "A local bare repository that holds .gitlab/agents/<name>/config.yaml at its HEAD. Empty: not used.",
+        );
+        let source = match (folder, git) {
+            (Some(_), Some(_)) => {
+                s.refuse("git", "nothing, because agent.configuration.folder is given: at most one of the two");
+                Source::None
+            }
+            (Some(folder), None) => Source::Folder(folder),
+            (None, Some(repository)) => Source::Git(repository),
+            (None, None) => Source::None,
+        };
+        ConfigurationSource {
+            source,
+            poll_period: s.duration(
+                "poll_period",
+                seconds(20),
+                Rule::Positive,
+                "How often a source is asked for changes.",
+            ),
+            max_file_size: s.number(
+                "max_configuration_file_size",
+                128 * 1024,
+                "The largest configuration file of an agent, in bytes.",
+            ),
+        }
+    });
+    s.inert(NOT_GITOPS, |s| {
+        s.section("gitops", "Manifests from Git.", |s| {
+            s.duration("poll_period", seconds(20), Rule::Positive, "How often a repository is asked.");
+            s.duration("project_info_cache_ttl", minutes(5), Rule::NotNegative, "0s: no cache.");
+            s.duration("project_info_cache_error_ttl", minutes(1), Rule::Positive, "");
+            s.number("max_manifest_file_size", 5 * 1024 * 1024, "In bytes.");
+            s.number("max_total_manifest_file_size", 20 * 1024 * 1024, "In bytes.");
+            s.number("max_number_of_paths", 100, "");
+            s.number("max_number_of_files", 1000, "");
+        });
+    });
+    let info_cache = s.optional((!by_gitlab).then_some(NOT_CACHED), |s| {
+        let ttl = s.duration(
+            "info_cache_ttl",
+            minutes(5),
+            Rule::NotNegative,
+            "How long GitLab's answer about an agent counts, and within which a revoked token is noticed and its \
+             streams are cut. 0s: GitLab is asked for each stream, and every configuration.poll_period while one \
+             is open. Give api_rate_limit room: each connected agent is asked for a little more often than this.",
+        );
+        let error_ttl = s.duration(
+            "info_cache_error_ttl",
+            minutes(1),
+            Rule::Positive,
+            "How long it counts that GitLab refused a token, or could not be asked about it.",
+        );
+        (ttl, error_ttl)
+    });
+    let entries = s.optional(not_redis, |s| {
+        const DAY: Duration = Duration::from_secs(24 * 3600);
+        let ttl = s.duration(
+            "redis_conn_info_ttl",
+            minutes(5),
+            Rule::Within(seconds(1), DAY),
+            "How long an entry stays in Redis unless it is written again; the same on all replicas. An entry of a \
+             replica that has crashed counts for table.ttl only.",
+        );
+        let refresh = s.duration(
+            "redis_conn_info_refresh",
+            minutes(4),
+            Rule::Within(Duration::from_millis(100), DAY),
+            "How often entries are written again. Less than redis_conn_info_ttl.",
+        );
+        if refresh >= ttl {
+            s.refuse_as(
+                "redis_conn_info_refresh",
+                Human(refresh).to_string(),
+                format!("less than redis_conn_info_ttl ({})", Human(ttl)),
+            );
+        }
+        let gc = s.duration(
+            "redis_conn_info_gc",
+            minutes(10),
+            Rule::Within(seconds(1), DAY),
+            "How often a replica removes from Redis what others left beside its own entries, if it saw somebody crash.",
+        );
+        Entries { ttl, refresh, gc }
+    });
+    s.inert(NOT_KUBERNETES, |s| {
+        s.section("kubernetes_api", "The Kubernetes API of an agent's cluster.", |s| {
+            s.section("listen", "Its listener.", |s| {
+                bind_address(s, "0.0.0.0:8154");
+                tls(s);
+            });
+            s.text("url_path_prefix", "/", "What paths begin with.");
+            s.duration("allowed_agent_cache_ttl", minutes(1), Rule::NotNegative, "0s: no cache.");
+            s.duration("allowed_agent_cache_error_ttl", seconds(10), Rule::Positive, "");
+        });
+    });
+    (Agent { listen, configuration }, info_cache, entries)
+}

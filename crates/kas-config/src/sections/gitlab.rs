@@ -1,0 +1,133 @@
+//! Section `gitlab`.
+
+use std::{path::PathBuf, time::Duration};
+
+use http::Uri;
+use settings::walk::{Rule, Section};
+
+use super::{minutes, seconds};
+
+const NOT_GITLAB: &str = "agents are known from identity.file, not from GitLab";
+
+/// Section `gitlab`, and what `agent` says about answers of GitLab.
+#[derive(Debug, Clone, PartialEq)]
+pub struct GitLab {
+    /// Where GitLab is: http or https with a host, and the path below which it is installed.
+    pub address: Uri,
+    /// The file of the secret that kas signs with.
+    pub secret: PathBuf,
+    /// Who signed GitLab's certificate, besides the roots of the system.
+    pub ca_certificate: Option<PathBuf>,
+    /// Requests per second in the long run; above zero.
+    pub refill_rate_per_second: f64,
+    /// Requests at once.
+    pub bucket_size: u32,
+    /// Which paths and headers are spoken.
+    pub api: GitLabApi,
+    /// How long one lookup may take; above zero.
+    pub timeout: Duration,
+    /// How long an agent is remembered; zero: not at all, and no error either.
+    pub info_cache_ttl: Duration,
+    /// How long an error is remembered; above zero.
+    pub info_cache_error_ttl: Duration,
+}
+
+/// Key `gitlab.api`.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum GitLabApi {
+    /// What every version understands.
+    #[default]
+    Any,
+    /// As 14.1, which drops the path of the address.
+    V14,
+    /// What today's versions are meant to be spoken to with, and nothing that is outdated.
+    Today,
+}
+
+/// How long answers of GitLab are remembered: agents, and errors.
+pub(super) type InfoCache = (Duration, Duration);
+
+/// Declares the section.
+pub(super) fn read(root: &mut Section<'_, '_>, by_gitlab: bool, info_cache: InfoCache) -> GitLab {
+    root.optional((!by_gitlab).then_some(NOT_GITLAB), |s| {
+        s.section(
+            "gitlab",
+            "GitLab, which knows the agents: kas asks it about each token, and again while the agent is connected.",
+            |s| gitlab(s, info_cache),
+        )
+    })
+}
+
+fn gitlab(s: &mut Section<'_, '_>, (info_cache_ttl, info_cache_error_ttl): InfoCache) -> GitLab {
+    let expected = "an absolute http or https URL, such as https://gitlab.example.com";
+    let text = s.required(
+        "address",
+        "https://gitlab.example.com",
+        expected,
+        "Where GitLab is: http or https, with the path below which it is installed if there is one. HTTP_PROXY, \
+         HTTPS_PROXY and NO_PROXY are heeded.",
+    );
+    let address = text.parse::<Uri>().ok().filter(|address| {
+        let has_user = address.authority().is_some_and(|authority| authority.as_str().contains('@'));
+        ["http", "https"].contains(&address.scheme_str().unwrap_or_default())
+            && address.host().is_some_and(|host| !host.is_empty())
+            && !has_user
+    });
+    if address.is_none() && !text.is_empty() {
+        // It may hold a password.
+        if text.contains('@') {
+            s.refuse_as(
+                "address",
+                "something with an `@` (not shown)",
+                format!("{expected}, without a user"),
+            );
+        } else {
+            s.refuse("address", expected);
+        }
+    }
+    let secret = s.required_path(
+        "authentication_secret_file",
+        "/etc/kas/gitlab-secret",
+        "Base64 of exactly 32 bytes that GitLab has too: what kas signs its requests with.",
+    );
+    let ca_certificate = s.path(
+        "ca_certificate_file",
+        "PEM of who signed GitLab's certificate, besides the roots of the system.",
+    );
+    let (refill_rate_per_second, bucket_size) = s.section(
+        "api_rate_limit",
+        "How often this replica asks GitLab; who is above it waits, those that are connected already the least.",
+        |s| bucket(s, 10.0, 50),
+    );
+    let api = s.one_of(
+        "api",
+        &[("any", GitLabApi::Any), ("v14", GitLabApi::V14), ("today", GitLabApi::Today)],
+        "Which paths and headers are spoken: what every version understands; those of 14.1, which also drops the path \
+         of the address; or only those of today.",
+    );
+    let timeout = s.duration(
+        "timeout",
+        seconds(20),
+        Rule::Within(Duration::from_millis(10), minutes(5)),
+        "How long a request to GitLab may take in all. A stream waits for at most 8s of it.",
+    );
+    GitLab {
+        address: address.unwrap_or_default(),
+        secret,
+        ca_certificate,
+        refill_rate_per_second,
+        bucket_size,
+        api,
+        timeout,
+        info_cache_ttl,
+        info_cache_error_ttl,
+    }
+}
+
+/// Declares the two keys of a rate limit.
+pub(super) fn bucket(s: &mut Section<'_, '_>, rate: f64, size: u32) -> (f64, u32) {
+    (
+        s.real("refill_rate_per_second", rate, "Requests per second in the long run."),
+        s.number("bucket_size", size, "Requests at once."),
+    )
+}

@@ -1,0 +1,47 @@
+//! Section `observability.page`.
+
+use settings::walk::Section;
+
+/// Where the page is; nothing else of the observability listener may be below it.
+pub const PAGE_PATH: &str = "/page/";
+
+const NOT_SHOWN: &str = "the page is not served unless enabled is true";
+
+/// Section `observability.page`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Page {
+    /// How many may look at it at once; at least one.
+    pub viewers: u32,
+    /// Names of this replica in URLs, besides those that nobody else can have.
+    pub hosts: Vec<String>,
+}
+
+/// Declares the keys of the section.
+pub(super) fn page(s: &mut Section<'_, '_>) -> Option<Page> {
+    let enabled = s.flag(
+        "enabled",
+        "Serve it. Whoever reaches this listener then sees the names and numbers of agents and replicas.",
+    );
+    let idle = (!enabled && !s.is_refused("enabled")).then_some(NOT_SHOWN);
+    let page = s.optional(idle, |s| {
+        let viewers = s.number(
+            "viewers",
+            32,
+            "Who may look at it at once, up to 1000; each open page counts, and costs about 1 KB a second.",
+        );
+        if viewers > 1_000 {
+            s.refuse("viewers", "a number from 1 to 1000");
+        }
+        let hosts = s.texts(
+            "hosts",
+            &[],
+            "Names by which browsers reach the page, without a port, such as kas.example.com. IP addresses, localhost, \
+             names without a dot and those in .svc always are: other sites cannot give themselves such a name.",
+        );
+        if hosts.iter().any(|host| host.is_empty() || host.contains(['/', ':', '*'])) {
+            s.refuse("hosts", "names without scheme, port, path and wildcard, such as kas.example.com");
+        }
+        Page { viewers, hosts }
+    });
+    enabled.then_some(page)
+}

@@ -1,0 +1,156 @@
+//! `AgentConfiguration/GetConfiguration`: the stream by which an agent is connected and gets its
+//! configuration.
+
+use std::{
+    sync::{Arc, atomic::Ordering},
+    time::Duration,
+};
+
+use agent_config::ConfigBody;
+use cluster::{Connection, Lease};
+use grpc::Status;
+use http::{HeaderMap, Request, Response};
+use hyper::body::Incoming;
+use ids::{AgentId, ConnectionId};
+use net::http2::Body;
+use proto::gitlab::agent::agent_configuration::rpc::ConfigurationRequest;
+use tokio::time::Instant;
+
+use super::{
+    service::{FIRST_MESSAGE, decoded, encoding, read_one},
+    transport::{HeldConfig, Transport, instance, revoked},
+};
+use crate::{listener::failed, registrar};
+
+/// Idle streams of one agent that a proxy cut before this age say that there is a proxy.
+const PROXY_CUT: Duration = Duration::from_secs(75);
+
+impl Transport {
+    pub(super) async fn get_configuration(self: Arc<Self>, request: Request<Incoming>) -> Response<Body> {
+        let correlation = crate::routing::metadata::correlation(&HeaderMap::new());
+        match self.open_configuration(request).await {
+            Ok(body) => self.accepted(&correlation, body),
+            Err(status) => failed(&status, &correlation),
+        }
+    }
+
+    async fn open_configuration(self: &Arc<Self>, request: Request<Incoming>) -> Result<Body, Status> {
+        let (head, body) = request.into_parts();
+        let gzip = encoding(&head.headers);
+        // Read while the token is looked up: what nobody reads piles up. It is dropped after its one message.
+        let reading = read_one(body, *gzip.as_ref().unwrap_or(&false));
+        let mut reading = std::pin::pin!(tokio::time::timeout(FIRST_MESSAGE, reading));
+        let mut message = None;
+        let authenticated = {
+            let mut authenticate = std::pin::pin!(self.authenticate(&head.headers));
+            tokio::select! {
+                biased;
+                authenticated = &mut authenticate => authenticated?,
+                read = &mut reading => {
+                    message = Some(read);
+                    authenticate.await?
+                }
+            }
+        };
+        gzip?;
+        self.look_for_proxy(&head.headers);
+        let message = match message {
+            Some(read) => read,
+            None => reading.await,
+        };
+        let request: ConfigurationRequest = decoded(message).map_err(|status| self.malformed(status))?;
+        let listener = &self.listener;
+        self.check_rate(&authenticated)?;
+        let agent = &authenticated.agent;
+        let ours = instance(&head.headers, agent.id);
+        let meta = request.agent_meta.unwrap_or_default();
+        let meta = registrar::bounded(meta.version, meta.commit_id, meta.pod_namespace, meta.pod_name);
+        let registers = request.skip_register && ours.is_none();
+        let stand_in = if registers { registrar::stand_in(agent.id, &meta) } else { None };
+        let id = ours.or(stand_in).unwrap_or_else(ConnectionId::random);
+        let stream = listener.configs.subscribe(agent, &request.commit_id);
+        // Without a name of its pod nobody could tell that it is the process which has registered.
+        // So an agentk of ours that says it, which registers nowhere, is not listed at all: `agentk doctor`.
+        let lease = (!request.skip_register || stand_in.is_some()).then(|| {
+            listener.tracker.connection(Connection {
+                agent: agent.id,
+                name: Arc::clone(&agent.name),
+                project_id: agent.project_id,
+                id,
+                meta,
+                connected_at: process::clock::wall(),
+            })
+        });
+        listener.metrics.agent_connections.inc();
+        if listener.comes(agent.id, id) {
+            tracing::info!(
+                agent.id = agent.id.get(),
+                agent.name = &*agent.name,
+                connection.id = id.get(),
+                "agent connected"
+            );
+        } else {
+            // It looks for another replica and met this one again, every few seconds where there is no other.
+            tracing::debug!(
+                agent.id = agent.id.get(),
+                connection.id = id.get(),
+                "a connected agent opened one more configuration stream"
+            );
+        }
+        let serial = listener.serial.fetch_add(1, Ordering::Relaxed);
+        let aged = {
+            let mut state = self.state();
+            state.configs.push(HeldConfig {
+                serial,
+                stream: Arc::downgrade(&stream),
+                authenticated: authenticated.clone(),
+                id,
+                ours: ours.is_some(),
+                registers,
+                since: Instant::now(),
+            });
+            state.aged
+        };
+        self.retie(agent.id);
+        let guard = ConfigGuard { transport: Arc::clone(self), agent: agent.id, id, serial, lease };
+        if !listener.identity.still_valid(&authenticated).await {
+            stream.end(Some(revoked()));
+        } else if aged || listener.left.load(Ordering::Relaxed) {
+            stream.end(None);
+        }
+        Ok(grpc::boxed(ConfigBody::new(stream, guard)))
+    }
+}
+
+/// What ends with a configuration stream.
+struct ConfigGuard {
+    transport: Arc<Transport>,
+    agent: AgentId,
+    id: ConnectionId,
+    serial: u64,
+    lease: Option<Lease>,
+}
+
+impl Drop for ConfigGuard {
+    fn drop(&mut self) {
+        let transport = &self.transport;
+        drop(self.lease.take());
+        transport.listener.metrics.agent_connections.dec();
+        let mut state = transport.state();
+        let mut cut = false;
+        if let Some(at) = state.configs.iter().position(|held| held.serial == self.serial) {
+            let held = state.configs.swap_remove(at);
+            // A live transport whose idle stream was cut early: something between does that.
+            let age = held.since.elapsed();
+            cut = !state.aged && !held.ours && age > Duration::from_secs(20) && age < PROXY_CUT;
+        }
+        drop(state);
+        if cut && !transport.is_proxied(self.agent) {
+            transport.listener.remember_proxied(self.agent);
+        }
+        transport.retie(self.agent);
+        if transport.listener.goes(self.agent, self.id) {
+            tracing::info!(agent.id = self.agent.get(), connection.id = self.id.get(), "agent disconnected");
+        }
+    }
+}

@@ -1,0 +1,310 @@
+//! The files that a configuration names besides secrets, and what in it lets others read along: found at the
+//! start and by `kas config check`, all of it at once.
+
+#[cfg(test)]
+mod tests;
+
+use std::{borrow::Cow, error::Error, net::IpAddr, os::unix::fs::MetadataExt as _, path::Path};
+
+use identity::{Identities, others_may_write};
+use net::tls;
+use process::error::chain;
+use settings::exposure::{self, Exposure};
+
+use crate::{
+    audit, certificates,
+    config::{
+        self, ApiSecrets, Audit, AuditOutput, Config, Environment, Identity, Listen, Network, OpenFiles,
+        Problem, Problems, RedisPasswords, RedisTarget, Secrets, Shared, Tracker, Warning,
+    },
+};
+
+/// Checks a configuration file and all files that it names. A key that is wrong does not hide what is wrong
+/// with the files of others.
+///
+/// # Errors
+/// [`Problems`] with all that would keep kas from starting, and the warnings; only warnings otherwise.
+pub fn check_text(yaml: &str, env: &Environment) -> Result<Vec<Warning>, Problems> {
+    config::check(yaml, env, check)
+}
+
+/// Checks every file that the configuration names, and which of them other users can read; creates none.
+///
+/// # Errors
+/// [`Problems`] with all that would keep kas from starting; only warnings otherwise.
+pub fn check(config: &Config) -> Result<Vec<Warning>, Problems> {
+    everything(config, false).map(|(_, warnings)| warnings)
+}
+
+/// As [`check`], for a start: returns the secrets, and creates the secret of the API if that was left to kas.
+///
+/// # Errors
+/// As [`check`].
+pub fn prepare(config: &Config) -> Result<(Secrets, Vec<Warning>), Problems> {
+    everything(config, true)
+}
+
+fn everything(config: &Config, make: bool) -> Result<(Secrets, Vec<Warning>), Problems> {
+    let Findings { problems, mut warnings } = files(config);
+    let secrets = if make && problems.is_empty() { config.load_secrets() } else { config.check_secrets() };
+    match (secrets, Problems::new(problems)) {
+        (Ok(secrets), None) => {
+            warnings.extend(secrets.warnings.iter().cloned());
+            Ok((secrets, warnings))
+        }
+        (Ok(_), Some(problems)) | (Err(problems), None) => Err(problems.beside(warnings)),
+        (Err(more), Some(problems)) => Err(problems.and(more).beside(warnings)),
+    }
+}
+
+/// Checks the files of the section `redis` by the rules of a start, and reads its passwords.
+///
+/// # Errors
+/// [`Problems`] with each file that cannot be used.
+pub fn check_redis(config: &Config) -> Result<RedisPasswords, Problems> {
+    let Tracker::Redis(shared) = &config.tracker else { return Ok(RedisPasswords::default()) };
+    let mut findings = Findings::default();
+    redis(shared, config.open_secret_files, &mut findings);
+    match (shared.redis.read_passwords(), Problems::new(findings.problems)) {
+        (Ok(passwords), None) => Ok(passwords),
+        (Ok(_), Some(problems)) | (Err(problems), None) => Err(problems),
+        (Err(more), Some(problems)) => Err(problems.and(more)),
+    }
+}
+
+/// What was found.
+#[derive(Debug, Default)]
+struct Findings {
+    problems: Vec<Problem>,
+    warnings: Vec<Warning>,
+}
+
+impl Findings {
+    fn problem(&mut self, path: impl Into<String>, found: impl Into<String>, expected: &str) {
+        self.problems.push(Problem::rule(path, found, expected));
+    }
+
+    fn warning(&mut self, path: impl Into<String>, text: impl Into<String>) {
+        self.warnings.push(Warning { path: path.into(), text: text.into() });
+    }
+
+    fn unusable(&mut self, path: String, error: &dyn Error, expected: &str) {
+        self.problem(path, chain(error), expected);
+    }
+
+    /// Judges who may read and write a file; that it is not there is found elsewhere.
+    fn exposure(&mut self, key: String, what: &str, path: &Path, open: OpenFiles) {
+        let Ok(found) = std::fs::metadata(path) else { return };
+        match exposure::of(what, path, found.mode()) {
+            None => {}
+            Some(Exposure::Odd(text)) => self.warning(key, text),
+            Some(Exposure::Open(text)) if open == OpenFiles::Warn => self.warning(key, text),
+            Some(Exposure::Open(text)) => self.problem(key, text, config::EXPECTED_MODE),
+        }
+    }
+}
+
+fn files(config: &Config) -> Findings {
+    let mut findings = Findings::default();
+    let private = config.tracker.private_api();
+    let listeners = [
+        ("agent", &config.agent.listen.listen, "the tokens of agents"),
+        ("api", &config.api.listen.listen, "the tokens of callers"),
+    ];
+    let private_listener = private.map(|private| ("private_api", &private.listen, "the tokens of replicas"));
+    for (section, listen, what) in listeners.into_iter().chain(private_listener) {
+        let Some(files) = &listen.tls else {
+            if is_reached_from_elsewhere(listen) {
+                findings.warning(
+                    format!("{section}.listen"),
+                    format!(
+                        "{what} travel in plain text beyond this host: give certificate_file and key_file, unless \
+                         what stands in front speaks TLS"
+                    ),
+                );
+            }
+            continue;
+        };
+        let others = private.and_then(|private| private.others.as_ref()).filter(|_| section == "private_api");
+        let tried = match others {
+            None => tls::server(&files.certificate, &files.key),
+            Some(others) => match tls::validity(&others.ca) {
+                Ok(_) => certificates::private_server(files, Some(others)),
+                Err(error) => {
+                    let expected = "the certificates of who signs those of replicas, in PEM";
+                    findings.unusable("private_api.listen.client_ca_file".to_owned(), &error, expected);
+                    tls::server(&files.certificate, &files.key)
+                }
+            },
+        };
+        match tried {
+            Err(error @ tls::Error::Role { .. }) => findings.unusable(
+                format!("{section}.listen.certificate_file"),
+                &error,
+                "a certificate with that URI, which other replicas look for; or the one it has in \
+                 private_api.listen.role",
+            ),
+            Err(error) => findings.unusable(
+                format!("{section}.listen.certificate_file"),
+                &error,
+                "a certificate in PEM, its chain behind it, and in key_file its private key",
+            ),
+            Ok(_) => {
+                let ended = tls::validity(&files.certificate)
+                    .is_ok_and(|validity| validity.first <= process::clock::wall());
+                if ended {
+                    // A clock may be wrong, and the new file may be on its way: it is used as soon as it is
+                    // there.
+                    findings.warning(
+                        format!("{section}.listen.certificate_file"),
+                        format!("a certificate in {} has expired", files.certificate.display()),
+                    );
+                }
+            }
+        }
+        let key = format!("{section}.listen.key_file");
+        findings.exposure(key, "a private key", &files.key, config.open_secret_files);
+    }
+    if matches!(config.api.secrets, ApiSecrets::Made(_)) && private.is_some() {
+        findings.warning(
+            "api.listen.authentication_secret_file",
+            "not given, so each replica makes its own: a token for one of them is none for the others",
+        );
+    }
+    // Metrics and probes have to be reached, and tell nobody's name; the page does.
+    if config.observability.page.is_some() && is_reached_from_elsewhere(&config.observability.listen) {
+        findings.warning(
+            "observability.page",
+            "asks for no credential, and observability.listen is reached from other hosts: whoever comes there sees names \
+             and numbers of agents and replicas; let a network policy guard it, or listen on 127.0.0.1",
+        );
+    }
+    if let Tracker::Redis(shared) = &config.tracker {
+        redis(shared, config.open_secret_files, &mut findings);
+    }
+    identity(config, &mut findings);
+    sight(config, &mut findings);
+    findings
+}
+
+/// The files of the way to Redis; passwords are read with the secrets.
+fn redis(shared: &Shared, open: OpenFiles, findings: &mut Findings) {
+    if let Err(error) = crate::replicas::redis_backend::check(shared) {
+        let expected = "certificates and a key in PEM, and addresses that can be dialled";
+        findings.unusable(error.key().to_owned(), &error, expected);
+    }
+    if let Some(file) = &shared.redis.password_file {
+        findings.exposure("redis.password_file".to_owned(), "a password", file, open);
+    }
+    if let RedisTarget::Sentinel { password_file: Some(file), .. } = &shared.redis.target {
+        findings.exposure("redis.sentinel.sentinel_password_file".to_owned(), "a password", file, open);
+    }
+    if let Some(files) = shared.redis.tls.as_ref().and_then(|tls| tls.identity.as_ref()) {
+        findings.exposure("redis.tls.key_file".to_owned(), "a private key", &files.key, open);
+    }
+}
+
+/// The files of spans and of the audit log.
+fn sight(config: &Config, findings: &mut Findings) {
+    if let Some(tracing) = &config.observability.tracing {
+        if let Err(error) = tracing.collector.check() {
+            let expected = "files of this section that can be used, or the variables OTEL_EXPORTER_OTLP_* that name them";
+            findings.unusable("observability.tracing".to_owned(), &error, expected);
+        }
+        if let Some(file) = &tracing.collector.headers.file {
+            let key = "observability.tracing.otlp_headers_file".to_owned();
+            findings.exposure(key, "headers that may hold a credential", file, config.open_secret_files);
+        }
+    }
+    if let Some(Audit { output: AuditOutput::File(file), .. }) = &config.observability.audit {
+        audit_file(file, findings);
+    }
+}
+
+/// The file is made at the start, where a link leads to too; its folder is not.
+fn audit_file(file: &Path, findings: &mut Findings) {
+    const KEY: &str = "observability.audit.output";
+    const EXPECTED: &str = "a file in a folder that is there";
+    let shown = file.display();
+    if file.is_dir() || file.as_os_str().as_encoded_bytes().ends_with(b"/") {
+        findings.problem(KEY, format!("{shown}, which is a folder"), EXPECTED);
+        return;
+    }
+    if let Ok(found) = std::fs::metadata(file) {
+        if audit::is_open_to_others(&found) {
+            let mode = found.mode() & 0o7777;
+            findings.warning(
+                KEY,
+                format!("others may read or write {shown} (mode {mode:04o}): `chmod 600 {shown}` mends it"),
+            );
+        }
+        return;
+    }
+    let made = match std::fs::read_link(file) {
+        Err(_) => Cow::Borrowed(file),
+        // Of a link that is relative, the folder of the link is where it begins.
+        Ok(to) => Cow::Owned(file.parent().map_or_else(|| to.clone(), |folder| folder.join(&to))),
+    };
+    if let Some(folder) = made.parent().filter(|folder| !folder.as_os_str().is_empty() && !folder.is_dir()) {
+        findings.problem(KEY, format!("a file in {}, which is no folder", folder.display()), EXPECTED);
+    }
+}
+
+fn identity(config: &Config, findings: &mut Findings) {
+    match &config.identity {
+        // The default file is made at the start, and may be there from an earlier one.
+        Identity::File { file, is_default: true } => writable_identity(file, findings),
+        Identity::File { file, .. } => match std::fs::read(file) {
+            Err(error) => findings.problem(
+                "identity.file",
+                format!("a file that cannot be read ({}: {error})", file.display()),
+                "a file that this process may read",
+            ),
+            Ok(content) => {
+                writable_identity(file, findings);
+                if let Err(error) = Identities::parse(&content) {
+                    let found = format!("{}: {}", file.display(), chain(&error));
+                    findings.problem("identity.file", found, "a list of agents, as README.md shows it");
+                }
+            }
+        },
+        Identity::GitLab(gitlab) => {
+            if let Err(error) = tls::client(gitlab.ca_certificate.as_deref()) {
+                findings.unusable("gitlab.ca_certificate_file".to_owned(), &error, "certificates in PEM");
+            }
+            let host = gitlab.address.host().unwrap_or_default();
+            if gitlab.address.scheme_str() == Some("http") && !is_loopback(host) {
+                findings.warning(
+                    "gitlab.address",
+                    "says http: the tokens of agents travel to GitLab in plain text; use https where the way leaves \
+                     this host",
+                );
+            }
+        }
+    }
+}
+
+/// It holds hashes alone, so that others may read it.
+fn writable_identity(file: &Path, findings: &mut Findings) {
+    let Ok(found) = std::fs::metadata(file) else { return };
+    if others_may_write(found.mode()) {
+        let (shown, mode) = (file.display(), found.mode() & 0o7777);
+        findings.warning(
+            "identity.file",
+            format!(
+                "others may write {shown} (mode {mode:04o}) and so add agents: `chmod go-w {shown}` mends it"
+            ),
+        );
+    }
+}
+
+/// Whether somebody on another host can connect.
+fn is_reached_from_elsewhere(listen: &Listen) -> bool {
+    let host = listen.address.rsplit_once(':').map_or("", |(host, _)| host);
+    listen.network != Network::Unix && !is_loopback(host)
+}
+
+fn is_loopback(host: &str) -> bool {
+    let inner = host.trim_start_matches('[').trim_end_matches(']');
+    host.eq_ignore_ascii_case("localhost") || inner.parse().is_ok_and(|ip: IpAddr| ip.is_loopback())
+}

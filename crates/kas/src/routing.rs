@@ -1,0 +1,15 @@
+//! From a request to a tunnel of its agent, on this replica or on another.
+//!
+//! * [`registry`]: the tunnels that this replica holds, and the requests that wait for one.
+//! * [`router`]: finds a tunnel for a request and sends the request through it.
+//! * [`peer`]: asks other replicas for tunnels. Replicas lend a tunnel for one request.
+//! * [`metadata`]: which metadata of a request is read here, and which is passed on.
+//! * [`rate_limit`]: what an agent's token may cost.
+//! * [`metrics`]: the metrics of requests and tunnels.
+
+pub mod metadata;
+pub mod metrics;
+pub mod peer;
+pub mod rate_limit;
+pub mod registry;
+pub mod router;

@@ -1,0 +1,553 @@
+//! From a request to a tunnel: own registry first, then the replicas that the tracker names, else wait for
+//! one, until the deadline.
+//!
+//! **Subscribe, look up, wait.** The tracker's answer is a hint; an owner that is asked says the truth. The
+//! first owner is asked at once, the next after a short hedge, suspects last; the first tunnel wins and the
+//! other asks are taken back.
+//!
+//! The retry rule: as long as nothing of a request was written to an agent it may go to another
+//! tunnel; from then on never.
+
+mod search;
+mod trail;
+
+use std::{
+    fmt::Write as _,
+    pin::Pin,
+    sync::Arc,
+    task::{Context, Poll},
+    time::Duration,
+};
+
+use cluster::{Replica, ReplicaHealth, ReplicaState, ReplicaStatus, Tracker};
+use grpc::{Code, Deadline, Outcome, Status};
+use http::{HeaderMap, HeaderValue};
+use ids::{AgentId, ConnectionId, ReplicaId};
+use tokio::time::Instant;
+use tunnel::{
+    frame,
+    kas_end::{Exchange, Failure, Head, Job, Peer as AgentKind},
+    meta::Binary,
+};
+
+use self::search::{Found, Search};
+pub use self::trail::Trail;
+use crate::routing::{
+    metadata,
+    metrics::{self, RequestMetrics, Route},
+    peer::{self, Peers, kept::Kept},
+    registry::{Refused, TunnelRegistry},
+};
+use crate::{
+    audit,
+    observe::Sight,
+    refusals::{ListenerName, Refusals},
+};
+
+/// Routes requests to agents.
+pub struct Router {
+    registry: Arc<TunnelRegistry>,
+    tracker: Arc<dyn Tracker>,
+    metrics: Arc<RequestMetrics>,
+    refusals: Arc<Refusals>,
+    find_timeout: Duration,
+    /// This replica, which is not asked as a peer.
+    me: ReplicaId,
+    /// `None`: there are no other replicas.
+    peers: Option<Arc<Peers>>,
+    /// What they lend for longer than one request.
+    kept: Arc<Kept>,
+}
+
+impl std::fmt::Debug for Router {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Router").field("registry", &self.registry).finish_non_exhaustive()
+    }
+}
+
+/// A request for an agent.
+pub struct AgentRequest {
+    /// Which agent.
+    pub agent: AgentId,
+    /// One connection of it, or any.
+    pub connection: Option<ConnectionId>,
+    /// The full path.
+    pub method: Arc<str>,
+    /// The caller's headers; what may not go on is left out here.
+    pub headers: HeaderMap,
+    /// The request id.
+    pub correlation: HeaderValue,
+    /// Until when the whole answer must be there.
+    pub deadline: Deadline,
+    /// gRPC frames, not compressed.
+    pub body: grpc::Body,
+    /// It is meant for other rights than the agent's own: an agentk that would not heed that must not get it.
+    pub impersonates: bool,
+    /// What the caller wants to be told of the request's way.
+    pub trail: Trail,
+    /// What others are told of it.
+    pub sight: Sight,
+}
+
+impl std::fmt::Debug for AgentRequest {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "AgentRequest({:?}, {})", self.agent, self.method)
+    }
+}
+
+/// The beginning of an answer; what follows is a body.
+#[derive(Debug)]
+pub struct AgentAnswer {
+    /// How it begins, or all of it.
+    pub head: Head,
+    /// The rest, when [`Head::Headers`].
+    pub body: Answering,
+}
+
+/// The rest of an answer, counted when it ends.
+#[derive(Debug)]
+pub struct Answering {
+    exchange: Exchange,
+    open: Open,
+}
+
+impl http_body::Body for Answering {
+    type Data = bytes::Bytes;
+    type Error = grpc::BoxError;
+
+    fn poll_frame(
+        mut self: std::pin::Pin<&mut Self>,
+        cx: &mut std::task::Context<'_>,
+    ) -> std::task::Poll<Option<Result<http_body::Frame<bytes::Bytes>, grpc::BoxError>>> {
+        let polled = std::pin::Pin::new(&mut self.exchange).poll_frame(cx);
+        if let std::task::Poll::Ready(Some(Ok(frame))) = &polled
+            && let Some(trailers) = frame.trailers_ref()
+        {
+            self.open.outcome = match Status::from_headers(trailers).and_then(|status| status.outcome()) {
+                Some(_) => metrics::Outcome::Unknown,
+                None => metrics::Outcome::Answered,
+            };
+        }
+        polled
+    }
+}
+
+/// Counts a request as open until it drops.
+#[derive(Debug)]
+struct Open {
+    metrics: Arc<RequestMetrics>,
+    outcome: metrics::Outcome,
+}
+
+impl Open {
+    fn new(metrics: &Arc<RequestMetrics>) -> Self {
+        metrics.requests_open.inc();
+        // What it stays when the caller leaves and everything is dropped.
+        Self { metrics: Arc::clone(metrics), outcome: metrics::Outcome::Cancelled }
+    }
+}
+
+impl Drop for Open {
+    fn drop(&mut self) {
+        self.metrics.requests_open.dec();
+        self.metrics.ended(self.outcome);
+    }
+}
+
+impl Router {
+    /// Routes over the tunnels of `registry`. A request without a deadline of its own waits at most
+    /// `find_timeout` for a tunnel.
+    pub fn new(
+        registry: Arc<TunnelRegistry>,
+        tracker: Arc<dyn Tracker>,
+        refusals: Arc<Refusals>,
+        find_timeout: Duration,
+        me: ReplicaId,
+        peers: Option<Arc<Peers>>,
+    ) -> Self {
+        let kept = Kept::new(Arc::clone(&tracker));
+        let metrics = Arc::clone(registry.metrics());
+        Self { registry, tracker, metrics, refusals, find_timeout, me, peers, kept }
+    }
+
+    /// Returns how many tunnels this replica holds.
+    pub fn tunnels(&self) -> u64 {
+        u64::try_from(self.metrics.tunnels.get()).unwrap_or(0)
+    }
+
+    /// Returns the tunnels of other replicas that stay lent between two requests.
+    pub fn kept(&self) -> &Arc<Kept> {
+        &self.kept
+    }
+
+    /// Returns the registry of this replica's tunnels.
+    pub fn registry(&self) -> &Arc<TunnelRegistry> {
+        &self.registry
+    }
+
+    /// Sends a request to its agent and returns how the answer begins.
+    ///
+    /// # Errors
+    /// A status that says what became of the request: its [`Status::outcome`] is "not started" or
+    /// "unknown", and its message names the agent and what to do.
+    ///
+    /// # Cancel safety
+    /// Dropping the future cancels the request.
+    pub async fn route(&self, request: AgentRequest) -> Result<AgentAnswer, Status> {
+        let mut open = Open::new(&self.metrics);
+        let result = self.attempt(request).await;
+        open.outcome = match &result {
+            // Until its trailers have been passed on.
+            Ok((Head::Headers(_), _)) => metrics::Outcome::Cancelled,
+            Ok(_) => metrics::Outcome::Answered,
+            Err(status) => match status.outcome() {
+                Some(Outcome::NotStarted) => metrics::Outcome::NotStarted,
+                Some(Outcome::Unknown) => metrics::Outcome::Unknown,
+                None => metrics::Outcome::Refused,
+            },
+        };
+        let (head, exchange) = result?;
+        Ok(AgentAnswer { head, body: Answering { exchange, open } })
+    }
+
+    async fn attempt(&self, request: AgentRequest) -> Result<(Head, Exchange), Status> {
+        let AgentRequest {
+            agent,
+            connection,
+            method,
+            headers,
+            correlation,
+            deadline,
+            body,
+            impersonates,
+            trail,
+            sight,
+        } = request;
+        let arrived = Instant::now();
+        let mut body = body;
+        let info = |binary| {
+            metadata::request_info(&method, &headers, deadline, &correlation, binary)
+                .map_err(|error| metadata::untransferable(&error, &self.refusals, ListenerName::Api))
+        };
+        let search = Search {
+            router: self,
+            agent,
+            connection,
+            method: &method,
+            headers: &headers,
+            deadline,
+            correlation: &correlation,
+            arrived,
+            trail: &trail,
+        };
+        loop {
+            let found = match search.own() {
+                Some(grant) => Found::Own(grant),
+                None => match search.kept().await {
+                    Some(taken) => Found::Kept(taken),
+                    None => {
+                        // What no agent could be sent does not wait for one.
+                        info(Binary::Base64)?;
+                        search.anywhere().await?
+                    }
+                },
+            };
+            let (kind, heeds) = match &found {
+                Found::Own(grant) => (grant.tunnel().info().peer, grant.tunnel().info().impersonates),
+                // Others are lent for one request.
+                Found::Kept(taken) => (AgentKind::Ours, taken.impersonates()),
+                Found::Lent(lent, _) => (lent.kind, lent.impersonates),
+            };
+            // A replica of GitLab's kas got the metadata with the ask, and writes it itself.
+            let start = match &found {
+                Found::Lent(lent, _) => lent.start(),
+                Found::Own(_) | Found::Kept(_) => None,
+            };
+            if impersonates && !heeds {
+                return Err(full_rights(agent, start.is_some()));
+            }
+            let request_info = match start {
+                Some(start) => start,
+                None => {
+                    let writer = info(kind.binary())?;
+                    let mut info = bytes::BytesMut::with_capacity(512);
+                    writer.put_control(frame::response::REQUEST_INFO, &mut info);
+                    info.freeze()
+                }
+            };
+            let job = Job::new(request_info, body);
+            let begun = match found {
+                Found::Own(grant) => {
+                    self.metrics.routed(Route::Local);
+                    sight.routed(|| audit::Route::Local);
+                    trail.note(|| format!("started through a tunnel of this replica, {}", self.me));
+                    grant.take().begin(job, deadline)
+                }
+                Found::Lent(lent, owner) => {
+                    self.metrics.routed(Route::Remote);
+                    sight.routed(|| audit::Route::Peer(owner.clone()));
+                    trail.note(|| format!("started through a tunnel of replica {owner}"));
+                    let back = lent.again.then(|| self.kept.owner(agent, &method, &owner));
+                    let again = back.is_some();
+                    let (tunnel, pump) = lent.into_tunnel(agent, back);
+                    let begun = tunnel.begin(job, deadline);
+                    if begun.is_ok() {
+                        if again {
+                            tokio::spawn(peer::write(pump));
+                        } else {
+                            run(pump).await;
+                        }
+                    }
+                    begun
+                }
+                Found::Kept(taken) => {
+                    let owner = taken.owner().clone();
+                    let begun = match taken.take() {
+                        Some(tunnel) => tunnel.begin(job, deadline),
+                        None => Err(job),
+                    };
+                    if begun.is_ok() {
+                        self.metrics.routed(Route::Remote);
+                        self.metrics.borrows_reused.inc();
+                        sight.routed(|| audit::Route::Peer(owner.clone()));
+                        trail.note(|| {
+                            format!(
+                                "started through a tunnel of replica {owner} that was still lent to this one"
+                            )
+                        });
+                    }
+                    begun
+                }
+            };
+            let mut exchange = match begun {
+                Ok(exchange) => exchange,
+                // It ended between the grant and now.
+                Err(job) => {
+                    body = job.into_body();
+                    continue;
+                }
+            };
+            self.metrics.find_seconds.observe(arrived.elapsed().as_secs_f64());
+            match exchange.head().await {
+                Ok(head) => {
+                    trail.note(|| "the answer began".to_owned());
+                    return Ok((head, exchange));
+                }
+                // Nothing was written: any other tunnel may serve it.
+                Err(Failure::NotStarted(job)) => body = job.into_body(),
+                Err(Failure::Refused) => {
+                    return Err(Status::new(
+                        Code::Unavailable,
+                        format!("agent {agent} closed its tunnel before it started the request: repeat it"),
+                    )
+                    .with_outcome(Outcome::NotStarted));
+                }
+                Err(failure) => return Err(exchange.late_status(&failure)),
+            }
+        }
+    }
+
+    async fn not_found(&self, agent: AgentId, deadline: Deadline, arrived: Instant) -> Status {
+        // Only for the words: what was waited for is already known.
+        let known = self.tracker.replicas().await;
+        let views = self.tracker.views(agent);
+        let holds = |id: &ReplicaId| views.iter().any(|view| view.holds && view.replica.id == *id);
+        let (mut lend, mut silent, mut others) = (Vec::new(), Vec::new(), Vec::new());
+        if self.registry.holds(agent) {
+            lend.push("this replica".to_owned());
+        }
+        for status in known.replicas.iter().filter(|status| status.replica.id != self.me) {
+            let ReplicaStatus { replica, state, health, .. } = status;
+            let answers = matches!(health, Some(ReplicaHealth::Live | ReplicaHealth::Draining));
+            match (holds(&replica.id), answers) {
+                (true, true) => lend.push(whereabouts(replica)),
+                (true, false) => silent.push(whereabouts(replica)),
+                // Who has left in order holds nothing.
+                (false, false) if *state != ReplicaState::Left => others.push(whereabouts(replica)),
+                (false, _) => {}
+            }
+        }
+        // Replicas of GitLab's kas are known by their entries alone, and say nothing where ours would say
+        // that they are busy.
+        let strangers = views.iter().filter(|view| {
+            view.holds && known.replicas.iter().all(|status| status.replica.id != view.replica.id)
+        });
+        silent.extend(strangers.map(|view| whereabouts(&view.replica)));
+        let mut text = absence(agent, arrived.elapsed(), &lend, &silent, &others);
+        // Who holds it may be known to a store that does not answer.
+        if lend.is_empty()
+            && silent.is_empty()
+            && let Err(error) = self.tracker.locate(agent).await
+        {
+            text = format!(
+                "where agent {agent} is connected could not be looked up for {:.1} s: {}: repeat the request later",
+                arrived.elapsed().as_secs_f64(),
+                process::error::chain(&error)
+            );
+        }
+        let code = if deadline.instant().is_some() { Code::DeadlineExceeded } else { Code::Unavailable };
+        Status::new(code, text).with_outcome(Outcome::NotStarted)
+    }
+}
+
+/// Names a replica, and its address where that is not the name.
+fn whereabouts(replica: &Replica) -> String {
+    if replica.id.as_str() == &*replica.address {
+        format!("replica {}", replica.id)
+    } else {
+        format!("replica {} ({})", replica.id, replica.address)
+    }
+}
+
+/// Says why no tunnel of an agent was found: who holds it and lent none, who holds it and did not answer, and
+/// who else could not be asked.
+fn absence(
+    agent: AgentId,
+    waited: Duration,
+    lend: &[String],
+    silent: &[String],
+    others: &[String],
+) -> String {
+    /// Names that a message repeats; more are counted.
+    const NAMES: usize = 5;
+    let list = |names: &[String]| {
+        let mut text = names[..names.len().min(NAMES)].join(", ");
+        if names.len() > NAMES {
+            let _ = write!(text, " and {} more", names.len() - NAMES);
+        }
+        text
+    };
+    let waited = waited.as_secs_f64();
+    let mut text = match (lend, silent) {
+        ([], []) if others.is_empty() => format!("agent {agent} is not connected; waited {waited:.1} s"),
+        ([], []) => {
+            format!("agent {agent} is not connected to a replica that answers; waited {waited:.1} s")
+        }
+        ([], silent) => {
+            format!("agent {agent} is connected to {}, which did not answer for {waited:.1} s", list(silent))
+        }
+        (lend, _) => {
+            format!("agent {agent} is connected to {}, but had no idle tunnel for {waited:.1} s", list(lend))
+        }
+    };
+    if !lend.is_empty() && !silent.is_empty() {
+        let _ = write!(text, "; it is connected to {} too, which did not answer", list(silent));
+    }
+    if !others.is_empty() {
+        let (count, s) = (others.len(), if others.len() == 1 { "" } else { "s" });
+        let _ = write!(text, "; {count} other replica{s} could not be asked: {}", list(others));
+    }
+    text.push_str(match (lend, silent) {
+        ([], []) => ": check that agentk runs in its cluster, reaches this kas and has a valid token",
+        ([], _) => ": repeat the request when it answers, or when the agent has connected to another",
+        _ => ": repeat the request later",
+    });
+    text
+}
+
+/// Runs what writes a request to another replica: once here, since a small request is written whole then, and
+/// in a task of its own if that was not all.
+async fn run(pump: impl Future<Output = ()> + Send + Unpin + 'static) {
+    let mut pump = Some(pump);
+    std::future::poll_fn(|cx: &mut Context<'_>| {
+        if let Some(running) = &mut pump
+            && Pin::new(running).poll(cx).is_ready()
+        {
+            pump = None;
+        }
+        Poll::Ready(())
+    })
+    .await;
+    if let Some(pump) = pump {
+        tokio::spawn(pump);
+    }
+}
+
+/// Says why a request that impersonates does not go to an agentk that would not.
+fn full_rights(agent: AgentId, gitlab: bool) -> Status {
+    let text = if gitlab {
+        format!(
+            "agent {agent} is connected to a replica of GitLab's kas, which does not say whether its agentk knows \
+             impersonation: it might run this request with all of its own rights; exchange that replica, or send the \
+             request without HeaderExtra.imp_config"
+        )
+    } else {
+        format!(
+            "agent {agent} would run this request with all of its own rights: its agentk does not know impersonation; \
+             update it (GitLab's to 14.3 or later), or send the request without HeaderExtra.imp_config"
+        )
+    };
+    Status::new(Code::FailedPrecondition, text).with_outcome(Outcome::NotStarted)
+}
+
+/// Returns how a refusal is told, to callers and to other replicas.
+pub fn refusal(refused: Refused, agent: AgentId, connection: Option<ConnectionId>, method: &str) -> Status {
+    let not_started = |code, text: String| Status::new(code, text).with_outcome(Outcome::NotStarted);
+    match refused {
+        Refused::Unimplemented => {
+            Status::new(Code::Unimplemented, format!("agent {agent} does not serve {method}"))
+        }
+        Refused::OtherConnection => not_started(
+            Code::FailedPrecondition,
+            format!(
+                "agent {agent} is connected, but not by connection {}: list its connections, or name none",
+                connection.map_or(0, ConnectionId::get)
+            ),
+        ),
+        Refused::Untied => not_started(
+            Code::FailedPrecondition,
+            format!(
+                "agent {agent} is connected, but which of its tunnels belong to connection {} cannot be told: its agentk \
+                 opens them on another transport connection and does not name its process; name no connection",
+                connection.map_or(0, ConnectionId::get)
+            ),
+        ),
+        Refused::Full => not_started(
+            Code::ResourceExhausted,
+            format!("too many requests already wait for a tunnel of agent {agent}: repeat this one later"),
+        ),
+        Refused::NotHere(_) => {
+            not_started(Code::NotFound, format!("this replica has no tunnel of agent {agent}"))
+        }
+        Refused::Draining => not_started(
+            Code::Unavailable,
+            format!("this replica leaves, and none of its tunnels of agent {agent} is idle"),
+        ),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn who_holds_the_agent_and_does_not_answer_is_named_and_the_others_are_counted() {
+        let agent = AgentId::new(3).unwrap();
+        let names = |names: &[&str]| names.iter().map(|name| format!("replica {name}")).collect::<Vec<_>>();
+        let said = |lend: &[&str], silent: &[&str], others: &[&str]| {
+            absence(agent, Duration::from_millis(1500), &names(lend), &names(silent), &names(others))
+        };
+        let check = "check that agentk runs in its cluster, reaches this kas and has a valid token";
+        assert_eq!(said(&[], &[], &[]), format!("agent 3 is not connected; waited 1.5 s: {check}"));
+        assert_eq!(
+            said(&[], &[], &["a", "b"]),
+            format!(
+                "agent 3 is not connected to a replica that answers; waited 1.5 s; 2 other replicas could not be asked: \
+                 replica a, replica b: {check}"
+            )
+        );
+        assert_eq!(
+            said(&[], &["a"], &["b"]),
+            "agent 3 is connected to replica a, which did not answer for 1.5 s; 1 other replica could not be asked: \
+             replica b: repeat the request when it answers, or when the agent has connected to another"
+        );
+        assert_eq!(
+            said(&["a"], &["b"], &[]),
+            "agent 3 is connected to replica a, but had no idle tunnel for 1.5 s; it is connected to replica b too, \
+             which did not answer: repeat the request later"
+        );
+        let many: Vec<String> = (0..9).map(|n| n.to_string()).collect();
+        let many: Vec<&str> = many.iter().map(String::as_str).collect();
+        assert!(said(&[], &many, &[]).contains("replica 4 and 4 more, which did not answer"));
+    }
+}

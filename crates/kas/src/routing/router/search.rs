@@ -1,0 +1,329 @@
+//! The search for a tunnel: here, on the replicas that the tracker names, and in time.
+
+use std::{collections::HashMap, pin::Pin, sync::Arc};
+
+use cluster::{Candidate, Mark, ReplicaHealth, Wire};
+use futures_util::{StreamExt as _, stream::FuturesUnordered};
+use grpc::{Code, Deadline, Outcome, Status};
+use http::{HeaderMap, HeaderValue};
+use ids::{AgentId, ConnectionId, ReplicaId};
+use tokio::time::{Duration, Instant};
+
+use super::{Router, Trail, refusal};
+use crate::refusals::{ListenerName, Reason};
+use crate::routing::{
+    metrics::{AskAnswer, Side},
+    peer::{
+        self, Ask, Lent, Refusal, gitlab,
+        kept::{Place, Taken},
+    },
+    registry::{Acquired, Gone, Grant, Refused, Waiting},
+};
+
+/// An owner that could not be asked is asked again after this time, doubled each time up to the second.
+const AGAIN: (Duration, Duration) = (Duration::from_millis(50), Duration::from_secs(1));
+
+/// A tunnel for the request.
+pub(super) enum Found {
+    /// Of this replica.
+    Own(Grant),
+    /// Of this other one.
+    Lent(Lent, ReplicaId),
+    /// Of another one, lent for an earlier request and kept.
+    Kept(Taken),
+}
+
+/// What is searched for.
+pub(super) struct Search<'a> {
+    pub(super) router: &'a Router,
+    pub(super) agent: AgentId,
+    pub(super) connection: Option<ConnectionId>,
+    pub(super) method: &'a Arc<str>,
+    /// The caller's, which a replica of GitLab's kas is told with the ask.
+    pub(super) headers: &'a HeaderMap,
+    pub(super) deadline: Deadline,
+    pub(super) correlation: &'a HeaderValue,
+    pub(super) arrived: Instant,
+    pub(super) trail: &'a Trail,
+}
+
+/// What is known of an owner that was asked.
+enum Asked {
+    /// It thinks; had it to be asked again, then after this time.
+    Now(Duration),
+    /// It refused for good, unless the tracker has news.
+    Refused,
+    /// It could not be asked: not before this time again.
+    Later(Instant, Duration),
+    /// It had nothing: not before this time again, unless the tracker has news.
+    Absent(Instant, Duration),
+}
+
+type Asking = Pin<Box<dyn Future<Output = (ReplicaId, Wire, Result<Lent, Refusal>)> + Send>>;
+
+impl Search<'_> {
+    /// Looks for an idle tunnel of this replica.
+    pub(super) fn own(&self) -> Option<Grant> {
+        self.router.registry.take(self.agent, self.method, self.connection)
+    }
+
+    /// Looks for a tunnel that another replica still lends, and notes that a request begins.
+    pub(super) async fn kept(&self) -> Option<Taken> {
+        if self.router.peers.is_none() || self.connection.is_some() {
+            return None;
+        }
+        self.router.kept.take(self.agent, self.method).await
+    }
+
+    fn refused(&self, refused: Refused) -> Status {
+        if refused == Refused::Full {
+            self.router.refusals.refused(ListenerName::Api, Reason::WaitersFull);
+        }
+        refusal(refused, self.agent, self.connection, self.method)
+    }
+
+    /// Waits here and asks the others, until the deadline or, without one, the configured time.
+    pub(super) async fn anywhere(&self) -> Result<Found, Status> {
+        let router = self.router;
+        // Subscribed before the first look: nothing is missed.
+        let mut changes = router.tracker.changes(self.agent);
+        let (mut waiting, mut refused) =
+            match router.registry.acquire(self.agent, self.method, self.connection) {
+                Ok(Acquired::Now(grant)) => return Ok(Found::Own(grant)),
+                Ok(Acquired::Wait(waiting)) => (Some(waiting), None),
+                Err(full @ Refused::Full) => return Err(self.refused(full)),
+                // Another replica may know this connection, or an agentk that serves the method.
+                Err(other) => (None, Some(self.refused(other))),
+            };
+        let mut place = None;
+        if router.peers.is_some() && self.connection.is_none() {
+            match router.kept.acquire(self.agent, self.method) {
+                Ok(taken) => return Ok(Found::Kept(taken)),
+                Err(waiting) => place = waiting,
+            }
+        }
+        if waiting.is_some() {
+            self.trail.note(|| "no tunnel of this replica is idle: waiting".to_owned());
+        }
+        let until = self.deadline.instant().unwrap_or(self.arrived + router.find_timeout);
+        let deadline = tokio::time::sleep_until(until);
+        tokio::pin!(deadline);
+        let mut asking: FuturesUnordered<Asking> = FuturesUnordered::new();
+        let mut asked: HashMap<ReplicaId, Asked> = HashMap::new();
+        let mut hedge_at: Option<Instant> = None;
+        loop {
+            changes.borrow_and_update();
+            let candidates = self.candidates().await;
+            let now = Instant::now();
+            let due = |asked: &HashMap<ReplicaId, Asked>, candidate: &Candidate| match asked
+                .get(&candidate.replica.id)
+            {
+                None => true,
+                Some(Asked::Later(at, _) | Asked::Absent(at, _)) => *at <= now,
+                Some(Asked::Now(_) | Asked::Refused) => false,
+            };
+            // A connection may be anywhere: all are asked at once then.
+            while asking.is_empty() || self.connection.is_some() || hedge_at.is_none_or(|at| at <= now) {
+                let Some(next) = candidates.iter().find(|candidate| due(&asked, candidate)) else { break };
+                if !asking.is_empty() && self.connection.is_none() {
+                    router.metrics.hedges.inc();
+                }
+                hedge_at = Some(now + self.ask(next, &asking, &mut asked));
+            }
+            // Everybody who could have it has said no.
+            let hopeless = asking.is_empty()
+                && waiting.is_none()
+                && candidates.iter().all(|c| matches!(asked.get(&c.replica.id), Some(Asked::Refused)));
+            let everyone_refused = asking.is_empty()
+                && !candidates.is_empty()
+                && candidates.iter().all(|c| matches!(asked.get(&c.replica.id), Some(Asked::Refused)))
+                && !router.registry.holds(self.agent);
+            if (hopeless || everyone_refused)
+                && let Some(status) = refused.take()
+            {
+                return Err(status);
+            }
+            let again = asked
+                .values()
+                .filter_map(|asked| match asked {
+                    Asked::Later(at, _) | Asked::Absent(at, _) => Some(*at),
+                    Asked::Now(_) | Asked::Refused => None,
+                })
+                .min();
+            let more = candidates.iter().any(|candidate| due(&asked, candidate));
+            let wake = [again.filter(|at| *at > now), hedge_at.filter(|_| more && !asking.is_empty())]
+                .into_iter()
+                .flatten()
+                .min();
+            tokio::select! {
+                biased;
+                granted = granted(&mut waiting) => match granted {
+                    Ok(grant) => return Ok(Found::Own(grant)),
+                    // As if it had come now: another replica may still serve it.
+                    Err(Gone::Refused(why)) => {
+                        waiting = None;
+                        refused = Some(self.refused(why));
+                    }
+                    Err(Gone::Leaving | Gone::NotHere(_)) => {
+                        let text = "this kas is shutting down: repeat the request";
+                        return Err(Status::new(Code::Unavailable, text).with_outcome(Outcome::NotStarted));
+                    }
+                },
+                taken = handed(&mut place) => return Ok(Found::Kept(taken)),
+                Some((owner, wire, answer)) = asking.next() => {
+                    match answer {
+                        Ok(lent) => {
+                            self.count(wire, AskAnswer::Ready);
+                            return Ok(Found::Lent(lent, owner));
+                        }
+                        Err(refusal) => self.learn(owner, wire, refusal, &mut asked, &mut refused),
+                    }
+                    hedge_at = None;
+                }
+                // The tracker lives as long as the router.
+                _ = changes.changed() => {
+                    // What refused may be another by now, and what was absent may have come.
+                    asked.retain(|_, asked| !matches!(asked, Asked::Refused | Asked::Absent(..)));
+                    hedge_at = None;
+                }
+                () = at(wake) => {}
+                () = &mut deadline => return Err(router.not_found(self.agent, self.deadline, self.arrived).await),
+            }
+        }
+    }
+
+    async fn candidates(&self) -> Vec<Candidate> {
+        let router = self.router;
+        if router.peers.is_none() {
+            return Vec::new();
+        }
+        let mut candidates = match router.tracker.locate(self.agent).await {
+            Ok(candidates) => candidates,
+            Err(error) => {
+                self.trail.note(|| format!("the tracker cannot be asked: {error}"));
+                tracing::debug!(error = %error, "the tracker cannot be asked");
+                return Vec::new();
+            }
+        };
+        candidates.retain(|candidate| {
+            // GitLab's know nothing of connections.
+            candidate.replica.id != router.me && (candidate.wire == Wire::Own || self.connection.is_none())
+        });
+        peer::spread(&mut candidates, usize::from(rand::random::<u8>()));
+        candidates
+    }
+
+    fn count(&self, wire: Wire, answer: AskAnswer) {
+        match wire {
+            Wire::Own => self.router.metrics.asked(Side::Asked, answer),
+            Wire::Gitlab => self.router.metrics.asked_gitlab(Side::Asked, answer),
+        }
+    }
+
+    /// Asks an owner; returns after what time another one is to be asked too.
+    fn ask(
+        &self,
+        candidate: &Candidate,
+        asking: &FuturesUnordered<Asking>,
+        asked: &mut HashMap<ReplicaId, Asked>,
+    ) -> Duration {
+        let Some(peers) = &self.router.peers else { return Duration::ZERO };
+        let owner = candidate.replica.id.clone();
+        self.trail.note(|| format!("asking replica {owner}, which is {}", candidate.health));
+        let pause = match asked.get(&owner) {
+            Some(Asked::Later(_, pause) | Asked::Absent(_, pause)) => (*pause * 2).min(AGAIN.1),
+            _ => AGAIN.0,
+        };
+        asked.insert(owner.clone(), Asked::Now(pause));
+        let ask = Ask {
+            agent: self.agent,
+            connection: self.connection,
+            method: Arc::clone(self.method),
+            correlation: self.correlation.clone(),
+            deadline: self.deadline,
+            again: self.connection.is_none() && self.router.kept.is_hot(self.agent, self.method),
+        };
+        let wire = candidate.wire;
+        if wire == Wire::Gitlab {
+            let headers = self.headers.clone();
+            let gateway = peers.gateway(&candidate.replica.address);
+            asking.push(Box::pin(async move {
+                let answer = match gateway {
+                    Ok(gateway) => gateway.ask(ask, headers).await,
+                    Err(why) => Err(Refusal::Unavailable(why)),
+                };
+                (owner, wire, answer)
+            }));
+            return gitlab::HEDGE;
+        }
+        let peer = peers.peer(&candidate.replica);
+        let (hedge, health) = (peer.hedge(), candidate.health);
+        asking.push(Box::pin(async move { (owner, wire, peer.ask(health, ask).await) }));
+        if health == ReplicaHealth::Suspect { Duration::ZERO } else { hedge }
+    }
+
+    /// Takes an owner's answer that lends nothing.
+    fn learn(
+        &self,
+        owner: ReplicaId,
+        wire: Wire,
+        refusal: Refusal,
+        asked: &mut HashMap<ReplicaId, Asked>,
+        refused: &mut Option<Status>,
+    ) {
+        let router = self.router;
+        let pause = match asked.get(&owner) {
+            Some(Asked::Now(pause)) => *pause,
+            _ => AGAIN.0,
+        };
+        let at = Instant::now() + pause;
+        let later = Asked::Later(at, pause);
+        match refusal {
+            Refusal::NotHere(mark) => {
+                self.count(wire, AskAnswer::NotHere);
+                self.trail.note(|| format!("replica {owner} has no tunnel of the agent"));
+                router.tracker.not_here(&owner, self.agent, mark);
+                asked.insert(owner, Asked::Absent(at, pause));
+            }
+            Refusal::NotThere => {
+                self.count(wire, AskAnswer::NotHere);
+                self.trail.note(|| format!("{owner} has no tunnel of the agent"));
+                router.tracker.not_here(&owner, self.agent, Mark::default());
+                asked.insert(owner, Asked::Absent(at, pause));
+            }
+            Refusal::Final(status) => {
+                self.count(wire, AskAnswer::Refused);
+                self.trail.note(|| format!("replica {owner} refuses: {}", status.message()));
+                *refused = Some(status);
+                asked.insert(owner, Asked::Refused);
+            }
+            Refusal::Unavailable(why) => {
+                self.count(wire, AskAnswer::Unavailable);
+                self.trail.note(|| format!("replica {owner} cannot be asked: {why}"));
+                tracing::debug!(replica = %owner, agent.id = self.agent.get(), why, "a replica could not be asked");
+                asked.insert(owner, later);
+            }
+        }
+    }
+}
+
+async fn granted(waiting: &mut Option<Waiting>) -> Result<Grant, Gone> {
+    match waiting {
+        Some(waiting) => waiting.granted().await,
+        None => std::future::pending().await,
+    }
+}
+
+async fn handed(place: &mut Option<Place>) -> Taken {
+    match place {
+        Some(place) => place.handed().await,
+        None => std::future::pending().await,
+    }
+}
+
+async fn at(instant: Option<Instant>) {
+    match instant {
+        Some(instant) => tokio::time::sleep_until(instant).await,
+        None => std::future::pending().await,
+    }
+}

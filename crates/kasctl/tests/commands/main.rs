@@ -1,0 +1,24 @@
+//! Tests of the binary `kasctl` against a server in this process that implements kas' services from the
+//! generated traits: what kasctl sends and prints, and its exit codes.
+//!
+//! The crate `tests` has tests against kas itself, with agents.
+
+#![allow(clippy::unwrap_used, reason = "clippy spares test functions, not the helpers of a test target")]
+
+mod agents;
+mod command_line;
+mod connection;
+mod explain;
+mod failures;
+mod fake;
+mod pods;
+mod replicas;
+mod request;
+mod token;
+
+use fake::Run;
+use serde_json::Value;
+
+fn json_of(run: &Run) -> Value {
+    serde_json::from_str(&run.stdout).unwrap_or_else(|e| panic!("{e}: {run:?}"))
+}

@@ -1,0 +1,80 @@
+//! Who peers are before they have shown it: where they come from, and whether somebody was let in from there
+//! before.
+
+use std::{
+    collections::HashSet,
+    hash::Hash,
+    mem,
+    net::{IpAddr, Ipv6Addr},
+};
+
+/// Values that are remembered: the latest, at least so many, and at most twice as many. 40 bytes each for
+/// addresses.
+const REMEMBERED: usize = 32 * 1024;
+
+/// Remembers the latest 32,768 values that were added, and up to as many before them.
+#[derive(Debug)]
+pub struct Recent<T> {
+    recent: HashSet<T>,
+    /// What was recent before it was too much.
+    before: HashSet<T>,
+}
+
+impl<T> Default for Recent<T> {
+    fn default() -> Self {
+        let (recent, before) = Default::default();
+        Self { recent, before }
+    }
+}
+
+impl<T: Eq + Hash> Recent<T> {
+    /// Remembers `value`; one that is remembered takes no more room.
+    pub fn add(&mut self, value: T) {
+        if self.recent.len() >= REMEMBERED && !self.recent.contains(&value) {
+            self.before = mem::take(&mut self.recent);
+        }
+        self.recent.insert(value);
+    }
+
+    /// Whether `value` is remembered.
+    pub fn has(&self, value: &T) -> bool {
+        self.recent.contains(value) || self.before.contains(value)
+    }
+}
+
+/// Returns the address that one customer of a provider has: of IPv6 that is a whole network, a /64. An IPv4
+/// address in IPv6 is that address.
+pub fn network(address: IpAddr) -> IpAddr {
+    match address.to_canonical() {
+        IpAddr::V6(v6) => {
+            let [a, b, c, d, ..] = v6.segments();
+            IpAddr::V6(Ipv6Addr::new(a, b, c, d, 0, 0, 0, 0))
+        }
+        v4 => v4,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_latest_are_remembered_and_no_more_than_twice_as_many() {
+        let mut remembered = Recent::default();
+        for n in 0..5 * REMEMBERED {
+            remembered.add(n);
+            // Over and over again, it takes no more room.
+            remembered.add(n);
+            assert!(remembered.recent.len() + remembered.before.len() <= 2 * REMEMBERED);
+            assert!(remembered.has(&n) && remembered.has(&n.saturating_sub(REMEMBERED - 1)));
+        }
+        assert!(!remembered.has(&0));
+    }
+
+    #[test]
+    fn of_ipv6_a_network_is_one_address() {
+        let same = |a: &str, b: &str| network(a.parse().unwrap()) == network(b.parse().unwrap());
+        assert!(same("2001:db8::1", "2001:db8::ffff:0:2") && !same("2001:db8::1", "2001:db8:0:1::1"));
+        assert!(same("::ffff:192.0.2.1", "192.0.2.1") && !same("192.0.2.1", "192.0.2.2"));
+    }
+}

