@@ -18,7 +18,7 @@ use tokio::{net::TcpStream, time::Instant};
 
 use crate::{
     caller::{Caller, Jwt},
-    process::{Process, SOON, program, soon},
+    process::{Process, SOON, program_of_replica, soon},
 };
 
 /// Returns a token of an agent that does not exist elsewhere: the number makes it recognisable.
@@ -57,6 +57,8 @@ pub struct Options {
     pub namespace: Option<PathBuf>,
     /// Variables that its environment has besides.
     pub env: Vec<(String, String)>,
+    /// Its number in its cluster: it selects the build that runs, see [`program_of_replica`].
+    pub replica: usize,
 }
 
 impl Default for Options {
@@ -68,6 +70,7 @@ impl Default for Options {
             config: json!({}),
             namespace: None,
             env: Vec::new(),
+            replica: 0,
         }
     }
 }
@@ -87,6 +90,7 @@ pub struct Kas {
     pub secrets: Vec<Vec<u8>>,
     namespace: Option<PathBuf>,
     env: Vec<(String, String)>,
+    replica: usize,
     dir: TempDir,
 }
 
@@ -133,9 +137,10 @@ impl Kas {
         merge(&mut config, options.config);
         // JSON is YAML.
         std::fs::write(dir.path().join("kas.yaml"), serde_json::to_vec_pretty(&config)?)?;
-        let Options { secrets, namespace, env, .. } = options;
-        let (process, [agent, api, observability]) = spawn(dir.path(), namespace.as_deref(), &env).await?;
-        Ok(Self { process, agent, api, observability, secrets, namespace, env, dir })
+        let Options { secrets, namespace, env, replica, .. } = options;
+        let (process, [agent, api, observability]) =
+            spawn(dir.path(), namespace.as_deref(), &env, replica).await?;
+        Ok(Self { process, agent, api, observability, secrets, namespace, env, replica, dir })
     }
 
     /// Starts a new process with the same files on the same ports; the one before must have ended.
@@ -154,7 +159,7 @@ impl Kas {
             }),
         );
         std::fs::write(&path, serde_json::to_vec_pretty(&config)?)?;
-        self.process = spawn(self.dir.path(), self.namespace.as_deref(), &self.env).await?.0;
+        self.process = spawn(self.dir.path(), self.namespace.as_deref(), &self.env, self.replica).await?.0;
         Ok(())
     }
 
@@ -222,8 +227,9 @@ async fn spawn(
     dir: &Path,
     namespace: Option<&Path>,
     env: &[(String, String)],
+    replica: usize,
 ) -> Result<(Process, [SocketAddr; 3])> {
-    let kas = tokio::task::spawn_blocking(|| program("kas")).await??;
+    let kas = tokio::task::spawn_blocking(move || program_of_replica("kas", replica)).await??;
     let config = dir.join("kas.yaml");
     let config = config.to_str().context("the folder's name is UTF-8")?;
     let log = std::env::var("KAS_TEST_LOG").unwrap_or_default();

@@ -245,6 +245,7 @@ impl Mesh {
             secrets: vec![self.api_secret.clone()],
             config,
             namespace: self.network.as_ref().map(|network| network.host(n).to_owned()),
+            replica: n,
             ..kas::Options::default()
         }
     }

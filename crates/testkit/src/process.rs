@@ -35,7 +35,8 @@ pub async fn soon<F: Future>(what: &str, future: F) -> F::Output {
 }
 
 /// Names a folder with programs of another build, to be tested or measured instead of those of the running
-/// test.
+/// test. It may name several, separated like those of `PATH`: the replicas of a cluster take them in turns, which
+/// tests replicas of different versions with each other.
 const PROGRAMS: &str = "KAS_PROGRAMS";
 
 /// Returns the path of a program of this workspace, in the profile of the running test, or in the folder that
@@ -44,7 +45,18 @@ const PROGRAMS: &str = "KAS_PROGRAMS";
 /// # Errors
 /// When they cannot be built, or are not in the folder.
 pub fn program(name: &str) -> Result<PathBuf> {
-    if let Some(folder) = env::var_os(PROGRAMS) {
+    program_of_replica(name, 0)
+}
+
+/// Returns the path of a program for replica `n` of a cluster: [`program`], but if `KAS_PROGRAMS` names several
+/// folders, replica 0 takes the first of them, replica 1 the second, and so on, and then the first again.
+///
+/// # Errors
+/// As [`program`].
+pub fn program_of_replica(name: &str, n: usize) -> Result<PathBuf> {
+    if let Some(folders) = env::var_os(PROGRAMS) {
+        let folders: Vec<PathBuf> = env::split_paths(&folders).collect();
+        let folder = folders.get(n % folders.len().max(1)).with_context(|| format!("{PROGRAMS} is empty"))?;
         // A test runs in the folder of its crate, and cargo was called somewhere above it.
         let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").join(folder);
         let path = folder.join(name);
