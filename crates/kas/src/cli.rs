@@ -1,4 +1,4 @@
-//! The command line. The texts here are the manual, and its pages are made of them.
+//! The command line. The manual pages are generated from these texts.
 
 use std::path::PathBuf;
 
@@ -12,7 +12,7 @@ Examples:
   kas config print-default > kas.yaml       every key with its default and what it means
   kas config check kas.yaml                 all problems of a file at once
 
-Signals: SIGTERM and SIGINT drain and leave; a second one leaves at once. SIGHUP opens the audit log anew.";
+Signals: SIGTERM and SIGINT drain kas and end it; a second one ends it at once. SIGHUP reopens the audit log.";
 
 const GITLAB_CHECK_HELP: &str = "\
 Examples:
@@ -20,8 +20,8 @@ Examples:
   kas gitlab check kas.yaml --token-file token                 and whose token is this?
   kas gitlab check kas.yaml --token-file token --project a/b   and may it read this project?
 
-Nothing is served meanwhile, and nothing is changed. The first question is asked with a token that was just made up: \
-GitLab logs it as refused.";
+The command serves nothing and changes nothing. Without --token-file, it asks with a random token, which GitLab \
+refuses and logs.";
 
 const COMPLETIONS_HELP: &str = "\
 Examples:
@@ -29,18 +29,18 @@ Examples:
   kas completions zsh > \"${fpath[1]}/_kas\"
   kas completions fish > ~/.config/fish/completions/kas.fish";
 
-/// The agent server: agentk dials in from clusters that cannot be reached from outside, and
-/// requests for those clusters go out through what it opened.
+/// The agent server: agentk connects to it from clusters that cannot be reached from outside, and kas sends
+/// requests for these clusters back through its connections.
 #[derive(Parser)]
 #[command(name = "kas", version = version::LONG, propagate_version = true, after_help = HELP)]
 pub struct Arguments {
     /// Configuration file (YAML). Without one: one replica on loopback, agents from a local file.
     #[arg(long, value_name = "FILE", env = "KAS_CONFIGURATION_FILE")]
     pub configuration_file: Option<PathBuf>,
-    /// How log lines look: json, text, or auto (json unless standard error is a terminal).
+    /// Log format: json, text, or auto (text if standard error is a terminal, else json).
     #[arg(long, value_name = "FORMAT", default_value = "auto", value_parser = ["auto", "json", "text"])]
     pub log_format: String,
-    /// Threads that serve; the number of cores by default.
+    /// Worker threads; the number of cores by default.
     #[arg(long, value_name = "N", env = "KAS_WORKER_THREADS", hide = true)]
     pub worker_threads: Option<usize>,
     /// What to do instead of serving.
@@ -57,7 +57,7 @@ pub enum Command {
         #[command(subcommand)]
         command: ConfigCommand,
     },
-    /// Asks GitLab, to see whether kas can.
+    /// Checks the connection to GitLab.
     Gitlab {
         /// What to ask.
         #[command(subcommand)]
@@ -66,7 +66,7 @@ pub enum Command {
     /// Prints shell completions.
     #[command(after_help = COMPLETIONS_HELP)]
     Completions {
-        /// For which shell.
+        /// The shell.
         shell: clap_complete::Shell,
     },
 }
@@ -74,17 +74,17 @@ pub enum Command {
 /// What to ask GitLab.
 #[derive(Subcommand)]
 pub enum GitLabCommand {
-    /// Asks as kas would, with the address, secret, authority and proxy of the configuration, and says what
-    /// is wrong and what to do about it; exit code 1 when something is.
+    /// Sends the requests that kas would send, with the address, secret, CA and proxy of the configuration.
+    /// If one fails, it says why and what to do, and exits with code 1.
     #[command(after_help = GITLAB_CHECK_HELP)]
     Check {
-        /// The configuration; that of --configuration-file by default.
+        /// The configuration file [default: that of --configuration-file].
         file: Option<PathBuf>,
-        /// A file with the token of an agent: GitLab is asked whose it is.
+        /// A file with the token of an agent: asks GitLab which agent it belongs to.
         #[arg(long, value_name = "FILE")]
         token_file: Option<PathBuf>,
-        /// The full path of a project, such as group/project: GitLab is asked which it is, and whether that
-        /// agent may read it.
+        /// The full path of a project, such as group/project: asks GitLab for its id, and whether that agent
+        /// may read it.
         #[arg(long, value_name = "PATH", requires = "token_file")]
         project: Option<String>,
     },
@@ -93,9 +93,9 @@ pub enum GitLabCommand {
 /// What to do with configuration.
 #[derive(Subcommand)]
 pub enum ConfigCommand {
-    /// Reports every problem and warning of a file; exit code 1 when there is a problem.
+    /// Reports every problem and warning of a file, and exits with code 1 if there is a problem.
     Check {
-        /// The file; that of --configuration-file by default.
+        /// The configuration file [default: that of --configuration-file].
         file: Option<PathBuf>,
     },
     /// Prints every key with its default and what it means.
