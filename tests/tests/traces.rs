@@ -2,12 +2,8 @@
 //! exported by OTLP over HTTP and over gRPC to a collector that reads the official messages.
 
 use std::{
-    collections::BTreeMap,
-    convert::Infallible,
-    net::SocketAddr,
-    os::unix::fs::PermissionsExt as _,
-    sync::{Arc, Mutex, PoisonError},
-    time::Duration,
+    collections::BTreeMap, convert::Infallible, net::SocketAddr, os::unix::fs::PermissionsExt as _,
+    sync::Arc, time::Duration,
 };
 
 use anyhow::{Context as _, Result, ensure};
@@ -24,6 +20,7 @@ use opentelemetry_proto::tonic::{
     common::v1::{KeyValue, any_value},
     trace::v1::{Span, status::StatusCode},
 };
+use parking_lot::Mutex;
 use prost::Message as _;
 use proto::{
     gitlab::agent::{
@@ -153,8 +150,8 @@ impl Collector {
         format!("http://{}", self.address)
     }
 
-    fn got(&self) -> std::sync::MutexGuard<'_, Got> {
-        self.got.lock().unwrap_or_else(PoisonError::into_inner)
+    fn got(&self) -> parking_lot::MutexGuard<'_, Got> {
+        self.got.lock()
     }
 
     fn spans(&self, trace: &str) -> Vec<Received> {
@@ -183,7 +180,7 @@ async fn take(
         assert_eq!(prefix[..], grpc::prefix(u32::try_from(bytes.len()).expect("it is small")));
     }
     let message = ExportTraceServiceRequest::decode(bytes.clone()).expect("an official message");
-    let mut got = got.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut got = got.lock();
     got.bytes.extend_from_slice(&bytes);
     got.headers.push(head.headers);
     for resource in message.resource_spans {
@@ -227,7 +224,7 @@ impl ApiServer {
             while let Ok((stream, _)) = listener.accept().await {
                 let all = Arc::clone(&all);
                 let service = service_fn(move |request: Request<Incoming>| {
-                    all.lock().unwrap_or_else(PoisonError::into_inner).push(request.headers().clone());
+                    all.lock().push(request.headers().clone());
                     async { Ok::<_, Infallible>(Response::new(Full::new(Bytes::from_static(b"{}")))) }
                 });
                 connections.spawn(async move {
@@ -245,7 +242,7 @@ impl ApiServer {
 
     /// Returns the headers of the request that has this value in its own header.
     fn of(&self, id: &str) -> Option<HeaderMap> {
-        let headers = self.headers.lock().unwrap_or_else(PoisonError::into_inner);
+        let headers = self.headers.lock();
         headers.iter().find(|headers| headers.get("x-test").is_some_and(|value| value == id)).cloned()
     }
 }

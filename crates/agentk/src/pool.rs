@@ -3,12 +3,9 @@
 //! A tunnel reports its state ([`Observer`]) from its own task. The session is woken only when there is
 //! something to do, such as opening tunnels, and not for each request.
 
-use std::{
-    collections::HashMap,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
-    time::Duration,
-};
+use std::{collections::HashMap, sync::Arc, time::Duration};
 
+use parking_lot::{Mutex, MutexGuard};
 use tokio::{sync::Notify, time::Instant};
 use tunnel::agent_end::{Control, Observer, Progress};
 
@@ -118,7 +115,7 @@ impl Pool {
 
     fn state(&self) -> MutexGuard<'_, State> {
         // A panic between two counter updates would be a bug in this file. The process continues.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     /// Waits until [`wants`](Self::wants) may return something else.

@@ -8,7 +8,7 @@
 use std::{
     collections::VecDeque,
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
+        Arc,
         atomic::{AtomicU64, AtomicUsize, Ordering},
     },
     time::Duration,
@@ -27,6 +27,7 @@ use bytes::Bytes;
 use h2::{RecvStream, SendStream, server::SendResponse};
 use http::{HeaderMap, HeaderValue, Request, Response};
 use net::proxy::Proxies;
+use parking_lot::{Mutex, MutexGuard};
 use prometheus_client::registry::Registry;
 use proto::gitlab::agent::reverse_tunnel::rpc::{CloseSend, ConnectResponse, connect_response::Msg};
 use testkit::raw_agent::{CONNECT, GET_CONFIGURATION};
@@ -363,7 +364,7 @@ impl World {
 }
 
 fn lock(balancer: &Mutex<Balancer>) -> MutexGuard<'_, Balancer> {
-    balancer.lock().unwrap_or_else(PoisonError::into_inner)
+    balancer.lock()
 }
 
 fn session_context(token: TokenFile, metrics: &Arc<Metrics>) -> Arc<SessionContext> {

@@ -5,7 +5,7 @@ use std::{
     path::Path,
     pin::Pin,
     sync::{
-        Arc, Mutex, PoisonError,
+        Arc,
         atomic::{AtomicI64, AtomicU8, AtomicU64, Ordering},
     },
     task::{Context, Poll},
@@ -19,6 +19,7 @@ use http::{HeaderValue, Method, Request, Uri, header};
 use http_body::Frame;
 use hyper::client::conn::http2;
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
+use parking_lot::Mutex;
 use serde::Serialize;
 use tokio::{
     io::{AsyncRead, AsyncWrite},
@@ -194,6 +195,6 @@ impl LoadState {
 
     pub(super) fn fail(&self, error: &anyhow::Error) {
         self.failed.fetch_add(1, Ordering::Relaxed);
-        self.why.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_with(|| format!("{error:#}"));
+        self.why.lock().get_or_insert_with(|| format!("{error:#}"));
     }
 }

@@ -2,7 +2,7 @@
 
 use std::{
     sync::{
-        Arc, Mutex, PoisonError,
+        Arc,
         atomic::{AtomicI64, AtomicU8, AtomicU64, Ordering},
     },
     time::Duration,
@@ -14,6 +14,7 @@ use http::{HeaderMap, HeaderName, Method, Request, Uri, header};
 use http_body::Body as _;
 use http_body_util::BodyExt as _;
 use hyper::body::Incoming;
+use parking_lot::Mutex;
 use proto::kas::bench::v1::{DownloadRequest, Payload};
 use tokio::{
     sync::mpsc,
@@ -242,7 +243,7 @@ pub(super) async fn run(load: &Load, commands: &mut mpsc::Receiver<ClientCommand
     let mut loaded = Loaded {
         seconds,
         failed: shared.failed.load(Ordering::Relaxed),
-        why: shared.why.lock().unwrap_or_else(PoisonError::into_inner).take(),
+        why: shared.why.lock().take(),
         ..Loaded::default()
     };
     match work {

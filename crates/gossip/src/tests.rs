@@ -12,12 +12,13 @@ use std::{
     future::Future,
     net::SocketAddr,
     sync::{
-        Arc, Mutex,
+        Arc,
         atomic::{AtomicBool, AtomicU32, Ordering},
     },
     time::Duration,
 };
 
+use parking_lot::Mutex;
 use tokio::{
     net::UdpSocket,
     sync::watch,
@@ -117,18 +118,18 @@ impl Recording {
         let take = Arc::clone(&lists);
         let task = tokio::spawn(async move {
             while members.changed().await.is_ok() {
-                take.lock().unwrap().push(Arc::clone(&members.borrow_and_update()));
+                take.lock().push(Arc::clone(&members.borrow_and_update()));
             }
         });
         Self { lists, task }
     }
 
     fn all(&self, holds: impl Fn(&Members) -> bool) -> bool {
-        self.lists.lock().unwrap().iter().all(|list| holds(list))
+        self.lists.lock().iter().all(|list| holds(list))
     }
 
     fn generations(&self, id: &str) -> Vec<u64> {
-        let lists = self.lists.lock().unwrap();
+        let lists = self.lists.lock();
         lists.iter().filter_map(|list| list.member(id).map(|m| m.generation())).collect()
     }
 }
@@ -166,14 +167,14 @@ impl Proxy {
                 loop {
                     let Ok((len, from)) = socket.recv_from(&mut buffer).await else { continue };
                     let target = *to.borrow();
-                    if is_shut.load(Ordering::Relaxed) || refused.lock().unwrap().contains(&from) {
+                    if is_shut.load(Ordering::Relaxed) || refused.lock().contains(&from) {
                         continue;
                     }
                     if rand::random_range(0..100) < loss.load(Ordering::Relaxed) {
                         continue;
                     }
                     if let Some(target) = target {
-                        seen.lock().unwrap().push(buffer[..len].to_vec());
+                        seen.lock().push(buffer[..len].to_vec());
                         let _ = socket.send_to(&buffer[..len], target).await;
                     }
                 }

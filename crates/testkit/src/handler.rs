@@ -11,9 +11,10 @@
 //! | `Hang` | nothing, ever |
 //! | `HangLater` | one message, then nothing, ever |
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use bytes::Bytes;
+use parking_lot::{Mutex, MutexGuard};
 use prost::Message as _;
 use proto::{
     gitlab::agent::{
@@ -106,7 +107,7 @@ pub struct Requests(Arc<Mutex<Vec<RequestInfo>>>);
 
 impl Requests {
     fn all(&self) -> MutexGuard<'_, Vec<RequestInfo>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock()
     }
 
     /// Adds one.

@@ -7,7 +7,7 @@ use std::{
     io,
     net::{Ipv4Addr, SocketAddr},
     pin::Pin,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::Arc,
     task::{Context, Poll},
 };
 
@@ -18,6 +18,7 @@ use h2::{
     client::{ResponseFuture, SendRequest},
 };
 use http::{HeaderMap, Request, StatusCode};
+use parking_lot::{Mutex, MutexGuard};
 use prost::Message;
 use tokio::{
     io::{AsyncRead, AsyncWrite, ReadBuf},
@@ -40,7 +41,7 @@ struct Received {
 
 impl Record {
     fn received(&self) -> MutexGuard<'_, Received> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock()
     }
 
     /// Adds what came from a socket.

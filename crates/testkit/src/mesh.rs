@@ -8,7 +8,7 @@ use std::{
     collections::{BTreeMap, BTreeSet},
     net::{IpAddr, Ipv4Addr, SocketAddr},
     sync::{
-        Arc, Mutex, PoisonError,
+        Arc,
         atomic::{AtomicUsize, Ordering},
     },
     time::Duration,
@@ -18,6 +18,7 @@ use anyhow::{Context as _, Result, ensure};
 use base64::{Engine as _, prelude::BASE64_STANDARD};
 use futures_util::future::{join_all, try_join_all};
 use http::StatusCode;
+use parking_lot::Mutex;
 use proto::kas::api::v1::{
     ConnectedAgentsByIdRequest, ConnectedAgentsByIdResponse, ExplainAgentRequest, ExplainAgentResponse,
     KasInstanceInfo, ListReplicasRequest, ListReplicasResponse,
@@ -559,7 +560,7 @@ impl Balancer {
         let task = tokio::spawn(async move {
             let mut connections = JoinSet::new();
             while let Ok((mut client, _)) = listener.accept().await {
-                let targets = known.lock().unwrap_or_else(PoisonError::into_inner).clone();
+                let targets = known.lock().clone();
                 let first = next.fetch_add(1, Ordering::Relaxed);
                 connections.spawn(async move {
                     for n in 0..targets.len() {
@@ -580,7 +581,7 @@ impl Balancer {
 
     /// Sends new connections to these from now on.
     pub fn set_targets(&self, targets: Vec<SocketAddr>) {
-        *self.targets.lock().unwrap_or_else(PoisonError::into_inner) = targets;
+        *self.targets.lock() = targets;
     }
 }
 

@@ -8,12 +8,13 @@ use std::{
     io::{self, BufRead as _, BufReader},
     path::{Path, PathBuf},
     process::{Child, Command, ExitStatus, Stdio},
-    sync::{Arc, Condvar, LazyLock, Mutex, MutexGuard, PoisonError, mpsc},
+    sync::{Arc, LazyLock, mpsc},
     thread,
     time::Duration,
 };
 
 use anyhow::{Context as _, Result, bail, ensure};
+use parking_lot::{Condvar, Mutex, MutexGuard};
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process, waitid};
 use serde_json::Value;
 use tokio::{sync::watch, time::timeout};
@@ -69,7 +70,7 @@ pub fn program_of_replica(name: &str, n: usize) -> Result<PathBuf> {
     // target/<profile>/deps/<test>
     let folder = test.parent().and_then(Path::parent).context("the test is not in a target folder")?;
     let path = folder.join(name);
-    let _lock = BUILD.lock().unwrap_or_else(PoisonError::into_inner);
+    let _lock = BUILD.lock();
     if path.is_file() {
         return Ok(path);
     }
@@ -108,7 +109,7 @@ struct Shared {
 
 impl Shared {
     fn reaped(&self) -> MutexGuard<'_, Option<ExitStatus>> {
-        self.reaped.lock().unwrap_or_else(PoisonError::into_inner)
+        self.reaped.lock()
     }
 
     fn signal(&self, signal: Signal) {
@@ -331,7 +332,7 @@ impl Drop for Process {
         self.kill();
         let mut reaped = self.shared.reaped();
         while reaped.is_none() {
-            reaped = self.shared.changed.wait(reaped).unwrap_or_else(PoisonError::into_inner);
+            self.shared.changed.wait(&mut reaped);
         }
         // Held back by the test harness, and shown when the test has failed.
         eprintln!("--- the end of the log of {}:{}", self.name, self.last_lines());

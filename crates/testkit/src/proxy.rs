@@ -3,13 +3,10 @@
 //! Each has the configuration that its documentation shows, and the timers that it has unless it is told
 //! others.
 
-use std::{
-    net::SocketAddr,
-    path::Path,
-    sync::{Arc, Mutex, PoisonError},
-};
+use std::{net::SocketAddr, path::Path, sync::Arc};
 
 use anyhow::{Context as _, Result};
+use parking_lot::Mutex;
 use serde_json::json;
 use tempfile::TempDir;
 use tokio::{
@@ -260,7 +257,7 @@ impl ConnectProxy {
 
     /// Returns the heads of all requests so far.
     pub fn asked(&self) -> Vec<String> {
-        self.asked.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.asked.lock().clone()
     }
 }
 
@@ -279,7 +276,7 @@ async fn pass(
         }
     }
     let is_connect = head.starts_with("CONNECT ");
-    asked.lock().unwrap_or_else(PoisonError::into_inner).push(head);
+    asked.lock().push(head);
     let answer = match refusal {
         Some(refusal) => refusal,
         None if is_connect => "HTTP/1.1 200 Connection established\r\n\r\n",

@@ -4,7 +4,7 @@
 use std::{
     net::{Ipv4Addr, SocketAddr},
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
+        Arc,
         atomic::{AtomicUsize, Ordering},
     },
     time::Duration,
@@ -14,6 +14,7 @@ use anyhow::Result;
 use bytes::Bytes;
 use h2::SendStream;
 use ids::AgentId;
+use parking_lot::{Mutex, MutexGuard};
 use proto::kas::internal::v1::{WatchResponse, watch_response};
 use table::{CHUNK_IDS, ChunkHeader, Epoch, Version, codec};
 use tokio::{
@@ -57,7 +58,7 @@ struct Seen {
 }
 
 fn lock(list: &Mutex<Vec<String>>) -> MutexGuard<'_, Vec<String>> {
-    list.lock().unwrap_or_else(PoisonError::into_inner)
+    list.lock()
 }
 
 impl FakeOwner {

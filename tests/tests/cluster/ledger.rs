@@ -3,7 +3,7 @@
 use std::{
     collections::BTreeMap,
     sync::{
-        Arc, Mutex, PoisonError,
+        Arc,
         atomic::{AtomicBool, AtomicUsize, Ordering},
     },
     time::Duration,
@@ -11,6 +11,7 @@ use std::{
 
 use anyhow::{Context as _, Result, ensure};
 use grpc::{Code, Outcome};
+use parking_lot::Mutex;
 use testkit::{
     caller::{Answer, Caller},
     handler::path,
@@ -42,24 +43,24 @@ pub(crate) struct Ledger(Arc<Mutex<BTreeMap<String, (End, String)>>>);
 
 impl Ledger {
     fn put(&self, id: String, end: End, text: String) {
-        let earlier = self.0.lock().unwrap_or_else(PoisonError::into_inner).insert(id, (end, text));
+        let earlier = self.0.lock().insert(id, (end, text));
         assert_eq!(earlier, None, "a request has one outcome");
     }
 
     /// Returns how many ended so.
     pub(crate) fn count(&self, end: End) -> usize {
-        let ends = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let ends = self.0.lock();
         ends.values().filter(|(other, _)| *other == end).count()
     }
 
     /// Returns how many ended.
     pub(crate) fn len(&self) -> usize {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).len()
+        self.0.lock().len()
     }
 
     /// Returns the texts of those that ended so.
     pub(crate) fn texts(&self, end: End) -> Vec<String> {
-        let ends = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let ends = self.0.lock();
         ends.values().filter(|(other, _)| *other == end).map(|(_, text)| text.clone()).collect()
     }
 
@@ -90,7 +91,7 @@ impl Ledger {
         for (id, times) in &ran {
             ensure!(*times == 1, "request {id} ran {times} times");
         }
-        for (id, (end, text)) in &*self.0.lock().unwrap_or_else(PoisonError::into_inner) {
+        for (id, (end, text)) in &*self.0.lock() {
             match end {
                 End::Answered => ensure!(ran.contains_key(id), "{id} was answered and never ran"),
                 End::NotStarted => ensure!(!ran.contains_key(id), "{id} ran, and was told not to: {text}"),

@@ -4,7 +4,7 @@
 use std::{
     convert::Infallible,
     net::{IpAddr, SocketAddr},
-    sync::{Arc, Mutex, PoisonError, atomic::Ordering},
+    sync::{Arc, atomic::Ordering},
     time::Duration,
 };
 
@@ -20,6 +20,7 @@ use opentelemetry_proto::tonic::{
     collector::trace::v1::ExportTraceServiceRequest, common::v1::any_value::Value as Attribute,
     trace::v1::Span,
 };
+use parking_lot::Mutex;
 use prost::Message as _;
 use proto::gitlab::agent::kas::gateway_kas_response::Msg;
 use serde_json::{Value, json};
@@ -359,7 +360,7 @@ impl Collector {
                         {
                             let scopes =
                                 export.resource_spans.into_iter().flat_map(|spans| spans.scope_spans);
-                            let mut kept = kept.lock().unwrap_or_else(PoisonError::into_inner);
+                            let mut kept = kept.lock();
                             kept.extend(scopes.flat_map(|scope| scope.spans));
                         }
                         Ok::<_, Infallible>(Response::new(Full::new(Bytes::new())))
@@ -377,7 +378,7 @@ impl Collector {
     /// Waits for the one span of a trace.
     async fn span(&self, trace: &str) -> Result<Span> {
         within(SOON, "a span", async || {
-            let spans = self.spans.lock().unwrap_or_else(PoisonError::into_inner).clone();
+            let spans = self.spans.lock().clone();
             let found: Vec<Span> =
                 spans.into_iter().filter(|span| hex::encode(&span.trace_id) == trace).collect();
             Ok(match <[Span; 1]>::try_from(found) {

@@ -9,7 +9,7 @@ use std::{
     collections::HashMap,
     net::SocketAddr,
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
+        Arc,
         atomic::{AtomicUsize, Ordering},
     },
     time::Duration,
@@ -22,6 +22,7 @@ use grpc::{Code, Status};
 use h2::{RecvStream, SendStream, server::SendResponse};
 use http::{HeaderMap, Request, Response};
 use jsonwebtoken::{Algorithm, DecodingKey, Validation};
+use parking_lot::{Mutex, MutexGuard};
 use prost::Message as _;
 use prost_types::{Any, Timestamp};
 use proto::gitlab::agent::{
@@ -83,7 +84,7 @@ pub(crate) struct Seen {
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+    mutex.lock()
 }
 
 impl Seen {

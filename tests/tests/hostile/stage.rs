@@ -5,7 +5,7 @@ use std::{
     net::SocketAddr,
     path::{Path, PathBuf},
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
+        Arc,
         atomic::{AtomicU64, Ordering},
     },
     time::Duration,
@@ -14,6 +14,7 @@ use std::{
 use anyhow::{Context as _, Result, ensure};
 use base64::{Engine as _, prelude::BASE64_STANDARD};
 use grpc::Code;
+use parking_lot::{Mutex, MutexGuard};
 use serde_json::json;
 use tempfile::TempDir;
 use testkit::{
@@ -160,15 +161,15 @@ impl Took {
 
 impl Good {
     fn took(&self) -> MutexGuard<'_, Took> {
-        self.took.lock().unwrap_or_else(PoisonError::into_inner)
+        self.took.lock()
     }
 
     fn callers(&self) -> MutexGuard<'_, Vec<Instant>> {
-        self.callers.lock().unwrap_or_else(PoisonError::into_inner)
+        self.callers.lock()
     }
 
     fn failures(&self) -> MutexGuard<'_, Vec<String>> {
-        self.failures.lock().unwrap_or_else(PoisonError::into_inner)
+        self.failures.lock()
     }
 }
 

@@ -2,7 +2,6 @@
 
 use std::{
     path::{Path, PathBuf},
-    sync::{Mutex, PoisonError},
     task::{Context, Poll},
     time::Duration,
 };
@@ -14,6 +13,7 @@ use kube::{
     client::{AuthError, ClientBuilder, ConfigExt as _},
     config::Config,
 };
+use parking_lot::Mutex;
 use process::error::chain;
 use secrecy::{ExposeSecret as _, SecretString};
 use tokio::time::Instant;
@@ -129,8 +129,8 @@ impl TokenFile {
         bearer(&text.into()).with_context(|| format!("{} cannot be used", path.display()))
     }
 
-    fn token(&self) -> std::sync::MutexGuard<'_, Token> {
-        self.token.lock().unwrap_or_else(PoisonError::into_inner)
+    fn token(&self) -> parking_lot::MutexGuard<'_, Token> {
+        self.token.lock()
     }
 
     /// Returns the header. It reads the file, about a kilobyte, every [`TOKEN_AGE`].

@@ -6,7 +6,7 @@ use std::{
     net::SocketAddr,
     pin::Pin,
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
+        Arc,
         atomic::{AtomicU64, Ordering},
     },
     task::{Context, Poll},
@@ -19,6 +19,7 @@ use http_body_util::BodyExt as _;
 use hyper::{body::Incoming, server::conn::http2, service::service_fn};
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use ids::AgentId;
+use parking_lot::{Mutex, MutexGuard};
 use prost::Message as _;
 use proto::kas::internal::v1::{WatchRequest, WatchResponse, watch_response as wire};
 use table::{Epoch, Feed, Message, Next, Owner, Version, codec};
@@ -52,7 +53,7 @@ struct State {
 
 impl State {
     fn owner(&self) -> MutexGuard<'_, Owner> {
-        self.owner.lock().unwrap_or_else(PoisonError::into_inner)
+        self.owner.lock()
     }
 }
 

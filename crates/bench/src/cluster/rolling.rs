@@ -2,13 +2,14 @@
 
 use std::{
     sync::{
-        Arc, Mutex, PoisonError,
+        Arc,
         atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
     },
     time::Duration,
 };
 
 use anyhow::Context as _;
+use parking_lot::Mutex;
 use tokio::{
     task::JoinSet,
     time::{Instant, MissedTickBehavior, interval, sleep},
@@ -78,12 +79,12 @@ async fn load(shared: Arc<Shared>, name: &'static str, apis: Vec<Api>, pick: imp
             let called = Instant::now();
             match api.echo(agent).await {
                 Ok(()) => {
-                    let mut times = shared.times.lock().unwrap_or_else(PoisonError::into_inner);
+                    let mut times = shared.times.lock();
                     times.push(called.elapsed());
                 }
                 Err(error) => {
                     shared.failed.fetch_add(1, Ordering::Relaxed);
-                    let mut why = shared.why.lock().unwrap_or_else(PoisonError::into_inner);
+                    let mut why = shared.why.lock();
                     if why.len() < 10 {
                         let at = called - begin;
                         why.push(format!("{name}, replica {next}, agent {agent}, at {at:.1?}: {error:#}"));
@@ -143,7 +144,7 @@ pub(super) async fn restarts(environment: &Environment, count: usize) -> anyhow:
     }
     rolled.calls = shared.calls.load(Ordering::Relaxed);
     rolled.failed = shared.failed.load(Ordering::Relaxed);
-    rolled.why = std::mem::take(&mut *shared.why.lock().unwrap_or_else(PoisonError::into_inner));
-    rolled.times.extend(std::mem::take(&mut *shared.times.lock().unwrap_or_else(PoisonError::into_inner)));
+    rolled.why = std::mem::take(&mut *shared.why.lock());
+    rolled.times.extend(std::mem::take(&mut *shared.times.lock()));
     Ok(rolled)
 }

@@ -110,7 +110,7 @@ async fn invalid_datagrams_are_counted_by_reason_and_change_nothing() {
     let throw = async |junk: &[u8]| assert_eq!(attacker.send_to(junk, to).await.unwrap(), junk.len());
 
     // Datagrams that an eavesdropper has.
-    let recorded = proxy.seen.lock().unwrap().clone();
+    let recorded = proxy.seen.lock().clone();
     let good = recorded.iter().max_by_key(|datagram| datagram.len()).unwrap().clone();
     for datagram in &recorded {
         throw(datagram).await;
@@ -170,7 +170,7 @@ async fn recordings_are_refused_after_a_restart() {
     let b = builder("b").seeds(seeds(&[proxy.address])).start().await.unwrap();
     meshed(&[&a, &b]).await;
     traffic(&b, 50).await;
-    let recorded = proxy.seen.lock().unwrap().clone();
+    let recorded = proxy.seen.lock().clone();
     drop(b);
     drop(a);
     // The same process again, after a restart that cleared its memory.

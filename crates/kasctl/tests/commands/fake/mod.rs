@@ -115,7 +115,7 @@ impl Server {
     /// Is no API listener.
     pub(crate) async fn start_as(other: Other) -> Self {
         let server = Self::start().await;
-        *server.state.other.lock().unwrap() = Some(other);
+        *server.state.other.lock() = Some(other);
         server
     }
 
@@ -126,7 +126,7 @@ impl Server {
 
     /// From now on a replica is silent.
     pub(crate) fn lose_a_replica(&self) {
-        *self.state.is_partial.lock().unwrap() = true;
+        *self.state.is_partial.lock() = true;
     }
 
     pub(crate) async fn start_unix() -> Self {
@@ -269,17 +269,17 @@ impl Server {
     }
 
     pub(crate) fn pod_questions(&self) -> Vec<GetPodsRequest> {
-        self.state.seen.lock().unwrap().pods.clone()
+        self.state.seen.lock().pods.clone()
     }
 
     /// The `jti` of each token that was accepted.
     pub(crate) fn token_ids(&self) -> Vec<String> {
-        self.state.seen.lock().unwrap().token_ids.clone()
+        self.state.seen.lock().token_ids.clone()
     }
 
     /// The values of this key in the last call.
     pub(crate) fn metadata(&self, key: &str) -> Vec<String> {
-        let seen = self.state.seen.lock().unwrap();
+        let seen = self.state.seen.lock();
         seen.metadata.get_all(key).iter().map(|value| value.to_str().unwrap().to_owned()).collect()
     }
 

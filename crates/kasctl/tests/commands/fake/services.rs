@@ -4,13 +4,14 @@ use std::{
     collections::{BTreeMap, HashMap},
     convert::Infallible,
     pin::Pin,
-    sync::{Arc, Mutex},
+    sync::Arc,
     time::Duration,
 };
 
 use futures_util::{Stream, StreamExt as _, stream};
 use http_body_util::BodyExt as _;
 use hyper::body::Incoming;
+use parking_lot::Mutex;
 use prost::Message as _;
 use proto::{
     gitlab::agent::{
@@ -77,7 +78,7 @@ impl State {
             metadata.get("authorization").and_then(|value| value.to_str().ok()?.strip_prefix("Bearer "));
         let claims = token.and_then(|token| verify(token).ok());
         let claims = claims.ok_or_else(|| Status::unauthenticated("JWT validation failed"))?;
-        let mut seen = self.seen.lock().unwrap();
+        let mut seen = self.seen.lock();
         seen.token_ids.push(claims["jti"].as_str().unwrap().to_owned());
         seen.metadata = metadata.clone();
         Ok(())
@@ -139,7 +140,7 @@ impl Kas {
         self,
         request: http::Request<Incoming>,
     ) -> Result<http::Response<Body>, Infallible> {
-        let other = *self.0.other.lock().unwrap();
+        let other = *self.0.other.lock();
         let path = request.uri().path().to_owned();
         match other {
             Some(Other::AgentPort) => {
@@ -199,7 +200,7 @@ impl KasApi for Kas {
         request: Request<ListReplicasRequest>,
     ) -> Result<Response<ListReplicasResponse>, Status> {
         self.0.check(request.metadata())?;
-        let is_partial = *self.0.is_partial.lock().unwrap();
+        let is_partial = *self.0.is_partial.lock();
         let address = |ip: &str| Some(KasAddress { ip: ip.to_owned(), port: 8155 });
         let asked = KasInstanceInfo {
             version: "v1.0.0".to_owned(),
@@ -238,7 +239,7 @@ impl KasApi for Kas {
         request: Request<TrackerStatusRequest>,
     ) -> Result<Response<TrackerStatusResponse>, Status> {
         self.0.check(request.metadata())?;
-        let is_partial = *self.0.is_partial.lock().unwrap();
+        let is_partial = *self.0.is_partial.lock();
         Ok(Response::new(TrackerStatusResponse {
             replica: "kas-0".to_owned(),
             backend: "redis".to_owned(),
@@ -297,7 +298,7 @@ impl KasApi for Kas {
     async fn get_pods(&self, request: Request<GetPodsRequest>) -> Result<Response<GetPodsResponse>, Status> {
         self.0.check(request.metadata())?;
         let asked = request.into_inner();
-        self.0.seen.lock().unwrap().pods.push(asked.clone());
+        self.0.seen.lock().pods.push(asked.clone());
         let pod = |i: usize| Pod { namespace: "ns".to_owned(), name: format!("pod-{i}") };
         let start: usize = asked.page_token.parse().unwrap_or(0);
         let one = |next: &str| GetPodsResponse { pods: vec![pod(start)], next_page_token: next.to_owned() };
