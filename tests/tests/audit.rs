@@ -1,4 +1,4 @@
-//! The audit log of real processes: pairs of lines, outputs that fail, and leaving.
+//! The audit log of real processes: pairs of records, outputs that fail, and shutdown.
 
 use std::{
     io::Read as _,
@@ -50,7 +50,7 @@ fn get(path: &str, header: &[(&str, &str)]) -> [Vec<u8>; 2] {
     get_as(path, header, None)
 }
 
-/// The same, with what GitLab says of whose rights it is meant for.
+/// The same, with the user in GitLab's `HeaderExtra`.
 fn get_as(path: &str, header: &[(&str, &str)], user: Option<&str>) -> [Vec<u8>; 2] {
     let extra = user.map(|user| {
         let config = ImpersonationConfig { username: user.to_owned(), ..ImpersonationConfig::default() };
@@ -76,7 +76,7 @@ async fn call(caller: &Caller, id: &str, method: &str, messages: &[&[u8]]) -> Re
     caller.call(request, messages).await
 }
 
-/// Reads a file of lines; the last one may be half written.
+/// Reads the records of a file; the last line may be incomplete.
 fn lines(path: &Path) -> Vec<Value> {
     let text = std::fs::read_to_string(path).unwrap_or_default();
     text.split_inclusive('\n')
@@ -94,7 +94,7 @@ async fn pair(path: &Path, id: &str) -> Result<[Value; 2]> {
     .await
 }
 
-/// Starts a kas and says where its audit log is.
+/// Starts kas and returns the path of its audit log.
 async fn start() -> Result<(Kas, tempfile::TempDir, PathBuf)> {
     let dir = tempfile::tempdir()?;
     let path = dir.path().join("audit.log");
@@ -103,7 +103,7 @@ async fn start() -> Result<(Kas, tempfile::TempDir, PathBuf)> {
 }
 
 #[tokio::test]
-async fn each_request_has_a_start_and_an_end_that_say_who_what_and_how_it_ended() -> Result<()> {
+async fn each_request_has_a_start_and_an_end_record() -> Result<()> {
     let (kas, _dir, path) = start().await?;
     let api = DemoApi::start("127.0.0.1:0".parse()?).await?;
     let agentk = Agentk::start_with(kas.agent, &token(1), &api.url()).await?;
@@ -111,7 +111,7 @@ async fn each_request_has_a_start_and_an_end_that_say_who_what_and_how_it_ended(
     let jwt = Jwt::new(&kas.secrets[0]).claim("sub", json!("jane")).encode();
     let caller = Caller::connect(kas.api, Some(jwt.clone())).await?;
 
-    // Success of any method.
+    // Any method, answered with OK.
     let message = payload("a very private payload");
     ensure!(call(&caller, "echo", ECHO, &[&message]).await?.status.code() == Code::Ok);
     let [start, end] = pair(&path, "echo").await?;
@@ -133,7 +133,7 @@ async fn each_request_has_a_start_and_an_end_that_say_who_what_and_how_it_ended(
     assert_eq!((&end["bytes_in"], &end["bytes_out"]), (&json!(bytes), &json!(bytes)));
     assert!(end["duration_us"].as_u64().is_some_and(|micros| micros > 0), "{end}");
 
-    // What is meant for the API server, from the first message.
+    // The action on the API server, from the first message.
     let messages = get("/api/v1/namespaces/garden/pods", &[("Impersonate-User", "joe")]);
     let messages: Vec<&[u8]> = messages.iter().map(Vec::as_slice).collect();
     ensure!(call(&caller, "pods", MAKE_REQUEST, &messages).await?.status.code() == Code::Ok);
@@ -150,16 +150,19 @@ async fn each_request_has_a_start_and_an_end_that_say_who_what_and_how_it_ended(
         assert_eq!((&line["on_behalf_of"], &line["verb"]), (&json!("gitlab:ci_job:1"), &json!("list")));
     }
 
-    // A method of kas that goes through the agent.
+    // A method of kas that uses the agent.
     let request = caller.request("/kas.api.v1.KasApi/GetPods").header("x-gitlab-correlation-id", "own");
     let query = GetPodsRequest { agent_id: 1, namespace: "garden".into(), ..GetPodsRequest::default() };
     let pods: GetPodsResponse = caller.call(request, &[&query.encode_to_vec()]).await?.one()?;
     ensure!(!pods.pods.is_empty());
     let [start, end] = pair(&path, "own").await?;
-    assert!(start.get("agent_id").is_none(), "it stands in the message, which had not come: {start}");
+    assert!(
+        start.get("agent_id").is_none(),
+        "the agent id is in the message, which had not arrived: {start}"
+    );
     assert_eq!((&end["agent_id"], &end["route"], &end["status"]), (&json!(1), &json!("local"), &json!("OK")));
 
-    // An error that the agent's end tells.
+    // An error status of the agent.
     let refused = get("/api/v1/namespaces/../secrets", &[]);
     let refused: Vec<&[u8]> = refused.iter().map(Vec::as_slice).collect();
     let code = call(&caller, "error", MAKE_REQUEST, &refused).await?.status.code();
@@ -167,7 +170,7 @@ async fn each_request_has_a_start_and_an_end_that_say_who_what_and_how_it_ended(
     assert_eq!((&end["status"], &end["decision"]), (&json!(code.name()), &json!("allow")));
     assert_ne!(code, Code::Ok);
 
-    // The caller leaves.
+    // The caller cancels.
     let request = caller.to_agent(1, HOLD).header("x-gitlab-correlation-id", "cancel");
     let mut stream = caller.open(request).await?;
     stream.send(frame(b"")).await.ok().context("sent")?;
@@ -176,7 +179,7 @@ async fn each_request_has_a_start_and_an_end_that_say_who_what_and_how_it_ended(
     let [_, end] = pair(&path, "cancel").await?;
     assert_eq!((&end["status"], &end["outcome"]), (&json!("CANCELLED"), &json!("cancelled")));
 
-    // Nothing of what was sent, and no credential.
+    // Records contain no payload and no credential.
     let text = std::fs::read_to_string(&path)?;
     for secret in ["private payload", "garden", "Bearer", &jwt, &token(1)] {
         assert!(!text.contains(secret), "{secret} is in the audit log");
@@ -209,7 +212,7 @@ async fn refused_requests_are_in_the_log_with_the_rule_that_refused_them() -> Re
         assert_eq!(end["outcome"], "refused", "{id}");
         assert_eq!(start.get("actor").is_some(), id != "token", "{start}");
     }
-    // What is no gRPC may have anything in its path.
+    // A request that is not gRPC may have any path.
     let plain = caller.link().address();
     let request = http::Request::get(format!("http://{plain}/a-secret/path"))
         .header("x-gitlab-correlation-id", "plain");
@@ -217,7 +220,7 @@ async fn refused_requests_are_in_the_log_with_the_rule_that_refused_them() -> Re
     ensure!(status == http::StatusCode::METHOD_NOT_ALLOWED);
     let [_, end] = pair(&path, "plain").await?;
     assert_eq!((&end["rule"], &end["method"]), (&json!("not-grpc"), &json!("")), "{end}");
-    // Probes ask every few seconds, and learn nothing.
+    // Health checks are not recorded.
     let health = caller.request("/grpc.health.v1.Health/Check").header("x-gitlab-correlation-id", "health");
     ensure!(caller.call(health, &[b""]).await?.status.code() == Code::Ok);
     ensure!(
@@ -236,7 +239,7 @@ fn caller_of<'a>(caller: &'a Caller, stranger: &'a Caller, id: &str) -> &'a Call
 }
 
 #[tokio::test]
-async fn what_is_still_open_at_the_end_of_the_process_has_its_end_in_the_log() -> Result<()> {
+async fn requests_that_are_open_at_process_exit_have_an_end_record() -> Result<()> {
     let (kas, _dir, path) = start().await?;
     let agentk = Agentk::start(kas.agent, &token(1)).await?;
     agentk.connected().await?;
@@ -264,7 +267,7 @@ async fn what_is_still_open_at_the_end_of_the_process_has_its_end_in_the_log() -
 }
 
 #[tokio::test]
-async fn a_file_that_was_moved_away_is_made_anew_by_its_absence_and_by_sighup() -> Result<()> {
+async fn a_rotated_file_is_reopened_after_it_moved_and_after_sighup() -> Result<()> {
     let (kas, dir, path) = start().await?;
     let caller = kas.caller().await?;
     let ask = async |id: &str| {
@@ -277,14 +280,14 @@ async fn a_file_that_was_moved_away_is_made_anew_by_its_absence_and_by_sighup() 
     pair(&path, "first").await?;
     let old = dir.path().join("audit.log.1");
     std::fs::rename(&path, &old)?;
-    // Nobody tells it: it looks, at most once a second.
+    // Without a signal, kas checks the path at most once a second.
     eventually("a new file", async || {
         ask("second").await?;
         Ok(if lines(&path).is_empty() { Err("none") } else { Ok(()) })
     })
     .await?;
     assert_eq!(std::fs::metadata(&path)?.permissions().mode() & 0o777, 0o600);
-    // Told, it does not wait for a request.
+    // After SIGHUP, it reopens the file without waiting for a request.
     std::fs::rename(&path, dir.path().join("audit.log.2"))?;
     kill_process(Pid::from_raw(kas.process.id()).context("an id")?, Signal::HUP)?;
     eventually("a new file", async || Ok(if path.exists() { Ok(()) } else { Err("none") })).await?;
@@ -296,7 +299,7 @@ async fn a_file_that_was_moved_away_is_made_anew_by_its_absence_and_by_sighup() 
 }
 
 #[tokio::test]
-async fn a_full_disk_stops_no_request_and_is_counted_and_told_once() -> Result<()> {
+async fn a_full_disk_stops_no_request_and_is_counted_and_logged_once() -> Result<()> {
     let Scenario { kas, caller, agent: _agentk } =
         Scenario::start_with_config(audit_to(Path::new("/dev/full"))).await?.agentk().await?;
     for n in 0..20 {
@@ -313,7 +316,7 @@ async fn a_full_disk_stops_no_request_and_is_counted_and_told_once() -> Result<(
 }
 
 #[tokio::test]
-async fn a_pipe_that_nobody_reads_stops_no_request_and_what_does_not_fit_is_counted() -> Result<()> {
+async fn an_unread_pipe_stops_no_request_and_lost_records_are_counted() -> Result<()> {
     let dir = tempfile::tempdir()?;
     let path = dir.path().join("pipe");
     rustix::fs::mknodat(rustix::fs::CWD, &path, rustix::fs::FileType::Fifo, 0o600.into(), 0)?;
@@ -328,7 +331,7 @@ async fn a_pipe_that_nobody_reads_stops_no_request_and_what_does_not_fit_is_coun
     }
     let lost = kas.metric(&format!("{LOST}{{reason=\"QueueFull\"}}")).await?;
     assert!(lost > 100.0, "{lost} of 800 lines");
-    // Leaving does not wait for the pipe for ever.
+    // Shutdown waits for the pipe for a limited time.
     let begun = tokio::time::Instant::now();
     assert!(kas.leave(Duration::from_secs(15)).await?.success());
     println!("left after {:?}, {lost} lines lost", begun.elapsed());
@@ -337,7 +340,7 @@ async fn a_pipe_that_nobody_reads_stops_no_request_and_what_does_not_fit_is_coun
 }
 
 #[tokio::test]
-async fn whoever_reads_the_pipe_gets_whole_lines() -> Result<()> {
+async fn a_pipe_receives_whole_lines() -> Result<()> {
     let dir = tempfile::tempdir()?;
     let path = dir.path().join("pipe");
     rustix::fs::mknodat(rustix::fs::CWD, &path, rustix::fs::FileType::Fifo, 0o600.into(), 0)?;
@@ -362,7 +365,7 @@ async fn whoever_reads_the_pipe_gets_whole_lines() -> Result<()> {
 }
 
 #[tokio::test]
-async fn an_output_that_cannot_be_opened_is_told_at_the_start() -> Result<()> {
+async fn an_output_that_cannot_be_opened_fails_the_start() -> Result<()> {
     let error = Kas::start_with_config(audit_to(Path::new("/no/such/folder/audit.log"))).await.unwrap_err();
     let text = format!("{error:#}");
     assert!(

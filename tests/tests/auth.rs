@@ -1,5 +1,5 @@
-//! Who may call, and which agents may connect: refused at once, revoked within a second, never more than
-//! that.
+//! Authentication of callers and agents: refusals are immediate, and a revocation takes effect within a
+//! second and affects no other agent.
 
 use std::time::Duration;
 
@@ -19,7 +19,7 @@ use testkit::{
 };
 use tokio::time::Instant;
 
-/// Within this time a changed identity file must have its effect.
+/// A changed identity file must take effect within this time.
 const AT_ONCE: Duration = Duration::from_secs(12);
 
 const BY_ID: &str = "/kas.api.v1.KasApi/ConnectedAgentsById";
@@ -36,7 +36,7 @@ async fn call(kas: &Kas, authorization: &[&str], method: &str) -> Result<Answer>
 }
 
 #[tokio::test]
-async fn callers_are_known_by_a_token_as_gitlab_signs_it_and_by_nothing_else() -> Result<()> {
+async fn callers_are_authenticated_by_a_jwt_signed_as_gitlab_signs_it() -> Result<()> {
     let secrets: Vec<Vec<u8>> = vec![(0..32).collect(), (100..132).collect()];
     let config = json!({ "api": { "listen": { "issuers": ["gitlab", "gitlab.example.com"] } } });
     let options = Options { secrets: secrets.clone(), config, ..Options::default() };
@@ -83,7 +83,7 @@ async fn callers_are_known_by_a_token_as_gitlab_signs_it_and_by_nothing_else() -
         assert_eq!(got.status.code(), Code::Unauthenticated, "{what}: {}", got.status);
         texts.insert(got.status.message().to_owned());
     }
-    assert_eq!(texts.len(), 1, "what is wrong with a token is not told: {texts:?}");
+    assert_eq!(texts.len(), 1, "the message must not say what is wrong with a token: {texts:?}");
     let good = good().encode();
     let bearer = format!("Bearer {good}");
     let cut = &bearer[..bearer.len() - 2];
@@ -129,7 +129,7 @@ async fn every_method_but_health_needs_a_token() -> Result<()> {
     assert_eq!(agent.requests().list(), []);
     let health = caller.call(caller.request("/grpc.health.v1.Health/Check"), &[b""]).await?;
     assert_eq!((health.status.code(), &health.messages[0][..]), (Code::Ok, &[8, 1][..]), "SERVING");
-    // What agents call is not here, and what callers call is not there.
+    // Methods for agents are not served on the API listener, and those for callers not on the agent listener.
     let caller = kas.caller().await?;
     let got = caller.call(caller.request(CONNECT), &[b""]).await?;
     assert_eq!(got.status.code(), Code::Unimplemented);
@@ -140,7 +140,7 @@ async fn every_method_but_health_needs_a_token() -> Result<()> {
 }
 
 #[tokio::test]
-async fn connections_that_show_only_wrong_tokens_are_closed() -> Result<()> {
+async fn connections_with_only_wrong_tokens_are_closed() -> Result<()> {
     let kas = Kas::start().await?;
     let caller = Caller::connect(kas.api, Some("wrong".to_owned())).await?;
     for _ in 0..20 {
@@ -165,7 +165,7 @@ async fn unknown_agent_tokens_are_unauthenticated() -> Result<()> {
             let agent = RawAgent::connect(kas.agent, wrong, kind).await?;
             for method in [CONNECT, GET_CONFIGURATION] {
                 let mut stream = agent.link().open(agent.request(method).body(())?).await?;
-                // Refused before it has said anything.
+                // Refused before its first message.
                 let got = answer(&mut stream).await?;
                 assert_eq!(got.status.code(), Code::Unauthenticated, "{kind:?} {wrong:?} {method}");
                 assert!(got.trailers_only);
@@ -185,7 +185,7 @@ async fn agent_added_to_the_file_connects_within_a_second() -> Result<()> {
     kas.set_agents(&[1, 2, 3].map(AgentEntry::new))?;
     let begun = Instant::now();
     let tunnel = loop {
-        // A connection of its own each time: those with wrong tokens only are closed.
+        // A new connection each time: one with only wrong tokens is closed.
         match RawAgent::connect(kas.agent, &token(3), Kind::Ours).await?.tunnel().await {
             Ok(tunnel) => break tunnel,
             Err(_) => tokio::time::sleep(Duration::from_millis(10)).await,
@@ -197,7 +197,7 @@ async fn agent_added_to_the_file_connects_within_a_second() -> Result<()> {
 }
 
 #[tokio::test]
-async fn agent_removed_from_the_file_loses_everything_at_once_and_no_other_does() -> Result<()> {
+async fn removing_an_agent_from_the_file_ends_its_streams_and_no_others() -> Result<()> {
     let Scenario { kas, caller, .. } = Scenario::start().await?;
     let mut bystander = Agent14::start(kas.agent, &token(2), Version::Old).await?;
     for kind in Kind::ALL {
@@ -224,7 +224,7 @@ async fn agent_removed_from_the_file_loses_everything_at_once_and_no_other_does(
         assert!(begun.elapsed() < AT_ONCE, "{:?}", begun.elapsed());
         assert_eq!((got.status.code(), got.status.outcome()), (Code::Unavailable, Some(Outcome::Unknown)));
         agent.tunnel().await.unwrap_err();
-        // A request for it waits as for any agent that is not there.
+        // A request for it waits, as for any absent agent.
         let request = caller.to_agent(1, &path("Echo")).header("grpc-timeout", "100m");
         let got = caller.call(request, &[b"x"]).await?;
         assert_eq!(
@@ -240,7 +240,7 @@ async fn agent_removed_from_the_file_loses_everything_at_once_and_no_other_does(
 }
 
 #[tokio::test]
-async fn one_of_two_tokens_can_be_withdrawn_alone() -> Result<()> {
+async fn one_of_two_tokens_can_be_revoked_alone() -> Result<()> {
     let two = AgentEntry { tokens: vec![token(1), "second-token-of-1".to_owned()], ..AgentEntry::new(1) };
     let Scenario { kas, caller, .. } =
         Scenario::start_with(Options { agents: vec![two], ..Options::default() }).await?;
@@ -260,7 +260,7 @@ async fn one_of_two_tokens_can_be_withdrawn_alone() -> Result<()> {
     assert_eq!(old_configuration.next().await.unwrap_err().code(), Code::Unauthenticated);
     assert!(begun.elapsed() < AT_ONCE, "{:?}", begun.elapsed());
     stream.send(frame(b"2")).await.unwrap();
-    assert_eq!(stream.next().await, Next::Message("2".into()), "what the other token opened goes on");
+    assert_eq!(stream.next().await, Next::Message("2".into()), "streams of the other token stay open");
     kas.metric_is("kas_connected_agents", 1.0).await?;
     let by_id: ConnectedAgentsByIdResponse =
         caller.unary(BY_ID, &ConnectedAgentsByIdRequest { agent_id: 1 }).await?;
@@ -272,7 +272,7 @@ async fn one_of_two_tokens_can_be_withdrawn_alone() -> Result<()> {
 async fn revocation_reaches_each_of_several_configuration_streams_of_one_agent() -> Result<()> {
     let kas = Kas::start().await?;
     let agent = RawAgent::connect(kas.agent, &token(1), Kind::Ours).await?;
-    // Both have the same connection id: it is that of the instance.
+    // Both have the same connection id, because they come from the same instance.
     let mut first = agent.configuration("").await?;
     drop(agent.configuration("").await?);
     kas.metric_is("kas_connected_agents", 1.0).await?;
@@ -284,7 +284,7 @@ async fn revocation_reaches_each_of_several_configuration_streams_of_one_agent()
 }
 
 #[tokio::test]
-async fn broken_identity_file_changes_nothing() -> Result<()> {
+async fn an_invalid_identity_file_changes_nothing() -> Result<()> {
     let Scenario { kas, caller, agent } = Scenario::start().await?.serving_agent(Kind::Ours, 1).await?;
     for broken in ["agents: [{id: 1}]", "", "agents: [", "other: []"] {
         let since = kas.process.log_len();

@@ -1,7 +1,7 @@
-//! Clients in other languages, with the libraries and code generators that their programs use: grpcio in
-//! Python, grpc-go in Go. Real kas, real agentk, and an API server that is a demo.
+//! Clients in other languages, with their usual libraries and code generators: grpcio in Python, grpc-go in
+//! Go. kas and agentk are real, the API server is a demo.
 //!
-//! Both are told the same plan, check everything themselves, and say where it did not hold.
+//! Both get the same plan, check everything themselves, and report each failed check.
 
 use std::{
     fs,
@@ -25,11 +25,11 @@ use tokio::{
     time::{Instant, timeout},
 };
 
-/// What the checks of one client may take, once it is built.
+/// Time limit for the checks of one client, once it is built.
 const WITHIN: Duration = Duration::from_secs(90);
-/// What fetching and building one may take, the first time.
+/// Time limit for fetching and building a client the first time.
 const BUILT_WITHIN: Duration = Duration::from_secs(400);
-/// GitLab's host name, which today is the issuer of its tokens.
+/// GitLab's host name, which is the issuer of tokens of current GitLab.
 const ISSUER: &str = "gitlab.example.com";
 
 fn folder() -> PathBuf {
@@ -39,7 +39,7 @@ fn folder() -> PathBuf {
 /// Runs a program to its end and returns what it wrote.
 ///
 /// # Errors
-/// With all of that, when it fails.
+/// If the program fails; the error contains its output.
 async fn run(mut command: Command, input: Option<&Value>, within: Duration) -> Result<String> {
     let program = command.as_std().get_program().to_string_lossy().into_owned();
     let mut child = command
@@ -71,7 +71,7 @@ async fn python() -> Result<PathBuf> {
     let name = ids::TokenHash::of(&wanted).to_hex();
     let at = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("python-{}", &name[..16]));
     let python = at.join("bin/python");
-    // Written last: without it a part is there.
+    // Written last: if it is missing, the installation is incomplete.
     let complete = at.join("complete");
     if complete.is_file() {
         return Ok(python);
@@ -108,7 +108,7 @@ async fn go() -> Result<PathBuf> {
     Ok(program)
 }
 
-/// Kas with two secrets, an agent whose cluster is a demo, and what clients are told.
+/// kas with two secrets, an agent with a demo cluster, and the plan for clients.
 struct World {
     kas: Kas,
     _agentk: Agentk,
@@ -142,9 +142,8 @@ async fn world() -> Result<World> {
     Ok(World { kas, _agentk: agentk, _api: api, plan })
 }
 
-/// Every part has been checked, and every token; kas has counted what it refused.
-///
-/// Of headers that are too large it sees so many sizes.
+/// Checks that the client ran every part with every token, and that kas counted each refusal. `sizes` is the
+/// number of requests with too large headers that reach kas.
 async fn all_held(said: &str, World { kas, plan, .. }: &World, sizes: u8) -> Result<()> {
     let tokens = plan["tokens"].as_array().map_or(0, Vec::len);
     ensure!(tokens >= 23, "{tokens} tokens");
@@ -152,7 +151,7 @@ async fn all_held(said: &str, World { kas, plan, .. }: &World, sizes: u8) -> Res
         ensure!(said.lines().any(|line| line == format!("{part} ok")), "{part} is missing in:\n{said}");
     }
     ensure!(said.lines().any(|line| line == format!("tokens ok {tokens}")), "tokens are missing in:\n{said}");
-    // Of a method of kas and of one that is passed on, and of one for agents.
+    // One of a method of kas, one of a forwarded method, and one of a method for agents.
     for (listener, methods) in [("Api", 2), ("Agent", 1)] {
         let name = format!("kas_refusals_total{{listener=\"{listener}\",reason=\"Headers\"}}");
         kas.metric_is(&name, f64::from(methods * sizes)).await?;
@@ -161,21 +160,21 @@ async fn all_held(said: &str, World { kas, plan, .. }: &World, sizes: u8) -> Res
 }
 
 #[tokio::test]
-async fn a_client_in_python_calls_everything_and_is_refused_in_the_same_words() -> Result<()> {
+async fn a_python_client_can_use_the_api_and_sees_the_documented_errors() -> Result<()> {
     let python = python().await?;
     let world = world().await?;
     let mut client = Command::new(python);
     client.arg(folder().join("python/client.py")).env("PYTHONDONTWRITEBYTECODE", "1");
     let begun = Instant::now();
     let said = run(client, Some(&world.plan), WITHIN).await?;
-    // It also sends what is so large that HTTP/2 itself refuses it.
+    // It also sends headers that are so large that HTTP/2 itself refuses them.
     all_held(&said, &world, 4).await?;
     println!("after {:?}", begun.elapsed());
     Ok(())
 }
 
 #[tokio::test]
-async fn a_client_in_go_calls_everything_and_is_refused_in_the_same_words() -> Result<()> {
+async fn a_go_client_can_use_the_api_and_sees_the_documented_errors() -> Result<()> {
     let program = go().await?;
     let world = world().await?;
     let said = run(Command::new(&program), Some(&world.plan), WITHIN).await;

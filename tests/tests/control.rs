@@ -1,4 +1,5 @@
-//! What kas itself answers: configurations to agents; lists, watches, pods, health and reflection to callers.
+//! Methods that kas itself serves: configuration for agents; lists, watches, pods, health and reflection for
+//! callers.
 
 use std::{path::Path, process::Command, sync::Arc, time::Duration};
 
@@ -35,7 +36,7 @@ use testkit::{
 };
 use tokio::time::Instant;
 
-/// Within this time a changed file must be at the agent.
+/// A changed file must reach the agent within this time.
 const AT_ONCE: Duration = Duration::from_secs(12);
 
 const BY_ID: &str = "/kas.api.v1.KasApi/ConnectedAgentsById";
@@ -97,7 +98,7 @@ async fn configuration_of_a_folder_is_pushed_at_the_start_and_at_each_change() -
     put(folder.path(), 1, &yaml("debug"))?;
     let again = pushed(&mut configuration, LoggingLevelEnum::Debug).await?;
     assert_eq!(again, first.commit_id, "the same content is the same version");
-    // Each time that there was no file the log says which: for one at the start, for the other when it was
+    // The log names the missing file each time: for one agent at the start, for the other when it was
     // removed.
     for agent in [1, 2] {
         let (name, file) = (format!("agent-{agent}"), format!("agents/agent-{agent}/config.yaml"));
@@ -114,7 +115,7 @@ async fn configuration_of_a_folder_is_pushed_at_the_start_and_at_each_change() -
 }
 
 #[tokio::test]
-async fn agent_that_has_the_commit_is_sent_nothing_until_it_changes() -> Result<()> {
+async fn an_agent_with_the_current_commit_receives_only_later_changes() -> Result<()> {
     let folder = TempDir::new()?;
     put(folder.path(), 1, &yaml("debug"))?;
     let config = json!({ "agent": { "configuration": { "folder": folder.path() } } });
@@ -122,11 +123,11 @@ async fn agent_that_has_the_commit_is_sent_nothing_until_it_changes() -> Result<
     let agent = RawAgent::connect(kas.agent, &token(1), Kind::Old).await?;
     let commit = agent.configuration("").await?.next().await?.commit_id;
     let mut has_it = agent.configuration(&commit).await?;
-    // A stream that is sent something, opened later: had the other been sent anything, it came before.
+    // If the first stream had been sent anything, it would have arrived before this later one.
     assert_eq!(agent.configuration("older").await?.next().await?.commit_id, commit);
     put(folder.path(), 1, &yaml("warn"))?;
     pushed(&mut has_it, LoggingLevelEnum::Warn).await?;
-    // Rewritten without a change: nothing; what comes next is the next change.
+    // Rewriting the file without a change sends nothing: the next message is the next change.
     put(folder.path(), 1, &yaml("warn"))?;
     tokio::time::sleep(Duration::from_millis(700)).await;
     put(folder.path(), 1, &yaml("error"))?;
@@ -135,7 +136,7 @@ async fn agent_that_has_the_commit_is_sent_nothing_until_it_changes() -> Result<
 }
 
 #[tokio::test]
-async fn wrong_configuration_ends_the_stream_with_failed_precondition_until_it_is_mended() -> Result<()> {
+async fn invalid_configuration_ends_the_stream_with_failed_precondition_until_it_is_fixed() -> Result<()> {
     let folder = TempDir::new()?;
     put(folder.path(), 1, &yaml("debug"))?;
     let config = json!({ "agent": { "configuration": {
@@ -159,7 +160,7 @@ async fn wrong_configuration_ends_the_stream_with_failed_precondition_until_it_i
         assert_eq!(status.code(), Code::FailedPrecondition, "{status}");
         assert!(status.message().starts_with("Config: "), "{status}");
         assert!(status.message().contains(part), "{status}");
-        // And for whoever asks now; tunnels are not concerned.
+        // New streams fail in the same way; tunnels are not affected.
         let status = agent.configuration("").await?.next().await.unwrap_err();
         assert_eq!(status.code(), Code::FailedPrecondition, "{status}");
         agent.tunnel().await?;
@@ -208,16 +209,16 @@ async fn configuration_of_a_repository_is_pushed_with_its_commit() -> Result<()>
     let config = json!({ "agent": { "configuration": { "git": bare } } });
     let kas = Kas::start_with_config(config).await?;
     let agent = RawAgent::connect(kas.agent, &token(1), Kind::Ours).await?;
-    // A repository without any commit is the operator's to mend: the stream waits.
+    // The operator has to fix a repository without a commit: the stream waits.
     let mut configuration = agent.configuration("").await?;
     let first = commit(&work, Some(&yaml("debug")))?;
     assert_eq!(pushed(&mut configuration, LoggingLevelEnum::Debug).await?, first);
     let second = commit(&work, Some(&yaml("warn")))?;
     assert_eq!(pushed(&mut configuration, LoggingLevelEnum::Warn).await?, second);
-    // Every commit is a new version, whatever it changes.
+    // Every commit is a new version, whatever it contains.
     let third = commit(&work, Some(&yaml("warn")))?;
     assert_eq!(pushed(&mut configuration, LoggingLevelEnum::Warn).await?, third);
-    // What a repository's keeper does goes unnoticed.
+    // Maintenance of the repository has no effect.
     git(&bare, &["gc", "-q"])?;
     let mut has_it = agent.configuration(&third).await?;
     let fourth = commit(&work, Some(&yaml("error")))?;
@@ -268,7 +269,7 @@ fn in_projects() -> Options {
 }
 
 #[tokio::test]
-async fn connected_agents_are_listed_by_project_and_by_id_and_as_14_1_asks() -> Result<()> {
+async fn connected_agents_are_listed_by_project_by_id_and_with_the_request_of_14_1() -> Result<()> {
     let Scenario { kas, caller, .. } = Scenario::start_with(in_projects()).await?;
     assert_eq!(for_project(&caller, 10).await?, []);
     let one = RawAgent::connect(kas.agent, &token(1), Kind::Ours).await?;
@@ -364,7 +365,7 @@ async fn event(stream: &mut Stream) -> Event {
 }
 
 #[tokio::test]
-async fn watchers_see_what_there_is_then_every_connection_and_every_end() -> Result<()> {
+async fn watchers_receive_a_snapshot_then_every_change() -> Result<()> {
     let Scenario { kas, caller, .. } = Scenario::start_with(in_projects()).await?;
     let connect = async |agent: i64| -> Result<(RawAgent, Configuration)> {
         let agent = RawAgent::connect(kas.agent, &token(agent), Kind::Ours).await?;
@@ -387,11 +388,11 @@ async fn watchers_see_what_there_is_then_every_connection_and_every_end() -> Res
     assert_eq!(third.id, 3);
     assert!(matches!(event(&mut of_all).await, Event::Connected(info) if info == third));
     let _two = connect(2).await?;
-    // Of another project: what this watcher sees next is agent 2.
+    // An agent of another project: the next event of this watcher is agent 2.
     assert!(matches!(event(&mut of_project).await, Event::Connected(info) if info.id == 2));
     assert!(matches!(event(&mut of_all).await, Event::Connected(info) if info.id == 2));
 
-    // A stream that ends, and a connection that is cut.
+    // A stream that ends, and a connection that is aborted.
     drop(one);
     let Event::Disconnected(gone) = event(&mut of_project).await else { panic!("an end") };
     assert_eq!((gone.id, gone.connection_id), (1, first.connection_id));
@@ -410,7 +411,7 @@ async fn watchers_see_what_there_is_then_every_connection_and_every_end() -> Res
 }
 
 #[tokio::test]
-async fn requests_that_name_a_connection_go_to_no_other() -> Result<()> {
+async fn requests_with_a_connection_id_use_only_that_connection() -> Result<()> {
     let Scenario { kas, caller, .. } = Scenario::start().await?;
     let mut agents = Vec::new();
     for kind in [Kind::Ours, Kind::Old, Kind::Ours] {
@@ -449,20 +450,20 @@ async fn requests_that_name_a_connection_go_to_no_other() -> Result<()> {
 }
 
 #[tokio::test]
-async fn tunnels_of_gitlabs_agents_are_tied_to_a_connection_only_when_there_is_no_doubt() -> Result<()> {
+async fn tunnels_of_gitlabs_agents_are_bound_to_a_connection_only_if_it_is_unambiguous() -> Result<()> {
     let Scenario { kas, caller, agent } = Scenario::start().await?.serving_agent(Kind::Old, 2).await?;
     let _one = agent.raw.configuration("").await?;
     let id = by_id(&caller, 1).await?[0].connection_id;
     let request = || caller.to_agent(1, &path("Echo")).header("kas-connection-id", id);
     assert_eq!(caller.call(request(), &[b"x"]).await?.messages, ["x"]);
-    // Two streams of one transport: a proxy may stand there, with two processes behind it.
+    // Two streams on one transport connection may come from two processes behind a proxy.
     let two = agent.raw.configuration("").await?;
     assert_eq!(caller.call(request(), &[b"x"]).await?.status.code(), Code::FailedPrecondition);
     assert_eq!(caller.call(caller.to_agent(1, &path("Echo")), &[b"x"]).await?.messages, ["x"]);
     drop(two);
     kas.metric_is("kas_connected_agents", 1.0).await?;
     assert_eq!(caller.call(request(), &[b"x"]).await?.messages, ["x"]);
-    // A proxy that says so.
+    // A proxy that adds a header.
     let proxied = agent.raw.request(GET_CONFIGURATION).header("via", "2.0 proxy");
     let mut stream = agent.raw.link().open(proxied.body(())?).await?;
     stream.send(frame(b"")).await.unwrap();
@@ -474,7 +475,7 @@ async fn tunnels_of_gitlabs_agents_are_tied_to_a_connection_only_when_there_is_n
     Ok(())
 }
 
-/// An API server that knows two pods, and nothing else.
+/// An API server with two pods and nothing else.
 async fn api_server() -> Result<(std::net::SocketAddr, tokio::task::JoinSet<()>)> {
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await?;
     let address = listener.local_addr()?;
@@ -515,7 +516,7 @@ async fn api_server() -> Result<(std::net::SocketAddr, tokio::task::JoinSet<()>)
 }
 
 #[tokio::test]
-async fn pods_are_asked_of_the_connection_that_is_named() -> Result<()> {
+async fn get_pods_uses_the_requested_connection() -> Result<()> {
     let (server, _server) = api_server().await?;
     let kas = Kas::start().await?;
     let agentk = Agentk::start_with(kas.agent, &token(1), &format!("http://{server}")).await?;
@@ -545,7 +546,7 @@ async fn pods_are_asked_of_the_connection_that_is_named() -> Result<()> {
         let got = caller.call(caller.request(GET_PODS), &[&request.encode_to_vec()]).await?;
         assert_eq!(got.status.code(), code, "{request:?}: {}", got.status);
     }
-    // An agent that is not there: as any request.
+    // For an absent agent it fails like any other request.
     let request = GetPodsRequest { agent_id: 2, ..Default::default() };
     let headers = caller.request(GET_PODS).header("grpc-timeout", "100m");
     let got = caller.call(headers, &[&request.encode_to_vec()]).await?;

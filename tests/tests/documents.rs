@@ -1,5 +1,5 @@
-//! The documents hold: links lead somewhere, commands are taken by the programs that they name, and files
-//! that are shown as configuration have no key that kas does not know.
+//! Checks the documents: links have a target, programs accept the documented commands, and configuration
+//! examples have only keys that kas knows.
 
 #![allow(clippy::unwrap_used)] // a test may panic
 
@@ -14,7 +14,7 @@ fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("..").canonicalize().unwrap()
 }
 
-/// Returns the documents by their paths, that of the charts among them.
+/// Returns all documents with their paths, including those of the charts.
 fn documents() -> Vec<(PathBuf, String)> {
     let folders = ["", "docs", "docs/decisions", "deploy", "deploy/charts/kas", "deploy/charts/agentk"];
     let mut found = Vec::new();
@@ -35,7 +35,7 @@ fn shown(path: &Path) -> String {
     path.strip_prefix(root()).unwrap_or(path).display().to_string()
 }
 
-/// Returns a document without what is between fences.
+/// Returns a document without fenced code blocks.
 fn prose(text: &str) -> String {
     let mut is_code = false;
     let lines = text.lines().filter(|line| {
@@ -46,7 +46,7 @@ fn prose(text: &str) -> String {
     lines.collect::<Vec<_>>().join("\n")
 }
 
-/// Returns what is between fences of one kind, with the line that it begins at.
+/// Returns the fenced code blocks of one kind, with the line number of each.
 fn fenced(text: &str, kind: &str) -> Vec<(usize, String)> {
     let mut found: Vec<(usize, String)> = Vec::new();
     let mut open = None;
@@ -70,7 +70,7 @@ fn fenced(text: &str, kind: &str) -> Vec<(usize, String)> {
     found
 }
 
-/// Returns the anchors of a document, made of its headings as GitHub and GitLab do.
+/// Returns the anchors of the headings, as GitHub and GitLab form them.
 fn anchors(text: &str) -> BTreeSet<String> {
     let headings = prose(text);
     let headings = headings.lines().filter(|line| line.starts_with('#'));
@@ -83,7 +83,7 @@ fn anchors(text: &str) -> BTreeSet<String> {
         .collect()
 }
 
-/// Returns what links and pictures lead to.
+/// Returns the targets of links and images.
 fn links(text: &str) -> Vec<String> {
     let prose = prose(text);
     let ends = prose.match_indices("](").filter_map(|(at, open)| {
@@ -94,7 +94,7 @@ fn links(text: &str) -> Vec<String> {
 }
 
 #[test]
-fn every_link_leads_to_a_file_and_a_heading_that_are_there() {
+fn every_link_has_an_existing_target() {
     let (mut checked, mut broken) = (0, Vec::new());
     for (path, text) in documents() {
         for link in links(&text) {
@@ -134,8 +134,8 @@ fn every_document_is_in_the_index() {
     }
 }
 
-/// Splits a script into commands, each into words, as far as the documents' scripts go: quotes, comments,
-/// lines that go on, and what stands between commands. Within `$(…)` a command of its own begins.
+/// Splits a script into commands and their words, as far as the documents need it: quotes, comments,
+/// continued lines and separators. `$(…)` starts a new command.
 fn commands(script: &str) -> Vec<Vec<String>> {
     let mut commands = vec![vec![]];
     let mut word: Option<String> = None;
@@ -162,7 +162,7 @@ fn commands(script: &str) -> Vec<Vec<String>> {
             }
             '#' if word.is_none() => while chars.next_if(|c| *c != '\n').is_some() {},
             '>' | '<' => {
-                // A number before it says which descriptor.
+                // A number before it is a file descriptor.
                 word = word.take().filter(|word| !word.chars().all(|c| c.is_ascii_digit()));
                 end(&mut word, &mut commands, &mut is_redirect);
                 while chars.next_if(|c| ['>', '&'].contains(c)).is_some() {}
@@ -190,7 +190,7 @@ fn commands_are_split_as_a_shell_does() {
 }
 
 #[test]
-fn every_command_of_the_documents_is_one_that_the_programs_take() {
+fn every_documented_command_is_accepted_by_its_program() {
     let programs = man::programs();
     let (mut checked, mut refused) = (0, Vec::new());
     for (path, text) in documents() {
@@ -224,7 +224,7 @@ fn every_command_of_the_documents_is_one_that_the_programs_take() {
 }
 
 #[test]
-fn each_program_prints_completions_that_name_its_commands_and_that_shells_read() {
+fn each_program_prints_valid_completions_with_all_commands() {
     let dir = tempfile::tempdir().unwrap();
     for program in man::programs() {
         let name = program.get_name().to_owned();
@@ -247,12 +247,12 @@ fn each_program_prints_completions_that_name_its_commands_and_that_shells_read()
 }
 
 #[test]
-fn configuration_that_is_shown_has_only_keys_that_kas_knows() {
+fn documented_configuration_has_only_known_keys() {
     let environment = kas::config::Environment::of_process();
     let (mut checked, mut unknown) = (0, Vec::new());
     for (path, text) in documents() {
         for (line, file) in fenced(&text, "yaml") {
-            // Others are of Kubernetes, of proxies, or the list of agents.
+            // Other blocks are for Kubernetes or proxies, or are the list of agents.
             const SECTIONS: [&str; 8] = [
                 "agent:",
                 "api:",
@@ -273,7 +273,7 @@ fn configuration_that_is_shown_has_only_keys_that_kas_knows() {
                     .iter()
                     .map(|warning| format!("{}: {}", warning.path, warning.text))
                     .collect(),
-                // Files and sections that a fragment has not are wanted; keys are what is asked of here.
+                // A fragment lacks files and sections; only unknown keys matter here.
                 Err(problems) => {
                     let warnings = problems.warnings().iter().map(ToString::to_string);
                     problems.iter().map(ToString::to_string).chain(warnings).collect::<Vec<_>>()

@@ -1,4 +1,4 @@
-//! Our agentk with a kas that is GitLab's: one request for each tunnel.
+//! Our agentk with GitLab's kas: one request for each tunnel.
 
 use anyhow::Result;
 use bytes::Bytes;
@@ -51,7 +51,7 @@ async fn agentk_offers_reuse_and_waits_for_no_headers() -> Result<()> {
 }
 
 #[tokio::test]
-async fn answer_of_a_one_shot_tunnel_arrives_whole_before_its_end() -> Result<()> {
+async fn response_on_a_one_shot_tunnel_is_complete_before_its_end() -> Result<()> {
     let mut kas = Kas14::start().await?;
     let _agentk = Agentk::start(kas.address(), "token").await?;
     let echo = payload("hello");
@@ -74,7 +74,7 @@ async fn answer_of_a_one_shot_tunnel_arrives_whole_before_its_end() -> Result<()
 }
 
 #[tokio::test]
-async fn errors_of_a_one_shot_tunnel_come_as_14_1_sends_them() -> Result<()> {
+async fn errors_on_a_one_shot_tunnel_match_14_1() -> Result<()> {
     let mut kas = Kas14::start().await?;
     let _agentk = Agentk::start(kas.address(), "token").await?;
     for (method, message, code) in [
@@ -82,7 +82,7 @@ async fn errors_of_a_one_shot_tunnel_come_as_14_1_sends_them() -> Result<()> {
         (DOWNLOAD, DownloadRequest { messages: 1, size: u32::MAX }.encode_to_vec(), 3),
     ] {
         let mut tunnel = kas.tunnel().await;
-        // What grpc-go adds to every request must do no harm.
+        // The headers that grpc-go adds to every request must not matter.
         let pairs =
             [(":authority", "kas"), ("content-type", "application/grpc+proto"), ("user-agent", "grpc-go")];
         tunnel.request(method, &pairs, &[&message])?;
@@ -96,7 +96,7 @@ async fn errors_of_a_one_shot_tunnel_come_as_14_1_sends_them() -> Result<()> {
 }
 
 #[tokio::test]
-async fn agentk_opens_the_next_tunnel_when_one_was_used_or_ended() -> Result<()> {
+async fn agentk_replaces_a_tunnel_that_was_used_or_ended() -> Result<()> {
     let mut kas = Kas14::start().await?;
     let agentk = Agentk::start(kas.address(), "token").await?;
     for _ in 0..10 {
@@ -104,7 +104,7 @@ async fn agentk_opens_the_next_tunnel_when_one_was_used_or_ended() -> Result<()>
         idle.end()?;
         assert_eq!(idle.next().await, FromAgent::HalfClose);
     }
-    // A long request beside the others.
+    // A long request at the same time as the others.
     let mut hold = kas.tunnel().await;
     hold.send(connect_response::Msg::RequestInfo(rpc::RequestInfo {
         method_name: HOLD.to_owned(),
@@ -122,7 +122,7 @@ async fn agentk_opens_the_next_tunnel_when_one_was_used_or_ended() -> Result<()>
         tunnel.end()?;
     }
     agentk.metric_is("agentk_tunnels_busy", 1.0).await?;
-    // 14.1 ends a request whose caller has gone by ending the stream.
+    // 14.1 cancels a request by ending the stream.
     drop(hold);
     agentk.metric_is("agentk_tunnels_busy", 0.0).await?;
     Ok(())

@@ -1,5 +1,5 @@
-//! What was sent is what arrives, whatever it is and in whatever pieces it is written: properties of one
-//! running kas with agents of several kinds.
+//! Payload and metadata arrive unchanged, however they are fragmented: properties of one running kas with
+//! agents of several kinds.
 
 #![allow(clippy::unwrap_used)] // a test may panic
 
@@ -31,12 +31,12 @@ use testkit::{
 };
 use tokio::runtime::Runtime;
 
-/// A few seconds' worth.
+/// Takes a few seconds.
 const CASES: u32 = 192;
 
-/// Fails when the property does not hold for one of these cases: with the smallest one that was found.
+/// Fails with the smallest case found for which the property does not hold.
 fn property<S: Strategy>(cases: u32, strategy: &S, mut holds: impl FnMut(S::Value) -> Result<()>) {
-    // A failing case may take as long as testkit waits for something that never happens.
+    // A failing case may run into testkit's timeout.
     let config = Config {
         cases,
         max_shrink_time: 30_000,
@@ -52,12 +52,12 @@ fn property<S: Strategy>(cases: u32, strategy: &S, mut holds: impl FnMut(S::Valu
     }
 }
 
-/// Messages, and how the bytes of their frames are cut.
+/// Messages, and how their bytes are split into frames.
 #[derive(Clone, Debug)]
 struct Messages {
-    /// The size of each and what is in it.
+    /// The size and the content of each message.
     sizes: Vec<(usize, u8)>,
-    /// The sizes of DATA frames, again and again.
+    /// The sizes of DATA frames, repeated.
     pieces: Vec<usize>,
 }
 
@@ -71,7 +71,7 @@ impl Messages {
                 .prop_map(|(around, more)| around - 10 + more),
             1 => 0..=200 * 1024usize,
         ];
-        // Small ones cut prefixes; a large one in each round bounds how many there are.
+        // Small ones split prefixes; a large one in each round bounds their number.
         let small = prop::collection::vec(prop_oneof![1..=8usize, 1..=300usize, 1..=3_000usize], 0..12);
         (prop::collection::vec((size, any::<u8>()), 0..6), small, 8_000..=70_000usize).prop_map(
             |(sizes, mut pieces, large)| {
@@ -81,7 +81,7 @@ impl Messages {
         )
     }
 
-    /// Returns the messages; no two neighbouring bytes of one are equal, and no two messages alike.
+    /// Returns the messages. Adjacent bytes always differ, and so do messages.
     fn messages(&self) -> Vec<Bytes> {
         let message = |(n, (size, salt)): (usize, &(usize, u8))| {
             (0..*size).map(|at| (at * 7 + at / 251 + n * 31) as u8 ^ salt).collect::<Vec<u8>>().into()
@@ -89,7 +89,7 @@ impl Messages {
         self.sizes.iter().enumerate().map(message).collect()
     }
 
-    /// Sends them in their pieces and returns the whole answer.
+    /// Sends them as frames of these sizes and returns the complete response.
     async fn call(&self, caller: &Caller, method: &str) -> Result<Answer> {
         let mut stream = caller.open(caller.to_agent(1, method)).await?;
         let mut body: BytesMut = self.messages().iter().flat_map(|message| frame(message)).collect();
@@ -100,7 +100,7 @@ impl Messages {
             let piece = body.split_to(body.len().min(*size)).freeze();
             stream.send(piece).await.map_err(|reason| anyhow::anyhow!("reset: {reason:?}"))?;
             if n % 3 == 0 {
-                // What was sent so far is written by itself.
+                // Lets the frames so far be written separately.
                 tokio::task::yield_now().await;
             }
         }
@@ -112,7 +112,7 @@ impl Messages {
 }
 
 #[test]
-fn messages_of_any_size_in_any_pieces_arrive_whole_and_in_order() -> Result<()> {
+fn messages_of_any_size_and_fragmentation_arrive_intact_and_in_order() -> Result<()> {
     let runtime = Runtime::new()?;
     let (kas, agentk) = runtime.block_on(async {
         let kas = Kas::start().await?;
@@ -123,7 +123,7 @@ fn messages_of_any_size_in_any_pieces_arrive_whole_and_in_order() -> Result<()> 
     property(CASES, &(Messages::any(), Messages::any()), |(first, second)| {
         runtime.block_on(async {
             let caller = kas.caller().await?;
-            // At once on one connection, through different tunnels of one agent.
+            // Concurrently on one connection, through different tunnels of one agent.
             let (echoed, counted) = tokio::join!(
                 first.call(&caller, bench::ECHO),
                 second.call(&caller, "/kas.bench.v1.Bench/Upload"),
@@ -144,7 +144,7 @@ fn messages_of_any_size_in_any_pieces_arrive_whole_and_in_order() -> Result<()> 
     })
 }
 
-/// Application metadata: keys in any order, each as often as it likes.
+/// Application metadata: keys in any order, each any number of times.
 #[derive(Clone, Debug)]
 struct Metadata(Vec<(String, Value)>);
 
@@ -156,7 +156,7 @@ enum Value {
 
 impl Metadata {
     fn any() -> impl Strategy<Value = Self> {
-        // Few enough names that they repeat; none of them means anything to kas.
+        // Few names, so that they repeat; none of them has a meaning for kas.
         let text = ("app-[a-c]|x[0-9a-z_.]{0,20}", "[!-~]([ -~]{0,40}[!-~])?")
             .prop_map(|(key, value)| (key, Value::Text(value)));
         let binary = ("app-[a-c]-bin", prop::collection::vec(any::<u8>(), 0..60))
@@ -164,8 +164,8 @@ impl Metadata {
         prop::collection::vec(prop_oneof![text, binary], 0..24).prop_map(Self)
     }
 
-    /// As agents of GitLab can carry it: their envelopes hold binary values as they are, and those must be
-    /// text.
+    /// Restricts it to what agents of GitLab can carry: their envelopes contain binary values as they are, so
+    /// these must be text.
     fn for_kind(mut self, kind: Kind) -> Self {
         if kind != Kind::Ours {
             for (_, value) in &mut self.0 {
@@ -177,7 +177,7 @@ impl Metadata {
         self
     }
 
-    /// As an agent of this kind has it in an envelope.
+    /// Returns it as an envelope of an agent of this kind contains it.
     fn envelope(&self, kind: Kind) -> BTreeMap<String, Values> {
         let mut map = BTreeMap::<String, Values>::new();
         for (key, value) in &self.0 {
@@ -191,7 +191,7 @@ impl Metadata {
         map
     }
 
-    /// As it is in a header block.
+    /// Adds it to a header block.
     fn put(&self, mut request: Builder) -> Builder {
         for (key, value) in &self.0 {
             request = match value {
@@ -202,7 +202,7 @@ impl Metadata {
         request
     }
 
-    /// Whether these headers have it, and nothing else of an application.
+    /// Checks that these headers contain exactly this application metadata.
     fn check(&self, headers: &HeaderMap) -> Result<()> {
         let expected = self.put(http::Request::builder()).body(())?;
         let mut headers = headers.clone();
@@ -214,7 +214,7 @@ impl Metadata {
     }
 }
 
-/// Sends a request with `asked` and answers it by hand with `headers` and `trailers`.
+/// Sends a request with `asked` and sends a response with `headers` and `trailers`.
 async fn exchange(
     kas: &Kas,
     tunnel: &mut RawTunnel,
@@ -250,7 +250,7 @@ async fn exchange(
 }
 
 #[test]
-fn metadata_of_any_kind_arrives_whole_and_in_order_both_ways() -> Result<()> {
+fn metadata_arrives_intact_and_in_order_in_both_directions() -> Result<()> {
     let runtime = Runtime::new()?;
     let agents = [(1, Kind::Ours), (2, Kind::Old), (3, Kind::Recent)];
     let (kas, links) = runtime.block_on(async {
@@ -267,7 +267,8 @@ fn metadata_of_any_kind_arrives_whole_and_in_order_both_ways() -> Result<()> {
         let (agent, kind) = agents[n];
         let metadata = metadata.map(|metadata| metadata.for_kind(kind));
         runtime.block_on(async {
-            // A new one each time: a failed case leaves nothing to the next, and one-shot ones are used up.
+            // A new tunnel each time: one-shot tunnels are used up, and a failed case must not affect the
+            // next.
             let mut tunnel = links[n].tunnel().await?;
             exchange(&kas, &mut tunnel, (agent, kind), metadata)
                 .await

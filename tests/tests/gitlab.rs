@@ -1,4 +1,5 @@
-//! Agents that GitLab knows: a real kas asks a GitLab of the testkit, which checks its signature.
+//! Agents that GitLab authenticates: a real kas and the simulated GitLab of testkit, which checks the
+//! signature.
 
 use std::{
     net::{Ipv4Addr, SocketAddr},
@@ -24,7 +25,7 @@ use tokio::{task::JoinSet, time::Instant};
 
 const BY_ID: &str = "/kas.api.v1.KasApi/ConnectedAgentsById";
 
-/// Starts a kas that asks `gitlab`, with `over` in its configuration.
+/// Starts a kas that uses `gitlab`, with `over` merged into its configuration.
 async fn kas_of(gitlab: &GitLab, over: Value) -> Result<Kas> {
     kas_with(gitlab, over, &[]).await
 }
@@ -36,7 +37,7 @@ async fn kas_with(gitlab: &GitLab, over: Value, env: &[(&str, String)]) -> Resul
     Kas::start_with(Options { config, env, ..Options::default() }).await
 }
 
-/// One that knows agents 1 and 2.
+/// Starts a GitLab with agents 1 and 2.
 async fn gitlab() -> Result<GitLab> {
     let gitlab = GitLab::start().await?;
     know(&gitlab);
@@ -49,7 +50,7 @@ fn know(gitlab: &GitLab) {
     }
 }
 
-/// Remembers agents for this long, and errors for half a second.
+/// Caches agents for this time, and errors for half a second.
 fn remembering(time: Duration) -> Value {
     let ttl = format!("{}ms", time.as_millis());
     json!({ "agent": { "info_cache_ttl": ttl, "info_cache_error_ttl": "500ms" } })
@@ -69,7 +70,7 @@ async fn tunnel(kas: &Kas, agent: i64) -> Result<Result<testkit::raw_agent::RawT
     }
 }
 
-/// Returns why a tunnel is refused.
+/// Returns the status with which a tunnel is refused.
 async fn refusal(kas: &Kas, agent: i64) -> Result<Result<Status, &'static str>> {
     Ok(match tunnel(kas, agent).await? {
         Ok(_) => Err("let in"),
@@ -107,7 +108,7 @@ async fn agents_of_every_kind_connect_and_gitlab_is_asked_once_for_each() -> Res
 }
 
 #[tokio::test]
-async fn what_gitlab_answers_decides_on_the_status_of_an_agents_streams() -> Result<()> {
+async fn the_response_of_gitlab_determines_the_status_of_an_agents_streams() -> Result<()> {
     let gitlab = gitlab().await?;
     let over = json!({ "gitlab": { "timeout": "5s" }, "agent": { "info_cache_ttl": "0s" } });
     let kas = kas_of(&gitlab, over).await?;
@@ -150,7 +151,7 @@ async fn what_gitlab_answers_decides_on_the_status_of_an_agents_streams() -> Res
 }
 
 #[tokio::test]
-async fn streams_that_come_together_make_one_lookup() -> Result<()> {
+async fn concurrent_streams_cause_one_lookup() -> Result<()> {
     let gitlab = gitlab().await?;
     gitlab.reply(Reply::Late(Duration::from_millis(300)));
     let kas = kas_of(&gitlab, json!({})).await?;
@@ -162,7 +163,7 @@ async fn streams_that_come_together_make_one_lookup() -> Result<()> {
 }
 
 #[tokio::test]
-async fn while_gitlab_is_down_agents_are_known_for_their_time_and_tunnels_stay() -> Result<()> {
+async fn while_gitlab_is_down_cached_agents_connect_and_tunnels_stay() -> Result<()> {
     let mut gitlab = gitlab().await?;
     let ttl = Duration::from_secs(3);
     let kas = kas_of(&gitlab, remembering(ttl)).await?;
@@ -172,7 +173,7 @@ async fn while_gitlab_is_down_agents_are_known_for_their_time_and_tunnels_stay()
     let mut configuration = agent.configuration("").await?;
     let _serving = agent.serve(1).await?;
     gitlab.down().await;
-    // Who is not remembered cannot be let in.
+    // An agent that is not cached is refused.
     let refused = tunnel(&kas, 2).await?.unwrap_err();
     assert_eq!((refused.code(), refused.message()), (Code::Unavailable, "unavailable"));
     let early = tunnel(&kas, 1).await?;
@@ -180,20 +181,19 @@ async fn while_gitlab_is_down_agents_are_known_for_their_time_and_tunnels_stay()
     let status = eventually("the agent's time is over", async || refusal(&kas, 1).await).await?;
     assert_eq!((status.code(), status.message()), (Code::Unavailable, "unavailable"));
     assert!(asked.elapsed() >= ttl, "{:?}", asked.elapsed());
-    // Both have outlived it.
+    // The tunnel and the configuration stream are still open.
     echo(&caller, 1).await?;
     assert_eq!(kas.metric("kas_connected_agents").await?, 1.0);
     gitlab.up().await?;
     eventually("the agent is let in again", async || Ok(tunnel(&kas, 1).await?)).await?;
     echo(&caller, 1).await?;
-    // Nothing was cut in between: the stream is open and silent.
+    // Nothing was closed in between: the stream is open and silent.
     assert!(tokio::time::timeout(Duration::from_millis(50), configuration.stream().next()).await.is_err());
     Ok(())
 }
 
 #[tokio::test]
-async fn agent_revoked_in_gitlab_loses_everything_within_the_configured_time_and_no_other_does() -> Result<()>
-{
+async fn an_agent_revoked_in_gitlab_loses_its_streams_within_the_cache_ttl() -> Result<()> {
     for refuse in [GitLab::forget, GitLab::forbid] {
         let gitlab = gitlab().await?;
         let ttl = Duration::from_secs(3);
@@ -209,7 +209,7 @@ async fn agent_revoked_in_gitlab_loses_everything_within_the_configured_time_and
         busy.request().await;
         assert_eq!(busy.next().await, FromKas::Message("x".into()));
         let mut idle = agent.tunnel().await?;
-        // Through several renewals, and not cut by them.
+        // It stays open during several renewals.
         gitlab.asked(6).await;
         echo(&caller, 2).await?;
 
@@ -218,7 +218,7 @@ async fn agent_revoked_in_gitlab_loses_everything_within_the_configured_time_and
         assert_eq!(idle.ended().await.code(), Code::Unauthenticated);
         assert_eq!(busy.ended().await.code(), Code::Unauthenticated);
         assert_eq!(configuration.next().await.unwrap_err().code(), Code::Unauthenticated);
-        // Far below the default of five minutes; the rest is for a machine that stands still.
+        // Far below the default of five minutes. The margin is for a machine that stalls.
         assert!(begun.elapsed() < ttl + Duration::from_secs(10), "{:?}", begun.elapsed());
         assert!(tunnel(&kas, 1).await?.is_err());
         echo(&caller, 2).await?;
@@ -226,7 +226,7 @@ async fn agent_revoked_in_gitlab_loses_everything_within_the_configured_time_and
     Ok(())
 }
 
-/// Starts a kas that asks twice a second, so that 40 may wait for their turn.
+/// Starts a kas that asks GitLab twice a second, so that 40 lookups may wait.
 async fn kas_that_asks_seldom(gitlab: &GitLab) -> Result<Kas> {
     let mut over = remembering(Duration::from_secs(2));
     merge(
@@ -236,8 +236,7 @@ async fn kas_that_asks_seldom(gitlab: &GitLab) -> Result<Kas> {
     kas_of(gitlab, over).await
 }
 
-/// Connects from there with one made-up token after the other, more at a time than may wait for their turn;
-/// until dropped.
+/// Connects from this address with made-up tokens, more at a time than may wait, until dropped.
 fn strangers(address: SocketAddr, from: Ipv4Addr) -> JoinSet<()> {
     let mut strangers = JoinSet::new();
     for _ in 0..60 {
@@ -255,7 +254,7 @@ fn strangers(address: SocketAddr, from: Ipv4Addr) -> JoinSet<()> {
 }
 
 #[tokio::test]
-async fn strangers_with_made_up_tokens_do_not_keep_connected_agents_out() -> Result<()> {
+async fn made_up_tokens_do_not_disconnect_connected_agents() -> Result<()> {
     let gitlab = gitlab().await?;
     let kas = kas_that_asks_seldom(&gitlab).await?;
     let agent = RawAgent::connect(kas.agent, &token(1), Kind::Ours).await?;
@@ -275,19 +274,19 @@ async fn strangers_with_made_up_tokens_do_not_keep_connected_agents_out() -> Res
         while renewals() < enough {
             let status = tunnel(&kas, 1).await?.err();
             assert_eq!(status, None);
-            // Connections have a limit of their own.
+            // Connections have a separate limit.
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
         anyhow::Ok(())
     })
     .await?;
-    // One, if this machine stood still; strangers would hold up each.
+    // One late renewal may come from a stalled machine; made-up tokens would delay each of them.
     assert!(kas.metric("kas_identity_late_renewals_total").await? <= 1.0);
     echo(&kas.caller().await?, 1).await
 }
 
 #[tokio::test]
-async fn strangers_with_made_up_tokens_do_not_keep_new_agents_from_elsewhere_out() -> Result<()> {
+async fn made_up_tokens_do_not_block_new_agents_from_other_addresses() -> Result<()> {
     const STRANGERS: Ipv4Addr = Ipv4Addr::new(127, 0, 0, 7);
     let gitlab = gitlab().await?;
     let kas = kas_that_asks_seldom(&gitlab).await?;
@@ -298,7 +297,7 @@ async fn strangers_with_made_up_tokens_do_not_keep_new_agents_from_elsewhere_out
     });
     let line = turned_away.await?;
     assert_eq!((&line["level"], &line["most_from"]), (&json!("WARN"), &json!("127.0.0.7")), "{line}");
-    // At the first try: one more than the queue holds is asked about next.
+    // At the first attempt: the next lookup after the queue is full is for this agent.
     for id in [1, 2] {
         let agent = RawAgent::connect(address, &token(id), Kind::Ours).await?;
         let _serving = agent.serve(1).await?;
@@ -308,7 +307,7 @@ async fn strangers_with_made_up_tokens_do_not_keep_new_agents_from_elsewhere_out
 }
 
 #[tokio::test]
-async fn a_wrong_secret_or_clock_cuts_nobody() -> Result<()> {
+async fn a_wrong_secret_or_clock_disconnects_no_agent() -> Result<()> {
     let gitlab = gitlab().await?;
     let kas = kas_of(&gitlab, remembering(Duration::from_secs(1))).await?;
     let caller = kas.caller().await?;
@@ -331,7 +330,7 @@ async fn a_wrong_secret_or_clock_cuts_nobody() -> Result<()> {
 }
 
 #[tokio::test]
-async fn gitlab_with_a_certificate_of_its_own_ca_and_a_gitlab_of_today() -> Result<()> {
+async fn gitlab_may_have_its_own_ca_and_the_current_api() -> Result<()> {
     let gitlab = GitLab::start_tls().await?;
     know(&gitlab);
     gitlab.be(Release::Today);
@@ -353,7 +352,7 @@ async fn the_proxy_of_the_environment_is_used() -> Result<()> {
     let proxy = format!("http://{}", gitlab.address());
     for (scheme, variable) in [("https", "HTTPS_PROXY"), ("http", "http_proxy")] {
         let over = || json!({ "gitlab": { "address": format!("{scheme}://{NAME}") } });
-        // Of the machine that runs this test, none may get in between.
+        // The proxies of the test machine must not be used.
         let env = |no: &str| {
             [("NO_PROXY", no.to_owned()), ("HTTP_PROXY", proxy.clone()), (variable, proxy.clone())]
         };
@@ -369,14 +368,18 @@ async fn the_proxy_of_the_environment_is_used() -> Result<()> {
             assert!(first.target.starts_with("http://gitlab.test/api/"), "{}", first.target);
         }
         let kas = kas_with(&gitlab, over(), &env(NAME)).await?;
-        assert_eq!(tunnel(&kas, 1).await?.unwrap_err().code(), Code::Unavailable, "that name leads nowhere");
+        assert_eq!(
+            tunnel(&kas, 1).await?.unwrap_err().code(),
+            Code::Unavailable,
+            "that name does not resolve"
+        );
     }
     Ok(())
 }
 
-/// Nothing says who may sign: 14.1 calls itself gitlab, and GitLab of today by its host name.
+/// Without configured issuers: 14.1 uses the issuer `gitlab`, and current GitLab its host name.
 #[tokio::test]
-async fn gitlab_calls_by_either_of_its_names_and_another_one_is_told_in_the_log() -> Result<()> {
+async fn both_issuers_of_gitlab_are_accepted_and_another_one_is_logged() -> Result<()> {
     let gitlab = gitlab().await?;
     let kas = kas_of(&gitlab, json!({})).await?;
     let message = ConnectedAgentsByIdRequest { agent_id: 1 }.encode_to_vec();
@@ -388,7 +391,7 @@ async fn gitlab_calls_by_either_of_its_names_and_another_one_is_told_in_the_log(
     for issuer in ["gitlab", "localhost"] {
         assert_eq!(call(&kas, issuer, &kas.secrets[0]).await?, Code::Ok, "{issuer}");
     }
-    // Who has no secret may claim to be anybody, and the log is not theirs to fill.
+    // A client without the secret may claim any issuer, so it must not fill the log.
     assert_eq!(call(&kas, "made-up", &[7; 32]).await?, Code::Unauthenticated);
     for _ in 0..3 {
         assert_eq!(call(&kas, "git.internal", &kas.secrets[0]).await?, Code::Unauthenticated);
@@ -411,8 +414,8 @@ async fn gitlab_calls_by_either_of_its_names_and_another_one_is_told_in_the_log(
     Ok(())
 }
 
-/// What GitLab's packages write, with ports for tests; the sections for Redis and Gitaly are read and do
-/// nothing.
+/// The configuration that GitLab's packages write, with ports for tests; the sections for Redis and Gitaly
+/// have no effect.
 #[tokio::test]
 async fn a_file_of_gitlabs_kas_14_1_starts_and_agents_connect() -> Result<()> {
     let gitlab = gitlab().await?;
@@ -447,7 +450,7 @@ async fn a_file_of_gitlabs_kas_14_1_starts_and_agents_connect() -> Result<()> {
     Ok(())
 }
 
-/// What `kas gitlab check` says, and whether it says that all is well.
+/// The output of `kas gitlab check`, and whether it succeeded.
 struct Asked {
     good: bool,
     said: String,
@@ -472,7 +475,7 @@ async fn check(config: &Value, arguments: &[&str]) -> Result<Asked> {
 }
 
 #[tokio::test]
-async fn an_operator_asks_gitlab_before_any_agent_does_and_is_told_what_is_wrong() -> Result<()> {
+async fn gitlab_check_reports_each_problem() -> Result<()> {
     let mut gitlab = gitlab().await?;
     gitlab.have_project("group/project", 9);
     let folder = tempfile::tempdir()?;
@@ -530,7 +533,7 @@ async fn an_operator_asks_gitlab_before_any_agent_does_and_is_told_what_is_wrong
             false,
             "status 404 Not Found; gitlab.address must be the URL",
         ),
-        // 14.1 drops the path, and here that is right.
+        // 14.1 drops the path, which is correct here.
         (changed(old), vec!["--token-file", &good], true, "agent-1"),
         (json!({ "identity": { "file": "agents.yaml" } }), vec![], false, "asks no GitLab"),
         (changed(json!({ "gitlab": { "timeout": "never" } })), vec![], false, "gitlab.timeout: found"),
@@ -551,7 +554,7 @@ async fn an_operator_asks_gitlab_before_any_agent_does_and_is_told_what_is_wrong
 }
 
 #[tokio::test]
-async fn kas_does_not_start_with_a_secret_that_gitlab_cannot_have() -> Result<()> {
+async fn kas_does_not_start_with_an_invalid_gitlab_secret() -> Result<()> {
     let gitlab = gitlab().await?;
     for (content, told) in [
         ("QUJD", "a secret of 3 bytes"),

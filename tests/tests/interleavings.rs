@@ -1,4 +1,5 @@
-//! Frames that cross, ends in every order, and who leaves when: real kas, agents and callers by hand.
+//! Frames that cross on the wire, and streams that end in every order: a real kas with hand-driven agents and
+//! callers.
 
 use anyhow::{Context as _, Result};
 use bytes::{BufMut as _, BytesMut};
@@ -23,7 +24,7 @@ async fn begin(caller: &Caller, tunnel: &mut RawTunnel) -> Result<Stream> {
     Ok(stream)
 }
 
-/// Sends a request to agent 1 through this tunnel, answers it, and asserts that the caller has all of it.
+/// Sends a request to agent 1 through this tunnel and checks the complete response.
 async fn works(caller: &Caller, tunnel: &mut RawTunnel) -> Result<()> {
     let mut stream = begin(caller, tunnel).await?;
     stream.half_close().ok().context("sent")?;
@@ -40,7 +41,7 @@ fn assert_outcome(got: &Answer, code: Code, outcome: Outcome) {
 }
 
 #[tokio::test]
-async fn withdrawal_of_a_parked_tunnel_ends_it_with_ok() -> Result<()> {
+async fn withdrawing_an_idle_tunnel_ends_it_with_ok() -> Result<()> {
     let kas = Kas::start().await?;
     let agent = RawAgent::connect(kas.agent, &token(1), Kind::Ours).await?;
     let mut tunnel = agent.tunnel().await?;
@@ -79,7 +80,7 @@ async fn request_that_crossed_a_withdrawal_is_served_and_the_tunnel_ends_afterwa
 }
 
 #[tokio::test]
-async fn withdrawals_that_race_with_requests_lose_none() -> Result<()> {
+async fn withdrawals_that_race_with_requests_lose_no_request() -> Result<()> {
     let Scenario { kas: _kas, caller, agent } = Scenario::start().await?.raw_agent(Kind::Ours).await?;
     let (mut crossed, mut parked) = (0, 0);
     for n in 0..100 {
@@ -106,7 +107,7 @@ async fn withdrawals_that_race_with_requests_lose_none() -> Result<()> {
                 }
             }
             if requests == 0 {
-                // The request waits: another tunnel comes.
+                // The request waits until another tunnel is opened.
                 let mut other = agent.tunnel().await.unwrap();
                 other.request().await;
                 assert_eq!(other.next().await, FromKas::Message("x".into()));
@@ -127,7 +128,7 @@ async fn withdrawals_that_race_with_requests_lose_none() -> Result<()> {
 }
 
 #[tokio::test]
-async fn anything_but_a_withdrawal_on_a_parked_tunnel_resets_it() -> Result<()> {
+async fn anything_but_a_withdrawal_on_an_idle_tunnel_resets_it() -> Result<()> {
     let kas = Kas::start().await?;
     let mut violations = 0.0;
     for kind in Kind::ALL {
@@ -148,12 +149,12 @@ async fn anything_but_a_withdrawal_on_a_parked_tunnel_resets_it() -> Result<()> 
             assert_eq!(tunnel.next().await, FromKas::Reset(Reason::CANCEL), "{kind:?} {msg:?}");
             violations += 1.0;
         }
-        // Bytes that are no envelope.
+        // Bytes that are not an envelope.
         let mut tunnel = agent.tunnel().await?;
         tunnel.stream().send(frame(b"\xff\xff\xff")).await.unwrap();
         assert_eq!(tunnel.next().await, FromKas::Reset(Reason::CANCEL), "{kind:?}");
         violations += 1.0;
-        // An agent may take its tunnel away, however it does that.
+        // An agent may close its tunnel in any way.
         for reason in [Reason::CANCEL, Reason::NO_ERROR] {
             agent.tunnel().await?.stream().reset(reason);
         }
@@ -173,7 +174,7 @@ async fn reusable_tunnel_answered_before_the_caller_closed_serves_the_next_reque
         let got = answer(&mut stream).await?;
         assert_eq!((got.status.code(), &got.messages[..]), (Code::Ok, &["early".into()][..]));
         assert_eq!(tunnel.next().await, FromKas::CloseSend, "kas closes the request's direction by itself");
-        // What the caller still sends goes nowhere.
+        // Further data of the caller is discarded.
         let _ = stream.send(frame(b"late")).await;
         works(&caller, &mut tunnel).await?;
     }
@@ -207,13 +208,13 @@ async fn one_shot_tunnel_answered_before_the_caller_closed_ends_with_ok() -> Res
 }
 
 #[tokio::test]
-async fn answer_in_the_middle_of_a_callers_message_resets_the_tunnel_and_not_the_answer() -> Result<()> {
+async fn response_during_a_callers_message_resets_the_tunnel_but_is_complete() -> Result<()> {
     let Scenario { kas, caller, agent } = Scenario::start().await?.raw_agent(Kind::Ours).await?;
     let mut tunnel = agent.tunnel().await?;
     let mut stream = caller.open(caller.to_agent(1, &path("Chat"))).await?;
     stream.send(frame(&[b'x'; 100]).slice(..50)).await.unwrap();
     tunnel.request().await;
-    // Cut through: half a message is at the agent.
+    // Half a message has reached the agent.
     let mut received = BytesMut::from(tunnel.stream().buffered());
     while !received.ends_with(b"xxxxx") {
         received.put(tunnel.stream().data().await.unwrap().unwrap());
@@ -233,7 +234,7 @@ async fn answer_in_the_middle_of_a_callers_message_resets_the_tunnel_and_not_the
 }
 
 #[tokio::test]
-async fn answer_while_a_large_message_is_on_its_way_never_garbles_the_next_request() -> Result<()> {
+async fn response_during_a_large_message_never_corrupts_the_next_request() -> Result<()> {
     let Scenario { kas, caller, agent } = Scenario::start().await?.raw_agent(Kind::Ours).await?;
     let mut reused = 0;
     for n in 0..40 {
@@ -242,7 +243,7 @@ async fn answer_while_a_large_message_is_on_its_way_never_garbles_the_next_reque
         let size = 1000 * (n + 1);
         stream.send(frame(&vec![b'x'; size])).await.unwrap();
         tunnel.request().await;
-        // Without a look at the message: all of it, a part, or nothing may have been written.
+        // The message is not checked: all, a part, or none of it may have been written.
         tunnel.send_all([header(&[]), trailer(&[])]).await;
         assert_eq!(answer(&mut stream).await?.status.code(), Code::Ok);
         match tunnel.next().await {
@@ -296,7 +297,7 @@ async fn trailer_and_then_a_reset_is_an_unknown_outcome_on_one_shot_tunnels_and_
 }
 
 #[tokio::test]
-async fn resets_and_early_ends_of_agents_are_never_an_answer() -> Result<()> {
+async fn resets_and_early_ends_of_agents_are_never_a_complete_response() -> Result<()> {
     enum End {
         Reset(Reason),
         HalfClose,
@@ -346,7 +347,7 @@ async fn resets_and_early_ends_of_agents_are_never_an_answer() -> Result<()> {
             match end {
                 End::Reset(reason) => tunnel.stream().reset(reason),
                 End::HalfClose => tunnel.half_close(),
-                // What was sent before must be on its way: kas shows that by what the caller has.
+                // Earlier data must be on its way: the caller has received it.
                 End::Cut => agent.link().cut(),
                 End::Send(msg) => tunnel.send_all([msg]).await,
                 End::Bytes(bytes) => tunnel.stream().send(frame(bytes)).await.unwrap(),
@@ -361,7 +362,7 @@ async fn resets_and_early_ends_of_agents_are_never_an_answer() -> Result<()> {
 }
 
 #[tokio::test]
-async fn half_a_message_of_an_agent_is_followed_by_a_status_and_never_completed() -> Result<()> {
+async fn a_truncated_message_of_an_agent_is_followed_by_a_status() -> Result<()> {
     let Scenario { kas, caller, .. } = Scenario::start().await?;
     for kind in Kind::ALL {
         let agent = RawAgent::connect(kas.agent, &token(1), kind).await?;
@@ -391,7 +392,7 @@ async fn half_a_message_of_an_agent_is_followed_by_a_status_and_never_completed(
 }
 
 #[tokio::test]
-async fn clean_half_close_instead_of_an_answer_means_not_started() -> Result<()> {
+async fn clean_half_close_instead_of_a_response_means_not_started() -> Result<()> {
     let Scenario { kas, caller, .. } = Scenario::start().await?;
     for kind in Kind::ALL {
         for closed in [false, true] {
@@ -411,7 +412,7 @@ async fn clean_half_close_instead_of_an_answer_means_not_started() -> Result<()>
     Ok(())
 }
 
-/// How a caller leaves.
+/// How a caller ends its request.
 #[derive(Clone, Copy, Debug)]
 enum Leave {
     Reset(Reason),
@@ -419,7 +420,7 @@ enum Leave {
 }
 
 #[tokio::test]
-async fn reset_of_a_caller_reaches_the_agent_as_a_reset_and_never_as_an_end() -> Result<()> {
+async fn reset_of_a_caller_reaches_the_agent_as_a_reset() -> Result<()> {
     let kas = Kas::start().await?;
     for kind in Kind::ALL {
         for leave in [Leave::Reset(Reason::CANCEL), Leave::Reset(Reason::NO_ERROR), Leave::Cut] {
@@ -451,7 +452,7 @@ async fn reset_of_a_caller_reaches_the_agent_as_a_reset_and_never_as_an_end() ->
                             other => panic!("{what}: {other:?}"),
                         },
                         (Kind::Old, true) => {
-                            // Its answer is read and discarded, so that it need not back off.
+                            // Its response is read and discarded, so that the agent need not back off.
                             if !headed {
                                 tunnel.send_all([header(&[])]).await;
                             }
@@ -474,7 +475,7 @@ async fn reset_of_a_caller_reaches_the_agent_as_a_reset_and_never_as_an_end() ->
 }
 
 #[tokio::test]
-async fn abandoned_answer_of_an_old_agent_is_read_up_to_a_mebibyte() -> Result<()> {
+async fn abandoned_response_of_a_one_shot_tunnel_is_drained_up_to_a_mebibyte() -> Result<()> {
     let Scenario { kas: _kas, caller, agent } = Scenario::start().await?.raw_agent(Kind::Old).await?;
     let mut tunnel = agent.tunnel().await?;
     let mut stream = begin(&caller, &mut tunnel).await?;
@@ -488,8 +489,8 @@ async fn abandoned_answer_of_an_old_agent_is_read_up_to_a_mebibyte() -> Result<(
         sent += part.len();
     }
     assert_eq!(tunnel.next().await, FromKas::Reset(Reason::CANCEL));
-    // What is on its way when kas resets comes on top: a stream's window, and what it is widened by before
-    // the reset is heard.
+    // Data in flight at the reset comes on top: one stream window, and window updates before the reset
+    // arrives.
     assert!((1 << 20..2 << 20).contains(&sent), "{sent}");
     Ok(())
 }
@@ -530,7 +531,7 @@ async fn control_messages_are_bounded() -> Result<()> {
 }
 
 #[tokio::test]
-async fn slow_caller_holds_up_its_own_agent_stream_and_no_other() -> Result<()> {
+async fn slow_caller_delays_only_its_own_agent_stream() -> Result<()> {
     let kas = Kas::start().await?;
     let slow = kas.caller().await?;
     let fast = kas.caller().await?;
@@ -538,7 +539,7 @@ async fn slow_caller_holds_up_its_own_agent_stream_and_no_other() -> Result<()> 
     let mut stalled = agent.tunnel().await?;
     let stream = begin(&slow, &mut stalled).await?;
     stalled.send_all([header(&[])]).await;
-    // Until the windows between are full: kas keeps no more than those.
+    // Until the windows are full: kas buffers no more than those.
     let part = vec![0; 64 * 1024];
     let mut sent = 0;
     while tokio::time::timeout(std::time::Duration::from_millis(500), stalled.send(message(part.clone())))
@@ -546,7 +547,7 @@ async fn slow_caller_holds_up_its_own_agent_stream_and_no_other() -> Result<()> 
         .is_ok_and(|taken| taken)
     {
         sent += part.len();
-        assert!(sent < 8 << 20, "kas holds {sent} bytes of a caller that does not read");
+        assert!(sent < 8 << 20, "kas buffers {sent} bytes for a caller that does not read");
     }
     let mut other = agent.tunnel().await?;
     for _ in 0..20 {

@@ -1,8 +1,7 @@
-//! Nothing stays behind: ten thousand requests through real kas and real agentk, half of them given up
-//! half-way.
+//! No leaks: ten thousand requests through real kas and real agentk, of which half are abandoned.
 //!
-//! `LEAKS_SEED` repeats a run: which requests there are and at what point each is given up, though not how
-//! they interleave.
+//! `LEAKS_SEED` repeats a run: the requests and the moment at which each is abandoned, but not their
+//! interleaving.
 
 #![allow(clippy::unwrap_used)] // a test may panic
 
@@ -34,12 +33,12 @@ use tokio::{
 };
 
 const REQUESTS: u64 = 10_000;
-/// Enough that every buffer and queue has been as large as it gets at this concurrency.
+/// Enough for every buffer and queue to reach its largest size at this concurrency.
 const WARM_UP: u64 = 2_000;
 const CONNECTIONS: usize = 4;
-/// Requests at once on each connection.
+/// Concurrent requests on each connection.
 const CONCURRENCY: usize = 16;
-/// What may have been allocated besides: allocators keep some of what was given back.
+/// Tolerated growth: allocators keep some freed memory.
 const GROWTH_KIB: u64 = 20 * 1024;
 
 /// One call of `kas.bench.v1.Bench`.
@@ -51,18 +50,18 @@ enum Call {
     Hold,
 }
 
-/// When a request is given up.
+/// When a request is abandoned.
 #[derive(Clone, Copy, Debug)]
 enum Moment {
     /// After its headers.
     Opened,
     /// Inside its body.
     HalfSent,
-    /// When all of it was sent.
+    /// After all of it was sent.
     Sent,
-    /// After the answer's first message, and so long afterwards.
+    /// This time after the first message of the response.
     Answered(Duration),
-    /// So long after its start, unless it is over.
+    /// This time after its start, unless it is over.
     After(Duration),
 }
 
@@ -91,7 +90,7 @@ impl Call {
         }
     }
 
-    /// The request's body: all of its frames.
+    /// Returns the request body, with all of its frames.
     fn body(self) -> Bytes {
         match self {
             Self::Echo { size } => payload(size),
@@ -101,7 +100,7 @@ impl Call {
         }
     }
 
-    /// Whether this is all of the right answer.
+    /// Checks that this is the complete and correct response.
     fn check(self, got: &Answer) -> Result<()> {
         ensure!(got.status.code() == Code::Ok, "{self:?}: {}", got.status);
         let right = match self {
@@ -145,11 +144,11 @@ async fn complete(caller: &Caller, call: Call) -> Result<()> {
     call.check(&answer(&mut stream).await?)
 }
 
-/// Sends a request and gives it up; returns whether its handler was silent by then. Only an end that is not
-/// of the caller's own making is an error.
+/// Sends a request and abandons it. Returns whether its handler was silent by then. An end that the caller
+/// did not cause is an error.
 async fn give_up(caller: &Caller, call: Call, moment: Moment) -> Result<bool> {
     if let Moment::After(delay) = moment {
-        // Dropped wherever it is.
+        // Dropped in whatever state it is.
         timeout(delay, complete(caller, call)).await.unwrap_or(Ok(()))?;
         return Ok(false);
     }
@@ -175,7 +174,7 @@ async fn give_up(caller: &Caller, call: Call, moment: Moment) -> Result<bool> {
     }
 }
 
-/// One request: even ones are completed, odd ones are given up.
+/// Sends one request: even ones are completed, odd ones are abandoned.
 async fn request(caller: &Caller, seed: u64, number: u64, counts: &Counts) -> Result<()> {
     let mut rng = StdRng::seed_from_u64(seed.wrapping_add(number));
     if number.is_multiple_of(2) {
@@ -199,7 +198,7 @@ async fn request(caller: &Caller, seed: u64, number: u64, counts: &Counts) -> Re
     Ok(())
 }
 
-/// Sends this many requests over connections of their own, which are closed in the end.
+/// Sends this many requests over new connections, and closes them.
 async fn load(kas: &Kas, seed: u64, requests: u64) -> Result<Arc<Counts>> {
     let counts = Arc::new(Counts::default());
     let next = Arc::new(AtomicU64::new(0));
@@ -227,13 +226,13 @@ async fn load(kas: &Kas, seed: u64, requests: u64) -> Result<Arc<Counts>> {
     Ok(counts)
 }
 
-/// Connects with a token that is good for longer than this test takes.
+/// Connects with a token that is valid for longer than this test.
 async fn lasting_caller(kas: &Kas) -> Result<Caller> {
     let jwt = Jwt::new(&kas.secrets[0]).claim("exp", json!(now() + 3600)).encode();
     Caller::connect(kas.api, Some(jwt)).await
 }
 
-/// Reaches the agent again and again until told to stop; returns how often.
+/// Calls the agent repeatedly until stopped; returns how often.
 async fn observe(caller: Caller, stop: Arc<AtomicBool>) -> Result<u64> {
     let mut ticks = interval(Duration::from_millis(50));
     ticks.set_missed_tick_behavior(MissedTickBehavior::Skip);
@@ -265,7 +264,7 @@ async fn shrinks_to(what: &str, process: &Process, most: Usage) -> Result<Usage>
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn ten_thousand_requests_half_of_them_given_up_leave_nothing_behind() -> Result<()> {
+async fn ten_thousand_requests_of_which_half_are_abandoned_leak_nothing() -> Result<()> {
     let seed: u64 = match std::env::var("LEAKS_SEED") {
         Ok(seed) => seed.parse()?,
         Err(_) => rand::random(),
@@ -274,7 +273,7 @@ async fn ten_thousand_requests_half_of_them_given_up_leave_nothing_behind() -> R
     let kas = Kas::start().await?;
     let agentk = Agentk::start(kas.agent, &token(1)).await?;
     agentk.connected().await?;
-    // The connections that asked for metrics until now are gone.
+    // The connections of earlier metrics requests are closed.
     sleep(Duration::from_millis(200)).await;
     let files = [kas.process.usage()?.files, agentk.process.usage()?.files];
 
@@ -292,7 +291,10 @@ async fn ten_thousand_requests_half_of_them_given_up_leave_nothing_behind() -> R
     println!("{counts:?} in {took:?}, {observations} observations");
     assert_eq!(counts.completed.load(Ordering::Relaxed), REQUESTS / 2);
     assert_eq!(counts.given_up.load(Ordering::Relaxed), REQUESTS / 2);
-    assert!(counts.silent.load(Ordering::Relaxed) > REQUESTS / 20, "many are given up in silence");
+    assert!(
+        counts.silent.load(Ordering::Relaxed) > REQUESTS / 20,
+        "many are abandoned while the handler is silent"
+    );
 
     idle(&kas, &agentk).await?;
     for (n, (what, process)) in [("kas", &kas.process), ("agentk", &agentk.process)].into_iter().enumerate() {

@@ -1,4 +1,4 @@
-//! Waiting for agents that are not here, leaving, and coming back: real kas and real agentk.
+//! Requests for absent agents, shutdown, and reconnecting: real kas and real agentk.
 
 use std::time::Duration;
 
@@ -24,7 +24,7 @@ use testkit::{
 };
 use tokio::time::Instant;
 
-/// A process that has nothing to wait for ends within this time.
+/// A process with nothing to wait for exits within this time.
 const PROMPTLY: Duration = Duration::from_secs(10);
 
 /// Opens a stream of the test's own agents that answers each message.
@@ -50,7 +50,7 @@ fn assert_not_started(got: &Answer, code: Code) {
 }
 
 #[tokio::test]
-async fn thousand_requests_that_wait_for_an_agent_are_each_served_once_when_it_comes() -> Result<()> {
+async fn thousand_waiting_requests_are_each_served_once_when_their_agent_connects() -> Result<()> {
     let kas = Kas::start().await?;
     for (agent, kind) in [(1, Kind::Ours), (2, Kind::Old)] {
         // A connection carries 200 streams.
@@ -83,7 +83,7 @@ async fn thousand_requests_that_wait_for_an_agent_are_each_served_once_when_it_c
 }
 
 #[tokio::test]
-async fn requests_beyond_the_limit_of_waiters_are_refused_at_once() -> Result<()> {
+async fn requests_beyond_the_waiter_limit_are_refused_at_once() -> Result<()> {
     let Scenario { kas, caller, .. } =
         Scenario::start_with_config(json!({ "limits": { "waiters_per_agent": 3, "waiters": 5 } })).await?;
     let open = async |agent: i64| -> Result<Stream> {
@@ -109,7 +109,7 @@ async fn requests_beyond_the_limit_of_waiters_are_refused_at_once() -> Result<()
         "the limit of all agents together: {}",
         got.status
     );
-    // A waiter that leaves makes room.
+    // A cancelled request makes room.
     waiting.remove(0).reset(h2::Reason::CANCEL);
     kas.metric_is("kas_requests_waiting", 4.0).await?;
     waiting.push(open(1).await?);
@@ -132,7 +132,7 @@ async fn requests_beyond_the_limit_of_waiters_are_refused_at_once() -> Result<()
 }
 
 #[tokio::test]
-async fn request_whose_agent_does_not_come_is_told_that_it_was_not_started() -> Result<()> {
+async fn request_for_an_absent_agent_ends_as_not_started() -> Result<()> {
     let Scenario { kas, caller, .. } =
         Scenario::start_with_config(json!({ "limits": { "find_timeout": "500ms" } })).await?;
     let begun = Instant::now();
@@ -147,13 +147,13 @@ async fn request_whose_agent_does_not_come_is_told_that_it_was_not_started() -> 
     assert!(got.status.message().contains("not connected"), "{}", got.status);
     assert!((500..10_000).contains(&begun.elapsed().as_millis()), "{:?}", begun.elapsed());
 
-    // A longer deadline than the configured time is the caller's to choose.
+    // The caller may set a longer deadline than the configured time.
     let request = caller.to_agent(1, &path("Echo")).header("grpc-timeout", "900m");
     let begun = Instant::now();
     assert_not_started(&caller.call(request, &[b"x"]).await?, Code::DeadlineExceeded);
     assert!(begun.elapsed().as_millis() >= 900);
 
-    // An agent that is here and has no idle tunnel is another story, and told so.
+    // For a connected agent without an idle tunnel, the message is different.
     let agent = RawAgent::connect(kas.agent, &token(1), Kind::Ours).await?;
     let _serving = agent.serve(1).await?;
     let _busy = chat(&caller, 1).await?;
@@ -171,7 +171,7 @@ async fn request_whose_agent_does_not_come_is_told_that_it_was_not_started() -> 
 }
 
 #[tokio::test]
-async fn leaving_kas_lets_every_stream_finish_and_tells_everybody_to_go() -> Result<()> {
+async fn drain_lets_open_streams_finish_and_notifies_agents_and_clients() -> Result<()> {
     let Scenario { kas, caller, agent: ours } = Scenario::start().await?.raw_agent(Kind::Ours).await?;
     let old = RawAgent::connect(kas.agent, &token(2), Kind::Old).await?;
     let mut configurations = [ours.configuration("").await?, old.configuration("").await?];
@@ -181,7 +181,7 @@ async fn leaving_kas_lets_every_stream_finish_and_tells_everybody_to_go() -> Res
     busy.request().await;
     assert_eq!(busy.next().await, FromKas::Message("before".into()));
     let (mut parked, mut idle) = (ours.tunnel().await?, old.tunnel().await?);
-    // On a machine that is full, its own beat may have come late.
+    // On a busy machine, the heartbeat of kas may have come late.
     eventually("kas is ready", async || {
         let (status, why) = kas.get("/readiness").await?;
         Ok(if status == StatusCode::OK { Ok(()) } else { Err(why) })
@@ -192,14 +192,14 @@ async fn leaving_kas_lets_every_stream_finish_and_tells_everybody_to_go() -> Res
     assert_eq!(parked.next().await, FromKas::CloseSend, "a drain notice");
     assert_eq!(idle.ended().await.code(), Code::Ok);
     for configuration in &mut configurations {
-        assert_eq!(configuration.next().await.unwrap_err().code(), Code::Ok, "call again, elsewhere");
+        assert_eq!(configuration.next().await.unwrap_err().code(), Code::Ok, "reconnect, to another replica");
     }
     assert_eq!(kas.get("/readiness").await?.0, StatusCode::SERVICE_UNAVAILABLE);
     assert_eq!(kas.get("/liveness").await?.0, StatusCode::OK);
     parked.half_close();
     assert_eq!(parked.ended().await.code(), Code::Ok);
 
-    // Who comes now is served: an agent, and a caller that finds it.
+    // A new agent is served, and so is a caller that uses it.
     let late_caller = kas.caller().await?;
     let late = RawAgent::connect(kas.agent, &token(2), Kind::Ours).await?;
     let _serving = late.serve(1).await?;
@@ -207,7 +207,7 @@ async fn leaving_kas_lets_every_stream_finish_and_tells_everybody_to_go() -> Res
     let health = late_caller.call(late_caller.request("/grpc.health.v1.Health/Check"), &[b""]).await?;
     assert_eq!(&health.messages[0][..], [8, 2], "NOT_SERVING");
 
-    // What is open goes on, both ways, and ends as always.
+    // Open streams continue in both directions and end normally.
     stream.send(frame(b"during")).await.unwrap();
     assert_eq!(busy.next().await, FromKas::Message("during".into()));
     busy.send_all([header(&[]), message("answer")]).await;
@@ -222,14 +222,14 @@ async fn leaving_kas_lets_every_stream_finish_and_tells_everybody_to_go() -> Res
     says(&mut late_stream, "still").await;
     late_stream.half_close().unwrap();
     assert!(matches!(late_stream.next().await, Next::Trailers(trailers) if trailers["grpc-status"] == "0"));
-    // Two tunnels are still there: neither delays the exit.
+    // Two tunnels are still open; neither delays the exit.
     assert!(kas.process.exited(PROMPTLY).await?.success());
     assert_eq!(busy.ended().await.code(), Code::Ok);
     Ok(())
 }
 
 #[tokio::test]
-async fn before_it_leaves_kas_serves_everything_for_the_delay() -> Result<()> {
+async fn kas_serves_everything_during_the_drain_delay() -> Result<()> {
     let Scenario { kas, caller, agent } = Scenario::start_with_config(json!({ "drain": { "delay": "10s" } }))
         .await?
         .raw_agent(Kind::Ours)
@@ -243,7 +243,7 @@ async fn before_it_leaves_kas_serves_everything_for_the_delay() -> Result<()> {
         Ok(if status == StatusCode::SERVICE_UNAVAILABLE { Ok(()) } else { Err(status) })
     })
     .await?;
-    // On the connections that are there already, through the tunnel that is there already.
+    // On existing connections, through the existing tunnel.
     let mut served = 0;
     while since.elapsed() < Duration::from_millis(2_500) {
         assert_eq!(caller.call(caller.to_agent(1, &path("Echo")), &[b"x"]).await?.messages, ["x"]);
@@ -256,7 +256,7 @@ async fn before_it_leaves_kas_serves_everything_for_the_delay() -> Result<()> {
 }
 
 #[tokio::test]
-async fn parked_tunnels_of_every_kind_do_not_delay_the_exit() -> Result<()> {
+async fn idle_tunnels_of_every_kind_do_not_delay_the_exit() -> Result<()> {
     let kas = Kas::start().await?;
     let mut tunnels = Vec::new();
     let mut agents = Vec::new();
@@ -279,14 +279,14 @@ async fn parked_tunnels_of_every_kind_do_not_delay_the_exit() -> Result<()> {
 }
 
 #[tokio::test]
-async fn connections_that_come_at_the_very_end_do_not_delay_the_exit() -> Result<()> {
+async fn connections_during_shutdown_do_not_delay_the_exit() -> Result<()> {
     for _ in 0..10 {
         let kas = Kas::start().await?;
         let mut dialers = tokio::task::JoinSet::new();
         for address in [kas.agent, kas.api] {
             dialers.spawn(async move {
                 let mut open = Vec::new();
-                // Until nobody listens any more; what was accepted stays open.
+                // Until the port is closed; accepted connections stay open.
                 while let Ok(stream) = tokio::net::TcpStream::connect(address).await {
                     open.push(stream);
                     if open.len() == 1000 {
@@ -303,7 +303,7 @@ async fn connections_that_come_at_the_very_end_do_not_delay_the_exit() -> Result
 }
 
 #[tokio::test]
-async fn signal_right_after_the_start_is_a_wish_to_leave() -> Result<()> {
+async fn signal_right_after_the_start_is_a_clean_shutdown() -> Result<()> {
     for _ in 0..10 {
         let kas = Kas::start().await?;
         let status = kas.leave(PROMPTLY).await?;
@@ -313,7 +313,7 @@ async fn signal_right_after_the_start_is_a_wish_to_leave() -> Result<()> {
 }
 
 #[tokio::test]
-async fn waiting_requests_are_told_to_go_elsewhere_when_kas_exits() -> Result<()> {
+async fn waiting_requests_end_as_not_started_when_kas_exits() -> Result<()> {
     let Scenario { kas, caller, .. } =
         Scenario::start_with_config(json!({ "drain": { "timeout": "500ms" } })).await?;
     let mut stream = caller.open(caller.to_agent(1, &path("Echo"))).await?;
@@ -326,7 +326,7 @@ async fn waiting_requests_are_told_to_go_elsewhere_when_kas_exits() -> Result<()
 }
 
 #[tokio::test]
-async fn requests_longer_than_the_drain_timeout_end_with_trailers_that_say_unknown() -> Result<()> {
+async fn requests_longer_than_the_drain_timeout_end_with_an_unknown_outcome() -> Result<()> {
     let Scenario { kas, caller, .. } =
         Scenario::start_with_config(json!({ "drain": { "timeout": "700ms" } })).await?;
     let _old = Agent14::start(kas.agent, &token(2), Version::Old).await?;
@@ -352,7 +352,7 @@ async fn requests_longer_than_the_drain_timeout_end_with_trailers_that_say_unkno
 }
 
 #[tokio::test]
-async fn second_signal_ends_kas_at_once_and_still_with_trailers() -> Result<()> {
+async fn second_signal_ends_kas_at_once_but_sends_trailers() -> Result<()> {
     for delay in ["0s", "20s"] {
         let Scenario { kas, caller, agent: _agent } =
             Scenario::start_with_config(json!({ "drain": { "delay": delay, "timeout": "60s" } }))
@@ -374,7 +374,7 @@ async fn second_signal_ends_kas_at_once_and_still_with_trailers() -> Result<()> 
 }
 
 #[tokio::test]
-async fn agentk_comes_back_within_seconds_of_a_restart() -> Result<()> {
+async fn agentk_reconnects_within_seconds_of_a_restart() -> Result<()> {
     let mut kas = Kas::start().await?;
     let agentk = Agentk::start(kas.agent, &token(1)).await?;
     agentk.connected().await?;
@@ -392,7 +392,7 @@ async fn agentk_comes_back_within_seconds_of_a_restart() -> Result<()> {
         echo(&kas.caller().await?, 1, "after").await?;
         let took = begun.elapsed();
         println!("orderly: {orderly}: served {took:?} after the start");
-        // The pause before an attempt is 10 s at most, and was seen to be below two.
+        // The pause before an attempt is at most 10 s, and usually below 2 s.
         assert!(took < Duration::from_secs(20), "{took:?}");
         agentk.connected().await?;
     }
@@ -400,7 +400,7 @@ async fn agentk_comes_back_within_seconds_of_a_restart() -> Result<()> {
 }
 
 #[tokio::test]
-async fn open_stream_of_agentk_survives_that_its_kas_is_told_to_leave() -> Result<()> {
+async fn open_stream_of_agentk_survives_the_drain_of_its_kas() -> Result<()> {
     let Scenario { kas, caller, agent: agentk } = Scenario::start().await?.agentk().await?;
     let mut upload = upload(&caller, 1, "one").await?;
     agentk.metric_is("agentk_tunnels_busy", 1.0).await?;
@@ -410,7 +410,7 @@ async fn open_stream_of_agentk_survives_that_its_kas_is_told_to_leave() -> Resul
         Ok(if status == StatusCode::SERVICE_UNAVAILABLE { Ok(()) } else { Err(status) })
     })
     .await?;
-    // There is no other replica: the agent comes back here, and new requests reach it.
+    // There is no other replica: the agent reconnects to this one, and new requests reach it.
     echo(&kas.caller().await?, 1, "during").await?;
     upload.send(frame(&payload("two"))).await.unwrap();
     assert_eq!(uploaded(&mut upload).await?, 2);
@@ -419,12 +419,12 @@ async fn open_stream_of_agentk_survives_that_its_kas_is_told_to_leave() -> Resul
 }
 
 #[tokio::test]
-async fn leaving_agentk_finishes_its_requests_and_takes_no_more() -> Result<()> {
+async fn agentk_finishes_its_requests_during_shutdown_and_accepts_no_more() -> Result<()> {
     let Scenario { kas, caller, agent: agentk } = Scenario::start().await?.agentk().await?;
     let mut upload = upload(&caller, 1, "one").await?;
     agentk.metric_is("agentk_tunnels_busy", 1.0).await?;
     agentk.process.terminate();
-    // Its idle tunnels are withdrawn; the busy one is there.
+    // Its idle tunnels are withdrawn; the busy one stays.
     kas.metric_is("kas_tunnels_open", 1.0).await?;
     let request = caller.to_agent(1, ECHO).header("grpc-timeout", "300m");
     let got = caller.call(request, &[b""]).await?;
@@ -465,7 +465,7 @@ async fn lost_agentk_ends_its_requests_with_an_unknown_outcome() -> Result<()> {
 }
 
 #[tokio::test]
-async fn caller_that_leaves_cancels_the_handler_in_agentk() -> Result<()> {
+async fn cancelled_call_cancels_the_handler_in_agentk() -> Result<()> {
     let Scenario { kas: _kas, caller, agent: agentk } = Scenario::start().await?.agentk().await?;
     for _ in 0..5 {
         let mut silent = hold(&caller, 1).await?;
@@ -484,10 +484,10 @@ async fn caller_that_leaves_cancels_the_handler_in_agentk() -> Result<()> {
 }
 
 #[tokio::test]
-async fn token_in_the_file_counts_from_the_next_stream_on() -> Result<()> {
+async fn changed_token_file_is_used_for_the_next_stream() -> Result<()> {
     use testkit::kas::AgentEntry;
     let Scenario { kas, caller, agent: agentk } = Scenario::start().await?.agentk().await?;
-    // As an operator does it: add the new one, exchange, remove the old one.
+    // As an operator would do it: add the new token, replace the file, remove the old token.
     let new = "new-token-of-1".to_owned();
     kas.set_agents(&[AgentEntry { tokens: vec![token(1), new.clone()], ..AgentEntry::new(1) }])?;
     eventually("the new token is known", async || {
@@ -498,7 +498,7 @@ async fn token_in_the_file_counts_from_the_next_stream_on() -> Result<()> {
     agentk.set_token(&new)?;
     let since = kas.process.log_len();
     kas.set_agents(&[AgentEntry { tokens: vec![new], ..AgentEntry::new(1) }])?;
-    // What the old token opened is cut.
+    // Streams of the old token are closed.
     kas.process
         .logged_since(since, "that the agent is cut", |line| {
             (line["message"] == "agent disconnected").then_some(())
@@ -507,10 +507,10 @@ async fn token_in_the_file_counts_from_the_next_stream_on() -> Result<()> {
     let begun = Instant::now();
     echo(&caller, 1, "with the new token").await?;
     println!("back after {:?}", begun.elapsed());
-    // The first pause after a refusal is 10 s: it was not made.
+    // The first pause after a refusal would be 10 s; it did not happen.
     assert!(begun.elapsed() < Duration::from_secs(9), "{:?}", begun.elapsed());
     agentk.connected().await?;
-    // None is left that no pool looks after: kas and agentk count the same.
+    // No tunnel is orphaned: kas and agentk count the same number.
     eventually("kas and agentk count the same", async || {
         let counts = (agentk.metric("agentk_tunnels_idle").await?, kas.metric("kas_tunnels_open").await?);
         Ok(if counts.0 == counts.1 { Ok(()) } else { Err(counts) })
@@ -520,7 +520,7 @@ async fn token_in_the_file_counts_from_the_next_stream_on() -> Result<()> {
 }
 
 #[tokio::test]
-async fn agentk_with_a_wrong_token_asks_rarely_and_says_what_to_do() -> Result<()> {
+async fn agentk_with_a_wrong_token_retries_rarely_and_logs_what_to_do() -> Result<()> {
     let kas = Kas::start().await?;
     let agentk = Agentk::start(kas.agent, "wrong").await?;
     let text = agentk
@@ -532,7 +532,7 @@ async fn agentk_with_a_wrong_token_asks_rarely_and_says_what_to_do() -> Result<(
     assert!(text.contains("--token-file"), "{text}");
     assert_eq!(agentk.get("/readiness").await?.0, StatusCode::SERVICE_UNAVAILABLE);
     assert_eq!(agentk.get("/liveness").await?.0, StatusCode::OK);
-    // Never more than a few within seconds.
+    // Only a few attempts within seconds.
     tokio::time::sleep(Duration::from_secs(3)).await;
     let refused = kas.metric("kas_refusals_total{listener=\"Agent\",reason=\"Unauthenticated\"}").await?;
     println!("{refused} streams were refused");
@@ -542,7 +542,7 @@ async fn agentk_with_a_wrong_token_asks_rarely_and_says_what_to_do() -> Result<(
 }
 
 #[tokio::test]
-async fn agentk_waits_for_a_kas_that_is_not_up_yet() -> Result<()> {
+async fn agentk_waits_for_kas_to_start() -> Result<()> {
     let mut kas = Kas::start().await?;
     kas.process.kill();
     kas.process.exited(PROMPTLY).await?;
@@ -560,7 +560,7 @@ async fn agentk_waits_for_a_kas_that_is_not_up_yet() -> Result<()> {
 }
 
 #[tokio::test]
-async fn pool_of_agentk_grows_with_what_is_asked_of_it() -> Result<()> {
+async fn pool_of_agentk_grows_under_load() -> Result<()> {
     let Scenario { kas, caller, agent: agentk } = Scenario::start().await?.agentk().await?;
     let streams =
         join_all((0..100).map(|_| hold(&caller, 1))).await.into_iter().collect::<Result<Vec<_>>>()?;
@@ -568,7 +568,7 @@ async fn pool_of_agentk_grows_with_what_is_asked_of_it() -> Result<()> {
     echo(&caller, 1, "beside a hundred").await?;
     drop(streams);
     agentk.metric_is("agentk_tunnels_busy", 0.0).await?;
-    // The tunnels of those that were cancelled are gone; the two that wait are there.
+    // The tunnels of cancelled requests are closed; the two idle ones stay.
     let got = caller
         .call(
             caller.to_agent(1, DOWNLOAD),
@@ -581,7 +581,7 @@ async fn pool_of_agentk_grows_with_what_is_asked_of_it() -> Result<()> {
 }
 
 #[tokio::test]
-async fn sighup_is_noted_and_ends_neither_kas_nor_agentk() -> Result<()> {
+async fn sighup_is_logged_and_ends_neither_kas_nor_agentk() -> Result<()> {
     let Scenario { kas, caller, agent: agentk } = Scenario::start().await?.agentk().await?;
     let mut upload = upload(&caller, 1, "one").await?;
     agentk.metric_is("agentk_tunnels_busy", 1.0).await?;
@@ -593,7 +593,7 @@ async fn sighup_is_noted_and_ends_neither_kas_nor_agentk() -> Result<()> {
         };
         assert_eq!(process.logged("that there is nothing to reopen", noted).await?, "INFO");
     }
-    // What was open goes on, and what is new comes in.
+    // Open streams continue, and new ones are accepted.
     assert_eq!(uploaded(&mut upload).await?, 1);
     echo(&caller, 1, "after").await?;
     assert!(kas.process.is_running() && agentk.process.is_running());

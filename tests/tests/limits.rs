@@ -1,5 +1,5 @@
-//! What a peer that is unknown, silent, idle or noisy may take up of a real kas, and the metric that tells of
-//! each: docs/limits.md has them all.
+//! Limits for unauthenticated, silent, idle and noisy peers of a real kas, and the metric of each.
+//! docs/limits.md lists all of them.
 
 #![allow(clippy::unwrap_used)] // a test may panic
 
@@ -28,7 +28,7 @@ const BY_ID: &str = "/kas.api.v1.KasApi/ConnectedAgentsById";
 const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 /// Empty settings.
 const SETTINGS: &[u8] = &[0, 0, 0, 4, 0, 0, 0, 0, 0];
-/// The head of a header block whose end does not come.
+/// The start of a header block that never ends.
 const OPEN_HEADERS: &[u8] = &[0, 0, 1, 1, 0, 0, 0, 0, 1, 0x83];
 
 async fn kas(limits: Value) -> Result<Kas> {
@@ -40,7 +40,7 @@ async fn refused(kas: &Kas, listener: &str, reason: &str) -> Result<()> {
     metric_is_at_least(kas.observability, &name, 1.0).await
 }
 
-/// Opens a connection that says this and no more.
+/// Opens a connection and sends only these bytes.
 async fn says(address: SocketAddr, bytes: &[&[u8]]) -> Result<TcpStream> {
     let mut stream = TcpStream::connect(address).await?;
     stream.write_all(&bytes.concat()).await?;
@@ -54,8 +54,8 @@ async fn closed(mut stream: TcpStream) {
     let _ = soon("kas closes the connection", stream.read_to_end(&mut rest)).await;
 }
 
-/// Fails unless kas closes a connection that says this and no more well before any limit that is not
-/// configured. One that is not never does; a machine that stands still may be late for a configured one.
+/// Fails unless kas closes a connection that sends only these bytes, well before any limit that is not
+/// configured. The margin is for a machine that stalls.
 async fn closes_early(address: SocketAddr, bytes: &[&[u8]]) -> Result<()> {
     for _ in 0..3 {
         let begun = Instant::now();
@@ -68,7 +68,7 @@ async fn closes_early(address: SocketAddr, bytes: &[&[u8]]) -> Result<()> {
 }
 
 #[tokio::test]
-async fn silent_sockets_lose_their_places_to_whoever_comes() -> Result<()> {
+async fn silent_connections_are_replaced_by_new_ones() -> Result<()> {
     let kas = kas(json!({
         "half_open_connections": 4, "first_frame_timeout": "1m", "authentication_timeout": "1m"
     }))
@@ -84,9 +84,9 @@ async fn silent_sockets_lose_their_places_to_whoever_comes() -> Result<()> {
     assert_eq!(got.status.code(), Code::Ok, "{}", got.status);
     println!("answered after {:?}", begun.elapsed());
     refused(&kas, "Api", "HalfOpen").await?;
-    // The oldest went, and nobody else.
+    // Only the oldest connection was closed.
     closed(silent.remove(0)).await;
-    // Who is known keeps none of the places: all four are free for others again, one after the other.
+    // An authenticated connection occupies no slot: all four are free again for others.
     for _ in 0..8 {
         let caller = kas.caller().await?;
         let got = caller.call(caller.request(BY_ID), &[&message]).await?;
@@ -97,7 +97,7 @@ async fn silent_sockets_lose_their_places_to_whoever_comes() -> Result<()> {
 }
 
 #[tokio::test]
-async fn a_connection_must_speak_complete_its_headers_and_show_who_it_is_each_in_time() -> Result<()> {
+async fn a_connection_must_send_a_frame_its_headers_and_a_credential_in_time() -> Result<()> {
     let silent = kas(json!({ "first_frame_timeout": "1s" })).await?;
     let unknown = kas(json!({ "authentication_timeout": "1s" })).await?;
     let slow = kas(json!({ "header_timeout": "1s" })).await?;
@@ -112,7 +112,7 @@ async fn a_connection_must_speak_complete_its_headers_and_show_who_it_is_each_in
             refused(kas, listener, reason).await?;
         }
     }
-    // Who does all that in time stays.
+    // A connection that does all of that in time stays open.
     for kas in [&silent, &unknown, &slow] {
         let caller = kas.caller().await?;
         assert_eq!(caller.call(caller.request(BY_ID), &[&[8, 1]]).await?.status.code(), Code::Ok);
@@ -123,13 +123,13 @@ async fn a_connection_must_speak_complete_its_headers_and_show_who_it_is_each_in
 }
 
 #[tokio::test]
-async fn a_handshake_of_tls_or_websocket_must_be_over_in_time() -> Result<()> {
+async fn a_tls_or_websocket_handshake_must_finish_in_time() -> Result<()> {
     let folder = tempfile::tempdir()?;
     let files = Certificates::new(folder.path(), &["127.0.0.1"])?;
     let tls = json!({ "certificate_file": files.certificate, "key_file": files.key });
     let limits = json!({ "handshake_timeout": "300ms" });
     for (listen, bytes) in [
-        // The head of a record of TLS, and half of a request to upgrade.
+        // The start of a TLS record, and half of an upgrade request.
         (tls, &[0x16, 3, 1, 2, 0][..]),
         (json!({ "websocket": true }), b"GET / HTTP/1.1\r\nHost: kas\r\nUpgr"),
     ] {
@@ -141,7 +141,7 @@ async fn a_handshake_of_tls_or_websocket_must_be_over_in_time() -> Result<()> {
 }
 
 #[tokio::test]
-async fn idle_connections_are_asked_to_end_and_busy_ones_are_not() -> Result<()> {
+async fn idle_connections_get_a_goaway_and_busy_ones_do_not() -> Result<()> {
     let kas = kas(json!({ "idle_connection_timeout": "1s" })).await?;
     let agent = RawAgent::connect(kas.agent, &token(1), Kind::Ours).await?;
     let _tunnel = agent.tunnel().await?;
@@ -156,7 +156,7 @@ async fn idle_connections_are_asked_to_end_and_busy_ones_are_not() -> Result<()>
 }
 
 #[tokio::test]
-async fn pings_beyond_the_burst_end_the_connection_and_those_that_follow_answers_do_not() -> Result<()> {
+async fn pings_beyond_the_burst_end_the_connection_except_after_responses() -> Result<()> {
     let kas = kas(json!({ "ping_interval": "1m" })).await?;
     let connect = async || -> Result<_> {
         let (client, mut connection) = h2::client::handshake(TcpStream::connect(kas.api).await?).await?;
@@ -176,7 +176,7 @@ async fn pings_beyond_the_burst_end_the_connection_and_those_that_follow_answers
     };
     let (client, mut pings, mut ended) = connect().await?;
     let mut client = client.ready().await?;
-    // Those that measure bandwidth, as gRPC in Go does.
+    // Pings that measure bandwidth, as grpc-go sends them.
     for _ in 0..50 {
         let response = call(&mut client)?;
         let mut body = soon("an answer", response).await?.into_body();
@@ -197,7 +197,7 @@ async fn pings_beyond_the_burst_end_the_connection_and_those_that_follow_answers
 }
 
 #[tokio::test]
-async fn floods_of_frames_that_carry_nothing_end_the_connection() -> Result<()> {
+async fn floods_of_empty_frames_end_the_connection() -> Result<()> {
     let kas = Kas::start().await?;
     let flood = SETTINGS.repeat(200);
     closed(says(kas.agent, &[PREFACE, &flood]).await?).await;
@@ -205,14 +205,14 @@ async fn floods_of_frames_that_carry_nothing_end_the_connection() -> Result<()> 
     Ok(())
 }
 
-/// A request of gRPC without a token, with a field of `size` bytes.
+/// A gRPC request without a token, with a field of `size` bytes.
 fn request(stream: u8, size: usize) -> Vec<u8> {
     // POST, http, /, and the content type.
     let mut block = vec![0x83, 0x86, 0x84, 0x0f, 16, 16];
     block.extend_from_slice(b"application/grpc");
     if size > 0 {
         block.extend_from_slice(&[0, 1, b'x', 0x7f]);
-        // A number of seven bits, and the rest in groups of them.
+        // An HPACK integer: a prefix of seven bits, then groups of seven.
         let rest = size - 0x7f;
         block.extend_from_slice(&[
             0x80 | (rest & 0x7f) as u8,
@@ -225,31 +225,31 @@ fn request(stream: u8, size: usize) -> Vec<u8> {
     [&length[1..], &[1, 4, 0, 0, 0, stream], &block].concat()
 }
 
-/// A stream that its opener gives up.
+/// A stream that the client resets.
 fn reset(stream: u8) -> Vec<u8> {
     vec![0, 0, 4, 3, 0, 0, 0, 0, stream, 0, 0, 0, 8]
 }
 
-/// A window that becomes larger than any may be, which makes kas reset the stream.
+/// A window update beyond the maximum window, which makes kas reset the stream.
 fn overflow(stream: u8) -> Vec<u8> {
     vec![0, 0, 4, 8, 0, 0, 0, 0, stream, 0x7f, 0xff, 0xff, 0xff]
 }
 
-/// The odd numbers, which are a client's.
+/// The stream ids of a client, which are odd.
 fn streams(count: u8) -> impl Iterator<Item = u8> {
     (0..count).map(|n| 2 * n + 1)
 }
 
 #[tokio::test]
-async fn a_connection_without_a_token_is_not_read_beyond_its_streams() -> Result<()> {
+async fn an_unauthenticated_connection_is_not_read_beyond_its_stream_limit() -> Result<()> {
     let kas = kas(json!({ "streams_before_authentication": 3, "authentication_timeout": "1s" })).await?;
-    // Each is longer than a turn.
+    // Each is longer than one scheduling step.
     let bytes: Vec<u8> = streams(12).flat_map(|stream| request(stream, 2_000)).collect();
     closed(says(kas.api, &[PREFACE, SETTINGS, &bytes]).await?).await;
     let name = "kas_refusals_total{listener=\"Api\",reason=\"Unauthenticated\"}";
-    // Its three requests, and itself in the end.
+    // Its three requests, and finally the connection itself.
     kas.metric_is(name, 4.0).await?;
-    // Who shows a token is read on: all of these are open at once.
+    // After authentication kas reads on: all of these are open at the same time.
     let agent = RawAgent::connect(kas.agent, &token(1), Kind::Ours).await?;
     let mut tunnels = Vec::new();
     for tunnel in futures_util::future::join_all((0..50).map(|_| agent.tunnel())).await {
@@ -260,7 +260,7 @@ async fn a_connection_without_a_token_is_not_read_beyond_its_streams() -> Result
 }
 
 #[tokio::test]
-async fn resets_are_few_without_a_token() -> Result<()> {
+async fn unauthenticated_connections_may_reset_few_streams() -> Result<()> {
     let kas = kas(json!({ "streams_before_authentication": 8, "failed_requests": 1_000 })).await?;
     for then in [reset, overflow] {
         let bytes: Vec<u8> =
@@ -274,7 +274,7 @@ async fn resets_are_few_without_a_token() -> Result<()> {
 }
 
 #[tokio::test]
-async fn failed_requests_and_header_fields_are_as_many_as_configured() -> Result<()> {
+async fn failed_requests_and_header_fields_have_configured_limits() -> Result<()> {
     let kas = kas(json!({ "failed_requests": 2, "header_fields": 16 })).await?;
     let bytes: Vec<u8> = streams(3).flat_map(|stream| request(stream, 2_000)).collect();
     let begun = Instant::now();
@@ -307,7 +307,7 @@ async fn settings(address: SocketAddr) -> Result<std::collections::BTreeMap<u16,
 }
 
 #[tokio::test]
-async fn streams_resets_and_header_lists_are_as_configured() -> Result<()> {
+async fn streams_resets_and_header_lists_have_configured_limits() -> Result<()> {
     const MAX_CONCURRENT_STREAMS: u16 = 3;
     const MAX_HEADER_LIST_SIZE: u16 = 6;
     let kas = kas(json!({
@@ -319,13 +319,13 @@ async fn streams_resets_and_header_lists_are_as_configured() -> Result<()> {
     let (agents, callers) = (settings(kas.agent).await?, settings(kas.api).await?);
     assert_eq!([agents[&MAX_CONCURRENT_STREAMS], callers[&MAX_CONCURRENT_STREAMS]], [7, 5]);
     assert_eq!([agents[&MAX_HEADER_LIST_SIZE], callers[&MAX_HEADER_LIST_SIZE]], [10_000; 2]);
-    // One reset more than it may be made to send.
+    // One reset more than a peer may cause.
     for (address, listener, resets) in [(kas.agent, "Agent", 2), (kas.api, "Api", 3)] {
         let each = |stream| [request(stream, 0), overflow(stream)].concat();
         let bytes: Vec<u8> = streams(resets + 1).flat_map(each).collect();
         closed(says(address, &[PREFACE, SETTINGS, &bytes]).await?).await;
         refused(&kas, listener, "Resets").await?;
-        // Refused by HTTP/2, and counted all the same; the connection would go on.
+        // Refused by HTTP/2 and counted; the connection would stay open.
         let large = request(1, 11_000);
         let stream = says(address, &[PREFACE, SETTINGS, &large]).await?;
         refused(&kas, listener, "Headers").await?;
@@ -350,7 +350,7 @@ async fn a_connection_that_answers_no_ping_is_lost_after_the_configured_time() -
     const PING: u8 = 6;
     let kas = kas(json!({
         "keepalive_interval": "200ms",
-        // Longer than a busy machine stands still: the good ones have to answer, too.
+        // Longer than a busy machine stalls: valid peers have to answer, too.
         "keepalive_timeout": "5s",
         "authentication_timeout": "1m",
     }))
@@ -368,13 +368,13 @@ async fn a_connection_that_answers_no_ping_is_lost_after_the_configured_time() -
         // The defaults are 15 s and 10 s more.
         assert!(begun.elapsed() < Duration::from_secs(15), "{:?}", begun.elapsed());
     }
-    // Who answers has been silent for longer, and stays.
+    // A peer that answers pings stays, although it was silent for longer.
     assert_eq!(caller.call(caller.request(BY_ID), &[&[8, 1]]).await?.status.code(), Code::Ok);
     assert_eq!(kas.metric("kas_tunnels_open").await?, 1.0);
     Ok(())
 }
 
-/// A field of a header block that no table has.
+/// A literal header field that is not in a table.
 fn field(name: &str, value: &str) -> Vec<u8> {
     let mut length = vec![value.len().min(0x7f) as u8];
     if let Some(mut rest) = value.len().checked_sub(0x7f) {
@@ -387,7 +387,7 @@ fn field(name: &str, value: &str) -> Vec<u8> {
     [&[0, name.len() as u8], name.as_bytes(), &length, value.as_bytes()].concat()
 }
 
-/// A call of a method of kas, whose message does not come.
+/// A call of a method of kas whose message never arrives.
 fn held(stream: u8, jwt: &str) -> Vec<u8> {
     let bearer = format!("Bearer {jwt}");
     let fields = [(":path", BY_ID), ("content-type", "application/grpc"), ("authorization", &bearer)];
@@ -398,14 +398,15 @@ fn held(stream: u8, jwt: &str) -> Vec<u8> {
 }
 
 #[tokio::test]
-async fn what_is_too_much_of_a_request_is_counted_by_its_reason() -> Result<()> {
+async fn oversized_requests_are_counted_by_reason() -> Result<()> {
     let kas = kas(json!({ "streams_per_caller_connection": 5 })).await?;
     let refusals = async |listener: &str, reason: &str, times: f64| {
         kas.metric_is(&format!("kas_refusals_total{{listener=\"{listener}\",reason=\"{reason}\"}}"), times)
             .await
     };
     let caller = kas.caller().await?;
-    // As many flags of GitLab as a request may have, one more, and as many keys that would go on to an agent.
+    // The maximum number of GitLab's feature flags, one more, and the same with metadata that would be
+    // forwarded.
     let with = |mut request: http::request::Builder, key: &str, count: usize| {
         for n in 0..count {
             request = request.header(format!("{key}-{n}"), "true");
@@ -423,7 +424,7 @@ async fn what_is_too_much_of_a_request_is_counted_by_its_reason() -> Result<()> 
     }
     refusals("Api", "Headers", 3.0).await?;
 
-    // A bomb for an agent, and a first message that would be held until it is whole.
+    // A compression bomb for an agent, and a first message that would be buffered until it is complete.
     let agent = RawAgent::connect(kas.agent, &token(1), Kind::Ours).await?;
     let _serving = agent.serve(2).await?;
     let bomb = grpc::gzip::deflate(&vec![0; 8 << 20]);
@@ -439,7 +440,7 @@ async fn what_is_too_much_of_a_request_is_counted_by_its_reason() -> Result<()> 
     }
     refusals("Api", "Message", 2.0).await?;
 
-    // What agents say first is wrong.
+    // Invalid first messages of agents.
     for method in [CONNECT, GET_CONFIGURATION] {
         let mut stream = agent.link().open(agent.request(method).body(())?).await?;
         stream.send(frame(&[0xff; 20])).await.ok().context("sent")?;
@@ -458,7 +459,7 @@ async fn what_is_too_much_of_a_request_is_counted_by_its_reason() -> Result<()> 
 }
 
 #[tokio::test]
-async fn requests_with_too_many_or_too_large_headers_get_an_answer_that_grpc_clients_show() -> Result<()> {
+async fn requests_with_excessive_headers_get_a_status_that_grpc_clients_show() -> Result<()> {
     let kas = Kas::start().await?;
     let agent = RawAgent::connect(kas.agent, &token(1), Kind::Ours).await?;
     let mut request = agent.request(CONNECT);
@@ -474,7 +475,7 @@ async fn requests_with_too_many_or_too_large_headers_get_an_answer_that_grpc_cli
     let got = answer(&mut agent.link().open(large).await?).await?;
     assert_eq!(got.status.code(), Code::ResourceExhausted, "{}", got.status);
     assert!(got.status.message().contains("at most 16384 are accepted"), "{}", got.status);
-    // Above 32 KiB it is HTTP/2 itself that answers, without a status of gRPC: clients make one.
+    // Above 32 KiB, HTTP/2 itself responds without a gRPC status, and clients create one.
     let channel = tonic::transport::Endpoint::from_shared(format!("http://{}", kas.api))?.connect().await?;
     let mut client = tonic::client::Grpc::new(channel);
     for (size, code, words) in [
@@ -493,14 +494,14 @@ async fn requests_with_too_many_or_too_large_headers_get_an_answer_that_grpc_cli
         assert!(status.message().contains(words), "{status:?}");
     }
     refused(&kas, "Api", "Headers").await?;
-    // The connection goes on.
+    // The connection stays open.
     let caller = Caller::connect(kas.api, Some(kas.jwt())).await?;
     assert_eq!(caller.call(caller.request(BY_ID), &[&[8, 1]]).await?.status.code(), Code::Ok);
     Ok(())
 }
 
 #[tokio::test]
-async fn a_tunnel_above_the_limit_gets_the_next_place_or_ends_in_order_after_its_time() -> Result<()> {
+async fn a_tunnel_above_the_limit_gets_the_next_free_slot_or_ends_with_ok() -> Result<()> {
     const FULL: &str = "kas_refusals_total{listener=\"Agent\",reason=\"TunnelsFull\"}";
     let config = json!({ "agent": { "listen": { "max_tunnels_per_agent": 2 } } });
     let kas = Kas::start_with_config(config).await?;
@@ -508,9 +509,9 @@ async fn a_tunnel_above_the_limit_gets_the_next_place_or_ends_in_order_after_its
     let (first, _second) = (agent.tunnel().await?, agent.tunnel().await?);
     let mut third = std::pin::pin!(agent.tunnel());
     let waits = tokio::time::timeout(Duration::from_millis(500), &mut third).await;
-    assert!(waits.is_err(), "it has a place");
+    assert!(waits.is_err(), "it has a slot");
     assert_eq!(kas.metric("kas_tunnels_open").await?, 2.0);
-    // Others have their own.
+    // Other agents have their own limit.
     let other = RawAgent::connect(kas.agent, &token(2), Kind::Old).await?;
     let _others = other.tunnel().await?;
     drop(first);
@@ -529,7 +530,7 @@ async fn a_tunnel_above_the_limit_gets_the_next_place_or_ends_in_order_after_its
 }
 
 #[tokio::test]
-async fn a_token_that_connects_too_often_waits_and_others_do_not() -> Result<()> {
+async fn a_token_that_connects_too_often_is_delayed_and_others_are_not() -> Result<()> {
     let Scenario { kas, caller, .. } = Scenario::start_with_config(json!({
         "limits": { "token_burst": 4 },
         "agent": { "listen": { "connections_per_token_per_minute": 1 } },
@@ -541,7 +542,7 @@ async fn a_token_that_connects_too_often_waits_and_others_do_not() -> Result<()>
         let serving = agent.serve(1).await?;
         connections.push((agent, serving));
     }
-    // What carries requests is free, however often it comes again.
+    // Tunnels that carry requests are not counted, however often they are opened.
     for _ in 0..50 {
         assert_eq!(caller.call(caller.to_agent(1, &path("Echo")), &[b"x"]).await?.messages, ["x"]);
     }
@@ -550,19 +551,19 @@ async fn a_token_that_connects_too_often_waits_and_others_do_not() -> Result<()>
     stream.send(frame(b"")).await.ok().context("sent")?;
     let _ = stream.half_close();
     let got = answer(&mut stream).await?;
-    // In the words of 14.1.
+    // With the message of 14.1.
     let told = "new connection rate limit exhausted for this agent, try again later";
     assert_eq!((got.status.code(), got.status.message()), (Code::ResourceExhausted, told));
     refused(&kas, "Agent", "RateLimit").await?;
-    // Its tunnels are held, as those above their limit; those of another token are not.
-    assert!(tokio::time::timeout(Duration::from_secs(2), agent.tunnel()).await.is_err(), "it is let in");
+    // Its tunnels are held, like those above the limit; those of another token are not.
+    assert!(tokio::time::timeout(Duration::from_secs(2), agent.tunnel()).await.is_err(), "it was accepted");
     let other = RawAgent::connect(kas.agent, &token(2), Kind::Old).await?;
     soon("a tunnel of another token", other.tunnel()).await?;
     Ok(())
 }
 
 #[tokio::test]
-async fn a_token_that_fails_again_and_again_is_not_looked_up_any_more_and_others_are() -> Result<()> {
+async fn a_repeatedly_failing_token_is_no_longer_looked_up() -> Result<()> {
     let kas = kas(json!({ "token_burst": 3 })).await?;
     let wrong = RawAgent::connect(kas.agent, "wrong", Kind::Old).await?;
     for _ in 0..10 {

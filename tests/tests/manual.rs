@@ -1,5 +1,5 @@
-//! The operations manual is complete: every metric, every log line at `warn` or `error`, and every reason of
-//! a refusal has a row in `docs/operations.md`, and every limit one in `docs/limits.md`.
+//! The operations manual is complete: every metric, every log line at `warn` or `error`, and every refusal
+//! reason has a row in `docs/operations.md`, and every limit has one in `docs/limits.md`.
 
 #![allow(clippy::unwrap_used)] // a test may panic
 
@@ -15,10 +15,10 @@ use testkit::{
     kas::{Kas, token},
 };
 
-/// Crates whose logs and metrics no operator of kas or agentk sees.
+/// Crates without logs and metrics of kas or agentk.
 const NOT_SEEN: [&str; 2] = ["kasctl", "testkit"];
 
-/// Returns every other crate, and the program in whose table its rows stand.
+/// Returns every other crate, and the program that its rows belong to.
 fn crates() -> Vec<(PathBuf, &'static str)> {
     let mut crates: Vec<_> = fs::read_dir(root().join("crates"))
         .unwrap()
@@ -50,7 +50,7 @@ fn sources(folder: &Path) -> Vec<(PathBuf, String)> {
             found.extend(sources(&path));
         } else if name.ends_with(".rs") && name != "tests.rs" {
             let text = fs::read_to_string(&path).unwrap();
-            // Tests stand at the end of a file.
+            // Tests are at the end of a file.
             let end = text.find("#[cfg(test)]\nmod tests {").unwrap_or(text.len());
             found.push((path, text[..end].to_owned()));
         }
@@ -58,10 +58,10 @@ fn sources(folder: &Path) -> Vec<(PathBuf, String)> {
     found
 }
 
-/// A string literal of a source: its text, and what stands before it.
+/// A string literal: its text, and whether it is the value of a field.
 struct Literal {
     text: String,
-    /// It is the value of a field: `error = "…"`.
+    /// Whether it is the value of a field: `error = "…"`.
     is_field: bool,
 }
 
@@ -95,7 +95,7 @@ fn literals(source: &str, start: usize) -> Vec<Literal> {
                         continue;
                     }
                     match bytes[at] {
-                        // A line that goes on: its indentation is no part of the text.
+                        // The indentation of a continued line is not part of the text.
                         b'\n' => at += source[at..].len() - source[at..].trim_start().len(),
                         escaped => {
                             text.push(if escaped == b'n' { '\n' } else { char::from(escaped) });
@@ -117,7 +117,7 @@ fn literals(source: &str, start: usize) -> Vec<Literal> {
     found
 }
 
-/// Returns the fixed parts of a message: what stands between its placeholders.
+/// Returns the fixed parts of a message, between its placeholders.
 fn fixed(message: &str) -> Vec<String> {
     let mut parts = vec![String::new()];
     let mut chars = message.chars();
@@ -165,7 +165,7 @@ fn every_log_line_at_warn_or_error_is_in_the_manual() -> Result<()> {
             }
         }
     }
-    // A scanner that finds nothing would find nothing missing.
+    // If the scanner found nothing, nothing would be missing.
     assert!(lines >= 40, "only {lines} log lines were found");
     assert!(missing.is_empty(), "{}", missing.into_iter().collect::<Vec<_>>().join("\n"));
     Ok(())
@@ -173,7 +173,7 @@ fn every_log_line_at_warn_or_error_is_in_the_manual() -> Result<()> {
 
 #[test]
 fn every_log_line_of_the_manual_is_still_logged() -> Result<()> {
-    // As the compiler reads them: a line of a text that goes on begins where its words do.
+    // As the compiler reads it: a continued line starts at its first word.
     let mut all = String::new();
     for (folder, _) in crates() {
         for (_, source) in sources(&folder) {
@@ -194,7 +194,7 @@ fn every_log_line_of_the_manual_is_still_logged() -> Result<()> {
     Ok(())
 }
 
-/// Returns what a registry makes of registered names, without the ending of a counter.
+/// Returns the exported names of registered metrics, without the suffix of a counter.
 fn registered() -> BTreeSet<(String, String)> {
     let mut names = BTreeSet::new();
     for (folder, program) in crates() {
@@ -205,7 +205,7 @@ fn registered() -> BTreeSet<(String, String)> {
                         continue;
                     };
                     let file = path.strip_prefix(root()).unwrap_or(&path).display().to_string();
-                    // The one family that has its name from 14.1, without a prefix.
+                    // The only metric with the name that it has in 14.1, without a prefix.
                     let prefix = if name.text.starts_with("gitlab_build") { "" } else { program };
                     let full = if prefix.is_empty() { name.text } else { format!("{prefix}_{}", name.text) };
                     names.insert((full, file));
@@ -304,7 +304,7 @@ fn every_limit_and_every_reason_of_a_refusal_is_in_the_manual() -> Result<()> {
 }
 
 #[test]
-fn the_scanner_reads_messages_as_the_log_has_them() {
+fn the_scanner_reads_messages_as_they_are_logged() {
     let source = "tracing::warn!(\n  error = \"field\", // \"comment\"\n  ?x(\"inner\"),\n  \"one \\\n      two {x} three \\\"four\\\"\"\n); \"after\"";
     let found = literals(source, source.find('(').unwrap());
     let messages: Vec<_> = found.iter().filter(|l| !l.is_field).map(|l| l.text.as_str()).collect();

@@ -1,8 +1,8 @@
-//! Agents behind nginx, HAProxy and Envoy, with gRPC and inside WebSocket: the timers of proxies for silent
-//! streams.
+//! Agents behind nginx, HAProxy and Envoy, with gRPC and WebSocket: the timers of proxies for silent streams.
 //!
-//! Those of the ordinary set have short timers, and kas knows a shorter one. The others have every timer as
-//! its proxy has it, and take eleven minutes, in which each has run out at least twice: `cargo test -p tests
+//! The normal tests use short timers and a shorter one in kas. The ignored tests use the default timers, each
+//! of which expires at least twice, and take eleven minutes: `cargo test -p tests --test proxies --
+//! --ignored`.
 //! --test proxies -- --ignored`.
 
 #![allow(clippy::unwrap_used)] // a test may panic
@@ -23,16 +23,15 @@ use testkit::{
 };
 use tokio::time::Instant;
 
-/// How long agents are watched behind the timers of the ordinary set.
+/// How long agents are watched behind short timers.
 const SHORT: Duration = Duration::from_secs(45);
-/// How long agents are watched behind usual timers: those of Envoy are 5 min.
+/// How long agents are watched behind default timers: that of Envoy is 5 min.
 const LONG: Duration = Duration::from_secs(11 * 60);
 
-/// As Debian's package configures it.
+/// The configuration of Debian's package.
 const HAPROXY: &str = "  timeout connect 5000\n  timeout client 50000\n  timeout server 50000\n";
 
-/// Returns the timers of proxies in the ordinary set, in seconds: below the 15 s of kas' pings, or above them
-/// where they are to count.
+/// Returns the short timer in seconds: below the 15 s of the pings of kas, or above where these count.
 fn timer(passes: Passes) -> u64 {
     match passes {
         Passes::Grpc => 12,
@@ -50,7 +49,7 @@ fn short_haproxy(passes: Passes) -> String {
 }
 
 async fn kas(short: bool) -> Result<Kas> {
-    // The age at which kas lets agents move is another matter.
+    // The maximum connection age is not tested here.
     let mut listen = json!({ "websocket": true, "max_connection_age": "24h" });
     if short {
         listen["proxied_idle_timeout"] = json!("6s");
@@ -63,7 +62,7 @@ fn url(proxy: &Proxy, passes: Passes) -> String {
     format!("{scheme}://{}", proxy.address)
 }
 
-/// A proxy whose error names it.
+/// Adds the name of the proxy to an error.
 async fn named<T>(name: &'static str, watched: impl Future<Output = Result<T>>) -> Result<T> {
     watched.await.context(name)
 }
@@ -71,7 +70,7 @@ async fn named<T>(name: &'static str, watched: impl Future<Output = Result<T>>) 
 async fn nginx(kas: &Kas, passes: Passes, short: bool) -> Result<Proxy> {
     let mut directives = if short { short_nginx(passes) } else { String::new() };
     if passes == Passes::Grpc {
-        // As everybody has it, and how kas knows of a proxy before agents that do not tell it.
+        // The usual header, by which kas detects a proxy in front of agents that do not report it.
         directives.push_str("grpc_set_header X-Forwarded-For $remote_addr;");
     }
     Proxy::nginx(kas.agent, passes, &directives).await
@@ -87,7 +86,8 @@ async fn envoy(kas: &Kas, passes: Passes, short: bool) -> Result<Proxy> {
     Proxy::envoy(kas.agent, passes, if short { timer } else { json!({}) }, json!({})).await
 }
 
-/// An agentk that nobody asks anything is there for some time without a moment of absence, and serves then.
+/// Checks that an idle agentk stays connected for this time without an interruption, and then serves a
+/// request.
 async fn outlasts(kas: &Kas, proxy: &Proxy, passes: Passes, time: Duration) -> Result<()> {
     let agentk = Agentk::start_url(&url(proxy, passes), &token(1), None).await?;
     agentk.connected().await?;
@@ -106,11 +106,11 @@ async fn outlasts(kas: &Kas, proxy: &Proxy, passes: Passes, time: Duration) -> R
     Ok(())
 }
 
-/// An agent of GitLab 14.1, whose tunnels kas ends in order: a timer would cut all that are idle at once, and
-/// let the agent pause for 10 s and more.
+/// The same for an agent of GitLab 14.1, whose idle tunnels kas ends with OK: a timer would cut all of them
+/// at once, and the agent would back off for 10 s and more.
 ///
-/// Seen once in 91: HAProxy turned the end of one into an error, when kas' half of the stream was over and
-/// the agent's was not. One tunnel of ten then comes back later.
+/// Seen once in 91 runs: HAProxy turned the end of a tunnel into an error, because only kas' half of the
+/// stream had ended. One tunnel of ten then returned later.
 async fn old_outlasts(kas: &Kas, proxy: &Proxy, time: Duration) -> Result<()> {
     let agent = Agent14::start(proxy.address, &token(1), Version::Old).await?;
     let mut ends = agent.ends();
@@ -132,7 +132,7 @@ async fn old_outlasts(kas: &Kas, proxy: &Proxy, time: Duration) -> Result<()> {
     Ok(())
 }
 
-/// Each in its own pair of a proxy and a kas, all at once.
+/// Each proxy with its own kas, all at the same time.
 async fn all_outlast(passes: Passes, short: bool, time: Duration) -> Result<()> {
     let one = Box::pin(async {
         let kas = kas(short).await?;
@@ -200,7 +200,7 @@ async fn tunnels_of_gitlab_agents_end_before_each_proxy_cuts_them() -> Result<()
     all_old_outlast(false, LONG).await
 }
 
-/// What no server can mend, and the configuration of docs/proxies.md that does.
+/// A silent request, which no server can protect, and the configuration of docs/proxies.md that does.
 async fn silent_request(
     kas: &Kas,
     proxy: &Proxy,
@@ -216,7 +216,7 @@ async fn silent_request(
 }
 
 #[tokio::test]
-async fn silent_request_is_cut_by_the_timer_of_a_proxy_and_kept_by_pings_inside_websocket() -> Result<()> {
+async fn silent_request_is_cut_by_a_proxy_timer_but_not_inside_websocket() -> Result<()> {
     let (timer, time) = (Duration::from_secs(timer(Passes::Grpc)), SHORT);
     let watch = async |passes| {
         let (one, two, three) = tokio::try_join!(kas(true), kas(true), kas(true))?;
@@ -240,7 +240,7 @@ async fn silent_request_is_cut_by_the_timer_of_a_proxy_and_kept_by_pings_inside_
     Ok(())
 }
 
-/// The lines of docs/proxies.md.
+/// The configuration of docs/proxies.md.
 const NGINX_LINE: &str =
     "grpc_read_timeout 24h; grpc_send_timeout 24h; client_body_timeout 24h; client_max_body_size 0;";
 const HAPROXY_LINES: &str = "  timeout connect 5s\n  timeout client 24h\n  timeout server 24h\n";
@@ -267,7 +267,7 @@ async fn silent_request_outlasts_the_usual_timers_with_the_documented_configurat
 
 /// nginx counts everything that an agent sends on a tunnel as the body of one request.
 #[tokio::test]
-async fn nginx_bounds_what_an_agent_answers_unless_it_is_told_not_to() -> Result<()> {
+async fn nginx_limits_the_bytes_of_a_tunnel_unless_configured_otherwise() -> Result<()> {
     for (directives, whole) in [("", false), (NGINX_LINE, true)] {
         let kas = kas(false).await?;
         let proxy = Proxy::nginx(kas.agent, Passes::Grpc, directives).await?;
@@ -278,7 +278,7 @@ async fn nginx_bounds_what_an_agent_answers_unless_it_is_told_not_to() -> Result
         let mut open = caller.open(caller.to_agent(1, DOWNLOAD)).await?;
         open.send(frame(&message)).await.ok().context("sent")?;
         open.half_close().ok().context("sent")?;
-        // It may break off within a message.
+        // It may end within a message.
         let mut bytes = 0;
         while let Some(Ok(data)) = open.data().await {
             bytes += data.len();

@@ -1,5 +1,5 @@
-//! Certificates, keys and secrets of a running kas: exchanged while it serves, told of before they end, and
-//! refused at the start when they are unsafe.
+//! Certificates, keys and secrets of a running kas: they are replaced while it serves, their expiry is
+//! reported, and unsafe ones are refused at the start.
 
 #![allow(clippy::unwrap_used)] // a test may panic
 
@@ -38,7 +38,7 @@ use tokio_rustls::{
     },
 };
 
-/// Files are looked at each 5 s, twice; a busy machine may take longer.
+/// Files are checked every 5 s, twice. A busy machine may take longer.
 const EXCHANGED: Duration = Duration::from_secs(30);
 const BY_ID: &str = "/kas.api.v1.KasApi/ConnectedAgentsById";
 const ROLE: &str = "kas://replica";
@@ -79,7 +79,7 @@ fn now() -> SystemTime {
 const YEAR: Duration = Duration::from_secs(365 * 86_400);
 const HOUR: Duration = Duration::from_secs(3_600);
 
-/// A folder that is written as Kubernetes writes volumes.
+/// A folder with the layout of a Kubernetes volume.
 struct Volume(PathBuf);
 
 impl Volume {
@@ -93,11 +93,11 @@ impl Volume {
         Ok(volume)
     }
 
-    /// Exchanges both files at one instant.
+    /// Replaces both files atomically.
     fn write(&self, certificate: &str, key: &str) -> Result<()> {
         let version = format!("..{:016x}", rand::random::<u64>());
         std::fs::create_dir(self.0.join(&version))?;
-        // Kubernetes' own default: what only this pod sees may be readable in it.
+        // The default mode of Kubernetes: only this pod sees the volume.
         std::fs::write(self.0.join(&version).join("tls.crt"), certificate)?;
         std::fs::write(self.0.join(&version).join("tls.key"), key)?;
         symlink(&version, self.0.join("..data_tmp"))?;
@@ -129,7 +129,7 @@ async fn connect(address: SocketAddr, config: &ClientConfig) -> Result<TlsStream
     Ok(soon("a handshake", shaken).await?)
 }
 
-/// Returns the certificate that a listener shows now, as PEM holds it.
+/// Returns the certificate that a listener presents, as DER.
 async fn shown(address: SocketAddr, config: &ClientConfig) -> Result<Vec<u8>> {
     let stream = connect(address, config).await?;
     let certificates = stream.get_ref().1.peer_certificates().context("it shows one")?;
@@ -140,7 +140,7 @@ fn der(pem: &str) -> Result<Vec<u8>> {
     Ok(CertificateDer::from_pem_slice(pem.as_bytes())?.to_vec())
 }
 
-/// Waits until a listener shows a certificate.
+/// Waits until a listener presents a certificate.
 async fn shows(address: SocketAddr, config: &ClientConfig, pem: &str) -> Result<()> {
     let wanted = der(pem)?;
     within(EXCHANGED, "the new certificate is shown", async || {
@@ -149,7 +149,7 @@ async fn shows(address: SocketAddr, config: &ClientConfig, pem: &str) -> Result<
     .await
 }
 
-/// Checks that a call is answered on an open connection.
+/// Checks that a call on an open connection succeeds.
 async fn answers(kas: &Kas, client: &mut h2::client::SendRequest<Bytes>) -> Result<()> {
     let request = http::Request::post(format!("https://localhost{BY_ID}"))
         .header("content-type", "application/grpc")
@@ -169,12 +169,12 @@ async fn answers(kas: &Kas, client: &mut h2::client::SendRequest<Bytes>) -> Resu
 }
 
 #[tokio::test]
-async fn exchanged_certificates_are_shown_soon_broken_ones_never_and_open_connections_stay() -> Result<()> {
+async fn rotated_certificates_are_used_and_invalid_ones_ignored_while_connections_stay() -> Result<()> {
     let authority = Authority::new()?;
     let folder = tempfile::tempdir()?;
     let first = authority.sign(YEAR)?;
     let volume = Volume::new(folder.path().join("agent"), &first)?;
-    // The other listener's files are plain ones, written in place.
+    // The files of the other listener are replaced in place.
     let file = |name: &str| folder.path().join(name);
     std::fs::write(file("api.crt"), &first.0)?;
     write_private(&file("api.key"), &first.1)?;
@@ -196,8 +196,8 @@ async fn exchanged_certificates_are_shown_soon_broken_ones_never_and_open_connec
     // As old as the first certificate.
     answers(&kas, &mut open).await?;
 
-    // A certificate whose key has not come, half a certificate, and one that has ended: each is told of, and
-    // none is used.
+    // A certificate without its new key, half a certificate, and an expired one: each is reported, and none
+    // is used.
     let third = authority.sign(YEAR)?;
     let ended = {
         let key = rcgen::KeyPair::generate()?;
@@ -228,14 +228,14 @@ async fn exchanged_certificates_are_shown_soon_broken_ones_never_and_open_connec
     Ok(())
 }
 
-/// The hello of a client that knows TLS 1.1 at most: version 3.2, and ciphers of that time. Nothing but the
-/// version is wrong with it.
+/// The ClientHello of a client that supports at most TLS 1.1 (version 3.2), with matching ciphers. Only its
+/// version is wrong.
 fn hello_of_tls_1_1() -> Vec<u8> {
     let mut body = vec![3, 2];
     body.extend([7; 32]);
     // No session, TLS_ECDHE_RSA_WITH_AES_128_CBC_SHA and TLS_RSA_WITH_AES_128_CBC_SHA, no compression.
     body.extend([0, 0, 4, 0xc0, 0x13, 0, 0x2f, 1, 0]);
-    // Which signatures it verifies, which is asked for before the version is looked at.
+    // The signature algorithms, which are checked before the version.
     body.extend([0, 12, 0, 13, 0, 8, 0, 6, 4, 3, 8, 4, 4, 1]);
     let mut message = vec![1, 0, 0, u8::try_from(body.len()).unwrap()];
     message.extend(body);
@@ -245,7 +245,7 @@ fn hello_of_tls_1_1() -> Vec<u8> {
 }
 
 #[tokio::test]
-async fn every_listener_speaks_tls_1_2_and_1_3_with_h2_and_nothing_older() -> Result<()> {
+async fn every_listener_accepts_only_tls_1_2_and_1_3_with_h2() -> Result<()> {
     let authority = Authority::new()?;
     let folder = tempfile::tempdir()?;
     let pair = authority.sign(YEAR)?;
@@ -285,7 +285,7 @@ async fn every_listener_speaks_tls_1_2_and_1_3_with_h2_and_nothing_older() -> Re
             let session = stream.get_ref().1;
             assert_eq!(session.protocol_version(), Some(number), "{name}");
             assert_eq!(session.alpn_protocol(), Some(&b"h2"[..]), "{name}");
-            // It is HTTP/2 indeed: the settings of kas come.
+            // The settings of kas show that it is HTTP/2.
             let (_client, mut connection) = h2::client::handshake(stream).await?;
             let pinged = async {
                 let mut pings = connection.ping_pong().context("a connection pings")?;
@@ -307,7 +307,7 @@ async fn every_listener_speaks_tls_1_2_and_1_3_with_h2_and_nothing_older() -> Re
 }
 
 #[tokio::test]
-async fn the_end_of_a_certificate_is_a_metric_and_told_once_at_each_step() -> Result<()> {
+async fn certificate_expiry_is_a_metric_and_logged_once_at_each_threshold() -> Result<()> {
     let authority = Authority::new()?;
     let folder = tempfile::tempdir()?;
     let volume = Volume::new(folder.path().join("tls"), &authority.sign(6 * 24 * HOUR)?)?;
@@ -331,7 +331,7 @@ async fn the_end_of_a_certificate_is_a_metric_and_told_once_at_each_step() -> Re
     assert_eq!(kas.process.logged_since(since, "that it ends", days).await?, 0);
     let left = ends_in().await?;
     assert!((0.0..=12.0 * 3_600.0).contains(&left), "{left}");
-    // And one that lasts says no more; what was said was said once.
+    // A renewed certificate logs nothing, and each threshold was logged once.
     let (certificate, key) = authority.sign(YEAR)?;
     volume.write(&certificate, &key)?;
     within(EXCHANGED, "the last one counts", async || {
@@ -344,7 +344,7 @@ async fn the_end_of_a_certificate_is_a_metric_and_told_once_at_each_step() -> Re
 }
 
 #[tokio::test]
-async fn secrets_of_callers_are_exchanged_without_a_restart_and_by_the_rules_of_a_start() -> Result<()> {
+async fn api_secrets_are_rotated_without_a_restart_under_the_rules_of_a_start() -> Result<()> {
     let kas = Kas::start().await?;
     let file = kas.dir().join("secret-0");
     let call = async |secret: &[u8]| -> Result<Code> {
@@ -364,7 +364,7 @@ async fn secrets_of_callers_are_exchanged_without_a_restart_and_by_the_rules_of_
     })
     .await?;
     assert_eq!(call(&kas.secrets[0]).await?, Code::Unauthenticated);
-    // What would keep kas from starting is not taken while it runs.
+    // A secret with which kas would not start is not used while it runs.
     let since = kas.process.log_len();
     write_private(&file, "aGVsbG8=")?;
     let why = kas
@@ -378,9 +378,9 @@ async fn secrets_of_callers_are_exchanged_without_a_restart_and_by_the_rules_of_
     Ok(())
 }
 
-/// Seen at the real thing: what is refused at the start is what `config check` says, all of it at once.
+/// A start reports the same problems as `config check`, all at once.
 #[tokio::test]
-async fn kas_does_not_start_with_what_is_unsafe_and_says_all_of_it_as_the_check_does() -> Result<()> {
+async fn kas_does_not_start_with_unsafe_files_and_reports_all_of_them() -> Result<()> {
     let authority = Authority::new()?;
     let folder = tempfile::tempdir()?;
     let file = |name: &str| folder.path().join(name);
@@ -417,7 +417,7 @@ async fn kas_does_not_start_with_what_is_unsafe_and_says_all_of_it_as_the_check_
 }
 
 #[tokio::test]
-async fn the_secret_for_gitlab_is_exchanged_without_a_restart() -> Result<()> {
+async fn the_gitlab_secret_is_rotated_without_a_restart() -> Result<()> {
     let gitlab = GitLab::start().await?;
     let kas = Kas::start_with(Options { config: gitlab.config(), ..Options::default() }).await?;
     let since = kas.process.log_len();
@@ -430,7 +430,7 @@ async fn the_secret_for_gitlab_is_exchanged_without_a_restart() -> Result<()> {
         })
         .await?;
     assert_eq!(said, "the secrets of GitLab were exchanged");
-    // Whatever it answers: it is asked with the new signature.
+    // Whatever the response is: the request has the new signature.
     let agent = RawAgent::connect(kas.agent, "a-token", Kind::Old).await?;
     let (_refused, seen) = tokio::join!(agent.tunnel(), gitlab.asked(1));
     seen[0].check_signature(&new)?;
@@ -438,7 +438,7 @@ async fn the_secret_for_gitlab_is_exchanged_without_a_restart() -> Result<()> {
 }
 
 #[tokio::test]
-async fn the_authority_of_gitlab_is_exchanged_without_a_restart() -> Result<()> {
+async fn the_gitlab_ca_is_rotated_without_a_restart() -> Result<()> {
     let gitlab = GitLab::start_tls().await?;
     gitlab.know(&token(1), 1, "agent-1", 7);
     let folder = tempfile::tempdir()?;
@@ -460,7 +460,7 @@ async fn the_authority_of_gitlab_is_exchanged_without_a_restart() -> Result<()> 
 }
 
 #[tokio::test]
-async fn agentk_trusts_kas_by_a_file_that_changes() -> Result<()> {
+async fn agentk_reloads_its_ca_file() -> Result<()> {
     let authority = Authority::new()?;
     let folder = tempfile::tempdir()?;
     let volume = Volume::new(folder.path().join("tls"), &authority.sign(YEAR)?)?;

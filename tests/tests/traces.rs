@@ -1,5 +1,5 @@
-//! Spans of real processes: one trace from the caller over two replicas and agentk to the API server,
-//! exported by OTLP over HTTP and over gRPC to a collector that reads the official messages.
+//! Spans of real processes: one trace from the caller through two replicas and agentk to the API server,
+//! exported by OTLP over HTTP and gRPC to a collector that decodes the official messages.
 
 use std::{
     collections::BTreeMap, convert::Infallible, net::SocketAddr, os::unix::fs::PermissionsExt as _,
@@ -45,12 +45,12 @@ use tokio_rustls::TlsAcceptor;
 const MAKE_REQUEST: &str = "/gitlab.agent.kubernetes_api.rpc.KubernetesApi/MakeRequest";
 const BORROW: &str = "kas.internal.v1.Tunnels/Borrow";
 const CREDENTIAL: &str = "Bearer of-the-collector";
-/// How every token of a caller begins: `{"typ":"JWT","alg":"HS256"}`.
+/// The start of every JWT of a caller: `{"typ":"JWT","alg":"HS256"}`.
 const JWT: &str = "eyJ0eXAiOiJKV1QiLCJhbGciOiJIUzI1NiJ9";
 
 type Body = UnsyncBoxBody<Bytes, Infallible>;
 
-/// A span with what is said of its process.
+/// A span with the attributes of its process.
 #[derive(Clone, Debug)]
 struct Received {
     service: String,
@@ -92,7 +92,7 @@ struct Got {
     headers: Vec<HeaderMap>,
 }
 
-/// A collector that keeps what it gets.
+/// A collector that stores what it receives.
 struct Collector {
     address: SocketAddr,
     got: Arc<Mutex<Got>>,
@@ -120,7 +120,7 @@ impl Collector {
         Self::start_with(is_grpc, None).await
     }
 
-    /// Starts one behind TLS, if there is some.
+    /// Starts one, with TLS if given.
     async fn start_with(is_grpc: bool, tls: Option<TlsAcceptor>) -> Result<Self> {
         let listener = TcpListener::bind("127.0.0.1:0").await?;
         let address = listener.local_addr()?;
@@ -174,7 +174,7 @@ async fn take(
         (head.uri.path(), &head.headers["content-type"]),
         (path, &HeaderValue::from_static(content_type))
     );
-    let mut bytes = body.collect().await.expect("it comes whole").to_bytes();
+    let mut bytes = body.collect().await.expect("it is complete").to_bytes();
     if is_grpc {
         let prefix = bytes.split_to(grpc::PREFIX_LEN);
         assert_eq!(prefix[..], grpc::prefix(u32::try_from(bytes.len()).expect("it is small")));
@@ -205,7 +205,7 @@ async fn take(
     Ok(response)
 }
 
-/// An API server that answers everything and keeps the headers of each request.
+/// An API server that answers every request and stores its headers.
 struct ApiServer {
     address: SocketAddr,
     headers: Arc<Mutex<Vec<HeaderMap>>>,
@@ -240,14 +240,14 @@ impl ApiServer {
         format!("http://{}", self.address)
     }
 
-    /// Returns the headers of the request that has this value in its own header.
+    /// Returns the headers of the request with this id header.
     fn of(&self, id: &str) -> Option<HeaderMap> {
         let headers = self.headers.lock();
         headers.iter().find(|headers| headers.get("x-test").is_some_and(|value| value == id)).cloned()
     }
 }
 
-/// The two messages of a GET that says who it is.
+/// The two messages of a GET with an id header.
 fn get(id: &str) -> [Vec<u8>; 2] {
     let request = prototool::HttpRequest {
         method: "GET".into(),
@@ -260,7 +260,7 @@ fn get(id: &str) -> [Vec<u8>; 2] {
         .map(|message| grpctool::HttpRequest { message: Some(message) }.encode_to_vec())
 }
 
-/// A trace that a caller begins: its id and that of the caller's span.
+/// Creates a trace of a caller: its id and that of the caller's span.
 fn trace() -> (String, String) {
     (hex::encode(rand::random::<[u8; 16]>()), hex::encode(rand::random::<[u8; 8]>()))
 }
@@ -288,7 +288,7 @@ fn tracing(collector: &Collector) -> Value {
     json!({ "observability": { "tracing": { "otlp_endpoint": collector.url() } } })
 }
 
-/// Waits for so many spans of a trace.
+/// Waits for this many spans of a trace.
 async fn spans(collectors: &[&Collector], trace: &str, count: usize) -> Result<Vec<Received>> {
     eventually(&format!("{count} spans"), async || {
         let found: Vec<_> = collectors.iter().flat_map(|collector| collector.spans(trace)).collect();
@@ -304,7 +304,7 @@ fn one<'a>(spans: &'a [Received], service: &str, name: &str) -> &'a Received {
 }
 
 #[tokio::test]
-async fn one_trace_leads_from_the_caller_over_both_replicas_and_agentk_to_the_api_server() -> Result<()> {
+async fn one_trace_spans_the_caller_both_replicas_agentk_and_the_api_server() -> Result<()> {
     let (over_http, over_grpc) = (Collector::start(false).await?, Collector::start(true).await?);
     let dir = tempfile::tempdir()?;
     let file = dir.path().join("headers");
@@ -321,15 +321,14 @@ async fn one_trace_leads_from_the_caller_over_both_replicas_and_agentk_to_the_ap
     mesh.converged(&[(1, 1)]).await?;
     let caller = mesh.caller(0).await?;
 
-    // Several, one after the other: the tunnel stays lent, and its stream between the replicas is one for
-    // all.
+    // Several sequential requests: the tunnel stays leased, and they share one stream between the replicas.
     let mut sent = Vec::new();
     for n in 0..12 {
         let (id, context) = (format!("request-{n}"), trace());
         make_request(&caller, &context, &id, "01").await?;
         sent.push((id, context));
     }
-    assert!(mesh.kas(0).metric("kas_borrows_reused_total").await? >= 1.0, "the tunnel stayed lent");
+    assert!(mesh.kas(0).metric("kas_borrows_reused_total").await? >= 1.0, "the tunnel stayed leased");
     for (id, (trace, from)) in &sent {
         let all = spans(&[&over_http, &over_grpc], trace, 4).await?;
         assert_eq!(all.len(), 4, "{all:#?}");
@@ -340,7 +339,7 @@ async fn one_trace_leads_from_the_caller_over_both_replicas_and_agentk_to_the_ap
         let called = one(&all, "gitlab-agent", "GET");
 
         assert_eq!(&routing.parent(), from);
-        // The gateway passes on what the routing replica wrote: both are told of the same span.
+        // The owner forwards what the routing replica wrote: both have the same parent span.
         assert_eq!((gateway.parent(), served.parent()), (routing.id(), routing.id()));
         assert_eq!(called.parent(), served.id());
         let headers = api.of(id).context("the API server was asked")?;
@@ -373,14 +372,14 @@ async fn one_trace_leads_from_the_caller_over_both_replicas_and_agentk_to_the_ap
         }
     }
 
-    // One of its own replica.
+    // One that is served by the owner itself.
     let context = trace();
     make_request(&mesh.caller(1).await?, &context, "local", "01").await?;
     let all = spans(&[&over_http, &over_grpc], &context.0, 3).await?;
     let routing = one(&all, "gitlab-kas", MAKE_REQUEST.trim_start_matches('/'));
     assert_eq!((routing.attribute("kas.route"), all.len()), (Some(json!("local")), 3));
 
-    // The collector knows who sends, and nothing that is secret.
+    // The collector receives its credential and no other secret.
     assert!(over_http.got().headers.iter().all(|headers| headers["authorization"] == CREDENTIAL));
     for collector in [&over_http, &over_grpc] {
         let bytes = String::from_utf8_lossy(&collector.got().bytes).into_owned();
@@ -393,7 +392,7 @@ async fn one_trace_leads_from_the_caller_over_both_replicas_and_agentk_to_the_ap
 }
 
 #[tokio::test]
-async fn errors_and_callers_that_leave_show_in_spans_and_unsampled_traces_have_none() -> Result<()> {
+async fn errors_and_cancellations_are_in_spans_and_unsampled_traces_have_none() -> Result<()> {
     let collector = Collector::start(false).await?;
     let kas = Kas::start_with_config(tracing(&collector)).await?;
     let api = ApiServer::start().await?;
@@ -404,7 +403,7 @@ async fn errors_and_callers_that_leave_show_in_spans_and_unsampled_traces_have_n
     agentk.connected().await?;
     let caller = kas.caller().await?;
 
-    // A caller whose trace is not recorded: told on, and nothing of it is exported.
+    // A trace that is not sampled: its context is forwarded, and nothing is exported.
     let unsampled = trace();
     make_request(&caller, &unsampled, "unsampled", "00").await?;
     let headers = api.of("unsampled").context("the API server was asked")?;
@@ -420,7 +419,7 @@ async fn errors_and_callers_that_leave_show_in_spans_and_unsampled_traces_have_n
     assert!(failed.is_error());
     assert_eq!(failed.attribute("rpc.grpc.status_code"), Some(json!(12)));
 
-    // A caller that leaves.
+    // A cancelled call.
     let (id, from) = trace();
     let mut stream =
         caller.open(caller.to_agent(1, HOLD).header("traceparent", format!("00-{id}-{from}-01"))).await?;
@@ -432,7 +431,7 @@ async fn errors_and_callers_that_leave_show_in_spans_and_unsampled_traces_have_n
     assert_eq!(left.attribute("kas.outcome"), Some(json!("cancelled")));
     assert_eq!(one(&all, "gitlab-agent", HOLD.trim_start_matches('/')).parent(), left.id());
 
-    // Nobody's trace: one begins here. What nobody may ask has no span.
+    // Without a context, a trace begins here. A refused request has no span.
     ensure!(
         caller.call(caller.to_agent(1, ECHO), &[&Payload::default().encode_to_vec()]).await?.status.code()
             == Code::Ok
@@ -460,7 +459,7 @@ async fn errors_and_callers_that_leave_show_in_spans_and_unsampled_traces_have_n
 }
 
 #[tokio::test]
-async fn without_a_collector_the_context_of_a_request_passes_as_it_is() -> Result<()> {
+async fn without_a_collector_the_trace_context_is_forwarded_unchanged() -> Result<()> {
     let kas = Kas::start().await?;
     let api = ApiServer::start().await?;
     let agentk = Agentk::start_with(kas.agent, &token(1), &api.url()).await?;
@@ -474,7 +473,7 @@ async fn without_a_collector_the_context_of_a_request_passes_as_it_is() -> Resul
 }
 
 #[tokio::test]
-async fn a_collector_behind_tls_is_trusted_by_its_ca_alone() -> Result<()> {
+async fn a_tls_collector_is_trusted_only_by_its_ca() -> Result<()> {
     net::tls::install();
     let dir = tempfile::tempdir()?;
     let (certificate, key) = (dir.path().join("cert"), dir.path().join("key"));
@@ -495,7 +494,7 @@ async fn a_collector_behind_tls_is_trusted_by_its_ca_alone() -> Result<()> {
         caller.call(caller.to_agent(1, ECHO).header("grpc-timeout", "10m"), &[b""]).await?;
         kas.metric_is("kas_spans_exported_total", 1.0).await?;
         assert_eq!(collector.got().spans.len(), 1, "{protocol}");
-        // Without its CA it is a stranger.
+        // Without its CA it is not trusted.
         config["observability"]["tracing"]["otlp_ca_certificate_file"] = json!("");
         let Scenario { kas, caller, .. } = Scenario::start_with_config(config).await?;
         caller.call(caller.to_agent(1, ECHO).header("grpc-timeout", "10m"), &[b""]).await?;
@@ -506,7 +505,7 @@ async fn a_collector_behind_tls_is_trusted_by_its_ca_alone() -> Result<()> {
 }
 
 #[tokio::test]
-async fn spans_that_are_not_gathered_yet_are_exported_on_leaving() -> Result<()> {
+async fn pending_spans_are_exported_at_shutdown() -> Result<()> {
     let collector = Collector::start(false).await?;
     let Scenario { kas, caller, agent: _agentk } =
         Scenario::start_with_config(tracing(&collector)).await?.agentk().await?;
@@ -519,8 +518,8 @@ async fn spans_that_are_not_gathered_yet_are_exported_on_leaving() -> Result<()>
 }
 
 #[tokio::test]
-async fn a_collector_that_does_not_answer_stops_no_request_and_what_is_lost_is_counted() -> Result<()> {
-    // It takes connections and says nothing.
+async fn a_hanging_collector_stops_no_request_and_lost_spans_are_counted() -> Result<()> {
+    // It accepts connections and never responds.
     let silent = TcpListener::bind("127.0.0.1:0").await?;
     let config = json!({ "observability": { "tracing": {
         "otlp_endpoint": format!("http://{}", silent.local_addr()?),
@@ -542,7 +541,7 @@ async fn a_collector_that_does_not_answer_stops_no_request_and_what_is_lost_is_c
 }
 
 #[tokio::test]
-async fn a_collector_that_is_not_there_is_told_and_counted() -> Result<()> {
+async fn an_unreachable_collector_is_logged_and_counted() -> Result<()> {
     let config = json!({ "observability": { "tracing": { "otlp_endpoint": "http://127.0.0.1:1" } } });
     let Scenario { kas, caller, .. } = Scenario::start_with_config(config).await?;
     caller.call(caller.to_agent(1, ECHO).header("grpc-timeout", "10m"), &[b""]).await?;

@@ -1,4 +1,4 @@
-//! TLS on both listeners, connections that reach their age, and proxies: real kas, real agentk, real kasctl.
+//! TLS on both listeners, the maximum connection age, and proxies: real kas, real agentk, real kasctl.
 
 #![allow(clippy::unwrap_used)] // a test may panic
 
@@ -34,8 +34,8 @@ use tokio::{
 };
 
 #[tokio::test]
-async fn connections_that_reach_their_age_move_and_no_request_notices() -> Result<()> {
-    // GOAWAY comes at 0.35 of this, so about each 0.7 s.
+async fn connections_at_their_maximum_age_are_replaced_without_failed_requests() -> Result<()> {
+    // GOAWAY is sent at 0.35 of this, about every 0.7 s.
     let config = json!({ "agent": { "listen": { "max_connection_age": "2s" } } });
     let Scenario { kas: _kas, caller, agent: agentk } =
         Scenario::start_with_config(config).await?.agentk().await?;
@@ -43,7 +43,7 @@ async fn connections_that_reach_their_age_move_and_no_request_notices() -> Resul
     requests_while_the_agent_moves(&caller, connections).await
 }
 
-/// Passes connections on, as a balancer of TCP does, and counts the streams that the agent opens.
+/// Forwards connections, like a TCP load balancer, and counts the streams that the agent opens.
 struct Forwarder {
     address: SocketAddr,
     streams: Arc<AtomicUsize>,
@@ -80,7 +80,7 @@ impl Forwarder {
     }
 }
 
-/// Copies HTTP/2 frames, and counts header blocks that begin: a client's begin a stream each.
+/// Copies HTTP/2 frames and counts new header blocks: each one of a client opens a stream.
 async fn frames(
     from: &mut (impl AsyncRead + Unpin),
     to: &mut (impl AsyncWrite + Unpin),
@@ -101,11 +101,10 @@ async fn frames(
     }
 }
 
-/// The rule for proxies that cut idle streams, with a short time: kas ends one-shot tunnels that are idle and
-/// configuration streams that are silent, with OK. Streams of an agent without a proxy, older than those, go
-/// on.
+/// The rule for proxies that cut idle streams, with a short time: kas ends idle one-shot tunnels and silent
+/// configuration streams with OK. Older streams of an agent without a proxy stay open.
 #[tokio::test]
-async fn idle_streams_that_come_through_a_proxy_end_in_order_and_no_others() -> Result<()> {
+async fn idle_streams_behind_a_proxy_end_with_ok_and_no_others() -> Result<()> {
     let config = json!({ "agent": { "listen": { "proxied_idle_timeout": "2s" } } });
     let kas = Kas::start_with_config(config).await?;
     let direct = RawAgent::connect(kas.agent, &token(1), Kind::Old).await?;
@@ -124,7 +123,7 @@ async fn idle_streams_that_come_through_a_proxy_end_in_order_and_no_others() -> 
         assert!(begun.elapsed() > Duration::from_secs(1), "not before its time: {:?}", begun.elapsed());
         loop {
             match configuration.next().await {
-                // A configuration may have come first.
+                // A configuration may arrive first.
                 Next::Message(_) => {}
                 Next::Trailers(trailers) => {
                     assert_eq!(trailers["grpc-status"], "0", "{kind:?}");
@@ -134,18 +133,18 @@ async fn idle_streams_that_come_through_a_proxy_end_in_order_and_no_others() -> 
             }
         }
     }
-    // The one that came first has been idle and silent for longer than all of that.
+    // The first one has been idle and silent for longer.
     kas.metric_is("kas_tunnels_open", 1.0).await?;
     assert!(kas.metric("kas_connected_agents").await? >= 1.0);
     drop(stays);
     Ok(())
 }
 
-/// What no header and no address tells: something cuts the agent's silent streams before the age at which the
-/// usual timers of proxies do. It takes more than the 20 s below which an agent may have had reasons of its
-/// own.
+/// A proxy that neither a header nor an address reveals: silent streams of the agent are cut before the usual
+/// timers of proxies. The detection needs more than 20 s, because an agent may have its own reasons before
+/// that.
 #[tokio::test]
-async fn an_agent_whose_silent_stream_was_cut_early_is_taken_for_one_behind_a_proxy() -> Result<()> {
+async fn an_early_cut_of_a_silent_stream_marks_the_agent_as_proxied() -> Result<()> {
     let config = json!({ "agent": { "listen": { "proxied_idle_timeout": "2s" } } });
     let kas = Kas::start_with_config(config).await?;
     let agent = RawAgent::connect(kas.agent, &token(1), Kind::Old).await?;
@@ -153,12 +152,12 @@ async fn an_agent_whose_silent_stream_was_cut_early_is_taken_for_one_behind_a_pr
     let (cut, _listens) = (agent.configuration("").await?, bystander.configuration("").await?);
     let (mut idle, _stays) = (agent.tunnel().await?, bystander.tunnel().await?);
     kas.metric_is("kas_connected_agents", 2.0).await?;
-    // The age is what it is about.
+    // The age of the stream matters.
     tokio::time::sleep(Duration::from_secs(21)).await;
     assert_eq!(kas.metric("kas_tunnels_open").await?, 2.0, "nothing was known of a proxy");
     drop(cut);
     assert_eq!(idle.ended().await.code(), Code::Ok);
-    // It is remembered, on other connections too; and of this agent alone.
+    // It is remembered for all connections of this agent, and only for this agent.
     let again = RawAgent::connect(kas.agent, &token(1), Kind::Old).await?;
     let begun = Instant::now();
     assert_eq!(again.tunnel().await?.ended().await.code(), Code::Ok);
@@ -167,22 +166,22 @@ async fn an_agent_whose_silent_stream_was_cut_early_is_taken_for_one_behind_a_pr
     Ok(())
 }
 
-/// Seen to fail while kas said 45 s whatever was configured.
+/// Failed when kas announced 45 s regardless of its configuration.
 #[tokio::test]
 async fn agentk_behind_a_proxy_replaces_its_idle_tunnels_without_a_gap() -> Result<()> {
     let config = json!({ "agent": { "listen": { "proxied_idle_timeout": "2s" } } });
     let kas = Kas::start_with_config(config).await?;
-    // Its socket's address is not what kas sees: that is how a proxy shows which speaks no HTTP.
+    // The agent reports another socket address than the one that kas sees, which reveals a TCP proxy.
     let forwarder = Forwarder::start(kas.agent).await?;
     let agentk = Agentk::start(forwarder.address, &token(1)).await?;
     agentk.connected().await?;
     kas.metric_is("kas_tunnels_open", 2.0).await?;
-    // The configuration stream comes again too, and each time it is told of.
+    // The configuration stream is reopened too, and logged each time.
     let tunnels = || {
         let configurations = kas.process.log().matches("\"agent connected\"").count();
         forwarder.streams().saturating_sub(configurations)
     };
-    // Two, and twice two that took their places.
+    // Two tunnels, replaced twice.
     let mut looks = 0;
     within(Duration::from_secs(40), "idle tunnels are replaced", async || {
         let open = kas.metric("kas_tunnels_open").await?;

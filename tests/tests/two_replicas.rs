@@ -1,7 +1,6 @@
-//! Replicas behind one address: real kas, real agentk, and a balancer that turns from one kas to the next.
+//! Replicas behind one address: real kas, real agentk, and a round-robin load balancer.
 //!
-//! What agentk does while several replicas live, minutes of it, is tested where the clock can be paused:
-//! `crates/agentk/tests/two_replicas.rs`.
+//! The behaviour over minutes is tested with a paused clock in `crates/agentk/tests/two_replicas.rs`.
 
 use std::{
     net::SocketAddr,
@@ -25,7 +24,7 @@ use tokio::{
     time::Instant,
 };
 
-/// Passes each connection on to the next address of several.
+/// Forwards each connection to the next of several addresses.
 struct Balancer {
     address: SocketAddr,
     accepted: Arc<AtomicUsize>,
@@ -56,9 +55,8 @@ impl Balancer {
 }
 
 #[tokio::test]
-async fn agentk_keeps_one_connection_when_it_is_told_of_one_replica_and_finds_the_next_at_once() -> Result<()>
-{
-    // Two that do not know of each other: each says that it is alone.
+async fn agentk_keeps_one_connection_to_a_single_replica_and_connects_to_the_next_at_once() -> Result<()> {
+    // Two replicas that do not know each other: each reports a single replica.
     let options = Options::default();
     let kas = [Kas::start_with(options.clone()).await?, Kas::start_with(options).await?];
     let balancer = Balancer::start(kas.iter().map(|kas| kas.agent).collect()).await?;
@@ -72,20 +70,20 @@ async fn agentk_keeps_one_connection_when_it_is_told_of_one_replica_and_finds_th
     ] {
         agentk.metric_is(name, value).await?;
     }
-    // Nothing tells that nothing comes: a second one would have been dialled within 100 ms.
+    // The absence cannot be observed directly: a second connection would have been dialled within 100 ms.
     tokio::time::sleep(Duration::from_secs(1)).await;
     assert_eq!(balancer.accepted.load(Ordering::Relaxed), 1);
     let since = Instant::now();
     kas[0].process.kill();
     echo(&kas[1].caller().await?, 1, "hello").await?;
-    // Before a request without a deadline is told that nobody came, which would be after 20 s.
+    // Before a waiting request without a deadline fails, which would be after 20 s.
     println!("it was reached {:?} after the other was killed", since.elapsed());
     assert_eq!(balancer.accepted.load(Ordering::Relaxed), 2);
     agentk.metric_is("agentk_replicas_served", 1.0).await
 }
 
 #[tokio::test]
-async fn connections_that_only_ask_for_the_replica_leave_no_trace_in_kas() -> Result<()> {
+async fn probe_connections_leave_no_agent_or_tunnel_in_kas() -> Result<()> {
     let kas = Kas::start().await?;
     let agentk = Agentk::start(kas.agent, &token(1)).await?;
     agentk.connected().await?;
@@ -93,7 +91,7 @@ async fn connections_that_only_ask_for_the_replica_leave_no_trace_in_kas() -> Re
     for _ in 0..50 {
         let asks = RawAgent::connect(kas.agent, &token(1), Kind::Ours).await?;
         let mut configuration = asks.configuration("").await?;
-        let (_, headers) = configuration.stream().head().await.expect("it was answered");
+        let (_, headers) = configuration.stream().head().await.expect("a response");
         assert!(!headers["kas-replicas"].is_empty());
         names.push(headers["kas-replica"].clone());
         configuration.stream().reset(h2::Reason::CANCEL);

@@ -1,5 +1,5 @@
-//! gRPC inside WebSocket: real kas, real agentk, and agents of 14.1: its libraries, and byte by byte what
-//! they and later ones say.
+//! gRPC inside WebSocket: real kas and agentk, the libraries of 14.1 agents, and byte sequences of 14.1 and
+//! later agents.
 
 #![allow(clippy::unwrap_used)] // a test may panic
 
@@ -29,11 +29,11 @@ use tokio::{
     net::TcpStream,
 };
 
-/// How an agent asks for WebSocket.
+/// The upgrade request of an agent.
 const UPGRADE: &str = "GET /-/kubernetes-agent/ HTTP/1.1\r\nHost: kas\r\nConnection: Upgrade\r\n\
      Upgrade: websocket\r\nSec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n";
 const SUBPROTOCOL: &str = "Sec-WebSocket-Protocol: ws-tunnel\r\n";
-/// A handshake that gets nowhere is over after 5 s.
+/// A stalled handshake is closed after 5 s.
 const CUT: Duration = Duration::from_secs(9);
 
 fn with_websocket(listen: Value) -> Value {
@@ -43,7 +43,7 @@ fn with_websocket(listen: Value) -> Value {
 }
 
 #[tokio::test]
-async fn agents_of_gitlab_are_served_whatever_they_call_kas() -> Result<()> {
+async fn agents_of_gitlab_are_served_with_any_authority() -> Result<()> {
     let authorities = [
         "ws://127.0.0.1:8150",
         "wss://gitlab.example.com/-/kubernetes-agent",
@@ -84,7 +84,7 @@ async fn agents_of_gitlab_are_served_whatever_they_call_kas() -> Result<()> {
     Ok(())
 }
 
-/// The libraries with which GitLab's agentk 14.1 dials, in a program of the tests.
+/// Builds a test program with the libraries of GitLab's agentk 14.1.
 fn grpc_go(folder: &Path) -> Result<PathBuf> {
     let program = folder.join("agent");
     let output = Command::new("go")
@@ -108,7 +108,7 @@ async fn agent_of_grpc_go_is_served() -> Result<()> {
         let url = format!("ws://{}{at}", kas.agent);
         let token = token(agent);
         let process = Process::start("grpc-go", &program, &[&url], &[("AGENT_TOKEN", &token)]).await?;
-        // More than it has tunnels, of which each carries one.
+        // More requests than tunnels, each of which carries one.
         for size in [0, 1, 1_000, 100_000, 1_000_000].repeat(5) {
             let message = vec![b'x'; size];
             let got = caller.call(caller.to_agent(agent, &path("Echo")), &[b"one", &message]).await?;
@@ -122,7 +122,7 @@ async fn agent_of_grpc_go_is_served() -> Result<()> {
 }
 
 #[tokio::test]
-async fn agentk_serves_inside_websocket_and_beside_it_on_one_port() -> Result<()> {
+async fn websocket_and_plain_grpc_share_a_port() -> Result<()> {
     let kas = Kas::start_with_config(with_websocket(json!({}))).await?;
     let inside = Agentk::start_url(&format!("ws://{}/any/path", kas.agent), &token(1), None).await?;
     let beside = Agentk::start(kas.agent, &token(2)).await?;
@@ -133,7 +133,7 @@ async fn agentk_serves_inside_websocket_and_beside_it_on_one_port() -> Result<()
         echo(&caller, 1, vec![b'x'; size]).await?;
         echo(&caller, 2, vec![b'x'; size]).await?;
     }
-    // A port of plain gRPC alone says so, and agentk says what it heard.
+    // A port without WebSocket says so in its response, and agentk logs it.
     let plain = Kas::start().await?;
     let agentk = Agentk::start_url(&format!("ws://{}", plain.agent), &token(1), None).await?;
     eventually("agentk says why", async || {
@@ -162,7 +162,7 @@ fn certificates(dir: &Path) -> Result<()> {
 }
 
 #[tokio::test]
-async fn both_ways_share_a_port_with_tls() -> Result<()> {
+async fn websocket_and_plain_grpc_share_a_port_with_tls() -> Result<()> {
     let dir = tempfile::tempdir()?;
     certificates(dir.path())?;
     let file = |name: &str| dir.path().join(name).to_str().unwrap().to_owned();
@@ -187,8 +187,8 @@ async fn both_ways_share_a_port_with_tls() -> Result<()> {
 }
 
 #[tokio::test]
-async fn age_and_leaving_fail_no_request_inside_websocket() -> Result<()> {
-    // GOAWAY comes at 0.35 of this, so about each 0.7 s.
+async fn connection_age_and_drain_fail_no_request_inside_websocket() -> Result<()> {
+    // GOAWAY is sent at 0.35 of this, about every 0.7 s.
     let mut config = with_websocket(json!({ "max_connection_age": "2s" }));
     config["limits"] = json!({ "handshake_timeout": "1m" });
     let kas = Kas::start_with_config(config).await?;
@@ -216,7 +216,7 @@ async fn age_and_leaving_fail_no_request_inside_websocket() -> Result<()> {
     Ok(())
 }
 
-/// As GitLab's documentation sets it up: a location of its own, and every timer as nginx has it.
+/// As in GitLab's documentation: a separate location, and the default timers of nginx.
 #[tokio::test]
 async fn idle_agent_outlasts_the_timers_of_nginx() -> Result<()> {
     let kas = Kas::start_with_config(with_websocket(json!({}))).await?;
@@ -258,14 +258,14 @@ async fn idle_agent_outlasts_the_timers_of_nginx() -> Result<()> {
     echo(&caller, 1, vec![b'x'; 1_000_000]).await?;
     let mut open = hold(&caller, 1).await?;
 
-    // Nothing but pings: nginx cuts what is silent for 60 s.
+    // Only pings are sent: nginx cuts a connection that is silent for 60 s.
     let silence = tokio::time::timeout(Duration::from_secs(64), open.next_unbounded()).await;
     ensure!(silence.is_err(), "{silence:?}");
     // Another caller: the token of the first is a minute old.
     echo(&kas.caller().await?, 1, vec![b'x'; 1_000]).await?;
     assert_eq!(kas.process.log().matches("\"agent connected\"").count(), 1);
 
-    // What nginx refuses is told in words.
+    // A refusal of nginx is logged with the reason.
     let elsewhere = Agentk::start_url(&format!("ws://{nginx}/elsewhere"), &token(2), None).await?;
     eventually("agentk says why", async || {
         let log = elsewhere.process.log();
@@ -297,16 +297,16 @@ async fn upgraded(address: SocketAddr, headers: &str) -> Result<TcpStream> {
     Ok(stream)
 }
 
-/// Everything until kas closes the connection.
+/// Reads everything until kas closes the connection.
 async fn rest(mut stream: TcpStream) -> Result<Vec<u8>> {
     let mut got = Vec::new();
-    // A reset is an end too: kas does not read what comes after a violation.
+    // A reset is an end too: kas does not read data after a violation.
     let _ = tokio::time::timeout(CUT, stream.read_to_end(&mut got)).await.context("it stays open")?;
     Ok(got)
 }
 
 #[tokio::test]
-async fn what_is_no_agent_is_closed_and_costs_nothing() -> Result<()> {
+async fn invalid_websocket_clients_are_closed_and_leave_nothing_behind() -> Result<()> {
     let kas = Kas::start_with_config(with_websocket(json!({}))).await?;
     let agentk = Agentk::start_url(&format!("ws://{}", kas.agent), &token(1), None).await?;
     agentk.connected().await?;
@@ -314,7 +314,7 @@ async fn what_is_no_agent_is_closed_and_costs_nothing() -> Result<()> {
     let masked =
         |first: u8, payload: &[u8]| [&[first, 0x80 | payload.len() as u8][..], &mask, payload].concat();
 
-    // Frames that break the rules, told why.
+    // Invalid frames, closed with the reason.
     let too_long = [&[0x82, 0xff][..], &(11_u64 << 20).to_be_bytes(), &mask].concat();
     for (bytes, code) in [
         (masked(0x81, b"text"), 1003_u16),
@@ -329,7 +329,7 @@ async fn what_is_no_agent_is_closed_and_costs_nothing() -> Result<()> {
         assert!(close, "{code}: {got:?}");
     }
 
-    // Garbage where HTTP/2 should be, in one piece and drop by drop.
+    // Garbage instead of HTTP/2, at once and byte by byte.
     let mut stream = upgraded(kas.agent, SUBPROTOCOL).await?;
     stream.write_all(&masked(0x82, b"GET / HTTP/1.1\r\n\r\nwhat is this?\r\n")).await?;
     rest(stream).await?;
@@ -347,12 +347,12 @@ async fn what_is_no_agent_is_closed_and_costs_nothing() -> Result<()> {
     let got = rest(stream).await?;
     assert!(got.windows(4).any(|w| w == [0x88, 2, 0x03, 0xe8]), "{got:?}");
 
-    // No subprotocol: the words of 14.1.
+    // No subprotocol: the message of 14.1.
     let got = rest(upgraded(kas.agent, "").await?).await?;
     assert_eq!(got[..4], [0x88, got.len() as u8 - 2, 0x03, 0xea]);
     assert_eq!(&got[4..], br#"Expecting "ws-tunnel" subprotocol, got """#);
 
-    // HTTP that asks for something else.
+    // Other HTTP requests.
     for (request, status) in [
         ("GET / HTTP/1.1\r\nHost: kas\r\n\r\n".to_owned(), "426"),
         (format!("{UPGRADE}{SUBPROTOCOL}Origin: https://evil.example\r\n\r\n"), "403"),
@@ -365,8 +365,8 @@ async fn what_is_no_agent_is_closed_and_costs_nothing() -> Result<()> {
         assert!(got.is_empty() || got.starts_with(&format!("HTTP/1.1 {status}")), "{got}");
     }
 
-    // Those who wait: nothing at all, half a preface, half a request, half of TLS, and an upgrade that says
-    // nothing.
+    // Connections that stall: nothing at all, half a preface, half a request, half of TLS, and a silent
+    // upgrade.
     let (nothing, preface, request, tls) = tokio::try_join!(
         socket(kas.agent, b""),
         socket(kas.agent, b"PR"),
@@ -377,7 +377,7 @@ async fn what_is_no_agent_is_closed_and_costs_nothing() -> Result<()> {
         ended?;
     }
 
-    // One connection is left, and it works; so does one without WebSocket.
+    // One connection is left and works, and so does one without WebSocket.
     eventually("only agentk is connected", async || {
         let open = kas.metric("kas_agent_transports").await?;
         Ok(if open <= 1.0 { Ok(()) } else { Err(open) })

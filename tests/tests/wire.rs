@@ -1,4 +1,4 @@
-//! What travels between a caller and an agent, and what must not: real kas, peers of every kind.
+//! What is passed between callers and agents, and what must not be: a real kas with peers of every kind.
 
 use anyhow::Result;
 use grpc::{Code, Outcome, Status};
@@ -19,8 +19,8 @@ use testkit::{
     scenario::Scenario,
 };
 
-/// Sends `request` with one message, answers it by hand with `msgs`, and returns what the agent was asked and
-/// what the caller got.
+/// Sends `request` with one message and responds with `msgs`. Returns the request at the agent and the
+/// response at the caller.
 async fn exchange(
     caller: &Caller,
     request: Builder,
@@ -42,7 +42,7 @@ async fn exchange(
     Ok((info, answer?))
 }
 
-/// The end of an answer in the order of each kind.
+/// The end of a response, in the order of each kind.
 fn end(kind: Kind, pairs: &[(&str, &str)], status: Option<rpc::Status>) -> Vec<Msg> {
     match (kind.is_reusable(), status.map(error)) {
         (_, None) => vec![trailer(pairs)],
@@ -62,7 +62,7 @@ fn names(headers: &HeaderMap) -> Vec<&str> {
 }
 
 #[tokio::test]
-async fn agents_receive_no_byte_of_anybody_elses_credentials() -> Result<()> {
+async fn agents_receive_no_byte_of_credentials_of_callers() -> Result<()> {
     let kas = Kas::start().await?;
     let old = Agent14::start(kas.agent, &token(1), Version::Old).await?;
     let ours = RawAgent::connect(kas.agent, &token(2), Kind::Ours).await?;
@@ -81,17 +81,17 @@ async fn agents_receive_no_byte_of_anybody_elses_credentials() -> Result<()> {
                 .header("visible", format!("visible-to-{agent}"));
             caller.call(request, &[b"payload"]).await?;
         }
-        // Also of requests that end otherwise than by an answer.
+        // This includes requests that end without a response.
         let mut stream = caller.open(caller.to_agent(agent, &path("HangLater"))).await?;
         stream.half_close().unwrap();
         assert_eq!(stream.next().await, Next::Message("first".into()));
     }
     for (agent, record) in [(1, old.record()), (2, ours.record())] {
         assert!(record.raw_len() > 500);
-        assert!(record.contains(&format!("visible-to-{agent}")), "what is searched is what was received");
+        assert!(record.contains(&format!("visible-to-{agent}")), "the search covers the received bytes");
         let (own, other) = (token(agent), token(3 - agent));
         for secret in [
-            // All of the token, what it says, and its signature; its first part is the same for everybody.
+            // The whole token, its claims and its signature; its header is the same for all tokens.
             jwt.as_str(),
             parts[1],
             parts[2],
@@ -110,7 +110,7 @@ async fn agents_receive_no_byte_of_anybody_elses_credentials() -> Result<()> {
 }
 
 #[tokio::test]
-async fn application_metadata_arrives_whole_and_in_order() -> Result<()> {
+async fn application_metadata_arrives_intact_and_in_order() -> Result<()> {
     let Scenario { kas, caller, .. } = Scenario::start().await?;
     for kind in Kind::ALL {
         let agent = RawAgent::connect(kas.agent, &token(1), kind).await?;
@@ -149,7 +149,7 @@ async fn application_metadata_arrives_whole_and_in_order() -> Result<()> {
         assert_eq!(info.meta["app"].value, ["1", "2", "3"]);
         assert_eq!(info.meta["x-gitlab-correlation-id"].value, ["correlation-1"]);
         assert_eq!(info.meta["traceparent"].value, [trace]);
-        // Ours hold what HTTP/2 carries, GitLab's the bytes themselves.
+        // Our envelopes contain the encoded value of HTTP/2, GitLab's the bytes.
         let binary = if kind == Kind::Ours { ["aGVsbG8", "d29ybGQ="] } else { ["hello", "world"] };
         assert_eq!(info.meta["text-bin"].value, binary, "{kind:?}");
         let left = grpc::parse_timeout(info.meta["grpc-timeout"].value[0].as_bytes())?;
@@ -164,8 +164,7 @@ async fn application_metadata_arrives_whole_and_in_order() -> Result<()> {
 }
 
 #[tokio::test]
-async fn binary_metadata_that_is_no_text_reaches_our_agents_and_is_refused_by_name_for_gitlabs() -> Result<()>
-{
+async fn non_text_binary_metadata_reaches_our_agents_and_is_refused_by_name_for_gitlabs() -> Result<()> {
     let Scenario { kas, caller, agent: ours } = Scenario::start().await?.raw_agent(Kind::Ours).await?;
     let mut tunnel = ours.tunnel().await?;
     let request = caller.to_agent(1, &path("Echo")).header("bytes-bin", "/wD+");
@@ -180,7 +179,7 @@ async fn binary_metadata_that_is_no_text_reaches_our_agents_and_is_refused_by_na
     let answer = caller.call(request, &[b"hello"]).await?;
     assert_eq!(answer.status.code(), Code::InvalidArgument);
     assert!(answer.status.message().contains("bytes-bin"), "{}", answer.status);
-    // The tunnel is as it was: the next request goes through it, and values of the answer are encoded.
+    // The tunnel is unchanged: the next request uses it, and values of the response are encoded.
     let msgs = vec![header(&[("back-bin", "text")]), trailer(&[])];
     let (_, answer) =
         exchange(&caller, caller.to_agent(2, &path("Echo")), &mut tunnel, Kind::Old, msgs).await?;
@@ -189,7 +188,7 @@ async fn binary_metadata_that_is_no_text_reaches_our_agents_and_is_refused_by_na
 }
 
 #[tokio::test]
-async fn keys_that_belong_to_kas_are_refused_by_name() -> Result<()> {
+async fn reserved_metadata_keys_are_refused_by_name() -> Result<()> {
     let Scenario { kas: _kas, caller, agent } = Scenario::start().await?.serving_agent(Kind::Ours, 2).await?;
     for key in ["kas-hop-routing-agent-id", "kas-hop-x", "kas-tunnel", "kas-replica", "kas-anything"] {
         let answer = caller.call(caller.to_agent(1, &path("Echo")).header(key, "1"), &[b""]).await?;
@@ -205,7 +204,7 @@ async fn keys_that_belong_to_kas_are_refused_by_name() -> Result<()> {
     let nobody = caller.call(caller.request(&path("Echo")), &[b""]).await?.status;
     assert_eq!(nobody.code(), Code::Unimplemented);
     assert!(nobody.message().contains("kas-agent-id"), "{nobody}");
-    // As for methods of agents, so for those of kas.
+    // The same applies to methods of kas.
     let own = "/kas.api.v1.KasApi/ListReplicas";
     for key in ["kas-zzz", "kas-tunnel"] {
         let answer = caller.call(caller.request(own).header(key, "1"), &[b""]).await?.status;
@@ -217,7 +216,7 @@ async fn keys_that_belong_to_kas_are_refused_by_name() -> Result<()> {
     assert_eq!(caller.call(flags(64), &[b""]).await?.status.code(), Code::Ok);
     let flags = caller.call(flags(65), &[b""]).await?.status;
     assert_eq!(flags.code(), Code::InvalidArgument, "{flags}");
-    // And an unknown one is named.
+    // An unknown key is named.
     let nope = caller.call(caller.request("/kas.api.v1.KasApi/Nope"), &[b""]).await?.status;
     assert_eq!(
         (nope.code(), nope.message()),
@@ -240,7 +239,7 @@ async fn keys_that_belong_to_kas_are_refused_by_name() -> Result<()> {
 }
 
 #[tokio::test]
-async fn answers_lose_what_an_agent_may_not_say() -> Result<()> {
+async fn illegal_metadata_of_an_agent_is_dropped_from_its_response() -> Result<()> {
     let Scenario { kas, caller, .. } = Scenario::start().await?;
     for kind in Kind::ALL {
         let agent = RawAgent::connect(kas.agent, &token(1), kind).await?;
@@ -292,7 +291,7 @@ async fn answers_lose_what_an_agent_may_not_say() -> Result<()> {
 }
 
 #[tokio::test]
-async fn status_of_an_answer_comes_from_its_error_alone() -> Result<()> {
+async fn status_of_a_response_comes_only_from_its_error() -> Result<()> {
     let Scenario { kas, caller, .. } = Scenario::start().await?;
     for kind in Kind::ALL {
         let agent = RawAgent::connect(kas.agent, &token(1), kind).await?;
@@ -322,7 +321,7 @@ async fn status_of_an_answer_comes_from_its_error_alone() -> Result<()> {
 }
 
 #[tokio::test]
-async fn details_arrive_except_those_in_the_name_of_kas() -> Result<()> {
+async fn error_details_arrive_except_those_in_the_domain_of_kas() -> Result<()> {
     let Scenario { kas, caller, .. } = Scenario::start().await?;
     let _old = Agent14::start(kas.agent, &token(1), Version::Old).await?;
     let ours = RawAgent::connect(kas.agent, &token(2), Kind::Ours).await?;
@@ -337,13 +336,13 @@ async fn details_arrive_except_those_in_the_name_of_kas() -> Result<()> {
             assert_eq!(answer.messages.len(), if method == "FailFirst" { 0 } else { 2 });
         }
     }
-    // What is said before any header is one header block for the caller, too.
+    // An error before any header is a single header block for the caller, too.
     assert!(caller.call(caller.to_agent(2, &path("FailFirst")), &[b"x"]).await?.trailers_only);
     Ok(())
 }
 
 #[tokio::test]
-async fn oversized_trailers_lose_application_keys_then_details_then_the_messages_end() -> Result<()> {
+async fn oversized_trailers_are_shortened_by_keys_then_details_then_message() -> Result<()> {
     let Scenario { kas, caller, .. } = Scenario::start().await?;
     let big = "x".repeat(12_200);
     for kind in [Kind::Ours, Kind::Old] {
@@ -384,7 +383,7 @@ async fn every_kind_of_stream_passes_through_every_kind_of_agent() -> Result<()>
     let _serving = ours.serve(2).await?;
     let caller = kas.caller().await?;
     for agent in [1, 2, 3] {
-        // More often than there are tunnels: they come again.
+        // More requests than tunnels, which are reopened.
         for n in 0..15 {
             let text = format!("message {n}");
             let answer = caller.call(caller.to_agent(agent, &path("Echo")), &[text.as_bytes()]).await?;
@@ -421,7 +420,7 @@ async fn every_kind_of_stream_passes_through_every_kind_of_agent() -> Result<()>
 }
 
 #[tokio::test]
-async fn callers_that_compress_are_inflated_and_other_encodings_refused() -> Result<()> {
+async fn gzip_of_callers_is_decompressed_and_other_encodings_are_refused() -> Result<()> {
     let Scenario { kas: _kas, caller, agent: _agent } =
         Scenario::start().await?.serving_agent(Kind::Ours, 2).await?;
     let text = "compress me ".repeat(1000);
@@ -445,7 +444,7 @@ async fn callers_that_compress_are_inflated_and_other_encodings_refused() -> Res
     assert_eq!(refused.status.code(), Code::Unimplemented);
     assert_eq!(values(&refused.trailers, "grpc-accept-encoding"), ["identity,gzip"]);
 
-    // A compressed message that was not announced, and half a message: the caller's fault, and it is told.
+    // A compressed message without the header, and half a message: both are errors of the caller.
     for wrong in [vec![1, 0, 0, 0, 1, 0], vec![0, 0, 0, 0, 9, 1, 2]] {
         let mut stream = caller.open(caller.to_agent(1, &path("Echo"))).await?;
         stream.send(wrong).await.unwrap();
@@ -458,7 +457,7 @@ async fn callers_that_compress_are_inflated_and_other_encodings_refused() -> Res
 }
 
 #[tokio::test]
-async fn gitlabs_agents_come_back_after_each_request_and_their_tunnels_end_with_ok() -> Result<()> {
+async fn tunnels_of_gitlabs_agents_end_with_ok_after_each_request() -> Result<()> {
     let kas = Kas::start().await?;
     let agent = Agent14::start(kas.agent, &token(1), Version::Old).await?;
     let caller = kas.caller().await?;
@@ -500,7 +499,7 @@ async fn first_message_of_a_tunnel_must_be_a_descriptor_as_in_14_1() -> Result<(
 }
 
 #[tokio::test]
-async fn deadline_over_a_stream_that_goes_on_for_ever_ends_it_with_an_unknown_outcome() -> Result<()> {
+async fn a_deadline_ends_an_endless_stream_with_an_unknown_outcome() -> Result<()> {
     let Scenario { kas: _kas, caller, agent: _agent } =
         Scenario::start_with_config(json!({ "limits": { "find_timeout": "1s" } }))
             .await?

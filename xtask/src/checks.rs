@@ -176,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_skipped_has_not_passed() {
+    fn a_skipped_check_has_not_passed() {
         assert_eq!(code(&[Verdict::Ok, Verdict::Ok]), 0);
         assert_eq!(code(&[Verdict::Ok, Verdict::skipped("no cargo-deny"), Verdict::Ok]), 3);
         assert_eq!(code(&[Verdict::skipped("no cargo-deny"), Verdict::Failed]), 1);

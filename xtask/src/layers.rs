@@ -371,7 +371,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_in_the_table_is_allowed() {
+    fn arrows_in_the_table_are_allowed() {
         assert_eq!(violations(&lawful()), []);
     }
 
@@ -384,7 +384,7 @@ mod tests {
     }
 
     #[test]
-    fn no_way_leads_where_none_may() {
+    fn forbidden_crates_are_not_reachable() {
         for (from, never) in [
             ("agentk", ["cluster", "kas", "kasctl", "testkit"]),
             ("kas", ["agentk", "kasctl", "testkit", "xtask"]),
@@ -433,7 +433,7 @@ mod tests {
     }
 
     #[test]
-    fn members_are_told_from_strangers_of_the_same_name() {
+    fn members_are_told_apart_from_external_crates_of_the_same_name() {
         let metadata = serde_json::json!({ "packages": [
             { "name": "ids", "dependencies": [
                 { "name": "proto", "kind": null, "path": "/w/proto" },

@@ -99,7 +99,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_broken_may_be_wider() {
+    fn unbreakable_words_may_exceed_the_width() {
         let text =
             "/// https://example.com/a/b\n/// [name]: https://example.com\n/// | a row | of a table |\n";
         assert!(lines(text, "//").is_empty());

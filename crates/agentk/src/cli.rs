@@ -267,7 +267,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_may_hold_a_password_is_not_shown() {
+    fn values_that_may_contain_a_password_are_not_shown() {
         let refused = |flag: &str, value: &str| {
             let arguments = ["agentk", "--token-file", "token", flag, value];
             let error = Arguments::try_parse_from(arguments).err().unwrap();

@@ -386,7 +386,7 @@ fn named<const N: usize>(names: [&'static str; N], count: usize) -> [Replica; N]
 }
 
 #[tokio::test(start_paused = true)]
-async fn two_replicas_behind_one_address_get_a_session_each_and_no_more_is_dialled() -> Result<()> {
+async fn two_replicas_behind_one_address_get_one_session_each() -> Result<()> {
     let [a, b] = named(["a", "b"], 2);
     let world = World::start(&[&a, &b]).await?;
     let begun = Instant::now();
@@ -404,8 +404,7 @@ async fn two_replicas_behind_one_address_get_a_session_each_and_no_more_is_diall
 }
 
 #[tokio::test(start_paused = true)]
-async fn replica_that_is_served_already_is_let_go_without_harm_and_another_found_10_to_20_s_later()
--> Result<()> {
+async fn duplicate_connection_to_a_replica_is_closed_and_another_is_tried_10_to_20_s_later() -> Result<()> {
     let [a, b] = named(["a", "b"], 2);
     let world = World::start(&[&a, &a, &a, &a, &b]).await?;
     b.serves().await;
@@ -444,7 +443,7 @@ async fn lost_replica_is_replaced_at_once_while_the_other_serves_without_a_gap()
 }
 
 #[tokio::test(start_paused = true)]
-async fn draining_replica_is_kept_away_from_until_another_is_found() -> Result<()> {
+async fn draining_replica_is_avoided_until_another_is_found() -> Result<()> {
     let [a, b, c] = named(["a", "b", "c"], 3);
     let world = World::start(&[&a, &b]).await?;
     a.serves().await;
@@ -470,7 +469,7 @@ async fn draining_replica_is_kept_away_from_until_another_is_found() -> Result<(
 }
 
 #[tokio::test(start_paused = true)]
-async fn lone_replica_that_drains_is_gone_back_to_without_a_gap() -> Result<()> {
+async fn single_draining_replica_is_reconnected_without_a_gap() -> Result<()> {
     let [a] = named(["a"], 1);
     let world = World::start(&[]).await?;
     world.others(&[&a]);
@@ -492,7 +491,7 @@ async fn lone_replica_that_drains_is_gone_back_to_without_a_gap() -> Result<()> 
 }
 
 #[tokio::test(start_paused = true)]
-async fn replica_that_is_alone_is_dialled_once_and_the_second_found_when_it_comes() -> Result<()> {
+async fn single_replica_is_dialled_once_and_a_second_one_is_found_when_it_starts() -> Result<()> {
     let [a, b] = named(["a", "b"], 1);
     let world = World::start(&[&a]).await?;
     a.serves().await;
@@ -527,7 +526,7 @@ async fn kas_that_does_not_name_itself_gets_one_session() -> Result<()> {
 }
 
 #[tokio::test(start_paused = true)]
-async fn second_connection_that_meets_silence_opens_no_tunnel_and_is_let_go() -> Result<()> {
+async fn second_connection_without_a_response_opens_no_tunnel_and_is_closed() -> Result<()> {
     let [a, b] = named(["a", "b"], 2);
     let silent = Replica::new(None, 0);
     let world = World::start(&[&a, &silent, &b]).await?;
@@ -579,7 +578,7 @@ async fn agent_reconnects_after_24h_sim() -> Result<()> {
 }
 
 #[tokio::test(start_paused = true)]
-async fn agent_that_leaves_lets_go_of_both_replicas() -> Result<()> {
+async fn shutdown_closes_the_connections_to_both_replicas() -> Result<()> {
     let [a, b] = named(["a", "b"], 2);
     let world = World::start(&[&a, &b]).await?;
     a.serves().await;

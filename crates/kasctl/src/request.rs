@@ -281,7 +281,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn broken_body_is_told_and_never_looks_complete() {
+    async fn a_broken_body_is_reported_and_never_looks_complete() {
         struct Breaks;
         impl AsyncRead for Breaks {
             fn poll_read(
@@ -303,7 +303,7 @@ mod tests {
     }
 
     #[test]
-    fn what_only_reads_is_known_by_method_and_path() {
+    fn read_only_requests_are_recognized_by_method_and_path() {
         for path in ["/version", "/api/v1/pods", "/api/v1/namespaces/a/pods/b/log"] {
             for method in ["GET", "HEAD", "OPTIONS"] {
                 assert!(only_reads(method, path), "{method} {path}");
@@ -318,7 +318,7 @@ mod tests {
     }
 
     #[test]
-    fn head_of_an_answer_cannot_move_the_cursor() {
+    fn response_headers_cannot_move_the_cursor() {
         let head = prototool::HttpResponse {
             status_code: 200,
             status: "200 OK".to_owned(),

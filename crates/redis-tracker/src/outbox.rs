@@ -541,7 +541,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_was_never_sent_is_never_written() {
+    async fn a_change_withdrawn_before_its_write_is_not_written() {
         let (mut outbox, keys) = outbox();
         for id in 1..1_000 {
             outbox.add_route(agent(id), none());

@@ -1091,7 +1091,7 @@ mod tests {
     }
 
     #[test]
-    fn dates_survive_being_written() {
+    fn dates_round_trip() {
         assert_eq!(rfc3339(0), "1970-01-01T00:00:00Z");
         assert_eq!(rfc3339(951_782_399), "2000-02-28T23:59:59Z");
         assert_eq!(rfc3339(1_709_210_096), "2024-02-29T12:34:56Z");
@@ -1101,7 +1101,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_form_that_is_known_is_the_one_served() {
+    fn the_first_supported_media_type_is_served() {
         let shape = |accept: &str| {
             let mut headers = HeaderMap::new();
             headers.insert(header::ACCEPT, HeaderValue::from_str(accept).unwrap());
@@ -1129,7 +1129,7 @@ mod tests {
     }
 
     #[test]
-    fn visitors_come_and_go_and_versions_grow() {
+    fn pods_are_added_and_removed_with_growing_versions() {
         let demo = Demo::new();
         let before = demo.world().pods.len();
         let versions: Vec<u64> = (0..8).map(|_| demo.world().turn()).collect();

@@ -45,7 +45,7 @@ fn names(list: &Value) -> Vec<&str> {
 }
 
 #[tokio::test]
-async fn it_reads_like_a_cluster_and_says_that_it_is_none() -> Result<()> {
+async fn it_behaves_like_a_cluster_and_identifies_itself_as_a_demo() -> Result<()> {
     let demo = start().await;
     let get = |path: &'static str| fetch(&demo, path, "*/*");
     assert_eq!(get("/version").await?.1["gitVersion"], "v0.0.0-demo");
@@ -106,7 +106,7 @@ async fn pages_add_up_to_the_list() -> Result<()> {
 }
 
 #[tokio::test]
-async fn a_watch_shows_what_is_there_and_then_what_happens() -> Result<()> {
+async fn a_watch_reports_existing_objects_then_changes() -> Result<()> {
     let demo = start().await;
     let answer = send(&demo, Method::GET, "/api/v1/namespaces/default/pods?watch=true", "*/*").await?;
     let mut body = answer.into_body();

@@ -103,7 +103,7 @@ async fn reregister_race_never_loses_live_agent() -> Result<()> {
 
 /// The waves of the same issue: a hundred agents at once, each from one replica to the other, ten times.
 #[tokio::test]
-async fn waves_of_agents_that_move_leave_exact_sets() -> Result<()> {
+async fn waves_of_moving_agents_leave_exact_sets() -> Result<()> {
     let mesh = Mesh::start_with(Options { agents: 100, ..Options::default() }).await?;
     mesh.converged(&[]).await?;
     let mut held = Vec::new();
@@ -185,7 +185,7 @@ async fn storm(mesh: &Mesh, requests: usize) -> Result<()> {
 }
 
 #[tokio::test]
-async fn ten_thousand_requests_wait_for_an_agent_that_comes_to_another_replica() -> Result<()> {
+async fn ten_thousand_requests_wait_for_an_agent_that_connects_to_another_replica() -> Result<()> {
     let mesh = Mesh::start(3).await?;
     mesh.converged(&[]).await?;
     // Twice, since allocators keep what was once needed.

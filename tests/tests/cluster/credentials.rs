@@ -31,7 +31,7 @@ async fn mesh_with_ear() -> Result<(FakeOwner, Mesh)> {
 }
 
 #[tokio::test]
-async fn private_api_opens_to_replicas_only() -> Result<()> {
+async fn private_api_accepts_only_replicas() -> Result<()> {
     let (owner, mesh) = mesh_with_ear().await?;
     let held = mesh.agent(0, 1, Kind::Ours, 2).await?;
     let wrong: Vec<(&str, Option<String>)> = vec![
@@ -114,7 +114,7 @@ async fn private_api_opens_to_replicas_only() -> Result<()> {
 /// One file for all replicas, exchanged under them: each signs and seals with the new secret once it has seen
 /// it.
 #[tokio::test]
-async fn secret_of_replicas_is_exchanged_without_a_restart() -> Result<()> {
+async fn secret_of_replicas_is_rotated_without_a_restart() -> Result<()> {
     let folder = tempfile::tempdir()?;
     let file = folder.path().join("private");
     let secret = || BASE64_STANDARD.encode(rand::random::<[u8; 32]>());

@@ -60,7 +60,7 @@ async fn not_found(mesh: &Mesh, replica: usize, agent: i64) -> Result<()> {
 }
 
 #[tokio::test]
-async fn both_sides_of_a_partition_serve_their_own_and_agree_again_when_it_heals() -> Result<()> {
+async fn both_sides_of_a_partition_serve_their_agents_and_converge_when_it_heals() -> Result<()> {
     let mesh = on_hosts(3).await?;
     let one = mesh.agent(0, 1, Kind::Ours, 2).await?;
     let two = mesh.agent(1, 2, Kind::Ours, 2).await?;
@@ -101,7 +101,7 @@ async fn both_sides_of_a_partition_serve_their_own_and_agree_again_when_it_heals
 }
 
 #[tokio::test]
-async fn five_replicas_split_three_and_two_and_agree_again() -> Result<()> {
+async fn five_replicas_split_three_and_two_and_converge_again() -> Result<()> {
     let mesh = on_hosts(5).await?;
     let mut agents = vec![mesh.agent(0, 1, Kind::Ours, 2).await?, mesh.agent(4, 2, Kind::Ours, 2).await?];
     mesh.converged(&[(1, 0), (2, 4)]).await?;
@@ -124,7 +124,7 @@ async fn five_replicas_split_three_and_two_and_agree_again() -> Result<()> {
 }
 
 #[tokio::test]
-async fn cable_that_is_out_for_a_while_loses_nothing() -> Result<()> {
+async fn a_short_network_outage_loses_nothing() -> Result<()> {
     let mesh = on_hosts(3).await?;
     let agents = [mesh.agent(1, 1, Kind::Ours, 2).await?, mesh.agent(2, 2, Kind::Ours, 2).await?];
     mesh.converged(&[(1, 1), (2, 2)]).await?;
@@ -147,7 +147,7 @@ async fn cable_that_is_out_for_a_while_loses_nothing() -> Result<()> {
 
 /// Was seen to fail: replicas that gossip had lost did not count as live while their streams went on.
 #[tokio::test]
-async fn without_udp_requests_flow_and_an_alarm_is_raised() -> Result<()> {
+async fn without_udp_requests_are_served_and_an_alarm_is_raised() -> Result<()> {
     let mesh = on_hosts(3).await?;
     let first = mesh.agent(0, 1, Kind::Ours, 2).await?;
     mesh.converged(&[(1, 0)]).await?;
@@ -268,7 +268,7 @@ async fn asymmetric_partition_no_mass_removal() -> Result<()> {
 /// Seen to fail when it goes on gossiping (without `silence_if_deaf` in `mesh`): its entries then lived for
 /// 40 seconds.
 #[tokio::test]
-async fn deaf_replica_is_lonely_and_its_slots_expire_elsewhere() -> Result<()> {
+async fn an_unreachable_replica_is_lonely_and_its_entries_expire_elsewhere() -> Result<()> {
     let mesh = on_hosts(3).await?;
     let deaf = mesh.agent(0, 1, Kind::Ours, 2).await?;
     let both = [mesh.agent(0, 2, Kind::Ours, 2).await?, mesh.agent(1, 2, Kind::Ours, 2).await?];
@@ -311,7 +311,7 @@ async fn deaf_replica_is_lonely_and_its_slots_expire_elsewhere() -> Result<()> {
 ///
 /// Seen to fail without the alarms: nothing told it apart from one that is suspect for a moment.
 #[tokio::test]
-async fn replica_that_cannot_be_dialled_stays_suspect_and_both_sides_say_so() -> Result<()> {
+async fn replica_that_cannot_be_dialled_stays_suspect_and_both_sides_report_it() -> Result<()> {
     let mesh = on_hosts(3).await?;
     let walled = mesh.agent(0, 1, Kind::Ours, 2).await?;
     let both = [mesh.agent(0, 2, Kind::Ours, 2).await?, mesh.agent(1, 2, Kind::Ours, 2).await?];
@@ -398,7 +398,7 @@ async fn keep_seeing(mesh: &Mesh, holders: &[(i64, usize)], time: Duration) -> R
 /// A firewall that lets one direction of gossip pass: 1 never hears 0, and 0 hears 1. Longer than it takes to
 /// call a replica deaf and than entries live, with a third replica that relays and without.
 #[tokio::test]
-async fn datagrams_cut_in_one_direction_lose_nobody() -> Result<()> {
+async fn datagrams_lost_in_one_direction_drop_no_replica() -> Result<()> {
     for replicas in [2, 3] {
         let mesh = on_hosts(replicas).await?;
         let one = mesh.agent(0, 1, Kind::Ours, 2).await?;
@@ -460,7 +460,7 @@ async fn without_tcp_between_replicas_gossip_keeps_views_exact() -> Result<()> {
 }
 
 #[tokio::test]
-async fn request_across_a_black_hole_ends_unknown_once_it_was_started() -> Result<()> {
+async fn a_started_request_across_a_black_hole_ends_with_an_unknown_outcome() -> Result<()> {
     let mesh = on_hosts(3).await?;
     let agent = mesh.agent(0, 1, Kind::Ours, 2).await?;
     mesh.converged(&[(1, 0)]).await?;

@@ -87,7 +87,7 @@ async fn cold_join_100k_entries() -> Result<()> {
 ///
 /// Seen to fail when one snapshot is taken at a time: the small table then waits behind the large one.
 #[tokio::test]
-async fn small_replica_visible_while_big_one_syncs() -> Result<()> {
+async fn small_table_is_visible_while_a_large_one_syncs() -> Result<()> {
     // One more than gossip tells changes, so that the small table has to come as a snapshot too.
     const AGENTS: i64 = table::limits::RECORD_OPS as i64 + 1;
     // Ten seconds for a table that never ends sooner.

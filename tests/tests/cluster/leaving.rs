@@ -72,7 +72,7 @@ async fn draining_replica_is_used_last() -> Result<()> {
 }
 
 #[tokio::test]
-async fn requests_that_wait_at_a_leaving_gateway_are_asked_elsewhere() -> Result<()> {
+async fn requests_that_wait_at_a_draining_owner_move_to_another_replica() -> Result<()> {
     let mesh = Mesh::start(3).await?;
     let busy = mesh.agent(0, 1, Kind::Ours, 1).await?;
     mesh.converged(&[(1, 0)]).await?;
@@ -162,7 +162,7 @@ async fn ask(
 }
 
 #[tokio::test]
-async fn rolling_restart_of_all_replicas_fails_no_request_of_our_agents() -> Result<()> {
+async fn rolling_restart_of_all_replicas_fails_no_request_to_our_agents() -> Result<()> {
     let config = json!({ "drain": { "delay": "1s" } });
     let mut mesh = Mesh::start_with(Options { config, ..Options::default() }).await?;
     mesh.converged(&[]).await?;

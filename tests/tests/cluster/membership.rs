@@ -52,7 +52,7 @@ async fn five_replicas_that_start_at_once_agree_on_exact_sets() -> Result<()> {
 }
 
 #[tokio::test]
-async fn replicas_that_know_only_the_first_find_each_other() -> Result<()> {
+async fn replicas_with_one_seed_find_each_other() -> Result<()> {
     let mut mesh = Mesh::start_with(Options { start: false, replicas: 4, ..Options::default() }).await?;
     let first = mesh.private(0).to_string();
     mesh.set_discovery(json!({ "static": { "addresses": [first] } }));
@@ -99,7 +99,7 @@ pub(crate) async fn name_server(
 }
 
 #[tokio::test]
-async fn replicas_find_each_other_when_a_name_gets_its_addresses_later() -> Result<()> {
+async fn replicas_find_each_other_after_dns_records_appear() -> Result<()> {
     let mut mesh = Mesh::start_with(Options { start: false, ..Options::default() }).await?;
     let (addresses, answers) = watch::channel(Vec::new());
     let mut tasks = JoinSet::new();
@@ -182,7 +182,7 @@ async fn sigkill_purges_fast() -> Result<()> {
 /// Agents of GitLab behind a balancer of calls. Whoever is asked, the owner of the tunnels, the one that was
 /// told of the process or a third, says the same, and whose answer is missing.
 #[tokio::test]
-async fn process_that_registered_where_its_agent_has_no_tunnel_is_listed_by_every_replica() -> Result<()> {
+async fn registration_without_a_local_tunnel_is_listed_by_every_replica() -> Result<()> {
     let mesh = Mesh::start(3).await?;
     let to = [mesh.agents(0), mesh.agents(1)];
     let nameless = Agent16::start_behind(to, &token(1), "", 77).await?;

@@ -70,7 +70,7 @@ async fn announced(theirs: &Replica14, agent: i64) -> Result<()> {
 }
 
 #[tokio::test]
-async fn a_request_at_14_1_reaches_an_agent_of_ours_whatever_its_agentk_is() -> Result<()> {
+async fn a_request_at_14_1_reaches_agents_of_every_kind_at_our_replica() -> Result<()> {
     let redis = Redis::run().await?;
     let mesh = start(&redis, 1).await?;
     let theirs = Replica14::start(&redis, mesh.private_secret()).await?;
@@ -140,7 +140,7 @@ async fn a_stream_from_14_1_flows_both_ways_and_its_cancel_reaches_the_agent() -
 }
 
 #[tokio::test]
-async fn what_14_1_asks_in_vain_is_answered_in_its_own_words() -> Result<()> {
+async fn unsuccessful_requests_of_14_1_get_the_responses_that_it_expects() -> Result<()> {
     let redis = Redis::run().await?;
     let mesh = start(&redis, 1).await?;
     let theirs = Replica14::start(&redis, mesh.private_secret()).await?;
@@ -184,7 +184,7 @@ async fn echo(caller: &Caller, agent: i64) -> Result<()> {
 }
 
 #[tokio::test]
-async fn a_request_at_ours_reaches_an_agent_of_14_1_and_no_secret_goes_along() -> Result<()> {
+async fn a_request_at_our_replica_reaches_an_agent_at_14_1_without_credentials() -> Result<()> {
     let redis = Redis::run().await?;
     let mesh = start(&redis, 2).await?;
     let theirs = Replica14::start(&redis, mesh.private_secret()).await?;
@@ -230,7 +230,7 @@ async fn a_request_at_ours_reaches_an_agent_of_14_1_and_no_secret_goes_along() -
 }
 
 #[tokio::test]
-async fn a_cancel_and_a_deadline_at_ours_reach_14_1() -> Result<()> {
+async fn cancellation_and_deadline_at_our_replica_reach_14_1() -> Result<()> {
     let redis = Redis::run().await?;
     let mesh = start(&redis, 1).await?;
     let theirs = Replica14::start(&redis, mesh.private_secret()).await?;
@@ -258,7 +258,7 @@ async fn a_cancel_and_a_deadline_at_ours_reach_14_1() -> Result<()> {
 }
 
 #[tokio::test]
-async fn a_request_waits_for_an_agent_that_comes_to_14_1() -> Result<()> {
+async fn a_request_waits_for_an_agent_that_connects_to_14_1() -> Result<()> {
     let redis = Redis::run().await?;
     let mesh = start(&redis, 1).await?;
     let theirs = Replica14::start(&redis, mesh.private_secret()).await?;
@@ -298,7 +298,7 @@ async fn lists_show_the_agents_of_both() -> Result<()> {
 }
 
 #[tokio::test]
-async fn a_killed_replica_of_either_kind_costs_only_what_had_begun() -> Result<()> {
+async fn a_killed_replica_of_either_kind_fails_only_started_requests() -> Result<()> {
     let redis = Redis::run().await?;
     let mesh = start(&redis, 2).await?;
     let (first, second) = (
@@ -398,7 +398,7 @@ fn says(span: &Span, key: &str, text: &str) -> bool {
 }
 
 #[tokio::test]
-async fn a_trace_and_a_correlation_id_cross_between_the_kinds_both_ways() -> Result<()> {
+async fn trace_and_correlation_id_cross_between_the_kinds_in_both_directions() -> Result<()> {
     const CALLER: &str = "00f067aa0ba902b7";
     let redis = Redis::run().await?;
     let collector = Collector::start().await?;
@@ -463,7 +463,7 @@ async fn a_trace_and_a_correlation_id_cross_between_the_kinds_both_ways() -> Res
 /// 14.1 dials in plain text only, but may listen with a certificate: then ours, with theirs, ask it, and
 /// nobody else.
 #[tokio::test]
-async fn with_certificates_only_who_shows_one_of_a_replica_is_asked() -> Result<()> {
+async fn with_certificates_only_14_1_replicas_with_the_role_are_used() -> Result<()> {
     net::tls::install();
     let redis = Redis::run().await?;
     let (folder, authority) = (tempfile::tempdir()?, Authority::new()?);

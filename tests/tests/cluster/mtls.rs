@@ -124,7 +124,7 @@ async fn call(
 /// The same calls are made with and without a certificate, and with and without each credential: each is
 /// needed.
 #[tokio::test]
-async fn replicas_with_certificates_are_one_cluster_and_nobody_else_gets_in() -> Result<()> {
+async fn replicas_with_certificates_form_a_cluster_and_refuse_all_others() -> Result<()> {
     let (mesh, folder) = start(3, &[0, 1, 2]).await?;
     for n in 0..3 {
         mesh.ready(n).await?;
@@ -177,7 +177,7 @@ async fn replicas_with_certificates_are_one_cluster_and_nobody_else_gets_in() ->
 
 /// All of one authority, all with the secret: the role alone tells the third from a replica.
 #[tokio::test]
-async fn process_with_a_certificate_of_another_role_is_no_replica_for_either_side() -> Result<()> {
+async fn a_certificate_with_another_role_is_refused_in_both_directions() -> Result<()> {
     net::tls::install();
     let folder = tempfile::tempdir()?;
     let ours = Authority::new()?;
@@ -210,7 +210,7 @@ async fn process_with_a_certificate_of_another_role_is_no_replica_for_either_sid
 }
 
 #[tokio::test]
-async fn replica_with_a_certificate_of_another_authority_gets_no_table_and_no_tunnel() -> Result<()> {
+async fn replica_with_a_certificate_of_another_ca_gets_no_table_and_no_tunnel() -> Result<()> {
     let (mesh, _folder) = start(3, &[0, 1]).await?;
     let held = mesh.agent(0, 1, Kind::Ours, 2).await?;
     let rogue = mesh.agent(2, 2, Kind::Ours, 2).await?;
@@ -254,7 +254,7 @@ async fn replica_with_a_certificate_of_another_authority_gets_no_table_and_no_tu
 /// new one are shown, then the old one is forgotten. Each step is a file, and each file counts at both ends
 /// of a link.
 #[tokio::test]
-async fn authority_of_replicas_is_exchanged_without_a_restart() -> Result<()> {
+async fn ca_of_replicas_is_rotated_without_a_restart() -> Result<()> {
     net::tls::install();
     let folder = tempfile::tempdir()?;
     let (old, new) = (Authority::new()?, Authority::new()?);

@@ -212,7 +212,7 @@ async fn request_by_connection_id_finds_its_agentk_on_another_replica() -> Resul
 }
 
 #[tokio::test]
-async fn waiting_request_is_woken_by_an_agent_that_comes_to_another_replica() -> Result<()> {
+async fn waiting_request_is_woken_by_an_agent_that_connects_to_another_replica() -> Result<()> {
     let mesh = Mesh::start(3).await?;
     mesh.converged(&[]).await?;
     let mut times = Vec::new();
@@ -255,8 +255,7 @@ async fn echo_absent(mesh: &Mesh) -> Result<()> {
 
 /// The replica that is asked cannot see the agent: the one that holds it tells what its agentk heeds.
 #[tokio::test]
-async fn a_request_for_other_rights_is_refused_by_the_replica_that_is_asked_when_the_agent_would_not_heed_it()
--> Result<()> {
+async fn impersonation_is_refused_if_the_agent_at_another_replica_would_ignore_it() -> Result<()> {
     const MAKE_REQUEST: &str = "/gitlab.agent.kubernetes_api.rpc.KubernetesApi/MakeRequest";
     let mesh = Mesh::start(2).await?;
     let caller = mesh.caller(1).await?;

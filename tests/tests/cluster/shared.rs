@@ -135,7 +135,7 @@ async fn entries_of_a_killed_replica_go_with_its_liveness_key() -> Result<()> {
 }
 
 #[tokio::test]
-async fn without_redis_local_agents_and_known_routes_go_on_and_others_are_told_why_not() -> Result<()> {
+async fn without_redis_local_and_cached_agents_are_served_and_others_get_the_reason() -> Result<()> {
     let redis = Redis::run().await?;
     let mesh = start(&redis, 2).await?;
     let _agents = [mesh.agent(0, 1, Kind::Ours, 2).await?, mesh.agent(1, 2, Kind::Ours, 2).await?];
@@ -183,7 +183,7 @@ async fn without_redis_local_agents_and_known_routes_go_on_and_others_are_told_w
 }
 
 #[tokio::test]
-async fn what_a_token_spends_at_one_replica_is_spent_at_all() -> Result<()> {
+async fn the_rate_of_a_token_is_shared_by_all_replicas() -> Result<()> {
     const BURST: u64 = 10;
     let redis = Redis::run().await?;
     let config = json!({
@@ -289,7 +289,7 @@ async fn every_option_of_a_server_reaches_it() -> Result<()> {
 }
 
 #[tokio::test]
-async fn exchanged_passwords_and_certificates_are_used_without_a_restart() -> Result<()> {
+async fn rotated_passwords_and_certificates_are_used_without_a_restart() -> Result<()> {
     let files = Certificates::new()?;
     let port = testkit::redis::free_port().await?;
     let redis = Redis::run_with(&[

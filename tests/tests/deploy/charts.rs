@@ -53,7 +53,7 @@ async fn accepted() -> Result<Vec<(Case, Vec<Value>)>> {
 }
 
 #[tokio::test]
-async fn helm_finds_nothing_to_say_about_the_charts() -> Result<()> {
+async fn helm_lint_reports_no_problem() -> Result<()> {
     let accepted = accepted().await?;
     assert!(accepted.len() > 20);
     let requests: Vec<Value> = accepted
@@ -69,7 +69,7 @@ async fn helm_finds_nothing_to_say_about_the_charts() -> Result<()> {
 }
 
 #[tokio::test]
-async fn values_that_do_not_fit_are_refused_with_what_is_wrong() -> Result<()> {
+async fn invalid_values_are_refused_with_the_reason() -> Result<()> {
     let (mut requests, mut expected) = (Vec::new(), Vec::new());
     for (chart, cases) in cases().await?.as_object().context("charts")? {
         for case in cases["refused"].as_array().context("refused")? {
@@ -98,7 +98,7 @@ fn paths(values: &Value, above: &[String]) -> Vec<Vec<String>> {
 }
 
 #[tokio::test]
-async fn a_value_that_is_left_blank_is_taken_or_refused_with_its_name() -> Result<()> {
+async fn a_blank_value_is_accepted_or_refused_by_name() -> Result<()> {
     for (chart, least) in [
         ("kas", json!({})),
         (
@@ -160,7 +160,7 @@ async fn a_rolling_update_waits_for_the_drain_and_keeps_every_replica() -> Resul
 }
 
 #[tokio::test]
-async fn each_program_takes_the_arguments_that_its_container_gives_it() -> Result<()> {
+async fn each_program_accepts_the_arguments_of_its_container() -> Result<()> {
     for (case, objects) in accepted().await? {
         let deployment =
             objects.iter().find(|object| object["kind"] == "Deployment").context("a Deployment")?;
@@ -178,7 +178,7 @@ async fn each_program_takes_the_arguments_that_its_container_gives_it() -> Resul
 }
 
 #[tokio::test]
-async fn with_redis_three_values_are_enough_and_nothing_of_gossip_is_left() -> Result<()> {
+async fn redis_needs_three_values_and_removes_all_gossip_settings() -> Result<()> {
     let values = json!({
         "tracker": "redis",
         "redis": { "address": "redis.example.com:6379", "existingSecret": "redis-auth" },
@@ -267,7 +267,7 @@ async fn network_policies_let_only_replicas_reach_gossip_and_the_private_api() -
 }
 
 #[tokio::test]
-async fn large_numbers_stay_whole() -> Result<()> {
+async fn large_numbers_are_not_rendered_in_scientific_notation() -> Result<()> {
     let token = json!({ "existingSecret": "token" });
     let values = json!({ "kasAddress": "grpc://kas:8150", "token": token, "maxTunnels": 2_000_000 });
     let agentk = helm_one(render("agentk", &values, "agentk", NAMESPACE)).await?.to_string();
@@ -279,7 +279,7 @@ async fn large_numbers_stay_whole() -> Result<()> {
 }
 
 #[tokio::test]
-async fn an_annotation_of_pods_wins_and_other_authorities_need_no_other_pod() -> Result<()> {
+async fn a_pod_annotation_overrides_the_chart_and_a_new_ca_needs_no_new_pod() -> Result<()> {
     let template = async |chart: &str, values: Value| {
         let answer = helm_one(render(chart, &values, chart, NAMESPACE)).await?;
         let objects = answer["objects"].as_array().context("objects")?;
@@ -437,7 +437,7 @@ fn materialize(objects: &[Value], dir: &Path) -> Result<PathBuf> {
 }
 
 #[tokio::test]
-async fn kas_finds_each_rendered_configuration_good() -> Result<()> {
+async fn kas_accepts_each_rendered_configuration() -> Result<()> {
     let kas = tokio::task::spawn_blocking(|| program("kas")).await??;
     let mut checked = 0;
     for (case, objects) in accepted().await? {
@@ -593,7 +593,7 @@ async fn release(kubernetes: &Kubernetes, what: &str, values: Value) -> Result<V
 }
 
 #[tokio::test]
-async fn secrets_are_made_once_and_kept_by_upgrades() -> Result<()> {
+async fn secrets_are_created_once_and_kept_by_upgrades() -> Result<()> {
     let kubernetes = Kubernetes::start().await?;
     restricted(&kubernetes).await?;
     release(&kubernetes, "install", json!({})).await?;
@@ -625,7 +625,7 @@ async fn secrets_are_made_once_and_kept_by_upgrades() -> Result<()> {
 }
 
 #[tokio::test]
-async fn an_upgrade_that_brings_the_autoscaler_keeps_the_replicas_that_run() -> Result<()> {
+async fn enabling_the_autoscaler_keeps_the_running_replicas() -> Result<()> {
     let kubernetes = Kubernetes::start().await?;
     restricted(&kubernetes).await?;
     let release = async |what: &str, values: Value| release(&kubernetes, what, values).await;

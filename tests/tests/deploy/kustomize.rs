@@ -91,7 +91,7 @@ fn without_hash(name: &str) -> String {
 }
 
 #[tokio::test]
-async fn kustomize_makes_what_the_charts_make() -> Result<()> {
+async fn kustomize_renders_the_same_objects_as_the_charts() -> Result<()> {
     for (folder, chart, values) in pairs() {
         let path = here(&format!("deploy/kustomize/{folder}"));
         let hint = "the tests need kubectl (Debian: kubernetes-client)";

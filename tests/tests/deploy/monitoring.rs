@@ -66,7 +66,7 @@ pub(crate) fn questions() -> Result<Vec<(String, String)>> {
 }
 
 #[tokio::test]
-async fn each_alert_fires_when_it_should_and_has_a_paragraph_that_says_what_to_do() -> Result<()> {
+async fn each_alert_has_a_test_that_fires_it_and_a_paragraph_in_the_docs() -> Result<()> {
     let (file, tests) = (here("deploy/monitoring/rules.yaml"), here("deploy/monitoring/rules.test.yaml"));
     output("promtool".as_ref(), &["check", "rules", text(&file)?], "", PROMTOOL).await?;
     output("promtool".as_ref(), &["test", "rules", text(&tests)?], "", PROMTOOL).await?;
@@ -105,7 +105,7 @@ async fn each_alert_fires_when_it_should_and_has_a_paragraph_that_says_what_to_d
 }
 
 #[tokio::test]
-async fn prometheus_understands_every_question_of_the_dashboards() -> Result<()> {
+async fn prometheus_parses_every_query_of_the_dashboards() -> Result<()> {
     let questions = questions()?;
     assert!(questions.len() > 30);
     let asked = |(n, (_, question)): (usize, &(String, String))| {
@@ -128,7 +128,7 @@ async fn prometheus_understands_every_question_of_the_dashboards() -> Result<()>
 }
 
 #[tokio::test]
-async fn what_is_asked_of_recorded_series_is_recorded() -> Result<()> {
+async fn every_recorded_series_in_a_query_has_a_rule() -> Result<()> {
     let mut recorded = BTreeSet::new();
     let mut asked = questions()?;
     for rule in rules().await? {
@@ -211,7 +211,7 @@ fn selectors(question: &str) -> Vec<Selector> {
 }
 
 #[test]
-fn metrics_are_found_in_questions() {
+fn metrics_are_found_in_queries() {
     let found =
         selectors(r#"sum by (a) (rate(kas_x_total{a=~"B|C", d!="E"}[5m])) / agentk_y + x:kas_z:rate5m"#);
     let shown: Vec<String> = found.iter().map(|selector| format!("{selector:?}")).collect();

@@ -279,8 +279,8 @@ impl World {
 }
 
 #[tokio::test]
-async fn replicas_and_an_agent_run_as_the_charts_say_with_no_right_too_many() -> Result<()> {
-    let test = "pods::replicas_and_an_agent_run_as_the_charts_say_with_no_right_too_many";
+async fn pods_of_the_charts_run_with_only_the_rights_that_they_need() -> Result<()> {
+    let test = "pods::pods_of_the_charts_run_with_only_the_rights_that_they_need";
     let addresses: String = ADDRESSES.iter().map(|ip| format!("ip address add {ip}/32 dev lo; ")).collect();
     if !own_network(test, &[], &addresses).await? {
         return Ok(());

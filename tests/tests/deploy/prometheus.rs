@@ -120,7 +120,7 @@ impl Prometheus {
 }
 
 #[tokio::test]
-async fn a_real_prometheus_has_an_answer_to_everything_and_sees_a_replica_die() -> Result<()> {
+async fn a_real_prometheus_answers_every_query_and_fires_when_a_replica_dies() -> Result<()> {
     let mesh = Mesh::start(3).await?;
     mesh.meshed().await?;
     // At two of the three, as it wants.

@@ -12,7 +12,7 @@ use testkit::{
 use crate::tools::{here, output, text};
 
 #[tokio::test]
-async fn systemd_accepts_the_units_and_finds_them_well_shut_in() -> Result<()> {
+async fn systemd_accepts_the_units_and_rates_their_sandbox_as_safe() -> Result<()> {
     const HINT: &str = "the tests need systemd-analyze (Debian: systemd)";
     let dir = tempfile::tempdir()?;
     for name in ["kas", "agentk"] {
@@ -40,7 +40,7 @@ async fn systemd_accepts_the_units_and_finds_them_well_shut_in() -> Result<()> {
 }
 
 #[tokio::test]
-async fn the_guides_configuration_makes_a_cluster_of_three_hosts() -> Result<()> {
+async fn the_documented_configuration_forms_a_cluster_of_three_hosts() -> Result<()> {
     let guide = fs::read_to_string(here("docs/install-without-kubernetes.md"))?;
     let blocks = guide.split("```yaml\n").skip(1).filter_map(|rest| rest.split("```").next());
     let config =

@@ -233,7 +233,7 @@ async fn attackers(stage: &Stage, (door, origin): Front, name: &str, attack: &At
     let test = std::env::current_exe()?;
     let test = test.to_str().context("the path of the test is UTF-8")?;
     let [program, placed @ ..] = measured::AS_ATTACKERS;
-    let runs = [test, "--ignored", "--nocapture", "--exact", "attackers_in_a_process_of_their_own"];
+    let runs = [test, "--ignored", "--nocapture", "--exact", "process_of_the_attackers"];
     let arguments = [&placed[..], &runs].concat();
     Process::start("attackers", Path::new(program), &arguments, &[(ATTACK, &told.to_string())]).await
 }

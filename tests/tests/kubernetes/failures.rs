@@ -88,7 +88,7 @@ async fn a_denial_arrives_as_403_and_as_permission_denied() -> Result<()> {
 }
 
 #[tokio::test]
-async fn other_refusals_say_whose_they_are() -> Result<()> {
+async fn other_refusals_name_their_origin() -> Result<()> {
     let turn = turn().await?;
     let kubernetes = &*turn.kubernetes;
     let chain = Chain::start(kubernetes, "refused", Access::Admin).await?;

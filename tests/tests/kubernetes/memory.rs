@@ -84,7 +84,7 @@ async fn watches(kubernetes: &Kubernetes) -> Result<f64> {
 }
 
 #[tokio::test]
-async fn pods_by_the_thousand_come_in_pages_and_cost_their_names() -> Result<()> {
+async fn thousands_of_pods_are_paged_and_only_their_metadata_is_read() -> Result<()> {
     const PODS: usize = 5_000;
     let turn = turn().await?;
     let kubernetes = &*turn.kubernetes;
@@ -185,7 +185,7 @@ async fn stalled(chain: &Chain) -> Result<(Kasctl, Vec<u8>)> {
 }
 
 #[tokio::test]
-async fn a_slow_caller_holds_nobody_and_nothing() -> Result<()> {
+async fn a_slow_caller_delays_no_other_request_and_uses_bounded_memory() -> Result<()> {
     const SLOW: usize = 4;
     let turn = turn().await?;
     let kubernetes = &*turn.kubernetes;
@@ -238,7 +238,7 @@ async fn a_slow_caller_holds_nobody_and_nothing() -> Result<()> {
 }
 
 #[tokio::test]
-async fn a_caller_that_leaves_a_silent_watch_ends_it_at_once() -> Result<()> {
+async fn cancelling_a_silent_watch_ends_it_at_once() -> Result<()> {
     let turn = turn().await?;
     let kubernetes = &*turn.kubernetes;
     let chain = Chain::start(kubernetes, "silent", Access::PodsReadOnly).await?;

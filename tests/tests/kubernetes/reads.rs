@@ -48,7 +48,7 @@ pub(crate) fn names(answers: impl IntoIterator<Item = GetPodsResponse>) -> Vec<N
 }
 
 #[tokio::test]
-async fn pods_through_kas_are_those_of_kubectl() -> Result<()> {
+async fn pods_through_kas_match_kubectl() -> Result<()> {
     let turn = turn().await?;
     let kubernetes = &*turn.kubernetes;
     kubernetes.create_pods("shop", "web", 3).await?;
@@ -112,7 +112,7 @@ async fn pods_through_kas_are_those_of_kubectl() -> Result<()> {
 
 /// The latency is measured against kubectl, which watches the same pods without kas.
 #[tokio::test]
-async fn a_watch_tells_of_pods_made_meanwhile() -> Result<()> {
+async fn a_watch_reports_pods_created_during_it() -> Result<()> {
     const PODS: usize = 20;
     let turn = turn().await?;
     let kubernetes = &*turn.kubernetes;

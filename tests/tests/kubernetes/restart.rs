@@ -101,7 +101,7 @@ async fn an_api_server_restart_is_survived() -> Result<()> {
 
 /// kas is well and says so; what is away is behind the agent.
 #[tokio::test]
-async fn an_absent_api_server_is_not_taken_for_an_absent_kas() -> Result<()> {
+async fn an_unreachable_api_server_is_not_reported_as_an_unreachable_kas() -> Result<()> {
     let turn = turn().await?;
     let kubernetes = &*turn.kubernetes;
     let chain = Chain::start(kubernetes, "absent", Access::PodsReadOnly).await?;

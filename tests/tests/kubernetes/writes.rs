@@ -101,7 +101,7 @@ async fn a_posted_object_is_created_and_can_be_changed() -> Result<()> {
 
 /// In each case the API server has every byte of an object that would be valid, or all but the last.
 #[tokio::test]
-async fn an_upload_that_was_cut_commits_nothing() -> Result<()> {
+async fn a_truncated_upload_commits_nothing() -> Result<()> {
     let turn = turn().await?;
     let kubernetes = &*turn.kubernetes;
     kubernetes.ensure_namespace("written").await?;

@@ -62,7 +62,7 @@ async fn kas(page: Value) -> Result<Kas> {
 }
 
 #[tokio::test]
-async fn there_is_no_page_unless_it_is_wanted() -> Result<()> {
+async fn page_is_disabled_by_default() -> Result<()> {
     let kas = kas(json!({})).await?;
     for path in ["/page", "/page/", "/page/events", "/page/page.js"] {
         let (status, text) = kas.get(path).await?;
@@ -72,7 +72,7 @@ async fn there_is_no_page_unless_it_is_wanted() -> Result<()> {
 }
 
 #[tokio::test]
-async fn viewers_are_as_many_as_there_may_be_and_cost_nothing_when_they_have_gone() -> Result<()> {
+async fn viewers_are_limited_and_cost_nothing_after_they_disconnect() -> Result<()> {
     let kas = kas(json!({ "enabled": true, "viewers": 2 })).await?;
     let mut first = Stream::open(&kas, "/page/events").await?;
     let second = Stream::open(&kas, "/page/events?agent=1").await?;
@@ -107,7 +107,7 @@ async fn viewers_are_as_many_as_there_may_be_and_cost_nothing_when_they_have_gon
 }
 
 #[tokio::test]
-async fn page_of_an_agent_is_told_why_as_kasctl_is() -> Result<()> {
+async fn page_of_an_agent_has_the_data_of_kasctl_why() -> Result<()> {
     let kas = kas(json!({ "enabled": true })).await?;
     let mut stream = Stream::open(&kas, "/page/events?agent=7").await?;
     let why = stream.event("why").await?;
@@ -118,7 +118,7 @@ async fn page_of_an_agent_is_told_why_as_kasctl_is() -> Result<()> {
 }
 
 #[tokio::test]
-async fn page_tells_no_secret_and_no_address_of_agents() -> Result<()> {
+async fn page_shows_no_secret_and_no_address_of_agents() -> Result<()> {
     let kas = kas(json!({ "enabled": true })).await?;
     let agentk = testkit::agentk::Agentk::start(kas.agent, &testkit::kas::token(1)).await?;
     agentk.connected().await?;
@@ -142,7 +142,7 @@ async fn page_tells_no_secret_and_no_address_of_agents() -> Result<()> {
 }
 
 #[tokio::test]
-async fn name_that_is_not_this_replicas_is_refused_until_it_is_configured() -> Result<()> {
+async fn unknown_host_names_are_refused_until_they_are_configured() -> Result<()> {
     let kas = kas(json!({ "enabled": true, "hosts": ["kas.example.com"] })).await?;
     for (host, status) in [("evil.example", "421"), ("kas.example.com", "200"), ("127.0.0.1:1", "200")] {
         let mut socket = TcpStream::connect(kas.observability).await?;

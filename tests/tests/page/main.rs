@@ -2,9 +2,9 @@
 
 #![allow(clippy::unwrap_used)] // a test may panic
 
+mod accessibility;
 mod browser;
 mod http;
-mod looks;
 
 use std::time::Duration;
 
@@ -91,7 +91,7 @@ impl Stage {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_replica_that_is_killed_is_seen_to_go_without_a_reload() -> Result<()> {
+async fn a_killed_replica_disappears_without_a_reload() -> Result<()> {
     let Some(mut stage) = Stage::start().await? else { return Ok(()) };
     stage.open(0)?;
     stage.browser.eval("window.sameDocument = true")?;
@@ -127,7 +127,7 @@ async fn a_replica_that_is_killed_is_seen_to_go_without_a_reload() -> Result<()>
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn an_alarm_is_said_once_however_long_it_lasts() -> Result<()> {
+async fn a_lasting_alarm_is_announced_once() -> Result<()> {
     let Some(mut stage) = Stage::start().await? else { return Ok(()) };
     stage.open(0)?;
     let mut alarms = |alarms: serde_json::Value| {
@@ -167,7 +167,7 @@ async fn requests_of_every_replica_are_counted_on_one_page() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn page_of_an_agent_says_where_its_tunnels_are_and_which_way_a_request_goes() -> Result<()> {
+async fn page_of_an_agent_shows_its_tunnels_and_the_route_of_a_request() -> Result<()> {
     let Some(mut stage) = Stage::start().await? else { return Ok(()) };
     stage.open(2)?;
     let holder = stage.holders()?;
@@ -199,7 +199,7 @@ async fn page_of_an_agent_says_where_its_tunnels_are_and_which_way_a_request_goe
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn page_that_lost_its_replica_says_so_and_comes_back_by_itself() -> Result<()> {
+async fn page_reports_a_lost_replica_and_reconnects() -> Result<()> {
     let Some(mut stage) = Stage::start().await? else { return Ok(()) };
     stage.open(2)?;
     stage.mesh.kill(2).await?;
@@ -209,7 +209,7 @@ async fn page_that_lost_its_replica_says_so_and_comes_back_by_itself() -> Result
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn nothing_that_is_not_of_the_page_runs_in_it() -> Result<()> {
+async fn injected_code_does_not_run_in_the_page() -> Result<()> {
     let Some(mut stage) = Stage::start().await? else { return Ok(()) };
     stage.open(0)?;
     let attempts = "(() => {

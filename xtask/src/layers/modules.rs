@@ -727,7 +727,7 @@ mod tests {
     }
 
     #[test]
-    fn a_longer_circle_is_shown_by_its_shortest_way() {
+    fn a_longer_cycle_is_shown_by_its_shortest_path() {
         let found = judge(&[
             ("src/main.rs", "mod a;\nmod b;\nmod c;\nmod d;\n"),
             ("src/a.rs", "use crate::b::B;\n"),

@@ -244,7 +244,7 @@ mod tests {
     }
 
     #[test]
-    fn what_may_hold_a_password_is_not_shown() {
+    fn values_that_may_contain_a_password_are_not_shown() {
         for text in [
             "grpc://user:s3cr3t@kas:1",
             "grpc://user:s3cr3t@kas",

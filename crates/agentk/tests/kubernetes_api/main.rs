@@ -1,6 +1,6 @@
 //! `MakeRequest` against API servers that a test plays, and against the real one.
 
-mod played;
 mod real;
+mod scripted;
 mod support;
 mod tunnelled;

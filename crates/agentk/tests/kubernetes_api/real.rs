@@ -200,7 +200,7 @@ async fn an_upload_is_committed_at_its_trailer_and_never_before() -> anyhow::Res
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn an_api_server_that_stops_is_named_and_one_that_is_back_is_used() -> anyhow::Result<()> {
+async fn a_stopped_api_server_is_named_in_the_error_and_used_again_after_a_restart() -> anyhow::Result<()> {
     let kubernetes = Kubernetes::start().await?;
     kubernetes.create_pods("shop", "web", 1).await?;
     let modules = modules(&admin(&kubernetes)).await;

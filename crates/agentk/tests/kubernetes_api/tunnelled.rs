@@ -106,7 +106,7 @@ impl Kas {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_tunnel_carries_uploads_and_answers_and_is_used_again() {
+async fn a_tunnel_carries_uploads_and_responses_and_is_reused() {
     let (listener, url) = listen().await;
     let mut kas = Kas::accept(&url).await;
     let mut peer: Option<Peer> = None;
@@ -184,7 +184,7 @@ async fn a_reset_tunnel_ends_the_request_in_every_phase() {
 }
 
 #[tokio::test]
-async fn what_is_refused_leaves_the_tunnel_usable() {
+async fn a_refused_request_leaves_the_tunnel_usable() {
     let (listener, url) = listen().await;
     let mut kas = Kas::accept(&url).await;
     kas.begin(get("/../x")).await;

@@ -73,7 +73,7 @@ fn every_altered_byte_is_noticed_and_nothing_is_remembered() {
 }
 
 #[test]
-fn reasons_tell_what_is_wrong() {
+fn each_invalid_datagram_has_its_reason() {
     let (mut sealer, mut opener) = pair();
     let sealed = |ring: &KeyRing, cluster, id| Sealer::new(ring, cluster, id).seal(b"x", ECHO).remove(0);
     let right = ring(&[SECRET]);
@@ -98,7 +98,7 @@ fn reasons_tell_what_is_wrong() {
 }
 
 #[test]
-fn who_did_not_hear_us_is_greeted_at_the_sealed_address() {
+fn a_peer_without_our_counter_is_greeted_at_the_sealed_address() {
     let (mut sealer, mut opener) = pair();
     for echo in [[0; 8], [7; 8]] {
         let frame = sealer.seal(b"recorded", echo).remove(0);

@@ -47,7 +47,7 @@ fn with_outcome(code: Code, domain: &str, outcome: &str) -> Status {
 }
 
 #[test]
-fn what_kas_says_about_the_outcome_decides() {
+fn the_outcome_reported_by_kas_is_decisive() {
     for kind in [CallKind::Read(agent()), request(false)] {
         for code in [Code::Unavailable, Code::DeadlineExceeded, Code::ResourceExhausted] {
             assert_eq!(exit(kind, &with_outcome(code, DOMAIN, "not_started")), Exit::NotStarted);
@@ -66,7 +66,7 @@ fn a_detail_of_another_domain_does_not_count() {
 }
 
 #[test]
-fn codes_without_detail_are_read_by_what_was_asked() {
+fn codes_without_detail_are_interpreted_by_the_kind_of_call() {
     for (code, kas, read, sent) in [
         (Code::Unauthenticated, Exit::Unauthenticated, Exit::Unauthenticated, Exit::Unauthenticated),
         (Code::NotFound, Exit::Failure, Exit::Failure, Exit::Failure),
@@ -87,7 +87,7 @@ fn codes_without_detail_are_read_by_what_was_asked() {
 }
 
 #[test]
-fn whoever_refused_is_named() {
+fn the_origin_of_a_refusal_is_named() {
     let kas = "kas at grpc://kas:8153 refused the call: ";
     let denied = Status::permission_denied("m");
     assert!(words(CallKind::Kas, &denied).starts_with(kas));
@@ -117,7 +117,7 @@ fn whoever_refused_is_named() {
 }
 
 #[test]
-fn what_was_never_sent_had_no_effect() {
+fn an_unsent_request_had_no_effect() {
     for text in [
         "cannot reach the Kubernetes API server at h: tcp connect error: Connection refused (os error 111)",
         "cannot get agentk's own credentials for the Kubernetes API server at h: no such file",
@@ -138,7 +138,7 @@ fn what_was_never_sent_had_no_effect() {
 }
 
 #[test]
-fn only_what_may_change_something_may_have_had_an_effect() {
+fn only_a_write_may_have_had_an_effect() {
     let unknown = [
         Status::unavailable("m"),
         Status::deadline_exceeded("m"),

@@ -150,7 +150,7 @@ async fn watch_of_a_cluster_follows_agents_and_names_silent_replicas() {
 }
 
 #[tokio::test]
-async fn watch_in_json_tells_when_the_silent_replicas_change() {
+async fn watch_in_json_reports_changes_of_unresponsive_replicas() {
     let server = Server::start().await;
     let mut child = server
         .command(&["agents", "--watch", "--agent", "2", "-o", "json"])

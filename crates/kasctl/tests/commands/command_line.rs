@@ -28,7 +28,7 @@ async fn command_line_is_checked_before_anything_is_sent() {
 }
 
 #[tokio::test]
-async fn help_teaches_and_version_names_the_commit() {
+async fn help_has_examples_and_version_has_the_commit() {
     let server = Server::start().await;
     let run = server.run(&["--version"]).await.expect_exit(0);
     assert_eq!(

@@ -8,7 +8,7 @@ use crate::fake::Server;
 use crate::json_of;
 
 #[tokio::test]
-async fn time_limit_is_told_to_kas_and_kept() {
+async fn time_limit_is_sent_to_kas_and_enforced() {
     let server = Server::start().await;
     let run = server.run(&["pods", "50", "--timeout", "2s"]).await.expect_exit(1);
     assert!(run.stderr.contains("set a longer limit with --timeout"), "{run:?}");

@@ -7,7 +7,7 @@ use tokio::io::AsyncReadExt as _;
 use crate::fake::Server;
 
 #[tokio::test]
-async fn explain_tells_the_way_behind_the_answer() {
+async fn explain_prints_the_route_after_the_response() {
     let server = Server::start().await;
     let run = server.run(&["request", "7", "GET", "/status/404", "--explain"]).await.expect_exit(0);
     assert_eq!(run.stdout, "missing", "standard output is the answer and nothing else");
@@ -45,7 +45,7 @@ async fn explain_tells_the_way_behind_the_answer() {
 }
 
 #[tokio::test]
-async fn explain_tells_the_way_of_a_failure_too() {
+async fn explain_prints_the_route_of_a_failure() {
     let server = Server::start().await;
     for (agent, exit) in [("10", 5), ("8", 7)] {
         let run = server.run(&["request", agent, "POST", "/", "--explain"]).await.expect_exit(exit);

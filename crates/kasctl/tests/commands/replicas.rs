@@ -44,7 +44,7 @@ async fn replicas_are_a_table() {
 }
 
 #[tokio::test]
-async fn tracker_status_says_how_the_table_fares_and_what_failed_last() {
+async fn tracker_status_shows_the_state_and_the_last_error() {
     let server = Server::start().await;
     let run = server.run(&["tracker", "status"]).await.expect_exit(0);
     let lines: Vec<Vec<&str>> = run.stdout.lines().map(|line| line.split_whitespace().collect()).collect();
@@ -108,7 +108,7 @@ async fn silent_replica_is_named_and_alarms_come_first() {
 }
 
 #[tokio::test]
-async fn why_begins_with_the_verdict() {
+async fn why_begins_with_the_summary() {
     let server = Server::start().await;
     let run = server.run(&["why", "3"]).await.expect_exit(0);
     let lines: Vec<&str> = run.stdout.lines().collect();

@@ -61,7 +61,7 @@ async fn agent_token_without_a_file_is_shown_once() {
 }
 
 #[tokio::test]
-async fn agents_file_is_made_and_appended_to_and_takes_nobody_twice() {
+async fn agents_file_is_created_and_appended_to_without_duplicates() {
     let server = Server::start().await;
     let file = server.dir.path().join("agents.yaml");
     let path = file.to_str().unwrap();
@@ -168,7 +168,7 @@ async fn agents_that_are_added_at_once_are_all_there() {
 }
 
 #[tokio::test]
-async fn token_that_nobody_read_is_not_made_known_to_kas() {
+async fn an_undelivered_token_is_not_added_to_the_agents_file() {
     let server = Server::start().await;
     let file = server.dir.path().join("agents.yaml");
     let line = [

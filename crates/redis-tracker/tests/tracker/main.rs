@@ -4,7 +4,7 @@
 
 mod behaviour;
 mod connections;
+mod contract;
 mod faults;
 mod groups;
-mod kept;
 mod world;

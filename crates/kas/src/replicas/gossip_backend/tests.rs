@@ -195,7 +195,7 @@ impl contract::Cluster for World {
 }
 
 #[tokio::test]
-async fn several_replicas_keep_the_contract() {
+async fn several_replicas_satisfy_the_contract() {
     contract::check_cluster(|| async {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("secret");

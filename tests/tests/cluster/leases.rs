@@ -38,7 +38,7 @@ async fn all_back(mesh: &Mesh, holder: usize, agent: i64, tunnels: u32) -> Resul
 
 /// Seen to fail when the asker does not offer to send more than one request.
 #[tokio::test]
-async fn requests_that_follow_closely_share_a_stream_between_replicas() -> Result<()> {
+async fn requests_that_follow_closely_share_a_leased_stream() -> Result<()> {
     const REQUESTS: u32 = 200;
     let mesh = two().await?;
     for (agent, kind) in [(1, Kind::Ours), (2, Kind::Old)] {
@@ -68,7 +68,7 @@ async fn requests_that_follow_closely_share_a_stream_between_replicas() -> Resul
 }
 
 #[tokio::test]
-async fn every_kind_of_request_passes_a_tunnel_that_stays_lent() -> Result<()> {
+async fn every_kind_of_request_works_on_a_leased_tunnel() -> Result<()> {
     let mesh = two().await?;
     let held = mesh.agent(0, 1, Kind::Ours, 4).await?;
     let caller = mesh.caller(1).await?;
@@ -100,7 +100,7 @@ async fn every_kind_of_request_passes_a_tunnel_that_stays_lent() -> Result<()> {
 
 /// Seen to fail when the holder lends again although its own requests wait.
 #[tokio::test]
-async fn who_waits_at_the_holder_is_not_starved_by_a_busy_replica() -> Result<()> {
+async fn requests_at_the_owner_are_not_starved_by_leases() -> Result<()> {
     let mesh = two().await?;
     let held = mesh.agent(0, 1, Kind::Ours, 1).await?;
     echo(&mesh, 1, 1).await?;
@@ -125,7 +125,7 @@ async fn who_waits_at_the_holder_is_not_starved_by_a_busy_replica() -> Result<()
 }
 
 #[tokio::test]
-async fn the_way_of_a_request_says_that_its_tunnel_was_still_lent() -> Result<()> {
+async fn the_trace_of_a_request_shows_that_its_tunnel_was_leased() -> Result<()> {
     let mesh = two().await?;
     let _held = mesh.agent(0, 1, Kind::Ours, 2).await?;
     let caller = mesh.caller(1).await?;
@@ -145,7 +145,7 @@ async fn the_way_of_a_request_says_that_its_tunnel_was_still_lent() -> Result<()
 }
 
 #[tokio::test]
-async fn replicas_that_lend_to_each_other_leave_without_a_lost_request() -> Result<()> {
+async fn replicas_with_mutual_leases_drain_without_a_lost_request() -> Result<()> {
     for leaving in [0, 1] {
         let mesh = Mesh::start(3).await?;
         let agents = [mesh.agent(0, 1, Kind::Ours, 4).await?, mesh.agent(2, 1, Kind::Ours, 4).await?];

@@ -8,7 +8,7 @@ use testkit::{pypi, redis::Redis};
 use crate::world::{Kind, World};
 
 #[tokio::test]
-async fn a_replica_alone_keeps_the_contract() {
+async fn a_single_replica_satisfies_the_contract() {
     contract::check(|| async { alone(World::new(Kind::Socket).await).await }).await;
 }
 
@@ -19,7 +19,7 @@ async fn alone(world: World) -> (Arc<dyn Tracker>, (World, Box<dyn contract::Mem
 }
 
 #[tokio::test]
-async fn several_replicas_keep_the_contract() {
+async fn several_replicas_satisfy_the_contract() {
     contract::check_cluster(|| async {
         Arc::new(World::new(Kind::Server).await) as Arc<dyn contract::Cluster>
     })
@@ -27,7 +27,7 @@ async fn several_replicas_keep_the_contract() {
 }
 
 #[tokio::test]
-async fn the_contract_is_kept_while_the_store_fails() {
+async fn the_contract_holds_while_the_store_fails() {
     contract::check_store(|| async { Arc::new(World::new(Kind::Server).await) as Arc<dyn contract::Store> })
         .await;
 }
@@ -38,7 +38,7 @@ async fn valkey(server: &Path, kind: Kind) -> World {
 }
 
 #[tokio::test]
-async fn all_of_the_contract_is_kept_with_valkey() {
+async fn the_whole_contract_holds_with_valkey() {
     let server = match tokio::task::spawn_blocking(|| pypi::VALKEY.fetch()).await.unwrap() {
         Ok(server) => server,
         Err(error) => {

@@ -1,5 +1,5 @@
-//! The ways from agentk to kas: proxies that the environment names, headers and names for proxies, and
-//! several addresses of which the first that passes is kept.
+//! How agentk reaches kas: proxies of the environment, headers and server names for proxies, several
+//! addresses, and `agentk doctor`.
 
 #![allow(clippy::unwrap_used)] // a test may panic
 
@@ -19,7 +19,7 @@ use testkit::{
     raw_agent::{Kind, RawAgent},
 };
 
-/// A name that resolves nowhere but at a proxy.
+/// A name that only a proxy resolves.
 const NAME: &str = "kas.test";
 
 async fn plain() -> Result<Kas> {
@@ -35,7 +35,7 @@ fn text(path: &Path) -> &str {
     path.to_str().unwrap()
 }
 
-/// Waits until agentk has said `what`; the value of a secret is in no line.
+/// Waits until agentk has logged `what`; no line contains the value of a secret.
 async fn says(agentk: &Agentk, what: &str) -> Result<()> {
     eventually(&format!("agentk says {what:?}"), async || {
         let log = agentk.process.log();
@@ -47,7 +47,7 @@ async fn says(agentk: &Agentk, what: &str) -> Result<()> {
 }
 
 #[tokio::test]
-async fn every_scheme_goes_through_the_proxy_of_its_variable() -> Result<()> {
+async fn every_scheme_uses_the_proxy_of_its_variable() -> Result<()> {
     let dir = tempfile::tempdir()?;
     let files = Certificates::new(dir.path(), &[NAME])?;
     let (plain, secure) = (plain().await?, secure(&files).await?);
@@ -76,7 +76,7 @@ async fn every_scheme_goes_through_the_proxy_of_its_variable() -> Result<()> {
 }
 
 #[tokio::test]
-async fn proxy_is_spoken_to_inside_tls_when_its_url_says_so() -> Result<()> {
+async fn https_proxies_are_reached_over_tls() -> Result<()> {
     let dir = tempfile::tempdir()?;
     let files = Certificates::new(dir.path(), &[NAME, "127.0.0.1"])?;
     let kas = secure(&files).await?;
@@ -92,7 +92,7 @@ async fn proxy_is_spoken_to_inside_tls_when_its_url_says_so() -> Result<()> {
         let asked = proxy.asked();
         ensure!(asked.last().unwrap().starts_with("CONNECT kas.test:443 HTTP/1.1\r\n"), "{asked:?}");
         says(&agentk, "kas is reached through a proxy").await?;
-        // One whose certificate is not trusted gets no credentials.
+        // A proxy with an untrusted certificate gets no credentials.
         let before = proxy.asked().len();
         let stranger = Agentk::start_told(&url, &token(2), &[], &env).await?;
         says(&stranger, "cannot connect to the proxy https://127.0.0.1").await?;
@@ -105,10 +105,10 @@ async fn proxy_is_spoken_to_inside_tls_when_its_url_says_so() -> Result<()> {
 }
 
 #[tokio::test]
-async fn hosts_that_are_excepted_are_dialled_directly() -> Result<()> {
+async fn hosts_in_no_proxy_are_dialled_directly() -> Result<()> {
     let kas = plain().await?;
     let closed = "http://user:sesame@127.0.0.1:1";
-    // What is on this host is reached through no proxy, whatever the variables say.
+    // This host is reached without a proxy, whatever the variables are.
     let agentk =
         Agentk::start_told(&format!("grpc://{}", kas.agent), &token(1), &[], &[("HTTPS_PROXY", closed)])
             .await?;
@@ -126,7 +126,7 @@ async fn hosts_that_are_excepted_are_dialled_directly() -> Result<()> {
 }
 
 #[tokio::test]
-async fn refusals_of_a_proxy_are_told_in_words() -> Result<()> {
+async fn refusals_of_a_proxy_are_logged_with_the_reason() -> Result<()> {
     let nowhere: SocketAddr = "127.0.0.1:1".parse()?;
     for (refusal, words) in [
         ("HTTP/1.1 407 Proxy Authentication Required\r\ncontent-length: 0\r\n\r\n", "wants credentials"),
@@ -145,7 +145,7 @@ async fn refusals_of_a_proxy_are_told_in_words() -> Result<()> {
 }
 
 #[tokio::test]
-async fn headers_are_shown_to_proxies_in_both_ways_and_to_nobody_else() -> Result<()> {
+async fn extra_headers_reach_proxies_over_grpc_and_websocket() -> Result<()> {
     let kas = plain().await?;
     for (passes, scheme) in [(Passes::Grpc, "grpc"), (Passes::WebSocket, "ws")] {
         let proxy =
@@ -164,7 +164,7 @@ async fn headers_are_shown_to_proxies_in_both_ways_and_to_nobody_else() -> Resul
 }
 
 #[tokio::test]
-async fn certificate_is_checked_for_the_name_that_was_told() -> Result<()> {
+async fn certificate_is_verified_against_the_configured_name() -> Result<()> {
     let dir = tempfile::tempdir()?;
     let files = Certificates::new(dir.path(), &[NAME])?;
     let kas = secure(&files).await?;
@@ -178,7 +178,7 @@ async fn certificate_is_checked_for_the_name_that_was_told() -> Result<()> {
     Ok(())
 }
 
-/// A proxy that ends TLS and speaks HTTP/1.1 to kas; with `http2`, HTTP/2 to agents.
+/// A proxy that terminates TLS and uses HTTP/1.1 to kas; with `http2`, it accepts HTTP/2 from agents.
 async fn ingress(kas: &Kas, files: &Certificates, http2: bool) -> Result<Proxy> {
     let address = SocketAddr::from(([127, 0, 0, 2], kas.agent.port()));
     let server = format!(
@@ -212,7 +212,7 @@ async fn one_address_falls_back_to_websocket_behind_proxies_without_grpc() -> Re
         let log = agentk.process.log();
         ensure!(log.matches("trying the next").count() == 1, "{log}");
         ensure!(log.contains(&format!("\"next\":\"wss://{}/agents/\"", proxy.address)), "{log}");
-        // It is remembered: a connection that is lost is made anew there.
+        // It is remembered: a lost connection is re-established there.
         let transports = kas.metric("kas_agent_transports").await?;
         assert_eq!(transports, 1.0);
         drop(proxy);
@@ -232,7 +232,7 @@ async fn one_address_falls_back_to_websocket_behind_proxies_without_grpc() -> Re
 }
 
 #[tokio::test]
-async fn what_passes_first_is_kept_and_a_refused_token_is_no_reason_to_go_elsewhere() -> Result<()> {
+async fn first_working_address_is_kept_and_a_refused_token_causes_no_fallback() -> Result<()> {
     let dir = tempfile::tempdir()?;
     let files = Certificates::new(dir.path(), &["127.0.0.1"])?;
     let ca = ["--ca-cert-file", text(&files.ca)];
@@ -244,7 +244,7 @@ async fn what_passes_first_is_kept_and_a_refused_token_is_no_reason_to_go_elsewh
     ensure!(log.contains("\"address\":\"grpcs://") && !log.contains("trying the next"), "{log}");
     let bad = Agentk::start_told(&url, "wrong", &ca, &[]).await?;
     says(&bad, "kas rejects this agent").await?;
-    // Nor is a certificate that is not trusted.
+    // An untrusted certificate causes no fallback either.
     let stranger = Agentk::start_told(&url, &token(2), &[], &[]).await?;
     eventually("it tries again", async || {
         let tries = stranger.process.log().matches("TLS with grpcs://").count();
@@ -258,7 +258,7 @@ async fn what_passes_first_is_kept_and_a_refused_token_is_no_reason_to_go_elsewh
 }
 
 #[tokio::test]
-async fn unusable_settings_end_the_start_without_their_secrets() -> Result<()> {
+async fn invalid_settings_fail_the_start_without_showing_secrets() -> Result<()> {
     let dir = tempfile::tempdir()?;
     let token_file = dir.path().join("token");
     std::fs::write(&token_file, "token")?;
@@ -304,7 +304,7 @@ async fn unusable_settings_end_the_start_without_their_secrets() -> Result<()> {
     Ok(())
 }
 
-/// Runs the doctor, and returns its exit code and its document.
+/// Runs the doctor and returns its exit code and its JSON output.
 async fn doctor(url: &str, token: &str, further: &[&str], env: &[(&str, &str)]) -> Result<(i32, Value)> {
     let dir = tempfile::tempdir()?;
     let token_file = dir.path().join("token");
@@ -328,7 +328,7 @@ async fn doctor(url: &str, token: &str, further: &[&str], env: &[(&str, &str)]) 
     Ok((code, report))
 }
 
-/// The last finding at the first address, with its advice.
+/// Returns the last finding at the first address, with its advice.
 fn last(report: &Value) -> (String, String) {
     let finding = report["addresses"][0]["findings"].as_array().and_then(|all| all.last()).unwrap();
     let advice = finding.get("advice").cloned().unwrap_or_default();
@@ -339,7 +339,7 @@ fn last(report: &Value) -> (String, String) {
 }
 
 #[tokio::test]
-async fn doctor_names_each_thing_that_is_wrong() -> Result<()> {
+async fn doctor_reports_each_problem() -> Result<()> {
     let dir = tempfile::tempdir()?;
     let [good, old] = ["good", "old"].map(|name| dir.path().join(name));
     for dir in [&good, &old] {
@@ -395,7 +395,7 @@ async fn doctor_names_each_thing_that_is_wrong() -> Result<()> {
             "grpc",
             &["speaks HTTP/1.1", "port of kas for agents"],
         ),
-        // A good token proves nothing there: nobody looks it up.
+        // A valid token proves nothing there, because it is not looked up.
         (
             format!("grpc://{}", plain_kas.api),
             good_token,
@@ -462,7 +462,7 @@ async fn doctor_names_each_thing_that_is_wrong() -> Result<()> {
             "proxy",
             &["HTTPS_PROXY names a proxy with socks5://"],
         ),
-        // All is well but the API server, which is not there.
+        // Only the API server cannot be reached.
         (format!("grpc://{grpc_port}"), good_token, &[], "", 6, "grpc", &["of kas answers, 1 running"]),
     ] {
         let (got, report) = doctor(&url, token, further, &[("HTTPS_PROXY", proxy)]).await?;
@@ -475,7 +475,7 @@ async fn doctor_names_each_thing_that_is_wrong() -> Result<()> {
 }
 
 #[tokio::test]
-async fn doctor_finds_the_way_that_passes_and_says_what_is_wrong_with_the_other() -> Result<()> {
+async fn doctor_finds_the_working_address_and_explains_the_failing_one() -> Result<()> {
     let dir = tempfile::tempdir()?;
     let files = Certificates::new(dir.path(), &["127.0.0.2"])?;
     let ca = ["--ca-cert-file", text(&files.ca)];
@@ -498,7 +498,7 @@ async fn doctor_finds_the_way_that_passes_and_says_what_is_wrong_with_the_other(
 }
 
 #[tokio::test]
-async fn doctor_is_not_among_the_connections_of_its_agent() -> Result<()> {
+async fn doctor_is_not_listed_as_a_connection_of_its_agent() -> Result<()> {
     let kas = plain().await?;
     let caller = kas.caller().await?;
     let listed = async || -> Result<usize> {
@@ -514,7 +514,7 @@ async fn doctor_is_not_among_the_connections_of_its_agent() -> Result<()> {
     let arguments = ["doctor", "--kas-address", &url, "--token-file", text(&token_file)];
     let further = ["--kube-server", "http://127.0.0.1:1", "--silence", "10m"];
     let _doctor = Process::start("doctor", &program, &[&arguments[..], &further[..]].concat(), &[]).await?;
-    // Both of its streams are there.
+    // Both of its streams are open.
     kas.metric_is("kas_connected_agents", 1.0).await?;
     kas.metric_is("kas_tunnels_open", 1.0).await?;
     ensure!(listed().await? == 0);
@@ -525,7 +525,7 @@ async fn doctor_is_not_among_the_connections_of_its_agent() -> Result<()> {
 }
 
 #[tokio::test]
-async fn doctor_finds_the_timer_of_a_proxy_and_the_line_that_raises_it() -> Result<()> {
+async fn doctor_measures_the_timer_of_a_proxy_and_names_the_setting() -> Result<()> {
     let kas = plain().await?;
     let api = testkit::demo_api::DemoApi::start("127.0.0.1:0".parse()?).await?;
     let server = api.url();
@@ -548,7 +548,7 @@ async fn doctor_finds_the_timer_of_a_proxy_and_the_line_that_raises_it() -> Resu
         let (code, report) = doctor(&format!("grpc://{}", proxy.address), &token(1), &silence, &[]).await?;
         let (last, said) = last(&report);
         ensure!(code == 5 && last == "silence" && said.contains(line), "{report:#}");
-        // Later where the machine stands still; the whole silence is 9 s.
+        // Later if the machine stalls; the whole test takes 9 s.
         ensure!((3..=8).any(|n| said.contains(&format!("after it was idle for {n} s"))), "{said}");
     }
     drop(envoy);
@@ -558,13 +558,13 @@ async fn doctor_finds_the_timer_of_a_proxy_and_the_line_that_raises_it() -> Resu
     let (_, said) = last(&report);
     ensure!(code == 5 && said.contains("configuration stream was cut after"), "{report:#}");
     ensure!(said.contains("Envoy: timeout: 0s in the route"), "{said}");
-    // Nothing cuts where nothing is in between.
+    // Without a proxy, nothing is cut.
     let (code, report) = doctor(&format!("grpc://{}", kas.agent), &token(1), &silence, &[]).await?;
     ensure!(code == 0 && report["verdict"] == "healthy", "{report:#}");
     let (last, said) = last(&report);
     ensure!(last == "silence" && said.contains("nothing cut it"), "{said}");
     ensure!(report["kubernetes"]["message"].as_str().unwrap().contains("Kubernetes"), "{report:#}");
-    // And nobody is left behind.
+    // No connection is left.
     kas.metric_is("kas_connected_agents", 0.0).await?;
     kas.metric_is("kas_tunnels_open", 0.0).await?;
     Ok(())

@@ -72,7 +72,7 @@ async fn every_text_has_contrast_in_both_themes() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn everything_has_a_name_for_those_who_do_not_see_it() -> Result<()> {
+async fn every_element_has_an_accessible_name() -> Result<()> {
     let Some(mut stage) = Stage::start().await? else { return Ok(()) };
     const NAMED: [&str; 9] =
         ["button", "link", "searchbox", "textbox", "image", "img", "region", "table", "columnheader"];
@@ -108,7 +108,7 @@ async fn everything_has_a_name_for_those_who_do_not_see_it() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn keyboard_reaches_everything_and_focus_is_seen() -> Result<()> {
+async fn keyboard_reaches_everything_and_focus_is_visible() -> Result<()> {
     let Some(mut stage) = Stage::start().await? else { return Ok(()) };
     stage.open(0)?;
     let mut seen = Vec::new();
@@ -142,8 +142,7 @@ async fn keyboard_reaches_everything_and_focus_is_seen() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn phone_shows_everything_without_scrolling_sideways_and_nothing_moves_for_who_wants_none() -> Result<()>
-{
+async fn phones_need_no_horizontal_scrolling_and_reduced_motion_is_respected() -> Result<()> {
     let Some(mut stage) = Stage::start().await? else { return Ok(()) };
     for width in [320, 360] {
         stage.browser.resize(width, 740, true)?;

@@ -33,7 +33,7 @@ async fn told(mesh: &Mesh, replica: usize, agent: i64) -> Result<String> {
 /// Seen to fail when the message only knows whether the table names an owner: "is not connected", with the
 /// advice to check the token.
 #[tokio::test]
-async fn owner_that_is_stopped_is_named_to_callers_and_to_operators() -> Result<()> {
+async fn a_stopped_owner_is_named_to_callers_and_operators() -> Result<()> {
     let mesh = Mesh::start(3).await?;
     let held = mesh.agent(0, 1, Kind::Ours, 2).await?;
     mesh.converged(&[(1, 0)]).await?;
@@ -94,7 +94,7 @@ async fn are_missing(mesh: &Mesh, expected: &[&str]) -> Result<()> {
 
 /// Seen to fail when only those that may be alive are told of: both lists are empty, and whole.
 #[tokio::test]
-async fn list_without_a_replica_that_does_not_answer_names_it_until_it_answers_or_has_left() -> Result<()> {
+async fn lists_name_an_unresponsive_replica_until_it_answers_or_has_left() -> Result<()> {
     let mut mesh = Mesh::start(3).await?;
     let held = mesh.agent(2, 1, Kind::Ours, 1).await?;
     mesh.converged(&[(1, 2)]).await?;
@@ -142,7 +142,7 @@ async fn list_without_a_replica_that_does_not_answer_names_it_until_it_answers_o
 /// Seen to fail when the observability port is served after the own address is known: nobody answers there
 /// for up to a minute, and a liveness probe kills the process.
 #[tokio::test]
-async fn probes_are_answered_while_the_own_address_is_not_known() -> Result<()> {
+async fn probes_are_answered_before_the_own_address_is_known() -> Result<()> {
     // Listens on every interface, so that only the route to another replica tells its address.
     let config = json!({ "private_api": { "listen": { "address": "0.0.0.0:0" } } });
     let options = Options { replicas: 2, start: false, config, ..Options::default() };
@@ -185,7 +185,7 @@ async fn probes_are_answered_while_the_own_address_is_not_known() -> Result<()> 
 
 /// Seen to fail when each configuration stream is told at the level info.
 #[tokio::test]
-async fn agent_that_finds_the_only_replica_again_and_again_is_told_of_once() -> Result<()> {
+async fn repeated_connections_of_one_agent_are_logged_once() -> Result<()> {
     let mesh = Mesh::start(1).await?;
     // As an agentk that looks for a second replica: one instance, and each connection reaches the same
     // replica.
@@ -218,7 +218,7 @@ async fn agent_that_finds_the_only_replica_again_and_again_is_told_of_once() -> 
 /// Datagrams that a replica gets from its own former life, or sends to itself because of it, are no news to
 /// anybody.
 #[tokio::test]
-async fn restart_at_the_same_address_makes_no_noise_in_gossip() -> Result<()> {
+async fn restart_at_the_same_address_logs_no_gossip_warning() -> Result<()> {
     let mut mesh = Mesh::start(3).await?;
     mesh.converged(&[]).await?;
     mesh.meshed().await?;

@@ -7,7 +7,7 @@ use tokio::time::{Instant, timeout};
 use crate::support::{NEVER, Peer, Reply, at, call, fetch, get, listen, modules, request, within};
 
 #[tokio::test]
-async fn a_get_has_neither_body_nor_chunks_and_the_servers_path_before_its_own() {
+async fn a_get_has_no_body_and_is_prefixed_with_the_path_of_the_server() {
     let (listener, url) = listen().await;
     let modules = modules(&at(format!("{url}/k8s/c-1/"))).await;
     let server = async {
@@ -35,7 +35,7 @@ async fn a_get_has_neither_body_nor_chunks_and_the_servers_path_before_its_own()
 }
 
 #[tokio::test]
-async fn errors_and_redirects_of_the_api_server_are_answers_and_no_request_is_repeated() {
+async fn errors_and_redirects_of_the_api_server_are_passed_on_and_never_retried() {
     let (listener, url) = listen().await;
     let modules = modules(&at(url)).await;
     for status in [
@@ -81,7 +81,7 @@ async fn a_connection_that_breaks_before_the_answer_fails_once() {
 }
 
 #[tokio::test]
-async fn each_piece_of_a_watch_goes_out_at_once_and_a_break_is_no_end() {
+async fn each_chunk_of_a_watch_is_sent_at_once_and_a_broken_watch_is_an_error() {
     let (listener, url) = listen().await;
     let modules = modules(&at(&url)).await;
     let (caller, answer) = call(&modules, &[]);
@@ -110,7 +110,7 @@ async fn each_piece_of_a_watch_goes_out_at_once_and_a_break_is_no_end() {
 }
 
 #[tokio::test]
-async fn pieces_are_at_most_32_kib_and_all_bytes_arrive() {
+async fn chunks_are_at_most_32_kib_and_all_bytes_arrive() {
     let (listener, url) = listen().await;
     let modules = modules(&at(url)).await;
     let body: String = (0..300_000).map(|i| char::from(b'a' + (i % 26) as u8)).collect();
@@ -125,7 +125,7 @@ async fn pieces_are_at_most_32_kib_and_all_bytes_arrive() {
 }
 
 #[tokio::test]
-async fn whoever_drops_the_call_ends_the_request_also_while_the_api_server_is_silent() {
+async fn dropping_the_call_ends_the_request_while_the_api_server_is_silent() {
     let (listener, url) = listen().await;
     let modules = modules(&at(url)).await;
 
@@ -200,7 +200,7 @@ async fn a_reset_request_ends_the_upstream_request() {
 }
 
 #[tokio::test]
-async fn the_deadline_ends_a_request_before_and_within_its_answer() {
+async fn the_deadline_ends_a_request_before_and_during_its_response() {
     let (listener, url) = listen().await;
     let modules = modules(&at(url)).await;
     let server = async {
@@ -236,7 +236,7 @@ async fn the_deadline_ends_a_request_before_and_within_its_answer() {
 }
 
 #[tokio::test]
-async fn uploads_have_their_length_or_chunks_and_pass_as_they_come() {
+async fn uploads_are_streamed_with_their_length_or_chunked() {
     let (listener, url) = listen().await;
     let modules = modules(&at(url)).await;
     const OK: &str = "HTTP/1.1 201 Created\r\ncontent-length: 0\r\n\r\n";
@@ -309,7 +309,7 @@ async fn uploads_have_their_length_or_chunks_and_pass_as_they_come() {
 }
 
 #[tokio::test]
-async fn uploads_that_end_before_their_trailer_end_the_connection() {
+async fn uploads_without_their_trailer_close_the_connection() {
     let (listener, url) = listen().await;
     let modules = modules(&at(url)).await;
     // Each: headers, what follows the data, the code.
@@ -350,7 +350,7 @@ async fn uploads_that_end_before_their_trailer_end_the_connection() {
 }
 
 #[tokio::test]
-async fn an_early_answer_arrives_while_the_upload_is_not_over() {
+async fn an_early_response_arrives_during_the_upload() {
     let (listener, url) = listen().await;
     let modules = modules(&at(url)).await;
     let (caller, answer) = call(&modules, &[]);
@@ -372,7 +372,7 @@ async fn an_early_answer_arrives_while_the_upload_is_not_over() {
 }
 
 #[tokio::test]
-async fn what_is_not_read_upstream_is_not_read_from_the_caller() {
+async fn back_pressure_of_the_api_server_reaches_the_caller() {
     let (listener, url) = listen().await;
     let modules = modules(&at(url)).await;
     let (caller, answer) = call(&modules, &[]);
@@ -390,7 +390,7 @@ async fn what_is_not_read_upstream_is_not_read_from_the_caller() {
 }
 
 #[tokio::test]
-async fn messages_in_another_order_are_refused_with_what_came() {
+async fn messages_in_the_wrong_order_are_refused_by_name() {
     let (listener, url) = listen().await;
     let modules = modules(&at(url)).await;
     let status = async |how: &str| {
@@ -450,7 +450,7 @@ async fn messages_in_another_order_are_refused_with_what_came() {
 }
 
 #[tokio::test]
-async fn what_cannot_be_reached_is_named_with_the_reason() {
+async fn an_unreachable_api_server_is_named_with_the_reason() {
     let (listener, url) = listen().await;
     drop(listener);
     let host = url.trim_start_matches("http://").to_owned();
@@ -501,7 +501,7 @@ async fn a_head_request_ends_after_its_head() {
 }
 
 #[tokio::test]
-async fn header_larger_than_the_tunnel_takes_is_an_error_and_not_a_broken_tunnel() {
+async fn headers_larger_than_a_tunnel_allows_are_an_error_and_keep_the_tunnel() {
     let (listener, url) = listen().await;
     let modules = modules(&at(url)).await;
     let server = async {

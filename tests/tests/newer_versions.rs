@@ -1,4 +1,4 @@
-//! Agents of 16.5, and a GitLab of today: both work unchanged with a kas that speaks 14.1.
+//! Agents of 16.5 and current GitLab work unchanged with kas, which speaks the protocol of 14.1.
 
 #![allow(clippy::unwrap_used)] // a test may panic
 
@@ -62,24 +62,24 @@ async fn connections(caller: &Caller, agent: i64) -> Result<Vec<i64>> {
 }
 
 #[tokio::test]
-async fn an_agent_of_16_5_registers_and_is_listed_by_what_it_calls_itself() -> Result<()> {
+async fn an_agent_of_16_5_registers_and_is_listed_with_its_metadata() -> Result<()> {
     let mut kas = Kas::start().await?;
     let caller = kas.caller().await?;
     let agent = Agent16::start(kas.agent, &token(1), "pod-1", 77).await?;
     agent.registered().clone()?;
     agent.register().await?;
     let listed = connected(&caller, 1).await?;
-    assert_eq!(listed.len(), 1, "one process, however often it says so: {listed:?}");
+    assert_eq!(listed.len(), 1, "one process, however often it registers: {listed:?}");
     let meta = listed[0].agent_meta.as_ref().unwrap();
     assert_eq!((listed[0].connection_id, listed[0].agent_id, listed[0].project_id), (77, 1, 1));
     assert_eq!((meta.version.as_str(), meta.pod_name.as_str()), ("v16.5.0", "pod-1"));
-    // Its tunnels are known by that id.
+    // Its tunnels have that connection id.
     let request = caller.to_agent(1, &path("Echo")).header("kas-connection-id", 77);
     assert_eq!(caller.call(request, &[b"x"]).await?.messages, ["x"]);
     let request = caller.to_agent(1, &path("Echo")).header("kas-connection-id", 78);
     assert_eq!(caller.call(request, &[b"x"]).await?.status.code(), Code::FailedPrecondition);
 
-    // A second process, and one that says nothing of its pod.
+    // A second process, and one that does not report its pod.
     let second = Agent16::start(kas.agent, &token(1), "pod-2", 78).await?;
     let nameless = Agent16::start(kas.agent, &token(1), "", 79).await?;
     assert_eq!(connections(&caller, 1).await?, [77, 78, 79]);
@@ -96,7 +96,7 @@ async fn an_agent_of_16_5_registers_and_is_listed_by_what_it_calls_itself() -> R
     })
     .await?;
 
-    // A kas that has just started does not wait five minutes until it lists the agent.
+    // A kas that has just started lists the agent before its next registration.
     drop((caller, agent));
     kas.leave(Duration::from_secs(10)).await?;
     kas.restart().await?;
@@ -111,7 +111,7 @@ async fn an_agent_of_16_5_registers_and_is_listed_by_what_it_calls_itself() -> R
 }
 
 #[tokio::test]
-async fn registration_needs_the_token_of_an_agent_and_ends_with_it() -> Result<()> {
+async fn registration_needs_an_agent_token_and_ends_when_it_is_revoked() -> Result<()> {
     let Scenario { kas, caller, .. } = Scenario::start().await?;
     for method in ["Register", "Unregister"] {
         let path = format!("/gitlab.agent.agent_registrar.rpc.AgentRegistrar/{method}");
@@ -123,7 +123,7 @@ async fn registration_needs_the_token_of_an_agent_and_ends_with_it() -> Result<(
         let agent = Caller::connect(kas.agent, Some(token(1))).await?;
         let got = agent.call(agent.request(&path), &[b"\xff"]).await?;
         assert_eq!(got.status.code(), Code::InvalidArgument, "{method}: {}", got.status);
-        // Nothing is said about any of it in the message: that is allowed, as every field is.
+        // An empty message is valid, because every field is optional.
         let got = agent.call(agent.request(&path), &[b""]).await?;
         assert_eq!((got.status.code(), got.messages.len()), (Code::Ok, 1), "{method}: {}", got.status);
     }
@@ -141,11 +141,11 @@ async fn registration_needs_the_token_of_an_agent_and_ends_with_it() -> Result<(
 }
 
 #[tokio::test]
-async fn a_pool_of_16_5_grows_under_load_and_no_limit_stands_in_its_way() -> Result<()> {
+async fn the_tunnel_pool_of_16_5_grows_under_load() -> Result<()> {
     const AT_ONCE: usize = 300;
     let kas = Kas::start().await?;
     let agent = Agent16::start(kas.agent, &token(1), "pod", 5).await?;
-    // A connection of a caller has 200 streams.
+    // A connection of a caller may have 200 streams.
     let callers = [kas.caller().await?, kas.caller().await?];
     let mut chats = Vec::new();
     for n in 0..AT_ONCE {
@@ -166,7 +166,7 @@ async fn a_pool_of_16_5_grows_under_load_and_no_limit_stands_in_its_way() -> Res
     let mut ends = agent.ends();
     soon("they end", ends.wait_for(|ends| ends.len() >= AT_ONCE)).await?;
     assert!(ends.borrow().iter().all(|code| *code == tonic::Code::Ok), "{:?}", *ends.borrow());
-    // One after the other: each takes a tunnel, which is opened anew.
+    // Sequential requests: each uses up a tunnel, and the agent opens another.
     for _ in 0..700 {
         let caller = &callers[0];
         assert_eq!(caller.call(caller.to_agent(1, &path("Echo")), &[b"x"]).await?.messages, ["x"]);
@@ -181,7 +181,7 @@ async fn a_pool_of_16_5_grows_under_load_and_no_limit_stands_in_its_way() -> Res
 }
 
 #[tokio::test]
-async fn what_a_caller_abandons_ends_with_the_status_after_which_16_5_comes_back_at_once() -> Result<()> {
+async fn an_abandoned_request_ends_with_a_status_after_which_16_5_reconnects_at_once() -> Result<()> {
     let kas = Kas::start().await?;
     let agent = Agent16::start(kas.agent, &token(1), "pod", 5).await?;
     let caller = kas.caller().await?;
@@ -221,7 +221,7 @@ async fn methods_that_14_1_does_not_have_are_routed_by_what_an_agent_lists() -> 
         .call(caller.to_agent(1, "/gitlab.agent.kubernetes_api.rpc.KubernetesApi/Other"), &[b""])
         .await?;
     assert_eq!(got.status.code(), Code::Unimplemented);
-    // 200 services are as many as an agent may list.
+    // An agent may list at most 200 services.
     let services = |count: usize| AgentDescriptor {
         services: (0..count)
             .map(|n| Service { name: format!("s{n}"), methods: vec![Method { name: "M".to_owned() }] })
@@ -264,7 +264,7 @@ async fn make_request(caller: &Caller, agent: i64, extra: Option<prost_types::An
     caller.call(caller.to_agent(agent, MAKE_REQUEST), &[&first(extra), &trailer.encode_to_vec()]).await
 }
 
-/// Answers a request by hand; returns its first message.
+/// Sends a response to a request and returns the first message of the request.
 async fn serve_make_request(tunnel: &mut RawTunnel, body: &str) -> HttpRequest {
     assert_eq!(tunnel.request().await.method_name, MAKE_REQUEST);
     let FromKas::Message(first) = tunnel.next().await else { panic!("no message") };
@@ -286,10 +286,10 @@ async fn serve_make_request(tunnel: &mut RawTunnel, body: &str) -> HttpRequest {
 }
 
 #[tokio::test]
-async fn a_request_for_other_rights_never_reaches_an_agent_that_would_use_its_own() -> Result<()> {
+async fn impersonation_never_reaches_an_agent_that_would_ignore_it() -> Result<()> {
     let agents = (1..=4).map(AgentEntry::new).collect();
     let Scenario { kas, caller, .. } = Scenario::start_with(Options { agents, ..Options::default() }).await?;
-    // Of 14.1, and of this project before it knew.
+    // One of 14.1, and one of this project before it supported impersonation.
     let old = RawAgent::connect(kas.agent, &token(1), Kind::Old).await?;
     let ours = RawAgent::connect(kas.agent, &token(2), Kind::Ours).await?;
     for (agent, raw) in [(1, &old), (2, &ours)] {
@@ -298,7 +298,7 @@ async fn a_request_for_other_rights_never_reaches_an_agent_that_would_use_its_ow
         assert_eq!(got.status.code(), Code::FailedPrecondition, "{}", got.status);
         assert_eq!(got.status.outcome(), Some(Outcome::NotStarted));
         assert!(got.status.message().contains("with all of its own rights"), "{}", got.status);
-        // The tunnel is as it was: what is meant for the agent's own rights goes through it.
+        // The tunnel is unchanged: a request for the agent's own rights goes through it.
         let (got, asked) =
             tokio::join!(make_request(&caller, agent, None), serve_make_request(&mut tunnel, "ok"));
         assert_eq!(got?.status.code(), Code::Ok);
@@ -313,7 +313,7 @@ async fn a_request_for_other_rights_never_reaches_an_agent_that_would_use_its_ow
     assert_eq!(got?.status.code(), Code::Ok);
     assert_eq!(asked.encode_to_vec(), first(user("u")), "every byte of it");
 
-    // Our own, on a real server that says who it was asked as.
+    // Our own agentk, with a real server that reports the impersonated user.
     let (api, asked) = who_asks().await?;
     let _agentk = Agentk::start_with(kas.agent, &token(4), &format!("http://{api}")).await?;
     let got = make_request(&caller, 4, user("gitlab:ci_job:1")).await?;
@@ -329,7 +329,7 @@ async fn a_request_for_other_rights_never_reaches_an_agent_that_would_use_its_ow
     Ok(())
 }
 
-/// A server that answers one request with nothing; the head of that in lower case.
+/// A server that answers one request with an empty response. Returns the request head in lower case.
 async fn who_asks() -> Result<(std::net::SocketAddr, tokio::sync::oneshot::Receiver<String>)> {
     use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await?;
@@ -349,7 +349,7 @@ async fn who_asks() -> Result<(std::net::SocketAddr, tokio::sync::oneshot::Recei
 }
 
 #[tokio::test]
-async fn kas_says_that_its_own_requests_have_no_body() -> Result<()> {
+async fn get_pods_sends_a_request_without_a_body() -> Result<()> {
     let Scenario { kas: _kas, caller, agent } = Scenario::start().await?.raw_agent(Kind::Recent).await?;
     let mut tunnel = agent.tunnel_with(kubernetes_api()).await?;
     let list =
@@ -366,7 +366,7 @@ async fn kas_says_that_its_own_requests_have_no_body() -> Result<()> {
 }
 
 #[tokio::test]
-async fn keys_of_later_versions_reach_agents_of_both_and_a_wrong_one_is_told() -> Result<()> {
+async fn configuration_keys_of_16_5_reach_both_kinds_of_agents_and_invalid_ones_are_reported() -> Result<()> {
     let folder = tempfile::tempdir()?;
     for agent in [1, 2] {
         let at = folder.path().join(format!("agents/agent-{agent}"));
@@ -392,7 +392,7 @@ async fn keys_of_later_versions_reach_agents_of_both_and_a_wrong_one_is_told() -
     assert_eq!(configuration.flux.unwrap().webhook_receiver_url, "http://f");
     assert_eq!(configuration.observability.unwrap().logging.unwrap().grpc_level, Some(3));
     assert_eq!((configuration.agent_id, configuration.project_id), (1, 1));
-    // 14.1 reads what it knows in the same message.
+    // 14.1 reads the fields that it knows from the same message.
     let old = RawAgent::connect(kas.agent, &token(2), Kind::Old).await?;
     let response = old.configuration("").await?.next().await?;
     assert_eq!(response.configuration.unwrap().observability.unwrap().logging.unwrap().level, 1);
@@ -404,14 +404,14 @@ async fn keys_of_later_versions_reach_agents_of_both_and_a_wrong_one_is_told() -
 }
 
 #[tokio::test]
-async fn gitlab_of_today_is_answered_under_every_name_it_has_used() -> Result<()> {
+async fn current_gitlab_is_served_under_every_service_name_it_has_used() -> Result<()> {
     let agents = (1..=40).map(AgentEntry::new).collect();
     let config = json!({ "api": { "listen": { "issuers": ["gitlab.example.com"] } } });
     let kas = Kas::start_with(Options { agents, config, ..Options::default() }).await?;
     let _recent = Agent16::start(kas.agent, &token(1), "pod", 5).await?;
     let old = RawAgent::connect(kas.agent, &token(2), Kind::Old).await?;
     let _configuration = old.configuration("").await?;
-    // Its host name is the issuer, and its feature flags come along.
+    // The issuer is its host name, and the request has feature flags.
     let jwt = Jwt::new(&kas.secrets[0]).claim("iss", json!("gitlab.example.com")).encode();
     let caller = Caller::connect(kas.api, None).await?;
     let call = async |method: &str, message: &[u8]| {
@@ -452,7 +452,7 @@ async fn gitlab_of_today_is_answered_under_every_name_it_has_used() -> Result<()
         assert_eq!(listed, [(1, "v16.5.0"), (2, "v14.1.1")]);
         assert_eq!(by.agents[0].connection_id, 5);
     }
-    // Unpacked, as another library may write it.
+    // Not packed, as another library may encode it.
     let one: GetConnectedAgentsByAgentIDsResponse =
         call(&format!("{TRACKER}/GetConnectedAgentsByAgentIDs"), b"\x08\x01\x08\x02").await?.one()?;
     assert_eq!(one.agents.len(), 2);
