@@ -51,7 +51,7 @@ fn know(gitlab: &GitLab) {
 }
 
 /// Caches agents for this time, and errors for half a second.
-fn remembering(time: Duration) -> Value {
+fn caching(time: Duration) -> Value {
     let ttl = format!("{}ms", time.as_millis());
     json!({ "agent": { "info_cache_ttl": ttl, "info_cache_error_ttl": "500ms" } })
 }
@@ -166,7 +166,7 @@ async fn concurrent_streams_cause_one_lookup() -> Result<()> {
 async fn while_gitlab_is_down_cached_agents_connect_and_tunnels_stay() -> Result<()> {
     let mut gitlab = gitlab().await?;
     let ttl = Duration::from_secs(3);
-    let kas = kas_of(&gitlab, remembering(ttl)).await?;
+    let kas = kas_of(&gitlab, caching(ttl)).await?;
     let caller = kas.caller().await?;
     let agent = RawAgent::connect(kas.agent, &token(1), Kind::Ours).await?;
     let asked = Instant::now();
@@ -197,7 +197,7 @@ async fn an_agent_revoked_in_gitlab_loses_its_streams_within_the_cache_ttl() -> 
     for refuse in [GitLab::forget, GitLab::forbid] {
         let gitlab = gitlab().await?;
         let ttl = Duration::from_secs(3);
-        let kas = kas_of(&gitlab, remembering(ttl)).await?;
+        let kas = kas_of(&gitlab, caching(ttl)).await?;
         let caller = kas.caller().await?;
         let bystander = RawAgent::connect(kas.agent, &token(2), Kind::Ours).await?;
         let _serving = bystander.serve(1).await?;
@@ -227,8 +227,8 @@ async fn an_agent_revoked_in_gitlab_loses_its_streams_within_the_cache_ttl() -> 
 }
 
 /// Starts a kas that asks GitLab twice a second, so that 40 lookups may wait.
-async fn kas_that_asks_seldom(gitlab: &GitLab) -> Result<Kas> {
-    let mut over = remembering(Duration::from_secs(2));
+async fn kas_with_a_low_rate_limit(gitlab: &GitLab) -> Result<Kas> {
+    let mut over = caching(Duration::from_secs(2));
     merge(
         &mut over,
         json!({ "gitlab": { "api_rate_limit": { "refill_rate_per_second": 2.0, "bucket_size": 2 } } }),
@@ -237,7 +237,7 @@ async fn kas_that_asks_seldom(gitlab: &GitLab) -> Result<Kas> {
 }
 
 /// Connects from this address with made-up tokens, more at a time than may wait, until dropped.
-fn strangers(address: SocketAddr, from: Ipv4Addr) -> JoinSet<()> {
+fn send_made_up_tokens(address: SocketAddr, from: Ipv4Addr) -> JoinSet<()> {
     let mut strangers = JoinSet::new();
     for _ in 0..60 {
         strangers.spawn(async move {
@@ -256,10 +256,10 @@ fn strangers(address: SocketAddr, from: Ipv4Addr) -> JoinSet<()> {
 #[tokio::test]
 async fn made_up_tokens_do_not_disconnect_connected_agents() -> Result<()> {
     let gitlab = gitlab().await?;
-    let kas = kas_that_asks_seldom(&gitlab).await?;
+    let kas = kas_with_a_low_rate_limit(&gitlab).await?;
     let agent = RawAgent::connect(kas.agent, &token(1), Kind::Ours).await?;
     let _serving = agent.serve(1).await?;
-    let _strangers = strangers(kas.agent, Ipv4Addr::LOCALHOST);
+    let _attack = send_made_up_tokens(kas.agent, Ipv4Addr::LOCALHOST);
     let limited = "kas_gitlab_lookups_total{outcome=\"Limited\"}";
     eventually("strangers are refused", async || {
         let refused = kas.metric(limited).await?;
@@ -287,12 +287,12 @@ async fn made_up_tokens_do_not_disconnect_connected_agents() -> Result<()> {
 
 #[tokio::test]
 async fn made_up_tokens_do_not_block_new_agents_from_other_addresses() -> Result<()> {
-    const STRANGERS: Ipv4Addr = Ipv4Addr::new(127, 0, 0, 7);
+    const ATTACKER: Ipv4Addr = Ipv4Addr::new(127, 0, 0, 7);
     let gitlab = gitlab().await?;
-    let kas = kas_that_asks_seldom(&gitlab).await?;
+    let kas = kas_with_a_low_rate_limit(&gitlab).await?;
     let (address, since) = (kas.agent, kas.process.log_len());
-    let _strangers = strangers(address, STRANGERS);
-    let turned_away = kas.process.logged_since(since, "that strangers are turned away", |line| {
+    let _attack = send_made_up_tokens(address, ATTACKER);
+    let turned_away = kas.process.logged_since(since, "that agents are turned away", |line| {
         line["message"].as_str()?.starts_with("agents are turned away").then(|| line.clone())
     });
     let line = turned_away.await?;
@@ -309,7 +309,7 @@ async fn made_up_tokens_do_not_block_new_agents_from_other_addresses() -> Result
 #[tokio::test]
 async fn a_wrong_secret_or_clock_disconnects_no_agent() -> Result<()> {
     let gitlab = gitlab().await?;
-    let kas = kas_of(&gitlab, remembering(Duration::from_secs(1))).await?;
+    let kas = kas_of(&gitlab, caching(Duration::from_secs(1))).await?;
     let caller = kas.caller().await?;
     let agent = RawAgent::connect(kas.agent, &token(1), Kind::Ours).await?;
     let _serving = agent.serve(1).await?;

@@ -314,7 +314,7 @@ async fn impersonation_never_reaches_an_agent_that_would_ignore_it() -> Result<(
     assert_eq!(asked.encode_to_vec(), first(user("u")), "every byte of it");
 
     // Our own agentk, with a real server that reports the impersonated user.
-    let (api, asked) = who_asks().await?;
+    let (api, asked) = head_of_one_request().await?;
     let _agentk = Agentk::start_with(kas.agent, &token(4), &format!("http://{api}")).await?;
     let got = make_request(&caller, 4, user("gitlab:ci_job:1")).await?;
     assert_eq!(got.status.code(), Code::Ok, "{}", got.status);
@@ -330,7 +330,7 @@ async fn impersonation_never_reaches_an_agent_that_would_ignore_it() -> Result<(
 }
 
 /// A server that answers one request with an empty response. Returns the request head in lower case.
-async fn who_asks() -> Result<(std::net::SocketAddr, tokio::sync::oneshot::Receiver<String>)> {
+async fn head_of_one_request() -> Result<(std::net::SocketAddr, tokio::sync::oneshot::Receiver<String>)> {
     use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await?;
     let address = listener.local_addr()?;

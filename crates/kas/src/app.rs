@@ -586,9 +586,9 @@ impl Kas {
         };
         let open = requests.requests_open.get();
         if hurried && open > 0 {
-            tracing::warn!(requests = open, "told again to leave: what is still open ends with UNAVAILABLE");
+            tracing::warn!(requests = open, "second shutdown signal: open requests end with UNAVAILABLE");
         } else if hurried {
-            tracing::warn!("told again to leave: not waiting any longer");
+            tracing::warn!("second shutdown signal: exiting now");
         } else if open > 0 {
             tracing::warn!(
                 requests = open,

@@ -1,4 +1,4 @@
-//! Agents that come and go faster than anybody can follow, and requests that wait in thousands.
+//! Agents that connect and disconnect quickly, and thousands of waiting requests.
 
 use std::{
     collections::BTreeSet,
@@ -25,26 +25,26 @@ use tokio::{task::JoinSet, time::Instant};
 
 use crate::ledger::{End, Load, echo};
 
-/// Registrations and withdrawals of one agent in this time.
+/// Duration of the registrations and withdrawals of one agent.
 const CHURN: Duration = Duration::from_secs(5);
-/// At once, on each of two replicas.
+/// Concurrent, on each of two replicas.
 const CHURNERS: usize = 8;
 
-/// Museum 2: a subscription that was renewed while its end was still under way was lost in NATS (issue 8233):
-/// "no responders" although there is one.
+/// In NATS (issue 8233), a subscription that was renewed while its end was in progress was lost: "no
+/// responders" although there was one.
 ///
-/// Seen to fail when the end of one connection withdraws the agent whatever else holds it.
+/// Fails if the end of one connection withdraws an agent that still has another one.
 #[tokio::test]
 async fn reregister_race_never_loses_live_agent() -> Result<()> {
     let config = json!({ "agent": { "listen": { "connections_per_token_per_minute": 1_000_000 } } });
     let mesh = Mesh::start_with(Options { config, ..Options::default() }).await?;
-    // It never goes.
+    // It never disconnects.
     let stays = mesh.agent(0, 1, Kind::Ours, 4).await?;
     mesh.converged(&[(1, 0)]).await?;
     let stop = Arc::new(AtomicBool::new(false));
     let registered = Arc::new(AtomicUsize::new(0));
     let mut churners = JoinSet::new();
-    // Agent 1 where it stays and elsewhere, and agent 2 on both, to which nobody holds on.
+    // Agent 1 at its replica and at another one, and agent 2, which keeps no connection, at both.
     for n in 0..2 * CHURNERS {
         let (address, agent) = (mesh.agents(n % 2), if n / 2 % 2 == 0 { 1 } else { 2 });
         let (stop, registered) = (Arc::clone(&stop), Arc::clone(&registered));
@@ -75,7 +75,7 @@ async fn reregister_race_never_loses_live_agent() -> Result<()> {
     let registered = registered.load(Ordering::Relaxed);
     println!("{registered} registrations and as many ends in {:?}", begun.elapsed());
     let ledger = load.stop().await?;
-    // A request may have met a tunnel that vanished under it; that nobody has the agent is never said.
+    // A request may meet a tunnel that is just ending, but never "not connected".
     let mut not_started = ledger.texts(End::NotStarted);
     println!(
         "{} answered, {} unknown, {} not started",
@@ -92,7 +92,7 @@ async fn reregister_race_never_loses_live_agent() -> Result<()> {
     for n in 0..3 {
         echo(&mesh, n, 1).await?;
     }
-    // The last word counts, wherever it was said.
+    // The latest change counts, at whichever replica.
     let last = mesh.agent(1, 2, Kind::Ours, 1).await?;
     mesh.converged(&[(1, 0), (2, 1)]).await?;
     echo(&mesh, 2, 2).await?;
@@ -101,7 +101,7 @@ async fn reregister_race_never_loses_live_agent() -> Result<()> {
     Ok(())
 }
 
-/// The waves of the same issue: a hundred agents at once, each from one replica to the other, ten times.
+/// The waves of the same issue: a hundred agents at a time move from one replica to the other, ten times.
 #[tokio::test]
 async fn waves_of_moving_agents_leave_exact_sets() -> Result<()> {
     let mesh = Mesh::start_with(Options { agents: 100, ..Options::default() }).await?;
@@ -118,7 +118,7 @@ async fn waves_of_moving_agents_leave_exact_sets() -> Result<()> {
                 anyhow::Ok((raw, tunnel))
             });
         }
-        // The old ones go while the new ones come.
+        // The old ones disconnect while the new ones connect.
         for (raw, _) in std::mem::take::<Vec<(RawAgent, _)>>(&mut held) {
             raw.link().cut();
         }
@@ -141,11 +141,11 @@ async fn open(caller: &Caller, n: usize) -> Result<Stream> {
     Ok(stream)
 }
 
-/// Sends requests for an absent agent, cancels half, and lets the agent come on another replica.
+/// Sends requests for an absent agent, cancels half, and connects the agent to another replica.
 async fn storm(mesh: &Mesh, requests: usize) -> Result<()> {
     let kas = mesh.kas(0);
     let mut waiting = Vec::new();
-    // A connection carries 200 streams.
+    // A connection may have 200 streams.
     for first in (0..requests).step_by(200) {
         let caller = mesh.caller(0).await?;
         for n in first..(first + 200).min(requests) {
@@ -172,7 +172,7 @@ async fn storm(mesh: &Mesh, requests: usize) -> Result<()> {
     }
     println!("{} waiting requests were answered within {:?}", requests / 2, begun.elapsed());
     let got = agent.ids();
-    assert_eq!(got.len(), requests / 2, "as many ran as were not cancelled");
+    assert_eq!(got.len(), requests / 2, "all that were not cancelled ran");
     assert_eq!(got.iter().collect::<BTreeSet<_>>().len(), got.len(), "each ran once");
     for metric in ["kas_requests_waiting", "kas_requests_open"] {
         for n in 0..3 {
@@ -188,7 +188,7 @@ async fn storm(mesh: &Mesh, requests: usize) -> Result<()> {
 async fn ten_thousand_requests_wait_for_an_agent_that_connects_to_another_replica() -> Result<()> {
     let mesh = Mesh::start(3).await?;
     mesh.converged(&[]).await?;
-    // Twice, since allocators keep what was once needed.
+    // Twice, because allocators keep freed memory.
     storm(&mesh, WAITING).await?;
     let warm = mesh.kas(0).process.usage()?;
     storm(&mesh, WAITING).await?;

@@ -1,4 +1,4 @@
-//! Replicas that are killed or stopped while requests go through them.
+//! Replicas that are killed or paused while requests pass through them.
 
 use std::time::Duration;
 
@@ -25,11 +25,11 @@ async fn when_the_gateway_is_killed_waiting_requests_survive_and_started_ones_en
     let agent = mesh.agent(0, 1, Kind::Ours, 3).await?;
     mesh.converged(&[(1, 0)]).await?;
     let caller = mesh.caller(1).await?;
-    // Started, and answered in part.
+    // Started and partly answered.
     let mut streaming = caller.open(caller.to_agent(1, &path("HangLater"))).await?;
     streaming.send(frame(b"x")).await.ok().context("sent")?;
     assert_eq!(streaming.next().await, Next::Message("first".into()));
-    // Started, and not answered at all.
+    // Started and not answered.
     let mut silent = caller.open(caller.to_agent(1, &path("Hang"))).await?;
     silent.send(frame(b"x")).await.ok().context("sent")?;
     within(SOON, "both run", async || {
@@ -37,7 +37,7 @@ async fn when_the_gateway_is_killed_waiting_requests_survive_and_started_ones_en
         Ok(if ran == 2 { Ok(()) } else { Err(ran) })
     })
     .await?;
-    // All tunnels but one are taken; these wait at the gateway, and this one for an agent that is nowhere.
+    // All tunnels but one are busy. These requests wait at the owner, and this one for an absent agent.
     let mut third = caller.open(caller.to_agent(1, &path("Chat"))).await?;
     third.send(frame(b"x")).await.ok().context("sent")?;
     assert_eq!(third.next().await, Next::Message("x".into()));
@@ -61,13 +61,17 @@ async fn when_the_gateway_is_killed_waiting_requests_survive_and_started_ones_en
         );
     }
     println!("started requests ended {:?} after the kill", killed.elapsed());
-    // The agents come elsewhere: one to the routing replica, one to a third.
+    // The agents connect to other replicas: one to the routing replica, one to a third.
     let back = [mesh.agent(2, 1, Kind::Ours, 1).await?, mesh.agent(1, 2, Kind::Ours, 1).await?];
     for mut stream in waiting {
         let got = answer(&mut stream).await?;
         assert_eq!(got.status.code(), Code::Ok, "{}", got.status);
     }
-    assert_eq!(agent.raw.requests().list().len(), 3, "what waited never reached the killed replica's agent");
+    assert_eq!(
+        agent.raw.requests().list().len(),
+        3,
+        "waiting requests never reached the agent of the killed replica"
+    );
     assert_eq!(back[0].raw.requests().list().len(), 2);
     assert_eq!(back[1].raw.requests().list().len(), 1);
     mesh.converged(&[(1, 2), (2, 1)]).await?;
@@ -92,7 +96,7 @@ async fn a_killed_routing_replica_leaves_no_request_at_the_owner() -> Result<()>
     waiting.send(frame(b"never")).await.ok().context("sent")?;
     waiting.half_close().ok().context("sent")?;
     mesh.kas(0).metric_is("kas_requests_waiting", 1.0).await?;
-    // A request of another replica stands behind it.
+    // A request of another replica waits behind it.
     let behind = mesh.caller(2).await?;
     let mut next = behind.open(behind.to_agent(1, &path("Echo"))).await?;
     next.send(frame(b"mine")).await.ok().context("sent")?;
@@ -106,14 +110,15 @@ async fn a_killed_routing_replica_leaves_no_request_at_the_owner() -> Result<()>
     assert_eq!((got.status.code(), &got.messages[..]), (Code::Ok, &["mine".into()][..]), "{}", got.status);
     mesh.kas(1).metric_is("kas_requests_open", 0.0).await?;
     mesh.kas(1).metric_is("kas_requests_waiting", 0.0).await?;
-    // The two that ran, and the one that waited behind; what waited on the killed one never ran.
+    // The two that ran, and the one that waited behind them; the one that waited at the killed replica never
+    // ran.
     assert_eq!(agent.raw.requests().list().len(), 3);
     echo(&mesh, 2, 1).await?;
     mesh.converged(&[(1, 1)]).await?;
     Ok(())
 }
 
-/// Seen to fail when what was started ends as "not started".
+/// Fails if started requests end as "not started".
 #[tokio::test]
 async fn requests_under_kills_end_once_and_run_at_most_once() -> Result<()> {
     let mut mesh = Mesh::start(3).await?;
@@ -136,7 +141,7 @@ async fn requests_under_kills_end_once_and_run_at_most_once() -> Result<()> {
     ledger.check(&agents.iter().collect::<Vec<_>>())?;
     assert_eq!(lost, 0, "the replicas that were asked lived: {:?}", ledger.texts(End::Lost));
     assert_eq!(not_started, 0, "the agent was always there: {:?}", ledger.texts(End::NotStarted));
-    // At most what was open at a kill: 8 workers, 4 kills.
+    // At most those that were open at a kill: 8 workers, 4 kills.
     assert!(unknown <= 32, "{:?}", ledger.texts(End::Unknown));
     assert!(answered >= 1000);
     Ok(())
@@ -176,7 +181,7 @@ async fn a_pause_of_half_a_second_drops_no_replica() -> Result<()> {
         for n in [0, 1] {
             lives.push(live(&mesh, n).await?);
         }
-        // On a busy machine the pause may have been a long one, of which nothing is claimed.
+        // On a busy machine the pause may have been longer, which this test does not cover.
         if pause > Duration::from_millis(600) || paused.elapsed() > Duration::from_secs(1) {
             late += 1;
             assert!(late < 40, "the test itself is too late each time: {pause:?}");
@@ -195,12 +200,11 @@ async fn a_pause_of_half_a_second_drops_no_replica() -> Result<()> {
     Ok(())
 }
 
-/// Museum 22: etcd (issue 20418) answered stale data after its process had been paused.
+/// etcd (issue 20418) returned stale data after its process had been paused.
 ///
-/// Stale routes were not seen as processes, though many requests meet the pause: not even with a router that
-/// takes `not here` for the last word and copies that count while their streams are opened anew. That rule is
-/// broken (`NoExpiry`), and seen to fail, in the museum of `crates/table`. Without gossip's vote the
-/// suspicion takes 6 s instead of 3.5.
+/// With processes, stale routes were never seen, although many requests meet the pause: not even if the
+/// router treats `not here` as final and copies count while their streams are reopened. `crates/table` breaks
+/// that rule (`NoExpiry`) and sees it fail. Without gossip's vote, suspicion takes 6 s instead of 3.5 s.
 #[tokio::test]
 async fn paused_replica_does_not_serve_stale_routes() -> Result<()> {
     let mesh = Mesh::start(3).await?;
@@ -212,7 +216,7 @@ async fn paused_replica_does_not_serve_stale_routes() -> Result<()> {
     let before = mesh.row(2, 0).await?.context("it is known")?;
     let paused = Instant::now();
     mesh.kas(2).process.pause();
-    // The agent moves, and the request is there before the paused replica can hear of it.
+    // The agent moves, and the request arrives before the paused replica can learn of it.
     first.cut();
     let second = mesh.agent(1, 1, Kind::Ours, 2).await?;
     let mut streams = Vec::new();
@@ -222,7 +226,7 @@ async fn paused_replica_does_not_serve_stale_routes() -> Result<()> {
         stream.half_close().ok().context("sent")?;
         streams.push(stream);
     }
-    // The others do without it.
+    // The other replicas do not need it.
     echo(&mesh, 0, 1).await?;
     within(SOON, "the paused one is suspected", async || {
         let mut standings = Vec::new();
@@ -269,7 +273,7 @@ async fn agent_on_two_replicas_is_reached_while_one_of_them_is_paused() -> Resul
     load.more(50).await?;
     let ledger = load.stop().await?;
     ledger.check(&agents.iter().collect::<Vec<_>>())?;
-    // Two may have stood on the paused replica: those it answered later, or not.
+    // Two may have been open at the paused replica: they may be answered later.
     assert_eq!(ledger.count(End::NotStarted) + ledger.count(End::Lost), 0);
     assert!(ledger.count(End::Unknown) <= 2, "{:?}", ledger.texts(End::Unknown));
     mesh.converged(&[(1, 0), (1, 1)]).await?;
@@ -285,7 +289,7 @@ async fn agentk_with_an_address_for_each_replica_holds_two_and_replaces_one_that
     let begun = Instant::now();
     agentk.metric_is("agentk_replicas_served", 2.0).await?;
     println!("two replicas were held {:?} after the start", begun.elapsed());
-    // The first two of the list: nothing was wrong with them.
+    // The first two of the list, because both work.
     for (n, held) in [(0, 1.0), (1, 1.0), (2, 0.0)] {
         mesh.kas(n).metric_is("kas_agent_transports", held).await?;
     }
@@ -301,7 +305,7 @@ async fn agentk_with_an_address_for_each_replica_holds_two_and_replaces_one_that
     let killed = Instant::now();
     mesh.kill(0).await?;
     let mut slowest = Duration::ZERO;
-    // Requests go on through the other one, and the third is dialled before the dead one.
+    // Requests continue through the other one, and the third is dialled before the dead one.
     within(SOON, "the third replica is held", async || {
         slowest = slowest.max(echo().await?);
         let transports = metric(mesh.observability(2), "kas_agent_transports").await?;
@@ -321,7 +325,7 @@ async fn agentk_with_an_address_for_each_replica_holds_two_and_replaces_one_that
 #[tokio::test]
 async fn agentk_tries_the_next_address_without_waiting_for_a_dead_one() -> Result<()> {
     let mesh = Mesh::start(1).await?;
-    // Ports 1 and 2 answer nothing.
+    // Nothing listens on ports 1 and 2.
     let url = format!("grpc://127.0.0.1:1,grpc://127.0.0.1:2,grpc://{}", mesh.agents(0));
     let agentk = Agentk::start_told(&url, &token(1), &["--replicas", "1"], &[]).await?;
     let begun = Instant::now();

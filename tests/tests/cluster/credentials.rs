@@ -1,4 +1,4 @@
-//! Who may call the private API, and what never leaves it.
+//! Credentials of the private API, which never leave the replicas.
 
 use std::time::Duration;
 
@@ -23,7 +23,7 @@ const BORROW: &str = "/kas.internal.v1.Tunnels/Borrow";
 const WATCH: &str = "/kas.internal.v1.TableSync/Watch";
 const EXPLAIN: &str = "/kas.internal.v1.Replica/Explain";
 
-async fn mesh_with_ear() -> Result<(FakeOwner, Mesh)> {
+async fn mesh_with_fake_owner() -> Result<(FakeOwner, Mesh)> {
     let plan = Plan { first: 1_000_000, agents: 3, chunk: 3, pause: Duration::ZERO, later: false };
     let owner = FakeOwner::start(plan).await?;
     let mesh = Mesh::start_with(Options { seeds: vec![owner.address], ..Options::default() }).await?;
@@ -32,7 +32,7 @@ async fn mesh_with_ear() -> Result<(FakeOwner, Mesh)> {
 
 #[tokio::test]
 async fn private_api_accepts_only_replicas() -> Result<()> {
-    let (owner, mesh) = mesh_with_ear().await?;
+    let (owner, mesh) = mesh_with_fake_owner().await?;
     let held = mesh.agent(0, 1, Kind::Ours, 2).await?;
     let wrong: Vec<(&str, Option<String>)> = vec![
         ("none", None),
@@ -79,14 +79,14 @@ async fn private_api_accepts_only_replicas() -> Result<()> {
         }
     }
     assert_eq!(held.raw.requests().list().len(), 0, "no tunnel was lent");
-    // The right one is let in, or the above would show nothing.
+    // The right credential is accepted, which validates the checks above.
     let right = owner.tokens().pop().context("replicas came to the address that discovery named")?;
     let right = right.strip_prefix("Bearer ").context("it is a bearer token")?.to_owned();
     let caller = Caller::connect(mesh.private(0), Some(right.clone())).await?;
     let request = ExplainRequest { agent_id: 1 }.encode_to_vec();
     let got = caller.call(caller.request(EXPLAIN), &[&request]).await?;
     assert_eq!(got.status.code(), Code::Ok, "{}", got.status);
-    // A request that has passed a replica already goes no further, and an unmarked one is none.
+    // A request that another replica forwarded is not forwarded again, and one without the mark is refused.
     for marker in ["2", "0", ""] {
         let request = caller
             .request(BORROW)
@@ -96,14 +96,14 @@ async fn private_api_accepts_only_replicas() -> Result<()> {
             .header("kas-hop-forwarded", marker);
         assert_eq!(caller.call(request, &[b""]).await?.status.code(), Code::InvalidArgument, "{marker}");
     }
-    // The token of a replica opens nothing else.
+    // The token of a replica is valid on no other listener.
     let api = Caller::connect(mesh.kas(0).api, Some(right.clone())).await?;
     let got = api.call(api.request(LIST_REPLICAS), &[b""]).await?;
     assert_eq!(got.status.code(), Code::Unauthenticated, "{}", got.status);
     let agent = Caller::connect(mesh.agents(0), Some(right)).await?;
     let got = agent.call(agent.request(testkit::raw_agent::CONNECT), &[b""]).await?;
     assert_eq!(got.status.code(), Code::Unauthenticated, "{}", got.status);
-    // And the private API answers no watch with a wrong name of this replica.
+    // The private API refuses a watch with a wrong name of this replica.
     let request = WatchRequest { replica: "x".to_owned(), epoch: 0, version: 0 }.encode_to_vec();
     let caller = Caller::connect(mesh.private(0), Some(owner.tokens()[0].replace("Bearer ", ""))).await?;
     let got = caller.call(caller.request(WATCH).header("kas-hop-to", "another"), &[&request]).await?;
@@ -111,8 +111,8 @@ async fn private_api_accepts_only_replicas() -> Result<()> {
     Ok(())
 }
 
-/// One file for all replicas, exchanged under them: each signs and seals with the new secret once it has seen
-/// it.
+/// One secret file for all replicas, replaced while they run: each signs and seals with the new secret once
+/// it has read it.
 #[tokio::test]
 async fn secret_of_replicas_is_rotated_without_a_restart() -> Result<()> {
     let folder = tempfile::tempdir()?;
@@ -144,7 +144,7 @@ async fn secret_of_replicas_is_rotated_without_a_restart() -> Result<()> {
 
 #[tokio::test]
 async fn agent_receives_no_credential_of_callers_or_replicas() -> Result<()> {
-    let (owner, mesh) = mesh_with_ear().await?;
+    let (owner, mesh) = mesh_with_fake_owner().await?;
     let mut held = Vec::new();
     for (agent, kind) in [(1, Kind::Ours), (2, Kind::Old), (3, Kind::Recent)] {
         let agent = mesh.agent(0, agent, kind, 4).await?;
@@ -165,7 +165,7 @@ async fn agent_receives_no_credential_of_callers_or_replicas() -> Result<()> {
             }
         }
     }
-    // A replica that comes later shows its token again.
+    // A replica that joins later sends its token again.
     within(SOON, "every replica has shown a token", async || {
         let mut tokens = owner.tokens();
         tokens.sort_unstable();
@@ -178,11 +178,11 @@ async fn agent_receives_no_credential_of_callers_or_replicas() -> Result<()> {
         .iter()
         .flat_map(|token| {
             let token = token.trim_start_matches("Bearer ");
-            // Whole, and the signed claims alone.
+            // The whole token, and its claims alone.
             [token.to_owned(), token.split('.').nth(1).unwrap_or(token).to_owned()]
         })
         .collect();
-    // What every token of this algorithm begins with: of any replica, at any time.
+    // The start of every JWT with this algorithm.
     secrets.push(jwt.split('.').next().context("a JWT has parts")?.to_owned());
     secrets.push(jwt);
     secrets.push(BASE64_STANDARD.encode(mesh.private_secret()));

@@ -1,5 +1,4 @@
-//! A replica that is not there: an address which answers as the private API of a replica with as many agents
-//! as the test says, as slowly as it says.
+//! A fake replica: an address that serves the private API with a given number of agents, at a given speed.
 
 use std::{
     net::{Ipv4Addr, SocketAddr},
@@ -25,31 +24,31 @@ use tokio::{
 /// The table's epoch.
 const EPOCH: u64 = 1_000_000;
 
-/// How it tells its table.
+/// How it sends its table.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Plan {
     /// It holds agents `first..first + agents`.
     pub(crate) first: i64,
-    /// How many.
+    /// Number of agents.
     pub(crate) agents: usize,
     /// Ids in each part of the snapshot.
     pub(crate) chunk: usize,
-    /// Time before each part.
+    /// Pause before each part.
     pub(crate) pause: Duration,
-    /// In a form that only a later version reads.
+    /// In a format that only a later version reads.
     pub(crate) later: bool,
 }
 
-/// A listening one.
+/// A fake replica that listens.
 #[derive(Debug)]
 pub(crate) struct FakeOwner {
-    /// Where, which is its name.
+    /// Its address, which is its name.
     pub(crate) address: SocketAddr,
     seen: Seen,
     task: AbortHandle,
 }
 
-/// What it has seen and told.
+/// What it has received and sent.
 #[derive(Clone, Debug, Default)]
 struct Seen {
     tokens: Arc<Mutex<Vec<String>>>,
@@ -62,9 +61,9 @@ fn lock(list: &Mutex<Vec<String>>) -> MutexGuard<'_, Vec<String>> {
 }
 
 impl FakeOwner {
-    /// Listens on an address of loopback that nobody else has.
+    /// Listens on a loopback address that no other test uses.
     pub(crate) async fn start(plan: Plan) -> Result<Self> {
-        // Before those of replicas in any order of addresses, so that it is asked first.
+        // Before those of replicas in the order of addresses, so that it is asked first.
         let ip = Ipv4Addr::new(127, 0, rand::random_range(1..=255), rand::random_range(1..=254));
         let listener = TcpListener::bind((ip, 8155)).await?;
         let address = listener.local_addr()?;
@@ -79,17 +78,17 @@ impl FakeOwner {
         Ok(Self { address, seen, task: task.abort_handle() })
     }
 
-    /// Returns the values of `authorization` that replicas showed.
+    /// Returns the values of `authorization` that replicas sent.
     pub(crate) fn tokens(&self) -> Vec<String> {
         lock(&self.seen.tokens).clone()
     }
 
-    /// Returns who asked for snapshots, in order.
+    /// Returns the replicas that requested snapshots, in order.
     pub(crate) fn snapshots(&self) -> Vec<String> {
         lock(&self.seen.snapshots).clone()
     }
 
-    /// Returns how many beats were told, on all streams.
+    /// Returns how many heartbeats were sent on all streams.
     pub(crate) fn beats(&self) -> usize {
         self.seen.beats.load(Ordering::Relaxed)
     }
@@ -117,7 +116,7 @@ async fn serve(stream: TcpStream, address: SocketAddr, plan: Plan, seen: Seen) -
             let send = respond.send_response(response.body(())?, false)?;
             let beats = Arc::clone(&seen.beats);
             streams.spawn(async move {
-                // Until the replica leaves.
+                // Until the replica shuts down.
                 let _ = watch(send, address, plan, &beats).await;
             });
         } else {

@@ -1,4 +1,4 @@
-//! What the network does to replicas on hosts of their own.
+//! Network failures between replicas on separate hosts.
 
 use std::{collections::BTreeSet, time::Duration};
 
@@ -27,8 +27,8 @@ async fn on_hosts(replicas: usize) -> Result<Mesh> {
     Mesh::start_with(Options { replicas, hosts: true, config, ..Options::default() }).await
 }
 
-/// Looks again and again for `time`. A process that stands still for seconds looks like a cut: if all is seen
-/// again afterwards, the whole time begins anew, twice at most.
+/// Checks a condition repeatedly for `time`. A process that stalls for seconds looks like a network failure:
+/// if the condition holds again afterwards, the time starts over, at most twice.
 async fn holds_for(time: Duration, mut look: impl AsyncFnMut() -> Result<()>) -> Result<()> {
     for left in [true, true, false] {
         let until = Instant::now() + time;
@@ -77,7 +77,7 @@ async fn both_sides_of_a_partition_serve_their_agents_and_converge_when_it_heals
         echo(&mesh, 1, 3).await?;
         not_found(&mesh, 0, 2).await?;
         not_found(&mesh, 2, 1).await?;
-        // One waits across the cut, and an agent moves across it.
+        // A request waits across the partition, and an agent moves across it.
         let caller = mesh.caller(2).await?;
         let mut stream = caller.open(caller.to_agent(1, &path("Echo"))).await?;
         stream.send(frame(b"x")).await.ok().context("sent")?;
@@ -132,7 +132,7 @@ async fn a_short_network_outage_loses_nothing() -> Result<()> {
         mesh.network().cable(0, false)?;
         sleep(Duration::from_secs(1)).await;
         mesh.network().cable(0, true)?;
-        // TCP waits with what it could not send.
+        // TCP keeps the data that it could not send.
         echo(&mesh, 0, 1).await?;
     }
     mesh.network().cable(0, false)?;
@@ -145,13 +145,13 @@ async fn a_short_network_outage_loses_nothing() -> Result<()> {
     Ok(())
 }
 
-/// Was seen to fail: replicas that gossip had lost did not count as live while their streams went on.
+/// Failed when replicas that gossip had lost did not count as live although their streams continued.
 #[tokio::test]
 async fn without_udp_requests_are_served_and_an_alarm_is_raised() -> Result<()> {
     let mesh = on_hosts(3).await?;
     let first = mesh.agent(0, 1, Kind::Ours, 2).await?;
     mesh.converged(&[(1, 0)]).await?;
-    // Streams are faster than gossip: what it never heard of it cannot lose.
+    // Streams are faster than gossip: gossip cannot lose a replica that it never heard.
     for n in 0..3 {
         within(SOON, "gossip has heard of all", async || {
             let rows = mesh.list(n).await?.replicas;
@@ -179,7 +179,7 @@ async fn without_udp_requests_are_served_and_an_alarm_is_raised() -> Result<()> 
             "being lonely is no reason to leave"
         );
     }
-    // Longer than the ttl: streams prove life too.
+    // Longer than the TTL: streams prove life, too.
     sleep(TTL + Duration::from_secs(1)).await;
     let second = mesh.agent(1, 2, Kind::Ours, 2).await?;
     for (asked, agent) in [(1, 1), (2, 1), (0, 2), (2, 2)] {
@@ -222,9 +222,9 @@ async fn replicas_that_start_without_udp_find_each_other_over_tcp() -> Result<()
     Ok(())
 }
 
-/// Museum 20: an asymmetric partition can make Akka's cluster down everybody.
+/// An asymmetric partition can make Akka's cluster down every member.
 ///
-/// Seen to fail when one vote is enough to drop a replica.
+/// Fails if one vote is enough to drop a replica.
 #[tokio::test]
 async fn asymmetric_partition_no_mass_removal() -> Result<()> {
     let mesh = on_hosts(3).await?;
@@ -232,7 +232,7 @@ async fn asymmetric_partition_no_mass_removal() -> Result<()> {
     let two = mesh.agent(1, 2, Kind::Ours, 2).await?;
     mesh.converged(&[(1, 0), (2, 1)]).await?;
     mesh.meshed().await?;
-    // What 0 sends never reaches 1; both are heard by 2.
+    // Data of 0 never reaches 1; 2 hears both.
     mesh.network().cut(&[Cut { from: 0, to: 1, what: Traffic::All }])?;
     holds_for(3 * TTL, async || {
         let view = mesh.view(2).await?;
@@ -240,7 +240,7 @@ async fn asymmetric_partition_no_mass_removal() -> Result<()> {
         ensure!(view.holders == [(1, 0), (2, 1)].into(), "replica 2: {view:?}");
         echo(&mesh, 2, 1).await?;
         echo(&mesh, 2, 2).await?;
-        // Nobody is forgotten by those who cannot talk to each other: the third relays what they say.
+        // The two that cannot communicate do not drop each other, because the third one relays.
         for n in [0, 1] {
             let view = mesh.view(n).await?;
             ensure!(view.holders == [(1, 0), (2, 1)].into(), "replica {n}: {view:?}");
@@ -249,7 +249,7 @@ async fn asymmetric_partition_no_mass_removal() -> Result<()> {
         Ok(())
     })
     .await?;
-    // Own agents are served on both sides; across the cut nothing is started.
+    // Both sides serve their own agents; no request is started across the partition.
     echo(&mesh, 0, 1).await?;
     echo(&mesh, 1, 2).await?;
     not_found(&mesh, 1, 1).await?;
@@ -261,21 +261,21 @@ async fn asymmetric_partition_no_mass_removal() -> Result<()> {
     Ok(())
 }
 
-/// Museum 21: Restate found that a node which can only send looks alive for ever unless it declares itself
-/// dead. Here it falls silent once no stream and no datagram reaches it; then gossip says gone as well as the
-/// streams, and its entries are dropped.
+/// In Restate, a node that can only send looks alive forever unless it declares itself dead. Here it falls
+/// silent once no stream and no datagram reaches it. Then gossip and the streams both report it as gone, and
+/// its entries are dropped.
 ///
-/// Seen to fail when it goes on gossiping (without `silence_if_deaf` in `mesh`): its entries then lived for
-/// 40 seconds.
+/// Fails if it continues to gossip (without `silence_if_deaf` in `mesh`): its entries then lived for 40
+/// seconds.
 #[tokio::test]
 async fn an_unreachable_replica_is_lonely_and_its_entries_expire_elsewhere() -> Result<()> {
     let mesh = on_hosts(3).await?;
     let deaf = mesh.agent(0, 1, Kind::Ours, 2).await?;
     let both = [mesh.agent(0, 2, Kind::Ours, 2).await?, mesh.agent(1, 2, Kind::Ours, 2).await?];
     mesh.converged(&[(1, 0), (2, 0), (2, 1)]).await?;
-    // Who was never heard by gossip is not believed by what it says.
+    // A replica that gossip never heard is not trusted for what gossip says about it.
     mesh.meshed().await?;
-    // It hears nobody; the others hear what it says, which over TCP is nothing.
+    // It hears no other replica; the others hear its gossip, and nothing over TCP.
     let cuts = [1, 2].map(|from| Cut { from, to: 0, what: Traffic::All });
     mesh.network().cut(&cuts)?;
     let cut = Instant::now();
@@ -283,16 +283,16 @@ async fn an_unreachable_replica_is_lonely_and_its_entries_expire_elsewhere() -> 
     let alarms = mesh.list(0).await?.alarms;
     assert_eq!(alarms.len(), 1, "{alarms:?}");
     println!("lonely after {:?}: {alarms:?}", cut.elapsed());
-    // It stays ready, and serves its own.
+    // It stays ready and serves its own agents.
     assert_eq!(mesh.kas(0).get("/readiness").await?.0, StatusCode::OK);
     echo(&mesh, 0, 1).await?;
-    // The others reach what they can reach, at once.
+    // The others reach the remaining agents at once.
     let begun = Instant::now();
     for asked in [1, 2] {
         echo(&mesh, asked, 2).await?;
     }
     println!("the others reached the agent in {:?}", begun.elapsed());
-    // It is silent after 5 s, gossip has lost it 1.5 s later, and the redials are unanswered by then.
+    // It is silent after 5 s, and gossip loses it 1.5 s later; redials have failed by then.
     mesh.converged_among(&[1, 2], &[(2, 1)]).await?;
     println!("its slots expired elsewhere after {:?}", cut.elapsed());
     assert!(cut.elapsed() < Duration::from_secs(15), "{:?}", cut.elapsed());
@@ -305,18 +305,19 @@ async fn an_unreachable_replica_is_lonely_and_its_entries_expire_elsewhere() -> 
     Ok(())
 }
 
-/// A firewall lets out what a replica dials, and nothing in: it follows the others, and they hear its gossip,
-/// but none of them reaches it. One vote drops nobody, so it stays suspect and its entries stay: asked last,
-/// named to whoever waits, and back at once when the firewall lets it. Both sides say what is wrong.
+/// A firewall allows only outgoing connections of a replica: it follows the others, and they hear its gossip,
+/// but cannot dial it. One vote does not drop it, so it stays suspect and keeps its entries: it is asked
+/// last, named to waiting callers, and live again as soon as the firewall allows it. Both sides report the
+/// problem.
 ///
-/// Seen to fail without the alarms: nothing told it apart from one that is suspect for a moment.
+/// Fails without the alarms: it would look like a replica that is suspect for a moment.
 #[tokio::test]
 async fn replica_that_cannot_be_dialled_stays_suspect_and_both_sides_report_it() -> Result<()> {
     let mesh = on_hosts(3).await?;
     let walled = mesh.agent(0, 1, Kind::Ours, 2).await?;
     let both = [mesh.agent(0, 2, Kind::Ours, 2).await?, mesh.agent(1, 2, Kind::Ours, 2).await?];
     mesh.converged(&[(1, 0), (2, 0), (2, 1)]).await?;
-    // What it says by gossip is believed by those who know it.
+    // Replicas that know it trust its gossip.
     mesh.meshed().await?;
     let cuts = [1, 2].map(|from| [Traffic::Udp, Traffic::Dialled].map(|what| Cut { from, to: 0, what }));
     mesh.network().cut(&cuts.concat())?;
@@ -342,7 +343,8 @@ async fn replica_that_cannot_be_dialled_stays_suspect_and_both_sides_report_it()
     .await?;
     assert!(own.contains(&name), "{own}");
     println!("it says after {:?}: {own}", cut.elapsed());
-    // Longer than entries live, and than a deaf one speaks: nobody forgets it, and it follows the others.
+    // Longer than the TTL of entries, and than an unreachable replica keeps sending: it is not dropped, and
+    // follows the others.
     holds_for(3 * TTL, async || {
         for n in [1, 2] {
             let row = mesh.row(n, 0).await?.context("it is known")?;
@@ -356,7 +358,7 @@ async fn replica_that_cannot_be_dialled_stays_suspect_and_both_sides_report_it()
         Ok(())
     })
     .await?;
-    // Its own callers reach everybody; others reach its agents where they are besides.
+    // Its own callers reach all agents. Others reach its agents only at further replicas.
     for agent in [1, 2] {
         echo(&mesh, 0, agent).await?;
     }
@@ -365,7 +367,7 @@ async fn replica_that_cannot_be_dialled_stays_suspect_and_both_sides_report_it()
         echo(&mesh, n, 2).await?;
         println!("replica {n} reached the agent of both in {:?}", begun.elapsed());
         not_found(&mesh, n, 1).await?;
-        // Agents are not told to look for it.
+        // Agents are not told to connect to it.
         mesh.kas(n).metric_is("kas_replicas_live", 2.0).await?;
     }
     mesh.heal()?;
@@ -380,8 +382,7 @@ async fn replica_that_cannot_be_dialled_stays_suspect_and_both_sides_report_it()
     Ok(())
 }
 
-/// Looks at all replicas for `time`: each has everything in its view and is ready, however it hears of the
-/// others.
+/// Checks all replicas for `time`: each one has the others in its view and is ready, however it hears them.
 async fn keep_seeing(mesh: &Mesh, holders: &[(i64, usize)], time: Duration) -> Result<()> {
     let expected: BTreeSet<_> = holders.iter().copied().collect();
     holds_for(time, async || {
@@ -395,8 +396,8 @@ async fn keep_seeing(mesh: &Mesh, holders: &[(i64, usize)], time: Duration) -> R
     .await
 }
 
-/// A firewall that lets one direction of gossip pass: 1 never hears 0, and 0 hears 1. Longer than it takes to
-/// call a replica deaf and than entries live, with a third replica that relays and without.
+/// A firewall that allows gossip in one direction: 1 never hears 0, and 0 hears 1. It lasts longer than the
+/// detection of unreachable replicas and the TTL of entries, with and without a third replica that relays.
 #[tokio::test]
 async fn datagrams_lost_in_one_direction_drop_no_replica() -> Result<()> {
     for replicas in [2, 3] {
@@ -407,7 +408,7 @@ async fn datagrams_lost_in_one_direction_drop_no_replica() -> Result<()> {
         mesh.meshed().await?;
         mesh.network().cut(&[Cut { from: 0, to: 1, what: Traffic::Udp }])?;
         keep_seeing(&mesh, &[(1, 0), (2, 1)], 4 * TTL).await?;
-        // Changes travel, and requests, both ways.
+        // Changes and requests pass in both directions.
         let three = mesh.agent(0, 3, Kind::Ours, 2).await?;
         let four = mesh.agent(1, 4, Kind::Ours, 2).await?;
         keep_told(&mesh, &[(1, 0), (2, 1), (3, 0), (4, 1)]).await?;
@@ -421,7 +422,7 @@ async fn datagrams_lost_in_one_direction_drop_no_replica() -> Result<()> {
     Ok(())
 }
 
-/// Waits until each replica believes this of agents, whether or not it trusts the others' life fully.
+/// Waits until each replica has these agents in its view, whether or not it considers their owners live.
 async fn keep_told(mesh: &Mesh, holders: &[(i64, usize)]) -> Result<()> {
     let expected: BTreeSet<_> = holders.iter().copied().collect();
     let begun = Instant::now();
@@ -439,7 +440,7 @@ async fn keep_told(mesh: &Mesh, holders: &[(i64, usize)]) -> Result<()> {
     Ok(())
 }
 
-/// Gossip alone keeps entries and carries changes: no table stream passes, nobody falls silent.
+/// Gossip alone keeps entries and carries changes: no table stream passes, and no replica falls silent.
 #[tokio::test]
 async fn without_tcp_between_replicas_gossip_keeps_views_exact() -> Result<()> {
     let mesh = on_hosts(3).await?;
@@ -473,7 +474,7 @@ async fn a_started_request_across_a_black_hole_ends_with_an_unknown_outcome() ->
     let got = answer(&mut stream).await?;
     println!("it ended {:?} after the cut: {}", cut.elapsed(), got.status);
     assert_eq!((got.status.code(), got.status.outcome()), (Code::Unavailable, Some(Outcome::Unknown)));
-    // The gateway lets its tunnel go too.
+    // The owner releases its tunnel, too.
     mesh.kas(0).metric_is("kas_requests_open", 0.0).await?;
     echo(&mesh, 0, 1).await?;
     mesh.heal()?;

@@ -1,4 +1,4 @@
-//! A replica that comes to a cluster with a large table.
+//! A replica that joins a cluster with a large table.
 
 use std::time::Duration;
 
@@ -22,7 +22,7 @@ use crate::{
 
 const ENTRIES: usize = 100_000;
 
-/// Waits until a replica has this many entries of the fake owner, complete.
+/// Waits until a replica has this many entries of the fake owner, and its copy is complete.
 async fn has_all(mesh: &Mesh, asked: usize, owner: &FakeOwner, entries: usize) -> Result<()> {
     let name = owner.address.to_string();
     within(SOON, "the table of the large replica is complete", async || {
@@ -39,13 +39,12 @@ async fn believes(mesh: &Mesh, asked: usize, agent: i64) -> Result<bool> {
     Ok(answer.replicas[0].beliefs.iter().any(|belief| belief.holds))
 }
 
-/// Museum 7: quickwit (issue 4561) took more than ten seconds to start with ten megabytes of cluster state.
+/// quickwit (issue 4561) took more than ten seconds to start with ten megabytes of cluster state.
 ///
-/// A hundred thousand agents need a hundred thousand connections, for which two cores and 20,000 files are
-/// too few: an address that speaks the private API holds them, found by discovery as a replica without gossip
-/// is.
+/// A hundred thousand agents would need as many connections, too many for two cores and 20,000 files. A fake
+/// owner holds them, found by discovery like a replica without gossip.
 ///
-/// Seen to fail when copies may not be larger than 50,000.
+/// Fails if copies are limited to 50,000 entries.
 #[tokio::test]
 async fn cold_join_100k_entries() -> Result<()> {
     let plan =
@@ -60,7 +59,8 @@ async fn cold_join_100k_entries() -> Result<()> {
         let begun = Instant::now();
         mesh.start_replicas(&[n]).await?;
         println!("replica {n} started, and was ready, in {:?}", begun.elapsed());
-        // Ready means that it knows: no poll here. After five seconds it is ready whatever it knows.
+        // Readiness implies a complete table, so this does not poll. After five seconds it is ready in any
+        // case.
         let in_time = begun.elapsed() < Duration::from_secs(5);
         let rows = mesh.list(n).await?.replicas;
         let row = rows.iter().find(|row| row.name == owner.address.to_string());
@@ -82,15 +82,14 @@ async fn cold_join_100k_entries() -> Result<()> {
     Ok(())
 }
 
-/// Museum 6: chitchat (issue 119) sent the nodes with the most stale values first, so that small ones
-/// starved.
+/// chitchat (issue 119) sent the nodes with the most stale values first, so that small ones starved.
 ///
-/// Seen to fail when one snapshot is taken at a time: the small table then waits behind the large one.
+/// Fails if one snapshot is transferred at a time: the small table then waits for the large one.
 #[tokio::test]
 async fn small_table_is_visible_while_a_large_one_syncs() -> Result<()> {
-    // One more than gossip tells changes, so that the small table has to come as a snapshot too.
+    // More than the changes in gossip, so that the small table also needs a snapshot.
     const AGENTS: i64 = table::limits::RECORD_OPS as i64 + 1;
-    // Ten seconds for a table that never ends sooner.
+    // Ten seconds for a table that does not finish sooner.
     let pause = Duration::from_millis(500);
     let plan = Plan { first: 1_000_000, agents: ENTRIES, chunk: ENTRIES / 20, pause, later: false };
     let owner = FakeOwner::start(plan).await?;
@@ -98,7 +97,7 @@ async fn small_table_is_visible_while_a_large_one_syncs() -> Result<()> {
     let mut mesh = Mesh::start_with(options).await?;
     let begun = Instant::now();
     mesh.start_replicas(&[0]).await?;
-    // Not before the first sync, and not after five seconds however large it is.
+    // Not before the first sync, but after five seconds in any case.
     println!("ready after {:?}", begun.elapsed());
     assert!(begun.elapsed() > Duration::from_secs(4), "{:?}", begun.elapsed());
     let small = mesh.agent(0, 1, Kind::Ours, 2).await?;
@@ -114,7 +113,7 @@ async fn small_table_is_visible_while_a_large_one_syncs() -> Result<()> {
     .await?;
     println!("the small table was there {:?} after the start", joined.elapsed());
     let readiness = mesh.kas(1).get("/readiness").await?.0;
-    // After five seconds it is ready whatever it knows.
+    // After five seconds it is ready in any case.
     if joined.elapsed() < Duration::from_secs(5) {
         assert_eq!(readiness, StatusCode::SERVICE_UNAVAILABLE, "the large one is not");
     }
@@ -125,11 +124,11 @@ async fn small_table_is_visible_while_a_large_one_syncs() -> Result<()> {
     Ok(())
 }
 
-/// An upgrade in which the later version shows its table in another form: it lives, is asked directly for
-/// every agent that its copy might have, and is asked for its table less and less often.
+/// An upgrade in which the later version sends its table in another format: it is live, it is asked directly
+/// for every agent that it may hold, and its table is requested less and less often.
 ///
-/// Seen to fail when such a form ends the stream as any broken one does: then it is suspect each second, and
-/// dialled again.
+/// Fails if such a format ends the stream like a malformed one: then it is suspect and redialled every
+/// second.
 #[tokio::test]
 async fn replica_of_a_later_version_whose_table_cannot_be_read_is_asked_directly() -> Result<()> {
     let plan = Plan { first: 1, agents: 3, chunk: 3, pause: Duration::ZERO, later: true };
@@ -152,12 +151,12 @@ async fn replica_of_a_later_version_whose_table_cannot_be_read_is_asked_directly
         assert!(told, "{alarms:?}");
         let log = mesh.kas(n).process.log();
         assert_eq!(log.matches("the table of another replica cannot be read").count(), 1, "{log}");
-        // Its answer is the caller's: it was asked, though nobody knows what it holds.
+        // The caller gets its response: it was asked although no replica knows what it holds.
         let caller = mesh.caller(n).await?;
         let got = caller.call(caller.to_agent(2, &path("Echo")), &[b"x"]).await?;
         assert_eq!((got.status.code(), got.status.message()), (Code::Unimplemented, "a fake"));
     }
-    // Others are not held up by it.
+    // Requests for other agents are not delayed.
     let held = mesh.agent(0, 4, Kind::Ours, 2).await?;
     echo(&mesh, 1, 4).await?;
     let asked = owner.snapshots().len();

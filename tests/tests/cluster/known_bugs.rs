@@ -1,7 +1,4 @@
-//! Museum numbers that are about the dead: who is gone stays gone, and what is dead costs nothing.
-//!
-//! Each stands for a public bug of another system; see the list in the project's notes on chaos (`chaos.md`,
-//! B.3).
+//! Public bugs of other systems about dead members: a dead member stays dead and costs nothing.
 
 use std::{collections::HashSet, net::Ipv4Addr, sync::Arc, time::Duration};
 
@@ -25,9 +22,9 @@ use crate::{
     ledger::echo,
 };
 
-/// How long gossip remembers the dead in these tests.
+/// How long gossip remembers dead members in these tests.
 const GRACE: Duration = Duration::from_secs(2);
-/// Some rounds of gossip, and less than it takes until somebody silent is taken for dead.
+/// Some gossip rounds, but less than the time after which a silent member is considered dead.
 const SPREAD: Duration = Duration::from_millis(800);
 
 async fn start(replicas: usize, which: &[usize]) -> Result<Mesh> {
@@ -40,38 +37,38 @@ async fn start(replicas: usize, which: &[usize]) -> Result<Mesh> {
     Ok(mesh)
 }
 
-/// Returns how replica `asked` judges replica `n`; `None`: it does not know it.
-async fn standing(mesh: &Mesh, asked: usize, n: usize) -> Result<Option<String>> {
+/// Returns the health of replica `n` as seen by replica `asked`; `None`: it does not know it.
+async fn health(mesh: &Mesh, asked: usize, n: usize) -> Result<Option<String>> {
     Ok(mesh.row(asked, n).await?.map(|row| row.standing))
 }
 
-/// Waits until replica `n` remembers exactly this many processes of others, dead ones among them.
+/// Waits until replica `n` remembers exactly this many other processes, including dead ones.
 async fn remembers(mesh: &Mesh, n: usize, incarnations: usize) -> Result<()> {
     mesh.kas(n).metric_is("kas_gossip_incarnations", incarnations as f64).await
 }
 
-/// Museum 4: chitchat (issue 161) gossiped a dead incarnation for ever: who had forgotten it was told again
-/// by who had not, and each newcomer learned of it, and told it on.
+/// chitchat (issue 161) gossiped a dead incarnation forever: a node that had forgotten it learned of it again
+/// from another one, and so did each new node.
 ///
-/// Seen to fail when the dead are remembered for ten minutes (another `dead_node_grace_period` in
-/// `crates/gossip`'s `node`). `crates/gossip` has the same claim as a test that also fails with a chitchat
-/// without its guards.
+/// Fails if dead members are remembered for ten minutes (another `dead_node_grace_period` in
+/// `crates/gossip`'s `node`). `crates/gossip` has the same test, which also fails with a chitchat without its
+/// guards.
 #[tokio::test]
 async fn dead_incarnation_not_regossiped() -> Result<()> {
     let mut mesh = start(4, &[0, 1, 2]).await?;
     mesh.kill(2).await?;
     mesh.converged(&[]).await?;
-    // The newcomer knows one address, which is not that of the dead: what it knows of it comes by gossip
-    // alone.
+    // The new replica knows one address, which is not that of the dead one: it can only learn of that one by
+    // gossip.
     mesh.set_discovery(json!({ "static": { "addresses": [mesh.private(0).to_string()] } }));
     mesh.start_replicas(&[3]).await?;
     let begun = Instant::now();
     let mut lives = 1;
-    // As many lives as fit into the time in which it may be heard of as one that is dead; it is never live.
+    // As many restarts as fit into the time in which it may be known as dead; it is never live.
     loop {
         mesh.converged(&[]).await?;
         mesh.meshed().await?;
-        let known = standing(&mesh, 3, 2).await?;
+        let known = health(&mesh, 3, 2).await?;
         ensure!(known.as_deref() != Some("live"), "the dead one lives again: {known:?}");
         if begun.elapsed() > 2 * GRACE {
             break;
@@ -80,7 +77,7 @@ async fn dead_incarnation_not_regossiped() -> Result<()> {
         mesh.restart(3).await?;
         lives += 1;
     }
-    // Neither it nor an earlier life of the newcomer is remembered by anybody, and nobody brings them back.
+    // No replica remembers it or an earlier process of the new replica, and none brings them back.
     for n in [0, 1, 3] {
         remembers(&mesh, n, 2).await?;
     }
@@ -93,11 +90,11 @@ async fn dead_incarnation_not_regossiped() -> Result<()> {
     Ok(())
 }
 
-/// Museum 5: in chitchat (PR 155) and quickwit (issue 5135) dead nodes came back, because peers collect them
-/// at different times: who has not yet collected tells those who have.
+/// In chitchat (PR 155) and quickwit (issue 5135), dead nodes came back because peers collect them at
+/// different times: a peer that has not yet collected one tells the others.
 ///
-/// The late one is stopped for longer than the others remember, and believes when it wakes that everybody
-/// lives. Seen to fail with a chitchat that takes back what it has collected (`last_heartbeat_if_deleted`
+/// The late replica is paused for longer than the others remember, and considers all of them alive when it
+/// resumes. Fails with a chitchat that accepts members that it has collected (`last_heartbeat_if_deleted`
 /// without memory).
 #[tokio::test]
 async fn no_resurrection_after_gc() -> Result<()> {
@@ -105,8 +102,8 @@ async fn no_resurrection_after_gc() -> Result<()> {
     let held = mesh.agent(3, 1, Kind::Ours, 2).await?;
     let stays = mesh.agent(2, 2, Kind::Ours, 2).await?;
     mesh.converged(&[(1, 3), (2, 2)]).await?;
-    // The last that it said reaches everybody: who alone knew of a later heartbeat would bring it back, and
-    // rightly.
+    // Its last heartbeat reaches all replicas: one that alone knew of a later heartbeat would rightly bring
+    // it back.
     mesh.kas(3).process.pause();
     sleep(SPREAD).await;
     mesh.kas(1).process.pause();
@@ -120,10 +117,10 @@ async fn no_resurrection_after_gc() -> Result<()> {
     sleep_until(paused + 3 * GRACE).await;
     mesh.kas(1).process.resume();
     let resumed = Instant::now();
-    // While it learns what has happened, nobody learns from it.
+    // While it catches up, no replica learns of dead members from it.
     within(SOON, "the late one knows as well", async || {
         for n in [0, 2] {
-            let known = standing(&mesh, n, 3).await?;
+            let known = health(&mesh, n, 3).await?;
             ensure!(known.as_deref() != Some("live"), "replica {n} takes the dead one for live");
             ensure!(!mesh.view(n).await?.holders.contains(&(1, 3)), "its agents are back at replica {n}");
             let incarnations = mesh.kas(n).metric("kas_gossip_incarnations").await?;
@@ -137,7 +134,7 @@ async fn no_resurrection_after_gc() -> Result<()> {
     mesh.converged(&[(2, 2)]).await?;
     for n in 0..3 {
         mesh.kas(n).metric_is("kas_replicas_live", 3.0).await?;
-        // The late one forgets it too; until then it tells the others.
+        // The late one forgets it, too; until then it tells the others.
         remembers(&mesh, 1, 2).await?;
         remembers(&mesh, n, 2).await?;
     }
@@ -145,26 +142,26 @@ async fn no_resurrection_after_gc() -> Result<()> {
     Ok(())
 }
 
-/// Incarnations in all.
+/// Total number of incarnations.
 const INCARNATIONS: usize = 1_000;
-/// Processes that crash again and again, at once.
+/// Processes that crash repeatedly, at the same time.
 const CRASHING: usize = 20;
 
-/// One process crashes and comes back, again and again, with the same name, and is heard each time.
+/// Crashes and restarts one process repeatedly, with the same name; it is heard each time.
 async fn crash_loop(mesh_secret: Vec<u8>, seeds: HashSet<std::net::SocketAddr>, n: usize) -> Result<usize> {
     let ring = Arc::new(KeyRing::derive(&[mesh_secret])?);
     let ip = Ipv4Addr::new(127, 250, rand::random_range(0..=255), u8::try_from(n + 1)?);
     for _ in 0..INCARNATIONS / CRASHING {
         let gossip = Gossip::builder(format!("crashing-{n}"))
             .cluster("kas")
-            // Another port each time, as a pod has another address.
+            // A new port each time, as a pod has a new address.
             .listen((ip, 0).into())
             .keys(watch::channel(Arc::clone(&ring)).1)
             .seeds(watch::channel(seeds.clone()).1)
             .timing(Timing { interval: Duration::from_millis(50), ..Timing::default() })
             .start()
             .await?;
-        // It is one of them before it is gone.
+        // It is a member before it crashes.
         let mut members = gossip.members();
         let heard = members.wait_for(|members| members.len() >= seeds.len());
         tokio::time::timeout(SOON, heard).await.context("it hears the replicas")??;
@@ -172,12 +169,11 @@ async fn crash_loop(mesh_secret: Vec<u8>, seeds: HashSet<std::net::SocketAddr>, 
     Ok(INCARNATIONS / CRASHING)
 }
 
-/// Museum 8: quickwit (PR 6653) could not send its digest any more once it knew 500 nodes, most of them dead.
+/// quickwit (PR 6653) could no longer send its digest once it knew 500 nodes, most of them dead.
 ///
-/// The processes that crash are gossip alone, with the replicas' secret; those that stand it are replicas.
-/// Seen to fail when a message of gossip may have no more than 8 datagrams, about 9 KB (`count` in `seal` of
-/// `crates/gossip`): the newcomer is known over TCP alone then. With 1, no more than a dozen ever hear each
-/// other.
+/// The crashing processes only run gossip, with the replicas' secret; the others are real replicas. Fails if
+/// a gossip message may have at most 8 datagrams, about 9 KB (`count` in `seal` of `crates/gossip`): the new
+/// replica is then known over TCP only. With 1, only a dozen hear each other.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn crashloop_1000_incarnations() -> Result<()> {
     let options = Options { replicas: 4, start: false, ..Options::default() };
@@ -196,16 +192,16 @@ async fn crashloop_1000_incarnations() -> Result<()> {
     let mut incarnations = 0;
     while let Some(ended) = crashing.join_next().await {
         incarnations += ended??;
-        // Meanwhile everything goes on.
+        // Requests continue meanwhile.
         echo(&mesh, incarnations % 3, 1).await?;
     }
     println!("{incarnations} incarnations in {:?}", begun.elapsed());
     assert_eq!(incarnations, INCARNATIONS);
-    // Every digest names all of them from now on, and this process of each other replica.
+    // From now on, every digest names all of them, and this process of each other replica.
     for n in 0..3 {
         remembers(&mesh, n, INCARNATIONS + 2).await?;
     }
-    // Someone who comes now learns of the live ones in time, whatever else there is to tell.
+    // A new replica learns of the live ones in time, despite all the dead ones.
     let begun = Instant::now();
     mesh.start_replicas(&[3]).await?;
     within(2 * SOON, "the newcomer is one of four", async || {
@@ -220,19 +216,19 @@ async fn crashloop_1000_incarnations() -> Result<()> {
     })
     .await?;
     println!("a newcomer is one of four after {:?}", begun.elapsed());
-    // Not over TCP alone: digests of that size pass.
+    // Not over TCP alone: digests of this size pass.
     mesh.meshed().await?;
     remembers(&mesh, 3, INCARNATIONS + 3).await?;
     println!("it has heard of all the dead after {:?}", begun.elapsed());
-    // The dead are not counted among the live.
+    // Dead members are not counted as live.
     for n in 0..4 {
         within(2 * SOON, "four are live", async || {
             let live = mesh.kas(n).metric("kas_replicas_live").await?;
             Ok(if live == 4.0 { Ok(()) } else { Err(live) })
         })
         .await?;
-        // What chitchat does not take within its time counts as undecodable, which a busy machine may show
-        // now and then.
+        // Messages that chitchat does not process in time count as undecodable, which may happen now and then
+        // on a busy machine.
         let received = mesh.kas(n).metric("kas_gossip_traffic{what=\"datagrams_received\"}").await?;
         for reason in ["undecodable", "oversize"] {
             let name = format!("kas_gossip_datagrams_dropped{{reason=\"{reason}\"}}");
@@ -249,10 +245,10 @@ async fn crashloop_1000_incarnations() -> Result<()> {
     Ok(())
 }
 
-/// Museum 9: quickwit (issue 4845, PR 6082) asked everybody for everything each minute, since something never
-/// became equal.
+/// quickwit (issue 4845, PR 6082) requested everything from every node each minute, because a comparison
+/// never became equal.
 ///
-/// Seen to fail when the owner's beats carry a digest that is not that of its table.
+/// Fails if the heartbeats of the owner carry a wrong digest of its table.
 #[tokio::test]
 async fn no_snapshot_storm() -> Result<()> {
     let plan = Plan { first: 1_000_000, agents: 5_000, chunk: 1_000, pause: Duration::ZERO, later: false };
@@ -279,16 +275,17 @@ async fn no_snapshot_storm() -> Result<()> {
     for n in 0..3 {
         synced(&mesh, n).await?;
     }
-    // A beat tells each whether it has everything.
+    // A heartbeat tells each replica whether its copy is complete.
     beats(6).await?;
     let asked = |n: usize| {
         let me = mesh.private(n).to_string();
         owner.snapshots().iter().filter(|from| **from == me).count()
     };
     let first: Vec<usize> = (0..3).map(asked).collect();
-    // One of a stream that knew only the address, one of the stream that stays.
+    // One of a stream that only knew the address, one of the stream that stays.
     assert!(first.iter().all(|times| (1..=2).contains(times)), "{first:?}");
-    // Agents come and go, and one replica starts anew: nobody else has a reason to ask.
+    // Agents connect and disconnect, and one replica restarts: no other replica has a reason to request a
+    // snapshot.
     for _ in 0..3 {
         let held = mesh.agent(1, 1, Kind::Ours, 2).await?;
         mesh.converged(&[(1, 1)]).await?;

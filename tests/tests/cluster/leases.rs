@@ -1,4 +1,4 @@
-//! Tunnels that stay lent to another replica between requests.
+//! Tunnels that stay leased to another replica between requests.
 
 use std::time::Duration;
 
@@ -23,9 +23,9 @@ async fn two() -> Result<Mesh> {
     Mesh::start_with(Options { replicas: 2, ..Options::default() }).await
 }
 
-/// Waits until every tunnel of the agent is idle at its holder.
-async fn all_back(mesh: &Mesh, holder: usize, agent: i64, tunnels: u32) -> Result<()> {
-    let caller = mesh.caller(holder).await?;
+/// Waits until every tunnel of the agent is idle at its owner.
+async fn all_back(mesh: &Mesh, owner: usize, agent: i64, tunnels: u32) -> Result<()> {
+    let caller = mesh.caller(owner).await?;
     within(SOON, "the tunnels are back", async || {
         let told: ExplainAgentResponse =
             caller.unary(EXPLAIN_AGENT, &ExplainAgentRequest { agent_id: agent }).await?;
@@ -36,7 +36,7 @@ async fn all_back(mesh: &Mesh, holder: usize, agent: i64, tunnels: u32) -> Resul
     .await
 }
 
-/// Seen to fail when the asker does not offer to send more than one request.
+/// Fails if the borrower does not offer to send more than one request.
 #[tokio::test]
 async fn requests_that_follow_closely_share_a_leased_stream() -> Result<()> {
     const REQUESTS: u32 = 200;
@@ -53,10 +53,10 @@ async fn requests_that_follow_closely_share_a_leased_stream() -> Result<()> {
         assert_eq!(held.raw.requests().list().len(), REQUESTS as usize);
         let lent = mesh.kas(0).metric(LENT).await? - before.0;
         let reused = mesh.kas(1).metric(REUSED).await? - before.1;
-        // Two asks may be out for one request.
+        // A request may have two borrow requests.
         assert!(lent + reused >= f64::from(REQUESTS), "{kind:?}: {lent} streams, {reused} again");
         match kind {
-            // Fewer only when this machine stood still for a tenth of a second.
+            // Fewer only if this machine stalled for a tenth of a second.
             Kind::Ours => assert!(reused >= 150.0, "{lent} streams, {reused} again"),
             _ => assert_eq!(reused, 0.0, "a tunnel of GitLab's agents carries one request"),
         }
@@ -75,7 +75,7 @@ async fn every_kind_of_request_works_on_a_leased_tunnel() -> Result<()> {
     let large = vec![b'x'; 300_000];
     let begun = Instant::now();
     let mut rounds = 0;
-    // On a busy machine requests may be too far apart for a while.
+    // On a busy machine, requests may be too far apart for a while.
     while rounds < 10 || mesh.kas(1).metric(REUSED).await? == 0.0 && begun.elapsed() < 2 * SOON {
         rounds += 1;
         let got = caller.call(caller.to_agent(1, &path("Echo")), &[&large]).await?;
@@ -84,7 +84,7 @@ async fn every_kind_of_request_works_on_a_leased_tunnel() -> Result<()> {
         assert_eq!((got.status.code(), got.messages.len()), (Code::Ok, 500), "{}", got.status);
         let got = caller.call(caller.to_agent(1, &path("FailLater")), &[b""]).await?;
         assert_eq!((got.status.code(), got.messages.len()), (Code::NotFound, 2));
-        // The caller leaves in the middle: the stream and the tunnel end, and the next request has others.
+        // The caller cancels: the stream and the tunnel end, and the next request uses others.
         let stream = caller.open(caller.to_agent(1, &path("Chat"))).await?;
         drop(stream);
         let got = caller.call(caller.to_agent(1, &path("Collect")), &[b"a", b"b"]).await?;
@@ -98,7 +98,7 @@ async fn every_kind_of_request_works_on_a_leased_tunnel() -> Result<()> {
     Ok(())
 }
 
-/// Seen to fail when the holder lends again although its own requests wait.
+/// Fails if the owner grants a lease although its own requests wait.
 #[tokio::test]
 async fn requests_at_the_owner_are_not_starved_by_leases() -> Result<()> {
     let mesh = two().await?;

@@ -1,4 +1,4 @@
-//! Replicas that leave in order: nobody loses a request, and who leaves is asked last.
+//! Clean shutdown of replicas: no request is lost, and a draining replica is asked last.
 
 use std::{collections::BTreeSet, time::Duration};
 
@@ -20,7 +20,7 @@ use tokio::{task::JoinSet, time::Instant};
 
 use crate::ledger::{End, Ledger};
 
-/// Seen to fail when who leaves counts as live.
+/// Fails if a draining replica counts as live.
 #[tokio::test]
 async fn draining_replica_is_used_last() -> Result<()> {
     let config = json!({ "drain": { "delay": "8s" } });
@@ -34,7 +34,7 @@ async fn draining_replica_is_used_last() -> Result<()> {
         anyhow::ensure!(got.status.code() == Code::Ok, "{}", got.status);
         anyhow::Ok(())
     };
-    // One tunnel carries some requests in turn, and then another replica may be asked.
+    // One tunnel carries some requests in sequence, and then another replica may be asked.
     for _ in 0..2_500 {
         call(1).await?;
     }
@@ -53,11 +53,11 @@ async fn draining_replica_is_used_last() -> Result<()> {
     for _ in 0..40 {
         call(1).await?;
     }
-    // It is asked as well where the other did not answer within milliseconds, as on a busy machine.
+    // It is also asked if the other one did not respond within milliseconds, as on a busy machine.
     let hedged = mesh.kas(2).metric(hedges).await? - hedged;
     let went = both[0].ids().len() - before;
     assert!(went as f64 <= hedged, "{went} went to the one that leaves, and {hedged} asks were hedged");
-    // What only it holds is still served.
+    // Agents that only it holds are still served.
     call(2).await?;
     assert!(told.elapsed() < Duration::from_secs(8), "it has left meanwhile: {:?}", told.elapsed());
     assert!(mesh.kas(0).process.exited(SOON).await?.success());
@@ -78,7 +78,7 @@ async fn requests_that_wait_at_a_draining_owner_move_to_another_replica() -> Res
     mesh.converged(&[(1, 0)]).await?;
     let ledger = Ledger::default();
     let caller = mesh.caller(1).await?;
-    // The only tunnel is taken, so that these wait at its owner.
+    // The only tunnel is busy, so these wait at its owner.
     let mut holding = caller.open(caller.to_agent(1, &path("Chat"))).await?;
     holding.send(testkit::caller::frame(b"x")).await.unwrap();
     holding.next().await;
@@ -94,7 +94,7 @@ async fn requests_that_wait_at_a_draining_owner_move_to_another_replica() -> Res
         assert_eq!(end?, End::Answered, "{:?}", ledger.texts(End::NotStarted));
     }
     ledger.check(&[&busy, &other])?;
-    // What has begun there ends there.
+    // Started requests end there.
     holding.send(testkit::caller::frame(b"still")).await.unwrap();
     assert_eq!(holding.next().await, testkit::link::Next::Message("still".into()));
     holding.half_close().unwrap();
@@ -123,20 +123,20 @@ async fn agentk_on_two_replicas_is_reached_at_once_when_one_is_killed() -> Resul
         slowest = slowest.max(begun.elapsed());
     }
     println!("the slowest of 400 requests, across a kill, took {slowest:?}");
-    // Entries live for ten.
+    // Entries live for ten seconds.
     assert!(slowest < Duration::from_secs(9), "{slowest:?}");
     drop(ours);
     Ok(())
 }
 
-/// What went wrong with requests of one agent.
+/// Failures of requests to one agent.
 #[derive(Debug, Default)]
 struct Tally {
     answered: usize,
     failed: Vec<String>,
 }
 
-/// Asks the replicas that take requests, one after the other, until told to stop.
+/// Sends requests to the replicas that accept them, one after the other, until stopped.
 async fn ask(
     mut callers: tokio::sync::watch::Receiver<Vec<Caller>>,
     agent: i64,
@@ -169,7 +169,7 @@ async fn rolling_restart_of_all_replicas_fails_no_request_to_our_agents() -> Res
     let balancer = Balancer::start((0..3).map(|n| mesh.agents(n)).collect()).await?;
     let ours = Agentk::start_from(None, balancer.address, &token(1)).await?;
     let old = start_old(&balancer).await?;
-    // Its connections have one id, since it is one process: the list shows one of them.
+    // Its connections have one id, because they come from one process: the list shows one of them.
     let on_two = async |mesh: &Mesh, asked: usize| {
         within(2 * SOON, "our agentk is on two replicas", async || {
             let holders: BTreeSet<_> =
@@ -200,7 +200,8 @@ async fn rolling_restart_of_all_replicas_fails_no_request_to_our_agents() -> Res
     }
     let begun = Instant::now();
     for n in 0..3 {
-        // As a balancer does: who is not ready gets nothing new, and the others get it a moment later.
+        // As a load balancer does: a replica that is not ready gets no new requests, and a new one gets them
+        // a moment later.
         let others = all(&mesh, Some(n)).await?;
         mesh.kas(n).process.terminate();
         balancer.set_targets((0..3).filter(|other| *other != n).map(|n| mesh.agents(n)).collect());
@@ -221,7 +222,7 @@ async fn rolling_restart_of_all_replicas_fails_no_request_to_our_agents() -> Res
             of_ours.answered += tally.answered;
             of_ours.failed.extend(tally.failed);
         } else {
-            // Its only connection moves; what it gets meanwhile waits. Nothing that it was given is lost.
+            // Its only connection moves; requests wait meanwhile. No started request is lost.
             assert!(tally.answered > 0);
         }
     }
@@ -231,7 +232,7 @@ async fn rolling_restart_of_all_replicas_fails_no_request_to_our_agents() -> Res
     Ok(())
 }
 
-/// An agent as GitLab's that comes back when its connection is gone.
+/// An agent like GitLab's that reconnects when its connection ends.
 async fn start_old(balancer: &Balancer) -> Result<JoinSet<()>> {
     let address = balancer.address;
     let first = Agent14::start(address, &token(2), Version::Old).await?;
@@ -243,7 +244,7 @@ async fn start_old(balancer: &Balancer) -> Result<JoinSet<()>> {
             while let Ok(Some(_)) = agent.next_configuration_unbounded().await {}
             loop {
                 if let Ok(next) = Agent14::start(address, &token(2), Version::Old).await {
-                    // What the old one still serves ends in order: it is kept for a moment.
+                    // The old connection stays for a moment, so that its requests can end.
                     let before = std::mem::replace(&mut agent, next);
                     tokio::spawn(async move {
                         tokio::time::sleep(Duration::from_secs(5)).await;

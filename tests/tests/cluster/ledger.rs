@@ -1,4 +1,4 @@
-//! Requests with names, and what became of each: who checks it needs nothing but this and what agents got.
+//! Requests with ids and their outcomes. A check needs only these and the requests that agents received.
 
 use std::{
     collections::BTreeMap,
@@ -21,15 +21,15 @@ use testkit::{
 };
 use tokio::{task::JoinSet, time::Instant};
 
-/// A request that takes longer than its deadline and this has no outcome.
+/// A request that takes longer than its deadline plus this has no outcome.
 const GRACE: Duration = Duration::from_secs(15);
 
 /// How a request ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum End {
-    /// With the right answer.
+    /// With the right response.
     Answered,
-    /// It surely never reached an agent.
+    /// It certainly never reached an agent.
     NotStarted,
     /// It may have run.
     Unknown,
@@ -37,7 +37,7 @@ pub(crate) enum End {
     Lost,
 }
 
-/// What became of each request.
+/// The outcome of each request.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Ledger(Arc<Mutex<BTreeMap<String, (End, String)>>>);
 
@@ -47,7 +47,7 @@ impl Ledger {
         assert_eq!(earlier, None, "a request has one outcome");
     }
 
-    /// Returns how many ended so.
+    /// Returns how many ended in this way.
     pub(crate) fn count(&self, end: End) -> usize {
         let ends = self.0.lock();
         ends.values().filter(|(other, _)| *other == end).count()
@@ -58,13 +58,13 @@ impl Ledger {
         self.0.lock().len()
     }
 
-    /// Returns the texts of those that ended so.
+    /// Returns the messages of those that ended in this way.
     pub(crate) fn texts(&self, end: End) -> Vec<String> {
         let ends = self.0.lock();
         ends.values().filter(|(other, _)| *other == end).map(|(_, text)| text.clone()).collect()
     }
 
-    /// Sends one request and notes how it ended.
+    /// Sends one request and records its outcome.
     pub(crate) async fn echo(&self, caller: &Caller, agent: i64, timeout: Duration) -> End {
         let id = format!("{:032x}", rand::random::<u128>());
         let begun = Instant::now();
@@ -82,7 +82,8 @@ impl Ledger {
         end
     }
 
-    /// Checks that nothing ran twice, that what was answered ran, and that what was not started did not.
+    /// Checks that no request ran twice, that answered ones ran, and that those that were not started did
+    /// not.
     pub(crate) fn check(&self, agents: &[&ServingAgent]) -> Result<()> {
         let mut ran: BTreeMap<String, usize> = BTreeMap::new();
         for id in agents.iter().flat_map(|agent| agent.ids()) {
@@ -115,7 +116,7 @@ fn judge(answer: &Answer, id: &str) -> (End, String) {
     (end, answer.status.to_string())
 }
 
-/// Sends one echo that must be answered.
+/// Sends one echo request that must succeed.
 pub(crate) async fn echo(mesh: &Mesh, replica: usize, agent: i64) -> Result<()> {
     let ledger = Ledger::default();
     let end = ledger.echo(&mesh.caller(replica).await?, agent, Duration::from_secs(15)).await;
@@ -123,17 +124,17 @@ pub(crate) async fn echo(mesh: &Mesh, replica: usize, agent: i64) -> Result<()> 
     Ok(())
 }
 
-/// Requests that go on until they are stopped.
+/// A load of requests until it is stopped.
 pub(crate) struct Load {
-    /// What became of them.
+    /// Their outcomes.
     pub(crate) ledger: Ledger,
     stop: Arc<AtomicBool>,
     workers: JoinSet<()>,
 }
 
 impl Load {
-    /// Starts `workers` for each pair of a replica to ask and an agent to reach. A worker whose replica is
-    /// gone goes to the next of `replicas`.
+    /// Starts `workers` for each of `replicas` that send requests to `agent`. A worker whose replica is gone
+    /// continues with the next one.
     pub(crate) async fn start(mesh: &Mesh, replicas: &[usize], agent: i64, workers: usize) -> Result<Self> {
         let mut load = Self { ledger: Ledger::default(), stop: Arc::default(), workers: JoinSet::new() };
         let mut callers = Vec::new();
@@ -167,7 +168,7 @@ impl Load {
         .await
     }
 
-    /// Stops after the requests that are open.
+    /// Stops after the open requests have ended.
     pub(crate) async fn stop(mut self) -> Result<Ledger> {
         self.stop.store(true, Ordering::Relaxed);
         while let Some(worker) = self.workers.join_next().await {

@@ -1,8 +1,7 @@
-//! Several replicas as real processes: what they believe of each other, and what becomes of requests
-//! meanwhile.
+//! Several replicas as real processes: their views of each other, and requests during failures.
 //!
-//! Each museum test (`chaos.md`, B.3) says which public bug it stands for, and on which broken build it was
-//! seen to fail. What needs hosts of their own makes network namespaces, as root; the rest runs on loopback.
+//! Tests of bugs in other systems name the public bug, and the change with which they were seen to fail.
+//! Tests that need several hosts create network namespaces, as root; the others run on loopback.
 
 #![allow(clippy::unwrap_used)] // a test may panic
 

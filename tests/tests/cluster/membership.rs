@@ -1,4 +1,4 @@
-//! Who is there: replicas find each other, notice each other's death and return, and agree as exact sets.
+//! Membership: replicas find each other, detect each other's failure and return, and agree on exact sets.
 
 use std::{
     net::{IpAddr, SocketAddr},
@@ -19,7 +19,7 @@ use tokio::{net::UdpSocket, sync::watch, task::JoinSet, time::Instant};
 use crate::ledger::echo;
 
 async fn agree(replicas: usize) -> Result<()> {
-    // Nobody listens yet when the first one looks for the others.
+    // No replica listens yet when the first one starts discovery.
     let mesh = Mesh::start(replicas).await?;
     println!("{replicas} replicas know each other after {:?}", mesh.converged(&[]).await?);
     let last = replicas - 1;
@@ -56,7 +56,7 @@ async fn replicas_with_one_seed_find_each_other() -> Result<()> {
     let mut mesh = Mesh::start_with(Options { start: false, replicas: 4, ..Options::default() }).await?;
     let first = mesh.private(0).to_string();
     mesh.set_discovery(json!({ "static": { "addresses": [first] } }));
-    // The one that all know comes last.
+    // The one that all know starts last.
     mesh.start_replicas(&[1, 2, 3]).await?;
     for lonely in 1..4 {
         mesh.converged_among(&[lonely], &[]).await?;
@@ -69,7 +69,7 @@ async fn replicas_with_one_seed_find_each_other() -> Result<()> {
     Ok(())
 }
 
-/// Answers every question for A records with the addresses of the moment; returns where it listens.
+/// Answers every query for A records with the current addresses; returns its own address.
 pub(crate) async fn name_server(
     tasks: &mut JoinSet<()>,
     answers: watch::Receiver<Vec<IpAddr>>,
@@ -79,7 +79,7 @@ pub(crate) async fn name_server(
     tasks.spawn(async move {
         let mut question = [0; 512];
         while let Ok((len, from)) = socket.recv_from(&mut question).await {
-            // The name ends with an empty label, type and class follow; what stands behind is of no use.
+            // An empty label ends the name, and type and class follow; the rest is ignored.
             let Some(name) = question[12..len].iter().position(|byte| *byte == 0) else { continue };
             let (kind, end) = (12 + name + 1, 12 + name + 5);
             let is_a = question[kind..kind + 2] == [0, 1];
@@ -113,12 +113,12 @@ async fn replicas_find_each_other_after_dns_records_appear() -> Result<()> {
     for n in [1, 2] {
         mesh.converged_among(&[n], &[]).await?;
     }
-    // Two of them, which do not name the third; then the third as well.
+    // Two of them, without the third; then the third as well.
     addresses.send_replace(vec![mesh.private(0).ip(), mesh.private(1).ip()]);
     mesh.converged(&[(1, 0)]).await?;
     addresses.send_replace((0..3).map(|n| mesh.private(n).ip()).collect());
     echo(&mesh, 2, 1).await?;
-    // An answer that is empty again changes nothing for those who know each other.
+    // An empty answer changes nothing for replicas that know each other.
     mesh.converged(&[(1, 0)]).await?;
     addresses.send_replace(Vec::new());
     let other = mesh.agent(2, 2, Kind::Ours, 2).await?;
@@ -127,10 +127,9 @@ async fn replicas_find_each_other_after_dns_records_appear() -> Result<()> {
     Ok(())
 }
 
-/// Museum 19: Phoenix' presences of a crashed node stay for 30 seconds; GitLab's kas keeps them for five
-/// minutes.
+/// Presences of a crashed Phoenix node stay for 30 seconds; GitLab's kas keeps them for five minutes.
 ///
-/// Seen to fail when a refused redial is no vote and entries never expire.
+/// Fails if a refused redial is no vote and entries never expire.
 #[tokio::test]
 async fn sigkill_purges_fast() -> Result<()> {
     let mesh = Mesh::start(3).await?;
@@ -147,7 +146,7 @@ async fn sigkill_purges_fast() -> Result<()> {
         Ok(if listed == 2 { Ok(()) } else { Err(listed) })
     })
     .await?;
-    // Streams are faster than gossip, which has no vote about whom it never heard.
+    // Streams are faster than gossip, which has no vote on a replica that it never heard.
     for n in [1, 2] {
         within(SOON, "gossip has heard of all", async || {
             let rows = mesh.list(n).await?.replicas;
@@ -157,7 +156,7 @@ async fn sigkill_purges_fast() -> Result<()> {
     }
     let killed = Instant::now();
     mesh.kill(0).await?;
-    // No longer routed to: a request finds the other holder at once.
+    // It is no longer used: a request finds the other owner at once.
     echo(&mesh, 2, 1).await?;
     println!("an agent with two connections was reached {:?} after the kill", killed.elapsed());
     assert!(killed.elapsed() < Duration::from_secs(10), "{:?}", killed.elapsed());
@@ -173,14 +172,15 @@ async fn sigkill_purges_fast() -> Result<()> {
     mesh.converged(&[(1, 1)]).await?;
     let purged = killed.elapsed();
     println!("all of it was purged after {purged:?}");
-    // Ten seconds is the entries' ttl, which is what is left when gossip's vote is late on a busy machine.
+    // Ten seconds is the TTL of entries, which applies if gossip's vote is late on a busy machine.
     assert!(purged < Duration::from_secs(20), "{purged:?}");
     drop(other);
     Ok(())
 }
 
-/// Agents of GitLab behind a balancer of calls. Whoever is asked, the owner of the tunnels, the one that was
-/// told of the process or a third, says the same, and whose answer is missing.
+/// Agents of GitLab behind a load balancer that distributes single calls. The owner of the tunnels, the
+/// replica with the registration and a third one return the same list, and name a replica that does not
+/// respond.
 #[tokio::test]
 async fn registration_without_a_local_tunnel_is_listed_by_every_replica() -> Result<()> {
     let mesh = Mesh::start(3).await?;
@@ -209,9 +209,9 @@ async fn registration_without_a_local_tunnel_is_listed_by_every_replica() -> Res
     Ok(())
 }
 
-/// Museum 3: a restarted node of chitchat (issue 94) left both incarnations in the state.
+/// A restarted chitchat node (issue 94) left both incarnations in the state.
 ///
-/// Seen to fail when a new epoch keeps what the older one left.
+/// Fails if a new epoch keeps the entries of the older one.
 #[tokio::test]
 async fn restart_replaces_incarnation() -> Result<()> {
     let mut mesh = Mesh::start(3).await?;
@@ -223,7 +223,7 @@ async fn restart_replaces_incarnation() -> Result<()> {
     for _ in 0..3 {
         mesh.kill(0).await?;
         mesh.restart(0).await?;
-        // What the old one held is gone, and there is one of it.
+        // The entries of the old process are gone, and the replica is listed once.
         mesh.converged(&[(2, 1)]).await?;
     }
     mesh.meshed().await?;

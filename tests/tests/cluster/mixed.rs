@@ -1,5 +1,5 @@
-//! Replicas of this project and of GitLab's kas, 14.1, that share a real Redis: the time in which one is
-//! exchanged for the other. The latter is played, see [`Replica14`].
+//! Replicas of this project and of GitLab's kas 14.1 that share a real Redis, as during a migration. The
+//! latter are simulated: see [`Replica14`].
 
 use std::{
     convert::Infallible,
@@ -41,7 +41,7 @@ use crate::{
     replica14::Replica14,
 };
 
-/// What callers say and nobody else should hear.
+/// Secrets of callers, which must reach no other party.
 const SECRET: &str = "callers-own-secret";
 
 async fn start(redis: &Redis, replicas: usize) -> Result<Mesh> {
@@ -54,13 +54,13 @@ async fn start(redis: &Redis, replicas: usize) -> Result<Mesh> {
     Mesh::start_with(Options { replicas, config, discovery, ..Options::default() }).await
 }
 
-/// Returns how many asks replica 0 has counted.
+/// Returns how many borrow requests replica 0 has counted.
 async fn asks(mesh: &Mesh, side: &str, answer: &str) -> Result<f64> {
     let name = format!("kas_gitlab_peer_asks_total{{side=\"{side}\",answer=\"{answer}\"}}");
     mesh.kas(0).metric(&name).await
 }
 
-/// Waits until replica 0 has announced `agent` in a way that 14.1 reads.
+/// Waits until replica 0 has announced `agent` so that 14.1 can read it.
 async fn announced(theirs: &Replica14, agent: i64) -> Result<()> {
     within(SOON, "the agent's entry is in Redis", async || {
         let found = theirs.urls(agent).await?;
@@ -82,14 +82,14 @@ async fn a_request_at_14_1_reaches_agents_of_every_kind_at_our_replica() -> Resu
         ensure!(got.messages == ["one", "", "two"], "{kind:?}: {got:?}");
         ensure!(got.header["echo"].value == ["yes"] && got.trailer["echo"].value == ["yes"], "{got:?}");
         ensure!(got.error.is_none() && got.status.as_ref().is_some_and(|s| s.code() == Code::Ok), "{got:?}");
-        // The agent gets what the caller said, and nothing that is between replicas.
+        // The agent receives the metadata of the caller, and none of that between replicas.
         let requests = connected.raw.requests().list();
         let meta = &requests[0].meta;
         ensure!(meta["app"].value == ["1", "2"], "{meta:?}");
         ensure!(meta["x-gitlab-correlation-id"].value == ["from-14-1"], "{meta:?}");
         ensure!(!connected.raw.record().contains("Bearer ey"), "the token between replicas reached an agent");
         ensure!(meta.keys().all(|key| !key.starts_with("kas-hop-") && key != "authorization"), "{meta:?}");
-        // One error of each kind, in 14.1's order, which the player checks.
+        // One error of each kind, in the order of 14.1, which the simulation checks.
         for (method, messages) in [("FailFirst", 0), ("FailLater", 2)] {
             let got = theirs.call(agent, &path(method), &[], &[b"x"]).await?;
             let error = got.error.context("an error")?;
@@ -124,7 +124,7 @@ async fn a_stream_from_14_1_flows_both_ways_and_its_cancel_reaches_the_agent() -
     // The only tunnel is free again.
     let got = soon("the next answer", theirs.call(1, &path("Echo"), &[], &[b"x"])).await?;
     ensure!(got.messages == ["x"], "{got:?}");
-    // Who does not need the tunnel any more half-closes, or goes.
+    // A client that no longer needs the tunnel half-closes or resets the stream.
     for by_reset in [false, true] {
         let mut unused = theirs.route(1, &path("Echo"), &[]).await?;
         if !by_reset {
@@ -145,11 +145,11 @@ async fn unsuccessful_requests_of_14_1_get_the_responses_that_it_expects() -> Re
     let mesh = start(&redis, 1).await?;
     let theirs = Replica14::start(&redis, mesh.private_secret()).await?;
     let url = format!("grpc://{}", mesh.private(0));
-    // Not here: an end with OK, at once, on which it goes on to its next record.
+    // Not here: the stream ends with OK at once, and 14.1 tries its next record.
     let begun = Instant::now();
     ensure!(theirs.ask(&url, 4, &path("Echo"), &[]).await?.is_none());
     assert!(begun.elapsed() < Duration::from_secs(10), "{:?}", begun.elapsed());
-    // Busy: after its own pause.
+    // Busy: it ends after 3 s.
     let _agent = mesh.agent(0, 1, Kind::Old, 1).await?;
     announced(&theirs, 1).await?;
     let mut hangs = theirs.route(1, &path("Hang"), &[]).await?;
@@ -158,7 +158,7 @@ async fn unsuccessful_requests_of_14_1_get_the_responses_that_it_expects() -> Re
     let refused = theirs.ask(&url, 1, &path("Echo"), &[("grpc-timeout", "50m")]).await;
     ensure!(refused.as_ref().is_err_and(|e| e.to_string().contains("deadline")), "{:?}", refused.err());
     drop(hangs);
-    // With another secret nobody is let in.
+    // Another secret is refused.
     let stranger = Replica14::start(&redis, b"another secret of thirty-two byte").await?;
     let refused = stranger.ask(&url, 1, &path("Echo"), &[]).await;
     ensure!(
@@ -190,7 +190,7 @@ async fn a_request_at_our_replica_reaches_an_agent_at_14_1_without_credentials()
     let theirs = Replica14::start(&redis, mesh.private_secret()).await?;
     theirs.agent(1, 2).await?;
     let caller = mesh.caller(0).await?;
-    // More requests than tunnels: each is opened again.
+    // More requests than tunnels: each tunnel is reopened.
     for _ in 0..5 {
         echo(&caller, 1).await?;
     }
@@ -208,7 +208,7 @@ async fn a_request_at_our_replica_reaches_an_agent_at_14_1_without_credentials()
         ensure!(!format!("{headers:?}").contains(SECRET), "{headers:?}");
         ensure!(!headers.contains_key("kas-agent-id") && headers["app"] == "1", "{headers:?}");
         ensure!(headers.contains_key("grpc-timeout"), "{headers:?}");
-        // The token is one as 14.1 makes it, which the player checked.
+        // The token has the format of 14.1, which the simulation checked.
         let token = headers["authorization"].to_str()?.split('.').nth(1).context("a JWT")?.to_owned();
         let claims: Value = serde_json::from_slice(&BASE64_URL_SAFE_NO_PAD.decode(token)?)?;
         ensure!(claims["iss"] == "gitlab-kas" && claims["aud"] == json!(["gitlab-kas"]), "{claims}");
@@ -220,7 +220,7 @@ async fn a_request_at_our_replica_reaches_an_agent_at_14_1_without_credentials()
         ensure!(got.status.code() == Code::NotFound && got.messages.len() == messages, "{method}: {got:?}");
         ensure!(got.status.outcome().is_none(), "an agent cannot speak in kas' name: {got:?}");
     }
-    // An answer that is complete before the request is: 14.1 holds its end back until the request has one.
+    // A response that is complete before the request: 14.1 delays its end until the request ends.
     let mut stream = caller.open(caller.to_agent(1, &path("Count"))).await?;
     stream.send(frame(b"2")).await.map_err(|reason| anyhow::anyhow!("{reason:?}"))?;
     let got = soon("the answer", answer(&mut stream)).await?;
@@ -248,7 +248,7 @@ async fn cancellation_and_deadline_at_our_replica_reach_14_1() -> Result<()> {
         })
     };
     cancelled(1).await?;
-    // Its only tunnel is there again.
+    // Its only tunnel is idle again.
     echo(&caller, 1).await?;
     let mut stream = caller.open(caller.to_agent(1, &path("HangLater"))).await?;
     ensure!(matches!(soon("a message", stream.next_unbounded()).await, Next::Message(_)));
@@ -262,7 +262,7 @@ async fn a_request_waits_for_an_agent_that_connects_to_14_1() -> Result<()> {
     let redis = Redis::run().await?;
     let mesh = start(&redis, 1).await?;
     let theirs = Replica14::start(&redis, mesh.private_secret()).await?;
-    // There are such replicas, as this one has seen.
+    // This replica has seen that there are 14.1 replicas.
     theirs.agent(2, 1).await?;
     let caller = mesh.caller(0).await?;
     echo(&caller, 2).await?;
@@ -311,15 +311,15 @@ async fn a_killed_replica_of_either_kind_fails_only_started_requests() -> Result
     ensure!(matches!(soon("a message", open.next_unbounded()).await, Next::Message(_)));
     second.agent(1, 2).await?;
     drop(first);
-    // What has begun at the one that dies has an unknown outcome.
+    // Requests that were started at the killed replica have an unknown outcome.
     let Next::Trailers(trailers) = soon("the end", open.next_unbounded()).await else { bail!("no trailers") };
     let status = grpc::Status::from_headers(&trailers).context("a status")?;
     ensure!(status.code() == Code::Unavailable && status.outcome() == Some(Outcome::Unknown), "{status}");
-    // Its entries are there for five minutes more; the other one serves.
+    // Its entries stay for five more minutes; the other replica serves.
     for _ in 0..5 {
         echo(&caller, 1).await?;
     }
-    // A replica of ours dies; 14.1 goes on with the other one, whatever the entry of the dead one says.
+    // One of our replicas is killed: 14.1 uses the other one, despite the entry of the killed one.
     let _agents = [mesh.agent(0, 2, Kind::Ours, 1).await?, mesh.agent(1, 2, Kind::Ours, 1).await?];
     within(SOON, "both replicas have announced the agent", async || {
         let found = second.urls(2).await?;
@@ -354,7 +354,7 @@ impl Collector {
                 let service = service_fn(move |request: Request<Incoming>| {
                     let kept = Arc::clone(&kept);
                     async move {
-                        // What breaks off is sent again.
+                        // An aborted export is sent again.
                         if let Ok(body) = request.into_body().collect().await
                             && let Ok(export) = ExportTraceServiceRequest::decode(body.to_bytes())
                         {
@@ -415,7 +415,7 @@ async fn trace_and_correlation_id_cross_between_the_kinds_in_both_directions() -
     let ours = mesh.agent(0, 2, Kind::Ours, 1).await?;
     announced(&theirs, 2).await?;
 
-    // From ours to theirs: they, and their agent, are told of the span here.
+    // From ours to theirs: they and their agent receive the context of the span here.
     let trace = "4bf92f3577b34da6a3ce929d0e0e4736";
     let caller = mesh.caller(0).await?;
     let request = caller
@@ -439,7 +439,7 @@ async fn trace_and_correlation_id_cross_between_the_kinds_in_both_directions() -
     ensure!(meta["traceparent"].value == [context], "{meta:?}");
     ensure!(meta["x-gitlab-correlation-id"].value == ["to-14-1"], "{meta:?}");
 
-    // From theirs to ours: the span here is one of the trace that came.
+    // From theirs to ours: the span here belongs to the incoming trace.
     let trace = "0af7651916cd43dd8448eb211c80319c";
     let context = format!("00-{trace}-{CALLER}-01");
     let headers = [
@@ -460,8 +460,8 @@ async fn trace_and_correlation_id_cross_between_the_kinds_in_both_directions() -
     Ok(())
 }
 
-/// 14.1 dials in plain text only, but may listen with a certificate: then ours, with theirs, ask it, and
-/// nobody else.
+/// 14.1 dials in plain text only, but may listen with a certificate. Then our replicas with certificates use
+/// it, and no other 14.1 replica.
 #[tokio::test]
 async fn with_certificates_only_14_1_replicas_with_the_role_are_used() -> Result<()> {
     net::tls::install();
@@ -501,7 +501,7 @@ async fn with_certificates_only_14_1_replicas_with_the_role_are_used() -> Result
     }
     ensure!(asks(&mesh, "Asked", "Ready").await? >= 3.0);
 
-    // Another role, another authority, none at all: no credential goes there.
+    // Another role, another CA, or no certificate: no credential is sent there.
     let others = [
         (2, Some(server(&authority, "agent", "kas://agent")?), "role"),
         (3, Some(server(&Authority::new()?, "stranger", ROLE)?), "certificate"),
@@ -519,7 +519,7 @@ async fn with_certificates_only_14_1_replicas_with_the_role_are_used() -> Result
         ensure!(other.seen.headers().is_empty(), "{agent}: {:?}", other.seen.headers());
     }
 
-    // Nor are they let in: they are not told where.
+    // Nor can they connect: our entries contain no URL.
     let _agent = mesh.agent(0, 5, Kind::Ours, 1).await?;
     echo(&caller, 5).await?;
     within(SOON, "the agent's entry is in Redis", async || {

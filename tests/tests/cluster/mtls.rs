@@ -1,5 +1,5 @@
-//! Certificates between replicas: who has none that the common authority signed is not one of them, whatever
-//! else it knows.
+//! Certificates between replicas: a peer without a certificate of the common CA is refused, whatever else it
+//! knows.
 
 use std::{net::IpAddr, path::Path, sync::Arc};
 
@@ -19,10 +19,10 @@ use tokio_rustls::{TlsConnector, rustls::pki_types::ServerName};
 
 use crate::ledger::{End, Ledger, echo};
 
-/// What certificates of replicas are for.
+/// Key usages of replica certificates.
 pub(crate) const ROLE: &str = "kas://replica";
 
-/// An authority of a test.
+/// A CA for tests.
 pub(crate) struct Authority(rcgen::Issuer<'static, rcgen::KeyPair>, String);
 
 impl Authority {
@@ -35,8 +35,8 @@ impl Authority {
         Ok(Self(rcgen::Issuer::new(ca, key), pem))
     }
 
-    /// Writes `NAME.cert`, `NAME.key` and `NAME.ca`; returns what a replica's listener is told of them, when
-    /// it trusts `trusted`.
+    /// Writes `NAME.cert`, `NAME.key` and `NAME.ca`. Returns the listener configuration that uses them and
+    /// trusts `trusted`.
     pub(crate) fn issue(
         &self,
         trusted: &Self,
@@ -59,17 +59,17 @@ impl Authority {
     }
 }
 
-/// Starts `good` replicas with certificates of one authority, and as many with those of another.
+/// Starts replicas: those in `good` with certificates of one CA, the others with those of another.
 async fn start(replicas: usize, good: &[usize]) -> Result<(Mesh, tempfile::TempDir)> {
     net::tls::install();
     let folder = tempfile::tempdir()?;
     let (ours, other) = (Authority::new()?, Authority::new()?);
-    // Beside the files of replicas: what the authority of replicas signs for others.
+    // In addition to the files of replicas: certificates that their CA signed for other services.
     ours.issue(&ours, folder.path(), "agent", IpAddr::from([127, 0, 0, 1]), "kas://agent")?;
     let mut mesh = Mesh::start_with(Options { replicas, start: false, ..Options::default() }).await?;
     for n in 0..replicas {
         let authority = if good.contains(&n) { &ours } else { &other };
-        // Who comes from elsewhere trusts the replicas: it is them who refuse.
+        // A client with another CA trusts the replicas: the replicas refuse it.
         let listen = authority.issue(&ours, folder.path(), &n.to_string(), mesh.private(n).ip(), ROLE)?;
         mesh.add_config(json!({ "private_api": { "listen": listen } }));
         mesh.start_unready(n).await?;
@@ -77,7 +77,7 @@ async fn start(replicas: usize, good: &[usize]) -> Result<(Mesh, tempfile::TempD
     Ok((mesh, folder))
 }
 
-/// Calls a method of the private API over TLS; returns the status, or why there is none.
+/// Calls a method of the private API over TLS. Returns the status, or why there is none.
 async fn call(
     mesh: &Mesh,
     folder: &Path,
@@ -121,8 +121,7 @@ async fn call(
     Ok(soon("an answer or none", asked).await)
 }
 
-/// The same calls are made with and without a certificate, and with and without each credential: each is
-/// needed.
+/// The same calls with and without a certificate and with and without each credential: each is required.
 #[tokio::test]
 async fn replicas_with_certificates_form_a_cluster_and_refuse_all_others() -> Result<()> {
     let (mesh, folder) = start(3, &[0, 1, 2]).await?;
@@ -136,7 +135,7 @@ async fn replicas_with_certificates_form_a_cluster_and_refuse_all_others() -> Re
         echo(&mesh, n, 1).await?;
         echo(&mesh, n, 2).await?;
     }
-    // Certificates of another authority, beside those of the replicas.
+    // Certificates of another CA, next to those of the replicas.
     Authority::new()?.issue(&Authority::new()?, folder.path(), "stranger", mesh.private(1).ip(), ROLE)?;
     let api = Jwt::new(mesh.api_secret()).claim("iss", json!("gitlab-kas")).encode();
     let (agent, replica) = (
@@ -147,25 +146,25 @@ async fn replicas_with_certificates_form_a_cluster_and_refuse_all_others() -> Re
     for method in ["/kas.internal.v1.Tunnels/Borrow", "/kas.internal.v1.TableSync/Watch", explain] {
         for bearer in [None, Some(&api), Some(&agent), Some(&replica)] {
             let bearer = bearer.map(String::as_str);
-            // Without a certificate of theirs no credential is even looked at.
+            // Without a replica certificate, no credential is checked.
             for identity in [None, Some("stranger"), Some("agent")] {
                 let got = call(&mesh, folder.path(), identity, method, bearer).await?;
                 assert!(got.is_err(), "{identity:?} {method}: {got:?}");
             }
         }
-        // With one, the credentials of agents and of callers are none.
+        // With one, credentials of agents and callers are refused.
         for bearer in [None, Some(&api), Some(&agent)] {
             let got = call(&mesh, folder.path(), Some("1"), method, bearer.map(String::as_str)).await?;
             assert_eq!(got, Ok(Code::Unauthenticated), "{method}");
         }
     }
-    // Both together are what opens it, or the above would show nothing: gRPC's own refusal, or an answer that
+    // Both together are accepted, which validates the checks above: gRPC's own refusal, or a response that
     // streams.
     let got = call(&mesh, folder.path(), Some("1"), explain, Some(&replica)).await?;
     assert_ne!(got, Ok(Code::Unauthenticated));
     assert!(got.is_ok() || got == Err("no status at once".to_owned()), "{got:?}");
     assert_eq!(held.raw.requests().list().len(), 3);
-    // Who operates kas is told why, if not of each.
+    // The reason is logged, though not for each connection.
     let told = |line: &Value| {
         let refused = line["message"].as_str()?.starts_with("a connection to the private API was refused");
         (refused && line["level"] == "WARN").then(|| line["error"].as_str().map(str::to_owned))?
@@ -175,7 +174,7 @@ async fn replicas_with_certificates_form_a_cluster_and_refuse_all_others() -> Re
     Ok(())
 }
 
-/// All of one authority, all with the secret: the role alone tells the third from a replica.
+/// All have certificates of the same CA, and the secret: only the role distinguishes the third.
 #[tokio::test]
 async fn a_certificate_with_another_role_is_refused_in_both_directions() -> Result<()> {
     net::tls::install();
@@ -217,7 +216,7 @@ async fn replica_with_a_certificate_of_another_ca_gets_no_table_and_no_tunnel() 
     for n in [0, 1] {
         mesh.ready(n).await?;
     }
-    // It has the secret, so that gossip hears it; its certificate is refused wherever it calls.
+    // It has the secret, so gossip hears it; its certificate is refused wherever it connects.
     within(SOON, "the good ones know each other's tables", async || {
         let rows = [mesh.row(0, 1).await?, mesh.row(1, 0).await?];
         let known = rows.iter().flatten().filter(|row| row.table_synced).count();
@@ -231,28 +230,27 @@ async fn replica_with_a_certificate_of_another_ca_gets_no_table_and_no_tunnel() 
     let caller = mesh.caller(2).await?;
     let end = ledger.echo(&caller, 1, std::time::Duration::from_secs(2)).await;
     assert_eq!(end, End::NotStarted, "{:?}", ledger.texts(end));
-    // Nor do the others believe what it says, since nobody can be sure of who it is.
+    // The others do not trust its table either, because they cannot verify its identity.
     let caller = mesh.caller(0).await?;
     let end = ledger.echo(&caller, 2, std::time::Duration::from_secs(2)).await;
     assert_eq!(end, End::NotStarted, "{:?}", ledger.texts(end));
     assert_eq!(rogue.raw.requests().list().len(), 0);
-    // Who has the secret reads gossip, and of tables what gossip tells of them; a whole table comes with a
-    // certificate only.
+    // The secret is enough to read gossip and the changes in it; a whole table requires a certificate.
     for (asked, others) in [(2, [0, 1].as_slice()), (0, &[2]), (1, &[2])] {
         for n in others {
             let row = mesh.row(asked, *n).await?;
             assert!(row.as_ref().is_none_or(|row| !row.table_synced), "replica {asked}: {row:?}");
         }
     }
-    // Its own agents it serves.
+    // It serves its own agents.
     echo(&mesh, 2, 2).await.context("what is its own")?;
     drop((held, rogue));
     Ok(())
 }
 
-/// From one authority to the next under running replicas: first both are trusted, then certificates of the
-/// new one are shown, then the old one is forgotten. Each step is a file, and each file counts at both ends
-/// of a link.
+/// Replaces the CA of running replicas: first both are trusted, then certificates of the new one are
+/// presented, then the old one is removed. Each step replaces a file, which takes effect at both ends of a
+/// connection.
 #[tokio::test]
 async fn ca_of_replicas_is_rotated_without_a_restart() -> Result<()> {
     net::tls::install();
@@ -299,7 +297,7 @@ async fn ca_of_replicas_is_rotated_without_a_restart() -> Result<()> {
         std::fs::write(folder.path().join(format!("{n}.ca")), &new.1)?;
     }
     exchanged(since).await?;
-    // One that knows nothing of the old authority: it is let in, and lets the others in.
+    // A replica that only knows the new CA: it is accepted, and accepts the others.
     let listen = new.issue(&new, folder.path(), "2", mesh.private(2).ip(), ROLE)?;
     mesh.add_config(json!({ "private_api": { "listen": listen } }));
     mesh.start_unready(2).await?;
@@ -310,7 +308,7 @@ async fn ca_of_replicas_is_rotated_without_a_restart() -> Result<()> {
         echo(&mesh, n, 1).await?;
         echo(&mesh, n, 2).await?;
     }
-    // And what the old one signed opens nothing any more.
+    // Certificates of the old CA are no longer accepted.
     old.issue(&new, folder.path(), "stale", mesh.private(1).ip(), ROLE)?;
     let bearer =
         Jwt::new(mesh.private_secret()).claim("iss", json!("gitlab-kas")).claim("sub", json!("x")).encode();

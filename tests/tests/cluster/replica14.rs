@@ -1,9 +1,8 @@
-//! A replica of GitLab's kas, 14.1, as far as other replicas see it: what it writes into Redis and reads
-//! there, how it asks on the private API, and how it answers there.
+//! A simulated replica of GitLab's kas 14.1, as other replicas see it: its entries in Redis, its requests on
+//! the private API, and its responses there.
 //!
-//! Played by the rules of its wire, which were read from its release; the program itself is no test
-//! dependency, since its module cannot be fetched where tests run. Its agents are played too: a tunnel is a
-//! number that can be taken.
+//! It follows the wire protocol of the release. The program itself is no test dependency, because its module
+//! cannot be downloaded where tests run. Its agents are simulated, too: a tunnel is a number.
 
 use std::{
     collections::HashMap,
@@ -52,17 +51,17 @@ use tokio::{
 };
 use tokio_rustls::{TlsAcceptor, rustls};
 
-/// How long an entry counts.
+/// How long an entry is valid.
 const TTL: Duration = Duration::from_secs(300);
-/// How often a request looks again.
+/// How often a waiting request checks again.
 const TICK: Duration = Duration::from_secs(3);
 const TUNNEL: &str = "type.googleapis.com/gitlab.agent.reverse_tunnel.tracker.TunnelInfo";
 const CONNECTED: &str = "type.googleapis.com/gitlab.agent.agent_tracker.ConnectedAgentInfo";
 
-/// One that runs. Dropping it is a kill: what it wrote into Redis stays.
+/// A running replica. Dropping it is a kill: its entries stay in Redis.
 #[derive(Debug)]
 pub(crate) struct Replica14 {
-    /// What others find in Redis.
+    /// Its URL in Redis.
     pub(crate) url: String,
     pub(crate) seen: Arc<Seen>,
     tracker: Arc<Tracker>,
@@ -70,16 +69,16 @@ pub(crate) struct Replica14 {
     task: AbortHandle,
 }
 
-/// What reached it.
+/// What it received.
 #[derive(Debug, Default)]
 pub(crate) struct Seen {
-    /// What its agents were given.
+    /// Requests that its agents received.
     pub(crate) requests: Requests,
-    /// Headers of everything on its private API.
+    /// Headers of all requests on its private API.
     headers: Mutex<Vec<HeaderMap>>,
-    /// Requests of which `StartStreaming` never came.
+    /// Requests without `StartStreaming`.
     pub(crate) given_up: AtomicUsize,
-    /// Requests whose stream was reset after it.
+    /// Requests whose stream was reset after `StartStreaming`.
     pub(crate) cancelled: AtomicUsize,
 }
 
@@ -94,7 +93,7 @@ impl Seen {
     }
 }
 
-/// Its idle tunnels and what it says of them in Redis.
+/// Its idle tunnels and their entries in Redis.
 #[derive(Debug)]
 struct Tracker {
     redis: redis::Client,
@@ -115,7 +114,7 @@ fn expiring(type_url: &str, value: Vec<u8>) -> Result<Vec<u8>> {
     Ok(ExpiringValue { expires_at, value }.encode_to_vec())
 }
 
-/// Returns what a hash holds, as 14.1 reads it.
+/// Returns the valid entries of a hash, as 14.1 reads it.
 fn unexpired(fields: Vec<(Vec<u8>, Vec<u8>)>, type_url: &str) -> Vec<Vec<u8>> {
     let now = i64::try_from(process::clock::wall().as_secs()).unwrap_or(i64::MAX);
     let read = |bytes: Vec<u8>| {
@@ -148,7 +147,7 @@ impl Tracker {
         Ok(redis::cmd("HGETALL").arg(key).query_async(&mut connection).await?)
     }
 
-    /// A tunnel is idle.
+    /// Adds an idle tunnel.
     async fn park(&self, agent: i64) -> Result<()> {
         let id = rand::random_range(0..=i64::MAX);
         let info = TunnelInfo {
@@ -164,7 +163,7 @@ impl Tracker {
         Ok(())
     }
 
-    /// Waits for an idle tunnel, without a limit.
+    /// Takes an idle tunnel, and waits for one without a limit.
     async fn take(&self, agent: i64) -> Result<()> {
         let mut changed = self.changed.subscribe();
         loop {
@@ -186,7 +185,7 @@ impl Replica14 {
         Self::start_with(redis, secret, None).await
     }
 
-    /// As [`start`](Self::start); with `tls`, its private API has a certificate, which only its url says.
+    /// Like [`start`](Self::start); with `tls`, its private API has a certificate, and its URL says so.
     pub(crate) async fn start_with(
         redis: &Redis,
         secret: &[u8],
@@ -219,7 +218,7 @@ impl Replica14 {
         Ok(Self { url, seen, tracker, secret: secret.to_vec(), task: task.abort_handle() })
     }
 
-    /// An agent connects, with this many tunnels.
+    /// Connects an agent with this many tunnels.
     pub(crate) async fn agent(&self, agent: i64, tunnels: usize) -> Result<()> {
         for _ in 0..tunnels {
             self.tracker.park(agent).await?;
@@ -248,7 +247,7 @@ impl Replica14 {
         unexpired(fields, CONNECTED).iter().map(|bytes| Ok(ConnectedAgentInfo::decode(&**bytes)?)).collect()
     }
 
-    /// Returns where an agent has tunnels: a url for each entry, by chance.
+    /// Returns the URLs of an agent's entries, in random order.
     pub(crate) async fn urls(&self, agent: i64) -> Result<Vec<String>> {
         let fields = self.tracker.all(&key("tunnel_tracker:conn_by_agent_id", agent)).await?;
         let mut urls = Vec::new();
@@ -260,7 +259,7 @@ impl Replica14 {
         Ok(urls)
     }
 
-    /// Routes a request: asks who has an entry, one after the other, and all again every 3 s.
+    /// Routes a request: asks the replicas of its entries one after the other, and all again every 3 s.
     pub(crate) async fn route(&self, agent: i64, method: &str, headers: &[(&str, &str)]) -> Result<Routed> {
         loop {
             for url in self.urls(agent).await? {
@@ -272,7 +271,7 @@ impl Replica14 {
         }
     }
 
-    /// Asks one replica; `None`: it ended with OK, and another is to be asked.
+    /// Asks one replica; `None`: the stream ended with OK, and another one is to be asked.
     pub(crate) async fn ask(
         &self,
         url: &str,
@@ -321,7 +320,7 @@ impl Replica14 {
         Ok(Some(Routed { stream, last: 1 }))
     }
 
-    /// Routes a request and returns its answer.
+    /// Routes a request and returns the response.
     pub(crate) async fn call(
         &self,
         agent: i64,
@@ -348,17 +347,17 @@ impl Drop for Replica14 {
 /// A request that has a tunnel at another replica.
 pub(crate) struct Routed {
     stream: Stream,
-    /// The field that came last.
+    /// The latest field.
     last: u32,
 }
 
-/// The answer to one.
+/// The response to a request.
 #[derive(Debug, Default)]
 pub(crate) struct Answer14 {
     pub(crate) header: HashMap<String, Values>,
     pub(crate) messages: Vec<Bytes>,
     pub(crate) trailer: HashMap<String, Values>,
-    /// What the agent said went wrong.
+    /// The error of the agent.
     pub(crate) error: Option<proto::google::rpc::Status>,
     /// How the stream itself ended.
     pub(crate) status: Option<Status>,
@@ -382,7 +381,7 @@ impl Routed {
     }
 
     pub(crate) fn half_close(&mut self) {
-        // The stream may be over: then its end says more.
+        // The stream may have ended; then its status is more useful.
         let _ = self.stream.half_close();
     }
 
@@ -414,7 +413,7 @@ impl Routed {
         }
     }
 
-    /// Waits for the rest of the answer.
+    /// Waits for the rest of the response.
     pub(crate) async fn answer(&mut self) -> Result<Answer14> {
         let mut answer = Answer14::default();
         loop {
@@ -450,14 +449,14 @@ impl Gateway {
             lock(&self.seen.headers).push(request.headers().clone());
             let gateway = self.clone();
             streams.spawn(async move {
-                // A stream that breaks is noted in what was seen.
+                // A broken stream is recorded elsewhere.
                 let _ = gateway.answer(request, respond).await;
             });
         }
         Ok(())
     }
 
-    /// As 14.1 checks a token: no leeway.
+    /// Checks a token like 14.1: without leeway.
     fn is_authentic(&self, headers: &HeaderMap) -> bool {
         let mut validation = Validation::new(Algorithm::HS256);
         validation.set_audience(&["gitlab-kas"]);
@@ -513,19 +512,19 @@ impl Gateway {
         let info = RequestInfo { method_name: method, meta: meta_of(&headers) };
         self.seen.requests.push(info.clone());
         handler::serve(&mut wire, &info, false).await;
-        // Both directions must be over.
+        // Both directions must have ended.
         while !wire.closed && wire.message().await.is_some() {}
         if wire.cancelled {
             self.seen.cancelled.fetch_add(1, Ordering::SeqCst);
         } else {
             end(&mut wire.send)?;
         }
-        // The agent opens the next one at once.
+        // The agent opens the next tunnel at once.
         self.tracker.park(agent).await
     }
 }
 
-/// What grpc-go shows as metadata, without what belongs to the hop: the credential is not left out.
+/// Returns what grpc-go presents as metadata, without hop-by-hop headers; the credential is included.
 fn meta_of(headers: &HeaderMap) -> std::collections::BTreeMap<String, Values> {
     let consumed = ["te", "grpc-timeout", "grpc-encoding", "grpc-accept-encoding"];
     let mut meta = std::collections::BTreeMap::<String, Values>::new();
@@ -599,7 +598,7 @@ impl GatewayWire {
 impl Wire for GatewayWire {
     async fn recv(&mut self) -> Option<connect_response::Msg> {
         if self.closed {
-            // Only a reset can come now.
+            // Only a reset can follow.
             let reset = std::future::poll_fn(|cx| self.send.poll_reset(cx)).await;
             self.cancelled = reset.is_ok();
             return None;
@@ -612,7 +611,7 @@ impl Wire for GatewayWire {
     }
 
     async fn send(&mut self, msg: connect_request::Msg) -> bool {
-        // Fields 2 to 5 are the same.
+        // Fields 2 to 5 are identical.
         write(&mut self.send, grpc::encode(&to_kas(msg))).await.is_ok()
     }
 }

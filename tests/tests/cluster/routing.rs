@@ -1,4 +1,4 @@
-//! Requests that come to a replica which does not hold their agent.
+//! Requests that arrive at a replica that does not hold their agent.
 
 use std::{collections::BTreeSet, time::Duration};
 
@@ -42,7 +42,7 @@ async fn each_replica_serves_requests_for_an_agent_that_another_holds() -> Resul
                 assert_eq!(got.headers["echo"], "yes");
                 assert_eq!(got.trailers["echo"], "yes");
             }
-            // Many answers.
+            // Many responses.
             let got = caller.call(caller.to_agent(agent, &path("Count")), &[b"5000"]).await?;
             assert_eq!((got.status.code(), got.messages.len()), (Code::Ok, 5000), "{}", got.status);
             assert!(got.messages.iter().enumerate().all(|(n, got)| *got == n.to_string()));
@@ -51,7 +51,7 @@ async fn each_replica_serves_requests_for_an_agent_that_another_holds() -> Resul
             let messages: Vec<&[u8]> = parts.iter().map(String::as_bytes).collect();
             let got = caller.call(caller.to_agent(agent, &path("Collect")), &messages).await?;
             assert_eq!(got.messages, [parts.join(",")]);
-            // Both in turn, in one stream.
+            // Both alternately, in one stream.
             let mut stream = caller.open(caller.to_agent(agent, &path("Chat"))).await?;
             for n in 0..100 {
                 stream.send(frame(n.to_string().as_bytes())).await.ok().context("sent")?;
@@ -59,7 +59,7 @@ async fn each_replica_serves_requests_for_an_agent_that_another_holds() -> Resul
             }
             stream.half_close().ok().context("sent")?;
             assert_eq!(answer(&mut stream).await?.status.code(), Code::Ok);
-            // An agent's own refusal stays what it is.
+            // An error of the agent is forwarded unchanged.
             let got = caller.call(caller.to_agent(agent, &path("FailLater")), &[b""]).await?;
             assert_eq!((got.status.code(), got.messages.len()), (Code::NotFound, 2));
             sent += 5 + 4;
@@ -72,8 +72,8 @@ async fn each_replica_serves_requests_for_an_agent_that_another_holds() -> Resul
     Ok(())
 }
 
-/// A gRPC library's agent, as GitLab's: everything that it sends is gzip, envelopes and all. The replica that
-/// holds it inflates; what passes between replicas, and to the caller, is identity.
+/// An agent with a gRPC library, like GitLab's: everything that it sends is compressed with gzip, including
+/// envelopes. Its owner decompresses; data between replicas and to the caller is not compressed.
 #[tokio::test]
 async fn agent_that_compresses_its_envelopes_is_served_by_every_replica() -> Result<()> {
     let mesh = Mesh::start(3).await?;
@@ -90,7 +90,7 @@ async fn agent_that_compresses_its_envelopes_is_served_by_every_replica() -> Res
         let mut sent = 0;
         for replica in 0..3 {
             let caller = mesh.caller(replica).await?;
-            // Small ones, and some that compress to a thousandth, or hardly at all.
+            // Small ones, and some that compress to a thousandth, or hardly.
             let random: Vec<u8> = (0..200_000).map(|_| rand::random()).collect();
             for text in [b"x".to_vec(), b"x".repeat(300_000), random] {
                 let got = caller.call(caller.to_agent(agent, &path("Echo")), &[&text]).await?;
@@ -119,7 +119,7 @@ async fn replicas_with_ipv6_addresses_are_one_cluster() -> Result<()> {
     mesh.converged(&[(1, 0), (2, 2)]).await?;
     mesh.meshed().await?;
     for row in mesh.list(1).await?.replicas {
-        // As it is dialled, and written in lists.
+        // As it is dialled and listed.
         assert!(row.name.starts_with("[fd77::"), "{row:?}");
         let address = row.address.context("each has an address")?;
         assert!(address.ip.starts_with("fd77::") && address.port == 8155, "{address:?}");
@@ -232,13 +232,12 @@ async fn waiting_request_is_woken_by_an_agent_that_connects_to_another_replica()
     }
     times.sort_unstable();
     println!("woken from another replica: p50 {:?}, max {:?}", times[5], times[9]);
-    // 14.1 polls each second; here the table's change wakes.
+    // 14.1 polls every second; here a change of the table wakes the request.
     assert!(times[5] < Duration::from_secs(1), "{times:?}");
     echo_absent(&mesh).await
 }
 
-/// An agent that is nowhere is waited for until the deadline, and the caller is told that nothing was
-/// started.
+/// A request for an absent agent waits until its deadline and ends as not started.
 async fn echo_absent(mesh: &Mesh) -> Result<()> {
     let caller = mesh.caller(0).await?;
     let request = caller.to_agent(4, &path("Echo")).header("grpc-timeout", "300m");
@@ -253,7 +252,8 @@ async fn echo_absent(mesh: &Mesh) -> Result<()> {
     Ok(())
 }
 
-/// The replica that is asked cannot see the agent: the one that holds it tells what its agentk heeds.
+/// The routing replica does not know the agent's version: the owner reports whether its agentk supports
+/// impersonation.
 #[tokio::test]
 async fn impersonation_is_refused_if_the_agent_at_another_replica_would_ignore_it() -> Result<()> {
     const MAKE_REQUEST: &str = "/gitlab.agent.kubernetes_api.rpc.KubernetesApi/MakeRequest";
@@ -295,7 +295,7 @@ async fn impersonation_is_refused_if_the_agent_at_another_replica_would_ignore_i
             );
             assert!(status.message().contains("all of its own rights"), "{kind:?}: {status}");
             assert!(!held.raw.record().contains("somebody-else"), "{kind:?}");
-            // The tunnel went back as it was.
+            // The tunnel was returned unchanged.
             drop(tunnel);
         }
     }

@@ -1,4 +1,4 @@
-//! Several replicas that find each other, and each other's agents, in a real Redis.
+//! Several replicas that share their state in a real Redis.
 
 use std::{os::unix::fs::PermissionsExt as _, time::Duration};
 
@@ -19,7 +19,7 @@ use tokio::time::Instant;
 
 use crate::ledger::echo;
 
-/// A life of a replica, in seconds.
+/// TTL of a replica's liveness key, in seconds.
 const TTL: u64 = 2;
 
 async fn start(redis: &Redis, replicas: usize) -> Result<Mesh> {
@@ -38,7 +38,7 @@ async fn start_with(redis: Value, replicas: usize) -> Result<Mesh> {
     Mesh::start_with(Options { replicas, config, discovery, ..Options::default() }).await
 }
 
-/// Returns the keys of Redis, as an operator sees them.
+/// Returns the keys in Redis, as an operator sees them.
 async fn keys(redis: &Redis) -> Result<String> {
     cli(redis, &["--scan"]).await
 }
@@ -51,7 +51,7 @@ async fn cli(redis: &Redis, arguments: &[&str]) -> Result<String> {
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
-/// A CA and what it has signed, as files: certificate and key of a server and of a client.
+/// A CA and its certificates, as files: certificate and key of a server and of a client.
 struct Certificates {
     folder: tempfile::TempDir,
 }
@@ -98,7 +98,7 @@ async fn any_replica_answers_for_any_agent() -> Result<()> {
         let listed = mesh.connections(replica, 1).await?;
         ensure!(listed.unanswered.is_empty(), "{listed:?}");
     }
-    // Who leaves takes along what it had, and is forgotten at once.
+    // A replica that shuts down removes its entries and is forgotten at once.
     let name = format!("kas:replica:{}", mesh.private(2));
     ensure!(keys(&redis).await?.contains(&name));
     mesh.leave(2, SOON).await?;
@@ -123,10 +123,10 @@ async fn entries_of_a_killed_replica_go_with_its_liveness_key() -> Result<()> {
     println!("forgotten {took:?} after the kill, with a life of {TTL} s");
     // The agent's own hash lives for 100 s.
     assert!(took < Duration::from_secs(TTL + 15), "{took:?}");
-    // The hash of the agent is still there, and says nothing any more.
+    // The hash of the agent still exists, but is no longer valid.
     ensure!(keys(&redis).await?.contains("tunnel_tracker:conn_by_agent_id:"));
     drop(agent);
-    // The agent comes elsewhere, and the replica back without it.
+    // The agent connects to another replica, and the replica restarts without it.
     let _agent = mesh.agent(1, 1, Kind::Ours, 2).await?;
     mesh.restart(0).await?;
     mesh.converged(&[(1, 1)]).await?;
@@ -160,14 +160,14 @@ async fn without_redis_local_and_cached_agents_are_served_and_others_get_the_rea
     assert!(told.latency_micros.is_some() && !told.last_error.is_empty(), "{told:?}");
     let alarms = mesh.list(0).await?.alarms;
     assert!(alarms.iter().any(|alarm| alarm.contains("Redis cannot be reached")), "{alarms:?}");
-    // Balancers are told once the others have forgotten this replica.
+    // The replica is not ready once the others have forgotten it.
     within(SOON, "it is not ready", async || {
         let (status, why) = mesh.kas(0).get("/readiness").await?;
         let told = status != StatusCode::OK && why.contains("Redis cannot be reached");
         Ok(if told { Ok(()) } else { Err((status, why)) })
     })
     .await?;
-    // It is still served to whoever comes.
+    // It still serves all requests.
     echo(&mesh, 0, 2).await?;
     let _late = mesh.agent(1, 3, Kind::Ours, 1).await?;
     let waiting = tokio::spawn(async move {
@@ -196,7 +196,7 @@ async fn the_rate_of_a_token_is_shared_by_all_replicas() -> Result<()> {
     let mesh = Mesh::start_with(options).await?;
     let limited = "kas_refusals_total{listener=\"Agent\",reason=\"RateLimit\"}";
     let attempt = async |replica: usize| -> Result<()> {
-        // A connection of its own: one that fails is soon not served any more.
+        // A new connection: one with failures is soon closed.
         let wrong = RawAgent::connect(mesh.kas(replica).agent, "wrong", Kind::Old).await?;
         let error = wrong.tunnel().await.err().context("a wrong token opens no tunnel")?;
         ensure!(error.downcast::<grpc::Status>()?.code() == Code::Unauthenticated);
@@ -215,8 +215,8 @@ async fn the_rate_of_a_token_is_shared_by_all_replicas() -> Result<()> {
     }
     mesh.kas(0).metric_is(limited, 2.0).await?;
     told(BURST).await?;
-    // It has not seen the token: the first attempt there is looked up, counted, and tells it what the others
-    // have.
+    // This replica has not seen the token: the first attempt is looked up and counted, and returns the counts
+    // of the others.
     attempt(1).await?;
     told(BURST + 1).await?;
     let mut attempts = 1;
@@ -272,12 +272,12 @@ async fn every_option_of_a_server_reaches_it() -> Result<()> {
     ensure!(keys(&redis).await?.is_empty(), "nothing is in database 0");
     let found = cli(&redis, &["-n", "3", "--scan"]).await?;
     ensure!(!found.is_empty() && found.lines().all(|key| key.starts_with("team:")), "{found}");
-    // Each hash lives as long as was said, or up to four times that.
+    // Each hash lives for the configured time, or up to four times as long.
     let key =
         "return redis.call('PTTL', 'team:tunnel_tracker:conn_by_agent_id:' .. string.char(1,0,0,0,0,0,0,0))";
     let left: u64 = cli(&redis, &["-n", "3", "EVAL", key, "0"]).await?.trim().parse()?;
     ensure!((40_000..=400_000).contains(&left), "{left}");
-    // Two connections and a listener for each replica.
+    // Two connections and a subscription for each replica.
     let clients = cli(&redis, &["CLIENT", "LIST"]).await?;
     let ours = clients.lines().filter(|line| line.contains("user=kas")).count();
     ensure!((4..=6).contains(&ours), "{clients}");
@@ -309,7 +309,7 @@ async fn rotated_passwords_and_certificates_are_used_without_a_restart() -> Resu
         cli(&redis, &words).await
     };
     let write = |name: &str, content: &[u8]| -> Result<()> {
-        // As a whole, or not at all.
+        // Atomically.
         std::fs::write(files.path("next"), content)?;
         std::fs::set_permissions(files.path("next"), std::fs::Permissions::from_mode(0o600))?;
         Ok(std::fs::rename(files.path("next"), files.path(name))?)
@@ -355,7 +355,7 @@ async fn rotated_passwords_and_certificates_are_used_without_a_restart() -> Resu
         }
         echo(&mesh, 1, 1).await
     };
-    // The file first: what was in it before serves until Redis knows the new one.
+    // The file changes first: the previous content is used until Redis accepts the new one.
     write("password", b"hunter3\n")?;
     logged("the previous ones are tried too").await?;
     alarm(true).await?;
@@ -364,7 +364,7 @@ async fn rotated_passwords_and_certificates_are_used_without_a_restart() -> Resu
     logged("Redis accepts the current password and certificates").await?;
     alarm(false).await?;
     dialled_again().await?;
-    // What cannot be used stays unused, and is said: an empty password, a key of another certificate.
+    // Invalid content is not used and is reported: an empty password, a key of another certificate.
     write("password", b"\n")?;
     logged("redis.password_file: found an empty file").await?;
     write("password", b"hunter3\n")?;
@@ -374,7 +374,7 @@ async fn rotated_passwords_and_certificates_are_used_without_a_restart() -> Resu
     dialled_again().await?;
     write("client.key", &key)?;
     logged("the files hold again what is in use").await?;
-    // Another certificate of the same authority.
+    // Another certificate of the same CA.
     for (from, to) in [("server.pem", "client.pem"), ("server.key", "client.key")] {
         write(to, &std::fs::read(files.path(from))?)?;
     }

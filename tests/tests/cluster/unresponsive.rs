@@ -1,4 +1,4 @@
-//! What callers and operators are told of replicas that do not answer, and of one that has not begun.
+//! What callers and operators learn about replicas that do not respond or have not started completely.
 
 use anyhow::{Context as _, Result, ensure};
 use grpc::{Code, Outcome};
@@ -16,7 +16,7 @@ use tokio::{sync::watch, task::JoinSet};
 
 use crate::{ledger::echo, membership::name_server};
 
-/// Sends a request that finds no tunnel, and returns what is said of it.
+/// Sends a request that finds no tunnel, and returns the status message.
 async fn told(mesh: &Mesh, replica: usize, agent: i64) -> Result<String> {
     let caller = mesh.caller(replica).await?;
     let request = caller.to_agent(agent, &path("Echo")).header("grpc-timeout", "300m");
@@ -30,8 +30,8 @@ async fn told(mesh: &Mesh, replica: usize, agent: i64) -> Result<String> {
     Ok(got.status.message().to_owned())
 }
 
-/// Seen to fail when the message only knows whether the table names an owner: "is not connected", with the
-/// advice to check the token.
+/// Fails if the message only depends on whether the table names an owner: "is not connected", with the advice
+/// to check the token.
 #[tokio::test]
 async fn a_stopped_owner_is_named_to_callers_and_operators() -> Result<()> {
     let mesh = Mesh::start(3).await?;
@@ -41,7 +41,7 @@ async fn a_stopped_owner_is_named_to_callers_and_operators() -> Result<()> {
     assert!(told(&mesh, 1, 2).await?.starts_with("agent 2 is not connected; waited"));
     let owner = mesh.private(0).to_string();
     mesh.kas(0).process.pause();
-    // Nobody suspects it yet, and it is named all the same.
+    // It is named even before it is suspect.
     let text = told(&mesh, 1, 1).await?;
     assert!(text.starts_with("agent 1 is connected to ") && text.contains(&owner), "{text}");
     let route = async || {
@@ -49,10 +49,10 @@ async fn a_stopped_owner_is_named_to_callers_and_operators() -> Result<()> {
         let answer: ExplainAgentResponse = mesh.caller(1).await?.unary(EXPLAIN_AGENT, &request).await?;
         anyhow::Ok(answer.route.join("; "))
     };
-    // When its entries are gone it is still one that could not be asked.
+    // After its entries expired, it is still named as a replica that could not be asked.
     within(2 * SOON, "it is counted among those that could not be asked", async || {
         let text = told(&mesh, 1, 1).await?;
-        // Whatever is known at the moment, it is named.
+        // It is named in every state.
         assert!(text.contains(&owner), "{text}");
         let counted = text.starts_with("agent 1 is not connected to a replica that answers; waited")
             && text.contains(&format!("1 other replica could not be asked: replica {owner}"));
@@ -74,7 +74,7 @@ async fn a_stopped_owner_is_named_to_callers_and_operators() -> Result<()> {
     Ok(())
 }
 
-/// Returns the addresses of those who are missing in the three lists of the first replica.
+/// Returns the addresses of the replicas that are missing in the three lists of the first replica.
 async fn missing(mesh: &Mesh) -> Result<[Vec<String>; 3]> {
     let (listed, replicas) = (mesh.connections(0, 1).await?, mesh.list(0).await?);
     let request = ExplainAgentRequest { agent_id: 1 };
@@ -83,7 +83,8 @@ async fn missing(mesh: &Mesh) -> Result<[Vec<String>; 3]> {
         .map(|list| list.iter().filter_map(|one| Some(one.address.as_ref()?.ip.to_string())).collect()))
 }
 
-/// Waits until exactly these are missing: who stands still for two seconds is missed, too, for that long.
+/// Waits until exactly these are missing: a replica that stalls for two seconds is missing for that time,
+/// too.
 async fn are_missing(mesh: &Mesh, expected: &[&str]) -> Result<()> {
     within(SOON, "exactly these are missing", async || {
         let now = missing(mesh).await?;
@@ -92,7 +93,7 @@ async fn are_missing(mesh: &Mesh, expected: &[&str]) -> Result<()> {
     .await
 }
 
-/// Seen to fail when only those that may be alive are told of: both lists are empty, and whole.
+/// Fails if only replicas that may be alive are named: both lists are then empty and look complete.
 #[tokio::test]
 async fn lists_name_an_unresponsive_replica_until_it_answers_or_has_left() -> Result<()> {
     let mut mesh = Mesh::start(3).await?;
@@ -102,7 +103,7 @@ async fn lists_name_an_unresponsive_replica_until_it_answers_or_has_left() -> Re
     let silent = mesh.private(2).ip().to_string();
     mesh.kas(2).process.pause();
     within(2 * SOON, "it is given up", async || {
-        // At no moment is it hidden.
+        // It is named at any time.
         let now = missing(&mesh).await?;
         ensure!(now.iter().all(|list| list.contains(&silent)), "{now:?}");
         let row = mesh.row(0, 2).await?.context("it is known")?;
@@ -125,7 +126,7 @@ async fn lists_name_an_unresponsive_replica_until_it_answers_or_has_left() -> Re
     are_missing(&mesh, &[&silent]).await?;
     drop(held);
 
-    // Who says that it leaves is missed by nobody.
+    // A replica that announced its shutdown is not named.
     mesh.restart(2).await?;
     mesh.converged(&[]).await?;
     are_missing(&mesh, &[]).await?;
@@ -139,11 +140,11 @@ async fn lists_name_an_unresponsive_replica_until_it_answers_or_has_left() -> Re
     Ok(())
 }
 
-/// Seen to fail when the observability port is served after the own address is known: nobody answers there
-/// for up to a minute, and a liveness probe kills the process.
+/// Fails if the observability port is served only after the own address is known: the port is then closed for
+/// up to a minute, and a liveness probe kills the process.
 #[tokio::test]
 async fn probes_are_answered_before_the_own_address_is_known() -> Result<()> {
-    // Listens on every interface, so that only the route to another replica tells its address.
+    // It listens on all interfaces, so only the route to another replica reveals its address.
     let config = json!({ "private_api": { "listen": { "address": "0.0.0.0:0" } } });
     let options = Options { replicas: 2, start: false, config, ..Options::default() };
     let mut mesh = Mesh::start_with(options).await?;
@@ -156,7 +157,7 @@ async fn probes_are_answered_before_the_own_address_is_known() -> Result<()> {
     let (probes, other) = (mesh.observability(0), mesh.private(1).ip());
     let probed = async {
         within(SOON, "it is alive", async || {
-            // Not before the process listens.
+            // Only once the process listens.
             let alive = get(probes, "/liveness").await.map(|(status, _)| status);
             Ok(if matches!(alive, Ok(StatusCode::OK)) {
                 Ok(())
@@ -177,17 +178,17 @@ async fn probes_are_answered_before_the_own_address_is_known() -> Result<()> {
     probed?;
     started?;
     mesh.ready(0).await?;
-    // Probes are answered by the process that serves.
+    // The serving process answers probes.
     assert_eq!(get(probes, "/liveness").await?.0, StatusCode::OK);
     mesh.kas(0).leave(SOON).await?;
     Ok(())
 }
 
-/// Seen to fail when each configuration stream is told at the level info.
+/// Fails if each configuration stream is logged at level info.
 #[tokio::test]
 async fn repeated_connections_of_one_agent_are_logged_once() -> Result<()> {
     let mesh = Mesh::start(1).await?;
-    // As an agentk that looks for a second replica: one instance, and each connection reaches the same
+    // Like an agentk that looks for a second replica: one instance, and each connection reaches the same
     // replica.
     let raw = RawAgent::connect(mesh.agents(0), &token(2), Kind::Ours).await?;
     let first = raw.configuration("").await?;
@@ -215,8 +216,7 @@ async fn repeated_connections_of_one_agent_are_logged_once() -> Result<()> {
     Ok(())
 }
 
-/// Datagrams that a replica gets from its own former life, or sends to itself because of it, are no news to
-/// anybody.
+/// Datagrams of its own previous process, or to itself because of it, are not logged.
 #[tokio::test]
 async fn restart_at_the_same_address_logs_no_gossip_warning() -> Result<()> {
     let mut mesh = Mesh::start(3).await?;
@@ -247,7 +247,7 @@ async fn restart_at_the_same_address_logs_no_gossip_warning() -> Result<()> {
         }
         println!("replica {n}: {counts:?}");
         for (reason, count) in counts {
-            // Those that were under way at the restarts, and what is sent until it is known.
+            // Those in flight at the restarts, and those sent until the restart is known.
             assert!(count <= 30.0, "replica {n}: {count} datagrams {reason}");
         }
         let log = mesh.kas(n).process.log();
@@ -255,7 +255,7 @@ async fn restart_at_the_same_address_logs_no_gossip_warning() -> Result<()> {
             .lines()
             .filter(|line| line.contains("\"WARN\"") || line.contains("\"ERROR\""))
             .filter(|line| !line.contains("may read this secret file"))
-            // Of a machine that stands still for seconds: not about restarts.
+            // From a machine that stalled for seconds, not from restarts.
             .filter(|line| !line.contains("the heartbeat of the main runtime stopped or returned"))
             .filter(|line| !line.contains("lonely: seeds name other processes"))
             .collect();
@@ -269,7 +269,7 @@ async fn restart_at_the_same_address_logs_no_gossip_warning() -> Result<()> {
     Ok(())
 }
 
-/// One that is told to leave before it knows its own address leaves at once.
+/// A replica that gets a signal before it knows its own address exits at once.
 #[tokio::test]
 async fn signal_ends_the_wait_for_the_own_address() -> Result<()> {
     let config = json!({ "private_api": { "listen": { "address": "0.0.0.0:0" } } });

@@ -1,4 +1,5 @@
-//! The charts: what they refuse, what they render, and what a real API server and kas say to that.
+//! The charts: values that they refuse, objects that they render, and the verdict of a real API server and of
+//! kas.
 
 use std::{
     collections::BTreeMap,
@@ -14,7 +15,7 @@ use testkit::{kas::merge, kubernetes::Kubernetes, process::program};
 
 use crate::tools::{go_module, helm, helm_one, here, output, python, render, text, yaml};
 
-/// Where the charts are installed.
+/// The namespace of the charts.
 const NAMESPACE: &str = "kas";
 
 /// Some values of a chart.
@@ -30,7 +31,7 @@ async fn cases() -> Result<Value> {
     cases.into_iter().next().context("cases.yaml is empty")
 }
 
-/// Returns the values that should be accepted, each with what the chart makes of them.
+/// Returns the values that should be accepted, each with the rendered objects.
 async fn accepted() -> Result<Vec<(Case, Vec<Value>)>> {
     let mut found = Vec::new();
     for (chart, cases) in cases().await?.as_object().context("charts")? {
@@ -120,7 +121,7 @@ async fn a_blank_value_is_accepted_or_refused_by_name() -> Result<()> {
             .collect();
         for (path, answer) in paths.iter().zip(helm(&requests).await?) {
             let Some(error) = answer["error"].as_str() else { continue };
-            // Not an error of the template's, such as `nil pointer evaluating interface {}.address`.
+            // Not an error of the template itself, such as `nil pointer evaluating interface {}.address`.
             let last = path.last().context("a path has a key")?;
             assert!(
                 error.contains(last) && !error.contains("executing"),
@@ -202,7 +203,7 @@ async fn redis_needs_three_values_and_removes_all_gossip_settings() -> Result<()
     Ok(())
 }
 
-/// Whether the labels are those that a selector wants; it may say nothing but `matchLabels`.
+/// Whether a selector matches the labels; it may only have `matchLabels`.
 fn selects(selector: &Value, labels: &Value) -> bool {
     assert_eq!(selector.as_object().map(serde_json::Map::len), Some(1), "{selector}");
     let wanted = selector["matchLabels"].as_object();
@@ -218,7 +219,7 @@ async fn network_policies_let_only_replicas_reach_gossip_and_the_private_api() -
         let pod = &of("Deployment").context("a Deployment")?["spec"]["template"];
         let labels = &pod["metadata"]["labels"];
         assert!(selects(&policy["spec"]["podSelector"], labels), "{}: not for its own pods", case.name);
-        // Who may reach each port of the pods: `None` is everybody.
+        // The peers that may reach each port of the pods; `None`: all.
         let mut reach = BTreeMap::<(u64, &str), Option<Vec<&Value>>>::new();
         for rule in policy["spec"]["ingress"].as_array().context("rules")? {
             for port in rule["ports"].as_array().context("a rule without ports is for all of them")? {
@@ -251,7 +252,7 @@ async fn network_policies_let_only_replicas_reach_gossip_and_the_private_api() -
             let from =
                 reach[port].as_ref().with_context(|| format!("{}: {port:?} is everybody's", case.name))?;
             let [peer] = from.as_slice() else { panic!("{}: {from:?}", case.name) };
-            // Nothing but a selector of pods: those of this namespace, and of this release alone.
+            // Only a pod selector: pods of this namespace and this release.
             assert_eq!(peer.as_object().map(serde_json::Map::len), Some(1), "{peer}");
             assert!(selects(&peer["podSelector"], labels), "{}: other replicas are kept out", case.name);
             for key in ["app.kubernetes.io/name", "app.kubernetes.io/instance"] {
@@ -296,7 +297,7 @@ async fn a_pod_annotation_overrides_the_chart_and_a_new_ca_needs_no_new_pod() ->
         })
     };
     let agentk = template("agentk", pem("MIIA")).await?;
-    // The running agentk reads them again.
+    // A running agentk reads them again.
     assert_eq!(agentk, template("agentk", pem("MIIB")).await?);
     let own = json!({ "podAnnotations": { "prometheus.io/scrape": "false" } });
     let (kas, plain) = (template("kas", own).await?, template("kas", json!({})).await?);
@@ -313,7 +314,7 @@ async fn the_notes_lead_from_an_installation_to_its_first_agent() -> Result<()> 
         .as_str()
         .context("notes")?
         .to_owned();
-    // The command that makes an agent, and values that tell kas of it, is run as it stands.
+    // The documented command that creates an agent, and its values for kas, is executed unchanged.
     let makes = notes.lines().find(|line| line.contains("kasctl token agent")).context("no agent is made")?;
     let dir = tempfile::tempdir()?;
     let kasctl = tokio::task::spawn_blocking(|| program("kasctl")).await??;
@@ -329,7 +330,7 @@ async fn the_notes_lead_from_an_installation_to_its_first_agent() -> Result<()> 
     let hash = format!("sha256:{}", ids::TokenHash::of(token.as_bytes()).to_hex());
     assert_eq!(agents["agents"][0]["tokens"][0], hash, "{agents}");
 
-    // The next ones name the release, and where agents dial.
+    // The next ones contain the release, and the address for agents.
     for (values, address) in [
         (json!({}), "grpc://kas.kas:8150"),
         (
@@ -351,19 +352,19 @@ async fn the_notes_lead_from_an_installation_to_its_first_agent() -> Result<()> 
     ] {
         let notes = helm_one(render("kas", &values, "kas", NAMESPACE)).await?["notes"].to_string();
         assert!(notes.contains(&format!("--set kasAddress={address} ")), "{address}: {notes}");
-        // The other chart takes it.
+        // The other chart accepts it.
         let agentk = json!({ "kasAddress": address, "token": { "existingSecret": "agentk-token" } });
         helm_one(render("agentk", &agentk, "agentk", "agentk")).await?;
     }
 
-    // Whoever has said where the image is, is not told that nobody has.
+    // If the image has a registry, the notes do not ask for one.
     for (repository, told) in [("kas", true), ("registry.example.com/ops/kas", false)] {
         let values = json!({ "image": { "repository": repository } });
         let notes = helm_one(render("kas", &values, "kas", NAMESPACE)).await?["notes"].to_string();
         assert_eq!(notes.contains("is in no registry"), told, "{repository}: {notes}");
     }
 
-    // Who asks for monitoring is told whom the default lets read metrics, and who has said it himself is not.
+    // With monitoring, the notes say which pods may read metrics by default, unless this was configured.
     let told = async |values: Value| {
         let notes = helm_one(render("kas", &values, "kas", NAMESPACE)).await?["notes"].to_string();
         anyhow::Ok(notes.contains("networkPolicy.observability.from"))
@@ -376,7 +377,8 @@ async fn the_notes_lead_from_an_installation_to_its_first_agent() -> Result<()> 
     Ok(())
 }
 
-/// Writes what a pod of kas would have under `/etc/kas` into a folder; what is not among the objects is made.
+/// Writes the files that a pod of kas would have under `/etc/kas` into a folder. Files that are not among the
+/// objects are created.
 fn materialize(objects: &[Value], dir: &Path) -> Result<PathBuf> {
     let named = |kind: &str, name: &Value| {
         objects.iter().find(|object| object["kind"] == kind && &object["metadata"]["name"] == name)
@@ -422,7 +424,7 @@ fn materialize(objects: &[Value], dir: &Path) -> Result<PathBuf> {
                 files.insert(file.to_owned(), made(file).into());
             }
         }
-        // kas refuses secrets that everybody may read.
+        // kas refuses secrets that all users can read.
         let mode = volume["secret"]["defaultMode"].as_u64().map_or(Ok(0o644), u32::try_from)?;
         for (file, content) in files {
             fs::write(at.join(&file), content)?;
@@ -450,7 +452,7 @@ async fn kas_accepts_each_rendered_configuration() -> Result<()> {
             .await
             .with_context(|| format!("{}: {}", case.name, fs::read_to_string(&file).unwrap_or_default()))?;
         assert!(said.contains("the configuration is good"), "{}: {said}", case.name);
-        // Without certificates a proxy or a mesh encrypts, of which kas cannot know.
+        // Without certificates, a proxy or a mesh encrypts, which kas cannot know.
         let plain = "travel in plain text beyond this host";
         let (plain, others): (Vec<&str>, Vec<&str>) =
             said.lines().filter(|line| line.starts_with("warning:")).partition(|line| line.contains(plain));
@@ -459,7 +461,7 @@ async fn kas_accepts_each_rendered_configuration() -> Result<()> {
         if case.name == "a file of GitLab's kas 14.1" {
             assert!(others.iter().any(|line| line.contains("redis")), "{said}");
         } else if case.name == "the page" {
-            // The chart's network policy is not for kas to see.
+            // kas cannot see the network policy of the chart.
             assert!(others.len() == 1 && others[0].contains("observability.page"), "{others:?}");
         } else {
             assert_eq!(others, [""; 0], "{}", case.name);
@@ -470,7 +472,7 @@ async fn kas_accepts_each_rendered_configuration() -> Result<()> {
     Ok(())
 }
 
-/// Makes a namespace where pods must be restricted, and whatever is not is also warned of.
+/// Creates a namespace where pods must be restricted and violations also cause warnings.
 async fn restricted(kubernetes: &Kubernetes) -> Result<()> {
     for namespace in [NAMESPACE, "shop", "blog"] {
         kubernetes.ensure_namespace(namespace).await?;
@@ -480,7 +482,7 @@ async fn restricted(kubernetes: &Kubernetes) -> Result<()> {
     Ok(())
 }
 
-/// Makes the kinds of objects that the charts know and Kubernetes does not.
+/// Creates the kinds of objects that the charts use and Kubernetes lacks.
 async fn definitions(kubernetes: &Kubernetes) -> Result<()> {
     let gateway = go_module("sigs.k8s.io/gateway-api").await?.join("config/crd/standard");
     let operator = go_module("github.com/prometheus-operator/prometheus-operator").await?;
@@ -504,8 +506,7 @@ async fn accepts(kubernetes: &Kubernetes, objects: &[Value]) -> Result<String> {
     kubernetes.kubectl(&["apply", "--dry-run=server", "--warnings-as-errors", "-f", text(file.path())?]).await
 }
 
-/// Returns the pods that a Deployment would make: it is they that are refused, the Deployment is only warned
-/// of.
+/// Returns the pods of a Deployment: they would be refused, while the Deployment only gets a warning.
 fn pods(objects: &[Value]) -> Vec<Value> {
     let deployments = objects.iter().filter(|object| object["kind"] == "Deployment");
     deployments
@@ -559,7 +560,7 @@ async fn a_real_api_server_accepts_every_object_under_restricted_pod_security() 
         assert!(kinds.contains_key(kind), "no case makes a {kind}");
     }
 
-    // The question has teeth: with one word changed the pod is refused, and a wrong field is noticed.
+    // Validates the check: with one word changed the pod is refused, and a wrong field is noticed.
     let mut loose = pods(&accepted[0].1);
     loose[0]["spec"]["containers"][0]["securityContext"]["allowPrivilegeEscalation"] = true.into();
     let refused = accepts(&kubernetes, &loose).await.expect_err("a loose pod is refused").to_string();
@@ -579,7 +580,7 @@ async fn secret(kubernetes: &Kubernetes, name: &str) -> Result<Value> {
     Ok(serde_json::from_str::<Value>(&secret)?["data"].clone())
 }
 
-/// Installs the chart of kas, upgrades it or uninstalls it, as Helm does.
+/// Installs, upgrades or uninstalls the chart of kas, as Helm does.
 async fn release(kubernetes: &Kubernetes, what: &str, values: Value) -> Result<Value> {
     helm_one(json!({
         "do": what,
@@ -611,7 +612,7 @@ async fn secrets_are_created_once_and_kept_by_upgrades() -> Result<()> {
     let second = (secret(&kubernetes, "kas-api").await?, secret(&kubernetes, "kas-private-api").await?);
     assert_eq!(first, second);
 
-    // A further key is made, and the one that is there stays.
+    // A further key is created, and the existing one stays.
     let keys = json!({ "secrets": { "privateApi": { "keys": ["secret", "next"] } } });
     release(&kubernetes, "upgrade", keys).await?;
     let third = secret(&kubernetes, "kas-private-api").await?;
@@ -637,14 +638,14 @@ async fn enabling_the_autoscaler_keeps_the_running_replicas() -> Result<()> {
     release("install", json!({ "replicaCount": 4 })).await?;
     release("upgrade", scaled.clone()).await?;
     assert_eq!(replicas().await?, "4");
-    // What the autoscaler has chosen since then stays, too.
+    // The number that the autoscaler chose since then stays, too.
     kubernetes.kubectl(&["scale", "deployment", "kas", "-n", NAMESPACE, "--replicas=7"]).await?;
     release("upgrade", scaled).await?;
     assert_eq!(replicas().await?, "7");
     Ok(())
 }
 
-/// The first chart that there was, of commit 1744b9d, packed as a repository of charts holds it.
+/// The first version of the chart, of commit 1744b9d, packed as in a chart repository.
 const FIRST_CHART: &str = "tests/deploy/charts/kas-1744b9d.tgz";
 
 #[tokio::test]
@@ -677,15 +678,15 @@ async fn an_upgrade_from_the_first_chart_keeps_its_secrets() -> Result<()> {
     let (first, before) = (all().await?, deployment().await?);
     assert_ne!(first["kas-api"], first["kas-private-api"]);
 
-    // The API server refuses whatever cannot be changed, such as a Deployment's selector.
+    // The API server refuses changes of immutable fields, such as a Deployment's selector.
     helm_one(release("upgrade", "deploy/charts/kas")).await?;
     assert_eq!(all().await?, first);
-    // The same objects, and really another chart: this one has its pods get no variables of Services.
+    // The same objects of another chart: with this one, pods get no variables of Services.
     let after = deployment().await?;
     assert_eq!(before["metadata"]["uid"], after["metadata"]["uid"]);
     let links = |deployment: &Value| deployment["spec"]["template"]["spec"]["enableServiceLinks"].clone();
     assert_eq!((links(&before), links(&after)), (Value::Null, false.into()));
-    // A replica of either sees the same files of them.
+    // Replicas of both see the same files.
     for volume in before["spec"]["template"]["spec"]["volumes"].as_array().context("volumes")? {
         if let Some(source) = volume.get("secret") {
             let volumes = after["spec"]["template"]["spec"]["volumes"].as_array().context("volumes")?;

@@ -1,10 +1,10 @@
-//! The images that `cargo xtask images` left, in real containers; and that charts and images agree, without
-//! any.
+//! The images of `cargo xtask images`, in real containers; and the agreement of charts and images, without
+//! containers.
 //!
-//! The containers are of podman and runc, each in a network namespace of its own on one bridge, beside a real
-//! API server. They run what the charts' Deployments say, with the files that the API server gives out: only
-//! the kubelet is this test. All of it runs in namespaces of processes and mounts that end with the test,
-//! however it ends.
+//! The containers run with podman and runc, each in a network namespace on one bridge, next to a real API
+//! server. They run what the charts' Deployments define, with files from the API server: this test only
+//! replaces the kubelet. Everything runs in process and mount namespaces that end with the test, however it
+//! ends.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -34,19 +34,19 @@ use crate::{
     tools::{helm_one, here, output, python_with, render, run, text},
 };
 
-/// The version of everything here.
+/// The version of the workspace.
 const VERSION: &str = env!("CARGO_PKG_VERSION");
-/// Whom the images run as, and to which group a kubelet gives the volumes of the charts' pods.
+/// The user of the images, and the group to which a kubelet gives the volumes of the charts' pods.
 const USER: u32 = 65532;
-/// Where the test itself is on the bridge, and the API server with it.
+/// The address of the test on the bridge, and of the API server.
 const OUTSIDE: &str = "10.77.0.254";
 /// Containers with a network of their own: three of kas, and one of agentk.
 const HOSTS: [&str; 4] = ["10.77.0.1", "10.77.0.2", "10.77.0.3", "10.77.0.4"];
-/// How soon after one replica's death requests must be served again: what gossip and the agent's own
-/// reconnection need, several times over.
+/// Time after one replica's failure within which requests must be served again: several times what gossip and
+/// the agent's reconnection need.
 const AGAIN_WITHIN: Duration = Duration::from_secs(30);
 
-/// Returns the part of the Containerfile that makes an image, as instructions with their arguments.
+/// Returns the part of the Containerfile for an image, as instructions with their arguments.
 fn stage(name: &str) -> Result<Vec<(String, String)>> {
     let file = fs::read_to_string(here("deploy/images/Containerfile"))?;
     let (_, rest) =
@@ -92,7 +92,7 @@ async fn the_charts_match_the_images() -> Result<()> {
     Ok(())
 }
 
-/// Returns the folder that `cargo xtask images` left for this machine.
+/// Returns the output folder of `cargo xtask images` for this machine.
 fn built() -> Result<PathBuf> {
     let folder = match env::var_os("KAS_TEST_IMAGES") {
         Some(folder) => PathBuf::from(folder),
@@ -111,7 +111,7 @@ fn built() -> Result<PathBuf> {
     Ok(folder)
 }
 
-/// podman with a storage of its own.
+/// podman with its own storage.
 struct Podman {
     common: Vec<String>,
 }
@@ -150,7 +150,7 @@ impl Podman {
         self.run(&words).await
     }
 
-    /// Returns what became of all containers, and how their logs end.
+    /// Returns the state of all containers, and the ends of their logs.
     async fn logs(&self) -> Result<String> {
         let mut all = self.run(&["ps", "--all"]).await?;
         all.insert(0, '\n');
@@ -170,7 +170,7 @@ impl Podman {
     }
 }
 
-/// What the charts ask of Kubernetes, in podman's words; whom the image runs as it says itself.
+/// The settings of the charts as options of podman; the image defines the user.
 const LOCKED_UP: [&str; 12] = [
     "--pull",
     "never",
@@ -186,7 +186,7 @@ const LOCKED_UP: [&str; 12] = [
     "nproc=4096:4096",
 ];
 
-/// Starts container number `host` as the chart's Deployment wants it; `port` is that of the API server.
+/// Starts container number `host` as the chart's Deployment defines it; `port` is that of the API server.
 async fn start(
     podman: &Podman,
     world: &World,
@@ -204,7 +204,7 @@ async fn start(
     let mut words: Vec<String> = ["run", "--detach", "--name", &own].map(str::to_owned).into();
     words.extend(LOCKED_UP.map(str::to_owned));
     words.push(format!("--network=ns:/run/netns/host{host}"));
-    // The names that a cluster has, from a file and not from DNS.
+    // The host names of a cluster, from a file instead of DNS.
     for name in [&format!("kas.{NAMESPACE}.svc"), "kubernetes.default.svc"] {
         words.push(format!("--add-host={name}:{OUTSIDE}"));
     }
@@ -256,8 +256,8 @@ fn give(path: &Path, group: u32) -> Result<()> {
     Ok(())
 }
 
-/// Passes connections to a port of the bridge on to one of these, the next one each time, as a node does for
-/// a Service. One that refuses is left out: Kubernetes would have taken it from the endpoints.
+/// Forwards connections on a port of the bridge to these endpoints in turn, like a Service. One that refuses
+/// is skipped: Kubernetes would have removed it from the endpoints.
 async fn service(port: u16, endpoints: Vec<SocketAddr>, tasks: &mut JoinSet<()>) -> Result<()> {
     let listener = TcpListener::bind((OUTSIDE, port)).await?;
     tasks.spawn(async move {
@@ -269,7 +269,7 @@ async fn service(port: u16, endpoints: Vec<SocketAddr>, tasks: &mut JoinSet<()>)
                 let first = turn % endpoints.len();
                 endpoints.rotate_left(first);
                 if let Ok(mut to) = TcpStream::connect(endpoints.as_slice()).await {
-                    // Who ends a connection early is no concern of a wire.
+                    // A connection that ends early is not an error here.
                     let _ = tokio::io::copy_bidirectional(&mut from, &mut to).await;
                 }
             });
@@ -278,7 +278,7 @@ async fn service(port: u16, endpoints: Vec<SocketAddr>, tasks: &mut JoinSet<()>)
     Ok(())
 }
 
-/// Looks at a container from outside: whom its process runs as and what that may do.
+/// Checks a container from outside: the user of its process and its privileges.
 async fn is_locked_up(podman: &Podman, container: &str) -> Result<()> {
     let pid = podman.inspect("container", container).await?["State"]["Pid"].to_string();
     let status = fs::read_to_string(format!("/proc/{pid}/status"))?;
@@ -321,7 +321,7 @@ async fn files(podman: &Podman, image: &str) -> Result<BTreeSet<String>> {
     Ok(found)
 }
 
-/// What an image says about itself, and what is in it.
+/// Checks the metadata and the files of an image.
 async fn describes_itself(podman: &Podman, built: &Path, image: &str) -> Result<()> {
     let inspected = podman.inspect("image", &format!("{image}:{VERSION}")).await?;
     let config = &inspected["Config"];
@@ -343,7 +343,7 @@ async fn describes_itself(podman: &Podman, built: &Path, image: &str) -> Result<
     assert!(commit.len() == 40 && commit.bytes().all(|byte| byte.is_ascii_hexdigit()), "{revision}");
     let said = podman.once(image, &["--network=none"], &["--version"]).await?;
     assert!(said.contains(&format!("commit: {}", &commit[..12])), "{image} of {revision} says: {said}");
-    // Of the commit, and not of the build.
+    // The time of the commit, not of the build.
     let created = inspected["Created"].as_str().context("a time")?;
     assert!(
         !label("created").is_empty() && created.starts_with(label("created").trim_end_matches('Z')),
@@ -357,7 +357,7 @@ async fn describes_itself(podman: &Podman, built: &Path, image: &str) -> Result<
     let mut expected: BTreeSet<String> = [licence, program, bom].into();
     expected.extend(["etc/nsswitch.conf", "etc/ssl/certs/ca-certificates.crt"].map(str::to_owned));
     let mut found = files(podman, image).await?;
-    // Not there with authorities of one's own.
+    // Absent if the CA certificates are replaced.
     found.remove("usr/share/licenses/webpki-root-certs/LICENSE");
     assert_eq!(found, expected, "{image}");
     Ok(())
@@ -385,7 +385,7 @@ async fn bills_of_materials_are_valid_and_list_what_is_linked() -> Result<()> {
         for linked in ["tokio", "rustls", "aws-lc-sys", "glibc", "rust-std"] {
             assert!(parts.contains_key(linked), "{program}: {linked} is not in {:?}", parts.keys());
         }
-        // For tests, for build scripts, for macros, for other systems; of another program.
+        // Packages for tests, build scripts, macros, other systems, or another program.
         let others: &[&str] = match program {
             "kas" => &["agentk"],
             "agentk" => &["kas", "redis", "gix", "chitchat"],
@@ -412,7 +412,7 @@ async fn three_containers_are_a_cluster_and_survive_the_death_of_one() -> Result
         rustix::process::geteuid().is_root(),
         "containers in namespaces of this test's: it must run as root"
     );
-    // What podman and `ip netns` keep under /run ends with this.
+    // The files of podman and `ip netns` under /run end with this.
     let mut network = format!(
         "mount -t tmpfs none /run; mkdir /run/netns; ip link add br0 type bridge; ip addr add {OUTSIDE}/24 dev br0; \
          ip link set br0 up; "
@@ -428,7 +428,7 @@ async fn three_containers_are_a_cluster_and_survive_the_death_of_one() -> Result
     if !own_network(test, &options, &network).await? {
         return Ok(());
     }
-    // On that file system, which goes with everything that podman mounts there.
+    // On that file system, which ends with everything that podman mounts there.
     let world = World { kubernetes: Kubernetes::start().await?, dir: tempfile::tempdir_in("/run")? };
     let mut tasks = JoinSet::new();
     let port: u16 = world.kubernetes.server().rsplit(':').next().context("a port")?.parse()?;
@@ -450,7 +450,7 @@ async fn three_containers_are_a_cluster_and_survive_the_death_of_one() -> Result
     Ok(())
 }
 
-/// Three replicas and an agent come up, answer, and go on after one replica's death; `port` is that of the
+/// Three replicas and an agent start, serve, and continue after one replica is killed; `port` is that of the
 /// API server.
 async fn cluster(podman: &Podman, world: &World, port: u16) -> Result<()> {
     let hash = ids::TokenHash::of(token(1).as_bytes()).to_hex();
@@ -497,11 +497,11 @@ async fn cluster(podman: &Podman, world: &World, port: u16) -> Result<()> {
     let secret = world.object("secret", NAMESPACE, "kas-api").await?;
     let file = world.dir.path().join("api-secret");
     fs::write(&file, BASE64_STANDARD.decode(secret["data"]["secret"].as_str().context("the secret")?)?)?;
-    // As it is for whoever runs it; kasctl refuses a secret that everybody may read.
+    // With the owner that runs kasctl, which refuses a secret that all users can read.
     fs::set_permissions(&file, std::os::unix::fs::PermissionsExt::from_mode(0o400))?;
     chown(&file, Some(USER), Some(USER))?;
     let secret = format!("--volume={}:/secret:ro", text(&file)?);
-    // kasctl is asked as an operator's container in the network of the replica.
+    // kasctl runs in a container in the network of the replica.
     let ask = async |host: usize| {
         let network = format!("--network=ns:/run/netns/host{host}");
         let address = format!("grpc://{}:8153", HOSTS[host]);
@@ -518,7 +518,7 @@ async fn cluster(podman: &Podman, world: &World, port: u16) -> Result<()> {
         })
         .await
     };
-    // From the agent's start to the first answer, kasctl's container included.
+    // From the agent's start to the first response, including kasctl's container.
     served(0, AGAIN_WITHIN).await?;
     println!("agentk: a request was answered {:?} after podman was asked for it", began.elapsed());
     is_locked_up(podman, "agentk-3").await?;
@@ -526,7 +526,7 @@ async fn cluster(podman: &Podman, world: &World, port: u16) -> Result<()> {
         served(host, AGAIN_WITHIN).await?;
     }
 
-    // The one that dies holds tunnels of the agent.
+    // The killed one holds tunnels of the agent.
     let mut holders = Vec::new();
     for host in 0..3 {
         if metric(at(host, 8151)?, "kas_tunnels_open").await? > 0.0 {
@@ -545,7 +545,7 @@ async fn cluster(podman: &Podman, world: &World, port: u16) -> Result<()> {
         metric_is(at(*host, 8151)?, "kas_replicas_live", 2.0).await?;
     }
 
-    // In order: each ends by itself within the time that Kubernetes gives it.
+    // Clean shutdown: each ends within the time that Kubernetes allows.
     for container in ["agentk-3".to_owned(), format!("kas-{}", others[0])] {
         podman.run(&["stop", "--time", "50", &container]).await?;
         let state = podman.inspect("container", &container).await?["State"].clone();

@@ -1,4 +1,4 @@
-//! The kustomize bases and overlays make what the charts make with the same choices.
+//! The kustomize bases and overlays render the same objects as the charts with the same choices.
 
 use std::collections::BTreeMap;
 
@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 
 use crate::tools::{helm_one, here, output, render, text, yaml};
 
-/// The folder, and the chart with its values that says the same.
+/// Returns folders, each with the equivalent chart and values.
 fn pairs() -> [(&'static str, &'static str, Value); 7] {
     let secrets = json!({
         "secrets": { "api": { "existingSecret": "kas-api" }, "privateApi": { "existingSecret": "kas-private-api" } },
@@ -45,8 +45,8 @@ fn pairs() -> [(&'static str, &'static str, Value); 7] {
     ]
 }
 
-/// Removes what the two tools say each in its own way: who manages the object, and how a configuration is
-/// told from the one before. Returns the objects by kind and name.
+/// Removes differences of the tools: labels for the manager of an object, and hashes of configurations.
+/// Returns the objects by kind and name.
 async fn comparable(objects: &[Value]) -> Result<BTreeMap<String, Value>> {
     let mut found = BTreeMap::new();
     for object in objects {
@@ -64,7 +64,7 @@ async fn comparable(objects: &[Value]) -> Result<BTreeMap<String, Value>> {
                     *name = without_hash(name.as_str().context("a name")?).into();
                 }
             }
-            // Their order means nothing.
+            // Their order has no meaning.
             volumes.sort_by_key(|volume| volume["name"].to_string());
             let mounts =
                 template["spec"]["containers"][0]["volumeMounts"].as_array_mut().context("mounts")?;
@@ -82,7 +82,7 @@ async fn comparable(objects: &[Value]) -> Result<BTreeMap<String, Value>> {
     Ok(found)
 }
 
-/// Takes the hash off that kustomize puts at the end of the name of what it generates.
+/// Removes the hash that kustomize appends to generated names.
 fn without_hash(name: &str) -> String {
     match name.rsplit_once('-') {
         Some((name, hash)) if name == "kas-config" && hash.len() == 10 => name.to_owned(),

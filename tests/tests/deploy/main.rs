@@ -1,5 +1,5 @@
-//! What `deploy/` holds, on the real things: Helm's engine, a real Kubernetes API server, Prometheus' own
-//! tool, systemd's, and kas and agentk themselves.
+//! Tests of `deploy/` with real programs: Helm's engine, a Kubernetes API server, Prometheus' tool, systemd's
+//! tool, kas and agentk.
 
 mod charts;
 mod images;

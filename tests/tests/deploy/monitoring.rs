@@ -1,5 +1,5 @@
-//! Rules and dashboards: Prometheus reads them, each alert fires when it should, and they name what kas and
-//! agentk have.
+//! Rules and dashboards: Prometheus accepts them, each alert fires when it should, and they use metrics that
+//! kas and agentk have.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -40,7 +40,7 @@ pub(crate) async fn rules() -> Result<Vec<Value>> {
     Ok(groups.iter().filter_map(|group| group["rules"].as_array()).flatten().cloned().collect())
 }
 
-/// Returns the names of the dashboards, with what they are.
+/// Returns the dashboards by name.
 fn dashboards() -> Result<Vec<(String, Value)>> {
     let mut found = Vec::new();
     for entry in fs::read_dir(here("deploy/monitoring/dashboards"))? {
@@ -51,7 +51,7 @@ fn dashboards() -> Result<Vec<(String, Value)>> {
     Ok(found)
 }
 
-/// Returns the questions that dashboards ask, with where.
+/// Returns the queries of dashboards, each with its place.
 pub(crate) fn questions() -> Result<Vec<(String, String)>> {
     let mut found = Vec::new();
     for (file, dashboard) in dashboards()? {
@@ -71,7 +71,7 @@ async fn each_alert_has_a_test_that_fires_it_and_a_paragraph_in_the_docs() -> Re
     output("promtool".as_ref(), &["check", "rules", text(&file)?], "", PROMTOOL).await?;
     output("promtool".as_ref(), &["test", "rules", text(&tests)?], "", PROMTOOL).await?;
 
-    // Prometheus has said that what is expected comes; here, that something is expected of each.
+    // promtool has checked the expected alerts; this checks that each alert is expected somewhere.
     let (mut fires, mut is_silent) = (BTreeSet::new(), BTreeSet::new());
     for test in read("deploy/monitoring/rules.test.yaml").await?["tests"].as_array().context("tests")? {
         for question in test["alert_rule_test"].as_array().into_iter().flatten() {
@@ -140,7 +140,7 @@ async fn every_recorded_series_in_a_query_has_a_rule() -> Result<()> {
     let is_word = |c: char| c.is_ascii_alphanumeric() || c == '_' || c == ':';
     let mut checked = 0;
     for (place, question) in &asked {
-        // A name with a colon in it is of a rule.
+        // A name with a colon is that of a recording rule.
         for name in
             question.split(|c| !is_word(c)).filter(|word| word.contains(":kas_") || word.contains(":agentk_"))
         {
@@ -154,7 +154,7 @@ async fn every_recorded_series_in_a_query_has_a_rule() -> Result<()> {
 
 #[tokio::test]
 async fn promtool_reads_the_metrics_and_prometheus_gets_openmetrics() -> Result<()> {
-    // What Prometheus 2 sends.
+    // The header of Prometheus 2.
     const SCRAPER: &str = "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,\
         text/plain;version=0.0.4;q=0.5,*/*;q=0.1";
     let kas = Kas::start().await?;
@@ -177,14 +177,14 @@ async fn promtool_reads_the_metrics_and_prometheus_gets_openmetrics() -> Result<
     Ok(())
 }
 
-/// A metric that a question names, and the values that it wants of each label.
+/// A metric in a query, and the values that it selects for each label.
 #[derive(Debug)]
 struct Selector {
     metric: String,
     labels: Vec<(String, Vec<String>)>,
 }
 
-/// Finds the metrics of kas and agentk in a question, recorded ones left out.
+/// Returns the metrics of kas and agentk in a query, without recorded ones.
 fn selectors(question: &str) -> Vec<Selector> {
     let is_word = |c: char| c.is_ascii_alphanumeric() || c == '_' || c == ':';
     let mut found = Vec::new();
@@ -193,7 +193,7 @@ fn selectors(question: &str) -> Vec<Selector> {
         let word: String = rest[start..].chars().take_while(|c| is_word(*c)).collect();
         rest = &rest[start + word.len()..];
         if !word.starts_with("kas_") && !word.starts_with("agentk_") {
-            // What is between quotes is a value, and no metric.
+            // A quoted text is a value, not a metric.
             continue;
         }
         let mut labels = Vec::new();
@@ -224,7 +224,7 @@ fn metrics_are_found_in_queries() {
     );
 }
 
-/// What a program shows: of each metric the labels, and their values.
+/// The metrics of a program, with their labels and values.
 type Shown = BTreeMap<String, BTreeMap<String, BTreeSet<String>>>;
 
 fn note(shown: &mut Shown, text: &str) {
@@ -240,7 +240,7 @@ fn note(shown: &mut Shown, text: &str) {
     }
 }
 
-/// What no test can make real processes show at will: every value that kas can give these labels.
+/// Returns all values of labels that a test cannot produce with real processes.
 fn possible(metric: &str, label: &str) -> Vec<String> {
     fn names<T: std::fmt::Debug>(values: &[T]) -> Vec<String> {
         values.iter().map(|value| format!("{value:?}")).collect()
@@ -290,7 +290,7 @@ fn possible(metric: &str, label: &str) -> Vec<String> {
 
 #[tokio::test]
 async fn rules_and_dashboards_name_metrics_and_labels_that_kas_and_agentk_have() -> Result<()> {
-    // Two replicas and a request from one to the other, a token that nobody knows, a GitLab, and an agentk.
+    // Two replicas and a request from one to the other, an unknown token, a GitLab, and an agentk.
     let mesh = Mesh::start(2).await?;
     mesh.meshed().await?;
     let _agent = mesh.agent(0, 1, Kind::Ours, 2).await?;
@@ -302,7 +302,7 @@ async fn rules_and_dashboards_name_metrics_and_labels_that_kas_and_agentk_have()
     assert!(stranger.tunnel().await.is_err());
     let gitlab = GitLab::start().await?;
     gitlab.know(&token(1), 1, "agent-1", 7);
-    // It has a certificate, too, for a listener that nobody asks here.
+    // It also has a certificate, for a listener that is not used here.
     let dir = tempfile::tempdir()?;
     let (certificate, key) = (dir.path().join("tls.crt"), dir.path().join("tls.key"));
     let pair = rcgen::KeyPair::generate()?;
@@ -324,7 +324,7 @@ async fn rules_and_dashboards_name_metrics_and_labels_that_kas_and_agentk_have()
         note(&mut shown, &get(address, "/metrics").await?.1);
     }
     let mut questions = questions()?;
-    // The autoscaler of the chart asks for one, too.
+    // The autoscaler of the chart uses one, too.
     let values = json!({ "autoscaling": { "enabled": true } });
     let rendered = helm_one(render("kas", &values, "kas", "kas")).await?;
     let scaler = rendered["objects"].as_array().context("objects")?.iter();
@@ -345,7 +345,7 @@ async fn rules_and_dashboards_name_metrics_and_labels_that_kas_and_agentk_have()
             };
             for (label, values) in labels {
                 if label == "namespace" || label == "job" {
-                    // From Prometheus.
+                    // A label of Prometheus.
                     continue;
                 }
                 let Some(seen) = has.get(&label) else {

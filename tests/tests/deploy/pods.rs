@@ -1,9 +1,9 @@
-//! Pods of the charts, run as a kubelet would run them, beside the API server that holds their objects.
+//! Pods of the charts, run as a kubelet would run them, next to the API server with their objects.
 //!
-//! There is no kubelet and no container here, so that each pod is a process of kas or agentk in a mount
-//! namespace of its own: its files come from the ConfigMaps, Secrets and tokens that the API server gives
-//! out, the file system is read-only, and its arguments and variables are those of the pod. All of it runs in
-//! a network without a way out, in which each pod has an address.
+//! There is no kubelet and no container here: each pod is a process of kas or agentk in its own mount
+//! namespace. Its files come from the ConfigMaps, Secrets and tokens of the API server, the file system is
+//! read-only, and its arguments and variables are those of the pod. Everything runs in an isolated network,
+//! in which each pod has an address.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -31,13 +31,13 @@ pub(crate) const NAMESPACE: &str = "kas";
 pub(crate) const AGENT_NAMESPACE: &str = "agents";
 /// Addresses of the pods of kas, and then of agentk.
 const ADDRESSES: [&str; 4] = ["10.99.0.1", "10.99.0.2", "10.99.0.3", "10.99.0.4"];
-/// Set in the process that runs in a network of its own.
+/// Set in the process that runs in its own network.
 const INSIDE: &str = "KAS_TEST_OWN_NETWORK";
-/// How long that process may take.
+/// Time limit of that process.
 const WITHIN: Duration = Duration::from_secs(300);
 
-/// Whether this process is in a network of its own. If not, runs the test of this name in one, which `script`
-/// sets up; `options` are more of `unshare`.
+/// Returns whether this process is in its own network. If not, runs the test of this name in one, which
+/// `script` sets up; `options` are added to those of `unshare`.
 pub(crate) async fn own_network(test: &str, options: &[&str], script: &str) -> Result<bool> {
     if env::var_os(INSIDE).is_some() {
         return Ok(true);
@@ -45,7 +45,7 @@ pub(crate) async fn own_network(test: &str, options: &[&str], script: &str) -> R
     for tool in ["unshare", "setpriv", "ip"] {
         find(tool).with_context(|| format!("this test needs {tool} (Debian: util-linux, iproute2)"))?;
     }
-    // In there nothing can be fetched.
+    // Nothing can be downloaded in there.
     python().await?;
     tokio::task::spawn_blocking(testkit::kubernetes::binaries).await??;
     let script = format!("ip link set lo up; {script} exec \"$0\" \"$@\"");
@@ -57,7 +57,7 @@ pub(crate) async fn own_network(test: &str, options: &[&str], script: &str) -> R
     words.extend(["--", "sh", "-ec", &script]);
     let mut command = Command::new("setpriv");
     command.args(words).arg(env::current_exe()?);
-    // Also one of those that are run only when they are asked for.
+    // Includes ignored tests.
     command.args(["--exact", test, "--include-ignored", "--nocapture", "--test-threads=1"]);
     command.env(INSIDE, "1").stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let child = tokio::process::Command::from(command).kill_on_drop(true).spawn()?;
@@ -71,7 +71,7 @@ pub(crate) async fn own_network(test: &str, options: &[&str], script: &str) -> R
     Ok(false)
 }
 
-/// The API server, and how pods are started beside it.
+/// The API server, and how pods are started next to it.
 pub(crate) struct World {
     pub(crate) kubernetes: Kubernetes,
     pub(crate) dir: TempDir,
@@ -85,7 +85,7 @@ impl World {
 
     pub(crate) async fn install(&self, chart: &str, namespace: &str, values: Value) -> Result<()> {
         self.kubernetes.ensure_namespace(namespace).await?;
-        // What the controller manager puts into each namespace.
+        // Objects that the controller manager creates in each namespace.
         let root = json!({
             "apiVersion": "v1",
             "kind": "ConfigMap",
@@ -161,7 +161,7 @@ impl World {
         } else {
             bail!("a kind of volume that this kubelet does not know: {volume}");
         }
-        // kas refuses secrets that everybody may read.
+        // kas refuses secrets that all users can read.
         let source = ["secret", "projected"].into_iter().find_map(|kind| volume.get(kind));
         let mode =
             source.and_then(|source| source["defaultMode"].as_u64()).map_or(Ok(0o644), u32::try_from)?;
@@ -188,9 +188,8 @@ impl World {
             let at = root.join(mount["mountPath"].as_str().context("a path")?.trim_start_matches('/'));
             self.volume(volume, namespace, account, &at).await?;
         }
-        // `/etc` cannot be another one without a whole root of its own, so that paths in there are changed.
-        // The kernel gives each pod its own ports; here they share one, so that each listens on its own
-        // address.
+        // `/etc` cannot be replaced without a new root, so paths in it are changed. In Kubernetes each pod
+        // has its own ports; here they share a host, so each listens on its own address.
         let root_text = text(&root)?.to_owned();
         let moved = |words: &str| {
             words
@@ -225,7 +224,7 @@ impl World {
             };
             variables.push((variable["name"].as_str().context("a name")?.to_owned(), value));
         }
-        // The read-only root is the container's own wish.
+        // The container requests the read-only root.
         ensure!(container["securityContext"]["readOnlyRootFilesystem"] == true, "the root may be written");
         let script = "mount -t tmpfs none /run; mkdir -p /run/secrets/kubernetes.io; \
                       ln -s \"$1/var/run/secrets/kubernetes.io/serviceaccount\" /run/secrets/kubernetes.io/; \
@@ -239,7 +238,7 @@ impl World {
         Process::start(&format!("{name}-{n}"), Path::new("unshare"), &words, &variables).await
     }
 
-    /// Says, as the controller manager would, which pods the headless Service of kas has; none of them is
+    /// Creates the endpoints of the headless Service of kas, like the controller manager; none of them is
     /// ready.
     pub(crate) async fn endpoints(&self, addresses: &[&str]) -> Result<()> {
         let service = self.object("service", NAMESPACE, "kas-peers").await?;
@@ -268,7 +267,7 @@ impl World {
         Ok(())
     }
 
-    /// Returns what an account may do in a namespace, as `kubectl auth can-i --list` says.
+    /// Returns the rights of an account in a namespace, as `kubectl auth can-i --list` prints them.
     async fn rights(&self, namespace: &str, account: &str) -> Result<BTreeSet<String>> {
         let user = format!("--as=system:serviceaccount:{account}");
         let groups = ["--as-group=system:serviceaccounts", "--as-group=system:authenticated"];
@@ -292,7 +291,7 @@ async fn pods_of_the_charts_run_with_only_the_rights_that_they_need() -> Result<
         .install("kas", NAMESPACE, json!({ "agents": { "list": [agent], "configurations": { "demo": {} } } }))
         .await?;
 
-    // One replica before there is any endpoint: it looks for others, and is told of them by the watch.
+    // One replica before there is any endpoint: it looks for others, and the watch reports them.
     world.endpoints(&[]).await?;
     let mut replicas = vec![world.pod("kas", NAMESPACE, 0, ADDRESSES[0]).await?];
     let at = |n: usize, port: u16| SocketAddr::new(ADDRESSES[n].parse().expect("an address"), port);
@@ -304,7 +303,7 @@ async fn pods_of_the_charts_run_with_only_the_rights_that_they_need() -> Result<
         replicas.push(world.pod("kas", NAMESPACE, n, ip).await?);
     }
     world.endpoints(&ADDRESSES[..3]).await?;
-    // As the kubelet asks.
+    // As the kubelet probes.
     let deployment = world.object("deployment", NAMESPACE, "kas").await?;
     let container = &deployment["spec"]["template"]["spec"]["containers"][0];
     let probe = &container["readinessProbe"]["httpGet"];
@@ -321,7 +320,7 @@ async fn pods_of_the_charts_run_with_only_the_rights_that_they_need() -> Result<
         metric_is(at(n, 8151), "kas_replicas_live", 3.0).await?;
     }
 
-    // Exactly what discovery needs, in its own namespace; nothing anywhere else.
+    // Exactly the rights that discovery needs, only in its own namespace.
     world.kubernetes.service_account("plain", "nobody", Access::Nothing).await?;
     let baseline = world.rights(NAMESPACE, "plain:nobody").await?;
     let more = |rights: BTreeSet<String>| rights.difference(&baseline).cloned().collect::<Vec<_>>();
@@ -361,7 +360,7 @@ async fn pods_of_the_charts_run_with_only_the_rights_that_they_need() -> Result<
     }
     assert!(ask(&["agents"]).await?.contains("agents/agentk-0"), "where the pod is, is shown to operators");
 
-    // A replica leaves within the time that Kubernetes gives it, and the others go on.
+    // A replica shuts down within the time that Kubernetes allows, and the others continue.
     let deployment = world.object("deployment", NAMESPACE, "kas").await?;
     let grace =
         deployment["spec"]["template"]["spec"]["terminationGracePeriodSeconds"].as_u64().context("a time")?;
@@ -372,7 +371,7 @@ async fn pods_of_the_charts_run_with_only_the_rights_that_they_need() -> Result<
     ask(&["pods", "1", "-n", "shop"]).await?;
     drop(agentk);
 
-    // Without the Role a new replica finds nobody, and says what it lacks.
+    // Without the Role, a new replica finds no other, and logs what is missing.
     world.kubernetes.kubectl(&["delete", "rolebinding", "kas-discovery", "-n", NAMESPACE]).await?;
     let alone = world.pod("kas", NAMESPACE, 3, ADDRESSES[3]).await?;
     alone

@@ -1,5 +1,5 @@
-//! A real Prometheus, with the rules of `deploy/monitoring`, beside three replicas and an agentk: it scrapes
-//! them, each rule and each question of the dashboards has an answer, and it sees a replica die.
+//! A real Prometheus with the rules of `deploy/monitoring`, three replicas and an agentk: it scrapes them,
+//! each rule and each query of the dashboards returns data, and it detects a killed replica.
 
 use std::{collections::BTreeSet, fmt::Write as _, fs, net::SocketAddr};
 
@@ -19,7 +19,7 @@ use crate::{
     tools::{here, text},
 };
 
-/// Questions that have no answer here: nothing of this happens, and a family without a series shows none.
+/// Queries without data here: these events do not happen, and a family without a series is empty.
 const SILENT: [&str; 6] = [
     // No section gitlab, no audit log, no certificate.
     "kas_gitlab_lookups_total",
@@ -27,7 +27,7 @@ const SILENT: [&str; 6] = [
     "kas_identity_cache_total",
     "kas_audit_records",
     "kas_certificate_not_after",
-    // Nobody is refused.
+    // No refusals.
     "kas_refusals_total",
 ];
 
@@ -39,8 +39,8 @@ struct Prometheus {
 }
 
 impl Prometheus {
-    /// Starts one that looks each second; the alerts' own patience is left out, which promtool's tests are
-    /// about.
+    /// Starts one that scrapes every second. The `for` durations of alerts are removed; promtool's tests
+    /// cover them.
     async fn start(kas: &[SocketAddr], agentk: SocketAddr) -> Result<Self> {
         let program =
             find("prometheus").context("this test needs prometheus (Debian: apt-get install prometheus)")?;
@@ -79,7 +79,7 @@ impl Prometheus {
         Ok(Self { address, _process: process, _dir: dir })
     }
 
-    /// Asks its API, which must not refuse.
+    /// Calls its API, which must succeed.
     async fn ask(&self, path: &str) -> Result<Value> {
         let (_, said) = get(self.address, path).await?;
         let answer: Value = serde_json::from_str(&said).with_context(|| format!("{path}: {said}"))?;
@@ -87,7 +87,7 @@ impl Prometheus {
         Ok(answer["data"].clone())
     }
 
-    /// Returns the series that answer a question.
+    /// Returns the series of a query.
     async fn series(&self, question: &str) -> Result<Vec<Value>> {
         let mut encoded = String::new();
         for byte in question.bytes() {
@@ -97,7 +97,7 @@ impl Prometheus {
         Ok(data["result"].as_array().context("a vector")?.clone())
     }
 
-    /// Waits until a question has one answer, and that is this.
+    /// Waits until a query has one result with this value.
     async fn is(&self, question: &str, value: &str) -> Result<()> {
         eventually(&format!("{question} is {value}"), async || {
             let found = self.series(question).await?;
@@ -107,8 +107,8 @@ impl Prometheus {
         .await
     }
 
-    /// Returns the alerts that fire, each with the instance that it is about. That a request of these few was
-    /// slow, on a machine that is full, is none.
+    /// Returns the firing alerts with their instances. Alerts for slow requests are left out: they may be
+    /// slow on a busy machine.
     async fn firing(&self) -> Result<BTreeSet<(String, String)>> {
         let alerts = self.ask("/api/v1/alerts").await?;
         let label = |alert: &Value, name: &str| alert["labels"][name].as_str().unwrap_or_default().to_owned();
@@ -123,14 +123,14 @@ impl Prometheus {
 async fn a_real_prometheus_answers_every_query_and_fires_when_a_replica_dies() -> Result<()> {
     let mesh = Mesh::start(3).await?;
     mesh.meshed().await?;
-    // At two of the three, as it wants.
+    // It connects to two of the three.
     let addresses: Vec<String> = (0..3).map(|n| format!("grpc://{}", mesh.agents(n))).collect();
     let agentk = Agentk::start_url(&addresses.join(","), &token(1), None).await?;
     agentk.connected().await?;
     let replicas: Vec<SocketAddr> = (0..3).map(|n| mesh.observability(n)).collect();
     let prometheus = Prometheus::start(&replicas, agentk.observability).await?;
 
-    // Requests of each replica, one that needs another replica among them.
+    // Requests to each replica, including one that needs another replica.
     let message = payload("hello");
     for n in 0..3 {
         let caller = mesh.caller(n).await?;
@@ -140,7 +140,7 @@ async fn a_real_prometheus_answers_every_query_and_fires_when_a_replica_dies() -
     prometheus.is(r#"namespace_job:kas_replicas_reached:count{namespace="kas", job="kas"}"#, "3").await?;
     prometheus.is(r#"namespace_job:kas_replicas_views_off:max{namespace="kas", job="kas"}"#, "0").await?;
 
-    // Each rule is evaluated, and none fails.
+    // Each rule is evaluated without errors.
     let wanted = rules().await?.len();
     eventually("every rule is evaluated", async || {
         let groups = prometheus.ask("/api/v1/rules").await?;
@@ -153,7 +153,7 @@ async fn a_real_prometheus_answers_every_query_and_fires_when_a_replica_dies() -
     })
     .await?;
 
-    // Whatever a dashboard asks for is there, but for what does not happen here.
+    // Every query of a dashboard has data, except for events that do not happen here.
     let asked: Vec<(String, String)> = questions()?
         .into_iter()
         .filter(|(_, question)| !SILENT.iter().any(|metric| question.contains(metric)))
@@ -174,7 +174,7 @@ async fn a_real_prometheus_answers_every_query_and_fires_when_a_replica_dies() -
     })
     .await?;
 
-    // All is well, so that nobody is called; then a replica dies, and somebody is: about that one.
+    // At first no alert fires; then a replica is killed, and an alert fires for it.
     eventually("no alert fires", async || {
         let firing = prometheus.firing().await?;
         Ok(if firing.is_empty() { Ok(()) } else { Err(firing) })

@@ -1,5 +1,5 @@
-//! The programs that judge `deploy/`, and how they are called. What is missing fails a test, with how to get
-//! it.
+//! The programs that check `deploy/`, and how they are called. If one is missing, the test fails and says how
+//! to install it.
 
 use std::{
     ffi::OsStr,
@@ -13,9 +13,9 @@ use anyhow::{Context as _, Result, bail, ensure};
 use serde_json::{Value, json};
 use tokio::{io::AsyncWriteExt as _, process::Command, time::timeout};
 
-/// How long one program may take.
+/// Time limit of one program.
 const WITHIN: Duration = Duration::from_secs(120);
-/// How long an installation of Python packages, or a download of Go modules, may take.
+/// Time limit of an installation of Python packages, or a download of Go modules.
 const INSTALLED_WITHIN: Duration = Duration::from_secs(300);
 
 /// Returns a path of this checkout.
@@ -28,7 +28,7 @@ pub(crate) fn text(path: &Path) -> Result<&str> {
     path.to_str().with_context(|| format!("{} is not UTF-8", path.display()))
 }
 
-/// Runs a program to its end, which must be a success unless `may_fail`.
+/// Runs a program to its end; it must succeed unless `may_fail`.
 pub(crate) async fn run(
     program: &OsStr,
     arguments: &[&str],
@@ -46,7 +46,7 @@ pub(crate) async fn run(
         .with_context(|| format!("could not run {}: {hint}", program.display()))?;
     let mut stdin = child.stdin.take().context("standard input is a pipe")?;
     let write = async move {
-        // Who fails early closes its end; its own message says why.
+        // A program that fails early closes its input; its own message gives the reason.
         let _ = stdin.write_all(input.as_bytes()).await;
     };
     let (_, output) = timeout(within, async { tokio::join!(write, child.wait_with_output()) })
@@ -74,8 +74,7 @@ pub(crate) async fn python() -> Result<PathBuf> {
     python_with("tests/deploy/requirements.txt").await
 }
 
-/// Returns a Python with these packages: a virtual environment in the cache of the tests, made when there is
-/// none yet.
+/// Returns a Python with these packages: a virtual environment in the cache of the tests, created if needed.
 pub(crate) async fn python_with(requirements: &str) -> Result<PathBuf> {
     const HINT: &str =
         "the tests of deploy/ need python3 with venv and pip (Debian: python3-venv), and PyPI once";
@@ -90,7 +89,7 @@ pub(crate) async fn python_with(requirements: &str) -> Result<PathBuf> {
     if complete.is_file() {
         return Ok(python);
     }
-    // Test processes run at the same time: one installs, the others wait here and then find the result.
+    // Test processes run concurrently: one installs, the others wait here and then use the result.
     let lock = File::create(cache.join(format!("python-{}.lock", &hash[..16])))?;
     let lock = tokio::task::spawn_blocking(move || lock.lock().map(|()| lock)).await??;
     if !complete.is_file() {
@@ -107,7 +106,7 @@ pub(crate) async fn python_with(requirements: &str) -> Result<PathBuf> {
     Ok(python)
 }
 
-/// Asks Helm's engine: see `tests/deploy/helm.py` for requests and answers.
+/// Calls Helm's engine; requests and responses are described in `tests/deploy/helm.py`.
 pub(crate) async fn helm(requests: &[Value]) -> Result<Vec<Value>> {
     let python = python().await?;
     let script = here("tests/deploy/helm.py");
@@ -120,7 +119,7 @@ pub(crate) async fn helm(requests: &[Value]) -> Result<Vec<Value>> {
     Ok(answers)
 }
 
-/// Asks Helm's engine for one thing, which it must not refuse.
+/// Sends one request to Helm's engine, which must succeed.
 pub(crate) async fn helm_one(request: Value) -> Result<Value> {
     let answer = helm(std::slice::from_ref(&request)).await?.remove(0);
     if let Some(error) = answer["error"].as_str() {

@@ -1,4 +1,4 @@
-//! Without Kubernetes: systemd's opinion of the units, and the guide's own configuration with real replicas.
+//! Without Kubernetes: checks of the units by systemd, and the documented configuration with real replicas.
 
 use std::{fs, net::SocketAddr, os::unix::fs::PermissionsExt as _, time::Duration};
 
@@ -16,7 +16,7 @@ async fn systemd_accepts_the_units_and_rates_their_sandbox_as_safe() -> Result<(
     const HINT: &str = "the tests need systemd-analyze (Debian: systemd)";
     let dir = tempfile::tempdir()?;
     for name in ["kas", "agentk"] {
-        // It looks whether the program is there.
+        // It checks that the program exists.
         let binary = tokio::task::spawn_blocking(move || program(name)).await??;
         let unit = fs::read_to_string(here(&format!("deploy/systemd/{name}.service")))?;
         let unit = unit.replace(&format!("/usr/local/bin/{name}"), text(&binary)?);
@@ -25,11 +25,11 @@ async fn systemd_accepts_the_units_and_rates_their_sandbox_as_safe() -> Result<(
         let said =
             output("systemd-analyze".as_ref(), &["verify", "--man=no", text(&file)?], "", HINT).await?;
         assert_eq!(said, "", "{name}");
-        // Its measure of what a service could still do, from 0 (nothing) to 100.
+        // Its exposure level of a service, from 0 (none) to 100.
         let security = ["security", "--offline=true", "--threshold=20", "--no-pager", text(&file)?];
         output("systemd-analyze".as_ref(), &security, "", HINT).await?;
 
-        // The question has teeth.
+        // Validates the check.
         let broken = unit.replace("Restart=always", "Restart=sometimes").replace("NoNewPrivileges=yes", "");
         fs::write(&file, broken.replace("ExecStart=", "ExecStart=not-a-path "))?;
         output("systemd-analyze".as_ref(), &["verify", "--man=no", text(&file)?], "", HINT)
@@ -57,7 +57,7 @@ async fn the_documented_configuration_forms_a_cluster_of_three_hosts() -> Result
     let files = ["--token-file", text(&token)?, "--agents-file", text(&agents)?];
     output(kasctl.as_os_str(), &[&words[..], &files].concat(), "", "it has been built").await?;
 
-    // Loopback has hosts enough: the same file on each, but for the addresses of its own.
+    // Loopback has enough addresses: the same file on each host, except for its own addresses.
     let (a, b) = (rand::random_range(1..=240_u8), rand::random_range(0..=255_u8));
     let ip = |n: usize| format!("127.{a}.{b}.{n}");
     let kas = tokio::task::spawn_blocking(|| program("kas")).await??;

@@ -1,4 +1,4 @@
-//! What a thousand bad connections cost the good requests: measured, not asserted.
+//! How much a thousand hostile connections slow down valid requests: measured, not asserted.
 
 use std::{
     net::{Ipv4Addr, SocketAddr},
@@ -21,75 +21,74 @@ use crate::{
     http2::{self, Attack},
     measured,
     peer::{DATA, END_STREAM, PREFACE, Peer, SETTINGS, Way, frame},
-    stage::{Door, HONEST, Kind, Knows, Stage, Times, Took},
+    target::{HONEST, Kind, Listener, RequestTemplate, Target, Times, Took},
 };
 
-/// Bad connections of each attack.
+/// Hostile connections of each attack.
 const CONNECTIONS: usize = 1_000;
-/// How long good requests are measured before each attack.
+/// How long valid requests are measured before each attack.
 const QUIET: Duration = Duration::from_secs(5);
 /// How long each attack lasts.
 const ATTACKED: Duration = Duration::from_secs(7);
-/// The variable with the name of the only attack that is to be measured.
+/// The variable that selects a single attack by name.
 const ONLY: &str = "KAS_TEST_ONLY";
 
-/// Where attackers come from. kas tells them from others by their address, as long as it knows nothing else
-/// of them.
+/// The source addresses of attackers. Before authentication, kas can only distinguish connections by address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Origin {
-    /// Another address than the callers have, and another one each time.
+    /// Another address than that of the callers, and a new one for each round.
     Elsewhere,
-    /// Each connection from an address of its own.
+    /// A separate address for each connection.
     Everywhere,
-    /// That of the callers.
+    /// The address of the callers.
     Callers,
 }
 
-/// Who is attacked from where.
-type Front = (Door, Origin);
+/// The attacked listener and the source addresses.
+type Front = (Listener, Origin);
 
-/// Prints a row of a table for each attack on each of `fronts`, and one for all of them.
+/// Prints a table row for each attack on each of `fronts`, and one for all of them.
 pub(crate) async fn table(kind: Kind, fronts: &[Front]) -> Result<()> {
     println!(
-        "| attack | door, from | rounds | good requests | p99 without, ms | p99 with, ms | factor | new ones without | \
+        "| attack | listener, from | rounds | good requests | p99 without, ms | p99 with, ms | factor | new ones without | \
          with | longest | echo without, ms | with | not counted | failed | most MiB more | MiB more after | \
          descriptors at most | after |"
     );
     println!("|{}", " --- |".repeat(18));
-    let stage = Stage::start_measured(kind).await?;
+    let target = Target::start_measured(kind).await?;
     let only = std::env::var(ONLY).unwrap_or_default();
     let mut failures = 0;
-    // Of each front, without and with.
+    // For each front, without and with attackers.
     let mut all = vec![[Took::default(), Took::default()]; fronts.len()];
     for (name, attack) in http2::measured().filter(|(name, _)| only.is_empty() || *name == only) {
         for (front, [all_without, all_with]) in fronts.iter().zip(&mut all) {
-            let (door, origin) = *front;
-            if stage.door(door).is_none() {
+            let (listener, origin) = *front;
+            if target.listener(listener).is_none() {
                 continue;
             }
-            stage.times();
+            target.times();
             // What is measured is what happens meanwhile.
             sleep(QUIET).await;
-            let mut without = stage.take_whole_times().await?;
-            stage.forget_peak();
-            let begun = stage.kas.process.usage()?;
+            let mut without = target.take_whole_times().await?;
+            target.forget_peak();
+            let begun = target.kas.process.usage()?;
             let mut most = begun.files;
-            let attackers = attackers(&stage, *front, name, attack).await?;
+            let attackers = attackers(&target, *front, name, attack).await?;
             let rounds = {
                 let mut over = pin!(attackers.logged("how often they began", |line| line[ROUNDS].as_u64()));
                 loop {
                     tokio::select! {
                         rounds = &mut over => break rounds?,
-                        () = sleep(Duration::from_millis(200)) => most = most.max(stage.kas.process.usage()?.files),
+                        () = sleep(Duration::from_millis(200)) => most = most.max(target.kas.process.usage()?.files),
                     }
                 }
             };
-            let mut with = stage.take_whole_times().await?;
-            let (peak, _) = stage.memory();
-            let failed = stage.take_failures();
-            let stalls = [without.forget_stalls(), with.forget_stalls()];
-            let settled = stage.settled(name).await;
-            let after = stage.kas.process.usage()?;
+            let mut with = target.take_whole_times().await?;
+            let (peak, _) = target.memory();
+            let failed = target.take_failures();
+            let stalls = [without.discard_stalled(), with.discard_stalled()];
+            let settled = target.settled(name).await;
+            let after = target.kas.process.usage()?;
             all_without.extend(&without);
             all_with.extend(&with);
             let echo = [&without, &with].map(|took| millis(Times::of(&took.aside).p99));
@@ -99,10 +98,10 @@ pub(crate) async fn table(kind: Kind, fronts: &[Front]) -> Result<()> {
             let [without, with] = [without, with].map(|took| took.all());
             ensure!(
                 without.requests > 0 && with.requests > 0,
-                "{name} at {door:?}: no good request was counted"
+                "{name} at {listener:?}: no good request was counted"
             );
             println!(
-                "| {name} | {door:?}, {origin:?} | {rounds} | {} | {:.1} | {:.1} | {:.2} | {:.1} | {:.1} | {:.0} | \
+                "| {name} | {listener:?}, {origin:?} | {rounds} | {} | {:.1} | {:.1} | {:.2} | {:.1} | {:.1} | {:.0} | \
                  {:.2} | {:.2} | {}, {} | {} | {} | {} | {most} | {} (before {}) |",
                 with.requests,
                 millis(without.p99),
@@ -122,22 +121,22 @@ pub(crate) async fn table(kind: Kind, fronts: &[Front]) -> Result<()> {
                 begun.files,
             );
             for failure in failed.into_iter().chain(settled.err().map(|error| format!("{error:#}"))) {
-                println!("{name} at {door:?}: {failure}");
+                println!("{name} at {listener:?}: {failure}");
                 failures += 1;
             }
         }
     }
     println!(
-        "| door, from | which | good requests without | with | p50 without, ms | with | p99 without, ms | with | factor |"
+        "| listener, from | which | good requests without | with | p50 without, ms | with | p99 without, ms | with | factor |"
     );
     println!("|{}", " --- |".repeat(9));
-    for ((door, origin), [without, with]) in fronts.iter().zip(all) {
+    for ((listener, origin), [without, with]) in fronts.iter().zip(all) {
         let fresh = [&without, &with].map(|took| Times::of(&took.fresh));
         let kept = [&without, &with].map(|took| Times::of(&took.kept));
         let together = [&without, &with].map(Took::all);
         for (which, [without, with]) in [("all", together), ("kept", kept), ("fresh", fresh)] {
             println!(
-                "| {door:?}, {origin:?} | {which} | {} | {} | {:.2} | {:.2} | {:.1} | {:.1} | {:.2} |",
+                "| {listener:?}, {origin:?} | {which} | {} | {} | {:.2} | {:.2} | {:.1} | {:.1} | {:.2} |",
                 without.requests,
                 with.requests,
                 millis(without.p50),
@@ -160,24 +159,24 @@ fn factor(without: Duration, with: Duration) -> f64 {
     with.as_secs_f64() / without.as_secs_f64()
 }
 
-/// Agents that mean well.
+/// Number of valid agents.
 const AGENTS: usize = 1_000;
-/// How often they connect, all at once.
+/// Number of rounds in which all of them connect at once.
 const STORMS: usize = 5;
 
-/// Prints how long it takes until a thousand agents that connect at once have an answer.
-pub(crate) async fn storms(kind: Kind, door: Door) -> Result<()> {
+/// Prints how long it takes until a thousand agents that connect at once have a response.
+pub(crate) async fn storms(kind: Kind, listener: Listener) -> Result<()> {
     println!(
-        "| door | all answered after, ms | half after, ms | good requests | p99 without, ms | p99 with, ms |"
+        "| listener | all answered after, ms | half after, ms | good requests | p99 without, ms | p99 with, ms |"
     );
     println!("| --- | --- | --- | --- | --- | --- |");
-    let stage = Stage::start(kind).await?;
-    let (address, way) = stage.door(door).context("the stage has this door")?;
+    let target = Target::start(kind).await?;
+    let (address, way) = target.listener(listener).context("the target has this listener")?;
     for _ in 0..STORMS {
-        stage.times();
+        target.times();
         // What is measured is what happens meanwhile.
         sleep(QUIET).await;
-        let without = stage.times();
+        let without = target.times();
         let begun = Instant::now();
         let (mut peers, mut times) = (Vec::new(), Vec::new());
         let mut connected = stream::iter(HONEST.cycle().take(AGENTS))
@@ -187,10 +186,10 @@ pub(crate) async fn storms(kind: Kind, door: Door) -> Result<()> {
             peers.push(peer);
             times.push(begun.elapsed());
         }
-        let with = stage.times();
+        let with = target.times();
         ensure!(times.len() == AGENTS, "{} of {AGENTS} agents are connected", times.len());
         println!(
-            "| {door:?} | {:.0} | {:.0} | {} | {:.1} | {:.1} |",
+            "| {listener:?} | {:.0} | {:.0} | {} | {:.1} | {:.1} |",
             times[AGENTS - 1].as_secs_f64() * 1e3,
             times[AGENTS / 2].as_secs_f64() * 1e3,
             with.requests,
@@ -198,15 +197,15 @@ pub(crate) async fn storms(kind: Kind, door: Door) -> Result<()> {
             with.p99.as_secs_f64() * 1e3,
         );
         drop(peers);
-        stage.settled("agents that connect").await?;
+        target.settled("agents that connect").await?;
     }
     Ok(())
 }
 
-/// Connects as an agent, up to the first answer.
+/// Connects as an agent, until the first response.
 async fn connect(address: SocketAddr, way: &Way, agent: i64) -> Result<Peer> {
     let mut peer = Peer::connect(address, way).await?;
-    let headers = Knows::of(GET_CONFIGURATION, &token(agent)).open(1);
+    let headers = RequestTemplate::of(GET_CONFIGURATION, &token(agent)).open(1);
     let message = frame(DATA, END_STREAM, 1, &[0; 5]);
     let begins = [PREFACE, &frame(SETTINGS, 0, 0, &[]), &headers, &message].concat();
     ensure!(peer.send(&begins, SOON).await, "kas did not take what agent {agent} says");
@@ -215,20 +214,25 @@ async fn connect(address: SocketAddr, way: &Way, agent: i64) -> Result<Peer> {
     Ok(peer)
 }
 
-/// The method and the token of an attack, for the process of the attackers.
+/// The environment variable with the parameters of an attack, for the process of the attackers.
 const ATTACK: &str = "KAS_TEST_ATTACK";
 
-/// Attacks from a process of their own; returns it. It says how often all of them began.
-async fn attackers(stage: &Stage, (door, origin): Front, name: &str, attack: &Attack) -> Result<Process> {
-    let (address, _) = stage.door(door).context("the stage has this door")?;
-    let token = attack.inside.then(|| stage.credential(door));
+/// Starts the attackers in a separate process and returns it. The process prints the number of rounds.
+async fn attackers(
+    target: &Target,
+    (listener, origin): Front,
+    name: &str,
+    attack: &Attack,
+) -> Result<Process> {
+    let (address, _) = target.listener(listener).context("the target has this listener")?;
+    let token = attack.inside.then(|| target.credential(listener));
     let told = json!({
         "address": address,
-        "door": format!("{door:?}"),
+        "listener": format!("{listener:?}"),
         "origin": format!("{origin:?}"),
         "attack": name,
         "token": token,
-        "ca": stage.ca(),
+        "ca": target.ca(),
     });
     let test = std::env::current_exe()?;
     let test = test.to_str().context("the path of the test is UTF-8")?;
@@ -238,24 +242,26 @@ async fn attackers(stage: &Stage, (door, origin): Front, name: &str, attack: &At
     Process::start("attackers", Path::new(program), &arguments, &[(ATTACK, &told.to_string())]).await
 }
 
-/// Attacks as the environment says, and then says how often; without a word there, does nothing.
+/// Runs the attack that the environment describes and prints the number of rounds; without one, does nothing.
 pub(crate) async fn attack() -> Result<()> {
     let Ok(told) = std::env::var(ATTACK) else { return Ok(()) };
     let told: Value = serde_json::from_str(&told)?;
     let said = |key: &str| told[key].as_str().with_context(|| format!("{ATTACK} says no {key}"));
-    let door =
-        Door::HTTP2.into_iter().find(|door| told["door"] == format!("{door:?}")).context("no such door")?;
-    let way = match door {
-        Door::AgentTls => {
+    let listener = Listener::HTTP2
+        .into_iter()
+        .find(|listener| told["listener"] == format!("{listener:?}"))
+        .context("no such listener")?;
+    let way = match listener {
+        Listener::AgentTls => {
             net::tls::install();
             Way::Tls(net::tls::client_of(Path::new(said("ca")?), None, None)?)
         }
-        Door::AgentWebSocket => Way::WebSocket,
+        Listener::AgentWebSocket => Way::WebSocket,
         _ => Way::Plain,
     };
     let (_, attack) =
         http2::measured().find(|(name, _)| told["attack"] == *name).context("no such attack")?;
-    let knows = Knows::with(door, told["token"].as_str().map(str::to_owned));
+    let template = RequestTemplate::with(listener, told["token"].as_str().map(str::to_owned));
     let origin = said("origin")?.to_owned();
     let from = move |round: usize, connection: usize| match &*origin {
         "Elsewhere" => Some(Ipv4Addr::new(127, 0, 1, (round % 250) as u8 + 1)),
@@ -265,7 +271,8 @@ pub(crate) async fn attack() -> Result<()> {
         _ => None,
     };
     let address = said("address")?.parse()?;
-    let (rounds, unmade) = http2::crowd(address, from, &way, &knows, attack, CONNECTIONS, ATTACKED).await;
+    let (rounds, unmade) =
+        http2::repeat_on_connections(address, from, &way, &template, attack, CONNECTIONS, ATTACKED).await;
     if let Some(error) = unmade {
         eprintln!("{}", json!({ "message": "a connection was not made", "error": error }));
     }
@@ -273,5 +280,5 @@ pub(crate) async fn attack() -> Result<()> {
     Ok(())
 }
 
-/// What the process of the attackers says at its end.
+/// Parses the last output of the process of the attackers.
 const ROUNDS: &str = "rounds";

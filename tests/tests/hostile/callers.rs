@@ -1,4 +1,4 @@
-//! Callers and replicas that send what nobody should: compressed bombs, deep messages, metadata without end,
+//! Invalid requests of callers and replicas: compression bombs, deeply nested messages, excessive metadata,
 //! tokens of all kinds.
 
 use anyhow::{Context as _, Result, ensure};
@@ -11,29 +11,29 @@ use testkit::{
     kas::token,
 };
 
-use crate::stage::{BAD, Door, Stage};
+use crate::target::{BAD, Listener, Target};
 
 const BY_ID: &str = "/kas.api.v1.KasApi/ConnectedAgentsById";
 const WATCH_AGENTS: &str = "/kas.api.v1.KasApi/WatchConnectedAgents";
 const BORROW: &str = "/kas.internal.v1.Tunnels/Borrow";
 const WATCH: &str = "/kas.internal.v1.TableSync/Watch";
 const EXPLAIN: &str = "/kas.internal.v1.Replica/Explain";
-/// The agent that answers.
+/// The agent that responds.
 const GOOD: &str = "1";
 
-/// A request with a good token, and how it must end.
+/// A request with a valid token, and how it must end.
 struct Row {
     name: &'static str,
-    door: Door,
+    listener: Listener,
     method: &'static str,
     headers: Vec<(&'static str, String)>,
     body: Vec<u8>,
-    /// One of these; where it is empty, an HTTP status of the 400s without a word of gRPC.
+    /// One of these codes; if empty, an HTTP status of 4xx without gRPC.
     codes: &'static [Code],
 }
 
 fn row(name: &'static str, method: &'static str, body: Vec<u8>, codes: &'static [Code]) -> Row {
-    Row { name, door: Door::Api, method, headers: Vec::new(), body, codes }
+    Row { name, listener: Listener::Api, method, headers: Vec::new(), body, codes }
 }
 
 impl Row {
@@ -47,13 +47,13 @@ impl Row {
     }
 
     fn of_replica(mut self) -> Self {
-        self.door = Door::Private;
+        self.listener = Listener::Private;
         self
     }
 
-    async fn send(&self, stage: &Stage) -> Result<()> {
-        let (address, _) = stage.door(self.door).context("the door is there")?;
-        let caller = Caller::connect(address, Some(stage.credential(self.door))).await?;
+    async fn send(&self, target: &Target) -> Result<()> {
+        let (address, _) = target.listener(self.listener).context("the listener is there")?;
+        let caller = Caller::connect(address, Some(target.credential(self.listener))).await?;
         let mut request = caller.request(self.method);
         for (name, value) in &self.headers {
             request = request.header(*name, value);
@@ -70,9 +70,9 @@ impl Row {
             let status = answer(&mut stream).await?.status;
             ensure!(self.codes.contains(&status.code()), "{status}, not {:?}", self.codes);
         }
-        // The connection is as good as before.
+        // The connection still works.
         let health = caller.call(caller.request("/grpc.health.v1.Health/Check"), &[b""]).await?.status;
-        let alive = if self.door == Door::Api { Code::Ok } else { Code::Unimplemented };
+        let alive = if self.listener == Listener::Api { Code::Ok } else { Code::Unimplemented };
         ensure!(health.code() == alive, "afterwards: {health}");
         Ok(())
     }
@@ -87,7 +87,7 @@ fn whole(message: &[u8]) -> Vec<u8> {
     frame(message).to_vec()
 }
 
-/// Groups of protobuf, one inside the other.
+/// Nested groups of protobuf.
 fn nested(field: u8, depth: usize) -> Vec<u8> {
     [vec![field << 3 | 3; depth], vec![field << 3 | 4; depth]].concat()
 }
@@ -177,7 +177,7 @@ fn rows() -> Vec<Row> {
         row("a method that is none", "//", whole(b""), &[Unimplemented]).for_agent(),
         row("a method with dots", "/../../etc/passwd", whole(b""), &[Unimplemented]).for_agent(),
         row("a method with a query", "/a.B/C?d=e", whole(b""), &[Unimplemented]).for_agent(),
-        // Replicas have a better token, and are believed no more.
+        // Replicas have another token, but are trusted no more than callers.
         row("an ask without words", BORROW, Vec::new(), &[InvalidArgument]).of_replica(),
         row("an ask that passed before", BORROW, Vec::new(), &[InvalidArgument])
             .of_replica()
@@ -233,7 +233,7 @@ const KEYS: [&str; 66] = [
     "yj", "yk", "yl", "ym", "yn", "yo", "yp", "yq", "yr", "ys", "yt", "yu", "yv", "yw", "yx",
 ];
 
-/// Tokens that open nothing, for a door with this secret and issuer.
+/// Invalid tokens, for a listener with this secret and issuer.
 fn tokens(secret: &[u8], issuer: &str) -> Vec<(&'static str, String)> {
     let part = |value: &str| BASE64_URL_SAFE_NO_PAD.encode(value);
     let good = || Jwt::new(secret).claim("iss", json!(issuer));
@@ -268,8 +268,8 @@ fn tokens(secret: &[u8], issuer: &str) -> Vec<(&'static str, String)> {
     ]
 }
 
-async fn refused(stage: &Stage, door: Door, method: &str, text: &str) -> Result<()> {
-    let (address, _) = stage.door(door).context("the door is there")?;
+async fn refused(target: &Target, listener: Listener, method: &str, text: &str) -> Result<()> {
+    let (address, _) = target.listener(listener).context("the listener is there")?;
     let caller = Caller::connect(address, Some(text.to_owned())).await?;
     let status = caller.call(caller.request(method), &[b""]).await?.status;
     ensure!(status.code() == Code::Unauthenticated, "{status}");
@@ -277,40 +277,40 @@ async fn refused(stage: &Stage, door: Door, method: &str, text: &str) -> Result<
     Ok(())
 }
 
-/// Every row of this file.
-pub(crate) async fn all(stage: &Stage) -> Result<usize> {
+/// Runs every row of this file.
+pub(crate) async fn all(target: &Target) -> Result<usize> {
     let rows = rows();
     let mut failed = Vec::new();
     for row in &rows {
-        if let Err(error) = row.send(stage).await {
-            failed.push(format!("{:?}: {} {:?}: {error:#}", row.door, row.name, row.headers.last()));
+        if let Err(error) = row.send(target).await {
+            failed.push(format!("{:?}: {} {:?}: {error:#}", row.listener, row.name, row.headers.last()));
         }
     }
     let mut count = rows.len();
     let doors = [
-        (Door::Api, BY_ID, &stage.kas.secrets[0][..], "gitlab"),
-        (Door::Private, BORROW, stage.private_secret(), "gitlab-kas"),
+        (Listener::Api, BY_ID, &target.kas.secrets[0][..], "gitlab"),
+        (Listener::Private, BORROW, target.private_secret(), "gitlab-kas"),
     ];
-    for (door, method, secret, issuer) in doors {
+    for (listener, method, secret, issuer) in doors {
         for (name, text) in tokens(secret, issuer) {
             count += 1;
-            if let Err(error) = refused(stage, door, method, &text).await {
-                failed.push(format!("{door:?}: token: {name}: {error:#}"));
+            if let Err(error) = refused(target, listener, method, &text).await {
+                failed.push(format!("{listener:?}: token: {name}: {error:#}"));
             }
         }
     }
-    // The same words where tokens of agents are expected.
+    // The same message where tokens of agents are expected.
     for (name, text) in tokens(&[1; 32], "gitlab") {
         if name == "the token of an agent" {
             continue;
         }
         count += 1;
-        let result = refused(stage, Door::Agent, testkit::raw_agent::CONNECT, &text).await;
+        let result = refused(target, Listener::Agent, testkit::raw_agent::CONNECT, &text).await;
         if let Err(error) = result {
             failed.push(format!("Agent: token: {name}: {error:#}"));
         }
     }
-    let times = stage.settle("callers").await?;
+    let times = target.settle("callers").await?;
     println!("callers: {count} rows; {times}");
     ensure!(failed.is_empty(), "{} of {count} rows:\n{}", failed.len(), failed.join("\n"));
     Ok(count)

@@ -1,4 +1,5 @@
-//! kas has no file descriptor left: what is open goes on, and it accepts again when there are some.
+//! kas without a free file descriptor: open connections are served, and it accepts again when descriptors are
+//! free.
 
 use std::time::Duration;
 
@@ -14,17 +15,17 @@ use testkit::{
 };
 use tokio::{net::TcpStream, time::Instant};
 
-/// Descriptors that are left for who comes.
+/// Descriptors that are left for new connections.
 const LEFT: u64 = 20;
-/// How long kas is watched while it has none.
+/// How long kas is observed without descriptors.
 const WATCHED: Duration = Duration::from_secs(3);
-/// What it may use of a processor meanwhile: some percent.
+/// Processor time that it may use meanwhile: some percent.
 const USED: Duration = Duration::from_millis(600);
 
-/// The time that a process has used of processors.
+/// Returns the processor time of a process.
 fn used(id: i32) -> Result<Duration> {
     let stat = std::fs::read_to_string(format!("/proc/{id}/stat"))?;
-    // After the name, which may have spaces: fields 14 and 15 of all, in hundredths of a second.
+    // Fields 14 and 15, in hundredths of a second, counted after the name, which may contain spaces.
     let (_, fields) = stat.rsplit_once(") ").context("a stat line has a name")?;
     let ticks: u64 = fields.split(' ').skip(11).take(2).map(|field| field.parse().unwrap_or(0_u64)).sum();
     Ok(Duration::from_millis(10 * ticks))
@@ -37,7 +38,7 @@ async fn echo(caller: &Caller) -> Result<()> {
     Ok(())
 }
 
-/// Begins with a kas that nobody has used, ends with one that works.
+/// Begins with an unused kas, and ends with a working one.
 pub(crate) async fn none_left() -> Result<()> {
     let Scenario { kas, caller, agent: _agent } =
         Scenario::start().await?.serving_agent(Kind::Ours, 2).await?;
@@ -57,7 +58,7 @@ pub(crate) async fn none_left() -> Result<()> {
             (line["level"] == "WARN" && line["message"] == "cannot accept connections").then_some(())
         })
         .await?;
-    // What is open goes on, and waiting for descriptors costs next to nothing.
+    // Open connections are served, and waiting for descriptors uses little processor time.
     let (begun, spent) = (Instant::now(), used(kas.process.id())?);
     let mut requests = 0_u32;
     while begun.elapsed() < WATCHED {

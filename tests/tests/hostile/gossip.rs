@@ -1,11 +1,11 @@
-//! Datagrams for a replica from who has no key.
+//! Datagrams from a sender without a key.
 
 use std::net::UdpSocket;
 
 use anyhow::{Context as _, Result, ensure};
 use rand::{RngExt as _, SeedableRng as _, rngs::StdRng};
 
-use crate::stage::{Door, Stage};
+use crate::target::{Listener, Target};
 
 /// Datagrams of each kind.
 const DATAGRAMS: usize = 3_000;
@@ -13,7 +13,7 @@ const DATAGRAMS: usize = 3_000;
 /// A kind of datagrams: its name, and what makes one.
 type DatagramKind = (&'static str, fn(&mut StdRng) -> Vec<u8>);
 
-/// What is sent; the seed makes it the same each time.
+/// Returns the datagrams; the seed makes them the same each time.
 fn kinds() -> Vec<DatagramKind> {
     fn noise(rng: &mut StdRng, length: usize) -> Vec<u8> {
         let mut bytes = vec![0; length];
@@ -31,9 +31,9 @@ fn kinds() -> Vec<DatagramKind> {
     ]
 }
 
-/// Every kind.
-pub(crate) async fn all(stage: &Stage) -> Result<usize> {
-    let (address, _) = stage.door(Door::Private).context("the door is there")?;
+/// Sends every kind.
+pub(crate) async fn all(target: &Target) -> Result<usize> {
+    let (address, _) = target.listener(Listener::Private).context("the listener is there")?;
     let kinds = kinds();
     let count = kinds.len();
     tokio::task::spawn_blocking(move || {
@@ -41,7 +41,7 @@ pub(crate) async fn all(stage: &Stage) -> Result<usize> {
         let mut rng = StdRng::seed_from_u64(44);
         for (_, kind) in kinds {
             for _ in 0..DATAGRAMS {
-                // What the system drops kas does not see.
+                // kas does not see datagrams that the system drops.
                 let _ = socket.send_to(&kind(&mut rng), address);
             }
         }
@@ -49,7 +49,7 @@ pub(crate) async fn all(stage: &Stage) -> Result<usize> {
     })
     .await??;
     let dropped = testkit::kas::eventually("datagrams are counted as dropped", async || {
-        let (_, metrics) = stage.kas.get("/metrics").await?;
+        let (_, metrics) = target.kas.get("/metrics").await?;
         let dropped: f64 = metrics
             .lines()
             .filter(|line| line.starts_with("kas_gossip_datagrams_dropped{"))
@@ -58,8 +58,8 @@ pub(crate) async fn all(stage: &Stage) -> Result<usize> {
         Ok(if dropped >= 100.0 { Ok(dropped) } else { Err(dropped) })
     })
     .await?;
-    let times = stage.settle("datagrams").await?;
+    let times = target.settle("datagrams").await?;
     println!("datagrams: {count} kinds, {dropped} dropped at the last look; {times}");
-    ensure!(stage.kas.metric("kas_replicas_live").await? == 1.0, "a datagram made a replica");
+    ensure!(target.kas.metric("kas_replicas_live").await? == 1.0, "a datagram made a replica");
     Ok(count)
 }

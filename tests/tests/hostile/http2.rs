@@ -1,4 +1,4 @@
-//! HTTP/2 as no client speaks it: each attack at each door behind which HTTP/2 is.
+//! HTTP/2 attacks on each listener that speaks HTTP/2.
 
 use std::{
     cell::RefCell,
@@ -15,7 +15,7 @@ use crate::{
         PUSH_PROMISE, Peer, RST_STREAM, SETTINGS, WINDOW_UPDATE, Way, field, frame, indexed, number, setting,
         settings,
     },
-    stage::{Door, Knows, Stage},
+    target::{Listener, RequestTemplate, Target},
 };
 
 const PROTOCOL_ERROR: u32 = 1;
@@ -25,35 +25,35 @@ const FRAME_SIZE_ERROR: u32 = 6;
 const CANCEL: u32 = 8;
 const COMPRESSION_ERROR: u32 = 9;
 
-/// A size that is wrong; h2 says it less precisely where the frame is not too large.
+/// A wrong size; h2 reports it less precisely if the frame is not too large.
 const SIZE: &[u32] = &[FRAME_SIZE_ERROR, PROTOCOL_ERROR];
 /// A header block that cannot be decoded.
 const COMPRESSION: &[u32] = &[COMPRESSION_ERROR, PROTOCOL_ERROR];
 
-/// What ends at all ends within this time: what shows no token after 10 s at the next look, a handshake after
-/// 5 s.
+/// Connections that end do so within this time: one without a token after 10 s, at the next check; a
+/// handshake after 5 s.
 const CUT: Duration = Duration::from_secs(30);
-/// Until kas does not take a flood any more.
+/// Time until kas stops accepting a flood.
 const FLOOD: Duration = Duration::from_secs(20);
 
-/// Bytes that are given to the system at once. It takes megabytes, and meanwhile nobody else has this
-/// processor, where the good callers may be.
+/// Bytes of one write. The system accepts megabytes at once, and would block this processor meanwhile, on
+/// which valid callers may run.
 const PIECE: usize = 32 * 1024;
 
-/// What an attacker sends.
+/// The data of an attack.
 enum Sends {
-    /// Bytes in place of HTTP/2.
+    /// Bytes instead of HTTP/2.
     Raw(Vec<u8>),
     /// Bytes after the preface.
     Frames(Vec<u8>),
-    /// After the preface the first, then the second as often as it says.
+    /// After the preface the first, then the second this many times.
     Flood(Vec<u8>, Vec<u8>, usize),
-    /// After the preface the first, then one byte of the second after the other, with pauses.
+    /// After the preface the first, then single bytes of the second, with pauses.
     Drip(Vec<u8>, Vec<u8>, Duration),
 }
 
 impl Sends {
-    /// Sends everything; true: kas took it.
+    /// Sends everything; returns whether kas accepted it.
     async fn to(&self, peer: &mut Peer) -> bool {
         let begin = [PREFACE, &frame(SETTINGS, 0, 0, &[])].concat();
         match self {
@@ -84,7 +84,7 @@ impl Sends {
                         break;
                     }
                     sent = peer.send(&[*drop], FLOOD).await;
-                    // The pace is the attack.
+                    // The slowness is the attack.
                     tokio::time::sleep(*pause).await;
                 }
                 sent
@@ -93,20 +93,20 @@ impl Sends {
     }
 }
 
-/// What must become of it.
+/// The expected result.
 #[derive(Clone, Copy, Debug)]
 enum Ends {
-    /// GOAWAY with one of these codes, and the end.
+    /// GOAWAY with one of these codes, then the end of the connection.
     GoAway(&'static [u32]),
-    /// The end, soon, with or without GOAWAY.
+    /// The end of the connection soon, with or without GOAWAY.
     Cut,
-    /// Stream 1 is reset with one of these codes; the connection goes on.
+    /// Stream 1 is reset with one of these codes; the connection stays open.
     Reset(&'static [u32]),
-    /// Stream 1 is answered, and the connection goes on.
+    /// Stream 1 gets a response, and the connection stays open.
     Answered,
-    /// The connection goes on.
+    /// The connection stays open.
     Goes,
-    /// Either: what counts is that nobody else notices.
+    /// Any: only the effect on others matters.
     Any,
 }
 
@@ -115,15 +115,15 @@ use Ends::{Answered, Any, Cut, GoAway, Goes, Reset};
 /// One attack.
 pub(crate) struct Attack {
     name: &'static str,
-    /// Whether the attacker has a good token.
+    /// Whether the attacker has a valid token.
     pub(crate) inside: bool,
-    sends: fn(&Knows) -> Sends,
+    sends: fn(&RequestTemplate) -> Sends,
     ends: Ends,
-    /// Doors where it ends otherwise.
-    but: &'static [(Door, Ends)],
+    /// Listeners with another result.
+    but: &'static [(Listener, Ends)],
 }
 
-const fn attack(name: &'static str, sends: fn(&Knows) -> Sends, ends: Ends) -> Attack {
+const fn attack(name: &'static str, sends: fn(&RequestTemplate) -> Sends, ends: Ends) -> Attack {
     Attack { name, inside: false, sends, ends, but: &[] }
 }
 
@@ -133,18 +133,18 @@ impl Attack {
         self
     }
 
-    const fn but(mut self, but: &'static [(Door, Ends)]) -> Self {
+    const fn but(mut self, but: &'static [(Listener, Ends)]) -> Self {
         self.but = but;
         self
     }
 
-    /// Does it once, and looks what becomes of it.
-    async fn strike(&self, stage: &Stage, door: Door) -> Result<()> {
-        let Some((address, way)) = stage.door(door) else { return Ok(()) };
-        let knows = Knows::new(stage, door, self.inside);
+    /// Runs it once and checks the result.
+    async fn strike(&self, target: &Target, listener: Listener) -> Result<()> {
+        let Some((address, way)) = target.listener(listener) else { return Ok(()) };
+        let template = RequestTemplate::new(target, listener, self.inside);
         let mut peer = Peer::connect(address, &way).await?;
-        (self.sends)(&knows).to(&mut peer).await;
-        let ends = self.but.iter().find(|(at, _)| *at == door).map_or(self.ends, |(_, ends)| *ends);
+        (self.sends)(&template).to(&mut peer).await;
+        let ends = self.but.iter().find(|(at, _)| *at == listener).map_or(self.ends, |(_, ends)| *ends);
         match ends {
             GoAway(codes) => {
                 let heard = peer.hears(CUT, |heard| heard.over).await?;
@@ -177,8 +177,8 @@ fn streams(count: u32) -> impl Iterator<Item = u32> {
 }
 
 /// `count` streams, each followed by these frames.
-fn each(knows: &Knows, count: u32, then: impl Fn(u32) -> Vec<u8>) -> Vec<u8> {
-    let block = knows.block();
+fn each(template: &RequestTemplate, count: u32, then: impl Fn(u32) -> Vec<u8>) -> Vec<u8> {
+    let block = template.block();
     streams(count)
         .flat_map(|stream| {
             let mut bytes = frame(HEADERS, END_HEADERS, stream, &block);
@@ -196,12 +196,12 @@ fn window(stream: u32, by: u32) -> Vec<u8> {
     frame(WINDOW_UPDATE, 0, stream, &by.to_be_bytes())
 }
 
-/// A block that begins well, and ends with these bytes.
-fn with(knows: &Knows, rest: &[u8]) -> Vec<u8> {
-    frame(HEADERS, END_HEADERS, 1, &[&knows.block()[..], rest].concat())
+/// A header block with a valid start that ends with these bytes.
+fn with(template: &RequestTemplate, rest: &[u8]) -> Vec<u8> {
+    frame(HEADERS, END_HEADERS, 1, &[&template.block()[..], rest].concat())
 }
 
-/// HEADERS of fields alone.
+/// HEADERS with only these fields.
 fn only(fields: &[(&str, &str)]) -> Vec<u8> {
     let block: Vec<u8> = fields.iter().flat_map(|(name, value)| field(name, value.as_bytes())).collect();
     frame(HEADERS, END_HEADERS | END_STREAM, 1, &block)
@@ -212,13 +212,13 @@ fn method(method: &str) -> Vec<u8> {
     only(&[(":method", method), (":scheme", "http"), path, authority])
 }
 
-/// Floods: the strength is in the number.
+/// Floods: many frames.
 const FLOODS: &[Attack] = &[
-    // Streams that are reset before they are looked at. Each attempt without a token counts.
+    // Streams that are reset before they are processed. Each attempt without a token counts.
     attack("rapid reset", |k| Sends::Frames(each(k, 5_000, reset)), Cut),
-    // Who has a token may cancel; a heap of it ends the connection.
+    // With a token, cancelling is allowed; an excessive number ends the connection.
     attack("rapid reset with a token", |k| Sends::Frames(each(k, 5_000, reset)), Any).inside(),
-    // Resets that kas is made to send: CVE-2025-8671.
+    // Resets that the peer makes kas send: CVE-2025-8671.
     attack("made you reset by a window of 0", |k| Sends::Frames(each(k, 3_000, |s| window(s, 0))), Cut),
     attack(
         "made you reset by a window too large",
@@ -243,9 +243,9 @@ const FLOODS: &[Attack] = &[
     ),
     attack("made you reset with a token", |k| Sends::Frames(each(k, 3_000, |s| window(s, 0x7fff_ffff))), Any)
         .inside()
-        // By HTTP/2's own limit, with GOAWAY, or without one by the lower limit of who is not known yet: a
-        // stream that is reset at once may be gone before its token was looked at.
-        .but(&[(Door::Api, Cut)]),
+        // By the limit of HTTP/2 with GOAWAY, or without one by the lower limit for unauthenticated
+        // connections: a stream that is reset at once may be gone before its token is checked.
+        .but(&[(Listener::Api, Cut)]),
     attack(
         "CONTINUATION flood",
         |k| {
@@ -301,7 +301,7 @@ const FLOODS: &[Attack] = &[
         },
         Cut,
     ),
-    // One byte names a field of 4 kB: 60 MB of headers in one frame.
+    // One byte refers to a field of 4 kB: 60 MB of headers in one frame.
     attack(
         "HPACK bomb",
         |k| {
@@ -331,7 +331,7 @@ const FLOODS: &[Attack] = &[
     attack("more streams than allowed", |k| Sends::Frames(each(k, 12_000, |_| vec![])), Any).inside(),
 ];
 
-/// One illegal thing each, and how HTTP/2 says that it ends.
+/// One protocol violation each, and its result according to HTTP/2.
 const VIOLATIONS: &[Attack] = &[
     attack("garbage", |_| Sends::Raw(vec![0xa5; 4_096]), Cut),
     attack(
@@ -352,7 +352,7 @@ const VIOLATIONS: &[Attack] = &[
     attack(
         "TLS where there is none",
         |_| {
-            // A record of a handshake, as long as it says.
+            // A complete handshake record.
             Sends::Raw([&[0x16, 3, 1, 2, 0][..], &[1; 512]].concat())
         },
         Cut,
@@ -564,13 +564,13 @@ const VIOLATIONS: &[Attack] = &[
         Reset(&[PROTOCOL_ERROR]),
     ),
     attack("more header than allowed", |k| Sends::Frames(with(k, &field("x", &[b'x'; 20_000]))), Answered)
-        .but(&[(Door::AgentWebSocket, Any)]),
+        .but(&[(Listener::AgentWebSocket, Any)]),
     attack("an unknown frame", |_| Sends::Frames(frame(0xee, 0xff, 77, &[1; 300])), Goes),
     attack("an unknown setting", |_| Sends::Frames(settings(0xfafa, 0xffff_ffff)), Goes),
     attack("a table of 4 GiB", |_| Sends::Frames(settings(1, 0xffff_ffff)), Goes),
 ];
 
-/// What takes its time.
+/// Slow attacks.
 const SLOW: &[Attack] = &[
     attack("nothing", |_| Sends::Raw(vec![]), Cut),
     attack("half a preface", |_| Sends::Raw(PREFACE[..12].to_vec()), Cut),
@@ -591,7 +591,7 @@ const SLOW: &[Attack] = &[
         |k| Sends::Drip(k.open(1), frame(DATA, 0, 1, &[0; 100]), Duration::from_millis(200)),
         Cut,
     ),
-    // The descriptor, or the answer to a caller whose agent is not here, takes longer than its time.
+    // The descriptor, or the response to a caller whose agent is absent, takes longer than its limit.
     attack(
         "a body byte by byte, with a token",
         |k| Sends::Drip(k.open(1), frame(DATA, 0, 1, &[0, 0, 0, 1, 0]), Duration::from_millis(100)),
@@ -608,18 +608,23 @@ const SLOW: &[Attack] = &[
     .inside(),
 ];
 
-/// Does `attacks` at every door of the stage, each `times` at once, and waits until nothing is left of them.
-async fn storm(stage: &Stage, what: &str, attacks: &[Attack], times: usize) -> Result<usize> {
-    let rows: Vec<_> = Door::HTTP2
+/// Runs `attacks` on every listener of the target, each `times` concurrently, and waits until all effects are
+/// gone.
+async fn storm(target: &Target, what: &str, attacks: &[Attack], times: usize) -> Result<usize> {
+    let rows: Vec<_> = Listener::HTTP2
         .into_iter()
-        .filter(|door| stage.door(*door).is_some())
-        .flat_map(|door| attacks.iter().map(move |attack| (door, attack)))
+        .filter(|listener| target.listener(*listener).is_some())
+        .flat_map(|listener| attacks.iter().map(move |attack| (listener, attack)))
         .collect();
     let all = rows.iter().flat_map(|row| std::iter::repeat_n(row, times));
     let mut failed: Vec<String> = stream::iter(all)
-        .map(async |(door, attack)| {
+        .map(async |(listener, attack)| {
             let name = attack.name;
-            attack.strike(stage, *door).await.err().map(|error| format!("{door:?}: {name}: {error:#}"))
+            attack
+                .strike(target, *listener)
+                .await
+                .err()
+                .map(|error| format!("{listener:?}: {name}: {error:#}"))
         })
         .buffer_unordered(64)
         .filter_map(std::future::ready)
@@ -627,13 +632,13 @@ async fn storm(stage: &Stage, what: &str, attacks: &[Attack], times: usize) -> R
         .await;
     failed.sort();
     failed.dedup();
-    let times = stage.settle(what).await.context("afterwards")?;
+    let times = target.settle(what).await.context("afterwards")?;
     println!("{what}: {} rows; {times}", rows.len());
     ensure!(failed.is_empty(), "{} of {} rows of {what}:\n{}", failed.len(), rows.len(), failed.join("\n"));
     Ok(rows.len())
 }
 
-/// The attacks whose cost for others is measured.
+/// The attacks whose effect on others is measured.
 pub(crate) fn measured() -> impl Iterator<Item = (&'static str, &'static Attack)> {
     const NAMES: [&str; 13] = [
         "rapid reset",
@@ -654,21 +659,21 @@ pub(crate) fn measured() -> impl Iterator<Item = (&'static str, &'static Attack)
     all.map(|attack| (attack.name, attack))
 }
 
-/// Does one attack for `time` over this many connections at once, and once more when all of them have ended.
-/// Returns how often it began, and why a connection was not made, if that happened. How each of them ends
-/// does not count here. `from`: the address of each connection of a round.
-pub(crate) async fn crowd(
+/// Repeats one attack for `time` over this many concurrent connections; each round starts when all
+/// connections have ended. Returns the number of rounds, and why a connection failed, if one did. How the
+/// connections end is not checked. `from`: the address of each connection of a round.
+pub(crate) async fn repeat_on_connections(
     address: SocketAddr,
     from: impl Fn(usize, usize) -> Option<Ipv4Addr>,
     way: &Way,
-    knows: &Knows,
+    template: &RequestTemplate,
     attack: &Attack,
     connections: usize,
     time: Duration,
 ) -> (usize, Option<String>) {
     let unmade = RefCell::new(None);
-    // Once for all: what it costs to think of them is not to slow them down.
-    let sends = (attack.sends)(knows);
+    // Built once: building them must not slow down the attackers.
+    let sends = (attack.sends)(template);
     let mut rounds = 0;
     let attacking = async {
         loop {
@@ -687,7 +692,7 @@ pub(crate) async fn crowd(
             stream::iter(peers)
                 .for_each_concurrent(None, async |mut peer| {
                     sends.to(&mut peer).await;
-                    // Not within the time: then all of it is over.
+                    // If the time is over, everything ends.
                     let _ = peer.hears(time, |heard| heard.over).await;
                 })
                 .await;
@@ -697,11 +702,11 @@ pub(crate) async fn crowd(
     (rounds, unmade.into_inner())
 }
 
-/// Every attack of this file.
-pub(crate) async fn all(stage: &Stage) -> Result<usize> {
+/// Runs every attack of this file.
+pub(crate) async fn all(target: &Target) -> Result<usize> {
     let mut rows = 0;
     for (what, attacks) in [("violations", VIOLATIONS), ("floods", FLOODS), ("slow peers", SLOW)] {
-        rows += storm(stage, what, attacks, 1).await?;
+        rows += storm(target, what, attacks, 1).await?;
     }
     Ok(rows)
 }

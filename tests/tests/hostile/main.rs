@@ -1,7 +1,7 @@
-//! Hostile peers at every door of kas, as tables: what each attack is, and what must become of it.
+//! Hostile peers at every listener of kas, as tables of attacks and expected results.
 //!
-//! Good requests go on all the time and must all be answered; after each group of attacks kas holds what it
-//! held before, and has not panicked.
+//! Valid requests continue meanwhile and must all succeed. After each group of attacks, kas must use the same
+//! resources as before, and must not have panicked.
 
 #![allow(clippy::unwrap_used)] // a test may panic
 
@@ -13,7 +13,7 @@ mod http2;
 mod measured;
 mod observability;
 mod peer;
-mod stage;
+mod target;
 mod tls;
 mod tunnels;
 mod websocket;
@@ -22,34 +22,34 @@ use anyhow::Result;
 
 use crate::{
     bench::Origin::{Callers, Elsewhere, Everywhere},
-    stage::{Door, Kind, Stage},
+    target::{Kind, Listener, Target},
 };
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn http2_attacks_without_tls_do_not_affect_other_requests() -> Result<()> {
-    let stage = Stage::start(Kind::Plain).await?;
-    http2::all(&stage).await?;
+    let target = Target::start(Kind::Plain).await?;
+    http2::all(&target).await?;
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn http2_attacks_inside_tls_do_not_affect_other_requests() -> Result<()> {
-    let stage = Stage::start(Kind::Tls).await?;
-    http2::all(&stage).await?;
+    let target = Target::start(Kind::Tls).await?;
+    http2::all(&target).await?;
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn http2_attacks_inside_websocket_do_not_affect_other_requests() -> Result<()> {
-    let stage = Stage::start(Kind::WebSocket).await?;
-    http2::all(&stage).await?;
+    let target = Target::start(Kind::WebSocket).await?;
+    http2::all(&target).await?;
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn tunnel_protocol_violations_do_not_affect_other_requests() -> Result<()> {
-    let stage = Stage::start(Kind::Plain).await?;
-    tunnels::all_of_them(&stage).await?;
+    let target = Target::start(Kind::Plain).await?;
+    tunnels::all_of_them(&target).await?;
     Ok(())
 }
 
@@ -60,30 +60,30 @@ async fn data_before_the_token_is_verified_is_bounded() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn invalid_requests_of_callers_and_replicas_are_refused_individually() -> Result<()> {
-    let stage = Stage::start(Kind::Plain).await?;
-    callers::all(&stage).await?;
-    gossip::all(&stage).await?;
+    let target = Target::start(Kind::Plain).await?;
+    callers::all(&target).await?;
+    gossip::all(&target).await?;
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn stalled_handshakes_do_not_affect_other_requests() -> Result<()> {
-    let stage = Stage::start(Kind::Tls).await?;
-    tls::all(&stage).await?;
+    let target = Target::start(Kind::Tls).await?;
+    tls::all(&target).await?;
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn websocket_violations_are_closed_with_the_right_code() -> Result<()> {
-    let stage = Stage::start(Kind::WebSocket).await?;
-    websocket::all(&stage).await?;
+    let target = Target::start(Kind::WebSocket).await?;
+    websocket::all(&target).await?;
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn probes_are_answered_during_attacks_on_their_port() -> Result<()> {
-    let stage = Stage::start(Kind::Plain).await?;
-    observability::all(&stage).await?;
+    let target = Target::start(Kind::Plain).await?;
+    observability::all(&target).await?;
     Ok(())
 }
 
@@ -97,7 +97,12 @@ async fn kas_without_descriptors_serves_open_connections_and_accepts_again_later
 async fn valid_requests_during_a_thousand_attacks_without_tls() -> Result<()> {
     bench::table(
         Kind::Plain,
-        &[(Door::Agent, Elsewhere), (Door::Api, Elsewhere), (Door::Api, Everywhere), (Door::Api, Callers)],
+        &[
+            (Listener::Agent, Elsewhere),
+            (Listener::Api, Elsewhere),
+            (Listener::Api, Everywhere),
+            (Listener::Api, Callers),
+        ],
     )
     .await
 }
@@ -105,23 +110,23 @@ async fn valid_requests_during_a_thousand_attacks_without_tls() -> Result<()> {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 #[ignore = "measures for some seconds and asserts nothing about times: --ignored --nocapture"]
 async fn a_thousand_agents_connect_at_once() -> Result<()> {
-    bench::storms(Kind::Plain, Door::Agent).await?;
-    bench::storms(Kind::Tls, Door::AgentTls).await
+    bench::storms(Kind::Plain, Listener::Agent).await?;
+    bench::storms(Kind::Tls, Listener::AgentTls).await
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 #[ignore = "measures for some minutes and asserts nothing about times: --ignored --nocapture"]
 async fn valid_requests_during_a_thousand_attacks_inside_tls() -> Result<()> {
-    bench::table(Kind::Tls, &[(Door::AgentTls, Elsewhere)]).await
+    bench::table(Kind::Tls, &[(Listener::AgentTls, Elsewhere)]).await
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 #[ignore = "measures for some minutes and asserts nothing about times: --ignored --nocapture"]
 async fn valid_requests_during_a_thousand_attacks_inside_websocket() -> Result<()> {
-    bench::table(Kind::WebSocket, &[(Door::AgentWebSocket, Elsewhere)]).await
+    bench::table(Kind::WebSocket, &[(Listener::AgentWebSocket, Elsewhere)]).await
 }
 
-/// Not a test: what the measurements start beside themselves.
+/// Not a test: the measurements start it as a separate process.
 #[tokio::test]
 #[ignore = "the measurements start it"]
 async fn process_of_the_attackers() -> Result<()> {

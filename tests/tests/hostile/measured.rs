@@ -1,10 +1,10 @@
-//! Where everybody runs when it is measured what attackers cost the good: on a machine of two processors,
-//! what attackers and callers do themselves must not count for what is done to kas.
+//! Placement of processes for the measurement of attacks on a machine with two processors: the work of
+//! attackers and callers themselves must not count.
 //!
-//! kas, its agent and its callers share the first processor; attackers have the second for themselves. Agent
-//! and callers are in a class before kas, so that their own little work waits for nobody, and all that is
-//! left of the processor is kas': a request takes longer only because of what kas does meanwhile. An echo
-//! that goes nowhere near kas tells what the machine takes.
+//! kas, its agent and its callers share the first processor; attackers have the second one. Agent and callers
+//! run before kas (`SCHED_FIFO`), so they never wait for it, and the rest of the processor is for kas: a
+//! request takes longer only because of what kas does meanwhile. An echo server that is independent of kas
+//! shows the delay of the machine.
 
 use std::{
     fs::File,
@@ -23,24 +23,24 @@ use tokio::{
     time::{Instant, interval},
 };
 
-/// How attackers are started: on the second processor, like any other process.
+/// The command that starts attackers: on the second processor, with normal priority.
 pub(crate) const AS_ATTACKERS: [&str; 6] = ["chrt", "--other", "0", "taskset", "--cpu-list", "1"];
 
-/// Everybody in place. When this is dropped, this process runs anywhere and like any other again.
+/// The placement. When it is dropped, this process runs anywhere again, with normal priority.
 pub(crate) struct Placed {
     _awake: Awake,
     _busy: Process,
 }
 
 impl Placed {
-    /// From now on each thread of this process, and what they start, runs on the first processor.
+    /// Moves all threads of this process, and the processes that they start, to the first processor.
     pub(crate) async fn on_the_first_processor() -> Result<Self> {
-        let placed = Self { _awake: Awake::ask()?, _busy: nobody_idle().await? };
+        let placed = Self { _awake: Awake::ask()?, _busy: keep_second_processor_busy().await? };
         of_this_process("taskset", &["--all-tasks", "--cpu-list", "--pid", "0"])?;
         Ok(placed)
     }
 
-    /// From now on the same run before all others.
+    /// Gives them priority over all other processes.
     pub(crate) fn before_all_others(&self) -> Result<()> {
         of_this_process("chrt", &["--all-tasks", "--fifo", "--pid", "1"])
     }
@@ -58,7 +58,7 @@ impl Drop for Placed {
 
 fn of_this_process(program: &str, arguments: &[&str]) -> Result<()> {
     let id = std::process::id().to_string();
-    // A thread that ends between being listed and being told makes the program fail.
+    // The program fails if a thread ends while it runs.
     for _ in 0..10 {
         let done = Command::new(program).args(arguments).arg(&id).stdout(Stdio::null()).status();
         if done.with_context(|| format!("{program} of util-linux"))?.success() {
@@ -68,15 +68,15 @@ fn of_this_process(program: &str, arguments: &[&str]) -> Result<()> {
     bail!("{program} failed: this measures as root, on two processors")
 }
 
-/// Keeps the second processor busy whenever no attacker does. The two may be one core, which each of them has
-/// for itself when the other is idle: without this, that attackers run at all would count for what they do.
-async fn nobody_idle() -> Result<Process> {
+/// Keeps the second processor busy whenever no attacker runs. Both processors may share one core, which would
+/// be faster for kas whenever the other one is idle; that must not count as an effect of the attack.
+async fn keep_second_processor_busy() -> Result<Process> {
     let loops = ["--idle", "0", "taskset", "--cpu-list", "1", "sh", "-c", "while :; do :; done"];
     Process::start("busy", Path::new("chrt"), &loops, &[]).await
 }
 
-/// Processors that do not sleep while this is held. Those of a virtual machine are given to others when they
-/// do, and come back milliseconds late.
+/// Keeps processors from sleeping while this is held. A virtual machine gives up sleeping processors and gets
+/// them back milliseconds late.
 struct Awake(#[expect(dead_code, reason = "held for its drop")] File);
 
 impl Awake {
@@ -86,18 +86,18 @@ impl Awake {
         let mut file = File::options().write(true).open(path).with_context(|| {
             format!("{path}: processors that sleep make the times without attackers longer")
         })?;
-        // Microseconds that waking up may take.
+        // The allowed wake-up latency in microseconds.
         file.write_all(&0_i32.to_ne_bytes())?;
         Ok(Self(file))
     }
 }
 
-/// Asks an echo that is no business of kas', again and again, and says when each answer was due to be asked
-/// for and how long it took from then.
+/// Calls an echo server that is independent of kas repeatedly, and reports when each call was due and how
+/// long it took from then.
 pub(crate) async fn echo(took: impl Fn(Instant, Duration)) -> Result<()> {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
     let address = listener.local_addr()?;
-    // A thread of its own, so that two wake each other as caller and kas do. It ends with its only
+    // A separate thread, so that two threads wake each other, like caller and kas. It ends with its only
     // connection.
     std::thread::spawn(move || -> std::io::Result<()> {
         let (mut stream, _) = listener.accept()?;
@@ -120,21 +120,19 @@ pub(crate) async fn echo(took: impl Fn(Instant, Duration)) -> Result<()> {
     }
 }
 
-/// Returns when something that was `due` began: then, if it is late because what came before it took long, so
-/// that a caller who was held up tells of all that he would have called meanwhile. A timer's own lateness is
-/// not counted.
+/// Returns the time from which a call that was `due` counts: `due` itself if an earlier call delayed it, so
+/// that delayed calls include their delay. The imprecision of the timer is not counted.
 pub(crate) fn begun(due: Instant) -> Instant {
     let now = Instant::now();
     if now.duration_since(due) > Duration::from_millis(3) { due } else { now }
 }
 
-/// Who waits so long for the echo waits for the machine.
-const STOOD_STILL: Duration = Duration::from_millis(10);
+/// An echo that takes this long was delayed by the machine.
+const STALL: Duration = Duration::from_millis(10);
 
-/// Takes out of `times` what was under way while the machine stood still, as `echo` shows, and returns how
-/// many that were.
+/// Removes from `times` the calls during which the machine stalled, as `echo` shows. Returns their number.
 pub(crate) fn without_stalls(times: &mut Vec<(Instant, Duration)>, echo: &[(Instant, Duration)]) -> usize {
-    let stalls: Vec<_> = echo.iter().filter(|(_, took)| *took >= STOOD_STILL).collect();
+    let stalls: Vec<_> = echo.iter().filter(|(_, took)| *took >= STALL).collect();
     let before = times.len();
     times.retain(|(begun, took)| {
         !stalls.iter().any(|(from, held)| *begun < *from + *held && *from < *begun + *took)

@@ -1,4 +1,4 @@
-//! The listener of probes: what is sent to it, and how many are.
+//! The listener for probes: invalid requests, and too many connections.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use tokio::{
 
 use crate::{
     peer::PREFACE,
-    stage::{Door, Stage},
+    target::{Listener, Target},
 };
 
 /// Headers may take 10 s.
@@ -77,9 +77,9 @@ fn rows() -> Vec<(&'static str, Vec<u8>, &'static [&'static str])> {
     ]
 }
 
-/// Every row of this file.
-pub(crate) async fn all(stage: &Stage) -> Result<usize> {
-    let (address, _) = stage.door(Door::Observability).context("the door is there")?;
+/// Runs every row of this file.
+pub(crate) async fn all(target: &Target) -> Result<usize> {
+    let (address, _) = target.listener(Listener::Observability).context("the listener is there")?;
     let rows = rows();
     let failed: Vec<String> = join_all(rows.iter().map(async |(name, bytes, statuses)| {
         let one = async {
@@ -106,16 +106,16 @@ pub(crate) async fn all(stage: &Stage) -> Result<usize> {
     .collect();
     ensure!(failed.is_empty(), "{} of {} rows:\n{}", failed.len(), rows.len(), failed.join("\n"));
 
-    // A probe that finds no room says "dead", and the process would be restarted.
+    // If a probe were refused, the process would be restarted.
     let mut silent = Vec::new();
     for _ in 0..SILENT {
         silent.push(TcpStream::connect(address).await?);
     }
     for _ in 0..20 {
-        ensure!(stage.kas.get("/liveness").await.context("between silent connections")?.0 == 200);
+        ensure!(target.kas.get("/liveness").await.context("between silent connections")?.0 == 200);
     }
     drop(silent);
-    let times = stage.settle("probes").await?;
+    let times = target.settle("probes").await?;
     println!("probes: {} rows; {times}", rows.len() + 1);
     Ok(rows.len() + 1)
 }

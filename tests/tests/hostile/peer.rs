@@ -1,4 +1,4 @@
-//! A peer down to the bytes: HTTP/2 frames that no library sends, on a connection of any kind.
+//! A peer at the level of bytes: HTTP/2 frames that no library sends, on a connection of any kind.
 
 use std::{
     collections::BTreeMap,
@@ -17,7 +17,7 @@ use tokio::{
 };
 use tokio_rustls::{TlsConnector, rustls::ClientConfig};
 
-/// What a client of HTTP/2 says first.
+/// The connection preface of an HTTP/2 client.
 pub(crate) const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 
 pub(crate) const DATA: u8 = 0;
@@ -36,7 +36,7 @@ pub(crate) const END_STREAM: u8 = 0x1;
 pub(crate) const END_HEADERS: u8 = 0x4;
 pub(crate) const PADDED: u8 = 0x8;
 
-/// How an agent asks for WebSocket.
+/// The upgrade request of an agent.
 pub(crate) const UPGRADE: &str = "GET /-/kubernetes-agent/ HTTP/1.1\r\nHost: kas\r\nConnection: Upgrade\r\n\
      Upgrade: websocket\r\nSec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\
      Sec-WebSocket-Protocol: ws-tunnel\r\n\r\n";
@@ -57,7 +57,7 @@ pub(crate) fn settings(key: u16, value: u32) -> Vec<u8> {
     frame(SETTINGS, 0, 0, &setting(key, value))
 }
 
-/// A number as HPACK writes it, after the bits in `first`.
+/// An HPACK integer, after the bits in `first`.
 pub(crate) fn number(first: u8, bits: u8, value: usize) -> Vec<u8> {
     let most = (1 << bits) - 1;
     if value < most {
@@ -73,12 +73,12 @@ pub(crate) fn number(first: u8, bits: u8, value: usize) -> Vec<u8> {
     out
 }
 
-/// A field of a header block that goes into no table, without Huffman code.
+/// A literal header field that is not indexed, without Huffman code.
 pub(crate) fn field(name: &str, value: &[u8]) -> Vec<u8> {
     [&[0][..], &text(name.as_bytes()), &text(value)].concat()
 }
 
-/// A field that goes into the table of recent fields.
+/// A literal header field that is added to the dynamic table.
 pub(crate) fn indexed(name: &str, value: &[u8]) -> Vec<u8> {
     [&[0x40][..], &text(name.as_bytes()), &text(value)].concat()
 }
@@ -92,33 +92,33 @@ type Io = Box<dyn Bytes>;
 trait Bytes: AsyncRead + AsyncWrite + Send + Unpin {}
 impl<T: AsyncRead + AsyncWrite + Send + Unpin> Bytes for T {}
 
-/// How a door is reached.
+/// How to connect to a listener.
 #[derive(Clone)]
 pub(crate) enum Way {
     /// TCP.
     Plain,
-    /// TLS, and who is trusted.
+    /// TLS, with its configuration.
     Tls(Arc<ClientConfig>),
     /// Inside WebSocket.
     WebSocket,
 }
 
-/// What has come from kas.
+/// What kas has sent.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Heard {
     /// The code of the latest GOAWAY.
     pub(crate) goaway: Option<u32>,
     /// Streams that were reset, and the codes.
     pub(crate) resets: BTreeMap<u32, u32>,
-    /// Streams that were answered with headers.
+    /// Streams with response headers.
     pub(crate) answered: Vec<u32>,
     /// Payloads of acknowledged PINGs.
     pub(crate) pongs: Vec<[u8; 8]>,
-    /// SETTINGS came.
+    /// SETTINGS arrived.
     pub(crate) is_http2: bool,
-    /// Bytes that are no HTTP/2.
+    /// Bytes that are not HTTP/2.
     pub(crate) other: Vec<u8>,
-    /// The connection is over.
+    /// The connection has ended.
     pub(crate) over: bool,
 }
 
@@ -137,11 +137,11 @@ impl Drop for Peer {
     }
 }
 
-/// How much of what is no HTTP/2 is kept.
+/// How many bytes that are not HTTP/2 are kept.
 const OTHER: usize = 64 * 1024;
 
 impl Peer {
-    /// Connects, up to the point where HTTP/2 begins. What comes is read from then on.
+    /// Connects, up to the start of HTTP/2, and reads from then on.
     pub(crate) async fn connect(address: SocketAddr, way: &Way) -> Result<Self> {
         Self::over(soon("a connection", TcpStream::connect(address)).await?, way).await
     }
@@ -194,7 +194,7 @@ impl Peer {
         })
     }
 
-    /// Sends bytes; whether kas took them before it ended the connection, or before `time` was over.
+    /// Sends bytes; returns whether kas accepted them before it ended the connection or `time` was over.
     pub(crate) async fn send(&mut self, bytes: &[u8], time: Duration) -> bool {
         let sent = async {
             if self.inside {
@@ -207,12 +207,12 @@ impl Peer {
         matches!(tokio::time::timeout(time, sent).await, Ok(Ok(())))
     }
 
-    /// Returns what has been heard until now.
+    /// Returns what was received so far.
     pub(crate) fn heard(&self) -> Heard {
         self.heard.borrow().clone()
     }
 
-    /// Waits until something was heard.
+    /// Waits until something was received.
     pub(crate) async fn hears(&mut self, time: Duration, pick: impl FnMut(&Heard) -> bool) -> Result<Heard> {
         let waited = tokio::time::timeout(time, self.heard.wait_for(pick)).await;
         match waited.map(|heard| heard.map(|heard| heard.clone())) {
@@ -221,7 +221,7 @@ impl Peer {
         }
     }
 
-    /// Whether the connection is of use: kas answers a PING.
+    /// Checks that the connection works: kas answers a PING.
     pub(crate) async fn answers_ping(&mut self, time: Duration) -> Result<()> {
         let payload = rand::random::<[u8; 8]>();
         ensure!(self.send(&frame(PING, 0, 0, &payload), time).await, "no PING is taken: {:?}", self.heard());
@@ -245,14 +245,14 @@ pub(crate) fn binary(payload: &[u8]) -> Vec<u8> {
     [&[0x82][..], &length, &[0; 4], payload].concat()
 }
 
-/// Takes messages of a server apart.
+/// Parses messages of a server.
 #[derive(Default)]
 struct Frames {
     raw: Vec<u8>,
 }
 
 impl Frames {
-    /// Appends the payload of what is complete.
+    /// Appends the payload of complete messages.
     fn unwrap(&mut self, bytes: &[u8], out: &mut Vec<u8>) {
         self.raw.extend_from_slice(bytes);
         loop {
@@ -273,9 +273,9 @@ impl Frames {
     }
 }
 
-/// Takes whole frames off `buffer`.
+/// Removes complete frames from `buffer`.
 fn understand(buffer: &mut Vec<u8>, heard: &mut Heard) {
-    // A server of HTTP/2 says SETTINGS first.
+    // An HTTP/2 server sends SETTINGS first.
     if !heard.other.is_empty() || (buffer.len() > 3 && is_other(buffer, heard)) {
         let room = OTHER - heard.other.len();
         heard.other.extend_from_slice(&buffer[..buffer.len().min(room)]);
@@ -305,7 +305,7 @@ fn understand(buffer: &mut Vec<u8>, heard: &mut Heard) {
     buffer.drain(..at);
 }
 
-/// Whether what came first is something else than HTTP/2.
+/// Whether the first bytes are not HTTP/2.
 fn is_other(buffer: &[u8], heard: &Heard) -> bool {
     !heard.is_http2 && (buffer[0] != 0 || buffer[3] != SETTINGS)
 }

@@ -1,4 +1,4 @@
-//! What comes before TLS is done, or instead of it.
+//! Data before or instead of a complete TLS handshake.
 
 use std::{net::SocketAddr, time::Duration};
 
@@ -11,17 +11,18 @@ use tokio::{
 
 use crate::{
     peer::{PREFACE, Peer, SETTINGS, frame},
-    stage::{Door, Stage},
+    target::{Listener, Target},
 };
 
 /// A handshake may take 5 s.
 const CUT: Duration = Duration::from_secs(20);
-/// Handshakes that get nowhere, at once: below the 1,024 that kas allows.
+/// Concurrent stalled handshakes: below the 1,024 that kas allows.
 const HALF_OPEN: usize = 700;
-/// Handshakes that get nowhere, in all; and how many of them at once, which is more than kas allows.
+/// Stalled handshakes in total, and how many of them at once, which is more than kas allows.
 const FLOOD: usize = 10_000;
 const AT_ONCE: usize = 2_000;
-/// Who comes between them waits for its turn behind those that were there: a thousand of them go each second.
+/// A valid client between them waits behind those that were there before: a thousand of them are closed each
+/// second.
 const TURN: Duration = Duration::from_secs(20);
 
 /// A record of TLS.
@@ -30,7 +31,7 @@ fn record(kind: u8, payload: &[u8]) -> Vec<u8> {
     [&[kind, 3, 1], &length[..], payload].concat()
 }
 
-/// A ClientHello of TLS 1.2 that offers nothing that is any good.
+/// A ClientHello of TLS 1.2 without any usable cipher.
 fn hello() -> Vec<u8> {
     let body = [&[3, 3][..], &[7; 32], &[0], &[0, 2, 0, 0x0a], &[1, 0]].concat();
     let length = u32::try_from(body.len()).unwrap().to_be_bytes();
@@ -66,25 +67,25 @@ fn rows() -> Vec<(&'static str, Vec<u8>)> {
 
 async fn strike(address: SocketAddr, bytes: &[u8]) -> Result<()> {
     let mut stream = TcpStream::connect(address).await?;
-    // kas may have heard enough in the middle.
+    // kas may close the connection before all is sent.
     let _ = stream.write_all(bytes).await;
     let mut rest = Vec::new();
     let _ = tokio::time::timeout(CUT, stream.read_to_end(&mut rest)).await.context("it stays open")?;
     Ok(())
 }
 
-/// Every row of this file.
-pub(crate) async fn all(stage: &Stage) -> Result<usize> {
-    let (address, way) = stage.door(Door::AgentTls).context("the door is there")?;
+/// Runs every row of this file.
+pub(crate) async fn all(target: &Target) -> Result<usize> {
+    let (address, way) = target.listener(Listener::AgentTls).context("the listener is there")?;
     let rows = rows();
     let struck = rows
         .iter()
         .map(async |(name, bytes)| strike(address, bytes).await.with_context(|| (*name).to_owned()));
     try_join_all(struck).await?;
-    let times = stage.settle("TLS that is none").await?;
+    let times = target.settle("TLS that is none").await?;
     println!("TLS that is none: {} rows; {times}", rows.len());
 
-    // Many that begin and do not go on: who wants to come in still can.
+    // Many stalled handshakes: valid clients can still connect.
     let mut silent = Vec::new();
     for n in 0..HALF_OPEN {
         let mut stream = TcpStream::connect(address).await?;
@@ -98,7 +99,7 @@ pub(crate) async fn all(stage: &Stage) -> Result<usize> {
         peer.send(&[PREFACE, &frame(SETTINGS, 0, 0, &[])].concat(), CUT).await;
         peer.answers_ping(CUT).await?;
     }
-    stage.work_goes_on(50).await?;
+    target.requests_succeed(50).await?;
     let closed = silent.into_iter().map(async |mut stream| {
         let mut rest = Vec::new();
         tokio::time::timeout(CUT, stream.read_to_end(&mut rest)).await.context("it stays open")
@@ -106,20 +107,20 @@ pub(crate) async fn all(stage: &Stage) -> Result<usize> {
     for closed in try_join_all(closed).await? {
         ensure!(closed.is_err() || closed.is_ok_and(|said| said < 100), "kas has much to say to nobody");
     }
-    let times = stage.settle("half-open handshakes").await?;
+    let times = target.settle("half-open handshakes").await?;
     println!("half-open handshakes: {HALF_OPEN}; {times}");
-    flood(stage, address).await?;
+    flood(target, address).await?;
     Ok(rows.len() + 2)
 }
 
-/// Many more than kas allows: the oldest give their places to who comes, strangers and agents alike.
-async fn flood(stage: &Stage, address: SocketAddr) -> Result<()> {
-    let (_, way) = stage.door(Door::AgentTls).context("the door is there")?;
+/// Many more than kas allows: new connections replace the oldest, both hostile and valid ones.
+async fn flood(target: &Target, address: SocketAddr) -> Result<()> {
+    let (_, way) = target.listener(Listener::AgentTls).context("the listener is there")?;
     let half = &hello()[..30];
     let strangers = stream::iter(0..FLOOD).for_each_concurrent(AT_ONCE, async |_| {
         let Ok(mut stream) = TcpStream::connect(address).await else { return };
         let _ = stream.write_all(half).await;
-        // Until kas takes its place away, or its time is over.
+        // Until kas closes it, or its time is over.
         let _ = tokio::time::timeout(CUT, stream.read_to_end(&mut Vec::new())).await;
     });
     let honest = async {
@@ -143,9 +144,9 @@ async fn flood(stage: &Stage, address: SocketAddr) -> Result<()> {
     };
     let ((), slowest) = tokio::join!(strangers, honest);
     let slowest = slowest?;
-    let evicted = stage.kas.metric("kas_refusals_total{listener=\"Agent\",reason=\"HalfOpen\"}").await?;
+    let evicted = target.kas.metric("kas_refusals_total{listener=\"Agent\",reason=\"HalfOpen\"}").await?;
     ensure!(evicted >= (FLOOD / 2) as f64, "{evicted} of {FLOOD} lost their places");
-    let times = stage.settle("a flood of half-open handshakes").await?;
+    let times = target.settle("a flood of half-open handshakes").await?;
     println!(
         "a flood of half-open handshakes: {FLOOD}, {evicted} evicted, an agent within {slowest:?}; {times}"
     );

@@ -1,5 +1,5 @@
-//! An agent with a good token that does not keep to the protocol of tunnels: what it sends instead of its
-//! descriptor, while its tunnel is parked, and as an answer.
+//! An agent with a valid token that violates the tunnel protocol: instead of its descriptor, while its tunnel
+//! is idle, and in a response.
 
 use std::{collections::BTreeMap, net::SocketAddr, time::Duration};
 
@@ -24,28 +24,28 @@ use testkit::{
 
 use crate::{
     peer::{self, ACK, DATA, PREFACE, Peer, SETTINGS, Way},
-    stage::{BAD, Door, Knows, Stage},
+    target::{BAD, Listener, RequestTemplate, Target},
 };
 
 /// When the agent misbehaves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum When {
-    /// In place of its descriptor.
+    /// Instead of its descriptor.
     Opening,
     /// While no request is open.
     Parked,
-    /// As the answer to a request.
+    /// In the response to a request.
     Asked,
 }
 
-/// What comes of it.
+/// The expected result.
 #[derive(Clone, Copy, Debug)]
 enum Ends {
     /// The tunnel is refused with one of these codes.
     Refused(&'static [Code]),
     /// The tunnel ends.
     Over,
-    /// The tunnel ends, and the caller is told that nobody knows what became of its request.
+    /// The tunnel ends, and the outcome of the caller's request is unknown.
     Unknown,
     /// The tunnel ends, and the caller has one of these codes.
     Code(&'static [Code]),
@@ -59,7 +59,7 @@ struct Attack {
     name: &'static str,
     kinds: &'static [Kind],
     when: When,
-    /// Whether it said that it sends gzip.
+    /// Whether it announced gzip.
     gzip: bool,
     sends: fn() -> Vec<u8>,
     /// Whether it half-closes afterwards.
@@ -91,8 +91,8 @@ impl Attack {
         self
     }
 
-    async fn strike(&self, stage: &Stage, kind: Kind) -> Result<()> {
-        let agent = RawAgent::connect(stage.kas.agent, &token(BAD), kind).await?;
+    async fn strike(&self, target: &Target, kind: Kind) -> Result<()> {
+        let agent = RawAgent::connect(target.kas.agent, &token(BAD), kind).await?;
         let mut request = agent.request(CONNECT);
         if kind.is_reusable() {
             request = request.header("kas-tunnel", "reuse");
@@ -123,7 +123,7 @@ impl Attack {
             ensure!(matches!(got, FromKas::Ended(_) | FromKas::Reset(_) | FromKas::Cut), "{got:?}");
             return Ok(());
         }
-        let caller = stage.kas.caller().await?;
+        let caller = target.kas.caller().await?;
         let request = caller.to_agent(BAD, &path("Echo")).header("grpc-timeout", "15S");
         let mut called = caller.open(request).await?;
         called.send(frame(b"hello")).await.ok().context("the request is taken")?;
@@ -137,7 +137,7 @@ impl Attack {
                 ensure!(status.code() == Code::Unavailable, "{status}");
                 ensure!(status.outcome() == Some(Outcome::Unknown), "{:?}", status.outcome());
             }
-            // An answer that had begun cannot end with a status any more.
+            // A response that has begun can no longer end with a status.
             (Unknown, Err(_)) => {}
             (Ends::Code(codes), Ok(status)) => {
                 ensure!(codes.contains(&status.code()), "{status}, not {codes:?}");
@@ -155,7 +155,7 @@ impl Attack {
     }
 }
 
-/// Waits for the end of an answer, which may be in the middle of a message.
+/// Waits for the end of a response, which may be in the middle of a message.
 async fn end(stream: &mut Stream) -> Result<Status> {
     let reset = |reason| anyhow::anyhow!("reset: {reason:?}");
     if let Some(status) = Status::from_headers(&stream.head().await.map_err(reset)?.1) {
@@ -203,7 +203,7 @@ fn map(keys: usize, value: usize) -> BTreeMap<String, Values> {
     (0..keys).map(|n| (format!("k{n}"), Values { value: vec!["v".repeat(value)] })).collect()
 }
 
-/// The head of an envelope whose field 3 is payload of nearly 4 GiB, and a little of it.
+/// The start of an envelope whose field 3 is a payload of nearly 4 GiB, and a little of it.
 fn endless() -> Vec<u8> {
     let mut bytes = bytes::BytesMut::new();
     tunnel::frame::put_message_head(3, tunnel::frame::MAX_PAYLOAD, &mut bytes);
@@ -211,7 +211,7 @@ fn endless() -> Vec<u8> {
     bytes.to_vec()
 }
 
-/// Groups of protobuf, one inside the other.
+/// Nested groups of protobuf.
 fn nested(field: u8, depth: usize) -> Vec<u8> {
     [vec![field << 3 | 3; depth], vec![field << 3 | 4; depth]].concat()
 }
@@ -227,7 +227,7 @@ const REFUSALS: &[Code] =
     &[Code::InvalidArgument, Code::Internal, Code::ResourceExhausted, Code::Unavailable];
 
 const ATTACKS: &[Attack] = &[
-    // In place of the descriptor.
+    // Instead of the descriptor.
     attack("the end", Opening, Vec::new, Refused(REFUSALS)).and_ends(),
     attack("a header", Opening, || all([header()]), Refused(&[Code::InvalidArgument])),
     attack("a message", Opening, || all([handler::message("x")]), Refused(&[Code::InvalidArgument])),
@@ -280,7 +280,7 @@ const ATTACKS: &[Attack] = &[
     )
     .gzip()
     .and_ends(),
-    // While parked.
+    // While idle.
     attack("another descriptor", Parked, || all([Msg::Descriptor(rpc::Descriptor::default())]), Over),
     attack("a header of no request", Parked, || all([header()]), Over),
     attack("a message of no request", Parked, || all([handler::message("x")]), Over),
@@ -299,7 +299,7 @@ const ATTACKS: &[Attack] = &[
     attack("an envelope of nothing", Parked, || flagged(0, b""), Over),
     attack("a gzip bomb", Parked, || packed(&vec![0; 64 << 20]), Over).gzip(),
     attack("half a frame", Parked, || vec![0, 0, 0], Over).and_ends(),
-    // As an answer.
+    // In a response.
     attack("a message before the header", Asked, || all([handler::message("x")]), Unknown),
     attack("a trailer before the header", Asked, || all([handler::trailer(&[("a", "b")])]), Unknown),
     attack("two headers", Asked, || all([header(), header()]), Unknown),
@@ -405,11 +405,11 @@ const ATTACKS: &[Attack] = &[
     .of(OLD),
 ];
 
-/// Keeps to the protocol, but to no measure.
-async fn masses(stage: &Stage) -> Result<usize> {
-    // As much metadata as an envelope holds: more than a header block may have.
-    let agent = RawAgent::connect(stage.kas.agent, &token(BAD), Kind::Ours).await?;
-    let caller = stage.kas.caller().await?;
+/// Follows the protocol, but exceeds all limits.
+async fn masses(target: &Target) -> Result<usize> {
+    // As much metadata as an envelope may contain: more than a header block may have.
+    let agent = RawAgent::connect(target.kas.agent, &token(BAD), Kind::Ours).await?;
+    let caller = target.kas.caller().await?;
     for (keys, value) in [(60, 250), (64, 900), (6_000, 1), (1, 60_000)] {
         let mut tunnel = agent.tunnel().await?;
         let mut called =
@@ -419,14 +419,14 @@ async fn masses(stage: &Stage) -> Result<usize> {
         let meta = map(keys, value);
         tunnel.send(Msg::Header(rpc::Header { meta: meta.clone() })).await;
         tunnel.send(Msg::Trailer(rpc::Trailer { meta })).await;
-        // Whatever the caller gets, it gets an end.
+        // The caller gets some end in any case.
         let _ = end(&mut called).await;
     }
-    // Streams up to the limit of the connection, tunnels above that of the agent; each refused one may be
-    // tried again.
+    // Streams up to the limit of the connection, tunnels beyond that of the agent; refused ones may be
+    // retried.
     let mut agents = Vec::new();
     for _ in 0..3 {
-        let agent = RawAgent::connect(stage.kas.agent, &token(BAD), Kind::Old).await?;
+        let agent = RawAgent::connect(target.kas.agent, &token(BAD), Kind::Old).await?;
         let mut streams = Vec::new();
         for _ in 0..900 {
             let mut stream = agent.link().open(agent.request(CONNECT).body(())?).await?;
@@ -436,18 +436,18 @@ async fn masses(stage: &Stage) -> Result<usize> {
         }
         agents.push((agent, streams));
     }
-    stage.work_goes_on(50).await?;
-    let open = stage.kas.metric("kas_tunnels_open").await?;
+    target.requests_succeed(50).await?;
+    let open = target.kas.metric("kas_tunnels_open").await?;
     ensure!(open <= 500.0 + 64.0, "one agent has {open} tunnels");
     Ok(5)
 }
 
-/// Pieces of one byte on 20 streams, as many as HTTP/2 takes; returns how many were sent.
+/// Sends chunks of one byte on 20 streams, as many as HTTP/2 accepts; returns their number.
 async fn pieces(address: SocketAddr, way: &Way, open: impl Fn(u32) -> Vec<u8>) -> Result<u32> {
     const TAKEN: Duration = Duration::from_secs(10);
     let mut peer = Peer::connect(address, way).await?;
     peer.send(&[PREFACE, &peer::frame(SETTINGS, 0, 0, &[])].concat(), TAKEN).await;
-    // kas' own settings count once they are acknowledged: larger windows.
+    // The settings of kas apply once they are acknowledged: larger windows.
     peer.hears(TAKEN, |heard| heard.is_http2).await?;
     peer.send(&peer::frame(SETTINGS, ACK, 0, &[]), TAKEN).await;
     let descriptor =
@@ -464,42 +464,41 @@ async fn pieces(address: SocketAddr, way: &Way, open: impl Fn(u32) -> Vec<u8>) -
             sent += 2_000;
         }
     }
-    // Everything was taken, or the connection is over.
+    // Everything was accepted, or the connection has ended.
     let _ = peer.answers_ping(TAKEN).await;
     Ok(sent)
 }
 
-/// What small pieces may make kas hold, in KiB.
+/// Memory that small chunks may use in kas, in KiB.
 const PIECES_KIB: u64 = 100 * 1024;
 
-/// A tunnel above the limit is held for some seconds: what comes on it must not pile up.
-async fn small_pieces_for_held_tunnels(stage: &Stage) -> Result<()> {
-    let agent = RawAgent::connect(stage.kas.agent, &token(BAD), Kind::Old).await?;
+/// A tunnel above the limit is held for some seconds: its data must be bounded.
+async fn small_pieces_for_held_tunnels(target: &Target) -> Result<()> {
+    let agent = RawAgent::connect(target.kas.agent, &token(BAD), Kind::Old).await?;
     let mut full = Vec::new();
     for _ in 0..500 {
         full.push(agent.tunnel().await?);
     }
-    let (address, way) = stage.door(Door::Agent).context("the door is there")?;
-    let knows = Knows::new(stage, Door::Agent, true);
-    let before = stage.memory().0;
-    let sent = pieces(address, &way, |stream| knows.open(stream)).await?;
-    let grown = stage.memory().0.saturating_sub(before);
+    let (address, way) = target.listener(Listener::Agent).context("the listener is there")?;
+    let template = RequestTemplate::new(target, Listener::Agent, true);
+    let before = target.memory().0;
+    let sent = pieces(address, &way, |stream| template.open(stream)).await?;
+    let grown = target.memory().0.saturating_sub(before);
     println!("held tunnels: {sent} pieces of one byte were sent; kas held {grown} KiB more");
     ensure!(grown <= PIECES_KIB, "{sent} pieces of one byte made kas hold {grown} KiB");
     Ok(())
 }
 
-/// GitLab is silent, so that nobody knows yet whether the token is good: what comes meanwhile must not pile
-/// up.
+/// GitLab does not respond, so the token is not verified yet: data that arrives meanwhile must be bounded.
 pub(crate) async fn small_pieces_before_the_token_is_known() -> Result<()> {
     let gitlab = GitLab::start().await?;
     gitlab.reply(Reply::Silence);
     let kas = Kas::start_with_config(gitlab.config()).await?;
     for method in [CONNECT, GET_CONFIGURATION] {
-        let knows = Knows::of(method, "a token of somebody");
+        let template = RequestTemplate::of(method, "a token of somebody");
         let before = kas.process.usage()?.resident_kib;
         let mut peak = before;
-        let sending = pieces(kas.agent, &Way::Plain, |stream| knows.open(stream));
+        let sending = pieces(kas.agent, &Way::Plain, |stream| template.open(stream));
         let mut sending = std::pin::pin!(sending);
         let sent = loop {
             tokio::select! {
@@ -516,25 +515,25 @@ pub(crate) async fn small_pieces_before_the_token_is_known() -> Result<()> {
     Ok(())
 }
 
-/// Every attack of this file; one after the other, because each wants the agent's next request.
-pub(crate) async fn all_of_them(stage: &Stage) -> Result<usize> {
+/// Runs every attack of this file in sequence, because each needs the agent's next request.
+pub(crate) async fn all_of_them(target: &Target) -> Result<usize> {
     let (mut failed, mut rows) = (Vec::new(), 0);
     for attack in ATTACKS {
         for kind in attack.kinds {
             rows += 1;
-            if let Err(error) = attack.strike(stage, *kind).await {
+            if let Err(error) = attack.strike(target, *kind).await {
                 failed.push(format!("{kind:?}, {:?}: {}: {error:#}", attack.when, attack.name));
             }
         }
     }
-    let times = stage.settle("agents that do not keep to the protocol").await?;
+    let times = target.settle("agents that do not keep to the protocol").await?;
     println!("agents that do not keep to the protocol: {rows} rows; {times}");
     ensure!(failed.is_empty(), "{} of {rows} rows:\n{}", failed.len(), failed.join("\n"));
-    rows += masses(stage).await?;
-    let times = stage.settle("agents that know no measure").await?;
+    rows += masses(target).await?;
+    let times = target.settle("agents that know no measure").await?;
     println!("agents that know no measure: {times}");
-    small_pieces_for_held_tunnels(stage).await?;
-    let times = stage.settle("small pieces").await?;
+    small_pieces_for_held_tunnels(target).await?;
+    let times = target.settle("small pieces").await?;
     println!("small pieces: {times}");
     Ok(rows + 1)
 }

@@ -1,4 +1,4 @@
-//! WebSocket as no agent speaks it, below the HTTP/2 inside.
+//! WebSocket violations, below the HTTP/2 inside.
 
 use std::{net::SocketAddr, time::Duration};
 
@@ -12,10 +12,10 @@ use tokio::{
 
 use crate::{
     peer::{PREFACE, SETTINGS, UPGRADE, WINDOW_UPDATE, binary, frame},
-    stage::{Door, Stage},
+    target::{Listener, Target},
 };
 
-/// What shows no token is closed after 10 s, at the next look.
+/// A connection without a token is closed after 10 s, at the next check.
 const CUT: Duration = Duration::from_secs(30);
 
 const CONTINUATION: u8 = 0;
@@ -33,12 +33,12 @@ fn masked(first: u8, payload: &[u8]) -> Vec<u8> {
     frame
 }
 
-/// The head of a masked frame of this length, in eight bytes.
+/// The header of a masked frame with this length, in eight bytes.
 fn announced(first: u8, length: u64) -> Vec<u8> {
     [&[first, 0xff][..], &length.to_be_bytes(), &[0; 4]].concat()
 }
 
-/// What is sent after the upgrade, and what kas closes it with; `None`: in any way.
+/// Data after the upgrade, and the close code of kas; `None`: any.
 fn rows() -> Vec<(&'static str, Vec<u8>, Option<u16>)> {
     let begun = binary(&[PREFACE, &frame(SETTINGS, 0, 0, &[])].concat());
     let after = |rest: Vec<u8>| [begun.clone(), rest].concat();
@@ -67,8 +67,8 @@ fn rows() -> Vec<(&'static str, Vec<u8>, Option<u16>)> {
         (
             "a message of 11 MiB in pieces",
             {
-                // Window by single bytes. HTTP/2's own limits may come before that of a message; the crate
-                // `websocket` has a test of that one alone.
+                // Window updates in single bytes. The limits of HTTP/2 may apply before that of a message;
+                // the crate `websocket` tests that one alone.
                 let taken = frame(WINDOW_UPDATE, 0, 0, &1_u32.to_be_bytes()).repeat(850_000);
                 let mut bytes = masked(BINARY, &[PREFACE, &frame(SETTINGS, 0, 0, &[])].concat());
                 bytes.extend(taken.chunks(100_000).flat_map(|piece| masked(CONTINUATION, piece)));
@@ -108,7 +108,7 @@ fn rows() -> Vec<(&'static str, Vec<u8>, Option<u16>)> {
     ]
 }
 
-/// Requests that are no upgrade, and the statuses that they are refused with; empty: with or without a word.
+/// Requests that are not an upgrade, and the statuses of their refusal; empty: any or none.
 fn requests() -> Vec<(&'static str, String, &'static [&'static str])> {
     let without = |line: &str| UPGRADE.replace(line, "");
     vec![
@@ -157,7 +157,7 @@ async fn upgraded(address: SocketAddr) -> Result<TcpStream> {
     Ok(stream)
 }
 
-/// Sends bytes and returns everything that kas says until it closes the connection.
+/// Sends bytes and returns everything that kas sends until it closes the connection.
 async fn said(stream: TcpStream, bytes: &[u8]) -> Result<Vec<u8>> {
     let (mut read, mut write) = stream.into_split();
     let mut got = Vec::new();
@@ -174,9 +174,9 @@ fn has_close(got: &[u8], code: u16) -> bool {
     got.windows(4).any(|bytes| bytes[0] == FIN | CLOSE && bytes[2..] == code.to_be_bytes())
 }
 
-/// Every row of this file.
-pub(crate) async fn all(stage: &Stage) -> Result<usize> {
-    let (address, _) = stage.door(Door::AgentWebSocket).context("the door is there")?;
+/// Runs every row of this file.
+pub(crate) async fn all(target: &Target) -> Result<usize> {
+    let (address, _) = target.listener(Listener::AgentWebSocket).context("the listener is there")?;
     let (rows, requests) = (rows(), requests());
     let frames = join_all(rows.iter().map(async |(name, bytes, code)| {
         let one = async {
@@ -206,7 +206,7 @@ pub(crate) async fn all(stage: &Stage) -> Result<usize> {
     let (frames, upgrades) = tokio::join!(frames, upgrades);
     let failed: Vec<String> = frames.into_iter().chain(upgrades).flatten().collect();
     let count = rows.len() + requests.len();
-    let times = stage.settle("WebSocket").await?;
+    let times = target.settle("WebSocket").await?;
     println!("WebSocket: {count} rows; {times}");
     ensure!(failed.is_empty(), "{} of {count} rows:\n{}", failed.len(), failed.join("\n"));
     Ok(count)

@@ -1,4 +1,4 @@
-//! `deploy/agentk.yaml` against the API server that decides about it.
+//! `deploy/agentk.yaml` with a real API server.
 
 use std::path::Path;
 
@@ -6,7 +6,7 @@ use anyhow::{Context as _, Result};
 use serde_json::{Value, json};
 use testkit::kubernetes::Kubernetes;
 
-use crate::world::{Chain, turn};
+use crate::setup::{Chain, exclusive};
 
 /// Returns the manifest's path.
 fn manifest() -> Result<String> {
@@ -14,7 +14,7 @@ fn manifest() -> Result<String> {
     Ok(path.to_str().context("the checkout's path is UTF-8")?.to_owned())
 }
 
-/// Creates the manifest's namespace, where pods must be restricted and whatever is not is also warned of.
+/// Creates the manifest's namespace, where pods must be restricted and violations also cause warnings.
 async fn restricted(kubernetes: &Kubernetes) -> Result<()> {
     kubernetes.ensure_namespace("agentk").await?;
     let labels = ["enforce", "warn"].map(|mode| format!("pod-security.kubernetes.io/{mode}=restricted"));
@@ -29,8 +29,8 @@ async fn accepts(kubernetes: &Kubernetes, file: &str) -> Result<String> {
 
 #[tokio::test]
 async fn the_manifest_is_accepted_under_restricted_pod_security() -> Result<()> {
-    let turn = turn().await?;
-    let kubernetes = &*turn.kubernetes;
+    let exclusive = exclusive().await?;
+    let kubernetes = &*exclusive.kubernetes;
     restricted(kubernetes).await?;
     let manifest = manifest()?;
     let accepted = accepts(kubernetes, &manifest).await?;
@@ -38,7 +38,7 @@ async fn the_manifest_is_accepted_under_restricted_pod_security() -> Result<()> 
     assert_eq!(accepted.lines().count(), 4, "{accepted}");
     assert!(accepted.lines().all(|line| line.contains("(server dry run)")), "{accepted}");
 
-    // A Deployment is only warned of. Its pod is what would be refused, so that is asked for, too.
+    // For a Deployment there is only a warning, but its pod would be refused, so the pod is checked, too.
     kubernetes.kubectl(&["apply", "-f", &manifest]).await?;
     let deployment: Value = serde_json::from_str(
         &kubernetes.kubectl(&["get", "deployment", "agentk", "-n", "agentk", "-o", "json"]).await?,
@@ -58,7 +58,7 @@ async fn the_manifest_is_accepted_under_restricted_pod_security() -> Result<()> 
     std::fs::write(&file, pod(&template["spec"]).to_string())?;
     accepts(kubernetes, file_name).await?;
 
-    // The question has teeth: with one word changed, both are refused.
+    // Validates the check: with one word changed, both are refused.
     let mut loose = template["spec"].clone();
     loose["containers"][0]["securityContext"]["allowPrivilegeEscalation"] = true.into();
     std::fs::write(&file, pod(&loose).to_string())?;
@@ -76,15 +76,15 @@ async fn the_manifest_is_accepted_under_restricted_pod_security() -> Result<()> 
 
 #[tokio::test]
 async fn the_manifests_service_account_may_read_pods_and_nothing_else() -> Result<()> {
-    let turn = turn().await?;
-    let kubernetes = &*turn.kubernetes;
+    let exclusive = exclusive().await?;
+    let kubernetes = &*exclusive.kubernetes;
     restricted(kubernetes).await?;
     kubernetes.kubectl(&["apply", "-f", &manifest()?]).await?;
     kubernetes.create_pods("manifest", "web", 2).await?;
     let token = kubernetes.kubectl(&["create", "token", "agentk", "-n", "agentk", "--duration=24h"]).await?;
     let chain = Chain::start_with_token(kubernetes, "manifest", token.trim()).await?;
 
-    // The rules reach the part that decides after a moment.
+    // The rules take effect after a moment.
     let pods = testkit::kas::eventually("the rules count", async || {
         let pods = chain.run(&["pods", "1", "-n", "manifest"]).await?;
         Ok(if pods.code() == Some(0) { Ok(pods.stdout) } else { Err(pods) })

@@ -1,4 +1,4 @@
-//! What the API server refuses arrives in its words.
+//! Refusals of the API server arrive with its message.
 
 use anyhow::{Context as _, Result};
 use grpc::Code;
@@ -8,10 +8,10 @@ use testkit::kubernetes::{Access, Kubernetes};
 
 use crate::{
     reads::GET_PODS,
-    world::{AGENT, Chain, turn},
+    setup::{AGENT, Chain, exclusive},
 };
 
-/// Returns the code and the words with which GetPods fails.
+/// Returns the code and the message with which GetPods fails.
 async fn refusal(chain: &Chain, namespace: &str, selector: &str) -> Result<(Code, String)> {
     let caller = chain.kas.caller().await?;
     let request = GetPodsRequest {
@@ -35,16 +35,16 @@ async fn words(kubernetes: &Kubernetes, who: &str, bearer: &str, arguments: &[&s
 
 #[tokio::test]
 async fn a_denial_arrives_as_403_and_as_permission_denied() -> Result<()> {
-    let turn = turn().await?;
-    let kubernetes = &*turn.kubernetes;
+    let exclusive = exclusive().await?;
+    let kubernetes = &*exclusive.kubernetes;
     kubernetes.create_pods("denied", "web", 2).await?;
     let bearer = kubernetes.service_account("denied", "agentk", Access::PodsReadOnly).await?;
     let chain = Chain::start_with_token(kubernetes, "denied", &bearer).await?;
 
-    // What it may do, it does.
+    // Allowed requests succeed.
     assert_eq!(chain.output(&["pods", "1", "-n", "denied"]).await?.lines().count(), 3);
 
-    // What it may not is refused by the API server, and kas passes the answer on.
+    // Others are refused by the API server, and kas passes the response on.
     let secrets = "/api/v1/namespaces/denied/secrets";
     let words_about_secrets =
         words(kubernetes, "denied", &bearer, &["get", "secrets", "-n", "denied"]).await?;
@@ -69,7 +69,7 @@ async fn a_denial_arrives_as_403_and_as_permission_denied() -> Result<()> {
     assert_eq!((failed.code(), &*failed.stdout), (Some(1), ""), "{failed:?}");
     assert!(failed.stderr.contains(&words_about_pods), "{}", failed.stderr);
 
-    // A right that is granted counts at once: nobody remembers the refusal.
+    // A granted right takes effect at once: the refusal is not cached.
     kubernetes.kubectl(&["create", "clusterrole", "denied", "--verb=list", "--resource=pods"]).await?;
     kubernetes
         .kubectl(&[
@@ -89,21 +89,21 @@ async fn a_denial_arrives_as_403_and_as_permission_denied() -> Result<()> {
 
 #[tokio::test]
 async fn other_refusals_name_their_origin() -> Result<()> {
-    let turn = turn().await?;
-    let kubernetes = &*turn.kubernetes;
+    let exclusive = exclusive().await?;
+    let kubernetes = &*exclusive.kubernetes;
     let chain = Chain::start(kubernetes, "refused", Access::Admin).await?;
 
-    // The caller's mistake, in the words of the API server.
+    // An error of the caller, with the message of the API server.
     let (code, words) = refusal(&chain, "refused", "app in web").await?;
     println!("{code:?}: {words}");
     assert_eq!(code, Code::InvalidArgument);
     assert!(words.contains("unable to parse requirement"), "{words}");
 
-    // An API that is not there.
+    // An API that does not exist.
     let missing = chain.run(&["request", "1", "GET", "/apis/none.example/v1/things", "-i"]).await?;
     assert!(missing.stdout.starts_with("HTTP 404 Not Found\n"), "{missing:?}");
 
-    // A credential that the API server does not know is agentk's affair, not the caller's.
+    // A credential that the API server does not know is an error of agentk, not of the caller.
     drop(chain);
     let chain = Chain::start_with_token(kubernetes, "unknown", "not-a-token").await?;
     let unknown = chain.run(&["request", "1", "GET", "/version?x=1", "-i"]).await?;

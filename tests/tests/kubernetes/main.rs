@@ -1,12 +1,12 @@
 //! Real processes against a real Kubernetes API server: kube-apiserver and etcd, kas, agentk with a service
 //! account's token, kasctl.
 //!
-//! One test runs at a time, so that what it measures is its own, and the API server is shared: see [`world`].
+//! One test runs at a time, so that what it measures is its own, and the API server is shared: see [`setup`].
 
 mod deploy;
 mod failures;
 mod memory;
 mod reads;
 mod restart;
-mod world;
+mod setup;
 mod writes;

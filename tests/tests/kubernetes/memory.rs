@@ -1,4 +1,4 @@
-//! Neither a large answer nor a slow or absent reader costs kas or agentk memory.
+//! Neither a large response nor a slow or absent reader costs kas or agentk memory.
 
 use std::{fs, time::Duration};
 
@@ -20,14 +20,14 @@ use tokio::{
 
 use crate::{
     reads::{GET_PODS, Name, names},
-    world::{AGENT, AT_ONCE, Chain, KASCTL_WITHIN, Kasctl, event, items, send, turn},
+    setup::{AGENT, AT_ONCE, Chain, KASCTL_WITHIN, Kasctl, event, exclusive, items, send},
 };
 
 const MIB: u64 = 1024;
 /// More than 64 MiB: 70 ConfigMaps of 1 MB.
 const LARGE: &str = "/api/v1/namespaces/large/configmaps";
 
-/// How much more memory a process has had at most since it was looked at, in KiB.
+/// The growth of a process' peak memory since a moment, in KiB.
 struct Growth {
     id: i32,
     name: &'static str,
@@ -35,7 +35,7 @@ struct Growth {
 }
 
 impl Growth {
-    /// Looks at it now, and forgets what it had at most before.
+    /// Starts at the present memory and resets the peak.
     fn since_now(name: &'static str, process: &Process) -> Result<Self> {
         let id = process.id();
         // 5: the peak is the present size.
@@ -43,7 +43,7 @@ impl Growth {
         Ok(Self { id, name, before: size(id, "VmRSS:")? })
     }
 
-    /// Says how it has grown, and fails unless that is less than `limit`.
+    /// Prints the growth, and fails unless it is less than `limit`.
     fn is_below(&self, limit: u64) -> Result<()> {
         let (peak, now) = (size(self.id, "VmHWM:")?, size(self.id, "VmRSS:")?);
         let Self { name, before, .. } = self;
@@ -72,12 +72,12 @@ async fn metric(kubernetes: &Kubernetes, name: &str, labels: &[&str]) -> Result<
         .sum()
 }
 
-/// Returns how many bytes of lists of pods the API server has answered with.
+/// Returns how many bytes of pod lists the API server has sent.
 async fn listed_bytes(kubernetes: &Kubernetes) -> Result<f64> {
     metric(kubernetes, "apiserver_response_sizes_sum", &[r#"resource="pods""#, r#"verb="LIST""#]).await
 }
 
-/// Returns how many watches of pods of one namespace the API server serves; its own are of all.
+/// Returns how many watches of pods of one namespace the API server serves; its own watches are for all.
 async fn watches(kubernetes: &Kubernetes) -> Result<f64> {
     let labels = [r#"resource="pods""#, r#"scope="namespace""#, r#"verb="WATCH""#];
     metric(kubernetes, "apiserver_longrunning_requests", &labels).await
@@ -86,14 +86,14 @@ async fn watches(kubernetes: &Kubernetes) -> Result<f64> {
 #[tokio::test]
 async fn thousands_of_pods_are_paged_and_only_their_metadata_is_read() -> Result<()> {
     const PODS: usize = 5_000;
-    let turn = turn().await?;
-    let kubernetes = &*turn.kubernetes;
+    let exclusive = exclusive().await?;
+    let kubernetes = &*exclusive.kubernetes;
     kubernetes.create_pods("many", "pod", PODS).await?;
     let chain = Chain::start(kubernetes, "many-reader", Access::Admin).await?;
     let caller = chain.kas.caller().await?;
     let expected: Vec<Name> = (0..PODS).map(|n| ("many".to_owned(), format!("pod-{n:05}"))).collect();
     let request = GetPodsRequest { agent_id: AGENT, namespace: "many".into(), ..GetPodsRequest::default() };
-    // What it costs to be asked at all is there before.
+    // The memory for a first request is used before.
     let first: GetPodsResponse =
         caller.unary(GET_PODS, &GetPodsRequest { page_size: 1, ..request.clone() }).await?;
     assert_eq!(names([first]), expected[..1]);
@@ -124,7 +124,7 @@ async fn thousands_of_pods_are_paged_and_only_their_metadata_is_read() -> Result
     println!("{PODS} pods in pages of 1000: {:?}", begun.elapsed());
     assert_eq!(pages.iter().map(|page| page.pods.len()).collect::<Vec<_>>(), [1_000; 5]);
     assert!(names(pages) == expected, "all of them, each once");
-    // A second process, a second way.
+    // With kasctl, too.
     let json = chain.json(&["pods", "1", "-n", "many", "-o", "json", "--page-size", "1000"]).await?;
     assert_eq!(json["pods"].as_array().map(Vec::len), Some(PODS));
     kas.is_below(64 * MIB)?;
@@ -144,11 +144,11 @@ async fn thousands_of_pods_are_paged_and_only_their_metadata_is_read() -> Result
 
 #[tokio::test]
 async fn a_list_of_over_64_mib_passes_in_bounded_memory() -> Result<()> {
-    let turn = turn().await?;
-    let kubernetes = &*turn.kubernetes;
+    let exclusive = exclusive().await?;
+    let kubernetes = &*exclusive.kubernetes;
     let chain = Chain::start(kubernetes, "large-reader", Access::Admin).await?;
     large(kubernetes).await?;
-    // What a first request makes, such as the connection, is there before.
+    // Memory that the first request allocates, such as for the connection, is used before.
     chain.output(&["request", "1", "GET", "/version"]).await?;
 
     let direct = kubernetes.kubectl(&["get", "--raw", LARGE]).await?;
@@ -167,7 +167,7 @@ async fn a_list_of_over_64_mib_passes_in_bounded_memory() -> Result<()> {
     Ok(())
 }
 
-/// Makes the objects of [`LARGE`], once.
+/// Creates the objects of [`LARGE`], once.
 async fn large(kubernetes: &Kubernetes) -> Result<()> {
     kubernetes.ensure_namespace("large").await?;
     if kubernetes.kubectl(&["get", "configmaps", "-n", "large", "-o", "name"]).await?.is_empty() {
@@ -187,8 +187,8 @@ async fn stalled(chain: &Chain) -> Result<(Kasctl, Vec<u8>)> {
 #[tokio::test]
 async fn a_slow_caller_delays_no_other_request_and_uses_bounded_memory() -> Result<()> {
     const SLOW: usize = 4;
-    let turn = turn().await?;
-    let kubernetes = &*turn.kubernetes;
+    let exclusive = exclusive().await?;
+    let kubernetes = &*exclusive.kubernetes;
     let chain = Chain::start(kubernetes, "slow-reader", Access::Admin).await?;
     large(kubernetes).await?;
     kubernetes.create_pods("slow", "web", 2).await?;
@@ -203,7 +203,7 @@ async fn a_slow_caller_delays_no_other_request_and_uses_bounded_memory() -> Resu
     }
     chain.agentk.metric_is("agentk_tunnels_busy", SLOW as f64).await?;
 
-    // Others are served meanwhile: small requests, a watch, and a whole large list.
+    // Other requests are served meanwhile: small ones, a watch, and a complete large list.
     let mut longest = Duration::ZERO;
     for _ in 0..20 {
         let begun = Instant::now();
@@ -216,7 +216,7 @@ async fn a_slow_caller_delays_no_other_request_and_uses_bounded_memory() -> Resu
     assert_eq!(event(&mut events).await?["type"], "ADDED");
     let fast = chain.output(&["request", "1", "GET", LARGE]).await?;
     assert!(fast.len() > 64 << 20, "{} bytes", fast.len());
-    // They are still stalled; the tunnel of the fast one is free a moment later.
+    // They are still stalled; the tunnel of the fast one is idle a moment later.
     chain.agentk.metric_is("agentk_tunnels_busy", (SLOW + 1) as f64).await?;
     kas.is_below(32 * MIB)?;
     agentk.is_below(32 * MIB)?;
@@ -226,7 +226,7 @@ async fn a_slow_caller_delays_no_other_request_and_uses_bounded_memory() -> Resu
         assert!(peak < 32 * MIB, "{peak} KiB");
     }
 
-    // The slow ones lack nothing when they go on. One is slow no more; the others leave.
+    // The slow ones lose no data: one continues to read, the others cancel.
     let (mut kasctl, mut whole) = slow.remove(0);
     drop(slow);
     drop((events, _kasctl));
@@ -239,8 +239,8 @@ async fn a_slow_caller_delays_no_other_request_and_uses_bounded_memory() -> Resu
 
 #[tokio::test]
 async fn cancelling_a_silent_watch_ends_it_at_once() -> Result<()> {
-    let turn = turn().await?;
-    let kubernetes = &*turn.kubernetes;
+    let exclusive = exclusive().await?;
+    let kubernetes = &*exclusive.kubernetes;
     let chain = Chain::start(kubernetes, "silent", Access::PodsReadOnly).await?;
     let watch = "/api/v1/namespaces/silent/pods?watch=true";
     testkit::kas::eventually("no watch is left of before", async || {
@@ -283,7 +283,7 @@ async fn cancelling_a_silent_watch_ends_it_at_once() -> Result<()> {
         }
     }
 
-    // A caller that stays, and resets one of its streams.
+    // A caller that stays connected and resets one of its streams.
     let path = "/api/v1/namespaces/silent/pods";
     let mut stream = chain.request("GET", path, &[("watch", "true")]).await?;
     send(&mut stream, http_request::Message::Trailer(http_request::Trailer {})).await?;

@@ -1,4 +1,4 @@
-//! What a caller reads through kas is what the API server has.
+//! Data that a caller reads through kas matches the API server.
 
 use std::{process::Stdio, time::Duration};
 
@@ -14,7 +14,7 @@ use tokio::{
     time::{Instant, timeout},
 };
 
-use crate::world::{AGENT, Chain, event, turn};
+use crate::setup::{AGENT, Chain, event, exclusive};
 
 pub(crate) const GET_PODS: &str = "/kas.api.v1.KasApi/GetPods";
 
@@ -49,15 +49,15 @@ pub(crate) fn names(answers: impl IntoIterator<Item = GetPodsResponse>) -> Vec<N
 
 #[tokio::test]
 async fn pods_through_kas_match_kubectl() -> Result<()> {
-    let turn = turn().await?;
-    let kubernetes = &*turn.kubernetes;
+    let exclusive = exclusive().await?;
+    let kubernetes = &*exclusive.kubernetes;
     kubernetes.create_pods("shop", "web", 3).await?;
     kubernetes.create_pods("shop", "api", 2).await?;
     kubernetes.create_pods("bank", "web", 4).await?;
     let chain = Chain::start(kubernetes, "reads", Access::Admin).await?;
     let caller = chain.kas.caller().await?;
 
-    // How many pods there are; in the whole cluster there may be more, of other tests.
+    // The number of pods; in the whole cluster there may be more, from other tests.
     for (namespace, selector, count) in [
         (None, None, 9),
         (None, Some("app=web"), 7),
@@ -110,12 +110,12 @@ async fn pods_through_kas_match_kubectl() -> Result<()> {
     Ok(())
 }
 
-/// The latency is measured against kubectl, which watches the same pods without kas.
+/// The latency is compared to kubectl, which watches the same pods without kas.
 #[tokio::test]
 async fn a_watch_reports_pods_created_during_it() -> Result<()> {
     const PODS: usize = 20;
-    let turn = turn().await?;
-    let kubernetes = &*turn.kubernetes;
+    let exclusive = exclusive().await?;
+    let kubernetes = &*exclusive.kubernetes;
     kubernetes.create_pods("watched", "old", 1).await?;
     let chain = Chain::start(kubernetes, "watched", Access::PodsReadOnly).await?;
 
@@ -157,7 +157,7 @@ async fn a_watch_reports_pods_created_during_it() -> Result<()> {
     delays.sort();
     println!("through kas later than kubectl: median {:?}, longest {:?}", delays[PODS / 2], delays[PODS - 1]);
 
-    // Changes and the end come, too.
+    // Changes and the end arrive, too.
     kubernetes.kubectl(&["label", "pod", "old-00000", "-n", "watched", "seen=yes"]).await?;
     let changed = event(&mut ours).await?;
     assert_eq!(
@@ -189,11 +189,11 @@ async fn a_watch_reports_pods_created_during_it() -> Result<()> {
     Ok(())
 }
 
-/// The API server ends a watch at its own time limit: kasctl then succeeds, since the answer is complete.
+/// The API server ends a watch at its own time limit: kasctl then succeeds, because the response is complete.
 #[tokio::test]
 async fn a_watch_that_the_api_server_ends_is_complete() -> Result<()> {
-    let turn = turn().await?;
-    let kubernetes = &*turn.kubernetes;
+    let exclusive = exclusive().await?;
+    let kubernetes = &*exclusive.kubernetes;
     let chain = Chain::start(kubernetes, "limited", Access::PodsReadOnly).await?;
     let begun = Instant::now();
     let watch = "/api/v1/namespaces/limited/pods?watch=true&timeoutSeconds=2";

@@ -1,4 +1,4 @@
-//! An API server that goes and comes back.
+//! An API server that stops and restarts.
 
 use std::time::Duration;
 
@@ -12,7 +12,7 @@ use tokio::time::{Instant, timeout};
 
 use crate::{
     reads::GET_PODS,
-    world::{AGENT, Chain, NEVER, event, turn},
+    setup::{AGENT, Chain, NEVER, event, exclusive},
 };
 
 /// Returns the agent's only connection.
@@ -25,8 +25,8 @@ async fn connection(chain: &Chain) -> Result<Value> {
 
 #[tokio::test]
 async fn an_api_server_restart_is_survived() -> Result<()> {
-    let turn = turn().await?;
-    let kubernetes = &*turn.kubernetes;
+    let exclusive = exclusive().await?;
+    let kubernetes = &*exclusive.kubernetes;
     kubernetes.create_pods("restarted", "web", 2).await?;
     let chain = Chain::start(kubernetes, "restarted", Access::PodsReadOnly).await?;
     let before = connection(&chain).await?;
@@ -40,13 +40,13 @@ async fn an_api_server_restart_is_survived() -> Result<()> {
 
     kubernetes.stop_api_server().await?;
 
-    // What was open ends, and says so; nobody takes the part for the whole.
+    // Open requests end with an error, so a part is not mistaken for the whole.
     let cut = open.finish().await?;
     println!("an open watch: {}", cut.stderr.trim());
     assert_eq!(cut.code(), Some(7), "{cut:?}");
     assert!(cut.stderr.contains("UNAVAILABLE: "), "{cut:?}");
 
-    // What comes while it is down fails at once, and says what is wrong and where.
+    // Requests while it is down fail at once, with the problem and its place.
     let host = kubernetes.server().trim_start_matches("https://").to_owned();
     let reason = format!("cannot reach the Kubernetes API server at {host}: ");
     for round in 0..3 {
@@ -70,13 +70,13 @@ async fn an_api_server_restart_is_survived() -> Result<()> {
         assert_eq!(answer.status.code(), Code::Unavailable, "{}", answer.status);
         assert!(answer.status.message().starts_with(&reason), "{}", answer.status);
         assert!(begun.elapsed() < Duration::from_secs(10), "{:?}", begun.elapsed());
-        // Only the API server is away.
+        // Only the API server is down.
         assert_eq!(connection(&chain).await?, before);
     }
 
     kubernetes.start_api_server().await?;
 
-    // The first request works: no connection of before is used, nothing is waited out.
+    // The first request succeeds: no old connection is used, and there is no backoff.
     let begun = Instant::now();
     assert_eq!(chain.output(&pods).await?, table);
     println!("the first list after the restart: {:?}", begun.elapsed());
@@ -99,11 +99,11 @@ async fn an_api_server_restart_is_survived() -> Result<()> {
     Ok(())
 }
 
-/// kas is well and says so; what is away is behind the agent.
+/// kas works and says so; the unreachable server is behind the agent.
 #[tokio::test]
 async fn an_unreachable_api_server_is_not_reported_as_an_unreachable_kas() -> Result<()> {
-    let turn = turn().await?;
-    let kubernetes = &*turn.kubernetes;
+    let exclusive = exclusive().await?;
+    let kubernetes = &*exclusive.kubernetes;
     let chain = Chain::start(kubernetes, "absent", Access::PodsReadOnly).await?;
     kubernetes.stop_api_server().await?;
     let failed = chain.run(&["pods", "1"]).await?;

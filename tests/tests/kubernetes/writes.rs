@@ -1,4 +1,4 @@
-//! A write is committed when all of it was sent, and never before.
+//! A write is committed only after all of it was sent.
 
 use std::time::Duration;
 
@@ -16,7 +16,7 @@ use testkit::{
 };
 use tokio::{io::AsyncWriteExt as _, time::sleep};
 
-use crate::world::{AT_ONCE, Chain, Kasctl, NEVER, send, turn};
+use crate::setup::{AT_ONCE, Chain, Kasctl, NEVER, exclusive, send};
 
 const PATH: &str = "/api/v1/namespaces/written/configmaps";
 /// Fills many messages, and stays below the API server's limit for an object.
@@ -32,13 +32,13 @@ fn object(name: &str) -> String {
     .to_string()
 }
 
-/// Returns the names of the ConfigMaps that are there.
+/// Returns the names of the existing ConfigMaps.
 async fn committed(kubernetes: &Kubernetes) -> Result<Vec<String>> {
     let names = kubernetes.kubectl(&["get", "configmaps", "-n", "written", "--output=name"]).await?;
     Ok(names.lines().map(|name| name.trim_start_matches("configmap/").to_owned()).collect())
 }
 
-/// Waits until the upload has reached the API server as far as it can: agentk has it, and nothing moves.
+/// Waits until the upload has reached the API server as far as possible: agentk has it, and nothing moves.
 async fn is_under_way(chain: &Chain) -> Result<()> {
     chain.agentk.metric_is("agentk_tunnels_busy", 1.0).await?;
     sleep(NEVER).await;
@@ -55,7 +55,7 @@ async fn upload(chain: &Chain, body: &str, sized: Option<usize>) -> Result<Kasct
     Ok(kasctl)
 }
 
-/// As [`upload`], by hand: the head and the body, without the trailer.
+/// Like [`upload`] without kasctl: the head and the body, without the trailer.
 async fn upload_by_hand(chain: &Chain, body: &str) -> Result<Stream> {
     let mut stream = chain.request("POST", PATH, &[]).await?;
     for piece in body.as_bytes().chunks(32 * 1024) {
@@ -67,8 +67,8 @@ async fn upload_by_hand(chain: &Chain, body: &str) -> Result<Stream> {
 
 #[tokio::test]
 async fn a_posted_object_is_created_and_can_be_changed() -> Result<()> {
-    let turn = turn().await?;
-    let kubernetes = &*turn.kubernetes;
+    let exclusive = exclusive().await?;
+    let kubernetes = &*exclusive.kubernetes;
     let chain = Chain::start(kubernetes, "written", Access::Admin).await?;
 
     for (name, sized) in [("whole", false), ("whole-sized", true)] {
@@ -80,7 +80,7 @@ async fn a_posted_object_is_created_and_can_be_changed() -> Result<()> {
         assert_eq!(created, serde_json::from_str::<Value>(&there)?);
         assert_eq!(created["data"]["text"].as_str().map(str::len), Some(BYTES));
     }
-    // Small ones from the command line, and what the API server says of a second one.
+    // Small ones from the command line, and the response to a duplicate.
     let small = json!({ "metadata": { "name": "small" } }).to_string();
     chain.output(&["request", "1", "POST", PATH, "-d", &small, "--fail"]).await?;
     let again = chain.run(&["request", "1", "POST", PATH, "-d", &small, "-i"]).await?;
@@ -99,15 +99,15 @@ async fn a_posted_object_is_created_and_can_be_changed() -> Result<()> {
     Ok(())
 }
 
-/// In each case the API server has every byte of an object that would be valid, or all but the last.
+/// In each case the API server has received all bytes of a valid object, or all but the last.
 #[tokio::test]
 async fn a_truncated_upload_commits_nothing() -> Result<()> {
-    let turn = turn().await?;
-    let kubernetes = &*turn.kubernetes;
+    let exclusive = exclusive().await?;
+    let kubernetes = &*exclusive.kubernetes;
     kubernetes.ensure_namespace("written").await?;
     let mut chain = Chain::start(kubernetes, "cut", Access::Admin).await?;
 
-    // The caller dies, or is told to stop.
+    // The caller is killed, or interrupted.
     for (name, sized, whole, signal) in [
         ("cut-killed", false, false, Signal::KILL),
         ("cut-killed-whole", false, true, Signal::KILL),
@@ -126,13 +126,13 @@ async fn a_truncated_upload_commits_nothing() -> Result<()> {
         kasctl.child.wait().await?;
     }
 
-    // The caller's input breaks off: kasctl ends it, as far as it knows.
+    // The caller's input ends early: kasctl sends all that it has.
     let body = object("cut-short");
     let short = upload(&chain, &body[..body.len() - 1], Some(body.len())).await?.finish().await?;
     println!("cut-short: {:?}: {}", short.code(), short.stderr.trim());
     assert_ne!(short.code(), Some(0), "{short:?}");
 
-    // Ends of other callers.
+    // Ends without kasctl.
     let mut stream = upload_by_hand(&chain, &object("cut-reset")).await?;
     is_under_way(&chain).await?;
     stream.reset(Reason::CANCEL);
@@ -145,7 +145,7 @@ async fn a_truncated_upload_commits_nothing() -> Result<()> {
     assert_eq!(status.code(), Code::InvalidArgument, "{status}");
     chain.is_quiet(AT_ONCE).await?;
 
-    // What is between the caller and the API server dies.
+    // Processes between the caller and the API server are killed.
     let kasctl = upload(&chain, &object("cut-kas"), None).await?;
     is_under_way(&chain).await?;
     chain.kas.process.kill();
@@ -166,7 +166,7 @@ async fn a_truncated_upload_commits_nothing() -> Result<()> {
     assert_eq!(lost.code(), Some(7), "{lost:?}");
     chain.kas.metric_is("kas_requests_open", 0.0).await?;
 
-    // Long enough for the API server to act on what it has, if it would.
+    // Long enough for the API server to commit a truncated upload, if it would.
     sleep(Duration::from_secs(1)).await;
     let there = committed(kubernetes).await?;
     assert!(!there.iter().any(|name| name.starts_with("cut")), "{there:?}");

@@ -1,4 +1,4 @@
-//! Whether everybody can use the page: contrast, names, keyboard, phone, and the pictures in `docs/images`.
+//! Accessibility of the page: contrast, names, keyboard, phone; also the pictures in `docs/images`.
 
 use std::path::Path;
 
@@ -8,8 +8,8 @@ use testkit::{agentk::Agentk, kas::token, process::SOON};
 
 use crate::Stage;
 
-/// Returns the texts whose contrast is below what WCAG 2.2 AA asks for: 4.5, and 3 for large text. What is
-/// seen of a background is that of the nearest element that has one.
+/// Returns the texts with a lower contrast than WCAG 2.2 AA requires: 4.5, and 3 for large text. The
+/// background is that of the nearest element that has one.
 const CONTRAST: &str = r#"
 (() => {
   const canvas = Object.assign(document.createElement('canvas'), { width: 1, height: 1 }).getContext('2d', { willReadFrequently: true });
@@ -36,7 +36,7 @@ const CONTRAST: &str = r#"
 })()
 "#;
 
-/// What holds the focus, and whether that is seen.
+/// The focused element, and whether its focus is visible.
 const FOCUS: &str = "(() => { const e = document.activeElement; const s = getComputedStyle(e);
     return [e.id || e.getAttribute('href') || e.tagName, s.outlineStyle !== 'none' && parseFloat(s.outlineWidth) >= 2]; })()";
 
@@ -56,7 +56,7 @@ async fn every_text_has_contrast_in_both_themes() -> Result<()> {
             ensure!(got["low"] == json!([]), "{theme} {hash}: {got}");
         }
     }
-    // The button wins over the system, and is remembered.
+    // The button overrides the system, and is remembered.
     stage.open(0)?;
     let ground = "getComputedStyle(document.documentElement).backgroundColor";
     let dark = stage.browser.eval(ground)?;
@@ -87,7 +87,7 @@ async fn every_element_has_an_accessible_name() -> Result<()> {
             .iter()
             .filter(|(role, name)| NAMED.contains(&role.as_str()) && name.trim().is_empty())
             .collect();
-        // A table has the name of the region around it.
+        // A table takes its name from the region around it.
         let nameless: Vec<_> = nameless.iter().filter(|(role, _)| role != "table").collect();
         ensure!(nameless.is_empty(), "{nameless:?}");
         for role in ["banner", "main", "contentinfo", "status", "log"] {
@@ -131,7 +131,7 @@ async fn keyboard_reaches_everything_and_focus_is_visible() -> Result<()> {
     stage.browser.press("Enter", 13)?;
     stage.browser.until("its page", "document.querySelector('#route li')", SOON)?;
     ensure!(stage.browser.eval("document.activeElement.id")? == json!("agent-title"));
-    // The list is told anew each second, and the focus stays.
+    // The list is updated each second, and the focus stays.
     stage.browser.eval("location.hash = ''")?;
     stage.browser.eval("document.querySelector('#agents a[href=\"#agent-1\"]').focus()")?;
     stage.browser.eval(
@@ -180,7 +180,7 @@ async fn pictures() -> Result<()> {
     stage.browser.prefer("prefers-color-scheme", "light")?;
     stage.browser.resize(1280, 1120, false)?;
     stage.open(0)?;
-    // Enough of a curve.
+    // Enough data for the chart.
     for round in 0..40_usize {
         for n in 0..3 {
             stage.echo(n, 5 + (7 * round + 11 * n) % 23).await?;

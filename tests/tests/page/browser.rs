@@ -19,10 +19,10 @@ use testkit::{
 };
 use tungstenite::{Message, WebSocket};
 
-/// Names that distributions give it.
+/// Its names in distributions.
 const NAMES: [&str; 4] = ["chromium", "chromium-browser", "google-chrome", "chrome"];
 
-/// Returns where Chromium is; `None`: it is not installed.
+/// Returns the path of Chromium; `None`: it is not installed.
 fn find() -> Option<PathBuf> {
     let path = env::var_os("PATH")?;
     let folders: Vec<PathBuf> = env::split_paths(&path).collect();
@@ -32,22 +32,22 @@ fn find() -> Option<PathBuf> {
         .find(|path| path.is_file())
 }
 
-/// One page in a browser of its own.
+/// One page in its own browser.
 pub(crate) struct Browser {
     socket: WebSocket<TcpStream>,
     session: String,
     next: u64,
-    /// What was told beside answers.
+    /// Events that arrived between responses.
     events: VecDeque<Value>,
     process: Process,
     _profile: TempDir,
 }
 
 impl Browser {
-    /// Starts one with an empty page; `None`, and loudly so: Chromium is not installed.
+    /// Starts one with an empty page. Without Chromium, prints a message and returns `None`.
     pub(crate) async fn start() -> Result<Option<Self>> {
         let Some(program) = find() else {
-            // Not by a macro, which the test harness would keep to itself.
+            // Not with a macro, whose output the test harness captures.
             let line =
                 "SKIPPED: no Chromium is installed (Debian: apt-get install chromium); nothing was tested\n";
             std::io::stderr().write_all(line.as_bytes())?;
@@ -137,7 +137,7 @@ impl Browser {
         Ok(())
     }
 
-    /// Returns the value of an expression, awaited when it is a promise.
+    /// Returns the value of an expression; promises are awaited.
     pub(crate) fn eval(&mut self, expression: &str) -> Result<Value> {
         let params = json!({ "expression": expression, "awaitPromise": true, "returnByValue": true });
         let mut got = self.call("Runtime.evaluate", params)?;
@@ -145,7 +145,7 @@ impl Browser {
         Ok(got["result"]["value"].take())
     }
 
-    /// Waits until an expression is true, and looks whenever the document changes.
+    /// Waits until an expression is true; evaluates it whenever the document changes.
     pub(crate) fn until(&mut self, what: &str, expression: &str, within: Duration) -> Result<()> {
         let wait = format!(
             "new Promise((done) => {{
@@ -157,7 +157,7 @@ impl Browser {
                look(); }})",
             within.as_millis()
         );
-        // The document may just be replaced by that of another address.
+        // The document may be in the process of being replaced.
         let there = self.eval(&wait).or_else(|_| self.eval(&wait))?;
         if there != json!(true) {
             let text = self.eval("document.body.innerText")?;
@@ -184,7 +184,7 @@ impl Browser {
         Ok(())
     }
 
-    /// Sets what media queries are told.
+    /// Sets a media feature.
     pub(crate) fn prefer(&mut self, name: &str, value: &str) -> Result<()> {
         let features = json!({ "features": [{ "name": name, "value": value }] });
         self.call("Emulation.setEmulatedMedia", features)?;
@@ -203,9 +203,9 @@ impl Browser {
             .collect())
     }
 
-    /// Returns what went wrong in the page: errors of its console and code, and breaches of its policy.
+    /// Returns the errors in the page: of its console and code, and violations of its policy.
     pub(crate) fn complaints(&mut self) -> Result<Vec<String>> {
-        // What is told before an answer has been told then.
+        // Events before a response have arrived by then.
         self.eval("1")?;
         let about = |event: &Value| {
             let params = &event["params"];
@@ -213,7 +213,7 @@ impl Browser {
                 "Runtime.exceptionThrown" => Some(params["exceptionDetails"].to_string()),
                 "Runtime.consoleAPICalled" => Some(params.to_string()),
                 "Log.entryAdded" => Some(params["entry"].to_string()),
-                // That the test navigates without a click is no fault of the page.
+                // Navigation without a click is done by the test, not the page.
                 "Audits.issueAdded" => Some(params["issue"].to_string())
                     .filter(|issue| !issue.contains("NavigationEntryMarkedSkippable")),
                 _ => None,
@@ -222,13 +222,13 @@ impl Browser {
         Ok(self.events.iter().filter_map(about).collect())
     }
 
-    /// Returns the addresses that the page asked for.
+    /// Returns the addresses that the page requested.
     pub(crate) fn asked(&self) -> Vec<String> {
         let asks = self.events.iter().filter(|event| event["method"] == json!("Network.requestWillBeSent"));
         asks.filter_map(|event| event["params"]["request"]["url"].as_str().map(str::to_owned)).collect()
     }
 
-    /// Writes what is seen, or the whole page, into a file.
+    /// Writes a picture of the visible part or the whole page into a file.
     pub(crate) fn screenshot(&mut self, file: &Path) -> Result<()> {
         let shot = self.call("Page.captureScreenshot", json!({ "format": "png" }))?;
         let png = BASE64_STANDARD.decode(shot["data"].as_str().context("a picture")?)?;

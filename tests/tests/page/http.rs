@@ -1,4 +1,4 @@
-//! The page without a browser: what is served, to how many, and what it costs.
+//! The page without a browser: its responses, the limit of viewers, and its cost.
 
 use anyhow::{Context as _, Result, ensure};
 use serde_json::{Value, json};
@@ -18,7 +18,7 @@ struct Stream {
 }
 
 impl Stream {
-    /// Asks for events, and reads until the head of the answer is there.
+    /// Requests events and reads until the response head is complete.
     async fn open(kas: &Kas, path: &str) -> Result<Self> {
         let mut socket = TcpStream::connect(kas.observability).await?;
         socket.write_all(format!("GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n").as_bytes()).await?;
@@ -27,7 +27,7 @@ impl Stream {
         Ok(stream)
     }
 
-    /// Reads until a text has come.
+    /// Reads until a text has arrived.
     async fn until(&mut self, text: &str) -> Result<()> {
         soon("something of a stream", async {
             while !self.text.contains(text) {
@@ -81,9 +81,9 @@ async fn viewers_are_limited_and_cost_nothing_after_they_disconnect() -> Result<
     ensure!(overview["replicas"][0]["standing"] == "self", "{overview}");
     ensure!(overview["replicas"][0]["open"] == 0, "{overview}");
     kas.metric_is("kas_page_viewers", 2.0).await?;
-    // Seconds after its start kas runs all that it runs when nobody looks, and three tasks besides: the two
-    // streams' connections and what they share. The task of a probe ends a moment after its answer, so the
-    // least counts.
+    // Some seconds after its start, kas runs all tasks that it needs without viewers, plus three: the
+    // connections of the two streams and what they share. The task of a probe ends a moment after its
+    // response, so the minimum counts.
     for _ in 0..5 {
         first.event("overview").await?;
     }
@@ -94,7 +94,7 @@ async fn viewers_are_limited_and_cost_nothing_after_they_disconnect() -> Result<
     let refused = Stream::open(&kas, "/page/events").await?;
     ensure!(refused.status() == "503" && refused.text.contains("retry-after: 5"), "{}", refused.text);
     kas.metric_is("kas_page_viewers_refused_total", 1.0).await?;
-    // Probes do not suffer.
+    // Probes are not affected.
     ensure!(kas.get("/liveness").await?.0 == 200);
     drop((first, second, refused));
     kas.metric_is("kas_page_viewers", 0.0).await?;

@@ -1,4 +1,4 @@
-//! The page of the observability listener: real replicas and a real agentk, looked at by a real Chromium.
+//! The page of the observability listener: real replicas and a real agentk, in a real Chromium.
 
 #![allow(clippy::unwrap_used)] // a test may panic
 
@@ -29,7 +29,7 @@ struct Stage {
 }
 
 impl Stage {
-    /// `None`: there is no Chromium.
+    /// `None`: Chromium is not installed.
     async fn start() -> Result<Option<Self>> {
         let Some(browser) = Browser::start().await? else { return Ok(None) };
         let config = json!({ "observability": { "page": { "enabled": true } } });
@@ -40,7 +40,7 @@ impl Stage {
         Ok(Some(Self { mesh, _agentk: agentk, browser }))
     }
 
-    /// Opens the page of a replica, and waits until all three are there.
+    /// Opens the page of a replica and waits until it shows all three.
     fn open(&mut self, n: usize) -> Result<()> {
         let url = format!("http://{}/page/", self.mesh.observability(n));
         self.browser.open(&url)?;
@@ -60,7 +60,7 @@ impl Stage {
         format!("document.querySelector('#replicas > [data-replica=\"{}\"]')", self.mesh.private(n))
     }
 
-    /// Returns the names of the replicas that have tunnels of agent 1, by the page.
+    /// Returns the replicas that have tunnels of agent 1 according to the page.
     fn holders(&mut self) -> Result<String> {
         let holders = self.browser.eval(
             "document.querySelector('#agents a[href=\"#agent-1\"]').closest('tr').querySelector('[data-of=\"Tunnels at\"]').textContent",
@@ -78,7 +78,7 @@ impl Stage {
         Ok(())
     }
 
-    /// Nothing went wrong in the page, and it asked nobody but its replica.
+    /// Checks that the page has no errors and requested nothing from other hosts.
     fn nothing_is_wrong(&mut self, n: usize) -> Result<()> {
         let complaints = self.browser.complaints()?;
         ensure!(complaints.is_empty(), "{}", complaints.join("\n"));
@@ -111,7 +111,7 @@ async fn a_killed_replica_disappears_without_a_reload() -> Result<()> {
         ),
         killed,
     )?;
-    // Whoever has the page read to them is told the same.
+    // Screen readers get the same information.
     let said = format!(
         "[...document.querySelectorAll('#said > p')].some((p) => p.textContent.startsWith('Replica {}'))",
         stage.mesh.private(2)
@@ -120,7 +120,7 @@ async fn a_killed_replica_disappears_without_a_reload() -> Result<()> {
     let summary = stage.browser.eval("document.querySelector('#map svg').getAttribute('aria-label')")?;
     ensure!(summary.as_str().unwrap_or_default().starts_with("Map of "), "{summary}");
     ensure!(stage.browser.eval("window.sameDocument")? == json!(true), "the page was loaded anew");
-    // Back again.
+    // After its return.
     stage.mesh.restart(2).await?;
     stage.browser.until("it is back", &format!("{card}.dataset.health === 'well'"), SOON)?;
     stage.nothing_is_wrong(0)
@@ -182,17 +182,17 @@ async fn page_of_an_agent_shows_its_tunnels_and_the_route_of_a_request() -> Resu
     ensure!(!route.as_str().unwrap_or_default().is_empty(), "no way");
     let rows = stage.browser.eval("document.querySelectorAll('#holds tbody tr').length")?;
     ensure!(rows == json!(3), "{rows} replicas");
-    // The same for one that nobody holds, by its address.
+    // The same for an agent that no replica holds, by its address.
     let url = format!("http://{}/page/#agent-4", stage.mesh.observability(2));
     stage.browser.open(&url)?;
     stage.browser.until("the other agent", &format!("{verdict}.startsWith('No replica')"), SOON)?;
     let route = stage.browser.eval("document.querySelector('#route').textContent")?;
     ensure!(route.as_str().unwrap_or_default().contains("waits until it connects"), "{route}");
-    // And of the agent again, whose only holders die.
+    // And for the first agent, whose only owners are killed.
     stage.browser.eval("location.hash = 'agent-1'")?;
     stage.browser.until("the agent again", &format!("{verdict}.startsWith('Tunnels at ')"), SOON)?;
     stage.mesh.kill(0).await?;
-    // Who does not answer is named, and not as a holder.
+    // A replica that does not respond is named, but not as an owner.
     let gone = format!("!{verdict}.split(' Not answered: ')[0].includes('{}')", stage.mesh.private(0));
     stage.browser.until("it is held elsewhere or by nobody", &gone, Duration::from_secs(15))?;
     stage.nothing_is_wrong(2)
@@ -224,7 +224,7 @@ async fn injected_code_does_not_run_in_the_page() -> Result<()> {
     })()";
     let got = stage.browser.eval(attempts)?;
     ensure!(got == json!([0, 2]), "{got}");
-    // The eyes of the other tests see such a thing.
+    // Validates the check that the other tests use.
     ensure!(!stage.browser.complaints()?.is_empty(), "no complaint");
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! What every test here stands on: its turn at the API server, a kas and an agentk of its own, and kasctl.
+//! The setup of every test here: exclusive use of the API server, its own kas and agentk, and kasctl.
 
 use std::{
     path::PathBuf,
@@ -28,33 +28,32 @@ use tokio::{
     time::{Instant, sleep, timeout},
 };
 
-/// The agent's id: one of the two that every kas of a test knows.
+/// The agent's id: one of the two that every kas in tests knows.
 pub(crate) const AGENT: i64 = 1;
 
 /// What agents serve: any request to the API server.
 const MAKE_REQUEST: &str = "/gitlab.agent.kubernetes_api.rpc.KubernetesApi/MakeRequest";
 
-/// How long one kasctl may take that ends by itself. Lists of 70 MB pass four processes that are not
-/// optimised.
+/// Time limit for one kasctl. Lists of 70 MB pass through four processes that are not optimised.
 pub(crate) const KASCTL_WITHIN: Duration = Duration::from_secs(60);
 
-/// What "at once" means.
+/// The limit for "at once".
 pub(crate) const AT_ONCE: Duration = Duration::from_secs(12);
 
 /// How long to wait to see that something does not happen.
 pub(crate) const NEVER: Duration = Duration::from_millis(500);
 
-/// A test's turn: until it is dropped, no other test of this program uses the API server.
-pub(crate) struct Turn {
-    // Dropped before the turn ends: the last test stops the servers.
+/// Exclusive use of the API server: until it is dropped, no other test of this program runs.
+pub(crate) struct Exclusive {
+    // Dropped before the lock: the last test stops the servers.
     pub(crate) kubernetes: Arc<Kubernetes>,
-    _turn: MutexGuard<'static, ()>,
+    _lock: MutexGuard<'static, ()>,
 }
 
-/// Waits for this test's turn. The API server lives as long as any test has it, or waits for it.
-pub(crate) async fn turn() -> Result<Turn> {
+/// Waits for exclusive use. The API server runs as long as any test uses it or waits for it.
+pub(crate) async fn exclusive() -> Result<Exclusive> {
     static SHARED: Mutex<Weak<Kubernetes>> = Mutex::const_new(Weak::new());
-    static TURN: Mutex<()> = Mutex::const_new(());
+    static EXCLUSIVE: Mutex<()> = Mutex::const_new(());
 
     let kubernetes = {
         let mut shared = SHARED.lock().await;
@@ -67,10 +66,10 @@ pub(crate) async fn turn() -> Result<Turn> {
             }
         }
     };
-    let turn = TURN.lock().await;
+    let exclusive = EXCLUSIVE.lock().await;
     // A test that stopped it may have failed before it was started again.
     kubernetes.start_api_server().await?;
-    Ok(Turn { kubernetes, _turn: turn })
+    Ok(Exclusive { kubernetes, _lock: exclusive })
 }
 
 /// One kas, and one agentk that is connected to it.
@@ -134,7 +133,7 @@ impl Chain {
         serde_json::from_str(&output).with_context(|| format!("kasctl {arguments:?} printed {output}"))
     }
 
-    /// Waits until no request is on its way, neither in kas nor in agentk.
+    /// Waits until no request is open, neither in kas nor in agentk.
     pub(crate) async fn is_quiet(&self, within: Duration) -> Result<Duration> {
         let since = Instant::now();
         loop {
@@ -151,7 +150,7 @@ impl Chain {
         }
     }
 
-    /// Begins a request of a caller that is no kasctl: its head, without the end.
+    /// Begins a request without kasctl: its head, without the end.
     pub(crate) async fn request(&self, method: &str, path: &str, query: &[(&str, &str)]) -> Result<Stream> {
         let one = |value: &str| Values { value: vec![value.to_owned()] };
         let request = prototool::HttpRequest {
@@ -181,7 +180,7 @@ pub(crate) async fn send(stream: &mut Stream, message: http_request::Message) ->
 /// A running kasctl. Dropping it kills it.
 pub(crate) struct Kasctl {
     pub(crate) child: Child,
-    /// Its input; taken by whoever writes it.
+    /// Its input, until it is taken to be written.
     pub(crate) stdin: Option<ChildStdin>,
     pub(crate) stdout: ChildStdout,
     pub(crate) stderr: ChildStderr,
@@ -238,7 +237,7 @@ pub(crate) async fn event<R: tokio::io::AsyncRead + Unpin>(lines: &mut Lines<Buf
     serde_json::from_str(&line).with_context(|| format!("a watch's line is JSON: {line}"))
 }
 
-/// Returns the part of a list that does not change when it is read again: the items.
+/// Returns the part of a list that does not change between reads: the items.
 pub(crate) fn items(list: &str) -> &str {
     list.find("\"items\":").map_or("", |at| &list[at..])
 }

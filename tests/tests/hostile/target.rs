@@ -1,5 +1,5 @@
-//! What is attacked: a kas with all of its doors, and what goes on meanwhile: an agent, callers, and a look
-//! at what kas holds.
+//! The target of attacks: a kas with all of its listeners, an agent and callers that work meanwhile, and
+//! checks of the resources of kas.
 
 use std::{
     net::SocketAddr,
@@ -35,25 +35,25 @@ use crate::{
     peer::{self, END_HEADERS, HEADERS, Way, frame},
 };
 
-/// A good request must be answered within this time, whatever the others do.
+/// A valid request must get a response within this time, whatever the others do.
 const DEADLINE: &str = "20S";
-/// What kas may hold more after an attack: the allocator keeps some of what it had.
+/// Memory by which kas may grow during an attack: the allocator keeps some freed memory.
 const GROWTH_KIB: u64 = 48 * 1024;
-/// The most that kas may hold while it is attacked, above what it held before.
+/// Maximum memory of kas during an attack, above what it used before.
 const PEAK_KIB: u64 = 320 * 1024;
-/// Everything that an attack left must be gone after this time: what shows no token is closed after 10 s, at
-/// the next look.
+/// All effects of an attack must be gone after this time: a connection without a token is closed after 10 s,
+/// at the next check.
 const SETTLED: Duration = Duration::from_secs(40);
-/// The agent that does good work.
+/// The agent that serves valid requests.
 const GOOD: i64 = 1;
 /// The agent whose token the attackers have.
 pub(crate) const BAD: i64 = 2;
-/// And those that do nothing until they all connect at once: more than one, since a token has its limits.
+/// Agents that only connect all at once: several, because each token has limits.
 pub(crate) const HONEST: std::ops::Range<i64> = 3..23;
 
-/// A listener of kas, and how it is reached.
+/// A listener of kas, and how to connect to it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Door {
+pub(crate) enum Listener {
     /// Agents, without TLS.
     Agent,
     /// Agents, with TLS.
@@ -68,16 +68,16 @@ pub(crate) enum Door {
     Observability,
 }
 
-impl Door {
-    /// Those behind which is HTTP/2.
+impl Listener {
+    /// The listeners that speak HTTP/2.
     pub(crate) const HTTP2: [Self; 5] =
         [Self::Agent, Self::AgentTls, Self::AgentWebSocket, Self::Api, Self::Private];
 }
 
-/// Which doors the stage has.
+/// The listeners of the target.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
-    /// Everything without TLS; replicas too.
+    /// Everything without TLS, including replicas.
     Plain,
     /// Agents with TLS, and replicas with a certificate each.
     Tls,
@@ -86,43 +86,43 @@ pub(crate) enum Kind {
 }
 
 /// A kas under attack.
-pub(crate) struct Stage {
+pub(crate) struct Target {
     pub(crate) kas: Kas,
     kind: Kind,
     private: Option<SocketAddr>,
     private_secret: Vec<u8>,
     tls: Option<Arc<tokio_rustls::rustls::ClientConfig>>,
-    /// What a replica shows.
+    /// The certificate of a replica.
     replica_tls: Option<Arc<tokio_rustls::rustls::ClientConfig>>,
-    /// Does the good work; held for its drop.
+    /// Serves the valid requests; held for its drop.
     _agentk: Agentk,
     good: Arc<Good>,
     _traffic: JoinSet<()>,
     _placed: Option<Placed>,
     before: Usage,
     tasks: f64,
-    /// The most that kas has held, in KiB.
+    /// The peak memory of kas, in KiB.
     peak: Arc<AtomicU64>,
     dir: TempDir,
 }
 
-/// The good requests.
+/// The valid requests.
 #[derive(Default)]
 struct Good {
     took: Mutex<Took>,
     failures: Mutex<Vec<String>>,
-    /// Of each caller, when the request under way, or the latest, began.
+    /// For each caller: the start of its current or latest request.
     callers: Mutex<Vec<Instant>>,
 }
 
-/// When each of them began, and how long it took.
+/// The start and duration of each request.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Took {
-    /// Those on connections that stay.
+    /// Requests on connections that stay.
     pub(crate) kept: Vec<(Instant, Duration)>,
-    /// Those that began with a connection.
+    /// Requests on new connections.
     pub(crate) fresh: Vec<(Instant, Duration)>,
-    /// The echo that is no business of kas'.
+    /// The echo server, which is independent of kas.
     pub(crate) aside: Vec<(Instant, Duration)>,
 }
 
@@ -131,7 +131,7 @@ impl Took {
         self.kept.len() + self.fresh.len()
     }
 
-    /// All good requests.
+    /// Returns all valid requests.
     pub(crate) fn all(&self) -> Times {
         Times::of(&[&self.kept[..], &self.fresh].concat())
     }
@@ -142,7 +142,7 @@ impl Took {
         self.aside.extend(&other.aside);
     }
 
-    /// Takes out what began before `end`.
+    /// Removes and returns what began before `end`.
     fn before(&mut self, end: Instant) -> Self {
         let take = |all: &mut Vec<(Instant, Duration)>| {
             let (before, after) = all.iter().partition(|(begun, _)| *begun < end);
@@ -152,8 +152,8 @@ impl Took {
         Self { kept: take(&mut self.kept), fresh: take(&mut self.fresh), aside: take(&mut self.aside) }
     }
 
-    /// Takes out the requests that were under way while the machine stood still; returns how many.
-    pub(crate) fn forget_stalls(&mut self) -> usize {
+    /// Removes the requests during which the machine stalled; returns their number.
+    pub(crate) fn discard_stalled(&mut self) -> usize {
         let Self { kept, fresh, aside } = self;
         measured::without_stalls(kept, aside) + measured::without_stalls(fresh, aside)
     }
@@ -173,19 +173,19 @@ impl Good {
     }
 }
 
-/// How long good requests took.
+/// Durations of valid requests.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Times {
-    /// How many there were.
+    /// Their number.
     pub(crate) requests: usize,
-    /// Half of them took less.
+    /// The median.
     pub(crate) p50: Duration,
-    /// Of a hundred, one took more.
+    /// The 99th percentile.
     pub(crate) p99: Duration,
 }
 
 impl Times {
-    /// Of these requests.
+    /// Returns those of these requests.
     pub(crate) fn of(took: &[(Instant, Duration)]) -> Self {
         let mut times: Vec<_> = took.iter().map(|(_, took)| *took).collect();
         times.sort_unstable();
@@ -204,17 +204,17 @@ impl std::fmt::Display for Times {
     }
 }
 
-/// Callers of each kind where their times are measured: one percent of what one of them calls in ten seconds
-/// is a handful of requests, which says nothing.
+/// Callers of each kind in measurements: one percent of the requests of a single caller in ten seconds would
+/// be too few.
 const MEASURED_CALLERS: usize = 5;
 
-impl Stage {
-    /// Starts kas and its agent, and begins the good work.
+impl Target {
+    /// Starts kas, its agent and the valid requests.
     pub(crate) async fn start(kind: Kind) -> Result<Self> {
         Self::start_as(kind, false).await
     }
 
-    /// The same, with everybody but the attackers placed as [`measured`] says.
+    /// The same, with everything but the attackers placed as in [`measured`].
     pub(crate) async fn start_measured(kind: Kind) -> Result<Self> {
         Self::start_as(kind, true).await
     }
@@ -223,7 +223,7 @@ impl Stage {
         net::tls::install();
         let dir = tempfile::tempdir()?;
         let private_secret = rand::random::<[u8; 32]>().to_vec();
-        // Gossip takes the same number for UDP, so a port that the system chooses for TCP may be taken.
+        // Gossip uses the same port number for UDP, so a port that the system chooses for TCP may be in use.
         let [port] = ports::free()?;
         let private = format!("127.0.0.1:{port}");
         let secret = dir.path().join("private-secret");
@@ -289,7 +289,7 @@ impl Stage {
         let callers = if is_measured { MEASURED_CALLERS } else { 1 };
         for _ in 0..callers {
             for every in [Duration::from_millis(10), Duration::from_millis(100)] {
-                // The first over a connection that stays, the second over a new one each time.
+                // The first uses a connection that stays, the second a new one each time.
                 let stays = every < Duration::from_millis(50);
                 let offset = every.mul_f64(rand::random());
                 let good = Arc::clone(&good);
@@ -311,7 +311,7 @@ impl Stage {
                 sleep(Duration::from_millis(20)).await;
             }
         });
-        let mut stage = Self {
+        let mut target = Self {
             kas,
             kind,
             private,
@@ -327,56 +327,58 @@ impl Stage {
             peak,
             dir,
         };
-        // Warm: the pool of tunnels and the allocator have what they need.
-        stage.work_goes_on(300).await?;
-        stage.before = stage.kas.process.usage()?;
-        stage.tasks = stage.kas.metric("kas_tasks").await?;
-        Ok(stage)
+        // Warm up the pool of tunnels and the allocator.
+        target.requests_succeed(300).await?;
+        target.before = target.kas.process.usage()?;
+        target.tasks = target.kas.metric("kas_tasks").await?;
+        Ok(target)
     }
 
-    /// Returns where a door is, if this stage has it.
-    pub(crate) fn door(&self, door: Door) -> Option<(SocketAddr, Way)> {
+    /// Returns the address of a listener, if this target has it.
+    pub(crate) fn listener(&self, listener: Listener) -> Option<(SocketAddr, Way)> {
         let way = |kind: Kind, way: Way| (self.kind == kind).then_some((self.kas.agent, way));
-        match door {
-            Door::Agent => way(Kind::Plain, Way::Plain),
-            Door::AgentTls => way(Kind::Tls, Way::Tls(self.tls.clone()?)),
-            Door::AgentWebSocket => way(Kind::WebSocket, Way::WebSocket),
-            Door::Api => (self.kind == Kind::Plain).then_some((self.kas.api, Way::Plain)),
-            Door::Private => Some((self.private?, self.replica_tls.clone().map_or(Way::Plain, Way::Tls))),
-            Door::Observability => (self.kind == Kind::Plain).then_some((self.kas.observability, Way::Plain)),
+        match listener {
+            Listener::Agent => way(Kind::Plain, Way::Plain),
+            Listener::AgentTls => way(Kind::Tls, Way::Tls(self.tls.clone()?)),
+            Listener::AgentWebSocket => way(Kind::WebSocket, Way::WebSocket),
+            Listener::Api => (self.kind == Kind::Plain).then_some((self.kas.api, Way::Plain)),
+            Listener::Private => Some((self.private?, self.replica_tls.clone().map_or(Way::Plain, Way::Tls))),
+            Listener::Observability => {
+                (self.kind == Kind::Plain).then_some((self.kas.observability, Way::Plain))
+            }
         }
     }
 
-    /// Returns the file of who is trusted, where there is TLS.
+    /// Returns the CA file, if there is TLS.
     pub(crate) fn ca(&self) -> PathBuf {
         self.dir.path().join("ca.pem")
     }
 
-    /// Returns what a good token for a door is.
-    pub(crate) fn credential(&self, door: Door) -> String {
-        match door {
-            Door::Agent | Door::AgentTls | Door::AgentWebSocket => token(BAD),
-            Door::Api | Door::Observability => self.kas.jwt(),
-            Door::Private => Jwt::new(&self.private_secret).claim("iss", json!("gitlab-kas")).encode(),
+    /// Returns a valid token for a listener.
+    pub(crate) fn credential(&self, listener: Listener) -> String {
+        match listener {
+            Listener::Agent | Listener::AgentTls | Listener::AgentWebSocket => token(BAD),
+            Listener::Api | Listener::Observability => self.kas.jwt(),
+            Listener::Private => Jwt::new(&self.private_secret).claim("iss", json!("gitlab-kas")).encode(),
         }
     }
 
-    /// Returns what callers and replicas sign with.
+    /// Returns the secret that callers and replicas sign with.
     pub(crate) fn private_secret(&self) -> &[u8] {
         &self.private_secret
     }
 
-    /// Returns how long the good requests took since the last call.
+    /// Returns the durations of the valid requests since the last call.
     pub(crate) fn times(&self) -> Times {
         self.take_times().all()
     }
 
-    /// Returns how long each of the good requests took since the last call.
+    /// Returns the duration of each valid request since the last call.
     pub(crate) fn take_times(&self) -> Took {
         std::mem::take(&mut *self.good.took())
     }
 
-    /// Returns how long each of those took that have begun until now, as soon as all of them are over.
+    /// Waits for the requests that have begun, and returns the duration of each.
     pub(crate) async fn take_whole_times(&self) -> Result<Took> {
         let end = Instant::now();
         eventually("who called before has called again", async || {
@@ -387,13 +389,13 @@ impl Stage {
         Ok(self.good.took().before(end))
     }
 
-    /// Returns how many good requests have failed since the last call.
+    /// Returns the valid requests that have failed since the last call.
     pub(crate) fn take_failures(&self) -> Vec<String> {
         std::mem::take(&mut *self.good.failures())
     }
 
-    /// Waits until `requests` more good requests were answered, all of them well.
-    pub(crate) async fn work_goes_on(&self, requests: usize) -> Result<()> {
+    /// Waits until `requests` more valid requests succeeded, and none failed.
+    pub(crate) async fn requests_succeed(&self, requests: usize) -> Result<()> {
         let from = self.good.took().requests();
         let done = eventually("good requests are answered", async || {
             let done = self.good.took().requests();
@@ -405,8 +407,8 @@ impl Stage {
         Ok(())
     }
 
-    /// Waits until nothing of an attack is left, and says what the attack did to the rest. Whatever it did,
-    /// kas never held more than it may.
+    /// Waits until all effects of an attack are gone, and returns the durations of the valid requests
+    /// meanwhile. Checks the peak memory of kas.
     pub(crate) async fn settle(&self, what: &str) -> Result<Times> {
         let times = self.times();
         self.settled(what).await?;
@@ -415,17 +417,17 @@ impl Stage {
         Ok(times)
     }
 
-    /// Waits until nothing of an attack is left.
+    /// Waits until all effects of an attack are gone.
     pub(crate) async fn settled(&self, what: &str) -> Result<()> {
         ensure!(self.kas.process.is_running(), "{what}: kas has ended");
-        self.work_goes_on(50).await.with_context(|| what.to_owned())?;
+        self.requests_succeed(50).await.with_context(|| what.to_owned())?;
         let most =
             Usage { files: self.before.files + 8, resident_kib: self.before.resident_kib + GROWTH_KIB };
         let what = format!("after {what} kas holds at most {most:?} and {} tasks", self.tasks);
         within(SETTLED, &what, async || {
             let usage = self.kas.process.usage()?;
             let tasks = self.kas.metric("kas_tasks").await?;
-            // The good callers come and go.
+            // The valid callers open and close connections.
             let fits = usage.files <= most.files
                 && usage.resident_kib <= most.resident_kib
                 && tasks <= self.tasks + 12.0;
@@ -434,21 +436,21 @@ impl Stage {
         .await?;
         let log = self.kas.process.log();
         ensure!(!log.contains("panicked"), "{what}: {log}");
-        self.work_goes_on(20).await
+        self.requests_succeed(20).await
     }
 
-    /// From now on the most that kas has held counts from what it holds now.
+    /// Resets the peak to the present memory of kas.
     pub(crate) fn forget_peak(&self) {
         self.peak.store(resident(self.kas.process.id()).unwrap_or(0), Ordering::Relaxed);
     }
 
-    /// Returns the most that kas has held until now, in KiB, and what it held before any attack.
+    /// Returns the peak memory of kas in KiB, and its memory before any attack.
     pub(crate) fn memory(&self) -> (u64, u64) {
         (self.peak.load(Ordering::Relaxed), self.before.resident_kib)
     }
 }
 
-/// Calls the good agent again and again.
+/// Calls the valid agent repeatedly.
 async fn work(
     api: SocketAddr,
     token: String,
@@ -458,7 +460,7 @@ async fn work(
     good: Arc<Good>,
 ) {
     let message = payload(vec![b'x'; 100]);
-    // Who was held up catches up.
+    // A delayed caller catches up.
     let mut ticks = interval_at(Instant::now() + offset, every);
     let caller = {
         let mut callers = good.callers();
@@ -517,24 +519,24 @@ fn certificates(dir: &Path) -> Result<()> {
     Ok(())
 }
 
-/// What an attacker of a door knows.
-pub(crate) struct Knows {
+/// The requests that an attacker can send to a listener.
+pub(crate) struct RequestTemplate {
     path: &'static str,
     token: Option<String>,
 }
 
-impl Knows {
-    /// Nothing but the door; or a good token too.
-    pub(crate) fn new(stage: &Stage, door: Door, inside: bool) -> Self {
-        Self::with(door, inside.then(|| stage.credential(door)))
+impl RequestTemplate {
+    /// With or without a valid token.
+    pub(crate) fn new(target: &Target, listener: Listener, inside: bool) -> Self {
+        Self::with(listener, inside.then(|| target.credential(listener)))
     }
 
-    /// What is behind a door, and perhaps a token for it.
-    pub(crate) fn with(door: Door, token: Option<String>) -> Self {
-        let path = match door {
-            Door::Agent | Door::AgentTls | Door::AgentWebSocket => CONNECT,
-            Door::Api | Door::Observability => ECHO,
-            Door::Private => "/kas.internal.v1.Tunnels/Borrow",
+    /// A method of the listener, and optionally a token for it.
+    pub(crate) fn with(listener: Listener, token: Option<String>) -> Self {
+        let path = match listener {
+            Listener::Agent | Listener::AgentTls | Listener::AgentWebSocket => CONNECT,
+            Listener::Api | Listener::Observability => ECHO,
+            Listener::Private => "/kas.internal.v1.Tunnels/Borrow",
         };
         Self { path, token }
     }
@@ -553,7 +555,7 @@ impl Knows {
         block.extend(peer::field("te", b"trailers"));
         if let Some(token) = &self.token {
             block.extend(peer::field("authorization", format!("Bearer {token}").as_bytes()));
-            // What else each door asks for: others ignore it.
+            // Headers that single listeners require; others ignore them.
             block.extend(peer::field("kas-agent-id", BAD.to_string().as_bytes()));
         }
         block
