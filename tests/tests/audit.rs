@@ -193,15 +193,15 @@ async fn each_request_has_a_start_and_an_end_record() -> Result<()> {
 async fn refused_requests_are_in_the_log_with_the_rule_that_refused_them() -> Result<()> {
     let (kas, _dir, path) = start().await?;
     let caller = kas.caller().await?;
-    let stranger = Caller::connect(kas.api, Some(Jwt::new(&[7; 32]).encode())).await?;
+    let unauthenticated = Caller::connect(kas.api, Some(Jwt::new(&[7; 32]).encode())).await?;
     for (id, rule, request) in [
-        ("token", "jwt", stranger.to_agent(1, ECHO)),
+        ("token", "jwt", unauthenticated.to_agent(1, ECHO)),
         ("key", "metadata", caller.to_agent(1, ECHO).header("kas-hop-x", "1")),
         ("time", "grpc-timeout", caller.to_agent(1, ECHO).header("grpc-timeout", "soon")),
         ("encoding", "grpc-encoding", caller.to_agent(1, ECHO).header("grpc-encoding", "br")),
         ("method", "method", caller.request("/no.Such/Method")),
     ] {
-        let got = caller_of(&caller, &stranger, id)
+        let got = caller_of(&caller, &unauthenticated, id)
             .call(request.header("x-gitlab-correlation-id", id), &[b""])
             .await?;
         let [start, end] = pair(&path, id).await?;
@@ -234,8 +234,8 @@ async fn refused_requests_are_in_the_log_with_the_rule_that_refused_them() -> Re
     Ok(())
 }
 
-fn caller_of<'a>(caller: &'a Caller, stranger: &'a Caller, id: &str) -> &'a Caller {
-    if id == "token" { stranger } else { caller }
+fn caller_of<'a>(caller: &'a Caller, unauthenticated: &'a Caller, id: &str) -> &'a Caller {
+    if id == "token" { unauthenticated } else { caller }
 }
 
 #[tokio::test]

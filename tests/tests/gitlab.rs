@@ -238,19 +238,19 @@ async fn kas_with_a_low_rate_limit(gitlab: &GitLab) -> Result<Kas> {
 
 /// Connects from this address with made-up tokens, more at a time than may wait, until dropped.
 fn send_made_up_tokens(address: SocketAddr, from: Ipv4Addr) -> JoinSet<()> {
-    let mut strangers = JoinSet::new();
+    let mut tasks = JoinSet::new();
     for _ in 0..60 {
-        strangers.spawn(async move {
+        tasks.spawn(async move {
             loop {
                 let made_up = format!("{:032x}", rand::random::<u128>());
-                if let Ok(stranger) = RawAgent::connect_from(from, address, &made_up, Kind::Old).await {
-                    stranger.tunnel().await.expect_err("nobody has this token");
+                if let Ok(agent) = RawAgent::connect_from(from, address, &made_up, Kind::Old).await {
+                    agent.tunnel().await.expect_err("this token is unknown");
                 }
                 tokio::time::sleep(Duration::from_millis(20)).await;
             }
         });
     }
-    strangers
+    tasks
 }
 
 #[tokio::test]
@@ -261,7 +261,7 @@ async fn made_up_tokens_do_not_disconnect_connected_agents() -> Result<()> {
     let _serving = agent.serve(1).await?;
     let _attack = send_made_up_tokens(kas.agent, Ipv4Addr::LOCALHOST);
     let limited = "kas_gitlab_lookups_total{outcome=\"Limited\"}";
-    eventually("strangers are refused", async || {
+    eventually("made-up tokens are refused", async || {
         let refused = kas.metric(limited).await?;
         Ok(if refused > 0.0 { Ok(()) } else { Err(refused) })
     })

@@ -61,7 +61,7 @@ async fn every_scheme_uses_the_proxy_of_its_variable() -> Result<()> {
         let named = format!("http://user:open%20sesame@{}", proxy.address);
         let url = format!("{scheme}://{NAME}:8150");
         let arguments = ["--ca-cert-file", text(&files.ca)];
-        let agentk = Agentk::start_told(&url, &token(1), &arguments, &[(variable, &named)]).await?;
+        let agentk = Agentk::start_with_url(&url, &token(1), &arguments, &[(variable, &named)]).await?;
         agentk.connected().await?;
         echo(&kas.caller().await?, 1, "x").await?;
         let asked = proxy.asked();
@@ -86,7 +86,7 @@ async fn https_proxies_are_reached_over_tls() -> Result<()> {
     for scheme in ["grpcs", "wss"] {
         let url = format!("{scheme}://{NAME}");
         let ca = ["--ca-cert-file", text(&files.ca)];
-        let agentk = Agentk::start_told(&url, &token(1), &ca, &env).await?;
+        let agentk = Agentk::start_with_url(&url, &token(1), &ca, &env).await?;
         agentk.connected().await?;
         echo(&kas.caller().await?, 1, "x").await?;
         let asked = proxy.asked();
@@ -94,7 +94,7 @@ async fn https_proxies_are_reached_over_tls() -> Result<()> {
         says(&agentk, "kas is reached through a proxy").await?;
         // A proxy with an untrusted certificate gets no credentials.
         let before = proxy.asked().len();
-        let stranger = Agentk::start_told(&url, &token(2), &[], &env).await?;
+        let stranger = Agentk::start_with_url(&url, &token(2), &[], &env).await?;
         says(&stranger, "cannot connect to the proxy https://127.0.0.1").await?;
         drop(stranger);
         ensure!(proxy.asked().len() == before, "{:?}", proxy.asked());
@@ -110,13 +110,13 @@ async fn hosts_in_no_proxy_are_dialled_directly() -> Result<()> {
     let closed = "http://user:sesame@127.0.0.1:1";
     // This host is reached without a proxy, whatever the variables are.
     let agentk =
-        Agentk::start_told(&format!("grpc://{}", kas.agent), &token(1), &[], &[("HTTPS_PROXY", closed)])
+        Agentk::start_with_url(&format!("grpc://{}", kas.agent), &token(1), &[], &[("HTTPS_PROXY", closed)])
             .await?;
     agentk.connected().await?;
     let env = [("HTTPS_PROXY", closed), ("no_proxy", "other.test, .kas.test")];
-    let excepted = Agentk::start_told("grpc://below.kas.test:8150", &token(1), &[], &env).await?;
+    let excepted = Agentk::start_with_url("grpc://below.kas.test:8150", &token(1), &[], &env).await?;
     says(&excepted, "cannot connect to grpc://below.kas.test:8150").await?;
-    let other = Agentk::start_told("grpc://kas.test:8150", &token(1), &[], &env).await?;
+    let other = Agentk::start_with_url("grpc://kas.test:8150", &token(1), &[], &env).await?;
     says(
         &other,
         "cannot connect to the proxy http://127.0.0.1:1 that HTTPS_PROXY names for grpc://kas.test:8150",
@@ -138,7 +138,7 @@ async fn refusals_of_a_proxy_are_logged_with_the_reason() -> Result<()> {
         let proxy = ConnectProxy::start(nowhere, Some(refusal)).await?;
         let named = format!("http://user:sesame@{}", proxy.address);
         let env = [("HTTPS_PROXY", &*named)];
-        let agentk = Agentk::start_told("grpcs://kas.test", &token(1), &[], &env).await?;
+        let agentk = Agentk::start_with_url("grpcs://kas.test", &token(1), &[], &env).await?;
         says(&agentk, words).await?;
     }
     Ok(())
@@ -153,11 +153,11 @@ async fn extra_headers_reach_proxies_over_grpc_and_websocket() -> Result<()> {
                 .await?;
         let url = format!("{scheme}://{}", proxy.address);
         let key = ["--kas-header", "X-Proxy-Key: open sesame", "--kas-header", "x-other: 1"];
-        let agentk = Agentk::start_told(&url, &token(1), &key, &[]).await?;
+        let agentk = Agentk::start_with_url(&url, &token(1), &key, &[]).await?;
         agentk.connected().await?;
         says(&agentk, "connected to kas").await?;
         drop(agentk);
-        let without = Agentk::start_told(&url, &token(1), &[], &[]).await?;
+        let without = Agentk::start_with_url(&url, &token(1), &[], &[]).await?;
         says(&without, "403").await?;
     }
     Ok(())
@@ -172,8 +172,9 @@ async fn certificate_is_verified_against_the_configured_name() -> Result<()> {
     for scheme in ["grpcs", "wss"] {
         let url = format!("{scheme}://{}", kas.agent);
         let named = [&ca[..], &["--kas-tls-server-name", NAME]].concat();
-        Agentk::start_told(&url, &token(1), &named, &[]).await?.connected().await?;
-        says(&Agentk::start_told(&url, &token(1), &ca, &[]).await?, "certificate not valid for name").await?;
+        Agentk::start_with_url(&url, &token(1), &named, &[]).await?.connected().await?;
+        says(&Agentk::start_with_url(&url, &token(1), &ca, &[]).await?, "certificate not valid for name")
+            .await?;
     }
     Ok(())
 }
@@ -206,7 +207,7 @@ async fn one_address_falls_back_to_websocket_behind_proxies_without_grpc() -> Re
         let kas = plain().await?;
         let proxy = ingress(&kas, &files, http2).await?;
         let url = format!("https://{}/agents/", proxy.address);
-        let agentk = Agentk::start_told(&url, &token(1), &ca, &[]).await?;
+        let agentk = Agentk::start_with_url(&url, &token(1), &ca, &[]).await?;
         agentk.connected().await?;
         echo(&kas.caller().await?, 1, "x").await?;
         let log = agentk.process.log();
@@ -238,14 +239,14 @@ async fn first_working_address_is_kept_and_a_refused_token_causes_no_fallback() 
     let ca = ["--ca-cert-file", text(&files.ca)];
     let kas = secure(&files).await?;
     let url = format!("https://{}", kas.agent);
-    let good = Agentk::start_told(&url, &token(1), &ca, &[]).await?;
+    let good = Agentk::start_with_url(&url, &token(1), &ca, &[]).await?;
     good.connected().await?;
     let log = good.process.log();
     ensure!(log.contains("\"address\":\"grpcs://") && !log.contains("trying the next"), "{log}");
-    let bad = Agentk::start_told(&url, "wrong", &ca, &[]).await?;
+    let bad = Agentk::start_with_url(&url, "wrong", &ca, &[]).await?;
     says(&bad, "kas rejects this agent").await?;
     // An untrusted certificate causes no fallback either.
-    let stranger = Agentk::start_told(&url, &token(2), &[], &[]).await?;
+    let stranger = Agentk::start_with_url(&url, &token(2), &[], &[]).await?;
     eventually("it tries again", async || {
         let tries = stranger.process.log().matches("TLS with grpcs://").count();
         Ok(if tries >= 3 { Ok(()) } else { Err(tries) })

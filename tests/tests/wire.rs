@@ -201,9 +201,9 @@ async fn reserved_metadata_keys_are_refused_by_name() -> Result<()> {
     }
     let twice = caller.to_agent(1, &path("Echo")).header("kas-agent-id", "2");
     assert_eq!(caller.call(twice, &[b""]).await?.status.code(), Code::InvalidArgument);
-    let nobody = caller.call(caller.request(&path("Echo")), &[b""]).await?.status;
-    assert_eq!(nobody.code(), Code::Unimplemented);
-    assert!(nobody.message().contains("kas-agent-id"), "{nobody}");
+    let no_agent = caller.call(caller.request(&path("Echo")), &[b""]).await?.status;
+    assert_eq!(no_agent.code(), Code::Unimplemented);
+    assert!(no_agent.message().contains("kas-agent-id"), "{no_agent}");
     // The same applies to methods of kas.
     let own = "/kas.api.v1.KasApi/ListReplicas";
     for key in ["kas-zzz", "kas-tunnel"] {

@@ -141,7 +141,7 @@ fn deny() -> Result<Verdict> {
     if workspace::find_program("cargo-deny").is_none() {
         return Ok(Verdict::skipped("there is no cargo-deny; cargo install --locked cargo-deny gets it"));
     }
-    // Advisories come from a database on the network: what is yesterday's answer cannot gate today's change.
+    // Advisories come from a database on the network, which changes: they must not gate a change.
     cargo_check(&["deny", "--log-level", "error", "check", "licenses", "bans", "sources"], &[])
 }
 

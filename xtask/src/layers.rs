@@ -22,22 +22,22 @@ use modules::{Circle, Findings, Import, Modules};
 const ALLOWED: &[(&str, &[&str])] = &[
     // Ids are values: no I/O, nothing generated.
     ("ids", &[]),
-    // What is on the wire; ids are made of it at the edges, by those who check them.
+    // Wire messages; they are converted to ids at the edges, with checks.
     ("proto", &[]),
     // A byte stream inside WebSocket: usable alone, nothing of ours.
     ("websocket", &[]),
     // Lifecycle, logs, the clock, the version: usable alone, nothing of ours.
     ("process", &[]),
-    // HTTP listeners, TLS, proxies: knows no protocol of ours.
+    // HTTP listeners, TLS, proxies: independent of our protocols.
     ("net", &["process", "websocket"]),
     ("grpc", &["ids", "proto"]),
-    // Spans of requests and their export: knows neither program.
+    // Spans of requests and their export: independent of both programs.
     ("traces", &["net", "process", "grpc"]),
-    // Both ends of a tunnel. It knows nobody who uses it.
+    // Both ends of a tunnel. It is independent of its users.
     ("tunnel", &["ids", "proto", "grpc"]),
     // HTTP requests in such a tunnel: both ends, usable by either program.
     ("http-tunnel", &["proto", "grpc", "tunnel"]),
-    // Who holds which tunnel; kas' business only.
+    // Which replica holds which tunnel; used by kas only.
     ("cluster", &["ids"]),
     // The same through Redis.
     ("redis-tracker", &["ids", "proto", "cluster"]),
@@ -77,7 +77,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
             "agent-config",
         ],
     ),
-    // Runs in other people's clusters: nothing of how kas replicas find each other may come along.
+    // Runs in clusters of others: it must not contain cluster code of kas.
     ("agentk", &["ids", "proto", "net", "process", "websocket", "grpc", "traces", "tunnel", "http-tunnel"]),
     ("kasctl", &["ids", "proto", "net", "process"]),
     // Makes the manual's pages of the programs' command lines; a package of its own, so that no program has
@@ -137,7 +137,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
 /// Crates whose tests may use anything.
 const TESTS_ONLY: [&str; 1] = ["tests"];
 
-/// What the tests of every crate may use besides what the crate itself may.
+/// What the tests of every crate may use in addition to the dependencies of the crate.
 const FOR_TESTS: [&str; 1] = ["testkit"];
 
 /// A crate, and others of ours or not that it never uses, not even in tests.
@@ -295,7 +295,7 @@ fn crates(metadata: &Value) -> Result<Vec<Crate>> {
                 package["dependencies"].as_array().context("a package has no list of dependencies")?
             {
                 let name = name_of(dependency)?;
-                // Ours have a path; somebody else's may have the same name.
+                // Workspace members have a path; an external crate may have the same name.
                 if members.contains(&name) && !dependency["path"].is_null() {
                     member.dependencies.push(Dependency { name, dev: dependency["kind"] == "dev" });
                 } else {

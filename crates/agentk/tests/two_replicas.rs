@@ -39,7 +39,7 @@ use tokio::{
 };
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
-/// The clock goes on by this many milliseconds when nobody has anything to do.
+/// The clock advances by this many milliseconds when all tasks are idle.
 const STEP: u64 = 5;
 /// The first pause, and some steps of the clock.
 const AT_ONCE: Duration = Duration::from_millis(400);
@@ -63,17 +63,17 @@ struct Seen {
     least_tunnels: Option<usize>,
 }
 
-/// A kas that is played.
+/// A simulated kas.
 #[derive(Clone)]
 struct Replica(Arc<Played>);
 
 struct Played {
     /// As it calls itself; `None`: as a kas of GitLab, which sends no headers before its first message.
     name: Option<&'static str>,
-    /// How many replicas live, as it believes.
+    /// How many replicas are live in its view.
     count: AtomicUsize,
     seen: watch::Sender<Seen>,
-    /// What is connected is asked to go elsewhere each time this grows.
+    /// All connections get a drain notice each time this grows.
     drained: watch::Sender<usize>,
     killed: CancellationToken,
 }
@@ -89,7 +89,7 @@ impl Replica {
         }))
     }
 
-    /// The same one, started anew.
+    /// The same one after a restart.
     fn again(&self) -> Self {
         Self::new(self.0.name, self.0.count.load(Ordering::Relaxed))
     }
@@ -125,7 +125,7 @@ impl Replica {
         self.until("every connection is closed", |seen| seen.connections == 0).await
     }
 
-    /// Asks whoever is connected to go elsewhere, as a kas that leaves does: it still answers.
+    /// Sends a drain notice to all connections, as a draining kas does: it still responds.
     fn drain(&self) {
         self.0.drained.send_modify(|times| *times += 1);
     }
@@ -269,7 +269,7 @@ impl<F: FnOnce()> Drop for Guard<F> {
     }
 }
 
-/// Which replica the next connection reaches: first as the test says, then each in turn.
+/// The replica of the next connection: first as scripted, then round robin.
 #[derive(Default)]
 struct Balancer {
     script: VecDeque<Replica>,
@@ -292,7 +292,7 @@ struct World {
     metrics: Arc<Metrics>,
     leave: CancellationToken,
     tasks: TaskTracker,
-    /// How far the clock goes on at a time, in milliseconds.
+    /// The step of the clock, in milliseconds.
     step: Arc<AtomicU64>,
     _folder: tempfile::TempDir,
     _running: JoinSet<()>,
@@ -319,7 +319,7 @@ impl World {
         running.spawn(async move {
             let mut connections = JoinSet::new();
             while let Ok((stream, _)) = listener.accept().await {
-                // Nobody there: closed at once, as balancers do.
+                // The replica is down: closed at once, as load balancers do.
                 let next = lock(&picks).next();
                 if let Some(replica) = next {
                     connections.spawn(replica.serve(stream));
@@ -347,7 +347,7 @@ impl World {
         lock(&self.balancer).script.extend(script.iter().copied().cloned());
     }
 
-    /// Then they reach these, in turn.
+    /// Then they reach these, round robin.
     fn others(&self, replicas: &[&Replica]) {
         lock(&self.balancer).others = replicas.iter().copied().cloned().collect();
     }
@@ -449,7 +449,8 @@ async fn draining_replica_is_avoided_until_another_is_found() -> Result<()> {
     a.serves().await;
     b.serves().await;
     sleep(MINUTE).await;
-    // A stale balancer brings the agent to where it comes from, then to where it is.
+    // A load balancer with stale data first connects the agent to the draining replica, then to the one that
+    // it has.
     world.next(&[&a, &a, &b, &c]);
     let begun = Instant::now();
     a.drain();
@@ -505,7 +506,7 @@ async fn single_replica_is_dialled_once_and_a_second_one_is_found_when_it_starts
     b.serves().await;
     assert!(begun.elapsed() < Duration::from_secs(125), "{:?}", begun.elapsed());
     world.is_served(2, 2).await;
-    // The tunnels that asked are given up again.
+    // The tunnels of the probe connection are closed again.
     sleep(2 * MINUTE).await;
     let seen = a.seen();
     assert_eq!((seen.accepted.len(), seen.tunnels, seen.least_tunnels), (1, 2, Some(2)), "{seen:?}");
@@ -538,9 +539,9 @@ async fn second_connection_without_a_response_opens_no_tunnel_and_is_closed() ->
     Ok(())
 }
 
-/// Museum 16: an agent of k3s (discussion 11329) that had been offline for a day never came back.
+/// An agent of k3s (discussion 11329) that had been offline for a day never reconnected.
 ///
-/// The real supervisor, with a clock that is played. Seen to fail when its pauses grow without a bound.
+/// The real supervisor with a simulated clock. Fails if its pauses grow without a bound.
 #[tokio::test(start_paused = true)]
 async fn agent_reconnects_after_24h_sim() -> Result<()> {
     let [a, b] = named(["a", "b"], 2);

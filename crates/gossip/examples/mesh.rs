@@ -1,5 +1,4 @@
-//! Forms a mesh and prints who comes and goes. In two terminals:
-//! `cargo run -p gossip --example mesh -- 127.0.0.1:7001 127.0.0.1:7002`, and the same addresses swapped.
+//! Forms a mesh and prints members that join and leave. In two terminals:
 
 use std::{collections::HashSet, error::Error, net::SocketAddr, sync::Arc};
 

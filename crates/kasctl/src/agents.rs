@@ -1,4 +1,4 @@
-//! `kasctl agents`: who is connected, and to which replica.
+//! `kasctl agents`: the connected agents, and their replicas.
 
 use std::{collections::BTreeMap, time::Duration};
 

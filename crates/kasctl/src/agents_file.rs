@@ -82,7 +82,7 @@ pub(crate) enum Error {
     Random(#[from] jwt::Error),
 }
 
-/// A new version of the file, complete and on disk beside the old one.
+/// A new version of the file, complete and on disk next to the old one.
 ///
 /// Other processes that add agents wait until this is dropped. Without [`Prepared::commit`], the old version
 /// stays.

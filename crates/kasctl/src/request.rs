@@ -209,7 +209,7 @@ fn messages(
                 let head = http_request::Header {
                     request: Some(request),
                     extra: None,
-                    // What is read from a file or a pipe has the length that it turns out to have.
+                    // The length of a file or pipe is only known after reading it.
                     content_length: body.is_none().then_some(0),
                 };
                 let next = body.map_or(Next::Trailer, |body| Next::Body(body, broken));

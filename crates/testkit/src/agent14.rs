@@ -1,8 +1,8 @@
-//! An agent as GitLab's behave: a gRPC library's client, gzip on everything it sends, tunnels that carry one
-//! request each, ten of them.
+//! An agent that behaves like GitLab's: a client with a gRPC library, gzip on everything that it sends, and
+//! ten tunnels that carry one request each.
 //!
-//! Unlike [`raw_agent`](crate::raw_agent) it knows nothing of envelopes' bytes: what it shows is that a gRPC
-//! implementation which is not ours gets along with kas.
+//! Unlike [`raw_agent`](crate::raw_agent), it does not encode envelopes itself: it shows that an independent
+//! gRPC implementation works with kas.
 
 use std::{io, net::SocketAddr, sync::Arc};
 
@@ -39,12 +39,12 @@ use crate::{
 /// How many tunnels an agent of GitLab keeps.
 const TUNNELS: usize = 10;
 
-/// Which of GitLab's agents.
+/// The version of GitLab's agent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Version {
     /// 14.1.
     Old,
-    /// 16.5: says so in its user agent.
+    /// 16.5, which its user agent names.
     Recent,
 }
 
@@ -92,7 +92,7 @@ impl Agent14 {
             tunnels.spawn(async move {
                 let mut opened = Some(opened);
                 loop {
-                    // As 14.1 after an end with OK; where that backs off, a test must not wait.
+                    // Like 14.1 after an end with OK; where 14.1 backs off, a test must not wait.
                     let end = tunnel.attempt(&mut opened).await;
                     let refused = end.is_err();
                     ended.send_modify(|ends| ends.push(end.err().unwrap_or(tonic::Code::Ok)));
@@ -116,7 +116,7 @@ impl Agent14 {
         &self.record
     }
 
-    /// Returns the requests that it got.
+    /// Returns the requests that it received.
     pub fn requests(&self) -> &Requests {
         &self.requests
     }
@@ -144,7 +144,7 @@ impl Agent14 {
         self.configuration.message().await
     }
 
-    /// Opens the configuration stream anew, having seen `commit`.
+    /// Reopens the configuration stream with the known `commit`.
     ///
     /// # Errors
     /// When kas refuses it.
@@ -203,7 +203,7 @@ struct Tunnel {
 }
 
 impl Tunnel {
-    /// Opens one tunnel and serves what comes; returns how it ended.
+    /// Opens one tunnel and serves its requests; returns how it ended.
     async fn attempt(&self, opened: &mut Option<mpsc::Sender<()>>) -> Result<(), tonic::Code> {
         let (sender, mut outgoing) = mpsc::channel(1);
         let outgoing = futures_util::stream::poll_fn(move |cx| outgoing.poll_recv(cx));

@@ -1,12 +1,12 @@
-//! An agent as GitLab's of 16.5 behave, by a gRPC library: it registers, its configuration stream does not,
-//! and its pool of tunnels grows and comes back by rules of its own.
+//! An agent that behaves like GitLab's 16.5, with a gRPC library: it registers separately from its
+//! configuration stream, and has its own rules for its pool of tunnels.
 //!
 //! * `Register` first, without waiting for it; what it is answered is kept.
 //! * Two idle tunnels; ten more, up to 500, whenever fewer than two are idle after one became busy.
 //! * A tunnel that ends with OK, CANCELLED or DEADLINE_EXCEEDED is opened again at once, any other after a
 //!   back-off of 1 s and more.
 //!
-//! Not played: the shrinking of the pool, which takes minutes and is seen by nobody but the agent.
+//! Not simulated: the shrinking of the pool, which takes minutes and is not visible to kas.
 
 use std::{
     net::SocketAddr,
@@ -48,19 +48,18 @@ use crate::{
     process::soon,
 };
 
-/// How it names itself.
+/// Its user agent.
 pub const USER_AGENT: &str = "gitlab-agent/v16.5.0/abc grpc-go/1.58.3";
-/// Tunnels that are idle at least.
+/// Minimum number of idle tunnels.
 const IDLE: usize = 2;
-/// How many it opens when they are fewer.
+/// How many it opens if there are fewer.
 const STEP: usize = 10;
-/// How many it has at most.
+/// Maximum number of tunnels.
 pub const MOST: usize = 500;
-/// After an end that is no request to come back.
+/// The backoff after any other end.
 const BACK_OFF: Duration = Duration::from_secs(1);
 
-/// Returns what it sends first in a tunnel: besides what tests call, services and methods that 14.1 did not
-/// have.
+/// Returns its descriptor: the service of the tests, and services and methods that 14.1 lacks.
 pub fn descriptor() -> AgentDescriptor {
     let service = |name: &str, methods: &[&str]| Service {
         name: name.to_owned(),
@@ -88,7 +87,7 @@ pub struct Agent16 {
 #[derive(Debug)]
 struct Shared {
     channel: Channel,
-    /// Where its registration goes.
+    /// The connection for its registration.
     registrar: Channel,
     token: Arc<str>,
     pod: String,
@@ -98,7 +97,7 @@ struct Shared {
     ends: watch::Sender<Vec<Code>>,
     /// Tunnels that are open.
     open: watch::Sender<usize>,
-    /// Those of them, and of those that are being opened, that wait for a request.
+    /// Idle tunnels, including those that are being opened.
     idle: AtomicUsize,
     /// All of them.
     all: AtomicUsize,
@@ -115,8 +114,8 @@ impl Agent16 {
         Self::start_behind([address, address], token, pod, pod_id).await
     }
 
-    /// As [`start`](Self::start), behind a balancer of calls: its streams are led to the first address, its
-    /// registration to the second.
+    /// Like [`start`](Self::start), behind a load balancer for single calls: its streams go to the first
+    /// address, its registration to the second.
     ///
     /// # Errors
     /// As [`start`](Self::start).
@@ -163,7 +162,7 @@ impl Agent16 {
         Ok(Self { shared, configuration, registered, _pool: pool })
     }
 
-    /// Returns how its registration was answered.
+    /// Returns the response to its registration.
     pub fn registered(&self) -> &Result<(), Status> {
         &self.registered
     }
@@ -176,7 +175,7 @@ impl Agent16 {
         self.shared.register().await
     }
 
-    /// Says that it ends, as later versions do.
+    /// Unregisters, as later versions do.
     ///
     /// # Errors
     /// How kas refuses it.
@@ -191,7 +190,7 @@ impl Agent16 {
         &self.shared.record
     }
 
-    /// Returns the requests that it got.
+    /// Returns the requests that it received.
     pub fn requests(&self) -> &Requests {
         &self.shared.requests
     }
@@ -243,7 +242,8 @@ impl Shared {
             AgentConfigurationClient::new(self.channel.clone()).send_compressed(CompressionEncoding::Gzip);
         let request = ConfigurationRequest {
             commit_id: String::new(),
-            // Its fifth field is not of this message: an older kas skips it, and so do tests of this one.
+            // The fifth field is not part of this message: an older kas skips it, and so do tests of this
+            // one.
             agent_meta: Some(modshared::AgentMeta {
                 version: "v16.5.0".to_owned(),
                 commit_id: "abc".to_owned(),
@@ -275,7 +275,7 @@ impl Shared {
         }
     }
 
-    /// Opens one tunnel and serves what comes; returns how it ended.
+    /// Opens one tunnel and serves its requests; returns how it ended.
     async fn attempt(&self) -> Result<(), Code> {
         let (sender, mut outgoing) = mpsc::channel::<ConnectRequest>(1);
         let outgoing = futures_util::stream::poll_fn(move |cx| outgoing.poll_recv(cx));

@@ -13,7 +13,7 @@ use crate::{
     process::{Process, program},
 };
 
-/// A running agentk that serves the bench's service, and the API server at an address if it was given one.
+/// A running agentk that serves the benchmark service and, if given, an API server.
 #[derive(Debug)]
 pub struct Agentk {
     /// The process.
@@ -25,12 +25,12 @@ pub struct Agentk {
 }
 
 impl Agentk {
-    /// Starts one that dials `kas`; nothing is behind it but the bench's service.
+    /// Starts one that dials `kas` and serves only the benchmark service.
     ///
     /// # Errors
     /// When it does not start.
     pub async fn start(kas: SocketAddr, token: &str) -> Result<Self> {
-        // Port 1 answers nothing: no test of this agentk asks for the cluster.
+        // Nothing listens on port 1: tests with this agentk do not use the cluster.
         Self::start_with(kas, token, "http://127.0.0.1:1").await
     }
 
@@ -61,8 +61,8 @@ impl Agentk {
         Self::start_at(None, &format!("grpcs://{kas}"), token, &arguments).await
     }
 
-    /// Starts one that dials this address of kas, and trusts the CA in `ca` besides the system's; nothing is
-    /// behind it but the bench's service.
+    /// Starts one that dials this address of kas, trusts the CA in `ca` in addition to the system's, and
+    /// serves only the benchmark service.
     ///
     /// # Errors
     /// When it does not start.
@@ -74,7 +74,7 @@ impl Agentk {
         Self::start_at(None, url, token, &arguments).await
     }
 
-    /// Starts one in a network namespace; nothing is behind it but the bench's service.
+    /// Starts one in a network namespace that serves only the benchmark service.
     ///
     /// # Errors
     /// When it does not start.
@@ -100,12 +100,12 @@ impl Agentk {
         Self::start_at(None, &format!("grpc://{kas}"), token, cluster).await
     }
 
-    /// Starts one that dials this address of kas, with further arguments and variables; nothing is behind it
-    /// but the bench's service.
+    /// Starts one that dials this address of kas, with additional arguments and variables, and serves only
+    /// the benchmark service.
     ///
     /// # Errors
     /// When it does not start.
-    pub async fn start_told(
+    pub async fn start_with_url(
         url: &str,
         token: &str,
         arguments: &[&str],

@@ -1,5 +1,4 @@
-//! The service that agentk answers by itself when it is started for a benchmark, as the agentk of every test
-//! is.
+//! The service that agentk implements itself when it is started for a benchmark, as in every test.
 
 use anyhow::{Context as _, Result, ensure};
 use bytes::Bytes;
@@ -12,13 +11,13 @@ use crate::{
     link::{Next, Stream},
 };
 
-/// Answers the message of the request.
+/// Returns the message of the request.
 pub const ECHO: &str = "/kas.bench.v1.Bench/Echo";
 /// Counts the messages of the request.
 pub const UPLOAD: &str = "/kas.bench.v1.Bench/Upload";
-/// Answers as many messages as the request says.
+/// Returns as many messages as requested.
 pub const DOWNLOAD: &str = "/kas.bench.v1.Bench/Download";
-/// Answers one message, and then nothing until the caller cancels.
+/// Returns one message, and then nothing until the caller cancels.
 pub const HOLD: &str = "/kas.bench.v1.Bench/Hold";
 
 /// Returns an encoded message with this data.
@@ -26,7 +25,7 @@ pub fn payload(data: impl Into<Bytes>) -> Vec<u8> {
     Payload { data: data.into() }.encode_to_vec()
 }
 
-/// Sends data to an agent, and checks that the same comes back.
+/// Sends data to an agent and checks that it returns the same.
 ///
 /// # Errors
 /// The status, unless it is OK; and when something else comes back.
@@ -38,7 +37,7 @@ pub async fn echo(caller: &Caller, agent: i64, data: impl Into<Bytes>) -> Result
     Ok(())
 }
 
-/// Opens a stream through an agent that stays open, and waits until the first message has come.
+/// Opens a stream through an agent that stays open, and waits for its first message.
 ///
 /// # Errors
 /// When the stream ends before.

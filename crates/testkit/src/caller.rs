@@ -1,4 +1,4 @@
-//! Who calls the API listener: any metadata, any chunks, gone at any moment.
+//! A client of the API listener: any metadata, any chunks, cancelled at any moment.
 
 use std::net::SocketAddr;
 
@@ -20,7 +20,7 @@ pub struct Jwt {
     secret: Vec<u8>,
     /// How it is signed; `None`: `alg` is `none`, and there is no signature.
     pub algorithm: Option<Algorithm>,
-    /// What it says.
+    /// Its claims.
     pub claims: Value,
 }
 
@@ -158,7 +158,7 @@ impl Caller {
     pub async fn call(&self, request: Builder, messages: &[&[u8]]) -> Result<Answer> {
         let mut stream = self.open(request).await?;
         for message in messages {
-            // An answer may come before all of the request was taken.
+            // A response may arrive before the whole request was sent.
             if stream.send(frame(message)).await.is_err() {
                 return answer(&mut stream).await;
             }

@@ -1,11 +1,11 @@
-//! A demonstration, **not a cluster**: an HTTP server with about a dozen made-up pods, for whoever wants to
-//! see kas and agentk at work and has no Kubernetes at hand.
+//! A demo, **not a cluster**: an HTTP server with about a dozen simulated pods, to try kas and agentk without
+//! Kubernetes.
 //!
-//! It speaks as much of the Kubernetes API as reading needs: discovery, namespaces, pods and their logs;
-//! selectors, pages, watches, tables and metadata-only answers. Every 2 s a visiting pod comes, changes or
-//! goes. Nothing can be written, nobody is authenticated, nothing runs. Whatever asks can tell: the `Server`
-//! header, the version and the page at `/` say so. Tests use [`kubernetes`](crate::kubernetes), which is the
-//! real API server.
+//! It implements the read part of the Kubernetes API: discovery, namespaces, pods and their logs, selectors,
+//! pages, watches, tables and metadata-only responses. Every 2 s a visitor pod is added, changed or deleted.
+//! Nothing can be written, no client is authenticated, nothing runs. The `Server` header, the version and the
+//! page at `/` identify it as a demo. Tests use [`kubernetes`](crate::kubernetes), which is the real API
+//! server.
 
 use std::{
     collections::{BTreeMap, VecDeque},
@@ -34,13 +34,13 @@ use tokio::{
     time::{Instant, MissedTickBehavior, interval, sleep_until},
 };
 
-/// How often something happens to a visiting pod. Slow enough to follow by eye, fast enough to wait for.
+/// The interval of changes to visitor pods. Slow enough to follow by eye, fast enough to wait for.
 const TICK: Duration = Duration::from_secs(2);
 
 /// How many past events a watch can begin at. Older ones are answered with 410, as by a cluster.
 const REMEMBERED: usize = 256;
 
-/// What every answer says about itself.
+/// The header that identifies every response.
 const SERVER: HeaderValue = HeaderValue::from_static("kas-demo-api (not a cluster)");
 
 /// The page at `/`.
@@ -95,7 +95,7 @@ const PODS: [(&str, &str, &str, &str, &str, &str); 12] = [
     ("shop", "storefront-2", "storefront", "frontend", "demo.invalid/storefront:8.0", "the doors are open"),
 ];
 
-/// Visitors stay here.
+/// The namespace of visitor pods.
 const VISITED: &str = "default";
 
 type Body = UnsyncBoxBody<Bytes, Infallible>;
@@ -109,7 +109,7 @@ pub struct DemoApi {
 }
 
 impl DemoApi {
-    /// Listens on `address`, which should be a loopback one: everybody who reaches it may read. Port 0 is any
+    /// Listens on `address`, which should be a loopback address, because every client may read. Port 0 is any
     /// free one.
     ///
     /// # Errors
@@ -149,7 +149,7 @@ async fn serve(listener: TcpListener, demo: Demo) {
             Some(_) = connections.join_next() => {}
             accepted = listener.accept() => {
                 let Ok((stream, _)) = accepted else {
-                    // Out of sockets, most likely: some end.
+                    // Probably out of sockets, until some are closed.
                     tokio::time::sleep(Duration::from_millis(50)).await;
                     continue;
                 };
@@ -162,7 +162,7 @@ async fn serve(listener: TcpListener, demo: Demo) {
                 let connection =
                     http1::Builder::new().timer(TokioTimer::new()).serve_connection(TokioIo::new(stream), service);
                 connections.spawn(async {
-                    // What ends a connection is the asker's business.
+                    // The client handles the end of a connection.
                     let _ = connection.await;
                 });
             }
@@ -170,7 +170,7 @@ async fn serve(listener: TcpListener, demo: Demo) {
     }
 }
 
-/// What is there, and whom to tell.
+/// The objects and their watchers.
 #[derive(Clone)]
 struct Demo {
     world: Arc<Mutex<World>>,
@@ -385,7 +385,8 @@ impl World {
         }
     }
 
-    /// Lets the next thing happen: a visitor comes, starts, ends and goes, then the next one comes.
+    /// Makes the next change: a visitor pod is added, starts, ends and is deleted, then the next one is
+    /// added.
     fn turn(&mut self) -> u64 {
         let (visitor, step) = (self.turns / 4 + 1, self.turns % 4);
         self.turns += 1;
@@ -425,7 +426,7 @@ struct Watch {
     changes: watch::Receiver<u64>,
     shape: Shape,
     filter: Filter,
-    /// Events up to this version have been told.
+    /// Events up to this version have been sent.
     seen: u64,
     lines: VecDeque<String>,
     /// The next table has to name its columns.
@@ -442,7 +443,7 @@ impl Watch {
             if self.over {
                 return None;
             }
-            // Marked before it is looked at: what comes meanwhile wakes the wait below.
+            // Marked before the check: a later change wakes the wait below.
             self.changes.mark_unchanged();
             self.collect();
             if !self.lines.is_empty() {
@@ -537,7 +538,7 @@ impl Kind {
     }
 }
 
-/// How an answer shows objects.
+/// The representation of objects in a response.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Shape {
     Whole,
@@ -546,7 +547,7 @@ enum Shape {
 }
 
 impl Shape {
-    /// Picks the first that the asker names and this server has.
+    /// Picks the first that the client accepts and this server supports.
     fn of(headers: &HeaderMap) -> Result<Self, Problem> {
         let accept: Vec<&str> =
             headers.get_all(header::ACCEPT).iter().filter_map(|value| value.to_str().ok()).collect();

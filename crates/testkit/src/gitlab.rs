@@ -1,8 +1,8 @@
-//! A GitLab whose internal API knows agents: it reads requests byte by byte, checks the signature of kas as
-//! GitLab does, and can be slow, broken or gone. No real GitLab runs here: it needs more memory than all
-//! other tests.
+//! A simulated GitLab with the internal API for agents: it reads requests byte by byte, checks the signature
+//! of kas like GitLab, and can be slow, broken or down. A real GitLab would need more memory than all other
+//! tests.
 //!
-//! It can be the proxy on the way to itself too: it answers requests that name a whole URL, and `CONNECT`.
+//! It can also act as a proxy in front of itself: it accepts requests with a whole URL, and `CONNECT`.
 
 use std::{
     collections::HashMap,
@@ -36,30 +36,30 @@ use crate::{caller::now, process::soon};
 pub const AGENT_INFO: &str = "/api/v4/internal/kubernetes/agent_info";
 /// The path of 14.1 for a project.
 pub const PROJECT_INFO: &str = "/api/v4/internal/kubernetes/project_info";
-/// The path of today.
+/// The current path.
 pub const AGENT_INFO_TODAY: &str = "/api/v4/internal/agents/agentk/agent_info";
 /// The name in its certificate, which only a proxy can reach.
 pub const NAME: &str = "gitlab.test";
 
-/// Which GitLab it is.
+/// The release of GitLab.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Release {
     /// 14.1: the token is in `Authorization`.
     V14,
-    /// Today's: the token is in a header of its own.
+    /// The current release: the token is in its own header.
     Today,
 }
 
-/// What it answers instead of what it knows.
+/// A response that overrides its data.
 #[derive(Clone, Debug)]
 pub enum Reply {
     /// These bytes.
     Bytes(Vec<u8>),
-    /// Nothing, for ever.
+    /// It never responds.
     Silence,
     /// It ends the connection.
     HangUp,
-    /// What it knows, after this time.
+    /// The normal response, after this time.
     Late(Duration),
 }
 
@@ -79,7 +79,7 @@ impl Reply {
     }
 }
 
-/// A request as it came.
+/// A received request.
 #[derive(Clone, Debug)]
 pub struct Seen {
     /// Everything up to the body, which no request of kas has.
@@ -88,13 +88,13 @@ pub struct Seen {
     pub method: String,
     /// The path, or the whole URL for a proxy.
     pub target: String,
-    /// Names as they came, in their order.
+    /// Header fields in their order.
     pub headers: Vec<(String, String)>,
-    /// Which connection it came on, from 0.
+    /// The number of its connection, from 0.
     pub connection: u64,
     /// Whether through TLS.
     pub tls: bool,
-    /// When it came, in seconds since 1970.
+    /// When it arrived, in seconds since 1970.
     pub at: i64,
 }
 
@@ -126,7 +126,7 @@ impl Seen {
     /// Checks the signature of kas, and every claim in it.
     ///
     /// # Errors
-    /// Says what is not as GitLab wants it.
+    /// The error says what GitLab would reject.
     pub fn check_signature(&self, secret: &[u8]) -> Result<()> {
         let jwt = self.header("gitlab-kas-api-request").context("no signature")?;
         let (signed, signature) = jwt.rsplit_once('.').context("no JWT")?;
@@ -149,7 +149,7 @@ impl Seen {
         let (iat, nbf, exp) = (time("iat")?, time("nbf")?, time("exp")?);
         ensure!((iat - nbf - 5.0).abs() < 1e-5 && (exp - iat - 5.0).abs() < 1e-5, "{claims}");
         ensure!(["exp", "iat", "nbf"].iter().all(|name| claims[name].is_f64()), "without fraction: {claims}");
-        // What GitLab looks at, within the seconds of this test's clock.
+        // The claims that GitLab checks, with a tolerance of some seconds.
         let then = self.at as f64;
         ensure!(nbf <= then + 1.0 && then <= exp, "not then ({then}): {claims}");
         Ok(())
@@ -196,7 +196,7 @@ impl std::fmt::Debug for GitLab {
 }
 
 impl GitLab {
-    /// Starts one of 14.1 that speaks http and knows nobody.
+    /// Starts one of 14.1 that speaks http and has no agents.
     ///
     /// # Errors
     /// When it cannot listen.
@@ -225,7 +225,7 @@ impl GitLab {
     }
 
     async fn start_as(tls: Option<TlsAcceptor>, ca_pem: Option<String>) -> Result<Self> {
-        // None that somebody else is given while this is down.
+        // A port that no other process gets while this one is down.
         let [port] = ports::free()?;
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, port)).await?;
         let knowledge = Knowledge {
@@ -285,17 +285,17 @@ impl GitLab {
         self.ca_file.as_deref()
     }
 
-    /// Returns what it and kas share.
+    /// Returns the secret that it shares with kas.
     pub fn secret(&self) -> &[u8; 32] {
         &self.shared.secret
     }
 
-    /// Returns the file that has the same in base64.
+    /// Returns the file with this secret in base64.
     pub fn secret_file(&self) -> &Path {
         &self.secret_file
     }
 
-    /// Returns what makes a kas ask it, for [`crate::kas::Options::config`].
+    /// Returns the configuration with which kas uses it, for [`crate::kas::Options::config`].
     pub fn config(&self) -> Value {
         json!({
             "identity": null,
@@ -307,14 +307,14 @@ impl GitLab {
         })
     }
 
-    /// Becomes this release.
+    /// Switches to this release.
     pub fn be(&self, release: Release) {
         self.shared.knowledge().release = release;
     }
 
-    /// Gets an agent, or replaces what it knew of the token.
+    /// Adds an agent, or replaces that of the token.
     pub fn know(&self, token: &str, id: i64, name: &str, project: i64) {
-        // Everything that GitLab says, of which kas uses the first three.
+        // The whole response of GitLab, of which kas uses the first three fields.
         let info = json!({
             "project_id": project,
             "agent_id": id,
@@ -332,12 +332,12 @@ impl GitLab {
         knowledge.agents.insert(token.to_owned(), info);
     }
 
-    /// Gets a project, for every agent.
+    /// Adds a project, for every agent.
     pub fn have_project(&self, path: &str, id: i64) {
         self.shared.knowledge().projects.insert(path.to_owned(), id);
     }
 
-    /// Does not know the token any more.
+    /// Removes the token.
     pub fn forget(&self, token: &str) {
         self.shared.knowledge().agents.remove(token);
     }
@@ -347,17 +347,17 @@ impl GitLab {
         self.shared.knowledge().forbidden.push(token.to_owned());
     }
 
-    /// Answers every request in this way from now on; `None`: what it knows.
+    /// Overrides every response from now on; `None`: normal responses.
     pub fn reply(&self, reply: impl Into<Option<Reply>>) {
         self.shared.knowledge().reply = reply.into();
     }
 
-    /// Goes away, with all of its connections.
+    /// Stops and closes all of its connections.
     pub async fn down(&mut self) {
         self.server.shutdown().await;
     }
 
-    /// Comes back at the same address.
+    /// Starts again at the same address.
     ///
     /// # Errors
     /// When the port has been taken.
@@ -367,12 +367,12 @@ impl GitLab {
         Ok(())
     }
 
-    /// Returns every request that came.
+    /// Returns every received request.
     pub fn requests(&self) -> Vec<Seen> {
         self.shared.seen.borrow().clone()
     }
 
-    /// Waits until so many requests have come in all.
+    /// Waits until this many requests have arrived in total.
     pub async fn asked(&self, times: usize) -> Vec<Seen> {
         let mut seen = self.shared.seen.subscribe();
         let all =
@@ -390,7 +390,7 @@ async fn accepted(stream: TcpStream, shared: Arc<Shared>) {
     let mut first = [0];
     // A TLS handshake begins with this byte, and no method does.
     let is_tls = matches!(stream.peek(&mut first).await, Ok(1) if first[0] == 0x16);
-    // However a connection ends, kas finds out.
+    // kas notices in any case how a connection ends.
     let _ = if is_tls {
         secured(stream, connection, &shared).await
     } else {
@@ -422,7 +422,7 @@ async fn plain(mut stream: TcpStream, connection: u64, shared: &Shared) -> Resul
 async fn request(stream: &mut (impl AsyncRead + Unpin), connection: u64, tls: bool) -> Result<Option<Seen>> {
     let mut head = Vec::new();
     while !head.ends_with(b"\r\n\r\n") {
-        // Byte by byte, so that nothing of the next one is taken.
+        // Byte by byte, so that nothing of the next request is consumed.
         match stream.read_u8().await {
             Ok(byte) => head.push(byte),
             Err(_) if head.is_empty() => return Ok(None),

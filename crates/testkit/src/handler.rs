@@ -1,4 +1,5 @@
-//! What the agents of tests serve: `testkit.v1.Testkit`, one method for each way in which a request can go.
+//! The service of test agents: `testkit.v1.Testkit`, with one method for each way in which a request can
+//! proceed.
 //!
 //! | method | answer |
 //! | --- | --- |
@@ -38,7 +39,7 @@ pub fn path(method: &str) -> String {
     format!("/{SERVICE}/{method}")
 }
 
-/// Returns what an agent that serves it sends first.
+/// Returns the descriptor of an agent that serves it.
 pub fn descriptor() -> AgentDescriptor {
     let methods = METHODS.iter().map(|name| Method { name: (*name).to_owned() }).collect();
     AgentDescriptor { services: vec![Service { name: SERVICE.to_owned(), methods }] }
@@ -101,7 +102,7 @@ pub fn error_of(code: i32, message: &str) -> connect_request::Msg {
     error(Status { code, message: message.to_owned(), details: Vec::new() })
 }
 
-/// The requests that an agent got, in order.
+/// The requests that an agent received, in order.
 #[derive(Clone, Debug, Default)]
 pub struct Requests(Arc<Mutex<Vec<RequestInfo>>>);
 
@@ -123,20 +124,20 @@ impl Requests {
 
 /// A tunnel as a handler uses it.
 pub trait Wire: Send {
-    /// Waits for the next message of kas; `None`: the stream is over.
+    /// Waits for the next message of kas; `None`: the stream has ended.
     fn recv(&mut self) -> impl Future<Output = Option<connect_response::Msg>> + Send;
-    /// Sends one; whether that was possible.
+    /// Sends one; returns whether that was possible.
     fn send(&mut self, msg: connect_request::Msg) -> impl Future<Output = bool> + Send;
 }
 
-/// The request's direction, until `close_send`.
+/// The messages of the request, until `close_send`.
 struct Request<'a, W> {
     wire: &'a mut W,
     closed: bool,
 }
 
 impl<W: Wire> Request<'_, W> {
-    /// Waits for the next message; `None`: `close_send`, or the stream is over.
+    /// Waits for the next message; `None`: `close_send`, or the stream has ended.
     async fn next(&mut self) -> Option<Bytes> {
         if self.closed {
             return None;
@@ -152,8 +153,7 @@ impl<W: Wire> Request<'_, W> {
     }
 }
 
-/// Serves one request as agentk does. Returns whether the tunnel may go on: always to be ended on a one-shot
-/// one.
+/// Serves one request like agentk. Returns whether the tunnel may be reused.
 pub async fn serve(wire: &mut impl Wire, info: &RequestInfo, reusable: bool) -> bool {
     let method = info.method_name.rsplit('/').next().unwrap_or_default().to_owned();
     let mut request = Request { wire, closed: false };
@@ -211,7 +211,7 @@ pub async fn serve(wire: &mut impl Wire, info: &RequestInfo, reusable: bool) -> 
             }
             while request.next().await.is_some() {}
             if request.closed {
-                // Only the stream's end can come now.
+                // Only the end of the stream can follow.
                 while request.wire.recv().await.is_some() {}
             }
             return false;
@@ -228,7 +228,7 @@ pub async fn serve(wire: &mut impl Wire, info: &RequestInfo, reusable: bool) -> 
             request.wire.send(error(status)).await;
         }
         request.wire.send(trailer(trailers)).await;
-        // What is still to come of the request is of no use.
+        // The rest of the request is not needed.
         while !request.closed && request.next().await.is_some() {}
         return request.closed;
     }

@@ -1,4 +1,4 @@
-//! A real kas process with a configuration of its own, on ports that the system chose.
+//! A real kas process with its own configuration, on ports that the system chose.
 
 use std::{
     net::SocketAddr,
@@ -21,7 +21,7 @@ use crate::{
     process::{Process, SOON, program_of_replica, soon},
 };
 
-/// Returns a token of an agent that does not exist elsewhere: the number makes it recognisable.
+/// Returns a test token of an agent; it contains the number.
 pub fn token(agent: i64) -> String {
     format!("agent-{agent}-token-{agent:032x}")
 }
@@ -51,18 +51,18 @@ pub struct Options {
     pub agents: Vec<AgentEntry>,
     /// The secrets that callers' tokens may be signed with: one file each.
     pub secrets: Vec<Vec<u8>>,
-    /// What its configuration has besides, or instead.
+    /// Configuration merged over the defaults.
     pub config: Value,
     /// The network namespace that it runs in, unless it is that of the tests.
     pub namespace: Option<PathBuf>,
-    /// Variables that its environment has besides.
+    /// Additional environment variables.
     pub env: Vec<(String, String)>,
     /// Its number in its cluster: it selects the build that runs, see [`program_of_replica`].
     pub replica: usize,
 }
 
 impl Default for Options {
-    /// Agents 1 and 2, one secret, leaving without delay.
+    /// Agents 1 and 2, one secret, no drain delay.
     fn default() -> Self {
         Self {
             agents: vec![AgentEntry::new(1), AgentEntry::new(2)],
@@ -103,7 +103,7 @@ impl Kas {
         Self::start_with(Options::default()).await
     }
 
-    /// Starts one with `config` besides the defaults of [`Options`].
+    /// Starts one with `config` merged over the defaults of [`Options`].
     ///
     /// # Errors
     /// When it does not start.
@@ -124,14 +124,14 @@ impl Kas {
             files.push(file);
         }
         write_agents(&dir.path().join("agents.yaml"), &options.agents)?;
-        // None that somebody else is given while this is down.
+        // Ports that no other process gets while this one is down.
         let [agent, api, observability] = ports::free()?.map(|port| SocketAddr::from(([127, 0, 0, 1], port)));
         let mut config = json!({
             "identity": { "file": dir.path().join("agents.yaml") },
             "agent": { "listen": { "address": agent } },
             "api": { "listen": { "address": api, "authentication_secret_files": files } },
             "observability": { "listen": { "address": observability } },
-            // Balancers and peers, for whom the delay is, are absent here.
+            // The delay is for load balancers and peers, which are absent here.
             "drain": { "delay": "0s" },
         });
         merge(&mut config, options.config);
@@ -163,7 +163,7 @@ impl Kas {
         Ok(())
     }
 
-    /// Replaces the identity file, at once as a whole.
+    /// Replaces the identity file atomically.
     ///
     /// # Errors
     /// When it cannot be written.
@@ -189,7 +189,7 @@ impl Kas {
         Caller::connect(self.api, Some(self.jwt())).await
     }
 
-    /// Asks the observability listener, and returns status and body.
+    /// Sends a request to the observability listener; returns status and body.
     ///
     /// # Errors
     /// When it does not answer.
@@ -208,12 +208,12 @@ impl Kas {
     /// Waits until a metric has this value.
     ///
     /// # Errors
-    /// When it does not, within [`SOON`]: says what it has instead.
+    /// If it does not within [`SOON`]: says what it has instead.
     pub async fn metric_is(&self, name: &str, value: f64) -> Result<()> {
         metric_is(self.observability, name, value).await
     }
 
-    /// Tells the process to leave, and waits until it has.
+    /// Shuts the process down cleanly and waits until it has exited.
     ///
     /// # Errors
     /// When it does not `within`.
@@ -263,7 +263,7 @@ fn write_agents(path: &Path, agents: &[AgentEntry]) -> Result<()> {
     replace(path, &serde_json::to_vec_pretty(&json!({ "agents": agents }))?)
 }
 
-/// Replaces a file as a whole.
+/// Replaces a file atomically.
 ///
 /// # Errors
 /// Those of the system.
@@ -287,7 +287,7 @@ pub fn write_private(path: &Path, content: &str) -> Result<()> {
     Ok(file.write_all(content.as_bytes())?)
 }
 
-/// Puts `over` into `config`: objects key by key, everything else as it is.
+/// Merges `over` into `config`: objects key by key, other values replace.
 pub fn merge(config: &mut Value, over: Value) {
     match (config, over) {
         (Value::Object(config), Value::Object(over)) => {
@@ -347,7 +347,7 @@ pub async fn metric(address: SocketAddr, name: &str) -> Result<f64> {
 /// Waits until a metric of the listener at `address` has this value.
 ///
 /// # Errors
-/// When it does not, within [`SOON`]: says what it has instead.
+/// If it does not within [`SOON`]: says what it has instead.
 pub async fn metric_is(address: SocketAddr, name: &str, value: f64) -> Result<()> {
     eventually(&format!("{name} is {value}"), async || {
         let now = metric(address, name).await?;
@@ -368,7 +368,7 @@ pub async fn metric_is_at_least(address: SocketAddr, name: &str, value: f64) -> 
     .await
 }
 
-/// Looks again and again until something is there: for what no event tells. `Err` says what is there instead.
+/// Polls until a condition holds that no event reports. `Err` describes the present state.
 ///
 /// # Errors
 /// When it is not there within [`SOON`].

@@ -75,7 +75,7 @@ async fn serve(stream: tokio::net::TcpStream, tunnels: mpsc::Sender<Tunnel>) {
                     let _ = tunnels.send(tunnel).await;
                 }
             } else {
-                // A configuration stream, which has nothing to say.
+                // A configuration stream without a message.
                 while tunnel.recv.data().await.is_some() {}
                 std::future::pending::<()>().await;
             }

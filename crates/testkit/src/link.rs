@@ -1,4 +1,4 @@
-//! HTTP/2 as a test needs it: every frame at the moment the test says, every end told apart.
+//! HTTP/2 for tests: the test controls every frame, and can distinguish every kind of end.
 //!
 //! Built on h2 itself, because what matters here (a reset and its reason, a half-close alone, half a message)
 //! is what libraries above it hide.
@@ -44,12 +44,12 @@ impl Record {
         self.0.lock()
     }
 
-    /// Adds what came from a socket.
+    /// Adds bytes of a socket.
     pub fn push_raw(&self, bytes: &[u8]) {
         self.received().raw.extend_from_slice(bytes);
     }
 
-    /// Adds what was in it: a piece of its own.
+    /// Adds a decoded part.
     pub fn push(&self, bytes: &[u8]) {
         let mut received = self.received();
         received.decoded.extend_from_slice(bytes);
@@ -63,7 +63,7 @@ impl Record {
         }
     }
 
-    /// Whether `needle` was received, in whatever way.
+    /// Whether `needle` was received, encoded or decoded.
     pub fn contains(&self, needle: &str) -> bool {
         let received = self.received();
         let found = |bytes: &[u8]| bytes.windows(needle.len()).any(|window| window == needle.as_bytes());
@@ -371,7 +371,7 @@ impl Stream {
     /// # Panics
     /// When nothing comes.
     pub async fn data(&mut self) -> Option<Result<Bytes, Reason>> {
-        soon("the stream goes on", self.data_unbounded()).await
+        soon("the stream continues", self.data_unbounded()).await
     }
 
     /// Waits for the trailers, after all data.
@@ -408,7 +408,7 @@ impl Stream {
     /// # Panics
     /// When nothing comes, or half a message at the end.
     pub async fn next(&mut self) -> Next {
-        soon("the stream goes on", self.next_unbounded()).await
+        soon("the stream continues", self.next_unbounded()).await
     }
 
     /// Waits for the next message, or the end, however long that takes.

@@ -1,7 +1,7 @@
-//! Several real replicas of kas as one cluster, and what each of them believes.
+//! Several real replicas of kas as one cluster, and the view of each.
 //!
-//! On loopback each replica has an address of its own of `127.0.0.0/8` and the usual ports, so that no other
-//! process takes a port while its replica is down. With [`Options::hosts`] each has a host of its own in a
+//! On loopback, each replica has its own address in `127.0.0.0/8` and the usual ports, so that no other
+//! process takes a port while its replica is down. With [`Options::hosts`], each has its own host in a
 //! [`Network`].
 
 use std::{
@@ -47,7 +47,7 @@ const PRIVATE: u16 = 8155;
 
 /// Lists replicas.
 pub const LIST_REPLICAS: &str = "/kas.api.v1.KasApi/ListReplicas";
-/// Says who holds an agent.
+/// Explains which replicas hold an agent.
 pub const EXPLAIN_AGENT: &str = "/kas.api.v1.KasApi/ExplainAgent";
 /// Lists connections of an agent.
 pub const BY_ID: &str = "/kas.api.v1.KasApi/ConnectedAgentsById";
@@ -59,11 +59,11 @@ pub struct Options {
     pub replicas: usize,
     /// The agents in their identity file: 1 to this.
     pub agents: i64,
-    /// What their configuration has besides, or instead.
+    /// Configuration merged over the defaults.
     pub config: Value,
-    /// Where each looks for others; `None`: it is told all of them.
+    /// The discovery configuration; `None`: a list of all.
     pub discovery: Option<Value>,
-    /// Whether each is on a host of its own.
+    /// Whether each has its own host.
     pub hosts: bool,
     /// Whether those hosts have IPv6 addresses only, as far as replicas know.
     pub ipv6: bool,
@@ -104,20 +104,19 @@ pub struct Mesh {
     network: Option<Network>,
 }
 
-/// What a replica believes of the cluster.
+/// The view of one replica of the cluster.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct View {
-    /// Replicas that it takes for live, itself among them.
+    /// Replicas that it considers live, including itself.
     pub live: BTreeSet<usize>,
     /// Agents, and the replicas that hold them.
     pub holders: BTreeSet<(i64, usize)>,
-    /// How many agents it takes each of them to hold: the same as in `holders`, unless there is one of which
-    /// nobody asked.
+    /// The number of agents of each replica: the same as in `holders`, unless an agent was not queried.
     pub counts: BTreeMap<usize, u64>,
 }
 
 impl View {
-    /// Returns what all of `live` should believe when exactly `holders` is true.
+    /// Returns the view that all of `live` should have if exactly `holders` is true.
     pub fn of(live: &[usize], holders: &[(i64, usize)]) -> Self {
         let holders: BTreeSet<_> = holders.iter().copied().collect();
         let count = |replica: usize| holders.iter().filter(|(_, holder)| *holder == replica).count() as u64;
@@ -155,7 +154,7 @@ impl Mesh {
     /// Starts `replicas`, each on a host of its own.
     ///
     /// # Errors
-    /// When one does not start, or this is not possible here: says what is missing.
+    /// If one does not start, or if this machine does not allow it: says what is missing.
     pub async fn start_on_hosts(replicas: usize) -> Result<Self> {
         Self::start_with(Options { replicas, hosts: true, ..Options::default() }).await
     }
@@ -215,7 +214,7 @@ impl Mesh {
         Ok(())
     }
 
-    /// Says where replicas that are started from now on look for others.
+    /// Sets the discovery configuration of replicas that are started from now on.
     pub fn set_discovery(&mut self, discovery: Value) {
         self.options.discovery = Some(discovery);
     }
@@ -251,7 +250,7 @@ impl Mesh {
         }
     }
 
-    /// Waits until a replica says that it is ready.
+    /// Waits until a replica is ready.
     ///
     /// # Errors
     /// When it does not.
@@ -311,7 +310,7 @@ impl Mesh {
         (0..self.replicas.len()).filter(running).collect()
     }
 
-    /// Connects a caller whose token is good for an hour.
+    /// Connects a caller whose token is valid for an hour.
     ///
     /// # Errors
     /// When the replica cannot be reached.
@@ -328,7 +327,7 @@ impl Mesh {
         ServingAgent::connect(self.agents(n), &token(agent), kind, tunnels).await
     }
 
-    // What can happen to replicas.
+    // Failures of replicas.
 
     /// Kills a replica, and waits until it has ended.
     ///
@@ -340,17 +339,17 @@ impl Mesh {
         Ok(())
     }
 
-    /// Tells a replica to leave, and waits until it has.
+    /// Shuts a replica down cleanly and waits until it has exited.
     ///
     /// # Errors
-    /// When it does not, or says that something went wrong.
+    /// If it does not exit, or exits with an error.
     pub async fn leave(&self, n: usize, within: Duration) -> Result<()> {
         let status = self.kas(n).leave(within).await?;
         ensure!(status.success(), "replica {n} ended with {status}");
         Ok(())
     }
 
-    /// Starts a replica that has ended anew, with the same addresses, and waits until it is ready.
+    /// Restarts a replica that has ended, with the same addresses, and waits until it is ready.
     ///
     /// # Errors
     /// When it does not start.
@@ -359,9 +358,9 @@ impl Mesh {
         self.ready(n).await
     }
 
-    // What can happen between them.
+    // Failures of the network.
 
-    /// Lets nothing pass between two groups, in either direction.
+    /// Drops all packets between two groups.
     ///
     /// # Errors
     /// Those of the system.
@@ -376,7 +375,7 @@ impl Mesh {
         self.network().cut(&cuts)
     }
 
-    /// Lets no UDP pass between any two.
+    /// Drops all UDP packets.
     ///
     /// # Errors
     /// Those of the system.
@@ -390,7 +389,7 @@ impl Mesh {
         self.network().cut(&cuts)
     }
 
-    /// Lets everything pass.
+    /// Drops nothing.
     ///
     /// # Errors
     /// Those of the system.
@@ -398,13 +397,13 @@ impl Mesh {
         self.network().cut(&[])
     }
 
-    // What they believe.
+    // Views.
 
     /// Waits until each running replica hears by gossip of the present process of each other: tables come
     /// over TCP, and may be there before.
     ///
     /// # Errors
-    /// When that does not happen soon: says what they know instead.
+    /// If that does not happen soon: says what they know instead.
     pub async fn meshed(&self) -> Result<()> {
         let running = self.running();
         within(SOON, "all replicas hear each other", async || {
@@ -421,7 +420,7 @@ impl Mesh {
             Ok(if agreed { Ok(()) } else { Err(generations) })
         })
         .await?;
-        // Said when the news of all that came at once is taken in.
+        // Returned when all changes that arrived together are processed.
         let others = running.len() as u64 - 1;
         for n in running {
             self.kas(n)
@@ -435,7 +434,7 @@ impl Mesh {
         Ok(())
     }
 
-    /// Returns what a replica says of all.
+    /// Returns a replica's list of replicas.
     ///
     /// # Errors
     /// When it does not answer.
@@ -443,7 +442,7 @@ impl Mesh {
         self.caller(n).await?.unary(LIST_REPLICAS, &ListReplicasRequest {}).await
     }
 
-    /// Returns what replica `asked` says of replica `n`; `None`: it does not know it.
+    /// Returns the entry for replica `n` in the list of replica `asked`; `None`: it does not know it.
     ///
     /// # Errors
     /// When it does not answer.
@@ -452,7 +451,7 @@ impl Mesh {
         Ok(self.list(asked).await?.replicas.into_iter().find(|row| row.name == name))
     }
 
-    /// Returns the connections of an agent, by what one replica says.
+    /// Returns the connections of an agent in the list of one replica.
     ///
     /// # Errors
     /// When it does not answer.
@@ -461,7 +460,7 @@ impl Mesh {
         self.caller(asked).await?.unary(BY_ID, &request).await
     }
 
-    /// Returns what a replica believes.
+    /// Returns the view of a replica.
     ///
     /// # Errors
     /// When it does not answer.
@@ -498,7 +497,7 @@ impl Mesh {
         Ok(view)
     }
 
-    /// Returns what each of these replicas believes.
+    /// Returns the view of each of these replicas.
     ///
     /// # Errors
     /// When one does not answer.
@@ -508,8 +507,8 @@ impl Mesh {
             .map(|views| views.into_iter().collect())
     }
 
-    /// Waits until all running replicas believe exactly this: all running ones are live, and these agents are
-    /// where they are. Returns how long that took.
+    /// Waits until all running replicas have exactly this view: all running ones are live and hold these
+    /// agents. Returns how long that took.
     ///
     /// # Errors
     /// When they do not soon: says what they believe instead.
@@ -517,15 +516,15 @@ impl Mesh {
         self.converged_among(&self.running(), holders).await
     }
 
-    /// As [`converged`](Self::converged), among some replicas: they believe nothing of the others.
+    /// Like [`converged`](Self::converged) for some replicas: their view must not contain others.
     ///
     /// # Errors
     /// When they do not soon: says what they believe instead.
     pub async fn converged_among(&self, which: &[usize], holders: &[(i64, usize)]) -> Result<Duration> {
         let begun = Instant::now();
         let expected = View::of(which, holders);
-        within(2 * SOON, &format!("all believe {expected:?}"), async || {
-            // A replica that has just ended closes what was asked of it.
+        within(2 * SOON, &format!("all have the view {expected:?}"), async || {
+            // A replica that is ending closes requests.
             let views = match self.views(which).await {
                 Ok(views) => views,
                 Err(error) => return Ok(Err(error.to_string())),
@@ -538,7 +537,7 @@ impl Mesh {
     }
 }
 
-/// A balancer in front of agents' listeners: each connection goes to the next target that takes it.
+/// A load balancer in front of agent listeners: each connection goes to the next target that accepts it.
 #[derive(Debug)]
 pub struct Balancer {
     /// Where agents dial.

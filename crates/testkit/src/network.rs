@@ -1,10 +1,10 @@
-//! Hosts that are not there: network namespaces on one bridge, between which any direction and protocol can
-//! be cut.
+//! Simulated hosts: network namespaces on one bridge, between which any direction and protocol can be
+//! dropped.
 //!
-//! Nothing has a name and nothing touches the network of the machine: each namespace lives as long as a
-//! sleeping process in it, which dies with the test. The test's own thread moves to the bridge, so that it
-//! reaches every host whatever is cut between them; a test that uses this must therefore run on a runtime of
-//! one thread, which `#[tokio::test]` makes.
+//! Nothing is named and nothing changes the network of the machine: each namespace lives as long as a
+//! sleeping process in it, which ends with the test. The test's thread moves to the bridge, so that it
+//! reaches every host in any case. A test must therefore use a single-threaded runtime, the default of
+//! `#[tokio::test]`.
 
 use std::{
     fs::File,
@@ -21,7 +21,7 @@ use serde_json::Value;
 
 use crate::process::{Process, find};
 
-/// What passes between two hosts, in one direction, and is dropped.
+/// Packets between two hosts, in one direction, that are dropped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Cut {
     /// The host that sends.
@@ -35,18 +35,17 @@ pub struct Cut {
 /// A kind of packets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Traffic {
-    /// Everything.
+    /// All packets.
     All,
     /// Gossip; TCP passes.
     Udp,
     /// Table streams and requests; UDP passes.
     Tcp,
-    /// What goes to the private API of the host that would receive; its answers to what it dialled itself
-    /// pass.
+    /// Connections to the private API of the receiving host; responses to its own connections pass.
     Dialled,
 }
 
-/// Hosts on one bridge. Dropping it ends them, and takes the test's thread back to where it was.
+/// Hosts on one bridge. Dropping it ends them and moves the test's thread back.
 #[derive(Debug)]
 pub struct Network {
     bridge: Namespace,
@@ -63,7 +62,7 @@ struct Namespace {
 
 impl Namespace {
     async fn new() -> Result<Self> {
-        // Logs one line once it is where it belongs.
+        // Logs one line once it is in its namespace.
         let script = "echo '{\"here\":true}' >&2; exec sleep infinity";
         let arguments = ["--net", "sh", "-c", script];
         let sleeper = Process::start("namespace", Path::new("unshare"), &arguments, &[]).await?;
@@ -80,10 +79,10 @@ impl Namespace {
 }
 
 impl Network {
-    /// Makes this many hosts, and moves the calling thread to their bridge.
+    /// Creates this many hosts, and moves the calling thread to their bridge.
     ///
     /// # Errors
-    /// When this is not possible here: says what is missing.
+    /// If this machine does not allow it: says what is missing.
     pub async fn new(hosts: usize) -> Result<Self> {
         available()?;
         let bridge = Namespace::new().await?;
@@ -126,15 +125,15 @@ impl Network {
         &self.hosts[host].path
     }
 
-    /// Returns the namespace from which every host is reached, whatever is cut.
+    /// Returns the namespace from which every host is always reachable.
     pub fn outside(&self) -> &Path {
         &self.bridge.path
     }
 
-    /// Drops exactly this from now on, and nothing else: what was cut before and is not named passes again.
+    /// Drops exactly these packets from now on; earlier rules are removed.
     ///
     /// # Errors
-    /// When the kernel takes no such rules.
+    /// If the kernel does not support such rules.
     pub fn cut(&self, cuts: &[Cut]) -> Result<()> {
         let mut rules =
             String::from("add table bridge cuts\ndelete table bridge cuts\ntable bridge cuts {\n");
@@ -152,7 +151,7 @@ impl Network {
         run(Command::new("nft").args(["-f", "-"]), &rules)
     }
 
-    /// Takes the cable of a host out, or puts it back.
+    /// Disconnects or reconnects a host.
     ///
     /// # Errors
     /// Those of the system.

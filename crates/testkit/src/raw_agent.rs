@@ -1,4 +1,4 @@
-//! An agent whose every envelope a test sends by hand, as any of the three kinds that kas knows.
+//! An agent whose envelopes the test sends itself, as any of the three kinds that kas knows.
 
 use std::{
     net::{Ipv4Addr, SocketAddr},
@@ -31,7 +31,7 @@ pub const CONNECT: &str = "/gitlab.agent.reverse_tunnel.rpc.ReverseTunnel/Connec
 pub const GET_CONFIGURATION: &str =
     "/gitlab.agent.agent_configuration.rpc.AgentConfiguration/GetConfiguration";
 
-/// Which agent it claims to be.
+/// The kind of agent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     /// Of this project: reusable tunnels.
@@ -80,7 +80,7 @@ impl RawAgent {
         Ok(Self::over(Link::connect(address).await?, token, kind))
     }
 
-    /// Connects to an agent listener from this address, which is one of this host.
+    /// Connects to an agent listener from this local address.
     ///
     /// # Errors
     /// If there is no HTTP/2 connection.
@@ -123,7 +123,7 @@ impl RawAgent {
         }
     }
 
-    /// Opens a tunnel that serves [`handler::descriptor`], and waits until kas has it.
+    /// Opens a tunnel that serves [`handler::descriptor`], and waits until kas accepted it.
     ///
     /// # Errors
     /// The status with which kas refused it.
@@ -131,7 +131,7 @@ impl RawAgent {
         self.tunnel_with(handler::descriptor()).await
     }
 
-    /// Opens a tunnel that serves `descriptor`, and waits until kas has it.
+    /// Opens a tunnel that serves `descriptor`, and waits until kas accepted it.
     ///
     /// # Errors
     /// The status with which kas refused it.
@@ -232,7 +232,7 @@ impl RawAgent {
                         _ => false,
                     };
                     if !again {
-                        // A one-shot tunnel ends when kas says so.
+                        // kas ends a one-shot tunnel.
                         while !matches!(
                             tunnel.next().await,
                             FromKas::Ended(_) | FromKas::Reset(_) | FromKas::Cut
@@ -297,7 +297,7 @@ pub enum FromKas {
     Request(RequestInfo),
     /// A message of it.
     Message(Bytes),
-    /// The request is complete; or, when parked, kas is leaving.
+    /// The request is complete or, if the tunnel is idle, kas drains.
     CloseSend,
     /// The stream ended with this status.
     Ended(Status),
@@ -328,7 +328,7 @@ impl RawTunnel {
         self.stream.head().await.expect("the tunnel is open").1.clone()
     }
 
-    /// Sends an envelope; whether that was possible.
+    /// Sends an envelope; returns whether that was possible.
     pub async fn send(&mut self, msg: connect_request::Msg) -> bool {
         self.stream.send_message(&to_kas(msg)).await.is_ok()
     }
@@ -353,7 +353,7 @@ impl RawTunnel {
 
     /// Waits for what kas sends next, however long that takes.
     pub async fn recv(&mut self) -> FromKas {
-        // The wait for a request has no bound; what follows has.
+        // The wait for a request has no timeout; later waits have one.
         self.next_inner().await
     }
 

@@ -1,7 +1,7 @@
-//! A real Redis as a child process, and a wire to it that can be slow or cut.
+//! A real Redis as a child process, and a proxy in front of it that can be slow or cut.
 //!
-//! It keeps nothing on disk. [`Redis::stop`] and [`Redis::start`] are an outage on the same port; [`Wire`] is
-//! a proxy whose faults hit only who dials through it.
+//! It stores nothing on disk. [`Redis::stop`] and [`Redis::start`] simulate an outage on the same port;
+//! [`Wire`] is a proxy whose faults only affect its own clients.
 
 use std::{
     net::SocketAddr,
@@ -22,7 +22,7 @@ use tokio::{
 
 use crate::process::{Process, SOON, find};
 
-/// How often a server that has just been started is asked whether it serves.
+/// The interval of readiness checks of a new server.
 const AGAIN: Duration = Duration::from_millis(5);
 
 /// Returns a program of Redis.
@@ -35,7 +35,7 @@ pub fn program(name: &str) -> Result<PathBuf> {
     })
 }
 
-/// Returns a port of 127.0.0.1 on which nobody listens now. Somebody else may take it before it is used.
+/// Returns a free port of 127.0.0.1. Another process may take it before it is used.
 ///
 /// # Errors
 /// When the system has none.
@@ -86,7 +86,7 @@ impl Redis {
             };
             match redis.start().await {
                 Ok(()) => return Ok(redis),
-                // Somebody else may have taken the port.
+                // Another process may have taken the port.
                 Err(error) if attempt == 5 => return Err(error),
                 Err(_) => {}
             }
@@ -165,20 +165,20 @@ impl Redis {
         Ok(answer)
     }
 
-    /// Kills it: what it held is lost, and nobody listens.
+    /// Kills it: its data is lost, and its port is closed.
     pub async fn stop(&self) {
         // Dropping waits until it is gone.
         self.process.lock().await.take();
     }
 
-    /// Stops it without its clients' notice.
+    /// Pauses it without closing connections.
     pub async fn pause(&self) {
         if let Some(process) = &*self.process.lock().await {
             process.pause();
         }
     }
 
-    /// Lets it go on after [`pause`](Self::pause).
+    /// Resumes it after [`pause`](Self::pause).
     pub async fn resume(&self) {
         if let Some(process) = &*self.process.lock().await {
             process.resume();
@@ -224,7 +224,7 @@ impl Wire {
                     let cuts = faults.borrow().cuts;
                     let mut cut = faults.clone();
                     let Ok(server) = TcpStream::connect(server).await else { return };
-                    // Each piece goes on at once: a proxy that waits for more would measure itself.
+                    // Each chunk is forwarded at once: a proxy that buffers would measure itself.
                     let _ = (client.set_nodelay(true), server.set_nodelay(true));
                     let (client_read, client_write) = client.into_split();
                     let (server_read, server_write) = server.into_split();
@@ -244,7 +244,7 @@ impl Wire {
         self.address
     }
 
-    /// Each direction takes this much longer from now on.
+    /// Delays each direction by this time from now on.
     pub fn slow(&self, delay: Duration) {
         self.fault.send_modify(|fault| fault.delay = delay);
     }
@@ -257,7 +257,7 @@ impl Wire {
         });
     }
 
-    /// Takes connections again, without delay.
+    /// Accepts connections again, without delay.
     pub fn mend(&self) {
         self.fault.send_modify(|fault| {
             fault.cut = false;

@@ -38,7 +38,7 @@ impl Scenario {
         Self::start_with(Options::default()).await
     }
 
-    /// As [`start`](Self::start), with `config` besides the defaults of [`Options`].
+    /// Like [`start`](Self::start), with `config` merged over the defaults of [`Options`].
     ///
     /// # Errors
     /// When kas does not start.
@@ -66,7 +66,7 @@ impl Scenario {
         Ok(self.with(agentk))
     }
 
-    /// Adds an agent without tunnels, which the test drives by hand.
+    /// Adds an agent without tunnels, which the test controls.
     ///
     /// # Errors
     /// When kas cannot be reached.

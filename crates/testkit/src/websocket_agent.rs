@@ -1,7 +1,7 @@
-//! An agent of GitLab 14.1 that dials `ws://`, down to the bytes of its HTTP/2: what it puts into
-//! `:authority` no HTTP/2 library for Rust sends.
+//! An agent of GitLab 14.1 that dials `ws://`, written at the level of HTTP/2 bytes, because no HTTP/2
+//! library for Rust sends its `:authority`.
 //!
-//! Blocking, on a WebSocket library that kas does not read frames with: for a thread of its own.
+//! It blocks, and uses another WebSocket library than kas: run it on a separate thread.
 
 use std::{
     collections::{HashMap, VecDeque},
@@ -41,10 +41,10 @@ pub struct WebSocketAgent {
     socket: WebSocket<TcpStream>,
     authority: String,
     token: String,
-    /// The table of recent fields of HPACK, the latest first. It never becomes full here.
+    /// The dynamic table of HPACK, latest entry first. It never becomes full here.
     fields: VecDeque<(String, String)>,
     received: BytesMut,
-    /// Bytes of messages that have not come as a whole.
+    /// Bytes of incomplete messages.
     messages: HashMap<u32, BytesMut>,
     next_stream: u32,
 }
@@ -54,12 +54,12 @@ pub struct WebSocketAgent {
 pub enum Event {
     /// A message.
     Message(u32, Bytes),
-    /// The stream's end, in order.
+    /// The clean end of the stream.
     Ended(u32),
 }
 
 impl WebSocketAgent {
-    /// Connects, and says `authority` in every request.
+    /// Connects; every request has this `authority`.
     ///
     /// # Errors
     /// When the upgrade is refused.
@@ -120,13 +120,13 @@ impl WebSocketAgent {
     /// Waits for a request, sends back the messages that it has, and waits for the end of its tunnel.
     ///
     /// # Errors
-    /// When anything else comes.
+    /// If anything else arrives.
     pub fn serve_one(&mut self) -> Result<()> {
         let mut tunnel = None;
         loop {
             match self.next()? {
                 Event::Message(stream, message) if tunnel.is_none_or(|tunnel| tunnel == stream) => {
-                    // A configuration reads as an envelope without a message.
+                    // A configuration decodes as an envelope without a message.
                     let Ok(ConnectResponse { msg: Some(msg) }) = ConnectResponse::decode(message) else {
                         continue;
                     };
@@ -153,7 +153,7 @@ impl WebSocketAgent {
     /// Sends a close frame and waits for kas'.
     ///
     /// # Errors
-    /// When it does not come.
+    /// If it does not arrive.
     pub fn close(mut self) -> Result<()> {
         self.socket.close(None)?;
         loop {
@@ -191,8 +191,8 @@ impl WebSocketAgent {
         Ok(stream)
     }
 
-    /// Writes a field as Go's encoder does: by its number if it was there before, else into the table, in
-    /// Huffman code.
+    /// Encodes a field like Go's encoder: by its index if it is in the table, else literally with Huffman
+    /// code, and adds it to the table.
     fn field(&mut self, block: &mut Vec<u8>, index: u8, name: &str, value: &str) {
         if let Some(at) = self.fields.iter().position(|(n, v)| n == name && v == value) {
             block.push(0x80 | (62 + u8::try_from(at).expect("fields are few")));
@@ -223,7 +223,7 @@ impl WebSocketAgent {
         self.write(&frame)
     }
 
-    /// Sends bytes in two messages: their border means nothing.
+    /// Sends bytes in two messages, whose boundary has no meaning.
     fn write(&mut self, bytes: &[u8]) -> Result<()> {
         let (one, two) = bytes.split_at(bytes.len() / 3);
         self.socket.send(Message::Binary(Bytes::copy_from_slice(one)))?;
@@ -231,7 +231,7 @@ impl WebSocketAgent {
         Ok(())
     }
 
-    /// Waits for what kas says next on a stream, and answers what belongs to the connection.
+    /// Waits for the next event on a stream, and acknowledges frames of the connection.
     fn next(&mut self) -> Result<Event> {
         loop {
             for (&stream, bytes) in &mut self.messages {

@@ -27,7 +27,7 @@ async fn send(demo: &DemoApi, method: Method, path: &str, accept: &str) -> Resul
         .header("accept", accept)
         .body(Empty::<Bytes>::new())?;
     let answer = sender.send_request(request).await?;
-    // Whoever asks can tell.
+    // Every response identifies the demo.
     assert_eq!(answer.headers()["server"], "kas-demo-api (not a cluster)");
     Ok(answer)
 }

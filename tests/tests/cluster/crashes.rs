@@ -285,7 +285,7 @@ async fn agentk_with_an_address_for_each_replica_holds_two_and_replaces_one_that
     let mesh = Mesh::start(3).await?;
     mesh.converged(&[]).await?;
     let url = (0..3).map(|n| format!("grpc://{}", mesh.agents(n))).collect::<Vec<_>>().join(",");
-    let agentk = Agentk::start_told(&url, &token(1), &[], &[]).await?;
+    let agentk = Agentk::start_with_url(&url, &token(1), &[], &[]).await?;
     let begun = Instant::now();
     agentk.metric_is("agentk_replicas_served", 2.0).await?;
     println!("two replicas were held {:?} after the start", begun.elapsed());
@@ -327,7 +327,7 @@ async fn agentk_tries_the_next_address_without_waiting_for_a_dead_one() -> Resul
     let mesh = Mesh::start(1).await?;
     // Nothing listens on ports 1 and 2.
     let url = format!("grpc://127.0.0.1:1,grpc://127.0.0.1:2,grpc://{}", mesh.agents(0));
-    let agentk = Agentk::start_told(&url, &token(1), &["--replicas", "1"], &[]).await?;
+    let agentk = Agentk::start_with_url(&url, &token(1), &["--replicas", "1"], &[]).await?;
     let begun = Instant::now();
     agentk.connected().await?;
     println!("connected {:?} after the start", begun.elapsed());

@@ -78,7 +78,7 @@ async fn private_api_accepts_only_replicas() -> Result<()> {
             assert!(got.trailers_only);
         }
     }
-    assert_eq!(held.raw.requests().list().len(), 0, "no tunnel was lent");
+    assert_eq!(held.raw.requests().list().len(), 0, "no tunnel was used");
     // The right credential is accepted, which validates the checks above.
     let right = owner.tokens().pop().context("replicas came to the address that discovery named")?;
     let right = right.strip_prefix("Bearer ").context("it is a bearer token")?.to_owned();

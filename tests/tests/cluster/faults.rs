@@ -411,7 +411,7 @@ async fn datagrams_lost_in_one_direction_drop_no_replica() -> Result<()> {
         // Changes and requests pass in both directions.
         let three = mesh.agent(0, 3, Kind::Ours, 2).await?;
         let four = mesh.agent(1, 4, Kind::Ours, 2).await?;
-        keep_told(&mesh, &[(1, 0), (2, 1), (3, 0), (4, 1)]).await?;
+        keep_view(&mesh, &[(1, 0), (2, 1), (3, 0), (4, 1)]).await?;
         for (asked, agent) in [(1, 1), (0, 2), (1, 3), (0, 4)] {
             echo(&mesh, asked, agent).await?;
         }
@@ -423,7 +423,7 @@ async fn datagrams_lost_in_one_direction_drop_no_replica() -> Result<()> {
 }
 
 /// Waits until each replica has these agents in its view, whether or not it considers their owners live.
-async fn keep_told(mesh: &Mesh, holders: &[(i64, usize)]) -> Result<()> {
+async fn keep_view(mesh: &Mesh, holders: &[(i64, usize)]) -> Result<()> {
     let expected: BTreeSet<_> = holders.iter().copied().collect();
     let begun = Instant::now();
     within(SOON, "all are told", async || {
@@ -452,7 +452,7 @@ async fn without_tcp_between_replicas_gossip_keeps_views_exact() -> Result<()> {
     mesh.network().cut(&cuts)?;
     keep_seeing(&mesh, &[(1, 0)], 4 * TTL).await?;
     let two = mesh.agent(1, 2, Kind::Ours, 2).await?;
-    keep_told(&mesh, &[(1, 0), (2, 1)]).await?;
+    keep_view(&mesh, &[(1, 0), (2, 1)]).await?;
     mesh.heal()?;
     mesh.converged(&[(1, 0), (2, 1)]).await?;
     echo(&mesh, 2, 1).await?;

@@ -61,7 +61,7 @@ async fn draining_replica_is_used_last() -> Result<()> {
     call(2).await?;
     assert!(told.elapsed() < Duration::from_secs(8), "it has left meanwhile: {:?}", told.elapsed());
     assert!(mesh.kas(0).process.exited(SOON).await?.success());
-    within(SOON, "who has left is forgotten", async || {
+    within(SOON, "a replica that left is forgotten", async || {
         let view = mesh.view(2).await?;
         Ok(if view.holders == [(1, 1)].into() { Ok(()) } else { Err(view) })
     })

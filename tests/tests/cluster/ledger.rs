@@ -95,7 +95,9 @@ impl Ledger {
         for (id, (end, text)) in &*self.0.lock() {
             match end {
                 End::Answered => ensure!(ran.contains_key(id), "{id} was answered and never ran"),
-                End::NotStarted => ensure!(!ran.contains_key(id), "{id} ran, and was told not to: {text}"),
+                End::NotStarted => {
+                    ensure!(!ran.contains_key(id), "{id} ran although it was not started: {text}")
+                }
                 End::Unknown | End::Lost => {}
             }
         }

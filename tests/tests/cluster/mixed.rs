@@ -159,8 +159,8 @@ async fn unsuccessful_requests_of_14_1_get_the_responses_that_it_expects() -> Re
     ensure!(refused.as_ref().is_err_and(|e| e.to_string().contains("deadline")), "{:?}", refused.err());
     drop(hangs);
     // Another secret is refused.
-    let stranger = Replica14::start(&redis, b"another secret of thirty-two byte").await?;
-    let refused = stranger.ask(&url, 1, &path("Echo"), &[]).await;
+    let other_secret = Replica14::start(&redis, b"another secret of thirty-two byte").await?;
+    let refused = other_secret.ask(&url, 1, &path("Echo"), &[]).await;
     ensure!(
         refused.as_ref().is_err_and(|e| e.to_string().contains("JWT validation failed")),
         "{:?}",
@@ -504,7 +504,7 @@ async fn with_certificates_only_14_1_replicas_with_the_role_are_used() -> Result
     // Another role, another CA, or no certificate: no credential is sent there.
     let others = [
         (2, Some(server(&authority, "agent", "kas://agent")?), "role"),
-        (3, Some(server(&Authority::new()?, "stranger", ROLE)?), "certificate"),
+        (3, Some(server(&Authority::new()?, "other-ca", ROLE)?), "certificate"),
         (4, None, "plain text"),
     ];
     for (agent, tls, why) in others {

@@ -136,7 +136,7 @@ async fn replicas_with_certificates_form_a_cluster_and_refuse_all_others() -> Re
         echo(&mesh, n, 2).await?;
     }
     // Certificates of another CA, next to those of the replicas.
-    Authority::new()?.issue(&Authority::new()?, folder.path(), "stranger", mesh.private(1).ip(), ROLE)?;
+    Authority::new()?.issue(&Authority::new()?, folder.path(), "other-ca", mesh.private(1).ip(), ROLE)?;
     let api = Jwt::new(mesh.api_secret()).claim("iss", json!("gitlab-kas")).encode();
     let (agent, replica) = (
         token(1),
@@ -147,7 +147,7 @@ async fn replicas_with_certificates_form_a_cluster_and_refuse_all_others() -> Re
         for bearer in [None, Some(&api), Some(&agent), Some(&replica)] {
             let bearer = bearer.map(String::as_str);
             // Without a replica certificate, no credential is checked.
-            for identity in [None, Some("stranger"), Some("agent")] {
+            for identity in [None, Some("other-ca"), Some("agent")] {
                 let got = call(&mesh, folder.path(), identity, method, bearer).await?;
                 assert!(got.is_err(), "{identity:?} {method}: {got:?}");
             }

@@ -17,7 +17,7 @@ use tokio::{sync::watch, task::JoinSet};
 use crate::{ledger::echo, membership::name_server};
 
 /// Sends a request that finds no tunnel, and returns the status message.
-async fn told(mesh: &Mesh, replica: usize, agent: i64) -> Result<String> {
+async fn status_message(mesh: &Mesh, replica: usize, agent: i64) -> Result<String> {
     let caller = mesh.caller(replica).await?;
     let request = caller.to_agent(agent, &path("Echo")).header("grpc-timeout", "300m");
     let got = caller.call(request, &[b"x"]).await?;
@@ -38,11 +38,11 @@ async fn a_stopped_owner_is_named_to_callers_and_operators() -> Result<()> {
     let held = mesh.agent(0, 1, Kind::Ours, 2).await?;
     mesh.converged(&[(1, 0)]).await?;
     mesh.meshed().await?;
-    assert!(told(&mesh, 1, 2).await?.starts_with("agent 2 is not connected; waited"));
+    assert!(status_message(&mesh, 1, 2).await?.starts_with("agent 2 is not connected; waited"));
     let owner = mesh.private(0).to_string();
     mesh.kas(0).process.pause();
     // It is named even before it is suspect.
-    let text = told(&mesh, 1, 1).await?;
+    let text = status_message(&mesh, 1, 1).await?;
     assert!(text.starts_with("agent 1 is connected to ") && text.contains(&owner), "{text}");
     let route = async || {
         let request = ExplainAgentRequest { agent_id: 1 };
@@ -51,7 +51,7 @@ async fn a_stopped_owner_is_named_to_callers_and_operators() -> Result<()> {
     };
     // After its entries expired, it is still named as a replica that could not be asked.
     within(2 * SOON, "it is counted among those that could not be asked", async || {
-        let text = told(&mesh, 1, 1).await?;
+        let text = status_message(&mesh, 1, 1).await?;
         // It is named in every state.
         assert!(text.contains(&owner), "{text}");
         let counted = text.starts_with("agent 1 is not connected to a replica that answers; waited")

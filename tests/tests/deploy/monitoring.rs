@@ -298,8 +298,8 @@ async fn rules_and_dashboards_name_metrics_and_labels_that_kas_and_agentk_have()
     let caller = mesh.caller(1).await?;
     let answer = caller.call(caller.to_agent(1, &path("Echo")), &[b"x"]).await?;
     assert_eq!(answer.messages, ["x"], "{}", answer.status);
-    let stranger = RawAgent::connect(mesh.agents(0), "nobody's token", Kind::Ours).await?;
-    assert!(stranger.tunnel().await.is_err());
+    let unknown = RawAgent::connect(mesh.agents(0), "unknown token", Kind::Ours).await?;
+    assert!(unknown.tunnel().await.is_err());
     let gitlab = GitLab::start().await?;
     gitlab.know(&token(1), 1, "agent-1", 7);
     // It also has a certificate, for a listener that is not used here.

@@ -182,13 +182,13 @@ async fn a_real_prometheus_answers_every_query_and_fires_when_a_replica_dies() -
     .await?;
     mesh.kill(2).await?;
     let dead = ("KasReplicaUnreachable".to_owned(), replicas[2].to_string());
-    eventually("the dead replica is told of", async || {
+    eventually("the dead replica is reported", async || {
         let firing = prometheus.firing().await?;
         Ok(if firing.contains(&dead) { Ok(()) } else { Err(firing) })
     })
     .await?;
     prometheus.is(r#"namespace_job:kas_replicas_reached:count{namespace="kas", job="kas"}"#, "2").await?;
-    eventually("the others agree, and nothing else is told", async || {
+    eventually("the others agree, and no other alert fires", async || {
         let firing = prometheus.firing().await?;
         Ok(if firing == BTreeSet::from([dead.clone()]) { Ok(()) } else { Err(firing) })
     })

@@ -127,7 +127,7 @@ fn rows() -> Vec<Row> {
         )
         .for_agent()
         .with("grpc-encoding", "gzip"),
-        row("an encoding of nobody", bench::ECHO, whole(b""), &[Unimplemented])
+        row("an unknown encoding", bench::ECHO, whole(b""), &[Unimplemented])
             .for_agent()
             .with("grpc-encoding", "zstd"),
         row("compression that was not announced", bench::ECHO, flagged(1, b"x"), &[Internal]).for_agent(),
@@ -171,7 +171,7 @@ fn rows() -> Vec<Row> {
         row("a key that belongs to kas", bench::ECHO, whole(b""), &[InvalidArgument])
             .for_agent()
             .with("kas-hop-from", "me"),
-        row("a connection of nobody", bench::ECHO, whole(b""), &[Code::FailedPrecondition])
+        row("an unknown connection", bench::ECHO, whole(b""), &[Code::FailedPrecondition])
             .for_agent()
             .with("kas-connection-id", "77"),
         row("a method that is none", "//", whole(b""), &[Unimplemented]).for_agent(),
@@ -251,7 +251,7 @@ fn tokens(secret: &[u8], issuer: &str) -> Vec<(&'static str, String)> {
         ("what is not base64", "!!.??.**".to_owned()),
         ("a header that is no JSON", of("{", "{}")),
         ("a header without an algorithm", of("{}", "{}")),
-        ("an algorithm of nobody", of(r#"{"alg":"XS256"}"#, "{}")),
+        ("an unknown algorithm", of(r#"{"alg":"XS256"}"#, "{}")),
         ("no algorithm", of(r#"{"alg":"none"}"#, "{}")),
         ("an algorithm with a key of its own", of(r#"{"alg":"RS256","jku":"http://127.0.0.1/"}"#, "{}")),
         ("a deep header", of(&format!(r#"{{"alg":"HS256","x":{deep}}}"#), "{}")),
@@ -287,11 +287,11 @@ pub(crate) async fn all(target: &Target) -> Result<usize> {
         }
     }
     let mut count = rows.len();
-    let doors = [
+    let listeners = [
         (Listener::Api, BY_ID, &target.kas.secrets[0][..], "gitlab"),
         (Listener::Private, BORROW, target.private_secret(), "gitlab-kas"),
     ];
-    for (listener, method, secret, issuer) in doors {
+    for (listener, method, secret, issuer) in listeners {
         for (name, text) in tokens(secret, issuer) {
             count += 1;
             if let Err(error) = refused(target, listener, method, &text).await {

@@ -548,7 +548,7 @@ const VIOLATIONS: &[Attack] = &[
         Any,
     ),
     attack("GET", |_| Sends::Frames(method("GET")), Answered),
-    attack("a method of nobody", |_| Sends::Frames(method("BREW")), Answered),
+    attack("an unknown method", |_| Sends::Frames(method("BREW")), Answered),
     attack("CONNECT", |_| Sends::Frames(only(&[(":method", "CONNECT"), (":authority", "kas:1")])), Answered),
     attack(
         "CONNECT of a protocol",

@@ -216,7 +216,7 @@ impl Peer {
     pub(crate) async fn hears(&mut self, time: Duration, pick: impl FnMut(&Heard) -> bool) -> Result<Heard> {
         let waited = tokio::time::timeout(time, self.heard.wait_for(pick)).await;
         match waited.map(|heard| heard.map(|heard| heard.clone())) {
-            Ok(heard) => heard.context("nobody reads any more"),
+            Ok(heard) => heard.context("the connection is no longer read"),
             Err(_) => anyhow::bail!("not within {time:?}, but {:?}", self.heard()),
         }
     }

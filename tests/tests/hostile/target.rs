@@ -381,7 +381,7 @@ impl Target {
     /// Waits for the requests that have begun, and returns the duration of each.
     pub(crate) async fn take_whole_times(&self) -> Result<Took> {
         let end = Instant::now();
-        eventually("who called before has called again", async || {
+        eventually("every caller has made another call", async || {
             let behind = self.good.callers().iter().filter(|begun| **begun < end).count();
             Ok(if behind == 0 { Ok(()) } else { Err(behind) })
         })

@@ -105,7 +105,10 @@ pub(crate) async fn all(target: &Target) -> Result<usize> {
         tokio::time::timeout(CUT, stream.read_to_end(&mut rest)).await.context("it stays open")
     });
     for closed in try_join_all(closed).await? {
-        ensure!(closed.is_err() || closed.is_ok_and(|said| said < 100), "kas has much to say to nobody");
+        ensure!(
+            closed.is_err() || closed.is_ok_and(|said| said < 100),
+            "kas sends too much to an unauthenticated client"
+        );
     }
     let times = target.settle("half-open handshakes").await?;
     println!("half-open handshakes: {HALF_OPEN}; {times}");

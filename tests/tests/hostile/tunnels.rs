@@ -342,7 +342,7 @@ const ATTACKS: &[Attack] = &[
     ),
     attack("an envelope of nothing", Asked, || flagged(0, b""), Unknown),
     attack("an envelope of two fields", Asked, || flagged(0, &[0x12, 0, 0x22, 0]), Unknown),
-    attack("a field of nobody", Asked, || flagged(0, &[0x7a, 0]), Unknown),
+    attack("an unknown field", Asked, || flagged(0, &[0x7a, 0]), Unknown),
     attack("a field of another kind", Asked, || flagged(0, &[0x10, 1]), Unknown),
     attack(
         "a number without end",

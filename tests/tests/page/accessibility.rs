@@ -98,7 +98,7 @@ async fn every_element_has_an_accessible_name() -> Result<()> {
         ensure!(headings.len() >= 4, "{headings:?}");
         if !agent {
             let health = nodes.iter().filter(|(_, name)| name.contains("✓ ready")).count();
-            ensure!(health >= 3, "health is told by colour alone");
+            ensure!(health >= 3, "health is shown by colour alone");
         }
         let ids = "(() => { const ids = [...document.querySelectorAll('[id]')].map((e) => e.id); return ids.length - new Set(ids).size; })()";
         ensure!(stage.browser.eval(ids)? == json!(0), "an id twice");

@@ -99,7 +99,7 @@ async fn viewers_are_limited_and_cost_nothing_after_they_disconnect() -> Result<
     drop((first, second, refused));
     kas.metric_is("kas_page_viewers", 0.0).await?;
     ensure!(Stream::open(&kas, "/page/events").await?.status() == "200");
-    eventually("nothing runs for nobody", async || {
+    eventually("no tasks are left without viewers", async || {
         let now = kas.metric("kas_tasks").await?;
         Ok(if now <= with_viewers - 3.0 { Ok(()) } else { Err((with_viewers, now)) })
     })

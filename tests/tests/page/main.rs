@@ -116,7 +116,7 @@ async fn a_killed_replica_disappears_without_a_reload() -> Result<()> {
         "[...document.querySelectorAll('#said > p')].some((p) => p.textContent.startsWith('Replica {}'))",
         stage.mesh.private(2)
     );
-    stage.browser.until("it is said", &said, killed)?;
+    stage.browser.until("it is announced", &said, killed)?;
     let summary = stage.browser.eval("document.querySelector('#map svg').getAttribute('aria-label')")?;
     ensure!(summary.as_str().unwrap_or_default().starts_with("Map of "), "{summary}");
     ensure!(stage.browser.eval("window.sameDocument")? == json!(true), "the page was loaded anew");
@@ -194,7 +194,7 @@ async fn page_of_an_agent_shows_its_tunnels_and_the_route_of_a_request() -> Resu
     stage.mesh.kill(0).await?;
     // A replica that does not respond is named, but not as an owner.
     let gone = format!("!{verdict}.split(' Not answered: ')[0].includes('{}')", stage.mesh.private(0));
-    stage.browser.until("it is held elsewhere or by nobody", &gone, Duration::from_secs(15))?;
+    stage.browser.until("it has other owners or none", &gone, Duration::from_secs(15))?;
     stage.nothing_is_wrong(2)
 }
 

@@ -85,7 +85,7 @@ impl Totals {
             self.speaks = self.failed_tests.iter().rposition(|(name, _)| name == speaker);
             return;
         }
-        // Where it was is not what it said.
+        // The location is not part of the message.
         if line == "failures:" || line == "Stack backtrace:" || line == "stack backtrace:" {
             self.speaks = None;
         }

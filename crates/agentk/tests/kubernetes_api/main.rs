@@ -1,4 +1,4 @@
-//! `MakeRequest` against API servers that a test plays, and against the real one.
+//! `MakeRequest` with scripted API servers, and with the real one.
 
 mod real;
 mod scripted;

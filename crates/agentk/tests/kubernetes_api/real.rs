@@ -30,7 +30,7 @@ async fn watch(modules: &Modules) -> (Caller, Reply) {
     (caller, reply)
 }
 
-/// Reads a watch until this text has come.
+/// Reads a watch until this text has arrived.
 async fn seen(reply: &mut Reply, text: &str) {
     let mut all = String::new();
     while !all.contains(text) {
@@ -69,7 +69,7 @@ async fn the_caller_gets_what_kubectl_gets() -> anyhow::Result<()> {
     kubernetes.create_pods("shop", "late", 1).await?;
     println!("the pod was made within {:?}", before.elapsed());
     join_all(replies.iter_mut().map(|reply| seen(reply, "late-00000"))).await;
-    println!("150 watches told of it {:?} after it was asked for", before.elapsed());
+    println!("150 watches reported it after {:?}", before.elapsed());
     callers.clear();
     drop(replies);
 
@@ -118,7 +118,7 @@ async fn rights_and_credentials_are_those_of_the_configuration() -> anyhow::Resu
         assert!(body.contains(r#""kind":"Status""#) && body.contains("shop:reader"), "{body}");
     }
 
-    // An authority that nobody named is not trusted, unless told not to look.
+    // An unknown CA is not trusted, unless verification is disabled.
     let untrusted = ClusterAccess { kube_ca_file: None, ..access };
     let status = fetch(&modules(&untrusted).await, get(pods), b"").await.unwrap_err();
     assert_eq!(status.code(), Code::Unavailable);

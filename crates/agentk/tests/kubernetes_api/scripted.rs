@@ -1,4 +1,4 @@
-//! What the real API server does not do on demand: break off, stay silent, answer early, close.
+//! Behaviour that a real API server does not show on demand: abort, stay silent, respond early, close.
 
 use grpc::Code;
 use proto::gitlab::agent::grpctool::http_response;
@@ -94,7 +94,7 @@ async fn each_chunk_of_a_watch_is_sent_at_once_and_a_broken_watch_is_an_error() 
     };
     let (mut peer, response) = tokio::join!(server, within(answer));
     let mut reply = Reply::new(response);
-    // The head alone: no byte of the body is here yet.
+    // Only the head: no byte of the body has arrived yet.
     assert_eq!(reply.header().await.status_code, 200);
     for event in ["one", "two"] {
         peer.write(&format!("3\r\n{event}\r\n")).await;
@@ -119,7 +119,7 @@ async fn chunks_are_at_most_32_kib_and_all_bytes_arrive() {
         peer.head().await;
         peer.write(&format!("HTTP/1.1 200 OK\r\ncontent-length: {}\r\n\r\n{body}", body.len())).await;
     };
-    // `rest` checks the size of each piece.
+    // `rest` checks the size of each chunk.
     let ((), answer) = tokio::join!(server, fetch(&modules, get("/"), b""));
     assert!(answer.unwrap().1 == body.as_bytes());
 }
@@ -129,7 +129,7 @@ async fn dropping_the_call_ends_the_request_while_the_api_server_is_silent() {
     let (listener, url) = listen().await;
     let modules = modules(&at(url)).await;
 
-    // Before the answer's head.
+    // Before the response head.
     let (caller, answer) = call(&modules, &[]);
     caller.whole(get("/"), b"").await;
     let task = tokio::spawn(answer);
@@ -141,7 +141,7 @@ async fn dropping_the_call_ends_the_request_while_the_api_server_is_silent() {
     let took = before.elapsed();
     println!("before the head: the connection ended {took:?} after the drop");
 
-    // In the answer's body.
+    // In the response body.
     let (caller, answer) = call(&modules, &[]);
     caller.whole(get("/"), b"").await;
     let server = async {
@@ -167,7 +167,7 @@ async fn a_reset_request_ends_the_upstream_request() {
     let (listener, url) = listen().await;
     let modules = modules(&at(url)).await;
 
-    // After the trailer, while the API server works: the caller has left.
+    // After the trailer, while the API server works: the caller cancels.
     let (caller, answer) = call(&modules, &[]);
     let server = async {
         caller.header(get("/")).await;
@@ -180,7 +180,7 @@ async fn a_reset_request_ends_the_upstream_request() {
     let ((), response) = tokio::join!(server, within(answer));
     assert_eq!(Reply::new(response).status.unwrap().code(), Code::Cancelled);
 
-    // While the answer is being read.
+    // While the response is being read.
     let (caller, answer) = call(&modules, &[]);
     let server = async {
         caller.header(get("/")).await;
@@ -228,7 +228,7 @@ async fn the_deadline_ends_a_request_before_and_during_its_response() {
     assert_eq!((&rest[..], trailer, status.code()), (&b"x"[..], false, Code::DeadlineExceeded));
     assert_eq!(peer.end().await, "");
 
-    // A caller that never sends its header, and one whose deadline is none.
+    // A caller that never sends its header, and one without a deadline.
     let (_caller, answer) = call(&modules, &[("grpc-timeout", "50m")]);
     assert_eq!(Reply::new(within(answer).await).status.unwrap().code(), Code::DeadlineExceeded);
     let (_caller, answer) = call(&modules, &[("grpc-timeout", "soon")]);
@@ -241,7 +241,7 @@ async fn uploads_are_streamed_with_their_length_or_chunked() {
     let modules = modules(&at(url)).await;
     const OK: &str = "HTTP/1.1 201 Created\r\ncontent-length: 0\r\n\r\n";
 
-    // Without a length: chunks, each as it comes.
+    // Without a length: chunked, each chunk as it arrives.
     for method in ["POST", "GET", "DELETE"] {
         let (caller, answer) = call(&modules, &[]);
         let server = async {
@@ -267,7 +267,7 @@ async fn uploads_are_streamed_with_their_length_or_chunked() {
         assert_eq!(reply.rest().await.2.code(), Code::Ok);
     }
 
-    // With a length: it stands, and the last byte waits for the trailer.
+    // With a length: it is kept, and the last byte waits for the trailer.
     let (caller, answer) = call(&modules, &[]);
     let server = async {
         caller.header(request("PUT", "/", &[("Content-Length", "11")])).await;
@@ -292,7 +292,7 @@ async fn uploads_are_streamed_with_their_length_or_chunked() {
     assert_eq!(reply.header().await.status_code, 201);
     assert_eq!(reply.rest().await.2.code(), Code::Ok);
 
-    // A length of 0 needs no trailer, and the connection is used again.
+    // A length of 0 needs no trailer, and the connection is reused.
     let (caller, answer) = call(&modules, &[]);
     let server = async {
         caller.header(request("PUT", "/", &[("Content-Length", "0")])).await;
@@ -312,7 +312,7 @@ async fn uploads_are_streamed_with_their_length_or_chunked() {
 async fn uploads_without_their_trailer_close_the_connection() {
     let (listener, url) = listen().await;
     let modules = modules(&at(url)).await;
-    // Each: headers, what follows the data, the code.
+    // Each: headers, the messages after the data, the code.
     for (length, how, code, text) in [
         (None, "end", Code::InvalidArgument, "expected data or trailer, got the end of the stream"),
         (None, "reset", Code::Cancelled, "cancelled"),
@@ -383,9 +383,9 @@ async fn back_pressure_of_the_api_server_reaches_the_caller() {
     while let Ok(read) = timeout(NEVER, caller.data(vec![0; 32 * 1024])).await {
         assert!(read, "somebody reads");
         sent += 32 * 1024;
-        assert!(sent < 64 << 20, "64 MiB went into a connection that nobody reads");
+        assert!(sent < 64 << 20, "64 MiB went into a connection that is not read");
     }
-    println!("{} KiB went into a connection that nobody reads", sent / 1024);
+    println!("{} KiB went into a connection that is not read", sent / 1024);
     task.abort();
 }
 
@@ -470,7 +470,7 @@ async fn an_unreachable_api_server_is_named_with_the_reason() {
     let start = "cannot reach the Kubernetes API server at no-such-host.invalid:1: dns error: ";
     assert!(status.message().starts_with(start), "{status}");
 
-    // TLS with somebody who does not speak it.
+    // TLS with a server that does not speak it.
     let (listener, url) = listen().await;
     let server = async {
         let mut peer = Peer::accept(&listener).await;
@@ -513,7 +513,7 @@ async fn headers_larger_than_a_tunnel_allows_are_an_error_and_keep_the_tunnel() 
     };
     let (mut peer, answer) = tokio::join!(server, fetch(&modules, get("/"), b""));
     assert_eq!(answer.unwrap_err().code(), Code::ResourceExhausted);
-    // Nothing is left in the way of the next one, not even on the same connection.
+    // The next request works, even on the same connection.
     let (caller, answer) = call(&modules, &[]);
     caller.header(get("/")).await;
     caller.trailer().await;

@@ -1,4 +1,4 @@
-//! The caller's side of `MakeRequest`, and API servers that do what a test says.
+//! The caller's side of `MakeRequest`, and scripted API servers.
 
 use std::{
     collections::BTreeMap,
@@ -124,7 +124,7 @@ impl http_body::Body for Requests {
             }
             // As hyper: a reset looks like an end, but for `is_end_stream`.
             Some(Step::Reset) => Poll::Ready(None),
-            // The test holds the caller no longer and has not ended: nothing comes.
+            // The test has dropped the caller without ending it: nothing more arrives.
             None => Poll::Pending,
         }
     }
@@ -300,7 +300,7 @@ impl Peer {
         self.stream.read_buf(&mut self.buffer).await.unwrap_or(0)
     }
 
-    /// Reads until these bytes have come.
+    /// Reads until these bytes have arrived.
     pub(crate) async fn until(&mut self, text: &str) -> String {
         within(async {
             loop {

@@ -107,7 +107,7 @@ fn a_peer_without_our_counter_is_greeted_at_the_sealed_address() {
         assert_eq!(refused, Refused { reason: Reason::Unproven, greet });
     }
     assert_eq!(opener.senders(), 0);
-    // A hello is never answered: two processes would greet each other for ever.
+    // A hello is never answered: otherwise two processes would greet each other forever.
     let hello = sealer.hello([7; 8]);
     let refused = opener.accept(&mut hello.clone(), Instant::now()).unwrap_err();
     assert_eq!(refused, Refused { reason: Reason::Unproven, greet: None });
@@ -204,7 +204,7 @@ fn junk_is_cheap() {
             }
             start.elapsed() / TIMES
         };
-        // The best of ten: a machine may stand still meanwhile.
+        // The best of ten: the machine may stall.
         let each = (0..10).map(batch).min().unwrap();
         println!("forged, {kind} salt: {each:?}");
         // Far above what it takes without optimization, far below what would hurt.
@@ -240,7 +240,7 @@ proptest! {
         kind in 0..3u8, index in any::<u8>(), count in any::<u8>(), counter in any::<u64>(),
         generation in any::<u64>(), part in vec(any::<u8>(), 0..50),
     ) {
-        // A key holder that sends nonsense.
+        // A peer with the key that sends invalid data.
         let ring = ring(&[SECRET]);
         let keys = Keys::new(&ring, "test");
         let identity = Identity { generation, ..identity("a", 1) };

@@ -71,7 +71,7 @@ fn codes_without_detail_are_interpreted_by_the_kind_of_call() {
         (Code::Unauthenticated, Exit::Unauthenticated, Exit::Unauthenticated, Exit::Unauthenticated),
         (Code::NotFound, Exit::Failure, Exit::Failure, Exit::Failure),
         (Code::FailedPrecondition, Exit::Failure, Exit::Failure, Exit::Failure),
-        // kas says more of its own failures: without detail it is the agent that could not answer.
+        // kas adds a detail to its own failures: without one, the agent could not respond.
         (Code::Unavailable, Exit::Unreachable, Exit::Failure, Exit::Unknown),
         (Code::DeadlineExceeded, Exit::Failure, Exit::Failure, Exit::Unknown),
         (Code::Unknown, Exit::Failure, Exit::Failure, Exit::Unknown),
@@ -212,7 +212,7 @@ fn answers_that_are_not_grpc_are_not_those_of_kas() {
         assert_eq!(failure.exit(), Exit::Unreachable);
         assert!(failure.to_string().contains("another server"), "{failure}");
     }
-    // A proxy that waited in vain may have passed it on.
+    // A proxy that timed out may have forwarded it.
     let gateway = lost_status("web", false, Some(504));
     assert_eq!(exit(request(false), &gateway), Exit::Unknown);
     assert_eq!(exit(request(true), &gateway), Exit::Unreachable);

@@ -135,7 +135,7 @@ async fn watch_of_a_cluster_follows_agents_and_names_silent_replicas() {
     let row = |event: &str, agent: &str, kas: &str| (event.to_owned(), agent.to_owned(), kas.to_owned());
     assert_eq!(next().await, row("EVENT", "AGENT", "KAS"));
     assert_eq!(next().await, row("present", "6", "10.0.0.1:8155"));
-    // It comes back under the same connection, on another replica.
+    // It reconnects with the same connection id, to another replica.
     server.relocate(6, "partial-agent", 600, 66, "10.0.0.2").await;
     assert_eq!(next().await, row("moved", "6", "10.0.0.2:8155"));
     server.relocate(6, "partial-agent", 600, 66, "10.0.0.2").await;
@@ -171,7 +171,7 @@ async fn watch_in_json_reports_changes_of_unresponsive_replicas() {
     assert_eq!(
         (&told["event"], &told["unanswered"][0]["address"]["ip"]),
         (&json!("snapshot_complete"), &json!("10.0.0.9")),
-        "what is not new is not told: {told}"
+        "an unchanged list is not repeated: {told}"
     );
     server.relocate(2, "stage", 4, 22, "10.0.0.2").await;
     let moved = next().await;

@@ -53,7 +53,7 @@ async fn tls_is_verified() {
 
 #[tokio::test]
 async fn slow_reader_does_not_lose_the_connection() {
-    // A machine that stands still for some seconds is not to be taken for a kasctl that does not answer.
+    // A machine that stalls for some seconds must not look like a kasctl that does not respond.
     let within = Duration::from_secs(6);
     let server = Server::start_with_pings([Duration::from_millis(100), within]).await;
     let mut child = server

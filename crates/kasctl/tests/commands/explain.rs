@@ -56,7 +56,7 @@ async fn explain_prints_the_route_of_a_failure() {
             "the failure is last: {run:?}"
         );
     }
-    // One that hangs is told of when it is interrupted.
+    // A hanging request is explained when it is interrupted.
     let mut child = server
         .command(&["request", "7", "GET", "/hang", "--explain"])
         .stdout(Stdio::piped())
@@ -69,7 +69,7 @@ async fn explain_prints_the_route_of_a_failure() {
     let done = crate::fake::soon(child.wait_with_output()).await.unwrap();
     assert_eq!(done.status.code(), Some(130));
     assert!(String::from_utf8(done.stderr).unwrap().contains("tunnel lent by"));
-    // An older kas says nothing, and that is said.
+    // An older kas reports nothing, and the output says so.
     let other = Server::start_as(crate::fake::Other::AgentPort).await;
     let run = other.run(&["request", "7", "GET", "/", "--explain"]).await.expect_exit(1);
     assert!(run.stderr.contains("no steps of kas"), "{run:?}");

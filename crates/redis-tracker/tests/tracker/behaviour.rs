@@ -425,7 +425,7 @@ async fn a_slow_redis_delays_only_new_agents() {
     for running in [&a, &b] {
         let mut health = running.tracker.health();
         let slow = health.wait_for(|health| health.latency.is_some_and(|latency| latency.as_secs() >= 1));
-        soon("the delay is told", slow).await.unwrap();
+        soon("the delay is reported", slow).await.unwrap();
         calm(&running.tracker).await;
         assert_eq!(running.tracker.replicas().await.replicas.len(), 2);
     }
@@ -442,7 +442,7 @@ async fn replicas_stay_live_in_a_full_redis_with_an_alarm() {
     let mut health = a.tracker.health();
     let full = health
         .wait_for(|h| !h.announced && h.last_error.as_ref().is_some_and(|(text, _)| text.contains("OOM")));
-    soon("Redis is full, and that is said", full).await.unwrap();
+    soon("a full Redis is reported", full).await.unwrap();
     assert!(a.tracker.alarms()[0].contains("OOM"), "{:?}", a.tracker.alarms());
     // Longer than the ttl: extending the liveness key needs no memory.
     tokio::time::sleep(LONG + TTL).await;
@@ -469,7 +469,7 @@ async fn a_primary_that_became_read_only_is_abandoned() {
     let refused = health.wait_for(|health| {
         health.last_error.as_ref().is_some_and(|(text, _)| text.to_lowercase().contains("readonly"))
     });
-    soon("the refusal is said", refused).await.unwrap();
+    soon("the refusal is reported", refused).await.unwrap();
     let _: () = world.ask(cmd("REPLICAOF").arg("NO").arg("ONE")).await;
     written(&a.tracker).await;
     assert_eq!(hash(&world, &tunnels(2)).await.len(), 1);
@@ -627,7 +627,7 @@ async fn an_unreachable_redis_is_reported() {
     located(&a.tracker, 2, 0).await;
     world.redis.stop().await;
     soon("the loss is noticed", health.wait_for(|health| !health.reachable)).await.unwrap();
-    // It had no holder a moment ago, and may have one now.
+    // It had no owner a moment ago, and may have one now.
     assert!(a.tracker.locate(agent(2)).await.is_err());
     assert_eq!(a.tracker.locate(agent(1)).await.unwrap().len(), 1);
     drop(own);

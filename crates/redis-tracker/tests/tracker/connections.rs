@@ -99,7 +99,7 @@ async fn a_user_needs_only_the_keys_and_the_channel_of_the_prefix() {
     located(&b, 1, 1).await;
     let other = Running::start("c", options(3, "kas-2"));
     let mut health = other.tracker.health();
-    soon("the refusal is said", health.wait_for(|health| health.last_error.is_some())).await.unwrap();
+    soon("the refusal is reported", health.wait_for(|health| health.last_error.is_some())).await.unwrap();
     let (said, _) = health.borrow().last_error.clone().unwrap();
     assert!(said.to_lowercase().contains("permission"), "{said}");
 }
@@ -229,7 +229,7 @@ fn with_password(connect: &Connect, password: &str) -> Connect {
 /// Waits until a replica reports that Redis refuses the new settings, or no longer does. The report must not
 /// contain the secret.
 async fn refusal(on: &Running, is_refused: bool) {
-    soon("what Redis refuses is said", async {
+    soon("the refusal of Redis is reported", async {
         loop {
             let alarms = on.tracker.alarms();
             assert!(!format!("{alarms:?}").contains("hunter"), "{alarms:?}");
@@ -294,7 +294,7 @@ async fn a_password_changes_in_either_order_without_losing_redis() {
     let said = health.wait_for(|h| {
         !h.reachable && h.last_error.as_ref().is_some_and(|(text, _)| text.contains("authentication failed"))
     });
-    soon("nobody gets in by what is forgotten", said).await.unwrap();
+    soon("forgotten credentials are refused", said).await.unwrap();
     let () = world.ask(&user(&["hunter4"])).await;
     works_again(6).await;
 }

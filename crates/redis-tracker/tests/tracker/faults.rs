@@ -86,7 +86,7 @@ async fn slow(group: &Arc<dyn Group>) {
     for running in [&a, &b] {
         let mut health = running.tracker.health();
         let slow = health.wait_for(|health| health.latency.is_some_and(|latency| latency.as_secs() >= 1));
-        timeout(BACK, slow).await.expect("the delay is told").unwrap();
+        timeout(BACK, slow).await.expect("the delay is reported").unwrap();
         // An answer in time has updated it, although the machine may have stalled since.
         let reachable = health.wait_for(|health| health.reachable);
         timeout(BACK, reachable).await.expect("nothing counts as lost").unwrap();
@@ -107,7 +107,7 @@ async fn full(group: &Arc<dyn Group>) {
     let mut health = a.tracker.health();
     let full = health
         .wait_for(|h| !h.announced && h.last_error.as_ref().is_some_and(|(text, _)| text.contains("OOM")));
-    soon("Redis is full, and that is said", full).await.unwrap();
+    soon("a full Redis is reported", full).await.unwrap();
     assert!(a.tracker.alarms()[0].contains("OOM"), "{:?}", a.tracker.alarms());
     // Longer than the ttl: extending the liveness key needs no memory.
     tokio::time::sleep(LONG + TTL).await;

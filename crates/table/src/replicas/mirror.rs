@@ -42,7 +42,7 @@ pub(super) struct Mirror {
     pub(super) masks: BTreeMap<AgentId, Version>,
 }
 
-/// A snapshot that is received beside the copy.
+/// A snapshot that is received in addition to the copy.
 #[derive(Debug, Clone)]
 pub(super) struct Shadow {
     version: Version,

@@ -26,7 +26,7 @@ fn zombie_after_snapshot_race() {
         lab.gossip_changes();
         let second = lab.emit().unwrap();
         lab.deliver(second);
-        assert!(!lab.holds(1), "gossip told it during the snapshot");
+        assert!(!lab.holds(1), "gossip reported it during the snapshot");
         lab.pump();
         assert!(!lab.holds(1) && lab.holds(2) && lab.holds(3));
         assert!(lab.table.unsynced(lab.now).is_empty());
@@ -203,7 +203,7 @@ fn sigkill_purges_fast() {
     lab.obey();
     assert_eq!(lab.health(), ReplicaHealth::Suspect, "tried last at once");
     lab.pass(ms(1100));
-    assert_eq!(lab.health(), ReplicaHealth::Suspect, "the redial has not told");
+    assert_eq!(lab.health(), ReplicaHealth::Suspect, "the redial has no result yet");
     let (stream, _) = lab.dialled.take().unwrap();
     lab.table.failed(stream, Failure::Refused, lab.now);
     lab.obey();

@@ -130,7 +130,7 @@ fn no_proof_of_life_for_the_ttl_drops() {
     lab.pass(ms(150));
     assert_eq!(lab.health(), ReplicaHealth::Gone);
     assert!(lab.table.agents(&replica("a")).unwrap().is_empty());
-    assert!(lab.table.unsynced(lab.now).is_empty(), "it is not live, so nobody is asked");
+    assert!(lab.table.unsynced(lab.now).is_empty(), "it is not live, so it is not asked");
     // The same process is heard again, and its copy is restored.
     lab.gossip();
     assert_eq!(lab.health(), ReplicaHealth::Suspect, "its stream has not answered yet");
@@ -489,7 +489,7 @@ fn a_snapshot_wakes_only_waiters_of_changed_agents() {
         .iter()
         .filter_map(|action| match action {
             Action::Wake(woken) => Some(woken.clone()),
-            Action::WakeAll => panic!("nobody else"),
+            Action::WakeAll => panic!("only these waiters"),
             _ => None,
         })
         .flatten()

@@ -649,7 +649,7 @@ fn asked_while_deaf(seed: u64, silences: bool) -> u64 {
     let time = sim.time - since;
     while sim.is_deaf(0) && time < MOST {
         step(&mut sim);
-        assert!(!asked(&sim), "it is not believed again while it hears nothing");
+        assert!(!asked(&sim), "it is not trusted again while it hears nothing");
     }
     let healed = sim.time;
     while sim.time < healed + 5_000 {

@@ -28,7 +28,7 @@ const SECRET: &[u8] = b"the secret of the API listener..";
 /// Longer than anything here takes, shorter than a person waits.
 const LIMIT: Duration = Duration::from_secs(30);
 
-/// Waits, but not for ever.
+/// Waits with a timeout.
 pub(crate) async fn soon<T>(work: impl Future<Output = T>) -> T {
     tokio::time::timeout(LIMIT, work).await.expect("in time")
 }

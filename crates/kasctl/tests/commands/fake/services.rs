@@ -37,7 +37,7 @@ use tower_service::Service as _;
 
 use super::{Other, verify};
 
-/// How agentk says that nothing was sent.
+/// The status of agentk for a request that was not sent.
 const NO_API_SERVER: &str = "cannot reach the Kubernetes API server at 10.9.9.9:6443: tcp connect error: \
                              Connection refused (os error 111)";
 type BoxStream<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
@@ -108,12 +108,12 @@ pub(super) fn silent(ip: &str) -> UnansweredReplica {
     }
 }
 
-/// What kas says of an agent without a tunnel.
+/// The status of kas for an agent without a tunnel.
 fn absent(agent: i64) -> Status {
     with_words(Code::Unavailable, "not_started", &format!("agent {agent} is not connected"))
 }
 
-/// Of its own failures kas says what became of the request.
+/// kas adds the outcome of the request to its own failures.
 fn with_outcome(code: Code, outcome: &str) -> Status {
     with_words(code, outcome, outcome)
 }
@@ -476,7 +476,7 @@ async fn refuse(send: &Answer) -> Done {
     send.send(Ok(trailer())).await.ok().map(Ok)
 }
 
-/// Sends each piece back as it comes.
+/// Returns each chunk as it arrives.
 async fn echo(send: &Answer, mut body: Streaming<HttpRequest>) -> Done {
     send.send(Ok(header(200, "200 OK", "text/plain"))).await.ok()?;
     loop {
@@ -506,7 +506,7 @@ async fn hang(send: &Answer, _on_drop: OnDrop) -> Done {
     None
 }
 
-/// Answers with what was asked.
+/// Returns the request.
 async fn describe(send: &Answer, head: prototool::HttpRequest, mut body: Streaming<HttpRequest>) -> Done {
     let mut chunks = Vec::new();
     let mut text = Vec::new();
