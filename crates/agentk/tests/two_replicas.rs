@@ -1,9 +1,9 @@
-//! Two replicas for every agent: agentk's supervisor, on real sockets, and several kas behind one address.
+//! Two replicas for every agent: agentk's supervisor, on real sockets, with several kas behind one address.
 //!
-//! The kas here are fakes, because a test decides which of them the next connection reaches, what it calls
-//! itself, and when it leaves; of the wire they know just what agentk needs to park tunnels. The clock is
-//! paused, so that minutes pass in no time; it advances in small steps only ([`World::start`]), so that it
-//! never jumps over a packet.
+//! The kas here are simulated, because a test decides which of them the next connection reaches, its name,
+//! and when it drains; they implement only what agentk needs to open tunnels. The clock is paused, so that
+//! minutes take no time; it only advances in small steps ([`World::start`]), so that it never jumps over a
+//! packet.
 
 use std::{
     collections::VecDeque,
@@ -46,20 +46,20 @@ const AT_ONCE: Duration = Duration::from_millis(400);
 const MINUTE: Duration = Duration::from_secs(60);
 const HOUR: Duration = Duration::from_secs(3600);
 
-/// What a replica has seen of the agent.
+/// What a replica has observed of the agent.
 #[derive(Clone, Debug, Default)]
 struct Seen {
-    /// When connections came.
+    /// When connections arrived.
     accepted: Vec<Instant>,
     /// Connections that are open.
     connections: usize,
-    /// Connections that did not end in order.
+    /// Connections that did not end cleanly.
     broken: usize,
     configurations: usize,
     tunnels: usize,
-    /// The most tunnels at once.
+    /// Maximum number of concurrent tunnels.
     most_tunnels: usize,
-    /// The fewest tunnels at once since there were two.
+    /// Minimum number of concurrent tunnels since there were two.
     least_tunnels: Option<usize>,
 }
 
@@ -68,7 +68,7 @@ struct Seen {
 struct Replica(Arc<Played>);
 
 struct Played {
-    /// As it calls itself; `None`: as a kas of GitLab, which sends no headers before its first message.
+    /// Its name; `None`: like a kas of GitLab, which sends no headers before its first message.
     name: Option<&'static str>,
     /// How many replicas are live in its view.
     count: AtomicUsize,
@@ -108,7 +108,7 @@ impl Replica {
         self.0.seen.borrow().clone()
     }
 
-    /// Waits until it has seen this.
+    /// Waits until it has observed this.
     async fn until(&self, what: &str, check: impl Fn(&Seen) -> bool) -> Seen {
         let mut seen = self.0.seen.subscribe();
         match timeout(10 * MINUTE, seen.wait_for(&check)).await {
@@ -130,7 +130,7 @@ impl Replica {
         self.0.drained.send_modify(|times| *times += 1);
     }
 
-    /// Cuts every connection.
+    /// Aborts every connection.
     fn kill(&self) {
         self.0.killed.cancel();
     }
@@ -151,9 +151,9 @@ impl Replica {
         self.note(|seen| seen.connections -= 1);
     }
 
-    /// Returns whether the connection ended in order.
+    /// Returns whether the connection ended cleanly.
     async fn connection(&self, stream: TcpStream) -> bool {
-        // Waiting for the other end's acknowledgement takes real time, and the clock would run on.
+        // Waiting for the other end's acknowledgement takes real time, in which the clock would advance.
         let _ = stream.set_nodelay(true);
         let Ok(mut connection) = h2::server::handshake(stream).await else { return false };
         let mut drained = self.0.drained.subscribe();
@@ -208,7 +208,7 @@ impl Replica {
             *counter = counter.saturating_add_signed(by);
         };
         self.note(|seen| count(seen, 1));
-        // Also when the connection, and this task with it, is cut.
+        // Also if the connection is aborted together with this task.
         let _guard = Guard(Some({
             let replica = self.clone();
             move || replica.note(|seen| count(seen, -1))
@@ -307,7 +307,7 @@ impl World {
         let script = script.iter().copied().cloned().collect();
         let balancer = Arc::new(Mutex::new(Balancer { script, others: VecDeque::new() }));
         let mut running = JoinSet::new();
-        // Without this the paused clock would jump to the next timer while a packet is under way.
+        // Without this, the paused clock would jump to the next timer while a packet is in transit.
         let step = Arc::new(AtomicU64::new(STEP));
         let steps = Arc::clone(&step);
         running.spawn(async move {
@@ -342,7 +342,7 @@ impl World {
         Ok(Self { balancer, metrics, leave, tasks, step, _folder: folder, _running: running })
     }
 
-    /// The next connections reach these, one after the other.
+    /// The next connections reach these, in this order.
     fn next(&self, script: &[&Replica]) {
         lock(&self.balancer).script.extend(script.iter().copied().cloned());
     }
@@ -352,7 +352,7 @@ impl World {
         lock(&self.balancer).others = replicas.iter().copied().cloned().collect();
     }
 
-    /// Waits until so many replicas are served, and so many should be.
+    /// Waits until this many replicas are served, and this many are wanted.
     async fn is_served(&self, served: i64, wanted: i64) {
         let now = || (self.metrics.replicas_served.get(), self.metrics.replicas_wanted.get());
         let deadline = Instant::now() + AT_ONCE;
@@ -414,7 +414,7 @@ async fn duplicate_connection_to_a_replica_is_closed_and_another_is_tried_10_to_
     for pause in &pauses[1..] {
         assert!(*pause >= Duration::from_secs(10) && *pause < Duration::from_secs(21), "{pauses:?}");
     }
-    // No tunnel was ever opened twice, nothing broke, nothing was counted as a failure.
+    // No tunnel was opened twice, no connection broke, and no failure was counted.
     assert_eq!((seen.most_tunnels, seen.least_tunnels, seen.broken), (2, Some(2), 0), "{seen:?}");
     assert_eq!(seen.configurations, 1);
     world.is_served(2, 2).await;
@@ -551,7 +551,7 @@ async fn agent_reconnects_after_24h_sim() -> Result<()> {
     sleep(MINUTE).await;
     let attempts = || world.metrics.connect_failures.get();
     let before = attempts();
-    // What is lost in the jumps of a coarse clock is one attempt more that fails.
+    // The coarse clock can cause one additional failed attempt.
     world.step.store(500, Ordering::Relaxed);
     a.kill();
     b.kill();
@@ -559,7 +559,7 @@ async fn agent_reconnects_after_24h_sim() -> Result<()> {
     world.step.store(STEP, Ordering::Relaxed);
     let failed = attempts() - before;
     println!("{failed} attempts in a day");
-    // Jitter is full, and 10 s its bound: neither silent, nor a storm.
+    // Full jitter with a bound of 10 s: neither silence nor a storm.
     assert!((2_000..60_000).contains(&failed), "{failed} attempts in a day");
     world.others(&[&a.again(), &b.again()]);
     let begun = Instant::now();

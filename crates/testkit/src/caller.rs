@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 
 use crate::link::{Link, Next, Stream};
 
-/// A JWT to be signed; every claim can be another one.
+/// A JWT to be signed; every claim can be changed.
 #[derive(Clone, Debug)]
 pub struct Jwt {
     secret: Vec<u8>,
@@ -25,7 +25,7 @@ pub struct Jwt {
 }
 
 impl Jwt {
-    /// A token as GitLab makes it, good for a minute.
+    /// A token in GitLab's format, valid for a minute.
     pub fn new(secret: &[u8]) -> Self {
         let now = now();
         let claims = json!({
@@ -57,7 +57,7 @@ impl Jwt {
     /// Returns the token.
     ///
     /// # Panics
-    /// When the algorithm takes no secret.
+    /// If the algorithm uses no secret.
     pub fn encode(&self) -> String {
         match self.algorithm {
             Some(algorithm) => jsonwebtoken::encode(
@@ -79,18 +79,18 @@ pub fn now() -> i64 {
     i64::try_from(jsonwebtoken::get_current_timestamp()).expect("the year is before 292 billion")
 }
 
-/// A whole answer.
+/// A complete response.
 #[derive(Clone, Debug)]
 pub struct Answer {
-    /// The headers; empty when there were only trailers.
+    /// The headers; empty if there were only trailers.
     pub headers: HeaderMap,
     /// The messages.
     pub messages: Vec<Bytes>,
     /// How it ended.
     pub status: Status,
-    /// The trailers, or the headers when there were only those.
+    /// The trailers, or the headers if there were only those.
     pub trailers: HeaderMap,
-    /// Whether the answer was one header block.
+    /// Whether the response was a single header block.
     pub trailers_only: bool,
 }
 
@@ -98,7 +98,7 @@ impl Answer {
     /// Returns the only message.
     ///
     /// # Errors
-    /// The status unless it is OK; and when there are other than one messages.
+    /// The status unless it is OK; or if there is not exactly one message.
     pub fn one<M: Message + Default>(&self) -> Result<M> {
         anyhow::ensure!(self.status.code() == grpc::Code::Ok, "{}", self.status);
         anyhow::ensure!(self.messages.len() == 1, "{} messages instead of one", self.messages.len());
@@ -151,7 +151,7 @@ impl Caller {
         self.link.open(request.body(())?).await
     }
 
-    /// Sends a request with these messages and waits for the whole answer.
+    /// Sends a request with these messages and waits for the complete response.
     ///
     /// # Errors
     /// When the stream is reset.
@@ -167,7 +167,7 @@ impl Caller {
         answer(&mut stream).await
     }
 
-    /// Calls a method of kas itself that takes and answers one message.
+    /// Calls a unary method of kas itself.
     ///
     /// # Errors
     /// The status, unless it is OK.
@@ -182,7 +182,7 @@ pub fn frame(message: &[u8]) -> Bytes {
     [&grpc::prefix(len)[..], message].concat().into()
 }
 
-/// Waits for the whole answer of a stream.
+/// Waits for the complete response on a stream.
 ///
 /// # Errors
 /// When the stream is reset, or has no status.

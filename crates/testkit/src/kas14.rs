@@ -1,5 +1,5 @@
-//! A kas as GitLab's 14.1 behaves towards agentk: tunnels that carry one request each, and response headers
-//! that come with the first message only.
+//! A kas that behaves towards agentk like GitLab's 14.1: tunnels that carry one request each, and response
+//! headers that arrive with the first message.
 
 use std::net::SocketAddr;
 
@@ -27,7 +27,7 @@ pub struct Kas14 {
 }
 
 impl Kas14 {
-    /// Listens on a port that the system chose. Every token is good.
+    /// Listens on a port that the system chose, and accepts every token.
     ///
     /// # Errors
     /// Those of the system.
@@ -125,7 +125,7 @@ impl Tunnel {
     /// When the stream is over.
     pub fn send(&mut self, msg: connect_response::Msg) -> Result<()> {
         let bytes = grpc::encode(&ConnectResponse { msg: Some(msg) });
-        // The library keeps what there is no window for: messages of tests are small.
+        // The library buffers data without window: messages of tests are small.
         self.stream()?.send_data(bytes, false)?;
         Ok(())
     }
@@ -156,10 +156,10 @@ impl Tunnel {
         Ok(())
     }
 
-    /// Waits for what agentk sends next.
+    /// Waits for the next event from agentk.
     ///
     /// # Panics
-    /// When nothing comes, or what comes is no envelope.
+    /// If nothing arrives, or not an envelope.
     pub async fn next(&mut self) -> FromAgent {
         loop {
             if self.buffer.len() >= grpc::PREFIX_LEN {

@@ -1,7 +1,7 @@
 //! HTTP/2 for tests: the test controls every frame, and can distinguish every kind of end.
 //!
-//! Built on h2 itself, because what matters here (a reset and its reason, a half-close alone, half a message)
-//! is what libraries above it hide.
+//! Built on h2 itself, because libraries above it hide what tests need: a reset and its reason, a half-close
+//! alone, half a message.
 
 use std::{
     io,
@@ -28,8 +28,8 @@ use tokio::{
 
 use crate::process::soon;
 
-/// Everything that one end has received: the bytes of its sockets, and the texts of what was in them (header
-/// blocks are compressed on the wire).
+/// Everything that one end has received: the bytes of its sockets, and the decoded texts (header blocks are
+/// compressed on the wire).
 #[derive(Clone, Debug, Default)]
 pub struct Record(Arc<Mutex<Received>>);
 
@@ -70,7 +70,7 @@ impl Record {
         found(&received.raw) || found(&received.decoded)
     }
 
-    /// Returns how many bytes came from sockets.
+    /// Returns the number of bytes from sockets.
     pub fn raw_len(&self) -> usize {
         self.received().raw.len()
     }
@@ -147,10 +147,10 @@ impl Drop for Driver {
 }
 
 impl Link {
-    /// Connects, with the windows that agentk has.
+    /// Connects, with the windows of agentk.
     ///
     /// # Errors
-    /// When nobody listens there, or what does speaks no HTTP/2.
+    /// If no HTTP/2 server listens there.
     pub async fn connect(address: SocketAddr) -> Result<Self> {
         Self::connect_with(address, 256 * 1024).await
     }
@@ -167,7 +167,7 @@ impl Link {
         Self::over(stream, record, address, window).await
     }
 
-    /// Connects from this address, which is one of this host.
+    /// Connects from this local address.
     ///
     /// # Errors
     /// As [`connect`](Self::connect).
@@ -205,7 +205,7 @@ impl Link {
         })
     }
 
-    /// Returns where it goes.
+    /// Returns the address of the other end.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
@@ -220,16 +220,16 @@ impl Link {
         &self.record
     }
 
-    /// Waits until the connection is over.
+    /// Waits until the connection has ended.
     ///
     /// # Panics
-    /// When it is not soon.
+    /// If it does not end soon.
     pub async fn closed(&self) {
         let mut ended = self.driver.ended.clone();
         let _ = soon("the connection ends", ended.wait_for(|ended| *ended)).await;
     }
 
-    /// Closes the socket without a word, whatever is open.
+    /// Closes the socket abruptly.
     pub fn cut(&self) {
         self.driver.task.abort();
     }
@@ -237,7 +237,7 @@ impl Link {
     /// Opens a stream.
     ///
     /// # Errors
-    /// When the connection is over, or does not take new streams.
+    /// If the connection has ended, or accepts no new streams.
     pub async fn open(&self, request: Request<()>) -> Result<Stream> {
         let mut sender = soon("a stream may be opened", self.sender.clone().ready()).await?;
         let (answer, send) = sender.send_request(request, false)?;
@@ -253,7 +253,7 @@ impl Link {
     }
 }
 
-/// How a stream went on.
+/// The next event of a stream.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Next {
     /// One gRPC message, without its prefix.
@@ -266,7 +266,7 @@ pub enum Next {
     Reset(Reason),
 }
 
-/// One HTTP/2 stream, opened here. Dropping it resets it with CANCEL unless it is over.
+/// One HTTP/2 stream, opened here. Dropping it resets it with CANCEL unless it has ended.
 #[derive(Debug)]
 pub struct Stream {
     answer: Option<ResponseFuture>,
@@ -279,13 +279,13 @@ pub struct Stream {
 }
 
 impl Stream {
-    /// Sends bytes, waiting for window where that is needed.
+    /// Sends bytes, and waits for flow-control window if needed.
     ///
     /// # Errors
     /// The reason when the stream was reset.
     ///
     /// # Panics
-    /// When there is no window for long.
+    /// If there is no window for a long time.
     pub async fn send(&mut self, bytes: impl Into<Bytes>) -> Result<(), Reason> {
         let mut bytes = bytes.into();
         while !bytes.is_empty() {
@@ -324,7 +324,7 @@ impl Stream {
         self.send(grpc::encode(message)).await
     }
 
-    /// Ends this end's direction in order.
+    /// Half-closes the stream.
     ///
     /// # Errors
     /// The reason when the stream was reset.
@@ -354,7 +354,7 @@ impl Stream {
     /// The reason when the stream was reset.
     ///
     /// # Panics
-    /// When they do not come.
+    /// If they do not arrive.
     pub async fn head(&mut self) -> Result<&(StatusCode, HeaderMap), Reason> {
         if let Some(answer) = self.answer.take() {
             let response = soon("response headers come", answer).await.map_err(reason)?;
@@ -366,7 +366,7 @@ impl Stream {
         self.head.as_ref().ok_or(Reason::INTERNAL_ERROR)
     }
 
-    /// Waits for the next piece of the body.
+    /// Waits for the next chunk of the body.
     ///
     /// # Panics
     /// When nothing comes.
@@ -377,7 +377,7 @@ impl Stream {
     /// Waits for the trailers, after all data.
     ///
     /// # Panics
-    /// When they do not come, or the stream is reset.
+    /// If they do not arrive, or the stream is reset.
     pub async fn trailers(&mut self) -> Option<HeaderMap> {
         let recv = self.recv.as_mut()?;
         let trailers = soon("trailers come", recv.trailers()).await.expect("the stream ends in order");
@@ -406,7 +406,7 @@ impl Stream {
     /// Waits for the next message, or the end.
     ///
     /// # Panics
-    /// When nothing comes, or half a message at the end.
+    /// If nothing arrives, or half a message at the end.
     pub async fn next(&mut self) -> Next {
         soon("the stream continues", self.next_unbounded()).await
     }
@@ -414,7 +414,7 @@ impl Stream {
     /// Waits for the next message, or the end, however long that takes.
     ///
     /// # Panics
-    /// When half a message stands at the end.
+    /// If the stream ends within a message.
     pub async fn next_unbounded(&mut self) -> Next {
         loop {
             if self.buffer.len() >= grpc::PREFIX_LEN {

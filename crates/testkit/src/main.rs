@@ -64,7 +64,7 @@ fn demo_api(listen: SocketAddr) -> Result<()> {
         stdout.flush()?;
         anyhow::Ok(api)
     })?;
-    // The quickstart holds the other end. When it has ended, however it ended, the demo is no longer needed.
+    // The quickstart has the other end. When it has exited for any reason, the demo is no longer needed.
     io::stdin().read_to_end(&mut Vec::new())?;
     Ok(())
 }

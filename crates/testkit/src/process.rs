@@ -349,7 +349,7 @@ pub fn find(program: &str) -> Option<PathBuf> {
 /// Spawns a process from a thread that lasts as long as this process.
 ///
 /// The kernel sends the parent-death signal when the spawning *thread* ends, and a runtime's threads end with
-/// the test that made it. Nobody joins this thread: there is one, and it ends with the process.
+/// the test that created it. This single thread is never joined: it ends with the process.
 async fn spawn_from_lasting_thread(command: Command) -> Result<Child> {
     type Order = (Command, tokio::sync::oneshot::Sender<io::Result<Child>>);
     static ORDERS: LazyLock<mpsc::SyncSender<Order>> = LazyLock::new(|| {
@@ -358,7 +358,7 @@ async fn spawn_from_lasting_thread(command: Command) -> Result<Child> {
             .name("test-processes".to_owned())
             .spawn(move || {
                 for (mut command, reply) in orders {
-                    // A caller that gave up drops its end; nobody would then stop the process.
+                    // A caller that was cancelled drops its end; the process would then never be stopped.
                     if let Err(Ok(mut unwanted)) = reply.send(command.spawn()) {
                         let _ = unwanted.kill();
                         let _ = unwanted.wait();

@@ -367,7 +367,7 @@ async fn replica_that_cannot_be_dialled_stays_suspect_and_both_sides_report_it()
         echo(&mesh, n, 2).await?;
         println!("replica {n} reached the agent of both in {:?}", begun.elapsed());
         not_found(&mesh, n, 1).await?;
-        // Agents are not told to connect to it.
+        // Agents get no advice to connect to it.
         mesh.kas(n).metric_is("kas_replicas_live", 2.0).await?;
     }
     mesh.heal()?;

@@ -1,4 +1,4 @@
-//! Against the real kube-apiserver.
+//! Tests with a real kube-apiserver.
 
 use std::fs;
 
@@ -15,13 +15,13 @@ fn admin(kubernetes: &Kubernetes) -> ClusterAccess {
     ClusterAccess { kubeconfig: Some(kubernetes.admin_kubeconfig()), ..ClusterAccess::default() }
 }
 
-/// What follows the list's own version, which grows with every object of the cluster.
+/// Returns the part after the list's own version, which grows with every object of the cluster.
 fn items(list: &[u8]) -> &str {
     let text = std::str::from_utf8(list).expect("JSON");
     &text[text.find("\"items\":").expect("a list")..]
 }
 
-/// Starts a watch of the namespace `shop` and returns it once its head is here.
+/// Starts a watch of the namespace `shop` and returns it once its head has arrived.
 async fn watch(modules: &Modules) -> (Caller, Reply) {
     let (caller, answer) = call(modules, &[]);
     caller.whole(get("/api/v1/namespaces/shop/pods?watch=true&timeoutSeconds=300"), b"").await;
@@ -62,7 +62,7 @@ async fn the_caller_gets_what_kubectl_gets() -> anyhow::Result<()> {
     let filtered = fetch(&modules, get("/api/v1/pods?labelSelector=app notin (web)"), b"").await?.1;
     assert!(items(&filtered).starts_with("\"items\":[]"), "{}", items(&filtered));
 
-    // A watch tells of a pod at once, and many watches stand side by side.
+    // A watch reports a pod at once, also with many concurrent watches.
     let watches = join_all((0..150).map(|_| watch(&modules))).await;
     let (mut callers, mut replies): (Vec<_>, Vec<_>) = watches.into_iter().unzip();
     let before = Instant::now();
@@ -82,7 +82,7 @@ async fn the_caller_gets_what_kubectl_gets() -> anyhow::Result<()> {
     assert_eq!((header.status_code, header.status.as_str()), (403, "403 Forbidden"));
     assert!(String::from_utf8(body)?.contains(r#"User \"nobody\" cannot list"#));
 
-    // kube's own client goes the same way.
+    // kube's own client uses the same path.
     let (client, target) = access.client().await?;
     assert_eq!(target.host(), kubernetes.server().trim_start_matches("https://"));
     let pods = kube::Api::<Pod>::namespaced(client, "shop").list(&kube::api::ListParams::default()).await?;
@@ -108,7 +108,7 @@ async fn rights_and_credentials_are_those_of_the_configuration() -> anyhow::Resu
     let pods = "/api/v1/namespaces/shop/pods";
 
     assert_eq!(fetch(&reader, get(pods), b"").await?.0.status, "401 Unauthorized");
-    // The refusal makes agentk look at the file again.
+    // The refusal makes agentk read the file again.
     fs::write(&file, format!("{token}\n"))?;
     assert_eq!(fetch(&reader, get(pods), b"").await?.0.status_code, 200);
     for denied in ["/api/v1/namespaces/shop/secrets", "/api/v1/pods"] {
@@ -165,7 +165,8 @@ async fn an_upload_is_committed_at_its_trailer_and_never_before() -> anyhow::Res
         let (caller, answer) = call(&modules, &[]);
         let send = async {
             caller.header(request("POST", path, &headers)).await;
-            // All of it is here, and the API server may have read most of it. Only the trailer lacks.
+            // All of it has arrived, and the API server may have read most of it. Only the trailer is
+            // missing.
             for piece in object.as_bytes().chunks(32 * 1024) {
                 assert!(caller.data(piece.to_vec()).await);
             }
@@ -184,7 +185,7 @@ async fn an_upload_is_committed_at_its_trailer_and_never_before() -> anyhow::Res
             "{name}: {status}"
         );
     }
-    // Long enough for the API server to act on what it has, if it would.
+    // Long enough for the API server to commit a truncated upload, if it would.
     tokio::time::sleep(NEVER * 3).await;
     let names = kubernetes.kubectl(&["get", "configmaps", "--namespace=default", "--output=name"]).await?;
     assert!(names.contains("/whole") && names.contains("/sized") && !names.contains("/half"), "{names}");

@@ -30,10 +30,10 @@ use tokio::{
 
 pub(crate) const METHOD: &str = "/gitlab.agent.kubernetes_api.rpc.KubernetesApi/MakeRequest";
 
-/// How long anything may take that is expected to happen.
+/// Timeout for expected events.
 pub(crate) const SOON: Duration = Duration::from_secs(20);
 
-/// How long a test waits to see that something does not happen.
+/// How long a test waits to check that something does not happen.
 pub(crate) const NEVER: Duration = Duration::from_millis(300);
 
 pub(crate) async fn within<F: Future>(future: F) -> F::Output {
@@ -73,7 +73,7 @@ impl Caller {
         self.message(http_request::Message::Header(header)).await;
     }
 
-    /// Whether anybody still reads.
+    /// Whether the receiver still exists.
     pub(crate) async fn data(&self, data: impl Into<Bytes>) -> bool {
         self.message(http_request::Message::Data(http_request::Data { data: data.into() })).await
     }
@@ -122,7 +122,7 @@ impl http_body::Body for Requests {
                 self.ended = true;
                 Poll::Ready(None)
             }
-            // As hyper: a reset looks like an end, but for `is_end_stream`.
+            // Like hyper: a reset looks like an end, except for `is_end_stream`.
             Some(Step::Reset) => Poll::Ready(None),
             // The test has dropped the caller without ending it: nothing more arrives.
             None => Poll::Pending,
@@ -134,7 +134,7 @@ impl http_body::Body for Requests {
     }
 }
 
-/// A stream of bytes as hyper delivers one.
+/// A stream of bytes, as hyper delivers it.
 pub(crate) fn stream() -> (Caller, grpc::Body) {
     let (sender, steps) = mpsc::channel(8);
     (Caller(sender), grpc::boxed(Requests { steps, ended: false }))
@@ -172,7 +172,7 @@ pub(crate) fn request(method: &str, path: &str, headers: &[(&str, &str)]) -> pro
     }
 }
 
-/// The receiving half of a call, once its head is here.
+/// The receiving half of a call, once its head has arrived.
 pub(crate) struct Reply {
     body: grpc::Body,
     buffer: BytesMut,
@@ -243,7 +243,7 @@ impl Reply {
     }
 }
 
-/// Makes a whole request and returns its whole answer, or the status that came instead.
+/// Sends a complete request and returns the complete response, or the status instead.
 pub(crate) async fn fetch(
     modules: &Modules,
     request: prototool::HttpRequest,
@@ -268,7 +268,7 @@ pub(crate) async fn fetch(
     result
 }
 
-/// One connection of an API server that a test plays.
+/// One connection of a scripted API server.
 pub(crate) struct Peer {
     pub(crate) stream: TcpStream,
     buffer: Vec<u8>,
@@ -295,7 +295,7 @@ impl Peer {
         .await
     }
 
-    /// Reads some bytes after the head; nothing more when the connection has ended.
+    /// Reads some bytes after the head; nothing if the connection has ended.
     async fn more(&mut self) -> usize {
         self.stream.read_buf(&mut self.buffer).await.unwrap_or(0)
     }

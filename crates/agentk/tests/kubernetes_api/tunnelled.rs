@@ -1,5 +1,5 @@
-//! Through agentk's end of a tunnel, where the request's stream is read by the connection to the API server
-//! and by the tunnel in turn, on different threads.
+//! Through agentk's end of a tunnel, where the request stream is read alternately by the connection to the
+//! API server and by the tunnel, on different threads.
 
 use std::sync::Arc;
 
@@ -123,7 +123,7 @@ async fn a_tunnel_carries_uploads_and_responses_and_is_reused() {
         }
         kas.trailer().await;
         peer.until("0\r\n\r\n").await;
-        // kas may close before the answer or after it.
+        // kas may close before or after the response.
         if round % 2 == 0 {
             kas.close().await;
         }

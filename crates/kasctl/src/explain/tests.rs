@@ -106,10 +106,10 @@ fn the_origin_of_a_refusal_is_named() {
     }
     let field = Status::invalid_argument("namespace must be a name");
     assert!(words(CallKind::Read(agent()), &field).starts_with(kas));
-    // With the detail it is kas that speaks, whatever the code.
+    // With the detail, the status is from kas, whatever the code is.
     let text = words(CallKind::Read(agent()), &with_outcome(Code::FailedPrecondition, DOMAIN, "not_started"));
     assert!(text.starts_with("kas at ") && text.contains("omit --connection"), "{text}");
-    // Once an agent answers, the token was good.
+    // If an agent responds, the token was valid.
     let late = Call { is_answering: true, ..call(request(false)) };
     let failure = late.explain(&Status::unauthenticated("m"), ServerProtocol::Http2);
     assert_eq!(failure.exit(), Exit::Failure);
@@ -131,7 +131,7 @@ fn an_unsent_request_had_no_effect() {
             assert!(text.contains("had no effect, so trying again is safe"), "{text}");
         }
     }
-    // An API server that was reached and lost is another matter.
+    // An API server that was reached and then lost is a different case.
     let broke =
         Status::unavailable("the connection to the Kubernetes API server at h broke before the response");
     assert_eq!(exit(request(false), &broke), Exit::Unknown);

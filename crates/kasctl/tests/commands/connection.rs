@@ -62,7 +62,7 @@ async fn slow_reader_does_not_lose_the_connection() {
         .stderr(Stdio::piped())
         .spawn()
         .unwrap();
-    // Longer than the server waits for its pings: the pipe is full, and kasctl answers nonetheless.
+    // Longer than the server waits for its pings: the pipe is full, and kasctl responds nonetheless.
     let longer = within + Duration::from_secs(1);
     assert!(tokio::time::timeout(longer, child.wait()).await.is_err(), "it stays");
     let mut stdout = child.stdout.take().unwrap();

@@ -1,7 +1,7 @@
-//! Tests of the binary `kasctl` against a server in this process that implements kas' services from the
-//! generated traits: what kasctl sends and prints, and its exit codes.
+//! Tests of the binary `kasctl` with a fake kas in this process: what kasctl sends and prints, and its exit
+//! codes.
 //!
-//! The crate `tests` has tests against kas itself, with agents.
+//! The crate `tests` has tests with a real kas and agents.
 
 #![allow(clippy::unwrap_used, reason = "clippy spares test functions, not the helpers of a test target")]
 

@@ -75,7 +75,7 @@ async fn agents_file_is_created_and_appended_to_without_duplicates() {
     };
     let mode = |file| std::fs::metadata(file).unwrap().permissions().mode() & 0o777;
 
-    // Absent: it is made, and the token is all that goes to standard output.
+    // A missing file is created, and standard output has only the token.
     let run = server.run(&line("7", "demo")).await.expect_exit(0);
     assert_eq!(run.stdout.len(), 43, "the token, without a newline: {run:?}");
     let mut expected = format!("agents:\n{}", item("7", "demo", run.stdout.as_bytes()));
@@ -83,7 +83,7 @@ async fn agents_file_is_created_and_appended_to_without_duplicates() {
     assert_eq!(mode(&file), 0o600);
     assert_eq!(run.stderr, format!("kasctl: added agent 7, demo, to {path}\n"));
 
-    // There: it is appended, and the mode stays.
+    // An existing file is appended to and keeps its mode.
     std::fs::set_permissions(&file, std::fs::Permissions::from_mode(0o640)).unwrap();
     let mut other = line("8", "other");
     other.extend(["--token-file", token_file.to_str().unwrap()]);
@@ -93,7 +93,7 @@ async fn agents_file_is_created_and_appended_to_without_duplicates() {
     assert_eq!(std::fs::read_to_string(&file).unwrap(), expected);
     assert_eq!((mode(&file), mode(&token_file)), (0o640, 0o600));
 
-    // Twice: refused, and nothing is left behind.
+    // A duplicate is refused and leaves no files.
     let unused = server.dir.path().join("unused");
     for (id, name, words) in [
         ("7", "fresh", "it already contains agent 7, with the name demo: use another id"),
@@ -109,7 +109,7 @@ async fn agents_file_is_created_and_appended_to_without_duplicates() {
         assert_eq!(run.stdout, "");
         assert!(!unused.exists());
     }
-    // A token file that exists already: the agent is not added either.
+    // If the token file exists, the agent is not added either.
     let mut taken = line("9", "fresh");
     taken.extend(["--token-file", token_file.to_str().unwrap()]);
     server.run(&taken).await.expect_exit(1);
@@ -131,7 +131,7 @@ async fn agents_file_may_be_a_link_and_must_be_a_list() {
         let line = line(path);
         server.run(&line.each_ref().map(String::as_str)).await
     };
-    // What kas leaves there at its first start.
+    // The file that kas creates at its first start.
     std::fs::write(at("real"), "# The agents that kas knows.\nagents:\n").unwrap();
     std::os::unix::fs::symlink("real", at("link")).unwrap();
     run(&at("link")).await.expect_exit(0);

@@ -1,7 +1,7 @@
-//! A server that plays kas, and a way to run kasctl against it.
+//! A fake kas, and a way to run kasctl with it.
 //!
-//! What it answers depends on the agent's id or the project's, so that one server serves every test:
-//! see `get_pods`, `make_request`, `explain_agent` and `watch_connected_agents`.
+//! Its responses depend on the id of the agent or project, so that one server serves every test: see
+//! `get_pods`, `make_request`, `explain_agent` and `watch_connected_agents`.
 
 mod services;
 
@@ -25,7 +25,7 @@ use tokio::{
 use self::services::{Kas, State, agent, silent};
 
 const SECRET: &[u8] = b"the secret of the API listener..";
-/// Longer than anything here takes, shorter than a person waits.
+/// A generous timeout.
 const LIMIT: Duration = Duration::from_secs(30);
 
 /// Waits with a timeout.
@@ -33,13 +33,13 @@ pub(crate) async fn soon<T>(work: impl Future<Output = T>) -> T {
     tokio::time::timeout(LIMIT, work).await.expect("in time")
 }
 
-/// Does what Ctrl-C does.
+/// Sends the signal of Ctrl-C.
 pub(crate) fn interrupt(child: &Child) {
     let pid = rustix::process::Pid::from_raw(child.id().unwrap().try_into().unwrap()).unwrap();
     rustix::process::kill_process(pid, rustix::process::Signal::INT).unwrap();
 }
 
-/// Listens, and answers every connection with these bytes; then closes it, or keeps silent.
+/// Listens, and answers every connection with these bytes; then closes it, or keeps it open silently.
 pub(crate) async fn answering(answer: &'static [u8], stay: bool) -> String {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
@@ -77,16 +77,16 @@ impl Run {
     }
 }
 
-/// What listens there instead of kas' API.
+/// A server instead of kas' API.
 #[derive(Clone, Copy)]
 pub(crate) enum Other {
     /// kas' own listener for agents.
     AgentPort,
-    /// Something that speaks HTTP/2 and answers with this status.
+    /// An HTTP/2 server that responds with this status.
     Web(u16),
 }
 
-/// How often a connection is pinged, and how long it may take to answer.
+/// The interval of pings, and the timeout for their responses.
 const PINGS: [Duration; 2] = [Duration::from_secs(15); 2];
 
 /// A running server and a directory with its secret.
@@ -112,19 +112,19 @@ impl Server {
         Self::serve(address, tempfile::tempdir().unwrap(), incoming, pings)
     }
 
-    /// Is no API listener.
+    /// Starts a server that is not the API of kas.
     pub(crate) async fn start_as(other: Other) -> Self {
         let server = Self::start().await;
         *server.state.other.lock() = Some(other);
         server
     }
 
-    /// Drops every connection as it is.
+    /// Aborts every connection.
     pub(crate) fn kill(&self) {
         self.state.killed.send_replace(true);
     }
 
-    /// From now on a replica is silent.
+    /// From now on, a replica does not respond.
     pub(crate) fn lose_a_replica(&self) {
         *self.state.is_partial.lock() = true;
     }
@@ -140,7 +140,7 @@ impl Server {
         Self::serve(format!("unix://{}", path.display()), dir, incoming, PINGS)
     }
 
-    /// Has a certificate for `kas.test` only, signed by itself.
+    /// Has a self-signed certificate for `kas.test` only.
     pub(crate) async fn start_tls() -> Self {
         let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
         let dir = tempfile::tempdir().unwrap();
@@ -158,7 +158,7 @@ impl Server {
         let incoming = stream::unfold((listener, acceptor), |(listener, acceptor)| async {
             loop {
                 let (io, _) = listener.accept().await.unwrap();
-                // A client that does not trust us is no reason to stop.
+                // A client that does not trust the certificate does not stop the server.
                 if let Ok(io) = acceptor.accept(io).await {
                     return Some((Ok::<_, io::Error>(io), (listener, acceptor)));
                 }
@@ -234,24 +234,24 @@ impl Server {
         self.dir.path().join("secret")
     }
 
-    /// Tells every watch about a new connection, once there is one to tell.
+    /// Sends a new connection to every watch, once there is one.
     pub(crate) async fn connect(&self, id: i64, name: &str) {
         self.change(Event::Connected(agent(id, name, 3, 55))).await;
     }
 
-    /// Tells every watch about a connection that ended.
+    /// Sends the end of a connection to every watch.
     pub(crate) async fn disconnect(&self, id: i64, connection_id: i64) {
         self.change(Event::Disconnected(Disconnected { id, connection_id })).await;
     }
 
-    /// Tells every watch that a connection is on another replica now.
+    /// Sends every watch the move of a connection to another replica.
     pub(crate) async fn relocate(&self, id: i64, name: &str, project: i64, connection: i64, ip: &str) {
         let mut agent = agent(id, name, project, connection);
         agent.kas_address = Some(KasAddress { ip: ip.to_owned(), port: 8155 });
         self.change(Event::Connected(agent)).await;
     }
 
-    /// Tells every watch which replicas do not answer.
+    /// Sends every watch the replicas that do not respond.
     pub(crate) async fn silence(&self, ips: &[&str]) {
         let unanswered = ips.iter().map(|ip| silent(ip)).collect();
         self.change(Event::SnapshotComplete(SnapshotComplete { unanswered })).await;
@@ -263,7 +263,7 @@ impl Server {
         self.state.changes.send(event).unwrap();
     }
 
-    /// Waits until the caller of a hanging request has left.
+    /// Waits until the caller of a hanging request has cancelled it.
     pub(crate) async fn cancelled(&self) {
         self.state.cancelled.subscribe().wait_for(|cancelled| *cancelled).await.unwrap();
     }

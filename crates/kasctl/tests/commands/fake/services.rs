@@ -161,7 +161,7 @@ impl Kas {
     }
 }
 
-/// Tells the way in the headers; and in the trailers again, with how it ended.
+/// Sends the route in the headers, and again in the trailers with the outcome.
 fn explained(mut answer: http::Response<Body>) -> http::Response<Body> {
     let arrived = http::HeaderValue::from_static("0 arrived at 10.0.0.1:8155");
     let lent = http::HeaderValue::from_static("12345 tunnel lent by 10.0.0.2:8155");
@@ -194,7 +194,7 @@ impl KasApi for Kas {
         Err(Status::unimplemented("kasctl asks for a watch"))
     }
 
-    /// Two replicas; the other one is silent when one is lost.
+    /// Two replicas; the other one does not respond if one is lost.
     async fn list_replicas(
         &self,
         request: Request<ListReplicasRequest>,
@@ -255,7 +255,7 @@ impl KasApi for Kas {
         }))
     }
 
-    /// Agent 3 is on the other replica; 4 is nowhere, and a replica is silent.
+    /// Agent 3 is on the other replica; 4 is not connected, and a replica does not respond.
     async fn explain_agent(
         &self,
         request: Request<ExplainAgentRequest>,
@@ -292,9 +292,9 @@ impl KasApi for Kas {
         }))
     }
 
-    /// Agent 7 has five pods; 50 never answers; 51 ran out of time; 52 to 55 are refused by the API server;
-    /// 56 cannot reach it; 57 is ill; 70 fails at its second page; 71 repeats a page; every other agent is
-    /// not connected.
+    /// Agent 7 has five pods; 50 never responds; 51 reached its deadline; 52 to 55 are refused by the API
+    /// server; 56 cannot reach it; 57 has an internal error; 70 fails at its second page; 71 repeats a page;
+    /// every other agent is not connected.
     async fn get_pods(&self, request: Request<GetPodsRequest>) -> Result<Response<GetPodsResponse>, Status> {
         self.0.check(request.metadata())?;
         let asked = request.into_inner();
@@ -394,7 +394,7 @@ fn trailer() -> HttpResponse {
     HttpResponse { message: Some(http_response::Message::Trailer(http_response::Trailer {})) }
 }
 
-/// Tells that a hanging request was dropped.
+/// Reports that a hanging request was dropped.
 struct OnDrop(Arc<State>);
 
 impl Drop for OnDrop {
@@ -407,8 +407,9 @@ impl Drop for OnDrop {
 impl KubernetesApi for Kas {
     type MakeRequestStream = BoxStream<HttpResponse>;
 
-    /// Agent 7 answers by path; 8 breaks in the middle; 9 leaves the end out; 10 is busy; 11 has no manners;
-    /// 12 refuses; 13 cannot reach its API server; 14 loses it; 15 has no such module; 16 refuses late.
+    /// Agent 7 responds by path; 8 breaks in the middle; 9 omits the end; 10 is busy; 11 violates the
+    /// protocol; 12 refuses; 13 cannot reach its API server; 14 loses it; 15 lacks the module; 16 refuses
+    /// late.
     async fn make_request(
         &self,
         request: Request<Streaming<HttpRequest>>,
@@ -467,7 +468,7 @@ impl KubernetesApi for Kas {
 }
 
 type Answer = mpsc::Sender<Result<HttpResponse, Status>>;
-/// `None`: the caller left.
+/// `None`: the caller cancelled.
 type Done = Option<Result<(), Status>>;
 
 async fn refuse(send: &Answer) -> Done {
