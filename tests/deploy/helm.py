@@ -1,4 +1,4 @@
-"""Helm's own engine for the tests: reads requests as a JSON list from standard input, writes answers as a JSON list.
+"""Helm's own engine for the tests: reads requests as a JSON list from standard input, and writes responses as a JSON list.
 
     {"do": "render", "chart": DIR, "values": {…}, "name": …, "namespace": …}   → {"objects": […], "notes": …}
     {"do": "lint", "chart": DIR, "values": {…}}                                → {"findings": […]}
@@ -17,7 +17,7 @@ import yaml
 
 
 class Loader(yaml.SafeLoader):
-    """Refuses a key that a map has twice: which one counts is another with each tool that reads it."""
+    """Refuses a duplicate key in a map, because tools disagree on which one counts."""
 
     def construct_mapping(self, node, deep=False):
         keys = [self.construct_object(key, deep=True) for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]

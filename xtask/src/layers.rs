@@ -1,4 +1,4 @@
-//! `cargo xtask layers`: which crate of the workspace may depend on which, and no circles among the modules
+//! `cargo xtask layers`: which crate of the workspace may depend on which, and no cycles among the modules
 //! of a crate. ARCHITECTURE.md says what each crate is.
 
 mod modules;
@@ -15,7 +15,7 @@ use clap::Args;
 use serde_json::Value;
 
 use devkit::{report::line, workspace};
-use modules::{Circle, Findings, Import, Modules};
+use modules::{Cycle, Findings, Import, Modules};
 
 /// A crate and what it may depend on, for itself and its build. Dependencies come before their dependants, so
 /// that there is no way to write a cycle.
@@ -149,7 +149,7 @@ const FORBIDDEN: [(&str, &[&str]); 1] = [
 /// Arguments of `layers`.
 #[derive(Debug, Args, Default)]
 pub(crate) struct LayersArgs {
-    /// List every import inside a circle, not only those of a shortest one
+    /// List every import inside a cycle, not only those of a shortest one
     #[arg(long)]
     imports: bool,
 }
@@ -215,20 +215,20 @@ fn targets(metadata: &Value) -> Result<Vec<(String, PathBuf)>> {
     Ok(targets)
 }
 
-/// Returns one text for each circle, and for each import that cannot be judged.
+/// Returns one text for each cycle, and for each import that cannot be judged.
 fn described(name: &str, found: &Findings, all: bool) -> Vec<String> {
     let glob = |import: &Import| {
         format!("{import} imports all names of a module, so that layers cannot see which: name them")
     };
-    let circles = found.circles.iter().map(|circle| describe(name, circle, all));
-    circles.chain(found.globs.iter().map(glob)).collect()
+    let cycles = found.cycles.iter().map(|cycle| describe(name, cycle, all));
+    cycles.chain(found.globs.iter().map(glob)).collect()
 }
 
-fn describe(name: &str, circle: &Circle, all: bool) -> String {
-    let Circle { parent, members, shortest, edges } = circle;
+fn describe(name: &str, cycle: &Cycle, all: bool) -> String {
+    let Cycle { parent, members, shortest, edges } = cycle;
     let place = if parent.is_empty() { name.to_owned() } else { format!("{name}, module {parent}") };
     let members: Vec<&str> = members.iter().map(String::as_str).collect();
-    let mut text = format!("{place}: {} modules form a circle: {}", members.len(), members.join(", "));
+    let mut text = format!("{place}: {} modules form a cycle: {}", members.len(), members.join(", "));
     let next = |at: usize| &shortest[(at + 1) % shortest.len()];
     let around = shortest.iter().enumerate().map(|(at, from)| (from.clone(), next(at).clone()));
     let shown: Vec<_> = if all { edges.keys().cloned().collect() } else { around.collect() };

@@ -1,4 +1,4 @@
-"""Calls kas as any program in Python would: grpcio, and stubs that grpcio-tools makes of proto/ here and now.
+"""Calls kas like any Python program: with grpcio, and stubs that grpcio-tools generates from proto/.
 
 What it is told comes as JSON on standard input; it says what it has checked, and ends with 0 when all of that held.
 """
@@ -38,7 +38,7 @@ def part(value):
 
 
 def sign(secret, issuer, alg="HS256", claims=None, exp=60, nbf=-5):
-    """A token as GitLab makes it (lib/json_web_token), with what a case changes."""
+    """Returns a token in the format of GitLab (lib/json_web_token), with the changes of a case."""
     now = int(time.time())
     said = {"jti": str(uuid.uuid4()), "aud": "gitlab-kas", "iss": issuer}
     said |= {"iat": now, "nbf": now + nbf, "exp": now + exp} | (claims or {})
@@ -55,7 +55,7 @@ def check(what, holds, got):
 
 
 def refused(call, code, text):
-    """Makes a call that must fail so."""
+    """Makes a call that must fail in this way."""
     try:
         got = call()
         got = list(got) if hasattr(got, "__next__") else got
@@ -66,7 +66,7 @@ def refused(call, code, text):
 
 
 def tokens(plan, channel, secrets):
-    """Each way in which a token can be right or wrong, on both listeners' kinds of methods: kas' own and passed on."""
+    """Valid and invalid tokens of each kind, for methods of kas and for forwarded ones."""
     from gitlab.agent.agent_tracker.rpc_pb2 import GetConnectedAgentsRequest
     from gitlab.agent.agent_tracker.rpc_pb2_grpc import AgentTrackerStub
 
@@ -134,7 +134,7 @@ def gitlab(channel, metadata):
     from gitlab.agent.server_info.rpc_pb2 import GetServerInfoRequest
     from gitlab.agent.server_info.rpc_pb2_grpc import ServerInfoStub
 
-    # As GitLab of today sends its flags.
+    # The feature flags of current GitLab.
     call = {"metadata": [*metadata, ("kas-feature-a-flag", "true")], "timeout": WITHIN}
     stub = AgentTrackerStub(channel)
     for request in (
@@ -159,7 +159,7 @@ def gitlab(channel, metadata):
 
 
 def passed_on(channel, metadata):
-    """MakeRequest: a whole answer, and one that goes on until the caller has enough."""
+    """MakeRequest: a complete response, and one that continues until the caller cancels."""
     from gitlab.agent.grpctool.grpctool_pb2 import HttpRequest
     from gitlab.agent.kubernetes_api.rpc_pb2_grpc import KubernetesApiStub
 
@@ -209,7 +209,7 @@ def passed_on(channel, metadata):
 
 def reflection_and_health(channel, metadata):
     health = health_pb2_grpc.HealthStub(channel)
-    # Without a token: it says nothing else.
+    # Without a token.
     status = health.Check(health_pb2.HealthCheckRequest(), timeout=WITHIN).status
     check("health", status == health_pb2.HealthCheckResponse.SERVING, status)
     watch = health.Watch(health_pb2.HealthCheckRequest(), timeout=WITHIN)
@@ -241,7 +241,7 @@ def reflection_and_health(channel, metadata):
 
 
 def headers(plan, channel, metadata):
-    """Headers that are too large: kas says so in words up to twice the limit; above that HTTP/2 has no words."""
+    """Too large headers: kas responds with an explanation up to twice the limit; above that, HTTP/2 refuses them."""
     from gitlab.agent.agent_registrar.rpc_pb2 import RegisterRequest
     from gitlab.agent.agent_registrar.rpc_pb2_grpc import AgentRegistrarStub
     from gitlab.agent.agent_tracker.rpc_pb2 import GetConnectedAgentsRequest
@@ -263,12 +263,12 @@ def headers(plan, channel, metadata):
             for large in (
                 [("x-large", "x" * 17 * KIB)],
                 [("x-large", "x" * 31 * KIB)],
-                # A list of its own, and none of its values is large.
+                # Many small values.
                 [("x-large", "x" * KIB)] * 20,
             ):
                 refused(lambda: call(large), grpc.StatusCode.RESOURCE_EXHAUSTED, "at most 16384 are accepted here")
             refused(lambda: call([("x-large", "x" * 40 * KIB)]), grpc.StatusCode.UNKNOWN, "431")
-            # The connection is as good as before.
+            # The connection still works.
             if answers:
                 call([])
 
@@ -290,7 +290,7 @@ def checks(plan):
             print(what.__name__, "ok", flush=True)
         headers(plan, channel, metadata)
         print("headers ok", flush=True)
-    # Connections that show wrong tokens only are closed: these have shown a good one first.
+    # Connections with only wrong tokens are closed: these have sent a valid one first.
     with grpc.insecure_channel(plan["api"]) as channel:
         tokens(plan, channel, secrets)
         print("tokens ok", len(plan["tokens"]), flush=True)

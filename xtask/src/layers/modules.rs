@@ -1,4 +1,4 @@
-//! The modules of one crate, what each imports of the others, and the circles among them.
+//! The modules of one crate, what each imports of the others, and the cycles among them.
 //!
 //! Every item is read as the compiler parses it, so that comments and strings do not count. A path counts
 //! where it stands: in `use`, in code, in the tokens of a macro, and in strings of attributes such as
@@ -71,12 +71,12 @@ type Edges = BTreeMap<(String, String), BTreeSet<Import>>;
 
 /// Sibling modules that import each other.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Circle {
+pub(super) struct Cycle {
     /// The module that they are in; empty for the root.
     pub(super) parent: String,
     /// Every module that reaches every other one of these.
     pub(super) members: BTreeSet<String>,
-    /// A shortest circle. The last one imports the first one.
+    /// A shortest cycle. The last one imports the first one.
     pub(super) shortest: Vec<String>,
     /// Every import among the members.
     pub(super) edges: Edges,
@@ -88,7 +88,7 @@ pub(super) struct Findings {
     pub(super) modules: usize,
     /// Pairs of siblings of which one imports the other.
     pub(super) arrows: usize,
-    pub(super) circles: Vec<Circle>,
+    pub(super) cycles: Vec<Cycle>,
     /// `use` of a module's names by `*`: what is imported cannot be seen.
     pub(super) globs: Vec<Import>,
 }
@@ -219,7 +219,7 @@ impl Modules {
         })
     }
 
-    /// Resolves every path and looks for circles.
+    /// Resolves every path and looks for cycles.
     pub(super) fn judge(&self) -> Findings {
         // By parent module.
         let mut edges: BTreeMap<usize, Edges> = BTreeMap::new();
@@ -259,18 +259,18 @@ impl Modules {
         Findings {
             modules: self.0.len(),
             arrows: edges.values().map(Edges::len).sum(),
-            circles: edges.iter().flat_map(|(parent, edges)| circles(&self.path(*parent), edges)).collect(),
+            cycles: edges.iter().flat_map(|(parent, edges)| cycles(&self.path(*parent), edges)).collect(),
             globs,
         }
     }
 }
 
 /// Returns each set of siblings that reach each other.
-fn circles(parent: &str, edges: &Edges) -> Vec<Circle> {
-    let mut circles: Vec<Circle> = Vec::new();
+fn cycles(parent: &str, edges: &Edges) -> Vec<Cycle> {
+    let mut cycles: Vec<Cycle> = Vec::new();
     let names: BTreeSet<&str> = edges.keys().map(|(from, _)| from.as_str()).collect();
     for name in names {
-        if circles.iter().any(|circle| circle.members.contains(name)) {
+        if cycles.iter().any(|cycle| cycle.members.contains(name)) {
             continue;
         }
         let reached = reach(edges, name);
@@ -284,7 +284,7 @@ fn circles(parent: &str, edges: &Edges) -> Vec<Circle> {
         }
         let shortest = members.iter().filter_map(|member| way_back(edges, member)).min_by_key(Vec::len);
         let inside = |(from, to): &(String, String)| members.contains(from) && members.contains(to);
-        circles.push(Circle {
+        cycles.push(Cycle {
             parent: parent.to_owned(),
             shortest: shortest.unwrap_or_default(),
             edges: edges
@@ -295,7 +295,7 @@ fn circles(parent: &str, edges: &Edges) -> Vec<Circle> {
             members,
         });
     }
-    circles
+    cycles
 }
 
 /// Returns what a module imports, directly or not; with itself only when there is a way back.
@@ -680,30 +680,30 @@ mod tests {
         Modules::read(folder.path(), &root).unwrap().judge()
     }
 
-    /// Returns the parent and the members of each circle.
-    fn circles(files: &[(&str, &str)]) -> Vec<(String, Vec<String>)> {
-        let circles = judge(files).circles.into_iter();
-        circles.map(|circle| (circle.parent, circle.members.into_iter().collect())).collect()
+    /// Returns the parent and the members of each cycle.
+    fn cycles(files: &[(&str, &str)]) -> Vec<(String, Vec<String>)> {
+        let cycles = judge(files).cycles.into_iter();
+        cycles.map(|cycle| (cycle.parent, cycle.members.into_iter().collect())).collect()
     }
 
-    fn circle(parent: &str, members: &[&str]) -> Vec<(String, Vec<String>)> {
+    fn cycle(parent: &str, members: &[&str]) -> Vec<(String, Vec<String>)> {
         vec![(parent.to_owned(), members.iter().map(|name| (*name).to_owned()).collect())]
     }
 
     const AB: (&str, &str) = ("src/lib.rs", "mod a;\nmod b;\n");
 
     #[test]
-    fn two_modules_that_import_each_other_are_a_circle() {
+    fn two_modules_that_import_each_other_are_a_cycle() {
         let found = judge(&[
             AB,
             ("src/a.rs", "//! A.\n\nuse crate::b::B;\npub struct A(B);\n"),
             ("src/b.rs", "pub struct B;\nfn f() -> Option<crate::a::A> { None }\n"),
         ]);
-        assert_eq!(found.circles.len(), 1);
-        let circle = &found.circles[0];
-        assert_eq!(circle.shortest, ["a", "b"]);
+        assert_eq!(found.cycles.len(), 1);
+        let cycle = &found.cycles[0];
+        assert_eq!(cycle.shortest, ["a", "b"]);
         let at = |from: &str, to: &str| {
-            let imports = &circle.edges[&(from.to_owned(), to.to_owned())];
+            let imports = &cycle.edges[&(from.to_owned(), to.to_owned())];
             imports.iter().map(Import::to_string).collect::<Vec<_>>()
         };
         assert_eq!(at("a", "b"), ["src/a.rs:3 (crate::b::B)"]);
@@ -711,7 +711,7 @@ mod tests {
     }
 
     #[test]
-    fn imports_in_one_direction_are_no_circle() {
+    fn imports_in_one_direction_are_no_cycle() {
         let found = judge(&[
             AB,
             ("src/a.rs", "use crate::b::B;\npub struct A(B);\n"),
@@ -723,7 +723,7 @@ mod tests {
     #[test]
     fn comments_and_strings_do_not_count() {
         let b = "//! See [`crate::a::A`].\n/// `crate::a::A`\npub const B: &str = \"crate::a::A\"; // crate::a::A\n";
-        assert_eq!(circles(&[AB, ("src/a.rs", "pub use super::b::B as A;\n"), ("src/b.rs", b)]), []);
+        assert_eq!(cycles(&[AB, ("src/a.rs", "pub use super::b::B as A;\n"), ("src/b.rs", b)]), []);
     }
 
     #[test]
@@ -735,19 +735,19 @@ mod tests {
             ("src/c.rs", "use crate::{a::A, b};\n"),
             ("src/d.rs", "use crate::a::A;\n"),
         ]);
-        assert_eq!(found.circles.len(), 1);
-        assert_eq!(found.circles[0].members.iter().collect::<Vec<_>>(), ["a", "b", "c"]);
-        assert_eq!(found.circles[0].shortest, ["b", "c"]);
+        assert_eq!(found.cycles.len(), 1);
+        assert_eq!(found.cycles[0].members.iter().collect::<Vec<_>>(), ["a", "b", "c"]);
+        assert_eq!(found.cycles[0].shortest, ["b", "c"]);
     }
 
     #[test]
-    fn circles_inside_a_module_are_found() {
+    fn cycles_inside_a_module_are_found() {
         let files = [
             ("src/lib.rs", "pub mod outer;\n"),
             ("src/outer.rs", "mod a;\nmod b { mod deep { use super::super::a::A; } pub struct B; }\n"),
             ("src/outer/a.rs", "pub struct A;\nuse super::b::B;\n"),
         ];
-        assert_eq!(circles(&files), circle("outer", &["a", "b"]));
+        assert_eq!(cycles(&files), cycle("outer", &["a", "b"]));
     }
 
     #[test]
@@ -759,7 +759,7 @@ mod tests {
             ("src/b.rs", "pub struct B;\nmod deep;\n"),
             ("src/b/deep.rs", "fn f() { crate::a::g() }\n"),
         ];
-        assert_eq!(circles(&files), circle("", &["a", "b"]));
+        assert_eq!(cycles(&files), cycle("", &["a", "b"]));
     }
 
     #[test]
@@ -769,7 +769,7 @@ mod tests {
             ("src/a.rs", "pub mod inner;\nuse inner::I;\npub struct A;\n"),
             ("src/a/inner.rs", "use super::A;\nuse crate::Root;\npub struct I;\n"),
         ];
-        assert_eq!(circles(&files), []);
+        assert_eq!(cycles(&files), []);
     }
 
     #[test]
@@ -789,16 +789,16 @@ mod tests {
             ),
             ("src/b/tests.rs", "use crate::a::A;\n"),
         ];
-        assert_eq!(circles(&files), []);
+        assert_eq!(cycles(&files), []);
         let product = [AB, files[1], ("src/b.rs", "#[cfg(not(test))]\nuse crate::a::A;\npub struct B;\n")];
-        assert_eq!(circles(&product), circle("", &["a", "b"]));
+        assert_eq!(cycles(&product), cycle("", &["a", "b"]));
     }
 
     #[test]
     fn a_file_for_tests_does_not_count() {
         let files =
             [AB, ("src/a.rs", "use crate::b::B;\n"), ("src/b.rs", "#![cfg(test)]\nuse crate::a::A;\n")];
-        assert_eq!(circles(&files), []);
+        assert_eq!(cycles(&files), []);
     }
 
     #[test]
@@ -813,7 +813,7 @@ mod tests {
             "fn f() { crate::a::m!() }\n",
         ] {
             let files = [AB, ("src/a.rs", "use crate::b::B;\n"), ("src/b.rs", b)];
-            assert_eq!(circles(&files), circle("", &["a", "b"]), "{b}");
+            assert_eq!(cycles(&files), cycle("", &["a", "b"]), "{b}");
         }
     }
 
@@ -831,7 +831,7 @@ mod tests {
                 ("src/a.rs", "use crate::b::B;\npub struct A;\npub mod inner { pub struct A; }\n"),
                 ("src/b.rs", b),
             ];
-            let found = circles(&files);
+            let found = cycles(&files);
             assert_eq!(found.len(), 1, "{root}");
             assert!(["a", "b"].iter().all(|name| found[0].1.contains(&(*name).to_owned())), "{found:?}");
         }
@@ -844,7 +844,7 @@ mod tests {
             ("src/a.rs", "use http::Request;\nfn f() -> ::http::Response { http::new() }\n"),
             ("src/http.rs", "use crate::a::A;\n"),
         ];
-        assert_eq!(circles(&files), []);
+        assert_eq!(cycles(&files), []);
     }
 
     #[test]
@@ -855,7 +855,7 @@ mod tests {
             ("src/outer/a.rs", "use crate::outer;\nfn f() { outer::b::f() }\n"),
             ("src/outer/b.rs", "use super::a::f;\n"),
         ];
-        assert_eq!(circles(&files), circle("outer", &["a", "b"]));
+        assert_eq!(cycles(&files), cycle("outer", &["a", "b"]));
     }
 
     #[test]
