@@ -41,7 +41,7 @@ const (
 	closeSend    = 3
 )
 
-// raw passes messages as they are.
+// raw is a codec that passes messages unchanged.
 type raw struct{}
 
 func (raw) Marshal(v interface{}) ([]byte, error) { return *v.(*[]byte), nil }
@@ -120,7 +120,7 @@ func open(ctx context.Context, conn *grpc.ClientConn, method string, first []byt
 	return stream, stream.SendMsg(&first)
 }
 
-// field is a field that holds bytes.
+// field encodes a field of bytes.
 func field(number protowire.Number, value []byte) []byte {
 	return protowire.AppendBytes(protowire.AppendTag(nil, number, protowire.BytesType), value)
 }
@@ -162,7 +162,7 @@ func serve(ctx context.Context, conn *grpc.ClientConn) error {
 			if err := tunnel.CloseSend(); err != nil {
 				return err
 			}
-			// The end, in order.
+			// The clean end.
 			if err := tunnel.RecvMsg(&envelope); err == nil {
 				return fmt.Errorf("%d bytes after the end", len(envelope))
 			}

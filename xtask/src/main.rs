@@ -39,7 +39,7 @@ enum Command {
     Images(images::ImagesArgs),
     /// Fuzz each parser of input from peers; needs a nightly toolchain and cargo-fuzz
     Fuzz(fuzz::FuzzArgs),
-    /// Check the dependencies between crates, and that no modules of a crate form a circle
+    /// Check the dependencies between crates, and that the modules of a crate have no import cycle
     Layers(layers::LayersArgs),
     /// Write the manual pages of kas, agentk and kasctl
     Man(man::ManArgs),

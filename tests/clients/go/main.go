@@ -1,6 +1,6 @@
-// Calls kas as any program in Go would: grpc-go, and messages that are made of proto/ here and now.
+// Calls kas like any Go program: with grpc-go, and messages that are built from proto/ at run time.
 //
-// What it is told comes as JSON on standard input; it says what it has checked, and ends with 0 when all of that held.
+// The plan arrives as JSON on standard input. It prints each passed check, and exits with 0 if all passed.
 package main
 
 import (
@@ -38,7 +38,7 @@ import (
 	"google.golang.org/protobuf/types/dynamicpb"
 )
 
-// within is what any call may take.
+// within is the timeout of any call.
 const within = 20 * time.Second
 
 type plan struct {
@@ -51,7 +51,7 @@ type plan struct {
 	Secrets map[string][]byte `json:"secrets"`
 }
 
-// tokenCase is one way in which a token is right or, with a message, wrong.
+// tokenCase is a valid token or, with a message, an invalid one.
 type tokenCase struct {
 	What    string         `json:"what"`
 	Alg     string         `json:"alg"`
@@ -153,7 +153,7 @@ type client struct {
 	token  string
 }
 
-// sign makes a token as GitLab does (lib/json_web_token), with what a case changes.
+// sign returns a token in the format of GitLab (lib/json_web_token), with the changes of a case.
 func (c *client) sign(of tokenCase) string {
 	now := time.Now().Unix()
 	or := func(value *int64, otherwise int64) int64 {
@@ -200,7 +200,7 @@ func outgoing(pairs ...string) (context.Context, context.CancelFunc) {
 	return metadata.AppendToOutgoingContext(ctx, pairs...), cancel
 }
 
-// message makes a request of a method from JSON.
+// message builds the request of a method from JSON.
 func (c *client) message(path, text string) (protoreflect.MethodDescriptor, proto.Message, error) {
 	method := c.schema[path]
 	if method == nil {
@@ -210,7 +210,7 @@ func (c *client) message(path, text string) (protoreflect.MethodDescriptor, prot
 	return method, request, protojson.Unmarshal([]byte(text), request)
 }
 
-// call makes a unary call with a message in JSON, and returns the answer as JSON does.
+// call makes a unary call with a message in JSON, and returns the decoded response.
 func (c *client) call(ctx context.Context, path, text string) (map[string]any, error) {
 	method, request, err := c.message(path, text)
 	if err != nil {
@@ -239,7 +239,7 @@ func (c *client) own(path, text string, pairs ...string) (map[string]any, error)
 	return c.call(ctx, path, text)
 }
 
-// refused is nil when err has this code and says this.
+// refused is nil if err has this code and this message.
 func refused(err error, code codes.Code, text string) error {
 	if said := status.Convert(err); err == nil || said.Code() != code || !strings.Contains(said.Message(), text) {
 		return fmt.Errorf("%v %q expected, got %v", code, text, err)
@@ -358,7 +358,7 @@ func (c *client) watch() error {
 }
 
 func (c *client) gitlab() error {
-	// As GitLab of today sends its flags.
+	// The feature flags of current GitLab.
 	flag := []string{"kas-feature-a-flag", "true"}
 	for method, message := range map[string]string{
 		"GetConnectedAgents":            `{"agent_id": 1}`,
@@ -390,7 +390,7 @@ func (c *client) gitlab() error {
 	return err
 }
 
-// makeRequest sends a whole request, and hands out the answer's messages until take returns false.
+// makeRequest sends a complete request, and passes the response messages to take until it returns false.
 func (c *client) makeRequest(header string, pairs []string, take func(map[string]any) bool) error {
 	method := c.schema[request]
 	ctx, cancel := outgoing(append(pairs, "authorization", c.token)...)
@@ -404,7 +404,7 @@ func (c *client) makeRequest(header string, pairs []string, take func(map[string
 		if err != nil {
 			return err
 		}
-		// What went wrong is told by what is received.
+		// The received status shows the error.
 		if err := stream.SendMsg(message); err != nil && !errors.Is(err, io.EOF) {
 			return err
 		}
@@ -429,7 +429,7 @@ func (c *client) makeRequest(header string, pairs []string, take func(map[string
 	}
 }
 
-// passedOn is MakeRequest: a whole answer, and one that goes on until the caller has enough.
+// passedOn is MakeRequest: a complete response, and one that continues until the caller cancels.
 func (c *client) passedOn() error {
 	toAgent := []string{"kas-agent-id", "1"}
 	var kinds []string
@@ -463,7 +463,7 @@ func (c *client) passedOn() error {
 	if err := want("pods, then an event of a moment ago", strings.Contains(string(body), `"ADDED"`) && !slices.Contains(kinds, "trailer"), kinds); err != nil {
 		return err
 	}
-	// Nobody else may say for whom a request is meant.
+	// An unknown type of HeaderExtra is refused.
 	header := c.schema[request].Input().Fields().ByName("header").Message()
 	message := dynamicpb.NewMessage(header)
 	extra := message.Mutable(header.Fields().ByName("extra")).Message()
@@ -487,7 +487,7 @@ func (c *client) passedOn() error {
 func (c *client) reflectionAndHealth() error {
 	ctx, cancel := outgoing()
 	defer cancel()
-	// Without a token: it says nothing else.
+	// Without a token.
 	health := healthpb.NewHealthClient(c.conn)
 	got, err := health.Check(ctx, &healthpb.HealthCheckRequest{})
 	if err != nil {
@@ -548,7 +548,7 @@ func (c *client) reflectionAndHealth() error {
 	return refused(err, codes.Unauthenticated, "Request unauthenticated with bearer")
 }
 
-// headers that are too large: kas says so in words up to twice the limit, and above that grpc-go refuses to send them.
+// headers that are too large: kas explains them up to twice the limit; above that, grpc-go refuses to send them.
 func (c *client) headers() error {
 	agents, err := grpc.NewClient(c.plan.Agent, grpc.WithTransportCredentials(insecure.NewCredentials()))
 	if err != nil {
@@ -590,7 +590,7 @@ func (c *client) headers() error {
 				return err
 			}
 		}
-		// The last is a list of its own, of which no value is large.
+		// The last is a list of many small values.
 		for _, pairs := range [][]string{large(1, 17), large(1, 31), large(20, 1)} {
 			if err := refused(one.call(pairs), codes.ResourceExhausted, "at most 16384 are accepted here"); err != nil {
 				return err
@@ -599,7 +599,7 @@ func (c *client) headers() error {
 		if err := refused(one.call(large(1, 40)), codes.Internal, "violates the maximum size"); err != nil {
 			return err
 		}
-		// The connection is as good as before.
+		// The connection still works.
 		if one.answers {
 			if err := one.call(nil); err != nil {
 				return err
@@ -609,7 +609,7 @@ func (c *client) headers() error {
 	return nil
 }
 
-// tokenCase makes a call of kas' own and one that is passed on, both with the same token.
+// tokenCase calls a method of kas and a forwarded one, both with the same token.
 func (c *client) tokenCase(of tokenCase) error {
 	scheme, times := "Bearer", 1
 	if of.Scheme != nil {
