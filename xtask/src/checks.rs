@@ -1,4 +1,4 @@
-//! `cargo xtask ci`: every check, the quick ones first, and what came of each.
+//! `cargo xtask ci`: runs every check, the quick ones first, and prints the results.
 
 use std::{fmt, process::ExitCode, time::Duration};
 
@@ -40,9 +40,9 @@ pub(crate) struct CiArgs {
 enum Verdict {
     Ok,
     Failed,
-    /// What could not run here, although it should have.
+    /// It could not run on this machine, although it should have.
     Skipped(Vec<String>),
-    /// The one check that may be left out: fuzzing without a nightly toolchain.
+    /// The only check that may be skipped: fuzzing without a nightly toolchain.
     Exempt(&'static str),
 }
 
@@ -56,12 +56,12 @@ impl Verdict {
     }
 }
 
-/// What came of each check, and how long it took.
+/// The result and duration of each check.
 #[derive(Debug, Default)]
 struct Summary(Vec<(&'static str, Verdict, Duration)>);
 
 impl Summary {
-    /// Runs a check. One that cannot be run to its end has failed.
+    /// Runs a check. One that does not finish has failed.
     fn check(&mut self, name: &'static str, run: impl FnOnce() -> Result<Verdict>) {
         line(format_args!("\n{}", Style::of_stdout().bold(format_args!("== {name}"))));
         let began = Instant::now();
@@ -101,7 +101,7 @@ impl Summary {
     }
 }
 
-/// Runs every check, also after one failed.
+/// Runs every check, even after a failure.
 pub(crate) fn ci(args: &CiArgs) -> Result<ExitCode> {
     let mut summary = Summary::default();
     summary.check("fmt", || cargo_check(&["fmt", "--all", "--check"], &[]));
@@ -111,7 +111,7 @@ pub(crate) fn ci(args: &CiArgs) -> Result<ExitCode> {
     summary.check("width of comments", || Ok(Verdict::of(width::run()?)));
     summary.check("deny", deny);
     if !args.quick {
-        // These two share what they compile of the dependencies, and the tests use none of it.
+        // These two share compiled dependencies, which the tests do not use.
         let clippy = ["clippy", "--workspace", "--all-targets", "--locked", "--", "-D", "warnings"];
         summary.check("clippy", || cargo_check(&clippy, &[]));
         let doc = ["doc", "--workspace", "--no-deps", "--locked"];

@@ -1,4 +1,4 @@
-//! `cargo xtask fuzz`: fuzzes each parser of what peers send, from its seeds.
+//! `cargo xtask fuzz`: fuzzes each parser of input from peers, starting with its seeds.
 
 use std::{
     fs::{self, File},
@@ -15,7 +15,7 @@ use devkit::{
     workspace,
 };
 
-/// What `cargo xtask fuzz` takes.
+/// Arguments of `fuzz`.
 #[derive(Debug, Args)]
 pub(crate) struct FuzzArgs {
     /// How long each target is fuzzed
@@ -23,7 +23,7 @@ pub(crate) struct FuzzArgs {
     seconds: u32,
 }
 
-/// How many lines of its log are repeated when a target fails.
+/// How many log lines of a failed target are repeated.
 const LOG_LINES: usize = 60;
 
 /// How long each target is fuzzed by default, in seconds.
@@ -41,7 +41,7 @@ pub(crate) fn run(args: &FuzzArgs) -> Result<ExitCode> {
     })
 }
 
-/// What came of fuzzing.
+/// The result of fuzzing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Outcome {
     Ok,
@@ -52,9 +52,9 @@ pub(crate) enum Outcome {
 pub(crate) const NO_NIGHTLY: &str = "not fuzzed: there is no nightly toolchain; the tests run the seeds";
 const NO_CARGO_FUZZ: &str = "not fuzzed: there is no cargo-fuzz; the tests run the seeds";
 
-/// Fuzzes each target from its seeds, for so many seconds each.
+/// Fuzzes each target from its seeds, for this many seconds each.
 pub(crate) fn fuzz_each(seconds: u32) -> Result<Outcome> {
-    // A toolchain is chosen by rustup, not by the cargo that runs this.
+    // rustup selects the toolchain, not the cargo that runs this.
     let nightly = || {
         let mut command = Command::new("rustup");
         command.args(["run", "nightly", "cargo"]).current_dir(workspace::root());
@@ -79,7 +79,7 @@ pub(crate) fn fuzz_each(seconds: u32) -> Result<Outcome> {
     for entry in fs::read_dir(&seeds).context("cannot read fuzz/corpus")? {
         let seeds = entry?.path();
         let name = seeds.file_name().unwrap_or_default().to_string_lossy().into_owned();
-        // What is found goes into the first folder; the seeds stay as they were committed.
+        // New inputs go into the first folder; the committed seeds stay unchanged.
         let found = workspace::root().join("fuzz/target/found").join(&name);
         fs::create_dir_all(&found).context("cannot make a folder for what is found")?;
         let time = format!("-max_total_time={seconds}");
@@ -87,7 +87,7 @@ pub(crate) fn fuzz_each(seconds: u32) -> Result<Outcome> {
         command.args(["fuzz", "run", UNITS, &name]).args([&found, &seeds]);
         command.args(["--", &time, "-timeout=10", "-rss_limit_mb=2048"]);
         let began = Instant::now();
-        // A person sees it work; a log would be full of it.
+        // The progress is for terminals; it would fill a log.
         let (status, log) = if io::stdout().is_terminal() {
             (command.status(), None)
         } else {

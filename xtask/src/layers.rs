@@ -17,16 +17,16 @@ use serde_json::Value;
 use devkit::{report::line, workspace};
 use modules::{Cycle, Findings, Import, Modules};
 
-/// A crate and what it may depend on, for itself and its build. Dependencies come before their dependants, so
-/// that there is no way to write a cycle.
+/// A crate and its allowed dependencies, including those of its build. Dependencies come before their
+/// dependants, so that a cycle cannot be written.
 const ALLOWED: &[(&str, &[&str])] = &[
-    // Ids are values: no I/O, nothing generated.
+    // Ids are values: no I/O, no generated code.
     ("ids", &[]),
     // Wire messages; they are converted to ids at the edges, with checks.
     ("proto", &[]),
-    // A byte stream inside WebSocket: usable alone, nothing of ours.
+    // A byte stream inside WebSocket: usable alone, without our other crates.
     ("websocket", &[]),
-    // Lifecycle, logs, the clock, the version: usable alone, nothing of ours.
+    // Lifecycle, logs, the clock, the version: usable alone, without our other crates.
     ("process", &[]),
     // HTTP listeners, TLS, proxies: independent of our protocols.
     ("net", &["process", "websocket"]),
@@ -41,7 +41,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("cluster", &["ids"]),
     // The same through Redis.
     ("redis-tracker", &["ids", "proto", "cluster"]),
-    // Usable alone: nothing of ours.
+    // Usable alone, without our other crates.
     ("gossip", &[]),
     // The protocol of the table, without I/O.
     ("table", &["ids", "cluster"]),
@@ -50,7 +50,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("settings", &[]),
     // The configuration of kas. It imports nothing that it configures, except limits and TLS roles.
     ("kas-config", &["net", "process", "traces", "settings"]),
-    // A client of GitLab. What its answers are remembered for is the business of `identity`.
+    // A client of GitLab. Caching is done by `identity`.
     ("gitlab", &["ids", "grpc", "net", "process", "settings", "kas-config"]),
     ("identity", &["ids", "grpc", "net", "process", "settings", "gitlab"]),
     ("agent-config", &["ids", "proto", "grpc", "settings", "kas-config"]),
@@ -80,8 +80,8 @@ const ALLOWED: &[(&str, &[&str])] = &[
     // Runs in clusters of others: it must not contain cluster code of kas.
     ("agentk", &["ids", "proto", "net", "process", "websocket", "grpc", "traces", "tunnel", "http-tunnel"]),
     ("kasctl", &["ids", "proto", "net", "process"]),
-    // Makes the manual's pages of the programs' command lines; a package of its own, so that no program has
-    // it inside.
+    // Generates the manual pages from the command lines of the programs; a separate package, so that no
+    // program contains it.
     ("man", &["kas", "agentk", "kasctl"]),
     // For fuzzing: every parser of peers' bytes, of whichever crate.
     (
@@ -111,7 +111,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
     // Starts programs that cargo has built; depends on none of them, so that `cargo xtask` is built within
     // seconds.
     ("quickstart", &["devkit", "ports"]),
-    // Plays the owner of a large table, measures trackers, and serves agentk's modules without kas.
+    // Simulates the owner of a large table, measures trackers, and serves agentk's modules without kas.
     (
         "bench",
         &[
@@ -130,7 +130,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
         ],
     ),
     ("xtask", &["devkit", "quickstart"]),
-    // Tests and nothing else: everything it needs is a dev-dependency.
+    // Only tests: all of its dependencies are dev-dependencies.
     ("tests", &[]),
 ];
 
@@ -140,7 +140,7 @@ const TESTS_ONLY: [&str; 1] = ["tests"];
 /// What the tests of every crate may use in addition to the dependencies of the crate.
 const FOR_TESTS: [&str; 1] = ["testkit"];
 
-/// A crate, and others of ours or not that it never uses, not even in tests.
+/// A crate, and crates that it must never use, not even in tests.
 const FORBIDDEN: [(&str, &[&str]); 1] = [
     // No I/O and no async.
     ("ids", &["tokio", "hyper", "h2", "tonic"]),
@@ -154,7 +154,7 @@ pub(crate) struct LayersArgs {
     imports: bool,
 }
 
-/// Prints what breaks the rules.
+/// Prints the violations of the rules.
 pub(crate) fn run(args: &LayersArgs) -> Result<ExitCode> {
     let metadata = workspace::metadata()?;
     let crates = crates(&metadata)?;
@@ -215,7 +215,7 @@ fn targets(metadata: &Value) -> Result<Vec<(String, PathBuf)>> {
     Ok(targets)
 }
 
-/// Returns one text for each cycle, and for each import that cannot be judged.
+/// Returns a text for each cycle, and for each import that cannot be checked.
 fn described(name: &str, found: &Findings, all: bool) -> Vec<String> {
     let glob = |import: &Import| {
         format!("{import} imports all names of a module, so that layers cannot see which: name them")

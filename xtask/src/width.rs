@@ -1,4 +1,4 @@
-//! The check that comments are as wide as code at most: rustfmt wraps code only.
+//! Checks that comments are not wider than code: rustfmt only wraps code.
 
 use std::{
     fs, io,
@@ -36,7 +36,7 @@ fn max_width(rustfmt: &str) -> Option<usize> {
     value.trim().strip_prefix('=')?.trim().parse().ok()
 }
 
-/// Lists the files that are checked, each with what begins a comment there.
+/// Lists the checked files, each with its comment prefix.
 fn sources(folder: &Path, files: &mut Vec<(PathBuf, &'static str)>) -> io::Result<()> {
     for entry in fs::read_dir(folder)? {
         let entry = entry?;
@@ -61,8 +61,8 @@ fn sources(folder: &Path, files: &mut Vec<(PathBuf, &'static str)>) -> io::Resul
     Ok(())
 }
 
-/// Returns the number of each line that is only a comment and too wide, with its width in characters. What
-/// cannot be broken may be wider: a row of a table, one long word such as a URL, and the target of a link.
+/// Returns the line numbers of comments that are too wide, with their widths in characters. Unbreakable text
+/// may be wider: a table row, one long word such as a URL, and the target of a link.
 fn too_wide<'a>(
     text: &'a str,
     marker: &'a str,

@@ -1,34 +1,34 @@
-//! What `cargo test` prints, summed up: counts, failures, skipped tests, and how long each test took.
+//! Summarizes the output of `cargo test`: counts, failures, skipped tests, and the duration of each test.
 
 use std::{fmt, time::Duration};
 
 use devkit::report::human;
 
-/// How much of what a failed test said is repeated at the end, in lines and in characters of each.
+/// How much output of a failed test is repeated at the end: lines, and characters per line.
 const SAID: usize = 60;
 const SAID_LINE: usize = 400;
 
-/// How many of the slowest tests are shown, and how long a test takes at least to be among them.
+/// How many of the slowest tests are shown, and their minimum duration.
 const SLOWEST: usize = 15;
 const SLOW: Duration = Duration::from_secs(1);
 
 /// How many of the slowest test programs are shown.
 const PROGRAMS: usize = 8;
 
-/// What a test that cannot run here prints before the reason.
+/// The prefix that a skipped test prints before the reason.
 const SKIPPED: &str = "SKIPPED: ";
 
-/// Sums of the runner's closing lines, what failed, and what took long.
+/// Totals of the runner's summary lines, the failures, and the durations.
 #[derive(Debug, Default)]
 pub(crate) struct Totals {
     passed: u64,
     failed: u64,
     ignored: u64,
-    /// With the beginning of what each said.
+    /// With the start of the output of each.
     pub(super) failed_tests: Vec<(String, Vec<String>)>,
     /// The reasons of tests that could not run here.
     pub(crate) skipped: Vec<String>,
-    /// Which of the failed tests speaks now.
+    /// The failed test whose output is being read.
     speaks: Option<usize>,
     /// How many tests of a program run at a time.
     threads: usize,
@@ -39,7 +39,7 @@ pub(crate) struct Totals {
     programs: Vec<(Duration, String)>,
 }
 
-/// A test program that runs.
+/// A running test program.
 #[derive(Debug)]
 struct Program {
     name: String,
@@ -51,12 +51,12 @@ struct Program {
 }
 
 impl Totals {
-    /// Begins the sums of a run in which so many tests of a program run at a time.
+    /// Starts the totals of a run in which this many tests of a program run at a time.
     pub(super) fn new(threads: usize) -> Self {
         Self { threads: threads.max(1), ..Self::default() }
     }
 
-    /// Takes a line of the output, and when it came.
+    /// Processes a line of the output with its time.
     pub(super) fn add(&mut self, line: &str, at: Duration) {
         let line = without_colours(line);
         if let Some((_, reason)) = line.split_once(SKIPPED) {
@@ -81,7 +81,7 @@ impl Totals {
         }
         let speaker = line.strip_prefix("---- ").and_then(|rest| rest.strip_suffix(" stdout ----"));
         if let Some(speaker) = speaker {
-            // The last of this name: other programs may have tests of the same.
+            // The last test of this name: other programs may have tests with the same name.
             self.speaks = self.failed_tests.iter().rposition(|(name, _)| name == speaker);
             return;
         }
@@ -137,7 +137,7 @@ impl Totals {
         );
     }
 
-    /// Returns lines about what took longest, by name.
+    /// Returns the slowest tests and programs.
     pub(crate) fn slowest(&self) -> Vec<String> {
         let mut lines = Vec::new();
         let mut list = |title: &str, timed: &[(Duration, String)], most: usize| {
@@ -182,7 +182,7 @@ fn without_colours(text: &str) -> String {
     plain.push_str(parts.next().unwrap_or_default());
     for part in parts {
         let end = part.find(|c: char| c.is_ascii_alphabetic()).map_or(part.len(), |end| end + 1);
-        // What the runner ends a colour with on some terminals.
+        // The sequence with which the runner resets a colour on some terminals.
         plain.push_str(part[end..].trim_start_matches('\u{f}'));
     }
     plain
@@ -225,7 +225,7 @@ mod tests {
     fn tests_that_cannot_run_here_are_counted() {
         let mut totals = Totals::new(2);
         totals.add("SKIPPED: no Chromium is installed", Duration::ZERO);
-        // With one thread the name stands before it.
+        // With one thread, the name precedes it.
         totals.add("test page ... SKIPPED: no Chromium is installed", Duration::ZERO);
         assert_eq!(totals.skipped, ["no Chromium is installed"; 2]);
     }
