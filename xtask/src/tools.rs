@@ -255,7 +255,7 @@ fn go_fetches() -> bool {
     output.is_ok_and(|output| String::from_utf8_lossy(&output.stdout).trim() != "local")
 }
 
-/// Returns major and minor version; `None` for other texts.
+/// Returns the major and minor version; 0 for parts that are not numbers.
 fn parse_go(version: &str) -> (u32, u32) {
     let mut parts = version.split(['.', ' ', '-']).map(|part| {
         let digits = part.find(|c: char| !c.is_ascii_digit()).unwrap_or(part.len());

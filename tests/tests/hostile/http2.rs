@@ -219,19 +219,19 @@ const FLOODS: &[Attack] = &[
     // With a token, cancelling is allowed; an excessive number ends the connection.
     attack("rapid reset with a token", |k| Sends::Frames(each(k, 5_000, reset)), Any).inside(),
     // Resets that the peer makes kas send: CVE-2025-8671.
-    attack("made you reset by a window of 0", |k| Sends::Frames(each(k, 3_000, |s| window(s, 0))), Cut),
+    attack("MadeYouReset by a window of 0", |k| Sends::Frames(each(k, 3_000, |s| window(s, 0))), Cut),
     attack(
-        "made you reset by a window too large",
+        "MadeYouReset by a window too large",
         |k| Sends::Frames(each(k, 3_000, |s| window(s, 0x7fff_ffff))),
         Cut,
     ),
     attack(
-        "made you reset by a dependency on itself",
+        "MadeYouReset by a dependency on itself",
         |k| Sends::Frames(each(k, 3_000, |s| frame(PRIORITY, 0, s, &[&s.to_be_bytes()[..], &[1]].concat()))),
         Cut,
     ),
     attack(
-        "made you reset by data after the end",
+        "MadeYouReset by data after the end",
         |k| {
             let block = k.block();
             let one = |s| {
@@ -241,7 +241,7 @@ const FLOODS: &[Attack] = &[
         },
         Cut,
     ),
-    attack("made you reset with a token", |k| Sends::Frames(each(k, 3_000, |s| window(s, 0x7fff_ffff))), Any)
+    attack("MadeYouReset with a token", |k| Sends::Frames(each(k, 3_000, |s| window(s, 0x7fff_ffff))), Any)
         .inside()
         // By the limit of HTTP/2 with GOAWAY, or without one by the lower limit for unauthenticated
         // connections: a stream that is reset at once may be gone before its token is checked.
@@ -458,7 +458,7 @@ const VIOLATIONS: &[Attack] = &[
         GoAway(&[FLOW_CONTROL_ERROR, PROTOCOL_ERROR]),
     ),
     attack("a frame size below the least", |_| Sends::Frames(settings(5, 100)), GoAway(&[PROTOCOL_ERROR])),
-    attack("a push setting that is no choice", |_| Sends::Frames(settings(2, 2)), GoAway(&[PROTOCOL_ERROR])),
+    attack("an invalid push setting", |_| Sends::Frames(settings(2, 2)), GoAway(&[PROTOCOL_ERROR])),
     attack(
         "a connection's window above the most",
         |_| Sends::Frames(window(0, 0x7fff_ffff)),
@@ -469,7 +469,7 @@ const VIOLATIONS: &[Attack] = &[
         |_| Sends::Frames(window(0, 0)),
         GoAway(&[PROTOCOL_ERROR]),
     ),
-    attack("an HPACK index of nothing", |k| Sends::Frames(with(k, &[0x80 | 100])), GoAway(COMPRESSION)),
+    attack("an HPACK index without an entry", |k| Sends::Frames(with(k, &[0x80 | 100])), GoAway(COMPRESSION)),
     attack("HPACK index 0", |k| Sends::Frames(with(k, &[0x80])), GoAway(COMPRESSION)),
     attack(
         "an HPACK number without end",
@@ -494,7 +494,7 @@ const VIOLATIONS: &[Attack] = &[
         |k| Sends::Frames(with(k, &[0, 100, b'x'])),
         GoAway(COMPRESSION),
     ),
-    attack("a name in capitals", |k| Sends::Frames(with(k, &field("Name", b"x"))), GoAway(&[PROTOCOL_ERROR])),
+    attack("an upper-case name", |k| Sends::Frames(with(k, &field("Name", b"x"))), GoAway(&[PROTOCOL_ERROR])),
     attack(
         "a name of a connection",
         |k| Sends::Frames(with(k, &field("connection", b"close"))),
@@ -563,7 +563,7 @@ const VIOLATIONS: &[Attack] = &[
         },
         Reset(&[PROTOCOL_ERROR]),
     ),
-    attack("more header than allowed", |k| Sends::Frames(with(k, &field("x", &[b'x'; 20_000]))), Answered)
+    attack("more header fields than allowed", |k| Sends::Frames(with(k, &field("x", &[b'x'; 20_000]))), Answered)
         .but(&[(Listener::AgentWebSocket, Any)]),
     attack("an unknown frame", |_| Sends::Frames(frame(0xee, 0xff, 77, &[1; 300])), Goes),
     attack("an unknown setting", |_| Sends::Frames(settings(0xfafa, 0xffff_ffff)), Goes),
@@ -642,7 +642,7 @@ async fn storm(target: &Target, what: &str, attacks: &[Attack], times: usize) ->
 pub(crate) fn measured() -> impl Iterator<Item = (&'static str, &'static Attack)> {
     const NAMES: [&str; 13] = [
         "rapid reset",
-        "made you reset by a window too large",
+        "MadeYouReset by a window too large",
         "CONTINUATION flood",
         "empty DATA flood",
         "padded empty DATA flood",
