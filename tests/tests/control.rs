@@ -105,7 +105,7 @@ async fn configuration_of_a_folder_is_pushed_at_the_start_and_at_each_change() -
         let path = folder.path().join(file).display().to_string();
         kas.process
             .logged("where a file was looked for", |line| {
-                let told = line["message"] == "agent has no configuration file: it is given the defaults";
+                let told = line["message"] == "agent has no configuration file: it gets the defaults";
                 (told && line["agent.name"] == *name && line["path"] == *path).then_some(())
             })
             .await?;

@@ -1,8 +1,8 @@
-//! The configuration of agents: read from a local folder or repository, pushed when it changes.
+//! The configuration of agents: read from a local folder or repository, and sent when it changes.
 //!
-//! One task looks at the files of those agents that have a stream open; a stream itself is a body
-//! with a slot for the next message and costs no task. Only the newest configuration waits in the
-//! slot: an agent that reads slowly skips those between.
+//! One task checks the files of the agents that have a stream open. A stream is a body with a slot for the
+//! next message and needs no task. Only the newest configuration waits in the slot: an agent that reads
+//! slowly skips older ones.
 
 pub mod parse;
 mod source;
@@ -10,7 +10,7 @@ mod source;
 use std::{
     collections::HashMap,
     pin::Pin,
-    sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
+    sync::{Arc, Weak},
     task::{Context, Poll, Waker},
     time::Duration,
 };
@@ -20,16 +20,17 @@ use grpc::{BoxError, Code, Status};
 use http::HeaderMap;
 use http_body::{Body, Frame};
 use ids::Agent;
+use parking_lot::{Mutex, MutexGuard};
 use proto::gitlab::agent::{agent_configuration::rpc::ConfigurationResponse, agentcfg::AgentConfiguration};
 use tokio::sync::Notify;
 
 use self::source::{Error, Fingerprint, Source};
 
-/// How often files are looked at: two looks and the reading stay below a second. A look is one
-/// `stat` for each agent with an open stream, or one for the whole repository.
-const LOOK: Duration = Duration::from_millis(300);
+/// How often files are checked: two checks and reading take less than a second. A check is one `stat` for
+/// each agent with an open stream, or one for the whole repository.
+const CHECK_INTERVAL: Duration = Duration::from_millis(300);
 
-/// Reads configurations and pushes them to the streams that wait for them.
+/// Reads configurations and sends them to open streams.
 #[derive(Debug)]
 pub struct AgentConfigs {
     source: Arc<Source>,
@@ -44,13 +45,13 @@ struct Watched {
     streams: Vec<Weak<ConfigStream>>,
 }
 
-/// What the file says now.
+/// The current state of a file.
 #[derive(Debug, Clone)]
 enum Current {
     Good {
         commit: String,
         configuration: Box<AgentConfiguration>,
-        /// Where the file was looked for, when there is none.
+        /// Where a missing file was expected.
         absent: Option<String>,
     },
     Bad(Status),
@@ -66,7 +67,7 @@ impl Current {
 }
 
 impl AgentConfigs {
-    /// Reads from what the configuration of kas names.
+    /// Returns a reader of the source that the configuration of kas names.
     pub fn new(config: &kas_config::ConfigurationSource) -> Arc<Self> {
         Arc::new(Self {
             source: Arc::new(Source::new(config)),
@@ -76,11 +77,10 @@ impl AgentConfigs {
     }
 
     fn watched(&self) -> MutexGuard<'_, HashMap<Arc<str>, Watched>> {
-        // A panic between two fields cannot leave them torn: the next look mends each.
-        self.watched.lock().unwrap_or_else(PoisonError::into_inner)
+        self.watched.lock()
     }
 
-    /// Opens a stream for `agent`, which last saw `commit`.
+    /// Opens a stream for `agent`, which last received `commit`.
     pub fn subscribe(&self, agent: &Arc<Agent>, commit: &str) -> Arc<ConfigStream> {
         let stream = Arc::new(ConfigStream {
             agent: Arc::clone(agent),
@@ -99,19 +99,19 @@ impl AgentConfigs {
         stream
     }
 
-    /// Looks at files now rather than a moment later: somebody says that they have changed.
+    /// Checks files now instead of at the next interval, because a notice says that they have changed.
     pub fn look_now(&self) {
         self.look.notify_one();
     }
 
-    /// Looks at files until it is dropped.
+    /// Checks files until it is dropped.
     pub async fn run(self: Arc<Self>) {
         if matches!(*self.source, Source::None) {
             return;
         }
         loop {
             tokio::select! {
-                () = tokio::time::sleep(LOOK) => {}
+                () = tokio::time::sleep(CHECK_INTERVAL) => {}
                 () = self.look.notified() => {}
             }
             let names: Vec<(Arc<str>, Option<Fingerprint>)> = {
@@ -127,7 +127,7 @@ impl AgentConfigs {
             }
             let source = Arc::clone(&self.source);
             let Ok(changes) = tokio::task::spawn_blocking(move || look(&source, names)).await else {
-                tracing::error!("looking at agent configurations panicked");
+                tracing::error!("checking agent configurations panicked");
                 continue;
             };
             for (name, fingerprint, current) in changes {
@@ -146,18 +146,18 @@ impl AgentConfigs {
                     tracing::info!(
                         agent.name = &**name,
                         error = status.message(),
-                        "agent configuration is wrong"
+                        "agent configuration is invalid"
                     );
                 }
-                // 14.1 refuses such an agent; here its file may come later, or never. A repository is read
-                // anew with each commit, which is no news.
+                // 14.1 refuses such an agent. Here its file may be added later, or never. A repository is
+                // read again with each commit, and the message is not repeated then.
                 if let Some(path) = current.absent()
                     && entry.current.as_ref().and_then(Current::absent) != Some(path)
                 {
                     tracing::info!(
                         agent.name = &**name,
                         path,
-                        "agent has no configuration file: it is given the defaults"
+                        "agent has no configuration file: it gets the defaults"
                     );
                 }
                 for stream in entry.streams.iter().filter_map(Weak::upgrade) {
@@ -165,7 +165,7 @@ impl AgentConfigs {
                 }
                 entry.current = Some(current);
             }
-            // The streams stay open, and the next look tries again: once said is enough.
+            // The streams stay open, and the next check tries again. The error is logged once.
             Err(error) => {
                 if entry.fingerprint.as_ref() != Some(&Fingerprint::Unknown) {
                     tracing::warn!(agent.name = &**name, error, "agent configuration cannot be read");
@@ -178,7 +178,7 @@ impl AgentConfigs {
 
 type Change = (Arc<str>, Fingerprint, Result<Current, String>);
 
-/// Reads what has changed. Blocks.
+/// Reads the files that have changed. Blocks.
 fn look(source: &Source, names: Vec<(Arc<str>, Option<Fingerprint>)>) -> Vec<Change> {
     let shared = source.is_repository().then(|| source.fingerprint(""));
     let mut changes = Vec::new();
@@ -212,7 +212,7 @@ fn look(source: &Source, names: Vec<(Arc<str>, Option<Fingerprint>)>) -> Vec<Cha
     changes
 }
 
-/// One open configuration stream: what the agent is still to be sent.
+/// One open configuration stream and what remains to be sent.
 #[derive(Debug)]
 pub struct ConfigStream {
     agent: Arc<Agent>,
@@ -224,14 +224,14 @@ struct StreamState {
     /// The commit that the agent has, or will have.
     seen: String,
     next: Option<Bytes>,
-    /// How the stream ends; `None` inside: with OK.
+    /// How the stream ends; the inner `None` means OK.
     end: Option<Option<Status>>,
     waker: Option<Waker>,
 }
 
 impl ConfigStream {
     fn state(&self) -> MutexGuard<'_, StreamState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     /// Ends the stream: with OK, which means "call again now", or with a status.
@@ -278,7 +278,7 @@ pub struct ConfigBody<G> {
 }
 
 impl<G> ConfigBody<G> {
-    /// Makes the body of `stream`.
+    /// Returns the body of `stream`.
     pub fn new(stream: Arc<ConfigStream>, guard: G) -> Self {
         Self { stream, done: false, _guard: guard }
     }

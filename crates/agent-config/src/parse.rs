@@ -1,8 +1,7 @@
-//! Parsing an agent's `config.yaml`, as strictly as 14.1: what kas pushes must mean to agentk what
-//! its author wrote.
+//! Parses `config.yaml` of an agent, as strictly as 14.1, so that agentk gets exactly what the author meant.
 //!
-//! No defaults are filled in: agentk does that. Keys of later versions, up to 16.5, are read and passed on as
-//! well: an older agentk ignores what it does not know.
+//! No defaults are filled in: agentk does that. Keys of later versions, up to 16.5, are read and passed on
+//! too; an older agentk ignores keys that it does not know.
 
 use std::collections::HashSet;
 
@@ -22,13 +21,13 @@ mod agentcfg_v16;
 /// A parsed file.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Parsed {
-    /// What the file says; `agent_id` and `project_id` are 0 and for the caller to fill.
+    /// The parsed configuration; the caller sets `agent_id` and `project_id`, which are 0.
     pub configuration: AgentConfiguration,
-    /// What its author should know.
+    /// Warnings for the author.
     pub warnings: Vec<Warning>,
 }
 
-/// Why a file is refused; agentk gets the text with `FAILED_PRECONDITION`, as from 14.1.
+/// Why a file is refused. agentk gets the text with `FAILED_PRECONDITION`, as from 14.1.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ParseError {
     /// Not YAML, an unknown key or a value of another type.
@@ -39,7 +38,7 @@ pub enum ParseError {
     Rules(Problems),
 }
 
-/// Status messages travel in an HTTP/2 header, so that they must stay short.
+/// Joins problems to a short text: status messages are sent in an HTTP/2 header.
 fn one_line(problems: &Problems) -> String {
     const MOST: usize = 5;
     let mut lines: Vec<String> = problems.iter().take(MOST).map(ToString::to_string).collect();
@@ -53,12 +52,12 @@ fn one_line(problems: &Problems) -> String {
 /// Parses a file; an empty one is valid.
 ///
 /// # Errors
-/// [`ParseError`] names what is wrong with the file, and does not depend on which agent it is for.
+/// [`ParseError`] describes what is wrong with the file. It does not depend on the agent.
 pub fn parse(file: &[u8]) -> Result<Parsed, ParseError> {
     let text = std::str::from_utf8(file).map_err(|_| ParseError::Shape(yaml::not_utf8().into()))?;
     let root = yaml::parse(text, yaml::Size::Small).map_err(|problem| ParseError::Shape(problem.into()))?;
     let (configuration, report) = walk::walk(&root, Unknown::Fails, read);
-    // 14.1 checks rules only once the whole file has the right shape.
+    // 14.1 checks rules only if the whole file has the right shape.
     let (shape, rules) = report.problems.into_iter().partition(|problem| problem.kind() == Kind::Shape);
     if let Some(problems) = Problems::new(shape) {
         return Err(ParseError::Shape(problems));
@@ -74,9 +73,9 @@ fn read(root: &mut Section<'_, '_>) -> AgentConfiguration {
         let mut ids = HashSet::new();
         let manifest_projects = s.items("manifest_projects", "", |s, _| {
             let project = manifest_project(s);
-            // 14.1's agentk refuses to start the second one and says so in its log only.
+            // agentk of 14.1 refuses to start the second one and only logs that.
             if !project.id.is_empty() && !ids.insert(project.id.clone()) {
-                s.warn("id", "a project that stands above already: agentk ignores this change of gitops");
+                s.warn("id", "a project that is already listed above: agentk ignores this change of gitops");
             }
             project
         });
@@ -89,7 +88,7 @@ fn read(root: &mut Section<'_, '_>) -> AgentConfiguration {
             let of_grpc = s.one_of("grpc_level", &LEVELS, "");
             s.is_present().then_some(LoggingCf {
                 level: level.into(),
-                // Absent is a value of its own.
+                // An absent list differs from an empty one.
                 grpc_level: grpc_level.then_some(of_grpc.into()),
             })
         });
@@ -158,7 +157,7 @@ fn manifest_project(s: &mut Section<'_, '_>) -> ManifestProjectCf {
         ),
         r#ref: git_ref(s),
     };
-    // A limit of 14.1's kas on reading manifests, and no rule of the file.
+    // A limit of kas 14.1 when it reads manifests, not a rule of the file.
     if project.paths.len() > 100 {
         s.warn("paths", "more than 100 paths: kas 14.1 gives none of them to agentk");
     }
@@ -181,7 +180,7 @@ fn git_ref(s: &mut Section<'_, '_>) -> Option<GitRefCf> {
     one_of(s, "ref", EXPECTED, present, given).map(|one| GitRefCf { r#ref: Some(one) })
 }
 
-/// Returns the one member that was given of the section `key`, and notes when there are more or none.
+/// Returns the one member of the section `key` that was given. None or several are a problem.
 fn one_of<T>(s: &mut Section<'_, '_>, key: &str, expected: &str, present: bool, given: Vec<T>) -> Option<T> {
     match <[T; 1]>::try_from(given) {
         Ok([one]) => Some(one),
@@ -288,7 +287,7 @@ cilium:
     }
 
     #[test]
-    fn an_empty_file_is_valid_and_nothing_is_filled_in() {
+    fn an_empty_file_is_valid_and_gets_no_defaults() {
         for file in ["", "# nothing\n", "---\n", "gitops:\nobservability:\n", "{}"] {
             let parsed = parse(file.as_bytes()).unwrap();
             assert_eq!(
@@ -303,7 +302,7 @@ cilium:
     }
 
     #[test]
-    fn a_project_that_stands_twice_is_a_warning_because_agentk_judges_it() {
+    fn a_repeated_project_is_a_warning() {
         let parsed = parse(b"gitops: {manifest_projects: [{id: a}, {id: b}, {id: a}]}").unwrap();
         assert_eq!(parsed.warnings.len(), 1);
         assert_eq!(parsed.warnings[0].path, "gitops.manifest_projects[2].id");
@@ -379,7 +378,7 @@ cilium:
     }
 
     #[test]
-    fn a_wrong_shape_is_told_before_a_broken_rule_and_many_are_cut_short() {
+    fn shape_errors_come_before_rule_errors_and_long_lists_are_truncated() {
         let error = parse(b"cilium: {}\nx: 1").unwrap_err();
         assert!(matches!(&error, ParseError::Shape(problems) if problems.iter().count() == 1));
         let keys: String = (0..50).map(|i| format!("unknown{i}: 1\n")).collect();

@@ -1,4 +1,4 @@
-//! Where agents' configurations are read: a local folder, or a local bare git repository.
+//! Where configurations of agents are read: a local folder, or a local bare git repository.
 
 use std::{
     io::Read as _,
@@ -10,32 +10,32 @@ use aws_lc_rs::digest;
 
 use kas_config::ConfigurationSource;
 
-/// A configuration file as it stands.
+/// The current configuration file of an agent.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct File {
-    /// Names the version: a commit, or the beginning of the content's SHA-256.
+    /// The version: a commit, or the first digits of the content's SHA-256.
     pub(super) commit: String,
-    /// Empty when there is no file: an agent without one has all defaults.
+    /// Empty if there is no file: the agent gets all defaults then.
     pub(super) content: Vec<u8>,
-    /// Where a file was looked for and is not.
+    /// Where a missing file was expected.
     pub(super) absent: Option<String>,
 }
 
 /// Why a file could not be read.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub(super) enum Error {
-    /// The user's to mend; the text begins with a code of 14.1.
+    /// The user has to fix the file; the text begins with a code of 14.1.
     #[error("{0}")]
     User(String),
-    /// The operator's to mend, or passing.
+    /// The operator has to fix the cause, or it is temporary.
     #[error("{0}")]
     Backend(String),
 }
 
-/// A place to read from.
+/// The source of configurations.
 #[derive(Debug)]
 pub(super) enum Source {
-    /// No place is configured: agents get no configuration.
+    /// No source is configured: agents get no configuration.
     None,
     /// `agents/<name>/config.yaml` in a folder.
     Folder { root: PathBuf, limit: u64 },
@@ -43,7 +43,7 @@ pub(super) enum Source {
     Git { path: PathBuf, limit: u64 },
 }
 
-/// What tells without reading whether a file may have changed.
+/// Metadata that shows without reading whether a file may have changed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Fingerprint {
     Absent,
@@ -53,7 +53,7 @@ pub(super) enum Fingerprint {
         len: u64,
         inode: u64,
     },
-    /// It could not be told: read.
+    /// Unknown: the file must be read.
     Unknown,
 }
 
@@ -67,8 +67,8 @@ impl Source {
         }
     }
 
-    /// Returns what tells whether the file of `name` may have changed. For a repository the same
-    /// for every name: ask once.
+    /// Returns the fingerprint of the file of `name`. For a repository it is the same for every name: call it
+    /// once.
     pub(super) fn fingerprint(&self, name: &str) -> Fingerprint {
         match self {
             Self::None => Fingerprint::Absent,
@@ -87,7 +87,7 @@ impl Source {
         }
     }
 
-    /// Whether one fingerprint stands for every name.
+    /// Whether all names have the same fingerprint.
     pub(super) fn is_repository(&self) -> bool {
         matches!(self, Self::Git { .. })
     }
@@ -143,7 +143,7 @@ fn too_big(path: &str, limit: u64) -> Error {
 }
 
 fn file_of(root: &Path, name: &str) -> PathBuf {
-    // Names are checked by the identity: no separators and no dots.
+    // Names are checked by the identity: they contain no separators or dots.
     root.join("agents").join(name).join("config.yaml")
 }
 

@@ -1,12 +1,11 @@
-//! The agents of a file.
+//! Agents that are listed in a file.
 //!
-//! The file holds SHA-256 hashes of tokens, never tokens. It is judged whole: a file with one slip is
-//! refused, because half a list of identities is worse than the list of a minute ago.
+//! The file contains SHA-256 hashes of tokens, never tokens. A file with any problem is refused as a whole,
+//! because a partial list of identities is worse than the previous one.
 //!
-//! A changed file takes effect within half a second. A file that becomes broken or is deleted keeps the last
-//! good list in force, with an error in the log: dropping every agent because of a slip would turn an
-//! operator's typing error into an outage. So to revoke an agent, remove it from the file; removing the file
-//! revokes nothing.
+//! A changed file takes effect within half a second. If a file becomes invalid or is deleted, the last valid
+//! list stays in use and an error is logged: a typing error must not disconnect every agent. To revoke an
+//! agent, remove it from the file; deleting the file revokes nothing.
 
 use std::{
     collections::{HashMap, hash_map::Entry},
@@ -32,13 +31,13 @@ use tokio_util::task::AbortOnDropHandle;
 
 use crate::{Authenticated, Hold, Identity, IdentityError};
 
-/// How often the file's metadata is looked at.
+/// How often the file's metadata is checked.
 ///
-/// A change is read once two looks in a row agree, so that a file that is being written is left
-/// alone; two looks and the reading stay well below half a second. A look costs microseconds.
-const LOOK: Duration = Duration::from_millis(100);
+/// A change is read once two checks in a row agree, so that a file that is being written is left alone. Two
+/// checks and reading take well below half a second. A check costs microseconds.
+const CHECK_INTERVAL: Duration = Duration::from_millis(100);
 
-/// All agents of one version of the file; never changes.
+/// All agents of one version of the file. Immutable.
 #[derive(Default)]
 pub struct Identities {
     by_token: HashMap<TokenHash, Arc<Agent>>,
@@ -50,8 +49,8 @@ impl Identities {
     /// Parses an identity file.
     ///
     /// # Errors
-    /// [`Problems`] with everything that is wrong; a file without the key `agents` is refused, so
-    /// that one which was just truncated does not mean "no agents".
+    /// [`Problems`] with everything that is wrong. A file without the key `agents` is refused, so that a file
+    /// that was just truncated does not mean "no agents".
     pub fn parse(file: &[u8]) -> Result<Self, Problems> {
         let text = std::str::from_utf8(file).map_err(|_| yaml::not_utf8())?;
         let root = yaml::parse(text, yaml::Size::Large)?;
@@ -68,16 +67,16 @@ impl Identities {
         }
     }
 
-    /// Returns the agent that holds `token`.
+    /// Returns the agent with the token `token`.
     pub fn lookup(&self, token: &[u8]) -> Option<Authenticated> {
-        // The map is keyed by the hash, whose equality takes constant time; what the lookup's time
-        // tells is about a hash, from which no token can be found.
+        // The keys of the map are hashes, whose comparison takes constant time. The time of the lookup
+        // depends only on a hash, from which no token can be derived.
         let hash = TokenHash::of(token);
         let agent = self.by_token.get(&hash)?;
         Some(Authenticated { agent: Arc::clone(agent), token: hash, hold: Hold::default() })
     }
 
-    /// Whether `agent` holds the token with this hash.
+    /// Whether the token with this hash belongs to `agent`.
     pub fn holds(&self, agent: AgentId, hash: TokenHash) -> bool {
         self.by_token.get(&hash).is_some_and(|holder| holder.id == agent)
     }
@@ -92,7 +91,7 @@ impl Identities {
         self.agents
     }
 
-    /// Whether there is no agent.
+    /// Whether there are no agents.
     pub fn is_empty(&self) -> bool {
         self.agents == 0
     }
@@ -129,7 +128,7 @@ fn agents(root: &mut Section<'_, '_>) -> Identities {
         if !s.is_refused("tokens") && !(1..=2).contains(&texts.len()) {
             let found =
                 if texts.is_empty() { "nothing".to_owned() } else { format!("{} tokens", texts.len()) };
-            s.refuse_as("tokens", found, "one token hash, or two while a token is being exchanged");
+            s.refuse_as("tokens", found, "one token hash, or two while a token is being rotated");
         }
         let mut tokens = Vec::with_capacity(2);
         for (n, text) in texts.iter().enumerate() {
@@ -145,8 +144,8 @@ fn agents(root: &mut Section<'_, '_>) -> Identities {
                     tokens.push(hash);
                 }
                 Entry::Occupied(other) => {
-                    let expected = "a token of its own for every agent";
-                    s.refuse_as(&key, format!("a hash that agents[{}] has already", other.get()), expected);
+                    let expected = "a different token for each agent";
+                    s.refuse_as(&key, format!("a hash that agents[{}] already has", other.get()), expected);
                 }
             }
         }
@@ -159,25 +158,25 @@ fn agents(root: &mut Section<'_, '_>) -> Identities {
     Identities { by_token, projects, agents: list.len() }
 }
 
-/// Why an identity file cannot be used at the start; kas does not start then.
+/// Why an identity file cannot be used at the start. kas does not start then.
 #[derive(Debug, thiserror::Error)]
 pub enum OpenError {
-    /// The file cannot be read. Nothing was changed.
+    /// The file cannot be read. It was not changed.
     #[error("cannot read the identity file {path}; set identity.file to a file that this process may read")]
     Read {
         /// The file.
         path: PathBuf,
-        /// What the system said.
+        /// The error of the system.
         source: io::Error,
     },
-    /// The file is absent and cannot be made.
+    /// The file is absent and cannot be created.
     #[error(
-        "cannot make the identity file {path}; set identity.file, or a state_dir that this process may write"
+        "cannot create the identity file {path}; set identity.file, or a state_dir that this process may write"
     )]
     Make {
         /// The file.
         path: PathBuf,
-        /// What the system said.
+        /// The error of the system.
         source: io::Error,
     },
     /// The file is not a valid list of agents.
@@ -185,21 +184,21 @@ pub enum OpenError {
     Invalid {
         /// The file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The problems.
         source: Problems,
     },
 }
 
-/// What to do when there is no identity file at the start.
+/// What to do if there is no identity file at the start.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum IfAbsent {
-    /// Make one with no agents that explains how to add one: right for the default path.
+    /// Create one without agents and with instructions: for the default path.
     Make,
-    /// Refuse to start: right for a path that somebody chose.
+    /// Refuse to start: for a configured path.
     Refuse,
 }
 
-/// The agents of a file, reloaded when it changes. Dropping it ends the watching.
+/// The agents of a file, which is reloaded when it changes. Dropping it stops the watcher.
 pub struct FileIdentity {
     shared: Arc<Shared>,
     _watch: AbortOnDropHandle<()>,
@@ -214,7 +213,7 @@ impl FileIdentity {
     /// Reads the file and watches it from then on.
     ///
     /// # Errors
-    /// [`OpenError`] when there is no valid file; later changes never fail, see the module.
+    /// [`OpenError`] if there is no valid file. Later problems are only logged, see the module.
     pub async fn open(path: &Path, if_absent: IfAbsent) -> Result<Self, OpenError> {
         let read_error = |source| OpenError::Read { path: path.to_owned(), source };
         let before = match look(path).await {
@@ -236,15 +235,15 @@ impl FileIdentity {
         tracing::info!(path = %path.display(), agents = identities.len(), "identity file read");
         let shared =
             Arc::new(Shared { current: ArcSwap::from_pointee(identities), version: watch::Sender::new(0) });
-        // The file may have changed between the look and the reading, so that the look only counts
-        // as the first of two.
+        // The file may have changed between the check and the reading, so the check counts only as the first
+        // of two.
         let mode = before.ok().map(|stamp| stamp.mode);
         let watcher = Watcher { path: path.to_owned(), settled: None, pending: Some(before), digest, mode };
         let watch = tokio::spawn(watcher.run(Arc::clone(&shared)));
         Ok(Self { shared, _watch: AbortOnDropHandle::new(watch) })
     }
 
-    /// Returns the agents as of now.
+    /// Returns the current agents.
     pub fn current(&self) -> Arc<Identities> {
         self.shared.current.load_full()
     }
@@ -271,7 +270,7 @@ impl Identity for FileIdentity {
     }
 
     async fn still_valid(&self, authenticated: &Authenticated) -> bool {
-        // An agent that moved to another project must not go on with the rights of the old one.
+        // An agent that moved to another project must not keep the rights of the old one.
         self.shared.current.load().by_token.get(&authenticated.token) == Some(&authenticated.agent)
     }
 
@@ -280,10 +279,10 @@ impl Identity for FileIdentity {
     }
 }
 
-/// What the metadata of a file says; differs whenever its content may differ.
+/// Metadata of a file that differs if its content may differ.
 ///
-/// The change time catches copies that keep the modification time, the inode catches replacement,
-/// and following links catches the switched links of a mounted Kubernetes Secret.
+/// The change time detects copies that keep the modification time, and the inode detects replacement. Links
+/// are followed, which detects a replaced link of a mounted Kubernetes Secret.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Stamp {
     device: u64,
@@ -306,12 +305,12 @@ async fn look(path: &Path) -> Result<Stamp, io::ErrorKind> {
     })
 }
 
-/// Whether others than the owner could add agents to an identity file with this mode.
+/// Whether users other than the owner could add agents to an identity file with this mode.
 pub fn others_may_write(mode: u32) -> bool {
     mode & 0o022 != 0
 }
 
-/// Says it of a version of the file. The check of the configuration says it of the first, at the start.
+/// Logs a warning for a version of the file. At the start, the check of the configuration warns instead.
 fn warn_if_writable(path: &Path, mode: Option<u32>) {
     if let Some(mode) = mode
         && others_may_write(mode)
@@ -319,26 +318,26 @@ fn warn_if_writable(path: &Path, mode: Option<u32>) {
         tracing::warn!(
             path = %path.display(),
             mode = %format_args!("{:04o}", mode & 0o7777),
-            "others may write the identity file and so add agents, use mode 0600 or 0644"
+            "the identity file is writable by others, who could add agents: use mode 0600 or 0644"
         );
     }
 }
 
 struct Watcher {
     path: PathBuf,
-    /// The look whose content has been judged.
+    /// The metadata of the content that was parsed last.
     settled: Option<Result<Stamp, io::ErrorKind>>,
-    /// A newer look, seen once.
+    /// Newer metadata that has been seen once.
     pending: Option<Result<Stamp, io::ErrorKind>>,
-    /// Of the last content that was judged, good or not.
+    /// The hash of the content that was parsed last, valid or not.
     digest: TokenHash,
-    /// Of the file then.
+    /// The mode of the file at that time.
     mode: Option<u32>,
 }
 
 impl Watcher {
     async fn run(mut self, shared: Arc<Shared>) {
-        let mut ticks = tokio::time::interval(LOOK);
+        let mut ticks = tokio::time::interval(CHECK_INTERVAL);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
             ticks.tick().await;
@@ -360,7 +359,7 @@ impl Watcher {
             Ok(_) => blocking(move || std::fs::read(path)).await.map_err(|error| error.kind()),
             Err(kind) => Err(kind),
         };
-        // Written to or replaced meanwhile: what was read may be half of it.
+        // The file was written or replaced meanwhile, so the content may be incomplete.
         if look(&self.path).await != seen {
             return;
         }
@@ -370,7 +369,7 @@ impl Watcher {
             Err(kind) => tracing::error!(
                 path = %self.path.display(),
                 error = %io::Error::from(kind),
-                "identity file cannot be read, the last good one stays in force"
+                "cannot read the identity file; the last valid version stays in use"
             ),
         }
     }
@@ -388,14 +387,14 @@ impl Watcher {
         match parse_aside(content).await {
             Ok(Ok(identities)) => {
                 tracing::info!(path = %self.path.display(), agents = identities.len(), "identity file changed");
-                // Publish, then wake: whoever wakes finds the new list.
+                // Publish, then wake: a subscriber that wakes must find the new list.
                 shared.current.store(Arc::new(identities));
                 shared.version.send_modify(|version| *version += 1);
             }
             Ok(Err(problems)) => tracing::error!(
                 path = %self.path.display(),
                 %problems,
-                "identity file is not valid, the last good one stays in force"
+                "the identity file is invalid; the last valid version stays in use"
             ),
             Err(error) => {
                 tracing::error!(path = %self.path.display(), %error, "identity file was not parsed")
@@ -404,7 +403,7 @@ impl Watcher {
     }
 }
 
-/// Parses on a thread for blocking work: 100,000 agents take a second.
+/// Parses on a thread for blocking work, as 100,000 agents take a second.
 async fn parse_aside(content: Vec<u8>) -> io::Result<Result<Identities, Problems>> {
     blocking(move || Ok(Identities::parse(&content))).await
 }
@@ -412,12 +411,13 @@ async fn parse_aside(content: Vec<u8>) -> io::Result<Result<Identities, Problems
 async fn blocking<T: Send + 'static>(work: impl FnOnce() -> io::Result<T> + Send + 'static) -> io::Result<T> {
     match tokio::task::spawn_blocking(work).await {
         Ok(result) => result,
-        // Only when the work panicked or the runtime is going down.
+        // Only if the parser panicked or the runtime is shutting down.
         Err(error) => Err(io::Error::other(error)),
     }
 }
 
-/// What a new file says. Its last line is the key, so that appending an entry makes a valid file.
+/// Returns the content of a new file. Its last line is the key, so that appending an entry makes a valid
+/// file.
 fn template(path: &Path) -> String {
     format!(
         "\
@@ -427,7 +427,7 @@ fn template(path: &Path) -> String {
 #
 #   kasctl token agent --id 1 --name demo --project 1 >> {}
 #
-# An entry looks like this. Two tokens are for the time in which one is exchanged.
+# An entry looks like this. A second token is for the time in which tokens are rotated.
 #
 #   - id: 1
 #     name: demo

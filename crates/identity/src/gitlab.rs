@@ -1,14 +1,14 @@
-//! Who an agent token belongs to, as GitLab says: answers are remembered for a while, and asked for again
-//! while the agent is connected.
+//! Which agent a token belongs to, according to GitLab. Answers are cached, and renewed while the agent is
+//! connected.
 //!
-//! * Each token has one lookup at a time, however many streams wait for it. It runs on its own: a caller that
-//!   goes away neither ends it nor spoils its answer for others.
-//! * An answer counts for its time to live. While streams of the agent are open it is asked for again before
-//!   that is over; so an answer that changed is noticed within this time and cuts them.
-//! * When GitLab cannot tell, an answer counts until its time is over; then new streams are refused with
-//!   `UNAVAILABLE`. Open streams stay: that nobody can be asked says nothing against an agent.
-//! * The map is keyed by hashes. A token itself is kept only while it is being asked about or its agent is
-//!   connected, because asking again takes it; its memory is overwritten afterwards.
+//! * Each token has one lookup at a time, which all streams with this token share. It runs in its own task: a
+//!   caller that is cancelled neither stops it nor affects other callers.
+//! * An answer is valid for its time to live. While streams of the agent are open, it is renewed before it
+//!   expires, so that a changed answer is noticed in time and the streams are cut.
+//! * If GitLab cannot be asked, an answer stays valid until it expires; then new streams are refused with
+//!   `UNAVAILABLE`. Open streams stay, because an outage says nothing about the agent.
+//! * The cache is keyed by hashes. A token itself is kept only during a lookup or while its agent is
+//!   connected, because a renewal needs it. Its memory is overwritten afterwards.
 
 mod metrics;
 
@@ -17,7 +17,7 @@ use std::{
     fmt,
     net::IpAddr,
     panic::AssertUnwindSafe,
-    sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
+    sync::{Arc, Weak},
     time::Duration,
 };
 
@@ -27,6 +27,7 @@ use futures_util::FutureExt as _;
 use gitlab::{AgentInfo, LookupError, LookupMetrics, LookupOutcome, Standing, Urgency};
 use ids::{AgentId, TokenHash};
 use net::peers::{Recent, network};
+use parking_lot::{Mutex, MutexGuard};
 use secrecy::{ExposeSecret as _, SecretSlice};
 use tokio::{
     sync::{Notify, OwnedSemaphorePermit, Semaphore, watch},
@@ -37,35 +38,36 @@ use tokio_util::task::AbortOnDropHandle;
 pub use self::metrics::{CacheAnswer, CacheMetrics};
 use super::{Agent, Authenticated, Hold, Identity, IdentityError};
 
-/// Tokens that are remembered. A replica may hold 100,000 agents; the rest is for those that come and go.
+/// Maximum number of cached tokens. A replica may hold 100,000 agents; the rest is for agents that have left.
 const MAX_TOKENS: usize = 200_000;
-/// Lookups that may wait or run at once, besides renewals.
+/// Maximum number of lookups that wait or run, besides renewals.
 const MAX_LOOKUPS: usize = 10_000;
-/// Renewals that may wait or run at once: enough for 16 per second when each takes four.
+/// Maximum number of renewals that wait or run: enough for 16 per second if each takes four seconds.
 const MAX_RENEWALS: usize = 64;
-/// How long a stream waits for a lookup. Longer would be in vain: a connection without an authenticated
-/// stream is closed after ten seconds. The lookup goes on, and the agent's next try finds its answer.
-const PATIENCE: Duration = Duration::from_secs(8);
-/// An answer is asked for again after this share of its time, less up to a tenth so that agents which came
-/// together are not asked for together. The rest of the time is for GitLab to answer.
+/// How long a stream waits for a lookup. A longer wait would be useless, because a connection without an
+/// authenticated stream is closed after ten seconds. The lookup continues, and the agent's next attempt uses
+/// its answer.
+const LOOKUP_WAIT: Duration = Duration::from_secs(8);
+/// An answer is renewed after this share of its time to live, less up to a tenth, so that agents that
+/// connected together are not renewed together. The rest of the time is for GitLab to answer.
 const RENEWED_AT: f64 = 0.8;
-/// A renewal that the rate limit did not let through is tried again after this time.
+/// A renewal that the rate limiter refused is repeated after this time.
 const BUSY: Duration = Duration::from_secs(1);
-/// A renewal that begins this long after its agent's answer has run out was held up by the rate limit.
+/// A renewal that begins this long after the answer expired was delayed by the rate limit.
 const LATE: Duration = Duration::from_secs(1);
-/// How often that is said in the log.
+/// Minimum time between two log messages about that.
 const LATE_TOLD: Duration = Duration::from_secs(60);
-/// When the map is full, so many entries are looked at for one that nobody uses.
+/// Number of entries that are searched for an unused one if the cache is full.
 const SEARCHED: usize = 1_000;
 
-/// How long answers count.
+/// Times to live of answers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Times {
-    /// An agent; zero: nothing is remembered, no error either.
+    /// Of an agent; zero: nothing is cached, no error either.
     pub ttl: Duration,
-    /// An error.
+    /// Of an error.
     pub error_ttl: Duration,
-    /// How often a connected agent is asked for when `ttl` is zero.
+    /// How often a connected agent is renewed if `ttl` is zero.
     pub renewal_without_cache: Duration,
 }
 
@@ -76,14 +78,14 @@ impl Times {
     }
 }
 
-/// The agents of GitLab. Dropping it ends the renewals.
+/// The agents of GitLab. Dropping it stops the renewals.
 pub struct GitLabIdentity {
     shared: Arc<Shared>,
     _renewals: AbortOnDropHandle<()>,
 }
 
 impl GitLabIdentity {
-    /// Begins without any answer.
+    /// Returns an identity with an empty cache.
     pub fn new(
         source: Arc<dyn AgentInfo>,
         times: Times,
@@ -115,16 +117,16 @@ impl fmt::Debug for GitLabIdentity {
 #[async_trait]
 impl Identity for GitLabIdentity {
     async fn authenticate(&self, token: &[u8], from: Option<IpAddr>) -> Result<Authenticated, IdentityError> {
-        // Nobody has it, and in `Authorization` it would be no credential at all.
+        // No agent has it, and in `Authorization` it would not be a credential.
         if token.is_empty() {
             return Err(IdentityError::Unknown);
         }
-        let mut flight = match self.shared.answer(token, from.map(network)) {
+        let mut lookup = match self.shared.answer(token, from.map(network)) {
             Answer::Known(result) => return result,
-            Answer::Awaited(flight) => flight,
+            Answer::Pending(lookup) => lookup,
         };
-        let landed = tokio::time::timeout(PATIENCE, flight.wait_for(Option::is_some)).await;
-        match landed {
+        let result = tokio::time::timeout(LOOKUP_WAIT, lookup.wait_for(Option::is_some)).await;
+        match result {
             Ok(Ok(result)) => result.clone().unwrap_or(Err(IdentityError::Unavailable)),
             Ok(Err(_)) | Err(_) => Err(IdentityError::Unavailable),
         }
@@ -144,11 +146,11 @@ impl Identity for GitLabIdentity {
     }
 }
 
-/// A token that is being asked about, or whose agent has open streams: they hold it.
+/// A token that is being looked up, or whose agent has open streams, which hold it.
 struct Session {
     hash: TokenHash,
     token: SecretSlice<u8>,
-    /// Whose it is by the last answer; `None`: nobody's, or not known yet.
+    /// The agent according to the last answer; `None`: no agent, or not known yet.
     agent: ArcSwapOption<Agent>,
 }
 
@@ -162,15 +164,15 @@ impl Session {
     }
 }
 
-type Landed = Option<Result<Authenticated, IdentityError>>;
+type LookupResult = Option<Result<Authenticated, IdentityError>>;
 
-/// What is known of one token.
+/// The cache entry of one token.
 #[derive(Default)]
 struct Entry {
     session: Weak<Session>,
     remembered: Option<Remembered>,
-    flight: Option<watch::Receiver<Landed>>,
-    /// When something is to be done about it. `None` during a lookup, and only then.
+    lookup: Option<watch::Receiver<LookupResult>>,
+    /// When the entry has to be renewed or removed. `None` only during a lookup.
     due: Option<Instant>,
 }
 
@@ -180,12 +182,12 @@ struct Remembered {
 }
 
 impl Entry {
-    /// Returns what is remembered and still counts.
+    /// Returns the cached answer if it has not expired.
     fn fresh(&self, now: Instant) -> Option<&Remembered> {
         self.remembered.as_ref().filter(|remembered| now < remembered.until)
     }
 
-    /// Returns the session whose agent was known when last asked for.
+    /// Returns the session if the last answer was an agent and streams are open.
     fn open_session(&self) -> Option<Arc<Session>> {
         self.session.upgrade().filter(|session| session.agent.load().is_some())
     }
@@ -197,12 +199,12 @@ struct State {
     /// Every entry without a lookup, by when it is due.
     due: BTreeSet<(Instant, TokenHash)>,
     lookups: usize,
-    /// Of agents that GitLab has told of, as many as tokens at most.
+    /// Projects of the agents that GitLab has returned; at most as many as tokens.
     projects: HashMap<AgentId, i64>,
-    /// Tokens that were agents'.
+    /// Tokens that have belonged to agents.
     agents: Recent<TokenHash>,
-    /// Where these came from.
-    friends: Recent<IpAddr>,
+    /// Source networks of these tokens.
+    known_sources: Recent<IpAddr>,
     late_told: Option<Instant>,
 }
 
@@ -217,11 +219,11 @@ impl State {
         }
     }
 
-    /// Returns what is known of who brings a token that is nobody's who is connected.
+    /// Returns the lookup priority of a token that no connected agent uses.
     fn urgency(&self, hash: TokenHash, from: Option<IpAddr>) -> Urgency {
         let standing = if self.agents.has(&hash) {
             Standing::Returning
-        } else if from.is_some_and(|from| self.friends.has(&from)) {
+        } else if from.is_some_and(|from| self.known_sources.has(&from)) {
             Standing::Befriended
         } else {
             Standing::Stranger
@@ -234,8 +236,8 @@ impl State {
         self.tokens.remove(&hash);
     }
 
-    /// Whether one more token can be remembered; forgets one that nobody uses if need be, errors before
-    /// agents since they are due earlier.
+    /// Whether one more token can be cached. If the cache is full, removes an unused entry: errors first, as
+    /// they are due earlier.
     fn make_room(&mut self, most: usize) -> bool {
         if self.tokens.len() < most {
             return true;
@@ -255,7 +257,7 @@ impl State {
 
 enum Answer {
     Known(Result<Authenticated, IdentityError>),
-    Awaited(watch::Receiver<Landed>),
+    Pending(watch::Receiver<LookupResult>),
 }
 
 struct Shared {
@@ -265,14 +267,13 @@ struct Shared {
     metrics: Arc<CacheMetrics>,
     state: Mutex<State>,
     version: watch::Sender<u64>,
-    /// The first of `State::due` may have become an earlier one.
+    /// Notified when the first entry of `State::due` may have become an earlier one.
     due_earlier: Notify,
 }
 
 impl Shared {
     fn state(&self) -> MutexGuard<'_, State> {
-        // A panic leaves at worst an entry that is asked for again.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     fn answer(self: &Arc<Self>, token: &[u8], from: Option<IpAddr>) -> Answer {
@@ -297,9 +298,9 @@ impl Shared {
                     }
                 });
             }
-            if let Some(flight) = &entry.flight {
+            if let Some(lookup) = &entry.lookup {
                 self.metrics.cached(CacheAnswer::Joined);
-                return Answer::Awaited(flight.clone());
+                return Answer::Pending(lookup.clone());
             }
         }
         self.metrics.cached(CacheAnswer::Nothing);
@@ -310,38 +311,38 @@ impl Shared {
         let open = state.tokens.get(&hash).and_then(Entry::open_session);
         let urgency = if open.is_some() { Urgency::Renewal } else { state.urgency(hash, from) };
         let session = open.unwrap_or_else(|| Session::new(hash, token, None));
-        Answer::Awaited(self.look_up(&mut state, session, urgency, None))
+        Answer::Pending(self.look_up(&mut state, session, urgency, None))
     }
 
-    /// Begins a lookup; there must be none for this token.
+    /// Starts a lookup; there must be none for this token.
     fn look_up(
         self: &Arc<Self>,
         state: &mut State,
         session: Arc<Session>,
         urgency: Urgency,
         permit: Option<OwnedSemaphorePermit>,
-    ) -> watch::Receiver<Landed> {
+    ) -> watch::Receiver<LookupResult> {
         let (sender, receiver) = watch::channel(None);
         let hash = session.hash;
         let entry = state.tokens.entry(hash).or_default();
         entry.session = Arc::downgrade(&session);
-        entry.flight = Some(receiver.clone());
+        entry.lookup = Some(receiver.clone());
         state.schedule(hash, None);
         state.lookups += 1;
         let shared = Arc::clone(self);
         tokio::spawn(async move {
             let lookup = shared.source.agent_info(session.token.expose_secret(), urgency);
-            // Whatever happens, the entry must not be left waiting.
+            // The entry must not stay in this state, whatever happens.
             let result = AssertUnwindSafe(lookup).catch_unwind().await.unwrap_or(Err(LookupError::Busy));
-            let landed = shared.land(session, result, urgency);
-            sender.send_replace(Some(landed));
+            let finished = shared.finish_lookup(session, result, urgency);
+            sender.send_replace(Some(finished));
             drop(permit);
         });
         receiver
     }
 
-    /// Notes what a lookup found, and returns it for those who wait.
-    fn land(
+    /// Records the result of a lookup and returns it for the callers that wait.
+    fn finish_lookup(
         &self,
         session: Arc<Session>,
         result: Result<Agent, LookupError>,
@@ -357,7 +358,7 @@ impl Shared {
             // Entries with a lookup are never removed.
             return Err(IdentityError::Unavailable);
         };
-        entry.flight = None;
+        entry.lookup = None;
         let fresh_until = entry
             .fresh(now)
             .filter(|remembered| remembered.answer.is_ok())
@@ -394,19 +395,19 @@ impl Shared {
                     refused(IdentityError::Unavailable)
                 }
             },
-            // Our own doing, about which nothing is remembered.
+            // The rate limiter refused, so nothing is cached.
             Err(LookupError::Busy) => (Err(IdentityError::Unavailable), now + BUSY),
         };
         state.schedule(hash, Some(due));
         if let Ok(agent) = &answer {
-            // Nothing is decided by it, so that forgetting all of them does no harm.
+            // No decision depends on these, so all of them may be forgotten.
             if state.projects.len() >= MAX_TOKENS && !state.projects.contains_key(&agent.id) {
                 state.projects.clear();
             }
             state.projects.insert(agent.id, agent.project_id);
             state.agents.add(hash);
             if let Urgency::New { from: Some(from), .. } = urgency {
-                state.friends.add(from);
+                state.known_sources.add(from);
             }
         }
         drop(state);
@@ -417,13 +418,13 @@ impl Shared {
                 agent.id = agent,
                 "GitLab says that an agent was revoked or changed: its streams end"
             );
-            // Noted above, and now told: whoever wakes finds it.
+            // The answer is recorded above; now subscribers may wake.
             self.version.send_modify(|version| *version += 1);
         }
         answer.map(|agent| session.authenticated(agent))
     }
 
-    /// Asks again for agents that are connected, and forgets what does not count any more.
+    /// Renews agents that are connected, and removes expired entries.
     async fn renewals(self: Arc<Self>) {
         let permits = Arc::new(Semaphore::new(MAX_RENEWALS));
         // The semaphore is never closed.
@@ -447,7 +448,7 @@ impl Shared {
         let mut state = self.state();
         let Some((_, hash)) = state.due.first().copied().filter(|(at, _)| *at <= now) else { return };
         let Some(entry) = state.tokens.get(&hash) else {
-            // There is none without an entry; one that stayed would be looked at for ever.
+            // There is no due time without an entry; if there were one, it would stay forever.
             state.due.pop_first();
             return;
         };
@@ -459,7 +460,7 @@ impl Shared {
                     state.late_told = Some(now);
                     tracing::warn!(
                         "connected agents are checked later than agent.info_cache_ttl says: gitlab.api_rate_limit is \
-                         too low for so many, or GitLab too slow"
+                         too low for so many, or GitLab is too slow"
                     );
                 }
             }

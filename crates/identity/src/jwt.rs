@@ -1,19 +1,16 @@
-//! Who may call: bearer tokens off requests, and JWTs of GitLab and operators.
+//! Authenticates callers: bearer tokens of requests, and JWTs of GitLab and operators.
 //!
-//! Fails closed: what cannot be checked is refused. The reason goes to the debug log, never to the
-//! caller.
+//! Fails closed: a token that cannot be checked is refused. The reason is written to the debug log and never
+//! sent to the caller.
 
-use std::{
-    collections::HashMap,
-    sync::{Arc, Mutex, PoisonError},
-    time::Duration,
-};
+use std::{collections::HashMap, sync::Arc, time::Duration};
 
 use base64::{Engine as _, prelude::BASE64_URL_SAFE_NO_PAD};
 use grpc::{Code, Status};
 use http::HeaderMap;
 use ids::Actor;
 use jsonwebtoken::{Algorithm, DecodingKey, Validation, errors::ErrorKind};
+use parking_lot::{Mutex, MutexGuard};
 use serde::Deserialize;
 use tokio::time::Instant;
 
@@ -21,15 +18,15 @@ use settings::secret::ApiSecret;
 
 /// The audience of every JWT that kas accepts.
 pub const AUDIENCE: &str = "gitlab-kas";
-/// Who signs the tokens of replicas, in the claim `iss`.
+/// The issuer of tokens of replicas, in the claim `iss`.
 pub const ISSUER: &str = "gitlab-kas";
-/// By how much the clocks of replicas may differ.
+/// Maximum difference between the clocks of replicas.
 const REPLICA_LEEWAY: Duration = Duration::from_secs(30);
 
 /// Returns the bearer token of a request.
 ///
 /// # Errors
-/// `UNAUTHENTICATED`, in the words of 14.1; several `authorization` headers are refused.
+/// `UNAUTHENTICATED`, with the messages of 14.1; several `authorization` headers are refused.
 pub fn bearer(headers: &HeaderMap) -> Result<&[u8], Status> {
     let unauthenticated = |text| Status::new(Code::Unauthenticated, text);
     let mut values = headers.get_all(http::header::AUTHORIZATION).iter();
@@ -46,26 +43,26 @@ pub fn bearer(headers: &HeaderMap) -> Result<&[u8], Status> {
     Ok(&value[space + 1..])
 }
 
-/// Verified tokens that are remembered until they expire.
+/// Maximum number of verified tokens in the cache.
 const REMEMBERED: usize = 1024;
-/// A longer token is checked each time: it must not make the memory grow.
+/// Longest token in bytes that is cached, so that the cache stays small. Longer ones are verified each time.
 const LONGEST_REMEMBERED: usize = 2048;
-/// How often the log tells of an issuer that is not accepted.
-const TOLD: Duration = Duration::from_secs(60);
+/// Minimum time between two log messages about an issuer that is not accepted.
+const ISSUER_LOGGED: Duration = Duration::from_secs(60);
 
-/// Checks the JWTs of one listener.
+/// Verifies the JWTs of one listener.
 ///
-/// A token that was verified is remembered with its expiry, which is checked on each use: the
-/// signature of the same bytes cannot become wrong, and checking it is 40 % of a small request.
+/// A verified token is cached with its expiry, which is checked on each use: a valid signature stays valid,
+/// and verifying it takes 40 % of a small request.
 pub struct JwtVerifier {
     keys: Vec<DecodingKey>,
     validation: Validation,
     verified: Mutex<HashMap<Box<[u8]>, Verified>>,
-    /// When the log last told of an issuer that is not accepted.
-    told: Mutex<Option<Instant>>,
+    /// When the last message about an issuer that is not accepted was logged.
+    issuer_logged: Mutex<Option<Instant>>,
 }
 
-/// A token that was verified.
+/// A token with a valid signature.
 #[derive(Clone, Debug)]
 struct Verified {
     exp: f64,
@@ -78,12 +75,12 @@ impl std::fmt::Debug for JwtVerifier {
     }
 }
 
-/// `Validation` checks the claims; these are used after it.
+/// The claims that are used after `Validation` has checked them.
 #[derive(Deserialize)]
 struct Claims {
-    /// Seconds since 1970; GitLab writes whole ones, kas of GitLab fractions.
+    /// Seconds since 1970. GitLab writes integers, and kas of GitLab fractions.
     exp: f64,
-    /// For the audit log. Of whatever type: what it may be was decided before.
+    /// For the audit log. Any type: its validity has been decided before.
     #[serde(default)]
     iss: serde_json::Value,
     #[serde(default)]
@@ -92,7 +89,7 @@ struct Claims {
 
 impl Claims {
     fn actor(&self) -> Arc<Actor> {
-        /// Characters of a claim that are kept.
+        /// Maximum length of a claim in the audit log, in characters.
         const LONGEST: usize = 128;
         let text = |claim: &serde_json::Value| {
             claim.as_str().map(|text| text.chars().take(LONGEST).collect::<String>())
@@ -102,8 +99,8 @@ impl Claims {
 }
 
 impl JwtVerifier {
-    /// Accepts HS256 tokens signed with any of `secrets`, for [`AUDIENCE`], of one of `issuers`,
-    /// with an expiry. `leeway` is what clocks may differ by, in whole seconds.
+    /// Accepts HS256 tokens that are signed with any of `secrets`, have the audience [`AUDIENCE`], one of
+    /// `issuers` and an expiry. `leeway` is the maximum clock difference, in whole seconds.
     pub fn new(secrets: &[ApiSecret], issuers: &[String], leeway: Duration) -> Self {
         let keys = secrets.iter().map(|secret| DecodingKey::from_secret(secret.expose())).collect();
         Self::with_keys(keys, issuers, leeway)
@@ -122,10 +119,10 @@ impl JwtVerifier {
         validation.validate_exp = true;
         validation.validate_nbf = true;
         validation.leeway = leeway.as_secs();
-        Self { keys, validation, verified: Mutex::default(), told: Mutex::default() }
+        Self { keys, validation, verified: Mutex::default(), issuer_logged: Mutex::default() }
     }
 
-    /// Checks the token of a request, and returns who asks.
+    /// Checks the token of a request and returns its actor.
     ///
     /// # Errors
     /// `UNAUTHENTICATED`.
@@ -155,7 +152,7 @@ impl JwtVerifier {
                 }
                 Err(error) => {
                     if matches!(error.kind(), ErrorKind::InvalidIssuer) {
-                        self.tell_of_issuer(token);
+                        self.log_issuer(token);
                     }
                     reason = Some(error);
                 }
@@ -167,26 +164,27 @@ impl JwtVerifier {
         Err(Status::new(Code::Unauthenticated, "JWT validation failed"))
     }
 
-    /// Tells of a token with a good signature whose issuer is not in the list: no stranger has made it, and
-    /// whoever did is told nothing. Now and then, since it may come with each call.
-    fn tell_of_issuer(&self, token: &[u8]) {
+    /// Logs that a token with a valid signature has an issuer that is not in the list. Its signer knows the
+    /// secret, so this is a configuration error, but the caller gets no reason. At most once a minute, as
+    /// every call may cause it.
+    fn log_issuer(&self, token: &[u8]) {
         let now = Instant::now();
-        let mut told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
-        if told.is_some_and(|told| now < told + TOLD) {
+        let mut logged = self.issuer_logged.lock();
+        if logged.is_some_and(|logged| now < logged + ISSUER_LOGGED) {
             return;
         }
-        *told = Some(now);
-        drop(told);
+        *logged = Some(now);
+        drop(logged);
         let claims = jsonwebtoken::dangerous::insecure_decode::<Claims>(token);
         let issuer = claims.map(|data| data.claims.actor().issuer.clone()).unwrap_or_default();
         tracing::warn!(
             issuer,
-            "a token with a good signature is refused: its issuer is not accepted; is it missing in api.listen.issuers?"
+            "refused a token with a valid signature: its issuer is not accepted; is it missing in api.listen.issuers?"
         );
     }
 
-    fn verified(&self) -> std::sync::MutexGuard<'_, HashMap<Box<[u8]>, Verified>> {
-        self.verified.lock().unwrap_or_else(PoisonError::into_inner)
+    fn verified(&self) -> MutexGuard<'_, HashMap<Box<[u8]>, Verified>> {
+        self.verified.lock()
     }
 
     fn remember(&self, token: &[u8], new: Verified, now: f64) {
@@ -204,28 +202,28 @@ impl JwtVerifier {
     }
 }
 
-/// What the library accepts in a token with a good signature, and RFC 7515 and 7519 do not. Asked once for
-/// each token: what passed is remembered.
+/// Returns a violation of RFC 7515 or 7519 that the library does not detect in a token with a valid
+/// signature. Called once for each token that is accepted, because it is cached then.
 fn unusable(token: &[u8], claims: &Claims) -> Option<&'static str> {
-    // The library decodes it and forgets the keys that it does not know.
+    // The library decodes the header but ignores unknown keys.
     let header = token.split(|b| *b == b'.').next().unwrap_or_default();
     let header = BASE64_URL_SAFE_NO_PAD.decode(header).unwrap_or_default();
     let Ok(header) = serde_json::from_slice::<serde_json::Map<String, serde_json::Value>>(&header) else {
-        return Some("its header is no JSON object");
+        return Some("its header is not a JSON object");
     };
-    // Section 4.1.11: an extension that is not understood is not ignored, and none is understood here.
+    // Section 4.1.11: an unknown critical extension must not be ignored, and none is known here.
     if header.contains_key("crit") {
         return Some("its header names critical extensions (crit)");
     }
-    // The library takes a list in which an issuer stands.
-    (!claims.iss.is_string()).then_some("its issuer is no text")
+    // The library also accepts a list that contains an issuer.
+    (!claims.iss.is_string()).then_some("its issuer is not a text")
 }
 
 #[cfg(feature = "fuzzing")]
-/// Checks `bytes` as a token, and as the claims of a token with a good signature: for a fuzz target.
+/// Checks `bytes` as a token and as the claims of a token with a valid signature, for a fuzz target.
 ///
 /// # Panics
-/// When a token is accepted that should not be.
+/// If a token is accepted that should be refused.
 pub fn fuzz(bytes: &[u8]) {
     use BASE64_URL_SAFE_NO_PAD as BASE64;
     const SECRET: &[u8] = &[b's'; 32];
@@ -240,8 +238,8 @@ pub fn fuzz(bytes: &[u8]) {
         headers.insert(http::header::AUTHORIZATION, value);
         verifier.verify(&headers).ok()
     };
-    assert!(verify(bytes).is_none(), "what nobody signed was accepted");
-    assert!(verify(&[b"Bearer ", bytes].concat()).is_none(), "what nobody signed was accepted");
+    assert!(verify(bytes).is_none(), "an unsigned token was accepted");
+    assert!(verify(&[b"Bearer ", bytes].concat()).is_none(), "an unsigned token was accepted");
     let message = format!("{}.{}", BASE64.encode(r#"{"alg":"HS256","typ":"JWT"}"#), BASE64.encode(bytes));
     let key = jsonwebtoken::EncodingKey::from_secret(SECRET);
     let Ok(signature) = jsonwebtoken::crypto::sign(message.as_bytes(), &key, Algorithm::HS256) else {
@@ -276,7 +274,7 @@ mod tests {
 
     fn verifier(dir: &std::path::Path, leeway: u64) -> JwtVerifier {
         let path = dir.join("secret");
-        // Base64 of 32 times the letter s.
+        // Base64 of 32 letters s.
         std::fs::write(&path, "c3Nzc3Nzc3Nzc3Nzc3Nzc3Nzc3Nzc3Nzc3Nzc3Nzc3M=").unwrap();
         JwtVerifier::new(
             &[ApiSecret::read(&path).unwrap()],
@@ -298,15 +296,15 @@ mod tests {
         for verified in verifier.verified().values_mut() {
             verified.exp = 1.0;
         }
-        // The signature still holds, so it is checked anew and found unexpired; a token whose own
-        // claim has passed is not.
+        // The signature is still valid, so the token is verified again and found unexpired. A token with an
+        // expired claim is refused.
         verifier.verify(&headers).unwrap();
         let old = serde_json::json!({"aud": AUDIENCE, "iss": "gitlab", "exp": 1});
         assert!(verifier.verify(&self::headers(&old, &[b's'; 32])).is_err());
     }
 
     #[test]
-    fn a_token_says_who_asks_each_time() {
+    fn a_token_returns_its_actor_each_time() {
         let dir = tempfile::tempdir().unwrap();
         let verifier = verifier(dir.path(), 5);
         let exp = process::clock::wall().as_secs() + 60;
@@ -337,7 +335,7 @@ mod tests {
             let signature = jsonwebtoken::crypto::sign(message.as_bytes(), &key, Algorithm::HS256).unwrap();
             let mut headers = HeaderMap::new();
             headers.insert("authorization", format!("Bearer {message}.{signature}").parse().unwrap());
-            // Again: what was refused is not remembered.
+            // The second call shows that a refused token is not cached.
             let verified = [verifier.verify(&headers).is_ok(), verifier.verify(&headers).is_ok()];
             assert_eq!(verified[0], verified[1]);
             verified[0]
@@ -356,7 +354,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_remembered_is_bounded_and_only_what_was_verified() {
+    fn the_cache_is_bounded_and_contains_only_verified_tokens() {
         let dir = tempfile::tempdir().unwrap();
         let verifier = verifier(dir.path(), 5);
         let exp = process::clock::wall().as_secs() + 60;

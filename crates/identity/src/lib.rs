@@ -1,5 +1,5 @@
-//! Which agent a token belongs to: the trait [`Identity`], and its versions by a file and by GitLab; and the
-//! JWTs of callers.
+//! Which agent a token belongs to: the trait [`Identity`] and its implementations by a file and by GitLab.
+//! Also verifies the JWTs of callers.
 
 mod file;
 pub mod gitlab;
@@ -14,55 +14,54 @@ use tokio::sync::watch;
 
 pub use self::file::{FileIdentity, Identities, IfAbsent, OpenError, others_may_write};
 
-/// Tells which agent a token belongs to.
+/// Determines which agent a token belongs to.
 #[async_trait]
 pub trait Identity: Send + Sync + 'static {
-    /// Returns the agent that holds `token`, which is compared as it is: no trimming. `from`: where it comes
-    /// from, if that is told; it decides nothing but who is asked about first.
+    /// Returns the agent that `token` belongs to; the token is compared without trimming. `from` is the
+    /// source address, if known; it affects only the order of lookups.
     ///
     /// # Errors
-    /// [`IdentityError`]; a check that cannot be made is [`IdentityError::Unavailable`].
+    /// [`IdentityError`]; [`IdentityError::Unavailable`] if the token cannot be checked.
     async fn authenticate(&self, token: &[u8], from: Option<IpAddr>) -> Result<Authenticated, IdentityError>;
 
-    /// Wakes when [`Identity::still_valid`] may answer differently. Subscribe first, then ask:
-    /// nothing is missed.
+    /// Wakes when [`Identity::still_valid`] may answer differently. Subscribe first, then ask, so that no
+    /// change is missed.
     fn changes(&self) -> watch::Receiver<u64>;
 
-    /// Whether a stream that began as `authenticated` may go on: the agent still holds the token,
-    /// and still has the same name and project.
+    /// Whether a stream that was authenticated with `authenticated` may continue: the token still belongs to
+    /// the agent, and the agent has the same name and project.
     async fn still_valid(&self, authenticated: &Authenticated) -> bool;
 
-    /// Returns the configuration project of an agent, when it is known here without asking: for the audit
-    /// log.
+    /// Returns the configuration project of an agent if it is known without a lookup, for the audit log.
     fn project_of(&self, agent: AgentId) -> Option<i64>;
 }
 
 /// Why a token was not accepted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum IdentityError {
-    /// No agent holds this token: `UNAUTHENTICATED`.
+    /// The token belongs to no agent: `UNAUTHENTICATED`.
     #[error("no agent holds this token")]
     Unknown,
-    /// The agent is known and may not be served: `PERMISSION_DENIED`.
+    /// The agent is known but may not connect: `PERMISSION_DENIED`.
     #[error("this agent may not connect")]
     Forbidden,
-    /// The check could not be made: `UNAVAILABLE`, to be tried again.
+    /// The token could not be checked: `UNAVAILABLE`, the agent should retry.
     #[error("the identity of the agent cannot be checked at the moment")]
     Unavailable,
 }
 
-/// An agent, and the token by which it was recognised.
+/// An agent, and the token that identified it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Authenticated {
     /// The agent.
     pub agent: Arc<Agent>,
-    /// The hash of its token, to ask later whether it is still valid.
+    /// The hash of its token, to check later whether it is still valid.
     pub token: TokenHash,
-    /// To be kept as long as what was let in with it.
+    /// Must be kept as long as the stream that was authenticated.
     pub hold: Hold,
 }
 
-/// What an [`Identity`] wants to have alive as long as streams of an agent are open; says nothing about the
+/// Keeps state of an [`Identity`] alive as long as streams of an agent are open. It says nothing about the
 /// agent.
 #[derive(Clone, Default)]
 pub struct Hold(Option<Arc<dyn Any + Send + Sync>>);

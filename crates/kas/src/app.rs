@@ -28,7 +28,7 @@ use net::{
     tls,
 };
 use process::{
-    files::Before,
+    files::Snapshot,
     lifecycle::{self, Lifecycle, Phase},
     version,
 };
@@ -246,7 +246,7 @@ async fn open_identity(
             Ok((Arc::new(identity), None))
         }
         (config::Identity::GitLab(gitlab), Some(secret)) => {
-            let before = Before::reading(gitlab.ca_certificate.iter().cloned().collect());
+            let before = Snapshot::reading(gitlab.ca_certificate.iter().cloned().collect());
             let client =
                 gitlab::Client::new(gitlab, secret, &gitlab::Proxies::from_env(), Arc::clone(&lookups))
                     .map_err(StartError::GitLab)?;
@@ -282,9 +282,9 @@ impl Kas {
             std::fs::create_dir_all(path)
                 .map_err(|source| StartError::State { path: path.clone(), source })?;
         }
-        let before = Before::reading(config.secret_files());
+        let before = Snapshot::reading(config.secret_files());
         let before_redis = match &config.tracker {
-            config::Tracker::Redis(shared) => Some(Before::reading(shared.redis.files())),
+            config::Tracker::Redis(shared) => Some(Snapshot::reading(shared.redis.files())),
             _ => None,
         };
         let (secrets, warnings) = preflight::prepare(&config).map_err(StartError::Config)?;
@@ -295,7 +295,7 @@ impl Kas {
             None => before,
             Some(path) => {
                 tracing::info!(path = %path.display(), "made a secret for the api listener");
-                Before::reading(config.secret_files())
+                Snapshot::reading(config.secret_files())
             }
         };
         let agent_listener = bind("agent", &config.agent.listen.listen).await?;

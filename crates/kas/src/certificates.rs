@@ -11,7 +11,7 @@ use std::{
 
 use net::tls::{self, Live, Validity};
 use process::error::chain;
-use process::files::{Before, Followed};
+use process::files::{Followed, Snapshot};
 use rustls::{ClientConfig, ServerConfig};
 
 pub use self::metrics::{CertificateMetrics, CertificatePart};
@@ -74,7 +74,7 @@ impl Certificates {
         files: &TlsFiles,
         http1: bool,
     ) -> Result<(Live<ServerConfig>, Followed), tls::Error> {
-        let before = Before::reading(vec![files.certificate.clone(), files.key.clone()]);
+        let before = Snapshot::reading(vec![files.certificate.clone(), files.key.clone()]);
         let (certificates, files) = (Arc::clone(self), files.clone());
         let make = move || {
             let config = tls::server(&files.certificate, &files.key)?;
@@ -108,7 +108,7 @@ impl Certificates {
         let others = private.others.clone();
         let mut paths = vec![files.certificate.clone(), files.key.clone()];
         paths.extend(others.as_ref().map(|others| others.ca.clone()));
-        let before = Before::reading(paths);
+        let before = Snapshot::reading(paths);
         let (certificates, files) = (Arc::clone(self), files.clone());
         let make = move || {
             let server = private_server(&files, others.as_ref())?;

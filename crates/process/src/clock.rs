@@ -1,4 +1,4 @@
-//! The wall clock, for stamps that leave the process. No protocol decision uses it.
+//! The wall clock, for timestamps that leave the process. No protocol decision uses it.
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 

@@ -1,18 +1,18 @@
-//! Which text metrics are told in: OpenMetrics 1.0, or Prometheus' format 0.0.4 that older scrapers and
-//! people ask for.
+//! Formats of metrics: OpenMetrics 1.0, or Prometheus' text format 0.0.4, which older scrapers and people
+//! use.
 //!
-//! The library writes OpenMetrics only; [`prometheus`] makes the other of it, line by line, in a text no
-//! larger than twice the first.
+//! The library writes OpenMetrics only. [`prometheus`] converts it line by line; the result is at most twice
+//! as long.
 
 use http::{HeaderMap, header};
 
-/// What [`prometheus`] returns is sent as this.
+/// The content type of the result of [`prometheus`].
 pub const PROMETHEUS: &str = "text/plain; version=0.0.4; charset=utf-8";
-/// What the library writes is sent as this.
+/// The content type of what the library writes.
 pub const OPENMETRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
-/// Whether OpenMetrics is asked for by name, and nothing is said to be better. `*/*` is no name: what a
-/// browser or curl shows is plain text.
+/// Whether the request asks for OpenMetrics by name and prefers nothing else. `*/*` does not count: browsers
+/// and curl show plain text better.
 pub fn wants_openmetrics(headers: &HeaderMap) -> bool {
     let (mut open, mut plain) = (0.0_f32, 0.0_f32);
     let ranges = headers.get_all(header::ACCEPT).iter().filter_map(|value| value.to_str().ok());
@@ -32,11 +32,11 @@ pub fn wants_openmetrics(headers: &HeaderMap) -> bool {
     open > 0.0 && open >= plain
 }
 
-/// Writes OpenMetrics as Prometheus' text format 0.0.4: HELP and TYPE name a counter with its `_total` and an
-/// info, which is a gauge there, with its `_info`; units, exemplars and the end are not told.
+/// Converts OpenMetrics to Prometheus' text format 0.0.4. HELP and TYPE name a counter with its `_total`, and
+/// an info, which is a gauge there, with its `_info`. Units, exemplars and the end marker are left out.
 pub fn prometheus(openmetrics: &str) -> String {
     let mut out = String::with_capacity(openmetrics.len());
-    // The help comes before the type, on which its name depends.
+    // HELP comes before TYPE, which determines the name in HELP.
     let mut help = None;
     for line in openmetrics.lines() {
         let Some(about) = line.strip_prefix("# ") else {
@@ -60,15 +60,15 @@ pub fn prometheus(openmetrics: &str) -> String {
                 }
                 out.extend(["# TYPE ", family, suffix, " ", kind, "\n"]);
             }
-            // UNIT, EOF.
+            // UNIT and EOF.
             _ => {}
         }
     }
     out
 }
 
-/// Returns a sample without its exemplar: what follows ` # ` after the labels, whose values may have that
-/// too.
+/// Returns a sample without its exemplar, which follows ` # ` after the labels. Label values may contain ` #
+/// ` too.
 fn without_exemplar(sample: &str) -> &str {
     let (mut quoted, mut escaped) = (false, false);
     for (at, c) in sample.char_indices() {
@@ -96,7 +96,7 @@ mod tests {
     }
 
     #[test]
-    fn openmetrics_is_for_those_who_name_it() {
+    fn openmetrics_is_sent_only_if_named() {
         for accept in [
             // Prometheus 2 and 3.
             "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,\
@@ -123,7 +123,7 @@ mod tests {
     }
 
     #[test]
-    fn families_samples_and_exemplars_are_told_in_the_words_of_0_0_4() {
+    fn openmetrics_converts_to_format_0_0_4() {
         let openmetrics = r##"# HELP kas_build Which build this is.
 # TYPE kas_build info
 kas_build_info{version="1 # 2\" # {"} 1

@@ -1,8 +1,9 @@
-//! Files that are read again while the process runs: certificates, keys and secrets.
+//! Reloads files that change while the process runs: certificates, keys and secrets.
 //!
-//! They are looked at, not waited for: Kubernetes replaces a folder by exchanging a symbolic link, editors
-//! rename, scripts write in place, and some file systems tell nobody. What is being written is left alone
-//! until two looks agree.
+//! Files are polled, because notifications are not reliable: Kubernetes exchanges the symbolic link of a
+//! folder, editors rename files, scripts overwrite them, and some file systems send no notifications. A
+//! changed file is read only when two checks in a row agree, so that a file that is being written is left
+//! alone.
 
 use std::{
     fs::File,
@@ -12,28 +13,28 @@ use std::{
     time::Duration,
 };
 
-/// How often files are looked at. Shorter: exchanged files count sooner. Longer: fewer reads of a network's
-/// file system.
+/// How often files are checked. Shorter: changes take effect sooner. Longer: fewer reads of a network file
+/// system.
 pub const PERIOD: Duration = Duration::from_secs(5);
-/// Between the two looks that must agree.
+/// Time between the two checks that must agree.
 const SETTLE: Duration = Duration::from_millis(500);
-/// Bytes of a file that count: nothing that is followed is larger.
+/// Maximum number of bytes of a file that are compared; no followed file is larger.
 const LARGEST: u64 = 1 << 20;
 
-/// Uses what the files hold now, or says why it stays with what it has.
-type Take = Box<dyn FnMut() -> Result<String, String> + Send>;
+/// Reads and applies the content. Returns a log message, or why the previous content stays in use.
+type Apply = Box<dyn FnMut() -> Result<String, String> + Send>;
 
-/// Files and what is made of them.
+/// Files that are followed, with the function that applies their content.
 pub struct Followed {
     name: String,
     files: Vec<PathBuf>,
-    take: Take,
+    apply: Apply,
     keys: RandomState,
-    /// Of what is in use.
+    /// Fingerprint of the content in use.
     used: u64,
-    /// Of what was there at the last look.
+    /// Fingerprint at the last check.
     seen: u64,
-    /// Of what could not be used, which has been said.
+    /// Fingerprint of content that could not be used, which has been logged.
     refused: Option<u64>,
 }
 
@@ -46,100 +47,100 @@ impl std::fmt::Debug for Followed {
     }
 }
 
-/// What files are now, taken before they are read for use: then no change between the two is missed.
+/// A fingerprint of files, taken before they are read for use, so that no change in between is missed.
 #[derive(Debug)]
-pub struct Before {
+pub struct Snapshot {
     files: Vec<PathBuf>,
     keys: RandomState,
     used: u64,
 }
 
-impl Before {
-    /// Looks at `files`, which may be absent.
+impl Snapshot {
+    /// Takes a fingerprint of `files`, which may be absent.
     pub fn reading(files: Vec<PathBuf>) -> Self {
         let keys = RandomState::new();
         let used = fingerprint(&keys, &files);
         Self { files, keys, used }
     }
 
-    /// Calls `take` whenever the files have become others. It reads them and uses what they hold, and returns
-    /// what there is to say about that; or it keeps what is in use, and returns why. `name` says in the log
-    /// what they are.
+    /// Calls `apply` whenever the content of the files has changed. `apply` reads and applies it and returns
+    /// a log message, or returns why the previous content stays in use. `name` describes the files in the
+    /// log.
     pub fn then(
         self,
         name: impl Into<String>,
-        take: impl FnMut() -> Result<String, String> + Send + 'static,
+        apply: impl FnMut() -> Result<String, String> + Send + 'static,
     ) -> Followed {
         let Self { files, keys, used } = self;
-        Followed { name: name.into(), files, take: Box::new(take), keys, used, seen: used, refused: None }
+        Followed { name: name.into(), files, apply: Box::new(apply), keys, used, seen: used, refused: None }
     }
 }
 
-/// What a look has found.
+/// The result of a check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Look {
-    /// What is in use, or what was refused before.
+pub enum Check {
+    /// The content is in use, or was refused before.
     Same,
-    /// Something else: looked at again soon, to see whether it stays.
+    /// The content has changed. Check again soon, to see whether it stays the same.
     Changing,
-    /// What is there is used from now on.
-    Taken,
-    /// What is there cannot be used, and what was used stays.
+    /// The new content is in use from now on.
+    Applied,
+    /// The new content cannot be used, and the previous content stays in use.
     Refused,
 }
 
 impl Followed {
-    /// Looks once, and logs what comes of it. Blocks while files are read.
-    pub fn look(&mut self) -> Look {
+    /// Checks once and logs the result. Blocks while files are read.
+    pub fn check(&mut self) -> Check {
         let now = fingerprint(&self.keys, &self.files);
         let before = std::mem::replace(&mut self.seen, now);
         if now == self.used {
             if self.refused.take().is_some() {
-                tracing::info!(what = self.name, "the files hold again what is in use");
+                tracing::info!(what = self.name, "the files match the content in use again");
             }
-            return Look::Same;
+            return Check::Same;
         }
         if self.refused == Some(now) {
-            return Look::Same;
+            return Check::Same;
         }
         if now != before {
-            return Look::Changing;
+            return Check::Changing;
         }
-        match (self.take)() {
-            Ok(said) => {
+        match (self.apply)() {
+            Ok(message) => {
                 self.used = now;
                 self.refused = None;
-                tracing::info!(what = self.name, "{said}");
-                Look::Taken
+                tracing::info!(what = self.name, "{message}");
+                Check::Applied
             }
             Err(error) => {
                 self.refused = Some(now);
                 tracing::warn!(
                     what = self.name,
                     error,
-                    "changed files cannot be used: what was read before stays in use"
+                    "changed files cannot be used: the previous content stays in use"
                 );
-                Look::Refused
+                Check::Refused
             }
         }
     }
 }
 
-/// Follows until dropped; `after` is called after each round.
+/// Checks the files until dropped. `after` is called after each round.
 pub async fn follow(mut all: Vec<Followed>, mut after: impl FnMut()) {
     let mut pause = PERIOD;
     loop {
         tokio::time::sleep(pause).await;
-        let looked = tokio::task::spawn_blocking(move || {
+        let checked = tokio::task::spawn_blocking(move || {
             let changing =
-                all.iter_mut().filter_map(|one| (one.look() == Look::Changing).then_some(())).count();
+                all.iter_mut().filter_map(|one| (one.check() == Check::Changing).then_some(())).count();
             (all, changing > 0)
         });
-        // It panics only if one of them does, which would then never be followed again: that must not go
-        // unnoticed.
-        let Ok((back, changing)) = looked.await else {
+        // This panics only if a check panicked. Without these files ever being checked again, certificates
+        // would expire, so it must be noticed.
+        let Ok((back, changing)) = checked.await else {
             tracing::error!(
-                "following files has ended by a panic: changed certificates and secrets need a restart"
+                "the file watcher panicked: changed certificates and secrets take effect only after a restart"
             );
             return;
         };
@@ -184,11 +185,11 @@ mod tests {
 
     use super::*;
 
-    /// Follows one file that must hold a number; returns it with what was taken.
+    /// Follows one file that must contain a number. Returns it with the numbers that were applied.
     fn number(path: &Path) -> (Followed, Arc<Mutex<Vec<u32>>>) {
         let taken = Arc::<Mutex<Vec<u32>>>::default();
         let (to, file) = (Arc::clone(&taken), path.to_owned());
-        let followed = Before::reading(vec![path.to_owned()]).then("a number", move || {
+        let followed = Snapshot::reading(vec![path.to_owned()]).then("a number", move || {
             let text = fs::read_to_string(&file).map_err(|error| error.to_string())?;
             to.lock().unwrap().push(text.parse().map_err(|_| "no number".to_owned())?);
             Ok("another number".to_owned())
@@ -197,38 +198,38 @@ mod tests {
     }
 
     #[test]
-    fn a_change_counts_once_it_stays_and_what_cannot_be_used_is_said_once() {
+    fn a_settled_change_is_applied_and_an_invalid_one_is_logged_once() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("n");
         fs::write(&path, "1").unwrap();
         let (mut followed, taken) = number(&path);
-        assert_eq!(followed.look(), Look::Same);
+        assert_eq!(followed.check(), Check::Same);
         fs::write(&path, "2").unwrap();
-        assert_eq!(followed.look(), Look::Changing);
+        assert_eq!(followed.check(), Check::Changing);
         // Still being written.
         fs::write(&path, "23").unwrap();
-        assert_eq!(followed.look(), Look::Changing);
-        assert_eq!(followed.look(), Look::Taken);
-        assert_eq!(followed.look(), Look::Same);
+        assert_eq!(followed.check(), Check::Changing);
+        assert_eq!(followed.check(), Check::Applied);
+        assert_eq!(followed.check(), Check::Same);
         assert_eq!(*taken.lock().unwrap(), [23]);
         fs::write(&path, "x").unwrap();
         assert_eq!(
-            [followed.look(), followed.look(), followed.look()],
-            [Look::Changing, Look::Refused, Look::Same]
+            [followed.check(), followed.check(), followed.check()],
+            [Check::Changing, Check::Refused, Check::Same]
         );
         fs::remove_file(&path).unwrap();
         assert_eq!(
-            [followed.look(), followed.look(), followed.look()],
-            [Look::Changing, Look::Refused, Look::Same]
+            [followed.check(), followed.check(), followed.check()],
+            [Check::Changing, Check::Refused, Check::Same]
         );
-        // Back to what is in use: nothing to take.
+        // The content in use is back: nothing to apply.
         fs::write(&path, "23").unwrap();
-        assert_eq!([followed.look(), followed.look()], [Look::Same, Look::Same]);
+        assert_eq!([followed.check(), followed.check()], [Check::Same, Check::Same]);
         assert_eq!(*taken.lock().unwrap(), [23]);
     }
 
     #[test]
-    fn the_exchange_of_a_folder_by_kubernetes_is_seen() {
+    fn a_folder_exchanged_by_kubernetes_is_noticed() {
         let folder = tempfile::tempdir().unwrap();
         let at = |name: &str| folder.path().join(name);
         for (version, content) in [("..1", "1"), ("..2", "2")] {
@@ -240,7 +241,7 @@ mod tests {
         let (mut followed, taken) = number(&at("n"));
         symlink("..2", at("..data_tmp")).unwrap();
         fs::rename(at("..data_tmp"), at("..data")).unwrap();
-        assert_eq!([followed.look(), followed.look()], [Look::Changing, Look::Taken]);
+        assert_eq!([followed.check(), followed.check()], [Check::Changing, Check::Applied]);
         assert_eq!(*taken.lock().unwrap(), [2]);
     }
 }

@@ -1,5 +1,5 @@
-//! What every program needs whatever it serves: its lifecycle, logs, files that change, the clock, the
-//! version. It depends on no other crate of the workspace.
+//! What every program needs: lifecycle, logs, files that change, the clock, the version. This crate depends
+//! on no other crate of the workspace.
 
 pub mod clock;
 pub mod error;

@@ -1,17 +1,18 @@
-//! The life of a process: serving, draining, leaving, stopped.
+//! The phases of a process: serving, draining, leaving, stopped.
 
 use tokio::sync::watch;
 
-/// How far a process is. Only ever goes forward.
+/// The phase of a process. It only advances.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Phase {
-    /// Everything is served.
+    /// All requests are served.
     Serving,
-    /// Not ready any more, so that balancers and peers turn away; everything is still served.
+    /// Not ready any more, so that load balancers and peers stop using this process. All requests are still
+    /// served.
     Draining,
-    /// Connections get GOAWAY, idle tunnels end; open requests go on.
+    /// Connections get GOAWAY and idle tunnels end. Open requests continue.
     Leaving,
-    /// What is left ends now.
+    /// Everything that is left ends now.
     Stopped,
 }
 
@@ -26,7 +27,7 @@ impl Default for Lifecycle {
 }
 
 impl Lifecycle {
-    /// Goes on to `phase`; never back.
+    /// Advances to `phase`. An earlier phase has no effect.
     pub fn advance(&self, phase: Phase) {
         self.0.send_if_modified(|now| {
             let forward = *now < phase;
@@ -35,12 +36,12 @@ impl Lifecycle {
         });
     }
 
-    /// Returns the phase now.
+    /// Returns the current phase.
     pub fn phase(&self) -> Phase {
         *self.0.borrow()
     }
 
-    /// Returns a receiver of every later phase.
+    /// Returns a receiver of all later phases.
     pub fn watch(&self) -> watch::Receiver<Phase> {
         self.0.subscribe()
     }
@@ -55,23 +56,23 @@ impl Lifecycle {
     }
 }
 
-/// SIGINT and SIGTERM, from the moment it is made.
+/// SIGINT and SIGTERM, received from the moment it is created.
 ///
-/// SIGHUP is taken over too, since the system would end the process without a word: [`hangups`] says what
-/// comes of it.
+/// SIGHUP is received too, because it would otherwise end the process without a message; [`hangups`] handles
+/// it.
 #[derive(Debug)]
 pub struct Signals {
     interrupt: tokio::signal::unix::Signal,
     terminate: tokio::signal::unix::Signal,
-    /// Never received here: that it is there keeps SIGHUP from ending the process.
+    /// Never read here: it only keeps SIGHUP from ending the process.
     _hangup: tokio::signal::unix::Signal,
 }
 
 impl Signals {
-    /// Takes the signals over: from now on they do not end the process.
+    /// Registers the signals: from now on they do not end the process.
     ///
     /// # Errors
-    /// When signals cannot be watched.
+    /// If signals cannot be registered.
     pub fn new() -> std::io::Result<Self> {
         use tokio::signal::unix::{SignalKind, signal};
         Ok(Self {
@@ -93,14 +94,14 @@ impl Signals {
     }
 }
 
-/// Obeys SIGHUP for ever: calls `reopen`, or says that there is nothing to do. Many that come at once may
+/// Handles SIGHUP forever: calls `reopen`, or logs that there is nothing to do. Several signals at once may
 /// count as one.
 pub async fn hangups(reopen: Option<impl Fn()>) {
     use tokio::signal::unix::{SignalKind, signal};
     let mut hangups = match signal(SignalKind::hangup()) {
         Ok(hangups) => hangups,
         Err(error) => {
-            tracing::warn!(error = %error, "SIGHUP cannot be watched");
+            tracing::warn!(error = %error, "cannot handle SIGHUP");
             return;
         }
     };

@@ -1,12 +1,12 @@
-//! How many files this process may open.
+//! The number of files this process may open.
 
-/// Raises the number of files this process may open to what the system allows: each agent is one. Returns the
-/// limit.
+/// Raises the number of files this process may open to the maximum that the system allows, since each agent
+/// needs one. Returns the limit.
 pub fn raise_limit() -> u64 {
     rlimit::increase_nofile_limit(u64::MAX).unwrap_or(0)
 }
 
-/// Files for which the table is allocated at once: eight bytes each.
+/// Number of files for which the table is allocated at once; an entry has eight bytes.
 const FILES: u64 = 32 * 1024;
 
 /// Makes the kernel's table of this process' files as large as it may soon become, where the limit allows.
@@ -19,7 +19,7 @@ pub fn preallocate_table() {
     if let Ok(file) = std::fs::File::open("/dev/null")
         && let Some(last) = most.checked_sub(1).and_then(|last| i32::try_from(last).ok())
     {
-        // Closed at once; the table stays.
+        // The file is closed at once; the table stays.
         drop(rustix::io::fcntl_dupfd_cloexec(&file, last));
     }
 }

@@ -1,4 +1,4 @@
-//! Logs: one line per event on standard error, JSON unless a person watches.
+//! Logs: one line per event on standard error, in JSON unless it is a terminal.
 
 use std::io::IsTerminal as _;
 
@@ -6,19 +6,19 @@ use tracing_subscriber::{
     EnvFilter, fmt::format::FmtSpan, layer::SubscriberExt as _, reload, util::SubscriberInitExt as _,
 };
 
-/// How log lines look.
+/// The log format.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub enum Format {
-    /// JSON when standard error is not a terminal.
+    /// JSON if standard error is not a terminal.
     #[default]
     Auto,
-    /// One JSON object a line.
+    /// One JSON object per line.
     Json,
-    /// Text for a person.
+    /// Text for people.
     Text,
 }
 
-/// Changes the level of a running process.
+/// Changes the log level of a running process.
 pub struct Level(Box<dyn Fn(&str) -> bool + Send + Sync>);
 
 impl std::fmt::Debug for Level {
@@ -28,17 +28,17 @@ impl std::fmt::Debug for Level {
 }
 
 impl Level {
-    /// Sets the level (`error`, `warn`, `info`, `debug`, `trace`, or a filter of targets); whether
-    /// it could be read.
+    /// Sets the level (`error`, `warn`, `info`, `debug`, `trace`, or a filter of targets). Returns whether it
+    /// was valid.
     pub fn set(&self, level: &str) -> bool {
         (self.0)(level)
     }
 }
 
-/// Starts logging. The environment variable `RUST_LOG` wins over `level`.
+/// Starts logging. The environment variable `RUST_LOG` takes precedence over `level`.
 ///
 /// # Panics
-/// When a logger is already set: call it once, first in `main`.
+/// If a logger is already set: call it once, first in `main`.
 pub fn start(level: &str, format: Format) -> Level {
     let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| filter(level));
     let (filter, handle) = reload::Layer::new(filter);
@@ -64,15 +64,15 @@ fn filter(level: &str) -> EnvFilter {
     EnvFilter::try_new(expand(level)).unwrap_or_else(|_| EnvFilter::new(expand("info")))
 }
 
-/// HTTP/2 libraries log each frame at debug: an operator who asks for debug wants ours. `redis` has its
-/// colons since a filter holds for each target that begins so, and `redis_tracker` is ours.
+/// Silences libraries. HTTP/2 libraries log each frame at debug, which hides our own messages. `redis` has
+/// its colons because a filter applies to each target that begins with it, and `redis_tracker` is ours.
 fn expand(level: &str) -> String {
     match level {
         "debug" | "trace" => format!(
             "{level},h2=info,hyper=info,hyper_util=info,tower=info,rustls=info,chitchat=info,hickory_resolver=info,\
              hickory_net=info,kube_runtime=error,kube_client=info,redis::=error"
         ),
-        // They repeat at each attempt what discovery and the tracker say once.
+        // They repeat at each attempt what discovery and the tracker log once.
         "info" | "warn" => format!("{level},kube_runtime=error,redis::=error"),
         other => other.to_owned(),
     }
@@ -85,14 +85,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn libraries_do_not_repeat_what_is_said_once() {
+    fn log_filters_silence_libraries() {
         for level in ["debug", "info", "warn"] {
             let registry = tracing_subscriber::registry().with(filter(level));
             tracing::subscriber::with_default(registry, || {
                 assert!(!tracing::enabled!(target: "redis::cluster_handling::async_connection", Level::WARN));
                 assert!(tracing::enabled!(target: "redis::cluster_handling::async_connection", Level::ERROR));
                 assert!(!tracing::enabled!(target: "kube_runtime::watcher", Level::WARN));
-                // What begins with the same letters is ours.
+                // Targets that begin with the same letters are ours.
                 assert!(tracing::enabled!(target: "redis_tracker::tracker", Level::WARN), "{level}");
                 assert!(tracing::enabled!(target: "kas", Level::WARN), "{level}");
             });

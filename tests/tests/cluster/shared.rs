@@ -373,7 +373,7 @@ async fn rotated_passwords_and_certificates_are_used_without_a_restart() -> Resu
     logged("redis.tls").await?;
     dialled_again().await?;
     write("client.key", &key)?;
-    logged("the files hold again what is in use").await?;
+    logged("the files match the content in use again").await?;
     // Another certificate of the same CA.
     for (from, to) in [("server.pem", "client.pem"), ("server.key", "client.key")] {
         write(to, &std::fs::read(files.path(from))?)?;

@@ -1,6 +1,6 @@
-//! The sections that versions after 14.1 have added, with the names, types and rules of 16.5.
+//! Sections added by versions after 14.1, with the names, types and rules of 16.5.
 //!
-//! They are for agentk, and for GitLab itself: this kas passes them on and grants no access by them.
+//! They are for agentk and GitLab: this kas passes them on and grants no access because of them.
 
 use proto::gitlab::agent::agentcfg::{
     CiAccessAsAgentCf, CiAccessAsCf, CiAccessAsCiJobCf, CiAccessAsImpersonateCf, CiAccessCf, CiAccessGroupCf,
@@ -18,7 +18,7 @@ const GROUP: &str = "the full path of a group";
 /// Reads `ci_access`: whose CI jobs may use the agent.
 pub(super) fn ci_access(root: &mut Section<'_, '_>) -> Option<CiAccessCf> {
     if root.has("ci_access") {
-        root.warn("ci_access", "is passed on to agentk; this kas gives CI jobs no access by it");
+        root.warn("ci_access", "is passed on to agentk; this kas gives CI jobs no access because of it");
     }
     root.section("ci_access", "", |s| {
         let projects = s.items("projects", "", |s, _| CiAccessProjectCf {
@@ -59,10 +59,13 @@ fn access_as(s: &mut Section<'_, '_>) -> Option<CiAccessAsCf> {
         .map(|one| CiAccessAsCf { r#as: Some(one) })
 }
 
-/// Checks `user_access`: whose users may use the agent. No agentk is told.
+/// Checks `user_access`: whose users may use the agent. It is not sent to agentk.
 pub(super) fn user_access(root: &mut Section<'_, '_>) {
     if root.has("user_access") {
-        root.warn("user_access", "has no effect in this version: this kas gives users no access by it");
+        root.warn(
+            "user_access",
+            "has no effect in this version: this kas gives users no access because of it",
+        );
     }
     root.section("user_access", "", |s| {
         let (present, given) = s.section("access_as", "", |s| {
@@ -198,9 +201,9 @@ flux:
   webhook_receiver_url: http://f
 "#;
 
-    /// Field numbers as 16.5 has them, written by hand.
+    /// Field numbers of 16.5, written by hand.
     #[test]
-    fn every_key_of_later_versions_reaches_agentk_under_its_number() {
+    fn keys_of_later_versions_are_encoded_with_their_field_numbers() {
         let parsed = parse(COMPLETE.as_bytes()).unwrap();
         let paths: Vec<_> = parsed.warnings.iter().map(|w| w.path.as_str()).collect();
         assert_eq!(paths, ["ci_access", "user_access"]);
@@ -246,7 +249,7 @@ flux:
     }
 
     #[test]
-    fn what_breaks_the_rules_of_later_versions_is_refused() {
+    fn values_that_break_rules_of_later_versions_are_refused() {
         for (file, reason) in [
             (
                 "ci_access: {projects: [{}]}",

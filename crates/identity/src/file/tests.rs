@@ -20,12 +20,12 @@ fn agent(id: i64) -> AgentId {
     AgentId::new(id).unwrap()
 }
 
-/// Waits for the next change as a stream does; the bound is what the module promises.
+/// Waits for the next change; the limit is what the module promises.
 async fn changed(changes: &mut watch::Receiver<u64>) {
     timeout(Duration::from_millis(500), changes.changed()).await.expect("no change within 500 ms").unwrap();
 }
 
-/// Lets the watcher look often enough to have noticed anything there was.
+/// Gives the watcher enough time to notice any change.
 async fn unchanged(changes: &mut watch::Receiver<u64>) {
     assert!(timeout(Duration::from_secs(2), changes.changed()).await.is_err(), "changed");
 }
@@ -47,7 +47,7 @@ async fn open(content: &str) -> Fixture {
 }
 
 #[test]
-fn a_token_is_found_by_its_hash_and_only_as_it_is() {
+fn a_token_is_found_by_its_hash_without_trimming() {
     let file = list(&[entry(1, "one", &["a"]), entry(2, "two", &["b", "c"])]);
     let identities = Identities::parse(file.as_bytes()).unwrap();
     let found = identities.lookup(b"c").unwrap();
@@ -62,7 +62,7 @@ fn a_token_is_found_by_its_hash_and_only_as_it_is() {
 }
 
 #[test]
-fn a_list_may_be_empty_but_its_key_must_stand() {
+fn the_list_may_be_empty_but_its_key_is_required() {
     for file in ["agents:", "agents: []", "agents:\n", "# c\nagents: ~\n"] {
         assert!(Identities::parse(file.as_bytes()).unwrap().is_empty(), "{file:?}");
     }
@@ -76,7 +76,7 @@ fn a_list_may_be_empty_but_its_key_must_stand() {
 }
 
 #[test]
-fn every_slip_is_told_and_no_token_is_shown() {
+fn every_problem_is_reported_and_no_token_is_shown() {
     let hash = TokenHash::of(b"x").to_hex();
     let file = format!(
         "agents:
@@ -105,17 +105,17 @@ extra: 1
         &format!("agents[0].name: found \"Demo\"; expected {name}"),
         &format!("agents[0].project_id: found -1; expected {number}"),
         "agents[0].tokens[0]: found something else (not shown); expected sha256: and 64 hexadecimal digits",
-        "agents[1].tokens[1]: found a hash that agents[1] has already; expected a token of its own for every agent",
+        "agents[1].tokens[1]: found a hash that agents[1] already has; expected a different token for each agent",
         "agents[2].id: found 1; expected an id that agents[1] does not have",
         &format!("agents[2].name: found \"-a\"; expected {name}"),
-        "agents[2].tokens: found nothing; expected one token hash, or two while a token is being exchanged",
+        "agents[2].tokens: found nothing; expected one token hash, or two while a token is being rotated",
         &format!("agents[3].name: found \"a-\"; expected {name}"),
-        "agents[3].tokens[0]: found a hash that agents[1] has already; expected a token of its own for every agent",
+        "agents[3].tokens[0]: found a hash that agents[1] already has; expected a different token for each agent",
         &format!("agents[4].name: found nothing; expected {name}"),
         &format!("agents[4].project_id: found 1.5; expected {number}"),
         "agents[4].tokens: found a value (not shown); expected a list of texts",
         &format!("agents[5].name: found \"{long}…\"; expected {name}"),
-        "agents[5].tokens: found 3 tokens; expected one token hash, or two while a token is being exchanged",
+        "agents[5].tokens: found 3 tokens; expected one token hash, or two while a token is being rotated",
         "agents[6].tokens[1]: found a value (not shown); expected a text that is not empty",
         "agents[6].tokens[0]: found something else (not shown); expected sha256: and 64 hexadecimal digits",
         "agents[6].tokens[1]: found something else (not shown); expected sha256: and 64 hexadecimal digits",
@@ -127,7 +127,7 @@ extra: 1
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_missing_default_file_is_made_private_and_explains_itself() {
+async fn a_missing_default_file_is_created_private_with_instructions() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("state/agents.yaml");
     let identity = FileIdentity::open(&path, IfAbsent::Make).await.unwrap();
@@ -135,7 +135,7 @@ async fn a_missing_default_file_is_made_private_and_explains_itself() {
     assert_eq!(fs::metadata(&path).unwrap().mode() & 0o7777, 0o600);
     let text = fs::read_to_string(&path).unwrap();
     assert!(text.contains(&format!("--project 1 >> {}\n", path.display())));
-    // What the file tells its reader to do works.
+    // The command in the file's instructions works.
     fs::write(&path, text + &entry(1, "demo", &["t"])).unwrap();
     let mut changes = identity.changes();
     changed(&mut changes).await;
@@ -143,7 +143,7 @@ async fn a_missing_default_file_is_made_private_and_explains_itself() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_missing_or_broken_file_that_somebody_chose_is_refused() {
+async fn a_missing_or_broken_configured_file_is_refused() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("agents.yaml");
     assert!(matches!(FileIdentity::open(&path, IfAbsent::Refuse).await, Err(OpenError::Read { .. })));
@@ -230,7 +230,7 @@ async fn a_broken_truncated_or_deleted_file_keeps_the_last_good_one() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_touched_file_wakes_nobody() {
+async fn a_touched_file_wakes_no_subscriber() {
     let content = list(&[entry(1, "one", &["a"])]);
     let mut f = open(&content).await;
     fs::write(&f.path, &content).unwrap();
@@ -238,11 +238,11 @@ async fn a_touched_file_wakes_nobody() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn dropping_it_ends_the_watching() {
+async fn dropping_the_identity_stops_the_watcher() {
     let f = open(&list(&[])).await;
     let mut changes = f.changes.clone();
     drop(f.identity);
-    // The sender lives in the watcher too, so that this returns only when the watcher is gone.
+    // The watcher holds the sender too, so this returns only when the watcher is gone.
     assert!(changes.changed().await.is_err());
 }
 

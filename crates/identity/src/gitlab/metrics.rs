@@ -1,4 +1,4 @@
-//! What is known of tokens from earlier lookups in GitLab.
+//! Metrics of the cache of GitLab's answers.
 
 use prometheus_client::{
     encoding::{EncodeLabelSet, EncodeLabelValue},
@@ -6,13 +6,13 @@ use prometheus_client::{
     registry::Registry,
 };
 
-/// What was known of a token when an agent showed it.
+/// The result of looking up a token in the cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, EncodeLabelValue)]
 #[allow(missing_docs)]
 pub enum CacheAnswer {
     Agent,
     Error,
-    /// A lookup was under way already.
+    /// A lookup of the token was already running.
     Joined,
     Nothing,
 }
@@ -22,33 +22,33 @@ struct CacheLabel {
     answer: CacheAnswer,
 }
 
-/// The cache of what GitLab said about tokens.
+/// Metrics of the cache of GitLab's answers about tokens.
 #[derive(Debug)]
 pub struct CacheMetrics {
-    /// Connected agents that were asked for after their time was over.
+    /// Renewals of connected agents that began after the answer had expired.
     pub late_renewals: Counter,
     cache: Family<CacheLabel, Counter>,
 }
 
 impl CacheMetrics {
-    /// Creates the families and registers them.
+    /// Creates and registers the metric families.
     pub fn new(registry: &mut Registry) -> Self {
         let registry = registry.sub_registry_with_prefix("kas");
         let metrics = Self { late_renewals: Counter::default(), cache: Family::default() };
         registry.register(
             "identity_late_renewals",
-            "Checks of connected agents in GitLab that began after agent.info_cache_ttl was over",
+            "Renewals of connected agents that began after their answer from GitLab had expired (agent.info_cache_ttl)",
             metrics.late_renewals.clone(),
         );
         registry.register(
             "identity_cache",
-            "Tokens shown by agents, by what was known of them from earlier lookups in GitLab",
+            "Tokens presented by agents, by what the cache of GitLab's answers contained",
             metrics.cache.clone(),
         );
         metrics
     }
 
-    /// Counts what was known of a token.
+    /// Counts the result of looking up a token in the cache.
     pub fn cached(&self, answer: CacheAnswer) {
         self.cache.get_or_create(&CacheLabel { answer }).inc();
     }

@@ -23,7 +23,7 @@ fn down() -> LookupError {
 
 type Say = fn() -> Result<Agent, LookupError>;
 
-/// Says what it is told to, once it has a permit; the last thing again and again.
+/// Returns the given answers once it has a permit; the last one is repeated.
 struct Fake {
     says: Mutex<VecDeque<Say>>,
     permits: Semaphore,
@@ -116,7 +116,7 @@ async fn pass(time: Duration) {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_agent_is_remembered_for_its_time_and_not_longer() {
+async fn an_agent_is_cached_for_its_time_to_live_and_not_longer() {
     let s = Setup::new(TIMES, &[found]);
     for _ in 0..10 {
         assert_eq!(*s.authenticate().await.unwrap().agent, agent(1));
@@ -124,14 +124,14 @@ async fn an_agent_is_remembered_for_its_time_and_not_longer() {
     assert_eq!(s.asked(), 1);
     pass(TTL - Duration::from_secs(1)).await;
     s.authenticate().await.unwrap();
-    assert_eq!(s.asked(), 1, "nobody is connected, so nothing was asked in between");
+    assert_eq!(s.asked(), 1, "no agent is connected, so there was no renewal");
     pass(Duration::from_secs(1)).await;
     s.authenticate().await.unwrap();
     assert_eq!(s.asked(), 2);
 }
 
 #[tokio::test(start_paused = true)]
-async fn errors_are_remembered_for_a_time_of_their_own() {
+async fn errors_are_cached_for_their_own_time_to_live() {
     for (say, error) in [
         (unknown as Say, IdentityError::Unknown),
         (forbidden, IdentityError::Forbidden),
@@ -152,14 +152,14 @@ async fn errors_are_remembered_for_a_time_of_their_own() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_the_rate_limit_held_up_is_not_remembered() {
+async fn a_lookup_refused_by_the_rate_limit_is_not_cached() {
     let s = Setup::new(TIMES, &[busy, found]);
     assert_eq!(s.authenticate().await, Err(IdentityError::Unavailable));
     assert!(s.authenticate().await.is_ok());
 }
 
 #[tokio::test(start_paused = true)]
-async fn without_a_time_nothing_is_remembered_and_streams_are_still_looked_after() {
+async fn without_a_cache_open_streams_are_still_renewed() {
     let times = Times { ttl: Duration::ZERO, ..TIMES };
     let s = Setup::new(times, &[found, unknown, found]);
     s.authenticate().await.unwrap();
@@ -174,7 +174,7 @@ async fn without_a_time_nothing_is_remembered_and_streams_are_still_looked_after
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_thousand_callers_ask_once() {
+async fn a_thousand_callers_share_one_lookup() {
     let s = Arc::new(Setup::silent(TIMES, &[found]));
     let mut callers = tokio::task::JoinSet::new();
     for _ in 0..1000 {
@@ -188,7 +188,7 @@ async fn a_thousand_callers_ask_once() {
     assert_eq!(answers.len(), 1000);
     assert!(answers.iter().all(Result::is_ok));
     assert_eq!(s.asked(), 1);
-    // All of them hold one token.
+    // All streams hold one token.
     assert!(Weak::strong_count(&s.identity.shared.state().tokens[&TokenHash::of(b"token")].session) >= 1000);
 }
 
@@ -205,7 +205,7 @@ async fn different_tokens_do_not_wait_for_each_other() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_caller_that_goes_away_spoils_nothing_for_others() {
+async fn a_cancelled_caller_does_not_affect_others() {
     let s = Setup::silent(TIMES, &[found]);
     for _ in 0..2 {
         let gone = tokio::time::timeout(Duration::from_secs(1), s.authenticate()).await;
@@ -217,18 +217,18 @@ async fn a_caller_that_goes_away_spoils_nothing_for_others() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_slow_lookup_goes_on_when_streams_have_waited_long_enough() {
+async fn a_slow_lookup_continues_after_its_callers_timed_out() {
     let s = Setup::silent(TIMES, &[found]);
     let begun = Instant::now();
     assert_eq!(s.authenticate().await, Err(IdentityError::Unavailable));
-    assert_eq!(begun.elapsed(), PATIENCE);
+    assert_eq!(begun.elapsed(), LOOKUP_WAIT);
     s.answer();
     assert!(s.authenticate().await.is_ok());
     assert_eq!(s.asked(), 1);
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_lookup_that_panics_fails_alone() {
+async fn a_lookup_that_panics_affects_no_other() {
     let s = Setup::new(TIMES, &[|| panic!("as told"), found]);
     assert_eq!(s.authenticate().await, Err(IdentityError::Unavailable));
     assert!(s.authenticate().await.is_ok());
@@ -236,7 +236,7 @@ async fn a_lookup_that_panics_fails_alone() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_is_known_of_a_newcomer_tells_when_it_is_asked_about() {
+async fn the_lookup_priority_depends_on_token_and_source() {
     let s = Setup::new(TIMES, &[found, unknown, found]);
     let [here, elsewhere] = ["2001:db8::1", "192.0.2.1"].map(|address| Some(address.parse().unwrap()));
     let standing = |token: &[u8], from: Option<IpAddr>| match s
@@ -246,12 +246,12 @@ async fn what_is_known_of_a_newcomer_tells_when_it_is_asked_about() {
         .urgency(TokenHash::of(token), from.map(network))
     {
         Urgency::New { standing, .. } => standing,
-        Urgency::Renewal => panic!("nobody is connected"),
+        Urgency::Renewal => panic!("no agent is connected"),
     };
     assert_eq!(standing(b"agent", here), Standing::Stranger);
     s.identity.authenticate(b"agent", here).await.unwrap();
     s.identity.authenticate(b"nobody", elsewhere).await.unwrap_err();
-    // Also when what GitLab said counts no longer.
+    // Also after GitLab's answer has expired.
     pass(2 * TTL).await;
     assert_eq!(s.tokens(), 0);
     assert_eq!(standing(b"agent", elsewhere), Standing::Returning);
@@ -261,7 +261,7 @@ async fn what_is_known_of_a_newcomer_tells_when_it_is_asked_about() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_connected_agent_is_asked_for_again_before_its_time_is_over() {
+async fn a_connected_agent_is_renewed_before_its_answer_expires() {
     let s = Setup::new(TIMES, &[found]);
     let held = s.authenticate().await.unwrap();
     let mut changes = s.identity.changes();
@@ -272,19 +272,19 @@ async fn a_connected_agent_is_asked_for_again_before_its_time_is_over() {
     assert_eq!(s.gitlab.urgent.load(Ordering::Relaxed), s.asked() - 1);
     assert!(s.identity.still_valid(&held).await);
     assert!(!changes.has_changed().unwrap());
-    // New streams never find that it is over.
+    // New streams never see an expired answer.
     let asked = s.asked();
     s.authenticate().await.unwrap();
     assert_eq!(s.asked(), asked);
     drop((held, changes.borrow_and_update()));
     let asked = s.asked();
     pass(3 * TTL).await;
-    assert_eq!(s.asked(), asked, "nobody holds it any more");
+    assert_eq!(s.asked(), asked, "no stream holds it any more");
     assert_eq!(s.tokens(), 0);
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_revoked_or_changed_agent_is_noticed_within_its_time() {
+async fn a_revoked_or_changed_agent_is_noticed_within_the_time_to_live() {
     for say in [unknown as Say, forbidden, || Ok(Agent { project_id: 8, ..agent(1) })] {
         let s = Setup::new(TIMES, &[found]);
         let (held, other) =
@@ -300,7 +300,7 @@ async fn a_revoked_or_changed_agent_is_noticed_within_its_time() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_agent_that_is_let_in_again_does_not_revive_streams_that_were_cut() {
+async fn a_readmitted_agent_does_not_revive_cut_streams() {
     let s = Setup::new(TIMES, &[found, unknown, found]);
     let held = s.authenticate().await.unwrap();
     s.identity.changes().changed().await.unwrap();
@@ -313,26 +313,26 @@ async fn an_agent_that_is_let_in_again_does_not_revive_streams_that_were_cut() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn while_nobody_can_be_asked_answers_count_for_their_time_and_streams_stay() {
+async fn during_an_outage_answers_expire_and_streams_stay() {
     let s = Setup::new(TIMES, &[found]);
     let held = s.authenticate().await.unwrap();
     s.says(unavailable);
     pass(TTL - Duration::from_secs(1)).await;
-    assert!(s.asked() >= 2, "a renewal was tried");
+    assert!(s.asked() >= 2, "a renewal was attempted");
     assert!(s.authenticate().await.is_ok());
     pass(Duration::from_secs(2)).await;
     assert_eq!(s.authenticate().await, Err(IdentityError::Unavailable));
     assert!(s.identity.still_valid(&held).await);
     pass(10 * TTL).await;
     assert!(s.identity.still_valid(&held).await);
-    // It is tried again all the time, and once it works everything is as before.
+    // Renewals are repeated all the time, and the first success restores everything.
     s.says(found);
     pass(ERROR_TTL).await;
     let asked = s.asked();
     assert!(s.authenticate().await.is_ok());
     assert_eq!(s.asked(), asked);
     assert!(s.identity.still_valid(&held).await);
-    // A revocation meanwhile is found out by the first answer.
+    // A revocation during the outage is noticed with the first answer.
     s.says(unavailable);
     pass(TTL).await;
     s.says(unknown);
@@ -341,14 +341,14 @@ async fn while_nobody_can_be_asked_answers_count_for_their_time_and_streams_stay
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_empty_token_is_nobodys_and_not_asked_about() {
+async fn an_empty_token_is_refused_without_a_lookup() {
     let s = Setup::new(TIMES, &[found]);
     assert_eq!(s.identity.authenticate(b"", None).await, Err(IdentityError::Unknown));
     assert_eq!(s.asked(), 0);
 }
 
 #[tokio::test(start_paused = true)]
-async fn tokens_are_forgotten_and_never_too_many() {
+async fn the_number_of_tokens_is_bounded() {
     let s = Setup::new(TIMES, &[found, unknown]);
     let held = s.authenticate().await.unwrap();
     for n in 0..500 {
@@ -357,11 +357,11 @@ async fn tokens_are_forgotten_and_never_too_many() {
     assert_eq!(s.tokens(), 501);
     {
         let mut state = s.identity.shared.state();
-        // As if there were no room: those that nobody uses go, one for each that comes.
+        // Simulates a full cache: unused entries are removed, one for each new one.
         for _ in 0..500 {
             assert!(state.make_room(1));
         }
-        assert!(!state.make_room(1), "the one in use stays");
+        assert!(!state.make_room(1), "the used entry stays");
         assert!(state.make_room(2));
     }
     assert!(s.identity.still_valid(&held).await);
@@ -375,7 +375,7 @@ async fn tokens_are_forgotten_and_never_too_many() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn renewals_of_many_agents_come_a_few_at_a_time() {
+async fn concurrent_renewals_are_bounded() {
     let s = Setup::new(TIMES, &[found]);
     let mut held = Vec::new();
     for n in 0..500 {
@@ -393,7 +393,7 @@ async fn renewals_of_many_agents_come_a_few_at_a_time() {
 }
 
 #[test]
-fn nothing_shows_a_token() {
+fn debug_shows_no_token() {
     let session = Session::new(TokenHash::of(b"hunter2"), b"hunter2", Some(Arc::new(agent(1))));
     assert!(!format!("{:?}", session.authenticated(Arc::new(agent(1)))).contains("hunter2"));
 }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use identity::jwt::JwtVerifier;
 use net::tls;
-use process::files::{self, Before, Followed};
+use process::files::{self, Followed, Snapshot};
 
 use super::StartError;
 use crate::{
@@ -58,7 +58,7 @@ impl Reloader {
     }
 
     /// Keeps an authority of GitLab as its file is.
-    pub(super) fn gitlab(&mut self, gitlab: &config::GitLab, before: Before, client: Arc<gitlab::Client>) {
+    pub(super) fn gitlab(&mut self, gitlab: &config::GitLab, before: Snapshot, client: Arc<gitlab::Client>) {
         let Some(file) = gitlab.ca_certificate.clone() else { return };
         self.all.push(before.then("gitlab.ca_certificate_file", move || {
             client
@@ -71,7 +71,7 @@ impl Reloader {
     /// Keeps what is shown to Redis, and who is trusted there, as their files are.
     pub(super) fn redis(
         &mut self,
-        before: Before,
+        before: Snapshot,
         config: &Config,
         section: &config::Redis,
         backend: Arc<RedisBackend>,
@@ -95,7 +95,13 @@ impl Reloader {
     }
 
     /// Keeps the secrets in use as their files are, by the rules of a start.
-    pub(super) fn secrets(&mut self, before: Before, config: Config, mut used: Secrets, users: SecretUsers) {
+    pub(super) fn secrets(
+        &mut self,
+        before: Snapshot,
+        config: Config,
+        mut used: Secrets,
+        users: SecretUsers,
+    ) {
         self.all.push(before.then("secrets", move || {
             let new = config.check_secrets().map_err(|problems| problems.to_string().replace('\n', "; "))?;
             if new.api.is_empty() {
