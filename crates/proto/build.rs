@@ -1,4 +1,4 @@
-//! Compiles `proto/` with protox: no `protoc` on the machine is needed.
+//! Compiles `proto/` with protox, which needs no `protoc` on the machine.
 
 use std::path::{Path, PathBuf};
 

@@ -1,4 +1,4 @@
-//! The behaviour that every [`Discovery`] must show, run by each version's own tests.
+//! The contract of [`Discovery`]: each implementation runs this suite in its own tests.
 
 use std::{collections::HashSet, net::SocketAddr, time::Duration};
 
@@ -7,35 +7,35 @@ use tokio::{sync::watch, task::JoinHandle, time::timeout};
 
 use crate::{Discovery, DiscoveryError, Health};
 
-/// How long a change may take to be seen, back-off after a failure included. A test waits for the event, not
-/// for this time.
+/// How long a change may take to become visible, including the backoff after a failure. A test waits for the
+/// event, not for this time.
 const SEEN: Duration = Duration::from_secs(30);
 
-/// How long a test watches that nothing happens.
+/// How long a test checks that nothing happens.
 const QUIET: Duration = Duration::from_millis(500);
 
-/// How long a source must not be asked until a discovery counts as stopped: longer than any of them waits
+/// How long a source must receive no query until a discovery counts as stopped: longer than any of them waits
 /// after a first failure.
 const STOPPED: Duration = Duration::from_secs(2);
 
-/// What a discovery asks, as the test controls it.
+/// The source that a discovery queries, controlled by the test.
 #[async_trait]
 pub trait Source: Sync {
-    /// Returns a discovery that asks this source and has not begun. Every seed has the port 8150.
+    /// Returns a discovery of this source that does not run yet. Every seed has the port 8150.
     async fn discovery(&self) -> Box<dyn Discovery>;
-    /// Makes the source know exactly these seeds. Seeds of one address family change at once.
+    /// Sets the seeds that the source knows. Seeds of one address family change at once.
     async fn know(&self, seeds: &HashSet<SocketAddr>);
-    /// Makes every answer fail from now on.
+    /// Makes every query fail from now on.
     async fn fail(&self);
     /// Ends [`fail`](Self::fail).
     async fn recover(&self);
-    /// Shows how many questions, or connections, ever came.
+    /// Shows how many queries, or connections, have arrived in total.
     fn asked(&self) -> watch::Receiver<u64>;
-    /// Shows how many connections are open now; 0 where questions need none.
+    /// Shows how many connections are open now; 0 if queries need none.
     fn connections(&self) -> watch::Receiver<usize>;
 }
 
-/// A discovery that runs, and what it publishes.
+/// A running discovery and what it publishes.
 struct Running {
     task: JoinHandle<DiscoveryError>,
     seeds: watch::Receiver<HashSet<SocketAddr>>,
@@ -50,7 +50,7 @@ impl Running {
         Self { task: tokio::spawn(discovery.run(sender)), seeds, health }
     }
 
-    /// Waits for this set, and returns every set on the way there.
+    /// Waits for this set, and returns every set that was published until then.
     async fn publishes(&mut self, expected: &HashSet<SocketAddr>) -> Vec<HashSet<SocketAddr>> {
         let mut seen = Vec::new();
         let wait = async {
@@ -88,7 +88,7 @@ fn seeds(addresses: &[&str]) -> HashSet<SocketAddr> {
 /// Runs the whole suite.
 ///
 /// # Panics
-/// When the discovery breaks the contract.
+/// If the discovery breaks the contract.
 pub async fn check(source: &dyn Source) {
     a_change_replaces_the_whole_set(source).await;
     a_failure_keeps_the_last_set_until_it_is_over(source).await;
@@ -112,7 +112,7 @@ async fn a_change_replaces_the_whole_set(source: &dyn Source) {
         assert!(seen == first || seen == second, "{seen:?} is half of a change");
     }
 
-    // The same again is no change.
+    // The same set again is not a change.
     source.know(&second).await;
     let asked = timeout(QUIET, running.seeds.changed()).await;
     assert!(asked.is_err(), "{asked:?}");
@@ -173,7 +173,7 @@ async fn stops(mut running: Running, source: &dyn Source) {
     let mut connections = source.connections();
     let closed = connections.wait_for(|open| *open == 0);
     timeout(SEEN, closed).await.expect("connections close").expect("the source lives");
-    // What was on its way may still arrive.
+    // A query that was on its way may still arrive.
     let mut asked = source.asked();
     let quiet = async { while timeout(STOPPED, asked.changed()).await.is_ok() {} };
     timeout(SEEN, quiet).await.expect("the source is no longer asked");

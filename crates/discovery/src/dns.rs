@@ -1,4 +1,4 @@
-//! Seeds behind a DNS name.
+//! Seeds from a DNS name.
 
 use std::{collections::HashSet, net::SocketAddr, time::Duration};
 
@@ -10,9 +10,10 @@ use crate::{Discovery, DiscoveryError, Health, health::Publisher, lookup::Lookup
 
 /// Finds replicas by a DNS name, such as that of a headless Service or of a container network.
 ///
-/// Asks again when the answer's time to live is over, at least every [`interval`](Self::interval), at most
-/// once a second. A failed lookup keeps the last answer, and so does a name that has vanished: DNS says the
-/// same when a service has no replica and when its zone is not loaded yet.
+/// Looks the name up again when the time to live of the answer ends, at least every
+/// [`interval`](Self::interval), at most once a second. If a lookup fails or the name does not exist any
+/// more, the last answer is kept: DNS answers the same when a service has no replica and when its zone is not
+/// loaded yet.
 #[derive(Debug)]
 pub struct Dns {
     lookup: Lookup,
@@ -20,10 +21,10 @@ pub struct Dns {
 }
 
 impl Dns {
-    /// Takes all A and AAAA records of a name, each with this port. Names of `/etc/hosts` work too.
+    /// Uses all A and AAAA records of a name, each with this port. Names of `/etc/hosts` work too.
     ///
-    /// A final dot, as in `kas.shop.svc.cluster.local.`, spares the search domains: without it, a pod's
-    /// `resolv.conf` makes ten questions out of two.
+    /// A final dot, as in `kas.shop.svc.cluster.local.`, avoids the search domains: without it, a pod's
+    /// `resolv.conf` turns two queries into ten.
     ///
     /// # Errors
     ///
@@ -35,8 +36,8 @@ impl Dns {
         Ok(Self { lookup, health: watch::Sender::default() })
     }
 
-    /// Takes all SRV records of a name, such as `_gossip._udp.kas.shop.svc.cluster.local`, with the ports
-    /// that they say. Priorities and weights mean nothing here.
+    /// Uses all SRV records of a name, such as `_gossip._udp.kas.shop.svc.cluster.local`, with their ports.
+    /// Priorities and weights are ignored.
     ///
     /// # Errors
     ///
@@ -47,16 +48,17 @@ impl Dns {
         Ok(Self { lookup, health: watch::Sender::default() })
     }
 
-    /// Asks at least this often; 5 s by default. Each wait is up to a fifth shorter, so that replicas do not
-    /// ask in step. Shorter finds a new replica earlier and asks the name servers more often.
+    /// Sets the maximum time between lookups; 5 s by default. Each wait is up to a fifth shorter, so that
+    /// replicas do not query in step. A shorter interval finds a new replica earlier and queries the name
+    /// servers more often.
     #[must_use]
     pub fn interval(mut self, interval: Duration) -> Self {
         self.lookup.interval = interval;
         self
     }
 
-    /// Asks this name server, over UDP and TCP, instead of those in the system's `resolv.conf`. Its search
-    /// domains do not apply then: the name has to be complete.
+    /// Queries this name server, over UDP and TCP, instead of those in the system's `resolv.conf`. Its search
+    /// domains do not apply then, so the name must be complete.
     #[must_use]
     pub fn nameserver(mut self, address: SocketAddr) -> Self {
         self.lookup.nameserver = Some(address);
@@ -65,7 +67,7 @@ impl Dns {
 }
 
 fn parse(name: &str) -> Result<Name, DiscoveryError> {
-    // Relaxed: SRV names have underscores.
+    // Not strict: SRV names contain underscores.
     match Name::from_str_relaxed(name) {
         Ok(parsed) if parsed.num_labels() > 0 => Ok(parsed),
         Ok(_) => {

@@ -1,4 +1,4 @@
-//! Seeds that the user lists.
+//! Seeds from a list.
 
 use std::{collections::HashSet, net::SocketAddr, time::Duration};
 
@@ -12,8 +12,8 @@ use crate::{
     lookup::Lookup,
 };
 
-/// Finds replicas by a list. Names in it are looked up as [`Dns`](crate::Dns) does, each on its own: one that
-/// fails keeps its last answer, and does not keep the others from changing. An empty list is a replica that
+/// Finds replicas by a list. Names in it are looked up as [`Dns`](crate::Dns) does, independently: one that
+/// fails keeps its last answer and does not affect the others. An empty list is allowed, for a replica that
 /// runs alone.
 #[derive(Debug)]
 pub struct Static {
@@ -22,7 +22,7 @@ pub struct Static {
 }
 
 impl Static {
-    /// Takes every address behind every entry.
+    /// Uses every address of every entry.
     pub fn new(seeds: impl IntoIterator<Item = HostPort>) -> Self {
         let mut lookup = Lookup::new();
         for HostPort { host, port } in seeds {
@@ -36,14 +36,14 @@ impl Static {
         Self { lookup, health: watch::Sender::default() }
     }
 
-    /// Looks names up at least this often, as [`Dns::interval`](crate::Dns::interval).
+    /// Sets the maximum time between lookups, as [`Dns::interval`](crate::Dns::interval).
     #[must_use]
     pub fn interval(mut self, interval: Duration) -> Self {
         self.lookup.interval = interval;
         self
     }
 
-    /// Asks this name server, as [`Dns::nameserver`](crate::Dns::nameserver).
+    /// Queries this name server, as [`Dns::nameserver`](crate::Dns::nameserver).
     #[must_use]
     pub fn nameserver(mut self, address: SocketAddr) -> Self {
         self.lookup.nameserver = Some(address);

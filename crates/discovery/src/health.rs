@@ -1,55 +1,55 @@
-//! What a discovery says about itself: the set it publishes, whether lookups work, and the log lines of both.
+//! What a discovery publishes: the seeds, whether lookups work, and the log lines about both.
 
 use std::{collections::HashSet, error::Error, net::SocketAddr, time::Duration};
 
 use process::error::chain;
 use tokio::{sync::watch, time::Instant};
 
-/// How many addresses a log line names. All of a large cluster would fill a screen at every rollout.
+/// Maximum number of addresses in a log line. A large cluster would fill a screen at every rollout.
 const LOGGED: usize = 16;
 
 /// Whether lookups work.
 #[derive(Debug, Clone, Default)]
 pub struct Health {
-    /// When the last answer came; `None` before the first. A watch that runs goes on succeeding without
-    /// renewing this: read `failure` first.
+    /// When the last answer arrived; `None` before the first. A running watch succeeds without updating this:
+    /// read `failure` first.
     pub last_success: Option<Instant>,
-    /// What fails now; `None` while lookups work.
+    /// The current failure; `None` while lookups work.
     pub failure: Option<Failure>,
 }
 
-/// Lookups that fail.
+/// A series of failed lookups.
 #[derive(Debug, Clone)]
 pub struct Failure {
     /// When the first of these lookups failed; none has worked since.
     pub since: Instant,
-    /// Why the last one failed.
+    /// Why the last lookup failed.
     pub kind: FailureKind,
-    /// The last one's error and its causes, for a person to read.
+    /// The error of the last lookup and its causes, for a person.
     pub error: String,
 }
 
 /// Why a lookup fails.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum FailureKind {
-    /// No usable answer: nothing listens, it is too slow, or it has troubles of its own.
+    /// No usable answer: nothing listens, or the server is too slow or has an internal error.
     Unavailable,
-    /// The API server answers that this process may not ask.
+    /// The API server answers that this process is not allowed to ask.
     Denied,
-    /// An answer came, and it names nobody or not the port.
+    /// An answer arrived, but it contains no address or not the port.
     Empty,
 }
 
-/// The outward side of a running discovery.
+/// Publishes seeds and health of a running discovery.
 pub(crate) struct Publisher<'a> {
-    /// Which discovery, as field of the log lines.
+    /// The kind of discovery, a field of the log lines.
     pub(crate) source: &'static str,
     pub(crate) seeds: watch::Sender<HashSet<SocketAddr>>,
     pub(crate) health: &'a watch::Sender<Health>,
 }
 
 impl Publisher<'_> {
-    /// Replaces the whole set, and wakes nobody when it is the same.
+    /// Replaces the whole set. Wakes no subscriber if it is the same.
     pub(crate) fn publish(&self, found: HashSet<SocketAddr>) {
         let total = found.len();
         let (mut added, mut removed) = (Vec::new(), Vec::new());
@@ -76,12 +76,12 @@ impl Publisher<'_> {
         }
     }
 
-    /// Notes that an answer came which does not show yet that a failure is over.
+    /// Records an answer that does not prove yet that a failure is over.
     pub(crate) fn answered(&self) {
         self.health.send_if_modified(|health| health.last_success.replace(Instant::now()).is_none());
     }
 
-    /// Notes that an answer came, and that lookups work.
+    /// Records an answer, and that lookups work.
     pub(crate) fn succeeded(&self) {
         let now = Instant::now();
         let mut failed = None;
@@ -96,8 +96,8 @@ impl Publisher<'_> {
         }
     }
 
-    /// Notes that no answer came. Logs when the kind of failure is new: a lookup fails every few seconds, and
-    /// the same line each time would hide everything else.
+    /// Records that no answer arrived. Logged only if the kind of failure is new: a lookup fails every few
+    /// seconds, and repeated lines would hide everything else.
     pub(crate) fn failed(&self, kind: FailureKind, error: &dyn Error) {
         let now = Instant::now();
         let error = chain(error);
@@ -136,7 +136,7 @@ impl Publisher<'_> {
     }
 }
 
-/// Sorts what a log line shows, cuts it, and returns how many it leaves out.
+/// Sorts and truncates the addresses for a log line. Returns how many it removed.
 fn shorten(addresses: &mut Vec<SocketAddr>) -> usize {
     addresses.sort_unstable();
     let more = addresses.len().saturating_sub(LOGGED);
@@ -153,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn the_same_set_wakes_nobody() {
+    fn publishing_the_same_set_wakes_no_subscriber() {
         let (seeds, mut published) = watch::channel(HashSet::new());
         let health = watch::channel(Health::default()).0;
         let publisher = Publisher { source: "test", seeds, health: &health };
@@ -165,7 +165,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_failure_begins_once_and_ends_with_the_next_success() {
+    async fn a_failure_is_published_once_and_ends_with_the_next_success() {
         let health = watch::channel(Health::default()).0;
         let publisher =
             Publisher { source: "test", seeds: watch::channel(HashSet::new()).0, health: &health };
@@ -195,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn a_log_line_is_short() {
+    fn long_address_lists_are_shortened_in_logs() {
         let mut addresses: Vec<_> = (0..1000).rev().map(address).collect();
         assert_eq!(shorten(&mut addresses), 1000 - LOGGED);
         assert_eq!(addresses[..2], [address(0), address(1)]);

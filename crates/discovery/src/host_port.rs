@@ -1,4 +1,4 @@
-//! `host:port`, as a person writes it.
+//! `host:port` in configuration files.
 
 use std::{
     fmt,
@@ -28,13 +28,13 @@ pub(crate) enum Host {
 /// What is wrong with a `host:port`.
 #[derive(Debug, thiserror::Error)]
 pub enum HostPortError {
-    /// No port, or an IPv6 address without brackets, where no one can tell.
+    /// There is no port, or an IPv6 address without brackets makes it ambiguous.
     #[error("expected host:port, with an IPv6 address in brackets")]
     Form,
-    /// The part after the last colon is no port.
+    /// The part after the last colon is not a port.
     #[error("the port is not a number from 1 to 65535")]
     Port(#[source] Option<ParseIntError>),
-    /// The part before the port is no name.
+    /// The part before the port is not a DNS name.
     #[error("the host is not a DNS name")]
     Host(#[source] ProtoError),
 }
@@ -79,7 +79,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_written_is_read_back() {
+    fn formatting_and_parsing_round_trip() {
         for text in ["10.0.0.1:8150", "[fd00::1]:1", "kas-1:65535", "kas.example.:8150", "_gossip.kas_1:8150"]
         {
             assert_eq!(text.parse::<HostPort>().unwrap().to_string(), text);
@@ -87,7 +87,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_host_and_port_is_refused() {
+    fn invalid_host_and_port_texts_are_refused() {
         let bad = |text: &str| text.parse::<HostPort>().expect_err(text);
         for text in ["", "kas", ":8150", "fd00::1:8150", "[fd00::1]", "[kas]:8150", ".:8150"] {
             assert!(matches!(bad(text), HostPortError::Form), "{text}");

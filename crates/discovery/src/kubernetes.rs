@@ -1,4 +1,4 @@
-//! Seeds behind a headless Service of Kubernetes, from its EndpointSlices.
+//! Seeds from the EndpointSlices of a headless Kubernetes Service.
 
 use std::{
     collections::{BTreeSet, HashMap, HashSet},
@@ -24,34 +24,35 @@ use crate::{
     health::{FailureKind, Publisher},
 };
 
-/// The label by which a slice names its Service.
+/// The label of a slice with the name of its Service.
 const SERVICE_NAME: &str = "kubernetes.io/service-name";
 
-/// How long one watch request lasts, in seconds; the next goes on where it ended. A connection that died
-/// silently is noticed 5 s after that. Shorter notices earlier, and costs the API server a request per
-/// replica each time.
+/// How long one watch request lasts, in seconds; the next one continues where it ended. A connection that
+/// died silently is noticed 5 s after that. A shorter time notices it earlier, and costs the API server more
+/// requests from each replica.
 const WATCH_SECONDS: u32 = 60;
 
-/// How long a connection of ours may be silent. Longer than a watch lasts, since a quiet watch is silent.
+/// How long a connection may be silent. Longer than a watch lasts, since a watch without changes is silent.
 const SILENT_FOR: Duration = Duration::from_secs(WATCH_SECONDS as u64 + 10);
 
 /// How long a connection to the API server may take, TLS included.
 const CONNECT_WITHIN: Duration = Duration::from_secs(5);
 
-/// How long a watch must go on after a failure until the failure counts as over. A list that is answered does
-/// not show it: the rules may allow to list and not to watch, which would otherwise work and fail in turn.
+/// How long a watch must last after a failure until the failure is considered over. A successful list does
+/// not prove it: the rules may allow to list but not to watch, so that lookups would succeed and fail in
+/// turn.
 const PROVEN_AFTER: Duration = Duration::from_secs(1);
 
-/// The wait between two tries if the back-off ever said none; it has no end.
+/// The wait between two attempts if the backoff returned none, which cannot happen.
 const LONGEST_WAIT: Duration = Duration::from_secs(30);
 
 /// Which port of an endpoint to use.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum PortSelector {
-    /// This one on every address, whatever the Service declares.
+    /// This port on every address, whatever the Service declares.
     Number(u16),
-    /// The one that the Service gives this name. It may differ between slices, as during a rollout that
-    /// changes it.
+    /// The port with this name in the Service. Its number may differ between slices, for example during a
+    /// rollout that changes it.
     Name(String),
 }
 
@@ -67,13 +68,13 @@ pub enum PortSelector {
 ///   verbs: [get, list, watch]
 /// ```
 ///
-/// Endpoints count whether they are ready or not, and the Service should set `publishNotReadyAddresses:
-/// true`: otherwise replicas that start together never find each other, as each waits for the others to be
+/// Endpoints are used whether they are ready or not, and the Service should set `publishNotReadyAddresses:
+/// true`. Otherwise replicas that start together never find each other, as each waits for the others to be
 /// ready.
 ///
-/// While the API server cannot be reached, or refuses, the last seeds stay and it is asked again after 0.8 s,
-/// then more and more rarely, up to a minute. Rules that are missing may be added meanwhile; `run` never
-/// returns for them. A Service without endpoints, on the other hand, is an answer: the set becomes empty.
+/// While the API server cannot be reached, or refuses, the last seeds are kept. It is asked again after 0.8 s,
+/// then at increasing intervals up to a minute. Missing rules may be added meanwhile; `run` does not return
+/// because of them. A Service without endpoints, however, is an answer: the set becomes empty.
 #[derive(Debug)]
 pub struct Kubernetes {
     config: Config,
@@ -84,8 +85,8 @@ pub struct Kubernetes {
 }
 
 impl Kubernetes {
-    /// Asks the API server of the pod's own cluster, with the pod's ServiceAccount. Without a namespace: the
-    /// pod's.
+    /// Uses the API server of the pod's own cluster and the pod's ServiceAccount. `namespace` defaults to
+    /// that of the pod.
     ///
     /// # Errors
     ///
@@ -99,8 +100,8 @@ impl Kubernetes {
         Self::with_config(config, namespace, service, port)
     }
 
-    /// Asks the API server that `config` says. Without a namespace: the one of the configuration. The
-    /// configuration's timeouts and retries are replaced, as those of a watch are no matter of taste.
+    /// Uses the API server in `config`. `namespace` defaults to the one in `config`. The timeouts and retries
+    /// in `config` are replaced, because a watch needs specific ones.
     ///
     /// # Errors
     ///
@@ -114,9 +115,9 @@ impl Kubernetes {
         config.connect_timeout = Some(CONNECT_WITHIN);
         config.read_timeout = Some(SILENT_FOR);
         config.reset_reader_on_write = true;
-        // One policy decides how often a server in trouble is asked: the back-off below.
+        // The backoff below alone decides how often a failing server is asked.
         config.default_retry = false;
-        // The mounted file may end in a newline.
+        // The mounted file may end in a line break.
         let namespace = namespace.unwrap_or(config.default_namespace.trim());
         let namespace = object_name("namespace", namespace)?;
         let service = object_name("service", service)?;
@@ -124,7 +125,7 @@ impl Kubernetes {
     }
 }
 
-/// Checks a name that becomes part of a path and of a selector, where other characters would mean something.
+/// Checks a name that becomes part of a path and of a selector, where other characters have a meaning.
 fn object_name(kind: &'static str, name: &str) -> Result<String, DiscoveryError> {
     let allowed = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'-';
     let is_name = !name.is_empty() && name.len() <= 63 && name.bytes().all(allowed);
@@ -152,19 +153,19 @@ impl Discovery for Kubernetes {
         let config =
             watcher::Config::default().labels(&format!("{SERVICE_NAME}={service}")).timeout(WATCH_SECONDS);
 
-        // kube's `default_backoff`, as a policy of our own loop: the watcher alone would ask a server that is
-        // down 10,000 times a second. Not as its combinator, because that tells neither when a watch works
-        // again (it says nothing until something changes) nor backs off further while the list fails: the
-        // `Init` before each list counts as success there. So each failure starts with a list anew. The
-        // policy resets itself after 2 minutes without a failure.
+        // kube's `default_backoff`, applied by our own loop: the watcher alone would ask a server that is
+        // down 10,000 times a second. kube's combinator is not used, because it neither shows when a watch
+        // works again (it is silent until something changes) nor increases the backoff while the list fails:
+        // it counts the `Init` before each list as success. So each failure starts with a new list. The
+        // backoff resets itself after 2 minutes without a failure.
         let mut backoff = DefaultBackoff::default();
         let mut slices = Slices::default();
         loop {
             let error = Box::pin(follow(&api, &config, &port, &mut slices, &publisher)).await;
             match Error::new(error, &namespace) {
-                // Nothing failed: the API server only forgot where this watch was, and a list tells what it
-                // missed.
-                Error::Refused { code: 410, message } => tracing::debug!(message, "watch starts anew"),
+                // Not a failure: the API server no longer knows the position of this watch, and a new list
+                // shows what was missed.
+                Error::Refused { code: 410, message } => tracing::debug!(message, "watch restarted"),
                 error => publisher.failed(error.kind(), &error),
             }
             sleep(backoff.next().unwrap_or(LONGEST_WAIT)).await;
@@ -172,7 +173,7 @@ impl Discovery for Kubernetes {
     }
 }
 
-/// Lists and watches until that fails.
+/// Lists and watches until an error occurs.
 async fn follow(
     api: &Api<EndpointSlice>,
     config: &watcher::Config,
@@ -182,7 +183,7 @@ async fn follow(
 ) -> watcher::Error {
     let mut events = pin!(watcher(api.clone(), config.clone()));
     let mut listed = HashMap::new();
-    // Whether an answer came that did not end the last failure yet.
+    // Whether an answer has arrived that does not end the last failure yet.
     let mut unproven = false;
     loop {
         let event = if unproven {
@@ -206,7 +207,8 @@ async fn follow(
                 listed.extend(Slice::read(slice, port));
                 continue;
             }
-            // At once, so that nobody sees the set while it is half listed. What is not listed is gone.
+            // The set is replaced at once, so that no partial list is published. Slices that are not listed
+            // are removed.
             Some(Ok(Event::InitDone)) => {
                 slices.by_name = std::mem::take(&mut listed);
                 unproven = publisher.is_failing();
@@ -222,7 +224,7 @@ async fn follow(
                 unproven = false;
             }
             Some(Err(error)) => return error,
-            // The watcher never ends by itself; if it did, a list is what tells the truth again.
+            // The watcher never ends by itself. If it did, a new list would be needed.
             None => return watcher::Error::NoResourceVersion,
         }
         slices.publish(publisher);
@@ -234,7 +236,7 @@ async fn follow(
     }
 }
 
-/// The slices as last seen.
+/// The last known slices.
 #[derive(Debug, Default)]
 struct Slices {
     by_name: HashMap<String, Slice>,
@@ -248,7 +250,7 @@ impl Slices {
     }
 
     fn publish(&self, publisher: &Publisher<'_>) {
-        // A port that nobody has is a slip in a manifest, and no reason to forget replicas that are there.
+        // A missing port is a mistake in a manifest and no reason to drop replicas that are known.
         if !self.lacks_port() {
             publisher
                 .publish(self.by_name.values().flat_map(|slice| slice.addresses.iter().copied()).collect());
@@ -267,7 +269,7 @@ impl Slices {
     }
 }
 
-/// What matters of an EndpointSlice.
+/// The used parts of an EndpointSlice.
 #[derive(Debug, PartialEq, Eq)]
 struct Slice {
     addresses: HashSet<SocketAddr>,
@@ -276,11 +278,11 @@ struct Slice {
 }
 
 impl Slice {
-    /// Returns the name of the slice and what matters of it.
+    /// Returns the name of the slice and its used parts.
     fn read(slice: EndpointSlice, port: &PortSelector) -> Option<(String, Self)> {
         let name = slice.metadata.name?;
-        // Conditions are not looked at, on purpose: see `Kubernetes`. A host name, which the type FQDN
-        // allows, is nothing that the endpoints of pods have.
+        // Conditions are ignored on purpose: see `Kubernetes`. Endpoints of pods have no host names, although
+        // the type FQDN allows them.
         let addresses = slice.endpoints.iter().flat_map(|endpoint| &endpoint.addresses);
         let ips: Vec<IpAddr> = addresses.filter_map(|address| address.parse().ok()).collect();
         let declared = slice.ports.unwrap_or_default();
@@ -305,14 +307,14 @@ impl Slice {
     }
 }
 
-/// Why nothing is learned.
+/// Why a watch or list failed.
 #[derive(Debug, thiserror::Error)]
 enum Error {
     #[error("could not watch EndpointSlices")]
     Watch(#[source] Box<watcher::Error>),
     #[error("the API server refused to list or watch EndpointSlices ({code}): {message}")]
     Refused { code: u16, message: String },
-    /// The message of the API server names the ServiceAccount and the verb.
+    /// The message of the API server contains the ServiceAccount and the verb.
     #[error(
         "the API server forbids it: {message}; a Role in namespace {namespace} with apiGroups [discovery.k8s.io], \
          resources [endpointslices], verbs [get, list, watch], bound to the ServiceAccount, allows it"
@@ -414,13 +416,13 @@ mod tests {
     }
 
     #[test]
-    fn a_host_name_among_the_addresses_is_passed_over() {
+    fn a_host_name_among_the_addresses_is_ignored() {
         let mixed = read(slice(&["kas.example", "10.0.0.1"], &[]), PortSelector::Number(1));
         assert_eq!(mixed.addresses, addresses(&["10.0.0.1:1"]));
     }
 
     #[test]
-    fn names_that_would_mean_something_in_a_path_or_selector_are_refused() {
+    fn names_with_special_characters_are_refused() {
         let config = || Config::new("https://127.0.0.1:1".parse().unwrap());
         let port = || PortSelector::Number(1);
         for bad in ["", "../default", "kas,app=x", "Kas", "kas kas", &"x".repeat(64)] {

@@ -1,16 +1,15 @@
-//! Where other replicas may be: Kubernetes, DNS, or a list.
+//! Finds addresses of other replicas: with Kubernetes, DNS, or a list.
 //!
 //! * [`Kubernetes`]: the EndpointSlices of a headless Service, watched.
-//! * [`Dns`]: the addresses behind a name, or its SRV records, asked for again and again.
+//! * [`Dns`]: the addresses of a name, or its SRV records, looked up repeatedly.
 //! * [`Static`]: a list of `host:port`.
 //! * [`Health`]: whether the last lookup worked, for metrics.
 //!
-//! What is found are *seeds*: places to send a first message to. Whether a replica lives there, and whether
-//! it is one of ours, membership finds out; so a seed too many costs a datagram, while a seed too few can
-//! leave two halves of a cluster apart for ever. Hence one rule everywhere: what was known stays until an
-//! answer replaces it.
+//! The results are *seeds*: addresses to which a first message is sent. Membership finds out whether a
+//! replica of this cluster runs there. A superfluous seed costs a datagram, but a missing seed can leave two
+//! halves of a cluster separated. Therefore known seeds are always kept until an answer replaces them.
 //!
-//! Not here: membership, and telling which of the seeds is this replica itself.
+//! Not here: membership, and detecting which of the seeds is this replica itself.
 
 #[cfg(feature = "testing")]
 pub mod contract;
@@ -30,50 +29,49 @@ pub use dns::Dns;
 pub use fixed::Static;
 pub use health::{Failure, FailureKind, Health};
 pub use host_port::{HostPort, HostPortError};
-/// How to reach an API server when it is not that of the pod's own cluster.
+/// The configuration for an API server other than that of the pod's own cluster.
 pub use kube::Config as KubeConfig;
 pub use kubernetes::{Kubernetes, PortSelector};
 
-/// Publishes the whole seed set on every change and keeps the last one when a lookup fails.
+/// Publishes the whole seed set on every change and keeps the last one if a lookup fails.
 ///
-/// An empty set that was never anything else means either "nobody" or "not known yet":
-/// [`health`](Self::health) tells which, since `last_success` is `None` before the first answer.
+/// If the set has always been empty, it means either that there are no seeds or that they are not known yet:
+/// [`health`](Self::health) distinguishes these, since `last_success` is `None` before the first answer.
 #[async_trait]
 pub trait Discovery: Send + 'static {
-    /// Shows whether lookups work. Subscribe before [`run`](Self::run) takes the discovery.
+    /// Shows whether lookups work. Subscribe before [`run`](Self::run) consumes the discovery.
     ///
-    /// Receivers wake when a first answer comes and when lookups begin or cease to fail, not on every
-    /// success.
+    /// Receivers wake on the first answer and when lookups begin or cease to fail, not on every success.
     fn health(&self) -> watch::Receiver<Health>;
 
-    /// Runs until dropped; returns only what no retry can mend.
+    /// Runs until dropped. Returns only if retrying is useless.
     ///
     /// # Cancel safety
     ///
-    /// Dropping it stops all work and all connections. What was published stays in the watch.
+    /// Dropping it stops all work and all connections. The published seeds stay in the watch.
     async fn run(self: Box<Self>, seeds: watch::Sender<HashSet<SocketAddr>>) -> DiscoveryError;
 }
 
-/// What no retry can mend: the configuration, or the environment of the process, is wrong.
+/// An error for which retrying is useless: the configuration, or the environment of the process, is wrong.
 #[derive(Debug, thiserror::Error)]
 pub enum DiscoveryError {
-    /// Not something that DNS could be asked for. Nothing was looked up.
+    /// Not a valid DNS name. Nothing was looked up.
     #[error("{name:?} is not a DNS name")]
     Name {
-        /// What was given.
+        /// The configured name.
         name: String,
         /// What is wrong with it.
         source: hickory_resolver::proto::ProtoError,
     },
-    /// Not something that Kubernetes would accept as a name. Nothing was looked up.
+    /// Not a valid name in Kubernetes. Nothing was looked up.
     #[error("{name:?} is not the name of a Kubernetes {kind}")]
     ObjectName {
-        /// What it should name: a namespace or a service.
+        /// The kind of object: a namespace or a service.
         kind: &'static str,
-        /// What was given.
+        /// The configured name.
         name: String,
     },
-    /// The process runs in no pod, or the pod has no ServiceAccount mounted.
+    /// The process does not run in a pod, or the pod has no ServiceAccount mounted.
     #[error("the pod's ServiceAccount is not mounted")]
     NotInCluster(#[source] kube::config::InClusterError),
     /// The credentials or certificates for the API server cannot be used. Nothing was looked up.

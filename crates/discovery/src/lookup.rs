@@ -1,8 +1,8 @@
-//! Names into addresses, again and again, keeping what was known when a name server does not answer.
+//! Resolves names to addresses repeatedly, and keeps the last answers if a name server does not answer.
 //!
-//! The resolver is made anew for each round and caches nothing, as `getaddrinfo` does: a changed
-//! `resolv.conf` or `hosts` counts from the next round on, a broken connection to a name server hurts one
-//! round at most, and whoever wants a cache has one on the node.
+//! The resolver is created anew for each round and caches nothing, like `getaddrinfo`: a changed
+//! `resolv.conf` or `hosts` file takes effect in the next round, a broken connection to a name server affects
+//! one round at most, and a cache can run on the node.
 
 use std::{
     collections::{HashMap, HashSet},
@@ -30,43 +30,43 @@ use tokio::time::{sleep, timeout};
 
 use crate::health::{FailureKind, Publisher};
 
-/// The longest time between two rounds when the user says nothing. A new replica is found at most this late;
-/// shorter asks the name servers more often, once per replica and name.
+/// Default maximum time between two rounds. A new replica is found at most this late. A shorter time means
+/// more queries, one per replica and name.
 pub(crate) const INTERVAL: Duration = Duration::from_secs(5);
 
-/// The shortest wait after an answer, for records with a time to live of 0: they mean "do not cache", not
-/// "ask in a loop".
+/// The shortest wait after an answer, for records with a time to live of 0, which forbids caching but does
+/// not require queries in a loop.
 const SHORTEST: Duration = Duration::from_secs(1);
 
-/// The wait after the first failed round; it doubles until it is the interval. Names of a service appear a
-/// moment after its first pod, so the first tries are close together.
+/// The wait after the first failed round; it doubles up to the interval. The names of a service appear
+/// shortly after its first pod, so the first attempts are close together.
 const RETRY: Duration = Duration::from_millis(500);
 
-/// How long one packet to one name server may stay unanswered, unless `resolv.conf` says less. Its default of
-/// 5 s makes a round with one dead name server slower than the interval.
-const ANSWER_WITHIN: Duration = Duration::from_secs(2);
+/// How long one packet to one name server may remain unanswered, unless `resolv.conf` sets less. With the
+/// default of 5 s, a round with one dead name server takes longer than the interval.
+const PACKET_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// How often a question is repeated, unless `resolv.conf` says less.
+/// How often a query is repeated, unless `resolv.conf` sets less.
 const ATTEMPTS: usize = 2;
 
-/// How long one question may take, with all search domains, name servers and repetitions.
-const QUESTION_WITHIN: Duration = Duration::from_secs(10);
+/// How long one query may take, with all search domains, name servers and repetitions.
+const QUERY_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// How long the other family's answer is waited for once one is there. Some name servers never answer for
-/// IPv6.
+/// How long to wait for the answer of the other address family once one has arrived. Some name servers never
+/// answer queries for IPv6.
 const GRACE: Duration = Duration::from_secs(1);
 
-/// How many names are looked up at once: a hundred questions in one instant overflow a name server's socket.
+/// How many names are looked up at once: a hundred queries at the same time overflow a name server's socket.
 const CONCURRENT: usize = 16;
 
-/// Why a round, or a name of it, gave nothing new.
+/// Why a round, or a name in it, gave no new answer.
 #[derive(Debug, thiserror::Error)]
 enum Error {
     #[error("could not set up a resolver")]
     System(#[source] Box<NetError>),
     #[error("could not look up {name}")]
     Failed { name: Name, source: Box<NetError> },
-    #[error("looking up {name} took longer than {QUESTION_WITHIN:?}")]
+    #[error("looking up {name} took longer than {QUERY_TIMEOUT:?}")]
     TooSlow { name: Name },
     #[error("{name} has no addresses")]
     NoAddresses { name: Name },
@@ -86,10 +86,10 @@ impl Error {
 /// What to look up, and how.
 #[derive(Debug, Clone)]
 pub(crate) struct Lookup {
-    /// Known without asking.
+    /// Addresses that need no lookup.
     pub(crate) fixed: HashSet<SocketAddr>,
     pub(crate) hosts: Vec<(Name, u16)>,
-    /// A name with SRV records; each names a host and a port.
+    /// A name with SRV records; each contains a host and a port.
     pub(crate) service: Option<Name>,
     pub(crate) nameserver: Option<SocketAddr>,
     pub(crate) interval: Duration,
@@ -100,11 +100,11 @@ impl Lookup {
         Self { fixed: HashSet::new(), hosts: Vec::new(), service: None, nameserver: None, interval: INTERVAL }
     }
 
-    /// Publishes for ever.
+    /// Publishes forever.
     pub(crate) async fn run(mut self, publisher: &Publisher<'_>) -> std::convert::Infallible {
         let mut known = HashMap::new();
         if !self.fixed.is_empty() {
-            // These need nobody's answer, so they do not wait for one.
+            // These need no lookup, so they are published at once.
             publisher.publish(self.fixed.clone());
         }
         if self.hosts.is_empty() && self.service.is_none() {
@@ -128,20 +128,21 @@ impl Lookup {
                     RETRY.saturating_mul(1 << (failures - 1).min(16))
                 }
             };
-            // Earlier, never later, so that replicas that start together soon ask apart from each other.
+            // Earlier, never later, so that replicas that start together do not query in step.
             sleep(wait.min(self.interval).mul_f64(rand::random_range(0.8..=1.0))).await;
         }
     }
 
-    /// Asks for everything once, and returns how long the answers are valid.
+    /// Looks up all names once, and returns how long the answers are valid.
     ///
     /// # Errors
     ///
-    /// When a name gave nothing: the first such error. What the other names gave is in `known` all the same.
+    /// If a name gave no answer: the first such error. The answers for other names are in `known` all the
+    /// same.
     async fn round(&mut self, known: &mut HashMap<Name, Addresses>) -> Result<Duration, Error> {
         let asker = Asker::new(self.nameserver).await?;
         let mut ttl = Duration::MAX;
-        // Addresses that came along with the SRV records are not asked for again.
+        // Addresses that were sent with the SRV records are not looked up again.
         let mut given: HashMap<Name, Addresses> = HashMap::new();
         if let Some(service) = &self.service {
             let found = asker.services(service).await?;
@@ -173,7 +174,7 @@ impl Lookup {
                 Err(error) => first_error = first_error.or(Some(error)),
             }
         }
-        // A host that no record names any longer is gone, and not merely unanswered.
+        // A host in no record is removed; it is not only unanswered.
         known.retain(|name, _| names.contains(name));
         first_error.map_or(Ok(ttl), Err)
     }
@@ -189,14 +190,14 @@ impl Lookup {
     }
 }
 
-/// The last answers for a name. The families are kept apart, since one can fail without the other.
+/// The last answers for a name. The families are separate, since one can fail without the other.
 #[derive(Debug, Default)]
 struct Addresses {
     v4: HashSet<IpAddr>,
     v6: HashSet<IpAddr>,
 }
 
-/// The answer for one family; empty when the name has no address of it.
+/// The answer for one family; empty if the name has no address of it.
 #[derive(Debug)]
 struct Found {
     ips: HashSet<IpAddr>,
@@ -210,18 +211,19 @@ struct Answer {
 }
 
 impl Answer {
-    /// Replaces what was known of the name by what was answered, and returns how long that is valid.
+    /// Replaces what was known of the name with the answers, and returns how long they are valid.
     ///
     /// # Errors
     ///
-    /// When neither family gave an address: what was known stays.
+    /// If neither family gave an address. The known addresses are kept.
     fn merge(self, name: &Name, known: &mut HashMap<Name, Addresses>) -> Result<Duration, Error> {
         let (v4, v6) = match (self.v4, self.v6) {
             (Ok(v4), Ok(v6)) if v4.ips.is_empty() && v6.ips.is_empty() => {
                 return Err(Error::NoAddresses { name: name.clone() });
             }
             (Ok(v4), Ok(v6)) => (Some(v4), Some(v6)),
-            // One family has addresses and the other's question failed: what was known of the other stays.
+            // One family has addresses and the query for the other failed: the known addresses of the other
+            // are kept.
             (Ok(v4), Err(error)) if !v4.ips.is_empty() => {
                 tracing::debug!(%name, error = process::error::chain(&error), "no answer for IPv6");
                 (Some(v4), None)
@@ -245,15 +247,15 @@ impl Answer {
     }
 }
 
-/// What SRV records say.
+/// The contents of SRV records.
 struct Services {
     targets: Vec<(Name, u16)>,
-    /// Of those targets whose addresses the name server sent along.
+    /// Addresses of targets that the name server sent with the records.
     addresses: HashMap<Name, Addresses>,
     ttl: Duration,
 }
 
-/// Asks name servers for the time of one round.
+/// Queries name servers during one round.
 struct Asker {
     resolver: TokioResolver,
     hosts: Hosts,
@@ -261,12 +263,12 @@ struct Asker {
 
 impl Asker {
     async fn new(nameserver: Option<SocketAddr>) -> Result<Self, Error> {
-        // Two small files, read where a slow disk stops nobody else.
+        // Two small files are read on a thread for blocking work, where a slow disk blocks nothing else.
         let build = move || {
             let mut builder = match nameserver {
                 None => Resolver::builder_tokio().unwrap_or_else(|error| {
-                    // As resolv.conf(5) has it: without the file, or a server in it, there may be one on this
-                    // machine. Names of the hosts file need none anyway.
+                    // As in resolv.conf(5): without the file, or without a server in it, the default is this
+                    // machine. Names of the hosts file need no server anyway.
                     tracing::debug!(%error, "no name server is configured");
                     builder_for(NameServerConfig::udp_and_tcp(Ipv4Addr::LOCALHOST.into()))
                 }),
@@ -280,16 +282,16 @@ impl Asker {
                 }
             };
             let options = builder.options_mut();
-            options.timeout = options.timeout.min(ANSWER_WITHIN);
+            options.timeout = options.timeout.min(PACKET_TIMEOUT);
             options.attempts = options.attempts.min(ATTEMPTS);
             options.cache_size = 0;
-            // It would find only those names of the hosts file that need no search domain.
+            // It would find only names of the hosts file that need no search domain.
             options.use_hosts_file = ResolveHosts::Never;
             Ok(Self { resolver: builder.build()?, hosts: Hosts::from_system().unwrap_or_default() })
         };
         match tokio::task::spawn_blocking(build).await {
             Ok(built) => built.map_err(|error| Error::System(Box::new(error))),
-            // Only a runtime that shuts down gets here.
+            // This happens only while the runtime shuts down.
             Err(_) => Err(Error::System(Box::new(NetError::Message("the runtime shuts down")))),
         }
     }
@@ -297,7 +299,7 @@ impl Asker {
     async fn addresses(&self, name: &Name) -> Answer {
         let (v4, v6) = (self.in_hosts(name, RecordType::A), self.in_hosts(name, RecordType::AAAA));
         if !v4.ips.is_empty() || !v6.ips.is_empty() {
-            // As everywhere else, the hosts file alone decides about the names that it has.
+            // As in other resolvers, names in the hosts file are not looked up elsewhere.
             return Answer { v4: Ok(v4), v6: Ok(v6) };
         }
         let v4 = pin!(self.family(name, RecordType::A));
@@ -314,7 +316,7 @@ impl Asker {
         }
     }
 
-    /// Waits for the second family, and not for long when the first one will do.
+    /// Waits for the second family, but not for long if the first one has addresses.
     async fn other(
         name: &Name,
         first: &Result<Found, Error>,
@@ -337,7 +339,7 @@ impl Asker {
         let mut found = Found { ips: HashSet::new(), ttl: Duration::MAX };
         if let Some(lookup) = self.ask(name, family).await? {
             for record in lookup.answers() {
-                // A record of an alias limits the answer's validity as well.
+                // The time to live of an alias limits the validity of the answer too.
                 found.ttl = found.ttl.min(Duration::from_secs(record.ttl.into()));
                 found.ips.extend(record.data.ip_addr());
             }
@@ -350,7 +352,8 @@ impl Asker {
         let mut services = Services { targets: Vec::new(), addresses: HashMap::new(), ttl: Duration::MAX };
         for record in lookup.iter().flat_map(|lookup| lookup.answers()) {
             services.ttl = services.ttl.min(Duration::from_secs(record.ttl.into()));
-            // Priority and weight say whom to prefer; seeds are all tried. A target of "." means "not here".
+            // Priority and weight are preferences, but all seeds are tried. A target of "." means "not
+            // available".
             if let RData::SRV(service) = &record.data
                 && !service.target.is_root()
             {
@@ -368,13 +371,13 @@ impl Asker {
         Ok(services)
     }
 
-    /// Returns the answer; `None` when the name, or that type of it, does not exist.
+    /// Returns the answer; `None` if the name, or this type of record, does not exist.
     async fn ask(
         &self,
         name: &Name,
         record_type: RecordType,
     ) -> Result<Option<hickory_resolver::lookup::Lookup>, Error> {
-        match timeout(QUESTION_WITHIN, self.resolver.lookup(name.clone(), record_type)).await {
+        match timeout(QUERY_TIMEOUT, self.resolver.lookup(name.clone(), record_type)).await {
             Ok(Ok(found)) => Ok(Some(found)),
             Ok(Err(error)) if error.is_no_records_found() => Ok(None),
             Ok(Err(source)) => Err(Error::Failed { name: name.clone(), source: Box::new(source) }),
@@ -405,7 +408,7 @@ mod tests {
         Err(Error::TooSlow { name: name() })
     }
 
-    /// Merges answers into `10.0.0.1` and `fd00::1`, and returns what is known then.
+    /// Merges answers into `10.0.0.1` and `fd00::1`, and returns the known addresses.
     fn merged(v4: Result<Found, Error>, v6: Result<Found, Error>) -> (bool, Vec<String>) {
         let mut known = HashMap::new();
         Answer { v4: found(&["10.0.0.1"]), v6: found(&["fd00::1"]) }.merge(&name(), &mut known).unwrap();

@@ -1,4 +1,4 @@
-//! What callers and agents say before anything of ours: metadata, bodies, WebSocket.
+//! Input from callers and agents that is parsed first: metadata, bodies, WebSocket.
 
 use std::{
     io,
@@ -24,10 +24,10 @@ use websocket::{
 
 use crate::first;
 
-/// The largest message that is read here.
+/// The size limit of messages in these targets.
 const LIMIT: usize = 64 * 1024;
 
-/// Lines of `name: value`; those that are illegal are left out.
+/// Parses lines of `name: value` and omits invalid ones.
 fn headers(bytes: &[u8]) -> HeaderMap {
     let mut headers = HeaderMap::new();
     for line in bytes.split(|byte| *byte == b'\n') {
@@ -39,7 +39,7 @@ fn headers(bytes: &[u8]) -> HeaderMap {
         else {
             continue;
         };
-        // What HTTP/2 takes at most.
+        // The limit of HTTP/2.
         if headers.try_append(name, value).is_err() {
             break;
         }
@@ -47,7 +47,7 @@ fn headers(bytes: &[u8]) -> HeaderMap {
     headers
 }
 
-/// Metadata of callers, as lines: no panic, and neither credentials nor keys of kas reach an agent.
+/// Metadata of callers, as lines. No panic, and neither credentials nor keys of kas reach an agent.
 pub fn caller_metadata(bytes: &[u8]) {
     let headers = headers(bytes);
     let _ = Target::read(&headers);
@@ -76,7 +76,7 @@ pub fn caller_metadata(bytes: &[u8]) {
     }
 }
 
-/// A body in pieces of a size.
+/// A body in chunks of a fixed size.
 struct Pieces<'a>(std::slice::Chunks<'a, u8>);
 
 impl Body for Pieces<'_> {
@@ -95,7 +95,7 @@ impl Body for Pieces<'_> {
     }
 }
 
-/// The messages of a body, and the error at their end.
+/// Returns the messages of a body, and the error at their end.
 fn messages(bytes: &[u8], size: usize, gzip: bool) -> (Vec<Bytes>, Option<String>) {
     let mut reader = MessageReader::new(Pieces(bytes.chunks(size)), LIMIT).with_gzip(gzip);
     let mut messages = Vec::new();
@@ -111,8 +111,8 @@ fn messages(bytes: &[u8], size: usize, gzip: bool) -> (Vec<Bytes>, Option<String
     }
 }
 
-/// Bodies of gRPC, after a byte that is the size of pieces: no panic, no message above the limit, and the
-/// same messages however the bytes were cut, plain or compressed.
+/// gRPC bodies; the first byte is the size of chunks. No panic, no message above the limit, and the same
+/// messages for any chunks, plain or compressed.
 pub fn request_bodies(bytes: &[u8]) {
     let (size, bytes) = first(bytes);
     let size = usize::from(size).max(1);
@@ -135,7 +135,7 @@ pub fn request_bodies(bytes: &[u8]) {
     }
 }
 
-/// Requests for an upgrade to WebSocket, as lines: no panic, and none from the page of another host.
+/// Requests for an upgrade to WebSocket, as lines. No panic, and no page of another host is accepted.
 pub fn upgrade(bytes: &[u8]) {
     let headers = headers(bytes);
     let origin = headers.get(http::header::ORIGIN).cloned();
@@ -156,7 +156,7 @@ pub fn upgrade(bytes: &[u8]) {
     }
 }
 
-/// A socket that gives its bytes in pieces and takes everything.
+/// A socket that returns its bytes in chunks and accepts all writes.
 struct Socket<'a>(std::slice::Chunks<'a, u8>);
 
 impl AsyncRead for Socket<'_> {
@@ -184,7 +184,7 @@ impl AsyncWrite for Socket<'_> {
     }
 }
 
-/// Everything that is read, and whether it ended with an error.
+/// Returns everything that was read, and whether it ended with an error.
 fn unframed(bytes: &[u8], size: usize, role: Role) -> (Vec<u8>, bool) {
     let mut stream = ByteStream::new(Socket(bytes.chunks(size)), role);
     let mut cx = Context::from_waker(Waker::noop());
@@ -211,8 +211,8 @@ fn filtered(bytes: &[u8], size: usize) -> Vec<u8> {
     got
 }
 
-/// Bytes of an agent inside WebSocket, after a byte that is the size of pieces: frames, then HTTP/2 with
-/// header blocks. No panic; what comes out does not depend on how the bytes were cut; and little is held.
+/// Bytes of an agent inside WebSocket: frames, then HTTP/2 with header blocks. The first byte is the size of
+/// chunks. No panic, the output does not depend on the chunks, and few bytes are buffered.
 pub fn websocket(bytes: &[u8]) {
     let (size, bytes) = first(bytes);
     let size = usize::from(size).max(1);
@@ -220,11 +220,11 @@ pub fn websocket(bytes: &[u8]) {
         let (whole, failed) = unframed(bytes, bytes.len().max(1), role);
         let (pieces, failed_too) = unframed(bytes, size, role);
         assert_eq!(failed, failed_too);
-        // Payload before a violation may be read, or not, in the piece that has the violation.
+        // Payload before a violation may or may not be read if both are in the same chunk.
         assert!(failed && pieces.starts_with(&whole) || pieces == whole);
     }
     let whole = filtered(bytes, bytes.len() + PREFACE.len());
     assert_eq!(filtered(bytes, size), whole);
-    // Only a value that was in Huffman code becomes longer.
+    // Only a value in Huffman code becomes longer.
     assert!(whole.len() <= PREFACE.len() + 2 * bytes.len() + 64);
 }

@@ -1,8 +1,8 @@
-//! What is fuzzed: a function for every parser of peers' bytes, and what must hold of it.
+//! Fuzz targets: a function for every parser of bytes from peers, with its properties.
 //!
-//! The targets of cargo-fuzz in `fuzz/` call these functions; so does a plain test, with every seed of
-//! `fuzz/corpus` and with what a few changes make of it. A target that takes more than bytes reads it off
-//! their front.
+//! The targets of cargo-fuzz in `fuzz/` call these functions. A plain test also calls them with every seed of
+//! `fuzz/corpus` and with mutations of it. A target that needs further input takes it from the first
+//! bytes.
 
 mod http2;
 mod requests;
@@ -19,7 +19,7 @@ pub use self::{
     tunnels::{answer_metadata, tunnel_frames, tunnel_states},
 };
 
-/// A target: its name, which is that of its folder of seeds, and its function.
+/// A target: its name, which is also the name of its folder of seeds, and its function.
 pub type Target = (&'static str, fn(&[u8]));
 
 /// Every target.
@@ -41,12 +41,12 @@ pub const ALL: [Target; 15] = [
     ("websocket", websocket),
 ];
 
-/// Takes a byte off the front; 0 when there is none.
+/// Removes the first byte; 0 if there is none.
 fn first(bytes: &[u8]) -> (u8, &[u8]) {
     bytes.split_first().map_or((0, bytes), |(first, rest)| (*first, rest))
 }
 
-/// Configuration of kas, identity files and configurations of agents: no panic.
+/// Configurations of kas, identity files and configurations of agents. No panic.
 pub fn files(bytes: &[u8]) {
     if let Ok(text) = std::str::from_utf8(bytes) {
         let env = Environment { kas_state_dir: Some("/state".into()), ..Environment::default() };
@@ -56,20 +56,19 @@ pub fn files(bytes: &[u8]) {
     let _ = agent_config::parse::parse(bytes);
 }
 
-/// The beginning of a request for a cluster, after a byte that is the size of pieces, as kas looks at it
-/// while it passes: no panic, no byte is lost, and whose rights it is for the router knows as the audit log
-/// does.
+/// The beginning of a request for a cluster, which kas reads while it passes. The first byte is the size of
+/// chunks. No panic, no byte is lost, and the router and the audit log agree about the impersonated user.
 pub fn first_messages(bytes: &[u8]) {
     let (size, rest) = first(bytes);
     requests::first_message(rest, usize::from(size).max(1));
 }
 
-/// GitLab's answer about an agent: no panic, and no agent whose name is more than a name.
+/// GitLab's answer about an agent. No panic, and every accepted agent has a valid name.
 pub fn gitlab_answers(bytes: &[u8]) {
     gitlab::fuzz(bytes);
 }
 
-/// Datagrams from anybody: no panic, and nothing is accepted that was not sealed.
+/// Datagrams from any sender. No panic, and only authenticated ones are accepted.
 pub fn gossip_frame(bytes: &[u8]) {
     static RING: LazyLock<KeyRing> =
         LazyLock::new(|| KeyRing::derive(&[[7; 32]]).expect("32 bytes are enough"));
@@ -79,27 +78,27 @@ pub fn gossip_frame(bytes: &[u8]) {
     assert!(accepted.is_err(), "a forged datagram was accepted");
 }
 
-/// HTTP over gRPC, both ways: a caller's request in agentk, the size of its pieces first, and an agent's
-/// answer in kas: no panic, and nothing reaches the API server that must not.
+/// HTTP over gRPC, in both directions: a caller's request in agentk, whose first byte is the size of chunks,
+/// and an agent's answer in kas. No panic, and no forbidden header reaches the API server.
 pub fn http_envelopes(bytes: &[u8]) {
     let (size, rest) = first(bytes);
     requests::request(rest, size.into());
     requests::response(rest);
 }
 
-/// Tokens of callers: no panic, and none is accepted that was not signed, has expired or is meant for others.
+/// Tokens of callers. No panic, and no token is accepted that is unsigned, expired or has another audience.
 pub fn jwt(bytes: &[u8]) {
     identity::jwt::fuzz(bytes);
 }
 
-/// Every message of the private API and every record that travels by gossip, applied to a table: no panic.
+/// Every message of the private API and every gossip record, applied to a table. No panic.
 pub fn private_messages(bytes: &[u8]) {
     table::fuzzing::decode_all(bytes);
     kas::replicas::gossip_backend::decode_all(bytes);
 }
 
-/// What other replicas wrote to Redis and published there, those of GitLab too: no panic, and what was read
-/// stays the same when it is written and read again.
+/// Values in Redis and messages from its channels, including those of GitLab. No panic, and a value that was
+/// read stays the same when it is written and read again.
 pub fn redis_values(bytes: &[u8]) {
     redis_tracker::decode_all(bytes);
 }

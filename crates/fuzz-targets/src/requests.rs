@@ -79,7 +79,7 @@ pub(crate) fn response(bytes: &[u8]) {
 }
 
 /// Reads `bytes` as the body of a caller's request, in chunks of `size` bytes. No byte is lost, and the audit
-/// log names the user that the router takes the request to be meant for.
+/// log names the same user that the router takes into account.
 pub(crate) fn first_message(bytes: &[u8], size: usize) {
     let read = read_header(in_chunks(bytes, size), Deadline::NONE).now_or_never();
     let Ok((header, body)) = read.expect("all of it is there") else { return };

@@ -1,4 +1,4 @@
-//! What agents say inside their tunnels.
+//! What agents send inside their tunnels.
 
 use bytes::Bytes;
 use grpc::Status;
@@ -13,7 +13,7 @@ use tunnel::{
 
 use crate::first;
 
-/// Headers, trailers and errors of agents: no panic, and nothing that an agent may not say passes.
+/// Headers, trailers and errors of agents. No panic, and nothing forbidden to agents passes.
 pub fn answer_metadata(bytes: &[u8]) {
     let bytes = Bytes::copy_from_slice(bytes);
     for binary in [Binary::Base64, Binary::Raw] {
@@ -35,7 +35,7 @@ pub fn answer_metadata(bytes: &[u8]) {
     }
 }
 
-/// What a decoder makes of bytes: pieces of one message joined, and whether it failed.
+/// Decodes bytes. Returns the events, with the pieces of each message joined, and whether decoding failed.
 fn decoded(mut decoder: Decoder, bytes: &[u8], size: usize) -> (Vec<Event>, bool) {
     let (mut events, mut announced) = (Vec::new(), 0);
     for piece in bytes.chunks(size) {
@@ -64,8 +64,8 @@ fn decoded(mut decoder: Decoder, bytes: &[u8], size: usize) -> (Vec<Event>, bool
     (events, false)
 }
 
-/// Whether these are the same events, as far as both go: the last payload may have come to a different length
-/// before a violation was seen.
+/// Whether two runs gave the same events, as far as both go: the last payload may have a different length if
+/// a violation followed.
 fn agree(one: &[Event], other: &[Event]) -> bool {
     let prefix = |a: &Bytes, b: &Bytes| a.starts_with(b) || b.starts_with(a);
     one.iter().zip(other).enumerate().all(|(n, pair)| match pair {
@@ -74,9 +74,9 @@ fn agree(one: &[Event], other: &[Event]) -> bool {
     })
 }
 
-/// Bytes of agents and of kas, after a byte that is the size of pieces and one whose first bit says gzip: no
-/// panic, payload never exceeds what was announced, and what comes out does not depend on how the bytes were
-/// cut.
+/// Bytes from agents and from kas. The first byte is the size of chunks, and the first bit of the second
+/// means gzip. No panic, payload never exceeds the announced length, and the output does not depend on the
+/// chunks.
 pub fn tunnel_frames(bytes: &[u8]) {
     let (size, rest) = first(bytes);
     let (flags, bytes) = first(rest);
@@ -87,7 +87,7 @@ pub fn tunnel_frames(bytes: &[u8]) {
         let (pieces, failed) = decoded(decoder(gzip), bytes, size);
         let (whole, failed_too) = decoded(decoder(gzip), bytes, bytes.len().max(1));
         assert!(agree(&pieces, &whole), "{pieces:?} {whole:?}");
-        // The ratio of gzip is looked at after each piece, so that only one of both may find it too high.
+        // The ratio of gzip is checked after each chunk, so only one of both runs may find it too high.
         if !gzip {
             assert_eq!(failed, failed_too);
             assert!(failed || pieces == whole, "{pieces:?} {whole:?}");
@@ -106,9 +106,9 @@ pub fn tunnel_frames(bytes: &[u8]) {
     }
 }
 
-/// What may happen at kas' end of a tunnel, in any order: each byte is an event. No panic, a tunnel that is
-/// over stays over, a request is complete at most once, and nobody is told "not started" of one that began to
-/// be answered.
+/// Events at the tunnel end of kas, in any order: each byte is an event. No panic, an ended tunnel stays
+/// ended, a request is complete at most once, and no caller gets "not started" for a request whose answer had
+/// begun.
 pub fn tunnel_states(bytes: &[u8]) {
     let (kind, events) = first(bytes);
     let mut end = match kind % 3 {
@@ -179,6 +179,6 @@ pub fn tunnel_states(bytes: &[u8]) {
                 end.end();
             }
         }
-        assert!(!ended || end.is_ended(), "what is over stays over");
+        assert!(!ended || end.is_ended(), "an ended tunnel stays ended");
     }
 }

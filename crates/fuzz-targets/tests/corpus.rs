@@ -1,4 +1,4 @@
-//! Every seed of `fuzz/corpus`, and what a few changes make of it, through its target: where nobody can fuzz.
+//! Runs every seed of `fuzz/corpus`, and mutations of it, for machines without cargo-fuzz.
 
 #![allow(clippy::unwrap_used)] // a test may panic
 
@@ -18,7 +18,7 @@ fn fuzz() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fuzz")
 }
 
-/// The files in a folder, by name.
+/// Returns the files in a folder, by name.
 fn files(folder: &Path) -> Vec<PathBuf> {
     let mut files: Vec<_> =
         fs::read_dir(folder).into_iter().flatten().map(|entry| entry.unwrap().path()).collect();
@@ -26,10 +26,10 @@ fn files(folder: &Path) -> Vec<PathBuf> {
     files
 }
 
-/// A seed and its neighbours: cut anywhere, and with one byte changed, taken out, or doubled.
+/// Returns a seed and its mutations: truncated anywhere, and with one byte changed, removed, or doubled.
 fn neighbours(seed: &[u8]) -> Vec<Vec<u8>> {
     let mut all = vec![seed.to_vec()];
-    // A long seed in steps: the test stays short.
+    // A long seed is mutated in steps, to keep the test short.
     let step = (seed.len() / 200).max(1);
     for at in (0..seed.len()).step_by(step) {
         all.push(seed[..at].to_vec());
@@ -48,7 +48,7 @@ fn neighbours(seed: &[u8]) -> Vec<Vec<u8>> {
 }
 
 #[test]
-fn no_seed_and_none_of_its_neighbours_breaks_its_target() {
+fn seeds_and_their_mutations_pass_their_targets() {
     for (name, target) in ALL {
         let seeds = files(&fuzz().join("corpus").join(name));
         assert!(seeds.len() >= 3, "{name} has {} seeds", seeds.len());
@@ -62,7 +62,7 @@ fn no_seed_and_none_of_its_neighbours_breaks_its_target() {
     }
 }
 
-/// Changes an input in a few random places, with pieces of another one.
+/// Changes an input at a few random positions, with parts of another one.
 fn changed(rng: &mut StdRng, seed: &[u8], other: &[u8]) -> Vec<u8> {
     const NUMBERS: [&[u8]; 6] = [
         &[0; 4],
@@ -98,10 +98,10 @@ fn changed(rng: &mut StdRng, seed: &[u8], other: &[u8]) -> Vec<u8> {
     bytes
 }
 
-/// `FUZZ_SEED` repeats a run, `FUZZ_SECONDS` is for how long each target is tried.
+/// `FUZZ_SEED` repeats a run; `FUZZ_SECONDS` is the time for each target.
 #[test]
 #[ignore = "takes a minute and more; for where there is no cargo-fuzz"]
-fn random_changes_of_seeds_break_no_target() {
+fn random_mutations_of_seeds_pass_their_targets() {
     let number = |name: &str| std::env::var(name).ok().map(|text| text.parse::<u64>().unwrap());
     let seed = number("FUZZ_SEED").unwrap_or_else(rand::random);
     let time = Duration::from_secs(number("FUZZ_SECONDS").unwrap_or(5));
@@ -118,7 +118,7 @@ fn random_changes_of_seeds_break_no_target() {
             let input = changed(&mut rng, &inputs[one], &inputs[other]);
             let outcome = catch_unwind(AssertUnwindSafe(|| target(&input)));
             assert!(outcome.is_ok(), "{name}, FUZZ_SEED={seed}: {}", input.escape_ascii());
-            // Some become the ground for further changes.
+            // Some become the base of further mutations.
             if runs.is_multiple_of(64) && input.len() < 4096 {
                 if inputs.len() < seeds + 256 {
                     inputs.push(input);
@@ -134,7 +134,7 @@ fn random_changes_of_seeds_break_no_target() {
 }
 
 #[test]
-fn every_target_has_a_program_and_every_folder_of_seeds_a_target() {
+fn targets_programs_and_seed_folders_match() {
     let targets: BTreeSet<_> = ALL.iter().map(|(name, _)| (*name).to_owned()).collect();
     let names = |folder: &str| -> BTreeSet<String> {
         let files = files(&fuzz().join(folder));

@@ -1,18 +1,18 @@
 //! Names of agents, connections, replicas and requests: newtypes without I/O.
 //!
-//! Secrets are not here: a token is never an id. [`TokenHash`] is, because a hash may be kept,
-//! compared and (shortened) logged.
+//! There are no secrets: a token is never an id. A [`TokenHash`] may be kept, compared and (shortened)
+//! logged.
 
 use std::{fmt, str::FromStr, sync::Arc};
 
 use serde::{Deserialize, Serialize};
 use subtle::ConstantTimeEq;
 
-/// A configured identity in a configuration project: what a caller names. Always positive.
+/// A configured identity in a configuration project, which callers name. Always positive.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
 pub struct AgentId(i64);
 
-/// Why a text or number is not an id.
+/// A text or number that is not an id.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("expected a whole number from 1 to 9223372036854775807")]
 pub struct InvalidId;
@@ -48,7 +48,7 @@ impl FromStr for AgentId {
     type Err = InvalidId;
 
     fn from_str(s: &str) -> Result<Self, InvalidId> {
-        // `i64::from_str` accepts a leading plus, which no peer of ours writes.
+        // `i64::from_str` accepts a leading plus, which no peer of this project writes.
         if !s.starts_with(|c: char| c.is_ascii_digit()) {
             return Err(InvalidId);
         }
@@ -64,14 +64,14 @@ impl<'de> Deserialize<'de> for AgentId {
 
 /// One connection of one agentk process: 63 bits, never negative.
 ///
-/// Agents of this project send an instance id, from which every replica derives the same
-/// connection id, so that lists merge by it and an agent cannot claim another one's.
+/// Agents of this project send an instance id. Every replica derives the same connection id from it, so that
+/// lists can be merged by it and an agent cannot claim the connection of another one.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ConnectionId(i64);
 
 impl ConnectionId {
-    /// Returns the id that `instance` of `agent` has on every replica: 63 bits of SHA-256 over the
-    /// agent's id (8 bytes, big-endian) and the instance id.
+    /// Returns the id of `instance` of `agent`, which is the same on every replica: 63 bits of SHA-256 over
+    /// the agent's id (8 bytes, big-endian) and the instance id.
     pub fn of_instance(agent: AgentId, instance: &[u8]) -> Self {
         let mut context = aws_lc_rs::digest::Context::new(&aws_lc_rs::digest::SHA256);
         context.update(&agent.0.to_be_bytes());
@@ -147,27 +147,27 @@ impl fmt::Display for ReplicaId {
     }
 }
 
-/// SHA-256 of an agent token: what the server keeps instead of the token.
+/// SHA-256 of an agent token, which the server keeps instead of the token.
 ///
 /// A token has 256 random bits, so a plain hash cannot be reversed by guessing.
 #[derive(Clone, Copy, PartialOrd, Ord)]
 pub struct TokenHash([u8; 32]);
 
 impl TokenHash {
-    /// Hashes a token as it is: no trimming.
+    /// Hashes a token without trimming it.
     pub fn of(token: &[u8]) -> Self {
         let mut hash = [0; 32];
         hash.copy_from_slice(aws_lc_rs::digest::digest(&aws_lc_rs::digest::SHA256, token).as_ref());
         Self(hash)
     }
 
-    /// Returns all 64 hexadecimal digits, as an identity file holds them.
+    /// Returns all 64 hexadecimal digits, as in an identity file.
     pub fn to_hex(&self) -> String {
         hex::encode(self.0)
     }
 }
 
-/// Constant time, so that a comparison tells nothing about where two hashes differ.
+/// Takes constant time, so that a comparison does not reveal where two hashes differ.
 impl PartialEq for TokenHash {
     fn eq(&self, other: &Self) -> bool {
         self.0.ct_eq(&other.0).into()
@@ -180,14 +180,14 @@ impl std::hash::Hash for TokenHash {
     }
 }
 
-/// Shows 8 digits: enough to find the line of an identity file, useless to an attacker.
+/// Shows 8 digits: enough to find the line of an identity file, but useless to an attacker.
 impl fmt::Debug for TokenHash {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "sha256:{}…", hex::encode(&self.0[..4]))
     }
 }
 
-/// Why a text is not a token hash.
+/// A text that is not a token hash.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("expected the 64 hexadecimal digits of a SHA-256")]
 pub struct InvalidTokenHash;

@@ -1,7 +1,9 @@
-//! Free ports of loopback, for servers that have to be told where to listen: whoever can bind port 0 should.
+//! Free ports of loopback, for servers that need a fixed address. Servers that can bind port 0 should do
+//! that.
 //!
-//! A server that ends and comes back finds its port taken now and then, when the port is one of those that
-//! the system gives to connections and to whoever asks for any. These are not.
+//! A server that restarts on a port of the system's ephemeral range sometimes finds it in use, because the
+//! system assigns these ports to connections and to other servers. Ports from this crate are outside that
+//! range.
 
 use std::{
     array,
@@ -15,19 +17,19 @@ use std::{
     },
 };
 
-/// Linux gives connections those from 32768 on, others from 49152 on.
+/// The ephemeral range begins at 32768 on Linux and at 49152 on other systems.
 const RANGE: Range<u16> = 10_000..32_000;
 const SIZE: u16 = RANGE.end - RANGE.start;
 
-/// Returns ports of 127.0.0.1 at which nobody listens, over TCP or UDP. All that one process is given differ,
-/// as long as it asks for fewer than 22,000.
+/// Returns ports of 127.0.0.1 at which nothing listens, over TCP or UDP. All ports that one process gets are
+/// distinct, as long as it asks for fewer than 22,000.
 ///
-/// Nothing holds them: another process can take one before it is used.
+/// Nothing reserves them: another process can take one before it is used.
 ///
 /// # Errors
-/// What the system says when none is free.
+/// The error of the system if no port is free.
 pub fn free<const N: usize>() -> io::Result<[u16; N]> {
-    // Processes begin in different places.
+    // Processes start at different ports.
     static NEXT: LazyLock<AtomicU16> = LazyLock::new(|| {
         let [low, high, ..] = RandomState::new().hash_one(std::process::id()).to_le_bytes();
         AtomicU16::new(u16::from_le_bytes([low, high]) % SIZE)
@@ -62,7 +64,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ports_are_free_differ_and_are_none_that_the_system_gives() -> io::Result<()> {
+    fn ports_are_free_distinct_and_outside_the_ephemeral_range() -> io::Result<()> {
         let taken = TcpListener::bind((Ipv4Addr::LOCALHOST, free::<1>()?[0]))?.local_addr()?.port();
         let mut all = HashSet::new();
         for _ in 0..100 {
@@ -74,9 +76,9 @@ mod tests {
     }
 
     #[test]
-    fn a_port_that_is_listened_on_is_passed_over() -> io::Result<()> {
+    fn a_port_in_use_is_skipped() -> io::Result<()> {
         let [first] = free()?;
-        // All that could come next for a while.
+        // All ports that could come next for a while.
         let held: Vec<_> =
             (first..first + 40).map(|port| UdpSocket::bind((Ipv4Addr::LOCALHOST, port))).collect();
         let [next] = free()?;

@@ -1,20 +1,21 @@
-//! `:authority` of agents that dial through WebSocket, made legal.
+//! Replaces the invalid `:authority` of agents that connect through WebSocket.
 //!
-//! gRPC in Go takes the whole address that such an agent was given, `wss://kas.example.com/path`, for
-//! its `:authority`; later versions percent-encode it. HTTP/2 libraries in Rust reset such a stream and
-//! have no switch against it. So header blocks of these connections are looked at before HTTP/2 is.
+//! gRPC in Go uses the whole configured address of such an agent, `wss://kas.example.com/path`, as
+//! `:authority`; later versions percent-encode it. HTTP/2 libraries in Rust reset such a stream and have no
+//! option against it. So this filter rewrites the header blocks of these connections before HTTP/2 reads
+//! them.
 //!
-//! **The lengths stay.** Where the value of `:authority` is a URL, each of its bytes that may stand in no
-//! authority becomes a `-`: `wss---kas.example.com-path`. A value of the same length takes the same room
-//! in the table of recent fields which HPACK keeps at both ends, so the tables of the agent and of the
-//! server behind this stay equal: nothing else of the block has to be decoded, no table is kept here, and
-//! what later refers to that field finds the legal one. Nobody reads the authority behind this.
+//! **The length does not change.** If the value of `:authority` is a URL, each of its bytes that is invalid
+//! in an authority becomes a `-`: `wss---kas.example.com-path`. A value of the same length takes the same
+//! space in the dynamic table that HPACK keeps at both ends, so the tables of the agent and of the server
+//! stay equal. No other field has to be decoded, no table is kept here, and later references to the field
+//! find the valid value. The server does not use the authority.
 //!
-//! Everything else passes byte for byte: other frames without being copied, header blocks that need no
-//! change as they came, malformed ones for the server behind this to refuse.
+//! All other bytes pass unchanged: other frames without a copy, and header blocks without such an authority,
+//! including malformed ones, which the server refuses.
 //!
-//! A field whose *name* is an index into the table of recent fields is not recognised. No encoder needs
-//! one: the static table has `:authority` as its first entry.
+//! A field whose *name* is an index into the dynamic table is not recognised. No encoder needs one: the
+//! static table has `:authority` as its first entry.
 
 use std::{
     io,
@@ -29,11 +30,11 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
 /// What an HTTP/2 client sends before its first frame.
 pub const PREFACE: &[u8; 24] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
-/// The most that is kept of a header block while its end is awaited. Larger ones pass as they are: they
-/// are beyond the header list that the server behind this takes (16 KiB, and twice as much to say so), which
-/// refuses them.
+/// Maximum number of bytes of a header block that are buffered until its end arrives. Larger ones pass
+/// unchanged: they exceed the header list that the server accepts (16 KiB, and twice as much to answer with
+/// an error), so it refuses them.
 pub const MAX_HELD: usize = 32 * 1024;
-/// The longest encoded value of `:authority` that is looked at.
+/// Maximum length of an encoded `:authority` that is examined.
 const MAX_VALUE: usize = 2048;
 
 const FRAME_HEAD: usize = 9;
@@ -48,26 +49,26 @@ const NAME_INDEX: usize = 1;
 /// Length of the name in Huffman code.
 const NAME_CODED: usize = 8;
 
-/// The filter, without I/O. Bytes go in by [`pass`](Self::pass); what comes out is what it lets pass of
-/// them and then [`out`](Self::out).
+/// The filter, without I/O. Bytes go in by [`pass`](Self::pass). The output is those that pass, followed by
+/// [`out`](Self::out).
 #[derive(Debug)]
 pub struct Filter {
     state: State,
-    /// What was taken and may go on.
+    /// Output of buffered bytes.
     out: BytesMut,
-    /// A header block whose end has not come: its frames, heads and all.
+    /// A header block whose end has not arrived: its frames, including their heads.
     held: BytesMut,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
-    /// So many bytes of the preface or of a frame that nobody looks at.
+    /// The number of remaining bytes of the preface or of a frame that passes unchanged.
     Pass(usize),
     /// A frame head begins, or has begun in `held`.
     Head,
-    /// The frame in `held` that begins at `at` needs so many bytes more.
+    /// The frame in `held` that begins at `at` needs `left` more bytes.
     Held { at: usize, left: usize },
-    /// In `held` is a header block so far; a continuation must follow. `at`: where its head begins.
+    /// `held` contains an incomplete header block; a continuation must follow, whose head begins at `at`.
     Continue { at: usize },
 }
 
@@ -86,7 +87,7 @@ struct Head {
 }
 
 impl Head {
-    /// Reads the head that `bytes` begin with, when it is there as a whole.
+    /// Reads the frame head at the beginning of `bytes` if it is complete.
     fn read(bytes: &[u8]) -> Option<Self> {
         let [a, b, c, kind, flags, stream @ ..] = *bytes.first_chunk::<FRAME_HEAD>()?;
         Some(Self { len: usize::from(a) << 16 | usize::from(b) << 8 | usize::from(c), kind, flags, stream })
@@ -102,25 +103,25 @@ impl Head {
 }
 
 impl Filter {
-    /// Takes bytes; returns how many of them pass as they are. The rest is in [`out`](Self::out), or will
-    /// be. Call it when `out` is empty: what is there comes first.
+    /// Takes bytes and returns how many of them pass unchanged. The rest is in [`out`](Self::out), or will
+    /// be. Call it only if `out` is empty, because its content comes first.
     pub fn pass(&mut self, bytes: &[u8]) -> usize {
         let direct = self.direct(bytes);
         self.take(&bytes[direct..]);
         direct
     }
 
-    /// Returns what follows the bytes that passed. The reader takes what it can from its front.
+    /// Returns the output that follows the bytes that passed. The reader takes bytes from its front.
     pub fn out(&mut self) -> &mut BytesMut {
         &mut self.out
     }
 
-    /// Returns how many bytes are held back; at most [`MAX_HELD`] and a frame head.
+    /// Returns how many bytes are buffered; at most [`MAX_HELD`] and a frame head.
     pub fn held(&self) -> usize {
         self.held.len()
     }
 
-    /// Follows frames as long as none has to be kept or changed.
+    /// Parses frames as long as none has to be buffered.
     fn direct(&mut self, bytes: &[u8]) -> usize {
         let mut at = 0;
         loop {
@@ -154,7 +155,7 @@ impl Filter {
         }
     }
 
-    /// The way of what has to be kept or changed.
+    /// Processes bytes that have to be buffered.
     fn take(&mut self, mut bytes: &[u8]) {
         while !bytes.is_empty() {
             match self.state {
@@ -179,7 +180,7 @@ impl Filter {
         }
     }
 
-    /// Collects the frame head that begins at `at` of `held`, and decides about its frame.
+    /// Completes the frame head that begins at `at` of `held`, and decides how to treat its frame.
     fn head(&mut self, at: usize, bytes: &mut &[u8]) {
         let n = (at + FRAME_HEAD - self.held.len()).min(bytes.len());
         self.held.extend_from_slice(&bytes[..n]);
@@ -188,7 +189,7 @@ impl Filter {
         let wanted = if at == 0 {
             head.kind == HEADERS
         } else {
-            // Anything else breaks HTTP/2; the server behind this says so.
+            // Anything else violates HTTP/2, and the server reports it.
             head.kind == CONTINUATION && Some(head.stream) == Head::read(&self.held).map(|h| h.stream)
         };
         if !wanted || self.held.len() + head.len > MAX_HELD {
@@ -202,7 +203,7 @@ impl Filter {
         }
     }
 
-    /// The frame that begins at `at` is there; it may be the last of its block.
+    /// Processes the complete frame that begins at `at`; it may be the last of its block.
     fn frame_is_whole(&mut self, at: usize) {
         let last = Head::read(&self.held[at..]).is_none_or(|head| head.flags & END_HEADERS != 0);
         if !last {
@@ -216,13 +217,13 @@ impl Filter {
         self.state = State::Head;
     }
 
-    /// Lets go what is held, as it came.
+    /// Outputs the buffered bytes unchanged.
     fn release(&mut self) {
         self.out.extend_from_slice(&self.held);
         self.held = BytesMut::new();
     }
 
-    /// Writes the held block with a legal authority, as one frame. `false`: it needs none.
+    /// Outputs the buffered block with a valid authority, as one frame. `false`: it needs no change.
     fn rewrite(&mut self) -> bool {
         let Some(first) = Head::read(&self.held) else { return false };
         let (mut block, mut priority, mut at) = (BytesMut::new(), None, 0);
@@ -253,7 +254,7 @@ impl Filter {
     }
 }
 
-/// The piece of a header block in a frame; `None` when padding or priority do not fit.
+/// Returns the part of a header block in a frame; `None` if padding or priority do not fit.
 fn fragment(head: Head, mut payload: &[u8]) -> Option<&[u8]> {
     if head.kind != HEADERS {
         return Some(payload);
@@ -268,20 +269,20 @@ fn fragment(head: Head, mut payload: &[u8]) -> Option<&[u8]> {
     Some(payload)
 }
 
-/// Finds the first `:authority` whose value is a URL: where its length and value stand, and the legal
-/// value. `None` too when the block is malformed before that.
+/// Finds the first `:authority` whose value is a URL. Returns the range of its length and value, and the
+/// valid value. Also `None` if the block is malformed before it.
 fn find_url(block: &[u8]) -> Option<(Range<usize>, Vec<u8>)> {
     let mut at = 0;
     while at < block.len() {
         let first = block[at];
         let prefix = match first {
-            // Indexed: the field stands in a table, legal already.
+            // Indexed: the field is in a table, with a valid value.
             0x80.. => {
                 number(block, &mut at, 7)?;
                 continue;
             }
             0x40..0x80 => 6,
-            // The size of the table, which is the business of the server behind this.
+            // A change of the table size, which the server handles.
             0x20..0x40 => {
                 number(block, &mut at, 5)?;
                 continue;
@@ -306,7 +307,7 @@ fn find_url(block: &[u8]) -> Option<(Range<usize>, Vec<u8>)> {
                 return None;
             }
             let legal = if coded { legal(&decoded(value)?) } else { legal(value) };
-            // A second one is an error of HTTP/2, legal or not.
+            // A second one violates HTTP/2, valid or not.
             return legal.map(|legal| (start..at, legal));
         }
     }
@@ -327,7 +328,7 @@ fn number(block: &[u8], at: &mut usize, bits: u8) -> Option<usize> {
     if value < mask {
         return Some(value);
     }
-    // Four more bytes say more than any block is long.
+    // Four more bytes can encode any length of a block.
     for shift in [0, 7, 14, 21] {
         let byte = *block.get(*at)?;
         *at += 1;
@@ -363,7 +364,7 @@ fn put_length(out: &mut BytesMut, len: usize) {
     out.put_u8(rest as u8);
 }
 
-/// The authority that takes the place of a URL, as long as it was; `None` when it is none.
+/// Returns a valid authority of the same length if `value` is a URL.
 fn legal(value: &[u8]) -> Option<Vec<u8>> {
     let colon = value.iter().position(|byte| *byte == b':')?;
     let (scheme, rest) = value.split_at(colon);
@@ -378,7 +379,7 @@ fn legal(value: &[u8]) -> Option<Vec<u8>> {
     Some(value.iter().map(|byte| if kept(*byte) { *byte } else { b'-' }).collect())
 }
 
-/// A stream whose reader sees only legal authorities.
+/// A stream that replaces invalid authorities in what is read.
 #[derive(Debug)]
 pub struct Authorities<S> {
     stream: S,
@@ -386,7 +387,7 @@ pub struct Authorities<S> {
 }
 
 impl<S> Authorities<S> {
-    /// Puts the filter before `stream`, from which nothing of HTTP/2 has been read yet.
+    /// Wraps `stream`, from which no byte of HTTP/2 has been read yet.
     pub fn new(stream: S) -> Self {
         Self { stream, filter: Filter::default() }
     }
@@ -416,7 +417,7 @@ impl<S: AsyncRead + Unpin> AsyncRead for Authorities<S> {
             let before = buf.filled().len();
             ready!(Pin::new(&mut this.stream).poll_read(cx, buf))?;
             if buf.filled().len() == before {
-                // The end; what is held was never a whole header block.
+                // End of the stream; the buffered bytes are no complete header block.
                 return Poll::Ready(Ok(()));
             }
             let passed = this.filter.pass(&buf.filled()[before..]);

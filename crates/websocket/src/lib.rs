@@ -1,14 +1,13 @@
-//! A byte stream inside WebSocket, as GitLab's agents use it to carry gRPC through ingresses that
-//! know no HTTP/2.
+//! A byte stream inside WebSocket, which GitLab's agents use to carry gRPC through ingresses without HTTP/2.
 //!
-//! * [`upgrade`]: from an HTTP/1.1 request to a connection that belongs to both ends, without I/O.
-//! * [`ByteStream`]: the bytes that binary messages carry, one after the other.
-//! * [`Authorities`]: what those agents write into `:authority`, made legal before an HTTP/2 server
-//!   sees it.
-//! * [`Rewind`]: a stream of which somebody has already read the beginning.
-//! * [`write_through!`] and [`read_through!`]: for streams around streams, such as these.
+//! * [`upgrade`]: both ends of the handshake, from an HTTP/1.1 request to an upgraded connection, without
+//!   I/O.
+//! * [`ByteStream`]: the concatenated bytes of binary messages.
+//! * [`Authorities`]: replaces the invalid `:authority` of those agents before an HTTP/2 server sees it.
+//! * [`Rewind`]: a stream that first returns bytes that have already been read from it.
+//! * [`write_through!`] and [`read_through!`]: pass-through methods for wrappers of streams.
 //!
-//! No message is ever held whole: borders between messages mean nothing here.
+//! No complete message is ever buffered: message boundaries have no meaning here.
 
 pub mod authority;
 mod rewind;

@@ -1,4 +1,4 @@
-//! A stream of which somebody has already read the beginning.
+//! A stream that first returns bytes that have already been read from it.
 
 use std::{
     io,
@@ -9,7 +9,7 @@ use std::{
 use bytes::{Buf as _, Bytes};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
-/// Gives the bytes that were read first, then those of the stream.
+/// Returns the bytes that were read already, then those of the stream.
 #[derive(Debug)]
 pub struct Rewind<S> {
     first: Bytes,
@@ -17,7 +17,7 @@ pub struct Rewind<S> {
 }
 
 impl<S> Rewind<S> {
-    /// Puts `first` before what `stream` still has.
+    /// Puts `first` before the remaining bytes of `stream`.
     pub fn new(stream: S, first: Bytes) -> Self {
         Self { first, stream }
     }
@@ -36,7 +36,7 @@ impl<S: AsyncRead + Unpin> AsyncRead for Rewind<S> {
         buf.put_slice(&self.first[..n]);
         self.first.advance(n);
         if self.first.is_empty() {
-            // Gives the memory back: it may be part of a larger buffer.
+            // Frees the memory, which may be part of a larger buffer.
             self.first = Bytes::new();
         }
         Poll::Ready(Ok(()))

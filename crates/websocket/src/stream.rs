@@ -1,8 +1,8 @@
-//! The bytes that binary messages carry.
+//! The byte stream in binary messages.
 //!
-//! Received payload is unmasked where it lies, in the reader's own buffer, and moved over the frame
-//! headers; sent payload goes out beside its header. What is kept between two calls: a part of a frame
-//! header, a control frame (125 bytes), and what the socket did not take of one write.
+//! Received payload is unmasked in the reader's buffer and moved over the frame headers. Sent payload is
+//! written together with its header. Between two calls, this is kept: an incomplete frame header, a control
+//! frame (125 bytes), and the rest of a write that the socket did not take.
 
 use std::{
     io::{self, Cursor, IoSlice},
@@ -17,34 +17,34 @@ use tungstenite::protocol::frame::{
     coding::{CloseCode, Control, Data, OpCode},
 };
 
-/// The largest message that is taken, as in GitLab's kas and agentk. It costs no memory here: it only
-/// ends what is not the traffic of an agent.
+/// Maximum size of a received message in bytes, as in GitLab's kas and agentk. Messages are not buffered; the
+/// limit only detects peers that are not agents.
 pub const MAX_MESSAGE: u64 = 10 << 20;
-/// The most that one write puts into a message. An HTTP/2 frame and its header fit.
+/// Maximum payload in bytes that one write puts into a message: an HTTP/2 frame with its header.
 const CHUNK: usize = 128 * 1024;
-/// The longest frame header.
+/// Length of the longest frame header.
 const MAX_HEADER: usize = 14;
-/// The longest payload of a control frame.
+/// Maximum payload of a control frame.
 const MAX_CONTROL: usize = 125;
-/// Slices of one vectored write that are looked at, the frame's header besides.
+/// Maximum number of slices of a vectored write that are used, besides the frame header.
 const SLICES: usize = 15;
 
-/// Which end of the connection this is.
+/// The end of the connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
-    /// Masks what it sends, takes nothing that is masked.
+    /// Masks what it sends and refuses masked frames.
     Client,
-    /// The other way round.
+    /// Refuses unmasked frames and masks nothing.
     Server,
 }
 
-/// A byte stream inside the WebSocket connection `S`, whose upgrade is over.
+/// A byte stream inside the WebSocket connection `S`, after its upgrade.
 ///
-/// Text, unmasked bytes of a client and whatever else breaks the rules end the stream with an error,
-/// after a close frame that says why. A ping is answered, the latest one when several wait. Reading and
-/// writing belong to one task: a wait for the socket wakes only the last one that waited.
+/// A text message, unmasked bytes of a client and other violations end the stream with an error, after a
+/// close frame with the reason. A ping is answered; if several wait, only the latest. The same task must read
+/// and write: only the last waker is woken.
 ///
-/// Extensions are not negotiated, so their bits are errors.
+/// No extension is negotiated, so extension bits are errors.
 #[derive(Debug)]
 pub struct ByteStream<S> {
     stream: S,
@@ -54,15 +54,15 @@ pub struct ByteStream<S> {
     payload: Payload,
     control: [u8; MAX_CONTROL],
     control_len: usize,
-    /// Bytes of the message whose last frame has not come yet.
+    /// Bytes so far of a message whose last frame has not arrived.
     message: Option<u64>,
-    /// The peer has said that nothing follows.
+    /// The peer has sent a close frame.
     ended: bool,
-    /// Frames, or what is left of them, that the socket has not taken.
+    /// Frames, or parts of them, that the socket has not taken.
     out: BytesMut,
-    /// The answer to the latest ping, while `out` has something else.
+    /// The answer to the latest ping, while `out` is not empty.
     pong: Option<([u8; MAX_CONTROL], usize)>,
-    /// A close frame was put into `out`.
+    /// A close frame was added to `out`.
     closed: bool,
 }
 
@@ -82,14 +82,14 @@ enum Payload {
     },
 }
 
-/// What a peer must not do.
+/// A violation of the protocol by the peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 enum Violation {
-    #[error("a text message came: only binary ones carry bytes")]
+    #[error("received a text message: only binary messages carry data")]
     Text,
     #[error("a message is longer than 10 MiB")]
     TooLong,
-    #[error("a frame breaks the rules of WebSocket: {0}")]
+    #[error("invalid WebSocket frame: {0}")]
     Frame(&'static str),
 }
 
@@ -104,7 +104,7 @@ impl Violation {
 }
 
 impl<S> ByteStream<S> {
-    /// Takes over a connection whose upgrade is over.
+    /// Wraps a connection after its upgrade.
     pub fn new(stream: S, role: Role) -> Self {
         Self {
             stream,
@@ -122,7 +122,7 @@ impl<S> ByteStream<S> {
         }
     }
 
-    /// Moves payload to the front of `data`; returns how much it is.
+    /// Moves payload to the front of `data` and returns its length.
     fn decode(&mut self, data: &mut [u8]) -> Result<usize, Violation> {
         let (mut at, mut kept) = (0, 0);
         while at < data.len() && !self.ended {
@@ -166,17 +166,17 @@ impl<S> ByteStream<S> {
         Ok(kept)
     }
 
-    /// Reads a whole frame header.
+    /// Reads a complete frame header.
     fn begin(&mut self, header: &[u8]) -> Result<Payload, Violation> {
         let parsed = FrameHeader::parse(&mut Cursor::new(header));
         let Ok(Some((header, len))) = parsed else {
             return Err(Violation::Frame("a reserved opcode"));
         };
         if header.rsv1 || header.rsv2 || header.rsv3 {
-            return Err(Violation::Frame("an extension that was not agreed on"));
+            return Err(Violation::Frame("an extension that was not negotiated"));
         }
         if header.mask.is_some() != (self.role == Role::Server) {
-            return Err(Violation::Frame("clients mask, servers do not"));
+            return Err(Violation::Frame("clients must mask, servers must not"));
         }
         let before = match (header.opcode, self.message) {
             (OpCode::Data(Data::Text), _) => return Err(Violation::Text),
@@ -185,11 +185,11 @@ impl<S> ByteStream<S> {
             (OpCode::Data(Data::Binary), Some(_)) => {
                 return Err(Violation::Frame("a message inside another"));
             }
-            (OpCode::Data(_), _) => return Err(Violation::Frame("a continuation of nothing")),
+            (OpCode::Data(_), _) => return Err(Violation::Frame("a continuation without a message")),
             (OpCode::Control(kind), _) => {
                 let left = usize::try_from(len).unwrap_or(usize::MAX);
                 if left > MAX_CONTROL || !header.is_final {
-                    return Err(Violation::Frame("a control frame that is long or in parts"));
+                    return Err(Violation::Frame("a control frame that is too long or fragmented"));
                 }
                 self.control_len = 0;
                 return Ok(Payload::Control { kind, left, mask: header.mask });
@@ -203,20 +203,20 @@ impl<S> ByteStream<S> {
         Ok(Payload::Data { left: len, mask: header.mask })
     }
 
-    /// Acts on a frame that is complete, if it is.
+    /// Processes a frame if it is complete.
     fn finish(&mut self) -> Result<(), Violation> {
         match self.payload {
             Payload::Data { left: 0, .. } => {}
             Payload::Control { left: 0, kind, .. } => match kind {
-                // Only the latest needs an answer; so many cost no more memory than one.
+                // Only the latest ping needs an answer, so many cost no more memory than one.
                 Control::Ping => self.pong = Some((self.control, self.control_len)),
                 Control::Close => {
                     let code = match &self.control[..self.control_len] {
                         [] => CloseCode::Normal,
-                        [_] => return Err(Violation::Frame("half a close code")),
+                        [_] => return Err(Violation::Frame("a truncated close code")),
                         [a, b, ..] => CloseCode::from(u16::from_be_bytes([*a, *b])),
                     };
-                    // A code that must not be on the wire is not sent back.
+                    // A code that must not be sent is not returned.
                     self.close_with(if code.is_allowed() { code } else { CloseCode::Protocol }, "");
                     self.ended = true;
                 }
@@ -228,10 +228,10 @@ impl<S> ByteStream<S> {
         Ok(())
     }
 
-    /// Begins a frame in `out`.
+    /// Writes a frame header to `out`.
     fn head(&mut self, opcode: OpCode, len: usize) -> Option<[u8; 4]> {
         let header = self.header_for(opcode);
-        // Memory does not refuse what is written into it.
+        // Writing to memory cannot fail.
         let _ = header.format(len as u64, &mut bytes::BufMut::writer(&mut self.out));
         header.mask
     }
@@ -250,7 +250,7 @@ impl<S> ByteStream<S> {
         }
     }
 
-    /// Says that nothing follows; for the first time only.
+    /// Adds a close frame to `out`, unless there was one.
     fn close_with(&mut self, code: CloseCode, reason: &str) {
         if self.closed {
             return;
@@ -264,17 +264,16 @@ impl<S> ByteStream<S> {
 }
 
 impl<S: AsyncRead + AsyncWrite + Unpin> ByteStream<S> {
-    /// Ends the connection with a close frame that gives `code` and `reason`, of which at most 123 bytes
-    /// are sent.
+    /// Ends the connection with a close frame with `code` and `reason`, of which at most 123 bytes are sent.
     ///
-    /// # Errors
+    /// The errors of the connection.
     /// Those of the connection.
     pub async fn close(mut self, code: u16, reason: &str) -> io::Result<()> {
         self.close_with(CloseCode::from(code), reason);
         self.shutdown().await
     }
 
-    /// Writes what was promised to the socket before anything else may be said.
+    /// Writes `out` to the socket before anything else is sent.
     fn poll_drain(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         loop {
             if self.out.is_empty()
@@ -285,7 +284,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> ByteStream<S> {
             }
             if self.out.is_empty() {
                 if self.out.capacity() > MAX_CONTROL + MAX_HEADER {
-                    // Connections are many and mostly idle: they hold nothing.
+                    // There are many connections, mostly idle: they keep no buffer.
                     self.out = BytesMut::new();
                 }
                 return Poll::Ready(Ok(()));
@@ -321,7 +320,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> ByteStream<S> {
             let head = self.header_for(opcode);
             let _ = head.format(len as u64, &mut &mut header[..]);
             slices[0] = IoSlice::new(&header[..head.len(len as u64)]);
-            // Pending: nothing was sent, so nothing was promised.
+            // Pending: no byte was sent, so the caller may retry with other data.
             sent = ready!(Pin::new(&mut self.stream).poll_write_vectored(cx, &slices[..count]))?;
             if sent == 0 {
                 return Poll::Ready(Err(io::ErrorKind::WriteZero.into()));
@@ -343,7 +342,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> ByteStream<S> {
             }
         }
         debug_assert_eq!(sent, 0, "a socket took more than it was given");
-        // The message is promised as a whole: what the socket does not take now goes first next time.
+        // The whole message counts as written: the rest is sent first by the next call.
         match self.poll_drain(cx) {
             Poll::Ready(Err(error)) => Poll::Ready(Err(error)),
             _ => Poll::Ready(Ok(len)),
@@ -360,7 +359,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> AsyncRead for ByteStream<S> {
         let this = &mut *self;
         loop {
             if this.pong.is_some() {
-                // As far as it goes: a peer that does not read gets no pong.
+                // `Pending` is ignored: a peer that does not read gets no pong.
                 let _ = this.poll_drain(cx)?;
             }
             if this.ended || buf.remaining() == 0 {
@@ -386,7 +385,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> AsyncRead for ByteStream<S> {
                     buf.set_filled(before);
                     this.ended = true;
                     this.close_with(violation.code(), &violation.to_string());
-                    // The error stands, whether or not the peer can be told.
+                    // The error is returned whether or not the close frame can be sent.
                     let _ = this.poll_drain(cx);
                     return Poll::Ready(Err(io::Error::new(io::ErrorKind::InvalidData, violation)));
                 }
@@ -424,7 +423,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for ByteStream<S> {
     }
 }
 
-/// How long the frame header is that begins so; never shorter than what is known of it.
+/// Returns the length of a frame header of which `known` has arrived: exact from two bytes on, otherwise 2.
 fn header_len(known: &[u8]) -> usize {
     let Some(second) = known.get(1) else { return 2 };
     let length = match second & 0x7f {
@@ -435,7 +434,7 @@ fn header_len(known: &[u8]) -> usize {
     2 + length + if second & 0x80 != 0 { 4 } else { 0 }
 }
 
-/// Masks, or unmasks, a piece of payload, and turns the mask to where the next piece begins.
+/// Masks or unmasks a piece of payload, and rotates the mask for the next piece.
 fn apply_mask(data: &mut [u8], mask: &mut [u8; 4]) {
     let [a, b, c, d] = *mask;
     let wide = u64::from_ne_bytes([a, b, c, d, a, b, c, d]);

@@ -1,10 +1,10 @@
-//! Streams around streams: the halves that only pass on.
+//! Pass-through implementations for wrappers of streams.
 
-/// Implements [`AsyncWrite`](tokio::io::AsyncWrite) for a stream that writes to what it holds. After the
-/// generics and the type come a name and the patterns that bind it to that: one for a struct, one for each
-/// variant of an enum.
+/// Implements [`AsyncWrite`](tokio::io::AsyncWrite) for a wrapper that passes writes to its inner stream. The
+/// arguments are the generics, the type, a name, and the patterns that bind the name to the inner stream: one
+/// for a struct, one for each variant of an enum.
 ///
-/// Every method passes on, those of vectored writes too, whose defaults copy.
+/// Every method is passed on, including vectored writes, whose default implementations copy.
 ///
 /// ```
 /// struct Named<S> {
@@ -67,8 +67,8 @@ macro_rules! write_through {
     };
 }
 
-/// Implements [`AsyncRead`](tokio::io::AsyncRead) for a stream that reads from what it holds, as
-/// [`write_through!`].
+/// Implements [`AsyncRead`](tokio::io::AsyncRead) for a wrapper that passes reads to its inner stream. The
+/// arguments are those of [`write_through!`].
 #[macro_export]
 macro_rules! read_through {
     ([$($generics:tt)*] $stream:ty, $held:ident in $($pattern:pat),+ $(,)?) => {

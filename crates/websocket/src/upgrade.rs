@@ -1,4 +1,4 @@
-//! From an HTTP/1.1 request to a WebSocket connection, both ends, without I/O.
+//! The WebSocket handshake: from an HTTP/1.1 request to an upgraded connection, both ends, without I/O.
 
 use http::{
     HeaderMap, HeaderName, HeaderValue, Method, Request, Response, StatusCode, Version,
@@ -11,7 +11,7 @@ use tungstenite::handshake::{client::generate_key, derive_accept_key};
 
 /// The subprotocol of GitLab's agents.
 pub const SUBPROTOCOL: HeaderValue = HeaderValue::from_static("ws-tunnel");
-/// Close code for what breaks the protocol.
+/// The close code for violations of the protocol.
 pub const PROTOCOL_ERROR: u16 = 1002;
 /// The close reason for a client that did not offer the subprotocol, in the words of 14.1.
 pub const NO_SUBPROTOCOL: &str = r#"Expecting "ws-tunnel" subprotocol, got """#;
@@ -19,32 +19,32 @@ pub const NO_SUBPROTOCOL: &str = r#"Expecting "ws-tunnel" subprotocol, got """#;
 const WEBSOCKET: HeaderValue = HeaderValue::from_static("websocket");
 const VERSION_13: HeaderValue = HeaderValue::from_static("13");
 
-/// What a server answers to a request for an upgrade.
+/// A server's answer to a request for an upgrade.
 #[derive(Debug)]
 pub struct Answer {
-    /// 101.
+    /// The response, with status 101.
     pub response: Response<()>,
-    /// Whether the client offered the subprotocol. Otherwise the connection is closed once it is upgraded,
-    /// with [`PROTOCOL_ERROR`] and [`NO_SUBPROTOCOL`]: so does 14.1, and its agents show that text.
+    /// Whether the client offered the subprotocol. Otherwise close the connection after the upgrade with
+    /// [`PROTOCOL_ERROR`] and [`NO_SUBPROTOCOL`], as 14.1 does; its agents show that text.
     pub subprotocol: bool,
 }
 
-/// Why a server upgrades nothing.
+/// Why a server refuses an upgrade.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Refused {
-    /// Not a request for WebSocket, such as that of a balancer which looks whether the port answers.
+    /// Not a request for WebSocket, such as a health check of a load balancer.
     #[error("this port speaks gRPC: plain, or inside WebSocket")]
     NotWebSocket,
-    /// A request for WebSocket with a flaw.
-    #[error("not a valid request for WebSocket: {0}")]
+    /// An invalid request for WebSocket.
+    #[error("invalid request for WebSocket: {0}")]
     Malformed(&'static str),
-    /// A page of somebody else sent a browser here.
+    /// A browser sent it from a page of another site.
     #[error("the origin is not this host")]
     Origin,
 }
 
 impl Refused {
-    /// Returns the answer, without its body: the text of this error.
+    /// Returns the response without its body, which is the text of this error.
     pub fn response(self) -> Response<()> {
         let mut response = Response::new(());
         *response.status_mut() = match self {
@@ -62,7 +62,7 @@ impl Refused {
     }
 }
 
-/// Answers a request. Any path will do, and extensions are declined by silence.
+/// Answers a request. Any path is accepted, and no extension.
 ///
 /// # Errors
 /// See [`Refused`].
@@ -72,14 +72,14 @@ pub fn answer<B>(request: &Request<B>) -> Result<Answer, Refused> {
         return Err(Refused::NotWebSocket);
     }
     if request.method() != Method::GET || request.version() != Version::HTTP_11 {
-        return Err(Refused::Malformed("it is GET of HTTP/1.1"));
+        return Err(Refused::Malformed("it must be GET in HTTP/1.1"));
     }
     if headers.get(SEC_WEBSOCKET_VERSION) != Some(&VERSION_13) {
-        return Err(Refused::Malformed("its version is 13"));
+        return Err(Refused::Malformed("its version must be 13"));
     }
-    // 16 bytes in base64; nobody reads them.
+    // 16 bytes in base64; their value is not used.
     let key = headers.get(SEC_WEBSOCKET_KEY).filter(|key| key.len() == 24);
-    let key = key.ok_or(Refused::Malformed("its key has 16 bytes"))?;
+    let key = key.ok_or(Refused::Malformed("its key must have 16 bytes"))?;
     if let Some(origin) = headers.get(ORIGIN) {
         let host = headers.get(HOST).map(HeaderValue::as_bytes);
         let origin = origin.to_str().ok().and_then(|origin| origin.split_once("://"));
@@ -89,7 +89,7 @@ pub fn answer<B>(request: &Request<B>) -> Result<Answer, Refused> {
         }
     }
     let accept = HeaderValue::try_from(derive_accept_key(key.as_bytes()));
-    let accept = accept.map_err(|_| Refused::Malformed("its key has 16 bytes"))?;
+    let accept = accept.map_err(|_| Refused::Malformed("its key must have 16 bytes"))?;
     let subprotocol = has_token(headers, SEC_WEBSOCKET_PROTOCOL, "ws-tunnel");
     let mut response = Response::new(());
     *response.status_mut() = StatusCode::SWITCHING_PROTOCOLS;
@@ -112,18 +112,18 @@ pub struct Asked {
 /// Why a client got no WebSocket connection.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum NotUpgraded {
-    /// Another status than 101.
+    /// A status other than 101.
     #[error("the answer was HTTP {0}")]
     Status(StatusCode),
-    /// 101 that does not follow the rules.
+    /// 101, but not a valid answer to the request.
     #[error("the answer is not that of a WebSocket server: {0}")]
     Answer(&'static str),
-    /// A WebSocket server that knows nothing of agents.
+    /// A WebSocket server without the subprotocol of agents.
     #[error("the server does not speak the subprotocol ws-tunnel")]
     Subprotocol,
 }
 
-/// Puts into `headers` what makes a GET request one for an upgrade.
+/// Adds the headers that make a GET request one for an upgrade.
 pub fn ask(headers: &mut HeaderMap) -> Asked {
     let key = generate_key();
     let asked = Asked { accept: derive_accept_key(key.as_bytes()) };
@@ -189,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn key_of_the_rfc_gets_its_answer() {
+    fn the_key_of_the_rfc_gets_its_accept_value() {
         let (mut request, _) = request();
         request.headers_mut().insert(SEC_WEBSOCKET_KEY, "dGhlIHNhbXBsZSBub25jZQ==".parse().unwrap());
         let accept = answer(&request).unwrap().response.headers()[SEC_WEBSOCKET_ACCEPT].clone();
@@ -209,20 +209,20 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_a_valid_request_is_refused_with_a_reason() {
+    fn invalid_requests_are_refused_with_a_reason() {
         type Change = fn(&mut Request<()>);
         let cases: [(Change, Refused, u16); 6] = [
             (|r| drop(r.headers_mut().remove(UPGRADE)), Refused::NotWebSocket, 426),
             (|r| drop(r.headers_mut().remove(CONNECTION)), Refused::NotWebSocket, 426),
-            (|r| *r.method_mut() = Method::POST, Refused::Malformed("it is GET of HTTP/1.1"), 400),
+            (|r| *r.method_mut() = Method::POST, Refused::Malformed("it must be GET in HTTP/1.1"), 400),
             (
                 |r| drop(r.headers_mut().remove(SEC_WEBSOCKET_VERSION)),
-                Refused::Malformed("its version is 13"),
+                Refused::Malformed("its version must be 13"),
                 400,
             ),
             (
                 |r| drop(r.headers_mut().remove(SEC_WEBSOCKET_KEY)),
-                Refused::Malformed("its key has 16 bytes"),
+                Refused::Malformed("its key must have 16 bytes"),
                 400,
             ),
             (
@@ -240,7 +240,7 @@ mod tests {
     }
 
     #[test]
-    fn client_without_the_subprotocol_is_upgraded_to_be_told_so() {
+    fn a_client_without_the_subprotocol_is_upgraded_and_then_closed() {
         let (mut request, asked) = request();
         request.headers_mut().remove(SEC_WEBSOCKET_PROTOCOL);
         let answered = answer(&request).unwrap();
@@ -249,7 +249,7 @@ mod tests {
     }
 
     #[test]
-    fn answers_that_are_none_are_told_apart() {
+    fn invalid_answers_are_distinguished() {
         let (request, asked) = request();
         let good = || answer(&request).unwrap().response;
         let mut answer = good();

@@ -1,4 +1,4 @@
-//! `Dns`: records, times to live, and name servers in trouble.
+//! `Dns`: records, times to live, and failing name servers.
 
 use std::{collections::HashSet, net::SocketAddr, time::Duration};
 
@@ -148,7 +148,7 @@ async fn names_of_the_hosts_file_need_no_name_server() {
     let server = NameServer::start().await;
     server.set_mode(Mode::Silent);
     let local = || Dns::addresses("localhost", 8150).unwrap();
-    // Also with what the system says, which is nothing that a test may ask.
+    // Also with the configuration of the system, whose servers a test must not query.
     for local in [local().nameserver(server.address), local()] {
         let mut running = Running::start(local);
         let here = "127.0.0.1:8150".parse().unwrap();
@@ -160,7 +160,7 @@ async fn names_of_the_hosts_file_need_no_name_server() {
 }
 
 #[tokio::test]
-async fn records_are_asked_again_when_their_time_to_live_is_over() {
+async fn records_are_looked_up_again_when_their_time_to_live_ends() {
     let server = NameServer::start().await;
     server.set_ttl(1);
     server.set_addresses("kas.test.", &["10.0.0.1"]);
@@ -173,7 +173,7 @@ async fn records_are_asked_again_when_their_time_to_live_is_over() {
 }
 
 #[tokio::test]
-async fn the_interval_counts_when_records_live_longer() {
+async fn the_interval_limits_longer_times_to_live() {
     let server = NameServer::start().await;
     server.set_ttl(3600);
     server.set_addresses("kas.test.", &["10.0.0.1"]);
@@ -184,7 +184,7 @@ async fn the_interval_counts_when_records_live_longer() {
 }
 
 #[tokio::test]
-async fn srv_records_bring_their_ports() {
+async fn srv_records_contain_the_ports() {
     let server = NameServer::start().await;
     server.set_services("_gossip._udp.kas.test.", &[("a.test.", 8150), ("b.test.", 9000), (".", 1)]);
     server.set_addresses("a.test.", &["10.0.0.1", "fd00::1"]);
@@ -192,7 +192,8 @@ async fn srv_records_bring_their_ports() {
     let mut running = Running::start(srv(&server));
     running.publishes(&["10.0.0.1:8150", "[fd00::1]:8150", "10.0.0.2:9000"]).await;
 
-    // A target that is no longer named is gone; one that is named without addresses is only not answered.
+    // A target that is no longer in a record is removed; one in a record without addresses counts as
+    // unanswered.
     server.set_services("_gossip._udp.kas.test.", &[("b.test.", 9001), ("c.test.", 7)]);
     running.publishes(&["10.0.0.2:9001"]).await;
     running.fails_with("c.test. has no addresses").await;
@@ -202,7 +203,7 @@ async fn srv_records_bring_their_ports() {
 }
 
 #[tokio::test]
-async fn addresses_that_come_with_srv_records_are_not_asked_for() {
+async fn addresses_sent_with_srv_records_are_not_looked_up() {
     let server = NameServer::start().await;
     server.send_addresses_along();
     server.set_services("_gossip._udp.kas.test.", &[("a.test.", 8150)]);
@@ -214,7 +215,7 @@ async fn addresses_that_come_with_srv_records_are_not_asked_for() {
 }
 
 #[tokio::test]
-async fn a_change_is_logged_once_and_so_is_a_failure() {
+async fn changes_and_failures_are_logged_once() {
     let log = log::collect();
     let server = NameServer::start().await;
     server.set_addresses("kas.test.", &["10.0.0.1"]);
@@ -228,7 +229,7 @@ async fn a_change_is_logged_once_and_so_is_a_failure() {
 
     server.set_mode(Mode::ServFail);
     running.fails_with("Server Failure").await;
-    // Several more fail.
+    // Several more lookups fail.
     let mut asked = server.asked();
     let until = *asked.borrow_and_update() + 50;
     timeout(SOON, asked.wait_for(|asked| *asked >= until)).await.expect("it is asked again").unwrap();
@@ -243,7 +244,7 @@ async fn a_change_is_logged_once_and_so_is_a_failure() {
 }
 
 #[test]
-fn what_is_no_name_is_refused() {
+fn invalid_names_are_refused() {
     for bad in ["", ".", "a..b", &"x".repeat(64)] {
         assert!(Dns::addresses(bad, 1).is_err(), "{bad:?}");
         assert!(Dns::srv(bad).is_err(), "{bad:?}");

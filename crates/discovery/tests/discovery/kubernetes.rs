@@ -1,5 +1,4 @@
-//! `Kubernetes` against a real API server, as a ServiceAccount that may do exactly what the documentation
-//! says.
+//! `Kubernetes` with a real API server, as a ServiceAccount with exactly the documented Role.
 
 use std::{collections::HashSet, net::SocketAddr, sync::Arc, time::Duration};
 
@@ -44,7 +43,7 @@ impl World {
         Ok(Self { slices: Api::namespaced(admin, NAMESPACE), api, config })
     }
 
-    /// Gives the ServiceAccount the Role of the documentation.
+    /// Gives the ServiceAccount the documented Role.
     async fn allow(&self, verbs: &[&str]) -> Result<()> {
         let role = json!({
             "apiVersion": "rbac.authorization.k8s.io/v1",
@@ -71,7 +70,7 @@ impl World {
         Ok(world)
     }
 
-    /// Creates or replaces a slice. No controller runs here: what a slice says is what the test wrote.
+    /// Creates or replaces a slice. No controller runs here that would change it.
     async fn slice(
         &self,
         name: &str,
@@ -103,7 +102,7 @@ impl World {
         Kubernetes::with_config(self.config.clone(), Some(NAMESPACE), SERVICE, port).unwrap()
     }
 
-    /// A discovery whose way to the API server can be cut.
+    /// A discovery whose connection to the API server can be interrupted.
     async fn behind_proxy(&self) -> Result<(Proxy, KubeConfig)> {
         let proxy = Proxy::start(self.api.server().trim_start_matches("https://").parse()?).await;
         let mut config = self.config.clone();
@@ -134,12 +133,12 @@ fn is_forbidden<T>(result: kube::Result<T>) -> bool {
 }
 
 #[tokio::test]
-async fn slices_of_one_service_are_read_with_the_documented_role_alone() -> Result<()> {
+async fn the_documented_role_is_enough_to_read_slices() -> Result<()> {
     let world = World::allowed().await?;
     let client = Client::try_from(world.config.clone())?;
 
-    // Two slices for IPv4 of one Service, with different ports as in the middle of a rollout, one for IPv6,
-    // and a slice of another Service. Nobody is ready.
+    // Two slices for IPv4 of one Service, with different ports as during a rollout, one for IPv6, and a slice
+    // of another Service. No endpoint is ready.
     world.slice("a", SERVICE, false, &["10.0.0.1", "10.0.0.2"], port("gossip", 8150)).await?;
     world.slice("b", SERVICE, true, &["10.0.0.3"], port("gossip", 9150)).await?;
     world.slice("c", SERVICE, false, &["fd00::1"], port("gossip", 8150)).await?;
@@ -167,7 +166,7 @@ async fn slices_of_one_service_are_read_with_the_documented_role_alone() -> Resu
     by_name.publishes(&[]).await;
     by_name.works().await;
 
-    // That Role was all it took, and it is all there is.
+    // The Role is sufficient, and the ServiceAccount has no other.
     let elsewhere: Api<EndpointSlice> = Api::namespaced(client.clone(), "default");
     assert!(is_forbidden(elsewhere.list(&ListParams::default()).await));
     let everywhere: Api<EndpointSlice> = Api::all(client.clone());
@@ -206,7 +205,7 @@ async fn a_restart_of_the_api_server_loses_nothing() -> Result<()> {
 }
 
 #[tokio::test]
-async fn missing_rules_are_named_once_and_may_come_later() -> Result<()> {
+async fn missing_rules_are_logged_once_and_may_be_added_later() -> Result<()> {
     let log = log::collect();
     let world = World::start().await?;
     world.slice("a", SERVICE, true, &["10.0.0.1"], port("gossip", 8150)).await?;
@@ -215,7 +214,7 @@ async fn missing_rules_are_named_once_and_may_come_later() -> Result<()> {
     running.fails_with("system:serviceaccount:shop:kas").await;
     assert_eq!(running.health.borrow().failure.as_ref().unwrap().kind, FailureKind::Denied);
 
-    // To list alone is enough to learn, and still not to follow.
+    // Permission to list alone gives seeds, but no updates.
     world.allow(&["get", "list"]).await?;
     running.publishes(&["10.0.0.1:8150"]).await;
     running.fails_with("cannot watch resource").await;
@@ -237,7 +236,7 @@ async fn missing_rules_are_named_once_and_may_come_later() -> Result<()> {
 }
 
 #[tokio::test]
-async fn an_api_server_that_is_down_is_rarely_asked() -> Result<()> {
+async fn an_unreachable_api_server_is_asked_with_backoff() -> Result<()> {
     let world = World::allowed().await?;
     let (proxy, config) = world.behind_proxy().await?;
     world.slice("a", SERVICE, true, &["10.0.0.1"], port("gossip", 8150)).await?;
@@ -250,7 +249,7 @@ async fn an_api_server_that_is_down_is_rarely_asked() -> Result<()> {
     let before = *accepted.borrow_and_update();
     let began = Instant::now();
     timeout(SOON, accepted.wait_for(|accepted| *accepted >= before + 3)).await.context("asked again")??;
-    // At least 0.8 s, 1.6 s and 3.2 s lie between the tries; one may have been under way.
+    // There are at least 0.8 s, 1.6 s and 3.2 s between the attempts; one may have been in progress.
     assert!(began.elapsed() >= Duration::from_secs(2), "{:?}", began.elapsed());
     proxy.cut(false);
     running.works().await;
@@ -258,7 +257,7 @@ async fn an_api_server_that_is_down_is_rarely_asked() -> Result<()> {
 }
 
 #[tokio::test]
-async fn a_port_that_nobody_has_keeps_the_last_seeds() -> Result<()> {
+async fn a_port_that_no_endpoint_has_keeps_the_last_seeds() -> Result<()> {
     let world = World::allowed().await?;
     world.slice("a", SERVICE, true, &["10.0.0.1"], port("gossip", 8150)).await?;
     let mut running = Running::start(world.discovery(gossip()));
@@ -274,7 +273,7 @@ async fn a_port_that_nobody_has_keeps_the_last_seeds() -> Result<()> {
     Ok(())
 }
 
-/// A source for the contract: its slices change while the way to the API server is cut.
+/// A source for the contract: its slices change while the connection to the API server is interrupted.
 struct Cuttable {
     world: World,
     proxy: Arc<Proxy>,

@@ -14,8 +14,8 @@ thread_local! {
 
 /// Installs the subscriber of all tests, before any of them logs.
 ///
-/// One per process and not one per test: tracing asks only once who is interested in a line, and a test that
-/// collects nothing may be the first that reaches it.
+/// One per process and not one per test: tracing decides only once whether a line is of interest, and a test
+/// that collects nothing may be the first that reaches it.
 pub(crate) fn init() {
     static INIT: Once = Once::new();
     INIT.call_once(|| {

@@ -1,4 +1,4 @@
-//! Every discovery against what it asks: name servers played by the test, and a real Kubernetes API server.
+//! Every discovery with its source: name servers simulated by the test, and a real Kubernetes API server.
 
 #![allow(clippy::unwrap_used, reason = "clippy spares test functions, not the helpers of a test target")]
 
@@ -18,13 +18,13 @@ use tokio::{
     time::{Instant, timeout},
 };
 
-/// How long anything may take that is expected to happen.
+/// How long an expected event may take.
 const SOON: Duration = Duration::from_secs(30);
 
-/// How long a test watches that nothing happens.
+/// How long a test checks that nothing happens.
 const NEVER: Duration = Duration::from_millis(500);
 
-/// How often names are looked up here.
+/// The lookup interval in these tests.
 const INTERVAL: Duration = Duration::from_millis(50);
 
 /// A discovery that runs until this is dropped.
@@ -46,7 +46,7 @@ impl Running {
         Self { task, seeds, health }
     }
 
-    /// Waits until exactly these are published.
+    /// Waits until exactly these seeds are published.
     async fn publishes(&mut self, expected: &[&str]) {
         let expected = seeds(expected);
         let wait = async { self.seeds.wait_for(|seeds| *seeds == expected).await.map(drop) };
@@ -58,7 +58,7 @@ impl Running {
         }
     }
 
-    /// Waits until lookups fail with this in the error.
+    /// Waits until lookups fail with an error that contains `text`.
     async fn fails_with(&mut self, text: &str) {
         let deadline = Instant::now() + SOON;
         loop {
@@ -67,7 +67,7 @@ impl Running {
                 return;
             }
             assert!(Instant::now() < deadline, "{text:?} is not what fails: {:?}", self.health.borrow());
-            // Another error of the same kind wakes nobody, so this looks by itself too.
+            // Another error of the same kind wakes no receiver, so this polls too.
             let _ = timeout(INTERVAL, self.health.changed()).await;
         }
     }
@@ -78,7 +78,7 @@ impl Running {
         timeout(SOON, wait).await.expect("lookups work").expect("the discovery runs");
     }
 
-    /// Watches for a while that nothing is published.
+    /// Checks for a while that nothing is published.
     async fn stays(&mut self) {
         self.seeds.mark_unchanged();
         assert!(timeout(NEVER, self.seeds.changed()).await.is_err(), "{:?}", self.seeds.borrow());

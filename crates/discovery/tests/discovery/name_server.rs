@@ -1,8 +1,7 @@
-//! A name server that does what a test says.
+//! A name server controlled by the test.
 //!
-//! A fake, because no DNS server runs here: it answers from a table, over UDP and TCP, in messages that
-//! hickory's own codec writes. It knows neither zones nor referrals, so that what it shows is how a client
-//! deals with the answers.
+//! It answers from a table, over UDP and TCP, in messages encoded by hickory's own codec. It supports neither
+//! zones nor referrals: the tests are about how the client treats answers.
 
 use std::{
     collections::HashMap,
@@ -24,19 +23,19 @@ use tokio::{
     task::JoinSet,
 };
 
-/// How the server treats every question.
+/// How the server treats queries.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Mode {
-    /// Names that the table lacks do not exist.
+    /// Names that are not in the table do not exist.
     Answer,
     ServFail,
-    /// No question is ever answered.
+    /// No query is ever answered.
     Silent,
     /// As if the zone were not loaded.
     NoNames,
 }
 
-/// One question that came.
+/// A received query.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Question {
     pub(crate) name: String,
@@ -46,16 +45,16 @@ pub(crate) struct Question {
 
 struct Table {
     mode: Mode,
-    /// IPv6 questions stay without an answer.
+    /// IPv6 queries are not answered.
     no_ipv6: bool,
     ttl: u32,
-    /// Whether the addresses of SRV targets are sent along.
+    /// Whether the addresses of SRV targets are sent with the records.
     along: bool,
     records: HashMap<Name, Vec<RData>>,
     questions: Vec<Question>,
 }
 
-/// Serves until it is dropped.
+/// A server that runs until it is dropped.
 pub(crate) struct NameServer {
     pub(crate) address: SocketAddr,
     table: Arc<Mutex<Table>>,
@@ -66,7 +65,7 @@ pub(crate) struct NameServer {
 impl NameServer {
     pub(crate) async fn start() -> Self {
         crate::log::init();
-        // The same port for both: a port that is free for one may be taken for the other.
+        // The same port for both: a port that is free for one may be in use for the other.
         let (udp, tcp) = loop {
             let udp = UdpSocket::bind("127.0.0.1:0").await.unwrap();
             if let Ok(tcp) = TcpListener::bind(udp.local_addr().unwrap()).await {
@@ -133,7 +132,7 @@ impl NameServer {
         self.asked.clone()
     }
 
-    /// Returns the questions so far, and forgets them.
+    /// Returns and clears the received queries.
     pub(crate) fn questions(&self) -> Vec<Question> {
         std::mem::take(&mut self.table.lock().unwrap().questions)
     }
@@ -146,7 +145,7 @@ async fn serve_udp(socket: UdpSocket, table: Arc<Mutex<Table>>, count: watch::Se
         let answer = answer(&buffer[..length], false, &table);
         count.send_modify(|count| *count += 1);
         if let Some(answer) = answer {
-            // The client may have gone.
+            // The client may have closed its socket.
             let _ = socket.send_to(&answer, from).await;
         }
     }

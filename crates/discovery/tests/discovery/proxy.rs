@@ -1,4 +1,4 @@
-//! A TCP hop that a test can cut, and that counts.
+//! A TCP proxy that a test can interrupt and that counts connections.
 
 use std::net::SocketAddr;
 
@@ -9,7 +9,7 @@ use tokio::{
     task::JoinSet,
 };
 
-/// Passes connections on to one address until it is dropped.
+/// Forwards connections to one address until it is dropped.
 pub(crate) struct Proxy {
     pub(crate) address: SocketAddr,
     cut: watch::Sender<bool>,
@@ -35,7 +35,7 @@ impl Proxy {
         self.cut.send_replace(cut);
     }
 
-    /// Shows how many connections ever came.
+    /// Shows how many connections have been accepted in total.
     pub(crate) fn accepted(&self) -> watch::Receiver<u64> {
         self.accepted.clone()
     }
@@ -67,7 +67,7 @@ async fn serve(
             tokio::select! {
                 biased;
                 _ = cut.wait_for(|cut| *cut) => {}
-                // Either end may go at any time.
+                // Either end may close at any time.
                 _ = pass => {}
             }
             opened.send_modify(|open| *open -= 1);

@@ -16,7 +16,7 @@ fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
     frame.to_vec()
 }
 
-/// A field that goes into the table.
+/// A field that is added to the dynamic table.
 fn literal(name: &[u8], value: &str, coded: bool) -> Vec<u8> {
     let mut field = BytesMut::from(name);
     if coded {
@@ -58,7 +58,7 @@ fn filtered<'a>(pieces: impl IntoIterator<Item = &'a [u8]>) -> Vec<u8> {
 }
 
 #[test]
-fn urls_become_legal_and_stay_as_long() {
+fn urls_become_valid_and_keep_their_length() {
     for (url, expected) in [
         (RAW, LEGAL),
         (ESCAPED, "wss--2F-2Fkas.example.com-8443"),
@@ -80,7 +80,7 @@ fn urls_become_legal_and_stay_as_long() {
 }
 
 #[test]
-fn authority_is_made_legal_wherever_the_bytes_are_cut() {
+fn authority_is_rewritten_for_every_split_of_the_bytes() {
     for (url, coded) in [(RAW, false), (RAW, true), (ESCAPED, false), (ESCAPED, true)] {
         let headers = |field: &[u8]| frame(HEADERS, END_HEADERS | END_STREAM, 1, &block(field));
         let data = frame(0, END_STREAM, 1, b"wss://kas.example.com");
@@ -133,10 +133,10 @@ fn name_is_recognised_in_every_spelling() {
     let coded_name = literal(&[0x40], ":authority", true);
     assert_eq!(coded_name.len(), 2 + NAME_CODED);
     for name in [
-        &[0x41][..],           // into the table
-        &[0x01],               // not into it
-        &[0x11],               // never
-        b"\x40\x0a:authority", // by its text
+        &[0x41][..],           // with indexing
+        &[0x01],               // without indexing
+        &[0x11],               // never indexed
+        b"\x40\x0a:authority", // as a literal name
         b"\x00\x0a:authority",
         &coded_name,
     ] {
@@ -151,7 +151,7 @@ fn name_is_recognised_in_every_spelling() {
 }
 
 #[test]
-fn what_needs_no_change_stays_as_it_is() {
+fn valid_blocks_are_unchanged() {
     let long = "a".repeat(MAX_VALUE + 1);
     for field in [
         authority("kas.example.com:443", true),
@@ -160,9 +160,9 @@ fn what_needs_no_change_stays_as_it_is() {
         literal(&[0x44], RAW, false), // :path
         literal(b"\x40\x03url", RAW, true),
         vec![],
-        vec![0x41], // cut short
+        vec![0x41], // truncated
         vec![0x41, 0x7f, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff],
-        vec![0x41, 0x81, 0x00], // no valid code
+        vec![0x41, 0x81, 0x00], // invalid Huffman code
         vec![0xff, 0xff, 0xff, 0xff, 0xff, 0xff],
     ] {
         let sent = with_preface(&[
@@ -183,7 +183,7 @@ fn what_needs_no_change_stays_as_it_is() {
 }
 
 #[test]
-fn blocks_beyond_the_bound_pass_unseen() {
+fn blocks_above_the_limit_pass_unchanged() {
     let url = block(&authority(RAW, false));
     let mut frames = vec![frame(HEADERS, 0, 1, &url)];
     for _ in 0..40 {
@@ -195,20 +195,20 @@ fn blocks_beyond_the_bound_pass_unseen() {
     for size in [1, 4096, sent.len()] {
         assert_eq!(filtered(sent.chunks(size)), sent);
     }
-    // And the filter goes on after them.
+    // The filter continues after them.
     let again = frame(HEADERS, END_HEADERS, 5, &block(&authority(RAW, false)));
     let expected = frame(HEADERS, END_HEADERS, 5, &block(&authority(LEGAL, false)));
     assert_eq!(filtered([&sent[..], &again]), [sent.clone(), expected].concat());
 }
 
-/// The judge is the HTTP/2 library that stands behind the filter in kas.
+/// Compares with the HTTP/2 library that kas uses after the filter.
 #[tokio::test]
-async fn tables_of_both_ends_stay_in_step() {
+async fn hpack_tables_of_both_ends_stay_equal() {
     for url in [RAW, ESCAPED] {
         for coded in [false, true] {
             let get = |fields: &[&[u8]]| [&[0x82, 0x86, 0x84][..], &fields.concat()].concat();
-            // The room of the table is set so that two fields fill it to the last byte: had the authority
-            // another length, the indices of later requests would mean something else.
+            // The size of the table is such that two fields fill it completely: if the authority had another
+            // length, the indices of later requests would refer to other fields.
             let room = (10 + 1 + 32) + (url.len() + 10 + 32);
             let size = [0x3f, ((room - 31) & 0x7f) as u8 | 0x80, ((room - 31) >> 7) as u8];
             let x = literal(b"\x40\x0afirst-name", "1", false);
@@ -218,11 +218,11 @@ async fn tables_of_both_ends_stay_in_step() {
                 get(&[&authority(url, coded)]),
                 // 62: the authority, 63: the first field.
                 get(&[&[0xbe, 0xbf]]),
-                // Pushes the first field out.
+                // Evicts the first field.
                 get(&[&[0xbe], &y]),
                 // 62: the second field, 63: the authority.
                 get(&[&[0xbf, 0xbe]]),
-                // 64: nothing.
+                // 64: none.
                 get(&[&[0xc0]]),
             ];
             let mut frames = vec![frame(4, 0, 0, b"")];
@@ -232,7 +232,7 @@ async fn tables_of_both_ends_stay_in_step() {
             let sent = with_preface(&frames);
             let (ours, theirs) = tokio::io::duplex(1 << 16);
             let (mut reader, mut writer) = tokio::io::split(ours);
-            // The last one is an error, which would come before requests that wait.
+            // The last one is an error, which would be reported before waiting requests.
             let last = sent.len() - frames[requests.len()].len();
             writer.write_all(&sent[..last]).await.unwrap();
             let _reading = tokio::spawn(async move { reader.read_to_end(&mut Vec::new()).await });
@@ -269,19 +269,25 @@ fn any_frame() -> impl Strategy<Value = Vec<u8>> {
 
 proptest! {
     #[test]
-    fn pieces_do_not_matter(frames in proptest::collection::vec(any_frame(), 0..12), size in 1..80_usize) {
+    fn the_result_does_not_depend_on_splits(
+        frames in proptest::collection::vec(any_frame(), 0..12),
+        size in 1..80_usize,
+    ) {
         let sent = with_preface(&frames);
         prop_assert_eq!(filtered(sent.chunks(size)), filtered([&sent[..]]));
     }
 
     #[test]
-    fn garbage_passes(bytes in proptest::collection::vec(any::<u8>(), 0..400), size in 1..80_usize) {
+    fn arbitrary_bytes_pass_without_a_panic(
+        bytes in proptest::collection::vec(any::<u8>(), 0..400),
+        size in 1..80_usize,
+    ) {
         let got = filtered(bytes.chunks(size));
         prop_assert!(got.len() <= bytes.len() * 2);
     }
 
     #[test]
-    fn other_frames_are_not_touched(
+    fn other_frames_pass_without_a_copy(
         kinds in proptest::collection::vec((0..20_u8, any::<u8>(), proptest::collection::vec(any::<u8>(), 0..300)), 0..10),
         size in 1..400_usize,
     ) {
@@ -291,7 +297,7 @@ proptest! {
             .map(|(kind, flags, payload)| frame(*kind, *flags, 1, payload))
             .collect();
         let sent = with_preface(&frames);
-        // Read as one piece, none of it is copied.
+        // If it is read as one piece, no byte is copied.
         prop_assert_eq!(Filter::default().pass(&sent), sent.len());
         prop_assert_eq!(filtered(sent.chunks(size)), sent);
     }

@@ -8,7 +8,7 @@ const BINARY: OpCode = OpCode::Data(Data::Binary);
 const CONTINUE: OpCode = OpCode::Data(Data::Continue);
 const TEXT: OpCode = OpCode::Data(Data::Text);
 
-/// A frame as another library writes it.
+/// A frame as written by another library.
 fn frame(opcode: OpCode, last: bool, mask: bool, payload: &[u8]) -> Vec<u8> {
     let mut frame = match opcode {
         OpCode::Data(_) => Frame::message(payload.to_vec(), opcode, last),
@@ -33,7 +33,7 @@ fn decoded(role: Role, pieces: &mut [Vec<u8>]) -> Result<Vec<u8>, Violation> {
 }
 
 #[test]
-fn payloads_are_joined_wherever_they_are_cut() {
+fn payloads_are_joined_for_every_split() {
     for (role, mask) in [(Role::Server, true), (Role::Client, false)] {
         let big = vec![7; 70_000];
         let sent = [
@@ -56,7 +56,7 @@ fn payloads_are_joined_wherever_they_are_cut() {
 }
 
 #[test]
-fn what_breaks_the_rules_is_told_apart() {
+fn violations_are_distinguished() {
     let close_in_parts = [0x08, 0x80, 0, 0, 0, 0];
     let long_ping = [0x89, 0xfe, 0, 126, 0, 0, 0, 0];
     let compressed = [0xc2, 0x80, 0, 0, 0, 0];
@@ -94,7 +94,7 @@ async fn pair(buffer: usize) -> (ByteStream<DuplexStream>, ByteStream<DuplexStre
 }
 
 #[tokio::test]
-async fn bytes_arrive_in_both_directions_whatever_the_socket_takes() {
+async fn bytes_arrive_in_both_directions_despite_partial_writes() {
     for buffer in [1, 10, 1000, 1 << 20] {
         let (client, server) = pair(buffer).await;
         let text: Vec<u8> = (0..300_000_u32).map(|n| (n % 251) as u8).collect();
@@ -127,7 +127,7 @@ async fn vectored_writes_become_one_message() {
 }
 
 #[tokio::test]
-async fn pings_are_answered_and_many_of_them_take_no_memory() {
+async fn pings_are_answered_in_bounded_memory() {
     let (socket, mut peer) = duplex(100);
     let mut server = ByteStream::new(socket, Role::Server);
     let reading = tokio::spawn(async move {
@@ -154,7 +154,7 @@ async fn pings_are_answered_and_many_of_them_take_no_memory() {
 }
 
 #[tokio::test]
-async fn close_is_answered_and_ends_the_bytes() {
+async fn a_close_frame_is_answered_and_ends_the_stream() {
     let (mut client, mut server) = pair(1000).await;
     client.write_all(b"last").await.unwrap();
     client.shutdown().await.unwrap();
@@ -166,7 +166,7 @@ async fn close_is_answered_and_ends_the_bytes() {
 }
 
 #[tokio::test]
-async fn peer_is_told_why_it_is_left() {
+async fn the_close_frame_contains_the_reason() {
     let (socket, mut peer) = duplex(1000);
     let mut server = ByteStream::new(socket, Role::Server);
     peer.write_all(&frame(TEXT, true, true, b"hello")).await.unwrap();
@@ -176,7 +176,7 @@ async fn peer_is_told_why_it_is_left() {
     let mut got = Vec::new();
     peer.read_to_end(&mut got).await.unwrap();
     assert_eq!(got[..4], [0x88, got.len() as u8 - 2, 0x03, 0xeb]);
-    assert_eq!(&got[4..], b"a text message came: only binary ones carry bytes");
+    assert_eq!(&got[4..], b"received a text message: only binary messages carry data");
 
     let (socket, mut peer) = duplex(1000);
     ByteStream::new(socket, Role::Server).close(1001, &"\u{e9}".repeat(100)).await.unwrap();
@@ -187,7 +187,10 @@ async fn peer_is_told_why_it_is_left() {
 
 proptest! {
     #[test]
-    fn garbage_is_an_error_or_payload(bytes in proptest::collection::vec(any::<u8>(), 0..300), size in 1..40_usize) {
+    fn arbitrary_bytes_are_an_error_or_payload(
+        bytes in proptest::collection::vec(any::<u8>(), 0..300),
+        size in 1..40_usize,
+    ) {
         for role in [Role::Server, Role::Client] {
             let mut pieces: Vec<_> = bytes.chunks(size).map(<[u8]>::to_vec).collect();
             let whole = decoded(role, &mut [bytes.clone()]);
@@ -196,7 +199,10 @@ proptest! {
     }
 
     #[test]
-    fn masks_go_on_where_they_stopped(bytes in proptest::collection::vec(any::<u8>(), 0..100), at in 0..100_usize) {
+    fn the_mask_continues_across_splits(
+        bytes in proptest::collection::vec(any::<u8>(), 0..100),
+        at in 0..100_usize,
+    ) {
         let mut pieces = bytes.clone();
         let mut mask = [1, 2, 3, 4];
         let (a, b) = pieces.split_at_mut(at.min(bytes.len()));
