@@ -51,7 +51,7 @@ fn run(arguments: Arguments) -> anyhow::Result<ExitCode> {
         }
         None => {
             let agent = arguments.agent;
-            let told = traces::Told {
+            let told = traces::Given {
                 endpoint: agent.otlp_endpoint,
                 protocol: agent.otlp_protocol.map(|protocol| match protocol.as_str() {
                     "grpc" => traces::Protocol::Grpc,

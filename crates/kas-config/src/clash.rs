@@ -1,13 +1,12 @@
-//! Listeners that cannot both have what they ask for.
+//! Finds listeners that want the same address.
 //!
-//! Found without asking the network: what a name resolves to is not known here, so names are only compared as
-//! text.
+//! Host names are not resolved, so they are only compared as text.
 
 use std::net::IpAddr;
 
 use super::{Config, Listen, Network, Problem};
 
-/// What a listener takes.
+/// What a listener binds.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Place<'a> {
     Socket(&'a str),
@@ -16,7 +15,7 @@ enum Place<'a> {
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Hosts {
-    /// Every interface, of IPv4 or of IPv6 or of both.
+    /// Every interface, for IPv4, IPv6 or both.
     All {
         v4: bool,
         v6: bool,
@@ -50,7 +49,7 @@ impl Hosts {
                     *v6
                 }
             }
-            // Whatever it resolves to, every interface of both kinds has it.
+            // Every interface of both kinds includes the address, whatever it is.
             (Self::All { v4, v6 }, Self::Name(_)) | (Self::Name(_), Self::All { v4, v6 }) => *v4 && *v6,
             (one, other) => one == other,
         }
@@ -58,7 +57,7 @@ impl Hosts {
 }
 
 impl<'a> Place<'a> {
-    /// Returns what is taken; `None`: a port that the system chooses.
+    /// Returns what a listener binds; `None`: a port that the system chooses.
     fn of(listen: &'a Listen) -> Option<Self> {
         if listen.network == Network::Unix {
             return Some(Self::Socket(&listen.address));
@@ -79,7 +78,7 @@ impl<'a> Place<'a> {
     }
 }
 
-/// Returns a problem for each listener whose place an earlier one has.
+/// Returns a problem for each listener whose address an earlier one uses.
 pub(super) fn find(config: &Config) -> Vec<Problem> {
     let private = config.tracker.private_api().map(|private| ("private_api", &private.listen));
     let listeners = [
@@ -98,10 +97,10 @@ pub(super) fn find(config: &Config) -> Vec<Problem> {
             problems.push(Problem::rule(
                 format!("{section}.listen.address"),
                 format!(
-                    "{:?}, which {other}.listen.address ({:?}) has already",
+                    "{:?}, which {other}.listen.address ({:?}) already uses",
                     listen.address, earlier.address
                 ),
-                "an address or a port of its own for each listener",
+                "a different address or port for each listener",
             ));
         }
     }

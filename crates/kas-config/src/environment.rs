@@ -1,8 +1,8 @@
-//! What of the process' environment the configuration depends on.
+//! The environment variables that the configuration depends on.
 
 use std::{ffi::OsString, path::PathBuf};
 
-/// What of the process' environment the configuration depends on.
+/// The environment variables that the configuration depends on.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Environment {
     /// `KAS_STATE_DIR`.
@@ -11,7 +11,7 @@ pub struct Environment {
     pub xdg_state_home: Option<OsString>,
     /// `HOME`.
     pub home: Option<OsString>,
-    /// `OWN_PRIVATE_API_URL`: where other replicas reach this one, as 14.1 is told it.
+    /// `OWN_PRIVATE_API_URL`: where other replicas reach this one, as in 14.1.
     pub own_private_api_url: Option<OsString>,
     /// `POD_IP`, which a pod gets from the field `status.podIP`.
     pub pod_ip: Option<OsString>,
@@ -32,7 +32,7 @@ impl Environment {
         }
     }
 
-    /// Returns the state directory to use when the file names none, if the environment tells.
+    /// Returns the state folder to use when the file names none, if the environment determines one.
     pub(crate) fn state_dir(&self) -> Option<PathBuf> {
         let set = |value: &Option<OsString>| value.clone().filter(|v| !v.is_empty()).map(PathBuf::from);
         set(&self.kas_state_dir)

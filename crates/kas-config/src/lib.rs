@@ -1,12 +1,12 @@
-//! The configuration of kas: one YAML file with the section and key names of GitLab agent 14.1, plus keys of
-//! our own, parsed once into valid types.
+//! The configuration of kas: one YAML file with the section and key names of GitLab agent 14.1 and keys of
+//! this project, parsed once into valid types.
 //!
-//! [`load`] reads no file and no environment, so that it can be tested. Relative paths stay as they are and
-//! so are relative to the folder in which the process was started, as in 14.1.
+//! [`load`] reads no file and no environment, so that it can be tested. Relative paths are kept, and so are
+//! relative to the folder in which the process was started, as in 14.1.
 //!
 //! Layout: `sections` has a file for each section, with its types and their reader; `secrets` reads the
-//! secret files; `reference` adds what 14.1 does to `docs/configuration.md`; `clash` finds listeners that
-//! want the same address.
+//! secret files; `reference` adds the differences to 14.1 to `docs/configuration.md`; `clash` finds listeners
+//! with the same address.
 
 mod clash;
 mod environment;
@@ -45,37 +45,37 @@ pub use self::{
     },
 };
 
-/// Everything that can be configured; sections are named as in the file.
+/// The complete configuration; fields are named like sections of the file.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Config {
-    /// Where kas keeps what it makes; `None` only when nothing needs it.
+    /// The folder for generated files; `None` only if nothing needs it.
     pub state_dir: Option<PathBuf>,
-    /// What is done about secrets and keys that everyone on the host may read.
+    /// How secrets and keys that everyone on the host may read are treated.
     pub open_secret_files: OpenFiles,
-    /// Which table of replicas is used, and what it needs.
+    /// How replicas find out which of them holds which agent, with the settings for that.
     pub tracker: Tracker,
-    /// Who knows which agents there are.
+    /// Where agents and their tokens are known.
     pub identity: Identity,
-    /// The agent listener, and what agents are given.
+    /// The agent listener, and the configuration of agents.
     pub agent: Agent,
-    /// The API listener; always on.
+    /// The API listener; always enabled.
     pub api: Api,
-    /// Metrics, probes and the log.
+    /// Metrics, probes, logs, traces, the audit log and the status page.
     pub observability: Observability,
-    /// How much may wait.
+    /// Limits on the resources that others can use.
     pub limits: Limits,
-    /// How leaving is paced.
+    /// Times of the shutdown.
     pub drain: Drain,
 }
 
 impl Config {
-    /// Returns the complete commented file with every default: what `kas config print-default` prints.
+    /// Returns the complete commented file with every default, which `kas config print-default` prints.
     pub fn default_yaml() -> String {
         let read = |root: &mut walk::Section<'_, '_>| sections::read(root, &Environment::default());
         walk::walk(&serde_json::Value::Null, Unknown::Warns, read).1.page
     }
 
-    /// Returns the reference of every key as Markdown: `docs/configuration.md`, what `kas config docs`
+    /// Returns the reference of every key as Markdown (`docs/configuration.md`), which `kas config docs`
     /// prints.
     pub fn reference() -> String {
         let read = |root: &mut walk::Section<'_, '_>| sections::read(root, &Environment::default());
@@ -83,19 +83,19 @@ impl Config {
     }
 }
 
-/// What `load` returns when nothing is wrong.
+/// A valid configuration, with warnings.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Loaded {
     /// The configuration; every value in it is valid.
     pub config: Config,
-    /// What its author should know: unknown keys, and keys that do nothing here.
+    /// Warnings for the author of the file, such as unknown keys and keys without effect.
     pub warnings: Vec<Warning>,
 }
 
 /// Parses a configuration file; the empty text gives the defaults.
 ///
 /// # Errors
-/// [`Problems`] names everything that is wrong with the file, not only the first thing.
+/// [`Problems`] with everything that is wrong with the file, not only the first problem.
 pub fn load(yaml: &str, env: &Environment) -> Result<Loaded, Problems> {
     let root = yaml::parse(yaml, yaml::Size::Small)?;
     let (config, problems, warnings) = read(&root, env);
@@ -105,7 +105,7 @@ pub fn load(yaml: &str, env: &Environment) -> Result<Loaded, Problems> {
     }
 }
 
-/// Reads every key; where one is wrong, its default is in the configuration.
+/// Reads every key. The configuration has the default of a key with a problem.
 fn read(root: &serde_json::Value, env: &Environment) -> (Config, Vec<Problem>, Vec<Warning>) {
     let (config, report) = walk::walk(root, Unknown::Warns, |root| sections::read(root, env));
     let mut problems = report.problems;
@@ -115,7 +115,7 @@ fn read(root: &serde_json::Value, env: &Environment) -> (Config, Vec<Problem>, V
     (config, problems, report.warnings)
 }
 
-/// Whether a problem may only be there because another one put a default in the place of what the file says.
+/// Whether a problem may exist only because an earlier problem replaced a value with its default.
 fn follows(problem: &Problem, earlier: &[Problem]) -> bool {
     let is_within = |inner: &str, outer: &str| {
         inner.strip_prefix(outer).is_some_and(|rest| rest.is_empty() || rest.starts_with(['.', '[']))
@@ -125,11 +125,11 @@ fn follows(problem: &Problem, earlier: &[Problem]) -> bool {
         .any(|earlier| is_within(problem.path(), earlier.path()) || is_within(earlier.path(), problem.path()))
 }
 
-/// Parses a configuration file and gives it to `files`, which checks the files that it names: what [`load`]
-/// and `files` say, in one go. A key that is wrong does not hide what is wrong with the files of others.
+/// Parses a configuration file and calls `files`, which checks the files that the configuration names.
+/// Returns the problems of both at once: a wrong key does not hide problems of files that other keys name.
 ///
 /// # Errors
-/// [`Problems`] with everything that is wrong, and the warnings; only warnings otherwise.
+/// [`Problems`] with all problems and warnings.
 pub fn check(
     yaml: &str,
     env: &Environment,

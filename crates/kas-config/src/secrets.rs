@@ -1,4 +1,4 @@
-//! The secrets that the configuration names: reading, comparing and judging their files.
+//! Reads, compares and checks the secret files that the configuration names.
 
 use std::path::{Path, PathBuf};
 
@@ -9,25 +9,26 @@ use settings::{
 
 use crate::{ApiSecrets, Config, GitLab, Identity, OpenFiles, RedisPasswords, Tracker};
 
-/// What would be right instead of a secret or a private key that others can read.
+/// The expected mode of a file with a secret or a private key.
 pub const EXPECTED_MODE: &str = "mode 0600, or 0640 for a group (`defaultMode: 0440` in a volume of Kubernetes); or \
                                  open_secret_files: warn, where only this process can reach the file anyway";
 
-/// The secrets of the listeners, read.
+/// The secrets of the listeners.
 #[derive(Debug)]
 pub struct Secrets {
-    /// The API secrets: any of them verifies. Empty only when none has been made yet.
+    /// The API secrets: any of them verifies. Empty only if none has been created yet.
     pub api: Vec<ApiSecret>,
-    /// The secrets of the private API: the first signs and seals, any of them verifies and opens. Each
-    /// has 32 bytes or more, and none is one of `api`. Empty without other replicas.
+    /// The secrets of the private API: the first signs and encrypts, any of them verifies and decrypts. Each
+    /// has 32 bytes or more, and none is in `api`. Empty without other replicas.
     pub private: Vec<ApiSecret>,
-    /// What kas signs with towards GitLab: 32 bytes. `None`: GitLab is not asked. It may be one of `api`.
+    /// The secret that kas signs requests to GitLab with: 32 bytes. `None`: GitLab is not used. It may be in
+    /// `api`.
     pub gitlab: Option<ApiSecret>,
-    /// What is shown to Redis; empty without it.
+    /// The passwords for Redis; empty without Redis.
     pub redis: RedisPasswords,
-    /// The file that has just been made: to be logged, so that its place is known.
+    /// The file that has just been created: to be logged, so that its path is known.
     pub created: Option<PathBuf>,
-    /// What is odd about their files.
+    /// Warnings about the files.
     pub warnings: Vec<Warning>,
 }
 
@@ -47,18 +48,18 @@ impl Config {
         files
     }
 
-    /// Reads and compares the secret files without making any: for checking a configuration.
+    /// Reads and compares the secret files without creating any, to check a configuration.
     ///
-    /// The API secret that the first start will make is missing from the answer then.
+    /// If the first start will create the API secret, the result does not contain it.
     ///
     /// # Errors
-    /// [`Problems`] with each file that cannot be used, each secret of replicas that is too short, and
-    /// each that clients have too.
+    /// [`Problems`] with each file that cannot be used, and each secret of replicas that is too short or also
+    /// a secret of clients.
     pub fn check_secrets(&self) -> Result<Secrets, Problems> {
         self.secrets(false)
     }
 
-    /// Reads and compares the secret files, and makes the API secret if it was left to kas.
+    /// Reads and compares the secret files, and creates the API secret if no file is configured.
     ///
     /// # Errors
     /// As [`Config::check_secrets`].
@@ -112,13 +113,13 @@ impl Config {
                     if api_secrets.contains(secret) {
                         return Some((
                             "the same secret as in api.listen".to_owned(),
-                            "a secret of its own: otherwise every client of the API could act as a replica",
+                            "a different secret: otherwise every client of the API could act as a replica",
                         ));
                     }
                     if gitlab.as_ref() == Some(secret) {
                         return Some((
                             "the same secret as in gitlab".to_owned(),
-                            "a secret of its own: otherwise GitLab could act as a replica",
+                            "a different secret: otherwise GitLab could act as a replica",
                         ));
                     }
                     None
@@ -156,18 +157,18 @@ impl GitLab {
     }
 }
 
-/// How the secret files of a listener are named in problems.
+/// How problems name the secret files of a listener.
 struct Keys {
     section: &'static str,
-    /// Whether the first of them stands in the list too, because the key for one file is not given.
+    /// Whether the list contains the first file too, because the key for a single file is not given.
     all_listed: bool,
     open: OpenFiles,
 }
 
 impl Keys {
-    /// Reads files in their order; a secret that comes again is left out.
+    /// Reads files in their order; repeated secrets are left out.
     ///
-    /// `fault` says what is wrong with a secret that could be read: what was found, what is expected.
+    /// `fault` returns what is wrong with a secret that could be read: what was found, what is expected.
     fn read(
         &self,
         paths: &[PathBuf],
@@ -224,7 +225,7 @@ impl Keys {
     }
 }
 
-/// Says what is wrong with a secret that could be read.
+/// Reports what is wrong with a secret that could be read.
 fn judge(
     key: &str,
     open: OpenFiles,
@@ -233,7 +234,7 @@ fn judge(
     warnings: &mut Vec<Warning>,
 ) {
     let mut warn = |warning: Warning| {
-        // One file may stand for several keys.
+        // Several keys may name the same file.
         if !warnings.contains(&warning) {
             warnings.push(warning);
         }

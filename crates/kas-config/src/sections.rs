@@ -1,7 +1,7 @@
-//! The whole file: the order of its sections, and what depends on several of them.
+//! The whole file: the order of its sections, and settings that depend on several of them.
 //!
-//! Names, types, defaults and rules of 14.1 are kept, so that an existing file loads. A key that does
-//! nothing in this version is read and checked like any other and then dropped.
+//! Names, types, defaults and rules of 14.1 are kept, so that an existing file loads. A key that has no
+//! effect in this version is read and checked like any other and then dropped.
 
 pub(crate) mod agent;
 pub(crate) mod api;
@@ -47,10 +47,10 @@ const fn minutes(minutes: u64) -> Duration {
 /// Key `open_secret_files`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum OpenFiles {
-    /// They are a problem.
+    /// As a problem.
     #[default]
     Refuse,
-    /// They are warned about.
+    /// As a warning.
     Warn,
 }
 
@@ -61,16 +61,16 @@ pub(super) fn read(root: &mut Section<'_, '_>, env: &Environment) -> Config {
     let state_dir = root
         .path(
             "state_dir",
-            "Where kas keeps what it makes: the identity file and the API secret. Empty: $KAS_STATE_DIR, else \
+            "The folder for files that kas creates: the identity file and the API secret. Empty: $KAS_STATE_DIR, else \
              $XDG_STATE_HOME/kas, else $HOME/.local/state/kas.",
         )
         .or_else(|| env.state_dir());
     let open_secret_files = root.one_of(
         "open_secret_files",
         &[("refuse", OpenFiles::Refuse), ("warn", OpenFiles::Warn)],
-        "What to do about a secret or a private key that everyone on this host may read or write: refuse to start, \
-         or only warn, where files cannot be otherwise (secrets of Docker Swarm). Volumes of Kubernetes, which only \
-         their pod sees, are warned about.",
+        "How to treat a secret or a private key that everyone on this host may read or write: refuse to start, \
+         or only warn, where files cannot have another mode (secrets of Docker Swarm). Volumes of Kubernetes always \
+         cause only a warning, because no other pod sees them.",
     );
     let kind = tracker::kind(root);
     let by_gitlab = identity::is_gitlab(root);
@@ -84,8 +84,8 @@ pub(super) fn read(root: &mut Section<'_, '_>, env: &Environment) -> Config {
     let gitlab = gitlab::read(root, by_gitlab, info_cache);
     gitaly::read(root);
 
-    // Only what this file leaves to kas needs a place: a container without a home that names its own
-    // files starts.
+    // Only default files need the folder: a container without a home folder starts if its configuration names
+    // its own files.
     let mut in_state_dir = |given: Option<PathBuf>, name: &str| match (given, &state_dir) {
         (Some(path), _) => (path, false),
         (None, Some(folder)) => (folder.join(name), true),
@@ -93,7 +93,7 @@ pub(super) fn read(root: &mut Section<'_, '_>, env: &Environment) -> Config {
             if !root.is_refused("state_dir") {
                 root.refuse_as(
                     "state_dir",
-                    "neither it nor KAS_STATE_DIR, XDG_STATE_HOME or HOME",
+                    "neither this key nor KAS_STATE_DIR, XDG_STATE_HOME or HOME",
                     "a folder, or both identity.file and api.listen.authentication_secret_file",
                 );
             }

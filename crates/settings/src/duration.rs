@@ -1,18 +1,18 @@
-//! Durations as configuration files write them.
+//! Durations as written in configuration files.
 //!
-//! Two forms: protobuf JSON (`20s`, `1.5s`), which is all that GitLab agent 14.1 reads, and the
-//! form people write (`5m`, `1h30m`, `200ms`). Negative values are read by the first form only,
-//! because 14.1 does, so that the answer can say what the rule is.
+//! There are two forms: protobuf JSON (`20s`, `1.5s`), the only one that GitLab agent 14.1 reads, and the
+//! common one (`5m`, `1h30m`, `200ms`). Only the first form may be negative, as in 14.1; the error message
+//! then names the rule that the value breaks.
 
 use std::{fmt, time::Duration};
 
-/// The greatest number of whole seconds of a protobuf duration: about 10,000 years.
+/// The largest number of whole seconds of a protobuf duration: about 10,000 years.
 const MAX_SECONDS: u64 = 315_576_000_000;
 
 /// A duration in protobuf's range, with its sign.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Signed {
-    /// Whether the text began with a minus (and the value is not zero).
+    /// Whether the text began with a minus sign and the value is not zero.
     pub negative: bool,
     /// The value without its sign.
     pub size: Duration,
@@ -35,7 +35,7 @@ pub fn parse(text: &str) -> Option<Signed> {
     }
     let mut rest = text;
     let mut size = Duration::ZERO;
-    // Units go from large to small and each stands once, so that `5s5s` is a slip and not 10s.
+    // Units go from large to small and occur once each: `5s5s` is a typing error and not 10 s.
     let mut largest = u64::MAX;
     while !rest.is_empty() {
         let end = rest.find(|c: char| !c.is_ascii_digit() && c != '.')?;
@@ -64,7 +64,7 @@ fn in_range(size: Duration) -> bool {
     size <= Duration::from_secs(MAX_SECONDS)
 }
 
-/// Parses `12` or `1.5` in units of `unit` nanoseconds, exactly: no floating point.
+/// Parses a number such as `12` or `1.5` in units of `unit` nanoseconds, exactly (no floating point).
 fn decimal(text: &str, unit: u64) -> Option<Duration> {
     let (whole, fraction) = match text.split_once('.') {
         Some((whole, fraction)) if (1..=9).contains(&fraction.len()) => (whole, fraction),
@@ -83,7 +83,7 @@ fn decimal(text: &str, unit: u64) -> Option<Duration> {
     Some(Duration::new(seconds, u32::try_from(nanos % 1_000_000_000).ok()?))
 }
 
-/// Writes a duration in the shortest form that [`parse`] reads back to the same value.
+/// Formats a duration in the shortest form that [`parse`] reads back to the same value.
 pub struct Human(pub Duration);
 
 impl fmt::Display for Human {
@@ -119,7 +119,7 @@ mod tests {
     }
 
     #[test]
-    fn both_forms_are_read_exactly() {
+    fn both_forms_are_parsed_exactly() {
         for (text, millis) in [
             ("20s", 20_000),
             ("0s", 0),
@@ -138,7 +138,7 @@ mod tests {
     }
 
     #[test]
-    fn anything_else_is_refused() {
+    fn other_texts_are_refused() {
         for text in [
             "",
             "s",
@@ -165,7 +165,7 @@ mod tests {
     }
 
     #[test]
-    fn the_protobuf_form_keeps_its_sign_and_knows_no_minutes() {
+    fn the_protobuf_form_keeps_its_sign_and_has_no_minutes() {
         assert_eq!(parse_proto("-5s"), Some(Signed { negative: true, size: Duration::from_secs(5) }));
         assert_eq!(parse_proto("-0s"), Some(Signed { negative: false, size: Duration::ZERO }));
         assert_eq!(parse_proto("5m"), None);
@@ -173,7 +173,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_written_is_read_back(seconds in 0..=MAX_SECONDS - 1, nanos in 0..1_000_000_000_u32) {
+        fn formatting_and_parsing_round_trip(seconds in 0..=MAX_SECONDS - 1, nanos in 0..1_000_000_000_u32) {
             for duration in [Duration::new(seconds, nanos), Duration::from_secs(seconds), Duration::new(0, nanos)] {
                 prop_assert_eq!(size(&Human(duration).to_string()), Some(duration));
             }

@@ -1,20 +1,20 @@
-//! Who may read and write a file that only kas should.
+//! Checks which users may read and write a file that only kas should access.
 
 use std::{fs, path::Path};
 
 /// What is wrong with the mode of a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Exposure {
-    /// Others than the owner and the group may read or write it.
+    /// Users other than the owner and the group may read or write it.
     Open(String),
-    /// Worth a word, and no danger in itself.
+    /// Unusual, but no danger in itself.
     Odd(String),
 }
 
-/// What would be right, for a problem.
+/// The expected mode, for a problem.
 pub const EXPECTED: &str = "mode 0600, or 0640 for a group (`defaultMode: 0440` in a volume of Kubernetes)";
 
-/// Judges the mode of a file that holds `what`, which begins with an article.
+/// Checks the mode of a file that contains `what`, a noun with its article.
 pub fn of(what: &str, path: &Path, mode: u32) -> Option<Exposure> {
     let shown = mode & 0o7777;
     let may = match mode & 0o006 {
@@ -29,16 +29,16 @@ pub fn of(what: &str, path: &Path, mode: u32) -> Option<Exposure> {
         _ => "read and write",
     };
     let text = format!("{what} that everyone on this host may {may} (mode {shown:04o}, {})", path.display());
-    // A volume is mounted 0644 unless told otherwise, and no other pod sees it.
+    // Kubernetes mounts a volume with mode 0644 by default, and no other pod sees it.
     Some(if is_in_kubernetes_volume(path) {
-        Exposure::Odd(format!("{text}: only this pod sees the volume; still, use `defaultMode: 0440`"))
+        Exposure::Odd(format!("{text}: only this pod sees the volume, but `defaultMode: 0440` is better"))
     } else {
         Exposure::Open(text)
     })
 }
 
-/// Whether a file is one of a volume that Kubernetes writes: reached through the link `..data`, which is how
-/// a whole folder is exchanged at once.
+/// Whether a file is part of a volume that Kubernetes writes. Kubernetes replaces all files of a volume at
+/// once by exchanging the link `..data`, so the path of such a file leads through that link.
 fn is_in_kubernetes_volume(path: &Path) -> bool {
     let mut folders = path.ancestors().skip(1);
     folders.any(|folder| {
@@ -58,7 +58,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_what_others_may_touch_is_open() {
+    fn only_access_by_other_users_is_open() {
         let path = Path::new("/etc/kas/key.pem");
         for mode in [0o600, 0o400, 0o640, 0o440, 0o100_600] {
             assert_eq!(of("a key", path, mode), None, "{mode:o}");
@@ -79,7 +79,7 @@ mod tests {
     }
 
     #[test]
-    fn volumes_of_kubernetes_are_seen_by_one_pod_alone() {
+    fn a_kubernetes_volume_is_odd_but_not_open() {
         let folder = tempfile::tempdir().unwrap();
         let at = |name: &str| folder.path().join(name);
         fs::create_dir(at("..1")).unwrap();
@@ -87,7 +87,7 @@ mod tests {
         symlink("..1", at("..data")).unwrap();
         symlink("..data/key", at("key")).unwrap();
         assert!(matches!(of("a key", &at("key"), 0o644), Some(Exposure::Odd(_))));
-        // A file beside the link is none of the volume.
+        // A file beside the link is not part of the volume.
         fs::write(at("other"), "").unwrap();
         assert!(matches!(of("a key", &at("other"), 0o644), Some(Exposure::Open(_))));
     }

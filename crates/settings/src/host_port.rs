@@ -1,4 +1,4 @@
-//! `host:port`, as a person writes the address of a replica.
+//! `host:port`: the address of a replica in a configuration file.
 
 use std::{
     fmt,
@@ -6,11 +6,11 @@ use std::{
     str::FromStr,
 };
 
-/// What a problem says would be right.
+/// The expected text, for a problem.
 pub const EXPECTED: &str = "a host and a port from 1 to 65535, such as 10.0.0.1:8155, [fd00::1]:8155 or \
                                    kas-1.example.com:8155";
 
-/// An address that can be dialled, or the DNS name of one, with a port.
+/// An IP address that can be dialled, or a DNS name, with a port.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct HostPort {
     /// The host.
@@ -22,13 +22,13 @@ pub struct HostPort {
 /// The host of a [`HostPort`].
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum Host {
-    /// An address; never the unspecified one, which is no place to dial.
+    /// An IP address; never the unspecified one, which cannot be dialled.
     Ip(IpAddr),
     /// A DNS name.
     Name(String),
 }
 
-/// The text is no host and port.
+/// The text is not a host and a port.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("not a host and a port")]
 pub struct NotHostPort;
@@ -66,9 +66,9 @@ impl fmt::Display for HostPort {
     }
 }
 
-/// Whether DNS could be asked for `name`, with or without its final dot.
+/// Whether `name` can be looked up in DNS, with or without its final dot.
 ///
-/// A last label of digits alone is refused: no such name exists, and `10.0.0.256` is a slip.
+/// A last label of digits only is refused: no such name exists, and `10.0.0.256` is a typing error.
 pub fn is_name(name: &str) -> bool {
     let name = name.strip_suffix('.').unwrap_or(name);
     let is_label = |label: &str| {
@@ -87,7 +87,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_written_is_read_back() {
+    fn formatting_and_parsing_round_trip() {
         for text in
             ["10.0.0.1:8155", "[fd00::1]:1", "kas-1:65535", "kas.example.com.:8155", "_x.kas_1:8155", "1a:1"]
         {
@@ -96,7 +96,7 @@ mod tests {
     }
 
     #[test]
-    fn what_nobody_could_dial_is_refused() {
+    fn addresses_that_cannot_be_dialled_are_refused() {
         let long = format!("{}:1", "x".repeat(64));
         for text in [
             "",

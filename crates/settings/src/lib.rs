@@ -1,10 +1,10 @@
-//! Reading configuration files: YAML in, typed values and a complete list of problems out.
+//! Reads configuration files: YAML in, typed values and a complete list of problems out.
 //!
 //! A program declares each key once, with its type, default, rule and description, by calling the methods of
-//! [`walk::Section`]. The same declarations read the file, recognise unknown keys, print the commented
+//! [`walk::Section`]. The same declarations read the file, detect unknown keys, print the commented
 //! default file and list the entries of the reference page.
 //!
-//! Nothing in this crate knows a key of any program.
+//! This crate contains no key of any program.
 
 pub mod duration;
 pub mod exposure;

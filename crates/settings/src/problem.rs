@@ -1,8 +1,8 @@
-//! What is wrong with a file, and what is odd about it.
+//! Problems of a configuration file, and warnings about it.
 
 use std::fmt;
 
-/// What is wrong with a file, complete; displays one problem per line.
+/// All problems of a file; displays one per line.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Problems {
     problems: Vec<Problem>,
@@ -15,7 +15,7 @@ impl Problems {
         (!problems.is_empty()).then_some(Self { problems, warnings: Vec::new() })
     }
 
-    /// Adds `more` behind these.
+    /// Appends `more`.
     pub fn and(mut self, more: Self) -> Self {
         self.problems.extend(more.problems);
         self.warnings.extend(more.warnings);
@@ -28,7 +28,7 @@ impl Problems {
         self
     }
 
-    /// What else the author of the file should know: a misspelt key is often why another one is missing.
+    /// Returns the warnings about the same file: a misspelt key is often why another one is missing.
     pub fn warnings(&self) -> &[Warning] {
         &self.warnings
     }
@@ -56,7 +56,7 @@ impl fmt::Display for Problems {
 
 impl std::error::Error for Problems {}
 
-/// One thing that is wrong: where, what was found and what would be right.
+/// One problem: where it is, what was found and what is expected.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Problem {
     kind: Kind,
@@ -75,13 +75,13 @@ impl Problem {
         Self { kind, path: path.into(), found: found.into(), expected: expected.into() }
     }
 
-    /// Returns a problem with a value of the right shape: the key `path` has `found`, and `expected` would be
-    /// right.
+    /// Returns a problem for a value of the right type: the key `path` has the value `found`, and `expected`
+    /// says what is allowed.
     pub fn rule(path: impl Into<String>, found: impl Into<String>, expected: impl Into<String>) -> Self {
         Self::new(Kind::Rule, path, found, expected)
     }
 
-    /// Returns a problem with the shape of a file: not YAML, an unknown key or a value of another type.
+    /// Returns a problem with the shape of a file: not YAML, an unknown key or a value of the wrong type.
     pub fn shape(path: impl Into<String>, found: impl Into<String>, expected: impl Into<String>) -> Self {
         Self::new(Kind::Shape, path, found, expected)
     }
@@ -91,7 +91,7 @@ impl Problem {
         self.kind
     }
 
-    /// Returns the dotted path of the key, or `line 3, column 1` when the file is not YAML.
+    /// Returns the dotted path of the key, or `line 3, column 1` if the file is not YAML.
     pub fn path(&self) -> &str {
         &self.path
     }
@@ -103,21 +103,21 @@ impl fmt::Display for Problem {
     }
 }
 
-/// Which stage of 14.1's loading a problem belongs to.
+/// The stage of 14.1's loading that finds a problem.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
-    /// Not YAML, an unknown key or another type: the protobuf JSON parser refuses it.
+    /// Not YAML, an unknown key or the wrong type: the protobuf JSON parser refuses it.
     Shape,
     /// A value of the right type that breaks a declared rule.
     Rule,
 }
 
-/// Something in a file that does not do what its author may think; loading goes on.
+/// Something in a file that may not do what its author expects. Loading continues.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Warning {
     /// The dotted path of the key, or the path of a file.
     pub path: String,
-    /// What to know about it, in one phrase.
+    /// What the author should know, in one phrase.
     pub text: String,
 }
 

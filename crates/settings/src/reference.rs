@@ -4,20 +4,19 @@ use std::fmt::Write as _;
 
 use crate::walk::Entry;
 
-/// What a program says about its keys beyond their declarations.
+/// Columns of the reference that a program adds to the declarations of its keys.
 pub trait Columns {
-    /// Returns the titles of the columns that follow key, type, default and meaning.
+    /// Returns the titles of the columns after key, type, default and meaning.
     fn titles(&self) -> &[&str];
 
     /// Returns the cells of these columns for a key.
     fn cells(&self, path: &str) -> Vec<&str>;
 
-    /// Returns a paragraph that follows the table of a section.
+    /// Returns a paragraph to put after the table of a section.
     fn note(&self, section: &str) -> Option<String>;
 }
 
-/// Writes the page: `head`, a table of the keys outside all sections under the title `top`, and one for each
-/// section.
+/// Returns the page: `head`, a table of the top-level keys with the title `top`, and a table per section.
 pub fn markdown(head: &str, top: &str, entries: &[Entry], columns: &impl Columns) -> String {
     let mut out = head.to_owned();
     let is_section = |entry: &Entry| entry.takes == "section";
@@ -36,7 +35,7 @@ pub fn markdown(head: &str, top: &str, entries: &[Entry], columns: &impl Columns
     out
 }
 
-/// Returns the description of a key, and why it has no effect.
+/// Returns the description of a key and, if it has no effect, the reason.
 fn with_effect(entry: &Entry) -> String {
     match entry.inert {
         Some(reason) => format!("{} No effect in this version: {reason}.", entry.doc),
@@ -66,8 +65,7 @@ fn part(out: &mut String, title: &str, doc: &str, keys: &[&Entry], columns: &imp
     }
 }
 
-/// Writes a text so that Markdown shows it as it is, also in a cell of a table. Text between backticks is
-/// code.
+/// Escapes a text for Markdown, also in a table cell. Text between backticks is code.
 fn escaped(text: &str) -> String {
     let mut code = false;
     let mut out = String::with_capacity(text.len());
@@ -88,7 +86,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn markdown_shows_texts_as_they_are() {
+    fn markdown_shows_texts_unchanged() {
         assert_eq!(escaped("a|b <c> `d<e*f>` g_h"), "a\\|b \\<c> `d<e*f>` g_h");
     }
 }

@@ -1,6 +1,6 @@
-//! Secret files: reading them as 14.1 does, and making the one that kas makes for itself.
+//! Secret files: reads them as 14.1 does, and creates the one that kas generates.
 //!
-//! No error, warning or `Debug` shows what a file holds, not even a part of it.
+//! No error, warning or `Debug` shows any part of a secret.
 
 use std::{
     fmt,
@@ -23,8 +23,8 @@ use crate::{
     exposure::{self, Exposure},
 };
 
-/// Standard base64 with padding, and as tolerant about the last character's unused bits as 14.1, so
-/// that every file that works there works here.
+/// Standard base64 with padding. Like 14.1, it ignores the unused bits of the last character, so that every
+/// file that works there works here.
 const BASE64: GeneralPurpose = GeneralPurpose::new(
     &STANDARD,
     GeneralPurposeConfig::new()
@@ -32,18 +32,18 @@ const BASE64: GeneralPurpose = GeneralPurpose::new(
         .with_decode_allow_trailing_bits(true),
 );
 
-/// The bytes of a secret that is made here, and the fewest of any: HS256 wants a key at least as long as its
-/// hash (RFC 7518, section 3.2).
+/// The length of a generated secret and the minimum of any, in bytes: HS256 needs a key at least as long as
+/// its hash (RFC 7518, section 3.2).
 pub const BYTES: usize = 32;
 
-/// Of 32 random bytes some thirty are different, and of 32 random hexadecimal digits fourteen; with fewer
-/// than this many somebody typed them.
+/// Minimum number of different bytes. 32 random bytes contain about 30 different ones, and 32 random
+/// hexadecimal digits about 14; fewer than this means that the secret was typed by hand.
 const FEWEST_DIFFERENT: usize = 8;
 
-/// Nobody's secret is larger; a wrong path to a large file must not be read into memory.
+/// Largest size in bytes of a secret file: a wrong path to a large file must not fill the memory.
 const LARGEST_FILE: u64 = 64 * 1024;
 
-/// A shared secret that signs or verifies tokens; its `Debug` shows no part of it.
+/// A shared secret that signs or verifies tokens. Its `Debug` shows no part of it.
 pub struct ApiSecret {
     bytes: SecretSlice<u8>,
     faults: Vec<Fault>,
@@ -53,26 +53,26 @@ pub struct ApiSecret {
 /// Why a secret that could be read must not be used.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Fault {
-    /// What was found, as a [`crate::Problem`] says it.
+    /// What was found, in the words of a [`crate::Problem`].
     pub found: String,
-    /// What would be right.
+    /// What is expected.
     pub expected: &'static str,
-    /// Only who may read the file is wrong.
+    /// The only fault is that others may read the file.
     pub is_open: bool,
 }
 
 impl ApiSecret {
-    /// Reads a file of base64. What it holds may be weak: whoever starts with it asks for its faults.
+    /// Reads a base64 file. The secret may be weak: callers that use it check [`faults`](Self::faults).
     ///
     /// # Errors
-    /// [`SecretError`] when the file cannot be read or holds something else.
+    /// [`SecretError`] if the file cannot be read or is not base64.
     pub fn read(path: &Path) -> Result<Self, SecretError> {
         let fail = |reason| SecretError { path: path.to_owned(), reason };
         let (text, mode) = read_file(path).map_err(|error| fail(Reason::Io(error)))?;
         if text.len() as u64 > LARGEST_FILE {
             return Err(fail(Reason::TooLarge));
         }
-        // Line ends are allowed anywhere: people wrap base64 at 64 or 76 characters.
+        // Line breaks are allowed anywhere: base64 is often wrapped at 64 or 76 characters.
         let mut encoded = Zeroizing::new(Vec::with_capacity(text.len()));
         encoded.extend(text.iter().copied().filter(|byte| !b"\r\n".contains(byte)));
         if encoded.is_empty() {
@@ -90,12 +90,12 @@ impl ApiSecret {
         self.bytes.expose_secret()
     }
 
-    /// Returns why it must not be used.
+    /// Returns why the secret must not be used.
     pub fn faults(&self) -> &[Fault] {
         &self.faults
     }
 
-    /// Returns what is odd about its file.
+    /// Returns the warnings about its file.
     pub fn warnings(&self) -> impl Iterator<Item = &Warning> {
         self.warnings.iter()
     }
@@ -128,7 +128,7 @@ impl ApiSecret {
     }
 }
 
-/// In constant time for secrets of one length.
+/// Takes constant time for secrets of the same length.
 impl PartialEq for ApiSecret {
     fn eq(&self, other: &Self) -> bool {
         self.expose().ct_eq(other.expose()).into()
@@ -142,22 +142,22 @@ impl fmt::Debug for ApiSecret {
     }
 }
 
-/// Whether a secret file was made by this call.
+/// Whether a call created the secret file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Created {
-    /// It was absent and is there now.
+    /// The file was absent and has been created.
     Yes,
-    /// It was there.
+    /// The file existed.
     No,
 }
 
-/// Reads a secret file, or makes one with 32 random bytes and mode 0600 when it is absent.
+/// Reads a secret file. If it is absent, creates it with 32 random bytes and mode 0600.
 ///
-/// The file appears complete or not at all, and processes that start together agree on one secret:
-/// it is written under another name and then linked, which never replaces a file.
+/// The file appears complete or not at all, and processes that start together agree on one secret: it is
+/// written under another name and then linked, which never replaces a file.
 ///
 /// # Errors
-/// [`SecretError`] when the file cannot be read, made, or holds something else.
+/// [`SecretError`] if the file cannot be read or created, or is not base64.
 pub fn load_or_create(path: &Path) -> Result<(ApiSecret, Created), SecretError> {
     match ApiSecret::read(path) {
         Err(error) if error.is_absent() => {}
@@ -166,14 +166,15 @@ pub fn load_or_create(path: &Path) -> Result<(ApiSecret, Created), SecretError> 
     let mut bytes = Zeroizing::new([0_u8; BYTES]);
     let fail = |error| SecretError { path: path.to_owned(), reason: Reason::Make(error) };
     aws_lc_rs::rand::fill(&mut *bytes)
-        .map_err(|_| fail(io::Error::other("the system gave no random bytes")))?;
+        .map_err(|_| fail(io::Error::other("cannot get random bytes from the system")))?;
     let mut text = Zeroizing::new(BASE64.encode(*bytes));
     text.push('\n');
     let created = create_private(path, text.as_bytes()).map_err(fail)?;
     Ok((ApiSecret::read(path)?, created))
 }
 
-/// Makes a file of mode 0600 with its folder (0700), complete or not at all; an existing file stays.
+/// Creates a file of mode 0600 and its folder (0700). The file appears complete or not at all, and an
+/// existing file is kept.
 pub fn create_private(path: &Path, content: &[u8]) -> io::Result<Created> {
     let folder = match path.parent() {
         Some(folder) if !folder.as_os_str().is_empty() => folder,
@@ -190,25 +191,25 @@ pub fn create_private(path: &Path, content: &[u8]) -> io::Result<Created> {
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(Created::No),
         Err(error) => Err(error),
     });
-    // The draft has served, or failed; a leftover would be a second copy of a secret.
+    // The temporary file is no longer needed; a leftover would be a second copy of a secret.
     let removed = fs::remove_file(&draft);
     let made = made?;
     removed?;
-    // So that the name outlives a power cut: a secret that clients already use must not change.
+    // The name must survive a power failure: a secret that clients already use must not change.
     File::open(folder)?.sync_all()?;
     Ok(made)
 }
 
-/// Reads a password; one line end at its end is not part of it.
+/// Reads a password. A final line break is not part of it.
 ///
 /// # Errors
-/// What was found instead, without any of it.
+/// Returns what was found instead, without any of the content.
 pub fn read_password(path: &Path) -> Result<SecretString, String> {
     let shown = path.display();
     let (text, _) =
         read_file(path).map_err(|error| format!("a file that cannot be read ({shown}: {error})"))?;
     if text.len() as u64 > LARGEST_FILE {
-        return Err(format!("a file above {LARGEST_FILE} bytes ({shown})"));
+        return Err(format!("a file larger than {LARGEST_FILE} bytes ({shown})"));
     }
     let text =
         std::str::from_utf8(&text).map_err(|_| format!("a file that is not text in UTF-8 ({shown})"))?;
@@ -229,7 +230,7 @@ fn read_file(path: &Path) -> io::Result<(Zeroizing<Vec<u8>>, u32)> {
     if metadata.is_dir() {
         return Err(io::ErrorKind::IsADirectory.into());
     }
-    // A fixed capacity: growing would leave copies of the secret in freed memory.
+    // A fixed capacity: a growing buffer would leave copies of the secret in freed memory.
     let mut text = Zeroizing::new(Vec::with_capacity(usize::try_from(LARGEST_FILE).unwrap_or(0) + 1));
     file.take(LARGEST_FILE + 1).read_to_end(&mut text)?;
     Ok((text, metadata.mode()))
@@ -257,19 +258,19 @@ impl SecretError {
         matches!(&self.reason, Reason::Io(error) if error.kind() == io::ErrorKind::NotFound)
     }
 
-    /// Says what is there, as a [`crate::Problem`] does.
+    /// Returns what was found, in the words of a [`crate::Problem`].
     pub fn found(&self) -> String {
         let path = self.path.display();
         match &self.reason {
             Reason::Io(error) => format!("a file that cannot be read ({path}: {error})"),
-            Reason::Make(error) => format!("no file, and it cannot be made ({path}: {error})"),
+            Reason::Make(error) => format!("no file, and it cannot be created ({path}: {error})"),
             Reason::Empty => format!("an empty file ({path})"),
-            Reason::TooLarge => format!("a file above {LARGEST_FILE} bytes ({path})"),
+            Reason::TooLarge => format!("a file larger than {LARGEST_FILE} bytes ({path})"),
             Reason::NotBase64 => format!("a file that is not standard base64 with padding ({path})"),
         }
     }
 
-    /// Says what would be right.
+    /// Returns what is expected.
     pub fn expected(&self) -> &'static str {
         match &self.reason {
             Reason::Io(_) => "a file that this process may read",
@@ -302,7 +303,7 @@ mod tests {
     }
 
     #[test]
-    fn base64_is_read_as_in_14_1() {
+    fn base64_is_decoded_as_in_14_1() {
         for (content, bytes) in [
             (&b"aGVsbG8="[..], &b"hello"[..]),
             (b"aGVs\r\nbG8=\r\n", b"hello"),
@@ -316,7 +317,7 @@ mod tests {
     }
 
     #[test]
-    fn anything_else_is_refused_without_showing_it() {
+    fn invalid_base64_is_refused_without_showing_it() {
         for content in
             [&b""[..], b"\n", b"aGVsbG8", b"aGVs bG8=", b"aGVsbG8=x", b"hunter2!", b"_-_-", &[0xff; 40]]
         {
@@ -329,7 +330,7 @@ mod tests {
             }
         }
         let large = file(&vec![b'A'; 70_000], 0o600);
-        assert!(ApiSecret::read(large.path()).unwrap_err().to_string().contains("above 65536 bytes"));
+        assert!(ApiSecret::read(large.path()).unwrap_err().to_string().contains("larger than 65536 bytes"));
         assert!(ApiSecret::read(Path::new("/")).is_err());
     }
 
@@ -351,7 +352,7 @@ mod tests {
         for mode in [0o600, 0o440, 0o640] {
             assert_eq!(faults(&random, mode), [""; 0]);
         }
-        // Digits are random enough: some people put those into base64.
+        // Hexadecimal digits are random enough: some secrets are encoded so before base64.
         assert_eq!(faults(b"0123456789abcdef0123456789abcdef", 0o600), [""; 0]);
         let open = "a secret file that everyone on this host may read (mode 0644, FILE)";
         assert_eq!(faults(&random, 0o644), [open]);
@@ -364,7 +365,7 @@ mod tests {
     }
 
     #[test]
-    fn a_made_secret_is_private_random_and_stays() {
+    fn a_generated_secret_is_private_random_and_permanent() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("state/kas/api-secret");
         let (made, created) = load_or_create(&path).unwrap();
@@ -377,7 +378,7 @@ mod tests {
         assert_eq!((again, created), (made, Created::No));
         let (other, _) = load_or_create(&folder.path().join("other")).unwrap();
         assert_ne!(other.expose(), load_or_create(&path).unwrap().0.expose());
-        // No draft is left behind.
+        // No temporary file remains.
         assert_eq!(fs::read_dir(path.parent().unwrap()).unwrap().count(), 1);
     }
 

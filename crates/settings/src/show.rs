@@ -1,8 +1,8 @@
-//! How values and keys of a file are shown in messages: short, on one line, and never a secret.
+//! Shows values and keys of a file in messages: short, on one line, and without secrets.
 
 use serde_json::Value;
 
-/// Shows a value in a message: short, on one line, and never one that could be a secret.
+/// Formats a value for a message: short, on one line, and hidden if it may be a secret.
 pub fn shown(key: &str, value: &Value) -> String {
     match value {
         Value::Object(_) => "a section".to_owned(),
@@ -16,7 +16,7 @@ pub fn shown(key: &str, value: &Value) -> String {
     }
 }
 
-/// Shows a key of the file in a message.
+/// Formats a key of the file for a message.
 pub fn plain_key(key: &str) -> String {
     if !key.is_empty()
         && key.len() <= 64
@@ -37,7 +37,7 @@ fn shortened(text: &str) -> String {
     shown
 }
 
-/// Whether a key's name says that its value, or a slip of the pen in it, is a secret.
+/// Whether the name of a key suggests that its value, even a mistyped one, is a secret.
 fn is_secret(key: &str) -> bool {
     const WORDS: [&str; 9] =
         ["secret", "secrets", "password", "token", "tokens", "credential", "credentials", "dsn", "key"];
@@ -70,7 +70,7 @@ mod tests {
     }
 
     #[test]
-    fn long_and_odd_values_are_shown_short_and_on_one_line() {
+    fn long_values_and_line_breaks_are_shown_short_and_on_one_line() {
         assert_eq!(shown("a", &json!("x\ny")), "\"x\\ny\"");
         assert_eq!(shown("a", &json!("é".repeat(100))).chars().count(), 60 + 3);
         assert_eq!(plain_key("a\u{1b}[31m"), "\"a\\u{1b}[31m\"");

@@ -1,8 +1,8 @@
-//! A typed walk over a parsed file: one declaration per key serves for reading the value, for
-//! spotting unknown keys and for writing the commented default file.
+//! A typed walk over a parsed file. One declaration per key serves to read the value, to detect unknown keys
+//! and to write the commented default file.
 //!
-//! The walk never stops at a problem: it notes it, goes on with the default, and the caller gets all problems
-//! at once.
+//! The walk does not stop at a problem: it records it and continues with the default, so the caller gets all
+//! problems at once.
 
 mod page;
 mod values;
@@ -22,13 +22,13 @@ use crate::{
 pub struct Entry {
     /// The dotted path.
     pub path: String,
-    /// What it takes; `section` for one of those.
+    /// The type of its value; `section` for a section.
     pub takes: String,
-    /// What it is when it is absent; `None`: nothing in particular.
+    /// The default; `None` if there is none in particular.
     pub default: Option<String>,
-    /// What it means.
+    /// The description.
     pub doc: String,
-    /// Why it does nothing in this version, if it does not.
+    /// Why the key has no effect in this version; `None` if it has one.
     pub inert: Option<&'static str>,
 }
 
@@ -36,41 +36,42 @@ pub struct Entry {
 #[derive(Debug, Clone)]
 struct Takes {
     text: String,
-    /// The default file shows an example where there is no default.
+    /// The default file shows an example, because there is no default.
     is_example: bool,
 }
 
-/// What happens to a key that nobody declared.
+/// How an undeclared key is treated.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Unknown {
-    /// A warning: the file may have been written for another version.
+    /// As a warning: the file may have been written for another version.
     Warns,
-    /// A problem.
+    /// As a problem.
     Fails,
 }
 
-/// What a walk brought to light besides the values.
+/// What a walk returns besides the values.
 pub struct Report {
-    /// Everything wrong, in the order in which keys are declared.
+    /// All problems, in the order in which keys are declared.
     pub problems: Vec<Problem>,
-    /// Everything odd.
+    /// All warnings.
     pub warnings: Vec<Warning>,
-    /// The default file: every declared key with its default and its description.
+    /// The default file: every declared key with its default and description.
     pub page: String,
-    /// Every declared key outside lists, in order: what the reference is made of.
+    /// Every declared key outside lists, in order, for the reference.
     pub entries: Vec<Entry>,
-    /// What the key that is declared next takes.
+    /// What the next declared key takes.
     takes: Option<Takes>,
     unknown: Unknown,
-    /// Set inside list items: they are no part of the page, and there may be very many.
+    /// Set inside list items: they are not in the default file, and there may be very many.
     in_items: bool,
     /// The path of every declared key outside lists.
     declared: Vec<String>,
-    /// Unknown keys (section path, key), answered once all declared paths are known.
-    strangers: Vec<(String, String, Option<&'static str>)>,
+    /// Unknown keys (section path, key, most similar key of the section). They are reported once all declared
+    /// paths are known.
+    undeclared: Vec<(String, String, Option<&'static str>)>,
 }
 
-/// Walks `root` with `read`, which declares every key, and returns what it read.
+/// Walks `root` with `read`, which declares every key, and returns what `read` returned.
 pub fn walk<'v, T>(
     root: &'v Value,
     unknown: Unknown,
@@ -85,7 +86,7 @@ pub fn walk<'v, T>(
         unknown,
         in_items: false,
         declared: Vec::new(),
-        strangers: Vec::new(),
+        undeclared: Vec::new(),
     };
     let found = match root {
         Value::Object(map) => Some(map),
@@ -105,7 +106,7 @@ pub fn walk<'v, T>(
     };
     let value = read(&mut section);
     section.finish();
-    report.answer_strangers();
+    report.report_undeclared();
     (value, report)
 }
 
@@ -114,10 +115,10 @@ impl Report {
         self.problems.push(Problem::new(kind, path, found, expected));
     }
 
-    fn answer_strangers(&mut self) {
-        for (section, key, sibling) in std::mem::take(&mut self.strangers) {
+    fn report_undeclared(&mut self) {
+        for (section, key, sibling) in std::mem::take(&mut self.undeclared) {
             let path = join(&section, &plain_key(&key));
-            // A key in the wrong section is the other common slip.
+            // A key in the wrong section is the other common mistake.
             let elsewhere = || {
                 let end = format!(".{key}");
                 let mut same = self.declared.iter().filter(|d| d.ends_with(&end) || **d == key);
@@ -142,17 +143,18 @@ impl Report {
     }
 }
 
-/// How a declared key stands in this version, for warnings and for the page.
+/// Whether a declared key has an effect in this version, for warnings and for the default file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Off {
-    /// It works.
+    /// It has an effect.
     No,
-    /// It is read and checked and does nothing, for this reason; its presence is a warning.
+    /// It is read and checked but has no effect, for this reason. If it is present, there is a warning.
     Because(&'static str),
-    /// Something else in this file keeps it from working, namely this; its presence is a warning. The
-    /// default file shows it switched off.
+    /// Another key of this file disables it, for this reason. If it is present, there is a warning. The
+    /// default file shows it commented out.
     Idle(&'static str),
-    /// The default file shows it switched off; or a section above it does nothing, which has been said.
+    /// The default file shows it commented out, or a section above it has no effect, which is already
+    /// reported.
     Above,
 }
 
@@ -165,7 +167,7 @@ pub enum Rule {
     NotNegative,
     /// From zero to this.
     UpTo(Duration),
-    /// From one to the other, both included.
+    /// From the first to the second, both included.
     Within(Duration, Duration),
 }
 
@@ -196,17 +198,17 @@ impl<'v> Section<'v, '_> {
         self.found.is_some()
     }
 
-    /// Whether the section has a value for `key`; says nothing about its type.
+    /// Whether the section has a value for `key`, of any type.
     pub fn has(&self, key: &str) -> bool {
         self.peek(key).is_some()
     }
 
-    /// Whether the section has a section `key` that has a value for `inner`; says nothing about types.
+    /// Whether the section has a section `key` that has a value for `inner`, of any type.
     pub fn has_in(&self, key: &str, inner: &str) -> bool {
         self.peek(key).and_then(|section| section.get(inner)).is_some_and(|value| !value.is_null())
     }
 
-    /// Like [`Section::has_in`], but for something else than the empty text.
+    /// Like [`Section::has_in`], but the empty text does not count.
     pub fn given_in(&self, key: &str, inner: &str) -> bool {
         self.has_in(key, inner)
             && self
@@ -215,22 +217,22 @@ impl<'v> Section<'v, '_> {
                 .is_none_or(|text| !text.is_empty())
     }
 
-    /// Returns the text of a key that is declared later; `None`: it has none.
+    /// Returns the text of a key that is declared later, if it has one.
     pub fn peek_text(&self, key: &str) -> Option<&'v str> {
         self.peek(key).and_then(Value::as_str)
     }
 
-    /// Whether `key` stands in the section, also without a value.
+    /// Whether the section contains `key`, with or without a value.
     pub fn is_declared(&self, key: &str) -> bool {
         self.found.is_some_and(|found| found.contains_key(key))
     }
 
-    /// Whether the section gives `key` as something else than the empty text.
+    /// Whether the section has a value for `key` other than the empty text.
     pub fn given(&self, key: &str) -> bool {
         self.peek(key).is_some_and(|value| value.as_str() != Some(""))
     }
 
-    /// Whether `key`, or something in it, has a problem already: one slip is told once.
+    /// Whether `key`, or a key below it, already has a problem: one mistake is reported once.
     pub fn is_refused(&self, key: &str) -> bool {
         let path = join(&self.path, key);
         let inside = |p: &Problem| {
@@ -239,25 +241,25 @@ impl<'v> Section<'v, '_> {
         self.report.problems.iter().any(inside)
     }
 
-    /// Notes that the value of `key` breaks a rule.
+    /// Records that the value of `key` breaks a rule.
     pub fn refuse(&mut self, key: &str, expected: impl Into<String>) {
         let found = self.peek(key).map_or_else(|| "nothing".to_owned(), |value| shown(key, value));
         self.refuse_as(key, found, expected);
     }
 
-    /// Like [`Section::refuse`], with words for what was found.
+    /// Like [`Section::refuse`], with a text for what was found.
     pub fn refuse_as(&mut self, key: &str, found: impl Into<String>, expected: impl Into<String>) {
         self.report.problem(Kind::Rule, join(&self.path, key), found.into(), expected);
     }
 
-    /// Notes something odd about `key`.
+    /// Records a warning about `key`.
     pub fn warn(&mut self, key: &str, text: impl Into<String>) {
         let path = join(&self.path, key);
         self.report.warnings.push(Warning { path, text: text.into() });
     }
 
-    /// Declares by `read` one key that does nothing in this version: it is checked all the same, and
-    /// its presence is a warning that gives `reason`.
+    /// Declares with `read` keys that have no effect in this version. They are checked all the same, and if
+    /// one is present, there is a warning with `reason`.
     pub fn inert<T>(&mut self, reason: &'static str, read: impl FnOnce(&mut Self) -> T) -> T {
         let before = self.off;
         if before == Off::No {
@@ -268,8 +270,8 @@ impl<'v> Section<'v, '_> {
         value
     }
 
-    /// Declares by `read` what the default file shows switched off. With a reason in `idle` it does
-    /// nothing in this file: it is checked all the same, and its presence is a warning.
+    /// Declares with `read` keys that the default file shows commented out. If `idle` gives a reason, they
+    /// have no effect in this file: they are checked all the same, and if one is present, there is a warning.
     pub fn optional<T>(&mut self, idle: Option<&'static str>, read: impl FnOnce(&mut Self) -> T) -> T {
         let before = self.off;
         if before == Off::No {
@@ -280,7 +282,7 @@ impl<'v> Section<'v, '_> {
         value
     }
 
-    /// Declares a section; `read` declares its keys, and runs also when the file has none.
+    /// Declares a section. `read` declares its keys; it also runs if the file does not have the section.
     pub fn section<T>(
         &mut self,
         key: &'static str,
@@ -314,7 +316,7 @@ impl<'v> Section<'v, '_> {
         value
     }
 
-    /// Declares a list of sections; each is read by `read`, which gets its position.
+    /// Declares a list of sections. Each is read by `read`, which gets its index.
     pub fn items<T>(
         &mut self,
         key: &'static str,
@@ -359,18 +361,18 @@ impl<'v> Section<'v, '_> {
         values
     }
 
-    /// Notes a value of the wrong type.
+    /// Records a value of the wrong type.
     fn wrong(&mut self, key: &str, expected: impl Into<String>) {
         let found = self.peek(key).map_or_else(|| "nothing".to_owned(), |value| shown(key, value));
         self.report.problem(Kind::Shape, join(&self.path, key), found, expected);
     }
 
     fn peek(&self, key: &str) -> Option<&'v Value> {
-        // `null` is "not set" to the protobuf JSON parser too.
+        // The protobuf JSON parser also treats `null` as "not set".
         self.found?.get(key).filter(|value| !value.is_null())
     }
 
-    /// Marks `key` as known, warns if it does nothing, and returns its value.
+    /// Marks `key` as known, warns if it has no effect, and returns its value.
     fn take(&mut self, key: &'static str) -> Option<&'v Value> {
         self.known.push(key);
         if !self.report.in_items {
@@ -385,27 +387,27 @@ impl<'v> Section<'v, '_> {
         Some(value)
     }
 
-    /// Collects the keys that nobody declared.
+    /// Collects the undeclared keys.
     fn finish(self) {
         let Some(found) = self.found else { return };
         for key in found.keys().filter(|key| !self.known.contains(&key.as_str())) {
             let near = nearest(key, &self.known);
-            self.report.strangers.push((self.path.clone(), key.clone(), near));
+            self.report.undeclared.push((self.path.clone(), key.clone(), near));
         }
     }
 }
 
-/// Joins a section's path and a key.
+/// Joins the path of a section and a key.
 pub fn join(section: &str, key: &str) -> String {
     if section.is_empty() { key.to_owned() } else { format!("{section}.{key}") }
 }
 
-/// Returns the known name that `key` is most likely a slip of.
+/// Returns the known name that `key` is most likely meant to be.
 fn nearest(key: &str, known: &[&'static str]) -> Option<&'static str> {
     if key.len() > 64 {
         return None;
     }
-    // 14.1's names are snake case; newer tools and people write other cases.
+    // The names of 14.1 are in snake case; other tools use other cases.
     let mut plain = String::new();
     for c in key.chars() {
         if c.is_uppercase() && !plain.is_empty() && !plain.ends_with('_') {
@@ -426,7 +428,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_nearest_name_is_found_in_other_cases_and_after_typing_errors() {
+    fn the_most_similar_name_is_found_despite_case_and_typing_errors() {
         let known = ["max_connection_age", "address", "network"];
         assert_eq!(nearest("maxConnectionAge", &known), Some("max_connection_age"));
         assert_eq!(nearest("max-connection-age", &known), Some("max_connection_age"));

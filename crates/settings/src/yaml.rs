@@ -1,25 +1,25 @@
-//! YAML text to a JSON value, as 14.1 does it (YAML, then JSON, then typed fields).
+//! Converts YAML text to a JSON value, as 14.1 does (YAML, then JSON, then typed fields).
 //!
-//! The message of a syntax error names the place and the parser's reason, never the text itself: a
-//! pasted secret would otherwise travel into the log.
+//! The message of a syntax error contains the position and the parser's reason, never the text itself, which
+//! may contain a secret that must not get into the log.
 
 use serde_json::Value;
 use serde_saphyr::Error;
 
 use crate::{Problem, show::plain_key};
 
-/// How much a file may hold before it is refused.
+/// How much a file may contain.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Size {
-    /// A configuration written by hand: 250,000 nodes are far beyond it.
+    /// A configuration written by hand, of far fewer than 250,000 nodes.
     Small,
     /// A list that a program may write, such as the identities of 100,000 agents.
     Large,
 }
 
-/// Parses one YAML document; nothing at all, or only comments, is `null`.
+/// Parses one YAML document; an empty text, or only comments, is `null`.
 pub fn parse(yaml: &str, size: Size) -> Result<Value, Problem> {
-    // Some editors begin a file with a byte order mark, which is not part of the document.
+    // Some editors put a byte order mark at the beginning; it is not part of the document.
     let yaml = yaml.strip_prefix('\u{feff}').unwrap_or(yaml);
     let scale = if size == Size::Large { 40 } else { 1 };
     let options = serde_saphyr::options! {
@@ -38,7 +38,7 @@ pub fn parse(yaml: &str, size: Size) -> Result<Value, Problem> {
     }
 }
 
-/// What to say of a file that is not even text.
+/// Returns the problem of a file that is not UTF-8.
 pub fn not_utf8() -> Problem {
     Problem::shape("file", "bytes that are not UTF-8", "YAML, as UTF-8 text")
 }
@@ -72,7 +72,7 @@ fn problem(error: &Error) -> Problem {
         Error::NonFiniteFloat { .. } => {
             ("a number without a finite value".to_owned(), "a finite number, or a quoted text".to_owned())
         }
-        // The parser's own phrases are constants: none of them quotes the input.
+        // The parser's messages are constants: none of them quotes the input.
         Error::ExternalMessage { msg, .. } => {
             ("text that is not YAML".to_owned(), format!("valid YAML: {msg}"))
         }
@@ -86,14 +86,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn nothing_and_only_comments_are_null() {
+    fn an_empty_file_and_only_comments_are_null() {
         for yaml in ["", "\n", "# hello\n", "---\n", "---\n# hello\n", "\u{feff}", "null", "~"] {
             assert_eq!(parse(yaml, Size::Small).unwrap(), Value::Null, "{yaml:?}");
         }
     }
 
     #[test]
-    fn a_syntax_error_names_its_place_and_quotes_nothing() {
+    fn a_syntax_error_has_its_position_and_quotes_nothing() {
         for yaml in [
             "api: {",
             "api: hunter2\n\tpassword: hunter2",

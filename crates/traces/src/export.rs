@@ -1,9 +1,9 @@
-//! From finished spans to a collector: a bounded queue, and one task that empties it.
+//! Sends finished spans to a collector: a bounded queue, and one task that empties it.
 //!
-//! `opentelemetry-otlp` and the SDK's batch processor do the same, and are not used: the processor has a
-//! thread of its own and keeps its count of dropped spans to itself, and the exporter brings a second HTTP
-//! client (reqwest, or a tonic channel with its own TLS) where hyper and rustls are there already. agentk,
-//! which must stay small, gets its spans this way for the price of the messages alone.
+//! `opentelemetry-otlp` and the SDK's batch processor do the same but are not used: the processor runs its
+//! own thread and does not publish its count of dropped spans, and the exporter adds a second HTTP client
+//! (reqwest, or a tonic channel with its own TLS) although hyper and rustls are already linked. agentk, which
+//! must stay small, only needs the messages in addition this way.
 
 use std::{
     sync::{
@@ -41,26 +41,26 @@ use crate::{
     wire::{Failure, Wire},
 };
 
-/// Spans of one export at most: the SDK's own number.
+/// Maximum number of spans in one export: the default of the SDK.
 const BATCH: usize = 512;
 /// How long a span waits for others.
 const GATHER: Duration = Duration::from_secs(1);
-/// How often an export is tried that may be taken later.
+/// How often an export is attempted if the collector may accept it later.
 const ATTEMPTS: u32 = 4;
-/// Between the first two of them; doubled each time.
+/// The pause after the first attempt; doubled after each further one.
 const PAUSE: Duration = Duration::from_millis(500);
-/// How often it is said that spans are lost.
-const TOLD: Duration = Duration::from_secs(60);
+/// Minimum time between two log messages about lost spans.
+const LOSS_LOGGED: Duration = Duration::from_secs(60);
 
 /// Why spans were lost.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, EncodeLabelValue)]
 enum Loss {
     QueueFull,
-    /// They could not be sent, or were refused as a whole.
+    /// They could not be sent, or the whole export was refused.
     Failed,
-    /// The collector took the others.
+    /// The collector refused them and accepted the others.
     Rejected,
-    /// The process ended before.
+    /// The process ended before they were sent.
     NotFlushed,
 }
 
@@ -69,7 +69,7 @@ struct LossLabel {
     reason: Loss,
 }
 
-/// What became of spans.
+/// Counts exported and lost spans.
 #[derive(Debug, Default)]
 pub struct Counts {
     exported: Counter,
@@ -78,15 +78,19 @@ pub struct Counts {
 }
 
 impl Counts {
-    /// Makes the families and registers them.
+    /// Creates and registers the families.
     pub fn new(registry: &mut Registry) -> Self {
         let counts = Self::default();
         for reason in [Loss::QueueFull, Loss::Failed, Loss::Rejected, Loss::NotFlushed] {
-            // Alarms look for a change from 0.
+            // Alerts need the counters to start at 0.
             counts.lost(reason, 0);
         }
-        registry.register("spans_exported", "Spans that the collector has taken", counts.exported.clone());
-        registry.register("spans_lost", "Spans that no collector will see", counts.lost.clone());
+        registry.register("spans_exported", "Spans that the collector accepted", counts.exported.clone());
+        registry.register(
+            "spans_lost",
+            "Spans that were lost before a collector accepted them",
+            counts.lost.clone(),
+        );
         registry.register("span_export_failures", "Exports of spans that failed", counts.failures.clone());
         counts
     }
@@ -99,11 +103,11 @@ impl Counts {
 #[derive(Debug)]
 struct Shared {
     counts: Arc<Counts>,
-    /// Spans in the queue and in the exporter's hands.
+    /// Spans in the queue and in the current export.
     pending: AtomicU64,
 }
 
-/// Puts finished spans into the queue.
+/// Adds finished spans to the queue.
 #[derive(Debug)]
 pub(crate) struct Processor {
     queue: mpsc::Sender<SpanData>,
@@ -117,7 +121,7 @@ impl SpanProcessor for Processor {
         if !span.span_context.is_sampled() {
             return;
         }
-        // Before it is sent, so that it is never taken off before it was put on.
+        // Before it is sent: the exporter must not subtract it first.
         self.shared.pending.fetch_add(1, Ordering::Relaxed);
         if self.queue.try_send(span).is_err() {
             self.shared.pending.fetch_sub(1, Ordering::Relaxed);
@@ -130,12 +134,12 @@ impl SpanProcessor for Processor {
     }
 
     fn shutdown_with_timeout(&self, _: Duration) -> OTelSdkResult {
-        // `Export::finish` does, which waits without a thread.
+        // `Export::finish` waits for that, without a thread.
         Ok(())
     }
 }
 
-/// The export; dropping it ends it at once.
+/// The export task. Dropping it stops the export immediately.
 #[derive(Debug)]
 pub struct Export {
     leave: Option<oneshot::Sender<()>>,
@@ -144,9 +148,9 @@ pub struct Export {
 }
 
 impl Export {
-    /// Sends what is left, for at most `within`; what is not sent by then is counted as lost.
+    /// Sends the remaining spans for at most `within`. Spans that are not sent by then are counted as lost.
     pub async fn finish(mut self, within: Duration) {
-        // The task may have ended; then there is nobody to tell.
+        // If the task has ended, there is no receiver.
         drop(self.leave.take());
         let finished = tokio::time::timeout(within, &mut self.task).await.is_ok();
         let pending = self.shared.pending.load(Ordering::Relaxed);
@@ -169,7 +173,7 @@ pub(crate) fn start(
     counts: Arc<Counts>,
 ) -> Result<(Processor, Export), Error> {
     let wire = Wire::new(&settings.collector)?;
-    // What is wrong with it is told at the start, and not by the first span.
+    // A problem with the configuration is reported at the start and not with the first span.
     settings.collector.headers.read_now()?;
     let (queue, spans) = mpsc::channel(settings.queue);
     let shared = Arc::new(Shared { counts, pending: AtomicU64::new(0) });
@@ -179,7 +183,7 @@ pub(crate) fn start(
         wire,
         spans,
         shared: Arc::clone(&shared),
-        told: None,
+        logged: None,
         leaving: false,
     };
     let (leave, left) = oneshot::channel();
@@ -193,8 +197,8 @@ struct Exporter {
     wire: Wire,
     spans: mpsc::Receiver<SpanData>,
     shared: Arc<Shared>,
-    /// When it was said that spans are lost.
-    told: Option<Instant>,
+    /// When the last message about lost spans was logged.
+    logged: Option<Instant>,
     leaving: bool,
 }
 
@@ -209,7 +213,7 @@ impl Exporter {
         }
     }
 
-    /// Fills the batch; false when there is nothing left to do.
+    /// Fills the batch. Returns false if there is nothing left to do.
     async fn gather(&mut self, batch: &mut Vec<SpanData>, leave: &mut oneshot::Receiver<()>) -> bool {
         if self.leaving {
             while batch.len() < BATCH
@@ -222,7 +226,7 @@ impl Exporter {
         tokio::select! {
             first = self.spans.recv() => match first {
                 Some(span) => batch.push(span),
-                // Nobody makes spans any more.
+                // All tracers were dropped.
                 None => return false,
             },
             _ = &mut *leave => {
@@ -259,11 +263,11 @@ impl Exporter {
                 Err(failure) => failure,
             };
             self.shared.counts.failures.inc();
-            // One that leaves tries once: it is not waited for long.
+            // During shutdown there is one attempt, because the process does not wait for long.
             let again = matches!(failure, Failure::Later(_)) && attempt < ATTEMPTS && !self.leaving;
             if !again {
                 self.shared.counts.lost(Loss::Failed, spans);
-                self.tell(&failure.to_string(), spans);
+                self.log_loss(&failure.to_string(), spans);
                 break;
             }
             tracing::debug!(error = %failure, attempt, "spans could not be exported; trying again");
@@ -276,21 +280,21 @@ impl Exporter {
         self.shared.pending.fetch_sub(spans, Ordering::Relaxed);
     }
 
-    /// Returns how many spans the collector did not want.
+    /// Returns how many spans the collector refused.
     async fn attempt(&mut self, message: &ExportTraceServiceRequest) -> Result<u64, Failure> {
         let read = self.settings.collector.headers.read().await;
         let headers = read.map_err(|error| Failure::Later(error.to_string()))?;
         let taken = self.wire.send(message, &headers, self.settings.timeout).await?;
         if taken.rejected > 0 {
             self.shared.counts.lost(Loss::Rejected, taken.rejected);
-            self.tell(&format!("the collector rejected them: {}", taken.why), taken.rejected);
+            self.log_loss(&format!("the collector rejected them: {}", taken.why), taken.rejected);
         }
         Ok(taken.rejected)
     }
 
-    fn tell(&mut self, error: &str, spans: u64) {
-        if self.told.is_none_or(|told| told.elapsed() >= TOLD) {
-            self.told = Some(Instant::now());
+    fn log_loss(&mut self, error: &str, spans: u64) {
+        if self.logged.is_none_or(|logged| logged.elapsed() >= LOSS_LOGGED) {
+            self.logged = Some(Instant::now());
             tracing::warn!(error, spans, "spans cannot be exported and are lost");
         }
     }

@@ -1,8 +1,8 @@
-//! Spans of requests: the W3C trace context that comes with a request and goes on with it, and export by
+//! Spans of requests: the W3C trace context, which is received with a request and passed on, and export by
 //! OTLP.
 //!
-//! Spans, sampling and the context are OpenTelemetry's own; what is here ties them to HTTP headers and to a
-//! bounded queue ([`Export`]). Nothing of it is global: whoever has no [`Tracer`] pays nothing.
+//! Spans, sampling and the context are OpenTelemetry's own. This crate connects them to HTTP headers and to a
+//! bounded queue ([`Export`]). Nothing is global: code without a [`Tracer`] has no cost.
 
 mod export;
 mod settings;
@@ -27,33 +27,33 @@ use opentelemetry_sdk::{
 pub use self::{
     export::{Counts, Export},
     settings::{
-        Collector, ENDPOINT, Error, Invalid, PROTOCOL, Protocol, Settings, Source, Told, Variables,
+        Collector, ENDPOINT, Error, Given, Invalid, PROTOCOL, Protocol, Settings, Source, Variables,
         parse_endpoint, parse_headers,
     },
 };
 
-/// W3C: which trace and span a request belongs to.
+/// W3C: the trace and span that a request belongs to.
 pub const TRACEPARENT: HeaderName = HeaderName::from_static("traceparent");
-/// W3C: what tracing systems add to it.
+/// W3C: additional data of tracing systems.
 pub const TRACESTATE: HeaderName = HeaderName::from_static("tracestate");
 
-/// On which side of a call a span is.
+/// The side of a call that a span describes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// It serves the call.
+    /// The side that serves the call.
     Server,
-    /// It makes the call.
+    /// The side that makes the call.
     Client,
 }
 
-/// Makes spans. Cheap to clone.
+/// Creates spans. Cheap to clone.
 #[derive(Clone, Debug)]
 pub struct Tracer(Arc<SdkTracer>);
 
-/// Begins to export what the returned tracer makes, on the current runtime.
+/// Starts to export the spans of the returned tracer, on the current runtime.
 ///
 /// # Errors
-/// [`Error`], when a file that is named cannot be used.
+/// [`Error`] if a configured file cannot be used.
 pub fn start(settings: Settings, counts: Arc<Counts>) -> Result<(Tracer, Export), Error> {
     let mut attributes = vec![
         KeyValue::new("service.version", process::version::VERSION),
@@ -65,21 +65,22 @@ pub fn start(settings: Settings, counts: Arc<Counts>) -> Result<(Tracer, Export)
         .with_service_name(settings.service.clone())
         .with_attributes(attributes)
         .build();
-    // Who begins a trace decides whether it is recorded; what comes without one is up to the ratio.
+    // The service that starts a trace decides whether it is recorded. The ratio applies to traces started
+    // here.
     let sampler = Sampler::ParentBased(Box::new(Sampler::TraceIdRatioBased(settings.ratio)));
     let (processor, export) = export::start(settings, &resource, counts)?;
     let provider = SdkTracerProvider::builder()
         .with_span_processor(processor)
         .with_sampler(sampler)
         .with_resource(resource)
-        // What a caller sends must not become part of a span without bound.
+        // Data from a caller must not grow a span without limit.
         .with_max_attributes_per_span(32)
         .build();
     Ok((Tracer(Arc::new(provider.tracer("kas"))), export))
 }
 
 impl Tracer {
-    /// Begins a span below the one that `headers` name; a new trace if they name none.
+    /// Starts a span as a child of the one in `headers`, or of a new trace if they contain none.
     pub fn begin(&self, name: impl Into<Cow<'static, str>>, kind: Kind, headers: &HeaderMap) -> Span {
         let parent = TraceContextPropagator::new().extract_with_context(&Context::new(), &Headers(headers));
         let kind = match kind {
@@ -91,34 +92,34 @@ impl Tracer {
     }
 }
 
-/// What one process does for a request. Dropping it ends it.
+/// The work of one process for a request. The span ends when it is dropped.
 #[derive(Debug)]
 pub struct Span(opentelemetry_sdk::trace::Span);
 
 impl Span {
-    /// Whether anybody will see it.
+    /// Whether the span will be exported.
     pub fn is_recording(&self) -> bool {
         self.0.is_recording()
     }
 
-    /// Says something about it.
+    /// Sets an attribute.
     pub fn set(&mut self, key: &'static str, value: impl Into<Value>) {
         if self.0.is_recording() {
             self.0.set_attribute(KeyValue::new(key, value));
         }
     }
 
-    /// Says that it failed, and how.
+    /// Sets the status to failed, with the reason.
     pub fn failed(&mut self, why: impl Into<Cow<'static, str>>) {
         self.0.set_status(Status::error(why));
     }
 
-    /// Returns the id of its trace: 32 hexadecimal digits.
+    /// Returns the id of the trace: 32 hexadecimal digits.
     pub fn trace_id(&self) -> String {
         self.0.span_context().trace_id().to_string()
     }
 
-    /// Puts its context into headers, in the place of what they have.
+    /// Writes the context of the span to `headers`, and replaces an existing one.
     pub fn write_to(&self, headers: &mut HeaderMap) {
         headers.remove(TRACEPARENT);
         headers.remove(TRACESTATE);
@@ -127,7 +128,7 @@ impl Span {
     }
 }
 
-/// Copies the trace context of `from` into `to`, in the place of what that has; nothing when there is none.
+/// Copies the trace context of `from` to `to` and replaces the one there. Does nothing if `from` has none.
 pub fn pass_on(from: &HeaderMap, to: &mut HeaderMap) {
     let Some(parent) = from.get(TRACEPARENT) else { return };
     to.insert(TRACEPARENT, parent.clone());
@@ -143,7 +144,7 @@ struct Headers<H>(H);
 impl Extractor for Headers<&HeaderMap> {
     fn get(&self, key: &str) -> Option<&str> {
         let mut values = self.0.get_all(key).iter();
-        // Two parents are none: W3C says to begin anew. Of `tracestate` the first field counts.
+        // W3C: two parents are invalid, so a new trace starts. Of `tracestate`, the first field is used.
         let value = values.next()?;
         if key == TRACEPARENT.as_str() && values.next().is_some() {
             return None;
@@ -158,11 +159,11 @@ impl Extractor for Headers<&HeaderMap> {
 
 impl Injector for Headers<&mut HeaderMap> {
     fn set(&mut self, key: &str, value: String) {
-        // An empty `tracestate` says nothing.
+        // An empty `tracestate` has no meaning.
         if let (false, Ok(name), Ok(mut value)) =
             (value.is_empty(), HeaderName::try_from(key), HeaderValue::try_from(value))
         {
-            // Another one each time: it would push what comes again out of HPACK's tables.
+            // It differs each time, so HPACK must not index it: it would evict fields that are repeated.
             value.set_sensitive(true);
             self.0.insert(name, value);
         }
@@ -182,7 +183,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn whatever_a_caller_sends_a_legal_context_goes_on(
+        fn arbitrary_headers_give_a_valid_context(
             parent in "(00|ff|[0-9a-f]{1,3})-[0-9a-zA-Z]{0,40}-[0-9a-f]{14,18}-.{0,3}|.{0,80}",
             state in ".{0,300}",
         ) {
@@ -201,7 +202,7 @@ mod tests {
     }
 
     #[test]
-    fn a_span_is_below_the_one_that_came_and_its_trace_goes_on() {
+    fn a_span_is_a_child_of_the_received_context() {
         let mut headers = HeaderMap::new();
         let parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01";
         headers.insert(TRACEPARENT, HeaderValue::from_static(parent));
@@ -217,19 +218,19 @@ mod tests {
     }
 
     #[test]
-    fn the_context_is_passed_on_as_a_whole() {
+    fn the_context_is_copied_completely_or_not_at_all() {
         let mut from = HeaderMap::new();
         let mut to = HeaderMap::new();
         to.insert(TRACESTATE, HeaderValue::from_static("old=1"));
         pass_on(&from, &mut to);
-        assert_eq!(to[TRACESTATE], "old=1", "what has no parent says nothing");
+        assert_eq!(to[TRACESTATE], "old=1", "headers without a parent change nothing");
         from.insert(TRACEPARENT, HeaderValue::from_static("00-1-2-01"));
         pass_on(&from, &mut to);
         assert!(to[TRACEPARENT] == "00-1-2-01" && !to.contains_key(TRACESTATE));
     }
 
     #[test]
-    fn two_parents_are_none() {
+    fn two_parents_start_a_new_trace() {
         let mut headers = HeaderMap::new();
         let parent = HeaderValue::from_static("00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01");
         headers.append(TRACEPARENT, parent.clone());

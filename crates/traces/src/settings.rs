@@ -1,4 +1,4 @@
-//! Where spans go, and what OpenTelemetry's own environment variables say about that.
+//! Settings of the export, and OpenTelemetry's environment variables for it.
 
 use std::{
     ffi::OsString,
@@ -8,69 +8,70 @@ use std::{
 
 use http::{HeaderName, HeaderValue, Uri};
 
-/// How a collector is spoken to.
+/// The protocol of a collector.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Protocol {
-    /// Protobuf over HTTP/1.1: port 4318 by custom.
+    /// Protobuf over HTTP/1.1; port 4318 by convention.
     #[default]
     Http,
-    /// gRPC: port 4317 by custom.
+    /// gRPC; port 4317 by convention.
     Grpc,
 }
 
-/// Where headers for the collector come from: they may hold a credential.
+/// Sources of headers for the collector, which may contain a credential.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Source {
     /// Read at the start.
     pub fixed: Vec<(HeaderName, HeaderValue)>,
-    /// Lines `name: value`, read before each export, so that a credential may change.
+    /// A file with a line `name: value` for each header. It is read before each export, so that a credential
+    /// can change.
     pub file: Option<PathBuf>,
 }
 
-/// Where spans go.
+/// Settings of the export.
 #[derive(Clone, Debug)]
 pub struct Settings {
-    /// Which collector.
+    /// The collector.
     pub collector: Collector,
-    /// The share of traces that begin here and are recorded, from 0 to 1.
+    /// The share of traces started here that are recorded, from 0 to 1.
     pub ratio: f64,
     /// How long one export may take.
     pub timeout: Duration,
-    /// Spans that may wait to be exported.
+    /// Maximum number of spans that wait to be exported.
     pub queue: usize,
     /// The name of the program.
     pub service: String,
     /// The name of the process.
     pub instance: String,
-    /// What else is said of it.
+    /// Further attributes of the process.
     pub attributes: Vec<(String, String)>,
 }
 
 /// Why spans cannot be exported.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The CA of the collector.
+    /// The certificate authority of the collector cannot be used.
     #[error("TLS with the collector cannot be set up")]
     Tls(#[from] net::tls::Error),
-    /// The file of headers.
+    /// The file of headers cannot be read.
     #[error("cannot read the headers for the collector from {path}")]
     Headers {
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// The cause.
         source: std::io::Error,
     },
-    /// What it holds.
+    /// The file of headers has an invalid line.
     #[error("{path}, line {line}: expected `name: value`")]
     Header {
         /// The file.
         path: PathBuf,
-        /// Where.
+        /// The line number, from 1.
         line: usize,
     },
 }
 
-/// OpenTelemetry's environment variables that count.
+/// OpenTelemetry's environment variables that are used.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Variables {
     /// `OTEL_EXPORTER_OTLP_TRACES_ENDPOINT`, else `OTEL_EXPORTER_OTLP_ENDPOINT`.
@@ -84,7 +85,7 @@ pub struct Variables {
 }
 
 impl Variables {
-    /// Reads those of this process; empty ones are absent.
+    /// Reads the environment variables of this process; empty ones count as absent.
     pub fn of_process() -> Self {
         let read = |name: &str| {
             let of = |name: String| std::env::var_os(name).filter(|value| !value.is_empty());
@@ -100,75 +101,75 @@ impl Variables {
     }
 }
 
-/// Which collector, and how it is reached.
+/// A collector and how to reach it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Collector {
     /// `http` or `https`, host and port. With [`Protocol::Http`] `/v1/traces` is added to its path.
     pub endpoint: Uri,
-    /// How it is spoken to.
+    /// The protocol.
     pub protocol: Protocol,
-    /// What requests to it carry.
+    /// The headers of requests.
     pub headers: Source,
-    /// Who signed its certificate, besides the roots of the system.
+    /// The authority that signed its certificate, in addition to the system's roots.
     pub ca_file: Option<PathBuf>,
 }
 
 impl Collector {
-    /// Reads the files that it names.
+    /// Reads the configured files.
     ///
     /// # Errors
-    /// [`Error`], for the first one that cannot be used.
+    /// [`Error`] for the first file that cannot be used.
     pub fn check(&self) -> Result<(), Error> {
         net::tls::client(self.ca_file.as_deref())?;
         self.headers.read_now().map(drop)
     }
 }
 
-/// What a program was told itself; what is absent the variables may say.
+/// The program's own configuration. The environment variables complete it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Told {
-    /// Where the collector is.
+pub struct Given {
+    /// The URL of the collector.
     pub endpoint: Option<Uri>,
-    /// How it is spoken to.
+    /// The protocol.
     pub protocol: Option<Protocol>,
-    /// Its headers' file.
+    /// The file of headers.
     pub headers_file: Option<PathBuf>,
-    /// Who signed its certificate.
+    /// The authority that signed its certificate.
     pub ca_file: Option<PathBuf>,
 }
 
-/// A variable that cannot be used.
+/// An environment variable that cannot be used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the environment variable {variable} cannot be used: expected {expected}")]
 pub struct Invalid {
-    /// Which; its form for traces alone begins with `OTEL_EXPORTER_OTLP_TRACES_`.
+    /// Its name; the form for traces only begins with `OTEL_EXPORTER_OTLP_TRACES_`.
     pub variable: &'static str,
-    /// What would be right.
+    /// The expected value.
     pub expected: &'static str,
 }
 
-/// What the address of a collector is.
+/// The expected form of a collector's URL.
 pub const ENDPOINT: &str =
     "an http or https URL without a user and a query, such as http://collector.example.com:4318";
-/// What the protocol is.
+/// The expected protocol.
 pub const PROTOCOL: &str = "http/protobuf or grpc";
 
 impl Variables {
-    /// Returns the collector: what was `told`, and where that says nothing, what the variables say. `None`:
-    /// there is none, so that no spans are made.
+    /// Returns the collector from `given`, completed from the environment variables. `None`: no collector is
+    /// configured, so no spans are created.
     ///
     /// # Errors
-    /// [`Invalid`], for a variable that counts and holds something else.
-    pub fn collector(&self, told: Told) -> Result<Option<Collector>, Invalid> {
+    /// [`Invalid`] for a variable that is used and has an invalid value.
+    pub fn collector(&self, given: Given) -> Result<Option<Collector>, Invalid> {
         let text =
             |value: &Option<OsString>| value.as_ref().map(|value| value.to_string_lossy().into_owned());
-        let endpoint = match (told.endpoint, text(&self.endpoint)) {
+        let endpoint = match (given.endpoint, text(&self.endpoint)) {
             (Some(endpoint), _) => endpoint,
             (None, None) => return Ok(None),
             (None, Some(text)) => parse_endpoint(&text)
                 .ok_or(Invalid { variable: "OTEL_EXPORTER_OTLP_ENDPOINT", expected: ENDPOINT })?,
         };
-        let protocol = match (told.protocol, text(&self.protocol).as_deref()) {
+        let protocol = match (given.protocol, text(&self.protocol).as_deref()) {
             (Some(protocol), _) => protocol,
             (None, None | Some("http/protobuf")) => Protocol::Http,
             (None, Some("grpc")) => Protocol::Grpc,
@@ -186,13 +187,13 @@ impl Variables {
         Ok(Some(Collector {
             endpoint,
             protocol,
-            headers: Source { fixed, file: told.headers_file },
-            ca_file: told.ca_file.or_else(|| self.certificate.clone().map(PathBuf::from)),
+            headers: Source { fixed, file: given.headers_file },
+            ca_file: given.ca_file.or_else(|| self.certificate.clone().map(PathBuf::from)),
         }))
     }
 }
 
-/// Reads the address of a collector. `None`: it is none.
+/// Parses the URL of a collector; `None`: it is invalid.
 pub fn parse_endpoint(text: &str) -> Option<Uri> {
     let uri: Uri = text.parse().ok()?;
     let has_user = uri.authority().is_some_and(|authority| authority.as_str().contains('@'));
@@ -201,13 +202,13 @@ pub fn parse_endpoint(text: &str) -> Option<Uri> {
         .then_some(uri)
 }
 
-/// Reads `name=value,name=value`, as in `OTEL_EXPORTER_OTLP_HEADERS`. `None`: it is not that.
+/// Parses `name=value,name=value`, as in `OTEL_EXPORTER_OTLP_HEADERS`; `None`: it is invalid.
 pub fn parse_headers(text: &str) -> Option<Vec<(HeaderName, HeaderValue)>> {
     let pairs = text.split(',').map(str::trim).filter(|pair| !pair.is_empty());
     pairs.map(|pair| pair.split_once('=').and_then(|(name, value)| header(name, &unquoted(value)?))).collect()
 }
 
-/// Undoes percent-encoding, which values of the variable may have.
+/// Decodes percent-encoding, which values of the variable may have.
 fn unquoted(value: &str) -> Option<String> {
     let mut out = Vec::with_capacity(value.len());
     let mut bytes = value.bytes();
@@ -230,16 +231,16 @@ fn header(name: &str, value: &str) -> Option<(HeaderName, HeaderValue)> {
 }
 
 impl Source {
-    /// Returns all of them as of now.
+    /// Returns the current headers.
     ///
     /// # Errors
-    /// When the file cannot be read, or holds something else; never with what it holds.
+    /// If the file cannot be read or is invalid. The error does not contain values.
     pub(crate) async fn read(&self) -> Result<Vec<(HeaderName, HeaderValue)>, Error> {
         let Some(path) = &self.file else { return Ok(self.fixed.clone()) };
         self.with(path, tokio::fs::read_to_string(path).await)
     }
 
-    /// As [`read`](Self::read), where waiting for a disk does no harm.
+    /// Blocking version of [`read`](Self::read).
     pub(crate) fn read_now(&self) -> Result<Vec<(HeaderName, HeaderValue)>, Error> {
         let Some(path) = &self.file else { return Ok(self.fixed.clone()) };
         self.with(path, std::fs::read_to_string(path))
@@ -265,33 +266,33 @@ mod tests {
     use super::*;
 
     #[test]
-    fn variables_say_what_was_not_told() {
+    fn variables_complete_the_configuration() {
         let set = |text: &str| Some(OsString::from(text));
         let none = Variables::default();
-        assert_eq!(none.collector(Told::default()), Ok(None));
+        assert_eq!(none.collector(Given::default()), Ok(None));
         let all = Variables {
             endpoint: set("http://a:4317"),
             protocol: set("grpc"),
             headers: set("x=y"),
             certificate: set("/ca"),
         };
-        let collector = all.collector(Told::default()).unwrap().unwrap();
+        let collector = all.collector(Given::default()).unwrap().unwrap();
         assert_eq!((collector.protocol, collector.headers.fixed.len()), (Protocol::Grpc, 1));
         assert_eq!(collector.ca_file, Some("/ca".into()));
-        let told = Told {
+        let given = Given {
             endpoint: parse_endpoint("http://b:4318"),
             protocol: Some(Protocol::Http),
             ca_file: Some("/own".into()),
-            ..Told::default()
+            ..Given::default()
         };
-        let collector = all.collector(told).unwrap().unwrap();
+        let collector = all.collector(given).unwrap().unwrap();
         assert_eq!(
             (collector.endpoint.to_string().as_str(), collector.protocol),
             ("http://b:4318/", Protocol::Http)
         );
         assert_eq!(collector.ca_file, Some("/own".into()));
         let json = Variables { protocol: set("http/json"), ..all };
-        assert_eq!(json.collector(Told::default()).unwrap_err().variable, "OTEL_EXPORTER_OTLP_PROTOCOL");
+        assert_eq!(json.collector(Given::default()).unwrap_err().variable, "OTEL_EXPORTER_OTLP_PROTOCOL");
     }
 
     #[test]
@@ -307,7 +308,7 @@ mod tests {
     }
 
     #[test]
-    fn headers_come_from_a_variable_and_a_file_and_never_show() {
+    fn headers_come_from_a_variable_and_a_file_and_are_never_shown() {
         let read = parse_headers("Authorization=Basic%20c2VjcmV0, x-tenant = a=b ,").unwrap();
         let texts: Vec<_> =
             read.iter().map(|(name, value)| (name.as_str(), value.to_str().unwrap())).collect();

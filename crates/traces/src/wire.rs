@@ -1,6 +1,6 @@
-//! One export: bytes to a collector, and what it says about them.
+//! One export: sends bytes to a collector and reads its answer.
 //!
-//! A connection of its own, HTTP/1.1 or HTTP/2, made when it is needed and kept between exports.
+//! Uses its own connection, HTTP/1.1 or HTTP/2, which is opened when needed and kept between exports.
 
 use std::{sync::Arc, time::Duration};
 
@@ -26,31 +26,31 @@ use crate::settings::{Collector, Error, Protocol};
 
 const GRPC: &str = "/opentelemetry.proto.collector.trace.v1.TraceService/Export";
 const HTTP: &str = "/v1/traces";
-/// An answer is a few numbers and a sentence.
+/// Maximum size of an answer in bytes: it consists of a few numbers and a sentence.
 const MAX_ANSWER: usize = 64 * 1024;
 
-/// Why spans were not taken.
+/// Why spans were not accepted.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Failure {
-    /// The collector cannot be reached now, or says to come again.
+    /// The collector cannot be reached now, or asks to retry later.
     #[error("{0}")]
     Later(String),
-    /// It will not take them.
+    /// The collector refuses them permanently.
     #[error("{0}")]
     Refused(String),
 }
 
-/// What a collector said.
+/// The answer of a collector.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct Taken {
-    /// Spans that it did not want.
+    /// Number of spans that it did not accept.
     pub(crate) rejected: u64,
-    /// Why.
+    /// The reason.
     pub(crate) why: String,
 }
 
-/// A connection of either kind. Behind a pointer: a copy of HTTP/1 and HTTP/2 for each would weigh more than
-/// all else here.
+/// A connection of either kind. It is boxed because a copy of HTTP/1 and HTTP/2 for each kind would be larger
+/// than the rest of this crate.
 trait Stream: hyper::rt::Read + hyper::rt::Write + Unpin + Send {}
 
 impl<S: hyper::rt::Read + hyper::rt::Write + Unpin + Send> Stream for S {}
@@ -82,7 +82,7 @@ impl Sender {
     }
 }
 
-/// The way to the collector.
+/// The connection to the collector.
 pub(crate) struct Wire {
     endpoint: Uri,
     path: PathAndQuery,
@@ -174,7 +174,7 @@ impl Wire {
             Protocol::Grpc => {
                 let mut parts = self.endpoint.clone().into_parts();
                 parts.path_and_query = Some(self.path.clone());
-                // Scheme and authority are the endpoint's, which has both.
+                // Scheme and authority are those of the endpoint, which has both.
                 *request.uri_mut() = Uri::from_parts(parts).unwrap_or_default();
                 request.headers_mut().insert(header::TE, HeaderValue::from_static("trailers"));
             }
@@ -203,7 +203,7 @@ impl Wire {
                 Box::new(TokioIo::new(TlsConnector::from(Arc::clone(tls)).connect(name, stream).await?))
             }
         };
-        // The connection ends with its sender.
+        // The connection ends when its sender is dropped.
         Ok(match self.protocol {
             Protocol::Http => {
                 let (sender, connection) = http1::handshake(stream).await?;
@@ -222,12 +222,12 @@ impl Wire {
     }
 }
 
-/// Returns where on the endpoint spans are taken.
+/// Returns the path at the endpoint to which spans are sent.
 fn path(endpoint: &Uri, protocol: Protocol) -> PathAndQuery {
     let base = endpoint.path().trim_end_matches('/');
     let path = match protocol {
         Protocol::Grpc => GRPC.to_owned(),
-        // The address of what takes traces, and no longer that of the collector.
+        // The configured URL is already that of the traces service.
         Protocol::Http if base.ends_with(HTTP) => base.to_owned(),
         Protocol::Http => format!("{base}{HTTP}"),
     };
@@ -245,7 +245,7 @@ fn judge(
         Protocol::Http => {
             if !status.is_success() {
                 let text = format!("the collector answered {status}");
-                // The specification's list.
+                // The list of retryable statuses in the specification.
                 return Err(match status.as_u16() {
                     429 | 502 | 503 | 504 => Failure::Later(text),
                     _ => Failure::Refused(text),
@@ -274,7 +274,7 @@ fn judge(
             body.slice(body.len().min(grpc::PREFIX_LEN)..)
         }
     };
-    // Taken is taken, whatever else is said.
+    // The spans were accepted, whatever the body contains.
     let partial =
         ExportTraceServiceResponse::decode(message).ok().and_then(|response| response.partial_success);
     Ok(partial.map_or_else(Taken::default, |partial| Taken {
@@ -288,7 +288,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn spans_go_to_the_path_of_their_protocol() {
+    fn the_export_path_depends_on_the_protocol() {
         let to = |uri: &str, protocol| path(&uri.parse().unwrap(), protocol).to_string();
         assert_eq!(to("http://c:4318", Protocol::Http), "/v1/traces");
         assert_eq!(to("http://c:4318/otlp/", Protocol::Http), "/otlp/v1/traces");
@@ -297,7 +297,7 @@ mod tests {
     }
 
     #[test]
-    fn answers_say_whether_to_come_again() {
+    fn answers_are_classified_as_temporary_or_permanent() {
         let http = |status: u16| {
             judge(
                 Protocol::Http,

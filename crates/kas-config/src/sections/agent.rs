@@ -13,8 +13,8 @@ use super::{
     minutes, seconds,
 };
 
-const NOT_CACHED: &str = "agents are known from identity.file, and nothing of them is cached";
-const NOT_GITOPS: &str = "kas serves no GitOps";
+const NOT_CACHED: &str = "agents are known from identity.file, and nothing about them is cached";
+const NOT_GITOPS: &str = "this kas has no GitOps";
 const NOT_KUBERNETES: &str = "there is no listener for CI jobs and users";
 
 /// Section `agent`.
@@ -22,7 +22,7 @@ const NOT_KUBERNETES: &str = "there is no listener for CI jobs and users";
 pub struct Agent {
     /// The agent listener.
     pub listen: AgentListener,
-    /// Where the configuration of agents comes from.
+    /// Where the configuration of agents is read.
     pub configuration: ConfigurationSource,
 }
 
@@ -31,15 +31,15 @@ pub struct Agent {
 pub struct AgentListener {
     /// Where to listen.
     pub listen: Listen,
-    /// Whether agents may come inside WebSocket too.
+    /// Whether gRPC inside WebSocket is served too.
     pub websocket: bool,
     /// Connections that one token may open in a minute.
     pub connections_per_token_per_minute: u32,
-    /// When a connection is asked to end.
+    /// The age at which a connection is asked to end.
     pub max_connection_age: Duration,
-    /// How long busy streams may go on after that; `None`: they are never cut.
+    /// How long busy streams may continue after that; `None`: they are never cut.
     pub max_connection_age_grace: Option<Duration>,
-    /// When idle streams that come through a proxy are ended.
+    /// After what idle time streams that came through a proxy are ended.
     pub proxied_idle_timeout: Duration,
     /// Tunnels that one agent may hold on this replica.
     pub max_tunnels_per_agent: u32,
@@ -50,7 +50,7 @@ pub struct AgentListener {
 pub struct ConfigurationSource {
     /// Where files are read.
     pub source: Source,
-    /// How often the source is asked for changes.
+    /// How often the source is checked for changes.
     pub poll_period: Duration,
     /// The largest file, in bytes.
     pub max_file_size: u32,
@@ -67,7 +67,7 @@ pub enum Source {
     Git(PathBuf),
 }
 
-/// How long what a replica tells of agents stays in Redis.
+/// How long entries of a replica about its agents stay in Redis, and how they are kept current.
 pub(super) struct Entries {
     pub(super) ttl: Duration,
     pub(super) refresh: Duration,
@@ -80,7 +80,7 @@ pub(super) fn read(
     by_gitlab: bool,
     not_redis: Option<&'static str>,
 ) -> (Agent, InfoCache, Entries) {
-    root.section("agent", "For agentk: its listener, and what it is given.", |s| {
+    root.section("agent", "For agentk: its listener and its configuration.", |s| {
         agent(s, by_gitlab, not_redis)
     })
 }
@@ -90,11 +90,12 @@ fn agent(
     by_gitlab: bool,
     not_redis: Option<&'static str>,
 ) -> (Agent, InfoCache, Entries) {
-    let listen = s.section("listen", "The listener of agents; they show a token of identity.file, or of GitLab.", |s| {
+    let doc = "The listener of agents, which present a token from identity.file or GitLab.";
+    let listen = s.section("listen", doc, |s| {
         let (network, address) = bind_address(s, "127.0.0.1:8150");
         let websocket = s.flag(
             "websocket",
-            "Serve gRPC inside WebSocket as well (ws:// and wss://), for ingresses that know no HTTP/2. Plain gRPC \
+            "Serve gRPC inside WebSocket as well (ws:// and wss://), for ingresses without HTTP/2. Plain gRPC \
              stays on the same port.",
         );
         AgentListener {
@@ -110,14 +111,14 @@ fn agent(
                 "max_connection_age_grace",
                 minutes(60),
                 Rule::NotNegative,
-                "How long busy streams may go on after that age. Absent: they are never cut.",
+                "How long busy streams may continue after that age. Absent: they are never cut.",
             ),
             proxied_idle_timeout: s.duration(
                 "proxied_idle_timeout",
                 seconds(45),
                 Rule::Positive,
-                "When idle streams that come through a proxy are ended, so that they move before the proxy cuts \
-                 them (50s in HAProxy as Debian configures it, 60s in nginx).",
+                "Idle time after which streams that came through a proxy are ended, so that they move before the \
+                 proxy cuts them (50s in HAProxy as Debian configures it, 60s in nginx).",
             ),
             max_tunnels_per_agent: s.number(
                 "max_tunnels_per_agent",
@@ -126,7 +127,7 @@ fn agent(
             ),
         }
     });
-    let configuration = s.section("configuration", "Where the configuration of agents comes from.", |s| {
+    let configuration = s.section("configuration", "Where the configuration of agents is read.", |s| {
         let folder = s.path(
             "folder",
             "A folder that holds agents/<name>/config.yaml. Empty: not used. At most one of folder and git.",
@@ -150,7 +151,7 @@ fn agent(
                 "poll_period",
                 seconds(20),
                 Rule::Positive,
-                "How often a source is asked for changes.",
+                "How often a source is checked for changes.",
             ),
             max_file_size: s.number(
                 "max_configuration_file_size",
@@ -161,7 +162,7 @@ fn agent(
     });
     s.inert(NOT_GITOPS, |s| {
         s.section("gitops", "Manifests from Git.", |s| {
-            s.duration("poll_period", seconds(20), Rule::Positive, "How often a repository is asked.");
+            s.duration("poll_period", seconds(20), Rule::Positive, "How often a repository is checked.");
             s.duration("project_info_cache_ttl", minutes(5), Rule::NotNegative, "0s: no cache.");
             s.duration("project_info_cache_error_ttl", minutes(1), Rule::Positive, "");
             s.number("max_manifest_file_size", 5 * 1024 * 1024, "In bytes.");
@@ -175,15 +176,16 @@ fn agent(
             "info_cache_ttl",
             minutes(5),
             Rule::NotNegative,
-            "How long GitLab's answer about an agent counts, and within which a revoked token is noticed and its \
-             streams are cut. 0s: GitLab is asked for each stream, and every configuration.poll_period while one \
-             is open. Give api_rate_limit room: each connected agent is asked for a little more often than this.",
+            "How long GitLab's answer about an agent is cached, and the longest time until a revoked token is noticed \
+             and its streams are cut. 0s: GitLab is asked for each stream, and every configuration.poll_period while \
+             one is open. api_rate_limit must allow it: GitLab is asked about each connected agent slightly more \
+             often than this.",
         );
         let error_ttl = s.duration(
             "info_cache_error_ttl",
             minutes(1),
             Rule::Positive,
-            "How long it counts that GitLab refused a token, or could not be asked about it.",
+            "How long it is cached that GitLab refused a token or could not be asked about it.",
         );
         (ttl, error_ttl)
     });
@@ -194,7 +196,7 @@ fn agent(
             minutes(5),
             Rule::Within(seconds(1), DAY),
             "How long an entry stays in Redis unless it is written again; the same on all replicas. An entry of a \
-             replica that has crashed counts for table.ttl only.",
+             crashed replica counts for table.ttl only.",
         );
         let refresh = s.duration(
             "redis_conn_info_refresh",
@@ -213,7 +215,8 @@ fn agent(
             "redis_conn_info_gc",
             minutes(10),
             Rule::Within(seconds(1), DAY),
-            "How often a replica removes from Redis what others left beside its own entries, if it saw somebody crash.",
+            "How often a replica that has seen a crash removes what other replicas left in Redis beside its own \
+             entries.",
         );
         Entries { ttl, refresh, gc }
     });
@@ -223,7 +226,7 @@ fn agent(
                 bind_address(s, "0.0.0.0:8154");
                 tls(s);
             });
-            s.text("url_path_prefix", "/", "What paths begin with.");
+            s.text("url_path_prefix", "/", "Prefix of all paths.");
             s.duration("allowed_agent_cache_ttl", minutes(1), Rule::NotNegative, "0s: no cache.");
             s.duration("allowed_agent_cache_error_ttl", seconds(10), Rule::Positive, "");
         });

@@ -14,9 +14,9 @@ use super::{
 pub struct Api {
     /// The API listener.
     pub listen: ApiListener,
-    /// Where its secrets are.
+    /// Its secrets.
     pub secrets: ApiSecrets,
-    /// Whether the first of them stands in `authentication_secret_files` too: for naming it in problems.
+    /// Whether the first of them is in `authentication_secret_files` too: for its name in problems.
     pub all_secrets_listed: bool,
 }
 
@@ -27,22 +27,22 @@ pub struct ApiListener {
     pub listen: Listen,
     /// Accepted values of the claim `iss`; never empty.
     pub issuers: Vec<String>,
-    /// By how much the clock of a signer may differ from ours, in whole seconds.
+    /// Maximum difference between the clock of a signer and ours, in whole seconds.
     pub leeway: Duration,
-    /// When a connection is asked to end.
+    /// The age at which a connection is asked to end.
     pub max_connection_age: Duration,
 }
 
-/// Where the secrets of the API are.
+/// Where the secrets of the API come from.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ApiSecrets {
-    /// In these files, at least one: a token signed with any of them is accepted.
+    /// From these files, at least one: a token signed with any of them is accepted.
     Given(Vec<PathBuf>),
-    /// In this file, which kas makes at its first start.
+    /// From this file, which kas creates at its first start.
     Made(PathBuf),
 }
 
-/// Declares the section, and returns the listener, its secret files, and whether the file says who may sign.
+/// Declares the section. Returns the listener, its secret files, and whether the file lists the issuers.
 pub(super) fn read(root: &mut Section<'_, '_>) -> (ApiListener, SecretFiles, bool) {
     root.section("api", "For clients: GitLab and operators.", |s| {
         s.section("listen", "The listener of the API.", listener)
@@ -53,8 +53,8 @@ fn listener(s: &mut Section<'_, '_>) -> (ApiListener, SecretFiles, bool) {
     let (network, address) = bind_address(s, "127.0.0.1:8153");
     let one = s.path(
         "authentication_secret_file",
-        "Base64 of the secret that tokens (JWT, HS256) are signed with. Empty, and no list below: api-secret in \
-         state_dir, made at the first start.",
+        "Base64 of the secret that tokens (JWT, HS256) are signed with. If this and the list below are empty: \
+         api-secret in state_dir, created at the first start.",
     );
     let files = secret_files(
         s,
@@ -64,18 +64,18 @@ fn listener(s: &mut Section<'_, '_>) -> (ApiListener, SecretFiles, bool) {
     let issuers = s.texts(
         "issuers",
         &["gitlab"],
-        "Who may sign: accepted values of the claim `iss`. Absent: gitlab, as 14.1 calls itself, and, when GitLab knows the \
-         agents, the host name in gitlab.address, as GitLab of today does. List both when kas reaches it by another name \
-         than people do.",
+        "Accepted values of the claim `iss`. Absent: gitlab, as in 14.1, and, when GitLab knows the agents, the host \
+         name in gitlab.address, as in current GitLab. List both if kas reaches GitLab by another name than users \
+         do.",
     );
     let says_issuers = s.given("issuers");
     let leeway = s.duration(
         "leeway",
         seconds(5),
         Rule::UpTo(seconds(30)),
-        "By how much the clock of a signer may differ from ours, in whole seconds.",
+        "Maximum difference between the clock of a signer and ours, in whole seconds.",
     );
-    // Times in tokens are compared by the second: a part of one would be cut off without a word.
+    // Times in tokens are compared in seconds, so a fraction would be ignored silently.
     if leeway.subsec_nanos() != 0 {
         s.refuse("leeway", "whole seconds, such as 5s");
     }

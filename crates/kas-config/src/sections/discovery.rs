@@ -13,22 +13,22 @@ use settings::{
 
 use super::{minutes, seconds};
 
-/// Section `discovery`: where other replicas may be.
+/// Section `discovery`: where to look for other replicas.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Discovery {
-    /// Not said: others may join this replica, it looks for nobody.
+    /// Not configured: other replicas may contact this one, which contacts none by itself.
     None,
-    /// At these, each a valid [`HostPort`]; at least one.
+    /// At these addresses, each a valid [`HostPort`]; at least one.
     Static(Vec<String>),
-    /// Behind a name.
+    /// Behind a DNS name.
     Dns {
         /// The name; a valid DNS name.
         name: String,
         /// Which records of the name count.
         records: DnsRecords,
-        /// How often the name is asked for, at least.
+        /// How often the name is looked up, at least.
         refresh: Duration,
-        /// Who is asked; `None`: the name servers of the system.
+        /// The name server to ask; `None`: those of the system.
         nameserver: Option<SocketAddr>,
     },
     /// Behind a headless Service.
@@ -50,24 +50,24 @@ pub enum DnsRecords {
         /// From 1 to 65535.
         port: u16,
     },
-    /// SRV, which say the port.
+    /// SRV, which contain the port.
     Srv,
 }
 
 /// The port of a Service's endpoints.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ServicePort {
-    /// This one, from 1 to 65535.
+    /// A port number, from 1 to 65535.
     Number(u16),
-    /// The one with this name.
+    /// The name of a port in the Service.
     Name(String),
 }
 
 /// Declares the section.
 pub(super) fn read(root: &mut Section<'_, '_>, own_port: u16, not_gossip: Option<&'static str>) -> Discovery {
     root.optional(not_gossip, |s| {
-        let doc = "Where other replicas may be; what else is found there does no harm. Exactly one of static, dns \
-                   and kubernetes. Without this section the replica looks for nobody, and others may join it.";
+        let doc = "Where to look for other replicas; addresses of other programs do no harm. Exactly one of static, \
+                   dns and kubernetes. Without this section the replica contacts no others, but others may contact it.";
         s.section("discovery", doc, |s| discovery(s, own_port))
     })
 }
@@ -86,14 +86,14 @@ fn discovery(s: &mut Section<'_, '_>, own_port: u16) -> Discovery {
     if s.is_present() && first.is_none() {
         s.refuse("static", "exactly one of static, dns and kubernetes");
     }
-    let addresses = s.section("static", "A list.", |s| {
+    let addresses = s.section("static", "A list of addresses.", |s| {
         let addresses = s.required_texts(
             "addresses",
             &["10.0.0.1:8155", "kas-2.example.com:8155"],
             "at least one host:port",
-            "Host and port of replicas; this one may stand there too. Names are looked up again and again.",
+            "Host and port of replicas, possibly including this one. Names are looked up again and again.",
         );
-        // An entry that is no text has its problem, and shifts the positions of those after it.
+        // An entry that is not a text already has its problem, and shifts the indices of those after it.
         if !s.is_refused("addresses") {
             for (i, address) in addresses.iter().enumerate() {
                 if address.parse::<HostPort>().is_err() {
@@ -104,9 +104,10 @@ fn discovery(s: &mut Section<'_, '_>, own_port: u16) -> Discovery {
         }
         addresses
     });
-    let dns = s.section("dns", "Or whatever a DNS name says.", |s| dns(s, own_port));
-    let kubernetes =
-        s.section("kubernetes", "Or the endpoints of a headless Service.", |s| kubernetes(s, own_port));
+    let dns = s.section("dns", "Alternatively, the addresses of a DNS name.", |s| dns(s, own_port));
+    let kubernetes = s.section("kubernetes", "Alternatively, the endpoints of a headless Service.", |s| {
+        kubernetes(s, own_port)
+    });
     match first {
         Some("static") => Discovery::Static(addresses),
         Some("dns") => dns,
@@ -123,20 +124,20 @@ fn dns(s: &mut Section<'_, '_>, own_port: u16) -> Discovery {
         Srv,
     }
     let expected = "a DNS name, such as kas.example.com";
-    let name = s.required("name", "kas.example.com", expected, "The name.");
+    let name = s.required("name", "kas.example.com", expected, "The DNS name.");
     if !name.is_empty() && !host_port::is_name(&name) {
         s.refuse("name", expected);
     }
     let kind = s.one_of(
         "kind",
         &[("address", Kind::Address), ("srv", Kind::Srv)],
-        "Which records count: A and AAAA, or SRV, which say the port.",
+        "Which records are used: A and AAAA, or SRV, which contain the port.",
     );
-    let doc = "The port of all; not with srv. Absent: that of private_api.listen.";
+    let doc = "The port of all replicas; not with srv. Absent: the port of private_api.listen.";
     let port = u16::try_from(s.number("port", own_port.into(), doc)).unwrap_or(0);
     if kind == Kind::Srv {
         if s.given("port") {
-            s.refuse("port", "nothing, because kind is srv: its records say the port");
+            s.refuse("port", "nothing, because kind is srv: its records contain the port");
         }
     } else if port == 0 && s.is_present() && !s.is_refused("port") {
         s.refuse("port", PORT);
@@ -145,19 +146,19 @@ fn dns(s: &mut Section<'_, '_>, own_port: u16) -> Discovery {
         "refresh",
         seconds(5),
         Rule::Within(seconds(1), minutes(60)),
-        "How often the name is asked for, at least; sooner when an answer says that it is valid for less.",
+        "How often the name is looked up, at least; sooner if the records have a shorter time to live.",
     );
     let text = s.text(
         "nameserver",
         "",
-        "IP address of who is asked, or that and a port. Empty: as the system does.",
+        "IP address of the name server, optionally with a port. Empty: the name servers of the system.",
     );
     let nameserver = (!text.is_empty())
         .then(|| text.parse().or_else(|_| text.parse().map(|ip: IpAddr| SocketAddr::new(ip, 53))).ok())
         .flatten()
         .filter(|address| !address.ip().is_unspecified() && address.port() > 0);
     if !text.is_empty() && nameserver.is_none() {
-        s.refuse("nameserver", "an IP address, or one with a port, such as 10.96.0.10 or 10.96.0.10:53");
+        s.refuse("nameserver", "an IP address, optionally with a port, such as 10.96.0.10 or 10.96.0.10:53");
     }
     let records = match kind {
         Kind::Address => DnsRecords::Addresses { port },
@@ -172,23 +173,24 @@ fn kubernetes(s: &mut Section<'_, '_>, own_port: u16) -> Discovery {
         "service",
         "kas-private",
         expected,
-        "The Service: with `clusterIP: None` and `publishNotReadyAddresses: true`, or replicas that start together \
-         do not find each other. The service account needs get, list and watch of endpointslices.",
+        "The Service. It needs `clusterIP: None` and `publishNotReadyAddresses: true`, otherwise replicas that start \
+         together do not find each other. The service account needs get, list and watch of endpointslices.",
     );
     let is_service = is_label(&service) && service.starts_with(|c: char| c.is_ascii_lowercase());
     if !service.is_empty() && !is_service {
         s.refuse("service", expected);
     }
-    let namespace = s.text("namespace", "", "Its namespace. Empty: that of the service account.");
+    let namespace =
+        s.text("namespace", "", "The namespace of the Service. Empty: that of the service account.");
     if !namespace.is_empty() && !is_label(&namespace) {
         s.refuse("namespace", "the name of a namespace: at most 63 lower case letters, digits and `-`");
     }
     let text = s.text_or_number(
         "port",
         "8155",
-        "The number of the port, or its name in the Service. Absent: the number of private_api.listen.",
+        "The number of the port, or its name in the Service. Absent: the port number of private_api.listen.",
     );
-    // As Kubernetes judges the names of ports.
+    // The rules of Kubernetes for port names.
     let is_port_name = |text: &str| {
         text.len() <= 15
             && is_label(text)
@@ -205,7 +207,7 @@ fn kubernetes(s: &mut Section<'_, '_>, own_port: u16) -> Discovery {
             Ok(number) if number > 0 && !text.starts_with('+') => ServicePort::Number(number),
             _ => {
                 if !is_port_name(&text) {
-                    s.refuse("port", "a port from 1 to 65535, or the name of one in the Service");
+                    s.refuse("port", "a port from 1 to 65535, or the name of a port of the Service");
                 }
                 ServicePort::Name(text)
             }

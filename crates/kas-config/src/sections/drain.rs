@@ -9,26 +9,27 @@ use super::seconds;
 /// Section `drain`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Drain {
-    /// How long everything is still served after readiness went away.
+    /// How long everything is still served after readiness began to fail.
     pub delay: Duration,
-    /// How long open requests may go on after that.
+    /// How long open requests may continue after that.
     pub timeout: Duration,
 }
 
 /// Declares the section.
 pub(super) fn read(root: &mut Section<'_, '_>) -> Drain {
-    root.section("drain", "Leaving, after SIGTERM.", |s| Drain {
+    root.section("drain", "Shutdown after SIGTERM.", |s| Drain {
         delay: s.duration(
             "delay",
             seconds(5),
             Rule::NotNegative,
-            "How long everything is still served while load balancers learn that this replica leaves.",
+            "How long everything is still served while readiness fails, so that load balancers stop sending requests \
+             here.",
         ),
         timeout: s.duration(
             "timeout",
             seconds(30),
             Rule::NotNegative,
-            "How long open requests may go on after that before they are ended.",
+            "How long open requests may continue after that before they are ended.",
         ),
     })
 }

@@ -1,4 +1,4 @@
-//! Section `gitaly`, which does nothing in this version.
+//! Section `gitaly`, which has no effect in this version.
 
 use settings::walk::Section;
 
@@ -10,7 +10,7 @@ const NOT_GITALY: &str = "configuration comes from agent.configuration.folder or
 pub(super) fn read(root: &mut Section<'_, '_>) {
     root.inert(NOT_GITALY, |s| {
         s.section("gitaly", "Limits on calls to Gitaly.", |s| {
-            s.section("global_api_rate_limit", "Over all servers.", |s| bucket(s, 10.0, 50));
+            s.section("global_api_rate_limit", "For all servers together.", |s| bucket(s, 10.0, 50));
             s.section("per_server_api_rate_limit", "For each server.", |s| bucket(s, 5.0, 10));
         });
     });

@@ -9,42 +9,42 @@ use super::{minutes, seconds};
 
 const NOT_GITLAB: &str = "agents are known from identity.file, not from GitLab";
 
-/// Section `gitlab`, and what `agent` says about answers of GitLab.
+/// Section `gitlab`, and the keys of `agent` about answers of GitLab.
 #[derive(Debug, Clone, PartialEq)]
 pub struct GitLab {
-    /// Where GitLab is: http or https with a host, and the path below which it is installed.
+    /// The URL of GitLab: http or https with a host, and the path below which it is installed.
     pub address: Uri,
-    /// The file of the secret that kas signs with.
+    /// The file of the secret that kas signs its requests with.
     pub secret: PathBuf,
-    /// Who signed GitLab's certificate, besides the roots of the system.
+    /// The authority that signed GitLab's certificate, in addition to the system's roots.
     pub ca_certificate: Option<PathBuf>,
     /// Requests per second in the long run; above zero.
     pub refill_rate_per_second: f64,
-    /// Requests at once.
+    /// Burst: requests that may be sent at once.
     pub bucket_size: u32,
-    /// Which paths and headers are spoken.
+    /// Which version of GitLab's internal API is used.
     pub api: GitLabApi,
     /// How long one lookup may take; above zero.
     pub timeout: Duration,
-    /// How long an agent is remembered; zero: not at all, and no error either.
+    /// How long an answer about an agent is cached; zero: no answer is cached, no error either.
     pub info_cache_ttl: Duration,
-    /// How long an error is remembered; above zero.
+    /// How long an error is cached; above zero.
     pub info_cache_error_ttl: Duration,
 }
 
 /// Key `gitlab.api`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum GitLabApi {
-    /// What every version understands.
+    /// Paths and headers that every version understands.
     #[default]
     Any,
     /// As 14.1, which drops the path of the address.
     V14,
-    /// What today's versions are meant to be spoken to with, and nothing that is outdated.
+    /// The paths and headers of current versions, without outdated ones.
     Today,
 }
 
-/// How long answers of GitLab are remembered: agents, and errors.
+/// How long answers of GitLab are cached: agents, and errors.
 pub(super) type InfoCache = (Duration, Duration);
 
 /// Declares the section.
@@ -52,7 +52,8 @@ pub(super) fn read(root: &mut Section<'_, '_>, by_gitlab: bool, info_cache: Info
     root.optional((!by_gitlab).then_some(NOT_GITLAB), |s| {
         s.section(
             "gitlab",
-            "GitLab, which knows the agents: kas asks it about each token, and again while the agent is connected.",
+            "GitLab, which knows the agents: kas asks it about each token, and repeatedly while the agent is \
+             connected.",
             |s| gitlab(s, info_cache),
         )
     })
@@ -64,8 +65,8 @@ fn gitlab(s: &mut Section<'_, '_>, (info_cache_ttl, info_cache_error_ttl): InfoC
         "address",
         "https://gitlab.example.com",
         expected,
-        "Where GitLab is: http or https, with the path below which it is installed if there is one. HTTP_PROXY, \
-         HTTPS_PROXY and NO_PROXY are heeded.",
+        "The URL of GitLab: http or https, with the path below which it is installed, if any. HTTP_PROXY, \
+         HTTPS_PROXY and NO_PROXY are respected.",
     );
     let address = text.parse::<Uri>().ok().filter(|address| {
         let has_user = address.authority().is_some_and(|authority| authority.as_str().contains('@'));
@@ -74,7 +75,7 @@ fn gitlab(s: &mut Section<'_, '_>, (info_cache_ttl, info_cache_error_ttl): InfoC
             && !has_user
     });
     if address.is_none() && !text.is_empty() {
-        // It may hold a password.
+        // The URL may contain a password.
         if text.contains('@') {
             s.refuse_as(
                 "address",
@@ -88,28 +89,28 @@ fn gitlab(s: &mut Section<'_, '_>, (info_cache_ttl, info_cache_error_ttl): InfoC
     let secret = s.required_path(
         "authentication_secret_file",
         "/etc/kas/gitlab-secret",
-        "Base64 of exactly 32 bytes that GitLab has too: what kas signs its requests with.",
+        "Base64 of exactly 32 bytes that GitLab has too: the secret that kas signs its requests with.",
     );
     let ca_certificate = s.path(
         "ca_certificate_file",
-        "PEM of who signed GitLab's certificate, besides the roots of the system.",
+        "PEM of the authority that signed GitLab's certificate, in addition to the system's roots.",
     );
     let (refill_rate_per_second, bucket_size) = s.section(
         "api_rate_limit",
-        "How often this replica asks GitLab; who is above it waits, those that are connected already the least.",
+        "How often this replica may ask GitLab. Further lookups wait; those for connected agents come first.",
         |s| bucket(s, 10.0, 50),
     );
     let api = s.one_of(
         "api",
         &[("any", GitLabApi::Any), ("v14", GitLabApi::V14), ("today", GitLabApi::Today)],
-        "Which paths and headers are spoken: what every version understands; those of 14.1, which also drops the path \
-         of the address; or only those of today.",
+        "Which paths and headers are used: any (understood by every version), v14 (those of 14.1, which also drops \
+         the path of the address) or today (only current ones).",
     );
     let timeout = s.duration(
         "timeout",
         seconds(20),
         Rule::Within(Duration::from_millis(10), minutes(5)),
-        "How long a request to GitLab may take in all. A stream waits for at most 8s of it.",
+        "How long a request to GitLab may take in total. A stream waits for at most 8s of it.",
     );
     GitLab {
         address: address.unwrap_or_default(),

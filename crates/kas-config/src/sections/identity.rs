@@ -6,22 +6,22 @@ use settings::walk::Section;
 
 use super::gitlab::GitLab;
 
-/// Who knows the agents.
+/// Where agents and their tokens are known.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Identity {
-    /// Section `identity`.
+    /// Section `identity`: in a file.
     File {
         /// The file that lists the agents.
         file: PathBuf,
-        /// Whether the file was left to kas, which then makes an empty one that explains itself.
+        /// Whether the file name is the default; kas then creates an empty file with instructions.
         is_default: bool,
     },
-    /// Section `gitlab`.
+    /// Section `gitlab`: in GitLab.
     GitLab(Box<GitLab>),
 }
 
-/// Whether GitLab knows the agents. A file that was named is what its author wants, also in a configuration
-/// that was GitLab's.
+/// Whether GitLab knows the agents. A file that is named takes precedence, also in a configuration made for
+/// GitLab.
 pub(super) fn is_gitlab(root: &Section<'_, '_>) -> bool {
     root.has("gitlab") && !root.given_in("identity", "file")
 }
@@ -30,7 +30,7 @@ pub(super) fn is_gitlab(root: &Section<'_, '_>) -> bool {
 pub(super) fn file(root: &mut Section<'_, '_>) -> Option<PathBuf> {
     root.section(
         "identity",
-        "Which agents there are and what their tokens are. Without `file` GitLab knows, if there is a section gitlab.",
+        "The agents and their tokens. Without `file`, GitLab is asked, if there is a section gitlab.",
         |s| {
             s.path(
                 "file",

@@ -12,39 +12,39 @@ use super::seconds;
 pub struct Limits {
     /// Requests that may wait for one agent.
     pub waiters_per_agent: u32,
-    /// Requests that may wait in all.
+    /// Requests that may wait in total.
     pub waiters: u32,
     /// How long a request without a deadline waits for its agent.
     pub find_timeout: Duration,
-    /// What a connection that is unknown, silent or idle may take up.
+    /// Limits of connections that are unauthenticated, silent or idle.
     pub connections: http2::Limits,
-    /// What a connection of agents may use.
+    /// Limits of a connection of agents.
     pub agents: Streams,
-    /// What a connection of callers may use.
+    /// Limits of a connection of callers.
     pub callers: Streams,
-    /// What a connection may try.
+    /// Limits of unauthenticated attempts on a connection.
     pub attempts: Attempts,
-    /// What one token may do at once before it is held to its rate.
+    /// What one token may do at once before its rate limit applies.
     pub token_burst: u32,
 }
 
-/// What one connection of a listener may use.
+/// Limits of one connection of a listener.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Streams {
-    /// Requests that may be open.
+    /// Requests that may be open at the same time.
     pub open: u32,
-    /// Requests that kas resets over the connection's life.
+    /// Requests that kas may have to reset over the life of the connection.
     pub resets: u32,
-    /// The headers of a request, in bytes.
+    /// The size of a request's headers, in bytes.
     pub header_list: u32,
-    /// After this time without a frame kas pings…
+    /// kas sends a PING after this time without a frame.
     pub keepalive_interval: Duration,
-    /// …and it waits so long for the answer.
+    /// The connection is closed if the PING is not answered within this time.
     pub keepalive_timeout: Duration,
 }
 
 impl Streams {
-    /// Returns a listener's settings with these in them.
+    /// Returns `settings` with these limits.
     pub fn of(self, settings: http2::Settings) -> http2::Settings {
         http2::Settings {
             header_list: self.header_list,
@@ -55,15 +55,15 @@ impl Streams {
     }
 }
 
-/// What one connection may try.
+/// Limits of unauthenticated attempts on one connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Attempts {
-    /// Requests that may fail to authenticate before the first that does not.
+    /// Requests that may fail to authenticate before the first one that succeeds.
     pub failures: u32,
-    /// Fields that the headers of an agent, or of another replica, may have. Theirs are a dozen, and proxies
-    /// add a few.
+    /// Header fields in a request of an agent or another replica. They send about a dozen, and proxies add a
+    /// few.
     pub fields: u32,
-    /// The headers of a request, in bytes as RFC 9113 counts them.
+    /// The size of a request's headers, in bytes as RFC 9113 counts them.
     pub header_list: u32,
 }
 
@@ -75,13 +75,14 @@ impl Default for Attempts {
 
 /// Declares the section.
 pub(super) fn read(root: &mut Section<'_, '_>) -> Limits {
-    let doc = "What others may take up; docs/limits.md tells of each, and of its metric.";
+    let doc =
+        "Limits on the resources that others can use; docs/limits.md describes each of them and its metric.";
     root.section("limits", doc, |s| {
         let connections = connections(s);
         let (agents, callers) = streams(s);
         Limits {
             waiters_per_agent: s.number("waiters_per_agent", 10_000, "Requests that may wait for one agent."),
-            waiters: s.number("waiters", 20_000, "Requests that may wait in all; more are refused at once."),
+            waiters: s.number("waiters", 20_000, "Requests that may wait in total; further ones are refused at once."),
             find_timeout: s.duration(
                 "find_timeout",
                 seconds(20),
@@ -95,111 +96,111 @@ pub(super) fn read(root: &mut Section<'_, '_>) -> Limits {
             token_burst: s.number(
                 "token_burst",
                 1_000,
-                "Connections, tunnels that end unused, and failed attempts of one agent token that may come at \
-                 once; then as many a minute as agent.listen.connections_per_token_per_minute. At all replicas \
-                 together: with Redis they tell each other what they count, with gossip each takes its part.",
+                "How many connections, tunnels that end unused, and failed attempts one agent token may have at \
+                 once. After that, agent.listen.connections_per_token_per_minute applies. The limit holds for all \
+                 replicas together: with Redis they share their counts, with gossip each gets an equal share.",
             ),
         }
     })
 }
 
-/// Declares what holds for each connection, before and beside its requests.
+/// Declares the limits of each connection, independent of its requests.
 fn connections(s: &mut Section<'_, '_>) -> http2::Limits {
     let defaults = http2::Limits::default();
     http2::Limits {
         half_open: s.number(
             "half_open_connections",
             1_024,
-            "Connections of each listener that have not shown yet who they are. When there are so many, the next takes \
-             the place of the oldest.",
+            "Connections of each listener that have not authenticated yet. When there are this many, a new one \
+             replaces the oldest.",
         ) as usize,
         handshake: s.duration(
             "handshake_timeout",
             defaults.handshake,
             Rule::Positive,
-            "How long the handshake of TLS, and then that of WebSocket, may take.",
+            "How long the TLS handshake, and then the WebSocket handshake, may take.",
         ),
         first_frame: s.duration(
             "first_frame_timeout",
             defaults.first_frame,
             Rule::Positive,
-            "How long the first frame may take after that.",
+            "How long the first frame may take after the handshakes.",
         ),
         headers: s.duration(
             "header_timeout",
             defaults.headers,
             Rule::Positive,
-            "How long the headers of a request may take, once they have begun.",
+            "How long the headers of a request may take once they have begun.",
         ),
         authentication: s.duration(
             "authentication_timeout",
             defaults.authentication,
             Rule::Positive,
-            "How long a connection may go without a request whose credential is right.",
+            "How long a connection may stay open without a request with a valid credential.",
         ),
         streams_before_authentication: s.number_within(
             "streams_before_authentication",
             defaults.streams_before_authentication,
             1..=10_000,
-            "Requests that a connection may begin before one of them had a right credential; the next ones wait in its \
-             socket. When as many were reset, it is closed.",
+            "Requests that a connection may begin before one of them had a valid credential; further ones wait in its \
+             socket. When this many were reset, the connection is closed.",
         ),
         idle: s.duration(
             "idle_connection_timeout",
             defaults.idle,
             Rule::Positive,
-            "When a connection without an open request is asked to end.",
+            "Idle time without an open request after which a connection is asked to end.",
         ),
         pings: s.number(
             "pings",
             defaults.pings,
-            "Pings of one connection that may come at once; what is sent to it makes them as many again.",
+            "PINGs that one connection may send at once. Data or headers from kas allow as many again.",
         ),
         ping_interval: s.duration(
             "ping_interval",
             defaults.ping_interval,
             Rule::Positive,
-            "And one more after each of these.",
+            "One more PING is allowed after each such interval.",
         ),
     }
 }
 
-/// Declares what a connection of agents, and one of callers, may use.
+/// Declares the limits of a connection of agents and of one of callers.
 fn streams(s: &mut Section<'_, '_>) -> (Streams, Streams) {
-    /// Of more the windows together would be larger than HTTP/2 allows.
+    /// With more requests, the sum of their windows would exceed the maximum of HTTP/2.
     const MOST: u32 = http2::UNLIMITED_WINDOW / http2::STREAM_WINDOW;
     let header_list = s.number_within(
         "header_list_bytes",
         http2::HEADER_LIST,
         4 * 1024..=32 * 1024,
-        "Headers of a request of agents and callers: names and values, and 32 bytes for each field. Larger ones are refused \
-         with words, and by HTTP/2 itself from twice as much.",
+        "Headers of a request of agents and callers: names and values, and 32 bytes for each field. Larger ones are \
+         refused with an error message, and from twice the size by HTTP/2 itself.",
     );
     let keepalive_interval = s.duration(
         "keepalive_interval",
         http2::AGENT.keepalive_interval,
         Rule::Positive,
-        "After this time without a word from an agent or a caller kas pings it. Shorter than the idle timers of balancers \
-         in between that count bytes.",
+        "kas sends a PING after this time without a frame from an agent or a caller. Must be shorter than the idle \
+         timeouts of load balancers in between.",
     );
     let keepalive_timeout = s.duration(
         "keepalive_timeout",
         http2::AGENT.keepalive_timeout,
         Rule::Positive,
-        "And when the answer takes longer than this, the connection is lost: what is open on it ends.",
+        "A connection that does not answer a PING within this time is closed, which ends all its requests.",
     );
     let agents = Streams {
         open: s.number_within(
             "streams_per_agent_connection",
             http2::AGENT.streams,
             1..=MOST,
-            "Requests that may be open on one connection of agents: tunnels above all.",
+            "Requests that may be open on one connection of agents; most of them are tunnels.",
         ),
         resets: s.number_within(
             "resets_per_agent_connection",
             100_000,
             1..=u32::MAX,
-            "Requests of one connection of agents that kas may be made to reset.",
+            "Requests of one connection of agents that kas may have to reset.",
         ),
         header_list,
         keepalive_interval,
@@ -216,7 +217,7 @@ fn streams(s: &mut Section<'_, '_>) -> (Streams, Streams) {
             "resets_per_caller_connection",
             1_024,
             1..=u32::MAX,
-            "Requests of one connection of callers that kas may be made to reset.",
+            "Requests of one connection of callers that kas may have to reset.",
         ),
         header_list,
         keepalive_interval,
@@ -225,7 +226,7 @@ fn streams(s: &mut Section<'_, '_>) -> (Streams, Streams) {
     (agents, callers)
 }
 
-/// Declares what one connection may try.
+/// Declares the limits of unauthenticated attempts on one connection.
 fn attempts(s: &mut Section<'_, '_>, header_list: u32) -> Attempts {
     let defaults = Attempts::default();
     Attempts {
@@ -233,13 +234,13 @@ fn attempts(s: &mut Section<'_, '_>, header_list: u32) -> Attempts {
             "failed_requests",
             defaults.failures,
             1..=10_000,
-            "Requests without a right credential after which a connection that has shown none is closed.",
+            "Requests without a valid credential after which a connection that has never had one is closed.",
         ),
         fields: s.number_within(
             "header_fields",
             defaults.fields,
             16..=1_000,
-            "Header fields of a request of an agent or a replica.",
+            "Header fields in a request of an agent or a replica.",
         ),
         header_list,
     }

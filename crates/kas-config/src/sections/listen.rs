@@ -1,4 +1,4 @@
-//! What listeners have in common: address, TLS, secret files, age of connections.
+//! What listeners have in common: address, TLS, secret files, maximum age of connections.
 
 use std::{
     net::{Ipv4Addr, Ipv6Addr},
@@ -10,10 +10,10 @@ use settings::walk::{Rule, Section};
 
 use super::minutes;
 
-/// Where a listener listens.
+/// The address and TLS of a listener.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Listen {
-    /// The kind of address.
+    /// The kind of the address.
     pub network: Network,
     /// `host:port` (an empty host means every interface), or the path of a socket.
     pub address: String,
@@ -44,13 +44,13 @@ pub struct TlsFiles {
     pub key: PathBuf,
 }
 
-/// The secret files of a listener, for both spellings.
+/// The secret files of a listener, from both keys.
 pub(super) struct SecretFiles {
     pub(super) paths: Vec<PathBuf>,
     pub(super) all_listed: bool,
 }
 
-/// Declares the list of secret files beside `one`.
+/// Declares the list of secret files in addition to `one`.
 pub(super) fn secret_files(s: &mut Section<'_, '_>, one: Option<PathBuf>, doc: &str) -> SecretFiles {
     let listed = s.texts("authentication_secret_files", &[], doc);
     SecretFiles {
@@ -59,7 +59,7 @@ pub(super) fn secret_files(s: &mut Section<'_, '_>, one: Option<PathBuf>, doc: &
     }
 }
 
-/// Declares `network` and `address`, and checks that they fit each other.
+/// Declares `network` and `address`, and checks that they match.
 pub(super) fn bind_address(s: &mut Section<'_, '_>, default: &str) -> (Network, String) {
     let network = s.one_of(
         "network",
@@ -68,7 +68,7 @@ pub(super) fn bind_address(s: &mut Section<'_, '_>, default: &str) -> (Network, 
     );
     let address = s.text("address", default, "Host and port, or the path of a socket when network is unix.");
     let fits = match network {
-        // The default of another network is no socket's path.
+        // The default is not the path of a socket.
         Network::Unix => s.given("address"),
         _ => address.is_empty() && default.is_empty() || is_tcp_address(network, &address),
     };
@@ -90,7 +90,7 @@ pub(super) fn bind_address(s: &mut Section<'_, '_>, default: &str) -> (Network, 
     (network, address)
 }
 
-/// Whether an address has a port and a host that may belong to the network; an empty host means all.
+/// Whether an address has a port and a host that matches the network; an empty host means all interfaces.
 fn is_tcp_address(network: Network, address: &str) -> bool {
     let Some((host, port)) = address.rsplit_once(':') else { return false };
     if !port.starts_with(|c: char| c.is_ascii_digit()) || port.parse::<u16>().is_err() {
@@ -106,8 +106,7 @@ fn is_tcp_address(network: Network, address: &str) -> bool {
 }
 
 pub(super) fn tls(s: &mut Section<'_, '_>) -> Option<TlsFiles> {
-    let certificate =
-        s.path("certificate_file", "PEM chain; with key_file it switches TLS on. Both or neither.");
+    let certificate = s.path("certificate_file", "PEM chain; with key_file it enables TLS. Both or neither.");
     let key = s.path("key_file", "PEM private key of the certificate.");
     match (certificate, key) {
         (Some(certificate), Some(key)) => Some(TlsFiles { certificate, key }),
@@ -128,6 +127,6 @@ pub(super) fn max_connection_age(s: &mut Section<'_, '_>) -> Duration {
         "max_connection_age",
         minutes(30),
         Rule::Positive,
-        "After this a connection is asked to end, so that load moves to new replicas.",
+        "A connection of this age is asked to end, so that load moves to new replicas.",
     )
 }

@@ -19,14 +19,14 @@ use super::{
 };
 use crate::Environment;
 
-const NOT_REPORTED: &str = "nothing is reported to GitLab";
+const NOT_REPORTED: &str = "kas reports nothing to GitLab";
 const NOT_SENTRY: &str = "errors go to the log, not to Sentry";
 const NOT_PROFILED: &str = "there is no profiler";
 
 /// Section `observability`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Observability {
-    /// Where to listen; never TLS.
+    /// The listener; never TLS.
     pub listen: Listen,
     /// The path of metrics.
     pub metrics_path: String,
@@ -36,17 +36,17 @@ pub struct Observability {
     pub readiness_path: String,
     /// What is logged.
     pub log_level: LogLevel,
-    /// Where the audit log goes; `None`: there is none.
+    /// The audit log; `None`: disabled.
     pub audit: Option<Audit>,
-    /// Where spans go; `None`: none are made.
+    /// Where spans are exported; `None`: no spans are created.
     pub tracing: Option<Tracing>,
-    /// The page for people; `None`: there is none.
+    /// The status page; `None`: disabled.
     pub page: Option<Page>,
 }
 
 /// Key `observability.logging.level`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-#[expect(missing_docs, reason = "the names of log levels say it")]
+#[expect(missing_docs, reason = "the names of log levels are self-explanatory")]
 pub enum LogLevel {
     #[default]
     Info,
@@ -56,7 +56,7 @@ pub enum LogLevel {
 }
 
 impl LogLevel {
-    /// Returns the name of the level, as the file spells it.
+    /// Returns the name of the level, as in the configuration file.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Info => "info",
@@ -86,11 +86,11 @@ fn observability(s: &mut Section<'_, '_>, env: &Environment) -> Observability {
     });
     let (network, address) = s.section(
         "listen",
-        "Who reaches it needs no credential: beyond loopback, let a network policy guard it.",
+        "The listener. It requires no credential: beyond loopback, protect it with a network policy.",
         |s| bind_address(s, "127.0.0.1:8151"),
     );
     let metrics_path = s.section("prometheus", "Metrics.", |s| url_path(s, "/metrics"));
-    let doc = "Spans of requests, as OpenTelemetry has them. What is empty here OpenTelemetry's own variables say: \
+    let doc = "OpenTelemetry spans of requests. Keys that are empty here are taken from OpenTelemetry's own variables: \
                OTEL_EXPORTER_OTLP_ENDPOINT, _PROTOCOL, _HEADERS and _CERTIFICATE, and their forms with TRACES_.";
     let tracing = s.section("tracing", doc, |s| tracing::tracing(s, env));
     s.inert(NOT_SENTRY, |s| {
@@ -108,12 +108,12 @@ fn observability(s: &mut Section<'_, '_>, env: &Environment) -> Observability {
                 ("warn", LogLevel::Warn),
                 ("error", LogLevel::Error),
             ],
-            "What is logged.",
+            "The lowest level that is logged.",
         )
     });
     let audit = s.section(
         "audit",
-        "Who did what: a JSON line when a request begins, and one when it is over.",
+        "The audit log: a JSON line when a request begins, and one when it ends.",
         audit::audit,
     );
     s.inert(NOT_PROFILED, |s| {
@@ -124,15 +124,15 @@ fn observability(s: &mut Section<'_, '_>, env: &Environment) -> Observability {
         });
     });
     let liveness_path =
-        s.section("liveness_probe", "Answers as long as the process works.", |s| url_path(s, "/liveness"));
+        s.section("liveness_probe", "Succeeds as long as the process works.", |s| url_path(s, "/liveness"));
     let readiness_path =
-        s.section("readiness_probe", "Fails before the start is complete and while leaving.", |s| {
+        s.section("readiness_probe", "Fails until the start is complete, and during shutdown.", |s| {
             url_path(s, "/readiness")
         });
     let page = s.section(
         "page",
-        "A page for people, at /page/: the replicas with their agents and load as they change, and why a request for an \
-         agent goes the way it does. It is read only.",
+        "A read-only status page at /page/: the replicas with their agents and load, updated live, and why a request \
+         for an agent is routed as it is.",
         page::page,
     );
     let paths = [

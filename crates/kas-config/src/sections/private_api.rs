@@ -8,26 +8,26 @@ use settings::{HostPort, host_port, show::shown, walk::Section};
 use super::listen::{Listen, Network, bind_address, max_connection_age, secret_files, tls};
 use crate::Environment;
 
-const NOT_ASKED: &str = "without client_ca_file replicas show each other no certificates";
+const NOT_ASKED: &str = "without client_ca_file replicas do not verify each other's certificates";
 
 /// Section `private_api`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PrivateApi {
-    /// Where to listen, for TCP and for gossip's UDP; never a socket in the file system.
+    /// Address for TCP and for gossip's UDP; never a Unix socket.
     pub listen: Listen,
-    /// When a connection is asked to end.
+    /// The age at which a connection is asked to end.
     pub max_connection_age: Duration,
-    /// Whose certificates are those of replicas; `None`: replicas show each other none. Only with TLS.
+    /// How certificates of replicas are verified; `None`: replicas present none. Only with TLS.
     pub others: Option<OtherReplicas>,
-    /// What was said about the address at which others reach this replica.
+    /// The settings for the address at which other replicas reach this one.
     pub advertise: Advertise,
     /// The files of the secrets that replicas share, at least one: the first signs, any verifies.
     pub secrets: Vec<PathBuf>,
-    /// Whether the first of them stands in `authentication_secret_files` too: for naming it in problems.
+    /// Whether the first of them is in `authentication_secret_files` too: for its name in problems.
     pub all_secrets_listed: bool,
 }
 
-/// What was said about the address at which other replicas reach this one, all of it valid.
+/// The settings for the address at which other replicas reach this one, all of them valid.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Advertise {
     /// Key `private_api.advertise`.
@@ -38,20 +38,20 @@ pub struct Advertise {
     pub pod_ip: Option<IpAddr>,
 }
 
-/// Whose certificates are those of other replicas.
+/// How certificates of other replicas are verified.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct OtherReplicas {
-    /// The file of who signs them.
+    /// The file of the authority that signs them.
     pub ca: PathBuf,
-    /// What they are signed for.
+    /// The role that they must have.
     pub role: Role,
 }
 
-/// Declares the section, and returns it without what the environment says about the address. `several`:
-/// whether there are other replicas; `idle`: why the section has no effect.
+/// Declares the section and returns it, except what the environment contains about the address. `several`:
+/// whether there are other replicas. `idle`: why the section has no effect.
 pub(super) fn read(root: &mut Section<'_, '_>, several: bool, idle: Option<&'static str>) -> PrivateApi {
     root.optional(idle, |s| {
-        s.section("private_api", "For other replicas, which share all of its settings.", |s| {
+        s.section("private_api", "For other replicas, which must have the same settings.", |s| {
             private_api(s, several)
         })
     })
@@ -66,13 +66,13 @@ fn private_api(s: &mut Section<'_, '_>, several: bool) -> PrivateApi {
         let one = s.optional_text(
             "authentication_secret_file",
             "/etc/kas/private-api-secret",
-            "Base64 of at least 32 bytes that replicas share with each other only; not the secret of the API.",
+            "Base64 of at least 32 bytes that only replicas share; not the secret of the API.",
         );
         let files = secret_files(
             s,
             one.map(PathBuf::from),
-            "Further secret files, for rotation: the first of all signs and seals, any of them verifies. Add the new \
-             one last everywhere, then put it first everywhere, then remove the old one.",
+            "Further secret files, for rotation: the first of all signs and encrypts, any of them verifies. Add the \
+             new one last everywhere, then put it first everywhere, then remove the old one.",
         );
         if files.paths.is_empty()
             && s.is_present()
@@ -84,18 +84,18 @@ fn private_api(s: &mut Section<'_, '_>, several: bool) -> PrivateApi {
         let tls = tls(s);
         let client_ca = s.path(
             "client_ca_file",
-            "PEM of who signs the certificates of replicas: then each shows its certificate to the other and \
-             trusts no other signer (mTLS), and the certificate must have the role. Needs certificate_file and key_file.",
+            "PEM of the authority that signs the certificates of replicas: both ends then present a certificate, \
+             accept no other authority (mTLS) and require the role. Needs certificate_file and key_file.",
         );
         if client_ca.is_some()
             && tls.is_none()
             && !s.is_refused("certificate_file")
             && !s.is_refused("key_file")
         {
-            s.refuse("client_ca_file", "certificate_file and key_file beside it: without them there is no TLS");
+            s.refuse("client_ca_file", "certificate_file and key_file too: without them there is no TLS");
         }
         let role = role(s);
-        // Where the whole section does nothing, it has its warning already.
+        // If the whole section has no effect, there is a warning already.
         if several && client_ca.is_none() && !s.is_refused("client_ca_file") && s.has("role") {
             s.warn("role", format!("has no effect: {NOT_ASKED}"));
         }
@@ -112,9 +112,9 @@ fn private_api(s: &mut Section<'_, '_>, several: bool) -> PrivateApi {
     let text = s.text(
         "advertise",
         "",
-        "Host and port at which other replicas reach this one. Empty: those of $OWN_PRIVATE_API_URL (grpc://host:port), \
-         else $POD_IP and the port of listen, else the address of listen if it is one, else that of the interface \
-         that leads to the first replica found.",
+        "Host and port at which other replicas reach this one. Empty: those of $OWN_PRIVATE_API_URL \
+         (grpc://host:port), else $POD_IP and the port of listen, else the address of listen if it is a specific one, \
+         else the address of the interface that leads to the first replica found.",
     );
     if !text.is_empty() {
         listener.advertise.configured = text.parse().ok();
@@ -131,12 +131,12 @@ fn role(s: &mut Section<'_, '_>) -> Option<Role> {
         "role",
         "kas://replica",
         "A URI that the certificate of each replica has among its subject alternative names, and no other certificate \
-         of that authority: to be signed by it is not enough. Only with client_ca_file.",
+         of that authority has: the signature alone is not enough. Only with client_ca_file.",
     );
     match text.parse() {
         Ok(role) => Some(role),
         Err(NotRole::Wildcard) => {
-            s.refuse("role", "one whole URI: with a wildcard every certificate of the authority would do");
+            s.refuse("role", "one complete URI: a wildcard would accept every certificate of the authority");
             None
         }
         Err(NotRole::NotUri) => {
@@ -146,7 +146,7 @@ fn role(s: &mut Section<'_, '_>) -> Option<Role> {
     }
 }
 
-/// Adds to `private_api.advertise` what the environment says.
+/// Completes `private_api.advertise` from the environment.
 pub(super) fn advertised(
     root: &mut Section<'_, '_>,
     env: &Environment,
@@ -166,12 +166,13 @@ pub(super) fn advertised(
         match url {
             None => root.refuse_as(URL, shown_variable(&value), EXPECTED),
             Some((secure, address)) => {
-                // Replicas dial an address, and whether by TLS says their configuration.
+                // Replicas dial an address; whether they use TLS depends on their configuration.
                 if secure != tls {
                     let (scheme, others) = if secure { ("grpcs", "without") } else { ("grpc", "with") };
                     root.warn(
                         URL,
-                        format!("says {scheme}, but by private_api.listen replicas dial {others} TLS: only host and port count"),
+                        format!("has the scheme {scheme}, but with private_api.listen replicas dial {others} TLS: \
+                                 only host and port are used"),
                     );
                 }
                 known.own_url = Some(address);

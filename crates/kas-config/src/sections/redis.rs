@@ -21,9 +21,9 @@ use super::{
 /// Section `redis`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Redis {
-    /// Which.
+    /// The server or servers.
     pub target: RedisTarget,
-    /// `None`: plain.
+    /// `None`: no TLS.
     pub tls: Option<RedisTls>,
     /// `None`: the default user.
     pub username: Option<String>,
@@ -31,7 +31,7 @@ pub struct Redis {
     pub password_file: Option<PathBuf>,
     /// The number of the database.
     pub database: u16,
-    /// Connections, each for many commands at once.
+    /// Number of connections, each shared by many commands.
     pub pool_size: u32,
     /// How long dialling may take.
     pub dial_timeout: Duration,
@@ -39,33 +39,33 @@ pub struct Redis {
     pub read_timeout: Duration,
     /// How long sending may take.
     pub write_timeout: Duration,
-    /// When an unused connection is closed.
+    /// After what idle time a connection is closed.
     pub idle_timeout: Duration,
-    /// What every key begins with.
+    /// Prefix of every key.
     pub key_prefix: String,
 }
 
-/// Which Redis.
+/// The server or servers to use.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum RedisTarget {
     /// One server.
     Server(RedisAddress),
-    /// A group that Sentinel watches.
+    /// A group that Sentinel monitors.
     Sentinel {
-        /// Its name there.
+        /// Name of the group.
         master: String,
         /// Sentinels; at least one.
         addresses: Vec<HostPort>,
         /// `None`: the default user.
         username: Option<String>,
-        /// The file of the password there.
+        /// The file of the password for Sentinels.
         password_file: Option<PathBuf>,
     },
-    /// A cluster; at least one of its nodes.
+    /// A cluster, by at least one of its nodes.
     Cluster(Vec<HostPort>),
 }
 
-/// Where a server listens.
+/// The address of a server.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum RedisAddress {
     /// A host and a port.
@@ -75,27 +75,27 @@ pub enum RedisAddress {
 }
 
 impl Default for RedisAddress {
-    /// Redis' port on this host.
+    /// Redis' default port on this host.
     fn default() -> Self {
         Self::Tcp(SocketAddr::from(([127, 0, 0, 1], 6379)).into())
     }
 }
 
-/// Section `redis.tls`, switched on.
+/// Section `redis.tls`, when TLS is enabled.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RedisTls {
-    /// Who signs Redis' certificate; `None`: whom this system trusts.
+    /// The authority that signed Redis' certificate; `None`: the system's roots.
     pub ca: Option<PathBuf>,
-    /// What is shown to Redis.
+    /// The client certificate.
     pub identity: Option<TlsFiles>,
 }
 
-/// The passwords of Redis, read.
+/// The passwords of Redis.
 #[derive(Debug, Default, Clone)]
 pub struct RedisPasswords {
-    /// Of servers.
+    /// For servers.
     pub server: Option<SecretString>,
-    /// Of Sentinels.
+    /// For Sentinels.
     pub sentinel: Option<SecretString>,
 }
 
@@ -151,8 +151,8 @@ impl Redis {
 /// Declares the section.
 pub(super) fn read(root: &mut Section<'_, '_>, not_redis: Option<&'static str>) -> Redis {
     root.optional(not_redis, |s| {
-        let doc = "Redis, where replicas tell each other who holds which agent, in the layout of GitLab agent 14.1. \
-                   Exactly one of server, sentinel and cluster.";
+        let doc = "Redis, through which replicas tell each other which of them holds which agent, in the layout of \
+                   GitLab agent 14.1. Exactly one of server, sentinel and cluster.";
         s.section("redis", doc, redis)
     })
 }
@@ -171,18 +171,19 @@ fn redis(s: &mut Section<'_, '_>) -> Redis {
     if s.is_present() && first.is_none() {
         s.refuse("server", "exactly one of redis.server, redis.sentinel and redis.cluster");
     }
-    // Declared below, where 14.1 has it, and needed for the address.
+    // Declared below, in the order of 14.1, but needed for the address.
     let unix = s.peek_text("network") == Some("unix");
     let server = s.section("server", "One server.", |s| {
         let doc = "Host and port, or the path of its socket when network is unix. redis://host:port/database, \
-                   rediss://... for TLS, and unix:///path work too.";
+                   rediss://... for TLS, and unix:///path are accepted too.";
         let text = s.required("address", "redis.example.com:6379", "the address of the server", doc);
         if text.is_empty() || s.is_refused("address") {
             return None;
         }
         let server = redis_server(&text, unix);
         if server.is_none() {
-            let expected = "a host and a port, such as redis.example.com:6379, or redis://, rediss:// or unix:// with it";
+            let expected = "a host and a port, such as redis.example.com:6379, or redis://, rediss:// or unix:// with \
+                            it";
             if text.contains('@') {
                 s.refuse_as(
                     "address",
@@ -204,7 +205,7 @@ fn redis(s: &mut Section<'_, '_>) -> Redis {
         for (i, text) in texts.iter().enumerate() {
             match host_and_port(text, port) {
                 Some(node) => nodes.push(node),
-                // It may hold a password.
+                // The URL may contain a password.
                 None if text.contains('@') => s.refuse_as(
                     &format!("addresses[{i}]"),
                     "something with an `@` (not shown)",
@@ -218,30 +219,34 @@ fn redis(s: &mut Section<'_, '_>) -> Redis {
         }
         nodes
     };
-    let sentinel = s.section("sentinel", "Or a group that Sentinel watches.", |s| {
+    let sentinel = s.section("sentinel", "Alternatively, a group that Sentinel monitors.", |s| {
         let master =
-            s.required("master_name", "main", "the name of the group", "What Sentinel calls the group.");
-        let doc =
-            "Host and port of Sentinels; the first that answers counts. They are reached with redis.tls too.";
+            s.required("master_name", "main", "the name of the group", "Name of the group in Sentinel.");
+        let doc = "Host and port of Sentinels; the first answer is used. redis.tls applies to them too.";
         let user = "redis.sentinel.sentinel_username and redis.sentinel.sentinel_password_file";
         let addresses = nodes(s, &["sentinel-1.example.com:26379"], 26379, user, doc);
         let username =
-            s.optional_text("sentinel_username", "", "Who to be at Sentinels; absent: the default user.");
-        let password_file =
-            s.path("sentinel_password_file", "The password there; a line end at its end is not part of it.");
+            s.optional_text("sentinel_username", "", "User at the Sentinels; absent: the default user.");
+        let password_file = s.path(
+            "sentinel_password_file",
+            "Password for the Sentinels; a final line break is not part of it.",
+        );
         RedisTarget::Sentinel { master, addresses, username, password_file }
     });
-    let cluster = s.section("cluster", "Or a Redis Cluster.", |s| {
+    let cluster = s.section("cluster", "Alternatively, a Redis Cluster.", |s| {
         nodes(
             s,
             &["redis-1.example.com:6379"],
             6379,
             "redis.username and redis.password_file",
-            "Host and port of some of its nodes; they name the others.",
+            "Host and port of some of its nodes; the others are found through them.",
         )
     });
-    let pool_size =
-        s.number("pool_size", 5, "Connections, each for many commands at once, besides one that listens.");
+    let pool_size = s.number(
+        "pool_size",
+        5,
+        "Connections for commands, each shared by many; subscriptions use one more.",
+    );
     if pool_size > 1_000 {
         s.refuse("pool_size", "at most 1000: commands share connections");
     }
@@ -250,14 +255,19 @@ fn redis(s: &mut Section<'_, '_>) -> Redis {
         "read_timeout",
         seconds(1),
         Rule::Positive,
-        "How long an answer may take. Commands share a connection, so read_timeout and write_timeout count together.",
+        "How long an answer may take. Commands share a connection, so the sum of read_timeout and write_timeout \
+         applies.",
     );
     let write_timeout = s.duration("write_timeout", seconds(1), Rule::Positive, "How long sending may take.");
-    let idle_timeout =
-        s.duration("idle_timeout", seconds(50), Rule::Positive, "When an unused connection is closed.");
-    let key_prefix = s.text("key_prefix", "gitlab-kas", "What every key begins with, and the channel.");
-    let username = s.optional_text("username", "", "The user of an access list; absent: the default user.");
-    let password_file = s.path("password_file", "The password; a line end at its end is not part of it.");
+    let idle_timeout = s.duration(
+        "idle_timeout",
+        seconds(50),
+        Rule::Positive,
+        "Idle time after which a connection is closed.",
+    );
+    let key_prefix = s.text("key_prefix", "gitlab-kas", "Prefix of every key and of the channel.");
+    let username = s.optional_text("username", "", "The ACL user; absent: the default user.");
+    let password_file = s.path("password_file", "The password; a final line break is not part of it.");
     let network = s.text("network", "tcp", "tcp or unix.");
     if !["tcp", "unix"].contains(&network.as_str()) {
         s.refuse("network", "tcp or unix");
@@ -276,14 +286,17 @@ fn redis(s: &mut Section<'_, '_>) -> Redis {
         None => (false, None),
     };
     let on_socket = matches!(&server, Some(RedisServer { address: RedisAddress::Unix(_), .. }));
-    let tls = s.section("tls", "TLS towards Redis, also switched on by rediss://.", |s| {
-        let enabled = s.flag("enabled", "Off unless given.");
+    let tls = s.section("tls", "TLS for Redis, also enabled by rediss://.", |s| {
+        let enabled = s.flag("enabled", "Enables TLS.");
         if enabled && on_socket {
             s.refuse("enabled", "false, because redis.server is a socket of this host");
         }
         let identity = tls(s);
-        let ca =
-            s.path("ca_certificate_file", "PEM of who signs Redis' certificate; no others are trusted then.");
+        let ca = s.path(
+            "ca_certificate_file",
+            "PEM of the authority that signed Redis' certificate; no other is accepted \
+                                           then.",
+        );
         let is_on = enabled || by_url;
         if !is_on && (identity.is_some() || ca.is_some()) {
             s.warn("enabled", "is not true, so the files of redis.tls have no effect");
@@ -310,7 +323,7 @@ fn redis(s: &mut Section<'_, '_>) -> Redis {
     }
 }
 
-/// What the address of a server says.
+/// The parts of a server's address.
 struct RedisServer {
     address: RedisAddress,
     tls: bool,
@@ -345,7 +358,7 @@ fn redis_server(text: &str, unix: bool) -> Option<RedisServer> {
     Some(RedisServer { address: RedisAddress::Tcp(host_and_port(host, 6379)?), tls, database })
 }
 
-/// Reads a host with or without a port.
+/// Parses a host with an optional port.
 fn host_and_port(text: &str, port: u16) -> Option<HostPort> {
     text.parse().ok().or_else(|| match text.parse::<IpAddr>() {
         Ok(IpAddr::V6(ip)) => format!("[{ip}]:{port}").parse().ok(),

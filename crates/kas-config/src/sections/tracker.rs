@@ -1,4 +1,4 @@
-//! Key `tracker`, and what several replicas need.
+//! Key `tracker`, and the settings of several replicas.
 
 use std::time::Duration;
 
@@ -18,23 +18,23 @@ use super::{
 };
 use crate::Environment;
 
-const NOT_REDIS: &str = "tracker is gossip, which needs no Redis";
+const NOT_REDIS: &str = "tracker is gossip, which does not use Redis";
 const NOT_GOSSIP: &str = "tracker is redis: replicas find each other there";
 const ONE_REPLICA: &str = "tracker is memory, which is for one replica";
 
-/// Which table of replicas is used.
+/// How replicas find out which of them holds which agent, with the settings for that.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Tracker {
-    /// The table of one replica, in its memory.
+    /// There is one replica; its table is in memory.
     Memory,
-    /// A table that replicas tell each other.
+    /// Replicas send each other their tables.
     Gossip(Box<Replication>),
-    /// A table that replicas keep in Redis.
+    /// Replicas write their tables to Redis.
     Redis(Box<Shared>),
 }
 
 impl Tracker {
-    /// Returns where replicas call each other; `None`: there is one replica.
+    /// Returns the private API, at which replicas call each other; `None`: there is one replica.
     pub fn private_api(&self) -> Option<&PrivateApi> {
         match self {
             Self::Memory => None,
@@ -44,14 +44,14 @@ impl Tracker {
     }
 }
 
-/// What several replicas need that share a Redis.
+/// The settings of several replicas that share a Redis.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Shared {
     /// Section `private_api`.
     pub private_api: PrivateApi,
     /// Section `redis`.
     pub redis: Redis,
-    /// How long the entries of a replica count after its last sign of life: key `table.ttl`, at most 30 s.
+    /// How long the entries of a replica count after its last heartbeat: key `table.ttl`, at most 30 s.
     pub ttl: Duration,
     /// Key `agent.redis_conn_info_ttl`.
     pub entry_ttl: Duration,
@@ -61,7 +61,7 @@ pub struct Shared {
     pub entry_gc: Duration,
 }
 
-/// What several replicas need.
+/// The settings of several replicas that use gossip.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Replication {
     /// Section `private_api`.
@@ -70,11 +70,11 @@ pub struct Replication {
     pub discovery: Discovery,
     /// Section `gossip`.
     pub gossip: Gossip,
-    /// How long the entries of a replica stay after its last proof of life: key `table.ttl`.
+    /// How long the entries of a replica count after its last sign of life: key `table.ttl`.
     pub table_ttl: Duration,
 }
 
-/// Which table of replicas is used.
+/// The value of the key `tracker`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kind {
     Memory,
@@ -83,7 +83,7 @@ pub(super) enum Kind {
 }
 
 impl Kind {
-    /// Returns why nothing about other replicas has an effect.
+    /// Returns why the settings for other replicas have no effect, if so.
     fn idle(self) -> Option<&'static str> {
         (self == Self::Memory).then_some(ONE_REPLICA)
     }
@@ -96,7 +96,7 @@ impl Kind {
         }
     }
 
-    /// Returns why what Redis needs has no effect.
+    /// Returns why the settings for Redis have no effect, if so.
     pub(super) fn not_redis(self) -> Option<&'static str> {
         match self {
             Self::Memory => Some(ONE_REPLICA),
@@ -106,16 +106,16 @@ impl Kind {
     }
 }
 
-/// Declares `tracker` and returns what it is.
+/// Declares `tracker` and returns its value.
 pub(super) fn kind(root: &mut Section<'_, '_>) -> Kind {
     let given = root.optional(None, |s| {
         s.optional_text(
             "tracker",
             "memory",
-            "Where replicas learn who holds which agent's tunnels: memory (one replica), gossip (several, which \
-             need private_api and mostly discovery), or redis (several, which need private_api and redis). Absent: \
-             redis if redis and private_api.listen are given, as in a file of GitLab agent 14.1, and discovery is \
-             not; else gossip if discovery or private_api.listen is given; else memory.",
+            "How replicas find out which of them holds which agent's tunnels: memory (one replica), gossip (several \
+             replicas; needs private_api and usually discovery), or redis (several replicas; needs private_api and \
+             redis). Absent: redis if redis and private_api.listen are given, as in a file of GitLab agent 14.1, and \
+             discovery is not; else gossip if discovery or private_api.listen is given; else memory.",
         )
     });
     let listens = root.has_in("private_api", "listen");
@@ -136,10 +136,10 @@ pub(super) fn kind(root: &mut Section<'_, '_>) -> Kind {
     }
 }
 
-/// Declares the sections about other replicas.
+/// Declares the sections for several replicas.
 pub(super) fn read(root: &mut Section<'_, '_>, env: &Environment, kind: Kind, entries: Entries) -> Tracker {
     let private_api = private_api::read(root, kind != Kind::Memory, kind.idle());
-    // The listener alone makes `tracker` gossip, so that only what else does can lack it.
+    // Without these keys, only the listener can have made `tracker` gossip, so it cannot be missing.
     if (kind != Kind::Memory || root.has("private_api"))
         && !root.has_in("private_api", "listen")
         && !root.is_refused("private_api")
@@ -154,7 +154,7 @@ pub(super) fn read(root: &mut Section<'_, '_>, env: &Environment, kind: Kind, en
             format!("a section `listen` with authentication_secret_file{because}"),
         );
     }
-    // Without a port the address has a problem already; another one would follow from it.
+    // An address without a port already has a problem, which would cause another one here.
     let port = private_api.listen.address.rsplit_once(':').and_then(|(_, port)| port.parse().ok());
     let discovery = discovery::read(root, port.unwrap_or(8155), kind.not_gossip());
     let gossip = gossip::read(root, kind.not_gossip());
@@ -192,13 +192,13 @@ pub(super) fn read(root: &mut Section<'_, '_>, env: &Environment, kind: Kind, en
 /// Declares the section `table`.
 fn table_ttl(root: &mut Section<'_, '_>, kind: Kind) -> Duration {
     let ttl = root.optional(kind.idle(), |s| {
-        s.section("table", "The table of who holds which agent's tunnels.", |s| {
+        s.section("table", "The table of which replica holds which agent's tunnels.", |s| {
             s.duration(
                 "ttl",
                 seconds(10),
                 Rule::Within(seconds(1), minutes(60)),
-                "How long the entries of a replica stay after its last proof of life. Shorter: fewer requests go to \
-                 a replica that is gone. Longer: a busy replica is not forgotten. With tracker redis at most 30s.",
+                "How long the entries of a replica count after its last sign of life. Shorter: fewer requests go to \
+                 a dead replica. Longer: a stalled replica is not forgotten. With tracker redis at most 30s.",
             )
         })
     });
@@ -206,15 +206,15 @@ fn table_ttl(root: &mut Section<'_, '_>, kind: Kind) -> Duration {
         root.refuse_as(
             "table.ttl",
             Human(ttl).to_string(),
-            "at most 30s with tracker redis: until then requests go to a replica that has crashed",
+            "at most 30s with tracker redis: until then requests are sent to a replica that has crashed",
         );
     }
     ttl
 }
 
-/// Warns that nobody is looked for, and about what that takes.
+/// Warns that this replica contacts no others, and about what that requires.
 fn alone(root: &mut Section<'_, '_>, private_api: &PrivateApi) {
-    let mut text = "not given, so this replica knows of nobody and waits for others to join it".to_owned();
+    let mut text = "not given, so this replica contacts no others and waits to be contacted".to_owned();
     let host = private_api.listen.address.rsplit_once(':').map_or("", |(host, _)| host);
     let everywhere = matches!(host, "" | "0.0.0.0" | "[::]");
     if everywhere && private_api.advertise == Advertise::default() {

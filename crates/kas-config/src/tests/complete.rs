@@ -1,10 +1,11 @@
-//! Whole files: one of 14.1 with every key, the default file, no file, and a file with every key of our own.
+//! Complete files: one of 14.1 with every key, the default file, no file, and one with every key that 14.1
+//! lacks.
 
 use http::Uri;
 
 use super::*;
 
-/// Every key of 14.1, none of them with its default.
+/// Every key of 14.1, each with a value other than its default.
 const COMPLETE_14_1: &str = r#"
 gitlab:
   address: http://gitlab.internal:8080/path
@@ -112,7 +113,7 @@ private_api:
 "#;
 
 #[test]
-fn a_complete_14_1_file_loads_and_says_what_does_nothing() {
+fn a_complete_14_1_file_loads_and_warns_of_keys_without_effect() {
     let loaded = load(COMPLETE_14_1, &env()).unwrap();
 
     let tls = |name: &str| {
@@ -239,7 +240,7 @@ fn the_minimal_14_1_file_loads() {
 }
 
 #[test]
-fn no_file_at_all_gives_one_replica_on_loopback() {
+fn an_empty_file_means_one_replica_on_loopback() {
     let loopback =
         |port: u16| Listen { network: Network::Tcp, address: format!("127.0.0.1:{port}"), tls: None };
     let expected = Config {
@@ -314,7 +315,7 @@ fn no_file_at_all_gives_one_replica_on_loopback() {
 }
 
 #[test]
-fn our_own_keys_are_read() {
+fn keys_that_14_1_lacks_are_read() {
     let own = config(
         "
 state_dir: state
@@ -420,7 +421,7 @@ fn the_default_file_loads_to_the_defaults_without_a_warning() {
     }
 }
 
-/// Switches on every key that is off: `#key` becomes `key`, while prose (`# text`) stays.
+/// Enables every commented key: `#key` becomes `key`, while prose (`# text`) stays.
 fn all_on(page: &str) -> String {
     let on = |line: &str| {
         let text = line.trim_start();
@@ -435,9 +436,9 @@ fn all_on(page: &str) -> String {
 }
 
 #[test]
-fn keys_that_are_off_in_the_default_file_are_right_once_switched_on() {
+fn commented_keys_of_the_default_file_are_valid_once_enabled() {
     let page = all_on(&Config::default_yaml());
-    // Of Redis' three forms, and of the three ways to discover, a file has one.
+    // A file may have only one of Redis' three forms, and of the three kinds of discovery.
     let texts: Vec<_> = problems(&page);
     assert_eq!(
         texts,
@@ -452,7 +453,7 @@ fn keys_that_are_off_in_the_default_file_are_right_once_switched_on() {
              sentinel and cluster",
         ]
     );
-    // Every key of the complete 14.1 file stands in the page too.
+    // The default file contains every key of the complete 14.1 file.
     let known = yaml::parse(&page, yaml::Size::Small).unwrap();
     let complete = yaml::parse(COMPLETE_14_1, yaml::Size::Small).unwrap();
     assert_eq!(missing("", &complete, &known), Vec::<String>::new());

@@ -1,4 +1,4 @@
-//! What a file says about other replicas.
+//! Settings for other replicas.
 
 use secrecy::ExposeSecret as _;
 
@@ -33,7 +33,7 @@ fn variables(own_url: &str, pod_ip: &str) -> Environment {
 }
 
 #[test]
-fn the_tracker_follows_what_is_given() {
+fn the_tracker_follows_from_the_given_sections() {
     for yaml in [
         "",
         "tracker: memory",
@@ -52,17 +52,17 @@ fn the_tracker_follows_what_is_given() {
     ] {
         assert_eq!(replication(&yaml), several, "{yaml}");
     }
-    // A file of 14.1 has these two; discovery is ours.
+    // A file of 14.1 has these two but no discovery.
     let by_redis = format!("redis: {{server: {{address: a}}}}\n{PRIVATE}");
     assert_eq!(shared(&by_redis), shared(&format!("tracker: redis\n{by_redis}")));
     let both = format!("discovery: {{static: {{addresses: ['a:1']}}}}\n{by_redis}");
     assert!(matches!(config(&both).tracker, Tracker::Gossip(_)));
-    assert_eq!(warnings(&both), ["redis: has no effect: tracker is gossip, which needs no Redis"]);
+    assert_eq!(warnings(&both), ["redis: has no effect: tracker is gossip, which does not use Redis"]);
     assert_eq!(config(&format!("tracker: memory\n{PRIVATE}")).tracker, Tracker::Memory);
 }
 
 #[test]
-fn what_one_replica_does_not_need_is_checked_and_warned_about() {
+fn sections_that_one_replica_does_not_need_are_checked_and_cause_warnings() {
     let yaml = format!(
         "tracker: memory\n{PRIVATE}discovery: {{static: {{addresses: ['a:1']}}}}\ngossip: {{}}\ntable: {{ttl: 1s}}"
     );
@@ -71,7 +71,7 @@ fn what_one_replica_does_not_need_is_checked_and_warned_about() {
         ["private_api", "discovery", "gossip", "table"]
             .map(|key| format!("{key}: has no effect: tracker is memory, which is for one replica"))
     );
-    // Of the environment nothing counts then.
+    // The environment has no effect then.
     let loaded = load("", &variables("hello", "hello")).unwrap();
     assert_eq!((loaded.config, loaded.warnings), (defaults(), vec![]));
     assert_eq!(
@@ -82,7 +82,7 @@ fn what_one_replica_does_not_need_is_checked_and_warned_about() {
         problems("tracker: memory\nprivate_api: {listen: {}}"),
         ["private_api.listen.authentication_secret_file: found nothing; expected the path of a file"]
     );
-    // Nobody dials it, so that a socket does no harm.
+    // It is never dialled, so a Unix socket is allowed.
     config(
         "tracker: memory\nprivate_api: {listen: {network: unix, address: /s, authentication_secret_file: /p}}",
     );
@@ -109,7 +109,7 @@ fn a_listener_for_replicas_has_defaults_for_the_rest() {
         table_ttl: secs(10),
     };
     assert_eq!(replication(PRIVATE), expected);
-    // Zero and empty mean the default, but for durations.
+    // Zero and empty mean the default, except for durations.
     let empty = "gossip: {cluster: '', phi: 0}\ntable: {}";
     assert_eq!(replication(&format!("{PRIVATE}{empty}")), expected);
 }
@@ -163,7 +163,7 @@ table: {ttl: 20s}
 }
 
 #[test]
-fn every_way_of_discovery_is_read() {
+fn every_kind_of_discovery_is_read() {
     let dns = |records, nameserver: Option<&str>| Discovery::Dns {
         name: "kas.example.com".into(),
         records,
@@ -217,8 +217,8 @@ fn every_way_of_discovery_is_read() {
 }
 
 #[test]
-fn a_replica_that_looks_for_nobody_is_warned_about() {
-    let alone = "discovery: not given, so this replica knows of nobody and waits for others to join it";
+fn a_replica_without_discovery_causes_a_warning() {
+    let alone = "discovery: not given, so this replica contacts no others and waits to be contacted";
     let everywhere = format!(
         "{alone}; they need its address: set private_api.advertise, OWN_PRIVATE_API_URL or POD_IP, since \
          private_api.listen.address names no interface"
@@ -235,7 +235,7 @@ fn a_replica_that_looks_for_nobody_is_warned_about() {
 }
 
 #[test]
-fn the_environment_says_where_a_replica_is_reached() {
+fn the_advertised_address_comes_from_the_environment() {
     let advertise = |own_url: &str, pod_ip: &str| {
         replication_in(PRIVATE, &variables(own_url, pod_ip)).private_api.advertise
     };
@@ -276,7 +276,7 @@ fn the_environment_says_where_a_replica_is_reached() {
 }
 
 #[test]
-fn a_url_that_contradicts_the_certificates_is_warned_about() {
+fn a_url_that_contradicts_tls_causes_a_warning() {
     let secure =
         "private_api: {listen: {authentication_secret_file: /p, certificate_file: /c, key_file: /k}}";
     for (yaml, url, expected) in [
@@ -290,7 +290,7 @@ fn a_url_that_contradicts_the_certificates_is_warned_about() {
             warnings.iter().filter(|w| w.path == "OWN_PRIVATE_API_URL").map(|w| w.text.clone()).collect();
         let expected = expected.map(|(scheme, tls)| {
             format!(
-                "says {scheme}, but by private_api.listen replicas dial {tls} TLS: only host and port count"
+                "has the scheme {scheme}, but with private_api.listen replicas dial {tls} TLS: only host and port are used"
             )
         });
         assert_eq!(found, Vec::from_iter(expected), "{url}");
@@ -298,7 +298,7 @@ fn a_url_that_contradicts_the_certificates_is_warned_about() {
 }
 
 #[test]
-fn gossip_needs_a_listener_and_says_so_once() {
+fn gossip_without_a_listener_is_one_problem() {
     let needs = "private_api.listen: found nothing; expected a section `listen` with authentication_secret_file, because \
                  tracker is gossip: replicas reach each other there";
     for yaml in [
@@ -319,7 +319,7 @@ fn gossip_needs_a_listener_and_says_so_once() {
 }
 
 #[test]
-fn redis_needs_a_place_and_shows_the_lines_that_are_missing() {
+fn redis_without_an_address_shows_the_missing_lines() {
     assert_eq!(
         problems(&format!("tracker: redis\n{PRIVATE}")),
         [
@@ -340,7 +340,7 @@ fn redis_needs_a_place_and_shows_the_lines_that_are_missing() {
     assert_eq!(
         problems(&format!("{redis}{PRIVATE}table: {{ttl: 31s}}")),
         [
-            "table.ttl: found 31s; expected at most 30s with tracker redis: until then requests go to a replica that has \
+            "table.ttl: found 31s; expected at most 30s with tracker redis: until then requests are sent to a replica that has \
           crashed"
         ]
     );
@@ -359,7 +359,7 @@ fn redis_needs_a_place_and_shows_the_lines_that_are_missing() {
 }
 
 #[test]
-fn every_way_to_name_a_redis_is_read() {
+fn every_form_of_a_redis_address_is_read() {
     let redis = |keys: &str| shared(&format!("{PRIVATE}redis: {{{keys}}}")).redis;
     let tcp = |text: &str| RedisTarget::Server(RedisAddress::Tcp(text.parse().unwrap()));
     let unix = |path: &str| RedisTarget::Server(RedisAddress::Unix(path.into()));
@@ -401,7 +401,7 @@ fn every_way_to_name_a_redis_is_read() {
 }
 
 #[test]
-fn passwords_of_redis_are_read_and_never_shown() {
+fn redis_passwords_are_read_and_never_shown() {
     let files = Files::new(&[("good", "hunter2\n"), ("empty", "\n")]);
     let secrets = |name: &str| {
         let yaml = format!(
@@ -410,7 +410,7 @@ fn passwords_of_redis_are_read_and_never_shown() {
             files.path(name)
         );
         let mut config = config(&yaml);
-        // Its own secrets are another test's.
+        // Its own secrets are tested elsewhere.
         if let Tracker::Redis(shared) = &mut config.tracker {
             shared.private_api.secrets = Vec::new();
         }
@@ -428,7 +428,7 @@ fn passwords_of_redis_are_read_and_never_shown() {
 }
 
 #[test]
-fn every_bad_value_about_replicas_is_told_with_what_would_be_right() {
+fn every_invalid_value_for_replicas_is_reported_with_the_expected_one() {
     const HOST_PORT: &str = "expected a host and a port from 1 to 65535, such as 10.0.0.1:8155, [fd00::1]:8155 or \
                              kas-1.example.com:8155";
     const PORT: &str =
@@ -440,14 +440,14 @@ fn every_bad_value_about_replicas_is_told_with_what_would_be_right() {
             "address: kas",
             "address: found \"kas\"; expected a host and a port from 0 to 65535, such as 127.0.0.1:8150, [::1]:8150 or :8150".to_owned(),
         ),
-        ("client_ca_file: /ca", "client_ca_file: found \"/ca\"; expected certificate_file and key_file beside it: without them there is no TLS".to_owned()),
+        ("client_ca_file: /ca", "client_ca_file: found \"/ca\"; expected certificate_file and key_file too: without them there is no TLS".to_owned()),
         (
             "client_ca_file: /ca, key_file: /k",
             "certificate_file: found nothing; expected the certificate of key_file: both files or neither".to_owned(),
         ),
         (
             "certificate_file: /c, key_file: /k, client_ca_file: /ca, role: 'kas://*'",
-            "role: found \"kas://*\"; expected one whole URI: with a wildcard every certificate of the authority would do".to_owned(),
+            "role: found \"kas://*\"; expected one complete URI: a wildcard would accept every certificate of the authority".to_owned(),
         ),
         ("role: replica", "role: found \"replica\"; expected a URI, such as kas://replica or spiffe://example.org/ns/kas/sa/kas".to_owned()),
         ("max_connection_age: 0s", "max_connection_age: found \"0s\"; expected a duration above zero, such as 30m".to_owned()),
@@ -483,7 +483,7 @@ fn every_bad_value_about_replicas_is_told_with_what_would_be_right() {
     let service =
         "expected the name of a Service: at most 63 lower case letters, digits and `-`, first a letter";
     let name = "expected a DNS name, such as kas.example.com";
-    let port_or_name = "expected a port from 1 to 65535, or the name of one in the Service";
+    let port_or_name = "expected a port from 1 to 65535, or the name of a port of the Service";
     let whole = "expected a whole number from 0 to 4294967295 (0 means the default)";
     for (keys, expected) in [
         ("", vec![format!("discovery.static: found nothing; expected {one_of}")]),
@@ -507,11 +507,11 @@ fn every_bad_value_about_replicas_is_told_with_what_would_be_right() {
         ("dns: {name: a..b}", vec![format!("discovery.dns.name: found \"a..b\"; {name}")]),
         ("dns: {name: 10.0.0.1}", vec![format!("discovery.dns.name: found \"10.0.0.1\"; {name}")]),
         ("dns: {name: a, kind: mx}", vec!["discovery.dns.kind: found \"mx\"; expected one of address, srv".to_owned()]),
-        ("dns: {name: a, kind: srv, port: 1}", vec!["discovery.dns.port: found 1; expected nothing, because kind is srv: its records say the port".to_owned()]),
+        ("dns: {name: a, kind: srv, port: 1}", vec!["discovery.dns.port: found 1; expected nothing, because kind is srv: its records contain the port".to_owned()]),
         ("dns: {name: a, port: 65536}", vec![format!("discovery.dns.port: found 65536; {PORT}")]),
         ("dns: {name: a, port: http}", vec![format!("discovery.dns.port: found \"http\"; {whole}")]),
         ("dns: {name: a, refresh: 0s}", vec!["discovery.dns.refresh: found \"0s\"; expected a duration from 1s to 1h".to_owned()]),
-        ("dns: {name: a, nameserver: dns.example.com}", vec!["discovery.dns.nameserver: found \"dns.example.com\"; expected an IP address, or one with a port, such as 10.96.0.10 or 10.96.0.10:53".to_owned()]),
+        ("dns: {name: a, nameserver: dns.example.com}", vec!["discovery.dns.nameserver: found \"dns.example.com\"; expected an IP address, optionally with a port, such as 10.96.0.10 or 10.96.0.10:53".to_owned()]),
         ("kubernetes: {}", vec![format!("discovery.kubernetes.service: found nothing; {service}")]),
         ("kubernetes: {service: Kas}", vec![format!("discovery.kubernetes.service: found \"Kas\"; {service}")]),
         ("kubernetes: {service: a.b}", vec![format!("discovery.kubernetes.service: found \"a.b\"; {service}")]),
@@ -527,7 +527,7 @@ fn every_bad_value_about_replicas_is_told_with_what_would_be_right() {
         problems(&format!("{PRIVATE}discovery: 5")),
         ["discovery: found 5; expected a section: indented keys with their values"]
     );
-    // A listener on any port tells no default.
+    // A listener on port 0 gives no default.
     let any = "private_api: {listen: {address: ':0', authentication_secret_file: /p}}\n";
     for (way, keys) in [("dns", "name: a"), ("kubernetes", "service: a")] {
         let yaml = format!("{any}discovery: {{{way}: {{{keys}}}}}");
@@ -574,7 +574,7 @@ fn every_bad_value_about_replicas_is_told_with_what_would_be_right() {
         ("table: {ttl: -1s}", "table.ttl: found \"-1s\"; expected a duration from 1s to 1h".to_owned()),
     ] {
         assert_eq!(problems(&format!("{PRIVATE}{section}")), [expected], "{section}");
-        // The same where it does nothing.
+        // The same without effect.
         assert_eq!(problems(section).len(), 1, "{section}");
     }
 }

@@ -5,7 +5,7 @@ use std::{fs, os::unix::fs::PermissionsExt as _, path::Path};
 use super::*;
 
 #[test]
-fn gitlabs_secret_has_exactly_32_bytes_and_is_no_secret_of_replicas() {
+fn the_gitlab_secret_has_exactly_32_bytes_and_differs_from_those_of_replicas() {
     let (short, long) = (&*format!("{}==", "A".repeat(42)), &*"A".repeat(44));
     let files =
         Files::new(&[("a", SECRET_A), ("b", SECRET_B), ("short", short), ("long", long), ("odd", "?")]);
@@ -25,14 +25,14 @@ fn gitlabs_secret_has_exactly_32_bytes_and_is_no_secret_of_replicas() {
         assert!(error.starts_with(&format!("gitlab.authentication_secret_file: {found}")), "{error}");
         assert!(!error.contains(short) && !error.contains(long) && error.lines().count() == 1, "{error}");
     }
-    // GitLab signs with it too, as 14.1 was meant to be set up.
+    // GitLab and clients may share it, as is usual with 14.1.
     let same = Config { identity: with("a"), ..files.config(&["a"], Some("b")) };
     assert_eq!(same.check_secrets().unwrap().gitlab.unwrap().expose().len(), 32);
     let shared = Config { identity: with("b"), ..files.config(&["a"], Some("b")) };
     assert_eq!(
         shared.check_secrets().unwrap_err().to_string(),
-        "private_api.listen.authentication_secret_file: found the same secret as in gitlab; expected a secret of its \
-         own: otherwise GitLab could act as a replica"
+        "private_api.listen.authentication_secret_file: found the same secret as in gitlab; expected a different \
+         secret: otherwise GitLab could act as a replica"
     );
 }
 
@@ -44,8 +44,8 @@ fn equal_secrets_of_clients_and_replicas_are_refused() {
     let error = files.config(&["b", "a"], Some("wrapped")).check_secrets().unwrap_err();
     assert_eq!(
         error.to_string(),
-        "private_api.listen.authentication_secret_file: found the same secret as in api.listen; expected a secret of \
-         its own: otherwise every client of the API could act as a replica"
+        "private_api.listen.authentication_secret_file: found the same secret as in api.listen; expected a different \
+         secret: otherwise every client of the API could act as a replica"
     );
     let secrets = files.config(&["a"], Some("b")).check_secrets().unwrap();
     let lengths = (secrets.api.len(), secrets.private.len());
@@ -57,7 +57,7 @@ fn equal_secrets_of_clients_and_replicas_are_refused() {
 }
 
 #[test]
-fn secrets_of_replicas_keep_their_order_and_come_once() {
+fn secrets_of_replicas_keep_their_order_without_duplicates() {
     let files = Files::new(&[("a", SECRET_A), ("b", SECRET_B), ("again", SECRET_B)]);
     let read = |keys: &str| {
         let mut config = files.config(&[], None);
@@ -72,7 +72,7 @@ fn secrets_of_replicas_keep_their_order_and_come_once() {
 }
 
 #[test]
-fn a_bad_secret_is_told_with_its_place_in_the_list() {
+fn an_invalid_secret_is_reported_with_its_index() {
     let files =
         Files::new(&[("a", SECRET_A), ("b", SECRET_B), ("short", "aGVsbG8="), ("broken", "hunter2!")]);
     let texts = |api: &str, private: &str| {
@@ -86,7 +86,7 @@ fn a_bad_secret_is_told_with_its_place_in_the_list() {
                   example from `openssl rand -base64 32`";
     let short = "found a secret of 5 bytes (DIR/short); expected at least 32 random bytes, for example from `openssl \
                  rand -base64 32`";
-    let same = "found the same secret as in api.listen; expected a secret of its own: otherwise every client of the API \
+    let same = "found the same secret as in api.listen; expected a different secret: otherwise every client of the API \
                 could act as a replica";
     assert_eq!(
         texts(
@@ -114,7 +114,7 @@ fn a_bad_secret_is_told_with_its_place_in_the_list() {
 }
 
 #[test]
-fn every_unusable_secret_file_is_told_and_none_is_shown() {
+fn every_unusable_secret_file_is_reported_without_its_content() {
     let files = Files::new(&[("a", "hunter2!"), ("b", "")]);
     let text = files.config(&["a", "b"], Some("absent")).load_secrets().unwrap_err().to_string();
     let folder = files.0.path().display().to_string();
@@ -126,7 +126,7 @@ private_api.listen.authentication_secret_file: found a file that cannot be read 
 }
 
 #[test]
-fn weak_and_open_secrets_are_refused_by_every_listener_unless_the_file_says_otherwise() {
+fn weak_and_open_secrets_are_refused_unless_configured_otherwise() {
     let typed = "eHh4eHh4eHh4eHh4eHh4eHh4eHh4eHh4eHh4eHh4eHg=";
     let files = Files::new(&[("a", SECRET_A), ("b", SECRET_B), ("short", "aGVsbG8="), ("typed", typed)]);
     let folder = files.0.path().display().to_string();
@@ -147,8 +147,8 @@ fn weak_and_open_secrets_are_refused_by_every_listener_unless_the_file_says_othe
                 "api.listen.authentication_secret_files[0]: found a secret that is not random: it has only 1 different \
                  bytes (DIR/typed); {random}"
             ),
-            "private_api.listen.authentication_secret_file: found the same secret as in api.listen; expected a secret \
-             of its own: otherwise every client of the API could act as a replica"
+            "private_api.listen.authentication_secret_file: found the same secret as in api.listen; expected a \
+             different secret: otherwise every client of the API could act as a replica"
                 .to_owned(),
             format!(
                 "private_api.listen.authentication_secret_file: found a secret that is not random: it has only 1 \
@@ -187,7 +187,7 @@ fn weak_and_open_secrets_are_refused_by_every_listener_unless_the_file_says_othe
 }
 
 #[test]
-fn checking_makes_no_secret_and_loading_makes_one() {
+fn checking_creates_no_secret_and_loading_creates_one() {
     let files = Files::new(&[]);
     let config = files.config(&[], None);
     let ApiSecrets::Made(path) = &config.api.secrets else { panic!("given") };

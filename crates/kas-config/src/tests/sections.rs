@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn gitlab_may_call_by_the_name_of_its_address_unless_the_file_says_who_may() {
+fn gitlabs_host_name_is_an_issuer_unless_issuers_are_given() {
     let gitlab =
         "gitlab: {address: 'https://GitLab.example.com:8443/path', authentication_secret_file: /s}\n";
     for (more, expected) in [
@@ -11,7 +11,7 @@ fn gitlab_may_call_by_the_name_of_its_address_unless_the_file_says_who_may() {
         ("api: {listen: {issuers: }}", &["gitlab", "gitlab.example.com"]),
         ("api: {listen: {issuers: [gitlab]}}", &["gitlab"]),
         ("api: {listen: {issuers: [one, two]}}", &["one", "two"]),
-        // Agents are known from the file, and nobody is asked at that address.
+        // Agents are known from the file, and GitLab is not asked.
         ("identity: {file: /a}", &["gitlab"]),
     ] {
         assert_eq!(config(&format!("{gitlab}{more}")).api.listen.issuers, expected, "{more}");
@@ -19,7 +19,7 @@ fn gitlab_may_call_by_the_name_of_its_address_unless_the_file_says_who_may() {
 }
 
 #[test]
-fn agents_are_known_from_gitlab_unless_a_file_is_named() {
+fn gitlab_knows_the_agents_unless_a_file_is_named() {
     let gitlab =
         "gitlab: {address: 'https://g', authentication_secret_file: /s, api: today, timeout: 300ms}\n";
     for identity in ["", "identity: {file: ''}", "identity:"] {
@@ -31,7 +31,7 @@ fn agents_are_known_from_gitlab_unless_a_file_is_named() {
     let both =
         format!("{gitlab}identity: {{file: /a}}\nagent: {{info_cache_ttl: 1s, info_cache_error_ttl: 1s}}");
     assert_eq!(config(&both).identity, Identity::File { file: "/a".into(), is_default: false });
-    let not_cached = "has no effect: agents are known from identity.file, and nothing of them is cached";
+    let not_cached = "has no effect: agents are known from identity.file, and nothing about them is cached";
     assert_eq!(
         warnings(&both),
         [
@@ -41,13 +41,13 @@ fn agents_are_known_from_gitlab_unless_a_file_is_named() {
         ]
     );
     assert_eq!(warnings("agent: {info_cache_ttl: 0s}"), [format!("agent.info_cache_ttl: {not_cached}")]);
-    // It needs no place of its own.
+    // It needs no state folder.
     let own = format!("{gitlab}api: {{listen: {{authentication_secret_file: b}}}}");
     assert_eq!(load(&own, &Environment::default()).unwrap().config.state_dir, None);
 }
 
 #[test]
-fn spans_go_to_the_collector_of_the_file_or_of_the_environment() {
+fn the_collector_comes_from_the_file_or_the_environment() {
     let tracing =
         |yaml: &str| config(&format!("observability: {{tracing: {{{yaml}}}}}")).observability.tracing;
     assert_eq!(tracing(""), None);
@@ -83,7 +83,7 @@ fn spans_go_to_the_collector_of_the_file_or_of_the_environment() {
 }
 
 #[test]
-fn the_audit_log_goes_to_a_file_to_standard_output_or_nowhere() {
+fn the_audit_log_is_written_to_a_file_or_standard_output_or_disabled() {
     let audit = |output: &str| {
         config(&format!("observability: {{audit: {{output: {output:?}, queue: 7}}}}")).observability.audit
     };
@@ -101,7 +101,7 @@ fn the_audit_log_goes_to_a_file_to_standard_output_or_nowhere() {
 }
 
 #[test]
-fn the_page_is_served_only_when_it_is_wanted_and_nothing_else_is_below_it() {
+fn the_page_is_served_if_enabled_and_no_other_path_is_below_it() {
     let page = |text: &str| config(&format!("observability: {{page: {text}}}")).observability.page;
     assert_eq!(page("{viewers: 7, hosts: [kas.example.com]}"), None);
     assert_eq!(page("{enabled: true}"), Some(Page { viewers: 32, hosts: Vec::new() }));
@@ -117,8 +117,8 @@ fn the_page_is_served_only_when_it_is_wanted_and_nothing_else_is_below_it() {
             "observability.page.viewers: found 1001; expected a number from 1 to 1000",
             "observability.page.hosts: found a list; expected names without scheme, port, path and wildcard, such as \
              kas.example.com",
-            "observability.prometheus.url_path: found \"/page/metrics\"; expected a path that is not below /page/, where \
-             the page is",
+            "observability.prometheus.url_path: found \"/page/metrics\"; expected a path that is not below /page/, \
+             where the page is",
             "observability.readiness_probe.url_path: found \"/page\"; expected a path that is not below /page/, where \
              the page is",
         ]
@@ -126,7 +126,7 @@ fn the_page_is_served_only_when_it_is_wanted_and_nothing_else_is_below_it() {
 }
 
 #[test]
-fn the_state_folder_follows_file_then_environment() {
+fn the_state_folder_comes_from_the_file_then_the_environment() {
     let all = Environment {
         kas_state_dir: Some("/kas".into()),
         xdg_state_home: Some("/xdg".into()),
@@ -143,11 +143,11 @@ fn the_state_folder_follows_file_then_environment() {
 }
 
 #[test]
-fn without_any_state_folder_only_files_left_to_kas_are_a_problem() {
+fn a_missing_state_folder_is_a_problem_only_for_default_files() {
     let nothing = Environment::default();
     assert_eq!(
         load("", &nothing).unwrap_err().to_string(),
-        "state_dir: found neither it nor KAS_STATE_DIR, XDG_STATE_HOME or HOME; expected a folder, or both \
+        "state_dir: found neither this key nor KAS_STATE_DIR, XDG_STATE_HOME or HOME; expected a folder, or both \
          identity.file and api.listen.authentication_secret_file"
     );
     let own = "identity: {file: a}\napi: {listen: {authentication_secret_file: b}}";
@@ -155,15 +155,15 @@ fn without_any_state_folder_only_files_left_to_kas_are_a_problem() {
 }
 
 #[test]
-fn listeners_that_want_the_same_place_are_told_of_by_both_keys() {
+fn listeners_with_the_same_address_are_reported_with_both_keys() {
     let both = |agent: &str, api: &str| {
         let yaml = format!("agent: {{listen: {{{agent}}}}}\napi: {{listen: {{{api}}}}}\n");
         load(&yaml, &env()).map(drop).map_err(|problems| problems.to_string())
     };
     assert_eq!(
         load("agent: {listen: {address: '127.0.0.1:8153'}}", &env()).unwrap_err().to_string(),
-        "api.listen.address: found \"127.0.0.1:8153\", which agent.listen.address (\"127.0.0.1:8153\") has already; \
-         expected an address or a port of its own for each listener"
+        "api.listen.address: found \"127.0.0.1:8153\", which agent.listen.address (\"127.0.0.1:8153\") already uses; \
+         expected a different address or port for each listener"
     );
     for (agent, api) in [
         ("address: ':9000'", "address: '10.0.0.1:9000'"),

@@ -1,11 +1,11 @@
-//! Values that are wrong, zero, empty, unknown or without effect.
+//! Values that are invalid, zero, empty, unknown or without effect.
 
 use proptest::prelude::*;
 
 use super::*;
 
 #[test]
-fn every_bad_value_is_told_with_what_would_be_right() {
+fn every_invalid_value_is_reported_with_the_expected_one() {
     for (yaml, expected) in [
         ("5", "file: found 5; expected a mapping of sections"),
         ("agent: 5", "agent: found 5; expected a section: indented keys with their values"),
@@ -272,7 +272,7 @@ fn every_bad_value_is_told_with_what_would_be_right() {
 }
 
 #[test]
-fn numbers_out_of_their_range_are_refused_with_the_range() {
+fn numbers_out_of_range_are_refused_with_the_range() {
     for (yaml, expected) in [
         (
             "limits: {header_list_bytes: 100}",
@@ -293,7 +293,7 @@ fn numbers_out_of_their_range_are_refused_with_the_range() {
 }
 
 #[test]
-fn all_problems_are_told_at_once_one_on_each_line() {
+fn all_problems_are_reported_at_once_one_per_line() {
     let yaml = "agent: {listen: {network: udp, websocket: 1}}\nlimits: {waiters: x}\ndrain: 1\n";
     let paths: Vec<_> = load(yaml, &env()).unwrap_err().iter().map(|p| p.path().to_owned()).collect();
     assert_eq!(paths, ["agent.listen.network", "agent.listen.websocket", "limits.waiters", "drain"]);
@@ -301,12 +301,12 @@ fn all_problems_are_told_at_once_one_on_each_line() {
 }
 
 #[test]
-fn zero_and_empty_mean_the_default_but_zero_durations_stay() {
+fn zero_and_empty_mean_the_default_except_for_durations() {
     let yaml = "
 agent:
   listen: {network: '', address: '', connections_per_token_per_minute: 0}
 ";
-    // The empty text is no name of an enum, in 14.1 neither.
+    // As in 14.1, the empty text is not a name of an enum.
     assert_eq!(problems(yaml).len(), 1);
     let yaml = yaml.replace("network: ''", "network: null");
     assert_eq!(config(&yaml), defaults());
@@ -314,7 +314,7 @@ agent:
 }
 
 #[test]
-fn unknown_keys_are_warnings_with_the_nearest_name() {
+fn unknown_keys_are_warnings_with_the_most_similar_name() {
     for (yaml, expected) in [
         ("agnet: {}", "agnet: unknown key, ignored; did you mean `agent`?"),
         (
@@ -334,10 +334,10 @@ fn unknown_keys_are_warnings_with_the_nearest_name() {
 }
 
 #[test]
-fn keys_that_do_nothing_without_another_are_named() {
+fn keys_without_effect_are_warnings() {
     const REPLICAS: &str =
         "discovery: {static: {addresses: ['a:1']}}\nprivate_api: {listen: {authentication_secret_file: /p, ";
-    let traced = "without otlp_endpoint and OTEL_EXPORTER_OTLP_ENDPOINT no spans are made";
+    let traced = "without otlp_endpoint and OTEL_EXPORTER_OTLP_ENDPOINT no spans are created";
     let audited = "output is empty or off, so there is no audit log";
     let shown = "the page is not served unless enabled is true";
     let role = format!("{REPLICAS}role: 'kas://a'}}}}");
@@ -367,9 +367,9 @@ fn keys_that_do_nothing_without_another_are_named() {
         (
             &*role,
             &["private_api.listen.role"],
-            "without client_ca_file replicas show each other no certificates",
+            "without client_ca_file replicas do not verify each other's certificates",
         ),
-        // What stands in a section that does nothing is not named again.
+        // Keys in a section without effect are not reported separately.
         (
             &*format!("tracker: memory\n{}", role.replace("discovery: {static: {addresses: ['a:1']}}\n", "")),
             &["private_api"],
@@ -392,12 +392,12 @@ fn keys_that_do_nothing_without_another_are_named() {
         ..env()
     };
     assert_eq!(load("observability: {tracing: {queue: 9}}", &by_variable).unwrap().warnings, []);
-    // What is wrong with the other key is told instead.
+    // The problem of the other key is reported instead.
     let wrong = load("observability: {audit: {output: nowhere, queue: 7}}", &env()).unwrap_err();
     assert_eq!((wrong.iter().count(), wrong.warnings()), (1, &[][..]));
 }
 
-/// Text that looks like a configuration more often than chance would have it.
+/// Text that resembles a configuration more often than random text does.
 fn yamlish() -> impl Strategy<Value = String> {
     let keys = prop_oneof![
         Just("agent".to_owned()),
@@ -446,7 +446,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(1000))]
 
     #[test]
-    fn load_never_panics_on_text_like_yaml(yaml in yamlish()) {
+    fn load_never_panics_on_yaml_like_text(yaml in yamlish()) {
         if let Err(problems) = load(&yaml, &env()) {
             prop_assert!(problems.iter().count() > 0);
         }

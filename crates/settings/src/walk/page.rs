@@ -1,28 +1,27 @@
-//! The default file: every declared key with its default and its description.
+//! The default file: every declared key with its default and description.
 
 use super::{Entry, Off, Section, Takes, join};
 
 impl<'v> Section<'v, '_> {
-    /// Writes lines of prose into the page.
+    /// Writes lines of prose into the default file.
     pub fn prose(&mut self, text: &str) {
         for line in text.lines() {
             self.print(format!("# {line}").trim_end());
         }
     }
 
-    /// Writes an empty line into the page.
+    /// Writes an empty line into the default file.
     pub fn blank(&mut self) {
         self.print("");
     }
 
-    /// Says what the key that is declared next takes, for the reference, unless that has been said more
-    /// exactly.
+    /// Sets what the next declared key takes, for the reference, unless a more exact text has been set.
     pub(super) fn takes(&mut self, text: impl Into<String>) {
         let takes = Takes { text: text.into(), is_example: false };
         self.report.takes.get_or_insert(takes);
     }
 
-    /// As [`takes`](Self::takes), when what the default file shows is an example and no default.
+    /// As [`takes`](Self::takes), for a key whose value in the default file is an example and not a default.
     pub(super) fn takes_example(&mut self, text: impl Into<String>) {
         let takes = Takes { text: text.into(), is_example: true };
         self.report.takes.get_or_insert(takes);
@@ -53,7 +52,7 @@ impl<'v> Section<'v, '_> {
         for line in wrapped(doc.trim(), 96 - 2 * self.depth) {
             self.print(&format!("# {line}"));
         }
-        // `#key` is a setting, `# text` is prose: removing one `#` switches the setting on.
+        // `#key` is a setting, `# text` is prose: removing one `#` enables the setting.
         let mark = if self.off == Off::No { "" } else { "#" };
         self.print(&match default {
             Some(default) => format!("{mark}{key}: {default}"),
@@ -80,7 +79,7 @@ pub(super) fn quoted(text: &str) -> String {
     if plain { text.to_owned() } else { format!("\"{}\"", text.replace('\\', "\\\\").replace('"', "\\\"")) }
 }
 
-/// Breaks a text into lines of at most `width` characters where words allow.
+/// Breaks a text into lines of at most `width` characters, at spaces.
 fn wrapped(text: &str, width: usize) -> Vec<String> {
     let mut lines: Vec<String> = Vec::new();
     for word in text.split_whitespace() {

@@ -1,4 +1,4 @@
-//! Keys with a value, by their type.
+//! Declarations of keys with a value, by type.
 
 use std::{ops::RangeInclusive, path::PathBuf, time::Duration};
 
@@ -19,14 +19,14 @@ impl<'v> Section<'v, '_> {
         self.any_text(key).unwrap_or_else(|| default.to_owned())
     }
 
-    /// Declares a text that must be given whenever its section is; `example` is for the page.
+    /// Declares a text that is required if its section is present; `example` is shown in the default file.
     pub fn required(&mut self, key: &'static str, example: &str, expected: &str, doc: &str) -> String {
         self.takes_example("text");
         self.print_key(key, Some(&quoted(example)), doc);
         match self.any_text(key) {
             Some(text) => text,
             None => {
-                // A value of another type has its problem already.
+                // A value of another type already has its problem.
                 if self.is_present() && self.peek(key).is_none_or(Value::is_string) {
                     self.refuse(key, expected);
                 }
@@ -35,14 +35,14 @@ impl<'v> Section<'v, '_> {
         }
     }
 
-    /// Declares a text for which absent or empty is `None`; `example` is for the page.
+    /// Declares a text for which absent or empty is `None`; `example` is shown in the default file.
     pub fn optional_text(&mut self, key: &'static str, example: &str, doc: &str) -> Option<String> {
         self.takes_example("text");
         self.print_key(key, Some(&quoted(example)), doc);
         self.any_text(key)
     }
 
-    /// Declares a text or a number, and returns either as a text; absent or empty is `None`.
+    /// Declares a text or a number and returns either as text; absent or empty is `None`.
     pub fn text_or_number(&mut self, key: &'static str, example: &str, doc: &str) -> Option<String> {
         self.takes_example("text or number");
         self.print_key(key, Some(example), doc);
@@ -62,13 +62,13 @@ impl<'v> Section<'v, '_> {
         self.optional_text(key, "", doc).map(PathBuf::from)
     }
 
-    /// Declares a path that must be given whenever its section is.
+    /// Declares a path that is required if its section is present.
     pub fn required_path(&mut self, key: &'static str, example: &str, doc: &str) -> PathBuf {
         self.takes_example("path");
         self.required(key, example, "the path of a file", doc).into()
     }
 
-    /// Declares a list of texts, none of them empty; absent or empty means `default`.
+    /// Declares a list of non-empty texts; absent or empty means `default`.
     pub fn texts(&mut self, key: &'static str, default: &[&str], doc: &str) -> Vec<String> {
         self.takes("list of texts");
         self.print_key(key, Some(&format!("[{}]", default.join(", "))), doc);
@@ -76,7 +76,8 @@ impl<'v> Section<'v, '_> {
         if texts.is_empty() { default.iter().map(|&text| text.to_owned()).collect() } else { texts }
     }
 
-    /// Declares a list of at least one text whenever its section is there; `example` is for the page.
+    /// Declares a list that needs at least one text if its section is present; `example` is shown in the
+    /// default file.
     pub fn required_texts(
         &mut self,
         key: &'static str,
@@ -118,7 +119,7 @@ impl<'v> Section<'v, '_> {
         texts
     }
 
-    /// Declares a whole number without sign; absent or 0 means `default`, as in 14.1.
+    /// Declares an unsigned whole number; absent or 0 means `default`, as in 14.1.
     pub fn number(&mut self, key: &'static str, default: u32, doc: &str) -> u32 {
         self.takes("whole number");
         self.print_key(key, Some(&default.to_string()), doc);
@@ -203,7 +204,7 @@ impl<'v> Section<'v, '_> {
         self.optional_flag(key).unwrap_or_default()
     }
 
-    /// Declares a switch for which absent is a third value; no part of the page.
+    /// Declares a switch for which absent is a third value. It is not in the default file.
     pub fn optional_flag(&mut self, key: &'static str) -> Option<bool> {
         match self.take(key)? {
             Value::Bool(flag) => Some(*flag),
@@ -214,14 +215,14 @@ impl<'v> Section<'v, '_> {
         }
     }
 
-    /// Declares a duration; only absent means `default`, as in 14.1.
+    /// Declares a duration; only absent means `default` (0 does not), as in 14.1.
     pub fn duration(&mut self, key: &'static str, default: Duration, rule: Rule, doc: &str) -> Duration {
         self.takes(format!("duration {rule}"));
         self.print_key(key, Some(&Human(default).to_string()), doc);
         self.any_duration(key, default, rule).unwrap_or(default)
     }
 
-    /// Declares a duration for which absent is a value of its own; `example` is for the page.
+    /// Declares a duration for which absent is `None`; `example` is shown in the default file.
     pub fn optional_duration(
         &mut self,
         key: &'static str,
@@ -236,7 +237,7 @@ impl<'v> Section<'v, '_> {
         self.any_duration(key, example, rule)
     }
 
-    /// Declares a duration in protobuf's form alone, without a rule; no part of the page.
+    /// Declares a duration in protobuf's form only, without a rule. It is not in the default file.
     pub fn proto_duration(&mut self, key: &'static str) -> Option<duration::Signed> {
         let value = self.take(key)?;
         let parsed = value.as_str().and_then(duration::parse_proto);
@@ -246,7 +247,7 @@ impl<'v> Section<'v, '_> {
         parsed
     }
 
-    /// Declares a protobuf enum, given by name or number; absent is the first, which is the default.
+    /// Declares a protobuf enum, given by name or number; absent means the first one.
     pub fn one_of<T: Copy + Default>(&mut self, key: &'static str, names: &[(&str, T)], doc: &str) -> T {
         let list = names.iter().map(|(name, _)| *name).collect::<Vec<_>>().join(", ");
         self.takes(names.iter().map(|(name, _)| format!("`{name}`")).collect::<Vec<_>>().join(", "));
@@ -289,7 +290,7 @@ impl<'v> Section<'v, '_> {
         holds.then_some(parsed.size)
     }
 
-    /// Returns a text that is not empty; empty and absent are one in proto3.
+    /// Returns a text that is not empty; empty and absent are the same in proto3.
     fn any_text(&mut self, key: &'static str) -> Option<String> {
         match self.take(key)? {
             Value::String(text) => (!text.is_empty()).then(|| text.clone()),
@@ -303,7 +304,8 @@ impl<'v> Section<'v, '_> {
 
 /// Returns a whole number, which protobuf JSON also reads from `1e2`, `100.0` and `"100"`.
 fn whole(value: &Value) -> Option<i64> {
-    // The bound of exact whole numbers in a double; also keeps the conversion below defined.
+    // Doubles represent whole numbers exactly up to this bound, which also keeps the conversion below
+    // defined.
     const EXACT: f64 = 9_007_199_254_740_992.0;
     match value {
         Value::Number(number) => number.as_i64().or_else(|| {
@@ -312,7 +314,7 @@ fn whole(value: &Value) -> Option<i64> {
             let whole = real as i64;
             Some(whole)
         }),
-        // No sign and no spaces, which `parse` would partly accept.
+        // `parse` would accept a leading plus.
         Value::String(text) if text.starts_with(|c: char| c.is_ascii_digit()) => text.parse().ok(),
         _ => None,
     }

@@ -9,9 +9,9 @@ const NOT_AUDITED: &str = "output is empty or off, so there is no audit log";
 /// Section `observability.audit`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Audit {
-    /// Where its lines go.
+    /// Where its lines are written.
     pub output: AuditOutput,
-    /// Lines that may wait to be written; at least one.
+    /// Maximum number of lines that wait to be written; at least one.
     pub queue: u32,
 }
 
@@ -20,7 +20,7 @@ pub struct Audit {
 pub enum AuditOutput {
     /// Standard output.
     Stdout,
-    /// A file, to which is appended.
+    /// A file; lines are appended.
     File(PathBuf),
 }
 
@@ -30,13 +30,13 @@ pub(super) fn audit(s: &mut Section<'_, '_>) -> Option<Audit> {
     let text = s.text(
         "output",
         "",
-        "Where it goes. Empty or off: nowhere. stdout, or the path of a file (mode 0600): it is appended to, and opened \
-         anew when it was moved away or on SIGHUP.",
+        "Where it is written. Empty or off: nowhere. stdout, or the path of a file (mode 0600): lines are appended, \
+         and the file is opened again on SIGHUP or after it was renamed.",
     );
     let output = match text.as_str() {
         "" | "off" => None,
         "stdout" => Some(AuditOutput::Stdout),
-        // A word that is none of those is a slip, and no file of that name.
+        // Any other word is a mistake and not the name of a file.
         path if path.contains('/') => Some(AuditOutput::File(path.into())),
         _ => {
             s.refuse("output", EXPECTED);
@@ -48,7 +48,8 @@ pub(super) fn audit(s: &mut Section<'_, '_>) -> Option<Audit> {
         s.number(
             "queue",
             10_000,
-            "Lines that may wait while the output is slow, up to 1000000. More are dropped and counted; no request waits.",
+            "Lines that may wait while the output is slow, up to 1000000. Further lines are dropped and counted; no \
+             request waits.",
         )
     });
     if queue > 1_000_000 {

@@ -2,7 +2,7 @@
 
 use settings::walk::Section;
 
-/// Where the page is; nothing else of the observability listener may be below it.
+/// The path of the page; no other path of the observability listener may be below it.
 pub const PAGE_PATH: &str = "/page/";
 
 const NOT_SHOWN: &str = "the page is not served unless enabled is true";
@@ -10,9 +10,9 @@ const NOT_SHOWN: &str = "the page is not served unless enabled is true";
 /// Section `observability.page`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Page {
-    /// How many may look at it at once; at least one.
+    /// How many viewers may be connected at once; at least one.
     pub viewers: u32,
-    /// Names of this replica in URLs, besides those that nobody else can have.
+    /// Host names of this replica in URLs, besides those that no other site can have.
     pub hosts: Vec<String>,
 }
 
@@ -20,14 +20,14 @@ pub struct Page {
 pub(super) fn page(s: &mut Section<'_, '_>) -> Option<Page> {
     let enabled = s.flag(
         "enabled",
-        "Serve it. Whoever reaches this listener then sees the names and numbers of agents and replicas.",
+        "Serve the page. Everyone who can reach this listener then sees the names and numbers of agents and replicas.",
     );
     let idle = (!enabled && !s.is_refused("enabled")).then_some(NOT_SHOWN);
     let page = s.optional(idle, |s| {
         let viewers = s.number(
             "viewers",
             32,
-            "Who may look at it at once, up to 1000; each open page counts, and costs about 1 KB a second.",
+            "Maximum number of open pages, up to 1000. Each costs about 1 KB a second.",
         );
         if viewers > 1_000 {
             s.refuse("viewers", "a number from 1 to 1000");
@@ -35,8 +35,9 @@ pub(super) fn page(s: &mut Section<'_, '_>) -> Option<Page> {
         let hosts = s.texts(
             "hosts",
             &[],
-            "Names by which browsers reach the page, without a port, such as kas.example.com. IP addresses, localhost, \
-             names without a dot and those in .svc always are: other sites cannot give themselves such a name.",
+            "Host names by which browsers reach the page, without a port, such as kas.example.com. IP addresses, \
+             localhost, names without a dot and names in .svc are always accepted, because no other site can have \
+             such a name.",
         );
         if hosts.iter().any(|host| host.is_empty() || host.contains(['/', ':', '*'])) {
             s.refuse("hosts", "names without scheme, port, path and wildcard, such as kas.example.com");

@@ -11,34 +11,35 @@ use crate::{
 };
 
 const NOT_OPENTRACING: &str =
-    "OpenTracing is not spoken; otlp_endpoint sends spans by OTLP, which Jaeger and others take";
-const NOT_TRACED: &str = "without otlp_endpoint and OTEL_EXPORTER_OTLP_ENDPOINT no spans are made";
+    "OpenTracing is not supported; otlp_endpoint sends spans by OTLP, which Jaeger and others accept";
+const NOT_TRACED: &str = "without otlp_endpoint and OTEL_EXPORTER_OTLP_ENDPOINT no spans are created";
 
-/// Section `observability.tracing`, and what OpenTelemetry's variables say besides.
+/// Section `observability.tracing`, completed from OpenTelemetry's environment variables.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Tracing {
-    /// Who takes spans.
+    /// The collector.
     pub collector: traces::Collector,
-    /// The share of traces that begin here and are recorded, from 0 to 1.
+    /// The share of traces started here that are recorded, from 0 to 1.
     pub ratio: f64,
     /// How long one export may take.
     pub timeout: Duration,
-    /// Spans that may wait; at least one.
+    /// Maximum number of spans that wait; at least one.
     pub queue: u32,
 }
 
 /// Declares the keys of the section.
 pub(super) fn tracing(s: &mut Section<'_, '_>, env: &Environment) -> Option<Tracing> {
-    s.inert(NOT_OPENTRACING, |s| s.text("connection_string", "", "OpenTracing, as LabKit spells it."));
+    s.inert(NOT_OPENTRACING, |s| s.text("connection_string", "", "OpenTracing, in the format of LabKit."));
     let text = s.text(
         "otlp_endpoint",
         "",
         "The collector, such as http://127.0.0.1:4318: an http or https URL, for http/protobuf without /v1/traces. \
-         Empty, and no variable: no spans are made. Proxies of the environment are not heeded.",
+         If this and the environment variable are empty, no spans are created. Proxy settings of the environment are \
+         ignored.",
     );
     let endpoint = (!text.is_empty()).then(|| traces::parse_endpoint(&text)).flatten();
     if endpoint.is_none() && !text.is_empty() {
-        // It may hold a password.
+        // The URL may contain a password.
         if text.contains('@') {
             s.refuse_as("otlp_endpoint", "something with an `@` (not shown)", traces::ENDPOINT);
         } else {
@@ -56,7 +57,7 @@ pub(super) fn tracing(s: &mut Section<'_, '_>, env: &Environment) -> Option<Trac
         Err(invalid) => {
             s.refuse_as(
                 "otlp_endpoint",
-                format!("the environment variable {} with something else", invalid.variable),
+                format!("the environment variable {} with an invalid value", invalid.variable),
                 invalid.expected,
             );
             None
@@ -64,20 +65,21 @@ pub(super) fn tracing(s: &mut Section<'_, '_>, env: &Environment) -> Option<Trac
     }
 }
 
-/// Declares how spans are made and sent: what is told of the collector, the share, the timeout and the queue.
-fn export(s: &mut Section<'_, '_>, endpoint: Option<Uri>) -> (traces::Told, f64, Duration, u32) {
+/// Declares how spans are created and sent. Returns the settings of the collector, the share, the timeout and
+/// the queue.
+fn export(s: &mut Section<'_, '_>, endpoint: Option<Uri>) -> (traces::Given, f64, Duration, u32) {
     let protocol = s.one_of(
         "otlp_protocol",
         &[("http/protobuf", traces::Protocol::Http), ("grpc", traces::Protocol::Grpc)],
-        "How it is spoken to.",
+        "Protocol of the collector.",
     );
     let headers_file = s.path(
         "otlp_headers_file",
-        "What requests to it carry, a line `name: value` each, for its credential. Read again before each export.",
+        "File of headers for the collector, such as its credential: one `name: value` a line. Read before each export.",
     );
     let ca_file = s.path(
         "otlp_ca_certificate_file",
-        "PEM of who signed its certificate, besides the roots of the system.",
+        "PEM of the authority that signed its certificate, in addition to the system's roots.",
     );
     let timeout = s.duration(
         "otlp_timeout",
@@ -88,8 +90,8 @@ fn export(s: &mut Section<'_, '_>, endpoint: Option<Uri>) -> (traces::Told, f64,
     let ratio = match s.text_or_number(
         "sample_ratio",
         "1",
-        "Of the traces that begin here, the share that is recorded, from 0 to 1. Absent: all of them. Whether a trace \
-         that a caller began is recorded, the caller has decided.",
+        "The share of traces started here that are recorded, from 0 to 1. Absent: all of them. For other traces, the \
+         caller that started them has decided.",
     ) {
         None => 1.0,
         Some(text) => match text.parse() {
@@ -103,11 +105,11 @@ fn export(s: &mut Section<'_, '_>, endpoint: Option<Uri>) -> (traces::Told, f64,
     let queue = s.number(
         "queue",
         2_048,
-        "Spans that may wait to be exported, up to 65536. More are dropped and counted; no request waits.",
+        "Spans that may wait to be exported, up to 65536. Further spans are dropped and counted; no request waits.",
     );
     if queue > 65_536 {
         s.refuse("queue", "a number from 1 to 65536");
     }
     let protocol = s.has("otlp_protocol").then_some(protocol);
-    (traces::Told { endpoint, protocol, headers_file, ca_file }, ratio, timeout, queue)
+    (traces::Given { endpoint, protocol, headers_file, ca_file }, ratio, timeout, queue)
 }
