@@ -11,7 +11,7 @@ use net::{
     tls,
 };
 use process::{
-    files::{self, Before},
+    files::{self, Snapshot},
     lifecycle::{self, Lifecycle, Phase, Signals},
     telemetry::Level,
     version,
@@ -119,7 +119,7 @@ pub async fn run(settings: Settings, level: Level) -> anyhow::Result<()> {
     let mut signals = Signals::new()?;
     let token = TokenFile::new(settings.kas.token_file.clone());
     token.authorization().context("--token-file")?;
-    let before = Before::reading(settings.kas.ca_cert_file.iter().cloned().collect());
+    let before = Snapshot::reading(settings.kas.ca_cert_file.iter().cloned().collect());
     let dialer = Arc::new(settings.kas.dialer()?);
     let ca = {
         let (file, dialer) = (settings.kas.ca_cert_file.clone(), Arc::clone(&dialer));
