@@ -5,12 +5,10 @@
 //! stream's window, else one reader that stalls freezes all others. Measured with the library's
 //! defaults (both 1 MiB): one caller that stopped reading stopped its agent for everybody.
 //!
-//! `half_open` bounds connections that have not shown yet who they are, `turns` how many of them are served
-//! at once, and `meter` what a connection sends for nothing.
+//! `admission` bounds connections that are not authenticated yet, and how many of them are served at once;
+//! `meter` bounds what a connection sends for nothing.
 
-mod half_open;
 mod meter;
-mod turns;
 
 use std::{
     convert::Infallible,
@@ -39,12 +37,12 @@ use tokio::{
 };
 use tokio_rustls::TlsAcceptor;
 
-use self::{
-    half_open::{HalfOpen, Place},
-    meter::{Meter, Metered},
-    turns::{Ticket, Turns},
-};
+use self::meter::{Meter, Metered};
 use crate::{
+    admission::{
+        half_open::{HalfOpen, Place},
+        scheduler::{AdmissionScheduler, Permit},
+    },
     io::{AcceptFailures, FIRST_TURNS, Fair, Listener, Stream, TURN},
     tls, websocket_door,
 };
@@ -500,7 +498,7 @@ impl Server {
     pub async fn run(self, lifecycle: Lifecycle) {
         let tasks = tokio_util::task::TaskTracker::new();
         let half_open = HalfOpen::new(self.limits.half_open);
-        let turns = Turns::of_this_runtime();
+        let admission = AdmissionScheduler::of_this_runtime();
         let mut failures = AcceptFailures::default();
         let mut accepted_at_once = 0;
         loop {
@@ -531,7 +529,7 @@ impl Server {
             let (settings, limits, age) = (self.settings, self.limits, self.age);
             let lifecycle = lifecycle.clone();
             let serve = Serve { peer, settings, limits, age, service, lifecycle, since: Instant::now() };
-            let ticket = turns.join(peer.map(|peer| peer.ip()));
+            let ticket = admission.join(peer.map(|peer| peer.ip()));
             let tls = self.tls.as_ref().map(|tls| TlsAcceptor::from(tls.current()));
             tasks.spawn(serve.run(stream, tls, self.websocket, place, ticket));
         }
@@ -590,7 +588,7 @@ impl Serve {
         tls: Option<TlsAcceptor>,
         websocket: bool,
         place: Place,
-        mut ticket: Ticket,
+        mut ticket: Permit,
     ) {
         let limits = self.limits;
         let is_opened = tls.is_some() || websocket;
@@ -599,7 +597,7 @@ impl Serve {
         let (by, service) = (self.since + silence, Arc::clone(&self.service));
         // Boxed: the handshakes' state is large and short-lived.
         let opened = Box::pin(async {
-            // Who says nothing takes no turns.
+            // A connection that has sent nothing is not scheduled.
             match tokio::time::timeout_at(by, stream.speaks()).await {
                 Err(_) if !is_opened => {
                     service.refused(Refusal::Silent);
@@ -637,7 +635,7 @@ impl Serve {
     }
 
     /// Serves one connection to its end. It keeps its place among the half-open ones until it is known.
-    async fn connection(self, stream: Stream, place: Place, mut ticket: Ticket) {
+    async fn connection(self, stream: Stream, place: Place, mut ticket: Permit) {
         let Self { peer, settings, limits, age, service, lifecycle, since } = self;
         let asked = Instant::now();
         // What is made here for one is little; for a thousand at once it is not.

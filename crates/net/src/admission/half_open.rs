@@ -19,7 +19,7 @@ const PATIENCE: Duration = Duration::from_secs(1);
 /// Whoever comes when all are taken waits, unaccepted by HTTP/2, until one is free. That is soon: silent
 /// sockets can hold a place for [`PATIENCE`] and no longer, so that they cannot keep others out.
 #[derive(Debug)]
-pub(super) struct HalfOpen {
+pub(crate) struct HalfOpen {
     limit: usize,
     places: Mutex<Places>,
     freed: Notify,
@@ -34,14 +34,14 @@ struct Places {
 
 /// A place; it is free again when this is dropped.
 #[derive(Debug)]
-pub(super) struct Place {
+pub(crate) struct Place {
     number: u64,
     lost: Arc<Notify>,
     of: Arc<HalfOpen>,
 }
 
 impl HalfOpen {
-    pub(super) fn new(limit: usize) -> Arc<Self> {
+    pub(crate) fn new(limit: usize) -> Arc<Self> {
         Arc::new(Self { limit, places: Mutex::default(), freed: Notify::new() })
     }
 
@@ -49,7 +49,7 @@ impl HalfOpen {
     ///
     /// # Cancel safety
     /// Cancel safe.
-    pub(super) async fn enter(self: &Arc<Self>, evicted: impl Fn()) -> Place {
+    pub(crate) async fn enter(self: &Arc<Self>, evicted: impl Fn()) -> Place {
         loop {
             let wait = {
                 let mut places = self.places.lock().unwrap_or_else(PoisonError::into_inner);
@@ -84,7 +84,7 @@ impl Place {
     ///
     /// # Cancel safety
     /// Cancel safe.
-    pub(super) async fn lost(&self) {
+    pub(crate) async fn lost(&self) {
         self.lost.notified().await;
     }
 }

@@ -1,4 +1,4 @@
-//! Turns of connections that have not shown yet who they are: few at a time, and first those of which there
+//! AdmissionScheduler of connections that have not shown yet who they are: few at a time, and first those of which there
 //! are few.
 //!
 //! A thread serves whatever is ready in the order in which it became ready. A thousand connections that
@@ -62,7 +62,7 @@ const MOST_ROUNDS: u32 = 64;
 
 /// The turns of a listener.
 #[derive(Debug)]
-pub(super) struct Turns {
+pub(crate) struct AdmissionScheduler {
     most: usize,
     state: Mutex<State>,
 }
@@ -70,7 +70,7 @@ pub(super) struct Turns {
 #[derive(Debug, Default)]
 struct State {
     joined: u64,
-    /// Turns that are under way, or not over for others, or granted and not begun.
+    /// AdmissionScheduler that are under way, or not over for others, or granted and not begun.
     taken: usize,
     /// Those who wait, with the fewest turns first.
     fewest: BTreeMap<Fewest, (Rarest, Waker)>,
@@ -86,27 +86,27 @@ struct State {
     friends: Recent<IpAddr>,
 }
 
-/// Turns had before, then who is newer.
+/// AdmissionScheduler had before, then who is newer.
 type Fewest = (u32, Reverse<u64>);
-/// Turns had before in units of [`OF_A_NEWCOMER`]; then the rank of the crowd when the wait began; then who
+/// AdmissionScheduler had before in units of [`OF_A_NEWCOMER`]; then the rank of the crowd when the wait began; then who
 /// is older. And the same one's place by turns.
 type Rarest = (u32, Rank, u64, Fewest);
 /// Of a crowd, as [`State::rank`] says: the smaller, the sooner.
 type Rank = (u32, bool);
 
-impl Turns {
+impl AdmissionScheduler {
     /// At most `most` turns at a time; above zero.
-    pub(super) fn new(most: usize) -> Arc<Self> {
+    pub(crate) fn new(most: usize) -> Arc<Self> {
         Arc::new(Self { most: most.max(1), state: Mutex::default() })
     }
 
     /// Half of the runtime's threads: the others are free for who is known.
-    pub(super) fn of_this_runtime() -> Arc<Self> {
+    pub(crate) fn of_this_runtime() -> Arc<Self> {
         Self::new(tokio::runtime::Handle::current().metrics().num_workers().div_ceil(2))
     }
 
     /// Joins, with no turn had. `from`: where it comes from, if that is told.
-    pub(super) fn join(self: &Arc<Self>, from: Option<IpAddr>) -> Ticket {
+    pub(crate) fn join(self: &Arc<Self>, from: Option<IpAddr>) -> Permit {
         let crowd = from.map(network);
         let number = {
             let mut state = self.state();
@@ -114,7 +114,7 @@ impl Turns {
             state.joined += 1;
             state.joined
         };
-        Ticket { of: Arc::clone(self), number, crowd: Some(crowd), had: 0, waits: None, holds: false }
+        Permit { of: Arc::clone(self), number, crowd: Some(crowd), had: 0, waits: None, holds: false }
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -164,7 +164,7 @@ impl State {
 
 /// The end of one turn. Of its own for each: of wakers that are the same, a thread that comes round wakes
 /// one.
-struct Over(Arc<Turns>);
+struct Over(Arc<AdmissionScheduler>);
 
 impl Wake for Over {
     /// A thread has come round since the end of the turn.
@@ -175,8 +175,8 @@ impl Wake for Over {
 
 /// What one connection has had.
 #[derive(Debug)]
-pub(super) struct Ticket {
-    of: Arc<Turns>,
+pub(crate) struct Permit {
+    of: Arc<AdmissionScheduler>,
     /// Larger for who came later.
     number: u64,
     /// Among whom it is counted, until it is known.
@@ -188,9 +188,9 @@ pub(super) struct Ticket {
     holds: bool,
 }
 
-impl Ticket {
+impl Permit {
     /// Calls `act` in a turn, as soon as there is one; a turn ends when `act` returns.
-    pub(super) fn poll<T>(
+    pub(crate) fn poll<T>(
         &mut self,
         cx: &mut Context<'_>,
         act: impl FnOnce(&mut Context<'_>) -> Poll<T>,
@@ -204,12 +204,12 @@ impl Ticket {
         act(cx)
     }
 
-    /// Waits for a turn. What comes after it until the next call of [`Ticket::poll`], and that call, are the
+    /// Waits for a turn. What comes after it until the next call of [`Permit::poll`], and that call, are the
     /// turn: nothing that waits may come between.
     ///
     /// # Cancel safety
     /// Cancel safe.
-    pub(super) async fn begin(&mut self) {
+    pub(crate) async fn begin(&mut self) {
         poll_fn(|cx| {
             self.holds = self.holds || self.begins(cx);
             if self.holds { Poll::Ready(()) } else { Poll::Pending }
@@ -245,7 +245,7 @@ impl Ticket {
     }
 
     /// It has shown who it is: it needs no turns any more, and where it comes from is remembered.
-    pub(super) fn known(&mut self) {
+    pub(crate) fn known(&mut self) {
         if let Some(Some(address)) = self.crowd {
             self.of.state().friends.add(address);
         }
@@ -253,7 +253,7 @@ impl Ticket {
     }
 
     /// Waits no longer.
-    pub(super) fn leave(&mut self) {
+    pub(crate) fn leave(&mut self) {
         if mem::take(&mut self.holds) {
             self.of.pass_on();
         }
@@ -281,7 +281,7 @@ impl Ticket {
     }
 }
 
-impl Drop for Ticket {
+impl Drop for Permit {
     fn drop(&mut self) {
         self.leave();
     }
@@ -289,7 +289,7 @@ impl Drop for Ticket {
 
 /// A turn under way; over when dropped, by a panic too.
 struct Turn<'a> {
-    of: &'a Arc<Turns>,
+    of: &'a Arc<AdmissionScheduler>,
     begun: Instant,
     /// Of who has it: how often it has had more than a newcomer needs.
     level: u32,
@@ -344,16 +344,16 @@ mod tests {
 
     /// A connection, and how often it was woken.
     struct Peer {
-        ticket: Ticket,
+        ticket: Permit,
         woken: Arc<Woken>,
     }
 
     impl Peer {
-        fn new(turns: &Arc<Turns>) -> Self {
+        fn new(turns: &Arc<AdmissionScheduler>) -> Self {
             Self::from(turns, "192.0.2.1")
         }
 
-        fn from(turns: &Arc<Turns>, address: &str) -> Self {
+        fn from(turns: &Arc<AdmissionScheduler>, address: &str) -> Self {
             Self { ticket: turns.join(Some(address.parse().unwrap())), woken: Arc::default() }
         }
 
@@ -393,7 +393,7 @@ mod tests {
 
     #[test]
     fn every_other_turn_is_for_who_has_had_the_fewest_and_came_last() {
-        let turns = Turns::new(1);
+        let turns = AdmissionScheduler::new(1);
         let mut holder = Peer::new(&turns);
         let mut waiting: [_; 5] = std::array::from_fn(|_| Peer::new(&turns));
         // The last of them has had one and the one before it two.
@@ -405,7 +405,7 @@ mod tests {
 
     #[test]
     fn who_has_had_more_turns_than_a_newcomer_needs_is_no_longer_the_rarest() {
-        let turns = Turns::new(1);
+        let turns = AdmissionScheduler::new(1);
         let mut holder = Peer::new(&turns);
         let mut waiting: [_; 4] = std::array::from_fn(|_| Peer::new(&turns));
         for (peer, had) in [(0, OF_A_NEWCOMER), (1, OF_A_NEWCOMER - 1)] {
@@ -417,7 +417,7 @@ mod tests {
     #[test]
     fn every_other_turn_is_for_who_comes_from_where_few_are() {
         const MANY: usize = 2 * CROWD as usize;
-        let turns = Turns::new(1);
+        let turns = AdmissionScheduler::new(1);
         let mut holder = Peer::from(&turns, "198.51.100.1");
         // One from elsewhere in the middle of a crowd.
         let address =
@@ -425,7 +425,7 @@ mod tests {
         let mut waiting: Vec<_> = (0..=MANY).map(|i| Peer::from(&turns, address(i))).collect();
         assert_eq!(order(&mut holder, &mut waiting)[..4], [MANY / 2, MANY, 0, MANY - 1]);
         // A handful is not a crowd, and a crowd is not kept out by many that come from many places.
-        let turns = Turns::new(1);
+        let turns = AdmissionScheduler::new(1);
         let mut holder = Peer::new(&turns);
         let addresses =
             ["198.51.100.1", "198.51.100.2", "198.51.100.3", "192.0.2.1", "192.0.2.1", "192.0.2.1"];
@@ -435,7 +435,7 @@ mod tests {
 
     #[test]
     fn who_comes_from_where_somebody_was_let_in_is_before_strangers() {
-        let turns = Turns::new(1);
+        let turns = AdmissionScheduler::new(1);
         let mut holder = Peer::from(&turns, "198.51.100.1");
         let mut friend = Peer::from(&turns, "192.0.2.9");
         friend.ticket.known();
@@ -452,7 +452,7 @@ mod tests {
 
     #[test]
     fn crowd_is_who_is_not_known_yet_and_shares_a_network() {
-        let turns = Turns::new(1);
+        let turns = AdmissionScheduler::new(1);
         let size = |address: &str| {
             turns.state().crowds.get(&Some(address.parse().unwrap())).copied().unwrap_or_default()
         };
@@ -471,7 +471,7 @@ mod tests {
 
     #[test]
     fn who_leaves_takes_no_turn_along() {
-        let turns = Turns::new(2);
+        let turns = AdmissionScheduler::new(2);
         let [mut one, mut two, mut gone, mut last, mut known] = std::array::from_fn(|_| Peer::new(&turns));
         assert!(one.asks(|| {
             assert!(two.asks(|| {
@@ -495,13 +495,13 @@ mod tests {
         );
     }
 
-    async fn turn(ticket: &mut Ticket) {
+    async fn turn(ticket: &mut Permit) {
         poll_fn(|cx| ticket.poll(cx, |_| Poll::Ready(()))).await;
     }
 
     #[tokio::test]
     async fn one_turn_at_most_between_two_steps_of_who_is_known() {
-        let turns = Turns::new(1);
+        let turns = AdmissionScheduler::new(1);
         let had = Rc::new(Cell::new(0));
         let local = tokio::task::LocalSet::new();
         let all: Vec<_> = (0..100)
@@ -535,7 +535,7 @@ mod tests {
     /// round, one never did.
     #[tokio::test]
     async fn each_of_two_turns_of_one_thread_ends() {
-        let turns = Turns::new(2);
+        let turns = AdmissionScheduler::new(2);
         for _ in 0..3 {
             let two = [turns.join(None), turns.join(None)]
                 .map(|mut ticket| tokio::spawn(async move { turn(&mut ticket).await }));
@@ -550,7 +550,7 @@ mod tests {
     }
 
     /// Has a turn that takes so long.
-    async fn long_turn(ticket: &mut Ticket, takes: Duration) {
+    async fn long_turn(ticket: &mut Permit, takes: Duration) {
         poll_fn(|cx| {
             ticket.poll(cx, |cx| {
                 // The clock moves at the first poll.
@@ -562,7 +562,7 @@ mod tests {
     }
 
     /// How many rounds it takes, of so long each, until nobody has a turn.
-    async fn rounds(turns: &Turns, takes: Duration) -> u32 {
+    async fn rounds(turns: &AdmissionScheduler, takes: Duration) -> u32 {
         let mut rounds = 0;
         while turns.state().taken > 0 {
             tokio::time::advance(takes).await;
@@ -574,7 +574,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn a_turn_that_took_long_is_followed_by_as_much_time_for_others() {
-        let turns = Turns::new(1);
+        let turns = AdmissionScheduler::new(1);
         let mut ticket = turns.join(None);
         let mut after = Vec::new();
         for took in [Duration::ZERO, 10 * ROUND, 1_000 * ROUND] {
@@ -603,7 +603,7 @@ mod tests {
 
     #[tokio::test]
     async fn a_turn_that_was_waited_for_ends_with_the_next_call_or_with_the_connection() {
-        let turns = Turns::new(1);
+        let turns = AdmissionScheduler::new(1);
         let (mut ticket, mut other) = (turns.join(None), Peer::new(&turns));
         ticket.begin().await;
         assert!(!other.asks(|| {}));
@@ -627,7 +627,7 @@ mod tests {
 
     #[test]
     fn a_panic_in_a_turn_ends_the_turn() {
-        let turns = Turns::new(1);
+        let turns = AdmissionScheduler::new(1);
         let (mut bad, mut good) = (Peer::new(&turns), Peer::new(&turns));
         let panicked =
             std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| bad.asks(|| panic!("as meant"))));
