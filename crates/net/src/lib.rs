@@ -2,7 +2,7 @@
 //! connections, the admin listener. It knows nothing of kas' protocol.
 
 pub mod admin;
-mod admission;
+pub mod admission;
 pub mod http2;
 pub mod io;
 pub mod peers;
