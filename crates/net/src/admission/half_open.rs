@@ -1,23 +1,20 @@
-//! Connections that have not shown yet who they are: few at once, and none of them in the way of others for
-//! long.
+//! Bounds the number of unauthenticated connections, so that none of them blocks others for long.
 
-use std::{
-    collections::BTreeMap,
-    sync::{Arc, Mutex, PoisonError},
-    time::Duration,
-};
+use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
+use parking_lot::Mutex;
 use tokio::{sync::Notify, time::Instant};
 
-/// When all places are taken, whoever has had one for this long gives it to the next. Shorter: in a storm of
-/// reconnects those lose theirs whose handshakes wait for the processor, a millisecond each at worst. Longer:
-/// a flood of silent sockets keeps the others waiting, at one place's worth of them in this time.
+/// When all places are taken, a connection that has had one for this long loses it to the next. If this were
+/// shorter, then in a storm of reconnects connections would lose their places while their handshakes wait for
+/// the processor, for at worst a millisecond each. If it were longer, then a flood of silent sockets would
+/// delay others more: it lets in as many as there are places in this time.
 const PATIENCE: Duration = Duration::from_secs(1);
 
 /// The places of a listener.
 ///
-/// Whoever comes when all are taken waits, unaccepted by HTTP/2, until one is free. That is soon: silent
-/// sockets can hold a place for [`PATIENCE`] and no longer, so that they cannot keep others out.
+/// A connection that arrives when all are taken waits, before HTTP/2, until one is free. That is soon: silent
+/// sockets hold a place for no longer than [`PATIENCE`] then, so they keep no client out.
 #[derive(Debug)]
 pub(crate) struct HalfOpen {
     limit: usize,
@@ -45,14 +42,14 @@ impl HalfOpen {
         Arc::new(Self { limit, places: Mutex::default(), freed: Notify::new() })
     }
 
-    /// Takes a place. `evicted` is called for each that has lost its own to this one.
+    /// Takes a place. Calls `evicted` for a connection that loses its place to this one.
     ///
     /// # Cancel safety
     /// Cancel safe.
     pub(crate) async fn enter(self: &Arc<Self>, evicted: impl Fn()) -> Place {
         loop {
             let wait = {
-                let mut places = self.places.lock().unwrap_or_else(PoisonError::into_inner);
+                let mut places = self.places.lock();
                 let oldest = places.taken.first_key_value().map(|(number, (since, _))| (*number, *since));
                 match oldest {
                     Some((_, since)) if places.taken.len() >= self.limit && since.elapsed() < PATIENCE => {
@@ -73,7 +70,7 @@ impl HalfOpen {
                     }
                 }
             };
-            // Either a place is free, or its holder has had it for long enough.
+            // Then a place is free, or the oldest connection has had its place for long enough.
             let _ = tokio::time::timeout_at(wait, self.freed.notified()).await;
         }
     }
@@ -91,7 +88,7 @@ impl Place {
 
 impl Drop for Place {
     fn drop(&mut self) {
-        self.of.places.lock().unwrap_or_else(PoisonError::into_inner).taken.remove(&self.number);
+        self.of.places.lock().taken.remove(&self.number);
         self.of.freed.notify_one();
     }
 }
@@ -114,22 +111,22 @@ mod tests {
         let begun = Instant::now();
         let (first, second) = (enter().await, enter().await);
         assert_eq!(begun.elapsed(), Duration::ZERO);
-        // Somebody leaves: nobody is evicted.
+        // A connection ends: none is evicted.
         let (third, ()) = tokio::join!(enter(), async {
             tokio::time::sleep(Duration::from_millis(500)).await;
             drop(second);
         });
         assert_eq!((begun.elapsed(), evicted.load(Ordering::Relaxed)), (Duration::from_millis(500), 0));
-        // Nobody leaves: the oldest loses its place once it has had it for long enough.
+        // None ends: the oldest loses its place once it has had it for long enough.
         let fourth = enter().await;
         assert_eq!((begun.elapsed(), evicted.load(Ordering::Relaxed)), (PATIENCE, 1));
         first.lost().await;
-        // To drop what is lost frees nobody else's place.
+        // Dropping a place that was lost frees no other.
         drop(first);
         let fifth = enter().await;
         assert_eq!(begun.elapsed(), PATIENCE + Duration::from_millis(500));
         third.lost().await;
         drop((third, fourth, fifth));
-        assert_eq!(half_open.places.lock().unwrap().taken.len(), 0);
+        assert_eq!(half_open.places.lock().taken.len(), 0);
     }
 }
