@@ -7,10 +7,11 @@ mod role;
 
 use std::{
     path::{Path, PathBuf},
-    sync::{Arc, Mutex, PoisonError},
+    sync::Arc,
 };
 
 use arc_swap::ArcSwap;
+use parking_lot::Mutex;
 use rustls::{
     ClientConfig, RootCertStore, ServerConfig,
     client::{
@@ -263,7 +264,7 @@ pub struct Shown(Mutex<Vec<CertificateDer<'static>>>);
 impl Shown {
     /// Returns the certificates.
     pub fn certificates(&self) -> Vec<CertificateDer<'static>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.0.lock().clone()
     }
 }
 
@@ -302,8 +303,7 @@ impl ServerCertVerifier for Keeping {
         now: UnixTime,
     ) -> Result<ServerCertVerified, rustls::Error> {
         let chain = std::iter::once(end_entity).chain(intermediates);
-        *self.shown.0.lock().unwrap_or_else(PoisonError::into_inner) =
-            chain.map(|certificate| certificate.clone().into_owned()).collect();
+        *self.shown.0.lock() = chain.map(|certificate| certificate.clone().into_owned()).collect();
         self.verifier.verify_server_cert(end_entity, intermediates, server_name, ocsp_response, now)
     }
 

@@ -7,13 +7,14 @@ use std::{
     io,
     pin::Pin,
     sync::{
-        Arc, Mutex, PoisonError,
+        Arc,
         atomic::{AtomicBool, AtomicU8, AtomicU32, Ordering},
     },
     task::{Context, Poll, ready},
     time::Duration,
 };
 
+use parking_lot::Mutex;
 use tokio::{
     io::{AsyncRead, AsyncWrite, ReadBuf},
     time::Instant,
@@ -208,7 +209,7 @@ impl Meter {
 
     /// For how long the header block that is coming has not come to its end.
     pub(super) fn block_age(&self) -> Option<Duration> {
-        self.block.lock().unwrap_or_else(PoisonError::into_inner).map(|since| since.elapsed())
+        self.block.lock().map(|since| since.elapsed())
     }
 
     /// Whether HTTP/2 has left because of resets.
@@ -342,7 +343,7 @@ impl<S> Metered<S> {
             Step::Ends(_) | Step::Resets(..) | Step::Leaves(_) => {}
         });
         if was_in_block || *in_block {
-            let mut block = meter.block.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut block = meter.block.lock();
             if !*in_block {
                 *block = None;
             } else if block.is_none() {
