@@ -2,21 +2,17 @@
 //!
 //! One [`Client`] keeps connections alive and is shared by whoever asks. It remembers no answer: caches
 //! belong to those who know what an answer means. `connect` dials, through a proxy where the environment
-//! names one; `pace` is the rate limit; `check` is what a person asks, to see whether all this works.
+//! names one; `lookup_rate` is the rate limit; `check` is what a person asks, to see whether all this works.
 
 pub mod check;
 mod connect;
 mod lookup;
+mod lookup_rate;
 mod metrics;
-mod pace;
 #[cfg(test)]
 mod tests;
 
-use std::{
-    path::Path,
-    sync::{Arc, Mutex, PoisonError},
-    time::Duration,
-};
+use std::{path::Path, sync::Arc, time::Duration};
 
 use arc_swap::ArcSwap;
 use async_trait::async_trait;
@@ -31,6 +27,7 @@ use ids::{Agent, AgentId, TokenHash, is_agent_name};
 use jsonwebtoken::{Algorithm, EncodingKey};
 use kas_config::GitLabApi;
 pub use net::proxy::Proxies;
+use parking_lot::Mutex;
 use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, utf8_percent_encode};
 use process::error::chain;
 use process::version;
@@ -40,10 +37,10 @@ use tokio::time::Instant;
 
 use self::{
     connect::Connector,
-    pace::{Busy, Pace},
+    lookup_rate::{Busy, LookupRateLimiter},
 };
 pub use self::{
-    lookup::{AgentInfo, LookupError, Standing, Urgency},
+    lookup::{AgentInfo, LookupError, LookupPriority, Urgency},
     metrics::{LookupMetrics, LookupOutcome},
 };
 
@@ -137,7 +134,7 @@ pub struct Client {
     /// Credentials for a proxy that reads requests.
     proxy_authorization: Option<HeaderValue>,
     timeout: Duration,
-    pace: Pace,
+    lookup_rate: Arc<LookupRateLimiter>,
     /// When it was last told that too many wait.
     told: Mutex<Option<Instant>>,
     metrics: Arc<LookupMetrics>,
@@ -171,7 +168,7 @@ impl Client {
             key: ArcSwap::from_pointee(EncodingKey::from_secret(secret.expose())),
             proxy_authorization,
             timeout: config.timeout,
-            pace: Pace::new(config.refill_rate_per_second, config.bucket_size),
+            lookup_rate: LookupRateLimiter::new(config.refill_rate_per_second, config.bucket_size),
             told: Mutex::default(),
             metrics,
         })
@@ -243,7 +240,7 @@ impl Client {
         if path.is_empty() || path.len() > LONGEST_PATH {
             return Err(Failure::Path.into());
         }
-        self.pace.wait(Urgency::SOMEBODY, self.timeout).await.map_err(|_| LookupError::Busy)?;
+        self.lookup_rate.wait(Urgency::SOMEBODY, self.timeout).await.map_err(|_| LookupError::Busy)?;
         let id = utf8_percent_encode(path, QUERY);
         let project_info = self.endpoint(&format!("{PROJECT_INFO}?id={id}"));
         let id = request_id();
@@ -256,7 +253,7 @@ impl Client {
     /// Says that tokens were not asked about, at most once in [`TOLD`].
     fn tell(&self, Busy { waiting, most }: Busy) {
         let now = Instant::now();
-        let mut told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut told = self.told.lock();
         if told.is_some_and(|told| now < told + TOLD) {
             return;
         }
@@ -322,7 +319,7 @@ fn http(connector: Connector) -> Http {
 #[async_trait]
 impl AgentInfo for Client {
     async fn agent_info(&self, token: &[u8], urgency: Urgency) -> Result<Agent, LookupError> {
-        if let Err(busy) = self.pace.wait(urgency, self.timeout).await {
+        if let Err(busy) = self.lookup_rate.wait(urgency, self.timeout).await {
             self.metrics.looked_up(LookupOutcome::Limited);
             self.tell(busy);
             return Err(LookupError::Busy);

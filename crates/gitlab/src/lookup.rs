@@ -17,39 +17,34 @@ pub trait AgentInfo: Send + Sync + 'static {
     async fn agent_info(&self, token: &[u8], urgency: Urgency) -> Result<Agent, LookupError>;
 }
 
-/// Who waits for a lookup.
+/// What a lookup is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Urgency {
-    /// An agent that is to be let in.
+    /// An agent that is not connected yet.
     New {
-        /// From which network, if that is told.
+        /// The network it comes from, if its peer has an address.
         from: Option<IpAddr>,
         /// What is known of it.
-        standing: Standing,
+        priority: LookupPriority,
     },
-    /// One that is connected.
+    /// An agent that is connected.
     Renewal,
 }
 
 impl Urgency {
-    /// Of whom nothing is known.
-    pub const SOMEBODY: Self = Self::New { from: None, standing: Standing::Stranger };
+    /// An agent of which nothing is known.
+    pub const SOMEBODY: Self = Self::New { from: None, priority: LookupPriority::UnknownSource };
 }
 
-/// What is known of who is to be let in.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Standing {
-    /// This token was an agent's before.
-    Returning,
-    /// Others were let in from the same network.
-    Befriended,
-    /// Nothing.
-    Stranger,
-}
-
-impl Standing {
-    /// Each of them, in their order.
-    pub const ALL: [Self; 3] = [Self::Returning, Self::Befriended, Self::Stranger];
+/// Which of the lookups that wait are preferred, in this order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum LookupPriority {
+    /// The token belonged to an agent before.
+    KnownToken,
+    /// Other agents from the same network were authenticated before.
+    KnownSource,
+    /// Any other.
+    UnknownSource,
 }
 
 /// Why a lookup found no agent.

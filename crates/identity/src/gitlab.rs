@@ -24,10 +24,10 @@ use std::{
 use arc_swap::ArcSwapOption;
 use async_trait::async_trait;
 use futures_util::FutureExt as _;
-use gitlab::{AgentInfo, LookupError, LookupMetrics, LookupOutcome, Standing, Urgency};
+use gitlab::{AgentInfo, LookupError, LookupMetrics, LookupOutcome, LookupPriority, Urgency};
 use ids::{AgentId, TokenHash};
 use net::peers::{Recent, network};
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use secrecy::{ExposeSecret as _, SecretSlice};
 use tokio::{
     sync::{Notify, OwnedSemaphorePermit, Semaphore, watch},
@@ -109,7 +109,7 @@ impl GitLabIdentity {
 impl fmt::Debug for GitLabIdentity {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("GitLabIdentity")
-            .field("tokens", &self.shared.state().tokens.len())
+            .field("tokens", &self.shared.state.lock().tokens.len())
             .finish_non_exhaustive()
     }
 }
@@ -142,7 +142,7 @@ impl Identity for GitLabIdentity {
     }
 
     fn project_of(&self, agent: AgentId) -> Option<i64> {
-        self.shared.state().projects.get(&agent).copied()
+        self.shared.state.lock().projects.get(&agent).copied()
     }
 }
 
@@ -201,10 +201,10 @@ struct State {
     lookups: usize,
     /// Projects of the agents that GitLab has returned; at most as many as tokens.
     projects: HashMap<AgentId, i64>,
-    /// Tokens that have belonged to agents.
+    /// Tokens that belonged to an agent.
     agents: Recent<TokenHash>,
-    /// Source networks of these tokens.
-    known_sources: Recent<IpAddr>,
+    /// The networks they came from.
+    trusted_sources: Recent<IpAddr>,
     late_told: Option<Instant>,
 }
 
@@ -221,14 +221,14 @@ impl State {
 
     /// Returns the lookup priority of a token that no connected agent uses.
     fn urgency(&self, hash: TokenHash, from: Option<IpAddr>) -> Urgency {
-        let standing = if self.agents.has(&hash) {
-            Standing::Returning
-        } else if from.is_some_and(|from| self.known_sources.has(&from)) {
-            Standing::Befriended
+        let priority = if self.agents.has(&hash) {
+            LookupPriority::KnownToken
+        } else if from.is_some_and(|from| self.trusted_sources.has(&from)) {
+            LookupPriority::KnownSource
         } else {
-            Standing::Stranger
+            LookupPriority::UnknownSource
         };
-        Urgency::New { from, standing }
+        Urgency::New { from, priority }
     }
 
     fn remove(&mut self, hash: TokenHash) {
@@ -265,6 +265,7 @@ struct Shared {
     times: Times,
     lookups: Arc<LookupMetrics>,
     metrics: Arc<CacheMetrics>,
+    /// A panic leaves at worst an entry that is asked for again.
     state: Mutex<State>,
     version: watch::Sender<u64>,
     /// Notified when the first entry of `State::due` may have become an earlier one.
@@ -272,14 +273,10 @@ struct Shared {
 }
 
 impl Shared {
-    fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock()
-    }
-
     fn answer(self: &Arc<Self>, token: &[u8], from: Option<IpAddr>) -> Answer {
         let hash = TokenHash::of(token);
         let now = Instant::now();
-        let mut state = self.state();
+        let mut state = self.state.lock();
         if let Some(entry) = state.tokens.get_mut(&hash) {
             if let Some(remembered) = entry.fresh(now) {
                 return Answer::Known(match &remembered.answer {
@@ -352,7 +349,7 @@ impl Shared {
         let hash = session.hash;
         let now = Instant::now();
         let before = session.agent.load_full();
-        let mut state = self.state();
+        let mut state = self.state.lock();
         state.lookups -= 1;
         let Some(entry) = state.tokens.get_mut(&hash) else {
             // Entries with a lookup are never removed.
@@ -407,7 +404,7 @@ impl Shared {
             state.projects.insert(agent.id, agent.project_id);
             state.agents.add(hash);
             if let Urgency::New { from: Some(from), .. } = urgency {
-                state.known_sources.add(from);
+                state.trusted_sources.add(from);
             }
         }
         drop(state);
@@ -430,7 +427,7 @@ impl Shared {
         // The semaphore is never closed.
         while let Ok(permit) = Arc::clone(&permits).acquire_owned().await {
             loop {
-                let first = self.state().due.first().map(|(at, _)| *at);
+                let first = self.state.lock().due.first().map(|(at, _)| *at);
                 match first {
                     Some(at) if at <= Instant::now() => break,
                     Some(at) => {
@@ -445,7 +442,7 @@ impl Shared {
 
     fn renew_first(self: &Arc<Self>, permit: OwnedSemaphorePermit) {
         let now = Instant::now();
-        let mut state = self.state();
+        let mut state = self.state.lock();
         let Some((_, hash)) = state.due.first().copied().filter(|(at, _)| *at <= now) else { return };
         let Some(entry) = state.tokens.get(&hash) else {
             // There is no due time without an entry; if there were one, it would stay forever.

@@ -39,7 +39,7 @@ impl AgentInfo for Fake {
         self.urgent.fetch_add(usize::from(urgency == Urgency::Renewal), Ordering::Relaxed);
         self.asked_now.send_modify(|n| *n += 1);
         let _permit = self.permits.acquire().await.unwrap();
-        let mut says = self.says.lock().unwrap();
+        let mut says = self.says.lock();
         let say = if says.len() > 1 { says.pop_front().unwrap() } else { says[0] };
         drop(says);
         say()
@@ -83,7 +83,7 @@ impl Setup {
     }
 
     fn says(&self, say: Say) {
-        *self.gitlab.says.lock().unwrap() = [say].into();
+        *self.gitlab.says.lock() = [say].into();
     }
 
     async fn authenticate(&self) -> Result<Authenticated, IdentityError> {
@@ -91,7 +91,7 @@ impl Setup {
     }
 
     fn tokens(&self) -> usize {
-        self.identity.shared.state().tokens.len()
+        self.identity.shared.state.lock().tokens.len()
     }
 }
 
@@ -189,7 +189,9 @@ async fn a_thousand_callers_share_one_lookup() {
     assert!(answers.iter().all(Result::is_ok));
     assert_eq!(s.asked(), 1);
     // All streams hold one token.
-    assert!(Weak::strong_count(&s.identity.shared.state().tokens[&TokenHash::of(b"token")].session) >= 1000);
+    assert!(
+        Weak::strong_count(&s.identity.shared.state.lock().tokens[&TokenHash::of(b"token")].session) >= 1000
+    );
 }
 
 #[tokio::test(start_paused = true)]
@@ -232,32 +234,33 @@ async fn a_lookup_that_panics_affects_no_other() {
     let s = Setup::new(TIMES, &[|| panic!("as told"), found]);
     assert_eq!(s.authenticate().await, Err(IdentityError::Unavailable));
     assert!(s.authenticate().await.is_ok());
-    assert_eq!(s.identity.shared.state().lookups, 0);
+    assert_eq!(s.identity.shared.state.lock().lookups, 0);
 }
 
 #[tokio::test(start_paused = true)]
 async fn the_lookup_priority_depends_on_token_and_source() {
     let s = Setup::new(TIMES, &[found, unknown, found]);
     let [here, elsewhere] = ["2001:db8::1", "192.0.2.1"].map(|address| Some(address.parse().unwrap()));
-    let standing = |token: &[u8], from: Option<IpAddr>| match s
+    let priority = |token: &[u8], from: Option<IpAddr>| match s
         .identity
         .shared
-        .state()
+        .state
+        .lock()
         .urgency(TokenHash::of(token), from.map(network))
     {
-        Urgency::New { standing, .. } => standing,
+        Urgency::New { priority, .. } => priority,
         Urgency::Renewal => panic!("no agent is connected"),
     };
-    assert_eq!(standing(b"agent", here), Standing::Stranger);
+    assert_eq!(priority(b"agent", here), LookupPriority::UnknownSource);
     s.identity.authenticate(b"agent", here).await.unwrap();
     s.identity.authenticate(b"nobody", elsewhere).await.unwrap_err();
     // Also after GitLab's answer has expired.
     pass(2 * TTL).await;
     assert_eq!(s.tokens(), 0);
-    assert_eq!(standing(b"agent", elsewhere), Standing::Returning);
+    assert_eq!(priority(b"agent", elsewhere), LookupPriority::KnownToken);
     let neighbour = Some("2001:db8::2".parse().unwrap());
-    assert_eq!([here, neighbour].map(|from| standing(b"other", from)), [Standing::Befriended; 2]);
-    assert_eq!([elsewhere, None].map(|from| standing(b"nobody", from)), [Standing::Stranger; 2]);
+    assert_eq!([here, neighbour].map(|from| priority(b"other", from)), [LookupPriority::KnownSource; 2]);
+    assert_eq!([elsewhere, None].map(|from| priority(b"nobody", from)), [LookupPriority::UnknownSource; 2]);
 }
 
 #[tokio::test(start_paused = true)]
@@ -356,7 +359,7 @@ async fn the_number_of_tokens_is_bounded() {
     }
     assert_eq!(s.tokens(), 501);
     {
-        let mut state = s.identity.shared.state();
+        let mut state = s.identity.shared.state.lock();
         // Simulates a full cache: unused entries are removed, one for each new one.
         for _ in 0..500 {
             assert!(state.make_room(1));
@@ -370,7 +373,7 @@ async fn the_number_of_tokens_is_bounded() {
     }
     pass(2 * ERROR_TTL).await;
     assert_eq!(s.tokens(), 1);
-    let state = s.identity.shared.state();
+    let state = s.identity.shared.state.lock();
     assert_eq!((state.due.len(), state.lookups), (1, 0));
 }
 
