@@ -93,9 +93,8 @@ impl<L: Copy + Ord, S: Copy + Ord, T> FairQueue<L, S, T> {
     /// source makes room for it and is returned.
     ///
     /// # Errors
-    /// The item, if there are `most` entries already and with it no other source would be larger than its
-    /// own. Of sources of equal size, those of a later lane count as larger, and those that have an entry
-    /// keep it.
+    /// The item, if there are `most` entries and no other source has more of them than its own source would
+    /// have with it. A source of equal size in a later lane counts as larger.
     pub fn push_or_shed(
         &mut self,
         most: usize,
