@@ -563,7 +563,7 @@ const VIOLATIONS: &[Attack] = &[
         },
         Reset(&[PROTOCOL_ERROR]),
     ),
-    attack("more header fields than allowed", |k| Sends::Frames(with(k, &field("x", &[b'x'; 20_000]))), Answered)
+    attack("headers larger than allowed", |k| Sends::Frames(with(k, &field("x", &[b'x'; 20_000]))), Answered)
         .but(&[(Listener::AgentWebSocket, Any)]),
     attack("an unknown frame", |_| Sends::Frames(frame(0xee, 0xff, 77, &[1; 300])), Goes),
     attack("an unknown setting", |_| Sends::Frames(settings(0xfafa, 0xffff_ffff)), Goes),
