@@ -10,7 +10,7 @@ use grpc::{Code, Status};
 use http::HeaderMap;
 use ids::Actor;
 use jsonwebtoken::{Algorithm, DecodingKey, Validation, errors::ErrorKind};
-use parking_lot::Mutex;
+use parking_lot::{Mutex, MutexGuard};
 use serde::Deserialize;
 use tokio::time::Instant;
 
@@ -129,7 +129,7 @@ impl JwtVerifier {
     pub fn verify(&self, headers: &HeaderMap) -> Result<Arc<Actor>, Status> {
         let token = bearer(headers)?;
         let now = process::clock::wall().as_secs_f64();
-        if let Some(verified) = self.verified.lock().get(token)
+        if let Some(verified) = self.verified().get(token)
             && now < verified.exp + self.validation.leeway as f64
         {
             return Ok(Arc::clone(&verified.actor));
@@ -169,8 +169,8 @@ impl JwtVerifier {
     /// every call may cause it.
     fn log_issuer(&self, token: &[u8]) {
         let now = Instant::now();
-        let mut told = self.told.lock();
-        if told.is_some_and(|told| now < told + TOLD) {
+        let mut logged = self.issuer_logged.lock();
+        if logged.is_some_and(|logged| now < logged + ISSUER_LOGGED) {
             return;
         }
         *logged = Some(now);
@@ -183,11 +183,15 @@ impl JwtVerifier {
         );
     }
 
+    fn verified(&self) -> MutexGuard<'_, HashMap<Box<[u8]>, Verified>> {
+        self.verified.lock()
+    }
+
     fn remember(&self, token: &[u8], new: Verified, now: f64) {
         if token.len() > LONGEST_REMEMBERED {
             return;
         }
-        let mut verified = self.verified.lock();
+        let mut verified = self.verified();
         if verified.len() >= REMEMBERED {
             verified.retain(|_, verified| verified.exp > now);
         }
@@ -289,7 +293,7 @@ mod tests {
         for _ in 0..2 {
             verifier.verify(&headers).unwrap();
         }
-        for verified in verifier.verified.lock().values_mut() {
+        for verified in verifier.verified().values_mut() {
             verified.exp = 1.0;
         }
         // The signature is still valid, so the token is verified again and found unexpired. A token with an
@@ -359,6 +363,6 @@ mod tests {
             verifier.verify(&headers(&claims, &[b's'; 32])).unwrap();
             assert!(verifier.verify(&headers(&claims, &[b'x'; 32])).is_err());
         }
-        assert!(verifier.verified.lock().len() <= REMEMBERED);
+        assert!(verifier.verified().len() <= REMEMBERED);
     }
 }
