@@ -46,7 +46,7 @@ use self::agent_stream::{AgentStream, Broken, Got, frame_of};
 pub use self::{
     agent_stream::{Opening, Unasked, read_descriptor},
     exchange::{Exchange, Head},
-    info::{Descriptor, Info, Peer, Unacceptable},
+    info::{AgentKind, Descriptor, Info, Unacceptable},
     splice::{Lender, Splice},
     tunnel_body::TunnelBody,
 };
@@ -65,7 +65,7 @@ const GATHER: usize = 16 * 1024;
 const CLOSE_TIME: Duration = Duration::from_secs(1);
 
 /// Manages free tunnels. Called without any lock of the tunnel.
-pub trait Owner: Send + Sync + 'static {
+pub trait TunnelPool: Send + Sync + 'static {
     /// The tunnel is free for a request.
     fn parked(&self, tunnel: &Arc<Tunnel>);
     /// The tunnel is over. `wasted`: the agent ended it or was lost while the tunnel was parked.
@@ -191,7 +191,7 @@ struct Lease {
 pub struct Tunnel {
     info: Info,
     far_end: FarEnd,
-    owner: Arc<dyn Owner>,
+    pool: Arc<dyn TunnelPool>,
     reset: Box<dyn Fn() + Send + Sync>,
     core: Mutex<Core>,
 }
@@ -293,37 +293,37 @@ impl Tunnel {
     pub fn new(
         info: Info,
         opening: Opening,
-        owner: Arc<dyn Owner>,
+        pool: Arc<dyn TunnelPool>,
         reset: Box<dyn Fn() + Send + Sync>,
     ) -> (Arc<Self>, TunnelBody) {
-        Self::make(info, opening, owner, reset, FarEnd::Agent)
+        Self::make(info, opening, pool, reset, FarEnd::Agent)
     }
 
     /// Creates a tunnel that another replica lends. `body` is the response of that replica, which fails with
     /// a [`Status`] if that replica ends a request with one. [`TunnelBody`] is sent there. `leased`: that
-    /// replica may lend the tunnel for further requests, and `owner` is told each time. Else it carries one
+    /// replica may lend the tunnel for further requests, and `pool` is told each time. Else it carries one
     /// request.
     pub fn borrowed(
         info: Info,
         body: grpc::Body,
-        owner: Arc<dyn Owner>,
+        pool: Arc<dyn TunnelPool>,
         reset: Box<dyn Fn() + Send + Sync>,
         leased: bool,
     ) -> (Arc<Self>, TunnelBody) {
         let far_end = if leased { FarEnd::LeasingReplica } else { FarEnd::Replica };
-        Self::make(info, Opening::new(body, false), owner, reset, far_end)
+        Self::make(info, Opening::new(body, false), pool, reset, far_end)
     }
 
     fn make(
         info: Info,
         opening: Opening,
-        owner: Arc<dyn Owner>,
+        pool: Arc<dyn TunnelPool>,
         reset: Box<dyn Fn() + Send + Sync>,
         far_end: FarEnd,
     ) -> (Arc<Self>, TunnelBody) {
         let end = match far_end {
             FarEnd::LeasingReplica => KasEnd::leased(),
-            FarEnd::Agent | FarEnd::Replica | FarEnd::GitlabReplica => KasEnd::parked(info.peer.mode()),
+            FarEnd::Agent | FarEnd::Replica | FarEnd::GitlabReplica => KasEnd::parked(info.kind.mode()),
         };
         let core = Core {
             end,
@@ -342,7 +342,7 @@ impl Tunnel {
             tunnel_waker: None,
             exchange_waker: None,
         };
-        let tunnel = Arc::new(Self { info, far_end, owner, reset, core: Mutex::new(core) });
+        let tunnel = Arc::new(Self { info, far_end, pool, reset, core: Mutex::new(core) });
         let body = TunnelBody::new(Arc::clone(&tunnel));
         (tunnel, body)
     }
@@ -496,7 +496,7 @@ impl Tunnel {
             return core.wake_tunnel();
         }
         drop(core);
-        self.owner.parked(self);
+        self.pool.parked(self);
     }
 
     /// Ends the lease to which the request `round` belongs: the tunnel is free if it was reserved for the
@@ -517,7 +517,7 @@ impl Tunnel {
         }
         drop(core);
         if !retiring {
-            self.owner.parked(self);
+            self.pool.parked(self);
         }
     }
 

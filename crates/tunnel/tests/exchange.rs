@@ -35,13 +35,13 @@ use tunnel::{
     agent_end::{self, Answer, Handler, Observer, Progress},
     frame::{self, request, response},
     kas_end::{
-        Descriptor, Exchange, Failure, Head, Info, Job, Opening, Owner, Peer, Retire, Splice, Tunnel,
-        TunnelBody,
+        AgentKind, Descriptor, Exchange, Failure, Head, Info, Job, Opening, Retire, Splice, Tunnel,
+        TunnelBody, TunnelPool,
         gitlab::{self, Said},
     },
 };
 
-/// Keeps what the tunnel told its owner.
+/// Keeps what the tunnel told its pool.
 #[derive(Default)]
 struct Log {
     parked: AtomicUsize,
@@ -49,7 +49,7 @@ struct Log {
     violations: Mutex<Vec<String>>,
 }
 
-impl Owner for Log {
+impl TunnelPool for Log {
     fn parked(&self, _: &Arc<Tunnel>) {
         self.parked.fetch_add(1, Ordering::SeqCst);
     }
@@ -72,26 +72,26 @@ struct Kas {
     reset: Arc<AtomicBool>,
 }
 
-fn info(peer: Peer) -> Info {
+fn info(kind: AgentKind) -> Info {
     Info {
         agent: AgentId::new(3).unwrap(),
         instance: 1,
         token: TokenHash::of(b"token"),
-        peer,
+        kind,
         impersonates: false,
         descriptor: Arc::new(Descriptor::of(&["/s/M"])),
     }
 }
 
-fn kas(peer: Peer) -> Kas {
+fn kas(kind: AgentKind) -> Kas {
     let agent = Pipe::default();
     let log = Arc::<Log>::default();
     let reset = Arc::<AtomicBool>::default();
     let flag = Arc::clone(&reset);
     let (tunnel, out) = Tunnel::new(
-        info(peer),
+        info(kind),
         Opening::new(agent.body(), false),
-        Arc::clone(&log) as Arc<dyn Owner>,
+        Arc::clone(&log) as Arc<dyn TunnelPool>,
         Box::new(move || flag.store(true, Ordering::SeqCst)),
     );
     Kas { tunnel, agent, out, log, reset }
@@ -193,7 +193,7 @@ fn complete_request(data: &[u8]) -> (Pipe, Bytes) {
 
 #[tokio::test]
 async fn reusable_tunnel_carries_requests_one_after_the_other() {
-    let mut kas = kas(Peer::Ours);
+    let mut kas = kas(AgentKind::Ours);
     for round in 1..=3 {
         let (caller, expected) = complete_request(b"ping");
         let mut exchange = kas.begin(&caller);
@@ -213,8 +213,8 @@ async fn reusable_tunnel_carries_requests_one_after_the_other() {
 
 #[tokio::test]
 async fn one_shot_tunnel_ends_with_ok_after_its_request() {
-    for peer in [Peer::Old, Peer::Recent] {
-        let mut kas = kas(peer);
+    for kind in [AgentKind::Old, AgentKind::Recent] {
+        let mut kas = kas(kind);
         let (caller, _) = complete_request(b"ping");
         let mut exchange = kas.begin(&caller);
         kas.wrote().await.unwrap();
@@ -231,7 +231,7 @@ async fn one_shot_tunnel_ends_with_ok_after_its_request() {
 
 #[tokio::test]
 async fn one_shot_trailer_then_reset_has_an_unknown_outcome() {
-    let mut kas = kas(Peer::Old);
+    let mut kas = kas(AgentKind::Old);
     let (caller, _) = complete_request(b"ping");
     let mut exchange = kas.begin(&caller);
     kas.wrote().await.unwrap();
@@ -244,7 +244,7 @@ async fn one_shot_trailer_then_reset_has_an_unknown_outcome() {
 
 #[tokio::test]
 async fn error_is_final_at_once_on_one_shot_and_waits_for_the_trailer_on_reusable() {
-    let mut old = kas(Peer::Old);
+    let mut old = kas(AgentKind::Old);
     let (caller, _) = complete_request(b"");
     let mut exchange = old.begin(&caller);
     old.wrote().await.unwrap();
@@ -252,7 +252,7 @@ async fn error_is_final_at_once_on_one_shot_and_waits_for_the_trailer_on_reusabl
     let Head::Only(_, status) = exchange.head().await.unwrap() else { panic!("headers before an error") };
     assert_eq!((status.code(), status.message()), (Code::NotFound, "no such thing"));
 
-    let mut ours = kas(Peer::Ours);
+    let mut ours = kas(AgentKind::Ours);
     let (caller, _) = complete_request(b"");
     let mut exchange = ours.begin(&caller);
     ours.wrote().await.unwrap();
@@ -266,8 +266,8 @@ async fn error_is_final_at_once_on_one_shot_and_waits_for_the_trailer_on_reusabl
 
 #[tokio::test]
 async fn half_close_before_any_answer_is_not_started() {
-    for peer in [Peer::Ours, Peer::Old] {
-        let mut kas = kas(peer);
+    for kind in [AgentKind::Ours, AgentKind::Old] {
+        let mut kas = kas(kind);
         let (caller, _) = complete_request(b"ping");
         let mut exchange = kas.begin(&caller);
         kas.wrote().await.unwrap();
@@ -279,7 +279,7 @@ async fn half_close_before_any_answer_is_not_started() {
 
 #[tokio::test]
 async fn a_tunnel_that_dies_before_anything_was_written_gives_the_request_back() {
-    let kas = kas(Peer::Ours);
+    let kas = kas(AgentKind::Ours);
     let (caller, _) = complete_request(b"ping");
     let mut exchange = kas.begin(&caller);
     // HTTP/2 drops the stream before its task wrote anything.
@@ -292,7 +292,7 @@ async fn a_tunnel_that_dies_before_anything_was_written_gives_the_request_back()
 
 #[tokio::test]
 async fn a_caller_that_leaves_before_anything_was_written_gives_the_tunnel_back() {
-    let mut kas = kas(Peer::Old);
+    let mut kas = kas(AgentKind::Old);
     let (caller, _) = complete_request(b"ping");
     drop(kas.begin(&caller));
     assert_eq!(kas.parked(), 1);
@@ -304,7 +304,7 @@ async fn a_caller_that_leaves_before_anything_was_written_gives_the_tunnel_back(
 
 #[tokio::test]
 async fn withdrawal_ends_a_parked_tunnel_with_ok() {
-    let mut kas = kas(Peer::Ours);
+    let mut kas = kas(AgentKind::Ours);
     kas.agent.write(control(request::TRAILER, b""));
     assert_eq!(kas.wrote().await.unwrap_err().code(), Code::Ok);
     let (caller, _) = complete_request(b"");
@@ -313,7 +313,7 @@ async fn withdrawal_ends_a_parked_tunnel_with_ok() {
 
 #[tokio::test]
 async fn withdrawal_that_comes_before_a_request_was_written_gives_the_request_back() {
-    let mut kas = kas(Peer::Ours);
+    let mut kas = kas(AgentKind::Ours);
     let (caller, _) = complete_request(b"ping");
     let mut exchange = kas.begin(&caller);
     kas.agent.write(control(request::TRAILER, b""));
@@ -325,7 +325,7 @@ async fn withdrawal_that_comes_before_a_request_was_written_gives_the_request_ba
 
 #[tokio::test]
 async fn withdrawal_that_crosses_a_request_is_ignored_and_the_tunnel_ends_after_it() {
-    let mut kas = kas(Peer::Ours);
+    let mut kas = kas(AgentKind::Ours);
     let (caller, expected) = complete_request(b"ping");
     let mut exchange = kas.begin(&caller);
     assert_eq!(kas.wrote().await.unwrap(), expected);
@@ -340,7 +340,7 @@ async fn withdrawal_that_crosses_a_request_is_ignored_and_the_tunnel_ends_after_
 
 #[tokio::test]
 async fn drain_notice_goes_to_parked_reusable_tunnels_and_ok_to_one_shot_ones() {
-    let mut ours = kas(Peer::Ours);
+    let mut ours = kas(AgentKind::Ours);
     ours.tunnel.retire(Retire::Notice);
     assert_eq!(ours.wrote().await.unwrap(), control(response::CLOSE_SEND, b""));
     let (caller, _) = complete_request(b"");
@@ -348,14 +348,14 @@ async fn drain_notice_goes_to_parked_reusable_tunnels_and_ok_to_one_shot_ones() 
     ours.agent.end();
     assert_eq!(ours.wrote().await.unwrap_err().code(), Code::Ok);
 
-    let mut old = kas(Peer::Old);
+    let mut old = kas(AgentKind::Old);
     old.tunnel.retire(Retire::Notice);
     assert_eq!(old.wrote().await.unwrap_err().code(), Code::Ok);
 }
 
 #[tokio::test]
 async fn a_busy_tunnel_gets_its_notice_when_it_finishes() {
-    let mut kas = kas(Peer::Ours);
+    let mut kas = kas(AgentKind::Ours);
     let (caller, _) = complete_request(b"ping");
     let mut exchange = kas.begin(&caller);
     kas.wrote().await.unwrap();
@@ -373,7 +373,7 @@ async fn stray_bytes_on_a_parked_tunnel_reset_it() {
     for stray in
         [payload(request::MESSAGE, b"x"), control(request::HEADER, b""), Bytes::from_static(b"\x07\0\0\0\0")]
     {
-        let mut kas = kas(Peer::Ours);
+        let mut kas = kas(AgentKind::Ours);
         assert_eq!(kas.wrote().await.unwrap(), "");
         kas.agent.write(stray);
         assert_eq!(kas.wrote().await.unwrap(), "");
@@ -384,7 +384,7 @@ async fn stray_bytes_on_a_parked_tunnel_reset_it() {
 
 #[tokio::test]
 async fn an_answer_before_close_send_closes_between_messages_and_parks() {
-    let mut kas = kas(Peer::Ours);
+    let mut kas = kas(AgentKind::Ours);
     let caller = Pipe::default();
     caller.write(message(b"one"));
     let mut exchange = kas.begin(&caller);
@@ -401,7 +401,7 @@ async fn an_answer_before_close_send_closes_between_messages_and_parks() {
 #[tokio::test]
 async fn an_answer_inside_a_message_resets_unless_the_rest_is_already_here() {
     for (rest, reset) in [(&b""[..], true), (b"cdef", false)] {
-        let mut kas = kas(Peer::Ours);
+        let mut kas = kas(AgentKind::Ours);
         let caller = Pipe::default();
         let mut first = grpc::prefix(6).to_vec();
         first.extend_from_slice(b"ab");
@@ -428,18 +428,18 @@ async fn an_answer_inside_a_message_resets_unless_the_rest_is_already_here() {
 
 #[tokio::test]
 async fn a_callers_reset_is_never_passed_on_as_close_send() {
-    for peer in [Peer::Ours, Peer::Old, Peer::Recent] {
-        let mut kas = kas(peer);
+    for kind in [AgentKind::Ours, AgentKind::Old, AgentKind::Recent] {
+        let mut kas = kas(kind);
         let caller = Pipe::default();
         caller.write(message(b"one"));
         let exchange = kas.begin(&caller);
         kas.wrote().await.unwrap();
         caller.reset();
-        assert_eq!(kas.wrote().await.unwrap(), "", "{peer:?}");
+        assert_eq!(kas.wrote().await.unwrap(), "", "{kind:?}");
         drop(exchange);
-        match peer {
-            Peer::Recent => assert_eq!(kas.wrote().await.unwrap_err().code(), Code::Cancelled),
-            _ => assert!(kas.was_reset(), "{peer:?}"),
+        match kind {
+            AgentKind::Recent => assert_eq!(kas.wrote().await.unwrap_err().code(), Code::Cancelled),
+            _ => assert!(kas.was_reset(), "{kind:?}"),
         }
     }
 }
@@ -447,7 +447,7 @@ async fn a_callers_reset_is_never_passed_on_as_close_send() {
 #[tokio::test]
 async fn a_caller_that_leaves_cancels_at_once_or_lets_an_old_agent_finish() {
     // Reusable: reset, also after close_send and before any answer.
-    let mut ours = kas(Peer::Ours);
+    let mut ours = kas(AgentKind::Ours);
     let (caller, _) = complete_request(b"ping");
     let exchange = ours.begin(&caller);
     ours.wrote().await.unwrap();
@@ -455,7 +455,7 @@ async fn a_caller_that_leaves_cancels_at_once_or_lets_an_old_agent_finish() {
     assert!(ours.was_reset());
 
     // 14.1 after close_send: its answer is read and dropped, and the tunnel ends with OK.
-    let mut old = kas(Peer::Old);
+    let mut old = kas(AgentKind::Old);
     let (caller, _) = complete_request(b"ping");
     let exchange = old.begin(&caller);
     old.wrote().await.unwrap();
@@ -468,7 +468,7 @@ async fn a_caller_that_leaves_cancels_at_once_or_lets_an_old_agent_finish() {
     assert!(!old.was_reset());
 
     // 14.1 before close_send: an early one would commit a truncated upload.
-    let mut old = kas(Peer::Old);
+    let mut old = kas(AgentKind::Old);
     let caller = Pipe::default();
     caller.write(message(b"part"));
     let exchange = old.begin(&caller);
@@ -480,7 +480,7 @@ async fn a_caller_that_leaves_cancels_at_once_or_lets_an_old_agent_finish() {
 #[tokio::test(start_paused = true)]
 async fn an_old_agents_abandoned_answer_is_read_for_ten_seconds_or_a_mebibyte() {
     for large in [false, true] {
-        let mut old = kas(Peer::Old);
+        let mut old = kas(AgentKind::Old);
         let (caller, _) = complete_request(b"ping");
         let exchange = old.begin(&caller);
         old.wrote().await.unwrap();
@@ -499,7 +499,7 @@ async fn an_old_agents_abandoned_answer_is_read_for_ten_seconds_or_a_mebibyte() 
 
 #[tokio::test(start_paused = true)]
 async fn the_deadline_counts_over_the_whole_answer() {
-    let mut kas = kas(Peer::Ours);
+    let mut kas = kas(AgentKind::Ours);
     let (caller, _) = complete_request(b"ping");
     let mut exchange = kas.tunnel.begin(job(&caller), Deadline::after(Duration::from_millis(300))).unwrap();
     kas.wrote().await.unwrap();
@@ -514,7 +514,7 @@ async fn the_deadline_counts_over_the_whole_answer() {
 
 #[tokio::test]
 async fn wrong_bytes_of_a_caller_are_the_callers_fault() {
-    let mut kas = kas(Peer::Ours);
+    let mut kas = kas(AgentKind::Ours);
     let caller = Pipe::default();
     caller.write(&b"\x01\0\0\0\x01x"[..]);
     let mut exchange = kas.begin(&caller);
@@ -526,7 +526,7 @@ async fn wrong_bytes_of_a_caller_are_the_callers_fault() {
 
 #[tokio::test]
 async fn ending_a_tunnel_ends_its_request_with_an_unknown_outcome() {
-    let mut kas = kas(Peer::Ours);
+    let mut kas = kas(AgentKind::Ours);
     let (caller, _) = complete_request(b"ping");
     let mut exchange = kas.begin(&caller);
     kas.wrote().await.unwrap();
@@ -612,9 +612,9 @@ async fn linked(reusable: bool, serve: Serve) -> Linked {
     let reset = Arc::<AtomicBool>::default();
     let (flag, pipe) = (Arc::clone(&reset), down.clone());
     let (tunnel, out) = Tunnel::new(
-        info(if reusable { Peer::Ours } else { Peer::Old }),
+        info(if reusable { AgentKind::Ours } else { AgentKind::Old }),
         opening,
-        Arc::clone(&log) as Arc<dyn Owner>,
+        Arc::clone(&log) as Arc<dyn TunnelPool>,
         Box::new(move || {
             flag.store(true, Ordering::SeqCst);
             pipe.reset();
@@ -647,7 +647,7 @@ async fn call(linked: &Linked, data: &[u8]) -> (HeaderMap, Bytes, HeaderMap) {
     let caller = Pipe::default();
     caller.write(message(data));
     caller.end();
-    let mut writer = tunnel::meta::MapWriter::request_info("/s/M", linked.tunnel.info().peer.binary());
+    let mut writer = tunnel::meta::MapWriter::request_info("/s/M", linked.tunnel.info().kind.binary());
     writer.add_text("k", "v").unwrap();
     let mut request_info = BytesMut::new();
     writer.put_control(response::REQUEST_INFO, &mut request_info);
@@ -782,13 +782,13 @@ struct Hop {
 }
 
 impl Hop {
-    fn new(peer: Peer, caller: &Pipe) -> (Self, Exchange) {
-        let gateway = kas(peer);
+    fn new(kind: AgentKind, caller: &Pipe) -> (Self, Exchange) {
+        let gateway = kas(kind);
         let (asked, lent) = (Pipe::default(), Pipe::default());
         let reset = Arc::<AtomicBool>::default();
         let flag = Arc::clone(&reset);
         let (tunnel, out) = Tunnel::borrowed(
-            info(peer),
+            info(kind),
             lent.body(),
             Arc::<Log>::default(),
             Box::new(move || flag.store(true, Ordering::SeqCst)),
@@ -847,7 +847,7 @@ impl Hop {
 #[tokio::test]
 async fn across_replicas_the_agent_reads_the_same_bytes_and_the_caller_the_same_answer() {
     let (caller, expected) = complete_request(b"ping");
-    let (mut hop, mut exchange) = Hop::new(Peer::Ours, &caller);
+    let (mut hop, mut exchange) = Hop::new(AgentKind::Ours, &caller);
     hop.carry().await;
     assert_eq!(hop.gateway.wrote().await.unwrap(), expected);
     hop.gateway.agent.write([control(request::HEADER, b""), payload(request::MESSAGE, b"pong")].concat());
@@ -869,7 +869,7 @@ async fn across_replicas_a_large_message_and_an_error_pass() {
     let large = vec![7; 200_000];
     caller.write(message(&large));
     caller.end();
-    let (mut hop, mut exchange) = Hop::new(Peer::Old, &caller);
+    let (mut hop, mut exchange) = Hop::new(AgentKind::Old, &caller);
     hop.carry().await;
     let wrote = hop.gateway.wrote().await.unwrap();
     assert!(wrote.ends_with(&control(response::CLOSE_SEND, b"")) && wrote.len() > large.len());
@@ -884,7 +884,7 @@ async fn across_replicas_a_large_message_and_an_error_pass() {
 async fn across_replicas_an_early_answer_closes_between_messages_and_frees_the_tunnel() {
     let caller = Pipe::default();
     caller.write(message(b"first"));
-    let (mut hop, mut exchange) = Hop::new(Peer::Ours, &caller);
+    let (mut hop, mut exchange) = Hop::new(AgentKind::Ours, &caller);
     hop.carry().await;
     hop.gateway.wrote().await.unwrap();
     hop.gateway.agent.write([control(request::HEADER, b""), control(request::TRAILER, b"")].concat());
@@ -904,7 +904,7 @@ async fn across_replicas_an_early_answer_closes_between_messages_and_frees_the_t
 #[tokio::test(start_paused = true)]
 async fn across_replicas_a_tunnel_whose_request_stays_open_after_the_answer_is_reset_after_a_second() {
     let caller = Pipe::default();
-    let (mut hop, exchange) = Hop::new(Peer::Ours, &caller);
+    let (mut hop, exchange) = Hop::new(AgentKind::Ours, &caller);
     hop.carry().await;
     hop.gateway.wrote().await.unwrap();
     hop.gateway.agent.write([control(request::HEADER, b""), control(request::TRAILER, b"")].concat());
@@ -924,7 +924,7 @@ async fn across_replicas_a_tunnel_whose_request_stays_open_after_the_answer_is_r
 #[tokio::test]
 async fn across_replicas_a_caller_that_leaves_resets_both_hops() {
     let (caller, _) = complete_request(b"ping");
-    let (mut hop, exchange) = Hop::new(Peer::Ours, &caller);
+    let (mut hop, exchange) = Hop::new(AgentKind::Ours, &caller);
     hop.carry().await;
     hop.gateway.wrote().await.unwrap();
     drop(exchange);
@@ -938,7 +938,7 @@ async fn across_replicas_a_caller_that_leaves_resets_both_hops() {
 #[tokio::test]
 async fn across_replicas_what_the_lender_says_reaches_the_caller() {
     let (caller, _) = complete_request(b"ping");
-    let (mut hop, mut exchange) = Hop::new(Peer::Ours, &caller);
+    let (mut hop, mut exchange) = Hop::new(AgentKind::Ours, &caller);
     hop.carry().await;
     hop.gateway.wrote().await.unwrap();
     // agentk refuses after `request_info` was written.
@@ -952,7 +952,7 @@ async fn across_replicas_what_the_lender_says_reaches_the_caller() {
 #[tokio::test]
 async fn across_replicas_a_lost_link_has_an_unknown_outcome() {
     let (caller, _) = complete_request(b"ping");
-    let (mut hop, mut exchange) = Hop::new(Peer::Ours, &caller);
+    let (mut hop, mut exchange) = Hop::new(AgentKind::Ours, &caller);
     hop.carry().await;
     hop.gateway.wrote().await.unwrap();
     hop.lent.reset();
@@ -960,7 +960,7 @@ async fn across_replicas_a_lost_link_has_an_unknown_outcome() {
     assert_eq!(exchange.late_status(&failure).outcome(), Some(Outcome::Unknown));
     // A clean end without a complete answer is no better.
     let (caller, _) = complete_request(b"ping");
-    let (mut hop, mut exchange) = Hop::new(Peer::Old, &caller);
+    let (mut hop, mut exchange) = Hop::new(AgentKind::Old, &caller);
     hop.carry().await;
     hop.lent.write([control(request::HEADER, b""), payload(request::MESSAGE, b"pong")].concat());
     hop.lent.end();
@@ -971,7 +971,7 @@ async fn across_replicas_a_lost_link_has_an_unknown_outcome() {
 
 #[tokio::test]
 async fn across_replicas_an_end_without_close_send_is_not_taken_for_the_end_of_the_request() {
-    let mut gateway = kas(Peer::Ours);
+    let mut gateway = kas(AgentKind::Ours);
     let asked = Pipe::default();
     asked.write(payload(response::MESSAGE, b"half of an upload"));
     asked.end();
@@ -991,7 +991,7 @@ async fn across_replicas_an_end_without_close_send_is_not_taken_for_the_end_of_t
 async fn across_replicas_an_answer_is_complete_although_the_lender_stops_reading_the_request() {
     let caller = Pipe::default();
     caller.write(message(b"first"));
-    let (mut hop, mut exchange) = Hop::new(Peer::Old, &caller);
+    let (mut hop, mut exchange) = Hop::new(AgentKind::Old, &caller);
     hop.carry().await;
     hop.gateway.wrote().await.unwrap();
     let answer =
@@ -1032,7 +1032,7 @@ impl AtGateway {
         let reset = Arc::<AtomicBool>::default();
         let flag = Arc::clone(&reset);
         let cancel = Box::new(move || flag.store(true, Ordering::SeqCst));
-        let (tunnel, out) = Tunnel::of_gitlab(info(Peer::Old), opening, Arc::<Log>::default(), cancel);
+        let (tunnel, out) = Tunnel::of_gitlab(info(AgentKind::Old), opening, Arc::<Log>::default(), cancel);
         Self { tunnel, lent, out, reset }
     }
 
@@ -1183,8 +1183,8 @@ async fn told_to_gitlab(answer: &mut gitlab::Answer) -> (Vec<Msg>, Option<Status
 #[tokio::test]
 async fn answers_of_every_agentk_reach_a_replica_of_gitlab_in_its_order() {
     use response_of_gateway::{Header, Message, Trailer};
-    for peer in [Peer::Ours, Peer::Old, Peer::Recent] {
-        let mut kas = kas(peer);
+    for kind in [AgentKind::Ours, AgentKind::Old, AgentKind::Recent] {
+        let mut kas = kas(kind);
         let (caller, _) = complete_request(b"ping");
         let mut exchange = kas.begin(&caller);
         kas.wrote().await.unwrap();
@@ -1199,10 +1199,10 @@ async fn answers_of_every_agentk_reach_a_replica_of_gitlab_in_its_order() {
             Msg::Message(Message { data: "pong".into() }),
             Msg::Message(Message { data: large.into() }),
         ];
-        assert_eq!(told_to_gitlab(&mut answer).await, (expected.into(), None), "{peer:?}");
-        let (first, second) = match peer {
-            Peer::Ours => (error(Code::NotFound, "no such thing"), control(request::TRAILER, b"")),
-            Peer::Old | Peer::Recent => {
+        assert_eq!(told_to_gitlab(&mut answer).await, (expected.into(), None), "{kind:?}");
+        let (first, second) = match kind {
+            AgentKind::Ours => (error(Code::NotFound, "no such thing"), control(request::TRAILER, b"")),
+            AgentKind::Old | AgentKind::Recent => {
                 (control(request::TRAILER, b""), error(Code::NotFound, "no such thing"))
             }
         };
@@ -1218,7 +1218,7 @@ async fn answers_of_every_agentk_reach_a_replica_of_gitlab_in_its_order() {
 
 #[tokio::test]
 async fn an_error_alone_and_a_lost_tunnel_reach_a_replica_of_gitlab() {
-    let mut kas = kas(Peer::Old);
+    let mut kas = kas(AgentKind::Old);
     let (caller, _) = complete_request(b"");
     let mut exchange = kas.begin(&caller);
     kas.wrote().await.unwrap();
@@ -1229,7 +1229,7 @@ async fn an_error_alone_and_a_lost_tunnel_reach_a_replica_of_gitlab() {
     assert!(matches!(messages[..], [Msg::Header(_), Msg::Trailer(_), Msg::Error(_)]), "{messages:?}");
     assert_eq!(status.unwrap().code(), Code::Ok);
 
-    let mut kas = crate::kas(Peer::Ours);
+    let mut kas = crate::kas(AgentKind::Ours);
     let (caller, _) = complete_request(b"");
     let mut exchange = kas.begin(&caller);
     kas.wrote().await.unwrap();

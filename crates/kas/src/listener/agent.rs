@@ -26,7 +26,7 @@ use identity::Identity;
 use ids::{AgentId, ConnectionId};
 use net::http2::{Answer, Body, Connection, GoAway, Refusal, Service, Standing, StreamSlot};
 use tokio::time::Instant;
-use tunnel::kas_end::{Owner, Peer, Retire};
+use tunnel::kas_end::{AgentKind, Retire, TunnelPool};
 
 use self::transport::Transport;
 pub use self::{
@@ -39,7 +39,7 @@ use crate::{
     registrar::Registrar,
     routing::{
         rate_limit::RateLimit,
-        registry::{RegistryOwner, TunnelRegistry},
+        registry::{RegistryPool, TunnelRegistry},
     },
 };
 
@@ -56,7 +56,7 @@ const PROXY_AGENTS: usize = 100_000;
 pub struct AgentListener {
     identity: Arc<dyn Identity>,
     registry: Arc<TunnelRegistry>,
-    owner: Arc<dyn Owner>,
+    pool: Arc<dyn TunnelPool>,
     tracker: Arc<dyn Tracker>,
     registrar: Arc<Registrar>,
     services: HashMap<&'static str, Arc<dyn AgentService>>,
@@ -134,7 +134,7 @@ impl AgentListener {
         } = parts;
         Arc::new(Self {
             identity,
-            owner: Arc::new(RegistryOwner {
+            pool: Arc::new(RegistryPool {
                 registry: Arc::clone(&registry),
                 rate_limit: Arc::clone(&rate_limit),
             }),
@@ -334,7 +334,7 @@ impl Connection for Transport {
             for held in &state.tunnels {
                 if let Some(tunnel) = held.tunnel.upgrade()
                     // Ours replaces its parked tunnels itself, without a gap.
-                    && tunnel.info().peer != Peer::Ours
+                    && tunnel.info().kind != AgentKind::Ours
                     && tunnel.idle_since().is_some_and(|since| since.elapsed() >= self.listener.proxied_idle)
                 {
                     idle.push(tunnel);

@@ -29,7 +29,7 @@ use tokio::time::{Instant, Sleep};
 use traces::{Kind, Span, Tracer};
 use tunnel::{
     frame,
-    kas_end::{Job, Lender, Peer, Splice, Tunnel},
+    kas_end::{AgentKind, Job, Lender, Splice, Tunnel},
     meta::{self, Binary},
     state::Mode,
 };
@@ -284,7 +284,7 @@ async fn lend(
         }
     };
     count(AskAnswer::Ready);
-    let lent = grant.tunnel().info().peer;
+    let lent = grant.tunnel().info().kind;
     let impersonates = grant.tunnel().info().impersonates;
     let kind = peer::kind(lent);
     let again = ask.again && ask.connection.is_none() && lent.mode() == Mode::Reusable;
@@ -296,7 +296,7 @@ async fn lend(
         agent: ask.agent,
         connection: ask.connection,
         borrower,
-        peer: lent,
+        kind: lent,
         impersonates,
     };
     let request = grpc::boxed(request.into_body());
@@ -354,7 +354,7 @@ struct Wish {
     connection: Option<ConnectionId>,
     borrower: Borrower,
     /// The asker writes its envelopes for this agentk.
-    peer: Peer,
+    kind: AgentKind,
     /// The asker was told that this agentk heeds a wish for other rights.
     impersonates: bool,
 }
@@ -379,7 +379,7 @@ impl Wish {
 
     fn fits(&self, grant: &Grant) -> bool {
         let info = grant.tunnel().info();
-        info.peer == self.peer && (info.impersonates || !self.impersonates)
+        info.kind == self.kind && (info.impersonates || !self.impersonates)
     }
 }
 

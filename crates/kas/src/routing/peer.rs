@@ -42,7 +42,7 @@ use tokio::{
     time::Instant,
 };
 use tunnel::{
-    kas_end::{Descriptor, Info, Opening, Owner, Peer as AgentKind, Tunnel, TunnelBody, gitlab::START},
+    kas_end::{AgentKind, Descriptor, Info, Opening, Tunnel, TunnelBody, TunnelPool, gitlab::START},
     state::Mode,
 };
 
@@ -376,9 +376,9 @@ const LET_GO: Duration = Duration::from_secs(2);
 
 /// Of a tunnel that is borrowed once.
 #[derive(Debug)]
-struct NoOwner;
+struct NoPool;
 
-impl Owner for NoOwner {
+impl TunnelPool for NoPool {
     fn parked(&self, _: &Arc<Tunnel>) {}
     fn ended(&self, _: &Arc<Tunnel>, _: bool) {}
 }
@@ -400,20 +400,20 @@ impl Lent {
     pub fn into_tunnel(
         self,
         agent: AgentId,
-        owner: Option<Arc<dyn Owner>>,
+        owner: Option<Arc<dyn TunnelPool>>,
     ) -> (Arc<Tunnel>, Pump<TunnelBody>) {
         let info = Info {
             agent,
             instance: 0,
             token: *NO_TOKEN,
-            peer: self.kind,
+            kind: self.kind,
             impersonates: self.impersonates,
             descriptor: Arc::<Descriptor>::default(),
         };
         let reset = Arc::<StreamReset>::default();
         let flag = Arc::clone(&reset);
         let again = self.again && owner.is_some();
-        let owner = owner.unwrap_or_else(|| Arc::new(NoOwner));
+        let owner = owner.unwrap_or_else(|| Arc::new(NoPool));
         let cancel = Box::new(move || flag.reset());
         let (tunnel, out) = match self.answer {
             LentAnswer::Ours(stream) => {

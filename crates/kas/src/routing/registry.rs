@@ -26,7 +26,7 @@ use cluster::{Lease, Mark, Tracker};
 use futures_util::task::AtomicWaker;
 use ids::{AgentId, ConnectionId, ReplicaId};
 use tokio::{sync::oneshot, time::Instant};
-use tunnel::kas_end::{Descriptor, Owner, Retire, Tunnel};
+use tunnel::kas_end::{Descriptor, Retire, Tunnel, TunnelPool};
 
 use crate::routing::{metrics::RequestMetrics, rate_limit::RateLimit};
 
@@ -878,14 +878,14 @@ fn strand(stranded: Vec<(Sender, Refused)>) {
 
 /// The registry as tunnels see it.
 #[derive(Debug)]
-pub struct RegistryOwner {
+pub struct RegistryPool {
     /// Where tunnels go.
     pub registry: Arc<TunnelRegistry>,
     /// What agents' tokens are charged.
     pub rate_limit: Arc<RateLimit>,
 }
 
-impl Owner for RegistryOwner {
+impl TunnelPool for RegistryPool {
     fn parked(&self, tunnel: &Arc<Tunnel>) {
         self.registry.free(tunnel);
     }
@@ -912,7 +912,7 @@ mod tests {
     use cluster::{InMemoryTracker, Replica};
     use ids::TokenHash;
     use prometheus_client::registry::Registry;
-    use tunnel::kas_end::{Info, Opening, Peer, TunnelBody};
+    use tunnel::kas_end::{AgentKind, Info, Opening, TunnelBody};
 
     use super::*;
 
@@ -961,11 +961,11 @@ mod tests {
                 agent: agent(),
                 instance,
                 token: TokenHash::of(b"t"),
-                peer: Peer::Ours,
+                kind: AgentKind::Ours,
                 impersonates: true,
                 descriptor: Arc::new(Descriptor::of(&[method])),
             };
-            let owner = Arc::new(RegistryOwner {
+            let owner = Arc::new(RegistryPool {
                 registry: Arc::clone(&self.registry),
                 rate_limit: Arc::new(RateLimit::new(100, 1_000)),
             });

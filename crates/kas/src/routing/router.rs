@@ -26,7 +26,7 @@ use ids::{AgentId, ConnectionId, ReplicaId};
 use tokio::time::Instant;
 use tunnel::{
     frame,
-    kas_end::{Exchange, Failure, Head, Job, Peer as AgentKind},
+    kas_end::{AgentKind, Exchange, Failure, Head, Job},
     meta::Binary,
 };
 
@@ -253,7 +253,7 @@ impl Router {
                 },
             };
             let (kind, heeds) = match &found {
-                Found::Own(grant) => (grant.tunnel().info().peer, grant.tunnel().info().impersonates),
+                Found::Own(grant) => (grant.tunnel().info().kind, grant.tunnel().info().impersonates),
                 // Others are lent for one request.
                 Found::Kept(taken) => (AgentKind::Ours, taken.impersonates()),
                 Found::Lent(lent, _) => (lent.kind, lent.impersonates),

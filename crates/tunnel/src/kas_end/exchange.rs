@@ -16,7 +16,7 @@ use proto::gitlab::agent::reverse_tunnel::rpc;
 use tokio::time::{Instant, Sleep};
 
 use super::{
-    COPY, Core, Ending, Failure, FarEnd, GATHER, Peer, Phase, Tunnel,
+    AgentKind, COPY, Core, Ending, Failure, FarEnd, GATHER, Phase, Tunnel,
     agent_stream::{AgentStream, Broken, Got, broken, frame_of},
     set_waker,
 };
@@ -201,7 +201,7 @@ impl Exchange {
 
     /// Keeps the contents of a header, trailer or error: maps in `trailers`, the status in `status`.
     fn keep(&mut self, field: u32, body: Bytes) -> Result<(), &'static str> {
-        let peer = self.tunnel.info.peer;
+        let kind = self.tunnel.info.kind;
         if body.is_empty() && field != request::ERROR {
             return Ok(());
         }
@@ -210,9 +210,9 @@ impl Exchange {
             request::HEADER | request::TRAILER => {
                 let message = rpc::Header::decode(body).map_err(|_| "a malformed header or trailer")?;
                 let dropped =
-                    meta::read_map(&message.meta, peer.binary(), meta::passes_to_caller, &mut self.trailers);
+                    meta::read_map(&message.meta, kind.binary(), meta::passes_to_caller, &mut self.trailers);
                 if dropped > 0 {
-                    self.tunnel.owner.dropped(dropped);
+                    self.tunnel.pool.dropped(dropped);
                 }
             }
             _ => {
@@ -267,7 +267,7 @@ impl Exchange {
         }
         drop(core);
         if !leased {
-            self.tunnel.owner.parked(&self.tunnel);
+            self.tunnel.pool.parked(&self.tunnel);
         }
     }
 
@@ -284,7 +284,7 @@ impl Exchange {
         } else {
             self.tunnel.kill(core);
             if !why.is_empty() {
-                self.tunnel.owner.violated(&self.tunnel, &why);
+                self.tunnel.pool.violated(&self.tunnel, &why);
             }
         }
         if job.is_none()
@@ -335,19 +335,19 @@ impl Exchange {
             drop(core);
             drop(job);
             if !retiring {
-                self.tunnel.owner.parked(&self.tunnel);
+                self.tunnel.pool.parked(&self.tunnel);
             }
             return;
         }
-        match self.tunnel.info.peer {
-            Peer::Recent if core.waiting => {
+        match self.tunnel.info.kind {
+            AgentKind::Recent if core.waiting => {
                 core.end.end();
                 core.ending = Some(Ending::Status(Status::new(Code::Cancelled, "the caller has gone")));
                 core.wake_tunnel();
                 drop(core);
                 drop(stream);
             }
-            Peer::Old if core.end.is_close_sent() => {
+            AgentKind::Old if core.end.is_close_sent() => {
                 core.stream = Some(stream);
                 core.phase = Phase::Discarding;
                 core.wake_tunnel();

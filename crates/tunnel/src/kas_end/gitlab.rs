@@ -25,7 +25,7 @@ use prost::Message as _;
 use proto::gitlab::agent::reverse_tunnel::rpc;
 
 use super::{
-    COPY, Exchange, FarEnd, GATHER, Head, Info, Opening, Owner, Tunnel, TunnelBody, agent_stream::Got,
+    COPY, Exchange, FarEnd, GATHER, Head, Info, Opening, Tunnel, TunnelBody, TunnelPool, agent_stream::Got,
     exchange::Next,
 };
 use crate::{
@@ -77,10 +77,10 @@ impl Tunnel {
     pub fn of_gitlab(
         info: Info,
         opening: Opening,
-        owner: Arc<dyn Owner>,
+        pool: Arc<dyn TunnelPool>,
         reset: Box<dyn Fn() + Send + Sync>,
     ) -> (Arc<Self>, TunnelBody) {
-        Self::make(info, opening, owner, reset, FarEnd::GitlabReplica)
+        Self::make(info, opening, pool, reset, FarEnd::GitlabReplica)
     }
 }
 

@@ -9,7 +9,7 @@ use crate::{meta::Binary, state::Mode};
 
 /// The kind of agentk at the other end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Peer {
+pub enum AgentKind {
     /// agentk of this project, on a reusable tunnel.
     Ours,
     /// GitLab's agentk up to 15. It cannot cancel a request, and backs off for 10 s or more after a reset.
@@ -19,7 +19,7 @@ pub enum Peer {
     Recent,
 }
 
-impl Peer {
+impl AgentKind {
     /// Returns what tunnels of this agent can do.
     pub fn mode(self) -> Mode {
         match self {
@@ -47,7 +47,7 @@ pub struct Info {
     /// The token that the stream was opened with.
     pub token: TokenHash,
     /// The kind of agentk.
-    pub peer: Peer,
+    pub kind: AgentKind,
     /// Whether agentk is known to support `kubernetes_api.rpc.HeaderExtra`. Without that it would run a
     /// request that impersonates another user with its own rights.
     pub impersonates: bool,

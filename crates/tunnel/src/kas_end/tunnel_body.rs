@@ -246,7 +246,7 @@ impl TunnelBody {
             Err(Broken { why, .. }) => why,
         };
         self.tunnel.kill(core);
-        self.tunnel.owner.violated(&self.tunnel, &what);
+        self.tunnel.pool.violated(&self.tunnel, &what);
         Action::Killed
     }
 
@@ -295,7 +295,7 @@ impl TunnelBody {
             return Action::End(Ending::Ok);
         }
         if !retiring && !leased {
-            self.tunnel.owner.parked(&self.tunnel);
+            self.tunnel.pool.parked(&self.tunnel);
         }
         Action::Continue
     }
@@ -313,7 +313,7 @@ impl TunnelBody {
                 let retiring = core.retire.is_some();
                 drop(core);
                 if !retiring {
-                    self.tunnel.owner.parked(&self.tunnel);
+                    self.tunnel.pool.parked(&self.tunnel);
                 }
                 Action::Continue
             }
@@ -455,6 +455,6 @@ impl Drop for TunnelBody {
         if let Some(waker) = waker {
             waker.wake();
         }
-        self.tunnel.owner.ended(&self.tunnel, wasted);
+        self.tunnel.pool.ended(&self.tunnel, wasted);
     }
 }

@@ -12,7 +12,7 @@ use net::http2::{Body, StreamReset};
 use tokio::time::Instant;
 use tunnel::{
     IMPERSONATES_HEADER, INSTANCE_HEADER, MAX_IDLE_HEADER, REUSE, TUNNEL_HEADER,
-    kas_end::{Info, Opening, Peer, Retire, Tunnel, Unasked, read_descriptor},
+    kas_end::{AgentKind, Info, Opening, Retire, Tunnel, Unasked, read_descriptor},
 };
 
 use super::{
@@ -41,7 +41,7 @@ impl Transport {
         match self.open_tunnel(request, reset).await {
             Ok((tunnel_body, peer)) => {
                 let mut response = self.accepted(&correlation, tunnel_body);
-                if peer == Peer::Ours {
+                if peer == AgentKind::Ours {
                     response.headers_mut().insert(TUNNEL_HEADER, REUSE);
                     if self.state().proxied {
                         let seconds = self.listener.proxied_idle.mul_f64(PROXIED_IDLE_OURS).as_secs().max(1);
@@ -58,7 +58,7 @@ impl Transport {
         self: &Arc<Self>,
         request: Request<Incoming>,
         reset: Arc<StreamReset>,
-    ) -> Result<(Body, Peer), Status> {
+    ) -> Result<(Body, AgentKind), Status> {
         let (head, body) = request.into_parts();
         let gzip = encoding(&head.headers);
         let mut opening = Opening::new(grpc::boxed(body), *gzip.as_ref().unwrap_or(&false));
@@ -122,12 +122,12 @@ impl Transport {
             agent,
             instance: instance.map_or(self.instance(), |id| id.get() as u64),
             token: authenticated.token,
-            peer,
+            kind: peer,
             impersonates: impersonates(&head.headers),
             descriptor: Arc::new(descriptor),
         };
         let (tunnel, body) =
-            Tunnel::new(info, opening, Arc::clone(&listener.owner), Box::new(move || reset.reset()));
+            Tunnel::new(info, opening, Arc::clone(&listener.pool), Box::new(move || reset.reset()));
         let (connection, aged) = {
             let mut state = self.state();
             // The tunnels of GitLab's agents are new ones for each request: sweep between ticks.
@@ -165,10 +165,10 @@ impl From<Unasked> for Early {
 }
 
 impl Early {
-    fn answer(self, peer: Peer) -> Result<(Body, Peer), Status> {
+    fn answer(self, peer: AgentKind) -> Result<(Body, AgentKind), Status> {
         match self {
             Self::Refused(status) => Err(status),
-            Self::Unasked(Unasked::Withdrawal) if peer == Peer::Ours => Ok((grpc::boxed(Ended), peer)),
+            Self::Unasked(Unasked::Withdrawal) if peer == AgentKind::Ours => Ok((grpc::boxed(Ended), peer)),
             Self::Unasked(_) => Err(Status::new(
                 Code::InvalidArgument,
                 "after its descriptor an agent says nothing until a request comes",
@@ -194,12 +194,12 @@ impl http_body::Body for Ended {
     }
 }
 
-fn peer(headers: &HeaderMap) -> Peer {
+fn peer(headers: &HeaderMap) -> AgentKind {
     if headers.get(TUNNEL_HEADER) == Some(&REUSE) {
-        return Peer::Ours;
+        return AgentKind::Ours;
     }
     let agent = headers.get(http::header::USER_AGENT).map_or(&b""[..], HeaderValue::as_bytes);
-    if agent.starts_with(b"gitlab-agent/") { Peer::Recent } else { Peer::Old }
+    if agent.starts_with(b"gitlab-agent/") { AgentKind::Recent } else { AgentKind::Old }
 }
 
 /// Whether the agentk that sent these is known to heed `HeaderExtra`: ours says so, GitLab's do from 14.3 on.

@@ -197,7 +197,7 @@ impl Asked {
         let mut body = grpc::boxed(Ahead { first: rest, body });
         let mut held = held;
         loop {
-            let binary = held.tunnel.info().peer.binary();
+            let binary = held.tunnel.info().kind.binary();
             let info =
                 metadata::request_info(&self.method, &self.headers, self.deadline, &self.correlation, binary)
                     .map_err(|error| {

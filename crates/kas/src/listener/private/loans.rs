@@ -11,14 +11,14 @@ use ids::TokenHash;
 use prometheus_client::registry::Registry;
 use tunnel::{
     frame::{request, response},
-    kas_end::{Descriptor, Exchange, Failure, Head, Info, Opening, Peer, Retire, TunnelBody},
+    kas_end::{AgentKind, Descriptor, Exchange, Failure, Head, Info, Opening, Retire, TunnelBody},
 };
 
 use super::*;
 use crate::routing::{
     peer::kept::{Kept, Taken},
     rate_limit::RateLimit,
-    registry::{Limits, RegistryOwner, Waiting},
+    registry::{Limits, RegistryPool, Waiting},
 };
 
 const METHOD: &str = "/s/M";
@@ -33,7 +33,7 @@ fn info() -> Info {
         agent: agent(),
         instance: 1,
         token: TokenHash::of(b"t"),
-        peer: Peer::Ours,
+        kind: AgentKind::Ours,
         impersonates: true,
         descriptor: Arc::new(Descriptor::of(&[METHOD, OTHER])),
     }
@@ -149,7 +149,7 @@ fn open(
     pipe: &Pipe,
     reset: &Arc<Mutex<bool>>,
 ) -> (Arc<Tunnel>, TunnelBody) {
-    let owner = Arc::new(RegistryOwner {
+    let owner = Arc::new(RegistryPool {
         registry: Arc::clone(registry),
         rate_limit: Arc::new(RateLimit::new(100, 1_000)),
     });
@@ -174,9 +174,9 @@ impl Other {
 
 impl Lab {
     /// The agent opens another tunnel.
-    fn another(&self, peer: Peer) -> Other {
+    fn another(&self, kind: AgentKind) -> Other {
         let agent = Pipe::default();
-        let (_, to_agent) = open(&self.registry, Info { peer, ..info() }, &agent, &Arc::default());
+        let (_, to_agent) = open(&self.registry, Info { kind, ..info() }, &agent, &Arc::default());
         Other { agent, to_agent }
     }
 
@@ -239,7 +239,7 @@ impl Lab {
             agent: agent(),
             connection: None,
             borrower,
-            peer: Peer::Ours,
+            kind: AgentKind::Ours,
             impersonates: false,
         };
         let request = self.asked.body();
@@ -620,7 +620,7 @@ async fn a_request_that_crosses_a_withdrawal_goes_to_another_tunnel_of_the_holde
                 let call = lab.again(b"first").await;
                 (lab, call)
             };
-            let mut other = lab.another(Peer::Ours);
+            let mut other = lab.another(AgentKind::Ours);
             lab.withdraw(crossing);
             lab.carry();
             assert_eq!(other.reads(), whole(b"first"), "{crossing:?} {first}");
@@ -646,7 +646,7 @@ async fn a_request_that_crosses_a_withdrawal_waits_for_another_tunnel_for_two_se
         assert!(lab.ended.is_none(), "the agent may come back");
         tokio::time::sleep(Duration::from_millis(1_990)).await;
         if comes {
-            let mut other = lab.another(Peer::Ours);
+            let mut other = lab.another(AgentKind::Ours);
             lab.holder_writes();
             assert_eq!(other.reads(), whole(b"x"));
             other.agent.write(answer(b"x"));
@@ -667,7 +667,7 @@ async fn a_request_that_crosses_a_withdrawal_waits_for_another_tunnel_for_two_se
 async fn a_request_that_crosses_a_withdrawal_goes_to_no_tunnel_of_another_kind() {
     let mut lab = Lab::lent().await;
     let mut call = lab.again(b"x").await;
-    let mut other = lab.another(Peer::Old);
+    let mut other = lab.another(AgentKind::Old);
     lab.withdraw(Crossing::Unwritten);
     let Err(Failure::Lender(status)) = call.answered().await else { panic!("an answer") };
     assert_eq!(status.outcome(), Some(Outcome::NotStarted));
@@ -678,7 +678,7 @@ async fn a_request_that_crosses_a_withdrawal_goes_to_no_tunnel_of_another_kind()
 #[tokio::test(start_paused = true)]
 async fn a_withdrawn_tunnel_is_asked_back_while_the_agent_has_others() {
     let mut lab = Lab::lent().await;
-    let _other = lab.another(Peer::Ours);
+    let _other = lab.another(AgentKind::Ours);
     lab.agent.write(control(request::TRAILER));
     lab.agent_reads();
     lab.carry();
@@ -689,7 +689,7 @@ async fn a_withdrawn_tunnel_is_asked_back_while_the_agent_has_others() {
 #[tokio::test(start_paused = true)]
 async fn who_comes_to_wait_at_the_holder_is_not_told_of_a_loan_whose_tunnel_has_ended() {
     let mut lab = Lab::lent().await;
-    let other = lab.another(Peer::Ours);
+    let other = lab.another(AgentKind::Ours);
     let Ok(Acquired::Now(grant)) = lab.registry.acquire(agent(), &METHOD.into(), None) else {
         panic!("the other is idle")
     };

@@ -20,7 +20,7 @@ use tokio::{
     sync::{oneshot, watch},
     time::Instant,
 };
-use tunnel::kas_end::{Owner, Retire, Tunnel};
+use tunnel::kas_end::{Retire, Tunnel, TunnelPool};
 
 /// Requests of one key are close when another one began within this time.
 const HOT: Duration = Duration::from_millis(100);
@@ -102,7 +102,7 @@ struct Holder {
 /// A [`Holder`] as its tunnel sees it.
 struct Back(Arc<Holder>);
 
-impl Owner for Back {
+impl TunnelPool for Back {
     fn parked(&self, tunnel: &Arc<Tunnel>) {
         Kept::offer(&self.0, tunnel);
     }
@@ -306,7 +306,12 @@ impl Kept {
     }
 
     /// Returns who takes a tunnel of `owner` back after each request of the key.
-    pub fn owner(self: &Arc<Self>, agent: AgentId, method: &Arc<str>, owner: &ReplicaId) -> Arc<dyn Owner> {
+    pub fn owner(
+        self: &Arc<Self>,
+        agent: AgentId,
+        method: &Arc<str>,
+        owner: &ReplicaId,
+    ) -> Arc<dyn TunnelPool> {
         let key = (agent, Arc::clone(method));
         Arc::new(Back(Arc::new(Holder {
             kept: Arc::clone(self),
@@ -438,7 +443,7 @@ mod tests {
     use cluster::{InMemoryTracker, Replica};
     use http_body::Body as _;
     use ids::TokenHash;
-    use tunnel::kas_end::{Info, Peer, TunnelBody};
+    use tunnel::kas_end::{AgentKind, Info, TunnelBody};
 
     use super::*;
 
@@ -460,7 +465,7 @@ mod tests {
             agent: agent(),
             instance: 0,
             token: TokenHash::of(b"t"),
-            peer: Peer::Ours,
+            kind: AgentKind::Ours,
             impersonates: true,
             descriptor: Arc::default(),
         };
