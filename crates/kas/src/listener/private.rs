@@ -39,7 +39,7 @@ use crate::routing::{
     metadata,
     metrics::{AskAnswer, RequestMetrics, Side},
     peer,
-    registry::{Acquired, Borrower, Gone, Grant, Loan, Refused, TunnelRegistry},
+    registry::{Acquired, Borrower, Gone, Grant, Refused, TunnelLease, TunnelRegistry},
 };
 use crate::{
     config::Attempts,
@@ -270,7 +270,7 @@ async fn lend(
             count(match refused {
                 Refused::NotHere(_) => AskAnswer::NotHere,
                 Refused::Draining => AskAnswer::Unavailable,
-                Refused::Unimplemented | Refused::OtherConnection | Refused::Untied | Refused::Full => {
+                Refused::Unimplemented | Refused::OtherConnection | Refused::Unbound | Refused::Full => {
                     AskAnswer::Refused
                 }
             });
@@ -321,7 +321,7 @@ struct Lending {
     borrower: Borrower,
     since: Instant,
     /// What it keeps, until its stream takes it.
-    loan: Mutex<Option<Loan>>,
+    loan: Mutex<Option<TunnelLease>>,
 }
 
 impl Lending {
@@ -329,7 +329,7 @@ impl Lending {
         Arc::new(Self { registry, borrower, since: Instant::now(), loan: Mutex::default() })
     }
 
-    fn loan(&self) -> Option<Loan> {
+    fn loan(&self) -> Option<TunnelLease> {
         self.loan.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 }
@@ -339,7 +339,7 @@ impl Lender for Lending {
         if self.since.elapsed() >= LONGEST_LOAN {
             return false;
         }
-        let loan = self.registry.keep(tunnel, &self.borrower);
+        let loan = self.registry.lease(tunnel, &self.borrower);
         let stays = loan.is_some();
         *self.loan.lock().unwrap_or_else(PoisonError::into_inner) = loan;
         stays
@@ -425,7 +425,7 @@ enum Lent {
     /// For the first request.
     Grant(Held),
     /// For another one.
-    Loan(Loan),
+    Loan(TunnelLease),
 }
 
 /// A tunnel that stays as it is until the asker has begun its request or has given the ask back: a drain
@@ -476,7 +476,7 @@ impl Lent {
     fn poll_recalled(&self, cx: &Context<'_>) -> Poll<()> {
         match self {
             Self::Grant(_) => Poll::Pending,
-            Self::Loan(loan) => loan.poll_recalled(cx),
+            Self::Loan(loan) => loan.poll_revoked(cx),
         }
     }
 }

@@ -494,7 +494,7 @@ pub fn refusal(refused: Refused, agent: AgentId, connection: Option<ConnectionId
                 connection.map_or(0, ConnectionId::get)
             ),
         ),
-        Refused::Untied => not_started(
+        Refused::Unbound => not_started(
             Code::FailedPrecondition,
             format!(
                 "agent {agent} is connected, but which of its tunnels belong to connection {} cannot be told: its agentk \

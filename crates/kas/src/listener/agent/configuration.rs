@@ -111,7 +111,7 @@ impl Transport {
             });
             state.aged
         };
-        self.retie(agent.id);
+        self.bind_connection(agent.id);
         let guard = ConfigGuard { transport: Arc::clone(self), agent: agent.id, id, serial, lease };
         if !listener.identity.still_valid(&authenticated).await {
             stream.end(Some(revoked()));
@@ -148,7 +148,7 @@ impl Drop for ConfigGuard {
         if cut && !transport.is_proxied(self.agent) {
             transport.listener.remember_proxied(self.agent);
         }
-        transport.retie(self.agent);
+        transport.bind_connection(self.agent);
         if transport.listener.goes(self.agent, self.id) {
             tracing::info!(agent.id = self.agent.get(), connection.id = self.id.get(), "agent disconnected");
         }

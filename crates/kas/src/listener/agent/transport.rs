@@ -60,7 +60,7 @@ pub(super) struct HeldConfig {
     pub(super) stream: Weak<ConfigStream>,
     pub(super) authenticated: Authenticated,
     pub(super) id: ConnectionId,
-    /// Of an agent of this project: its tunnels are tied by instance, not by transport.
+    /// Of an agent of this project: its tunnels are bound by instance, not by transport.
     pub(super) ours: bool,
     /// Its process registers, which says better who it is.
     pub(super) registers: bool,
@@ -159,11 +159,11 @@ impl Transport {
         }
     }
 
-    /// Ties tunnels of agents that send no instance id to the one configuration stream of their
-    /// transport, or unties them.
-    pub(super) fn retie(&self, agent: AgentId) {
-        let connection = self.state().tie(agent);
-        self.listener.registry.tie(agent, self.instance(), connection);
+    /// Binds tunnels of agents that send no instance id to the one configuration stream of their
+    /// transport, or unbinds them.
+    pub(super) fn bind_connection(&self, agent: AgentId) {
+        let connection = self.state().bound_connection(agent);
+        self.listener.registry.bind_connection(agent, self.instance(), connection);
     }
 
     pub(super) fn accepted(&self, correlation: &HeaderValue, body: Body) -> Response<Body> {
@@ -211,7 +211,7 @@ impl Transport {
                 state.processes.push((agent, process));
             }
         }
-        self.retie(agent);
+        self.bind_connection(agent);
     }
 
     /// Ends streams whose agent or token is no longer valid.
@@ -272,7 +272,7 @@ impl Drop for Attempt<'_> {
 impl TransportState {
     /// The configuration stream that the transport's other streams of `agent` belong to: only when
     /// it is the only one, and no proxy mixes several agentk processes into one transport.
-    pub(super) fn tie(&self, agent: AgentId) -> Option<ConnectionId> {
+    pub(super) fn bound_connection(&self, agent: AgentId) -> Option<ConnectionId> {
         let mut of_agent = self.configs.iter().filter(|held| {
             !held.ours && held.authenticated.agent.id == agent && held.stream.strong_count() > 0
         });

@@ -137,7 +137,7 @@ impl Transport {
             state
                 .tunnels
                 .push(HeldTunnel { tunnel: Arc::downgrade(&tunnel), authenticated: authenticated.clone() });
-            (instance.or_else(|| state.tie(agent)), state.aged)
+            (instance.or_else(|| state.bound_connection(agent)), state.aged)
         };
         listener.registry.insert(&tunnel, connection);
         // The token may have been revoked while the descriptor was awaited.

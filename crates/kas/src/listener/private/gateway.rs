@@ -137,7 +137,7 @@ impl Asked {
             Refused::NotHere(_) => Elsewhere::Not(AskAnswer::NotHere),
             Refused::Draining => Elsewhere::Not(AskAnswer::Unavailable),
             Refused::Full => Elsewhere::Not(AskAnswer::Refused),
-            refused @ (Refused::Unimplemented | Refused::OtherConnection | Refused::Untied) => {
+            refused @ (Refused::Unimplemented | Refused::OtherConnection | Refused::Unbound) => {
                 Elsewhere::Nowhere(
                     AskAnswer::Refused,
                     crate::routing::router::refusal(refused, self.agent, None, &self.method),

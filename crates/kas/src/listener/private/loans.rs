@@ -695,12 +695,12 @@ async fn who_comes_to_wait_at_the_holder_is_not_told_of_a_loan_whose_tunnel_has_
     };
     let tunnel = grant.take();
     let borrower = Borrower { replica: ReplicaId::new("third"), method: OTHER.into() };
-    let second = lab.registry.keep(&tunnel, &borrower).expect("nobody waits");
+    let second = lab.registry.lease(&tunnel, &borrower).expect("nobody waits");
     lab.agent.write(control(request::TRAILER));
     lab.agent_reads();
     // The first loan is the older one, and would be asked back first.
     let _waiting = lab.wait(None, METHOD);
-    assert!(second.poll_recalled(&Context::from_waker(Waker::noop())).is_ready());
+    assert!(second.poll_revoked(&Context::from_waker(Waker::noop())).is_ready());
     drop((other, second));
 }
 

@@ -1,0 +1,290 @@
+use std::time::Duration;
+
+use cluster::{InMemoryTracker, Replica};
+use ids::TokenHash;
+use prometheus_client::registry::Registry;
+use tunnel::kas_end::{AgentKind, Descriptor, Info, Opening, TunnelBody};
+
+use super::{presence::LINGER, *};
+
+const METHOD: &str = "/s/M";
+
+struct Lab {
+    registry: Arc<TunnelRegistry>,
+    /// What HTTP/2 would hold.
+    bodies: Vec<TunnelBody>,
+}
+
+fn agent() -> AgentId {
+    AgentId::new(3).unwrap()
+}
+
+fn id(connection: i64) -> Option<ConnectionId> {
+    Some(ConnectionId::new(connection).unwrap())
+}
+
+fn lab() -> Lab {
+    let me = Replica { id: ReplicaId::new("me"), address: "127.0.0.1:1".into() };
+    let metrics = Arc::new(RequestMetrics::new(&mut Registry::default()));
+    let limits = Limits { waiters_per_agent: 100, waiters: 100, tunnels_per_agent: 100 };
+    let registry = TunnelRegistry::new(Arc::new(InMemoryTracker::new(me)), metrics, limits);
+    registry.transport_opened(agent());
+    Lab { registry, bodies: Vec::new() }
+}
+
+impl Lab {
+    /// An agent that says nothing opens a tunnel.
+    fn tunnel(&mut self) {
+        self.tunnel_of(1, None);
+    }
+
+    /// The process `instance` opens a tunnel, bound to `connection`.
+    fn tunnel_of(&mut self, instance: u64, connection: Option<ConnectionId>) {
+        self.tunnel_for(METHOD, instance, connection);
+    }
+
+    /// As [`tunnel_of`](Self::tunnel_of), for another method.
+    fn tunnel_for(&mut self, method: &str, instance: u64, connection: Option<ConnectionId>) {
+        let silent = http_body_util::StreamBody::new(futures_util::stream::pending::<
+            Result<http_body::Frame<bytes::Bytes>, grpc::BoxError>,
+        >());
+        let info = Info {
+            agent: agent(),
+            instance,
+            token: TokenHash::of(b"t"),
+            kind: AgentKind::Ours,
+            impersonates: true,
+            descriptor: Arc::new(Descriptor::of(&[method])),
+        };
+        let owner = Arc::new(RegistryPool {
+            registry: Arc::clone(&self.registry),
+            rate_limit: Arc::new(RateLimit::new(100, 1_000)),
+        });
+        let opening = Opening::new(grpc::boxed(silent), false);
+        let (tunnel, body) = Tunnel::new(info, opening, owner, Box::new(|| {}));
+        self.registry.insert(&tunnel, connection);
+        self.bodies.push(body);
+    }
+
+    fn ask_for(&self, source: Option<&str>, connection: i64) -> Result<Acquired, Refused> {
+        let method = Arc::from(METHOD);
+        match source {
+            None => self.registry.acquire(agent(), &method, id(connection)),
+            Some(replica) => {
+                self.registry.acquire_for(&ReplicaId::new(replica), agent(), &method, id(connection))
+            }
+        }
+    }
+
+    fn wait_for(&self, source: Option<&str>, connection: i64) -> Waiting {
+        match self.ask_for(source, connection) {
+            Ok(Acquired::Wait(waiting)) => waiting,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    fn instances(&self) -> usize {
+        self.registry.shard(agent()).get(&agent()).map_or(0, |entry| entry.presence.instances())
+    }
+
+    fn ask(&self, source: Option<&str>) -> Result<Acquired, Refused> {
+        let method = Arc::from(METHOD);
+        match source {
+            None => self.registry.acquire(agent(), &method, None),
+            Some(replica) => self.registry.acquire_for(&ReplicaId::new(replica), agent(), &method, None),
+        }
+    }
+
+    fn wait(&self, source: Option<&str>) -> Waiting {
+        match self.ask(source) {
+            Ok(Acquired::Wait(waiting)) => waiting,
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
+#[tokio::test]
+async fn own_requests_and_each_other_replica_take_turns() {
+    let mut lab = lab();
+    lab.tunnel();
+    let Ok(Acquired::Now(mut grant)) = lab.ask(None) else { panic!("a tunnel is idle") };
+    let names = ["own 1", "own 2", "own 3", "a 1", "a 2", "b 1"];
+    let sources = [None, None, None, Some("a"), Some("a"), Some("b")];
+    let mut waiting: Vec<_> =
+        names.iter().zip(sources).map(|(name, source)| (*name, lab.wait(source))).collect();
+    let mut order = Vec::new();
+    while !waiting.is_empty() {
+        drop(grant);
+        let (at, next) = {
+            let all = waiting.iter_mut().map(|(_, waiting)| Box::pin(waiting.granted()));
+            let (granted, at, _) = futures_util::future::select_all(all).await;
+            (at, granted.unwrap())
+        };
+        order.push(waiting.remove(at).0);
+        grant = next;
+    }
+    assert_eq!(order, ["own 1", "a 1", "b 1", "own 2", "a 2", "own 3"]);
+}
+
+#[tokio::test]
+async fn another_replica_is_told_at_once_that_the_agent_is_not_here() {
+    let lab = lab();
+    assert!(matches!(lab.ask(Some("a")), Err(Refused::NotHere(_))));
+    // This replica's own requests wait.
+    drop(lab.wait(None));
+}
+
+#[tokio::test(start_paused = true)]
+async fn waiters_of_other_replicas_learn_that_the_agent_has_gone_and_own_ones_wait_on() {
+    let mut lab = lab();
+    lab.tunnel();
+    let Ok(Acquired::Now(grant)) = lab.ask(None) else { panic!("a tunnel is idle") };
+    let (mut own, mut other) = (lab.wait(None), lab.wait(Some("a")));
+    let _tunnel = grant.take();
+    // HTTP/2 drops the stream.
+    lab.bodies.clear();
+    // Present for a moment: tunnels of GitLab's agents end with each request.
+    assert!(matches!(lab.ask(Some("b")), Ok(Acquired::Wait(_))));
+    assert!(matches!(other.granted().await, Err(Gone::NotHere(_))));
+    assert!(matches!(lab.ask(Some("b")), Err(Refused::NotHere(_))));
+    lab.tunnel();
+    assert!(own.granted().await.is_ok());
+}
+
+/// Seen to fail when only an end of the connection that comes after the tunnels' is noticed: the agent
+/// then stayed for five seconds.
+#[tokio::test(start_paused = true)]
+async fn an_agent_whose_connection_is_lost_is_gone_at_once_in_whatever_order_its_ends_are_noticed() {
+    for connection_first in [true, false] {
+        let mut lab = lab();
+        lab.tunnel();
+        let Ok(Acquired::Now(grant)) = lab.ask(None) else { panic!("a tunnel is idle") };
+        let mut other = lab.wait(Some("a"));
+        let _tunnel = grant.take();
+        if connection_first {
+            lab.registry.transport_closed(agent(), 1);
+            lab.bodies.clear();
+        } else {
+            lab.bodies.clear();
+            lab.registry.transport_closed(agent(), 1);
+        }
+        assert!(matches!(lab.ask(Some("b")), Err(Refused::NotHere(_))), "{connection_first}");
+        let told = tokio::time::timeout(Duration::ZERO, other.granted()).await;
+        assert!(matches!(told, Ok(Err(Gone::NotHere(_)))), "{connection_first}");
+    }
+}
+
+#[tokio::test]
+async fn a_replica_that_leaves_lends_what_is_idle_and_lets_nobody_else_wait() {
+    let mut lab = lab();
+    lab.tunnel();
+    lab.tunnel();
+    let Ok(Acquired::Now(_first)) = lab.ask(None) else { panic!("a tunnel is idle") };
+    let Ok(Acquired::Now(second)) = lab.ask(Some("a")) else { panic!("a tunnel is idle") };
+    let mut waiting = lab.wait(Some("a"));
+    lab.registry.drain();
+    assert!(matches!(waiting.granted().await, Err(Gone::Leaving)));
+    assert_eq!(lab.ask(Some("a")).map(drop), Err(Refused::Draining));
+    drop(second);
+    assert!(matches!(lab.ask(Some("a")), Ok(Acquired::Now(_))));
+}
+
+/// One of two processes replaces its only tunnel, as GitLab's agents do after each request.
+#[tokio::test(start_paused = true)]
+async fn a_connection_is_waited_for_between_two_of_its_tunnels() {
+    let mut lab = lab();
+    lab.tunnel_of(1, id(7));
+    lab.tunnel_of(2, id(8));
+    for source in [None, Some("a")] {
+        // HTTP/2 drops the stream.
+        lab.bodies.remove(0);
+        let mut waiting = lab.wait_for(source, 7);
+        assert_eq!(lab.registry.counts(agent()), (1, 0, 1), "what has no tunnel is not counted");
+        tokio::time::sleep(LINGER - Duration::from_millis(1)).await;
+        lab.tunnel_of(1, None);
+        assert_eq!(waiting.granted().await.unwrap().tunnel().info().instance, 1);
+        // The linger of the last time does not end this one.
+        tokio::time::sleep(LINGER).await;
+        assert!(matches!(lab.ask_for(source, 7), Ok(Acquired::Now(_))));
+        lab.bodies.swap(0, 1);
+    }
+    assert_eq!(lab.ask_for(None, 9).map(drop), Err(Refused::OtherConnection));
+}
+
+/// What ends it is the end of its linger, of its connection, or of its binding.
+#[tokio::test(start_paused = true)]
+async fn who_waits_for_a_connection_is_told_when_it_does_not_come_back() {
+    for end in ["linger", "transport", "binding"] {
+        let mut lab = lab();
+        lab.registry.transport_opened(agent());
+        lab.tunnel_of(1, id(7));
+        lab.tunnel_of(2, id(8));
+        let Ok(Acquired::Now(other)) = lab.ask_for(None, 8) else { panic!("a tunnel is idle") };
+        lab.bodies.remove(0);
+        let (mut own, mut remote) = (lab.wait_for(None, 7), lab.wait_for(Some("a"), 7));
+        let mut any = lab.wait(None);
+        match end {
+            "linger" => tokio::time::sleep(LINGER + Duration::from_millis(1)).await,
+            "transport" => lab.registry.transport_closed(agent(), 1),
+            _ => lab.registry.bind_connection(agent(), 1, None),
+        }
+        // Its process lingers, bound to nothing.
+        let refused = if end == "binding" { Refused::Unbound } else { Refused::OtherConnection };
+        for waiting in [&mut own, &mut remote] {
+            let told = tokio::time::timeout(Duration::ZERO, waiting.granted()).await;
+            assert!(matches!(told, Ok(Err(Gone::Refused(why))) if why == refused), "{end}: {told:?}");
+        }
+        assert_eq!(lab.ask_for(None, 7).map(drop), Err(refused), "{end}");
+        assert_eq!(lab.registry.counts(agent()), (0, 1, 1), "{end}");
+        drop(other);
+        assert!(any.granted().await.is_ok(), "{end}");
+    }
+}
+
+/// Pods of two versions, of which one is replaced.
+#[tokio::test(start_paused = true)]
+async fn who_waits_for_a_method_is_told_when_nobody_serves_it_any_more() {
+    let mut lab = lab();
+    let other: Arc<str> = "/s/Other".into();
+    lab.tunnel_for(&other, 1, id(7));
+    lab.tunnel_of(2, id(8));
+    let ask = |lab: &Lab, connection| lab.registry.acquire(agent(), &other, connection);
+    assert_eq!(ask(&lab, id(8)).map(drop), Err(Refused::Unimplemented), "not by this connection");
+    lab.bodies.remove(0);
+    for connection in [None, id(7)] {
+        let Ok(Acquired::Wait(mut waiting)) = ask(&lab, connection) else { panic!("it may come back") };
+        lab.tunnel_for(&other, 1, None);
+        assert!(waiting.granted().await.is_ok());
+        lab.bodies.pop();
+    }
+    let Ok(Acquired::Wait(mut waiting)) = ask(&lab, None) else { panic!("it may come back") };
+    let told = waiting.granted().await;
+    assert!(matches!(told, Err(Gone::Refused(Refused::Unimplemented))), "{told:?}");
+    assert_eq!(ask(&lab, None).map(drop), Err(Refused::Unimplemented));
+}
+
+/// Seen to fail without the bound.
+#[tokio::test(start_paused = true)]
+async fn an_agent_that_changes_its_connections_is_remembered_for_few_of_them_and_not_for_long() {
+    let mut lab = lab();
+    lab.tunnel_of(0, id(1));
+    let most = i64::try_from(lab.registry.limits.tunnels_per_agent).unwrap();
+    for n in 2..=3 * most {
+        lab.tunnel_of(n.unsigned_abs(), id(n));
+        lab.bodies.pop();
+    }
+    assert_eq!(lab.instances(), 1 + most as usize);
+    assert_eq!(lab.registry.counts(agent()), (1, 0, 0), "none of them is counted");
+    // Those that ended last.
+    drop(lab.wait_for(None, 3 * most));
+    drop(lab.wait_for(None, 2 * most + 1));
+    assert_eq!(lab.ask_for(None, 2 * most).map(drop), Err(Refused::OtherConnection));
+    tokio::time::sleep(LINGER + Duration::from_millis(1)).await;
+    assert_eq!(lab.instances(), 1);
+    let tasks = tokio::runtime::Handle::current().metrics().num_alive_tasks();
+    assert_eq!(tasks, 0, "nothing is left that would look for more");
+    // And of an agent that has gone nothing is.
+    lab.bodies.clear();
+    lab.registry.transport_closed(agent(), 7);
+    assert!(lab.registry.shard(agent()).is_empty());
+}
