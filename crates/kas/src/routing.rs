@@ -2,11 +2,13 @@
 //!
 //! * [`registry`]: the tunnels that this replica holds, and the requests that wait for one.
 //! * [`router`]: finds a tunnel for a request and sends the request through it.
-//! * [`peer`]: asks other replicas for tunnels. Replicas lend a tunnel for one request.
+//! * [`lending`]: lends tunnels to other replicas.
+//! * [`peer`]: borrows tunnels from other replicas.
 //! * [`metadata`]: which metadata of a request is read here, and which is passed on.
 //! * [`rate_limit`]: what an agent's token may cost.
 //! * [`metrics`]: the metrics of requests and tunnels.
 
+pub mod lending;
 pub mod metadata;
 pub mod metrics;
 pub mod peer;

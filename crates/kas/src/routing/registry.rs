@@ -36,7 +36,10 @@ pub use self::{
     lending::{Borrower, TunnelLease},
     queue::Waiting,
 };
-use crate::routing::{metrics::RequestMetrics, rate_limit::RateLimit};
+use crate::routing::{
+    metrics::{AskAnswer, RequestMetrics},
+    rate_limit::RateLimit,
+};
 
 const SHARDS: usize = 16;
 
@@ -80,6 +83,27 @@ pub enum Gone {
     /// The agent is still here, but what could have served the request is gone. A new request would be
     /// refused with the same reason.
     Refused(Refused),
+}
+
+impl Refused {
+    /// Returns how the refusal of a request of another replica is counted.
+    pub fn answer(self) -> AskAnswer {
+        match self {
+            Self::NotHere(_) => AskAnswer::NotHere,
+            Self::Draining => AskAnswer::Unavailable,
+            Self::Unimplemented | Self::OtherConnection | Self::Unbound | Self::Full => AskAnswer::Refused,
+        }
+    }
+}
+
+impl From<Gone> for Refused {
+    fn from(gone: Gone) -> Self {
+        match gone {
+            Gone::Leaving => Self::Draining,
+            Gone::NotHere(mark) => Self::NotHere(mark),
+            Gone::Refused(refused) => refused,
+        }
+    }
 }
 
 /// The result of asking for a tunnel.

@@ -1,10 +1,9 @@
-//! Requests of GitLab's kas, 14.1, which found this replica's address in Redis: its private API, answered
-//! here.
+//! The private API of GitLab's kas 14.1, for its replicas that found the address of this one in Redis.
 //!
-//! As in 14.1: the method and the metadata are the request's own, `kas-hop-routing-agent-id` names the agent,
-//! and nothing is routed on. Unlike it, who asks for an agent that is not here, or has no tunnel for a while,
-//! is sent on at once, in the way that 14.1 goes on to its next record: 14.1 itself lets it wait without a
-//! limit.
+//! As in 14.1, the method and the metadata are those of the request, `kas-hop-routing-agent-id` names the
+//! agent, and nothing is routed on. 14.1 lets a request wait without a limit. Here, a request for an agent
+//! that is not connected, or has no idle tunnel for some time, is answered in a way that makes 14.1 try its
+//! next record.
 
 use std::{
     pin::Pin,
@@ -31,22 +30,27 @@ use tunnel::{
     },
 };
 
-use super::{Held, PrivateListener, UNUSED};
-use crate::routing::{
-    metadata,
-    metrics::{AskAnswer, RequestMetrics, Side},
-    peer::gitlab::AGENT,
-    registry::{Acquired, Gone, Grant, Refused},
+use super::PrivateListener;
+use crate::{
+    listener::failed,
+    refusals::ListenerName,
+    routing::{
+        lending::{ReservedTunnel, UNUSED},
+        metadata,
+        metrics::{AskAnswer, RequestMetrics, Side},
+        peer::gitlab::AGENT,
+        registry::{Acquired, Grant, Refused},
+        router,
+    },
 };
-use crate::{listener::failed, refusals::ListenerName};
 
-/// How long a request waits for a tunnel of an agent that is here: 14.1 asks one replica after the other, and
-/// begins anew every 3 s, so that another one with an idle tunnel gets its turn.
+/// How long a request waits for a tunnel of an agent that is here. 14.1 asks one replica after the other, and
+/// begins again every 3 s, so that another replica with an idle tunnel is asked too.
 const BUSY: Duration = Duration::from_secs(3);
-/// What `StartStreaming` may weigh: it has no fields, and a later version may add some.
+/// The maximum size of `StartStreaming` in bytes. It has no fields, but a later version may add some.
 const LONGEST_START: usize = 1024;
 
-/// What is asked for.
+/// A request of a replica of GitLab's kas.
 struct Asked {
     listener: Arc<PrivateListener>,
     from: ReplicaId,
@@ -57,10 +61,10 @@ struct Asked {
     deadline: Deadline,
 }
 
-/// Reads which agent is meant.
+/// Reads for which agent the request is.
 ///
 /// # Errors
-/// In the words of 14.1.
+/// With the texts of 14.1.
 fn agent(headers: &HeaderMap) -> Result<AgentId, Status> {
     let invalid = |text: String| Status::new(Code::InvalidArgument, text);
     let mut values = headers.get_all(&AGENT).iter();
@@ -101,11 +105,11 @@ pub(super) async fn serve(
     let count = |answer| asked.listener.metrics.asked_gitlab(Side::Answered, answer);
     let grant = match asked.find(BUSY).await {
         Ok(grant) => grant,
-        Err(Elsewhere::Not(answer)) => {
+        Err(Elsewhere::TryNext(answer)) => {
             count(answer);
             return failed(&Status::new(Code::Ok, ""), &correlation);
         }
-        Err(Elsewhere::Nowhere(answer, status)) => {
+        Err(Elsewhere::Final(answer, status)) => {
             count(answer);
             return failed(&status, &correlation);
         }
@@ -113,20 +117,20 @@ pub(super) async fn serve(
     count(AskAnswer::Ready);
     let span = asked.span();
     let open = Open::new(&asked.listener.metrics, span);
-    let held = Held::new(grant);
-    let start = Box::pin(asked.start(held, grpc::boxed(body)));
+    let reserved = ReservedTunnel::new(grant);
+    let start = Box::pin(asked.start(reserved, grpc::boxed(body)));
     let mut response =
         Response::new(grpc::boxed(GatewayBody { state: State::Lent(Some(READY), start), open }));
     response.headers_mut().insert(http::header::CONTENT_TYPE, grpc::CONTENT_TYPE);
     response
 }
 
-/// Why the asker gets no tunnel here.
+/// Why the request gets no tunnel here.
 enum Elsewhere {
-    /// It should try another replica.
-    Not(AskAnswer),
-    /// It need not.
-    Nowhere(AskAnswer, Status),
+    /// Another replica may have one.
+    TryNext(AskAnswer),
+    /// No other replica can serve it either.
+    Final(AskAnswer, Status),
 }
 
 type Started = Result<Option<Answer>, Status>;
@@ -134,14 +138,10 @@ type Started = Result<Option<Answer>, Status>;
 impl Asked {
     async fn find(&self, patience: Duration) -> Result<Grant, Elsewhere> {
         let refused = |refused: Refused| match refused {
-            Refused::NotHere(_) => Elsewhere::Not(AskAnswer::NotHere),
-            Refused::Draining => Elsewhere::Not(AskAnswer::Unavailable),
-            Refused::Full => Elsewhere::Not(AskAnswer::Refused),
-            refused @ (Refused::Unimplemented | Refused::OtherConnection | Refused::Unbound) => {
-                Elsewhere::Nowhere(
-                    AskAnswer::Refused,
-                    crate::routing::router::refusal(refused, self.agent, None, &self.method),
-                )
+            Refused::NotHere(_) | Refused::Draining | Refused::Full => Elsewhere::TryNext(refused.answer()),
+            Refused::Unimplemented | Refused::OtherConnection | Refused::Unbound => {
+                let status = router::refusal(refused, self.agent, None, &self.method);
+                Elsewhere::Final(refused.answer(), status)
             }
         };
         let registry = &self.listener.registry;
@@ -154,19 +154,17 @@ impl Asked {
         let until = self.deadline.instant().map_or(patience, |deadline| deadline.min(patience));
         match tokio::time::timeout_at(until, waiting.granted()).await {
             Ok(Ok(grant)) => Ok(grant),
-            Ok(Err(Gone::Leaving)) => Err(refused(Refused::Draining)),
-            Ok(Err(Gone::NotHere(mark))) => Err(refused(Refused::NotHere(mark))),
-            Ok(Err(Gone::Refused(why))) => Err(refused(why)),
+            Ok(Err(gone)) => Err(refused(gone.into())),
             Err(_) if until < patience => {
                 let text = "no tunnel was idle until the deadline";
                 let status = Status::new(Code::DeadlineExceeded, text).with_outcome(Outcome::NotStarted);
-                Err(Elsewhere::Nowhere(AskAnswer::Refused, status))
+                Err(Elsewhere::Final(AskAnswer::Refused, status))
             }
-            Err(_) => Err(Elsewhere::Not(AskAnswer::Refused)),
+            Err(_) => Err(Elsewhere::TryNext(AskAnswer::Refused)),
         }
     }
 
-    /// Begins a span of the request here, below the one of the replica that asks.
+    /// Begins a span of the request at this replica, below the span of the other replica.
     fn span(&self) -> Option<Span> {
         let tracer = self.listener.tracer.as_ref()?;
         let mut span =
@@ -182,9 +180,9 @@ impl Asked {
         Some(span)
     }
 
-    /// Waits for `StartStreaming`, gives a tunnel the request, and waits for the beginning of its answer.
-    /// `None`: the asker needs the tunnel no more.
-    async fn start(self, held: Held, mut body: grpc::Body) -> Started {
+    /// Waits for `StartStreaming`, gives a tunnel the request, and waits for the beginning of the response.
+    /// `None`: the other replica does not need the tunnel any more.
+    async fn start(self, reserved: ReservedTunnel, mut body: grpc::Body) -> Started {
         let not_started = |code, text: String| Status::new(code, text).with_outcome(Outcome::NotStarted);
         let rest = match tokio::time::timeout(UNUSED, start_streaming(&mut body)).await {
             Ok(Ok(Some(rest))) => rest,
@@ -195,9 +193,9 @@ impl Asked {
             }
         };
         let mut body = grpc::boxed(Ahead { first: rest, body });
-        let mut held = held;
+        let mut reserved = reserved;
         loop {
-            let binary = held.tunnel.info().kind.binary();
+            let binary = reserved.tunnel().info().kind.binary();
             let info =
                 metadata::request_info(&self.method, &self.headers, self.deadline, &self.correlation, binary)
                     .map_err(|error| {
@@ -206,8 +204,8 @@ impl Asked {
             let mut request_info = BytesMut::with_capacity(512);
             info.put_control(frame::response::REQUEST_INFO, &mut request_info);
             let job = Job::new(request_info.freeze(), body);
-            // Nothing of it is written to the agent: another tunnel may serve it.
-            body = match held.take().begin(job, self.deadline) {
+            // As long as nothing is written to the agent, another tunnel may serve the request.
+            body = match reserved.take().begin(job, self.deadline) {
                 Err(job) => job.into_body(),
                 Ok(mut exchange) => match exchange.head().await {
                     Ok(head) => return Ok(Some(Answer::new(exchange, head))),
@@ -220,10 +218,10 @@ impl Asked {
                     Err(failure) => return Err(exchange.late_status(&failure)),
                 },
             };
-            held = match self.find(UNUSED).await {
-                Ok(grant) => Held::new(grant),
-                Err(Elsewhere::Nowhere(_, status)) => return Err(status),
-                Err(Elsewhere::Not(_)) => {
+            reserved = match self.find(UNUSED).await {
+                Ok(grant) => ReservedTunnel::new(grant),
+                Err(Elsewhere::Final(_, status)) => return Err(status),
+                Err(Elsewhere::TryNext(_)) => {
                     let text = format!("the tunnel of agent {} has ended, and no other is idle", self.agent);
                     return Err(not_started(Code::Unavailable, text));
                 }
@@ -233,7 +231,7 @@ impl Asked {
     }
 }
 
-/// Waits for `StartStreaming`; returns what was read after it. `None`: the stream ended instead.
+/// Waits for `StartStreaming` and returns the bytes that were read after it. `None`: the stream ended instead.
 async fn start_streaming(body: &mut grpc::Body) -> Result<Option<Bytes>, &'static str> {
     let mut read = BytesMut::new();
     loop {
@@ -260,7 +258,7 @@ async fn start_streaming(body: &mut grpc::Body) -> Result<Option<Bytes>, &'stati
     }
 }
 
-/// A body of which the first bytes have been read already.
+/// A body whose first bytes were read before.
 struct Ahead {
     first: Bytes,
     body: grpc::Body,
@@ -286,7 +284,7 @@ impl HttpBody for Ahead {
     }
 }
 
-/// Counts a request as open, and ends its span.
+/// Counts a request as open until it drops, and ends its span.
 struct Open {
     metrics: Arc<RequestMetrics>,
     span: Option<Span>,
@@ -315,8 +313,8 @@ impl Drop for Open {
     }
 }
 
-/// The answer: that a tunnel is there, then what the agent answers. Dropped before its end, it cancels the
-/// request.
+/// The response: a message that a tunnel is ready, and then the agent's response. Dropped before its end, it
+/// cancels the request.
 struct GatewayBody {
     state: State,
     open: Open,
@@ -324,7 +322,7 @@ struct GatewayBody {
 
 #[expect(clippy::large_enum_variant, reason = "one per stream, and its body is boxed as a whole")]
 enum State {
-    /// What is to be said first, and what waits for the request and begins it.
+    /// The first message, and the future that waits for the request and begins it.
     Lent(Option<Bytes>, Pin<Box<dyn Future<Output = Started> + Send>>),
     Answer(Answer),
     Over,

@@ -1,16 +1,17 @@
-//! A tunnel that stays lent between requests: every interleaving of the replica that asks, the one that holds
-//! the tunnel, and the agent, decided by the order of the script and not by time. The streams between them
-//! are pipes.
+//! A tunnel that stays leased between requests: interleavings of the borrower, the holder of the tunnel, and
+//! the agent. The order of each test decides, not time. The streams between them are pipes.
 
-use std::{sync::Weak, task::Waker};
+use std::{pin::Pin, sync::Weak, task::Waker};
 
-use bytes::BufMut as _;
+use bytes::{BufMut as _, Bytes, BytesMut};
 use cluster::{InMemoryTracker, Lease, Locator as _};
-use grpc::testing::Pipe;
-use ids::TokenHash;
+use grpc::{BoxError, Code, Outcome, Status, testing::Pipe};
+use http::HeaderMap;
+use ids::{ReplicaId, TokenHash};
+use parking_lot::Mutex;
 use prometheus_client::registry::Registry;
 use tunnel::{
-    frame::{request, response},
+    frame::{self, request, response},
     kas_end::{AgentKind, Descriptor, Exchange, Failure, Head, Info, Opening, Retire, TunnelBody},
 };
 
@@ -18,7 +19,7 @@ use super::*;
 use crate::routing::{
     peer::kept::{Kept, Taken},
     rate_limit::RateLimit,
-    registry::{Limits, RegistryPool, Waiting},
+    registry::{Gone, Limits, RegistryPool, Waiting},
 };
 
 const METHOD: &str = "/s/M";
@@ -113,7 +114,7 @@ struct Lab {
     /// The other replica knows who holds the agent.
     known: Option<Lease>,
     /// The stream between the replicas: its ends, and what is on its way.
-    lend: Option<LendBody>,
+    lend: Option<LendBody<Envelopes>>,
     pump: Option<TunnelBody>,
     asked: Pipe,
     lent: Pipe,
@@ -155,7 +156,7 @@ fn open(
     });
     let flag = Arc::clone(reset);
     let opening = Opening::new(pipe.body(), false);
-    let (tunnel, body) = Tunnel::new(info, opening, owner, Box::new(move || *flag.lock().unwrap() = true));
+    let (tunnel, body) = Tunnel::new(info, opening, owner, Box::new(move || *flag.lock() = true));
     registry.insert(&tunnel, None);
     (tunnel, body)
 }
@@ -233,20 +234,13 @@ impl Lab {
             panic!("the tunnel is idle")
         };
         let borrower = Borrower { replica, method: Arc::clone(&method) };
-        let lending = Lending::new(Arc::clone(&self.registry), borrower.clone());
-        let wish = Wish {
-            registry: Arc::clone(&self.registry),
-            agent: agent(),
-            connection: None,
-            borrower,
-            kind: AgentKind::Ours,
-            impersonates: false,
-        };
-        let request = self.asked.body();
-        self.lend = Some(LendBody::new(wish, grant, request, Some(lending), Arc::clone(&self.metrics)));
+        let source = Arc::clone(&self.registry) as Arc<dyn TunnelSource>;
+        let lender = TunnelLender::new(source, Arc::clone(&self.metrics), None);
+        let request = BorrowRequest { borrower, agent: agent(), connection: None };
+        self.lend = Some(lender.lend(request, grant, Envelopes::new(self.asked.body()), true));
         let owner = self.kept.owner(agent(), &method, &ReplicaId::new("holder"));
         let flag = Arc::clone(&self.asker_reset);
-        let reset = Box::new(move || *flag.lock().unwrap() = true);
+        let reset = Box::new(move || *flag.lock() = true);
         let (tunnel, pump) = Tunnel::borrowed(info(), self.lent.body(), owner, reset, true);
         self.pump = Some(pump);
         Self::begin(&tunnel, b"first").expect("it is new")
@@ -280,7 +274,7 @@ impl Lab {
             if wrote.over {
                 self.asked.end();
             }
-            if wrote.over || *self.asker_reset.lock().unwrap() {
+            if wrote.over || *self.asker_reset.lock() {
                 self.pump = None;
             }
         }
@@ -326,7 +320,7 @@ impl Lab {
 
     /// HTTP/2 passes the asker's reset on.
     fn pass_reset(&mut self) {
-        assert!(*self.asker_reset.lock().unwrap(), "the asker has not reset the stream");
+        assert!(*self.asker_reset.lock(), "the asker has not reset the stream");
         self.asked.reset();
         self.pump = None;
         self.lend = None;
@@ -430,7 +424,7 @@ async fn what_no_request_takes_goes_back() {
     lab.carry();
     assert!(lab.ended_ok());
     assert_eq!(lab.counts(), (1, 0));
-    assert!(!*lab.agent_reset.lock().unwrap() && !*lab.asker_reset.lock().unwrap());
+    assert!(!*lab.agent_reset.lock() && !*lab.asker_reset.lock());
 }
 
 #[tokio::test(start_paused = true)]
@@ -726,7 +720,7 @@ async fn a_lost_link_drops_what_is_kept_and_frees_it_at_its_holder() {
     let mut lab = Lab::lent().await;
     lab.lent.reset();
     lab.asker_writes();
-    assert!(*lab.asker_reset.lock().unwrap());
+    assert!(*lab.asker_reset.lock());
     lab.pass_reset();
     assert!(lab.take().await.is_none());
     assert_eq!(lab.counts(), (1, 0));
@@ -742,7 +736,7 @@ async fn a_lost_link_in_a_later_request_has_an_unknown_outcome() {
     let Err(failure) = call.answered().await else { panic!("an answer") };
     assert_eq!(call.0.late_status(&failure).outcome(), Some(Outcome::Unknown));
     lab.pass_reset();
-    assert!(*lab.agent_reset.lock().unwrap());
+    assert!(*lab.agent_reset.lock());
 }
 
 #[tokio::test(start_paused = true)]
@@ -751,10 +745,10 @@ async fn a_caller_that_leaves_a_later_request_resets_both_hops() {
     let call = lab.again(b"x").await;
     lab.carry();
     lab.agent_reads();
-    assert!(!*lab.agent_reset.lock().unwrap());
+    assert!(!*lab.agent_reset.lock());
     drop(call);
     lab.pass_reset();
-    assert!(*lab.agent_reset.lock().unwrap());
+    assert!(*lab.agent_reset.lock());
     assert!(lab.take().await.is_none());
 }
 
