@@ -494,7 +494,7 @@ impl Kas {
                     let (tunnels, router) = (Arc::clone(&tunnels), Arc::clone(&router));
                     move || {
                         tunnels.drain();
-                        router.kept().close();
+                        router.leases().close();
                     }
                 })
                 .end({

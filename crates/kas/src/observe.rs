@@ -1,6 +1,7 @@
 //! What is told of each request of the API listener to those who look: lines of the audit log, and a span.
 //!
-//! A [`Sight`] accompanies a request. When nobody looks it is empty, and each of its steps is one comparison.
+//! A [`RequestRecord`] accompanies a request. When nobody looks it is empty, and each of its steps is one
+//! comparison.
 
 use std::{
     net::SocketAddr,
@@ -58,9 +59,9 @@ impl Observer {
         path: &str,
         peer: Option<SocketAddr>,
         correlation: &HeaderValue,
-    ) -> Sight {
+    ) -> RequestRecord {
         if self.audit.is_none() && self.tracer.is_none() {
-            return Sight::default();
+            return RequestRecord::default();
         }
         let facts = Facts {
             request_id: String::from_utf8_lossy(correlation.as_bytes()).into_owned(),
@@ -75,7 +76,7 @@ impl Observer {
             decision: Decision::Deny,
             rule: Rule::Jwt,
         };
-        Sight(Some(Arc::new(Seen {
+        RequestRecord(Some(Arc::new(Seen {
             observer: Arc::clone(self),
             arrived: Instant::now(),
             bytes_in: AtomicU64::new(0),
@@ -134,7 +135,7 @@ fn end_span(span: &mut Span, code: Code, outcome: Option<&'static str>, route: O
 
 /// What accompanies a request.
 #[derive(Clone, Debug, Default)]
-pub struct Sight(Option<Arc<Seen>>);
+pub struct RequestRecord(Option<Arc<Seen>>);
 
 #[derive(Debug)]
 struct Seen {
@@ -206,7 +207,7 @@ impl Seen {
     }
 }
 
-impl Sight {
+impl RequestRecord {
     /// Who asks is known.
     pub fn actor(&self, actor: &Arc<Actor>) {
         if let Some(seen) = &self.0 {

@@ -18,8 +18,8 @@ use proto::{
 use serde::Deserialize;
 use tunnel::kas_end::Head;
 
-use crate::observe::Sight;
-use crate::routing::router::{AgentRequest, Router, Trail};
+use crate::observe::RequestRecord;
+use crate::routing::router::{AgentRequest, RouteTrace, Router};
 
 /// Requests the metadata of a list, or whole objects from a server that cannot send only metadata.
 const ACCEPT: &str = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1,application/json";
@@ -59,7 +59,7 @@ pub struct Asked<'a> {
     /// Its deadline.
     pub deadline: Deadline,
     /// Who looks at it.
-    pub sight: &'a Sight,
+    pub record: &'a RequestRecord,
 }
 
 #[derive(Deserialize)]
@@ -207,7 +207,7 @@ async fn fetch(
 ) -> Result<(i32, Bytes), Status> {
     let body = kas_end::request_without_body(request);
     let mut headers = HeaderMap::new();
-    asked.sight.outgoing(&mut headers);
+    asked.record.outgoing(&mut headers);
     let answer = router
         .route(AgentRequest {
             agent,
@@ -218,8 +218,8 @@ async fn fetch(
             deadline: asked.deadline,
             body: grpc::full(body),
             impersonates: false,
-            trail: Trail::default(),
-            sight: asked.sight.clone(),
+            trace: RouteTrace::default(),
+            record: asked.record.clone(),
         })
         .await?;
     if let Head::Only(_, status) = answer.head {

@@ -138,7 +138,7 @@ async fn the_trace_of_a_request_shows_that_its_tunnel_was_leased() -> Result<()>
             .iter()
             .map(|step| String::from_utf8_lossy(step.as_bytes()).into_owned())
             .collect();
-        let reused = steps.iter().any(|step| step.contains("that was still lent to this one"));
+        let reused = steps.iter().any(|step| step.contains("that was leased to this one"));
         Ok(if reused { Ok(()) } else { Err(steps) })
     })
     .await

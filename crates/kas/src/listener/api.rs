@@ -24,12 +24,12 @@ use tunnel::kas_end::Head;
 
 use crate::routing::{
     metadata::{self, Target},
-    router::{AgentRequest, Router, Trail},
+    router::{AgentRequest, RouteTrace, Router},
 };
 use crate::{
     audit::Rule,
     config::Attempts,
-    observe::{Observer, Sight},
+    observe::{Observer, RequestRecord},
     refusals::{ListenerName, Reason, Refusals},
 };
 use grpc::service::LocalService;
@@ -124,18 +124,18 @@ impl Connection for Caller {
         let correlation = metadata::correlation(request.headers());
         // Health says nothing but "serving"; everything else needs a token, and is looked at.
         let health = request.uri().path().starts_with(services::HEALTH);
-        let sight = if health {
-            Sight::default()
+        let record = if health {
+            RequestRecord::default()
         } else {
             self.listener.observer.arrived(request.uri().path(), self.peer, &correlation)
         };
         if let Some(response) = not_grpc(request.method(), request.headers()) {
             self.trust.failed();
-            sight.denied(Rule::NotGrpc, Code::Unimplemented);
+            record.denied(Rule::NotGrpc, Code::Unimplemented);
             return Box::pin(std::future::ready(response));
         }
         let refuse = |status: &Status, rule| -> Answer {
-            sight.denied(rule, status.code());
+            record.denied(rule, status.code());
             Box::pin(std::future::ready(failed(status, &correlation)))
         };
         let wrong_keys = |status: &Status| {
@@ -146,7 +146,7 @@ impl Connection for Caller {
         };
         if !health {
             match self.verify(request.headers()) {
-                Ok(actor) => sight.actor(&actor),
+                Ok(actor) => record.actor(&actor),
                 Err(status) => return refuse(&status, Rule::Jwt),
             }
         }
@@ -167,8 +167,8 @@ impl Connection for Caller {
             if let Err(status) = metadata::check_keys(request.headers()) {
                 return wrong_keys(&status);
             }
-            sight.allowed(request.headers());
-            return Box::pin(own(service, request, correlation, deadline, sight));
+            record.allowed(request.headers());
+            return Box::pin(own(service, request, correlation, deadline, record));
         }
         let target = match Target::read(request.headers()) {
             Ok(Some(target)) => target,
@@ -184,12 +184,12 @@ impl Connection for Caller {
             }
             Err(status) => return wrong_keys(&status),
         };
-        sight.target(target.agent, target.connection);
+        record.target(target.agent, target.connection);
         if !metadata::is_method(request.uri()) {
             let status = Status::new(Code::Unimplemented, "a method is /package.Service/Method");
             return refuse(&status, Rule::Method);
         }
-        Box::pin(pass_through(self, request, target, correlation, deadline, sight))
+        Box::pin(pass_through(self, request, target, correlation, deadline, record))
     }
 
     fn standing(&self) -> Standing {
@@ -208,7 +208,7 @@ async fn pass_through(
     target: Target,
     correlation: HeaderValue,
     deadline: Deadline,
-    sight: Sight,
+    record: RequestRecord,
 ) -> Response<Body> {
     let (mut head, body) = request.into_parts();
     let body = match head.headers.get("grpc-encoding").map(HeaderValue::as_bytes) {
@@ -226,26 +226,26 @@ async fn pass_through(
         Some(other) => {
             let text =
                 format!("grpc-encoding {} is not supported: use gzip or identity", other.escape_ascii());
-            sight.denied(Rule::GrpcEncoding, Code::Unimplemented);
+            record.denied(Rule::GrpcEncoding, Code::Unimplemented);
             let mut response = failed(&Status::new(Code::Unimplemented, text), &correlation);
             response.headers_mut().insert("grpc-accept-encoding", HeaderValue::from_static("identity,gzip"));
             return response;
         }
     };
-    sight.allowed(&head.headers);
-    sight.outgoing(&mut head.headers);
-    let answering = sight.answering();
-    let body = sight.request_body(body);
-    let trail = if target.explain { Trail::begin() } else { Trail::default() };
-    trail.note(|| format!("arrived for agent {}", target.agent));
+    record.allowed(&head.headers);
+    record.outgoing(&mut head.headers);
+    let answering = record.answering();
+    let body = record.request_body(body);
+    let trace = if target.explain { RouteTrace::begin() } else { RouteTrace::default() };
+    trace.note(|| format!("arrived for agent {}", target.agent));
     let told = |mut response: Response<Body>| {
-        trail.write_to(response.headers_mut());
+        trace.write_to(response.headers_mut());
         answering.answered(response)
     };
     let (header, body) = if head.uri.path() == http_tunnel::METHOD {
         match kas_end::read_header(body, deadline).await {
             Ok((header, body)) => {
-                sight.first_message(header.as_ref());
+                record.first_message(header.as_ref());
                 (header, body)
             }
             Err(status) => {
@@ -275,8 +275,8 @@ async fn pass_through(
             deadline,
             body,
             impersonates,
-            trail: trail.clone(),
-            sight,
+            trace: trace.clone(),
+            record,
         })
         .await;
     let answer = match answer {
@@ -303,11 +303,11 @@ async fn own(
     request: Request<Incoming>,
     correlation: HeaderValue,
     deadline: Deadline,
-    sight: Sight,
+    record: RequestRecord,
 ) -> Response<Body> {
-    let answering = sight.answering();
-    let mut request = request.map(|body| sight.request_body(grpc::boxed(body)));
-    request.extensions_mut().insert(sight);
+    let answering = record.answering();
+    let mut request = request.map(|body| record.request_body(grpc::boxed(body)));
+    request.extensions_mut().insert(record);
     request.extensions_mut().insert(deadline);
     request.extensions_mut().insert(Correlation(correlation.clone()));
     let late = || Status::new(Code::DeadlineExceeded, "the deadline passed before kas had the answer");

@@ -1,5 +1,5 @@
-//! Who owns which metadata of a request on the API listener: what is read and consumed here, what
-//! goes on to the agent, and what nobody may send.
+//! The metadata of a request on the API listener: what is read and removed here, what is passed on to the
+//! agent, and what no caller may send.
 
 use grpc::{Code, Deadline, Status, format_timeout};
 use http::{HeaderMap, HeaderValue, Uri};
@@ -12,30 +12,30 @@ use crate::refusals::{ListenerName, Reason, Refusals};
 pub const AGENT_ID: &str = "kas-agent-id";
 /// Names one connection of it.
 pub const CONNECTION_ID: &str = "kas-connection-id";
-/// Asks for an account of the request's way.
+/// Asks for the steps of the request on its way.
 pub const EXPLAIN: &str = "kas-explain";
 /// Feature flags that GitLab sends with each call.
 const FEATURE: &str = "kas-feature-";
-/// How many of those a request may carry.
+/// The maximum number of feature flags in a request.
 const MAX_FEATURES: usize = 64;
 
-/// What a request says about its own way.
+/// Where a request is to go.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Target {
     /// The agent.
     pub agent: AgentId,
     /// One connection of it, or any.
     pub connection: Option<ConnectionId>,
-    /// Whether the caller wants to be told which way the request went.
+    /// Whether the caller asks for the steps of the request.
     pub explain: bool,
 }
 
 impl Target {
-    /// Reads the keys that begin with `kas-`, and refuses those that nobody may send. `None`: no
-    /// agent is named.
+    /// Reads the keys that begin with `kas-`, and refuses those that no caller may send. `None`: no agent is
+    /// named.
     ///
     /// # Errors
-    /// `INVALID_ARGUMENT` that names the key and what would be right.
+    /// `INVALID_ARGUMENT` with the key and what is expected.
     pub fn read(headers: &HeaderMap) -> Result<Option<Self>, Status> {
         check_keys(headers)?;
         let connection = match single(headers, CONNECTION_ID)? {
@@ -58,11 +58,11 @@ impl Target {
     }
 }
 
-/// Refuses keys that begin with `kas-` and that nobody may send, and too many feature flags: for every
-/// method, those of kas itself among them.
+/// Refuses keys that begin with `kas-` and that no caller may send, and too many feature flags. This applies
+/// to every method, including those of kas itself.
 ///
 /// # Errors
-/// `INVALID_ARGUMENT` that names the key; see [`has_too_many`].
+/// `INVALID_ARGUMENT` with the key, see [`has_too_many`].
 pub fn check_keys(headers: &HeaderMap) -> Result<(), Status> {
     let mut features = 0;
     for key in headers.keys() {
@@ -83,8 +83,7 @@ pub fn check_keys(headers: &HeaderMap) -> Result<(), Status> {
     Ok(())
 }
 
-/// Whether there are more feature flags than a request may carry: a limit, where other keys are wrong by
-/// themselves. For what was refused already.
+/// Whether a request that was refused exceeds the limit of feature flags. Else one of its keys is wrong.
 pub fn has_too_many(headers: &HeaderMap) -> bool {
     headers.keys().filter(|key| key.as_str().starts_with(FEATURE)).count() > MAX_FEATURES
 }
@@ -102,16 +101,16 @@ fn invalid(message: String) -> Status {
     Status::new(Code::InvalidArgument, message)
 }
 
-/// Whether a key of the caller goes on to the agent.
+/// Whether a key of the caller is passed on to the agent.
 fn passes(key: &str) -> bool {
     !(key.starts_with("kas-") || key.starts_with("grpc-") || key.starts_with(':') || meta::is_hop_level(key))
 }
 
-/// Writes the `RequestInfo` of a request: method, the caller's metadata that goes on, what is left
-/// of the deadline, and the request id.
+/// Writes the `RequestInfo` of a request: the method, the metadata of the caller that is passed on, the time
+/// until the deadline, and the request id.
 ///
 /// # Errors
-/// [`meta::Error`] for metadata that cannot travel to this agent; see [`untransferable`].
+/// [`meta::Error`] for metadata that cannot be sent to this agent, see [`untransferable`].
 pub fn request_info(
     method: &str,
     headers: &HeaderMap,
@@ -132,8 +131,8 @@ pub fn request_info(
     Ok(writer)
 }
 
-/// Refuses metadata that cannot travel to an agent with `INVALID_ARGUMENT`. What is too much of it is
-/// counted.
+/// Returns `INVALID_ARGUMENT` for metadata that cannot be sent to an agent. Counts the refusal if the metadata
+/// is too large.
 pub fn untransferable(error: &meta::Error, refusals: &Refusals, listener: ListenerName) -> Status {
     if matches!(error, meta::Error::TooMuch) {
         refusals.refused(listener, Reason::Headers);
@@ -141,8 +140,8 @@ pub fn untransferable(error: &meta::Error, refusals: &Refusals, listener: Listen
     invalid(error.to_string())
 }
 
-/// Returns the metadata of a request for a replica of GitLab's kas, which makes its `RequestInfo`: the
-/// caller's that goes on, and the request id. The deadline is for whoever sends it to add.
+/// Returns the metadata of a request for a replica of GitLab's kas, which creates the `RequestInfo` from it:
+/// the metadata of the caller that is passed on, and the request id. The sender adds the deadline.
 pub fn to_gateway(headers: &HeaderMap, correlation: &HeaderValue) -> HeaderMap {
     let mut map = HeaderMap::with_capacity(headers.len() + 1);
     for (key, value) in headers {
@@ -154,10 +153,10 @@ pub fn to_gateway(headers: &HeaderMap, correlation: &HeaderValue) -> HeaderMap {
     map
 }
 
-/// Returns the caller's request id when it is a legal one, else a new one: 32 hexadecimal digits.
+/// Returns the request id of the caller if it is legal, else a new one of 32 hexadecimal digits.
 ///
-/// It is marked as sensitive, which keeps it out of HPACK's tables: no other request has it, and each one
-/// would push out a value that comes again.
+/// It is marked as sensitive to keep it out of HPACK's tables: no other request has it, and it would displace
+/// a value that is repeated.
 pub fn correlation(headers: &HeaderMap) -> HeaderValue {
     let mut value = correlation_of(headers);
     value.set_sensitive(true);
@@ -176,7 +175,7 @@ fn correlation_of(headers: &HeaderMap) -> HeaderValue {
     HeaderValue::from_bytes(&id).expect("hexadecimal digits are a legal header value")
 }
 
-/// Whether a path is a full method: `/package.Service/Method`, and short.
+/// Whether a path is a full method, `/package.Service/Method`, of at most 512 bytes.
 pub fn is_method(uri: &Uri) -> bool {
     let path = uri.path();
     path.len() <= 512
@@ -279,7 +278,7 @@ mod tests {
     }
 
     #[test]
-    fn request_ids_are_kept_when_legal_and_made_otherwise() {
+    fn legal_request_ids_are_kept_and_others_are_replaced() {
         assert_eq!(correlation(&headers(&[("x-gitlab-correlation-id", "abc")])), "abc");
         for bad in ["", "a b"] {
             let mut map = HeaderMap::new();

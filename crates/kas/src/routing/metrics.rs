@@ -1,6 +1,6 @@
-//! The metrics of requests for agents, of their tunnels, and of what replicas ask each other for them.
+//! The metrics of requests for agents, of their tunnels, and of borrow requests between replicas.
 //!
-//! Labels are enums; an agent's id is never one, since a replica may hold a hundred thousand.
+//! Labels are enums. The id of an agent is never a label, since a replica may hold a hundred thousand agents.
 
 use cluster::Load;
 use prometheus_client::{
@@ -20,7 +20,7 @@ pub enum Outcome {
     Cancelled,
 }
 
-/// All but the one that nearly every request has.
+/// All outcomes except the one of nearly every request.
 const OTHERS: [Outcome; 4] = [Outcome::NotStarted, Outcome::Unknown, Outcome::Refused, Outcome::Cancelled];
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -28,7 +28,7 @@ struct OutcomeLabel {
     outcome: Outcome,
 }
 
-/// Which side of an ask between replicas this one is.
+/// The side of this replica in a borrow request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, EncodeLabelValue)]
 #[allow(missing_docs)]
 pub enum Side {
@@ -36,7 +36,7 @@ pub enum Side {
     Answered,
 }
 
-/// What became of an ask for a tunnel.
+/// The result of a borrow request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, EncodeLabelValue)]
 #[allow(missing_docs)]
 pub enum AskAnswer {
@@ -71,28 +71,27 @@ pub struct RequestMetrics {
     /// Requests for agents that are open now.
     pub requests_open: Gauge,
     requests: Family<OutcomeLabel, Counter>,
-    // Resolved once: a family's map is behind a lock.
+    // Resolved once, since the map of a family is behind a lock.
     answered: Counter,
-    /// From the request's arrival until it has a tunnel, in seconds.
+    /// The time from the arrival of a request until it has a tunnel, in seconds.
     pub find_seconds: Histogram,
     /// Requests that wait for a tunnel now.
     pub waiters: Gauge,
     /// Open tunnels, idle and busy.
     pub tunnels: Gauge,
-    /// Tunnels whose agent did what the protocol does not allow.
+    /// Tunnels whose agent broke the protocol.
     pub tunnel_violations: Counter,
-    /// Values of agents' answers that were dropped as illegal.
+    /// Illegal metadata values in responses of agents, which were dropped.
     pub answer_values_dropped: Counter,
     asks: Family<AskLabels, Counter>,
     gitlab_asks: Family<AskLabels, Counter>,
     routed_local: Counter,
     routed_remote: Counter,
-    /// Asks that went out because an earlier one was not answered at once.
+    /// Borrow requests that were sent because an earlier one was not answered soon enough.
     pub hedges: Counter,
-    /// Requests that went through a tunnel which another replica had lent for an earlier one.
+    /// Requests on a tunnel that was leased from another replica for an earlier request.
     pub borrows_reused: Counter,
-    /// Requests of other replicas that had another tunnel than the one they were lent, which had ended before
-    /// them.
+    /// Requests of other replicas that went to another tunnel, since the one that was lent had ended.
     pub borrows_moved: Counter,
 }
 
@@ -103,8 +102,7 @@ impl RequestMetrics {
         let requests = Family::<OutcomeLabel, Counter>::default();
         let answered = requests.get_or_create(&OutcomeLabel { outcome: Outcome::Answered }).clone();
         for outcome in OTHERS {
-            // A series that begins above 0 has not grown, for Prometheus: the first requests that break would
-            // be missed.
+            // For Prometheus, a series that begins above 0 has not grown, so the first failures would be missed.
             drop(requests.get_or_create(&OutcomeLabel { outcome }));
         }
         let routes = Family::<RouteLabel, Counter>::default();
@@ -188,7 +186,7 @@ impl RequestMetrics {
         };
     }
 
-    /// Returns what this replica has to do.
+    /// Returns the load of this replica.
     pub fn load(&self) -> Load {
         let count =
             |outcome| self.requests.get(&OutcomeLabel { outcome }).map_or(0, |requests| requests.get());
@@ -200,12 +198,12 @@ impl RequestMetrics {
         }
     }
 
-    /// Counts an ask of a replica of GitLab's kas, or to one.
+    /// Counts a borrow request between this replica and a replica of GitLab's kas.
     pub fn asked_gitlab(&self, side: Side, answer: AskAnswer) {
         self.gitlab_asks.get_or_create(&AskLabels { side, answer }).inc();
     }
 
-    /// Counts an ask between replicas.
+    /// Counts a borrow request between replicas.
     pub fn asked(&self, side: Side, answer: AskAnswer) {
         self.asks.get_or_create(&AskLabels { side, answer }).inc();
     }

@@ -1,26 +1,26 @@
-//! Other replicas, as this one calls them: links, the credential, and asking for a tunnel.
+//! Calls other replicas: links, the credential, and borrowing a tunnel.
 //!
-//! `kas.internal.v1.Tunnels/Borrow`: the ask is only headers. Response headers mean that a tunnel is lent;
-//! the first byte that is written after them starts the request. Everything else is an answer without a body,
-//! see [`Refusal`].
+//! A borrow request (`kas.internal.v1.Tunnels/Borrow`) has only headers. If the response begins with headers,
+//! a tunnel is lent, and the first byte that is then written starts the request. Every other response has no
+//! body, see [`Refusal`].
 //!
-//! An asker that asks often offers to send one request after the other on the same stream (`kas-borrow:
-//! again`), and the owner accepts in its response headers: then see [`kept`].
+//! A replica that borrows often offers to send several requests on the same stream (`kas-borrow: again`). If
+//! the owner accepts in its response headers, the tunnel is leased, see [`lease_pool`].
 //!
-//! Between two replicas there are links of three kinds: for asks that are answered at once and the requests
-//! that they become, for asks that wait, and for the rest. Asks that wait may be many; they must not take
-//! streams from requests that could run.
+//! There are three kinds of links between two replicas: for borrow requests that are answered immediately and
+//! the requests that follow on their streams, for borrow requests that wait, and for all other calls. Many
+//! borrow requests may wait, and must not take streams from requests that could run.
 //!
-//! Replicas of GitLab's kas, 14.1, are asked in another form, see [`gitlab`].
+//! Replicas of GitLab's kas 14.1 lend tunnels in another form, see [`gitlab`].
 
 pub mod gitlab;
-pub mod kept;
+pub mod lease_pool;
 pub mod link;
 
 use std::{
     collections::HashMap,
     sync::{
-        Arc, LazyLock, Mutex, PoisonError, Weak,
+        Arc, LazyLock, Weak,
         atomic::{AtomicU64, AtomicUsize, Ordering},
     },
     time::Duration,
@@ -35,6 +35,7 @@ use http::{HeaderMap, HeaderName, HeaderValue};
 use ids::{AgentId, ConnectionId, ReplicaId, TokenHash};
 use jsonwebtoken::{Algorithm, EncodingKey, Header};
 use net::{http2::StreamReset, tls::Live};
+use parking_lot::Mutex;
 use process::error::chain;
 use settings::secret::ApiSecret;
 use tokio::{
@@ -49,56 +50,55 @@ use tunnel::{
 use self::link::{CallError, DialError, LentBody, Link, Pump, RecvBody};
 use identity::jwt::{AUDIENCE, ISSUER};
 
-/// How long a replica's token is valid. A tenth of it may be lost to the difference of clocks.
+/// How long a token of this replica is valid. Clocks may differ by a tenth of it.
 const TOKEN_LIFE: Duration = Duration::from_secs(60);
-/// How long it is used.
+/// How long a token is used.
 const TOKEN_USE: Duration = Duration::from_secs(20);
-/// How long a token for a replica of GitLab's kas is valid, before and after now: as 14.1 makes its own.
+/// How many seconds before and after now a token for a replica of GitLab's kas is valid, as in 14.1.
 const TOKEN_14_1: f64 = 5.0;
 
-/// Asks of this replica for one agent, connection and method that one owner has not answered yet.
+/// The maximum number of unanswered borrow requests to one owner for the same agent, connection and method.
 const ASKS: usize = 16;
-/// An ask that is not answered at once after this time, or two round trips, waits: another owner is asked
-/// too.
+/// A borrow request that is not answered within this time, or two round trips, waits at the owner: another
+/// owner is asked too.
 const HEDGE: Duration = Duration::from_millis(10);
-/// Time to connect to a replica that seems to live.
+/// Time to connect to a replica that is not suspect.
 const CONNECT: Duration = Duration::from_secs(2);
-/// Time to connect to one that seems dead.
+/// Time to connect to a suspect replica.
 const CONNECT_SUSPECT: Duration = Duration::from_millis(300);
-/// Links for what is answered at once.
+/// The number of links for borrow requests that are answered immediately.
 const PROMPT_LINKS: usize = 2;
 
-/// The ask's path.
+/// The path of a borrow request.
 pub const BORROW: &str = "/kas.internal.v1.Tunnels/Borrow";
 
-/// Who asks.
+/// The replica that calls.
 pub const FROM: HeaderName = HeaderName::from_static("kas-hop-from");
-/// Who is meant: an address may have gone to another replica.
+/// The replica that is called: its address may belong to another replica by now.
 pub const TO: HeaderName = HeaderName::from_static("kas-hop-to");
 /// The agent.
 pub const AGENT: HeaderName = HeaderName::from_static("kas-hop-agent");
-/// One connection of it.
+/// One connection of the agent.
 pub const CONNECTION: HeaderName = HeaderName::from_static("kas-hop-connection");
 /// The method.
 pub const METHOD: HeaderName = HeaderName::from_static("kas-hop-method");
-/// How many replicas the request has passed: 1. The gateway never routes on.
+/// How many replicas the request has passed: 1. The owner never routes on.
 pub const FORWARDED: HeaderName = HeaderName::from_static("kas-hop-forwarded");
-/// Which agentk is at the end of the lent tunnel.
+/// The kind of agentk at the end of the lent tunnel.
 pub const KIND: HeaderName = HeaderName::from_static("kas-hop-agentk");
-/// Response header of Borrow: the agentk at the tunnel's end is known to heed whose rights a request is meant
-/// for.
+/// Response header of Borrow: the agentk at the end of the tunnel is known to support impersonation.
 pub const IMPERSONATES: HeaderName = HeaderName::from_static("kas-hop-agentk-impersonates");
-/// In an ask: the asker can send several requests, one after the other. In its answer: it may, when the owner
-/// says so after each.
+/// In a borrow request: the borrower can send several requests, one after the other. In its response: it may
+/// do so, if the owner renews the lease after each.
 pub const REUSE: HeaderName = HeaderName::from_static("kas-borrow");
 /// The value of [`REUSE`].
 pub const AGAIN: HeaderValue = HeaderValue::from_static("again");
-/// Where the owner's table stands.
+/// The epoch of the owner's table.
 pub const EPOCH: HeaderName = HeaderName::from_static("kas-hop-epoch");
-/// Where the owner's table stands.
+/// The version of the owner's table.
 pub const VERSION: HeaderName = HeaderName::from_static("kas-hop-version");
 
-/// Signs this replica's calls with the first of the shared secrets.
+/// Signs the calls of this replica with the first of the shared secrets.
 pub struct Credential {
     key: ArcSwap<EncodingKey>,
     name: ReplicaId,
@@ -121,15 +121,15 @@ impl Credential {
         }
     }
 
-    /// Signs with another secret from now on.
+    /// Replaces the secret.
     pub fn rotate(&self, secret: &ApiSecret) {
         self.key.store(Arc::new(EncodingKey::from_secret(secret.expose())));
-        *self.current.lock().unwrap_or_else(PoisonError::into_inner) = None;
+        *self.current.lock() = None;
     }
 
     /// Returns a value for `authorization`.
     pub fn authorization(&self) -> HeaderValue {
-        let mut current = self.current.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut current = self.current.lock();
         if let Some((made, value)) = &*current
             && made.elapsed() < TOKEN_USE
         {
@@ -141,7 +141,7 @@ impl Credential {
             "aud": AUDIENCE,
             "sub": self.name.as_str(),
             "iat": now,
-            // Clocks differ by a few seconds.
+            // Clocks may differ by a few seconds.
             "nbf": now.saturating_sub(5),
             "exp": now + TOKEN_LIFE.as_secs(),
         });
@@ -150,8 +150,8 @@ impl Credential {
         value
     }
 
-    /// Returns a value for `authorization` of one call to a replica of GitLab's kas: its address comes from
-    /// Redis, so whoever can write there should not get a token that is good for long.
+    /// Returns a value for `authorization` of one call to a replica of GitLab's kas. Its address comes from
+    /// Redis. The token is valid for a short time only, since it may reach anybody who can write there.
     pub fn authorization_14_1(&self) -> HeaderValue {
         let now = process::clock::wall().as_secs_f64();
         self.sign(&serde_json::json!({
@@ -186,7 +186,7 @@ impl std::fmt::Debug for Peers {
 }
 
 impl Peers {
-    /// Calls others as `me`.
+    /// Calls other replicas as `me`.
     pub fn new(
         me: ReplicaId,
         credential: Arc<Credential>,
@@ -195,9 +195,9 @@ impl Peers {
         Arc::new(Self { me, credential, tls, peers: Mutex::default(), gateways: gitlab::Gateways::default() })
     }
 
-    /// Returns the peer, which connects when it is needed.
+    /// Returns the peer. It connects when it is first used.
     pub fn peer(&self, replica: &Replica) -> Arc<Peer> {
-        let mut peers = self.peers.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut peers = self.peers.lock();
         if let Some(peer) = peers.get(replica) {
             return Arc::clone(peer);
         }
@@ -217,17 +217,17 @@ impl Peers {
         peer
     }
 
-    /// Whether this replica's private API has no certificates.
+    /// Whether the private API has no certificates.
     pub fn is_plain(&self) -> bool {
         self.tls.is_none()
     }
 
-    /// Closes the links to everybody who is not in `known`; requests that are open go on.
+    /// Closes the links to replicas that are not `known`. Open requests continue.
     pub fn retain(&self, known: impl Fn(&Replica) -> bool) {
-        self.peers.lock().unwrap_or_else(PoisonError::into_inner).retain(|replica, _| known(replica));
+        self.peers.lock().retain(|replica, _| known(replica));
     }
 
-    /// Connects to an address of which only discovery knows, for one stream.
+    /// Connects to an address that only discovery knows, for one stream.
     ///
     /// # Errors
     /// See [`DialError`].
@@ -243,7 +243,7 @@ impl Peers {
         self.credential.authorization()
     }
 
-    /// Returns this replica's name as a header's value.
+    /// Returns the name of this replica as a header value.
     pub fn from(&self) -> HeaderValue {
         name(&self.me)
     }
@@ -253,13 +253,13 @@ fn name(replica: &ReplicaId) -> HeaderValue {
     HeaderValue::from_str(replica.as_str()).unwrap_or(HeaderValue::from_static("?"))
 }
 
-/// One link, made when it is needed and made anew when it has ended.
+/// One link, created when it is needed and again after it has ended.
 #[derive(Default)]
 struct Slot(AsyncMutex<Option<Link>>);
 
 impl Slot {
     async fn link(&self, peer: &Peer, within: Duration) -> Result<Link, DialError> {
-        // One dials, the others wait for it.
+        // The first caller dials, and the others wait for it.
         let mut slot = self.0.lock().await;
         if let Some(link) = &*slot
             && link.is_open()
@@ -289,18 +289,18 @@ pub struct Peer {
     asks: Mutex<Asks>,
 }
 
-/// Who may ask, by queue.
+/// The permits of borrow requests, by queue.
 #[derive(Default)]
 struct Asks {
     map: HashMap<Queue, Weak<Semaphore>>,
-    /// `map` is swept when it has this many entries.
+    /// `map` is swept if it has this many entries.
     sweep_at: usize,
 }
 
-/// Queues that nobody stands in any more are swept when there are this many.
+/// Unused queues are removed if there are at least this many queues.
 const SWEEP: usize = 1024;
 
-/// What asks stand in one queue for.
+/// The borrow requests of one queue have these in common.
 type Queue = (AgentId, Option<ConnectionId>, Arc<str>);
 
 impl std::fmt::Debug for Peer {
@@ -309,7 +309,7 @@ impl std::fmt::Debug for Peer {
     }
 }
 
-/// What is asked for.
+/// A borrow request.
 #[derive(Debug, Clone)]
 pub struct Ask {
     /// The agent.
@@ -320,42 +320,43 @@ pub struct Ask {
     pub method: Arc<str>,
     /// The request id.
     pub correlation: HeaderValue,
-    /// Until when the owner may think about it.
+    /// How long the owner may wait for a tunnel.
     pub deadline: Deadline,
-    /// Others like it will follow soon: the tunnel may be kept for them.
+    /// Similar requests will follow soon, so a lease is worthwhile.
     pub again: bool,
 }
 
-/// Why an owner lends nothing.
+/// Why an owner lends no tunnel.
 #[derive(Debug)]
 pub enum Refusal {
     /// It has no tunnel of the agent.
     NotHere(Mark),
-    /// It has none, and does not say when that was so: GitLab's.
+    /// As [`NotHere`](Self::NotHere), but the version of its table is not known: a replica of GitLab's kas.
     NotThere,
-    /// The agent is there, but cannot serve this; or too much waits there already.
+    /// The agent is there but cannot serve the request, or too many requests wait there.
     Final(Status),
-    /// It cannot be reached, leaves, or is not the replica that was meant: ask another. For a person.
+    /// It cannot be reached, drains, or is not the replica that was called: another one should be asked. The
+    /// text is for people.
     Unavailable(String),
 }
 
-/// A lent tunnel. Dropped without a request, it goes back unused.
+/// A lent tunnel. Dropped without a request, it is returned unused.
 #[derive(Debug)]
 pub struct Lent {
-    /// Which agentk is at its end.
+    /// The kind of agentk at its end.
     pub kind: AgentKind,
-    /// Whether it is known to heed whose rights a request is meant for.
+    /// Whether that agentk is known to support impersonation.
     pub impersonates: bool,
-    /// The owner may lend it for several requests.
+    /// The owner may lease it for further requests.
     pub again: bool,
     answer: LentAnswer,
     send: SendStream<Bytes>,
 }
 
-/// What comes back from who lends.
+/// The response of the owner.
 enum LentAnswer {
     Ours(RecvStream),
-    /// Of a replica of GitLab's kas, which has said that it is ready.
+    /// Of a replica of GitLab's kas that has a tunnel ready.
     Gateway(Box<Opening>),
 }
 
@@ -368,13 +369,13 @@ impl std::fmt::Debug for LentAnswer {
     }
 }
 
-/// Another replica has checked the agent's.
+/// In place of the agent's token, which another replica has verified.
 static NO_TOKEN: LazyLock<TokenHash> = LazyLock::new(|| TokenHash::of(b""));
 
-/// How long an owner may take to end a stream whose tunnel was given back to it.
+/// How long an owner may take to end a stream after its tunnel was returned.
 const LET_GO: Duration = Duration::from_secs(2);
 
-/// Of a tunnel that is borrowed once.
+/// The pool of a tunnel that is borrowed for one request.
 #[derive(Debug)]
 struct NoPool;
 
@@ -384,23 +385,24 @@ impl TunnelPool for NoPool {
 }
 
 impl Lent {
-    /// A tunnel of a replica of GitLab's kas, which does not say whose agentk is at its end: one that cannot
-    /// do more than 14.1's.
+    /// Creates a tunnel of a replica of GitLab's kas. That does not tell the kind of agentk, so only the
+    /// features of 14.1 are used.
     fn of_gateway(opening: Opening, send: SendStream<Bytes>) -> Self {
         let answer = LentAnswer::Gateway(Box::new(opening));
         Self { kind: AgentKind::Old, impersonates: false, again: false, answer, send }
     }
 
-    /// Returns what takes the place of `request_info`, where its owner writes that itself.
+    /// Returns what replaces `request_info`, if the owner writes that itself.
     pub fn start(&self) -> Option<Bytes> {
         matches!(self.answer, LentAnswer::Gateway(_)).then_some(START)
     }
 
-    /// Returns the tunnel, and what must run for it to write. `owner` is told when it is free again.
+    /// Returns the tunnel, and the future that writes to it and must be polled. `pool` is told each time the
+    /// tunnel is free.
     pub fn into_tunnel(
         self,
         agent: AgentId,
-        owner: Option<Arc<dyn TunnelPool>>,
+        pool: Option<Arc<dyn TunnelPool>>,
     ) -> (Arc<Tunnel>, Pump<TunnelBody>) {
         let info = Info {
             agent,
@@ -412,34 +414,33 @@ impl Lent {
         };
         let reset = Arc::<StreamReset>::default();
         let flag = Arc::clone(&reset);
-        let again = self.again && owner.is_some();
-        let owner = owner.unwrap_or_else(|| Arc::new(NoPool));
+        let leased = self.again && pool.is_some();
+        let pool = pool.unwrap_or_else(|| Arc::new(NoPool));
         let cancel = Box::new(move || flag.reset());
         let (tunnel, out) = match self.answer {
             LentAnswer::Ours(stream) => {
-                Tunnel::borrowed(info, grpc::boxed(LentBody::new(stream)), owner, cancel, again)
+                Tunnel::borrowed(info, grpc::boxed(LentBody::new(stream)), pool, cancel, leased)
             }
-            LentAnswer::Gateway(opening) => Tunnel::of_gitlab(info, *opening, owner, cancel),
+            LentAnswer::Gateway(opening) => Tunnel::of_gitlab(info, *opening, pool, cancel),
         };
         (tunnel, Pump::new(out, self.send, reset))
     }
 }
 
-/// Runs what writes requests into a lent tunnel until it is given back, and lets the owner end the stream
-/// then.
+/// Writes requests into a leased tunnel until it is returned. Then lets the owner end the stream.
 pub async fn write(mut pump: Pump<TunnelBody>) {
     (&mut pump).await;
-    // An owner that does not end it is no longer listened to.
+    // If the owner does not end the stream, it is reset.
     let _ = tokio::time::timeout(LET_GO, pump.body_mut().read_rest()).await;
 }
 
 impl Peer {
-    /// Returns who it is.
+    /// Returns the replica.
     pub fn replica(&self) -> &Replica {
         &self.replica
     }
 
-    /// After this time without an answer another owner is asked too.
+    /// Returns after which time without an answer another owner is asked too.
     pub fn hedge(&self) -> Duration {
         HEDGE.max(2 * Duration::from_micros(self.rtt.load(Ordering::Relaxed)))
     }
@@ -453,7 +454,7 @@ impl Peer {
 
     fn asks(&self, ask: &Ask) -> Arc<Semaphore> {
         let queue = (ask.agent, ask.connection, Arc::clone(&ask.method));
-        let mut asks = self.asks.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut asks = self.asks.lock();
         if let Some(semaphore) = asks.map.get(&queue).and_then(Weak::upgrade) {
             return semaphore;
         }
@@ -466,28 +467,28 @@ impl Peer {
         semaphore
     }
 
-    /// Asks for a tunnel and waits until one is lent or surely none will be.
+    /// Borrows a tunnel: waits until one is lent, or certainly none will be.
     ///
-    /// At most 16 asks for one agent, connection and method stand at one owner; the others wait here, first
-    /// come first served.
+    /// At most 16 borrow requests for the same agent, connection and method are sent to one owner. Further
+    /// ones wait here, in the order of their arrival.
     ///
     /// # Errors
     /// See [`Refusal`].
     ///
     /// # Cancel safety
-    /// Dropping the future takes the ask back.
+    /// Dropping the future cancels the borrow request.
     pub async fn ask(self: Arc<Self>, health: ReplicaHealth, ask: Ask) -> Result<Lent, Refusal> {
         let semaphore = self.asks(&ask);
         let _permit = semaphore.acquire().await.map_err(|error| Refusal::Unavailable(error.to_string()))?;
         let within = if health == ReplicaHealth::Suspect { CONNECT_SUSPECT } else { CONNECT };
         let prompt = &self.prompt[self.next.fetch_add(1, Ordering::Relaxed) % PROMPT_LINKS];
-        // Boxed, so that it can be dropped while the second one lives.
+        // Boxed, so that it can be dropped before the second one.
         let mut first = Box::pin(self.ask_on(prompt, within, &ask));
         if let Ok(answer) = tokio::time::timeout(self.hedge(), first.as_mut()).await {
             return answer;
         }
-        // It waits: on the link of those that do. The first ask is taken back once the second stands in the
-        // queue.
+        // It waits, so it moves to the link of requests that wait. The first request is cancelled once the
+        // second one is in the owner's queue.
         let second = self.ask_on(&self.waiting, within, &ask);
         tokio::pin!(second);
         tokio::select! {
@@ -515,7 +516,7 @@ impl Peer {
         if ask.again {
             headers.insert(REUSE, AGAIN);
         }
-        // Another one each time: HPACK's tables are for what comes again, as the credential.
+        // The value is different each time, and HPACK's tables are for values that are repeated.
         let mut correlation = ask.correlation.clone();
         correlation.set_sensitive(true);
         headers.insert(grpc::CORRELATION_ID, correlation);
@@ -532,7 +533,8 @@ impl Peer {
             request.headers_mut().extend(headers.clone());
             match link.open(request).await {
                 Ok(opened) => break opened,
-                // Nobody looked at it: the link had its age, or the owner leaves. Another link may be taken.
+                // It was not processed: the link has reached its maximum age, or the owner drains. Another link
+                // may work.
                 Err(CallError::Refused(_)) if again => again = false,
                 Err(error) => return Err(unavailable(&error)),
             }
@@ -552,7 +554,7 @@ impl Peer {
                 )));
             }
         };
-        // A replica of an earlier build does not say so.
+        // A replica of an earlier build does not send this header.
         let impersonates = headers.get(IMPERSONATES).is_some();
         let accepted = headers.get(REUSE).is_some_and(|value| *value == AGAIN);
         let again = ask.again && accepted && kind.mode() == Mode::Reusable;
@@ -570,7 +572,7 @@ impl Peer {
         self.call_as(path, message, true).await
     }
 
-    /// As [`call`](Self::call), whoever listens at the address now: the answer says who it is.
+    /// As [`call`](Self::call), but any replica at the address may answer. The answer names it.
     ///
     /// # Errors
     /// See [`CallFailure`].
@@ -607,10 +609,10 @@ impl Peer {
     }
 }
 
-/// Why a call of the private API has no answer.
+/// Why a call of the private API failed.
 #[derive(Debug, thiserror::Error)]
 pub enum CallFailure {
-    /// There is no link.
+    /// No link could be opened.
     #[error(transparent)]
     Dial(#[from] DialError),
     /// The link or the stream broke.
@@ -618,16 +620,16 @@ pub enum CallFailure {
     Call(#[from] CallError),
 }
 
-/// How an agent's kind is named between replicas.
-pub fn kind(peer: AgentKind) -> HeaderValue {
-    HeaderValue::from_static(match peer {
+/// Returns the name of a kind of agentk, as replicas send it.
+pub fn kind(kind: AgentKind) -> HeaderValue {
+    HeaderValue::from_static(match kind {
         AgentKind::Ours => "ours",
         AgentKind::Old => "old",
         AgentKind::Recent => "recent",
     })
 }
 
-/// Reads where the owner's table stands.
+/// Reads the version of the owner's table.
 fn mark(headers: &HeaderMap) -> Option<Mark> {
     let number = |key| headers.get(key)?.to_str().ok()?.parse().ok();
     Some(Mark { epoch: number(EPOCH)?, version: number(VERSION)? })
@@ -644,8 +646,7 @@ fn refusal(status: Status, headers: &HeaderMap) -> Refusal {
 }
 
 /// Sorts candidates so that requests spread over those that are equally good. Replicas of GitLab's kas come
-/// after those that live, since an ask that is taken back costs the agent a tunnel there, and before those
-/// that do not.
+/// after live ones, since a cancelled request costs the agent a tunnel there, and before suspect ones.
 pub fn spread(candidates: &mut [Candidate], turn: usize) {
     candidates.sort_by_key(|candidate| match (candidate.health, candidate.wire) {
         (ReplicaHealth::Live, Wire::Own) => 0,

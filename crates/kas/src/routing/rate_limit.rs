@@ -1,61 +1,58 @@
-//! What one agent token may cost: a bucket for each, refilled by the minute.
+//! The rate limit of an agent token: a token bucket for each.
 //!
-//! 14.1 counts every stream, which makes 100 requests a minute a ceiling. Here only what an agent
-//! causes without need is counted: transport connections, and tunnels that it ends without having
-//! carried a request; and, apart, attempts with a token that is not right. What kas ended or asked to move is
-//! free.
+//! 14.1 counts every stream, which limits an agent to 100 requests per minute. Here only what an agent does
+//! without need is charged: transport connections, and tunnels that it ends before they carried a request.
+//! Attempts with an invalid token are charged separately. What kas ended or asked to move is not charged.
 //!
-//! The limit is that of all replicas together. Those that share a Redis add what they counted there, and
-//! charge themselves what the others did ([`RateLimit::told`]): beyond the limit gets what is not told yet, a
-//! hundredth of the burst for each further replica and what comes within a fifth of a second; and, where one
-//! [window](RateLimit::window) follows another, once more the burst at replicas that have not seen the token.
-//! Others take their part each ([`RateLimit::parted`]): a token may use less than the limit where it does not
-//! spread over the replicas, never more, but for the least part, 10 a minute and 50 at once.
+//! The limit applies to all replicas together. Replicas that share a Redis add their counts there, and charge
+//! themselves the counts of the others ([`RateLimit::told`]). A token can exceed the limit by what is not
+//! shared yet: a hundredth of the burst for each further replica, and what is charged within a fifth of a
+//! second. When a new [window](RateLimit::window) begins, replicas that have not seen the token allow the burst
+//! once more. Other replicas each apply a part of the limit ([`RateLimit::parted`]). A token that does not
+//! spread over the replicas may then use less than the limit. It never uses more, except for the minimum part
+//! of 10 per minute and 50 at once.
 
-use std::{
-    collections::HashMap,
-    sync::{Mutex, MutexGuard, PoisonError},
-    time::Duration,
-};
+use std::{collections::HashMap, time::Duration};
 
 use ids::TokenHash;
+use parking_lot::{Mutex, MutexGuard};
 use tokio::{sync::watch, time::Instant};
 
-/// Tokens that are remembered; full buckets are forgotten first.
+/// The maximum number of buckets. Full ones are removed first.
 const MAX_BUCKETS: usize = 100_000;
 
-/// A part of a limit is not below this (a minute, at once): with many replicas an agent would otherwise be
-/// kept out for what every agent does. So a set of replicas allows at most this much for each of them, or the
-/// limit if that is more.
+/// The minimum part of a limit (per minute, at once). With many replicas, an agent would otherwise be refused
+/// in normal operation. A set of replicas therefore allows at most this much for each of them, or the limit if
+/// that is more.
 const LEAST: (f64, f64) = (10.0, 50.0);
-/// What one bucket counts is told to other replicas by hundredths of the burst.
+/// The count of a bucket is shared with other replicas in steps of the burst divided by this.
 const TOLD_BY: f64 = 100.0;
 
 /// The buckets of all tokens.
 #[derive(Debug)]
 pub struct RateLimit {
     per_second: f64,
-    /// What may come at once.
+    /// How much may be charged at once.
     burst: f64,
     among: Among,
     state: Mutex<State>,
 }
 
-/// How replicas keep one limit together.
+/// How replicas share the limit.
 #[derive(Debug)]
 enum Among {
-    /// Each takes its part; so many there are.
+    /// Each applies its part. The value is the number of replicas.
     Parted(watch::Receiver<usize>),
-    /// Each tells the others what it has counted.
+    /// Each shares its counts with the others.
     Told,
-    /// There is one.
+    /// There is one replica.
     Alone,
 }
 
 #[derive(Debug, Default)]
 struct State {
     buckets: HashMap<TokenHash, Bucket>,
-    /// Tokens of which there is enough to tell.
+    /// Tokens with a count that should be shared.
     to_tell: Vec<TokenHash>,
 }
 
@@ -63,51 +60,50 @@ struct State {
 struct Bucket {
     level: f64,
     at: Instant,
-    /// What the others were not told.
+    /// The count that was not shared yet.
     untold: u32,
-    /// What all had counted, in which window.
+    /// The last known window, and the count of all replicas in it.
     seen: Option<(u64, u64)>,
 }
 
-/// What all replicas have counted of one token.
+/// The count of all replicas for one token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Total {
-    /// Which window of [`RateLimit::window`].
+    /// The number of the window, see [`RateLimit::window`].
     pub window: u64,
-    /// In it.
+    /// The count in this window.
     pub count: u64,
 }
 
 impl RateLimit {
-    /// Refills each bucket by `per_minute` up to `burst`.
+    /// Creates a limit that refills each bucket by `per_minute`, up to `burst`.
     pub fn new(per_minute: u32, burst: u32) -> Self {
         let (per_second, burst) = (f64::from(per_minute) / 60.0, f64::from(burst));
         Self { per_second, burst, among: Among::Alone, state: Mutex::default() }
     }
 
-    /// Takes this replica's part of the limit only; `live`: how many replicas there are.
+    /// Applies only the part of this replica. `live`: the number of replicas.
     pub fn parted(self, live: watch::Receiver<usize>) -> Self {
         Self { among: Among::Parted(live), ..self }
     }
 
-    /// Keeps the limit with others, to which somebody carries [`untold`](Self::untold), and back what
-    /// [`learn`](Self::learn) wants.
+    /// Shares the limit with other replicas. The caller sends them [`untold`](Self::untold), and passes the
+    /// totals to [`learn`](Self::learn).
     pub fn told(self) -> Self {
         Self { among: Among::Told, ..self }
     }
 
-    /// Returns in what windows totals are counted: in one of them a bucket fills.
+    /// Returns the length of the windows in which totals are counted. A bucket fills within one window.
     pub fn window(&self) -> Duration {
         let fills = Duration::try_from_secs_f64(self.burst / self.per_second).unwrap_or(Duration::MAX);
         fills.clamp(Duration::from_secs(60), Duration::from_secs(3_600))
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        // Each change is one of numbers.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
-    /// Returns refill per second and burst of this replica.
+    /// Returns the refill per second and the burst of this replica.
     fn bounds(&self) -> (f64, f64) {
         match &self.among {
             Among::Parted(live) => {
@@ -123,7 +119,7 @@ impl RateLimit {
         (self.burst / TOLD_BY).max(1.0) as u32
     }
 
-    /// Takes what the others are to be told, of at most `most` tokens.
+    /// Takes the counts that should be shared, of at most `most` tokens.
     pub fn untold(&self, most: usize) -> Vec<(TokenHash, u32)> {
         let mut state = self.state();
         let from = state.to_tell.len().saturating_sub(most);
@@ -137,7 +133,7 @@ impl RateLimit {
             .collect()
     }
 
-    /// Takes back what could not be told.
+    /// Takes back counts that could not be shared.
     pub fn not_told(&self, untold: Vec<(TokenHash, u32)>) {
         let mut state = self.state();
         for (token, count) in untold {
@@ -148,7 +144,7 @@ impl RateLimit {
         }
     }
 
-    /// Charges what the others have counted: all had counted `total` when `told` of this replica were added.
+    /// Charges the counts of other replicas. `total`: the count of all, after `told` of this replica was added.
     pub fn learn(&self, token: TokenHash, told: u32, total: Total) {
         let now = Instant::now();
         let mut state = self.state();
@@ -158,8 +154,8 @@ impl RateLimit {
             Some((window, before)) if window == total.window => {
                 level - total.count.saturating_sub(before).saturating_sub(told.into()) as f64
             }
-            // What was counted before this replica looked, as if it had all been just now: who spends as much
-            // as is refilled finds less at a replica that it is new to, and who has spent its burst nothing.
+            // This replica does not know when the earlier counts were charged, and assumes that it was now. A
+            // token whose burst is used up therefore gets nothing from a replica that has not seen it before.
             _ => level.min(self.burst - total.count as f64),
         }
         .max(0.0);
@@ -167,7 +163,7 @@ impl RateLimit {
         bucket.seen = Some((total.window, total.count));
     }
 
-    /// Takes one from the bucket of `token`.
+    /// Charges `token` once.
     pub fn charge(&self, token: TokenHash) {
         let now = Instant::now();
         let mut state = self.state();
@@ -181,7 +177,7 @@ impl RateLimit {
             }
         }
         let bucket = buckets.entry(token).or_insert(Bucket { level: burst, at: now, untold: 0, seen: None });
-        // Not below empty: whoever stops is soon welcome again.
+        // Not below zero, so that an agent which stops is soon accepted again.
         bucket.level = (self.level(bucket, now) - 1.0).max(0.0);
         bucket.at = now;
         if matches!(self.among, Among::Told) {
@@ -207,7 +203,7 @@ impl RateLimit {
 mod tests {
     use super::*;
 
-    /// What Redis would answer.
+    /// Does what Redis would do.
     fn tell(from: &RateLimit, count: &mut u64, window: u64) {
         for (token, told) in from.untold(100) {
             *count += u64::from(told);
@@ -216,7 +212,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn replicas_that_tell_each_other_allow_the_limit_once_and_a_hundredth_of_it_more() {
+    async fn replicas_that_share_counts_allow_the_limit_once_and_a_hundredth_of_it_more() {
         let (a, b) = (RateLimit::new(60, 1_000).told(), RateLimit::new(60, 1_000).told());
         let token = TokenHash::of(b"greedy");
         let (mut count, mut allowed) = (0, 0);
@@ -229,14 +225,14 @@ mod tests {
             tell(one, &mut count, 7);
         }
         assert!((1_000..=1_020).contains(&allowed), "{allowed}");
-        // Who has not seen the token yet learns it with the first that it tells.
+        // A replica that has not seen the token yet learns the total when it first shares a count.
         let c = RateLimit::new(60, 1_000).told();
         for _ in 0..10 {
             c.charge(token);
         }
         tell(&c, &mut count, 7);
         assert!(!c.allows(token));
-        // A new window begins with a full bucket for who has spent nothing.
+        // A new window begins with a full bucket at a replica that has charged nothing.
         let d = RateLimit::new(60, 1_000).told();
         for _ in 0..10 {
             d.charge(token);
@@ -247,7 +243,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn what_could_not_be_told_is_told_later_and_random_tokens_are_not_told_at_all() {
+    async fn counts_that_could_not_be_shared_are_shared_later_and_those_of_random_tokens_never() {
         let limit = RateLimit::new(60, 1_000).told();
         for id in 0..10_000_u32 {
             limit.charge(TokenHash::of(&id.to_le_bytes()));
@@ -265,7 +261,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_part_is_a_share_of_the_limit_that_follows_how_many_replicas_there_are() {
+    async fn the_part_of_a_replica_follows_the_number_of_replicas() {
         let (live, parts) = watch::channel(4);
         let limit = RateLimit::new(600, 1_000).parted(parts);
         let token = TokenHash::of(b"one");

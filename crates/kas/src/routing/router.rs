@@ -1,15 +1,15 @@
-//! From a request to a tunnel: own registry first, then the replicas that the tracker names, else wait for
-//! one, until the deadline.
+//! Finds a tunnel for a request: in the registry of this replica, else at the replicas that the tracker names,
+//! else it waits for one until the deadline.
 //!
-//! **Subscribe, look up, wait.** The tracker's answer is a hint; an owner that is asked says the truth. The
-//! first owner is asked at once, the next after a short hedge, suspects last; the first tunnel wins and the
-//! other asks are taken back.
+//! **Subscribe, look up, wait.** What the tracker returns is a hint, and only the answer of an owner is
+//! certain. The first owner is asked immediately and the next one after a short time. Suspect replicas are
+//! asked last. The first tunnel is used, and the other borrow requests are cancelled.
 //!
-//! The retry rule: as long as nothing of a request was written to an agent it may go to another
-//! tunnel; from then on never.
+//! The retry rule: a request may go to another tunnel as long as nothing of it was written to an agent, and
+//! never after that.
 
 mod search;
-mod trail;
+mod trace;
 
 use std::{
     fmt::Write as _,
@@ -31,16 +31,16 @@ use tunnel::{
 };
 
 use self::search::{Found, Search};
-pub use self::trail::Trail;
+pub use self::trace::RouteTrace;
 use crate::routing::{
     metadata,
     metrics::{self, RequestMetrics, Route},
-    peer::{self, Peers, kept::Kept},
+    peer::{self, Peers, lease_pool::LeasePool},
     registry::{Refused, TunnelRegistry},
 };
 use crate::{
     audit,
-    observe::Sight,
+    observe::RequestRecord,
     refusals::{ListenerName, Refusals},
 };
 
@@ -55,8 +55,8 @@ pub struct Router {
     me: ReplicaId,
     /// `None`: there are no other replicas.
     peers: Option<Arc<Peers>>,
-    /// What they lend for longer than one request.
-    kept: Arc<Kept>,
+    /// The tunnels that this replica leases from them.
+    leases: Arc<LeasePool>,
 }
 
 impl std::fmt::Debug for Router {
@@ -67,26 +67,27 @@ impl std::fmt::Debug for Router {
 
 /// A request for an agent.
 pub struct AgentRequest {
-    /// Which agent.
+    /// The agent.
     pub agent: AgentId,
     /// One connection of it, or any.
     pub connection: Option<ConnectionId>,
     /// The full path.
     pub method: Arc<str>,
-    /// The caller's headers; what may not go on is left out here.
+    /// The headers of the caller. Those that must not be passed on are omitted later.
     pub headers: HeaderMap,
     /// The request id.
     pub correlation: HeaderValue,
-    /// Until when the whole answer must be there.
+    /// When the response must be complete.
     pub deadline: Deadline,
-    /// gRPC frames, not compressed.
+    /// gRPC frames that are not compressed.
     pub body: grpc::Body,
-    /// It is meant for other rights than the agent's own: an agentk that would not heed that must not get it.
+    /// The request must run with the rights of another user, so an agentk that does not support impersonation
+    /// must not get it.
     pub impersonates: bool,
-    /// What the caller wants to be told of the request's way.
-    pub trail: Trail,
-    /// What others are told of it.
-    pub sight: Sight,
+    /// The steps of the request, for its caller.
+    pub trace: RouteTrace,
+    /// The record of the request, for the audit log and for spans.
+    pub record: RequestRecord,
 }
 
 impl std::fmt::Debug for AgentRequest {
@@ -95,16 +96,16 @@ impl std::fmt::Debug for AgentRequest {
     }
 }
 
-/// The beginning of an answer; what follows is a body.
+/// The beginning of a response, and its body.
 #[derive(Debug)]
 pub struct AgentAnswer {
-    /// How it begins, or all of it.
+    /// The beginning, or the whole response.
     pub head: Head,
-    /// The rest, when [`Head::Headers`].
+    /// The rest, after [`Head::Headers`].
     pub body: Answering,
 }
 
-/// The rest of an answer, counted when it ends.
+/// The rest of a response. The request is counted when it ends.
 #[derive(Debug)]
 pub struct Answering {
     exchange: Exchange,
@@ -142,7 +143,7 @@ struct Open {
 impl Open {
     fn new(metrics: &Arc<RequestMetrics>) -> Self {
         metrics.requests_open.inc();
-        // What it stays when the caller leaves and everything is dropped.
+        // The outcome if the caller leaves and everything is dropped.
         Self { metrics: Arc::clone(metrics), outcome: metrics::Outcome::Cancelled }
     }
 }
@@ -155,7 +156,7 @@ impl Drop for Open {
 }
 
 impl Router {
-    /// Routes over the tunnels of `registry`. A request without a deadline of its own waits at most
+    /// Routes over the tunnels of `registry` and of `peers`. A request without a deadline waits at most
     /// `find_timeout` for a tunnel.
     pub fn new(
         registry: Arc<TunnelRegistry>,
@@ -165,9 +166,9 @@ impl Router {
         me: ReplicaId,
         peers: Option<Arc<Peers>>,
     ) -> Self {
-        let kept = Kept::new(Arc::clone(&tracker));
+        let leases = LeasePool::new(Arc::clone(&tracker));
         let metrics = Arc::clone(registry.metrics());
-        Self { registry, tracker, metrics, refusals, find_timeout, me, peers, kept }
+        Self { registry, tracker, metrics, refusals, find_timeout, me, peers, leases }
     }
 
     /// Returns how many tunnels this replica holds.
@@ -175,21 +176,21 @@ impl Router {
         u64::try_from(self.metrics.tunnels.get()).unwrap_or(0)
     }
 
-    /// Returns the tunnels of other replicas that stay lent between two requests.
-    pub fn kept(&self) -> &Arc<Kept> {
-        &self.kept
+    /// Returns the tunnels that this replica leases from others between two requests.
+    pub fn leases(&self) -> &Arc<LeasePool> {
+        &self.leases
     }
 
-    /// Returns the registry of this replica's tunnels.
+    /// Returns the registry of the tunnels of this replica.
     pub fn registry(&self) -> &Arc<TunnelRegistry> {
         &self.registry
     }
 
-    /// Sends a request to its agent and returns how the answer begins.
+    /// Sends a request to its agent and returns the beginning of the response.
     ///
     /// # Errors
-    /// A status that says what became of the request: its [`Status::outcome`] is "not started" or
-    /// "unknown", and its message names the agent and what to do.
+    /// A status whose [`Status::outcome`] is "not started" or "unknown", and whose message names the agent and
+    /// what to do.
     ///
     /// # Cancel safety
     /// Dropping the future cancels the request.
@@ -197,7 +198,7 @@ impl Router {
         let mut open = Open::new(&self.metrics);
         let result = self.attempt(request).await;
         open.outcome = match &result {
-            // Until its trailers have been passed on.
+            // This changes when its trailers are passed on.
             Ok((Head::Headers(_), _)) => metrics::Outcome::Cancelled,
             Ok(_) => metrics::Outcome::Answered,
             Err(status) => match status.outcome() {
@@ -220,8 +221,8 @@ impl Router {
             deadline,
             body,
             impersonates,
-            trail,
-            sight,
+            trace,
+            record,
         } = request;
         let arrived = Instant::now();
         let mut body = body;
@@ -238,15 +239,15 @@ impl Router {
             deadline,
             correlation: &correlation,
             arrived,
-            trail: &trail,
+            trace: &trace,
         };
         loop {
             let found = match search.own() {
                 Some(grant) => Found::Own(grant),
-                None => match search.kept().await {
-                    Some(taken) => Found::Kept(taken),
+                None => match search.leased().await {
+                    Some(leased) => Found::Leased(leased),
                     None => {
-                        // What no agent could be sent does not wait for one.
+                        // A request that no agent could be sent must not wait.
                         info(Binary::Base64)?;
                         search.anywhere().await?
                     }
@@ -254,14 +255,14 @@ impl Router {
             };
             let (kind, heeds) = match &found {
                 Found::Own(grant) => (grant.tunnel().info().kind, grant.tunnel().info().impersonates),
-                // Others are lent for one request.
-                Found::Kept(taken) => (AgentKind::Ours, taken.impersonates()),
+                // Tunnels of other kinds are lent for one request only.
+                Found::Leased(leased) => (AgentKind::Ours, leased.impersonates()),
                 Found::Lent(lent, _) => (lent.kind, lent.impersonates),
             };
-            // A replica of GitLab's kas got the metadata with the ask, and writes it itself.
+            // A replica of GitLab's kas received the metadata with the borrow request, and writes it itself.
             let start = match &found {
                 Found::Lent(lent, _) => lent.start(),
-                Found::Own(_) | Found::Kept(_) => None,
+                Found::Own(_) | Found::Leased(_) => None,
             };
             if impersonates && !heeds {
                 return Err(full_rights(agent, start.is_some()));
@@ -279,20 +280,20 @@ impl Router {
             let begun = match found {
                 Found::Own(grant) => {
                     self.metrics.routed(Route::Local);
-                    sight.routed(|| audit::Route::Local);
-                    trail.note(|| format!("started through a tunnel of this replica, {}", self.me));
+                    record.routed(|| audit::Route::Local);
+                    trace.note(|| format!("started through a tunnel of this replica, {}", self.me));
                     grant.take().begin(job, deadline)
                 }
                 Found::Lent(lent, owner) => {
                     self.metrics.routed(Route::Remote);
-                    sight.routed(|| audit::Route::Peer(owner.clone()));
-                    trail.note(|| format!("started through a tunnel of replica {owner}"));
-                    let back = lent.again.then(|| self.kept.owner(agent, &method, &owner));
-                    let again = back.is_some();
-                    let (tunnel, pump) = lent.into_tunnel(agent, back);
+                    record.routed(|| audit::Route::Peer(owner.clone()));
+                    trace.note(|| format!("started through a tunnel of replica {owner}"));
+                    let pool = lent.again.then(|| self.leases.pool_of(agent, &method, &owner));
+                    let leased = pool.is_some();
+                    let (tunnel, pump) = lent.into_tunnel(agent, pool);
                     let begun = tunnel.begin(job, deadline);
                     if begun.is_ok() {
-                        if again {
+                        if leased {
                             tokio::spawn(peer::write(pump));
                         } else {
                             run(pump).await;
@@ -300,20 +301,18 @@ impl Router {
                     }
                     begun
                 }
-                Found::Kept(taken) => {
-                    let owner = taken.owner().clone();
-                    let begun = match taken.take() {
+                Found::Leased(leased) => {
+                    let owner = leased.owner().clone();
+                    let begun = match leased.take() {
                         Some(tunnel) => tunnel.begin(job, deadline),
                         None => Err(job),
                     };
                     if begun.is_ok() {
                         self.metrics.routed(Route::Remote);
                         self.metrics.borrows_reused.inc();
-                        sight.routed(|| audit::Route::Peer(owner.clone()));
-                        trail.note(|| {
-                            format!(
-                                "started through a tunnel of replica {owner} that was still lent to this one"
-                            )
+                        record.routed(|| audit::Route::Peer(owner.clone()));
+                        trace.note(|| {
+                            format!("started through a tunnel of replica {owner} that was leased to this one")
                         });
                     }
                     begun
@@ -321,7 +320,7 @@ impl Router {
             };
             let mut exchange = match begun {
                 Ok(exchange) => exchange,
-                // It ended between the grant and now.
+                // The tunnel ended in the meantime.
                 Err(job) => {
                     body = job.into_body();
                     continue;
@@ -330,10 +329,10 @@ impl Router {
             self.metrics.find_seconds.observe(arrived.elapsed().as_secs_f64());
             match exchange.head().await {
                 Ok(head) => {
-                    trail.note(|| "the answer began".to_owned());
+                    trace.note(|| "the answer began".to_owned());
                     return Ok((head, exchange));
                 }
-                // Nothing was written: any other tunnel may serve it.
+                // Nothing was written, so any other tunnel may serve the request.
                 Err(Failure::NotStarted(job)) => body = job.into_body(),
                 Err(Failure::Refused) => {
                     return Err(Status::new(
@@ -348,7 +347,7 @@ impl Router {
     }
 
     async fn not_found(&self, agent: AgentId, deadline: Deadline, arrived: Instant) -> Status {
-        // Only for the words: what was waited for is already known.
+        // Only for the text of the status.
         let known = self.tracker.replicas().await;
         let views = self.tracker.views(agent);
         let holds = |id: &ReplicaId| views.iter().any(|view| view.holds && view.replica.id == *id);
@@ -362,25 +361,24 @@ impl Router {
             match (holds(&replica.id), answers) {
                 (true, true) => lend.push(whereabouts(replica)),
                 (true, false) => silent.push(whereabouts(replica)),
-                // Who has left in order holds nothing.
+                // A replica that has shut down cleanly holds no agent.
                 (false, false) if *state != ReplicaState::Left => others.push(whereabouts(replica)),
                 (false, _) => {}
             }
         }
-        // Replicas of GitLab's kas are known by their entries alone, and say nothing where ours would say
-        // that they are busy.
-        let strangers = views.iter().filter(|view| {
+        // Replicas of GitLab's kas are known only by their entries, and do not answer that they are busy.
+        let of_gitlab = views.iter().filter(|view| {
             view.holds && known.replicas.iter().all(|status| status.replica.id != view.replica.id)
         });
-        silent.extend(strangers.map(|view| whereabouts(&view.replica)));
+        silent.extend(of_gitlab.map(|view| whereabouts(&view.replica)));
         let mut text = absence(agent, arrived.elapsed(), &lend, &silent, &others);
-        // Who holds it may be known to a store that does not answer.
+        // The owner may be known to a store that does not answer.
         if lend.is_empty()
             && silent.is_empty()
             && let Err(error) = self.tracker.locate(agent).await
         {
             text = format!(
-                "where agent {agent} is connected could not be looked up for {:.1} s: {}: repeat the request later",
+                "could not look up for {:.1} s where agent {agent} is connected: {}: repeat the request later",
                 arrived.elapsed().as_secs_f64(),
                 process::error::chain(&error)
             );
@@ -390,7 +388,7 @@ impl Router {
     }
 }
 
-/// Names a replica, and its address where that is not the name.
+/// Returns the name of a replica, and its address if that differs.
 fn whereabouts(replica: &Replica) -> String {
     if replica.id.as_str() == &*replica.address {
         format!("replica {}", replica.id)
@@ -399,8 +397,8 @@ fn whereabouts(replica: &Replica) -> String {
     }
 }
 
-/// Says why no tunnel of an agent was found: who holds it and lent none, who holds it and did not answer, and
-/// who else could not be asked.
+/// Explains why no tunnel of an agent was found. `lend`: the replicas that hold the agent and lent no tunnel.
+/// `silent`: those that hold it and did not answer. `others`: other replicas that could not be asked.
 fn absence(
     agent: AgentId,
     waited: Duration,
@@ -408,7 +406,7 @@ fn absence(
     silent: &[String],
     others: &[String],
 ) -> String {
-    /// Names that a message repeats; more are counted.
+    /// The maximum number of names in a list. Further ones are counted.
     const NAMES: usize = 5;
     let list = |names: &[String]| {
         let mut text = names[..names.len().min(NAMES)].join(", ");
@@ -445,8 +443,8 @@ fn absence(
     text
 }
 
-/// Runs what writes a request to another replica: once here, since a small request is written whole then, and
-/// in a task of its own if that was not all.
+/// Polls the writer of a request to another replica once, which is enough for a small request. If that was
+/// not all, a task of its own continues.
 async fn run(pump: impl Future<Output = ()> + Send + Unpin + 'static) {
     let mut pump = Some(pump);
     std::future::poll_fn(|cx: &mut Context<'_>| {
@@ -463,24 +461,24 @@ async fn run(pump: impl Future<Output = ()> + Send + Unpin + 'static) {
     }
 }
 
-/// Says why a request that impersonates does not go to an agentk that would not.
+/// Explains why a request that impersonates another user is not sent to an agentk that does not support it.
 fn full_rights(agent: AgentId, gitlab: bool) -> Status {
     let text = if gitlab {
         format!(
-            "agent {agent} is connected to a replica of GitLab's kas, which does not say whether its agentk knows \
-             impersonation: it might run this request with all of its own rights; exchange that replica, or send the \
+            "agent {agent} is connected to a replica of GitLab's kas, which does not tell whether its agentk supports \
+             impersonation: it might run this request with all of its own rights; replace that replica, or send the \
              request without HeaderExtra.imp_config"
         )
     } else {
         format!(
-            "agent {agent} would run this request with all of its own rights: its agentk does not know impersonation; \
+            "agent {agent} would run this request with all of its own rights: its agentk does not support impersonation; \
              update it (GitLab's to 14.3 or later), or send the request without HeaderExtra.imp_config"
         )
     };
     Status::new(Code::FailedPrecondition, text).with_outcome(Outcome::NotStarted)
 }
 
-/// Returns how a refusal is told, to callers and to other replicas.
+/// Returns the status of a refusal, for callers and for other replicas.
 pub fn refusal(refused: Refused, agent: AgentId, connection: Option<ConnectionId>, method: &str) -> Status {
     let not_started = |code, text: String| Status::new(code, text).with_outcome(Outcome::NotStarted);
     match refused {
@@ -511,7 +509,7 @@ pub fn refusal(refused: Refused, agent: AgentId, connection: Option<ConnectionId
         }
         Refused::Draining => not_started(
             Code::Unavailable,
-            format!("this replica leaves, and none of its tunnels of agent {agent} is idle"),
+            format!("this replica is shutting down, and none of its tunnels of agent {agent} is idle"),
         ),
     }
 }
@@ -521,7 +519,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn who_holds_the_agent_and_does_not_answer_is_named_and_the_others_are_counted() {
+    fn replicas_that_hold_the_agent_and_do_not_answer_are_named_and_others_are_counted() {
         let agent = AgentId::new(3).unwrap();
         let names = |names: &[&str]| names.iter().map(|name| format!("replica {name}")).collect::<Vec<_>>();
         let said = |lend: &[&str], silent: &[&str], others: &[&str]| {

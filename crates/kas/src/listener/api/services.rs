@@ -46,7 +46,7 @@ use tonic_health::ServingStatus;
 use super::Correlation;
 use crate::routing::router::Router;
 use crate::{
-    observe::Sight,
+    observe::RequestRecord,
     pods::{self, Asked, PodQuery},
     registrar,
 };
@@ -320,7 +320,7 @@ impl KasApi for Api {
             .extensions()
             .get::<Correlation>()
             .map_or_else(|| HeaderValue::from_static(""), |correlation| correlation.0.clone());
-        let sight = request.extensions().get::<Sight>().cloned().unwrap_or_default();
+        let record = request.extensions().get::<RequestRecord>().cloned().unwrap_or_default();
         let request = request.into_inner();
         let namespace_is_name = request.namespace.len() <= 63
             && request.namespace.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'-');
@@ -347,8 +347,8 @@ impl KasApi for Api {
             page_size,
             page_token: request.page_token,
         };
-        sight.target(query.agent, query.connection);
-        let asked = Asked { correlation: &correlation, deadline, sight: &sight };
+        record.target(query.agent, query.connection);
+        let asked = Asked { correlation: &correlation, deadline, record: &record };
         let answer = pods::list(&self.router, query, asked).await.map_err(|status| to_tonic(&status))?;
         Ok(tonic::Response::new(answer))
     }

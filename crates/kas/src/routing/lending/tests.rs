@@ -17,7 +17,7 @@ use tunnel::{
 
 use super::*;
 use crate::routing::{
-    peer::kept::{Kept, Taken},
+    peer::lease_pool::{LeasePool, LeasedTunnel},
     rate_limit::RateLimit,
     registry::{Gone, Limits, RegistryPool, Waiting},
 };
@@ -57,20 +57,20 @@ fn plain(data: &[u8]) -> Bytes {
     [&grpc::prefix(data.len() as u32)[..], data].concat().into()
 }
 
-/// What the agent reads of a whole request.
+/// What the agent reads: a complete request.
 fn whole(data: &[u8]) -> Bytes {
     let parts =
         [control(response::REQUEST_INFO), message(response::MESSAGE, data), control(response::CLOSE_SEND)];
     parts.concat().into()
 }
 
-/// What it answers.
+/// What the agent writes: a complete response.
 fn answer(data: &[u8]) -> Bytes {
     let parts = [control(request::HEADER), message(request::MESSAGE, data), control(request::TRAILER)];
     parts.concat().into()
 }
 
-/// Polls once: what was written, and the trailers or `None` with which it ended.
+/// The result of polling a body: the bytes, the trailers, and whether it has ended.
 #[derive(Debug, Default)]
 struct Wrote {
     bytes: Bytes,
@@ -100,34 +100,34 @@ fn poll(body: &mut (impl http_body::Body<Data = Bytes, Error = BoxError> + Unpin
     wrote
 }
 
-/// One tunnel of the agent at its replica, and another replica that has it lent.
+/// One tunnel of the agent at its holder, and another replica that borrows it.
 struct Lab {
     registry: Arc<TunnelRegistry>,
     metrics: Arc<RequestMetrics>,
-    /// What the agent writes, and what kas writes to it.
+    /// The two directions of the tunnel: from the agent, and to it.
     agent: Pipe,
     to_agent: Option<TunnelBody>,
     agent_reset: Arc<Mutex<bool>>,
     held: Weak<Tunnel>,
 
-    kept: Arc<Kept>,
-    /// The other replica knows who holds the agent.
+    leases: Arc<LeasePool>,
+    /// The borrower knows the holder of the agent.
     known: Option<Lease>,
-    /// The stream between the replicas: its ends, and what is on its way.
+    /// The stream between the replicas: its two ends, and the bytes in transit.
     lend: Option<LendBody<Envelopes>>,
     pump: Option<TunnelBody>,
     asked: Pipe,
     lent: Pipe,
-    /// How the holder ended it.
+    /// How the holder ended the stream.
     ended: Option<Option<Status>>,
-    asker_reset: Arc<Mutex<bool>>,
+    borrower_reset: Arc<Mutex<bool>>,
 }
 
-/// A request as the other replica's caller has it.
+/// A request, as the caller of the borrower sees it.
 struct Call(Exchange);
 
 impl Call {
-    /// Returns the answer so far, and its status when it is complete.
+    /// Returns the response so far, and its status if it is complete.
     async fn answered(&mut self) -> Result<(Bytes, Option<Status>), Failure> {
         if let Head::Only(_, status) = self.0.head().await? {
             return Ok((Bytes::new(), Some(status)));
@@ -150,13 +150,13 @@ fn open(
     pipe: &Pipe,
     reset: &Arc<Mutex<bool>>,
 ) -> (Arc<Tunnel>, TunnelBody) {
-    let owner = Arc::new(RegistryPool {
+    let pool = Arc::new(RegistryPool {
         registry: Arc::clone(registry),
         rate_limit: Arc::new(RateLimit::new(100, 1_000)),
     });
     let flag = Arc::clone(reset);
     let opening = Opening::new(pipe.body(), false);
-    let (tunnel, body) = Tunnel::new(info, opening, owner, Box::new(move || *flag.lock() = true));
+    let (tunnel, body) = Tunnel::new(info, opening, pool, Box::new(move || *flag.lock() = true));
     registry.insert(&tunnel, None);
     (tunnel, body)
 }
@@ -200,23 +200,23 @@ impl Lab {
             to_agent: Some(to_agent),
             agent_reset,
             held: Arc::downgrade(&tunnel),
-            kept: Kept::new(Arc::new(view)),
+            leases: LeasePool::new(Arc::new(view)),
             known: Some(known),
             lend: None,
             pump: None,
             asked: Pipe::default(),
             lent: Pipe::default(),
             ended: None,
-            asker_reset: Arc::default(),
+            borrower_reset: Arc::default(),
         }
     }
 
-    /// The other replica has borrowed the tunnel and answered one request of many.
+    /// The borrower has a lease, after the first of many requests.
     async fn lent() -> Self {
         let mut lab = Self::new();
-        // Two that begin together: worth keeping.
-        assert!(lab.kept.take(agent(), &METHOD.into()).await.is_none());
-        assert!(lab.kept.take(agent(), &METHOD.into()).await.is_none());
+        // Two requests begin together, so a lease is worthwhile.
+        assert!(lab.leases.take(agent(), &METHOD.into()).await.is_none());
+        assert!(lab.leases.take(agent(), &METHOD.into()).await.is_none());
         let call = lab.borrow();
         lab.carry();
         assert_eq!(lab.agent_reads(), whole(b"first"));
@@ -229,7 +229,7 @@ impl Lab {
     /// Borrows the tunnel and begins a request.
     fn borrow(&mut self) -> Call {
         let method = Arc::from(METHOD);
-        let replica = ReplicaId::new("asker");
+        let replica = ReplicaId::new("borrower");
         let Ok(Acquired::Now(grant)) = self.registry.acquire_for(&replica, agent(), &method, None) else {
             panic!("the tunnel is idle")
         };
@@ -238,10 +238,10 @@ impl Lab {
         let lender = TunnelLender::new(source, Arc::clone(&self.metrics), None);
         let request = BorrowRequest { borrower, agent: agent(), connection: None };
         self.lend = Some(lender.lend(request, grant, Envelopes::new(self.asked.body()), true));
-        let owner = self.kept.owner(agent(), &method, &ReplicaId::new("holder"));
-        let flag = Arc::clone(&self.asker_reset);
+        let pool = self.leases.pool_of(agent(), &method, &ReplicaId::new("holder"));
+        let flag = Arc::clone(&self.borrower_reset);
         let reset = Box::new(move || *flag.lock() = true);
-        let (tunnel, pump) = Tunnel::borrowed(info(), self.lent.body(), owner, reset, true);
+        let (tunnel, pump) = Tunnel::borrowed(info(), self.lent.body(), pool, reset, true);
         self.pump = Some(pump);
         Self::begin(&tunnel, b"first").expect("it is new")
     }
@@ -254,18 +254,18 @@ impl Lab {
         tunnel.begin(job, Deadline::NONE).map(Call)
     }
 
-    async fn take(&self) -> Option<Taken> {
-        self.kept.take(agent(), &METHOD.into()).await
+    async fn take(&self) -> Option<LeasedTunnel> {
+        self.leases.take(agent(), &METHOD.into()).await
     }
 
-    /// Begins another request on the tunnel that was kept.
+    /// Begins another request on the leased tunnel.
     async fn again(&self, data: &[u8]) -> Call {
-        let taken = self.take().await.expect("one is kept");
-        Self::begin(&taken.take().unwrap(), data).expect("it is free")
+        let leased = self.take().await.expect("one is leased");
+        Self::begin(&leased.take().unwrap(), data).expect("it is free")
     }
 
-    /// The asker writes.
-    fn asker_writes(&mut self) {
+    /// The borrower writes.
+    fn borrower_writes(&mut self) {
         if let Some(pump) = &mut self.pump {
             let wrote = poll(pump);
             if !wrote.bytes.is_empty() {
@@ -274,7 +274,7 @@ impl Lab {
             if wrote.over {
                 self.asked.end();
             }
-            if wrote.over || *self.asker_reset.lock() {
+            if wrote.over || *self.borrower_reset.lock() {
                 self.pump = None;
             }
         }
@@ -310,17 +310,17 @@ impl Lab {
         wrote.bytes
     }
 
-    /// Everything that is under way arrives.
+    /// Everything in transit arrives.
     fn carry(&mut self) {
         for _ in 0..3 {
-            self.asker_writes();
+            self.borrower_writes();
             self.holder_writes();
         }
     }
 
-    /// HTTP/2 passes the asker's reset on.
+    /// HTTP/2 passes the reset of the borrower on.
     fn pass_reset(&mut self) {
-        assert!(*self.asker_reset.lock(), "the asker has not reset the stream");
+        assert!(*self.borrower_reset.lock(), "the borrower has not reset the stream");
         self.asked.reset();
         self.pump = None;
         self.lend = None;
@@ -362,11 +362,11 @@ async fn still_waits(waiting: &mut Waiting) {
 }
 
 #[tokio::test(start_paused = true)]
-async fn requests_follow_one_another_on_one_stream() {
+async fn several_requests_use_one_stream() {
     let mut lab = Lab::lent().await;
     for n in 0..5_u8 {
-        assert_eq!(lab.counts(), (0, 1), "lent counts as busy");
-        assert_eq!(lab.metrics.requests_open.get(), 0, "and is no request");
+        assert_eq!(lab.counts(), (0, 1), "a leased tunnel counts as busy");
+        assert_eq!(lab.metrics.requests_open.get(), 0, "and carries no request");
         let call = lab.again(&[n]).await;
         lab.carry();
         assert_eq!(lab.agent_reads(), whole(&[n]));
@@ -379,12 +379,12 @@ async fn requests_follow_one_another_on_one_stream() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_answer_before_the_end_of_the_request_closes_it_and_the_tunnel_stays_lent() {
+async fn an_answer_before_the_end_of_the_request_closes_it_and_the_tunnel_stays_leased() {
     let mut lab = Lab::lent().await;
     let caller = Pipe::default();
-    let taken = lab.take().await.unwrap();
+    let leased = lab.take().await.unwrap();
     let job = Job::new(control(response::REQUEST_INFO), caller.body());
-    let call = Call(taken.take().unwrap().begin(job, Deadline::NONE).unwrap());
+    let call = Call(leased.take().unwrap().begin(job, Deadline::NONE).unwrap());
     lab.carry();
     lab.agent_reads();
     lab.agent.write(answer(b"early"));
@@ -417,21 +417,21 @@ async fn after_many_requests_another_owner_may_be_asked() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_no_request_takes_goes_back() {
+async fn a_leased_tunnel_that_no_request_takes_is_returned() {
     let mut lab = Lab::lent().await;
     tokio::time::sleep(Duration::from_millis(310)).await;
     assert!(lab.take().await.is_none());
     lab.carry();
     assert!(lab.ended_ok());
     assert_eq!(lab.counts(), (1, 0));
-    assert!(!*lab.agent_reset.lock() && !*lab.asker_reset.lock());
+    assert!(!*lab.agent_reset.lock() && !*lab.borrower_reset.lock());
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_request_that_is_alone_keeps_nothing() {
+async fn a_single_request_leases_nothing() {
     let mut lab = Lab::new();
     assert!(lab.take().await.is_none());
-    assert!(!lab.kept.is_hot(agent(), &METHOD.into()));
+    assert!(!lab.leases.is_hot(agent(), &METHOD.into()));
     tokio::time::sleep(Duration::from_millis(101)).await;
     assert!(lab.take().await.is_none());
     let call = lab.borrow();
@@ -446,7 +446,7 @@ async fn a_request_that_is_alone_keeps_nothing() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn who_waits_at_the_holder_has_the_tunnel_after_the_current_request() {
+async fn a_request_that_waits_at_the_holder_gets_the_tunnel_after_the_current_one() {
     for source in [None, Some("third")] {
         let mut lab = Lab::lent().await;
         let call = lab.again(b"x").await;
@@ -463,8 +463,8 @@ async fn who_waits_at_the_holder_has_the_tunnel_after_the_current_request() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn who_comes_to_wait_at_the_holder_has_the_idle_tunnel_asked_back() {
-    for (source, method) in [(None, METHOD), (Some("third"), METHOD), (Some("asker"), OTHER)] {
+async fn a_request_that_begins_to_wait_at_the_holder_revokes_the_lease_of_an_idle_tunnel() {
+    for (source, method) in [(None, METHOD), (Some("third"), METHOD), (Some("borrower"), OTHER)] {
         let mut lab = Lab::lent().await;
         let mut waiting = lab.wait(source, method);
         still_waits(&mut waiting).await;
@@ -476,11 +476,11 @@ async fn who_comes_to_wait_at_the_holder_has_the_idle_tunnel_asked_back() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_ask_of_the_borrower_that_waits_at_the_holder_is_answered_rather_than_the_loan_prolonged() {
+async fn a_borrow_request_of_the_borrower_that_waits_is_answered_and_the_lease_is_not_renewed() {
     let mut lab = Lab::lent().await;
     let call = lab.again(b"x").await;
-    // Nothing was idle here.
-    let waiting = lab.wait(Some("asker"), METHOD);
+    // No tunnel was idle.
+    let waiting = lab.wait(Some("borrower"), METHOD);
     lab.carry();
     lab.agent_reads();
     lab.agent.write(answer(b"x"));
@@ -490,38 +490,38 @@ async fn an_ask_of_the_borrower_that_waits_at_the_holder_is_answered_rather_than
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_ask_of_the_borrower_that_crosses_the_loan_asks_nothing_back() {
+async fn a_borrow_request_of_the_borrower_that_crosses_its_lease_revokes_nothing() {
     let mut lab = Lab::lent().await;
-    let mut waiting = lab.wait(Some("asker"), METHOD);
+    let mut waiting = lab.wait(Some("borrower"), METHOD);
     lab.carry();
     still_waits(&mut waiting).await;
     assert!(lab.ended.is_none() && lab.take().await.is_some());
 }
 
 #[tokio::test(start_paused = true)]
-async fn who_waits_at_the_borrower_is_handed_what_comes_back() {
+async fn a_request_that_waits_at_the_borrower_gets_the_tunnel_that_becomes_free() {
     let mut lab = Lab::lent().await;
     let call = lab.again(b"x").await;
-    let Err(Some(mut place)) = lab.kept.acquire(agent(), &METHOD.into()) else { panic!("one is idle") };
+    let Err(Some(mut waiter)) = lab.leases.acquire(agent(), &METHOD.into()) else { panic!("one is idle") };
     lab.carry();
     lab.agent_reads();
     lab.agent.write(answer(b"x"));
     lab.carry();
     call.expect(b"x").await;
-    let taken = tokio::time::timeout(Duration::ZERO, place.handed()).await.expect("at once");
-    // Who does not take it after all leaves it to others.
-    drop(taken);
+    let leased = tokio::time::timeout(Duration::ZERO, waiter.handed()).await.expect("at once");
+    // It does not use the tunnel after all, which is kept.
+    drop(leased);
     assert!(lab.take().await.is_some());
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_request_that_crosses_the_recall_is_served_and_is_the_last() {
+async fn a_request_that_crosses_the_revocation_is_served_and_is_the_last() {
     let mut lab = Lab::lent().await;
     let call = lab.again(b"crossing").await;
     let mut waiting = lab.wait(None, METHOD);
-    // The recall leaves before the request arrives, and is read after it has left.
+    // The revocation is sent before the request arrives, and is read after the request was sent.
     lab.holder_writes();
-    lab.asker_writes();
+    lab.borrower_writes();
     lab.holder_writes();
     still_waits(&mut waiting).await;
     assert_eq!(lab.agent_reads(), whole(b"crossing"));
@@ -533,7 +533,7 @@ async fn a_request_that_crosses_the_recall_is_served_and_is_the_last() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_recall_that_is_read_before_a_request_was_written_gives_the_request_back() {
+async fn a_revocation_that_is_read_before_a_request_was_written_returns_the_request() {
     let mut lab = Lab::lent().await;
     let mut call = lab.again(b"x").await;
     let waiting = lab.wait(None, METHOD);
@@ -546,7 +546,7 @@ async fn a_recall_that_is_read_before_a_request_was_written_gives_the_request_ba
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_withdrawn_tunnel_ends_its_idle_loan_at_once() {
+async fn a_withdrawn_tunnel_ends_its_idle_lease_immediately() {
     let mut lab = Lab::lent().await;
     lab.agent.write(control(request::TRAILER));
     lab.agent_reads();
@@ -561,7 +561,7 @@ async fn a_request_that_crosses_the_end_of_its_tunnel_was_not_started() {
     for reset in [false, true] {
         let mut lab = Lab::lent().await;
         let mut call = lab.again(b"x").await;
-        lab.asker_writes();
+        lab.borrower_writes();
         if reset {
             lab.agent.reset();
         } else {
@@ -578,7 +578,7 @@ async fn a_request_that_crosses_the_end_of_its_tunnel_was_not_started() {
     }
 }
 
-/// Where a request is that its agent's withdrawal crosses.
+/// Where a request is when the withdrawal of the agent crosses it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Crossing {
     /// On its way to the holder, which notices the withdrawal first.
@@ -588,9 +588,9 @@ enum Crossing {
 }
 
 impl Lab {
-    /// The agent withdraws the tunnel that the request on its way was lent.
+    /// The agent withdraws the tunnel for which a request is on its way.
     fn withdraw(&mut self, crossing: Crossing) {
-        self.asker_writes();
+        self.borrower_writes();
         self.agent.write(control(request::TRAILER));
         if crossing == Crossing::Unread {
             assert_eq!(self.agent_reads(), "");
@@ -600,7 +600,7 @@ impl Lab {
     }
 }
 
-/// Seen to fail when the holder gives up with the tunnel that was lent first.
+/// Fails if the holder gives up when the first tunnel has ended.
 #[tokio::test(start_paused = true)]
 async fn a_request_that_crosses_a_withdrawal_goes_to_another_tunnel_of_the_holder() {
     for crossing in [Crossing::Unread, Crossing::Unwritten] {
@@ -622,7 +622,7 @@ async fn a_request_that_crosses_a_withdrawal_goes_to_another_tunnel_of_the_holde
             other.agent.write(answer(b"first"));
             lab.carry();
             call.expect(b"first").await;
-            // It is parked again, and lent or idle.
+            // The tunnel is parked again, and leased or idle.
             lab.carry();
             assert_eq!(lab.metrics.requests_open.get(), 0);
             let (idle, busy) = lab.counts();
@@ -656,7 +656,7 @@ async fn a_request_that_crosses_a_withdrawal_waits_for_another_tunnel_for_two_se
     }
 }
 
-/// The asker has written what its agentk understands, one of this project's.
+/// The borrower has written the request for an agentk of this project.
 #[tokio::test(start_paused = true)]
 async fn a_request_that_crosses_a_withdrawal_goes_to_no_tunnel_of_another_kind() {
     let mut lab = Lab::lent().await;
@@ -670,7 +670,7 @@ async fn a_request_that_crosses_a_withdrawal_goes_to_no_tunnel_of_another_kind()
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_withdrawn_tunnel_is_asked_back_while_the_agent_has_others() {
+async fn the_lease_of_a_withdrawn_tunnel_is_revoked_while_the_agent_has_others() {
     let mut lab = Lab::lent().await;
     let _other = lab.another(AgentKind::Ours);
     lab.agent.write(control(request::TRAILER));
@@ -681,7 +681,7 @@ async fn a_withdrawn_tunnel_is_asked_back_while_the_agent_has_others() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn who_comes_to_wait_at_the_holder_is_not_told_of_a_loan_whose_tunnel_has_ended() {
+async fn a_request_that_begins_to_wait_revokes_no_lease_whose_tunnel_has_ended() {
     let mut lab = Lab::lent().await;
     let other = lab.another(AgentKind::Ours);
     let Ok(Acquired::Now(grant)) = lab.registry.acquire(agent(), &METHOD.into(), None) else {
@@ -692,7 +692,7 @@ async fn who_comes_to_wait_at_the_holder_is_not_told_of_a_loan_whose_tunnel_has_
     let second = lab.registry.lease(&tunnel, &borrower).expect("nobody waits");
     lab.agent.write(control(request::TRAILER));
     lab.agent_reads();
-    // The first loan is the older one, and would be asked back first.
+    // The first lease is the older one, and would be revoked first.
     let _waiting = lab.wait(None, METHOD);
     assert!(second.poll_revoked(&Context::from_waker(Waker::noop())).is_ready());
     drop((other, second));
@@ -716,11 +716,11 @@ async fn a_request_that_crosses_a_withdrawal_is_served_by_the_agent() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_lost_link_drops_what_is_kept_and_frees_it_at_its_holder() {
+async fn a_lost_link_ends_the_lease_and_frees_the_tunnel_at_its_holder() {
     let mut lab = Lab::lent().await;
     lab.lent.reset();
-    lab.asker_writes();
-    assert!(*lab.asker_reset.lock());
+    lab.borrower_writes();
+    assert!(*lab.borrower_reset.lock());
     lab.pass_reset();
     assert!(lab.take().await.is_none());
     assert_eq!(lab.counts(), (1, 0));
@@ -766,7 +766,7 @@ async fn a_tunnel_that_is_reset_in_a_later_request_has_an_unknown_outcome() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_caller_that_leaves_before_its_request_was_written_leaves_the_tunnel_kept() {
+async fn a_caller_that_leaves_before_its_request_was_written_does_not_end_the_lease() {
     let mut lab = Lab::lent().await;
     drop(lab.again(b"x").await);
     lab.carry();
@@ -778,7 +778,7 @@ async fn a_caller_that_leaves_before_its_request_was_written_leaves_the_tunnel_k
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_holder_that_drains_asks_back_and_lends_nothing_again() {
+async fn a_holder_that_drains_revokes_leases_and_renews_none() {
     let mut lab = Lab::lent().await;
     lab.registry.drain();
     lab.carry();
@@ -797,16 +797,16 @@ async fn a_holder_that_drains_asks_back_and_lends_nothing_again() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_borrower_that_leaves_gives_everything_back_and_keeps_nothing() {
+async fn a_borrower_that_drains_returns_all_tunnels_and_keeps_none() {
     let mut lab = Lab::lent().await;
-    lab.kept.close();
+    lab.leases.close();
     lab.carry();
     assert!(lab.ended_ok() && lab.take().await.is_none());
     assert_eq!(lab.counts(), (1, 0));
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_tunnel_to_be_retired_is_asked_back_first() {
+async fn the_lease_of_a_tunnel_that_retires_is_revoked_first() {
     // Idle.
     let mut lab = Lab::lent().await;
     lab.registry.retire(&lab.held.upgrade().unwrap(), Retire::Notice);
@@ -814,12 +814,12 @@ async fn a_tunnel_to_be_retired_is_asked_back_first() {
     lab.carry();
     assert!(lab.ended_ok());
     assert_eq!(lab.agent_reads(), control(response::CLOSE_SEND), "the notice");
-    assert_eq!(lab.counts(), (0, 1), "nobody is given what leaves");
+    assert_eq!(lab.counts(), (0, 1), "a tunnel that retires is not handed out");
 
     // With a request that crosses.
     let mut lab = Lab::lent().await;
     let call = lab.again(b"x").await;
-    lab.asker_writes();
+    lab.borrower_writes();
     lab.registry.retire(&lab.held.upgrade().unwrap(), Retire::Notice);
     lab.carry();
     assert_eq!(lab.agent_reads(), whole(b"x"));
@@ -831,8 +831,8 @@ async fn a_tunnel_to_be_retired_is_asked_back_first() {
     assert!(lab.ended_ok() && lab.take().await.is_none());
 }
 
-/// A rolling restart failed one request in thousands: the notice had ended the tunnel under the request that
-/// was on its way.
+/// Without this, a rolling restart failed one request in thousands: the notice ended a tunnel for which a
+/// request was on its way.
 #[tokio::test(start_paused = true)]
 async fn a_tunnel_that_is_lent_is_not_retired_before_its_first_request() {
     let mut lab = Lab::new();
@@ -846,7 +846,7 @@ async fn a_tunnel_that_is_lent_is_not_retired_before_its_first_request() {
     call.expect(b"first").await;
     assert_eq!(lab.agent_reads(), control(response::CLOSE_SEND), "the notice");
 
-    // The ask is taken back.
+    // The borrow request is cancelled.
     let mut lab = Lab::new();
     let _call = lab.borrow();
     lab.registry.retire(&lab.held.upgrade().unwrap(), Retire::Notice);
@@ -856,7 +856,7 @@ async fn a_tunnel_that_is_lent_is_not_retired_before_its_first_request() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_holder_that_exits_does_not_wait_for_what_is_lent() {
+async fn a_holder_that_exits_does_not_wait_for_leases() {
     let mut lab = Lab::lent().await;
     let held = lab.held.upgrade().unwrap();
     assert!(!held.carries_request());
@@ -882,7 +882,7 @@ async fn a_borrower_that_hangs_loses_the_tunnel_after_two_seconds() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_loan_ends_after_a_minute() {
+async fn a_lease_ends_after_a_minute() {
     let mut lab = Lab::lent().await;
     let mut rounds = 0;
     while lab.ended.is_none() {
@@ -890,7 +890,7 @@ async fn a_loan_ends_after_a_minute() {
         lab.carry();
         lab.agent_reads();
         tokio::time::sleep(Duration::from_secs(7)).await;
-        // Other requests keep it hot.
+        // Other requests keep the lease worthwhile.
         assert!(lab.take().await.is_none() && lab.take().await.is_none());
         lab.agent.write(answer(b"x"));
         lab.carry();
@@ -903,11 +903,11 @@ async fn a_loan_ends_after_a_minute() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_belongs_to_a_replica_that_is_not_well_goes_back() {
-    // Found out when a request comes, and by the sweep.
+async fn tunnels_of_a_replica_that_is_not_healthy_are_returned() {
+    // Detected by the next request, or by the sweep.
     for request in [true, false] {
         let mut lab = Lab::lent().await;
-        drop(lab.take().await.expect("one is kept"));
+        drop(lab.take().await.expect("one is leased"));
         lab.known = None;
         if request {
             assert!(lab.take().await.is_none());
@@ -920,7 +920,7 @@ async fn what_belongs_to_a_replica_that_is_not_well_goes_back() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn bytes_where_no_request_may_begin_end_the_loan() {
+async fn bytes_that_are_no_request_end_the_lease() {
     let mut lab = Lab::lent().await;
     lab.asked.write(control(response::CLOSE_SEND));
     lab.holder_writes();

@@ -1,14 +1,15 @@
-//! Replicas of GitLab's kas, 14.1, as this one calls them: by the url that they write into Redis.
+//! Borrows tunnels from replicas of GitLab's kas 14.1, at the URL that they write into Redis.
 //!
-//! The ask is the request's own method with its metadata, and its answer begins when the replica has a
-//! tunnel; see [`tunnel::kas_end::gitlab`]. 14.1 says neither that the agent is not there nor that it is
-//! busy: an ask waits until there is a tunnel or the asker goes. Each ask that is taken back costs the agent
-//! a tunnel, which it opens again; so who else holds the agent is asked first.
+//! The borrow request has the method and the metadata of the request itself, and the response begins when the
+//! replica has a tunnel, see [`tunnel::kas_end::gitlab`]. 14.1 does not answer that the agent is not there or
+//! that it is busy: a borrow request waits until there is a tunnel or it is cancelled. A cancelled one costs
+//! the agent a tunnel, which it then opens again. Other replicas that hold the agent are therefore asked
+//! first.
 
 use std::{
     collections::HashMap,
     sync::{
-        Arc, Mutex, PoisonError, Weak,
+        Arc, Weak,
         atomic::{AtomicU64, Ordering},
     },
     time::Duration,
@@ -18,6 +19,7 @@ use grpc::{Code, Outcome, Status, format_timeout};
 use http::{HeaderMap, HeaderName, HeaderValue};
 use ids::AgentId;
 use net::tls::Live;
+use parking_lot::Mutex;
 use process::error::chain;
 use tokio::sync::{Mutex as AsyncMutex, Semaphore};
 use tunnel::kas_end::{
@@ -34,20 +36,20 @@ use crate::routing::metadata;
 /// Names the agent.
 pub const AGENT: HeaderName = HeaderName::from_static("kas-hop-routing-agent-id");
 
-/// An ask that is not answered after this time may wait long: another replica is asked too.
+/// After this time without an answer another replica is asked too.
 pub const HEDGE: Duration = Duration::from_millis(250);
-/// 14.1 closes a connection on which a ping comes sooner than 20 s after the one before.
+/// 14.1 closes a connection on which two pings come within 20 s.
 const KEEPALIVE: Keepalive = Keepalive { interval: Duration::from_secs(25), timeout: Duration::from_secs(5) };
-/// Replicas whose connections are kept; when there are more, those that carry nothing are closed.
+/// The maximum number of remembered replicas. If there are more, unused connections are closed.
 const MOST: usize = 64;
-/// What a url may be long.
+/// The maximum length of a URL in bytes.
 const LONGEST: usize = 512;
 
-/// The replicas of GitLab's kas that were asked.
+/// The replicas of GitLab's kas that were called.
 #[derive(Default)]
 pub(super) struct Gateways(Mutex<HashMap<Arc<str>, Arc<Gateway>>>);
 
-/// Splits the url of a private API; returns whether it asks for TLS, and `host:port`.
+/// Splits the URL of a private API. Returns whether it requires TLS, and `host:port`.
 fn split(url: &str) -> Result<(bool, &str), String> {
     let (secure, address) = if let Some(address) = url.strip_prefix("grpc://") {
         (false, address)
@@ -66,14 +68,13 @@ fn split(url: &str) -> Result<(bool, &str), String> {
 }
 
 impl Peers {
-    /// Returns the replica of GitLab's kas at `url`, which connects when it is needed.
+    /// Returns the replica of GitLab's kas at `url`. It connects when it is first used.
     ///
     /// # Errors
-    /// Why it is not asked, for a person: the url is none, or says that this replica's credential, which is
-    /// all that keeps others out of the private API, should go in plain text from a replica that has
-    /// certificates.
+    /// Why it is not called, for people: the URL is malformed, or its scheme does not fit the configuration of
+    /// this replica. One that has certificates never sends its credential in plain text.
     pub fn gateway(&self, url: &Arc<str>) -> Result<Arc<Gateway>, String> {
-        let mut gateways = self.gateways.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut gateways = self.gateways.0.lock();
         if let Some(gateway) = gateways.get(url) {
             return Ok(Arc::clone(gateway));
         }
@@ -92,7 +93,7 @@ impl Peers {
             _ => {}
         }
         if gateways.len() >= MOST {
-            // Whoever uses one goes on with it.
+            // Callers that use one keep it.
             gateways.retain(|_, gateway| Arc::strong_count(gateway) > 1);
         }
         let gateway = Arc::new(Gateway {
@@ -110,7 +111,7 @@ impl Peers {
     }
 }
 
-/// What asks stand in one queue for.
+/// The borrow requests of one queue have these in common.
 type Queue = (AgentId, Arc<str>);
 
 /// A replica of GitLab's kas.
@@ -131,22 +132,22 @@ impl std::fmt::Debug for Gateway {
 
 impl Gateway {
     async fn link(&self) -> Result<Link, super::DialError> {
-        // One dials, the others wait for it.
-        let mut kept = self.link.lock().await;
-        if let Some(link) = &*kept
+        // The first caller dials, and the others wait for it.
+        let mut slot = self.link.lock().await;
+        if let Some(link) = &*slot
             && link.is_open()
         {
             return Ok(link.clone());
         }
-        *kept = None;
+        *slot = None;
         let tls = self.tls.as_ref().map(Live::current);
         let link = Link::dial_with(&self.address, tls, CONNECT, KEEPALIVE).await?;
-        Ok(kept.insert(link).clone())
+        Ok(slot.insert(link).clone())
     }
 
     fn queue(&self, ask: &Ask) -> Arc<Semaphore> {
         let key = (ask.agent, Arc::clone(&ask.method));
-        let mut asks = self.asks.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut asks = self.asks.lock();
         if let Some(semaphore) = asks.get(&key).and_then(Weak::upgrade) {
             return semaphore;
         }
@@ -159,14 +160,15 @@ impl Gateway {
         semaphore
     }
 
-    /// Asks for a tunnel, with the caller's `headers`, and waits until the replica has one. At most 16 asks
-    /// for one agent and method stand there; the others wait here, first come first served.
+    /// Borrows a tunnel for a request with `headers`, and waits until the replica has one. At most 16 borrow
+    /// requests for the same agent and method are sent there. Further ones wait here, in the order of their
+    /// arrival.
     ///
     /// # Errors
-    /// See [`Refusal`]; where there is no tunnel the replica says nothing more of it.
+    /// See [`Refusal`].
     ///
     /// # Cancel safety
-    /// Dropping the future takes the ask back.
+    /// Dropping the future cancels the borrow request.
     pub async fn ask(self: Arc<Self>, ask: Ask, headers: HeaderMap) -> Result<Lent, Refusal> {
         let unavailable = |error: &dyn std::error::Error| Refusal::Unavailable(chain(error));
         let queue = self.queue(&ask);
@@ -185,7 +187,7 @@ impl Gateway {
             }
             match link.open(request).await {
                 Ok(opened) => break opened,
-                // Nobody looked at it: the connection had its age, or the replica leaves.
+                // It was not processed: the connection has reached its maximum age, or the replica drains.
                 Err(CallError::Refused(_)) if again => again = false,
                 Err(error) => return Err(unavailable(&error)),
             }
@@ -209,9 +211,9 @@ impl Gateway {
 
 fn refusal(status: &Status) -> Refusal {
     match status.code() {
-        // It tries elsewhere.
+        // In 14.1 this means: ask another replica.
         Code::Ok => Refusal::NotThere,
-        // It serves only what its own release knows.
+        // It serves only the methods that its release knows.
         Code::Unimplemented => {
             let text = format!("a replica of GitLab's kas holds the agent: {}", status.message());
             Refusal::Final(Status::new(Code::Unimplemented, text).with_outcome(Outcome::NotStarted))
@@ -228,7 +230,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn those_of_gitlab_come_after_ours_that_live_and_before_those_that_may_not() {
+    fn replicas_of_gitlab_come_after_live_ones_of_ours_and_before_suspect_ones() {
         let candidate = |id: &str, health, wire| Candidate {
             replica: Replica { id: ReplicaId::new(id), address: id.into() },
             health,

@@ -1,7 +1,7 @@
 //! One HTTP/2 connection to another replica.
 //!
-//! Below hyper, because a borrowed tunnel must be reset whatever it waits for, and because "refused before it
-//! was seen" and "reset" must stay two things: hyper's client hides both.
+//! Uses h2 and not hyper, for two reasons that hyper's client hides: a borrowed tunnel must be reset whatever
+//! it waits for, and a stream that was refused before it was processed differs from one that was reset.
 
 use std::{
     io,
@@ -28,13 +28,13 @@ use tokio::{
     time::Instant,
 };
 
-/// Why there is no link.
+/// Why a link could not be opened.
 #[derive(Debug, thiserror::Error)]
 pub enum DialError {
-    /// Nobody listens there.
+    /// No process listens at the address.
     #[error("nobody listens at {0}")]
     Refused(Arc<str>),
-    /// The network says no, or the name does not resolve.
+    /// The address cannot be reached, or its name cannot be resolved.
     #[error("cannot connect to {address}")]
     Connect {
         /// Where.
@@ -42,7 +42,7 @@ pub enum DialError {
         /// Why.
         source: io::Error,
     },
-    /// TLS failed: usually the certificate.
+    /// TLS failed, usually because of a certificate.
     #[error("TLS with {address} failed")]
     Tls {
         /// Where.
@@ -58,7 +58,7 @@ pub enum DialError {
         /// Why.
         source: h2::Error,
     },
-    /// No connection in time.
+    /// There was no connection in time.
     #[error("no connection to {address} within {within:?}")]
     Timeout {
         /// Where.
@@ -68,10 +68,10 @@ pub enum DialError {
     },
 }
 
-/// Why a stream has no answer.
+/// Why a stream failed.
 #[derive(Debug, thiserror::Error)]
 pub enum CallError {
-    /// The peer surely did not look at it.
+    /// The peer certainly did not process it.
     #[error("the stream was refused")]
     Refused(#[source] h2::Error),
     /// The link broke, or the stream was reset.
@@ -89,10 +89,10 @@ impl CallError {
     }
 }
 
-/// How a link finds out that nobody is at its other end any more.
+/// How a link detects that its other end is gone.
 #[derive(Clone, Copy, Debug)]
 pub struct Keepalive {
-    /// From one ping to the next.
+    /// The time between two pings.
     pub interval: Duration,
     /// How long a ping may stay unanswered.
     pub timeout: Duration,
@@ -101,16 +101,16 @@ pub struct Keepalive {
 /// Between replicas of this project.
 const OURS: Keepalive = Keepalive { interval: PEER.keepalive_interval, timeout: PEER.keepalive_timeout };
 
-/// A connection that opens streams. Clones share it; it closes when the last is dropped and its streams have
-/// ended.
+/// A connection that opens streams. Clones share it. It closes after the last one is dropped and all streams
+/// have ended.
 #[derive(Clone)]
 pub struct Link {
     sender: client::SendRequest<Bytes>,
     authority: http::uri::Authority,
     secure: bool,
-    /// False once the connection has ended.
+    /// False after the connection has ended.
     open: watch::Receiver<bool>,
-    /// It takes no new streams: GOAWAY came.
+    /// The peer accepts no new streams: GOAWAY was received.
     closing: Arc<AtomicBool>,
 }
 
@@ -136,8 +136,7 @@ impl Link {
         Self::dial_with(address, tls, within, OURS).await
     }
 
-    /// As [`dial`](Self::dial), to a server that does not like pings as often as replicas of this project
-    /// send them.
+    /// As [`dial`](Self::dial), for a server that allows fewer pings than replicas of this project.
     ///
     /// # Errors
     /// See [`DialError`].
@@ -234,7 +233,7 @@ impl Link {
     }
 
     async fn sender(&self) -> Result<client::SendRequest<Bytes>, CallError> {
-        // Not ready means that the connection has ended or takes no new streams: nothing was sent.
+        // Not ready: the connection has ended or accepts no new streams, so nothing was sent.
         self.sender.clone().ready().await.map_err(|error| {
             self.closing.store(true, Ordering::Relaxed);
             CallError::Refused(error)
@@ -260,7 +259,7 @@ impl Link {
         request
     }
 
-    /// Opens a stream and waits for its response headers, while nothing is written.
+    /// Opens a stream and waits for its response headers, without writing a body.
     ///
     /// # Errors
     /// See [`CallError`].
@@ -277,7 +276,7 @@ impl Link {
         Ok((response, send))
     }
 
-    /// Sends one message and returns what comes back as a body of gRPC frames.
+    /// Sends one message and returns the response as a body of gRPC frames.
     ///
     /// # Errors
     /// See [`CallError`].
@@ -287,7 +286,7 @@ impl Link {
     pub async fn call(&self, request: Request<()>, message: Bytes) -> Result<Response<RecvBody>, CallError> {
         let mut sender = self.sender().await?;
         let (response, mut send) = sender.send_request(request, false).map_err(CallError::Refused)?;
-        // Smaller than any window, and buffered until the window is there.
+        // It is smaller than any window, and h2 buffers it until there is window.
         send.send_data(message, true).map_err(CallError::of)?;
         Ok(response.await.map_err(CallError::of)?.map(RecvBody::new))
     }
@@ -299,14 +298,14 @@ async fn keep_alive(mut ping: h2::PingPong, keepalive: Keepalive) {
         let sent = Instant::now();
         match tokio::time::timeout(keepalive.timeout, ping.ping(h2::Ping::opaque())).await {
             Ok(Ok(_)) => tracing::trace!(rtt = ?sent.elapsed(), "a replica answered"),
-            // The connection itself says what is wrong.
+            // The task of the connection reports the error.
             Ok(Err(_)) => std::future::pending().await,
             Err(_) => return,
         }
     }
 }
 
-/// An answer's body.
+/// The body of a response.
 #[derive(Debug)]
 pub struct RecvBody {
     stream: RecvStream,
@@ -347,8 +346,8 @@ impl Body for RecvBody {
     }
 }
 
-/// What comes out of a borrowed tunnel: it ends cleanly only when the lender says OK, and fails with its
-/// status when it says anything else.
+/// What a borrowed tunnel returns. It ends cleanly only if the owner ends the stream with OK, and fails with
+/// every other status of the owner.
 #[derive(Debug)]
 pub struct LentBody {
     body: RecvBody,
@@ -357,7 +356,7 @@ pub struct LentBody {
 }
 
 impl LentBody {
-    /// Wraps the answer to `Borrow`.
+    /// Wraps the response to a borrow request.
     pub fn new(stream: RecvStream) -> Self {
         Self { body: RecvBody::new(stream), clean: false, over: false }
     }
@@ -406,14 +405,15 @@ impl Body for LentBody {
     }
 }
 
-/// Writes a body into a stream until one of them ends, or until it is reset from outside.
+/// Writes a body into a stream until one of them ends, or until the stream is reset from outside.
 ///
-/// It is polled once where the request is made: a small request is written there whole and needs no task.
+/// It is first polled by the task of the request. That is enough for a small request, which needs no other
+/// task.
 pub struct Pump<B> {
     body: B,
     send: SendStream<Bytes>,
     reset: Arc<StreamReset>,
-    /// Read, not yet written.
+    /// Read, but not written yet.
     data: Option<Bytes>,
     ended: bool,
 }
@@ -430,12 +430,12 @@ impl<B: Body<Data = Bytes> + Unpin> Pump<B> {
         Self { body, send, reset, data: None, ended: false }
     }
 
-    /// Returns what is written.
+    /// Returns the body.
     pub fn body_mut(&mut self) -> &mut B {
         &mut self.body
     }
 
-    /// Reads the next piece; `Err`: the body broke.
+    /// Reads the next piece. `Err`: the body failed.
     fn poll_body(&mut self, cx: &mut Context<'_>) -> Poll<Result<Option<Bytes>, ()>> {
         loop {
             match ready!(Pin::new(&mut self.body).poll_frame(cx)) {
@@ -464,7 +464,7 @@ impl<B: Body<Data = Bytes> + Unpin> Future for Pump<B> {
                 match ready!(this.poll_body(cx)) {
                     Ok(Some(data)) => this.data = Some(data),
                     Ok(None) => {
-                        // The stream may be over already: then nobody reads this.
+                        // Fails if the stream has ended already.
                         let _ = this.send.send_data(Bytes::new(), true);
                         return Poll::Ready(());
                     }
@@ -488,7 +488,7 @@ impl<B: Body<Data = Bytes> + Unpin> Future for Pump<B> {
                 };
             }
             let piece = data.split_to(room.min(data.len()));
-            // What follows is looked at first, so that the last piece says that it is the last.
+            // The next piece is read first, so that the last one ends the stream.
             if data.is_empty() {
                 match this.poll_body(cx) {
                     Poll::Ready(Ok(Some(next))) => this.data = Some(next),

@@ -11,7 +11,7 @@ const METHOD: &str = "/s/M";
 
 struct Lab {
     registry: Arc<TunnelRegistry>,
-    /// What HTTP/2 would hold.
+    /// The bodies that HTTP/2 would hold.
     bodies: Vec<TunnelBody>,
 }
 
@@ -33,7 +33,7 @@ fn lab() -> Lab {
 }
 
 impl Lab {
-    /// An agent that says nothing opens a tunnel.
+    /// An agent that sends nothing opens a tunnel.
     fn tunnel(&mut self) {
         self.tunnel_of(1, None);
     }
@@ -127,15 +127,15 @@ async fn own_requests_and_each_other_replica_take_turns() {
 }
 
 #[tokio::test]
-async fn another_replica_is_told_at_once_that_the_agent_is_not_here() {
+async fn another_replica_is_refused_immediately_if_the_agent_is_not_here() {
     let lab = lab();
     assert!(matches!(lab.ask(Some("a")), Err(Refused::NotHere(_))));
-    // This replica's own requests wait.
+    // Requests of this replica wait.
     drop(lab.wait(None));
 }
 
 #[tokio::test(start_paused = true)]
-async fn waiters_of_other_replicas_learn_that_the_agent_has_gone_and_own_ones_wait_on() {
+async fn requests_of_other_replicas_end_when_the_agent_has_gone_and_own_ones_wait_on() {
     let mut lab = lab();
     lab.tunnel();
     let Ok(Acquired::Now(grant)) = lab.ask(None) else { panic!("a tunnel is idle") };
@@ -143,7 +143,7 @@ async fn waiters_of_other_replicas_learn_that_the_agent_has_gone_and_own_ones_wa
     let _tunnel = grant.take();
     // HTTP/2 drops the stream.
     lab.bodies.clear();
-    // Present for a moment: tunnels of GitLab's agents end with each request.
+    // The agent lingers, since tunnels of GitLab's agents end with each request.
     assert!(matches!(lab.ask(Some("b")), Ok(Acquired::Wait(_))));
     assert!(matches!(other.granted().await, Err(Gone::NotHere(_))));
     assert!(matches!(lab.ask(Some("b")), Err(Refused::NotHere(_))));
@@ -151,10 +151,10 @@ async fn waiters_of_other_replicas_learn_that_the_agent_has_gone_and_own_ones_wa
     assert!(own.granted().await.is_ok());
 }
 
-/// Seen to fail when only an end of the connection that comes after the tunnels' is noticed: the agent
-/// then stayed for five seconds.
+/// Fails if the end of the connection counts only after the end of the tunnels: the agent then stays for five
+/// seconds.
 #[tokio::test(start_paused = true)]
-async fn an_agent_whose_connection_is_lost_is_gone_at_once_in_whatever_order_its_ends_are_noticed() {
+async fn an_agent_whose_connection_is_lost_is_gone_immediately_in_either_order_of_events() {
     for connection_first in [true, false] {
         let mut lab = lab();
         lab.tunnel();
@@ -175,7 +175,7 @@ async fn an_agent_whose_connection_is_lost_is_gone_at_once_in_whatever_order_its
 }
 
 #[tokio::test]
-async fn a_replica_that_leaves_lends_what_is_idle_and_lets_nobody_else_wait() {
+async fn a_replica_that_drains_lends_idle_tunnels_and_lets_no_other_request_wait() {
     let mut lab = lab();
     lab.tunnel();
     lab.tunnel();
@@ -191,7 +191,7 @@ async fn a_replica_that_leaves_lends_what_is_idle_and_lets_nobody_else_wait() {
 
 /// One of two processes replaces its only tunnel, as GitLab's agents do after each request.
 #[tokio::test(start_paused = true)]
-async fn a_connection_is_waited_for_between_two_of_its_tunnels() {
+async fn a_request_waits_for_a_connection_between_two_of_its_tunnels() {
     let mut lab = lab();
     lab.tunnel_of(1, id(7));
     lab.tunnel_of(2, id(8));
@@ -199,11 +199,11 @@ async fn a_connection_is_waited_for_between_two_of_its_tunnels() {
         // HTTP/2 drops the stream.
         lab.bodies.remove(0);
         let mut waiting = lab.wait_for(source, 7);
-        assert_eq!(lab.registry.counts(agent()), (1, 0, 1), "what has no tunnel is not counted");
+        assert_eq!(lab.registry.counts(agent()), (1, 0, 1), "a process without a tunnel is not counted");
         tokio::time::sleep(LINGER - Duration::from_millis(1)).await;
         lab.tunnel_of(1, None);
         assert_eq!(waiting.granted().await.unwrap().tunnel().info().instance, 1);
-        // The linger of the last time does not end this one.
+        // The earlier lingering does not end this one.
         tokio::time::sleep(LINGER).await;
         assert!(matches!(lab.ask_for(source, 7), Ok(Acquired::Now(_))));
         lab.bodies.swap(0, 1);
@@ -211,9 +211,9 @@ async fn a_connection_is_waited_for_between_two_of_its_tunnels() {
     assert_eq!(lab.ask_for(None, 9).map(drop), Err(Refused::OtherConnection));
 }
 
-/// What ends it is the end of its linger, of its connection, or of its binding.
+/// The wait ends with the lingering, the transport connection, or the binding.
 #[tokio::test(start_paused = true)]
-async fn who_waits_for_a_connection_is_told_when_it_does_not_come_back() {
+async fn a_request_for_a_connection_is_refused_when_that_does_not_come_back() {
     for end in ["linger", "transport", "binding"] {
         let mut lab = lab();
         lab.registry.transport_opened(agent());
@@ -228,7 +228,7 @@ async fn who_waits_for_a_connection_is_told_when_it_does_not_come_back() {
             "transport" => lab.registry.transport_closed(agent(), 1),
             _ => lab.registry.bind_connection(agent(), 1, None),
         }
-        // Its process lingers, bound to nothing.
+        // Its process lingers without a binding.
         let refused = if end == "binding" { Refused::Unbound } else { Refused::OtherConnection };
         for waiting in [&mut own, &mut remote] {
             let told = tokio::time::timeout(Duration::ZERO, waiting.granted()).await;
@@ -241,9 +241,9 @@ async fn who_waits_for_a_connection_is_told_when_it_does_not_come_back() {
     }
 }
 
-/// Pods of two versions, of which one is replaced.
+/// There are pods of two versions, and one is replaced.
 #[tokio::test(start_paused = true)]
-async fn who_waits_for_a_method_is_told_when_nobody_serves_it_any_more() {
+async fn a_request_for_a_method_is_refused_when_no_process_serves_it_any_more() {
     let mut lab = lab();
     let other: Arc<str> = "/s/Other".into();
     lab.tunnel_for(&other, 1, id(7));
@@ -263,9 +263,9 @@ async fn who_waits_for_a_method_is_told_when_nobody_serves_it_any_more() {
     assert_eq!(ask(&lab, None).map(drop), Err(Refused::Unimplemented));
 }
 
-/// Seen to fail without the bound.
+/// Fails without the bound.
 #[tokio::test(start_paused = true)]
-async fn an_agent_that_changes_its_connections_is_remembered_for_few_of_them_and_not_for_long() {
+async fn few_former_connections_of_an_agent_are_remembered_and_not_for_long() {
     let mut lab = lab();
     lab.tunnel_of(0, id(1));
     let most = i64::try_from(lab.registry.limits.tunnels_per_agent).unwrap();
@@ -275,15 +275,15 @@ async fn an_agent_that_changes_its_connections_is_remembered_for_few_of_them_and
     }
     assert_eq!(lab.instances(), 1 + most as usize);
     assert_eq!(lab.registry.counts(agent()), (1, 0, 0), "none of them is counted");
-    // Those that ended last.
+    // The ones that ended last are remembered.
     drop(lab.wait_for(None, 3 * most));
     drop(lab.wait_for(None, 2 * most + 1));
     assert_eq!(lab.ask_for(None, 2 * most).map(drop), Err(Refused::OtherConnection));
     tokio::time::sleep(LINGER + Duration::from_millis(1)).await;
     assert_eq!(lab.instances(), 1);
     let tasks = tokio::runtime::Handle::current().metrics().num_alive_tasks();
-    assert_eq!(tasks, 0, "nothing is left that would look for more");
-    // And of an agent that has gone nothing is.
+    assert_eq!(tasks, 0, "the sweep has ended");
+    // Nothing remains of an agent that has gone.
     lab.bodies.clear();
     lab.registry.transport_closed(agent(), 7);
     assert!(lab.registry.shard(agent()).is_empty());

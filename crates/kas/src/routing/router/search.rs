@@ -1,4 +1,4 @@
-//! The search for a tunnel: here, on the replicas that the tracker names, and in time.
+//! The search for a tunnel: at this replica and at those that the tracker names, until the deadline.
 
 use std::{collections::HashMap, pin::Pin, sync::Arc};
 
@@ -9,53 +9,53 @@ use http::{HeaderMap, HeaderValue};
 use ids::{AgentId, ConnectionId, ReplicaId};
 use tokio::time::{Duration, Instant};
 
-use super::{Router, Trail, refusal};
+use super::{RouteTrace, Router, refusal};
 use crate::refusals::{ListenerName, Reason};
 use crate::routing::{
     metrics::{AskAnswer, Side},
     peer::{
         self, Ask, Lent, Refusal, gitlab,
-        kept::{Place, Taken},
+        lease_pool::{LeasedTunnel, PoolWaiter},
     },
     registry::{Acquired, Gone, Grant, Refused, Waiting},
 };
 
-/// An owner that could not be asked is asked again after this time, doubled each time up to the second.
+/// An owner that could not be asked is asked again after the first time, which doubles up to the second one.
 const AGAIN: (Duration, Duration) = (Duration::from_millis(50), Duration::from_secs(1));
 
 /// A tunnel for the request.
 pub(super) enum Found {
-    /// Of this replica.
+    /// A tunnel of this replica.
     Own(Grant),
-    /// Of this other one.
+    /// A tunnel of another replica.
     Lent(Lent, ReplicaId),
-    /// Of another one, lent for an earlier request and kept.
-    Kept(Taken),
+    /// A tunnel of another replica that was leased for an earlier request.
+    Leased(LeasedTunnel),
 }
 
-/// What is searched for.
+/// The request that needs a tunnel.
 pub(super) struct Search<'a> {
     pub(super) router: &'a Router,
     pub(super) agent: AgentId,
     pub(super) connection: Option<ConnectionId>,
     pub(super) method: &'a Arc<str>,
-    /// The caller's, which a replica of GitLab's kas is told with the ask.
+    /// The headers of the caller, which a replica of GitLab's kas receives with the borrow request.
     pub(super) headers: &'a HeaderMap,
     pub(super) deadline: Deadline,
     pub(super) correlation: &'a HeaderValue,
     pub(super) arrived: Instant,
-    pub(super) trail: &'a Trail,
+    pub(super) trace: &'a RouteTrace,
 }
 
-/// What is known of an owner that was asked.
+/// The state of an owner that was asked.
 enum Asked {
-    /// It thinks; had it to be asked again, then after this time.
+    /// It has not answered yet. If it must be asked again, then after this time.
     Now(Duration),
-    /// It refused for good, unless the tracker has news.
+    /// It refused. It is asked again only if the tracker reports a change.
     Refused,
-    /// It could not be asked: not before this time again.
+    /// It could not be asked, and is asked again at this time.
     Later(Instant, Duration),
-    /// It had nothing: not before this time again, unless the tracker has news.
+    /// It had no tunnel. It is asked again at this time, or if the tracker reports a change.
     Absent(Instant, Duration),
 }
 
@@ -67,12 +67,12 @@ impl Search<'_> {
         self.router.registry.take(self.agent, self.method, self.connection)
     }
 
-    /// Looks for a tunnel that another replica still lends, and notes that a request begins.
-    pub(super) async fn kept(&self) -> Option<Taken> {
+    /// Looks for a leased tunnel of another replica, and notes that a request begins.
+    pub(super) async fn leased(&self) -> Option<LeasedTunnel> {
         if self.router.peers.is_none() || self.connection.is_some() {
             return None;
         }
-        self.router.kept.take(self.agent, self.method).await
+        self.router.leases.take(self.agent, self.method).await
     }
 
     fn refused(&self, refused: Refused) -> Status {
@@ -82,10 +82,11 @@ impl Search<'_> {
         refusal(refused, self.agent, self.connection, self.method)
     }
 
-    /// Waits here and asks the others, until the deadline or, without one, the configured time.
+    /// Waits for a tunnel of this replica and asks other replicas, until the deadline. A request without a
+    /// deadline waits for the configured time.
     pub(super) async fn anywhere(&self) -> Result<Found, Status> {
         let router = self.router;
-        // Subscribed before the first look: nothing is missed.
+        // Before the first lookup, so that no change is missed.
         let mut changes = router.tracker.changes(self.agent);
         let (mut waiting, mut refused) =
             match router.registry.acquire(self.agent, self.method, self.connection) {
@@ -95,15 +96,15 @@ impl Search<'_> {
                 // Another replica may know this connection, or an agentk that serves the method.
                 Err(other) => (None, Some(self.refused(other))),
             };
-        let mut place = None;
+        let mut waiter = None;
         if router.peers.is_some() && self.connection.is_none() {
-            match router.kept.acquire(self.agent, self.method) {
-                Ok(taken) => return Ok(Found::Kept(taken)),
-                Err(waiting) => place = waiting,
+            match router.leases.acquire(self.agent, self.method) {
+                Ok(leased) => return Ok(Found::Leased(leased)),
+                Err(waiting) => waiter = waiting,
             }
         }
         if waiting.is_some() {
-            self.trail.note(|| "no tunnel of this replica is idle: waiting".to_owned());
+            self.trace.note(|| "no tunnel of this replica is idle: waiting".to_owned());
         }
         let until = self.deadline.instant().unwrap_or(self.arrived + router.find_timeout);
         let deadline = tokio::time::sleep_until(until);
@@ -122,7 +123,7 @@ impl Search<'_> {
                 Some(Asked::Later(at, _) | Asked::Absent(at, _)) => *at <= now,
                 Some(Asked::Now(_) | Asked::Refused) => false,
             };
-            // A connection may be anywhere: all are asked at once then.
+            // A connection may be at any replica, so all of them are asked immediately.
             while asking.is_empty() || self.connection.is_some() || hedge_at.is_none_or(|at| at <= now) {
                 let Some(next) = candidates.iter().find(|candidate| due(&asked, candidate)) else { break };
                 if !asking.is_empty() && self.connection.is_none() {
@@ -130,7 +131,7 @@ impl Search<'_> {
                 }
                 hedge_at = Some(now + self.ask(next, &asking, &mut asked));
             }
-            // Everybody who could have it has said no.
+            // Every replica that may hold the agent has refused.
             let hopeless = asking.is_empty()
                 && waiting.is_none()
                 && candidates.iter().all(|c| matches!(asked.get(&c.replica.id), Some(Asked::Refused)));
@@ -159,7 +160,7 @@ impl Search<'_> {
                 biased;
                 granted = granted(&mut waiting) => match granted {
                     Ok(grant) => return Ok(Found::Own(grant)),
-                    // As if it had come now: another replica may still serve it.
+                    // Another replica may still serve the request.
                     Err(Gone::Refused(why)) => {
                         waiting = None;
                         refused = Some(self.refused(why));
@@ -169,7 +170,7 @@ impl Search<'_> {
                         return Err(Status::new(Code::Unavailable, text).with_outcome(Outcome::NotStarted));
                     }
                 },
-                taken = handed(&mut place) => return Ok(Found::Kept(taken)),
+                leased = handed(&mut waiter) => return Ok(Found::Leased(leased)),
                 Some((owner, wire, answer)) = asking.next() => {
                     match answer {
                         Ok(lent) => {
@@ -182,7 +183,8 @@ impl Search<'_> {
                 }
                 // The tracker lives as long as the router.
                 _ = changes.changed() => {
-                    // What refused may be another by now, and what was absent may have come.
+                    // A replica that refused may have another agentk by now, and an absent agent may have
+                    // connected.
                     asked.retain(|_, asked| !matches!(asked, Asked::Refused | Asked::Absent(..)));
                     hedge_at = None;
                 }
@@ -200,13 +202,13 @@ impl Search<'_> {
         let mut candidates = match router.tracker.locate(self.agent).await {
             Ok(candidates) => candidates,
             Err(error) => {
-                self.trail.note(|| format!("the tracker cannot be asked: {error}"));
+                self.trace.note(|| format!("the tracker cannot be asked: {error}"));
                 tracing::debug!(error = %error, "the tracker cannot be asked");
                 return Vec::new();
             }
         };
         candidates.retain(|candidate| {
-            // GitLab's know nothing of connections.
+            // Replicas of GitLab's kas do not know connections.
             candidate.replica.id != router.me && (candidate.wire == Wire::Own || self.connection.is_none())
         });
         peer::spread(&mut candidates, usize::from(rand::random::<u8>()));
@@ -220,7 +222,7 @@ impl Search<'_> {
         }
     }
 
-    /// Asks an owner; returns after what time another one is to be asked too.
+    /// Asks an owner. Returns the time after which another one should be asked too.
     fn ask(
         &self,
         candidate: &Candidate,
@@ -229,7 +231,7 @@ impl Search<'_> {
     ) -> Duration {
         let Some(peers) = &self.router.peers else { return Duration::ZERO };
         let owner = candidate.replica.id.clone();
-        self.trail.note(|| format!("asking replica {owner}, which is {}", candidate.health));
+        self.trace.note(|| format!("asking replica {owner}, which is {}", candidate.health));
         let pause = match asked.get(&owner) {
             Some(Asked::Later(_, pause) | Asked::Absent(_, pause)) => (*pause * 2).min(AGAIN.1),
             _ => AGAIN.0,
@@ -241,7 +243,7 @@ impl Search<'_> {
             method: Arc::clone(self.method),
             correlation: self.correlation.clone(),
             deadline: self.deadline,
-            again: self.connection.is_none() && self.router.kept.is_hot(self.agent, self.method),
+            again: self.connection.is_none() && self.router.leases.is_hot(self.agent, self.method),
         };
         let wire = candidate.wire;
         if wire == Wire::Gitlab {
@@ -262,7 +264,7 @@ impl Search<'_> {
         if health == ReplicaHealth::Suspect { Duration::ZERO } else { hedge }
     }
 
-    /// Takes an owner's answer that lends nothing.
+    /// Handles the answer of an owner that lends no tunnel.
     fn learn(
         &self,
         owner: ReplicaId,
@@ -281,25 +283,25 @@ impl Search<'_> {
         match refusal {
             Refusal::NotHere(mark) => {
                 self.count(wire, AskAnswer::NotHere);
-                self.trail.note(|| format!("replica {owner} has no tunnel of the agent"));
+                self.trace.note(|| format!("replica {owner} has no tunnel of the agent"));
                 router.tracker.not_here(&owner, self.agent, mark);
                 asked.insert(owner, Asked::Absent(at, pause));
             }
             Refusal::NotThere => {
                 self.count(wire, AskAnswer::NotHere);
-                self.trail.note(|| format!("{owner} has no tunnel of the agent"));
+                self.trace.note(|| format!("{owner} has no tunnel of the agent"));
                 router.tracker.not_here(&owner, self.agent, Mark::default());
                 asked.insert(owner, Asked::Absent(at, pause));
             }
             Refusal::Final(status) => {
                 self.count(wire, AskAnswer::Refused);
-                self.trail.note(|| format!("replica {owner} refuses: {}", status.message()));
+                self.trace.note(|| format!("replica {owner} refuses: {}", status.message()));
                 *refused = Some(status);
                 asked.insert(owner, Asked::Refused);
             }
             Refusal::Unavailable(why) => {
                 self.count(wire, AskAnswer::Unavailable);
-                self.trail.note(|| format!("replica {owner} cannot be asked: {why}"));
+                self.trace.note(|| format!("replica {owner} cannot be asked: {why}"));
                 tracing::debug!(replica = %owner, agent.id = self.agent.get(), why, "a replica could not be asked");
                 asked.insert(owner, later);
             }
@@ -314,9 +316,9 @@ async fn granted(waiting: &mut Option<Waiting>) -> Result<Grant, Gone> {
     }
 }
 
-async fn handed(place: &mut Option<Place>) -> Taken {
-    match place {
-        Some(place) => place.handed().await,
+async fn handed(waiter: &mut Option<PoolWaiter>) -> LeasedTunnel {
+    match waiter {
+        Some(waiter) => waiter.handed().await,
         None => std::future::pending().await,
     }
 }

@@ -1,14 +1,13 @@
-//! Tunnels of other replicas that stay lent between two requests.
+//! Tunnels that this replica leases from others between two requests.
 //!
-//! An ask costs a stream and a round trip. When requests for an agent's method follow each other closely, a
-//! tunnel that its owner lends for another request waits here for it, for a moment. It is the owner's, not
-//! ours: it goes back when no request comes, when the owner asks for it, leaves, or is not heard well any
-//! more.
+//! A borrow request costs a stream and a round trip. If requests for the same method of an agent follow
+//! closely, a leased tunnel waits here for the next one, for at most 300 ms. It is returned to its owner if no
+//! request comes, if the owner revokes the lease or drains, or if the owner is no longer healthy.
 
 use std::{
     collections::{BTreeMap, HashMap},
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
+        Arc,
         atomic::{AtomicU32, Ordering},
     },
     time::Duration,
@@ -16,44 +15,46 @@ use std::{
 
 use cluster::{ReplicaHealth, Tracker};
 use ids::{AgentId, ReplicaId};
+use parking_lot::{Mutex, MutexGuard};
 use tokio::{
     sync::{oneshot, watch},
     time::Instant,
 };
 use tunnel::kas_end::{Retire, Tunnel, TunnelPool};
 
-/// Requests of one key are close when another one began within this time.
+/// Requests of one key follow closely if another one began within this time.
 const HOT: Duration = Duration::from_millis(100);
-/// A tunnel that no request took goes back after this time, and after at most another [`SWEEP`]: well below
-/// the 2 s after which its owner takes it.
+/// A tunnel that no request took is returned after this time, plus at most one [`SWEEP`]. That is well below
+/// the 2 s after which its owner ends the lease.
 const IDLE: Duration = Duration::from_millis(250);
-/// How often that is looked after, while there are any.
+/// How often idle tunnels are examined, while there are any.
 const SWEEP: Duration = Duration::from_millis(50);
-/// How many wait here for requests of one key.
+/// The maximum number of idle tunnels of one key.
 const PER_KEY: usize = 64;
-/// How many wait here in all.
+/// The maximum number of idle tunnels in all.
 const IN_ALL: usize = 512;
-/// Requests of one key that wait here; others wait only for what they ask for.
+/// The maximum number of requests of one key that wait here. Further requests wait only for their own borrow
+/// requests.
 const WAITING: usize = 10_000;
-/// A tunnel for which nobody waits goes back after this many requests: asking anew spreads them over all
-/// replicas that hold the agent, and over its processes. An ask costs little beside so many.
+/// After this many requests, a tunnel for which no request waits is returned. New borrow requests spread the
+/// load over all replicas that hold the agent, and over its processes, and cost little in comparison.
 const ROUNDS: u32 = 128;
-/// Keys that are remembered; requests beyond ask each time.
+/// The maximum number of keys. Requests of further keys borrow a tunnel each time.
 const KEYS: usize = 8_192;
 
-/// What a tunnel is kept for.
+/// The agent and the method that a tunnel is leased for.
 type Key = (AgentId, Arc<str>);
-type Sender = oneshot::Sender<Taken>;
+type Sender = oneshot::Sender<LeasedTunnel>;
 
-/// The tunnels that this replica keeps.
-pub struct Kept {
+/// The tunnels that this replica leases.
+pub struct LeasePool {
     tracker: Arc<dyn Tracker>,
     state: Mutex<State>,
 }
 
-impl std::fmt::Debug for Kept {
+impl std::fmt::Debug for LeasePool {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Kept").field("idle", &self.state().idle).finish_non_exhaustive()
+        f.debug_struct("LeasePool").field("idle", &self.state().idle).finish_non_exhaustive()
     }
 }
 
@@ -62,25 +63,25 @@ struct State {
     keys: HashMap<Key, Entry>,
     /// Tunnels in all entries.
     idle: usize,
-    /// `keys` is swept when it has this many, and was not a moment ago.
+    /// `keys` is swept if it has this many entries, and was not swept within [`HOT`].
     sweep_at: usize,
     swept: Option<Instant>,
     serial: u64,
     sweeping: bool,
-    /// This replica leaves: nothing is kept.
+    /// This replica drains: nothing is kept.
     closed: bool,
 }
 
-/// What is known of a key.
+/// The state of a key.
 #[derive(Default)]
 struct Entry {
-    /// When the two latest requests began.
+    /// When the latest request began, and the one before it.
     begun: Option<Instant>,
     before: Option<Instant>,
-    /// The most recently used last.
+    /// The most recently used tunnel is last.
     idle: Vec<Idle>,
     waiting: BTreeMap<u64, Sender>,
-    /// What is thought of the owners; kept while there are tunnels.
+    /// Changes if the health of an owner may have changed. `Some` while there are idle tunnels.
     changes: Option<watch::Receiver<()>>,
 }
 
@@ -90,102 +91,102 @@ struct Idle {
     since: Instant,
 }
 
-/// Where a tunnel comes back to.
+/// Where a tunnel belongs.
 struct Holder {
-    kept: Arc<Kept>,
+    pool: Arc<LeasePool>,
     key: Key,
     owner: ReplicaId,
-    /// How often it came back.
+    /// How many requests the tunnel has carried.
     rounds: AtomicU32,
 }
 
-/// A [`Holder`] as its tunnel sees it.
-struct Back(Arc<Holder>);
+/// The [`TunnelPool`] of a tunnel.
+struct Return(Arc<Holder>);
 
-impl TunnelPool for Back {
+impl TunnelPool for Return {
     fn parked(&self, tunnel: &Arc<Tunnel>) {
-        Kept::offer(&self.0, tunnel);
+        LeasePool::offer(&self.0, tunnel);
     }
 
     fn ended(&self, tunnel: &Arc<Tunnel>, _: bool) {
-        self.0.kept.forget(&self.0.key, tunnel);
+        self.0.pool.forget(&self.0.key, tunnel);
     }
 }
 
-/// A tunnel for one request. Dropped without [`Taken::take`], it is kept for the next.
-pub struct Taken {
+/// A tunnel for one request. Dropped without [`LeasedTunnel::take`], it is kept for the next one.
+pub struct LeasedTunnel {
     tunnel: Option<Arc<Tunnel>>,
     holder: Arc<Holder>,
 }
 
-impl std::fmt::Debug for Taken {
+impl std::fmt::Debug for LeasedTunnel {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Taken").field("owner", &self.holder.owner).finish_non_exhaustive()
+        f.debug_struct("LeasedTunnel").field("owner", &self.holder.owner).finish_non_exhaustive()
     }
 }
 
-impl Taken {
-    /// Returns whose it is.
+impl LeasedTunnel {
+    /// Returns the replica that owns the tunnel.
     pub fn owner(&self) -> &ReplicaId {
         &self.holder.owner
     }
 
-    /// Whether the agentk at its end is known to heed whose rights a request is meant for.
+    /// Whether the agentk at its end is known to support impersonation.
     pub fn impersonates(&self) -> bool {
         self.tunnel.as_ref().is_some_and(|tunnel| tunnel.info().impersonates)
     }
 
-    /// Takes the tunnel; `None`: never. It comes back by itself.
+    /// Takes the tunnel, which comes back by parking. Never `None`.
     pub fn take(mut self) -> Option<Arc<Tunnel>> {
         self.tunnel.take()
     }
 }
 
-impl Drop for Taken {
+impl Drop for LeasedTunnel {
     fn drop(&mut self) {
         if let Some(tunnel) = self.tunnel.take() {
-            Kept::offer(&self.holder, &tunnel);
+            LeasePool::offer(&self.holder, &tunnel);
         }
     }
 }
 
-/// A place among the requests that wait for what is kept. Dropping it leaves.
+/// A request that waits for a leased tunnel. Dropping it ends the wait.
 #[derive(Debug)]
-pub struct Place {
-    kept: Arc<Kept>,
+pub struct PoolWaiter {
+    pool: Arc<LeasePool>,
     key: Key,
     serial: u64,
-    receiver: oneshot::Receiver<Taken>,
+    receiver: oneshot::Receiver<LeasedTunnel>,
 }
 
-impl Place {
-    /// Waits until a tunnel of the key is free here; maybe for ever.
+impl PoolWaiter {
+    /// Waits until a tunnel of the key is free here, possibly forever.
     ///
     /// # Cancel safety
     /// Cancel safe.
-    pub async fn handed(&mut self) -> Taken {
+    pub async fn handed(&mut self) -> LeasedTunnel {
         match (&mut self.receiver).await {
-            Ok(taken) => taken,
+            Ok(tunnel) => tunnel,
             Err(_) => std::future::pending().await,
         }
     }
 }
 
-impl Drop for Place {
+impl Drop for PoolWaiter {
     fn drop(&mut self) {
-        let mut state = self.kept.state();
+        let mut state = self.pool.state();
         let sender = state.keys.get_mut(&self.key).and_then(|entry| entry.waiting.remove(&self.serial));
         drop(state);
-        // What was already handed over is offered again when the receiver drops, outside the lock.
+        // A tunnel that was already handed over is offered again when the receiver drops, outside the lock.
         drop(sender);
     }
 }
 
 impl State {
-    /// Returns the entry, made if there is room.
+    /// Returns the entry, which is created if there is room.
     fn entry(&mut self, key: &Key, now: Instant) -> Option<&mut Entry> {
         if !self.keys.contains_key(key) {
-            // Not more often than something can have become old.
+            // No entry becomes old in less than this time.
             let due = self.swept.is_none_or(|swept| now.duration_since(swept) >= HOT);
             if due && self.keys.len() >= self.sweep_at.clamp(64, KEYS) {
                 self.keys.retain(|_, entry| !entry.is_over(now));
@@ -200,19 +201,19 @@ impl State {
         self.keys.get_mut(key)
     }
 
-    fn pop(&mut self, key: &Key) -> Option<Taken> {
+    fn pop(&mut self, key: &Key) -> Option<LeasedTunnel> {
         let entry = self.keys.get_mut(key)?;
         loop {
             let Idle { tunnel, holder, .. } = entry.idle.pop()?;
             self.idle -= 1;
-            // One that is ending is forgotten by its end.
+            // A tunnel that is ending is removed by `forget`.
             if tunnel.idle_since().is_some() {
-                return Some(Taken { tunnel: Some(tunnel), holder });
+                return Some(LeasedTunnel { tunnel: Some(tunnel), holder });
             }
         }
     }
 
-    /// Takes out what should go back.
+    /// Removes the tunnels that should be returned.
     fn remove(&mut self, mut which: impl FnMut(&Key, &Idle) -> bool) -> Vec<Arc<Tunnel>> {
         let mut removed = Vec::new();
         for (key, entry) in &mut self.keys {
@@ -233,7 +234,7 @@ impl State {
 }
 
 impl Entry {
-    /// Whether another request than the latest one began a moment ago.
+    /// Whether the request before the latest one began within [`HOT`].
     fn is_hot(&self, now: Instant) -> bool {
         self.before.is_some_and(|before| now.duration_since(before) < HOT)
     }
@@ -243,28 +244,28 @@ impl Entry {
         old && self.idle.is_empty() && self.waiting.is_empty()
     }
 
-    /// Whether something else may be thought of the owners than when it was last looked at.
+    /// Whether the health of an owner may have changed since it was last examined.
     fn is_stale(&self) -> bool {
         self.changes.as_ref().is_some_and(|changes| changes.has_changed().unwrap_or(true))
     }
 }
 
-impl Kept {
-    /// Keeps nothing yet. `tracker` says how well owners are heard.
+impl LeasePool {
+    /// Creates an empty pool. `tracker` knows the health of owners.
     pub fn new(tracker: Arc<dyn Tracker>) -> Arc<Self> {
         Arc::new(Self { tracker, state: Mutex::default() })
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        // A panic under the lock would be a bug in this file; what is left is still consistent.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
-    /// A request begins that this replica's own tunnels do not serve: takes the most recently used tunnel.
+    /// Takes the most recently used tunnel for a request that no tunnel of this replica serves. Notes that a
+    /// request begins.
     ///
     /// # Cancel safety
     /// Cancel safe.
-    pub async fn take(self: &Arc<Self>, agent: AgentId, method: &Arc<str>) -> Option<Taken> {
+    pub async fn take(self: &Arc<Self>, agent: AgentId, method: &Arc<str>) -> Option<LeasedTunnel> {
         let key = (agent, Arc::clone(method));
         let now = Instant::now();
         {
@@ -279,19 +280,23 @@ impl Kept {
         self.state().pop(&key)
     }
 
-    /// Whether requests of this key are so close that a tunnel is worth keeping.
+    /// Whether requests of this key follow so closely that a lease is worthwhile.
     pub fn is_hot(&self, agent: AgentId, method: &Arc<str>) -> bool {
         let state = self.state();
         let entry = state.keys.get(&(agent, Arc::clone(method)));
         !state.closed && entry.is_some_and(|entry| entry.waiting.len() > 1 || entry.is_hot(Instant::now()))
     }
 
-    /// Takes a tunnel, or a place among those who wait for one; neither when nothing is kept for the key.
-    pub fn acquire(self: &Arc<Self>, agent: AgentId, method: &Arc<str>) -> Result<Taken, Option<Place>> {
+    /// Takes a tunnel, or waits for one. `Err(None)`: too many requests wait, or there are too many keys.
+    pub fn acquire(
+        self: &Arc<Self>,
+        agent: AgentId,
+        method: &Arc<str>,
+    ) -> Result<LeasedTunnel, Option<PoolWaiter>> {
         let key = (agent, Arc::clone(method));
         let mut state = self.state();
-        if let Some(taken) = state.pop(&key) {
-            return Ok(taken);
+        if let Some(tunnel) = state.pop(&key) {
+            return Ok(tunnel);
         }
         state.serial += 1;
         let serial = state.serial;
@@ -302,55 +307,54 @@ impl Kept {
         let (sender, receiver) = oneshot::channel();
         entry.waiting.insert(serial, sender);
         drop(state);
-        Err(Some(Place { kept: Arc::clone(self), key, serial, receiver }))
+        Err(Some(PoolWaiter { pool: Arc::clone(self), key, serial, receiver }))
     }
 
-    /// Returns who takes a tunnel of `owner` back after each request of the key.
-    pub fn owner(
+    /// Returns the pool of one tunnel, which `owner` lends for requests of the key.
+    pub fn pool_of(
         self: &Arc<Self>,
         agent: AgentId,
         method: &Arc<str>,
         owner: &ReplicaId,
     ) -> Arc<dyn TunnelPool> {
-        let key = (agent, Arc::clone(method));
-        Arc::new(Back(Arc::new(Holder {
-            kept: Arc::clone(self),
-            key,
+        Arc::new(Return(Arc::new(Holder {
+            pool: Arc::clone(self),
+            key: (agent, Arc::clone(method)),
             owner: owner.clone(),
             rounds: AtomicU32::new(0),
         })))
     }
 
-    /// A tunnel is free: hands it to who waits first, keeps it for who may come, or gives it back.
+    /// A tunnel is free: hands it to the request that waits longest, keeps it for the next one, or returns it.
     fn offer(holder: &Arc<Holder>, tunnel: &Arc<Tunnel>) {
         if tunnel.idle_since().is_none() {
             return;
         }
-        let (kept, key) = (&holder.kept, &holder.key);
+        let (pool, key) = (&holder.pool, &holder.key);
         let now = Instant::now();
-        let mut state = kept.state();
+        let mut state = pool.state();
         let (room, closed) = (state.idle < IN_ALL, state.closed);
         if !closed && let Some(entry) = state.keys.get_mut(key) {
             while let Some((_, sender)) = entry.waiting.pop_first() {
-                let taken = Taken { tunnel: Some(Arc::clone(tunnel)), holder: Arc::clone(holder) };
-                match sender.send(taken) {
+                let leased = LeasedTunnel { tunnel: Some(Arc::clone(tunnel)), holder: Arc::clone(holder) };
+                match sender.send(leased) {
                     Ok(()) => return,
-                    // Taken apart, so that it is not offered again by its drop.
+                    // That request has left. Emptied, so that its drop does not offer the tunnel again.
                     Err(mut back) => drop(back.tunnel.take()),
                 }
             }
             let rounds = holder.rounds.fetch_add(1, Ordering::Relaxed) + 1;
             if room && rounds < ROUNDS && entry.idle.len() < PER_KEY && entry.is_hot(now) {
                 if entry.changes.is_none() {
-                    let mut changes = kept.tracker.changes(key.0);
-                    // Nobody looked since the owner was asked.
+                    let mut changes = pool.tracker.changes(key.0);
+                    // The health was not examined since the tunnel was borrowed.
                     changes.mark_changed();
                     entry.changes = Some(changes);
                 }
                 entry.idle.push(Idle { tunnel: Arc::clone(tunnel), holder: Arc::clone(holder), since: now });
                 state.idle += 1;
                 if !std::mem::replace(&mut state.sweeping, true) {
-                    tokio::spawn(Arc::clone(kept).sweep());
+                    tokio::spawn(Arc::clone(pool).sweep());
                 }
                 return;
             }
@@ -371,14 +375,14 @@ impl Kept {
         }
     }
 
-    /// Gives back what belongs to owners that would not be asked first.
+    /// Returns the tunnels of owners that are not healthy.
     async fn review(&self, key: &Key) {
         if let Some(entry) = self.state().keys.get_mut(key)
             && let Some(changes) = &mut entry.changes
         {
             changes.mark_unchanged();
         }
-        // Marked before it is looked at: what changes meanwhile is looked at again.
+        // Marked first, so that a change during the lookup is examined later.
         let candidates = self.tracker.locate(key.0).await.unwrap_or_default();
         let live = |owner: &ReplicaId| {
             candidates.iter().any(|c| c.replica.id == *owner && c.health == ReplicaHealth::Live)
@@ -387,7 +391,7 @@ impl Kept {
         give_back(removed);
     }
 
-    /// Gives back what was not used, and what belongs to owners that are not well, until nothing is kept.
+    /// Returns tunnels that were not used and those of owners that are not healthy, until none is idle.
     async fn sweep(self: Arc<Self>) {
         loop {
             tokio::time::sleep(SWEEP).await;
@@ -417,7 +421,7 @@ impl Kept {
         }
     }
 
-    /// Gives everything back and keeps nothing more: this replica leaves.
+    /// Returns all tunnels and keeps no more of them: this replica drains.
     pub fn close(&self) {
         let mut state = self.state();
         state.closed = true;
@@ -451,13 +455,13 @@ mod tests {
         AgentId::new(3).unwrap()
     }
 
-    fn kept() -> Arc<Kept> {
+    fn pool() -> Arc<LeasePool> {
         let holder = Replica { id: ReplicaId::new("holder"), address: "127.0.0.1:1".into() };
-        Kept::new(Arc::new(InMemoryTracker::new(holder)))
+        LeasePool::new(Arc::new(InMemoryTracker::new(holder)))
     }
 
-    /// A tunnel of the holder that comes back from a request.
-    fn back(kept: &Arc<Kept>, method: &str) -> (Arc<Tunnel>, TunnelBody) {
+    /// A tunnel of the holder that is free after a request.
+    fn returned(pool: &Arc<LeasePool>, method: &str) -> (Arc<Tunnel>, TunnelBody) {
         let silent = http_body_util::StreamBody::new(futures_util::stream::pending::<
             Result<http_body::Frame<bytes::Bytes>, grpc::BoxError>,
         >());
@@ -469,89 +473,89 @@ mod tests {
             impersonates: true,
             descriptor: Arc::default(),
         };
-        let owner = kept.owner(agent(), &method.into(), &ReplicaId::new("holder"));
+        let tunnel_pool = pool.pool_of(agent(), &method.into(), &ReplicaId::new("holder"));
         let body = grpc::boxed(silent);
-        let (tunnel, out) = Tunnel::borrowed(info, body, Arc::clone(&owner), Box::new(|| {}), true);
-        owner.parked(&tunnel);
+        let (tunnel, out) = Tunnel::borrowed(info, body, Arc::clone(&tunnel_pool), Box::new(|| {}), true);
+        tunnel_pool.parked(&tunnel);
         (tunnel, out)
     }
 
-    fn went_back(out: &mut TunnelBody) -> bool {
+    fn was_returned(out: &mut TunnelBody) -> bool {
         let mut cx = Context::from_waker(Waker::noop());
         matches!(Pin::new(out).poll_frame(&mut cx), Poll::Ready(None))
     }
 
-    async fn heat(kept: &Arc<Kept>, method: &str) {
+    async fn heat(pool: &Arc<LeasePool>, method: &str) {
         for _ in 0..2 {
-            assert!(kept.take(agent(), &method.into()).await.is_none());
+            assert!(pool.take(agent(), &method.into()).await.is_none());
         }
     }
 
     #[tokio::test(start_paused = true)]
-    async fn what_is_kept_is_bounded_for_each_key_and_in_all() {
-        let kept = kept();
+    async fn idle_tunnels_are_bounded_for_each_key_and_in_all() {
+        let pool = pool();
         let mut held = Vec::new();
         for key in 0..=IN_ALL / PER_KEY {
             let method = format!("/s/{key}");
-            heat(&kept, &method).await;
+            heat(&pool, &method).await;
             for n in 0..=PER_KEY {
-                let (tunnel, mut out) = back(&kept, &method);
+                let (tunnel, mut out) = returned(&pool, &method);
                 let full = n == PER_KEY || key == IN_ALL / PER_KEY;
-                assert_eq!(went_back(&mut out), full, "{key} {n}");
+                assert_eq!(was_returned(&mut out), full, "{key} {n}");
                 held.push((tunnel, out));
             }
         }
-        assert_eq!(kept.state().idle, IN_ALL);
-        kept.close();
-        assert_eq!(kept.state().idle, 0);
+        assert_eq!(pool.state().idle, IN_ALL);
+        pool.close();
+        assert_eq!(pool.state().idle, 0);
         assert!(held.iter_mut().all(|(tunnel, _)| tunnel.idle_since().is_none()));
     }
 
     #[tokio::test(start_paused = true)]
     async fn keys_are_bounded_and_old_ones_are_forgotten() {
-        let kept = kept();
+        let pool = pool();
         for n in 0..2 * KEYS {
-            assert!(kept.take(agent(), &format!("/s/{n}").into()).await.is_none());
+            assert!(pool.take(agent(), &format!("/s/{n}").into()).await.is_none());
         }
-        assert_eq!(kept.state().keys.len(), KEYS);
+        assert_eq!(pool.state().keys.len(), KEYS);
         tokio::time::sleep(HOT).await;
-        heat(&kept, "/s/new").await;
-        assert!(kept.is_hot(agent(), &"/s/new".into()));
-        assert_eq!(kept.state().keys.len(), 1);
+        heat(&pool, "/s/new").await;
+        assert!(pool.is_hot(agent(), &"/s/new".into()));
+        assert_eq!(pool.state().keys.len(), 1);
     }
 
     #[tokio::test(start_paused = true)]
-    async fn who_waits_first_is_served_first_and_who_left_is_passed_over() {
-        let kept = kept();
-        heat(&kept, "/s/M").await;
-        let place = || kept.acquire(agent(), &"/s/M".into()).err().flatten().expect("a place");
-        let (mut first, gone, mut second) = (place(), place(), place());
+    async fn requests_are_served_in_order_and_those_that_left_are_skipped() {
+        let pool = pool();
+        heat(&pool, "/s/M").await;
+        let waiter = || pool.acquire(agent(), &"/s/M".into()).err().flatten().expect("a waiter");
+        let (mut first, gone, mut second) = (waiter(), waiter(), waiter());
         drop(gone);
-        let (_one, _out) = back(&kept, "/s/M");
-        let taken = first.handed().await;
+        let (_one, _out) = returned(&pool, "/s/M");
+        let leased = first.handed().await;
         drop(first);
-        // Not used after all: the next in the queue has it.
-        drop(taken);
-        let taken = second.handed().await;
-        assert_eq!(taken.owner().as_str(), "holder");
-        // Handed over to one who leaves without looking: it is kept.
-        drop(taken);
-        let left = place_of(&kept);
+        // Not used after all: the next request gets it.
+        drop(leased);
+        let leased = second.handed().await;
+        assert_eq!(leased.owner().as_str(), "holder");
+        // Handed over to a request that leaves: it is kept.
+        drop(leased);
+        let left = acquire(&pool);
         assert!(left.is_ok(), "it is idle again");
     }
 
-    fn place_of(kept: &Arc<Kept>) -> Result<Taken, Option<Place>> {
-        kept.acquire(agent(), &"/s/M".into())
+    fn acquire(pool: &Arc<LeasePool>) -> Result<LeasedTunnel, Option<PoolWaiter>> {
+        pool.acquire(agent(), &"/s/M".into())
     }
 
     #[tokio::test(start_paused = true)]
-    async fn what_was_handed_to_a_request_that_left_is_kept() {
-        let kept = kept();
-        heat(&kept, "/s/M").await;
-        let place = place_of(&kept).err().flatten().expect("a place");
-        let (_tunnel, _out) = back(&kept, "/s/M");
-        assert_eq!(kept.state().idle, 0, "it was handed over");
-        drop(place);
-        assert_eq!(kept.state().idle, 1);
+    async fn a_tunnel_that_was_handed_to_a_request_that_left_is_kept() {
+        let pool = pool();
+        heat(&pool, "/s/M").await;
+        let waiter = acquire(&pool).err().flatten().expect("a waiter");
+        let (_tunnel, _out) = returned(&pool, "/s/M");
+        assert_eq!(pool.state().idle, 0, "it was handed over");
+        drop(waiter);
+        assert_eq!(pool.state().idle, 1);
     }
 }

@@ -1,18 +1,19 @@
-//! What a caller who asks for it is told of a request's way.
+//! The steps of a request on its way to the agent, for callers that ask for them.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use http::{HeaderMap, HeaderName, HeaderValue};
+use parking_lot::Mutex;
 use tokio::time::Instant;
 
-/// The key of each step, in response headers.
+/// The response header of each step.
 const EXPLAIN: HeaderName = HeaderName::from_static("kas-explain");
-/// Steps that are kept.
+/// The maximum number of steps.
 const STEPS: usize = 64;
 
-/// The steps so far; nothing is kept, or even made, for those who did not ask.
+/// The steps so far. The default records nothing, and formats no text.
 #[derive(Clone, Debug, Default)]
-pub struct Trail(Option<Arc<Steps>>);
+pub struct RouteTrace(Option<Arc<Steps>>);
 
 #[derive(Debug)]
 struct Steps {
@@ -20,28 +21,28 @@ struct Steps {
     steps: Mutex<Vec<String>>,
 }
 
-impl Trail {
-    /// Begins now.
+impl RouteTrace {
+    /// Starts a recording now.
     pub fn begin() -> Self {
         Self(Some(Arc::new(Steps { begun: Instant::now(), steps: Mutex::default() })))
     }
 
-    /// Adds a step.
+    /// Adds a step, unless there are too many.
     pub fn note(&self, step: impl FnOnce() -> String) {
-        if let Some(trail) = &self.0 {
-            let micros = trail.begun.elapsed().as_micros();
-            let mut steps = trail.steps.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(trace) = &self.0 {
+            let micros = trace.begun.elapsed().as_micros();
+            let mut steps = trace.steps.lock();
             if steps.len() < STEPS {
                 steps.push(format!("{micros} {}", step()));
             }
         }
     }
 
-    /// Writes the steps, `<microseconds since the request arrived> <text>` each.
+    /// Writes the steps, each as `<microseconds since the request arrived> <text>`.
     pub fn write_to(&self, headers: &mut HeaderMap) {
-        if let Some(trail) = &self.0 {
-            for step in &*trail.steps.lock().unwrap_or_else(PoisonError::into_inner) {
-                // Names of replicas are ASCII; what is not is left out.
+        if let Some(trace) = &self.0 {
+            for step in &*trace.steps.lock() {
+                // Names of replicas are ASCII. Other characters are omitted.
                 let text: String = step.chars().filter(|c| c.is_ascii_graphic() || *c == ' ').collect();
                 if let Ok(value) = HeaderValue::try_from(text) {
                     headers.append(EXPLAIN, value);
