@@ -20,7 +20,7 @@ use hyper::{
 };
 use hyper_util::rt::{TokioIo, TokioTimer};
 use net::{
-    http2::{FRAME, HEADER_LIST, STREAM_WINDOW, UNLIMITED_WINDOW},
+    http::{FRAME, HEADER_LIST, STREAM_WINDOW, UNLIMITED_WINDOW},
     proxy::{self, Proxies, Proxy},
 };
 use rustls::{AlertDescription, pki_types::ServerName};

@@ -47,10 +47,10 @@ pub(super) async fn handshake(
 ) -> anyhow::Result<Sender> {
     let (sender, connection) = http2::Builder::new(TokioExecutor::new())
         .timer(TokioTimer::new())
-        .initial_stream_window_size(net::http2::STREAM_WINDOW)
-        .initial_connection_window_size(net::http2::UNLIMITED_WINDOW)
-        .max_frame_size(net::http2::FRAME)
-        .max_header_list_size(net::http2::HEADER_LIST)
+        .initial_stream_window_size(net::http::STREAM_WINDOW)
+        .initial_connection_window_size(net::http::UNLIMITED_WINDOW)
+        .max_frame_size(net::http::FRAME)
+        .max_header_list_size(net::http::HEADER_LIST)
         .max_concurrent_reset_streams(1_000)
         .handshake(TokioIo::new(stream))
         .await?;

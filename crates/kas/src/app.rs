@@ -23,7 +23,7 @@ use identity::{
 use ids::ReplicaId;
 use net::{
     admin::Admin,
-    http2::{self, Age, Server},
+    http::{AGENT, API, Age, HEADER_LIST, PEER, Protocols, Server},
     io::{Address, Listener},
     tls,
 };
@@ -478,7 +478,7 @@ impl Kas {
                 services,
                 tracer,
                 // What replicas send each other does not depend on what others may send.
-                Attempts { header_list: http2::HEADER_LIST, ..config.limits.attempts },
+                Attempts { header_list: HEADER_LIST, ..config.limits.attempts },
             );
             let rotated = Arc::clone(&service);
             users.private =
@@ -644,8 +644,8 @@ fn agent_server(
     Server {
         listener,
         tls,
-        websocket: config.agent.listen.websocket,
-        settings: config.limits.agents.of(http2::AGENT),
+        protocols: if config.agent.listen.websocket { Protocols::WebSocket } else { Protocols::Http2 },
+        settings: config.limits.agents.of(AGENT),
         limits: config.limits.connections,
         age: Some(Age {
             age: config.agent.listen.max_connection_age.mul_f64(AGENT_AGE_SHARE),
@@ -664,8 +664,8 @@ fn api_server(
     Server {
         listener,
         tls,
-        websocket: false,
-        settings: config.limits.callers.of(http2::API),
+        protocols: Protocols::Http2,
+        settings: config.limits.callers.of(API),
         limits: config.limits.connections,
         age: Some(Age { age: config.api.listen.max_connection_age.mul_f64(API_AGE_SHARE), grace: None }),
         service,
@@ -682,9 +682,9 @@ fn private_server(
     Server {
         listener,
         tls,
-        websocket: false,
-        settings: http2::PEER,
-        limits: http2::Limits {
+        protocols: Protocols::Http2,
+        settings: PEER,
+        limits: net::http::Limits {
             pings: PEER_PINGS.0,
             ping_interval: PEER_PINGS.1,
             ..config.limits.connections

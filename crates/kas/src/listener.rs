@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use grpc::{Code, Status};
 use http::{HeaderMap, HeaderValue, Method, Request, Response, StatusCode};
 use hyper::body::Incoming;
-use net::http2::{Body, Refusal, Standing};
+use net::http::{AuthState, Body, Refusal};
 use tokio::sync::watch;
 
 use crate::config::Attempts;
@@ -50,13 +50,13 @@ impl Trust {
         self.failures.fetch_add(1, Ordering::Relaxed);
     }
 
-    fn standing(&self) -> Standing {
+    fn auth_state(&self) -> AuthState {
         if self.authenticated.load(Ordering::Relaxed) {
-            Standing::Authenticated
+            AuthState::Authenticated
         } else if self.failures.load(Ordering::Relaxed) >= self.most {
-            Standing::Expelled
+            AuthState::Expelled
         } else {
-            Standing::New
+            AuthState::New
         }
     }
 }

@@ -18,7 +18,7 @@ use grpc::{BoxError, Code, Status};
 use http::{HeaderMap, HeaderValue, Response};
 use http_body::{Frame, SizeHint};
 use ids::{Actor, AgentId, ConnectionId};
-use net::http2::Body;
+use net::http::Body;
 use proto::gitlab::agent::grpctool::http_request::Header;
 use tokio::time::Instant;
 use traces::{Kind, Span, Tracer};

@@ -2,8 +2,8 @@
 //! network policy or loopback guards it.
 
 use std::{
-    collections::VecDeque,
     convert::Infallible,
+    net::SocketAddr,
     pin::Pin,
     sync::Arc,
     task::{Context, Poll, ready},
@@ -14,16 +14,19 @@ use bytes::Bytes;
 use http::{Method, Request, Response, StatusCode, header};
 use http_body::Frame;
 use http_body_util::{BodyExt as _, Full, combinators::UnsyncBoxBody};
-use hyper::{body::Incoming, server::conn::http1};
-use hyper_util::rt::{TokioIo, TokioTimer};
+use hyper::body::Incoming;
+use parking_lot::Mutex;
 use process::{
     exposition,
     lifecycle::{Lifecycle, Phase},
 };
 use prometheus_client::registry::Registry;
-use tokio::{sync::watch, task::AbortHandle, time::Instant};
+use tokio::time::Instant;
 
-use crate::io::{AcceptFailures, Listener};
+use crate::{
+    http::{self as server, AuthState, GoAway, Limits, Protocols, Server, Settings, StreamSlot},
+    io::Listener,
+};
 
 /// A body of an answer; one of a [`Site`] may last.
 pub type Body = UnsyncBoxBody<Bytes, Infallible>;
@@ -115,25 +118,26 @@ impl Admin {
     }
 }
 
-/// A body that says when its peer took something of it.
+/// A body that notes when its peer took something of it.
 struct Watched {
     body: Body,
-    taken: watch::Sender<Instant>,
+    /// `None`: the body is of one piece.
+    client: Option<Arc<Client>>,
 }
 
 impl http_body::Body for Watched {
     type Data = Bytes;
-    type Error = Infallible;
+    type Error = Box<dyn std::error::Error + Send + Sync>;
 
     fn poll_frame(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
+    ) -> Poll<Option<Result<Frame<Bytes>, Self::Error>>> {
         let frame = ready!(Pin::new(&mut self.body).poll_frame(cx));
-        if frame.is_some() {
-            self.taken.send_replace(Instant::now());
+        if let (Some(client), Some(_)) = (&self.client, &frame) {
+            *client.taken.lock() = Instant::now();
         }
-        Poll::Ready(frame)
+        Poll::Ready(frame.map(|frame| frame.map_err(|never| match never {})))
     }
 
     fn is_end_stream(&self) -> bool {
@@ -145,73 +149,77 @@ impl http_body::Body for Watched {
     }
 }
 
-/// Waits until nothing was taken for [`LONGEST`].
-async fn forsaken(taken: watch::Receiver<Instant>) {
-    loop {
-        let until = *taken.borrow() + LONGEST;
-        if until <= Instant::now() {
-            return;
-        }
-        tokio::time::sleep_until(until).await;
-    }
-}
-
-/// Connections that are open at once.
-const MAX_CONNECTIONS: usize = 256;
 /// A connection ends this long after its start, or after its peer took something of a body that lasts: one
 /// that stops reading must not keep a task for ever.
 const LONGEST: Duration = Duration::from_secs(60);
+/// The head of a request must come within this time, and the next request.
+const HEADERS: Duration = Duration::from_secs(10);
+/// Connections that are open at once. Beyond them the oldest is closed for the newest: were the newest
+/// refused, silent connections could keep probes out, and a process that is well would be restarted.
+const MAX_CONNECTIONS: usize = 256;
+/// Only the size of heads matters to HTTP/1.1.
+const SETTINGS: Settings = Settings { header_list: 204 << 10, ..server::API };
 
-/// Serves until the lifecycle is [`Phase::Stopped`]: probes must be answered to the end.
-///
-/// Beyond 256 connections the oldest one is closed for the newest: were the newest refused, silent
-/// connections could keep probes out, and whoever probes would restart a process that is well.
-pub async fn run(listener: Listener, admin: Admin, lifecycle: Lifecycle) {
-    let admin = Arc::new(admin);
-    let mut connections = VecDeque::<AbortHandle>::new();
-    let mut failures = AcceptFailures::default();
-    loop {
-        let accepted = tokio::select! {
-            accepted = listener.accept() => accepted,
-            () = lifecycle.reached(Phase::Stopped) => return,
-        };
-        let stream = match accepted {
-            Ok((stream, _)) => stream,
-            Err(error) => {
-                failures.take(&listener, &error).await;
-                continue;
-            }
-        };
-        connections.retain(|connection| !connection.is_finished());
-        if connections.len() >= MAX_CONNECTIONS
-            && let Some(oldest) = connections.pop_front()
-        {
-            oldest.abort();
-        }
-        let admin = Arc::clone(&admin);
-        let connection = tokio::spawn(async move {
-            let (taken, takes) = watch::channel(Instant::now());
-            let service = hyper::service::service_fn(move |request: Request<Incoming>| {
-                let response = admin.answer(&request.map(drop));
-                // Answers of one piece get no more time, however many there are.
-                let lasts = http_body::Body::size_hint(response.body()).exact().is_none();
-                let response = response.map(|body| match lasts {
-                    true => Watched { body, taken: taken.clone() }.boxed_unsync(),
-                    false => body,
-                });
-                async move { Ok::<_, Infallible>(response) }
-            });
-            let serve = http1::Builder::new()
-                .timer(TokioTimer::new())
-                .header_read_timeout(Duration::from_secs(10))
-                .serve_connection(TokioIo::new(stream), service);
-            tokio::select! {
-                _ = serve => {}
-                () = forsaken(takes) => {}
-            }
-        });
-        connections.push_back(connection.abort_handle());
+fn limits() -> Limits {
+    Limits {
+        half_open: MAX_CONNECTIONS,
+        half_open_patience: Duration::ZERO,
+        first_frame: HEADERS,
+        headers: HEADERS,
+        authentication: HEADERS,
+        idle: HEADERS,
+        ..Limits::default()
     }
+}
+
+impl server::Service for Admin {
+    fn connected(self: Arc<Self>, _peer: Option<SocketAddr>) -> Arc<dyn server::Connection> {
+        Arc::new(Client { admin: self, taken: Mutex::new(Instant::now()) })
+    }
+}
+
+/// A connection of the admin listener.
+struct Client {
+    admin: Arc<Admin>,
+    /// When it began, or when its peer last took something of a body that lasts.
+    taken: Mutex<Instant>,
+}
+
+impl server::Connection for Client {
+    fn call(self: Arc<Self>, request: Request<Incoming>, _slot: &StreamSlot) -> server::Answer {
+        let answer = self.admin.answer(&request.map(drop)).map(|body| {
+            // Answers of one piece give a connection no more time, however many there are.
+            let lasts = http_body::Body::size_hint(&body).exact().is_none();
+            Watched { body, client: lasts.then_some(self) }.boxed_unsync()
+        });
+        Box::pin(std::future::ready(answer))
+    }
+
+    fn auth_state(&self) -> AuthState {
+        if self.taken.lock().elapsed() < LONGEST { AuthState::Anonymous } else { AuthState::Expelled }
+    }
+
+    fn going_away(&self, _reason: GoAway) {}
+}
+
+/// Serves until the lifecycle is [`Phase::Stopped`]: probes are answered to the end, on connections that stay
+/// open until then.
+pub async fn run(listener: Listener, admin: Admin, lifecycle: Lifecycle) {
+    let server = Server {
+        listener,
+        tls: None,
+        protocols: Protocols::Http1,
+        settings: SETTINGS,
+        limits: limits(),
+        age: None,
+        service: Arc::new(admin),
+    };
+    // This listener leaves last: it knows of no phase before that.
+    let own = Lifecycle::default();
+    tokio::join!(server.run(own.clone()), async {
+        lifecycle.reached(Phase::Stopped).await;
+        own.advance(Phase::Stopped);
+    });
 }
 
 #[cfg(test)]
@@ -247,6 +255,10 @@ mod tests {
     }
 
     async fn serve() -> SocketAddr {
+        serve_until(Lifecycle::default()).await
+    }
+
+    async fn serve_until(lifecycle: Lifecycle) -> SocketAddr {
         let listener = Listener::bind(&Address::Tcp("127.0.0.1:0".into())).await.unwrap();
         let address = listener.local_addr().unwrap();
         let admin = Admin {
@@ -258,7 +270,7 @@ mod tests {
             refresh: Box::new(|| {}),
             site: Some(Arc::new(Endless)),
         };
-        tokio::spawn(run(listener, admin, Lifecycle::default()));
+        tokio::spawn(run(listener, admin, lifecycle));
         address
     }
 
@@ -266,6 +278,61 @@ mod tests {
         let mut stream = TcpStream::connect(address).await.unwrap();
         stream.write_all(format!("GET {path} HTTP/1.1\r\nHost: kas\r\n\r\n").as_bytes()).await.unwrap();
         stream
+    }
+
+    /// Reads the answer of the liveness probe.
+    async fn alive(stream: &mut TcpStream) {
+        let mut got = Vec::new();
+        while !got.ends_with(b"\r\n\r\nalive\n") {
+            got.push(stream.read_u8().await.unwrap());
+        }
+        assert!(got.starts_with(b"HTTP/1.1 200 "));
+    }
+
+    #[tokio::test]
+    async fn oldest_connection_is_closed_for_the_newest_at_once() {
+        let address = serve().await;
+        let mut oldest = ask(address, "/liveness").await;
+        alive(&mut oldest).await;
+        let mut others = Vec::new();
+        for _ in 0..MAX_CONNECTIONS {
+            others.push(TcpStream::connect(address).await.unwrap());
+        }
+        let begun = Instant::now();
+        alive(&mut ask(address, "/liveness").await).await;
+        assert!(begun.elapsed() < Duration::from_secs(5));
+        // Without a word: none is expected by a client that is between two requests.
+        assert_eq!(oldest.read(&mut [0]).await.unwrap_or(0), 0);
+    }
+
+    #[tokio::test]
+    async fn connections_stay_until_the_end() {
+        let lifecycle = Lifecycle::default();
+        let address = serve_until(lifecycle.clone()).await;
+        let mut stream = ask(address, "/liveness").await;
+        alive(&mut stream).await;
+        for phase in [Phase::Draining, Phase::Leaving] {
+            lifecycle.advance(phase);
+            tokio::time::sleep(Duration::from_millis(50)).await;
+            stream.write_all(b"GET /liveness HTTP/1.1\r\nHost: kas\r\n\r\n").await.unwrap();
+            alive(&mut stream).await;
+        }
+        lifecycle.advance(Phase::Stopped);
+        assert_eq!(stream.read(&mut [0]).await.unwrap_or(0), 0);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn connection_without_a_request_is_closed() {
+        let address = serve().await;
+        let begun = Instant::now();
+        for first in ["", "GET / HTTP/1.1\r\nHost: kas\r\n\r\n", "GET / HTT"] {
+            let mut stream = TcpStream::connect(address).await.unwrap();
+            stream.write_all(first.as_bytes()).await.unwrap();
+            let mut got = Vec::new();
+            let _ = tokio::time::timeout(2 * HEADERS, stream.read_to_end(&mut got)).await.unwrap();
+            assert_eq!(got.starts_with(b"HTTP/1.1 404 "), first.ends_with("\r\n\r\n"));
+        }
+        assert!(begun.elapsed() >= 3 * HEADERS);
     }
 
     #[tokio::test(start_paused = true)]

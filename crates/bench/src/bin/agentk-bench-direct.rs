@@ -15,7 +15,7 @@ use anyhow::Context as _;
 use clap::Parser;
 use hyper::body::Incoming;
 use net::{
-    http2::{self, Answer, Connection, GoAway, Server, Service, Standing, StreamSlot},
+    http::{AGENT, Answer, AuthState, Connection, GoAway, Limits, Protocols, Server, Service, StreamSlot},
     io::{Address, Listener},
 };
 use process::lifecycle::{Lifecycle, Phase, Signals};
@@ -64,9 +64,9 @@ async fn serve(listen: &str, tls: Option<(PathBuf, PathBuf)>, modules: Modules) 
     let server = Server {
         listener,
         tls: tls.map(net::tls::Live::from),
-        websocket: false,
-        settings: http2::AGENT,
-        limits: http2::Limits::default(),
+        protocols: Protocols::Http2,
+        settings: AGENT,
+        limits: Limits::default(),
         age: None,
         service: Arc::new(Direct(modules)),
     };
@@ -100,8 +100,8 @@ impl Connection for Calls {
         self.0.call(request.map(grpc::boxed))
     }
 
-    fn standing(&self) -> Standing {
-        Standing::Authenticated
+    fn auth_state(&self) -> AuthState {
+        AuthState::Authenticated
     }
 
     fn going_away(&self, _: GoAway) {}

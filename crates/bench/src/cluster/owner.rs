@@ -151,9 +151,9 @@ async fn serve(state: Arc<State>, stream: TcpStream) {
     let service = service_fn(|request| answer(Arc::clone(&state), spawned.clone(), request));
     let connection = http2::Builder::new(TokioExecutor::new())
         .timer(TokioTimer::new())
-        .initial_stream_window_size(net::http2::STREAM_WINDOW)
-        .initial_connection_window_size(net::http2::UNLIMITED_WINDOW)
-        .max_frame_size(net::http2::FRAME)
+        .initial_stream_window_size(net::http::STREAM_WINDOW)
+        .initial_connection_window_size(net::http::UNLIMITED_WINDOW)
+        .max_frame_size(net::http::FRAME)
         .serve_connection(TokioIo::new(counted), service);
     tokio::pin!(connection);
     loop {

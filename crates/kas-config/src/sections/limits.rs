@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use net::http2;
+use net::http;
 use settings::walk::{Rule, Section};
 
 use super::seconds;
@@ -17,7 +17,7 @@ pub struct Limits {
     /// How long a request without a deadline waits for its agent.
     pub find_timeout: Duration,
     /// Limits of connections that are unauthenticated, silent or idle.
-    pub connections: http2::Limits,
+    pub connections: http::Limits,
     /// Limits of a connection of agents.
     pub agents: Streams,
     /// Limits of a connection of callers.
@@ -45,8 +45,8 @@ pub struct Streams {
 
 impl Streams {
     /// Returns `settings` with these limits.
-    pub fn of(self, settings: http2::Settings) -> http2::Settings {
-        http2::Settings {
+    pub fn of(self, settings: http::Settings) -> http::Settings {
+        http::Settings {
             header_list: self.header_list,
             keepalive_interval: self.keepalive_interval,
             keepalive_timeout: self.keepalive_timeout,
@@ -69,7 +69,7 @@ pub struct Attempts {
 
 impl Default for Attempts {
     fn default() -> Self {
-        Self { failures: 20, fields: 64, header_list: http2::HEADER_LIST }
+        Self { failures: 20, fields: 64, header_list: http::HEADER_LIST }
     }
 }
 
@@ -105,15 +105,16 @@ pub(super) fn read(root: &mut Section<'_, '_>) -> Limits {
 }
 
 /// Declares the limits of each connection, independent of its requests.
-fn connections(s: &mut Section<'_, '_>) -> http2::Limits {
-    let defaults = http2::Limits::default();
-    http2::Limits {
+fn connections(s: &mut Section<'_, '_>) -> http::Limits {
+    let defaults = http::Limits::default();
+    http::Limits {
         half_open: s.number(
             "half_open_connections",
             1_024,
             "Connections of each listener that have not authenticated yet. When there are this many, a new one \
              replaces the oldest.",
         ) as usize,
+        half_open_patience: defaults.half_open_patience,
         handshake: s.duration(
             "handshake_timeout",
             defaults.handshake,
@@ -168,31 +169,31 @@ fn connections(s: &mut Section<'_, '_>) -> http2::Limits {
 /// Declares the limits of a connection of agents and of one of callers.
 fn streams(s: &mut Section<'_, '_>) -> (Streams, Streams) {
     /// With more requests, the sum of their windows would exceed the maximum of HTTP/2.
-    const MOST: u32 = http2::UNLIMITED_WINDOW / http2::STREAM_WINDOW;
+    const MOST: u32 = http::UNLIMITED_WINDOW / http::STREAM_WINDOW;
     let header_list = s.number_within(
         "header_list_bytes",
-        http2::HEADER_LIST,
+        http::HEADER_LIST,
         4 * 1024..=32 * 1024,
         "Headers of a request of agents and callers: names and values, and 32 bytes for each field. Larger ones are \
          refused with an error message, and from twice the size by HTTP/2 itself.",
     );
     let keepalive_interval = s.duration(
         "keepalive_interval",
-        http2::AGENT.keepalive_interval,
+        http::AGENT.keepalive_interval,
         Rule::Positive,
         "kas sends a PING after this time without a frame from an agent or a caller. Must be shorter than the idle \
          timeouts of load balancers in between.",
     );
     let keepalive_timeout = s.duration(
         "keepalive_timeout",
-        http2::AGENT.keepalive_timeout,
+        http::AGENT.keepalive_timeout,
         Rule::Positive,
         "A connection that does not answer a PING within this time is closed, which ends all its requests.",
     );
     let agents = Streams {
         open: s.number_within(
             "streams_per_agent_connection",
-            http2::AGENT.streams,
+            http::AGENT.streams,
             1..=MOST,
             "Requests that may be open on one connection of agents; most of them are tunnels.",
         ),
@@ -209,7 +210,7 @@ fn streams(s: &mut Section<'_, '_>) -> (Streams, Streams) {
     let callers = Streams {
         open: s.number_within(
             "streams_per_caller_connection",
-            http2::API.streams,
+            http::API.streams,
             1..=MOST,
             "Requests that may be open on one connection of callers.",
         ),

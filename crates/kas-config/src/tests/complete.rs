@@ -288,7 +288,7 @@ fn an_empty_file_means_one_replica_on_loopback() {
             waiters_per_agent: 10_000,
             waiters: 20_000,
             find_timeout: secs(20),
-            connections: net::http2::Limits::default(),
+            connections: net::http::Limits::default(),
             agents: Streams {
                 open: 1_000,
                 resets: 100_000,
@@ -369,8 +369,9 @@ drain: {delay: 0s, timeout: 10m}
     assert!(config("api: {listen: {authentication_secret_files: [/b]}}").api.all_secrets_listed);
     assert_eq!(own.api.listen.issuers, ["one", "two"]);
     assert_eq!(own.api.listen.leeway, Duration::ZERO);
-    let connections = net::http2::Limits {
+    let connections = net::http::Limits {
         half_open: 3,
+        half_open_patience: secs(1),
         handshake: secs(4),
         first_frame: Duration::from_millis(5),
         headers: secs(6),

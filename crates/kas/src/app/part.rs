@@ -2,7 +2,7 @@
 
 use std::{mem, pin::Pin, sync::Arc};
 
-use net::http2::Server;
+use net::http::Server;
 use process::lifecycle::Lifecycle;
 use tokio::task::JoinHandle;
 use tokio_util::task::TaskTracker;

@@ -24,7 +24,7 @@ use http::{HeaderMap, Request, Response};
 use hyper::body::Incoming;
 use identity::Identity;
 use ids::{AgentId, ConnectionId};
-use net::http2::{Answer, Body, Connection, GoAway, Refusal, Service, Standing, StreamSlot};
+use net::http::{Answer, AuthState, Body, Connection, GoAway, Refusal, Service, StreamSlot};
 use tokio::time::Instant;
 use tunnel::kas_end::{AgentKind, Retire, TunnelPool};
 
@@ -302,8 +302,8 @@ impl Connection for Transport {
         }
     }
 
-    fn standing(&self) -> Standing {
-        self.trust.standing()
+    fn auth_state(&self) -> AuthState {
+        self.trust.auth_state()
     }
 
     fn going_away(&self, reason: GoAway) {

@@ -18,7 +18,7 @@ use http_tunnel::kas_end;
 use hyper::body::Incoming;
 use identity::jwt::JwtVerifier;
 use ids::Actor;
-use net::http2::{Answer, Body, Connection, GoAway, Refusal, Service, Standing, StreamSlot};
+use net::http::{Answer, AuthState, Body, Connection, GoAway, Refusal, Service, StreamSlot};
 use tokio::time::Sleep;
 use tunnel::kas_end::Head;
 
@@ -192,8 +192,8 @@ impl Connection for Caller {
         Box::pin(pass_through(self, request, target, correlation, deadline, record))
     }
 
-    fn standing(&self) -> Standing {
-        self.trust.standing()
+    fn auth_state(&self) -> AuthState {
+        self.trust.auth_state()
     }
 
     fn going_away(&self, _reason: GoAway) {

@@ -14,7 +14,7 @@ use http::{HeaderMap, HeaderValue, Request, Response};
 use hyper::body::Incoming;
 use identity::jwt::JwtVerifier;
 use ids::ReplicaId;
-use net::http2::{Answer, Body, Connection, GoAway, Refusal, Service, Standing, StreamSlot};
+use net::http::{Answer, AuthState, Body, Connection, GoAway, Refusal, Service, StreamSlot};
 use parking_lot::Mutex;
 use tokio::time::Instant;
 use traces::Tracer;
@@ -164,8 +164,8 @@ impl Connection for Replica {
         }
     }
 
-    fn standing(&self) -> Standing {
-        self.trust.standing()
+    fn auth_state(&self) -> AuthState {
+        self.trust.auth_state()
     }
 
     fn going_away(&self, _reason: GoAway) {}

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use grpc::Status;
-use net::http2::Body;
+use net::http::Body;
 use proto::gitlab::agent::agent_registrar::rpc::{
     RegisterRequest, RegisterResponse, UnregisterRequest, UnregisterResponse,
 };

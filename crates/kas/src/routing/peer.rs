@@ -34,7 +34,7 @@ use h2::{RecvStream, SendStream};
 use http::{HeaderMap, HeaderName, HeaderValue};
 use ids::{AgentId, ConnectionId, ReplicaId, TokenHash};
 use jsonwebtoken::{Algorithm, EncodingKey, Header};
-use net::{http2::StreamReset, tls::Live};
+use net::{http::StreamReset, tls::Live};
 use parking_lot::Mutex;
 use process::error::chain;
 use settings::secret::ApiSecret;

@@ -9,7 +9,7 @@ use tokio::{sync::Notify, time::Instant};
 /// shorter, then in a storm of reconnects connections would lose their places while their handshakes wait for
 /// the processor, for at worst a millisecond each. If it were longer, then a flood of silent sockets would
 /// delay others more: it lets in as many as there are places in this time.
-const PATIENCE: Duration = Duration::from_secs(1);
+pub(crate) const PATIENCE: Duration = Duration::from_secs(1);
 
 /// The places of a listener.
 ///
@@ -18,6 +18,8 @@ const PATIENCE: Duration = Duration::from_secs(1);
 #[derive(Debug)]
 pub(crate) struct HalfOpen {
     limit: usize,
+    /// How long a connection keeps its place at least.
+    patience: Duration,
     places: Mutex<Places>,
     freed: Notify,
 }
@@ -38,8 +40,9 @@ pub(crate) struct Place {
 }
 
 impl HalfOpen {
-    pub(crate) fn new(limit: usize) -> Arc<Self> {
-        Arc::new(Self { limit, places: Mutex::default(), freed: Notify::new() })
+    /// With `limit` places, each of which is kept for `patience` at least.
+    pub(crate) fn new(limit: usize, patience: Duration) -> Arc<Self> {
+        Arc::new(Self { limit, patience, places: Mutex::default(), freed: Notify::new() })
     }
 
     /// Takes a place. Calls `evicted` for a connection that loses its place to this one.
@@ -52,8 +55,10 @@ impl HalfOpen {
                 let mut places = self.places.lock();
                 let oldest = places.taken.first_key_value().map(|(number, (since, _))| (*number, *since));
                 match oldest {
-                    Some((_, since)) if places.taken.len() >= self.limit && since.elapsed() < PATIENCE => {
-                        since + PATIENCE
+                    Some((_, since))
+                        if places.taken.len() >= self.limit && since.elapsed() < self.patience =>
+                    {
+                        since + self.patience
                     }
                     oldest => {
                         if let Some((number, _)) = oldest
@@ -101,7 +106,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn a_newcomer_waits_for_a_free_place_or_takes_the_oldest() {
-        let half_open = HalfOpen::new(2);
+        let half_open = HalfOpen::new(2, PATIENCE);
         let evicted = AtomicUsize::new(0);
         let enter = || {
             half_open.enter(|| {

@@ -12,7 +12,7 @@ use grpc::Status;
 use http::{HeaderMap, Request, Response};
 use hyper::body::Incoming;
 use ids::{AgentId, ConnectionId};
-use net::http2::Body;
+use net::http::Body;
 use proto::gitlab::agent::agent_configuration::rpc::ConfigurationRequest;
 use tokio::time::Instant;
 

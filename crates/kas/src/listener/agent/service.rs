@@ -8,7 +8,7 @@ use http::{HeaderMap, HeaderValue};
 use http_body_util::{BodyExt as _, Full};
 use hyper::body::Incoming;
 use ids::ConnectionId;
-use net::http2::Body;
+use net::http::Body;
 
 use super::transport::Transport;
 use identity::Authenticated;

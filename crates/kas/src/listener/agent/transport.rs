@@ -10,7 +10,7 @@ use grpc::{Code, Status};
 use http::{HeaderMap, HeaderValue, Response};
 use identity::{Authenticated, IdentityError, jwt};
 use ids::{AgentId, ConnectionId, TokenHash};
-use net::http2::Body;
+use net::http::Body;
 use tokio::time::Instant;
 use tunnel::{INSTANCE_HEADER, REPLICA_HEADER, REPLICAS_HEADER, RUN_HEADER, SOCKET_HEADER, kas_end::Tunnel};
 

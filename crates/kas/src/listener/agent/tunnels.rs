@@ -8,7 +8,7 @@ use std::{
 use grpc::{Code, Status};
 use http::{HeaderMap, HeaderValue, Request, Response};
 use hyper::body::Incoming;
-use net::http2::{Body, StreamReset};
+use net::http::{Body, StreamReset};
 use tokio::time::Instant;
 use tunnel::{
     IMPERSONATES_HEADER, INSTANCE_HEADER, MAX_IDLE_HEADER, REUSE, TUNNEL_HEADER,

@@ -19,7 +19,7 @@ use http_body::{Body as HttpBody, Frame};
 use http_body_util::BodyExt as _;
 use hyper::body::Incoming;
 use ids::{AgentId, ReplicaId};
-use net::http2::Body;
+use net::http::Body;
 use tokio::time::Instant;
 use traces::{Kind, Span};
 use tunnel::{

@@ -10,7 +10,7 @@ use cluster::{
 use gossip::{KeyRing, Timing};
 use identity::jwt::JwtVerifier;
 use net::{
-    http2::{self, Server},
+    http::{Limits, PEER, Protocols, Server},
     io::{Address, Listener},
 };
 use process::lifecycle::Lifecycle;
@@ -162,9 +162,9 @@ async fn run(
     let server = Server {
         listener,
         tls: None,
-        websocket: false,
-        settings: http2::PEER,
-        limits: http2::Limits::default(),
+        protocols: Protocols::Http2,
+        settings: PEER,
+        limits: Limits::default(),
         age: None,
         service,
     };

@@ -19,7 +19,7 @@ use grpc::{BoxError, Status};
 use h2::{Reason, RecvStream, SendStream, client};
 use http::{HeaderMap, HeaderValue, Request, Response, Uri, header};
 use http_body::{Body, Frame};
-use net::http2::{FRAME, HEADER_LIST, PEER, STREAM_WINDOW, StreamReset, UNLIMITED_WINDOW};
+use net::http::{FRAME, HEADER_LIST, PEER, STREAM_WINDOW, StreamReset, UNLIMITED_WINDOW};
 use rustls_pki_types::ServerName;
 use tokio::{
     io::{AsyncRead, AsyncWrite},

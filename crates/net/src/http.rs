@@ -1,0 +1,42 @@
+//! HTTP servers: HTTP/1.1 and HTTP/2 behind one accept loop, with every limit set explicitly.
+//!
+//! A [`Server`] accepts connections, does their TLS handshakes and chooses the protocol. A [`Service`] answers
+//! their requests, whatever the version. Each connection has one loop for its deadlines, its age and the drain;
+//! HTTP/1.1 that was [upgraded](upgrade) stays in it. [`Protocols::WebSocket`] serves HTTP/2 inside WebSocket.
+//!
+//! `admission` bounds connections that are not authenticated yet, and how many of them are served at once;
+//! `frame_limiter` bounds the frames of HTTP/2 that carry nothing.
+//!
+//! Rule behind the windows of HTTP/2: the connection's window is at least the number of streams times the
+//! stream's window, else one reader that stalls freezes all others. Measured with the library's
+//! defaults (both 1 MiB): one caller that stopped reading stopped its agent for everybody.
+
+mod connection;
+mod driver;
+mod frame_limiter;
+mod http1;
+mod http2;
+mod observed;
+mod refusal;
+mod requests;
+mod server;
+mod service;
+mod settings;
+mod slot;
+#[cfg(test)]
+mod tests;
+mod upgrade;
+mod version;
+mod websocket;
+
+pub use self::{
+    refusal::Refusal,
+    server::Server,
+    service::{Answer, AuthState, Body, Connection, GoAway, Service},
+    settings::{
+        AGENT, API, Age, FRAME, HEADER_LIST, HEADER_LIST_ROOM, Limits, PEER, Protocols, STREAM_WINDOW,
+        Settings, UNLIMITED_WINDOW,
+    },
+    slot::{StreamReset, StreamSlot},
+    upgrade::upgrade,
+};

@@ -1,0 +1,64 @@
+//! A connection of HTTP/2, with every limit set explicitly.
+
+use std::{
+    pin::Pin,
+    sync::Arc,
+    task::{Context, Poll},
+};
+
+use hyper::server::conn::http2;
+use hyper_util::rt::{TokioIo, TokioTimer};
+
+use super::{
+    driver::Driver,
+    frame_limiter::FrameLimiter,
+    observed::Observed,
+    requests::Requests,
+    settings::{FRAME, HEADER_LIST_ROOM, Limits, STREAM_WINDOW, Settings},
+    slot::StreamSlot,
+};
+use crate::io::{Allowance, FIRST_TURNS, Fair, Stream, TURN};
+
+/// A connection of HTTP/2.
+pub(super) struct Http2 {
+    inner: http2::Connection<TokioIo<Fair<FrameLimiter<Stream>>>, Requests, StreamSlot>,
+    allowance: Arc<Allowance>,
+    observed: Arc<Observed>,
+}
+
+impl Http2 {
+    pub(super) fn new(stream: Stream, settings: &Settings, limits: &Limits, requests: Requests) -> Self {
+        let observed = Arc::clone(&requests.observed);
+        let stream = FrameLimiter::new(stream, limits, Arc::clone(&observed));
+        let mut builder = http2::Builder::new(requests.slot.clone());
+        builder
+            .timer(TokioTimer::new())
+            .auto_date_header(false)
+            .adaptive_window(false)
+            .initial_stream_window_size(STREAM_WINDOW)
+            .initial_connection_window_size(settings.connection_window)
+            .max_frame_size(FRAME)
+            .max_header_list_size(settings.header_list.saturating_mul(HEADER_LIST_ROOM))
+            .max_concurrent_streams(settings.streams)
+            .max_pending_accept_reset_streams(settings.pending_accept_resets)
+            .max_local_error_reset_streams(settings.local_error_resets)
+            .keep_alive_interval(settings.keepalive_interval)
+            .keep_alive_timeout(settings.keepalive_timeout);
+        let (stream, allowance) = Fair::new(stream);
+        let inner = builder.serve_connection(TokioIo::new(stream), requests);
+        Self { inner, allowance, observed }
+    }
+}
+
+impl Driver for Http2 {
+    const ENDS_WHEN_IDLE: bool = false;
+
+    fn poll(&mut self, cx: &mut Context<'_>) -> Poll<hyper::Result<()>> {
+        self.allowance.begin(if self.observed.is_admitted() { TURN } else { FIRST_TURNS });
+        Pin::new(&mut self.inner).poll(cx)
+    }
+
+    fn leave(&mut self) {
+        Pin::new(&mut self.inner).graceful_shutdown();
+    }
+}

@@ -1,0 +1,79 @@
+//! From a request of a connection to its service's answer, with any version of HTTP.
+
+use std::{
+    convert::Infallible,
+    pin::Pin,
+    sync::Arc,
+    task::{Context, Poll},
+};
+
+use http::{Request, Response};
+use hyper::{body::Incoming, service::Service};
+use tokio::sync::Notify;
+
+use super::{
+    observed::Observed,
+    service::{Answer, AuthState, Body, Connection},
+    slot::StreamSlot,
+};
+
+/// Hands the requests of a connection to its service.
+pub(super) struct Requests {
+    pub(super) connection: Arc<dyn Connection>,
+    /// Notified when the connection may have another [`AuthState`].
+    pub(super) judged: Arc<Notify>,
+    pub(super) observed: Arc<Observed>,
+    pub(super) slot: StreamSlot,
+}
+
+impl Service<Request<Incoming>> for Requests {
+    type Response = Response<Body>;
+    type Error = Infallible;
+    type Future = Answering;
+
+    fn call(&self, request: Request<Incoming>) -> Answering {
+        // A request may fail only after its first message: the next one finds out.
+        if self.connection.auth_state() == AuthState::Expelled {
+            self.judged.notify_one();
+        }
+        let answer = Arc::clone(&self.connection).call(request, &self.slot);
+        // Each step of an answer may authenticate the connection.
+        let admits = (!self.observed.is_admitted()).then(|| Admission {
+            connection: Arc::clone(&self.connection),
+            judged: Arc::clone(&self.judged),
+            observed: Arc::clone(&self.observed),
+        });
+        Answering { answer, admits }
+    }
+}
+
+/// What admits a connection once it is authenticated.
+struct Admission {
+    connection: Arc<dyn Connection>,
+    judged: Arc<Notify>,
+    observed: Arc<Observed>,
+}
+
+/// An answer under way.
+pub(super) struct Answering {
+    answer: Answer,
+    /// `None`: the connection was admitted before.
+    admits: Option<Admission>,
+}
+
+impl Future for Answering {
+    type Output = Result<Response<Body>, Infallible>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let polled = self.answer.as_mut().poll(cx);
+        if let Some(Admission { connection, judged, observed }) = &self.admits
+            && connection.auth_state() == AuthState::Authenticated
+        {
+            if observed.admit() {
+                judged.notify_one();
+            }
+            self.admits = None;
+        }
+        polled.map(Ok)
+    }
+}

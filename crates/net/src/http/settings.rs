@@ -1,0 +1,161 @@
+//! What a listener speaks, and the limits of its connections.
+
+use std::time::Duration;
+
+use crate::admission::half_open::PATIENCE;
+
+/// Largest frame of HTTP/2: 64 KiB needs a quarter of the writes that the default of 16 KiB does, and
+/// larger ones let one stream hold up the others.
+pub const FRAME: u32 = 64 * 1024;
+/// Header list of a request or answer, unless a listener is told otherwise.
+pub const HEADER_LIST: u32 = 16 * 1024;
+/// HTTP itself accepts header lists of this many times what is allowed.
+pub const HEADER_LIST_ROOM: u32 = 2;
+/// What a peer may send on one stream before we read it.
+pub const STREAM_WINDOW: u32 = 256 * 1024;
+/// The largest window of HTTP/2: "not limited here".
+pub const UNLIMITED_WINDOW: u32 = (1 << 31) - 1;
+
+/// The protocols that a listener speaks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Protocols {
+    /// HTTP/2 alone. Without TLS, clients must know that.
+    Http2,
+    /// HTTP/1.1 and HTTP/1.0.
+    Http1,
+    /// Both: as ALPN chooses with TLS ([`tls::or_http1`](crate::tls::or_http1)), else by the first bytes.
+    Http1And2,
+    /// HTTP/2, directly or inside WebSocket. HTTP/1.1 is spoken for the upgrade to WebSocket alone.
+    WebSocket,
+}
+
+/// The limits of one listener.
+#[derive(Clone, Copy, Debug)]
+pub struct Settings {
+    /// Open streams of one connection of HTTP/2.
+    pub streams: u32,
+    /// Header list of a request, in bytes as RFC 9113 counts them. The service refuses larger ones, with an
+    /// explanation. From [`HEADER_LIST_ROOM`] times as much HTTP itself refuses them, with 431 and nothing
+    /// else. HTTP/1.1 then closes the connection, also for more than 100 fields.
+    pub header_list: u32,
+    /// What a peer may send on one connection of HTTP/2 before we read it, in bytes.
+    pub connection_window: u32,
+    /// Streams that a peer opened and reset before we saw them.
+    pub pending_accept_resets: usize,
+    /// Streams that we reset, or whose frames came after our reset, over the connection's life.
+    pub local_error_resets: usize,
+    /// HTTP/2 sends a PING after this time without a frame…
+    pub keepalive_interval: Duration,
+    /// …and the connection ends when it is not answered within this one.
+    pub keepalive_timeout: Duration,
+}
+
+/// Agents: many long streams, cancelled at will by callers that the agent does not know.
+///
+/// The window is that of all streams together, and no larger: half of it is also what HTTP/2 lets a peer
+/// spend on DATA frames of a few bytes that nobody reads, each of which holds half a kilobyte. With the
+/// largest window of all that were 2 GiB for one connection.
+pub const AGENT: Settings = Settings {
+    streams: 1_000,
+    header_list: HEADER_LIST,
+    connection_window: 1_000 * STREAM_WINDOW,
+    pending_accept_resets: 1_000,
+    local_error_resets: 100_000,
+    keepalive_interval: Duration::from_secs(15),
+    keepalive_timeout: Duration::from_secs(10),
+};
+
+/// GitLab and operators.
+pub const API: Settings = Settings {
+    streams: 200,
+    header_list: HEADER_LIST,
+    connection_window: 64 << 20,
+    pending_accept_resets: 200,
+    local_error_resets: 1_024,
+    keepalive_interval: Duration::from_secs(15),
+    keepalive_timeout: Duration::from_secs(10),
+};
+
+/// Other replicas, both ends. Resets are not limited: a replica cancels as often as its callers do.
+pub const PEER: Settings = Settings {
+    streams: 8_000,
+    header_list: HEADER_LIST,
+    connection_window: UNLIMITED_WINDOW,
+    pending_accept_resets: 1 << 20,
+    local_error_resets: usize::MAX,
+    keepalive_interval: Duration::from_secs(3),
+    keepalive_timeout: Duration::from_secs(2),
+};
+
+impl Settings {
+    /// Returns these with other numbers of streams, and of resets by us. The window still holds all streams:
+    /// `streams` may be at most 8,191, of which it is the largest.
+    #[must_use]
+    pub fn with_streams(self, streams: u32, resets: u32) -> Self {
+        Self {
+            streams,
+            connection_window: self
+                .connection_window
+                .max(streams.saturating_mul(STREAM_WINDOW))
+                .min(UNLIMITED_WINDOW),
+            pending_accept_resets: streams as usize,
+            local_error_resets: resets as usize,
+            ..self
+        }
+    }
+}
+
+/// What a connection that is unauthenticated, silent or idle may take up.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Limits {
+    /// Connections of the listener without an authenticated request, handshakes included. When there are so
+    /// many, the next waits until one of them is authenticated or ends, or takes the place of the oldest.
+    pub half_open: usize,
+    /// No connection loses its place to another one before it has had it for this time.
+    pub half_open_patience: Duration,
+    /// A TLS handshake must be over within this time, and so must what may follow it: the first bytes that
+    /// tell the protocol, or an upgrade to WebSocket.
+    pub handshake: Duration,
+    /// The first frame of HTTP/2, or byte of HTTP/1.1, must come within this time after that.
+    pub first_frame: Duration,
+    /// The head of a request that has begun must be complete within about this time.
+    pub headers: Duration,
+    /// Without one authenticated request a connection is closed after this time.
+    pub authentication: Duration,
+    /// Until then no more than this many of its requests are read, and HTTP/2 is closed after as many resets
+    /// of either side; above zero. What a proxy combines waits until the first of it is authenticated.
+    pub streams_before_authentication: u32,
+    /// A connection without an open request is asked to end after about this time.
+    pub idle: Duration,
+    /// Pings of HTTP/2 that may come at once; data or headers that are sent to the peer make them as many
+    /// again…
+    pub pings: u32,
+    /// …and one more after each of these; above zero.
+    pub ping_interval: Duration,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self {
+            half_open: 1_024,
+            half_open_patience: PATIENCE,
+            handshake: Duration::from_secs(5),
+            first_frame: Duration::from_secs(5),
+            headers: Duration::from_secs(10),
+            authentication: Duration::from_secs(10),
+            streams_before_authentication: 100,
+            idle: Duration::from_secs(300),
+            pings: 5,
+            ping_interval: Duration::from_secs(10),
+        }
+    }
+}
+
+/// When connections are asked to end because of their age.
+#[derive(Clone, Copy, Debug)]
+pub struct Age {
+    /// Mean age; each connection's own is up to a tenth off, so that they do not move together.
+    pub age: Duration,
+    /// Requests and upgrades that are still open this long after that are cut; `None`: never.
+    pub grace: Option<Duration>,
+}

@@ -1,0 +1,202 @@
+//! The streams of a connection: counted, started, and reset from outside.
+
+use std::{
+    pin::Pin,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
+    },
+    task::{Context, Poll, Waker},
+};
+
+use futures_util::task::AtomicWaker;
+use parking_lot::Mutex;
+use tokio::time::{Instant, Sleep};
+
+use super::observed::Observed;
+
+/// Resets a stream with CANCEL, whatever it waits for. With HTTP/1.1 it closes the connection.
+#[derive(Debug, Default)]
+pub struct StreamReset {
+    done: AtomicBool,
+    waker: AtomicWaker,
+}
+
+impl StreamReset {
+    /// Resets the stream. Its bodies are dropped by its own task.
+    pub fn reset(&self) {
+        self.done.store(true, Ordering::Release);
+        self.waker.wake();
+    }
+
+    /// Ready once the stream is to be reset. For the one task that writes it.
+    pub fn poll_reset(&self, cx: &Context<'_>) -> Poll<()> {
+        if !self.done.load(Ordering::Acquire) {
+            self.waker.register(cx.waker());
+        }
+        if self.done.load(Ordering::Acquire) { Poll::Ready(()) } else { Poll::Pending }
+    }
+}
+
+/// Hands a [`StreamReset`] from the service to the task of the stream.
+///
+/// HTTP/2 spawns the stream's task right after the service has been called for it, in the same poll of the
+/// connection, so what the service leaves here belongs to the next task. HTTP/1.1 has one request at a time,
+/// served by the connection's own task.
+#[derive(Clone, Debug)]
+pub struct StreamSlot(Arc<Slot>);
+
+#[derive(Debug)]
+struct Slot {
+    /// Of the connection.
+    observed: Arc<Observed>,
+    arm: Mutex<Option<Arm>>,
+    /// Streams that are open.
+    open: AtomicUsize,
+    /// Streams that were ever opened.
+    opened: AtomicU64,
+}
+
+/// A stream that is open; until this is dropped.
+#[derive(Debug)]
+pub(super) struct OpenStream(Arc<Slot>);
+
+impl Drop for OpenStream {
+    fn drop(&mut self) {
+        self.0.open.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+#[derive(Debug)]
+enum Arm {
+    Reset(Arc<StreamReset>),
+    Until(Instant),
+}
+
+impl StreamSlot {
+    pub(super) fn new(observed: Arc<Observed>) -> Self {
+        let (arm, open, opened) = Default::default();
+        Self(Arc::new(Slot { observed, arm, open, opened }))
+    }
+
+    /// Runs a stream in a task of its own.
+    ///
+    /// Until the connection is admitted, a stream's first step is part of the connection's own step. It is
+    /// usually the only one: that there is no token, or a wrong one, is known at once. Tasks of such streams
+    /// would run without admission control, and a connection can have as many as streams.
+    fn start(&self, stream: impl Future<Output = ()> + Send + 'static) {
+        if self.0.observed.is_admitted() {
+            drop(tokio::spawn(stream));
+            return;
+        }
+        let mut stream = Box::pin(stream);
+        // The first step of the task registers the right waker.
+        if stream.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending() {
+            drop(tokio::spawn(stream));
+        }
+    }
+
+    /// Makes the stream that is being opened resettable.
+    pub fn arm(&self) -> Arc<StreamReset> {
+        let reset = Arc::<StreamReset>::default();
+        self.put(Arm::Reset(Arc::clone(&reset)));
+        reset
+    }
+
+    /// Resets the stream that is being opened at `deadline`, if it still is: a peer that does not
+    /// read cannot be told anything else.
+    pub fn arm_until(&self, deadline: Instant) {
+        self.put(Arm::Until(deadline));
+    }
+
+    fn put(&self, arm: Arm) {
+        *self.0.arm.lock() = Some(arm);
+    }
+
+    /// Counts a stream that is being opened.
+    pub(super) fn enter(&self) -> OpenStream {
+        self.0.opened.fetch_add(1, Ordering::Relaxed);
+        self.0.open.fetch_add(1, Ordering::Relaxed);
+        OpenStream(Arc::clone(&self.0))
+    }
+
+    /// Forgets what was armed for an earlier stream.
+    pub(super) fn disarm(&self) {
+        *self.0.arm.lock() = None;
+    }
+
+    /// Ready when the open request of HTTP/1.1 is to be reset. `timer` is the caller's, for one connection.
+    pub(super) fn poll_armed(&self, cx: &mut Context<'_>, timer: &mut Option<Pin<Box<Sleep>>>) -> Poll<()> {
+        if self.is_idle() {
+            return Poll::Pending;
+        }
+        match &*self.0.arm.lock() {
+            None => Poll::Pending,
+            Some(Arm::Reset(reset)) => reset.poll_reset(cx),
+            Some(Arm::Until(deadline)) => {
+                let timer = timer.get_or_insert_with(|| Box::pin(tokio::time::sleep_until(*deadline)));
+                if timer.deadline() != *deadline {
+                    timer.as_mut().reset(*deadline);
+                }
+                timer.as_mut().poll(cx)
+            }
+        }
+    }
+
+    /// Whether no stream is open.
+    pub(super) fn is_idle(&self) -> bool {
+        self.0.open.load(Ordering::Relaxed) == 0
+    }
+
+    /// Returns how many streams were ever opened.
+    pub(super) fn opened(&self) -> u64 {
+        self.0.opened.load(Ordering::Relaxed)
+    }
+}
+
+impl<F> hyper::rt::Executor<F> for StreamSlot
+where
+    F: Future<Output = ()> + Send + 'static,
+{
+    fn execute(&self, future: F) {
+        let arm = self.0.arm.lock().take();
+        let open = self.enter();
+        match arm {
+            None => self.start(async move {
+                let _open = open;
+                future.await;
+            }),
+            Some(Arm::Reset(reset)) => {
+                self.start(Resettable { future: Some(Box::pin(future)), reset, _open: open });
+            }
+            Some(Arm::Until(deadline)) => self.start(async move {
+                let _open = open;
+                // Dropping the stream's parts resets it.
+                let _ = tokio::time::timeout_at(deadline, future).await;
+            }),
+        }
+    }
+}
+
+/// A stream's task that ends when its stream is reset. Dropping the stream's parts makes HTTP/2
+/// discard what it still holds for it and send RST_STREAM(CANCEL).
+struct Resettable<F> {
+    future: Option<Pin<Box<F>>>,
+    reset: Arc<StreamReset>,
+    _open: OpenStream,
+}
+
+impl<F: Future<Output = ()>> Future for Resettable<F> {
+    type Output = ();
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<()> {
+        if self.reset.poll_reset(cx).is_ready() {
+            self.future = None;
+            return Poll::Ready(());
+        }
+        match &mut self.future {
+            Some(future) => future.as_mut().poll(cx),
+            None => Poll::Ready(()),
+        }
+    }
+}

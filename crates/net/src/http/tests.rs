@@ -1,0 +1,463 @@
+//! Listeners of each kind, on real sockets.
+
+use std::{
+    convert::Infallible,
+    net::SocketAddr,
+    sync::{Arc, OnceLock},
+    time::Duration,
+};
+
+use bytes::Bytes;
+use http::{Request, Response, StatusCode, Version, header};
+use http_body::Frame;
+use http_body_util::{BodyExt as _, Empty, Full, StreamBody};
+use hyper::body::Incoming;
+use hyper_util::rt::{TokioExecutor, TokioIo};
+use parking_lot::Mutex;
+use process::lifecycle::{Lifecycle, Phase};
+use tokio::{
+    io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _},
+    net::TcpStream,
+    sync::watch,
+    task::JoinHandle,
+    time::{Instant, timeout},
+};
+
+use super::*;
+use crate::{
+    io::{Address, Listener, Stream},
+    tls,
+};
+
+/// By when something must have happened that should happen soon.
+const SOON: Duration = Duration::from_secs(10);
+
+/// A service with a path for each test. A request with `authorization` authenticates its connection.
+#[derive(Default)]
+struct Paths {
+    refusals: Mutex<Vec<Refusal>>,
+    resets: Mutex<Vec<Arc<StreamReset>>>,
+}
+
+struct Client {
+    of: Arc<Paths>,
+    authenticated: OnceLock<()>,
+    leaving: watch::Sender<bool>,
+}
+
+impl Service for Paths {
+    fn connected(self: Arc<Self>, _: Option<SocketAddr>) -> Arc<dyn Connection> {
+        Arc::new(Client { of: self, authenticated: OnceLock::new(), leaving: watch::Sender::new(false) })
+    }
+
+    fn refused(&self, why: Refusal) {
+        self.refusals.lock().push(why);
+    }
+}
+
+fn text(body: impl Into<Bytes>) -> Response<Body> {
+    Response::new(Full::new(body.into()).map_err(|never: Infallible| match never {}).boxed_unsync())
+}
+
+/// Passes lines back in capitals until the connection should end, and then says so if it is told to.
+async fn shout(stream: Stream, mut leaving: watch::Receiver<bool>, is_polite: bool) {
+    let (mut read, mut write) = tokio::io::split(stream);
+    let mut bytes = [0; 64];
+    loop {
+        tokio::select! {
+            n = read.read(&mut bytes) => match n {
+                Ok(n) if n > 0 => {
+                    bytes[..n].make_ascii_uppercase();
+                    write.write_all(&bytes[..n]).await.unwrap();
+                }
+                _ => return,
+            },
+            () = async { drop(leaving.wait_for(|leaving| *leaving).await) }, if is_polite => {
+                let _ = write.write_all(b"bye").await;
+                return;
+            }
+        }
+    }
+}
+
+impl Connection for Client {
+    fn call(self: Arc<Self>, request: Request<Incoming>, slot: &StreamSlot) -> Answer {
+        if request.headers().contains_key(header::AUTHORIZATION) {
+            let _ = self.authenticated.set(());
+        }
+        let path = request.uri().path().to_owned();
+        let armed = match &*path {
+            "/full" => Some(slot.arm()),
+            "/until" | "/quick" => {
+                slot.arm_until(Instant::now() + Duration::from_millis(300));
+                None
+            }
+            _ => None,
+        };
+        self.of.resets.lock().extend(armed);
+        Box::pin(async move {
+            match &*path {
+                "/echo" => text(request.into_body().collect().await.unwrap().to_bytes()),
+                "/slow" => {
+                    tokio::time::sleep(Duration::from_millis(500)).await;
+                    text("slow")
+                }
+                "/full" | "/until" => {
+                    let frames = std::iter::repeat_with(|| Ok(Frame::data(Bytes::from(vec![7; 64 << 10]))));
+                    Response::new(StreamBody::new(futures_util::stream::iter(frames)).boxed_unsync())
+                }
+                "/shout" | "/shout/on" => {
+                    let leaving = self.leaving.subscribe();
+                    let mut answer = text("");
+                    *answer.status_mut() = StatusCode::SWITCHING_PROTOCOLS;
+                    for (name, value) in [(header::CONNECTION, "upgrade"), (header::UPGRADE, "shout")] {
+                        answer.headers_mut().insert(name, value.parse().unwrap());
+                    }
+                    upgrade(&mut answer, move |stream| shout(stream, leaving, path == "/shout"));
+                    answer
+                }
+                _ => text(format!("{:?}", request.version())),
+            }
+        })
+    }
+
+    fn auth_state(&self) -> AuthState {
+        if self.authenticated.get().is_some() { AuthState::Authenticated } else { AuthState::New }
+    }
+
+    fn going_away(&self, _: GoAway) {
+        self.leaving.send_replace(true);
+    }
+}
+
+/// A server that runs.
+struct Running {
+    address: SocketAddr,
+    service: Arc<Paths>,
+    lifecycle: Lifecycle,
+    task: JoinHandle<()>,
+}
+
+impl Running {
+    async fn start(protocols: Protocols, limits: Limits) -> Self {
+        Self::start_with(protocols, limits, None).await
+    }
+
+    async fn start_with(
+        protocols: Protocols,
+        limits: Limits,
+        tls: Option<tls::Live<rustls::ServerConfig>>,
+    ) -> Self {
+        let listener = Listener::bind(&Address::Tcp("127.0.0.1:0".into())).await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let (service, lifecycle) = (Arc::<Paths>::default(), Lifecycle::default());
+        let server = Server {
+            listener,
+            tls,
+            protocols,
+            settings: API,
+            limits,
+            age: None,
+            service: Arc::clone(&service) as _,
+        };
+        let task = tokio::spawn(server.run(lifecycle.clone()));
+        Self { address, service, lifecycle, task }
+    }
+
+    async fn socket(&self, bytes: &[u8]) -> TcpStream {
+        let mut stream = TcpStream::connect(self.address).await.unwrap();
+        stream.write_all(bytes).await.unwrap();
+        stream
+    }
+
+    /// Waits until something was refused for `why`.
+    async fn refused(&self, why: Refusal) {
+        let begun = Instant::now();
+        while !self.service.refusals.lock().contains(&why) {
+            assert!(begun.elapsed() < SOON, "{:?}", self.service.refusals.lock());
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    }
+}
+
+fn get(path: &str) -> Vec<u8> {
+    format!("GET {path} HTTP/1.1\r\nHost: kas\r\nAuthorization: x\r\n\r\n").into_bytes()
+}
+
+/// Reads to the end; a reset is one too.
+async fn rest(stream: &mut TcpStream) -> String {
+    let mut got = Vec::new();
+    let _ = timeout(SOON, stream.read_to_end(&mut got)).await.expect("it stays open");
+    String::from_utf8_lossy(&got).into_owned()
+}
+
+/// Reads until `end` has come.
+async fn until(stream: &mut TcpStream, end: &str) -> String {
+    let mut got = String::new();
+    while !got.ends_with(end) {
+        let byte = timeout(SOON, stream.read_u8()).await.unwrap_or_else(|_| panic!("only {got}"));
+        got.push(byte.unwrap_or_else(|error| panic!("{error} after {got}")).into());
+    }
+    got
+}
+
+/// What the server says to a request of each version.
+async fn versions(
+    http1: impl AsyncRead + AsyncWrite + Send + Unpin + 'static,
+    http2: impl AsyncRead + AsyncWrite + Send + Unpin + 'static,
+) -> [Bytes; 2] {
+    let request = || {
+        Request::get("http://kas/")
+            .header(header::HOST, "kas")
+            .header(header::AUTHORIZATION, "x")
+            .body(Empty::<Bytes>::new())
+            .unwrap()
+    };
+    let (mut old, connection) = hyper::client::conn::http1::handshake(TokioIo::new(http1)).await.unwrap();
+    tokio::spawn(connection);
+    let (mut new, connection) =
+        hyper::client::conn::http2::handshake(TokioExecutor::new(), TokioIo::new(http2)).await.unwrap();
+    tokio::spawn(connection);
+    let (old, new) = (old.send_request(request()).await.unwrap(), new.send_request(request()).await.unwrap());
+    assert_eq!((old.version(), new.version()), (Version::HTTP_11, Version::HTTP_2));
+    [old.collect().await.unwrap().to_bytes(), new.collect().await.unwrap().to_bytes()]
+}
+
+#[tokio::test]
+async fn both_versions_are_served_on_one_plain_port() {
+    let server = Running::start(Protocols::Http1And2, Limits::default()).await;
+    let said = versions(server.socket(b"").await, server.socket(b"").await).await;
+    assert_eq!(said, ["HTTP/1.1", "HTTP/2.0"]);
+    // The first bytes may come one by one, also where both begin alike.
+    let mut stream = server.socket(b"").await;
+    for byte in b"PUT /echo HTTP/1.1\r\nHost: kas\r\nContent-Length: 3\r\nConnection: close\r\n\r\none" {
+        stream.write_all(&[*byte]).await.unwrap();
+        tokio::task::yield_now().await;
+    }
+    let got = rest(&mut stream).await;
+    assert!(got.starts_with("HTTP/1.1 200 ") && got.ends_with("\r\n\r\none"), "{got}");
+}
+
+#[tokio::test]
+async fn both_versions_are_served_on_one_port_with_tls() {
+    tls::install();
+    let key = rcgen::KeyPair::generate().unwrap();
+    let certificate =
+        rcgen::CertificateParams::new(vec!["localhost".to_owned()]).unwrap().self_signed(&key).unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    let (certificate_file, key_file) = (dir.path().join("cert"), dir.path().join("key"));
+    std::fs::write(&certificate_file, certificate.pem()).unwrap();
+    std::fs::write(&key_file, key.serialize_pem()).unwrap();
+    let config = tls::or_http1(&tls::server(&certificate_file, &key_file).unwrap());
+    let server =
+        Running::start_with(Protocols::Http1And2, Limits::default(), Some(tls::Live::from(config))).await;
+    let connect = async |config: Arc<rustls::ClientConfig>| {
+        let name = rustls_pki_types::ServerName::try_from("localhost").unwrap();
+        let stream = server.socket(b"").await;
+        tokio_rustls::TlsConnector::from(config).connect(name, stream).await.unwrap()
+    };
+    let http2 = tls::client(Some(&certificate_file)).unwrap();
+    let http1 = tls::http1_only(&http2);
+    let said = versions(connect(http1).await, connect(http2).await).await;
+    assert_eq!(said, ["HTTP/1.1", "HTTP/2.0"]);
+}
+
+#[tokio::test]
+async fn http_1_0_is_answered_and_closed() {
+    let server = Running::start(Protocols::Http1, Limits::default()).await;
+    let got = rest(&mut server.socket(b"GET / HTTP/1.0\r\n\r\n").await).await;
+    assert!(got.starts_with("HTTP/1.0 200 ") && got.ends_with("HTTP/1.0"), "{got}");
+    assert!(!got.contains("transfer-encoding"), "{got}");
+}
+
+#[tokio::test]
+async fn idle_connection_outlasts_the_time_for_a_head_and_no_more_than_its_own() {
+    let limits =
+        Limits { headers: Duration::from_millis(400), idle: Duration::from_secs(2), ..Limits::default() };
+    let server = Running::start(Protocols::Http1And2, limits).await;
+    let mut stream = server.socket(&get("/")).await;
+    until(&mut stream, "HTTP/1.1").await;
+    until(&mut stream, "HTTP/1.1").await;
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    let begun = Instant::now();
+    stream.write_all(&get("/")).await.unwrap();
+    until(&mut stream, "\r\n\r\nHTTP/1.1").await;
+    assert_eq!(rest(&mut stream).await, "");
+    assert!(begun.elapsed() >= limits.idle, "{:?}", begun.elapsed());
+    server.refused(Refusal::Idle).await;
+}
+
+#[tokio::test]
+async fn head_that_trickles_in_is_cut() {
+    let limits = Limits { headers: Duration::from_millis(500), ..Limits::default() };
+    let server = Running::start(Protocols::Http1, limits).await;
+    // The first one of its connection, and a later one.
+    for first in ["", "/"] {
+        let mut stream = server.socket(b"").await;
+        if !first.is_empty() {
+            stream.write_all(&get(first)).await.unwrap();
+            until(&mut stream, "\r\n\r\nHTTP/1.1").await;
+        }
+        let begun = Instant::now();
+        let head = b"GET / HTTP/1.1\r\nHost: ";
+        let trickle = async {
+            for byte in head.iter().chain(std::iter::repeat(&b'a')) {
+                if stream.write_all(&[*byte]).await.is_err() {
+                    break;
+                }
+                tokio::time::sleep(Duration::from_millis(20)).await;
+            }
+        };
+        timeout(SOON, trickle).await.expect("it is still read");
+        assert!(begun.elapsed() >= limits.headers, "{first}: {:?}", begun.elapsed());
+        server.refused(Refusal::Headers).await;
+        server.service.refusals.lock().clear();
+    }
+}
+
+#[tokio::test]
+async fn head_that_is_too_large_is_refused() {
+    let server = Running::start(Protocols::Http1And2, Limits::default()).await;
+    let large = |size| format!("GET / HTTP/1.1\r\nHost: kas\r\nA: {}\r\n\r\n", "a".repeat(size)).into_bytes();
+    let most = (HEADER_LIST * HEADER_LIST_ROOM) as usize;
+    let mut stream = server.socket(&large(most - 200)).await;
+    until(&mut stream, "\r\n\r\nHTTP/1.1").await;
+    let got = rest(&mut server.socket(&large(most + 1)).await).await;
+    assert!(got.starts_with("HTTP/1.1 431 "), "{got}");
+    server.refused(Refusal::Headers).await;
+    let fields = format!("GET / HTTP/1.1\r\nHost: kas\r\n{}\r\n", "A: b\r\n".repeat(100));
+    let got = rest(&mut server.socket(fields.as_bytes()).await).await;
+    assert!(got.starts_with("HTTP/1.1 431 "), "{got}");
+}
+
+#[tokio::test]
+async fn unauthenticated_connections_of_http1_are_few_and_short() {
+    let limits = Limits {
+        half_open: 2,
+        half_open_patience: Duration::from_millis(300),
+        authentication: Duration::from_secs(2),
+        ..Limits::default()
+    };
+    let server = Running::start(Protocols::Http1And2, limits).await;
+    let anonymous = b"GET / HTTP/1.1\r\nHost: kas\r\n\r\n";
+    let begun = Instant::now();
+    let mut known = server.socket(&get("/")).await;
+    until(&mut known, "\r\n\r\nHTTP/1.1").await;
+    let mut first = server.socket(anonymous).await;
+    until(&mut first, "\r\n\r\nHTTP/1.1").await;
+    let mut second = server.socket(anonymous).await;
+    until(&mut second, "\r\n\r\nHTTP/1.1").await;
+    assert_eq!(server.service.refusals.lock().len(), 0);
+    let mut third = server.socket(anonymous).await;
+    until(&mut third, "\r\n\r\nHTTP/1.1").await;
+    assert_eq!(rest(&mut first).await, "");
+    assert_eq!(*server.service.refusals.lock(), [Refusal::HalfOpen]);
+    // The others have their time, and the one that is known has more.
+    assert_eq!(rest(&mut second).await, "");
+    assert_eq!(rest(&mut third).await, "");
+    assert!(begun.elapsed() >= limits.authentication);
+    server.refused(Refusal::Unauthenticated).await;
+    known.write_all(&get("/")).await.unwrap();
+    until(&mut known, "\r\n\r\nHTTP/1.1").await;
+}
+
+#[tokio::test]
+async fn unauthenticated_connection_of_http1_is_read_as_far_as_its_requests() {
+    let limits = Limits {
+        streams_before_authentication: 3,
+        authentication: Duration::from_millis(700),
+        ..Limits::default()
+    };
+    let server = Running::start(Protocols::Http1, limits).await;
+    let mut stream = server.socket(b"").await;
+    for _ in 0..4 {
+        stream.write_all(b"GET / HTTP/1.1\r\nHost: kas\r\n\r\n").await.unwrap();
+        until(&mut stream, "\r\n\r\nHTTP/1.1").await;
+    }
+    // Even if it could show who it is now.
+    stream.write_all(&get("/")).await.unwrap();
+    assert_eq!(rest(&mut stream).await, "");
+    server.refused(Refusal::Unauthenticated).await;
+}
+
+#[tokio::test]
+async fn last_answer_of_a_drained_connection_says_so() {
+    let server = Running::start(Protocols::Http1And2, Limits::default()).await;
+    let mut idle = server.socket(&get("/")).await;
+    let head = until(&mut idle, "\r\n\r\nHTTP/1.1").await;
+    assert!(!head.contains("connection: close"), "{head}");
+    let mut busy = server.socket(&get("/slow")).await;
+    tokio::time::sleep(Duration::from_millis(200)).await;
+    server.lifecycle.advance(Phase::Leaving);
+    assert_eq!(rest(&mut idle).await, "");
+    let got = rest(&mut busy).await;
+    assert!(got.contains("connection: close\r\n") && got.ends_with("slow"), "{got}");
+    // What comes now is still served, until the end.
+    let mut late = server.socket(&get("/")).await;
+    until(&mut late, "\r\n\r\nHTTP/1.1").await;
+    server.lifecycle.advance(Phase::Stopped);
+    assert_eq!(rest(&mut late).await, "");
+    timeout(SOON, server.task).await.unwrap().unwrap();
+}
+
+fn ask_for_upgrade(path: &str) -> Vec<u8> {
+    format!(
+        "GET {path} HTTP/1.1\r\nHost: kas\r\nAuthorization: x\r\nConnection: upgrade\r\nUpgrade: shout\r\n\r\nearly "
+    )
+    .into_bytes()
+}
+
+#[tokio::test]
+async fn upgraded_connection_is_told_to_end_and_waited_for() {
+    let limits =
+        Limits { headers: Duration::from_millis(400), idle: Duration::from_millis(400), ..Limits::default() };
+    let server = Running::start(Protocols::Http1And2, limits).await;
+    let mut polite = server.socket(&ask_for_upgrade("/shout")).await;
+    let mut deaf = server.socket(&ask_for_upgrade("/shout/on")).await;
+    for stream in [&mut polite, &mut deaf] {
+        let head = until(stream, "\r\n\r\nEARLY ").await;
+        assert!(head.starts_with("HTTP/1.1 101 "), "{head}");
+    }
+    // It is not idle, and no head comes any more.
+    for _ in 0..20 {
+        polite.write_all(b"x").await.unwrap();
+        until(&mut polite, "X").await;
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    tokio::time::sleep(Duration::from_millis(600)).await;
+    polite.write_all(b"late").await.unwrap();
+    until(&mut polite, "LATE").await;
+    server.lifecycle.advance(Phase::Leaving);
+    assert_eq!(rest(&mut polite).await, "bye");
+    // The other one goes on until the end, which it delays no longer.
+    deaf.write_all(b"still").await.unwrap();
+    until(&mut deaf, "STILL").await;
+    assert!(!server.task.is_finished());
+    server.lifecycle.advance(Phase::Stopped);
+    assert_eq!(rest(&mut deaf).await, "");
+    timeout(SOON, server.task).await.unwrap().unwrap();
+}
+
+#[tokio::test]
+async fn upgrade_that_was_not_asked_for_is_none() {
+    let server = Running::start(Protocols::Http1, Limits::default()).await;
+    let got = rest(&mut server.socket(&[get("/shout"), b"early".to_vec()].concat()).await).await;
+    assert!(!got.contains("EARLY"), "{got}");
+}
+
+#[tokio::test]
+async fn request_of_http1_is_reset_although_its_answer_is_not_read() {
+    let server = Running::start(Protocols::Http1, Limits::default()).await;
+    let mut until_deadline = server.socket(&get("/until")).await;
+    let mut full = server.socket(&get("/full")).await;
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    server.service.resets.lock().drain(..).for_each(|reset| reset.reset());
+    for stream in [&mut until_deadline, &mut full] {
+        rest(stream).await;
+    }
+    // What was armed for one request is not for the next.
+    let mut stream = server.socket(&get("/quick")).await;
+    until(&mut stream, "\r\n\r\nHTTP/1.1").await;
+    stream.write_all(&get("/slow")).await.unwrap();
+    until(&mut stream, "\r\n\r\nslow").await;
+}

@@ -1,0 +1,45 @@
+//! Tells the versions of HTTP apart.
+
+use std::io;
+
+use bytes::Bytes;
+use tokio::io::AsyncReadExt as _;
+use websocket::authority::PREFACE;
+
+use super::upgrade::rewind;
+use crate::io::Stream;
+
+/// Bytes that tell HTTP/2 from HTTP/1.1, whose methods do not begin like its preface.
+const TOLD: usize = 4;
+
+/// The version of HTTP that a connection speaks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Version {
+    /// HTTP/1.1 or HTTP/1.0.
+    Http1,
+    /// HTTP/2.
+    Http2,
+}
+
+/// Tells by the first bytes of `stream` what it speaks, and returns it as it was. The caller bounds the time.
+///
+/// # Errors
+/// When the stream ends before that, or its own.
+pub(super) async fn sniff(mut stream: Stream) -> io::Result<(Version, Stream)> {
+    let mut first = [0; PREFACE.len()];
+    let mut len = 0;
+    loop {
+        let n = stream.read(&mut first[len..]).await?;
+        if n == 0 {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+        len += n;
+        let same = len.min(TOLD);
+        let is_http2 = first[..same] == PREFACE[..same];
+        if is_http2 && len < TOLD {
+            continue;
+        }
+        let version = if is_http2 { Version::Http2 } else { Version::Http1 };
+        return Ok((version, rewind(stream, Bytes::copy_from_slice(&first[..len]))));
+    }
+}
