@@ -248,7 +248,7 @@ fn each_program_prints_valid_completions_with_all_commands() {
 
 #[test]
 fn documented_configuration_has_only_known_keys() {
-    let environment = kas::config::Environment::of_process();
+    let environment = kas_config::Environment::of_process();
     let (mut checked, mut unknown) = (0, Vec::new());
     for (path, text) in documents() {
         for (line, file) in fenced(&text, "yaml") {
@@ -267,7 +267,7 @@ fn documented_configuration_has_only_known_keys() {
                 continue;
             }
             checked += 1;
-            let problems = match kas::config::load(&file, &environment) {
+            let problems = match kas_config::load(&file, &environment) {
                 Ok(loaded) => loaded
                     .warnings
                     .iter()

@@ -54,6 +54,16 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("gitlab", &["ids", "grpc", "net", "process", "settings", "kas-config"]),
     ("identity", &["ids", "grpc", "net", "process", "settings", "gitlab"]),
     ("agent-config", &["ids", "proto", "grpc", "settings", "kas-config"]),
+    // What is recorded of each request.
+    ("observe", &["ids", "proto", "net", "process", "grpc", "traces", "http-tunnel", "kas-config"]),
+    // From a request to a tunnel of its agent; independent of listeners and of how replicas find each other.
+    (
+        "routing",
+        &[
+            "ids", "proto", "net", "process", "grpc", "traces", "tunnel", "cluster", "settings", "identity",
+            "observe",
+        ],
+    ),
     (
         "kas",
         &[
@@ -75,6 +85,8 @@ const ALLOWED: &[(&str, &[&str])] = &[
             "gitlab",
             "identity",
             "agent-config",
+            "observe",
+            "routing",
         ],
     ),
     // Runs in clusters of others: it must not contain cluster code of kas.
@@ -99,6 +111,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
             "gitlab",
             "identity",
             "agent-config",
+            "routing",
             "kas",
         ],
     ),

@@ -12,9 +12,9 @@ use grpc::{Deadline, InflateBody, MessageReader};
 use http::{HeaderMap, HeaderName, HeaderValue, Request};
 use http_body::{Body, Frame};
 use http_body_util::BodyExt as _;
-use kas::routing::metadata::{self, Target};
 use prost::Message as _;
 use proto::gitlab::agent::reverse_tunnel::rpc::RequestInfo;
+use routing::metadata::{self, Target};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tunnel::meta::Binary;
 use websocket::{

@@ -43,16 +43,8 @@ use self::{
     part::{Part, Parts},
     reload::{Reloader, SecretUsers},
 };
-use crate::routing::{
-    metrics::RequestMetrics,
-    rate_limit::RateLimit,
-    registry::{Limits, TunnelRegistry},
-    router::Router,
-};
 use crate::{
-    audit::{self, AuditMetrics},
     certificates::{CertificateMetrics, Certificates},
-    config::{self, Attempts, Config, Problems},
     listener::{
         Naming,
         agent::{self, AgentListener, AgentMetrics},
@@ -60,12 +52,20 @@ use crate::{
         private::PrivateListener,
         registration::Registration,
     },
-    observe::Observer,
     page::{Page, PageMetrics, Source},
     preflight,
-    refusals::Refusals,
     registrar::Registrar,
     replicas::{Mesh, MeshError, metrics::ReplicaMetrics},
+};
+use kas_config::{self, Attempts, Config, Problems};
+use observe::Observer;
+use observe::audit::{self, AuditMetrics};
+use observe::refusals::Refusals;
+use routing::{
+    metrics::RequestMetrics,
+    rate_limit::RateLimit,
+    registry::{Limits, TunnelRegistry},
+    router::Router,
 };
 
 /// GOAWAY comes at this share of an agent connection's maximum age, so that two long calls fit
@@ -179,13 +179,13 @@ impl std::fmt::Debug for Kas {
     }
 }
 
-async fn bind(section: &'static str, listen: &config::Listen) -> Result<Listener, StartError> {
+async fn bind(section: &'static str, listen: &kas_config::Listen) -> Result<Listener, StartError> {
     let text = listen.address.clone();
     let address = match listen.network {
-        config::Network::Tcp => Address::Tcp(text),
-        config::Network::Tcp4 => Address::Tcp4(text),
-        config::Network::Tcp6 => Address::Tcp6(text),
-        config::Network::Unix => Address::Unix(text.into()),
+        kas_config::Network::Tcp => Address::Tcp(text),
+        kas_config::Network::Tcp4 => Address::Tcp4(text),
+        kas_config::Network::Tcp6 => Address::Tcp6(text),
+        kas_config::Network::Unix => Address::Unix(text.into()),
     };
     Listener::bind(&address).await.map_err(|source| StartError::Bind {
         section,
@@ -240,12 +240,12 @@ async fn open_identity(
     let lookups = Arc::new(gitlab::LookupMetrics::new(registry));
     let cache = Arc::new(CacheMetrics::new(registry));
     match (&config.identity, secret) {
-        (config::Identity::File { file, is_default }, _) => {
+        (kas_config::Identity::File { file, is_default }, _) => {
             let if_absent = if *is_default { IfAbsent::Make } else { IfAbsent::Refuse };
             let identity = FileIdentity::open(file, if_absent).await.map_err(StartError::Identity)?;
             Ok((Arc::new(identity), None))
         }
-        (config::Identity::GitLab(gitlab), Some(secret)) => {
+        (kas_config::Identity::GitLab(gitlab), Some(secret)) => {
             let before = Snapshot::reading(gitlab.ca_certificate.iter().cloned().collect());
             let client =
                 gitlab::Client::new(gitlab, secret, &gitlab::Proxies::from_env(), Arc::clone(&lookups))
@@ -262,7 +262,7 @@ async fn open_identity(
             Ok((Arc::new(identity), Some(client)))
         }
         // Secrets were loaded for this configuration.
-        (config::Identity::GitLab(_), None) => Err(StartError::NoSecret),
+        (kas_config::Identity::GitLab(_), None) => Err(StartError::NoSecret),
     }
 }
 
@@ -276,15 +276,15 @@ impl Kas {
     /// See [`StartError`]; nothing but probes and metrics was served.
     pub async fn bind(config: Config) -> Result<Self, StartError> {
         if let Some(path) = &config.state_dir
-            && (matches!(config.identity, config::Identity::File { is_default: true, .. })
-                || matches!(config.api.secrets, config::ApiSecrets::Made(_)))
+            && (matches!(config.identity, kas_config::Identity::File { is_default: true, .. })
+                || matches!(config.api.secrets, kas_config::ApiSecrets::Made(_)))
         {
             std::fs::create_dir_all(path)
                 .map_err(|source| StartError::State { path: path.clone(), source })?;
         }
         let before = Snapshot::reading(config.secret_files());
         let before_redis = match &config.tracker {
-            config::Tracker::Redis(shared) => Some(Snapshot::reading(shared.redis.files())),
+            kas_config::Tracker::Redis(shared) => Some(Snapshot::reading(shared.redis.files())),
             _ => None,
         };
         let (secrets, warnings) = preflight::prepare(&config).map_err(StartError::Config)?;
@@ -358,10 +358,10 @@ impl Kas {
         };
         let admin = Background(tokio::spawn(net::admin::run(admin_listener, admin, lifecycle.clone())));
         let mesh = match (&config.tracker, &private_listener) {
-            (config::Tracker::Gossip(section), Some(listener)) => {
+            (kas_config::Tracker::Gossip(section), Some(listener)) => {
                 Some(Mesh::gossip(section, &secrets.private, peer_tls, listener, &replicas).await?)
             }
-            (config::Tracker::Redis(section), Some(listener)) => {
+            (kas_config::Tracker::Redis(section), Some(listener)) => {
                 let passwords = secrets.redis.clone();
                 let (mesh, backend) =
                     Mesh::redis(section, &secrets.private, passwords, peer_tls, listener, &replicas).await?;
@@ -421,7 +421,7 @@ impl Kas {
         };
         let (tracer, export) = match config.observability.tracing.clone() {
             None => (None, None),
-            Some(config::Tracing { collector, ratio, timeout, queue }) => {
+            Some(kas_config::Tracing { collector, ratio, timeout, queue }) => {
                 let settings = traces::Settings {
                     collector,
                     ratio,
@@ -552,7 +552,7 @@ impl Kas {
     /// at once what is still open.
     pub async fn run(self, leave: impl Future<Output = ()>, hurry: impl Future<Output = ()>) {
         let Self { config, addresses, mut parts, mut admin, started, synced, requests, lifecycle } = self;
-        let show = |address: Option<SocketAddr>, listen: &config::Listen| {
+        let show = |address: Option<SocketAddr>, listen: &kas_config::Listen| {
             address.map_or_else(|| listen.address.clone(), |address| address.to_string())
         };
         tracing::info!(
@@ -674,7 +674,7 @@ fn api_server(
 
 fn private_server(
     config: &Config,
-    private_api: &config::PrivateApi,
+    private_api: &kas_config::PrivateApi,
     listener: Listener,
     tls: Option<tls::Live<rustls::ServerConfig>>,
     service: Arc<PrivateListener>,

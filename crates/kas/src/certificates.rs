@@ -15,7 +15,7 @@ use process::files::{Followed, Snapshot};
 use rustls::{ClientConfig, ServerConfig};
 
 pub use self::metrics::{CertificateMetrics, CertificatePart};
-use crate::config::{OtherReplicas, PrivateApi, RedisTls, TlsFiles};
+use kas_config::{OtherReplicas, PrivateApi, RedisTls, TlsFiles};
 
 const DAY: Duration = Duration::from_secs(86_400);
 

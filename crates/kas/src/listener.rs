@@ -13,8 +13,8 @@ use hyper::body::Incoming;
 use net::http::{AuthState, Body, Refusal};
 use tokio::sync::watch;
 
-use crate::config::Attempts;
-use crate::refusals::{ListenerName, Reason, Refusals};
+use kas_config::Attempts;
+use observe::refusals::{ListenerName, Reason, Refusals};
 
 /// How this replica names itself to agents.
 #[derive(Debug, Clone)]

@@ -7,9 +7,9 @@ use gitlab::check::{self as gitlab_check, Questions};
 use kas::{
     app::Kas,
     cli::{Arguments, Command, ConfigCommand, GitLabCommand},
-    config::{self, Config, Environment, Problems},
     preflight,
 };
+use kas_config::{Config, Environment, Problems};
 use net::tls;
 use process::{lifecycle, telemetry};
 
@@ -64,7 +64,7 @@ fn run(arguments: Arguments) -> anyhow::Result<ExitCode> {
         }
         None => {}
     }
-    let loaded = match config::load(&read(file.as_ref())?, &Environment::of_process()) {
+    let loaded = match kas_config::load(&read(file.as_ref())?, &Environment::of_process()) {
         Ok(loaded) => loaded,
         Err(problems) => {
             eprintln!("Program aborted: the configuration is wrong:");
@@ -136,7 +136,7 @@ fn check(file: Option<&PathBuf>) -> anyhow::Result<ExitCode> {
 }
 
 fn ask_gitlab(file: Option<&PathBuf>, questions: &Questions) -> anyhow::Result<ExitCode> {
-    let config = match config::load(&read(file)?, &Environment::of_process()) {
+    let config = match kas_config::load(&read(file)?, &Environment::of_process()) {
         Ok(loaded) => loaded.config,
         Err(problems) => return Ok(wrong(&problems)),
     };

@@ -31,7 +31,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use self::feed::{Feed, View};
 pub use self::{feed::Source, metrics::PageMetrics};
-use crate::config::{self, PAGE_PATH as PATH};
+use kas_config::{self, PAGE_PATH as PATH};
 
 /// Nothing but files of this folder runs or is shown, and no other page may show this one within itself.
 const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; \
@@ -76,7 +76,7 @@ impl Drop for Viewer {
 
 impl Page {
     /// Makes the page. Until [`serve`](Self::serve) it shows that kas starts.
-    pub fn new(config: &config::Page, metrics: Arc<PageMetrics>) -> Arc<Self> {
+    pub fn new(config: &kas_config::Page, metrics: Arc<PageMetrics>) -> Arc<Self> {
         Arc::new(Self {
             hosts: config.hosts.clone(),
             viewers: Arc::new(Semaphore::new(config.viewers as usize)),
@@ -258,7 +258,7 @@ mod tests {
     use super::*;
 
     fn page() -> Arc<Page> {
-        let config = config::Page { viewers: 1, hosts: vec!["kas.example.com".to_owned()] };
+        let config = kas_config::Page { viewers: 1, hosts: vec!["kas.example.com".to_owned()] };
         Page::new(&config, Arc::new(PageMetrics::new(&mut Registry::default())))
     }
 

@@ -18,8 +18,8 @@ use proto::{
 use serde::Deserialize;
 use tunnel::kas_end::Head;
 
-use crate::observe::RequestRecord;
-use crate::routing::router::{AgentRequest, RouteTrace, Router};
+use observe::RequestRecord;
+use routing::router::{AgentRequest, RouteTrace, Router};
 
 /// Requests the metadata of a list, or whole objects from a server that cannot send only metadata.
 const ACCEPT: &str = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1,application/json";

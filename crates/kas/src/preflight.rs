@@ -11,13 +11,12 @@ use net::tls;
 use process::error::chain;
 use settings::exposure::{self, Exposure};
 
-use crate::{
-    audit, certificates,
-    config::{
-        self, ApiSecrets, Audit, AuditOutput, Config, Environment, Identity, Listen, Network, OpenFiles,
-        Problem, Problems, RedisPasswords, RedisTarget, Secrets, Shared, Tracker, Warning,
-    },
+use crate::certificates;
+use kas_config::{
+    self, ApiSecrets, Audit, AuditOutput, Config, Environment, Identity, Listen, Network, OpenFiles, Problem,
+    Problems, RedisPasswords, RedisTarget, Secrets, Shared, Tracker, Warning,
 };
+use observe::audit;
 
 /// Checks a configuration file and all files that it names. A key that is wrong does not hide what is wrong
 /// with the files of others.
@@ -25,7 +24,7 @@ use crate::{
 /// # Errors
 /// [`Problems`] with all that would keep kas from starting, and the warnings; only warnings otherwise.
 pub fn check_text(yaml: &str, env: &Environment) -> Result<Vec<Warning>, Problems> {
-    config::check(yaml, env, check)
+    kas_config::check(yaml, env, check)
 }
 
 /// Checks every file that the configuration names, and which of them other users can read; creates none.
@@ -99,7 +98,7 @@ impl Findings {
             None => {}
             Some(Exposure::Odd(text)) => self.warning(key, text),
             Some(Exposure::Open(text)) if open == OpenFiles::Warn => self.warning(key, text),
-            Some(Exposure::Open(text)) => self.problem(key, text, config::EXPECTED_MODE),
+            Some(Exposure::Open(text)) => self.problem(key, text, kas_config::EXPECTED_MODE),
         }
     }
 }

@@ -17,8 +17,8 @@ use cluster::{AgentMeta, Connection, Lease, Located, Tracker};
 use ids::{AgentId, ConnectionId};
 use tokio::time::Instant;
 
-use crate::routing::registry::TunnelRegistry;
 use identity::{Authenticated, Identity};
+use routing::registry::TunnelRegistry;
 
 /// An entry lives so long after it was said last: agents repeat it after 5 minutes, and after up to 5 more
 /// when that failed.
@@ -230,8 +230,8 @@ mod tests {
     use prometheus_client::registry::Registry;
 
     use super::*;
-    use crate::routing::{metrics::RequestMetrics, registry::Limits};
     use identity::{Agent, Hold, IdentityError};
+    use routing::{metrics::RequestMetrics, registry::Limits};
 
     /// Every token is good until it is revoked.
     struct Anybody(tokio::sync::watch::Sender<u64>, std::sync::atomic::AtomicBool);

@@ -10,10 +10,8 @@ use std::{
 use anyhow::{Context as _, Result};
 use gitlab::LookupOutcome;
 use identity::gitlab::CacheAnswer;
-use kas::{
-    refusals::{ListenerName, Reason},
-    routing::metrics::{AskAnswer, Route, Side},
-};
+use observe::refusals::{ListenerName, Reason};
+use routing::metrics::{AskAnswer, Route, Side};
 use serde_json::{Value, json};
 use testkit::{
     agentk::Agentk,

@@ -9,11 +9,11 @@ use process::files::{self, Followed, Snapshot};
 use super::StartError;
 use crate::{
     certificates::{Certificates, PrivateTls},
-    config::{self, Config, Secrets},
     listener::api::ApiListener,
     preflight,
     replicas::{Rotation, redis_backend::RedisBackend},
 };
+use kas_config::{self, Config, Secrets};
 
 /// What is read again when its files change.
 pub(super) struct Reloader {
@@ -35,7 +35,7 @@ impl Reloader {
     pub(super) fn listener(
         &mut self,
         section: &'static str,
-        listen: &config::Listen,
+        listen: &kas_config::Listen,
         http1: bool,
     ) -> Result<Option<tls::Live<rustls::ServerConfig>>, StartError> {
         let Some(files) = &listen.tls else { return Ok(None) };
@@ -47,7 +47,10 @@ impl Reloader {
         Ok(Some(live))
     }
 
-    pub(super) fn private(&mut self, private: &config::PrivateApi) -> Result<Option<PrivateTls>, StartError> {
+    pub(super) fn private(
+        &mut self,
+        private: &kas_config::PrivateApi,
+    ) -> Result<Option<PrivateTls>, StartError> {
         let Some(files) = &private.listen.tls else { return Ok(None) };
         let (live, followed) = self
             .certificates
@@ -58,7 +61,12 @@ impl Reloader {
     }
 
     /// Keeps an authority of GitLab as its file is.
-    pub(super) fn gitlab(&mut self, gitlab: &config::GitLab, before: Snapshot, client: Arc<gitlab::Client>) {
+    pub(super) fn gitlab(
+        &mut self,
+        gitlab: &kas_config::GitLab,
+        before: Snapshot,
+        client: Arc<gitlab::Client>,
+    ) {
         let Some(file) = gitlab.ca_certificate.clone() else { return };
         self.all.push(before.then("gitlab.ca_certificate_file", move || {
             client
@@ -73,10 +81,10 @@ impl Reloader {
         &mut self,
         before: Snapshot,
         config: &Config,
-        section: &config::Redis,
+        section: &kas_config::Redis,
         backend: Arc<RedisBackend>,
     ) -> Result<(), StartError> {
-        let note = |certificates: &Certificates, redis: &config::Redis| match &redis.tls {
+        let note = |certificates: &Certificates, redis: &kas_config::Redis| match &redis.tls {
             Some(tls) => certificates.redis(tls),
             None => Ok(()),
         };

@@ -33,14 +33,12 @@ pub use self::{
     metrics::AgentMetrics,
     service::{AgentCall, AgentService, CallContext, ServiceAnswer, one},
 };
-use crate::{
-    config::Attempts,
-    refusals::{ListenerName, Reason, Refusals},
-    registrar::Registrar,
-    routing::{
-        rate_limit::RateLimit,
-        registry::{RegistryPool, TunnelRegistry},
-    },
+use crate::registrar::Registrar;
+use kas_config::Attempts;
+use observe::refusals::{ListenerName, Reason, Refusals};
+use routing::{
+    rate_limit::RateLimit,
+    registry::{RegistryPool, TunnelRegistry},
 };
 
 use super::{Naming, Trust, count_refusal, failed, not_grpc, too_large, too_many_fields};
@@ -280,7 +278,7 @@ impl Connection for Transport {
         if let Some(status) = unfit {
             self.trust.failed();
             self.listener.refusals.refused(ListenerName::Agent, Reason::Headers);
-            let correlation = crate::routing::metadata::correlation(&HeaderMap::new());
+            let correlation = routing::metadata::correlation(&HeaderMap::new());
             return Box::pin(std::future::ready(failed(&status, &correlation)));
         }
         match request.uri().path() {
@@ -296,7 +294,7 @@ impl Connection for Transport {
                 }
                 let status = Status::new(Code::Unimplemented, format!("unknown method {path}"));
                 self.trust.failed();
-                let correlation = crate::routing::metadata::correlation(&HeaderMap::new());
+                let correlation = routing::metadata::correlation(&HeaderMap::new());
                 Box::pin(std::future::ready(failed(&status, &correlation)))
             }
         }
@@ -380,7 +378,7 @@ async fn serve(
     service: Arc<dyn AgentService>,
     request: Request<Incoming>,
 ) -> Response<Body> {
-    let correlation = crate::routing::metadata::correlation(&HeaderMap::new());
+    let correlation = routing::metadata::correlation(&HeaderMap::new());
     let (head, body) = request.into_parts();
     let answer = async {
         let authenticated = transport.authenticate(&head.headers).await?;

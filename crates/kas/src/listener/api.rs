@@ -22,17 +22,15 @@ use net::http::{Answer, AuthState, Body, Connection, GoAway, Refusal, Service, S
 use tokio::time::Sleep;
 use tunnel::kas_end::Head;
 
-use crate::routing::{
+use grpc::service::LocalService;
+use kas_config::Attempts;
+use observe::audit::Rule;
+use observe::refusals::{ListenerName, Reason, Refusals};
+use observe::{Observer, RequestRecord};
+use routing::{
     metadata::{self, Target},
     router::{AgentRequest, RouteTrace, Router},
 };
-use crate::{
-    audit::Rule,
-    config::Attempts,
-    observe::{Observer, RequestRecord},
-    refusals::{ListenerName, Reason, Refusals},
-};
-use grpc::service::LocalService;
 
 use super::{Trust, count_refusal, failed, not_grpc, too_large};
 

@@ -21,17 +21,15 @@ use traces::Tracer;
 use tunnel::state::Mode;
 
 use super::{Trust, count_refusal, failed, not_grpc, too_large, too_many_fields};
-use crate::{
-    config::Attempts,
-    refusals::{ListenerName, Reason, Refusals},
-    routing::{
-        lending::{BorrowRequest, Envelopes, NotLent, RequestStream as _, TunnelLender, TunnelSource},
-        metadata,
-        metrics::{AskAnswer, RequestMetrics, Side},
-        peer,
-        registry::{Borrower, Refused, TunnelRegistry},
-        router,
-    },
+use kas_config::Attempts;
+use observe::refusals::{ListenerName, Reason, Refusals};
+use routing::{
+    lending::{BorrowRequest, Envelopes, NotLent, RequestStream as _, TunnelLender, TunnelSource},
+    metadata,
+    metrics::{AskAnswer, RequestMetrics, Side},
+    peer,
+    registry::{Borrower, Refused, TunnelRegistry},
+    router,
 };
 
 /// At most one warning about failed handshakes is logged in this time.

@@ -19,7 +19,7 @@ use tokio::{
 
 use super::shown::{Agents, Asked, ConnectionShown, Events, Overview, Own, Why};
 use crate::listener::api::{connected, explain};
-use crate::routing::{metrics::RequestMetrics, router::Router};
+use routing::{metrics::RequestMetrics, router::Router};
 
 /// How often numbers are told.
 const PERIOD: Duration = Duration::from_secs(1);

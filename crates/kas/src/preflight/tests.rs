@@ -1,6 +1,6 @@
 use std::{collections::HashMap, fs, os::unix::fs::PermissionsExt as _, path::PathBuf, time::Duration};
 
-use crate::config::load;
+use kas_config::load;
 
 use super::*;
 

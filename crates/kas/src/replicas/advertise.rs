@@ -9,7 +9,7 @@ use std::{
     net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, ToSocketAddrs as _, UdpSocket},
 };
 
-use crate::config::{Host, HostPort, Network, PrivateApi};
+use kas_config::{Host, HostPort, Network, PrivateApi};
 
 /// Why the address is not known.
 #[derive(Debug, thiserror::Error)]
@@ -137,7 +137,7 @@ fn in_order(seeds: &HashSet<SocketAddr>) -> impl Iterator<Item = SocketAddr> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::{Advertise, Listen};
+    use kas_config::{Advertise, Listen};
 
     fn private_api(advertise: Advertise) -> PrivateApi {
         PrivateApi {

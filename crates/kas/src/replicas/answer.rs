@@ -8,7 +8,7 @@ use proto::kas::internal::v1::{
 };
 use tonic::Status;
 
-use crate::routing::registry::TunnelRegistry;
+use routing::registry::TunnelRegistry;
 
 /// Connections in one message of a list.
 const PAGE: usize = 500;

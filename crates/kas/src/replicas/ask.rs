@@ -13,7 +13,7 @@ use proto::kas::internal::v1::{
     connections_request,
 };
 
-use crate::routing::peer::{Peers, link::RecvBody};
+use routing::peer::{Peers, link::RecvBody};
 
 const CONNECTIONS: &str = "/kas.internal.v1.Replica/Connections";
 const EXPLAIN: &str = "/kas.internal.v1.Replica/Explain";

@@ -7,7 +7,7 @@ use cluster::Tracker;
 use grpc::service::LocalService;
 use tokio::sync::watch;
 
-use crate::routing::{rate_limit::RateLimit, registry::TunnelRegistry};
+use routing::{rate_limit::RateLimit, registry::TunnelRegistry};
 
 /// How replicas learn of each other: by gossip, or through Redis.
 #[async_trait]

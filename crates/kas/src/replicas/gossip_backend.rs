@@ -44,10 +44,7 @@ use super::{
     Backend,
     metrics::{PeerRecord, ReplicaMetrics},
 };
-use crate::{
-    config,
-    routing::{peer::Peers, rate_limit::RateLimit, registry::TunnelRegistry},
-};
+use routing::{peer::Peers, rate_limit::RateLimit, registry::TunnelRegistry};
 
 /// Subscriptions without a receiver are removed once there are this many entries.
 const SWEEP: usize = 1024;
@@ -87,7 +84,7 @@ type Position = (Epoch, Version, ReplicaState);
 /// # Errors
 /// See [`gossip::StartError`].
 pub(super) async fn start(
-    config: &config::Gossip,
+    config: &kas_config::Gossip,
     name: &str,
     bound: SocketAddr,
     advertise: SocketAddr,

@@ -17,10 +17,8 @@ use super::{
     metrics::ReplicaMetrics,
     redis_backend::{self, RedisBackend},
 };
-use crate::{
-    config::{self, DnsRecords, RedisPasswords, ServicePort},
-    routing::peer::{Credential, Peers},
-};
+use kas_config::{self, DnsRecords, RedisPasswords, ServicePort};
+use routing::peer::{Credential, Peers};
 
 /// How long the own address may remain unknown: discovery must find a replica, or a name an address, in this
 /// time.
@@ -82,17 +80,17 @@ impl Drop for AbortOnDrop {
     }
 }
 
-fn discovery(config: &config::Discovery) -> Result<Option<Box<dyn Discovery>>, MeshError> {
+fn discovery(config: &kas_config::Discovery) -> Result<Option<Box<dyn Discovery>>, MeshError> {
     Ok(Some(match config {
-        config::Discovery::None => return Ok(None),
-        config::Discovery::Static(addresses) => {
+        kas_config::Discovery::None => return Ok(None),
+        kas_config::Discovery::Static(addresses) => {
             let seeds = addresses
                 .iter()
                 .map(|text| text.parse::<HostPort>().map_err(|error| MeshError::Seed(text.clone(), error)))
                 .collect::<Result<Vec<_>, _>>()?;
             Box::new(Static::new(seeds))
         }
-        config::Discovery::Dns { name, records, refresh, nameserver } => {
+        kas_config::Discovery::Dns { name, records, refresh, nameserver } => {
             let dns = match *records {
                 DnsRecords::Addresses { port } => Dns::addresses(name, port)?,
                 DnsRecords::Srv => Dns::srv(name)?,
@@ -103,7 +101,7 @@ fn discovery(config: &config::Discovery) -> Result<Option<Box<dyn Discovery>>, M
                 None => dns,
             })
         }
-        config::Discovery::Kubernetes { service, namespace, port } => {
+        kas_config::Discovery::Kubernetes { service, namespace, port } => {
             let port = match port {
                 ServicePort::Number(number) => PortSelector::Number(*number),
                 ServicePort::Name(name) => PortSelector::Name(name.clone()),
@@ -132,7 +130,7 @@ fn ring(secrets: &[ApiSecret]) -> Result<KeyRing, gossip::KeyError> {
 
 /// Waits until the address at which others reach this replica is known.
 async fn own_address(
-    config: &config::PrivateApi,
+    config: &kas_config::PrivateApi,
     bound: SocketAddr,
     seeds: &mut watch::Receiver<HashSet<SocketAddr>>,
 ) -> Result<SocketAddr, advertise::Error> {
@@ -184,7 +182,7 @@ impl Mesh {
     /// # Errors
     /// See [`MeshError`]. Nothing keeps running then.
     pub async fn gossip(
-        config: &config::Replication,
+        config: &kas_config::Replication,
         secrets: &[ApiSecret],
         tls: Option<Live<rustls::ClientConfig>>,
         listener: &Listener,
@@ -223,7 +221,7 @@ impl Mesh {
     /// # Errors
     /// See [`MeshError`]. Nothing keeps running then.
     pub async fn redis(
-        config: &config::Shared,
+        config: &kas_config::Shared,
         secrets: &[ApiSecret],
         passwords: RedisPasswords,
         tls: Option<Live<rustls::ClientConfig>>,

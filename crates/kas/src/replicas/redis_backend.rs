@@ -25,13 +25,11 @@ use tokio::{
 use tonic::{Request, Response, Status};
 
 use super::{Backend, answer, ask, metrics::ReplicaMetrics};
-use crate::{
-    config::{self, HostPort, RedisAddress, RedisPasswords, RedisTarget},
-    routing::{
-        peer::Peers,
-        rate_limit::{RateLimit, Total},
-        registry::TunnelRegistry,
-    },
+use kas_config::{self, HostPort, RedisAddress, RedisPasswords, RedisTarget};
+use routing::{
+    peer::Peers,
+    rate_limit::{RateLimit, Total},
+    registry::TunnelRegistry,
 };
 
 /// How often metrics are updated and links to replicas that are gone are closed.
@@ -102,8 +100,8 @@ impl std::fmt::Debug for RedisBackend {
 fn address(at: &HostPort) -> Address {
     Address::Tcp(
         match &at.host {
-            config::Host::Ip(ip) => ip.to_string(),
-            config::Host::Name(name) => name.clone(),
+            kas_config::Host::Ip(ip) => ip.to_string(),
+            kas_config::Host::Name(name) => name.clone(),
         },
         at.port,
     )
@@ -114,7 +112,7 @@ fn read(key: &'static str, path: &PathBuf) -> Result<Vec<u8>, Error> {
 }
 
 /// Checks what the Redis library checks only when it connects.
-fn check_tls(tls: &config::RedisTls) -> Result<(), net::tls::Error> {
+fn check_tls(tls: &kas_config::RedisTls) -> Result<(), net::tls::Error> {
     let identity = tls.identity.as_ref().map(|files| (files.certificate.as_path(), files.key.as_path()));
     match &tls.ca {
         Some(ca) => net::tls::client_of(ca, identity, None).map(drop),
@@ -122,7 +120,7 @@ fn check_tls(tls: &config::RedisTls) -> Result<(), net::tls::Error> {
     }
 }
 
-fn connect(redis: &config::Redis, passwords: RedisPasswords) -> Result<Connect, Error> {
+fn connect(redis: &kas_config::Redis, passwords: RedisPasswords) -> Result<Connect, Error> {
     let tls = redis
         .tls
         .as_ref()
@@ -169,7 +167,7 @@ fn connect(redis: &config::Redis, passwords: RedisPasswords) -> Result<Connect, 
 
 /// Returns the addresses of Redis. The address from which this host reaches one of them is likely reachable
 /// for the other replicas.
-pub async fn addresses(redis: &config::Redis) -> HashSet<SocketAddr> {
+pub async fn addresses(redis: &kas_config::Redis) -> HashSet<SocketAddr> {
     let hosts: Vec<&HostPort> = match &redis.target {
         RedisTarget::Server(RedisAddress::Tcp(at)) => vec![at],
         RedisTarget::Server(RedisAddress::Unix(_)) => Vec::new(),
@@ -179,10 +177,10 @@ pub async fn addresses(redis: &config::Redis) -> HashSet<SocketAddr> {
     let mut found = HashSet::new();
     for at in hosts {
         match &at.host {
-            config::Host::Ip(ip) => {
+            kas_config::Host::Ip(ip) => {
                 found.insert(SocketAddr::new(*ip, at.port));
             }
-            config::Host::Name(name) => match tokio::net::lookup_host((name.as_str(), at.port)).await {
+            kas_config::Host::Name(name) => match tokio::net::lookup_host((name.as_str(), at.port)).await {
                 Ok(addresses) => found.extend(addresses),
                 // Each attempt to connect reports the same error.
                 Err(error) => {
@@ -198,7 +196,7 @@ pub async fn addresses(redis: &config::Redis) -> HashSet<SocketAddr> {
 ///
 /// # Errors
 /// See [`Error`].
-pub fn check(config: &config::Shared) -> Result<(), Error> {
+pub fn check(config: &kas_config::Shared) -> Result<(), Error> {
     let connect = connect(&config.redis, RedisPasswords::default())?;
     let me = Replica { id: ReplicaId::new("check"), address: Arc::default() };
     RedisTracker::new(me, redis_tracker::Options::new(connect, 0)).map(drop).map_err(Error::Redis)
@@ -211,7 +209,7 @@ impl RedisBackend {
     /// If the settings are invalid regardless of Redis.
     pub fn new(
         me: Replica,
-        config: &config::Shared,
+        config: &kas_config::Shared,
         passwords: RedisPasswords,
         peers: Arc<Peers>,
         metrics: Arc<ReplicaMetrics>,
@@ -247,7 +245,7 @@ impl RedisBackend {
     ///
     /// # Errors
     /// If they are invalid regardless of Redis. Then nothing changes.
-    pub fn reconfigure(&self, redis: &config::Redis, passwords: RedisPasswords) -> Result<(), Error> {
+    pub fn reconfigure(&self, redis: &kas_config::Redis, passwords: RedisPasswords) -> Result<(), Error> {
         self.redis.reconfigure(connect(redis, passwords)?).map_err(Error::Redis)
     }
 

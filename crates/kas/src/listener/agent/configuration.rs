@@ -27,7 +27,7 @@ const PROXY_CUT: Duration = Duration::from_secs(75);
 
 impl Transport {
     pub(super) async fn get_configuration(self: Arc<Self>, request: Request<Incoming>) -> Response<Body> {
-        let correlation = crate::routing::metadata::correlation(&HeaderMap::new());
+        let correlation = routing::metadata::correlation(&HeaderMap::new());
         match self.open_configuration(request).await {
             Ok(body) => self.accepted(&correlation, body),
             Err(status) => failed(&status, &correlation),

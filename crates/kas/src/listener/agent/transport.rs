@@ -15,10 +15,8 @@ use tokio::time::Instant;
 use tunnel::{INSTANCE_HEADER, REPLICA_HEADER, REPLICAS_HEADER, RUN_HEADER, SOCKET_HEADER, kas_end::Tunnel};
 
 use super::AgentListener;
-use crate::{
-    listener::Trust,
-    refusals::{ListenerName, Reason},
-};
+use crate::listener::Trust;
+use observe::refusals::{ListenerName, Reason};
 
 /// Processes of one transport connection that register: one, but where a proxy joins several.
 const MAX_PROCESSES: usize = 16;

@@ -19,10 +19,8 @@ use super::{
     service::{FIRST_MESSAGE, encoding},
     transport::{HeldTunnel, Transport, instance, revoked},
 };
-use crate::{
-    listener::failed,
-    refusals::{ListenerName, Reason},
-};
+use crate::listener::failed;
+use observe::refusals::{ListenerName, Reason};
 
 /// A tunnel above the limit is held this long, unregistered, before it ends with OK: a refusal
 /// would cost minutes of back-off in GitLab's agents.
@@ -37,7 +35,7 @@ impl Transport {
         request: Request<Incoming>,
         reset: Arc<StreamReset>,
     ) -> Response<Body> {
-        let correlation = crate::routing::metadata::correlation(&HeaderMap::new());
+        let correlation = routing::metadata::correlation(&HeaderMap::new());
         match self.open_tunnel(request, reset).await {
             Ok((tunnel_body, peer)) => {
                 let mut response = self.accepted(&correlation, tunnel_body);

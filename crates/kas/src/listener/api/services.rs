@@ -44,13 +44,13 @@ use tokio::sync::watch;
 use tonic_health::ServingStatus;
 
 use super::Correlation;
-use crate::routing::router::Router;
 use crate::{
-    observe::RequestRecord,
     pods::{self, Asked, PodQuery},
     registrar,
 };
 use grpc::service::{LocalService, local_service};
+use observe::RequestRecord;
+use routing::router::Router;
 
 /// Paths of health checks begin so.
 pub(super) const HEALTH: &str = "/grpc.health.v1.Health/";

@@ -31,17 +31,15 @@ use tunnel::{
 };
 
 use super::PrivateListener;
-use crate::{
-    listener::failed,
-    refusals::ListenerName,
-    routing::{
-        lending::{ReservedTunnel, UNUSED},
-        metadata,
-        metrics::{AskAnswer, RequestMetrics, Side},
-        peer::gitlab::AGENT,
-        registry::{Acquired, Grant, Refused},
-        router,
-    },
+use crate::listener::failed;
+use observe::refusals::ListenerName;
+use routing::{
+    lending::{ReservedTunnel, UNUSED},
+    metadata,
+    metrics::{AskAnswer, RequestMetrics, Side},
+    peer::gitlab::AGENT,
+    registry::{Acquired, Grant, Refused},
+    router,
 };
 
 /// How long a request waits for a tunnel of an agent that is here. 14.1 asks one replica after the other, and

@@ -16,7 +16,8 @@ use tokio::{sync::watch, time::Instant};
 use tonic::{Request, Response, Status};
 
 use super::GossipBackend;
-use crate::{replicas::answer, routing::registry::TunnelRegistry};
+use crate::replicas::answer;
+use routing::registry::TunnelRegistry;
 
 /// Returns the services that other replicas call.
 pub(super) fn services(

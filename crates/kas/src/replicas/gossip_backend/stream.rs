@@ -12,7 +12,7 @@ use tokio::time::Instant;
 
 use super::GossipBackend;
 use crate::replicas::metrics::PeerRecord;
-use crate::routing::peer::{
+use routing::peer::{
     self, CallFailure,
     link::{Link, RecvBody},
 };

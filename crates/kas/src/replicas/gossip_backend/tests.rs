@@ -19,8 +19,10 @@ use settings::secret::ApiSecret;
 use tokio::runtime::Runtime;
 
 use super::*;
-use crate::routing::{metrics::RequestMetrics, peer::Credential, registry};
-use crate::{config::Attempts, listener::private::PrivateListener, refusals::Refusals};
+use crate::listener::private::PrivateListener;
+use kas_config::Attempts;
+use observe::refusals::Refusals;
+use routing::{metrics::RequestMetrics, peer::Credential, registry};
 
 /// How long tables count after the last proof of life; short for tests.
 const TTL: Duration = Duration::from_secs(3);

@@ -32,17 +32,15 @@ use tunnel::{
 
 use self::search::{Found, Search};
 pub use self::trace::RouteTrace;
-use crate::routing::{
+use crate::{
     metadata,
     metrics::{self, RequestMetrics, Route},
     peer::{self, Peers, lease_pool::LeasePool},
     registry::{Refused, TunnelRegistry},
 };
-use crate::{
-    audit,
-    observe::RequestRecord,
-    refusals::{ListenerName, Refusals},
-};
+use observe::RequestRecord;
+use observe::audit;
+use observe::refusals::{ListenerName, Refusals};
 
 /// Routes requests to agents.
 pub struct Router {

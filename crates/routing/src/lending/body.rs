@@ -22,7 +22,7 @@ use tunnel::{
 use super::{
     BorrowRequest, Next, RequestStream, TunnelSource, UNUSED, reserved::ReservedTunnel, spans::Spans,
 };
-use crate::routing::{
+use crate::{
     metrics::RequestMetrics,
     registry::{Acquired, Borrower, Gone, Grant, TunnelLease},
 };

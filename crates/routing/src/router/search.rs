@@ -10,8 +10,7 @@ use ids::{AgentId, ConnectionId, ReplicaId};
 use tokio::time::{Duration, Instant};
 
 use super::{RouteTrace, Router, refusal};
-use crate::refusals::{ListenerName, Reason};
-use crate::routing::{
+use crate::{
     metrics::{AskAnswer, Side},
     peer::{
         self, Ask, Lent, Refusal, gitlab,
@@ -19,6 +18,7 @@ use crate::routing::{
     },
     registry::{Acquired, Gone, Grant, Refused, Waiting},
 };
+use observe::refusals::{ListenerName, Reason};
 
 /// An owner that could not be asked is asked again after the first time, which doubles up to the second one.
 const AGAIN: (Duration, Duration) = (Duration::from_millis(50), Duration::from_secs(1));

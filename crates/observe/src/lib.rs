@@ -3,6 +3,9 @@
 //! A [`RequestRecord`] accompanies a request. When nobody looks it is empty, and each of its steps is one
 //! comparison.
 
+pub mod audit;
+pub mod refusals;
+
 use std::{
     net::SocketAddr,
     pin::Pin,
@@ -23,7 +26,7 @@ use proto::gitlab::agent::grpctool::http_request::Header;
 use tokio::time::Instant;
 use traces::{Kind, Span, Tracer};
 
-use crate::audit::{self, Decision, End, Facts, Record, Route, Rule, kubernetes::KubernetesAction};
+use crate::audit::{Decision, End, Facts, Record, Route, Rule, kubernetes::KubernetesAction};
 
 /// Methods are short; what is longer is refused, and cut here.
 const LONGEST_METHOD: usize = 512;

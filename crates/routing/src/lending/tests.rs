@@ -16,7 +16,7 @@ use tunnel::{
 };
 
 use super::*;
-use crate::routing::{
+use crate::{
     peer::lease_pool::{LeasePool, LeasedTunnel},
     rate_limit::RateLimit,
     registry::{Gone, Limits, RegistryPool, Waiting},

@@ -20,7 +20,7 @@ use tokio::{sync::oneshot, time::Instant};
 
 use super::Record;
 use super::metrics::{AuditLoss, AuditMetrics};
-use crate::config::AuditOutput;
+use kas_config::AuditOutput;
 
 /// Lines that are written at once.
 const BATCH: usize = 256;
@@ -147,7 +147,7 @@ impl Sink {
 
 /// Whether others may read or write a file, or its group write it: that a group reads it is how logs are
 /// collected. Who is at the other end of a pipe or a device is another matter.
-pub(crate) fn is_open_to_others(found: &Metadata) -> bool {
+pub fn is_open_to_others(found: &Metadata) -> bool {
     found.is_file() && found.mode() & 0o026 != 0
 }
 

@@ -6,7 +6,7 @@ use http::{HeaderMap, HeaderValue, Uri};
 use ids::{AgentId, ConnectionId};
 use tunnel::meta::{self, Binary, MapWriter};
 
-use crate::refusals::{ListenerName, Reason, Refusals};
+use observe::refusals::{ListenerName, Reason, Refusals};
 
 /// Names the agent.
 pub const AGENT_ID: &str = "kas-agent-id";

@@ -15,10 +15,9 @@ use std::{net::SocketAddr, sync::Arc, time::Duration};
 use ids::{Actor, AgentId, ConnectionId};
 use serde::Serialize;
 
-pub(crate) use self::sink::is_open_to_others;
 pub use self::{
     metrics::AuditMetrics,
-    sink::{OpenError, Sink},
+    sink::{OpenError, Sink, is_open_to_others},
 };
 
 /// What was decided about a request.

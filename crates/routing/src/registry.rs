@@ -36,7 +36,7 @@ pub use self::{
     lending::{Borrower, TunnelLease},
     queue::Waiting,
 };
-use crate::routing::{
+use crate::{
     metrics::{AskAnswer, RequestMetrics},
     rate_limit::RateLimit,
 };

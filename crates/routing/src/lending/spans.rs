@@ -8,7 +8,7 @@ use proto::gitlab::agent::reverse_tunnel::rpc::{ConnectResponse, RequestInfo, co
 use traces::{Kind, Span, Tracer};
 use tunnel::meta::{self, Binary};
 
-use crate::routing::peer;
+use crate::peer;
 
 /// Makes a span of each request of one borrow request.
 pub(super) struct Spans {

@@ -31,7 +31,7 @@ use super::{
     ASKS, Ask, CONNECT, Credential, Lent, Peers, Refusal, SWEEP,
     link::{CallError, Keepalive, LentBody, Link},
 };
-use crate::routing::metadata;
+use crate::metadata;
 
 /// Names the agent.
 pub const AGENT: HeaderName = HeaderName::from_static("kas-hop-routing-agent-id");

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use tunnel::kas_end::Tunnel;
 
-use crate::routing::registry::Grant;
+use crate::registry::Grant;
 
 /// A tunnel that does not retire before the borrower's request has begun, or the borrow request was
 /// cancelled. A drain notice in between would end a tunnel to which the borrower has already sent a request.

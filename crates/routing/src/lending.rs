@@ -26,7 +26,7 @@ use tunnel::kas_end::{Job, Tunnel};
 
 use self::spans::Spans;
 pub use self::{body::LendBody, envelopes::Envelopes, reserved::ReservedTunnel};
-use crate::routing::{
+use crate::{
     metrics::RequestMetrics,
     registry::{Acquired, Borrower, Grant, Refused, TunnelLease, TunnelRegistry},
 };
