@@ -1,8 +1,9 @@
 //! HTTP servers: HTTP/1.1 and HTTP/2 behind one accept loop, with every limit set explicitly.
 //!
-//! A [`Server`] accepts connections, does their TLS handshakes and chooses the protocol. A [`Service`] answers
-//! their requests, whatever the version. Each connection has one loop for its deadlines, its age and the drain;
-//! HTTP/1.1 that was [upgraded](upgrade) stays in it. [`Protocols::WebSocket`] serves HTTP/2 inside WebSocket.
+//! A [`Server`] accepts connections, does their TLS handshakes and chooses the protocol. A [`Service`]
+//! answers their requests, whatever the version. Each connection has one loop for its deadlines, its age and
+//! the drain; a connection of HTTP/1.1 that was [upgraded](upgrade()) stays in it. [`Protocols::WebSocket`]
+//! serves HTTP/2 inside WebSocket.
 //!
 //! `admission` bounds connections that are not authenticated yet, and how many of them are served at once;
 //! `frame_limiter` bounds the frames of HTTP/2 that carry nothing.

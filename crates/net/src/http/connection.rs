@@ -100,7 +100,6 @@ impl Serve {
                 state.run(&mut driver, &judged).await;
             }
         }
-        connection.closed();
     }
 }
 
@@ -182,6 +181,7 @@ impl Loop<'_> {
             let _ = tokio::time::timeout(FLUSH, poll_fn(|cx| driver.poll(cx))).await;
         }
         self.count_unseen();
+        self.connection.closed();
     }
 
     /// The connection has ended with an error.

@@ -4,8 +4,8 @@ use std::task::{Context, Poll};
 
 /// A connection of one version of HTTP.
 pub(super) trait Driver: Send {
-    /// Whether an idle connection ends when it should [leave](Self::leave), without a word of the peer. Then it
-    /// need not be waited for, which matters if the peer does not even read.
+    /// Whether an idle connection needs no answer of its peer to [leave](Self::leave). Then it is not waited
+    /// for, because a peer that does not read would keep it open.
     const ENDS_WHEN_IDLE: bool;
 
     /// Reads, answers and writes as much as there is. Ready when the connection has ended.

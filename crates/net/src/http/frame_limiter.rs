@@ -39,8 +39,8 @@ const REFUSED_STREAM: u32 = 7;
 /// The end of the library's debug data in GOAWAY for each of its limits of resets. Its error does not contain
 /// it.
 const RESETS_SAID: u32 = u32::from_be_bytes(*b"sets");
-/// The header block of an answer that is a status alone is at most this long, also when the HPACK table changes
-/// its size.
+/// The header block of an answer that is a status alone is at most this long, also when the HPACK table
+/// changes its size.
 const STATUS_ALONE: u32 = 16;
 
 const ACK: u8 = 1;
@@ -293,7 +293,8 @@ impl<S> FrameLimiter<S> {
         let is_admitted = observed.is_admitted();
         outbound.feed(bytes, |step| match step {
             Step::Begins(head @ Head { kind: DATA | HEADERS, .. }) => {
-                // A client that measures bandwidth answers what it receives with a ping, as gRPC's libraries do.
+                // A client that measures bandwidth answers what it receives with a ping, as the libraries of
+                // gRPC do.
                 pings.level = pings.size;
                 if head.kind == HEADERS && head.flags & END_STREAM != 0 && head.len <= STATUS_ALONE {
                     *answered = head.stream;
@@ -307,8 +308,8 @@ impl<S> FrameLimiter<S> {
                 } else if code == REFUSED_STREAM {
                     observed.refused.fetch_add(1, Ordering::Relaxed);
                 }
-                // An answer sent before its request's end is followed by a reset without an error; that stream
-                // was counted when it began.
+                // An answer sent before its request's end is followed by a reset without an error; that
+                // stream was counted when it began.
                 if !is_admitted
                     && code != NO_ERROR
                     && let Err(verdict) = unadmitted.reset()

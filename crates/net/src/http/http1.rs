@@ -39,8 +39,8 @@ use crate::io::Stream;
 /// The least that hyper accepts as a bound of its buffers, in bytes.
 const SMALLEST_BUFFER: usize = 8 * 1024;
 
-/// Returns a builder for connections on which the head of a request has at most `head` bytes. Their timers are
-/// the caller's.
+/// Returns a builder for connections on which the head of a request has at most `head` bytes. The caller
+/// limits the time.
 pub(super) fn builder(head: usize) -> http1::Builder {
     let mut builder = http1::Builder::new();
     // hyper's timer also runs between requests, where a connection may stay longer than in a head.
@@ -197,7 +197,7 @@ struct HeadWatch {
     stream: Stream,
     observed: Arc<Observed>,
     slot: StreamSlot,
-    /// As many requests it may send before it is admitted.
+    /// How many requests may be sent before the connection is admitted.
     most: u64,
 }
 

@@ -29,8 +29,8 @@ struct Agreed(Arc<Mutex<Option<Handler>>>);
 /// connection's [`Age::grace`](super::Age::grace), when its [`StreamReset`](super::StreamReset) is used, and
 /// half a second after [`Phase::Stopped`](process::lifecycle::Phase::Stopped).
 ///
-/// The request must be one of HTTP/1.1 that asked for an upgrade: any other connection is closed without a call
-/// of `then`.
+/// The request must be one of HTTP/1.1 that asked for an upgrade. Any other connection is closed, and `then`
+/// is not called.
 pub fn upgrade<F>(answer: &mut Response<Body>, then: impl FnOnce(Stream) -> F + Send + 'static)
 where
     F: Future<Output = ()> + Send + 'static,
