@@ -3,7 +3,7 @@
 use std::{
     future::poll_fn,
     pin::Pin,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::Arc,
     task::{Context, Poll, Waker},
 };
 
@@ -11,6 +11,7 @@ use bytes::Bytes;
 use grpc::{BoxError, Code, Status};
 use http::{HeaderValue, Method, Request};
 use http_body::{Body, Frame, SizeHint};
+use parking_lot::{Mutex, MutexGuard};
 use prost::Message as _;
 use proto::gitlab::agent::grpctool::http_request::Header;
 use tunnel::frame::{Decoder, Event};
@@ -269,8 +270,7 @@ impl RequestStream {
     }
 
     fn lock(&self) -> MutexGuard<'_, Inbox> {
-        // Each change is one assignment, so a panic leaves the state consistent.
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock()
     }
 
     /// Returns why the stream failed, if it did.
