@@ -1,8 +1,15 @@
 //! `cargo xtask ci`: runs every check, the quick ones first, and prints the results.
 
-use std::{fmt, process::ExitCode, time::Duration};
+use std::{
+    fmt,
+    fs::{self, File},
+    io,
+    process::{Command, ExitCode, Stdio},
+    thread,
+    time::Duration,
+};
 
-use anyhow::{Context as _, Result};
+use anyhow::{Context as _, Result, anyhow};
 use clap::Args;
 use tokio::time::Instant;
 
@@ -65,11 +72,15 @@ impl Summary {
     fn check(&mut self, name: &'static str, run: impl FnOnce() -> Result<Verdict>) {
         line(format_args!("\n{}", Style::of_stdout().bold(format_args!("== {name}"))));
         let began = Instant::now();
-        let result = run();
+        self.add(name, run(), began.elapsed());
+    }
+
+    /// Adds a check that has run. One that could not be run to its end has failed.
+    fn add(&mut self, name: &'static str, result: Result<Verdict>, took: Duration) {
         if let Err(failure) = &result {
             let _ = error(failure);
         }
-        self.0.push((name, result.unwrap_or(Verdict::Failed), began.elapsed()));
+        self.0.push((name, result.unwrap_or(Verdict::Failed), took));
     }
 
     fn print(&self) {
@@ -104,22 +115,30 @@ impl Summary {
 /// Runs every check, even after a failure.
 pub(crate) fn ci(args: &CiArgs) -> Result<ExitCode> {
     let mut summary = Summary::default();
-    summary.check("fmt", || cargo_check(&["fmt", "--all", "--check"], &[]));
+    summary.check("fmt", || cargo_check(&["fmt", "--all", "--check"]));
     summary.check("layers", || {
         Ok(Verdict::of(layers::run(&layers::LayersArgs::default())? == ExitCode::SUCCESS))
     });
     summary.check("width of comments", || Ok(Verdict::of(width::run()?)));
     summary.check("deny", deny);
-    if !args.quick {
-        // These two share compiled dependencies, which the tests do not use.
-        let clippy = ["clippy", "--workspace", "--all-targets", "--locked", "--", "-D", "warnings"];
-        summary.check("clippy", || cargo_check(&clippy, &[]));
-        let doc = ["doc", "--workspace", "--no-deps", "--locked"];
-        summary.check("doc", || cargo_check(&doc, &[("RUSTDOCFLAGS", "-D warnings")]));
-    }
     let mut tests = None;
-    if !args.quick && !args.no_test {
+    if args.no_test {
+        for (name, command) in lints() {
+            summary.check(name, || run(command));
+        }
+    } else if !args.quick {
+        // The tests wait more than they compute, so the lints run beside them, at the lowest priority and in
+        // a target folder of their own: cargo's lock would hold up tests that call cargo.
+        let beside = thread::spawn(beside_the_tests);
         summary.check("test", || test(args.install, &mut tests));
+        match beside.join() {
+            Ok(beside) => beside.into_iter().for_each(|Beside { name, result, took }| {
+                summary.add(name, result, took);
+            }),
+            Err(_) => {
+                summary.add("lints", Err(anyhow!("the thread that ran the lints panicked")), Duration::ZERO)
+            }
+        }
         summary.check("fuzz", fuzz);
     }
     if let Some(outcome) = tests {
@@ -131,10 +150,73 @@ pub(crate) fn ci(args: &CiArgs) -> Result<ExitCode> {
     Ok(ExitCode::from(summary.code()))
 }
 
-fn cargo_check(arguments: &[&str], environment: &[(&str, &str)]) -> Result<Verdict> {
+/// Returns the checks that compile everything a second time, as clippy and rustdoc share nothing with the tests.
+fn lints() -> [(&'static str, Command); 2] {
+    let mut clippy = cargo();
+    clippy.args(["clippy", "--workspace", "--all-targets", "--locked", "--", "-D", "warnings"]);
+    let mut doc = cargo();
+    doc.args(["doc", "--workspace", "--no-deps", "--locked"]).env("RUSTDOCFLAGS", "-D warnings");
+    [("clippy", clippy), ("doc", doc)]
+}
+
+/// A check that ran beside the tests.
+struct Beside {
+    name: &'static str,
+    result: Result<Verdict>,
+    took: Duration,
+}
+
+/// Runs the lints and builds the fuzz targets. What they print goes into files, and onto standard output if they
+/// fail.
+fn beside_the_tests() -> Vec<Beside> {
+    let target = workspace::root().join("target/ci/lints");
+    let mut commands = Vec::from(lints());
+    for (_, command) in &mut commands {
+        command.env("CARGO_TARGET_DIR", &target);
+    }
+    commands.extend(fuzz::build().map(|command| ("fuzz build", command)));
+    let beside = commands.into_iter().map(|(name, command)| {
+        let began = Instant::now();
+        let result = logged(name, &command);
+        Beside { name, result, took: began.elapsed() }
+    });
+    beside.collect()
+}
+
+/// Runs a command at the lowest priority, with its output in a file.
+fn logged(name: &str, command: &Command) -> Result<Verdict> {
+    let path = workspace::root().join("target/ci").join(format!("{}.log", name.replace(' ', "-")));
+    fs::create_dir_all(path.with_file_name("")).context("cannot make target/ci")?;
+    let log = File::create(&path).with_context(|| format!("cannot write {}", path.display()))?;
+    let mut nice = Command::new("nice");
+    nice.args(["-n", "19"])
+        .arg(command.get_program())
+        .args(command.get_args())
+        .current_dir(workspace::root());
+    for (name, value) in command.get_envs() {
+        match value {
+            Some(value) => nice.env(name, value),
+            None => nice.env_remove(name),
+        };
+    }
     let status =
-        cargo().args(arguments).envs(environment.iter().copied()).status().context("cannot run cargo")?;
+        nice.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log).status().context("cannot run nice")?;
+    if !status.success() {
+        line(format_args!("{name} failed, see {}:", path.display()));
+        io::copy(&mut File::open(&path)?, &mut io::stdout())?;
+    }
     Ok(Verdict::of(status.success()))
+}
+
+/// Runs a command to its end.
+fn run(mut command: Command) -> Result<Verdict> {
+    Ok(Verdict::of(command.status().context("cannot run cargo")?.success()))
+}
+
+fn cargo_check(arguments: &[&str]) -> Result<Verdict> {
+    let mut command = cargo();
+    command.args(arguments);
+    run(command)
 }
 
 fn deny() -> Result<Verdict> {
@@ -142,7 +224,7 @@ fn deny() -> Result<Verdict> {
         return Ok(Verdict::skipped("there is no cargo-deny; cargo install --locked cargo-deny gets it"));
     }
     // Advisories come from a database on the network, which changes: they must not gate a change.
-    cargo_check(&["deny", "--log-level", "error", "check", "licenses", "bans", "sources"], &[])
+    cargo_check(&["deny", "--log-level", "error", "check", "licenses", "bans", "sources"])
 }
 
 fn test(install: bool, outcome: &mut Option<Outcome>) -> Result<Verdict> {

@@ -52,24 +52,41 @@ pub(crate) enum Outcome {
 pub(crate) const NO_NIGHTLY: &str = "not fuzzed: there is no nightly toolchain; the tests run the seeds";
 const NO_CARGO_FUZZ: &str = "not fuzzed: there is no cargo-fuzz; the tests run the seeds";
 
-/// Fuzzes each target from its seeds, for this many seconds each.
-pub(crate) fn fuzz_each(seconds: u32) -> Result<Outcome> {
+/// One unit for each crate, the default, is for long runs.
+const UNITS: &str = "--codegen-units=16";
+
+/// Returns cargo of the nightly toolchain.
+fn nightly() -> Command {
     // rustup selects the toolchain, not the cargo that runs this.
-    let nightly = || {
-        let mut command = Command::new("rustup");
-        command.args(["run", "nightly", "cargo"]).current_dir(workspace::root());
-        command.env_remove("CARGO").env_remove("RUSTUP_TOOLCHAIN");
-        command
-    };
+    let mut command = Command::new("rustup");
+    command.args(["run", "nightly", "cargo"]).current_dir(workspace::root());
+    command.env_remove("CARGO").env_remove("RUSTUP_TOOLCHAIN");
+    command
+}
+
+/// Returns why nothing can be fuzzed here, if so.
+fn missing() -> Option<&'static str> {
     let there = nightly().arg("--version").stdout(Stdio::null()).stderr(Stdio::null()).status();
     if !there.is_ok_and(|status| status.success()) {
-        return Ok(Outcome::NotRun(NO_NIGHTLY));
+        return Some(NO_NIGHTLY);
     }
-    if workspace::find_program("cargo-fuzz").is_none() {
-        return Ok(Outcome::NotRun(NO_CARGO_FUZZ));
+    workspace::find_program("cargo-fuzz").is_none().then_some(NO_CARGO_FUZZ)
+}
+
+/// Returns the command that builds all targets, if it can run here.
+pub(crate) fn build() -> Option<Command> {
+    missing().is_none().then(|| {
+        let mut command = nightly();
+        command.args(["fuzz", "build", UNITS]);
+        command
+    })
+}
+
+/// Fuzzes each target from its seeds, for this many seconds each.
+pub(crate) fn fuzz_each(seconds: u32) -> Result<Outcome> {
+    if let Some(reason) = missing() {
+        return Ok(Outcome::NotRun(reason));
     }
-    // One unit for each crate, the default, is for long runs.
-    const UNITS: &str = "--codegen-units=16";
     let built = nightly().args(["fuzz", "build", UNITS]).status().context("cannot run cargo fuzz")?;
     if !built.success() {
         return Ok(Outcome::Failed);
