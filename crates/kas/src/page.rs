@@ -1,8 +1,8 @@
-//! The page for people on the observability listener: the replicas, their agents, and why a request for an
-//! agent goes the way it does. It is read only, and shows no more than `kasctl replicas`, `agents` and `why`.
+//! The status page on the observability listener: the replicas, their agents, and how requests for an agent
+//! are routed. It is read-only, and shows no more than `kasctl replicas`, `agents` and `why`.
 //!
-//! The browser gets three files, and then one stream of server-sent events. `feed` is what makes the events;
-//! it runs only while somebody looks. `shown` says what of the replica goes out.
+//! The browser gets four files, and then one stream of server-sent events. `feed` creates the events, only
+//! while the page has viewers. `shown` defines their content.
 
 mod feed;
 mod metrics;
@@ -33,12 +33,12 @@ use self::feed::{Feed, View};
 pub use self::{feed::Source, metrics::PageMetrics};
 use kas_config::{self, PAGE_PATH as PATH};
 
-/// Nothing but files of this folder runs or is shown, and no other page may show this one within itself.
+/// Only files of this folder are loaded, and no other page may embed this one.
 const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; \
                       base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; \
                       trusted-types 'none'";
 
-/// Name below [`PATH`], type, and content of each file.
+/// The name below [`PATH`], the media type and the content of each file.
 const FILES: [(&str, &str, &str); 4] = [
     ("", "text/html; charset=utf-8", include_str!("page/index.html")),
     ("page.css", "text/css; charset=utf-8", include_str!("page/page.css")),
@@ -52,7 +52,7 @@ pub struct Page {
     viewers: Arc<Semaphore>,
     metrics: Arc<PageMetrics>,
     source: OnceLock<Arc<Source>>,
-    /// What all viewers share, while there are any.
+    /// The feed of all viewers, while there are any.
     feed: Mutex<Weak<Feed>>,
 }
 
@@ -62,7 +62,7 @@ impl std::fmt::Debug for Page {
     }
 }
 
-/// A place among the viewers.
+/// A viewer, which counts until it is dropped.
 struct Viewer {
     _permit: OwnedSemaphorePermit,
     metrics: Arc<PageMetrics>,
@@ -75,7 +75,7 @@ impl Drop for Viewer {
 }
 
 impl Page {
-    /// Makes the page. Until [`serve`](Self::serve) it shows that kas starts.
+    /// Creates the page. Until [`serve`](Self::serve) it has no events, and shows that kas is starting.
     pub fn new(config: &kas_config::Page, metrics: Arc<PageMetrics>) -> Arc<Self> {
         Arc::new(Self {
             hosts: config.hosts.clone(),
@@ -86,14 +86,14 @@ impl Page {
         })
     }
 
-    /// Tells the page what to show.
+    /// Sets what the page shows.
     pub fn serve(&self, source: Source) {
         let _ = self.source.set(Arc::new(source));
     }
 
-    /// Returns what the viewers share, and starts it for the first of them.
+    /// Returns the feed of all viewers. Starts it for the first one.
     fn feed(&self, source: &Arc<Source>) -> Arc<Feed> {
-        // Nothing of it can be torn: it is one assignment.
+        // Each change is one assignment, so a panic cannot leave it inconsistent.
         let mut shared = self.feed.lock().unwrap_or_else(PoisonError::into_inner);
         shared.upgrade().unwrap_or_else(|| {
             let feed = Feed::start(Arc::clone(source));
@@ -104,7 +104,10 @@ impl Page {
 
     fn events(&self, request: &Request<()>) -> Response<Body> {
         if is_foreign(request.headers()) {
-            return text(StatusCode::FORBIDDEN, "another site asks for the events of this page\n".to_owned());
+            return text(
+                StatusCode::FORBIDDEN,
+                "the events of this page are not available to other sites\n".to_owned(),
+            );
         }
         let agent = match agent_of(request.uri().query()) {
             Ok(agent) => agent,
@@ -115,13 +118,13 @@ impl Page {
             response.headers_mut().insert(RETRY_AFTER, HeaderValue::from_static("5"));
             response
         };
-        let Some(source) = self.source.get() else { return later("kas starts: ask again\n") };
+        let Some(source) = self.source.get() else { return later("kas is starting: try again\n") };
         let body = if request.method() == Method::HEAD {
             Full::default().boxed_unsync()
         } else {
             let Ok(permit) = Arc::clone(&self.viewers).try_acquire_owned() else {
                 self.metrics.page_viewers_refused.inc();
-                return later("too many look at this page: observability.page.viewers says how many may\n");
+                return later("too many viewers: observability.page.viewers is the limit\n");
             };
             self.metrics.page_viewers.inc();
             let viewer = Viewer { _permit: permit, metrics: Arc::clone(&self.metrics) };
@@ -135,7 +138,7 @@ impl Page {
         let mut response = Response::new(body);
         let headers = response.headers_mut();
         headers.insert(CONTENT_TYPE, HeaderValue::from_static("text/event-stream"));
-        // nginx would hold events back.
+        // Otherwise nginx would buffer the events.
         headers.insert(HeaderName::from_static("x-accel-buffering"), HeaderValue::from_static("no"));
         response
     }
@@ -145,8 +148,8 @@ impl Page {
             return text(
                 StatusCode::MISDIRECTED_REQUEST,
                 format!(
-                    "this page answers at IP addresses, localhost and names without a dot; if {host} is its name too, add \
-                     that to observability.page.hosts\n"
+                    "this page answers at IP addresses, localhost and names without a dot; if {host} is a name of this \
+                     replica too, add it to observability.page.hosts\n"
                 ),
             );
         }
@@ -164,8 +167,8 @@ impl Page {
         }
     }
 
-    /// Refuses names that are not known to be this replica's: a site whose name leads here for a moment (DNS
-    /// rebinding) could read along otherwise, in the browser of whoever can reach this port.
+    /// Refuses host names that are not known to belong to this replica. Otherwise a site could read the page by
+    /// DNS rebinding, in the browser of a user who can reach this port.
     fn check_host(&self, request: &Request<()>) -> Result<(), String> {
         let given = match request.uri().host() {
             Some(host) => Some(host),
@@ -186,7 +189,7 @@ impl Site for Page {
         let path = request.uri().path();
         let mut response = if path == PATH.trim_end_matches('/') {
             let mut response = text(StatusCode::PERMANENT_REDIRECT, format!("{PATH}\n"));
-            // Relative: a proxy may have put the page below a path of its own.
+            // Relative, since a proxy may serve the page below another path.
             response.headers_mut().insert(LOCATION, HeaderValue::from_static("page/"));
             response
         } else {
@@ -218,8 +221,8 @@ fn text(status: StatusCode, text: String) -> Response<Body> {
     response
 }
 
-/// Whether a page of another site asks, as its browser says: it cannot read the events, but would take a
-/// viewer's place.
+/// Whether the browser reports that another site sends the request. That site could not read the events, but
+/// would count as a viewer.
 fn is_foreign(headers: &HeaderMap) -> bool {
     headers.get("sec-fetch-site").is_some_and(|site| site != "same-origin" && site != "none")
 }
@@ -232,7 +235,7 @@ fn without_port(host: &str) -> &str {
     }
 }
 
-/// Whether nobody else can give this name another address.
+/// Whether nobody outside this network can point the name to another address.
 fn is_own(name: &str) -> bool {
     let name = name.to_ascii_lowercase();
     !name.is_empty()
@@ -241,13 +244,13 @@ fn is_own(name: &str) -> bool {
             || [".localhost", ".svc", ".svc.cluster.local"].iter().any(|end| name.ends_with(end)))
 }
 
-/// Returns whose page is asked for.
+/// Returns the agent in the query.
 fn agent_of(query: Option<&str>) -> Result<Option<AgentId>, String> {
     let Some(query) = query.filter(|query| !query.is_empty()) else { return Ok(None) };
     let id = query.strip_prefix("agent=").and_then(|id| id.parse().ok());
     match id.and_then(|id| AgentId::new(id).ok()) {
         Some(agent) => Ok(Some(agent)),
-        None => Err("the query may be agent= and the number of an agent\n".to_owned()),
+        None => Err("the only supported query is agent= and the id of an agent\n".to_owned()),
     }
 }
 
@@ -271,7 +274,7 @@ mod tests {
     }
 
     #[test]
-    fn names_that_others_could_lead_here_are_refused() {
+    fn names_open_to_dns_rebinding_are_refused() {
         let page = page();
         let status = |host: &str| get(&page, "/page/", &[("host", host)]).unwrap().status();
         for host in [
@@ -295,7 +298,7 @@ mod tests {
     }
 
     #[test]
-    fn every_answer_forbids_what_the_page_does_not_need() {
+    fn every_response_has_the_security_headers() {
         let page = page();
         for path in
             ["/page", "/page/", "/page/page.js", "/page/nothing", "/page/events", "/page/events?agent=x"]
@@ -313,13 +316,13 @@ mod tests {
     }
 
     #[test]
-    fn events_are_for_this_page_and_for_agents() {
+    fn events_are_refused_to_other_sites_and_for_invalid_queries() {
         let page = page();
         let status = |path: &str, site: &str| {
             let headers = [("host", "localhost"), ("sec-fetch-site", site)];
             get(&page, path, &headers).unwrap().status()
         };
-        // Nothing is served yet.
+        // There is no source yet.
         assert_eq!(status("/page/events", "same-origin"), StatusCode::SERVICE_UNAVAILABLE);
         assert_eq!(status("/page/events?agent=7", "none"), StatusCode::SERVICE_UNAVAILABLE);
         assert_eq!(status("/page/events", "cross-site"), StatusCode::FORBIDDEN);
@@ -330,10 +333,10 @@ mod tests {
     }
 
     #[test]
-    fn the_page_names_no_file_that_is_not_served_and_nothing_of_elsewhere() {
+    fn the_page_links_only_to_its_own_files() {
         for (_, kind, content) in FILES {
             let allowed = content.replace("http://www.w3.org/2000/svg", "");
-            assert!(!allowed.contains("://"), "{kind} refers to another place");
+            assert!(!allowed.contains("://"), "{kind} refers to another site");
         }
         let html = FILES[0].2;
         for attribute in ["src=\"", "href=\""] {

@@ -51,14 +51,14 @@ pub struct PodQuery {
     pub page_token: String,
 }
 
-/// The call that asks for pods.
+/// The call that lists pods.
 #[derive(Clone, Copy, Debug)]
 pub struct Asked<'a> {
     /// Its correlation id.
     pub correlation: &'a HeaderValue,
     /// Its deadline.
     pub deadline: Deadline,
-    /// Who looks at it.
+    /// Its record.
     pub record: &'a RequestRecord,
 }
 
@@ -176,7 +176,7 @@ async fn page(
         query: parameters,
     };
     let (status, body) = fetch(router, query.agent, query.connection, request, asked).await?;
-    let said = || {
+    let message = || {
         let api: Option<ApiStatus> = serde_json::from_slice(&body).ok();
         api.map_or_else(String::new, |api| api.message.chars().take(1024).collect())
     };
@@ -185,15 +185,15 @@ async fn page(
             Status::new(Code::Internal, format!("the API server's list of pods cannot be read: {error}")).into()
         }),
         410 => Err(PageError::Expired),
-        400 | 422 => Err(Status::new(Code::InvalidArgument, said()).into()),
+        400 | 422 => Err(Status::new(Code::InvalidArgument, message()).into()),
         401 => Err(Status::new(
             Code::FailedPrecondition,
             "the API server does not accept the agent's credentials: check agentk's service account or kubeconfig",
         )
         .into()),
-        403 => Err(Status::new(Code::PermissionDenied, said()).into()),
-        429 | 503 => Err(Status::new(Code::Unavailable, format!("the API server answered {status}: {}", said())).into()),
-        _ => Err(Status::new(Code::Unknown, format!("the API server answered {status}: {}", said())).into()),
+        403 => Err(Status::new(Code::PermissionDenied, message()).into()),
+        429 | 503 => Err(Status::new(Code::Unavailable, format!("the API server answered {status}: {}", message())).into()),
+        _ => Err(Status::new(Code::Unknown, format!("the API server answered {status}: {}", message())).into()),
     }
 }
 

@@ -1,11 +1,12 @@
-//! Who runs, as agents of 16.5 and later say it: by `AgentRegistrar/Register` every 5 minutes, instead of by
-//! their configuration stream.
+//! The processes of agents of 16.5 and later. They register by `AgentRegistrar/Register` every 5 minutes,
+//! instead of by their configuration stream.
 //!
-//! GitLab's kas keeps such an entry as long as kas itself runs, so that pods that are gone stay listed. Here
-//! it ends when it is not repeated, and it is not listed while no replica has a tunnel of the agent. The
-//! other way round a kas that has just started would list nobody until each agent has repeated itself, so a
-//! configuration stream of such an agent stands in for its entry until that comes: under an id that every
-//! replica derives from the name of the pod, by which lists recognise it and leave it out.
+//! GitLab's kas keeps such an entry as long as kas itself runs, so it lists pods that are gone. Here an entry
+//! ends if the agent does not repeat it, and it is hidden while no replica has a tunnel of the agent.
+//!
+//! After a restart of kas, agents would not be listed until they register again. Until then, the configuration
+//! stream of such an agent is listed as a stand-in. Every replica derives its id from the name of the pod, so
+//! lists can omit a stand-in if the entry is listed too.
 
 use std::{
     collections::{HashMap, HashSet},
@@ -20,15 +21,15 @@ use tokio::time::Instant;
 use identity::{Authenticated, Identity};
 use routing::registry::TunnelRegistry;
 
-/// An entry lives so long after it was said last: agents repeat it after 5 minutes, and after up to 5 more
-/// when that failed.
+/// An entry ends this long after the last registration. Agents register after 5 minutes, and after up to 5
+/// more if that failed.
 const LIFETIME: Duration = Duration::from_secs(630);
-/// An agent without any tunnel is listed so long: it changes connections meanwhile.
+/// An agent without tunnels stays listed this long, since it may be changing connections.
 const ABSENT: Duration = Duration::from_secs(30);
-/// How often that is looked at.
+/// How often entries are checked.
 const SWEEP: Duration = Duration::from_secs(5);
-/// Processes of one agent; the one that was heard longest ago makes room for another.
-const MOST: usize = 256;
+/// The most processes of one agent. One more replaces the one that registered longest ago.
+const MAX_PROCESSES: usize = 256;
 
 /// The entries of this replica.
 pub struct Registrar {
@@ -41,10 +42,10 @@ pub struct Registrar {
 struct Entry {
     connection: Connection,
     authenticated: Authenticated,
-    said: Instant,
+    registered: Instant,
     /// Since when no replica has a tunnel of the agent.
     absent: Option<Instant>,
-    /// `None`: not listed.
+    /// `None`: the entry is not listed.
     lease: Option<Lease>,
 }
 
@@ -55,7 +56,7 @@ impl std::fmt::Debug for Registrar {
 }
 
 impl Registrar {
-    /// Lists what is registered in `tracker`.
+    /// Creates a registrar that lists its entries in `tracker`.
     pub fn new(
         tracker: Arc<dyn Tracker>,
         registry: Arc<TunnelRegistry>,
@@ -65,17 +66,17 @@ impl Registrar {
     }
 
     fn entries(&self) -> MutexGuard<'_, HashMap<AgentId, Vec<Entry>>> {
-        // A panic between two entries cannot leave them torn: each change is one push or retain.
+        // Each change is one push or retain, so a panic cannot leave the entries inconsistent.
         self.entries.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Notes that a process runs; whether it was not known.
+    /// Registers a process. Returns whether it is new.
     pub fn register(&self, authenticated: &Authenticated, process: ConnectionId, meta: AgentMeta) -> bool {
         let agent = &authenticated.agent;
         let mut entries = self.entries();
         let of_agent = entries.entry(agent.id).or_default();
         if let Some(known) = of_agent.iter_mut().find(|entry| entry.connection.id == process) {
-            known.said = Instant::now();
+            known.registered = Instant::now();
             known.authenticated = authenticated.clone();
             if known.connection.meta != meta {
                 known.connection.meta = meta;
@@ -85,8 +86,8 @@ impl Registrar {
             }
             return false;
         }
-        if of_agent.len() >= MOST
-            && let Some(stalest) = (0..of_agent.len()).min_by_key(|at| of_agent[*at].said)
+        if of_agent.len() >= MAX_PROCESSES
+            && let Some(stalest) = (0..of_agent.len()).min_by_key(|at| of_agent[*at].registered)
         {
             of_agent.swap_remove(stalest);
         }
@@ -99,12 +100,18 @@ impl Registrar {
             connected_at: process::clock::wall(),
         };
         let lease = Some(self.tracker.connection(connection.clone()));
-        let said = Instant::now();
-        of_agent.push(Entry { connection, authenticated: authenticated.clone(), said, absent: None, lease });
+        let registered = Instant::now();
+        of_agent.push(Entry {
+            connection,
+            authenticated: authenticated.clone(),
+            registered,
+            absent: None,
+            lease,
+        });
         true
     }
 
-    /// Forgets a process.
+    /// Removes a process.
     pub fn unregister(&self, agent: AgentId, process: ConnectionId) {
         let mut entries = self.entries();
         if let Some(of_agent) = entries.get_mut(&agent) {
@@ -115,7 +122,7 @@ impl Registrar {
         }
     }
 
-    /// Forgets the processes of agents and tokens that are no longer valid.
+    /// Removes the processes of agents and tokens that are no longer valid.
     pub async fn recheck(&self) {
         let known: Vec<_> = self
             .entries()
@@ -130,7 +137,7 @@ impl Registrar {
         }
     }
 
-    /// Ends what was not repeated and hides what is absent, until it is dropped.
+    /// Removes expired entries and hides agents without tunnels, until dropped.
     pub async fn run(self: Arc<Self>) {
         loop {
             tokio::time::sleep(SWEEP).await;
@@ -141,13 +148,13 @@ impl Registrar {
     async fn sweep(&self) {
         let agents: Vec<AgentId> = self.entries().keys().copied().collect();
         for agent in agents {
-            // Who cannot be asked says nothing against the agent.
+            // If the tracker fails, the agent counts as present.
             let present = self.registry.holds(agent)
                 || self.tracker.locate(agent).await.map_or(true, |found| !found.is_empty());
             let now = Instant::now();
             let mut entries = self.entries();
             let Some(of_agent) = entries.get_mut(&agent) else { continue };
-            of_agent.retain(|entry| now.duration_since(entry.said) < LIFETIME);
+            of_agent.retain(|entry| now.duration_since(entry.registered) < LIFETIME);
             for entry in of_agent.iter_mut() {
                 entry.absent = if present { None } else { Some(entry.absent.unwrap_or(now)) };
                 let hidden = entry.absent.is_some_and(|since| now.duration_since(since) >= ABSENT);
@@ -164,8 +171,8 @@ impl Registrar {
     }
 }
 
-/// Returns what an agent says of its process, with texts no longer than any real one: they are shown to
-/// people and kept in memory.
+/// Returns what an agent reports about its process. Each text is cut to 256 bytes, since it is kept in memory
+/// and shown to people.
 pub fn bounded(version: String, commit: String, pod_namespace: String, pod_name: String) -> AgentMeta {
     AgentMeta {
         version: cut(version),
@@ -185,26 +192,25 @@ fn cut(mut text: String) -> String {
     text
 }
 
-/// The connection id of a process that registers under `pod_id`.
+/// Returns the connection id of a process that registers as `pod_id`.
 pub fn process(agent: AgentId, pod_id: i64) -> ConnectionId {
-    // Agents draw positive ones; any other number is as good a name, but no id of a connection.
+    // Agents choose positive numbers. Another number identifies a process too, but is no valid connection id.
     ConnectionId::new(pod_id)
         .unwrap_or_else(|_| ConnectionId::of_instance(agent, format!("pod_id {pod_id}").as_bytes()))
 }
 
-/// The id under which a configuration stream stands in for the entry of its process; `None`: it does not say
-/// in which pod it runs, so its entry could not be recognised.
+/// Returns the id of the stand-in for a process. `None`: the agent does not send the name of its pod, so its
+/// entry could not be matched.
 pub fn stand_in(agent: AgentId, meta: &AgentMeta) -> Option<ConnectionId> {
     let AgentMeta { pod_namespace, pod_name, .. } = meta;
     (!pod_name.is_empty())
         .then(|| ConnectionId::of_instance(agent, format!("pod {pod_namespace}/{pod_name}").as_bytes()))
 }
 
-/// Removes what stands in for an entry that is listed as well. `connections` are ordered by agent.
+/// Removes each stand-in whose entry is listed too. `connections` are ordered by agent.
 pub fn leave_out_stand_ins(connections: &mut Vec<Located>) {
     let mut doubles = HashSet::new();
     for of_agent in connections.chunk_by(|a, b| a.connection.agent == b.connection.agent) {
-        // Nearly always there is one.
         if of_agent.len() < 2 {
             continue;
         }
@@ -233,11 +239,11 @@ mod tests {
     use identity::{Agent, Hold, IdentityError};
     use routing::{metrics::RequestMetrics, registry::Limits};
 
-    /// Every token is good until it is revoked.
-    struct Anybody(tokio::sync::watch::Sender<u64>, std::sync::atomic::AtomicBool);
+    /// Every token is valid until it is revoked.
+    struct AnyToken(tokio::sync::watch::Sender<u64>, std::sync::atomic::AtomicBool);
 
     #[async_trait::async_trait]
-    impl Identity for Anybody {
+    impl Identity for AnyToken {
         async fn authenticate(
             &self,
             _token: &[u8],
@@ -261,7 +267,7 @@ mod tests {
 
     struct Lab {
         tracker: Arc<InMemoryTracker>,
-        identity: Arc<Anybody>,
+        identity: Arc<AnyToken>,
         registrar: Arc<Registrar>,
     }
 
@@ -271,7 +277,7 @@ mod tests {
         let metrics = Arc::new(RequestMetrics::new(&mut Registry::default()));
         let limits = Limits { waiters_per_agent: 100, waiters: 100, tunnels_per_agent: 100 };
         let registry = TunnelRegistry::new(Arc::clone(&tracker) as _, metrics, limits);
-        let identity = Arc::new(Anybody(tokio::sync::watch::channel(0).0, false.into()));
+        let identity = Arc::new(AnyToken(tokio::sync::watch::channel(0).0, false.into()));
         let registrar = Registrar::new(Arc::clone(&tracker) as _, registry, Arc::clone(&identity) as _);
         Lab { tracker, identity, registrar }
     }
@@ -296,7 +302,7 @@ mod tests {
             connected.connections.iter().map(|located| located.connection.id.get()).collect()
         }
 
-        /// Lets time pass, with a sweep at its end.
+        /// Advances the time, and then sweeps.
         async fn pass(&self, time: Duration) {
             tokio::time::advance(time).await;
             self.registrar.sweep().await;
@@ -309,7 +315,7 @@ mod tests {
         let _route = lab.tracker.route(agent().agent.id, Arc::from([]));
         assert!(lab.registrar.register(&agent(), id(7), meta("p")));
         assert!(lab.registrar.register(&agent(), id(8), meta("q")));
-        // Twice the period, and as long as a failed one may be backed off.
+        // Twice the interval: a failed registration may be repeated this late.
         for _ in 0..3 {
             lab.pass(Duration::from_secs(600)).await;
             assert_eq!(lab.listed().await, [7, 8]);
@@ -325,15 +331,15 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn an_agent_without_tunnels_is_hidden_and_comes_back_with_them() {
+    async fn an_agent_without_tunnels_is_hidden_until_it_has_one() {
         let lab = lab();
         lab.registrar.register(&agent(), id(7), meta("p"));
         lab.pass(Duration::ZERO).await;
         lab.pass(ABSENT - Duration::from_secs(1)).await;
-        assert_eq!(lab.listed().await, [7], "it changes connections");
+        assert_eq!(lab.listed().await, [7], "it may be changing connections");
         lab.pass(Duration::from_secs(1)).await;
         assert!(lab.listed().await.is_empty());
-        // A restart of its kas does not make it repeat itself, so it is remembered.
+        // The entry was kept: the agent does not register again just because it reconnects.
         let route = lab.tracker.route(agent().agent.id, Arc::from([]));
         lab.pass(Duration::ZERO).await;
         assert_eq!(lab.listed().await, [7]);
@@ -341,9 +347,9 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn revoked_agents_and_the_stalest_of_too_many_are_forgotten() {
+    async fn revoked_agents_and_the_oldest_of_too_many_are_removed() {
         let lab = lab();
-        for n in 1..=MOST as i64 {
+        for n in 1..=MAX_PROCESSES as i64 {
             lab.registrar.register(&agent(), id(n), meta(""));
             tokio::time::advance(Duration::from_millis(1)).await;
         }
@@ -351,16 +357,16 @@ mod tests {
         tokio::time::advance(Duration::from_millis(1)).await;
         lab.registrar.register(&agent(), id(1_000), meta(""));
         let listed = lab.listed().await;
-        assert_eq!((listed.len(), listed[0], listed[1]), (MOST, 1, 3));
+        assert_eq!((listed.len(), listed[0], listed[1]), (MAX_PROCESSES, 1, 3));
         lab.registrar.recheck().await;
-        assert_eq!(lab.listed().await.len(), MOST);
+        assert_eq!(lab.listed().await.len(), MAX_PROCESSES);
         lab.identity.1.store(true, std::sync::atomic::Ordering::Relaxed);
         lab.registrar.recheck().await;
         assert!(lab.listed().await.is_empty());
     }
 
     #[tokio::test]
-    async fn what_a_process_says_of_itself_may_change() {
+    async fn metadata_of_a_process_may_change() {
         let lab = lab();
         lab.registrar.register(&agent(), id(7), meta("p"));
         lab.registrar.register(&agent(), id(7), meta("q"));
@@ -370,7 +376,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_stream_stands_in_only_where_its_entry_is_not_listed() {
+    async fn a_stand_in_is_listed_only_without_its_entry() {
         let lab = lab();
         let agent_id = agent().agent.id;
         let stand_in = stand_in(agent_id, &meta("p")).unwrap();

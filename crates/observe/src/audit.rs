@@ -1,10 +1,9 @@
-//! The audit log: one JSON line when a request of the API listener begins and one when it is over.
+//! The audit log: one JSON line when a request of the API listener begins and one when it ends.
 //!
-//! It says who asked, for which agent, what of its Kubernetes API was meant, what was decided and how it
-//! ended. It never holds a body, a token or a path: of the path it has a hash, from which a known path is
-//! recognised.
+//! The lines have the caller, the agent, the action on its Kubernetes API, the decision and the outcome. They
+//! never have a body, a token or a path. They have a hash of the path, by which a known path can be found.
 //!
-//! A request never waits for it: what the [`Sink`] cannot take is dropped and counted.
+//! Requests never wait for the log: a record that the [`Sink`] cannot take is dropped and counted.
 
 pub mod kubernetes;
 mod metrics;
@@ -24,95 +23,95 @@ pub use self::{
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Decision {
-    /// It went on.
+    /// The request was allowed.
     Allow,
-    /// It was refused.
+    /// The request was refused.
     Deny,
 }
 
-/// What decided.
+/// The rule that decided about a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Rule {
     /// The token: its signature, audience, issuer and times.
     Jwt,
-    /// Only gRPC is served.
+    /// The request is not gRPC.
     NotGrpc,
     /// `grpc-timeout` cannot be read.
     GrpcTimeout,
     /// `grpc-encoding` is not supported.
     GrpcEncoding,
-    /// Metadata that begins with `kas-` is wrong, or reserved; or the headers are too large.
+    /// Metadata that begins with `kas-` is invalid or reserved, or the headers are too large.
     Metadata,
-    /// No such method, and no agent is named.
+    /// kas has no such method, and no agent is named; or the path is not that of a method.
     Method,
 }
 
-/// What is known of a request when its first line is written.
+/// What both lines of a request have in common.
 #[derive(Clone, Debug)]
-pub struct Facts {
+pub struct AuditFields {
     /// The request id: `x-gitlab-correlation-id`.
     pub request_id: String,
-    /// The trace, if there is one.
+    /// The id of the trace, if there is one.
     pub trace_id: Option<String>,
-    /// Where the connection comes from.
+    /// The address of the caller.
     pub peer: Option<SocketAddr>,
-    /// `None`: nobody who was believed.
+    /// The caller, if its token is valid.
     pub actor: Option<Arc<Actor>>,
-    /// Which agent.
+    /// The agent.
     pub agent: Option<AgentId>,
-    /// Its configuration project, when this replica knows it.
+    /// The agent's configuration project, if this replica knows it.
     pub project: Option<i64>,
-    /// One connection of it, or any.
+    /// The connection of the agent; `None`: any.
     pub connection: Option<ConnectionId>,
     /// The gRPC method.
     pub method: String,
-    /// What of the agent's Kubernetes API is meant, when that is what the request is for.
+    /// The action on the agent's Kubernetes API, if the request is for that.
     pub kubernetes: Option<kubernetes::KubernetesAction>,
-    /// What was decided.
+    /// The decision.
     pub decision: Decision,
-    /// And by what.
+    /// The rule that decided.
     pub rule: Rule,
 }
 
 /// How a request ended.
 #[derive(Clone, Debug)]
 pub struct End {
-    /// The replica whose tunnel it took; `None`: none.
+    /// Whose tunnel the request took; `None`: it had no tunnel.
     pub route: Option<Route>,
-    /// Bytes of gRPC messages from the caller, not compressed.
+    /// Bytes of gRPC messages from the caller, uncompressed.
     pub bytes_in: u64,
-    /// And to the caller.
+    /// Bytes of gRPC messages to the caller.
     pub bytes_out: u64,
-    /// The name of the gRPC code that the caller was told.
+    /// The name of the gRPC code that was sent to the caller.
     pub status: &'static str,
-    /// What became of it, where that is not simply answered.
+    /// The outcome, if it is not a normal answer.
     pub outcome: Option<&'static str>,
-    /// From its arrival.
+    /// Time since the request arrived.
     pub duration: Duration,
 }
 
-/// Whose tunnel a request took.
+/// The replica whose tunnel a request took.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Route {
-    /// One of the replica that was called.
+    /// The replica that was called.
     Local,
-    /// One of this other replica.
+    /// Another replica.
     Peer(ids::ReplicaId),
 }
 
-/// A line that is still to be written.
+/// A record, which becomes one line.
 #[derive(Debug)]
 pub struct Record {
     /// Time since 1970-01-01 00:00 UTC.
     pub at: Duration,
-    /// The request.
-    pub facts: Arc<Facts>,
-    /// `None`: the line that says that it begins.
+    /// The fields of the request.
+    pub fields: Arc<AuditFields>,
+    /// How the request ended; `None` for the line `start`.
     pub end: Option<End>,
 }
 
-/// The line as it is written; `docs/operations.md` says what each key means.
+/// A line; `docs/operations.md` describes each key.
 #[derive(Serialize)]
 struct Line<'a> {
     time: String,
@@ -161,11 +160,11 @@ struct Line<'a> {
 }
 
 impl Record {
-    /// Appends the line, with its end.
+    /// Appends the line to `out`.
     fn write_to(&self, replica: &str, out: &mut Vec<u8>) {
-        let Facts { request_id, trace_id, peer, actor, agent, project, connection, method, .. } =
-            &*self.facts;
-        let kubernetes = self.facts.kubernetes.as_ref();
+        let AuditFields { request_id, trace_id, peer, actor, agent, project, connection, method, .. } =
+            &*self.fields;
+        let kubernetes = self.fields.kubernetes.as_ref();
         let end = self.end.as_ref();
         let route = end.and_then(|end| end.route.as_ref());
         let line = Line {
@@ -177,16 +176,16 @@ impl Record {
             peer: *peer,
             actor: actor.as_ref().map(|actor| &*actor.issuer),
             subject: actor.as_ref().and_then(|actor| actor.subject.as_deref()),
-            on_behalf_of: kubernetes.and_then(|meant| meant.on_behalf_of.as_deref()),
+            on_behalf_of: kubernetes.and_then(|action| action.on_behalf_of.as_deref()),
             agent_id: agent.map(AgentId::get),
             project_id: *project,
             connection_id: connection.map(ConnectionId::get),
             method,
-            verb: kubernetes.map(|meant| &*meant.verb),
-            resource: kubernetes.map(|meant| &*meant.resource),
-            path_hash: kubernetes.map(|meant| &*meant.path_hash),
-            decision: self.facts.decision,
-            rule: self.facts.rule,
+            verb: kubernetes.map(|action| &*action.verb),
+            resource: kubernetes.map(|action| &*action.resource),
+            path_hash: kubernetes.map(|action| &*action.path_hash),
+            decision: self.fields.decision,
+            rule: self.fields.rule,
             route: route.map(|route| match route {
                 Route::Local => "local",
                 Route::Peer(_) => "peer",
@@ -204,17 +203,17 @@ impl Record {
         let before = out.len();
         match serde_json::to_writer(&mut *out, &line) {
             Ok(()) => out.push(b'\n'),
-            // Texts and numbers: there is nothing in a line that JSON cannot hold.
+            // Does not happen: a line has only texts and numbers.
             Err(_) => out.truncate(before),
         }
     }
 }
 
-/// Returns a time as RFC 3339 writes it.
+/// Formats a time as in RFC 3339.
 fn timestamp(since_epoch: Duration) -> String {
     prost_types::Timestamp {
         seconds: i64::try_from(since_epoch.as_secs()).unwrap_or(i64::MAX),
-        // Microseconds are enough, and what `nanos` may hold.
+        // Rounded down to microseconds.
         nanos: i32::try_from(since_epoch.subsec_micros() * 1000).unwrap_or(0),
     }
     .to_string()
@@ -225,8 +224,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_line_has_what_is_known_and_nothing_else() {
-        let facts = Arc::new(Facts {
+    fn a_line_omits_unknown_fields() {
+        let fields = Arc::new(AuditFields {
             request_id: "r\n1".into(),
             trace_id: None,
             peer: None,
@@ -241,7 +240,7 @@ mod tests {
         });
         let at = Duration::new(1_700_000_000, 123_456_789);
         let mut out = Vec::new();
-        Record { at, facts: Arc::clone(&facts), end: None }.write_to("kas-1", &mut out);
+        Record { at, fields: Arc::clone(&fields), end: None }.write_to("kas-1", &mut out);
         assert_eq!(
             std::str::from_utf8(&out).unwrap(),
             "{\"time\":\"2023-11-14T22:13:20.123456Z\",\"event\":\"start\",\"replica\":\"kas-1\",\
@@ -257,7 +256,7 @@ mod tests {
             duration: Duration::from_micros(1500),
         };
         out.clear();
-        Record { at, facts, end: Some(end) }.write_to("kas-1", &mut out);
+        Record { at, fields, end: Some(end) }.write_to("kas-1", &mut out);
         let line: serde_json::Value = serde_json::from_slice(&out).unwrap();
         assert_eq!(
             line["event"].as_str().zip(line["route"].as_str()).zip(line["route_replica"].as_str()),
@@ -268,7 +267,7 @@ mod tests {
     }
 
     #[test]
-    fn rules_are_named_as_the_manual_names_them() {
+    fn rules_have_the_names_in_the_manual() {
         let name = |rule: Rule| serde_json::to_value(rule).unwrap();
         assert_eq!(name(Rule::NotGrpc), "not-grpc");
         assert_eq!(name(Rule::GrpcTimeout), "grpc-timeout");

@@ -1,7 +1,7 @@
-//! What is told of each request of the API listener to those who look: lines of the audit log, and a span.
+//! Records each request of the API listener: two lines of the audit log, and a span.
 //!
-//! A [`RequestRecord`] accompanies a request. When nobody looks it is empty, and each of its steps is one
-//! comparison.
+//! A [`RequestRecord`] accompanies a request. If the audit log and tracing are off, the record is empty, and
+//! each of its methods costs one comparison.
 
 pub mod audit;
 pub mod refusals;
@@ -26,15 +26,15 @@ use proto::gitlab::agent::grpctool::http_request::Header;
 use tokio::time::Instant;
 use traces::{Kind, Span, Tracer};
 
-use crate::audit::{Decision, End, Facts, Record, Route, Rule, kubernetes::KubernetesAction};
+use crate::audit::{AuditFields, Decision, End, Record, Route, Rule, kubernetes::KubernetesAction};
 
-/// Methods are short; what is longer is refused, and cut here.
+/// The longest method that is recorded, in characters. A longer one is cut.
 const LONGEST_METHOD: usize = 512;
 
-/// Returns the project of an agent, where it is known.
+/// Returns the project of an agent, if it is known.
 pub type ProjectOf = Box<dyn Fn(AgentId) -> Option<i64> + Send + Sync>;
 
-/// Who looks at requests.
+/// Where requests are recorded.
 pub struct Observer {
     audit: Option<Arc<audit::Sink>>,
     tracer: Option<Tracer>,
@@ -51,12 +51,12 @@ impl std::fmt::Debug for Observer {
 }
 
 impl Observer {
-    /// Nobody looks when `audit` and `tracer` are `None`.
+    /// Requests are not recorded if both `audit` and `tracer` are `None`.
     pub fn new(audit: Option<Arc<audit::Sink>>, tracer: Option<Tracer>, project_of: ProjectOf) -> Arc<Self> {
         Arc::new(Self { audit, tracer, project_of })
     }
 
-    /// A request has arrived.
+    /// Begins the record of a request that has arrived.
     pub fn arrived(
         self: &Arc<Self>,
         path: &str,
@@ -66,7 +66,7 @@ impl Observer {
         if self.audit.is_none() && self.tracer.is_none() {
             return RequestRecord::default();
         }
-        let facts = Facts {
+        let fields = AuditFields {
             request_id: String::from_utf8_lossy(correlation.as_bytes()).into_owned(),
             trace_id: None,
             peer,
@@ -79,13 +79,13 @@ impl Observer {
             decision: Decision::Deny,
             rule: Rule::Jwt,
         };
-        RequestRecord(Some(Arc::new(Seen {
+        RequestRecord(Some(Arc::new(Recorded {
             observer: Arc::clone(self),
             arrived: Instant::now(),
             bytes_in: AtomicU64::new(0),
             bytes_out: AtomicU64::new(0),
             state: Mutex::new(State {
-                facts: Arc::new(facts),
+                fields: Arc::new(fields),
                 started: false,
                 route: None,
                 span: None,
@@ -95,16 +95,16 @@ impl Observer {
     }
 }
 
-fn begin_span(tracer: &Tracer, facts: &Facts, headers: &HeaderMap) -> Span {
-    let name = facts.method.trim_start_matches('/');
+fn begin_span(tracer: &Tracer, fields: &AuditFields, headers: &HeaderMap) -> Span {
+    let name = fields.method.trim_start_matches('/');
     let (service, method) = name.split_once('/').unwrap_or((name, ""));
     let mut span = tracer.begin(name.to_owned(), Kind::Server, headers);
     if span.is_recording() {
         span.set("rpc.system", "grpc");
         span.set("rpc.service", service.to_owned());
         span.set("rpc.method", method.to_owned());
-        span.set("gitlab.correlation_id", facts.request_id.clone());
-        if let Some(agent) = facts.agent {
+        span.set("gitlab.correlation_id", fields.request_id.clone());
+        if let Some(agent) = fields.agent {
             span.set("kas.agent.id", agent.get());
         }
     }
@@ -124,7 +124,7 @@ fn end_span(span: &mut Span, code: Code, outcome: Option<&'static str>, route: O
             span.set("kas.route.replica", replica.as_str().to_owned());
         }
     }
-    // What a server answers for: the codes that OpenTelemetry's conventions name.
+    // The codes that OpenTelemetry's conventions count as errors of a server.
     if let Code::Unknown
     | Code::DeadlineExceeded
     | Code::Unimplemented
@@ -136,12 +136,12 @@ fn end_span(span: &mut Span, code: Code, outcome: Option<&'static str>, route: O
     }
 }
 
-/// What accompanies a request.
+/// The record of one request; empty if requests are not recorded.
 #[derive(Clone, Debug, Default)]
-pub struct RequestRecord(Option<Arc<Seen>>);
+pub struct RequestRecord(Option<Arc<Recorded>>);
 
 #[derive(Debug)]
-struct Seen {
+struct Recorded {
     observer: Arc<Observer>,
     arrived: Instant,
     bytes_in: AtomicU64,
@@ -151,40 +151,40 @@ struct Seen {
 
 #[derive(Debug)]
 struct State {
-    facts: Arc<Facts>,
-    /// The first line has been written.
+    fields: Arc<AuditFields>,
+    /// The line `start` has been written.
     started: bool,
     route: Option<Route>,
-    /// From when it was allowed until it is over.
+    /// The span, which begins when the request is allowed.
     span: Option<Span>,
-    /// The last one too.
+    /// The line `end` has been written.
     ended: bool,
 }
 
-impl Seen {
+impl Recorded {
     fn state(&self) -> MutexGuard<'_, State> {
-        // Each change is one assignment: a panic leaves nothing torn.
+        // Each change is one assignment, so a panic cannot leave the state inconsistent.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn learn(&self, change: impl FnOnce(&mut Facts)) {
-        change(Arc::make_mut(&mut self.state().facts));
+    fn update(&self, change: impl FnOnce(&mut AuditFields)) {
+        change(Arc::make_mut(&mut self.state().fields));
     }
 
-    fn write(&self, facts: &Arc<Facts>, end: Option<End>) {
+    fn write(&self, fields: &Arc<AuditFields>, end: Option<End>) {
         if let Some(audit) = &self.observer.audit {
-            audit.write(Record { at: process::clock::wall(), facts: Arc::clone(facts), end });
+            audit.write(Record { at: process::clock::wall(), fields: Arc::clone(fields), end });
         }
     }
 
-    /// Writes the first line.
+    /// Writes the line `start`, unless it has been written.
     fn start(&self, state: &mut State) {
         if !std::mem::replace(&mut state.started, true) {
-            self.write(&state.facts, None);
+            self.write(&state.fields, None);
         }
     }
 
-    /// Writes the last line, and before it the first one if that has not been.
+    /// Writes the line `end`, and before it the line `start` if that has not been written.
     fn end(&self, code: Code, outcome: Option<&'static str>) {
         let mut state = self.state();
         if std::mem::replace(&mut state.ended, true) {
@@ -202,7 +202,7 @@ impl Seen {
             outcome,
             duration: self.arrived.elapsed(),
         };
-        self.write(&state.facts, Some(end));
+        self.write(&state.fields, Some(end));
     }
 
     fn end_as(&self, status: &Status) {
@@ -211,98 +211,101 @@ impl Seen {
 }
 
 impl RequestRecord {
-    /// Who asks is known.
+    /// Records the caller.
     pub fn actor(&self, actor: &Arc<Actor>) {
-        if let Some(seen) = &self.0 {
-            seen.learn(|facts| facts.actor = Some(Arc::clone(actor)));
+        if let Some(recorded) = &self.0 {
+            recorded.update(|fields| fields.actor = Some(Arc::clone(actor)));
         }
     }
 
-    /// For whom the request is, is known.
+    /// Records the agent that the request is for.
     pub fn target(&self, agent: AgentId, connection: Option<ConnectionId>) {
-        if let Some(seen) = &self.0 {
-            let audit = seen.observer.audit.as_ref();
-            let project = audit.and_then(|_| (seen.observer.project_of)(agent));
-            seen.learn(|facts| {
-                (facts.agent, facts.project, facts.connection) = (Some(agent), project, connection);
+        if let Some(recorded) = &self.0 {
+            let audit = recorded.observer.audit.as_ref();
+            let project = audit.and_then(|_| (recorded.observer.project_of)(agent));
+            recorded.update(|fields| {
+                (fields.agent, fields.project, fields.connection) = (Some(agent), project, connection);
             });
-            // Of kas' own methods the message says it, which comes later.
-            if let Some(span) = &mut seen.state().span {
+            // In kas' own methods the message names the agent, so the span has begun before.
+            if let Some(span) = &mut recorded.state().span {
                 span.set("kas.agent.id", agent.get());
             }
         }
     }
 
-    /// The request goes on. Its first line is written now or, when its first message says what it means, with
-    /// that; and its span begins, below the one that its headers name.
+    /// Records that the request is allowed, and begins its span as a child of the one in its headers. The line
+    /// `start` is written now, or with the first message of a request to an API server.
     pub fn allowed(&self, headers: &HeaderMap) {
-        if let Some(seen) = &self.0 {
-            let span =
-                seen.observer.tracer.as_ref().map(|tracer| begin_span(tracer, &seen.state().facts, headers));
-            seen.learn(|facts| {
-                facts.decision = Decision::Allow;
-                facts.trace_id = span.as_ref().map(Span::trace_id);
+        if let Some(recorded) = &self.0 {
+            let span = recorded
+                .observer
+                .tracer
+                .as_ref()
+                .map(|tracer| begin_span(tracer, &recorded.state().fields, headers));
+            recorded.update(|fields| {
+                fields.decision = Decision::Allow;
+                fields.trace_id = span.as_ref().map(Span::trace_id);
             });
-            let mut state = seen.state();
+            let mut state = recorded.state();
             state.span = span;
-            if seen.observer.audit.is_none() || state.facts.method != http_tunnel::METHOD {
-                seen.start(&mut state);
+            if recorded.observer.audit.is_none() || state.fields.method != http_tunnel::METHOD {
+                recorded.start(&mut state);
             }
         }
     }
 
-    /// Puts the context of the request's span into the headers that go on.
+    /// Adds the context of the request's span to the headers that are sent on.
     pub fn outgoing(&self, headers: &mut HeaderMap) {
-        if let Some(seen) = &self.0
-            && let Some(span) = &seen.state().span
+        if let Some(recorded) = &self.0
+            && let Some(span) = &recorded.state().span
         {
             span.write_to(headers);
         }
     }
 
-    /// The request is refused: both lines are written.
+    /// Records that the request is refused, and writes both lines.
     pub fn denied(&self, rule: Rule, code: Code) {
-        if let Some(seen) = &self.0 {
-            seen.learn(|facts| {
-                (facts.decision, facts.rule) = (Decision::Deny, rule);
-                // The path of some HTTP request, and no name of a method.
+        if let Some(recorded) = &self.0 {
+            recorded.update(|fields| {
+                (fields.decision, fields.rule) = (Decision::Deny, rule);
+                // This is the path of an HTTP request, not the name of a method.
                 if rule == Rule::NotGrpc {
-                    facts.method.clear();
+                    fields.method.clear();
                 }
             });
-            seen.end(code, Some("refused"));
+            recorded.end(code, Some("refused"));
         }
     }
 
-    /// The request has a tunnel.
+    /// Records whose tunnel the request takes.
     pub fn routed(&self, route: impl FnOnce() -> Route) {
-        if let Some(seen) = &self.0 {
-            seen.state().route = Some(route());
+        if let Some(recorded) = &self.0 {
+            recorded.state().route = Some(route());
         }
     }
 
-    /// The first message of a request to an API server has come; `None`: its header cannot be decoded. The
-    /// first line is written before the message is passed on: nothing is done that was not said to begin.
+    /// Records the first message of a request to an API server; `None`: its header cannot be decoded. Writes
+    /// the line `start`, so that no request reaches a cluster before it is in the log.
     pub fn first_message(&self, header: Option<&Header>) {
-        if let Some(seen) = &self.0
-            && seen.observer.audit.is_some()
+        if let Some(recorded) = &self.0
+            && recorded.observer.audit.is_some()
         {
             let action = header.and_then(KubernetesAction::of);
-            seen.learn(|facts| facts.kubernetes = action);
-            let mut state = seen.state();
-            seen.start(&mut state);
+            recorded.update(|fields| fields.kubernetes = action);
+            let mut state = recorded.state();
+            recorded.start(&mut state);
         }
     }
 
-    /// Returns the request's body, whose bytes are counted while it passes.
+    /// Wraps the request's body to count its bytes.
     pub fn request_body(&self, body: grpc::Body) -> grpc::Body {
         match &self.0 {
             None => body,
-            Some(seen) => grpc::boxed(RequestBody { inner: body, seen: Arc::clone(seen) }),
+            Some(recorded) => grpc::boxed(RequestBody { inner: body, recorded: Arc::clone(recorded) }),
         }
     }
 
-    /// Watches over the time until there is an answer: a request that is dropped before was cancelled.
+    /// Returns a guard that records the request as cancelled if it is dropped before there is an answer.
     pub fn answering(&self) -> Answering {
         Answering(self.0.clone())
     }
@@ -310,32 +313,32 @@ impl RequestRecord {
 
 /// A request that has no answer yet.
 #[derive(Debug)]
-pub struct Answering(Option<Arc<Seen>>);
+pub struct Answering(Option<Arc<Recorded>>);
 
 impl Answering {
-    /// Returns the answer, which is looked at while it passes.
+    /// Wraps the answer to count its bytes and to record its status.
     pub fn answered(mut self, response: Response<Body>) -> Response<Body> {
-        let Some(seen) = self.0.take() else { return response };
+        let Some(recorded) = self.0.take() else { return response };
         if let Some(status) = Status::from_headers(response.headers()) {
-            seen.end_as(&status);
+            recorded.end_as(&status);
             return response;
         }
-        response.map(|inner| grpc::boxed(ResponseBody { inner, ending: Self(Some(seen)) }))
+        response.map(|inner| grpc::boxed(ResponseBody { inner, ending: Self(Some(recorded)) }))
     }
 }
 
 impl Drop for Answering {
     fn drop(&mut self) {
-        if let Some(seen) = &self.0 {
-            seen.end(Code::Cancelled, Some("cancelled"));
+        if let Some(recorded) = &self.0 {
+            recorded.end(Code::Cancelled, Some("cancelled"));
         }
     }
 }
 
-/// What comes from the caller.
+/// The body of a request.
 struct RequestBody {
     inner: grpc::Body,
-    seen: Arc<Seen>,
+    recorded: Arc<Recorded>,
 }
 
 impl http_body::Body for RequestBody {
@@ -350,7 +353,7 @@ impl http_body::Body for RequestBody {
         if let Some(Ok(frame)) = &frame
             && let Some(data) = frame.data_ref()
         {
-            self.seen.bytes_in.fetch_add(data.len() as u64, Ordering::Relaxed);
+            self.recorded.bytes_in.fetch_add(data.len() as u64, Ordering::Relaxed);
         }
         Poll::Ready(frame)
     }
@@ -364,7 +367,7 @@ impl http_body::Body for RequestBody {
     }
 }
 
-/// What goes to the caller.
+/// The body of an answer.
 struct ResponseBody {
     inner: Body,
     ending: Answering,
@@ -372,11 +375,11 @@ struct ResponseBody {
 
 impl ResponseBody {
     fn end(&mut self, trailers: Option<&HeaderMap>) {
-        let Some(seen) = self.ending.0.take() else { return };
+        let Some(recorded) = self.ending.0.take() else { return };
         match trailers.and_then(Status::from_headers) {
-            Some(status) => seen.end_as(&status),
-            // The stream is reset: the caller sees no status.
-            None => seen.end(Code::Unknown, Some("unknown")),
+            Some(status) => recorded.end_as(&status),
+            // The stream is reset, so the caller gets no status.
+            None => recorded.end(Code::Unknown, Some("unknown")),
         }
     }
 }
@@ -393,8 +396,8 @@ impl http_body::Body for ResponseBody {
         match &frame {
             Some(Ok(frame)) => match (frame.data_ref(), frame.trailers_ref()) {
                 (Some(data), _) => {
-                    if let Some(seen) = &self.ending.0 {
-                        seen.bytes_out.fetch_add(data.len() as u64, Ordering::Relaxed);
+                    if let Some(recorded) = &self.ending.0 {
+                        recorded.bytes_out.fetch_add(data.len() as u64, Ordering::Relaxed);
                     }
                 }
                 (None, trailers) => self.end(trailers),

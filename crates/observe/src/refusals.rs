@@ -1,4 +1,4 @@
-//! What the listeners refuse or end early, counted by listener and reason.
+//! Counts the connections and streams that listeners refuse or end early, by listener and reason.
 
 use prometheus_client::{
     encoding::{EncodeLabelSet, EncodeLabelValue},
@@ -6,7 +6,7 @@ use prometheus_client::{
     registry::Registry,
 };
 
-/// Which listener.
+/// A listener.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, EncodeLabelValue)]
 #[allow(missing_docs)]
 pub enum ListenerName {
@@ -15,31 +15,31 @@ pub enum ListenerName {
     Private,
 }
 
-/// Why something was refused or ended early.
+/// Why a connection or stream was refused or ended early.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, EncodeLabelValue)]
 #[allow(missing_docs)]
 pub enum Reason {
     Unauthenticated,
-    /// Whether it may come in could not be checked.
+    /// The identity could not be verified.
     Unchecked,
-    /// It was the oldest of too many connections that had shown nothing yet.
+    /// Too many connections were not authenticated, and this was the oldest.
     HalfOpen,
     Handshake,
     Accept,
     /// No frame came in time.
     Silent,
-    /// Headers were not complete in time, or there were too many.
+    /// Headers were not complete in time, too large, or too many.
     Headers,
     Pings,
     /// Frames that carry nothing.
     IdleFrames,
     Resets,
-    /// A stream more than one connection may have open.
+    /// The connection had too many open streams.
     Streams,
-    /// A message was too large, compressed beyond measure, or, of an agent that begins a stream, wrong or
-    /// late.
+    /// A message was too large, also after decompression. Or the first message of an agent's stream was
+    /// invalid or late.
     Message,
-    /// No request for a long time.
+    /// There was no request for a long time.
     Idle,
     WaitersFull,
     TunnelsFull,
@@ -54,7 +54,7 @@ struct RefusalLabels {
     reason: Reason,
 }
 
-/// Connections and streams that were refused or ended early.
+/// Counters of refused connections and streams.
 #[derive(Debug)]
 pub struct Refusals {
     refusals: Family<RefusalLabels, Counter>,
@@ -73,7 +73,7 @@ impl Refusals {
         metrics
     }
 
-    /// Counts something refused.
+    /// Counts a refused connection or stream.
     pub fn refused(&self, listener: ListenerName, reason: Reason) {
         self.refusals.get_or_create(&RefusalLabels { listener, reason }).inc();
     }

@@ -1,7 +1,7 @@
-//! What viewers of the page are told: [`Feed`] collects it once for all of them, [`View`] is one viewer.
+//! The events of the page: [`Feed`] collects them once for all viewers, [`View`] is one viewer.
 //!
-//! Nothing is queued. A feed keeps the newest overview and the newest list of agents, each whole; a viewer
-//! that is slow finds the newest when it comes back, and what was between is never sent.
+//! Nothing is queued. A feed keeps the newest overview and the newest list of agents, each complete. A slow
+//! viewer gets the newest ones, and skips those between.
 
 use std::{sync::Arc, time::Duration};
 
@@ -21,29 +21,29 @@ use super::shown::{Agents, Asked, ConnectionShown, Events, Overview, Own, Why};
 use crate::listener::api::{connected, explain};
 use routing::{metrics::RequestMetrics, router::Router};
 
-/// How often numbers are told.
+/// How often the numbers are sent.
 const PERIOD: Duration = Duration::from_secs(1);
-/// Changes that come within this time are told together.
+/// Changes within this time are sent together.
 const SETTLE: Duration = Duration::from_millis(100);
-/// Agents that are listed; beyond it only their number is told: a list is asked of every replica, and read by
-/// people.
+/// The most agents in a list. If there are more, only their number is sent: a list is collected from every
+/// replica, and read by people.
 const LISTED: u64 = 2_000;
-/// Lists may take this share of the time: 1/20.
+/// After a list there is a pause of this many times its duration.
 const REST: u32 = 20;
-/// The list is made anew this often although nothing has changed, as an agent's tunnels may have.
+/// The list is refreshed this often even without a change of connections, since tunnels may have changed.
 const RELIST: Duration = Duration::from_secs(10);
-/// An agent is explained this often although nothing has changed.
+/// The explanation of an agent is refreshed this often even without a change.
 const EXPLAIN: Duration = Duration::from_secs(2);
 
-/// Where the page has its facts from.
+/// The sources of the page.
 pub struct Source {
-    /// Of the replicas and their agents.
+    /// The replicas and their agents.
     pub tracker: Arc<dyn Tracker>,
-    /// Of this replica's tunnels.
+    /// The tunnels of this replica.
     pub router: Arc<Router>,
-    /// Of this replica's requests.
+    /// The requests of this replica.
     pub metrics: Arc<RequestMetrics>,
-    /// Whether it leaves.
+    /// Whether this replica is draining.
     pub phase: watch::Receiver<Phase>,
 }
 
@@ -53,26 +53,26 @@ impl std::fmt::Debug for Source {
     }
 }
 
-/// Returns an event as it is sent.
+/// Encodes an event.
 fn event(name: &str, data: &impl Serialize) -> Bytes {
-    // None of the types has a map or can fail; a line break within a text is escaped by JSON.
+    // Serialization of these types cannot fail. JSON escapes line breaks.
     let data = serde_json::to_string(data).unwrap_or_default();
     Bytes::from(format!("event: {name}\ndata: {data}\n\n"))
 }
 
-/// What is told now: the overview each time, and the rest to whom has not had it.
+/// What is sent: the overview each time, the rest to viewers that do not have it.
 #[derive(Clone, Default)]
-struct Told {
+struct Update {
     overview: Bytes,
     events: Part,
     agents: Part,
 }
 
-/// What changes seldom.
+/// An event that changes rarely.
 #[derive(Clone, Default)]
 struct Part {
     event: Bytes,
-    /// Grows with each change; 0: there is nothing yet.
+    /// Increases with each change; 0: there is no event yet.
     version: u64,
 }
 
@@ -84,10 +84,10 @@ impl Part {
     }
 }
 
-/// What all viewers share. It works until it is dropped.
+/// The events for all viewers. Its task runs until it is dropped.
 pub(super) struct Feed {
     source: Arc<Source>,
-    told: watch::Receiver<Told>,
+    updates: watch::Receiver<Update>,
     task: AbortHandle,
 }
 
@@ -99,13 +99,13 @@ impl Drop for Feed {
 
 impl Feed {
     pub(super) fn start(source: Arc<Source>) -> Arc<Self> {
-        let (tell, told) = watch::channel(Told::default());
-        let task = tokio::spawn(collect(Arc::clone(&source), tell)).abort_handle();
-        Arc::new(Self { source, told, task })
+        let (sender, updates) = watch::channel(Update::default());
+        let task = tokio::spawn(collect(Arc::clone(&source), sender)).abort_handle();
+        Arc::new(Self { source, updates, task })
     }
 }
 
-/// The answer of a future if there is one, else never.
+/// Waits for the future and removes it; pending if there is none.
 async fn done<T>(asking: &mut Option<BoxFuture<'_, T>>) -> T {
     let answer = match asking {
         Some(asking) => asking.await,
@@ -117,7 +117,7 @@ async fn done<T>(asking: &mut Option<BoxFuture<'_, T>>) -> T {
 
 type List = (Bytes, Duration);
 
-/// Asks for the agents, unless there are too many.
+/// Lists the agents, unless there are too many.
 async fn list(source: &Source) -> Result<List, TrackerError> {
     let begun = Instant::now();
     let known = source.tracker.replicas().await;
@@ -141,18 +141,18 @@ async fn list(source: &Source) -> Result<List, TrackerError> {
     Ok((bytes, begun.elapsed()))
 }
 
-/// Returns who has tunnels of an agent, by what is known here.
+/// Returns the replicas that have tunnels of an agent, as far as this replica knows.
 fn holders(source: &Source, known: &Replicas, agent: AgentId) -> Vec<String> {
     let own = source.router.registry().holds(agent).then(|| known.replicas.first()).flatten();
     let others = source.tracker.views(agent).into_iter().filter(|view| view.holds);
     own.map(|status| status.replica.id.as_str().to_owned())
         .into_iter()
-        .chain(others.map(|belief| belief.replica.id.as_str().to_owned()))
+        .chain(others.map(|view| view.replica.id.as_str().to_owned()))
         .collect()
 }
 
-/// Tells what changes, when it does; and the numbers in any case.
-async fn collect(source: Arc<Source>, tell: watch::Sender<Told>) {
+/// Sends an update at each change, and at least every [`PERIOD`].
+async fn collect(source: Arc<Source>, updates: watch::Sender<Update>) {
     let tracker = &source.tracker;
     let mut live = tracker.live();
     let mut connections = tracker.connection_changes();
@@ -162,7 +162,7 @@ async fn collect(source: Arc<Source>, tell: watch::Sender<Told>) {
     let mut asking: Option<BoxFuture<'_, (Vec<PeerReport>, Vec<Unanswered>)>> = None;
     let mut listing: Option<BoxFuture<'_, Result<List, TrackerError>>> = None;
     let (mut events, mut agents) = (Part::default(), Part::default());
-    // When the next list is wanted, and when it may be.
+    // When the next list is due, and the earliest time for it.
     let (mut wanted, mut allowed) = (Instant::now(), Instant::now());
     loop {
         if listing.is_none() && wanted.max(allowed) <= Instant::now() {
@@ -185,7 +185,7 @@ async fn collect(source: Arc<Source>, tell: watch::Sender<Told>) {
                     agents.set(bytes);
                     allowed = Instant::now() + took * REST;
                 }
-                // Who asks for the list itself is told why; here the old one stays.
+                // The previous list stays. A caller that lists agents gets the error.
                 Err(error) => {
                     tracing::debug!(error = %error, "the agents cannot be listed for the page");
                     allowed = Instant::now() + RELIST;
@@ -203,11 +203,11 @@ async fn collect(source: Arc<Source>, tell: watch::Sender<Told>) {
         let overview = Overview::new(process::clock::wall(), &known, &own, &asked);
         let overview = event("overview", &overview);
         events.set(event("events", &Events::new(&known)));
-        tell.send_replace(Told { overview, events: events.clone(), agents: agents.clone() });
+        updates.send_replace(Update { overview, events: events.clone(), agents: agents.clone() });
     }
 }
 
-/// The agent whose page is looked at.
+/// The agent that a viewer has selected.
 struct Explained {
     agent: AgentId,
     changes: watch::Receiver<()>,
@@ -217,28 +217,28 @@ struct Explained {
 /// One viewer.
 pub(super) struct View {
     feed: Arc<Feed>,
-    told: watch::Receiver<Told>,
-    /// The versions of events and agents that it has.
+    updates: watch::Receiver<Update>,
+    /// The versions of events and agents that were sent.
     has: [u64; 2],
-    /// What it has not had yet of what was told last: at most those two.
+    /// Events of the last update that are still to be sent: at most these two.
     rest: Vec<Bytes>,
     agent: Option<Explained>,
 }
 
 impl View {
     pub(super) fn new(feed: Arc<Feed>, agent: Option<AgentId>) -> Self {
-        let mut told = feed.told.clone();
-        told.mark_changed();
+        let mut updates = feed.updates.clone();
+        updates.mark_changed();
         let agent = agent.map(|agent| Explained {
             agent,
-            // Subscribed before the first look: nothing is missed.
+            // Subscribed before the first lookup, so that no change is missed.
             changes: feed.source.tracker.changes(agent),
             next: Instant::now(),
         });
-        Self { feed, told, has: [0; 2], rest: Vec::new(), agent }
+        Self { feed, updates, has: [0; 2], rest: Vec::new(), agent }
     }
 
-    /// Returns the next event; `None`: kas ends.
+    /// Returns the next event; `None`: kas is ending.
     pub(super) async fn next(&mut self) -> Option<Bytes> {
         loop {
             if let Some(rest) = self.rest.pop() {
@@ -256,18 +256,18 @@ impl View {
                 }
             };
             tokio::select! {
-                changed = self.told.changed() => {
+                changed = self.updates.changed() => {
                     changed.ok()?;
-                    let told = self.told.borrow_and_update().clone();
-                    for (has, part) in self.has.iter_mut().zip([told.events, told.agents]) {
+                    let update = self.updates.borrow_and_update().clone();
+                    for (has, part) in self.has.iter_mut().zip([update.events, update.agents]) {
                         if *has != part.version {
                             *has = part.version;
                             self.rest.push(part.event);
                         }
                     }
-                    // Before the first look there is nothing.
-                    if !told.overview.is_empty() {
-                        return Some(told.overview);
+                    // It is empty until the first update.
+                    if !update.overview.is_empty() {
+                        return Some(update.overview);
                     }
                 }
                 () = explain => {

@@ -1,16 +1,16 @@
-//! Who looks at the page.
+//! Metrics of the status page.
 
 use prometheus_client::{
     metrics::{counter::Counter, gauge::Gauge},
     registry::Registry,
 };
 
-/// Streams of the page.
+/// Metrics of the status page.
 #[derive(Debug)]
 pub struct PageMetrics {
-    /// Who looks at the page now.
+    /// Open streams of the page.
     pub page_viewers: Gauge,
-    /// Viewers of the page who found no room.
+    /// Streams of the page that were refused because of `observability.page.viewers`.
     pub page_viewers_refused: Counter,
 }
 

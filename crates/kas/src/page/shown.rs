@@ -1,4 +1,4 @@
-//! What of a replica and its mesh is shown. Field names are what `page.js` reads; both come from one binary.
+//! The content of the events. `page.js` reads the field names; both are in one binary.
 
 use std::time::Duration;
 
@@ -6,9 +6,9 @@ use cluster::{Connected, Load, Located, PeerReport, ReplicaState, Replicas, Unan
 use proto::kas::api::v1::{AgentOnReplica, ExplainAgentResponse};
 use serde::Serialize;
 
-/// What agents say of themselves is cut here, in characters.
+/// The longest text that an agent reports, in characters. A longer one is cut.
 const LONGEST: usize = 200;
-/// Connections of one agent that are listed.
+/// The most connections of one agent in a list.
 const PODS: usize = 200;
 
 fn cut(text: &str) -> String {
@@ -22,15 +22,15 @@ fn milliseconds(duration: Duration) -> u64 {
 /// Event `overview`.
 #[derive(Serialize)]
 pub(super) struct Overview<'a> {
-    /// When, in milliseconds since 1970.
+    /// Time of the event, in milliseconds since 1970.
     at: u64,
     draining: bool,
-    /// The one that tells comes first.
+    /// This replica first.
     replicas: Vec<ReplicaShown<'a>>,
     alarms: &'a [String],
 }
 
-/// Event `events`: how the standing of replicas changed, the oldest first.
+/// Event `events`: changes in the health of replicas, the oldest first.
 #[derive(Serialize)]
 pub(super) struct Events<'a>(Vec<EventShown<'a>>);
 
@@ -41,20 +41,20 @@ struct ReplicaShown<'a> {
     state: &'a str,
     standing: &'a str,
     agents: u64,
-    /// Of the rest, `null`: it is not known.
+    /// `null` if it is not known, as in the fields below.
     tunnels: Option<u64>,
     ended: Option<u64>,
     /// When these were counted, in milliseconds since 1970.
     counted_at: u64,
     open: Option<u64>,
     waiting: Option<u64>,
-    // Texts: they may be larger than a number of JavaScript.
+    // Texts, since they may exceed the integers of JavaScript.
     table_epoch: String,
     table_version: String,
     synced: bool,
     heard_ms: Option<u64>,
     version: &'a str,
-    /// Why it tells nothing.
+    /// Why there is no report of it.
     silent: Option<&'a str>,
 }
 
@@ -66,19 +66,19 @@ struct EventShown<'a> {
     state: &'a str,
 }
 
-/// What this replica knows of itself.
+/// The numbers of this replica.
 pub(super) struct Own {
     pub(super) tunnels: u64,
     pub(super) load: Load,
     pub(super) draining: bool,
 }
 
-/// What the others told of themselves.
+/// The reports of the other replicas.
 #[derive(Default)]
 pub(super) struct Asked {
     pub(super) reports: Vec<PeerReport>,
     pub(super) unanswered: Vec<Unanswered>,
-    /// When, since 1970-01-01 00:00 UTC.
+    /// Time of the reports, since 1970-01-01 00:00 UTC.
     pub(super) at: Duration,
 }
 
@@ -86,7 +86,7 @@ impl<'a> Overview<'a> {
     pub(super) fn new(at: Duration, known: &'a Replicas, own: &Own, asked: &'a Asked) -> Self {
         let replica = |status: &'a cluster::ReplicaStatus| {
             let is_own = status.heard.is_none();
-            // What it told before it was lost is no number of now.
+            // The report of a lost replica is outdated.
             let lost = status.is_lost();
             let mut reports = asked.reports.iter().filter(|_| !lost);
             let report = reports.find(|report| report.replica.id == status.replica.id);
@@ -142,17 +142,17 @@ impl<'a> Events<'a> {
 /// Event `agents`.
 #[derive(Serialize)]
 pub(super) struct Agents<'a> {
-    /// `null`: there are too many to list them.
+    /// `null`: there are too many for a list.
     pub(super) connections: Option<Vec<ConnectionShown<'a>>>,
     /// Connections that are not listed.
     pub(super) omitted: usize,
-    /// Replicas whose agents are not known here.
+    /// Replicas that did not report their agents.
     pub(super) unanswered: Vec<&'a str>,
 }
 
 #[derive(Serialize)]
 pub(super) struct ConnectionShown<'a> {
-    // Numbers as texts: they may be larger than a number of JavaScript.
+    // Numbers as texts, since they may exceed the integers of JavaScript.
     agent: String,
     name: String,
     project: String,
@@ -160,7 +160,7 @@ pub(super) struct ConnectionShown<'a> {
     version: String,
     since: u64,
     replica: &'a str,
-    /// Who has tunnels of the agent.
+    /// The replicas that have tunnels of the agent.
     holders: Vec<String>,
 }
 
@@ -202,11 +202,12 @@ struct OnReplica<'a> {
     idle: u32,
     busy: u32,
     waiting: u32,
-    beliefs: Vec<BeliefShown<'a>>,
+    #[serde(rename = "beliefs")]
+    views: Vec<ViewShown<'a>>,
 }
 
 #[derive(Serialize)]
-struct BeliefShown<'a> {
+struct ViewShown<'a> {
     name: &'a str,
     holds: bool,
     why: &'a str,
@@ -229,10 +230,10 @@ impl<'a> Why<'a> {
             idle: replica.idle_tunnels,
             busy: replica.busy_tunnels,
             waiting: replica.waiting,
-            beliefs: replica
+            views: replica
                 .beliefs
                 .iter()
-                .map(|belief| BeliefShown { name: &belief.name, holds: belief.holds, why: &belief.why })
+                .map(|view| ViewShown { name: &view.name, holds: view.holds, why: &view.why })
                 .collect(),
         };
         let silent = |replica: &'a proto::kas::api::v1::UnansweredReplica| Silent {

@@ -1,4 +1,4 @@
-//! What the audit log writes and loses.
+//! Metrics of the audit log.
 
 use prometheus_client::{
     encoding::{EncodeLabelSet, EncodeLabelValue},
@@ -12,7 +12,7 @@ use prometheus_client::{
 pub enum AuditLoss {
     QueueFull,
     WriteFailed,
-    /// It was not written before the process ended.
+    /// The process ended before the record was written.
     NotFlushed,
 }
 
@@ -21,7 +21,7 @@ struct AuditLossLabel {
     reason: AuditLoss,
 }
 
-/// Records of the audit log, and those that were lost.
+/// Metrics of the audit log.
 #[derive(Debug)]
 pub struct AuditMetrics {
     /// Records of the audit log that were written.
@@ -41,7 +41,7 @@ impl AuditMetrics {
             audit_write_errors: Counter::default(),
         };
         for reason in [AuditLoss::QueueFull, AuditLoss::WriteFailed, AuditLoss::NotFlushed] {
-            // Alarms look for a change from 0.
+            // Each label begins at 0, so that an alert sees the first increase.
             metrics.audit_lost(reason, 0);
         }
         registry.register(
@@ -62,7 +62,7 @@ impl AuditMetrics {
         metrics
     }
 
-    /// Counts records of the audit log that are lost.
+    /// Counts lost records of the audit log.
     pub fn audit_lost(&self, reason: AuditLoss, records: u64) {
         self.audit_lost.get_or_create(&AuditLossLabel { reason }).inc_by(records);
     }

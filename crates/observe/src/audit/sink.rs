@@ -1,7 +1,7 @@
-//! Where lines go: a file or standard output, from a bounded queue, written by a thread of its own.
+//! Writes the audit log to a file or standard output. A thread takes the records from a bounded queue.
 //!
-//! A thread and not a task: a full disk, a hung network file system or a pipe that nobody reads holds up a
-//! thread, and nothing else. What does not fit into the queue meanwhile is dropped and counted.
+//! It is a thread and not a task, so that a full disk, a hung network file system or a pipe without a reader
+//! blocks nothing else. Records that do not fit into the queue meanwhile are dropped and counted.
 
 use std::{
     fs::{File, Metadata, OpenOptions},
@@ -22,20 +22,20 @@ use super::Record;
 use super::metrics::{AuditLoss, AuditMetrics};
 use kas_config::AuditOutput;
 
-/// Lines that are written at once.
+/// The most lines in one write.
 const BATCH: usize = 256;
-/// How often it is looked whether the file was moved away, at most.
-const LOOK: Duration = Duration::from_secs(1);
-/// How often it is said that lines are lost.
-const TOLD: Duration = Duration::from_secs(60);
-/// How long the last lines may take.
+/// How often the writer checks whether the file was moved, at most.
+const CHECK_INTERVAL: Duration = Duration::from_secs(1);
+/// How often lost lines are logged, at most.
+const WARN_INTERVAL: Duration = Duration::from_secs(60);
+/// How long the last lines may take to be written at the end of the process.
 const FLUSH: Duration = Duration::from_secs(2);
 
 /// The file cannot be opened.
 #[derive(Debug, thiserror::Error)]
 #[error("observability.audit.output: cannot open {path}")]
 pub struct OpenError {
-    /// Which file.
+    /// The file.
     pub path: PathBuf,
     /// Why.
     pub source: io::Error,
@@ -43,12 +43,13 @@ pub struct OpenError {
 
 enum Order {
     Line(Box<Record>),
-    /// Look at the file again, and say when everything before is written.
+    /// Reports when all earlier lines are written.
     Flush(oneshot::Sender<()>),
+    /// Wakes the writer; [`Shared::reopen`] is set.
     Reopen,
 }
 
-/// Takes lines, and never waits.
+/// The writing end of the audit log. It never blocks.
 #[derive(Debug)]
 pub struct Sink {
     orders: SyncSender<Order>,
@@ -58,16 +59,16 @@ pub struct Sink {
 #[derive(Debug)]
 struct Shared {
     metrics: Arc<AuditMetrics>,
-    /// Lines in the queue and in the writer's hands.
+    /// Lines in the queue and in the writer's buffer.
     pending: AtomicU64,
     reopen: AtomicBool,
 }
 
 impl Sink {
-    /// Opens the output and starts the thread that writes. Lines say that they are of `replica`.
+    /// Opens the output and starts the thread that writes. Each line has the name `replica`.
     ///
     /// # Errors
-    /// [`OpenError`]: an audit log that cannot begin is one that nobody would miss until it is needed.
+    /// [`OpenError`], which keeps kas from starting: nobody would miss the log until it is needed.
     pub fn open(
         output: &AuditOutput,
         queue: usize,
@@ -90,10 +91,10 @@ impl Sink {
             out,
             buffer: Vec::new(),
             torn: false,
-            looked: Instant::now(),
+            checked: Instant::now(),
             lost: Lost::default(),
         };
-        // It ends when the sink is dropped. Nobody joins it: it may hang in a write when the process ends.
+        // It ends when the sink is dropped. It is not joined, since it may hang in a write.
         std::thread::Builder::new()
             .name("audit".to_owned())
             .spawn(move || writer.run())
@@ -101,9 +102,9 @@ impl Sink {
         Ok(Arc::new(Self { orders, shared }))
     }
 
-    /// Writes a record, sooner or later; one that does not fit into the queue is dropped and counted.
+    /// Queues a record to be written. If the queue is full, the record is dropped and counted.
     pub fn write(&self, record: Record) {
-        // Before it is sent, so that it is never taken off before it was put on.
+        // Before it is sent, so that the writer cannot subtract it first.
         self.shared.pending.fetch_add(1, Ordering::Relaxed);
         match self.orders.try_send(Order::Line(Box::new(record))) {
             Ok(()) => {}
@@ -114,15 +115,14 @@ impl Sink {
         }
     }
 
-    /// Opens the file anew before the next line: it was moved away.
+    /// Reopens the file before the next line, after the old one was moved.
     pub fn reopen(&self) {
         self.shared.reopen.store(true, Ordering::Relaxed);
-        // So that it is there at once also when no line comes; a full queue wakes the writer anyway.
+        // Creates the file even if no line comes. If the queue is full, the writer is awake anyway.
         let _ = self.orders.try_send(Order::Reopen);
     }
 
-    /// Waits until everything that was taken so far is written, for at most 2 s; what is not is counted as
-    /// lost.
+    /// Waits until all queued records are written, for at most 2 s. Those that are not are counted as lost.
     pub async fn flush(&self) {
         let until = Instant::now() + FLUSH;
         let (done, mut written) = oneshot::channel();
@@ -145,8 +145,8 @@ impl Sink {
     }
 }
 
-/// Whether others may read or write a file, or its group write it: that a group reads it is how logs are
-/// collected. Who is at the other end of a pipe or a device is another matter.
+/// Whether others may read or write a file, or its group write it. Its group may read it, since logs are
+/// collected that way. Pipes and devices are not checked.
 pub fn is_open_to_others(found: &Metadata) -> bool {
     found.is_file() && found.mode() & 0o026 != 0
 }
@@ -155,13 +155,11 @@ fn is_same(one: &Metadata, other: &Metadata) -> bool {
     (one.dev(), one.ino()) == (other.dev(), other.ino())
 }
 
-/// Opens a file to append to; a new one is for its owner only. Of one that is there, the mode stays: whoever
-/// made it may want somebody else to read it.
+/// Opens a file to append to. A new file is for its owner only; the mode of an existing file stays.
 fn open(path: &Path) -> io::Result<File> {
     let is_pipe = std::fs::metadata(path).is_ok_and(|metadata| metadata.file_type().is_fifo());
     let mut options = OpenOptions::new();
-    // Opened for reading too, a pipe has somebody at its other end always: opening waits for nobody, and a
-    // reader may go and come back.
+    // A pipe is opened for reading too. Then opening does not wait for a reader, and readers may come and go.
     options.append(true).read(is_pipe).mode(0o600);
     options.create(!is_pipe).open(path)
 }
@@ -184,7 +182,7 @@ impl Out {
         }
     }
 
-    /// Whether the path still leads to the open file.
+    /// Whether the open file is still at its path.
     fn is_in_place(&self) -> bool {
         let Self::File { path, file } = self else { return true };
         let both = file.metadata().ok().zip(std::fs::metadata(path).ok());
@@ -192,11 +190,11 @@ impl Out {
     }
 }
 
-/// Lines that were lost since the last one was written.
+/// Lines that were lost since the last successful write.
 #[derive(Default)]
 struct Lost {
     lines: u64,
-    told: Option<Instant>,
+    logged: Option<Instant>,
 }
 
 struct Writer {
@@ -207,7 +205,7 @@ struct Writer {
     buffer: Vec<u8>,
     /// The last write ended within a line.
     torn: bool,
-    looked: Instant,
+    checked: Instant,
     lost: Lost,
 }
 
@@ -233,30 +231,30 @@ impl Writer {
                     next = self.orders.try_recv().ok();
                 }
             }
-            self.look();
+            self.reopen_if_moved();
             self.write();
             self.shared.pending.fetch_sub(lines as u64, Ordering::Relaxed);
             if let Some(done) = done {
-                // Whoever waited may have given up.
+                // The caller may have given up.
                 let _ = done.send(());
             }
         }
     }
 
-    /// Opens the file anew when it was moved away.
-    fn look(&mut self) {
-        let told = self.shared.reopen.swap(false, Ordering::Relaxed);
-        if !told && self.looked.elapsed() < LOOK {
+    /// Reopens the file if that was requested, or if it was moved.
+    fn reopen_if_moved(&mut self) {
+        let requested = self.shared.reopen.swap(false, Ordering::Relaxed);
+        if !requested && self.checked.elapsed() < CHECK_INTERVAL {
             return;
         }
-        self.looked = Instant::now();
-        if !told && self.out.is_in_place() && self.lost.lines == 0 {
+        self.checked = Instant::now();
+        if !requested && self.out.is_in_place() && self.lost.lines == 0 {
             return;
         }
         let Out::File { path, file } = &mut self.out else { return };
         match open(path) {
             Ok(new) => {
-                // Of the first file the check of the configuration says it.
+                // The first file was checked together with the configuration.
                 if let (Ok(before), Ok(found)) = (file.metadata(), new.metadata())
                     && !is_same(&before, &found)
                     && is_open_to_others(&found)
@@ -270,11 +268,11 @@ impl Writer {
                 *file = new;
                 self.torn = false;
             }
-            // Better into the file that was moved than nowhere.
+            // The lines go on into the file that was moved.
             Err(error) => tracing::warn!(
                 path = %path.display(),
                 error = %error,
-                "the audit log cannot be opened anew; the open file is written on"
+                "the audit log cannot be reopened; writing on to the open file"
             ),
         }
     }
@@ -287,7 +285,7 @@ impl Writer {
         let lines_of = |bytes: &[u8]| bytes.iter().filter(|byte| **byte == b'\n').count() as u64;
         let lines = lines_of(rest);
         let mut failed = None;
-        // What stands in a line that was cut would hide the next one.
+        // Ends the incomplete line, so that the next one can be parsed.
         if self.torn {
             match self.out.write(b"\n") {
                 Ok(1..) => self.torn = false,
@@ -321,8 +319,8 @@ impl Writer {
         self.shared.metrics.audit_write_errors.inc();
         self.shared.metrics.audit_lost(AuditLoss::WriteFailed, lost);
         self.lost.lines += lost;
-        if self.lost.told.is_none_or(|told| told.elapsed() >= TOLD) {
-            self.lost.told = Some(Instant::now());
+        if self.lost.logged.is_none_or(|logged| logged.elapsed() >= WARN_INTERVAL) {
+            self.lost.logged = Some(Instant::now());
             tracing::warn!(error = %error, lost = self.lost.lines, "audit records cannot be written and are lost");
         }
     }
