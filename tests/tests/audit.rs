@@ -369,7 +369,7 @@ async fn an_output_that_cannot_be_opened_fails_the_start() -> Result<()> {
     let error = Kas::start_with_config(audit_to(Path::new("/no/such/folder/audit.log"))).await.unwrap_err();
     let text = format!("{error:#}");
     assert!(
-        text.contains("observability.audit.output: found a file in /no/such/folder, which is no folder"),
+        text.contains("observability.audit.output: found a file in /no/such/folder, which is not a folder"),
         "{text}"
     );
     Ok(())

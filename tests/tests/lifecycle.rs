@@ -362,7 +362,9 @@ async fn second_signal_ends_kas_at_once_but_sends_trailers() -> Result<()> {
         let mut stream = chat(&caller, 1).await?;
         kas.process.terminate();
         kas.process
-            .logged("that it shuts down", |line| (line["message"] == "told to leave").then_some(()))
+            .logged("that it shuts down", |line| {
+                (line["message"] == "shutdown signal received").then_some(())
+            })
             .await?;
         says(&mut stream, "still").await;
         kas.process.terminate();

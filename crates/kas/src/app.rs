@@ -1,5 +1,5 @@
-//! From a configuration to a running replica: [`Kas::bind`] takes every port, [`Kas::run`] serves
-//! until told to leave. The only place that picks implementations.
+//! Builds a replica from a configuration. [`Kas::bind`] binds every port, [`Kas::run`] serves until it is
+//! shut down. Implementations of traits are chosen only here.
 
 mod part;
 mod reload;
@@ -68,13 +68,13 @@ use routing::{
     router::Router,
 };
 
-/// GOAWAY comes at this share of an agent connection's maximum age, so that two long calls fit
-/// below it: 14.1's numbers.
+/// GOAWAY is sent at this share of the maximum age of an agent's connection, so that two long calls fit below
+/// it, as in 14.1.
 const AGENT_AGE_SHARE: f64 = 0.35;
-/// And at this share for callers.
+/// The same for the connections of callers.
 const API_AGE_SHARE: f64 = 0.8;
-/// Pings of another replica at once, and one more in each of this time: it asks each 3 s whether this one is
-/// there.
+/// Pings of another replica that are accepted at once, and the time after which one more is. A replica sends
+/// one every 3 s.
 const PEER_PINGS: (u32, Duration) = (50, Duration::from_secs(1));
 /// How long the last spans may take to be exported.
 const SPANS: Duration = Duration::from_secs(2);
@@ -82,15 +82,15 @@ const SPANS: Duration = Duration::from_secs(2);
 /// Why kas could not start.
 #[derive(Debug, thiserror::Error)]
 pub enum StartError {
-    /// The configuration is wrong.
+    /// The configuration is invalid.
     #[error("{0}")]
     Config(Problems),
-    /// A port cannot be taken.
+    /// A port cannot be bound.
     #[error("{section}.listen.address: cannot listen on {address}")]
     Bind {
-        /// Which listener.
+        /// The listener.
         section: &'static str,
-        /// Where.
+        /// Its address.
         address: String,
         /// Why.
         source: io::Error,
@@ -98,7 +98,7 @@ pub enum StartError {
     /// A certificate or key cannot be used any more, although it has just been checked.
     #[error("{section}.listen: TLS cannot be set up")]
     Tls {
-        /// Which listener.
+        /// The listener.
         section: &'static str,
         /// Why.
         source: tls::Error,
@@ -109,23 +109,23 @@ pub enum StartError {
     /// The identity file cannot be used.
     #[error("identity.file cannot be used")]
     Identity(#[source] OpenError),
-    /// GitLab cannot be asked.
-    #[error("GitLab cannot be asked")]
+    /// The client for GitLab cannot be created.
+    #[error("cannot create the client for GitLab")]
     GitLab(#[source] gitlab::Error),
     /// The secret for GitLab was not loaded.
     #[error("gitlab.authentication_secret_file was not read")]
     NoSecret,
-    /// The audit log cannot begin.
+    /// The audit log cannot be opened.
     #[error(transparent)]
     Audit(#[from] audit::OpenError),
     /// Spans cannot be exported.
     #[error("observability.tracing: spans cannot be exported")]
     Tracing(#[from] traces::Error),
-    /// The other replicas cannot be looked for.
-    #[error("the other replicas cannot be looked for")]
+    /// This replica cannot find the others.
+    #[error("cannot find the other replicas")]
     Mesh(#[from] MeshError),
-    /// The state folder cannot be made.
-    #[error("state_dir: cannot make {path}")]
+    /// The state folder cannot be created.
+    #[error("state_dir: cannot create {path}")]
     State {
         /// The folder.
         path: PathBuf,
@@ -134,23 +134,24 @@ pub enum StartError {
     },
 }
 
-/// Addresses that were taken; `None` for a Unix socket.
+/// The bound addresses; `None` for a Unix socket.
 #[derive(Clone, Copy, Debug)]
 pub struct Addresses {
-    /// Where agents dial.
+    /// The agent listener.
     pub agent: Option<SocketAddr>,
-    /// Where GitLab and operators call.
+    /// The API listener, for GitLab and operators.
     pub api: Option<SocketAddr>,
-    /// Where other replicas call, if there are any.
+    /// The private listener, if there are other replicas.
     pub private: Option<SocketAddr>,
-    /// Metrics and probes.
+    /// The observability listener.
     pub observability: Option<SocketAddr>,
 }
 
-/// Whether other replicas are known well enough, and what is said until then; `None`: there are no others.
+/// Whether this replica is in sync with the others, and the reason reported until then; `None`: there are no
+/// others.
 type Synced = Option<(watch::Receiver<bool>, &'static str)>;
 
-/// A task that ends with its owner.
+/// A task that is aborted when its owner is dropped.
 struct Background(JoinHandle<()>);
 
 impl Drop for Background {
@@ -159,14 +160,14 @@ impl Drop for Background {
     }
 }
 
-/// A replica whose ports are taken; only probes and metrics are served yet.
+/// A replica whose ports are bound. Only probes and metrics are served yet.
 pub struct Kas {
     config: Config,
     addresses: Addresses,
     parts: Parts,
-    /// Answers probes since the ports were taken.
+    /// Serves probes and metrics.
     admin: Background,
-    /// What readiness waits for, once everything is served.
+    /// Set once everything is served; then readiness depends on it.
     started: Arc<OnceLock<Synced>>,
     synced: Synced,
     requests: Arc<RequestMetrics>,
@@ -194,10 +195,10 @@ async fn bind(section: &'static str, listen: &kas_config::Listen) -> Result<List
     })
 }
 
-/// The process itself.
+/// Metrics of the process.
 #[derive(Debug)]
 struct ProcessMetrics {
-    /// Tasks that run or wait now; read when metrics are asked for.
+    /// Tasks of the runtime; set when metrics are scraped.
     tasks: Gauge,
     /// Files this process may open.
     file_limit: Gauge<u64, AtomicU64>,
@@ -210,7 +211,7 @@ impl ProcessMetrics {
         let metrics = Self { tasks: Gauge::default(), file_limit: Gauge::default() };
         registry.register(
             "tasks",
-            "Tasks of this process: connections, streams and what it does itself",
+            "Tasks of this process: connections, streams and background tasks",
             metrics.tasks.clone(),
         );
         registry.register("open_files_limit", "Files this process may open", metrics.file_limit.clone());
@@ -218,10 +219,10 @@ impl ProcessMetrics {
     }
 }
 
-/// Says why a replica is not ready; `started`: once everything is served.
+/// Returns why a replica is not ready. `started` is set once everything is served.
 fn unready(phase: Phase, started: Option<&Synced>) -> Option<String> {
     let why = match (phase, started) {
-        (Phase::Serving, None) => "starting: where other replicas reach this one may not be known yet",
+        (Phase::Serving, None) => "starting: the address of this replica may not be known yet",
         (Phase::Serving, Some(None)) => return None,
         (Phase::Serving, Some(Some((synced, _)))) if *synced.borrow() => return None,
         (Phase::Serving, Some(Some((_, why)))) => why,
@@ -236,7 +237,7 @@ async fn open_identity(
     registry: &mut Registry,
     reloader: &mut Reloader,
 ) -> Result<(Arc<dyn Identity>, Option<Arc<gitlab::Client>>), StartError> {
-    // Registered also where GitLab is not asked, so that the families are always there.
+    // Registered without GitLab too, so that the families always exist.
     let lookups = Arc::new(gitlab::LookupMetrics::new(registry));
     let cache = Arc::new(CacheMetrics::new(registry));
     match (&config.identity, secret) {
@@ -257,23 +258,23 @@ async fn open_identity(
                 error_ttl: gitlab.info_cache_error_ttl,
                 renewal_without_cache: config.agent.configuration.poll_period,
             };
-            tracing::info!(address = %gitlab.address, "agents are known from GitLab");
+            tracing::info!(address = %gitlab.address, "agents are authenticated by GitLab");
             let identity = GitLabIdentity::new(Arc::clone(&client) as _, times, lookups, cache);
             Ok((Arc::new(identity), Some(client)))
         }
-        // Secrets were loaded for this configuration.
+        // Does not happen: secrets were loaded for this configuration.
         (kas_config::Identity::GitLab(_), None) => Err(StartError::NoSecret),
     }
 }
 
 impl Kas {
-    /// Checks everything that can be checked and takes every port.
+    /// Checks everything that can be checked and binds every port.
     ///
-    /// It may take a minute until this replica's own address is known; probes and metrics are served
-    /// meanwhile: it is alive, and not ready.
+    /// It may take a minute until the address of this replica is known. Probes and metrics are served
+    /// meanwhile: the replica is alive, and not ready.
     ///
     /// # Errors
-    /// See [`StartError`]; nothing but probes and metrics was served.
+    /// See [`StartError`]. Nothing but probes and metrics was served then.
     pub async fn bind(config: Config) -> Result<Self, StartError> {
         if let Some(path) = &config.state_dir
             && (matches!(config.identity, kas_config::Identity::File { is_default: true, .. })
@@ -294,7 +295,7 @@ impl Kas {
         let before = match &secrets.created {
             None => before,
             Some(path) => {
-                tracing::info!(path = %path.display(), "made a secret for the api listener");
+                tracing::info!(path = %path.display(), "created a secret for the api listener");
                 Snapshot::reading(config.secret_files())
             }
         };
@@ -315,7 +316,7 @@ impl Kas {
         let mut registry = Registry::default();
         registry.register(
             "gitlab_build",
-            "Which build this is",
+            "The build of this process",
             Info::new([("version", version::VERSION), ("commit", version::COMMIT)]),
         );
         let process = ProcessMetrics::new(&mut registry);
@@ -477,7 +478,7 @@ impl Kas {
                 Arc::clone(&refusals),
                 services,
                 tracer,
-                // What replicas send each other does not depend on what others may send.
+                // The configured limit is for callers. Replicas have their own.
                 Attempts { header_list: HEADER_LIST, ..config.limits.attempts },
             );
             let rotated = Arc::clone(&service);
@@ -533,23 +534,23 @@ impl Kas {
         parts.add(Part::default().server(api_server(&config, api_listener, api_tls, api)));
         parts.add(observe_part(audit, export));
         reloader.secrets(before, config.clone(), secrets, users);
-        reloader.certificates.tell();
+        reloader.certificates.warn();
         parts.add(Part::default().task(reloader.run()));
         Ok(Self { config, addresses, parts, admin, started, synced, requests, lifecycle })
     }
 
-    /// Returns the addresses that were taken.
+    /// Returns the bound addresses.
     pub fn addresses(&self) -> Addresses {
         self.addresses
     }
 
-    /// Returns the switch that makes the replica leave.
+    /// Returns the lifecycle, which can shut the replica down.
     pub fn lifecycle(&self) -> Lifecycle {
         self.lifecycle.clone()
     }
 
-    /// Serves until `leave` resolves, then drains and returns. A second resolution of `hurry` ends
-    /// at once what is still open.
+    /// Serves until `leave` resolves, then drains and returns. If `hurry` resolves meanwhile, open requests end
+    /// at once.
     pub async fn run(self, leave: impl Future<Output = ()>, hurry: impl Future<Output = ()>) {
         let Self { config, addresses, mut parts, mut admin, started, synced, requests, lifecycle } = self;
         let show = |address: Option<SocketAddr>, listen: &kas_config::Listen| {
@@ -565,11 +566,11 @@ impl Kas {
             "kas is serving"
         );
         let running = parts.start(&lifecycle);
-        // Nothing else sets it.
+        // It is set only here.
         let _ = started.set(synced);
         leave.await;
         let drain = async {
-            tracing::info!(delay = ?config.drain.delay, "draining: not ready any more, everything is still served");
+            tracing::info!(delay = ?config.drain.delay, "draining: not ready, but still serving");
             lifecycle.advance(Phase::Draining);
             parts.drain();
             tokio::time::sleep(config.drain.delay).await;
@@ -590,23 +591,20 @@ impl Kas {
         } else if hurried {
             tracing::warn!("second shutdown signal: exiting now");
         } else if open > 0 {
-            tracing::warn!(
-                requests = open,
-                "the drain timeout is over: what is still open ends with UNAVAILABLE"
-            );
+            tracing::warn!(requests = open, "drain timeout exceeded: open requests end with UNAVAILABLE");
         }
-        // The other replicas are told first, which takes a moment: agents whose streams end would come back
+        // The other replicas are informed first. Otherwise agents whose streams end could reconnect here
         // meanwhile.
         parts.farewell().await;
         parts.end();
         lifecycle.advance(Phase::Stopped);
         running.servers().await;
-        // After the last requests have ended, and before probes stop: what is lost here is counted.
+        // After the last requests, and before metrics stop, so that lost records and spans are counted.
         parts.finish().await;
-        // Probes are answered to the end.
+        // Probes are answered until the end.
         let _ = (&mut admin.0).await;
         drop(running);
-        tracing::info!("kas has left");
+        tracing::info!("kas has stopped");
     }
 }
 
@@ -689,7 +687,7 @@ fn private_server(
             ping_interval: PEER_PINGS.1,
             ..config.limits.connections
         },
-        // After GOAWAY a peer opens another link; what is in the old one goes on.
+        // After GOAWAY, a peer opens another link. Open requests stay on the old one.
         age: Some(Age { age: private_api.max_connection_age.mul_f64(API_AGE_SHARE), grace: None }),
         service,
     }

@@ -1,5 +1,5 @@
-//! The certificates of kas: configurations of TLS that follow their files, and the end of each, so that it
-//! surprises nobody.
+//! The certificates of kas: reloads TLS configurations when their files change, and warns before certificates
+//! expire.
 
 mod metrics;
 
@@ -19,7 +19,7 @@ use kas_config::{OtherReplicas, PrivateApi, RedisTls, TlsFiles};
 
 const DAY: Duration = Duration::from_secs(86_400);
 
-/// How near the end of a certificate is; a later one is more urgent.
+/// How soon a certificate expires, the most urgent last.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Alarm {
     Month,
@@ -29,7 +29,7 @@ enum Alarm {
 }
 
 impl Alarm {
-    /// What is to be said at `now` about an end at `ends`, both since 1970.
+    /// Returns the alarm at `now` for a certificate that expires at `ends`, both since 1970.
     fn at(ends: Duration, now: Duration) -> Option<Self> {
         let left = ends.saturating_sub(now);
         [(0, Self::Over), (1, Self::Day), (7, Self::Week), (30, Self::Month)]
@@ -38,36 +38,36 @@ impl Alarm {
     }
 }
 
-/// A certificate that ends.
+/// A certificate in use.
 #[derive(Debug)]
 struct Known {
     section: &'static str,
     part: CertificatePart,
     file: PathBuf,
     ends: Duration,
-    said: Option<Alarm>,
+    warned: Option<Alarm>,
 }
 
-/// When the certificates in use end.
+/// The certificates in use, and when they expire.
 #[derive(Debug)]
 pub struct Certificates {
     metrics: Arc<CertificateMetrics>,
     known: Mutex<Vec<Known>>,
 }
 
-/// What a connection between replicas is by, at both ends.
+/// The configurations of both ends of a connection between replicas.
 pub type PrivateTls = (Live<ServerConfig>, Live<ClientConfig>);
 
 impl Certificates {
-    /// Knows of none yet.
+    /// Starts with no certificates.
     pub fn new(metrics: Arc<CertificateMetrics>) -> Arc<Self> {
         Arc::new(Self { metrics, known: Mutex::default() })
     }
 
-    /// Returns the configuration of a listener, and what keeps it as its files are.
+    /// Returns the configuration of a listener, and the files that reload it.
     ///
     /// # Errors
-    /// When the files cannot be used.
+    /// If the files cannot be used.
     pub fn listener(
         self: &Arc<Self>,
         section: &'static str,
@@ -90,15 +90,15 @@ impl Certificates {
             let (config, validity, file) = make().map_err(|error| chain(&error))?;
             certificates.accept(section, &file, validity)?;
             used.replace(config);
-            Ok(EXCHANGED.to_owned())
+            Ok(RELOADED.to_owned())
         });
         Ok((live, followed))
     }
 
-    /// As [`Certificates::listener`], for the private listener and for calling those of other replicas.
+    /// As [`Certificates::listener`], for the private listener and for calls to other replicas.
     ///
     /// # Errors
-    /// When the files cannot be used.
+    /// If the files cannot be used.
     pub fn private(
         self: &Arc<Self>,
         private: &PrivateApi,
@@ -139,16 +139,16 @@ impl Certificates {
             }
             used.0.replace(server);
             used.1.replace(client);
-            Ok(EXCHANGED.to_owned())
+            Ok(RELOADED.to_owned())
         });
         Ok((live, followed))
     }
 
-    /// Notes when the certificates of the section `redis` end.
+    /// Records when the certificates of the section `redis` expire.
     ///
     /// # Errors
-    /// When one cannot be read, or what would be shown has expired and what is shown now has not: then
-    /// nothing is noted.
+    /// If one cannot be read, or the new certificate has expired and the current one has not. Nothing is
+    /// recorded then.
     pub fn redis(&self, tls: &RedisTls) -> Result<(), String> {
         const SECTION: &str = "redis";
         let validity = |file: &Path| tls::validity(file).map_err(|error| chain(&error));
@@ -162,19 +162,19 @@ impl Certificates {
         Ok(())
     }
 
-    /// Logs which certificates end soon, each time that it becomes more urgent.
-    pub fn tell(&self) {
-        self.tell_at(process::clock::wall());
+    /// Logs which certificates expire soon, each time that it becomes more urgent.
+    pub fn warn(&self) {
+        self.warn_at(process::clock::wall());
     }
 
-    fn tell_at(&self, now: Duration) {
+    fn warn_at(&self, now: Duration) {
         let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
         for one in known.iter_mut() {
             let alarm = Alarm::at(one.ends, now);
-            if alarm <= one.said {
+            if alarm <= one.warned {
                 continue;
             }
-            one.said = alarm;
+            one.warned = alarm;
             let Known { section, part, file, ends, .. } = one;
             let file = file.display();
             let days = ends.saturating_sub(now).as_secs() / DAY.as_secs();
@@ -183,7 +183,7 @@ impl Certificates {
                     section,
                     ?part,
                     %file,
-                    "a certificate has expired: whoever verifies it refuses the connection; put a new one into the file"
+                    "a certificate has expired: peers that verify it refuse the connection; put a new one into the file"
                 );
             } else {
                 tracing::warn!(
@@ -197,7 +197,7 @@ impl Certificates {
         }
     }
 
-    /// Notes what a listener shows, unless that has expired and what it shows now has not.
+    /// Records a new certificate. Refuses it if it has expired and the current one has not.
     fn accept(&self, section: &'static str, file: &Path, validity: Validity) -> Result<(), String> {
         let now = process::clock::wall();
         let current = {
@@ -220,7 +220,7 @@ impl Certificates {
     fn ends(&self, section: &'static str, part: CertificatePart, file: &Path, ends: Duration) {
         self.metrics.certificate_ends(section, part, file, ends);
         let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
-        // The leaf is part of its chain: one of both is enough to say.
+        // The leaf is part of its chain: warn once if both expire together.
         let leaf = known.iter().any(|one| {
             part == CertificatePart::Chain
                 && one.part == CertificatePart::Leaf
@@ -233,18 +233,18 @@ impl Certificates {
         let known_already =
             known.iter().any(|one| (one.section, one.part, one.file.as_path()) == (section, part, file));
         if !leaf && !known_already {
-            known.push(Known { section, part, file: file.to_owned(), ends, said: None });
+            known.push(Known { section, part, file: file.to_owned(), ends, warned: None });
         }
     }
 }
 
-const EXCHANGED: &str = "exchanged: new connections get the new certificate, open ones stay";
+const RELOADED: &str = "reloaded: new connections use the new certificate, open ones stay";
 
-/// Returns what the private listener is configured with; checks also that other replicas will accept what it
-/// shows.
+/// Returns the configuration of the private listener. Also checks that other replicas will accept its
+/// certificate.
 ///
 /// # Errors
-/// When the files cannot be used.
+/// If the files cannot be used.
 pub fn private_server(
     files: &TlsFiles,
     others: Option<&OtherReplicas>,
@@ -263,7 +263,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_step_towards_the_end_is_one_alarm() {
+    fn the_alarm_rises_as_the_end_comes_closer() {
         let ends = DAY * 100;
         let at = |now| Alarm::at(ends, now);
         assert_eq!(at(DAY * 69), None);
@@ -277,30 +277,30 @@ mod tests {
     }
 
     #[test]
-    fn a_new_certificate_is_told_of_anew_and_an_old_one_once() {
+    fn each_certificate_is_warned_about_once() {
         let certificates = Certificates::new(Arc::new(CertificateMetrics::new(&mut Registry::default())));
         let validity = |leaf, first| Validity { leaf: DAY * leaf, first: DAY * first, last: DAY * leaf };
-        let said = || {
+        let warned = || {
             let known = certificates.known.lock().unwrap();
-            let mut said: Vec<_> = known.iter().map(|one| (one.part, one.said)).collect();
-            said.sort_by_key(|(part, _)| format!("{part:?}"));
-            said
+            let mut warned: Vec<_> = known.iter().map(|one| (one.part, one.warned)).collect();
+            warned.sort_by_key(|(part, _)| format!("{part:?}"));
+            warned
         };
         let file = Path::new("/tls.crt");
         let read = |validity| certificates.shows("agent", file, validity);
-        // The chain ends with its leaf: it is told of once.
+        // The chain expires with its leaf: one warning.
         read(validity(100, 100));
-        certificates.tell_at(DAY * 95);
-        assert_eq!(said(), [(CertificatePart::Leaf, Some(Alarm::Week))]);
-        // Read again, and the same.
+        certificates.warn_at(DAY * 95);
+        assert_eq!(warned(), [(CertificatePart::Leaf, Some(Alarm::Week))]);
+        // The same certificate is read again.
         read(validity(100, 100));
-        assert_eq!(said(), [(CertificatePart::Leaf, Some(Alarm::Week))]);
+        assert_eq!(warned(), [(CertificatePart::Leaf, Some(Alarm::Week))]);
         // A new leaf under an old authority.
         read(validity(300, 110));
-        assert_eq!(said(), [(CertificatePart::Chain, None), (CertificatePart::Leaf, None)]);
-        certificates.tell_at(DAY * 95);
-        assert_eq!(said(), [(CertificatePart::Chain, Some(Alarm::Month)), (CertificatePart::Leaf, None)]);
+        assert_eq!(warned(), [(CertificatePart::Chain, None), (CertificatePart::Leaf, None)]);
+        certificates.warn_at(DAY * 95);
+        assert_eq!(warned(), [(CertificatePart::Chain, Some(Alarm::Month)), (CertificatePart::Leaf, None)]);
         read(validity(300, 300));
-        assert_eq!(said(), [(CertificatePart::Leaf, None)]);
+        assert_eq!(warned(), [(CertificatePart::Leaf, None)]);
     }
 }

@@ -13,8 +13,8 @@ use kas_config::{Config, Environment, Problems};
 use net::tls;
 use process::{lifecycle, telemetry};
 
-// Bodies of requests are big buffers that live shortly: this allocator keeps them mapped, where the system
-// one returns them to the kernel and takes a page fault for each page of the next.
+// Bodies of requests are large, short-lived buffers. This allocator keeps them mapped, while that of the system
+// returns them to the kernel, which costs a page fault for each page of the next buffer.
 #[global_allocator]
 static ALLOCATOR: tikv_jemallocator::Jemalloc = tikv_jemallocator::Jemalloc;
 
@@ -86,12 +86,12 @@ fn run(arguments: Arguments) -> anyhow::Result<ExitCode> {
         builder.worker_threads(threads.max(1));
     }
     builder.enable_all().build()?.block_on(async {
-        // Before anything is said to be served: from then on a signal is a wish to leave.
+        // Before kas reports that it serves, since from then on a signal must drain it.
         let (first, second) = signals()?;
         let mut first = std::pin::pin!(first);
         let kas = tokio::select! {
             kas = Kas::bind(loaded.config) => kas?,
-            // It may wait for a minute until it is clear where others reach this replica.
+            // It may take a minute until the address of this replica is known.
             () = &mut first => return Ok(ExitCode::SUCCESS),
         };
         kas.run(first, second).await;
@@ -99,7 +99,7 @@ fn run(arguments: Arguments) -> anyhow::Result<ExitCode> {
     })
 }
 
-/// Returns what resolves at the first, and at the second, signal to leave.
+/// Returns futures that resolve at the first and at the second shutdown signal.
 fn signals() -> anyhow::Result<(impl Future<Output = ()>, impl Future<Output = ()>)> {
     let (count, mut first) = tokio::sync::watch::channel(0);
     let mut second = first.clone();
@@ -107,7 +107,7 @@ fn signals() -> anyhow::Result<(impl Future<Output = ()>, impl Future<Output = (
     tokio::spawn(async move {
         loop {
             let name = signals.next().await;
-            tracing::info!(signal = name, "told to leave");
+            tracing::info!(signal = name, "shutdown signal received");
             count.send_modify(|n| *n += 1);
         }
     });
@@ -145,7 +145,7 @@ fn ask_gitlab(file: Option<&PathBuf>, questions: &Questions) -> anyhow::Result<E
     Ok(if good { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-/// Says what is wrong, and then what may be why: a misspelt key.
+/// Prints the problems, and then the warnings, which may show the cause, such as a misspelt key.
 fn wrong(problems: &Problems) -> ExitCode {
     eprintln!("{problems}");
     for warning in problems.warnings() {

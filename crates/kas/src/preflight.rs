@@ -1,5 +1,5 @@
-//! The files that a configuration names besides secrets, and what in it lets others read along: found at the
-//! start and by `kas config check`, all of it at once.
+//! Checks the files that a configuration names, at the start and in `kas config check`. All problems are
+//! reported together, with warnings about files and traffic that others can read.
 
 #[cfg(test)]
 mod tests;
@@ -18,8 +18,8 @@ use kas_config::{
 };
 use observe::audit;
 
-/// Checks a configuration file and all files that it names. A key that is wrong does not hide what is wrong
-/// with the files of others.
+/// Checks a configuration file and all files that it names. An invalid key does not hide problems with the
+/// files of other keys.
 ///
 /// # Errors
 /// [`Problems`] with all that would keep kas from starting, and the warnings; only warnings otherwise.
@@ -35,7 +35,8 @@ pub fn check(config: &Config) -> Result<Vec<Warning>, Problems> {
     everything(config, false).map(|(_, warnings)| warnings)
 }
 
-/// As [`check`], for a start: returns the secrets, and creates the secret of the API if that was left to kas.
+/// As [`check`], for a start: returns the secrets, and creates the secret of the API unless the configuration
+/// names one.
 ///
 /// # Errors
 /// As [`check`].
@@ -71,7 +72,7 @@ pub fn check_redis(config: &Config) -> Result<RedisPasswords, Problems> {
     }
 }
 
-/// What was found.
+/// Problems and warnings.
 #[derive(Debug, Default)]
 struct Findings {
     problems: Vec<Problem>,
@@ -91,7 +92,7 @@ impl Findings {
         self.problem(path, chain(error), expected);
     }
 
-    /// Judges who may read and write a file; that it is not there is found elsewhere.
+    /// Checks the mode of a file. A missing file is reported elsewhere.
     fn exposure(&mut self, key: String, what: &str, path: &Path, open: OpenFiles) {
         let Ok(found) = std::fs::metadata(path) else { return };
         match exposure::of(what, path, found.mode()) {
@@ -118,7 +119,7 @@ fn files(config: &Config) -> Findings {
                     format!("{section}.listen"),
                     format!(
                         "{what} travel in plain text beyond this host: give certificate_file and key_file, unless \
-                         what stands in front speaks TLS"
+                         a proxy in front of it terminates TLS"
                     ),
                 );
             }
@@ -130,7 +131,7 @@ fn files(config: &Config) -> Findings {
             Some(others) => match tls::validity(&others.ca) {
                 Ok(_) => certificates::private_server(files, Some(others)),
                 Err(error) => {
-                    let expected = "the certificates of who signs those of replicas, in PEM";
+                    let expected = "the CA certificates that sign those of replicas, in PEM";
                     findings.unusable("private_api.listen.client_ca_file".to_owned(), &error, expected);
                     tls::server(&files.certificate, &files.key)
                 }
@@ -140,7 +141,7 @@ fn files(config: &Config) -> Findings {
             Err(error @ tls::Error::Role { .. }) => findings.unusable(
                 format!("{section}.listen.certificate_file"),
                 &error,
-                "a certificate with that URI, which other replicas look for; or the one it has in \
+                "a certificate with that URI, which other replicas require; or the URI that it has in \
                  private_api.listen.role",
             ),
             Err(error) => findings.unusable(
@@ -152,8 +153,7 @@ fn files(config: &Config) -> Findings {
                 let ended = tls::validity(&files.certificate)
                     .is_ok_and(|validity| validity.first <= process::clock::wall());
                 if ended {
-                    // A clock may be wrong, and the new file may be on its way: it is used as soon as it is
-                    // there.
+                    // Only a warning: the clock may be wrong, and a new file is used as soon as it exists.
                     findings.warning(
                         format!("{section}.listen.certificate_file"),
                         format!("a certificate in {} has expired", files.certificate.display()),
@@ -167,26 +167,26 @@ fn files(config: &Config) -> Findings {
     if matches!(config.api.secrets, ApiSecrets::Made(_)) && private.is_some() {
         findings.warning(
             "api.listen.authentication_secret_file",
-            "not given, so each replica makes its own: a token for one of them is none for the others",
+            "not set, so each replica creates its own secret: a token for one replica is not valid for the others",
         );
     }
-    // Metrics and probes have to be reached, and tell nobody's name; the page does.
+    // Metrics and probes must be reachable, and have no names in them. The page has.
     if config.observability.page.is_some() && is_reached_from_elsewhere(&config.observability.listen) {
         findings.warning(
             "observability.page",
-            "asks for no credential, and observability.listen is reached from other hosts: whoever comes there sees names \
-             and numbers of agents and replicas; let a network policy guard it, or listen on 127.0.0.1",
+            "requires no credential, and other hosts can reach observability.listen: everyone there sees the names and \
+             numbers of agents and replicas; protect it by a network policy, or listen on 127.0.0.1",
         );
     }
     if let Tracker::Redis(shared) = &config.tracker {
         redis(shared, config.open_secret_files, &mut findings);
     }
     identity(config, &mut findings);
-    sight(config, &mut findings);
+    observability(config, &mut findings);
     findings
 }
 
-/// The files of the way to Redis; passwords are read with the secrets.
+/// Checks the files for the connection to Redis; passwords are read with the secrets.
 fn redis(shared: &Shared, open: OpenFiles, findings: &mut Findings) {
     if let Err(error) = crate::replicas::redis_backend::check(shared) {
         let expected = "certificates and a key in PEM, and addresses that can be dialled";
@@ -203,8 +203,8 @@ fn redis(shared: &Shared, open: OpenFiles, findings: &mut Findings) {
     }
 }
 
-/// The files of spans and of the audit log.
-fn sight(config: &Config, findings: &mut Findings) {
+/// Checks the files of tracing and of the audit log.
+fn observability(config: &Config, findings: &mut Findings) {
     if let Some(tracing) = &config.observability.tracing {
         if let Err(error) = tracing.collector.check() {
             let expected = "files of this section that can be used, or the variables OTEL_EXPORTER_OTLP_* that name them";
@@ -220,10 +220,10 @@ fn sight(config: &Config, findings: &mut Findings) {
     }
 }
 
-/// The file is made at the start, where a link leads to too; its folder is not.
+/// Checks the file of the audit log. kas creates it, also as the target of a link, but not its folder.
 fn audit_file(file: &Path, findings: &mut Findings) {
     const KEY: &str = "observability.audit.output";
-    const EXPECTED: &str = "a file in a folder that is there";
+    const EXPECTED: &str = "a file in an existing folder";
     let shown = file.display();
     if file.is_dir() || file.as_os_str().as_encoded_bytes().ends_with(b"/") {
         findings.problem(KEY, format!("{shown}, which is a folder"), EXPECTED);
@@ -234,24 +234,24 @@ fn audit_file(file: &Path, findings: &mut Findings) {
             let mode = found.mode() & 0o7777;
             findings.warning(
                 KEY,
-                format!("others may read or write {shown} (mode {mode:04o}): `chmod 600 {shown}` mends it"),
+                format!("others may read or write {shown} (mode {mode:04o}): `chmod 600 {shown}` fixes it"),
             );
         }
         return;
     }
     let made = match std::fs::read_link(file) {
         Err(_) => Cow::Borrowed(file),
-        // Of a link that is relative, the folder of the link is where it begins.
+        // A relative link is relative to its folder.
         Ok(to) => Cow::Owned(file.parent().map_or_else(|| to.clone(), |folder| folder.join(&to))),
     };
     if let Some(folder) = made.parent().filter(|folder| !folder.as_os_str().is_empty() && !folder.is_dir()) {
-        findings.problem(KEY, format!("a file in {}, which is no folder", folder.display()), EXPECTED);
+        findings.problem(KEY, format!("a file in {}, which is not a folder", folder.display()), EXPECTED);
     }
 }
 
 fn identity(config: &Config, findings: &mut Findings) {
     match &config.identity {
-        // The default file is made at the start, and may be there from an earlier one.
+        // The default file is created at the start, and may exist from an earlier one.
         Identity::File { file, is_default: true } => writable_identity(file, findings),
         Identity::File { file, .. } => match std::fs::read(file) {
             Err(error) => findings.problem(
@@ -263,7 +263,7 @@ fn identity(config: &Config, findings: &mut Findings) {
                 writable_identity(file, findings);
                 if let Err(error) = Identities::parse(&content) {
                     let found = format!("{}: {}", file.display(), chain(&error));
-                    findings.problem("identity.file", found, "a list of agents, as README.md shows it");
+                    findings.problem("identity.file", found, "a list of agents, as shown in README.md");
                 }
             }
         },
@@ -275,7 +275,7 @@ fn identity(config: &Config, findings: &mut Findings) {
             if gitlab.address.scheme_str() == Some("http") && !is_loopback(host) {
                 findings.warning(
                     "gitlab.address",
-                    "says http: the tokens of agents travel to GitLab in plain text; use https where the way leaves \
+                    "uses http: the tokens of agents travel to GitLab in plain text; use https unless GitLab is on \
                      this host",
                 );
             }
@@ -283,7 +283,7 @@ fn identity(config: &Config, findings: &mut Findings) {
     }
 }
 
-/// It holds hashes alone, so that others may read it.
+/// Warns if others may write the identity file. They may read it, since it has only hashes of tokens.
 fn writable_identity(file: &Path, findings: &mut Findings) {
     let Ok(found) = std::fs::metadata(file) else { return };
     if others_may_write(found.mode()) {
@@ -291,13 +291,13 @@ fn writable_identity(file: &Path, findings: &mut Findings) {
         findings.warning(
             "identity.file",
             format!(
-                "others may write {shown} (mode {mode:04o}) and so add agents: `chmod go-w {shown}` mends it"
+                "others may write {shown} (mode {mode:04o}) and so add agents: `chmod go-w {shown}` fixes it"
             ),
         );
     }
 }
 
-/// Whether somebody on another host can connect.
+/// Whether other hosts can connect.
 fn is_reached_from_elsewhere(listen: &Listen) -> bool {
     let host = listen.address.rsplit_once(':').map_or("", |(host, _)| host);
     listen.network != Network::Unix && !is_loopback(host)

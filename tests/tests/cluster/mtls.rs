@@ -267,13 +267,13 @@ async fn ca_of_replicas_is_rotated_without_a_restart() -> Result<()> {
         mesh.ready(n).await?;
     }
     echo(&mesh, 1, 1).await?;
-    let exchanged = async |since: [usize; 2]| -> Result<()> {
+    let reloaded = async |since: [usize; 2]| -> Result<()> {
         for (n, since) in since.into_iter().enumerate() {
             mesh.kas(n)
                 .process
                 .logged_since(since, "that the files count", |line| {
                     let what = line["what"] == "private_api.listen.certificate_file";
-                    (what && line["message"].as_str()?.starts_with("exchanged")).then_some(())
+                    (what && line["message"].as_str()?.starts_with("reloaded")).then_some(())
                 })
                 .await?;
         }
@@ -284,19 +284,19 @@ async fn ca_of_replicas_is_rotated_without_a_restart() -> Result<()> {
     for n in 0..2 {
         std::fs::write(folder.path().join(format!("{n}.ca")), format!("{}{}", old.1, new.1))?;
     }
-    exchanged(since).await?;
+    reloaded(since).await?;
     let since = logged();
     for n in 0..2 {
         let both = std::fs::read(folder.path().join(format!("{n}.ca")))?;
         new.issue(&new, folder.path(), &n.to_string(), mesh.private(n).ip(), ROLE)?;
         std::fs::write(folder.path().join(format!("{n}.ca")), both)?;
     }
-    exchanged(since).await?;
+    reloaded(since).await?;
     let since = logged();
     for n in 0..2 {
         std::fs::write(folder.path().join(format!("{n}.ca")), &new.1)?;
     }
-    exchanged(since).await?;
+    reloaded(since).await?;
     // A replica that only knows the new CA: it is accepted, and accepts the others.
     let listen = new.issue(&new, folder.path(), "2", mesh.private(2).ip(), ROLE)?;
     mesh.add_config(json!({ "private_api": { "listen": listen } }));

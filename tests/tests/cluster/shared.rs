@@ -378,7 +378,7 @@ async fn rotated_passwords_and_certificates_are_used_without_a_restart() -> Resu
     for (from, to) in [("server.pem", "client.pem"), ("server.key", "client.key")] {
         write(to, &std::fs::read(files.path(from))?)?;
     }
-    logged("exchanged: new connections to Redis are made with what is in the files").await?;
+    logged("reloaded: new connections to Redis use the new files").await?;
     dialled_again().await?;
     for n in 0..2 {
         let log = mesh.kas(n).process.log();

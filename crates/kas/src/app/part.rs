@@ -1,4 +1,4 @@
-//! A part of a replica: what it serves, what it runs, and what it does when the replica leaves.
+//! A part of a replica: its servers, services and tasks, and its steps at shutdown.
 
 use std::{mem, pin::Pin, sync::Arc};
 
@@ -27,31 +27,31 @@ pub(super) struct Part {
 }
 
 impl Part {
-    /// Adds a listener and what answers there.
+    /// Adds a server.
     pub(super) fn server(mut self, server: Server) -> Self {
         self.servers.push(server);
         self
     }
 
-    /// Adds a service for agents, to be served by the agent listener.
+    /// Adds a service for the agent listener.
     pub(super) fn service(mut self, service: Arc<dyn AgentService>) -> Self {
         self.services.push(service);
         self
     }
 
-    /// Adds a task that runs as long as the replica. It is aborted at the end.
+    /// Adds a task, which is aborted at the end.
     pub(super) fn task(mut self, task: impl Future<Output = ()> + Send + 'static) -> Self {
         self.tasks.push(Box::pin(task));
         self
     }
 
-    /// Adds a step for the beginning of the drain: new work goes elsewhere, open requests go on.
+    /// Adds a step for the beginning of the drain: new requests go to other replicas, open ones continue.
     pub(super) fn drain(mut self, step: impl FnOnce() + Send + 'static) -> Self {
         self.drain.push(Box::new(step));
         self
     }
 
-    /// Adds what is done after the drain and before streams end, for example telling the other replicas.
+    /// Adds a task for the time after the drain and before streams end, such as to inform the other replicas.
     pub(super) fn farewell(mut self, task: impl Future<Output = ()> + Send + 'static) -> Self {
         self.farewell.push(Box::pin(task));
         self
@@ -63,7 +63,7 @@ impl Part {
         self
     }
 
-    /// Adds what is done after the last request has ended, at the same time as that of other parts.
+    /// Adds a task for the time after the last request. Those of all parts run at the same time.
     pub(super) fn finish(mut self, task: impl Future<Output = ()> + Send + 'static) -> Self {
         self.finish.push(Box::pin(task));
         self
@@ -75,7 +75,7 @@ impl Part {
 pub(super) struct Parts(Vec<Part>);
 
 impl Parts {
-    /// Adds a part behind the others.
+    /// Adds a part after the others.
     pub(super) fn add(&mut self, part: Part) {
         self.0.push(part);
     }
@@ -101,7 +101,7 @@ impl Parts {
         self.all(|part| &mut part.drain).into_iter().for_each(|step| step());
     }
 
-    /// Does what comes before streams end, one part after the other.
+    /// Runs the tasks that come before streams end, one after the other.
     pub(super) async fn farewell(&mut self) {
         for task in self.all(|part| &mut part.farewell) {
             task.await;
@@ -113,7 +113,7 @@ impl Parts {
         self.all(|part| &mut part.end).into_iter().for_each(|step| step());
     }
 
-    /// Does what comes after the last request, all parts at the same time.
+    /// Runs the tasks that come after the last request, all at the same time.
     pub(super) async fn finish(&mut self) {
         futures_util::future::join_all(self.all(|part| &mut part.finish)).await;
     }
@@ -123,7 +123,7 @@ impl Parts {
     }
 }
 
-/// Servers and tasks that were started.
+/// The running servers and tasks.
 pub(super) struct Running {
     servers: TaskTracker,
     tasks: Vec<JoinHandle<()>>,
@@ -150,19 +150,20 @@ mod tests {
 
     #[tokio::test]
     async fn steps_run_in_the_order_of_the_parts_and_once() {
-        let said = Arc::new(Mutex::new(Vec::new()));
-        let say = |what: &'static str| {
-            let said = Arc::clone(&said);
-            move || said.lock().unwrap().push(what)
+        let steps = Arc::new(Mutex::new(Vec::new()));
+        let step = |what: &'static str| {
+            let steps = Arc::clone(&steps);
+            move || steps.lock().unwrap().push(what)
         };
         let later = |what: &'static str| {
-            let say = say(what);
-            async move { say() }
+            let step = step(what);
+            async move { step() }
         };
         let mut parts = Parts::default();
-        parts
-            .add(Part::default().drain(say("a drains")).farewell(later("a says goodbye")).end(say("a ends")));
-        parts.add(Part::default().drain(say("b drains")).end(say("b ends")).finish(later("b finishes")));
+        parts.add(
+            Part::default().drain(step("a drains")).farewell(later("a says goodbye")).end(step("a ends")),
+        );
+        parts.add(Part::default().drain(step("b drains")).end(step("b ends")).finish(later("b finishes")));
         let running = parts.start(&Lifecycle::default());
         for _ in 0..2 {
             parts.drain();
@@ -172,11 +173,11 @@ mod tests {
         }
         running.servers().await;
         let expected = ["a drains", "b drains", "a says goodbye", "a ends", "b ends", "b finishes"];
-        assert_eq!(*said.lock().unwrap(), expected);
+        assert_eq!(*steps.lock().unwrap(), expected);
     }
 
     #[tokio::test]
-    async fn tasks_end_with_what_runs_them() {
+    async fn tasks_are_aborted_with_their_owner() {
         let (alive, dropped) = tokio::sync::oneshot::channel::<()>();
         let mut parts = Parts::default();
         parts.add(Part::default().task(async move {

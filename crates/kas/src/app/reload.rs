@@ -1,4 +1,4 @@
-//! Files that are read again when they change while kas runs: certificates, secrets, and what Redis is shown.
+//! Reloads files that change while kas runs: certificates, secrets, and the files for Redis.
 
 use std::sync::Arc;
 
@@ -15,7 +15,7 @@ use crate::{
 };
 use kas_config::{self, Config, Secrets};
 
-/// What is read again when its files change.
+/// The files to reload.
 pub(super) struct Reloader {
     pub(super) certificates: Arc<Certificates>,
     all: Vec<Followed>,
@@ -26,10 +26,10 @@ impl Reloader {
         Self { certificates, all: Vec::new() }
     }
 
-    /// Reads files again when they change, until it is dropped.
+    /// Reloads files when they change, until dropped.
     pub(super) async fn run(self) {
         let Self { certificates, all } = self;
-        files::follow(all, move || certificates.tell()).await;
+        files::follow(all, move || certificates.warn()).await;
     }
 
     pub(super) fn listener(
@@ -60,23 +60,18 @@ impl Reloader {
         Ok(Some(live))
     }
 
-    /// Keeps an authority of GitLab as its file is.
-    pub(super) fn gitlab(
-        &mut self,
-        gitlab: &kas_config::GitLab,
-        before: Snapshot,
-        client: Arc<gitlab::Client>,
-    ) {
+    /// Reloads the CA certificates for GitLab.
+    pub(super) fn gitlab(&mut self, gitlab: &kas_config::GitLab, before: Snapshot, client: Arc<gitlab::Client>) {
         let Some(file) = gitlab.ca_certificate.clone() else { return };
         self.all.push(before.then("gitlab.ca_certificate_file", move || {
             client
                 .trust(Some(&file), &gitlab::Proxies::from_env())
                 .map_err(|error| process::error::chain(&error))?;
-            Ok("exchanged: GitLab is trusted by it from the next connection on".to_owned())
+            Ok("reloaded: new connections to GitLab use the new certificates".to_owned())
         }));
     }
 
-    /// Keeps what is shown to Redis, and who is trusted there, as their files are.
+    /// Reloads the passwords, certificates and CA certificates for Redis.
     pub(super) fn redis(
         &mut self,
         before: Snapshot,
@@ -96,13 +91,12 @@ impl Reloader {
                 .map_err(|problems| problems.to_string().replace('\n', "; "))?;
             note(&certificates, &redis)?;
             backend.reconfigure(&redis, passwords).map_err(|error| process::error::chain(&error))?;
-            Ok("exchanged: new connections to Redis are made with what is in the files, open ones stay"
-                .to_owned())
+            Ok("reloaded: new connections to Redis use the new files, open ones stay".to_owned())
         }));
         Ok(())
     }
 
-    /// Keeps the secrets in use as their files are, by the rules of a start.
+    /// Reloads the secrets, with the checks of a start.
     pub(super) fn secrets(
         &mut self,
         before: Snapshot,
@@ -113,10 +107,10 @@ impl Reloader {
         self.all.push(before.then("secrets", move || {
             let new = config.check_secrets().map_err(|problems| problems.to_string().replace('\n', "; "))?;
             if new.api.is_empty() {
-                return Err("the secret file of the API is not there".to_owned());
+                return Err("the secret file of the API is missing".to_owned());
             }
             let mut exchanged = Vec::new();
-            // First what may fail.
+            // First the step that can fail.
             if new.private != used.private
                 && let Some(rotation) = &users.private
             {
@@ -136,14 +130,14 @@ impl Reloader {
             }
             used = new;
             Ok(match exchanged.as_slice() {
-                [] => "written anew, and the same as before".to_owned(),
+                [] => "the files were written again, and the secrets are the same".to_owned(),
                 _ => format!("the secrets of {} were exchanged", exchanged.join(" and ")),
             })
         }));
     }
 }
 
-/// What uses the secrets that can be exchanged while kas runs.
+/// The users of the secrets that can be replaced while kas runs.
 pub(super) struct SecretUsers {
     pub(super) api: Arc<ApiListener>,
     pub(super) private: Option<Rotation>,

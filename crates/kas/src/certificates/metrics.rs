@@ -1,4 +1,4 @@
-//! When certificates end.
+//! Metrics of certificates.
 
 use std::{path::Path, time::Duration};
 
@@ -8,15 +8,15 @@ use prometheus_client::{
     registry::{Registry, Unit},
 };
 
-/// Of what a certificate's end is told.
+/// The certificates of a file whose end is reported.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, EncodeLabelValue)]
 #[allow(missing_docs)]
 pub enum CertificatePart {
-    /// The certificate that is shown.
+    /// The certificate itself.
     Leaf,
-    /// What ends first of all in its file.
+    /// The certificate of the chain that expires first.
     Chain,
-    /// What ends last of the authorities in a file.
+    /// The CA certificate of the file that expires last.
     Authority,
 }
 
@@ -27,7 +27,7 @@ struct CertificateLabels {
     file: String,
 }
 
-/// When the certificates in use end.
+/// Metrics of the certificates in use.
 #[derive(Debug)]
 pub struct CertificateMetrics {
     certificates: Family<CertificateLabels, Gauge>,
@@ -40,14 +40,14 @@ impl CertificateMetrics {
         let metrics = Self { certificates: Family::default() };
         registry.register_with_unit(
             "certificate_not_after_timestamp",
-            "When certificates end, since 1970, by the section of the configuration that names their file",
+            "When certificates expire, since 1970, by the section of the configuration that names their file",
             Unit::Seconds,
             metrics.certificates.clone(),
         );
         metrics
     }
 
-    /// Says when a certificate ends.
+    /// Sets when a certificate expires.
     pub fn certificate_ends(
         &self,
         section: &'static str,

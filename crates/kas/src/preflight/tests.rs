@@ -40,7 +40,7 @@ impl Files {
     }
 }
 
-/// Writes a certificate with these URIs, that ends then, and its key with this mode.
+/// Writes a certificate that has this URI and expires at `ends`, and its key with this mode.
 fn certificate(folder: &Path, name: &str, uri: Option<&str>, ends: std::time::SystemTime, mode: u32) {
     let key = rcgen::KeyPair::generate().unwrap();
     let mut params = rcgen::CertificateParams::new(vec!["localhost".to_owned()]).unwrap();
@@ -53,7 +53,7 @@ fn certificate(folder: &Path, name: &str, uri: Option<&str>, ends: std::time::Sy
 }
 
 #[test]
-fn everything_that_is_unsafe_or_of_no_use_is_told_at_once() {
+fn everything_unsafe_or_unusable_is_reported_at_once() {
     net::tls::install();
     let files = Files::new(&[("a", SECRET_A), ("short", "aGVsbG8="), ("private", SECRET_B), ("empty", "")]);
     let folder = files.0.path();
@@ -121,8 +121,8 @@ private_api:
     );
     let none = replica("ended", "kas://replica");
     assert!(none.len() == 1 && none[0].contains("it has no URI"), "{none:?}");
-    // A certificate that has ended does not keep kas from starting: the clock may be wrong, and the next file
-    // is used at once.
+    // An expired certificate does not keep kas from starting: the clock may be wrong, and a new file is used
+    // at once.
     let ended = told(&load(
         "{agent: {listen: {certificate_file: DIR/ended.crt, key_file: DIR/ended.key}}, api: {listen: \
          {authentication_secret_file: DIR/a}}}",
@@ -152,7 +152,7 @@ fn files_for_spans_and_the_folder_of_the_audit_log_are_checked() {
     let all = told("none", "no/audit.log");
     let begin = [
         "observability.tracing: found cannot read the headers",
-        "observability.audit.output: found a file in DIR/no, which is no folder; expected a file in",
+        "observability.audit.output: found a file in DIR/no, which is not a folder; expected a file in",
     ];
     assert!(
         all.len() == begin.len() && all.iter().zip(begin).all(|(told, begin)| told.starts_with(begin)),
@@ -167,7 +167,7 @@ fn files_for_spans_and_the_folder_of_the_audit_log_are_checked() {
 }
 
 #[test]
-fn an_audit_log_that_is_open_to_others_or_no_file_is_told_of() {
+fn an_audit_log_that_is_open_to_others_or_not_a_file_is_reported() {
     let files = Files::new(&[("a", SECRET_A), ("log", "")]);
     let folder = files.0.path();
     let shown = folder.display().to_string();
@@ -196,12 +196,12 @@ fn an_audit_log_that_is_open_to_others_or_no_file_is_told_of() {
                 told(name),
                 [format!(
                     "warning: observability.audit.output: others may read or write DIR/{name} (mode \
-                     {mode:04o}): `chmod 600 DIR/{name}` mends it"
+                     {mode:04o}): `chmod 600 DIR/{name}` fixes it"
                 )]
             );
         }
     }
-    let expected = "expected a file in a folder that is there";
+    let expected = "expected a file in an existing folder";
     for name in [".", "to-folder", "absent/"] {
         assert_eq!(
             told(name),
@@ -210,18 +210,18 @@ fn an_audit_log_that_is_open_to_others_or_no_file_is_told_of() {
     }
     assert_eq!(
         told("to-none"),
-        [format!("observability.audit.output: found a file in DIR/none, which is no folder; {expected}")]
+        [format!("observability.audit.output: found a file in DIR/none, which is not a folder; {expected}")]
     );
 }
 
 #[test]
-fn an_identity_file_that_others_may_write_is_warned_about_from_the_start() {
+fn an_identity_file_that_others_may_write_is_warned_about_at_the_start() {
     let files = Files::new(&[("a", SECRET_A), ("agents.yaml", "agents: []")]);
     let path = files.path("agents.yaml");
     let shown = path.display();
     let env = Environment { kas_state_dir: Some(files.0.path().into()), ..Environment::default() };
     let secret = format!("{{api: {{listen: {{authentication_secret_file: {:?}}}}}", files.path("a"));
-    // Chosen by somebody, and the default.
+    // A configured file, and the default one.
     for yaml in [format!("{secret}, identity: {{file: {path:?}}}}}"), format!("{secret}}}")] {
         let warned = |mode: u32| -> Vec<String> {
             fs::set_permissions(&path, fs::Permissions::from_mode(mode)).unwrap();
@@ -235,7 +235,7 @@ fn an_identity_file_that_others_may_write_is_warned_about_from_the_start() {
                 warned(mode),
                 [format!(
                     "identity.file: others may write {shown} (mode {mode:04o}) and so add agents: `chmod go-w {shown}` \
-                     mends it"
+                     fixes it"
                 )]
             );
         }
@@ -277,7 +277,7 @@ fn plain_text_beyond_the_host_is_warned_about() {
 }
 
 #[test]
-fn a_page_for_whoever_comes_is_warned_about() {
+fn a_page_that_other_hosts_can_reach_is_warned_about() {
     let files = Files::new(&[("a", SECRET_A)]);
     let secret = files.path("a");
     let api = format!("api: {{listen: {{authentication_secret_file: {secret:?}}}}}");
@@ -294,16 +294,16 @@ fn a_page_for_whoever_comes_is_warned_about() {
     }
 }
 
-/// Seen to fail when files are looked at only once every key is good.
+/// Fails if files are checked only when every key is valid.
 #[test]
-fn a_wrong_key_hides_nothing_that_is_wrong_with_files() {
+fn an_invalid_key_does_not_hide_problems_with_files() {
     let dir = tempfile::tempdir().unwrap();
     let env = Environment { kas_state_dir: Some(dir.path().into()), ..Environment::default() };
     let yaml = "agent: {listen: {max_connection_age: never}}\nidentity: {file: /nowhere/agents.yaml}\n\
                 api: {listen: {authentication_secret_file: 7}}\n";
     let found = check_text(yaml, &env).unwrap_err();
     let paths: Vec<&str> = found.iter().map(Problem::path).collect();
-    // The secret is told of once: the file of the default is nobody's wish.
+    // The secret is reported once: nobody has configured the default file.
     assert_eq!(
         paths,
         ["agent.listen.max_connection_age", "api.listen.authentication_secret_file", "identity.file"],
