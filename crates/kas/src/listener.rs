@@ -1,4 +1,4 @@
-//! What kas answers, by listener: agents, GitLab with operators, and other replicas.
+//! The listeners: for agents, for GitLab and operators, and for other replicas.
 
 pub mod agent;
 pub mod api;
@@ -16,18 +16,18 @@ use tokio::sync::watch;
 use kas_config::Attempts;
 use observe::refusals::{ListenerName, Reason, Refusals};
 
-/// How this replica names itself to agents.
+/// What this replica reports about itself to agents.
 #[derive(Debug, Clone)]
 pub struct Naming {
     /// Value of `kas-replica`.
     pub replica: HeaderValue,
-    /// Value of `kas-replica-run`: another one in each process.
+    /// Value of `kas-replica-run`, which differs in each process.
     pub run: HeaderValue,
-    /// Value of `kas-replicas`: how many live.
+    /// Value of `kas-replicas`: the number of live replicas.
     pub replicas: watch::Receiver<usize>,
 }
 
-/// Whether a connection has shown who it is.
+/// Whether a connection has been authenticated.
 #[derive(Debug)]
 struct Trust {
     authenticated: AtomicBool,
@@ -40,12 +40,12 @@ impl Trust {
         Self { authenticated: AtomicBool::new(false), failures: AtomicU32::new(0), most: attempts.failures }
     }
 
-    /// A stream was authenticated; returns whether it was the first.
+    /// Records an authenticated stream. Returns whether it is the first.
     fn passed(&self) -> bool {
         !self.authenticated.swap(true, Ordering::Relaxed)
     }
 
-    /// A stream was not.
+    /// Records a stream that was not authenticated.
     fn failed(&self) {
         self.failures.fetch_add(1, Ordering::Relaxed);
     }
@@ -61,7 +61,7 @@ impl Trust {
     }
 }
 
-/// Refuses what is not gRPC over HTTP/2 in the way that HTTP clients understand.
+/// Refuses requests that are not gRPC, with a status of HTTP.
 fn not_grpc(method: &Method, headers: &HeaderMap) -> Option<Response<Body>> {
     let status = if *method != Method::POST {
         StatusCode::METHOD_NOT_ALLOWED
@@ -75,8 +75,7 @@ fn not_grpc(method: &Method, headers: &HeaderMap) -> Option<Response<Body>> {
     Some(response)
 }
 
-/// Refuses headers with more fields than any that an agent or a replica sends. Callers have a limit of their
-/// own.
+/// Refuses headers with more fields than agents and replicas send. Callers have another limit.
 fn too_many_fields(headers: &HeaderMap, attempts: Attempts) -> Option<Status> {
     let (fields, most) = (headers.len(), attempts.fields);
     (fields > most as usize).then(|| {
@@ -87,14 +86,14 @@ fn too_many_fields(headers: &HeaderMap, attempts: Attempts) -> Option<Status> {
     })
 }
 
-/// Refuses headers that are too large, in words: what HTTP/2 itself refuses has none.
+/// Refuses headers that are too large, with a message. HTTP/2 itself refuses larger ones without one.
 fn too_large(request: &Request<Incoming>, attempts: Attempts) -> Option<Status> {
     let (size, most) = (header_list(request), attempts.header_list);
     (size > most as usize).then(|| {
         Status::new(
             Code::ResourceExhausted,
             format!(
-                "the headers of the request have {size} bytes, 32 for each field among them; at most {most} are accepted here"
+                "the headers of the request have {size} bytes, including 32 for each field; at most {most} are accepted here"
             ),
         )
     })
@@ -102,7 +101,7 @@ fn too_large(request: &Request<Incoming>, attempts: Attempts) -> Option<Status> 
 
 /// Returns the size of a request's headers as RFC 9113 counts them.
 fn header_list<B>(request: &Request<B>) -> usize {
-    /// What each field counts beside its name and its value.
+    /// Bytes that each field counts besides its name and its value.
     const FIELD: usize = 32;
     let field = |name: &str, len: usize| name.len() + len + FIELD;
     let uri = request.uri();
@@ -114,7 +113,7 @@ fn header_list<B>(request: &Request<B>) -> usize {
         + request.headers().iter().map(|(name, value)| field(name.as_str(), value.len())).sum::<usize>()
 }
 
-/// Returns an answer that is only a status, with the request id.
+/// Returns an answer that has only a status and the request id.
 fn failed(status: &Status, correlation: &HeaderValue) -> Response<Body> {
     let mut response: Response<http_body_util::Empty<bytes::Bytes>> = status.into_response();
     response.headers_mut().insert(grpc::CORRELATION_ID, correlation.clone());

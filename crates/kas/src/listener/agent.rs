@@ -46,11 +46,12 @@ use super::{Naming, Trust, count_refusal, failed, not_grpc, too_large, too_many_
 const CONNECT: &str = "/gitlab.agent.reverse_tunnel.rpc.ReverseTunnel/Connect";
 const GET_CONFIGURATION: &str = "/gitlab.agent.agent_configuration.rpc.AgentConfiguration/GetConfiguration";
 
-/// How long it is remembered that an agent is behind a proxy that cuts idle streams.
+/// How long the cache keeps an agent that is behind a proxy that cuts idle streams.
 const PROXY_MEMORY: Duration = Duration::from_secs(3600);
-/// Of how many agents that is remembered.
+/// The most agents in that cache.
 const PROXY_AGENTS: usize = 100_000;
-/// What the agent listener needs.
+
+/// The service of the agent listener.
 pub struct AgentListener {
     identity: Arc<dyn Identity>,
     registry: Arc<TunnelRegistry>,
@@ -66,13 +67,13 @@ pub struct AgentListener {
     rate_limit: Arc<RateLimit>,
     failures: Arc<RateLimit>,
     attempts: Attempts,
-    /// The process leaves now: what opens still ends at once.
+    /// The process ends now: new streams end at once.
     left: AtomicBool,
     transports: Mutex<HashMap<u64, Weak<Transport>>>,
-    /// How many configuration streams each connection has here.
+    /// The number of configuration streams of each connection.
     present: Mutex<HashMap<(AgentId, ConnectionId), usize>>,
     serial: AtomicU64,
-    /// Agents behind a proxy that cuts idle streams, and when that was seen.
+    /// Agents behind a proxy that cuts idle streams, and when it last cut one.
     proxied: Mutex<HashMap<AgentId, Instant>>,
 }
 
@@ -82,38 +83,38 @@ impl std::fmt::Debug for AgentListener {
     }
 }
 
-/// What an [`AgentListener`] is made of.
+/// The parts of an [`AgentListener`].
 pub struct Parts {
-    /// Who is this token?
+    /// Authenticates agents.
     pub identity: Arc<dyn Identity>,
-    /// Where tunnels go.
+    /// The registry of tunnels.
     pub registry: Arc<TunnelRegistry>,
-    /// Where connections are announced.
+    /// The tracker of connections.
     pub tracker: Arc<dyn Tracker>,
-    /// Who says that it runs.
+    /// The registered processes of agents.
     pub registrar: Arc<Registrar>,
-    /// What else agents may call.
+    /// Services of other modules for agents.
     pub services: Vec<Arc<dyn AgentService>>,
-    /// Where configurations come from.
+    /// The configurations of agents.
     pub configs: Arc<AgentConfigs>,
-    /// What is counted.
+    /// Metrics of agents.
     pub metrics: Arc<AgentMetrics>,
-    /// What is refused.
+    /// Counters of refusals.
     pub refusals: Arc<Refusals>,
-    /// How this replica names itself.
+    /// What this replica reports about itself.
     pub naming: Naming,
-    /// Idle streams behind a proxy end after this time.
+    /// Idle streams behind a proxy are ended after this time.
     pub proxied_idle: Duration,
-    /// What agents' tokens are charged.
+    /// The rate limit of new connections, by token.
     pub rate_limit: Arc<RateLimit>,
-    /// What tokens are charged that are not right.
+    /// The rate limit of invalid tokens.
     pub failures: Arc<RateLimit>,
-    /// What one connection may try.
+    /// The limits of one connection.
     pub attempts: Attempts,
 }
 
 impl AgentListener {
-    /// Makes the listener's service.
+    /// Creates the listener's service.
     pub fn new(parts: Parts) -> Arc<Self> {
         let Parts {
             identity,
@@ -159,21 +160,21 @@ impl AgentListener {
         })
     }
 
-    /// Returns who says that it runs.
+    /// Returns the registered processes of agents.
     pub fn registrar(&self) -> Arc<Registrar> {
         Arc::clone(&self.registrar)
     }
 
-    /// Notes a configuration stream of a connection; whether it is the only one.
-    fn comes(&self, agent: AgentId, id: ConnectionId) -> bool {
+    /// Records a configuration stream of a connection. Returns whether it is the only one.
+    fn stream_opened(&self, agent: AgentId, id: ConnectionId) -> bool {
         let mut present = self.present.lock().unwrap_or_else(PoisonError::into_inner);
         let streams = present.entry((agent, id)).or_default();
         *streams += 1;
         *streams == 1
     }
 
-    /// Notes the end of a configuration stream; whether it was the last one of its connection.
-    fn goes(&self, agent: AgentId, id: ConnectionId) -> bool {
+    /// Records the end of a configuration stream. Returns whether it was the last one of its connection.
+    fn stream_closed(&self, agent: AgentId, id: ConnectionId) -> bool {
         let mut present = self.present.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(streams) = present.get_mut(&(agent, id)) else { return true };
         *streams -= 1;
@@ -184,7 +185,7 @@ impl AgentListener {
         last
     }
 
-    /// Cuts the streams of agents and tokens that are no longer valid, until it is dropped.
+    /// Ends the streams of agents and tokens that are no longer valid, until dropped.
     pub async fn watch_identity(self: Arc<Self>) {
         let mut changes = self.identity.changes();
         while changes.changed().await.is_ok() {
@@ -195,7 +196,7 @@ impl AgentListener {
         }
     }
 
-    /// Ends every stream: the process leaves now.
+    /// Ends every stream, since the process ends now.
     pub fn end_all(&self) {
         self.left.store(true, Ordering::Relaxed);
         for transport in self.transports() {
@@ -208,7 +209,7 @@ impl AgentListener {
                 if tunnel.carries_request() {
                     tunnel.end(status.clone());
                 } else {
-                    // A replica that has reserved it is not waited for.
+                    // Does not wait for a replica that has reserved it.
                     tunnel.cancel_reservation();
                     self.registry.retire(&tunnel, Retire::Ok);
                 }
@@ -307,8 +308,7 @@ impl Connection for Transport {
     fn going_away(&self, reason: GoAway) {
         let mut state = self.state();
         state.aged = true;
-        // The configuration stream first: the agent opens it again on a new connection, and its
-        // tunnels follow.
+        // The configuration stream first: the agent reopens it on a new connection, and its tunnels follow.
         let configs: Vec<_> = state.configs.iter().filter_map(|held| held.stream.upgrade()).collect();
         let tunnels: Vec<_> = state.tunnels.iter().filter_map(|held| held.tunnel.upgrade()).collect();
         drop(state);
@@ -316,7 +316,7 @@ impl Connection for Transport {
             config.end(None);
         }
         tracing::debug!(reason = ?reason, tunnels = tunnels.len(), "connection of an agent is going away");
-        // Ours open a replacement before they let go; those of GitLab end with OK.
+        // Our agents open a replacement before they close a tunnel. Those of GitLab get OK.
         for tunnel in tunnels {
             self.listener.registry.retire(&tunnel, Retire::Notice);
         }
@@ -331,7 +331,7 @@ impl Connection for Transport {
             state.configs.retain(|held| held.stream.strong_count() > 0);
             for held in &state.tunnels {
                 if let Some(tunnel) = held.tunnel.upgrade()
-                    // Ours replaces its parked tunnels itself, without a gap.
+                    // Our agents replace idle tunnels themselves, without a gap.
                     && tunnel.info().kind != AgentKind::Ours
                     && tunnel.idle_since().is_some_and(|since| since.elapsed() >= self.listener.proxied_idle)
                 {
@@ -372,7 +372,7 @@ impl Connection for Transport {
     }
 }
 
-/// Authenticates a call and lets its service answer.
+/// Authenticates a call and passes it to its service.
 async fn serve(
     transport: Arc<Transport>,
     service: Arc<dyn AgentService>,

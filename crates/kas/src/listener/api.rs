@@ -1,4 +1,4 @@
-//! The API listener: kas' own services, and every method that an agent serves, passed through.
+//! The API listener: serves kas' own services, and passes calls of all other methods to agents.
 
 use std::{
     net::SocketAddr,
@@ -38,14 +38,14 @@ mod services;
 
 pub(crate) use services::{connected, explain};
 
-/// The largest message of a caller that compresses: it is held whole while it is inflated.
+/// The largest message of a caller that uses compression, in bytes. It is held in memory while decompressed.
 const MAX_INFLATED: usize = 4 << 20;
-/// A caller that reads nothing keeps its stream this long after its deadline, then it is reset.
+/// The stream of a caller that does not read is reset this long after its deadline.
 const DEADLINE_GRACE: std::time::Duration = std::time::Duration::from_secs(2);
 
-/// What the API listener needs.
+/// The service of the API listener.
 pub struct ApiListener {
-    /// Exchanged when the secret files change.
+    /// Replaced when the secret files change.
     jwt: ArcSwap<JwtVerifier>,
     router: Arc<Router>,
     refusals: Arc<Refusals>,
@@ -61,9 +61,9 @@ impl std::fmt::Debug for ApiListener {
 }
 
 impl ApiListener {
-    /// Makes the listener's service. Health checks say "serving" while `phase` is serving; `attempts` is what
-    /// one connection may try.
-    #[expect(clippy::too_many_arguments, reason = "each comes from another room")]
+    /// Creates the listener's service. Health checks report `SERVING` while `phase` is serving. `attempts`: the
+    /// limits of one connection.
+    #[expect(clippy::too_many_arguments, reason = "each is made by another module")]
     pub fn new(
         jwt: JwtVerifier,
         router: Arc<Router>,
@@ -78,7 +78,7 @@ impl ApiListener {
         Arc::new(Self { jwt: ArcSwap::from_pointee(jwt), router, refusals, services, observer, attempts })
     }
 
-    /// Checks tokens against other secrets from now on.
+    /// Verifies tokens with other secrets from now on.
     pub fn rotate(&self, jwt: JwtVerifier) {
         self.jwt.store(Arc::new(jwt));
     }
@@ -120,7 +120,7 @@ impl Caller {
 impl Connection for Caller {
     fn call(self: Arc<Self>, request: Request<Incoming>, slot: &StreamSlot) -> Answer {
         let correlation = metadata::correlation(request.headers());
-        // Health says nothing but "serving"; everything else needs a token, and is looked at.
+        // Health checks need no token and are not recorded.
         let health = request.uri().path().starts_with(services::HEALTH);
         let record = if health {
             RequestRecord::default()
@@ -195,11 +195,11 @@ impl Connection for Caller {
     }
 
     fn going_away(&self, _reason: GoAway) {
-        // GOAWAY says it all: callers open new connections, and what is open goes on.
+        // GOAWAY is enough: callers open new connections, and open requests continue.
     }
 }
 
-/// Passes a request on to its agent.
+/// Passes a request to its agent.
 async fn pass_through(
     caller: Arc<Caller>,
     request: Request<Incoming>,
@@ -236,7 +236,7 @@ async fn pass_through(
     let body = record.request_body(body);
     let trace = if target.explain { RouteTrace::begin() } else { RouteTrace::default() };
     trace.note(|| format!("arrived for agent {}", target.agent));
-    let told = |mut response: Response<Body>| {
+    let finish = |mut response: Response<Body>| {
         trace.write_to(response.headers_mut());
         answering.answered(response)
     };
@@ -250,7 +250,7 @@ async fn pass_through(
                 if status.code() == Code::ResourceExhausted {
                     caller.listener.refusals.refused(ListenerName::Api, Reason::Message);
                 }
-                return told(failed(&status, &correlation));
+                return finish(failed(&status, &correlation));
             }
         }
     } else {
@@ -258,7 +258,7 @@ async fn pass_through(
     };
     let impersonates = match header.as_ref().map(kas_end::impersonates).transpose() {
         Ok(impersonates) => impersonates.unwrap_or(false),
-        Err(status) => return told(failed(&status, &correlation)),
+        Err(status) => return finish(failed(&status, &correlation)),
     };
     drop(header);
     let answer = caller
@@ -279,7 +279,7 @@ async fn pass_through(
         .await;
     let answer = match answer {
         Ok(answer) => answer,
-        Err(status) => return told(failed(&status, &correlation)),
+        Err(status) => return finish(failed(&status, &correlation)),
     };
     let (mut headers, body) = match answer.head {
         Head::Headers(headers) => (headers, grpc::boxed(answer.body)),
@@ -292,10 +292,10 @@ async fn pass_through(
     headers.insert(grpc::CORRELATION_ID, correlation);
     let mut response = Response::new(body);
     *response.headers_mut() = headers;
-    told(response)
+    finish(response)
 }
 
-/// Answers a method of kas itself, within its deadline.
+/// Serves a method of kas itself, within its deadline.
 async fn own(
     service: LocalService,
     request: Request<Incoming>,
@@ -329,7 +329,7 @@ async fn own(
 #[derive(Clone, Debug)]
 struct Correlation(HeaderValue);
 
-/// A body that ends with `DEADLINE_EXCEEDED` when time is up.
+/// A body that ends with `DEADLINE_EXCEEDED` at its deadline.
 struct DeadlineBody {
     inner: Body,
     sleep: Pin<Box<Sleep>>,

@@ -1,4 +1,4 @@
-//! `AgentConfiguration/GetConfiguration`: the stream by which an agent is connected and gets its
+//! `AgentConfiguration/GetConfiguration`: the stream that makes an agent connected, and delivers its
 //! configuration.
 
 use std::{
@@ -22,7 +22,7 @@ use super::{
 };
 use crate::{listener::failed, registrar};
 
-/// Idle streams of one agent that a proxy cut before this age say that there is a proxy.
+/// If an idle stream is cut before this age, then by a proxy.
 const PROXY_CUT: Duration = Duration::from_secs(75);
 
 impl Transport {
@@ -37,7 +37,7 @@ impl Transport {
     async fn open_configuration(self: &Arc<Self>, request: Request<Incoming>) -> Result<Body, Status> {
         let (head, body) = request.into_parts();
         let gzip = encoding(&head.headers);
-        // Read while the token is looked up: what nobody reads piles up. It is dropped after its one message.
+        // Read while the token is looked up, so that data does not pile up. Dropped after its one message.
         let reading = read_one(body, *gzip.as_ref().unwrap_or(&false));
         let mut reading = std::pin::pin!(tokio::time::timeout(FIRST_MESSAGE, reading));
         let mut message = None;
@@ -69,8 +69,8 @@ impl Transport {
         let stand_in = if registers { registrar::stand_in(agent.id, &meta) } else { None };
         let id = ours.or(stand_in).unwrap_or_else(ConnectionId::random);
         let stream = listener.configs.subscribe(agent, &request.commit_id);
-        // Without a name of its pod nobody could tell that it is the process which has registered.
-        // So an agentk of ours that says it, which registers nowhere, is not listed at all: `agentk doctor`.
+        // If it registers, it is listed as a stand-in, which needs the name of its pod. `agentk doctor` sends
+        // `skip_register` too but registers nowhere, so it is not listed.
         let lease = (!request.skip_register || stand_in.is_some()).then(|| {
             listener.tracker.connection(Connection {
                 agent: agent.id,
@@ -82,7 +82,7 @@ impl Transport {
             })
         });
         listener.metrics.agent_connections.inc();
-        if listener.comes(agent.id, id) {
+        if listener.stream_opened(agent.id, id) {
             tracing::info!(
                 agent.id = agent.id.get(),
                 agent.name = &*agent.name,
@@ -90,7 +90,7 @@ impl Transport {
                 "agent connected"
             );
         } else {
-            // It looks for another replica and met this one again, every few seconds where there is no other.
+            // An agent that looks for another replica gets here every few seconds if there is only one.
             tracing::debug!(
                 agent.id = agent.id.get(),
                 connection.id = id.get(),
@@ -122,7 +122,7 @@ impl Transport {
     }
 }
 
-/// What ends with a configuration stream.
+/// Removes a configuration stream when it ends.
 struct ConfigGuard {
     transport: Arc<Transport>,
     agent: AgentId,
@@ -140,7 +140,7 @@ impl Drop for ConfigGuard {
         let mut cut = false;
         if let Some(at) = state.configs.iter().position(|held| held.serial == self.serial) {
             let held = state.configs.swap_remove(at);
-            // A live transport whose idle stream was cut early: something between does that.
+            // The transport lives but its idle stream was cut early, so a proxy has cut it.
             let age = held.since.elapsed();
             cut = !state.aged && !held.ours && age > Duration::from_secs(20) && age < PROXY_CUT;
         }
@@ -149,7 +149,7 @@ impl Drop for ConfigGuard {
             transport.listener.remember_proxied(self.agent);
         }
         transport.bind_connection(self.agent);
-        if transport.listener.goes(self.agent, self.id) {
+        if transport.listener.stream_closed(self.agent, self.id) {
             tracing::info!(agent.id = self.agent.get(), connection.id = self.id.get(), "agent disconnected");
         }
     }

@@ -1,5 +1,5 @@
-//! The seam through which a module of kas serves agents: a set of paths, and a handler that gets calls of
-//! agents whose token is valid.
+//! The interface by which a module of kas serves agents: a set of paths, and a handler for the calls of
+//! authenticated agents.
 
 use std::{pin::Pin, sync::Arc, time::Duration};
 
@@ -13,7 +13,7 @@ use net::http::Body;
 use super::transport::Transport;
 use identity::Authenticated;
 
-/// An agent must send its descriptor, or its request, within this time.
+/// How long an agent may take to send its descriptor or request.
 pub(super) const FIRST_MESSAGE: Duration = Duration::from_secs(10);
 /// The largest request of a call with a single request, in bytes.
 const MAX_REQUEST: usize = 64 * 1024;
@@ -74,7 +74,7 @@ impl AgentCall {
     }
 }
 
-/// What is known of a call once its request was read.
+/// A call whose request has been read.
 pub struct CallContext {
     /// The agent, and its token.
     pub authenticated: Authenticated,
@@ -97,7 +97,7 @@ impl CallContext {
     /// awaited.
     ///
     /// # Errors
-    /// `UNAUTHENTICATED` when the token is not valid any more.
+    /// `UNAUTHENTICATED` if the token is no longer valid.
     pub async fn recheck(&self) -> Result<(), Status> {
         self.transport.still_valid(&self.authenticated).await
     }
@@ -108,7 +108,7 @@ impl CallContext {
     }
 }
 
-/// Whether the stream's messages may be gzip.
+/// Returns whether messages of the stream may be compressed with gzip.
 pub(super) fn encoding(headers: &HeaderMap) -> Result<bool, Status> {
     match headers.get("grpc-encoding").map(HeaderValue::as_bytes) {
         None | Some(b"identity") => Ok(false),
@@ -120,7 +120,7 @@ pub(super) fn encoding(headers: &HeaderMap) -> Result<bool, Status> {
     }
 }
 
-/// Decodes the one message of a call that was waited for.
+/// Decodes the result of [`read_one`] with a timeout.
 pub(super) fn decoded<M: prost::Message + Default>(
     read: Result<Result<bytes::Bytes, Status>, tokio::time::error::Elapsed>,
 ) -> Result<M, Status> {
@@ -129,7 +129,7 @@ pub(super) fn decoded<M: prost::Message + Default>(
         .map_err(|error| Status::new(Code::InvalidArgument, format!("the request is malformed: {error}")))
 }
 
-/// Reads the one message of a call, inflated when it is compressed.
+/// Reads the one message of a call, and decompresses it if necessary.
 pub(super) async fn read_one(body: Incoming, gzip: bool) -> Result<bytes::Bytes, Status> {
     let mut reader = MessageReader::new(body, MAX_REQUEST).with_gzip(gzip);
     match reader.next().await {
@@ -139,7 +139,7 @@ pub(super) async fn read_one(body: Incoming, gzip: bool) -> Result<bytes::Bytes,
     }
 }
 
-/// The body of an answer that is one message.
+/// Returns the body of an answer with one message.
 pub fn one(message: &impl prost::Message) -> Body {
     let mut trailers = HeaderMap::with_capacity(1);
     Status::write_ok(&mut trailers);

@@ -1,4 +1,4 @@
-//! One transport connection of agentk: which agents were authenticated on it, and which streams it carries.
+//! One transport connection of agentk: its authenticated agents and its streams.
 
 use std::{
     net::SocketAddr,
@@ -18,9 +18,9 @@ use super::AgentListener;
 use crate::listener::Trust;
 use observe::refusals::{ListenerName, Reason};
 
-/// Processes of one transport connection that register: one, but where a proxy joins several.
+/// The most registered processes of one transport connection. There is one, unless a proxy joins several.
 const MAX_PROCESSES: usize = 16;
-/// The longest instance id and socket address that are looked at, in bytes.
+/// The longest instance id and socket address that are parsed, in bytes.
 pub(super) const MAX_HINT: usize = 128;
 
 /// One transport connection of agentk.
@@ -34,7 +34,7 @@ pub(super) struct Transport {
 
 #[derive(Default)]
 pub(super) struct TransportState {
-    /// Who was authenticated on it.
+    /// The agents that were authenticated on it.
     pub(super) agents: Vec<AgentId>,
     pub(super) closed: bool,
     pub(super) tunnels: Vec<HeldTunnel>,
@@ -53,33 +53,33 @@ pub(super) struct HeldTunnel {
 }
 
 pub(super) struct HeldConfig {
-    /// Tells it from others: an agent may send the same instance id on several streams.
+    /// Identifies the stream, since an agent may send the same instance id on several.
     pub(super) serial: u64,
     pub(super) stream: Weak<ConfigStream>,
     pub(super) authenticated: Authenticated,
     pub(super) id: ConnectionId,
-    /// Of an agent of this project: its tunnels are bound by instance, not by transport.
+    /// It belongs to one of our agents, whose tunnels are bound by instance id and not by transport.
     pub(super) ours: bool,
-    /// Its process registers, which says better who it is.
+    /// Its process registers, so the id of the registration is preferred.
     pub(super) registers: bool,
     pub(super) since: Instant,
 }
 
 impl Transport {
     pub(super) fn state(&self) -> MutexGuard<'_, TransportState> {
-        // A panic between two lists cannot leave them torn: each change is one push or retain.
+        // Each change is one push or retain, so a panic cannot leave the state inconsistent.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns what stands in the registry for the process at its other end, of an agent that does not name
-    /// it: no id of a connection, which have 63 bits.
+    /// Returns the instance for tunnels of agents that send no instance id. It differs from every connection
+    /// id, since these have 63 bits.
     pub(super) fn instance(&self) -> u64 {
         self.serial | 1 << 63
     }
 
     /// Returns the agent whose token the request carries.
     pub(super) async fn authenticate(&self, headers: &HeaderMap) -> Result<Authenticated, Status> {
-        // Who resets a stream before it is judged has failed as well: a lookup was begun for it.
+        // A stream that is reset before the result counts as failed, since it has caused a lookup.
         let attempt = Attempt { trust: &self.trust, over: false };
         let result = match jwt::bearer(headers) {
             Ok(token) => self.identify(token).await,
@@ -93,13 +93,13 @@ impl Transport {
                 }
                 let agent = authenticated.agent.id;
                 let mut state = self.state();
-                // One, but where a proxy joins several.
+                // There is one, unless a proxy joins several.
                 if !state.agents.contains(&agent) && !state.closed {
                     state.agents.push(agent);
                     self.listener.registry.transport_opened(agent);
                 }
             }
-            // Says nothing against the peer.
+            // Not a failure of the peer.
             Err(status) if status.code() == Code::Unavailable => {
                 self.listener.refusals.refused(ListenerName::Agent, Reason::Unchecked);
             }
@@ -111,7 +111,7 @@ impl Transport {
         result
     }
 
-    /// Returns whose token it is.
+    /// Returns the agent that holds the token.
     pub(super) async fn identify(&self, token: &[u8]) -> Result<Authenticated, Status> {
         let AgentListener { identity, failures, refusals, .. } = &*self.listener;
         let hash = TokenHash::of(token);
@@ -133,13 +133,13 @@ impl Transport {
         })
     }
 
-    /// Counts a stream whose first message is not what it must be, or did not come.
+    /// Counts a stream whose first message is invalid or missing.
     pub(super) fn malformed(&self, status: Status) -> Status {
         self.listener.refusals.refused(ListenerName::Agent, Reason::Message);
         status
     }
 
-    /// Notes whether a proxy stands between, as far as the headers of a stream tell.
+    /// Records whether the headers of a stream show a proxy.
     pub(super) fn look_for_proxy(&self, headers: &HeaderMap) {
         let marked =
             headers.keys().any(|key| key == http::header::VIA || key.as_str().starts_with("x-forwarded-"));
@@ -183,7 +183,7 @@ impl Transport {
     /// Checks the rate limit of the agent's token.
     ///
     /// # Errors
-    /// `RESOURCE_EXHAUSTED` when it is used up; that is counted.
+    /// `RESOURCE_EXHAUSTED` if it is used up. That is counted.
     pub(super) fn check_rate(&self, authenticated: &Authenticated) -> Result<(), Status> {
         if self.listener.rate_limit.allows(authenticated.token) {
             return Ok(());
@@ -196,12 +196,12 @@ impl Transport {
     /// Checks that the agent and its token are still valid.
     ///
     /// # Errors
-    /// `UNAUTHENTICATED` when they are not.
+    /// `UNAUTHENTICATED` if they are not.
     pub(super) async fn still_valid(&self, authenticated: &Authenticated) -> Result<(), Status> {
         if self.listener.identity.still_valid(authenticated).await { Ok(()) } else { Err(revoked()) }
     }
 
-    /// Notes a process that registered on this connection.
+    /// Records a process that registered on this connection.
     pub(super) fn registered(&self, agent: AgentId, process: ConnectionId) {
         {
             let mut state = self.state();
@@ -246,14 +246,14 @@ impl Transport {
     }
 }
 
-/// A stream whose token is being looked at.
+/// A stream whose token is being checked.
 struct Attempt<'a> {
     trust: &'a Trust,
     over: bool,
 }
 
 impl Attempt<'_> {
-    /// It was judged; whoever has the answer counts it.
+    /// The check has a result, which the caller counts.
     fn over(mut self) {
         self.over = true;
     }
@@ -268,8 +268,8 @@ impl Drop for Attempt<'_> {
 }
 
 impl TransportState {
-    /// The configuration stream that the transport's other streams of `agent` belong to: only when
-    /// it is the only one, and no proxy mixes several agentk processes into one transport.
+    /// Returns the configuration stream that the transport's other streams of `agent` belong to. There is none
+    /// if the agent has several, or if a proxy may join several agentk processes on one transport.
     pub(super) fn bound_connection(&self, agent: AgentId) -> Option<ConnectionId> {
         let mut of_agent = self.configs.iter().filter(|held| {
             !held.ours && held.authenticated.agent.id == agent && held.stream.strong_count() > 0
@@ -289,10 +289,10 @@ impl TransportState {
 }
 
 pub(super) fn revoked() -> Status {
-    Status::new(Code::Unauthenticated, "the agent's token is not valid any more")
+    Status::new(Code::Unauthenticated, "the agent's token is no longer valid")
 }
 
-/// The connection id of an agent that sends its instance id.
+/// Returns the connection id of an agent that sends its instance id.
 pub(super) fn instance(headers: &HeaderMap, agent: AgentId) -> Option<ConnectionId> {
     let value = headers.get(INSTANCE_HEADER)?.as_bytes();
     (!value.is_empty() && value.len() <= MAX_HINT).then(|| ConnectionId::of_instance(agent, value))

@@ -1,4 +1,4 @@
-//! `ReverseTunnel/Connect`: from a stream of an agent to a tunnel in the registry.
+//! `ReverseTunnel/Connect`: turns a stream of an agent into a tunnel in the registry.
 
 use std::{
     sync::{Arc, atomic::Ordering},
@@ -62,7 +62,7 @@ impl Transport {
         let mut opening = Opening::new(grpc::boxed(body), *gzip.as_ref().unwrap_or(&false));
         let mut first = None;
         let authenticated = {
-            // GitLab may take long to know the token, and what the agent sends meanwhile must not pile up.
+            // The lookup in GitLab may take long, and data of the agent must not pile up meanwhile.
             let reading = async {
                 let descriptor = read_descriptor(&mut opening).await;
                 let goes_on = descriptor.is_ok();
@@ -128,7 +128,7 @@ impl Transport {
             Tunnel::new(info, opening, Arc::clone(&listener.pool), Box::new(move || reset.reset()));
         let (connection, aged) = {
             let mut state = self.state();
-            // The tunnels of GitLab's agents are new ones for each request: sweep between ticks.
+            // GitLab's agents open a new tunnel for each request, so clean up between ticks.
             if state.tunnels.len() >= 64 && state.tunnels.len().is_power_of_two() {
                 state.tunnels.retain(|held| held.tunnel.strong_count() > 0);
             }
@@ -152,7 +152,7 @@ impl Transport {
 enum Early {
     /// There is no descriptor.
     Refused(Status),
-    /// The agent has said more than its descriptor.
+    /// The agent has sent more than its descriptor.
     Unasked(Unasked),
 }
 
@@ -169,7 +169,7 @@ impl Early {
             Self::Unasked(Unasked::Withdrawal) if peer == AgentKind::Ours => Ok((grpc::boxed(Ended), peer)),
             Self::Unasked(_) => Err(Status::new(
                 Code::InvalidArgument,
-                "after its descriptor an agent says nothing until a request comes",
+                "after its descriptor, an agent must not send anything before a request",
             )),
         }
     }
@@ -200,7 +200,8 @@ fn peer(headers: &HeaderMap) -> AgentKind {
     if agent.starts_with(b"gitlab-agent/") { AgentKind::Recent } else { AgentKind::Old }
 }
 
-/// Whether the agentk that sent these is known to heed `HeaderExtra`: ours says so, GitLab's do from 14.3 on.
+/// Whether the agentk that sent these headers supports `HeaderExtra`. Ours announces it; GitLab's support it
+/// from 14.3 on.
 fn impersonates(headers: &HeaderMap) -> bool {
     /// GitLab's first such version.
     const SINCE: (u32, u32) = (14, 3);
@@ -221,8 +222,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn who_heeds_whose_rights_are_meant_is_known_by_its_version_or_says_so() {
-        let heeds = |pairs: &[(&'static str, &'static str)]| {
+    fn impersonation_support_is_known_by_version_or_header() {
+        let supports = |pairs: &[(&'static str, &'static str)]| {
             let mut headers = HeaderMap::new();
             for (name, value) in pairs {
                 headers.append(*name, HeaderValue::from_static(value));
@@ -243,12 +244,12 @@ mod tests {
             ("grpc-go/99.9.9", false),
             ("", false),
         ] {
-            assert_eq!(heeds(&[("user-agent", agent)]), expected, "{agent}");
+            assert_eq!(supports(&[("user-agent", agent)]), expected, "{agent}");
         }
-        assert!(!heeds(&[]));
+        assert!(!supports(&[]));
         let ours = ("kas-agentk-instance", "i");
-        assert!(!heeds(&[ours, ("user-agent", "agentk/99.0.0/abc")]), "one of an earlier build");
-        assert!(heeds(&[ours, ("kas-agentk-impersonates", "1")]));
-        assert!(!heeds(&[("kas-agentk-impersonates", "0"), ("user-agent", "agentk/v15.0.0/abc")]));
+        assert!(!supports(&[ours, ("user-agent", "agentk/99.0.0/abc")]), "an earlier build of ours");
+        assert!(supports(&[ours, ("kas-agentk-impersonates", "1")]));
+        assert!(!supports(&[("kas-agentk-impersonates", "0"), ("user-agent", "agentk/v15.0.0/abc")]));
     }
 }

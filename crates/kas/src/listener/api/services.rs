@@ -1,4 +1,4 @@
-//! The services that kas answers itself: who is connected, pods, health, reflection.
+//! The services that kas itself serves: connected agents, pods, health, reflection.
 
 mod current_gitlab;
 
@@ -52,13 +52,13 @@ use grpc::service::{LocalService, local_service};
 use observe::RequestRecord;
 use routing::router::Router;
 
-/// Paths of health checks begin so.
+/// The prefix of the paths of health checks.
 pub(super) const HEALTH: &str = "/grpc.health.v1.Health/";
 
-/// Changes that come within this time reach a watcher together.
+/// Changes within this time are sent to a watcher together.
 const SETTLE: Duration = Duration::from_millis(20);
 
-/// kas' own services by the beginning of their paths.
+/// kas' own services, by the prefix of their paths.
 pub(super) struct Services(Vec<(String, LocalService)>);
 
 impl Services {
@@ -89,7 +89,7 @@ impl Services {
             local_service(NotificationsServer::new(api)),
             local_service(health),
         ];
-        // The descriptors are compiled in: that they are readable is tested.
+        // The descriptors are compiled in. A test checks that they are readable.
         if let (Ok(v1), Ok(alpha)) = (reflection().build_v1(), reflection().build_v1alpha()) {
             services.push(local_service(v1));
             services.push(local_service(alpha));
@@ -97,7 +97,7 @@ impl Services {
         Self(services)
     }
 
-    /// Returns the service that answers `path`; `None`: it is no method of kas.
+    /// Returns the service for `path`; `None`: it is not a method of kas.
     pub(super) fn of(&self, path: &str) -> Option<LocalService> {
         self.0.iter().find(|(prefix, _)| path.starts_with(prefix)).map(|(_, own)| Arc::clone(own))
     }
@@ -111,7 +111,7 @@ async fn report_health(reporter: tonic_health::server::HealthReporter, mut phase
     }
 }
 
-/// [`KasApi`], and what GitLab calls.
+/// [`KasApi`], and the services that GitLab calls.
 #[derive(Clone)]
 pub(super) struct Api {
     router: Arc<Router>,
@@ -204,17 +204,13 @@ fn non_empty(text: String, other: &str) -> String {
     if text.is_empty() { other.to_owned() } else { text }
 }
 
-/// Tells what each replica knows of an agent, and which way a request for it would go.
-///
-/// # Errors
-/// When the tracker cannot be asked.
+/// Returns what each replica knows of an agent, and how a request for it would be routed.
 ///
 /// # Cancel safety
 /// Cancel safe.
 pub(crate) async fn explain(router: &Router, tracker: &dyn Tracker, agent: AgentId) -> ExplainAgentResponse {
     let known = tracker.replicas().await;
-    // Who does not know where the agent is says why; what is here and what the others say is known all the
-    // same.
+    // If the lookup fails, the answer has the reason, and still the tunnels and the reports of the others.
     let (candidates, unknown) = match tracker.locate(agent).await {
         Ok(candidates) => (candidates, None),
         Err(error) => (Vec::new(), Some(process::error::chain(&error))),
@@ -251,15 +247,17 @@ pub(crate) async fn explain(router: &Router, tracker: &dyn Tracker, agent: Agent
         (idle, _) => route.push(format!("one of {idle} idle tunnels here carries the request")),
     }
     if let Some(why) = unknown {
-        route.push(format!("who else holds the agent could not be looked up: {why}"));
+        route.push(format!("the other replicas that hold the agent could not be looked up: {why}"));
     } else if idle == 0 {
         route.push(match elsewhere.as_slice() {
-            [] => "nobody else is known to hold the agent: the request waits until it connects".to_owned(),
+            [] => {
+                "no other replica is known to hold the agent: the request waits until it connects".to_owned()
+            }
             [first] => format!("and replica {first} is asked"),
             [first, rest @ ..] => format!("and replica {first} is asked, then {}", rest.join(", ")),
         });
     }
-    // Whether they hold it nobody can tell now.
+    // Whether these hold the agent is unknown.
     let mute: Vec<String> = known
         .replicas
         .iter()
@@ -277,7 +275,7 @@ pub(crate) async fn explain(router: &Router, tracker: &dyn Tracker, agent: Agent
 }
 
 impl Api {
-    /// Tunnels of this replica.
+    /// Returns the number of tunnels of this replica.
     fn tunnels(&self) -> u64 {
         self.router.tunnels()
     }
@@ -443,7 +441,7 @@ impl KasApi for Api {
             (agent, 0) => Query::Agent(agent_id(agent, "agent_id")?),
             _ => return Err(invalid("give project_id or agent_id, not both")),
         };
-        // Subscribed before the first look: nothing is missed.
+        // Subscribed before the first lookup, so that no change is missed.
         let changes = self.tracker.connection_changes();
         let watch = Watch {
             tracker: Arc::clone(&self.tracker),
@@ -463,13 +461,13 @@ impl KasApi for Api {
     }
 }
 
-/// A watcher: what it has been told, and what it is still to be told.
+/// A watcher: the state that it knows, and the events that are still to be sent.
 struct Watch {
     tracker: Arc<dyn Tracker>,
     query: Query,
     changes: watch::Receiver<()>,
     known: BTreeMap<(i64, i64), ConnectedAgentInfo>,
-    /// Who was silent at the last look.
+    /// The replicas that did not answer the last lookup.
     silent: Vec<UnansweredReplica>,
     events: VecDeque<Event>,
     begun: bool,
@@ -478,7 +476,7 @@ struct Watch {
 }
 
 impl Watch {
-    /// Returns the next event; `None`: the tracker has gone.
+    /// Returns the next event; `None`: the tracker was dropped.
     async fn next(&mut self) -> Option<Result<WatchConnectedAgentsResponse, tonic::Status>> {
         loop {
             if let Some(event) = self.events.pop_front() {
@@ -496,7 +494,7 @@ impl Watch {
                     self.over = true;
                     return Some(Err(tonic::Status::unavailable("this kas is shutting down: watch again")));
                 }
-                // A storm of changes is looked at a few times, not once for each.
+                // Many changes at once cause few lookups.
                 tokio::time::sleep(SETTLE).await;
             }
             self.changes.borrow_and_update();
@@ -513,7 +511,7 @@ impl Watch {
                 })
                 .collect();
             let silent = unanswered(&connected);
-            // Reasons that count seconds are no news.
+            // Only the addresses are compared, since a reason may count seconds.
             let names = |silent: &[UnansweredReplica]| -> Vec<Option<KasAddress>> {
                 silent.iter().map(|replica| replica.address.clone()).collect()
             };
@@ -525,7 +523,7 @@ impl Watch {
                 .collect();
             let events = &mut self.events;
             self.known.retain(|key, info| {
-                // What a silent replica held is unknown, not gone: until it is given up.
+                // The connections of a replica that does not answer are kept until it is given up.
                 let unknown = info.kas_address.as_ref().is_some_and(|address| asked.contains(address));
                 let stays = now.contains_key(key) || unknown;
                 if !stays {
@@ -540,7 +538,7 @@ impl Watch {
                     self.known.insert(key, info);
                 }
             }
-            // Said again when somebody falls silent, or answers again.
+            // Sent again when a replica stops answering, or answers again.
             if !std::mem::replace(&mut self.begun, true) || names(&silent) != names(&self.silent) {
                 events.push_back(Event::SnapshotComplete(SnapshotComplete { unanswered: silent.clone() }));
             }

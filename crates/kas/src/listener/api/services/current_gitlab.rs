@@ -1,5 +1,5 @@
-//! What GitLab calls today and 14.1 did not know: which kas this is, who is connected of a list of agents,
-//! and that something was pushed.
+//! Methods that GitLab calls today and 14.1 did not have: the version of kas, the connections of a list of
+//! agents, and push events.
 //!
 //! **The numbers of some fields are inferred**, and this is the only place that depends on them. Known from
 //! GitLab's side (lib/gitlab/kas/client.rb) are the names of services, methods and fields; no definition of
@@ -33,12 +33,12 @@ use proto::gitlab::agent::{
 
 use super::{Api, connected, invalid, timestamp};
 
-/// Agents in one request; GitLab asks for those of one page.
+/// The most agents in one request. GitLab sends those of one page.
 const MOST: usize = 10_000;
-/// Up to this many agents are asked for one by one, more as a part of all.
+/// Up to this many agents are looked up one by one. For more, all connections are listed.
 const ONE_BY_ONE: usize = 32;
 
-/// Lists the connections of agents. Numbers that no agent has find nothing.
+/// Lists the connections of agents. Unknown ids are ignored.
 async fn by_agent_ids(
     tracker: &dyn Tracker,
     ids: &[i64],
@@ -63,7 +63,7 @@ async fn by_agent_ids(
     Ok(located.iter().map(info).collect())
 }
 
-/// A connection as GitLab's `AgentTracker` tells it.
+/// Returns a connection in the format of GitLab's `AgentTracker`.
 pub(super) fn info(located: &Located) -> agent_tracker::ConnectedAgentInfo {
     let connection = &located.connection;
     agent_tracker::ConnectedAgentInfo {
@@ -90,7 +90,7 @@ impl Api {
         Ok(tonic::Response::new(GetConnectedAgentsByAgentIDsResponse { agents }))
     }
 
-    /// The same by its newest name.
+    /// The same method under its newest name.
     pub(super) async fn agentks_by_ids(
         &self,
         ids: &[i64],
@@ -116,8 +116,8 @@ impl ServerInfo for Api {
 
 #[tonic::async_trait]
 impl Notifications for Api {
-    /// The files of agents may have changed. Replicas look at them several times a second anyway, so the
-    /// others need not be told.
+    /// Rereads the files of agents, which may have changed. Other replicas are not informed, since they check
+    /// their files several times a second.
     async fn git_push_event(
         &self,
         request: tonic::Request<GitPushEventRequest>,
