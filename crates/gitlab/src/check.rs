@@ -57,7 +57,7 @@ pub async fn run(config: &Config, questions: &Questions, out: &mut impl io::Writ
     let nobody: SecretSlice<u8> =
         format!("kas-gitlab-check-{:032x}", rand::random::<u128>()).into_bytes().into();
     let begun = Instant::now();
-    let answer = client.agent_info(nobody.expose_secret(), Urgency::SOMEBODY).await;
+    let answer = client.agent_info(nobody.expose_secret(), Urgency::UNKNOWN_SOURCE).await;
     let took = begun.elapsed();
     match answer {
         // As it must be.
@@ -77,7 +77,7 @@ pub async fn run(config: &Config, questions: &Questions, out: &mut impl io::Writ
         return Ok(true);
     };
     let begun = Instant::now();
-    let answer = client.agent_info(token.expose_secret(), Urgency::SOMEBODY).await;
+    let answer = client.agent_info(token.expose_secret(), Urgency::UNKNOWN_SOURCE).await;
     let took = begun.elapsed();
     match answer {
         Ok(agent) => {

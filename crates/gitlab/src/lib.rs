@@ -240,7 +240,7 @@ impl Client {
         if path.is_empty() || path.len() > LONGEST_PATH {
             return Err(Failure::Path.into());
         }
-        self.lookup_rate.wait(Urgency::SOMEBODY, self.timeout).await.map_err(|_| LookupError::Busy)?;
+        self.lookup_rate.wait(Urgency::UNKNOWN_SOURCE, self.timeout).await.map_err(|_| LookupError::Busy)?;
         let id = utf8_percent_encode(path, QUERY);
         let project_info = self.endpoint(&format!("{PROJECT_INFO}?id={id}"));
         let id = request_id();

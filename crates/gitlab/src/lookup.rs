@@ -33,7 +33,7 @@ pub enum Urgency {
 
 impl Urgency {
     /// An agent of which nothing is known.
-    pub const SOMEBODY: Self = Self::New { from: None, priority: LookupPriority::UnknownSource };
+    pub const UNKNOWN_SOURCE: Self = Self::New { from: None, priority: LookupPriority::UnknownSource };
 }
 
 /// Which of the lookups that wait are preferred, in this order.

@@ -210,7 +210,7 @@ mod tests {
 
     const PATIENCE: Duration = Duration::from_secs(20);
 
-    const NEW: Urgency = Urgency::SOMEBODY;
+    const NEW: Urgency = Urgency::UNKNOWN_SOURCE;
 
     fn new(priority: LookupPriority, from: &str) -> Urgency {
         Urgency::New { from: Some(from.parse().unwrap()), priority }

@@ -36,7 +36,7 @@ impl Setup {
     }
 
     async fn ask(&self) -> Result<Agent, LookupError> {
-        self.client().agent_info(TOKEN.as_bytes(), Urgency::SOMEBODY).await
+        self.client().agent_info(TOKEN.as_bytes(), Urgency::UNKNOWN_SOURCE).await
     }
 
     /// The same address with another host name.
@@ -163,9 +163,9 @@ async fn signatures_are_made_anew_and_connections_are_kept() {
     let s = Setup::new(GitLab::start().await.unwrap()).await;
     let client = s.client();
     for _ in 0..3 {
-        client.agent_info(TOKEN.as_bytes(), Urgency::SOMEBODY).await.unwrap();
+        client.agent_info(TOKEN.as_bytes(), Urgency::UNKNOWN_SOURCE).await.unwrap();
         // An error leaves the connection as it is.
-        client.agent_info(b"other", Urgency::SOMEBODY).await.unwrap_err();
+        client.agent_info(b"other", Urgency::UNKNOWN_SOURCE).await.unwrap_err();
     }
     let all = s.gitlab.requests();
     let mut signatures: Vec<_> =
@@ -266,7 +266,7 @@ async fn a_connection_that_gitlab_closed_meanwhile_is_replaced() {
     let mut s = Setup::new(GitLab::start().await.unwrap()).await;
     let client = s.client();
     for _ in 0..3 {
-        assert_eq!(client.agent_info(TOKEN.as_bytes(), Urgency::SOMEBODY).await.unwrap(), demo());
+        assert_eq!(client.agent_info(TOKEN.as_bytes(), Urgency::UNKNOWN_SOURCE).await.unwrap(), demo());
         s.gitlab.down().await;
         s.gitlab.up().await.unwrap();
     }
@@ -323,8 +323,11 @@ async fn who_is_above_the_rate_waits_and_who_would_wait_too_long_is_refused() {
     s.config.bucket_size = 2;
     let client = s.client();
     for _ in 0..2 {
-        client.agent_info(TOKEN.as_bytes(), Urgency::SOMEBODY).await.unwrap();
+        client.agent_info(TOKEN.as_bytes(), Urgency::UNKNOWN_SOURCE).await.unwrap();
     }
-    assert!(matches!(client.agent_info(TOKEN.as_bytes(), Urgency::SOMEBODY).await, Err(LookupError::Busy)));
+    assert!(matches!(
+        client.agent_info(TOKEN.as_bytes(), Urgency::UNKNOWN_SOURCE).await,
+        Err(LookupError::Busy)
+    ));
     assert_eq!(s.gitlab.requests().len(), 2);
 }

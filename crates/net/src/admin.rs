@@ -1,5 +1,5 @@
-//! The admin listener: metrics, liveness, readiness, and a [`Site`] besides. HTTP/1.1, no authentication: a
-//! network policy or loopback guards it.
+//! The admin listener: metrics, liveness, readiness, and an optional [`Site`], over HTTP/1.1. It does not
+//! authenticate: protect it by a network policy, or let it listen on loopback.
 
 use std::{
     convert::Infallible,
@@ -28,22 +28,22 @@ use crate::{
     io::Listener,
 };
 
-/// A body of an answer; one of a [`Site`] may last.
+/// The body of an answer. That of a [`Site`] may be a stream.
 pub type Body = UnsyncBoxBody<Bytes, Infallible>;
 
-/// What the listener serves besides, on paths of its own.
+/// Further paths that the listener serves.
 pub trait Site: Send + Sync + 'static {
     /// Answers a GET or a HEAD; `None`: the path is not of this site.
     ///
-    /// A connection ends 60 s after the last frame of a body that its peer took, so a body that lasts has one
-    /// more often.
+    /// A connection ends 60 s after its peer took the last frame of a body, so a stream must send frames more
+    /// often.
     fn answer(&self, request: &Request<()>) -> Option<Response<Body>>;
 
-    /// Names its first path for those who asked for another one.
+    /// Returns its first path, for the answer to unknown paths.
     fn path(&self) -> &str;
 }
 
-/// What the admin listener answers with.
+/// The service of the admin listener.
 pub struct Admin {
     /// Path of the metrics.
     pub metrics_path: String,
@@ -55,9 +55,9 @@ pub struct Admin {
     pub registry: Registry,
     /// Why the process is not ready; `None`: it is.
     pub unready: Box<dyn Fn() -> Option<String> + Send + Sync>,
-    /// Called before metrics are written, to set gauges that are read rather than kept.
+    /// Called before metrics are written, to set gauges that are computed on demand.
     pub refresh: Box<dyn Fn() + Send + Sync>,
-    /// What is served besides.
+    /// Further paths.
     pub site: Option<Arc<dyn Site>>,
 }
 
@@ -121,7 +121,7 @@ impl Admin {
 /// A body that notes when its peer took something of it.
 struct Watched {
     body: Body,
-    /// `None`: the body is of one piece.
+    /// `None`: the body is not a stream.
     client: Option<Arc<Client>>,
 }
 
@@ -149,13 +149,13 @@ impl http_body::Body for Watched {
     }
 }
 
-/// A connection ends this long after its start, or after its peer took something of a body that lasts: one
-/// that stops reading must not keep a task for ever.
+/// A connection ends this long after its start, or after its peer last took something of a stream. A peer that
+/// stops reading must not keep a task forever.
 const LONGEST: Duration = Duration::from_secs(60);
 /// The head of a request must come within this time, and the next request.
 const HEADERS: Duration = Duration::from_secs(10);
-/// Connections that are open at once. Beyond them the oldest is closed for the newest: were the newest
-/// refused, silent connections could keep probes out, and a process that is well would be restarted.
+/// The most open connections. One more closes the oldest. If the newest was refused instead, silent
+/// connections could block probes, and a healthy process would be restarted.
 const MAX_CONNECTIONS: usize = 256;
 /// Only the size of heads matters to HTTP/1.1.
 const SETTINGS: Settings = Settings { header_list: 204 << 10, ..server::API };
@@ -181,14 +181,14 @@ impl server::Service for Admin {
 /// A connection of the admin listener.
 struct Client {
     admin: Arc<Admin>,
-    /// When it began, or when its peer last took something of a body that lasts.
+    /// When it began, or when its peer last took something of a stream.
     taken: Mutex<Instant>,
 }
 
 impl server::Connection for Client {
     fn call(self: Arc<Self>, request: Request<Incoming>, _slot: &StreamSlot) -> server::Answer {
         let answer = self.admin.answer(&request.map(drop)).map(|body| {
-            // Answers of one piece give a connection no more time, however many there are.
+            // Answers that are not streams do not extend the time of a connection.
             let lasts = http_body::Body::size_hint(&body).exact().is_none();
             Watched { body, client: lasts.then_some(self) }.boxed_unsync()
         });
@@ -214,7 +214,7 @@ pub async fn run(listener: Listener, admin: Admin, lifecycle: Lifecycle) {
         age: None,
         service: Arc::new(admin),
     };
-    // This listener leaves last: it knows of no phase before that.
+    // This listener stops last, so it sees no earlier phase.
     let own = Lifecycle::default();
     tokio::join!(server.run(own.clone()), async {
         lifecycle.reached(Phase::Stopped).await;
@@ -301,7 +301,7 @@ mod tests {
         let begun = Instant::now();
         alive(&mut ask(address, "/liveness").await).await;
         assert!(begun.elapsed() < Duration::from_secs(5));
-        // Without a word: none is expected by a client that is between two requests.
+        // Without an answer, since the client has sent no request.
         assert_eq!(oldest.read(&mut [0]).await.unwrap_or(0), 0);
     }
 
@@ -346,11 +346,10 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn who_reads_nothing_of_a_stream_is_cut() {
+    async fn connection_that_does_not_read_a_stream_is_closed() {
         let address = serve().await;
         let mut stream = ask(address, "/endless").await;
-        // Its socket takes some megabytes, a frame a second; then nothing goes on, and a minute later it is
-        // over.
+        // Its socket takes some megabytes, one frame per second. Then it stalls, and is closed a minute later.
         tokio::time::sleep(Duration::from_secs(3600)).await;
         let mut rest = Vec::new();
         let read = tokio::time::timeout(LONGEST, stream.read_to_end(&mut rest)).await;
@@ -359,7 +358,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn answers_of_one_piece_give_a_connection_no_more_time() {
+    async fn answers_that_are_not_streams_do_not_extend_a_connection() {
         let mut stream = ask(serve().await, "/liveness").await;
         let begun = Instant::now();
         let mut bytes = vec![0; 64 << 10];

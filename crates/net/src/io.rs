@@ -30,9 +30,9 @@ pub enum Stream {
     Tcp(TcpStream),
     /// A Unix socket.
     Unix(UnixStream),
-    /// TLS over TCP, boxed: its state is large.
+    /// TLS over TCP; boxed, since its state is large.
     Tls(Box<TlsStream<TcpStream>>),
-    /// Any of them whose first bytes were looked at.
+    /// Any of them, after its first bytes were peeked at.
     Rewound(Box<Rewind<Stream>>),
     /// Any of them inside WebSocket.
     WebSocket(Box<Authorities<ByteStream<Rewind<Stream>>>>),
@@ -56,7 +56,7 @@ websocket::write_through!(
 );
 
 impl Stream {
-    /// Waits until the peer has said something, or closed. At once where something of it was read before.
+    /// Waits until the peer has sent something or closed. Returns at once if some of it was read before.
     ///
     /// # Errors
     /// Those of the socket.
@@ -65,62 +65,60 @@ impl Stream {
     /// Cancel safe.
     pub(crate) async fn speaks(&self) -> io::Result<()> {
         match self {
-            // Looked at, since the runtime takes a socket that was just accepted for readable.
+            // Peeked at, since the runtime considers a socket that was just accepted as readable.
             Self::Tcp(stream) => stream.peek(&mut [0]).await.map(drop),
             Self::Unix(stream) => {
-                let look = || SockRef::from(stream).peek(&mut [MaybeUninit::uninit()]).map(drop);
-                stream.async_io(Interest::READABLE, look).await
+                let peek = || SockRef::from(stream).peek(&mut [MaybeUninit::uninit()]).map(drop);
+                stream.async_io(Interest::READABLE, peek).await
             }
             Self::Tls(_) | Self::Rewound(_) | Self::WebSocket(_) => Ok(()),
         }
     }
 }
 
-/// What a connection that has shown who it is may read in one turn: some large frames.
-pub(crate) const TURN: usize = 256 * 1024;
-/// And any other one: a few requests, so that one with many bad ones is closed before most of them were
-/// looked at, and what one turn of it costs is what a good request costs.
-pub(crate) const FIRST_TURNS: usize = 1024;
+/// Bytes that an admitted connection may read in one step: some large frames.
+pub(crate) const ADMITTED_QUOTA: usize = 256 * 1024;
+/// Bytes that any other connection may read in one step: a few requests. So a connection with many invalid
+/// requests is closed before most are read, and one step costs as much as a valid request.
+pub(crate) const UNADMITTED_QUOTA: usize = 1024;
 
-/// What a connection may still read in its turn, in bytes: shared by who gives turns and the stream.
+/// The bytes that a connection may still read in its step; shared by the stream and its scheduler.
 #[derive(Debug, Default)]
-pub(crate) struct Allowance(AtomicUsize);
+pub(crate) struct ReadQuota(AtomicUsize);
 
-impl Allowance {
-    /// Begins a turn.
+impl ReadQuota {
+    /// Begins a step.
     pub(crate) fn begin(&self, bytes: usize) {
         self.0.store(bytes, Ordering::Relaxed);
     }
 }
 
-/// A stream that lets others have their turn: what it has read of its allowance it does not give again before
-/// the next turn has begun, however often it is asked.
+/// A stream that yields to other tasks: once its quota is used up, it is pending until the next step.
 ///
-/// HTTP/2 reads as long as there is something to read, and only then hands streams to who serves them; and
-/// the server reads once more for each request that it has found. A peer that always has something more kept
-/// a thread for 8 MiB at a time (which is where the runtime's own bound lies), in which all of it was held:
-/// 250 MiB, if it came in frames of one byte.
-pub(crate) struct Fair<S> {
+/// HTTP/2 reads as long as there is data before it hands streams to the service, and the server reads once
+/// more for each request. Without a quota, a peer that sends without a pause occupied a thread for 8 MiB at a
+/// time, which is the bound of the runtime. In frames of one byte, these took 250 MiB of memory.
+pub(crate) struct QuotaStream<S> {
     stream: S,
-    allowance: Arc<Allowance>,
+    quota: Arc<ReadQuota>,
 }
 
-impl<S> Fair<S> {
-    /// A stream and its allowance, of which there is nothing until a turn begins.
-    pub(crate) fn new(stream: S) -> (Self, Arc<Allowance>) {
-        let allowance = Arc::<Allowance>::default();
-        (Self { stream, allowance: Arc::clone(&allowance) }, allowance)
+impl<S> QuotaStream<S> {
+    /// Returns the stream and its quota, which is 0 until the first step begins.
+    pub(crate) fn new(stream: S) -> (Self, Arc<ReadQuota>) {
+        let quota = Arc::<ReadQuota>::default();
+        (Self { stream, quota: Arc::clone(&quota) }, quota)
     }
 }
 
-impl<S: AsyncRead + Unpin> AsyncRead for Fair<S> {
+impl<S: AsyncRead + Unpin> AsyncRead for QuotaStream<S> {
     fn poll_read(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
         buf: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
-        // One task reads and begins turns: nobody comes between.
-        let left = self.allowance.0.load(Ordering::Relaxed);
+        // One task reads and begins steps, so there is no race.
+        let left = self.quota.0.load(Ordering::Relaxed);
         if left == 0 {
             cx.waker().wake_by_ref();
             return Poll::Pending;
@@ -136,12 +134,12 @@ impl<S: AsyncRead + Unpin> AsyncRead for Fair<S> {
             buf.advance(read);
             (polled, read)
         };
-        self.allowance.0.store(left.saturating_sub(read), Ordering::Relaxed);
+        self.quota.0.store(left.saturating_sub(read), Ordering::Relaxed);
         polled
     }
 }
 
-websocket::write_through!([S: AsyncWrite + Unpin] Fair<S>, stream in Self { stream, .. });
+websocket::write_through!([S: AsyncWrite + Unpin] QuotaStream<S>, stream in Self { stream, .. });
 
 /// Where to listen.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -152,8 +150,8 @@ pub enum Address {
     Tcp4(String),
     /// As [`Address::Tcp`], IPv6 only.
     Tcp6(String),
-    /// The path of a Unix socket. A stale socket file is replaced, and the own one removed when the listener
-    /// drops.
+    /// The path of a Unix socket. A stale socket file is replaced, and the own one is removed when the listener
+    /// is dropped.
     Unix(PathBuf),
 }
 
@@ -175,16 +173,16 @@ pub enum Listener {
     Unix(UnixListener, SocketFile),
 }
 
-/// The file of a Unix socket: removed when it drops, unless another one has taken its place.
+/// The file of a Unix socket. Removed on drop, unless another file has replaced it.
 #[derive(Debug)]
 pub struct SocketFile {
     path: PathBuf,
-    /// Device and inode; `None`: they could not be read, so nobody can tell whose file is there.
+    /// Device and inode; `None`: they could not be read, so the file is not removed.
     identity: Option<(u64, u64)>,
 }
 
 impl SocketFile {
-    /// Takes the file at `path` for its own.
+    /// Remembers the file at `path`.
     fn at(path: &Path) -> Self {
         Self { path: path.to_owned(), identity: Self::identity(path) }
     }
@@ -201,21 +199,20 @@ impl Drop for SocketFile {
             && Self::identity(&self.path) == self.identity
             && let Err(error) = std::fs::remove_file(&self.path)
         {
-            // No harm: the next process replaces it.
-            tracing::debug!(path = %self.path.display(), error = %error, "the socket's file stays behind");
+            // Harmless: the next process replaces it.
+            tracing::debug!(path = %self.path.display(), error = %error, "cannot remove the socket file");
         }
     }
 }
 
-/// Connections that may wait to be accepted: a reconnect storm of ten thousand agents must not be
-/// answered with resets.
+/// Connections that may wait to be accepted. Ten thousand agents that reconnect at once must not get resets.
 const BACKLOG: i32 = 16 * 1024;
 
 impl Listener {
-    /// Takes the port; nothing is accepted yet.
+    /// Binds the port; nothing is accepted yet.
     ///
     /// # Errors
-    /// When the name does not resolve or the port is taken.
+    /// If the name does not resolve, or the port is in use.
     pub async fn bind(address: &Address) -> io::Result<Self> {
         let (text, family) = match address {
             Address::Unix(path) => {
@@ -247,7 +244,7 @@ impl Listener {
         Err(last)
     }
 
-    /// Returns the address taken; `None` for a Unix socket.
+    /// Returns the bound address; `None` for a Unix socket.
     pub fn local_addr(&self) -> Option<SocketAddr> {
         match self {
             Self::Tcp(listener) => listener.local_addr().ok(),
@@ -267,7 +264,7 @@ impl Listener {
             Self::Tcp(listener) => {
                 let (stream, peer) = listener.accept().await?;
                 // Small frames must not wait for the peer's acknowledgement. A socket that is already reset
-                // may refuse it; whoever reads it finds that out.
+                // may refuse it; then reading fails.
                 let _ = stream.set_nodelay(true);
                 Ok((Stream::Tcp(stream), Some(peer)))
             }
@@ -276,38 +273,37 @@ impl Listener {
     }
 }
 
-/// How long nothing is accepted after accepting failed: short, because whoever waits for a descriptor knocks
-/// meanwhile; long enough to cost next to nothing.
+/// The pause after accepting failed: short, since peers wait meanwhile, but long enough to cost little CPU.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
-/// A lasting failure to accept is told this often.
-const ACCEPT_TOLD: Duration = Duration::from_secs(10);
+/// How often a lasting failure to accept is logged.
+const ACCEPT_WARN_INTERVAL: Duration = Duration::from_secs(10);
 
-/// What a loop that accepts does about failures: it must neither end, nor spin, nor fill the log.
+/// Handles failures to accept, so that an accept loop neither ends, nor spins, nor fills the log.
 #[derive(Debug, Default)]
 pub(crate) struct AcceptFailures {
-    told: Option<Instant>,
-    untold: u64,
+    warned: Option<Instant>,
+    unreported: u64,
 }
 
 impl AcceptFailures {
-    /// Tells of a failure now and then, and waits before the next attempt. Returns whether the process is to
-    /// blame and not a peer that left before it was accepted.
+    /// Logs the failure, with a rate limit, and waits before the next attempt. Returns false if the cause is a
+    /// peer that closed before it was accepted.
     pub(crate) async fn take(&mut self, listener: &Listener, error: &io::Error) -> bool {
         use io::ErrorKind::{ConnectionAborted, ConnectionRefused, ConnectionReset, Interrupted};
         if matches!(error.kind(), ConnectionAborted | ConnectionRefused | ConnectionReset | Interrupted) {
             return false;
         }
-        self.untold += 1;
-        if self.told.is_none_or(|told| told.elapsed() >= ACCEPT_TOLD) {
+        self.unreported += 1;
+        if self.warned.is_none_or(|warned| warned.elapsed() >= ACCEPT_WARN_INTERVAL) {
             let address = listener.local_addr().map(|address| address.to_string());
             tracing::warn!(
                 error = %error,
                 address,
-                failures = self.untold,
+                failures = self.unreported,
                 "cannot accept connections"
             );
-            self.told = Some(Instant::now());
-            self.untold = 0;
+            self.warned = Some(Instant::now());
+            self.unreported = 0;
         }
         tokio::time::sleep(ACCEPT_PAUSE).await;
         true
@@ -336,7 +332,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn file_of_a_unix_socket_goes_with_its_listener_and_that_of_another_stays() {
+    async fn only_the_own_file_of_a_unix_socket_is_removed() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("socket");
         let address = Address::Unix(path.clone());
@@ -345,7 +341,7 @@ mod tests {
         drop(first);
         assert!(!path.exists());
         let second = Listener::bind(&address).await.unwrap();
-        // Made beside it, so that no inode comes back.
+        // Created while the first exists, so that the inode differs.
         let other = dir.path().join("other");
         let _third = std::os::unix::net::UnixListener::bind(&other).unwrap();
         std::fs::rename(&other, &path).unwrap();
@@ -354,22 +350,22 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_stream_that_always_has_more_gives_others_their_turn() {
-        let (mut stream, allowance) = Fair::new(tokio::io::repeat(7));
+    async fn a_stream_that_always_has_more_yields_to_other_tasks() {
+        let (mut stream, quota) = QuotaStream::new(tokio::io::repeat(7));
         let mut piece = vec![0; 100 * 1024];
         for _ in 0..2 {
-            allowance.begin(TURN);
+            quota.begin(ADMITTED_QUOTA);
             let mut read = 0;
-            // Asked again and again, as the server does for each request that it has found.
+            // Read again and again, as the server does for each request.
             for _ in 0..10 {
                 tokio::select! {
                     biased;
                     n = stream.read(&mut piece) => read += n.unwrap(),
-                    // Looked at only where the stream has nothing for now.
+                    // Polled only if the stream is pending.
                     () = std::future::ready(()) => {}
                 }
             }
-            assert_eq!(read, TURN);
+            assert_eq!(read, ADMITTED_QUOTA);
         }
     }
 }

@@ -1,5 +1,5 @@
-//! Who peers are before they have shown it: where they come from, and whether somebody was let in from there
-//! before.
+//! What is known of peers before authentication: their source network, and whether a peer from there was
+//! authenticated before.
 
 use std::{
     collections::HashSet,
@@ -8,15 +8,15 @@ use std::{
     net::{IpAddr, Ipv6Addr},
 };
 
-/// Values that are remembered: the latest, at least so many, and at most twice as many. 40 bytes each for
-/// addresses.
+/// At least this many of the latest values are remembered, and at most twice as many. An address takes 40
+/// bytes.
 const REMEMBERED: usize = 32 * 1024;
 
 /// Remembers the latest 32,768 values that were added, and up to as many before them.
 #[derive(Debug)]
 pub struct Recent<T> {
     recent: HashSet<T>,
-    /// What was recent before it was too much.
+    /// The previous generation of `recent`.
     before: HashSet<T>,
 }
 
@@ -28,7 +28,7 @@ impl<T> Default for Recent<T> {
 }
 
 impl<T: Eq + Hash> Recent<T> {
-    /// Remembers `value`; one that is remembered takes no more room.
+    /// Remembers `value`. One that is remembered already takes no more memory.
     pub fn add(&mut self, value: T) {
         if self.recent.len() >= REMEMBERED && !self.recent.contains(&value) {
             self.before = mem::take(&mut self.recent);
@@ -42,8 +42,8 @@ impl<T: Eq + Hash> Recent<T> {
     }
 }
 
-/// Returns the address that one customer of a provider has: of IPv6 that is a whole network, a /64. An IPv4
-/// address in IPv6 is that address.
+/// Returns the network that a provider assigns to one customer: for IPv6 the /64, for IPv4 the address. An
+/// IPv4-mapped address is converted to IPv4.
 pub fn network(address: IpAddr) -> IpAddr {
     match address.to_canonical() {
         IpAddr::V6(v6) => {
@@ -63,7 +63,7 @@ mod tests {
         let mut remembered = Recent::default();
         for n in 0..5 * REMEMBERED {
             remembered.add(n);
-            // Over and over again, it takes no more room.
+            // Adding it again takes no more memory.
             remembered.add(n);
             assert!(remembered.recent.len() + remembered.before.len() <= 2 * REMEMBERED);
             assert!(remembered.has(&n) && remembered.has(&n.saturating_sub(REMEMBERED - 1)));
@@ -72,7 +72,7 @@ mod tests {
     }
 
     #[test]
-    fn of_ipv6_a_network_is_one_address() {
+    fn addresses_of_an_ipv6_network_are_one_source() {
         let same = |a: &str, b: &str| network(a.parse().unwrap()) == network(b.parse().unwrap());
         assert!(same("2001:db8::1", "2001:db8::ffff:0:2") && !same("2001:db8::1", "2001:db8:0:1::1"));
         assert!(same("::ffff:192.0.2.1", "192.0.2.1") && !same("192.0.2.1", "192.0.2.2"));

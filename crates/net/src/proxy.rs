@@ -1,8 +1,7 @@
-//! The proxy that the environment names for connections to other hosts, as programs written in Go take it.
+//! The proxy that the environment names for connections to other hosts, as in programs written in Go.
 //!
-//! `HTTPS_PROXY`, `HTTP_PROXY` and `NO_PROXY`, or the same in lower case: of both the first that is not
-//! empty. Nothing on this host is reached through a proxy. [`Proxies`] decides, [`Proxy::connect`] asks a
-//! proxy to pass bytes on.
+//! It reads `HTTPS_PROXY`, `HTTP_PROXY` and `NO_PROXY`, or the same in lower case if they are empty. This host
+//! is never reached through a proxy. [`Proxies`] selects a proxy, [`Proxy::connect`] opens a tunnel through it.
 
 use std::{
     fmt, io,
@@ -26,18 +25,18 @@ use websocket::Rewind;
 /// The most bytes of the head of a proxy's answer.
 const ANSWER: usize = 16 * 1024;
 
-/// Which proxies the environment names, and for whom.
+/// The proxies that the environment names, and their exceptions.
 #[derive(Clone, Debug, Default)]
 pub struct Proxies {
     http: Named,
     https: Named,
-    /// Whom no proxy is for.
+    /// The value of `NO_PROXY`.
     no: String,
 }
 
 type Named = Option<Result<Proxy, Error>>;
 
-/// A proxy that passes connections on.
+/// A proxy.
 #[derive(Clone)]
 pub struct Proxy {
     variable: &'static str,
@@ -47,18 +46,18 @@ pub struct Proxy {
     authorization: Option<HeaderValue>,
 }
 
-/// Why a variable names no proxy that can be used. The value is not repeated: it may hold a password.
+/// Why the proxy in a variable cannot be used. The error omits the value, which may have a password.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
     /// A kind of proxy that is not supported.
     #[error("{variable} names a proxy with {scheme}://, and only http:// and https:// are supported")]
     Scheme {
-        /// Which variable.
+        /// The variable.
         variable: &'static str,
-        /// What it says.
+        /// The scheme of its URL.
         scheme: String,
     },
-    /// No URL.
+    /// The value is not a URL.
     #[error(
         "{0} is not the URL of a proxy: expected http://host:port or http://user:password@host:port, where user and \
          password have other characters than letters and digits as %XX"
@@ -66,36 +65,36 @@ pub enum Error {
     Shape(&'static str),
 }
 
-/// Why a proxy passed nothing on.
+/// Why a proxy opened no tunnel.
 #[derive(Debug, thiserror::Error)]
 pub enum Refused {
-    /// It wants credentials, or others.
+    /// It requires credentials, or does not accept these.
     #[error(
         "the proxy {proxy} wants credentials, or does not accept those it got (HTTP 407): {variable} has them, as \
          http://user:password@host:port"
     )]
     Credentials {
-        /// Who.
+        /// The proxy.
         proxy: String,
-        /// Where it is named.
+        /// The variable that names it.
         variable: &'static str,
     },
-    /// It does not want to, or cannot.
+    /// It answered with an error.
     #[error("the proxy {proxy} answered CONNECT {target} with HTTP {status}")]
     Status {
-        /// Who.
+        /// The proxy.
         proxy: String,
-        /// What was asked for.
+        /// The requested target.
         target: String,
-        /// What it said.
+        /// The status.
         status: StatusCode,
     },
-    /// It speaks something else than HTTP/1.1, or closed the connection.
+    /// It did not answer in HTTP/1.1, or closed the connection.
     #[error("the proxy {proxy} gave no answer to CONNECT {target}")]
     Answer {
-        /// Who.
+        /// The proxy.
         proxy: String,
-        /// What was asked for.
+        /// The requested target.
         target: String,
         /// Why.
         source: io::Error,
@@ -113,16 +112,16 @@ impl Proxies {
         Self::new(&any("HTTP_PROXY"), &any("HTTPS_PROXY"), &any("NO_PROXY"))
     }
 
-    /// Takes what the variables would say; an empty text is none.
+    /// Uses these values instead of variables. An empty text means none.
     pub fn new(http: &str, https: &str, no: &str) -> Self {
         Self { http: named("HTTP_PROXY", http), https: named("HTTPS_PROXY", https), no: no.to_owned() }
     }
 
-    /// Returns the proxy for a host. `secure`: that of `HTTPS_PROXY`, else of `HTTP_PROXY`; neither stands in
-    /// for the other. `None`: the host is reached directly.
+    /// Returns the proxy for a host. `secure`: that of `HTTPS_PROXY`, else that of `HTTP_PROXY`; there is no
+    /// fallback between them. `None`: the host is reached directly.
     ///
     /// # Errors
-    /// When a proxy is named which cannot be used.
+    /// If the proxy cannot be used.
     pub fn of(&self, secure: bool, host: &str, port: u16) -> Result<Option<&Proxy>, Error> {
         let named = if secure { &self.https } else { &self.http };
         match named {
@@ -132,7 +131,7 @@ impl Proxies {
         }
     }
 
-    /// Whether a variable names a proxy, be it for others.
+    /// Whether a variable names a proxy, for any host.
     pub fn is_named(&self, secure: bool) -> bool {
         if secure { self.https.is_some() } else { self.http.is_some() }
     }
@@ -140,7 +139,7 @@ impl Proxies {
     /// As [`of`](Self::of), for a URL with http or https.
     ///
     /// # Errors
-    /// As of [`of`](Self::of).
+    /// As [`of`](Self::of).
     pub fn of_url(&self, url: &Uri) -> Result<Option<&Proxy>, Error> {
         let secure = url.scheme() == Some(&Scheme::HTTPS);
         self.of(
@@ -150,8 +149,8 @@ impl Proxies {
         )
     }
 
-    /// Whether `NO_PROXY` has the host: `*`, an address, a network, a name with what is below it, `.name` or
-    /// `*.name` for what is below it only; each of them perhaps for one port.
+    /// Whether `NO_PROXY` has the host. An entry is `*`, an address, a network, a name with its subdomains, or
+    /// `.name` or `*.name` for its subdomains only. Each may have a port.
     pub fn excepts(&self, host: &str, port: u16) -> bool {
         self.no.split(',').map(str::trim).filter(|entry| !entry.is_empty()).any(|entry| {
             let (name, only) = split_port(entry);
@@ -169,7 +168,7 @@ impl Proxies {
     }
 }
 
-/// Whether an entry without a port has the host, as the library says.
+/// Whether an entry without a port has the host, according to the library.
 fn matches(entry: &str, host: &str) -> bool {
     let host = match bare(host).parse::<Ipv6Addr>() {
         Ok(address) => format!("[{address}]"),
@@ -203,7 +202,7 @@ fn named(variable: &'static str, value: &str) -> Named {
 }
 
 fn proxy(variable: &'static str, value: &str) -> Result<Proxy, Error> {
-    // Asked for any host: what is not for a proxy is decided elsewhere.
+    // For any host: exceptions are checked elsewhere.
     let url = Uri::from_static("http://any.invalid/");
     let intercept = Matcher::builder().all(value).build().intercept(&url);
     let scheme = intercept.as_ref().and_then(|intercept| intercept.uri().scheme_str()).or_else(|| {
@@ -214,7 +213,7 @@ fn proxy(variable: &'static str, value: &str) -> Result<Proxy, Error> {
         return Err(Error::Scheme { variable, scheme: other.to_owned() });
     }
     let shape = || Error::Shape(variable);
-    // The library would take the first of them for the end of the password.
+    // The library would end the password at the first `@`.
     let intercept: Intercept = intercept.filter(|_| value.matches('@').count() <= 1).ok_or_else(shape)?;
     let is_tls = intercept.uri().scheme() == Some(&Scheme::HTTPS);
     let host = bare(intercept.uri().host().filter(|host| !host.is_empty()).ok_or_else(shape)?).to_owned();
@@ -223,7 +222,7 @@ fn proxy(variable: &'static str, value: &str) -> Result<Proxy, Error> {
 }
 
 impl Proxy {
-    /// Whether it is spoken to inside TLS.
+    /// Whether the connection to it uses TLS.
     pub fn is_tls(&self) -> bool {
         self.is_tls
     }
@@ -253,8 +252,8 @@ impl Proxy {
         self.to_string().parse().unwrap_or_default()
     }
 
-    /// Asks the proxy on the other end of `stream` to pass bytes on to `target`, a host with its port;
-    /// returns them.
+    /// Asks the proxy at the other end of `stream` for a tunnel to `target`, a host with its port. Returns the
+    /// tunnel.
     ///
     /// # Errors
     /// See [`Refused`].
@@ -286,7 +285,7 @@ impl Proxy {
         }
         let (mut sender, connection) =
             http1::Builder::new().max_buf_size(ANSWER).handshake(TokioIo::new(stream)).await.map_err(http)?;
-        // It ends with the answer, or with this call.
+        // This task ends with the answer, or with this call.
         let mut tasks = JoinSet::new();
         tasks.spawn(connection.with_upgrades());
         let response = sender.send_request(request).await.map_err(http)?;
@@ -302,7 +301,7 @@ impl Proxy {
         let upgraded = hyper::upgrade::on(response).await.map_err(http)?;
         let Parts { io, read_buf, .. } = upgraded
             .downcast::<TokioIo<S>>()
-            .map_err(|_| answer(io::Error::other("the connection is of another kind")))?;
+            .map_err(|_| answer(io::Error::other("unexpected type of connection")))?;
         Ok(Rewind::new(io.into_inner(), read_buf))
     }
 }
@@ -358,7 +357,7 @@ mod tests {
 
     /// The cases of Go's golang.org/x/net/http/httpproxy.
     #[test]
-    fn exceptions_are_those_of_go() {
+    fn exceptions_are_the_same_as_in_go() {
         let no = "foo.com, .barbaz.net,*.below.org,192.168.1.1,192.168.1.2:81,10.0.0.0/30,2001:db8::52:0:1,\
                   [2001:db8::52:0:2]:443,2002:db8:a::45/64,one.test:8150,";
         let proxies = Proxies::new("", "http://proxy:1", no);
@@ -396,7 +395,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_proxy_is_told_without_its_password() {
+    fn errors_of_invalid_values_omit_the_password() {
         for (value, part) in [
             ("socks5://user:secret@proxy:1080", "socks5://, and only http://"),
             ("ftp://user:secret@proxy", "ftp://, and only http://"),
@@ -408,7 +407,7 @@ mod tests {
             let text = chosen(&proxies, true, "kas.test", 443);
             assert!(text.starts_with("HTTPS_PROXY ") && text.contains(part), "{value}: {text}");
             assert!(!format!("{text}{proxies:?}").contains("sec"), "{value}: {text} {proxies:?}");
-            // Nobody asks it there.
+            // An exception needs no valid proxy.
             assert_eq!(chosen(&proxies, true, "direct.test", 443), "direct");
         }
         let good = Proxies::new("", "http://user:secret@proxy:1", "");
@@ -451,7 +450,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn refusals_of_a_proxy_are_told_without_its_password() {
+    async fn refusals_of_a_proxy_omit_the_password() {
         for (answer, part) in [
             (
                 "HTTP/1.1 407 Proxy Authentication Required\r\ncontent-length: 3\r\n\r\nno\n",

@@ -17,12 +17,12 @@ use super::{
     settings::{FRAME, HEADER_LIST_ROOM, Limits, STREAM_WINDOW, Settings},
     slot::StreamSlot,
 };
-use crate::io::{Allowance, FIRST_TURNS, Fair, Stream, TURN};
+use crate::io::{ADMITTED_QUOTA, QuotaStream, ReadQuota, Stream, UNADMITTED_QUOTA};
 
 /// A connection of HTTP/2.
 pub(super) struct Http2 {
-    inner: http2::Connection<TokioIo<Fair<FrameLimiter<Stream>>>, Requests, StreamSlot>,
-    allowance: Arc<Allowance>,
+    inner: http2::Connection<TokioIo<QuotaStream<FrameLimiter<Stream>>>, Requests, StreamSlot>,
+    quota: Arc<ReadQuota>,
     observed: Arc<Observed>,
 }
 
@@ -44,9 +44,9 @@ impl Http2 {
             .max_local_error_reset_streams(settings.local_error_resets)
             .keep_alive_interval(settings.keepalive_interval)
             .keep_alive_timeout(settings.keepalive_timeout);
-        let (stream, allowance) = Fair::new(stream);
+        let (stream, quota) = QuotaStream::new(stream);
         let inner = builder.serve_connection(TokioIo::new(stream), requests);
-        Self { inner, allowance, observed }
+        Self { inner, quota, observed }
     }
 }
 
@@ -54,7 +54,7 @@ impl Driver for Http2 {
     const ENDS_WHEN_IDLE: bool = false;
 
     fn poll(&mut self, cx: &mut Context<'_>) -> Poll<hyper::Result<()>> {
-        self.allowance.begin(if self.observed.is_admitted() { TURN } else { FIRST_TURNS });
+        self.quota.begin(if self.observed.is_admitted() { ADMITTED_QUOTA } else { UNADMITTED_QUOTA });
         Pin::new(&mut self.inner).poll(cx)
     }
 

@@ -1,4 +1,4 @@
-//! Tells the versions of HTTP apart.
+//! Detects the version of HTTP.
 
 use std::io;
 
@@ -9,8 +9,8 @@ use websocket::authority::PREFACE;
 use super::upgrade::rewind;
 use crate::io::Stream;
 
-/// Bytes that tell HTTP/2 from HTTP/1.1, whose methods do not begin like its preface.
-const TOLD: usize = 4;
+/// How many bytes distinguish HTTP/2 from HTTP/1.1. No method of HTTP/1.1 begins like the preface of HTTP/2.
+const DISTINCT: usize = 4;
 
 /// The version of HTTP that a connection speaks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -21,10 +21,11 @@ pub(super) enum Version {
     Http2,
 }
 
-/// Tells by the first bytes of `stream` what it speaks, and returns it as it was. The caller bounds the time.
+/// Detects the version by the first bytes of `stream`, and returns it with all its bytes. The caller bounds the
+/// time.
 ///
 /// # Errors
-/// When the stream ends before that, or its own.
+/// If the stream ends or fails before that.
 pub(super) async fn sniff(mut stream: Stream) -> io::Result<(Version, Stream)> {
     let mut first = [0; PREFACE.len()];
     let mut len = 0;
@@ -34,9 +35,9 @@ pub(super) async fn sniff(mut stream: Stream) -> io::Result<(Version, Stream)> {
             return Err(io::ErrorKind::UnexpectedEof.into());
         }
         len += n;
-        let same = len.min(TOLD);
+        let same = len.min(DISTINCT);
         let is_http2 = first[..same] == PREFACE[..same];
-        if is_http2 && len < TOLD {
+        if is_http2 && len < DISTINCT {
             continue;
         }
         let version = if is_http2 { Version::Http2 } else { Version::Http1 };
