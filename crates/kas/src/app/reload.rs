@@ -61,7 +61,12 @@ impl Reloader {
     }
 
     /// Reloads the CA certificates for GitLab.
-    pub(super) fn gitlab(&mut self, gitlab: &kas_config::GitLab, before: Snapshot, client: Arc<gitlab::Client>) {
+    pub(super) fn gitlab(
+        &mut self,
+        gitlab: &kas_config::GitLab,
+        before: Snapshot,
+        client: Arc<gitlab::Client>,
+    ) {
         let Some(file) = gitlab.ca_certificate.clone() else { return };
         self.all.push(before.then("gitlab.ca_certificate_file", move || {
             client
