@@ -150,7 +150,8 @@ pub(crate) fn ci(args: &CiArgs) -> Result<ExitCode> {
     Ok(ExitCode::from(summary.code()))
 }
 
-/// Returns the checks that compile everything a second time, as clippy and rustdoc share nothing with the tests.
+/// Returns the checks that compile everything a second time, as clippy and rustdoc share nothing with the
+/// tests.
 fn lints() -> [(&'static str, Command); 2] {
     let mut clippy = cargo();
     clippy.args(["clippy", "--workspace", "--all-targets", "--locked", "--", "-D", "warnings"]);
@@ -166,8 +167,8 @@ struct Beside {
     took: Duration,
 }
 
-/// Runs the lints and builds the fuzz targets. What they print goes into files, and onto standard output if they
-/// fail.
+/// Runs the lints and builds the fuzz targets. What they print goes into files, and onto standard output if
+/// they fail.
 fn beside_the_tests() -> Vec<Beside> {
     let target = workspace::root().join("target/ci/lints");
     let mut commands = Vec::from(lints());

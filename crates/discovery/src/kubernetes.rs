@@ -72,9 +72,9 @@ pub enum PortSelector {
 /// true`. Otherwise replicas that start together never find each other, as each waits for the others to be
 /// ready.
 ///
-/// While the API server cannot be reached, or refuses, the last seeds are kept. It is asked again after 0.8 s,
-/// then at increasing intervals up to a minute. Missing rules may be added meanwhile; `run` does not return
-/// because of them. A Service without endpoints, however, is an answer: the set becomes empty.
+/// While the API server cannot be reached, or refuses, the last seeds are kept. It is asked again after 0.8
+/// s, then at increasing intervals up to a minute. Missing rules may be added meanwhile; `run` does not
+/// return because of them. A Service without endpoints, however, is an answer: the set becomes empty.
 #[derive(Debug)]
 pub struct Kubernetes {
     config: Config,

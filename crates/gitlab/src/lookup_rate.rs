@@ -1,5 +1,5 @@
-//! Limits how often GitLab is asked about tokens: a token bucket, and a fair queue for the lookups that have to
-//! wait.
+//! Limits how often GitLab is asked about tokens: a token bucket, and a fair queue for the lookups that have
+//! to wait.
 
 use std::{net::IpAddr, sync::Arc, time::Duration};
 
@@ -74,8 +74,8 @@ impl LookupRateLimiter {
         Arc::new(Self { interval, ahead, epoch: Instant::now(), state: Mutex::new(state) })
     }
 
-    /// Waits until a lookup may begin, for `patience` at most. No more lookups wait than the rate lets through
-    /// in that time: beyond it one is refused at once, this one or another.
+    /// Waits until a lookup may begin, for `patience` at most. No more lookups wait than the rate lets
+    /// through in that time: beyond it one is refused at once, this one or another.
     ///
     /// # Errors
     /// [`Busy`]: the lookup must not begin.

@@ -549,8 +549,8 @@ impl Kas {
         self.lifecycle.clone()
     }
 
-    /// Serves until `leave` resolves, then drains and returns. If `hurry` resolves meanwhile, open requests end
-    /// at once.
+    /// Serves until `leave` resolves, then drains and returns. If `hurry` resolves meanwhile, open requests
+    /// end at once.
     pub async fn run(self, leave: impl Future<Output = ()>, hurry: impl Future<Output = ()>) {
         let Self { config, addresses, mut parts, mut admin, started, synced, requests, lifecycle } = self;
         let show = |address: Option<SocketAddr>, listen: &kas_config::Listen| {

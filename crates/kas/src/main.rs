@@ -13,8 +13,8 @@ use kas_config::{Config, Environment, Problems};
 use net::tls;
 use process::{lifecycle, telemetry};
 
-// Bodies of requests are large, short-lived buffers. This allocator keeps them mapped, while that of the system
-// returns them to the kernel, which costs a page fault for each page of the next buffer.
+// Bodies of requests are large, short-lived buffers. This allocator keeps them mapped, while that of the
+// system returns them to the kernel, which costs a page fault for each page of the next buffer.
 #[global_allocator]
 static ALLOCATOR: tikv_jemallocator::Jemalloc = tikv_jemallocator::Jemalloc;
 

@@ -167,8 +167,8 @@ impl Page {
         }
     }
 
-    /// Refuses host names that are not known to belong to this replica. Otherwise a site could read the page by
-    /// DNS rebinding, in the browser of a user who can reach this port.
+    /// Refuses host names that are not known to belong to this replica. Otherwise a site could read the page
+    /// by DNS rebinding, in the browser of a user who can reach this port.
     fn check_host(&self, request: &Request<()>) -> Result<(), String> {
         let given = match request.uri().host() {
             Some(host) => Some(host),

@@ -4,9 +4,9 @@
 //! GitLab's kas keeps such an entry as long as kas itself runs, so it lists pods that are gone. Here an entry
 //! ends if the agent does not repeat it, and it is hidden while no replica has a tunnel of the agent.
 //!
-//! After a restart of kas, agents would not be listed until they register again. Until then, the configuration
-//! stream of such an agent is listed as a stand-in. Every replica derives its id from the name of the pod, so
-//! lists can omit a stand-in if the entry is listed too.
+//! After a restart of kas, agents would not be listed until they register again. Until then, the
+//! configuration stream of such an agent is listed as a stand-in. Every replica derives its id from the name
+//! of the pod, so lists can omit a stand-in if the entry is listed too.
 
 use std::{
     collections::{HashMap, HashSet},

@@ -149,8 +149,8 @@ impl http_body::Body for Watched {
     }
 }
 
-/// A connection ends this long after its start, or after its peer last took something of a stream. A peer that
-/// stops reading must not keep a task forever.
+/// A connection ends this long after its start, or after its peer last took something of a stream. A peer
+/// that stops reading must not keep a task forever.
 const LONGEST: Duration = Duration::from_secs(60);
 /// The head of a request must come within this time, and the next request.
 const HEADERS: Duration = Duration::from_secs(10);
@@ -349,7 +349,8 @@ mod tests {
     async fn connection_that_does_not_read_a_stream_is_closed() {
         let address = serve().await;
         let mut stream = ask(address, "/endless").await;
-        // Its socket takes some megabytes, one frame per second. Then it stalls, and is closed a minute later.
+        // Its socket takes some megabytes, one frame per second. Then it stalls, and is closed a minute
+        // later.
         tokio::time::sleep(Duration::from_secs(3600)).await;
         let mut rest = Vec::new();
         let read = tokio::time::timeout(LONGEST, stream.read_to_end(&mut rest)).await;

@@ -150,8 +150,8 @@ pub enum Address {
     Tcp4(String),
     /// As [`Address::Tcp`], IPv6 only.
     Tcp6(String),
-    /// The path of a Unix socket. A stale socket file is replaced, and the own one is removed when the listener
-    /// is dropped.
+    /// The path of a Unix socket. A stale socket file is replaced, and the own one is removed when the
+    /// listener is dropped.
     Unix(PathBuf),
 }
 
@@ -286,8 +286,8 @@ pub(crate) struct AcceptFailures {
 }
 
 impl AcceptFailures {
-    /// Logs the failure, with a rate limit, and waits before the next attempt. Returns false if the cause is a
-    /// peer that closed before it was accepted.
+    /// Logs the failure, with a rate limit, and waits before the next attempt. Returns false if the cause is
+    /// a peer that closed before it was accepted.
     pub(crate) async fn take(&mut self, listener: &Listener, error: &io::Error) -> bool {
         use io::ErrorKind::{ConnectionAborted, ConnectionRefused, ConnectionReset, Interrupted};
         if matches!(error.kind(), ConnectionAborted | ConnectionRefused | ConnectionReset | Interrupted) {

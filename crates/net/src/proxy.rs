@@ -1,7 +1,8 @@
 //! The proxy that the environment names for connections to other hosts, as in programs written in Go.
 //!
-//! It reads `HTTPS_PROXY`, `HTTP_PROXY` and `NO_PROXY`, or the same in lower case if they are empty. This host
-//! is never reached through a proxy. [`Proxies`] selects a proxy, [`Proxy::connect`] opens a tunnel through it.
+//! It reads `HTTPS_PROXY`, `HTTP_PROXY` and `NO_PROXY`, or the same in lower case if they are empty. This
+//! host is never reached through a proxy. [`Proxies`] selects a proxy, [`Proxy::connect`] opens a tunnel
+//! through it.
 
 use std::{
     fmt, io,
@@ -149,8 +150,8 @@ impl Proxies {
         )
     }
 
-    /// Whether `NO_PROXY` has the host. An entry is `*`, an address, a network, a name with its subdomains, or
-    /// `.name` or `*.name` for its subdomains only. Each may have a port.
+    /// Whether `NO_PROXY` has the host. An entry is `*`, an address, a network, a name with its subdomains,
+    /// or `.name` or `*.name` for its subdomains only. Each may have a port.
     pub fn excepts(&self, host: &str, port: u16) -> bool {
         self.no.split(',').map(str::trim).filter(|entry| !entry.is_empty()).any(|entry| {
             let (name, only) = split_port(entry);
@@ -252,8 +253,8 @@ impl Proxy {
         self.to_string().parse().unwrap_or_default()
     }
 
-    /// Asks the proxy at the other end of `stream` for a tunnel to `target`, a host with its port. Returns the
-    /// tunnel.
+    /// Asks the proxy at the other end of `stream` for a tunnel to `target`, a host with its port. Returns
+    /// the tunnel.
     ///
     /// # Errors
     /// See [`Refused`].

@@ -233,8 +233,8 @@ impl RequestRecord {
         }
     }
 
-    /// Records that the request is allowed, and begins its span as a child of the one in its headers. The line
-    /// `start` is written now, or with the first message of a request to an API server.
+    /// Records that the request is allowed, and begins its span as a child of the one in its headers. The
+    /// line `start` is written now, or with the first message of a request to an API server.
     pub fn allowed(&self, headers: &HeaderMap) {
         if let Some(recorded) = &self.0 {
             let span = recorded

@@ -131,8 +131,8 @@ pub fn request_info(
     Ok(writer)
 }
 
-/// Returns `INVALID_ARGUMENT` for metadata that cannot be sent to an agent. Counts the refusal if the metadata
-/// is too large.
+/// Returns `INVALID_ARGUMENT` for metadata that cannot be sent to an agent. Counts the refusal if the
+/// metadata is too large.
 pub fn untransferable(error: &meta::Error, refusals: &Refusals, listener: ListenerName) -> Status {
     if matches!(error, meta::Error::TooMuch) {
         refusals.refused(listener, Reason::Headers);

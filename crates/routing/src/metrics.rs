@@ -102,7 +102,8 @@ impl RequestMetrics {
         let requests = Family::<OutcomeLabel, Counter>::default();
         let answered = requests.get_or_create(&OutcomeLabel { outcome: Outcome::Answered }).clone();
         for outcome in OTHERS {
-            // For Prometheus, a series that begins above 0 has not grown, so the first failures would be missed.
+            // For Prometheus, a series that begins above 0 has not grown, so the first failures would be
+            // missed.
             drop(requests.get_or_create(&OutcomeLabel { outcome }));
         }
         let routes = Family::<RouteLabel, Counter>::default();

@@ -533,8 +533,8 @@ impl Peer {
             request.headers_mut().extend(headers.clone());
             match link.open(request).await {
                 Ok(opened) => break opened,
-                // It was not processed: the link has reached its maximum age, or the owner drains. Another link
-                // may work.
+                // It was not processed: the link has reached its maximum age, or the owner drains. Another
+                // link may work.
                 Err(CallError::Refused(_)) if again => again = false,
                 Err(error) => return Err(unavailable(&error)),
             }

@@ -7,10 +7,10 @@
 //! The limit applies to all replicas together. Replicas that share a Redis add their counts there, and charge
 //! themselves the counts of the others ([`RateLimit::told`]). A token can exceed the limit by what is not
 //! shared yet: a hundredth of the burst for each further replica, and what is charged within a fifth of a
-//! second. When a new [window](RateLimit::window) begins, replicas that have not seen the token allow the burst
-//! once more. Other replicas each apply a part of the limit ([`RateLimit::parted`]). A token that does not
-//! spread over the replicas may then use less than the limit. It never uses more, except for the minimum part
-//! of 10 per minute and 50 at once.
+//! second. When a new [window](RateLimit::window) begins, replicas that have not seen the token allow the
+//! burst once more. Other replicas each apply a part of the limit ([`RateLimit::parted`]). A token that does
+//! not spread over the replicas may then use less than the limit. It never uses more, except for the minimum
+//! part of 10 per minute and 50 at once.
 
 use std::{collections::HashMap, time::Duration};
 
@@ -22,8 +22,8 @@ use tokio::{sync::watch, time::Instant};
 const MAX_BUCKETS: usize = 100_000;
 
 /// The minimum part of a limit (per minute, at once). With many replicas, an agent would otherwise be refused
-/// in normal operation. A set of replicas therefore allows at most this much for each of them, or the limit if
-/// that is more.
+/// in normal operation. A set of replicas therefore allows at most this much for each of them, or the limit
+/// if that is more.
 const LEAST: (f64, f64) = (10.0, 50.0);
 /// The count of a bucket is shared with other replicas in steps of the burst divided by this.
 const TOLD_BY: f64 = 100.0;
@@ -144,7 +144,8 @@ impl RateLimit {
         }
     }
 
-    /// Charges the counts of other replicas. `total`: the count of all, after `told` of this replica was added.
+    /// Charges the counts of other replicas. `total`: the count of all, after `told` of this replica was
+    /// added.
     pub fn learn(&self, token: TokenHash, told: u32, total: Total) {
         let now = Instant::now();
         let mut state = self.state();

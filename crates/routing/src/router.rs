@@ -1,5 +1,5 @@
-//! Finds a tunnel for a request: in the registry of this replica, else at the replicas that the tracker names,
-//! else it waits for one until the deadline.
+//! Finds a tunnel for a request: in the registry of this replica, else at the replicas that the tracker
+//! names, else it waits for one until the deadline.
 //!
 //! **Subscribe, look up, wait.** What the tracker returns is a hint, and only the answer of an owner is
 //! certain. The first owner is asked immediately and the next one after a short time. Suspect replicas are
@@ -187,8 +187,8 @@ impl Router {
     /// Sends a request to its agent and returns the beginning of the response.
     ///
     /// # Errors
-    /// A status whose [`Status::outcome`] is "not started" or "unknown", and whose message names the agent and
-    /// what to do.
+    /// A status whose [`Status::outcome`] is "not started" or "unknown", and whose message names the agent
+    /// and what to do.
     ///
     /// # Cancel safety
     /// Dropping the future cancels the request.

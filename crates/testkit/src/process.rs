@@ -36,8 +36,8 @@ pub async fn soon<F: Future>(what: &str, future: F) -> F::Output {
 }
 
 /// Names a folder with programs of another build, to be tested or measured instead of those of the running
-/// test. It may name several, separated like those of `PATH`: the replicas of a cluster take them in turns, which
-/// tests replicas of different versions with each other.
+/// test. It may name several, separated like those of `PATH`: the replicas of a cluster take them in turns,
+/// which tests replicas of different versions with each other.
 const PROGRAMS: &str = "KAS_PROGRAMS";
 
 /// Returns the path of a program of this workspace, in the profile of the running test, or in the folder that
@@ -49,8 +49,9 @@ pub fn program(name: &str) -> Result<PathBuf> {
     program_of_replica(name, 0)
 }
 
-/// Returns the path of a program for replica `n` of a cluster: [`program`], but if `KAS_PROGRAMS` names several
-/// folders, replica 0 takes the first of them, replica 1 the second, and so on, and then the first again.
+/// Returns the path of a program for replica `n` of a cluster: [`program`], but if `KAS_PROGRAMS` names
+/// several folders, replica 0 takes the first of them, replica 1 the second, and so on, and then the first
+/// again.
 ///
 /// # Errors
 /// As [`program`].

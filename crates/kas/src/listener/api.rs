@@ -61,8 +61,8 @@ impl std::fmt::Debug for ApiListener {
 }
 
 impl ApiListener {
-    /// Creates the listener's service. Health checks report `SERVING` while `phase` is serving. `attempts`: the
-    /// limits of one connection.
+    /// Creates the listener's service. Health checks report `SERVING` while `phase` is serving. `attempts`:
+    /// the limits of one connection.
     #[expect(clippy::too_many_arguments, reason = "each is made by another module")]
     pub fn new(
         jwt: JwtVerifier,

@@ -134,7 +134,8 @@ impl Connection for Replica {
             return refuse(&status);
         }
         self.trust.passed();
-        // The address may have belonged to a replica of another cluster before, or the port to another process.
+        // The address may have belonged to a replica of another cluster before, or the port to another
+        // process.
         if let Some(to) = request.headers().get(peer::TO)
             && to.as_bytes() != self.listener.me.as_str().as_bytes()
         {

@@ -24,8 +24,8 @@
 //! would find it free, one after the other, and a busy thread polls its sockets only once in 61 tasks. A step
 //! that took long, such as one of a TLS handshake, is followed by about as much time for other tasks, in
 //! rounds of the tasks that are ready: a request passes through several tasks, one in each round, and would
-//! otherwise wait for a step before each of them. A step of a connection that has had many is followed by such
-//! rounds too.
+//! otherwise wait for a step before each of them. A step of a connection that has had many is followed by
+//! such rounds too.
 //!
 //! [`Stream::speaks`]: crate::io::Stream::speaks
 
@@ -74,8 +74,8 @@ enum Lane {
     Late,
 }
 
-/// A lane is served by source only while the lanes before it are empty. The order of the least served does not
-/// know lanes.
+/// A lane is served by source only while the lanes before it are empty. The order of the least served does
+/// not know lanes.
 const SCHEDULE: &[&[Lane]] = &[&[Lane::Trusted, Lane::Unknown, Lane::Crowded, Lane::Late]];
 
 /// Gives the unauthenticated connections of a listener the slots in which they run their steps.

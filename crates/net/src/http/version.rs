@@ -21,8 +21,8 @@ pub(super) enum Version {
     Http2,
 }
 
-/// Detects the version by the first bytes of `stream`, and returns it with all its bytes. The caller bounds the
-/// time.
+/// Detects the version by the first bytes of `stream`, and returns it with all its bytes. The caller bounds
+/// the time.
 ///
 /// # Errors
 /// If the stream ends or fails before that.

@@ -71,8 +71,8 @@ impl Peers {
     /// Returns the replica of GitLab's kas at `url`. It connects when it is first used.
     ///
     /// # Errors
-    /// Why it is not called, for people: the URL is malformed, or its scheme does not fit the configuration of
-    /// this replica. One that has certificates never sends its credential in plain text.
+    /// Why it is not called, for people: the URL is malformed, or its scheme does not fit the configuration
+    /// of this replica. One that has certificates never sends its credential in plain text.
     pub fn gateway(&self, url: &Arc<str>) -> Result<Arc<Gateway>, String> {
         let mut gateways = self.gateways.0.lock();
         if let Some(gateway) = gateways.get(url) {

@@ -1,8 +1,8 @@
 //! Tunnels that this replica leases from others between two requests.
 //!
 //! A borrow request costs a stream and a round trip. If requests for the same method of an agent follow
-//! closely, a leased tunnel waits here for the next one, for at most 300 ms. It is returned to its owner if no
-//! request comes, if the owner revokes the lease or drains, or if the owner is no longer healthy.
+//! closely, a leased tunnel waits here for the next one, for at most 300 ms. It is returned to its owner if
+//! no request comes, if the owner revokes the lease or drains, or if the owner is no longer healthy.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -325,7 +325,8 @@ impl LeasePool {
         })))
     }
 
-    /// A tunnel is free: hands it to the request that waits longest, keeps it for the next one, or returns it.
+    /// A tunnel is free: hands it to the request that waits longest, keeps it for the next one, or returns
+    /// it.
     fn offer(holder: &Arc<Holder>, tunnel: &Arc<Tunnel>) {
         if tunnel.idle_since().is_none() {
             return;

@@ -1,6 +1,6 @@
 //! The tunnels of one agent that other replicas lease: they keep them between two requests, as long as no
-//! other request waits for them. If a request begins to wait, a lease is revoked: the borrower is asked to return the
-//! tunnel, which is never taken away.
+//! other request waits for them. If a request begins to wait, a lease is revoked: the borrower is asked to
+//! return the tunnel, which is never taken away.
 
 use std::{
     sync::{

@@ -268,8 +268,8 @@ impl Drop for Attempt<'_> {
 }
 
 impl TransportState {
-    /// Returns the configuration stream that the transport's other streams of `agent` belong to. There is none
-    /// if the agent has several, or if a proxy may join several agentk processes on one transport.
+    /// Returns the configuration stream that the transport's other streams of `agent` belong to. There is
+    /// none if the agent has several, or if a proxy may join several agentk processes on one transport.
     pub(super) fn bound_connection(&self, agent: AgentId) -> Option<ConnectionId> {
         let mut of_agent = self.configs.iter().filter(|held| {
             !held.ours && held.authenticated.agent.id == agent && held.stream.strong_count() > 0

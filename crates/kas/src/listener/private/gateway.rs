@@ -229,7 +229,8 @@ impl Asked {
     }
 }
 
-/// Waits for `StartStreaming` and returns the bytes that were read after it. `None`: the stream ended instead.
+/// Waits for `StartStreaming` and returns the bytes that were read after it. `None`: the stream ended
+/// instead.
 async fn start_streaming(body: &mut grpc::Body) -> Result<Option<Bytes>, &'static str> {
     let mut read = BytesMut::new();
     loop {
