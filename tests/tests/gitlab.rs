@@ -510,7 +510,7 @@ async fn gitlab_check_reports_each_problem() -> Result<()> {
             config.clone(),
             vec!["--token-file", &good, "--project", "group/other"],
             false,
-            "project    FAILED: there is none of this path",
+            "project    FAILED: there is no project with this path",
         ),
         (
             config.clone(),
@@ -535,7 +535,7 @@ async fn gitlab_check_reports_each_problem() -> Result<()> {
         ),
         // 14.1 drops the path, which is correct here.
         (changed(old), vec!["--token-file", &good], true, "agent-1"),
-        (json!({ "identity": { "file": "agents.yaml" } }), vec![], false, "asks no GitLab"),
+        (json!({ "identity": { "file": "agents.yaml" } }), vec![], false, "does not use GitLab"),
         (changed(json!({ "gitlab": { "timeout": "never" } })), vec![], false, "gitlab.timeout: found"),
     ] {
         let asked = check(&config, &arguments).await?;

@@ -1,4 +1,4 @@
-//! `kas gitlab check`: asks GitLab what kas would ask, and says in words what came of it and what to do.
+//! `kas gitlab check`: sends the requests that kas would send, and reports the results and what to do.
 
 use std::{io, path::Path, sync::Arc, time::Duration};
 
@@ -12,10 +12,10 @@ use tokio::time::Instant;
 
 use crate::{AgentInfo as _, Client, Failure, LookupError, LookupMetrics, Proxies, Urgency};
 
-/// The largest token, in bytes, as the agent listener takes one.
+/// The largest token that the agent listener accepts, in bytes.
 const LARGEST_TOKEN: usize = 4 * 1024;
 
-/// What is asked.
+/// The requests to send.
 #[derive(Debug)]
 pub struct Questions {
     token: Option<SecretSlice<u8>>,
@@ -23,10 +23,10 @@ pub struct Questions {
 }
 
 impl Questions {
-    /// `token_file`: the token of an agent. `project`: the full path of one that it may read.
+    /// `token_file`: the token of an agent. `project`: the full path of a project that the agent may read.
     ///
     /// # Errors
-    /// When the file cannot be used; the error has nothing of what is in it.
+    /// If the file cannot be used. The error omits its content.
     pub fn new(token_file: Option<&Path>, project: Option<String>) -> anyhow::Result<Self> {
         let read = |path: &Path| -> anyhow::Result<SecretSlice<u8>> {
             let cannot = || format!("cannot use the token file {}", path.display());
@@ -40,30 +40,32 @@ impl Questions {
     }
 }
 
-/// Asks, and writes a line for each question to `out`. Returns whether everything was as it should be.
+/// Sends the requests, and writes a line for each to `out`. Returns whether all succeeded.
 ///
 /// # Errors
-/// When GitLab could not even be asked, or nothing can be written.
+/// If the configuration has no usable GitLab, or `out` cannot be written.
 pub async fn run(config: &Config, questions: &Questions, out: &mut impl io::Write) -> anyhow::Result<bool> {
     let Identity::GitLab(gitlab) = &config.identity else {
-        bail!("this configuration asks no GitLab: it has no section gitlab, or identity.file goes before it");
+        bail!(
+            "this configuration does not use GitLab: it has no section gitlab, or identity.file overrides it"
+        );
     };
     let secret = config.check_secrets()?.gitlab.context("there is no secret to sign with")?;
     let metrics = Arc::new(LookupMetrics::new(&mut Registry::default()));
     let client = Client::new(gitlab, &secret, &Proxies::from_env(), metrics)?;
     writeln!(out, "GitLab at {}, signed with {}", gitlab.address, gitlab.secret.display())?;
 
-    // Nobody's: GitLab looks at the signature first, and says which of the two it refuses.
+    // A random token: GitLab checks the signature first, and reports which of the two it refuses.
     let nobody: SecretSlice<u8> =
         format!("kas-gitlab-check-{:032x}", rand::random::<u128>()).into_bytes().into();
     let begun = Instant::now();
     let answer = client.agent_info(nobody.expose_secret(), Urgency::UNKNOWN_SOURCE).await;
     let took = begun.elapsed();
     match answer {
-        // As it must be.
+        // The expected answer.
         Err(LookupError::Unknown) => said(out, "signature", took, "accepted")?,
         Ok(_) => {
-            said(out, "signature", took, "NOT GITLAB: it knows an agent by a token that was just made up")?;
+            said(out, "signature", took, "NOT GITLAB: it accepts a random token")?;
             return Ok(false);
         }
         Err(error) => {
@@ -100,8 +102,7 @@ pub async fn run(config: &Config, questions: &Questions, out: &mut impl io::Writ
         }
         Ok(project) => (true, format!("{path} is project {}, now {}", project.id, project.path)),
         Err(LookupError::Failed(Failure::Status(StatusCode::NOT_FOUND))) => {
-            let why =
-                "there is none of this path that the agent may read, or this GitLab has no GitOps any more";
+            let why = "there is no project with this path that the agent may read, or this GitLab no longer has GitOps";
             (false, format!("FAILED: {why}"))
         }
         Err(error) => (false, format!("FAILED: {}", wrong(&error, gitlab))),
@@ -114,23 +115,23 @@ fn said(out: &mut impl io::Write, what: &str, took: Duration, answer: &str) -> i
     writeln!(out, "  {what:<10} {answer} ({:.0} ms)", took.as_secs_f64() * 1e3)
 }
 
-/// Says what went wrong, and what to do about it.
+/// Describes an error, and what to do about it.
 fn wrong(error: &LookupError, gitlab: &kas_config::GitLab) -> String {
     let (what, next) = match error {
         LookupError::Unknown => (
             error.to_string(),
-            "it was revoked, or is one of another GitLab; the agent's page in GitLab, \"Access tokens\", makes a new one",
+            "it was revoked, or belongs to another GitLab; create a new one on the agent's page in GitLab, \"Access tokens\"",
         ),
         LookupError::Forbidden => {
-            (error.to_string(), "its page in GitLab says whether it, or its project, is blocked")
+            (error.to_string(), "its page in GitLab shows whether it or its project is blocked")
         }
         LookupError::Busy => (error.to_string(), "raise it"),
         LookupError::Failed(failure) => (
             chain(failure),
             match failure {
                 Failure::Timeout(_) | Failure::Unreachable(_) => {
-                    "look at gitlab.address, at HTTPS_PROXY and NO_PROXY, at gitlab.ca_certificate_file for an authority \
-                     of your own, and at what is between"
+                    "check gitlab.address, HTTPS_PROXY and NO_PROXY, gitlab.ca_certificate_file for a private CA, and the \
+                     network between"
                 }
                 Failure::Signature => {
                     "the secret must be that of GitLab, in Linux packages /var/opt/gitlab/gitlab-rails/etc/gitlab_kas_secret, \
@@ -142,19 +143,19 @@ fn wrong(error: &LookupError, gitlab: &kas_config::GitLab) -> String {
                     "gitlab.api: v14 drops the path of gitlab.address, as 14.1 does; leave the key out"
                 }
                 Failure::Status(StatusCode::NOT_FOUND) => {
-                    "gitlab.address must be the URL at which people see GitLab, with its path if it has one"
+                    "gitlab.address must be the URL of GitLab for users, with its path if it has one"
                 }
                 Failure::Status(status) if status.is_redirection() => {
-                    "redirects are not followed: gitlab.address must be where it leads to"
+                    "redirects are not followed: set gitlab.address to the target"
                 }
-                Failure::Status(_) => "GitLab's own log says why",
+                Failure::Status(_) => "GitLab's own log has the reason",
                 Failure::ContentType | Failure::Json { .. } | Failure::Field(_) => {
-                    "something that is not GitLab's API answers there"
+                    "the server at gitlab.address is not GitLab's API"
                 }
-                Failure::Body(_) => "try again; something between may cut it",
-                Failure::Token => "it must be the token and nothing else",
+                Failure::Body(_) => "try again; a proxy may have cut the answer",
+                Failure::Token => "the file must have only the token",
                 Failure::Path => "give the path as in the project's URL, such as group/project",
-                Failure::Unsigned(_) => "the secret file must hold base64 of 32 bytes",
+                Failure::Unsigned(_) => "the secret file must have base64 of 32 bytes",
             },
         ),
     };

@@ -1,4 +1,4 @@
-//! From an address to a stream: directly, or through the proxy that the environment names.
+//! Connects to GitLab directly, or through the proxy that the environment names.
 
 use std::{
     future::Future,
@@ -21,33 +21,33 @@ use tower_service::Service;
 
 use super::{Error, Proxies};
 
-/// A TCP connection must stand within this time; all addresses of a name share it.
+/// The timeout of a TCP connection, for all addresses of a name together.
 const CONNECT: Duration = Duration::from_secs(10);
-/// How often a silent TCP connection is probed: 14.1's number.
+/// The interval of TCP keepalives, as in 14.1.
 const KEEPALIVE: Duration = Duration::from_secs(30);
 
 type Plain = HttpsConnector<HttpConnector>;
 
-/// The one way to GitLab.
+/// How GitLab is reached.
 #[derive(Clone)]
 pub(super) enum Connector {
     Direct(Plain),
-    /// The proxy reads requests and passes them on: for http.
+    /// The proxy forwards requests, for http.
     Forward(Plain, Uri),
-    /// The proxy sees bytes only: for https.
+    /// The proxy opens a tunnel, for https.
     Tunnel(HttpsConnector<Tunnel<Plain>>),
 }
 
 impl Connector {
-    /// Decides on the way to `target`, whose scheme is http or https; returns also the credentials that
-    /// requests carry for a proxy which reads them.
+    /// Selects how to reach `target`, whose scheme is http or https. Also returns the credentials for a proxy
+    /// that forwards requests.
     pub(super) fn new(
         target: &Uri,
         ca_certificate: Option<&Path>,
         proxies: &Proxies,
     ) -> Result<(Self, Option<HeaderValue>), Error> {
         let mut tls = (*net::tls::client(ca_certificate)?).clone();
-        // GitLab is spoken to in HTTP/1.1, as 14.1 does; the connector offers that.
+        // HTTP/1.1, as in 14.1. The connector adds the ALPN.
         tls.alpn_protocols.clear();
         let mut tcp = HttpConnector::new();
         tcp.enforce_http(false);
@@ -108,7 +108,7 @@ impl Service<Uri> for Connector {
     }
 }
 
-/// A connection to GitLab; inner TLS is that of a proxy, outer that of GitLab.
+/// A connection to GitLab. The inner TLS is that of a proxy, the outer that of GitLab.
 pub(super) struct Stream {
     inner: MaybeHttpsStream<MaybeHttpsStream<TokioIo<TcpStream>>>,
     is_proxied: bool,

@@ -1,8 +1,8 @@
-//! GitLab's internal API: who signs, how long an answer may take, and what it may say.
+//! The client of GitLab's internal API.
 //!
-//! One [`Client`] keeps connections alive and is shared by whoever asks. It remembers no answer: caches
-//! belong to those who know what an answer means. `connect` dials, through a proxy where the environment
-//! names one; `lookup_rate` is the rate limit; `check` is what a person asks, to see whether all this works.
+//! All callers share one [`Client`], which keeps connections alive. It does not cache answers; that is up to
+//! its users. `connect` dials, through a proxy if the environment names one. `lookup_rate` is the rate limit.
+//! `check` is the command `kas gitlab check`.
 
 pub mod check;
 mod connect;
@@ -44,43 +44,42 @@ pub use self::{
     metrics::{LookupMetrics, LookupOutcome},
 };
 
-/// The path of 14.1, which later versions answer too.
+/// The path of 14.1, which later versions support too.
 const AGENT_INFO: &str = "/api/v4/internal/kubernetes/agent_info";
-/// The path of 14.1, for its GitOps.
+/// The path of 14.1 for GitOps.
 const PROJECT_INFO: &str = "/api/v4/internal/kubernetes/project_info";
-/// The path of today.
+/// The current path.
 const AGENT_INFO_TODAY: &str = "/api/v4/internal/agents/agentk/agent_info";
-/// Carries the agent's token where `Authorization` is not read any more.
+/// Has the agent's token in versions that no longer read `Authorization`.
 const AGENT_TOKEN: HeaderName = HeaderName::from_static("gitlab-agentk-api-request");
-/// Carries the signature of kas.
+/// Has the signature of kas.
 const SIGNATURE: HeaderName = HeaderName::from_static("gitlab-kas-api-request");
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 const CLIENT_NAME: HeaderName = HeaderName::from_static("x-gitlab-client-name");
 const JSON: &str = "application/json";
 const CLIENT: &str = "gitlab-kas";
 
-/// A signature is valid from this long before it is made until this long after: 14.1's window.
+/// A signature is valid this long before and after its creation, as in 14.1.
 const SIGNATURE_LIFE: Duration = Duration::from_secs(5);
-/// The largest answer, in bytes. One for an agent has some hundred.
+/// The largest answer, in bytes. That for an agent has a few hundred.
 const LARGEST_ANSWER: usize = 1024 * 1024;
 /// The largest headers of an answer, in bytes.
 const LARGEST_HEAD: usize = 64 * 1024;
-/// The longest full path of a project, in bytes. GitLab's own limit for one part of it is 255 characters.
+/// The longest full path of a project, in bytes. GitLab limits each part to 255 characters.
 const LONGEST_PATH: usize = 8 * 1024;
-/// Idle connections are closed after this time, and there are at most so many: 14.1's numbers.
+/// Idle connections are closed after this time, as in 14.1.
 const IDLE: Duration = Duration::from_secs(90);
 const IDLE_CONNECTIONS: usize = 100;
-/// How often it is said in the log that agents are turned away.
-const TOLD: Duration = Duration::from_secs(60);
+/// How often it is logged that agents are turned away, at most.
+const WARN_INTERVAL: Duration = Duration::from_secs(60);
 
-/// What stands as it is in the value of a query, as Go writes it.
+/// Characters that are not escaped in the value of a query, as in Go.
 const QUERY: &AsciiSet = &NON_ALPHANUMERIC.remove(b'-').remove(b'_').remove(b'.').remove(b'~');
 
-/// What every version of GitLab writes with status 401 when the signature is wrong, and not the agent's
-/// token.
+/// In the body of status 401 of every version of GitLab if the signature is invalid, and not the token.
 const SIGNATURE_REFUSED: &[u8] = b"KAS JWT authentication invalid";
 
-/// Why the client cannot be made.
+/// Why the client cannot be created.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// The roots of TLS cannot be read.
@@ -91,7 +90,7 @@ pub enum Error {
     Proxy(#[from] net::proxy::Error),
 }
 
-/// What went wrong with an answer, or on the way to it; the same question may be answered later.
+/// Why there is no valid answer. The same request may succeed later.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum Failure {
@@ -107,7 +106,7 @@ pub enum Failure {
     ContentType,
     #[error("its answer broke off, or is above {LARGEST_ANSWER} bytes")]
     Body(#[source] grpc::BoxError),
-    /// Without what was found: an answer holds credentials.
+    /// The error omits the text, since an answer has credentials.
     #[error("its answer is no valid JSON of this kind (line {line}, column {column})")]
     Json { line: usize, column: usize },
     #[error("its answer has no valid {0}")]
@@ -122,21 +121,21 @@ pub enum Failure {
 
 type Http = legacy::Client<Connector, Empty<Bytes>>;
 
-/// Asks GitLab.
+/// A client of GitLab's internal API.
 pub struct Client {
-    /// Exchanged when the file of GitLab's authority changes.
+    /// Replaced when the file of the CA changes.
     http: ArcSwap<Http>,
     address: Uri,
     api: GitLabApi,
     agent_info: Uri,
-    /// Exchanged when the secret file changes.
+    /// Replaced when the secret file changes.
     key: ArcSwap<EncodingKey>,
     /// Credentials for a proxy that reads requests.
     proxy_authorization: Option<HeaderValue>,
     timeout: Duration,
     lookup_rate: Arc<LookupRateLimiter>,
-    /// When it was last told that too many wait.
-    told: Mutex<Option<Instant>>,
+    /// When the log last had the warning that too many lookups wait.
+    warned: Mutex<Option<Instant>>,
     metrics: Arc<LookupMetrics>,
 }
 
@@ -147,7 +146,7 @@ impl std::fmt::Debug for Client {
 }
 
 impl Client {
-    /// Prepares everything; connects to nobody yet.
+    /// Creates a client. It connects with the first request.
     ///
     /// # Errors
     /// See [`Error`].
@@ -169,7 +168,7 @@ impl Client {
             proxy_authorization,
             timeout: config.timeout,
             lookup_rate: LookupRateLimiter::new(config.refill_rate_per_second, config.bucket_size),
-            told: Mutex::default(),
+            warned: Mutex::default(),
             metrics,
         })
     }
@@ -179,10 +178,10 @@ impl Client {
         self.key.store(Arc::new(EncodingKey::from_secret(secret.expose())));
     }
 
-    /// Reads the authority of GitLab's certificate again, for connections that are made later.
+    /// Reloads the CA certificates for GitLab, for new connections.
     ///
     /// # Errors
-    /// See [`Error`]; nothing is exchanged then.
+    /// See [`Error`]. Nothing changes then.
     pub fn trust(&self, ca_certificate: Option<&Path>, proxies: &Proxies) -> Result<(), Error> {
         let (connector, _) = Connector::new(&self.agent_info, ca_certificate, proxies)?;
         self.http.store(Arc::new(http(connector)));
@@ -213,10 +212,10 @@ impl Client {
         Ok(headers)
     }
 
-    /// Makes a signature, which is for one request.
+    /// Creates the signature of one request.
     fn signature(&self) -> Result<String, Failure> {
         let now = process::clock::wall();
-        // Microseconds, as 14.1 writes them; a float holds that many digits.
+        // In microseconds, as in 14.1. A float has enough digits.
         let seconds = |time: Duration| time.as_micros() as f64 / 1e6;
         let claims = Claims {
             aud: ["gitlab"],
@@ -232,10 +231,11 @@ impl Client {
     /// Returns the project with this full path, such as `group/project`, if the agent with this token may
     /// read it.
     ///
-    /// Nothing is remembered, and an answer is not counted among the lookups of agents.
+    /// The answer is not cached, and not counted as a lookup of an agent.
     ///
     /// # Errors
-    /// [`LookupError`]; a project that is not there, or not for this agent, is [`Failure::Status`] with 404.
+    /// [`LookupError`]. If the project does not exist, or the agent may not read it: [`Failure::Status`] with
+    /// 404.
     pub async fn project_info(&self, token: &[u8], path: &str) -> Result<Project, LookupError> {
         if path.is_empty() || path.len() > LONGEST_PATH {
             return Err(Failure::Path.into());
@@ -250,20 +250,20 @@ impl Client {
         Ok(project(&body)?)
     }
 
-    /// Says that tokens were not asked about, at most once in [`TOLD`].
-    fn tell(&self, Busy { waiting, most }: Busy) {
+    /// Logs that lookups were refused, at most once in [`WARN_INTERVAL`].
+    fn warn_busy(&self, Busy { waiting, most }: Busy) {
         let now = Instant::now();
-        let mut told = self.told.lock();
-        if told.is_some_and(|told| now < told + TOLD) {
+        let mut warned = self.warned.lock();
+        if warned.is_some_and(|warned| now < warned + WARN_INTERVAL) {
             return;
         }
-        *told = Some(now);
-        drop(told);
+        *warned = Some(now);
+        drop(warned);
         tracing::warn!(
             waiting,
             most_from = most.map(|(from, _)| tracing::field::display(from)),
             from_there = most.map(|(_, count)| count),
-            "agents are turned away for now, since more tokens come than gitlab.api_rate_limit lets kas ask GitLab about"
+            "agents are turned away for now: more token lookups are needed than gitlab.api_rate_limit allows"
         );
     }
 
@@ -276,7 +276,7 @@ impl Client {
         let mut request = Request::new(Empty::new());
         *request.uri_mut() = uri;
         *request.headers_mut() = self.headers(token, id)?;
-        // A redirect is an answer like any other: nobody else gets these credentials.
+        // Redirects are not followed, so no other host gets these credentials.
         let answer = self.http.load().request(request).await.map_err(Failure::Unreachable)?;
         let (head, body) = answer.into_parts();
         let body = Limited::new(body, LARGEST_ANSWER).collect().await.map(|body| body.to_bytes());
@@ -287,8 +287,8 @@ impl Client {
                     body.windows(SIGNATURE_REFUSED.len()).any(|window| window == SIGNATURE_REFUSED)
                 }) =>
             {
-                // Not a word about the token. To take it for a refusal would cut every agent when a secret is
-                // exchanged or a clock is wrong.
+                // The token was not checked. If this counted as invalid, a rotated secret or a wrong clock would
+                // disconnect every agent.
                 return Err(Failure::Signature.into());
             }
             StatusCode::UNAUTHORIZED => return Err(LookupError::Unknown),
@@ -321,7 +321,7 @@ impl AgentInfo for Client {
     async fn agent_info(&self, token: &[u8], urgency: Urgency) -> Result<Agent, LookupError> {
         if let Err(busy) = self.lookup_rate.wait(urgency, self.timeout).await {
             self.metrics.looked_up(LookupOutcome::Limited);
-            self.tell(busy);
+            self.warn_busy(busy);
             return Err(LookupError::Busy);
         }
         let id = request_id();
@@ -341,7 +341,7 @@ impl AgentInfo for Client {
             let (id, token) = (id.to_str().unwrap_or_default(), TokenHash::of(token));
             if let LookupError::Failed(failure) = error {
                 let error = chain(failure);
-                tracing::warn!(request.id = id, ?token, error, "GitLab could not tell whose token it is");
+                tracing::warn!(request.id = id, ?token, error, "GitLab could not identify a token");
             } else {
                 tracing::info!(request.id = id, ?token, %error, "GitLab refused a token");
             }
@@ -367,7 +367,7 @@ struct Claims {
     nbf: f64,
 }
 
-/// What is used of an answer about an agent; absent fields are zero, as 14.1 reads them.
+/// The fields of an answer about an agent that are used. Missing ones are zero, as in 14.1.
 #[derive(Default, Deserialize)]
 #[serde(default)]
 struct AgentAnswer {
@@ -376,7 +376,7 @@ struct AgentAnswer {
     agent_name: Option<String>,
 }
 
-/// Reads a JSON object. Without the first look a list of the values in the right order would do, too.
+/// Parses a JSON object. Checks for `{` first, since serde would also accept a list of the values.
 fn object<T: DeserializeOwned>(body: &[u8]) -> Result<T, Failure> {
     let begin = body.trim_ascii_start();
     if begin.first().is_some_and(|first| *first != b'{') {
@@ -389,7 +389,7 @@ fn agent(body: &[u8]) -> Result<Agent, Failure> {
     let answer: AgentAnswer = object(body)?;
     Ok(Agent {
         id: AgentId::new(answer.agent_id.unwrap_or_default()).map_err(|_| Failure::Field("agent_id"))?,
-        // It stands in the paths of configuration files.
+        // It becomes part of the paths of configuration files.
         name: answer
             .agent_name
             .filter(|name| is_agent_name(name) && !name.is_empty())
@@ -399,16 +399,16 @@ fn agent(body: &[u8]) -> Result<Agent, Failure> {
     })
 }
 
-/// What kas is told of a project.
+/// A project, according to GitLab.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Project {
-    /// Above zero.
+    /// The id, above zero.
     pub id: i64,
-    /// Its full path now: the one that was asked for may be an older one. Empty when GitLab does not say it.
+    /// Its current full path. The requested one may be older. Empty if GitLab does not report it.
     pub path: String,
 }
 
-/// What is used of an answer about a project.
+/// The fields of an answer about a project that are used.
 #[derive(Default, Deserialize)]
 #[serde(default)]
 struct ProjectAnswer {
@@ -431,10 +431,10 @@ fn project(body: &[u8]) -> Result<Project, Failure> {
 }
 
 #[cfg(feature = "fuzzing")]
-/// Reads `bytes` as GitLab's answer about an agent, and about a project: for a fuzz target.
+/// Parses `bytes` as GitLab's answer about an agent and about a project, for a fuzz target.
 ///
 /// # Panics
-/// When something comes out that must not be.
+/// If the result is invalid.
 pub fn fuzz(bytes: &[u8]) {
     if let Ok(project) = project(bytes) {
         assert!(project.id > 0);
@@ -452,7 +452,7 @@ fn is_json(headers: &HeaderMap) -> bool {
     value.split(';').next().is_some_and(|media| media.trim().eq_ignore_ascii_case(JSON))
 }
 
-/// Returns where agents are asked for. 14.1 drops the path of the address; later versions go on from it.
+/// Returns the URL for agents. 14.1 drops the path of the address, later versions append to it.
 fn endpoint(address: &Uri, api: GitLabApi) -> Uri {
     at(address, api, if api == GitLabApi::Today { AGENT_INFO_TODAY } else { AGENT_INFO })
 }

@@ -1,4 +1,4 @@
-//! What a lookup of an agent is: the question, its priority, and why it fails.
+//! The lookup of an agent: its trait, priority and errors.
 
 use std::net::IpAddr;
 
@@ -7,7 +7,7 @@ use ids::Agent;
 
 use crate::Failure;
 
-/// Who can be asked about a token.
+/// Looks up agents by their token.
 #[async_trait]
 pub trait AgentInfo: Send + Sync + 'static {
     /// Returns the agent that holds `token`.
@@ -17,26 +17,26 @@ pub trait AgentInfo: Send + Sync + 'static {
     async fn agent_info(&self, token: &[u8], urgency: Urgency) -> Result<Agent, LookupError>;
 }
 
-/// What a lookup is for.
+/// The urgency of a lookup.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Urgency {
-    /// An agent that is not connected yet.
+    /// The agent is not connected yet.
     New {
-        /// The network it comes from, if its peer has an address.
+        /// Its source network, if its peer has an address.
         from: Option<IpAddr>,
-        /// What is known of it.
+        /// Its priority.
         priority: LookupPriority,
     },
-    /// An agent that is connected.
+    /// The agent is connected.
     Renewal,
 }
 
 impl Urgency {
-    /// An agent of which nothing is known.
+    /// An agent from an unknown network.
     pub const UNKNOWN_SOURCE: Self = Self::New { from: None, priority: LookupPriority::UnknownSource };
 }
 
-/// Which of the lookups that wait are preferred, in this order.
+/// The priority of a waiting lookup, highest first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum LookupPriority {
     /// The token belonged to an agent before.
@@ -56,10 +56,10 @@ pub enum LookupError {
     /// The agent may not connect.
     #[error("GitLab forbids this agent")]
     Forbidden,
-    /// Nobody was asked, because too many wait.
+    /// GitLab was not asked, because too many lookups wait.
     #[error("too many lookups wait for gitlab.api_rate_limit")]
     Busy,
-    /// GitLab could not tell.
-    #[error("GitLab could not tell")]
+    /// GitLab gave no valid answer.
+    #[error("GitLab gave no valid answer")]
     Failed(#[from] Failure),
 }

@@ -9,9 +9,9 @@ use tokio::{sync::oneshot, time::Instant};
 
 use crate::{LookupPriority, Urgency};
 
-/// No more lookups wait at a time, whatever the rate.
+/// The most waiting lookups, whatever the rate.
 const MOST_WAITING: usize = 10_000;
-/// The task that serves the queue looks at it after this time at the latest: all that wait may have given up.
+/// The task that serves the queue checks it at least this often, since all waiting lookups may have given up.
 const LOOK: Duration = Duration::from_secs(1);
 
 /// Of four lookups that waited, at least one is from each lane that is not empty.
@@ -74,8 +74,8 @@ impl LookupRateLimiter {
         Arc::new(Self { interval, ahead, epoch: Instant::now(), state: Mutex::new(state) })
     }
 
-    /// Waits until a lookup may begin, for `patience` at most. No more lookups wait than the rate lets
-    /// through in that time: beyond it one is refused at once, this one or another.
+    /// Waits until a lookup may begin, for `patience` at most. No more lookups wait than the rate allows in that
+    /// time. One more causes a refusal at once, of this one or another.
     ///
     /// # Errors
     /// [`Busy`]: the lookup must not begin.
@@ -149,7 +149,7 @@ impl LookupRateLimiter {
         let now = self.now();
         let all = state.next[1].max(now);
         let wait = all - self.ahead - now;
-        // No timer is as exact as numbers are.
+        // A timer is less exact than the numbers.
         if wait > 1e-6 {
             return Some(wait);
         }
@@ -157,7 +157,7 @@ impl LookupRateLimiter {
         None
     }
 
-    /// Hands out what the bucket is refilled with, as long as a lookup waits.
+    /// Starts waiting lookups as the bucket is refilled, until none waits.
     async fn serve(self: Arc<Self>) {
         loop {
             let wait = {
@@ -248,7 +248,7 @@ mod tests {
             let waited = time(&limiter, NEW).await.unwrap();
             assert!((0.09..0.11).contains(&waited), "{waited}");
         }
-        // Refilled, and not beyond its size.
+        // The bucket is refilled up to its size.
         tokio::time::advance(Duration::from_secs(1000)).await;
         for _ in 0..50 {
             assert_eq!(time(&limiter, NEW).await, Some(0.0));
@@ -257,12 +257,12 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn no_more_wait_than_pass_in_the_time_that_one_may_wait() {
+    async fn no_more_lookups_wait_than_the_rate_allows_in_time() {
         let limiter = LookupRateLimiter::new(10.0, 50);
         let passed = all(&limiter, (0..1000).map(|_| NEW)).join_all().await;
         let (passed, refused): (Vec<_>, Vec<_>) = passed.into_iter().partition(|(.., passed)| *passed);
         assert!((249..=251).contains(&passed.len()), "{}", passed.len());
-        // Except the last, which may begin just when its patience ends.
+        // Except the last, which may begin exactly when its patience ends.
         assert!(refused.iter().filter(|(waited, ..)| *waited > 0.0).count() <= 1);
         // All of them are over.
         tokio::time::sleep(LOOK).await;
@@ -315,7 +315,7 @@ mod tests {
                 assert!(waited <= 0.41, "{priority:?} {waited}");
             }
         }
-        // And these do not keep unknown sources waiting for ever.
+        // Unknown sources do not wait forever.
         drop(many);
         let known = all(&limiter, (0..1000).map(|_| new(LookupPriority::KnownToken, "192.0.2.1")));
         tokio::time::sleep(Duration::from_secs(1)).await;

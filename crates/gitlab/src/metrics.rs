@@ -1,4 +1,4 @@
-//! How lookups in GitLab end, and how long they take.
+//! Metrics of lookups in GitLab.
 
 use prometheus_client::{
     encoding::{EncodeLabelSet, EncodeLabelValue},
@@ -14,7 +14,7 @@ pub enum LookupOutcome {
     Unauthenticated,
     Forbidden,
     Unavailable,
-    /// The rate limit, or the bound on lookups, did not let it through.
+    /// The rate limit, or the bound on lookups, refused it.
     Limited,
 }
 
@@ -27,7 +27,7 @@ struct LookupLabel {
 #[derive(Debug)]
 pub struct LookupMetrics {
     lookups: Family<LookupLabel, Counter>,
-    /// Until GitLab answered a lookup, in seconds.
+    /// Time until GitLab answered a lookup, in seconds.
     pub gitlab_seconds: Histogram,
 }
 

@@ -1,6 +1,6 @@
-//! TLS by rustls, with aws-lc-rs as the one crypto provider: 1.2 and 1.3, nothing older.
+//! TLS 1.2 and 1.3 by rustls, with aws-lc-rs as the only crypto provider.
 //!
-//! A [`Live`] configuration can be exchanged while it is used, for files that change ([`process::files`]).
+//! A [`Live`] configuration can be replaced while it is in use, when its files change ([`process::files`]).
 
 mod certificate;
 mod role;
@@ -30,7 +30,7 @@ const HTTP1: &[u8] = b"http/1.1";
 /// Why TLS could not be set up.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// A PEM file that cannot be read or holds nothing of the kind.
+    /// A PEM file cannot be read, or has no such item.
     #[error("cannot read {what} from {path}")]
     Pem {
         /// Certificates or a key.
@@ -40,13 +40,13 @@ pub enum Error {
         /// Why.
         source: rustls_pki_types::pem::Error,
     },
-    /// A file without any certificate.
+    /// A file has no certificate.
     #[error("{0} holds no certificate")]
     Empty(PathBuf),
-    /// Certificate and key do not fit, or are of a kind that is not supported.
+    /// Certificate and key do not match, or are not supported.
     #[error("certificate and key cannot be used")]
     Unusable(#[source] rustls::Error),
-    /// The authority of the other side's certificates is of a kind that is not supported.
+    /// The CA of the other side's certificates is not supported.
     #[error("the authority in {path} cannot be used")]
     Authority {
         /// Its file.
@@ -54,7 +54,7 @@ pub enum Error {
         /// Why.
         source: rustls::server::VerifierBuilderError,
     },
-    /// A file with something in it that is no certificate.
+    /// A file has an invalid certificate.
     #[error("cannot read certificates from {path}")]
     Malformed {
         /// The file.
@@ -62,10 +62,10 @@ pub enum Error {
         /// Why.
         source: Malformed,
     },
-    /// Neither the system nor a file has a CA that servers' certificates can be checked with.
+    /// Neither the system nor a file has CA certificates for servers.
     #[error("this system has no CA certificates, and no file with others was given")]
     NoRoots(#[source] rustls::client::VerifierBuilderError),
-    /// The certificate that is to be shown would be refused by those who see it.
+    /// Peers would refuse the own certificate.
     #[error("{path} cannot be shown to others")]
     Role {
         /// The file.
@@ -75,8 +75,8 @@ pub enum Error {
     },
 }
 
-/// A configuration of TLS that can be exchanged: connections that are made later use the later one, and those
-/// that are open stay as they are. Clones share it.
+/// A configuration of TLS that can be replaced. New connections use the new one, open ones stay as they are.
+/// Clones share it.
 #[derive(Debug)]
 pub struct Live<C>(Arc<ArcSwap<C>>);
 
@@ -93,12 +93,12 @@ impl<C> From<Arc<C>> for Live<C> {
 }
 
 impl<C> Live<C> {
-    /// Returns the configuration for a connection that is made now.
+    /// Returns the current configuration.
     pub fn current(&self) -> Arc<C> {
         self.0.load_full()
     }
 
-    /// Exchanges the configuration.
+    /// Replaces the configuration.
     pub fn replace(&self, config: Arc<C>) {
         self.0.store(config);
     }
@@ -116,7 +116,7 @@ fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, Error> {
     if certificates.is_empty() { Err(Error::Empty(path.to_owned())) } else { Ok(certificates) }
 }
 
-/// Returns until when the certificates of a file are valid.
+/// Returns when the certificates of a file expire.
 ///
 /// # Errors
 /// See [`Error`].
@@ -136,7 +136,7 @@ pub fn check_role(path: &Path, role: &Role) -> Result<(), Error> {
     role.check(leaf).map_err(|source| Error::Role { path: path.to_owned(), source })
 }
 
-/// Returns the authorities of a file, and of no other.
+/// Returns the CA certificates of a file only, without those of the system.
 fn authorities(path: &Path) -> Result<Arc<RootCertStore>, Error> {
     let mut roots = RootCertStore::empty();
     for certificate in certificates(path)? {
@@ -161,8 +161,8 @@ pub fn server(certificate_file: &Path, key_file: &Path) -> Result<Arc<ServerConf
     server_for(certificate_file, key_file, None)
 }
 
-/// As [`server`]; with `clients`, an authority's file and a role, only for clients that show a certificate
-/// which the authority signed for the role.
+/// As [`server`]. With `clients`, the file of a CA and a role, it accepts only clients with a certificate that
+/// the CA signed for the role.
 ///
 /// # Errors
 /// See [`Error`].
@@ -185,7 +185,7 @@ pub fn server_for(
     let mut config =
         builder.with_single_cert(certificates(certificate_file)?, key).map_err(Error::Unusable)?;
     config.alpn_protocols = vec![b"h2".to_vec()];
-    // A session cache in memory would grow with agents; tickets keep nothing here.
+    // Tickets need no memory here. A session cache would grow with the number of agents.
     config.session_storage = Arc::new(rustls::server::NoServerSessionStorage {});
     Ok(Arc::new(config))
 }
@@ -197,7 +197,7 @@ pub fn or_http1(config: &ServerConfig) -> Arc<ServerConfig> {
     Arc::new(config)
 }
 
-/// Returns `config` for a client that speaks HTTP/1.1 and nothing else.
+/// Returns `config` for a client that speaks only HTTP/1.1.
 pub fn http1_only(config: &ClientConfig) -> Arc<ClientConfig> {
     let mut config = config.clone();
     config.alpn_protocols = vec![HTTP1.to_vec()];
@@ -212,7 +212,7 @@ pub fn client(ca_file: Option<&Path>) -> Result<Arc<ClientConfig>, Error> {
     client_as(ca_file, None)
 }
 
-/// As [`client`]; with `identity` (certificate and key) it shows that certificate to servers which ask for
+/// As [`client`]. With `identity` (certificate and key), it sends that certificate to servers that ask for
 /// one.
 ///
 /// # Errors
@@ -230,8 +230,8 @@ pub fn client_as(
     shown(ClientConfig::builder().with_root_certificates(roots), identity)
 }
 
-/// As [`client_as`], for servers whose certificate one of `ca_file` signed, and for no others; with `role`
-/// only when it was signed for that.
+/// As [`client_as`], but accepts only servers whose certificate a CA in `ca_file` signed, and with `role` only
+/// for that role.
 ///
 /// # Errors
 /// See [`Error`].
@@ -249,15 +249,14 @@ pub fn client_of(
                 .build()
                 .map_err(|source| Error::Authority { path: ca_file.to_owned(), source })?;
             let verifier = Arc::new(ServerRole { inner, role: role.clone() });
-            // All that the library checks is checked before the role.
+            // The library verifies the certificate before the role is checked.
             builder.dangerous().with_custom_certificate_verifier(verifier)
         }
     };
     shown(builder, identity)
 }
 
-/// What a server has shown in the last handshake, whether it was believed or not; the first certificate is
-/// its own.
+/// The certificates that a server sent in the last handshake, trusted or not, its own first.
 #[derive(Debug, Default)]
 pub struct Shown(Mutex<Vec<CertificateDer<'static>>>);
 
@@ -268,7 +267,7 @@ impl Shown {
     }
 }
 
-/// As [`client`], and keeps what servers show: for telling why a certificate was not believed.
+/// As [`client`], and keeps the certificates of servers, to explain why one was not trusted.
 ///
 /// # Errors
 /// See [`Error`].
@@ -286,7 +285,7 @@ pub fn client_that_keeps(ca_file: Option<&Path>) -> Result<(Arc<ClientConfig>, A
     Ok((Arc::new(config), shown))
 }
 
-/// Believes what `verifier` does.
+/// Verifies as `verifier` does, and keeps the certificates.
 #[derive(Debug)]
 struct Keeping {
     verifier: Arc<WebPkiServerVerifier>,
@@ -312,12 +311,12 @@ impl ServerCertVerifier for Keeping {
 
 fn system_roots() -> RootCertStore {
     let mut roots = RootCertStore::empty();
-    // A system without roots is fine when a CA file is given; a handshake says the rest.
+    // A system without roots is no error if a CA file is given. Otherwise the handshake fails.
     roots.add_parsable_certificates(rustls_native_certs::load_native_certs().certs);
     roots
 }
 
-/// The last step to a client's configuration: what it shows.
+/// Completes a client's configuration with its certificate.
 fn shown(
     builder: rustls::ConfigBuilder<ClientConfig, rustls::client::WantsClientCert>,
     identity: Option<(&Path, &Path)>,
@@ -344,7 +343,7 @@ mod tests {
 
     const REPLICA: &str = "kas://replica";
 
-    /// An authority, and certificates that it signed, in a folder.
+    /// A folder with a CA and certificates that it signed.
     struct Folder(tempfile::TempDir);
 
     impl Folder {
@@ -382,7 +381,7 @@ mod tests {
         }
     }
 
-    /// Shakes hands; returns what each side says to it.
+    /// Does a handshake. Returns the result of each side.
     async fn handshake(
         server: Arc<ServerConfig>,
         client: Arc<ClientConfig>,
@@ -397,7 +396,7 @@ mod tests {
         let call = async {
             let name = ServerName::try_from("localhost").unwrap();
             let mut stream = TlsConnector::from(client).connect(name, here).await?;
-            // In 1.3 a client learns of a refusal when it reads.
+            // In TLS 1.3, a client learns of a refusal when it reads.
             stream.read_u8().await.map(drop)
         };
         tokio::join!(serve, call)
@@ -414,7 +413,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn who_has_another_role_of_the_same_authority_is_refused_by_both_sides() {
+    async fn another_role_of_the_same_ca_is_refused_by_both_sides() {
         let folder = Folder::new(&[
             ("one", Some(REPLICA)),
             ("two", Some(REPLICA)),
@@ -428,7 +427,7 @@ mod tests {
         server.unwrap();
         client.unwrap();
         for wrong in ["agent", "wild", "none"] {
-            // Its authority is right: without the role it would do.
+            // Without the role, it would be accepted: the CA is the right one.
             let (server, client) = handshake(folder.server("one", None), folder.client(wrong, None)).await;
             server.unwrap();
             client.unwrap();
@@ -444,11 +443,11 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn the_role_is_looked_at_after_the_signature() {
+    async fn the_role_is_checked_after_the_signature() {
         let (folder, other) =
             (Folder::new(&[("one", Some(REPLICA))]), Folder::new(&[("two", Some(REPLICA))]));
         let role: Role = REPLICA.parse().unwrap();
-        // A client that trusts the server, and shows what another authority signed.
+        // A client that trusts the server, with a certificate of another CA.
         let (certificate, key) = (other.path("two"), other.path("two.key"));
         let stranger = client_of(&folder.path("ca"), Some((&certificate, &key)), None).unwrap();
         let refused = handshake(folder.server("one", Some(&role)), stranger).await;
@@ -458,7 +457,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn roles_hold_in_tls_1_2_as_well() {
+    async fn roles_are_checked_in_tls_1_2_too() {
         let folder = Folder::new(&[("one", Some(REPLICA)), ("agent", Some("kas://agent"))]);
         let role: Role = REPLICA.parse().unwrap();
         for (name, right) in [("one", true), ("agent", false)] {
@@ -473,7 +472,7 @@ mod tests {
     }
 
     #[test]
-    fn a_key_of_another_certificate_is_not_used() {
+    fn a_key_of_another_certificate_is_refused() {
         let folder = Folder::new(&[("one", None), ("two", None)]);
         let error = server(&folder.path("one"), &folder.path("two.key")).unwrap_err();
         assert!(matches!(error, Error::Unusable(rustls::Error::InconsistentKeys(_))), "{error:?}");
