@@ -69,6 +69,7 @@ const LARGEST_HEAD: usize = 64 * 1024;
 const LONGEST_PATH: usize = 8 * 1024;
 /// Idle connections are closed after this time, as in 14.1.
 const IDLE: Duration = Duration::from_secs(90);
+/// The most idle connections, as in 14.1.
 const IDLE_CONNECTIONS: usize = 100;
 /// How often it is logged that agents are turned away, at most.
 const WARN_INTERVAL: Duration = Duration::from_secs(60);

@@ -66,7 +66,7 @@ async fn a_request_is_what_14_1_sends_byte_by_byte() {
     assert!(seen.check_signature(&[0; 32]).is_err());
     let (jwt, id) = (seen.header("gitlab-kas-api-request").unwrap(), seen.header("x-request-id").unwrap());
     assert_eq!((id.len(), id.trim_start_matches(|c: char| c.is_ascii_hexdigit())), (32, ""));
-    // Names are lower case and in another order than Go's, which means nothing in HTTP.
+    // Names are in lower case and in another order than in Go, which makes no difference in HTTP.
     let expected = format!(
         "GET {V14} HTTP/1.1\r\n\
          authorization: Bearer {TOKEN}\r\n\
@@ -103,7 +103,7 @@ async fn a_project_is_asked_for_as_14_1_does_byte_by_byte() {
 }
 
 #[tokio::test]
-async fn a_project_that_cannot_be_told_has_the_error_that_says_why() {
+async fn a_failed_project_lookup_has_the_reason() {
     let s = Setup::new(GitLab::start().await.unwrap()).await;
     s.gitlab.have_project("a/b", 9);
     let ask = async |token: &str, path: &str| s.client().project_info(token.as_bytes(), path).await;
@@ -129,17 +129,17 @@ async fn a_project_that_cannot_be_told_has_the_error_that_says_why() {
 }
 
 #[tokio::test]
-async fn each_way_of_speaking_has_its_path_and_header_and_the_default_suits_all() {
+async fn each_api_has_its_path_and_header_and_the_default_suits_all() {
     use GitLabApi::{Any, Today, V14 as Old};
     for (api, release, base, path, works) in [
         (Any, Release::V14, "", V14, true),
         (Any, Release::Today, "", V14, true),
         (Old, Release::V14, "", V14, true),
-        // The token is where it is not looked for any more.
+        // The token is in a header that is no longer read.
         (Old, Release::Today, "", V14, false),
         (Today, Release::Today, "", TODAY, true),
         (Today, Release::V14, "", TODAY, false),
-        // Installed below a path; this GitLab is not.
+        // For a GitLab below a path, which this one is not.
         (Any, Release::V14, "/git/lab/", &*format!("/git/lab{V14}"), false),
         (Today, Release::Today, "/git", &*format!("/git{TODAY}"), false),
         (Old, Release::V14, "/dropped?query", V14, true),
@@ -159,12 +159,12 @@ async fn each_way_of_speaking_has_its_path_and_header_and_the_default_suits_all(
 }
 
 #[tokio::test]
-async fn signatures_are_made_anew_and_connections_are_kept() {
+async fn each_request_has_a_new_signature_and_connections_are_reused() {
     let s = Setup::new(GitLab::start().await.unwrap()).await;
     let client = s.client();
     for _ in 0..3 {
         client.agent_info(TOKEN.as_bytes(), Urgency::UNKNOWN_SOURCE).await.unwrap();
-        // An error leaves the connection as it is.
+        // An error does not close the connection.
         client.agent_info(b"other", Urgency::UNKNOWN_SOURCE).await.unwrap_err();
     }
     let all = s.gitlab.requests();
@@ -177,7 +177,7 @@ async fn signatures_are_made_anew_and_connections_are_kept() {
 }
 
 #[tokio::test]
-async fn every_answer_has_its_meaning() {
+async fn answers_are_mapped_to_errors() {
     let s = Setup::new(GitLab::start().await.unwrap()).await;
     let json = |body: &str| Reply::new("200 OK", "application/json", body);
     let good = r#"{"agent_id":5,"agent_name":"demo","project_id":7}"#;
@@ -204,7 +204,7 @@ async fn every_answer_has_its_meaning() {
         format!("HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{good}");
     let large = format!("{{\"agent_name\":\"{}\"}}", "a".repeat(LARGEST_ANSWER));
     let long_head = format!("HTTP/1.1 200 OK\r\nX: {}\r\n\r\n", "a".repeat(2 * LARGEST_HEAD));
-    for (reply, told) in [
+    for (reply, expected) in [
         (Reply::status("500 Internal Server Error"), "status 500"),
         (Reply::status("404 Not Found"), "status 404"),
         (Reply::status("429 Too Many Requests"), "status 429"),
@@ -232,10 +232,10 @@ async fn every_answer_has_its_meaning() {
         s.gitlab.reply(reply);
         let error = s.ask().await.unwrap_err();
         let text = chain(&error);
-        assert!(matches!(error, LookupError::Failed(_)) && text.contains(told), "{told}: {text}");
+        assert!(matches!(error, LookupError::Failed(_)) && text.contains(expected), "{expected}: {text}");
         assert!(!text.contains(TOKEN) && !text.contains("hunter2"), "{text}");
     }
-    // What is said about the signature is not about the token.
+    // A refused signature is not a refused token.
     let mut wrong = Setup::new(GitLab::start().await.unwrap()).await;
     let other = tempfile::NamedTempFile::new().unwrap();
     std::fs::write(other.path(), "AAAA").unwrap();
@@ -273,7 +273,7 @@ async fn a_connection_that_gitlab_closed_meanwhile_is_replaced() {
 }
 
 #[tokio::test]
-async fn https_is_trusted_by_the_configured_ca_alone() {
+async fn https_is_trusted_only_by_the_configured_ca() {
     let mut s = Setup::new(GitLab::start_tls().await.unwrap()).await;
     assert_eq!(s.ask().await.unwrap(), demo());
     assert!(s.only_request().tls);
@@ -287,7 +287,7 @@ async fn https_is_trusted_by_the_configured_ca_alone() {
 }
 
 #[tokio::test]
-async fn a_proxy_reads_http_and_is_given_its_credentials() {
+async fn a_proxy_forwards_http_and_gets_its_credentials() {
     let mut s = Setup::new(GitLab::start().await.unwrap()).await;
     s.config.address = format!("http://{NAME}").parse().unwrap();
     s.proxies = Proxies::new(&format!("http://user:word@{}", s.gitlab.address()), "", "");
@@ -296,7 +296,7 @@ async fn a_proxy_reads_http_and_is_given_its_credentials() {
     assert_eq!(seen.target, format!("http://{NAME}{V14}"));
     assert_eq!(seen.header("host"), Some(NAME));
     assert_eq!(seen.header("proxy-authorization"), Some("Basic dXNlcjp3b3Jk"));
-    // Neither without a proxy.
+    // The same without a proxy.
     s.config.address = s.gitlab.url().parse().unwrap();
     assert_eq!(s.ask().await.unwrap(), demo());
     assert_eq!(s.gitlab.requests()[1].header("proxy-authorization"), None);
@@ -317,7 +317,7 @@ async fn a_proxy_does_not_see_into_https() {
 }
 
 #[tokio::test]
-async fn who_is_above_the_rate_waits_and_who_would_wait_too_long_is_refused() {
+async fn lookups_above_the_rate_wait_or_are_refused() {
     let mut s = Setup::new(GitLab::start().await.unwrap()).await;
     s.config.refill_rate_per_second = 0.01;
     s.config.bucket_size = 2;

@@ -198,7 +198,7 @@ pub struct AgentBody {
 enum State {
     /// Before and between requests.
     Parked {
-        /// The observer has been told.
+        /// The observer has been notified.
         reported: bool,
     },
     /// The handler has not returned the head of its answer.

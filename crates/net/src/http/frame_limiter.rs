@@ -1,7 +1,7 @@
 //! Limits the frames that cost a peer nothing, and that HTTP/2 libraries answer or drop without an end.
 //!
 //! It reads the heads of frames as the bytes pass; it neither buffers nor changes them. It also sees what the
-//! HTTP/2 library answers by itself without telling anybody, such as that a header list is too large.
+//! HTTP/2 library answers by itself without a notice, such as a header list that is too large.
 
 use std::{
     io,
@@ -536,7 +536,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn only_an_answer_that_is_then_called_an_error_tells_of_headers_too_large() {
+    async fn only_a_status_followed_by_an_error_counts_as_headers_too_large() {
         let code = |code: u32| [&frame(RST_STREAM, 0, 4)[..HEAD], &code.to_be_bytes()].concat();
         let status = frame(HEADERS, END_HEADERS | END_STREAM, 5);
         let (mut limiter, observed) = limiter();

@@ -110,7 +110,7 @@ impl Driver for Http1 {
         {
             return Poll::Ready(Ok(()));
         }
-        // A peer that does not read cannot be told anything: the connection ends.
+        // A peer that does not read would not get an answer, so the connection ends.
         self.slot.poll_armed(cx, &mut self.timer).map(Ok)
     }
 

@@ -18,7 +18,7 @@ pub enum Refusal {
     Resets,
     /// One stream more than may be open; the connection stays.
     Streams,
-    /// It had no request for long: it was asked to end.
+    /// It had no request for a long time, and was asked to end.
     Idle,
     /// The TLS handshake or the upgrade to WebSocket failed or took too long.
     Handshake,
@@ -46,8 +46,8 @@ impl Refusal {
         }
     }
 
-    /// Why HTTP itself has ended a connection, if that was a limit. For HTTP/2 only the library's message
-    /// tells which one.
+    /// Returns why HTTP itself has ended a connection, if that was a limit. For HTTP/2, only the library's message
+    /// shows which one.
     pub(super) fn of(error: &hyper::Error) -> Option<Self> {
         if error.is_parse_too_large() {
             return Some(Self::Headers);

@@ -32,7 +32,7 @@ impl Service<Request<Incoming>> for Requests {
     type Future = Answering;
 
     fn call(&self, request: Request<Incoming>) -> Answering {
-        // A request may fail only after its first message: the next one finds out.
+        // A request may fail only after its first message. Then the next one is refused.
         if self.connection.auth_state() == AuthState::Expelled {
             self.judged.notify_one();
         }

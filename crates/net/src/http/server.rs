@@ -33,15 +33,15 @@ pub struct Server {
     pub listener: Listener,
     /// TLS, unless plain; each handshake uses the configuration of that moment.
     pub tls: Option<tls::Live<rustls::ServerConfig>>,
-    /// What is spoken.
+    /// The protocols.
     pub protocols: Protocols,
-    /// What a connection may use.
+    /// The limits of a connection.
     pub settings: Settings,
-    /// What one that is unauthenticated, silent or idle may.
+    /// The limits of unauthenticated, silent and idle connections.
     pub limits: Limits,
     /// Age limit of connections, if any.
     pub age: Option<Age>,
-    /// What answers.
+    /// The service that answers.
     pub service: Arc<dyn Service>,
 }
 
@@ -167,7 +167,7 @@ async fn run(
     let opened = tokio::select! {
         opened = opened => opened,
         () = place.lost() => return,
-        // A connection that has not shown anything yet does not delay the exit.
+        // An unauthenticated connection does not delay the exit.
         () = serve.lifecycle.reached(Phase::Stopped) => return,
     };
     match opened {

@@ -1,4 +1,4 @@
-//! What a listener is served by: one [`Service`] for it, and a [`Connection`] for each connection.
+//! The service of a listener: one [`Service`] for it, and a [`Connection`] for each connection.
 
 use std::{io, net::SocketAddr, pin::Pin, sync::Arc};
 
@@ -14,31 +14,31 @@ pub type Body = UnsyncBoxBody<Bytes, Box<dyn std::error::Error + Send + Sync>>;
 /// What a connection returns for a request.
 pub type Answer = Pin<Box<dyn Future<Output = Response<Body>> + Send>>;
 
-/// Answers what comes in on one listener.
+/// Serves one listener.
 pub trait Service: Send + Sync + 'static {
-    /// A connection was made.
+    /// Called for each new connection.
     fn connected(self: Arc<Self>, peer: Option<SocketAddr>) -> Arc<dyn Connection>;
     /// A connection could not be served; for a counter.
     fn refused(&self, _why: Refusal) {}
     /// A handshake failed. Called beside [`Service::refused`], with the reason.
     fn not_opened(&self, peer: Option<SocketAddr>, error: &io::Error) {
-        tracing::debug!(peer = peer.map(tracing::field::display), error = %error, "a connection did not get past its handshake");
+        tracing::debug!(peer = peer.map(tracing::field::display), error = %error, "the handshake of a connection failed");
     }
 }
 
 /// One connection, of any version of HTTP.
 pub trait Connection: Send + Sync + 'static {
-    /// Answers a request. Call [`StreamSlot::arm`] before returning when it must be possible to reset the
-    /// request from outside. To take an HTTP/1.1 connection over, answer with [`upgrade`](super::upgrade()).
+    /// Answers a request. Call [`StreamSlot::arm`] before returning if it must be possible to reset the
+    /// request from outside. To take an HTTP/1.1 connection over, answer with [`upgrade`](super::upgrade).
     fn call(self: Arc<Self>, request: Request<Incoming>, slot: &StreamSlot) -> Answer;
     /// Whether the connection may stay.
     fn auth_state(&self) -> AuthState;
     /// The peer was asked to end the connection, by GOAWAY or, with HTTP/1.1, by `Connection: close` in the
-    /// next answer. End what need not go on, upgrades too: they are told by this alone.
+    /// next answer. End what need not continue, also upgrades, which get no other notice.
     fn going_away(&self, reason: GoAway);
     /// Called every few seconds.
     fn tick(&self) {}
-    /// The connection is over.
+    /// The connection has ended.
     fn closed(&self) {}
 }
 
@@ -47,7 +47,7 @@ pub trait Connection: Send + Sync + 'static {
 pub enum AuthState {
     /// No authenticated request yet.
     New,
-    /// The listener authenticates nobody. The connection is served at once and without a deadline, but it
+    /// The listener does not authenticate. The connection is served at once and without a deadline, but it
     /// keeps its place among the half-open ones: beyond [`Limits::half_open`](super::Limits::half_open) the
     /// oldest is closed.
     Anonymous,
@@ -60,10 +60,10 @@ pub enum AuthState {
 /// Why a connection was asked to end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GoAway {
-    /// The connection has its age.
+    /// The connection has reached its maximum age.
     Age,
-    /// It has had no request for long.
+    /// It has been idle for too long.
     Idle,
-    /// The process leaves.
+    /// The process is shutting down.
     Leaving,
 }

@@ -1,4 +1,4 @@
-//! What a listener speaks, and the limits of its connections.
+//! The protocols of a listener, and the limits of its connections.
 
 use std::time::Duration;
 
@@ -7,13 +7,13 @@ use crate::admission::half_open::PATIENCE;
 /// Largest frame of HTTP/2: 64 KiB needs a quarter of the writes that the default of 16 KiB does, and
 /// larger ones let one stream hold up the others.
 pub const FRAME: u32 = 64 * 1024;
-/// Header list of a request or answer, unless a listener is told otherwise.
+/// The default limit of the header list of a request or answer.
 pub const HEADER_LIST: u32 = 16 * 1024;
-/// HTTP itself accepts header lists of this many times what is allowed.
+/// HTTP itself accepts header lists of this many times the limit.
 pub const HEADER_LIST_ROOM: u32 = 2;
 /// What a peer may send on one stream before we read it.
 pub const STREAM_WINDOW: u32 = 256 * 1024;
-/// The largest window of HTTP/2: "not limited here".
+/// The largest window of HTTP/2, for no limit.
 pub const UNLIMITED_WINDOW: u32 = (1 << 31) - 1;
 
 /// The protocols that a listener speaks.
@@ -105,7 +105,7 @@ impl Settings {
     }
 }
 
-/// What a connection that is unauthenticated, silent or idle may take up.
+/// The limits of unauthenticated, silent and idle connections.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Limits {
     /// Connections of the listener without an authenticated request, handshakes included. When there are so
@@ -114,7 +114,7 @@ pub struct Limits {
     /// No connection loses its place to another one before it has had it for this time.
     pub half_open_patience: Duration,
     /// A TLS handshake must be over within this time, and so must what may follow it: the first bytes that
-    /// tell the protocol, or an upgrade to WebSocket.
+    /// show the protocol, or an upgrade to WebSocket.
     pub handshake: Duration,
     /// The first frame of HTTP/2, or byte of HTTP/1.1, must come within this time after that.
     pub first_frame: Duration,

@@ -104,7 +104,7 @@ impl StreamSlot {
     }
 
     /// Resets the stream that is being opened at `deadline`, if it still is: a peer that does not
-    /// read cannot be told anything else.
+    /// read gets nothing else.
     pub fn arm_until(&self, deadline: Instant) {
         self.put(Arm::Until(deadline));
     }

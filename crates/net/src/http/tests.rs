@@ -29,7 +29,7 @@ use crate::{
     tls,
 };
 
-/// By when something must have happened that should happen soon.
+/// The timeout for what should happen soon.
 const SOON: Duration = Duration::from_secs(10);
 
 /// A service with a path for each test. A request with `authorization` authenticates its connection.
@@ -59,7 +59,7 @@ fn text(body: impl Into<Bytes>) -> Response<Body> {
     Response::new(Full::new(body.into()).map_err(|never: Infallible| match never {}).boxed_unsync())
 }
 
-/// Passes lines back in capitals until the connection should end, and then says so if it is told to.
+/// Echoes lines in capitals until the connection should end, and then sends `bye` if requested.
 async fn shout(stream: Stream, mut leaving: watch::Receiver<bool>, is_polite: bool) {
     let (mut read, mut write) = tokio::io::split(stream);
     let mut bytes = [0; 64];
@@ -170,7 +170,7 @@ impl Running {
         stream
     }
 
-    /// Waits until something was refused for `why`.
+    /// Waits until a connection was refused for `why`.
     async fn refused(&self, why: Refusal) {
         let begun = Instant::now();
         while !self.service.refusals.lock().contains(&why) {
@@ -184,7 +184,7 @@ fn get(path: &str) -> Vec<u8> {
     format!("GET {path} HTTP/1.1\r\nHost: kas\r\nAuthorization: x\r\n\r\n").into_bytes()
 }
 
-/// Reads to the end; a reset is one too.
+/// Reads to the end or to a reset.
 async fn rest(stream: &mut TcpStream) -> String {
     let mut got = Vec::new();
     let _ = timeout(SOON, stream.read_to_end(&mut got)).await.expect("it stays open");
@@ -201,7 +201,7 @@ async fn until(stream: &mut TcpStream, end: &str) -> String {
     got
 }
 
-/// What the server says to a request of each version.
+/// Returns the server's answer to a request of each version.
 async fn versions(
     http1: impl AsyncRead + AsyncWrite + Send + Unpin + 'static,
     http2: impl AsyncRead + AsyncWrite + Send + Unpin + 'static,
@@ -228,7 +228,7 @@ async fn both_versions_are_served_on_one_plain_port() {
     let server = Running::start(Protocols::Http1And2, Limits::default()).await;
     let said = versions(server.socket(b"").await, server.socket(b"").await).await;
     assert_eq!(said, ["HTTP/1.1", "HTTP/2.0"]);
-    // The first bytes may come one by one, also where both begin alike.
+    // The first bytes may come one by one, also if both versions begin with them.
     let mut stream = server.socket(b"").await;
     for byte in b"PUT /echo HTTP/1.1\r\nHost: kas\r\nContent-Length: 3\r\nConnection: close\r\n\r\none" {
         stream.write_all(&[*byte]).await.unwrap();
@@ -352,7 +352,7 @@ async fn unauthenticated_connections_of_http1_are_few_and_short() {
     until(&mut third, "\r\n\r\nHTTP/1.1").await;
     assert_eq!(rest(&mut first).await, "");
     assert_eq!(*server.service.refusals.lock(), [Refusal::HalfOpen]);
-    // The others have their time, and the one that is known has more.
+    // The others have their deadline, and the authenticated one stays longer.
     assert_eq!(rest(&mut second).await, "");
     assert_eq!(rest(&mut third).await, "");
     assert!(begun.elapsed() >= limits.authentication);
@@ -374,14 +374,14 @@ async fn unauthenticated_connection_of_http1_is_read_as_far_as_its_requests() {
         stream.write_all(b"GET / HTTP/1.1\r\nHost: kas\r\n\r\n").await.unwrap();
         until(&mut stream, "\r\n\r\nHTTP/1.1").await;
     }
-    // Even if it could show who it is now.
+    // Even if it sends a valid token now.
     stream.write_all(&get("/")).await.unwrap();
     assert_eq!(rest(&mut stream).await, "");
     server.refused(Refusal::Unauthenticated).await;
 }
 
 #[tokio::test]
-async fn last_answer_of_a_drained_connection_says_so() {
+async fn last_answer_of_a_drained_connection_has_connection_close() {
     let server = Running::start(Protocols::Http1And2, Limits::default()).await;
     let mut idle = server.socket(&get("/")).await;
     let head = until(&mut idle, "\r\n\r\nHTTP/1.1").await;
@@ -408,7 +408,7 @@ fn ask_for_upgrade(path: &str) -> Vec<u8> {
 }
 
 #[tokio::test]
-async fn upgraded_connection_is_told_to_end_and_waited_for() {
+async fn upgraded_connection_is_asked_to_end_and_waited_for() {
     let limits =
         Limits { headers: Duration::from_millis(400), idle: Duration::from_millis(400), ..Limits::default() };
     let server = Running::start(Protocols::Http1And2, limits).await;
@@ -429,7 +429,7 @@ async fn upgraded_connection_is_told_to_end_and_waited_for() {
     until(&mut polite, "LATE").await;
     server.lifecycle.advance(Phase::Leaving);
     assert_eq!(rest(&mut polite).await, "bye");
-    // The other one goes on until the end, which it delays no longer.
+    // The other one continues until the end, and does not delay it further.
     deaf.write_all(b"still").await.unwrap();
     until(&mut deaf, "STILL").await;
     assert!(!server.task.is_finished());
@@ -439,7 +439,7 @@ async fn upgraded_connection_is_told_to_end_and_waited_for() {
 }
 
 #[tokio::test]
-async fn upgrade_that_was_not_asked_for_is_none() {
+async fn upgrade_without_a_request_for_it_is_not_made() {
     let server = Running::start(Protocols::Http1, Limits::default()).await;
     let got = rest(&mut server.socket(&[get("/shout"), b"early".to_vec()].concat()).await).await;
     assert!(!got.contains("EARLY"), "{got}");
@@ -455,7 +455,7 @@ async fn request_of_http1_is_reset_although_its_answer_is_not_read() {
     for stream in [&mut until_deadline, &mut full] {
         rest(stream).await;
     }
-    // What was armed for one request is not for the next.
+    // Arming one request does not affect the next.
     let mut stream = server.socket(&get("/quick")).await;
     until(&mut stream, "\r\n\r\nHTTP/1.1").await;
     stream.write_all(&get("/slow")).await.unwrap();

@@ -25,7 +25,7 @@ const HEADERS_COUNT: usize = 64;
 /// inside WebSocket. The caller bounds the time.
 ///
 /// # Errors
-/// When neither comes; the peer has been told.
+/// If neither comes. The peer has got an answer.
 pub(super) async fn enter(stream: Stream) -> io::Result<Stream> {
     match sniff(stream).await? {
         (Version::Http2, stream) => Ok(stream),
@@ -33,7 +33,7 @@ pub(super) async fn enter(stream: Stream) -> io::Result<Stream> {
     }
 }
 
-/// Whether the client offered the subprotocol, and the connection that will be.
+/// Whether the client offered the subprotocol, and the future connection.
 type Upgrade = Mutex<Option<(bool, OnUpgrade)>>;
 
 async fn upgraded(stream: Stream) -> io::Result<Stream> {
