@@ -10,7 +10,7 @@
 //!
 //! Rule behind the windows of HTTP/2: the connection's window is at least the number of streams times the
 //! stream's window, else one reader that stalls freezes all others. Measured with the library's
-//! defaults (both 1 MiB): one caller that stopped reading stopped its agent for everybody.
+//! defaults (both 1 MiB): one caller that stopped reading stopped its agent for all callers.
 
 mod connection;
 mod driver;

@@ -183,7 +183,7 @@ fn bare(host: &str) -> &str {
     host.trim_start_matches('[').trim_end_matches(']')
 }
 
-/// Whether a proxy would look for the host on itself.
+/// Whether a proxy would resolve the host to itself.
 fn is_here(host: &str) -> bool {
     let address = bare(host).parse::<IpAddr>();
     host.eq_ignore_ascii_case("localhost") || address.is_ok_and(|address| address.is_loopback())

@@ -99,7 +99,7 @@ pub enum Next {
 /// What a replica asks for.
 #[derive(Debug)]
 pub struct BorrowRequest {
-    /// Who asks, and for which method.
+    /// The borrower, and the method.
     pub borrower: Borrower,
     /// The agent.
     pub agent: AgentId,

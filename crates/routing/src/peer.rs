@@ -151,7 +151,7 @@ impl Credential {
     }
 
     /// Returns a value for `authorization` of one call to a replica of GitLab's kas. Its address comes from
-    /// Redis. The token is valid for a short time only, since it may reach anybody who can write there.
+    /// Redis. The token is valid for a short time only, since any process that can write there may get it.
     pub fn authorization_14_1(&self) -> HeaderValue {
         let now = process::clock::wall().as_secs_f64();
         self.sign(&serde_json::json!({
@@ -385,7 +385,7 @@ impl TunnelPool for NoPool {
 }
 
 impl Lent {
-    /// Creates a tunnel of a replica of GitLab's kas. That does not tell the kind of agentk, so only the
+    /// Creates a tunnel of a replica of GitLab's kas. That does not report the kind of agentk, so only the
     /// features of 14.1 are used.
     fn of_gateway(opening: Opening, send: SendStream<Bytes>) -> Self {
         let answer = LentAnswer::Gateway(Box::new(opening));
@@ -397,8 +397,8 @@ impl Lent {
         matches!(self.answer, LentAnswer::Gateway(_)).then_some(START)
     }
 
-    /// Returns the tunnel, and the future that writes to it and must be polled. `pool` is told each time the
-    /// tunnel is free.
+    /// Returns the tunnel, and the future that writes to it and must be polled. `pool` is notified each
+    /// time the tunnel is free.
     pub fn into_tunnel(
         self,
         agent: AgentId,
@@ -579,7 +579,7 @@ impl Peer {
     ///
     /// # Cancel safety
     /// As [`call`](Self::call).
-    pub async fn call_whoever(
+    pub async fn call_any(
         &self,
         path: &str,
         message: Bytes,

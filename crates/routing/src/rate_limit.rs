@@ -5,7 +5,7 @@
 //! Attempts with an invalid token are charged separately. What kas ended or asked to move is not charged.
 //!
 //! The limit applies to all replicas together. Replicas that share a Redis add their counts there, and charge
-//! themselves the counts of the others ([`RateLimit::told`]). A token can exceed the limit by what is not
+//! themselves the counts of the others ([`RateLimit::shared`]). A token can exceed the limit by what is not
 //! shared yet: a hundredth of the burst for each further replica, and what is charged within a fifth of a
 //! second. When a new [window](RateLimit::window) begins, replicas that have not seen the token allow the
 //! burst once more. Other replicas each apply a part of the limit ([`RateLimit::parted`]). A token that does
@@ -44,7 +44,7 @@ enum Among {
     /// Each applies its part. The value is the number of replicas.
     Parted(watch::Receiver<usize>),
     /// Each shares its counts with the others.
-    Told,
+    Shared,
     /// There is one replica.
     Alone,
 }
@@ -61,7 +61,7 @@ struct Bucket {
     level: f64,
     at: Instant,
     /// The count that was not shared yet.
-    untold: u32,
+    unshared: u32,
     /// The last known window, and the count of all replicas in it.
     seen: Option<(u64, u64)>,
 }
@@ -87,10 +87,10 @@ impl RateLimit {
         Self { among: Among::Parted(live), ..self }
     }
 
-    /// Shares the limit with other replicas. The caller sends them [`untold`](Self::untold), and passes the
+    /// Shares the limit with other replicas. The caller sends them [`unshared`](Self::unshared), and passes the
     /// totals to [`learn`](Self::learn).
-    pub fn told(self) -> Self {
-        Self { among: Among::Told, ..self }
+    pub fn shared(self) -> Self {
+        Self { among: Among::Shared, ..self }
     }
 
     /// Returns the length of the windows in which totals are counted. A bucket fills within one window.
@@ -111,49 +111,48 @@ impl RateLimit {
                 let least = (LEAST.0 / 60.0).min(self.per_second);
                 ((self.per_second / parts).max(least), (self.burst / parts).max(LEAST.1.min(self.burst)))
             }
-            Among::Told | Among::Alone => (self.per_second, self.burst),
+            Among::Shared | Among::Alone => (self.per_second, self.burst),
         }
     }
 
-    fn tells_at(&self) -> u32 {
+    fn shares_at(&self) -> u32 {
         (self.burst / TOLD_BY).max(1.0) as u32
     }
 
     /// Takes the counts that should be shared, of at most `most` tokens.
-    pub fn untold(&self, most: usize) -> Vec<(TokenHash, u32)> {
+    pub fn unshared(&self, most: usize) -> Vec<(TokenHash, u32)> {
         let mut state = self.state();
         let from = state.to_tell.len().saturating_sub(most);
         let tokens = state.to_tell.split_off(from);
         tokens
             .into_iter()
             .filter_map(|token| {
-                let untold = std::mem::take(&mut state.buckets.get_mut(&token)?.untold);
-                (untold > 0).then_some((token, untold))
+                let unshared = std::mem::take(&mut state.buckets.get_mut(&token)?.unshared);
+                (unshared > 0).then_some((token, unshared))
             })
             .collect()
     }
 
     /// Takes back counts that could not be shared.
-    pub fn not_told(&self, untold: Vec<(TokenHash, u32)>) {
+    pub fn restore_unshared(&self, unshared: Vec<(TokenHash, u32)>) {
         let mut state = self.state();
-        for (token, count) in untold {
+        for (token, count) in unshared {
             if let Some(bucket) = state.buckets.get_mut(&token) {
-                bucket.untold = bucket.untold.saturating_add(count);
+                bucket.unshared = bucket.unshared.saturating_add(count);
                 state.to_tell.push(token);
             }
         }
     }
 
-    /// Charges the counts of other replicas. `total`: the count of all, after `told` of this replica was
-    /// added.
-    pub fn learn(&self, token: TokenHash, told: u32, total: Total) {
+    /// Charges the counts of other replicas. `total`: the count of all, after `sent` of this replica was added.
+    pub fn learn(&self, token: TokenHash, sent: u32, total: Total) {
         let now = Instant::now();
         let mut state = self.state();
         let Some(bucket) = state.buckets.get_mut(&token) else { return };
         let level = self.level(bucket, now);
         bucket.level = match bucket.seen {
             Some((window, before)) if window == total.window => {
-                level - total.count.saturating_sub(before).saturating_sub(told.into()) as f64
+                level - total.count.saturating_sub(before).saturating_sub(sent.into()) as f64
             }
             // This replica does not know when the earlier counts were charged, and assumes that it was now. A
             // token whose burst is used up therefore gets nothing from a replica that has not seen it before.
@@ -177,13 +176,14 @@ impl RateLimit {
                 return;
             }
         }
-        let bucket = buckets.entry(token).or_insert(Bucket { level: burst, at: now, untold: 0, seen: None });
+        let bucket =
+            buckets.entry(token).or_insert(Bucket { level: burst, at: now, unshared: 0, seen: None });
         // Not below zero, so that an agent which stops is soon accepted again.
         bucket.level = (self.level(bucket, now) - 1.0).max(0.0);
         bucket.at = now;
-        if matches!(self.among, Among::Told) {
-            bucket.untold = bucket.untold.saturating_add(1);
-            if bucket.untold == self.tells_at() {
+        if matches!(self.among, Among::Shared) {
+            bucket.unshared = bucket.unshared.saturating_add(1);
+            if bucket.unshared == self.shares_at() {
                 to_tell.push(token);
             }
         }
@@ -205,16 +205,16 @@ mod tests {
     use super::*;
 
     /// Does what Redis would do.
-    fn tell(from: &RateLimit, count: &mut u64, window: u64) {
-        for (token, told) in from.untold(100) {
-            *count += u64::from(told);
-            from.learn(token, told, Total { window, count: *count });
+    fn share(from: &RateLimit, count: &mut u64, window: u64) {
+        for (token, sent) in from.unshared(100) {
+            *count += u64::from(sent);
+            from.learn(token, sent, Total { window, count: *count });
         }
     }
 
     #[tokio::test(start_paused = true)]
     async fn replicas_that_share_counts_allow_the_limit_once_and_a_hundredth_of_it_more() {
-        let (a, b) = (RateLimit::new(60, 1_000).told(), RateLimit::new(60, 1_000).told());
+        let (a, b) = (RateLimit::new(60, 1_000).shared(), RateLimit::new(60, 1_000).shared());
         let token = TokenHash::of(b"greedy");
         let (mut count, mut allowed) = (0, 0);
         for turn in 0..4_000 {
@@ -223,42 +223,42 @@ mod tests {
                 allowed += 1;
                 one.charge(token);
             }
-            tell(one, &mut count, 7);
+            share(one, &mut count, 7);
         }
         assert!((1_000..=1_020).contains(&allowed), "{allowed}");
         // A replica that has not seen the token yet learns the total when it first shares a count.
-        let c = RateLimit::new(60, 1_000).told();
+        let c = RateLimit::new(60, 1_000).shared();
         for _ in 0..10 {
             c.charge(token);
         }
-        tell(&c, &mut count, 7);
+        share(&c, &mut count, 7);
         assert!(!c.allows(token));
         // A new window begins with a full bucket at a replica that has charged nothing.
-        let d = RateLimit::new(60, 1_000).told();
+        let d = RateLimit::new(60, 1_000).shared();
         for _ in 0..10 {
             d.charge(token);
         }
         let mut count = 0;
-        tell(&d, &mut count, 8);
+        share(&d, &mut count, 8);
         assert!(d.allows(token));
     }
 
     #[tokio::test(start_paused = true)]
     async fn counts_that_could_not_be_shared_are_shared_later_and_those_of_random_tokens_never() {
-        let limit = RateLimit::new(60, 1_000).told();
+        let limit = RateLimit::new(60, 1_000).shared();
         for id in 0..10_000_u32 {
             limit.charge(TokenHash::of(&id.to_le_bytes()));
         }
-        assert_eq!(limit.untold(10_000).len(), 0);
+        assert_eq!(limit.unshared(10_000).len(), 0);
         let token = TokenHash::of(b"one");
         for _ in 0..10 {
             limit.charge(token);
         }
-        let untold = limit.untold(10);
-        assert_eq!(untold.len(), 1);
-        limit.not_told(untold);
+        let unshared = limit.unshared(10);
+        assert_eq!(unshared.len(), 1);
+        limit.restore_unshared(unshared);
         limit.charge(token);
-        assert_eq!(limit.untold(10), [(token, 11)]);
+        assert_eq!(limit.unshared(10), [(token, 11)]);
     }
 
     #[tokio::test(start_paused = true)]

@@ -261,28 +261,28 @@ impl RedisBackend {
             }
             let limits = self.limits.lock().clone();
             for (name, limit) in limits {
-                let untold = limit.untold(MAX_CHARGES);
-                if untold.is_empty() {
+                let unshared = limit.unshared(MAX_CHARGES);
+                if unshared.is_empty() {
                     continue;
                 }
                 let charges: Vec<(String, u32)> =
-                    untold.iter().map(|(token, count)| (token.to_hex(), *count)).collect();
+                    unshared.iter().map(|(token, count)| (token.to_hex(), *count)).collect();
                 match self.redis.count(name, &charges, limit.window()).await {
                     Ok(counted) => {
-                        for ((token, told), count) in untold.into_iter().zip(counted.totals) {
-                            limit.learn(token, told, Total { window: counted.window, count });
+                        for ((token, sent), count) in unshared.into_iter().zip(counted.totals) {
+                            limit.learn(token, sent, Total { window: counted.window, count });
                         }
                     }
                     Err(error) => {
                         tracing::debug!(error = %error, "the counts of a limit were not sent to other replicas");
-                        limit.not_told(untold);
+                        limit.restore_unshared(unshared);
                     }
                 }
             }
         }
     }
 
-    async fn look(&self) {
+    async fn watch_health(&self) {
         let mut ticks = tokio::time::interval(LOOK);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let (mut health, announced) = (self.redis.health(), self.redis.ready());
@@ -396,13 +396,13 @@ impl Backend for RedisBackend {
 
     /// The replicas add up their counts in Redis.
     fn share_limit(&self, name: &'static str, limit: RateLimit) -> Arc<RateLimit> {
-        let limit = Arc::new(limit.told());
+        let limit = Arc::new(limit.shared());
         self.limits.lock().push((name, Arc::clone(&limit)));
         limit
     }
 
     async fn run(self: Arc<Self>) {
-        tokio::join!(Arc::clone(&self.redis).run(), self.look(), self.exchange_counts());
+        tokio::join!(Arc::clone(&self.redis).run(), self.watch_health(), self.exchange_counts());
     }
 }
 

@@ -243,7 +243,7 @@ impl Loop<'_> {
         ControlFlow::Break(())
     }
 
-    /// Looks at all that depends on time.
+    /// Checks all that depends on time.
     fn tick<D: Driver>(&mut self, driver: &mut D) -> ControlFlow<()> {
         let Serve { limits, age, .. } = self.serve;
         let now = Instant::now();
@@ -254,7 +254,7 @@ impl Loop<'_> {
         if self.observed.head_age().is_some_and(|age| age >= limits.headers) {
             return self.refuse(Refusal::Headers);
         }
-        // The same number of streams as at an earlier look: none has come between.
+        // No stream was opened since an earlier check if their number is the same.
         let opened = self.slot.opened();
         self.idle = match self.idle {
             _ if !self.slot.is_idle() => None,
@@ -296,7 +296,7 @@ impl Loop<'_> {
     }
 }
 
-/// Lets a connection go on, as soon as it is its turn unless it is admitted for good.
+/// Polls a connection. Unless it is admitted for good, it waits for its permit.
 fn step(
     observed: &Observed,
     permit: &mut Permit,

@@ -542,7 +542,7 @@ mod tests {
         let (mut limiter, observed) = limiter();
         for (bytes, counts) in [
             ([status.clone(), code(PROTOCOL_ERROR)].concat(), 1),
-            // A request whose rest nobody wants after its answer.
+            // The rest of a request is not needed after its answer.
             ([status.clone(), code(0)].concat(), 0),
             // A bad request.
             (on(3, code(PROTOCOL_ERROR)), 0),

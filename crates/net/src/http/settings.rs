@@ -53,7 +53,7 @@ pub struct Settings {
 /// Agents: many long streams, cancelled at will by callers that the agent does not know.
 ///
 /// The window is that of all streams together, and no larger: half of it is also what HTTP/2 lets a peer
-/// spend on DATA frames of a few bytes that nobody reads, each of which holds half a kilobyte. With the
+/// spend on unread DATA frames of a few bytes, each of which holds half a kilobyte. With the
 /// largest window of all that were 2 GiB for one connection.
 pub const AGENT: Settings = Settings {
     streams: 1_000,

@@ -24,7 +24,7 @@ struct Agreed(Arc<Mutex<Option<Handler>>>);
 /// bytes that follow in both directions.
 ///
 /// The server treats the upgraded stream as an open request of the connection. It polls the future in the
-/// connection's own task, waits for its end when the process leaves, tells
+/// connection's own task, waits for its end when the process leaves, calls
 /// [`Connection::going_away`](super::Connection::going_away), and drops the future at the end of the
 /// connection's [`Age::grace`](super::Age::grace), when its [`StreamReset`](super::StreamReset) is used, and
 /// half a second after [`Phase::Stopped`](process::lifecycle::Phase::Stopped).

@@ -1,4 +1,4 @@
-//! What a certificate says of itself: until when it is valid, and which roles it names.
+//! The validity and the roles of a certificate.
 
 use std::{fmt, str::FromStr, time::Duration};
 
@@ -8,7 +8,7 @@ use x509_parser::{
     prelude::{FromDer as _, X509Certificate},
 };
 
-/// A certificate that is no X.509 certificate.
+/// The bytes are not an X.509 certificate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("it is no X.509 certificate")]
 pub struct Malformed;
@@ -17,19 +17,19 @@ fn parse<'a>(certificate: &'a CertificateDer<'_>) -> Result<X509Certificate<'a>,
     X509Certificate::from_der(certificate).map(|(_, parsed)| parsed).map_err(|_| Malformed)
 }
 
-/// Until when the certificates of a file are valid; times are since 1970, and never before it.
+/// When the certificates of a file expire. Times are since 1970, and never before.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Validity {
     /// The first certificate.
     pub leaf: Duration,
-    /// The one of all that ends first.
+    /// The one that expires first.
     pub first: Duration,
-    /// The one of all that ends last.
+    /// The one that expires last.
     pub last: Duration,
 }
 
 impl Validity {
-    /// Reads it off a chain, leaf first. `None`: there is none.
+    /// Reads the validity of a chain, leaf first. `None`: the chain is empty.
     ///
     /// # Errors
     /// [`Malformed`].
@@ -47,13 +47,13 @@ impl Validity {
     }
 }
 
-/// What a certificate is for: a URI among its subject alternative names.
+/// The role of a certificate: a URI among its subject alternative names.
 ///
-/// Compared as a whole, byte for byte: there are no wildcards on either side.
+/// It is compared as a whole, byte by byte, without wildcards on either side.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Role(Box<str>);
 
-/// Why a text is no role.
+/// Why a text is not a role.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum NotRole {
@@ -90,30 +90,30 @@ impl fmt::Display for Role {
 /// Why a certificate does not have a role.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum WrongRole {
-    /// It has others, or none.
+    /// It has other roles, or none.
     #[error(
         "its certificate lacks the role {role}: a URI among the subject alternative names; it has {}",
         if found.is_empty() { "no URI".to_owned() } else { found.join(", ") }
     )]
     Lacks {
-        /// The one that is asked for.
+        /// The required role.
         role: Role,
-        /// What it has instead, shortened.
+        /// Its roles, shortened.
         found: Vec<String>,
     },
-    /// It cannot be read.
+    /// It cannot be parsed.
     #[error(transparent)]
     Malformed(#[from] Malformed),
 }
 
-/// Roles of a stranger's certificate that an error shows, and characters of each.
+/// The most roles of a certificate in an error, and the most characters of each.
 const SHOWN: (usize, usize) = (4, 100);
 
 impl Role {
     /// Checks that a certificate has this role.
     ///
     /// # Errors
-    /// [`WrongRole`], with what it has instead.
+    /// [`WrongRole`], with the roles that it has.
     pub fn check(&self, certificate: &CertificateDer<'_>) -> Result<(), WrongRole> {
         let parsed = parse(certificate)?;
         let names = parsed.subject_alternative_name().map_err(|_| Malformed)?;
@@ -170,7 +170,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_stranger_wrote_is_shown_short_and_on_one_line() {
+    fn roles_of_a_peer_are_shown_short_and_on_one_line() {
         let role: Role = "kas://replica".parse().unwrap();
         let long = format!("x://{}", "a".repeat(1_000));
         let error = role.check(&certificate(&[long.as_str(); 50], YEAR_2100)).unwrap_err().to_string();
@@ -178,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn wildcards_and_what_is_no_uri_are_no_roles() {
+    fn wildcards_and_invalid_uris_are_not_roles() {
         for text in ["*", "kas://*", "kas://replica*", "*://replica"] {
             assert_eq!(text.parse::<Role>(), Err(NotRole::Wildcard), "{text}");
         }
@@ -192,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn validity_is_that_of_the_leaf_and_of_what_ends_first_and_last() {
+    fn validity_has_the_leaf_and_the_first_and_last_to_expire() {
         let [a, b, c] = [30, 10, 20].map(|days| YEAR_2100 + Duration::from_secs(86_400 * days));
         let chain = [a, b, c].map(|until| certificate(&[], until));
         assert_eq!(Validity::of(&chain), Ok(Some(Validity { leaf: a, first: b, last: a })));

@@ -1,6 +1,6 @@
-//! Verifiers that, after everything that they check anyway, look for a role in the other side's certificate.
+//! Verifiers that also require a role in the certificate of the other side.
 //!
-//! To be signed by the right authority is not enough: an authority often signs for more than one purpose.
+//! A signature of the right CA is not enough, since a CA often signs for more than one purpose.
 
 use std::{fmt, sync::Arc};
 
@@ -13,7 +13,7 @@ use rustls_pki_types::{CertificateDer, ServerName, UnixTime};
 
 use super::certificate::{Role, WrongRole};
 
-/// What a verifier around another one says of signatures: the same as that, in the field `$inner`.
+/// Implements the methods for signatures of a verifier that wraps another one in the field `$inner`.
 macro_rules! signatures_by {
     ($inner:ident) => {
         fn verify_tls12_signature(
@@ -41,7 +41,7 @@ macro_rules! signatures_by {
 }
 pub(super) use signatures_by;
 
-/// The library shows the causes of others by `Debug`: this is for people all the same.
+/// The library prints other causes with `Debug`, so that has to be readable too.
 struct Said(WrongRole);
 
 impl fmt::Debug for Said {
@@ -65,7 +65,7 @@ impl Role {
     }
 }
 
-/// Of clients.
+/// Verifies clients.
 #[derive(Debug)]
 pub(super) struct ClientRole {
     pub(super) inner: Arc<dyn ClientCertVerifier>,
@@ -91,7 +91,7 @@ impl ClientCertVerifier for ClientRole {
     signatures_by!(inner);
 }
 
-/// Of servers.
+/// Verifies servers.
 #[derive(Debug)]
 pub(super) struct ServerRole {
     pub(super) inner: Arc<dyn ServerCertVerifier>,

@@ -101,7 +101,7 @@ struct Rerouting {
     granted: Pin<Box<dyn Future<Output = Result<Grant, Gone>> + Send>>,
 }
 
-/// What the borrower was told of the agentk, for which it writes its requests. Another tunnel serves them if
+/// What the borrower knows of the agentk, for which it writes its requests. Another tunnel serves them if
 /// this is true for it too.
 struct Promised {
     kind: AgentKind,

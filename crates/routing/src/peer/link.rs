@@ -32,7 +32,7 @@ use tokio::{
 #[derive(Debug, thiserror::Error)]
 pub enum DialError {
     /// No process listens at the address.
-    #[error("nobody listens at {0}")]
+    #[error("nothing listens at {0}")]
     Refused(Arc<str>),
     /// The address cannot be reached, or its name cannot be resolved.
     #[error("cannot connect to {address}")]

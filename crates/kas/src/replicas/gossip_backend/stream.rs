@@ -76,7 +76,7 @@ async fn open(
         // The table checks which replica answers there, so the header is not checked.
         Some(id) => {
             let peer = peers.peer(&Replica { id, address: Arc::clone(address) });
-            Ok((peer.call_whoever(WATCH, message).await?, None))
+            Ok((peer.call_any(WATCH, message).await?, None))
         }
         None => {
             let link = peers.dial(address).await?;
