@@ -288,8 +288,8 @@ impl Client {
                     body.windows(SIGNATURE_REFUSED.len()).any(|window| window == SIGNATURE_REFUSED)
                 }) =>
             {
-                // The token was not checked. If this counted as invalid, a rotated secret or a wrong clock would
-                // disconnect every agent.
+                // The token was not checked. If this counted as invalid, a rotated secret or a wrong clock
+                // would disconnect every agent.
                 return Err(Failure::Signature.into());
             }
             StatusCode::UNAUTHORIZED => return Err(LookupError::Unknown),

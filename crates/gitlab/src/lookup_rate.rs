@@ -74,8 +74,8 @@ impl LookupRateLimiter {
         Arc::new(Self { interval, ahead, epoch: Instant::now(), state: Mutex::new(state) })
     }
 
-    /// Waits until a lookup may begin, for `patience` at most. No more lookups wait than the rate allows in that
-    /// time. One more causes a refusal at once, of this one or another.
+    /// Waits until a lookup may begin, for `patience` at most. No more lookups wait than the rate allows in
+    /// that time. One more causes a refusal at once, of this one or another.
     ///
     /// # Errors
     /// [`Busy`]: the lookup must not begin.

@@ -161,8 +161,8 @@ pub fn server(certificate_file: &Path, key_file: &Path) -> Result<Arc<ServerConf
     server_for(certificate_file, key_file, None)
 }
 
-/// As [`server`]. With `clients`, the file of a CA and a role, it accepts only clients with a certificate that
-/// the CA signed for the role.
+/// As [`server`]. With `clients`, the file of a CA and a role, it accepts only clients with a certificate
+/// that the CA signed for the role.
 ///
 /// # Errors
 /// See [`Error`].
@@ -230,8 +230,8 @@ pub fn client_as(
     shown(ClientConfig::builder().with_root_certificates(roots), identity)
 }
 
-/// As [`client_as`], but accepts only servers whose certificate a CA in `ca_file` signed, and with `role` only
-/// for that role.
+/// As [`client_as`], but accepts only servers whose certificate a CA in `ca_file` signed, and with `role`
+/// only for that role.
 ///
 /// # Errors
 /// See [`Error`].

@@ -87,8 +87,8 @@ impl RateLimit {
         Self { among: Among::Parted(live), ..self }
     }
 
-    /// Shares the limit with other replicas. The caller sends them [`unshared`](Self::unshared), and passes the
-    /// totals to [`learn`](Self::learn).
+    /// Shares the limit with other replicas. The caller sends them [`unshared`](Self::unshared), and passes
+    /// the totals to [`learn`](Self::learn).
     pub fn shared(self) -> Self {
         Self { among: Among::Shared, ..self }
     }
@@ -144,7 +144,8 @@ impl RateLimit {
         }
     }
 
-    /// Charges the counts of other replicas. `total`: the count of all, after `sent` of this replica was added.
+    /// Charges the counts of other replicas. `total`: the count of all, after `sent` of this replica was
+    /// added.
     pub fn learn(&self, token: TokenHash, sent: u32, total: Total) {
         let now = Instant::now();
         let mut state = self.state();

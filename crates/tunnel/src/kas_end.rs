@@ -301,8 +301,8 @@ impl Tunnel {
 
     /// Creates a tunnel that another replica lends. `body` is the response of that replica, which fails with
     /// a [`Status`] if that replica ends a request with one. [`TunnelBody`] is sent there. `leased`: that
-    /// replica may lend the tunnel for further requests, and `pool` is notified each time. Else it carries one
-    /// request.
+    /// replica may lend the tunnel for further requests, and `pool` is notified each time. Else it carries
+    /// one request.
     pub fn borrowed(
         info: Info,
         body: grpc::Body,

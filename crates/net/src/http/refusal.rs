@@ -46,8 +46,8 @@ impl Refusal {
         }
     }
 
-    /// Returns why HTTP itself has ended a connection, if that was a limit. For HTTP/2, only the library's message
-    /// shows which one.
+    /// Returns why HTTP itself has ended a connection, if that was a limit. For HTTP/2, only the library's
+    /// message shows which one.
     pub(super) fn of(error: &hyper::Error) -> Option<Self> {
         if error.is_parse_too_large() {
             return Some(Self::Headers);

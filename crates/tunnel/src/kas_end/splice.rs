@@ -131,8 +131,8 @@ impl Splice {
         self.exchange.tunnel.core().lease.take().and_then(|lease| lease.next)
     }
 
-    /// The request is over and the tunnel is released: asks whether the lease is renewed, and informs the other
-    /// replica.
+    /// The request is over and the tunnel is released: asks whether the lease is renewed, and informs the
+    /// other replica.
     fn renew(&mut self) {
         let Some(lender) = self.lender.take() else { return };
         let tunnel = &self.exchange.tunnel;
