@@ -1,7 +1,7 @@
 //! The tunnels that this replica holds, and the requests that wait for one.
 //!
-//! The entry of an agent has three parts: its processes and their tunnels ([`presence`]), the requests that
-//! wait ([`queue`]), and the tunnels that other replicas lease ([`lending`]). One lock guards all three, so
+//! The entry of an agent has three parts: its processes and their tunnels (`presence`), the requests that
+//! wait (`queue`), and the tunnels that other replicas lease (`lending`). One lock guards all three, so
 //! that a request either finds an idle tunnel or is in the queue when the next tunnel parks: no wake-up is
 //! lost. Agents are spread over shards.
 //!
