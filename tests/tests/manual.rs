@@ -287,7 +287,7 @@ fn every_limit_and_every_reason_of_a_refusal_is_in_the_manual() -> Result<()> {
     let missing: Vec<_> = keys.iter().filter(|key| !limits.contains(&format!("`{key}`"))).collect();
     assert!(missing.is_empty(), "without a row in docs/limits.md: {missing:?}");
 
-    let refusals = read("crates/kas/src/refusals.rs")?;
+    let refusals = read("crates/observe/src/refusals.rs")?;
     let reasons = refusals.split_once("pub enum Reason {").context("it has the reasons")?.1;
     let reasons: Vec<_> = reasons[..reasons.find('}').unwrap_or(0)]
         .lines()
