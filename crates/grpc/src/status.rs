@@ -185,8 +185,10 @@ impl Status {
         Self { code, message: message.into(), details: Vec::new() }
     }
 
-    /// Attaches the outcome of the request, in the domain of kas.
+    /// Attaches the outcome of the request, in the domain of kas. A status has one outcome: the last one
+    /// replaces an earlier one. Details of other domains stay.
     pub fn with_outcome(mut self, outcome: Outcome) -> Self {
+        self.details.retain(|detail| kas_info(detail).is_none());
         let info = proto::google::rpc::ErrorInfo {
             reason: match outcome {
                 Outcome::NotStarted => "NOT_STARTED".into(),
@@ -349,6 +351,23 @@ mod tests {
     fn an_agent_cannot_attach_details_in_the_domain_of_kas() {
         let forged = Status::new(Code::Unavailable, "x").with_outcome(Outcome::NotStarted).to_proto();
         assert_eq!(Status::from_agent(forged).outcome(), None);
+    }
+
+    #[test]
+    fn a_status_has_one_outcome_and_keeps_foreign_details() {
+        let foreign = proto::google::rpc::ErrorInfo { domain: "agent.example".into(), ..Default::default() };
+        let foreign = prost_types::Any { type_url: ERROR_INFO_URL.into(), value: foreign.encode_to_vec() };
+        let from_agent = proto::google::rpc::Status {
+            code: Code::Unavailable.number().into(),
+            details: vec![foreign.clone()],
+            ..Default::default()
+        };
+        let status =
+            Status::from_agent(from_agent).with_outcome(Outcome::NotStarted).with_outcome(Outcome::Unknown);
+        assert_eq!(status.outcome(), Some(Outcome::Unknown));
+        let details = status.to_proto().details;
+        assert_eq!(details.len(), 2);
+        assert_eq!(details[0], foreign);
     }
 
     #[test]
