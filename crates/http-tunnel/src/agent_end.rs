@@ -6,5 +6,5 @@ mod response;
 
 pub use self::{
     request::{RequestStream, read_request},
-    response::ResponseEncoder,
+    response::{LARGE_CHUNK, MAX_CHUNK, ResponseEncoder},
 };

@@ -25,20 +25,20 @@ use prost::Message as _;
 use proto::gitlab::agent::{reverse_tunnel::info::AgentDescriptor, reverse_tunnel::rpc};
 
 use crate::{
-    frame::{self, Decoder, Event, Splitter, request, response},
+    frame::{self, COPY, Decoder, Event, GATHER, Splitter, request, response},
     meta::{self, Binary, MapWriter},
     state::Mode,
 };
-
-/// See [`kas_end`](crate::kas_end).
-const COPY: usize = 1024;
-const GATHER: usize = 16 * 1024;
 
 /// How long kas may take to end its direction after a half-close. After that the stream is dropped.
 const READ_TO_END: Duration = Duration::from_secs(10);
 
 /// The future that a handler returns.
 pub type Answer = Pin<Box<dyn Future<Output = Response<grpc::Body>> + Send>>;
+
+/// An extension of each request that arrives in a reusable tunnel, so from a kas of this project.
+#[derive(Clone, Copy, Debug)]
+pub struct Reusable;
 
 /// Serves requests. The path is the method, the headers are metadata, and both bodies have gRPC frames.
 pub trait Handler: Send + Sync + 'static {
@@ -343,6 +343,9 @@ impl AgentBody {
         *request.version_mut() = http::Version::HTTP_2;
         headers.insert(http::header::CONTENT_TYPE, grpc::CONTENT_TYPE);
         *request.headers_mut() = headers;
+        if mode == Mode::Reusable {
+            request.extensions_mut().insert(Reusable);
+        }
         match std::panic::catch_unwind(AssertUnwindSafe(|| self.shared.handler.call(request))) {
             Ok(answer) => answer,
             Err(_) => Box::pin(std::future::ready(self.panicked().into_response())),

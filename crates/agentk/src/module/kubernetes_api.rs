@@ -17,11 +17,12 @@ use bytes::Bytes;
 use grpc::{BoxError, Code, Deadline, Status};
 use http::{HeaderMap, HeaderValue, Request, Response};
 use http_body::{Body, Frame};
-use http_tunnel::agent_end::{RequestStream, ResponseEncoder, read_request};
+use http_tunnel::agent_end::{LARGE_CHUNK, MAX_CHUNK, RequestStream, ResponseEncoder, read_request};
 use hyper::body::Incoming;
 use process::error::chain;
 use tokio::time::{Sleep, sleep_until};
 use traces::{Kind, Span, Tracer};
+use tunnel::agent_end::Reusable;
 
 use super::{Answer, Module, Service};
 use crate::cluster::ApiServer;
@@ -67,6 +68,8 @@ impl KubernetesApi {
 
     async fn make_request(self, request: Request<grpc::Body>) -> Result<Response<grpc::Body>, Status> {
         let (parts, body) = request.into_parts();
+        // Only kas of this project makes tunnels reusable.
+        let max_chunk = if parts.extensions.get::<Reusable>().is_some() { LARGE_CHUNK } else { MAX_CHUNK };
         let deadline = Deadline::from_headers(&parts.headers)
             .map_err(|error| Status::new(Code::InvalidArgument, error.to_string()))?;
         let mut timer = Timer::new(deadline);
@@ -115,7 +118,7 @@ impl KubernetesApi {
         }
         tracing::debug!(http.method = %method, http.status = parts.status.as_u16(), "response of the Kubernetes API server");
 
-        let encoder = ResponseEncoder::new(&parts)?;
+        let encoder = ResponseEncoder::new(&parts, max_chunk)?;
         let body = Download {
             api: self.api.clone(),
             upstream: Some(upstream),

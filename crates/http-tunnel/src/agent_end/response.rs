@@ -9,17 +9,23 @@ use tunnel::frame;
 use super::head;
 use crate::field::{DATA, HEADER, TRAILER};
 
-/// The largest chunk of a body in one message, in bytes. All versions send and expect at most this.
-const MAX_CHUNK: usize = 32 * 1024;
+/// The largest chunk of a body in one message, in bytes, that every version expects.
+pub const MAX_CHUNK: usize = 32 * 1024;
 
-/// Chunks up to this size are copied behind their message header, which saves a frame. Larger ones are
-/// forwarded as they are.
-const MAX_COPIED: usize = 1024;
+/// The largest chunk in one message, in bytes, to a kas of this project. With the heads of its message and of
+/// its envelope, it fits into an HTTP/2 frame of 64 KiB. Larger chunks need fewer messages, but more frames
+/// for each.
+pub const LARGE_CHUNK: usize = 64 * 1024 - 64;
+
+/// Chunks up to this size in bytes are copied behind their message header, which saves a frame. Larger ones
+/// are forwarded as they are.
+const MAX_COPIED: usize = 4 * 1024;
 
 /// Encodes a response as gRPC messages.
 #[derive(Debug)]
 pub struct ResponseEncoder {
     out: BytesMut,
+    max_chunk: usize,
     /// The rest of the data that was pushed last.
     chunk: Bytes,
     /// A chunk whose message header was returned.
@@ -27,11 +33,12 @@ pub struct ResponseEncoder {
 }
 
 impl ResponseEncoder {
-    /// Starts with the head of a response.
+    /// Starts with the head of a response. `max_chunk` is the largest chunk of its body in one message, in
+    /// bytes: [`MAX_CHUNK`] or [`LARGE_CHUNK`].
     ///
     /// # Errors
     /// `RESOURCE_EXHAUSTED` when its headers are too large.
-    pub fn new(parts: &response::Parts) -> Result<Self, Status> {
+    pub fn new(parts: &response::Parts, max_chunk: usize) -> Result<Self, Status> {
         let header = head::response(parts).encode_to_vec();
         if header.len() > frame::MAX_CONTROL {
             let text = format!(
@@ -43,7 +50,7 @@ impl ResponseEncoder {
         }
         let mut out = BytesMut::with_capacity(header.len() + MAX_COPIED);
         frame::put_control(HEADER, &header, &mut out);
-        Ok(Self { out, chunk: Bytes::new(), large_chunk: None })
+        Ok(Self { out, max_chunk, chunk: Bytes::new(), large_chunk: None })
     }
 
     /// Adds data of the body. Call it when [`next_chunk`](Self::next_chunk) has returned `None`.
@@ -71,8 +78,8 @@ impl ResponseEncoder {
         if self.chunk.is_empty() {
             return None;
         }
-        let data = self.chunk.split_to(self.chunk.len().min(MAX_CHUNK));
-        // A chunk has at most 32 KiB.
+        let data = self.chunk.split_to(self.chunk.len().min(self.max_chunk));
+        // A chunk has at most 64 KiB.
         frame::put_message_head(DATA, data.len() as u32, &mut self.out);
         if data.len() <= MAX_COPIED {
             self.out.put_slice(&data);

@@ -16,12 +16,12 @@ use proto::gitlab::agent::reverse_tunnel::rpc;
 use tokio::time::{Instant, Sleep};
 
 use super::{
-    AgentKind, COPY, Core, Ending, Failure, FarEnd, GATHER, Phase, Tunnel,
+    AgentKind, Core, Ending, Failure, FarEnd, Phase, Tunnel,
     agent_stream::{AgentStream, Broken, Got, broken, frame_of},
     set_waker,
 };
 use crate::{
-    frame::{Event, request},
+    frame::{COPY, Event, GATHER, request},
     meta,
     state::{Mode, Step, Verdict},
 };

@@ -25,11 +25,10 @@ use prost::Message as _;
 use proto::gitlab::agent::reverse_tunnel::rpc;
 
 use super::{
-    COPY, Exchange, FarEnd, GATHER, Head, Info, Opening, Tunnel, TunnelBody, TunnelPool, agent_stream::Got,
-    exchange::Next,
+    Exchange, FarEnd, Head, Info, Opening, Tunnel, TunnelBody, TunnelPool, agent_stream::Got, exchange::Next,
 };
 use crate::{
-    frame::{self, Event, request},
+    frame::{self, COPY, Event, GATHER, request},
     meta::{self, Binary, MapWriter},
 };
 

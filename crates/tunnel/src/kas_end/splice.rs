@@ -14,11 +14,10 @@ use http_body::{Body, Frame as HttpFrame};
 use tokio::time::Sleep;
 
 use super::{
-    CLOSE_TIME, COPY, Exchange, Failure, GATHER, Job, Lease, Phase, Tunnel, agent_stream::Got,
-    exchange::Came, set_waker,
+    CLOSE_TIME, Exchange, Failure, Job, Lease, Phase, Tunnel, agent_stream::Got, exchange::Came, set_waker,
 };
 use crate::{
-    frame::{self, Event, request},
+    frame::{self, COPY, Event, GATHER, request},
     state::Step,
 };
 

@@ -16,13 +16,13 @@ use parking_lot::MutexGuard;
 use tokio::time::{Instant, Sleep};
 
 use super::{
-    CLOSE_TIME, COPY, Core, Ending, FarEnd, GATHER, Job, Phase, Retire, Settled, Tunnel,
+    CLOSE_TIME, Core, Ending, FarEnd, Job, Phase, Retire, Settled, Tunnel,
     agent_stream::{AgentStream, Broken, Got, broken, frame_of},
     caller_stream::{CallerStream, Pulled, Source},
     set_waker,
 };
 use crate::{
-    frame::{self, Decoder, Event, Splitter, response},
+    frame::{self, COPY, Decoder, Event, GATHER, Splitter, response},
     state::{Mode, Step},
 };
 
