@@ -9,11 +9,13 @@
 
 mod access;
 mod api_server;
+mod connections;
 mod credentials;
 
 pub use self::{
     access::{ClusterAccess, KubectlFlags},
     api_server::{ApiServer, SendError, Target},
+    connections::ResponseBody,
 };
 
 #[cfg(test)]

@@ -2,7 +2,7 @@
 
 use std::{
     fmt::{self, Write as _},
-    future::Future,
+    future::{Future, poll_fn},
     pin::Pin,
     sync::Arc,
     task::{Context, Poll},
@@ -12,32 +12,18 @@ use std::{
 use anyhow::{Context as _, anyhow, bail, ensure};
 use grpc::BoxError;
 use http::{HeaderName, HeaderValue, Request, Response, StatusCode, Uri, header, uri};
-use hyper::body::Incoming;
-use hyper_util::{
-    client::legacy::{self, ResponseFuture, connect::HttpConnector},
-    rt::{TokioExecutor, TokioTimer},
-};
+use hyper_util::client::legacy::connect::HttpConnector;
 use kube::{
     client::{ClientBuilder, ConfigExt as _},
     config::{AuthInfo, Config},
 };
 use process::error::chain;
-use tokio::time::timeout;
 use tower_service::Service;
 
-use super::credentials::Credentials;
-
-/// How long connecting may take, including TLS. Within a cluster it takes milliseconds. A shorter time fails
-/// while a control plane moves; a longer one only delays the error.
-const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
-
-/// How long an unused connection is kept. The API server closes such connections after 90 s, and a request
-/// that is sent at that moment fails. So this is well below 90 s.
-const IDLE: Duration = Duration::from_secs(45);
-
-/// How many unused connections are kept. More connections save handshakes after a burst, but cost memory on
-/// the API server.
-const MAX_IDLE: usize = 64;
+use super::{
+    connections::{Connections, Failure, ResponseBody},
+    credentials::Credentials,
+};
 
 /// TCP keepalive: the idle time before the first probe, the interval of the probes, and their number. A watch
 /// may be idle for hours, and nothing else would notice that its node is gone.
@@ -96,7 +82,7 @@ pub enum SendError {
         /// The API server.
         host: String,
         /// The cause.
-        source: legacy::Error,
+        source: BoxError,
     },
     /// The connection ended before the head of the response. The API server may have processed the request.
     #[error("the connection to the Kubernetes API server at {host} broke before the response")]
@@ -104,7 +90,7 @@ pub enum SendError {
         /// The API server.
         host: String,
         /// The cause.
-        source: legacy::Error,
+        source: hyper::Error,
     },
     /// The request has an invalid path or query.
     #[error("the request has no valid URL")]
@@ -124,10 +110,9 @@ pub struct ApiServer {
 }
 
 pub(super) struct Inner {
-    /// hyper's client behind a closure, because the type of its connector cannot be named.
-    request: Box<dyn Fn(ApiRequest) -> ResponseFuture + Send + Sync>,
-    scheme: uri::Scheme,
-    authority: uri::Authority,
+    connections: Arc<Connections>,
+    /// The header `Host` of each request.
+    authority: HeaderValue,
     /// The path of the configured URL, which precedes each request's path; without a trailing slash.
     pub(super) prefix: String,
     pub(super) credentials: Credentials,
@@ -172,24 +157,29 @@ impl ApiServer {
         let tls = config.rustls_https_connector_with_connector(tcp).map_err(|error| {
             anyhow!("cannot prepare TLS for the API server ({source}): {}", chain(&error))
         })?;
-        let client = legacy::Client::builder(TokioExecutor::new())
-            .pool_timer(TokioTimer::new())
-            .pool_idle_timeout(IDLE)
-            .pool_max_idle_per_host(MAX_IDLE)
-            .build(WithTimeout(tls));
+        let url = Uri::builder().scheme(scheme.clone()).authority(authority.clone()).path_and_query("/");
+        let url = url.build().with_context(|| format!("the URL of the API server ({source}) is invalid"))?;
+        let connections = Connections::new(move || {
+            let mut tls = tls.clone();
+            let url = url.clone();
+            async move {
+                poll_fn(|cx| tls.poll_ready(cx)).await?;
+                tls.call(url).await
+            }
+        });
 
         let identity = identity(&config.auth_info)?;
         Ok(Self {
             inner: Arc::new(Inner {
-                request: Box::new(move |request| client.request(request)),
+                connections,
+                authority: host_header(&scheme, &authority)
+                    .with_context(|| format!("the URL of the API server ({source}) has an invalid host"))?,
                 prefix: path.to_owned(),
                 credentials: Credentials::new(config)
                     .with_context(|| format!("cannot authenticate ({source})"))?,
                 namespace: config.default_namespace.clone(),
                 target: Target { host: authority.to_string(), source, impersonates: !identity.is_empty() },
                 identity,
-                scheme,
-                authority,
             }),
         })
     }
@@ -217,18 +207,16 @@ impl ApiServer {
     ///
     /// # Cancel safety
     /// Dropping the future, or the body of the response, closes the connection.
-    pub async fn send(&self, mut request: ApiRequest) -> Result<Response<Incoming>, SendError> {
+    pub async fn send(&self, mut request: ApiRequest) -> Result<Response<ResponseBody>, SendError> {
         let inner = &*self.inner;
         let host = || inner.target.host.clone();
-        let path = request.uri().path_and_query().map_or("/", uri::PathAndQuery::as_str);
-        let uri = Uri::builder().scheme(inner.scheme.clone()).authority(inner.authority.clone());
-        let uri = if inner.prefix.is_empty() {
-            uri.path_and_query(path).build()
-        } else {
-            uri.path_and_query(format!("{}{path}", inner.prefix)).build()
-        };
-        *request.uri_mut() = uri.map_err(SendError::Url)?;
+        if !inner.prefix.is_empty() || request.uri().authority().is_some() {
+            let path = request.uri().path_and_query().map_or("/", uri::PathAndQuery::as_str);
+            let uri = Uri::builder().path_and_query(format!("{}{path}", inner.prefix)).build();
+            *request.uri_mut() = uri.map_err(SendError::Url)?;
+        }
         let headers = request.headers_mut();
+        headers.insert(header::HOST, inner.authority.clone());
         headers.remove(header::AUTHORIZATION);
         for (name, _) in &inner.identity {
             headers.remove(name);
@@ -244,18 +232,25 @@ impl ApiServer {
             Err(source) => return Err(SendError::Credentials { host: host(), source }),
         }
 
-        let response = (inner.request)(request).await.map_err(|error| {
-            if error.is_connect() {
-                SendError::Connect { host: host(), source: error }
-            } else {
-                SendError::Broken { host: host(), source: error }
-            }
+        let response = inner.connections.send(request).await.map_err(|failure| match failure {
+            Failure::Connect(source) => SendError::Connect { host: host(), source },
+            Failure::Broken(source) => SendError::Broken { host: host(), source },
         })?;
         if response.status() == StatusCode::UNAUTHORIZED {
             inner.credentials.invalidate();
         }
         Ok(response)
     }
+}
+
+/// Returns the header `Host` of an API server: without the port if that is the scheme's own.
+fn host_header(
+    scheme: &uri::Scheme,
+    authority: &uri::Authority,
+) -> Result<HeaderValue, header::InvalidHeaderValue> {
+    let own = if *scheme == uri::Scheme::HTTPS { 443 } else { 80 };
+    let host = if authority.port_u16() == Some(own) { authority.host() } else { authority.as_str() };
+    HeaderValue::from_str(host)
 }
 
 /// Returns the headers for impersonation by agentk's own configuration.
@@ -300,7 +295,7 @@ fn identity(auth: &AuthInfo) -> anyhow::Result<Vec<(HeaderName, HeaderValue)>> {
 struct ForKube(ApiServer);
 
 impl Service<Request<kube::client::Body>> for ForKube {
-    type Response = Response<Incoming>;
+    type Response = Response<ResponseBody>;
     type Error = BoxError;
     type Future = Pin<Box<dyn Future<Output = Result<Self::Response, BoxError>> + Send>>;
 
@@ -311,34 +306,5 @@ impl Service<Request<kube::client::Body>> for ForKube {
     fn call(&mut self, request: Request<kube::client::Body>) -> Self::Future {
         let api = self.0.clone();
         Box::pin(async move { api.send(request.map(grpc::boxed)).await.map_err(Into::into) })
-    }
-}
-
-/// A connector with the timeout [`CONNECT_TIMEOUT`].
-#[derive(Clone)]
-struct WithTimeout<C>(C);
-
-impl<C> Service<Uri> for WithTimeout<C>
-where
-    C: Service<Uri>,
-    C::Error: Into<BoxError>,
-    C::Future: Send + 'static,
-{
-    type Response = C::Response;
-    type Error = BoxError;
-    type Future = Pin<Box<dyn Future<Output = Result<C::Response, BoxError>> + Send>>;
-
-    fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), BoxError>> {
-        self.0.poll_ready(cx).map_err(Into::into)
-    }
-
-    fn call(&mut self, uri: Uri) -> Self::Future {
-        let connecting = self.0.call(uri);
-        Box::pin(async move {
-            match timeout(CONNECT_TIMEOUT, connecting).await {
-                Ok(connected) => connected.map_err(Into::into),
-                Err(_) => Err(format!("no connection within {CONNECT_TIMEOUT:?}").into()),
-            }
-        })
     }
 }

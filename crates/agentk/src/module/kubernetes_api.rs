@@ -18,14 +18,13 @@ use grpc::{BoxError, Code, Deadline, Status};
 use http::{HeaderMap, HeaderValue, Request, Response};
 use http_body::{Body, Frame};
 use http_tunnel::agent_end::{LARGE_CHUNK, MAX_CHUNK, RequestStream, ResponseEncoder, read_request};
-use hyper::body::Incoming;
 use process::error::chain;
 use tokio::time::{Sleep, sleep_until};
 use traces::{Kind, Span, Tracer};
 use tunnel::agent_end::Reusable;
 
 use super::{Answer, Module, Service};
-use crate::cluster::ApiServer;
+use crate::cluster::{ApiServer, ResponseBody};
 
 /// Gives kas access to the API server, with the permissions of agentk's own credentials.
 #[derive(Clone, Debug)]
@@ -180,7 +179,7 @@ struct Download {
     api: ApiServer,
     /// Dropped as soon as the response ends in any way, which closes the connection unless its response was
     /// complete.
-    upstream: Option<Incoming>,
+    upstream: Option<ResponseBody>,
     /// `None`: the stream of the request has ended regularly.
     stream: Option<RequestStream>,
     timer: Timer,
