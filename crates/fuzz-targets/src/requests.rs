@@ -10,7 +10,7 @@ use http_body::Frame;
 use http_body_util::{BodyExt as _, Full, StreamBody};
 use http_tunnel::{
     agent_end::read_request,
-    kas_end::{impersonated_user, impersonates, read_header, read_response},
+    kas_end::{impersonated_user, read_first_message, read_response},
 };
 use tunnel::frame::{self, Decoder, Event};
 
@@ -81,13 +81,12 @@ pub(crate) fn response(bytes: &[u8]) {
 /// Reads `bytes` as the body of a caller's request, in chunks of `size` bytes. No byte is lost, and the audit
 /// log names the same user that the router takes into account.
 pub(crate) fn first_message(bytes: &[u8], size: usize) {
-    let read = read_header(in_chunks(bytes, size), Deadline::NONE).now_or_never();
-    let Ok((header, body)) = read.expect("all of it is there") else { return };
+    let read = read_first_message(in_chunks(bytes, size), Deadline::NONE).now_or_never();
+    let Ok((message, body)) = read.expect("all of it is there") else { return };
     let passed = body.collect().now_or_never().expect("all of it is there").expect("it ends in order");
     assert_eq!(passed.to_bytes(), bytes, "every byte goes on");
-    if let Some(header) = header
-        && impersonates(&header).unwrap_or(false)
-    {
+    if message.impersonates().unwrap_or(false) {
+        let header = message.header().expect("it was decoded to find the user");
         assert!(impersonated_user(&header).is_some(), "the audit log names no user: {header:?}");
     }
 }

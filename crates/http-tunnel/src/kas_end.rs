@@ -7,5 +7,5 @@ mod first_message;
 pub use self::{
     action::{classify, impersonated_user},
     client::{incomplete, read_response, request_without_body},
-    first_message::{impersonates, read_header},
+    first_message::{FirstMessage, read_first_message},
 };

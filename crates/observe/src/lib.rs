@@ -284,13 +284,14 @@ impl RequestRecord {
         }
     }
 
-    /// Records the first message of a request to an API server; `None`: its header cannot be decoded. Writes
-    /// the line `start`, so that no request reaches a cluster before it is in the log.
-    pub fn first_message(&self, header: Option<&Header>) {
+    /// Records the first message of a request to an API server. `header` decodes its header, and returns
+    /// `None` if that fails; it is called only if there is an audit log. Writes the line `start`, so that no
+    /// request reaches a cluster before it is in the log.
+    pub fn first_message(&self, header: impl FnOnce() -> Option<Header>) {
         if let Some(recorded) = &self.0
             && recorded.observer.audit.is_some()
         {
-            let action = header.and_then(KubernetesAction::of);
+            let action = header().as_ref().and_then(KubernetesAction::of);
             recorded.update(|fields| fields.kubernetes = action);
             let mut state = recorded.state();
             recorded.start(&mut state);

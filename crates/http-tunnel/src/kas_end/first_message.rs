@@ -11,7 +11,7 @@ use std::{
     task::{Context, Poll},
 };
 
-use bytes::{Buf as _, Bytes, BytesMut};
+use bytes::{Bytes, BytesMut};
 use grpc::{BoxError, Code, Deadline, Outcome, Status};
 use http_body::{Body, Frame, SizeHint};
 use http_body_util::BodyExt as _;
@@ -30,15 +30,56 @@ use crate::HEADER_EXTRA;
 /// complete.
 const MAX_FIRST: usize = 256 * 1024;
 
-/// Waits for the first message of a request. Returns its header, and a body that still has everything that
-/// was read. The header is `None` if the message cannot be decoded; the agent rejects such a request.
+/// The first message of a request.
+#[derive(Clone, Debug, Default)]
+pub struct FirstMessage(Option<Bytes>);
+
+impl FirstMessage {
+    /// Decodes the header; `None` if that fails. The agent rejects such a request.
+    pub fn header(&self) -> Option<Header> {
+        match HttpRequest::decode(self.0.clone()?) {
+            Ok(HttpRequest { message: Some(http_request::Message::Header(header)) }) => Some(header),
+            _ => None,
+        }
+    }
+
+    /// Whether the request must run with the permissions of another user than the agent's own. Headers are
+    /// decoded only if that depends on them.
+    ///
+    /// # Errors
+    /// `INVALID_ARGUMENT` if the header is ambiguous, or says something unknown. Nothing was sent to an agent.
+    pub fn impersonates(&self) -> Result<bool, Status> {
+        let outline = self.0.clone().map(Outline::decode);
+        let Some(Ok(Outline { header: Some(HeaderOutline { extra: Some(_) }) })) = outline else {
+            return Ok(false);
+        };
+        self.header().as_ref().map_or(Ok(false), impersonates)
+    }
+}
+
+/// [`HttpRequest`] with the only field that decides whether the rest has to be decoded.
+#[derive(Clone, PartialEq, prost::Message)]
+struct Outline {
+    #[prost(message, optional, tag = "1")]
+    header: Option<HeaderOutline>,
+}
+
+/// [`Header`], see [`Outline`].
+#[derive(Clone, PartialEq, prost::Message)]
+struct HeaderOutline {
+    /// A `google.protobuf.Any`.
+    #[prost(bytes = "bytes", optional, tag = "2")]
+    extra: Option<Bytes>,
+}
+
+/// Waits for the first message of a request. Returns it, and a body that still has everything that was read.
 ///
 /// # Errors
 /// `RESOURCE_EXHAUSTED` if the message is too large, `DEADLINE_EXCEEDED`. Nothing was sent to an agent.
-pub async fn read_header(
+pub async fn read_first_message(
     body: grpc::Body,
     deadline: Deadline,
-) -> Result<(Option<Header>, grpc::Body), Status> {
+) -> Result<(FirstMessage, grpc::Body), Status> {
     let first = first_message(body);
     let (message, body) = match deadline.instant() {
         Some(at) => tokio::time::timeout_at(at, first).await.map_err(|_| {
@@ -48,18 +89,11 @@ pub async fn read_header(
         None => first.await,
     }
     .map_err(not_started)?;
-    let header = message.and_then(|message| match HttpRequest::decode(message) {
-        Ok(HttpRequest { message: Some(http_request::Message::Header(header)) }) => Some(header),
-        _ => None,
-    });
-    Ok((header, body))
+    Ok((FirstMessage(message), body))
 }
 
-/// Whether a request must run with the permissions of another user than the agent's own.
-///
-/// # Errors
-/// `INVALID_ARGUMENT` if the header is ambiguous, or says something unknown. Nothing was sent to an agent.
-pub fn impersonates(header: &Header) -> Result<bool, Status> {
+/// See [`FirstMessage::impersonates`].
+fn impersonates(header: &Header) -> Result<bool, Status> {
     let invalid = |text: &str| {
         let text = format!("invalid HttpRequest.Header: {text}");
         Err(not_started(Status::new(Code::InvalidArgument, text)))
@@ -93,7 +127,8 @@ fn not_started(status: Status) -> Status {
 async fn first_message(mut body: grpc::Body) -> Result<(Option<Bytes>, grpc::Body), Status> {
     let mut read = VecDeque::new();
     let mut end = None;
-    let mut head = BytesMut::new();
+    // The pieces so far, joined. One piece is not copied.
+    let mut head = Bytes::new();
     let message = loop {
         if let [flag, a, b, c, d, ..] = *head {
             let len = u32::from_be_bytes([a, b, c, d]) as usize;
@@ -105,14 +140,20 @@ async fn first_message(mut body: grpc::Body) -> Result<(Option<Bytes>, grpc::Bod
                 return Err(Status::new(Code::ResourceExhausted, text));
             }
             if head.len() >= grpc::PREFIX_LEN + len {
-                head.advance(grpc::PREFIX_LEN);
-                break Some(head.split_to(len).freeze());
+                break Some(head.slice(grpc::PREFIX_LEN..grpc::PREFIX_LEN + len));
             }
         }
         match body.frame().await {
             Some(Ok(frame)) => {
-                if let Some(data) = frame.data_ref() {
-                    head.extend_from_slice(data);
+                match frame.data_ref() {
+                    Some(data) if head.is_empty() => head = data.clone(),
+                    Some(data) => {
+                        // Reuses the memory once it is a copy of its own.
+                        let mut joined = BytesMut::from(head);
+                        joined.extend_from_slice(data);
+                        head = joined.freeze();
+                    }
+                    None => {}
                 }
                 read.push_back(frame);
             }
@@ -214,8 +255,8 @@ mod tests {
     }
 
     async fn look(body: grpc::Body, deadline: Deadline) -> Result<(bool, grpc::Body), Status> {
-        let (header, body) = read_header(body, deadline).await?;
-        Ok((header.as_ref().map(impersonates).transpose()?.unwrap_or(false), body))
+        let (message, body) = read_first_message(body, deadline).await?;
+        Ok((message.impersonates()?, body))
     }
 
     /// A body in chunks of this many bytes, which ends regularly.

@@ -240,11 +240,14 @@ async fn pass_through(
         trace.write_to(response.headers_mut());
         answering.answered(response)
     };
-    let (header, body) = if head.uri.path() == http_tunnel::METHOD {
-        match kas_end::read_header(body, deadline).await {
-            Ok((header, body)) => {
-                record.first_message(header.as_ref());
-                (header, body)
+    let (impersonates, body) = if head.uri.path() == http_tunnel::METHOD {
+        match kas_end::read_first_message(body, deadline).await {
+            Ok((message, body)) => {
+                record.first_message(|| message.header());
+                match message.impersonates() {
+                    Ok(impersonates) => (impersonates, body),
+                    Err(status) => return finish(failed(&status, &correlation)),
+                }
             }
             Err(status) => {
                 if status.code() == Code::ResourceExhausted {
@@ -254,13 +257,8 @@ async fn pass_through(
             }
         }
     } else {
-        (None, body)
+        (false, body)
     };
-    let impersonates = match header.as_ref().map(kas_end::impersonates).transpose() {
-        Ok(impersonates) => impersonates.unwrap_or(false),
-        Err(status) => return finish(failed(&status, &correlation)),
-    };
-    drop(header);
     let answer = caller
         .listener
         .router
