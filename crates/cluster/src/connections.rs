@@ -87,6 +87,9 @@ pub struct Located {
     pub connection: Arc<Connection>,
     /// The replica that holds it.
     pub replica: Replica,
+    /// Nothing shows that the replica is alive. Replicas of GitLab's kas give no sign of life, so the
+    /// connections of one that was killed are listed until its entries expire.
+    pub unconfirmed: bool,
 }
 
 /// A replica that should have answered.

@@ -162,6 +162,7 @@ impl Connections for InMemoryTracker {
         let located = |connection: &Arc<Connection>| Located {
             connection: Arc::clone(connection),
             replica: self.replica.clone(),
+            unconfirmed: false,
         };
         let mut connections: Vec<Located> = match query {
             Query::Agent(agent) => state

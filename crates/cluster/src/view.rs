@@ -6,7 +6,7 @@ use async_trait::async_trait;
 use ids::{AgentId, ReplicaId};
 use tokio::sync::watch;
 
-use crate::{Mark, Replica, ReplicaHealth, ReplicaState, Unanswered};
+use crate::{Mark, Replica, ReplicaHealth, ReplicaState, Unanswered, Wire};
 
 /// Status: how many replicas there are, how they are, and what each of them knows.
 #[async_trait]
@@ -164,4 +164,6 @@ pub struct AgentView {
     pub holds: bool,
     /// Why, for a person.
     pub why: String,
+    /// Which private API the other replica has. One of GitLab's kas cannot be asked for a report.
+    pub wire: Wire,
 }

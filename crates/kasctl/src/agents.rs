@@ -60,6 +60,10 @@ pub(crate) async fn run(
         .await
 }
 
+/// What the mark of an unconfirmed connection means.
+const UNCONFIRMED: &str = "a connection whose KAS ends with ? is unconfirmed: a replica of GitLab's kas announced it and \
+                           gives no sign of life, so it may have ended up to 5 minutes ago";
+
 /// The consequence for a list if a replica did not answer.
 const PARTIAL: &str = "the list is partial";
 
@@ -138,6 +142,9 @@ async fn list(
             if agents.is_empty() {
                 note("no agent is connected");
             }
+            if agents.values().any(|agent| agent.unconfirmed) {
+                note(UNCONFIRMED);
+            }
         }
     }
     Ok(if unanswered.is_empty() { Exit::Ok } else { Exit::Partial })
@@ -151,12 +158,16 @@ async fn watch(
     mut events: Events<'_>,
 ) -> Result<Exit, Failure> {
     let mut table = Table::new(WATCH_TITLES);
+    let mut is_explained = agents.values().any(|agent| agent.unconfirmed);
     match format {
         Format::Table => {
             let now = clock::wall();
             let mut rows = vec![WATCH_TITLES.map(str::to_owned)];
             rows.extend(agents.values().map(|agent| event_cells("present", agent, now)));
             output.write(table.rows(&rows).as_bytes()).await?;
+            if is_explained {
+                note(UNCONFIRMED);
+            }
         }
         Format::Json => {
             for agent in agents.values() {
@@ -198,6 +209,9 @@ async fn watch(
             Format::Table => {
                 let row = event_cells(name, &agent, clock::wall());
                 output.write(table.rows([&row]).as_bytes()).await?;
+                if agent.unconfirmed && !std::mem::replace(&mut is_explained, true) {
+                    note(UNCONFIRMED);
+                }
             }
             Format::Json => {
                 let agent = AgentJson::from(&agent);
@@ -235,8 +249,17 @@ fn cells(agent: &ConnectedAgentInfo, now: Duration) -> [String; 8] {
         pod(agent),
         agent.version.clone(),
         age(agent, now).map(humane).unwrap_or_default(),
-        address(agent.kas_address.as_ref()),
+        replica(agent),
     ]
+}
+
+/// Returns the replica of a connection, with a mark if the connection is unconfirmed.
+fn replica(agent: &ConnectedAgentInfo) -> String {
+    let mut replica = address(agent.kas_address.as_ref());
+    if agent.unconfirmed {
+        replica.push('?');
+    }
+    replica
 }
 
 fn event_cells(event: &str, agent: &ConnectedAgentInfo, now: Duration) -> [String; 9] {
@@ -304,6 +327,8 @@ struct AgentJson<'a> {
     /// RFC 3339 in UTC.
     connected_at: Option<String>,
     kas_address: Option<AddressJson<'a>>,
+    /// Nothing shows that the replica is alive.
+    unconfirmed: bool,
 }
 
 /// The address of a replica.
@@ -333,6 +358,7 @@ impl<'a> From<&'a ConnectedAgentInfo> for AgentJson<'a> {
             pod_name: &agent.pod_name,
             connected_at: agent.connected_at.as_ref().map(ToString::to_string),
             kas_address: agent.kas_address.as_ref().map(AddressJson::from),
+            unconfirmed: agent.unconfirmed,
         }
     }
 }
@@ -385,6 +411,12 @@ mod tests {
         );
         assert_eq!(cells(&agent(), Duration::from_secs(5))[6], "0s", "this clock is behind that of kas");
         assert_eq!(cells(&ConnectedAgentInfo { id: 1, ..Default::default() }, Duration::ZERO)[6], "");
+        let unconfirmed = ConnectedAgentInfo {
+            kas_address: Some(KasAddress { ip: "gitlab-kas".to_owned(), port: 0 }),
+            unconfirmed: true,
+            ..agent()
+        };
+        assert_eq!(cells(&unconfirmed, Duration::ZERO)[7], "gitlab-kas?");
     }
 
     #[test]

@@ -54,6 +54,9 @@ An agent that runs as several pods has a row for each. CONNECTION is the value f
 commands; in JSON it is a string, because it has 63 bits. If a replica did not answer, its agents are missing \
 and the exit code is 6.
 
+A KAS that ends with ? (in JSON: \"unconfirmed\":true) is a replica of GitLab's kas on the same Redis. It gives no \
+sign of life: if it was killed, its rows disappear up to 5 minutes later.
+
 With --watch, rows start with an event: present (connected before), connected, moved (to another replica) \
 or disconnected. As JSON:
   {\"event\":\"connected\",\"agent\":{...}}            also when connected before, or moved
@@ -62,7 +65,7 @@ or disconnected. As JSON:
 
 JSON is stable: fields may be added, but are not changed or removed. {\"agents\":[{\"id\", \"name\", \
 \"project_id\", \"connection_id\", \"version\", \"commit\", \"pod_namespace\", \"pod_name\", \"connected_at\", \
-\"kas_address\":{\"ip\",\"port\"}}], \"unanswered\":[{\"address\":{\"ip\",\"port\"}, \"reason\"}]}";
+\"kas_address\":{\"ip\",\"port\"}, \"unconfirmed\"}], \"unanswered\":[{\"address\":{\"ip\",\"port\"}, \"reason\"}]}";
 
 const TRACKER_STATUS_HELP: &str = "\
 Examples:
@@ -108,12 +111,13 @@ Examples:
 
 The first line is a summary. The first table has the tunnels of the agent and the requests that wait for it, \
 for each replica. The second table has what each replica believes about the others, whether that is true, and \
-the reason. An agent that no replica holds is not an error: the exit code is 0, or 6 if a replica did not answer.
+the reason. An agent that no replica holds is not an error: the exit code is 0, or 6 if a replica did not answer. \
+A replica of GitLab's kas cannot explain itself: what is known of it comes from Redis.
 
 JSON is one document, and stable: fields may be added, but are not changed or removed.
-  {\"agent_id\", \"held_by\":[\"name\"], \"route\":[\"step\"],
+  {\"agent_id\", \"held_by\":[\"name\"], \"held_by_gitlab\":[\"url\"], \"route\":[\"step\"],
    \"replicas\": [{\"name\", \"address\":{\"ip\",\"port\"}, \"idle_tunnels\", \"busy_tunnels\", \"waiting\",
-                 \"beliefs\":[{\"name\",\"holds\",\"why\"}]}],
+                 \"beliefs\":[{\"name\",\"holds\",\"why\",\"gitlab\"}]}],
    \"unanswered\": [{\"address\":{\"ip\",\"port\"}, \"reason\"}]}";
 
 const PODS_HELP: &str = "\

@@ -58,14 +58,23 @@ fn address_or_name(replica: &AgentOnReplica) -> String {
     printable(if address.is_empty() { &replica.name } else { &address })
 }
 
+/// Returns the names of replicas of GitLab's kas that hold the agent according to their entries in Redis.
+fn gitlab_holders(answer: &ExplainAgentResponse) -> BTreeSet<&str> {
+    let views = answer.replicas.iter().flat_map(|replica| &replica.beliefs);
+    views.filter(|belief| belief.holds && belief.gitlab).map(|belief| belief.name.as_str()).collect()
+}
+
 /// Returns the replicas that did not answer, and that hold the agent according to the table of another
 /// replica.
 fn silent_holders(answer: &ExplainAgentResponse) -> Vec<String> {
     let answered = |name: &str| answer.replicas.iter().any(|replica| replica.name == name);
+    // A replica of an earlier version does not say which of the others are replicas of GitLab's kas.
+    let gitlab = gitlab_holders(answer);
     let views = answer.replicas.iter().flat_map(|replica| &replica.beliefs);
     let silent: BTreeSet<&str> = views
         .filter(|belief| belief.holds && !answered(&belief.name))
         .map(|belief| belief.name.as_str())
+        .filter(|name| !gitlab.contains(name))
         .collect();
     silent.into_iter().map(printable).collect()
 }
@@ -85,11 +94,25 @@ fn summary(agent: ids::AgentId, answer: &ExplainAgentResponse) -> String {
     };
     let holders: Vec<String> = answer.replicas.iter().filter(|replica| holds(replica)).map(tunnels).collect();
     let waiting: u64 = answer.replicas.iter().map(|replica| u64::from(replica.waiting)).sum();
+    let gitlab: Vec<String> = gitlab_holders(answer).into_iter().map(printable).collect();
     let mut text = match (holders.is_empty(), answer.unanswered.len()) {
         (false, _) => format!("agent {agent} is held by {}", holders.join(", ")),
-        (true, 0) => format!("agent {agent} is held by no replica"),
+        (true, 0) if gitlab.is_empty() => format!("agent {agent} is held by no replica"),
+        (true, 0) => format!("agent {agent} is held by no replica of this kas"),
         (true, missing) => format!("agent {agent} is held by no replica that answered ({missing} did not)"),
     };
+    if !gitlab.is_empty() {
+        let also = if holders.is_empty() { "" } else { "also " };
+        let (what, are) = match gitlab.len() {
+            1 => ("a replica of GitLab's kas, which cannot explain itself", "it is"),
+            _ => ("replicas of GitLab's kas, which cannot explain themselves", "they are"),
+        };
+        let names = gitlab.join(", ");
+        let _ = write!(
+            text,
+            "; according to Redis it is {also}held by {names}: {what}, but {are} asked for tunnels"
+        );
+    }
     let silent = silent_holders(answer);
     if !silent.is_empty() {
         let also = if holders.is_empty() { "" } else { "also " };
@@ -133,7 +156,7 @@ fn shown(agent: ids::AgentId, answer: &ExplainAgentResponse) -> String {
                 replica.name.clone(),
                 belief.name.clone(),
                 yes_or_no(belief.holds),
-                // Empty if the other replica did not answer.
+                // Empty if the other replica did not answer, or is one of GitLab's kas.
                 fact.map(|fact| yes_or_no(*fact == belief.holds)).unwrap_or_default(),
                 belief.why.clone(),
             ]
@@ -152,6 +175,8 @@ struct WhyJson<'a> {
     agent_id: i64,
     /// Names of the replicas that hold tunnels of the agent.
     held_by: Vec<&'a str>,
+    /// URLs of the replicas of GitLab's kas that hold the agent according to Redis.
+    held_by_gitlab: Vec<&'a str>,
     route: &'a [String],
     replicas: Vec<ReplicaJson<'a>>,
     unanswered: Vec<UnansweredJson<'a>>,
@@ -172,6 +197,8 @@ struct BeliefJson<'a> {
     name: &'a str,
     holds: bool,
     why: &'a str,
+    /// It is a replica of GitLab's kas, which cannot answer.
+    gitlab: bool,
 }
 
 impl<'a> WhyJson<'a> {
@@ -185,13 +212,19 @@ impl<'a> WhyJson<'a> {
             beliefs: replica
                 .beliefs
                 .iter()
-                .map(|belief| BeliefJson { name: &belief.name, holds: belief.holds, why: &belief.why })
+                .map(|belief| BeliefJson {
+                    name: &belief.name,
+                    holds: belief.holds,
+                    why: &belief.why,
+                    gitlab: belief.gitlab,
+                })
                 .collect(),
         };
         let holders = answer.replicas.iter().filter(|replica| holds(replica));
         Self {
             agent_id: agent.get(),
             held_by: holders.map(|replica| replica.name.as_str()).collect(),
+            held_by_gitlab: gitlab_holders(answer).into_iter().collect(),
             route: &answer.route,
             replicas: answer.replicas.iter().map(replica).collect(),
             unanswered: answer.unanswered.iter().map(UnansweredJson::from).collect(),
@@ -258,6 +291,35 @@ mod tests {
         );
         // The answer of a replica takes precedence.
         assert_eq!(of(vec![believes("c", true), replica("c", 0, 0, 0)]), none);
+    }
+
+    #[test]
+    fn the_summary_says_that_replicas_of_gitlabs_kas_cannot_explain_themselves() {
+        let believes = |holder: &str, holds, gitlab| AgentOnReplica {
+            beliefs: vec![agent_on_replica::Belief {
+                name: holder.to_owned(),
+                holds,
+                gitlab,
+                ..Default::default()
+            }],
+            ..replica("a", 0, 0, 0)
+        };
+        let of = |replicas| summary(agent(), &ExplainAgentResponse { replicas, ..Default::default() });
+        let one = "agent 3 is held by no replica of this kas; according to Redis it is held by grpc://x:1: a replica of \
+                   GitLab's kas, which cannot explain itself, but it is asked for tunnels";
+        assert_eq!(of(vec![believes("grpc://x:1", true, true)]), one);
+        assert_eq!(of(vec![believes("grpc://x:1", false, true)]), "agent 3 is held by no replica");
+        // The second replica has an earlier version.
+        assert_eq!(of(vec![believes("grpc://x:1", true, true), believes("grpc://x:1", true, false)]), one);
+        assert_eq!(
+            of(vec![
+                replica("b", 1, 0, 0),
+                believes("grpc://x:1", true, true),
+                believes("grpc://y:1", true, true)
+            ]),
+            "agent 3 is held by b (1 idle tunnel); according to Redis it is also held by grpc://x:1, grpc://y:1: replicas of \
+             GitLab's kas, which cannot explain themselves, but they are asked for tunnels"
+        );
     }
 
     #[test]

@@ -5,6 +5,9 @@
 
 use ids::{AgentId, ReplicaId};
 
+/// The middle of [`Keys::project`].
+const PROJECT: &str = ":agent_tracker:conn_by_project_id:";
+
 /// Makes keys with one prefix.
 #[derive(Clone, Debug)]
 pub(crate) struct Keys {
@@ -30,7 +33,27 @@ impl Keys {
 
     /// A hash: the connections of the agents of a configuration project.
     pub(crate) fn project(&self, project: i64) -> Vec<u8> {
-        self.numbered(":agent_tracker:conn_by_project_id:", project)
+        self.numbered(PROJECT, project)
+    }
+
+    /// A pattern of Redis that matches each [`project`](Self::project).
+    pub(crate) fn project_pattern(&self) -> Vec<u8> {
+        let mut pattern = Vec::new();
+        for byte in self.prefix.bytes().chain(PROJECT.bytes()) {
+            if matches!(byte, b'*' | b'?' | b'[' | b'\\') {
+                pattern.push(b'\\');
+            }
+            pattern.push(byte);
+        }
+        // Each matches one byte of the id.
+        pattern.extend([b'?'; size_of::<i64>()]);
+        pattern
+    }
+
+    /// Returns the project of a key; `None` if it is another key.
+    pub(crate) fn project_id(&self, key: &[u8]) -> Option<i64> {
+        let id = key.strip_prefix(self.prefix.as_bytes())?.strip_prefix(PROJECT.as_bytes())?;
+        Some(i64::from_le_bytes(id.try_into().ok()?))
     }
 
     /// A hash: the connections of an agent.
@@ -85,5 +108,19 @@ mod tests {
             Keys::new("p").agent(AgentId::new(1).unwrap()),
             b"p:agent_tracker:conn_by_agent_id:\x01\0\0\0\0\0\0\0"
         );
+    }
+
+    #[test]
+    fn projects_are_read_from_their_keys() {
+        let keys = Keys::new("a*b");
+        assert_eq!(keys.project_pattern(), b"a\\*b:agent_tracker:conn_by_project_id:????????");
+        for project in [1, 0x0102, i64::MAX, i64::MIN] {
+            assert_eq!(keys.project_id(&keys.project(project)), Some(project));
+        }
+        let agent = keys.agent(AgentId::new(1).unwrap());
+        let long = [keys.project(1), vec![0]].concat();
+        for other in [agent, long, Keys::new("c").project(1), Vec::new()] {
+            assert_eq!(keys.project_id(&other), None);
+        }
     }
 }

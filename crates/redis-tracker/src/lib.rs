@@ -3,8 +3,9 @@
 //! The hashes are those of GitLab agent 14.1 (`keys`, `value`). In addition, each replica has a liveness key:
 //! its entries count only while that key exists, so that one expiry drops them all. What this replica
 //! announces is kept in memory and written by one task (`outbox`, `writer`). What others announce is read
-//! once per agent, cached, and updated by the events that they publish (`cache`, `reader`). No decision uses
-//! the clock of this machine: the clock of Redis decides what has expired.
+//! once per agent, cached, and updated by the events that they publish (`cache`, `reader`). Agents that only
+//! replicas of 14.1 hold are searched for when a list needs them (`search`). No decision uses the clock of
+//! this machine: the clock of Redis decides what has expired.
 
 mod answer;
 mod cache;
@@ -12,6 +13,7 @@ pub mod connect;
 mod keys;
 mod outbox;
 mod reader;
+mod search;
 mod tracker;
 mod value;
 mod writer;

@@ -46,6 +46,11 @@ const MAX_REPLICAS: usize = 1_000;
 /// The name that is shown for a replica of 14.1, because its entries do not name it.
 const GITLAB: &str = "gitlab-kas";
 
+/// Stands for each replica of 14.1 in lists.
+fn gitlab() -> Replica {
+    Replica { id: ReplicaId::new(GITLAB), address: GITLAB.into() }
+}
+
 type Fields = Vec<(Vec<u8>, Vec<u8>)>;
 
 fn scan(key: &[u8], cursor: u64) -> Cmd {
@@ -330,12 +335,18 @@ impl RedisTracker {
     pub(crate) async fn gather(&self, query: Query, own: Connected) -> Connected {
         let mut all = own;
         match self.listed(query).await {
-            Ok(others) => all.connections.extend(others),
+            Ok(others) => {
+                all.connections.extend(others.connections);
+                all.unanswered.extend(others.unanswered);
+            }
             Err(error) => {
                 self.failed("reading the list of connections", &error);
                 let reason = format!("{BACKEND} cannot be reached: {error}");
                 let mut others: Vec<Replica> = self.others().into_iter().collect();
                 others.sort_by(|a, b| a.id.cmp(&b.id));
+                if self.inner().is_mixed(Instant::now()) {
+                    others.push(gitlab());
+                }
                 if others.is_empty() {
                     // The other replicas are not known either.
                     others.push(Replica { id: ReplicaId::new(BACKEND), address: Arc::default() });
@@ -357,15 +368,16 @@ impl RedisTracker {
         let connection = entry.value;
         let Some(owner) = entry.owner else {
             self.inner().cache.see_gitlab(Instant::now());
-            let replica = Replica { id: ReplicaId::new(GITLAB), address: Arc::default() };
-            return Some(Located { connection, replica });
+            // It has no liveness key.
+            return Some(Located { connection, replica: gitlab(), unconfirmed: true });
         };
         if owner.replica == self.me.id {
             return None;
         }
         let mut inner = self.inner();
         if let Some(peer) = inner.peers.get(&owner.replica).filter(|peer| peer.liveness.run == owner.run) {
-            return Some(Located { connection, replica: peer.replica.clone() });
+            let replica = peer.replica.clone();
+            return Some(Located { connection, replica, unconfirmed: false });
         }
         if inner.is_unknown(&owner.replica, owner.run) {
             self.to_heartbeat.notify_one();
@@ -373,7 +385,8 @@ impl RedisTracker {
         None
     }
 
-    async fn listed(&self, query: Query) -> Result<Vec<Located>, Error> {
+    async fn listed(&self, query: Query) -> Result<Connected, Error> {
+        let mut listed = Connected::default();
         let link = &self.links[1 % self.links.len()];
         let keys = match query {
             Query::Agent(agent) => vec![self.keys.agent(agent)],
@@ -388,14 +401,20 @@ impl RedisTracker {
                     let number = |member: &Vec<u8>| std::str::from_utf8(member).ok()?.parse::<i64>().ok();
                     projects.extend(members.iter().filter_map(number));
                 }
+                let (found, missing) = self.projects().await;
+                projects.extend(found.iter());
+                listed.unanswered.extend(missing.map(|reason| Unanswered {
+                    replica: gitlab(),
+                    reason,
+                    given_up: false,
+                }));
                 projects.into_iter().map(|project| self.keys.project(project)).collect()
             }
         };
-        let mut listed = Vec::new();
         for keys in keys.chunks(BATCH) {
             let found = self.scan(link, keys, MAX_CONNECTIONS, value::decode_connection).await?;
             let entries = found.into_iter().flatten().filter(|entry| query.matches(&entry.value));
-            listed.extend(entries.filter_map(|entry| self.place(entry)));
+            listed.connections.extend(entries.filter_map(|entry| self.place(entry)));
         }
         Ok(listed)
     }

@@ -28,6 +28,7 @@ use crate::{
     connect::{Connect, Dialer, Error, Link},
     keys::Keys,
     outbox::{Item, Outbox},
+    search::Projects,
     value::Liveness,
 };
 
@@ -219,6 +220,9 @@ pub struct RedisTracker {
     pub(crate) to_write: Notify,
     pub(crate) to_heartbeat: Notify,
     pub(crate) to_read: Notify,
+    pub(crate) to_search: Notify,
+    /// For lists of all agents.
+    pub(crate) projects: watch::Sender<Projects>,
 }
 
 impl fmt::Debug for RedisTracker {
@@ -272,6 +276,8 @@ impl RedisTracker {
             to_write: Notify::new(),
             to_heartbeat: Notify::new(),
             to_read: Notify::new(),
+            to_search: Notify::new(),
+            projects: watch::Sender::default(),
         }))
     }
 
@@ -288,7 +294,7 @@ impl RedisTracker {
                 self.connection_changes.send_replace(());
             }
         };
-        tokio::join!(lists, self.write(), self.read(), self.listen(), self.verify());
+        tokio::join!(lists, self.write(), self.read(), self.listen(), self.search(), self.verify());
     }
 
     /// Makes new connections by `connect` from now on, which must differ from the current settings only in
@@ -669,13 +675,17 @@ impl ClusterView for RedisTracker {
                     None if inner.cache.was_read(agent) => (false, "it has no entry in Redis".to_owned()),
                     None => (false, "this replica has not looked up the agent".to_owned()),
                 };
-                AgentView { replica: peer.replica.clone(), holds, why }
+                AgentView { replica: peer.replica.clone(), holds, why, wire: Wire::Own }
             })
             .collect();
-        views.extend(inner.cache.gitlab(agent).map(|replica| AgentView {
-            replica: replica.clone(),
-            holds: true,
-            why: "a replica of GitLab's kas has an entry in Redis".to_owned(),
+        views.extend(inner.cache.gitlab(agent).map(|replica| {
+            AgentView {
+                replica: replica.clone(),
+                holds: true,
+                why: "it is a replica of GitLab's kas with an entry in Redis; it is asked, and cannot report"
+                    .to_owned(),
+                wire: Wire::Gitlab,
+            }
         }));
         views.sort_by(|a, b| a.replica.id.cmp(&b.replica.id));
         views

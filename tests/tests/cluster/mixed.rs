@@ -22,7 +22,13 @@ use opentelemetry_proto::tonic::{
 };
 use parking_lot::Mutex;
 use prost::Message as _;
-use proto::gitlab::agent::kas::gateway_kas_response::Msg;
+use proto::{
+    gitlab::agent::kas::gateway_kas_response::Msg,
+    kas::api::v1::{
+        ExplainAgentRequest, ExplainAgentResponse, WatchConnectedAgentsRequest, WatchConnectedAgentsResponse,
+        watch_connected_agents_response::Event,
+    },
+};
 use serde_json::{Value, json};
 use testkit::{
     caller::{Caller, answer, frame},
@@ -289,12 +295,58 @@ async fn lists_show_the_agents_of_both() -> Result<()> {
     ensure!(listed.unanswered.is_empty() && listed.agents.len() == 1, "{listed:?}");
     let ours = mesh.agent(0, 2, Kind::Ours, 1).await?;
     let _connection = ours.raw.configuration("abc").await?;
+    // The list of all agents, as `kasctl agents` requests it.
+    let caller = mesh.caller(0).await?;
+    let watch = "/kas.api.v1.KasApi/WatchConnectedAgents";
+    let mut stream = caller.open(caller.request(watch)).await?;
+    let request = WatchConnectedAgentsRequest::default().encode_to_vec();
+    stream.send(frame(&request)).await.map_err(|reason| anyhow::anyhow!("{reason:?}"))?;
+    stream.half_close().map_err(|reason| anyhow::anyhow!("{reason:?}"))?;
+    let mut all = Vec::new();
+    loop {
+        let Next::Message(message) = soon("an event", stream.next_unbounded()).await else {
+            bail!("no event")
+        };
+        match WatchConnectedAgentsResponse::decode(message)?.event.context("an event")? {
+            Event::Connected(agent) => all.push((agent.id, agent.unconfirmed)),
+            Event::SnapshotComplete(complete) => {
+                ensure!(complete.unanswered.is_empty(), "{complete:?}");
+                break;
+            }
+            Event::Disconnected(gone) => bail!("{gone:?}"),
+        }
+    }
+    ensure!(all == [(1, true), (2, false)], "only our replicas show that they are alive: {all:?}");
     within(SOON, "14.1 sees the agent of ours", async || {
         let found = theirs.connected(2).await?;
         let seen = found.len() == 1 && found[0].agent_id == 2 && found[0].agent_meta.is_some();
         Ok(if seen { Ok(()) } else { Err(found) })
     })
     .await
+}
+
+#[tokio::test]
+async fn an_explanation_says_that_a_replica_of_14_1_is_asked_and_cannot_report() -> Result<()> {
+    let redis = Redis::run().await?;
+    let mesh = start(&redis, 2).await?;
+    let theirs = Replica14::start(&redis, mesh.private_secret()).await?;
+    theirs.agent(1, 1).await?;
+    for replica in 0..2 {
+        let request = ExplainAgentRequest { agent_id: 1 };
+        let answer: ExplainAgentResponse =
+            mesh.caller(replica).await?.unary("/kas.api.v1.KasApi/ExplainAgent", &request).await?;
+        ensure!(answer.unanswered.is_empty() && answer.replicas.len() == 2, "{answer:?}");
+        for speaker in &answer.replicas {
+            let of = |name: &str| speaker.beliefs.iter().find(|belief| belief.name == name);
+            let belief = of(&theirs.url).with_context(|| format!("{speaker:?}"))?;
+            ensure!(belief.holds && belief.gitlab, "{belief:?}");
+            ensure!(speaker.beliefs.iter().filter(|belief| belief.gitlab).count() == 1, "{speaker:?}");
+        }
+        let step = format!("and replica {} (of GitLab's kas) is asked", theirs.url);
+        ensure!(answer.route.contains(&step), "{:?}", answer.route);
+    }
+    ensure!(theirs.seen.headers().is_empty(), "it was called, and knows no call that could explain");
+    Ok(())
 }
 
 #[tokio::test]

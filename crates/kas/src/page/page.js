@@ -353,7 +353,10 @@ function showWhy() {
   const holders = why.replicas.filter(holds).map((replica) => `${replica.name} (${tunnels(replica)})`);
   const waiting = why.replicas.reduce((sum, replica) => sum + replica.waiting, 0);
   const silent = why.silent.map((s) => s.address).join(", ");
+  const beliefs = why.replicas.flatMap((replica) => replica.beliefs.map((belief) => ({ replica, belief })));
+  const gitlab = new Set(beliefs.filter(({ belief }) => belief.gitlab && belief.holds).map(({ belief }) => belief.name));
   let verdict = holders.length ? `Tunnels at ${holders.join(" and ")}.` : "No replica that answered holds a tunnel of it.";
+  if (gitlab.size) verdict += ` According to Redis, GitLab's kas at ${[...gitlab].join(" and ")} holds it: it is asked for tunnels, and cannot report.`;
   if (waiting) verdict += ` ${count(waiting, "request waits", "requests wait")} for it.`;
   if (silent) verdict += ` Not answered: ${silent}.`;
   say($("verdict"), verdict);
@@ -364,18 +367,17 @@ function showWhy() {
     ...why.silent.map((s) => make("tr", {}, make("th", { scope: "row" }, s.address), make("td", { colspan: 3 }, `did not answer: ${s.reason}`))));
   const truth = new Map(why.replicas.map((replica) => [replica.name, holds(replica)]));
   const yes = (is) => (is ? "yes" : "no");
-  const beliefs = why.replicas.flatMap((replica) => replica.beliefs.map((belief) => ({ replica, belief })));
   show($("beliefs").tBodies[0], ...beliefs.map(({ replica, belief }) =>
     make("tr", {},
       make("th", { scope: "row" }, replica.name),
       cell("Believes of", belief.name),
       cell("Holds", yes(belief.holds)),
-      cell("True", truth.has(belief.name) ? yes(truth.get(belief.name) === belief.holds) : "it did not say"),
+      cell("True", truth.has(belief.name) ? yes(truth.get(belief.name) === belief.holds) : belief.gitlab ? "it cannot say" : "it did not say"),
       cell("Why", belief.why))));
   const now = state.overview?.at ?? Date.now();
   const pods = why.connections.map((c) =>
     make("tr", {},
-      make("th", { scope: "row" }, c.pod || "–"), cell("Version", c.version || "–"), cell("Replica", c.replica), cell("Connected", `${ago(now - c.since)} ago`)));
+      make("th", { scope: "row" }, c.pod || "–"), cell("Version", c.version || "–"), cell("Replica", c.unconfirmed ? `${c.replica} (unconfirmed)` : c.replica), cell("Connected", `${ago(now - c.since)} ago`)));
   if (why.omitted) pods.push(make("tr", {}, make("td", { colspan: 4 }, `${count(why.omitted, "connection")} more, not listed.`)));
   show($("pods").tBodies[0], ...(pods.length ? pods : [make("tr", {}, make("td", { colspan: 4 }, "No pod of it is connected."))]));
 }

@@ -160,6 +160,8 @@ pub(super) struct ConnectionShown<'a> {
     version: String,
     since: u64,
     replica: &'a str,
+    /// Nothing shows that the replica is alive.
+    unconfirmed: bool,
     /// The replicas that have tunnels of the agent.
     holders: Vec<String>,
 }
@@ -179,6 +181,7 @@ impl<'a> ConnectionShown<'a> {
             version: cut(&meta.version),
             since: milliseconds(connection.connected_at),
             replica: located.replica.id.as_str(),
+            unconfirmed: located.unconfirmed,
             holders,
         }
     }
@@ -211,6 +214,8 @@ struct ViewShown<'a> {
     name: &'a str,
     holds: bool,
     why: &'a str,
+    /// It is a replica of GitLab's kas, which cannot report.
+    gitlab: bool,
 }
 
 #[derive(Serialize)]
@@ -233,7 +238,12 @@ impl<'a> Why<'a> {
             views: replica
                 .beliefs
                 .iter()
-                .map(|view| ViewShown { name: &view.name, holds: view.holds, why: &view.why })
+                .map(|view| ViewShown {
+                    name: &view.name,
+                    holds: view.holds,
+                    why: &view.why,
+                    gitlab: view.gitlab,
+                })
                 .collect(),
         };
         let silent = |replica: &'a proto::kas::api::v1::UnansweredReplica| Silent {

@@ -1,6 +1,6 @@
 //! What this replica answers when others ask for its connections and for a report.
 
-use cluster::{ClusterView, Connections as _, InMemoryTracker, Query};
+use cluster::{ClusterView, Connections as _, InMemoryTracker, Query, Wire};
 use ids::AgentId;
 use proto::kas::internal::v1::{
     Belief, Connection, ConnectionsRequest, ConnectionsResponse, ExplainRequest, ExplainResponse,
@@ -76,6 +76,7 @@ pub(super) fn explain(
                 replica: view.replica.id.as_str().to_owned(),
                 holds: view.holds,
                 why: view.why,
+                gitlab: view.wire == Wire::Gitlab,
             })
             .collect();
     }

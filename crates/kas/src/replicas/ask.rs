@@ -2,7 +2,7 @@
 
 use std::{sync::Arc, time::Duration};
 
-use cluster::{AgentMeta, AgentView, Connection, Load, PeerReport, Query, Replica, Unanswered};
+use cluster::{AgentMeta, AgentView, Connection, Load, PeerReport, Query, Replica, Unanswered, Wire};
 use futures_util::{StreamExt as _, stream::FuturesUnordered};
 use grpc::MessageReader;
 use ids::{AgentId, ConnectionId, ReplicaId};
@@ -116,6 +116,7 @@ async fn peer_report(
         replica: Replica { id: ReplicaId::new(&belief.replica), address: Arc::default() },
         holds: belief.holds,
         why: belief.why,
+        wire: if belief.gitlab { Wire::Gitlab } else { Wire::Own },
     };
     Ok(PeerReport {
         replica: replica.clone(),

@@ -35,6 +35,7 @@ async fn agents_are_filtered_and_one_json_document() {
                 "version": "v14.1.0", "commit": "abc", "pod_namespace": "gitlab", "pod_name": "agentk-1",
                 "connected_at": agents["agents"][0]["connected_at"],
                 "kas_address": {"ip": "10.0.0.1", "port": 8155},
+                "unconfirmed": false,
             }],
             "unanswered": [],
         })
@@ -59,6 +60,51 @@ async fn partial_list_is_printed_warned_about_and_not_a_success() {
         json_of(&run)["unanswered"],
         json!([{"address": {"ip": "10.0.0.9", "port": 8155}, "reason": "connection refused"}])
     );
+}
+
+/// How the note about unconfirmed connections begins.
+const UNCONFIRMED: &str =
+    "kasctl: a connection whose KAS ends with ? is unconfirmed: a replica of GitLab's kas";
+
+#[tokio::test]
+async fn connections_at_replicas_of_gitlabs_kas_are_marked_as_unconfirmed() {
+    let server = Server::start().await;
+    let run = server.run(&["agents", "--project", "602"]).await.expect_exit(0);
+    let places: Vec<&str> = run.stdout.lines().map(|line| line.split_whitespace().last().unwrap()).collect();
+    assert_eq!(places, ["KAS", "gitlab-kas?", "10.0.0.1:8155"]);
+    assert!(run.stderr.starts_with(UNCONFIRMED), "{run:?}");
+    assert_eq!(run.stderr.lines().count(), 1, "{run:?}");
+    let run = server.run(&["agents", "--project", "602", "-o", "json"]).await.expect_exit(0);
+    let agents = json_of(&run)["agents"].clone();
+    assert_eq!((&agents[0]["unconfirmed"], &agents[1]["unconfirmed"]), (&json!(true), &json!(false)));
+    assert_eq!(agents[0]["kas_address"], json!({"ip": "gitlab-kas", "port": 0}));
+    assert_eq!(run.stderr, "");
+}
+
+#[tokio::test]
+async fn watch_explains_the_mark_of_unconfirmed_connections_once() {
+    let server = Server::start().await;
+    let mut child = server
+        .command(&["agents", "--watch", "--agent", "2"])
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
+    let mut next = async || {
+        let line = crate::fake::soon(lines.next_line()).await.unwrap().unwrap();
+        line.split_whitespace().last().unwrap().to_owned()
+    };
+    assert_eq!((next().await, next().await), ("KAS".to_owned(), "10.0.0.1:8155".to_owned()));
+    server.connect_unconfirmed(2, 55).await;
+    assert_eq!(next().await, "gitlab-kas?");
+    server.connect_unconfirmed(2, 56).await;
+    assert_eq!(next().await, "gitlab-kas?");
+    crate::fake::interrupt(&child);
+    let output = crate::fake::soon(child.wait_with_output()).await.unwrap();
+    let said = String::from_utf8(output.stderr).unwrap();
+    assert!(said.starts_with(UNCONFIRMED), "{said}");
+    assert_eq!(said.matches("unconfirmed").count(), 1, "{said}");
 }
 
 #[tokio::test]

@@ -141,6 +141,26 @@ async fn why_begins_with_the_summary() {
 }
 
 #[tokio::test]
+async fn why_does_not_wait_for_an_answer_of_a_replica_of_gitlabs_kas() {
+    let server = Server::start().await;
+    let run = server.run(&["why", "14"]).await.expect_exit(0);
+    assert!(
+        run.stdout.starts_with(
+            "agent 14 is held by no replica of this kas; according to Redis it is held by grpc://10.0.0.9:8155: a replica of \
+             GitLab's kas, which cannot explain itself, but it is asked for tunnels; route of a request: ask it\n"
+        ),
+        "{run:?}"
+    );
+    assert!(!run.stdout.contains("did not answer"), "{run:?}");
+    assert_eq!(run.stderr, "");
+    let document = json_of(&server.run(&["why", "14", "-o", "json"]).await.expect_exit(0));
+    assert_eq!(
+        (&document["held_by"], &document["held_by_gitlab"], &document["replicas"][0]["beliefs"][0]["gitlab"]),
+        (&json!([]), &json!(["grpc://10.0.0.9:8155"]), &json!(true))
+    );
+}
+
+#[tokio::test]
 async fn why_is_one_json_document() {
     let server = Server::start().await;
     let document = json_of(&server.run(&["why", "3", "-o", "json"]).await.expect_exit(0));
@@ -149,6 +169,7 @@ async fn why_is_one_json_document() {
         json!({
             "agent_id": 3,
             "held_by": ["kas-1"],
+            "held_by_gitlab": [],
             "route": ["no tunnel here", "borrow from kas-1 at 10.0.0.2:8155"],
             "replicas": [
                 {
@@ -156,7 +177,7 @@ async fn why_is_one_json_document() {
                     "idle_tunnels": 0, "busy_tunnels": 0, "waiting": 0,
                     "beliefs": [{
                         "name": "kas-1", "holds": true,
-                        "why": "kas-1 is live, has the agent at version 9: asked",
+                        "why": "kas-1 is live, has the agent at version 9: asked", "gitlab": false,
                     }],
                 },
                 {
@@ -164,7 +185,7 @@ async fn why_is_one_json_document() {
                     "idle_tunnels": 2, "busy_tunnels": 0, "waiting": 0,
                     "beliefs": [{
                         "name": "kas-0", "holds": true,
-                        "why": "kas-0 is live, has the agent at version 11: asked",
+                        "why": "kas-0 is live, has the agent at version 11: asked", "gitlab": false,
                     }],
                 },
             ],

@@ -5,8 +5,8 @@ use std::{collections::HashMap, sync::Arc, time::Duration};
 
 use crate::world::{Kind, LONG, Running, TTL, World, calm};
 use cluster::{
-    AgentMeta, ClusterView as _, Connection, Connections as _, Locator as _, Query, ReplicaState, Wire,
-    contract::Member,
+    AgentMeta, ClusterView as _, Connected, Connection, Connections as _, Locator as _, Query, ReplicaState,
+    Wire, contract::Member,
 };
 use ids::{AgentId, ConnectionId};
 use prost::Message as _;
@@ -15,7 +15,7 @@ use proto::gitlab::agent::{
     agent_tracker::ConnectedAgentInfo, redistool::ExpiringValue, reverse_tunnel::tracker::TunnelInfo,
 };
 use redis::cmd;
-use redis_tracker::{Options, RedisTracker};
+use redis_tracker::{Connect, Options, RedisTracker};
 use testkit::process::soon;
 use tokio::time::Instant;
 
@@ -80,13 +80,29 @@ fn of_14_1(type_url: &str, value: Vec<u8>, expires_at: i64) -> Vec<u8> {
 }
 
 fn connected_of_14_1(id: i64, expires_at: i64) -> Vec<u8> {
+    connected_of_14_1_in(10, id, expires_at)
+}
+
+fn connected_of_14_1_in(project: i64, id: i64, expires_at: i64) -> Vec<u8> {
     let info = ConnectedAgentInfo {
         connection_id: id,
         agent_id: 1,
-        project_id: 10,
+        project_id: project,
         ..ConnectedAgentInfo::default()
     };
     of_14_1("agent_tracker.ConnectedAgentInfo", info.encode_to_vec(), expires_at)
+}
+
+/// Writes a connection as a kas 14.1 does, for the list of its project only.
+async fn connect_to_14_1(world: &World, project: i64, id: i64) {
+    let value = connected_of_14_1_in(project, id, redis_time(world).await + 300);
+    let key = key("agent_tracker:conn_by_project_id:", project);
+    let _: i64 = world.ask(cmd("HSET").arg(key).arg(id).arg(value)).await;
+}
+
+/// Returns the ids of listed connections, and whether each is unconfirmed.
+fn listed(connected: &Connected) -> Vec<(i64, bool)> {
+    connected.connections.iter().map(|located| (located.connection.id.get(), located.unconfirmed)).collect()
 }
 
 /// Returns how many commands Redis has run.
@@ -157,6 +173,103 @@ async fn agents_of_a_14_1_replica_are_listed_until_they_expire_by_the_clock_of_r
     let mut left: Vec<String> = hash(&world, &by_agent).await.into_keys().collect();
     left.sort();
     assert_eq!(left, ["10", "7", "9"], "readers remove only expired entries");
+}
+
+#[tokio::test]
+async fn a_list_of_all_agents_has_those_of_14_1_replicas_as_unconfirmed() {
+    let world = World::new(Kind::Server).await;
+    // The last one is a project whose id looks like a pattern.
+    let projects = [20, 30, i64::from_le_bytes(*b"*[?\\]\n\0\0")];
+    for (id, project) in (2..).zip(projects) {
+        connect_to_14_1(&world, project, id).await;
+    }
+    let other: &[u8] = b"other:agent_tracker:conn_by_project_id:\x01\0\0\0\0\0\0\0";
+    let value = connected_of_14_1(9, redis_time(&world).await + 300);
+    let _: i64 = world.ask(cmd("HSET").arg(other).arg("9").arg(value)).await;
+    // More keys than one page of a search.
+    let many: Vec<String> =
+        (0..5_000).flat_map(|number| [format!("of-gitlab:{number}"), String::new()]).collect();
+    let _: () = world.ask(cmd("MSET").arg(many)).await;
+    let (a, b) = (world.start("a", world.options()).await, world.start("b", world.options()).await);
+    let _leases = (a.tracker.connection(connection(7)), b.tracker.connection(connection(1)));
+    written(&a.tracker).await;
+    written(&b.tracker).await;
+    let mut changes = a.tracker.connection_changes();
+    soon("all are listed", async {
+        loop {
+            let all = a.tracker.connected(Query::All).await.unwrap();
+            // This replica may learn later that the other one is alive.
+            if all.connections.len() == 5 {
+                assert_eq!(all.unanswered, []);
+                assert_eq!(listed(&all), [(1, false), (2, true), (3, true), (4, true), (7, false)]);
+                assert_eq!(&*all.connections[1].replica.address, "gitlab-kas");
+                return;
+            }
+            changes.changed().await.unwrap();
+        }
+    })
+    .await;
+    world.redis.stop().await;
+    let all = a.tracker.connected(Query::All).await.unwrap();
+    let missing: Vec<&str> = all.unanswered.iter().map(|missing| missing.replica.id.as_str()).collect();
+    assert_eq!((listed(&all), missing), (vec![(7, false)], vec!["b", "gitlab-kas"]));
+}
+
+#[tokio::test]
+async fn watched_lists_show_changes_at_14_1_replicas() {
+    let world = World::new(Kind::Server).await;
+    let a = world.start("a", world.options()).await;
+    connect_to_14_1(&world, 20, 2).await;
+    let mut changes = a.tracker.connection_changes();
+    let mut list = async |expected: &[(i64, bool)]| {
+        soon("the list changes", async {
+            loop {
+                changes.borrow_and_update();
+                let all = a.tracker.connected(Query::All).await.unwrap();
+                if listed(&all) == expected && all.unanswered.is_empty() {
+                    return;
+                }
+                changes.changed().await.unwrap();
+            }
+        })
+        .await;
+    };
+    list(&[(2, true)]).await;
+    // In a project that no other agent has. 14.1 publishes nothing.
+    connect_to_14_1(&world, 30, 3).await;
+    list(&[(2, true), (3, true)]).await;
+    let _: i64 = world.ask(cmd("DEL").arg(key("agent_tracker:conn_by_project_id:", 20))).await;
+    list(&[(3, true)]).await;
+}
+
+#[tokio::test]
+async fn a_list_that_cannot_wait_for_the_search_says_that_it_is_partial() {
+    let world = World::new(Kind::Server).await;
+    // The connection is made before it becomes slow.
+    let one = world.patient();
+    let one = Options { connect: Connect { pool_size: 1, ..one.connect.clone() }, ..one };
+    let a = world.start("a", one).await;
+    connect_to_14_1(&world, 20, 2).await;
+    let mut changes = a.tracker.connection_changes();
+    // In each direction.
+    world.wire.slow(Duration::from_millis(1_500));
+    let all = a.tracker.connected(Query::All).await.unwrap();
+    assert_eq!(all.connections, []);
+    assert_eq!(all.unanswered.len(), 1, "{all:?}");
+    assert_eq!(all.unanswered[0].replica.id.as_str(), "gitlab-kas");
+    assert!(all.unanswered[0].reason.contains("takes longer than 2s"), "{all:?}");
+    assert!(!all.unanswered[0].given_up);
+    world.wire.slow(Duration::ZERO);
+    soon("the rest is listed after a wake-up", async {
+        loop {
+            changes.changed().await.unwrap();
+            let all = a.tracker.connected(Query::All).await.unwrap();
+            if all.unanswered.is_empty() && listed(&all) == [(2, true)] {
+                return;
+            }
+        }
+    })
+    .await;
 }
 
 #[tokio::test]
@@ -292,6 +405,10 @@ async fn a_14_1_replica_that_holds_an_agent_is_located_by_its_url() {
     assert_eq!(found[0].wire, Wire::Gitlab);
     assert_eq!(found[0].replica.id.as_str(), "grpc://10.0.0.9:8155");
     assert_eq!(&*found[0].replica.address, "grpc://10.0.0.9:8155");
+    let views = b.tracker.views(agent(1));
+    assert_eq!(views.len(), 1);
+    assert_eq!((views[0].replica.id.as_str(), views[0].holds), ("grpc://10.0.0.9:8155", true));
+    assert_eq!(views[0].wire, Wire::Gitlab, "it cannot be asked for a report");
     b.tracker.not_here(&found[0].replica.id, agent(1), b.tracker.mark());
     assert_eq!(b.tracker.locate(agent(1)).await.unwrap(), []);
     // 14.1 publishes nothing, so the agent is read again.

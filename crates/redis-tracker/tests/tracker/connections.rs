@@ -10,7 +10,7 @@ use std::{
 };
 
 use cluster::{
-    Locator as _,
+    Connections as _, Locator as _, Query,
     contract::{self, Member},
 };
 use ids::AgentId;
@@ -97,11 +97,29 @@ async fn a_user_needs_only_the_keys_and_the_channel_of_the_prefix() {
     let (a, b) = (Running::start("a", options(1, "kas-1")), Running::start("b", options(2, "kas-1")));
     let _lease = a.tracker.route(agent(1), Arc::from([]));
     located(&b, 1, 1).await;
+    let all = b.tracker.connected(Query::All).await.unwrap();
+    assert_eq!(all.unanswered, [], "it may search the keys");
     let other = Running::start("c", options(3, "kas-2"));
     let mut health = other.tracker.health();
     soon("the refusal is reported", health.wait_for(|health| health.last_error.is_some())).await.unwrap();
     let (said, _) = health.borrow().last_error.clone().unwrap();
     assert!(said.to_lowercase().contains("permission"), "{said}");
+}
+
+#[tokio::test]
+async fn a_list_of_all_agents_is_partial_if_the_keys_may_not_be_searched() {
+    let redis =
+        Redis::run_with(&["--user", "default", "on", "nopass", "~*", "&*", "+@all", "-scan"]).await.unwrap();
+    let connect = Connect::to(Target::Server(tcp(redis.address().port())));
+    let a = Running::start("a", Options { ttl: TTL, ..Options::new(connect, 1) });
+    located(&a, 1, 0).await;
+    let all = a.tracker.connected(Query::All).await.unwrap();
+    assert_eq!(all.unanswered.len(), 1, "{all:?}");
+    let reason = all.unanswered[0].reason.to_lowercase();
+    assert!(reason.contains("could not be searched") && reason.contains("permission"), "{reason}");
+    // Nothing has to be searched for the list of an agent.
+    let one = a.tracker.connected(Query::Agent(agent(1))).await.unwrap();
+    assert_eq!(one.unanswered, []);
 }
 
 #[tokio::test]

@@ -10,7 +10,7 @@ use std::{
 };
 
 use agent_config::AgentConfigs;
-use cluster::{Connected, Located, Query, ReplicaState, Tracker, TrackerError};
+use cluster::{Connected, Located, Query, ReplicaState, Tracker, TrackerError, Wire};
 use futures_util::stream::{self, Stream};
 use grpc::Deadline;
 use http::HeaderValue;
@@ -174,6 +174,7 @@ fn info(located: &Located) -> ConnectedAgentInfo {
         kas_address: Some(address(&located.replica.address)),
         project_id: connection.project_id,
         name: connection.name.to_string(),
+        unconfirmed: located.unconfirmed,
     }
 }
 
@@ -197,6 +198,7 @@ fn belief(view: &cluster::AgentView) -> agent_on_replica::Belief {
         name: view.replica.id.as_str().to_owned(),
         holds: view.holds,
         why: view.why.clone(),
+        gitlab: view.wire == Wire::Gitlab,
     }
 }
 
@@ -238,7 +240,11 @@ pub(crate) async fn explain(router: &Router, tracker: &dyn Tracker, agent: Agent
     let elsewhere: Vec<String> = candidates
         .iter()
         .filter(|candidate| me.as_ref().is_none_or(|me| me.id != candidate.replica.id))
-        .map(|candidate| format!("{} ({})", candidate.replica.id, candidate.health))
+        .map(|candidate| match candidate.wire {
+            Wire::Own => format!("{} ({})", candidate.replica.id, candidate.health),
+            // Nothing is known of its health.
+            Wire::Gitlab => format!("{} (of GitLab's kas)", candidate.replica.id),
+        })
         .collect();
     let mut route = Vec::new();
     match (idle, busy) {

@@ -93,7 +93,12 @@ fn messages_of_earlier_versions_are_decoded_and_encoded_in_the_same_way() {
     let other = Connection { agent_id: 8, connection_id: 1, ..Connection::default() };
     is_read_and_written("connections-response", ConnectionsResponse { connections: vec![connection, other] });
     is_read_and_written("explain-request", ExplainRequest { agent_id: 7 });
-    let belief = |replica: &str, holds, why: &str| Belief { replica: replica.into(), holds, why: why.into() };
+    let belief = |replica: &str, holds, why: &str| Belief {
+        replica: replica.into(),
+        holds,
+        why: why.into(),
+        gitlab: false,
+    };
     is_read_and_written(
         "explain-response",
         ExplainResponse {

@@ -71,7 +71,8 @@ impl GossipBackend {
         while let Some((replica, answer)) = asking.next().await {
             match answer {
                 Ok(connections) => all.connections.extend(connections.into_iter().map(|connection| {
-                    Located { connection: Arc::new(connection), replica: replica.clone() }
+                    let connection = Arc::new(connection);
+                    Located { connection, replica: replica.clone(), unconfirmed: false }
                 })),
                 Err(reason) => {
                     all.unanswered.push(Unanswered { replica, reason, given_up: false });

@@ -160,6 +160,7 @@ impl ClusterView for GossipBackend {
                     address: addresses.get(&known.replica).cloned().unwrap_or_default(),
                     id: known.replica,
                 },
+                wire: Wire::Own,
             })
             .collect()
     }

@@ -22,7 +22,7 @@ use tokio::{
     process::{Child, Command},
 };
 
-use self::services::{Kas, State, agent, silent};
+use self::services::{Kas, State, agent, silent, unconfirmed};
 
 const SECRET: &[u8] = b"the secret of the API listener..";
 /// A generous timeout.
@@ -237,6 +237,11 @@ impl Server {
     /// Sends a new connection to every watch, once there is one.
     pub(crate) async fn connect(&self, id: i64, name: &str) {
         self.change(Event::Connected(agent(id, name, 3, 55))).await;
+    }
+
+    /// Sends a new connection at a replica of GitLab's kas to every watch.
+    pub(crate) async fn connect_unconfirmed(&self, id: i64, connection_id: i64) {
+        self.change(Event::Connected(unconfirmed(id, "", 3, connection_id))).await;
     }
 
     /// Sends the end of a connection to every watch.

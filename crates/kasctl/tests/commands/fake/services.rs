@@ -98,6 +98,16 @@ pub(super) fn agent(id: i64, name: &str, project_id: i64, connection_id: i64) ->
         kas_address: Some(KasAddress { ip: "10.0.0.1".to_owned(), port: 8155 }),
         project_id,
         name: name.to_owned(),
+        unconfirmed: false,
+    }
+}
+
+/// The same agent at a replica of GitLab's kas.
+pub(super) fn unconfirmed(id: i64, name: &str, project_id: i64, connection_id: i64) -> ConnectedAgentInfo {
+    ConnectedAgentInfo {
+        kas_address: Some(KasAddress { ip: "gitlab-kas".to_owned(), port: 0 }),
+        unconfirmed: true,
+        ..agent(id, name, project_id, connection_id)
     }
 }
 
@@ -255,15 +265,20 @@ impl KasApi for Kas {
         }))
     }
 
-    /// Agent 3 is on the other replica; 4 is not connected, and a replica does not respond.
+    /// Agent 3 is on the other replica; 4 is not connected, and a replica does not respond; 14 is on a
+    /// replica of GitLab's kas.
     async fn explain_agent(
         &self,
         request: Request<ExplainAgentRequest>,
     ) -> Result<Response<ExplainAgentResponse>, Status> {
         self.0.check(request.metadata())?;
         let agent = request.into_inner().agent_id;
-        let belief =
-            |name: &str, holds, why: &str| Belief { name: name.to_owned(), holds, why: why.to_owned() };
+        let belief = |name: &str, holds, why: &str| Belief {
+            name: name.to_owned(),
+            holds,
+            why: why.to_owned(),
+            gitlab: false,
+        };
         let replica = |name: &str, ip: &str, idle_tunnels, waiting, beliefs| AgentOnReplica {
             name: name.to_owned(),
             address: Some(KasAddress { ip: ip.to_owned(), port: 8155 }),
@@ -288,6 +303,17 @@ impl KasApi for Kas {
                 route: vec!["wait for a tunnel".to_owned()],
                 unanswered: vec![silent("10.0.0.2")],
             },
+            14 => {
+                let gitlab = Belief { gitlab: true, ..belief("grpc://10.0.0.9:8155", true, "in Redis") };
+                ExplainAgentResponse {
+                    replicas: vec![
+                        replica("kas-0", "10.0.0.1", 0, 0, vec![gitlab]),
+                        replica("kas-1", "10.0.0.2", 0, 0, Vec::new()),
+                    ],
+                    route: vec!["ask it".to_owned()],
+                    unanswered: Vec::new(),
+                }
+            }
             _ => return Err(Status::invalid_argument("agent_id: no such agent is configured")),
         }))
     }
@@ -326,7 +352,8 @@ impl KasApi for Kas {
 
     type WatchConnectedAgentsStream = BoxStream<WatchConnectedAgentsResponse>;
 
-    /// Project 600 misses a replica; 601 ends in the middle; other projects and agents are filters.
+    /// Project 600 misses a replica; 601 ends in the middle; an agent of 602 has a second connection at a
+    /// replica of GitLab's kas; other projects and agents are filters.
     async fn watch_connected_agents(
         &self,
         request: Request<WatchConnectedAgentsRequest>,
@@ -337,6 +364,7 @@ impl KasApi for Kas {
         let mut events: Vec<Event> = match asked.project_id {
             600 => vec![agent(6, "partial-agent", 600, 66)],
             601 => vec![agent(6, "lost", 601, 66)],
+            602 => vec![unconfirmed(6, "", 602, 65), agent(6, "moved", 602, 66)],
             _ => vec![agent(2, "stage", 4, 22), agent(1, "prod", 3, i64::MAX)],
         }
         .into_iter()
