@@ -124,7 +124,8 @@ const ALLOWED: &[(&str, &[&str])] = &[
     // Starts programs that cargo has built; depends on none of them, so that `cargo xtask` is built within
     // seconds.
     ("quickstart", &["devkit", "ports"]),
-    // Simulates the owner of a large table, measures trackers, and serves agentk's modules without kas.
+    // Simulates the owner of a large table, measures trackers, serves agentk's modules without kas, and reads
+    // the messages of HTTP requests.
     (
         "bench",
         &[
@@ -134,6 +135,8 @@ const ALLOWED: &[(&str, &[&str])] = &[
             "net",
             "process",
             "grpc",
+            "tunnel",
+            "http-tunnel",
             "cluster",
             "redis-tracker",
             "table",

@@ -166,13 +166,17 @@ fn envelope(msg: Msg) -> Bytes {
     grpc::encode(&ConnectRequest { msg: Some(msg) })
 }
 
-fn tls(ca_file: Option<&Path>) -> anyhow::Result<Option<Arc<rustls::ClientConfig>>> {
+/// Returns the configuration of a client that trusts this certificate authority; `None`: without TLS.
+pub(super) fn tls(
+    ca_file: Option<&Path>,
+    protocol: &[u8],
+) -> anyhow::Result<Option<Arc<rustls::ClientConfig>>> {
     use rustls_pki_types::{CertificateDer, pem::PemObject as _};
     let Some(path) = ca_file else { return Ok(None) };
     let mut roots = rustls::RootCertStore::empty();
     roots.add(CertificateDer::from_pem_file(path)?)?;
     let mut config = rustls::ClientConfig::builder().with_root_certificates(roots).with_no_client_auth();
-    config.alpn_protocols = vec![b"h2".to_vec()];
+    config.alpn_protocols = vec![protocol.to_vec()];
     // Agents run on different machines, so none resumes the session of another.
     config.resumption = rustls::client::Resumption::disabled();
     Ok(Some(Arc::new(config)))
@@ -193,7 +197,7 @@ async fn answer(frames: Option<&mpsc::Sender<Bytes>>) -> anyhow::Result<()> {
 
 /// Connects agents with their tunnels, and waits until every tunnel is accepted.
 pub(super) async fn connect_all(plan: &Agents) -> anyhow::Result<Vec<Agent>> {
-    let tls = tls(plan.ca_file.as_deref())?;
+    let tls = tls(plan.ca_file.as_deref(), b"h2")?;
     let at_once = Arc::new(Semaphore::new(AT_ONCE));
     let mut connecting: JoinSet<anyhow::Result<Agent>> = (plan.first..plan.first + plan.count)
         .map(|number| {

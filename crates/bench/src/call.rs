@@ -143,6 +143,41 @@ pub(super) enum Outgoing {
     Endless { message: Bytes, shared: Arc<LoadState> },
     /// The messages of a channel.
     Channel(mpsc::Receiver<Bytes>),
+    /// A body of a known length.
+    Upload(Upload),
+}
+
+/// The same piece a number of times, and what surrounds the pieces.
+#[derive(Clone)]
+pub(super) struct Upload {
+    /// Sent before the pieces.
+    pub(super) first: Option<Bytes>,
+    pub(super) piece: Bytes,
+    /// Number of pieces that are left.
+    pub(super) pieces: u64,
+    /// Bytes of a piece that are counted.
+    pub(super) payload: u64,
+    /// Sent after the pieces.
+    pub(super) last: Option<Bytes>,
+    pub(super) shared: Arc<LoadState>,
+}
+
+impl Upload {
+    fn next(&mut self) -> Option<Bytes> {
+        if let Some(first) = self.first.take() {
+            return Some(first);
+        }
+        if self.pieces == 0 {
+            return self.last.take();
+        }
+        self.pieces -= 1;
+        self.shared.bytes.fetch_add(self.payload, Ordering::Relaxed);
+        Some(self.piece.clone())
+    }
+
+    fn is_over(&self) -> bool {
+        self.first.is_none() && self.pieces == 0 && self.last.is_none()
+    }
 }
 
 impl http_body::Body for Outgoing {
@@ -164,16 +199,21 @@ impl http_body::Body for Outgoing {
                 Poll::Ready(message) => message,
                 Poll::Pending => return Poll::Pending,
             },
+            Self::Upload(upload) => upload.next(),
         };
         Poll::Ready(data.map(|data| Ok(Frame::data(data))))
     }
 
     fn is_end_stream(&self) -> bool {
-        matches!(self, Self::Once(None))
+        match self {
+            Self::Once(data) => data.is_none(),
+            Self::Upload(upload) => upload.is_over(),
+            Self::Endless { .. } | Self::Channel(_) => false,
+        }
     }
 }
 
-pub(super) const WARM: u8 = 0;
+const WARM: u8 = 0;
 pub(super) const RUN: u8 = 1;
 pub(super) const STOP: u8 = 2;
 
@@ -186,6 +226,18 @@ pub(super) struct LoadState {
     pub(super) bytes: AtomicU64,
     pub(super) failed: AtomicU64,
     pub(super) why: Mutex<Option<String>>,
+}
+
+impl Default for LoadState {
+    fn default() -> Self {
+        Self {
+            phase: AtomicU8::new(WARM),
+            budget: AtomicI64::new(i64::MAX),
+            bytes: AtomicU64::new(0),
+            failed: AtomicU64::new(0),
+            why: Mutex::new(None),
+        }
+    }
 }
 
 impl LoadState {

@@ -8,7 +8,7 @@ use std::io::BufRead as _;
 use tokio::sync::mpsc;
 
 use super::{
-    agents, load,
+    agents, http_load, load,
     protocol::{self, ClientCommand, ClientEvent},
 };
 
@@ -41,6 +41,9 @@ async fn serve(mut commands: mpsc::Receiver<ClientCommand>) -> anyhow::Result<()
         let answer = match command {
             ClientCommand::Load(load) => {
                 Box::pin(load::run(&load, &mut commands)).await.map(ClientEvent::Loaded)
+            }
+            ClientCommand::Http(load) => {
+                Box::pin(http_load::run(&load, &mut commands)).await.map(ClientEvent::Loaded)
             }
             ClientCommand::Go => continue,
             ClientCommand::Agents(idle) => agents::connect_all(&idle).await.map(|agents| {

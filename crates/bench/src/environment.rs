@@ -5,7 +5,7 @@ use std::{
     fs::File,
     io::{Read as _, Write as _},
     net::{SocketAddr, TcpStream},
-    path::PathBuf,
+    path::{Path, PathBuf},
     process::Command,
     time::Duration,
 };
@@ -52,6 +52,19 @@ impl Programs {
         };
         Ok(Self { kas: beside("kas")?, agentk: beside("agentk")?, direct: beside(DIRECT)?, bench })
     }
+
+    /// Returns kas and agentk of a folder, and the other programs of this build.
+    fn earlier(folder: &Path) -> anyhow::Result<Self> {
+        let within = |name: &str| {
+            let program = folder.join(name);
+            let program = program.canonicalize().with_context(|| {
+                format!("--before needs a folder with kas and agentk; {} cannot be used", program.display())
+            })?;
+            ensure!(program.is_file(), "{} is not a program", program.display());
+            Ok(program)
+        };
+        Ok(Self { kas: within("kas")?, agentk: within("agentk")?, ..Self::beside_this_one()? })
+    }
 }
 
 /// A running kas.
@@ -74,6 +87,36 @@ pub(super) struct KasOptions {
     pub(super) workers: Option<usize>,
     /// A command that runs kas, such as valgrind.
     pub(super) under: Vec<String>,
+    /// The private address of this replica and that of another one.
+    pub(super) replicas: Option<[SocketAddr; 2]>,
+}
+
+/// Options of an agentk.
+#[derive(Debug, Default)]
+pub(super) struct AgentOptions {
+    pub(super) max_tunnels: Option<usize>,
+    /// The API server. The agent has the benchmark's module if there is none.
+    pub(super) api_server: Option<ApiServer>,
+    /// A command that runs agentk, such as valgrind.
+    pub(super) under: Vec<String>,
+}
+
+/// What an agentk takes for the API server of its cluster.
+#[derive(Debug)]
+pub(super) struct ApiServer {
+    pub(super) address: SocketAddr,
+    /// Use TLS, with this certificate authority.
+    pub(super) ca_file: Option<PathBuf>,
+}
+
+/// The process of the static server.
+#[derive(Debug)]
+pub(super) struct StaticServer {
+    pub(super) process: Process,
+    pub(super) http1: SocketAddr,
+    pub(super) http2: SocketAddr,
+    /// With TLS, for both versions.
+    pub(super) tls: SocketAddr,
 }
 
 /// The programs, and a temporary folder with the files that they read.
@@ -85,8 +128,17 @@ pub(super) struct Environment {
 
 impl Environment {
     pub(super) fn new() -> anyhow::Result<Self> {
+        Self::of(Programs::beside_this_one()?)
+    }
+
+    /// Returns an environment whose kas and agentk are those of a folder.
+    pub(super) fn earlier(folder: &Path) -> anyhow::Result<Self> {
+        Self::of(Programs::earlier(folder)?)
+    }
+
+    fn of(programs: Programs) -> anyhow::Result<Self> {
         let folder = tempfile::Builder::new().prefix("kas-bench-").tempdir()?;
-        let environment = Self { programs: Programs::beside_this_one()?, folder };
+        let environment = Self { programs, folder };
         let secret = base64::engine::general_purpose::STANDARD.encode(rand::random::<[u8; 32]>());
         environment.write("api-secret", &secret)?;
         let private = base64::engine::general_purpose::STANDARD.encode(rand::random::<[u8; 32]>());
@@ -139,15 +191,24 @@ impl Environment {
             String::new()
         };
         let websocket = options.websocket;
+        let replicas = match options.replicas {
+            Some([own, other]) => format!(
+                "private_api: {{listen: {{address: \"{own}\", authentication_secret_file: {:?}}}}}\n\
+                 discovery: {{static: {{addresses: [\"{own}\", \"{other}\"]}}}}\n",
+                self.path("private-secret")
+            ),
+            None => String::new(),
+        };
         let config = format!(
             "agent: {{listen: {{address: \"{agents}\", websocket: {websocket}{tls}}}}}\n\
              api: {{listen: {{address: \"{api}\", authentication_secret_file: {:?}}}}}\n\
              observability: {{listen: {{address: \"{observability}\"}}}}\n\
              identity: {{file: {:?}}}\n\
-             state_dir: {:?}\n",
+             state_dir: {:?}\n\
+             {replicas}",
             self.secret_file(),
             self.path("agents.yaml"),
-            self.path("state"),
+            self.path(&format!("{name}-state")),
         );
         let mut process = self.spawn_kas(name, &config, options.workers, &options.under)?;
         process.listens(observability)?;
@@ -170,10 +231,8 @@ impl Environment {
     ) -> anyhow::Result<Process> {
         let file = format!("{name}.yaml");
         self.write(&file, config)?;
-        let program = self.programs.kas.display().to_string();
-        let mut words = under.iter().cloned().chain([program]);
-        let mut command = Command::new(words.next().unwrap_or_default());
-        command.args(words).arg("--configuration-file").arg(self.path(&file)).current_dir(self.folder.path());
+        let mut command = self::under(&self.programs.kas, under);
+        command.arg("--configuration-file").arg(self.path(&file)).current_dir(self.folder.path());
         if let Some(workers) = workers {
             command.env("KAS_WORKER_THREADS", workers.to_string());
         }
@@ -197,19 +256,14 @@ impl Environment {
     }
 
     /// Starts an agentk that connects to `kas`, and does not wait for the connection.
-    pub(super) fn agentk(
-        &self,
-        kas: &Kas,
-        number: i64,
-        max_tunnels: Option<usize>,
-    ) -> anyhow::Result<Process> {
+    pub(super) fn agentk(&self, kas: &Kas, number: i64, options: &AgentOptions) -> anyhow::Result<Process> {
         let url = format!("{}://{}", if kas.tls { "grpcs" } else { "grpc" }, kas.agents);
-        self.agentk_of(kas, &url, number, max_tunnels)
+        self.agentk_of(kas, &url, number, options)
     }
 
     /// Like [`agentk`](Self::agentk), over WebSocket.
     pub(super) fn agentk_over_websocket(&self, kas: &Kas, number: i64) -> anyhow::Result<Process> {
-        self.agentk_of(kas, &format!("ws://{}", kas.agents), number, None)
+        self.agentk_of(kas, &format!("ws://{}", kas.agents), number, &AgentOptions::default())
     }
 
     fn agentk_of(
@@ -217,20 +271,58 @@ impl Environment {
         kas: &Kas,
         url: &str,
         number: i64,
-        max_tunnels: Option<usize>,
+        options: &AgentOptions,
     ) -> anyhow::Result<Process> {
-        let mut command = Command::new(&self.programs.agentk);
+        let mut command = under(&self.programs.agentk, &options.under);
         command.arg("--kas-address").arg(url);
         command.arg("--token-file").arg(self.path(&format!("token-{number}")));
-        command.args(["--observability-address", "127.0.0.1:0", "--kube-server", "http://127.0.0.1:1"]);
-        command.arg("--bench-module").current_dir(self.folder.path());
+        command.args(["--observability-address", "127.0.0.1:0"]).current_dir(self.folder.path());
+        match &options.api_server {
+            None => {
+                command.args(["--kube-server", "http://127.0.0.1:1", "--bench-module"]);
+            }
+            Some(server) => {
+                let scheme = if server.ca_file.is_some() { "https" } else { "http" };
+                command.arg("--kube-server").arg(format!("{scheme}://{}", server.address));
+                if let Some(file) = &server.ca_file {
+                    command.arg("--kube-ca-file").arg(file);
+                }
+                // So that it is known which replica holds the agent.
+                command.args(["--replicas", "1"]);
+            }
+        }
         if kas.tls {
             command.arg("--ca-cert-file").arg(self.certificate());
         }
-        if let Some(max) = max_tunnels {
+        if let Some(max) = options.max_tunnels {
             command.arg("--max-tunnels").arg(max.to_string());
         }
         Process::start(&format!("agentk-{number}"), &mut command, self.folder.path())
+    }
+
+    /// Returns what kas says about its version and commit.
+    pub(super) fn version(&self) -> anyhow::Result<String> {
+        let output = Command::new(&self.programs.kas).arg("--version").output();
+        let output = output.context("cannot ask kas for its version")?;
+        ensure!(output.status.success(), "kas --version: {}", String::from_utf8_lossy(&output.stderr));
+        Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned())
+    }
+
+    /// Starts the static server.
+    pub(super) fn static_server(&self) -> anyhow::Result<StaticServer> {
+        let [http1, http2, tls] = free_addresses()?;
+        let mut command = Command::new(&self.programs.bench);
+        command.arg("static-server").current_dir(self.folder.path());
+        for (flag, address) in [("--http1", http1), ("--http2", http2), ("--tls", tls)] {
+            command.arg(flag).arg(address.to_string());
+        }
+        command.arg("--certificate-file").arg(self.certificate());
+        command.arg("--key-file").arg(self.path("key.pem"));
+        let mut process = Process::start("static-server", &mut command, self.folder.path())?;
+        for address in [http1, http2, tls] {
+            process.listens(address)?;
+        }
+        Ok(StaticServer { process, http1, http2, tls })
     }
 
     /// Starts the server of direct calls.
@@ -246,6 +338,14 @@ impl Environment {
     pub(super) fn client(&self) -> anyhow::Result<LoadClient> {
         LoadClient::start(&self.programs.bench)
     }
+}
+
+/// Returns a command that runs `program` under another one, such as valgrind, if there is one.
+fn under(program: &Path, words: &[String]) -> Command {
+    let Some((first, rest)) = words.split_first() else { return Command::new(program) };
+    let mut command = Command::new(first);
+    command.args(rest).arg(program);
+    command
 }
 
 /// Returns free addresses on loopback.

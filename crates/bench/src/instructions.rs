@@ -1,20 +1,23 @@
-//! `cargo xtask bench instructions`: counts the instructions of kas per call with callgrind.
+//! `cargo xtask bench instructions`: counts the instructions of kas and of agentk per call with callgrind.
 //! With one worker thread and four callers, runs differ by about one percent. Only instructions in user space
 //! are counted, and a vectorised copy has few instructions per byte, so the number is not proportional to
 //! time.
 
 use std::{
     collections::{HashMap, HashSet},
-    path::Path,
+    fmt::Write as _,
+    path::{Path, PathBuf},
     process::{Command, Stdio},
 };
 
 use anyhow::{Context as _, ensure};
 
 use super::{
-    environment::{Environment, KasOptions},
-    protocol::{Load, Metadata, Span, Target, Tokens, Work},
-    report::{self, INSTRUCTIONS, Output, Values},
+    child::Process,
+    environment::{AgentOptions, ApiServer, Environment, KasOptions},
+    load_client::LoadClient,
+    protocol::{HttpLoad, HttpTarget, HttpWork, Load, Loaded, Metadata, Span, Target, Tokens, Work},
+    report::{self, AGENT_INSTRUCTIONS, AGENT_INSTRUCTIONS_RATIO, INSTRUCTIONS, Output, Values},
 };
 
 #[derive(Debug, clap::Args)]
@@ -25,10 +28,13 @@ pub(crate) struct InstructionsArgs {
     /// Number of calls before the measurement
     #[arg(long, default_value_t = 1_000, value_parser = clap::value_parser!(i64).range(1..=1_000_000))]
     warm: i64,
-    /// Use a different token for each call, so that kas checks a signature for each; writes separate tables,
-    /// and no gated value
-    #[arg(long, conflicts_with = "json")]
+    /// Use a different token for each call, so that kas checks a signature for each; counts only kas, and
+    /// writes separate tables and no gated value
+    #[arg(long, conflicts_with_all = ["json", "before"])]
     new_tokens: bool,
+    /// Count agentk of this folder too, an earlier build with its kas, and compare both
+    #[arg(long, value_name = "FOLDER")]
+    before: Option<PathBuf>,
     /// Number of functions in the tables
     #[arg(long, default_value_t = 40)]
     top: usize,
@@ -37,6 +43,8 @@ pub(crate) struct InstructionsArgs {
 }
 
 const AGENT: i64 = 1;
+/// The size of the response of an HTTP request.
+const SIZE: u32 = 1024;
 
 pub(super) fn run(args: &InstructionsArgs) -> anyhow::Result<()> {
     for tool in ["valgrind", "callgrind_control", "callgrind_annotate"] {
@@ -44,18 +52,61 @@ pub(super) fn run(args: &InstructionsArgs) -> anyhow::Result<()> {
         ensure!(found.is_ok(), "{tool} is not installed; on Debian: apt-get install valgrind");
     }
     let environment = Environment::new()?;
-    let counted = environment.path("callgrind.out");
+    let kas = of_kas(&environment, args)?;
+    let mut values = Values::from([(INSTRUCTIONS, kas.per_call())]);
+    let mut tables = format!(
+        "{} calls by 4 callers on 1 connection after {} to warm up, 1 worker thread, {}. kas: calls of 100 B, \
+         {:.0} instructions for each. valgrind emulates a processor without SHA instructions, so signatures count \
+         for more than they cost.\n\n",
+        args.requests,
+        args.warm,
+        if args.new_tokens { "a new token with each" } else { "a new token every second" },
+        kas.per_call(),
+    );
+    if !args.new_tokens {
+        let agent = of_agent(&environment, args)?;
+        values.insert(AGENT_INSTRUCTIONS, agent.per_call());
+        tables.push_str(&format!(
+            "agentk: HTTP requests with a response of {SIZE} B, {:.0} instructions for each.",
+            agent.per_call()
+        ));
+        if let Some(folder) = &args.before {
+            let earlier = Environment::earlier(folder)?;
+            let before = of_agent(&earlier, args)?;
+            let ratio = agent.per_call() / before.per_call();
+            values.insert(AGENT_INSTRUCTIONS_RATIO, ratio);
+            tables.push_str(&format!(
+                " Before ({}): {:.0}, ratio {ratio:.3}.",
+                earlier.version()?,
+                before.per_call()
+            ));
+        }
+        tables.push_str("\n\n");
+        kas.write("kas", args.top, &mut tables)?;
+        agent.write("agentk", args.top, &mut tables)?;
+    } else {
+        kas.write("kas", args.top, &mut tables)?;
+    }
+    let mut command =
+        format!("cargo xtask bench instructions --requests {} --warm {}", args.requests, args.warm);
+    if args.new_tokens {
+        command.push_str(" --new-tokens");
+    }
+    if args.before.is_some() {
+        // The folder is one of this machine.
+        command.push_str(" --before FOLDER");
+    }
+    let section = if args.new_tokens { "instructions --new-tokens" } else { "instructions" };
+    report::finish(&values, &tables, section, &command, &args.output)
+}
+
+/// Counts the instructions of kas for calls of the benchmark's method.
+fn of_kas(environment: &Environment, args: &InstructionsArgs) -> anyhow::Result<Counts> {
     eprintln!("starting kas under callgrind");
-    let under = vec![
-        "valgrind".into(),
-        "--tool=callgrind".into(),
-        "--instr-atstart=no".into(),
-        format!("--callgrind-out-file={}", counted.display()),
-    ];
-    let kas =
-        environment.kas("kas", &KasOptions { tls: false, websocket: false, workers: Some(1), under })?;
-    let _agent = environment.agentk(&kas, AGENT, None)?;
-    let mut client = environment.client()?;
+    let callgrind = Callgrind::new(environment, "kas");
+    let under = callgrind.command.clone();
+    let kas = environment.kas("kas", &KasOptions { workers: Some(1), under, ..KasOptions::default() })?;
+    let _agent = environment.agentk(&kas, AGENT, &AgentOptions::default())?;
     let tokens = if args.new_tokens { Tokens::EachCall } else { Tokens::EachSecond };
     let load = Load {
         target: Target {
@@ -68,70 +119,147 @@ pub(super) fn run(args: &InstructionsArgs) -> anyhow::Result<()> {
         span: Span::Count { warm: args.warm, run: args.requests },
         stalled: false,
     };
-    let pid = kas.process.pid().to_string();
-    let control = |words: &[&str]| -> anyhow::Result<()> {
-        let output = Command::new("callgrind_control").args(words).arg(&pid).output()?;
-        let said = String::from_utf8_lossy(&output.stdout);
-        ensure!(output.status.success() && !said.contains("Error"), "callgrind_control {words:?}: {said}");
-        Ok(())
+    callgrind.count(args, kas.process, environment.client()?, |client, edge| client.load(&load, edge))
+}
+
+/// Counts the instructions of agentk for HTTP requests.
+fn of_agent(environment: &Environment, args: &InstructionsArgs) -> anyhow::Result<Counts> {
+    eprintln!("starting agentk under callgrind");
+    let callgrind = Callgrind::new(environment, "agentk");
+    let server = environment.static_server()?;
+    let kas = environment.kas("kas-of-agentk", &KasOptions::default())?;
+    let options = AgentOptions {
+        api_server: Some(ApiServer { address: server.http1, ca_file: None }),
+        under: callgrind.command.clone(),
+        ..AgentOptions::default()
     };
-    eprintln!("{} calls to warm up, then {} measured calls", args.warm, args.requests);
-    let loaded =
-        client.load(&load, |_, ended| control(if ended { &["-i", "off"] } else { &["-i", "on"] }))?;
-    ensure!(
-        loaded.failed == 0,
-        "{} calls failed: {}\nlog of kas:\n{}",
-        loaded.failed,
-        loaded.why.unwrap_or_default(),
-        kas.process.tail()
-    );
-    ensure!(loaded.done == args.requests.unsigned_abs(), "{} calls were answered", loaded.done);
-    control(&["-d"])?;
-    // The name of a dump ends with a number; the file without one is written when kas exits.
-    let dump = std::fs::read_dir(counted.parent().context("no folder")?)?
-        .filter_map(|entry| Some(entry.ok()?.path()))
-        .find(|path| {
-            path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("callgrind.out."))
-        })
-        .context("callgrind wrote no dump")?;
-    drop((client, kas));
-    let text = std::fs::read_to_string(&dump)?;
-    let own = own_costs(&text);
-    let each = |count: u64| count as f64 / args.requests as f64;
-    let total: u64 = own.values().sum();
-    ensure!(total > 0, "callgrind counted nothing");
-    let mut tables = format!(
-        "{} calls of 100 B by 4 callers on 1 connection after {} to warm up, 1 worker thread, {}: \
-         {:.0} instructions of kas per call. valgrind emulates a processor without SHA instructions, so \
-         signatures count for more than they cost.\n\n### By function\n\n\
-         | per call | share | in the function itself |\n| --- | --- | --- |\n",
-        args.requests,
-        args.warm,
-        if args.new_tokens { "a new token with each" } else { "a new token every second" },
-        each(total),
-    );
-    let row = |(count, name): (u64, String)| {
+    let agent = environment.agentk(&kas, AGENT, &options)?;
+    let metadata =
+        Metadata { agent: AGENT, secret_file: environment.secret_file(), tokens: Tokens::EachSecond };
+    let load = HttpLoad {
+        target: HttpTarget::Kas { address: kas.api, metadata },
+        work: HttpWork::Get(SIZE),
+        connections: 1,
+        callers: 4,
+        span: Span::Count { warm: args.warm, run: args.requests },
+    };
+    callgrind.count(args, agent, environment.client()?, |client, edge| client.http(&load, edge))
+}
+
+/// callgrind, which runs a program.
+struct Callgrind {
+    command: Vec<String>,
+    /// The beginning of the names of its files.
+    file: PathBuf,
+}
+
+type Edge<'a> = &'a mut dyn FnMut(&LoadClient, bool) -> anyhow::Result<()>;
+
+impl Callgrind {
+    fn new(environment: &Environment, name: &str) -> Self {
+        let file = environment.path(&format!("callgrind-{name}.out"));
+        let command = vec![
+            "valgrind".into(),
+            "--tool=callgrind".into(),
+            "--instr-atstart=no".into(),
+            format!("--callgrind-out-file={}", file.display()),
+        ];
+        Self { command, file }
+    }
+
+    /// Runs a load and counts the instructions of `process` during its measured part. Ends both.
+    fn count(
+        self,
+        args: &InstructionsArgs,
+        process: Process,
+        mut client: LoadClient,
+        load: impl FnOnce(&mut LoadClient, Edge<'_>) -> anyhow::Result<Loaded>,
+    ) -> anyhow::Result<Counts> {
+        let pid = process.pid().to_string();
+        let control = |words: &[&str]| -> anyhow::Result<()> {
+            let output = Command::new("callgrind_control").args(words).arg(&pid).output()?;
+            let said = String::from_utf8_lossy(&output.stdout);
+            ensure!(
+                output.status.success() && !said.contains("Error"),
+                "callgrind_control {words:?}: {said}"
+            );
+            Ok(())
+        };
+        eprintln!("{} calls to warm up, then {} measured calls", args.warm, args.requests);
+        let loaded =
+            load(&mut client, &mut |_, ended| control(if ended { &["-i", "off"] } else { &["-i", "on"] }))?;
+        ensure!(
+            loaded.failed == 0,
+            "{} calls failed: {}\nlog of the counted program:\n{}",
+            loaded.failed,
+            loaded.why.unwrap_or_default(),
+            process.tail()
+        );
+        ensure!(loaded.done == args.requests.unsigned_abs(), "{} calls were answered", loaded.done);
+        control(&["-d"])?;
+        // The name of a dump ends with a number; the file without one is written when the program exits.
+        let name = self.file.file_name().context("no name")?.to_string_lossy();
+        let dump = std::fs::read_dir(self.file.parent().context("no folder")?)?
+            .filter_map(|entry| Some(entry.ok()?.path()))
+            .find(|path| {
+                path.file_name().is_some_and(|found| {
+                    found.to_string_lossy().strip_prefix(&*name).is_some_and(|rest| rest.starts_with('.'))
+                })
+            })
+            .context("callgrind wrote no dump")?;
+        drop((client, process));
+        let own = own_costs(&std::fs::read_to_string(&dump)?);
+        let total = own.values().sum();
+        ensure!(total > 0, "callgrind counted nothing");
+        Ok(Counts { calls: args.requests, own, total, inclusive: inclusive(&dump)? })
+    }
+}
+
+/// The instructions of a program.
+struct Counts {
+    calls: i64,
+    /// Of each function itself.
+    own: HashMap<String, u64>,
+    /// Of each function and what it calls, the largest first.
+    inclusive: Vec<(u64, String)>,
+    total: u64,
+}
+
+impl Counts {
+    fn per_call(&self) -> f64 {
+        self.total as f64 / self.calls as f64
+    }
+
+    /// Writes the tables of the functions that count most.
+    fn write(&self, program: &str, top: usize, out: &mut String) -> anyhow::Result<()> {
+        writeln!(
+            out,
+            "### {program} by function\n\n| per call | share | in the function itself |\n| --- | --- | --- |"
+        )?;
+        let mut own: Vec<_> = self.own.iter().map(|(name, count)| (*count, name)).collect();
+        own.sort_unstable_by(|a, b| b.cmp(a));
+        for (count, name) in own.into_iter().take(top) {
+            out.push_str(&self.row(count, name));
+        }
+        writeln!(
+            out,
+            "\n### {program} with what it calls\n\n\
+             | per call | share | function and what it calls |\n| --- | --- | --- |"
+        )?;
+        for (count, name) in self.inclusive.iter().take(top) {
+            out.push_str(&self.row(*count, name));
+        }
+        Ok(writeln!(out)?)
+    }
+
+    fn row(&self, count: u64, name: &str) -> String {
         format!(
             "| {:.0} | {:.1} % | `{}` |\n",
-            each(count),
-            100.0 * count as f64 / total as f64,
+            count as f64 / self.calls as f64,
+            100.0 * count as f64 / self.total as f64,
             name.replace('|', "\\|")
         )
-    };
-    let mut own: Vec<_> = own.into_iter().map(|(name, count)| (count, name)).collect();
-    own.sort_unstable_by(|a, b| b.cmp(a));
-    tables.extend(own.into_iter().take(args.top).map(row));
-    tables.push_str("\n### With what it calls\n\n| per call | share | function and what it calls |\n| --- | --- | --- |\n");
-    tables.extend(inclusive(&dump)?.into_iter().take(args.top).map(row));
-    tables.push('\n');
-    let values = Values::from([(INSTRUCTIONS, each(total))]);
-    let mut command =
-        format!("cargo xtask bench instructions --requests {} --warm {}", args.requests, args.warm);
-    if args.new_tokens {
-        command.push_str(" --new-tokens");
     }
-    let section = if args.new_tokens { "instructions --new-tokens" } else { "instructions" };
-    report::finish(&values, &tables, section, &command, &args.output)
 }
 
 /// Returns the instructions of each function itself. callgrind_annotate lists a function once for each file

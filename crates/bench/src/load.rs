@@ -1,10 +1,7 @@
 //! Runs a load: a number of callers that send one call after another.
 
 use std::{
-    sync::{
-        Arc,
-        atomic::{AtomicI64, AtomicU8, AtomicU64, Ordering},
-    },
+    sync::{Arc, atomic::Ordering},
     time::Duration,
 };
 
@@ -14,7 +11,6 @@ use http::{HeaderMap, HeaderName, Method, Request, Uri, header};
 use http_body::Body as _;
 use http_body_util::BodyExt as _;
 use hyper::body::Incoming;
-use parking_lot::Mutex;
 use proto::kas::bench::v1::{DownloadRequest, Payload};
 use tokio::{
     sync::mpsc,
@@ -23,7 +19,7 @@ use tokio::{
 };
 
 use super::{
-    call::{ECHO, LoadState, Outgoing, RUN, STOP, Sender, Signer, WARM, dial, head},
+    call::{ECHO, LoadState, Outgoing, RUN, STOP, Sender, Signer, dial, head},
     protocol::{self, ClientCommand, ClientEvent, Load, Loaded, Span, Work},
     times::Times,
 };
@@ -32,7 +28,7 @@ const DOWNLOAD: &str = "/kas.bench.v1.Bench/Download";
 const UPLOAD: &str = "/kas.bench.v1.Bench/Upload";
 
 /// Time limit of a call.
-const CALL: Duration = Duration::from_secs(30);
+pub(super) const CALL: Duration = Duration::from_secs(30);
 /// Time limit for the callers to finish after the measurement.
 const FINISH: Duration = Duration::from_secs(10);
 /// Time until the windows of a stalled reader are full.
@@ -168,13 +164,7 @@ pub(super) async fn run(load: &Load, commands: &mut mpsc::Receiver<ClientCommand
     for _ in 0..load.connections {
         senders.push(dial(load.target.address).await?);
     }
-    let shared = Arc::new(LoadState {
-        phase: AtomicU8::new(WARM),
-        budget: AtomicI64::new(i64::MAX),
-        bytes: AtomicU64::new(0),
-        failed: AtomicU64::new(0),
-        why: Mutex::new(None),
-    });
+    let shared = Arc::new(LoadState::default());
     let caller = |index: usize, method: &str| -> anyhow::Result<Caller> {
         let (head, ()) = head(load.target.address, method)?.body(())?.into_parts();
         let mut headers = head.headers;
@@ -206,7 +196,30 @@ pub(super) async fn run(load: &Load, commands: &mut mpsc::Receiver<ClientCommand
         stalled = Some(answer);
         sleep(STALL).await;
     }
-    let (begin, running) = match load.span {
+    let (mut loaded, times) = measure(load.span, &shared, commands, callers, stalled).await?;
+    match work {
+        Work::Unary(size) => {
+            loaded.done = times.len() as u64;
+            loaded.bytes = 2 * loaded.done * encoded(size).len() as u64;
+        }
+        Work::Down(size) | Work::Up(size) => loaded.done = loaded.bytes / encoded(size).len() as u64,
+    }
+    Ok(loaded)
+}
+
+/// Runs callers for the duration of a load. Prints [`ClientEvent::Begin`] and [`ClientEvent::End`] around the
+/// measured part.
+///
+/// `callers` starts tasks that return the latencies of what ended during the measurement. `held` is dropped
+/// at the end of the measurement. Returns the result, with the bytes of streams, and all latencies.
+pub(super) async fn measure<T>(
+    span: Span,
+    shared: &LoadState,
+    commands: &mut mpsc::Receiver<ClientCommand>,
+    callers: impl Fn() -> anyhow::Result<JoinSet<Vec<Duration>>>,
+    held: T,
+) -> anyhow::Result<(Loaded, Times)> {
+    let (begin, running) = match span {
         Span::Time { warm, run } => {
             let running = callers()?;
             sleep(Duration::from_millis(warm)).await;
@@ -223,7 +236,7 @@ pub(super) async fn run(load: &Load, commands: &mut mpsc::Receiver<ClientCommand
             ensure!(matches!(commands.recv().await, Some(ClientCommand::Go)), "expected Go");
             shared.budget.store(run, Ordering::Relaxed);
             shared.phase.store(RUN, Ordering::Relaxed);
-            let begin = (Instant::now(), 0);
+            let begin = (Instant::now(), shared.bytes.load(Ordering::Relaxed));
             let results = callers()?.join_all().await;
             // The callers have finished; their results are passed on as tasks that are ready.
             (begin, results.into_iter().map(std::future::ready).collect())
@@ -231,32 +244,24 @@ pub(super) async fn run(load: &Load, commands: &mut mpsc::Receiver<ClientCommand
     };
     shared.phase.store(STOP, Ordering::Relaxed);
     let seconds = begin.0.elapsed().as_secs_f64();
-    let streamed = shared.bytes.load(Ordering::Relaxed) - begin.1;
+    let bytes = shared.bytes.load(Ordering::Relaxed) - begin.1;
     protocol::emit(&ClientEvent::End)?;
-    drop(stalled);
+    drop(held);
     let mut running: JoinSet<Vec<Duration>> = running;
     let mut times = Times::default();
     let finish = Instant::now() + FINISH;
     while let Ok(Some(result)) = tokio::time::timeout_at(finish, running.join_next()).await {
         times.extend(result.context("a caller task panicked")?);
     }
-    let mut loaded = Loaded {
+    let micros = |quantile| times.at(quantile).unwrap_or_default() * 1e3;
+    let loaded = Loaded {
         seconds,
+        bytes,
+        p50_us: micros(0.5),
+        p99_us: micros(0.99),
         failed: shared.failed.load(Ordering::Relaxed),
         why: shared.why.lock().take(),
         ..Loaded::default()
     };
-    match work {
-        Work::Unary(size) => {
-            loaded.done = times.len() as u64;
-            loaded.bytes = 2 * loaded.done * encoded(size).len() as u64;
-            let micros = |quantile| times.at(quantile).unwrap_or_default() * 1e3;
-            (loaded.p50_us, loaded.p99_us) = (micros(0.5), micros(0.99));
-        }
-        Work::Down(size) | Work::Up(size) => {
-            loaded.bytes = streamed;
-            loaded.done = streamed / encoded(size).len() as u64;
-        }
-    }
-    Ok(loaded)
+    Ok((loaded, times))
 }

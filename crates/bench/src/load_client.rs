@@ -12,7 +12,7 @@ use anyhow::{Context as _, anyhow, bail};
 
 use super::{
     child,
-    protocol::{ClientCommand, ClientEvent, Load, Loaded, Span},
+    protocol::{ClientCommand, ClientEvent, HttpLoad, Load, Loaded, Span},
 };
 
 /// Time limit for the next event. The time limits of the client itself are shorter.
@@ -78,14 +78,32 @@ impl LoadClient {
     pub(super) fn load(
         &mut self,
         load: &Load,
+        edge: impl FnMut(&Self, bool) -> anyhow::Result<()>,
+    ) -> anyhow::Result<Loaded> {
+        self.run(&ClientCommand::Load(load.clone()), load.span, edge)
+    }
+
+    /// Like [`load`](Self::load), for HTTP requests.
+    pub(super) fn http(
+        &mut self,
+        load: &HttpLoad,
+        edge: impl FnMut(&Self, bool) -> anyhow::Result<()>,
+    ) -> anyhow::Result<Loaded> {
+        self.run(&ClientCommand::Http(load.clone()), load.span, edge)
+    }
+
+    fn run(
+        &mut self,
+        command: &ClientCommand,
+        span: Span,
         mut edge: impl FnMut(&Self, bool) -> anyhow::Result<()>,
     ) -> anyhow::Result<Loaded> {
-        self.send(&ClientCommand::Load(load.clone()))?;
+        self.send(command)?;
         loop {
             match self.next()? {
                 ClientEvent::Begin => {
                     edge(self, false)?;
-                    if matches!(load.span, Span::Count { .. }) {
+                    if matches!(span, Span::Count { .. }) {
                         self.send(&ClientCommand::Go)?;
                     }
                 }

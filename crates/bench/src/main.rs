@@ -1,9 +1,10 @@
 //! `cargo xtask bench`: measures what a call through kas costs in comparison with a direct call.
 //!
 //! The servers and the load client are processes on loopback, built with the release profile.
-//! `path` measures latency, throughput, processor time and memory. `instructions` counts the instructions of
-//! kas per call, a number that other load on the machine does not change. `cluster` measures several
-//! replicas, and `tracker` the table of agents that they share.
+//! `http` measures HTTP requests to an API server. `path` measures latency, throughput, processor time and
+//! memory with a method of the benchmark. `instructions` counts the instructions of kas and agentk per call, a
+//! number that other load on the machine does not change. `cluster` measures several replicas, and `tracker`
+//! the table of agents that they share.
 
 mod agents;
 mod call;
@@ -11,12 +12,15 @@ mod child;
 mod client;
 mod cluster;
 mod environment;
+mod http_load;
+mod http_path;
 mod instructions;
 mod load;
 mod load_client;
 mod path;
 mod protocol;
 mod report;
+mod static_server;
 mod times;
 
 use std::process::ExitCode;
@@ -33,9 +37,11 @@ struct Arguments {
 
 #[derive(Debug, clap::Subcommand)]
 enum What {
+    /// Compare HTTP requests through kas and agentk with direct requests; about six minutes on two cores
+    Http(http_path::HttpArgs),
     /// Compare calls through kas with direct calls; about ten minutes on two cores
     Path(path::PathArgs),
-    /// Count the instructions of kas per call with valgrind; about two minutes
+    /// Count the instructions of kas and agentk per call with valgrind; about four minutes
     Instructions(instructions::InstructionsArgs),
     /// Measure several replicas: propagation of agents, failover, joining; about fifteen minutes
     Cluster(cluster::ClusterArgs),
@@ -44,16 +50,21 @@ enum What {
     /// Generate load; the other commands start this and control it over standard input
     #[command(hide = true)]
     Client,
+    /// Serve files and events, and read uploads; the other commands start this
+    #[command(hide = true)]
+    StaticServer(static_server::ServerArgs),
 }
 
 /// Runs a benchmark. A missed gate is a result, not an error.
 fn main() -> ExitCode {
     let result = match Arguments::parse().what {
+        What::Http(args) => http_path::run(&args),
         What::Path(args) => path::run(&args),
         What::Instructions(args) => instructions::run(&args),
         What::Cluster(args) => cluster::run(&args),
         What::Tracker(args) => cluster::tracker::run(&args),
         What::Client => client::run(),
+        What::StaticServer(args) => static_server::run(&args),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

@@ -9,7 +9,7 @@ mod report;
 use self::report::{Pair, Report};
 use super::{
     child::{Process, machine},
-    environment::{AGENTS, Environment, Kas, KasOptions},
+    environment::{AGENTS, AgentOptions, Environment, Kas, KasOptions},
     load_client::LoadClient,
     protocol::{
         Agents, ClientCommand, ClientEvent, Load, Loaded, Metadata, Span, Target, Tokens, Waiters, Work,
@@ -162,10 +162,13 @@ impl Setup {
         let mut setup = Self {
             client: environment.client()?,
             direct: environment.direct()?,
-            agent: environment.agentk(&kas, UNLIMITED, None)?,
+            agent: environment.agentk(&kas, UNLIMITED, &AgentOptions::default())?,
             few: FEW
                 .iter()
-                .map(|(agent, max)| environment.agentk(&kas, *agent, Some(*max)))
+                .map(|(agent, max)| {
+                    let options = AgentOptions { max_tunnels: Some(*max), ..AgentOptions::default() };
+                    environment.agentk(&kas, *agent, &options)
+                })
                 .collect::<Result<_, _>>()?,
             inside: environment.agentk_over_websocket(&kas, INSIDE)?,
             kas,

@@ -10,6 +10,8 @@ use serde::{Deserialize, Serialize};
 pub(super) enum ClientCommand {
     /// Make calls. Events: [`ClientEvent::Begin`], [`ClientEvent::End`], [`ClientEvent::Loaded`].
     Load(Load),
+    /// Make HTTP requests. Events as of [`Load`](Self::Load).
+    Http(HttpLoad),
     /// Continue after [`ClientEvent::Begin`] of a [`Span::Count`].
     Go,
     /// Connect idle agents and keep them connected. Event: [`ClientEvent::Connected`].
@@ -102,7 +104,7 @@ pub(super) enum Span {
         /// What counts.
         run: u64,
     },
-    /// In calls. Between the two parts the client waits for [`ClientCommand::Go`]. Unary calls only.
+    /// In calls. Between the two parts the client waits for [`ClientCommand::Go`]. Only for calls that end.
     Count {
         /// Before anything counts.
         warm: i64,
@@ -111,16 +113,78 @@ pub(super) enum Span {
     },
 }
 
+/// HTTP requests to the static server, directly or through kas.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(super) struct HttpLoad {
+    /// Where requests are sent to.
+    pub(super) target: HttpTarget,
+    /// The requests.
+    pub(super) work: HttpWork,
+    /// Number of HTTP/2 connections, over which the callers are distributed. Over HTTP/1.1, each caller has a
+    /// connection of its own.
+    pub(super) connections: usize,
+    /// Number of callers. Each has one request open at a time.
+    pub(super) callers: usize,
+    /// The duration. Events need a [`Span::Time`].
+    pub(super) span: Span,
+}
+
+/// Where HTTP requests are sent to.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(super) enum HttpTarget {
+    /// The static server.
+    Direct {
+        /// Its address.
+        address: SocketAddr,
+        /// Use HTTP/2 instead of HTTP/1.1.
+        http2: bool,
+        /// Use TLS, with this certificate authority.
+        ca_file: Option<PathBuf>,
+    },
+    /// The API listener of kas: requests are calls of `KubernetesApi/MakeRequest`.
+    Kas {
+        /// Its address.
+        address: SocketAddr,
+        /// Metadata of the calls.
+        metadata: Metadata,
+    },
+}
+
+/// HTTP requests.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub(super) enum HttpWork {
+    /// GET of so many bytes, one request after another. [`Loaded::done`] counts requests.
+    Get(u32),
+    /// GET of a body of so many bytes, one request after another. [`Loaded::done`] counts [`UNIT`]s.
+    Down(u64),
+    /// PUT of a body of so many bytes, a multiple of [`UNIT`]. [`Loaded::done`] counts [`UNIT`]s.
+    Up(u64),
+    /// An endless response of events, as fast as possible. [`Loaded::done`] counts events.
+    Events,
+    /// An endless response of so many events a second. [`Loaded::done`] counts events.
+    PacedEvents(u32),
+}
+
+/// Bodies are counted in units of so many bytes.
+pub(super) const UNIT: u64 = 64 * 1024;
+
+/// Bytes of an event, about those of a small object in a watch of Kubernetes.
+pub(super) const EVENT: usize = 2_000;
+
+/// Bytes at the beginning of an event: when it was made, in nanoseconds since 1970, as decimal digits.
+pub(super) const STAMP: usize = 20;
+
 /// The result of a load, without its warm-up.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub(super) struct Loaded {
-    /// Number of answered calls, or of messages of streams.
+    /// Number of answered calls, or of messages of streams. For HTTP: see [`HttpWork`].
     pub(super) done: u64,
-    /// Payload and framing: of a stream in its direction, of calls in both directions.
+    /// Payload and framing: of a stream in its direction, of calls in both directions. For HTTP: payload only.
     pub(super) bytes: u64,
     /// Duration in seconds.
     pub(super) seconds: f64,
-    /// Median latency of the calls in microseconds; 0 for streams.
+    /// Median latency of the calls in microseconds; 0 for streams. Of [`HttpWork::PacedEvents`]: median delay of
+    /// the events.
     pub(super) p50_us: f64,
     /// 99th percentile.
     pub(super) p99_us: f64,
