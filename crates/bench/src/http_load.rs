@@ -589,6 +589,25 @@ mod tests {
         assert!(said.starts_with("kas answered"), "{said}");
     }
 
+    #[tokio::test]
+    async fn request_through_kas_is_complete() {
+        let shared = Arc::new(LoadState::default());
+        let body = tunnelled(HttpWork::Up(SIZE), &Method::PUT, "/uploads".to_owned(), &shared);
+        let Content::Upload(upload) = body else { panic!("no upload") };
+        let mut reader = grpc::MessageReader::new(Outgoing::Upload(upload), 1 << 20);
+        let (mut announced, mut size, mut ends) = (None, 0, 0);
+        while let Some(message) = reader.next().await.unwrap() {
+            match HttpRequest::decode(message).unwrap().message.unwrap() {
+                http_request::Message::Header(header) => announced = header.content_length,
+                http_request::Message::Data(data) => size += data.data.len() as u64,
+                http_request::Message::Trailer(_) => ends += 1,
+                message @ http_request::Message::UpgradeData(_) => panic!("{message:?}"),
+            }
+        }
+        assert_eq!((announced, size, ends), (Some(SIZE as i64), SIZE, 1));
+        assert_eq!(shared.bytes.load(Ordering::Relaxed), SIZE);
+    }
+
     #[test]
     fn events_are_found_at_every_split() {
         let mut two = Vec::new();

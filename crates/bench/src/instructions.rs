@@ -32,7 +32,7 @@ pub(crate) struct InstructionsArgs {
     /// writes separate tables and no gated value
     #[arg(long, conflicts_with_all = ["json", "before"])]
     new_tokens: bool,
-    /// Count agentk of this folder too, an earlier build with its kas, and compare both
+    /// Count kas and agentk of this folder too, an earlier build, with HTTP requests, and compare both
     #[arg(long, value_name = "FOLDER")]
     before: Option<PathBuf>,
     /// Number of functions in the tables
@@ -52,40 +52,44 @@ pub(super) fn run(args: &InstructionsArgs) -> anyhow::Result<()> {
         ensure!(found.is_ok(), "{tool} is not installed; on Debian: apt-get install valgrind");
     }
     let environment = Environment::new()?;
+    let earlier = args.before.as_deref().map(Environment::earlier).transpose()?;
     let kas = of_kas(&environment, args)?;
     let mut values = Values::from([(INSTRUCTIONS, kas.per_call())]);
     let mut tables = format!(
-        "{} calls by 4 callers on 1 connection after {} to warm up, 1 worker thread, {}. kas: calls of 100 B, \
-         {:.0} instructions for each. valgrind emulates a processor without SHA instructions, so signatures count \
-         for more than they cost.\n\n",
+        "{} calls by 4 callers on 1 connection after {} to warm up, 1 worker thread, {}. valgrind emulates a \
+         processor without SHA instructions, so signatures count for more than they cost.\n\n\
+         - kas, calls of 100 B: {:.0} instructions for each\n",
         args.requests,
         args.warm,
         if args.new_tokens { "a new token with each" } else { "a new token every second" },
         kas.per_call(),
     );
-    if !args.new_tokens {
-        let agent = of_agent(&environment, args)?;
-        values.insert(AGENT_INSTRUCTIONS, agent.per_call());
-        tables.push_str(&format!(
-            "agentk: HTTP requests with a response of {SIZE} B, {:.0} instructions for each.",
-            agent.per_call()
-        ));
-        if let Some(folder) = &args.before {
-            let earlier = Environment::earlier(folder)?;
-            let before = of_agent(&earlier, args)?;
-            let ratio = agent.per_call() / before.per_call();
-            values.insert(AGENT_INSTRUCTIONS_RATIO, ratio);
-            tables.push_str(&format!(
-                " Before ({}): {:.0}, ratio {ratio:.3}.",
-                earlier.version()?,
-                before.per_call()
-            ));
+    let mut counted = vec![("kas", kas)];
+    let programs: &[Program] = if args.new_tokens { &[] } else { &[Program::Agentk, Program::Kas] };
+    for program in programs {
+        let name = program.name();
+        let now = of_http(&environment, args, *program)?;
+        write!(tables, "- {name}, HTTP requests with a response of {SIZE} B: {:.0}", now.per_call())?;
+        if *program == Program::Agentk {
+            values.insert(AGENT_INSTRUCTIONS, now.per_call());
         }
-        tables.push_str("\n\n");
-        kas.write("kas", args.top, &mut tables)?;
-        agent.write("agentk", args.top, &mut tables)?;
-    } else {
-        kas.write("kas", args.top, &mut tables)?;
+        if let Some(earlier) = &earlier {
+            let before = of_http(earlier, args, *program)?;
+            let ratio = now.per_call() / before.per_call();
+            write!(tables, ", before {:.0}, ratio {}", before.per_call(), report::short(ratio))?;
+            if *program == Program::Agentk {
+                values.insert(AGENT_INSTRUCTIONS_RATIO, ratio);
+            }
+        }
+        tables.push('\n');
+        counted.push((if *program == Program::Kas { "kas with HTTP requests" } else { name }, now));
+    }
+    if let Some(earlier) = &earlier {
+        writeln!(tables, "\n*Before* is {}.", earlier.version()?)?;
+    }
+    tables.push('\n');
+    for (title, counts) in &counted {
+        counts.write(title, args.top, &mut tables)?;
     }
     let mut command =
         format!("cargo xtask bench instructions --requests {} --warm {}", args.requests, args.warm);
@@ -122,15 +126,33 @@ fn of_kas(environment: &Environment, args: &InstructionsArgs) -> anyhow::Result<
     callgrind.count(args, kas.process, environment.client()?, |client, edge| client.load(&load, edge))
 }
 
-/// Counts the instructions of agentk for HTTP requests.
-fn of_agent(environment: &Environment, args: &InstructionsArgs) -> anyhow::Result<Counts> {
-    eprintln!("starting agentk under callgrind");
-    let callgrind = Callgrind::new(environment, "agentk");
+/// A program whose instructions are counted.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Program {
+    Kas,
+    Agentk,
+}
+
+impl Program {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Kas => "kas",
+            Self::Agentk => "agentk",
+        }
+    }
+}
+
+/// Counts the instructions of a program for HTTP requests.
+fn of_http(environment: &Environment, args: &InstructionsArgs, program: Program) -> anyhow::Result<Counts> {
+    eprintln!("starting {} under callgrind, for HTTP requests", program.name());
+    let callgrind = Callgrind::new(environment, &format!("{}-http", program.name()));
+    let under = |this| if program == this { callgrind.command.clone() } else { Vec::new() };
     let server = environment.static_server()?;
-    let kas = environment.kas("kas-of-agentk", &KasOptions::default())?;
+    let kas = KasOptions { workers: Some(1), under: under(Program::Kas), ..KasOptions::default() };
+    let kas = environment.kas("kas-http", &kas)?;
     let options = AgentOptions {
         api_server: Some(ApiServer { address: server.http1, ca_file: None }),
-        under: callgrind.command.clone(),
+        under: under(Program::Agentk),
         ..AgentOptions::default()
     };
     let agent = environment.agentk(&kas, AGENT, &options)?;
@@ -143,7 +165,12 @@ fn of_agent(environment: &Environment, args: &InstructionsArgs) -> anyhow::Resul
         callers: 4,
         span: Span::Count { warm: args.warm, run: args.requests },
     };
-    callgrind.count(args, agent, environment.client()?, |client, edge| client.http(&load, edge))
+    // The other one runs until the end.
+    let (process, _other) = match program {
+        Program::Kas => (kas.process, agent),
+        Program::Agentk => (agent, kas.process),
+    };
+    callgrind.count(args, process, environment.client()?, |client, edge| client.http(&load, edge))
 }
 
 /// callgrind, which runs a program.

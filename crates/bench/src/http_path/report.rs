@@ -171,7 +171,9 @@ impl Report {
                 };
                 let change = |value: Value| {
                     let other = earlier.map(|route| Way { route, ..way });
-                    other.and_then(|other| self.ratio(row, [way, other], value)).map_or_else(dash, short)
+                    let ratio = other.and_then(|other| self.ratio(row, [way, other], value));
+                    // Processor time has a resolution of 10 ms, so a short run can have none.
+                    ratio.filter(|ratio| ratio.is_finite()).map_or_else(dash, short)
                 };
                 format!(
                     "{} | {} | {} | {} | {} | {}",
