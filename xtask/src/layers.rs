@@ -35,8 +35,10 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("traces", &["net", "process", "grpc"]),
     // Both ends of a tunnel. It is independent of its users.
     ("tunnel", &["ids", "proto", "grpc"]),
+    // What a request to an API server is: usable alone, without I/O or our other crates.
+    ("kube-request", &[]),
     // HTTP requests in such a tunnel: both ends, usable by either program.
-    ("http-tunnel", &["proto", "grpc", "tunnel"]),
+    ("http-tunnel", &["proto", "grpc", "tunnel", "kube-request"]),
     // Which replica holds which tunnel; used by kas only.
     ("cluster", &["ids"]),
     // The same through Redis.

@@ -1,0 +1,87 @@
+//! How long a request may last.
+
+use http::{HeaderMap, header};
+
+use crate::{RequestInfo, headers::tokens};
+
+/// The kind of a request: how long it may last, and how it may be ended. A request is of the first kind that
+/// fits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Kind {
+    /// The connection changes to another protocol. It may last for hours, and it cannot be repeated.
+    Upgrade,
+    /// A pod, service or node answers, by the subresource `proxy`. Nothing is known about the answer.
+    Proxy,
+    /// A stream of changes. It may end after any event: the client continues from the last one.
+    Watch,
+    /// The log of a pod, with `follow`. It may be silent for hours, and its end means that the pod ended.
+    Follow,
+    /// Everything else. The API server answers within 60 seconds.
+    Short,
+}
+
+impl Kind {
+    /// Every kind, in the order in which they are tried.
+    pub const ALL: [Self; 5] = [Self::Upgrade, Self::Proxy, Self::Watch, Self::Follow, Self::Short];
+
+    /// Returns the kind of a request.
+    pub fn of(info: &RequestInfo, upgrade: Option<Upgrade>) -> Self {
+        if upgrade.is_some() {
+            Self::Upgrade
+        } else if info.is_proxy() {
+            Self::Proxy
+        } else if info.is_resource() && info.verb() == "watch" {
+            Self::Watch
+        } else if info.follows_log() {
+            Self::Follow
+        } else {
+            Self::Short
+        }
+    }
+
+    /// The name, for metrics and the audit log.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Upgrade => "upgrade",
+            Self::Proxy => "proxy",
+            Self::Watch => "watch",
+            Self::Follow => "follow",
+            Self::Short => "short",
+        }
+    }
+}
+
+/// A protocol to which a request may upgrade its connection.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Upgrade {
+    /// `websocket`.
+    WebSocket,
+    /// `SPDY/3.1`.
+    Spdy31,
+}
+
+impl Upgrade {
+    /// Returns the protocol that the headers of an HTTP/1.1 request ask for: the first one in `Upgrade` that
+    /// is known, if `Connection` names `Upgrade`. Other protocols, such as `h2c`, are ignored, as RFC 9110
+    /// allows.
+    pub fn requested(headers: &HeaderMap) -> Option<Self> {
+        let is_named =
+            tokens(headers, &header::CONNECTION).any(|token| token.eq_ignore_ascii_case(b"upgrade"));
+        is_named.then(|| tokens(headers, &header::UPGRADE).find_map(Self::from_token)).flatten()
+    }
+
+    /// Returns the protocol of a name in `Upgrade`, in any case; `None`: it is not supported.
+    pub fn from_token(token: &[u8]) -> Option<Self> {
+        [Self::WebSocket, Self::Spdy31]
+            .into_iter()
+            .find(|upgrade| token.eq_ignore_ascii_case(upgrade.token().as_bytes()))
+    }
+
+    /// The name in the header `Upgrade`.
+    pub fn token(self) -> &'static str {
+        match self {
+            Self::WebSocket => "websocket",
+            Self::Spdy31 => "SPDY/3.1",
+        }
+    }
+}
