@@ -8,8 +8,8 @@ use std::{
 
 use http::{HeaderMap, HeaderName, header};
 
-/// Writes the name of a header in Go's canonical form, such as `Content-Type` or `Sec-Websocket-Key`. GitLab's
-/// agents and servers look names up in this form. A name that is not a token of HTTP stays as it is.
+/// Writes the name of a header in Go's canonical form, such as `Content-Type` or `Sec-Websocket-Key`.
+/// GitLab's agents and servers look names up in this form. A name that is not a token of HTTP stays as it is.
 pub fn canonical(name: &str) -> String {
     let is_token = |byte: u8| byte.is_ascii_alphanumeric() || b"!#$%&'*+-.^_`|~".contains(&byte);
     if !name.bytes().all(is_token) {

@@ -146,8 +146,8 @@ impl RequestInfo {
     }
 
     /// The verb of the API server. For a resource: `get`, `list`, `watch`, `create`, `update`, `patch`,
-    /// `delete`, `deletecollection`; `proxy` for a deprecated form of path; empty for other methods. For other
-    /// paths: the method in lower case.
+    /// `delete`, `deletecollection`; `proxy` for a deprecated form of path; empty for other methods. For
+    /// other paths: the method in lower case.
     pub fn verb(&self) -> &str {
         &self.verb
     }
@@ -155,9 +155,9 @@ impl RequestInfo {
     /// The verb for rules about who may do what: [`CONNECT`] for a request that opens a connection into the
     /// cluster, whatever its method; otherwise the verb of the API server.
     ///
-    /// These are requests for the subresources `exec`, `attach`, `portforward` and `proxy`, and every upgrade,
-    /// except that of a watch or of a pod's log. The verb of the API server does not tell: `exec` by WebSocket
-    /// is a `get`. A rule for all verbs (`*`) must not contain it.
+    /// These are requests for the subresources `exec`, `attach`, `portforward` and `proxy`, and every
+    /// upgrade, except that of a watch or of a pod's log. The verb of the API server does not tell: `exec` by
+    /// WebSocket is a `get`. A rule for all verbs (`*`) must not contain it.
     pub fn access_verb(&self, upgrade: Option<Upgrade>) -> &str {
         let connects = matches!(self.subresource(), "exec" | "attach" | "portforward") || self.is_proxy();
         if connects || (upgrade.is_some() && self.verb != "watch" && !self.is_log()) {

@@ -1,5 +1,5 @@
-//! What a request to a Kubernetes API server is, derived from its head in the same way as the API server does.
-//! There is no I/O, no clock and no state.
+//! What a request to a Kubernetes API server is, derived from its head in the same way as the API server does
+//! it. There is no I/O, no clock and no state.
 //!
 //! * [`Target`]: path and query as the client sent them, and the path decoded once. Every decision is made on
 //!   the decoded path, because that is the path that the API server acts on.

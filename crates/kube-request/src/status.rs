@@ -7,8 +7,8 @@ use serde::Serialize;
 
 /// An error that kas returns instead of an answer of the API server: a `Status` of Kubernetes.
 ///
-/// client-go repeats a request on 429 or at least 500, if there is `Retry-After`. So only an error of a request
-/// that was not started, or that only reads, may have one.
+/// client-go repeats a request on 429 or at least 500, if there is `Retry-After`. So only an error of a
+/// request that was not started, or that only reads, may have one.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Status {
     code: StatusCode,
