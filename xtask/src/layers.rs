@@ -57,7 +57,10 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("identity", &["ids", "grpc", "net", "process", "settings", "gitlab"]),
     ("agent-config", &["ids", "proto", "grpc", "settings", "kas-config"]),
     // What is recorded of each request.
-    ("observe", &["ids", "proto", "net", "process", "grpc", "traces", "http-tunnel", "kas-config"]),
+    (
+        "observe",
+        &["ids", "proto", "net", "process", "grpc", "traces", "http-tunnel", "kube-request", "kas-config"],
+    ),
     // From a request to a tunnel of its agent; independent of listeners and of how replicas find each other.
     (
         "routing",
@@ -77,6 +80,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
             "traces",
             "tunnel",
             "http-tunnel",
+            "kube-request",
             "cluster",
             "redis-tracker",
             "gossip",
@@ -92,8 +96,22 @@ const ALLOWED: &[(&str, &[&str])] = &[
         ],
     ),
     // Runs in clusters of others: it must not contain cluster code of kas.
-    ("agentk", &["ids", "proto", "net", "process", "websocket", "grpc", "traces", "tunnel", "http-tunnel"]),
-    ("kasctl", &["ids", "proto", "net", "process"]),
+    (
+        "agentk",
+        &[
+            "ids",
+            "proto",
+            "net",
+            "process",
+            "websocket",
+            "grpc",
+            "traces",
+            "tunnel",
+            "http-tunnel",
+            "kube-request",
+        ],
+    ),
+    ("kasctl", &["ids", "proto", "net", "process", "kube-request"]),
     // Generates the manual pages from the command lines of the programs; a separate package, so that no
     // program contains it.
     ("man", &["kas", "agentk", "kasctl"]),
@@ -106,6 +124,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
             "grpc",
             "tunnel",
             "http-tunnel",
+            "kube-request",
             "redis-tracker",
             "gossip",
             "table",

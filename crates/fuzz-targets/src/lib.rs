@@ -5,6 +5,7 @@
 //! bytes.
 
 mod http2;
+mod kubernetes;
 mod requests;
 mod tunnels;
 
@@ -23,7 +24,7 @@ pub use self::{
 pub type Target = (&'static str, fn(&[u8]));
 
 /// Every target.
-pub const ALL: [Target; 15] = [
+pub const ALL: [Target; 16] = [
     ("answer_metadata", answer_metadata),
     ("caller_metadata", caller_metadata),
     ("files", files),
@@ -32,6 +33,7 @@ pub const ALL: [Target; 15] = [
     ("gossip_frame", gossip_frame),
     ("http_envelopes", http_envelopes),
     ("jwt", jwt),
+    ("kubernetes_requests", kubernetes_requests),
     ("private_messages", private_messages),
     ("redis_values", redis_values),
     ("request_bodies", request_bodies),
@@ -89,6 +91,13 @@ pub fn http_envelopes(bytes: &[u8]) {
 /// Tokens of callers. No panic, and no token is accepted that is unsigned, expired or has another audience.
 pub fn jwt(bytes: &[u8]) {
     identity::jwt::fuzz(bytes);
+}
+
+/// Heads of requests to an API server: a byte for the method, the target, and a header in each further line.
+/// No panic, no forbidden header is forwarded, and every way to a cluster leads to the same request.
+pub fn kubernetes_requests(bytes: &[u8]) {
+    let (method, rest) = first(bytes);
+    kubernetes::request(method, rest);
 }
 
 /// Every message of the private API and every gossip record, applied to a table. No panic.

@@ -5,7 +5,7 @@ mod client;
 mod first_message;
 
 pub use self::{
-    action::{classify, impersonated_user},
+    action::impersonated_user,
     client::{incomplete, read_response, request_without_body},
     first_message::{FirstMessage, read_first_message},
 };

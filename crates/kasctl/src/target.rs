@@ -4,6 +4,7 @@
 use std::collections::BTreeMap;
 
 use http::{HeaderName, HeaderValue, Method};
+use kube_request::headers::canonical;
 use percent_encoding::percent_decode_str;
 use proto::gitlab::agent::prototool::Values;
 
@@ -89,18 +90,6 @@ pub(crate) fn header(text: &str) -> Result<Header, Invalid> {
     let value = value.trim_matches([' ', '\t']);
     HeaderValue::from_bytes(value.as_bytes()).map_err(|_| Invalid::Header)?;
     Ok(Header { name: canonical(name), value: value.to_owned() })
-}
-
-/// Returns the canonical form of a header name in Go: `x-my-HEADER` becomes `X-My-Header`.
-fn canonical(name: &str) -> String {
-    let mut first = true;
-    name.chars()
-        .map(|c| {
-            let cased = if first { c.to_ascii_uppercase() } else { c.to_ascii_lowercase() };
-            first = c == '-';
-            cased
-        })
-        .collect()
 }
 
 #[cfg(test)]

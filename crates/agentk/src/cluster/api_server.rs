@@ -1,7 +1,7 @@
 //! A client for the API server.
 
 use std::{
-    fmt::{self, Write as _},
+    fmt,
     future::{Future, poll_fn},
     pin::Pin,
     sync::Arc,
@@ -17,6 +17,7 @@ use kube::{
     client::{ClientBuilder, ConfigExt as _},
     config::{AuthInfo, Config},
 };
+use kube_request::headers::impersonate_extra;
 use process::error::chain;
 use tower_service::Service;
 
@@ -272,17 +273,8 @@ fn identity(auth: &AuthInfo) -> anyhow::Result<Vec<(HeaderName, HeaderValue)>> {
         add(HeaderName::from_static("impersonate-group"), group)?;
     }
     for (key, values) in auth.impersonate_user_extra.iter().flatten() {
-        // As in client-go: characters that are not allowed in a header name, and the percent sign, are
-        // percent-encoded.
-        let mut name = "impersonate-extra-".to_owned();
-        for byte in key.bytes() {
-            if byte.is_ascii_alphanumeric() || b"!#$&'*+-.^_`|~".contains(&byte) {
-                name.push(char::from(byte));
-            } else {
-                let _ = write!(name, "%{byte:02X}");
-            }
-        }
-        let name = HeaderName::try_from(name).context("the kubeconfig's as-user-extra has an invalid key")?;
+        let name = HeaderName::try_from(impersonate_extra(key))
+            .context("the kubeconfig's as-user-extra has an invalid key")?;
         for value in values {
             add(name.clone(), value)?;
         }

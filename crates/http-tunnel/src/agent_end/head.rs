@@ -1,15 +1,18 @@
 //! Converts heads of HTTP messages to and from the tunnel's messages: which headers are forwarded, and how a
 //! URL is encoded.
 
-use std::{
-    collections::{BTreeMap, BTreeSet},
-    fmt::Write as _,
-};
+use std::{collections::BTreeMap, fmt::Write as _};
 
 use bytes::Bytes;
 use grpc::{Code, Status};
-use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, header, response};
+use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, Uri, header, response};
 use hyper::ext::ReasonPhrase;
+use kube_request::{
+    Target,
+    headers::{
+        canonical, impersonate_extra, is_impersonation, remove_hop_by_hop, remove_hop_by_hop_of_answer,
+    },
+};
 use prost::Message as _;
 use proto::gitlab::agent::{
     grpctool::{http_request::Header, http_response},
@@ -52,10 +55,13 @@ pub(super) fn request(
     write_path(&message.url_path, &mut target)?;
     write_query(&message.query, &mut target);
 
+    // It is checked in the form in which it is sent, so that the API server acts on what was checked.
+    let target = Target::parse(target)
+        .map_err(|error| invalid(format!("invalid header: url_path or query: {error}")))?;
+
     let mut request = Request::new(grpc::full(Bytes::new()));
     *request.method_mut() = method;
-    *request.uri_mut() =
-        target.parse().map_err(|error| invalid(format!("invalid header: url_path or query: {error}")))?;
+    *request.uri_mut() = Uri::from(target.as_sent().clone());
     let headers = request.headers_mut();
     for (name, values) in &message.header {
         // This makes names lowercase, so that the rules below apply to every spelling.
@@ -70,12 +76,7 @@ pub(super) fn request(
     }
 
     let chunked = headers.contains_key(header::TRANSFER_ENCODING);
-    for name in remove_hop_by_hop(headers) {
-        if is_impersonation(&name) {
-            // Without this header, the request would run with other permissions than those of the caller.
-            return Err(invalid(format!("invalid header: Connection names {name}")));
-        }
-    }
+    remove_hop_by_hop(headers).map_err(|error| invalid(format!("invalid header: {error}")))?;
     let length = length(headers, header.content_length, chunked)?;
     headers.remove(header::CONTENT_LENGTH);
     headers.remove(header::HOST);
@@ -145,50 +146,12 @@ fn impersonate(user: &ImpersonationConfig, headers: &mut HeaderMap) -> Result<()
         add("impersonate-uid", &user.uid)?;
     }
     for extra in &user.extra {
-        let mut name = "impersonate-extra-".to_owned();
-        // As in client-go: characters that are not allowed in a header name, and the percent sign, are
-        // percent-encoded.
-        for byte in extra.key.bytes() {
-            if byte.is_ascii_alphanumeric() || b"!#$&'*+-.^_`|~".contains(&byte) {
-                name.push(char::from(byte).to_ascii_lowercase());
-            } else {
-                let _ = write!(name, "%{byte:02X}");
-            }
-        }
+        let name = impersonate_extra(&extra.key);
         for value in &extra.val {
             add(&name, value)?;
         }
     }
     Ok(())
-}
-
-fn is_impersonation(name: &str) -> bool {
-    name.starts_with("impersonate-")
-}
-
-/// Removes hop-by-hop headers, and returns the names in `Connection`, in lower case.
-fn remove_hop_by_hop(headers: &mut HeaderMap) -> BTreeSet<String> {
-    let named: BTreeSet<String> = headers
-        .get_all(header::CONNECTION)
-        .iter()
-        .flat_map(|value| value.as_bytes().split(|byte| *byte == b','))
-        .map(|name| String::from_utf8_lossy(name.trim_ascii()).to_ascii_lowercase())
-        .filter(|name| !name.is_empty())
-        .collect();
-    let gone: Vec<_> = headers
-        .keys()
-        .filter(|name| {
-            let name = name.as_str();
-            matches!(name, "connection" | "keep-alive" | "te" | "trailer" | "transfer-encoding" | "upgrade")
-                || name.starts_with("proxy-")
-                || named.contains(name)
-        })
-        .cloned()
-        .collect();
-    for name in gone {
-        headers.remove(name);
-    }
-    named
 }
 
 fn length(headers: &HeaderMap, announced: Option<i64>, chunked: bool) -> Result<Length, Status> {
@@ -230,12 +193,6 @@ fn length(headers: &HeaderMap, announced: Option<i64>, chunked: bool) -> Result<
 fn write_path(path: &str, out: &mut String) -> Result<(), Status> {
     if path.is_empty() {
         return Err(invalid("invalid header: url_path must be at least 1 byte"));
-    }
-    if path.contains('\0') {
-        return Err(invalid("invalid header: url_path contains a NUL byte"));
-    }
-    if path.split('/').any(|segment| segment == ".." || segment == ".") {
-        return Err(invalid("invalid header: url_path contains a segment that is . or .."));
     }
     if !path.starts_with('/') {
         out.push('/');
@@ -280,7 +237,7 @@ fn write_query_part(text: &str, out: &mut String) {
 /// Builds the message for the head of a response.
 pub(super) fn response(parts: &response::Parts) -> http_response::Header {
     let mut headers = parts.headers.clone();
-    remove_hop_by_hop(&mut headers);
+    remove_hop_by_hop_of_answer(&mut headers);
     let mut map: BTreeMap<String, Values> = BTreeMap::new();
     for name in headers.keys() {
         // The map holds only text. Bytes that are not UTF-8 are replaced, so that the header is not lost.
@@ -299,19 +256,6 @@ pub(super) fn response(parts: &response::Parts) -> http_response::Header {
     let status = if reason.is_empty() { code.to_owned() } else { format!("{code} {reason}") };
     let response = HttpResponse { status_code: parts.status.as_u16().into(), status, header: map };
     http_response::Header { response: Some(response) }
-}
-
-/// Writes the name of a header in Go's canonical form, such as `Content-Type`. GitLab's agents and servers
-/// look names up in this form.
-fn canonical(name: &str) -> String {
-    let mut upper = true;
-    name.chars()
-        .map(|c| {
-            let written = if upper { c.to_ascii_uppercase() } else { c };
-            upper = c == '-';
-            written
-        })
-        .collect()
 }
 
 #[cfg(test)]
@@ -463,7 +407,8 @@ mod tests {
             ("GET", "/a/../b", "segment that is . or .."),
             ("GET", "..", "segment that is . or .."),
             ("GET", "/a/./b", "segment that is . or .."),
-            ("GET", "/a\0", "NUL"),
+            ("GET", "/a\0", "control character (0x00)"),
+            ("GET", "/a\r\nb", "control character (0x0d)"),
         ] {
             let got = rejected(message(method, path, &[]));
             assert!(got.contains(text), "{got}");

@@ -15,6 +15,7 @@ use bytes::{Bytes, BytesMut};
 use grpc::{BoxError, Code, Deadline, Outcome, Status};
 use http_body::{Body, Frame, SizeHint};
 use http_body_util::BodyExt as _;
+use kube_request::headers::is_impersonation;
 use prost::Message as _;
 use proto::gitlab::agent::{
     grpctool::{
@@ -113,7 +114,7 @@ fn impersonates(header: &Header) -> Result<bool, Status> {
     }
     // In any spelling: GitLab's agents look for one spelling only, but the API server accepts all.
     let names = header.request.iter().flat_map(|request| request.header.keys());
-    if names.into_iter().any(|name| name.to_ascii_lowercase().starts_with("impersonate-")) {
+    if names.into_iter().any(|name| is_impersonation(name)) {
         return invalid("either extra.imp_config or Impersonate-* headers, not both");
     }
     Ok(true)

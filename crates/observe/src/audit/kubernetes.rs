@@ -1,14 +1,18 @@
 //! What a request does to the API server, for the audit log.
 
 use aws_lc_rs::digest;
-use http_tunnel::kas_end::{classify, impersonated_user};
-use proto::gitlab::agent::grpctool::http_request::Header;
+use http_tunnel::kas_end::impersonated_user;
+use kube_request::{Parameters, RequestInfo};
+use proto::gitlab::agent::{grpctool::http_request::Header, prototool};
+
+/// The most characters of a name from a caller. Longer names are truncated.
+const LONGEST: usize = 128;
 
 /// What a request does.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KubernetesAction {
-    /// `get`, `list`, `watch`, `create`, `update`, `patch`, `delete` or `deletecollection`; for paths without
-    /// a resource, the HTTP method.
+    /// `get`, `list`, `watch`, `create`, `update`, `patch`, `delete` or `deletecollection`; `proxy` for a
+    /// deprecated form of path; for paths without a resource, the HTTP method.
     pub verb: String,
     /// `resource.group/subresource`, such as `pods`, `pods/exec` or `deployments.apps/scale`; `nonresource`
     /// for paths without a resource.
@@ -34,17 +38,88 @@ impl KubernetesAction {
     }
 }
 
+/// Returns verb and resource as the API server has them.
+fn classify(request: &prototool::HttpRequest) -> (String, String) {
+    let query = request.query.iter();
+    let first = query.filter_map(|(key, values)| Some((key.as_str(), values.value.first()?.as_str())));
+    let info = RequestInfo::decoded(&request.method, &request.url_path, &Parameters::from_pairs(first));
+    if !info.is_resource() || info.verb().is_empty() || info.parts().next().is_none() {
+        return (truncated(&request.method.to_ascii_lowercase()), "nonresource".to_owned());
+    }
+    let mut resource = truncated(info.resource());
+    for (separator, name) in [('.', info.api_group()), ('/', info.subresource())] {
+        if !name.is_empty() {
+            resource.push(separator);
+            resource.push_str(&truncated(name));
+        }
+    }
+    (info.verb().to_owned(), resource)
+}
+
+fn truncated(text: &str) -> String {
+    text.chars().take(LONGEST).collect()
+}
+
 #[cfg(test)]
 mod tests {
     use http_tunnel::HEADER_EXTRA;
+    use proptest::prelude::*;
+    use prost::Message as _;
     use proto::gitlab::agent::{
         kubernetes_api::rpc::HeaderExtra,
         prototool::{self, Values},
     };
 
-    use prost::Message as _;
-
     use super::*;
+
+    #[test]
+    fn verbs_and_resources_are_those_of_the_api_server() {
+        for (method, path, expected) in [
+            ("GET", "/version", "get nonresource"),
+            ("GET", "/api/v1", "get nonresource"),
+            ("OPTIONS", "/api/v1/pods", "options nonresource"),
+            ("GET", "/api/v1/watch", "get nonresource"),
+            ("GET", "/api/v1/pods", "list pods"),
+            ("GET", "/api/v1/namespaces", "list namespaces"),
+            ("GET", "/api/v1/namespaces/a", "get namespaces"),
+            ("PUT", "/api/v1/namespaces/a/status", "update namespaces/status"),
+            ("GET", "/api/v1/namespaces/a/pods", "list pods"),
+            ("GET", "/api/v1/namespaces/a/pods/b/log", "get pods/log"),
+            ("POST", "/api/v1/namespaces/a/pods/b/exec", "create pods/exec"),
+            ("GET", "/api/v1/namespaces/a/services/b/proxy/etc/passwd", "get services/proxy"),
+            ("DELETE", "/apis/apps/v1/namespaces/a/deployments", "deletecollection deployments.apps"),
+            ("PATCH", "/apis/apps/v1/namespaces/a/deployments/b/scale", "patch deployments.apps/scale"),
+            ("GET", "/api/v1/watch/pods", "watch pods"),
+            ("GET", "/api/v1/proxy/namespaces/a/pods/b", "proxy pods"),
+        ] {
+            let (verb, resource) = classify(&request(method, path));
+            assert_eq!(format!("{verb} {resource}"), expected, "{method} {path}");
+        }
+        for (values, expected) in [
+            (&["true"][..], "watch"),
+            (&["1"], "watch"),
+            (&["", "0"], "watch"),
+            (&["yes"], "watch"),
+            (&["False"], "list"),
+            (&["0", "1"], "list"),
+            (&[], "list"),
+        ] {
+            let mut request = request("GET", "/api/v1/namespaces/a/pods");
+            let value = values.iter().map(|value| (*value).to_owned()).collect();
+            request.query.insert("watch".to_owned(), Values { value });
+            assert_eq!(classify(&request), (expected.to_owned(), "pods".to_owned()), "{values:?}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn any_path_has_a_bounded_class(method in ".{0,300}", path in ".{0,2000}", group in "[a-z./]{0,600}") {
+            for path in [path.clone(), format!("/apis/{group}/{path}")] {
+                let (verb, resource) = classify(&request(&method, &path));
+                prop_assert!(verb.chars().count() <= LONGEST && resource.chars().count() <= 3 * LONGEST + 2);
+            }
+        }
+    }
 
     fn request(method: &str, path: &str) -> prototool::HttpRequest {
         prototool::HttpRequest {
