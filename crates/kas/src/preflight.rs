@@ -14,7 +14,7 @@ use settings::exposure::{self, Exposure};
 use crate::certificates;
 use kas_config::{
     self, ApiSecrets, Audit, AuditOutput, Config, Environment, Identity, Listen, Network, OpenFiles, Problem,
-    Problems, RedisPasswords, RedisTarget, Secrets, Shared, Tracker, Warning,
+    Problems, RedisPasswords, RedisTarget, Secrets, Shared, TlsFiles, Tracker, Warning,
 };
 use observe::audit;
 
@@ -92,6 +92,22 @@ impl Findings {
         self.problem(path, chain(error), expected);
     }
 
+    /// Checks the files of a certificate, each for itself, and returns whether both can be read. Whether they
+    /// fit together is another check.
+    fn pair(&mut self, section: &str, files: &TlsFiles) -> bool {
+        let (certificate, key) = (tls::validity(&files.certificate), tls::check_key(&files.key));
+        let can_be_read = certificate.is_ok() && key.is_ok();
+        if let Err(error) = certificate {
+            let expected = "a certificate in PEM, its chain behind it";
+            self.unusable(format!("{section}.certificate_file"), &error, expected);
+        }
+        if let Err(error) = key {
+            let expected = "the private key of certificate_file, in PEM";
+            self.unusable(format!("{section}.key_file"), &error, expected);
+        }
+        can_be_read
+    }
+
     /// Checks the mode of a file. A missing file is reported elsewhere.
     fn exposure(&mut self, key: String, what: &str, path: &Path, open: OpenFiles) {
         let Ok(found) = std::fs::metadata(path) else { return };
@@ -126,30 +142,33 @@ fn files(config: &Config) -> Findings {
             continue;
         };
         let others = private.and_then(|private| private.others.as_ref()).filter(|_| section == "private_api");
-        let tried = match others {
+        let others = others.filter(|others| match tls::validity(&others.ca) {
+            Ok(_) => true,
+            Err(error) => {
+                let expected = "the CA certificates that sign those of replicas, in PEM";
+                findings.unusable("private_api.listen.client_ca_file".to_owned(), &error, expected);
+                false
+            }
+        });
+        let tried = findings.pair(&format!("{section}.listen"), files).then(|| match others {
             None => tls::server(&files.certificate, &files.key),
-            Some(others) => match tls::validity(&others.ca) {
-                Ok(_) => certificates::private_server(files, Some(others)),
-                Err(error) => {
-                    let expected = "the CA certificates that sign those of replicas, in PEM";
-                    findings.unusable("private_api.listen.client_ca_file".to_owned(), &error, expected);
-                    tls::server(&files.certificate, &files.key)
-                }
-            },
-        };
+            Some(others) => certificates::private_server(files, Some(others)),
+        });
         match tried {
-            Err(error @ tls::Error::Role { .. }) => findings.unusable(
+            // Neither file hides what is wrong with the other one.
+            None => {}
+            Some(Err(error @ tls::Error::Role { .. })) => findings.unusable(
                 format!("{section}.listen.certificate_file"),
                 &error,
                 "a certificate with that URI, which other replicas require; or the URI that it has in \
                  private_api.listen.role",
             ),
-            Err(error) => findings.unusable(
+            Some(Err(error)) => findings.unusable(
                 format!("{section}.listen.certificate_file"),
                 &error,
                 "a certificate in PEM, its chain behind it, and in key_file its private key",
             ),
-            Ok(_) => {
+            Some(Ok(_)) => {
                 let ended = tls::validity(&files.certificate)
                     .is_ok_and(|validity| validity.first <= process::clock::wall());
                 if ended {
@@ -188,7 +207,15 @@ fn files(config: &Config) -> Findings {
 
 /// Checks the files for the connection to Redis; passwords are read with the secrets.
 fn redis(shared: &Shared, open: OpenFiles, findings: &mut Findings) {
-    if let Err(error) = crate::replicas::redis_backend::check(shared) {
+    let tls = shared.redis.tls.as_ref();
+    let mut can_be_read =
+        tls.and_then(|tls| tls.identity.as_ref()).is_none_or(|files| findings.pair("redis.tls", files));
+    if let Some(Err(error)) = tls.and_then(|tls| tls.ca.as_ref()).map(|ca| tls::validity(ca)) {
+        let expected = "the CA certificates that sign those of Redis, in PEM";
+        findings.unusable("redis.tls.ca_certificate_file".to_owned(), &error, expected);
+        can_be_read = false;
+    }
+    if can_be_read && let Err(error) = crate::replicas::redis_backend::check(shared) {
         let expected = "certificates and a key in PEM, and addresses that can be dialled";
         findings.unusable(error.key().to_owned(), &error, expected);
     }
@@ -198,7 +225,7 @@ fn redis(shared: &Shared, open: OpenFiles, findings: &mut Findings) {
     if let RedisTarget::Sentinel { password_file: Some(file), .. } = &shared.redis.target {
         findings.exposure("redis.sentinel.sentinel_password_file".to_owned(), "a password", file, open);
     }
-    if let Some(files) = shared.redis.tls.as_ref().and_then(|tls| tls.identity.as_ref()) {
+    if let Some(files) = tls.and_then(|tls| tls.identity.as_ref()) {
         findings.exposure("redis.tls.key_file".to_owned(), "a private key", &files.key, open);
     }
 }

@@ -126,6 +126,14 @@ pub fn validity(path: &Path) -> Result<Validity, Error> {
         .ok_or_else(|| Error::Empty(path.to_owned()))
 }
 
+/// Checks that a file has a private key.
+///
+/// # Errors
+/// [`Error::Pem`].
+pub fn check_key(path: &Path) -> Result<(), Error> {
+    private_key(path).map(drop)
+}
+
 /// Checks that the first certificate of a file has a role.
 ///
 /// # Errors

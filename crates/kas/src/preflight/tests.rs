@@ -131,6 +131,59 @@ private_api:
 }
 
 #[test]
+fn a_missing_certificate_and_a_missing_key_are_both_named() {
+    net::tls::install();
+    let files = Files::new(&[("a", SECRET_A), ("b", SECRET_B), ("empty", "")]);
+    let folder = files.0.path();
+    certificate(folder, "good", None, std::time::UNIX_EPOCH + secs(4_102_444_800), 0o600);
+    fs::set_permissions(folder.join("good.crt"), fs::Permissions::from_mode(0o600)).unwrap();
+    let told = |yaml: &str| -> Vec<String> {
+        let shown = folder.display().to_string();
+        let api = "api: {listen: {authentication_secret_file: DIR/a}}";
+        let text = check(&config(&format!("{api}\n{yaml}").replace("DIR", &shown))).unwrap_err().to_string();
+        text.replace(&shown, "DIR").lines().map(str::to_owned).collect()
+    };
+    let agent = |certificate: &str, key: &str| {
+        told(&format!("agent: {{listen: {{certificate_file: DIR/{certificate}, key_file: DIR/{key}}}}}"))
+    };
+    let no_certificate = |key: &str| {
+        format!(
+            "{key}certificate_file: found cannot read certificates from DIR/none.crt: I/O error: No such file or \
+             directory (os error 2); expected a certificate in PEM, its chain behind it"
+        )
+    };
+    let no_key = |key: &str| {
+        format!(
+            "{key}key_file: found cannot read a private key from DIR/none.key: I/O error: No such file or directory (os \
+             error 2); expected the private key of certificate_file, in PEM"
+        )
+    };
+    let section = "agent.listen.";
+    assert_eq!(agent("none.crt", "none.key"), [no_certificate(section), no_key(section)]);
+    assert_eq!(agent("none.crt", "good.key"), [no_certificate(section)]);
+    assert_eq!(agent("good.crt", "none.key"), [no_key(section)]);
+    // Files without what they should contain.
+    let exchanged = agent("good.key", "good.crt");
+    let begin = [
+        "agent.listen.certificate_file: found DIR/good.key holds no certificate; expected a certificate",
+        "agent.listen.key_file: found cannot read a private key from DIR/good.crt: ",
+    ];
+    assert!(
+        exchanged.len() == 2 && exchanged.iter().zip(begin).all(|(told, begin)| told.starts_with(begin)),
+        "{exchanged:#?}"
+    );
+    let redis = "
+private_api: {listen: {authentication_secret_file: DIR/b}}
+redis:
+  server: {address: a}
+  tls: {enabled: true, certificate_file: DIR/none.crt, key_file: DIR/none.key, ca_certificate_file: DIR/empty}
+";
+    let ca = "redis.tls.ca_certificate_file: found DIR/empty holds no certificate; expected the CA certificates that \
+              sign those of Redis, in PEM";
+    assert_eq!(told(redis), [&*no_certificate("redis.tls."), &no_key("redis.tls."), ca]);
+}
+
+#[test]
 fn files_for_spans_and_the_folder_of_the_audit_log_are_checked() {
     net::tls::install();
     let files = Files::new(&[("a", SECRET_A), ("headers", "x: y"), ("open", "x: y")]);
