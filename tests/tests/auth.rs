@@ -37,7 +37,7 @@ async fn call(kas: &Kas, authorization: &[&str], method: &str) -> Result<Answer>
 
 #[tokio::test]
 async fn callers_are_authenticated_by_a_jwt_signed_as_gitlab_signs_it() -> Result<()> {
-    let secrets: Vec<Vec<u8>> = vec![(0..32).collect(), (100..132).collect()];
+    let secrets: Vec<Vec<u8>> = vec![(0..32).collect(), (100..132).collect(), (0..64).collect()];
     let config = json!({ "api": { "listen": { "issuers": ["gitlab", "gitlab.example.com"] } } });
     let options = Options { secrets: secrets.clone(), config, ..Options::default() };
     let kas = Kas::start_with(options).await?;
@@ -47,6 +47,8 @@ async fn callers_are_authenticated_by_a_jwt_signed_as_gitlab_signs_it() -> Resul
         ("an audience in a list", good().claim("aud", json!(["gitlab-kas"]))),
         ("one audience of several", good().claim("aud", json!(["other", "gitlab-kas"]))),
         ("another secret of the list", Jwt::new(&secrets[1])),
+        ("HS384 with a secret of 64 bytes", Jwt::new(&secrets[2]).algorithm(Some(Algorithm::HS384))),
+        ("HS512 with a secret of 64 bytes", Jwt::new(&secrets[2]).algorithm(Some(Algorithm::HS512))),
         ("another issuer of the list", good().claim("iss", json!("gitlab.example.com"))),
         ("no nbf", good().claim("nbf", json!(null))),
         ("expired within the leeway", good().claim("exp", json!(now() - 2))),
@@ -60,8 +62,8 @@ async fn callers_are_authenticated_by_a_jwt_signed_as_gitlab_signs_it() -> Resul
         assert_eq!(got.status.code(), Code::Ok, "{scheme}: {}", got.status);
     }
     let wrong: Vec<(&str, Jwt)> = vec![
-        ("HS384", good().algorithm(Some(Algorithm::HS384))),
-        ("HS512", good().algorithm(Some(Algorithm::HS512))),
+        ("HS384 with a secret of 32 bytes", good().algorithm(Some(Algorithm::HS384))),
+        ("HS512 with a secret of 32 bytes", good().algorithm(Some(Algorithm::HS512))),
         ("no signature", good().algorithm(None)),
         ("a wrong audience", good().claim("aud", json!("gitlab-other"))),
         ("a prefix of the audience", good().claim("aud", json!("gitlab"))),

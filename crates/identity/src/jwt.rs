@@ -50,13 +50,21 @@ const LONGEST_REMEMBERED: usize = 2048;
 /// Minimum time between two log messages about an issuer that is not accepted.
 const ISSUER_LOGGED: Duration = Duration::from_secs(60);
 
+/// The signatures that are accepted, and the length in bytes that a secret needs for each: that of the hash
+/// (RFC 7518, section 3.2). For HS256, it is checked when the secret is read. kas of GitLab, 14.1 and 16.5,
+/// accepts the same ones with a secret of any length.
+const ALGORITHMS: [(Algorithm, usize); 3] =
+    [(Algorithm::HS256, 0), (Algorithm::HS384, 48), (Algorithm::HS512, 64)];
+
 /// Verifies the JWTs of one listener.
 ///
 /// A verified token is cached with its expiry, which is checked on each use: a valid signature stays valid,
 /// and verifying it takes 40 % of a small request.
 pub struct JwtVerifier {
-    keys: Vec<DecodingKey>,
-    validation: Validation,
+    /// Each with the rules for its tokens, which differ in the accepted signatures.
+    keys: Vec<(DecodingKey, Validation)>,
+    /// Maximum clock difference, in seconds.
+    leeway: u64,
     verified: Mutex<HashMap<Box<[u8]>, Verified>>,
     /// When the last message about an issuer that is not accepted was logged.
     issuer_logged: Mutex<Option<Instant>>,
@@ -99,11 +107,11 @@ impl Claims {
 }
 
 impl JwtVerifier {
-    /// Accepts HS256 tokens that are signed with any of `secrets`, have the audience [`AUDIENCE`], one of
-    /// `issuers` and an expiry. `leeway` is the maximum clock difference, in whole seconds.
+    /// Accepts tokens that are signed with any of `secrets`, have the audience [`AUDIENCE`], one of `issuers`
+    /// and an expiry. The signature is HS256, or HS384 or HS512 if the secret has at least 48 or 64 bytes.
+    /// `leeway` is the maximum clock difference, in whole seconds.
     pub fn new(secrets: &[ApiSecret], issuers: &[String], leeway: Duration) -> Self {
-        let keys = secrets.iter().map(|secret| DecodingKey::from_secret(secret.expose())).collect();
-        Self::with_keys(keys, issuers, leeway)
+        Self::with_secrets(secrets.iter().map(ApiSecret::expose), issuers, leeway)
     }
 
     /// Accepts the tokens of other replicas, signed with any of `secrets`. See [`new`](Self::new).
@@ -111,7 +119,11 @@ impl JwtVerifier {
         Self::new(secrets, &[ISSUER.to_owned()], REPLICA_LEEWAY)
     }
 
-    fn with_keys(keys: Vec<DecodingKey>, issuers: &[String], leeway: Duration) -> Self {
+    fn with_secrets<'a>(
+        secrets: impl Iterator<Item = &'a [u8]>,
+        issuers: &[String],
+        leeway: Duration,
+    ) -> Self {
         let mut validation = Validation::new(Algorithm::HS256);
         validation.set_audience(&[AUDIENCE]);
         validation.set_issuer(issuers);
@@ -119,7 +131,18 @@ impl JwtVerifier {
         validation.validate_exp = true;
         validation.validate_nbf = true;
         validation.leeway = leeway.as_secs();
-        Self { keys, validation, verified: Mutex::default(), issuer_logged: Mutex::default() }
+        let keys = secrets.map(|secret| {
+            let mut validation = validation.clone();
+            let accepted = ALGORITHMS.iter().filter(|(_, bytes)| secret.len() >= *bytes);
+            validation.algorithms = accepted.map(|(algorithm, _)| *algorithm).collect();
+            (DecodingKey::from_secret(secret), validation)
+        });
+        Self {
+            keys: keys.collect(),
+            leeway: leeway.as_secs(),
+            verified: Mutex::default(),
+            issuer_logged: Mutex::default(),
+        }
     }
 
     /// Checks the token of a request and returns its actor.
@@ -130,13 +153,13 @@ impl JwtVerifier {
         let token = bearer(headers)?;
         let now = process::clock::wall().as_secs_f64();
         if let Some(verified) = self.verified().get(token)
-            && now < verified.exp + self.validation.leeway as f64
+            && now < verified.exp + self.leeway as f64
         {
             return Ok(Arc::clone(&verified.actor));
         }
         let mut reason = None;
-        for key in &self.keys {
-            match jsonwebtoken::decode::<Claims>(token, key, &self.validation) {
+        for (key, validation) in &self.keys {
+            match jsonwebtoken::decode::<Claims>(token, key, validation) {
                 Ok(decoded) => {
                     if let Some(fault) = unusable(token, &decoded.claims) {
                         tracing::debug!(error = fault, "jwt refused");
@@ -159,7 +182,10 @@ impl JwtVerifier {
             }
         }
         if let Some(error) = reason {
-            tracing::debug!(error = %error, "jwt refused");
+            let why = matches!(error.kind(), ErrorKind::InvalidAlgorithm).then_some(
+                "expected HS256, or with a secret of at least 48 bytes HS384, of at least 64 bytes HS512",
+            );
+            tracing::debug!(error = %error, why, "jwt refused");
         }
         Err(Status::new(Code::Unauthenticated, "JWT validation failed"))
     }
@@ -227,11 +253,7 @@ fn unusable(token: &[u8], claims: &Claims) -> Option<&'static str> {
 pub fn fuzz(bytes: &[u8]) {
     use BASE64_URL_SAFE_NO_PAD as BASE64;
     const SECRET: &[u8] = &[b's'; 32];
-    let verifier = JwtVerifier::with_keys(
-        vec![DecodingKey::from_secret(SECRET)],
-        &["gitlab".to_owned()],
-        Duration::ZERO,
-    );
+    let verifier = JwtVerifier::with_secrets(std::iter::once(SECRET), &["gitlab".to_owned()], Duration::ZERO);
     let verify = |value: &[u8]| {
         let mut headers = HeaderMap::new();
         let value = http::HeaderValue::from_bytes(value).ok()?;
@@ -264,9 +286,12 @@ mod tests {
     use super::*;
 
     fn headers(claims: &serde_json::Value, secret: &[u8]) -> HeaderMap {
+        signed(claims, secret, Algorithm::HS256)
+    }
+
+    fn signed(claims: &serde_json::Value, secret: &[u8], algorithm: Algorithm) -> HeaderMap {
         let token =
-            jsonwebtoken::encode(&Header::new(Algorithm::HS256), claims, &EncodingKey::from_secret(secret))
-                .unwrap();
+            jsonwebtoken::encode(&Header::new(algorithm), claims, &EncodingKey::from_secret(secret)).unwrap();
         let mut headers = HeaderMap::new();
         headers.insert("authorization", format!("Bearer {token}").parse().unwrap());
         headers
@@ -318,6 +343,38 @@ mod tests {
             for _ in 0..2 {
                 let actor = verifier.verify(&headers).unwrap();
                 assert_eq!((actor.issuer.as_str(), &actor.subject), ("gitlab", &expected));
+            }
+        }
+    }
+
+    #[test]
+    fn longer_hashes_are_accepted_for_secrets_that_are_as_long() {
+        let exp = process::clock::wall().as_secs() + 60;
+        let claims = serde_json::json!({"aud": AUDIENCE, "iss": "gitlab", "exp": exp});
+        // The second secret is the one that has signed.
+        let accepts = |length: usize, algorithm: Algorithm| {
+            let secret = vec![b's'; length];
+            let secrets = [&[b'x'; 64][..], &secret].into_iter();
+            let verifier = JwtVerifier::with_secrets(secrets, &["gitlab".to_owned()], Duration::ZERO);
+            let verify = |key: &[u8]| verifier.verify(&signed(&claims, key, algorithm)).is_ok();
+            assert!(!verify(&vec![b'y'; length]), "{algorithm:?} with another secret");
+            verify(&secret)
+        };
+        use Algorithm::{HS256, HS384, HS512};
+        for (length, expected) in [
+            (32, &[HS256][..]),
+            (47, &[HS256]),
+            (48, &[HS256, HS384]),
+            (63, &[HS256, HS384]),
+            (64, &[HS256, HS384, HS512]),
+            (100, &[HS256, HS384, HS512]),
+        ] {
+            for algorithm in [HS256, HS384, HS512] {
+                assert_eq!(
+                    accepts(length, algorithm),
+                    expected.contains(&algorithm),
+                    "{length} {algorithm:?}"
+                );
             }
         }
     }

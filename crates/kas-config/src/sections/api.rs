@@ -53,8 +53,9 @@ fn listener(s: &mut Section<'_, '_>) -> (ApiListener, SecretFiles, bool) {
     let (network, address) = bind_address(s, "127.0.0.1:8153");
     let one = s.path(
         "authentication_secret_file",
-        "Base64 of the secret that tokens (JWT, HS256) are signed with. If this and the list below are empty: \
-         api-secret in state_dir, created at the first start.",
+        "Base64 of the secret that tokens (JWT) are signed with. HS256 is always accepted, HS384 if the secret has at \
+         least 48 bytes, and HS512 from 64 bytes on; 14.1 and 16.5 accept them with any secret. If this and the list \
+         below are empty: api-secret in state_dir, created at the first start.",
     );
     let files = secret_files(
         s,
