@@ -204,6 +204,18 @@ async fn reserved_metadata_keys_are_refused_by_name() -> Result<()> {
     let no_agent = caller.call(caller.request(&path("Echo")), &[b""]).await?.status;
     assert_eq!(no_agent.code(), Code::Unimplemented);
     assert!(no_agent.message().contains("kas-agent-id"), "{no_agent}");
+    let forgotten = caller
+        .call(caller.request("/gitlab.agent.kubernetes_api.rpc.KubernetesApi/MakeRequest"), &[b""])
+        .await?
+        .status;
+    assert_eq!(forgotten.code(), Code::Unimplemented);
+    assert!(forgotten.message().contains("kas-agent-id"), "{forgotten}");
+    // Methods of GitLab's API that only other versions serve: no agent has them either.
+    for method in ["/gitlab.agent.autoflow.rpc.AutoFlow/StartWorkflow", "/kas.api.v9.Other/Method"] {
+        let unserved = caller.call(caller.request(method), &[b""]).await?.status;
+        let text = format!("unknown method {method}: this version of kas does not serve it");
+        assert_eq!((unserved.code(), unserved.message()), (Code::Unimplemented, &*text));
+    }
     // The same applies to methods of kas.
     let own = "/kas.api.v1.KasApi/ListReplicas";
     for key in ["kas-zzz", "kas-tunnel"] {

@@ -170,16 +170,7 @@ impl Connection for Caller {
         }
         let target = match Target::read(request.headers()) {
             Ok(Some(target)) => target,
-            Ok(None) => {
-                let path = request.uri().path();
-                let status = Status::new(
-                    Code::Unimplemented,
-                    format!(
-                        "unknown method {path}; to reach an agent's method name the agent in metadata kas-agent-id"
-                    ),
-                );
-                return refuse(&status, Rule::Method);
-            }
+            Ok(None) => return refuse(&unknown_method(request.uri().path()), Rule::Method),
             Err(status) => return wrong_keys(&status),
         };
         record.target(target.agent, target.connection);
@@ -197,6 +188,19 @@ impl Connection for Caller {
     fn going_away(&self, _reason: GoAway) {
         // GOAWAY is enough: callers open new connections, and open requests continue.
     }
+}
+
+/// The answer to a call that names no agent, if the method is not one of kas.
+fn unknown_method(path: &str) -> Status {
+    // All other services in these packages belong to an API of kas: naming an agent would not help.
+    let is_of_kas = (path.starts_with("/gitlab.") && !path.starts_with("/gitlab.agent.kubernetes_api."))
+        || path.starts_with("/kas.api.");
+    let text = if is_of_kas {
+        format!("unknown method {path}: this version of kas does not serve it")
+    } else {
+        format!("unknown method {path}; to reach an agent's method name the agent in metadata kas-agent-id")
+    };
+    Status::new(Code::Unimplemented, text)
 }
 
 /// Passes a request to its agent.
