@@ -320,6 +320,9 @@ async fn doctor(url: &str, token: &str, further: &[&str], env: &[(&str, &str)]) 
     if !further.contains(&"--silence") {
         command.args(["--silence", "0s"]);
     }
+    if !further.contains(&"--observability-address") {
+        command.args(["--observability-address", "127.0.0.1:0"]);
+    }
     let output = tokio::task::spawn_blocking(move || command.output()).await??;
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     let report: Value = serde_json::from_slice(&output.stdout)
@@ -495,6 +498,45 @@ async fn doctor_finds_the_working_address_and_explains_the_failing_one() -> Resu
             (&json!(false), &json!(true))
         );
     }
+    Ok(())
+}
+
+#[tokio::test]
+async fn agentk_serves_requests_while_another_process_uses_its_port_for_metrics() -> Result<()> {
+    let kas = plain().await?;
+    let other = tokio::net::TcpListener::bind("127.0.0.1:0").await?;
+    let port = other.local_addr()?;
+    let (url, address) = (format!("grpc://{}", kas.agent), port.to_string());
+    let dir = tempfile::tempdir()?;
+    let token_file = dir.path().join("token");
+    std::fs::write(&token_file, token(1))?;
+    let program = tokio::task::spawn_blocking(|| testkit::process::program("agentk")).await??;
+    let arguments = ["--kas-address", &url, "--token-file", text(&token_file), "--log-format", "json"];
+    let further =
+        ["--observability-address", &address, "--kube-server", "http://127.0.0.1:1", "--bench-module"];
+    let agentk = Process::start("agentk", &program, &[&arguments[..], &further[..]].concat(), &[]).await?;
+    let is_told = |line: &Value| {
+        let told = line["message"].as_str()?.starts_with("no metrics and probes: the port cannot be used; ")
+            && line["address"] == *address;
+        told.then_some(())
+    };
+    agentk.logged("that its port is taken", is_told).await?;
+    echo(&kas.caller().await?, 1, "x").await?;
+    let doctor = async || -> Result<(Value, String)> {
+        let (code, report) = doctor(&url, &token(1), &["--observability-address", &address], &[]).await?;
+        // The API server of this test cannot be reached.
+        ensure!(code == 6 && report["metrics"]["check"] == "metrics", "{report:#}");
+        Ok((report["metrics"]["outcome"].clone(), report["metrics"].to_string()))
+    };
+    let (outcome, said) = doctor().await?;
+    ensure!(outcome == "warning" && said.contains("another program uses 127.0.0.1:"), "{said}");
+    drop(other);
+    let served = |line: &Value| (line["message"] == "metrics and probes").then_some(());
+    agentk.logged("that its port is served", served).await?;
+    let (status, _) = testkit::kas::get(port, "/readiness").await?;
+    assert_eq!(status, http::StatusCode::OK);
+    let (outcome, said) = doctor().await?;
+    ensure!(outcome == "ok" && said.contains("an agentk serves them on 127.0.0.1:"), "{said}");
     Ok(())
 }
 

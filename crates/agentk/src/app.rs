@@ -4,12 +4,7 @@ use std::{path::PathBuf, sync::Arc, time::Duration};
 
 use anyhow::Context as _;
 use http::HeaderValue;
-use net::{
-    admin::{self, Admin},
-    io::{Address, Listener},
-    proxy::Proxies,
-    tls,
-};
+use net::{admin::Admin, proxy::Proxies, tls};
 use process::{
     files::{self, Snapshot},
     lifecycle::{self, Lifecycle, Phase, Signals},
@@ -26,6 +21,7 @@ use crate::{
     dial::{Dialer, KasAddresses, KasHeader, KasHeaders},
     metrics::Metrics,
     module::{Context, Module, Modules, Pushed, kubernetes_api::KubernetesApi, logging::Logging},
+    observability::Port,
     session::SessionContext,
     supervisor,
     token::TokenFile,
@@ -177,13 +173,7 @@ pub async fn run(settings: Settings, level: Level) -> anyhow::Result<()> {
     let modules = Modules::new(modules).traced(tracer);
 
     let metrics = Arc::new(Metrics::new(&mut registry));
-    let listener =
-        Listener::bind(&Address::Tcp(settings.observability_address.clone())).await.with_context(|| {
-            format!("--observability-address: cannot listen on {}", settings.observability_address)
-        })?;
-    if let Some(address) = listener.local_addr() {
-        tracing::info!(address = %address, "metrics and probes");
-    }
+    let port = Port::bind(&settings.observability_address).await?;
     let lifecycle = Lifecycle::default();
     let probed = Arc::clone(&metrics);
     let admin = Admin {
@@ -200,7 +190,7 @@ pub async fn run(settings: Settings, level: Level) -> anyhow::Result<()> {
         refresh: Box::new(|| {}),
         site: None,
     };
-    let admin = tokio::spawn(admin::run(listener, admin, lifecycle.clone()));
+    let admin = tokio::spawn(port.serve(admin, lifecycle.clone()));
 
     let leave = CancellationToken::new();
     let tasks = TaskTracker::new();

@@ -79,7 +79,8 @@ pub struct AgentArguments {
     /// How to reach the cluster's API server.
     #[command(flatten)]
     pub cluster: ClusterAccess,
-    /// Address for metrics and probes.
+    /// Address for metrics and probes. While another process uses it, agentk serves requests without them,
+    /// and tries again every 10 s.
     #[arg(long, value_name = "ADDRESS", default_value = ":8080")]
     pub observability_address: String,
     /// Number of kas replicas to stay connected to. With two, losing one drops no queued request.
@@ -186,6 +187,9 @@ pub struct DoctorArguments {
     /// How to reach the cluster's API server.
     #[command(flatten)]
     pub cluster: ClusterAccess,
+    /// Address for metrics and probes, to see whether another process uses it.
+    #[arg(long, value_name = "ADDRESS", default_value = ":8080")]
+    pub observability_address: String,
     /// How long to hold an idle stream to see whether a proxy cuts it, for example 75s or 10m, at most 1h; 0s
     /// skips the test.
     ///

@@ -9,6 +9,7 @@ mod call;
 mod certificates;
 mod connect;
 mod kubernetes;
+mod metrics;
 mod report;
 mod silence;
 
@@ -28,6 +29,7 @@ use crate::{
     app::KasAccess,
     cluster::ClusterAccess,
     dial::{Dialer, KasAddress},
+    observability::Port,
     token::TokenFile,
 };
 
@@ -41,6 +43,8 @@ pub struct Settings {
     pub kas: KasAccess,
     /// How to reach the cluster.
     pub cluster: ClusterAccess,
+    /// The address for metrics and probes.
+    pub observability_address: String,
     /// How long an idle stream is held to see whether something cuts it; zero skips the test.
     pub silence: Duration,
     /// The output format.
@@ -61,6 +65,8 @@ pub async fn run(settings: Settings) -> anyhow::Result<Verdict> {
         kept => kept,
     }
     .context("--ca-cert-file")?;
+    // Dropped at once: an agentk that starts meanwhile gets the port.
+    let is_taken = Port::bind(&settings.observability_address).await?.is_taken();
     let proxies = Proxies::from_env();
     let dialer = settings.kas.dialer_with(Arc::clone(&config), proxies.clone())?;
     let reporter = Reporter::new(settings.format);
@@ -95,6 +101,9 @@ pub async fn run(settings: Settings) -> anyhow::Result<Verdict> {
     reporter.heading("Kubernetes API server");
     let kubernetes = kubernetes::check(&settings.cluster).await;
     reporter.finding(&kubernetes);
+    reporter.heading("Metrics and probes");
+    let metrics = metrics::check(&settings.observability_address, is_taken).await;
+    reporter.finding(&metrics);
 
     let first = addresses.iter().find(|address| address.passes).map(|address| address.address.clone());
     let (verdict, summary) = match first {
@@ -112,12 +121,18 @@ pub async fn run(settings: Settings) -> anyhow::Result<Verdict> {
             Verdict::SilenceCut,
             format!("agentk can reach kas at {address}, but long idle requests are cut on the way"),
         ),
+        // The exit code is that of a healthy agent: its requests are not affected.
+        Some(address) if metrics.outcome == Outcome::Warning => (
+            Verdict::Healthy,
+            format!("agentk can reach kas at {address}, but its port for metrics and probes is taken"),
+        ),
         Some(address) => (Verdict::Healthy, format!("no problem found: agentk can reach kas at {address}")),
     };
     let report = Report {
         version: version::VERSION,
         addresses,
         kubernetes,
+        metrics,
         verdict,
         exit_code: verdict as u8,
         summary,

@@ -15,6 +15,7 @@ pub mod dial;
 pub mod doctor;
 pub mod metrics;
 pub mod module;
+pub mod observability;
 pub mod pool;
 pub mod replica;
 pub mod session;

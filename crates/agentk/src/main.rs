@@ -44,6 +44,7 @@ fn run(arguments: Arguments) -> anyhow::Result<ExitCode> {
             let settings = doctor::Settings {
                 kas: doctor.kas.access()?,
                 cluster: doctor.cluster,
+                observability_address: doctor.observability_address,
                 silence: doctor.silence,
                 format: doctor.output,
             };

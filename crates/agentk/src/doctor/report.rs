@@ -46,6 +46,7 @@ pub enum Check {
     Grpc,
     Silence,
     Kubernetes,
+    Metrics,
 }
 
 impl fmt::Display for Check {
@@ -61,6 +62,7 @@ impl fmt::Display for Check {
             Self::Grpc => "grpc",
             Self::Silence => "silence",
             Self::Kubernetes => "kubernetes",
+            Self::Metrics => "metrics",
         })
     }
 }
@@ -113,6 +115,8 @@ pub struct Report {
     pub addresses: Vec<AddressReport>,
     /// The check of the cluster's API server.
     pub kubernetes: Finding,
+    /// The check of the port for metrics and probes.
+    pub metrics: Finding,
     /// The result.
     pub verdict: Verdict,
     /// The result as the exit code of the process.
