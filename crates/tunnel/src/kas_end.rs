@@ -65,6 +65,9 @@ pub trait TunnelPool: Send + Sync + 'static {
     fn parked(&self, tunnel: &Arc<Tunnel>);
     /// The tunnel is over. `wasted`: the agent ended it or was lost while the tunnel was parked.
     fn ended(&self, tunnel: &Arc<Tunnel>, wasted: bool);
+    /// The caller has left, and the agent cannot cancel the request: it occupies the tunnel until the agent
+    /// ends the answer. If that is already over, [`Tunnel::abandoned_since`] is `None`.
+    fn abandoned(&self, _tunnel: &Arc<Tunnel>) {}
     /// The agent broke the protocol, and the tunnel is being reset.
     fn violated(&self, _tunnel: &Arc<Tunnel>, _what: &str) {}
     /// Illegal metadata values in an agent's answer were dropped.
@@ -168,8 +171,8 @@ enum Phase {
     Accepted(Job),
     /// A request is open.
     Open,
-    /// The caller left the request of a 14.1 agent: the rest of the answer is read and discarded.
-    Discarding,
+    /// The caller left the request of a 14.1 agent at this time: the rest of the answer is read and discarded.
+    Discarding(Instant),
     /// The answer's trailer has arrived, but the far end ends its stream only after this one:
     /// [`FarEnd::GitlabReplica`].
     Finishing,
@@ -392,6 +395,16 @@ impl Tunnel {
         let core = self.core();
         !core.dead
             && (matches!(core.phase, Phase::Accepted(_)) || !core.end.is_parked() && !core.end.is_ended())
+    }
+
+    /// Returns since when the tunnel has been occupied by a request whose caller has left, see
+    /// [`TunnelPool::abandoned`]. `None`: it carries no such request, or is over.
+    pub fn abandoned_since(&self) -> Option<Instant> {
+        let core = self.core();
+        match core.phase {
+            Phase::Discarding(since) if !core.dead && !core.end.is_ended() => Some(since),
+            _ => None,
+        }
     }
 
     /// Gives the tunnel a request. The task of the tunnel's stream writes it.

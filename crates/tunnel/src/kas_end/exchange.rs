@@ -349,8 +349,10 @@ impl Exchange {
             }
             AgentKind::Old if core.end.is_close_sent() => {
                 core.stream = Some(stream);
-                core.phase = Phase::Discarding;
+                core.phase = Phase::Discarding(Instant::now());
                 core.wake_tunnel();
+                drop(core);
+                self.tunnel.pool.abandoned(&self.tunnel);
             }
             _ => {
                 drop(stream);

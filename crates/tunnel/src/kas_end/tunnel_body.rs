@@ -26,9 +26,14 @@ use crate::{
     state::{Mode, Step},
 };
 
-/// How long the abandoned answer of a 14.1 agent is read, instead of resetting its tunnel: after a reset that
-/// agent backs off for 10 s or more.
+/// For this long after the caller has left, the answer of a 14.1 agent is read instead of resetting its
+/// tunnel: after a reset that agent backs off for 10 s or more. If something arrives later, the answer must
+/// end within [`LATE_TIME`], else the tunnel is reset. An agent that sends nothing is not reset: its handler
+/// would only notice when it sends something, and until then the reset frees nothing.
 const DISCARD_TIME: Duration = Duration::from_secs(10);
+/// How long an answer may take that begins or goes on after [`DISCARD_TIME`]. A short one is complete within
+/// this time, and one that goes on, such as a watch, costs no more of it.
+const LATE_TIME: Duration = Duration::from_secs(1);
 /// How many bytes of such an answer are read.
 const DISCARD_BYTES: u64 = 1 << 20;
 
@@ -50,8 +55,10 @@ pub struct TunnelBody {
 }
 
 struct Discard {
-    until: Pin<Box<Sleep>>,
+    /// How many more bytes are read.
     left: u64,
+    /// Until when the answer must end. `None`: nothing has arrived after [`DISCARD_TIME`].
+    until: Option<Pin<Box<Sleep>>>,
 }
 
 enum Action {
@@ -118,8 +125,8 @@ impl TunnelBody {
                 return Action::Killed;
             }
         }
-        if matches!(core.phase, Phase::Discarding) {
-            return self.discard_answer(core, cx);
+        if let Phase::Discarding(since) = core.phase {
+            return self.discard_answer(core, since, cx);
         }
         if matches!(core.phase, Phase::Finishing) && self.caller.as_ref().is_none_or(CallerStream::is_between)
         {
@@ -328,16 +335,25 @@ impl TunnelBody {
         }
     }
 
-    fn discard_answer(&mut self, mut core: MutexGuard<'_, Core>, cx: &mut Context<'_>) -> Action {
+    /// The caller left at `since`: reads the rest of the answer.
+    fn discard_answer(
+        &mut self,
+        mut core: MutexGuard<'_, Core>,
+        since: Instant,
+        cx: &mut Context<'_>,
+    ) -> Action {
         self.caller = None;
-        let discard = self.discard.get_or_insert_with(|| {
-            Box::new(Discard { until: Box::pin(tokio::time::sleep(DISCARD_TIME)), left: DISCARD_BYTES })
-        });
+        let discard =
+            self.discard.get_or_insert_with(|| Box::new(Discard { left: DISCARD_BYTES, until: None }));
         set_waker(&mut core.tunnel_waker, cx);
         core.waiting = true;
-        let expired = discard.until.as_mut().poll(cx).is_ready();
         let Some(stream) = &mut core.stream else { return Action::Wait };
-        let got = match stream.poll(cx) {
+        let polled = stream.poll(cx);
+        if polled.is_ready() && discard.until.is_none() && since.elapsed() >= DISCARD_TIME {
+            discard.until = Some(Box::pin(tokio::time::sleep(LATE_TIME)));
+        }
+        let expired = discard.until.as_mut().is_some_and(|until| until.as_mut().poll(cx).is_ready());
+        let got = match polled {
             Poll::Pending if expired => Err(broken("an abandoned answer did not end in time")),
             Poll::Pending => return Action::Wait,
             Poll::Ready(got) => got,
@@ -354,8 +370,8 @@ impl TunnelBody {
                 core.end.end();
                 Action::End(Ending::Ok)
             }
-            Some(_) => Action::Continue,
-            None => {
+            Some(_) if !expired => Action::Continue,
+            Some(_) | None => {
                 self.tunnel.kill(core);
                 Action::Killed
             }
