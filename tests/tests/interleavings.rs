@@ -5,12 +5,16 @@ use anyhow::{Context as _, Result};
 use bytes::{BufMut as _, BytesMut};
 use grpc::{Code, Outcome};
 use h2::Reason;
-use proto::gitlab::agent::reverse_tunnel::rpc::connect_request::Msg;
+use proto::{
+    gitlab::agent::reverse_tunnel::rpc::connect_request::Msg,
+    kas::api::v1::{ExplainAgentRequest, ExplainAgentResponse},
+};
 use testkit::{
     caller::{Answer, Caller, answer, frame},
     handler::{error_of, header, message, path, trailer},
     kas::{Kas, token},
     link::{Next, Stream},
+    mesh::EXPLAIN_AGENT,
     raw_agent::{FromKas, Kind, RawAgent, RawTunnel},
     scenario::Scenario,
 };
@@ -492,6 +496,65 @@ async fn abandoned_response_of_a_one_shot_tunnel_is_drained_up_to_a_mebibyte() -
     // Data in flight at the reset comes on top: one stream window, and window updates before the reset
     // arrives.
     assert!((1 << 20..2 << 20).contains(&sent), "{sent}");
+    Ok(())
+}
+
+/// Such requests take an agent of 14.1 away until its API server ends them. Fails if its tunnels are reset
+/// although nothing arrives, or if callers and operators are told only that it is not connected, or busy.
+#[tokio::test]
+async fn silent_abandoned_requests_that_occupy_all_tunnels_are_reported() -> Result<()> {
+    let Scenario { kas, caller, agent } = Scenario::start().await?.raw_agent(Kind::Old).await?;
+    let _configuration = agent.configuration("").await?;
+    let refusal = async || {
+        let request = caller.to_agent(1, &path("Echo")).header("grpc-timeout", "200m");
+        let got = caller.call(request, &[b"x"]).await?;
+        assert_outcome(&got, Code::DeadlineExceeded, Outcome::NotStarted);
+        anyhow::Ok(got.status.message().to_owned())
+    };
+    let why = async || {
+        let request = ExplainAgentRequest { agent_id: 1 };
+        caller.unary::<ExplainAgentResponse>(EXPLAIN_AGENT, &request).await
+    };
+
+    let text = refusal().await?;
+    assert!(text.starts_with("agent 1 is connected to this replica, but has no tunnel; waited 0."), "{text}");
+    let told = why().await?;
+    assert_eq!(told.route[0], "agent 1 is connected here, but has no tunnel: a request waits for one");
+    assert_eq!(told.replicas[0].transports, 1);
+
+    let mut occupied = Vec::new();
+    for _ in 0..2 {
+        let mut tunnel = agent.tunnel().await?;
+        let mut stream = begin(&caller, &mut tunnel).await?;
+        stream.half_close().unwrap();
+        assert_eq!(tunnel.next().await, FromKas::CloseSend);
+        stream.reset(Reason::CANCEL);
+        occupied.push(tunnel);
+    }
+    kas.metric_is("kas_tunnels_abandoned", 2.0).await?;
+    let text = refusal().await?;
+    let all = "agent 1 is connected to this replica, but all its tunnels (2) have been occupied by abandoned requests for ";
+    assert!(text.starts_with(all) && text.contains("restart agentk, or update it"), "{text}");
+    let told = why().await?;
+    let own = &told.replicas[0];
+    assert_eq!((own.idle_tunnels, own.busy_tunnels, own.abandoned_tunnels), (0, 2, 2));
+    let all = "all tunnels here (2) have been occupied by abandoned requests for ";
+    assert!(told.route[0].starts_with(all), "{:?}", told.route);
+    assert!(told.route.iter().any(|step| step.contains("restart agentk")), "{:?}", told.route);
+
+    // The API server ends a response: the tunnel ends with OK, and the agent opens another one.
+    let mut tunnel = occupied.remove(0);
+    tunnel.send_all([header(&[]), message("late"), trailer(&[])]).await;
+    tunnel.half_close();
+    assert_eq!(tunnel.ended().await.code(), Code::Ok);
+    kas.metric_is("kas_tunnels_abandoned", 1.0).await?;
+    let mut tunnel = agent.tunnel().await?;
+    let mut stream = begin(&caller, &mut tunnel).await?;
+    stream.half_close().unwrap();
+    assert_eq!(tunnel.next().await, FromKas::CloseSend);
+    tunnel.send_all([header(&[]), message("fine"), trailer(&[])]).await;
+    tunnel.half_close();
+    assert_eq!(answer(&mut stream).await?.status.code(), Code::Ok);
     Ok(())
 }
 

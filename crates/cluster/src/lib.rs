@@ -21,5 +21,5 @@ pub use memory::InMemoryTracker;
 pub use replica::{Replica, ReplicaHealth, ReplicaState, UnknownState};
 pub use tracker::Tracker;
 pub use view::{
-    AgentView, ClusterView, Load, PeerReport, ReplicaEvent, ReplicaStatus, Replicas, TrackerStatus,
+    Abandoned, AgentView, ClusterView, Load, PeerReport, ReplicaEvent, ReplicaStatus, Replicas, TrackerStatus,
 };

@@ -136,6 +136,18 @@ pub struct Load {
     pub waiting: u64,
 }
 
+/// Tunnels of an agent that are occupied by requests whose callers have left.
+///
+/// GitLab's agentk before 16 cannot cancel a request. It occupies its tunnel until the API server ends the
+/// response.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Abandoned {
+    /// How many tunnels; at least one.
+    pub tunnels: u32,
+    /// How long ago the last of the callers left.
+    pub since: Duration,
+}
+
 /// What a replica reports of itself and of an agent.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PeerReport {
@@ -149,10 +161,21 @@ pub struct PeerReport {
     pub idle: u32,
     /// Tunnels of the agent that carry a request.
     pub busy: u32,
+    /// Those of the busy tunnels whose callers have left, if there are any.
+    pub abandoned: Option<Abandoned>,
+    /// Open transport connections of the agent, with or without tunnels; 0 if its version does not report it.
+    pub transports: u32,
     /// Requests that wait there for the agent.
     pub waiting: u32,
     /// What it knows of the agent on the other replicas.
     pub views: Vec<AgentView>,
+}
+
+impl PeerReport {
+    /// Returns the abandoned requests if they occupy all tunnels of the agent at the replica.
+    pub fn all_abandoned(&self) -> Option<Abandoned> {
+        self.abandoned.filter(|abandoned| self.idle == 0 && abandoned.tunnels >= self.busy)
+    }
 }
 
 /// What one replica knows of an agent on another replica.

@@ -117,8 +117,11 @@ A replica of GitLab's kas cannot explain itself: what is known of it comes from 
 JSON is one document, and stable: fields may be added, but are not changed or removed.
   {\"agent_id\", \"held_by\":[\"name\"], \"held_by_gitlab\":[\"url\"], \"route\":[\"step\"],
    \"replicas\": [{\"name\", \"address\":{\"ip\",\"port\"}, \"idle_tunnels\", \"busy_tunnels\", \"waiting\",
-                 \"beliefs\":[{\"name\",\"holds\",\"why\",\"gitlab\"}]}],
-   \"unanswered\": [{\"address\":{\"ip\",\"port\"}, \"reason\"}]}";
+                 \"beliefs\":[{\"name\",\"holds\",\"why\",\"gitlab\"}],
+                 \"abandoned\":{\"tunnels\",\"for_ms\"}, \"transports\"}],
+   \"unanswered\": [{\"address\":{\"ip\",\"port\"}, \"reason\"}]}
+abandoned: the busy tunnels that are occupied by requests whose callers have left, and how long ago the last of \
+them left; absent if there are none. transports: open connections of the agent; absent if there are none.";
 
 const PODS_HELP: &str = "\
 Examples:

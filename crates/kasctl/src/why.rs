@@ -3,6 +3,7 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     fmt::Write as _,
+    time::Duration,
 };
 
 use proto::kas::api::v1::{AgentOnReplica, ExplainAgentRequest, ExplainAgentResponse};
@@ -12,6 +13,7 @@ use crate::{
     agents::{AddressJson, UnansweredJson, address, warn},
     api::{Client, UNARY_TIMEOUT},
     cli::{Format, WhyArgs},
+    duration::humane,
     explain::CallKind,
     failure::{Exit, Failure},
     output::Output,
@@ -64,6 +66,19 @@ fn gitlab_holders(answer: &ExplainAgentResponse) -> BTreeSet<&str> {
     views.filter(|belief| belief.holds && belief.gitlab).map(|belief| belief.name.as_str()).collect()
 }
 
+/// Describes the busy tunnels that are occupied by requests whose callers have left.
+fn abandoned(replica: &AgentOnReplica) -> Option<String> {
+    if replica.abandoned_tunnels == 0 {
+        return None;
+    }
+    let since = humane(Duration::from_millis(replica.abandoned_for_ms));
+    Some(if replica.idle_tunnels == 0 && replica.abandoned_tunnels >= replica.busy_tunnels {
+        format!("all occupied by abandoned requests for {since}")
+    } else {
+        format!("{} of them occupied by abandoned requests", replica.abandoned_tunnels)
+    })
+}
+
 /// Returns the replicas that did not answer, and that hold the agent according to the table of another
 /// replica.
 fn silent_holders(answer: &ExplainAgentResponse) -> Vec<String> {
@@ -86,17 +101,23 @@ fn summary(agent: ids::AgentId, answer: &ExplainAgentResponse) -> String {
             1 => Some(format!("1 {what} tunnel")),
             _ => Some(format!("{number} {what} tunnels")),
         };
-        let counts: Vec<String> = [count(replica.idle_tunnels, "idle"), count(replica.busy_tunnels, "busy")]
-            .into_iter()
-            .flatten()
-            .collect();
+        let counts: Vec<String> =
+            [count(replica.idle_tunnels, "idle"), count(replica.busy_tunnels, "busy"), abandoned(replica)]
+                .into_iter()
+                .flatten()
+                .collect();
         format!("{} ({})", address_or_name(replica), counts.join(", "))
     };
     let holders: Vec<String> = answer.replicas.iter().filter(|replica| holds(replica)).map(tunnels).collect();
+    let connected: Vec<String> =
+        answer.replicas.iter().filter(|replica| replica.transports > 0).map(address_or_name).collect();
     let waiting: u64 = answer.replicas.iter().map(|replica| u64::from(replica.waiting)).sum();
     let gitlab: Vec<String> = gitlab_holders(answer).into_iter().map(printable).collect();
     let mut text = match (holders.is_empty(), answer.unanswered.len()) {
         (false, _) => format!("agent {agent} is held by {}", holders.join(", ")),
+        (true, _) if !connected.is_empty() => {
+            format!("agent {agent} is connected to {}, but has no tunnel there", connected.join(", "))
+        }
         (true, 0) if gitlab.is_empty() => format!("agent {agent} is held by no replica"),
         (true, 0) => format!("agent {agent} is held by no replica of this kas"),
         (true, missing) => format!("agent {agent} is held by no replica that answered ({missing} did not)"),
@@ -190,6 +211,18 @@ struct ReplicaJson<'a> {
     busy_tunnels: u32,
     waiting: u32,
     beliefs: Vec<BeliefJson<'a>>,
+    /// Absent: none of the busy tunnels is occupied by an abandoned request.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    abandoned: Option<AbandonedJson>,
+    /// Open connections of the agent; absent: none, or the replica does not report them.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    transports: Option<u32>,
+}
+
+#[derive(Serialize)]
+struct AbandonedJson {
+    tunnels: u32,
+    for_ms: u64,
 }
 
 #[derive(Serialize)]
@@ -219,6 +252,11 @@ impl<'a> WhyJson<'a> {
                     gitlab: belief.gitlab,
                 })
                 .collect(),
+            abandoned: (replica.abandoned_tunnels > 0).then_some(AbandonedJson {
+                tunnels: replica.abandoned_tunnels,
+                for_ms: replica.abandoned_for_ms,
+            }),
+            transports: (replica.transports > 0).then_some(replica.transports),
         };
         let holders = answer.replicas.iter().filter(|replica| holds(replica));
         Self {
@@ -320,6 +358,52 @@ mod tests {
             "agent 3 is held by b (1 idle tunnel); according to Redis it is also held by grpc://x:1, grpc://y:1: replicas of \
              GitLab's kas, which cannot explain themselves, but they are asked for tunnels"
         );
+    }
+
+    #[test]
+    fn the_summary_tells_tunnels_that_abandoned_requests_occupy_and_connections_without_tunnels() {
+        let of = |replicas| summary(agent(), &ExplainAgentResponse { replicas, ..Default::default() });
+        let abandoned = |idle, busy, abandoned_tunnels| AgentOnReplica {
+            abandoned_tunnels,
+            abandoned_for_ms: 95_400,
+            transports: 1,
+            ..replica("a", idle, busy, 0)
+        };
+        assert_eq!(
+            of(vec![abandoned(0, 10, 10)]),
+            "agent 3 is held by a (10 busy tunnels, all occupied by abandoned requests for 1m35s)"
+        );
+        for (idle, busy) in [(1, 3), (0, 4)] {
+            assert!(
+                of(vec![abandoned(idle, busy, 3)]).ends_with(", 3 of them occupied by abandoned requests)")
+            );
+        }
+        let connected = AgentOnReplica { transports: 1, ..replica("a", 0, 0, 1) };
+        assert_eq!(
+            of(vec![connected.clone(), replica("b", 0, 0, 0)]),
+            "agent 3 is connected to a, but has no tunnel there; 1 request waits for it"
+        );
+        let elsewhere = of(vec![connected, replica("b", 1, 0, 0)]);
+        assert!(elsewhere.starts_with("agent 3 is held by b (1 idle tunnel)"), "{elsewhere}");
+    }
+
+    #[test]
+    fn json_has_abandoned_requests_and_connections_only_if_there_are_some() {
+        let of = |replica| {
+            let answer = ExplainAgentResponse { replicas: vec![replica], ..Default::default() };
+            let document = serde_json::to_value(WhyJson::new(agent(), &answer)).unwrap();
+            document["replicas"][0].clone()
+        };
+        let none = of(replica("a", 1, 0, 0));
+        assert!(none.get("abandoned").is_none() && none.get("transports").is_none(), "{none}");
+        let some = of(AgentOnReplica {
+            abandoned_tunnels: 2,
+            abandoned_for_ms: 1500,
+            transports: 1,
+            ..replica("a", 0, 2, 0)
+        });
+        assert_eq!(some["abandoned"], serde_json::json!({ "tunnels": 2, "for_ms": 1500 }));
+        assert_eq!(some["transports"], 1);
     }
 
     #[test]

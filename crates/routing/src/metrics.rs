@@ -79,6 +79,8 @@ pub struct RequestMetrics {
     pub waiters: Gauge,
     /// Open tunnels, idle and busy.
     pub tunnels: Gauge,
+    /// Open tunnels that are occupied by requests whose callers have left.
+    pub tunnels_abandoned: Gauge,
     /// Tunnels whose agent broke the protocol.
     pub tunnel_violations: Counter,
     /// Illegal metadata values in responses of agents, which were dropped.
@@ -116,6 +118,7 @@ impl RequestMetrics {
             find_seconds: Histogram::new([0.0001, 0.001, 0.005, 0.02, 0.1, 0.5, 1.0, 5.0, 20.0]),
             waiters: Gauge::default(),
             tunnels: Gauge::default(),
+            tunnels_abandoned: Gauge::default(),
             tunnel_violations: Counter::default(),
             answer_values_dropped: Counter::default(),
             asks: Family::default(),
@@ -140,6 +143,11 @@ impl RequestMetrics {
         );
         registry.register("requests_waiting", "Requests that wait for a tunnel", metrics.waiters.clone());
         registry.register("tunnels_open", "Open tunnels, idle and busy", metrics.tunnels.clone());
+        registry.register(
+            "tunnels_abandoned",
+            "Open tunnels that are occupied by requests whose callers have left",
+            metrics.tunnels_abandoned.clone(),
+        );
         registry.register(
             "tunnel_violations",
             "Tunnels reset because their agent broke the protocol or vanished",

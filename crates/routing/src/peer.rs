@@ -28,7 +28,7 @@ use std::{
 
 use arc_swap::ArcSwap;
 use bytes::Bytes;
-use cluster::{Candidate, Mark, Replica, ReplicaHealth, Wire};
+use cluster::{Abandoned, Candidate, Mark, Replica, ReplicaHealth, Wire};
 use grpc::{Code, Deadline, Status, format_timeout};
 use h2::{RecvStream, SendStream};
 use http::{HeaderMap, HeaderName, HeaderValue};
@@ -39,7 +39,7 @@ use parking_lot::Mutex;
 use process::error::chain;
 use settings::secret::ApiSecret;
 use tokio::{
-    sync::{Mutex as AsyncMutex, Semaphore},
+    sync::{Mutex as AsyncMutex, Semaphore, watch},
     time::Instant,
 };
 use tunnel::{
@@ -97,6 +97,11 @@ pub const AGAIN: HeaderValue = HeaderValue::from_static("again");
 pub const EPOCH: HeaderName = HeaderName::from_static("kas-hop-epoch");
 /// The version of the owner's table.
 pub const VERSION: HeaderName = HeaderName::from_static("kas-hop-version");
+/// In the answer to a borrow request that found no idle tunnel until its deadline: how many requests occupy
+/// tunnels of the agent although their callers have left, if these are all tunnels of the agent.
+pub const ABANDONED: HeaderName = HeaderName::from_static("kas-hop-abandoned");
+/// Together with [`ABANDONED`]: how many milliseconds ago the last of these callers left.
+pub const ABANDONED_FOR: HeaderName = HeaderName::from_static("kas-hop-abandoned-for");
 
 /// Signs the calls of this replica with the first of the shared secrets.
 pub struct Credential {
@@ -289,10 +294,10 @@ pub struct Peer {
     asks: Mutex<Asks>,
 }
 
-/// The permits of borrow requests, by queue.
+/// The borrow requests, by queue.
 #[derive(Default)]
 struct Asks {
-    map: HashMap<Queue, Weak<Semaphore>>,
+    map: HashMap<Queue, Weak<AskQueue>>,
     /// `map` is swept if it has this many entries.
     sweep_at: usize,
 }
@@ -302,6 +307,37 @@ const SWEEP: usize = 1024;
 
 /// The borrow requests of one queue have these in common.
 type Queue = (AgentId, Option<ConnectionId>, Arc<str>);
+
+/// The borrow requests of one queue: those that the owner has not answered, and those that wait to be sent.
+struct AskQueue {
+    permits: Semaphore,
+    /// What the owner said last when it had no idle tunnel, and when. `None`: it has lent one since.
+    abandoned: watch::Sender<Option<(Abandoned, Instant)>>,
+}
+
+impl AskQueue {
+    fn new() -> Self {
+        Self { permits: Semaphore::new(ASKS), abandoned: watch::Sender::default() }
+    }
+
+    /// Records the owner's answer for borrow requests of the queue that are never sent.
+    fn record(&self, answer: &Result<Lent, Refusal>) {
+        match answer {
+            Ok(_) => drop(self.abandoned.send_replace(None)),
+            Err(Refusal::Busy(abandoned)) => {
+                self.abandoned.send_replace(abandoned.map(|abandoned| (abandoned, Instant::now())));
+            }
+            Err(_) => {}
+        }
+    }
+
+    /// Waits until the owner has said that all tunnels are occupied by abandoned requests.
+    async fn abandoned(&self) -> Option<Abandoned> {
+        let mut abandoned = self.abandoned.subscribe();
+        let known = abandoned.wait_for(Option::is_some).await.ok()?;
+        known.map(|(abandoned, at)| Abandoned { since: abandoned.since + at.elapsed(), ..abandoned })
+    }
+}
 
 impl std::fmt::Debug for Peer {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -320,8 +356,10 @@ pub struct Ask {
     pub method: Arc<str>,
     /// The request id.
     pub correlation: HeaderValue,
-    /// How long the owner may wait for a tunnel.
+    /// The deadline of the request.
     pub deadline: Deadline,
+    /// How long the owner may wait for a tunnel.
+    pub until: Instant,
     /// Similar requests will follow soon, so a lease is worthwhile.
     pub again: bool,
 }
@@ -333,6 +371,9 @@ pub enum Refusal {
     NotHere(Mark),
     /// As [`NotHere`](Self::NotHere), but the version of its table is not known: a replica of GitLab's kas.
     NotThere,
+    /// The agent is there, but none of its tunnels was idle until the deadline. With a value: all of them are
+    /// occupied by abandoned requests.
+    Busy(Option<Abandoned>),
     /// The agent is there but cannot serve the request, or too many requests wait there.
     Final(Status),
     /// It cannot be reached, drains, or is not the replica that was called: another one should be asked. The
@@ -452,25 +493,26 @@ impl Peer {
         self.rtt.store(smooth.max(1), Ordering::Relaxed);
     }
 
-    fn asks(&self, ask: &Ask) -> Arc<Semaphore> {
-        let queue = (ask.agent, ask.connection, Arc::clone(&ask.method));
+    fn queue(&self, ask: &Ask) -> Arc<AskQueue> {
+        let key = (ask.agent, ask.connection, Arc::clone(&ask.method));
         let mut asks = self.asks.lock();
-        if let Some(semaphore) = asks.map.get(&queue).and_then(Weak::upgrade) {
-            return semaphore;
+        if let Some(queue) = asks.map.get(&key).and_then(Weak::upgrade) {
+            return queue;
         }
         if asks.map.len() >= asks.sweep_at {
-            asks.map.retain(|_, semaphore| semaphore.strong_count() > 0);
+            asks.map.retain(|_, queue| queue.strong_count() > 0);
             asks.sweep_at = (2 * asks.map.len()).max(SWEEP);
         }
-        let semaphore = Arc::new(Semaphore::new(ASKS));
-        asks.map.insert(queue, Arc::downgrade(&semaphore));
-        semaphore
+        let queue = Arc::new(AskQueue::new());
+        asks.map.insert(key, Arc::downgrade(&queue));
+        queue
     }
 
     /// Borrows a tunnel: waits until one is lent, or certainly none will be.
     ///
     /// At most 16 borrow requests for the same agent, connection and method are sent to one owner. Further
-    /// ones wait here, in the order of their arrival.
+    /// ones wait here, in the order of their arrival. One that is not sent until its deadline waits for what
+    /// the owner answers to the others.
     ///
     /// # Errors
     /// See [`Refusal`].
@@ -478,18 +520,27 @@ impl Peer {
     /// # Cancel safety
     /// Dropping the future cancels the borrow request.
     pub async fn ask(self: Arc<Self>, health: ReplicaHealth, ask: Ask) -> Result<Lent, Refusal> {
-        let semaphore = self.asks(&ask);
-        let _permit = semaphore.acquire().await.map_err(|error| Refusal::Unavailable(error.to_string()))?;
+        let queue = self.queue(&ask);
+        let Ok(permit) = tokio::time::timeout_at(ask.until, queue.permits.acquire()).await else {
+            return Err(Refusal::Busy(queue.abandoned().await));
+        };
+        let _permit = permit.map_err(|error| Refusal::Unavailable(error.to_string()))?;
+        let answer = self.send(health, &ask).await;
+        queue.record(&answer);
+        answer
+    }
+
+    async fn send(&self, health: ReplicaHealth, ask: &Ask) -> Result<Lent, Refusal> {
         let within = if health == ReplicaHealth::Suspect { CONNECT_SUSPECT } else { CONNECT };
         let prompt = &self.prompt[self.next.fetch_add(1, Ordering::Relaxed) % PROMPT_LINKS];
         // Boxed, so that it can be dropped before the second one.
-        let mut first = Box::pin(self.ask_on(prompt, within, &ask));
+        let mut first = Box::pin(self.ask_on(prompt, within, ask));
         if let Ok(answer) = tokio::time::timeout(self.hedge(), first.as_mut()).await {
             return answer;
         }
         // It waits, so it moves to the link of requests that wait. The first request is cancelled once the
         // second one is in the owner's queue.
-        let second = self.ask_on(&self.waiting, within, &ask);
+        let second = self.ask_on(&self.waiting, within, ask);
         tokio::pin!(second);
         tokio::select! {
             answer = first.as_mut() => return answer,
@@ -520,9 +571,8 @@ impl Peer {
         let mut correlation = ask.correlation.clone();
         correlation.set_sensitive(true);
         headers.insert(grpc::CORRELATION_ID, correlation);
-        if let Some(remaining) = ask.deadline.remaining()
-            && let Ok(mut value) = HeaderValue::try_from(format_timeout(remaining))
-        {
+        let remaining = ask.until.saturating_duration_since(Instant::now());
+        if let Ok(mut value) = HeaderValue::try_from(format_timeout(remaining)) {
             value.set_sensitive(true);
             headers.insert("grpc-timeout", value);
         }
@@ -635,9 +685,17 @@ fn mark(headers: &HeaderMap) -> Option<Mark> {
     Some(Mark { epoch: number(EPOCH)?, version: number(VERSION)? })
 }
 
+/// Reads whether all tunnels of the agent are occupied by abandoned requests.
+fn abandoned(headers: &HeaderMap) -> Option<Abandoned> {
+    let number = |key| headers.get(key)?.to_str().ok()?.parse::<u32>().ok();
+    let since = Duration::from_millis(number(ABANDONED_FOR)?.into());
+    number(ABANDONED).filter(|tunnels| *tunnels > 0).map(|tunnels| Abandoned { tunnels, since })
+}
+
 fn refusal(status: Status, headers: &HeaderMap) -> Refusal {
     match (status.code(), mark(headers)) {
         (Code::NotFound, Some(mark)) => Refusal::NotHere(mark),
+        (Code::DeadlineExceeded, _) => Refusal::Busy(abandoned(headers)),
         (Code::FailedPrecondition | Code::Unimplemented | Code::ResourceExhausted, _) => {
             Refusal::Final(status)
         }
@@ -659,5 +717,51 @@ pub fn spread(candidates: &mut [Candidate], turn: usize) {
         let Some(first) = candidates.iter().position(equal) else { continue };
         let count = candidates[first..].iter().take_while(|candidate| equal(candidate)).count();
         candidates[first..first + count].rotate_left(turn % count);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_owner_without_an_idle_tunnel_tells_whether_abandoned_requests_occupy_all_of_them() {
+        let told = |tunnels: Option<&'static str>, since: Option<&'static str>| {
+            let mut headers = HeaderMap::new();
+            headers.extend(tunnels.map(|value| (ABANDONED, HeaderValue::from_static(value))));
+            headers.extend(since.map(|value| (ABANDONED_FOR, HeaderValue::from_static(value))));
+            match refusal(Status::new(Code::DeadlineExceeded, "late"), &headers) {
+                Refusal::Busy(abandoned) => abandoned,
+                other => panic!("{other:?}"),
+            }
+        };
+        let abandoned = Abandoned { tunnels: 10, since: Duration::from_millis(35_200) };
+        assert_eq!(told(Some("10"), Some("35200")), Some(abandoned));
+        for (tunnels, since) in
+            [("0", "1"), ("-1", "1"), ("1", "x"), ("4294967296", "1"), ("1", "4294967296")]
+        {
+            assert_eq!(told(Some(tunnels), Some(since)), None, "{tunnels} {since}");
+        }
+        // An earlier build.
+        assert_eq!(told(None, None), None);
+        assert_eq!(told(Some("1"), None), None);
+    }
+
+    /// Fails if a borrow request waits for its turn without an end: its caller is then told nothing of the
+    /// abandoned requests.
+    #[tokio::test(start_paused = true)]
+    async fn borrow_requests_that_were_never_sent_learn_what_the_owner_answered_to_others() {
+        let queue = AskQueue::new();
+        let abandoned = Abandoned { tunnels: 2, since: Duration::from_secs(1) };
+        let (known, ()) = tokio::join!(queue.abandoned(), async {
+            queue.record(&Err(Refusal::Busy(Some(abandoned))));
+        });
+        assert_eq!(known, Some(abandoned));
+        tokio::time::advance(Duration::from_secs(3)).await;
+        let later = Abandoned { since: Duration::from_secs(4), ..abandoned };
+        assert_eq!(queue.abandoned().await, Some(later));
+        // Another answer replaces it.
+        queue.record(&Err(Refusal::Busy(None)));
+        assert!(tokio::time::timeout(Duration::from_secs(60), queue.abandoned()).await.is_err());
     }
 }

@@ -21,7 +21,7 @@ use std::{
     },
 };
 
-use cluster::{Mark, Tracker};
+use cluster::{Abandoned, Mark, Tracker};
 use ids::{AgentId, ConnectionId, ReplicaId};
 use parking_lot::{Mutex, MutexGuard};
 use tokio::time::Instant;
@@ -103,6 +103,29 @@ impl From<Gone> for Refused {
             Gone::NotHere(mark) => Self::NotHere(mark),
             Gone::Refused(refused) => refused,
         }
+    }
+}
+
+/// What this replica holds of an agent.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Occupancy {
+    /// Idle tunnels.
+    pub idle: usize,
+    /// Tunnels that carry a request, or are reserved for one.
+    pub busy: usize,
+    /// Those of the busy tunnels that are occupied by requests whose callers have left, if there are any.
+    pub abandoned: Option<Abandoned>,
+    /// Requests that wait for a tunnel.
+    pub waiting: usize,
+    /// Open transport connections of the agent, with or without tunnels.
+    pub transports: usize,
+}
+
+impl Occupancy {
+    /// Returns the abandoned requests if they occupy all tunnels: no request can start before the API server
+    /// of the agent ends one of them.
+    pub fn all_abandoned(&self) -> Option<Abandoned> {
+        self.abandoned.filter(|abandoned| self.idle == 0 && abandoned.tunnels as usize >= self.busy)
     }
 }
 
@@ -351,12 +374,26 @@ impl TunnelRegistry {
         }
     }
 
+    /// The caller of the request in a tunnel has left, and the agent cannot cancel it.
+    fn abandoned(&self, tunnel: &Arc<Tunnel>) {
+        let agent = tunnel.info().agent;
+        // The tunnel may have ended meanwhile. If it ends from here on, `remove` waits for the lock.
+        if let Some(entry) = self.shard(agent).get_mut(&agent)
+            && entry.presence.abandoned(tunnel)
+        {
+            self.metrics.tunnels_abandoned.inc();
+        }
+    }
+
     /// A tunnel is over.
     fn remove(self: &Arc<Self>, tunnel: &Arc<Tunnel>) {
         let agent = tunnel.info().agent;
         self.metrics.tunnels.dec();
         let mut shard = self.shard(agent);
         let Some(entry) = shard.get_mut(&agent) else { return };
+        if entry.presence.end_abandonment(tunnel) {
+            self.metrics.tunnels_abandoned.dec();
+        }
         let removed = entry.presence.remove(tunnel, self.limits.tunnels_per_agent);
         if entry.presence.tunnels() == 0 && !entry.presence.has_transport() {
             // Its last connection was closed before its streams ended, so no tunnel can follow.
@@ -479,9 +516,21 @@ impl TunnelRegistry {
 
     /// Returns the numbers of idle and busy tunnels of an agent, and of requests that wait for one.
     pub fn counts(&self, agent: AgentId) -> (usize, usize, usize) {
-        self.shard(agent).get(&agent).map_or((0, 0, 0), |entry| {
+        let Occupancy { idle, busy, waiting, .. } = self.occupancy(agent);
+        (idle, busy, waiting)
+    }
+
+    /// Returns what this replica holds of an agent.
+    pub fn occupancy(&self, agent: AgentId) -> Occupancy {
+        self.shard(agent).get(&agent).map_or_else(Occupancy::default, |entry| {
             let (idle, busy) = entry.presence.counts();
-            (idle, busy, entry.queue.len())
+            Occupancy {
+                idle,
+                busy,
+                abandoned: entry.presence.abandonment(),
+                waiting: entry.queue.len(),
+                transports: entry.presence.transports(),
+            }
         })
     }
 
@@ -532,6 +581,10 @@ impl TunnelPool for RegistryPool {
             self.rate_limit.charge(tunnel.info().token);
         }
         self.registry.remove(tunnel);
+    }
+
+    fn abandoned(&self, tunnel: &Arc<Tunnel>) {
+        self.registry.abandoned(tunnel);
     }
 
     fn violated(&self, tunnel: &Arc<Tunnel>, what: &str) {

@@ -12,6 +12,7 @@ mod search;
 mod trace;
 
 use std::{
+    collections::HashMap,
     fmt::Write as _,
     pin::Pin,
     sync::Arc,
@@ -19,7 +20,7 @@ use std::{
     time::Duration,
 };
 
-use cluster::{Replica, ReplicaHealth, ReplicaState, ReplicaStatus, Tracker};
+use cluster::{Abandoned, Replica, ReplicaHealth, ReplicaState, ReplicaStatus, Tracker};
 use grpc::{Code, Deadline, Outcome, Status};
 use http::{HeaderMap, HeaderValue};
 use ids::{AgentId, ConnectionId, ReplicaId};
@@ -344,20 +345,31 @@ impl Router {
         }
     }
 
-    async fn not_found(&self, agent: AgentId, deadline: Deadline, arrived: Instant) -> Status {
+    /// Explains why no tunnel was found. `abandoned`: what other replicas answered about abandoned requests.
+    async fn not_found(
+        &self,
+        agent: AgentId,
+        deadline: Deadline,
+        arrived: Instant,
+        abandoned: &HashMap<ReplicaId, Abandoned>,
+    ) -> Status {
         // Only for the text of the status.
         let known = self.tracker.replicas().await;
         let views = self.tracker.views(agent);
         let holds = |id: &ReplicaId| views.iter().any(|view| view.holds && view.replica.id == *id);
         let (mut lend, mut silent, mut others) = (Vec::new(), Vec::new(), Vec::new());
-        if self.registry.holds(agent) {
-            lend.push("this replica".to_owned());
+        let own = self.registry.occupancy(agent);
+        if own.idle + own.busy > 0 {
+            lend.push(Holder { name: "this replica".to_owned(), abandoned: own.all_abandoned() });
         }
         for status in known.replicas.iter().filter(|status| status.replica.id != self.me) {
             let ReplicaStatus { replica, state, health, .. } = status;
             let answers = matches!(health, Some(ReplicaHealth::Live | ReplicaHealth::Draining));
             match (holds(&replica.id), answers) {
-                (true, true) => lend.push(whereabouts(replica)),
+                (true, true) => lend.push(Holder {
+                    name: whereabouts(replica),
+                    abandoned: abandoned.get(&replica.id).copied(),
+                }),
                 (true, false) => silent.push(whereabouts(replica)),
                 // A replica that has shut down cleanly holds no agent.
                 (false, false) if *state != ReplicaState::Left => others.push(whereabouts(replica)),
@@ -369,18 +381,19 @@ impl Router {
             view.holds && known.replicas.iter().all(|status| status.replica.id != view.replica.id)
         });
         silent.extend(of_gitlab.map(|view| whereabouts(&view.replica)));
-        let mut text = absence(agent, arrived.elapsed(), &lend, &silent, &others);
-        // The owner may be known to a store that does not answer.
-        if lend.is_empty()
-            && silent.is_empty()
-            && let Err(error) = self.tracker.locate(agent).await
-        {
-            text = format!(
+        let nowhere = lend.is_empty() && silent.is_empty();
+        let text = if nowhere && own.transports > 0 {
+            without_tunnel(agent, arrived.elapsed())
+        } else if nowhere && let Err(error) = self.tracker.locate(agent).await {
+            // The owner may be known to a store that does not answer.
+            format!(
                 "could not look up for {:.1} s where agent {agent} is connected: {}: repeat the request later",
                 arrived.elapsed().as_secs_f64(),
                 process::error::chain(&error)
-            );
-        }
+            )
+        } else {
+            absence(agent, arrived.elapsed(), &lend, &silent, &others)
+        };
         let code = if deadline.instant().is_some() { Code::DeadlineExceeded } else { Code::Unavailable };
         Status::new(code, text).with_outcome(Outcome::NotStarted)
     }
@@ -395,12 +408,29 @@ fn whereabouts(replica: &Replica) -> String {
     }
 }
 
+/// Explains that an agent has a transport connection to this replica and no tunnel.
+fn without_tunnel(agent: AgentId, waited: Duration) -> String {
+    format!(
+        "agent {agent} is connected to this replica, but has no tunnel; waited {:.1} s: repeat the request later; \
+         GitLab's agentk opens tunnels that were reset again after 10 s to 5 min, and the log of agentk has the reason",
+        waited.as_secs_f64()
+    )
+}
+
+/// A replica that holds an agent and lent no tunnel.
+struct Holder {
+    /// It, with its address.
+    name: String,
+    /// All its tunnels of the agent are occupied by requests whose callers have left.
+    abandoned: Option<Abandoned>,
+}
+
 /// Explains why no tunnel of an agent was found. `lend`: the replicas that hold the agent and lent no tunnel.
 /// `silent`: those that hold it and did not answer. `others`: other replicas that could not be asked.
 fn absence(
     agent: AgentId,
     waited: Duration,
-    lend: &[String],
+    lend: &[Holder],
     silent: &[String],
     others: &[String],
 ) -> String {
@@ -414,6 +444,18 @@ fn absence(
         text
     };
     let waited = waited.as_secs_f64();
+    let occupied: Vec<Abandoned> = lend.iter().filter_map(|holder| holder.abandoned).collect();
+    let all_occupied = !lend.is_empty() && occupied.len() == lend.len();
+    let tunnels = occupied.iter().fold(0, |sum: u32, abandoned| sum.saturating_add(abandoned.tunnels));
+    // The last caller of all.
+    let since = occupied.iter().map(|abandoned| abandoned.since).min().unwrap_or_default();
+    let occupied_for = format!(
+        "all its tunnels ({tunnels}) have been occupied by abandoned requests for {:.1} s",
+        since.as_secs_f64()
+    );
+    let names = |holders: &mut dyn Iterator<Item = &Holder>| {
+        list(&holders.map(|holder| holder.name.clone()).collect::<Vec<_>>())
+    };
     let mut text = match (lend, silent) {
         ([], []) if others.is_empty() => format!("agent {agent} is not connected; waited {waited:.1} s"),
         ([], []) => {
@@ -422,10 +464,19 @@ fn absence(
         ([], silent) => {
             format!("agent {agent} is connected to {}, which did not answer for {waited:.1} s", list(silent))
         }
-        (lend, _) => {
-            format!("agent {agent} is connected to {}, but had no idle tunnel for {waited:.1} s", list(lend))
-        }
+        (lend, _) if all_occupied => format!(
+            "agent {agent} is connected to {}, but {occupied_for}; waited {waited:.1} s",
+            names(&mut lend.iter())
+        ),
+        (lend, _) => format!(
+            "agent {agent} is connected to {}, but had no idle tunnel for {waited:.1} s",
+            names(&mut lend.iter())
+        ),
     };
+    if !all_occupied && !occupied.is_empty() {
+        let there = names(&mut lend.iter().filter(|holder| holder.abandoned.is_some()));
+        let _ = write!(text, "; at {there}, {occupied_for}");
+    }
     if !lend.is_empty() && !silent.is_empty() {
         let _ = write!(text, "; it is connected to {} too, which did not answer", list(silent));
     }
@@ -436,6 +487,10 @@ fn absence(
     text.push_str(match (lend, silent) {
         ([], []) => ": check that agentk runs in its cluster, reaches this kas and has a valid token",
         ([], _) => ": repeat the request when it answers, or when the agent has connected to another",
+        _ if !occupied.is_empty() => {
+            ": its agentk cannot cancel the requests of callers that have left, and its API server has not ended them: \
+             restart agentk, or update it (GitLab's to 16 or later)"
+        }
         _ => ": repeat the request later",
     });
     text
@@ -521,7 +576,9 @@ mod tests {
         let agent = AgentId::new(3).unwrap();
         let names = |names: &[&str]| names.iter().map(|name| format!("replica {name}")).collect::<Vec<_>>();
         let said = |lend: &[&str], silent: &[&str], others: &[&str]| {
-            absence(agent, Duration::from_millis(1500), &names(lend), &names(silent), &names(others))
+            let lend: Vec<Holder> =
+                names(lend).into_iter().map(|name| Holder { name, abandoned: None }).collect();
+            absence(agent, Duration::from_millis(1500), &lend, &names(silent), &names(others))
         };
         let check = "check that agentk runs in its cluster, reaches this kas and has a valid token";
         assert_eq!(said(&[], &[], &[]), format!("agent 3 is not connected; waited 1.5 s: {check}"));
@@ -545,5 +602,32 @@ mod tests {
         let many: Vec<String> = (0..9).map(|n| n.to_string()).collect();
         let many: Vec<&str> = many.iter().map(String::as_str).collect();
         assert!(said(&[], &many, &[]).contains("replica 4 and 4 more, which did not answer"));
+    }
+
+    #[test]
+    fn tunnels_that_abandoned_requests_occupy_are_named_with_what_to_do() {
+        let agent = AgentId::new(3).unwrap();
+        let holder = |name: &str, abandoned: Option<(u32, u64)>| Holder {
+            name: format!("replica {name}"),
+            abandoned: abandoned
+                .map(|(tunnels, seconds)| Abandoned { tunnels, since: Duration::from_secs(seconds) }),
+        };
+        let said = |lend: &[Holder]| absence(agent, Duration::from_millis(1500), lend, &[], &[]);
+        let advice = ": its agentk cannot cancel the requests of callers that have left, and its API server has not \
+                      ended them: restart agentk, or update it (GitLab's to 16 or later)";
+        assert_eq!(
+            said(&[holder("a", Some((10, 35))), holder("b", Some((2, 60)))]),
+            format!(
+                "agent 3 is connected to replica a, replica b, but all its tunnels (12) have been occupied by abandoned \
+                 requests for 35.0 s; waited 1.5 s{advice}"
+            )
+        );
+        assert_eq!(
+            said(&[holder("a", None), holder("b", Some((2, 60)))]),
+            format!(
+                "agent 3 is connected to replica a, replica b, but had no idle tunnel for 1.5 s; at replica b, all its \
+                 tunnels (2) have been occupied by abandoned requests for 60.0 s{advice}"
+            )
+        );
     }
 }

@@ -3,14 +3,20 @@
 use std::{collections::BTreeSet, time::Duration};
 
 use anyhow::{Context as _, Result};
+use futures_util::future::try_join_all;
 use grpc::{Code, Outcome};
+use h2::Reason;
 use prost::Message as _;
-use proto::gitlab::agent::{
-    grpctool::{HttpRequest, http_request},
-    kubernetes_api::rpc::{HeaderExtra, ImpersonationConfig},
-    prototool,
-    reverse_tunnel::info::{AgentDescriptor, Method, Service},
+use proto::{
+    gitlab::agent::{
+        grpctool::{HttpRequest, http_request},
+        kubernetes_api::rpc::{HeaderExtra, ImpersonationConfig},
+        prototool,
+        reverse_tunnel::info::{AgentDescriptor, Method, Service},
+    },
+    kas::api::v1::{ExplainAgentRequest, ExplainAgentResponse},
 };
+use serde_json::json;
 use testkit::{
     agent14::{Agent14, Version},
     agentk::Agentk,
@@ -19,7 +25,7 @@ use testkit::{
     handler::{self, path},
     kas::{token, within},
     link::Next,
-    mesh::{Mesh, Options},
+    mesh::{EXPLAIN_AGENT, Mesh, Options},
     process::SOON,
     raw_agent::{FromKas, Kind},
 };
@@ -299,5 +305,67 @@ async fn impersonation_is_refused_if_the_agent_at_another_replica_would_ignore_i
             drop(tunnel);
         }
     }
+    Ok(())
+}
+
+/// Fails if the replica that holds the agent lets the request wait without saying why: it is then only told
+/// that no tunnel was idle. More requests wait than may be sent to that replica at once.
+#[tokio::test]
+async fn abandoned_requests_that_occupy_all_tunnels_of_another_replica_are_reported() -> Result<()> {
+    let config = json!({ "limits": { "find_timeout": "1s" } });
+    let mesh = Mesh::start_with(Options { replicas: 2, config, ..Options::default() }).await?;
+    let held = mesh.agent(0, 1, Kind::Old, 0).await?;
+    let caller = mesh.caller(1).await?;
+    let mut occupied = Vec::new();
+    for _ in 0..2 {
+        let mut tunnel = held.raw.tunnel().await?;
+        mesh.converged(&[(1, 0)]).await?;
+        let mut stream = caller.open(caller.to_agent(1, &path("Chat"))).await?;
+        stream.half_close().ok().context("sent")?;
+        tunnel.request().await;
+        assert_eq!(tunnel.next().await, FromKas::CloseSend);
+        stream.reset(Reason::CANCEL);
+        occupied.push(tunnel);
+    }
+    mesh.kas(0).metric_is("kas_tunnels_abandoned", 2.0).await?;
+    let owner = mesh.private(0).to_string();
+    let start = format!(
+        "agent 1 is connected to replica {owner}, but all its tunnels (2) have been occupied by abandoned requests for "
+    );
+    for (requests, timeout) in [(1, None), (1, Some("300m")), (20, Some("300m"))] {
+        // An answer that arrives late on a busy machine is not waited for.
+        within(SOON, "each caller is told", async || {
+            let calls = (0..requests).map(async |_| {
+                let mut request = caller.to_agent(1, &path("Echo"));
+                if let Some(timeout) = timeout {
+                    request = request.header("grpc-timeout", timeout);
+                }
+                let status = caller.call(request, &[b"x"]).await?.status;
+                anyhow::ensure!(status.outcome() == Some(Outcome::NotStarted), "{status}");
+                anyhow::Ok(status.message().to_owned())
+            });
+            let texts = try_join_all(calls).await?;
+            let told = texts.iter().all(|text| text.starts_with(&start) && text.contains("restart agentk"));
+            Ok(if told { Ok(()) } else { Err(texts) })
+        })
+        .await?;
+    }
+    let request = ExplainAgentRequest { agent_id: 1 };
+    let why: ExplainAgentResponse = caller.unary(EXPLAIN_AGENT, &request).await?;
+    let row = why.replicas.iter().find(|row| row.name == owner).context("the owner answers")?;
+    assert_eq!((row.busy_tunnels, row.abandoned_tunnels, row.transports), (2, 2, 1));
+    let step = format!("all tunnels at {owner} (2) have been occupied by abandoned requests for ");
+    assert!(why.route.iter().any(|text| text.starts_with(&step)), "{:?}", why.route);
+    // A tunnel that comes serves the next request.
+    let mut tunnel = held.raw.tunnel().await?;
+    let call = caller.call(caller.to_agent(1, &path("Echo")), &[]);
+    let serve = async {
+        tunnel.request().await;
+        assert_eq!(tunnel.next().await, FromKas::CloseSend);
+        tunnel.send_all([handler::header(&[]), handler::trailer(&[])]).await;
+        tunnel.half_close();
+    };
+    let (got, ()) = tokio::join!(call, serve);
+    assert_eq!(got?.status.code(), Code::Ok);
     Ok(())
 }

@@ -227,7 +227,13 @@ async fn lend(
         Err(NotLent::Deadline) => {
             let status = Status::new(Code::DeadlineExceeded, "no tunnel was idle until the deadline")
                 .with_outcome(Outcome::NotStarted);
-            return failed(&status, &correlation);
+            let mut response = failed(&status, &correlation);
+            if let Some(abandoned) = listener.registry.occupancy(ask.request.agent).all_abandoned() {
+                let since = u32::try_from(abandoned.since.as_millis()).unwrap_or(u32::MAX);
+                response.headers_mut().insert(peer::ABANDONED, abandoned.tunnels.into());
+                response.headers_mut().insert(peer::ABANDONED_FOR, since.into());
+            }
+            return response;
         }
         Err(NotLent::Refused(refused)) => {
             count(refused.answer());

@@ -67,8 +67,14 @@ pub(super) fn explain(
         ..ExplainResponse::default()
     };
     if let Ok(agent) = AgentId::new(request.agent_id) {
-        let (idle, busy, waiting) = registry.counts(agent);
-        (response.idle, response.busy, response.waiting) = (number(idle), number(busy), number(waiting));
+        let here = registry.occupancy(agent);
+        (response.idle, response.busy, response.waiting) =
+            (number(here.idle), number(here.busy), number(here.waiting));
+        response.transports = number(here.transports);
+        if let Some(abandoned) = here.abandoned {
+            response.abandoned = abandoned.tunnels;
+            response.abandoned_for_ms = u64::try_from(abandoned.since.as_millis()).unwrap_or(u64::MAX);
+        }
         response.beliefs = view
             .views(agent)
             .into_iter()

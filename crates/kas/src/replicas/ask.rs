@@ -2,7 +2,9 @@
 
 use std::{sync::Arc, time::Duration};
 
-use cluster::{AgentMeta, AgentView, Connection, Load, PeerReport, Query, Replica, Unanswered, Wire};
+use cluster::{
+    Abandoned, AgentMeta, AgentView, Connection, Load, PeerReport, Query, Replica, Unanswered, Wire,
+};
 use futures_util::{StreamExt as _, stream::FuturesUnordered};
 use grpc::MessageReader;
 use ids::{AgentId, ConnectionId, ReplicaId};
@@ -128,6 +130,11 @@ async fn peer_report(
         }),
         idle: answer.idle,
         busy: answer.busy,
+        abandoned: (answer.abandoned > 0).then(|| Abandoned {
+            tunnels: answer.abandoned,
+            since: Duration::from_millis(answer.abandoned_for_ms),
+        }),
+        transports: answer.transports,
         waiting: answer.waiting,
         views: answer.beliefs.into_iter().map(view).collect(),
     })

@@ -2,7 +2,7 @@
 
 use std::{sync::Arc, time::Duration};
 
-use cluster::{Lease, Tracker};
+use cluster::{Abandoned, Lease, Tracker};
 use ids::ConnectionId;
 use tokio::time::Instant;
 use tunnel::kas_end::{Descriptor, Info, Tunnel};
@@ -20,6 +20,8 @@ pub(super) struct Presence {
     instances: Vec<Instance>,
     /// Open tunnels, idle and busy.
     tunnels: usize,
+    /// The busy tunnels that are occupied by requests whose callers have left, and when these left.
+    abandoned: Vec<(Arc<Tunnel>, Instant)>,
     /// Open transport connections. Another process of the agent may stay after one has left.
     transports: usize,
     /// The announcement to other replicas.
@@ -83,6 +85,27 @@ impl Presence {
     #[cfg(test)]
     pub(super) fn instances(&self) -> usize {
         self.instances.len()
+    }
+
+    /// Notes that a tunnel is occupied by a request whose caller has left. Returns false if that is already
+    /// over.
+    pub(super) fn abandoned(&mut self, tunnel: &Arc<Tunnel>) -> bool {
+        let since = tunnel.abandoned_since();
+        self.abandoned.extend(since.map(|since| (Arc::clone(tunnel), since)));
+        since.is_some()
+    }
+
+    /// Returns the busy tunnels that are occupied by requests whose callers have left.
+    pub(super) fn abandonment(&self) -> Option<Abandoned> {
+        let last = self.abandoned.iter().map(|(_, since)| since).max()?;
+        let tunnels = u32::try_from(self.abandoned.len()).unwrap_or(u32::MAX);
+        Some(Abandoned { tunnels, since: last.elapsed() })
+    }
+
+    /// A tunnel has ended. Returns whether it was occupied by a request whose caller had left.
+    pub(super) fn end_abandonment(&mut self, tunnel: &Arc<Tunnel>) -> bool {
+        let at = self.abandoned.iter().position(|(other, _)| Arc::ptr_eq(other, tunnel));
+        at.map(|at| self.abandoned.remove(at)).is_some()
     }
 
     /// Returns the connection to which the tunnels of an instance are bound.
@@ -215,6 +238,11 @@ impl Presence {
 
     pub(super) fn has_transport(&self) -> bool {
         self.transports > 0
+    }
+
+    /// Returns the number of open transport connections.
+    pub(super) fn transports(&self) -> usize {
+        self.transports
     }
 
     /// The agent lingers if it has no tunnel.

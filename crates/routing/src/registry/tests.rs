@@ -1,9 +1,19 @@
-use std::time::Duration;
+use std::{
+    pin::Pin,
+    task::{Context, Poll, Waker},
+    time::Duration,
+};
 
+use bytes::{Bytes, BytesMut};
 use cluster::{InMemoryTracker, Replica};
+use grpc::Deadline;
+use http_body::Body as _;
 use ids::TokenHash;
 use prometheus_client::registry::Registry;
-use tunnel::kas_end::{AgentKind, Descriptor, Info, Opening, TunnelBody};
+use tunnel::{
+    frame::{self, response},
+    kas_end::{AgentKind, Descriptor, Info, Job, Opening, TunnelBody},
+};
 
 use super::{presence::LINGER, *};
 
@@ -45,6 +55,10 @@ impl Lab {
 
     /// As [`tunnel_of`](Self::tunnel_of), for another method.
     fn tunnel_for(&mut self, method: &str, instance: u64, connection: Option<ConnectionId>) {
+        self.open(AgentKind::Ours, method, instance, connection);
+    }
+
+    fn open(&mut self, kind: AgentKind, method: &str, instance: u64, connection: Option<ConnectionId>) {
         let silent = http_body_util::StreamBody::new(futures_util::stream::pending::<
             Result<http_body::Frame<bytes::Bytes>, grpc::BoxError>,
         >());
@@ -52,7 +66,7 @@ impl Lab {
             agent: agent(),
             instance,
             token: TokenHash::of(b"t"),
-            kind: AgentKind::Ours,
+            kind,
             impersonates: true,
             descriptor: Arc::new(Descriptor::of(&[method])),
         };
@@ -64,6 +78,23 @@ impl Lab {
         let (tunnel, body) = Tunnel::new(info, opening, owner, Box::new(|| {}));
         self.registry.insert(&tunnel, connection);
         self.bodies.push(body);
+    }
+
+    /// A caller sends a complete request through an idle tunnel, and leaves.
+    fn abandon(&mut self) {
+        let Ok(Acquired::Now(grant)) = self.ask(None) else { panic!("a tunnel is idle") };
+        let mut request_info = BytesMut::new();
+        frame::put_control(response::REQUEST_INFO, b"", &mut request_info);
+        let job = Job::new(request_info.freeze(), grpc::full(Bytes::new()));
+        let exchange = grant.take().begin(job, Deadline::NONE).expect("the tunnel is free");
+        for body in &mut self.bodies {
+            while let Poll::Ready(frame) =
+                Pin::new(&mut *body).poll_frame(&mut Context::from_waker(Waker::noop()))
+            {
+                assert!(frame.is_some(), "no tunnel has ended");
+            }
+        }
+        drop(exchange);
     }
 
     fn ask_for(&self, source: Option<&str>, connection: i64) -> Result<Acquired, Refused> {
@@ -287,4 +318,50 @@ async fn few_former_connections_of_an_agent_are_remembered_and_not_for_long() {
     lab.bodies.clear();
     lab.registry.transport_closed(agent(), 7);
     assert!(lab.registry.shard(agent()).is_empty());
+}
+
+/// Ten such requests took the agent away, and it was reported as not connected.
+#[tokio::test(start_paused = true)]
+async fn requests_that_occupy_tunnels_without_their_callers_are_reported_until_the_tunnels_end() {
+    let mut lab = lab();
+    lab.open(AgentKind::Old, METHOD, 1, None);
+    lab.open(AgentKind::Old, METHOD, 1, None);
+    let seconds = Duration::from_secs;
+    lab.abandon();
+    tokio::time::advance(seconds(30)).await;
+    let one = lab.registry.occupancy(agent());
+    let expected = Occupancy {
+        idle: 1,
+        busy: 1,
+        abandoned: Some(Abandoned { tunnels: 1, since: seconds(30) }),
+        waiting: 0,
+        transports: 1,
+    };
+    assert_eq!((one, one.all_abandoned()), (expected, None));
+    lab.abandon();
+    tokio::time::advance(seconds(5)).await;
+    // Since the last caller left, the agent has not been reachable.
+    let both = Some(Abandoned { tunnels: 2, since: seconds(5) });
+    assert_eq!(lab.registry.occupancy(agent()).all_abandoned(), both);
+    assert_eq!(lab.registry.metrics.tunnels_abandoned.get(), 2);
+    // A tunnel with a request that goes on will be free.
+    lab.tunnel();
+    let Ok(Acquired::Now(_grant)) = lab.ask(None) else { panic!("a tunnel is idle") };
+    let busy = lab.registry.occupancy(agent());
+    assert_eq!((busy.busy, busy.abandoned, busy.all_abandoned()), (3, both, None));
+    // HTTP/2 drops the streams.
+    lab.bodies.remove(0);
+    assert_eq!(lab.registry.occupancy(agent()).abandoned.map(|abandoned| abandoned.tunnels), Some(1));
+    lab.bodies.clear();
+    assert_eq!(lab.registry.occupancy(agent()), Occupancy { transports: 1, ..Occupancy::default() });
+    assert_eq!(lab.registry.metrics.tunnels_abandoned.get(), 0);
+}
+
+/// A request of an agent that can cancel it ends with its caller.
+#[tokio::test]
+async fn only_agents_that_cannot_cancel_requests_have_abandoned_ones() {
+    let mut lab = lab();
+    lab.tunnel();
+    lab.abandon();
+    assert_eq!(lab.registry.occupancy(agent()).abandoned, None);
 }

@@ -2,7 +2,7 @@
 
 use std::{collections::HashMap, pin::Pin, sync::Arc};
 
-use cluster::{Candidate, Mark, ReplicaHealth, Wire};
+use cluster::{Abandoned, Candidate, Mark, ReplicaHealth, Wire};
 use futures_util::{StreamExt as _, stream::FuturesUnordered};
 use grpc::{Code, Deadline, Outcome, Status};
 use http::{HeaderMap, HeaderValue};
@@ -22,6 +22,10 @@ use observe::refusals::{ListenerName, Reason};
 
 /// An owner that could not be asked is asked again after the first time, which doubles up to the second one.
 const AGAIN: (Duration, Duration) = (Duration::from_millis(50), Duration::from_secs(1));
+
+/// At the deadline, the owners that were asked answer that no tunnel was idle, and why. Their answers may take
+/// this long.
+const LAST_ANSWERS: Duration = Duration::from_millis(100);
 
 /// A tunnel for the request.
 pub(super) enum Found {
@@ -45,6 +49,14 @@ pub(super) struct Search<'a> {
     pub(super) correlation: &'a HeaderValue,
     pub(super) arrived: Instant,
     pub(super) trace: &'a RouteTrace,
+}
+
+/// The owners that were asked.
+#[derive(Default)]
+struct Owners {
+    asked: HashMap<ReplicaId, Asked>,
+    /// Those whose tunnels are all occupied by abandoned requests.
+    abandoned: HashMap<ReplicaId, Abandoned>,
 }
 
 /// The state of an owner that was asked.
@@ -110,48 +122,48 @@ impl Search<'_> {
         let deadline = tokio::time::sleep_until(until);
         tokio::pin!(deadline);
         let mut asking: FuturesUnordered<Asking> = FuturesUnordered::new();
-        let mut asked: HashMap<ReplicaId, Asked> = HashMap::new();
+        let mut owners = Owners::default();
         let mut hedge_at: Option<Instant> = None;
         loop {
             changes.borrow_and_update();
             let candidates = self.candidates().await;
             let now = Instant::now();
-            let due = |asked: &HashMap<ReplicaId, Asked>, candidate: &Candidate| match asked
-                .get(&candidate.replica.id)
-            {
+            let due = |owners: &Owners, candidate: &Candidate| match owners.asked.get(&candidate.replica.id) {
                 None => true,
                 Some(Asked::Later(at, _) | Asked::Absent(at, _)) => *at <= now,
                 Some(Asked::Now(_) | Asked::Refused) => false,
             };
             // A connection may be at any replica, so all of them are asked immediately.
             while asking.is_empty() || self.connection.is_some() || hedge_at.is_none_or(|at| at <= now) {
-                let Some(next) = candidates.iter().find(|candidate| due(&asked, candidate)) else { break };
+                let Some(next) = candidates.iter().find(|candidate| due(&owners, candidate)) else { break };
                 if !asking.is_empty() && self.connection.is_none() {
                     router.metrics.hedges.inc();
                 }
-                hedge_at = Some(now + self.ask(next, &asking, &mut asked));
+                hedge_at = Some(now + self.ask(next, until, &asking, &mut owners.asked));
             }
             // Every replica that may hold the agent has refused.
-            let hopeless = asking.is_empty()
-                && waiting.is_none()
-                && candidates.iter().all(|c| matches!(asked.get(&c.replica.id), Some(Asked::Refused)));
+            let refuses = |candidate: &Candidate| {
+                matches!(owners.asked.get(&candidate.replica.id), Some(Asked::Refused))
+            };
+            let hopeless = asking.is_empty() && waiting.is_none() && candidates.iter().all(refuses);
             let everyone_refused = asking.is_empty()
                 && !candidates.is_empty()
-                && candidates.iter().all(|c| matches!(asked.get(&c.replica.id), Some(Asked::Refused)))
+                && candidates.iter().all(refuses)
                 && !router.registry.holds(self.agent);
             if (hopeless || everyone_refused)
                 && let Some(status) = refused.take()
             {
                 return Err(status);
             }
-            let again = asked
+            let again = owners
+                .asked
                 .values()
                 .filter_map(|asked| match asked {
                     Asked::Later(at, _) | Asked::Absent(at, _) => Some(*at),
                     Asked::Now(_) | Asked::Refused => None,
                 })
                 .min();
-            let more = candidates.iter().any(|candidate| due(&asked, candidate));
+            let more = candidates.iter().any(|candidate| due(&owners, candidate));
             let wake = [again.filter(|at| *at > now), hedge_at.filter(|_| more && !asking.is_empty())]
                 .into_iter()
                 .flatten()
@@ -177,7 +189,7 @@ impl Search<'_> {
                             self.count(wire, AskAnswer::Ready);
                             return Ok(Found::Lent(lent, owner));
                         }
-                        Err(refusal) => self.learn(owner, wire, refusal, &mut asked, &mut refused),
+                        Err(refusal) => self.learn(owner, wire, refusal, &mut owners, &mut refused),
                     }
                     hedge_at = None;
                 }
@@ -185,13 +197,23 @@ impl Search<'_> {
                 _ = changes.changed() => {
                     // A replica that refused may have another agentk by now, and an absent agent may have
                     // connected.
-                    asked.retain(|_, asked| !matches!(asked, Asked::Refused | Asked::Absent(..)));
+                    owners.asked.retain(|_, asked| !matches!(asked, Asked::Refused | Asked::Absent(..)));
                     hedge_at = None;
                 }
                 () = at(wake) => {}
-                () = &mut deadline => return Err(router.not_found(self.agent, self.deadline, self.arrived).await),
+                () = &mut deadline => break,
             }
         }
+        // A tunnel that is lent now comes too late. It is returned unused.
+        let last_answers = async {
+            while let Some((owner, wire, answer)) = asking.next().await {
+                if let Err(refusal) = answer {
+                    self.learn(owner, wire, refusal, &mut owners, &mut refused);
+                }
+            }
+        };
+        let _ = tokio::time::timeout(LAST_ANSWERS, last_answers).await;
+        Err(router.not_found(self.agent, self.deadline, self.arrived, &owners.abandoned).await)
     }
 
     async fn candidates(&self) -> Vec<Candidate> {
@@ -222,10 +244,12 @@ impl Search<'_> {
         }
     }
 
-    /// Asks an owner. Returns the time after which another one should be asked too.
+    /// Asks an owner, which may wait `until` then. Returns the time after which another one should be asked
+    /// too.
     fn ask(
         &self,
         candidate: &Candidate,
+        until: Instant,
         asking: &FuturesUnordered<Asking>,
         asked: &mut HashMap<ReplicaId, Asked>,
     ) -> Duration {
@@ -243,6 +267,7 @@ impl Search<'_> {
             method: Arc::clone(self.method),
             correlation: self.correlation.clone(),
             deadline: self.deadline,
+            until,
             again: self.connection.is_none() && self.router.leases.is_hot(self.agent, self.method),
         };
         let wire = candidate.wire;
@@ -270,10 +295,12 @@ impl Search<'_> {
         owner: ReplicaId,
         wire: Wire,
         refusal: Refusal,
-        asked: &mut HashMap<ReplicaId, Asked>,
+        owners: &mut Owners,
         refused: &mut Option<Status>,
     ) {
         let router = self.router;
+        let Owners { asked, abandoned } = owners;
+        abandoned.remove(&owner);
         let pause = match asked.get(&owner) {
             Some(Asked::Now(pause)) => *pause,
             _ => AGAIN.0,
@@ -292,6 +319,14 @@ impl Search<'_> {
                 self.trace.note(|| format!("{owner} has no tunnel of the agent"));
                 router.tracker.not_here(&owner, self.agent, Mark::default());
                 asked.insert(owner, Asked::Absent(at, pause));
+            }
+            Refusal::Busy(all_abandoned) => {
+                self.trace
+                    .note(|| format!("replica {owner} had no idle tunnel of the agent until the deadline"));
+                if let Some(all_abandoned) = all_abandoned {
+                    abandoned.insert(owner.clone(), all_abandoned);
+                }
+                asked.insert(owner, later);
             }
             Refusal::Final(status) => {
                 self.count(wire, AskAnswer::Refused);

@@ -10,7 +10,7 @@ use std::{
 };
 
 use agent_config::AgentConfigs;
-use cluster::{Connected, Located, Query, ReplicaState, Tracker, TrackerError, Wire};
+use cluster::{Abandoned, Connected, Located, Query, ReplicaState, Tracker, TrackerError, Wire};
 use futures_util::stream::{self, Stream};
 use grpc::Deadline;
 use http::HeaderValue;
@@ -206,6 +206,15 @@ fn non_empty(text: String, other: &str) -> String {
     if text.is_empty() { other.to_owned() } else { text }
 }
 
+/// Describes tunnels that are all occupied by abandoned requests.
+fn occupied(place: &str, abandoned: Abandoned) -> String {
+    format!(
+        "all tunnels {place} ({}) have been occupied by abandoned requests for {:.1} s",
+        abandoned.tunnels,
+        abandoned.since.as_secs_f64()
+    )
+}
+
 /// Returns what each replica knows of an agent, and how a request for it would be routed.
 ///
 /// # Cancel safety
@@ -218,16 +227,23 @@ pub(crate) async fn explain(router: &Router, tracker: &dyn Tracker, agent: Agent
         Err(error) => (Vec::new(), Some(process::error::chain(&error))),
     };
     let (reports, missing) = tracker.peer_reports(Some(agent)).await;
-    let (idle, busy, waiting) = router.registry().counts(agent);
+    let here = router.registry().occupancy(agent);
     let number = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
+    let tunnels = |abandoned: Option<Abandoned>| abandoned.map_or(0, |abandoned| abandoned.tunnels);
+    let since = |abandoned: Option<Abandoned>| {
+        abandoned.map_or(0, |abandoned| u64::try_from(abandoned.since.as_millis()).unwrap_or(u64::MAX))
+    };
     let me = known.replicas.first().map(|status| status.replica.clone());
     let own = AgentOnReplica {
         name: me.as_ref().map_or_else(String::new, |me| me.id.as_str().to_owned()),
         address: me.as_ref().map(|me| address(&me.address)),
-        idle_tunnels: number(idle),
-        busy_tunnels: number(busy),
-        waiting: number(waiting),
+        idle_tunnels: number(here.idle),
+        busy_tunnels: number(here.busy),
+        waiting: number(here.waiting),
         beliefs: tracker.views(agent).iter().map(belief).collect(),
+        abandoned_tunnels: tunnels(here.abandoned),
+        abandoned_for_ms: since(here.abandoned),
+        transports: number(here.transports),
     };
     let others = reports.iter().map(|report| AgentOnReplica {
         name: report.replica.id.as_str().to_owned(),
@@ -236,6 +252,9 @@ pub(crate) async fn explain(router: &Router, tracker: &dyn Tracker, agent: Agent
         busy_tunnels: report.busy,
         waiting: report.waiting,
         beliefs: report.views.iter().map(belief).collect(),
+        abandoned_tunnels: tunnels(report.abandoned),
+        abandoned_for_ms: since(report.abandoned),
+        transports: report.transports,
     });
     let elsewhere: Vec<String> = candidates
         .iter()
@@ -247,21 +266,40 @@ pub(crate) async fn explain(router: &Router, tracker: &dyn Tracker, agent: Agent
         })
         .collect();
     let mut route = Vec::new();
-    match (idle, busy) {
-        (0, 0) => route.push(format!("no tunnel of agent {agent} is here")),
-        (0, busy) => route.push(format!("all {busy} tunnels here are busy: a request waits for one")),
-        (idle, _) => route.push(format!("one of {idle} idle tunnels here carries the request")),
-    }
+    route.push(match (here.idle, here.busy, here.all_abandoned()) {
+        (0, 0, _) if here.transports > 0 => {
+            format!("agent {agent} is connected here, but has no tunnel: a request waits for one")
+        }
+        (0, 0, _) => format!("no tunnel of agent {agent} is here"),
+        (0, _, Some(abandoned)) => format!("{}: a request waits for one", occupied("here", abandoned)),
+        (0, busy, None) => format!("all {busy} tunnels here are busy: a request waits for one"),
+        (idle, ..) => format!("one of {idle} idle tunnels here carries the request"),
+    });
     if let Some(why) = unknown {
         route.push(format!("the other replicas that hold the agent could not be looked up: {why}"));
-    } else if idle == 0 {
+    } else if here.idle == 0 {
         route.push(match elsewhere.as_slice() {
+            [] if here.busy > 0 || here.transports > 0 => {
+                "no other replica is known to hold the agent".to_owned()
+            }
             [] => {
                 "no other replica is known to hold the agent: the request waits until it connects".to_owned()
             }
             [first] => format!("and replica {first} is asked"),
             [first, rest @ ..] => format!("and replica {first} is asked, then {}", rest.join(", ")),
         });
+    }
+    let blocked = reports.iter().filter_map(|report| Some((&report.replica.id, report.all_abandoned()?)));
+    let blocked: Vec<String> =
+        blocked.map(|(replica, abandoned)| occupied(&format!("at {replica}"), abandoned)).collect();
+    let is_blocked = !blocked.is_empty() || here.all_abandoned().is_some();
+    route.extend(blocked);
+    if is_blocked {
+        route.push(
+            "agentk cannot cancel abandoned requests, and its API server has not ended them: restart agentk, or update it \
+             (GitLab's to 16 or later)"
+                .to_owned(),
+        );
     }
     // Whether these hold the agent is unknown.
     let mute: Vec<String> = known

@@ -286,6 +286,7 @@ impl KasApi for Kas {
             busy_tunnels: 0,
             waiting,
             beliefs,
+            ..AgentOnReplica::default()
         };
         let held = "kas-1 is live, has the agent at version 9: asked";
         let lag = "kas-0 is live, has the agent at version 11: asked";
