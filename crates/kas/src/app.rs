@@ -275,7 +275,7 @@ impl Kas {
     ///
     /// # Errors
     /// See [`StartError`]. Nothing but probes and metrics was served then.
-    pub async fn bind(config: Config) -> Result<Self, StartError> {
+    pub async fn bind(mut config: Config) -> Result<Self, StartError> {
         if let Some(path) = &config.state_dir
             && (matches!(config.identity, kas_config::Identity::File { is_default: true, .. })
                 || matches!(config.api.secrets, kas_config::ApiSecrets::Made(_)))
@@ -324,7 +324,9 @@ impl Kas {
         let refusals = Arc::new(Refusals::new(&mut registry));
         let replicas = Arc::new(ReplicaMetrics::new(&mut registry));
         let spans = Arc::new(traces::Counts::new(registry.sub_registry_with_prefix("kas")));
-        process.file_limit.set(process::open_files::raise_limit());
+        let files = process::open_files::raise_limit();
+        process.file_limit.set(files);
+        config.limits.connections = config.limits.connections.with_files(files);
         let certificates = Arc::new(CertificateMetrics::new(&mut registry));
         let mut reloader = Reloader::new(Certificates::new(certificates));
         let (identity, gitlab) =

@@ -24,7 +24,7 @@ use prometheus_client::registry::Registry;
 use tokio::time::Instant;
 
 use crate::{
-    http::{self as server, AuthState, GoAway, Limits, Protocols, Server, Settings, StreamSlot},
+    http::{self as server, AuthState, GoAway, Limits, Patience, Protocols, Server, Settings, StreamSlot},
     io::Listener,
 };
 
@@ -163,7 +163,8 @@ const SETTINGS: Settings = Settings { header_list: 204 << 10, ..server::API };
 fn limits() -> Limits {
     Limits {
         half_open: MAX_CONNECTIONS,
-        half_open_patience: Duration::ZERO,
+        half_open_most: MAX_CONNECTIONS,
+        half_open_patience: Patience::same(Duration::ZERO),
         first_frame: HEADERS,
         headers: HEADERS,
         authentication: HEADERS,

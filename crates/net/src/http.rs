@@ -30,13 +30,15 @@ mod upgrade;
 mod version;
 mod websocket;
 
+pub use crate::admission::half_open::Patience;
+
 pub use self::{
     refusal::Refusal,
     server::Server,
     service::{Answer, AuthState, Body, Connection, GoAway, Service},
     settings::{
-        AGENT, API, Age, FRAME, HEADER_LIST, HEADER_LIST_ROOM, Limits, PEER, Protocols, STREAM_WINDOW,
-        Settings, UNLIMITED_WINDOW,
+        AGENT, API, Age, FRAME, HALF_OPEN_GROWTH, HEADER_LIST, HEADER_LIST_ROOM, Limits, PEER, Protocols,
+        STREAM_WINDOW, Settings, UNLIMITED_WINDOW,
     },
     slot::{StreamReset, StreamSlot},
     upgrade::upgrade,

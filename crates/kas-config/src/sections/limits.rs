@@ -107,13 +107,16 @@ pub(super) fn read(root: &mut Section<'_, '_>) -> Limits {
 /// Declares the limits of each connection, independent of its requests.
 fn connections(s: &mut Section<'_, '_>) -> http::Limits {
     let defaults = http::Limits::default();
+    let half_open = s.number(
+        "half_open_connections",
+        1_024,
+        "Connections of each listener that have not authenticated yet. When there are this many, a new one replaces the \
+         oldest that has sent nothing for 1 s. While they come quickly, there are up to eight times as many, but no more \
+         than an eighth of the files that kas may open; docs/limits.md says for how long each.",
+    ) as usize;
     http::Limits {
-        half_open: s.number(
-            "half_open_connections",
-            1_024,
-            "Connections of each listener that have not authenticated yet. When there are this many, a new one \
-             replaces the oldest.",
-        ) as usize,
+        half_open,
+        half_open_most: half_open.saturating_mul(http::HALF_OPEN_GROWTH),
         half_open_patience: defaults.half_open_patience,
         handshake: s.duration(
             "handshake_timeout",

@@ -371,7 +371,8 @@ drain: {delay: 0s, timeout: 10m}
     assert_eq!(own.api.listen.leeway, Duration::ZERO);
     let connections = net::http::Limits {
         half_open: 3,
-        half_open_patience: secs(1),
+        half_open_most: 24,
+        half_open_patience: net::http::Patience::USUAL,
         handshake: secs(4),
         first_frame: Duration::from_millis(5),
         headers: secs(6),

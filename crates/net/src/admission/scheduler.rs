@@ -54,6 +54,10 @@ const NEWCOMER_STEPS: u32 = 16;
 /// A network with fewer unauthenticated connections than this is small: a client that means well has several.
 const CROWD: u32 = 8;
 
+/// If more connections than this wait for a slot, the processor does not keep up with them. As many TLS
+/// handshakes take some hundredths of a second.
+const BEHIND: usize = 64;
+
 /// After a step other tasks have one round, and one more for each of these that the step took, and for each
 /// [`NEWCOMER_STEPS`] that the connection had before; until all this time is over, and at most [`MAX_ROUNDS`]
 /// more.
@@ -149,6 +153,16 @@ impl AdmissionScheduler {
             waits: false,
             has_slot: false,
         }
+    }
+
+    /// Whether a client was authenticated from the network of `address` before. True without an address.
+    pub(crate) fn trusts(&self, address: Option<IpAddr>) -> bool {
+        address.is_none_or(|address| self.state.lock().trusted_sources.has(&network(address)))
+    }
+
+    /// Whether the processor does not keep up with the unauthenticated connections that have sent something.
+    pub(crate) fn is_behind(&self) -> bool {
+        self.state.lock().by_source.len() > BEHIND
     }
 
     /// Gives a slot after which other tasks have run to the next connection.
@@ -278,6 +292,11 @@ impl Permit {
         state.by_source.push(lane, self.source, self.number, (place, cx.waker().clone()));
         self.waits = true;
         false
+    }
+
+    /// Whether the connection has had as many steps as a newcomer needs.
+    pub(crate) fn is_late(&self) -> bool {
+        self.had >= NEWCOMER_STEPS
     }
 
     /// The connection is authenticated: it needs no slots any more, and its network is trusted from now on.

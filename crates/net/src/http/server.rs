@@ -16,7 +16,7 @@ use super::{
 };
 use crate::{
     admission::{
-        half_open::{HalfOpen, Place},
+        half_open::{HalfOpen, Place, Stage},
         scheduler::{AdmissionScheduler, Permit},
     },
     io::{AcceptFailures, Listener, Stream},
@@ -56,8 +56,9 @@ impl Server {
     /// upgraded too.
     pub async fn run(self, lifecycle: Lifecycle) {
         let tasks = tokio_util::task::TaskTracker::new();
-        let half_open = HalfOpen::new(self.limits.half_open, self.limits.half_open_patience);
         let admission = AdmissionScheduler::of_this_runtime();
+        let Limits { half_open, half_open_most, half_open_patience, .. } = self.limits;
+        let half_open = HalfOpen::new(half_open, half_open_most, half_open_patience, Arc::clone(&admission));
         let mut failures = AcceptFailures::default();
         let mut accepted_at_once = 0;
         loop {
@@ -80,15 +81,16 @@ impl Server {
                 }
             };
             // Those that come meanwhile wait in the kernel's queue.
+            let address = peer.map(|peer| peer.ip());
             let place = tokio::select! {
-                place = half_open.enter(|| self.service.refused(Refusal::HalfOpen)) => place,
+                place = half_open.enter(address, || self.service.refused(Refusal::HalfOpen)) => place,
                 () = lifecycle.reached(Phase::Stopped) => break,
             };
             let service = Arc::clone(&self.service);
             let (settings, limits, age) = (self.settings, self.limits, self.age);
             let lifecycle = lifecycle.clone();
             let serve = Serve { peer, settings, limits, age, service, lifecycle, since: Instant::now() };
-            let permit = admission.join(peer.map(|peer| peer.ip()));
+            let permit = admission.join(address);
             let tls = self.tls.as_ref().map(|tls| TlsAcceptor::from(tls.current()));
             tasks.spawn(run(serve, stream, tls, self.protocols, place, permit));
         }
@@ -158,7 +160,15 @@ async fn run(
         }
         let mut opening = pin!(open(stream, tls, protocols, by, limits.handshake));
         if is_opened {
-            poll_fn(|cx| permit.poll(cx, |cx| opening.as_mut().poll(cx))).await
+            place.reached(Stage::Opening);
+            poll_fn(|cx| {
+                let polled = permit.poll(cx, |cx| opening.as_mut().poll(cx));
+                if permit.is_late() {
+                    place.reached(Stage::Busy);
+                }
+                polled
+            })
+            .await
         } else {
             // Nothing is read.
             opening.await
@@ -172,10 +182,12 @@ async fn run(
     };
     match opened {
         Ok((version, stream)) => {
+            place.reached(Stage::Speaking);
             if is_opened {
                 serve.since = Instant::now();
             }
-            serve.connection(version, stream, place, permit).await;
+            // Boxed: a connection that has not come as far holds no memory for its state.
+            Box::pin(serve.connection(version, stream, place, permit)).await;
         }
         Err(error) if is_opened => {
             serve.service.not_opened(serve.peer, &error);

@@ -48,8 +48,8 @@ pub enum AuthState {
     /// No authenticated request yet.
     New,
     /// The listener does not authenticate. The connection is served at once and without a deadline, but it
-    /// keeps its place among the half-open ones: beyond [`Limits::half_open`](super::Limits::half_open) the
-    /// oldest is closed.
+    /// keeps its place among the half-open ones, and may lose it: see
+    /// [`Limits::half_open`](super::Limits::half_open).
     Anonymous,
     /// It has had an authenticated request.
     Authenticated,

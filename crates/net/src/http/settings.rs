@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use crate::admission::half_open::PATIENCE;
+use crate::admission::half_open::Patience;
 
 /// Largest frame of HTTP/2: 64 KiB needs a quarter of the writes that the default of 16 KiB does, and
 /// larger ones let one stream hold up the others.
@@ -15,6 +15,12 @@ pub const HEADER_LIST_ROOM: u32 = 2;
 pub const STREAM_WINDOW: u32 = 256 * 1024;
 /// The largest window of HTTP/2, for no limit.
 pub const UNLIMITED_WINDOW: u32 = (1 << 31) - 1;
+
+/// While connections come quickly, a listener holds this many times the usual number of unauthenticated ones.
+pub const HALF_OPEN_GROWTH: usize = 8;
+/// No listener holds more of them beyond the usual number than this part of the files that the process may
+/// open. There are three listeners, and most files are for authenticated connections.
+const HALF_OPEN_FILES: u64 = 8;
 
 /// The protocols that a listener speaks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -108,11 +114,13 @@ impl Settings {
 /// The limits of unauthenticated, silent and idle connections.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Limits {
-    /// Connections of the listener without an authenticated request, handshakes included. When there are so
-    /// many, the next waits until one of them is authenticated or ends, or takes the place of the oldest.
+    /// Connections of the listener without an authenticated request, handshakes included, in quiet times.
+    /// When there are so many, the next takes the place of one that has had it for long enough.
     pub half_open: usize,
-    /// No connection loses its place to another one before it has had it for this time.
-    pub half_open_patience: Duration,
+    /// If none has, there may be as many as this. When there are, the next waits.
+    pub half_open_most: usize,
+    /// How long a connection has its place before another one may take it.
+    pub half_open_patience: Patience,
     /// A TLS handshake must be over within this time, and so must what may follow it: the first bytes that
     /// show the protocol, or an upgrade to WebSocket.
     pub handshake: Duration,
@@ -134,11 +142,21 @@ pub struct Limits {
     pub ping_interval: Duration,
 }
 
+impl Limits {
+    /// Returns these for a process that may open this number of files.
+    #[must_use]
+    pub fn with_files(self, files: u64) -> Self {
+        let share = usize::try_from(files / HALF_OPEN_FILES).unwrap_or(usize::MAX);
+        Self { half_open_most: self.half_open_most.min(share).max(self.half_open), ..self }
+    }
+}
+
 impl Default for Limits {
     fn default() -> Self {
         Self {
             half_open: 1_024,
-            half_open_patience: PATIENCE,
+            half_open_most: 1_024 * HALF_OPEN_GROWTH,
+            half_open_patience: Patience::USUAL,
             handshake: Duration::from_secs(5),
             first_frame: Duration::from_secs(5),
             headers: Duration::from_secs(10),

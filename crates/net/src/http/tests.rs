@@ -238,8 +238,9 @@ async fn both_versions_are_served_on_one_plain_port() {
     assert!(got.starts_with("HTTP/1.1 200 ") && got.ends_with("\r\n\r\none"), "{got}");
 }
 
-#[tokio::test]
-async fn both_versions_are_served_on_one_port_with_tls() {
+/// Starts a server of both versions with TLS. Returns it with the configurations of clients that trust it, of
+/// each version.
+async fn start_tls(limits: Limits) -> (Running, [Arc<rustls::ClientConfig>; 2]) {
     tls::install();
     let key = rcgen::KeyPair::generate().unwrap();
     let certificate =
@@ -249,15 +250,24 @@ async fn both_versions_are_served_on_one_port_with_tls() {
     std::fs::write(&certificate_file, certificate.pem()).unwrap();
     std::fs::write(&key_file, key.serialize_pem()).unwrap();
     let config = tls::or_http1(&tls::server(&certificate_file, &key_file).unwrap());
-    let server =
-        Running::start_with(Protocols::Http1And2, Limits::default(), Some(tls::Live::from(config))).await;
-    let connect = async |config: Arc<rustls::ClientConfig>| {
-        let name = rustls_pki_types::ServerName::try_from("localhost").unwrap();
-        let stream = server.socket(b"").await;
-        tokio_rustls::TlsConnector::from(config).connect(name, stream).await.unwrap()
-    };
+    let server = Running::start_with(Protocols::Http1And2, limits, Some(tls::Live::from(config))).await;
     let http2 = tls::client(Some(&certificate_file)).unwrap();
-    let http1 = tls::http1_only(&http2);
+    (server, [tls::http1_only(&http2), http2])
+}
+
+/// Does the handshake of a client.
+async fn connect_tls<S: AsyncRead + AsyncWrite + Unpin>(
+    config: Arc<rustls::ClientConfig>,
+    stream: S,
+) -> tokio_rustls::client::TlsStream<S> {
+    let name = rustls_pki_types::ServerName::try_from("localhost").unwrap();
+    tokio_rustls::TlsConnector::from(config).connect(name, stream).await.unwrap()
+}
+
+#[tokio::test]
+async fn both_versions_are_served_on_one_port_with_tls() {
+    let (server, [http1, http2]) = start_tls(Limits::default()).await;
+    let connect = async |config| connect_tls(config, server.socket(b"").await).await;
     let said = versions(connect(http1).await, connect(http2).await).await;
     assert_eq!(said, ["HTTP/1.1", "HTTP/2.0"]);
 }
@@ -334,7 +344,8 @@ async fn head_that_is_too_large_is_refused() {
 async fn unauthenticated_connections_of_http1_are_few_and_short() {
     let limits = Limits {
         half_open: 2,
-        half_open_patience: Duration::from_millis(300),
+        half_open_most: 2,
+        half_open_patience: Patience::same(Duration::from_millis(300)),
         authentication: Duration::from_secs(2),
         ..Limits::default()
     };
@@ -359,6 +370,86 @@ async fn unauthenticated_connections_of_http1_are_few_and_short() {
     server.refused(Refusal::Unauthenticated).await;
     known.write_all(&get("/")).await.unwrap();
     until(&mut known, "\r\n\r\nHTTP/1.1").await;
+}
+
+/// Connects to `to` from another address of this host.
+async fn connect_from(from: [u8; 4], to: SocketAddr) -> std::io::Result<TcpStream> {
+    let socket = tokio::net::TcpSocket::new_v4()?;
+    socket.bind((from, 0).into())?;
+    socket.connect(to).await
+}
+
+/// Returns the client's end of a link on which each byte takes this time, in both directions.
+fn slow_link(stream: TcpStream, delay: Duration) -> tokio::io::DuplexStream {
+    async fn pass(mut from: impl AsyncRead + Unpin, mut to: impl AsyncWrite + Unpin, delay: Duration) {
+        let (sender, mut receiver) = tokio::sync::mpsc::unbounded_channel::<(Instant, Vec<u8>)>();
+        let read = async move {
+            let mut bytes = vec![0; 64 << 10];
+            while let Ok(read @ 1..) = from.read(&mut bytes).await {
+                sender.send((Instant::now() + delay, bytes[..read].to_vec())).unwrap();
+            }
+            drop(sender);
+        };
+        let write = async move {
+            while let Some((at, bytes)) = receiver.recv().await {
+                tokio::time::sleep_until(at).await;
+                if to.write_all(&bytes).await.is_err() {
+                    break;
+                }
+            }
+            let _ = to.shutdown().await;
+        };
+        tokio::join!(read, write);
+    }
+    let (here, there) = tokio::io::duplex(64 << 10);
+    let ((near_read, near_write), (far_read, far_write)) = (tokio::io::split(there), stream.into_split());
+    tokio::spawn(pass(near_read, far_write, delay));
+    tokio::spawn(pass(far_read, near_write, delay));
+    here
+}
+
+/// A flood of silent connections, more than there are places for at one second each, and clients with 500 ms
+/// for a round trip. The time is that of the test, so the machine's speed makes no difference.
+#[tokio::test(start_paused = true)]
+async fn client_over_a_slow_link_is_served_at_once_among_silent_connections() {
+    const ROUND_TRIP: Duration = Duration::from_millis(500);
+    process::open_files::raise_limit();
+    let (server, [http1, _]) = start_tls(Limits::default()).await;
+    let to = server.address;
+    let flood = tokio::spawn(async move {
+        let mut ticks = tokio::time::interval(Duration::from_millis(2));
+        loop {
+            ticks.tick().await;
+            // 1,500 in a second.
+            for _ in 0..3 {
+                let mut stream = connect_from([127, 0, 0, 2], to).await.unwrap();
+                tokio::spawn(async move { stream.read(&mut [0]).await });
+            }
+        }
+    });
+    tokio::time::sleep(Duration::from_secs(3)).await;
+    for n in 0..3 {
+        // From an address that the server does not know.
+        let stream = connect_from([127, 0, 1, n], to).await.unwrap();
+        let begun = Instant::now();
+        let mut stream = connect_tls(Arc::clone(&http1), slow_link(stream, ROUND_TRIP / 2)).await;
+        stream.write_all(&get("/")).await.unwrap();
+        let mut got = Vec::new();
+        while !got.ends_with(b"\r\n\r\nHTTP/1.1") {
+            got.push(stream.read_u8().await.unwrap());
+        }
+        // One round trip for TLS and one for the request; half a one for what the machine adds.
+        assert!(begun.elapsed() < ROUND_TRIP * 5 / 2, "{n}: {:?}", begun.elapsed());
+    }
+    flood.abort();
+    let refusals = server.service.refusals.lock();
+    assert!(refusals.len() > 3_000 && refusals.iter().all(|why| *why == Refusal::HalfOpen));
+}
+
+#[test]
+fn unauthenticated_connections_leave_most_files_to_others() {
+    let most = |files| Limits::default().with_files(files).half_open_most;
+    assert_eq!([0, 4_096, 20_000, 65_536, u64::MAX].map(most), [1_024, 1_024, 2_500, 8_192, 8_192]);
 }
 
 #[tokio::test]
