@@ -285,6 +285,30 @@ async fn a_request_waits_for_an_agent_that_connects_to_14_1() -> Result<()> {
     Ok(())
 }
 
+/// Returns the list of all agents as `kasctl agents` requests it: each agent, and whether it is unconfirmed.
+async fn all_agents(mesh: &Mesh) -> Result<Vec<(i64, bool)>> {
+    let caller = mesh.caller(0).await?;
+    let mut stream = caller.open(caller.request("/kas.api.v1.KasApi/WatchConnectedAgents")).await?;
+    let request = WatchConnectedAgentsRequest::default().encode_to_vec();
+    stream.send(frame(&request)).await.map_err(|reason| anyhow::anyhow!("{reason:?}"))?;
+    stream.half_close().map_err(|reason| anyhow::anyhow!("{reason:?}"))?;
+    let mut all = Vec::new();
+    loop {
+        let Next::Message(message) = soon("an event", stream.next_unbounded()).await else {
+            bail!("no event");
+        };
+        match WatchConnectedAgentsResponse::decode(message)?.event.context("an event")? {
+            Event::Connected(agent) => all.push((agent.id, agent.unconfirmed)),
+            Event::Disconnected(gone) => bail!("{gone:?}"),
+            Event::SnapshotComplete(complete) => {
+                ensure!(complete.unanswered.is_empty(), "{complete:?}");
+                all.sort_unstable();
+                return Ok(all);
+            }
+        }
+    }
+}
+
 #[tokio::test]
 async fn lists_show_the_agents_of_both() -> Result<()> {
     let redis = Redis::run().await?;
@@ -295,40 +319,27 @@ async fn lists_show_the_agents_of_both() -> Result<()> {
     ensure!(listed.unanswered.is_empty() && listed.agents.len() == 1, "{listed:?}");
     let ours = mesh.agent(0, 2, Kind::Ours, 1).await?;
     let _connection = ours.raw.configuration("abc").await?;
-    // The list of all agents, as `kasctl agents` requests it.
-    let caller = mesh.caller(0).await?;
-    let watch = "/kas.api.v1.KasApi/WatchConnectedAgents";
-    let mut stream = caller.open(caller.request(watch)).await?;
-    let request = WatchConnectedAgentsRequest::default().encode_to_vec();
-    stream.send(frame(&request)).await.map_err(|reason| anyhow::anyhow!("{reason:?}"))?;
-    stream.half_close().map_err(|reason| anyhow::anyhow!("{reason:?}"))?;
-    let mut all = Vec::new();
-    loop {
-        let Next::Message(message) = soon("an event", stream.next_unbounded()).await else {
-            bail!("no event")
-        };
-        match WatchConnectedAgentsResponse::decode(message)?.event.context("an event")? {
-            Event::Connected(agent) => all.push((agent.id, agent.unconfirmed)),
-            Event::SnapshotComplete(complete) => {
-                ensure!(complete.unanswered.is_empty(), "{complete:?}");
-                break;
-            }
-            Event::Disconnected(gone) => bail!("{gone:?}"),
-        }
-    }
-    ensure!(all == [(1, true), (2, false)], "only our replicas show that they are alive: {all:?}");
     within(SOON, "14.1 sees the agent of ours", async || {
         let found = theirs.connected(2).await?;
         let seen = found.len() == 1 && found[0].agent_id == 2 && found[0].agent_meta.is_some();
         Ok(if seen { Ok(()) } else { Err(found) })
     })
-    .await
+    .await?;
+    ensure!(all_agents(&mesh).await? == [(1, true), (2, false)]);
+    // The agent of a killed 14.1 replica connects here. The old row is still listed, and can be told apart.
+    drop(theirs);
+    let moved = mesh.agent(0, 1, Kind::Old, 1).await?;
+    let _connection = moved.raw.configuration("abc").await?;
+    let all = all_agents(&mesh).await?;
+    ensure!(all == [(1, false), (1, true), (2, false)], "{all:?}");
+    Ok(())
 }
 
 #[tokio::test]
 async fn an_explanation_says_that_a_replica_of_14_1_is_asked_and_cannot_report() -> Result<()> {
     let redis = Redis::run().await?;
     let mesh = start(&redis, 2).await?;
+    mesh.converged(&[]).await?;
     let theirs = Replica14::start(&redis, mesh.private_secret()).await?;
     theirs.agent(1, 1).await?;
     for replica in 0..2 {
