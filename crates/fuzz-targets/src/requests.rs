@@ -15,10 +15,11 @@ use http_tunnel::{
 use tunnel::frame::{self, Decoder, Event};
 
 /// Headers that must not reach the API server.
-const HOP_BY_HOP: [&str; 9] = [
+const FORBIDDEN: [&str; 10] = [
     "authorization",
     "connection",
     "content-length",
+    "cookie",
     "expect",
     "host",
     "keep-alive",
@@ -58,8 +59,9 @@ fn read(bytes: &[u8], size: usize) {
         assert!(path.is_ascii() && !path.contains(['\\', '\r', '\n', ' ']), "{path}");
         for (name, value) in request.headers() {
             let (name, is_ours) = (HeaderName::as_str(name), value == "chunked");
-            assert!(!HOP_BY_HOP.contains(&name), "{name}");
-            assert!(!name.starts_with("proxy-") && !name.starts_with("x-remote-"), "{name}");
+            assert!(!FORBIDDEN.contains(&name), "{name}");
+            let begins = ["proxy-", "x-forwarded-", "x-remote-"];
+            assert!(!begins.iter().any(|begin| name.starts_with(begin)), "{name}");
             assert!(name != "transfer-encoding" || is_ours, "{name}: {value:?}");
             assert!(!(impersonates && name.starts_with("impersonate-")), "{name}");
         }

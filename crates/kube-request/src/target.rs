@@ -137,15 +137,15 @@ impl Target {
     /// changes nothing for an API server, because it ignores such parameters. But it changes what the backend
     /// of `/proxy` receives, so it is not allowed there.
     pub fn fits_url_path(&self, info: &RequestInfo) -> bool {
-        let encoded_slash = || {
-            let path = self.sent.path().as_bytes();
-            path.windows(3).any(|code| code.eq_ignore_ascii_case(b"%2f"))
-        };
+        let path = self.sent.path().as_bytes();
+        if matches!(self.path, DecodedPath::Bytes { .. })
+            || path.windows(3).any(|code| code.eq_ignore_ascii_case(b"%2f"))
+            || info.is_proxy() && query::has_malformed(self.query())
+        {
+            return false;
+        }
         let is_text = |bytes: &[u8]| std::str::from_utf8(bytes).is_ok();
-        !matches!(self.path, DecodedPath::Bytes { .. })
-            && !encoded_slash()
-            && query::pairs(self.query()).all(|(key, value)| is_text(&key) && is_text(&value))
-            && !(info.is_proxy() && query::has_malformed(self.query()))
+        query::pairs(self.query()).all(|(key, value)| is_text(&key) && is_text(&value))
     }
 
     /// Returns the query in the form of the tunnel's field `query`: decoded, values of a key in their order.

@@ -83,9 +83,8 @@ pub(super) fn request(
     headers.remove(header::AUTHORIZATION);
     // The body is sent without waiting for 100 Continue.
     headers.remove(header::EXPECT);
-    let own: Vec<_> = headers.keys().filter(|name| name.as_str().starts_with("x-remote-")).cloned().collect();
-    for name in own {
-        // An authenticating proxy names its user with these headers. agentk is not such a proxy.
+    let foreign: Vec<_> = headers.keys().filter(|name| is_foreign(name.as_str())).cloned().collect();
+    for name in foreign {
         headers.remove(name);
     }
     let user = header.extra.map(extra).transpose()?.flatten();
@@ -108,6 +107,12 @@ pub(super) fn request(
         .and_then(|client| HeaderValue::from_bytes(&[client, b" via ", user_agent.as_bytes()].concat()).ok());
     headers.insert(header::USER_AGENT, via.unwrap_or_else(|| user_agent.clone()));
     Ok((request, length))
+}
+
+/// Whether a header says who the caller is, to somebody else than the API server: a browser sends cookies to
+/// kas, and an authenticating proxy names its user and the client. agentk is not such a proxy.
+fn is_foreign(name: &str) -> bool {
+    name == "cookie" || name.starts_with("x-forwarded-") || name.starts_with("x-remote-")
 }
 
 /// Returns the user that kas wants to be impersonated; `None`: no one.
@@ -447,6 +452,7 @@ mod tests {
                 ("Transfer-Encoding", &["chunked"]),
                 ("Upgrade", &["SPDY/3.1"]),
                 ("User-Agent", &["kubectl/v1"]),
+                ("X-Forwarded-For", &["10.0.0.1"]),
                 ("X-Hop", &["1"]),
                 ("x-OTHER", &["1"]),
                 ("X-Remote-User", &["admin"]),
@@ -463,7 +469,6 @@ mod tests {
             [
                 "accept: application/json",
                 "accept: text/plain",
-                "cookie: a=b",
                 "impersonate-group: a",
                 "impersonate-group: b",
                 "user-agent: kubectl/v1 via gitlab-agent/v1/c",
