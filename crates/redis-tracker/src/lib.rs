@@ -12,6 +12,7 @@ mod cache;
 pub mod connect;
 mod keys;
 mod outbox;
+mod projects;
 mod reader;
 mod search;
 mod tracker;

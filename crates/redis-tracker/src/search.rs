@@ -15,69 +15,20 @@ use crate::{
     answer::take,
     cache::Freshness,
     connect::{Error, Link},
+    projects::{MAX_PROJECTS, PATIENCE},
     tracker::RedisTracker,
 };
 
 /// Keys that Redis examines for one page, which takes it less than a millisecond.
 const PAGE: usize = 1_000;
-/// How long a list waits for a search.
-const PATIENCE: Duration = Duration::from_secs(2);
 /// A search pauses after each page for this many times as long as the page took, once no list waits for it.
 const PAUSES: u32 = 4;
-/// A result is used for this many times as long as its search took, and for twice this time while the next
-/// search runs. The first number applies while entries of 14.1 are seen.
-const REUSED: (u32, u32) = (20, 100);
-/// A result is used for at least this long.
-const MIN_REUSED: Duration = Duration::from_secs(1);
-/// The largest number of configuration projects that are found.
-const MAX_PROJECTS: usize = 100_000;
 /// The mean delay after a failed search, if somebody watches a list.
 const RETRY: Duration = Duration::from_secs(1);
 /// Watched lists are read again after this long while entries of 14.1 are seen.
 const REREAD: Duration = Duration::from_secs(10);
 /// Otherwise, they are read again after this many times as long.
 const UNMIXED: u32 = 6;
-
-/// The configuration projects that have connections at replicas of either kind.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct Projects {
-    /// Those that the last complete search found, and during a search what it has found so far.
-    ids: Arc<BTreeSet<i64>>,
-    /// When the last complete search began, and how long it took.
-    searched: Option<(Instant, Duration)>,
-    /// Searches that have ended.
-    attempts: u64,
-    /// Why the last search was not completed.
-    failure: Option<String>,
-    /// There were more than [`MAX_PROJECTS`].
-    is_truncated: bool,
-}
-
-impl Projects {
-    fn freshness(&self, is_mixed: bool, now: Instant) -> Freshness {
-        let Some((begun, took)) = self.searched else { return Freshness::Unknown };
-        let times = if is_mixed { REUSED.0 } else { REUSED.1 };
-        let reused = (took * times).max(MIN_REUSED);
-        match now.saturating_duration_since(begun) {
-            age if age < reused => Freshness::Known,
-            age if age < 2 * reused => Freshness::Aging,
-            _ => Freshness::Unknown,
-        }
-    }
-
-    /// Stores the result of a search. Returns whether a list may differ because of it.
-    fn complete(&mut self, ids: BTreeSet<i64>, begun: Instant, took: Duration) -> bool {
-        // A list that waited for longer was partial.
-        let was_partial = self.searched.is_none() || self.failure.is_some() || took > PATIENCE;
-        let is_news = was_partial || *self.ids != ids;
-        self.is_truncated = ids.len() >= MAX_PROJECTS;
-        self.ids = Arc::new(ids);
-        self.searched = Some((begun, took));
-        self.failure = None;
-        self.attempts += 1;
-        is_news
-    }
-}
 
 impl RedisTracker {
     /// Returns the projects to list, and why some may be missing.
@@ -164,10 +115,7 @@ impl RedisTracker {
                 }
                 Err(error) => {
                     self.failed("searching for agents of replicas of GitLab's kas", &error);
-                    self.projects.send_modify(|projects| {
-                        projects.failure = Some(error.to_string());
-                        projects.attempts += 1;
-                    });
+                    self.projects.send_modify(|projects| projects.fail(&error));
                     sleep(RETRY.mul_f64(0.5 + rand::random::<f64>())).await;
                     if self.connection_changes.receiver_count() > 0 {
                         self.to_search.notify_one();
@@ -205,40 +153,5 @@ impl RedisTracker {
                 sleep(asked.elapsed() * PAUSES).await;
             }
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_result_is_used_for_many_times_as_long_as_its_search_took() {
-        let begun = Instant::now();
-        let mut projects = Projects::default();
-        assert_eq!(projects.freshness(true, begun), Freshness::Unknown);
-        assert!(projects.complete(BTreeSet::new(), begun, Duration::from_millis(500)));
-        let at = |seconds| begun + Duration::from_secs(seconds);
-        for (is_mixed, known, aging, unknown) in [(true, 9, 19, 20), (false, 49, 99, 100)] {
-            assert_eq!(projects.freshness(is_mixed, at(known)), Freshness::Known);
-            assert_eq!(projects.freshness(is_mixed, at(aging)), Freshness::Aging);
-            assert_eq!(projects.freshness(is_mixed, at(unknown)), Freshness::Unknown);
-        }
-        // A small database is not searched without end either.
-        projects.complete(BTreeSet::new(), begun, Duration::ZERO);
-        assert_eq!(projects.freshness(true, begun + MIN_REUSED / 2), Freshness::Known);
-    }
-
-    #[test]
-    fn only_a_result_that_changes_a_list_is_news() {
-        let now = Instant::now();
-        let mut projects = Projects::default();
-        assert!(projects.complete(BTreeSet::from([1]), now, Duration::ZERO), "the lists before were partial");
-        assert!(!projects.complete(BTreeSet::from([1]), now, Duration::ZERO));
-        assert!(projects.complete(BTreeSet::from([1, 2]), now, Duration::ZERO));
-        assert!(projects.complete(BTreeSet::from([1, 2]), now, PATIENCE * 2), "lists did not wait for it");
-        projects.failure = Some("refused".to_owned());
-        assert!(projects.complete(BTreeSet::from([1, 2]), now, Duration::ZERO));
-        assert_eq!(projects.failure, None);
     }
 }

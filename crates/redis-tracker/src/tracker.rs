@@ -28,7 +28,7 @@ use crate::{
     connect::{Connect, Dialer, Error, Link},
     keys::Keys,
     outbox::{Item, Outbox},
-    search::Projects,
+    projects::Projects,
     value::Liveness,
 };
 

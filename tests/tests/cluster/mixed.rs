@@ -337,13 +337,15 @@ async fn lists_show_the_agents_of_both() -> Result<()> {
 
 #[tokio::test]
 async fn an_explanation_says_that_a_replica_of_14_1_is_asked_and_cannot_report() -> Result<()> {
+    // No replica has looked it up before, so what they know of it is current.
+    const AGENT: i64 = 9;
     let redis = Redis::run().await?;
     let mesh = start(&redis, 2).await?;
     mesh.converged(&[]).await?;
     let theirs = Replica14::start(&redis, mesh.private_secret()).await?;
-    theirs.agent(1, 1).await?;
+    theirs.agent(AGENT, 1).await?;
     for replica in 0..2 {
-        let request = ExplainAgentRequest { agent_id: 1 };
+        let request = ExplainAgentRequest { agent_id: AGENT };
         let answer: ExplainAgentResponse =
             mesh.caller(replica).await?.unary("/kas.api.v1.KasApi/ExplainAgent", &request).await?;
         ensure!(answer.unanswered.is_empty() && answer.replicas.len() == 2, "{answer:?}");
