@@ -66,7 +66,7 @@ fn get_as(path: &str, header: &[(&str, &str)], user: Option<&str>) -> [Vec<u8>; 
         url_path: path.into(),
         query: std::collections::BTreeMap::default(),
     };
-    let header = http_request::Header { request: Some(request), extra, content_length: None };
+    let header = http_request::Header { request: Some(request), extra, ..Default::default() };
     [http_request::Message::Header(header), http_request::Message::Trailer(http_request::Trailer {})]
         .map(|message| grpctool::HttpRequest { message: Some(message) }.encode_to_vec())
 }

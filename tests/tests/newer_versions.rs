@@ -237,7 +237,8 @@ async fn methods_that_14_1_does_not_have_are_routed_by_what_an_agent_lists() -> 
 fn first(extra: Option<prost_types::Any>) -> Vec<u8> {
     let request =
         prototool::HttpRequest { method: "GET".into(), url_path: "/version".into(), ..Default::default() };
-    let header = http_request::Header { request: Some(request), extra, content_length: Some(0) };
+    let header =
+        http_request::Header { request: Some(request), extra, content_length: Some(0), ..Default::default() };
     HttpRequest { message: Some(http_request::Message::Header(header)) }.encode_to_vec()
 }
 

@@ -255,7 +255,7 @@ fn get(id: &str) -> [Vec<u8>; 2] {
         url_path: "/api/v1/namespaces/very-private-place/pods".into(),
         query: BTreeMap::new(),
     };
-    let header = http_request::Header { request: Some(request), extra: None, content_length: None };
+    let header = http_request::Header { request: Some(request), ..Default::default() };
     [http_request::Message::Header(header), http_request::Message::Trailer(http_request::Trailer {})]
         .map(|message| grpctool::HttpRequest { message: Some(message) }.encode_to_vec())
 }

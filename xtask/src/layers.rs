@@ -51,10 +51,12 @@ const ALLOWED: &[(&str, &[&str])] = &[
     // Reads any program's configuration file; usable alone.
     ("settings", &[]),
     // The configuration of kas. It imports nothing that it configures, except limits and TLS roles.
-    ("kas-config", &["net", "process", "traces", "settings"]),
+    ("kas-config", &["ids", "net", "process", "traces", "settings"]),
     // A client of GitLab. Caching is done by `identity`.
     ("gitlab", &["ids", "grpc", "net", "process", "settings", "kas-config"]),
     ("identity", &["ids", "grpc", "net", "process", "settings", "gitlab"]),
+    // Who calls the Kubernetes API endpoint, and as whom: without the endpoint itself.
+    ("callers", &["ids", "process", "settings", "kas-config", "gitlab", "identity"]),
     ("agent-config", &["ids", "proto", "grpc", "settings", "kas-config"]),
     // What is recorded of each request.
     (
@@ -67,6 +69,25 @@ const ALLOWED: &[(&str, &[&str])] = &[
         &[
             "ids", "proto", "net", "process", "grpc", "traces", "tunnel", "cluster", "settings", "identity",
             "observe",
+        ],
+    ),
+    // The endpoint for kubectl: from an HTTP request to a request of the router.
+    (
+        "kubernetes-api",
+        &[
+            "ids",
+            "proto",
+            "net",
+            "process",
+            "grpc",
+            "tunnel",
+            "http-tunnel",
+            "kube-request",
+            // Of its tests: a tracker in memory.
+            "cluster",
+            "callers",
+            "observe",
+            "routing",
         ],
     ),
     (
@@ -90,9 +111,12 @@ const ALLOWED: &[(&str, &[&str])] = &[
             "kas-config",
             "gitlab",
             "identity",
+            "callers",
             "agent-config",
             "observe",
             "routing",
+            "kube-request",
+            "kubernetes-api",
         ],
     ),
     // Runs in clusters of others: it must not contain cluster code of kas.
@@ -119,6 +143,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
     (
         "fuzz-targets",
         &[
+            "ids",
             "proto",
             "websocket",
             "grpc",
@@ -131,6 +156,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
             "kas-config",
             "gitlab",
             "identity",
+            "callers",
             "agent-config",
             "routing",
             "kas",

@@ -197,8 +197,8 @@ fn tunnelled(work: HttpWork, method: &Method, path: String, shared: &Arc<LoadSta
             url_path: path,
             ..prototool::HttpRequest::default()
         }),
-        extra: None,
         content_length: i64::try_from(size).ok(),
+        ..http_request::Header::default()
     };
     let mut first = BytesMut::new();
     grpc::encode_into(&message(http_request::Message::Header(header)), &mut first);

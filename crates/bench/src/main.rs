@@ -2,9 +2,9 @@
 //!
 //! The servers and the load client are processes on loopback, built with the release profile.
 //! `http` measures HTTP requests to an API server. `path` measures latency, throughput, processor time and
-//! memory with a method of the benchmark. `instructions` counts the instructions of kas and agentk per call, a
-//! number that other load on the machine does not change. `cluster` measures several replicas, and `tracker`
-//! the table of agents that they share.
+//! memory with a method of the benchmark. `instructions` counts the instructions of kas and agentk per call,
+//! a number that other load on the machine does not change. `cluster` measures several replicas, and
+//! `tracker` the table of agents that they share.
 
 mod agents;
 mod call;

@@ -179,12 +179,13 @@ pub(super) const STAMP: usize = 20;
 pub(super) struct Loaded {
     /// Number of answered calls, or of messages of streams. For HTTP: see [`HttpWork`].
     pub(super) done: u64,
-    /// Payload and framing: of a stream in its direction, of calls in both directions. For HTTP: payload only.
+    /// Payload and framing: of a stream in its direction, of calls in both directions. For HTTP: payload
+    /// only.
     pub(super) bytes: u64,
     /// Duration in seconds.
     pub(super) seconds: f64,
-    /// Median latency of the calls in microseconds; 0 for streams. Of [`HttpWork::PacedEvents`]: median delay of
-    /// the events.
+    /// Median latency of the calls in microseconds; 0 for streams. Of [`HttpWork::PacedEvents`]: median delay
+    /// of the events.
     pub(super) p50_us: f64,
     /// 99th percentile.
     pub(super) p99_us: f64,

@@ -32,7 +32,7 @@ pub(crate) fn request(method: u8, bytes: &[u8]) {
         );
         let info = RequestInfo::new(method, &target);
         is_consistent(&info, upgrade);
-        if target.fits_url_path(&info) {
+        if target.fits_url_path(info.is_proxy()) {
             through_url_path(method, &target, &info);
         }
     }
@@ -65,7 +65,7 @@ fn through_url_path(method: &str, target: &Target, info: &RequestInfo) {
         query,
         ..HttpRequest::default()
     };
-    let header = Header { request: Some(request), extra: None, content_length: Some(0) };
+    let header = Header { request: Some(request), content_length: Some(0), ..Default::default() };
     let mut messages = BytesMut::new();
     frame::put_control(1, &header.encode_to_vec(), &mut messages);
     frame::put_control(3, &[], &mut messages);

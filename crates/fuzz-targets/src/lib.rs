@@ -24,9 +24,10 @@ pub use self::{
 pub type Target = (&'static str, fn(&[u8]));
 
 /// Every target.
-pub const ALL: [Target; 16] = [
+pub const ALL: [Target; 17] = [
     ("answer_metadata", answer_metadata),
     ("caller_metadata", caller_metadata),
+    ("credentials", credentials),
     ("files", files),
     ("first_messages", first_messages),
     ("gitlab_answers", gitlab_answers),
@@ -48,13 +49,48 @@ fn first(bytes: &[u8]) -> (u8, &[u8]) {
     bytes.split_first().map_or((0, bytes), |(first, rest)| (*first, rest))
 }
 
-/// Configurations of kas, identity files and configurations of agents. No panic.
+/// Credentials of requests for a cluster: `bytes` is `Authorization`, a WebSocket subprotocol, the token of
+/// one, and a selector of agents. No panic, no token is left in the headers, and what is accepted is valid.
+pub fn credentials(bytes: &[u8]) {
+    const SUBPROTOCOL: &str = "base64url.bearer.authorization.k8s.io.";
+    let taken = |name: &'static str, value: &[u8]| {
+        let mut headers = http::HeaderMap::new();
+        headers.append(name, http::HeaderValue::from_bytes(value).ok()?);
+        let taken = callers::take_credential(&mut headers, true);
+        let is_left = |value: &http::HeaderValue| {
+            let protocols = value.as_bytes().split(|byte| *byte == b',').map(<[u8]>::trim_ascii);
+            protocols.into_iter().any(|protocol| protocol.starts_with(SUBPROTOCOL.as_bytes()))
+        };
+        assert!(!headers.contains_key("authorization") && !headers.values().any(is_left), "a token is left");
+        taken.ok().flatten()
+    };
+    let token = [b"a, ", SUBPROTOCOL.as_bytes(), bytes].concat();
+    let all = [
+        taken("authorization", bytes),
+        taken("authorization", &[b"Bearer ", bytes].concat()),
+        taken("sec-websocket-protocol", bytes),
+        taken("sec-websocket-protocol", &token),
+    ];
+    for bearer in all.iter().flatten().filter_map(callers::Credential::bearer) {
+        assert!(!bearer.secret().is_empty() && bearer.secret().bytes().all(|byte| byte.is_ascii_graphic()));
+        assert_eq!(
+            bearer.agent().is_some(),
+            matches!(bearer.form(), callers::Form::Ci(_) | callers::Form::Pat(_))
+        );
+    }
+    if let Ok(selector) = std::str::from_utf8(bytes).unwrap_or_default().parse::<ids::Selector>() {
+        assert_eq!(selector.to_string().parse(), Ok(selector), "a selector is read as it is written");
+    }
+}
+
+/// Configurations of kas, lists of agents and of users, and configurations of agents. No panic.
 pub fn files(bytes: &[u8]) {
     if let Ok(text) = std::str::from_utf8(bytes) {
         let env = Environment { kas_state_dir: Some("/state".into()), ..Environment::default() };
         let _ = kas_config::load(text, &env);
     }
     let _ = Identities::parse(bytes);
+    let _ = callers::UserList::parse(bytes);
     let _ = agent_config::parse::parse(bytes);
 }
 
@@ -65,7 +101,7 @@ pub fn first_messages(bytes: &[u8]) {
     requests::first_message(rest, usize::from(size).max(1));
 }
 
-/// GitLab's answer about an agent. No panic, and every accepted agent has a valid name.
+/// GitLab's answer about an agent, a project or a job. No panic, and every accepted agent has a valid name.
 pub fn gitlab_answers(bytes: &[u8]) {
     gitlab::fuzz(bytes);
 }

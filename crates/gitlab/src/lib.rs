@@ -6,6 +6,7 @@
 
 pub mod check;
 mod connect;
+mod jobs;
 mod lookup;
 mod lookup_rate;
 mod metrics;
@@ -40,6 +41,7 @@ use self::{
     lookup_rate::{Busy, LookupRateLimiter},
 };
 pub use self::{
+    jobs::{AccessAs, AllowedAgent, Environment, Job, JobAgents},
     lookup::{AgentInfo, LookupError, LookupPriority, Urgency},
     metrics::{LookupMetrics, LookupOutcome},
 };
@@ -190,11 +192,6 @@ impl Client {
     }
 
     fn headers(&self, token: &[u8], id: HeaderValue) -> Result<HeaderMap, Failure> {
-        let secret = |bytes: &[u8]| {
-            let mut value = HeaderValue::from_bytes(bytes).map_err(|_| Failure::Token)?;
-            value.set_sensitive(true);
-            Ok(value)
-        };
         let mut headers = HeaderMap::new();
         if self.api != GitLabApi::Today {
             headers.insert(header::AUTHORIZATION, secret(&[b"Bearer ", token].concat())?);
@@ -203,6 +200,12 @@ impl Client {
             headers.insert(AGENT_TOKEN, secret(token)?);
         }
         headers.insert(SIGNATURE, secret(self.signature()?.as_bytes())?);
+        self.common_headers(&mut headers, id);
+        Ok(headers)
+    }
+
+    /// Adds what every request has.
+    fn common_headers(&self, headers: &mut HeaderMap, id: HeaderValue) {
         headers.insert(header::ACCEPT, HeaderValue::from_static(JSON));
         headers.insert(header::USER_AGENT, user_agent());
         headers.insert(REQUEST_ID, id);
@@ -210,7 +213,11 @@ impl Client {
         if let Some(value) = &self.proxy_authorization {
             headers.insert(header::PROXY_AUTHORIZATION, value.clone());
         }
-        Ok(headers)
+    }
+
+    /// Waits for the rate limit of requests whose sender is not known.
+    async fn wait_for_rate(&self, urgency: Urgency) -> Result<(), LookupError> {
+        self.lookup_rate.wait(urgency, self.timeout).await.map_err(|_| LookupError::Busy)
     }
 
     /// Creates the signature of one request.
@@ -241,11 +248,12 @@ impl Client {
         if path.is_empty() || path.len() > LONGEST_PATH {
             return Err(Failure::Path.into());
         }
-        self.lookup_rate.wait(Urgency::UNKNOWN_SOURCE, self.timeout).await.map_err(|_| LookupError::Busy)?;
+        self.wait_for_rate(Urgency::UNKNOWN_SOURCE).await?;
         let id = utf8_percent_encode(path, QUERY);
         let project_info = self.endpoint(&format!("{PROJECT_INFO}?id={id}"));
         let id = request_id();
-        let body = tokio::time::timeout(self.timeout, self.get(project_info, token, id))
+        let headers = self.headers(token, id)?;
+        let body = tokio::time::timeout(self.timeout, self.get(project_info, headers))
             .await
             .unwrap_or(Err(Failure::Timeout(self.timeout).into()))?;
         Ok(project(&body)?)
@@ -273,10 +281,10 @@ impl Client {
     }
 
     /// Returns the JSON of an answer with status 200.
-    async fn get(&self, uri: Uri, token: &[u8], id: HeaderValue) -> Result<Bytes, LookupError> {
+    async fn get(&self, uri: Uri, headers: HeaderMap) -> Result<Bytes, LookupError> {
         let mut request = Request::new(Empty::new());
         *request.uri_mut() = uri;
-        *request.headers_mut() = self.headers(token, id)?;
+        *request.headers_mut() = headers;
         // Redirects are not followed, so no other host gets these credentials.
         let answer = self.http.load().request(request).await.map_err(Failure::Unreachable)?;
         let (head, body) = answer.into_parts();
@@ -303,7 +311,8 @@ impl Client {
     }
 
     async fn ask(&self, token: &[u8], id: HeaderValue) -> Result<Agent, LookupError> {
-        Ok(agent(&self.get(self.agent_info.clone(), token, id).await?)?)
+        let headers = self.headers(token, id)?;
+        Ok(agent(&self.get(self.agent_info.clone(), headers).await?)?)
     }
 }
 
@@ -349,6 +358,13 @@ impl AgentInfo for Client {
         }
         result
     }
+}
+
+/// Returns a value of a header that is not logged.
+fn secret(bytes: &[u8]) -> Result<HeaderValue, Failure> {
+    let mut value = HeaderValue::from_bytes(bytes).map_err(|_| Failure::Token)?;
+    value.set_sensitive(true);
+    Ok(value)
 }
 
 /// Returns an id for a request, which GitLab writes into its own log.
@@ -432,11 +448,12 @@ fn project(body: &[u8]) -> Result<Project, Failure> {
 }
 
 #[cfg(feature = "fuzzing")]
-/// Parses `bytes` as GitLab's answer about an agent and about a project, for a fuzz target.
+/// Parses `bytes` as GitLab's answer about an agent, a project and a job, for a fuzz target.
 ///
 /// # Panics
 /// If the result is invalid.
 pub fn fuzz(bytes: &[u8]) {
+    jobs::fuzz(bytes);
     if let Ok(project) = project(bytes) {
         assert!(project.id > 0);
     }

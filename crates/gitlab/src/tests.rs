@@ -331,3 +331,68 @@ async fn lookups_above_the_rate_wait_or_are_refused() {
     ));
     assert_eq!(s.gitlab.requests().len(), 2);
 }
+
+#[tokio::test]
+async fn the_agents_of_a_job_are_asked_for_as_14_1_does_byte_by_byte() {
+    const JOB: &str = "glcbt-64_a:b";
+    let mut s = Setup::new(GitLab::start().await.unwrap()).await;
+    s.config.api = GitLabApi::V14;
+    let body = r#"{"allowed_agents":[{"id":5,"config_project":{"id":7}}],"job":{"id":1},"pipeline":{"id":2},
+        "project":{"id":3},"user":{"id":4,"username":"jane"},"new":[]}"#;
+    s.gitlab.reply(Reply::new("200 OK", "application/json", body));
+    let job = s.client().allowed_agents(JOB.as_bytes()).await.unwrap();
+    let agent = AllowedAgent { id: demo().id, config_project: 7, access_as: AccessAs::Agent };
+    let expected = Job {
+        agents: vec![agent],
+        id: 1,
+        pipeline: 2,
+        project: 3,
+        groups: Vec::new(),
+        username: "jane".to_owned(),
+        environment: None,
+    };
+    assert_eq!(job, expected);
+    let seen = s.only_request();
+    let id = seen.header("x-request-id").unwrap();
+    // Without the signature of kas and without another credential.
+    let expected = format!(
+        "GET /api/v4/job/allowed_agents HTTP/1.1\r\n\
+         job-token: {JOB}\r\n\
+         accept: application/json\r\n\
+         user-agent: gitlab-kas/{}/{}\r\n\
+         x-request-id: {id}\r\n\
+         x-gitlab-client-name: gitlab-kas\r\n\
+         host: localhost:{}\r\n\r\n",
+        version::VERSION,
+        version::COMMIT,
+        s.gitlab.address().port(),
+    );
+    assert_eq!(seen.head, expected);
+
+    let ask = async |reply| {
+        s.gitlab.reply(reply);
+        s.client().allowed_agents(JOB.as_bytes()).await.unwrap_err()
+    };
+    assert!(matches!(ask(Reply::status("401 Unauthorized")).await, LookupError::Unknown));
+    assert!(matches!(ask(Reply::status("403 Forbidden")).await, LookupError::Forbidden));
+    for (reply, status) in [
+        ("404 Not Found", StatusCode::NOT_FOUND),
+        ("302 Found", StatusCode::FOUND),
+        ("500 Internal Server Error", StatusCode::INTERNAL_SERVER_ERROR),
+    ] {
+        let error = ask(Reply::status(reply)).await;
+        assert!(matches!(error, LookupError::Failed(Failure::Status(found)) if found == status), "{error}");
+    }
+    let html = ask(Reply::new("200 OK", "text/html", body)).await;
+    assert!(matches!(html, LookupError::Failed(Failure::ContentType)));
+    assert!(matches!(s.client().allowed_agents(b"a\nb").await, Err(LookupError::Failed(Failure::Token))));
+}
+
+#[tokio::test]
+async fn a_job_lookup_that_gets_no_answer_ends_after_the_timeout() {
+    let mut s = Setup::new(GitLab::start().await.unwrap()).await;
+    s.config.timeout = Duration::from_millis(50);
+    s.gitlab.reply(Reply::Silence);
+    let error = s.client().allowed_agents(b"a").await.unwrap_err();
+    assert!(matches!(error, LookupError::Failed(Failure::Timeout(_))), "{error}");
+}

@@ -6,5 +6,6 @@ mod response;
 
 pub use self::{
     request::{RequestStream, read_request},
-    response::{LARGE_CHUNK, MAX_CHUNK, ResponseEncoder},
+    response::{LARGE_CHUNK, ResponseEncoder},
 };
+pub use crate::MAX_CHUNK;

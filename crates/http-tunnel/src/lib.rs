@@ -23,9 +23,15 @@ pub const METHOD: &str = "/gitlab.agent.kubernetes_api.rpc.KubernetesApi/MakeReq
 /// The type of the field `extra` in the first message of a request.
 pub const HEADER_EXTRA: &str = "type.googleapis.com/gitlab.agent.kubernetes_api.rpc.HeaderExtra";
 
+/// The largest part of a body in one message, in bytes, that every version expects.
+pub const MAX_CHUNK: usize = 32 * 1024;
+
 /// Field numbers of `grpctool.HttpRequest` and `grpctool.HttpResponse`.
-mod field {
-    pub(crate) const HEADER: u32 = 1;
-    pub(crate) const DATA: u32 = 2;
-    pub(crate) const TRAILER: u32 = 3;
+pub mod field {
+    /// The head.
+    pub const HEADER: u32 = 1;
+    /// A part of the body.
+    pub const DATA: u32 = 2;
+    /// The end of the body.
+    pub const TRAILER: u32 = 3;
 }

@@ -141,8 +141,12 @@ impl Identity for GitLabIdentity {
         session.is_some_and(|session| session.agent.load().as_ref() == Some(&authenticated.agent))
     }
 
-    fn project_of(&self, agent: AgentId) -> Option<i64> {
-        self.shared.state.lock().projects.get(&agent).copied()
+    fn agent(&self, agent: AgentId) -> Option<Arc<Agent>> {
+        self.shared.state.lock().by_id.get(&agent).cloned()
+    }
+
+    fn agents(&self) -> Vec<Arc<Agent>> {
+        self.shared.state.lock().by_id.values().cloned().collect()
     }
 }
 
@@ -199,8 +203,8 @@ struct State {
     /// Every entry without a lookup, by when it is due.
     due: BTreeSet<(Instant, TokenHash)>,
     lookups: usize,
-    /// Projects of the agents that GitLab has returned; at most as many as tokens.
-    projects: HashMap<AgentId, i64>,
+    /// The agents that GitLab has returned; at most as many as tokens.
+    by_id: HashMap<AgentId, Arc<Agent>>,
     /// Tokens that belonged to an agent.
     agents: Recent<TokenHash>,
     /// The networks they came from.
@@ -397,11 +401,11 @@ impl Shared {
         };
         state.schedule(hash, Some(due));
         if let Ok(agent) = &answer {
-            // No decision depends on these, so all of them may be forgotten.
-            if state.projects.len() >= MAX_TOKENS && !state.projects.contains_key(&agent.id) {
-                state.projects.clear();
+            // What is forgotten here can be learned from the tracker.
+            if state.by_id.len() >= MAX_TOKENS && !state.by_id.contains_key(&agent.id) {
+                state.by_id.clear();
             }
-            state.projects.insert(agent.id, agent.project_id);
+            state.by_id.insert(agent.id, Arc::clone(agent));
             state.agents.add(hash);
             if let Urgency::New { from: Some(from), .. } = urgency {
                 state.trusted_sources.add(from);

@@ -12,7 +12,7 @@ pub use ids::Agent;
 use ids::{AgentId, TokenHash};
 use tokio::sync::watch;
 
-pub use self::file::{FileIdentity, Identities, IfAbsent, OpenError, others_may_write};
+pub use self::file::{FileIdentity, Identities, IfAbsent, OpenError, TokenHolders, others_may_write};
 
 /// Determines which agent a token belongs to.
 #[async_trait]
@@ -32,8 +32,11 @@ pub trait Identity: Send + Sync + 'static {
     /// the agent, and the agent has the same name and project.
     async fn still_valid(&self, authenticated: &Authenticated) -> bool;
 
-    /// Returns the configuration project of an agent if it is known without a lookup, for the audit log.
-    fn project_of(&self, agent: AgentId) -> Option<i64>;
+    /// Returns an agent if it is known without a lookup: for the audit log, and for rules that name agents.
+    fn agent(&self, agent: AgentId) -> Option<Arc<Agent>>;
+
+    /// Returns every agent that is known without a lookup, in any order.
+    fn agents(&self) -> Vec<Arc<Agent>>;
 }
 
 /// Why a token was not accepted.

@@ -3,10 +3,20 @@
 //! There are no secrets: a token is never an id. A [`TokenHash`] may be kept, compared and (shortened)
 //! logged.
 
+mod impersonation;
+mod selector;
+
 use std::{fmt, str::FromStr, sync::Arc};
 
 use serde::{Deserialize, Serialize};
 use subtle::ConstantTimeEq;
+
+pub use self::{
+    impersonation::{
+        FILE_USER_PREFIX, Impersonation, InvalidIdentity, check_identity_name, check_identity_value,
+    },
+    selector::{InvalidPattern, InvalidSelector, Pattern, Selector},
+};
 
 /// A configured identity in a configuration project, which callers name. Always positive.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]

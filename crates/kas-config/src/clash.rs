@@ -86,7 +86,8 @@ pub(super) fn find(config: &Config) -> Vec<Problem> {
         ("api", &config.api.listen.listen),
         ("observability", &config.observability.listen),
     ];
-    let listeners: Vec<_> = listeners.into_iter().chain(private).collect();
+    let kubernetes = config.agent.kubernetes_api.as_ref().map(|api| ("agent.kubernetes_api", &api.listen));
+    let listeners: Vec<_> = listeners.into_iter().chain(private).chain(kubernetes).collect();
     let mut problems = Vec::new();
     for (i, (section, listen)) in listeners.iter().enumerate() {
         let Some(place) = Place::of(listen) else { continue };

@@ -18,6 +18,7 @@ mod tests;
 
 use std::path::PathBuf;
 
+use ids::FILE_USER_PREFIX;
 pub use settings::{Host, HostPort, NotHostPort, Problem, Problems, Warning};
 use settings::{
     walk::{self, Unknown},
@@ -36,6 +37,7 @@ pub use self::{
         gitlab::{GitLab, GitLabApi},
         gossip::Gossip,
         identity::Identity,
+        kubernetes_api::{AccessRule, KubernetesApi, KubernetesLimits, RequestIdentity, UsersFile},
         limits::{Attempts, Limits, Streams},
         listen::{Listen, Network, TlsFiles},
         observability::{Audit, AuditOutput, LogLevel, Observability, PAGE_PATH, Page, Tracing},
@@ -81,6 +83,27 @@ impl Config {
         let read = |root: &mut walk::Section<'_, '_>| sections::read(root, &Environment::default());
         reference::markdown(&walk::walk(&serde_json::Value::Null, Unknown::Warns, read).1.entries)
     }
+}
+
+/// Returns the configuration file that a kas without one behaves as if it had: the defaults, and the Kubernetes
+/// API endpoint on loopback, for users of a file that kas creates. With any file, also an empty one, the
+/// endpoint is off unless the file has its section.
+pub fn without_file(env: &Environment) -> String {
+    // A folder that is not UTF-8 cannot be written into YAML.
+    let users = env.state_dir().map(|folder| folder.join(sections::kubernetes_api::DEFAULT_USERS));
+    let Some(users) = users.as_deref().and_then(std::path::Path::to_str) else { return String::new() };
+    // A JSON string is a YAML scalar, whatever is in it.
+    let users = serde_json::Value::from(users);
+    format!(
+        "\
+agent:
+  kubernetes_api:
+    listen: {{address: 127.0.0.1:8154}}
+    users: {{file: {users}}}
+    access:
+      - {{agents: all, users: [\"{FILE_USER_PREFIX}*\"], as: agent}}
+"
+    )
 }
 
 /// A valid configuration, with warnings.

@@ -11,6 +11,7 @@ pub(crate) mod gitaly;
 pub(crate) mod gitlab;
 pub(crate) mod gossip;
 pub(crate) mod identity;
+pub(crate) mod kubernetes_api;
 pub(crate) mod limits;
 pub(crate) mod listen;
 pub(crate) mod observability;
@@ -75,7 +76,7 @@ pub(super) fn read(root: &mut Section<'_, '_>, env: &Environment) -> Config {
     let kind = tracker::kind(root);
     let by_gitlab = identity::is_gitlab(root);
     let identity_file = identity::file(root);
-    let (agent, info_cache, entries) = agent::read(root, by_gitlab, kind.not_redis());
+    let (agent, info_cache, entries) = agent::read(root, by_gitlab, kind.not_redis(), state_dir.as_deref());
     let (mut listen, secret_files, says_issuers) = api::read(root);
     let tracker = tracker::read(root, env, kind, entries);
     let observability = observability::read(root, env);

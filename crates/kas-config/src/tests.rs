@@ -1,4 +1,5 @@
 mod complete;
+mod kubernetes_api;
 mod replicas;
 mod secrets;
 mod sections;

@@ -1,6 +1,7 @@
 //! Builds a replica from a configuration. [`Kas::bind`] binds every port, [`Kas::run`] serves until it is
 //! shut down. Implementations of traits are chosen only here.
 
+mod kubernetes;
 mod part;
 mod reload;
 
@@ -109,6 +110,12 @@ pub enum StartError {
     /// The identity file cannot be used.
     #[error("identity.file cannot be used")]
     Identity(#[source] OpenError),
+    /// The users file cannot be used.
+    #[error("agent.kubernetes_api.users.file cannot be used")]
+    Users(#[source] callers::OpenUsersError),
+    /// A header that must not be passed on. The configuration accepts none.
+    #[error("agent.kubernetes_api.extra_allowed_response_headers: {0}")]
+    AnswerHeader(kube_request::headers::NeverForwarded),
     /// The client for GitLab cannot be created.
     #[error("cannot create the client for GitLab")]
     GitLab(#[source] gitlab::Error),
@@ -141,6 +148,8 @@ pub struct Addresses {
     pub agent: Option<SocketAddr>,
     /// The API listener, for GitLab and operators.
     pub api: Option<SocketAddr>,
+    /// The endpoint for kubectl, if it is enabled.
+    pub kubernetes: Option<SocketAddr>,
     /// The private listener, if there are other replicas.
     pub private: Option<SocketAddr>,
     /// The observability listener.
@@ -278,7 +287,12 @@ impl Kas {
     pub async fn bind(mut config: Config) -> Result<Self, StartError> {
         if let Some(path) = &config.state_dir
             && (matches!(config.identity, kas_config::Identity::File { is_default: true, .. })
-                || matches!(config.api.secrets, kas_config::ApiSecrets::Made(_)))
+                || matches!(config.api.secrets, kas_config::ApiSecrets::Made(_))
+                || config
+                    .agent
+                    .kubernetes_api
+                    .as_ref()
+                    .is_some_and(|section| section.users.as_ref().is_some_and(|users| users.is_default)))
         {
             std::fs::create_dir_all(path)
                 .map_err(|source| StartError::State { path: path.clone(), source })?;
@@ -301,6 +315,10 @@ impl Kas {
         };
         let agent_listener = bind("agent", &config.agent.listen.listen).await?;
         let api_listener = bind("api", &config.api.listen.listen).await?;
+        let kubernetes_listener = match &config.agent.kubernetes_api {
+            None => None,
+            Some(section) => Some(bind("agent.kubernetes_api", &section.listen).await?),
+        };
         let private_listener = match config.tracker.private_api() {
             None => None,
             Some(private_api) => Some(bind("private_api", &private_api.listen).await?),
@@ -309,6 +327,7 @@ impl Kas {
         let addresses = Addresses {
             agent: agent_listener.local_addr(),
             api: api_listener.local_addr(),
+            kubernetes: kubernetes_listener.as_ref().and_then(Listener::local_addr),
             private: private_listener.as_ref().and_then(Listener::local_addr),
             observability: admin_listener.local_addr(),
         };
@@ -334,6 +353,10 @@ impl Kas {
         let agent_tls =
             reloader.listener("agent", &config.agent.listen.listen, config.agent.listen.websocket)?;
         let api_tls = reloader.listener("api", &config.api.listen.listen, false)?;
+        let kubernetes_tls = match &config.agent.kubernetes_api {
+            None => None,
+            Some(section) => reloader.listener("agent.kubernetes_api", &section.listen, true)?,
+        };
         let private_tls = match config.tracker.private_api() {
             None => None,
             Some(private_api) => reloader.private(private_api)?,
@@ -345,6 +368,8 @@ impl Kas {
         let page = config.observability.page.as_ref();
         let viewers = Arc::new(PageMetrics::new(&mut registry));
         let page = page.map(|page| Page::new(page, viewers));
+        // Registered without the endpoint too, so that the families always exist.
+        let kubernetes_metrics = Arc::new(kubernetes_api::Metrics::new(&mut registry));
         let audit_metrics = Arc::new(AuditMetrics::new(&mut registry));
         let agent_metrics = Arc::new(AgentMetrics::new(&mut registry));
         let admin = Admin {
@@ -441,7 +466,11 @@ impl Kas {
         };
         let observer = {
             let identity = Arc::clone(&identity);
-            Observer::new(audit.clone(), tracer.clone(), Box::new(move |agent| identity.project_of(agent)))
+            Observer::new(
+                audit.clone(),
+                tracer.clone(),
+                Box::new(move |agent| Some(identity.agent(agent)?.project_id)),
+            )
         };
         let rate_limit = |name| {
             let limit = RateLimit::new(
@@ -465,7 +494,7 @@ impl Kas {
             Arc::clone(&refusals),
             Arc::clone(&configs),
             lifecycle.watch(),
-            observer,
+            Arc::clone(&observer),
             config.limits.attempts,
         );
         let mut users = SecretUsers { api: Arc::clone(&api), private: None, gitlab };
@@ -505,6 +534,21 @@ impl Kas {
                     move || tunnels.refuse_waiters()
                 }),
         );
+        if let (Some(section), Some(listener)) = (&config.agent.kubernetes_api, kubernetes_listener) {
+            let (phase, started) = (lifecycle.watch(), Arc::clone(&started));
+            let uses = kubernetes::Uses {
+                router: Arc::clone(&router),
+                identity: Arc::clone(&identity),
+                gitlab: users.gitlab.clone(),
+                tracker: Arc::clone(&tracker),
+                observer,
+                metrics: kubernetes_metrics,
+                refusals: Arc::clone(&refusals),
+                lifecycle: lifecycle.clone(),
+                is_ready: Box::new(move || unready(*phase.borrow(), started.get()).is_none()),
+            };
+            parts.add(kubernetes::part(&config, section, listener, kubernetes_tls, uses).await?);
+        }
         let registrar = Registrar::new(Arc::clone(&tracker), Arc::clone(&tunnels), Arc::clone(&identity));
         parts.add(
             Part::default()
@@ -563,6 +607,11 @@ impl Kas {
             commit = version::COMMIT,
             agent = show(addresses.agent, &config.agent.listen.listen),
             api = show(addresses.api, &config.api.listen.listen),
+            kubernetes = config
+                .agent
+                .kubernetes_api
+                .as_ref()
+                .map(|section| show(addresses.kubernetes, &section.listen)),
             private = addresses.private.map(|address| address.to_string()),
             observability = show(addresses.observability, &config.observability.listen),
             "kas is serving"

@@ -6,6 +6,7 @@
 pub mod app;
 pub mod certificates;
 pub mod cli;
+mod directory;
 pub mod listener;
 pub mod page;
 pub mod pods;

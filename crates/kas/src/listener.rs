@@ -5,16 +5,13 @@ pub mod api;
 pub mod private;
 pub mod registration;
 
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-
 use grpc::{Code, Status};
 use http::{HeaderMap, HeaderValue, Method, Request, Response, StatusCode};
 use hyper::body::Incoming;
-use net::http::{AuthState, Body, Refusal};
+use net::http::Body;
 use tokio::sync::watch;
 
 use kas_config::Attempts;
-use observe::refusals::{ListenerName, Reason, Refusals};
 
 /// What this replica reports about itself to agents.
 #[derive(Debug, Clone)]
@@ -25,40 +22,6 @@ pub struct Naming {
     pub run: HeaderValue,
     /// Value of `kas-replicas`: the number of live replicas.
     pub replicas: watch::Receiver<usize>,
-}
-
-/// Whether a connection has been authenticated.
-#[derive(Debug)]
-struct Trust {
-    authenticated: AtomicBool,
-    failures: AtomicU32,
-    most: u32,
-}
-
-impl Trust {
-    fn new(attempts: Attempts) -> Self {
-        Self { authenticated: AtomicBool::new(false), failures: AtomicU32::new(0), most: attempts.failures }
-    }
-
-    /// Records an authenticated stream. Returns whether it is the first.
-    fn passed(&self) -> bool {
-        !self.authenticated.swap(true, Ordering::Relaxed)
-    }
-
-    /// Records a stream that was not authenticated.
-    fn failed(&self) {
-        self.failures.fetch_add(1, Ordering::Relaxed);
-    }
-
-    fn auth_state(&self) -> AuthState {
-        if self.authenticated.load(Ordering::Relaxed) {
-            AuthState::Authenticated
-        } else if self.failures.load(Ordering::Relaxed) >= self.most {
-            AuthState::Expelled
-        } else {
-            AuthState::New
-        }
-    }
 }
 
 /// Refuses requests that are not gRPC, with a status of HTTP.
@@ -118,21 +81,4 @@ fn failed(status: &Status, correlation: &HeaderValue) -> Response<Body> {
     let mut response: Response<http_body_util::Empty<bytes::Bytes>> = status.into_response();
     response.headers_mut().insert(grpc::CORRELATION_ID, correlation.clone());
     response.map(grpc::boxed)
-}
-
-fn count_refusal(refusals: &Refusals, listener: ListenerName, why: Refusal) {
-    let reason = match why {
-        Refusal::HalfOpen => Reason::HalfOpen,
-        Refusal::Silent => Reason::Silent,
-        Refusal::Headers => Reason::Headers,
-        Refusal::Pings => Reason::Pings,
-        Refusal::IdleFrames => Reason::IdleFrames,
-        Refusal::Resets => Reason::Resets,
-        Refusal::Streams => Reason::Streams,
-        Refusal::Idle => Reason::Idle,
-        Refusal::Handshake => Reason::Handshake,
-        Refusal::Accept => Reason::Accept,
-        Refusal::Unauthenticated => Reason::Unauthenticated,
-    };
-    refusals.refused(listener, reason);
 }

@@ -32,7 +32,7 @@ fn main() -> ExitCode {
 fn read(file: Option<&PathBuf>) -> anyhow::Result<String> {
     use anyhow::Context as _;
     match file {
-        None => Ok(String::new()),
+        None => Ok(kas_config::without_file(&Environment::of_process())),
         Some(path) => std::fs::read_to_string(path)
             .with_context(|| format!("cannot read the configuration file {}", path.display())),
     }

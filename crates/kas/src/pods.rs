@@ -16,10 +16,10 @@ use proto::{
     kas::api::v1::{GetPodsResponse, Pod},
 };
 use serde::Deserialize;
-use tunnel::kas_end::Head;
+use tunnel::{features::Features, kas_end::Head};
 
 use observe::RequestRecord;
-use routing::router::{AgentRequest, RouteTrace, Router};
+use routing::router::{AgentRequest, ChosenAgentk, RouteTrace, Router};
 
 /// Requests the metadata of a list, or whole objects from a server that cannot send only metadata.
 const ACCEPT: &str = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1,application/json";
@@ -216,8 +216,10 @@ async fn fetch(
             headers,
             correlation: asked.correlation.clone(),
             deadline: asked.deadline,
+            wait_until: None,
             body: grpc::full(body),
-            impersonates: false,
+            needs: Features::NONE,
+            chosen: ChosenAgentk::default(),
             trace: RouteTrace::default(),
             record: asked.record.clone(),
         })

@@ -6,6 +6,7 @@ mod tests;
 
 use std::{borrow::Cow, error::Error, net::IpAddr, os::unix::fs::MetadataExt as _, path::Path};
 
+use callers::UserList;
 use identity::{Identities, others_may_write};
 use net::tls;
 use process::error::chain;
@@ -14,7 +15,7 @@ use settings::exposure::{self, Exposure};
 use crate::certificates;
 use kas_config::{
     self, ApiSecrets, Audit, AuditOutput, Config, Environment, Identity, Listen, Network, OpenFiles, Problem,
-    Problems, RedisPasswords, RedisTarget, Secrets, Shared, TlsFiles, Tracker, Warning,
+    Problems, RedisPasswords, RedisTarget, Secrets, Shared, TlsFiles, Tracker, UsersFile, Warning,
 };
 use observe::audit;
 
@@ -128,7 +129,9 @@ fn files(config: &Config) -> Findings {
         ("api", &config.api.listen.listen, "the tokens of callers"),
     ];
     let private_listener = private.map(|private| ("private_api", &private.listen, "the tokens of replicas"));
-    for (section, listen, what) in listeners.into_iter().chain(private_listener) {
+    let kubernetes = config.agent.kubernetes_api.as_ref();
+    let kubernetes = kubernetes.map(|api| ("agent.kubernetes_api", &api.listen, "the tokens of users"));
+    for (section, listen, what) in listeners.into_iter().chain(private_listener).chain(kubernetes) {
         let Some(files) = &listen.tls else {
             if is_reached_from_elsewhere(listen) {
                 findings.warning(
@@ -201,6 +204,7 @@ fn files(config: &Config) -> Findings {
         redis(shared, config.open_secret_files, &mut findings);
     }
     identity(config, &mut findings);
+    users(config, &mut findings);
     observability(config, &mut findings);
     findings
 }
@@ -278,22 +282,16 @@ fn audit_file(file: &Path, findings: &mut Findings) {
 
 fn identity(config: &Config, findings: &mut Findings) {
     match &config.identity {
-        // The default file is created at the start, and may exist from an earlier one.
-        Identity::File { file, is_default: true } => writable_identity(file, findings),
-        Identity::File { file, .. } => match std::fs::read(file) {
-            Err(error) => findings.problem(
-                "identity.file",
-                format!("a file that cannot be read ({}: {error})", file.display()),
-                "a file that this process may read",
-            ),
-            Ok(content) => {
-                writable_identity(file, findings);
-                if let Err(error) = Identities::parse(&content) {
-                    let found = format!("{}: {}", file.display(), chain(&error));
-                    findings.problem("identity.file", found, "a list of agents, as shown in README.md");
-                }
-            }
-        },
+        Identity::File { file, is_default } => {
+            let list = List {
+                key: "identity.file",
+                file,
+                is_default: *is_default,
+                others: "add agents",
+                expected: "a list of agents, as shown in README.md",
+            };
+            list.check(findings, |content| Identities::parse(content).map(drop));
+        }
         Identity::GitLab(gitlab) => {
             if let Err(error) = tls::client(gitlab.ca_certificate.as_deref()) {
                 findings.unusable("gitlab.ca_certificate_file".to_owned(), &error, "certificates in PEM");
@@ -310,17 +308,64 @@ fn identity(config: &Config, findings: &mut Findings) {
     }
 }
 
-/// Warns if others may write the identity file. They may read it, since it has only hashes of tokens.
-fn writable_identity(file: &Path, findings: &mut Findings) {
-    let Ok(found) = std::fs::metadata(file) else { return };
-    if others_may_write(found.mode()) {
-        let (shown, mode) = (file.display(), found.mode() & 0o7777);
-        findings.warning(
-            "identity.file",
-            format!(
-                "others may write {shown} (mode {mode:04o}) and so add agents: `chmod go-w {shown}` fixes it"
+/// Checks the file with users of the Kubernetes API endpoint.
+fn users(config: &Config, findings: &mut Findings) {
+    let users = config.agent.kubernetes_api.as_ref().and_then(|api| api.users.as_ref());
+    let Some(UsersFile { file, is_default }) = users else { return };
+    let list = List {
+        key: "agent.kubernetes_api.users.file",
+        file,
+        is_default: *is_default,
+        others: "add users",
+        expected: "a list of users, as `kasctl token user` writes it",
+    };
+    list.check(findings, |content| UserList::parse(content).map(drop));
+}
+
+/// A file that lists identities.
+struct List<'a> {
+    key: &'static str,
+    file: &'a Path,
+    /// It is created at the start, and may exist from an earlier one.
+    is_default: bool,
+    /// What others could do who may write it.
+    others: &'static str,
+    expected: &'static str,
+}
+
+impl List<'_> {
+    fn check(&self, findings: &mut Findings, parse: impl FnOnce(&[u8]) -> Result<(), Problems>) {
+        if self.is_default {
+            return self.writable(findings);
+        }
+        let shown = self.file.display();
+        match std::fs::read(self.file) {
+            Err(error) => findings.problem(
+                self.key,
+                format!("a file that cannot be read ({shown}: {error})"),
+                "a file that this process may read",
             ),
-        );
+            Ok(content) => {
+                self.writable(findings);
+                if let Err(error) = parse(&content) {
+                    findings.problem(self.key, format!("{shown}: {}", chain(&error)), self.expected);
+                }
+            }
+        }
+    }
+
+    /// Warns if others may write the file. They may read it, since it has only hashes of tokens.
+    fn writable(&self, findings: &mut Findings) {
+        let Ok(found) = std::fs::metadata(self.file) else { return };
+        if others_may_write(found.mode()) {
+            let (shown, mode, others) = (self.file.display(), found.mode() & 0o7777, self.others);
+            findings.warning(
+                self.key,
+                format!(
+                    "others may write {shown} (mode {mode:04o}) and so {others}: `chmod go-w {shown}` fixes it"
+                ),
+            );
+        }
     }
 }
 

@@ -256,7 +256,11 @@ mod tests {
             self.0.subscribe()
         }
 
-        fn project_of(&self, _agent: AgentId) -> Option<i64> {
+        fn agents(&self) -> Vec<Arc<Agent>> {
+            Vec::new()
+        }
+
+        fn agent(&self, _agent: AgentId) -> Option<Arc<Agent>> {
             None
         }
 

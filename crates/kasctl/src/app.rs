@@ -80,6 +80,7 @@ async fn run(cli: Cli) -> Result<Exit, Failure> {
             token::api(&mut output, global.secret_file.as_deref(), &args).await
         }
         Command::Token(TokenCommand::Agent(args)) => token::agent(&mut output, &args).await,
+        Command::Token(TokenCommand::User(args)) => token::user(&mut output, &args).await,
         Command::Token(TokenCommand::Hash { file }) => token::hash(&mut output, &file).await,
         Command::Completions { shell } => {
             let mut script = Vec::new();

@@ -176,6 +176,24 @@ Without --agents-file, the entry is printed on standard output, and the token on
 The entry contains only the hash of the token. The token has 256 random bits. With --token-file it is written \
 only to that file, which is created with mode 0600 and without a newline, and is never overwritten.";
 
+const TOKEN_USER_HELP: &str = "\
+Examples:
+  kasctl token user --name jane --group dev --users-file users.yaml --token-file jane.token
+  kasctl token user --name robot-1 --expires 30d --users-file users.yaml |
+      kubectl create secret generic kas-token --from-file=token=/dev/stdin
+
+With --users-file, the entry is added to the file that agent.kubernetes_api.users.file of kas names: atomically, \
+and only if the file does not contain the name. A new file has mode 0600; an existing one keeps its mode, owner \
+and comments. Only the token is printed on standard output (without a newline, unless that is a terminal).
+
+Without --users-file, the entry is printed on standard output, and the token once on standard error.
+
+The entry contains only the hash of the token. The token is kasu_ and 256 random bits. With --token-file it is \
+written only to that file, which is created with mode 0600 and without a newline, and is never overwritten. In a \
+kubeconfig, the user has tokenFile: with that file.
+
+What the user may do is written in agent.kubernetes_api.access of the configuration of kas.";
+
 const TOKEN_HASH_HELP: &str = "\
 Examples:
   kasctl token hash prod.token
@@ -272,7 +290,7 @@ pub(crate) enum Command {
     /// Send an HTTP request to the Kubernetes API of the cluster of an agent
     #[command(after_help = REQUEST_HELP)]
     Request(RequestArgs),
-    /// Create tokens for API clients of kas and for agents
+    /// Create tokens for API clients of kas, for agents and for users
     #[command(subcommand)]
     Token(TokenCommand),
     /// Print a completion script for a shell
@@ -374,7 +392,10 @@ pub(crate) enum TokenCommand {
     /// Create a token for an agent, and its entry in the identity file of kas
     #[command(after_help = TOKEN_AGENT_HELP)]
     Agent(TokenAgentArgs),
-    /// Print the hash of an existing agent token, for the identity file of kas
+    /// Create a token for a user of the Kubernetes API endpoint, and its entry in the users file of kas
+    #[command(after_help = TOKEN_USER_HELP)]
+    User(TokenUserArgs),
+    /// Print the hash of an existing token, for the identity file or the users file of kas
     #[command(after_help = TOKEN_HASH_HELP)]
     Hash {
         /// File with the token; - is standard input
@@ -414,6 +435,26 @@ pub(crate) struct TokenAgentArgs {
     pub(crate) token_file: Option<PathBuf>,
 }
 
+/// Arguments of `token user`.
+#[derive(Debug, Args)]
+pub(crate) struct TokenUserArgs {
+    /// Name of the user; access rules and clusters see it as kas:NAME
+    #[arg(long, value_parser = user_name)]
+    pub(crate) name: String,
+    /// Group of the user, seen as kas:GROUP; may be repeated
+    #[arg(long = "group", value_name = "GROUP", value_parser = user_name)]
+    pub(crate) groups: Vec<String>,
+    /// Validity of the token, at least 1s [default: it does not expire]
+    #[arg(long, value_name = "DURATION", value_parser = ttl)]
+    pub(crate) expires: Option<Duration>,
+    /// Add the entry to this users file of kas instead of printing it
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+    pub(crate) users_file: Option<PathBuf>,
+    /// File for the token [default: standard output with --users-file, otherwise standard error]
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+    pub(crate) token_file: Option<PathBuf>,
+}
+
 fn ttl(text: &str) -> Result<Duration, duration::Invalid> {
     duration::parse(text).and_then(|ttl| if ttl.as_secs() == 0 { Err(duration::Invalid) } else { Ok(ttl) })
 }
@@ -423,6 +464,16 @@ fn correlation(text: &str) -> Result<AsciiMetadataValue, &'static str> {
         return Err("expected 1 to 128 printable characters without spaces");
     }
     AsciiMetadataValue::try_from(text).map_err(|_| "expected characters that are allowed in a header")
+}
+
+fn user_name(text: &str) -> Result<String, &'static str> {
+    let prefixed = format!("{}{text}", ids::FILE_USER_PREFIX);
+    if ids::check_identity_value(text).is_err() || ids::check_identity_name(&prefixed).is_err() {
+        return Err(
+            "expected 1 to 1020 bytes without control characters, not starting or ending with white space",
+        );
+    }
+    Ok(text.to_owned())
 }
 
 fn agent_name(text: &str) -> Result<String, &'static str> {
@@ -454,6 +505,18 @@ mod tests {
     fn global_flags_may_be_before_or_after_the_command() {
         for line in [["kasctl", "-o", "json", "agents"], ["kasctl", "agents", "-o", "json"]] {
             assert_eq!(Cli::try_parse_from(line).unwrap().global.output, Format::Json);
+        }
+    }
+
+    #[test]
+    fn user_names_are_checked() {
+        let long = "x".repeat(1020);
+        for good in ["jane", "jane@example.com", "a b", "ä:ö", &long] {
+            assert_eq!(user_name(good).unwrap(), good);
+        }
+        let long = "x".repeat(1021);
+        for bad in ["", " a", "a ", "a\nb", "a\u{7f}", &long] {
+            assert!(user_name(bad).is_err(), "{bad:?}");
         }
     }
 

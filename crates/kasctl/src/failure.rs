@@ -4,9 +4,8 @@ use std::path::PathBuf;
 
 use crate::{
     address::Address,
-    agents_file,
     file_error::{FileError, reason},
-    jwt, link, secret,
+    jwt, link, list_file, secret,
 };
 
 /// The exit codes. They are documented in `--help` and stable.
@@ -74,12 +73,15 @@ pub(crate) enum Failure {
     /// A file of the command line cannot be used.
     #[error(transparent)]
     File(#[from] FileError),
-    /// The agent was not added to the identity file, which is unchanged.
+    /// The entry was not added to the list, which is unchanged.
     #[error(transparent)]
-    AgentsFile(#[from] agents_file::Error),
+    ListFile(#[from] list_file::Error),
     /// A file that does not contain a token.
     #[error("{} does not contain an agent token: expected printable characters without spaces", .0.display())]
     NoToken(PathBuf),
+    /// A time that cannot be written.
+    #[error("--expires is too late: the year has at most four digits")]
+    TooLate,
     /// Standard output cannot be written.
     #[error("cannot write the output: {}", reason(.0))]
     Output(#[source] std::io::Error),
@@ -113,8 +115,9 @@ impl Failure {
             Self::Interrupted => Exit::Interrupted,
             Self::Token(_)
             | Self::File(_)
-            | Self::AgentsFile(_)
+            | Self::ListFile(_)
             | Self::NoToken(_)
+            | Self::TooLate
             | Self::Output(_)
             | Self::Runtime(_) => Exit::Failure,
         }

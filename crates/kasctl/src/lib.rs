@@ -3,7 +3,6 @@
 
 mod address;
 mod agents;
-mod agents_file;
 mod api;
 mod app;
 mod cli;
@@ -13,6 +12,7 @@ mod failure;
 mod file_error;
 mod jwt;
 mod link;
+mod list_file;
 mod output;
 mod pods;
 mod replicas;

@@ -211,6 +211,7 @@ fn messages(
                     extra: None,
                     // The length of a file or pipe is only known after reading it.
                     content_length: body.is_none().then_some(0),
+                    ..Default::default()
                 };
                 let next = body.map_or(Next::Trailer, |body| Next::Body(body, broken));
                 Some((message(http_request::Message::Header(head)), next))

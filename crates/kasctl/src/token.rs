@@ -1,22 +1,24 @@
-//! `kasctl token`: creates tokens for API clients of kas and for agents.
+//! `kasctl token`: creates tokens for API clients of kas, for agents and for users.
 
 use std::{
     fs::OpenOptions,
     io::{IsTerminal as _, Read as _, Write as _},
     os::unix::fs::OpenOptionsExt as _,
     path::Path,
+    time::Duration,
 };
 
 use base64::{Engine as _, engine::general_purpose::URL_SAFE_NO_PAD};
 use ids::TokenHash;
 use rand::{TryRng as _, rngs::SysRng};
+use time::{OffsetDateTime, format_description::well_known::Rfc3339};
 
 use crate::{
-    agents_file::{self, Entry},
-    cli::{TokenAgentArgs, TokenApiArgs},
+    cli::{TokenAgentArgs, TokenApiArgs, TokenUserArgs},
     failure::{Exit, Failure},
     file_error::FileError,
     jwt,
+    list_file::{self, Entry},
     output::{Output, note},
     secret::Secret,
 };
@@ -42,37 +44,79 @@ pub(crate) async fn api(
 /// There are no random bytes, the identity file does not permit the entry, or a file exists or cannot be
 /// written. The identity file is unchanged then, and there is no new token file.
 pub(crate) async fn agent(output: &mut Output, args: &TokenAgentArgs) -> Result<Exit, Failure> {
-    let mut random = [0; 32];
-    SysRng.try_fill_bytes(&mut random).map_err(jwt::Error::from)?;
-    let token = URL_SAFE_NO_PAD.encode(random);
+    let token = random()?;
     let item = identity_item(args, &TokenHash::of(token.as_bytes()));
-    if let Some(path) = &args.agents_file {
-        return add(output, args, path, &token, &item).await;
+    let entry = Entry { list: list_file::AGENTS, id: Some(args.id.get()), name: &args.name, item: &item };
+    let shown = format!("agent {}, {},", args.id, args.name);
+    let files = Files { list: args.agents_file.as_deref(), token: args.token_file.as_deref() };
+    hand_out(output, &entry, &shown, &token, files).await
+}
+
+/// Creates a token for a user of the Kubernetes API endpoint, as [`agent`] does for an agent.
+///
+/// # Errors
+/// See [`agent`].
+pub(crate) async fn user(output: &mut Output, args: &TokenUserArgs) -> Result<Exit, Failure> {
+    let token = format!("kasu_{}", random()?);
+    let item = user_item(args, process::clock::wall(), &TokenHash::of(token.as_bytes()))?;
+    let entry = Entry { list: list_file::USERS, id: None, name: &args.name, item: &item };
+    let shown = format!("user {}", args.name);
+    let files = Files { list: args.users_file.as_deref(), token: args.token_file.as_deref() };
+    hand_out(output, &entry, &shown, &token, files).await
+}
+
+/// Returns 256 random bits as text.
+fn random() -> Result<String, jwt::Error> {
+    let mut random = [0; 32];
+    SysRng.try_fill_bytes(&mut random)?;
+    Ok(URL_SAFE_NO_PAD.encode(random))
+}
+
+/// Where an entry and its token go.
+struct Files<'a> {
+    /// `None`: the entry is printed.
+    list: Option<&'a Path>,
+    /// `None`: the token is printed.
+    token: Option<&'a Path>,
+}
+
+async fn hand_out(
+    output: &mut Output,
+    entry: &Entry<'_>,
+    shown: &str,
+    token: &str,
+    files: Files<'_>,
+) -> Result<Exit, Failure> {
+    if let Some(path) = files.list {
+        return add(output, entry, shown, path, token, files.token).await;
     }
-    if let Some(path) = &args.token_file {
-        create(path, &token)?;
+    if let Some(path) = files.token {
+        create(path, token)?;
     }
-    let lines: String = item.lines().map(|line| format!("  {line}\n")).collect();
+    let lines: String = entry.item.lines().map(|line| format!("  {line}\n")).collect();
     output.write(lines.as_bytes()).await?;
-    if args.token_file.is_none() {
-        note("this is the token of the agent; it is shown only once, because kas stores only its hash");
+    if files.token.is_none() {
+        let of = entry.list.entry();
+        note(format_args!(
+            "this is the token of the {of}; it is shown only once, because kas stores only its hash"
+        ));
         let _ = writeln!(std::io::stderr(), "{token}");
     }
     Ok(Exit::Ok)
 }
 
-/// Prints or stores the token first, and then adds the agent: an agent whose token was lost would block its
+/// Prints or stores the token first, and then adds the entry: an entry whose token was lost would block its
 /// id and name.
 async fn add(
     output: &mut Output,
-    args: &TokenAgentArgs,
+    entry: &Entry<'_>,
+    shown: &str,
     path: &Path,
     token: &str,
-    item: &str,
+    token_file: Option<&Path>,
 ) -> Result<Exit, Failure> {
-    let entry = Entry { id: args.id.get(), name: &args.name, item };
-    let prepared = agents_file::prepare(path, &entry)?;
-    match &args.token_file {
+    let prepared = list_file::prepare(path, entry)?;
+    match token_file {
         Some(file) => create(file, token)?,
         None => {
             // agentk 14.1 sends its token file unchanged, so a line break is added only on a terminal.
@@ -85,11 +129,11 @@ async fn add(
         }
     }
     prepared.commit().inspect_err(|_| {
-        if let Some(file) = &args.token_file {
+        if let Some(file) = token_file {
             let _ = std::fs::remove_file(file);
         }
     })?;
-    note(format_args!("added agent {}, {}, to {}", args.id, args.name, path.display()));
+    note(format_args!("added {shown} to {}", path.display()));
     Ok(Exit::Ok)
 }
 
@@ -106,19 +150,41 @@ fn create(path: &Path, token: &str) -> Result<(), Failure> {
     })
 }
 
-/// Returns the list item as lines without indentation.
+/// Returns the list item of an agent as lines without indentation.
 fn identity_item(args: &TokenAgentArgs, hash: &TokenHash) -> String {
-    let name = &args.name;
-    // Without quotes, these are numbers, booleans and null in YAML.
-    let quoted = name.starts_with(|c: char| c.is_ascii_digit())
-        || ["true", "false", "yes", "no", "on", "off", "y", "n", "null"].contains(&name.as_str());
-    let name = if quoted { format!("\"{name}\"") } else { name.clone() };
     format!(
-        "- id: {}\n  name: {name}\n  project_id: {}\n  tokens:\n    - sha256:{}\n",
+        "- id: {}\n  name: {}\n  project_id: {}\n  tokens:\n    - sha256:{}\n",
         args.id,
+        scalar(&args.name),
         args.project,
         hash.to_hex()
     )
+}
+
+/// Returns the list item of a user as lines without indentation. `now` is the time since 1970.
+fn user_item(args: &TokenUserArgs, now: Duration, hash: &TokenHash) -> Result<String, Failure> {
+    let mut item = format!("- name: {}\n", scalar(&args.name));
+    if !args.groups.is_empty() {
+        let groups: Vec<_> = args.groups.iter().map(|group| scalar(group)).collect();
+        item += &format!("  groups: [{}]\n", groups.join(", "));
+    }
+    if let Some(ttl) = args.expires {
+        let seconds = i64::try_from((now + ttl).as_secs()).unwrap_or(i64::MAX);
+        let time =
+            OffsetDateTime::from_unix_timestamp(seconds).ok().and_then(|time| time.format(&Rfc3339).ok());
+        item += &format!("  expires: {}\n", time.ok_or(Failure::TooLate)?);
+    }
+    Ok(item + &format!("  tokens:\n    - sha256:{}\n", hash.to_hex()))
+}
+
+/// Returns a text as a YAML scalar.
+fn scalar(text: &str) -> String {
+    let is_plain = text.starts_with(|c: char| c.is_ascii_lowercase())
+        && text.bytes().all(|byte| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'-')
+        // Without quotes, these are booleans and null in YAML.
+        && !["true", "false", "yes", "no", "on", "off", "y", "n", "null"].contains(&text);
+    // A JSON string is a YAML scalar.
+    if is_plain { text.to_owned() } else { serde_json::Value::from(text).to_string() }
 }
 
 /// Prints the hash of an existing token. `-` reads standard input.
@@ -180,5 +246,29 @@ mod tests {
         for name in ["a1", "nothing", "on-call"] {
             assert!(item(name).contains(&format!("name: {name}\n")), "{name}");
         }
+    }
+
+    #[test]
+    fn a_user_has_only_what_was_given() {
+        let args = |groups: &[&str], expires| TokenUserArgs {
+            name: "jane@example.com".to_owned(),
+            groups: groups.iter().map(|&group| group.to_owned()).collect(),
+            expires,
+            users_file: None,
+            token_file: None,
+        };
+        let hash = TokenHash::of(b"t");
+        let now = Duration::from_secs(1_709_210_096);
+        let item = |args| user_item(&args, now, &hash).unwrap();
+        let tokens = format!("  tokens:\n    - sha256:{}\n", hash.to_hex());
+        assert_eq!(item(args(&[], None)), format!("- name: \"jane@example.com\"\n{tokens}"));
+        assert_eq!(
+            item(args(&["dev", "a: \"b\", c"], Some(Duration::from_secs(3600)))),
+            format!(
+                "- name: \"jane@example.com\"\n  groups: [dev, \"a: \\\"b\\\", c\"]\n  expires: 2024-02-29T13:34:56Z\n{tokens}"
+            )
+        );
+        let late = args(&[], Some(Duration::from_secs(1 << 60)));
+        assert!(matches!(user_item(&late, now, &hash), Err(Failure::TooLate)));
     }
 }

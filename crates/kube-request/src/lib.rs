@@ -27,11 +27,13 @@ mod query;
 mod selector;
 mod status;
 mod target;
+mod upgrade;
 
 pub use self::{
     info::{CONNECT, RequestInfo},
-    kind::{Kind, Upgrade},
+    kind::Kind,
     query::Parameters,
     status::{Status, reason},
     target::{InvalidTarget, Target},
+    upgrade::Upgrade,
 };

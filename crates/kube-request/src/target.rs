@@ -6,10 +6,7 @@ use bytes::Bytes;
 use http::uri::PathAndQuery;
 use percent_encoding::percent_decode;
 
-use crate::{
-    RequestInfo,
-    query::{self, MAX_PARAMETERS, Parameters},
-};
+use crate::query::{self, MAX_PARAMETERS, Parameters};
 
 /// The target of a request: path and query as the client sent them, without scheme and authority, and without
 /// the prefix that selects an agent.
@@ -135,12 +132,14 @@ impl Target {
     ///
     /// The order of different keys in the query is lost in any case. A malformed parameter is lost too, which
     /// changes nothing for an API server, because it ignores such parameters. But it changes what the backend
-    /// of `/proxy` receives, so it is not allowed there.
-    pub fn fits_url_path(&self, info: &RequestInfo) -> bool {
+    /// of `/proxy` receives, so it is not allowed there: `is_proxy` is [`RequestInfo::is_proxy`].
+    ///
+    /// [`RequestInfo::is_proxy`]: crate::RequestInfo::is_proxy
+    pub fn fits_url_path(&self, is_proxy: bool) -> bool {
         let path = self.sent.path().as_bytes();
         if matches!(self.path, DecodedPath::Bytes { .. })
             || path.windows(3).any(|code| code.eq_ignore_ascii_case(b"%2f"))
-            || info.is_proxy() && query::has_malformed(self.query())
+            || is_proxy && query::has_malformed(self.query())
         {
             return false;
         }

@@ -76,7 +76,7 @@ fn invalid_targets_are_refused_with_the_reason() {
 fn url_path_carries_what_stays_the_same_decoded() {
     let fits = |sent: &str| {
         let target = Target::parse(sent.to_owned()).unwrap();
-        target.fits_url_path(&RequestInfo::new("GET", &target))
+        target.fits_url_path(RequestInfo::new("GET", &target).is_proxy())
     };
     for sent in ["/", "/a//b;c", "/a%252Fb", "/%C3%BC?x=%C3%BC+%2F", "/a?b;c&%zz", "/api/v1/pods?a&a=b"] {
         assert!(fits(sent), "{sent}");
@@ -178,7 +178,7 @@ proptest! {
         if info.verb() != "list" && info.verb() != "watch" {
             prop_assert_eq!(info.parts().nth(1).unwrap_or_default(), info.name());
         }
-        if target.fits_url_path(&info) && let Ok(again) = Target::parse(encoded(&target)) {
+        if target.fits_url_path(info.is_proxy()) && let Ok(again) = Target::parse(encoded(&target)) {
             prop_assert_eq!(again.path_bytes(), target.path_bytes());
             prop_assert_eq!(RequestInfo::new(&method, &again), info);
         }

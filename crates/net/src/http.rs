@@ -35,7 +35,7 @@ pub use crate::admission::half_open::Patience;
 pub use self::{
     refusal::Refusal,
     server::Server,
-    service::{Answer, AuthState, Body, Connection, GoAway, Service},
+    service::{Answer, AuthState, Body, Connection, GoAway, Service, Trust},
     settings::{
         AGENT, API, Age, FRAME, HALF_OPEN_GROWTH, HEADER_LIST, HEADER_LIST_ROOM, Limits, PEER, Protocols,
         STREAM_WINDOW, Settings, UNLIMITED_WINDOW,

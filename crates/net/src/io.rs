@@ -76,6 +76,19 @@ impl Stream {
     }
 }
 
+impl Stream {
+    /// Makes the connection end with RST when it is closed, so that the peer cannot take that for a regular
+    /// end. What was written and has not been sent yet is discarded. A Unix socket has no such end.
+    pub(crate) fn reset_on_close(&self) -> io::Result<()> {
+        match self {
+            Self::Tcp(stream) => stream.set_zero_linger(),
+            Self::Tls(stream) => stream.get_ref().0.set_zero_linger(),
+            Self::Rewound(stream) => stream.get_ref().reset_on_close(),
+            Self::Unix(_) | Self::WebSocket(_) => Ok(()),
+        }
+    }
+}
+
 /// Bytes that an admitted connection may read in one step: some large frames.
 pub(crate) const ADMITTED_QUOTA: usize = 256 * 1024;
 /// Bytes that any other connection may read in one step: a few requests. So a connection with many invalid

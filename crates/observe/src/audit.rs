@@ -45,6 +45,42 @@ pub enum Rule {
     Metadata,
     /// kas has no such method, and no agent is named; or the path is not that of a method.
     Method,
+    /// Of the endpoint for kubectl, like all below: the request is malformed, too large, or names no agent.
+    Form,
+    /// The page of a browser from which the request comes.
+    Origin,
+    /// The credential: missing, malformed, unknown, or it cannot be checked.
+    Credential,
+    /// The rules of `agent.kubernetes_api.access`, or what GitLab has decided.
+    Access,
+    /// The number of open requests.
+    Limit,
+    /// What the request needs, and this kas or the agentk does not support.
+    Needs,
+}
+
+/// What is recorded of a request of the endpoint for kubectl in addition.
+#[derive(Clone, Debug, Default)]
+pub struct EndpointFields {
+    /// Where the caller is known.
+    pub source: Option<&'static str>,
+    /// How the identity of the request was chosen.
+    pub mode: Option<&'static str>,
+    /// The index of the access rule that decided, from 0.
+    pub access_rule: Option<usize>,
+    /// The kind of request: `short`, `watch`, `follow`, `proxy` or `upgrade`.
+    pub kind: Option<&'static str>,
+    /// The id in the API server's audit log.
+    pub audit_id: String,
+    /// What the client calls itself, cut to [`EndpointFields::LONGEST_USER_AGENT`] characters.
+    pub user_agent: Option<String>,
+    /// The protocol that the client asks for.
+    pub upgrade: Option<&'static str>,
+}
+
+impl EndpointFields {
+    /// The longest user agent that is recorded, in characters.
+    pub const LONGEST_USER_AGENT: usize = 128;
 }
 
 /// What both lines of a request have in common.
@@ -72,6 +108,8 @@ pub struct AuditFields {
     pub decision: Decision,
     /// The rule that decided.
     pub rule: Rule,
+    /// For the endpoint for kubectl.
+    pub endpoint: Option<EndpointFields>,
 }
 
 /// How a request ended.
@@ -83,12 +121,26 @@ pub struct End {
     pub bytes_in: u64,
     /// Bytes of gRPC messages to the caller.
     pub bytes_out: u64,
-    /// The name of the gRPC code that was sent to the caller.
-    pub status: &'static str,
+    /// The status that was sent to the caller.
+    pub status: EndStatus,
     /// The outcome, if it is not a normal answer.
     pub outcome: Option<&'static str>,
     /// Time since the request arrived.
     pub duration: Duration,
+}
+
+/// The status that a caller got.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum EndStatus {
+    /// Of gRPC: the name of the code.
+    Grpc(&'static str),
+    /// Of the endpoint for kubectl.
+    Http {
+        /// The status code; `None`: the client left before the answer.
+        code: Option<u16>,
+        /// What ended the request: `client`, `upstream`, `drain`, `revoked`, `limit` or `tunnel`.
+        ended_by: &'static str,
+    },
 }
 
 /// The replica whose tunnel a request took.
@@ -144,6 +196,20 @@ struct Line<'a> {
     decision: Decision,
     rule: Rule,
     #[serde(skip_serializing_if = "Option::is_none")]
+    source: Option<&'static str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    mode: Option<&'static str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    access_rule: Option<usize>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    kind: Option<&'static str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    audit_id: Option<&'a str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    user_agent: Option<&'a str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    upgrade: Option<&'static str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
     route: Option<&'static str>,
     #[serde(skip_serializing_if = "Option::is_none")]
     route_replica: Option<&'a str>,
@@ -153,6 +219,10 @@ struct Line<'a> {
     bytes_out: Option<u64>,
     #[serde(skip_serializing_if = "Option::is_none")]
     status: Option<&'static str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    http_status: Option<u16>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    ended_by: Option<&'static str>,
     #[serde(skip_serializing_if = "Option::is_none")]
     outcome: Option<&'static str>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -167,6 +237,13 @@ impl Record {
         let kubernetes = self.fields.kubernetes.as_ref();
         let end = self.end.as_ref();
         let route = end.and_then(|end| end.route.as_ref());
+        let endpoint = self.fields.endpoint.as_ref();
+        let (mut status, mut http_status, mut ended_by) = (None, None, None);
+        match end.map(|end| end.status) {
+            None => {}
+            Some(EndStatus::Grpc(name)) => status = Some(name),
+            Some(EndStatus::Http { code, ended_by: by }) => (http_status, ended_by) = (code, Some(by)),
+        }
         let line = Line {
             time: timestamp(self.at),
             event: if end.is_some() { "end" } else { "start" },
@@ -186,6 +263,13 @@ impl Record {
             path_hash: kubernetes.map(|action| &*action.path_hash),
             decision: self.fields.decision,
             rule: self.fields.rule,
+            source: endpoint.and_then(|endpoint| endpoint.source),
+            mode: endpoint.and_then(|endpoint| endpoint.mode),
+            access_rule: endpoint.and_then(|endpoint| endpoint.access_rule),
+            kind: endpoint.and_then(|endpoint| endpoint.kind),
+            audit_id: endpoint.map(|endpoint| &*endpoint.audit_id),
+            user_agent: endpoint.and_then(|endpoint| endpoint.user_agent.as_deref()),
+            upgrade: endpoint.and_then(|endpoint| endpoint.upgrade),
             route: route.map(|route| match route {
                 Route::Local => "local",
                 Route::Peer(_) => "peer",
@@ -196,7 +280,9 @@ impl Record {
             }),
             bytes_in: end.map(|end| end.bytes_in),
             bytes_out: end.map(|end| end.bytes_out),
-            status: end.map(|end| end.status),
+            status,
+            http_status,
+            ended_by,
             outcome: end.and_then(|end| end.outcome),
             duration_us: end.map(|end| u64::try_from(end.duration.as_micros()).unwrap_or(u64::MAX)),
         };
@@ -237,6 +323,7 @@ mod tests {
             kubernetes: None,
             decision: Decision::Allow,
             rule: Rule::Jwt,
+            endpoint: None,
         });
         let at = Duration::new(1_700_000_000, 123_456_789);
         let mut out = Vec::new();
@@ -251,19 +338,38 @@ mod tests {
             route: Some(Route::Peer(ids::ReplicaId::new("kas-2"))),
             bytes_in: 5,
             bytes_out: 7,
-            status: "OK",
+            status: EndStatus::Grpc("OK"),
             outcome: None,
             duration: Duration::from_micros(1500),
         };
         out.clear();
-        Record { at, fields, end: Some(end) }.write_to("kas-1", &mut out);
+        Record { at, fields: Arc::clone(&fields), end: Some(end.clone()) }.write_to("kas-1", &mut out);
         let line: serde_json::Value = serde_json::from_slice(&out).unwrap();
         assert_eq!(
             line["event"].as_str().zip(line["route"].as_str()).zip(line["route_replica"].as_str()),
             Some((("end", "peer"), "kas-2"))
         );
         assert_eq!((&line["bytes_in"], &line["duration_us"]), (&5.into(), &1500.into()));
-        assert!(line.get("outcome").is_none());
+        assert!(line.get("outcome").is_none() && line.get("http_status").is_none());
+
+        let endpoint = EndpointFields {
+            source: Some("file"),
+            mode: Some("agent"),
+            access_rule: Some(0),
+            kind: Some("watch"),
+            audit_id: "kas-1".into(),
+            user_agent: Some("kubectl".into()),
+            upgrade: None,
+        };
+        let fields = AuditFields { endpoint: Some(endpoint), ..(*fields).clone() };
+        let end = End { status: EndStatus::Http { code: Some(200), ended_by: "drain" }, ..end };
+        out.clear();
+        Record { at, fields: Arc::new(fields), end: Some(end) }.write_to("kas-1", &mut out);
+        let line: serde_json::Value = serde_json::from_slice(&out).unwrap();
+        assert_eq!((&line["http_status"], &line["ended_by"]), (&200.into(), &"drain".into()));
+        assert_eq!((&line["source"], &line["access_rule"]), (&"file".into(), &0.into()));
+        assert_eq!((&line["audit_id"], &line["kind"]), (&"kas-1".into(), &"watch".into()));
+        assert!(line.get("status").is_none() && line.get("upgrade").is_none());
     }
 
     #[test]
@@ -271,6 +377,7 @@ mod tests {
         let name = |rule: Rule| serde_json::to_value(rule).unwrap();
         assert_eq!(name(Rule::NotGrpc), "not-grpc");
         assert_eq!(name(Rule::GrpcTimeout), "grpc-timeout");
+        assert_eq!(name(Rule::Credential), "credential");
         assert_eq!(serde_json::to_value(Decision::Deny).unwrap(), "deny");
     }
 }

@@ -1,4 +1,5 @@
-//! Records each request of the API listener: two lines of the audit log, and a span.
+//! Records each request of the API listener and of the endpoint for kubectl: two lines of the audit log, and a
+//! span.
 //!
 //! A [`RequestRecord`] accompanies a request. If the audit log and tracing are off, the record is empty, and
 //! each of its methods costs one comparison.
@@ -26,7 +27,9 @@ use proto::gitlab::agent::grpctool::http_request::Header;
 use tokio::time::Instant;
 use traces::{Kind, Span, Tracer};
 
-use crate::audit::{AuditFields, Decision, End, Record, Route, Rule, kubernetes::KubernetesAction};
+use crate::audit::{
+    AuditFields, Decision, End, EndStatus, EndpointFields, Record, Route, Rule, kubernetes::KubernetesAction,
+};
 
 /// The longest method that is recorded, in characters. A longer one is cut.
 const LONGEST_METHOD: usize = 512;
@@ -66,18 +69,46 @@ impl Observer {
         if self.audit.is_none() && self.tracer.is_none() {
             return RequestRecord::default();
         }
+        let request_id = String::from_utf8_lossy(correlation.as_bytes()).into_owned();
+        let method = path.chars().take(LONGEST_METHOD).collect();
+        self.begin(request_id, method, peer, Rule::Jwt, None)
+    }
+
+    /// Begins the record of a request that has arrived at the endpoint for kubectl.
+    pub fn arrived_at_endpoint(
+        self: &Arc<Self>,
+        peer: Option<SocketAddr>,
+        request_id: &str,
+        endpoint: EndpointFields,
+    ) -> RequestRecord {
+        if self.audit.is_none() && self.tracer.is_none() {
+            return RequestRecord::default();
+        }
+        let method = http_tunnel::METHOD.to_owned();
+        self.begin(request_id.to_owned(), method, peer, Rule::Form, Some(endpoint))
+    }
+
+    fn begin(
+        self: &Arc<Self>,
+        request_id: String,
+        method: String,
+        peer: Option<SocketAddr>,
+        rule: Rule,
+        endpoint: Option<EndpointFields>,
+    ) -> RequestRecord {
         let fields = AuditFields {
-            request_id: String::from_utf8_lossy(correlation.as_bytes()).into_owned(),
+            request_id,
             trace_id: None,
             peer,
             actor: None,
             agent: None,
             project: None,
             connection: None,
-            method: path.chars().take(LONGEST_METHOD).collect(),
+            method,
             kubernetes: None,
             decision: Decision::Deny,
-            rule: Rule::Jwt,
+            rule,
+            endpoint,
         };
         RequestRecord(Some(Arc::new(Recorded {
             observer: Arc::clone(self),
@@ -111,19 +142,25 @@ fn begin_span(tracer: &Tracer, fields: &AuditFields, headers: &HeaderMap) -> Spa
     span
 }
 
+fn begin_http_span(tracer: &Tracer, fields: &AuditFields, method: &str, headers: &HeaderMap) -> Span {
+    let mut span = tracer.begin(method.to_owned(), Kind::Server, headers);
+    if span.is_recording() {
+        // The path is omitted: its names may be confidential.
+        span.set("http.request.method", method.to_owned());
+        span.set("gitlab.correlation_id", fields.request_id.clone());
+        if let Some(agent) = fields.agent {
+            span.set("kas.agent.id", agent.get());
+        }
+    }
+    span
+}
+
 fn end_span(span: &mut Span, code: Code, outcome: Option<&'static str>, route: Option<&Route>) {
     span.set("rpc.grpc.status_code", i64::from(code.number()));
     if let Some(outcome) = outcome {
         span.set("kas.outcome", outcome);
     }
-    match route {
-        None => {}
-        Some(Route::Local) => span.set("kas.route", "local"),
-        Some(Route::Peer(replica)) => {
-            span.set("kas.route", "peer");
-            span.set("kas.route.replica", replica.as_str().to_owned());
-        }
-    }
+    set_route(span, route);
     // The codes that OpenTelemetry's conventions count as errors of a server.
     if let Code::Unknown
     | Code::DeadlineExceeded
@@ -133,6 +170,17 @@ fn end_span(span: &mut Span, code: Code, outcome: Option<&'static str>, route: O
     | Code::DataLoss = code
     {
         span.failed(code.name());
+    }
+}
+
+fn set_route(span: &mut Span, route: Option<&Route>) {
+    match route {
+        None => {}
+        Some(Route::Local) => span.set("kas.route", "local"),
+        Some(Route::Peer(replica)) => {
+            span.set("kas.route", "peer");
+            span.set("kas.route.replica", replica.as_str().to_owned());
+        }
     }
 }
 
@@ -186,19 +234,44 @@ impl Recorded {
 
     /// Writes the line `end`, and before it the line `start` if that has not been written.
     fn end(&self, code: Code, outcome: Option<&'static str>) {
+        self.end_with(EndStatus::Grpc(code.name()), outcome, |span, route| {
+            end_span(span, code, outcome, route);
+        });
+    }
+
+    /// As [`end`](Self::end), for the endpoint for kubectl.
+    fn end_http(&self, code: Option<u16>, ended_by: &'static str, outcome: Option<&'static str>) {
+        self.end_with(EndStatus::Http { code, ended_by }, outcome, |span, route| {
+            if let Some(code) = code {
+                span.set("http.response.status_code", i64::from(code));
+            }
+            set_route(span, route);
+            // As OpenTelemetry's conventions say for servers.
+            if let Some(code @ 500..) = code {
+                span.failed(code.to_string());
+            }
+        });
+    }
+
+    fn end_with(
+        &self,
+        status: EndStatus,
+        outcome: Option<&'static str>,
+        end_span: impl FnOnce(&mut Span, Option<&Route>),
+    ) {
         let mut state = self.state();
         if std::mem::replace(&mut state.ended, true) {
             return;
         }
         self.start(&mut state);
         if let Some(mut span) = state.span.take() {
-            end_span(&mut span, code, outcome, state.route.as_ref());
+            end_span(&mut span, state.route.as_ref());
         }
         let end = End {
             route: state.route.take(),
             bytes_in: self.bytes_in.load(Ordering::Relaxed),
             bytes_out: self.bytes_out.load(Ordering::Relaxed),
-            status: code.name(),
+            status,
             outcome,
             duration: self.arrived.elapsed(),
         };
@@ -274,6 +347,61 @@ impl RequestRecord {
                 }
             });
             recorded.end(code, Some("refused"));
+        }
+    }
+
+    /// Changes what is recorded of a request of the endpoint for kubectl.
+    pub fn endpoint(&self, change: impl FnOnce(&mut EndpointFields)) {
+        if let Some(recorded) = &self.0 {
+            recorded.update(|fields| fields.endpoint.as_mut().map_or((), change));
+        }
+    }
+
+    /// Records what a request of the endpoint for kubectl does. `action` is called if that is recorded.
+    pub fn action(&self, action: impl FnOnce() -> KubernetesAction) {
+        if let Some(recorded) = &self.0
+            && recorded.observer.audit.is_some()
+        {
+            let action = action();
+            recorded.update(|fields| fields.kubernetes = Some(action));
+        }
+    }
+
+    /// Records that a request of the endpoint for kubectl is allowed, begins its span as a child of the one in
+    /// its headers, and writes the line `start`: no request reaches a cluster before it is in the log.
+    pub fn allowed_at_endpoint(&self, method: &str, headers: &HeaderMap) {
+        if let Some(recorded) = &self.0 {
+            let tracer = recorded.observer.tracer.as_ref();
+            let span =
+                tracer.map(|tracer| begin_http_span(tracer, &recorded.state().fields, method, headers));
+            recorded.update(|fields| {
+                (fields.decision, fields.rule) = (Decision::Allow, Rule::Access);
+                fields.trace_id = span.as_ref().map(Span::trace_id);
+            });
+            let mut state = recorded.state();
+            state.span = span;
+            recorded.start(&mut state);
+        }
+    }
+
+    /// Records that a request of the endpoint for kubectl is refused, and writes both lines.
+    pub fn denied_at_endpoint(&self, rule: Rule, code: u16, ended_by: &'static str) {
+        if let Some(recorded) = &self.0 {
+            recorded.update(|fields| (fields.decision, fields.rule) = (Decision::Deny, rule));
+            recorded.end_http(Some(code), ended_by, Some("refused"));
+        }
+    }
+
+    /// Records the end of a request of the endpoint for kubectl, whose answer had `bytes_out` bytes. `code` is
+    /// the status of the answer; `None`: the client left before it.
+    pub fn ended_at_endpoint(&self, code: Option<u16>, ended_by: &'static str, bytes_out: u64) {
+        if let Some(recorded) = &self.0 {
+            recorded.bytes_out.store(bytes_out, Ordering::Relaxed);
+            let outcome = match (code, ended_by) {
+                (None, _) | (_, "client") => Some("cancelled"),
+                _ => None,
+            };
+            recorded.end_http(code, ended_by, outcome);
         }
     }
 

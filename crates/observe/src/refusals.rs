@@ -1,5 +1,6 @@
 //! Counts the connections and streams that listeners refuse or end early, by listener and reason.
 
+use net::http::Refusal;
 use prometheus_client::{
     encoding::{EncodeLabelSet, EncodeLabelValue},
     metrics::{counter::Counter, family::Family},
@@ -13,6 +14,8 @@ pub enum ListenerName {
     Agent,
     Api,
     Private,
+    /// The endpoint for kubectl.
+    Kubernetes,
 }
 
 /// Why a connection or stream was refused or ended early.
@@ -71,6 +74,24 @@ impl Refusals {
             metrics.refusals.clone(),
         );
         metrics
+    }
+
+    /// Counts a connection that could not be served.
+    pub fn connection(&self, listener: ListenerName, why: Refusal) {
+        let reason = match why {
+            Refusal::HalfOpen => Reason::HalfOpen,
+            Refusal::Silent => Reason::Silent,
+            Refusal::Headers => Reason::Headers,
+            Refusal::Pings => Reason::Pings,
+            Refusal::IdleFrames => Reason::IdleFrames,
+            Refusal::Resets => Reason::Resets,
+            Refusal::Streams => Reason::Streams,
+            Refusal::Idle => Reason::Idle,
+            Refusal::Handshake => Reason::Handshake,
+            Refusal::Accept => Reason::Accept,
+            Refusal::Unauthenticated => Reason::Unauthenticated,
+        };
+        self.refused(listener, reason);
     }
 
     /// Counts a refused connection or stream.

@@ -7,5 +7,6 @@ pub mod exposition;
 pub mod files;
 pub mod lifecycle;
 pub mod open_files;
+pub mod reload;
 pub mod telemetry;
 pub mod version;

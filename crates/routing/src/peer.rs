@@ -43,6 +43,7 @@ use tokio::{
     time::Instant,
 };
 use tunnel::{
+    features::Features,
     kas_end::{AgentKind, Descriptor, Info, Opening, Tunnel, TunnelBody, TunnelPool, gitlab::START},
     state::Mode,
 };
@@ -86,7 +87,9 @@ pub const METHOD: HeaderName = HeaderName::from_static("kas-hop-method");
 pub const FORWARDED: HeaderName = HeaderName::from_static("kas-hop-forwarded");
 /// The kind of agentk at the end of the lent tunnel.
 pub const KIND: HeaderName = HeaderName::from_static("kas-hop-agentk");
-/// Response header of Borrow: the agentk at the end of the tunnel is known to support impersonation.
+/// Response header of Borrow: what the agentk at the end of the tunnel is known to support.
+pub const MEETS: HeaderName = HeaderName::from_static("kas-hop-agentk-meets");
+/// Response header of Borrow, for replicas of earlier builds: that agentk supports impersonation.
 pub const IMPERSONATES: HeaderName = HeaderName::from_static("kas-hop-agentk-impersonates");
 /// In a borrow request: the borrower can send several requests, one after the other. In its response: it may
 /// do so, if the owner renews the lease after each.
@@ -386,8 +389,8 @@ pub enum Refusal {
 pub struct Lent {
     /// The kind of agentk at its end.
     pub kind: AgentKind,
-    /// Whether that agentk is known to support impersonation.
-    pub impersonates: bool,
+    /// What that agentk is known to support.
+    pub features: Features,
     /// The owner may lease it for further requests.
     pub again: bool,
     answer: LentAnswer,
@@ -430,7 +433,7 @@ impl Lent {
     /// features of 14.1 are used.
     fn of_gateway(opening: Opening, send: SendStream<Bytes>) -> Self {
         let answer = LentAnswer::Gateway(Box::new(opening));
-        Self { kind: AgentKind::Old, impersonates: false, again: false, answer, send }
+        Self { kind: AgentKind::Old, features: Features::NONE, again: false, answer, send }
     }
 
     /// Returns what replaces `request_info`, if the owner writes that itself.
@@ -450,7 +453,7 @@ impl Lent {
             instance: 0,
             token: *NO_TOKEN,
             kind: self.kind,
-            impersonates: self.impersonates,
+            features: self.features,
             descriptor: Arc::<Descriptor>::default(),
         };
         let reset = Arc::<StreamReset>::default();
@@ -604,11 +607,10 @@ impl Peer {
                 )));
             }
         };
-        // A replica of an earlier build does not send this header.
-        let impersonates = headers.get(IMPERSONATES).is_some();
+        let features = features(headers);
         let accepted = headers.get(REUSE).is_some_and(|value| *value == AGAIN);
         let again = ask.again && accepted && kind.mode() == Mode::Reusable;
-        Ok(Lent { kind, impersonates, again, answer: LentAnswer::Ours(response.into_body()), send })
+        Ok(Lent { kind, features, again, answer: LentAnswer::Ours(response.into_body()), send })
     }
 
     /// Calls a method of the private API with one message.
@@ -677,6 +679,26 @@ pub fn kind(kind: AgentKind) -> HeaderValue {
         AgentKind::Old => "old",
         AgentKind::Recent => "recent",
     })
+}
+
+/// Writes into the answer to a borrow request what the agentk at the end of the tunnel supports.
+pub fn write_features(features: Features, headers: &mut HeaderMap) {
+    if features.contains(Features::IMPERSONATION) {
+        headers.insert(IMPERSONATES, HeaderValue::from_static("1"));
+    }
+    if !features.is_empty()
+        && let Ok(value) = HeaderValue::try_from(features.to_string())
+    {
+        headers.insert(MEETS, value);
+    }
+}
+
+/// Reads what [`write_features`] wrote, also in a replica of an earlier build, which knows only impersonation.
+fn features(headers: &HeaderMap) -> Features {
+    match headers.get(MEETS) {
+        Some(meets) => Features::met(meets.as_bytes()),
+        None => Features::IMPERSONATION.when(headers.contains_key(IMPERSONATES)),
+    }
 }
 
 /// Reads the version of the owner's table.

@@ -19,6 +19,7 @@ use std::{
         Arc,
         atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
     },
+    time::Duration,
 };
 
 use cluster::{Abandoned, Mark, Tracker};
@@ -42,6 +43,10 @@ use crate::{
 };
 
 const SHARDS: usize = 16;
+/// For how long an agent counts as one that has just left.
+const RECENTLY: Duration = Duration::from_secs(60);
+/// How many such agents are remembered.
+const MOST_DEPARTURES: usize = 10_000;
 
 /// Bounds what callers and agents can make grow.
 #[derive(Clone, Copy, Debug)]
@@ -147,6 +152,7 @@ pub struct TunnelRegistry {
     waiters: AtomicUsize,
     draining: AtomicBool,
     sweepers: AtomicU64,
+    departures: Mutex<HashMap<AgentId, Instant>>,
 }
 
 impl std::fmt::Debug for TunnelRegistry {
@@ -224,6 +230,7 @@ impl TunnelRegistry {
             waiters: AtomicUsize::new(0),
             draining: AtomicBool::new(false),
             sweepers: AtomicU64::new(0),
+            departures: Mutex::default(),
         })
     }
 
@@ -478,9 +485,27 @@ impl TunnelRegistry {
             shard.remove(&agent);
         }
         drop(shard);
+        self.departed(agent);
         for sender in waiting {
             let _ = sender.send(Err(Gone::NotHere(mark)));
         }
+    }
+
+    /// Notes that an agent has left. Beyond [`MOST_DEPARTURES`], those that left longer ago are forgotten.
+    fn departed(&self, agent: AgentId) {
+        let now = Instant::now();
+        let mut departures = self.departures.lock();
+        if departures.len() >= MOST_DEPARTURES {
+            departures.retain(|_, at| now.duration_since(*at) < RECENTLY);
+        }
+        if departures.len() < MOST_DEPARTURES {
+            departures.insert(agent, now);
+        }
+    }
+
+    /// Whether the agent has left this replica within the last minute, so that it may soon be back.
+    pub fn has_left_recently(&self, agent: AgentId) -> bool {
+        self.departures.lock().get(&agent).is_some_and(|at| at.elapsed() < RECENTLY)
     }
 
     /// Takes `tunnel` out of use: immediately if it is idle, else after its request. If it is leased, the

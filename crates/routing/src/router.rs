@@ -15,7 +15,10 @@ use std::{
     collections::HashMap,
     fmt::Write as _,
     pin::Pin,
-    sync::Arc,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicU8, Ordering},
+    },
     task::{Context, Poll},
     time::Duration,
 };
@@ -26,6 +29,7 @@ use http::{HeaderMap, HeaderValue};
 use ids::{AgentId, ConnectionId, ReplicaId};
 use tokio::time::Instant;
 use tunnel::{
+    features::Features,
     frame,
     kas_end::{AgentKind, Exchange, Failure, Head, Job},
     meta::Binary,
@@ -78,11 +82,15 @@ pub struct AgentRequest {
     pub correlation: HeaderValue,
     /// When the response must be complete.
     pub deadline: Deadline,
+    /// Until when the request waits for a tunnel; `None`: until the deadline, or for the configured time if
+    /// there is none.
+    pub wait_until: Option<Instant>,
     /// gRPC frames that are not compressed.
     pub body: grpc::Body,
-    /// The request must run with the rights of another user, so an agentk that does not support impersonation
-    /// must not get it.
-    pub impersonates: bool,
+    /// What agentk must support. Without that it must not get the request.
+    pub needs: Features,
+    /// Set before the body is read: what the agentk that gets the request supports.
+    pub chosen: ChosenAgentk,
     /// The steps of the request, for its caller.
     pub trace: RouteTrace,
     /// The record of the request, for the audit log and for spans.
@@ -92,6 +100,36 @@ pub struct AgentRequest {
 impl std::fmt::Debug for AgentRequest {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "AgentRequest({:?}, {})", self.agent, self.method)
+    }
+}
+
+/// The agentk that gets a request, for a body that is written accordingly.
+///
+/// The router sets it before it reads the first byte of the body. Until that, another agentk may be chosen.
+#[derive(Clone, Debug, Default)]
+pub struct ChosenAgentk(Arc<Chosen>);
+
+#[derive(Debug, Default)]
+struct Chosen {
+    features: AtomicU8,
+    is_old: AtomicBool,
+}
+
+impl ChosenAgentk {
+    /// Sets of which kind it is and what it supports.
+    pub fn set(&self, kind: AgentKind, features: Features) {
+        self.0.features.store(features.bits(), Ordering::Relaxed);
+        self.0.is_old.store(kind == AgentKind::Old, Ordering::Relaxed);
+    }
+
+    /// Returns what it supports; nothing if it is not known yet.
+    pub fn features(&self) -> Features {
+        Features::from_bits(self.0.features.load(Ordering::Relaxed))
+    }
+
+    /// Whether it is an agentk of GitLab that cannot cancel a request.
+    pub fn is_old(&self) -> bool {
+        self.0.is_old.load(Ordering::Relaxed)
     }
 }
 
@@ -180,6 +218,18 @@ impl Router {
         &self.leases
     }
 
+    /// Whether a replica is known to hold the agent: this one, or another one that may be asked for a tunnel.
+    ///
+    /// # Cancel safety
+    /// Cancel safe.
+    pub async fn finds(&self, agent: AgentId) -> bool {
+        self.registry.holds(agent)
+            || self.peers.is_some()
+                && self.tracker.locate(agent).await.is_ok_and(|candidates| {
+                    candidates.iter().any(|candidate| candidate.replica.id != self.me)
+                })
+    }
+
     /// Returns the registry of the tunnels of this replica.
     pub fn registry(&self) -> &Arc<TunnelRegistry> {
         &self.registry
@@ -218,8 +268,10 @@ impl Router {
             headers,
             correlation,
             deadline,
+            wait_until,
             body,
-            impersonates,
+            needs,
+            chosen,
             trace,
             record,
         } = request;
@@ -236,6 +288,7 @@ impl Router {
             method: &method,
             headers: &headers,
             deadline,
+            wait_until,
             correlation: &correlation,
             arrived,
             trace: &trace,
@@ -252,20 +305,21 @@ impl Router {
                     }
                 },
             };
-            let (kind, heeds) = match &found {
-                Found::Own(grant) => (grant.tunnel().info().kind, grant.tunnel().info().impersonates),
+            let (kind, features) = match &found {
+                Found::Own(grant) => (grant.tunnel().info().kind, grant.tunnel().info().features),
                 // Tunnels of other kinds are lent for one request only.
-                Found::Leased(leased) => (AgentKind::Ours, leased.impersonates()),
-                Found::Lent(lent, _) => (lent.kind, lent.impersonates),
+                Found::Leased(leased) => (AgentKind::Ours, leased.features()),
+                Found::Lent(lent, _) => (lent.kind, lent.features),
             };
             // A replica of GitLab's kas received the metadata with the borrow request, and writes it itself.
             let start = match &found {
                 Found::Lent(lent, _) => lent.start(),
                 Found::Own(_) | Found::Leased(_) => None,
             };
-            if impersonates && !heeds {
-                return Err(full_rights(agent, start.is_some()));
+            if !features.contains(needs) {
+                return Err(unsupported(agent, needs.without(features), start.is_some()));
             }
+            chosen.set(kind, features);
             let request_info = match start {
                 Some(start) => start,
                 None => {
@@ -514,19 +568,30 @@ async fn run(pump: impl Future<Output = ()> + Send + Unpin + 'static) {
     }
 }
 
-/// Explains why a request that impersonates another user is not sent to an agentk that does not support it.
-fn full_rights(agent: AgentId, gitlab: bool) -> Status {
+/// Explains why a request is not sent to an agentk that does not support what it needs. `gitlab`: the agent is
+/// connected to a replica of GitLab's kas.
+fn unsupported(agent: AgentId, missing: Features, gitlab: bool) -> Status {
+    let mut what = Vec::new();
+    if missing.contains(Features::IMPERSONATION) {
+        // Before 14.3, GitLab's agentk ignores the field.
+        what.push("impersonation: it might run this request with all of its own rights");
+    }
+    if missing.contains(Features::TARGET) {
+        what.push("HttpRequest.Header.target: it would ask for another path");
+    }
+    if missing.contains(Features::UPGRADE) {
+        what.push("upgraded connections");
+    }
+    let what = what.join(", and ");
     let text = if gitlab {
         format!(
             "agent {agent} is connected to a replica of GitLab's kas, which does not tell whether its agentk supports \
-             impersonation: it might run this request with all of its own rights; replace that replica, or send the \
-             request without HeaderExtra.imp_config"
+             {what}; replace that replica"
         )
+    } else if missing == Features::IMPERSONATION {
+        format!("the agentk of agent {agent} does not support {what}; update it (GitLab's to 14.3 or later)")
     } else {
-        format!(
-            "agent {agent} would run this request with all of its own rights: its agentk does not support impersonation; \
-             update it (GitLab's to 14.3 or later), or send the request without HeaderExtra.imp_config"
-        )
+        format!("the agentk of agent {agent} does not support {what}; update it")
     };
     Status::new(Code::FailedPrecondition, text).with_outcome(Outcome::NotStarted)
 }

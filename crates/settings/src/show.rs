@@ -11,9 +11,14 @@ pub fn shown(key: &str, value: &Value) -> String {
         _ if is_secret(key) => "a value (not shown)".to_owned(),
         Value::String(text) if text.contains("://") && text.contains('@') => "a value (not shown)".to_owned(),
         Value::String(text) if text.contains("PRIVATE KEY") => "a value (not shown)".to_owned(),
-        Value::String(text) => format!("\"{}\"", shortened(text)),
+        Value::String(text) => shown_text(text),
         Value::Bool(_) | Value::Number(_) => value.to_string(),
     }
+}
+
+/// Formats a text that is not a secret for a message.
+pub fn shown_text(text: &str) -> String {
+    format!("\"{}\"", shortened(text))
 }
 
 /// Formats a key of the file for a message.

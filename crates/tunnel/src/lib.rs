@@ -4,11 +4,13 @@
 //! * [`state`]: the protocol as a state machine without I/O: which end may send what, and when.
 //! * [`kas_end`]: a parked tunnel, and the request and the response that pass through it.
 //! * [`agent_end`]: serves the requests that come out of a tunnel.
+//! * [`features`]: what an agentk supports beyond GitLab agent 14.1.
 //! * [`meta`]: converts metadata between HTTP/2 headers and the maps in envelopes.
 //!
 //! The crate knows neither sockets nor tokens nor routing: a tunnel is two HTTP bodies.
 
 pub mod agent_end;
+pub mod features;
 pub mod frame;
 pub mod kas_end;
 pub mod meta;
@@ -25,6 +27,8 @@ pub const INSTANCE_HEADER: http::HeaderName = http::HeaderName::from_static("kas
 pub const SOCKET_HEADER: http::HeaderName = http::HeaderName::from_static("kas-agentk-socket");
 /// Request metadata of `Connect`, with the value `1`: agentk supports `kubernetes_api.rpc.HeaderExtra`.
 pub const IMPERSONATES_HEADER: http::HeaderName = http::HeaderName::from_static("kas-agentk-impersonates");
+/// Request metadata of `Connect`, with the value `1`: agentk supports `HttpRequest.Header.target`.
+pub const TARGET_HEADER: http::HeaderName = http::HeaderName::from_static("kas-agentk-target");
 /// Response header: the replica that answers.
 pub const REPLICA_HEADER: http::HeaderName = http::HeaderName::from_static("kas-replica");
 /// Response header: how many replicas are alive.

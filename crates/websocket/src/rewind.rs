@@ -21,6 +21,11 @@ impl<S> Rewind<S> {
     pub fn new(stream: S, first: Bytes) -> Self {
         Self { first, stream }
     }
+
+    /// Returns the stream.
+    pub fn get_ref(&self) -> &S {
+        &self.stream
+    }
 }
 
 impl<S: AsyncRead + Unpin> AsyncRead for Rewind<S> {

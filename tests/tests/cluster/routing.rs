@@ -272,7 +272,12 @@ async fn impersonation_is_refused_if_the_agent_at_another_replica_would_ignore_i
         type_url: "type.googleapis.com/gitlab.agent.kubernetes_api.rpc.HeaderExtra".into(),
         value: HeaderExtra { imp_config: Some(user) }.encode_to_vec(),
     };
-    let header = http_request::Header { request: Some(request), extra: Some(extra), content_length: Some(0) };
+    let header = http_request::Header {
+        request: Some(request),
+        extra: Some(extra),
+        content_length: Some(0),
+        ..Default::default()
+    };
     let first = HttpRequest { message: Some(http_request::Message::Header(header)) }.encode_to_vec();
     let service = Service {
         name: "gitlab.agent.kubernetes_api.rpc.KubernetesApi".into(),

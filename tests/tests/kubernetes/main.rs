@@ -5,6 +5,7 @@
 
 mod deploy;
 mod failures;
+mod kubectl;
 mod memory;
 mod reads;
 mod restart;

@@ -159,7 +159,7 @@ impl Chain {
             url_path: path.to_owned(),
             query: query.iter().map(|(key, value)| ((*key).to_owned(), one(value))).collect(),
         };
-        let header = http_request::Header { request: Some(request), extra: None, content_length: None };
+        let header = http_request::Header { request: Some(request), ..Default::default() };
         let caller = self.kas.caller().await?;
         let mut stream = caller.open(caller.to_agent(AGENT, MAKE_REQUEST)).await?;
         send(&mut stream, http_request::Message::Header(header)).await?;

@@ -17,7 +17,10 @@ use bytes::Bytes;
 use grpc::{BoxError, Code, Deadline, Status};
 use http::{HeaderMap, HeaderValue, Request, Response};
 use http_body::{Body, Frame};
-use http_tunnel::agent_end::{LARGE_CHUNK, MAX_CHUNK, RequestStream, ResponseEncoder, read_request};
+use http_tunnel::{
+    MAX_CHUNK,
+    agent_end::{LARGE_CHUNK, RequestStream, ResponseEncoder, read_request},
+};
 use process::error::chain;
 use tokio::time::{Sleep, sleep_until};
 use traces::{Kind, Span, Tracer};

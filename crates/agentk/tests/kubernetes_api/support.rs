@@ -69,7 +69,7 @@ impl Caller {
     }
 
     pub(crate) async fn header(&self, request: prototool::HttpRequest) {
-        let header = http_request::Header { request: Some(request), extra: None, content_length: None };
+        let header = http_request::Header { request: Some(request), ..Default::default() };
         self.message(http_request::Message::Header(header)).await;
     }
 

@@ -74,7 +74,7 @@ impl Kas {
     async fn begin(&self, request: prototool::HttpRequest) {
         let info = RequestInfo { method_name: METHOD.to_owned(), ..RequestInfo::default() };
         self.send(connect_response::Msg::RequestInfo(info)).await;
-        let header = http_request::Header { request: Some(request), extra: None, content_length: None };
+        let header = http_request::Header { request: Some(request), ..Default::default() };
         self.pass(http_request::Message::Header(header)).await;
     }
 

@@ -51,13 +51,20 @@ pub(super) fn request(
     if method == Method::CONNECT {
         return Err(invalid("invalid header: CONNECT is not a request to the Kubernetes API"));
     }
-    let mut target = String::with_capacity(message.url_path.len() + 64);
-    write_path(&message.url_path, &mut target)?;
-    write_query(&message.query, &mut target);
-
     // It is checked in the form in which it is sent, so that the API server acts on what was checked.
-    let target = Target::parse(target)
-        .map_err(|error| invalid(format!("invalid header: url_path or query: {error}")))?;
+    let target = if header.target.is_empty() {
+        let mut target = String::with_capacity(message.url_path.len() + 64);
+        write_path(&message.url_path, &mut target)?;
+        write_query(&message.query, &mut target);
+        Target::parse(target)
+            .map_err(|error| invalid(format!("invalid header: url_path or query: {error}")))?
+    } else {
+        // Somebody has judged one of them, which need not be the one that would be used here.
+        if !message.url_path.is_empty() || !message.query.is_empty() {
+            return Err(invalid("invalid header: either target, or url_path and query, not both"));
+        }
+        Target::parse(header.target).map_err(|error| invalid(format!("invalid header: target: {error}")))?
+    };
 
     let mut request = Request::new(grpc::full(Bytes::new()));
     *request.method_mut() = method;
@@ -68,7 +75,7 @@ pub(super) fn request(
         let key = HeaderName::from_bytes(name.as_bytes())
             .map_err(|_| invalid(format!("invalid header: {name:?} is not a valid header name")))?;
         for value in &values.value {
-            let value = HeaderValue::from_str(value).map_err(|_| {
+            let value = HeaderValue::from_bytes(value.as_bytes()).map_err(|_| {
                 invalid(format!("invalid header: the value of {name} has illegal characters"))
             })?;
             headers.append(&key, value);
@@ -109,10 +116,12 @@ pub(super) fn request(
     Ok((request, length))
 }
 
-/// Whether a header says who the caller is, to somebody else than the API server: a browser sends cookies to
-/// kas, and an authenticating proxy names its user and the client. agentk is not such a proxy.
+/// Whether a header, by its name in lower case, says something to a server between the caller and agentk: it
+/// has a credential, or tells who the caller is as a proxy does. agentk is not such a proxy.
 fn is_foreign(name: &str) -> bool {
-    name == "cookie" || name.starts_with("x-forwarded-") || name.starts_with("x-remote-")
+    matches!(name, "cookie" | "forwarded")
+        || name.starts_with("x-forwarded-")
+        || name.starts_with("x-remote-")
 }
 
 /// Returns the user that kas wants to be impersonated; `None`: no one.
@@ -291,8 +300,7 @@ mod tests {
                 header: map(headers),
                 query: BTreeMap::new(),
             }),
-            extra: None,
-            content_length: None,
+            ..Default::default()
         }
     }
 
@@ -401,6 +409,43 @@ mod tests {
     }
 
     #[test]
+    fn target_is_sent_byte_for_byte() {
+        let with = |target: &'static str| {
+            let mut header = message("GET", "", &[]);
+            header.target = target.into();
+            header
+        };
+        for target in ["/a%2Fb?c", "/a%20b//c;d?b=2&a=%41&a=1&&x", "/%c3%bc?%zz", "/"] {
+            let (request, _) = made(with(target));
+            assert_eq!(request.uri(), target);
+        }
+        for (target, text) in [
+            ("a", "does not start with a slash"),
+            ("/a/%2e%2E/b", "segment that is . or .."),
+            ("/a%0d%0a", "control character"),
+            ("/a%2", "percent sign"),
+            ("/a#b", "fragment"),
+            ("http://evil/", "does not start with a slash"),
+            ("/a b", "percent-encoded"),
+        ] {
+            let got = rejected(with(target));
+            assert!(got.starts_with("invalid header: target: ") && got.contains(text), "{got}");
+        }
+        let mut both = with("/a");
+        both.request.as_mut().unwrap().query = map(&[("b", &["1"])]);
+        assert!(rejected(both).contains("not both"));
+        let mut both = message("GET", "/b", &[]);
+        both.target = "/a".into();
+        assert!(rejected(both).contains("not both"));
+    }
+
+    #[test]
+    fn values_of_headers_are_utf_8() {
+        let (request, _) = made(message("GET", "/", &[("X-Name", &["ü"])]));
+        assert_eq!(request.headers()["x-name"].as_bytes(), "ü".as_bytes());
+    }
+
+    #[test]
     fn invalid_requests_are_rejected_with_the_reason() {
         let none = Header::default();
         assert_eq!(rejected(none), "invalid header: request is required");
@@ -443,6 +488,7 @@ mod tests {
                 ("Connection", &["close, X-Hop", "x-other"]),
                 ("Cookie", &["a=b"]),
                 ("Expect", &["100-continue"]),
+                ("Forwarded", &["for=10.0.0.1"]),
                 ("Host", &["evil"]),
                 ("Impersonate-Group", &["a", "b"]),
                 ("Keep-Alive", &["1"]),

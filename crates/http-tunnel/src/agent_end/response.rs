@@ -9,9 +9,6 @@ use tunnel::frame;
 use super::head;
 use crate::field::{DATA, HEADER, TRAILER};
 
-/// The largest chunk of a body in one message, in bytes, that every version expects.
-pub const MAX_CHUNK: usize = 32 * 1024;
-
 /// The largest chunk in one message, in bytes, to a kas of this project. With the heads of its message and of
 /// its envelope, it fits into an HTTP/2 frame of 64 KiB. Larger chunks need fewer messages, but more frames
 /// for each.
@@ -34,7 +31,7 @@ pub struct ResponseEncoder {
 
 impl ResponseEncoder {
     /// Starts with the head of a response. `max_chunk` is the largest chunk of its body in one message, in
-    /// bytes: [`MAX_CHUNK`] or [`LARGE_CHUNK`].
+    /// bytes: [`MAX_CHUNK`](crate::MAX_CHUNK) or [`LARGE_CHUNK`].
     ///
     /// # Errors
     /// `RESOURCE_EXHAUSTED` when its headers are too large.

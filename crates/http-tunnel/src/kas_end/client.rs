@@ -15,7 +15,8 @@ const MAX_MESSAGE: usize = 4 << 20;
 pub fn request_without_body(request: prototool::HttpRequest) -> Bytes {
     use http_request::Message;
     let mut body = BytesMut::new();
-    let header = http_request::Header { request: Some(request), extra: None, content_length: Some(0) };
+    let header =
+        http_request::Header { request: Some(request), content_length: Some(0), ..Default::default() };
     grpc::encode_into(&HttpRequest { message: Some(Message::Header(header)) }, &mut body);
     grpc::encode_into(&HttpRequest { message: Some(Message::Trailer(http_request::Trailer {})) }, &mut body);
     body.freeze()

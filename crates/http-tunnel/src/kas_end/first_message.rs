@@ -25,6 +25,8 @@ use proto::gitlab::agent::{
     kubernetes_api::rpc::HeaderExtra,
 };
 
+use tunnel::features::Features;
+
 use crate::HEADER_EXTRA;
 
 /// The largest first message, in bytes: four times what agentk accepts. kas buffers the message until it is
@@ -44,21 +46,25 @@ impl FirstMessage {
         }
     }
 
-    /// Whether the request must run with the permissions of another user than the agent's own. Headers are
+    /// Returns what agentk must support, so that it runs the request as the caller means it. Headers are
     /// decoded only if that depends on them.
     ///
     /// # Errors
     /// `INVALID_ARGUMENT` if the header is ambiguous, or says something unknown. Nothing was sent to an agent.
-    pub fn impersonates(&self) -> Result<bool, Status> {
+    pub fn needs(&self) -> Result<Features, Status> {
         let outline = self.0.clone().map(Outline::decode);
-        let Some(Ok(Outline { header: Some(HeaderOutline { extra: Some(_) }) })) = outline else {
-            return Ok(false);
-        };
-        self.header().as_ref().map_or(Ok(false), impersonates)
+        match outline {
+            Some(Ok(Outline { header: Some(header) }))
+                if header.extra.is_some() || !header.target.is_empty() =>
+            {
+                self.header().as_ref().map_or(Ok(Features::NONE), needs)
+            }
+            _ => Ok(Features::NONE),
+        }
     }
 }
 
-/// [`HttpRequest`] with the only field that decides whether the rest has to be decoded.
+/// [`HttpRequest`] with the only fields that decide whether the rest has to be decoded.
 #[derive(Clone, PartialEq, prost::Message)]
 struct Outline {
     #[prost(message, optional, tag = "1")]
@@ -71,6 +77,8 @@ struct HeaderOutline {
     /// A `google.protobuf.Any`.
     #[prost(bytes = "bytes", optional, tag = "2")]
     extra: Option<Bytes>,
+    #[prost(bytes = "bytes", tag = "1000")]
+    target: Bytes,
 }
 
 /// Waits for the first message of a request. Returns it, and a body that still has everything that was read.
@@ -93,31 +101,45 @@ pub async fn read_first_message(
     Ok((FirstMessage(message), body))
 }
 
-/// See [`FirstMessage::impersonates`].
+/// See [`FirstMessage::needs`].
+fn needs(header: &Header) -> Result<Features, Status> {
+    // The audit log reads one of them, and an agent could act on the other one.
+    let is_twice = header
+        .request
+        .as_ref()
+        .is_some_and(|request| !request.url_path.is_empty() || !request.query.is_empty());
+    if !header.target.is_empty() && is_twice {
+        return Err(invalid("either target, or url_path and query, not both"));
+    }
+    let target = Features::TARGET.when(!header.target.is_empty());
+    Ok(Features::IMPERSONATION.when(impersonates(header)?) | target)
+}
+
+/// Whether a request must run with the permissions of another user than the agent's own.
 fn impersonates(header: &Header) -> Result<bool, Status> {
-    let invalid = |text: &str| {
-        let text = format!("invalid HttpRequest.Header: {text}");
-        Err(not_started(Status::new(Code::InvalidArgument, text)))
-    };
     let Some(extra) = &header.extra else { return Ok(false) };
     if extra.type_url != HEADER_EXTRA {
-        return invalid(
+        return Err(invalid(
             "extra is of a type that this kas does not know: an agent might ignore what it asks for",
-        );
+        ));
     }
     let Ok(extra) = HeaderExtra::decode(extra.value.as_ref()) else {
-        return invalid("extra is malformed");
+        return Err(invalid("extra is malformed"));
     };
     let Some(config) = extra.imp_config else { return Ok(false) };
     if config.username.is_empty() {
-        return invalid("extra.imp_config has no username");
+        return Err(invalid("extra.imp_config has no username"));
     }
     // In any spelling: GitLab's agents look for one spelling only, but the API server accepts all.
     let names = header.request.iter().flat_map(|request| request.header.keys());
     if names.into_iter().any(|name| is_impersonation(name)) {
-        return invalid("either extra.imp_config or Impersonate-* headers, not both");
+        return Err(invalid("either extra.imp_config or Impersonate-* headers, not both"));
     }
     Ok(true)
+}
+
+fn invalid(text: &str) -> Status {
+    not_started(Status::new(Code::InvalidArgument, format!("invalid HttpRequest.Header: {text}")))
 }
 
 fn not_started(status: Status) -> Status {
@@ -245,8 +267,12 @@ mod tests {
             header: [(header.to_owned(), Values { value: vec!["x".to_owned()] })].into(),
             ..Default::default()
         };
-        let header =
-            http_request::Header { request: Some(request), extra: extra.map(any), content_length: Some(0) };
+        let header = http_request::Header {
+            request: Some(request),
+            extra: extra.map(any),
+            content_length: Some(0),
+            ..Default::default()
+        };
         HttpRequest { message: Some(http_request::Message::Header(header)) }
     }
 
@@ -257,7 +283,7 @@ mod tests {
 
     async fn look(body: grpc::Body, deadline: Deadline) -> Result<(bool, grpc::Body), Status> {
         let (message, body) = read_first_message(body, deadline).await?;
-        Ok((message.impersonates()?, body))
+        Ok((message.needs()?.contains(Features::IMPERSONATION), body))
     }
 
     /// A body in chunks of this many bytes, which ends regularly.
@@ -309,6 +335,29 @@ mod tests {
         }
         let status = look(grpc::full(grpc::encode(&unknown)), Deadline::NONE).await.map(|_| ()).unwrap_err();
         assert!(status.message().contains("does not know"), "{status}");
+    }
+
+    #[tokio::test]
+    async fn target_is_a_need_and_excludes_the_decoded_fields() {
+        let needs_of = async |url_path: &str, query: &[&str], target: &'static str| {
+            let request = prototool::HttpRequest {
+                method: "GET".to_owned(),
+                url_path: url_path.to_owned(),
+                query: query.iter().map(|key| ((*key).to_owned(), Values::default())).collect(),
+                ..Default::default()
+            };
+            let header = Header { request: Some(request), target: target.into(), ..Default::default() };
+            let message = HttpRequest { message: Some(http_request::Message::Header(header)) };
+            let body = grpc::full(grpc::encode(&message));
+            read_first_message(body, Deadline::NONE).await.unwrap().0.needs()
+        };
+        assert_eq!(needs_of("", &[], "/a%2Fb?c").await.unwrap(), Features::TARGET);
+        assert_eq!(needs_of("/a/b", &["c"], "").await.unwrap(), Features::NONE);
+        for (url_path, query) in [("/a/b", &[][..]), ("", &["c"])] {
+            let status = needs_of(url_path, query, "/a").await.unwrap_err();
+            assert_eq!((status.code(), status.outcome()), (Code::InvalidArgument, Some(Outcome::NotStarted)));
+            assert!(status.message().contains("not both"), "{status}");
+        }
     }
 
     #[tokio::test]

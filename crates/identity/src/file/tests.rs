@@ -1,4 +1,8 @@
-use std::{fs, os::unix::fs::symlink};
+use std::{
+    fs,
+    os::unix::fs::{MetadataExt as _, symlink},
+    time::Duration,
+};
 
 use tokio::time::timeout;
 

@@ -1,6 +1,9 @@
 //! Section `agent`.
 
-use std::{path::PathBuf, time::Duration};
+use std::{
+    path::{Path, PathBuf},
+    time::Duration,
+};
 
 use settings::{
     duration::Human,
@@ -9,13 +12,13 @@ use settings::{
 
 use super::{
     gitlab::InfoCache,
+    kubernetes_api::{self, KubernetesApi},
     listen::{Listen, bind_address, max_connection_age, tls},
     minutes, seconds,
 };
 
 const NOT_CACHED: &str = "agents are known from identity.file, and nothing about them is cached";
 const NOT_GITOPS: &str = "this kas has no GitOps";
-const NOT_KUBERNETES: &str = "there is no listener for CI jobs and users";
 
 /// Section `agent`.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -24,6 +27,8 @@ pub struct Agent {
     pub listen: AgentListener,
     /// Where the configuration of agents is read.
     pub configuration: ConfigurationSource,
+    /// The endpoint of the Kubernetes API; `None`: off.
+    pub kubernetes_api: Option<KubernetesApi>,
 }
 
 /// Section `agent.listen`.
@@ -79,9 +84,10 @@ pub(super) fn read(
     root: &mut Section<'_, '_>,
     by_gitlab: bool,
     not_redis: Option<&'static str>,
+    state_dir: Option<&Path>,
 ) -> (Agent, InfoCache, Entries) {
     root.section("agent", "For agentk: its listener and its configuration.", |s| {
-        agent(s, by_gitlab, not_redis)
+        agent(s, by_gitlab, not_redis, state_dir)
     })
 }
 
@@ -89,6 +95,7 @@ fn agent(
     s: &mut Section<'_, '_>,
     by_gitlab: bool,
     not_redis: Option<&'static str>,
+    state_dir: Option<&Path>,
 ) -> (Agent, InfoCache, Entries) {
     let doc = "The listener of agents, which present a token from identity.file or GitLab.";
     let listen = s.section("listen", doc, |s| {
@@ -220,16 +227,6 @@ fn agent(
         );
         Entries { ttl, refresh, gc }
     });
-    s.inert(NOT_KUBERNETES, |s| {
-        s.section("kubernetes_api", "The Kubernetes API of an agent's cluster.", |s| {
-            s.section("listen", "Its listener.", |s| {
-                bind_address(s, "0.0.0.0:8154");
-                tls(s);
-            });
-            s.text("url_path_prefix", "/", "Prefix of all paths.");
-            s.duration("allowed_agent_cache_ttl", minutes(1), Rule::NotNegative, "0s: no cache.");
-            s.duration("allowed_agent_cache_error_ttl", seconds(10), Rule::Positive, "");
-        });
-    });
-    (Agent { listen, configuration }, info_cache, entries)
+    let kubernetes_api = kubernetes_api::read(s, by_gitlab, state_dir);
+    (Agent { listen, configuration, kubernetes_api }, info_cache, entries)
 }

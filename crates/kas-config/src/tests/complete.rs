@@ -138,6 +138,30 @@ fn a_complete_14_1_file_loads_and_warns_of_keys_without_effect() {
                 poll_period: secs(21),
                 max_file_size: 1000,
             },
+            kubernetes_api: Some(KubernetesApi {
+                listen: Listen {
+                    network: Network::Unix,
+                    address: "/run/kas/kubernetes-api".into(),
+                    tls: tls("k8s"),
+                },
+                url_path_prefix: "/k8s-proxy/".into(),
+                host_suffix: None,
+                allowed_agent_cache_ttl: secs(63),
+                allowed_agent_cache_error_ttl: secs(11),
+                users: None,
+                access: Vec::new(),
+                allowed_origins: Vec::new(),
+                extra_allowed_response_headers: Vec::new(),
+                session_max: secs(12 * 3600),
+                limits: KubernetesLimits {
+                    per_caller: 300,
+                    upgrades: 50,
+                    long_per_old_agent: 8,
+                    head_timeout: secs(90),
+                    stall_timeout: secs(300),
+                    idle_timeout: secs(620),
+                },
+            }),
         },
         api: Api {
             listen: ApiListener {
@@ -205,7 +229,6 @@ fn a_complete_14_1_file_loads_and_warns_of_keys_without_effect() {
         paths,
         [
             "agent.gitops",
-            "agent.kubernetes_api",
             "observability.usage_reporting_period",
             "observability.tracing.connection_string",
             "observability.sentry",
@@ -263,6 +286,7 @@ fn an_empty_file_means_one_replica_on_loopback() {
                 poll_period: secs(20),
                 max_file_size: 131_072,
             },
+            kubernetes_api: None,
         },
         api: Api {
             listen: ApiListener {
@@ -308,7 +332,7 @@ fn an_empty_file_means_one_replica_on_loopback() {
         },
         drain: Drain { delay: secs(5), timeout: secs(30) },
     };
-    for yaml in ["", "# nothing\n", "{}", "agent:\napi:\n  listen:\n"] {
+    for yaml in ["", "# nothing\n", "{}", "agent:\napi:\n  listen:\n", "agent: {kubernetes_api: }"] {
         let loaded = load(yaml, &env()).unwrap();
         assert_eq!((loaded.config, loaded.warnings), (expected.clone(), vec![]), "{yaml:?}");
     }

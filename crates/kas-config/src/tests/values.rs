@@ -110,7 +110,7 @@ fn every_invalid_value_is_reported_with_the_expected_one() {
              the default)",
         ),
         (
-            "agent: {kubernetes_api: {listen: {certificate_file: /c}}}",
+            "agent: {kubernetes_api: {users: {file: /u}, listen: {certificate_file: /c}}}",
             "agent.kubernetes_api.listen.key_file: found nothing; expected the private key of certificate_file: both \
              files or neither",
         ),

@@ -24,7 +24,7 @@ use http::{HeaderMap, Request, Response};
 use hyper::body::Incoming;
 use identity::Identity;
 use ids::{AgentId, ConnectionId};
-use net::http::{Answer, AuthState, Body, Connection, GoAway, Refusal, Service, StreamSlot};
+use net::http::{Answer, AuthState, Body, Connection, GoAway, Refusal, Service, StreamSlot, Trust};
 use tokio::time::Instant;
 use tunnel::kas_end::{AgentKind, Retire, TunnelPool};
 
@@ -41,7 +41,7 @@ use routing::{
     registry::{RegistryPool, TunnelRegistry},
 };
 
-use super::{Naming, Trust, count_refusal, failed, not_grpc, too_large, too_many_fields};
+use super::{Naming, failed, not_grpc, too_large, too_many_fields};
 
 const CONNECT: &str = "/gitlab.agent.reverse_tunnel.rpc.ReverseTunnel/Connect";
 const GET_CONFIGURATION: &str = "/gitlab.agent.agent_configuration.rpc.AgentConfiguration/GetConfiguration";
@@ -251,7 +251,7 @@ impl Service for AgentListener {
         let transport = Arc::new(Transport {
             serial,
             peer,
-            trust: Trust::new(self.attempts),
+            trust: Trust::new(self.attempts.failures),
             listener: Arc::clone(&self),
             state: Mutex::default(),
         });
@@ -264,7 +264,7 @@ impl Service for AgentListener {
     }
 
     fn refused(&self, why: Refusal) {
-        count_refusal(&self.refusals, ListenerName::Agent, why);
+        self.refusals.connection(ListenerName::Agent, why);
     }
 }
 

@@ -18,9 +18,9 @@ use http_tunnel::kas_end;
 use hyper::body::Incoming;
 use identity::jwt::JwtVerifier;
 use ids::Actor;
-use net::http::{Answer, AuthState, Body, Connection, GoAway, Refusal, Service, StreamSlot};
+use net::http::{Answer, AuthState, Body, Connection, GoAway, Refusal, Service, StreamSlot, Trust};
 use tokio::time::Sleep;
-use tunnel::kas_end::Head;
+use tunnel::{features::Features, kas_end::Head};
 
 use grpc::service::LocalService;
 use kas_config::Attempts;
@@ -29,10 +29,10 @@ use observe::refusals::{ListenerName, Reason, Refusals};
 use observe::{Observer, RequestRecord};
 use routing::{
     metadata::{self, Target},
-    router::{AgentRequest, RouteTrace, Router},
+    router::{AgentRequest, ChosenAgentk, RouteTrace, Router},
 };
 
-use super::{Trust, count_refusal, failed, not_grpc, too_large};
+use super::{failed, not_grpc, too_large};
 
 mod services;
 
@@ -86,11 +86,11 @@ impl ApiListener {
 
 impl Service for ApiListener {
     fn connected(self: Arc<Self>, peer: Option<SocketAddr>) -> Arc<dyn Connection> {
-        Arc::new(Caller { trust: Trust::new(self.attempts), listener: self, peer })
+        Arc::new(Caller { trust: Trust::new(self.attempts.failures), listener: self, peer })
     }
 
     fn refused(&self, why: Refusal) {
-        count_refusal(&self.refusals, ListenerName::Api, why);
+        self.refusals.connection(ListenerName::Api, why);
     }
 }
 
@@ -244,12 +244,12 @@ async fn pass_through(
         trace.write_to(response.headers_mut());
         answering.answered(response)
     };
-    let (impersonates, body) = if head.uri.path() == http_tunnel::METHOD {
+    let (needs, body) = if head.uri.path() == http_tunnel::METHOD {
         match kas_end::read_first_message(body, deadline).await {
             Ok((message, body)) => {
                 record.first_message(|| message.header());
-                match message.impersonates() {
-                    Ok(impersonates) => (impersonates, body),
+                match message.needs() {
+                    Ok(needs) => (needs, body),
                     Err(status) => return finish(failed(&status, &correlation)),
                 }
             }
@@ -261,7 +261,7 @@ async fn pass_through(
             }
         }
     } else {
-        (false, body)
+        (Features::NONE, body)
     };
     let answer = caller
         .listener
@@ -273,8 +273,10 @@ async fn pass_through(
             headers: head.headers,
             correlation: correlation.clone(),
             deadline,
+            wait_until: None,
             body,
-            impersonates,
+            needs,
+            chosen: ChosenAgentk::default(),
             trace: trace.clone(),
             record,
         })

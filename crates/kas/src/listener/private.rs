@@ -14,13 +14,13 @@ use http::{HeaderMap, HeaderValue, Request, Response};
 use hyper::body::Incoming;
 use identity::jwt::JwtVerifier;
 use ids::ReplicaId;
-use net::http::{Answer, AuthState, Body, Connection, GoAway, Refusal, Service, StreamSlot};
+use net::http::{Answer, AuthState, Body, Connection, GoAway, Refusal, Service, StreamSlot, Trust};
 use parking_lot::Mutex;
 use tokio::time::Instant;
 use traces::Tracer;
 use tunnel::state::Mode;
 
-use super::{Trust, count_refusal, failed, not_grpc, too_large, too_many_fields};
+use super::{failed, not_grpc, too_large, too_many_fields};
 use kas_config::Attempts;
 use observe::refusals::{ListenerName, Reason, Refusals};
 use routing::{
@@ -84,11 +84,11 @@ impl PrivateListener {
 
 impl Service for PrivateListener {
     fn connected(self: Arc<Self>, peer: Option<SocketAddr>) -> Arc<dyn Connection> {
-        Arc::new(Replica { trust: Trust::new(self.attempts), listener: self, peer })
+        Arc::new(Replica { trust: Trust::new(self.attempts.failures), listener: self, peer })
     }
 
     fn refused(&self, why: Refusal) {
-        count_refusal(&self.refusals, ListenerName::Private, why);
+        self.refusals.connection(ListenerName::Private, why);
     }
 
     fn not_opened(&self, peer: Option<SocketAddr>, error: &io::Error) {
@@ -249,16 +249,14 @@ async fn lend(
     };
     count(AskAnswer::Ready);
     let info = grant.tunnel().info();
-    let (kind, impersonates) = (info.kind, info.impersonates);
+    let (kind, features) = (info.kind, info.features);
     let again = ask.again && ask.request.connection.is_none() && kind.mode() == Mode::Reusable;
     let requests = Envelopes::new(grpc::boxed(request.into_body()));
     let mut response = Response::new(grpc::boxed(listener.lender.lend(ask.request, grant, requests, again)));
     let headers = response.headers_mut();
     headers.insert(http::header::CONTENT_TYPE, grpc::CONTENT_TYPE);
     headers.insert(peer::KIND, peer::kind(kind));
-    if impersonates {
-        headers.insert(peer::IMPERSONATES, HeaderValue::from_static("1"));
-    }
+    peer::write_features(features, headers);
     if again {
         headers.insert(peer::REUSE, peer::AGAIN);
     }

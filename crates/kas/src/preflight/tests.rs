@@ -296,6 +296,53 @@ fn an_identity_file_that_others_may_write_is_warned_about_at_the_start() {
 }
 
 #[test]
+fn a_users_file_is_checked_as_the_list_of_agents_is() {
+    let files =
+        Files::new(&[("a", SECRET_A), ("users.yaml", "users: []"), ("bad.yaml", "users: [{name: ''}]")]);
+    let env = Environment { kas_state_dir: Some(files.0.path().into()), ..Environment::default() };
+    let told = |name: &str| -> Vec<String> {
+        let (secret, path) = (files.path("a"), files.0.path().join(name));
+        let yaml = format!(
+            "{{api: {{listen: {{authentication_secret_file: {secret:?}}}}}, agent: {{kubernetes_api: {{listen: {{address: \
+             '127.0.0.1:1'}}, users: {{file: {path:?}}}, access: [{{agents: all, users: ['*'], as: agent}}]}}}}}}"
+        );
+        let texts = match check_text(&yaml, &env) {
+            Ok(warnings) => warnings.iter().map(ToString::to_string).collect::<Vec<_>>(),
+            Err(problems) => problems.iter().map(ToString::to_string).collect(),
+        };
+        let folder = files.0.path().display().to_string();
+        texts.into_iter().map(|text| text.replace(&folder, "DIR")).collect()
+    };
+    assert_eq!(told("users.yaml"), [""; 0]);
+    fs::set_permissions(files.path("users.yaml"), fs::Permissions::from_mode(0o620)).unwrap();
+    assert_eq!(
+        told("users.yaml"),
+        [
+            "agent.kubernetes_api.users.file: others may write DIR/users.yaml (mode 0620) and so add users: `chmod go-w \
+             DIR/users.yaml` fixes it"
+        ]
+    );
+    assert_eq!(
+        told("bad.yaml"),
+        [
+            "agent.kubernetes_api.users.file: found DIR/bad.yaml: users[0].name: found \"\"; expected at most 1020 bytes \
+             without control characters and without white space at an end; expected a list of users, as `kasctl token \
+             user` writes it"
+        ]
+    );
+    let absent = told("absent.yaml");
+    assert!(
+        absent[0].starts_with(
+            "agent.kubernetes_api.users.file: found a file that cannot be read (DIR/absent.yaml: "
+        ),
+        "{absent:?}"
+    );
+    // The default one is created at the start.
+    fs::remove_file(files.path("users.yaml")).unwrap();
+    assert_eq!(told("users.yaml"), [""; 0]);
+}
+
+#[test]
 fn problems_do_not_hide_warnings() {
     let env = Environment { home: Some("/nowhere".into()), ..Environment::default() };
     let wrong = load("{agent: {listen: {adress: ':1', network: foo}}}", &env).unwrap_err();

@@ -18,6 +18,10 @@ async fn command_line_is_checked_before_anything_is_sent() {
         &["agents", "--timeout", "30"],
         &["agents", "--correlation-id", "a b"],
         &["token", "agent", "--id", "1", "--name", "Not Legal", "--project", "1"],
+        &["token", "user", "--name", ""],
+        &["token", "user", "--name", "jane", "--group", " dev"],
+        &["token", "user", "--name", "jane", "--expires", "0"],
+        &["token", "user", "--name", "jane", "--expires", "30"],
         &["nonsense"],
         &[],
     ] {
@@ -43,6 +47,7 @@ async fn help_has_examples_and_version_has_the_commit() {
         &["request"],
         &["token", "api"],
         &["token", "agent"],
+        &["token", "user"],
         &["token", "hash"],
         &["completions"],
     ] {

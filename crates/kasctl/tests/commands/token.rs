@@ -191,3 +191,44 @@ async fn an_undelivered_token_is_not_added_to_the_agents_file() {
     assert!(said.starts_with("kasctl: cannot write the output: "), "{said}");
     assert!(!file.exists());
 }
+
+#[tokio::test]
+async fn a_user_is_added_once_with_a_token_that_is_stored_only_in_its_file() {
+    let server = Server::start().await;
+    let at = |name: &str| server.dir.path().join(name).to_str().unwrap().to_owned();
+    let (users, token_file) = (at("users.yaml"), at("jane.token"));
+    let line = ["token", "user", "--name", "jane", "--group", "dev", "--group", "a: b", "--expires", "30d"];
+    let files = ["--users-file", &users, "--token-file", &token_file];
+    let run = server.run(&[&line[..], &files].concat()).await.expect_exit(0);
+    assert_eq!((run.stdout.as_str(), run.stderr), ("", format!("kasctl: added user jane to {users}\n")));
+    let token = std::fs::read_to_string(&token_file).unwrap();
+    assert!(token.starts_with("kasu_") && token.len() == 48 && !token.contains('\n'), "{token}");
+    let mode = |file: &str| std::fs::metadata(file).unwrap().permissions().mode() & 0o777;
+    assert_eq!((mode(&users), mode(&token_file)), (0o600, 0o600));
+    let text = std::fs::read_to_string(&users).unwrap();
+    let (begin, rest) = text.split_once("    expires: ").unwrap();
+    assert_eq!(begin, "users:\n  - name: jane\n    groups: [dev, \"a: b\"]\n");
+    let (expires, tokens) = rest.split_once('\n').unwrap();
+    assert!(expires.len() == 20 && expires.ends_with('Z'), "{expires}");
+    assert_eq!(
+        tokens,
+        format!("    tokens:\n      - sha256:{}\n", ids::TokenHash::of(token.as_bytes()).to_hex())
+    );
+
+    let unused = at("unused");
+    let again = ["token", "user", "--name", "jane", "--users-file", &users, "--token-file", &unused];
+    let run = server.run(&again).await.expect_exit(1);
+    let words = "it already contains user jane: use another name, or add a second hash to its tokens";
+    assert!(run.stderr.starts_with(&format!("kasctl: cannot add the user to {users}: {words}")), "{run:?}");
+    assert_eq!(std::fs::read_to_string(&users).unwrap(), text);
+    assert!(!std::fs::exists(&unused).unwrap());
+    // Without a token file, standard output has only the token.
+    let run = server.run(&["token", "user", "--name", "1", "--users-file", &users]).await.expect_exit(0);
+    let hash = ids::TokenHash::of(run.stdout.as_bytes()).to_hex();
+    let expected = format!("{text}  - name: \"1\"\n    tokens:\n      - sha256:{hash}\n");
+    assert_eq!(std::fs::read_to_string(&users).unwrap(), expected);
+    // Without a users file, the entry is printed.
+    let run = server.run(&["token", "user", "--name", "joe"]).await.expect_exit(0);
+    assert!(run.stdout.starts_with("  - name: joe\n    tokens:\n      - sha256:"), "{run:?}");
+    assert!(run.stderr.contains("this is the token of the user; it is shown only once"), "{run:?}");
+}

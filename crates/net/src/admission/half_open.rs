@@ -516,17 +516,17 @@ mod tests {
         const ROUND_TRIP: Duration = Duration::from_millis(500);
         let places = Arc::new(Counted::new(1_024, 8 * 1_024, USUAL));
         // What has connected and is not accepted yet.
-        let (connect, mut accept) = mpsc::unbounded_channel::<(Comes, Instant)>();
+        let (connect, mut accept) = mpsc::channel::<(Comes, Instant)>(16 * 1_024);
         let flood = tokio::spawn(async move {
             let mut ticks = tokio::time::interval(Duration::from_millis(2));
             for n in 0..5_000 {
                 ticks.tick().await;
                 // Three in each 2 ms; and five good ones in each second.
                 for _ in 0..3 {
-                    connect.send((Comes::Silent, Instant::now())).unwrap();
+                    connect.send((Comes::Silent, Instant::now())).await.unwrap();
                 }
                 if n % 100 == 0 {
-                    connect.send((Comes::Good, Instant::now())).unwrap();
+                    connect.send((Comes::Good, Instant::now())).await.unwrap();
                 }
             }
         });

@@ -21,7 +21,7 @@ use hyper::{
 use hyper_util::rt::TokioIo;
 use parking_lot::Mutex;
 use tokio::{
-    io::{AsyncRead, ReadBuf},
+    io::{AsyncRead, AsyncWrite, ReadBuf},
     time::Sleep,
 };
 
@@ -73,6 +73,7 @@ impl Http1 {
             observed: Arc::clone(&requests.observed),
             slot: slot.clone(),
             most: limits.streams_before_authentication.into(),
+            is_reset: false,
         };
         let head = settings.header_list.saturating_mul(HEADER_LIST_ROOM) as usize;
         let exchanges = Exchanges { requests, agreed: Arc::clone(&agreed) };
@@ -199,6 +200,21 @@ struct HeadWatch {
     slot: StreamSlot,
     /// How many requests may be sent before the connection is admitted.
     most: u64,
+    /// The socket was told to end with RST.
+    is_reset: bool,
+}
+
+impl HeadWatch {
+    /// Passes on that the connection is to end with RST. HTTP flushes before it polls the body of an answer
+    /// again, so this precedes the failure of the body.
+    fn prepare_end(&mut self) {
+        if self.slot.resets_connection() && !self.is_reset {
+            self.is_reset = true;
+            if let Err(error) = self.stream.reset_on_close() {
+                tracing::debug!(error = %error, "a connection cannot be made to end with a reset");
+            }
+        }
+    }
 }
 
 impl AsyncRead for HeadWatch {
@@ -211,6 +227,7 @@ impl AsyncRead for HeadWatch {
             // Admitting the connection wakes its task.
             return Poll::Pending;
         }
+        self.prepare_end();
         let before = buf.filled().len();
         ready!(Pin::new(&mut self.stream).poll_read(cx, buf))?;
         if buf.filled().len() > before {
@@ -223,4 +240,30 @@ impl AsyncRead for HeadWatch {
     }
 }
 
-websocket::write_through!([] HeadWatch, stream in Self { stream, .. });
+impl AsyncWrite for HeadWatch {
+    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        self.prepare_end();
+        Pin::new(&mut self.stream).poll_write(cx, bytes)
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        self.prepare_end();
+        Pin::new(&mut self.stream).poll_flush(cx)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_shutdown(cx)
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bytes: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.stream).poll_write_vectored(cx, bytes)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.stream.is_write_vectored()
+    }
+}

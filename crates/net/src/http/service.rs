@@ -1,6 +1,14 @@
 //! The service of a listener: one [`Service`] for it, and a [`Connection`] for each connection.
 
-use std::{io, net::SocketAddr, pin::Pin, sync::Arc};
+use std::{
+    io,
+    net::SocketAddr,
+    pin::Pin,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicU32, Ordering},
+    },
+};
 
 use bytes::Bytes;
 use http::{Request, Response};
@@ -55,6 +63,43 @@ pub enum AuthState {
     Authenticated,
     /// Too many requests failed: the connection is closed.
     Expelled,
+}
+
+/// Keeps the [`AuthState`] of a connection whose requests authenticate.
+#[derive(Debug)]
+pub struct Trust {
+    authenticated: AtomicBool,
+    failures: AtomicU32,
+    most: u32,
+}
+
+impl Trust {
+    /// Creates the state of a new connection. It is expelled after `failures` requests without a valid
+    /// credential, unless one had a valid one before.
+    pub fn new(failures: u32) -> Self {
+        Self { authenticated: AtomicBool::new(false), failures: AtomicU32::new(0), most: failures }
+    }
+
+    /// Records an authenticated request. Returns whether it is the first.
+    pub fn passed(&self) -> bool {
+        !self.authenticated.swap(true, Ordering::Relaxed)
+    }
+
+    /// Records a request that was not authenticated.
+    pub fn failed(&self) {
+        self.failures.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Returns the state.
+    pub fn auth_state(&self) -> AuthState {
+        if self.authenticated.load(Ordering::Relaxed) {
+            AuthState::Authenticated
+        } else if self.failures.load(Ordering::Relaxed) >= self.most {
+            AuthState::Expelled
+        } else {
+            AuthState::New
+        }
+    }
 }
 
 /// Why a connection was asked to end.

@@ -55,6 +55,8 @@ struct Slot {
     open: AtomicUsize,
     /// Streams that were ever opened.
     opened: AtomicU64,
+    /// See [`StreamSlot::reset_connection`].
+    resets: AtomicBool,
 }
 
 /// A stream that is open; until this is dropped.
@@ -75,8 +77,20 @@ enum Arm {
 
 impl StreamSlot {
     pub(super) fn new(observed: Arc<Observed>) -> Self {
-        let (arm, open, opened) = Default::default();
-        Self(Arc::new(Slot { observed, arm, open, opened }))
+        let (arm, open, opened, resets) = Default::default();
+        Self(Arc::new(Slot { observed, arm, open, opened, resets }))
+    }
+
+    /// Makes a connection of HTTP/1.1 end with RST instead of FIN. Call it before the body of an answer fails
+    /// whose end is that of the connection, as with HTTP/1.0: a FIN would look like its regular end. It has no
+    /// effect on HTTP/2.
+    pub fn reset_connection(&self) {
+        self.0.resets.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether the connection is to end with RST.
+    pub(super) fn resets_connection(&self) -> bool {
+        self.0.resets.load(Ordering::Relaxed)
     }
 
     /// Runs a stream in a task of its own.

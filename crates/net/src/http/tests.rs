@@ -382,11 +382,13 @@ async fn connect_from(from: [u8; 4], to: SocketAddr) -> std::io::Result<TcpStrea
 /// Returns the client's end of a link on which each byte takes this time, in both directions.
 fn slow_link(stream: TcpStream, delay: Duration) -> tokio::io::DuplexStream {
     async fn pass(mut from: impl AsyncRead + Unpin, mut to: impl AsyncWrite + Unpin, delay: Duration) {
-        let (sender, mut receiver) = tokio::sync::mpsc::unbounded_channel::<(Instant, Vec<u8>)>();
+        let (sender, mut receiver) = tokio::sync::mpsc::channel::<(Instant, Vec<u8>)>(64);
         let read = async move {
             let mut bytes = vec![0; 64 << 10];
             while let Ok(read @ 1..) = from.read(&mut bytes).await {
-                sender.send((Instant::now() + delay, bytes[..read].to_vec())).unwrap();
+                if sender.send((Instant::now() + delay, bytes[..read].to_vec())).await.is_err() {
+                    break;
+                }
             }
             drop(sender);
         };

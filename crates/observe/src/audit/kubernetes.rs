@@ -2,8 +2,8 @@
 
 use aws_lc_rs::digest;
 use http_tunnel::kas_end::impersonated_user;
-use kube_request::{Parameters, RequestInfo};
-use proto::gitlab::agent::{grpctool::http_request::Header, prototool};
+use kube_request::{Parameters, RequestInfo, Target};
+use proto::gitlab::agent::grpctool::http_request::Header;
 
 /// The most characters of a name from a caller. Longer names are truncated.
 const LONGEST: usize = 128;
@@ -25,26 +25,39 @@ pub struct KubernetesAction {
 }
 
 impl KubernetesAction {
-    /// Returns the action of a request; `None`: its header has no request.
+    /// Returns the action of a request; `None`: its header has no request, or an invalid target, which agentk
+    /// rejects.
     pub fn of(header: &Header) -> Option<Self> {
         let request = header.request.as_ref()?;
-        let (verb, resource) = classify(request);
-        Some(Self {
-            verb,
-            resource,
-            path_hash: hex::encode(digest::digest(&digest::SHA256, request.url_path.as_bytes())),
-            on_behalf_of: impersonated_user(header),
-        })
+        if !header.target.is_empty() {
+            let target = Target::parse(header.target.clone()).ok()?;
+            let info = RequestInfo::new(&request.method, &target);
+            return Some(Self::of_info(&request.method, &info, &target, impersonated_user(header)));
+        }
+        let query = request.query.iter();
+        let first = query.filter_map(|(key, values)| Some((key.as_str(), values.value.first()?.as_str())));
+        let info = RequestInfo::decoded(&request.method, &request.url_path, &Parameters::from_pairs(first));
+        let (verb, resource) = names(&request.method, &info);
+        let path_hash = hash(request.url_path.as_bytes());
+        Some(Self { verb, resource, path_hash, on_behalf_of: impersonated_user(header) })
+    }
+
+    /// Returns the action of a request that was parsed already.
+    pub fn of_info(method: &str, info: &RequestInfo, target: &Target, on_behalf_of: Option<String>) -> Self {
+        let (verb, resource) = names(method, info);
+        let on_behalf_of = on_behalf_of.map(|user| truncated(&user));
+        Self { verb, resource, path_hash: hash(target.path_bytes()), on_behalf_of }
     }
 }
 
+fn hash(path: &[u8]) -> String {
+    hex::encode(digest::digest(&digest::SHA256, path))
+}
+
 /// Returns verb and resource as the API server has them.
-fn classify(request: &prototool::HttpRequest) -> (String, String) {
-    let query = request.query.iter();
-    let first = query.filter_map(|(key, values)| Some((key.as_str(), values.value.first()?.as_str())));
-    let info = RequestInfo::decoded(&request.method, &request.url_path, &Parameters::from_pairs(first));
+fn names(method: &str, info: &RequestInfo) -> (String, String) {
     if !info.is_resource() || info.verb().is_empty() || info.parts().next().is_none() {
-        return (truncated(&request.method.to_ascii_lowercase()), "nonresource".to_owned());
+        return (truncated(&method.to_ascii_lowercase()), "nonresource".to_owned());
     }
     let mut resource = truncated(info.resource());
     for (separator, name) in [('.', info.api_group()), ('/', info.subresource())] {
@@ -71,6 +84,28 @@ mod tests {
     };
 
     use super::*;
+
+    fn classify(request: &prototool::HttpRequest) -> (String, String) {
+        let header = Header { request: Some(request.clone()), ..Default::default() };
+        let action = KubernetesAction::of(&header).expect("there is a request");
+        (action.verb, action.resource)
+    }
+
+    #[test]
+    fn a_verbatim_target_is_the_same_action_as_its_decoded_form() {
+        let decoded =
+            Header { request: Some(request("GET", "/api/v1/namespaces/a b/pods")), ..Default::default() };
+        let verbatim = Header {
+            request: Some(request("GET", "")),
+            target: "/api/v1/namespaces/a%20b/pods?watch=0".into(),
+            ..Default::default()
+        };
+        assert_eq!(KubernetesAction::of(&verbatim), KubernetesAction::of(&decoded));
+        let watch = Header { target: "/api/v1/pods?watch=1".into(), ..verbatim.clone() };
+        assert_eq!(KubernetesAction::of(&watch).map(|action| action.verb), Some("watch".to_owned()));
+        let invalid = Header { target: "/a/../b".into(), ..verbatim };
+        assert_eq!(KubernetesAction::of(&invalid), None);
+    }
 
     #[test]
     fn verbs_and_resources_are_those_of_the_api_server() {
@@ -130,7 +165,7 @@ mod tests {
     }
 
     fn action(header: prototool::HttpRequest, extra: Option<prost_types::Any>) -> KubernetesAction {
-        let header = Header { request: Some(header), extra, content_length: None };
+        let header = Header { request: Some(header), extra, ..Default::default() };
         KubernetesAction::of(&header).expect("there is a request")
     }
 

@@ -15,6 +15,7 @@ use parking_lot::Mutex;
 use tokio::time::{Instant, Sleep};
 use traces::Span;
 use tunnel::{
+    features::Features,
     frame,
     kas_end::{AgentKind, Info, Job, Lender, Splice, Tunnel},
 };
@@ -105,18 +106,18 @@ struct Rerouting {
 /// this is true for it too.
 struct Promised {
     kind: AgentKind,
-    /// Whether the agentk is known to support impersonation.
-    impersonates: bool,
+    /// What the agentk is known to support.
+    features: Features,
 }
 
 impl Promised {
     fn of(info: &Info) -> Self {
-        Self { kind: info.kind, impersonates: info.impersonates }
+        Self { kind: info.kind, features: info.features }
     }
 
     fn fits(&self, grant: &Grant) -> bool {
         let info = grant.tunnel().info();
-        info.kind == self.kind && (info.impersonates || !self.impersonates)
+        info.kind == self.kind && info.features.contains(self.features)
     }
 }
 

@@ -11,6 +11,7 @@ use ids::{ReplicaId, TokenHash};
 use parking_lot::Mutex;
 use prometheus_client::registry::Registry;
 use tunnel::{
+    features::Features,
     frame::{self, request, response},
     kas_end::{AgentKind, Descriptor, Exchange, Failure, Head, Info, Opening, Retire, TunnelBody},
 };
@@ -35,7 +36,7 @@ fn info() -> Info {
         instance: 1,
         token: TokenHash::of(b"t"),
         kind: AgentKind::Ours,
-        impersonates: true,
+        features: Features::IMPERSONATION,
         descriptor: Arc::new(Descriptor::of(&[METHOD, OTHER])),
     }
 }

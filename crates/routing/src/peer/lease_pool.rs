@@ -20,7 +20,10 @@ use tokio::{
     sync::{oneshot, watch},
     time::Instant,
 };
-use tunnel::kas_end::{Retire, Tunnel, TunnelPool};
+use tunnel::{
+    features::Features,
+    kas_end::{Retire, Tunnel, TunnelPool},
+};
 
 /// Requests of one key follow closely if another one began within this time.
 const HOT: Duration = Duration::from_millis(100);
@@ -131,9 +134,9 @@ impl LeasedTunnel {
         &self.holder.owner
     }
 
-    /// Whether the agentk at its end is known to support impersonation.
-    pub fn impersonates(&self) -> bool {
-        self.tunnel.as_ref().is_some_and(|tunnel| tunnel.info().impersonates)
+    /// Returns what the agentk at its end is known to support.
+    pub fn features(&self) -> Features {
+        self.tunnel.as_ref().map_or(Features::NONE, |tunnel| tunnel.info().features)
     }
 
     /// Takes the tunnel, which comes back by parking. Never `None`.
@@ -471,7 +474,7 @@ mod tests {
             instance: 0,
             token: TokenHash::of(b"t"),
             kind: AgentKind::Ours,
-            impersonates: true,
+            features: Features::IMPERSONATION,
             descriptor: Arc::default(),
         };
         let tunnel_pool = pool.pool_of(agent(), &method.into(), &ReplicaId::new("holder"));

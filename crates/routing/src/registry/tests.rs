@@ -11,6 +11,7 @@ use http_body::Body as _;
 use ids::TokenHash;
 use prometheus_client::registry::Registry;
 use tunnel::{
+    features::Features,
     frame::{self, response},
     kas_end::{AgentKind, Descriptor, Info, Job, Opening, TunnelBody},
 };
@@ -67,7 +68,7 @@ impl Lab {
             instance,
             token: TokenHash::of(b"t"),
             kind,
-            impersonates: true,
+            features: Features::IMPERSONATION,
             descriptor: Arc::new(Descriptor::of(&[method])),
         };
         let owner = Arc::new(RegistryPool {

@@ -46,6 +46,8 @@ pub(super) struct Search<'a> {
     /// The headers of the caller, which a replica of GitLab's kas receives with the borrow request.
     pub(super) headers: &'a HeaderMap,
     pub(super) deadline: Deadline,
+    /// See [`AgentRequest`](super::AgentRequest::wait_until).
+    pub(super) wait_until: Option<Instant>,
     pub(super) correlation: &'a HeaderValue,
     pub(super) arrived: Instant,
     pub(super) trace: &'a RouteTrace,
@@ -118,7 +120,7 @@ impl Search<'_> {
         if waiting.is_some() {
             self.trace.note(|| "no tunnel of this replica is idle: waiting".to_owned());
         }
-        let until = self.deadline.instant().unwrap_or(self.arrived + router.find_timeout);
+        let until = self.wait_until.or(self.deadline.instant()).unwrap_or(self.arrived + router.find_timeout);
         let deadline = tokio::time::sleep_until(until);
         tokio::pin!(deadline);
         let mut asking: FuturesUnordered<Asking> = FuturesUnordered::new();

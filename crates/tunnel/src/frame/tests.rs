@@ -93,8 +93,7 @@ fn every_message_of_the_two_streams_has_the_bytes_of_the_reference() {
                     url_path: "/api/v1/pods".into(),
                     query: Default::default(),
                 }),
-                extra: None,
-                content_length: None,
+                ..Default::default()
             })),
             "0a330a310a03474554121c0a0641636365707412120a106170706c69636174696f6e2f6a736f6e1a0c2f6170692f76312f706f6473",
         ),
@@ -136,10 +135,21 @@ fn messages_of_later_versions_have_the_bytes_of_the_reference_in_both_directions
     );
     let request =
         prototool::HttpRequest { method: "GET".into(), url_path: "/v".into(), ..Default::default() };
-    let header = http_request::Header { request: Some(request), extra: None, content_length: Some(0) };
+    let header =
+        http_request::Header { request: Some(request), content_length: Some(0), ..Default::default() };
     golden(
         grpctool::HttpRequest { message: Some(http_request::Message::Header(header)) },
         "0a0d0a090a034745541a022f761800",
+    );
+    let header = http_request::Header {
+        request: Some(prototool::HttpRequest { method: "GET".into(), ..Default::default() }),
+        content_length: Some(0),
+        target: "/a%2Fb?c".into(),
+        ..Default::default()
+    };
+    golden(
+        grpctool::HttpRequest { message: Some(http_request::Message::Header(header)) },
+        "0a140a050a034745541800c23e082f61253246623f63",
     );
     golden(http_request::Header { content_length: Some(-1), ..Default::default() }, "18ffffffffffffffffff01");
     golden(

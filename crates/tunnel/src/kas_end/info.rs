@@ -5,7 +5,7 @@ use std::sync::Arc;
 use ids::{AgentId, TokenHash};
 use proto::gitlab::agent::reverse_tunnel::rpc;
 
-use crate::{meta::Binary, state::Mode};
+use crate::{features::Features, meta::Binary, state::Mode};
 
 /// The kind of agentk at the other end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -48,9 +48,8 @@ pub struct Info {
     pub token: TokenHash,
     /// The kind of agentk.
     pub kind: AgentKind,
-    /// Whether agentk is known to support `kubernetes_api.rpc.HeaderExtra`. Without that it would run a
-    /// request that impersonates another user with its own rights.
-    pub impersonates: bool,
+    /// What agentk is known to support.
+    pub features: Features,
     /// The methods that the agent serves.
     pub descriptor: Arc<Descriptor>,
 }

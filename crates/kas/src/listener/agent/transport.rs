@@ -10,12 +10,11 @@ use grpc::{Code, Status};
 use http::{HeaderMap, HeaderValue, Response};
 use identity::{Authenticated, IdentityError, jwt};
 use ids::{AgentId, ConnectionId, TokenHash};
-use net::http::Body;
+use net::http::{Body, Trust};
 use tokio::time::Instant;
 use tunnel::{INSTANCE_HEADER, REPLICA_HEADER, REPLICAS_HEADER, RUN_HEADER, SOCKET_HEADER, kas_end::Tunnel};
 
 use super::AgentListener;
-use crate::listener::Trust;
 use observe::refusals::{ListenerName, Reason};
 
 /// The most registered processes of one transport connection. There is one, unless a proxy joins several.

@@ -11,7 +11,8 @@ use hyper::body::Incoming;
 use net::http::{Body, StreamReset};
 use tokio::time::Instant;
 use tunnel::{
-    IMPERSONATES_HEADER, INSTANCE_HEADER, MAX_IDLE_HEADER, REUSE, TUNNEL_HEADER,
+    IMPERSONATES_HEADER, INSTANCE_HEADER, MAX_IDLE_HEADER, REUSE, TARGET_HEADER, TUNNEL_HEADER,
+    features::Features,
     kas_end::{AgentKind, Info, Opening, Retire, Tunnel, Unasked, read_descriptor},
 };
 
@@ -121,7 +122,7 @@ impl Transport {
             instance: instance.map_or(self.instance(), |id| id.get() as u64),
             token: authenticated.token,
             kind: peer,
-            impersonates: impersonates(&head.headers),
+            features: features(&head.headers),
             descriptor: Arc::new(descriptor),
         };
         let (tunnel, body) =
@@ -200,6 +201,13 @@ fn peer(headers: &HeaderMap) -> AgentKind {
     if agent.starts_with(b"gitlab-agent/") { AgentKind::Recent } else { AgentKind::Old }
 }
 
+/// Returns what the agentk that sent these headers supports. GitLab's never support
+/// [`Features::TARGET`].
+fn features(headers: &HeaderMap) -> Features {
+    let is_set = |name| headers.get(name).is_some_and(|value| value == "1");
+    Features::IMPERSONATION.when(impersonates(headers)) | Features::TARGET.when(is_set(TARGET_HEADER))
+}
+
 /// Whether the agentk that sent these headers supports `HeaderExtra`. Ours announces it; GitLab's support it
 /// from 14.3 on.
 fn impersonates(headers: &HeaderMap) -> bool {
@@ -251,5 +259,20 @@ mod tests {
         assert!(!supports(&[ours, ("user-agent", "agentk/99.0.0/abc")]), "an earlier build of ours");
         assert!(supports(&[ours, ("kas-agentk-impersonates", "1")]));
         assert!(!supports(&[("kas-agentk-impersonates", "0"), ("user-agent", "agentk/v15.0.0/abc")]));
+    }
+
+    #[test]
+    fn verbatim_targets_are_supported_only_if_announced() {
+        let supports = |pairs: &[(&'static str, &'static str)]| {
+            let headers = pairs
+                .iter()
+                .map(|(name, value)| (http::HeaderName::from_static(name), HeaderValue::from_static(value)));
+            features(&headers.collect()).contains(Features::TARGET)
+        };
+        let ours = ("kas-agentk-instance", "i");
+        assert!(supports(&[ours, ("kas-agentk-target", "1")]));
+        assert!(!supports(&[ours, ("kas-agentk-target", "0")]));
+        assert!(!supports(&[ours, ("kas-agentk-impersonates", "1")]), "an earlier build of ours");
+        assert!(!supports(&[("user-agent", "gitlab-agent/v18.10.1/abc")]));
     }
 }

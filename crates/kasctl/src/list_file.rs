@@ -1,6 +1,6 @@
-//! Adds an agent to the identity file of kas, atomically and at most once.
+//! Adds an entry to a file of kas that lists agents or users, atomically and at most once.
 //! The entry is appended to the text, which keeps its comments. Then the new text is parsed as YAML, and must
-//! have the content of the old one and one more agent.
+//! have the content of the old one and one more entry.
 
 use std::{
     fs::{self, File, OpenOptions, Permissions},
@@ -13,17 +13,42 @@ use serde_json::Value;
 
 use crate::{file_error::FileError, jwt};
 
-/// The mode of a new file. Hashes are not secret, but other users must not add agents.
+/// The mode of a new file. Hashes are not secret, but others must not add entries.
 const MODE: u32 = 0o600;
-/// The limits of kas for this file as a multiple of the default limits of the parser: 100,000 agents.
+/// The limits of kas for this file as a multiple of the default limits of the parser: 100,000 entries.
 const SCALE: usize = 40;
+
+/// A kind of file: what it lists, and how this tool adds to it.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct List {
+    /// The key of the list.
+    key: &'static str,
+    /// An entry.
+    entry: &'static str,
+    /// The flag for the file.
+    flag: &'static str,
+}
+
+impl List {
+    /// Returns what an entry is called.
+    pub(crate) fn entry(&self) -> &'static str {
+        self.entry
+    }
+}
+
+/// The identity file.
+pub(crate) const AGENTS: &List = &List { key: "agents", entry: "agent", flag: "--agents-file" };
+/// The file with users of the Kubernetes API endpoint.
+pub(crate) const USERS: &List = &List { key: "users", entry: "user", flag: "--users-file" };
 
 /// The entry to add.
 #[derive(Debug)]
 pub(crate) struct Entry<'a> {
-    /// The id of the agent, which is unique.
-    pub(crate) id: i64,
-    /// The name of the agent, which is unique, because its configuration is found by name.
+    /// The list.
+    pub(crate) list: &'static List,
+    /// The id, which is unique, if entries have one.
+    pub(crate) id: Option<i64>,
+    /// The name, which is unique: the configuration of an agent is found by it, and rules name users by it.
     pub(crate) name: &'a str,
     /// The list item as lines without indentation.
     pub(crate) item: &'a str,
@@ -43,7 +68,7 @@ pub(crate) enum Refused {
         /// The name in the file.
         name: String,
     },
-    /// Another entry has the name.
+    /// Another agent has the name.
     #[error("agent {id} already has the name {name}: use another name")]
     Name {
         /// The id in the file.
@@ -51,23 +76,36 @@ pub(crate) enum Refused {
         /// The name.
         name: String,
     },
-    /// It is not YAML, not a list of agents, or the list is not at its end.
+    /// Another user has the name.
     #[error(
-        "it is not a list of agents that an entry can be appended to: expected YAML that ends with the list 'agents:'; \
-         without --agents-file the entry is printed, so that you can insert it yourself"
+        "it already contains user {name}: use another name, or add a second hash to its tokens ('kasctl token user' \
+         without --users-file prints one)"
     )]
-    Shape,
+    User {
+        /// The name.
+        name: String,
+    },
+    /// It is not YAML, not such a list, or the list is not at its end.
+    #[error(
+        "it is not a list of {key} that an entry can be appended to: expected YAML that ends with the list '{key}:'; \
+         without {flag} the entry is printed, so that you can insert it yourself",
+        key = .0.key,
+        flag = .0.flag
+    )]
+    Shape(&'static List),
     /// It is a directory, a device or a pipe.
     #[error("it is not a regular file")]
     NotAFile,
 }
 
-/// Why an agent was not added. The file is unchanged.
+/// Why an entry was not added. The file is unchanged.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Error {
     /// The file does not permit the entry.
-    #[error("cannot add the agent to {}: {cause}", .path.display())]
+    #[error("cannot add the {} to {}: {cause}", .list.entry, .path.display())]
     Refused {
+        /// The list.
+        list: &'static List,
         /// The file.
         path: PathBuf,
         /// The reason.
@@ -84,7 +122,7 @@ pub(crate) enum Error {
 
 /// A new version of the file, complete and on disk next to the old one.
 ///
-/// Other processes that add agents wait until this is dropped. Without [`Prepared::commit`], the old version
+/// Other processes that add entries wait until this is dropped. Without [`Prepared::commit`], the old version
 /// stays.
 #[derive(Debug)]
 pub(crate) struct Prepared {
@@ -118,14 +156,18 @@ pub(crate) fn prepare(path: &Path, entry: &Entry<'_>) -> Result<Prepared, Error>
     }
     let (old, owner) = match fs::metadata(&target) {
         Ok(found) if !found.is_file() => {
-            return Err(Error::Refused { path: path.to_owned(), cause: Refused::NotAFile });
+            let (list, path) = (entry.list, path.to_owned());
+            return Err(Error::Refused { list, path, cause: Refused::NotAFile });
         }
         Ok(found) => (Some(fs::read_to_string(&target).map_err(failed("read"))?), Some(found)),
         Err(e) if e.kind() == io::ErrorKind::NotFound => (None, None),
         Err(e) => return Err(failed("read")(e).into()),
     };
-    let text = appended(old.as_deref().unwrap_or_default(), entry)
-        .map_err(|cause| Error::Refused { path: path.to_owned(), cause })?;
+    let text = appended(old.as_deref().unwrap_or_default(), entry).map_err(|cause| Error::Refused {
+        list: entry.list,
+        path: path.to_owned(),
+        cause,
+    })?;
 
     let name = target.file_name().unwrap_or_default().to_string_lossy();
     let new = folder.join(format!(".{name}.{}.new", jwt::unique_id().map_err(jwt::Error::from)?));
@@ -174,38 +216,44 @@ impl Drop for Prepared {
     }
 }
 
-/// Returns the text with the entry appended to the list of agents.
+/// Returns the text with the entry appended to its list.
 fn appended(old: &str, entry: &Entry<'_>) -> Result<String, Refused> {
-    let root = parse(old).ok_or(Refused::Shape)?;
+    let key = entry.list.key;
+    let shape = || Refused::Shape(entry.list);
+    let root = parse(old).ok_or_else(shape)?;
     let mut expected = match root {
         // Empty, or only comments.
-        Value::Null => serde_json::json!({ "agents": [] }),
+        Value::Null => serde_json::json!({ key: [] }),
         root => root,
     };
-    let list = expected.get_mut("agents").ok_or(Refused::Shape)?;
+    let list = expected.get_mut(key).ok_or_else(shape)?;
     if list.is_null() {
         *list = Value::Array(Vec::new());
     }
-    let Value::Array(agents) = list else { return Err(Refused::Shape) };
-    for agent in agents.iter() {
-        let field = |name| agent.get(name).map(plain).unwrap_or_default();
-        if field("id") == entry.id.to_string() {
-            return Err(Refused::Id { id: entry.id, name: field("name") });
+    let Value::Array(list) = list else { return Err(shape()) };
+    for other in list.iter() {
+        let field = |name| other.get(name).map(plain).unwrap_or_default();
+        if let Some(id) = entry.id.filter(|id| field("id") == id.to_string()) {
+            return Err(Refused::Id { id, name: field("name") });
         }
         if field("name") == entry.name {
-            return Err(Refused::Name { id: field("id"), name: entry.name.to_owned() });
+            let name = entry.name.to_owned();
+            return Err(match entry.id {
+                Some(_) => Refused::Name { id: field("id"), name },
+                None => Refused::User { name },
+            });
         }
     }
-    let was_empty = agents.is_empty();
-    let Some(Value::Array(item)) = parse(entry.item) else { return Err(Refused::Shape) };
-    agents.extend(item);
+    let was_empty = list.is_empty();
+    let Some(Value::Array(item)) = parse(entry.item) else { return Err(shape()) };
+    list.extend(item);
 
     let mut bases = vec![old.to_owned()];
-    if !has_key(old) {
-        bases.push(with_key(old));
+    if !has_key(old, key) {
+        bases.push(with_key(old, key));
     }
     if was_empty {
-        bases.push(opened(old));
+        bases.push(opened(old, key));
     }
     for mut base in bases {
         if !base.is_empty() && !base.ends_with('\n') {
@@ -224,25 +272,25 @@ fn appended(old: &str, entry: &Entry<'_>) -> Result<String, Refused> {
             }
         }
     }
-    Err(Refused::Shape)
+    Err(shape())
 }
 
-fn has_key(text: &str) -> bool {
-    text.lines().any(|line| line.starts_with("agents:"))
+fn has_key(text: &str, key: &str) -> bool {
+    text.lines().any(|line| line.strip_prefix(key).is_some_and(|rest| rest.starts_with(':')))
 }
 
-fn with_key(text: &str) -> String {
+fn with_key(text: &str, key: &str) -> String {
     let end = if text.is_empty() || text.ends_with('\n') { "" } else { "\n" };
-    format!("{text}{end}agents:\n")
+    format!("{text}{end}{key}:\n")
 }
 
 /// Replaces an empty list such as `agents: []` by `agents:`.
-fn opened(text: &str) -> String {
+fn opened(text: &str, key: &str) -> String {
     let line = |line: &str| {
-        let (key, rest) = line.split_once(':')?;
+        let (found, rest) = line.split_once(':')?;
         let rest = rest.trim_start();
         let after = ["[]", "~", "null"].iter().find_map(|empty| rest.strip_prefix(empty))?;
-        (key == "agents").then(|| format!("agents:{}", after.trim_end()))
+        (found == key).then(|| format!("{key}:{}", after.trim_end()))
     };
     text.lines().map(|l| line(l).unwrap_or_else(|| l.to_owned()) + "\n").collect()
 }
@@ -276,7 +324,7 @@ mod tests {
     const ITEM: &str = "- id: 7\n  name: demo\n  project_id: 3\n  tokens:\n    - sha256:ab\n";
 
     fn append(old: &str) -> Result<String, Refused> {
-        appended(old, &Entry { id: 7, name: "demo", item: ITEM })
+        appended(old, &Entry { list: AGENTS, id: Some(7), name: "demo", item: ITEM })
     }
 
     fn indented(spaces: usize) -> String {
@@ -341,7 +389,18 @@ mod tests {
             "agents:\n  - id: 1\n    name: a\nother: 1\n",
             "agents:\n  - id: 1\n    name: a\n...\n",
         ] {
-            assert_eq!(append(bad), Err(Refused::Shape), "{bad}");
+            assert_eq!(append(bad), Err(Refused::Shape(AGENTS)), "{bad}");
         }
+    }
+
+    #[test]
+    fn users_are_unique_by_name() {
+        let item = "- name: jane\n  tokens:\n    - sha256:ab\n";
+        let append = |old: &str| appended(old, &Entry { list: USERS, id: None, name: "jane", item });
+        let text = append("# Users.\nusers: []\n").unwrap();
+        assert_eq!(text, "# Users.\nusers:\n  - name: jane\n    tokens:\n      - sha256:ab\n");
+        assert_eq!(append(&text), Err(Refused::User { name: "jane".to_owned() }));
+        assert_eq!(append("agents:\n"), Err(Refused::Shape(USERS)));
+        assert!(append("users:\n  - name: joe\n").unwrap().contains("joe"));
     }
 }

@@ -1,0 +1,78 @@
+//! The rules of `agent.kubernetes_api.access`.
+
+use std::sync::Arc;
+
+use ids::Impersonation;
+use kas_config::{AccessRule, RequestIdentity};
+
+use crate::{Caller, KnownAgent, Mode, RunAs};
+
+/// The rules, in their order. The first that matches decides.
+#[derive(Debug, Clone, Default)]
+pub struct Access {
+    rules: Vec<Rule>,
+}
+
+#[derive(Debug, Clone)]
+struct Rule {
+    matcher: AccessRule,
+    /// What the rule decides; `None`: the caller runs as itself.
+    run_as: Option<RunAs>,
+}
+
+/// What the first rule that matches has decided.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Decision {
+    /// The index of the rule, from 0.
+    pub rule: usize,
+    /// As whom the request runs.
+    pub run_as: RunAs,
+}
+
+impl Access {
+    /// Returns the rules of a configuration.
+    pub fn new(rules: &[AccessRule]) -> Self {
+        let rule = |rule: &AccessRule| {
+            let run_as = match &rule.identity {
+                // Whoever calls kas with a credential of kas has no identity of agentk to give away.
+                RequestIdentity::Agent => Some(RunAs::Agent { allows_impersonate_headers: false }),
+                RequestIdentity::Impersonate(identity) => {
+                    Some(RunAs::Identity { mode: Mode::Impersonate, identity: Arc::new(identity.clone()) })
+                }
+                RequestIdentity::User => None,
+            };
+            Rule { matcher: rule.clone(), run_as }
+        };
+        Self { rules: rules.iter().map(rule).collect() }
+    }
+
+    /// Returns what the first rule that matches decides; `None`: no rule matches.
+    pub fn decide(&self, caller: &Caller, agent: &KnownAgent) -> Option<Decision> {
+        let (rule, found) = self.rules.iter().enumerate().find(|(_, rule)| rule.matches(caller, agent))?;
+        let run_as = found.run_as.clone().unwrap_or_else(|| RunAs::Identity {
+            mode: Mode::User,
+            identity: Arc::new(itself(caller, agent)),
+        });
+        Some(Decision { rule, run_as })
+    }
+}
+
+impl Rule {
+    fn matches(&self, caller: &Caller, agent: &KnownAgent) -> bool {
+        let AccessRule { agents, users, groups, .. } = &self.matcher;
+        agents.matches(agent.id, agent.project_id, agent.name.as_deref())
+            && (users.iter().any(|user| user.matches(&caller.name))
+                || groups.iter().any(|group| caller.groups.iter().any(|name| group.matches(name))))
+    }
+}
+
+/// Returns the identity of the caller itself, for a request to `agent`.
+fn itself(caller: &Caller, agent: &KnownAgent) -> Impersonation {
+    let id = ("agent.gitlab.com/id".to_owned(), vec![agent.id.to_string()]);
+    Impersonation {
+        username: caller.name.to_string(),
+        groups: caller.groups.to_vec(),
+        uid: caller.uid.as_deref().map(str::to_owned),
+        extra: std::iter::once(id).chain(caller.extra.iter().cloned()).collect(),
+    }
+}

@@ -1,0 +1,310 @@
+//! Section `agent.kubernetes_api`.
+
+mod access;
+
+use std::{
+    path::{Path, PathBuf},
+    time::Duration,
+};
+
+use http::{HeaderName, Uri};
+use settings::walk::{Rule, Section};
+
+pub use self::access::{AccessRule, RequestIdentity};
+use super::{
+    listen::{Listen, bind_address, tls},
+    minutes, seconds,
+};
+
+const HOUR: Duration = Duration::from_secs(3600);
+
+/// Headers of a response that could give one cluster's content power over the browser's view of all of kas.
+const NEVER_ALLOWED: [&str; 10] = [
+    "alt-svc",
+    "clear-site-data",
+    "link",
+    "nel",
+    "refresh",
+    "report-to",
+    "reporting-endpoints",
+    "service-worker-allowed",
+    "set-cookie",
+    "strict-transport-security",
+];
+
+/// Section `agent.kubernetes_api`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct KubernetesApi {
+    /// Where to listen.
+    pub listen: Listen,
+    /// The prefix of all paths; begins and ends with `/`.
+    pub url_path_prefix: String,
+    /// What follows `agent-7.` in the name of a host, in lower case; `None`: agents have no host names.
+    pub host_suffix: Option<String>,
+    /// How long GitLab's answer about a caller is cached; zero: not at all.
+    pub allowed_agent_cache_ttl: Duration,
+    /// How long it is cached that GitLab refused a caller.
+    pub allowed_agent_cache_error_ttl: Duration,
+    /// The file with users of kas; `None`: there are none. Then GitLab knows the callers.
+    pub users: Option<UsersFile>,
+    /// What users of kas may do. The first rule that matches decides; without one, nothing.
+    pub access: Vec<AccessRule>,
+    /// Values of `Origin` that are allowed, as browsers send them.
+    pub allowed_origins: Vec<String>,
+    /// Response headers that are passed on in addition, none of which is dangerous.
+    pub extra_allowed_response_headers: Vec<HeaderName>,
+    /// How long a request may be open.
+    pub session_max: Duration,
+    /// Limits of its requests.
+    pub limits: KubernetesLimits,
+}
+
+/// Key `agent.kubernetes_api.users.file`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct UsersFile {
+    /// The file that lists the users.
+    pub file: PathBuf,
+    /// Whether it is `users.yaml` in the state folder; kas then creates an empty file with instructions.
+    pub is_default: bool,
+}
+
+/// Section `agent.kubernetes_api.limits`. All numbers are for one replica.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct KubernetesLimits {
+    /// Open requests of one caller.
+    pub per_caller: u32,
+    /// Open requests of one caller that were upgraded, as by exec.
+    pub upgrades: u32,
+    /// Open long requests of an agent that cannot cancel requests, as that of GitLab 14.1.
+    pub long_per_old_agent: u32,
+    /// How long a short request or an upgrade waits for the head of its response.
+    pub head_timeout: Duration,
+    /// How long a client may send nothing of a request body, or read nothing of a response.
+    pub stall_timeout: Duration,
+    /// How long a connection without requests stays open.
+    pub idle_timeout: Duration,
+}
+
+/// The name of the users file in the state folder.
+pub(crate) const DEFAULT_USERS: &str = "users.yaml";
+
+/// Declares the section. `by_gitlab` says whether GitLab knows callers. Returns `None` if the file does not
+/// have the section.
+pub(super) fn read(
+    s: &mut Section<'_, '_>,
+    by_gitlab: bool,
+    state_dir: Option<&Path>,
+) -> Option<KubernetesApi> {
+    let is_on = s.has("kubernetes_api");
+    let doc = "An endpoint for kubectl and other clients of the Kubernetes API of an agent's cluster. Without this \
+               section, it is off; without a configuration file, it listens on 127.0.0.1:8154 for the users of \
+               users.yaml in state_dir.";
+    let section =
+        s.optional(None, |s| s.section("kubernetes_api", doc, |s| section(s, by_gitlab, is_on, state_dir)));
+    is_on.then_some(section)
+}
+
+fn section(s: &mut Section<'_, '_>, by_gitlab: bool, is_on: bool, state_dir: Option<&Path>) -> KubernetesApi {
+    let listen = s.section("listen", "Its listener.", |s| {
+        let (network, address) = bind_address(s, "0.0.0.0:8154");
+        Listen { network, address, tls: tls(s) }
+    });
+    let url_path_prefix = url_path_prefix(s);
+    let host_suffix = host_suffix(s);
+    let allowed_agent_cache_ttl = s.duration(
+        "allowed_agent_cache_ttl",
+        minutes(1),
+        Rule::NotNegative,
+        "How long GitLab's answer about a caller is cached, and how often open requests are checked again. 0s: no \
+         cache; open requests are checked once a minute.",
+    );
+    let allowed_agent_cache_error_ttl = s.duration(
+        "allowed_agent_cache_error_ttl",
+        seconds(10),
+        Rule::Positive,
+        "How long it is cached that GitLab refused a caller.",
+    );
+    let users = s.section("users", "Users of kas itself, who need no GitLab.", |s| {
+        s.path(
+            "file",
+            "A YAML list of users with the SHA-256 of their tokens, reloaded on change; kasctl token user adds to it. \
+             Created if it is users.yaml in state_dir.",
+        )
+    });
+    if is_on && users.is_none() && !by_gitlab && !s.is_refused("users.file") {
+        let expected = "a users file, because nothing else knows callers: there is no section gitlab, or identity.file \
+                        is given";
+        s.refuse_as("users.file", "nothing", expected);
+    }
+    let users = users.map(|file| {
+        let is_default = state_dir.is_some_and(|folder| file == folder.join(DEFAULT_USERS));
+        UsersFile { file, is_default }
+    });
+    let access = access::read(s);
+    if users.is_none() && !access.is_empty() {
+        s.warn("access", "has no effect: without users.file, GitLab alone decides what callers may do");
+    }
+    if users.is_some() && access.is_empty() && !s.is_refused("access") {
+        s.warn("access", "has no rule, so every user of users.file is refused");
+    }
+    KubernetesApi {
+        listen,
+        url_path_prefix,
+        host_suffix,
+        allowed_agent_cache_ttl,
+        allowed_agent_cache_error_ttl,
+        users,
+        access,
+        allowed_origins: allowed_origins(s),
+        extra_allowed_response_headers: extra_headers(s),
+        session_max: s.duration(
+            "session_max",
+            12 * HOUR,
+            Rule::Within(seconds(1), 30 * 24 * HOUR),
+            "How long a request may be open, such as a watch or kubectl exec.",
+        ),
+        limits: s.section("limits", "Limits on the requests of this listener, for each replica.", limits),
+    }
+}
+
+fn limits(s: &mut Section<'_, '_>) -> KubernetesLimits {
+    KubernetesLimits {
+        per_caller: s.number("per_caller", 300, "Requests of one caller that may be open."),
+        upgrades: s.number(
+            "upgrades",
+            50,
+            "Requests of one caller that may be open after an upgrade: kubectl exec, attach and port-forward.",
+        ),
+        long_per_old_agent: s.number(
+            "long_per_old_agent",
+            8,
+            "Watches, followed logs and upgrades that may be open to an agentk that cannot cancel a request, as that of \
+             GitLab 14.1.",
+        ),
+        head_timeout: s.duration(
+            "head_timeout",
+            seconds(90),
+            Rule::Positive,
+            "How long a request waits for the head of its response. The API server itself takes up to 60s. A watch and a \
+             followed log wait without limit.",
+        ),
+        stall_timeout: s.duration(
+            "stall_timeout",
+            minutes(5),
+            Rule::Positive,
+            "How long a client may send nothing of a body, or read nothing of a response.",
+        ),
+        idle_timeout: s.duration(
+            "idle_timeout",
+            seconds(620),
+            Rule::Positive,
+            "How long a connection without requests stays open. Longer than balancers reuse one (600s at most).",
+        ),
+    }
+}
+
+/// Reads the prefix, which gets a `/` at both ends.
+fn url_path_prefix(s: &mut Section<'_, '_>) -> String {
+    const KEY: &str = "url_path_prefix";
+    let given = s.text(KEY, "/", "Prefix of all paths. The agent follows: <prefix>agents/7/.");
+    let inner = given.trim_matches('/');
+    let is_good = |segment: &str| {
+        let allowed = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.~!$&'()*+,=:@".contains(&byte);
+        !segment.is_empty() && segment != "." && segment != ".." && segment.bytes().all(allowed)
+    };
+    if inner.is_empty() && given.bytes().all(|byte| byte == b'/') {
+        return "/".to_owned();
+    }
+    if !inner.split('/').all(is_good) && !s.is_refused(KEY) {
+        s.refuse(KEY, "a path such as /k8s-proxy/, without a query, `%` and empty segments");
+        return "/".to_owned();
+    }
+    format!("/{inner}/")
+}
+
+fn host_suffix(s: &mut Section<'_, '_>) -> Option<String> {
+    const KEY: &str = "host_suffix";
+    let doc = "The end of host names that name an agent: k8s.example.com for agent-7.k8s.example.com. A wildcard DNS name \
+               and a wildcard certificate are needed. Empty: agents have no host names.";
+    let text = s.optional_text(KEY, "", doc)?.to_ascii_lowercase();
+    let is_label = |label: &str| {
+        let inner = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-';
+        (1..=63).contains(&label.len())
+            && label.bytes().all(inner)
+            && !label.starts_with('-')
+            && !label.ends_with('-')
+    };
+    if text.len() > 220 || !text.split('.').all(is_label) {
+        s.refuse(KEY, "a DNS name without a port, such as k8s.example.com");
+        return None;
+    }
+    Some(text)
+}
+
+/// Reads the origins, each in the form in which browsers send it.
+fn allowed_origins(s: &mut Section<'_, '_>) -> Vec<String> {
+    const KEY: &str = "allowed_origins";
+    let doc = "Values of the header Origin that are allowed, such as https://dashboard.example.com. Requests without \
+               that header are not from browsers and need none.";
+    let texts = s.texts(KEY, &[], doc);
+    let mut origins = Vec::with_capacity(texts.len());
+    for (i, text) in texts.iter().enumerate() {
+        match origin(text) {
+            Some(origin) => origins.push(origin),
+            None => s.refuse_as(
+                &format!("{KEY}[{i}]"),
+                settings::show::shown_text(text),
+                "a scheme, a host and perhaps a port, such as https://dashboard.example.com",
+            ),
+        }
+    }
+    origins
+}
+
+/// Returns an origin in lower case and without the default port; `None` if it has more than an origin has.
+fn origin(text: &str) -> Option<String> {
+    let uri: Uri = text.parse().ok()?;
+    let (scheme, authority) = (uri.scheme_str()?, uri.authority()?);
+    let default_port = match scheme {
+        "https" => 443,
+        "http" => 80,
+        _ => return None,
+    };
+    let has_more = text.len() != scheme.len() + "://".len() + authority.as_str().len();
+    let ends_with_port = authority.as_str() == authority.host() || authority.port_u16().is_some();
+    if has_more || !ends_with_port || authority.as_str().contains('@') || authority.host().is_empty() {
+        return None;
+    }
+    let host = authority.host().to_ascii_lowercase();
+    Some(match authority.port_u16().filter(|port| *port != default_port) {
+        Some(port) => format!("{scheme}://{host}:{port}"),
+        None => format!("{scheme}://{host}"),
+    })
+}
+
+fn extra_headers(s: &mut Section<'_, '_>) -> Vec<HeaderName> {
+    const KEY: &str = "extra_allowed_response_headers";
+    let doc =
+        "Names of response headers that are passed on in addition to those that the Kubernetes API has.";
+    let texts = s.texts(KEY, &[], doc);
+    let mut names = Vec::with_capacity(texts.len());
+    for (i, text) in texts.iter().enumerate() {
+        let is_dangerous = |name: &HeaderName| {
+            NEVER_ALLOWED.contains(&name.as_str()) || name.as_str().starts_with("access-control-")
+        };
+        match text.parse::<HeaderName>() {
+            Ok(name) if !is_dangerous(&name) => names.push(name),
+            Ok(_) => s.refuse_as(
+                &format!("{KEY}[{i}]"),
+                settings::show::shown_text(text),
+                "a header that gives the content of a cluster no power over the browser, unlike Set-Cookie and \
+                 Access-Control-*",
+            ),
+            Err(_) => {
+                let found = settings::show::shown_text(text);
+                s.refuse_as(&format!("{KEY}[{i}]"), found, "the name of a header");
+            }
+        }
+    }
+    names
+}

@@ -1,0 +1,270 @@
+//! Section `agent.kubernetes_api`.
+
+use ids::Impersonation;
+
+use super::*;
+
+fn kubernetes_api(yaml: &str) -> KubernetesApi {
+    config(&format!("agent: {{kubernetes_api: {{{yaml}}}}}")).agent.kubernetes_api.unwrap()
+}
+
+/// Returns the problems without the path of the section.
+fn refused(yaml: &str) -> Vec<String> {
+    let yaml = format!("agent: {{kubernetes_api: {{{yaml}}}}}");
+    let strip = |text: String| text.strip_prefix("agent.kubernetes_api.").map(str::to_owned).unwrap_or(text);
+    problems(&yaml).into_iter().map(strip).collect()
+}
+
+const USERS: &str = "users: {file: /u}";
+
+#[test]
+fn without_a_file_the_endpoint_is_on_loopback_for_users_of_a_file_that_kas_creates() {
+    let odd = Environment { kas_state_dir: Some("/state \"of\" #1: kas\n".into()), ..Environment::default() };
+    for env in [env(), odd] {
+        let folder = PathBuf::from(env.kas_state_dir.clone().unwrap());
+        let Loaded { mut config, warnings } = load(&without_file(&env), &env).unwrap();
+        assert_eq!(warnings, []);
+        let api = config.agent.kubernetes_api.take().unwrap();
+        assert_eq!(config, load("", &env).unwrap().config, "nothing else differs from the defaults");
+        assert_eq!(api.listen, Listen { network: Network::Tcp, address: "127.0.0.1:8154".into(), tls: None });
+        assert_eq!(api.users, Some(UsersFile { file: folder.join("users.yaml"), is_default: true }));
+        let rule = AccessRule {
+            agents: "all".parse().unwrap(),
+            users: vec!["kas:*".parse().unwrap()],
+            groups: Vec::new(),
+            identity: RequestIdentity::Agent,
+        };
+        assert_eq!(api.access, [rule]);
+    }
+    assert_eq!(without_file(&Environment::default()), "");
+}
+
+#[test]
+fn every_key_of_the_endpoint_is_read() {
+    let api = kubernetes_api(
+        "
+listen: {address: ':1'}, url_path_prefix: k8s/v1, host_suffix: K8s.Example.com, allowed_agent_cache_ttl: 0s,
+allowed_agent_cache_error_ttl: 1s, users: {file: /u}, session_max: 1h, allowed_origins: ['https://A.example.com:443',
+'http://[::1]:80', 'https://b:8443'], extra_allowed_response_headers: [X-Custom],
+limits: {per_caller: 1, upgrades: 2, long_per_old_agent: 3, head_timeout: 4s, stall_timeout: 5s, idle_timeout: 6s},
+access: [{agents: 'project=3,name=prod-*', groups: ['kas:sre'], as: user},
+{agents: all, users: ['kas:robot-*'], as: {impersonate: {username: 'system:serviceaccount:a:b', groups: ['kas:ci'],
+uid: u, extra: [{key: k.example/x, val: [v, w]}]}}}, {agents: id=7, users: ['*'], as: agent}]",
+    );
+    let pattern = |text: &str| text.parse().unwrap();
+    let expected = KubernetesApi {
+        listen: Listen { network: Network::Tcp, address: ":1".into(), tls: None },
+        url_path_prefix: "/k8s/v1/".into(),
+        host_suffix: Some("k8s.example.com".into()),
+        allowed_agent_cache_ttl: Duration::ZERO,
+        allowed_agent_cache_error_ttl: secs(1),
+        users: Some(UsersFile { file: "/u".into(), is_default: false }),
+        access: vec![
+            AccessRule {
+                agents: "project=3,name=prod-*".parse().unwrap(),
+                users: Vec::new(),
+                groups: vec![pattern("kas:sre")],
+                identity: RequestIdentity::User,
+            },
+            AccessRule {
+                agents: "all".parse().unwrap(),
+                users: vec![pattern("kas:robot-*")],
+                groups: Vec::new(),
+                identity: RequestIdentity::Impersonate(Impersonation {
+                    username: "system:serviceaccount:a:b".into(),
+                    groups: vec!["kas:ci".into()],
+                    uid: Some("u".into()),
+                    extra: vec![("k.example/x".into(), vec!["v".into(), "w".into()])],
+                }),
+            },
+            AccessRule {
+                agents: "id=7".parse().unwrap(),
+                users: vec![pattern("*")],
+                groups: Vec::new(),
+                identity: RequestIdentity::Agent,
+            },
+        ],
+        allowed_origins: vec!["https://a.example.com".into(), "http://[::1]".into(), "https://b:8443".into()],
+        extra_allowed_response_headers: vec![http::HeaderName::from_static("x-custom")],
+        session_max: secs(3600),
+        limits: KubernetesLimits {
+            per_caller: 1,
+            upgrades: 2,
+            long_per_old_agent: 3,
+            head_timeout: secs(4),
+            stall_timeout: secs(5),
+            idle_timeout: secs(6),
+        },
+    };
+    assert_eq!(api, expected);
+}
+
+#[test]
+fn the_prefix_of_paths_has_a_slash_at_both_ends() {
+    for (given, prefix) in [
+        ("''", "/"),
+        ("/", "/"),
+        ("//", "/"),
+        ("a", "/a/"),
+        ("/a", "/a/"),
+        ("a/b/", "/a/b/"),
+        ("/k8s-1.2~_", "/k8s-1.2~_/"),
+    ] {
+        assert_eq!(kubernetes_api(&format!("{USERS}, url_path_prefix: {given}")).url_path_prefix, prefix);
+    }
+    for bad in ["'a b'", "a//b", "a/../b", "./a", "'a?b'", "'a%2fb'", "'a#b'", "ä"] {
+        let problems = refused(&format!("{USERS}, url_path_prefix: {bad}"));
+        assert!(problems[0].starts_with("url_path_prefix: found "), "{problems:?}");
+        assert_eq!(problems.len(), 1, "{problems:?}");
+    }
+}
+
+#[test]
+fn the_endpoint_needs_a_source_of_identity() {
+    let none = "users.file: found nothing; expected a users file, because nothing else knows callers: there is no \
+                section gitlab, or identity.file is given";
+    assert_eq!(refused("url_path_prefix: /"), [none]);
+    let gitlab = "gitlab: {address: 'https://g', authentication_secret_file: /s}";
+    assert_eq!(warnings(&format!("{gitlab}\nagent: {{kubernetes_api: {{url_path_prefix: /}}}}")), [""; 0]);
+    let both = format!("{gitlab}\nidentity: {{file: /a}}\nagent: {{kubernetes_api: {{url_path_prefix: /}}}}");
+    assert_eq!(problems(&both), [format!("agent.kubernetes_api.{none}")]);
+}
+
+#[test]
+fn rules_that_cannot_match_are_warned_about() {
+    let told = |yaml: &str| warnings(&format!("agent: {{kubernetes_api: {{{yaml}}}}}"));
+    let rule = |users: &str| format!("{USERS}, access: [{{agents: all, users: [{users}], as: user}}]");
+    assert_eq!(
+        told(&rule("'kas:a', 'corp:b', jane")),
+        [
+            "agent.kubernetes_api.access[0].users[1]: matches nobody: names and groups of users.file begin with `kas:`",
+            "agent.kubernetes_api.access[0].users[2]: matches nobody: names and groups of users.file begin with `kas:`",
+        ]
+    );
+    assert_eq!(told(&rule("'kas:a', 'k*', '*'")), [""; 0]);
+    assert_eq!(
+        told(USERS),
+        ["agent.kubernetes_api.access: has no rule, so every user of users.file is refused"]
+    );
+    let gitlab = "gitlab: {address: 'https://g', authentication_secret_file: /s}";
+    let access = "access: [{agents: all, users: ['*'], as: agent}]";
+    assert_eq!(
+        warnings(&format!("{gitlab}\nagent: {{kubernetes_api: {{{access}}}}}")),
+        [
+            "agent.kubernetes_api.access: has no effect: without users.file, GitLab alone decides what callers may do"
+        ]
+    );
+}
+
+#[test]
+fn every_problem_of_the_rules_is_reported() {
+    let long = "x".repeat(1025);
+    let yaml = format!(
+        "{USERS}, access: [
+{{}},
+{{agents: 'env=prod', users: ['system:admin', 'gitlab:*', 'a*b', ' kas:a', '{long}'], as: delegated}},
+{{agents: 'id=0', groups: ['kas:a'], as: root}},
+{{agents: all, users: ['kas:a'], as: {{impersonate: {{}}}}}},
+{{agents: all, users: ['kas:a'], as: {{impersonate: {{username: 'system:admin', groups: [' a', 'system:masters'],
+uid: \"a\\nb\", extra: [{{key: Upper, val: []}}, {{key: k, val: ['x ']}}], name: a}}}}}},
+{{agents: all, users: ['kas:a'], as: 7}},
+{{agents: all, users: ['kas:a'], as: {{agent: {{}}}}}},
+{{agents: all, users: 'kas:a', as: user, label: a}},
+]"
+    );
+    let selector = "terms such as id=7|9, project=3 and name=prod-*, joined by commas";
+    let name = "expected a name with the prefix of its source, such as kas:jane, with `*` only at the end";
+    let identity = "expected agent, user, or a section `impersonate`";
+    let value = "expected 1 to 1024 bytes without control characters and without white space at an end";
+    let expected = [
+        format!("access[0].agents: found nothing; expected all, or {selector}"),
+        "access[0].users: found nothing; expected callers in users or groups, such as users: [\"kas:*\"] for all users \
+         of users.file"
+            .to_owned(),
+        format!("access[0].as: found nothing; {identity}"),
+        "access[1].agents: found \"env=prod\"; expected the keys id, project and name: labels of agents cannot be used \
+         here"
+            .to_owned(),
+        format!("access[1].users[0]: found \"system:admin\"; {name}"),
+        format!("access[1].users[1]: found \"gitlab:*\"; {name}"),
+        format!("access[1].users[2]: found \"a*b\"; {name}"),
+        format!("access[1].users[3]: found \" kas:a\"; {name}"),
+        format!("access[1].users[4]: found \"{}…\"; {name}", &long[..60]),
+        format!("access[1].as: found \"delegated\", which this version does not have yet: a later one will; {identity}"),
+        "access[2].agents: found \"id=0\"; expected whole numbers from 1 to 9223372036854775807".to_owned(),
+        format!("access[2].as: found \"root\"; {identity}"),
+        "access[3].as.impersonate.username: found nothing; expected the user name to impersonate".to_owned(),
+        "access[4].as.impersonate.extra[0].val: found nothing; expected a list of at least one text".to_owned(),
+        "access[4].as.impersonate.extra[0].key: found a value (not shown); expected a key in lower case, because the \
+         API server reads it from the name of a header"
+            .to_owned(),
+        "access[4].as.impersonate.username: found \"system:admin\"; expected a name that does not begin with system:, \
+         or a service account (system:serviceaccount:<namespace>:<name>)"
+            .to_owned(),
+        format!("access[4].as.impersonate.groups[0]: found \" a\"; {value}"),
+        "access[4].as.impersonate.groups[1]: found \"system:masters\"; expected a group that does not begin with \
+         system:"
+            .to_owned(),
+        format!("access[4].as.impersonate.uid: found \"a\\nb\"; {value}"),
+        format!("access[4].as.impersonate.extra[1].val[0]: found \"x \"; {value}"),
+        "access[5].as: found 7; expected a section: indented keys with their values".to_owned(),
+        format!("access[6].as: found a section; {identity}"),
+        "access[7].users: found \"kas:a\"; expected a list of texts".to_owned(),
+    ];
+    assert_eq!(refused(&yaml), expected);
+}
+
+#[test]
+fn other_wrong_values_of_the_endpoint_are_refused() {
+    for bad in ["a b", "-a.b", "a..b", ".a", "a:80", "a_b", "*.a"] {
+        assert_eq!(
+            refused(&format!("{USERS}, host_suffix: '{bad}'")),
+            [format!(
+                "host_suffix: found \"{bad}\"; expected a DNS name without a port, such as k8s.example.com"
+            )]
+        );
+    }
+    for bad in [
+        "*",
+        "null",
+        "a.example.com",
+        "https://",
+        "https://a/",
+        "https://a/b",
+        "ftp://a",
+        "https://u@a",
+        "https://a:x",
+    ] {
+        assert_eq!(
+            refused(&format!("{USERS}, allowed_origins: ['{bad}']")),
+            [format!(
+                "allowed_origins[0]: found \"{bad}\"; expected a scheme, a host and perhaps a port, such as \
+                 https://dashboard.example.com"
+            )]
+        );
+    }
+    for bad in ["Set-Cookie", "access-control-allow-origin", "NEL", "Refresh"] {
+        assert_eq!(
+            refused(&format!("{USERS}, extra_allowed_response_headers: [{bad}]")),
+            [format!(
+                "extra_allowed_response_headers[0]: found \"{bad}\"; expected a header that gives the content of a \
+                 cluster no power over the browser, unlike Set-Cookie and Access-Control-*"
+            )]
+        );
+    }
+    assert_eq!(
+        refused(&format!("{USERS}, extra_allowed_response_headers: ['a b'], session_max: 0s")),
+        [
+            "extra_allowed_response_headers[0]: found \"a b\"; expected the name of a header",
+            "session_max: found \"0s\"; expected a duration from 1s to 720h",
+        ]
+    );
+    let clash = "agent: {kubernetes_api: {users: {file: /u}, listen: {address: ':8153'}}}";
+    assert_eq!(
+        problems(clash),
+        [
+            "agent.kubernetes_api.listen.address: found \":8153\", which api.listen.address (\"127.0.0.1:8153\") \
+             already uses; expected a different address or port for each listener"
+        ]
+    );
+}

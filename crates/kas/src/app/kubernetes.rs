@@ -1,0 +1,128 @@
+//! The part for the endpoint for kubectl.
+
+use std::{sync::Arc, time::Duration};
+
+use callers::{Access, Authorizer, Changes, CiJobs, FileUsers, Source, Sources};
+use cluster::Tracker;
+use http::HeaderValue;
+use identity::{Identity, IfAbsent};
+use kas_config::{Config, KubernetesApi as Section};
+use kube_request::headers::AnswerHeaders;
+use kubernetes_api::{HeadLimits, KubernetesApi, Metrics, OpenLimits, Origins, Parts, Prefix, Settings};
+use net::{
+    http::{Age, Limits, Protocols, Server},
+    io::Listener,
+    tls,
+};
+use observe::{Observer, refusals::Refusals};
+use process::{lifecycle::Lifecycle, version};
+use routing::router::Router;
+
+use super::{StartError, part::Part};
+use crate::directory::AgentDirectory;
+
+/// Open streams of one connection of a client.
+const STREAMS: u32 = 250;
+/// Streams of one connection that kas may have to reset: a client may end as many watches as it likes.
+const RESETS: u32 = 10_000;
+/// This share of the tunnels of an agent can be used by this endpoint. The rest stays for the API listener.
+const TUNNEL_SHARE: (u32, u32) = (4, 5);
+
+/// The parts of kas that the endpoint uses.
+pub(super) struct Uses {
+    pub(super) router: Arc<Router>,
+    pub(super) identity: Arc<dyn Identity>,
+    /// Knows CI jobs; `None`: agents come from a file.
+    pub(super) gitlab: Option<Arc<gitlab::Client>>,
+    pub(super) tracker: Arc<dyn Tracker>,
+    pub(super) observer: Arc<Observer>,
+    pub(super) metrics: Arc<Metrics>,
+    pub(super) refusals: Arc<Refusals>,
+    pub(super) lifecycle: Lifecycle,
+    pub(super) is_ready: Box<dyn Fn() -> bool + Send + Sync>,
+}
+
+/// Builds the part.
+///
+/// # Errors
+/// If the users file cannot be used.
+pub(super) async fn part(
+    config: &Config,
+    section: &Section,
+    listener: Listener,
+    tls: Option<tls::Live<rustls::ServerConfig>>,
+    uses: Uses,
+) -> Result<Part, StartError> {
+    let changes = Changes::default();
+    let mut sources: Vec<Box<dyn Source>> = Vec::new();
+    if let Some(users) = &section.users {
+        let if_absent = if users.is_default { IfAbsent::Make } else { IfAbsent::Refuse };
+        let users = FileUsers::open(&users.file, if_absent, &changes).await.map_err(StartError::Users)?;
+        sources.push(Box::new(users));
+    }
+    let Uses { router, identity, gitlab, tracker, observer, metrics, refusals, lifecycle, is_ready } = uses;
+    if let Some(gitlab) = gitlab {
+        let (ttl, refusal_ttl) = (section.allowed_agent_cache_ttl, section.allowed_agent_cache_error_ttl);
+        sources.push(Box::new(CiJobs::new(gitlab, ttl, refusal_ttl)));
+    }
+    let callers = Arc::new(Sources::new(sources, changes));
+    let service = KubernetesApi::new(Parts {
+        settings: settings(config, section)?,
+        authorizer: Authorizer::new(callers, Access::new(&section.access)),
+        router,
+        directory: AgentDirectory::new(identity, tracker),
+        observer,
+        metrics,
+        refusals,
+        is_ready,
+    });
+    let limits = Limits { idle: section.limits.idle_timeout, ..config.limits.connections };
+    let server = Server {
+        listener,
+        tls,
+        protocols: Protocols::Http1And2,
+        settings: net::http::Settings {
+            header_list: u32::try_from(HeadLimits::default().bytes).unwrap_or(u32::MAX),
+            keepalive_interval: config.limits.callers.keepalive_interval,
+            keepalive_timeout: config.limits.callers.keepalive_timeout,
+            ..net::http::API.with_streams(STREAMS, RESETS)
+        },
+        limits,
+        age: Some(Age {
+            age: config.api.listen.max_connection_age.mul_f64(super::API_AGE_SHARE),
+            grace: None,
+        }),
+        service: Arc::clone(&service) as _,
+    };
+    // The other half is for requests that end by themselves.
+    let drain: Duration = config.drain.timeout / 2;
+    Ok(Part::default().server(server).task(service.run(lifecycle, drain)))
+}
+
+fn settings(config: &Config, section: &Section) -> Result<Settings, StartError> {
+    let kas_config::KubernetesLimits { per_caller, long_per_old_agent, head_timeout, stall_timeout, .. } =
+        section.limits;
+    let tunnels = u64::from(config.agent.listen.max_tunnels_per_agent);
+    let share = tunnels * u64::from(TUNNEL_SHARE.0) / u64::from(TUNNEL_SHARE.1);
+    let server = format!("gitlab-kas/{}/{}", version::VERSION, version::COMMIT);
+    Ok(Settings {
+        prefix: Prefix::new(&section.url_path_prefix),
+        host_suffix: section.host_suffix.clone(),
+        origins: Origins::new(section.allowed_origins.clone()),
+        answer_headers: AnswerHeaders::new(section.extra_allowed_response_headers.iter().cloned())
+            .map_err(StartError::AnswerHeader)?,
+        head: HeadLimits::default(),
+        open: OpenLimits {
+            per_caller: per_caller as usize,
+            per_agent: usize::try_from(share.max(1)).unwrap_or(usize::MAX),
+            long_per_old_agent: long_per_old_agent as usize,
+            answer_head: head_timeout,
+            silent_upload: stall_timeout,
+            unread_answer: stall_timeout,
+            session: section.session_max,
+        },
+        failures: config.limits.attempts.failures,
+        find_timeout: config.limits.find_timeout,
+        server: HeaderValue::try_from(server).unwrap_or(HeaderValue::from_static("gitlab-kas")),
+    })
+}

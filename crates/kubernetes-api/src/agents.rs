@@ -1,0 +1,136 @@
+//! The agents that a caller can reach: `GET <prefix>agents`.
+
+use std::{collections::HashMap, time::Duration};
+
+use async_trait::async_trait;
+use callers::KnownAgent;
+use ids::AgentId;
+use parking_lot::Mutex;
+use serde_json::json;
+use tokio::time::Instant;
+
+/// What kas knows of agents.
+#[async_trait]
+pub trait Directory: Send + Sync + 'static {
+    /// Returns what is known of an agent without asking anybody. Its name and project may be missing.
+    fn known(&self, agent: AgentId) -> KnownAgent;
+
+    /// Asks the other replicas for an agent; `None`: it is not connected to any that answers.
+    ///
+    /// # Cancel safety
+    /// Cancel safe.
+    async fn find(&self, agent: AgentId) -> Option<KnownAgent>;
+
+    /// Returns every known agent, and whether it is connected.
+    ///
+    /// # Errors
+    /// If the other replicas cannot be asked, with the reason.
+    ///
+    /// # Cancel safety
+    /// Cancel safe.
+    async fn list(&self) -> Result<Vec<ListedAgent>, String>;
+}
+
+/// An agent of the list.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ListedAgent {
+    /// The agent.
+    pub agent: KnownAgent,
+    /// Whether it is connected.
+    pub connected: bool,
+}
+
+/// Returns the JSON of agents in reach, by their number. `all` says which of them are connected.
+pub(crate) fn to_json(mut reach: Vec<KnownAgent>, all: &[ListedAgent]) -> Vec<u8> {
+    let connected: HashMap<AgentId, bool> =
+        all.iter().map(|listed| (listed.agent.id, listed.connected)).collect();
+    reach.sort_by_key(|agent| agent.id);
+    let agents: Vec<_> = reach
+        .iter()
+        .map(|agent| {
+            json!({
+                "id": agent.id.get(),
+                "name": agent.name,
+                "project_id": agent.project_id,
+                "connected": connected.get(&agent.id).copied().unwrap_or(false),
+            })
+        })
+        .collect();
+    let mut json = json!({ "agents": agents }).to_string().into_bytes();
+    json.push(b'\n');
+    json
+}
+
+/// Agents that were connected a short time ago, so that a request waits longer for them.
+#[derive(Debug, Default)]
+pub(crate) struct Sightings(Mutex<HashMap<AgentId, Instant>>);
+
+impl Sightings {
+    /// How long an agent counts as one that will soon be back.
+    pub(crate) const RECENT: Duration = Duration::from_secs(60);
+    /// Beyond so many agents, those that were seen earlier are forgotten.
+    const MOST: usize = 10_000;
+
+    /// The agent is connected now.
+    pub(crate) fn saw(&self, agent: AgentId) {
+        let now = Instant::now();
+        let mut seen = self.0.lock();
+        if seen.len() >= Self::MOST && !seen.contains_key(&agent) {
+            seen.retain(|_, at| now.duration_since(*at) < Self::RECENT);
+            if seen.len() >= Self::MOST {
+                return;
+            }
+        }
+        seen.insert(agent, now);
+    }
+
+    /// Whether the agent was seen less than [`Self::RECENT`] ago.
+    pub(crate) fn is_recent(&self, agent: AgentId) -> bool {
+        self.0.lock().get(&agent).is_some_and(|at| at.elapsed() < Self::RECENT)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn agent(number: i64) -> AgentId {
+        AgentId::new(number).unwrap()
+    }
+
+    #[test]
+    fn agents_are_listed_by_number_with_what_is_known() {
+        let known = |number, name: Option<&str>, project_id| KnownAgent {
+            id: agent(number),
+            name: name.map(Into::into),
+            project_id,
+        };
+        let (seven, two) = (known(7, Some("prod"), Some(3)), known(2, None, None));
+        let all = [
+            ListedAgent { agent: seven.clone(), connected: true },
+            ListedAgent { agent: known(9, None, None), connected: true },
+        ];
+        assert_eq!(
+            String::from_utf8(to_json(vec![seven, two], &all)).unwrap(),
+            "{\"agents\":[{\"id\":2,\"name\":null,\"project_id\":null,\"connected\":false},\
+             {\"id\":7,\"name\":\"prod\",\"project_id\":3,\"connected\":true}]}\n"
+        );
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn sightings_are_forgotten_after_a_minute_and_bounded() {
+        let sightings = Sightings::default();
+        sightings.saw(agent(1));
+        tokio::time::sleep(Duration::from_secs(59)).await;
+        assert!(sightings.is_recent(agent(1)) && !sightings.is_recent(agent(2)));
+        tokio::time::sleep(Duration::from_secs(2)).await;
+        assert!(!sightings.is_recent(agent(1)));
+        for number in 1..=(Sightings::MOST as i64 + 5) {
+            sightings.saw(agent(number));
+        }
+        assert_eq!(sightings.0.lock().len(), Sightings::MOST);
+        tokio::time::sleep(Sightings::RECENT).await;
+        sightings.saw(agent(i64::MAX));
+        assert_eq!(sightings.0.lock().len(), 1);
+    }
+}

@@ -1,0 +1,364 @@
+//! Errors of kas itself, as Kubernetes clients expect them.
+//!
+//! client-go repeats a request, whatever its method, on 429 or at least 500 if there is `Retry-After`. So
+//! only an error of a request that was not started, or that only reads, has one; and only if the reason is
+//! soon over.
+
+use std::time::Duration;
+
+use bytes::Bytes;
+use grpc::{Code, Outcome, Status as GrpcStatus};
+use http::{HeaderMap, HeaderName, HeaderValue, Method, Response, StatusCode, header};
+use ids::AgentId;
+use kube_request::{Kind, Status};
+use net::http::Body;
+use observe::audit::Rule;
+
+use crate::{ended_by::EndedBy, request_id::RequestId};
+
+/// The largest part of an agent's message that is passed on, in characters.
+const LONGEST_MESSAGE: usize = 1024;
+/// When a request that was not started, or that only reads, may be repeated.
+const SOON: Duration = Duration::from_secs(1);
+/// When a request whose credential could not be checked may be repeated.
+const IDENTITY: Duration = Duration::from_secs(2);
+
+/// Tells old GitLab clients that kas, and not the API server, refused the credential.
+const GITLAB_UNAUTHORIZED: HeaderName = HeaderName::from_static("gitlab-unauthorized");
+
+/// Why a request gets no answer of an API server.
+#[derive(Debug)]
+pub(crate) struct Failure {
+    pub(crate) status: Status,
+    /// The rule that refused the request; `None`: it was allowed.
+    pub(crate) rule: Option<Rule>,
+    /// What ended the request, if it was allowed.
+    pub(crate) ended_by: EndedBy,
+    /// Headers of the answer besides those of every error.
+    headers: Vec<(HeaderName, HeaderValue)>,
+}
+
+impl Failure {
+    /// A request that is refused by a rule.
+    pub(crate) fn refused(rule: Rule, code: StatusCode, text: impl Into<String>) -> Self {
+        Self {
+            status: Status::new(code, text),
+            rule: Some(rule),
+            ended_by: EndedBy::Limit,
+            headers: Vec::new(),
+        }
+    }
+
+    /// A request that is malformed.
+    pub(crate) fn malformed(text: impl Into<String>) -> Self {
+        Self::refused(Rule::Form, StatusCode::BAD_REQUEST, text)
+    }
+
+    /// A request that was allowed and has failed.
+    fn failed(ended_by: EndedBy, code: StatusCode, text: impl Into<String>) -> Self {
+        Self { status: Status::new(code, text), rule: None, ended_by, headers: Vec::new() }
+    }
+
+    fn with_retry_after(mut self, wait: Duration) -> Self {
+        self.status = self.status.with_retry_after(wait);
+        self
+    }
+
+    pub(crate) fn with_header(mut self, name: HeaderName, value: HeaderValue) -> Self {
+        self.headers.push((name, value));
+        self
+    }
+
+    /// A method that is not served.
+    pub(crate) fn method(method: &Method) -> Self {
+        // RFC 9110 requires the header, and its value may be any list of methods.
+        Self::refused(Rule::Form, StatusCode::METHOD_NOT_ALLOWED, format!("{method} is not served"))
+            .with_header(
+                header::ALLOW,
+                HeaderValue::from_static("GET, HEAD, POST, PUT, PATCH, DELETE, OPTIONS"),
+            )
+    }
+
+    /// The credential is missing, malformed or unknown.
+    pub(crate) fn unauthorized(text: impl Into<String>) -> Self {
+        Self::refused(Rule::Credential, StatusCode::UNAUTHORIZED, text)
+            .with_header(GITLAB_UNAUTHORIZED, HeaderValue::from_static("true"))
+            .with_header(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"))
+    }
+
+    /// The caller may not do that. Whether the agent exists is not told.
+    pub(crate) fn forbidden(rule: Rule) -> Self {
+        Self::refused(rule, StatusCode::FORBIDDEN, "this credential gives no access to this agent")
+    }
+
+    /// The credential cannot be checked now.
+    pub(crate) fn unchecked() -> Self {
+        Self::refused(
+            Rule::Credential,
+            StatusCode::SERVICE_UNAVAILABLE,
+            "the credential cannot be checked at the moment",
+        )
+        .with_retry_after(IDENTITY)
+    }
+
+    /// A limit is reached.
+    pub(crate) fn too_many(text: impl Into<String>) -> Self {
+        Self::refused(Rule::Limit, StatusCode::TOO_MANY_REQUESTS, text).with_retry_after(SOON)
+    }
+
+    /// This kas does not do that for the agent, or not yet.
+    pub(crate) fn unsupported(text: impl Into<String>) -> Self {
+        Self::refused(Rule::Needs, StatusCode::NOT_IMPLEMENTED, text)
+    }
+
+    /// The agent is not connected. Without `Retry-After`: kubectl would repeat the request for minutes.
+    pub(crate) fn away(agent: AgentId, kind: Kind) -> Self {
+        let code = match kind {
+            // client-go continues the watch after 429, and lists everything again after 503.
+            Kind::Watch => StatusCode::TOO_MANY_REQUESTS,
+            _ => StatusCode::SERVICE_UNAVAILABLE,
+        };
+        Self::failed(EndedBy::Tunnel, code, format!("agent {agent} is not connected"))
+    }
+
+    /// The client stopped sending the body.
+    pub(crate) fn silent_upload(within: Duration) -> Self {
+        Self::failed(
+            EndedBy::Limit,
+            StatusCode::REQUEST_TIMEOUT,
+            format!("nothing of the request's body came for {} s", within.as_secs()),
+        )
+    }
+
+    /// The body of the request ended early. The client has usually left.
+    pub(crate) fn broken_upload() -> Self {
+        Self::failed(EndedBy::Client, StatusCode::BAD_REQUEST, "the request's body was not complete")
+    }
+
+    /// The API server did not answer in time.
+    pub(crate) fn late(agent: AgentId, within: Duration) -> Self {
+        Self::failed(
+            EndedBy::Limit,
+            StatusCode::GATEWAY_TIMEOUT,
+            format!("the API server of agent {agent} did not answer within {} s", within.as_secs()),
+        )
+    }
+
+    /// The permission for the request was withdrawn before it had an answer.
+    pub(crate) fn revoked() -> Self {
+        Self::failed(
+            EndedBy::Revoked,
+            StatusCode::FORBIDDEN,
+            "this credential no longer gives access to this agent",
+        )
+    }
+
+    /// The API server does not accept the credentials of agentk. The client must not take that for an error
+    /// of its own credential.
+    pub(crate) fn rejected_agentk(agent: AgentId) -> Self {
+        Self::failed(
+            EndedBy::Upstream,
+            StatusCode::BAD_GATEWAY,
+            format!(
+                "the API server does not accept the credentials of agent {agent}: check its service account"
+            ),
+        )
+    }
+
+    /// The agent has sent something that is no answer.
+    pub(crate) fn invalid_answer(agent: AgentId, what: &str) -> Self {
+        Self::failed(
+            EndedBy::Upstream,
+            StatusCode::BAD_GATEWAY,
+            format!(
+                "the answer of agent {agent} cannot be used: {what}; the request may have been carried out"
+            ),
+        )
+    }
+
+    /// It is not known whether the request was carried out.
+    fn unknown(method: &Method, kind: Kind, text: &str) -> Self {
+        let only_reads =
+            matches!(kind, Kind::Short | Kind::Follow) && (method == Method::GET || method == Method::HEAD);
+        let failed = |code| Self::failed(EndedBy::Tunnel, code, text);
+        match kind {
+            Kind::Watch => failed(StatusCode::TOO_MANY_REQUESTS).with_retry_after(SOON),
+            _ if only_reads => failed(StatusCode::SERVICE_UNAVAILABLE).with_retry_after(SOON),
+            _ => Self::failed(
+                EndedBy::Tunnel,
+                StatusCode::BAD_GATEWAY,
+                format!("{text}: the request may have been carried out"),
+            ),
+        }
+    }
+
+    /// The router found no tunnel, or lost the request, or the agent answered with a status. `is_away`: no
+    /// replica is known that holds the agent.
+    pub(crate) fn of_status(
+        status: &GrpcStatus,
+        agent: AgentId,
+        method: &Method,
+        kind: Kind,
+        is_away: bool,
+    ) -> Self {
+        let text = plain(status.message());
+        match (status.outcome(), status.code()) {
+            (Some(Outcome::NotStarted), Code::ResourceExhausted) => Self::too_many(text),
+            (Some(Outcome::NotStarted), Code::FailedPrecondition) | (None, Code::Unimplemented) => {
+                Self::unsupported(text)
+            }
+            (Some(Outcome::NotStarted), _) if is_away => Self::away(agent, kind),
+            (Some(Outcome::NotStarted), _) => {
+                Self::failed(EndedBy::Tunnel, StatusCode::SERVICE_UNAVAILABLE, text).with_retry_after(SOON)
+            }
+            (Some(Outcome::Unknown), _) => Self::unknown(method, kind, &text),
+            // Without an outcome, the status is that of agentk, or of this kas about the request.
+            (None, Code::InvalidArgument) => Self::refused(Rule::Form, StatusCode::BAD_REQUEST, text),
+            (None, Code::PermissionDenied) => {
+                Self::failed(EndedBy::Upstream, StatusCode::FORBIDDEN, format!("agent {agent}: {text}"))
+            }
+            (None, _) => Self::failed(
+                EndedBy::Upstream,
+                StatusCode::BAD_GATEWAY,
+                format!("agent {agent}: {text}; the request may have been carried out"),
+            ),
+        }
+    }
+
+    /// Returns the answer, without the headers that all answers have.
+    pub(crate) fn respond(&self, method: &Method, id: &RequestId) -> Response<Body> {
+        let json = self.status.to_json(id.as_str());
+        let length = json.len();
+        // HTTP/2 would send the body of an answer to HEAD.
+        let body = if method == Method::HEAD { Bytes::new() } else { Bytes::from(json) };
+        let mut response = Response::new(grpc::full(body));
+        *response.status_mut() = self.status.code();
+        let headers = response.headers_mut();
+        headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
+        headers.insert(header::CONTENT_LENGTH, length.into());
+        self.write_headers(headers);
+        response
+    }
+
+    fn write_headers(&self, headers: &mut HeaderMap) {
+        if let Some(seconds) = self.status.retry_after() {
+            headers.insert(header::RETRY_AFTER, seconds.into());
+        }
+        for (name, value) in &self.headers {
+            headers.insert(name.clone(), value.clone());
+        }
+    }
+}
+
+/// Returns a message of a peer without control characters, and not longer than a client should see.
+fn plain(message: &str) -> String {
+    message.chars().take(LONGEST_MESSAGE).map(|char| if char.is_control() { ' ' } else { char }).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn agent() -> AgentId {
+        AgentId::new(7).unwrap()
+    }
+
+    /// Code, reason, `Retry-After`.
+    fn seen(failure: &Failure) -> (u16, &'static str, Option<u64>) {
+        (failure.status.code().as_u16(), failure.status.reason(), failure.status.retry_after())
+    }
+
+    fn of(status: GrpcStatus, method: &Method, kind: Kind) -> Failure {
+        Failure::of_status(&status, agent(), method, kind, false)
+    }
+
+    fn unknown() -> GrpcStatus {
+        GrpcStatus::new(Code::Unavailable, "lost").with_outcome(Outcome::Unknown)
+    }
+
+    #[test]
+    fn only_what_was_not_started_or_only_reads_is_repeated() {
+        for (method, kind, expected) in [
+            (Method::GET, Kind::Short, (503, "ServiceUnavailable", Some(1))),
+            (Method::HEAD, Kind::Short, (503, "ServiceUnavailable", Some(1))),
+            (Method::GET, Kind::Follow, (503, "ServiceUnavailable", Some(1))),
+            (Method::GET, Kind::Watch, (429, "TooManyRequests", Some(1))),
+            (Method::GET, Kind::Proxy, (502, "InternalError", None)),
+            (Method::GET, Kind::Upgrade, (502, "InternalError", None)),
+            (Method::POST, Kind::Short, (502, "InternalError", None)),
+            (Method::PATCH, Kind::Short, (502, "InternalError", None)),
+            (Method::DELETE, Kind::Short, (502, "InternalError", None)),
+        ] {
+            let failure = of(unknown(), &method, kind);
+            assert_eq!(seen(&failure), expected, "{method} {kind:?}");
+            let text = failure.status.text();
+            assert_eq!(text.contains("may have been carried out"), expected.2.is_none(), "{text}");
+        }
+        let not_started = |code| GrpcStatus::new(code, "x").with_outcome(Outcome::NotStarted);
+        for (code, expected) in [
+            (Code::Unavailable, (503, "ServiceUnavailable", Some(1))),
+            (Code::DeadlineExceeded, (503, "ServiceUnavailable", Some(1))),
+            (Code::ResourceExhausted, (429, "TooManyRequests", Some(1))),
+            (Code::FailedPrecondition, (501, "InternalError", None)),
+        ] {
+            assert_eq!(seen(&of(not_started(code), &Method::POST, Kind::Short)), expected, "{code}");
+        }
+    }
+
+    #[test]
+    fn an_absent_agent_has_no_retry_after_and_does_not_end_the_resumption_of_a_watch() {
+        let status = GrpcStatus::new(Code::Unavailable, "long text").with_outcome(Outcome::NotStarted);
+        for (kind, expected) in [
+            (Kind::Short, (503, "ServiceUnavailable", None)),
+            (Kind::Follow, (503, "ServiceUnavailable", None)),
+            (Kind::Watch, (429, "TooManyRequests", None)),
+        ] {
+            let failure = Failure::of_status(&status, agent(), &Method::GET, kind, true);
+            assert_eq!(seen(&failure), expected);
+            assert_eq!(failure.status.text(), "agent 7 is not connected");
+        }
+    }
+
+    #[test]
+    fn a_status_of_agentk_is_never_repeated_and_cannot_break_lines() {
+        for (code, expected) in [
+            (Code::Unavailable, (502, "InternalError", None)),
+            (Code::Internal, (502, "InternalError", None)),
+            (Code::InvalidArgument, (400, "BadRequest", None)),
+            (Code::PermissionDenied, (403, "Forbidden", None)),
+            (Code::Unimplemented, (501, "InternalError", None)),
+        ] {
+            let status = GrpcStatus::new(code, format!("a\r\nb{}", "x".repeat(5000)));
+            let failure = of(status, &Method::GET, Kind::Short);
+            assert_eq!(seen(&failure), expected, "{code}");
+            assert!(!failure.status.text().contains(['\r', '\n']));
+            assert!(failure.status.text().len() < 1200);
+        }
+    }
+
+    #[test]
+    fn a_wrong_credential_is_told_from_one_that_the_api_server_refuses() {
+        let id = RequestId::of_bits(1);
+        let response = Failure::unauthorized("the token is malformed").respond(&Method::GET, &id);
+        assert_eq!(response.status(), 401);
+        assert_eq!(response.headers()["gitlab-unauthorized"], "true");
+        assert_eq!(response.headers()["www-authenticate"], "Bearer");
+        let response = Failure::rejected_agentk(agent()).respond(&Method::GET, &id);
+        assert_eq!(response.status(), 502);
+        assert!(!response.headers().contains_key("www-authenticate"));
+    }
+
+    #[test]
+    fn an_answer_to_head_has_the_length_but_no_body() {
+        use http_body::Body as _;
+        let id = RequestId::of_bits(1);
+        let full = Failure::malformed("x").respond(&Method::GET, &id);
+        let head = Failure::malformed("x").respond(&Method::HEAD, &id);
+        assert_eq!(full.headers(), head.headers());
+        assert_eq!(
+            full.body().size_hint().exact().map(Into::into),
+            Some(HeaderValue::from(full.body().size_hint().exact().unwrap()))
+        );
+        assert!(head.body().is_end_stream());
+    }
+}

@@ -1,0 +1,201 @@
+//! The HTTP endpoint for kubectl and other clients of Kubernetes: requests to the APIs of agents' clusters,
+//! through their tunnels.
+//!
+//! [`KubernetesApi`] is a service of [`net::http`]. A request passes these steps, and nothing of its body is
+//! requested from the client before the last one:
+//!
+//! 1. Its form: method, host, sizes, target (`form`, [`kube_request`]).
+//! 2. The agent that path, host or credential name (`selection`).
+//! 3. The page of a browser that makes it (`origin`).
+//! 4. Who sends it, and as whom it may run ([`callers`]).
+//! 5. Limits on open requests (`open`).
+//! 6. A tunnel, by the [router](routing::router). `message` and `upload` write the request into it.
+//!
+//! `answer` passes the answer on, part by part as it comes. An answer that is not complete never looks like
+//! one that is: the connection or the stream breaks. Only a watch ends regularly instead, after an event, and
+//! its client continues it at another replica.
+//!
+//! Errors of kas are a `Status` of Kubernetes (`failure`).
+
+mod agents;
+mod answer;
+mod boundary;
+mod ended_by;
+mod failure;
+mod form;
+mod head;
+mod message;
+mod metrics;
+mod open;
+mod origin;
+mod record;
+mod request_id;
+mod selection;
+mod serve;
+#[cfg(test)]
+mod tests;
+mod upload;
+
+use std::{net::SocketAddr, sync::Arc, time::Duration};
+
+use callers::Authorizer;
+use http::{HeaderValue, Request};
+use hyper::body::Incoming;
+use kube_request::headers::AnswerHeaders;
+use net::http::{Answer, AuthState, Connection, GoAway, Refusal, Service, StreamReset, StreamSlot, Trust};
+use observe::{
+    Observer,
+    refusals::{ListenerName, Refusals},
+};
+use process::lifecycle::{Lifecycle, Phase};
+use routing::router::Router;
+
+use self::{agents::Sightings, open::OpenRequests};
+pub use self::{
+    agents::{Directory, ListedAgent},
+    form::HeadLimits,
+    metrics::Metrics,
+    open::OpenLimits,
+    origin::Origins,
+    selection::Prefix,
+};
+
+/// The settings of the endpoint.
+#[derive(Debug, Clone)]
+pub struct Settings {
+    /// The prefix of all paths.
+    pub prefix: Prefix,
+    /// What follows `agent-7.` in the name of a host, in lower case; `None`: agents have no host names.
+    pub host_suffix: Option<String>,
+    /// The pages of browsers that may make requests.
+    pub origins: Origins,
+    /// The headers of answers that are passed on.
+    pub answer_headers: AnswerHeaders,
+    /// Limits of the head of a request.
+    pub head: HeadLimits,
+    /// Limits of open requests.
+    pub open: OpenLimits,
+    /// Requests without a valid credential after which a connection that has never had one is closed.
+    pub failures: u32,
+    /// How long a request waits for an agent that is connected, or was a short time ago.
+    pub find_timeout: Duration,
+    /// The header `Server` of every answer.
+    pub server: HeaderValue,
+}
+
+/// The parts of kas that the endpoint uses.
+pub struct Parts {
+    /// The settings.
+    pub settings: Settings,
+    /// Decides who may do what.
+    pub authorizer: Authorizer,
+    /// Finds tunnels.
+    pub router: Arc<Router>,
+    /// Knows the agents.
+    pub directory: Arc<dyn Directory>,
+    /// Records requests.
+    pub observer: Arc<Observer>,
+    /// The metrics of the endpoint.
+    pub metrics: Arc<Metrics>,
+    /// Counts connections that are refused.
+    pub refusals: Arc<Refusals>,
+    /// Whether this replica is ready.
+    pub is_ready: Box<dyn Fn() -> bool + Send + Sync>,
+}
+
+impl std::fmt::Debug for Parts {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Parts").field("settings", &self.settings).finish_non_exhaustive()
+    }
+}
+
+/// The service of the endpoint.
+pub struct KubernetesApi {
+    settings: Settings,
+    authorizer: Arc<Authorizer>,
+    router: Arc<Router>,
+    directory: Arc<dyn Directory>,
+    observer: Arc<Observer>,
+    metrics: Arc<Metrics>,
+    refusals: Arc<Refusals>,
+    is_ready: Box<dyn Fn() -> bool + Send + Sync>,
+    open: Arc<OpenRequests>,
+    sightings: Arc<Sightings>,
+}
+
+impl std::fmt::Debug for KubernetesApi {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("KubernetesApi").field("settings", &self.settings).finish_non_exhaustive()
+    }
+}
+
+impl KubernetesApi {
+    /// Creates the service.
+    pub fn new(parts: Parts) -> Arc<Self> {
+        let Parts { settings, authorizer, router, directory, observer, metrics, refusals, is_ready } = parts;
+        let open = OpenRequests::new(settings.open, Arc::clone(&metrics));
+        Arc::new(Self {
+            settings,
+            authorizer: Arc::new(authorizer),
+            router,
+            directory,
+            observer,
+            metrics,
+            refusals,
+            is_ready,
+            open,
+            sightings: Arc::default(),
+        })
+    }
+
+    /// Applies the limits of open requests that depend on time, and ends watches once this replica leaves:
+    /// one after the other within `drain`. Runs forever.
+    pub async fn run(self: Arc<Self>, lifecycle: Lifecycle, drain: Duration) {
+        let leaving = async {
+            lifecycle.reached(Phase::Leaving).await;
+            Arc::clone(&self.open).drain(drain).await;
+        };
+        tokio::join!(Arc::clone(&self.open).sweep(), leaving);
+    }
+}
+
+impl Service for KubernetesApi {
+    fn connected(self: Arc<Self>, peer: Option<SocketAddr>) -> Arc<dyn Connection> {
+        Arc::new(Client { trust: Trust::new(self.settings.failures), endpoint: self, peer })
+    }
+
+    fn refused(&self, why: Refusal) {
+        self.refusals.connection(ListenerName::Kubernetes, why);
+    }
+}
+
+/// How the endpoint ends the stream of a request.
+#[derive(Debug)]
+struct ClientStream {
+    /// Resets it, whatever it waits for.
+    reset: Arc<StreamReset>,
+    slot: StreamSlot,
+}
+
+/// One connection of a client.
+struct Client {
+    endpoint: Arc<KubernetesApi>,
+    trust: Trust,
+    peer: Option<SocketAddr>,
+}
+
+impl Connection for Client {
+    fn call(self: Arc<Self>, request: Request<Incoming>, slot: &StreamSlot) -> Answer {
+        let stream = ClientStream { reset: slot.arm(), slot: slot.clone() };
+        Box::pin(async move { self.endpoint.serve(&self.trust, self.peer, request, stream).await })
+    }
+
+    fn auth_state(&self) -> AuthState {
+        self.trust.auth_state()
+    }
+
+    fn going_away(&self, _reason: GoAway) {
+        // Clients open new connections, and open requests continue. When the process leaves, `run` ends the
+        // watches.
+    }
+}

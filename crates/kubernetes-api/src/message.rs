@@ -1,0 +1,278 @@
+//! The first message of a request to an agent: its head.
+
+use std::collections::BTreeMap;
+
+use bytes::Bytes;
+use callers::Impersonation;
+use http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, header};
+use kube_request::{RequestInfo, Target, headers::canonical};
+use observe::audit::Rule;
+use prost::Message as _;
+use proto::gitlab::agent::{
+    grpctool::http_request::Header,
+    kubernetes_api::rpc::{ExtraKeyVal, HeaderExtra, ImpersonationConfig},
+    prototool::{HttpRequest, Values},
+};
+use tunnel::{features::Features, frame};
+
+use crate::{failure::Failure, request_id::RequestId};
+
+const AUDIT_ID: HeaderName = HeaderName::from_static("audit-id");
+const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
+
+/// The head of a request, for any agentk.
+#[derive(Debug)]
+pub(crate) struct RequestHead {
+    /// Without the target.
+    header: Header,
+    target: Target,
+    /// The client sent no `Accept-Encoding`.
+    encodes_freely: bool,
+}
+
+/// The parts of a request from which its head is made.
+#[derive(Debug)]
+pub(crate) struct HeadParts<'a> {
+    pub(crate) method: &'a Method,
+    pub(crate) target: Target,
+    pub(crate) info: &'a RequestInfo,
+    /// The headers that are forwarded.
+    pub(crate) headers: &'a HeaderMap,
+    /// The length of the body in bytes; `None`: unknown.
+    pub(crate) content_length: Option<u64>,
+    /// As whom the request runs; `None`: as agentk.
+    pub(crate) impersonation: Option<&'a Impersonation>,
+    pub(crate) id: &'a RequestId,
+}
+
+impl RequestHead {
+    /// Makes the head, and returns what agentk must support to carry it out as it is meant.
+    ///
+    /// # Errors
+    /// If a header is not text, or the head is too large for the tunnel's protocol.
+    pub(crate) fn new(parts: HeadParts<'_>) -> Result<(Self, Features), Failure> {
+        let HeadParts { method, target, info, headers, content_length, impersonation, id } = parts;
+        let mut fields = fields(headers)?;
+        let one = |value: String| Values { value: vec![value] };
+        fields.insert(canonical(AUDIT_ID.as_str()), one(id.audit_id()));
+        fields.insert(canonical(REQUEST_ID.as_str()), one(id.as_str().to_owned()));
+        let header = Header {
+            request: Some(HttpRequest {
+                method: method.as_str().to_owned(),
+                header: fields,
+                ..HttpRequest::default()
+            }),
+            extra: impersonation.map(extra),
+            // No body can be that long.
+            content_length: Some(
+                content_length.map_or(-1, |length| i64::try_from(length).unwrap_or(i64::MAX)),
+            ),
+            target: Bytes::new(),
+        };
+        let head = Self { header, target, encodes_freely: !headers.contains_key(header::ACCEPT_ENCODING) };
+        // Both forms have a limit, and one of them is chosen with the agentk.
+        let fits = |features| head.message(features).encoded_len() <= frame::MAX_CONTROL;
+        if !fits(Features::TARGET) {
+            return Err(Failure::refused(
+                Rule::Form,
+                StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE,
+                format!("the head of the request has more than {} bytes for the agent", frame::MAX_CONTROL),
+            ));
+        }
+        let needs_target = !head.target.fits_url_path(info.is_proxy()) || !fits(Features::NONE);
+        let needs =
+            Features::TARGET.when(needs_target) | Features::IMPERSONATION.when(impersonation.is_some());
+        Ok((head, needs))
+    }
+
+    /// Replaces headers by these, which are text.
+    pub(crate) fn replace(&mut self, headers: &HeaderMap) {
+        let Some(request) = &mut self.header.request else { return };
+        for (name, value) in headers {
+            let value = String::from_utf8_lossy(value.as_bytes()).into_owned();
+            request.header.insert(canonical(name.as_str()), Values { value: vec![value] });
+        }
+    }
+
+    /// Returns the encoded head for an agentk that supports `features`.
+    pub(crate) fn encode(&self, features: Features) -> Vec<u8> {
+        self.message(features).encode_to_vec()
+    }
+
+    fn message(&self, features: Features) -> Header {
+        let mut header = self.header.clone();
+        if features.contains(Features::TARGET) {
+            header.target = Bytes::copy_from_slice(self.target.as_sent().as_str().as_bytes());
+        } else if let Some(request) = &mut header.request {
+            request.url_path = self.target.path().to_owned();
+            request.query =
+                self.target.query_values().into_iter().map(|(key, value)| (key, Values { value })).collect();
+            if self.encodes_freely {
+                // Go asks for gzip otherwise, and sends the answer without it.
+                let identity = Values { value: vec!["identity".to_owned()] };
+                request.header.insert(canonical(header::ACCEPT_ENCODING.as_str()), identity);
+            }
+        }
+        header
+    }
+}
+
+/// Returns headers by their canonical names, which GitLab's agents look for.
+fn fields(headers: &HeaderMap) -> Result<BTreeMap<String, Values>, Failure> {
+    let mut fields = BTreeMap::new();
+    for name in headers.keys() {
+        let text = |value: &HeaderValue| {
+            std::str::from_utf8(value.as_bytes())
+                .map(str::to_owned)
+                .map_err(|_| Failure::malformed(format!("the header {name} is not UTF-8")))
+        };
+        let value = headers.get_all(name).iter().map(text).collect::<Result<_, _>>()?;
+        fields.insert(canonical(name.as_str()), Values { value });
+    }
+    Ok(fields)
+}
+
+/// Returns the field by which agentk impersonates.
+fn extra(impersonation: &Impersonation) -> prost_types::Any {
+    let Impersonation { username, groups, uid, extra } = impersonation;
+    let config = ImpersonationConfig {
+        username: username.clone(),
+        groups: groups.clone(),
+        uid: uid.clone().unwrap_or_default(),
+        extra: extra.iter().map(|(key, val)| ExtraKeyVal { key: key.clone(), val: val.clone() }).collect(),
+    };
+    prost_types::Any {
+        type_url: http_tunnel::HEADER_EXTRA.to_owned(),
+        value: HeaderExtra { imp_config: Some(config) }.encode_to_vec(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn head(
+        target: &str,
+        headers: &[(&'static str, &'static str)],
+        impersonation: Option<&Impersonation>,
+    ) -> Result<(RequestHead, Features), Failure> {
+        let target = Target::parse(target.to_owned()).unwrap();
+        let info = RequestInfo::new("GET", &target);
+        let headers = headers
+            .iter()
+            .map(|(name, value)| (HeaderName::from_static(name), HeaderValue::from_static(value)))
+            .collect();
+        RequestHead::new(HeadParts {
+            method: &Method::GET,
+            target,
+            info: &info,
+            headers: &headers,
+            content_length: Some(0),
+            impersonation,
+            id: &RequestId::of_bits(0xab),
+        })
+    }
+
+    fn decoded(head: &RequestHead, features: Features) -> Header {
+        Header::decode(head.encode(features).as_slice()).unwrap()
+    }
+
+    #[test]
+    fn the_target_goes_verbatim_to_an_agentk_that_supports_it() {
+        let (head, needs) = head("/a%20b;c//d?b=%41&a=1&a=&c", &[("accept", "x")], None).unwrap();
+        assert_eq!(needs, Features::NONE);
+        let ours = decoded(&head, Features::TARGET | Features::IMPERSONATION);
+        assert_eq!(ours.target, "/a%20b;c//d?b=%41&a=1&a=&c");
+        assert_eq!(ours.content_length, Some(0));
+        let request = ours.request.unwrap();
+        assert!(request.url_path.is_empty() && request.query.is_empty());
+        assert!(!request.header.contains_key("Accept-Encoding"));
+        assert_eq!(request.header["Audit-Id"].value, [format!("kas-{:032x}", 0xab)]);
+        assert_eq!(request.header["X-Request-Id"].value, [format!("{:032x}", 0xab)]);
+
+        let old = decoded(&head, Features::NONE);
+        assert!(old.target.is_empty());
+        let request = old.request.unwrap();
+        assert_eq!(request.url_path, "/a b;c//d");
+        let query: Vec<_> =
+            request.query.iter().map(|(key, values)| (&**key, values.value.join("|"))).collect();
+        assert_eq!(query, [("a", "1|".to_owned()), ("b", "A".to_owned()), ("c", String::new())]);
+        assert_eq!(request.header["Accept-Encoding"].value, ["identity"]);
+    }
+
+    #[test]
+    fn the_clients_encoding_stays_for_every_agentk() {
+        let (head, _) = head("/", &[("accept-encoding", "gzip, br")], None).unwrap();
+        for features in [Features::NONE, Features::TARGET] {
+            let request = decoded(&head, features).request.unwrap();
+            assert_eq!(request.header["Accept-Encoding"].value, ["gzip, br"]);
+        }
+    }
+
+    #[test]
+    fn what_decoded_fields_cannot_carry_is_a_need() {
+        for (target, needs) in [
+            ("/a%2Fb", Features::TARGET),
+            ("/a%ff", Features::TARGET),
+            ("/a?b=%ff", Features::TARGET),
+            ("/a%252Fb", Features::NONE),
+        ] {
+            assert_eq!(head(target, &[], None).unwrap().1, needs, "{target}");
+        }
+        let user = Impersonation { username: "u".into(), ..Impersonation::default() };
+        assert_eq!(head("/", &[], Some(&user)).unwrap().1, Features::IMPERSONATION);
+    }
+
+    #[test]
+    fn impersonation_has_the_bytes_of_the_reference() {
+        let user =
+            Impersonation { username: "u".into(), groups: vec!["g".into()], uid: None, extra: Vec::new() };
+        let (head, _) = head("/", &[], Some(&user)).unwrap();
+        let extra = decoded(&head, Features::TARGET).extra.unwrap();
+        assert_eq!(extra.type_url, "type.googleapis.com/gitlab.agent.kubernetes_api.rpc.HeaderExtra");
+        assert_eq!(hex::encode(extra.value), "0a060a0175120167");
+    }
+
+    #[test]
+    fn a_head_that_is_too_large_or_not_text_is_refused() {
+        let code = |headers: &HeaderMap| {
+            let target = Target::parse("/").unwrap();
+            let info = RequestInfo::new("GET", &target);
+            let parts = HeadParts {
+                method: &Method::GET,
+                target,
+                info: &info,
+                headers,
+                content_length: None,
+                impersonation: None,
+                id: &RequestId::of_bits(1),
+            };
+            RequestHead::new(parts).map(|_| ()).map_err(|failure| failure.status.code().as_u16())
+        };
+        let mut headers = HeaderMap::new();
+        headers.insert("x", HeaderValue::from_bytes(b"\xfc").unwrap());
+        assert_eq!(code(&headers), Err(400));
+        headers.insert("x", HeaderValue::from_str(&"y".repeat(64 * 1024)).unwrap());
+        assert_eq!(code(&headers), Err(431));
+        headers.insert("x", HeaderValue::from_str(&"y".repeat(63 * 1024)).unwrap());
+        assert_eq!(code(&headers), Ok(()));
+    }
+
+    #[test]
+    fn unknown_lengths_are_told() {
+        let target = Target::parse("/").unwrap();
+        let info = RequestInfo::new("POST", &target);
+        let headers = HeaderMap::new();
+        let parts = HeadParts {
+            method: &Method::POST,
+            target,
+            info: &info,
+            headers: &headers,
+            content_length: None,
+            impersonation: None,
+            id: &RequestId::of_bits(1),
+        };
+        let (head, _) = RequestHead::new(parts).unwrap();
+        assert_eq!(decoded(&head, Features::TARGET).content_length, Some(-1));
+    }
+}

@@ -1,0 +1,594 @@
+//! The steps of a request.
+
+use std::{net::SocketAddr, pin::pin, sync::Arc, time::Duration};
+
+use bytes::Bytes;
+use callers::{Authorized, Credential, Form, Refusal, Refused, RunAs, take_credential};
+use grpc::{Code, Deadline, Outcome, Status};
+use http::{
+    HeaderMap, HeaderName, HeaderValue, Method, Request, Response, StatusCode, Version, header, request,
+};
+use http_body::Body as HttpBody;
+use ids::{Actor, AgentId};
+use kube_request::{
+    Kind, RequestInfo, Target, Upgrade,
+    headers::{is_impersonation, remove_dropped},
+};
+use net::http::{Body, StreamSlot, Trust};
+use observe::{
+    RequestRecord,
+    audit::{EndpointFields, Rule, kubernetes::KubernetesAction},
+    refusals::{ListenerName, Reason},
+};
+use proto::gitlab::agent::grpctool::http_response;
+use routing::router::{AgentRequest, ChosenAgentk, RouteTrace};
+use tokio::time::Instant;
+use tunnel::{features::Features, kas_end::Head};
+
+use crate::{
+    ClientStream, KubernetesApi, agents,
+    answer::{self, AnswerBody, Reader},
+    boundary::EventEnds,
+    ended_by::EndedBy,
+    failure::Failure,
+    form,
+    head::{self, AnswerHead},
+    message::{HeadParts, RequestHead},
+    metrics::{AuthOutcome, NONE},
+    open::{OpenRequest, Shared, Verdict},
+    origin::Page,
+    record::Ending,
+    request_id::RequestId,
+    selection::{self, InCluster, Place},
+    upload::{ClientBody, Ends, Upload},
+};
+
+/// How long a request waits for an agent that is not connected, and was not a short time ago.
+const ABSENT: Duration = Duration::from_secs(3);
+/// How long after the start every agent counts as one that will soon be connected.
+const AFTER_START: Duration = Duration::from_secs(60);
+
+/// What becomes known of a request on its way, whether it fails or not.
+#[derive(Debug)]
+struct About {
+    id: RequestId,
+    arrived: Instant,
+    method: Method,
+    page: Page,
+    /// The source of the caller.
+    source: &'static str,
+    kind: Option<Kind>,
+    record: RequestRecord,
+    /// The end of the request is recorded elsewhere from now on.
+    is_allowed: bool,
+    /// It is a probe, which is neither counted nor recorded.
+    is_probe: bool,
+}
+
+impl KubernetesApi {
+    /// Serves a request.
+    pub(crate) async fn serve<B>(
+        self: &Arc<Self>,
+        trust: &Trust,
+        peer: Option<SocketAddr>,
+        request: Request<B>,
+        stream: ClientStream,
+    ) -> Response<Body>
+    where
+        B: HttpBody<Data = Bytes> + Send + Unpin + 'static,
+        B::Error: Send,
+    {
+        let (parts, body) = request.into_parts();
+        let expects = parts.headers.contains_key(header::EXPECT);
+        let ends = if parts.version >= Version::HTTP_2 { Ends::Marked } else { Ends::Failing { expects } };
+        let id = RequestId::random();
+        let record =
+            self.observer.arrived_at_endpoint(peer, id.as_str(), endpoint_fields(&id, &parts.headers));
+        let mut about = About {
+            id,
+            arrived: Instant::now(),
+            method: parts.method.clone(),
+            page: Page::default(),
+            source: NONE,
+            kind: None,
+            record,
+            is_allowed: false,
+            is_probe: false,
+        };
+        let served = self.request(&mut about, trust, parts, ClientBody::new(body, ends), stream).await;
+        let mut response = match served {
+            Ok(response) => response,
+            Err(failure) => {
+                if !about.is_allowed && !about.is_probe {
+                    let rule = failure.rule.unwrap_or(Rule::Form);
+                    let code = failure.status.code().as_u16();
+                    about.record.denied_at_endpoint(rule, code, failure.ended_by.as_str());
+                }
+                failure.respond(&about.method, &about.id)
+            }
+        };
+        if !about.is_probe {
+            self.metrics.answered(about.source, about.kind, response.status());
+        }
+        let headers = response.headers_mut();
+        about.page.write_to(headers);
+        head::complete(headers, about.id.to_value(), &self.settings.server);
+        response
+    }
+
+    async fn request<B>(
+        self: &Arc<Self>,
+        about: &mut About,
+        trust: &Trust,
+        mut parts: request::Parts,
+        body: ClientBody<B>,
+        stream: ClientStream,
+    ) -> Result<Response<Body>, Failure>
+    where
+        B: HttpBody<Data = Bytes> + Send + Unpin + 'static,
+        B::Error: Send,
+    {
+        let settings = &self.settings;
+        let host = form::check(&parts, settings.head).inspect_err(|failure| {
+            if failure.status.code() == StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE {
+                self.refusals.refused(ListenerName::Kubernetes, Reason::Headers);
+            }
+        })?;
+        let path = parts.uri.path_and_query().map_or("/", |path| path.as_str()).to_owned();
+        let place = selection::place(&settings.prefix, &path)?;
+        if place == Place::Ready {
+            about.is_probe = true;
+            return self.readiness();
+        }
+        let by_host = match &settings.host_suffix {
+            None => None,
+            Some(suffix) => selection::by_host(&host, suffix)?,
+        };
+        let upgrade =
+            if parts.version == Version::HTTP_11 { Upgrade::requested(&parts.headers) } else { None };
+        let credential = take_credential(&mut parts.headers, upgrade == Some(Upgrade::WebSocket));
+        if let Err(error) = &credential
+            && error.is_bad_request()
+        {
+            return Err(Failure::malformed(error.to_string()));
+        }
+        let at = match place {
+            Place::Cluster(at) => at,
+            Place::List => {
+                about.page = settings.origins.judge(&parts.headers, &host, false)?;
+                if let Some(response) = about.page.preflight(&parts.method, &parts.headers) {
+                    about.is_probe = true;
+                    return Ok(response);
+                }
+                let credential = self.credential(credential, trust)?;
+                return self.list(about, trust, &credential).await;
+            }
+            Place::Fleet | Place::Ready => {
+                return Err(Failure::refused(
+                    Rule::Form,
+                    StatusCode::NOT_FOUND,
+                    "there is nothing at this path",
+                ));
+            }
+        };
+        let target = Target::parse(at.target()).map_err(|error| Failure::malformed(error.to_string()))?;
+        let info = RequestInfo::new(parts.method.as_str(), &target);
+        let kind = Kind::of(&info, upgrade);
+        about.kind = Some(kind);
+        about.record.endpoint(|fields| {
+            fields.kind = Some(kind.as_str());
+            fields.upgrade = upgrade.map(Upgrade::token);
+        });
+        let by_credential = credential.as_ref().ok().and_then(|credential| credential.as_ref()?.agent());
+        let agent = selection::agreed([at.agent, by_host, by_credential], &settings.prefix)?;
+        about.record.target(agent, None);
+
+        about.page = settings.origins.judge(&parts.headers, &host, false)?;
+        if let Some(response) = about.page.preflight(&parts.method, &parts.headers) {
+            about.is_probe = true;
+            return Ok(response);
+        }
+
+        let credential = self.credential(credential, trust)?;
+        let authorized = self.authorize(about, trust, &credential, agent).await?;
+        drop(credential);
+        let Authorized { caller, run_as, .. } = &authorized;
+        if !run_as.allows_impersonate_headers()
+            && parts.headers.keys().any(|name| is_impersonation(name.as_str()))
+        {
+            return Err(Failure::malformed("this credential allows no Impersonate-* headers"));
+        }
+        remove_dropped(&mut parts.headers).map_err(|error| Failure::malformed(error.to_string()))?;
+
+        let open = self.open.open(kind, &caller.name, agent, stream.reset)?;
+        if upgrade.is_some() {
+            return Err(Failure::unsupported(
+                "this kas does not serve upgraded connections (exec, attach, port-forward)",
+            ));
+        }
+        about.record.action(|| {
+            KubernetesAction::of_info(parts.method.as_str(), &info, &target, user_of(run_as, &parts.headers))
+        });
+        let (mut message, needs) = RequestHead::new(HeadParts {
+            method: &parts.method,
+            target,
+            info: &info,
+            headers: &parts.headers,
+            content_length: body.length(),
+            impersonation: run_as.impersonation(),
+            id: &about.id,
+        })?;
+        about.record.allowed_at_endpoint(parts.method.as_str(), &parts.headers);
+        about.is_allowed = true;
+        let context = context_of(&parts.headers, &about.record);
+        message.replace(&context);
+        let request = Allowed {
+            agent,
+            kind,
+            at,
+            authorized,
+            open,
+            message,
+            needs,
+            context,
+            closes: (parts.version < Version::HTTP_11).then_some(stream.slot),
+        };
+        self.forward(about, body, request).await
+    }
+
+    fn readiness(&self) -> Result<Response<Body>, Failure> {
+        if (self.is_ready)() {
+            Ok(Response::new(grpc::full(Bytes::from_static(b"ready\n"))))
+        } else {
+            let text = "this kas is starting or shutting down";
+            Err(Failure::refused(Rule::Form, StatusCode::SERVICE_UNAVAILABLE, text))
+        }
+    }
+
+    fn credential(
+        &self,
+        credential: Result<Option<Credential>, callers::CredentialError>,
+        trust: &Trust,
+    ) -> Result<Credential, Failure> {
+        let text = match credential {
+            Ok(Some(credential)) => return Ok(credential),
+            Ok(None) => "there is no credential: send Authorization: Bearer <token>".to_owned(),
+            Err(error) => error.to_string(),
+        };
+        self.unauthenticated(trust, NONE);
+        Err(Failure::unauthorized(text))
+    }
+
+    /// Counts a request without a valid credential.
+    fn unauthenticated(&self, trust: &Trust, source: &'static str) {
+        trust.failed();
+        self.refusals.refused(ListenerName::Kubernetes, Reason::Unauthenticated);
+        self.metrics.authenticated(source, AuthOutcome::Unknown);
+    }
+
+    async fn authorize(
+        &self,
+        about: &mut About,
+        trust: &Trust,
+        credential: &Credential,
+        agent: AgentId,
+    ) -> Result<Authorized, Failure> {
+        let known = self.directory.known(agent);
+        let is_named = known.name.is_some();
+        let mut judged = self.authorizer.authorize(credential, known).await;
+        // A rule may name the agent by its name, which only another replica knows.
+        if let Err(Refusal { why: Refused::NoRule, .. }) = &judged
+            && !is_named
+            && let Some(known) = self.directory.find(agent).await
+        {
+            judged = self.authorizer.authorize(credential, known).await;
+        }
+        match judged {
+            Ok(authorized) => {
+                trust.passed();
+                let Authorized { caller, run_as, rule, .. } = &authorized;
+                about.source = caller.source.as_str();
+                self.metrics.authenticated(about.source, AuthOutcome::Allowed);
+                let (mode, rule) = (run_as.mode().as_str(), *rule);
+                self.record_caller(about, caller);
+                about.record.endpoint(|fields| (fields.mode, fields.access_rule) = (Some(mode), rule));
+                Ok(authorized)
+            }
+            Err(refusal) => Err(self.refused(about, trust, credential, refusal)),
+        }
+    }
+
+    fn record_caller(&self, about: &About, caller: &callers::Caller) {
+        let source = caller.source.as_str();
+        about.record.actor(&Arc::new(Actor { issuer: source.into(), subject: Some((*caller.name).into()) }));
+        about.record.endpoint(|fields| fields.source = Some(source));
+    }
+
+    /// Counts a refusal, and returns the answer for it.
+    fn refused(
+        &self,
+        about: &mut About,
+        trust: &Trust,
+        credential: &Credential,
+        refusal: Refusal,
+    ) -> Failure {
+        let Refusal { why, caller } = refusal;
+        if let Some(caller) = &caller {
+            about.source = caller.source.as_str();
+            self.record_caller(about, caller);
+        } else {
+            about.source = source_of(credential);
+        }
+        tracing::debug!(request.id = about.id.as_str(), source = about.source, reason = %why, "a request was refused");
+        match why.status() {
+            StatusCode::UNAUTHORIZED => {
+                self.unauthenticated(trust, about.source);
+                Failure::unauthorized("the token is not valid")
+            }
+            StatusCode::SERVICE_UNAVAILABLE => {
+                self.refusals.refused(ListenerName::Kubernetes, Reason::Unchecked);
+                self.metrics.authenticated(about.source, AuthOutcome::Unavailable);
+                Failure::unchecked()
+            }
+            _ => {
+                // The credential is good, but for something else.
+                trust.passed();
+                self.metrics.authenticated(about.source, AuthOutcome::Forbidden);
+                Failure::forbidden(Rule::Access)
+            }
+        }
+    }
+
+    /// Answers with the agents that a credential reaches.
+    async fn list(
+        &self,
+        about: &mut About,
+        trust: &Trust,
+        credential: &Credential,
+    ) -> Result<Response<Body>, Failure> {
+        if about.method != Method::GET && about.method != Method::HEAD {
+            return Err(Failure::method(&about.method));
+        }
+        // The credential is checked before anybody is asked about agents.
+        let reach = self.authorizer.reach(credential, Vec::new()).await;
+        if let Err(refusal) = reach {
+            return Err(self.refused(about, trust, credential, refusal));
+        }
+        let unavailable = |why: String| {
+            tracing::debug!(error = why, "the agents cannot be listed");
+            let text = "the agents cannot be listed at the moment";
+            Failure::refused(Rule::Form, StatusCode::SERVICE_UNAVAILABLE, text)
+        };
+        let all = self.directory.list().await.map_err(unavailable)?;
+        let known = all.iter().map(|listed| listed.agent.clone()).collect();
+        let reach = match self.authorizer.reach(credential, known).await {
+            Err(refusal) => return Err(self.refused(about, trust, credential, refusal)),
+            Ok(None) => {
+                return Err(Failure::unsupported("agents cannot be listed with this kind of credential"));
+            }
+            Ok(Some(reach)) => reach,
+        };
+        trust.passed();
+        about.source = source_of(credential);
+        self.metrics.authenticated(about.source, AuthOutcome::Allowed);
+        about.record.allowed_at_endpoint(about.method.as_str(), &HeaderMap::new());
+        about.is_allowed = true;
+        let json = agents::to_json(reach, &all);
+        about.record.ended_at_endpoint(Some(200), EndedBy::Upstream.as_str(), json.len() as u64);
+        let length = json.len();
+        let body = if about.method == Method::HEAD { Bytes::new() } else { json.into() };
+        let mut response = Response::new(grpc::full(body));
+        let headers = response.headers_mut();
+        headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
+        headers.insert(header::CONTENT_LENGTH, length.into());
+        Ok(response)
+    }
+
+    /// Sends an allowed request to its agent, and returns the answer.
+    async fn forward<B>(
+        self: &Arc<Self>,
+        about: &About,
+        body: ClientBody<B>,
+        request: Allowed<'_>,
+    ) -> Result<Response<Body>, Failure>
+    where
+        B: HttpBody<Data = Bytes> + Send + Unpin + 'static,
+        B::Error: Send,
+    {
+        let Allowed { agent, kind, at, authorized, open, message, needs, context, closes } = request;
+        let mut ending = Ending::new(about.record.clone(), Arc::clone(&self.metrics), kind);
+        let shared = Arc::clone(open.shared());
+        let chosen = ChosenAgentk::default();
+        let upload = Upload::new(message, chosen.clone(), body, Arc::clone(&shared));
+        let sent = AgentRequest {
+            agent,
+            connection: None,
+            method: Arc::from(http_tunnel::METHOD),
+            headers: context,
+            correlation: about.id.to_value(),
+            deadline: Deadline::NONE,
+            wait_until: Some(about.arrived + self.patience(agent)),
+            body: about.record.request_body(grpc::boxed(upload)),
+            needs,
+            chosen: chosen.clone(),
+            trace: RouteTrace::default(),
+            record: about.record.clone(),
+        };
+        let answered = {
+            let exchange = pin!(self.exchange(sent, &open, &chosen));
+            tokio::select! {
+                biased;
+                verdict = shared.ended() => Err(self.ended_early(verdict, agent)),
+                answered = exchange => match answered {
+                    Ok(answered) => Ok(answered),
+                    Err(status) => Err(self.failed(&status, agent, &about.method, kind).await),
+                },
+            }
+        };
+        let answered = answered.and_then(|(head, reader)| match AnswerHead::read(head) {
+            Ok(head) if head.status == StatusCode::UNAUTHORIZED && kind != Kind::Proxy => {
+                // The rest is short. If it is read, the tunnel serves the next request.
+                tokio::spawn(reader.finish());
+                Err(Failure::rejected_agentk(agent))
+            }
+            Ok(head) => Ok((head, reader)),
+            Err(what) => Err(Failure::invalid_answer(agent, what)),
+        });
+        let (head, reader) = match answered {
+            Ok(answered) => answered,
+            Err(failure) => {
+                ending.status(failure.status.code());
+                ending.ended_by(failure.ended_by);
+                return Err(failure);
+            }
+        };
+        self.sightings.saw(agent);
+        shared.answer_begins();
+        ending.status(head.status);
+        self.metrics.head(kind, about.arrived.elapsed().as_secs_f64());
+        let headers = head.for_client(&self.settings.answer_headers, at.cut, kind);
+        let body = if head.is_bodiless(&about.method) {
+            reader.finish().await;
+            ending.ended_by(EndedBy::Upstream);
+            grpc::full(Bytes::new())
+        } else {
+            let content_type = head.headers.get(header::CONTENT_TYPE).map(HeaderValue::as_bytes);
+            let ends = (answer::ends_between_events(kind) && head.status == StatusCode::OK)
+                .then(|| EventEnds::new(content_type, head.is_encoded));
+            if let Some(connection) = closes.filter(|_| head.length.is_none()) {
+                shared.closes(connection);
+            }
+            let revocation = (kind != Kind::Short).then(|| self.watch_revocation(authorized, &shared));
+            grpc::boxed(AnswerBody::new(answer::Answer {
+                reader,
+                open,
+                ending,
+                length: head.length,
+                ends,
+                revocation,
+            }))
+        };
+        let mut response = Response::new(body);
+        *response.status_mut() = head.status;
+        *response.headers_mut() = headers;
+        Ok(response)
+    }
+
+    /// Sends a request and reads the head of its answer.
+    async fn exchange(
+        &self,
+        request: AgentRequest,
+        open: &OpenRequest,
+        chosen: &ChosenAgentk,
+    ) -> Result<(http_response::Header, Reader), Status> {
+        let answer = self.router.route(request).await?;
+        open.sent_to(chosen.is_old());
+        match answer.head {
+            Head::Headers(_) => {
+                let mut reader = Reader::new(answer.body);
+                let head = reader.head().await?;
+                Ok((head, reader))
+            }
+            Head::Only(_, status) if status.code() != Code::Ok => Err(status),
+            Head::Only(..) => Err(http_tunnel::kas_end::incomplete()),
+        }
+    }
+
+    /// How long a request waits for a tunnel of its agent.
+    fn patience(&self, agent: AgentId) -> Duration {
+        if self.router.registry().holds(agent) {
+            self.sightings.saw(agent);
+        }
+        let is_expected = self.open.start().elapsed() < AFTER_START
+            || self.sightings.is_recent(agent)
+            || self.router.registry().has_left_recently(agent);
+        if is_expected { self.settings.find_timeout } else { ABSENT.min(self.settings.find_timeout) }
+    }
+
+    /// Ends a request when it is no longer allowed.
+    fn watch_revocation(&self, authorized: Authorized, shared: &Arc<Shared>) -> tokio::task::JoinHandle<()> {
+        let (authorizer, shared) = (Arc::clone(&self.authorizer), Arc::clone(shared));
+        tokio::spawn(async move {
+            let why = authorizer.revoked(&authorized).await;
+            tracing::debug!(caller = %authorized.caller.name, reason = %why, "an open request is no longer allowed");
+            shared.end(Verdict::Revoked);
+        })
+    }
+
+    /// Returns the answer for a request that the endpoint has ended before there was one.
+    fn ended_early(&self, verdict: Verdict, agent: AgentId) -> Failure {
+        let limits = self.open.limits();
+        match verdict {
+            Verdict::SilentUpload => Failure::silent_upload(limits.silent_upload),
+            Verdict::Revoked => Failure::revoked(),
+            Verdict::BrokenUpload => Failure::broken_upload(),
+            Verdict::Session => Failure::late(agent, limits.session),
+            Verdict::LateAnswer | Verdict::UnreadAnswer | Verdict::Drain => {
+                Failure::late(agent, limits.answer_head)
+            }
+        }
+    }
+
+    /// Returns the answer for a request that the router or the agent has failed.
+    async fn failed(&self, status: &Status, agent: AgentId, method: &Method, kind: Kind) -> Failure {
+        let is_away = status.outcome() == Some(Outcome::NotStarted)
+            && matches!(status.code(), Code::Unavailable | Code::DeadlineExceeded)
+            && !self.router.finds(agent).await;
+        Failure::of_status(status, agent, method, kind, is_away)
+    }
+}
+
+/// A request that may be sent.
+struct Allowed<'a> {
+    agent: AgentId,
+    kind: Kind,
+    at: InCluster<'a>,
+    authorized: Authorized,
+    open: OpenRequest,
+    message: RequestHead,
+    needs: Features,
+    /// The context of the request's span.
+    context: HeaderMap,
+    /// For a client of HTTP/1.0, to which the end of the connection may be that of the answer.
+    closes: Option<StreamSlot>,
+}
+
+fn endpoint_fields(id: &RequestId, headers: &HeaderMap) -> EndpointFields {
+    let user_agent = headers.get(header::USER_AGENT).map(|value| {
+        String::from_utf8_lossy(value.as_bytes()).chars().take(EndpointFields::LONGEST_USER_AGENT).collect()
+    });
+    EndpointFields { audit_id: id.audit_id(), user_agent, ..EndpointFields::default() }
+}
+
+/// Returns the source that a credential belongs to, as a label.
+fn source_of(credential: &Credential) -> &'static str {
+    use callers::SourceKind;
+    match credential.bearer().map(callers::Bearer::form) {
+        Some(Form::Ci(_)) => SourceKind::Ci.as_str(),
+        Some(Form::Pat(_)) => SourceKind::Pat.as_str(),
+        Some(Form::User) => SourceKind::File.as_str(),
+        Some(Form::Jwt) => SourceKind::Oidc.as_str(),
+        Some(Form::Other) | None => NONE,
+    }
+}
+
+/// Returns the user that a request runs as, if not as agentk.
+fn user_of(run_as: &RunAs, headers: &HeaderMap) -> Option<String> {
+    let by_header = || {
+        let value = headers.get(HeaderName::from_static("impersonate-user"))?;
+        Some(String::from_utf8_lossy(value.as_bytes()).into_owned())
+    };
+    run_as.impersonation().map(|user| user.username.clone()).or_else(by_header)
+}
+
+/// Returns the metadata for agentk: the context of the request's span, or that of the client.
+fn context_of(headers: &HeaderMap, record: &RequestRecord) -> HeaderMap {
+    let mut context = HeaderMap::new();
+    for name in ["traceparent", "tracestate"] {
+        if let Some(value) = headers.get(name) {
+            context.insert(HeaderName::from_static(name), value.clone());
+        }
+    }
+    record.outgoing(&mut context);
+    context
+}

@@ -1,0 +1,583 @@
+//! An endpoint on a real socket, with the real router and real tunnels, whose agent is in this process.
+
+use std::{
+    collections::HashMap,
+    net::SocketAddr,
+    pin::Pin,
+    sync::Arc,
+    task::{Context, Poll},
+    time::Duration,
+};
+
+use async_trait::async_trait;
+use bytes::Bytes;
+use callers::{
+    Access, AuthError, Authorizer, Caller, Callers, Credential, Grant, Hold, Impersonation, KnownAgent, Mode,
+    Reach, RunAs, SourceKind,
+};
+use cluster::{InMemoryTracker, Replica};
+use grpc::{BoxError, Code, Status};
+use http::{HeaderMap, HeaderValue, Request, Response};
+use http_body::{Body as HttpBody, Frame};
+use http_body_util::BodyExt as _;
+use http_tunnel::agent_end::{ResponseEncoder, read_request};
+use ids::{AgentId, ReplicaId, TokenHash};
+use net::{
+    http::{API, Limits, Protocols, Server},
+    io::{Address, Listener},
+};
+use observe::{Observer, refusals::Refusals};
+use parking_lot::Mutex;
+use process::lifecycle::{Lifecycle, Phase};
+use prometheus_client::registry::Registry;
+use proto::gitlab::agent::{
+    grpctool::http_request,
+    reverse_tunnel::info::{AgentDescriptor, Method as InfoMethod, Service as InfoService},
+};
+use routing::{
+    metrics::RequestMetrics,
+    rate_limit::RateLimit,
+    registry::{Limits as RegistryLimits, RegistryPool, TunnelRegistry},
+    router::Router,
+};
+use tokio::{
+    sync::{mpsc, watch},
+    task::{AbortHandle, JoinHandle},
+};
+use tunnel::{
+    agent_end::{self, Answer, Handler, Observer as TunnelObserver, Progress},
+    features::Features,
+    kas_end::{AgentKind, Descriptor, Info, Opening, Tunnel, TunnelPool},
+};
+
+use crate::{
+    Directory, HeadLimits, KubernetesApi, ListedAgent, Metrics, OpenLimits, Origins, Parts, Prefix, Settings,
+};
+
+/// The timeout for what should happen soon.
+pub(super) const SOON: Duration = Duration::from_secs(10);
+/// The agent that is connected.
+pub(super) const AGENT: i64 = 7;
+/// The token of a user who may use agent 7 as agentk.
+pub(super) const TOKEN: &str = "kasu_0123456789012345678901234567890123456789012";
+/// The token of a user who may use agent 7 as `kas:jane`.
+pub(super) const JANE: &str = "kasu_janejanejanejanejanejanejanejanejanejanejan";
+/// The token of a user who may use nothing.
+pub(super) const NOBODY: &str = "kasu_nonononononononononononononononononononono";
+
+/// A body that a test writes.
+pub(super) type ApiBody = grpc::Body;
+/// The API server: returns the answer to a request.
+pub(super) type Api =
+    Arc<dyn Fn(Request<grpc::Body>) -> Pin<Box<dyn Future<Output = Response<ApiBody>> + Send>> + Send + Sync>;
+
+/// What the endpoint is started with.
+pub(super) struct Setup {
+    pub(super) features: Features,
+    pub(super) kind: AgentKind,
+    pub(super) tunnels: usize,
+    pub(super) open: OpenLimits,
+    pub(super) prefix: &'static str,
+}
+
+impl Default for Setup {
+    fn default() -> Self {
+        Self {
+            features: Features::IMPERSONATION | Features::TARGET,
+            kind: AgentKind::Ours,
+            tunnels: 4,
+            open: OpenLimits::default(),
+            prefix: "/",
+        }
+    }
+}
+
+/// A running endpoint.
+pub(super) struct Lab {
+    pub(super) address: SocketAddr,
+    pub(super) lifecycle: Lifecycle,
+    pub(super) metrics: Arc<Metrics>,
+    pub(super) registry: Arc<TunnelRegistry>,
+    pub(super) users: Arc<Users>,
+    /// The first messages of requests, as the agent received them.
+    pub(super) received: Arc<Mutex<Vec<http_request::Header>>>,
+    /// All bytes that the agent received.
+    pub(super) bytes: Arc<Mutex<Vec<u8>>>,
+    /// What resets each tunnel.
+    tunnels: Mutex<Vec<Arc<Mutex<Vec<AbortHandle>>>>>,
+    tasks: Vec<JoinHandle<()>>,
+}
+
+impl Drop for Lab {
+    fn drop(&mut self) {
+        self.lose_tunnels();
+        self.tasks.iter().for_each(JoinHandle::abort);
+    }
+}
+
+/// The users of the lab.
+pub(super) struct Users {
+    grants: Mutex<HashMap<&'static str, (&'static str, RunAs)>>,
+    changes: watch::Sender<u64>,
+}
+
+impl Users {
+    /// Removes a user.
+    pub(super) fn revoke(&self, token: &str) {
+        self.grants.lock().remove(token);
+        self.changes.send_modify(|version| *version += 1);
+    }
+
+    fn caller(&self, token: &str) -> Result<Caller, AuthError> {
+        let (name, run_as) = self.grants.lock().get(token).cloned().ok_or(AuthError::Unknown)?;
+        Ok(Caller {
+            source: SourceKind::File,
+            name: name.into(),
+            uid: None,
+            groups: Arc::from([]),
+            extra: Arc::from([]),
+            grant: if name == "kas:nobody" { Grant::Rules } else { Grant::Decided(run_as) },
+            recheck_at: None,
+            hold: Hold::new(Arc::new(token.to_owned())),
+        })
+    }
+}
+
+#[async_trait]
+impl Callers for Users {
+    async fn authenticate(&self, credential: &Credential, agent: AgentId) -> Result<Caller, AuthError> {
+        let caller = self.caller(credential.bearer().map_or("", |bearer| bearer.secret()))?;
+        if agent.get() == AGENT || agent.get() == 8 { Ok(caller) } else { Err(AuthError::Forbidden) }
+    }
+
+    async fn recheck(&self, caller: &Caller, _agent: AgentId) -> Result<Caller, AuthError> {
+        self.caller(caller.hold.state::<String>().map_or("", String::as_str))
+    }
+
+    async fn reach(&self, credential: &Credential) -> Result<Reach, AuthError> {
+        self.caller(credential.bearer().map_or("", |bearer| bearer.secret()))?;
+        Ok(Reach::Agents(Arc::from([AgentId::new(AGENT).unwrap()])))
+    }
+
+    fn changes(&self) -> watch::Receiver<u64> {
+        self.changes.subscribe()
+    }
+}
+
+struct Agents;
+
+#[async_trait]
+impl Directory for Agents {
+    fn known(&self, agent: AgentId) -> KnownAgent {
+        KnownAgent { id: agent, name: Some(format!("agent-{agent}").into()), project_id: Some(1) }
+    }
+
+    async fn find(&self, _agent: AgentId) -> Option<KnownAgent> {
+        None
+    }
+
+    async fn list(&self) -> Result<Vec<ListedAgent>, String> {
+        Ok([AGENT, 8]
+            .into_iter()
+            .map(|id| ListedAgent { agent: self.known(AgentId::new(id).unwrap()), connected: id == AGENT })
+            .collect())
+    }
+}
+
+impl Lab {
+    /// Starts an endpoint with an agent whose API server is `api`.
+    pub(super) async fn start(setup: Setup, api: Api) -> Self {
+        let mut registry = Registry::default();
+        let requests = Arc::new(RequestMetrics::new(&mut registry));
+        let metrics = Arc::new(Metrics::new(&mut registry));
+        let refusals = Arc::new(Refusals::new(&mut registry));
+        let me = Replica { id: ReplicaId::new("me"), address: "me".into() };
+        let tracker = Arc::new(InMemoryTracker::new(me.clone()));
+        let limits = RegistryLimits { waiters_per_agent: 100, waiters: 100, tunnels_per_agent: 500 };
+        let tunnels = TunnelRegistry::new(Arc::clone(&tracker) as _, requests, limits);
+        let router = Arc::new(Router::new(
+            Arc::clone(&tunnels),
+            tracker,
+            Arc::clone(&refusals),
+            Duration::from_millis(300),
+            me.id,
+            None,
+        ));
+        let users = Arc::new(Users {
+            grants: Mutex::new(
+                [
+                    (TOKEN, ("kas:ops", RunAs::Agent { allows_impersonate_headers: false })),
+                    (
+                        JANE,
+                        (
+                            "kas:jane",
+                            RunAs::Identity {
+                                mode: Mode::User,
+                                identity: Arc::new(Impersonation {
+                                    username: "kas:jane".into(),
+                                    groups: vec!["kas:dev".into()],
+                                    uid: None,
+                                    extra: vec![("agent.gitlab.com/id".into(), vec!["7".into()])],
+                                }),
+                            },
+                        ),
+                    ),
+                    (NOBODY, ("kas:nobody", RunAs::Agent { allows_impersonate_headers: false })),
+                ]
+                .into(),
+            ),
+            changes: watch::Sender::new(0),
+        });
+        let lifecycle = Lifecycle::default();
+        let phase = lifecycle.watch();
+        let endpoint = KubernetesApi::new(Parts {
+            settings: Settings {
+                prefix: Prefix::new(setup.prefix),
+                host_suffix: Some("k8s.example.com".into()),
+                origins: Origins::new(vec!["https://gitlab.example.com".into()]),
+                answer_headers: Default::default(),
+                head: HeadLimits::default(),
+                open: setup.open,
+                failures: 20,
+                find_timeout: Duration::from_millis(300),
+                server: HeaderValue::from_static("gitlab-kas/v/c"),
+            },
+            authorizer: Authorizer::new(Arc::clone(&users) as _, Access::default()),
+            router,
+            directory: Arc::new(Agents),
+            observer: Observer::new(None, None, Box::new(|_| None)),
+            metrics: Arc::clone(&metrics),
+            refusals,
+            is_ready: Box::new(move || *phase.borrow() == Phase::Serving),
+        });
+        let listener = Listener::bind(&Address::Tcp("127.0.0.1:0".into())).await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let server = Server {
+            listener,
+            tls: None,
+            protocols: Protocols::Http1And2,
+            settings: net::http::Settings { header_list: 64 * 1024, ..API },
+            limits: Limits::default(),
+            age: None,
+            service: Arc::clone(&endpoint) as _,
+        };
+        let tasks = vec![
+            tokio::spawn(server.run(lifecycle.clone())),
+            tokio::spawn(endpoint.run(lifecycle.clone(), Duration::from_millis(200))),
+        ];
+        let lab = Self {
+            address,
+            lifecycle,
+            metrics,
+            registry: tunnels,
+            users,
+            received: Arc::default(),
+            bytes: Arc::default(),
+            tunnels: Mutex::default(),
+            tasks,
+        };
+        for _ in 0..setup.tunnels {
+            lab.connect(&setup, Arc::clone(&api));
+        }
+        lab
+    }
+
+    /// Opens a tunnel of the agent.
+    fn connect(&self, setup: &Setup, api: Api) {
+        let descriptor = AgentDescriptor {
+            services: vec![InfoService {
+                name: http_tunnel::SERVICE.into(),
+                methods: vec![InfoMethod { name: "MakeRequest".into() }],
+            }],
+        };
+        let handler = Arc::new(Agentk { api, received: Arc::clone(&self.received) });
+        let (body, control) = agent_end::open(&descriptor, handler, Box::new(Unobserved));
+        let pool: Arc<dyn TunnelPool> = Arc::new(RegistryPool {
+            registry: Arc::clone(&self.registry),
+            rate_limit: Arc::new(RateLimit::new(1000, 1000)),
+        });
+        let info = Info {
+            agent: AgentId::new(AGENT).unwrap(),
+            instance: 1,
+            token: TokenHash::of(b"t"),
+            kind: setup.kind,
+            features: setup.features,
+            descriptor: Arc::new(Descriptor::of(&[http_tunnel::METHOD])),
+        };
+        let (mut from_agent, first) = link(body, None);
+        let aborts: Arc<Mutex<Vec<AbortHandle>>> = Arc::default();
+        let reset = {
+            let aborts = Arc::clone(&aborts);
+            Box::new(move || aborts.lock().iter().for_each(AbortHandle::abort))
+        };
+        let reusable = setup.kind == AgentKind::Ours;
+        let registry = Arc::clone(&self.registry);
+        let bytes = Arc::clone(&self.bytes);
+        let all = Arc::clone(&aborts);
+        let setup_task = tokio::spawn(async move {
+            // The first message is the descriptor, which the listener reads.
+            let _ = from_agent.frame().await;
+            let (tunnel, tunnel_body) =
+                Tunnel::new(info, Opening::new(grpc::boxed(from_agent), false), pool, reset);
+            let (from_kas, second) = link(tunnel_body, Some(bytes));
+            all.lock().push(second);
+            control.accepted(grpc::boxed(from_kas), reusable, false);
+            registry.insert(&tunnel, None);
+        });
+        aborts.lock().extend([first, setup_task.abort_handle()]);
+        self.tunnels.lock().push(aborts);
+    }
+
+    /// Ends all tunnels, as when the agent's host is gone.
+    pub(super) fn lose_tunnels(&self) {
+        for aborts in self.tunnels.lock().drain(..) {
+            aborts.lock().iter().for_each(AbortHandle::abort);
+        }
+    }
+}
+
+/// Passes a body through a task, as a connection does. Returns the other end, and what resets it.
+fn link<B>(body: B, bytes: Option<Arc<Mutex<Vec<u8>>>>) -> (Wire, AbortHandle)
+where
+    B: HttpBody<Data = Bytes, Error = BoxError> + Send + Unpin + 'static,
+{
+    let (send, frames) = mpsc::channel(4);
+    let mut body = body;
+    let task = tokio::spawn(async move {
+        loop {
+            let frame = tokio::select! {
+                frame = body.frame() => frame,
+                () = send.closed() => return,
+            };
+            let is_last = frame.is_none();
+            if let (Some(bytes), Some(Ok(frame))) = (&bytes, &frame)
+                && let Some(data) = frame.data_ref()
+            {
+                bytes.lock().extend_from_slice(data);
+            }
+            let sent = match frame {
+                Some(Ok(frame)) => Some(frame),
+                Some(Err(_)) => return,
+                None => None,
+            };
+            if send.send(sent).await.is_err() || is_last {
+                return;
+            }
+        }
+    });
+    (Wire { frames, is_over: false }, task.abort_handle())
+}
+
+/// One direction of a stream. If its task is aborted, it is reset.
+struct Wire {
+    frames: mpsc::Receiver<Option<Frame<Bytes>>>,
+    is_over: bool,
+}
+
+impl HttpBody for Wire {
+    type Data = Bytes;
+    type Error = BoxError;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
+        if self.is_over {
+            return Poll::Ready(None);
+        }
+        match self.frames.poll_recv(cx) {
+            Poll::Pending => Poll::Pending,
+            Poll::Ready(Some(Some(frame))) => {
+                self.is_over = frame.is_trailers();
+                Poll::Ready(Some(Ok(frame)))
+            }
+            Poll::Ready(Some(None)) => {
+                self.is_over = true;
+                Poll::Ready(None)
+            }
+            Poll::Ready(None) => Poll::Ready(None),
+        }
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.is_over
+    }
+}
+
+struct Unobserved;
+
+impl TunnelObserver for Unobserved {
+    fn progress(&self, _: Progress) {}
+}
+
+/// agentk's end of the protocol.
+struct Agentk {
+    api: Api,
+    received: Arc<Mutex<Vec<http_request::Header>>>,
+}
+
+impl Handler for Agentk {
+    fn call(&self, request: Request<grpc::Body>) -> Answer {
+        let (api, received) = (Arc::clone(&self.api), Arc::clone(&self.received));
+        Box::pin(async move {
+            match make_request(api, received, request.into_body()).await {
+                Ok(response) => response,
+                Err(status) => status.into_response(),
+            }
+        })
+    }
+}
+
+async fn make_request(
+    api: Api,
+    received: Arc<Mutex<Vec<http_request::Header>>>,
+    body: grpc::Body,
+) -> Result<Response<grpc::Body>, Status> {
+    let (message, body) = http_tunnel::kas_end::read_first_message(body, grpc::Deadline::NONE).await?;
+    received.lock().extend(message.header());
+    let (request, stream) = read_request(body, &HeaderValue::from_static("agentk"), false).await?;
+    let (parts, upstream) = api(request).await.into_parts();
+    let encoder = ResponseEncoder::new(&parts, http_tunnel::MAX_CHUNK)?;
+    let frames = Download { encoder, upstream: Some(upstream), end: None, _stream: stream };
+    let mut response = Response::new(grpc::boxed(frames));
+    response.headers_mut().insert(http::header::CONTENT_TYPE, grpc::CONTENT_TYPE);
+    Ok(response)
+}
+
+struct Download {
+    encoder: ResponseEncoder,
+    upstream: Option<ApiBody>,
+    end: Option<Status>,
+    _stream: http_tunnel::agent_end::RequestStream,
+}
+
+impl HttpBody for Download {
+    type Data = Bytes;
+    type Error = BoxError;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
+        loop {
+            if let Some(data) = self.encoder.next_chunk() {
+                return Poll::Ready(Some(Ok(Frame::data(data))));
+            }
+            if let Some(upstream) = &mut self.upstream {
+                match Pin::new(upstream).poll_frame(cx) {
+                    Poll::Ready(Some(Ok(frame))) => {
+                        self.encoder.push(frame.into_data().unwrap_or_default());
+                        continue;
+                    }
+                    Poll::Ready(Some(Err(_))) => {
+                        self.upstream = None;
+                        self.end = Some(Status::new(Code::Unavailable, "the API server has gone"));
+                    }
+                    Poll::Ready(None) => {
+                        self.upstream = None;
+                        self.encoder.end();
+                        self.end = Some(Status::new(Code::Ok, ""));
+                    }
+                    Poll::Pending => {}
+                }
+            }
+            if let Some(data) = self.encoder.flush() {
+                return Poll::Ready(Some(Ok(Frame::data(data))));
+            }
+            if self.upstream.is_some() {
+                return Poll::Pending;
+            }
+            return Poll::Ready(self.end.take().map(|status| {
+                let mut trailers = HeaderMap::new();
+                status.write_to(&mut trailers);
+                Ok(Frame::trailers(trailers))
+            }));
+        }
+    }
+}
+
+/// Returns an API server that answers each request with `answer`.
+pub(super) fn api<F>(answer: impl Fn(Request<grpc::Body>) -> F + Send + Sync + 'static) -> Api
+where
+    F: Future<Output = Response<ApiBody>> + Send + 'static,
+{
+    Arc::new(move |request| Box::pin(answer(request)))
+}
+
+/// Returns an API server that describes each request in JSON: method, target, headers, body.
+pub(super) fn describing() -> Api {
+    api(|request| async move {
+        let (parts, body) = request.into_parts();
+        let body = match body.collect().await {
+            Ok(body) => String::from_utf8_lossy(&body.to_bytes()).into_owned(),
+            Err(_) => return status(599, "broken"),
+        };
+        let headers: HashMap<&str, Vec<&str>> = parts
+            .headers
+            .keys()
+            .map(|name| {
+                let values = parts.headers.get_all(name).iter().map(|value| value.to_str().unwrap());
+                (name.as_str(), values.collect())
+            })
+            .collect();
+        let json = serde_json::json!({
+            "method": parts.method.as_str(),
+            "target": parts.uri.to_string(),
+            "headers": headers,
+            "body": body,
+        });
+        let mut response = status(200, json.to_string());
+        response.headers_mut().insert("content-type", HeaderValue::from_static("application/json"));
+        response
+    })
+}
+
+/// Returns an answer with an announced length.
+pub(super) fn status(code: u16, body: impl Into<Bytes>) -> Response<ApiBody> {
+    let body = body.into();
+    let mut response = Response::new(grpc::full(body.clone()));
+    *response.status_mut() = http::StatusCode::from_u16(code).unwrap();
+    response.headers_mut().insert("content-length", body.len().into());
+    response
+}
+
+/// Returns an answer of unknown length, and what writes it. The answer ends when the writer is dropped, and
+/// fails with [`Writer::fail`].
+pub(super) fn streaming(content_type: &'static str) -> (Response<ApiBody>, Writer) {
+    let (send, frames) = mpsc::channel(1);
+    let body = ApiStream(frames);
+    let mut response = Response::new(grpc::boxed(body));
+    response.headers_mut().insert("content-type", HeaderValue::from_static(content_type));
+    (response, Writer(send))
+}
+
+pub(super) struct Writer(mpsc::Sender<Result<Bytes, BoxError>>);
+
+impl Writer {
+    pub(super) async fn write(&self, bytes: &'static str) {
+        self.0.send(Ok(Bytes::from_static(bytes.as_bytes()))).await.unwrap();
+    }
+
+    pub(super) async fn fail(self) {
+        self.0.send(Err("gone".into())).await.unwrap();
+    }
+
+    /// Waits until the reader is dropped.
+    pub(super) async fn left(&self) {
+        self.0.closed().await;
+    }
+}
+
+struct ApiStream(mpsc::Receiver<Result<Bytes, BoxError>>);
+
+impl HttpBody for ApiStream {
+    type Data = Bytes;
+    type Error = BoxError;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
+        self.0.poll_recv(cx).map(|received| received.map(|bytes| bytes.map(Frame::data)))
+    }
+}

@@ -1,0 +1,180 @@
+//! The real kubectl through kas' endpoint, without GitLab: users and access rules of kas.
+
+use std::{net::SocketAddr, path::PathBuf, process::Stdio, time::Duration};
+
+use anyhow::{Context as _, Result, anyhow, ensure};
+use serde_json::{Value, json};
+use testkit::{
+    agentk::Agentk,
+    certificates::Certificates,
+    kas::{Kas, replace, token},
+    kubernetes::{Access, Kubernetes},
+    process::SOON,
+};
+use tokio::{
+    io::{AsyncBufReadExt as _, BufReader},
+    process::Command,
+    time::timeout,
+};
+
+use crate::setup::{AGENT, exclusive};
+
+/// The token of the user `jane`, who may use every agent with the rights of agentk.
+const JANE: &str = "kasu_janejanejanejanejanejanejanejanejanejanejan";
+/// The token of the user `joe`, who may use no agent.
+const JOE: &str = "kasu_joejoejoejoejoejoejoejoejoejoejoejoejoejoej";
+
+/// A kas with the endpoint, and an agentk that is connected to it.
+struct Endpoint {
+    kas: Kas,
+    address: SocketAddr,
+    ca: PathBuf,
+    _agentk: Agentk,
+    files: tempfile::TempDir,
+}
+
+impl Endpoint {
+    async fn start(kubernetes: &Kubernetes, namespace: &str) -> Result<Self> {
+        let files = tempfile::TempDir::with_prefix("kubectl-test-")?;
+        let users = files.path().join("users.yaml");
+        let user = |name: &str, token: &str| {
+            let hash = ids::TokenHash::of(token.as_bytes()).to_hex();
+            json!({ "name": name, "tokens": [format!("sha256:{hash}")] })
+        };
+        let list = json!({ "users": [user("jane", JANE), user("joe", JOE)] });
+        replace(&users, &serde_json::to_vec(&list)?)?;
+        // kubectl sends its token to a server with TLS only.
+        let certificates = Certificates::new(files.path(), &["127.0.0.1"])?;
+        let audit = files.path().join("audit.log");
+        let kas = Kas::start_with_config(json!({
+            "agent": { "kubernetes_api": {
+                "listen": {
+                    "address": "127.0.0.1:0",
+                    "certificate_file": certificates.certificate,
+                    "key_file": certificates.key,
+                },
+                "users": { "file": users },
+                "access": [{ "agents": "all", "users": ["kas:jane"], "as": "agent" }],
+            } },
+            "observability": { "audit": { "output": audit } },
+        }))
+        .await?;
+        let address = kas
+            .process
+            .logged("where kubectl is served", |line| {
+                (line["message"] == "kas is serving").then(|| line["kubernetes"].as_str()?.parse().ok())?
+            })
+            .await?;
+        let bearer = kubernetes.service_account(namespace, "agentk", Access::Admin).await?;
+        let kubeconfig = kubernetes.kubeconfig_with_token(namespace, &bearer)?;
+        let agentk = Agentk::start_with_kubeconfig(kas.agent, &token(AGENT), &kubeconfig).await?;
+        agentk.connected().await?;
+        Ok(Self { kas, address, ca: certificates.ca, _agentk: agentk, files })
+    }
+
+    /// Writes a kubeconfig for a user of kas.
+    fn kubeconfig(&self, name: &str, token: &str) -> Result<PathBuf> {
+        let path = self.files.path().join(name);
+        let cluster = json!({
+            "server": format!("https://{}/agents/{AGENT}", self.address),
+            "certificate-authority": self.ca,
+        });
+        let config = json!({
+            "apiVersion": "v1",
+            "kind": "Config",
+            "clusters": [{ "name": "c", "cluster": cluster }],
+            "users": [{ "name": "u", "user": { "token": token } }],
+            "contexts": [{ "name": "x", "context": { "cluster": "c", "user": "u" } }],
+            "current-context": "x",
+        });
+        replace(&path, &serde_json::to_vec(&config)?)?;
+        Ok(path)
+    }
+
+    /// Returns the lines of the audit log about requests of a kind that have ended.
+    fn ended(&self, kind: &str) -> Result<Vec<Value>> {
+        let text = std::fs::read_to_string(self.files.path().join("audit.log"))?;
+        let lines = text.lines().map(serde_json::from_str::<Value>).collect::<Result<Vec<_>, _>>()?;
+        Ok(lines.into_iter().filter(|line| line["event"] == "end" && line["kind"] == kind).collect())
+    }
+}
+
+#[tokio::test]
+async fn kubectl_reads_applies_and_watches_through_kas_until_it_leaves() -> Result<()> {
+    let exclusive = exclusive().await?;
+    let kubernetes = &*exclusive.kubernetes;
+    kubernetes.create_pods("kubectl", "web", 2).await?;
+    let endpoint = Endpoint::start(kubernetes, "kubectl").await?;
+    let jane = endpoint.kubeconfig("jane", JANE)?;
+
+    let direct = kubernetes.kubectl(&["get", "pods", "-n", "kubectl", "-o", "json"]).await?;
+    let through = kubernetes.kubectl_as(&jane, &["get", "pods", "-n", "kubectl", "-o", "json"]).await?;
+    assert_eq!(through, direct);
+    // With --raw, kubectl replaces the path of the server.
+    let raw = format!("/agents/{AGENT}/version?x=%2F");
+    let version = kubernetes.kubectl_as(&jane, &["get", "--raw", &raw]).await?;
+    assert!(version.contains("gitVersion"), "{version}");
+
+    let manifest = endpoint.files.path().join("map.json");
+    let map = |value: &str| {
+        json!({
+            "apiVersion": "v1",
+            "kind": "ConfigMap",
+            "metadata": { "name": "applied", "namespace": "kubectl" },
+            "data": { "key": value },
+        })
+    };
+    let file = manifest.to_str().context("the path is UTF-8")?;
+    for value in ["one", "two"] {
+        replace(&manifest, &serde_json::to_vec(&map(value))?)?;
+        kubernetes.kubectl_as(&jane, &["apply", "-f", file]).await?;
+        let jsonpath = ["get", "configmap", "applied", "-n", "kubectl", "-o", "jsonpath={.data.key}"];
+        assert_eq!(kubernetes.kubectl(&jsonpath).await?, value);
+    }
+
+    let joe = endpoint.kubeconfig("joe", JOE)?;
+    let refused = kubernetes.kubectl_as(&joe, &["get", "pods", "-n", "kubectl"]).await;
+    let reason = refused.err().context("joe may not")?.to_string();
+    ensure!(reason.contains("kas: this credential gives no access to this agent"), "{reason}");
+
+    // A watch goes on until kas leaves, and then ends regularly.
+    let mut watch = Command::new("kubectl")
+        .args(["get", "pods", "-n", "kubectl", "-w", "--no-headers", "-o", "name", "--kubeconfig"])
+        .arg(&jane)
+        .env("HOME", endpoint.files.path())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .kill_on_drop(true)
+        .spawn()
+        .context("could not run kubectl")?;
+    let mut lines = BufReader::new(watch.stdout.take().context("standard output is a pipe")?).lines();
+    let mut line = async || -> Result<String> {
+        let read = timeout(SOON, lines.next_line()).await.context("no line came")?;
+        read?.ok_or_else(|| anyhow!("the watch has ended"))
+    };
+    for _ in 0..2 {
+        ensure!(line().await?.starts_with("pod/web-"), "the pods that exist");
+    }
+    kubernetes.create_pods("kubectl", "later", 1).await?;
+    ensure!(line().await?.starts_with("pod/later-"), "a pod that was created while the watch was open");
+
+    let status = endpoint.kas.leave(Duration::from_secs(30)).await?;
+    ensure!(status.success(), "{status}");
+    let ended = timeout(SOON, watch.wait()).await.context("the watch has not ended")??;
+    ensure!(ended.success(), "the watch ended regularly: {ended}");
+
+    let watches = endpoint.ended("watch")?;
+    ensure!(!watches.is_empty(), "the watch is in the audit log");
+    for line in &watches {
+        assert_eq!((&line["ended_by"], &line["http_status"]), (&"drain".into(), &200.into()), "{line}");
+        assert_eq!(
+            (&line["source"], &line["subject"], &line["mode"]),
+            (&"file".into(), &"kas:jane".into(), &"agent".into())
+        );
+        assert_eq!((&line["verb"], &line["resource"]), (&"watch".into(), &"pods".into()));
+    }
+    let denied: Vec<_> =
+        endpoint.ended("short")?.into_iter().filter(|line| line["decision"] == "deny").collect();
+    ensure!(!denied.is_empty() && denied.iter().all(|line| line["http_status"] == 403), "{denied:?}");
+    Ok(())
+}
