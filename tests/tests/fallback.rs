@@ -2,6 +2,7 @@
 
 use anyhow::Result;
 use bytes::Bytes;
+use grpc::{Code, Status};
 use prost::Message as _;
 use proto::{
     gitlab::agent::reverse_tunnel::rpc::{self, connect_request::Msg, connect_response},
@@ -125,5 +126,58 @@ async fn agentk_replaces_a_tunnel_that_was_used_or_ended() -> Result<()> {
     // 14.1 cancels a request by ending the stream.
     drop(hold);
     agentk.metric_is("agentk_tunnels_busy", 0.0).await?;
+    Ok(())
+}
+
+/// Fails if it keeps two, as at a kas that accepts reuse: the third of several callers then waits until kas
+/// looks for a tunnel again, which takes up to 3 s.
+#[tokio::test]
+async fn agentk_keeps_ten_idle_tunnels_once_a_request_shows_that_kas_does_not_accept_reuse() -> Result<()> {
+    let mut kas = Kas14::start().await?;
+    let _agentk = Agentk::start(kas.address(), "token").await?;
+    let echo = payload("hello");
+    let mut first = kas.tunnel().await;
+    first.request(ECHO, &[], &[&echo])?;
+    assert_eq!(kinds(&all(&mut first).await), ["header", "message", "trailer"]);
+    first.end()?;
+    for _ in 0..2 {
+        let mut idle = Vec::new();
+        for _ in 0..10 {
+            idle.push(kas.tunnel().await);
+        }
+        // Ten callers at once; ten other tunnels replace theirs before a response is complete.
+        for tunnel in &mut idle {
+            tunnel.request(ECHO, &[], &[&echo])?;
+        }
+        for mut tunnel in idle {
+            assert_eq!(kinds(&all(&mut tunnel).await), ["header", "message", "trailer"]);
+            tunnel.end()?;
+        }
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn tunnels_that_kas_refuses_by_its_limit_are_logged_once_with_what_to_do() -> Result<()> {
+    let mut kas = Kas14::start().await?;
+    let agentk = Agentk::start(kas.address(), "token").await?;
+    let text = "new connection rate limit exhausted for this agent, try again later";
+    for _ in 0..4 {
+        kas.tunnel().await.refuse(&Status::new(Code::ResourceExhausted, text))?;
+    }
+    agentk.metric_is("agentk_streams_refused_total", 4.0).await?;
+    let is_warning = |line: &serde_json::Value| {
+        let message = line["message"].as_str().unwrap_or_default();
+        line["level"] == "WARN" && message.starts_with("kas refuses streams of this agent by its limit: ")
+    };
+    let line = agentk.process.logged("the refusal", |line| is_warning(line).then(|| line.clone())).await?;
+    assert!(line.to_string().contains(text), "{line}");
+    assert!(line.to_string().contains("agent.listen.connections_per_token_per_minute"), "{line}");
+    let log = agentk.process.log();
+    assert_eq!(log.matches("kas refuses streams of this agent by its limit").count(), 1, "{log}");
+    // agentk tries again, more and more slowly.
+    let mut tunnel = kas.tunnel().await;
+    tunnel.request(ECHO, &[], &[&payload("hello")])?;
+    assert_eq!(kinds(&all(&mut tunnel).await), ["header", "message", "trailer"]);
     Ok(())
 }

@@ -17,6 +17,7 @@ pub mod metrics;
 pub mod module;
 pub mod observability;
 pub mod pool;
+mod refusals;
 pub mod replica;
 pub mod session;
 pub mod supervisor;

@@ -39,6 +39,8 @@ pub struct Metrics {
     pub tunnels_busy: Gauge,
     /// Requests that have started.
     pub requests: Counter,
+    /// Streams that kas refused by a limit.
+    pub streams_refused: Counter,
     /// Handlers that panicked.
     pub panics: Counter,
     /// Failed connection attempts.
@@ -64,6 +66,11 @@ impl Metrics {
         registry.register("tunnels_idle", "Tunnels that wait for a request", metrics.tunnels_idle.clone());
         registry.register("tunnels_busy", "Tunnels that carry a request", metrics.tunnels_busy.clone());
         registry.register("requests", "Requests that have started", metrics.requests.clone());
+        registry.register(
+            "streams_refused",
+            "Streams that kas refused by a limit",
+            metrics.streams_refused.clone(),
+        );
         registry.register("handler_panics", "Requests whose handler panicked", metrics.panics.clone());
         registry.register(
             "connect_failures",

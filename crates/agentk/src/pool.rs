@@ -11,14 +11,25 @@ use tunnel::agent_end::{Control, Observer, Progress};
 
 use crate::{metrics::Metrics, replica::Replica};
 
-/// The number of tunnels that should be idle at any time.
+/// The number of reusable tunnels that should be idle at any time.
 pub const IDLE: usize = 2;
+/// The same for a kas that does not accept reuse, such as GitLab's: as many as GitLab's agentk has. Each
+/// request uses up a tunnel there, and a request that finds none waits for up to 3 s until kas looks again.
+pub const IDLE_ONE_SHOT: usize = 10;
+/// If kas has not answered a tunnel for this long, it does not accept reuse: GitLab's answers only with the
+/// first request. A kas of this project answers at once, or after at most 20 s if it has to ask GitLab. If
+/// this time is too short, an overloaded kas gets more tunnels; if it is too long, there are few after a
+/// start.
+const SILENT: Duration = Duration::from_secs(30);
+/// A tunnel that kas ends unused before it was open for this long counts as refused, so that another one is
+/// not opened at once.
+const BRIEF: Duration = Duration::from_secs(1);
 /// A tunnel counts as idle only if it was not used within a period of this length. Short requests end before
 /// the session runs, so all tunnels looked idle to it while callers were waiting for each of them in kas. If
 /// the period is too short, tunnels of a busy agent count as idle; if it is too long, consecutive bursts
 /// count as one.
 const PERIOD: Duration = Duration::from_millis(1);
-/// A tunnel that was idle for this long is closed if more than [`IDLE`] tunnels are idle.
+/// A tunnel that was idle for this long is closed if more tunnels are idle than necessary.
 const SHRINK_AFTER: Duration = Duration::from_secs(60);
 
 /// The tunnels of one session.
@@ -39,6 +50,8 @@ struct State {
     idle: usize,
     busy: usize,
     opening: usize,
+    /// Whether kas does not accept reuse, as far as its last answer shows. `None`: it has answered no tunnel.
+    one_shot: Option<bool>,
     usage: Usage,
     /// Idle tunnels that have reached their maximum idle time. They are withdrawn when others have replaced
     /// them, or at the next tick.
@@ -61,9 +74,16 @@ struct Usage {
     touched: usize,
     /// Tunnels that have been busy since before the period.
     carried: usize,
-    /// The number of tunnels in use when fewer than [`IDLE`] others were left. 0: that has not happened since
-    /// the last call of [`Pool::wants`].
+    /// The number of tunnels in use when fewer others than necessary were left. 0: that has not happened
+    /// since the last call of [`Pool::wants`].
     scarce: usize,
+}
+
+impl State {
+    /// Returns how many tunnels should be idle.
+    fn floor(&self) -> usize {
+        if self.one_shot == Some(true) { IDLE_ONE_SHOT } else { IDLE }
+    }
 }
 
 #[derive(Debug)]
@@ -72,7 +92,7 @@ struct Slot {
     stage: Stage,
     /// The last period in which the tunnel got or finished a request.
     touched: Option<u64>,
-    /// The time since which the tunnel has been idle.
+    /// The time since which the tunnel has been idle, or is being opened.
     since: Instant,
     /// Replace the tunnel when it was idle for this long, because a proxy would cut it.
     max_idle: Option<Duration>,
@@ -129,14 +149,15 @@ impl Pool {
     /// Returns what the session should do now.
     pub fn wants(&self) -> Wants {
         let mut state = self.state();
-        let replaced = if state.idle >= IDLE { std::mem::take(&mut state.outgoing) } else { Vec::new() };
+        let floor = state.floor();
+        let replaced = if state.idle >= floor { std::mem::take(&mut state.outgoing) } else { Vec::new() };
         let have = state.idle + state.opening;
         let scarce = std::mem::take(&mut state.usage.scarce);
         // Open several at once when many are busy: the next burst is probably as large as this one.
         let open = if state.closed {
             0
-        } else if have < IDLE {
-            (IDLE - have).max(state.busy / 2)
+        } else if have < floor {
+            (floor - have).max(state.busy / 2)
         } else if scarce > 0 && state.opening == 0 {
             (scarce / 2).max(1)
         } else {
@@ -180,11 +201,48 @@ impl Pool {
         }
     }
 
-    /// Records kas' answer for a tunnel: the replica it ends at, and how long it may be idle.
-    pub fn answered(&self, serial: u64, replica: Option<Replica>, max_idle: Option<Duration>) {
-        if let Some(slot) = self.state().slots.get_mut(&serial) {
+    /// Records kas' answer for a tunnel: the replica it ends at, how long it may be idle, and whether kas
+    /// accepts reuse.
+    pub fn answered(
+        &self,
+        serial: u64,
+        replica: Option<Replica>,
+        max_idle: Option<Duration>,
+        reusable: bool,
+    ) {
+        let mut state = self.state();
+        if let Some(slot) = state.slots.get_mut(&serial) {
             slot.replica = replica;
             slot.max_idle = max_idle;
+        }
+        self.expect(&mut state, !reusable);
+    }
+
+    /// Notes that kas has not named itself on this connection, as every kas that accepts reuse does.
+    /// `answered`: it has answered the configuration stream. Call this every few seconds: as long as kas has
+    /// answered no tunnel, this shows whether it accepts reuse.
+    pub fn unnamed(&self, answered: bool) {
+        let mut state = self.state();
+        let silent = |slot: &Slot| slot.stage == Stage::Opening && slot.since.elapsed() >= SILENT;
+        if state.one_shot.is_none() && (answered || state.slots.values().any(silent)) {
+            self.expect(&mut state, true);
+        }
+    }
+
+    fn expect(&self, state: &mut State, one_shot: bool) {
+        if state.one_shot.replace(one_shot) != Some(one_shot) {
+            self.notify.notify_one();
+        }
+    }
+
+    /// Records that kas ended a tunnel that carried no request, as it does from time to time. If it was open
+    /// for a while, that is no failure, and another one is opened at once.
+    pub fn ended_unused(&self, serial: u64) {
+        let mut state = self.state();
+        let Some(slot) = state.slots.get_mut(&serial) else { return };
+        if slot.stage == Stage::Opening && slot.since.elapsed() >= BRIEF {
+            slot.stage = Stage::Leaving;
+            state.opening -= 1;
         }
     }
 
@@ -253,7 +311,7 @@ impl Pool {
             // These were not replaced, because the pool is full or kas does not answer. Having one tunnel
             // less is better than one that is cut.
             leaving.append(&mut state.outgoing);
-            let mut spare = state.idle.saturating_sub(IDLE);
+            let mut spare = state.idle.saturating_sub(state.floor());
             for slot in state.slots.values_mut().filter(|slot| slot.stage == Stage::Idle) {
                 let idle = slot.since.elapsed();
                 let unused = idle >= SHRINK_AFTER && spare > 0;
@@ -347,7 +405,7 @@ impl Observer for TunnelObserver {
         let in_use = state.usage.touched + state.usage.carried;
         let spare = (state.idle + state.busy + state.opening).saturating_sub(in_use);
         let room = !state.closed && state.slots.len() < pool.limit;
-        if progress == Progress::Busy && spare < IDLE && room {
+        if progress == Progress::Busy && spare < state.floor() && room {
             state.usage.scarce = in_use;
         }
         if progress == Progress::DrainNotice {
@@ -358,7 +416,7 @@ impl Observer for TunnelObserver {
         if first
             || state.drained
             || after.is_none()
-            || state.idle + state.opening < IDLE
+            || state.idle + state.opening < state.floor()
             || state.usage.scarce > 0
         {
             pool.notify.notify_one();
@@ -496,7 +554,7 @@ mod tests {
         let tunnels: Vec<_> = ["b", "a", "b"]
             .map(|name| {
                 let (tunnel, serial) = pool.begin();
-                pool.answered(serial, Some(Replica::new(name)), None);
+                pool.answered(serial, Some(Replica::new(name)), None, true);
                 tunnel
             })
             .into();
@@ -524,5 +582,94 @@ mod tests {
         tokio::time::advance(SHRINK_AFTER).await;
         pool.tick();
         assert_eq!(pool.state().idle, IDLE);
+    }
+
+    /// Uses a tunnel for one request, which begins with kas' answer, as at a kas of GitLab.
+    fn use_up(pool: &Arc<Pool>, tunnel: &dyn Observer, serial: u64) {
+        pool.answered(serial, None, None, false);
+        for progress in [Progress::Parked, Progress::Busy, Progress::Ended] {
+            tunnel.progress(progress);
+        }
+    }
+
+    /// With two idle tunnels, the third of several callers waited until a kas of GitLab looked for a tunnel
+    /// again.
+    #[tokio::test(start_paused = true)]
+    async fn ten_tunnels_are_idle_at_a_kas_that_does_not_accept_reuse() {
+        let pool = pool(500);
+        let open = |pool: &Arc<Pool>| (0..pool.wants().open).map(|_| pool.begin()).collect::<Vec<_>>();
+        let mut tunnels = open(&pool);
+        assert_eq!(tunnels.len(), IDLE, "it may accept reuse");
+        for _ in 0..50 {
+            let (tunnel, serial) = tunnels.remove(0);
+            use_up(&pool, &*tunnel, serial);
+            tunnels.extend(open(&pool));
+            assert_eq!(tunnels.len(), IDLE_ONE_SHOT);
+        }
+        // Ten callers at once.
+        let busy = std::mem::take(&mut tunnels);
+        for (tunnel, serial) in &busy {
+            pool.answered(*serial, None, None, false);
+            tunnel.progress(Progress::Parked);
+            tunnel.progress(Progress::Busy);
+        }
+        tunnels.extend(open(&pool));
+        assert_eq!(tunnels.len(), IDLE_ONE_SHOT);
+        for (tunnel, _) in &busy {
+            tunnel.progress(Progress::Ended);
+        }
+        assert_eq!(open(&pool).len(), 0);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_kas_that_does_not_name_itself_is_taken_for_one_without_reuse_until_it_answers_a_tunnel() {
+        for answered in [true, false] {
+            let pool = pool(500);
+            let (first, serial) = pool.begin();
+            if !answered {
+                pool.unnamed(false);
+                assert_eq!(pool.wants().open, IDLE - 1, "it may be slow");
+                tokio::time::advance(SILENT).await;
+            }
+            pool.unnamed(answered);
+            assert_eq!(pool.wants().open, IDLE_ONE_SHOT - 1);
+            // Another replica may answer the tunnels of this connection.
+            pool.answered(serial, Some(Replica::new("a")), None, true);
+            first.progress(Progress::Parked);
+            pool.unnamed(answered);
+            assert_eq!(pool.wants().open, IDLE - 1);
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn tunnels_become_few_again_when_kas_begins_to_accept_reuse() {
+        let pool = pool(500);
+        let (tunnel, serial) = pool.begin();
+        use_up(&pool, &*tunnel, serial);
+        let open = |pool: &Arc<Pool>| (0..pool.wants().open).map(|_| pool.begin()).collect::<Vec<_>>();
+        let tunnels = open(&pool);
+        assert_eq!(tunnels.len(), IDLE_ONE_SHOT);
+        for (tunnel, serial) in &tunnels {
+            pool.answered(*serial, Some(Replica::new("a")), None, true);
+            tunnel.progress(Progress::Parked);
+        }
+        tokio::time::advance(SHRINK_AFTER).await;
+        pool.tick();
+        assert_eq!(pool.state().idle, IDLE);
+        assert_eq!(pool.wants().open, 0);
+    }
+
+    /// A kas of GitLab ends idle tunnels with OK from time to time, all ten of them within a minute.
+    #[tokio::test(start_paused = true)]
+    async fn a_tunnel_that_kas_ends_unused_after_a_while_is_no_failure() {
+        let pool = pool(500);
+        for (open_for, failed) in [(BRIEF, 0), (Duration::ZERO, 1)] {
+            let (tunnel, serial) = pool.begin();
+            tokio::time::advance(open_for).await;
+            pool.ended_unused(serial);
+            tunnel.progress(Progress::Ended);
+            assert_eq!(pool.wants(), Wants { open: IDLE, failed, drained: false });
+        }
+        assert!(pool.is_empty());
     }
 }

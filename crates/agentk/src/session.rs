@@ -20,7 +20,8 @@ use tokio::{
 };
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 use tunnel::{
-    IMPERSONATES_HEADER, INSTANCE_HEADER, MAX_IDLE_HEADER, REUSE, SOCKET_HEADER, TUNNEL_HEADER,
+    IMPERSONATES_HEADER, INSTANCE_HEADER, MAX_IDLE_HEADER, REUSE, SOCKET_HEADER, TARGET_HEADER,
+    TUNNEL_HEADER,
     agent_end::{self, Handler},
 };
 
@@ -29,6 +30,7 @@ use crate::{
     metrics::{ConnectionState, Metrics},
     module::Pushed,
     pool::Pool,
+    refusals::RefusalLog,
     replica::{Replica, ReplicaInfo},
     token::TokenFile,
 };
@@ -200,7 +202,13 @@ pub fn start(
         peer: link.peer,
         reachability: Arc::clone(&reachability),
     };
-    let report = Report { status: sender, changed, metrics: Arc::clone(&context.metrics), reachability };
+    let report = Report {
+        status: sender,
+        changed,
+        metrics: Arc::clone(&context.metrics),
+        reachability,
+        refusals: Arc::default(),
+    };
     tasks.spawn(Run { context, link, report, commands, trial, streams: TaskTracker::new() }.run(leave));
     session
 }
@@ -212,9 +220,24 @@ struct Report {
     changed: Arc<Notify>,
     metrics: Arc<Metrics>,
     reachability: Arc<OnceLock<Reachability>>,
+    refusals: Arc<RefusalLog>,
 }
 
 impl Report {
+    /// Records that kas refused a stream by a limit.
+    fn limited(&self, status: &Status) {
+        self.metrics.streams_refused.inc();
+        if let Some(refused) = self.refusals.record() {
+            tracing::warn!(
+                error = %status,
+                refused,
+                "kas refuses streams of this agent by its limit: requests wait in kas or fail there; raise \
+                 agent.listen.connections_per_token_per_minute of that kas (GitLab's counts each request), or replace it \
+                 with a kas that accepts reusable tunnels"
+            );
+        }
+    }
+
     /// Sets the reachability, if it is not known yet.
     fn reachability(&self, reachability: impl FnOnce() -> Reachability) {
         if self.reachability.get().is_none() && self.reachability.set(reachability()).is_ok() {
@@ -245,6 +268,11 @@ impl Report {
     /// Whether no headers have come yet.
     fn is_silent(&self) -> bool {
         self.status.borrow().answer.is_none()
+    }
+
+    /// Whether kas has named itself.
+    fn is_named(&self) -> bool {
+        self.status.borrow().answer.as_ref().is_some_and(|answer| answer.replica.is_some())
     }
 
     fn is(&self, stage: &Stage) -> bool {
@@ -350,6 +378,8 @@ impl Run {
     async fn serve(&mut self, pool: &Arc<Pool>, leave: &CancellationToken) -> End {
         let mut configuration = Box::pin(self.configuration());
         let mut asking = self.report.is(&Stage::Asking);
+        // kas is taken for one that does not name itself, although it has not answered.
+        let mut given_up = false;
         let answer_by = Instant::now() + ANSWER_TIMEOUT;
         let silent_by = Instant::now() + SILENCE;
         let mut ticks = tokio::time::interval(TICK);
@@ -386,7 +416,12 @@ impl Run {
             tokio::select! {
                 () = pool.changed() => {}
                 () = tokio::time::sleep_until(not_before), if wait => {}
-                _ = ticks.tick() => pool.tick(),
+                _ = ticks.tick() => {
+                    if !self.report.is_named() {
+                        pool.unnamed(!given_up && !self.report.is_silent());
+                    }
+                    pool.tick();
+                }
                 () = leave.cancelled() => return End::Left,
                 () = self.commands.close.cancelled() => return End::Closed,
                 () = self.commands.admit.cancelled(), if asking => {
@@ -398,6 +433,7 @@ impl Run {
                     return End::Blocked;
                 }
                 () = tokio::time::sleep_until(answer_by), if asking && self.report.is_silent() => {
+                    given_up = true;
                     self.report.record(ReplicaInfo::unnamed(), false);
                 }
                 () = self.commands.ask.notified(), if !asking => {
@@ -440,7 +476,11 @@ impl Run {
                     }
                     ConfigurationEnd::Rejected(status) if is_rejection(&status) => return End::Rejected(status),
                     ConfigurationEnd::Rejected(status) => {
-                        tracing::warn!(error = %status, "kas sent no configuration; tunnels are not affected");
+                        if status.code() == Code::ResourceExhausted {
+                            self.report.limited(&status);
+                        } else {
+                            tracing::warn!(error = %status, "kas sent no configuration; tunnels are not affected");
+                        }
                         configuration_after = Some(Instant::now() + Duration::from_secs(10));
                     }
                 },
@@ -472,7 +512,9 @@ impl Run {
                 }
             };
         request.headers_mut().insert(TUNNEL_HEADER, REUSE);
-        request.headers_mut().insert(IMPERSONATES_HEADER, HeaderValue::from_static("1"));
+        for feature in [IMPERSONATES_HEADER, TARGET_HEADER] {
+            request.headers_mut().insert(feature, HeaderValue::from_static("1"));
+        }
         let (observer, serial) = pool.begin();
         let (body, control) =
             agent_end::open(&self.context.descriptor, Arc::clone(&self.context.handler), observer);
@@ -486,13 +528,18 @@ impl Run {
                     None => {
                         let reusable = response.headers().get(TUNNEL_HEADER) == Some(&REUSE);
                         let said = ReplicaInfo::from_headers(response.headers());
-                        pool.answered(serial, said.replica.clone(), max_idle(&response));
+                        pool.answered(serial, said.replica.clone(), max_idle(&response), reusable);
                         report.record(said, false);
                         let gzip =
                             response.headers().get("grpc-encoding").is_some_and(|value| value == "gzip");
                         control.accepted(grpc::boxed(response.into_body()), reusable, gzip);
                     }
                     Some(status) => {
+                        match status.code() {
+                            Code::Ok => pool.ended_unused(serial),
+                            Code::ResourceExhausted => report.limited(&status),
+                            _ => {}
+                        }
                         tracing::debug!(error = %status, "kas did not accept a tunnel");
                         control.failed();
                     }

@@ -521,7 +521,24 @@ async fn kas_that_does_not_name_itself_gets_one_session() -> Result<()> {
     kas.serves().await;
     sleep(HOUR / 4).await;
     let seen = kas.seen();
-    assert_eq!((seen.accepted.len(), seen.tunnels, seen.most_tunnels), (1, 2, 2), "{seen:?}");
+    // It accepts no reuse either, so agentk keeps as many tunnels there as GitLab's.
+    assert_eq!((seen.accepted.len(), seen.tunnels, seen.most_tunnels), (1, 10, 10), "{seen:?}");
+    world.is_served(1, 1).await;
+    Ok(())
+}
+
+#[tokio::test(start_paused = true)]
+async fn kas_that_accepts_reuse_after_an_update_gets_two_tunnels_instead_of_ten() -> Result<()> {
+    let before = Replica::new(None, 0);
+    let [after] = named(["a"], 1);
+    let world = World::start(&[&before]).await?;
+    before.until("it has ten tunnels", |seen| seen.tunnels == 10).await;
+    world.others(&[&after]);
+    before.kill();
+    after.serves().await;
+    sleep(MINUTE).await;
+    let seen = after.seen();
+    assert_eq!((seen.most_tunnels, seen.least_tunnels), (2, Some(2)), "{seen:?}");
     world.is_served(1, 1).await;
     Ok(())
 }

@@ -145,6 +145,18 @@ impl Tunnel {
         self.send(connect_response::Msg::CloseSend(CloseSend {}))
     }
 
+    /// Refuses the tunnel: ends it with this status before anything else was sent.
+    ///
+    /// # Errors
+    /// When it is over already.
+    pub fn refuse(&mut self, status: &grpc::Status) -> Result<()> {
+        let mut response = Response::new(());
+        response.headers_mut().insert("content-type", HeaderValue::from_static("application/grpc"));
+        status.write_to(response.headers_mut());
+        self.respond.send_response(response, true)?;
+        Ok(())
+    }
+
     /// Ends the stream with OK.
     ///
     /// # Errors
