@@ -86,7 +86,8 @@ impl fmt::Debug for Authorizer {
 }
 
 impl Authorizer {
-    /// Returns an authorizer with the sources of a configuration: its users file, and GitLab if that is given.
+    /// Returns an authorizer with the sources of a configuration: its users file, and GitLab if that is
+    /// given.
     ///
     /// # Errors
     /// [`OpenUsersError`] if the users file cannot be used.

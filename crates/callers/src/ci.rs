@@ -34,8 +34,8 @@ impl fmt::Debug for CiJobs {
 }
 
 impl CiJobs {
-    /// Returns the source with an empty cache. Answers are used for `ttl`, and open requests are checked again
-    /// that often; zero: GitLab is asked for each request. Refusals are used for `refusal_ttl`.
+    /// Returns the source with an empty cache. Answers are used for `ttl`, and open requests are checked
+    /// again that often; zero: GitLab is asked for each request. Refusals are used for `refusal_ttl`.
     pub fn new(gitlab: Arc<dyn JobAgents>, ttl: Duration, refusal_ttl: Duration) -> Self {
         Self { gitlab, cache: Cache::new(ttl, refusal_ttl), ttl }
     }

@@ -92,8 +92,8 @@ pub struct Caller {
     pub extra: Arc<[(String, Vec<String>)]>,
     /// Who decides what it may do.
     pub grant: Grant,
-    /// When an open request has to be checked again although [`Callers::changes`] did not wake; `None`: never,
-    /// because the source reports every change.
+    /// When an open request has to be checked again although [`Callers::changes`] did not wake; `None`:
+    /// never, because the source reports every change.
     pub recheck_at: Option<Instant>,
     /// Must be kept as long as the request.
     pub hold: Hold,

@@ -3,9 +3,9 @@
 //! The file contains SHA-256 hashes of tokens, never tokens. A file with any problem is refused as a whole,
 //! because a partial list of identities is worse than the previous one.
 //!
-//! A changed file takes effect within half a second (see [`process::reload`]). If a file becomes invalid or is
-//! deleted, the last valid list stays in use and an error is logged: a typing error must not disconnect every
-//! agent. To revoke an agent, remove it from the file; deleting the file revokes nothing.
+//! A changed file takes effect within half a second (see [`process::reload`]). If a file becomes invalid or
+//! is deleted, the last valid list stays in use and an error is logged: a typing error must not disconnect
+//! every agent. To revoke an agent, remove it from the file; deleting the file revokes nothing.
 
 use std::{
     collections::{HashMap, hash_map::Entry},
@@ -160,8 +160,8 @@ impl TokenHolders {
         Self { list, entry, holders: HashMap::new() }
     }
 
-    /// Declares the key `tokens` of the entry with the index `i` and returns its hashes. `count` says how many
-    /// are allowed; a problem shows no part of a token.
+    /// Declares the key `tokens` of the entry with the index `i` and returns its hashes. `count` says how
+    /// many are allowed; a problem shows no part of a token.
     pub fn read(
         &mut self,
         s: &mut Section<'_, '_>,

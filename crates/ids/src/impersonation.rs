@@ -41,8 +41,8 @@ pub enum InvalidIdentity {
     TooLarge,
 }
 
-/// Checks a name, group or other value of an identity: 1 to 1,024 bytes without control characters and without
-/// white space at its ends.
+/// Checks a name, group or other value of an identity: 1 to 1,024 bytes without control characters and
+/// without white space at its ends.
 ///
 /// # Errors
 /// [`InvalidIdentity::Value`].

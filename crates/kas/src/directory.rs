@@ -1,4 +1,5 @@
-//! What this replica knows of agents: by the identity file or GitLab, and by their connections to any replica.
+//! What this replica knows of agents: by the identity file or GitLab, and by their connections to any
+//! replica.
 
 use std::{collections::BTreeMap, sync::Arc};
 

@@ -1,8 +1,8 @@
 //! The open requests of the endpoint: limits on their number, and the ends that the endpoint decides.
 //!
 //! No timer cuts a body. A request ends early when its client has been silent or has not read for long, when
-//! its permission is withdrawn, and when this replica shuts down. One task looks at all requests every second,
-//! so that an open watch needs no timer of its own.
+//! its permission is withdrawn, and when this replica shuts down. One task looks at all requests every
+//! second, so that an open watch needs no timer of its own.
 
 use std::{
     collections::HashMap,
@@ -379,8 +379,8 @@ impl OpenRequests {
             .collect()
     }
 
-    /// Ends the watches that are open now, one after the other within `within`, and later ones soon after they
-    /// begin. So their clients do not all come to another replica at once. Runs forever.
+    /// Ends the watches that are open now, one after the other within `within`, and later ones soon after
+    /// they begin. So their clients do not all come to another replica at once. Runs forever.
     pub(crate) async fn drain(self: Arc<Self>, within: Duration) {
         let mut watches = self.watches();
         watches.shuffle(&mut rand::rng());

@@ -1,5 +1,5 @@
-//! Records each request of the API listener and of the endpoint for kubectl: two lines of the audit log, and a
-//! span.
+//! Records each request of the API listener and of the endpoint for kubectl: two lines of the audit log, and
+//! a span.
 //!
 //! A [`RequestRecord`] accompanies a request. If the audit log and tracing are off, the record is empty, and
 //! each of its methods costs one comparison.
@@ -367,8 +367,8 @@ impl RequestRecord {
         }
     }
 
-    /// Records that a request of the endpoint for kubectl is allowed, begins its span as a child of the one in
-    /// its headers, and writes the line `start`: no request reaches a cluster before it is in the log.
+    /// Records that a request of the endpoint for kubectl is allowed, begins its span as a child of the one
+    /// in its headers, and writes the line `start`: no request reaches a cluster before it is in the log.
     pub fn allowed_at_endpoint(&self, method: &str, headers: &HeaderMap) {
         if let Some(recorded) = &self.0 {
             let tracer = recorded.observer.tracer.as_ref();
@@ -392,8 +392,8 @@ impl RequestRecord {
         }
     }
 
-    /// Records the end of a request of the endpoint for kubectl, whose answer had `bytes_out` bytes. `code` is
-    /// the status of the answer; `None`: the client left before it.
+    /// Records the end of a request of the endpoint for kubectl, whose answer had `bytes_out` bytes. `code`
+    /// is the status of the answer; `None`: the client left before it.
     pub fn ended_at_endpoint(&self, code: Option<u16>, ended_by: &'static str, bytes_out: u64) {
         if let Some(recorded) = &self.0 {
             recorded.bytes_out.store(bytes_out, Ordering::Relaxed);

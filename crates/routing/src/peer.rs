@@ -693,7 +693,8 @@ pub fn write_features(features: Features, headers: &mut HeaderMap) {
     }
 }
 
-/// Reads what [`write_features`] wrote, also in a replica of an earlier build, which knows only impersonation.
+/// Reads what [`write_features`] wrote, also in a replica of an earlier build, which knows only
+/// impersonation.
 fn features(headers: &HeaderMap) -> Features {
     match headers.get(MEETS) {
         Some(meets) => Features::met(meets.as_bytes()),

@@ -568,8 +568,8 @@ async fn run(pump: impl Future<Output = ()> + Send + Unpin + 'static) {
     }
 }
 
-/// Explains why a request is not sent to an agentk that does not support what it needs. `gitlab`: the agent is
-/// connected to a replica of GitLab's kas.
+/// Explains why a request is not sent to an agentk that does not support what it needs. `gitlab`: the agent
+/// is connected to a replica of GitLab's kas.
 fn unsupported(agent: AgentId, missing: Features, gitlab: bool) -> Status {
     let mut what = Vec::new();
     if missing.contains(Features::IMPERSONATION) {

@@ -12,8 +12,9 @@ use grpc::{PREFIX_LEN, gzip};
 /// Largest size of a control field in bytes: headers of 16 KiB, with room for their keys and a status.
 pub const MAX_CONTROL: usize = 64 * 1024;
 
-/// Pieces up to this size in bytes are copied together; larger ones pass without a copy. A copy of 4 KiB costs
-/// less than the frame of HTTP/2 that it saves. With 16 KiB a bulk stream costs 5 to 11 % more processor time.
+/// Pieces up to this size in bytes are copied together; larger ones pass without a copy. A copy of 4 KiB
+/// costs less than the frame of HTTP/2 that it saves. With 16 KiB a bulk stream costs 5 to 11 % more
+/// processor time.
 pub(crate) const COPY: usize = 4 * 1024;
 /// How many bytes are gathered before they are handed to HTTP/2.
 pub(crate) const GATHER: usize = 16 * 1024;

@@ -171,7 +171,8 @@ enum Phase {
     Accepted(Job),
     /// A request is open.
     Open,
-    /// The caller left the request of a 14.1 agent at this time: the rest of the answer is read and discarded.
+    /// The caller left the request of a 14.1 agent at this time: the rest of the answer is read and
+    /// discarded.
     Discarding(Instant),
     /// The answer's trailer has arrived, but the far end ends its stream only after this one:
     /// [`FarEnd::GitlabReplica`].

@@ -50,7 +50,8 @@ impl FirstMessage {
     /// decoded only if that depends on them.
     ///
     /// # Errors
-    /// `INVALID_ARGUMENT` if the header is ambiguous, or says something unknown. Nothing was sent to an agent.
+    /// `INVALID_ARGUMENT` if the header is ambiguous, or says something unknown. Nothing was sent to an
+    /// agent.
     pub fn needs(&self) -> Result<Features, Status> {
         let outline = self.0.clone().map(Outline::decode);
         match outline {

@@ -82,8 +82,8 @@ impl StreamSlot {
     }
 
     /// Makes a connection of HTTP/1.1 end with RST instead of FIN. Call it before the body of an answer fails
-    /// whose end is that of the connection, as with HTTP/1.0: a FIN would look like its regular end. It has no
-    /// effect on HTTP/2.
+    /// whose end is that of the connection, as with HTTP/1.0: a FIN would look like its regular end. It has
+    /// no effect on HTTP/2.
     pub fn reset_connection(&self) {
         self.0.resets.store(true, Ordering::Relaxed);
     }

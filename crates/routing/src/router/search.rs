@@ -23,8 +23,8 @@ use observe::refusals::{ListenerName, Reason};
 /// An owner that could not be asked is asked again after the first time, which doubles up to the second one.
 const AGAIN: (Duration, Duration) = (Duration::from_millis(50), Duration::from_secs(1));
 
-/// At the deadline, the owners that were asked answer that no tunnel was idle, and why. Their answers may take
-/// this long.
+/// At the deadline, the owners that were asked answer that no tunnel was idle, and why. Their answers may
+/// take this long.
 const LAST_ANSWERS: Duration = Duration::from_millis(100);
 
 /// A tunnel for the request.
