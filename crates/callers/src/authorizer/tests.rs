@@ -4,6 +4,8 @@ use http::StatusCode;
 use kas_config::AccessRule;
 use tokio::time::timeout;
 
+use ids::AgentId;
+
 use super::*;
 use crate::{Bearer, Impersonation};
 
