@@ -73,11 +73,9 @@ pub struct UsersFile {
 pub struct KubernetesLimits {
     /// Open requests of one caller.
     pub per_caller: u32,
-    /// Open requests of one caller that were upgraded, as by exec.
-    pub upgrades: u32,
     /// Open long requests of an agent that cannot cancel requests, as that of GitLab 14.1.
     pub long_per_old_agent: u32,
-    /// How long a short request or an upgrade waits for the head of its response.
+    /// How long a short request waits for the head of its response.
     pub head_timeout: Duration,
     /// How long a client may send nothing of a request body, or read nothing of a response.
     pub stall_timeout: Duration,
@@ -170,15 +168,10 @@ fn section(s: &mut Section<'_, '_>, by_gitlab: bool, is_on: bool, state_dir: Opt
 fn limits(s: &mut Section<'_, '_>) -> KubernetesLimits {
     KubernetesLimits {
         per_caller: s.number("per_caller", 300, "Requests of one caller that may be open."),
-        upgrades: s.number(
-            "upgrades",
-            50,
-            "Requests of one caller that may be open after an upgrade: kubectl exec, attach and port-forward.",
-        ),
         long_per_old_agent: s.number(
             "long_per_old_agent",
             8,
-            "Watches, followed logs and upgrades that may be open to an agentk that cannot cancel a request, as that of \
+            "Watches and followed logs that may be open to an agentk that cannot cancel a request, as that of \
              GitLab 14.1.",
         ),
         head_timeout: s.duration(
