@@ -70,7 +70,7 @@ pub struct Refusal {
     /// Why.
     pub why: Refused,
     /// The caller, if it is known. Its source has accepted its credential.
-    pub caller: Option<Caller>,
+    pub caller: Option<Box<Caller>>,
 }
 
 /// Decides which requests may run, and for how long.
@@ -181,7 +181,7 @@ impl Authorizer {
     fn judge(&self, caller: Caller, agent: KnownAgent) -> Result<Authorized, Refusal> {
         match self.decide(&caller, &agent) {
             Ok((run_as, rule)) => Ok(Authorized { caller, run_as, rule, agent }),
-            Err(why) => Err(Refusal { why, caller: Some(caller) }),
+            Err(why) => Err(Refusal { why, caller: Some(Box::new(caller)) }),
         }
     }
 

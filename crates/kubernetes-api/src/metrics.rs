@@ -81,26 +81,26 @@ impl Metrics {
             auth: Family::default(),
             ended: Family::default(),
         };
-        let registry = registry.sub_registry_with_prefix("kas_kubernetes");
+        let registry = registry.sub_registry_with_prefix("kas");
         registry.register(
-            "requests",
+            "kubernetes_requests",
             "Requests of the endpoint for kubectl, by the source of the caller, kind, and class of the status",
             metrics.requests.clone(),
         );
-        registry.register("open", "Open requests of the endpoint, by kind", metrics.open.clone());
+        registry.register("kubernetes_open", "Open requests of the endpoint, by kind", metrics.open.clone());
         registry.register_with_unit(
-            "head",
+            "kubernetes_head",
             "Time from the request to the head of its answer, by kind",
             Unit::Seconds,
             metrics.head_seconds.clone(),
         );
         registry.register(
-            "auth",
+            "kubernetes_auth",
             "Decisions about credentials of requests, by the source of the caller",
             metrics.auth.clone(),
         );
         registry.register(
-            "ended",
+            "kubernetes_ended",
             "Requests that were allowed and have ended, by kind and why",
             metrics.ended.clone(),
         );

@@ -134,7 +134,7 @@ async fn page_shows_no_secret_and_no_address_of_agents() -> Result<()> {
     let agent: Value = serde_json::from_str(&text)?;
     let keys: Vec<&String> = agent["connections"][0].as_object().context("an object")?.keys().collect();
     ensure!(
-        keys == ["agent", "name", "project", "pod", "version", "since", "replica", "holders"],
+        keys == ["agent", "name", "project", "pod", "version", "since", "replica", "unconfirmed", "holders"],
         "what is shown has changed: {keys:?}"
     );
     ensure!(!text.contains(&testkit::kas::token(1)));
