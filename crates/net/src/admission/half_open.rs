@@ -36,7 +36,7 @@ pub struct Patience {
     /// lost.
     pub silent: Duration,
     /// A TLS or WebSocket handshake, from its first byte on. When all places are taken and there are fewer
-    /// of them than this time needs, the time is shorter: see [`HalfOpen::new`].
+    /// of them than this time needs, the time is shorter: see `HalfOpen::new`.
     pub opening: Duration,
     /// One that speaks HTTP, from then on, or whose handshake took many steps of the scheduler. If this were
     /// shorter, then in a storm of reconnects connections would lose their places while their requests wait
