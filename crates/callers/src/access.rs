@@ -34,7 +34,7 @@ impl Access {
     pub fn new(rules: &[AccessRule]) -> Self {
         let rule = |rule: &AccessRule| {
             let run_as = match &rule.identity {
-                // Whoever calls kas with a credential of kas has no identity of agentk to give away.
+                // A client with a credential of kas must not choose an identity with the rights of agentk.
                 RequestIdentity::Agent => Some(RunAs::Agent { allows_impersonate_headers: false }),
                 RequestIdentity::Impersonate(identity) => {
                     Some(RunAs::Identity { mode: Mode::Impersonate, identity: Arc::new(identity.clone()) })
