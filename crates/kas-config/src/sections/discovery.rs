@@ -91,7 +91,7 @@ fn discovery(s: &mut Section<'_, '_>, own_port: u16) -> Discovery {
             "addresses",
             &["10.0.0.1:8155", "kas-2.example.com:8155"],
             "at least one host:port",
-            "Host and port of replicas, possibly including this one. Names are looked up again and again.",
+            "Host and port of replicas, possibly including this one. Names are looked up repeatedly.",
         );
         // An entry that is not a text already has its problem, and shifts the indices of those after it.
         if !s.is_refused("addresses") {

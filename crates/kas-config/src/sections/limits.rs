@@ -111,7 +111,7 @@ fn connections(s: &mut Section<'_, '_>) -> http::Limits {
         "half_open_connections",
         1_024,
         "Connections of each listener that have not authenticated yet. When there are this many, a new one replaces the \
-         oldest that has sent nothing for 1 s. While they come quickly, there are up to eight times as many, but no more \
+         oldest that has sent nothing for 1 s. While they arrive quickly, there are up to eight times as many, but no more \
          than an eighth of the files that kas may open; docs/limits.md says for how long each.",
     ) as usize;
     http::Limits {

@@ -71,7 +71,7 @@ fn private_api(s: &mut Section<'_, '_>, several: bool) -> PrivateApi {
         let files = secret_files(
             s,
             one.map(PathBuf::from),
-            "Further secret files, for rotation: the first of all signs and encrypts, any of them verifies. Add the \
+            "Further secret files, for rotation: the first secret signs and encrypts, any of them verifies. Add the \
              new one last everywhere, then put it first everywhere, then remove the old one.",
         );
         if files.paths.is_empty()
