@@ -60,7 +60,7 @@ pub struct Arguments {
     /// Log format: json, text, or auto (text if standard error is a terminal, else json).
     #[arg(long, value_name = "FORMAT", default_value = "auto", value_parser = ["auto", "json", "text"], global = true)]
     pub log_format: String,
-    /// Worker threads. One thread carries several GB/s, without wakeups of other threads. More threads help
+    /// Worker threads. One thread carries several GB/s, and needs no switches between threads. More threads help
     /// an agent that is busy with TLS.
     #[arg(long, value_name = "N", env = "AGENTK_WORKER_THREADS", default_value_t = 1, global = true,
         value_parser = clap::value_parser!(u16).range(1..=256))]
@@ -97,7 +97,7 @@ pub struct AgentArguments {
     #[arg(long, value_name = "N", default_value_t = 500, value_parser = clap::value_parser!(u16).range(1..=500))]
     pub max_tunnels: u16,
     /// Export spans of requests to this OTLP endpoint, such as http://collector:4318. Default:
-    /// OTEL_EXPORTER_OTLP_ENDPOINT; without either, agentk makes no spans. It always passes the trace context
+    /// OTEL_EXPORTER_OTLP_ENDPOINT; without either, agentk creates no spans. It always passes the trace context
     /// of a request on to the API server.
     #[arg(long, value_name = "URL", value_parser = Unshown(endpoint))]
     pub otlp_endpoint: Option<http::Uri>,

@@ -7,12 +7,14 @@ use process::version;
 
 const HELP: &str = "\
 Examples:
-  kas                                       one replica on loopback: agents on :8150, API on :8153
+  kas                                       one replica on loopback: agents on :8150, API on :8153,
+                                            kubectl on :8154
   kas --configuration-file kas.yaml         with a configuration file
   kas config print-default > kas.yaml       every key with its default and what it means
   kas config check kas.yaml                 all problems of a file at once
 
-Signals: SIGTERM and SIGINT drain kas and end it; a second one ends it at once. SIGHUP reopens the audit log.";
+Signals: After SIGTERM or SIGINT, kas drains and exits; after a second one, it exits at once. SIGHUP reopens the \
+audit log.";
 
 const GITLAB_CHECK_HELP: &str = "\
 Examples:
@@ -93,7 +95,7 @@ pub enum GitLabCommand {
 /// What to do with configuration.
 #[derive(Subcommand)]
 pub enum ConfigCommand {
-    /// Reports every problem and warning of a file, and exits with code 1 if there is a problem.
+    /// Reports every problem and warning in a file, and exits with code 1 if there is a problem.
     Check {
         /// The configuration file [default: that of --configuration-file].
         file: Option<PathBuf>,

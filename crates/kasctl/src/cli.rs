@@ -17,7 +17,7 @@ use crate::{
 
 const ROOT_HELP: &str = "\
 Examples:
-  kasctl agents                     connected agents, and the replica of kas that each is connected to
+  kasctl agents                     connected agents, and the kas replica of each
   kasctl pods 7 -n default          pods in the cluster of agent 7
   kasctl request 7 GET /version     a request to the Kubernetes API of agent 7
   kasctl replicas                   the replicas of kas, and their problems
@@ -125,7 +125,7 @@ them left; absent if there are none. transports: open connections of the agent; 
 
 const PODS_HELP: &str = "\
 Examples:
-  kasctl pods 7                       all pods of the cluster of agent 7
+  kasctl pods 7                       all pods in the cluster of agent 7
   kasctl pods 7 -n default -l 'app=web,tier!=cache'
   kasctl pods 7 -o json | jq '.pods | length'
 
@@ -190,9 +190,9 @@ Without --users-file, the entry is printed on standard output, and the token onc
 
 The entry contains only the hash of the token. The token is kasu_ and 256 random bits. With --token-file it is \
 written only to that file, which is created with mode 0600 and without a newline, and is never overwritten. In a \
-kubeconfig, the user has tokenFile: with that file.
+kubeconfig, set tokenFile of the user to that file.
 
-What the user may do is written in agent.kubernetes_api.access of the configuration of kas.";
+The access rules in agent.kubernetes_api.access of the configuration of kas say what the user may do.";
 
 const TOKEN_HASH_HELP: &str = "\
 Examples:
@@ -272,10 +272,10 @@ pub(crate) enum Format {
 /// The command.
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
-    /// List the connections of agents, and the replica of kas of each
+    /// List the connections of agents, and the kas replica that holds each
     #[command(after_help = AGENTS_HELP)]
     Agents(AgentsArgs),
-    /// List the pods of the cluster of an agent
+    /// List the pods in the cluster of an agent
     #[command(after_help = PODS_HELP)]
     Pods(PodsArgs),
     /// List the replicas of kas, their health, and their problems
@@ -287,7 +287,7 @@ pub(crate) enum Command {
     /// Show which replica of kas holds an agent, and how a request is routed to it
     #[command(after_help = WHY_HELP)]
     Why(WhyArgs),
-    /// Send an HTTP request to the Kubernetes API of the cluster of an agent
+    /// Send an HTTP request to the Kubernetes API of an agent's cluster
     #[command(after_help = REQUEST_HELP)]
     Request(RequestArgs),
     /// Create tokens for API clients of kas, for agents and for users
@@ -310,7 +310,7 @@ pub(crate) struct AgentsArgs {
     /// Only this agent
     #[arg(long, value_name = "ID")]
     pub(crate) agent: Option<AgentId>,
-    /// Continue to print changes until Ctrl-C
+    /// Keep printing changes until Ctrl-C
     #[arg(short, long)]
     pub(crate) watch: bool,
 }

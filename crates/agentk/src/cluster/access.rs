@@ -56,7 +56,7 @@ pub struct ClusterAccess {
 
 /// The flags of kubectl that agentk 14.1 has. They override the kubeconfig and the pod's service account.
 #[derive(clap::Args, Clone, Debug, Default)]
-#[command(next_help_heading = "Kubernetes API server, as kubectl has them")]
+#[command(next_help_heading = "Kubernetes API server, with the flags of kubectl")]
 pub struct KubectlFlags {
     /// Use the API server at this URL
     #[arg(short = 's', long, value_name = "URL", hide_short_help = true, conflicts_with = "kube_server")]
