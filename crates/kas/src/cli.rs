@@ -13,7 +13,7 @@ Examples:
   kas config print-default > kas.yaml       every key with its default and what it means
   kas config check kas.yaml                 all problems of a file at once
 
-Signals: After SIGTERM or SIGINT, kas drains and exits; after a second one, it exits at once. SIGHUP reopens the \
+Signals: after SIGTERM or SIGINT, kas drains and exits; after a second one, it exits at once. SIGHUP reopens the \
 audit log.";
 
 const GITLAB_CHECK_HELP: &str = "\
