@@ -7,7 +7,7 @@ mod address;
 mod headers;
 mod stream;
 
-use std::{fmt, io, net::SocketAddr, sync::Arc, time::Duration};
+use std::{fmt, future::poll_fn, io, net::SocketAddr, pin::pin, sync::Arc, time::Duration};
 
 use http::{
     HeaderValue, Request, StatusCode, header,
@@ -20,6 +20,7 @@ use hyper::{
 };
 use hyper_util::rt::{TokioIo, TokioTimer};
 use net::{
+    batch::{BatchedWrites, Turns},
     http::{FRAME, HEADER_LIST, STREAM_WINDOW, UNLIMITED_WINDOW},
     proxy::{self, Proxies, Proxy},
 };
@@ -224,7 +225,10 @@ pub struct Link {
 /// Runs the tasks of the connection until the link is dropped. hyper spawns tasks for the connection and for
 /// each request body, besides [`Link::driver`].
 #[derive(Clone, Debug)]
-struct LinkTasks(CancellationToken);
+struct LinkTasks {
+    closed: CancellationToken,
+    turns: Turns<Stream>,
+}
 
 impl<F> hyper::rt::Executor<F> for LinkTasks
 where
@@ -232,8 +236,15 @@ where
     F::Output: Send,
 {
     fn execute(&self, future: F) {
-        let closed = self.0.clone();
+        let Self { closed, turns } = self.clone();
         tokio::spawn(async move {
+            let mut future = pin!(future);
+            // Most of the tasks write nothing, and the one that drives the connection is not known here.
+            let future = poll_fn(|cx| {
+                let polled = future.as_mut().poll(cx);
+                turns.end();
+                polled
+            });
             tokio::select! {
                 _ = future => {}
                 () = closed.cancelled() => {}
@@ -454,8 +465,9 @@ impl Dialer {
         local: Option<SocketAddr>,
         peer: Option<SocketAddr>,
     ) -> Result<Link, DialError> {
-        let tasks = LinkTasks(CancellationToken::new());
-        let guard = tasks.0.clone().drop_guard();
+        let (stream, turns) = BatchedWrites::new(stream);
+        let tasks = LinkTasks { closed: CancellationToken::new(), turns };
+        let guard = tasks.closed.clone().drop_guard();
         let mut builder = http2::Builder::new(tasks.clone());
         builder
             .timer(TokioTimer::new())

@@ -3,6 +3,7 @@
 
 pub mod admin;
 pub mod admission;
+pub mod batch;
 pub mod http;
 pub mod io;
 pub mod peers;

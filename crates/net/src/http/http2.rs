@@ -17,11 +17,17 @@ use super::{
     settings::{FRAME, HEADER_LIST_ROOM, Limits, STREAM_WINDOW, Settings},
     slot::StreamSlot,
 };
-use crate::io::{ADMITTED_QUOTA, QuotaStream, ReadQuota, Stream, UNADMITTED_QUOTA};
+use crate::{
+    batch::{BatchedWrites, Turns},
+    io::{ADMITTED_QUOTA, QuotaStream, ReadQuota, Stream, UNADMITTED_QUOTA},
+};
+
+type Socket = QuotaStream<FrameLimiter<Stream>>;
 
 /// A connection of HTTP/2.
 pub(super) struct Http2 {
-    inner: http2::Connection<TokioIo<QuotaStream<FrameLimiter<Stream>>>, Requests, StreamSlot>,
+    inner: http2::Connection<TokioIo<BatchedWrites<Socket>>, Requests, StreamSlot>,
+    turns: Turns<Socket>,
     quota: Arc<ReadQuota>,
     observed: Arc<Observed>,
 }
@@ -45,8 +51,9 @@ impl Http2 {
             .keep_alive_interval(settings.keepalive_interval)
             .keep_alive_timeout(settings.keepalive_timeout);
         let (stream, quota) = QuotaStream::new(stream);
+        let (stream, turns) = BatchedWrites::new(stream);
         let inner = builder.serve_connection(TokioIo::new(stream), requests);
-        Self { inner, quota, observed }
+        Self { inner, turns, quota, observed }
     }
 }
 
@@ -55,7 +62,9 @@ impl Driver for Http2 {
 
     fn poll(&mut self, cx: &mut Context<'_>) -> Poll<hyper::Result<()>> {
         self.quota.begin(if self.observed.is_admitted() { ADMITTED_QUOTA } else { UNADMITTED_QUOTA });
-        Pin::new(&mut self.inner).poll(cx)
+        let polled = Pin::new(&mut self.inner).poll(cx);
+        self.turns.end();
+        polled
     }
 
     fn leave(&mut self) {

@@ -4,6 +4,7 @@
 //! it waits for, and a stream that was refused before it was processed differs from one that was reset.
 
 use std::{
+    future::poll_fn,
     io,
     pin::Pin,
     sync::{
@@ -19,7 +20,10 @@ use grpc::{BoxError, Status};
 use h2::{Reason, RecvStream, SendStream, client};
 use http::{HeaderMap, HeaderValue, Request, Response, Uri, header};
 use http_body::{Body, Frame};
-use net::http::{FRAME, HEADER_LIST, PEER, STREAM_WINDOW, StreamReset, UNLIMITED_WINDOW};
+use net::{
+    batch::BatchedWrites,
+    http::{FRAME, HEADER_LIST, PEER, STREAM_WINDOW, StreamReset, UNLIMITED_WINDOW},
+};
 use rustls_pki_types::ServerName;
 use tokio::{
     io::{AsyncRead, AsyncWrite},
@@ -194,6 +198,7 @@ impl Link {
         T: AsyncRead + AsyncWrite + Send + Unpin + 'static,
     {
         let http2 = |source| DialError::Http2 { address: Arc::clone(address), source };
+        let (stream, turns) = BatchedWrites::new(stream);
         let (sender, mut connection) = client::Builder::new()
             .initial_window_size(STREAM_WINDOW)
             .initial_connection_window_size(UNLIMITED_WINDOW)
@@ -215,8 +220,13 @@ impl Link {
                     None => std::future::pending().await,
                 }
             };
+            let driven = poll_fn(|cx| {
+                let polled = Pin::new(&mut connection).poll(cx);
+                turns.end();
+                polled
+            });
             tokio::select! {
-                ended = &mut connection => match ended {
+                ended = driven => match ended {
                     Ok(()) => {}
                     Err(error) => tracing::debug!(peer = &*peer, error = %error, "the link to a replica ended"),
                 },
