@@ -410,6 +410,7 @@ impl KubernetesApi {
             wait_until: Some(about.arrived + self.patience(agent)),
             body: about.record.request_body(grpc::boxed(upload)),
             needs,
+            is_long: kind == Kind::Upgrade,
             chosen: chosen.clone(),
             trace: RouteTrace::default(),
             record: about.record.clone(),

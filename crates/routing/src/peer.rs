@@ -48,8 +48,10 @@ use tunnel::{
 
 pub use self::credential::Credential;
 use self::link::{CallError, DialError, LentBody, Link, Pump, RecvBody};
+use crate::{refusal::unsupported, registry::Lack};
 
-/// The maximum number of unanswered borrow requests to one owner for the same agent, connection and method.
+/// The maximum number of unanswered borrow requests to one owner for the same agent, connection, method and
+/// needs.
 const ASKS: usize = 16;
 /// A borrow request that is not answered within this time, or two round trips, waits at the owner: another
 /// owner is asked too.
@@ -82,6 +84,11 @@ pub const KIND: HeaderName = HeaderName::from_static("kas-hop-agentk");
 pub const MEETS: HeaderName = HeaderName::from_static("kas-hop-agentk-meets");
 /// Response header of Borrow, for replicas of earlier builds: that agentk supports impersonation.
 pub const IMPERSONATES: HeaderName = HeaderName::from_static("kas-hop-agentk-impersonates");
+/// In a borrow request: what agentk must support, as in [`MEETS`]. Absent: nothing.
+pub const NEEDS: HeaderName = HeaderName::from_static("kas-hop-needs");
+/// In a borrow request, with the value `1`: the request may outlast the time in which replicas that drain end
+/// other requests.
+pub const LONG: HeaderName = HeaderName::from_static("kas-borrow-long");
 /// In a borrow request: the borrower can send several requests, one after the other. In its response: it may
 /// do so, if the owner renews the lease after each.
 pub const REUSE: HeaderName = HeaderName::from_static("kas-borrow");
@@ -228,7 +235,7 @@ struct Asks {
 const SWEEP: usize = 1024;
 
 /// The borrow requests of one queue have these in common.
-type Queue = (AgentId, Option<ConnectionId>, Arc<str>);
+type Queue = (AgentId, Option<ConnectionId>, Arc<str>, Features);
 
 /// The borrow requests of one queue: those that the owner has not answered, and those that wait to be sent.
 struct AskQueue {
@@ -284,6 +291,10 @@ pub struct Ask {
     pub until: Instant,
     /// Similar requests will follow soon, so a lease is worthwhile.
     pub again: bool,
+    /// What agentk must support.
+    pub needs: Features,
+    /// The request may outlast the time in which replicas that drain end other requests.
+    pub is_long: bool,
 }
 
 /// Why an owner lends no tunnel.
@@ -373,6 +384,7 @@ impl Lent {
             token: *NO_TOKEN,
             kind: self.kind,
             features: self.features,
+            version: None,
             descriptor: Arc::<Descriptor>::default(),
         };
         let reset = Arc::<StreamReset>::default();
@@ -416,7 +428,7 @@ impl Peer {
     }
 
     fn queue(&self, ask: &Ask) -> Arc<AskQueue> {
-        let key = (ask.agent, ask.connection, Arc::clone(&ask.method));
+        let key = (ask.agent, ask.connection, Arc::clone(&ask.method), ask.needs);
         let mut asks = self.asks.lock();
         if let Some(queue) = asks.map.get(&key).and_then(Weak::upgrade) {
             return queue;
@@ -432,8 +444,8 @@ impl Peer {
 
     /// Borrows a tunnel: waits until one is lent, or certainly none will be.
     ///
-    /// At most 16 borrow requests for the same agent, connection and method are sent to one owner. Further
-    /// ones wait here, in the order of their arrival. One that is not sent until its deadline waits for what
+    /// At most 16 borrow requests for the same agent, connection, method and needs are sent to one owner.
+    /// Further ones wait here, in the order of their arrival. One that is not sent until its deadline waits for what
     /// the owner answers to the others.
     ///
     /// # Errors
@@ -489,6 +501,14 @@ impl Peer {
         if ask.again {
             headers.insert(REUSE, AGAIN);
         }
+        if !ask.needs.is_empty()
+            && let Ok(needs) = HeaderValue::try_from(ask.needs.to_string())
+        {
+            headers.insert(NEEDS, needs);
+        }
+        if ask.is_long {
+            headers.insert(LONG, HeaderValue::from_static("1"));
+        }
         // The value is different each time, and HPACK's tables are for values that are repeated.
         let mut correlation = ask.correlation.clone();
         correlation.set_sensitive(true);
@@ -527,6 +547,11 @@ impl Peer {
             }
         };
         let features = features(headers);
+        if !features.contains(ask.needs) {
+            // An owner of an earlier version lends any tunnel. This one is returned unused.
+            let lack = Lack { missing: ask.needs.without(features), version: None };
+            return Err(Refusal::Final(unsupported(ask.agent, lack)));
+        }
         let accepted = headers.get(REUSE).is_some_and(|value| *value == AGAIN);
         let again = ask.again && accepted && kind.mode() == Mode::Reusable;
         Ok(Lent { kind, features, again, answer: LentAnswer::Ours(response.into_body()), send })
