@@ -176,6 +176,12 @@ impl Failure {
         )
     }
 
+    /// This kas shuts down before there was an answer.
+    pub(crate) fn drained(method: &Method, kind: Kind) -> Self {
+        let failure = Self::unknown(method, kind, "this kas is shutting down");
+        Self { ended_by: EndedBy::Drain, ..failure }
+    }
+
     /// It is not known whether the request was carried out.
     fn unknown(method: &Method, kind: Kind, text: &str) -> Self {
         let only_reads =

@@ -419,7 +419,7 @@ impl KubernetesApi {
             let exchange = pin!(self.exchange(sent, &open, &chosen));
             tokio::select! {
                 biased;
-                verdict = shared.ended() => Err(self.ended_early(verdict, agent)),
+                verdict = shared.ended() => Err(self.ended_early(verdict, agent, &about.method, kind)),
                 answered = exchange => match answered {
                     Ok(answered) => Ok(answered),
                     Err(status) => Err(self.failed(&status, agent, &about.method, kind).await),
@@ -517,16 +517,15 @@ impl KubernetesApi {
     }
 
     /// Returns the answer for a request that the endpoint has ended before there was one.
-    fn ended_early(&self, verdict: Verdict, agent: AgentId) -> Failure {
+    fn ended_early(&self, verdict: Verdict, agent: AgentId, method: &Method, kind: Kind) -> Failure {
         let limits = self.open.limits();
         match verdict {
             Verdict::SilentUpload => Failure::silent_upload(limits.silent_upload),
             Verdict::Revoked => Failure::revoked(),
             Verdict::BrokenUpload => Failure::broken_upload(),
             Verdict::Session => Failure::late(agent, limits.session),
-            Verdict::LateAnswer | Verdict::UnreadAnswer | Verdict::Drain => {
-                Failure::late(agent, limits.answer_head)
-            }
+            Verdict::Drain | Verdict::DrainOver => Failure::drained(method, kind),
+            Verdict::LateAnswer | Verdict::UnreadAnswer => Failure::late(agent, limits.answer_head),
         }
     }
 
