@@ -30,7 +30,7 @@ use crate::{
     answer::{self, AnswerBody, Reader},
     boundary::EventEnds,
     ended_by::EndedBy,
-    failure::Failure,
+    failure::{Failure, Presence},
     form,
     head::{self, AnswerHead},
     message::{HeadParts, RequestHead},
@@ -531,10 +531,16 @@ impl KubernetesApi {
 
     /// Returns the answer for a request that the router or the agent has failed.
     async fn failed(&self, status: &Status, agent: AgentId, method: &Method, kind: Kind) -> Failure {
-        let is_away = status.outcome() == Some(Outcome::NotStarted)
-            && matches!(status.code(), Code::Unavailable | Code::DeadlineExceeded)
-            && !self.router.finds(agent).await;
-        Failure::of_status(status, agent, method, kind, is_away)
+        let may_be_away = status.outcome() == Some(Outcome::NotStarted)
+            && matches!(status.code(), Code::Unavailable | Code::DeadlineExceeded);
+        let presence = if !may_be_away || self.router.finds(agent).await {
+            Presence::Held
+        } else if self.router.is_connected(agent).await {
+            Presence::WithoutTunnel
+        } else {
+            Presence::Away
+        };
+        Failure::of_status(status, agent, method, kind, presence)
     }
 }
 

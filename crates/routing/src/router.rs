@@ -10,6 +10,7 @@
 
 mod search;
 mod trace;
+mod whereabouts;
 
 use std::{
     collections::HashMap,
@@ -35,8 +36,11 @@ use tunnel::{
     meta::Binary,
 };
 
-use self::search::{Found, Search};
 pub use self::trace::RouteTrace;
+use self::{
+    search::{Found, Search},
+    whereabouts::Whereabouts,
+};
 use crate::{
     long::LongRequest,
     metadata,
@@ -62,6 +66,7 @@ pub struct Router {
     peers: Option<Arc<Peers>>,
     /// The tunnels that this replica leases from them.
     leases: Arc<LeasePool>,
+    whereabouts: Whereabouts,
 }
 
 impl std::fmt::Debug for Router {
@@ -211,7 +216,17 @@ impl Router {
     ) -> Self {
         let leases = LeasePool::new(Arc::clone(&tracker));
         let metrics = Arc::clone(registry.metrics());
-        Self { registry, tracker, metrics, refusals, find_timeout, me, peers, leases }
+        Self {
+            registry,
+            tracker,
+            metrics,
+            refusals,
+            find_timeout,
+            me,
+            peers,
+            leases,
+            whereabouts: Whereabouts::default(),
+        }
     }
 
     /// Returns how many tunnels this replica holds.
@@ -234,6 +249,25 @@ impl Router {
                 && self.tracker.locate(agent).await.is_ok_and(|candidates| {
                     candidates.iter().any(|candidate| candidate.replica.id != self.me)
                 })
+    }
+
+    /// Whether the agent is connected, with or without a tunnel, as far as replicas answer. It asks all of
+    /// them, so it is for requests that have failed.
+    ///
+    /// # Cancel safety
+    /// Cancel safe.
+    pub async fn is_connected(&self, agent: AgentId) -> bool {
+        self.registry.occupancy(agent).transports > 0
+            || self.finds(agent).await
+            || !self.elsewhere_without_tunnel(agent).await.is_empty()
+    }
+
+    /// Returns the other replicas to which the agent is connected without a tunnel.
+    async fn elsewhere_without_tunnel(&self, agent: AgentId) -> Arc<[Replica]> {
+        match self.peers {
+            Some(_) => self.whereabouts.without_tunnel(&*self.tracker, agent).await,
+            None => Arc::default(),
+        }
     }
 
     /// Returns the registry of the tunnels of this replica.
@@ -455,7 +489,7 @@ impl Router {
         silent.extend(of_gitlab.map(|view| whereabouts(&view.replica)));
         let nowhere = lend.is_empty() && silent.is_empty();
         let text = if nowhere && own.transports > 0 {
-            without_tunnel(agent, arrived.elapsed())
+            without_tunnel(agent, arrived.elapsed(), "this replica")
         } else if nowhere && let Err(error) = self.tracker.locate(agent).await {
             // The owner may be known to a store that does not answer.
             format!(
@@ -463,6 +497,12 @@ impl Router {
                 arrived.elapsed().as_secs_f64(),
                 process::error::chain(&error)
             )
+        } else if nowhere
+            && let there = self.elsewhere_without_tunnel(agent).await
+            && !there.is_empty()
+        {
+            let there: Vec<String> = there.iter().map(whereabouts).collect();
+            without_tunnel(agent, arrived.elapsed(), &list(&there))
         } else {
             absence(agent, arrived.elapsed(), &lend, &silent, &others)
         };
@@ -480,13 +520,23 @@ fn whereabouts(replica: &Replica) -> String {
     }
 }
 
-/// Explains that an agent has a transport connection to this replica and no tunnel.
-fn without_tunnel(agent: AgentId, waited: Duration) -> String {
+/// Explains that an agent has a transport connection to replicas and no tunnel, neither idle nor busy.
+fn without_tunnel(agent: AgentId, waited: Duration, place: &str) -> String {
     format!(
-        "agent {agent} is connected to this replica, but has no tunnel; waited {:.1} s: repeat the request later; \
+        "agent {agent} is connected to {place}, but has no tunnel; waited {:.1} s: repeat the request later; \
          GitLab's agentk opens tunnels that were reset again after 10 s to 5 min, and the log of agentk has the reason",
         waited.as_secs_f64()
     )
+}
+
+/// Returns names as a list. If there are many, the last ones are counted.
+fn list(names: &[String]) -> String {
+    const NAMES: usize = 5;
+    let mut text = names[..names.len().min(NAMES)].join(", ");
+    if names.len() > NAMES {
+        let _ = write!(text, " and {} more", names.len() - NAMES);
+    }
+    text
 }
 
 /// A replica that holds an agent and lent no tunnel.
@@ -506,15 +556,6 @@ fn absence(
     silent: &[String],
     others: &[String],
 ) -> String {
-    /// The maximum number of names in a list. Further ones are counted.
-    const NAMES: usize = 5;
-    let list = |names: &[String]| {
-        let mut text = names[..names.len().min(NAMES)].join(", ");
-        if names.len() > NAMES {
-            let _ = write!(text, " and {} more", names.len() - NAMES);
-        }
-        text
-    };
     let waited = waited.as_secs_f64();
     let occupied: Vec<Abandoned> = lend.iter().filter_map(|holder| holder.abandoned).collect();
     let all_occupied = !lend.is_empty() && occupied.len() == lend.len();
