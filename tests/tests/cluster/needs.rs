@@ -93,7 +93,7 @@ async fn serve(tunnel: &mut RawTunnel) -> Vec<u8> {
 /// An agentk of 14.1 and a new one are connected for agent 1. The old one has more idle tunnels.
 struct Mixed {
     old: RawAgent,
-    _idle: Vec<RawTunnel>,
+    idle: Vec<RawTunnel>,
     new: RawAgent,
 }
 
@@ -106,7 +106,7 @@ impl Mixed {
         for _ in 0..3 {
             idle.push(old.tunnel_with(kubernetes_api()).await?);
         }
-        Ok((Self { old, _idle: idle, new }, tunnel))
+        Ok((Self { old, idle, new }, tunnel))
     }
 
     async fn tunnel(new: &RawAgent) -> Result<RawTunnel> {
@@ -158,8 +158,8 @@ async fn requests_with_needs_wait_for_a_tunnel_that_meets_them_and_keep_no_other
         .collect();
     mesh.kas(0).metric_is("kas_requests_waiting", 2.0).await?;
     // Another one is served by the agentk of 14.1 meanwhile.
-    let mut idle = mixed._idle.pop().context("three are idle")?;
-    mixed._idle.clear();
+    let mut idle = mixed.idle.pop().context("three are idle")?;
+    mixed.idle.clear();
     let (got, asked) = tokio::join!(make_request(&caller, Needs::Nothing), serve_once(&mut idle));
     assert_eq!((got?.status.code(), asked), (Code::Ok, first(Needs::Nothing)));
     let mut more = Mixed::tunnel(&mixed.new).await?;
