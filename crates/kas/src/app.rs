@@ -77,6 +77,9 @@ const API_AGE_SHARE: f64 = 0.8;
 /// Pings of another replica that are accepted at once, and the time after which one more is. A replica sends
 /// one every 3 s.
 const PEER_PINGS: (u32, Duration) = (50, Duration::from_secs(1));
+/// How long upgraded connections may take to end after their grace: until a frame ends and its client is
+/// told.
+const UPGRADES_END: Duration = Duration::from_secs(3);
 /// How long the last spans may take to be exported.
 const SPANS: Duration = Duration::from_secs(2);
 
@@ -529,6 +532,10 @@ impl Kas {
                         router.leases().close();
                     }
                 })
+                .linger({
+                    let tunnels = Arc::clone(&tunnels);
+                    move || tunnels.refuse_waiters()
+                })
                 .end({
                     let tunnels = Arc::clone(&tunnels);
                     move || tunnels.refuse_waiters()
@@ -575,9 +582,15 @@ impl Kas {
                 .server(agent_server(&config, agent_listener, agent_tls, Arc::clone(&agents)))
                 .task(Arc::clone(&agents).watch_identity())
                 .task(configs.run())
+                .linger({
+                    let agents = Arc::clone(&agents);
+                    move || agents.end_short()
+                })
                 .end(move || agents.end_all()),
         );
-        parts.add(Part::default().server(api_server(&config, api_listener, api_tls, api)));
+        // Its requests never outlast the drain.
+        let api = api_server(&config, api_listener, api_tls, api);
+        parts.add(Part::default().server_until(Phase::Lingering, api));
         parts.add(observe_part(audit, export));
         reloader.secrets(before, config.clone(), secrets, users);
         reloader.certificates.warn();
@@ -627,9 +640,20 @@ impl Kas {
             tokio::time::sleep(config.drain.delay).await;
             lifecycle.advance(Phase::Leaving);
             tracing::info!(requests = requests.requests_open.get(), "leaving: open requests go on");
-            let until = Instant::now() + config.drain.timeout;
-            while requests.requests_open.get() > 0 && Instant::now() < until {
-                tokio::time::sleep(Duration::from_millis(20)).await;
+            let left = Instant::now();
+            none_left(&requests.requests_open, left + config.drain.timeout).await;
+            let long = requests.requests_long.get();
+            if long > 0 && config.drain.upgrade_grace > config.drain.timeout {
+                let others = requests.requests_open.get() - long;
+                tracing::info!(
+                    upgraded = long,
+                    requests = others,
+                    grace = ?config.drain.upgrade_grace,
+                    "drain timeout exceeded: upgraded connections go on, other open requests end with UNAVAILABLE"
+                );
+                parts.linger();
+                lifecycle.advance(Phase::Lingering);
+                none_left(&requests.requests_long, left + config.drain.upgrade_grace + UPGRADES_END).await;
             }
         };
         let hurried = tokio::select! {
@@ -656,6 +680,13 @@ impl Kas {
         let _ = (&mut admin.0).await;
         drop(running);
         tracing::info!("kas has stopped");
+    }
+}
+
+/// Waits until a gauge of requests is 0, or for the given time.
+async fn none_left(requests: &Gauge, until: Instant) {
+    while requests.get() > 0 && Instant::now() < until {
+        tokio::time::sleep(Duration::from_millis(20)).await;
     }
 }
 

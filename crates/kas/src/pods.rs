@@ -219,6 +219,7 @@ async fn fetch(
             wait_until: None,
             body: grpc::full(body),
             needs: Features::NONE,
+            is_long: false,
             chosen: ChosenAgentk::default(),
             trace: RouteTrace::default(),
             record: asked.record.clone(),

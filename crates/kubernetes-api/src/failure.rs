@@ -26,6 +26,17 @@ const IDENTITY: Duration = Duration::from_secs(2);
 /// Tells old GitLab clients that kas, and not the API server, refused the credential.
 const GITLAB_UNAUTHORIZED: HeaderName = HeaderName::from_static("gitlab-unauthorized");
 
+/// Where the agent of a failed request is, as far as replicas know.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Presence {
+    /// A replica holds a tunnel of it.
+    Held,
+    /// It is connected to a replica, and has no tunnel.
+    WithoutTunnel,
+    /// It is not connected.
+    Away,
+}
+
 /// Why a request gets no answer of an API server.
 #[derive(Debug)]
 pub(crate) struct Failure {
@@ -111,14 +122,15 @@ impl Failure {
         Self::refused(Rule::Needs, StatusCode::NOT_IMPLEMENTED, text)
     }
 
-    /// The agent is not connected. Without `Retry-After`: kubectl would repeat the request for minutes.
-    pub(crate) fn away(agent: AgentId, kind: Kind) -> Self {
+    /// The agent is not connected, or has no tunnel. Without `Retry-After`: kubectl would repeat the request
+    /// for minutes.
+    pub(crate) fn away(text: impl Into<String>, kind: Kind) -> Self {
         let code = match kind {
             // client-go continues the watch after 429, and lists everything again after 503.
             Kind::Watch => StatusCode::TOO_MANY_REQUESTS,
             _ => StatusCode::SERVICE_UNAVAILABLE,
         };
-        Self::failed(EndedBy::Tunnel, code, format!("agent {agent} is not connected"))
+        Self::failed(EndedBy::Tunnel, code, text)
     }
 
     /// The client stopped sending the body.
@@ -176,6 +188,12 @@ impl Failure {
         )
     }
 
+    /// This kas shuts down before there was an answer.
+    pub(crate) fn drained(method: &Method, kind: Kind) -> Self {
+        let failure = Self::unknown(method, kind, "this kas is shutting down");
+        Self { ended_by: EndedBy::Drain, ..failure }
+    }
+
     /// It is not known whether the request was carried out.
     fn unknown(method: &Method, kind: Kind, text: &str) -> Self {
         let only_reads =
@@ -192,14 +210,13 @@ impl Failure {
         }
     }
 
-    /// The router found no tunnel, or lost the request, or the agent answered with a status. `is_away`: no
-    /// replica is known that holds the agent.
+    /// The router found no tunnel, or lost the request, or the agent answered with a status.
     pub(crate) fn of_status(
         status: &GrpcStatus,
         agent: AgentId,
         method: &Method,
         kind: Kind,
-        is_away: bool,
+        presence: Presence,
     ) -> Self {
         let text = plain(status.message());
         match (status.outcome(), status.code()) {
@@ -207,7 +224,10 @@ impl Failure {
             (Some(Outcome::NotStarted), Code::FailedPrecondition) | (None, Code::Unimplemented) => {
                 Self::unsupported(text)
             }
-            (Some(Outcome::NotStarted), _) if is_away => Self::away(agent, kind),
+            (Some(Outcome::NotStarted), _) if presence == Presence::Away => {
+                Self::away(format!("agent {agent} is not connected"), kind)
+            }
+            (Some(Outcome::NotStarted), _) if presence == Presence::WithoutTunnel => Self::away(text, kind),
             (Some(Outcome::NotStarted), _) => {
                 Self::failed(EndedBy::Tunnel, StatusCode::SERVICE_UNAVAILABLE, text).with_retry_after(SOON)
             }
@@ -269,7 +289,7 @@ mod tests {
     }
 
     fn of(status: GrpcStatus, method: &Method, kind: Kind) -> Failure {
-        Failure::of_status(&status, agent(), method, kind, false)
+        Failure::of_status(&status, agent(), method, kind, Presence::Held)
     }
 
     fn unknown() -> GrpcStatus {
@@ -313,9 +333,12 @@ mod tests {
             (Kind::Follow, (503, "ServiceUnavailable", None)),
             (Kind::Watch, (429, "TooManyRequests", None)),
         ] {
-            let failure = Failure::of_status(&status, agent(), &Method::GET, kind, true);
+            let failure = Failure::of_status(&status, agent(), &Method::GET, kind, Presence::Away);
             assert_eq!(seen(&failure), expected);
             assert_eq!(failure.status.text(), "agent 7 is not connected");
+            let failure = Failure::of_status(&status, agent(), &Method::GET, kind, Presence::WithoutTunnel);
+            assert_eq!(seen(&failure), expected);
+            assert_eq!(failure.status.text(), "long text", "it says where the agent is connected");
         }
     }
 

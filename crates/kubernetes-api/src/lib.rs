@@ -149,13 +149,18 @@ impl KubernetesApi {
     }
 
     /// Applies the limits of open requests that depend on time, and ends watches once this replica leaves:
-    /// one after the other within `drain`. Runs forever.
+    /// one after the other within `drain`. If upgraded connections outlast the drain, all other requests end
+    /// at its end. Runs forever.
     pub async fn run(self: Arc<Self>, lifecycle: Lifecycle, drain: Duration) {
         let leaving = async {
             lifecycle.reached(Phase::Leaving).await;
             Arc::clone(&self.open).drain(drain).await;
         };
-        tokio::join!(Arc::clone(&self.open).sweep(), leaving);
+        let lingering = async {
+            lifecycle.reached(Phase::Lingering).await;
+            self.open.end_others();
+        };
+        tokio::join!(Arc::clone(&self.open).sweep(), leaving, lingering);
     }
 }
 

@@ -79,10 +79,12 @@ pub(crate) enum Verdict {
     LateAnswer,
     /// The client reads nothing.
     UnreadAnswer,
+    /// This replica shuts down, and only upgraded connections continue.
+    DrainOver,
 }
 
 impl Verdict {
-    const ALL: [Self; 7] = [
+    const ALL: [Self; 8] = [
         Self::Drain,
         Self::Revoked,
         Self::Session,
@@ -90,11 +92,12 @@ impl Verdict {
         Self::BrokenUpload,
         Self::LateAnswer,
         Self::UnreadAnswer,
+        Self::DrainOver,
     ];
 
     pub(crate) fn ended_by(self) -> EndedBy {
         match self {
-            Self::Drain => EndedBy::Drain,
+            Self::Drain | Self::DrainOver => EndedBy::Drain,
             Self::Revoked => EndedBy::Revoked,
             Self::Session | Self::SilentUpload | Self::LateAnswer | Self::UnreadAnswer => EndedBy::Limit,
             Self::BrokenUpload => EndedBy::Client,
@@ -377,6 +380,15 @@ impl OpenRequests {
             .into_iter()
             .filter(|shared| shared.kind == Kind::Watch && shared.verdict().is_none())
             .collect()
+    }
+
+    /// Ends all requests but upgraded connections.
+    pub(crate) fn end_others(&self) {
+        for shared in self.all() {
+            if shared.kind != Kind::Upgrade {
+                shared.end(Verdict::DrainOver);
+            }
+        }
     }
 
     /// Ends the watches that are open now, one after the other within `within`, and later ones soon after

@@ -30,7 +30,7 @@ use crate::{
     answer::{self, AnswerBody, Reader},
     boundary::EventEnds,
     ended_by::EndedBy,
-    failure::Failure,
+    failure::{Failure, Presence},
     form,
     head::{self, AnswerHead},
     message::{HeadParts, RequestHead},
@@ -410,6 +410,7 @@ impl KubernetesApi {
             wait_until: Some(about.arrived + self.patience(agent)),
             body: about.record.request_body(grpc::boxed(upload)),
             needs,
+            is_long: kind == Kind::Upgrade,
             chosen: chosen.clone(),
             trace: RouteTrace::default(),
             record: about.record.clone(),
@@ -418,7 +419,7 @@ impl KubernetesApi {
             let exchange = pin!(self.exchange(sent, &open, &chosen));
             tokio::select! {
                 biased;
-                verdict = shared.ended() => Err(self.ended_early(verdict, agent)),
+                verdict = shared.ended() => Err(self.ended_early(verdict, agent, &about.method, kind)),
                 answered = exchange => match answered {
                     Ok(answered) => Ok(answered),
                     Err(status) => Err(self.failed(&status, agent, &about.method, kind).await),
@@ -516,25 +517,30 @@ impl KubernetesApi {
     }
 
     /// Returns the answer for a request that the endpoint has ended before there was one.
-    fn ended_early(&self, verdict: Verdict, agent: AgentId) -> Failure {
+    fn ended_early(&self, verdict: Verdict, agent: AgentId, method: &Method, kind: Kind) -> Failure {
         let limits = self.open.limits();
         match verdict {
             Verdict::SilentUpload => Failure::silent_upload(limits.silent_upload),
             Verdict::Revoked => Failure::revoked(),
             Verdict::BrokenUpload => Failure::broken_upload(),
             Verdict::Session => Failure::late(agent, limits.session),
-            Verdict::LateAnswer | Verdict::UnreadAnswer | Verdict::Drain => {
-                Failure::late(agent, limits.answer_head)
-            }
+            Verdict::Drain | Verdict::DrainOver => Failure::drained(method, kind),
+            Verdict::LateAnswer | Verdict::UnreadAnswer => Failure::late(agent, limits.answer_head),
         }
     }
 
     /// Returns the answer for a request that the router or the agent has failed.
     async fn failed(&self, status: &Status, agent: AgentId, method: &Method, kind: Kind) -> Failure {
-        let is_away = status.outcome() == Some(Outcome::NotStarted)
-            && matches!(status.code(), Code::Unavailable | Code::DeadlineExceeded)
-            && !self.router.finds(agent).await;
-        Failure::of_status(status, agent, method, kind, is_away)
+        let may_be_away = status.outcome() == Some(Outcome::NotStarted)
+            && matches!(status.code(), Code::Unavailable | Code::DeadlineExceeded);
+        let presence = if !may_be_away || self.router.finds(agent).await {
+            Presence::Held
+        } else if self.router.is_connected(agent).await {
+            Presence::WithoutTunnel
+        } else {
+            Presence::Away
+        };
+        Failure::of_status(status, agent, method, kind, presence)
     }
 }
 

@@ -251,7 +251,7 @@ async fn requests_run_as_the_identity_of_the_caller() {
     let old = Setup { features: Features::TARGET, ..Setup::default() };
     let lab = Lab::start(old, describing()).await;
     let message = failure(send(&lab, get("/agents/7/version", JANE)).await, 501, "InternalError", None).await;
-    assert!(message.contains("impersonation"), "{message}");
+    assert!(message.contains("which cannot impersonate a user"), "{message}");
     assert!(lab.received.lock().is_empty());
 }
 

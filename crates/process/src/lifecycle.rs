@@ -12,24 +12,41 @@ pub enum Phase {
     Draining,
     /// Connections get GOAWAY and idle tunnels end. Open requests continue.
     Leaving,
+    /// Only requests that may outlast the others continue: upgraded connections. Skipped if there are none.
+    Lingering,
     /// Everything that is left ends now.
     Stopped,
 }
 
 /// Publishes the phase.
 #[derive(Debug, Clone)]
-pub struct Lifecycle(watch::Sender<Phase>);
+pub struct Lifecycle {
+    phase: watch::Sender<Phase>,
+    /// From this phase on, it is [`Phase::Stopped`] for the holder.
+    end: Phase,
+}
 
 impl Default for Lifecycle {
     fn default() -> Self {
-        Self(watch::Sender::new(Phase::Serving))
+        Self { phase: watch::Sender::new(Phase::Serving), end: Phase::Stopped }
     }
 }
 
 impl Lifecycle {
+    /// Returns the same lifecycle for something that stops as soon as `phase` is reached.
+    #[must_use]
+    pub fn ending_at(&self, phase: Phase) -> Self {
+        Self { end: self.end.min(phase), ..self.clone() }
+    }
+
+    /// Returns what `phase` of the process means for the holder.
+    fn of(&self, phase: Phase) -> Phase {
+        if phase >= self.end { Phase::Stopped } else { phase }
+    }
+
     /// Advances to `phase`. An earlier phase has no effect.
     pub fn advance(&self, phase: Phase) {
-        self.0.send_if_modified(|now| {
+        self.phase.send_if_modified(|now| {
             let forward = *now < phase;
             *now = (*now).max(phase);
             forward
@@ -38,12 +55,12 @@ impl Lifecycle {
 
     /// Returns the current phase.
     pub fn phase(&self) -> Phase {
-        *self.0.borrow()
+        self.of(*self.phase.borrow())
     }
 
-    /// Returns a receiver of all later phases.
+    /// Returns a receiver of all later phases of the process.
     pub fn watch(&self) -> watch::Receiver<Phase> {
-        self.0.subscribe()
+        self.phase.subscribe()
     }
 
     /// Waits until the phase is at least `phase`.
@@ -52,7 +69,7 @@ impl Lifecycle {
     /// Cancel safe.
     pub async fn reached(&self, phase: Phase) {
         // The sender lives as long as `self`.
-        let _ = self.0.subscribe().wait_for(|now| *now >= phase).await;
+        let _ = self.phase.subscribe().wait_for(|now| self.of(*now) >= phase).await;
     }
 }
 
@@ -112,5 +129,23 @@ pub async fn hangups(reopen: Option<impl Fn()>) {
                 tracing::info!(signal = "SIGHUP", "nothing to reopen: files are read again when they change")
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn what_ends_early_is_stopped_while_the_process_lingers() {
+        let process = Lifecycle::default();
+        let early = process.ending_at(Phase::Lingering);
+        process.advance(Phase::Leaving);
+        assert_eq!((process.phase(), early.phase()), (Phase::Leaving, Phase::Leaving));
+        process.advance(Phase::Lingering);
+        assert_eq!((process.phase(), early.phase()), (Phase::Lingering, Phase::Stopped));
+        early.reached(Phase::Stopped).await;
+        process.advance(Phase::Stopped);
+        assert_eq!(process.phase(), Phase::Stopped);
     }
 }

@@ -22,7 +22,10 @@ use grpc::Deadline;
 use ids::{AgentId, ConnectionId};
 use tokio::time::Instant;
 use traces::Tracer;
-use tunnel::kas_end::{Job, Tunnel};
+use tunnel::{
+    features::Features,
+    kas_end::{Job, Tunnel},
+};
 
 use self::spans::Spans;
 pub use self::{body::LendBody, envelopes::Envelopes, reserved::ReservedTunnel};
@@ -58,11 +61,11 @@ pub trait TunnelSource: Send + Sync + 'static {
 impl TunnelSource for TunnelRegistry {
     fn borrow_or_wait(self: Arc<Self>, request: &BorrowRequest) -> Result<Acquired, Refused> {
         let Borrower { replica, method } = &request.borrower;
-        self.acquire_for(replica, request.agent, method, request.connection)
+        self.acquire_for(replica, request.agent, method, request.connection, request.needs)
     }
 
     fn borrow_idle(self: Arc<Self>, request: &BorrowRequest) -> Option<Grant> {
-        self.take(request.agent, &request.borrower.method, request.connection)
+        self.take(request.agent, &request.borrower.method, request.connection, request.needs)
     }
 
     fn renew_lease(self: Arc<Self>, tunnel: &Arc<Tunnel>, borrower: &Borrower) -> Option<TunnelLease> {
@@ -105,6 +108,10 @@ pub struct BorrowRequest {
     pub agent: AgentId,
     /// One connection of it, or any.
     pub connection: Option<ConnectionId>,
+    /// What agentk must support.
+    pub needs: Features,
+    /// The request may outlast the time in which kas ends other requests.
+    pub is_long: bool,
 }
 
 /// Why no tunnel is lent.

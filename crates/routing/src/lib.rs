@@ -5,13 +5,17 @@
 //! * [`lending`]: lends tunnels to other replicas.
 //! * [`peer`]: borrows tunnels from other replicas.
 //! * [`metadata`]: which metadata of a request is read here, and which is passed on.
+//! * [`refusal`]: the statuses of requests that no tunnel of an agent will serve.
+//! * `long`: requests that may outlast the time in which kas ends other requests.
 //! * [`rate_limit`]: what an agent's token may cost.
 //! * [`metrics`]: the metrics of requests and tunnels.
 
 pub mod lending;
+mod long;
 pub mod metadata;
 pub mod metrics;
 pub mod peer;
 pub mod rate_limit;
+pub mod refusal;
 pub mod registry;
 pub mod router;

@@ -70,6 +70,8 @@ struct RouteLabel {
 pub struct RequestMetrics {
     /// Requests for agents that are open now.
     pub requests_open: Gauge,
+    /// Those of them that may outlast the time in which kas ends other requests.
+    pub requests_long: Gauge,
     requests: Family<OutcomeLabel, Counter>,
     // Resolved once, since the map of a family is behind a lock.
     answered: Counter,
@@ -113,6 +115,7 @@ impl RequestMetrics {
         let (routed_local, routed_remote) = (route(Route::Local), route(Route::Remote));
         let metrics = Self {
             requests_open: Gauge::default(),
+            requests_long: Gauge::default(),
             requests,
             answered,
             find_seconds: Histogram::new([0.0001, 0.001, 0.005, 0.02, 0.1, 0.5, 1.0, 5.0, 20.0]),
@@ -133,6 +136,11 @@ impl RequestMetrics {
             "requests_open",
             "Requests for agents that are open",
             metrics.requests_open.clone(),
+        );
+        registry.register(
+            "requests_long",
+            "Open upgraded connections to agents, which may outlast the drain timeout",
+            metrics.requests_long.clone(),
         );
         registry.register("requests", "Requests for agents by how they ended", metrics.requests.clone());
         registry.register_with_unit(

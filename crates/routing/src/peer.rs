@@ -13,6 +13,7 @@
 //!
 //! Replicas of GitLab's kas 14.1 lend tunnels in another form, see [`gitlab`].
 
+mod credential;
 pub mod gitlab;
 pub mod lease_pool;
 pub mod link;
@@ -26,18 +27,15 @@ use std::{
     time::Duration,
 };
 
-use arc_swap::ArcSwap;
 use bytes::Bytes;
 use cluster::{Abandoned, Candidate, Mark, Replica, ReplicaHealth, Wire};
 use grpc::{Code, Deadline, Status, format_timeout};
 use h2::{RecvStream, SendStream};
 use http::{HeaderMap, HeaderName, HeaderValue};
 use ids::{AgentId, ConnectionId, ReplicaId, TokenHash};
-use jsonwebtoken::{Algorithm, EncodingKey, Header};
 use net::{http::StreamReset, tls::Live};
 use parking_lot::Mutex;
 use process::error::chain;
-use settings::secret::ApiSecret;
 use tokio::{
     sync::{Mutex as AsyncMutex, Semaphore, watch},
     time::Instant,
@@ -48,17 +46,12 @@ use tunnel::{
     state::Mode,
 };
 
+pub use self::credential::Credential;
 use self::link::{CallError, DialError, LentBody, Link, Pump, RecvBody};
-use identity::jwt::{AUDIENCE, ISSUER};
+use crate::{refusal::unsupported, registry::Lack};
 
-/// How long a token of this replica is valid. Clocks may differ by a tenth of it.
-const TOKEN_LIFE: Duration = Duration::from_secs(60);
-/// How long a token is used.
-const TOKEN_USE: Duration = Duration::from_secs(20);
-/// How many seconds before and after now a token for a replica of GitLab's kas is valid, as in 14.1.
-const TOKEN_14_1: f64 = 5.0;
-
-/// The maximum number of unanswered borrow requests to one owner for the same agent, connection and method.
+/// The maximum number of unanswered borrow requests to one owner for the same agent, connection, method and
+/// needs.
 const ASKS: usize = 16;
 /// A borrow request that is not answered within this time, or two round trips, waits at the owner: another
 /// owner is asked too.
@@ -91,6 +84,11 @@ pub const KIND: HeaderName = HeaderName::from_static("kas-hop-agentk");
 pub const MEETS: HeaderName = HeaderName::from_static("kas-hop-agentk-meets");
 /// Response header of Borrow, for replicas of earlier builds: that agentk supports impersonation.
 pub const IMPERSONATES: HeaderName = HeaderName::from_static("kas-hop-agentk-impersonates");
+/// In a borrow request: what agentk must support, as in [`MEETS`]. Absent: nothing.
+pub const NEEDS: HeaderName = HeaderName::from_static("kas-hop-needs");
+/// In a borrow request, with the value `1`: the request may outlast the time in which replicas that drain end
+/// other requests.
+pub const LONG: HeaderName = HeaderName::from_static("kas-borrow-long");
 /// In a borrow request: the borrower can send several requests, one after the other. In its response: it may
 /// do so, if the owner renews the lease after each.
 pub const REUSE: HeaderName = HeaderName::from_static("kas-borrow");
@@ -105,78 +103,6 @@ pub const VERSION: HeaderName = HeaderName::from_static("kas-hop-version");
 pub const ABANDONED: HeaderName = HeaderName::from_static("kas-hop-abandoned");
 /// Together with [`ABANDONED`]: how many milliseconds ago the last of these callers left.
 pub const ABANDONED_FOR: HeaderName = HeaderName::from_static("kas-hop-abandoned-for");
-
-/// Signs the calls of this replica with the first of the shared secrets.
-pub struct Credential {
-    key: ArcSwap<EncodingKey>,
-    name: ReplicaId,
-    current: Mutex<Option<(Instant, HeaderValue)>>,
-}
-
-impl std::fmt::Debug for Credential {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Credential").field("name", &self.name).finish_non_exhaustive()
-    }
-}
-
-impl Credential {
-    /// Signs as `name` with `secret`.
-    pub fn new(name: ReplicaId, secret: &ApiSecret) -> Self {
-        Self {
-            key: ArcSwap::from_pointee(EncodingKey::from_secret(secret.expose())),
-            name,
-            current: Mutex::default(),
-        }
-    }
-
-    /// Replaces the secret.
-    pub fn rotate(&self, secret: &ApiSecret) {
-        self.key.store(Arc::new(EncodingKey::from_secret(secret.expose())));
-        *self.current.lock() = None;
-    }
-
-    /// Returns a value for `authorization`.
-    pub fn authorization(&self) -> HeaderValue {
-        let mut current = self.current.lock();
-        if let Some((made, value)) = &*current
-            && made.elapsed() < TOKEN_USE
-        {
-            return value.clone();
-        }
-        let now = process::clock::wall().as_secs();
-        let claims = serde_json::json!({
-            "iss": ISSUER,
-            "aud": AUDIENCE,
-            "sub": self.name.as_str(),
-            "iat": now,
-            // Clocks may differ by a few seconds.
-            "nbf": now.saturating_sub(5),
-            "exp": now + TOKEN_LIFE.as_secs(),
-        });
-        let value = self.sign(&claims);
-        *current = Some((Instant::now(), value.clone()));
-        value
-    }
-
-    /// Returns a value for `authorization` of one call to a replica of GitLab's kas. Its address comes from
-    /// Redis. The token is valid for a short time only, since any process that can write there may get it.
-    pub fn authorization_14_1(&self) -> HeaderValue {
-        let now = process::clock::wall().as_secs_f64();
-        self.sign(&serde_json::json!({
-            "iss": ISSUER,
-            "aud": [AUDIENCE],
-            "iat": now,
-            "nbf": now - TOKEN_14_1,
-            "exp": now + TOKEN_14_1,
-        }))
-    }
-
-    fn sign(&self, claims: &serde_json::Value) -> HeaderValue {
-        let token = jsonwebtoken::encode(&Header::new(Algorithm::HS256), claims, &self.key.load())
-            .expect("an HMAC of a small object cannot fail");
-        HeaderValue::try_from(format!("Bearer {token}")).expect("a JWT is ASCII")
-    }
-}
 
 /// The links to all other replicas.
 pub struct Peers {
@@ -309,7 +235,7 @@ struct Asks {
 const SWEEP: usize = 1024;
 
 /// The borrow requests of one queue have these in common.
-type Queue = (AgentId, Option<ConnectionId>, Arc<str>);
+type Queue = (AgentId, Option<ConnectionId>, Arc<str>, Features);
 
 /// The borrow requests of one queue: those that the owner has not answered, and those that wait to be sent.
 struct AskQueue {
@@ -365,6 +291,10 @@ pub struct Ask {
     pub until: Instant,
     /// Similar requests will follow soon, so a lease is worthwhile.
     pub again: bool,
+    /// What agentk must support.
+    pub needs: Features,
+    /// The request may outlast the time in which replicas that drain end other requests.
+    pub is_long: bool,
 }
 
 /// Why an owner lends no tunnel.
@@ -454,6 +384,7 @@ impl Lent {
             token: *NO_TOKEN,
             kind: self.kind,
             features: self.features,
+            version: None,
             descriptor: Arc::<Descriptor>::default(),
         };
         let reset = Arc::<StreamReset>::default();
@@ -497,7 +428,7 @@ impl Peer {
     }
 
     fn queue(&self, ask: &Ask) -> Arc<AskQueue> {
-        let key = (ask.agent, ask.connection, Arc::clone(&ask.method));
+        let key = (ask.agent, ask.connection, Arc::clone(&ask.method), ask.needs);
         let mut asks = self.asks.lock();
         if let Some(queue) = asks.map.get(&key).and_then(Weak::upgrade) {
             return queue;
@@ -513,8 +444,8 @@ impl Peer {
 
     /// Borrows a tunnel: waits until one is lent, or certainly none will be.
     ///
-    /// At most 16 borrow requests for the same agent, connection and method are sent to one owner. Further
-    /// ones wait here, in the order of their arrival. One that is not sent until its deadline waits for what
+    /// At most 16 borrow requests for the same agent, connection, method and needs are sent to one owner.
+    /// Further ones wait here, in the order of their arrival. One that is not sent until its deadline waits for what
     /// the owner answers to the others.
     ///
     /// # Errors
@@ -570,6 +501,14 @@ impl Peer {
         if ask.again {
             headers.insert(REUSE, AGAIN);
         }
+        if !ask.needs.is_empty()
+            && let Ok(needs) = HeaderValue::try_from(ask.needs.to_string())
+        {
+            headers.insert(NEEDS, needs);
+        }
+        if ask.is_long {
+            headers.insert(LONG, HeaderValue::from_static("1"));
+        }
         // The value is different each time, and HPACK's tables are for values that are repeated.
         let mut correlation = ask.correlation.clone();
         correlation.set_sensitive(true);
@@ -608,6 +547,11 @@ impl Peer {
             }
         };
         let features = features(headers);
+        if !features.contains(ask.needs) {
+            // An owner of an earlier version lends any tunnel. This one is returned unused.
+            let lack = Lack { missing: ask.needs.without(features), version: None };
+            return Err(Refusal::Final(unsupported(ask.agent, lack)));
+        }
         let accepted = headers.get(REUSE).is_some_and(|value| *value == AGAIN);
         let again = ask.again && accepted && kind.mode() == Mode::Reusable;
         Ok(Lent { kind, features, again, answer: LentAnswer::Ours(response.into_body()), send })

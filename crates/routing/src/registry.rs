@@ -26,7 +26,10 @@ use cluster::{Abandoned, Mark, Tracker};
 use ids::{AgentId, ConnectionId, ReplicaId};
 use parking_lot::{Mutex, MutexGuard};
 use tokio::time::Instant;
-use tunnel::kas_end::{Retire, Tunnel, TunnelPool};
+use tunnel::{
+    features::Features,
+    kas_end::{AgentkVersion, Retire, Tunnel, TunnelPool},
+};
 
 use self::{
     lending::Leases,
@@ -70,12 +73,26 @@ pub enum Refused {
     /// The agent is here, but it is not known to which connection some of its tunnels belong. The requested
     /// connection may be among them.
     Unbound,
+    /// The agent is here, but no agentk that serves the method, or is the requested connection, has all that
+    /// the request needs.
+    Unsupported(Lack),
+    /// For another replica: the agent is here, and the request needs a feature that this build does not know.
+    UnknownNeed,
     /// Too many requests wait already.
     Full,
     /// For another replica: no tunnel of the agent is here.
     NotHere(Mark),
     /// For another replica: no tunnel is idle, and this replica drains.
     Draining,
+}
+
+/// What a request needs and an agentk lacks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Lack {
+    /// The features. At least one.
+    pub missing: Features,
+    /// The version of agentk; `None`: it is not known.
+    pub version: Option<AgentkVersion>,
 }
 
 /// Why a wait ended without a tunnel.
@@ -96,7 +113,12 @@ impl Refused {
         match self {
             Self::NotHere(_) => AskAnswer::NotHere,
             Self::Draining => AskAnswer::Unavailable,
-            Self::Unimplemented | Self::OtherConnection | Self::Unbound | Self::Full => AskAnswer::Refused,
+            Self::Unimplemented
+            | Self::OtherConnection
+            | Self::Unbound
+            | Self::Unsupported(_)
+            | Self::UnknownNeed
+            | Self::Full => AskAnswer::Refused,
         }
     }
 }
@@ -175,7 +197,7 @@ impl Agent {
     /// Removes the requests that no tunnel of the agent will serve.
     fn take_refused(&mut self) -> Vec<(Sender, Refused)> {
         let presence = &self.presence;
-        self.queue.take_refused(|method, connection| presence.refuses(method, connection))
+        self.queue.take_refused(|key| presence.refuses(&key.method, key.connection, key.needs))
     }
 
     fn is_unused(&self) -> bool {
@@ -244,18 +266,20 @@ impl TunnelRegistry {
         self.shards[index as usize % SHARDS].lock()
     }
 
-    /// Takes an idle tunnel of `agent` that serves `method`.
+    /// Takes an idle tunnel of `agent` that serves `method`, and whose agentk supports all that is needed.
     pub fn take(
         self: &Arc<Self>,
         agent: AgentId,
         method: &str,
         connection: Option<ConnectionId>,
+        needs: Features,
     ) -> Option<Grant> {
-        let tunnel = self.shard(agent).get_mut(&agent)?.presence.take_idle(method, connection)?;
+        let tunnel = self.shard(agent).get_mut(&agent)?.presence.take_idle(method, connection, needs)?;
         Some(Grant::new(tunnel, self))
     }
 
-    /// Takes an idle tunnel of `agent` that serves `method`, or a place in the queue.
+    /// Takes an idle tunnel of `agent` that serves `method`, and whose agentk supports all that is needed, or
+    /// a place in the queue. Idle tunnels that the request cannot use do not keep it waiting.
     ///
     /// # Errors
     /// See [`Refused`].
@@ -264,8 +288,9 @@ impl TunnelRegistry {
         agent: AgentId,
         method: &Arc<str>,
         connection: Option<ConnectionId>,
+        needs: Features,
     ) -> Result<Acquired, Refused> {
-        self.acquire_from(None, agent, method, connection)
+        self.acquire_from(None, agent, method, connection, needs)
     }
 
     /// As [`acquire`](Self::acquire), for a request of another replica. It waits here only while the agent is
@@ -279,8 +304,19 @@ impl TunnelRegistry {
         agent: AgentId,
         method: &Arc<str>,
         connection: Option<ConnectionId>,
+        needs: Features,
     ) -> Result<Acquired, Refused> {
-        self.acquire_from(Some(replica.clone()), agent, method, connection)
+        self.acquire_from(Some(replica.clone()), agent, method, connection, needs)
+    }
+
+    /// Refuses a request of another replica that needs a feature which this build does not know.
+    pub fn refuse_unknown(&self, agent: AgentId) -> Refused {
+        let shard = self.shard(agent);
+        if shard.get(&agent).is_some_and(|entry| entry.presence.is_present()) {
+            Refused::UnknownNeed
+        } else {
+            Refused::NotHere(self.tracker.mark())
+        }
     }
 
     fn acquire_from(
@@ -289,16 +325,17 @@ impl TunnelRegistry {
         agent: AgentId,
         method: &Arc<str>,
         connection: Option<ConnectionId>,
+        needs: Features,
     ) -> Result<Acquired, Refused> {
         let mut shard = self.shard(agent);
         if source.is_some() && !shard.get(&agent).is_some_and(|entry| entry.presence.is_present()) {
             return Err(Refused::NotHere(self.tracker.mark()));
         }
         if let Some(entry) = shard.get_mut(&agent) {
-            if let Some(tunnel) = entry.presence.take_idle(method, connection) {
+            if let Some(tunnel) = entry.presence.take_idle(method, connection, needs) {
                 return Ok(Acquired::Now(Grant::new(tunnel, self)));
             }
-            if let Some(refused) = entry.presence.refuses(method, connection) {
+            if let Some(refused) = entry.presence.refuses(method, connection, needs) {
                 return Err(refused);
             }
             if source.is_some() && self.draining.load(Ordering::Relaxed) {
@@ -314,7 +351,7 @@ impl TunnelRegistry {
         }
         self.metrics.waiters.inc();
         let entry = shard.entry(agent).or_default();
-        let key = QueueKey { source, method: Arc::clone(method), connection };
+        let key = QueueKey { source, method: Arc::clone(method), connection, needs };
         let (serial, receiver) = entry.queue.enter(&key);
         entry.leases.revoke_for(&key, |instance| entry.presence.connection_of(instance));
         drop(shard);

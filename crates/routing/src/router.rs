@@ -10,6 +10,7 @@
 
 mod search;
 mod trace;
+mod whereabouts;
 
 use std::{
     collections::HashMap,
@@ -31,17 +32,22 @@ use tokio::time::Instant;
 use tunnel::{
     features::Features,
     frame,
-    kas_end::{AgentKind, Exchange, Failure, Head, Job},
+    kas_end::{AgentKind, Exchange, Failure, Head, Info, Job, Tunnel},
     meta::Binary,
 };
 
-use self::search::{Found, Search};
 pub use self::trace::RouteTrace;
+use self::{
+    search::{Found, Search},
+    whereabouts::Whereabouts,
+};
 use crate::{
+    long::LongRequest,
     metadata,
     metrics::{self, RequestMetrics, Route},
     peer::{self, Peers, lease_pool::LeasePool},
-    registry::{Refused, TunnelRegistry},
+    refusal,
+    registry::{Lack, TunnelRegistry},
 };
 use observe::RequestRecord;
 use observe::audit;
@@ -60,6 +66,7 @@ pub struct Router {
     peers: Option<Arc<Peers>>,
     /// The tunnels that this replica leases from them.
     leases: Arc<LeasePool>,
+    whereabouts: Whereabouts,
 }
 
 impl std::fmt::Debug for Router {
@@ -87,8 +94,11 @@ pub struct AgentRequest {
     pub wait_until: Option<Instant>,
     /// gRPC frames that are not compressed.
     pub body: grpc::Body,
-    /// What agentk must support. Without that it must not get the request.
+    /// What agentk must support. Only tunnels of one that does get the request.
     pub needs: Features,
+    /// The request is an upgraded connection: it may outlast the time in which replicas that drain end other
+    /// requests. It gets no tunnel that is leased for several requests.
+    pub is_long: bool,
     /// Set before the body is read: what the agentk that gets the request supports.
     pub chosen: ChosenAgentk,
     /// The steps of the request, for its caller.
@@ -147,6 +157,7 @@ pub struct AgentAnswer {
 pub struct Answering {
     exchange: Exchange,
     open: Open,
+    _long: Option<LongRequest>,
 }
 
 impl http_body::Body for Answering {
@@ -205,7 +216,17 @@ impl Router {
     ) -> Self {
         let leases = LeasePool::new(Arc::clone(&tracker));
         let metrics = Arc::clone(registry.metrics());
-        Self { registry, tracker, metrics, refusals, find_timeout, me, peers, leases }
+        Self {
+            registry,
+            tracker,
+            metrics,
+            refusals,
+            find_timeout,
+            me,
+            peers,
+            leases,
+            whereabouts: Whereabouts::default(),
+        }
     }
 
     /// Returns how many tunnels this replica holds.
@@ -230,6 +251,25 @@ impl Router {
                 })
     }
 
+    /// Whether the agent is connected, with or without a tunnel, as far as replicas answer. It asks all of
+    /// them, so it is for requests that have failed.
+    ///
+    /// # Cancel safety
+    /// Cancel safe.
+    pub async fn is_connected(&self, agent: AgentId) -> bool {
+        self.registry.occupancy(agent).transports > 0
+            || self.finds(agent).await
+            || !self.elsewhere_without_tunnel(agent).await.is_empty()
+    }
+
+    /// Returns the other replicas to which the agent is connected without a tunnel.
+    async fn elsewhere_without_tunnel(&self, agent: AgentId) -> Arc<[Replica]> {
+        match self.peers {
+            Some(_) => self.whereabouts.without_tunnel(&*self.tracker, agent).await,
+            None => Arc::default(),
+        }
+    }
+
     /// Returns the registry of the tunnels of this replica.
     pub fn registry(&self) -> &Arc<TunnelRegistry> {
         &self.registry
@@ -248,7 +288,7 @@ impl Router {
         let result = self.attempt(request).await;
         open.outcome = match &result {
             // This changes when its trailers are passed on.
-            Ok((Head::Headers(_), _)) => metrics::Outcome::Cancelled,
+            Ok((Head::Headers(_), ..)) => metrics::Outcome::Cancelled,
             Ok(_) => metrics::Outcome::Answered,
             Err(status) => match status.outcome() {
                 Some(Outcome::NotStarted) => metrics::Outcome::NotStarted,
@@ -256,11 +296,11 @@ impl Router {
                 None => metrics::Outcome::Refused,
             },
         };
-        let (head, exchange) = result?;
-        Ok(AgentAnswer { head, body: Answering { exchange, open } })
+        let (head, exchange, long) = result?;
+        Ok(AgentAnswer { head, body: Answering { exchange, open, _long: long } })
     }
 
-    async fn attempt(&self, request: AgentRequest) -> Result<(Head, Exchange), Status> {
+    async fn attempt(&self, request: AgentRequest) -> Result<(Head, Exchange, Option<LongRequest>), Status> {
         let AgentRequest {
             agent,
             connection,
@@ -271,6 +311,7 @@ impl Router {
             wait_until,
             body,
             needs,
+            is_long,
             chosen,
             trace,
             record,
@@ -287,6 +328,8 @@ impl Router {
             connection,
             method: &method,
             headers: &headers,
+            needs,
+            is_long,
             deadline,
             wait_until,
             correlation: &correlation,
@@ -305,19 +348,23 @@ impl Router {
                     }
                 },
             };
-            let (kind, features) = match &found {
-                Found::Own(grant) => (grant.tunnel().info().kind, grant.tunnel().info().features),
+            let (kind, features, version) = match &found {
+                Found::Own(grant) => {
+                    let Info { kind, features, version, .. } = *grant.tunnel().info();
+                    (kind, features, version)
+                }
                 // Tunnels of other kinds are lent for one request only.
-                Found::Leased(leased) => (AgentKind::Ours, leased.features()),
-                Found::Lent(lent, _) => (lent.kind, lent.features),
+                Found::Leased(leased) => (AgentKind::Ours, leased.features(), None),
+                Found::Lent(lent, _) => (lent.kind, lent.features, None),
             };
             // A replica of GitLab's kas received the metadata with the borrow request, and writes it itself.
             let start = match &found {
                 Found::Lent(lent, _) => lent.start(),
                 Found::Own(_) | Found::Leased(_) => None,
             };
+            // The search finds no such tunnel. A mistake there would give a caller the rights of agentk.
             if !features.contains(needs) {
-                return Err(unsupported(agent, needs.without(features), start.is_some()));
+                return Err(refusal::unsupported(agent, Lack { missing: needs.without(features), version }));
             }
             chosen.set(kind, features);
             let request_info = match start {
@@ -330,12 +377,17 @@ impl Router {
                 }
             };
             let job = Job::new(request_info, body);
+            let mut long = None;
+            let mut begin = |tunnel: &Arc<Tunnel>, job| {
+                long = is_long.then(|| LongRequest::begin(tunnel, &self.metrics));
+                tunnel.begin(job, deadline)
+            };
             let begun = match found {
                 Found::Own(grant) => {
                     self.metrics.routed(Route::Local);
                     record.routed(|| audit::Route::Local);
                     trace.note(|| format!("started through a tunnel of this replica, {}", self.me));
-                    grant.take().begin(job, deadline)
+                    begin(&grant.take(), job)
                 }
                 Found::Lent(lent, owner) => {
                     self.metrics.routed(Route::Remote);
@@ -344,7 +396,7 @@ impl Router {
                     let pool = lent.again.then(|| self.leases.pool_of(agent, &method, &owner));
                     let leased = pool.is_some();
                     let (tunnel, pump) = lent.into_tunnel(agent, pool);
-                    let begun = tunnel.begin(job, deadline);
+                    let begun = begin(&tunnel, job);
                     if begun.is_ok() {
                         if leased {
                             tokio::spawn(peer::write(pump));
@@ -357,7 +409,7 @@ impl Router {
                 Found::Leased(leased) => {
                     let owner = leased.owner().clone();
                     let begun = match leased.take() {
-                        Some(tunnel) => tunnel.begin(job, deadline),
+                        Some(tunnel) => begin(&tunnel, job),
                         None => Err(job),
                     };
                     if begun.is_ok() {
@@ -383,7 +435,7 @@ impl Router {
             match exchange.head().await {
                 Ok(head) => {
                     trace.note(|| "the answer began".to_owned());
-                    return Ok((head, exchange));
+                    return Ok((head, exchange, long));
                 }
                 // Nothing was written, so any other tunnel may serve the request.
                 Err(Failure::NotStarted(job)) => body = job.into_body(),
@@ -437,7 +489,7 @@ impl Router {
         silent.extend(of_gitlab.map(|view| whereabouts(&view.replica)));
         let nowhere = lend.is_empty() && silent.is_empty();
         let text = if nowhere && own.transports > 0 {
-            without_tunnel(agent, arrived.elapsed())
+            without_tunnel(agent, arrived.elapsed(), "this replica")
         } else if nowhere && let Err(error) = self.tracker.locate(agent).await {
             // The owner may be known to a store that does not answer.
             format!(
@@ -445,6 +497,12 @@ impl Router {
                 arrived.elapsed().as_secs_f64(),
                 process::error::chain(&error)
             )
+        } else if nowhere
+            && let there = self.elsewhere_without_tunnel(agent).await
+            && !there.is_empty()
+        {
+            let there: Vec<String> = there.iter().map(whereabouts).collect();
+            without_tunnel(agent, arrived.elapsed(), &list(&there))
         } else {
             absence(agent, arrived.elapsed(), &lend, &silent, &others)
         };
@@ -462,13 +520,23 @@ fn whereabouts(replica: &Replica) -> String {
     }
 }
 
-/// Explains that an agent has a transport connection to this replica and no tunnel.
-fn without_tunnel(agent: AgentId, waited: Duration) -> String {
+/// Explains that an agent has a transport connection to replicas and no tunnel, neither idle nor busy.
+fn without_tunnel(agent: AgentId, waited: Duration, place: &str) -> String {
     format!(
-        "agent {agent} is connected to this replica, but has no tunnel; waited {:.1} s: repeat the request later; \
+        "agent {agent} is connected to {place}, but has no tunnel; waited {:.1} s: repeat the request later; \
          GitLab's agentk opens tunnels that were reset again after 10 s to 5 min, and the log of agentk has the reason",
         waited.as_secs_f64()
     )
+}
+
+/// Returns names as a list. If there are many, the last ones are counted.
+fn list(names: &[String]) -> String {
+    const NAMES: usize = 5;
+    let mut text = names[..names.len().min(NAMES)].join(", ");
+    if names.len() > NAMES {
+        let _ = write!(text, " and {} more", names.len() - NAMES);
+    }
+    text
 }
 
 /// A replica that holds an agent and lent no tunnel.
@@ -488,15 +556,6 @@ fn absence(
     silent: &[String],
     others: &[String],
 ) -> String {
-    /// The maximum number of names in a list. Further ones are counted.
-    const NAMES: usize = 5;
-    let list = |names: &[String]| {
-        let mut text = names[..names.len().min(NAMES)].join(", ");
-        if names.len() > NAMES {
-            let _ = write!(text, " and {} more", names.len() - NAMES);
-        }
-        text
-    };
     let waited = waited.as_secs_f64();
     let occupied: Vec<Abandoned> = lend.iter().filter_map(|holder| holder.abandoned).collect();
     let all_occupied = !lend.is_empty() && occupied.len() == lend.len();
@@ -568,70 +627,8 @@ async fn run(pump: impl Future<Output = ()> + Send + Unpin + 'static) {
     }
 }
 
-/// Explains why a request is not sent to an agentk that does not support what it needs. `gitlab`: the agent
-/// is connected to a replica of GitLab's kas.
-fn unsupported(agent: AgentId, missing: Features, gitlab: bool) -> Status {
-    let mut what = Vec::new();
-    if missing.contains(Features::IMPERSONATION) {
-        // Before 14.3, GitLab's agentk ignores the field.
-        what.push("impersonation: it might run this request with all of its own rights");
-    }
-    if missing.contains(Features::TARGET) {
-        what.push("HttpRequest.Header.target: it would ask for another path");
-    }
-    if missing.contains(Features::UPGRADE) {
-        what.push("upgraded connections");
-    }
-    let what = what.join(", and ");
-    let text = if gitlab {
-        format!(
-            "agent {agent} is connected to a replica of GitLab's kas, which does not tell whether its agentk supports \
-             {what}; replace that replica"
-        )
-    } else if missing == Features::IMPERSONATION {
-        format!("the agentk of agent {agent} does not support {what}; update it (GitLab's to 14.3 or later)")
-    } else {
-        format!("the agentk of agent {agent} does not support {what}; update it")
-    };
-    Status::new(Code::FailedPrecondition, text).with_outcome(Outcome::NotStarted)
-}
-
-/// Returns the status of a refusal, for callers and for other replicas.
-pub fn refusal(refused: Refused, agent: AgentId, connection: Option<ConnectionId>, method: &str) -> Status {
-    let not_started = |code, text: String| Status::new(code, text).with_outcome(Outcome::NotStarted);
-    match refused {
-        Refused::Unimplemented => {
-            Status::new(Code::Unimplemented, format!("agent {agent} does not serve {method}"))
-        }
-        Refused::OtherConnection => not_started(
-            Code::FailedPrecondition,
-            format!(
-                "agent {agent} is connected, but not by connection {}: list its connections, or name none",
-                connection.map_or(0, ConnectionId::get)
-            ),
-        ),
-        Refused::Unbound => not_started(
-            Code::FailedPrecondition,
-            format!(
-                "agent {agent} is connected, but which of its tunnels belong to connection {} cannot be told: its agentk \
-                 opens them on another transport connection and does not name its process; name no connection",
-                connection.map_or(0, ConnectionId::get)
-            ),
-        ),
-        Refused::Full => not_started(
-            Code::ResourceExhausted,
-            format!("too many requests already wait for a tunnel of agent {agent}: repeat this one later"),
-        ),
-        Refused::NotHere(_) => {
-            not_started(Code::NotFound, format!("this replica has no tunnel of agent {agent}"))
-        }
-        Refused::Draining => not_started(
-            Code::Unavailable,
-            format!("this replica is shutting down, and none of its tunnels of agent {agent} is idle"),
-        ),
-    }
-}
-
+#[cfg(test)]
+mod component;
 #[cfg(test)]
 mod tests {
     use super::*;

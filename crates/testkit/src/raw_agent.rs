@@ -136,9 +136,21 @@ impl RawAgent {
     /// # Errors
     /// The status with which kas refused it.
     pub async fn tunnel_with(&self, descriptor: AgentDescriptor) -> Result<RawTunnel> {
+        self.tunnel_offering(&[], descriptor).await
+    }
+
+    /// As [`tunnel_with`](Self::tunnel_with), of an agentk that says it supports these features: it sends
+    /// `kas-agentk-<feature>: 1`.
+    ///
+    /// # Errors
+    /// The status with which kas refused it.
+    pub async fn tunnel_offering(&self, features: &[&str], descriptor: AgentDescriptor) -> Result<RawTunnel> {
         let mut request = self.request(CONNECT);
         if self.kind.is_reusable() {
             request = request.header("kas-tunnel", "reuse");
+        }
+        for feature in features {
+            request = request.header(format!("kas-agentk-{feature}"), "1");
         }
         self.tunnel_of(request, descriptor).await
     }

@@ -34,6 +34,11 @@ impl Features {
         self == Self::NONE
     }
 
+    /// Returns how many features there are.
+    pub fn len(self) -> u32 {
+        self.0.count_ones()
+    }
+
     /// Whether all of `other` are in the set.
     pub fn contains(self, other: Self) -> bool {
         self.0 & other.0 == other.0

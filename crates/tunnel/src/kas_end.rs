@@ -32,7 +32,10 @@ mod tunnel_body;
 
 use std::{
     fmt,
-    sync::Arc,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
     task::{Context, Poll, Waker},
     time::Duration,
 };
@@ -46,7 +49,7 @@ use self::agent_stream::{AgentStream, Broken, Got, frame_of};
 pub use self::{
     agent_stream::{Opening, Unasked, read_descriptor},
     exchange::{Exchange, Head},
-    info::{AgentKind, Descriptor, Info, Unacceptable},
+    info::{AgentKind, AgentkVersion, Descriptor, Info, Unacceptable},
     splice::{Lender, Splice},
     tunnel_body::TunnelBody,
 };
@@ -192,6 +195,8 @@ pub struct Tunnel {
     far_end: FarEnd,
     pool: Arc<dyn TunnelPool>,
     reset: Box<dyn Fn() + Send + Sync>,
+    /// See [`Tunnel::is_long`].
+    is_long: AtomicBool,
     core: Mutex<Core>,
 }
 
@@ -341,7 +346,14 @@ impl Tunnel {
             tunnel_waker: None,
             exchange_waker: None,
         };
-        let tunnel = Arc::new(Self { info, far_end, pool, reset, core: Mutex::new(core) });
+        let tunnel = Arc::new(Self {
+            info,
+            far_end,
+            pool,
+            reset,
+            is_long: AtomicBool::new(false),
+            core: Mutex::new(core),
+        });
         let body = TunnelBody::new(Arc::clone(&tunnel));
         (tunnel, body)
     }
@@ -396,6 +408,16 @@ impl Tunnel {
         let core = self.core();
         !core.dead
             && (matches!(core.phase, Phase::Accepted(_)) || !core.end.is_parked() && !core.end.is_ended())
+    }
+
+    /// Notes whether the request of the tunnel may outlast the time in which kas ends other requests.
+    pub fn set_long(&self, is_long: bool) {
+        self.is_long.store(is_long, Ordering::Relaxed);
+    }
+
+    /// Whether the request of the tunnel may outlast the time in which kas ends other requests.
+    pub fn is_long(&self) -> bool {
+        self.is_long.load(Ordering::Relaxed)
     }
 
     /// Returns since when the tunnel has been occupied by a request whose caller has left, see

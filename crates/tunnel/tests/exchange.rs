@@ -83,6 +83,7 @@ fn info(kind: AgentKind) -> Info {
         token: TokenHash::of(b"token"),
         kind,
         features: tunnel::features::Features::NONE,
+        version: None,
         descriptor: Arc::new(Descriptor::of(&["/s/M"])),
     }
 }

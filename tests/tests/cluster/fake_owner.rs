@@ -54,6 +54,17 @@ struct Seen {
     tokens: Arc<Mutex<Vec<String>>>,
     snapshots: Arc<Mutex<Vec<String>>>,
     beats: Arc<AtomicUsize>,
+    lends: bool,
+    loans: Arc<Mutex<Vec<Loan>>>,
+}
+
+/// What became of a tunnel that it lent.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Loan {
+    /// It was returned unused.
+    Returned,
+    /// A request began.
+    Used,
 }
 
 fn lock(list: &Mutex<Vec<String>>) -> MutexGuard<'_, Vec<String>> {
@@ -63,11 +74,20 @@ fn lock(list: &Mutex<Vec<String>>) -> MutexGuard<'_, Vec<String>> {
 impl FakeOwner {
     /// Listens on a loopback address that no other test uses.
     pub(crate) async fn start(plan: Plan) -> Result<Self> {
+        Self::start_as(plan, Seen::default()).await
+    }
+
+    /// Listens, and lends a tunnel to each replica that asks for one, whatever the request needs, as earlier
+    /// versions do. It says nothing of what the agentk supports.
+    pub(crate) async fn start_lending(plan: Plan) -> Result<Self> {
+        Self::start_as(plan, Seen { lends: true, ..Seen::default() }).await
+    }
+
+    async fn start_as(plan: Plan, seen: Seen) -> Result<Self> {
         // Before those of replicas in the order of addresses, so that it is asked first.
         let ip = Ipv4Addr::new(127, 0, rand::random_range(1..=255), rand::random_range(1..=254));
         let listener = TcpListener::bind((ip, 8155)).await?;
         let address = listener.local_addr()?;
-        let seen = Seen::default();
         let told = seen.clone();
         let task = tokio::spawn(async move {
             let mut connections = JoinSet::new();
@@ -86,6 +106,11 @@ impl FakeOwner {
     /// Returns the replicas that requested snapshots, in order.
     pub(crate) fn snapshots(&self) -> Vec<String> {
         lock(&self.seen.snapshots).clone()
+    }
+
+    /// Returns what became of the tunnels that it lent, in the order in which that was known.
+    pub(crate) fn loans(&self) -> Vec<Loan> {
+        self.seen.loans.lock().clone()
     }
 
     /// Returns how many heartbeats were sent on all streams.
@@ -118,6 +143,19 @@ async fn serve(stream: TcpStream, address: SocketAddr, plan: Plan, seen: Seen) -
             streams.spawn(async move {
                 // Until the replica shuts down.
                 let _ = watch(send, address, plan, &beats).await;
+            });
+        } else if seen.lends && request.uri().path() == "/kas.internal.v1.Tunnels/Borrow" {
+            let send = respond.send_response(response.header("kas-hop-agentk", "ours").body(())?, false)?;
+            let loans = Arc::clone(&seen.loans);
+            let mut requests = request.into_body();
+            streams.spawn(async move {
+                let loan = match requests.data().await {
+                    Some(Ok(_)) => Loan::Used,
+                    Some(Err(_)) | None => Loan::Returned,
+                };
+                loans.lock().push(loan);
+                // Resets the stream.
+                drop(send);
             });
         } else {
             let response = response.header("grpc-status", "12").header("grpc-message", "a fake");

@@ -18,6 +18,7 @@ mod ledger;
 mod membership;
 mod mixed;
 mod mtls;
+mod needs;
 mod replica14;
 mod routing;
 mod shared;

@@ -44,6 +44,7 @@ use tokio::{net::TcpListener, task::JoinSet, time::Instant};
 
 use crate::{
     mtls::{Authority, ROLE},
+    needs::{Needs, make_request},
     replica14::Replica14,
 };
 
@@ -332,6 +333,24 @@ async fn lists_show_the_agents_of_both() -> Result<()> {
     let _connection = moved.raw.configuration("abc").await?;
     let all = all_agents(&mesh).await?;
     ensure!(all == [(1, false), (1, true), (2, false)], "{all:?}");
+    Ok(())
+}
+
+/// 14.1 does not tell what its agentk supports.
+#[tokio::test]
+async fn a_replica_of_14_1_is_not_asked_for_a_request_with_needs() -> Result<()> {
+    let redis = Redis::run().await?;
+    let mesh = start(&redis, 1).await?;
+    let theirs = Replica14::start(&redis, mesh.private_secret()).await?;
+    theirs.agent(1, 1).await?;
+    let caller = mesh.caller(0).await?;
+    for needs in [Needs::Impersonation, Needs::Target] {
+        let status = make_request(&caller, needs).await?.status;
+        ensure!(status.code() == Code::FailedPrecondition, "{status}");
+        ensure!(status.outcome() == Some(Outcome::NotStarted), "{status}");
+        ensure!(status.message().contains("a replica of GitLab's kas, which does not tell"), "{status}");
+    }
+    ensure!(theirs.seen.headers().is_empty(), "it was asked");
     Ok(())
 }
 

@@ -3,7 +3,7 @@
 use std::{mem, pin::Pin, sync::Arc};
 
 use net::http::Server;
-use process::lifecycle::Lifecycle;
+use process::lifecycle::{Lifecycle, Phase};
 use tokio::task::JoinHandle;
 use tokio_util::task::TaskTracker;
 
@@ -17,10 +17,12 @@ type Step = Box<dyn FnOnce() + Send>;
 /// Each method adds something, and may be called several times.
 #[derive(Default)]
 pub(super) struct Part {
-    servers: Vec<Server>,
+    /// Each with the phase in which it stops.
+    servers: Vec<(Server, Phase)>,
     services: Vec<Arc<dyn AgentService>>,
     tasks: Vec<Task>,
     drain: Vec<Step>,
+    linger: Vec<Step>,
     farewell: Vec<Task>,
     end: Vec<Step>,
     finish: Vec<Task>,
@@ -28,8 +30,13 @@ pub(super) struct Part {
 
 impl Part {
     /// Adds a server.
-    pub(super) fn server(mut self, server: Server) -> Self {
-        self.servers.push(server);
+    pub(super) fn server(self, server: Server) -> Self {
+        self.server_until(Phase::Stopped, server)
+    }
+
+    /// Adds a server that stops in this phase.
+    pub(super) fn server_until(mut self, phase: Phase, server: Server) -> Self {
+        self.servers.push((server, phase));
         self
     }
 
@@ -48,6 +55,12 @@ impl Part {
     /// Adds a step for the beginning of the drain: new requests go to other replicas, open ones continue.
     pub(super) fn drain(mut self, step: impl FnOnce() + Send + 'static) -> Self {
         self.drain.push(Box::new(step));
+        self
+    }
+
+    /// Adds a step for the end of the drain if there are requests that outlast it: all others end.
+    pub(super) fn linger(mut self, step: impl FnOnce() + Send + 'static) -> Self {
+        self.linger.push(Box::new(step));
         self
     }
 
@@ -88,8 +101,8 @@ impl Parts {
     /// Starts every server and task.
     pub(super) fn start(&mut self, lifecycle: &Lifecycle) -> Running {
         let servers = TaskTracker::new();
-        for server in self.all(|part| &mut part.servers) {
-            servers.spawn(server.run(lifecycle.clone()));
+        for (server, phase) in self.all(|part| &mut part.servers) {
+            servers.spawn(server.run(lifecycle.ending_at(phase)));
         }
         servers.close();
         let tasks = self.all(|part| &mut part.tasks).into_iter().map(tokio::spawn).collect();
@@ -99,6 +112,11 @@ impl Parts {
     /// Begins the drain of every part.
     pub(super) fn drain(&mut self) {
         self.all(|part| &mut part.drain).into_iter().for_each(|step| step());
+    }
+
+    /// Ends the requests that do not outlast the drain.
+    pub(super) fn linger(&mut self) {
+        self.all(|part| &mut part.linger).into_iter().for_each(|step| step());
     }
 
     /// Runs the tasks that come before streams end, one after the other.
@@ -161,18 +179,24 @@ mod tests {
         };
         let mut parts = Parts::default();
         parts.add(
-            Part::default().drain(step("a drains")).farewell(later("a says goodbye")).end(step("a ends")),
+            Part::default()
+                .drain(step("a drains"))
+                .linger(step("a lingers"))
+                .farewell(later("a says goodbye"))
+                .end(step("a ends")),
         );
         parts.add(Part::default().drain(step("b drains")).end(step("b ends")).finish(later("b finishes")));
         let running = parts.start(&Lifecycle::default());
         for _ in 0..2 {
             parts.drain();
+            parts.linger();
             parts.farewell().await;
             parts.end();
             parts.finish().await;
         }
         running.servers().await;
-        let expected = ["a drains", "b drains", "a says goodbye", "a ends", "b ends", "b finishes"];
+        let expected =
+            ["a drains", "b drains", "a lingers", "a says goodbye", "a ends", "b ends", "b finishes"];
         assert_eq!(*steps.lock().unwrap(), expected);
     }
 

@@ -196,18 +196,32 @@ impl AgentListener {
         }
     }
 
+    /// Ends the requests that must not outlast the drain. Idle tunnels stay, so that no agent that connects
+    /// meanwhile is sent away again and again.
+    pub fn end_short(&self) {
+        for transport in self.transports() {
+            let state = transport.state();
+            let tunnels: Vec<_> = state.tunnels.iter().filter_map(|held| held.tunnel.upgrade()).collect();
+            drop(state);
+            for tunnel in tunnels {
+                if tunnel.carries_request() && !tunnel.is_long() {
+                    tunnel.end(shutting_down());
+                }
+            }
+        }
+    }
+
     /// Ends every stream, since the process ends now.
     pub fn end_all(&self) {
         self.left.store(true, Ordering::Relaxed);
         for transport in self.transports() {
-            let status = Status::new(Code::Unavailable, "this kas is shutting down");
             let state = transport.state();
             let tunnels: Vec<_> = state.tunnels.iter().filter_map(|held| held.tunnel.upgrade()).collect();
             let configs: Vec<_> = state.configs.iter().filter_map(|held| held.stream.upgrade()).collect();
             drop(state);
             for tunnel in tunnels {
                 if tunnel.carries_request() {
-                    tunnel.end(status.clone());
+                    tunnel.end(shutting_down());
                 } else {
                     // Does not wait for a replica that has reserved it.
                     tunnel.cancel_reservation();
@@ -370,6 +384,10 @@ impl Connection for Transport {
             self.listener.registry.transport_closed(agent, self.instance());
         }
     }
+}
+
+fn shutting_down() -> Status {
+    Status::new(Code::Unavailable, "this kas is shutting down")
 }
 
 /// Authenticates a call and passes it to its service.

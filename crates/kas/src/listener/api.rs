@@ -276,6 +276,7 @@ async fn pass_through(
             wait_until: None,
             body,
             needs,
+            is_long: false,
             chosen: ChosenAgentk::default(),
             trace: trace.clone(),
             record,

@@ -18,7 +18,7 @@ use net::http::{Answer, AuthState, Body, Connection, GoAway, Refusal, Service, S
 use parking_lot::Mutex;
 use tokio::time::Instant;
 use traces::Tracer;
-use tunnel::state::Mode;
+use tunnel::{features::Features, state::Mode};
 
 use super::{failed, not_grpc, too_large, too_many_fields};
 use kas_config::Attempts;
@@ -27,9 +27,8 @@ use routing::{
     lending::{BorrowRequest, Envelopes, NotLent, RequestStream as _, TunnelLender, TunnelSource},
     metadata,
     metrics::{AskAnswer, RequestMetrics, Side},
-    peer,
+    peer, refusal,
     registry::{Borrower, Refused, TunnelRegistry},
-    router,
 };
 
 /// At most one warning about failed handshakes is logged in this time.
@@ -174,6 +173,8 @@ impl Connection for Replica {
 #[derive(Debug)]
 struct Ask {
     request: BorrowRequest,
+    /// The request needs a feature that this build does not know.
+    needs_unknown: bool,
     deadline: Deadline,
     /// The borrower can send several requests on the same stream.
     again: bool,
@@ -203,10 +204,23 @@ impl Ask {
         let agent =
             text(&peer::AGENT)?.parse().map_err(|error| invalid(format!("{}: {error}", peer::AGENT)))?;
         let borrower = Borrower { replica, method: text(&peer::METHOD)?.into() };
+        let mut needs = Some(Features::NONE);
+        for value in headers.get_all(peer::NEEDS) {
+            needs = needs.and_then(|needs| Some(needs | Features::needed(value.as_bytes())?));
+        }
+        let is_long = headers.get(peer::LONG).is_some_and(|value| value == "1");
         Ok(Self {
-            request: BorrowRequest { borrower, agent, connection },
+            request: BorrowRequest {
+                borrower,
+                agent,
+                connection,
+                needs: needs.unwrap_or(Features::NONE),
+                is_long,
+            },
+            needs_unknown: needs.is_none(),
             deadline: Deadline::from_headers(headers).map_err(|error| invalid(error.to_string()))?,
-            again: headers.get(peer::REUSE).is_some_and(|value| *value == peer::AGAIN),
+            // A long request would keep the lease, and with it the stream, for as long.
+            again: !is_long && headers.get(peer::REUSE).is_some_and(|value| *value == peer::AGAIN),
         })
     }
 }
@@ -222,7 +236,12 @@ async fn lend(
         Err(status) => return failed(&status, &correlation),
     };
     let count = |answer| listener.metrics.asked(Side::Answered, answer);
-    let grant = match listener.lender.acquire(&ask.request, ask.deadline).await {
+    let acquired = if ask.needs_unknown {
+        Err(NotLent::Refused(listener.registry.refuse_unknown(ask.request.agent)))
+    } else {
+        listener.lender.acquire(&ask.request, ask.deadline).await
+    };
+    let grant = match acquired {
         Ok(grant) => grant,
         Err(NotLent::Deadline) => {
             let status = Status::new(Code::DeadlineExceeded, "no tunnel was idle until the deadline")
@@ -237,8 +256,8 @@ async fn lend(
         }
         Err(NotLent::Refused(refused)) => {
             count(refused.answer());
-            let BorrowRequest { borrower, agent, connection } = ask.request;
-            let status = router::refusal(refused, agent, connection, &borrower.method);
+            let BorrowRequest { borrower, agent, connection, .. } = ask.request;
+            let status = refusal::status(refused, agent, connection, &borrower.method);
             let mut response = failed(&status, &correlation);
             if let Refused::NotHere(mark) = refused {
                 response.headers_mut().insert(peer::EPOCH, mark.epoch.into());
@@ -282,8 +301,10 @@ mod tests {
             (&peer::AGENT, "3"),
             (&peer::METHOD, "/s/M"),
         ];
-        let BorrowRequest { borrower, agent, connection } = ask(&good).unwrap().request;
+        let Ask { request, needs_unknown, again, .. } = ask(&good).unwrap();
+        let BorrowRequest { borrower, agent, connection, needs, is_long } = request;
         assert_eq!((agent.get(), connection, &*borrower.method), (3, None, "/s/M"));
+        assert_eq!((needs, needs_unknown, is_long, again), (Features::NONE, false, false, false));
         for n in 0..good.len() {
             let mut missing = good.to_vec();
             missing.remove(n);
@@ -296,5 +317,17 @@ mod tests {
         let connection = peer::CONNECTION;
         wrong.push((&connection, "0"));
         assert!(ask(&wrong).is_err_and(|text| text.starts_with("kas-hop-connection:")));
+
+        let with = |pairs: &[(&http::HeaderName, &'static str)]| ask(&[&good[..], pairs].concat()).unwrap();
+        let needs = |text| {
+            let read = with(&[(&peer::NEEDS, text)]);
+            (read.request.needs, read.needs_unknown)
+        };
+        assert_eq!(needs("target,upgrade"), (Features::TARGET | Features::UPGRADE, false));
+        assert!(needs("target,teleport").1);
+        let long = with(&[(&peer::LONG, "1"), (&peer::REUSE, "again")]);
+        assert!(long.request.is_long && !long.again, "no lease begins with it");
+        let short = with(&[(&peer::LONG, "0"), (&peer::REUSE, "again")]);
+        assert!(!short.request.is_long && short.again);
     }
 }

@@ -302,6 +302,7 @@ impl Lab {
             token: TokenHash::of(b"t"),
             kind: setup.kind,
             features: setup.features,
+            version: None,
             descriptor: Arc::new(Descriptor::of(&[http_tunnel::METHOD])),
         };
         let (mut from_agent, first) = link(body, None);

@@ -127,6 +127,8 @@ impl Loop<'_> {
     async fn run<D: Driver>(mut self, driver: &mut D, judged: &Notify) {
         let Serve { limits, lifecycle, .. } = self.serve;
         let mut phase = lifecycle.watch();
+        // A connection that came while the process leaves is served.
+        let mut told = *phase.borrow_and_update() >= Phase::Leaving;
         // Counted from admission: what came before is still to be read, also after a pause of this process.
         // Moved on once the first frame has come.
         let mut deadline = pin!(tokio::time::sleep(limits.first_frame.min(limits.authentication)));
@@ -135,8 +137,7 @@ impl Loop<'_> {
         let period = (age.min(limits.headers) / 8).clamp(Duration::from_millis(50), Duration::from_secs(5));
         let mut ticks = tokio::time::interval_at(self.born + period, period);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        // A connection that came just before the end has missed the change; one that came while the
-        // process leaves is served.
+        // A connection that came just before the end has missed the change.
         let mut stopped = lifecycle.phase() == Phase::Stopped;
         while !stopped {
             let next = tokio::select! {
@@ -162,11 +163,13 @@ impl Loop<'_> {
                 _ = ticks.tick() => self.tick(driver),
                 // The sender lives as long as the lifecycle this task holds.
                 _ = phase.changed() => {
-                    let now = *phase.borrow_and_update();
-                    if now == Phase::Leaving {
+                    phase.mark_unchanged();
+                    let now = lifecycle.phase();
+                    stopped = now == Phase::Stopped;
+                    // One phase may follow another before this is polled.
+                    if now >= Phase::Leaving && !stopped && !std::mem::replace(&mut told, true) {
                         self.leave(driver, GoAway::Leaving);
                     }
-                    stopped = now == Phase::Stopped;
                     ControlFlow::Continue(())
                 }
             };

@@ -24,6 +24,7 @@ use super::{
     BorrowRequest, Next, RequestStream, TunnelSource, UNUSED, reserved::ReservedTunnel, spans::Spans,
 };
 use crate::{
+    long::LongRequest,
     metrics::RequestMetrics,
     registry::{Acquired, Borrower, Gone, Grant, TunnelLease},
 };
@@ -154,6 +155,7 @@ struct Open {
     metrics: Arc<RequestMetrics>,
     /// Taken when the end of the request is known.
     span: Option<Span>,
+    _long: Option<LongRequest>,
 }
 
 impl Open {
@@ -203,6 +205,8 @@ impl<S: RequestStream> LendBody<S> {
         spans: Option<Spans>,
     ) -> Self {
         let promised = Promised::of(grant.tunnel().info());
+        // The request is written for this agentk. Another tunnel must meet the same.
+        let request = BorrowRequest { needs: request.needs | promised.features, ..request };
         let tunnel = LentTunnel::Reserved(ReservedTunnel::new(grant));
         let renewal = leases.then(|| Renewal::new(Arc::clone(&source), request.borrower.clone()));
         Self {
@@ -311,9 +315,11 @@ impl<S: RequestStream> LendBody<S> {
         let lender = self.renewal.clone().map(|renewal| renewal as Arc<dyn Lender>);
         // A request that is given to several tunnels has a span for each.
         let span = self.spans.as_ref().map(|spans| spans.begin(self.request.agent, job.request_info()));
+        let long = self.request.is_long.then(|| LongRequest::begin(tunnel, &self.metrics));
         let splice = tunnel.begin_spliced(job, lender)?;
         self.metrics.requests_open.inc();
-        self.state = State::Open(Open { splice, metrics: Arc::clone(&self.metrics), span });
+        let metrics = Arc::clone(&self.metrics);
+        self.state = State::Open(Open { splice, metrics, span, _long: long });
         Ok(())
     }
 

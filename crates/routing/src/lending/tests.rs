@@ -1,6 +1,8 @@
 //! A tunnel that stays leased between requests: interleavings of the borrower, the holder of the tunnel, and
 //! the agent. The order of each test decides, not time. The streams between them are pipes.
 
+mod needs;
+
 use std::{pin::Pin, sync::Weak, task::Waker};
 
 use bytes::{BufMut as _, Bytes, BytesMut};
@@ -37,6 +39,7 @@ fn info() -> Info {
         token: TokenHash::of(b"t"),
         kind: AgentKind::Ours,
         features: Features::IMPERSONATION,
+        version: None,
         descriptor: Arc::new(Descriptor::of(&[METHOD, OTHER])),
     }
 }
@@ -216,8 +219,8 @@ impl Lab {
     async fn lent() -> Self {
         let mut lab = Self::new();
         // Two requests begin together, so a lease is worthwhile.
-        assert!(lab.leases.take(agent(), &METHOD.into()).await.is_none());
-        assert!(lab.leases.take(agent(), &METHOD.into()).await.is_none());
+        assert!(lab.leases.take(agent(), &METHOD.into(), Features::NONE).await.is_none());
+        assert!(lab.leases.take(agent(), &METHOD.into(), Features::NONE).await.is_none());
         let call = lab.borrow();
         lab.carry();
         assert_eq!(lab.agent_reads(), whole(b"first"));
@@ -231,13 +234,21 @@ impl Lab {
     fn borrow(&mut self) -> Call {
         let method = Arc::from(METHOD);
         let replica = ReplicaId::new("borrower");
-        let Ok(Acquired::Now(grant)) = self.registry.acquire_for(&replica, agent(), &method, None) else {
+        let Ok(Acquired::Now(grant)) =
+            self.registry.acquire_for(&replica, agent(), &method, None, Features::NONE)
+        else {
             panic!("the tunnel is idle")
         };
         let borrower = Borrower { replica, method: Arc::clone(&method) };
         let source = Arc::clone(&self.registry) as Arc<dyn TunnelSource>;
         let lender = TunnelLender::new(source, Arc::clone(&self.metrics), None);
-        let request = BorrowRequest { borrower, agent: agent(), connection: None };
+        let request = BorrowRequest {
+            borrower,
+            agent: agent(),
+            connection: None,
+            needs: Features::NONE,
+            is_long: false,
+        };
         self.lend = Some(lender.lend(request, grant, Envelopes::new(self.asked.body()), true));
         let pool = self.leases.pool_of(agent(), &method, &ReplicaId::new("holder"));
         let flag = Arc::clone(&self.borrower_reset);
@@ -256,7 +267,7 @@ impl Lab {
     }
 
     async fn take(&self) -> Option<LeasedTunnel> {
-        self.leases.take(agent(), &METHOD.into()).await
+        self.leases.take(agent(), &METHOD.into(), Features::NONE).await
     }
 
     /// Begins another request on the leased tunnel.
@@ -330,8 +341,10 @@ impl Lab {
     fn wait(&self, source: Option<&str>, method: &str) -> Waiting {
         let method = Arc::from(method);
         let acquired = match source {
-            None => self.registry.acquire(agent(), &method, None),
-            Some(name) => self.registry.acquire_for(&ReplicaId::new(name), agent(), &method, None),
+            None => self.registry.acquire(agent(), &method, None, Features::NONE),
+            Some(name) => {
+                self.registry.acquire_for(&ReplicaId::new(name), agent(), &method, None, Features::NONE)
+            }
         };
         match acquired {
             Ok(Acquired::Wait(waiting)) => waiting,
@@ -503,7 +516,9 @@ async fn a_borrow_request_of_the_borrower_that_crosses_its_lease_revokes_nothing
 async fn a_request_that_waits_at_the_borrower_gets_the_tunnel_that_becomes_free() {
     let mut lab = Lab::lent().await;
     let call = lab.again(b"x").await;
-    let Err(Some(mut waiter)) = lab.leases.acquire(agent(), &METHOD.into()) else { panic!("one is idle") };
+    let Err(Some(mut waiter)) = lab.leases.acquire(agent(), &METHOD.into(), Features::NONE) else {
+        panic!("one is idle")
+    };
     lab.carry();
     lab.agent_reads();
     lab.agent.write(answer(b"x"));
@@ -685,7 +700,7 @@ async fn the_lease_of_a_withdrawn_tunnel_is_revoked_while_the_agent_has_others()
 async fn a_request_that_begins_to_wait_revokes_no_lease_whose_tunnel_has_ended() {
     let mut lab = Lab::lent().await;
     let other = lab.another(AgentKind::Ours);
-    let Ok(Acquired::Now(grant)) = lab.registry.acquire(agent(), &METHOD.into(), None) else {
+    let Ok(Acquired::Now(grant)) = lab.registry.acquire(agent(), &METHOD.into(), None, Features::NONE) else {
         panic!("the other is idle")
     };
     let tunnel = grant.take();

@@ -6,6 +6,7 @@
 
 use std::{
     collections::{BTreeMap, HashMap},
+    ops::Bound::{Excluded, Unbounded},
     sync::{
         Arc,
         atomic::{AtomicU32, Ordering},
@@ -83,9 +84,38 @@ struct Entry {
     before: Option<Instant>,
     /// The most recently used tunnel is last.
     idle: Vec<Idle>,
-    waiting: BTreeMap<u64, Sender>,
+    waiting: Waiters,
     /// Changes if the health of an owner may have changed. `Some` while there are idle tunnels.
     changes: Option<watch::Receiver<()>>,
+}
+
+/// The requests of a key that wait, by what they need and their serial.
+#[derive(Default)]
+struct Waiters(BTreeMap<(u8, u64), Sender>);
+
+impl Waiters {
+    fn insert(&mut self, needs: Features, serial: u64, sender: Sender) {
+        self.0.insert((needs.bits(), serial), sender);
+    }
+
+    fn remove(&mut self, needs: Features, serial: u64) -> Option<Sender> {
+        self.0.remove(&(needs.bits(), serial))
+    }
+
+    /// Removes the request that waits longest of those whose needs are among `features`.
+    fn pop(&mut self, features: Features) -> Option<Sender> {
+        let mut oldest: Option<(u8, u64)> = None;
+        let mut next = self.0.first_key_value();
+        // One step for each set of needs.
+        while let Some((&(needs, serial), _)) = next {
+            let fits = features.contains(Features::from_bits(needs));
+            if fits && oldest.is_none_or(|(_, oldest)| serial < oldest) {
+                oldest = Some((needs, serial));
+            }
+            next = self.0.range((Excluded((needs, u64::MAX)), Unbounded)).next();
+        }
+        self.0.remove(&oldest?)
+    }
 }
 
 struct Idle {
@@ -158,6 +188,7 @@ impl Drop for LeasedTunnel {
 pub struct PoolWaiter {
     pool: Arc<LeasePool>,
     key: Key,
+    needs: Features,
     serial: u64,
     receiver: oneshot::Receiver<LeasedTunnel>,
 }
@@ -178,7 +209,8 @@ impl PoolWaiter {
 impl Drop for PoolWaiter {
     fn drop(&mut self) {
         let mut state = self.pool.state();
-        let sender = state.keys.get_mut(&self.key).and_then(|entry| entry.waiting.remove(&self.serial));
+        let entry = state.keys.get_mut(&self.key);
+        let sender = entry.and_then(|entry| entry.waiting.remove(self.needs, self.serial));
         drop(state);
         // A tunnel that was already handed over is offered again when the receiver drops, outside the lock.
         drop(sender);
@@ -204,10 +236,11 @@ impl State {
         self.keys.get_mut(key)
     }
 
-    fn pop(&mut self, key: &Key) -> Option<LeasedTunnel> {
+    fn pop(&mut self, key: &Key, needs: Features) -> Option<LeasedTunnel> {
         let entry = self.keys.get_mut(key)?;
         loop {
-            let Idle { tunnel, holder, .. } = entry.idle.pop()?;
+            let at = entry.idle.iter().rposition(|idle| idle.tunnel.info().features.contains(needs))?;
+            let Idle { tunnel, holder, .. } = entry.idle.remove(at);
             self.idle -= 1;
             // A tunnel that is ending is removed by `forget`.
             if tunnel.idle_since().is_some() {
@@ -244,7 +277,7 @@ impl Entry {
 
     fn is_over(&self, now: Instant) -> bool {
         let old = self.begun.is_none_or(|begun| now.duration_since(begun) >= HOT);
-        old && self.idle.is_empty() && self.waiting.is_empty()
+        old && self.idle.is_empty() && self.waiting.0.is_empty()
     }
 
     /// Whether the health of an owner may have changed since it was last examined.
@@ -263,12 +296,17 @@ impl LeasePool {
         self.state.lock()
     }
 
-    /// Takes the most recently used tunnel for a request that no tunnel of this replica serves. Notes that a
-    /// request begins.
+    /// Takes the most recently used tunnel that meets `needs`, for a request that no tunnel of this replica
+    /// serves. Notes that a request begins.
     ///
     /// # Cancel safety
     /// Cancel safe.
-    pub async fn take(self: &Arc<Self>, agent: AgentId, method: &Arc<str>) -> Option<LeasedTunnel> {
+    pub async fn take(
+        self: &Arc<Self>,
+        agent: AgentId,
+        method: &Arc<str>,
+        needs: Features,
+    ) -> Option<LeasedTunnel> {
         let key = (agent, Arc::clone(method));
         let now = Instant::now();
         {
@@ -276,41 +314,43 @@ impl LeasePool {
             let entry = state.entry(&key, now)?;
             entry.before = entry.begun.replace(now);
             if !entry.is_stale() {
-                return state.pop(&key);
+                return state.pop(&key, needs);
             }
         }
         self.review(&key).await;
-        self.state().pop(&key)
+        self.state().pop(&key, needs)
     }
 
     /// Whether requests of this key follow so closely that a lease is worthwhile.
     pub fn is_hot(&self, agent: AgentId, method: &Arc<str>) -> bool {
         let state = self.state();
         let entry = state.keys.get(&(agent, Arc::clone(method)));
-        !state.closed && entry.is_some_and(|entry| entry.waiting.len() > 1 || entry.is_hot(Instant::now()))
+        !state.closed && entry.is_some_and(|entry| entry.waiting.0.len() > 1 || entry.is_hot(Instant::now()))
     }
 
-    /// Takes a tunnel, or waits for one. `Err(None)`: too many requests wait, or there are too many keys.
+    /// Takes a tunnel that meets `needs`, or waits for one. `Err(None)`: too many requests wait, or there are
+    /// too many keys.
     pub fn acquire(
         self: &Arc<Self>,
         agent: AgentId,
         method: &Arc<str>,
+        needs: Features,
     ) -> Result<LeasedTunnel, Option<PoolWaiter>> {
         let key = (agent, Arc::clone(method));
         let mut state = self.state();
-        if let Some(tunnel) = state.pop(&key) {
+        if let Some(tunnel) = state.pop(&key, needs) {
             return Ok(tunnel);
         }
         state.serial += 1;
         let serial = state.serial;
         let Some(entry) = state.entry(&key, Instant::now()) else { return Err(None) };
-        if entry.waiting.len() >= WAITING {
+        if entry.waiting.0.len() >= WAITING {
             return Err(None);
         }
         let (sender, receiver) = oneshot::channel();
-        entry.waiting.insert(serial, sender);
+        entry.waiting.insert(needs, serial, sender);
         drop(state);
-        Err(Some(PoolWaiter { pool: Arc::clone(self), key, serial, receiver }))
+        Err(Some(PoolWaiter { pool: Arc::clone(self), key, needs, serial, receiver }))
     }
 
     /// Returns the pool of one tunnel, which `owner` lends for requests of the key.
@@ -328,8 +368,8 @@ impl LeasePool {
         })))
     }
 
-    /// A tunnel is free: hands it to the request that waits longest, keeps it for the next one, or returns
-    /// it.
+    /// A tunnel is free: hands it to the request that waits longest of those that it can serve, keeps it for
+    /// the next one, or returns it.
     fn offer(holder: &Arc<Holder>, tunnel: &Arc<Tunnel>) {
         if tunnel.idle_since().is_none() {
             return;
@@ -339,7 +379,7 @@ impl LeasePool {
         let mut state = pool.state();
         let (room, closed) = (state.idle < IN_ALL, state.closed);
         if !closed && let Some(entry) = state.keys.get_mut(key) {
-            while let Some((_, sender)) = entry.waiting.pop_first() {
+            while let Some(sender) = entry.waiting.pop(tunnel.info().features) {
                 let leased = LeasedTunnel { tunnel: Some(Arc::clone(tunnel)), holder: Arc::clone(holder) };
                 match sender.send(leased) {
                     Ok(()) => return,
@@ -466,6 +506,11 @@ mod tests {
 
     /// A tunnel of the holder that is free after a request.
     fn returned(pool: &Arc<LeasePool>, method: &str) -> (Arc<Tunnel>, TunnelBody) {
+        returned_of(pool, method, Features::IMPERSONATION)
+    }
+
+    /// As [`returned`], of an agentk with these features.
+    fn returned_of(pool: &Arc<LeasePool>, method: &str, features: Features) -> (Arc<Tunnel>, TunnelBody) {
         let silent = http_body_util::StreamBody::new(futures_util::stream::pending::<
             Result<http_body::Frame<bytes::Bytes>, grpc::BoxError>,
         >());
@@ -474,7 +519,8 @@ mod tests {
             instance: 0,
             token: TokenHash::of(b"t"),
             kind: AgentKind::Ours,
-            features: Features::IMPERSONATION,
+            features,
+            version: None,
             descriptor: Arc::default(),
         };
         let tunnel_pool = pool.pool_of(agent(), &method.into(), &ReplicaId::new("holder"));
@@ -491,7 +537,7 @@ mod tests {
 
     async fn heat(pool: &Arc<LeasePool>, method: &str) {
         for _ in 0..2 {
-            assert!(pool.take(agent(), &method.into()).await.is_none());
+            assert!(pool.take(agent(), &method.into(), Features::NONE).await.is_none());
         }
     }
 
@@ -519,7 +565,7 @@ mod tests {
     async fn keys_are_bounded_and_old_ones_are_forgotten() {
         let pool = pool();
         for n in 0..2 * KEYS {
-            assert!(pool.take(agent(), &format!("/s/{n}").into()).await.is_none());
+            assert!(pool.take(agent(), &format!("/s/{n}").into(), Features::NONE).await.is_none());
         }
         assert_eq!(pool.state().keys.len(), KEYS);
         tokio::time::sleep(HOT).await;
@@ -532,7 +578,8 @@ mod tests {
     async fn requests_are_served_in_order_and_those_that_left_are_skipped() {
         let pool = pool();
         heat(&pool, "/s/M").await;
-        let waiter = || pool.acquire(agent(), &"/s/M".into()).err().flatten().expect("a waiter");
+        let waiter =
+            || pool.acquire(agent(), &"/s/M".into(), Features::NONE).err().flatten().expect("a waiter");
         let (mut first, gone, mut second) = (waiter(), waiter(), waiter());
         drop(gone);
         let (_one, _out) = returned(&pool, "/s/M");
@@ -549,7 +596,7 @@ mod tests {
     }
 
     fn acquire(pool: &Arc<LeasePool>) -> Result<LeasedTunnel, Option<PoolWaiter>> {
-        pool.acquire(agent(), &"/s/M".into())
+        pool.acquire(agent(), &"/s/M".into(), Features::NONE)
     }
 
     #[tokio::test(start_paused = true)]
@@ -561,5 +608,44 @@ mod tests {
         assert_eq!(pool.state().idle, 0, "it was handed over");
         drop(waiter);
         assert_eq!(pool.state().idle, 1);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn tunnels_are_handed_only_to_requests_whose_needs_they_meet_and_the_oldest_of_these_first() {
+        const OTHER: Features = Features::IMPERSONATION;
+        let pool = pool();
+        heat(&pool, "/s/M").await;
+        let wait = |needs| {
+            let acquired = pool.acquire(agent(), &"/s/M".into(), needs);
+            acquired.err().flatten().expect("a waiter")
+        };
+        let mut needing = wait(Features::TARGET);
+        let mut any = wait(Features::NONE);
+        let mut both = wait(Features::TARGET | OTHER);
+        let mut last = wait(Features::TARGET);
+        // The first one is not waited behind.
+        let (_one, _out) = returned_of(&pool, "/s/M", Features::NONE);
+        assert_eq!(any.handed().await.features(), Features::NONE);
+        let mut held = Vec::new();
+        for waiter in [&mut needing, &mut both, &mut last] {
+            held.push(returned_of(&pool, "/s/M", Features::TARGET | OTHER));
+            let leased = tokio::time::timeout(Duration::ZERO, waiter.handed()).await.expect("its turn");
+            drop(leased.take());
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_idle_tunnel_that_does_not_meet_the_needs_is_passed_over() {
+        let pool = pool();
+        heat(&pool, "/s/M").await;
+        let (fits, _out) = returned_of(&pool, "/s/M", Features::TARGET);
+        let (_other, _out) = returned_of(&pool, "/s/M", Features::NONE);
+        let method: Arc<str> = "/s/M".into();
+        let acquire = |needs| pool.acquire(agent(), &method, needs);
+        assert!(acquire(Features::UPGRADE).is_err());
+        let leased = acquire(Features::TARGET).expect("the older one meets it");
+        assert!(Arc::ptr_eq(&leased.take().unwrap(), &fits));
+        assert!(acquire(Features::TARGET).is_err());
+        assert!(acquire(Features::NONE).is_ok(), "the other one is still here");
     }
 }

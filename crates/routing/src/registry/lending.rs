@@ -12,7 +12,7 @@ use std::{
 
 use futures_util::task::AtomicWaker;
 use ids::{ConnectionId, ReplicaId};
-use tunnel::kas_end::Tunnel;
+use tunnel::{features::Features, kas_end::Tunnel};
 
 use super::{Grant, queue::QueueKey};
 
@@ -72,10 +72,11 @@ impl Leases {
     pub(super) fn revoke_for(&self, key: &QueueKey, connection_of: impl Fn(u64) -> Option<ConnectionId>) {
         for lease in &self.0 {
             // A borrower uses its leased tunnel for its own requests of the same kind first. The one that
-            // waits here was sent before the borrower had the lease.
+            // waits here was sent before the borrower had the lease. An upgrade needs another tunnel.
             let own = key.source.as_ref() == Some(&lease.borrower.replica)
                 && key.method == lease.borrower.method
-                && key.connection.is_none();
+                && key.connection.is_none()
+                && !key.needs.contains(Features::UPGRADE);
             // A tunnel that has ended is being returned already, and would serve no request.
             let lives = lease.tunnel.idle_since().is_some();
             let info = lease.tunnel.info();

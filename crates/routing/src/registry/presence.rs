@@ -5,9 +5,12 @@ use std::{sync::Arc, time::Duration};
 use cluster::{Abandoned, Lease, Tracker};
 use ids::ConnectionId;
 use tokio::time::Instant;
-use tunnel::kas_end::{Descriptor, Info, Tunnel};
+use tunnel::{
+    features::Features,
+    kas_end::{AgentkVersion, Descriptor, Info, Tunnel},
+};
 
-use super::Refused;
+use super::{Lack, Refused};
 
 /// An agent stays announced for this long after its last tunnel ended. Tunnels of GitLab's agents end with
 /// each request, and must not make the agent appear and disappear in the table. Its processes are remembered
@@ -40,6 +43,9 @@ struct Instance {
     connection: Option<ConnectionId>,
     /// The descriptor of its newest tunnel.
     descriptor: Arc<Descriptor>,
+    /// What its newest tunnel supports, and its version.
+    features: Features,
+    version: Option<AgentkVersion>,
     busy: usize,
     /// The most recently used tunnel is last. It is handed out first, so that a pool can shrink.
     idle: Vec<Arc<Tunnel>>,
@@ -56,6 +62,8 @@ impl Presence {
                 id,
                 connection: None,
                 descriptor: Arc::default(),
+                features: Features::NONE,
+                version: None,
                 busy: 0,
                 idle: Vec::new(),
                 empty_since: None,
@@ -121,6 +129,7 @@ impl Presence {
         let instance = self.instance(info.instance);
         instance.connection = connection.or(instance.connection);
         instance.descriptor = Arc::clone(&info.descriptor);
+        (instance.features, instance.version) = (info.features, info.version);
         instance.empty_since = None;
         instance.busy += 1;
         if first {
@@ -169,8 +178,12 @@ impl Presence {
         &mut self,
         method: &str,
         connection: Option<ConnectionId>,
+        needs: Features,
     ) -> Option<Arc<Tunnel>> {
-        let serves = |tunnel: &Arc<Tunnel>| tunnel.info().descriptor.serves(method);
+        let serves = |tunnel: &Arc<Tunnel>| {
+            let info = tunnel.info();
+            info.features.contains(needs) && info.descriptor.serves(method)
+        };
         let best = self
             .instances
             .iter_mut()
@@ -210,7 +223,12 @@ impl Presence {
 
     /// Returns why no tunnel of the agent will serve a request, as far as that is known. While the agent has
     /// no tunnel nothing is known: the next tunnel to come says nothing about those after it.
-    pub(super) fn refuses(&self, method: &str, connection: Option<ConnectionId>) -> Option<Refused> {
+    pub(super) fn refuses(
+        &self,
+        method: &str,
+        connection: Option<ConnectionId>,
+        needs: Features,
+    ) -> Option<Refused> {
         if self.tunnels == 0 {
             return None;
         }
@@ -220,7 +238,18 @@ impl Presence {
             let unbound = self.instances.iter().any(|i| i.connection.is_none());
             return Some(if unbound { Refused::Unbound } else { Refused::OtherConnection });
         }
-        (!instances.any(|i| i.descriptor.serves(method))).then_some(Refused::Unimplemented)
+        // Of the process that lacks the fewest features.
+        let mut least: Option<Lack> = None;
+        for instance in instances.filter(|i| i.descriptor.serves(method)) {
+            let missing = needs.without(instance.features);
+            if missing.is_empty() {
+                return None;
+            }
+            if least.is_none_or(|lack| missing.len() < lack.missing.len()) {
+                least = Some(Lack { missing, version: instance.version });
+            }
+        }
+        Some(least.map_or(Refused::Unimplemented, Refused::Unsupported))
     }
 
     pub(super) fn transport_opened(&mut self) {

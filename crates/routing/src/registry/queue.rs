@@ -11,7 +11,7 @@ use std::{
 
 use ids::{AgentId, ConnectionId, ReplicaId};
 use tokio::sync::oneshot;
-use tunnel::kas_end::Info;
+use tunnel::{features::Features, kas_end::Info};
 
 use super::{Gone, Grant, Refused, TunnelRegistry};
 
@@ -27,12 +27,16 @@ pub(super) struct QueueKey {
     pub(super) method: Arc<str>,
     /// `None`: any connection.
     pub(super) connection: Option<ConnectionId>,
+    /// What agentk must support.
+    pub(super) needs: Features,
 }
 
 impl QueueKey {
     /// Whether a tunnel can serve the requests of the queue. `connection`: to which one the tunnel is bound.
     pub(super) fn accepts(&self, info: &Info, connection: impl FnOnce() -> Option<ConnectionId>) -> bool {
-        info.descriptor.serves(&self.method) && (self.connection.is_none() || self.connection == connection())
+        info.features.contains(self.needs)
+            && info.descriptor.serves(&self.method)
+            && (self.connection.is_none() || self.connection == connection())
     }
 }
 
@@ -135,9 +139,9 @@ impl Queue {
     /// Removes the requests for which `refuses` has a reason.
     pub(super) fn take_refused(
         &mut self,
-        refuses: impl Fn(&str, Option<ConnectionId>) -> Option<Refused>,
+        refuses: impl Fn(&QueueKey) -> Option<Refused>,
     ) -> Vec<(Sender, Refused)> {
-        let refused = |key: &QueueKey| Some((key.clone(), refuses(&key.method, key.connection)?));
+        let refused = |key: &QueueKey| Some((key.clone(), refuses(key)?));
         let refused: Vec<(QueueKey, Refused)> = self.queues.keys().filter_map(refused).collect();
         let mut senders = Vec::new();
         for (key, refused) in refused {

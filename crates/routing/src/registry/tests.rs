@@ -43,6 +43,18 @@ fn lab() -> Lab {
     Lab { registry, bodies: Vec::new() }
 }
 
+fn info(kind: AgentKind, method: &str, instance: u64) -> Info {
+    Info {
+        agent: agent(),
+        instance,
+        token: TokenHash::of(b"t"),
+        kind,
+        features: Features::IMPERSONATION,
+        version: None,
+        descriptor: Arc::new(Descriptor::of(&[method])),
+    }
+}
+
 impl Lab {
     /// An agent that sends nothing opens a tunnel.
     fn tunnel(&mut self) {
@@ -59,18 +71,21 @@ impl Lab {
         self.open(AgentKind::Ours, method, instance, connection);
     }
 
+    /// A tunnel of an agentk of this version with these features.
+    fn tunnel_that_meets(&mut self, features: Features, instance: u64) {
+        let version = Some(AgentkVersion { major: u32::try_from(instance).unwrap(), minor: 1 });
+        let info = Info { features, version, ..info(AgentKind::Ours, METHOD, instance) };
+        self.open_info(info, None);
+    }
+
     fn open(&mut self, kind: AgentKind, method: &str, instance: u64, connection: Option<ConnectionId>) {
+        self.open_info(info(kind, method, instance), connection);
+    }
+
+    fn open_info(&mut self, info: Info, connection: Option<ConnectionId>) {
         let silent = http_body_util::StreamBody::new(futures_util::stream::pending::<
             Result<http_body::Frame<bytes::Bytes>, grpc::BoxError>,
         >());
-        let info = Info {
-            agent: agent(),
-            instance,
-            token: TokenHash::of(b"t"),
-            kind,
-            features: Features::IMPERSONATION,
-            descriptor: Arc::new(Descriptor::of(&[method])),
-        };
         let owner = Arc::new(RegistryPool {
             registry: Arc::clone(&self.registry),
             rate_limit: Arc::new(RateLimit::new(100, 1_000)),
@@ -101,10 +116,14 @@ impl Lab {
     fn ask_for(&self, source: Option<&str>, connection: i64) -> Result<Acquired, Refused> {
         let method = Arc::from(METHOD);
         match source {
-            None => self.registry.acquire(agent(), &method, id(connection)),
-            Some(replica) => {
-                self.registry.acquire_for(&ReplicaId::new(replica), agent(), &method, id(connection))
-            }
+            None => self.registry.acquire(agent(), &method, id(connection), Features::NONE),
+            Some(replica) => self.registry.acquire_for(
+                &ReplicaId::new(replica),
+                agent(),
+                &method,
+                id(connection),
+                Features::NONE,
+            ),
         }
     }
 
@@ -122,8 +141,27 @@ impl Lab {
     fn ask(&self, source: Option<&str>) -> Result<Acquired, Refused> {
         let method = Arc::from(METHOD);
         match source {
-            None => self.registry.acquire(agent(), &method, None),
-            Some(replica) => self.registry.acquire_for(&ReplicaId::new(replica), agent(), &method, None),
+            None => self.registry.acquire(agent(), &method, None, Features::NONE),
+            Some(replica) => {
+                self.registry.acquire_for(&ReplicaId::new(replica), agent(), &method, None, Features::NONE)
+            }
+        }
+    }
+
+    fn ask_needing(&self, source: Option<&str>, needs: Features) -> Result<Acquired, Refused> {
+        let method = Arc::from(METHOD);
+        match source {
+            None => self.registry.acquire(agent(), &method, None, needs),
+            Some(replica) => {
+                self.registry.acquire_for(&ReplicaId::new(replica), agent(), &method, None, needs)
+            }
+        }
+    }
+
+    fn wait_needing(&self, source: Option<&str>, needs: Features) -> Waiting {
+        match self.ask_needing(source, needs) {
+            Ok(Acquired::Wait(waiting)) => waiting,
+            other => panic!("{other:?}"),
         }
     }
 
@@ -280,7 +318,7 @@ async fn a_request_for_a_method_is_refused_when_no_process_serves_it_any_more() 
     let other: Arc<str> = "/s/Other".into();
     lab.tunnel_for(&other, 1, id(7));
     lab.tunnel_of(2, id(8));
-    let ask = |lab: &Lab, connection| lab.registry.acquire(agent(), &other, connection);
+    let ask = |lab: &Lab, connection| lab.registry.acquire(agent(), &other, connection, Features::NONE);
     assert_eq!(ask(&lab, id(8)).map(drop), Err(Refused::Unimplemented), "not by this connection");
     lab.bodies.remove(0);
     for connection in [None, id(7)] {
@@ -365,4 +403,104 @@ async fn only_agents_that_cannot_cancel_requests_have_abandoned_ones() {
     lab.tunnel();
     lab.abandon();
     assert_eq!(lab.registry.occupancy(agent()).abandoned, None);
+}
+
+const UPGRADE: Features = Features::UPGRADE;
+const TARGET: Features = Features::TARGET;
+
+/// Instance 14 is an old agentk, and 2 a new one of the same agent.
+fn mixed() -> Lab {
+    let mut lab = lab();
+    lab.tunnel_that_meets(Features::NONE, 14);
+    lab.tunnel_that_meets(UPGRADE | TARGET, 2);
+    lab
+}
+
+fn granted_instance(granted: Result<Acquired, Refused>) -> u64 {
+    match granted {
+        Ok(Acquired::Now(grant)) => grant.take().info().instance,
+        other => panic!("{other:?}"),
+    }
+}
+
+async fn still_waits(waiting: &mut Waiting) {
+    let granted = tokio::time::timeout(Duration::ZERO, waiting.granted()).await;
+    assert!(granted.is_err(), "{granted:?}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn idle_tunnels_that_do_not_meet_the_needs_are_passed_over_and_keep_no_request_waiting() {
+    for source in [None, Some("a")] {
+        let mut lab = mixed();
+        lab.tunnel_that_meets(Features::NONE, 14);
+        assert_eq!(granted_instance(lab.ask_needing(source, UPGRADE)), 2);
+        // The only one that fits is busy. Two are idle, and stay so.
+        let mut waiting = lab.wait_needing(source, UPGRADE);
+        assert_eq!(lab.registry.counts(agent()), (2, 1, 1));
+        lab.tunnel_that_meets(TARGET, 3);
+        still_waits(&mut waiting).await;
+        // Others do not wait behind it.
+        assert_ne!(granted_instance(lab.ask(source)), 2);
+        assert_eq!(granted_instance(lab.ask_needing(source, TARGET)), 3);
+        lab.tunnel_that_meets(UPGRADE, 4);
+        assert_eq!(waiting.granted().await.unwrap().tunnel().info().instance, 4);
+    }
+}
+
+#[tokio::test]
+async fn a_tunnel_goes_to_the_request_that_waits_longest_of_those_whose_needs_it_meets() {
+    let mut lab = mixed();
+    let (_old, _new) = (lab.ask(None).unwrap(), lab.ask(None).unwrap());
+    let wants = [UPGRADE, Features::NONE, UPGRADE | TARGET, Features::NONE, UPGRADE];
+    let mut waiting: Vec<_> =
+        wants.into_iter().enumerate().map(|(n, needs)| (n, lab.wait_needing(None, needs))).collect();
+    let mut order = Vec::new();
+    for features in [Features::NONE, UPGRADE, UPGRADE | TARGET, UPGRADE | TARGET, UPGRADE] {
+        lab.tunnel_that_meets(features, 20);
+        let granted = waiting.iter_mut().map(|(_, waiting)| Box::pin(waiting.granted()));
+        let (grant, at, _) = futures_util::future::select_all(granted).await;
+        drop(grant.unwrap().take());
+        order.push(waiting.remove(at).0);
+    }
+    assert_eq!(order, [1, 0, 2, 3, 4]);
+}
+
+#[tokio::test]
+async fn needs_that_no_process_meets_are_refused_at_once_by_the_one_that_lacks_least() {
+    let mut lab = mixed();
+    let needs = UPGRADE | TARGET | Features::IMPERSONATION;
+    let lack = Lack { missing: Features::IMPERSONATION, version: Some(AgentkVersion { major: 2, minor: 1 }) };
+    for source in [None, Some("a")] {
+        assert_eq!(lab.ask_needing(source, needs).map(drop), Err(Refused::Unsupported(lack)));
+    }
+    // Each alone is met by one, and no process meets both.
+    lab.tunnel_that_meets(Features::IMPERSONATION, 3);
+    assert!(matches!(lab.ask_needing(None, needs), Err(Refused::Unsupported(_))));
+    // A process that is busy may meet them later.
+    lab.tunnel_that_meets(needs, 4);
+    assert_eq!(granted_instance(lab.ask_needing(None, needs)), 4);
+    drop(lab.wait_needing(None, needs));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_request_is_refused_when_the_last_process_that_meets_its_needs_has_gone() {
+    let mut lab = mixed();
+    let _busy = lab.ask_needing(None, UPGRADE).unwrap();
+    let (mut own, mut remote) = (lab.wait_needing(None, UPGRADE), lab.wait_needing(Some("a"), UPGRADE));
+    // HTTP/2 drops the stream of the new one.
+    lab.bodies.remove(1);
+    still_waits(&mut own).await;
+    tokio::time::sleep(LINGER + Duration::from_millis(1)).await;
+    let lack = Lack { missing: UPGRADE, version: Some(AgentkVersion { major: 14, minor: 1 }) };
+    for waiting in [&mut own, &mut remote] {
+        let told = tokio::time::timeout(Duration::ZERO, waiting.granted()).await;
+        assert!(matches!(told, Ok(Err(Gone::Refused(Refused::Unsupported(why)))) if why == lack), "{told:?}");
+    }
+}
+
+#[tokio::test]
+async fn needs_of_a_later_version_are_refused_where_the_agent_is() {
+    let lab = lab();
+    assert!(matches!(lab.registry.refuse_unknown(agent()), Refused::NotHere(_)));
+    assert_eq!(mixed().registry.refuse_unknown(agent()), Refused::UnknownNeed);
 }

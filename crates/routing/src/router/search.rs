@@ -8,14 +8,16 @@ use grpc::{Code, Deadline, Outcome, Status};
 use http::{HeaderMap, HeaderValue};
 use ids::{AgentId, ConnectionId, ReplicaId};
 use tokio::time::{Duration, Instant};
+use tunnel::features::Features;
 
-use super::{RouteTrace, Router, refusal};
+use super::{RouteTrace, Router};
 use crate::{
     metrics::{AskAnswer, Side},
     peer::{
         self, Ask, Lent, Refusal, gitlab,
         lease_pool::{LeasedTunnel, PoolWaiter},
     },
+    refusal,
     registry::{Acquired, Gone, Grant, Refused, Waiting},
 };
 use observe::refusals::{ListenerName, Reason};
@@ -45,6 +47,10 @@ pub(super) struct Search<'a> {
     pub(super) method: &'a Arc<str>,
     /// The headers of the caller, which a replica of GitLab's kas receives with the borrow request.
     pub(super) headers: &'a HeaderMap,
+    /// What agentk must support.
+    pub(super) needs: Features,
+    /// See [`AgentRequest::is_long`](super::AgentRequest::is_long).
+    pub(super) is_long: bool,
     pub(super) deadline: Deadline,
     /// See [`AgentRequest`](super::AgentRequest::wait_until).
     pub(super) wait_until: Option<Instant>,
@@ -78,22 +84,27 @@ type Asking = Pin<Box<dyn Future<Output = (ReplicaId, Wire, Result<Lent, Refusal
 impl Search<'_> {
     /// Looks for an idle tunnel of this replica.
     pub(super) fn own(&self) -> Option<Grant> {
-        self.router.registry.take(self.agent, self.method, self.connection)
+        self.router.registry.take(self.agent, self.method, self.connection, self.needs)
     }
 
     /// Looks for a leased tunnel of another replica, and notes that a request begins.
     pub(super) async fn leased(&self) -> Option<LeasedTunnel> {
-        if self.router.peers.is_none() || self.connection.is_some() {
+        if !self.uses_leases() {
             return None;
         }
-        self.router.leases.take(self.agent, self.method).await
+        self.router.leases.take(self.agent, self.method, self.needs).await
+    }
+
+    /// Whether a tunnel that is leased for several requests may carry this one.
+    fn uses_leases(&self) -> bool {
+        self.router.peers.is_some() && self.connection.is_none() && !self.is_long
     }
 
     fn refused(&self, refused: Refused) -> Status {
         if refused == Refused::Full {
             self.router.refusals.refused(ListenerName::Api, Reason::WaitersFull);
         }
-        refusal(refused, self.agent, self.connection, self.method)
+        refusal::status(refused, self.agent, self.connection, self.method)
     }
 
     /// Waits for a tunnel of this replica and asks other replicas, until the deadline. A request without a
@@ -103,16 +114,16 @@ impl Search<'_> {
         // Before the first lookup, so that no change is missed.
         let mut changes = router.tracker.changes(self.agent);
         let (mut waiting, mut refused) =
-            match router.registry.acquire(self.agent, self.method, self.connection) {
+            match router.registry.acquire(self.agent, self.method, self.connection, self.needs) {
                 Ok(Acquired::Now(grant)) => return Ok(Found::Own(grant)),
                 Ok(Acquired::Wait(waiting)) => (Some(waiting), None),
                 Err(full @ Refused::Full) => return Err(self.refused(full)),
-                // Another replica may know this connection, or an agentk that serves the method.
+                // Another replica may know this connection, or an agentk that can serve the request.
                 Err(other) => (None, Some(self.refused(other))),
             };
         let mut waiter = None;
-        if router.peers.is_some() && self.connection.is_none() {
-            match router.leases.acquire(self.agent, self.method) {
+        if self.uses_leases() {
+            match router.leases.acquire(self.agent, self.method, self.needs) {
                 Ok(leased) => return Ok(Found::Leased(leased)),
                 Err(waiting) => waiter = waiting,
             }
@@ -129,6 +140,9 @@ impl Search<'_> {
         loop {
             changes.borrow_and_update();
             let candidates = self.candidates().await;
+            if !self.needs.is_empty() {
+                self.pass_over_gitlab(&candidates, &mut owners, &mut refused);
+            }
             let now = Instant::now();
             let due = |owners: &Owners, candidate: &Candidate| match owners.asked.get(&candidate.replica.id) {
                 None => true,
@@ -218,6 +232,18 @@ impl Search<'_> {
         Err(router.not_found(self.agent, self.deadline, self.arrived, &owners.abandoned).await)
     }
 
+    /// Counts replicas of GitLab's kas as such that refuse a request with needs: they do not tell what their
+    /// agentk supports.
+    fn pass_over_gitlab(&self, candidates: &[Candidate], owners: &mut Owners, refused: &mut Option<Status>) {
+        for candidate in candidates.iter().filter(|candidate| candidate.wire == Wire::Gitlab) {
+            let owner = &candidate.replica.id;
+            if owners.asked.insert(owner.clone(), Asked::Refused).is_none() {
+                self.trace.note(|| format!("{owner} is of GitLab's kas and is not asked"));
+            }
+            refused.get_or_insert_with(|| refusal::of_gitlab(self.agent, owner, self.needs));
+        }
+    }
+
     async fn candidates(&self) -> Vec<Candidate> {
         let router = self.router;
         if router.peers.is_none() {
@@ -270,7 +296,9 @@ impl Search<'_> {
             correlation: self.correlation.clone(),
             deadline: self.deadline,
             until,
-            again: self.connection.is_none() && self.router.leases.is_hot(self.agent, self.method),
+            again: self.uses_leases() && self.router.leases.is_hot(self.agent, self.method),
+            needs: self.needs,
+            is_long: self.is_long,
         };
         let wire = candidate.wire;
         if wire == Wire::Gitlab {

@@ -1,6 +1,6 @@
 //! The agent at the other end of a tunnel, and the methods that it serves.
 
-use std::sync::Arc;
+use std::{fmt, sync::Arc};
 
 use ids::{AgentId, TokenHash};
 use proto::gitlab::agent::reverse_tunnel::rpc;
@@ -37,6 +37,21 @@ impl AgentKind {
     }
 }
 
+/// The version of an agentk, without its patch level.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct AgentkVersion {
+    /// `14` of 14.1.
+    pub major: u32,
+    /// `1` of 14.1.
+    pub minor: u32,
+}
+
+impl fmt::Display for AgentkVersion {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}.{}", self.major, self.minor)
+    }
+}
+
 /// Describes the other end of a tunnel.
 #[derive(Debug, Clone)]
 pub struct Info {
@@ -50,6 +65,8 @@ pub struct Info {
     pub kind: AgentKind,
     /// What agentk is known to support.
     pub features: Features,
+    /// Its version, for messages; `None`: it is not known.
+    pub version: Option<AgentkVersion>,
     /// The methods that the agent serves.
     pub descriptor: Arc<Descriptor>,
 }

@@ -6,14 +6,15 @@ use std::{
 };
 
 use grpc::{Code, Status};
-use http::{HeaderMap, HeaderValue, Request, Response};
+use http::{HeaderMap, HeaderName, HeaderValue, Request, Response};
 use hyper::body::Incoming;
 use net::http::{Body, StreamReset};
 use tokio::time::Instant;
 use tunnel::{
     IMPERSONATES_HEADER, INSTANCE_HEADER, MAX_IDLE_HEADER, REUSE, TARGET_HEADER, TUNNEL_HEADER,
+    UPGRADES_HEADER,
     features::Features,
-    kas_end::{AgentKind, Info, Opening, Retire, Tunnel, Unasked, read_descriptor},
+    kas_end::{AgentKind, AgentkVersion, Info, Opening, Retire, Tunnel, Unasked, read_descriptor},
 };
 
 use super::{
@@ -123,6 +124,7 @@ impl Transport {
             token: authenticated.token,
             kind: peer,
             features: features(&head.headers),
+            version: version(&head.headers),
             descriptor: Arc::new(descriptor),
         };
         let (tunnel, body) =
@@ -201,43 +203,84 @@ fn peer(headers: &HeaderMap) -> AgentKind {
     if agent.starts_with(b"gitlab-agent/") { AgentKind::Recent } else { AgentKind::Old }
 }
 
-/// Returns what the agentk that sent these headers supports. GitLab's never support
-/// [`Features::TARGET`].
+/// GitLab's first version that supports [`Features::IMPERSONATION`].
+const IMPERSONATES_SINCE: AgentkVersion = AgentkVersion { major: 14, minor: 3 };
+/// GitLab's first version that supports [`Features::UPGRADE`]. Earlier ones do not know `content_length`, and
+/// send the head of an upgrade with a body.
+const UPGRADES_SINCE: AgentkVersion = AgentkVersion { major: 16, minor: 0 };
+
+/// Returns what the agentk that sent these headers supports: what ours announces, and what GitLab's of its
+/// version does. GitLab's never support [`Features::TARGET`].
 fn features(headers: &HeaderMap) -> Features {
     let is_set = |name| headers.get(name).is_some_and(|value| value == "1");
-    Features::IMPERSONATION.when(impersonates(headers)) | Features::TARGET.when(is_set(TARGET_HEADER))
+    let supports = |name: HeaderName, since| {
+        if headers.contains_key(&name) || headers.contains_key(INSTANCE_HEADER) {
+            is_set(name)
+        } else {
+            version(headers).is_some_and(|version| version >= since)
+        }
+    };
+    Features::IMPERSONATION.when(supports(IMPERSONATES_HEADER, IMPERSONATES_SINCE))
+        | Features::TARGET.when(is_set(TARGET_HEADER))
+        | Features::UPGRADE.when(supports(UPGRADES_HEADER, UPGRADES_SINCE))
 }
 
-/// Whether the agentk that sent these headers supports `HeaderExtra`. Ours announces it; GitLab's support it
-/// from 14.3 on.
-fn impersonates(headers: &HeaderMap) -> bool {
-    /// GitLab's first such version.
-    const SINCE: (u32, u32) = (14, 3);
-    if headers.contains_key(IMPERSONATES_HEADER) || headers.contains_key(INSTANCE_HEADER) {
-        return headers.get(IMPERSONATES_HEADER).is_some_and(|value| value == "1");
-    }
-    let agent =
-        headers.get(http::header::USER_AGENT).and_then(|value| value.to_str().ok()).unwrap_or_default();
-    let Some(version) = agent.strip_prefix("gitlab-agent/").or_else(|| agent.strip_prefix("agentk/")) else {
-        return false;
-    };
-    let mut parts = version.trim_start_matches('v').splitn(3, '.').map(str::parse);
-    matches!((parts.next(), parts.next()), (Some(Ok(major)), Some(Ok(minor))) if (major, minor) >= SINCE)
+/// Reads the version of agentk from its user agent.
+fn version(headers: &HeaderMap) -> Option<AgentkVersion> {
+    let agent = headers.get(http::header::USER_AGENT)?.to_str().ok()?;
+    let version = agent.strip_prefix("gitlab-agent/").or_else(|| agent.strip_prefix("agentk/"))?;
+    let mut parts = version.trim_start_matches('v').splitn(3, '.').map(|part| part.parse().ok());
+    Some(AgentkVersion { major: parts.next()??, minor: parts.next()?? })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    fn headers(pairs: &[(&'static str, &'static str)]) -> HeaderMap {
+        let header = |(name, value): &(&'static str, &'static str)| {
+            (HeaderName::from_static(name), HeaderValue::from_static(value))
+        };
+        pairs.iter().map(header).collect()
+    }
+
+    fn features_of(pairs: &[(&'static str, &'static str)]) -> Features {
+        features(&headers(pairs))
+    }
+
+    #[test]
+    fn upgrade_support_is_known_by_version_or_header() {
+        let supports =
+            |pairs: &[(&'static str, &'static str)]| features_of(pairs).contains(Features::UPGRADE);
+        for (agent, expected) in [
+            ("agentk/v14.1.1/abc grpc-go/1.39.0", false),
+            ("agentk/v15.11.0/abc", false),
+            ("gitlab-agent/v16.0.0/abc grpc-go/1.58.3", true),
+            ("gitlab-agent/v18.10.1/abc", true),
+            ("gitlab-agent/unknown/abc", false),
+        ] {
+            assert_eq!(supports(&[("user-agent", agent)]), expected, "{agent}");
+        }
+        let ours = ("kas-agentk-instance", "i");
+        assert!(supports(&[ours, ("kas-agentk-upgrades", "1")]));
+        assert!(!supports(&[ours, ("kas-agentk-upgrades", "0")]));
+        assert!(!supports(&[ours, ("user-agent", "agentk/99.0.0/abc")]), "an earlier build of ours");
+    }
+
+    #[test]
+    fn versions_are_read_from_user_agents() {
+        let read = |agent| version(&headers(&[("user-agent", agent)])).map(|version| version.to_string());
+        assert_eq!(read("agentk/v14.1.1/abc grpc-go/1.39.0").as_deref(), Some("14.1"));
+        assert_eq!(read("gitlab-agent/16.5.0-rc1/abc").as_deref(), Some("16.5"));
+        for unknown in ["", "agentk/v16/abc", "agentk/v.5.0/abc", "grpc-go/1.39.0"] {
+            assert_eq!(read(unknown), None, "{unknown}");
+        }
+    }
+
     #[test]
     fn impersonation_support_is_known_by_version_or_header() {
-        let supports = |pairs: &[(&'static str, &'static str)]| {
-            let mut headers = HeaderMap::new();
-            for (name, value) in pairs {
-                headers.append(*name, HeaderValue::from_static(value));
-            }
-            impersonates(&headers)
-        };
+        let supports =
+            |pairs: &[(&'static str, &'static str)]| features_of(pairs).contains(Features::IMPERSONATION);
         for (agent, expected) in [
             ("agentk/v14.1.1/abc grpc-go/1.39.0", false),
             ("agentk/v14.2.9/abc", false),
@@ -263,12 +306,7 @@ mod tests {
 
     #[test]
     fn verbatim_targets_are_supported_only_if_announced() {
-        let supports = |pairs: &[(&'static str, &'static str)]| {
-            let headers = pairs
-                .iter()
-                .map(|(name, value)| (http::HeaderName::from_static(name), HeaderValue::from_static(value)));
-            features(&headers.collect()).contains(Features::TARGET)
-        };
+        let supports = |pairs: &[(&'static str, &'static str)]| features_of(pairs).contains(Features::TARGET);
         let ours = ("kas-agentk-instance", "i");
         assert!(supports(&[ours, ("kas-agentk-target", "1")]));
         assert!(!supports(&[ours, ("kas-agentk-target", "0")]));

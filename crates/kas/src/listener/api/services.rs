@@ -289,6 +289,11 @@ pub(crate) async fn explain(router: &Router, tracker: &dyn Tracker, agent: Agent
             [first, rest @ ..] => format!("and replica {first} is asked, then {}", rest.join(", ")),
         });
     }
+    // Nothing borrows there, and the tracker does not name them.
+    let tunnelless = reports.iter().filter(|report| report.transports > 0 && report.idle + report.busy == 0);
+    route.extend(tunnelless.map(|report| {
+        format!("agent {agent} is connected to replica {}, but has no tunnel there", report.replica.id)
+    }));
     let blocked = reports.iter().filter_map(|report| Some((&report.replica.id, report.all_abandoned()?)));
     let blocked: Vec<String> =
         blocked.map(|(replica, abandoned)| occupied(&format!("at {replica}"), abandoned)).collect();

@@ -23,6 +23,7 @@ use net::http::Body;
 use tokio::time::Instant;
 use traces::{Kind, Span};
 use tunnel::{
+    features::Features,
     frame,
     kas_end::{
         Failure, Job,
@@ -38,8 +39,8 @@ use routing::{
     metadata,
     metrics::{AskAnswer, RequestMetrics, Side},
     peer::gitlab::AGENT,
+    refusal,
     registry::{Acquired, Grant, Refused},
-    router,
 };
 
 /// How long a request waits for a tunnel of an agent that is here. 14.1 asks one replica after the other, and
@@ -137,17 +138,23 @@ impl Asked {
     async fn find(&self, patience: Duration) -> Result<Grant, Elsewhere> {
         let refused = |refused: Refused| match refused {
             Refused::NotHere(_) | Refused::Draining | Refused::Full => Elsewhere::TryNext(refused.answer()),
-            Refused::Unimplemented | Refused::OtherConnection | Refused::Unbound => {
-                let status = router::refusal(refused, self.agent, None, &self.method);
+            Refused::Unimplemented
+            | Refused::OtherConnection
+            | Refused::Unbound
+            | Refused::Unsupported(_)
+            | Refused::UnknownNeed => {
+                let status = refusal::status(refused, self.agent, None, &self.method);
                 Elsewhere::Final(refused.answer(), status)
             }
         };
         let registry = &self.listener.registry;
-        let mut waiting =
-            match registry.acquire_for(&self.from, self.agent, &self.method, None).map_err(refused)? {
-                Acquired::Now(grant) => return Ok(grant),
-                Acquired::Wait(waiting) => waiting,
-            };
+        let mut waiting = match registry
+            .acquire_for(&self.from, self.agent, &self.method, None, Features::NONE)
+            .map_err(refused)?
+        {
+            Acquired::Now(grant) => return Ok(grant),
+            Acquired::Wait(waiting) => waiting,
+        };
         let patience = Instant::now() + patience;
         let until = self.deadline.instant().map_or(patience, |deadline| deadline.min(patience));
         match tokio::time::timeout_at(until, waiting.granted()).await {
