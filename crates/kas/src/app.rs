@@ -79,6 +79,11 @@ const API_AGE_SHARE: f64 = 0.8;
 const PEER_PINGS: (u32, Duration) = (50, Duration::from_secs(1));
 /// How long the last spans may take to be exported.
 const SPANS: Duration = Duration::from_secs(2);
+/// How often it is checked during the drain whether requests are open.
+const DRAIN_CHECK: Duration = Duration::from_millis(20);
+/// How long upgraded connections may take to end after their grace: until a frame ends and its client is
+/// told.
+const UPGRADES_END: Duration = Duration::from_secs(3);
 
 /// Why kas could not start.
 #[derive(Debug, thiserror::Error)]
@@ -180,6 +185,8 @@ pub struct Kas {
     started: Arc<OnceLock<Synced>>,
     synced: Synced,
     requests: Arc<RequestMetrics>,
+    /// Knows the upgraded connections that are open.
+    kubernetes: Arc<kubernetes_api::Metrics>,
     lifecycle: Lifecycle,
 }
 
@@ -542,7 +549,7 @@ impl Kas {
                 gitlab: users.gitlab.clone(),
                 tracker: Arc::clone(&tracker),
                 observer,
-                metrics: kubernetes_metrics,
+                metrics: Arc::clone(&kubernetes_metrics),
                 refusals: Arc::clone(&refusals),
                 lifecycle: lifecycle.clone(),
                 is_ready: Box::new(move || unready(*phase.borrow(), started.get()).is_none()),
@@ -582,7 +589,8 @@ impl Kas {
         reloader.secrets(before, config.clone(), secrets, users);
         reloader.certificates.warn();
         parts.add(Part::default().task(reloader.run()));
-        Ok(Self { config, addresses, parts, admin, started, synced, requests, lifecycle })
+        let kubernetes = kubernetes_metrics;
+        Ok(Self { config, addresses, parts, admin, started, synced, requests, kubernetes, lifecycle })
     }
 
     /// Returns the bound addresses.
@@ -598,7 +606,17 @@ impl Kas {
     /// Serves until `leave` resolves, then drains and returns. If `hurry` resolves meanwhile, open requests
     /// end at once.
     pub async fn run(self, leave: impl Future<Output = ()>, hurry: impl Future<Output = ()>) {
-        let Self { config, addresses, mut parts, mut admin, started, synced, requests, lifecycle } = self;
+        let Self {
+            config,
+            addresses,
+            mut parts,
+            mut admin,
+            started,
+            synced,
+            requests,
+            kubernetes,
+            lifecycle,
+        } = self;
         let show = |address: Option<SocketAddr>, listen: &kas_config::Listen| {
             address.map_or_else(|| listen.address.clone(), |address| address.to_string())
         };
@@ -627,9 +645,20 @@ impl Kas {
             tokio::time::sleep(config.drain.delay).await;
             lifecycle.advance(Phase::Leaving);
             tracing::info!(requests = requests.requests_open.get(), "leaving: open requests go on");
-            let until = Instant::now() + config.drain.timeout;
+            let left = Instant::now();
+            let until = left + config.drain.timeout;
             while requests.requests_open.get() > 0 && Instant::now() < until {
-                tokio::time::sleep(Duration::from_millis(20)).await;
+                tokio::time::sleep(DRAIN_CHECK).await;
+            }
+            let upgrades = kubernetes.open_upgrades();
+            if upgrades > 0 && config.drain.upgrade_grace > config.drain.timeout {
+                let grace = config.drain.upgrade_grace;
+                tracing::info!(upgrades, ?grace, "still waiting for upgraded connections");
+            }
+            // After the grace, their ends are written.
+            let until = left + config.drain.upgrade_grace + UPGRADES_END;
+            while kubernetes.open_upgrades() > 0 && Instant::now() < until {
+                tokio::time::sleep(DRAIN_CHECK).await;
             }
         };
         let hurried = tokio::select! {

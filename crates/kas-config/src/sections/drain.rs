@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use settings::walk::{Rule, Section};
 
-use super::seconds;
+use super::{minutes, seconds};
 
 /// Section `drain`.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -13,6 +13,8 @@ pub struct Drain {
     pub delay: Duration,
     /// How long open requests may continue after that.
     pub timeout: Duration,
+    /// How long upgraded connections may continue after `delay`.
+    pub upgrade_grace: Duration,
 }
 
 /// Declares the section.
@@ -30,6 +32,14 @@ pub(super) fn read(root: &mut Section<'_, '_>) -> Drain {
             seconds(30),
             Rule::NotNegative,
             "How long open requests may continue after that before they are ended.",
+        ),
+        upgrade_grace: s.duration(
+            "upgrade_grace",
+            minutes(10),
+            Rule::NotNegative,
+            "How long upgraded connections of agent.kubernetes_api (kubectl exec, attach, port-forward) may continue \
+             after the delay. As long as one is open, other requests continue too. Give the process that much time \
+             before it is killed.",
         ),
     })
 }

@@ -155,6 +155,7 @@ fn a_complete_14_1_file_loads_and_warns_of_keys_without_effect() {
                 session_max: secs(12 * 3600),
                 limits: KubernetesLimits {
                     per_caller: 300,
+                    upgrades: 50,
                     long_per_old_agent: 8,
                     head_timeout: secs(90),
                     stall_timeout: secs(300),
@@ -329,7 +330,7 @@ fn an_empty_file_means_one_replica_on_loopback() {
             attempts: Attempts { failures: 20, fields: 64, header_list: 16_384 },
             token_burst: 1_000,
         },
-        drain: Drain { delay: secs(5), timeout: secs(30) },
+        drain: Drain { delay: secs(5), timeout: secs(30), upgrade_grace: secs(600) },
     };
     for yaml in ["", "# nothing\n", "{}", "agent:\napi:\n  listen:\n", "agent: {kubernetes_api: }"] {
         let loaded = load(yaml, &env()).unwrap();
@@ -377,7 +378,7 @@ limits:
   failed_requests: 16
   header_fields: 17
   token_burst: 10
-drain: {delay: 0s, timeout: 10m}
+drain: {delay: 0s, timeout: 10m, upgrade_grace: 1h}
 ",
     );
     assert_eq!(own.state_dir, Some("state".into()));
@@ -425,7 +426,8 @@ drain: {delay: 0s, timeout: 10m}
             token_burst: 10,
         }
     );
-    assert_eq!(own.drain, Drain { delay: Duration::ZERO, timeout: secs(600) });
+    let drain = Drain { delay: Duration::ZERO, timeout: secs(600), upgrade_grace: secs(3600) };
+    assert_eq!(own.drain, drain);
     assert_eq!(
         config("agent: {configuration: {git: r.git}}").agent.configuration.source,
         Source::Git("r.git".into())

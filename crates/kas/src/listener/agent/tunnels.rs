@@ -12,6 +12,7 @@ use net::http::{Body, StreamReset};
 use tokio::time::Instant;
 use tunnel::{
     IMPERSONATES_HEADER, INSTANCE_HEADER, MAX_IDLE_HEADER, REUSE, TARGET_HEADER, TUNNEL_HEADER,
+    UPGRADES_HEADER,
     features::Features,
     kas_end::{AgentKind, Info, Opening, Retire, Tunnel, Unasked, read_descriptor},
 };
@@ -205,16 +206,22 @@ fn peer(headers: &HeaderMap) -> AgentKind {
 /// [`Features::TARGET`].
 fn features(headers: &HeaderMap) -> Features {
     let is_set = |name| headers.get(name).is_some_and(|value| value == "1");
-    Features::IMPERSONATION.when(impersonates(headers)) | Features::TARGET.when(is_set(TARGET_HEADER))
+    Features::IMPERSONATION.when(offers(headers, &IMPERSONATES_HEADER, IMPERSONATES_SINCE))
+        | Features::TARGET.when(is_set(TARGET_HEADER))
+        | Features::UPGRADE.when(offers(headers, &UPGRADES_HEADER, UPGRADES_SINCE))
 }
 
-/// Whether the agentk that sent these headers supports `HeaderExtra`. Ours announces it; GitLab's support it
-/// from 14.3 on.
-fn impersonates(headers: &HeaderMap) -> bool {
-    /// GitLab's first such version.
-    const SINCE: (u32, u32) = (14, 3);
-    if headers.contains_key(IMPERSONATES_HEADER) || headers.contains_key(INSTANCE_HEADER) {
-        return headers.get(IMPERSONATES_HEADER).is_some_and(|value| value == "1");
+/// GitLab's first version of agentk that supports `HeaderExtra`.
+const IMPERSONATES_SINCE: (u32, u32) = (14, 3);
+/// GitLab's first version of agentk that can upgrade connections of every kind: with `content_length`, it
+/// knows that the request has no body. Before that it sent an empty body in chunks, which is data for SPDY.
+const UPGRADES_SINCE: (u32, u32) = (16, 0);
+
+/// Whether the agentk that sent these headers supports a feature. Ours announces it in the header `name`;
+/// GitLab's support it from the version `since` on.
+fn offers(headers: &HeaderMap, name: &http::HeaderName, since: (u32, u32)) -> bool {
+    if headers.contains_key(name) || headers.contains_key(INSTANCE_HEADER) {
+        return headers.get(name).is_some_and(|value| value == "1");
     }
     let agent =
         headers.get(http::header::USER_AGENT).and_then(|value| value.to_str().ok()).unwrap_or_default();
@@ -222,7 +229,7 @@ fn impersonates(headers: &HeaderMap) -> bool {
         return false;
     };
     let mut parts = version.trim_start_matches('v').splitn(3, '.').map(str::parse);
-    matches!((parts.next(), parts.next()), (Some(Ok(major)), Some(Ok(minor))) if (major, minor) >= SINCE)
+    matches!((parts.next(), parts.next()), (Some(Ok(major)), Some(Ok(minor))) if (major, minor) >= since)
 }
 
 #[cfg(test)]
@@ -236,7 +243,7 @@ mod tests {
             for (name, value) in pairs {
                 headers.append(*name, HeaderValue::from_static(value));
             }
-            impersonates(&headers)
+            offers(&headers, &IMPERSONATES_HEADER, IMPERSONATES_SINCE)
         };
         for (agent, expected) in [
             ("agentk/v14.1.1/abc grpc-go/1.39.0", false),
@@ -259,6 +266,27 @@ mod tests {
         assert!(!supports(&[ours, ("user-agent", "agentk/99.0.0/abc")]), "an earlier build of ours");
         assert!(supports(&[ours, ("kas-agentk-impersonates", "1")]));
         assert!(!supports(&[("kas-agentk-impersonates", "0"), ("user-agent", "agentk/v15.0.0/abc")]));
+    }
+
+    #[test]
+    fn upgrades_are_supported_by_ours_if_announced_and_by_gitlab_s_from_16_0() {
+        let supports = |pairs: &[(&'static str, &'static str)]| {
+            let headers = pairs
+                .iter()
+                .map(|(name, value)| (http::HeaderName::from_static(name), HeaderValue::from_static(value)));
+            features(&headers.collect()).contains(Features::UPGRADE)
+        };
+        for (agent, expected) in [
+            ("agentk/v14.1.1/abc", false),
+            ("gitlab-agent/v15.11.0/abc", false),
+            ("gitlab-agent/v16.0.0/abc grpc-go/1.54.0", true),
+            ("gitlab-agent/v18.10.1/abc", true),
+        ] {
+            assert_eq!(supports(&[("user-agent", agent)]), expected, "{agent}");
+        }
+        let ours = ("kas-agentk-instance", "i");
+        assert!(supports(&[ours, ("kas-agentk-upgrades", "1")]));
+        assert!(!supports(&[ours, ("kas-agentk-target", "1")]), "an earlier build of ours");
     }
 
     #[test]
