@@ -117,7 +117,9 @@ mod tests {
                 assert!(frames.is_between());
                 frames.follow(&bytes[..bytes.len() - 1]);
                 assert!(!frames.is_between(), "{length}");
-                assert_eq!(frames.rest_of_frame(b"xy"), 1, "{length}");
+                if length > 0 {
+                    assert_eq!(frames.rest_of_frame(b"xy"), 1, "{length}");
+                }
                 frames.follow(&bytes[bytes.len() - 1..]);
                 assert!(frames.is_between() && !frames.has_closed(), "{length}");
                 assert_eq!(frames.rest_of_frame(&bytes), 0);
