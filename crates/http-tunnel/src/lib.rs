@@ -8,8 +8,8 @@
 //! `trailer`. If its stream ends earlier, the body of the request to the API server ends with an error, so
 //! that a partial request is not processed.
 //!
-//! A connection that was upgraded (exec, attach, port-forward) continues in the same messages, with a field of
-//! its own: after the `trailer`, the bytes of each direction are `upgradeData`.
+//! A connection that was upgraded (exec, attach, port-forward) continues in the same messages, with a field
+//! of its own: after the `trailer`, the bytes of each direction are `upgradeData`.
 //!
 //! This crate knows neither connections nor routing: a request is a body of gRPC frames.
 

@@ -5,13 +5,15 @@
 //! what the agent sends, in the task of the client's connection. The directions are independent, and bytes
 //! pass unchanged, whatever the protocol is.
 //!
-//! | event | what happens |
-//! | --- | --- |
-//! | the client finishes writing | the agent gets the rest and the end of the request; if the answer is not over within 15 s, the request is cancelled |
-//! | the client resets its connection | the request is cancelled |
-//! | the API server closes | the client gets the rest, and its connection is closed |
-//! | the API server resets its connection, the tunnel is lost | the client's connection is reset |
-//! | this replica shuts down, the permission is withdrawn | the request is cancelled; with WebSocket, the client gets a Close frame between two frames, else its connection is reset |
+//! What happens at each end:
+//!
+//! * The client finishes writing: the agent gets the rest and the end of the request. If the answer is not
+//!   over within 15 s, the request is cancelled.
+//! * The client resets its connection: the request is cancelled.
+//! * The API server closes: the client gets the rest, and its connection is closed.
+//! * The API server resets its connection, or the tunnel is lost: the client's connection is reset.
+//! * This replica shuts down, or the permission is withdrawn: the request is cancelled. With WebSocket, the
+//!   client gets a Close frame between two frames, else its connection is reset.
 
 mod frames;
 mod input;

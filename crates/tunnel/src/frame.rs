@@ -4,7 +4,8 @@
 //! An envelope is a gRPC message with one field set. One of the fields, the *message*, carries payload as
 //! `{ bytes data = 1 }`. The others are small and called *control* fields. [`Decoder`] returns payload as it
 //! arrives, since the length precedes it. Only control fields are buffered until they are complete, up to
-//! [`MAX_CONTROL`]. HTTP over gRPC has two fields with payload. [`Splitter`] does the same for plain gRPC bodies without envelopes.
+//! [`MAX_CONTROL`]. HTTP over gRPC has two fields with payload. [`Splitter`] does the same for plain gRPC
+//! bodies without envelopes.
 
 use bytes::{Buf, BufMut, Bytes, BytesMut};
 use grpc::{PREFIX_LEN, gzip};

@@ -1,8 +1,8 @@
 //! The bytes of a connection to the API server that was upgraded, as messages.
 //!
-//! The two directions are independent, so that a peer that does not read still gets what the other one writes.
-//! One task writes what kas sends; what the API server sends is read when kas reads it here. At most one chunk
-//! is buffered in each direction.
+//! The two directions are independent, so that a peer that does not read can still write. One task writes what
+//! kas sends; what the API server sends is read when kas reads it here. At most one chunk is buffered in each
+//! direction.
 
 use std::{
     io,
@@ -37,7 +37,8 @@ pub trait Upstream: AsyncRead + AsyncWrite + Send + Unpin + 'static {
 /// The messages of an answer with status 101: its head, and then what the API server writes to the upgraded
 /// connection. It ends with trailers that have the status of the request.
 ///
-/// What the caller sends is written to the connection. Dropping the body before its end resets the connection.
+/// What the caller sends is written to the connection. Dropping the body before its end resets the
+/// connection.
 pub struct UpgradedBody<S: Upstream> {
     encoder: ResponseEncoder,
     /// `None`: the answer has ended.

@@ -634,8 +634,8 @@ impl AsyncWrite for Connection {
     }
 }
 
-/// Returns an API server that switches to the protocol that a request asks for, or to `other`, and its ends of
-/// the upgraded connections.
+/// Returns an API server that switches to the protocol that a request asks for, or to `other`, and its ends
+/// of the upgraded connections.
 pub(super) fn upgrading(other: Option<&'static str>) -> (Api, mpsc::Receiver<TcpStream>) {
     let (send, connections) = mpsc::channel(8);
     let api = api(move |request| {
