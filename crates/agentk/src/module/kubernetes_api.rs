@@ -8,6 +8,7 @@
 //! A request that asks for an upgrade (exec, attach, port-forward) has its own connection to the API server,
 //! see `upgrade`.
 
+mod timer;
 mod upgrade;
 
 use std::{
@@ -26,12 +27,11 @@ use http_tunnel::{
 };
 use kube_request::Upgrade;
 use process::error::chain;
-use tokio::time::{Sleep, sleep_until};
 use traces::{Kind, Span, Tracer};
 use tunnel::agent_end::Reusable;
 
-use self::upgrade::Switched;
 pub use self::upgrade::Upgrades;
+use self::{timer::Timer, upgrade::Switched};
 use super::{Answer, Module, Service};
 use crate::cluster::{ApiServer, ResponseBody, SendError, UpgradeAnswer};
 
@@ -195,36 +195,6 @@ impl Module for KubernetesApi {
     }
 }
 
-/// The deadline of the caller, if there is one.
-struct Timer(Option<Pin<Box<Sleep>>>);
-
-impl Timer {
-    fn new(deadline: Deadline) -> Self {
-        Self(deadline.instant().map(|at| Box::pin(sleep_until(at))))
-    }
-
-    fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Status> {
-        match &mut self.0 {
-            None => Poll::Pending,
-            Some(sleep) => sleep.as_mut().poll(cx).map(|()| {
-                Status::new(
-                    Code::DeadlineExceeded,
-                    "the deadline expired before the response of the Kubernetes API server was complete",
-                )
-            }),
-        }
-    }
-
-    async fn race<F: Future>(&mut self, future: F) -> Result<F::Output, Status> {
-        let mut future = pin!(future);
-        poll_fn(|cx| match self.poll(cx) {
-            Poll::Ready(status) => Poll::Ready(Err(status)),
-            Poll::Pending => future.as_mut().poll(cx).map(Ok),
-        })
-        .await
-    }
-}
-
 /// The messages of the response.
 struct Download {
     api: ApiServer,
@@ -249,7 +219,7 @@ impl Download {
         }
         self.upstream = None;
         self.stream = None;
-        self.timer = Timer(None);
+        self.timer = Timer::none();
         self.encoder.discard();
         self.end = Some(status);
     }

@@ -21,8 +21,11 @@ use tokio::{
     time::Sleep,
 };
 
-use super::{MAX_CHUNK, request::RequestStream, response::ResponseEncoder};
-use crate::halves::{Half, Read, halves, poll_chunk};
+use super::{request::RequestStream, response::ResponseEncoder};
+use crate::{
+    MAX_CHUNK,
+    halves::{Half, Read, halves, poll_chunk},
+};
 
 /// How long the API server may go on writing after the caller has finished. A longer time keeps programs of
 /// clients that have left; a shorter one cuts output that is still on its way.

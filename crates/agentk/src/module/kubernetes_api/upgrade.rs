@@ -13,7 +13,7 @@ use http_tunnel::agent_end::{RequestStream, UpgradedBody};
 use tokio::sync::watch;
 use traces::Span;
 
-use super::Timer;
+use super::timer::Timer;
 use crate::cluster::UpgradedConnection;
 
 /// Counts the upgraded connections that are open. Clones share the number.
@@ -85,7 +85,7 @@ impl Body for Switched {
     ) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
         let this = self.get_mut();
         if let Poll::Ready(status) = this.timer.poll(cx) {
-            this.timer = Timer(None);
+            this.timer = Timer::none();
             this.body.fail(status);
         }
         let frame = ready!(Pin::new(&mut this.body).poll_frame(cx));
