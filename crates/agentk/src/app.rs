@@ -27,7 +27,8 @@ use crate::{
     token::TokenFile,
 };
 
-/// How long open requests may continue after the shutdown signal. A pod's default grace period is 30 s.
+/// How long open requests may continue after the shutdown signal, unless a connection is upgraded. A pod's
+/// default grace period is 30 s.
 const DRAIN: Duration = Duration::from_secs(25);
 
 /// How long the export of the last spans may take.
@@ -48,6 +49,8 @@ pub struct Settings {
     pub replicas: usize,
     /// The most tunnels at once, per session.
     pub max_tunnels: usize,
+    /// How long upgraded connections may continue after the shutdown signal.
+    pub upgrade_grace: Duration,
     /// Whether to serve the benchmark's service too.
     pub bench_module: bool,
     /// Where spans are exported to; `None`: no spans are made.
@@ -165,6 +168,7 @@ pub async fn run(settings: Settings, level: Level) -> anyhow::Result<()> {
         }
     };
     let kubernetes = KubernetesApi::new(api_server, version::VERSION, version::COMMIT);
+    let upgrades = kubernetes.upgrades();
     let mut modules: Vec<Arc<dyn Module>> =
         vec![Arc::new(kubernetes.traced(tracer.clone())), Arc::new(Logging::new(level))];
     if settings.bench_module {
@@ -225,9 +229,19 @@ pub async fn run(settings: Settings, level: Level) -> anyhow::Result<()> {
     tracing::info!(signal, requests = metrics.tunnels_busy.get(), "shutting down: waiting for open requests");
     leave.cancel();
     tasks.close();
+    let upgrade_grace = settings.upgrade_grace;
+    let drained = async {
+        let grace = upgrade_grace.saturating_sub(DRAIN);
+        tokio::time::sleep(DRAIN).await;
+        let open = upgrades.open();
+        if open > 0 && !grace.is_zero() {
+            tracing::info!(upgrades = open, grace = ?upgrade_grace, "still waiting for upgraded connections");
+            let _ = tokio::time::timeout(grace, upgrades.none_open()).await;
+        }
+    };
     tokio::select! {
         () = tasks.wait() => {}
-        () = tokio::time::sleep(DRAIN) => {
+        () = drained => {
             let requests = metrics.tunnels_busy.get();
             if requests > 0 {
                 tracing::warn!(requests, "requests were aborted: they were still open at the end of the drain");

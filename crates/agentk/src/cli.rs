@@ -96,6 +96,11 @@ pub struct AgentArguments {
     /// Maximum number of concurrent requests through each kas replica.
     #[arg(long, value_name = "N", default_value_t = 500, value_parser = clap::value_parser!(u16).range(1..=500))]
     pub max_tunnels: u16,
+    /// How long upgraded connections (kubectl exec, attach, port-forward) may continue after the shutdown
+    /// signal, for example 90s or 5m, at most 1h. Other requests have 25 s. The pod's grace period must be
+    /// longer.
+    #[arg(long, value_name = "TIME", default_value = "5m", value_parser = time)]
+    pub upgrade_grace: Duration,
     /// Export spans of requests to this OTLP endpoint, such as http://collector:4318. Default:
     /// OTEL_EXPORTER_OTLP_ENDPOINT; without either, agentk creates no spans. It always passes the trace context
     /// of a request on to the API server.
@@ -195,7 +200,7 @@ pub struct DoctorArguments {
     ///
     /// Common idle timeouts: 50 s (HAProxy as Debian configures it), 60 s (nginx, many load balancers), 5 min
     /// (Envoy).
-    #[arg(long, value_name = "TIME", default_value = "75s", value_parser = silence)]
+    #[arg(long, value_name = "TIME", default_value = "75s", value_parser = time)]
     pub silence: Duration,
     /// Output format.
     #[arg(short, long, value_name = "FORMAT", default_value = "text")]
@@ -203,7 +208,7 @@ pub struct DoctorArguments {
 }
 
 /// Parses a time with its unit.
-fn silence(text: &str) -> Result<Duration, String> {
+fn time(text: &str) -> Result<Duration, String> {
     let (number, unit) = text.split_at(text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len()));
     let factor = match unit {
         "s" => 1,

@@ -5,17 +5,21 @@
 //! connection, and the next watch would wait for another one to end. And a cancelled request is noticed
 //! immediately, as the end of its connection.
 //!
-//! Not supported: proxies between agentk and the API server, and upgrades.
+//! A request that asks for an upgrade (exec, attach, port-forward) has a connection of its own.
+//!
+//! Not supported: proxies between agentk and the API server.
 
 mod access;
 mod api_server;
 mod connections;
 mod credentials;
+mod dial;
 
 pub use self::{
     access::{ClusterAccess, KubectlFlags},
     api_server::{ApiServer, SendError, Target},
-    connections::ResponseBody,
+    connections::{ResponseBody, UpgradeAnswer},
+    dial::UpgradedConnection,
 };
 
 #[cfg(test)]

@@ -70,6 +70,7 @@ fn run(arguments: Arguments) -> anyhow::Result<ExitCode> {
                 observability_address: agent.observability_address,
                 replicas: agent.replicas.into(),
                 max_tunnels: agent.max_tunnels.into(),
+                upgrade_grace: agent.upgrade_grace,
                 bench_module: agent.bench_module,
                 collector,
                 pod: (agent.pod_namespace, agent.pod_name),

@@ -21,7 +21,7 @@ use tokio::{
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 use tunnel::{
     IMPERSONATES_HEADER, INSTANCE_HEADER, MAX_IDLE_HEADER, REUSE, SOCKET_HEADER, TARGET_HEADER,
-    TUNNEL_HEADER,
+    TUNNEL_HEADER, UPGRADES_HEADER,
     agent_end::{self, Handler},
 };
 
@@ -512,7 +512,7 @@ impl Run {
                 }
             };
         request.headers_mut().insert(TUNNEL_HEADER, REUSE);
-        for feature in [IMPERSONATES_HEADER, TARGET_HEADER] {
+        for feature in [IMPERSONATES_HEADER, TARGET_HEADER, UPGRADES_HEADER] {
             request.headers_mut().insert(feature, HeaderValue::from_static("1"));
         }
         let (observer, serial) = pool.begin();

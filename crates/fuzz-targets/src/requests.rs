@@ -6,12 +6,13 @@ use bytes::{Bytes, BytesMut};
 use futures_util::{FutureExt as _, stream};
 use grpc::Deadline;
 use http::{HeaderName, HeaderValue};
-use http_body::Frame;
+use http_body::{Body as _, Frame};
 use http_body_util::{BodyExt as _, Full, StreamBody};
 use http_tunnel::{
     agent_end::read_request,
     kas_end::{impersonated_user, read_first_message, read_response},
 };
+use kube_request::Upgrade;
 use tunnel::{
     features::Features,
     frame::{self, Decoder, Event},
@@ -60,9 +61,17 @@ fn read(bytes: &[u8], size: usize) {
             "{path}"
         );
         assert!(!path.contains(['\r', '\n', ' ']), "{path}");
+        let is_upgrade = Upgrade::requested(request.headers()).is_some();
+        if is_upgrade {
+            assert_eq!(request.headers()["connection"], "Upgrade");
+            assert_eq!(request.headers().get_all("upgrade").iter().count(), 1);
+            assert!(request.body().is_end_stream() && !request.headers().contains_key("transfer-encoding"));
+        }
         for (name, value) in request.headers() {
             let (name, is_ours) = (HeaderName::as_str(name), value == "chunked");
-            assert!(!FORBIDDEN.contains(&name), "{name}");
+            // Only of these values, for an upgrade, which has no body.
+            let asks = is_upgrade && matches!(name, "connection" | "upgrade");
+            assert!(asks || !FORBIDDEN.contains(&name), "{name}");
             let begins = ["proxy-", "x-forwarded-", "x-remote-"];
             assert!(!begins.iter().any(|begin| name.starts_with(begin)), "{name}");
             assert!(name != "transfer-encoding" || is_ours, "{name}: {value:?}");

@@ -8,10 +8,13 @@
 //! `trailer`. If its stream ends earlier, the body of the request to the API server ends with an error, so
 //! that a partial request is not processed.
 //!
-//! This crate knows neither connections nor routing: a request is a body of gRPC frames. It does not support
-//! upgrades (exec, attach, port-forward) yet.
+//! A connection that was upgraded (exec, attach, port-forward) continues in the same messages, with a field
+//! of its own: after the `trailer`, the bytes of each direction are `upgradeData`.
+//!
+//! This crate knows neither connections nor routing: a request is a body of gRPC frames.
 
 pub mod agent_end;
+pub mod halves;
 pub mod kas_end;
 
 /// The full name of the gRPC service.
@@ -34,4 +37,6 @@ pub mod field {
     pub const DATA: u32 = 2;
     /// The end of the body.
     pub const TRAILER: u32 = 3;
+    /// Bytes of an upgraded connection.
+    pub const UPGRADE_DATA: u32 = 4;
 }

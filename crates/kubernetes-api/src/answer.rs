@@ -51,6 +51,8 @@ pub(crate) struct Reader {
     decoder: Decoder,
     /// The message that ends the answer has come.
     has_trailer: bool,
+    /// The connection was upgraded: its bytes follow the message that ends the answer.
+    is_upgraded: bool,
 }
 
 /// What comes next.
@@ -63,7 +65,8 @@ enum Next {
 
 impl Reader {
     pub(crate) fn new(body: Answering) -> Self {
-        Self { body, decoder: Decoder::new(field::DATA, field::TRAILER, false), has_trailer: false }
+        let decoder = Decoder::of_two([field::DATA, field::UPGRADE_DATA], field::UPGRADE_DATA);
+        Self { body, decoder, has_trailer: false, is_upgraded: false }
     }
 
     /// Reads the head of the answer.
@@ -80,6 +83,24 @@ impl Reader {
             }
             Next::Data(_) | Next::Complete => Err(broken("it has no head")),
         }
+    }
+
+    /// The head of the answer has status 101: what follows are the bytes of the upgraded connection, for
+    /// [`poll_upgraded`](Self::poll_upgraded).
+    pub(crate) fn upgrade(&mut self) {
+        self.is_upgraded = true;
+    }
+
+    /// Returns the next bytes of the upgraded connection; `None`: the API server has finished.
+    ///
+    /// # Errors
+    /// As [`head`](Self::head).
+    pub(crate) fn poll_upgraded(&mut self, cx: &mut Context<'_>) -> Poll<Result<Option<Bytes>, Status>> {
+        Poll::Ready(match ready!(self.poll(cx))? {
+            Next::Data(data) => Ok(Some(data)),
+            Next::Complete => Ok(None),
+            Next::Head(_) => Err(broken("it has a second head")),
+        })
     }
 
     /// Reads the end of an answer whose body is not passed on, so that its tunnel serves the next request. If
@@ -100,7 +121,7 @@ impl Reader {
     fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Result<Next, Status>> {
         loop {
             match self.decoder.next().map_err(|error| broken(&error.to_string()))? {
-                Some(Event::Control { .. } | Event::Data(_)) if self.has_trailer => {
+                Some(Event::Control { .. }) if self.has_trailer => {
                     return Poll::Ready(Err(broken("something follows its end")));
                 }
                 Some(Event::Control { field: field::HEADER, body }) => {
@@ -110,8 +131,11 @@ impl Reader {
                     self.has_trailer = true;
                     continue;
                 }
+                Some(Event::Message { .. }) => {
+                    self.check_message()?;
+                    continue;
+                }
                 Some(Event::Data(data)) => return Poll::Ready(Ok(Next::Data(data))),
-                Some(Event::Message { .. }) => continue,
                 None => {}
             }
             match ready!(Pin::new(&mut self.body).poll_frame(cx)) {
@@ -134,6 +158,20 @@ impl Reader {
                     .with_outcome(Outcome::Unknown)));
                 }
             }
+        }
+    }
+}
+
+impl Reader {
+    /// Checks whether a message of the body, or of the upgraded connection, may begin now.
+    fn check_message(&self) -> Result<(), Status> {
+        match (self.decoder.message_field(), self.has_trailer) {
+            (field::UPGRADE_DATA, _) if !self.is_upgraded => Err(broken("its connection was not upgraded")),
+            (field::UPGRADE_DATA, false) => Err(broken("bytes of the upgraded connection precede its end")),
+            (field::UPGRADE_DATA, true) => Ok(()),
+            (_, true) => Err(broken("something follows its end")),
+            (_, false) if self.is_upgraded => Err(broken("it has a body and an upgraded connection")),
+            (_, false) => Ok(()),
         }
     }
 }

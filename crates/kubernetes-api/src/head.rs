@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, header};
 use kube_request::{
-    Kind,
+    Kind, Upgrade,
     headers::{AnswerHeaders, location, remove_hop_by_hop_of_answer},
 };
 use proto::gitlab::agent::{grpctool::http_response, prototool::Values};
@@ -27,28 +27,45 @@ pub(crate) struct AnswerHead {
     /// The announced length of the body; `None`: unknown.
     pub(crate) length: Option<u64>,
     pub(crate) is_encoded: bool,
+    /// To which protocol the API server has switched.
+    pub(crate) switched: Option<Upgrade>,
 }
 
 impl AnswerHead {
-    /// Reads the head. Values that HTTP does not allow are dropped.
+    /// Reads the head. Values that HTTP does not allow are dropped. `upgrade`: the protocol that the request
+    /// asked for, to which the API server may have switched.
     ///
     /// # Errors
     /// What is wrong with it, if no client could use the answer.
-    pub(crate) fn read(message: http_response::Header) -> Result<Self, &'static str> {
+    pub(crate) fn read(
+        message: http_response::Header,
+        upgrade: Option<Upgrade>,
+    ) -> Result<Self, &'static str> {
         let response = message.response.ok_or("it has no status")?;
         let status = u16::try_from(response.status_code)
             .ok()
             .and_then(|code| StatusCode::from_u16(code).ok())
-            .filter(|status| !status.is_informational())
+            .filter(|status| {
+                !status.is_informational() || upgrade.is_some() && *status == StatusCode::SWITCHING_PROTOCOLS
+            })
             .ok_or("it has no final status")?;
         let mut headers = fields(response.header);
+        let switched = match upgrade {
+            Some(_) if status == StatusCode::SWITCHING_PROTOCOLS => {
+                if Upgrade::requested(&headers) != upgrade {
+                    return Err("it switches to another protocol than the one that was asked for");
+                }
+                upgrade
+            }
+            _ => None,
+        };
         remove_hop_by_hop_of_answer(&mut headers);
         let length = length(&headers)?;
         let is_encoded = headers
             .get_all(header::CONTENT_ENCODING)
             .iter()
             .any(|value| !value.as_bytes().eq_ignore_ascii_case(b"identity"));
-        Ok(Self { status, headers, length, is_encoded })
+        Ok(Self { status, headers, length, is_encoded, switched })
     }
 
     /// Whether the answer has no body, whatever its length says.
@@ -63,7 +80,7 @@ impl AnswerHead {
     pub(crate) fn for_client(&self, allowed: &AnswerHeaders, cut: &str, kind: Kind) -> HeaderMap {
         let mut headers = HeaderMap::with_capacity(self.headers.len() + 8);
         for (name, value) in &self.headers {
-            if !allowed.forwards(name, false) {
+            if !allowed.forwards(name, self.switched.is_some()) {
                 continue;
             }
             if *name == header::LOCATION {
@@ -77,6 +94,11 @@ impl AnswerHead {
         }
         if self.status == StatusCode::NO_CONTENT {
             headers.remove(header::CONTENT_LENGTH);
+        }
+        if let Some(upgrade) = self.switched {
+            headers.remove(header::CONTENT_LENGTH);
+            headers.insert(header::CONNECTION, HeaderValue::from_static("Upgrade"));
+            headers.insert(header::UPGRADE, HeaderValue::from_static(upgrade.token()));
         }
         if matches!(kind, Kind::Watch | Kind::Follow) {
             headers.insert(ACCEL_BUFFERING, HeaderValue::from_static("no"));
@@ -152,7 +174,7 @@ mod tests {
     }
 
     fn read(code: i32, headers: &[(&str, &[&str])]) -> Result<AnswerHead, &'static str> {
-        AnswerHead::read(message(code, headers))
+        AnswerHead::read(message(code, headers), None)
     }
 
     #[test]
@@ -228,13 +250,51 @@ mod tests {
         for code in [0, -1, 99, 100, 101, 1000, i32::MAX] {
             assert!(read(code, &[]).is_err(), "{code}");
         }
-        assert!(AnswerHead::read(http_response::Header { response: None }).is_err());
+        assert!(AnswerHead::read(http_response::Header { response: None }, None).is_err());
         let bodiless = |code, method: &Method| read(code, &[]).unwrap().is_bodiless(method);
         assert!(
             bodiless(204, &Method::DELETE) && bodiless(304, &Method::GET) && bodiless(200, &Method::HEAD)
         );
         assert!(!bodiless(200, &Method::GET));
         assert!(read(200, &[("Content-Length", &["0"])]).unwrap().is_bodiless(&Method::GET));
+    }
+
+    #[test]
+    fn a_switch_counts_only_with_the_protocol_that_was_asked_for() {
+        let websocket = [
+            ("Connection", &["upgrade"][..]),
+            ("Upgrade", &["WebSocket"]),
+            ("Sec-Websocket-Accept", &["x"]),
+            ("Sec-Websocket-Protocol", &["v5.channel.k8s.io"]),
+            ("X-Stream-Protocol-Version", &["v4"]),
+            ("Content-Length", &["0"]),
+            ("Set-Cookie", &["a=b"]),
+        ];
+        let read = |headers: &[_], upgrade| AnswerHead::read(message(101, headers), upgrade);
+        let head = read(&websocket, Some(Upgrade::WebSocket)).unwrap();
+        let headers = head.for_client(&AnswerHeaders::default(), "", Kind::Upgrade);
+        let mut seen: Vec<_> =
+            headers.iter().map(|(name, value)| format!("{name}: {}", value.to_str().unwrap())).collect();
+        seen.sort();
+        assert_eq!(
+            seen,
+            [
+                "connection: Upgrade",
+                "sec-websocket-accept: x",
+                "sec-websocket-protocol: v5.channel.k8s.io",
+                "upgrade: websocket",
+                "x-stream-protocol-version: v4",
+            ]
+        );
+        assert!(read(&websocket, Some(Upgrade::Spdy31)).is_err());
+        assert!(read(&websocket, None).is_err());
+        assert!(read(&[], Some(Upgrade::WebSocket)).is_err());
+        assert!(read(&[("Upgrade", &["websocket"])], Some(Upgrade::WebSocket)).is_err(), "not by Connection");
+        // Headers of a switch are not passed on with another status.
+        let refused = AnswerHead::read(message(403, &websocket), Some(Upgrade::WebSocket)).unwrap();
+        assert!(refused.switched.is_none());
+        let headers = refused.for_client(&AnswerHeaders::default(), "", Kind::Upgrade);
+        assert!(!headers.contains_key("sec-websocket-accept") && !headers.contains_key("upgrade"));
     }
 
     #[test]

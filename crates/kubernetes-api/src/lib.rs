@@ -13,7 +13,8 @@
 //!
 //! `answer` passes the answer on, part by part as it comes. An answer that is not complete never looks like
 //! one that is: the connection or the stream breaks. Only a watch ends regularly instead, after an event, and
-//! its client continues it at another replica.
+//! its client continues it at another replica. If the API server upgrades the connection, `upgrade` passes
+//! bytes in both directions.
 //!
 //! Errors of kas are a `Status` of Kubernetes (`failure`).
 
@@ -34,6 +35,7 @@ mod selection;
 mod serve;
 #[cfg(test)]
 mod tests;
+mod upgrade;
 mod upload;
 
 use std::{net::SocketAddr, sync::Arc, time::Duration};
@@ -148,10 +150,16 @@ impl KubernetesApi {
         })
     }
 
-    /// Applies the limits of open requests that depend on time, and ends watches once this replica leaves:
-    /// one after the other within `drain`. If upgraded connections outlast the drain, all other requests end
-    /// at its end. Runs forever.
-    pub async fn run(self: Arc<Self>, lifecycle: Lifecycle, drain: Duration) {
+    /// Applies the limits of open requests that depend on time, and ends what has no end of its own once this
+    /// replica leaves: watches one after the other within `drain`, upgraded connections after
+    /// `upgrade_grace`. If upgraded connections outlast the drain, all other requests end at its end. Runs
+    /// forever.
+    pub async fn run(self: Arc<Self>, lifecycle: Lifecycle, drain: Duration, upgrade_grace: Duration) {
+        let upgrades = async {
+            lifecycle.reached(Phase::Leaving).await;
+            tokio::time::sleep(upgrade_grace).await;
+            Arc::clone(&self.open).end_upgrades().await;
+        };
         let leaving = async {
             lifecycle.reached(Phase::Leaving).await;
             Arc::clone(&self.open).drain(drain).await;
@@ -160,7 +168,7 @@ impl KubernetesApi {
             lifecycle.reached(Phase::Lingering).await;
             self.open.end_others();
         };
-        tokio::join!(Arc::clone(&self.open).sweep(), leaving, lingering);
+        tokio::join!(Arc::clone(&self.open).sweep(), leaving, upgrades, lingering);
     }
 }
 
@@ -200,7 +208,7 @@ impl Connection for Client {
     }
 
     fn going_away(&self, _reason: GoAway) {
-        // Clients open new connections, and open requests continue. When the process leaves, `run` ends the
-        // watches.
+        // Clients open new connections, and open requests continue, also those that were upgraded. When the
+        // process leaves, `run` ends watches and upgrades.
     }
 }

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use bytes::Bytes;
 use callers::Impersonation;
 use http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, header};
-use kube_request::{RequestInfo, Target, headers::canonical};
+use kube_request::{RequestInfo, Target, Upgrade, headers::canonical};
 use observe::audit::Rule;
 use prost::Message as _;
 use proto::gitlab::agent::{
@@ -42,6 +42,8 @@ pub(crate) struct HeadParts<'a> {
     pub(crate) content_length: Option<u64>,
     /// As whom the request runs; `None`: as agentk.
     pub(crate) impersonation: Option<&'a Impersonation>,
+    /// To which protocol the request asks to upgrade the connection.
+    pub(crate) upgrade: Option<Upgrade>,
     pub(crate) id: &'a RequestId,
 }
 
@@ -51,11 +53,15 @@ impl RequestHead {
     /// # Errors
     /// If a header is not text, or the head is too large for the tunnel's protocol.
     pub(crate) fn new(parts: HeadParts<'_>) -> Result<(Self, Features), Failure> {
-        let HeadParts { method, target, info, headers, content_length, impersonation, id } = parts;
+        let HeadParts { method, target, info, headers, content_length, impersonation, upgrade, id } = parts;
         let mut fields = fields(headers)?;
         let one = |value: String| Values { value: vec![value] };
         fields.insert(canonical(AUDIT_ID.as_str()), one(id.audit_id()));
         fields.insert(canonical(REQUEST_ID.as_str()), one(id.as_str().to_owned()));
+        if let Some(upgrade) = upgrade {
+            fields.insert(canonical(header::CONNECTION.as_str()), one("upgrade".to_owned()));
+            fields.insert(canonical(header::UPGRADE.as_str()), one(upgrade.token().to_owned()));
+        }
         let header = Header {
             request: Some(HttpRequest {
                 method: method.as_str().to_owned(),
@@ -80,8 +86,9 @@ impl RequestHead {
             ));
         }
         let needs_target = !head.target.fits_url_path(info.is_proxy()) || !fits(Features::NONE);
-        let needs =
-            Features::TARGET.when(needs_target) | Features::IMPERSONATION.when(impersonation.is_some());
+        let needs = Features::TARGET.when(needs_target)
+            | Features::IMPERSONATION.when(impersonation.is_some())
+            | Features::UPGRADE.when(upgrade.is_some());
         Ok((head, needs))
     }
 
@@ -169,6 +176,7 @@ mod tests {
             headers: &headers,
             content_length: Some(0),
             impersonation,
+            upgrade: None,
             id: &RequestId::of_bits(0xab),
         })
     }
@@ -245,6 +253,7 @@ mod tests {
                 headers,
                 content_length: None,
                 impersonation: None,
+                upgrade: None,
                 id: &RequestId::of_bits(1),
             };
             RequestHead::new(parts).map(|_| ()).map_err(|failure| failure.status.code().as_u16())
@@ -259,6 +268,31 @@ mod tests {
     }
 
     #[test]
+    fn an_upgrade_is_asked_for_by_canonical_names_and_is_a_need() {
+        let target = Target::parse("/").unwrap();
+        let info = RequestInfo::new("GET", &target);
+        let parts = HeadParts {
+            method: &Method::GET,
+            target,
+            info: &info,
+            headers: &HeaderMap::new(),
+            content_length: Some(0),
+            impersonation: None,
+            upgrade: Some(Upgrade::Spdy31),
+            id: &RequestId::of_bits(1),
+        };
+        let (head, needs) = RequestHead::new(parts).unwrap();
+        assert_eq!(needs, Features::UPGRADE);
+        let header = decoded(&head, Features::UPGRADE);
+        assert_eq!(header.content_length, Some(0));
+        let fields = header.request.unwrap().header;
+        assert_eq!(
+            (&*fields["Connection"].value, &*fields["Upgrade"].value),
+            (&["upgrade".to_owned()][..], &["SPDY/3.1".to_owned()][..])
+        );
+    }
+
+    #[test]
     fn unknown_lengths_are_told() {
         let target = Target::parse("/").unwrap();
         let info = RequestInfo::new("POST", &target);
@@ -270,6 +304,7 @@ mod tests {
             headers: &headers,
             content_length: None,
             impersonation: None,
+            upgrade: None,
             id: &RequestId::of_bits(1),
         };
         let (head, _) = RequestHead::new(parts).unwrap();

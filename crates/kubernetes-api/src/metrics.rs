@@ -61,6 +61,20 @@ pub(crate) enum AuthOutcome {
     Unavailable,
 }
 
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct DirectionLabel {
+    direction: Direction,
+}
+
+/// The direction of bytes on an upgraded connection.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, EncodeLabelValue)]
+pub(crate) enum Direction {
+    /// From the client to the API server.
+    Up,
+    /// From the API server to the client.
+    Down,
+}
+
 /// The metrics of the endpoint.
 #[derive(Debug)]
 pub struct Metrics {
@@ -69,6 +83,7 @@ pub struct Metrics {
     head_seconds: Family<KindLabel, Histogram>,
     auth: Family<AuthLabels, Counter>,
     ended: Family<EndedLabels, Counter>,
+    upgrade_bytes: Family<DirectionLabel, Counter>,
 }
 
 impl Metrics {
@@ -80,6 +95,7 @@ impl Metrics {
             head_seconds: Family::new_with_constructor(|| Histogram::new(HEAD_SECONDS)),
             auth: Family::default(),
             ended: Family::default(),
+            upgrade_bytes: Family::default(),
         };
         let registry = registry.sub_registry_with_prefix("kas");
         registry.register(
@@ -104,6 +120,14 @@ impl Metrics {
             "Requests that were allowed and have ended, by kind and why",
             metrics.ended.clone(),
         );
+        registry.register(
+            "kubernetes_upgrade_bytes",
+            "Bytes that passed upgraded connections (exec, attach, port-forward), by direction: Up is to the cluster",
+            metrics.upgrade_bytes.clone(),
+        );
+        for direction in [Direction::Up, Direction::Down] {
+            metrics.upgraded(direction);
+        }
         for kind in Kind::ALL {
             metrics.open.get_or_create(&kind_label(kind)).set(0);
         }
@@ -140,6 +164,16 @@ impl Metrics {
 
     pub(crate) fn ended(&self, kind: Kind, why: EndedBy) {
         self.ended.get_or_create(&EndedLabels { kind: Name(kind.as_str()), why }).inc();
+    }
+
+    /// Returns the counter of bytes on upgraded connections.
+    pub(crate) fn upgraded(&self, direction: Direction) -> Counter {
+        self.upgrade_bytes.get_or_create_owned(&DirectionLabel { direction })
+    }
+
+    /// Returns how many requests are open that asked for an upgrade.
+    pub fn open_upgrades(&self) -> u64 {
+        u64::try_from(self.open.get_or_create(&kind_label(Kind::Upgrade)).get()).unwrap_or(0)
     }
 
     /// Returns how many requests of a kind are open.

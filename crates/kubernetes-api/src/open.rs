@@ -32,6 +32,8 @@ const SWEEP: Duration = Duration::from_secs(1);
 pub struct OpenLimits {
     /// Open requests of one caller.
     pub per_caller: usize,
+    /// Those of them that asked for an upgrade.
+    pub upgrades_per_caller: usize,
     /// Open requests to one agent on this replica: below its tunnels, so that some stay for other uses.
     pub per_agent: usize,
     /// Requests without an end of their own to an agent of GitLab 14.1. It has ten tunnels and cannot cancel.
@@ -50,6 +52,7 @@ impl Default for OpenLimits {
     fn default() -> Self {
         Self {
             per_caller: 300,
+            upgrades_per_caller: 50,
             per_agent: 400,
             long_per_old_agent: 8,
             // The API server itself gives up after 60 s.
@@ -65,7 +68,7 @@ impl Default for OpenLimits {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 #[repr(u8)]
 pub(crate) enum Verdict {
-    /// This replica shuts down: a watch ends after an event.
+    /// This replica shuts down: a watch ends after an event, an upgraded connection after a frame.
     Drain = 1,
     /// The permission was withdrawn.
     Revoked,
@@ -272,8 +275,15 @@ pub(crate) struct OpenRequests {
 struct State {
     serial: u64,
     requests: HashMap<u64, Arc<Shared>>,
-    callers: HashMap<Arc<str>, usize>,
+    callers: HashMap<Arc<str>, OfCaller>,
     agents: HashMap<AgentId, OfAgent>,
+}
+
+/// The open requests of one caller.
+#[derive(Debug, Default)]
+struct OfCaller {
+    open: usize,
+    upgrades: usize,
 }
 
 /// The open requests to one agent.
@@ -318,8 +328,19 @@ impl OpenRequests {
     ) -> Result<OpenRequest, Failure> {
         let limits = &self.limits;
         let mut state = self.state.lock();
-        if state.callers.get(caller).is_some_and(|open| *open >= limits.per_caller) {
-            return Err(Failure::too_many(format!("{} requests of this caller are open", limits.per_caller)));
+        if let Some(of_caller) = state.callers.get(caller) {
+            if of_caller.open >= limits.per_caller {
+                return Err(Failure::too_many(format!(
+                    "{} requests of this caller are open",
+                    limits.per_caller
+                )));
+            }
+            if kind == Kind::Upgrade && of_caller.upgrades >= limits.upgrades_per_caller {
+                return Err(Failure::too_many(format!(
+                    "{} upgraded connections of this caller are open (exec, attach, port-forward)",
+                    limits.upgrades_per_caller
+                )));
+            }
         }
         if let Some(of_agent) = state.agents.get(&agent) {
             if of_agent.open >= limits.per_agent {
@@ -350,7 +371,9 @@ impl OpenRequests {
         state.serial += 1;
         let serial = state.serial;
         state.requests.insert(serial, Arc::clone(&shared));
-        *state.callers.entry(Arc::clone(caller)).or_default() += 1;
+        let of_caller = state.callers.entry(Arc::clone(caller)).or_default();
+        of_caller.open += 1;
+        of_caller.upgrades += usize::from(kind == Kind::Upgrade);
         let of_agent = state.agents.entry(agent).or_default();
         of_agent.open += 1;
         of_agent.long += usize::from(is_long(kind));
@@ -375,11 +398,19 @@ impl OpenRequests {
         self.state.lock().requests.values().cloned().collect()
     }
 
-    fn watches(&self) -> Vec<Arc<Shared>> {
-        self.all()
-            .into_iter()
-            .filter(|shared| shared.kind == Kind::Watch && shared.verdict().is_none())
-            .collect()
+    /// Returns the open requests of a kind for which there is no verdict.
+    fn undecided(&self, kind: Kind) -> Vec<Arc<Shared>> {
+        self.all().into_iter().filter(|shared| shared.kind == kind && shared.verdict().is_none()).collect()
+    }
+
+    /// Ends the upgraded connections that are open, and later ones soon after they begin. Runs forever.
+    pub(crate) async fn end_upgrades(self: Arc<Self>) {
+        loop {
+            for shared in self.undecided(Kind::Upgrade) {
+                shared.end(Verdict::Drain);
+            }
+            tokio::time::sleep(SWEEP).await;
+        }
     }
 
     /// Ends all requests but upgraded connections.
@@ -394,7 +425,7 @@ impl OpenRequests {
     /// Ends the watches that are open now, one after the other within `within`, and later ones soon after
     /// they begin. So their clients do not all come to another replica at once. Runs forever.
     pub(crate) async fn drain(self: Arc<Self>, within: Duration) {
-        let mut watches = self.watches();
+        let mut watches = self.undecided(Kind::Watch);
         watches.shuffle(&mut rand::rng());
         let begun = Instant::now();
         let count = u32::try_from(watches.len()).unwrap_or(u32::MAX);
@@ -404,7 +435,7 @@ impl OpenRequests {
         }
         loop {
             tokio::time::sleep(SWEEP).await;
-            for shared in self.watches() {
+            for shared in self.undecided(Kind::Watch) {
                 shared.end(Verdict::Drain);
             }
         }
@@ -439,9 +470,10 @@ impl Drop for OpenRequest {
         let kind = self.shared.kind;
         let mut state = self.requests.state.lock();
         state.requests.remove(&self.serial);
-        if let Some(open) = state.callers.get_mut(&self.caller) {
-            *open -= 1;
-            if *open == 0 {
+        if let Some(of_caller) = state.callers.get_mut(&self.caller) {
+            of_caller.open -= 1;
+            of_caller.upgrades -= usize::from(kind == Kind::Upgrade);
+            if of_caller.open == 0 {
                 state.callers.remove(&self.caller);
             }
         }
@@ -494,6 +526,34 @@ mod tests {
         drop((_second, _other, _third));
         let state = requests.state.lock();
         assert!(state.requests.is_empty() && state.callers.is_empty() && state.agents.is_empty());
+    }
+
+    #[test]
+    fn upgrades_of_a_caller_have_a_limit_of_their_own() {
+        let requests = requests(OpenLimits { upgrades_per_caller: 2, ..OpenLimits::default() });
+        let first = open(&requests, Kind::Upgrade, "a", 1).unwrap();
+        let _second = open(&requests, Kind::Upgrade, "a", 2).unwrap();
+        assert_eq!(open(&requests, Kind::Upgrade, "a", 1).unwrap_err(), 429);
+        let _watch = open(&requests, Kind::Watch, "a", 1).unwrap();
+        let _of_another = open(&requests, Kind::Upgrade, "b", 1).unwrap();
+        drop(first);
+        open(&requests, Kind::Upgrade, "a", 1).unwrap();
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn upgrades_are_limited_only_until_their_head_and_for_the_session() {
+        let requests = requests(OpenLimits::default());
+        let sweep = tokio::spawn(Arc::clone(&requests).sweep());
+        let late = open(&requests, Kind::Upgrade, "a", 1).unwrap();
+        late.shared().upload_ends();
+        let upgraded = open(&requests, Kind::Upgrade, "a", 1).unwrap();
+        upgraded.shared().upload_ends();
+        upgraded.shared().answer_begins();
+        assert_eq!(late.shared().ended().await, Verdict::LateAnswer);
+        tokio::time::sleep(Duration::from_secs(3600)).await;
+        assert_eq!(upgraded.shared().verdict(), None);
+        assert_eq!(upgraded.shared().ended().await, Verdict::Session);
+        sweep.abort();
     }
 
     #[test]

@@ -14,7 +14,7 @@ use kube_request::{
     Kind, RequestInfo, Target, Upgrade,
     headers::{is_impersonation, remove_dropped},
 };
-use net::http::{Body, StreamSlot, Trust};
+use net::http::{Body, StreamSlot, Trust, upgrade as upgrade_connection};
 use observe::{
     RequestRecord,
     audit::{EndpointFields, Rule, kubernetes::KubernetesAction},
@@ -34,12 +34,13 @@ use crate::{
     form,
     head::{self, AnswerHead},
     message::{HeadParts, RequestHead},
-    metrics::{AuthOutcome, NONE},
+    metrics::{AuthOutcome, Direction, NONE},
     open::{OpenRequest, Shared, Verdict},
     origin::Page,
     record::Ending,
     request_id::RequestId,
     selection::{self, InCluster, Place},
+    upgrade::{Input, Link, Session, Switched},
     upload::{ClientBody, Ends, Upload},
 };
 
@@ -146,6 +147,9 @@ impl KubernetesApi {
         };
         let upgrade =
             if parts.version == Version::HTTP_11 { Upgrade::requested(&parts.headers) } else { None };
+        if upgrade.is_some() && !body.is_empty() {
+            return Err(Failure::malformed("a request that asks for an upgrade must not have a body"));
+        }
         let credential = take_credential(&mut parts.headers, upgrade == Some(Upgrade::WebSocket));
         if let Err(error) = &credential
             && error.is_bad_request()
@@ -201,11 +205,6 @@ impl KubernetesApi {
         remove_dropped(&mut parts.headers).map_err(|error| Failure::malformed(error.to_string()))?;
 
         let open = self.open.open(kind, &caller.name, agent, stream.reset)?;
-        if upgrade.is_some() {
-            return Err(Failure::unsupported(
-                "this kas does not serve upgraded connections (exec, attach, port-forward)",
-            ));
-        }
         about.record.action(|| {
             KubernetesAction::of_info(parts.method.as_str(), &info, &target, user_of(run_as, &parts.headers))
         });
@@ -216,6 +215,7 @@ impl KubernetesApi {
             headers: &parts.headers,
             content_length: body.length(),
             impersonation: run_as.impersonation(),
+            upgrade,
             id: &about.id,
         })?;
         about.record.allowed_at_endpoint(parts.method.as_str(), &parts.headers);
@@ -225,6 +225,7 @@ impl KubernetesApi {
         let request = Allowed {
             agent,
             kind,
+            upgrade,
             at,
             authorized,
             open,
@@ -395,11 +396,17 @@ impl KubernetesApi {
         B: HttpBody<Data = Bytes> + Send + Unpin + 'static,
         B::Error: Send,
     {
-        let Allowed { agent, kind, at, authorized, open, message, needs, context, closes } = request;
+        let Allowed { agent, kind, upgrade, at, authorized, open, message, needs, context, closes } = request;
         let mut ending = Ending::new(about.record.clone(), Arc::clone(&self.metrics), kind);
         let shared = Arc::clone(open.shared());
         let chosen = ChosenAgentk::default();
-        let upload = Upload::new(message, chosen.clone(), body, Arc::clone(&shared));
+        let link = Link::default();
+        let upload = if upgrade.is_some() {
+            let passed = self.metrics.upgraded(Direction::Up);
+            grpc::boxed(Input::new(message, chosen.clone(), link.clone(), Arc::clone(&shared), passed))
+        } else {
+            grpc::boxed(Upload::new(message, chosen.clone(), body, Arc::clone(&shared)))
+        };
         let sent = AgentRequest {
             agent,
             connection: None,
@@ -408,7 +415,7 @@ impl KubernetesApi {
             correlation: about.id.to_value(),
             deadline: Deadline::NONE,
             wait_until: Some(about.arrived + self.patience(agent)),
-            body: about.record.request_body(grpc::boxed(upload)),
+            body: about.record.request_body(upload),
             needs,
             is_long: kind == Kind::Upgrade,
             chosen: chosen.clone(),
@@ -426,7 +433,12 @@ impl KubernetesApi {
                 },
             }
         };
-        let answered = answered.and_then(|(head, reader)| match AnswerHead::read(head) {
+        let answered = answered.map(|(head, reader)| (AnswerHead::read(head, upgrade), reader));
+        if !matches!(&answered, Ok((Ok(AnswerHead { switched: Some(_), .. }), _))) {
+            // GitLab's agents end an answer that refuses the upgrade only after the request.
+            link.end();
+        }
+        let answered = answered.and_then(|(head, reader)| match head {
             Ok(head) if head.status == StatusCode::UNAUTHORIZED && kind != Kind::Proxy => {
                 // The rest is short. If it is read, the tunnel serves the next request.
                 tokio::spawn(reader.finish());
@@ -448,6 +460,18 @@ impl KubernetesApi {
         ending.status(head.status);
         self.metrics.head(kind, about.arrived.elapsed().as_secs_f64());
         let headers = head.for_client(&self.settings.answer_headers, at.cut, kind);
+        if let Some(protocol) = head.switched {
+            let mut response = Response::new(grpc::full(Bytes::new()));
+            *response.status_mut() = head.status;
+            *response.headers_mut() = headers;
+            let mut reader = reader;
+            reader.upgrade();
+            let revocation = self.watch_revocation(authorized, &shared);
+            let passed = self.metrics.upgraded(Direction::Down);
+            let session = Session::new(Switched { protocol, reader, link, open, ending, revocation, passed });
+            upgrade_connection(&mut response, |stream| session.run(stream));
+            return Ok(response);
+        }
         let body = if head.is_bodiless(&about.method) {
             reader.finish().await;
             ending.ended_by(EndedBy::Upstream);
@@ -548,6 +572,8 @@ impl KubernetesApi {
 struct Allowed<'a> {
     agent: AgentId,
     kind: Kind,
+    /// The protocol to which it asks to upgrade.
+    upgrade: Option<Upgrade>,
     at: InCluster<'a>,
     authorized: Authorized,
     open: OpenRequest,

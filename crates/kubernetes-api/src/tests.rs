@@ -1,6 +1,7 @@
 //! The endpoint on real sockets, with real tunnels.
 
 mod lab;
+mod upgrades;
 
 use std::time::Duration;
 
@@ -661,21 +662,6 @@ async fn limits_count_open_requests_only() {
     timeout(SOON, writer.left()).await.expect("the API server is told");
     eventually("the request has ended", || lab.metrics.open_now(Kind::Watch) == 2).await;
     assert_eq!(watch().await.status(), 200);
-}
-
-#[tokio::test]
-async fn upgrades_are_not_served_yet() {
-    let lab = Lab::start(Setup::default(), describing()).await;
-    for protocol in ["websocket", "SPDY/3.1"] {
-        let mut request = get("/agents/7/api/v1/namespaces/a/pods/b/exec", TOKEN);
-        request.headers_mut().insert("connection", "Upgrade".parse().unwrap());
-        request.headers_mut().insert("upgrade", protocol.parse().unwrap());
-        failure(send(&lab, request).await, 501, "InternalError", None).await;
-    }
-    let mut other = get("/agents/7/version", TOKEN);
-    other.headers_mut().insert("connection", "Upgrade".parse().unwrap());
-    other.headers_mut().insert("upgrade", "h2c".parse().unwrap());
-    assert_eq!(send(&lab, other).await.status(), 200);
 }
 
 #[tokio::test]

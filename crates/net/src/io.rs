@@ -14,7 +14,7 @@ use std::{
     time::Duration,
 };
 
-use socket2::SockRef;
+use socket2::{SockRef, TcpKeepalive};
 use tokio::{
     io::{AsyncRead, AsyncWrite, Interest, ReadBuf},
     net::{TcpListener, TcpStream, UnixListener, UnixStream},
@@ -79,7 +79,7 @@ impl Stream {
 impl Stream {
     /// Makes the connection end with RST when it is closed, so that the peer cannot take that for a regular
     /// end. What was written and has not been sent yet is discarded. A Unix socket has no such end.
-    pub(crate) fn reset_on_close(&self) -> io::Result<()> {
+    pub fn reset_on_close(&self) -> io::Result<()> {
         match self {
             Self::Tcp(stream) => stream.set_zero_linger(),
             Self::Tls(stream) => stream.get_ref().0.set_zero_linger(),
@@ -87,7 +87,27 @@ impl Stream {
             Self::Unix(_) | Self::WebSocket(_) => Ok(()),
         }
     }
+
+    /// Makes the system probe an idle connection, so that reading from it fails within about a minute after
+    /// its peer is gone.
+    ///
+    /// There is no limit on how long written bytes may stay unacknowledged: it would also end a connection
+    /// whose peer does not read for a while.
+    pub fn probe_peer(&self) -> io::Result<()> {
+        let socket = match self {
+            Self::Tcp(stream) => SockRef::from(stream),
+            Self::Tls(stream) => SockRef::from(stream.get_ref().0),
+            Self::Rewound(stream) => return stream.get_ref().probe_peer(),
+            Self::Unix(_) | Self::WebSocket(_) => return Ok(()),
+        };
+        let (time, interval, retries) = PROBES;
+        let probes = TcpKeepalive::new().with_time(time).with_interval(interval).with_retries(retries);
+        socket.set_tcp_keepalive(&probes)
+    }
 }
+
+/// The idle time before the first probe of a peer, the interval of the probes, and their number.
+const PROBES: (Duration, Duration, u32) = (Duration::from_secs(15), Duration::from_secs(15), 3);
 
 /// Bytes that an admitted connection may read in one step: some large frames.
 pub(crate) const ADMITTED_QUOTA: usize = 256 * 1024;

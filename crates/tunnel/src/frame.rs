@@ -4,7 +4,8 @@
 //! An envelope is a gRPC message with one field set. One of the fields, the *message*, carries payload as
 //! `{ bytes data = 1 }`. The others are small and called *control* fields. [`Decoder`] returns payload as it
 //! arrives, since the length precedes it. Only control fields are buffered until they are complete, up to
-//! [`MAX_CONTROL`]. [`Splitter`] does the same for plain gRPC bodies without envelopes.
+//! [`MAX_CONTROL`]. HTTP over gRPC has two fields with payload. [`Splitter`] does the same for plain gRPC
+//! bodies without envelopes.
 
 use bytes::{Buf, BufMut, Bytes, BytesMut};
 use grpc::{PREFIX_LEN, gzip};
@@ -162,7 +163,8 @@ impl Decoder {
             prefix: Prefix::default(),
             mode: Mode::Between,
             parser: FieldParser {
-                message,
+                messages: [message, message],
+                current: message,
                 last,
                 position: Position::Tag,
                 varint: Varint::default(),
@@ -170,6 +172,19 @@ impl Decoder {
             },
             gzip,
         }
+    }
+
+    /// As [`Decoder::new`], for envelopes with payload in either of two fields, without compression.
+    /// [`message_field`](Self::message_field) tells them apart.
+    pub fn of_two(messages: [u32; 2], last: u32) -> Self {
+        let mut decoder = Self::new(messages[0], last, false);
+        decoder.parser.messages = messages;
+        decoder
+    }
+
+    /// Returns the field of the message that began last.
+    pub fn message_field(&self) -> u32 {
+        self.parser.current
     }
 
     /// Creates a decoder for the envelopes of agentk.
@@ -362,7 +377,10 @@ impl Varint {
 /// Parses the fields of one envelope.
 #[derive(Debug)]
 struct FieldParser {
-    message: u32,
+    /// The fields with payload.
+    messages: [u32; 2],
+    /// The one of the message that began last.
+    current: u32,
     last: u32,
     position: Position,
     varint: Varint,
@@ -457,8 +475,9 @@ impl FieldParser {
                 Position::Len { field } => {
                     let field = *field;
                     let len = varint!();
-                    if field == self.message {
+                    if self.messages.contains(&field) {
                         self.count()?;
+                        self.current = field;
                         self.position = Position::InnerTag { inner: len, seen: false };
                     } else if field > self.last {
                         self.position = Position::Skip { left: len };

@@ -29,7 +29,7 @@ pub const SOCKET_HEADER: http::HeaderName = http::HeaderName::from_static("kas-a
 pub const IMPERSONATES_HEADER: http::HeaderName = http::HeaderName::from_static("kas-agentk-impersonates");
 /// Request metadata of `Connect`, with the value `1`: agentk supports `HttpRequest.Header.target`.
 pub const TARGET_HEADER: http::HeaderName = http::HeaderName::from_static("kas-agentk-target");
-/// Request metadata of `Connect`, with the value `1`: agentk serves upgraded connections.
+/// Request metadata of `Connect`, with the value `1`: agentk supports upgraded connections.
 pub const UPGRADES_HEADER: http::HeaderName = http::HeaderName::from_static("kas-agentk-upgrades");
 /// Response header: the replica that answers.
 pub const REPLICA_HEADER: http::HeaderName = http::HeaderName::from_static("kas-replica");

@@ -149,7 +149,7 @@ async fn a_rolling_update_waits_for_the_drain_and_keeps_every_replica() -> Resul
         assert_eq!(rolling, &json!({ "maxUnavailable": 0, "maxSurge": 1 }), "{}", case.name);
         let grace = &deployment["spec"]["template"]["spec"]["terminationGracePeriodSeconds"];
         let expected = match (case.chart.as_str(), case.name.as_str()) {
-            ("agentk", _) => 35,
+            ("agentk", _) => 315,
             // drain.delay 1m30s, drain.timeout 1.5s.
             (_, "everything about pods") => 107,
             (_, "accounts that exist") => 300,

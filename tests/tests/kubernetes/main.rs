@@ -10,4 +10,5 @@ mod memory;
 mod reads;
 mod restart;
 mod setup;
+mod upgrades;
 mod writes;

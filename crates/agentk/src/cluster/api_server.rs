@@ -2,37 +2,26 @@
 
 use std::{
     fmt,
-    future::{Future, poll_fn},
     pin::Pin,
     sync::Arc,
     task::{Context, Poll},
-    time::Duration,
 };
 
-use anyhow::{Context as _, anyhow, bail, ensure};
+use anyhow::{Context as _, bail, ensure};
 use grpc::BoxError;
 use http::{HeaderName, HeaderValue, Request, Response, StatusCode, Uri, header, uri};
-use hyper_util::client::legacy::connect::HttpConnector;
 use kube::{
-    client::{ClientBuilder, ConfigExt as _},
+    client::ClientBuilder,
     config::{AuthInfo, Config},
 };
-use kube_request::headers::impersonate_extra;
-use process::error::chain;
+use kube_request::{Upgrade, headers::impersonate_extra};
 use tower_service::Service;
 
 use super::{
-    connections::{Connections, Failure, ResponseBody},
+    connections::{Connections, Failure, ResponseBody, UpgradeAnswer},
     credentials::Credentials,
+    dial::Dialer,
 };
-
-/// TCP keepalive: the idle time before the first probe, the interval of the probes, and their number. A watch
-/// may be idle for hours, and nothing else would notice that its node is gone.
-const KEEPALIVE: (Duration, Duration, u32) = (Duration::from_secs(20), Duration::from_secs(10), 3);
-
-/// How long sent bytes may remain unacknowledged.
-#[cfg(target_os = "linux")]
-const UNACKNOWLEDGED: Duration = Duration::from_secs(45);
 
 /// The target of requests, for logs and messages. It contains no secrets.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -65,7 +54,8 @@ impl fmt::Display for Target {
     }
 }
 
-/// Why there is no response. Nothing of the request was sent, unless it is [`SendError::Broken`].
+/// Why there is no response. Nothing of the request was sent, unless it is [`SendError::Broken`] or
+/// [`SendError::OtherProtocol`].
 #[derive(Debug, thiserror::Error)]
 pub enum SendError {
     /// The credentials of agentk's own configuration cannot be obtained.
@@ -91,7 +81,16 @@ pub enum SendError {
         /// The API server.
         host: String,
         /// The cause.
-        source: hyper::Error,
+        source: BoxError,
+    },
+    /// The API server has switched to another protocol than the one that was asked for. The connection was
+    /// closed.
+    #[error("the Kubernetes API server at {host} switched protocols, but not to {protocol}")]
+    OtherProtocol {
+        /// The API server.
+        host: String,
+        /// The protocol that was asked for.
+        protocol: &'static str,
     },
     /// The request has an invalid path or query.
     #[error("the request has no valid URL")]
@@ -147,27 +146,7 @@ impl ApiServer {
         );
         let path = url.path_and_query.as_ref().map_or("", |path| path.path()).trim_end_matches('/');
 
-        let mut tcp = HttpConnector::new();
-        tcp.enforce_http(false);
-        tcp.set_nodelay(true);
-        tcp.set_keepalive(Some(KEEPALIVE.0));
-        tcp.set_keepalive_interval(Some(KEEPALIVE.1));
-        tcp.set_keepalive_retries(Some(KEEPALIVE.2));
-        #[cfg(target_os = "linux")]
-        tcp.set_tcp_user_timeout(Some(UNACKNOWLEDGED));
-        let tls = config.rustls_https_connector_with_connector(tcp).map_err(|error| {
-            anyhow!("cannot prepare TLS for the API server ({source}): {}", chain(&error))
-        })?;
-        let url = Uri::builder().scheme(scheme.clone()).authority(authority.clone()).path_and_query("/");
-        let url = url.build().with_context(|| format!("the URL of the API server ({source}) is invalid"))?;
-        let connections = Connections::new(move || {
-            let mut tls = tls.clone();
-            let url = url.clone();
-            async move {
-                poll_fn(|cx| tls.poll_ready(cx)).await?;
-                tls.call(url).await
-            }
-        });
+        let connections = Connections::new(Dialer::new(config, &scheme, &authority, &source)?);
 
         let identity = identity(&config.auth_info)?;
         Ok(Self {
@@ -208,9 +187,41 @@ impl ApiServer {
     ///
     /// # Cancel safety
     /// Dropping the future, or the body of the response, closes the connection.
-    pub async fn send(&self, mut request: ApiRequest) -> Result<Response<ResponseBody>, SendError> {
+    pub async fn send(&self, request: ApiRequest) -> Result<Response<ResponseBody>, SendError> {
+        let request = self.prepared(request).await?;
+        let response =
+            self.inner.connections.send(request).await.map_err(|failure| self.send_error(failure))?;
+        self.answered(response.status());
+        Ok(response)
+    }
+
+    /// Sends a request that asks for an upgrade to this protocol, as [`send`](Self::send), over a connection
+    /// of its own. The request has no body.
+    ///
+    /// # Errors
+    /// See [`SendError`].
+    ///
+    /// # Cancel safety
+    /// Dropping the future, or what it returns, closes the connection.
+    pub async fn upgrade(&self, request: ApiRequest, protocol: Upgrade) -> Result<UpgradeAnswer, SendError> {
+        let request = self.prepared(request).await?;
+        let answer =
+            self.inner.connections.upgrade(request).await.map_err(|failure| self.send_error(failure))?;
+        match &answer {
+            UpgradeAnswer::Refused(response) => self.answered(response.status()),
+            UpgradeAnswer::Switched(response, _) => {
+                if Upgrade::requested(response.headers()) != Some(protocol) {
+                    let host = self.inner.target.host.clone();
+                    return Err(SendError::OtherProtocol { host, protocol: protocol.token() });
+                }
+            }
+        }
+        Ok(answer)
+    }
+
+    /// Returns a request as it is sent.
+    async fn prepared(&self, mut request: ApiRequest) -> Result<ApiRequest, SendError> {
         let inner = &*self.inner;
-        let host = || inner.target.host.clone();
         if !inner.prefix.is_empty() || request.uri().authority().is_some() {
             let path = request.uri().path_and_query().map_or("/", uri::PathAndQuery::as_str);
             let uri = Uri::builder().path_and_query(format!("{}{path}", inner.prefix)).build();
@@ -230,17 +241,26 @@ impl ApiServer {
             Ok(Some(value)) => {
                 headers.insert(header::AUTHORIZATION, value);
             }
-            Err(source) => return Err(SendError::Credentials { host: host(), source }),
+            Err(source) => {
+                return Err(SendError::Credentials { host: inner.target.host.clone(), source });
+            }
         }
+        Ok(request)
+    }
 
-        let response = inner.connections.send(request).await.map_err(|failure| match failure {
-            Failure::Connect(source) => SendError::Connect { host: host(), source },
-            Failure::Broken(source) => SendError::Broken { host: host(), source },
-        })?;
-        if response.status() == StatusCode::UNAUTHORIZED {
-            inner.credentials.invalidate();
+    fn send_error(&self, failure: Failure) -> SendError {
+        let host = self.inner.target.host.clone();
+        match failure {
+            Failure::Connect(source) => SendError::Connect { host, source },
+            Failure::Broken(source) => SendError::Broken { host, source },
         }
-        Ok(response)
+    }
+
+    /// An answer has this status.
+    fn answered(&self, status: StatusCode) {
+        if status == StatusCode::UNAUTHORIZED {
+            self.inner.credentials.invalidate();
+        }
     }
 }
 

@@ -6,11 +6,12 @@
 //!
 //! A connection whose response is complete is kept for the next request. Nothing drives it meanwhile; whether
 //! the API server has closed it is checked when it is taken, and a sweeper closes what was kept too long.
+//!
+//! A request that asks for an upgrade has a connection of its own, which is never kept.
 
 use std::{
     collections::VecDeque,
     fmt,
-    future::Future,
     pin::{Pin, pin},
     sync::{Arc, Weak},
     task::{Context, Poll, Waker},
@@ -19,17 +20,20 @@ use std::{
 
 use bytes::Bytes;
 use grpc::BoxError;
-use http::{Request, Response};
+use http::{Request, Response, StatusCode};
 use http_body::{Body, Frame, SizeHint};
 use hyper::{
     body::Incoming,
     client::conn::{
         TrySendError,
-        http1::{self, SendRequest},
+        http1::{self, Parts, SendRequest},
     },
 };
+use hyper_util::rt::TokioIo;
 use parking_lot::Mutex;
 use tokio::time::{Instant, sleep_until, timeout};
+
+use super::dial::{ApiStream, Dialer, UpgradedConnection};
 
 /// How long connecting may take, including TLS. Within a cluster it takes milliseconds. A shorter time fails
 /// while a control plane moves; a longer one only delays the error.
@@ -43,13 +47,6 @@ const IDLE: Duration = Duration::from_secs(45);
 /// the API server.
 const MAX_IDLE: usize = 64;
 
-/// A byte stream to the API server, with TLS if it uses TLS.
-trait Stream: hyper::rt::Read + hyper::rt::Write + Send + Unpin {}
-
-impl<T: hyper::rt::Read + hyper::rt::Write + Send + Unpin> Stream for T {}
-
-type Io = Box<dyn Stream>;
-type Connecting = Pin<Box<dyn Future<Output = Result<Io, BoxError>> + Send>>;
 type ApiRequest = Request<grpc::Body>;
 
 /// Why there is no response.
@@ -58,13 +55,21 @@ pub(super) enum Failure {
     /// There is no connection. Nothing was sent.
     Connect(BoxError),
     /// The connection ended before the head of the response.
-    Broken(hyper::Error),
+    Broken(BoxError),
+}
+
+/// The answer to a request that asks for an upgrade.
+#[derive(Debug)]
+pub enum UpgradeAnswer {
+    /// The API server has switched protocols.
+    Switched(Response<()>, UpgradedConnection),
+    /// Any other answer.
+    Refused(Response<ResponseBody>),
 }
 
 /// The connections to one API server.
 pub(super) struct Connections {
-    /// Opens a connection. A closure, because the type of the connector cannot be named.
-    connect: Box<dyn Fn() -> Connecting + Send + Sync>,
+    dialer: Dialer,
     kept: Mutex<Kept>,
 }
 
@@ -83,23 +88,9 @@ impl fmt::Debug for Connections {
 }
 
 impl Connections {
-    /// Opens connections with `connect`, which is bounded by [`CONNECT_TIMEOUT`].
-    pub(super) fn new<F, C, E>(connect: F) -> Arc<Self>
-    where
-        F: Fn() -> C + Send + Sync + 'static,
-        C: Future<Output = Result<E, BoxError>> + Send + 'static,
-        E: hyper::rt::Read + hyper::rt::Write + Send + Unpin + 'static,
-    {
-        let connect = Box::new(move || -> Connecting {
-            let connecting = connect();
-            Box::pin(async move {
-                match timeout(CONNECT_TIMEOUT, connecting).await {
-                    Ok(connected) => connected.map(|stream| Box::new(stream) as Io),
-                    Err(_) => Err(format!("no connection within {CONNECT_TIMEOUT:?}").into()),
-                }
-            })
-        });
-        Arc::new(Self { connect, kept: Mutex::default() })
+    /// Opens connections with `dialer`.
+    pub(super) fn new(dialer: Dialer) -> Arc<Self> {
+        Arc::new(Self { dialer, kept: Mutex::default() })
     }
 
     /// Sends a request, whose URI is a path and a query and which has a `Host`. Returns when the head of the
@@ -121,7 +112,7 @@ impl Connections {
             match connection.send(request).await {
                 Ok(response) => {
                     return Ok(response.map(|body| {
-                        let pool = Arc::clone(self);
+                        let pool = Some(Arc::clone(self));
                         let mut body = ResponseBody { body, connection: Some(connection), pool };
                         if body.is_end_stream() {
                             body.complete();
@@ -131,14 +122,36 @@ impl Connections {
                 }
                 Err(mut error) => match error.take_message() {
                     Some(unsent) if used => request = unsent,
-                    _ => return Err(Failure::Broken(error.into_error())),
+                    _ => return Err(Failure::Broken(error.into_error().into())),
                 },
             }
         }
     }
 
+    /// Sends a request that asks for an upgrade, as [`send`](Self::send), over a connection of its own.
+    pub(super) async fn upgrade(&self, request: ApiRequest) -> Result<UpgradeAnswer, Failure> {
+        let mut connection = self.open().await?;
+        let broken = |error: hyper::Error| Failure::Broken(error.into());
+        let response = connection.send_for_upgrade(request).await.map_err(broken)?;
+        if response.status() != StatusCode::SWITCHING_PROTOCOLS {
+            return Ok(UpgradeAnswer::Refused(response.map(|body| ResponseBody {
+                body,
+                connection: Some(connection),
+                pool: None,
+            })));
+        }
+        match connection.into_upgraded().await.map_err(broken)? {
+            Some(upgraded) => Ok(UpgradeAnswer::Switched(response.map(drop), upgraded)),
+            None => Err(Failure::Broken("it ended with the head of the answer".into())),
+        }
+    }
+
     async fn open(&self) -> Result<Connection, Failure> {
-        let io = (self.connect)().await.map_err(Failure::Connect)?;
+        let stream = match timeout(CONNECT_TIMEOUT, self.dialer.connect()).await {
+            Ok(connected) => connected,
+            Err(_) => Err(format!("no connection within {CONNECT_TIMEOUT:?}").into()),
+        };
+        let io = TokioIo::new(stream.map_err(Failure::Connect)?);
         let (sender, driver) =
             http1::Builder::new().handshake(io).await.map_err(|error| Failure::Connect(error.into()))?;
         Ok(Connection { sender, driver: Some(Box::new(driver)) })
@@ -196,7 +209,7 @@ async fn sweep(connections: Weak<Connections>) {
 struct Connection {
     sender: SendRequest<grpc::Body>,
     /// `None`: the connection has ended.
-    driver: Option<Box<http1::Connection<Io, grpc::Body>>>,
+    driver: Option<Box<http1::Connection<TokioIo<ApiStream>, grpc::Body>>>,
 }
 
 impl Connection {
@@ -231,6 +244,36 @@ impl Connection {
     }
 }
 
+impl Connection {
+    /// As [`send`](Self::send), without closing the stream when HTTP has ended on it.
+    async fn send_for_upgrade(&mut self, request: ApiRequest) -> hyper::Result<Response<Incoming>> {
+        let mut response = pin!(self.sender.send_request(request));
+        let driver = &mut self.driver;
+        let mut is_http = true;
+        std::future::poll_fn(|cx| {
+            if is_http && let Some(connection) = driver {
+                is_http = connection.poll_without_shutdown(cx).is_pending();
+            }
+            let polled = response.as_mut().poll(cx);
+            if polled.is_pending() && !is_http && driver.take().is_some() {
+                // There will be no answer. Without the connection, that is an error.
+                return response.as_mut().poll(cx);
+            }
+            polled
+        })
+        .await
+    }
+
+    /// Returns the stream after an answer with status 101; `None`: it has ended.
+    async fn into_upgraded(mut self) -> hyper::Result<Option<UpgradedConnection>> {
+        let Some(mut driver) = self.driver.take() else { return Ok(None) };
+        // Nothing is left of HTTP, so this does not wait.
+        std::future::poll_fn(|cx| driver.poll_without_shutdown(cx)).await?;
+        let Parts { io, read_buf, .. } = driver.into_parts();
+        Ok(Some(UpgradedConnection::new(io.into_inner(), read_buf)))
+    }
+}
+
 /// The body of a response. It drives the connection while it is read.
 ///
 /// Dropping it before its end closes the connection.
@@ -238,7 +281,8 @@ pub struct ResponseBody {
     body: Incoming,
     /// `None`: the response is complete.
     connection: Option<Connection>,
-    pool: Arc<Connections>,
+    /// Where the connection is kept; `None`: it is not.
+    pool: Option<Arc<Connections>>,
 }
 
 impl fmt::Debug for ResponseBody {
@@ -250,8 +294,10 @@ impl fmt::Debug for ResponseBody {
 impl ResponseBody {
     /// The response is complete: keeps the connection, if its request is complete too.
     fn complete(&mut self) {
-        if let Some(connection) = self.connection.take() {
-            self.pool.keep(connection);
+        if let Some(connection) = self.connection.take()
+            && let Some(pool) = &self.pool
+        {
+            pool.keep(connection);
         }
     }
 }

@@ -5,7 +5,11 @@
 //! most one chunk is buffered. A request is complete only at its `trailer`. If its stream ends earlier, the
 //! connection to the API server is closed, so that a partial request is not processed.
 //!
-//! Not supported: upgrades (exec, attach, port-forward), which this version of the protocol does not carry.
+//! A request that asks for an upgrade (exec, attach, port-forward) has its own connection to the API server,
+//! see `upgrade`.
+
+mod timer;
+mod upgrade;
 
 use std::{
     future::{Future, poll_fn},
@@ -15,19 +19,21 @@ use std::{
 
 use bytes::Bytes;
 use grpc::{BoxError, Code, Deadline, Status};
-use http::{HeaderMap, HeaderValue, Request, Response};
+use http::{HeaderMap, HeaderValue, Method, Request, Response, response};
 use http_body::{Body, Frame};
 use http_tunnel::{
     MAX_CHUNK,
     agent_end::{LARGE_CHUNK, RequestStream, ResponseEncoder, read_request},
 };
+use kube_request::Upgrade;
 use process::error::chain;
-use tokio::time::{Sleep, sleep_until};
 use traces::{Kind, Span, Tracer};
 use tunnel::agent_end::Reusable;
 
+pub use self::upgrade::Upgrades;
+use self::{timer::Timer, upgrade::Switched};
 use super::{Answer, Module, Service};
-use crate::cluster::{ApiServer, ResponseBody};
+use crate::cluster::{ApiServer, ResponseBody, SendError, UpgradeAnswer};
 
 /// Gives kas access to the API server, with the permissions of agentk's own credentials.
 #[derive(Clone, Debug)]
@@ -37,13 +43,21 @@ pub struct KubernetesApi {
     user_agent: HeaderValue,
     /// Makes a span of each request to the API server, if tracing is enabled.
     tracer: Option<Tracer>,
+    /// The upgraded connections that are open.
+    upgrades: Upgrades,
 }
 
 impl KubernetesApi {
     /// Creates the module. Version and commit are those of agentk.
     pub fn new(api: ApiServer, version: &str, commit: &str) -> Self {
         let user_agent = HeaderValue::try_from(format!("gitlab-agent/{version}/{commit}"));
-        Self { api, user_agent: user_agent.unwrap_or(HeaderValue::from_static("gitlab-agent")), tracer: None }
+        let user_agent = user_agent.unwrap_or(HeaderValue::from_static("gitlab-agent"));
+        Self { api, user_agent, tracer: None, upgrades: Upgrades::default() }
+    }
+
+    /// Returns the upgraded connections that are open.
+    pub fn upgrades(&self) -> Upgrades {
+        self.upgrades.clone()
     }
 
     /// Makes a span of each request to the API server from now on.
@@ -79,61 +93,95 @@ impl KubernetesApi {
         let (mut request, stream) = timer.race(reading).await??;
 
         let method = request.method().clone();
+        let upgrade = Upgrade::requested(request.headers());
         let mut span = self.begin_span(&parts.headers, &mut request);
         let mut request_ended = false;
-        let mut sending = pin!(self.api.send(request));
-        let answered = timer
-            .race(poll_fn(|cx| match sending.as_mut().poll(cx) {
-                Poll::Ready(Ok(answer)) => Poll::Ready(Ok(answer)),
-                // If the upload failed, its error is the cause, and not hyper's.
-                Poll::Ready(Err(error)) => Poll::Ready(Err(stream.failure().unwrap_or_else(|| {
-                    let text = chain(&error);
-                    tracing::warn!(error = text, "request to the Kubernetes API server failed");
-                    Status::new(Code::Unavailable, text)
-                }))),
-                Poll::Pending if request_ended => Poll::Pending,
-                Poll::Pending => match stream.poll_end(cx) {
-                    Poll::Ready(Err(status)) => Poll::Ready(Err(status)),
-                    Poll::Ready(Ok(())) => {
-                        request_ended = true;
-                        Poll::Pending
-                    }
-                    Poll::Pending => Poll::Pending,
-                },
-            }))
-            .await;
+        let answered = match upgrade {
+            None => {
+                let sending = self.api.send(request);
+                let answered = answered(sending, &mut timer, &stream, &mut request_ended).await;
+                answered.map(UpgradeAnswer::Refused)
+            }
+            Some(protocol) => {
+                let sending = self.api.upgrade(request, protocol);
+                answered(sending, &mut timer, &stream, &mut request_ended).await
+            }
+        };
         let answer = match answered {
-            Ok(Ok(answer)) => answer,
-            Ok(Err(status)) | Err(status) => {
+            Ok(answer) => answer,
+            Err(status) => {
                 if let Some(span) = &mut span {
                     span.failed(status.code().name());
                 }
                 return Err(status);
             }
         };
-        let (parts, upstream) = answer.into_parts();
-        if let Some(span) = &mut span {
-            span.set("http.response.status_code", i64::from(parts.status.as_u16()));
-            if parts.status.is_client_error() || parts.status.is_server_error() {
-                span.failed(parts.status.as_str().to_owned());
+        let body = match answer {
+            UpgradeAnswer::Switched(response, upstream) => {
+                let (parts, ()) = response.into_parts();
+                note_answer(&method, &parts, span.as_mut());
+                grpc::boxed(Switched::new(&parts, stream, upstream, timer, span, self.upgrades.enter())?)
             }
-        }
-        tracing::debug!(http.method = %method, http.status = parts.status.as_u16(), "response of the Kubernetes API server");
-
-        let encoder = ResponseEncoder::new(&parts, max_chunk)?;
-        let body = Download {
-            api: self.api.clone(),
-            upstream: Some(upstream),
-            stream: (!request_ended).then_some(stream),
-            timer,
-            encoder,
-            end: None,
-            span,
+            UpgradeAnswer::Refused(response) => {
+                let (parts, upstream) = response.into_parts();
+                note_answer(&method, &parts, span.as_mut());
+                let encoder = ResponseEncoder::new(&parts, max_chunk)?;
+                grpc::boxed(Download {
+                    api: self.api.clone(),
+                    upstream: Some(upstream),
+                    stream: (!request_ended).then_some(stream),
+                    timer,
+                    encoder,
+                    end: None,
+                    span,
+                })
+            }
         };
-        let mut response = Response::new(grpc::boxed(body));
+        let mut response = Response::new(body);
         response.headers_mut().insert(http::header::CONTENT_TYPE, grpc::CONTENT_TYPE);
         Ok(response)
     }
+}
+
+/// Waits for the answer of the API server, and reads the caller's stream meanwhile. `request_ended`: that
+/// stream has ended regularly.
+async fn answered<T>(
+    sending: impl Future<Output = Result<T, SendError>>,
+    timer: &mut Timer,
+    stream: &RequestStream,
+    request_ended: &mut bool,
+) -> Result<T, Status> {
+    let mut sending = pin!(sending);
+    let waiting = poll_fn(|cx| match sending.as_mut().poll(cx) {
+        Poll::Ready(Ok(answer)) => Poll::Ready(Ok(answer)),
+        // If the upload failed, its error is the cause, and not hyper's.
+        Poll::Ready(Err(error)) => Poll::Ready(Err(stream.failure().unwrap_or_else(|| {
+            let text = chain(&error);
+            tracing::warn!(error = text, "request to the Kubernetes API server failed");
+            Status::new(Code::Unavailable, text)
+        }))),
+        Poll::Pending if *request_ended => Poll::Pending,
+        Poll::Pending => match stream.poll_end(cx) {
+            Poll::Ready(Err(status)) => Poll::Ready(Err(status)),
+            Poll::Ready(Ok(())) => {
+                *request_ended = true;
+                Poll::Pending
+            }
+            Poll::Pending => Poll::Pending,
+        },
+    });
+    timer.race(waiting).await?
+}
+
+/// Notes the head of an answer in the span and the log.
+fn note_answer(method: &Method, parts: &response::Parts, span: Option<&mut Span>) {
+    if let Some(span) = span {
+        span.set("http.response.status_code", i64::from(parts.status.as_u16()));
+        if parts.status.is_client_error() || parts.status.is_server_error() {
+            span.failed(parts.status.as_str().to_owned());
+        }
+    }
+    tracing::debug!(http.method = %method, http.status = parts.status.as_u16(), "response of the Kubernetes API server");
 }
 
 impl Module for KubernetesApi {
@@ -144,36 +192,6 @@ impl Module for KubernetesApi {
     fn call(&self, request: Request<grpc::Body>) -> Answer {
         let answer = self.clone().make_request(request);
         Box::pin(async move { answer.await.unwrap_or_else(|status| status.into_response()) })
-    }
-}
-
-/// The deadline of the caller, if there is one.
-struct Timer(Option<Pin<Box<Sleep>>>);
-
-impl Timer {
-    fn new(deadline: Deadline) -> Self {
-        Self(deadline.instant().map(|at| Box::pin(sleep_until(at))))
-    }
-
-    fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Status> {
-        match &mut self.0 {
-            None => Poll::Pending,
-            Some(sleep) => sleep.as_mut().poll(cx).map(|()| {
-                Status::new(
-                    Code::DeadlineExceeded,
-                    "the deadline expired before the response of the Kubernetes API server was complete",
-                )
-            }),
-        }
-    }
-
-    async fn race<F: Future>(&mut self, future: F) -> Result<F::Output, Status> {
-        let mut future = pin!(future);
-        poll_fn(|cx| match self.poll(cx) {
-            Poll::Ready(status) => Poll::Ready(Err(status)),
-            Poll::Pending => future.as_mut().poll(cx).map(Ok),
-        })
-        .await
     }
 }
 
@@ -201,7 +219,7 @@ impl Download {
         }
         self.upstream = None;
         self.stream = None;
-        self.timer = Timer(None);
+        self.timer = Timer::none();
         self.encoder.discard();
         self.end = Some(status);
     }

@@ -4,3 +4,4 @@ mod real;
 mod scripted;
 mod support;
 mod tunnelled;
+mod upgrades;

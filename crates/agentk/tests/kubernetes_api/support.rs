@@ -69,13 +69,27 @@ impl Caller {
     }
 
     pub(crate) async fn header(&self, request: prototool::HttpRequest) {
-        let header = http_request::Header { request: Some(request), ..Default::default() };
+        self.header_with_length(request, None).await;
+    }
+
+    pub(crate) async fn header_with_length(
+        &self,
+        request: prototool::HttpRequest,
+        content_length: Option<i64>,
+    ) {
+        let header = http_request::Header { request: Some(request), content_length, ..Default::default() };
         self.message(http_request::Message::Header(header)).await;
     }
 
     /// Whether the receiver still exists.
     pub(crate) async fn data(&self, data: impl Into<Bytes>) -> bool {
         self.message(http_request::Message::Data(http_request::Data { data: data.into() })).await
+    }
+
+    /// Sends bytes for the upgraded connection. Whether the receiver still exists.
+    pub(crate) async fn upgrade_data(&self, data: impl Into<Bytes>) -> bool {
+        let data = http_request::UpgradeData { data: data.into() };
+        self.message(http_request::Message::UpgradeData(data)).await
     }
 
     pub(crate) async fn trailer(&self) {
@@ -222,6 +236,21 @@ impl Reply {
             Some(http_response::Message::Data(data)) => data.data,
             other => panic!("{other:?} {:?}", self.status),
         }
+    }
+
+    /// Returns the next bytes of the upgraded connection.
+    pub(crate) async fn upgrade_data(&mut self) -> Bytes {
+        match within(self.next()).await {
+            Some(http_response::Message::UpgradeData(data)) => data.data,
+            other => panic!("{other:?} {:?}", self.status),
+        }
+    }
+
+    /// Returns the status with which the request ends; nothing may precede it.
+    pub(crate) async fn end(&mut self) -> Status {
+        let next = within(self.next()).await;
+        assert!(next.is_none(), "{next:?}");
+        self.status.clone().expect("a status")
     }
 
     /// Returns the rest: every byte, whether there was a trailer, and the status.

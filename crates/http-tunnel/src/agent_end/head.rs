@@ -5,10 +5,10 @@ use std::{collections::BTreeMap, fmt::Write as _};
 
 use bytes::Bytes;
 use grpc::{Code, Status};
-use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, Uri, header, response};
+use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, StatusCode, Uri, header, response};
 use hyper::ext::ReasonPhrase;
 use kube_request::{
-    Target,
+    Target, Upgrade,
     headers::{
         canonical, impersonate_extra, is_impersonation, remove_hop_by_hop, remove_hop_by_hop_of_answer,
     },
@@ -83,8 +83,18 @@ pub(super) fn request(
     }
 
     let chunked = headers.contains_key(header::TRANSFER_ENCODING);
+    let upgrade = Upgrade::requested(headers);
     remove_hop_by_hop(headers).map_err(|error| invalid(format!("invalid header: {error}")))?;
-    let length = length(headers, header.content_length, chunked)?;
+    let mut length = length(headers, header.content_length, chunked)?;
+    if let Some(upgrade) = upgrade {
+        // Chunks would be taken for data of the upgraded connection. GitLab's kas before 16.0 announces no
+        // length.
+        if !matches!(length, Length::Known(0) | Length::Unknown) {
+            return Err(invalid("invalid header: a request that asks for an upgrade has no body"));
+        }
+        length = Length::Known(0);
+        ask_for_upgrade(upgrade, headers);
+    }
     headers.remove(header::CONTENT_LENGTH);
     headers.remove(header::HOST);
     headers.remove(header::AUTHORIZATION);
@@ -114,6 +124,12 @@ pub(super) fn request(
         .and_then(|client| HeaderValue::from_bytes(&[client, b" via ", user_agent.as_bytes()].concat()).ok());
     headers.insert(header::USER_AGENT, via.unwrap_or_else(|| user_agent.clone()));
     Ok((request, length))
+}
+
+/// Adds the headers that ask for an upgrade, and no others that concern the connection.
+fn ask_for_upgrade(upgrade: Upgrade, headers: &mut HeaderMap) {
+    headers.insert(header::CONNECTION, HeaderValue::from_static("Upgrade"));
+    headers.insert(header::UPGRADE, HeaderValue::from_static(upgrade.token()));
 }
 
 /// Whether a header, by its name in lower case, says something to a server between the caller and agentk: it
@@ -251,7 +267,15 @@ fn write_query_part(text: &str, out: &mut String) {
 /// Builds the message for the head of a response.
 pub(super) fn response(parts: &response::Parts) -> http_response::Header {
     let mut headers = parts.headers.clone();
+    let upgrade = if parts.status == StatusCode::SWITCHING_PROTOCOLS {
+        Upgrade::requested(&parts.headers)
+    } else {
+        None
+    };
     remove_hop_by_hop_of_answer(&mut headers);
+    if let Some(upgrade) = upgrade {
+        ask_for_upgrade(upgrade, &mut headers);
+    }
     let mut map: BTreeMap<String, Values> = BTreeMap::new();
     for name in headers.keys() {
         // The map holds only text. Bytes that are not UTF-8 are replaced, so that the header is not lost.
@@ -522,6 +546,62 @@ mod tests {
         );
         let (request, _) = made(message("GET", "/", &[]));
         assert_eq!(request.headers()["user-agent"], "gitlab-agent/v1/c");
+    }
+
+    #[test]
+    fn an_upgrade_is_asked_for_once_and_has_no_body() {
+        let asks = |protocol: &str, connection: &str, length| {
+            let headers: &[(&str, &[&str])] =
+                &[("Upgrade", &["h2c", protocol]), ("connection", &[connection, "X-Hop"]), ("X-Hop", &["1"])];
+            let mut header = message("POST", "/", headers);
+            header.content_length = length;
+            header
+        };
+        for (protocol, sent) in
+            [("websocket", "websocket"), ("WebSocket", "websocket"), ("spdy/3.1", "SPDY/3.1")]
+        {
+            for length in [Some(0), None, Some(-1)] {
+                let (request, length) = made(asks(protocol, "keep-alive, Upgrade", length));
+                let values = |name: &str| -> Vec<_> {
+                    request.headers().get_all(name).iter().map(|value| value.to_str().unwrap()).collect()
+                };
+                assert_eq!((values("connection"), values("upgrade")), (vec!["Upgrade"], vec![sent]));
+                assert_eq!((values("x-hop").len(), length), (0, Length::Known(0)));
+            }
+        }
+        for (protocol, connection) in [("websocket", "keep-alive"), ("TLS/1.0", "upgrade")] {
+            let (request, _) = made(asks(protocol, connection, Some(0)));
+            assert!(
+                !request.headers().contains_key("upgrade") && !request.headers().contains_key("connection")
+            );
+        }
+        assert!(rejected(asks("websocket", "upgrade", Some(1))).contains("has no body"));
+        let mut chunked = asks("websocket", "upgrade", Some(0));
+        let headers = &mut chunked.request.as_mut().unwrap().header;
+        headers.insert("Transfer-Encoding".to_owned(), Values { value: vec!["chunked".to_owned()] });
+        assert!(rejected(chunked).contains("has no body"));
+    }
+
+    #[test]
+    fn a_switch_is_reported_with_its_protocol() {
+        let head = |status: u16| {
+            let (parts, ()) = http::Response::builder()
+                .status(status)
+                .header("connection", "Upgrade")
+                .header("upgrade", "spdy/3.1")
+                .header("x-stream-protocol-version", "v4.channel.k8s.io")
+                .body(())
+                .unwrap()
+                .into_parts();
+            response(&parts).response.unwrap().header
+        };
+        let expected = map(&[
+            ("Connection", &["Upgrade"]),
+            ("Upgrade", &["SPDY/3.1"]),
+            ("X-Stream-Protocol-Version", &["v4.channel.k8s.io"]),
+        ]);
+        assert_eq!(head(101), expected);
+        assert_eq!(head(426), map(&[("X-Stream-Protocol-Version", &["v4.channel.k8s.io"])]));
     }
 
     #[test]

@@ -17,13 +17,16 @@ use proto::gitlab::agent::grpctool::http_request::Header;
 use tunnel::frame::{Decoder, Event};
 
 use super::head;
-use crate::field::{DATA, HEADER, TRAILER};
+use crate::field::{DATA, HEADER, UPGRADE_DATA};
 
 /// Reads the beginning of a request from its messages. Returns the request to the API server, whose body is
 /// the rest of them, and a handle of the stream.
 ///
 /// `user_agent` is added to that of the caller. `impersonates`: agentk itself impersonates a user, so a
 /// caller may not.
+///
+/// If the request asks for an upgrade to a protocol that is supported, it has the headers `Connection` and
+/// `Upgrade`, and no body: see [`RequestStream::upgrade`].
 ///
 /// # Errors
 /// `INVALID_ARGUMENT` when the messages are not a request that may be sent, `CANCELLED` when the caller
@@ -89,6 +92,8 @@ enum Item {
     /// Not empty.
     Data(Bytes),
     Trailer,
+    /// Bytes for the upgraded connection.
+    UpgradeData(Bytes),
     End,
 }
 
@@ -98,6 +103,7 @@ impl Item {
             Self::Header(_) => "header",
             Self::Data(_) => "data",
             Self::Trailer => "trailer",
+            Self::UpgradeData(_) => "upgradeData",
             Self::End => "the end of the stream",
         }
     }
@@ -123,8 +129,8 @@ impl Stage {
 }
 
 /// Reads the messages of a request. One side reads at a time: while `uploading`, the [`Upload`], which the
-/// connection to the API server polls; before and after that the response side, which so notices when the
-/// caller cancels.
+/// connection to the API server polls, or what writes to the upgraded connection; before and after that the
+/// response side, which so notices when the caller cancels.
 struct Inbox {
     body: grpc::Body,
     decoder: Decoder,
@@ -132,6 +138,8 @@ struct Inbox {
     uploading: bool,
     /// The header says that there is no body.
     refuses_data: bool,
+    /// The connection to the API server was upgraded.
+    is_upgraded: bool,
     failed: Option<Status>,
     /// The response side, which waits for the end of the upload.
     waker: Option<Waker>,
@@ -141,10 +149,11 @@ impl Inbox {
     fn new(body: grpc::Body) -> Self {
         Self {
             body,
-            decoder: Decoder::new(DATA, TRAILER, false),
+            decoder: Decoder::of_two([DATA, UPGRADE_DATA], UPGRADE_DATA),
             stage: Stage::Header,
             uploading: false,
             refuses_data: false,
+            is_upgraded: false,
             failed: None,
             waker: None,
         }
@@ -164,6 +173,7 @@ impl Inbox {
             (Stage::Header, Item::Header(_)) => Stage::Body,
             (Stage::Body, Item::Data(_)) if !self.refuses_data => Stage::Body,
             (Stage::Body, Item::Trailer) => Stage::AfterTrailer,
+            (Stage::AfterTrailer, Item::UpgradeData(_)) if self.is_upgraded => Stage::AfterTrailer,
             (Stage::AfterTrailer | Stage::Ended, Item::End) => Stage::Ended,
             _ => return Poll::Ready(Err(self.unexpected(&item))),
         };
@@ -171,7 +181,11 @@ impl Inbox {
     }
 
     fn unexpected(&mut self, item: &Item) -> Status {
-        let expected = if self.refuses_data { "trailer" } else { self.stage.expects() };
+        let expected = match self.stage {
+            Stage::Body if self.refuses_data => "trailer",
+            Stage::AfterTrailer if self.is_upgraded => "upgradeData or the end of the stream",
+            stage => stage.expects(),
+        };
         let text = format!("invalid order of messages: expected {expected}, got {}", item.name());
         self.fail(Status::new(Code::InvalidArgument, text))
     }
@@ -195,11 +209,10 @@ impl Inbox {
                     return Poll::Ready(Ok(Item::Header(body)));
                 }
                 Ok(Some(Event::Control { .. })) => return Poll::Ready(Ok(Item::Trailer)),
-                Ok(Some(Event::Data(data))) => return Poll::Ready(Ok(Item::Data(data))),
-                Ok(Some(Event::Message { .. })) if self.stage == Stage::Body && !self.refuses_data => {
-                    continue;
-                }
-                Ok(Some(Event::Message { .. })) => return Poll::Ready(Ok(Item::Data(Bytes::new()))),
+                Ok(Some(Event::Data(data))) => return Poll::Ready(Ok(self.item(data))),
+                // A message that is not allowed is refused before its payload comes.
+                Ok(Some(Event::Message { .. })) if self.takes_message() => continue,
+                Ok(Some(Event::Message { .. })) => return Poll::Ready(Ok(self.item(Bytes::new()))),
                 Ok(None) => {}
                 Err(error) => {
                     let text = format!("malformed request: {error}");
@@ -226,6 +239,19 @@ impl Inbox {
                 }
                 Poll::Ready(None) => return Poll::Ready(Ok(Item::End)),
             }
+        }
+    }
+
+    /// Returns the item of payload in the message that began last.
+    fn item(&self, data: Bytes) -> Item {
+        if self.decoder.message_field() == DATA { Item::Data(data) } else { Item::UpgradeData(data) }
+    }
+
+    /// Whether the message that began last is allowed now.
+    fn takes_message(&self) -> bool {
+        match self.decoder.message_field() {
+            DATA => self.stage == Stage::Body && !self.refuses_data,
+            _ => self.stage == Stage::AfterTrailer && self.is_upgraded,
         }
     }
 
@@ -278,12 +304,47 @@ impl RequestStream {
         self.lock().failed.clone()
     }
 
-    /// Waits until the stream has ended, and reads it unless the body of the request does.
+    /// Waits until the stream has ended, and reads it unless the body of the request does, or what writes to
+    /// an upgraded connection.
     ///
     /// # Errors
     /// As [`read_request`].
     pub fn poll_end(&self, cx: &mut Context<'_>) -> Poll<Result<(), Status>> {
         self.lock().poll_rest(cx)
+    }
+
+    /// The API server has upgraded the connection: from now on, [`poll_upgraded`](Self::poll_upgraded) reads
+    /// the stream, until [`release`](Self::release).
+    pub(super) fn upgrade(&self) {
+        let mut inbox = self.lock();
+        inbox.is_upgraded = true;
+        inbox.uploading = true;
+    }
+
+    /// Returns the next bytes for the upgraded connection; `None`: the caller writes nothing more.
+    ///
+    /// # Errors
+    /// As [`read_request`]. The response side is notified.
+    pub(super) fn poll_upgraded(&self, cx: &mut Context<'_>) -> Poll<Result<Option<Bytes>, Status>> {
+        let mut inbox = self.lock();
+        loop {
+            if inbox.stage == Stage::Ended {
+                return Poll::Ready(Ok(None));
+            }
+            match std::task::ready!(inbox.poll(cx))? {
+                Item::UpgradeData(data) => return Poll::Ready(Ok(Some(data))),
+                Item::End => return Poll::Ready(Ok(None)),
+                // The trailer, which precedes the upgraded connection.
+                _ => {}
+            }
+        }
+    }
+
+    /// Everything was written to the upgraded connection, or it takes nothing more.
+    pub(super) fn release(&self) {
+        let mut inbox = self.lock();
+        inbox.uploading = false;
+        inbox.wake();
     }
 }
 

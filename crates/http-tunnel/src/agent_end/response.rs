@@ -7,7 +7,7 @@ use prost::Message as _;
 use tunnel::frame;
 
 use super::head;
-use crate::field::{DATA, HEADER, TRAILER};
+use crate::field::{DATA, HEADER, TRAILER, UPGRADE_DATA};
 
 /// The largest chunk in one message, in bytes, to a kas of this project. With the heads of its message and of
 /// its envelope, it fits into an HTTP/2 frame of 64 KiB. Larger chunks need fewer messages, but more frames
@@ -23,6 +23,8 @@ const MAX_COPIED: usize = 4 * 1024;
 pub struct ResponseEncoder {
     out: BytesMut,
     max_chunk: usize,
+    /// The field of data.
+    field: u32,
     /// The rest of the data that was pushed last.
     chunk: Bytes,
     /// A chunk whose message header was returned.
@@ -47,7 +49,7 @@ impl ResponseEncoder {
         }
         let mut out = BytesMut::with_capacity(header.len() + MAX_COPIED);
         frame::put_control(HEADER, &header, &mut out);
-        Ok(Self { out, max_chunk, chunk: Bytes::new(), large_chunk: None })
+        Ok(Self { out, max_chunk, field: DATA, chunk: Bytes::new(), large_chunk: None })
     }
 
     /// Adds data of the body. Call it when [`next_chunk`](Self::next_chunk) has returned `None`.
@@ -59,6 +61,12 @@ impl ResponseEncoder {
     /// Adds the message that ends the response.
     pub fn end(&mut self) {
         frame::put_control(TRAILER, &[], &mut self.out);
+    }
+
+    /// Ends the response with status 101. What is added then are bytes of the upgraded connection.
+    pub(super) fn upgrade(&mut self) {
+        self.end();
+        self.field = UPGRADE_DATA;
     }
 
     /// Drops data that was not returned yet, because the response has failed.
@@ -77,7 +85,7 @@ impl ResponseEncoder {
         }
         let data = self.chunk.split_to(self.chunk.len().min(self.max_chunk));
         // A chunk has at most 64 KiB.
-        frame::put_message_head(DATA, data.len() as u32, &mut self.out);
+        frame::put_message_head(self.field, data.len() as u32, &mut self.out);
         if data.len() <= MAX_COPIED {
             self.out.put_slice(&data);
         } else {

@@ -37,7 +37,9 @@ pub(super) fn read(root: &mut Section<'_, '_>) -> Drain {
             "upgrade_grace",
             minutes(10),
             Rule::NotNegative,
-            "How long upgraded connections (exec, attach, port-forward) may continue in place of that, if it is longer.              Replicas through which such a connection goes wait for it as well.",
+            "How long upgraded connections (kubectl exec, attach, port-forward) may continue in place of that, if it is \
+             longer. Replicas through which such a connection goes wait for it as well. Give the process that much time \
+             before it is killed.",
         ),
     })
 }

@@ -73,9 +73,11 @@ pub struct UsersFile {
 pub struct KubernetesLimits {
     /// Open requests of one caller.
     pub per_caller: u32,
+    /// Those of them that asked for an upgrade, as exec does.
+    pub upgrades: u32,
     /// Open long requests of an agent that cannot cancel requests, as that of GitLab 14.1.
     pub long_per_old_agent: u32,
-    /// How long a short request waits for the head of its response.
+    /// How long a short request or an upgrade waits for the head of its response.
     pub head_timeout: Duration,
     /// How long a client may send nothing of a request body, or read nothing of a response.
     pub stall_timeout: Duration,
@@ -168,6 +170,11 @@ fn section(s: &mut Section<'_, '_>, by_gitlab: bool, is_on: bool, state_dir: Opt
 fn limits(s: &mut Section<'_, '_>) -> KubernetesLimits {
     KubernetesLimits {
         per_caller: s.number("per_caller", 300, "Requests of one caller that may be open."),
+        upgrades: s.number(
+            "upgrades",
+            50,
+            "Those of them that may be upgraded connections: kubectl exec, attach, cp and port-forward.",
+        ),
         long_per_old_agent: s.number(
             "long_per_old_agent",
             8,

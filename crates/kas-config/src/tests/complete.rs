@@ -155,6 +155,7 @@ fn a_complete_14_1_file_loads_and_warns_of_keys_without_effect() {
                 session_max: secs(12 * 3600),
                 limits: KubernetesLimits {
                     per_caller: 300,
+                    upgrades: 50,
                     long_per_old_agent: 8,
                     head_timeout: secs(90),
                     stall_timeout: secs(300),

@@ -46,7 +46,7 @@ fn every_key_of_the_endpoint_is_read() {
 listen: {address: ':1'}, url_path_prefix: k8s/v1, host_suffix: K8s.Example.com, allowed_agent_cache_ttl: 0s,
 allowed_agent_cache_error_ttl: 1s, users: {file: /u}, session_max: 1h, allowed_origins: ['https://A.example.com:443',
 'http://[::1]:80', 'https://b:8443'], extra_allowed_response_headers: [X-Custom],
-limits: {per_caller: 1, long_per_old_agent: 3, head_timeout: 4s, stall_timeout: 5s, idle_timeout: 6s},
+limits: {per_caller: 1, upgrades: 2, long_per_old_agent: 3, head_timeout: 4s, stall_timeout: 5s, idle_timeout: 6s},
 access: [{agents: 'project=3,name=prod-*', groups: ['kas:sre'], as: user},
 {agents: all, users: ['kas:robot-*'], as: {impersonate: {username: 'system:serviceaccount:a:b', groups: ['kas:ci'],
 uid: u, extra: [{key: k.example/x, val: [v, w]}]}}}, {agents: id=7, users: ['*'], as: agent}]",
@@ -89,6 +89,7 @@ uid: u, extra: [{key: k.example/x, val: [v, w]}]}}}, {agents: id=7, users: ['*']
         session_max: secs(3600),
         limits: KubernetesLimits {
             per_caller: 1,
+            upgrades: 2,
             long_per_old_agent: 3,
             head_timeout: secs(4),
             stall_timeout: secs(5),

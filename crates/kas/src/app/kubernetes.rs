@@ -96,12 +96,19 @@ pub(super) async fn part(
     };
     // The other half is for requests that end by themselves.
     let drain: Duration = config.drain.timeout / 2;
-    Ok(Part::default().server(server).task(service.run(lifecycle, drain)))
+    let upgrade_grace = config.drain.upgrade_grace;
+    Ok(Part::default().server(server).task(service.run(lifecycle, drain, upgrade_grace)))
 }
 
 fn settings(config: &Config, section: &Section) -> Result<Settings, StartError> {
-    let kas_config::KubernetesLimits { per_caller, long_per_old_agent, head_timeout, stall_timeout, .. } =
-        section.limits;
+    let kas_config::KubernetesLimits {
+        per_caller,
+        upgrades,
+        long_per_old_agent,
+        head_timeout,
+        stall_timeout,
+        ..
+    } = section.limits;
     let tunnels = u64::from(config.agent.listen.max_tunnels_per_agent);
     let share = tunnels * u64::from(TUNNEL_SHARE.0) / u64::from(TUNNEL_SHARE.1);
     let server = format!("gitlab-kas/{}/{}", version::VERSION, version::COMMIT);
@@ -114,6 +121,7 @@ fn settings(config: &Config, section: &Section) -> Result<Settings, StartError> 
         head: HeadLimits::default(),
         open: OpenLimits {
             per_caller: per_caller as usize,
+            upgrades_per_caller: upgrades as usize,
             per_agent: usize::try_from(share.max(1)).unwrap_or(usize::MAX),
             long_per_old_agent: long_per_old_agent as usize,
             answer_head: head_timeout,

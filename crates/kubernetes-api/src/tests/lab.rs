@@ -17,10 +17,10 @@ use callers::{
 };
 use cluster::{InMemoryTracker, Replica};
 use grpc::{BoxError, Code, Status};
-use http::{HeaderMap, HeaderValue, Request, Response};
+use http::{HeaderMap, HeaderValue, Request, Response, header};
 use http_body::{Body as HttpBody, Frame};
 use http_body_util::BodyExt as _;
-use http_tunnel::agent_end::{ResponseEncoder, read_request};
+use http_tunnel::agent_end::{ResponseEncoder, UpgradedBody, Upstream, read_request};
 use ids::{AgentId, ReplicaId, TokenHash};
 use net::{
     http::{API, Limits, Protocols, Server},
@@ -41,6 +41,8 @@ use routing::{
     router::Router,
 };
 use tokio::{
+    io::{AsyncRead, AsyncWrite, ReadBuf},
+    net::{TcpListener, TcpStream},
     sync::{mpsc, watch},
     task::{AbortHandle, JoinHandle},
 };
@@ -78,16 +80,19 @@ pub(super) struct Setup {
     pub(super) tunnels: usize,
     pub(super) open: OpenLimits,
     pub(super) prefix: &'static str,
+    /// How long upgraded connections may continue when the endpoint leaves.
+    pub(super) upgrade_grace: Duration,
 }
 
 impl Default for Setup {
     fn default() -> Self {
         Self {
-            features: Features::IMPERSONATION | Features::TARGET,
+            features: Features::IMPERSONATION | Features::TARGET | Features::UPGRADE,
             kind: AgentKind::Ours,
             tunnels: 4,
             open: OpenLimits::default(),
             prefix: "/",
+            upgrade_grace: Duration::from_millis(300),
         }
     }
 }
@@ -263,7 +268,7 @@ impl Lab {
         };
         let tasks = vec![
             tokio::spawn(server.run(lifecycle.clone())),
-            tokio::spawn(endpoint.run(lifecycle.clone(), Duration::from_millis(200))),
+            tokio::spawn(endpoint.run(lifecycle.clone(), Duration::from_millis(200), setup.upgrade_grace)),
         ];
         let lab = Self {
             address,
@@ -437,7 +442,13 @@ async fn make_request(
     let (message, body) = http_tunnel::kas_end::read_first_message(body, grpc::Deadline::NONE).await?;
     received.lock().extend(message.header());
     let (request, stream) = read_request(body, &HeaderValue::from_static("agentk"), false).await?;
-    let (parts, upstream) = api(request).await.into_parts();
+    let (mut parts, upstream) = api(request).await.into_parts();
+    if let Some(connection) = parts.extensions.remove::<Handed>().and_then(|handed| handed.0.lock().take()) {
+        let frames = UpgradedBody::new(&parts, stream, connection)?;
+        let mut response = Response::new(grpc::boxed(frames));
+        response.headers_mut().insert(header::CONTENT_TYPE, grpc::CONTENT_TYPE);
+        return Ok(response);
+    }
     let encoder = ResponseEncoder::new(&parts, http_tunnel::MAX_CHUNK)?;
     let frames = Download { encoder, upstream: Some(upstream), end: None, _stream: stream };
     let mut response = Response::new(grpc::boxed(frames));
@@ -581,4 +592,72 @@ impl HttpBody for ApiStream {
     ) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
         self.0.poll_recv(cx).map(|received| received.map(|bytes| bytes.map(Frame::data)))
     }
+}
+
+/// The agent's end of an upgraded connection, in the extensions of an answer.
+#[derive(Clone)]
+struct Handed(Arc<Mutex<Option<Connection>>>);
+
+/// A connection to the API server.
+struct Connection(TcpStream);
+
+impl Upstream for Connection {
+    fn reset_on_close(&self) {
+        self.0.set_zero_linger().unwrap();
+    }
+}
+
+impl AsyncRead for Connection {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &mut ReadBuf<'_>,
+    ) -> Poll<std::io::Result<()>> {
+        Pin::new(&mut self.0).poll_read(cx, buf)
+    }
+}
+
+impl AsyncWrite for Connection {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<std::io::Result<usize>> {
+        Pin::new(&mut self.0).poll_write(cx, bytes)
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<std::io::Result<()>> {
+        Pin::new(&mut self.0).poll_flush(cx)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<std::io::Result<()>> {
+        Pin::new(&mut self.0).poll_shutdown(cx)
+    }
+}
+
+/// Returns an API server that switches to the protocol that a request asks for, or to `other`, and its ends
+/// of the upgraded connections.
+pub(super) fn upgrading(other: Option<&'static str>) -> (Api, mpsc::Receiver<TcpStream>) {
+    let (send, connections) = mpsc::channel(8);
+    let api = api(move |request| {
+        let send = send.clone();
+        async move {
+            let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+            let ours = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
+            let (theirs, _) = listener.accept().await.unwrap();
+            send.send(theirs).await.unwrap();
+            let mut response = Response::new(grpc::full(Bytes::new()));
+            *response.status_mut() = http::StatusCode::SWITCHING_PROTOCOLS;
+            let headers = response.headers_mut();
+            let asked = request.headers()[header::UPGRADE].clone();
+            headers.insert(header::UPGRADE, other.map_or(asked, HeaderValue::from_static));
+            headers.insert(header::CONNECTION, HeaderValue::from_static("Upgrade"));
+            headers.insert("sec-websocket-accept", HeaderValue::from_static("accepted"));
+            headers.insert("x-stream-protocol-version", HeaderValue::from_static("v4.channel.k8s.io"));
+            headers.insert("set-cookie", HeaderValue::from_static("a=b"));
+            response.extensions_mut().insert(Handed(Arc::new(Mutex::new(Some(Connection(ours))))));
+            response
+        }
+    });
+    (api, connections)
 }

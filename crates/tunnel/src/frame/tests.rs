@@ -353,3 +353,35 @@ proptest! {
         prop_assert_eq!(decode(&mut Decoder::of_kas(false), &pieces).unwrap(), expected);
     }
 }
+
+#[test]
+fn payload_of_two_fields_is_told_apart() {
+    use grpctool::http_request::{Data, Header, Message, Trailer, UpgradeData};
+    let messages = [
+        Message::Header(Header::default()),
+        Message::Data(Data { data: "body".into() }),
+        Message::Trailer(Trailer {}),
+        Message::UpgradeData(UpgradeData { data: "bytes".into() }),
+        Message::UpgradeData(UpgradeData { data: Bytes::new() }),
+    ];
+    let bytes: Vec<u8> = messages
+        .into_iter()
+        .flat_map(|message| framed(&grpctool::HttpRequest { message: Some(message) }.encode_to_vec()))
+        .collect();
+    for size in [1, 3, bytes.len()] {
+        let mut decoder = Decoder::of_two([2, 4], 4);
+        let mut seen = Vec::new();
+        for piece in bytes.chunks(size) {
+            decoder.push(Bytes::copy_from_slice(piece));
+            while let Some(event) = decoder.next().unwrap() {
+                match event {
+                    Event::Control { field, .. } => seen.push((field, 0)),
+                    Event::Message { len } => seen.push((decoder.message_field(), len)),
+                    Event::Data(_) => {}
+                }
+            }
+        }
+        assert_eq!(seen, [(1, 0), (2, 4), (3, 0), (4, 5), (4, 0)]);
+        assert!(decoder.is_between());
+    }
+}

@@ -303,13 +303,18 @@ Takes a list: the value config, the chart's own keys, the path so far.
 {{- ceil $sum | int -}}
 {{- end -}}
 
-{{/* How long a replica continues after SIGTERM, in seconds: `drain.delay` and `drain.timeout`. */}}
+{{/* How long a replica continues after SIGTERM, in seconds: `drain.delay` and `drain.timeout`. With the endpoint for kubectl,
+     `drain.upgrade_grace` instead of the latter if it is longer. */}}
 {{- define "kas.drain" -}}
 {{- $said := include "kas.said" . | fromYaml -}}
 {{- $delay := dig "drain" "delay" "5s" $said -}}
 {{- $timeout := dig "drain" "timeout" "30s" $said -}}
 {{- $delay = include "kas.seconds" (dict "value" $delay "default" "5s" "name" "config.drain.delay") | int -}}
 {{- $timeout = include "kas.seconds" (dict "value" $timeout "default" "30s" "name" "config.drain.timeout") | int -}}
+{{- if dig "agent" "kubernetes_api" nil $said -}}
+{{- $grace := dig "drain" "upgrade_grace" "10m" $said -}}
+{{- $timeout = include "kas.seconds" (dict "value" $grace "default" "10m" "name" "config.drain.upgrade_grace") | int | max $timeout -}}
+{{- end -}}
 {{- add $delay $timeout -}}
 {{- end -}}
 
@@ -318,7 +323,7 @@ Takes a list: the value config, the chart's own keys, the path so far.
 {{- if kindIs "invalid" .Values.terminationGracePeriodSeconds -}}
 {{- add $drain 15 -}}
 {{- else if lt (int .Values.terminationGracePeriodSeconds) $drain -}}
-{{- fail (printf "terminationGracePeriodSeconds is %d, below the %d s of config.drain.delay and config.drain.timeout: a replica that shuts down would be killed with open requests. Shorten those, or leave this empty" (int .Values.terminationGracePeriodSeconds) $drain) -}}
+{{- fail (printf "terminationGracePeriodSeconds is %d, below the %d s of config.drain.delay and config.drain.timeout (with config.agent.kubernetes_api, or config.drain.upgrade_grace): a replica that shuts down would be killed with open requests. Shorten those, or leave this empty" (int .Values.terminationGracePeriodSeconds) $drain) -}}
 {{- else -}}
 {{- .Values.terminationGracePeriodSeconds | int -}}
 {{- end -}}
