@@ -5,7 +5,11 @@
 //! most one chunk is buffered. A request is complete only at its `trailer`. If its stream ends earlier, the
 //! connection to the API server is closed, so that a partial request is not processed.
 //!
+//! Before a request is sent, the [`Guard`] decides whether it may be.
+//!
 //! Not supported: upgrades (exec, attach, port-forward), which this version of the protocol does not carry.
+
+mod guard;
 
 use std::{
     future::{Future, poll_fn},
@@ -26,10 +30,15 @@ use tokio::time::{Sleep, sleep_until};
 use traces::{Kind, Span, Tracer};
 use tunnel::agent_end::Reusable;
 
+pub use self::guard::Guard;
 use super::{Answer, Module, Service};
-use crate::cluster::{ApiServer, ResponseBody};
+use crate::{
+    audit::Entry,
+    cluster::{ApiServer, ResponseBody},
+};
 
-/// Gives kas access to the API server, with the permissions of agentk's own credentials.
+/// Gives kas access to the API server, with the permissions of agentk's own credentials, as far as the guard
+/// admits it.
 #[derive(Clone, Debug)]
 pub struct KubernetesApi {
     api: ApiServer,
@@ -37,13 +46,20 @@ pub struct KubernetesApi {
     user_agent: HeaderValue,
     /// Makes a span of each request to the API server, if tracing is enabled.
     tracer: Option<Tracer>,
+    guard: Guard,
 }
 
 impl KubernetesApi {
     /// Creates the module. Version and commit are those of agentk.
     pub fn new(api: ApiServer, version: &str, commit: &str) -> Self {
         let user_agent = HeaderValue::try_from(format!("gitlab-agent/{version}/{commit}"));
-        Self { api, user_agent: user_agent.unwrap_or(HeaderValue::from_static("gitlab-agent")), tracer: None }
+        let user_agent = user_agent.unwrap_or(HeaderValue::from_static("gitlab-agent"));
+        Self { api, user_agent, tracer: None, guard: Guard::default() }
+    }
+
+    /// Asks this guard about each request from now on.
+    pub fn guarded(self, guard: Guard) -> Self {
+        Self { guard, ..self }
     }
 
     /// Makes a span of each request to the API server from now on.
@@ -77,6 +93,14 @@ impl KubernetesApi {
         let mut timer = Timer::new(deadline);
         let reading = read_request(body, &self.user_agent, self.api.target().impersonates());
         let (mut request, stream) = timer.race(reading).await??;
+        // No request of this version upgrades.
+        let mut entry = match self.guard.admit(&parts.headers, &request, None) {
+            Ok(entry) => entry,
+            Err(refused) => return refused.into_response(max_chunk),
+        };
+        if let Some(entry) = &entry {
+            request = request.map(|body| entry.counting(body));
+        }
 
         let method = request.method().clone();
         let mut span = self.begin_span(&parts.headers, &mut request);
@@ -108,6 +132,9 @@ impl KubernetesApi {
                 if let Some(span) = &mut span {
                     span.failed(status.code().name());
                 }
+                if let Some(entry) = &mut entry {
+                    entry.ended(Some(status.code().name()));
+                }
                 return Err(status);
             }
         };
@@ -120,7 +147,14 @@ impl KubernetesApi {
         }
         tracing::debug!(http.method = %method, http.status = parts.status.as_u16(), "response of the Kubernetes API server");
 
-        let encoder = ResponseEncoder::new(&parts, max_chunk)?;
+        if let Some(entry) = &mut entry {
+            entry.responded(parts.status);
+        }
+        let encoder = ResponseEncoder::new(&parts, max_chunk).inspect_err(|status| {
+            if let Some(entry) = &mut entry {
+                entry.ended(Some(status.code().name()));
+            }
+        })?;
         let body = Download {
             api: self.api.clone(),
             upstream: Some(upstream),
@@ -129,6 +163,7 @@ impl KubernetesApi {
             encoder,
             end: None,
             span,
+            entry,
         };
         let mut response = Response::new(grpc::boxed(body));
         response.headers_mut().insert(http::header::CONTENT_TYPE, grpc::CONTENT_TYPE);
@@ -190,10 +225,15 @@ struct Download {
     end: Option<Status>,
     /// The span of the request to the API server, until its response ends.
     span: Option<Span>,
+    /// The line of the audit log, until the response ends.
+    entry: Option<Entry>,
 }
 
 impl Download {
     fn finish(&mut self, status: Status) {
+        if let Some(mut entry) = self.entry.take() {
+            entry.ended((status.code() != Code::Ok).then(|| status.code().name()));
+        }
         if let Some(mut span) = self.span.take()
             && status.code() != Code::Ok
         {
@@ -216,7 +256,11 @@ impl Download {
         match Pin::new(upstream).poll_frame(cx) {
             Poll::Ready(Some(Ok(frame))) => {
                 // HTTP trailers are not forwarded.
-                self.encoder.push(frame.into_data().unwrap_or_default());
+                let data = frame.into_data().unwrap_or_default();
+                if let Some(entry) = &mut self.entry {
+                    entry.sent(data.len());
+                }
+                self.encoder.push(data);
                 Poll::Ready(())
             }
             Poll::Ready(Some(Err(error))) => {
