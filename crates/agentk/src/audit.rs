@@ -37,8 +37,8 @@ use tokio::time::Instant;
 
 /// How many lines may wait while the output is slow. With the bounds below, they take at most some MB.
 const QUEUE: usize = 1_000;
-/// The most characters of a name in a line: of the resource, the namespace, the object, or the request's id. An
-/// API server accepts at most 253.
+/// The most characters of a name in a line: of the resource, the namespace, the object, or the request's id.
+/// An API server accepts at most 253.
 const LONGEST: usize = 256;
 /// The most characters of the user. kas sends at most 1,024 bytes.
 const LONGEST_USER: usize = 1_024;

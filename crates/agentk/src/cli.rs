@@ -188,13 +188,14 @@ pub struct PolicyArguments {
     /// YAML file with what requests may do in this cluster; agentk refuses all others. Without it, kas may do
     /// everything that agentk's credentials allow.
     ///
-    /// agentk reads the file again when it changes. If it is not valid, agentk does not start; a running agentk
-    /// uses the last valid policy.
+    /// agentk reads the file again when it changes. If it is not valid, agentk does not start; a running
+    /// agentk uses the last valid policy.
     ///
-    /// The key `agent` has rules for requests with agentk's own credentials. The key `impersonated` has `users`
-    /// and `groups` that requests may impersonate, and `rules` for them. A rule has `verbs`, and `resources`,
-    /// such as pods, pods/log or deployments.apps, with `namespaces` (none: all), or `paths`. exec, attach,
-    /// port-forward and proxy need the verb `connect`, which `*` does not include. Discovery is always allowed.
+    /// The key `agent` has rules for requests with agentk's own credentials. The key `impersonated` has
+    /// `users` and `groups` that requests may impersonate, and `rules` for them. A rule has `verbs`, and
+    /// `resources`, such as pods, pods/log or deployments.apps, with `namespaces` (none: all), or `paths`.
+    /// exec, attach, port-forward and proxy need the verb `connect`, which `*` does not include. Discovery is
+    /// always allowed.
     #[arg(long, value_name = "FILE")]
     pub policy_file: Option<PathBuf>,
 }
@@ -205,8 +206,8 @@ pub struct GuardArguments {
     /// What requests may do in this cluster.
     #[command(flatten)]
     pub policy: PolicyArguments,
-    /// Write an audit log to this file, or to standard output (`stdout` or `-`): one JSON line for each request,
-    /// when it has ended. `off`: write none. Default: stdout with --policy-file, else off.
+    /// Write an audit log to this file, or to standard output (`stdout` or `-`): one JSON line for each
+    /// request, when it has ended. `off`: write none. Default: stdout with --policy-file, else off.
     ///
     /// A file is opened again on SIGHUP, or after it was renamed.
     #[arg(long, value_name = "OUTPUT")]

@@ -3,8 +3,8 @@
 //!
 //! [`supervisor`] keeps a [`session`] with each of two [`replica`]s of kas. A session is one transport
 //! connection with a configuration stream and a [`pool`] of tunnels. [`address_selector`] chooses the address
-//! of the connection, and [`dial`] makes it. A request that arrives through a tunnel goes to a [`module`]. The
-//! [`policy`] of the cluster's owner limits what requests may do, and the [`audit`] log records them.
+//! of the connection, and [`dial`] makes it. A request that arrives through a tunnel goes to a [`module`].
+//! The [`policy`] of the cluster's owner limits what requests may do, and the [`audit`] log records them.
 //!
 //! agentk stays small: logic that can live in kas does.
 

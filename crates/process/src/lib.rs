@@ -1,5 +1,5 @@
-//! What every program needs: lifecycle, logs, the audit log, files that change, the clock, the version. This crate depends
-//! on no other crate of the workspace.
+//! What every program needs: lifecycle, logs, the audit log, files that change, the clock, the version. This
+//! crate depends on no other crate of the workspace.
 
 pub mod audit_log;
 pub mod clock;

@@ -107,8 +107,8 @@ impl PolicyFile {
     /// Reads the file. Returns what has to be followed, so that changes take effect.
     ///
     /// # Errors
-    /// [`PolicyError`]: agentk must not start. Later problems are only logged, and the last valid policy stays
-    /// in use.
+    /// [`PolicyError`]: agentk must not start. Later problems are only logged, and the last valid
+    /// policy stays in use.
     pub fn open(path: &Path, metrics: PolicyMetrics) -> Result<(Self, Followed), PolicyError> {
         let before = Snapshot::reading(vec![path.to_owned()]);
         let policy = load(path)?;

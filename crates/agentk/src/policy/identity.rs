@@ -29,8 +29,9 @@ pub enum InvalidIdentity {
     /// There are several `Impersonate-User`, of which an API server uses the first.
     #[error("the request has several Impersonate-User")]
     SeveralUsers,
-    /// A value is empty or too long, is not UTF-8, has control characters, or begins or ends with white space.
-    /// An API server removes such white space, and so would see another name than the one that was judged.
+    /// A value is empty or too long, is not UTF-8, has control characters, or begins or ends with white
+    /// space. An API server removes such white space, and so would see another name than the one that was
+    /// judged.
     #[error(
         "the value of {0} is not a name of 1 to 1024 bytes, without control characters and white space at its ends"
     )]

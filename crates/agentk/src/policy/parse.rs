@@ -25,8 +25,8 @@ const WHAT_RULE: &str = "either `resources`, or `paths` for paths that are not t
 /// Parses a policy file, and returns warnings about it too.
 ///
 /// # Errors
-/// [`Problems`] with everything that is wrong. A file with neither key is refused, so that a file that was just
-/// truncated does not mean that everything is forbidden.
+/// [`Problems`] with everything that is wrong. A file with neither key is refused, so that a file
+/// that was just truncated does not mean that everything is forbidden.
 pub fn parse(file: &[u8]) -> Result<(Policy, Vec<Warning>), Problems> {
     let text = std::str::from_utf8(file).map_err(|_| yaml::not_utf8())?;
     let root = yaml::parse(text, yaml::Size::Small)?;

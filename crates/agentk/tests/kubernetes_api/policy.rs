@@ -1,5 +1,5 @@
-//! The policy of the cluster's owner, and the audit log: with a scripted API server that sees every request that
-//! agentk sends, and with the real one.
+//! The policy of the cluster's owner, and the audit log: with a scripted API server that sees every request
+//! that agentk sends, and with the real one.
 
 #![allow(clippy::unwrap_used)] // a test may panic
 

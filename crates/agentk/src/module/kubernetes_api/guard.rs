@@ -40,8 +40,8 @@ impl Guard {
         Self { policy, audit }
     }
 
-    /// Decides about a request, as it would be sent to the API server. `metadata` is that of the gRPC request,
-    /// and `upgrade` the protocol to which the request upgrades its connection.
+    /// Decides about a request, as it would be sent to the API server. `metadata` is that of the gRPC
+    /// request, and `upgrade` the protocol to which the request upgrades its connection.
     ///
     /// Every request to the API server passes here first, and nothing of it changes afterwards but agentk's
     /// own credentials. `Ok`: it may be sent; the line of the audit log has to be kept until it has ended.
