@@ -121,7 +121,7 @@ async fn kubectl_may_do_what_the_policy_allows_and_a_wrong_policy_changes_nothin
         ("--audit-log", &audit),
     ]
     .into_iter()
-    .map(|(flag, path)| Ok([flag, path.to_str().context("the path is UTF-8")?]))
+    .map(|(flag, path)| anyhow::Ok([flag, path.to_str().context("the path is UTF-8")?]))
     .collect::<Result<Vec<_>>>()?
     .concat();
     let agentk =
