@@ -133,6 +133,8 @@ const ALLOWED: &[(&str, &[&str])] = &[
             "tunnel",
             "http-tunnel",
             "kube-request",
+            // Of its policy file.
+            "settings",
         ],
     ),
     ("kasctl", &["ids", "proto", "net", "process", "kube-request"]),

@@ -17,11 +17,17 @@ use tokio::sync::watch;
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
 use crate::{
+    audit::{self, Audit},
     cluster::ClusterAccess,
     dial::{Dialer, KasAddresses, KasHeader, KasHeaders},
     metrics::Metrics,
-    module::{Context, Module, Modules, Pushed, kubernetes_api::KubernetesApi, logging::Logging},
+    module::{
+        Context, Module, Modules, Pushed,
+        kubernetes_api::{Guard, KubernetesApi},
+        logging::Logging,
+    },
     observability::Port,
+    policy::{PolicyFile, PolicyMetrics},
     session::SessionContext,
     supervisor,
     token::TokenFile,
@@ -43,6 +49,10 @@ pub struct Settings {
     pub kas: KasAccess,
     /// How to reach the cluster.
     pub cluster: ClusterAccess,
+    /// The policy file; `None`: kas may do everything that agentk may.
+    pub policy_file: Option<PathBuf>,
+    /// Where the audit log is written, and whether it has the commands of `exec`; `None`: there is none.
+    pub audit: Option<(audit::Output, bool)>,
     /// The address for metrics and probes.
     pub observability_address: String,
     /// The number of kas replicas to be connected to at once.
@@ -167,7 +177,27 @@ pub async fn run(settings: Settings, level: Level) -> anyhow::Result<()> {
             (Some(tracer), Some(export))
         }
     };
-    let kubernetes = KubernetesApi::new(api_server, version::VERSION, version::COMMIT);
+    let mut followed = vec![ca];
+    let mut policy = None;
+    match &settings.policy_file {
+        Some(path) => {
+            let (file, follow) =
+                PolicyFile::open(path, PolicyMetrics::new(&mut registry)).context("--policy-file")?;
+            followed.push(follow);
+            policy = Some(file);
+        }
+        None => tracing::warn!(
+            "no policy: kas may do everything that agentk's credentials allow, see --policy-file"
+        ),
+    }
+    let audit = match &settings.audit {
+        Some((output, commands)) => {
+            Some(Audit::open(output, *commands, &mut registry).context("--audit-log")?)
+        }
+        None => None,
+    };
+    let kubernetes = KubernetesApi::new(api_server, version::VERSION, version::COMMIT)
+        .guarded(Guard::new(policy, audit.clone()));
     let upgrades = kubernetes.upgrades();
     let mut modules: Vec<Arc<dyn Module>> =
         vec![Arc::new(kubernetes.traced(tracer.clone())), Arc::new(Logging::new(level))];
@@ -215,8 +245,8 @@ pub async fn run(settings: Settings, level: Level) -> anyhow::Result<()> {
         max_tunnels: settings.max_tunnels,
         pushed,
     });
-    let follow = tokio::spawn(files::follow(vec![ca], || {}));
-    let hangups = tokio::spawn(lifecycle::hangups(None::<fn()>));
+    let follow = tokio::spawn(files::follow(followed, || {}));
+    let hangups = tokio::spawn(lifecycle::hangups(audit.clone().map(|audit| move || audit.reopen())));
     let supervisor = tokio::spawn(supervisor::run(
         context,
         settings.kas.addresses,
@@ -252,6 +282,9 @@ pub async fn run(settings: Settings, level: Level) -> anyhow::Result<()> {
     supervisor.abort();
     follow.abort();
     hangups.abort();
+    if let Some(audit) = audit {
+        audit.flush().await;
+    }
     if let Some(export) = export {
         export.finish(SPANS).await;
     }

@@ -11,6 +11,7 @@ use process::version;
 
 use crate::{
     app::KasAccess,
+    audit,
     cluster::ClusterAccess,
     dial::{AddressError, KasAddresses, KasHeader},
     doctor, replica,
@@ -79,6 +80,9 @@ pub struct AgentArguments {
     /// How to reach the cluster's API server.
     #[command(flatten)]
     pub cluster: ClusterAccess,
+    /// What requests may do, and what is recorded of them.
+    #[command(flatten)]
+    pub guard: GuardArguments,
     /// Address for metrics and probes. While another process uses it, agentk serves requests without them,
     /// and tries again every 10 s.
     #[arg(long, value_name = "ADDRESS", default_value = ":8080")]
@@ -183,6 +187,61 @@ impl KasArguments {
     }
 }
 
+/// What requests may do in this cluster.
+#[derive(clap::Args)]
+pub struct PolicyArguments {
+    /// YAML file with what requests may do in this cluster; agentk refuses all others. Without it, kas may do
+    /// everything that agentk's credentials allow.
+    ///
+    /// agentk reads the file again when it changes. If it is not valid, agentk does not start; a running
+    /// agentk uses the last valid policy.
+    ///
+    /// The key `agent` has rules for requests with agentk's own credentials. The key `impersonated` has
+    /// `users` and `groups` that requests may impersonate, and `rules` for them. A rule has `verbs`, and
+    /// `resources`, such as pods, pods/log or deployments.apps, with `namespaces` (none: all), or `paths`.
+    /// exec, attach, port-forward and proxy need the verb `connect`, which `*` does not include. Discovery is
+    /// always allowed.
+    #[arg(long, value_name = "FILE")]
+    pub policy_file: Option<PathBuf>,
+}
+
+/// What requests may do in this cluster, and what is recorded of them.
+#[derive(clap::Args)]
+pub struct GuardArguments {
+    /// What requests may do in this cluster.
+    #[command(flatten)]
+    pub policy: PolicyArguments,
+    /// Write an audit log to this file, or to standard output (`stdout` or `-`): one JSON line for each
+    /// request, when it has ended. `off`: write none. Default: stdout with --policy-file, else off.
+    ///
+    /// A file is opened again on SIGHUP, or after it was renamed.
+    #[arg(long, value_name = "OUTPUT")]
+    pub audit_log: Option<audit::Choice>,
+    /// Record the commands of `kubectl exec` in the audit log. They may contain secrets.
+    #[arg(long)]
+    pub audit_commands: bool,
+}
+
+impl GuardArguments {
+    /// Returns where the audit log is written, and whether it has commands; `None`: there is none.
+    ///
+    /// # Errors
+    /// When commands are to be recorded without an audit log.
+    pub fn audit(&self) -> anyhow::Result<Option<(audit::Output, bool)>> {
+        let is_on_by_default = self.policy.policy_file.is_some();
+        let output = match &self.audit_log {
+            Some(audit::Choice::On(output)) => Some(output.clone()),
+            Some(audit::Choice::Off) => None,
+            None => is_on_by_default.then_some(audit::Output::Stdout),
+        };
+        anyhow::ensure!(
+            output.is_some() || !self.audit_commands,
+            "--audit-commands has no effect without an audit log: give --audit-log too"
+        );
+        Ok(output.map(|output| (output, self.audit_commands)))
+    }
+}
+
 /// The arguments of `doctor`.
 #[derive(clap::Args)]
 pub struct DoctorArguments {
@@ -192,6 +251,9 @@ pub struct DoctorArguments {
     /// How to reach the cluster's API server.
     #[command(flatten)]
     pub cluster: ClusterAccess,
+    /// What requests may do.
+    #[command(flatten)]
+    pub policy: PolicyArguments,
     /// Address for metrics and probes, to see whether another process uses it.
     #[arg(long, value_name = "ADDRESS", default_value = ":8080")]
     pub observability_address: String,
@@ -274,6 +336,22 @@ fn endpoint(text: &str) -> Result<http::Uri, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_audit_log_is_on_by_default_with_a_policy_only() {
+        let audit = |flags: &[&str]| {
+            let always = ["agentk", "--kas-address", "grpc://kas", "--token-file", "token"];
+            let arguments = Arguments::try_parse_from(always.iter().chain(flags)).unwrap();
+            arguments.agent.guard.audit()
+        };
+        let stdout = audit::Output::Stdout;
+        assert_eq!(audit(&[]).unwrap(), None);
+        assert_eq!(audit(&["--policy-file", "p"]).unwrap(), Some((stdout.clone(), false)));
+        assert_eq!(audit(&["--policy-file", "p", "--audit-log", "off"]).unwrap(), None);
+        assert_eq!(audit(&["--audit-log=-", "--audit-commands"]).unwrap(), Some((stdout, true)));
+        assert!(audit(&["--audit-commands"]).is_err());
+        assert!(audit(&["--policy-file", "p", "--audit-log=off", "--audit-commands"]).is_err());
+    }
 
     #[test]
     fn values_that_may_contain_a_password_are_not_shown() {

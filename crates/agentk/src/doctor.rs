@@ -10,10 +10,11 @@ mod certificates;
 mod connect;
 mod kubernetes;
 mod metrics;
+mod policy;
 mod report;
 mod silence;
 
-use std::{sync::Arc, time::Duration};
+use std::{path::PathBuf, sync::Arc, time::Duration};
 
 use anyhow::Context as _;
 use http::HeaderValue;
@@ -43,6 +44,8 @@ pub struct Settings {
     pub kas: KasAccess,
     /// How to reach the cluster.
     pub cluster: ClusterAccess,
+    /// The policy file, if there is one.
+    pub policy_file: Option<PathBuf>,
     /// The address for metrics and probes.
     pub observability_address: String,
     /// How long an idle stream is held to see whether something cuts it; zero skips the test.
@@ -101,6 +104,12 @@ pub async fn run(settings: Settings) -> anyhow::Result<Verdict> {
     reporter.heading("Kubernetes API server");
     let kubernetes = kubernetes::check(&settings.cluster).await;
     reporter.finding(&kubernetes);
+    let policy = settings.policy_file.as_deref().map(policy::check);
+    if let Some(policy) = &policy {
+        reporter.heading("Policy");
+        reporter.finding(policy);
+    }
+    let policy_fails = policy.as_ref().is_some_and(|policy| policy.outcome == Outcome::Failed);
     reporter.heading("Metrics and probes");
     let metrics = metrics::check(&settings.observability_address, is_taken).await;
     reporter.finding(&metrics);
@@ -117,6 +126,10 @@ pub async fn run(settings: Settings) -> anyhow::Result<Verdict> {
             Verdict::Cluster,
             format!("agentk can reach kas at {address}, but not the API server of its cluster"),
         ),
+        Some(address) if policy_fails => (
+            Verdict::Setting,
+            format!("agentk can reach kas at {address}, but its policy file is not valid"),
+        ),
         Some(address) if cut => (
             Verdict::SilenceCut,
             format!("agentk can reach kas at {address}, but long idle requests are cut on the way"),
@@ -132,6 +145,7 @@ pub async fn run(settings: Settings) -> anyhow::Result<Verdict> {
         version: version::VERSION,
         addresses,
         kubernetes,
+        policy,
         metrics,
         verdict,
         exit_code: verdict as u8,

@@ -4,11 +4,13 @@
 //! [`supervisor`] keeps a [`session`] with each of two [`replica`]s of kas. A session is one transport
 //! connection with a configuration stream and a [`pool`] of tunnels. [`address_selector`] chooses the address
 //! of the connection, and [`dial`] makes it. A request that arrives through a tunnel goes to a [`module`].
+//! The [`policy`] of the cluster's owner limits what requests may do, and the [`audit`] log records them.
 //!
 //! agentk stays small: logic that can live in kas does.
 
 pub mod address_selector;
 pub mod app;
+pub mod audit;
 pub mod cli;
 pub mod cluster;
 pub mod dial;
@@ -16,6 +18,7 @@ pub mod doctor;
 pub mod metrics;
 pub mod module;
 pub mod observability;
+pub mod policy;
 pub mod pool;
 mod refusals;
 pub mod replica;

@@ -44,6 +44,7 @@ fn run(arguments: Arguments) -> anyhow::Result<ExitCode> {
             let settings = doctor::Settings {
                 kas: doctor.kas.access()?,
                 cluster: doctor.cluster,
+                policy_file: doctor.policy.policy_file,
                 observability_address: doctor.observability_address,
                 silence: doctor.silence,
                 format: doctor.output,
@@ -61,12 +62,15 @@ fn run(arguments: Arguments) -> anyhow::Result<ExitCode> {
                 headers_file: agent.otlp_headers_file,
                 ca_file: agent.otlp_ca_cert_file,
             };
+            let audit = agent.guard.audit()?;
             let collector = traces::Variables::of_process().collector(told)?;
             let kas = agent.kas.access()?;
             let level = telemetry::start("info", format);
             let settings = Settings {
                 kas,
                 cluster: agent.cluster,
+                policy_file: agent.guard.policy.policy_file,
+                audit,
                 observability_address: agent.observability_address,
                 replicas: agent.replicas.into(),
                 max_tunnels: agent.max_tunnels.into(),

@@ -5,7 +5,7 @@ use std::time::Duration;
 use http::StatusCode;
 use serde::Serialize;
 
-/// An error that kas returns instead of an answer of the API server: a `Status` of Kubernetes.
+/// An error that kas or agentk returns instead of an answer of the API server: a `Status` of Kubernetes.
 ///
 /// client-go repeats a request on 429 or at least 500, if there is `Retry-After`. So only an error of a
 /// request that was not started, or that only reads, may have one.
@@ -54,12 +54,17 @@ impl Status {
     /// Returns the body of the answer: one line of JSON, which ends with a newline. Its `Content-Type` is
     /// `application/json`.
     pub fn to_json(&self, request_id: &str) -> Vec<u8> {
+        self.to_json_of("kas", request_id)
+    }
+
+    /// As [`Self::to_json`], for an answer of another program. Its name begins the message.
+    pub fn to_json_of(&self, program: &str, request_id: &str) -> Vec<u8> {
         let body = Body {
             kind: "Status",
             api_version: "v1",
             metadata: Empty {},
             status: "Failure",
-            message: format!("kas: {} (request {request_id})", self.text),
+            message: format!("{program}: {} (request {request_id})", self.text),
             reason: self.reason(),
             details: self.retry_after.map(|retry_after_seconds| Details { retry_after_seconds }),
             code: self.code.as_u16(),

@@ -24,11 +24,15 @@ const LARGEST: u64 = 1 << 20;
 /// Reads and applies the content. Returns a log message, or why the previous content stays in use.
 type Apply = Box<dyn FnMut() -> Result<String, String> + Send>;
 
+/// Is told whether the content of the files is the one in use.
+type Observe = Box<dyn FnMut(bool) + Send>;
+
 /// Files that are followed, with the function that applies their content.
 pub struct Followed {
     name: String,
     files: Vec<PathBuf>,
     apply: Apply,
+    observe: Option<Observe>,
     keys: RandomState,
     /// Fingerprint of the content in use.
     used: u64,
@@ -72,7 +76,16 @@ impl Snapshot {
         apply: impl FnMut() -> Result<String, String> + Send + 'static,
     ) -> Followed {
         let Self { files, keys, used } = self;
-        Followed { name: name.into(), files, apply: Box::new(apply), keys, used, seen: used, refused: None }
+        Followed {
+            name: name.into(),
+            files,
+            apply: Box::new(apply),
+            observe: None,
+            keys,
+            used,
+            seen: used,
+            refused: None,
+        }
     }
 }
 
@@ -90,6 +103,20 @@ pub enum Check {
 }
 
 impl Followed {
+    /// Calls `observe` when it changes whether the content of the files is the one in use: with `false` when
+    /// changed files cannot be used, with `true` when they can be used again, or are what they were.
+    #[must_use]
+    pub fn observed(mut self, observe: impl FnMut(bool) + Send + 'static) -> Self {
+        self.observe = Some(Box::new(observe));
+        self
+    }
+
+    fn tell(&mut self, is_in_use: bool) {
+        if let Some(observe) = &mut self.observe {
+            observe(is_in_use);
+        }
+    }
+
     /// Checks once and logs the result. Blocks while files are read.
     pub fn check(&mut self) -> Check {
         let now = fingerprint(&self.keys, &self.files);
@@ -97,6 +124,7 @@ impl Followed {
         if now == self.used {
             if self.refused.take().is_some() {
                 tracing::info!(what = self.name, "the files match the content in use again");
+                self.tell(true);
             }
             return Check::Same;
         }
@@ -111,10 +139,12 @@ impl Followed {
                 self.used = now;
                 self.refused = None;
                 tracing::info!(what = self.name, "{message}");
+                self.tell(true);
                 Check::Applied
             }
             Err(error) => {
                 self.refused = Some(now);
+                self.tell(false);
                 tracing::warn!(
                     what = self.name,
                     error,
@@ -226,6 +256,24 @@ mod tests {
         fs::write(&path, "23").unwrap();
         assert_eq!([followed.check(), followed.check()], [Check::Same, Check::Same]);
         assert_eq!(*taken.lock().unwrap(), [23]);
+    }
+
+    #[test]
+    fn an_observer_is_told_when_the_files_are_no_longer_the_content_in_use() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("n");
+        fs::write(&path, "1").unwrap();
+        let (followed, _) = number(&path);
+        let told = Arc::<Mutex<Vec<bool>>>::default();
+        let to = Arc::clone(&told);
+        let mut followed = followed.observed(move |is_in_use| to.lock().unwrap().push(is_in_use));
+        for (content, checks) in [("x", 2), ("1", 1), ("y", 2), ("2", 2)] {
+            fs::write(&path, content).unwrap();
+            for _ in 0..checks {
+                followed.check();
+            }
+        }
+        assert_eq!(*told.lock().unwrap(), [false, true, false, true]);
     }
 
     #[test]

@@ -1,6 +1,7 @@
-//! What every program needs: lifecycle, logs, files that change, the clock, the version. This crate depends
-//! on no other crate of the workspace.
+//! What every program needs: lifecycle, logs, the audit log, files that change, the clock, the version. This
+//! crate depends on no other crate of the workspace.
 
+pub mod audit_log;
 pub mod clock;
 pub mod error;
 pub mod exposition;

@@ -149,10 +149,13 @@ async fn a_rolling_update_waits_for_the_drain_and_keeps_every_replica() -> Resul
         assert_eq!(rolling, &json!({ "maxUnavailable": 0, "maxSurge": 1 }), "{}", case.name);
         let grace = &deployment["spec"]["template"]["spec"]["terminationGracePeriodSeconds"];
         let expected = match (case.chart.as_str(), case.name.as_str()) {
+            // upgradeGrace 5m.
             ("agentk", _) => 315,
             // drain.delay 1m30s, drain.timeout 1.5s.
             (_, "everything about pods") => 107,
             (_, "accounts that exist") => 300,
+            // drain.delay 5s, drain.upgrade_grace 10m.
+            (_, name) if name.starts_with("an endpoint for kubectl") => 620,
             _ => 50,
         };
         assert_eq!(grace, expected, "{}, {}", case.chart, case.name);
@@ -240,11 +243,13 @@ async fn network_policies_let_only_replicas_reach_gossip_and_the_private_api() -
             continue;
         }
         let is_gossip = !case.values["tracker"].is_string();
+        let is_on = case.values["kubernetesApi"]["enabled"] == true;
+        let kubernetes: &[(u64, &str)] = if is_on { &[(8154, "TCP")] } else { &[] };
         let private: &[(u64, &str)] =
             if is_gossip { &[(8155, "TCP"), (8155, "UDP")] } else { &[(8155, "TCP")] };
         assert_eq!(
             ports,
-            [&[(8150, "TCP"), (8151, "TCP"), (8153, "TCP")], private].concat(),
+            [&[(8150, "TCP"), (8151, "TCP"), (8153, "TCP")], kubernetes, private].concat(),
             "{}",
             case.name
         );
@@ -400,6 +405,7 @@ fn materialize(objects: &[Value], dir: &Path) -> Result<PathBuf> {
         "tls.key" => key.serialize_pem(),
         "tls.crt" | "ca.crt" => certificate.pem(),
         "agents.yaml" => "agents: []".to_owned(),
+        "users.yaml" => "users: []".to_owned(),
         _ => BASE64_STANDARD.encode(rand::random::<[u8; 32]>()),
     };
     for volume in pod["volumes"].as_array().context("volumes")? {
@@ -420,7 +426,9 @@ fn materialize(objects: &[Value], dir: &Path) -> Result<PathBuf> {
             }
         } else if volume.get("configMap").or(volume.get("secret")).is_some() {
             let secrets = ["secret", "next", "old", "new", "kas_shared_secret", "redis-password"];
-            for file in secrets.into_iter().chain(["tls.key", "tls.crt", "ca.crt", "agents.yaml"]) {
+            for file in
+                secrets.into_iter().chain(["tls.key", "tls.crt", "ca.crt", "agents.yaml", "users.yaml"])
+            {
                 files.insert(file.to_owned(), made(file).into());
             }
         }
@@ -474,6 +482,24 @@ async fn kas_accepts_each_rendered_configuration() -> Result<()> {
         checked += 1;
     }
     assert!(checked > 10);
+    Ok(())
+}
+
+#[tokio::test]
+async fn agentk_accepts_each_rendered_policy() -> Result<()> {
+    let mut checked = 0;
+    for (case, objects) in accepted().await? {
+        let files: Vec<&str> =
+            objects.iter().filter_map(|object| object["data"]["policy.yaml"].as_str()).collect();
+        assert_eq!(files.len(), usize::from(case.values["policy"].is_object()), "{}", case.name);
+        for file in files {
+            let (policy, warnings) = agentk::policy::parse(file.as_bytes())
+                .map_err(|problems| anyhow::anyhow!("{}: {problems}", case.name))?;
+            assert!(policy.rules() > 0 && warnings.is_empty(), "{}: {warnings:?}", case.name);
+            checked += 1;
+        }
+    }
+    assert!(checked > 0);
     Ok(())
 }
 
@@ -559,9 +585,16 @@ async fn a_real_api_server_accepts_every_object_under_restricted_pod_security() 
     });
     accepts(&kubernetes, &[rules]).await?;
 
-    for kind in
-        ["Ingress", "HTTPRoute", "GRPCRoute", "HorizontalPodAutoscaler", "PodMonitor", "NetworkPolicy"]
-    {
+    for kind in [
+        "ValidatingAdmissionPolicy",
+        "ValidatingAdmissionPolicyBinding",
+        "Ingress",
+        "HTTPRoute",
+        "GRPCRoute",
+        "HorizontalPodAutoscaler",
+        "PodMonitor",
+        "NetworkPolicy",
+    ] {
         assert!(kinds.contains_key(kind), "no case makes a {kind}");
     }
 

@@ -2,6 +2,7 @@
 //! tool, kas and agentk.
 
 mod charts;
+mod confined;
 mod images;
 mod kustomize;
 mod monitoring;

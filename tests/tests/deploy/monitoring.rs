@@ -313,7 +313,10 @@ async fn rules_and_dashboards_name_metrics_and_labels_that_kas_and_agentk_have()
     let mut config = gitlab.config();
     merge(&mut config, json!({ "api": { "listen": { "certificate_file": certificate, "key_file": key } } }));
     let asking = Kas::start_with(Options { config, ..Options::default() }).await?;
-    let agentk = Agentk::start(asking.agent, &token(1)).await?;
+    let (policy, audit) = (dir.path().join("policy.yaml"), dir.path().join("audit.log"));
+    fs::write(&policy, "agent: []")?;
+    let policy = ["--policy-file", text(&policy)?, "--audit-log", text(&audit)?];
+    let agentk = Agentk::start_with_arguments(asking.agent, &token(1), "http://127.0.0.1:1", &policy).await?;
     agentk.connected().await?;
 
     let mut shown = Shown::new();

@@ -7,6 +7,7 @@ mod deploy;
 mod failures;
 mod kubectl;
 mod memory;
+mod policy;
 mod reads;
 mod restart;
 mod setup;

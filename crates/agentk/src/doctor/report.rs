@@ -15,6 +15,8 @@ use serde::Serialize;
 pub enum Verdict {
     /// No problem was found.
     Healthy = 0,
+    /// A setting cannot be used: the policy file.
+    Setting = 1,
     /// kas cannot be reached at any address.
     Unreachable = 3,
     /// kas rejects the token.
@@ -46,6 +48,7 @@ pub enum Check {
     Grpc,
     Silence,
     Kubernetes,
+    Policy,
     Metrics,
 }
 
@@ -62,6 +65,7 @@ impl fmt::Display for Check {
             Self::Grpc => "grpc",
             Self::Silence => "silence",
             Self::Kubernetes => "kubernetes",
+            Self::Policy => "policy",
             Self::Metrics => "metrics",
         })
     }
@@ -115,6 +119,9 @@ pub struct Report {
     pub addresses: Vec<AddressReport>,
     /// The check of the cluster's API server.
     pub kubernetes: Finding,
+    /// The check of the policy file; `None`: there is none.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub policy: Option<Finding>,
     /// The check of the port for metrics and probes.
     pub metrics: Finding,
     /// The result.

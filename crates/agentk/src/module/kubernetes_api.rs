@@ -5,9 +5,10 @@
 //! most one chunk is buffered. A request is complete only at its `trailer`. If its stream ends earlier, the
 //! connection to the API server is closed, so that a partial request is not processed.
 //!
-//! A request that asks for an upgrade (exec, attach, port-forward) has its own connection to the API server,
-//! see `upgrade`.
+//! Before a request is sent, the [`Guard`] decides whether it may be. A request that asks for an upgrade (exec,
+//! attach, port-forward) has its own connection to the API server, see `upgrade`.
 
+mod guard;
 mod timer;
 mod upgrade;
 
@@ -30,12 +31,19 @@ use process::error::chain;
 use traces::{Kind, Span, Tracer};
 use tunnel::agent_end::Reusable;
 
-pub use self::upgrade::Upgrades;
-use self::{timer::Timer, upgrade::Switched};
+pub use self::{guard::Guard, upgrade::Upgrades};
+use self::{
+    timer::Timer,
+    upgrade::{Records, Switched},
+};
 use super::{Answer, Module, Service};
-use crate::cluster::{ApiServer, ResponseBody, SendError, UpgradeAnswer};
+use crate::{
+    audit::Entry,
+    cluster::{ApiServer, ResponseBody, SendError, UpgradeAnswer},
+};
 
-/// Gives kas access to the API server, with the permissions of agentk's own credentials.
+/// Gives kas access to the API server, with the permissions of agentk's own credentials, as far as the guard
+/// admits it.
 #[derive(Clone, Debug)]
 pub struct KubernetesApi {
     api: ApiServer,
@@ -45,6 +53,7 @@ pub struct KubernetesApi {
     tracer: Option<Tracer>,
     /// The upgraded connections that are open.
     upgrades: Upgrades,
+    guard: Guard,
 }
 
 impl KubernetesApi {
@@ -52,12 +61,17 @@ impl KubernetesApi {
     pub fn new(api: ApiServer, version: &str, commit: &str) -> Self {
         let user_agent = HeaderValue::try_from(format!("gitlab-agent/{version}/{commit}"));
         let user_agent = user_agent.unwrap_or(HeaderValue::from_static("gitlab-agent"));
-        Self { api, user_agent, tracer: None, upgrades: Upgrades::default() }
+        Self { api, user_agent, tracer: None, upgrades: Upgrades::default(), guard: Guard::default() }
     }
 
     /// Returns the upgraded connections that are open.
     pub fn upgrades(&self) -> Upgrades {
         self.upgrades.clone()
+    }
+
+    /// Asks this guard about each request from now on.
+    pub fn guarded(self, guard: Guard) -> Self {
+        Self { guard, ..self }
     }
 
     /// Makes a span of each request to the API server from now on.
@@ -91,9 +105,16 @@ impl KubernetesApi {
         let mut timer = Timer::new(deadline);
         let reading = read_request(body, &self.user_agent, self.api.target().impersonates());
         let (mut request, stream) = timer.race(reading).await??;
+        let upgrade = Upgrade::requested(request.headers());
+        let mut entry = match self.guard.admit(&parts.headers, &request, upgrade) {
+            Ok(entry) => entry,
+            Err(refused) => return refused.into_response(max_chunk),
+        };
+        if let Some(entry) = &entry {
+            request = request.map(|body| entry.counting(body));
+        }
 
         let method = request.method().clone();
-        let upgrade = Upgrade::requested(request.headers());
         let mut span = self.begin_span(&parts.headers, &mut request);
         let mut request_ended = false;
         let answered = match upgrade {
@@ -113,19 +134,27 @@ impl KubernetesApi {
                 if let Some(span) = &mut span {
                     span.failed(status.code().name());
                 }
+                if let Some(entry) = &mut entry {
+                    entry.ended(Some(status.code().name()));
+                }
                 return Err(status);
             }
         };
         let body = match answer {
             UpgradeAnswer::Switched(response, upstream) => {
                 let (parts, ()) = response.into_parts();
-                note_answer(&method, &parts, span.as_mut());
-                grpc::boxed(Switched::new(&parts, stream, upstream, timer, span, self.upgrades.enter())?)
+                note_answer(&method, &parts, span.as_mut(), entry.as_mut());
+                let open = self.upgrades.enter();
+                grpc::boxed(Switched::new(&parts, stream, upstream, timer, Records { span, entry }, open)?)
             }
             UpgradeAnswer::Refused(response) => {
                 let (parts, upstream) = response.into_parts();
-                note_answer(&method, &parts, span.as_mut());
-                let encoder = ResponseEncoder::new(&parts, max_chunk)?;
+                note_answer(&method, &parts, span.as_mut(), entry.as_mut());
+                let encoder = ResponseEncoder::new(&parts, max_chunk).inspect_err(|status| {
+                    if let Some(entry) = &mut entry {
+                        entry.ended(Some(status.code().name()));
+                    }
+                })?;
                 grpc::boxed(Download {
                     api: self.api.clone(),
                     upstream: Some(upstream),
@@ -134,6 +163,7 @@ impl KubernetesApi {
                     encoder,
                     end: None,
                     span,
+                    entry,
                 })
             }
         };
@@ -173,8 +203,16 @@ async fn answered<T>(
     timer.race(waiting).await?
 }
 
-/// Notes the head of an answer in the span and the log.
-fn note_answer(method: &Method, parts: &response::Parts, span: Option<&mut Span>) {
+/// Notes the head of an answer in the span and the logs.
+fn note_answer(
+    method: &Method,
+    parts: &response::Parts,
+    span: Option<&mut Span>,
+    entry: Option<&mut Entry>,
+) {
+    if let Some(entry) = entry {
+        entry.responded(parts.status);
+    }
     if let Some(span) = span {
         span.set("http.response.status_code", i64::from(parts.status.as_u16()));
         if parts.status.is_client_error() || parts.status.is_server_error() {
@@ -208,10 +246,15 @@ struct Download {
     end: Option<Status>,
     /// The span of the request to the API server, until its response ends.
     span: Option<Span>,
+    /// The line of the audit log, until the response ends.
+    entry: Option<Entry>,
 }
 
 impl Download {
     fn finish(&mut self, status: Status) {
+        if let Some(mut entry) = self.entry.take() {
+            entry.ended((status.code() != Code::Ok).then(|| status.code().name()));
+        }
         if let Some(mut span) = self.span.take()
             && status.code() != Code::Ok
         {
@@ -234,7 +277,11 @@ impl Download {
         match Pin::new(upstream).poll_frame(cx) {
             Poll::Ready(Some(Ok(frame))) => {
                 // HTTP trailers are not forwarded.
-                self.encoder.push(frame.into_data().unwrap_or_default());
+                let data = frame.into_data().unwrap_or_default();
+                if let Some(entry) = &mut self.entry {
+                    entry.sent(data.len());
+                }
+                self.encoder.push(data);
                 Poll::Ready(())
             }
             Poll::Ready(Some(Err(error))) => {

@@ -11,7 +11,7 @@ use tokio::time::{Instant, timeout};
 
 use crate::support::{Caller, NEVER, Reply, call, fetch, get, modules, request, within};
 
-fn admin(kubernetes: &Kubernetes) -> ClusterAccess {
+pub(crate) fn admin(kubernetes: &Kubernetes) -> ClusterAccess {
     ClusterAccess { kubeconfig: Some(kubernetes.admin_kubeconfig()), ..ClusterAccess::default() }
 }
 

@@ -10,7 +10,10 @@ use std::{
 
 use agentk::{
     cluster::ClusterAccess,
-    module::{Modules, kubernetes_api::KubernetesApi},
+    module::{
+        Modules,
+        kubernetes_api::{Guard, KubernetesApi},
+    },
 };
 use bytes::{Bytes, BytesMut};
 use grpc::{BoxError, Status};
@@ -41,8 +44,13 @@ pub(crate) async fn within<F: Future>(future: F) -> F::Output {
 }
 
 pub(crate) async fn modules(access: &ClusterAccess) -> Modules {
+    guarded(access, Guard::default()).await
+}
+
+/// As [`modules`], with a policy or an audit log.
+pub(crate) async fn guarded(access: &ClusterAccess, guard: Guard) -> Modules {
     let api = access.connect().await.expect("the configuration is complete");
-    Modules::new(vec![Arc::new(KubernetesApi::new(api, "v1", "abc"))])
+    Modules::new(vec![Arc::new(KubernetesApi::new(api, "v1", "abc").guarded(guard))])
 }
 
 pub(crate) fn at(url: impl Into<String>) -> ClusterAccess {
@@ -78,6 +86,11 @@ impl Caller {
         content_length: Option<i64>,
     ) {
         let header = http_request::Header { request: Some(request), content_length, ..Default::default() };
+        self.head(header).await;
+    }
+
+    /// Sends a header with every field.
+    pub(crate) async fn head(&self, header: http_request::Header) {
         self.message(http_request::Message::Header(header)).await;
     }
 
@@ -105,7 +118,12 @@ impl Caller {
     }
 
     pub(crate) async fn whole(&self, request: prototool::HttpRequest, body: &[u8]) {
-        self.header(request).await;
+        self.whole_of(http_request::Header { request: Some(request), ..Default::default() }, body).await;
+    }
+
+    /// As [`Self::whole`], with every field of the header.
+    pub(crate) async fn whole_of(&self, header: http_request::Header, body: &[u8]) {
+        self.head(header).await;
         for piece in body.chunks(32 * 1024) {
             self.data(piece.to_vec()).await;
         }
@@ -278,7 +296,16 @@ pub(crate) async fn fetch(
     request: prototool::HttpRequest,
     body: &[u8],
 ) -> Result<(prototool::HttpResponse, Vec<u8>), Status> {
-    let (caller, answer) = call(modules, &[]);
+    fetch_of(modules, http_request::Header { request: Some(request), ..Default::default() }, body).await
+}
+
+/// As [`fetch`], with every field of the header.
+pub(crate) async fn fetch_of(
+    modules: &Modules,
+    header: http_request::Header,
+    body: &[u8],
+) -> Result<(prototool::HttpResponse, Vec<u8>), Status> {
+    let (caller, answer) = call(modules, &[("x-gitlab-correlation-id", "0123abc")]);
     let answer = async {
         let mut reply = Reply::new(answer.await);
         if let Some(status) = reply.status.take() {
@@ -293,7 +320,7 @@ pub(crate) async fn fetch(
         assert!(trailer, "OK without a trailer");
         Ok((header, bytes))
     };
-    let (result, ()) = within(futures_util::future::join(answer, caller.whole(request, body))).await;
+    let (result, ()) = within(futures_util::future::join(answer, caller.whole_of(header, body))).await;
     result
 }
 

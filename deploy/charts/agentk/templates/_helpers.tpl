@@ -76,6 +76,39 @@ view
 {{- end -}}
 {{- end -}}
 
+{{- define "agentk.policyConfigMap" -}}
+{{- if .Values.policy -}}
+{{- include "agentk.fullname" . }}-policy
+{{- end -}}
+{{- end -}}
+
+{{/* A duration in whole seconds, rounded up. */}}
+{{- define "agentk.upgradeGrace" -}}
+{{- $text := .Values.upgradeGrace | default "5m" -}}
+{{- $sum := 0 -}}
+{{- range regexFindAll "[0-9]+[hms]" $text -1 -}}
+{{- $unit := regexFind "[hms]$" . -}}
+{{- $sum = add $sum (mul (trimSuffix $unit . | int) (get (dict "h" 3600 "m" 60 "s" 1) $unit)) -}}
+{{- end -}}
+{{- $sum -}}
+{{- end -}}
+
+{{- define "agentk.grace" -}}
+{{- $least := max 25 (include "agentk.upgradeGrace" . | int) -}}
+{{- if kindIs "invalid" .Values.terminationGracePeriodSeconds -}}
+{{- add $least 15 -}}
+{{- else if lt (int .Values.terminationGracePeriodSeconds) (int $least) -}}
+{{- fail (printf "terminationGracePeriodSeconds is %d, below the %d s that agentk may need (upgradeGrace, at least 25 s): it would be killed with open requests. Shorten upgradeGrace, or leave this empty" (int .Values.terminationGracePeriodSeconds) (int $least)) -}}
+{{- else -}}
+{{- .Values.terminationGracePeriodSeconds | int -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Objects that belong to no namespace, so that their names must tell releases apart. */}}
+{{- define "agentk.clusterName" -}}
+{{- printf "%s-%s" (.Release.Namespace | default "default") (include "agentk.fullname" .) -}}
+{{- end -}}
+
 {{/* The arguments: the chart's, but for those that `extraArgs` says in another way, and then these. agentk takes none twice. */}}
 {{- define "agentk.args" -}}
 {{- $own := list (printf "--kas-address=%s" .Values.kasAddress) (printf "--token-file=/etc/agentk/token/%s" .Values.token.key) -}}
@@ -86,6 +119,19 @@ view
 {{- $own = append $own (printf "--max-tunnels=%d" (int .Values.maxTunnels)) -}}
 {{- $own = append $own (printf "--worker-threads=%d" (int .Values.workerThreads)) -}}
 {{- $own = append $own "--log-format=json" -}}
+{{- if .Values.policy -}}
+{{- $own = append $own "--policy-file=/etc/agentk/policy/policy.yaml" -}}
+{{- end -}}
+{{- with .Values.audit.log -}}
+{{- $own = append $own (printf "--audit-log=%s" .) -}}
+{{- end -}}
+{{- if .Values.audit.commands -}}
+{{- $own = append $own "--audit-commands" -}}
+{{- end -}}
+{{- /* 5m is the default of agentk. */ -}}
+{{- if ne (.Values.upgradeGrace | default "5m") "5m" -}}
+{{- $own = append $own (printf "--upgrade-grace=%s" .Values.upgradeGrace) -}}
+{{- end -}}
 {{- $extra := .Values.extraArgs | default list -}}
 {{- $flags := list -}}
 {{- range $extra -}}
@@ -124,6 +170,50 @@ view
 {{- end -}}
 {{- if and (ne .Values.rbac.access "custom") .Values.rbac.rules -}}
 {{- fail (printf "rbac.rules has an effect only if rbac.access is custom, but it is %s" .Values.rbac.access) -}}
+{{- end -}}
+{{- if and .Values.audit.commands (or (eq (.Values.audit.log | default "") "off") (not (or .Values.audit.log .Values.policy))) -}}
+{{- fail "audit.commands has no effect without an audit log: set audit.log or policy" -}}
+{{- end -}}
+{{- with .Values.impersonation -}}
+{{- if and .enabled (not .users) -}}
+{{- fail "impersonation.enabled needs impersonation.users: names, or \"*\" for all users" -}}
+{{- end -}}
+{{- if and (has "*" (.users | default list)) (gt (len .users) 1) -}}
+{{- fail "impersonation.users has \"*\" and other names: \"*\" already means all users" -}}
+{{- end -}}
+{{- if and .unrestricted (not $.Values.policy) -}}
+{{- fail "impersonation.unrestricted allows agentk to impersonate system:masters, so that kas could do everything: set policy too, which limits the groups" -}}
+{{- end -}}
+{{- if and .unrestricted .groups -}}
+{{- fail "impersonation.unrestricted and impersonation.groups are both set: set only one of them" -}}
+{{- end -}}
+{{- range .groups -}}
+{{- if contains "*" . -}}
+{{- fail (printf "impersonation.groups has %q: RBAC matches no beginnings of names. List the groups in full, or set impersonation.unrestricted and a policy" .) -}}
+{{- end -}}
+{{- if eq . "system:masters" -}}
+{{- fail "impersonation.groups has system:masters, which may do everything" -}}
+{{- end -}}
+{{- end -}}
+{{- if and .constrained (not .rules) -}}
+{{- fail "impersonation.constrained needs impersonation.rules: what agentk may do for impersonated users" -}}
+{{- end -}}
+{{- if and .rules (not .constrained) -}}
+{{- fail "impersonation.rules has an effect only with impersonation.constrained" -}}
+{{- end -}}
+{{- range .rules -}}
+{{- if and .nonResourceURLs $.Values.impersonation.namespaces -}}
+{{- fail (printf "impersonation.rules names nonResourceURLs (%s), which belong to no namespace: leave impersonation.namespaces empty, or remove them" (join ", " .nonResourceURLs)) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- with .Values.admissionPolicy -}}
+{{- if and .enabled (not (or .namespaces .kinds)) -}}
+{{- fail "admissionPolicy.enabled needs admissionPolicy.namespaces or admissionPolicy.kinds: without both, it confines nothing" -}}
+{{- end -}}
+{{- if and .clusterScoped (not .namespaces) -}}
+{{- fail "admissionPolicy.clusterScoped has an effect only with admissionPolicy.namespaces" -}}
+{{- end -}}
 {{- end -}}
 {{- if .Values.rbac.namespaces -}}
 {{- range .Values.rbac.rules -}}

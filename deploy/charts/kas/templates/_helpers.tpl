@@ -68,6 +68,17 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- default (printf "%s-agents" (include "kas.fullname" .)) .Values.agents.existingSecret -}}
 {{- end -}}
 
+{{/* The Secret with users of the endpoint for kubectl; empty: only GitLab knows its callers. */}}
+{{- define "kas.usersSecret" -}}
+{{- if .Values.kubernetesApi.enabled -}}
+{{- if .Values.kubernetesApi.existingSecret -}}
+{{- .Values.kubernetesApi.existingSecret -}}
+{{- else if or .Values.kubernetesApi.users (not .Values.gitlab.address) -}}
+{{- include "kas.fullname" . }}-users
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
 {{/* The data of a Secret that the chart creates: its present data, or new secrets. */}}
 {{- define "kas.madeSecret" -}}
 {{- $there := (lookup "v1" "Secret" .root.Release.Namespace .name) | default dict -}}
@@ -96,6 +107,24 @@ agent:
   configuration:
     folder: /etc/kas/configurations
     git: ""
+  {{- end }}
+  {{- if .Values.kubernetesApi.enabled }}
+  kubernetes_api:
+    listen:
+      network: tcp
+      address: ":8154"
+      {{- if .Values.tls.kubernetesApi.existingSecret }}
+      certificate_file: /etc/kas/tls/kubernetes-api/tls.crt
+      key_file: /etc/kas/tls/kubernetes-api/tls.key
+      {{- else }}
+      certificate_file: ""
+      key_file: ""
+      {{- end }}
+    users:
+      file: {{ ternary "/etc/kas/users/users.yaml" "" (ne (include "kas.usersSecret" .) "") | quote }}
+    {{- with .Values.kubernetesApi.access }}
+    access: {{ . | toJson }}
+    {{- end }}
   {{- end }}
 api:
   listen:
@@ -273,6 +302,17 @@ Takes a list: the value config, the chart's own keys, the path so far.
 {{- if and .Values.tls.privateApi.verifyClients (not .Values.tls.privateApi.existingSecret) -}}
 {{- fail "tls.privateApi.verifyClients needs tls.privateApi.existingSecret, with tls.crt, tls.key and ca.crt" -}}
 {{- end -}}
+{{- with .Values.kubernetesApi -}}
+{{- if and .users .existingSecret -}}
+{{- fail "kubernetesApi.users and kubernetesApi.existingSecret are both set: use one of them" -}}
+{{- end -}}
+{{- if and (not .enabled) (or .users .existingSecret .access .ingress.enabled) -}}
+{{- fail "kubernetesApi.users, existingSecret, access and ingress have no effect without kubernetesApi.enabled" -}}
+{{- end -}}
+{{- if and .ingress.enabled (not .ingress.host) -}}
+{{- fail "kubernetesApi.ingress.enabled needs kubernetesApi.ingress.host, the name in the kubeconfig" -}}
+{{- end -}}
+{{- end -}}
 {{- if and .Values.ingress.enabled (not .Values.ingress.host) -}}
 {{- fail "ingress.enabled needs ingress.host, the name that agents dial" -}}
 {{- end -}}
@@ -303,17 +343,20 @@ Takes a list: the value config, the chart's own keys, the path so far.
 {{- ceil $sum | int -}}
 {{- end -}}
 
-{{/* How long a replica continues after SIGTERM, in seconds: `drain.delay` and `drain.timeout`. With the endpoint for kubectl,
-     `drain.upgrade_grace` instead of the latter if it is longer. */}}
+{{/*
+How long a replica continues after SIGTERM, in seconds: `drain.delay` and `drain.timeout`, or `drain.upgrade_grace` if there
+are upgraded connections and it is longer.
+*/}}
 {{- define "kas.drain" -}}
 {{- $said := include "kas.said" . | fromYaml -}}
 {{- $delay := dig "drain" "delay" "5s" $said -}}
 {{- $timeout := dig "drain" "timeout" "30s" $said -}}
 {{- $delay = include "kas.seconds" (dict "value" $delay "default" "5s" "name" "config.drain.delay") | int -}}
 {{- $timeout = include "kas.seconds" (dict "value" $timeout "default" "30s" "name" "config.drain.timeout") | int -}}
-{{- if dig "agent" "kubernetes_api" nil $said -}}
+{{- if or .Values.kubernetesApi.enabled (dig "agent" "kubernetes_api" nil $said) -}}
 {{- $grace := dig "drain" "upgrade_grace" "10m" $said -}}
-{{- $timeout = include "kas.seconds" (dict "value" $grace "default" "10m" "name" "config.drain.upgrade_grace") | int | max $timeout -}}
+{{- $grace = include "kas.seconds" (dict "value" $grace "default" "10m" "name" "config.drain.upgrade_grace") | int -}}
+{{- $timeout = max $timeout $grace -}}
 {{- end -}}
 {{- add $delay $timeout -}}
 {{- end -}}

@@ -1,7 +1,12 @@
 //! Requests whose connection to the API server was upgraded: exec, attach, port-forward.
 
 use std::{
+    io,
     pin::Pin,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
     task::{Context, Poll, ready},
 };
 
@@ -9,12 +14,15 @@ use bytes::Bytes;
 use grpc::{BoxError, Code, Status};
 use http::response;
 use http_body::{Body, Frame};
-use http_tunnel::agent_end::{RequestStream, UpgradedBody};
-use tokio::sync::watch;
+use http_tunnel::agent_end::{RequestStream, UpgradedBody, Upstream};
+use tokio::{
+    io::{AsyncRead, AsyncWrite, ReadBuf},
+    sync::watch,
+};
 use traces::Span;
 
 use super::timer::Timer;
-use crate::cluster::UpgradedConnection;
+use crate::{audit::Entry, cluster::UpgradedConnection};
 
 /// Counts the upgraded connections that are open. Clones share the number.
 #[derive(Clone, Debug, Default)]
@@ -52,12 +60,67 @@ impl Drop for OpenUpgrade {
     }
 }
 
+/// Where the end of a request is recorded.
+pub(super) struct Records {
+    /// The span of the request.
+    pub(super) span: Option<Span>,
+    /// Its line in the audit log.
+    pub(super) entry: Option<Entry>,
+}
+
+/// A connection to the API server whose bytes are counted for the audit log.
+struct Counted {
+    connection: UpgradedConnection,
+    read: Arc<AtomicU64>,
+    /// `None`: there is no audit log.
+    written: Option<Arc<AtomicU64>>,
+}
+
+impl AsyncRead for Counted {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        let before = buffer.filled().len();
+        let polled = Pin::new(&mut self.connection).poll_read(cx, buffer);
+        self.read.fetch_add((buffer.filled().len() - before) as u64, Ordering::Relaxed);
+        polled
+    }
+}
+
+impl AsyncWrite for Counted {
+    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        let wrote = ready!(Pin::new(&mut self.connection).poll_write(cx, bytes))?;
+        if let Some(written) = &self.written {
+            written.fetch_add(wrote as u64, Ordering::Relaxed);
+        }
+        Poll::Ready(Ok(wrote))
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.connection).poll_flush(cx)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.connection).poll_shutdown(cx)
+    }
+}
+
+impl Upstream for Counted {
+    fn reset_on_close(&self) {
+        self.connection.reset_on_close();
+    }
+}
+
 /// The messages of an answer that has switched protocols.
 pub(super) struct Switched {
-    body: UpgradedBody<UpgradedConnection>,
+    body: UpgradedBody<Counted>,
     timer: Timer,
     /// Until the connection ends.
-    span: Option<Span>,
+    records: Records,
+    /// Bytes that the API server has sent.
+    read: Arc<AtomicU64>,
     _open: OpenUpgrade,
 }
 
@@ -68,10 +131,44 @@ impl Switched {
         stream: RequestStream,
         upstream: UpgradedConnection,
         timer: Timer,
-        span: Option<Span>,
+        mut records: Records,
         open: OpenUpgrade,
     ) -> Result<Self, Status> {
-        Ok(Self { body: UpgradedBody::new(parts, stream, upstream)?, timer, span, _open: open })
+        let read = Arc::<AtomicU64>::default();
+        let written = records.entry.as_ref().map(Entry::received);
+        let upstream = Counted { connection: upstream, read: Arc::clone(&read), written };
+        let body = UpgradedBody::new(parts, stream, upstream).inspect_err(|status| {
+            if let Some(entry) = &mut records.entry {
+                entry.ended(Some(status.code().name()));
+            }
+        })?;
+        Ok(Self { body, timer, records, read, _open: open })
+    }
+
+    /// Completes the records.
+    fn ended(&mut self, status: &Status) {
+        let failure = (status.code() != Code::Ok).then(|| status.code().name());
+        if let Some(failure) = failure {
+            tracing::debug!(error = %status, "an upgraded connection to the Kubernetes API server has failed");
+        }
+        if let Some(mut span) = self.records.span.take()
+            && let Some(failure) = failure
+        {
+            span.failed(failure);
+        }
+        if let Some(mut entry) = self.records.entry.take() {
+            entry.sent(usize::try_from(self.read.load(Ordering::Relaxed)).unwrap_or(usize::MAX));
+            entry.ended(failure);
+        }
+    }
+}
+
+impl Drop for Switched {
+    fn drop(&mut self) {
+        // The caller has left, unless the records are complete.
+        if let Some(entry) = &mut self.records.entry {
+            entry.sent(usize::try_from(self.read.load(Ordering::Relaxed)).unwrap_or(usize::MAX));
+        }
     }
 }
 
@@ -90,13 +187,9 @@ impl Body for Switched {
         }
         let frame = ready!(Pin::new(&mut this.body).poll_frame(cx));
         if let Some(Ok(frame)) = &frame
-            && let Some(trailers) = frame.trailers_ref()
-            && let Some(mut span) = this.span.take()
-            && let Some(status) = Status::from_headers(trailers)
-            && status.code() != Code::Ok
+            && let Some(status) = frame.trailers_ref().and_then(Status::from_headers)
         {
-            tracing::debug!(error = %status, "an upgraded connection to the Kubernetes API server has failed");
-            span.failed(status.code().name());
+            this.ended(&status);
         }
         Poll::Ready(frame)
     }
