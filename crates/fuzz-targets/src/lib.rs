@@ -56,7 +56,8 @@ pub fn credentials(bytes: &[u8]) {
     let taken = |name: &'static str, value: &[u8]| {
         let mut headers = http::HeaderMap::new();
         headers.append(name, http::HeaderValue::from_bytes(value).ok()?);
-        let taken = callers::take_credential(&mut headers, true);
+        let parameters = callers::QueryParameters::default();
+        let taken = callers::take_credential(&mut headers, parameters, true);
         let is_left = |value: &http::HeaderValue| {
             let protocols = value.as_bytes().split(|byte| *byte == b',').map(<[u8]>::trim_ascii);
             protocols.into_iter().any(|protocol| protocol.starts_with(SUBPROTOCOL.as_bytes()))
