@@ -3,7 +3,10 @@
 use std::{net::SocketAddr, pin::pin, sync::Arc, time::Duration};
 
 use bytes::Bytes;
-use callers::{Authorized, Credential, Form, Refusal, Refused, RunAs, take_credential};
+use callers::{
+    Authorized, Credential, CredentialError, Refusal, Refused, RunAs, SourceKind, take_credential,
+    take_query_parameters,
+};
 use grpc::{Code, Deadline, Outcome, Status};
 use http::{
     HeaderMap, HeaderName, HeaderValue, Method, Request, Response, StatusCode, Version, header, request,
@@ -36,7 +39,7 @@ use crate::{
     message::{HeadParts, RequestHead},
     metrics::{AuthOutcome, NONE},
     open::{OpenRequest, Shared, Verdict},
-    origin::Page,
+    origin::{Page, Presented, Visit, is_preflight},
     record::Ending,
     request_id::RequestId,
     selection::{self, InCluster, Place},
@@ -134,7 +137,10 @@ impl KubernetesApi {
                 self.refusals.refused(ListenerName::Kubernetes, Reason::Headers);
             }
         })?;
-        let path = parts.uri.path_and_query().map_or("/", |path| path.as_str()).to_owned();
+        let sent = parts.uri.path_and_query().map_or("/", |path| path.as_str()).to_owned();
+        // The API server must not see the credentials of a session, whatever the credential of this request
+        // is.
+        let (path, parameters) = take_query_parameters(&sent);
         let place = selection::place(&settings.prefix, &path)?;
         if place == Place::Ready {
             about.is_probe = true;
@@ -146,16 +152,25 @@ impl KubernetesApi {
         };
         let upgrade =
             if parts.version == Version::HTTP_11 { Upgrade::requested(&parts.headers) } else { None };
-        let credential = take_credential(&mut parts.headers, upgrade == Some(Upgrade::WebSocket));
+        let credential = take_credential(&mut parts.headers, parameters, upgrade == Some(Upgrade::WebSocket));
         if let Err(error) = &credential
             && error.is_bad_request()
         {
             return Err(Failure::malformed(error.to_string()));
         }
+        let by_browser = match &credential {
+            Ok(credential) => credential.as_ref().is_some_and(Credential::is_ambient),
+            Err(error) => *error == CredentialError::NoCsrfToken,
+        };
+        let visit = Visit {
+            host: &host,
+            credential: if by_browser { Presented::ByBrowser } else { Presented::ByClient },
+            changes_state: upgrade.is_some() || !is_safe(&parts.method),
+        };
         let at = match place {
             Place::Cluster(at) => at,
             Place::List => {
-                about.page = settings.origins.judge(&parts.headers, &host, false)?;
+                about.page = settings.origins.judge(&parts.headers, &visit)?;
                 if let Some(response) = about.page.preflight(&parts.method, &parts.headers) {
                     about.is_probe = true;
                     return Ok(response);
@@ -180,15 +195,19 @@ impl KubernetesApi {
             fields.upgrade = upgrade.map(Upgrade::token);
         });
         let by_credential = credential.as_ref().ok().and_then(|credential| credential.as_ref()?.agent());
-        let agent = selection::agreed([at.agent, by_host, by_credential], &settings.prefix)?;
-        about.record.target(agent, None);
+        let named = [at.agent, by_host, by_credential];
+        // A page cannot add a header that names an agent to a preflight request.
+        if !is_preflight(&parts.method, &parts.headers) {
+            about.record.target(selection::agreed(named, &settings.prefix)?, None);
+        }
 
-        about.page = settings.origins.judge(&parts.headers, &host, false)?;
+        about.page = settings.origins.judge(&parts.headers, &visit)?;
         if let Some(response) = about.page.preflight(&parts.method, &parts.headers) {
             about.is_probe = true;
             return Ok(response);
         }
 
+        let agent = selection::agreed(named, &settings.prefix)?;
         let credential = self.credential(credential, trust)?;
         let authorized = self.authorize(about, trust, &credential, agent).await?;
         drop(credential);
@@ -220,6 +239,7 @@ impl KubernetesApi {
         })?;
         about.record.allowed_at_endpoint(parts.method.as_str(), &parts.headers);
         about.is_allowed = true;
+        (self.allowed)(&authorized);
         let context = context_of(&parts.headers, &about.record);
         message.replace(&context);
         let request = Allowed {
@@ -247,7 +267,7 @@ impl KubernetesApi {
 
     fn credential(
         &self,
-        credential: Result<Option<Credential>, callers::CredentialError>,
+        credential: Result<Option<Credential>, CredentialError>,
         trust: &Trust,
     ) -> Result<Credential, Failure> {
         let text = match credential {
@@ -350,9 +370,11 @@ impl KubernetesApi {
             return Err(Failure::method(&about.method));
         }
         // The credential is checked before anybody is asked about agents.
-        let reach = self.authorizer.reach(credential, Vec::new()).await;
-        if let Err(refusal) = reach {
-            return Err(self.refused(about, trust, credential, refusal));
+        let unlisted = || Failure::unsupported("agents cannot be listed with this kind of credential");
+        match self.authorizer.reach(credential, Vec::new()).await {
+            Err(refusal) => return Err(self.refused(about, trust, credential, refusal)),
+            Ok(None) => return Err(unlisted()),
+            Ok(Some(_)) => {}
         }
         let unavailable = |why: String| {
             tracing::debug!(error = why, "the agents cannot be listed");
@@ -363,9 +385,7 @@ impl KubernetesApi {
         let known = all.iter().map(|listed| listed.agent.clone()).collect();
         let reach = match self.authorizer.reach(credential, known).await {
             Err(refusal) => return Err(self.refused(about, trust, credential, refusal)),
-            Ok(None) => {
-                return Err(Failure::unsupported("agents cannot be listed with this kind of credential"));
-            }
+            Ok(None) => return Err(unlisted()),
             Ok(Some(reach)) => reach,
         };
         trust.passed();
@@ -562,14 +582,12 @@ fn endpoint_fields(id: &RequestId, headers: &HeaderMap) -> EndpointFields {
 
 /// Returns the source that a credential belongs to, as a label.
 fn source_of(credential: &Credential) -> &'static str {
-    use callers::SourceKind;
-    match credential.bearer().map(callers::Bearer::form) {
-        Some(Form::Ci(_)) => SourceKind::Ci.as_str(),
-        Some(Form::Pat(_)) => SourceKind::Pat.as_str(),
-        Some(Form::User) => SourceKind::File.as_str(),
-        Some(Form::Jwt) => SourceKind::Oidc.as_str(),
-        Some(Form::Other) | None => NONE,
-    }
+    credential.source().map_or(NONE, SourceKind::as_str)
+}
+
+/// Whether requests with this method change nothing.
+fn is_safe(method: &Method) -> bool {
+    matches!(*method, Method::GET | Method::HEAD | Method::OPTIONS)
 }
 
 /// Returns the user that a request runs as, if not as agentk.
