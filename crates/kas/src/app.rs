@@ -439,7 +439,8 @@ impl Kas {
                 phase: lifecycle.watch(),
             });
         }
-        let configs = AgentConfigs::new(&config.agent.configuration);
+        let reported = gitlab.clone().map(|gitlab| gitlab as Arc<dyn gitlab::AgentConfigurations>);
+        let configs = AgentConfigs::new(&config.agent.configuration, reported);
         let audit = match &config.observability.audit {
             None => None,
             Some(audit) => {
