@@ -50,7 +50,7 @@ pub(crate) fn to_json(mut reach: Vec<KnownAgent>, all: &[ListedAgent]) -> Vec<u8
         .map(|agent| {
             json!({
                 "id": agent.id.get(),
-                "name": agent.name,
+                "name": agent.name.as_deref(),
                 "project_id": agent.project_id,
                 "connected": connected.get(&agent.id).copied().unwrap_or(false),
             })

@@ -22,6 +22,7 @@ use observe::{
     RequestRecord,
     audit::{EndpointFields, Rule, kubernetes::KubernetesAction},
     refusals::{ListenerName, Reason},
+    refused_callers::RefusedCaller,
 };
 use proto::gitlab::agent::grpctool::http_response;
 use routing::router::{AgentRequest, ChosenAgentk, RouteTrace};
@@ -58,6 +59,14 @@ struct About {
     arrived: Instant,
     method: Method,
     page: Page,
+    /// The agent that it is for, once that is known.
+    agent: Option<AgentId>,
+    /// The caller, if its credential was accepted.
+    caller: Option<Box<str>>,
+    /// The source that its credential belongs to by its form.
+    presented: Option<SourceKind>,
+    /// Why it was refused, for operators only.
+    refused: Option<Refused>,
     /// The source of the caller.
     source: &'static str,
     kind: Option<Kind>,
@@ -92,6 +101,10 @@ impl KubernetesApi {
             arrived: Instant::now(),
             method: parts.method.clone(),
             page: Page::default(),
+            agent: None,
+            caller: None,
+            presented: None,
+            refused: None,
             source: NONE,
             kind: None,
             record,
@@ -106,6 +119,7 @@ impl KubernetesApi {
                     let rule = failure.rule.unwrap_or(Rule::Form);
                     let code = failure.status.code().as_u16();
                     about.record.denied_at_endpoint(rule, code, failure.ended_by.as_str());
+                    self.remember(&about, rule, &failure);
                 }
                 failure.respond(&about.method, &about.id)
             }
@@ -117,6 +131,27 @@ impl KubernetesApi {
         about.page.write_to(headers);
         head::complete(headers, about.id.to_value(), &self.settings.server);
         response
+    }
+
+    /// Remembers for operators why a caller was refused.
+    fn remember(&self, about: &About, rule: Rule, failure: &Failure) {
+        let Some(agent) = about.agent else { return };
+        let rule = match rule {
+            Rule::Origin => "origin",
+            Rule::Credential => "credential",
+            Rule::Access => "access",
+            // What is wrong with those, the client is told.
+            _ => return,
+        };
+        self.refusals.callers().add(RefusedCaller {
+            agent,
+            source: about.presented.map_or(NONE, SourceKind::as_str),
+            caller: about.caller.clone(),
+            rule,
+            why: about.refused.map_or_else(|| failure.status.text().to_owned(), |why| why.to_string()),
+            request: about.id.as_str().to_owned(),
+            at: Instant::now(),
+        });
     }
 
     async fn request<B>(
@@ -158,10 +193,13 @@ impl KubernetesApi {
         {
             return Err(Failure::malformed(error.to_string()));
         }
-        let by_browser = match &credential {
-            Ok(credential) => credential.as_ref().is_some_and(Credential::is_ambient),
-            Err(error) => *error == CredentialError::NoCsrfToken,
+        about.presented = match &credential {
+            Ok(credential) => credential.as_ref().and_then(Credential::source),
+            Err(CredentialError::NoCsrfToken) => Some(SourceKind::Cookie),
+            Err(_) => None,
         };
+        // A cookie without its CSRF token is no credential, but it came from a browser.
+        let by_browser = about.presented == Some(SourceKind::Cookie);
         let visit = Visit {
             host: &host,
             credential: if by_browser { Presented::ByBrowser } else { Presented::ByClient },
@@ -198,7 +236,9 @@ impl KubernetesApi {
         let named = [at.agent, by_host, by_credential];
         // A page cannot add a header that names an agent to a preflight request.
         if !is_preflight(&parts.method, &parts.headers) {
-            about.record.target(selection::agreed(named, &settings.prefix)?, None);
+            let agent = selection::agreed(named, &settings.prefix)?;
+            about.record.target(agent, None);
+            about.agent = Some(agent);
         }
 
         about.page = settings.origins.judge(&parts.headers, &visit)?;
@@ -333,8 +373,10 @@ impl KubernetesApi {
         refusal: Refusal,
     ) -> Failure {
         let Refusal { why, caller } = refusal;
+        about.refused = Some(why);
         if let Some(caller) = &caller {
             about.source = caller.source.as_str();
+            about.caller = Some((*caller.name).into());
             self.record_caller(about, caller);
         } else {
             about.source = source_of(credential);

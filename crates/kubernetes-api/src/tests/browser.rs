@@ -144,6 +144,41 @@ async fn a_session_is_for_the_agent_that_the_page_names() {
 }
 
 #[tokio::test]
+async fn an_operator_sees_which_rule_refused_a_caller() {
+    let lab = Lab::start(Setup::default(), describing()).await;
+    let mut ids = Vec::new();
+    for request in [
+        visit("GET", "/agents/7/api", &own(&[EVIL])),
+        visit("GET", "/agents/7/api", &[]),
+        visit("GET", "/agents/7/api", &own(&[PAGE, ("x-unused", "1")])),
+        get("/agents/7/api", "pat:7:hunter2"),
+        get("/agents/7/api", NOBODY),
+        get("/agents/9/api", TOKEN),
+    ] {
+        let response = send(&lab, request).await;
+        ids.push(response.headers()["x-request-id"].to_str().unwrap().to_owned());
+    }
+    let of = |agent| lab.refusals.callers().of(AgentId::new(agent).unwrap());
+    let refused = of(7);
+    let seen: Vec<_> = refused
+        .iter()
+        .map(|refused| (refused.rule, refused.source, refused.caller.as_deref(), &*refused.request))
+        .collect();
+    assert_eq!(
+        seen,
+        [
+            ("access", "file", Some("kas:nobody"), &*ids[4]),
+            ("credential", "pat", None, &ids[3]),
+            ("credential", "cookie", None, &ids[1]),
+            ("origin", "cookie", None, &ids[0]),
+        ]
+    );
+    assert_eq!(refused[0].why, "no access rule gives this agent to this caller");
+    assert!(!format!("{refused:?}").contains("hunter2"));
+    assert_eq!(of(9).len(), 1);
+}
+
+#[tokio::test]
 async fn a_preflight_request_needs_an_allowed_page_and_neither_an_agent_nor_a_credential() {
     let lab = Lab::start(Setup::default(), describing()).await;
     let preflight = |origin: (&'static str, &'static str)| {

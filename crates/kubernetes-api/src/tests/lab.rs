@@ -102,6 +102,7 @@ pub(super) struct Lab {
     pub(super) address: SocketAddr,
     pub(super) lifecycle: Lifecycle,
     pub(super) metrics: Arc<Metrics>,
+    pub(super) refusals: Arc<Refusals>,
     pub(super) registry: Arc<TunnelRegistry>,
     pub(super) users: Arc<Users>,
     /// The callers of the requests that were allowed.
@@ -269,7 +270,7 @@ impl Lab {
             directory: Arc::new(Agents),
             observer: Observer::new(None, None, Box::new(|_| None)),
             metrics: Arc::clone(&metrics),
-            refusals,
+            refusals: Arc::clone(&refusals),
             is_ready: Box::new(move || *phase.borrow() == Phase::Serving),
             allowed: Box::new({
                 let allowed = Arc::clone(&allowed);
@@ -295,6 +296,7 @@ impl Lab {
             address,
             lifecycle,
             metrics,
+            refusals,
             registry: tunnels,
             users,
             allowed,
