@@ -502,7 +502,7 @@ impl Kas {
         if let (Some(mesh), Some(listener), Some(private_api)) =
             (mesh, private_listener, config.tracker.private_api())
         {
-            let services = Arc::clone(&mesh.backend).services(Arc::clone(&tunnels));
+            let services = Arc::clone(&mesh.backend).services(Arc::clone(&tunnels), Arc::clone(&refusals));
             let service = PrivateListener::new(
                 JwtVerifier::for_replicas(&secrets.private),
                 mesh.me.id.clone(),

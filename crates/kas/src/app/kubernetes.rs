@@ -151,3 +151,24 @@ fn settings(config: &Config, section: &Section) -> Result<Settings, StartError> 
         server: HeaderValue::try_from(server).unwrap_or(HeaderValue::from_static("gitlab-kas")),
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pages_of_gitlab_and_of_configured_origins_may_make_requests() {
+        let of = |identity: &str| {
+            let kubernetes = "agent: {kubernetes_api: {allowed_origins: ['https://a'], users: {file: /u}}}";
+            let env = kas_config::Environment { kas_state_dir: Some("/state".into()), ..Default::default() };
+            let config = kas_config::load(&format!("{kubernetes}\n{identity}"), &env).unwrap().config;
+            let section = config.agent.kubernetes_api.clone().unwrap();
+            format!("{:?}", origins(&config, &section))
+        };
+        let gitlab = "gitlab: {address: 'http://internal', authentication_secret_file: /s, external_url: 'https://G/x'}";
+        assert_eq!(of(gitlab), r#"Origins(["https://a", "https://g"])"#);
+        assert_eq!(of(""), r#"Origins(["https://a"])"#);
+        // Agents are known from the file, and GitLab is not asked about anybody.
+        assert_eq!(of(&format!("{gitlab}\nidentity: {{file: /i}}")), r#"Origins(["https://a"])"#);
+    }
+}
