@@ -66,11 +66,6 @@ impl Credential {
         }
     }
 
-    /// Whether a browser adds it to requests by itself, so that any page can use it.
-    pub fn is_ambient(&self) -> bool {
-        matches!(self, Self::Session(_))
-    }
-
     /// Returns the token if it is one.
     pub fn bearer(&self) -> Option<&Bearer> {
         match self {
