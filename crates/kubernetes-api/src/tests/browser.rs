@@ -18,7 +18,7 @@ fn visit(method: &str, path: &str, headers: &[(&'static str, &str)]) -> Request<
 
 /// Returns the headers that a page of GitLab adds, and `more`.
 fn own<'a>(more: &[(&'static str, &'a str)]) -> Vec<(&'static str, &'a str)> {
-    [&[("gitlab-agent-id", "7"), ("x-csrf-token", CSRF)], more].concat()
+    [&[("gitlab-agent-id", "7"), ("x-csrf-token", CSRF)][..], more].concat()
 }
 
 /// The headers of a WebSocket handshake, which no page can choose but its subprotocols.
