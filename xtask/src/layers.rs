@@ -57,7 +57,8 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("identity", &["ids", "grpc", "net", "process", "settings", "gitlab"]),
     // Who calls the Kubernetes API endpoint, and as whom: without the endpoint itself.
     ("callers", &["ids", "process", "settings", "kas-config", "gitlab", "identity"]),
-    ("agent-config", &["ids", "proto", "grpc", "settings", "kas-config"]),
+    // Reads configurations, sends them to agents, and tells GitLab about them.
+    ("agent-config", &["ids", "proto", "process", "grpc", "settings", "kas-config", "gitlab"]),
     // What is recorded of each request.
     (
         "observe",

@@ -3,9 +3,14 @@
 //! One task checks the files of the agents that have a stream open. A stream is a body with a slot for the
 //! next message and needs no task. Only the newest configuration waits in the slot: an agent that reads
 //! slowly skips older ones.
+//!
+//! `report` tells GitLab the same configurations, so that it knows who may use the agents.
 
 pub mod parse;
+mod report;
 mod source;
+#[cfg(test)]
+mod tests;
 
 use std::{
     collections::HashMap,
@@ -16,26 +21,31 @@ use std::{
 };
 
 use bytes::Bytes;
+use gitlab::AgentConfigurations;
 use grpc::{BoxError, Code, Status};
 use http::HeaderMap;
 use http_body::{Body, Frame};
-use ids::Agent;
+use ids::{Agent, AgentId};
 use parking_lot::{Mutex, MutexGuard};
 use proto::gitlab::agent::{agent_configuration::rpc::ConfigurationResponse, agentcfg::AgentConfiguration};
 use tokio::sync::Notify;
 
-use self::source::{Error, Fingerprint, Source};
+use self::{
+    report::{Found, Reports},
+    source::{Error, Fingerprint, Source},
+};
 
 /// How often files are checked: two checks and reading take less than a second. A check is one `stat` for
 /// each agent with an open stream, or one for the whole repository.
 const CHECK_INTERVAL: Duration = Duration::from_millis(300);
 
-/// Reads configurations and sends them to open streams.
+/// Reads configurations, sends them to open streams and reports them to GitLab.
 #[derive(Debug)]
 pub struct AgentConfigs {
     source: Arc<Source>,
     watched: Mutex<HashMap<Arc<str>, Watched>>,
     look: Notify,
+    reports: Option<Reports>,
 }
 
 #[derive(Debug, Default)]
@@ -51,6 +61,8 @@ enum Current {
     Good {
         commit: String,
         configuration: Box<AgentConfiguration>,
+        /// The keys of the file as JSON, if they are reported.
+        json: Option<Arc<str>>,
         /// Where a missing file was expected.
         absent: Option<String>,
     },
@@ -58,6 +70,13 @@ enum Current {
 }
 
 impl Current {
+    fn commit(&self) -> Option<&str> {
+        match self {
+            Self::Good { commit, .. } => Some(commit),
+            Self::Bad(_) => None,
+        }
+    }
+
     fn absent(&self) -> Option<&str> {
         match self {
             Self::Good { absent, .. } => absent.as_deref(),
@@ -67,12 +86,17 @@ impl Current {
 }
 
 impl AgentConfigs {
-    /// Returns a reader of the source that the configuration of kas names.
-    pub fn new(config: &kas_config::ConfigurationSource) -> Arc<Self> {
+    /// Returns a reader of the source that the configuration of kas names. `gitlab` is told about
+    /// configurations.
+    pub fn new(
+        config: &kas_config::ConfigurationSource,
+        gitlab: Option<Arc<dyn AgentConfigurations>>,
+    ) -> Arc<Self> {
         Arc::new(Self {
             source: Arc::new(Source::new(config)),
             watched: Mutex::default(),
             look: Notify::new(),
+            reports: gitlab.map(Reports::new),
         })
     }
 
@@ -92,7 +116,12 @@ impl AgentConfigs {
         let mut watched = self.watched();
         let entry = watched.entry(Arc::clone(&agent.name)).or_default();
         match &entry.current {
-            Some(current) => stream.show(current),
+            Some(current) => {
+                stream.show(current);
+                if let (Some(reports), Current::Good { .. }) = (&self.reports, current) {
+                    reports.known(agent.id, &agent.name);
+                }
+            }
             None => self.look.notify_one(),
         }
         entry.streams.push(Arc::downgrade(&stream));
@@ -104,11 +133,34 @@ impl AgentConfigs {
         self.look.notify_one();
     }
 
-    /// Checks files until it is dropped.
+    /// Checks files and reports to GitLab until it is dropped.
     pub async fn run(self: Arc<Self>) {
         if matches!(*self.source, Source::None) {
             return;
         }
+        match &self.reports {
+            None => self.check_files().await,
+            Some(reports) => {
+                tokio::join!(self.check_files(), reports.run(|agent, name| self.to_report(agent, name)));
+            }
+        }
+    }
+
+    /// Returns what GitLab must know of an agent.
+    fn to_report(&self, agent: AgentId, name: &str) -> Found {
+        let watched = self.watched();
+        let Some(entry) = watched.get(name) else { return Found::Gone };
+        if !entry.streams.iter().filter_map(Weak::upgrade).any(|stream| stream.agent.id == agent) {
+            return Found::Gone;
+        }
+        match &entry.current {
+            Some(Current::Good { json: Some(json), .. }) => Found::Good(Arc::clone(json)),
+            // GitLab keeps the last good one.
+            _ => Found::Bad,
+        }
+    }
+
+    async fn check_files(&self) {
         loop {
             tokio::select! {
                 () = tokio::time::sleep(CHECK_INTERVAL) => {}
@@ -125,8 +177,9 @@ impl AgentConfigs {
             if names.is_empty() {
                 continue;
             }
-            let source = Arc::clone(&self.source);
-            let Ok(changes) = tokio::task::spawn_blocking(move || look(&source, names)).await else {
+            let (source, reported) = (Arc::clone(&self.source), self.reports.is_some());
+            let Ok(changes) = tokio::task::spawn_blocking(move || look(&source, names, reported)).await
+            else {
                 tracing::error!("checking agent configurations panicked");
                 continue;
             };
@@ -160,8 +213,13 @@ impl AgentConfigs {
                         "agent has no configuration file: it gets the defaults"
                     );
                 }
+                let before = entry.current.as_ref().and_then(Current::commit);
+                let is_new = current.commit().is_some_and(|commit| before != Some(commit));
                 for stream in entry.streams.iter().filter_map(Weak::upgrade) {
                     stream.show(&current);
+                    if let Some(reports) = self.reports.as_ref().filter(|_| is_new) {
+                        reports.changed(stream.agent.id, name);
+                    }
                 }
                 entry.current = Some(current);
             }
@@ -178,8 +236,8 @@ impl AgentConfigs {
 
 type Change = (Arc<str>, Fingerprint, Result<Current, String>);
 
-/// Reads the files that have changed. Blocks.
-fn look(source: &Source, names: Vec<(Arc<str>, Option<Fingerprint>)>) -> Vec<Change> {
+/// Reads the files that have changed. `reported`: with their keys as JSON. Blocks.
+fn look(source: &Source, names: Vec<(Arc<str>, Option<Fingerprint>)>, reported: bool) -> Vec<Change> {
     let shared = source.is_repository().then(|| source.fingerprint(""));
     let mut changes = Vec::new();
     for (name, before) in names {
@@ -196,6 +254,7 @@ fn look(source: &Source, names: Vec<(Arc<str>, Option<Fingerprint>)>) -> Vec<Cha
                     Ok(Current::Good {
                         commit: file.commit,
                         configuration: Box::new(parsed.configuration),
+                        json: reported.then(|| serde_json::Value::Object(parsed.keys).to_string().into()),
                         absent: file.absent,
                     })
                 }

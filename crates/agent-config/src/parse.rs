@@ -10,6 +10,7 @@ use proto::gitlab::agent::agentcfg::{
     ManifestProjectCf, ObservabilityCf, PathCf, git_ref_cf::Ref, manifest_project_cf::PruneOneof,
 };
 
+use serde_json::{Map, Value};
 use settings::{
     Kind, Problems, Warning,
     walk::{self, Section, Unknown},
@@ -23,6 +24,8 @@ mod agentcfg_v16;
 pub struct Parsed {
     /// The parsed configuration; the caller sets `agent_id` and `project_id`, which are 0.
     pub configuration: AgentConfiguration,
+    /// The keys of the file, for GitLab.
+    pub keys: Map<String, Value>,
     /// Warnings for the author.
     pub warnings: Vec<Warning>,
 }
@@ -64,8 +67,26 @@ pub fn parse(file: &[u8]) -> Result<Parsed, ParseError> {
     }
     match Problems::new(rules) {
         Some(problems) => Err(ParseError::Rules(problems)),
-        None => Ok(Parsed { configuration, warnings: report.warnings }),
+        None => Ok(Parsed { configuration, keys: keys(root), warnings: report.warnings }),
     }
+}
+
+/// Returns the keys of a file that have a value, as GitLab's kas reports them.
+fn keys(root: Value) -> Map<String, Value> {
+    fn drop_null(value: &mut Value) {
+        match value {
+            Value::Object(map) => {
+                map.retain(|_, value| !value.is_null());
+                map.values_mut().for_each(drop_null);
+            }
+            Value::Array(list) => list.iter_mut().for_each(drop_null),
+            _ => {}
+        }
+    }
+    let Value::Object(mut keys) = root else { return Map::new() };
+    keys.retain(|_, value| !value.is_null());
+    keys.values_mut().for_each(drop_null);
+    keys
 }
 
 fn read(root: &mut Section<'_, '_>) -> AgentConfiguration {
@@ -292,13 +313,24 @@ cilium:
             let parsed = parse(file.as_bytes()).unwrap();
             assert_eq!(
                 parsed,
-                Parsed { configuration: AgentConfiguration::default(), warnings: vec![] },
+                Parsed { configuration: AgentConfiguration::default(), keys: Map::new(), warnings: vec![] },
                 "{file:?}"
             );
         }
         let present = parse(b"gitops: {}\nobservability: {}").unwrap().configuration;
         assert_eq!(present.gitops, Some(GitopsCf::default()));
         assert_eq!(present.observability, Some(ObservabilityCf::default()));
+    }
+
+    #[test]
+    fn gitlab_gets_the_keys_of_the_file_without_empty_ones() {
+        let file = "user_access: {access_as: {user: {}}, projects: [{id: a/b}], groups: }\nci_access:\n\
+                    gitops: {manifest_projects: [{id: a, prune: false, prune_timeout: 10s}]}";
+        let expected = serde_json::json!({
+            "user_access": { "access_as": { "user": {} }, "projects": [{ "id": "a/b" }] },
+            "gitops": { "manifest_projects": [{ "id": "a", "prune": false, "prune_timeout": "10s" }] },
+        });
+        assert_eq!(Value::Object(parse(file.as_bytes()).unwrap().keys), expected);
     }
 
     #[test]

@@ -2,15 +2,15 @@
 
 use std::{fmt, sync::Arc, time::Duration};
 
-use gitlab::JobAgents;
+use gitlab::{JobAgents, ProxyUsers};
 use identity::IfAbsent;
 use ids::{InvalidIdentity, check_identity_name};
 use kas_config::KubernetesApi;
 use tokio::time::Instant;
 
 use crate::{
-    Access, AuthError, Caller, Callers, Changes, CiJobs, Credential, FileUsers, Grant, KnownAgent, Mode,
-    OpenUsersError, Reach, RunAs, Source, Sources,
+    Access, AuthError, Caller, Callers, Changes, CiJobs, Credential, FileUsers, GitLabUsers, Grant,
+    KnownAgent, Mode, OpenUsersError, Reach, RunAs, Source, Sources,
 };
 
 /// How soon an open request is checked again whose source could not be asked.
@@ -86,14 +86,14 @@ impl fmt::Debug for Authorizer {
 }
 
 impl Authorizer {
-    /// Returns an authorizer with the sources of a configuration: its users file, and GitLab if that is
-    /// given.
+    /// Returns an authorizer with the sources of a configuration: its users file, and the CI jobs and users
+    /// of GitLab if that is given.
     ///
     /// # Errors
     /// [`OpenUsersError`] if the users file cannot be used.
-    pub async fn open(
+    pub async fn open<G: JobAgents + ProxyUsers>(
         config: &KubernetesApi,
-        gitlab: Option<Arc<dyn JobAgents>>,
+        gitlab: Option<Arc<G>>,
     ) -> Result<Self, OpenUsersError> {
         let changes = Changes::default();
         let mut sources: Vec<Box<dyn Source>> = Vec::new();
@@ -103,7 +103,9 @@ impl Authorizer {
         }
         if let Some(gitlab) = gitlab {
             let (ttl, refusal_ttl) = (config.allowed_agent_cache_ttl, config.allowed_agent_cache_error_ttl);
-            sources.push(Box::new(CiJobs::new(gitlab, ttl, refusal_ttl)));
+            sources.push(Box::new(CiJobs::new(Arc::clone(&gitlab) as _, ttl, refusal_ttl)));
+            sources.push(Box::new(GitLabUsers::by_token(Arc::clone(&gitlab) as _, ttl, refusal_ttl)));
+            sources.push(Box::new(GitLabUsers::by_session(gitlab, ttl, refusal_ttl)));
         }
         Ok(Self::new(Arc::new(Sources::new(sources, changes)), Access::new(&config.access)))
     }

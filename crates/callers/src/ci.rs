@@ -70,6 +70,7 @@ impl CiJobs {
             uid: None,
             groups: Arc::new([]),
             extra: Arc::new([]),
+            gitlab_user: Some(job.value.user).filter(|id| *id > 0),
             grant: Grant::Decided(run_as),
             recheck_at: Some(recheck_at),
             // A lookup needs the token itself.

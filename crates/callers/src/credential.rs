@@ -11,8 +11,12 @@ use http::{HeaderMap, HeaderName, HeaderValue, header};
 use ids::AgentId;
 use secrecy::{ExposeSecret as _, SecretString, zeroize::Zeroizing};
 
-/// The longest token, in bytes. ID tokens of GitLab have up to 12 kB.
-const LONGEST: usize = 16 * 1024;
+use crate::{
+    SourceKind,
+    credential_error::{CredentialError, LONGEST, number},
+    session::{QueryParameters, Session, take_session},
+};
+
 /// The beginning of the WebSocket subprotocol that contains a token, as the API server defines it.
 const SUBPROTOCOL: &str = "base64url.bearer.authorization.k8s.io.";
 /// The beginning of tokens of `users.file`.
@@ -34,6 +38,8 @@ const BASE64: GeneralPurpose = GeneralPurpose::new(
 pub enum Credential {
     /// A token, from `Authorization: Bearer` or from a WebSocket subprotocol.
     Bearer(Bearer),
+    /// A session of GitLab in a browser, from the cookie `_gitlab_kas`.
+    Session(Session),
 }
 
 impl Credential {
@@ -41,6 +47,22 @@ impl Credential {
     pub fn agent(&self) -> Option<AgentId> {
         match self {
             Self::Bearer(bearer) => bearer.agent(),
+            Self::Session(session) => session.agent(),
+        }
+    }
+
+    /// Returns the source that it belongs to by its form, whether kas has that source or not; `None`: no
+    /// source has such credentials.
+    pub fn source(&self) -> Option<SourceKind> {
+        match self {
+            Self::Session(_) => Some(SourceKind::Cookie),
+            Self::Bearer(bearer) => match bearer.form() {
+                Form::Ci(_) => Some(SourceKind::Ci),
+                Form::Pat(_) => Some(SourceKind::Pat),
+                Form::User => Some(SourceKind::File),
+                Form::Jwt => Some(SourceKind::Oidc),
+                Form::Other => None,
+            },
         }
     }
 
@@ -48,6 +70,7 @@ impl Credential {
     pub fn bearer(&self) -> Option<&Bearer> {
         match self {
             Self::Bearer(bearer) => Some(bearer),
+            Self::Session(_) => None,
         }
     }
 }
@@ -145,55 +168,23 @@ fn form(token: &str) -> Result<Form, CredentialError> {
 /// Parses `<agent>:<secret>` and returns the agent. Its number has no sign and no leading zero.
 fn agent(text: &str) -> Result<AgentId, CredentialError> {
     let (id, secret) = text.split_once(':').ok_or(CredentialError::Malformed)?;
-    if id.starts_with('0') || secret.is_empty() {
-        return Err(CredentialError::Malformed);
-    }
-    id.parse().map_err(|_| CredentialError::Malformed)
-}
-
-/// Why a request has no usable credential. No text contains a part of it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-pub enum CredentialError {
-    /// There are several headers `Authorization`: status 401.
-    #[error("expected one Authorization header")]
-    Several,
-    /// `Authorization` is not of the scheme `Bearer`: status 401.
-    #[error("expected an Authorization header with a Bearer token")]
-    Scheme,
-    /// The token is not valid: status 401.
-    #[error("the token is malformed")]
-    Malformed,
-    /// The token has more than 16,384 bytes: status 401.
-    #[error("the token is too long")]
-    TooLong,
-    /// A token is in a WebSocket subprotocol and in `Authorization`, or in two subprotocols: status 400.
-    #[error("expected one bearer token, either in Authorization or in one WebSocket subprotocol")]
-    Twice,
-    /// There is no other WebSocket subprotocol than the one with the token: status 400.
-    #[error("expected a WebSocket subprotocol beside the one with the bearer token")]
-    Alone,
-}
-
-impl CredentialError {
-    /// Whether the status is 400; otherwise it is 401.
-    pub fn is_bad_request(self) -> bool {
-        match self {
-            Self::Several | Self::Scheme | Self::Malformed | Self::TooLong => false,
-            Self::Twice | Self::Alone => true,
-        }
-    }
+    number(id).filter(|_| !secret.is_empty()).ok_or(CredentialError::Malformed)
 }
 
 /// Takes the credential out of the headers of a request, which contain none afterwards: removes
-/// `Authorization`, and the subprotocol with a token from `Sec-WebSocket-Protocol`. `is_websocket` says
-/// whether the request is the handshake of a WebSocket; in other requests a subprotocol is not a credential.
+/// `Authorization`, the subprotocol with a token from `Sec-WebSocket-Protocol`, and the cookies. A request
+/// with a token is never judged by its cookie. `parameters` are those of a session in the query, see
+/// [`take_query_parameters`](crate::take_query_parameters). `is_websocket` says whether the request is the
+/// handshake of a WebSocket; in other requests a subprotocol is not a credential.
 ///
 /// # Errors
 /// [`CredentialError`] if the request must be refused. `Ok(None)`: there is no credential.
 pub fn take_credential(
     headers: &mut HeaderMap,
+    parameters: QueryParameters,
     is_websocket: bool,
 ) -> Result<Option<Credential>, CredentialError> {
+    let session = take_session(headers, parameters);
     let subprotocol = take_subprotocol(headers);
     let authorization = match headers.entry(header::AUTHORIZATION) {
         header::Entry::Vacant(_) => None,
@@ -218,7 +209,7 @@ pub fn take_credential(
             let token = Zeroizing::new(bytes);
             Bearer::parse(std::str::from_utf8(&token).map_err(|_| CredentialError::Malformed)?)?
         }
-        (None, _) => return Ok(None),
+        (None, _) => return Ok(session?.map(Credential::Session)),
     };
     Ok(Some(Credential::Bearer(bearer)))
 }
@@ -282,7 +273,7 @@ mod tests {
         is_websocket: bool,
     ) -> (Result<Option<(Form, String)>, CredentialError>, HeaderMap) {
         let mut headers = headers(list);
-        let taken = take_credential(&mut headers, is_websocket);
+        let taken = take_credential(&mut headers, QueryParameters::default(), is_websocket);
         let shown = |credential: Credential| {
             let bearer = credential.bearer().unwrap();
             (bearer.form(), bearer.secret().to_owned())
@@ -423,6 +414,22 @@ mod tests {
             let (found, _) = taken(&[("sec-websocket-protocol", &value)], true);
             assert_eq!(found, Err(CredentialError::Malformed), "{bad:?}");
         }
+    }
+
+    #[test]
+    fn a_token_takes_precedence_and_a_cookie_is_never_a_second_try() {
+        let with = |authorization: &str| {
+            let list = [("authorization", authorization), ("cookie", "_gitlab_kas=x"), ("x-csrf-token", "a")];
+            let list = list.into_iter().filter(|(_, value)| !value.is_empty()).collect::<Vec<_>>();
+            let mut headers = headers(&list);
+            let taken = take_credential(&mut headers, QueryParameters::default(), false);
+            assert!(headers.is_empty());
+            taken.map(|credential| credential.and_then(|credential| credential.source()))
+        };
+        assert_eq!(with("Bearer ci:7:x"), Ok(Some(SourceKind::Ci)));
+        assert_eq!(with("Bearer x"), Ok(None));
+        assert_eq!(with("Basic a"), Err(CredentialError::Scheme));
+        assert_eq!(with(""), Ok(Some(SourceKind::Cookie)));
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! Who calls the Kubernetes API endpoint, and with which rights a request runs. Contains no HTTP server.
 //!
-//! 1. [`take_credential`] takes the credential of a request out of its headers.
+//! 1. [`take_query_parameters`] and [`take_credential`] take the credential of a request out of its query and
+//!    its headers.
 //! 2. [`Callers::authenticate`] finds out who presents it. [`Sources`] asks the one [`Source`] that the form
 //!    of the credential belongs to; a second one is never tried.
 //! 3. [`Authorizer::authorize`] does 2 and then decides as whom the request runs: by the rules of
@@ -13,7 +14,10 @@ mod authorizer;
 mod cache;
 mod ci;
 mod credential;
+mod credential_error;
+mod gitlab_users;
 mod run_as;
+mod session;
 mod source;
 mod users;
 
@@ -28,8 +32,11 @@ pub use self::{
     agent::KnownAgent,
     authorizer::{Authorized, Authorizer, Refusal, Refused},
     ci::CiJobs,
-    credential::{Bearer, Credential, CredentialError, Form, take_credential},
+    credential::{Bearer, Credential, Form, take_credential},
+    credential_error::CredentialError,
+    gitlab_users::GitLabUsers,
     run_as::{Mode, RunAs},
+    session::{QueryParameters, Session, take_query_parameters},
     source::{Changes, Reach, Source, Sources},
     users::{FileUsers, OpenUsersError, UserList},
 };
@@ -90,6 +97,9 @@ pub struct Caller {
     pub groups: Arc<[String]>,
     /// What impersonation tells the API server in addition, except the agent.
     pub extra: Arc<[(String, Vec<String>)]>,
+    /// The id of the user of GitLab that it is, or that started the CI job; `None`: it is none of GitLab, or
+    /// not known.
+    pub gitlab_user: Option<i64>,
     /// Who decides what it may do.
     pub grant: Grant,
     /// When an open request has to be checked again although [`Callers::changes`] did not wake; `None`:

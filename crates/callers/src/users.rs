@@ -263,6 +263,7 @@ impl User {
             uid: self.uid.clone(),
             groups: Arc::clone(&self.groups),
             extra: Arc::clone(&self.extra),
+            gitlab_user: None,
             grant: Grant::Rules,
             recheck_at: None,
             hold: Hold::new(Arc::new(token)),

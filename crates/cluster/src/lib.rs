@@ -21,5 +21,6 @@ pub use memory::InMemoryTracker;
 pub use replica::{Replica, ReplicaHealth, ReplicaState, UnknownState};
 pub use tracker::Tracker;
 pub use view::{
-    Abandoned, AgentView, ClusterView, Load, PeerReport, ReplicaEvent, ReplicaStatus, Replicas, TrackerStatus,
+    Abandoned, AgentView, ClusterView, Load, PeerReport, RefusedCaller, ReplicaEvent, ReplicaStatus,
+    Replicas, TrackerStatus,
 };

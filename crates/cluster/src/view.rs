@@ -169,6 +169,25 @@ pub struct PeerReport {
     pub waiting: u32,
     /// What it knows of the agent on the other replicas.
     pub views: Vec<AgentView>,
+    /// The last requests to the agent that its Kubernetes API endpoint refused, the newest first.
+    pub refused_callers: Vec<RefusedCaller>,
+}
+
+/// A request that the Kubernetes API endpoint of a replica refused.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RefusedCaller {
+    /// The source that its credential belongs to.
+    pub source: String,
+    /// The name of the caller; empty: not known.
+    pub caller: String,
+    /// Which rule refused it.
+    pub rule: String,
+    /// Why, for a person.
+    pub why: String,
+    /// The id of the request.
+    pub request: String,
+    /// How long ago.
+    pub age: Duration,
 }
 
 impl PeerReport {

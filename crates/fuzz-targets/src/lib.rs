@@ -49,6 +49,23 @@ fn first(bytes: &[u8]) -> (u8, &[u8]) {
     bytes.split_first().map_or((0, bytes), |(first, rest)| (*first, rest))
 }
 
+/// The session of a browser: `bytes` is the value of its cookie, and a query. Nothing of it is left.
+fn session(bytes: &[u8]) {
+    let text = String::from_utf8_lossy(bytes);
+    let target = format!("/?{text}&gitlab-csrf-token={text}");
+    let (left, parameters) = callers::take_query_parameters(&target);
+    assert!(!left.contains("&gitlab-csrf-token="), "a parameter is left");
+    let mut headers = http::HeaderMap::new();
+    if let Ok(cookie) = http::HeaderValue::from_bytes(&[b"_gitlab_kas=", bytes].concat()) {
+        headers.insert("cookie", cookie);
+    }
+    let taken = callers::take_credential(&mut headers, parameters, false);
+    assert!(headers.is_empty(), "a cookie is left");
+    if let Ok(Some(callers::Credential::Session(session))) = taken {
+        assert!(!session.cookie().is_empty() && !session.csrf_token().is_empty());
+    }
+}
+
 /// Credentials of requests for a cluster: `bytes` is `Authorization`, a WebSocket subprotocol, the token of
 /// one, and a selector of agents. No panic, no token is left in the headers, and what is accepted is valid.
 pub fn credentials(bytes: &[u8]) {
@@ -56,7 +73,8 @@ pub fn credentials(bytes: &[u8]) {
     let taken = |name: &'static str, value: &[u8]| {
         let mut headers = http::HeaderMap::new();
         headers.append(name, http::HeaderValue::from_bytes(value).ok()?);
-        let taken = callers::take_credential(&mut headers, true);
+        let parameters = callers::QueryParameters::default();
+        let taken = callers::take_credential(&mut headers, parameters, true);
         let is_left = |value: &http::HeaderValue| {
             let protocols = value.as_bytes().split(|byte| *byte == b',').map(<[u8]>::trim_ascii);
             protocols.into_iter().any(|protocol| protocol.starts_with(SUBPROTOCOL.as_bytes()))
@@ -71,6 +89,7 @@ pub fn credentials(bytes: &[u8]) {
         taken("sec-websocket-protocol", bytes),
         taken("sec-websocket-protocol", &token),
     ];
+    session(bytes);
     for bearer in all.iter().flatten().filter_map(callers::Credential::bearer) {
         assert!(!bearer.secret().is_empty() && bearer.secret().bytes().all(|byte| byte.is_ascii_graphic()));
         assert_eq!(

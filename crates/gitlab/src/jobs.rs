@@ -36,7 +36,9 @@ pub struct Job {
     pub project: i64,
     /// The ids of the groups above the project. 14.1 does not report them.
     pub groups: Vec<i64>,
-    /// The name of the user that started the job.
+    /// The id of the user that started the job; 0 if GitLab does not report it.
+    pub user: i64,
+    /// The name of that user.
     pub username: String,
     /// The environment of the job, if it has one. 14.1 does not report it.
     pub environment: Option<Environment>,
@@ -119,6 +121,7 @@ struct ProjectAnswer {
 #[derive(Default, Deserialize)]
 #[serde(default)]
 struct UserAnswer {
+    id: i64,
     username: String,
 }
 
@@ -140,7 +143,7 @@ struct AgentAnswer {
 #[derive(Default, Deserialize)]
 #[serde(default)]
 struct ConfigurationAnswer {
-    access_as: Option<serde_json::Map<String, serde_json::Value>>,
+    access_as: Option<Object>,
 }
 
 #[derive(Default, Deserialize)]
@@ -169,6 +172,7 @@ fn job(body: &Bytes) -> Result<Job, Failure> {
         pipeline: answer.pipeline.id,
         project: answer.project.id,
         groups: answer.project.groups.into_iter().map(|group| group.id).collect(),
+        user: answer.user.id,
         username: answer.user.username,
         environment: answer.environment.map(|found| Environment { slug: found.slug, tier: found.tier }),
     })
@@ -182,12 +186,27 @@ fn allowed_agent(answer: AgentAnswer) -> Result<AllowedAgent, Failure> {
     })
 }
 
-/// Reads a union: an object with one key. What is not understood is unknown, and never agentk's identity.
-fn access_as(answer: Option<serde_json::Map<String, serde_json::Value>>) -> AccessAs {
+/// An object of JSON.
+pub(crate) type Object = serde_json::Map<String, serde_json::Value>;
+
+/// A union that has several members.
+#[derive(Debug)]
+pub(crate) struct SeveralMembers;
+
+/// Returns the member of a union: an object with one key. `None`: no member is set.
+pub(crate) fn member(union: Option<Object>) -> Result<Option<(String, serde_json::Value)>, SeveralMembers> {
     // A protobuf union may have a key with the value null for each member that is not set.
-    let members = answer.into_iter().flatten().filter(|(_, value)| !value.is_null()).collect::<Vec<_>>();
-    let [(name, value)] = &members[..] else {
-        return if members.is_empty() { AccessAs::Agent } else { AccessAs::Unknown };
+    let mut members = union.into_iter().flatten().filter(|(_, value)| !value.is_null());
+    let first = members.next();
+    if members.next().is_some() { Err(SeveralMembers) } else { Ok(first) }
+}
+
+/// Reads as whom a job runs. What is not understood is unknown, and never agentk's identity.
+fn access_as(answer: Option<Object>) -> AccessAs {
+    let (name, value) = match member(answer) {
+        Ok(Some(member)) => member,
+        Ok(None) => return AccessAs::Agent,
+        Err(SeveralMembers) => return AccessAs::Unknown,
     };
     match name.as_str() {
         "agent" => AccessAs::Agent,

@@ -1,25 +1,30 @@
 //! The client of GitLab's internal API.
 //!
 //! All callers share one [`Client`], which keeps connections alive. It does not cache answers; that is up to
-//! its users. `connect` dials, through a proxy if the environment names one. `lookup_rate` is the rate limit.
-//! `check` is the command `kas gitlab check`.
+//! its users. `jobs` and `proxy_user` ask about callers of the Kubernetes API endpoint, and `usage` reports
+//! how much they use it. `agent_configuration` tells GitLab how agents are configured. `connect` dials,
+//! through a proxy if the environment names one. `lookup_rate` is the rate limit. `check` is the command
+//! `kas gitlab check`.
 
+mod agent_configuration;
 pub mod check;
 mod connect;
 mod jobs;
 mod lookup;
 mod lookup_rate;
 mod metrics;
+mod proxy_user;
 #[cfg(test)]
 mod tests;
+pub mod usage;
 
 use std::{path::Path, sync::Arc, time::Duration};
 
 use arc_swap::ArcSwap;
 use async_trait::async_trait;
 use bytes::Bytes;
-use http::{HeaderMap, HeaderName, HeaderValue, Request, StatusCode, Uri, header};
-use http_body_util::{BodyExt as _, Empty, Limited};
+use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, StatusCode, Uri, header, response};
+use http_body_util::{BodyExt as _, Full, Limited};
 use hyper_util::{
     client::legacy,
     rt::{TokioExecutor, TokioTimer},
@@ -36,14 +41,16 @@ use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use settings::secret::ApiSecret;
 use tokio::time::Instant;
 
-use self::{
-    connect::Connector,
-    lookup_rate::{Busy, LookupRateLimiter},
-};
 pub use self::{
+    agent_configuration::AgentConfigurations,
     jobs::{AccessAs, AllowedAgent, Environment, Job, JobAgents},
     lookup::{AgentInfo, LookupError, LookupPriority, Urgency},
     metrics::{LookupMetrics, LookupOutcome},
+    proxy_user::{AccessKey, ProxyUser, ProxyUsers, RolesIn, UserAccess},
+};
+use self::{
+    connect::Connector,
+    lookup_rate::{Busy, LookupRateLimiter},
 };
 
 /// The path of 14.1, which later versions support too.
@@ -122,7 +129,9 @@ pub enum Failure {
     Unsigned(#[source] jsonwebtoken::errors::Error),
 }
 
-type Http = legacy::Client<Connector, Empty<Bytes>>;
+type Http = legacy::Client<Connector, Full<Bytes>>;
+/// The head of an answer, and its body if that is complete and not too large.
+type Answered = (response::Parts, Result<Bytes, grpc::BoxError>);
 
 /// A client of GitLab's internal API.
 pub struct Client {
@@ -282,32 +291,55 @@ impl Client {
 
     /// Returns the JSON of an answer with status 200.
     async fn get(&self, uri: Uri, headers: HeaderMap) -> Result<Bytes, LookupError> {
-        let mut request = Request::new(Empty::new());
+        let mut request = Request::new(Full::default());
         *request.uri_mut() = uri;
         *request.headers_mut() = headers;
+        let (head, body) = self.send(request).await?;
+        match head.status {
+            StatusCode::OK => Ok(json_body(&head.headers, body)?),
+            StatusCode::UNAUTHORIZED => Err(LookupError::Unknown),
+            StatusCode::FORBIDDEN => Err(LookupError::Forbidden),
+            other => Err(Failure::Status(other).into()),
+        }
+    }
+
+    /// Sends JSON in the name of kas itself.
+    async fn post(&self, path: &str, json: impl Into<Bytes>) -> Result<Answered, LookupError> {
+        self.wait_for_rate(Urgency::UNKNOWN_SOURCE).await?;
+        let mut request = Request::new(Full::new(json.into()));
+        *request.method_mut() = Method::POST;
+        *request.uri_mut() = self.endpoint(path);
+        let headers = request.headers_mut();
+        headers.insert(SIGNATURE, secret(self.signature()?.as_bytes())?);
+        headers.insert(header::CONTENT_TYPE, HeaderValue::from_static(JSON));
+        self.common_headers(headers, request_id());
+        let sent = tokio::time::timeout(self.timeout, self.send(request)).await;
+        Ok(sent.unwrap_or(Err(Failure::Timeout(self.timeout)))?)
+    }
+
+    /// Sends JSON to which GitLab answers with a status only.
+    async fn report(&self, path: &str, json: impl Into<Bytes>) -> Result<(), LookupError> {
+        let (head, _) = self.post(path, json).await?;
+        match head.status {
+            StatusCode::OK | StatusCode::NO_CONTENT => Ok(()),
+            other => Err(Failure::Status(other).into()),
+        }
+    }
+
+    /// Sends a request and reads its answer, whatever its status is.
+    async fn send(&self, request: Request<Full<Bytes>>) -> Result<Answered, Failure> {
         // Redirects are not followed, so no other host gets these credentials.
         let answer = self.http.load().request(request).await.map_err(Failure::Unreachable)?;
         let (head, body) = answer.into_parts();
         let body = Limited::new(body, LARGEST_ANSWER).collect().await.map(|body| body.to_bytes());
-        match head.status {
-            StatusCode::OK => {}
-            StatusCode::UNAUTHORIZED
-                if body.is_ok_and(|body| {
-                    body.windows(SIGNATURE_REFUSED.len()).any(|window| window == SIGNATURE_REFUSED)
-                }) =>
-            {
-                // The token was not checked. If this counted as invalid, a rotated secret or a wrong clock
-                // would disconnect every agent.
-                return Err(Failure::Signature.into());
-            }
-            StatusCode::UNAUTHORIZED => return Err(LookupError::Unknown),
-            StatusCode::FORBIDDEN => return Err(LookupError::Forbidden),
-            other => return Err(Failure::Status(other).into()),
+        let is_refused =
+            |body: &Bytes| body.windows(SIGNATURE_REFUSED.len()).any(|window| window == SIGNATURE_REFUSED);
+        if head.status == StatusCode::UNAUTHORIZED && body.as_ref().is_ok_and(is_refused) {
+            // The token was not checked. If this counted as invalid, a rotated secret or a wrong clock would
+            // disconnect every agent.
+            return Err(Failure::Signature);
         }
-        if !is_json(&head.headers) {
-            return Err(Failure::ContentType.into());
-        }
-        Ok(body.map_err(Failure::Body)?)
+        Ok((head, body))
     }
 
     async fn ask(&self, token: &[u8], id: HeaderValue) -> Result<Agent, LookupError> {
@@ -454,6 +486,7 @@ fn project(body: &[u8]) -> Result<Project, Failure> {
 /// If the result is invalid.
 pub fn fuzz(bytes: &[u8]) {
     jobs::fuzz(bytes);
+    proxy_user::fuzz(bytes);
     if let Ok(project) = project(bytes) {
         assert!(project.id > 0);
     }
@@ -463,6 +496,14 @@ pub fn fuzz(bytes: &[u8]) {
             !agent.name.is_empty() && !agent.name.contains(['/', '\\', '\0']) && !agent.name.starts_with('.')
         );
     }
+}
+
+/// Returns the body of an answer that must be JSON.
+fn json_body(headers: &HeaderMap, body: Result<Bytes, grpc::BoxError>) -> Result<Bytes, Failure> {
+    if !is_json(headers) {
+        return Err(Failure::ContentType);
+    }
+    body.map_err(Failure::Body)
 }
 
 fn is_json(headers: &HeaderMap) -> bool {

@@ -1,5 +1,9 @@
 use prometheus_client::registry::Registry;
-use testkit::gitlab::{AGENT_INFO as V14, AGENT_INFO_TODAY as TODAY, GitLab, NAME, Release, Reply, Seen};
+use serde_json::json;
+use testkit::gitlab::{
+    AGENT_CONFIGURATION, AGENT_INFO as V14, AGENT_INFO_TODAY as TODAY, AUTHORIZE_PROXY_USER, GitLab, NAME,
+    Release, Reply, Seen, USAGE_METRICS,
+};
 
 use super::*;
 
@@ -17,6 +21,7 @@ impl Setup {
         gitlab.know(TOKEN, 5, "demo", 7);
         let config = kas_config::GitLab {
             address: gitlab.url().parse().unwrap(),
+            external_url: None,
             secret: gitlab.secret_file().to_owned(),
             ca_certificate: gitlab.ca_file().map(Into::into),
             refill_rate_per_second: 1000.0,
@@ -100,6 +105,117 @@ async fn a_project_is_asked_for_as_14_1_does_byte_by_byte() {
     // No character of a path ends the query or begins another key.
     client.project_info(TOKEN.as_bytes(), "a&b=c#d?e\"é").await.unwrap_err();
     assert!(s.gitlab.requests()[1].target.ends_with("?id=a%26b%3Dc%23d%3Fe%22%C3%A9"));
+}
+
+#[tokio::test]
+async fn a_user_is_asked_for_in_the_name_of_kas_and_with_its_credential_in_the_body_only() {
+    let s = Setup::new(GitLab::start().await.unwrap()).await;
+    let answer = json!({ "agent": { "id": 7, "config_project": { "id": 3 } }, "user": { "id": 5, "username": "jane" } });
+    s.gitlab.have_user("glpat-x", answer.clone());
+    s.gitlab.have_user("session", answer);
+    let client = s.client();
+    let agent = AgentId::new(7).unwrap();
+    let expected = ProxyUser {
+        agent,
+        config_project: 3,
+        user: 5,
+        username: "jane".to_owned(),
+        access: UserAccess::Agent,
+    };
+    let cookie = AccessKey::Session { cookie: "session", csrf_token: "c/s+r=f" };
+    for key in [AccessKey::PersonalAccessToken("glpat-x"), cookie] {
+        assert_eq!(client.authorize_proxy_user(agent, key).await.unwrap(), expected);
+    }
+    let all = s.gitlab.requests();
+    for seen in &all {
+        seen.check_signature(s.gitlab.secret()).unwrap();
+        assert_eq!((&*seen.method, &*seen.target), ("POST", AUTHORIZE_PROXY_USER));
+        assert_eq!(seen.header("authorization"), None);
+        assert!(
+            !["glpat-x", "session", "c/s"].iter().any(|secret| seen.head.contains(secret)),
+            "{}",
+            seen.head
+        );
+    }
+    assert_eq!(
+        all[0].json(),
+        json!({ "agent_id": 7, "access_type": "personal_access_token", "access_key": "glpat-x" })
+    );
+    assert_eq!(
+        all[1].json(),
+        json!({ "agent_id": 7, "access_type": "session_cookie", "access_key": "session", "csrf_token": "c/s+r=f" })
+    );
+}
+
+#[tokio::test]
+async fn every_refusal_of_a_user_is_the_same_and_a_failure_is_none() {
+    let s = Setup::new(GitLab::start().await.unwrap()).await;
+    let client = s.client();
+    let key = AccessKey::PersonalAccessToken("a");
+    let ask = async || client.authorize_proxy_user(AgentId::new(7).unwrap(), key).await.unwrap_err();
+    for status in ["400 Bad Request", "401 Unauthorized", "403 Forbidden", "404 Not Found"] {
+        s.gitlab.reply(Reply::status(status));
+        assert!(matches!(ask().await, LookupError::Unknown), "{status}");
+    }
+    for status in ["500 Internal Server Error", "302 Found", "204 No Content"] {
+        s.gitlab.reply(Reply::status(status));
+        assert!(matches!(ask().await, LookupError::Failed(Failure::Status(_))), "{status}");
+    }
+    let body = r#"{"message":"401 KAS JWT authentication invalid"}"#;
+    s.gitlab.reply(Reply::new("401 Unauthorized", "application/json", body));
+    assert!(matches!(ask().await, LookupError::Failed(Failure::Signature)));
+    s.gitlab.reply(Reply::new("200 OK", "text/html", "{}"));
+    assert!(matches!(ask().await, LookupError::Failed(Failure::ContentType)));
+}
+
+#[tokio::test]
+async fn configurations_of_agents_are_sent_as_they_are() {
+    let s = Setup::new(GitLab::start().await.unwrap()).await;
+    let client = s.client();
+    let send = async || client.configure_agent(AgentId::new(7).unwrap(), r#"{"ci_access":{}}"#).await;
+    send().await.unwrap();
+    let seen = s.only_request();
+    seen.check_signature(s.gitlab.secret()).unwrap();
+    assert_eq!(seen.target, AGENT_CONFIGURATION);
+    assert_eq!(seen.json(), json!({ "agent_id": 7, "agent_config": { "ci_access": {} } }));
+    for status in [400, 401, 404, 500] {
+        s.gitlab.reply(Reply::status(&format!("{status} X")));
+        let error = send().await.unwrap_err();
+        assert!(matches!(error, LookupError::Failed(Failure::Status(found)) if found == status), "{status}");
+    }
+}
+
+#[tokio::test]
+async fn usage_is_kept_until_gitlab_has_it() {
+    let s = Setup::new(GitLab::start().await.unwrap()).await;
+    let client = s.client();
+    let usage = usage::Usage::default();
+    usage.report_once(&client).await.unwrap();
+    usage.count_request(AgentId::new(7).unwrap(), Some((usage::Access::Pat, Some(5))));
+    s.gitlab.reply(Reply::status("500 X"));
+    usage.report_once(&client).await.unwrap_err();
+    usage.count_request(AgentId::new(7).unwrap(), None);
+    s.gitlab.reply(None);
+    for _ in 0..2 {
+        usage.report_once(&client).await.unwrap();
+    }
+    // Nothing is reported twice, and no report is empty.
+    let all = s.gitlab.requests();
+    assert_eq!(all.len(), 2);
+    let last = &all[1];
+    last.check_signature(s.gitlab.secret()).unwrap();
+    assert_eq!(last.target, USAGE_METRICS);
+    assert_eq!(
+        last.json(),
+        json!({
+            "k8s_api_proxy_request_count": 2,
+            "counters": { "k8s_api_proxy_request": 2, "k8s_api_proxy_requests_via_pat_access": 1 },
+            "unique_counters": {
+                "k8s_api_proxy_requests_unique_users_via_pat_access": [5],
+                "k8s_api_proxy_requests_unique_agents_via_pat_access": [7],
+            },
+        })
+    );
 }
 
 #[tokio::test]
@@ -348,6 +464,7 @@ async fn the_agents_of_a_job_are_asked_for_as_14_1_does_byte_by_byte() {
         pipeline: 2,
         project: 3,
         groups: Vec::new(),
+        user: 4,
         username: "jane".to_owned(),
         environment: None,
     };

@@ -65,7 +65,7 @@ const IN_14_1: &[(&str, &str)] = &[
     ("observability.sentry", "works"),
     ("observability.tracing", ""),
     ("observability.tracing.connection_string", "works: OpenTracing through LabKit"),
-    ("observability.usage_reporting_period", "works"),
+    ("observability.usage_reporting_period", ""),
     ("private_api", "needed for any request to an agent"),
     ("private_api.listen", ""),
     ("private_api.listen.address", "no default: a port that the system chooses"),

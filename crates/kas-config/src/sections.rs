@@ -15,6 +15,7 @@ pub(crate) mod kubernetes_api;
 pub(crate) mod limits;
 pub(crate) mod listen;
 pub(crate) mod observability;
+mod origin;
 pub(crate) mod private_api;
 pub(crate) mod redis;
 pub(crate) mod tracker;
@@ -79,7 +80,7 @@ pub(super) fn read(root: &mut Section<'_, '_>, env: &Environment) -> Config {
     let (agent, info_cache, entries) = agent::read(root, by_gitlab, kind.not_redis(), state_dir.as_deref());
     let (mut listen, secret_files, says_issuers) = api::read(root);
     let tracker = tracker::read(root, env, kind, entries);
-    let observability = observability::read(root, env);
+    let observability = observability::read(root, env, by_gitlab);
     let limits = limits::read(root);
     let drain = drain::read(root);
     let gitlab = gitlab::read(root, by_gitlab, info_cache);

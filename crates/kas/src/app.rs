@@ -444,7 +444,8 @@ impl Kas {
                 phase: lifecycle.watch(),
             });
         }
-        let configs = AgentConfigs::new(&config.agent.configuration);
+        let reported = gitlab.clone().map(|gitlab| gitlab as Arc<dyn gitlab::AgentConfigurations>);
+        let configs = AgentConfigs::new(&config.agent.configuration, reported);
         let audit = match &config.observability.audit {
             None => None,
             Some(audit) => {
@@ -506,7 +507,7 @@ impl Kas {
         if let (Some(mesh), Some(listener), Some(private_api)) =
             (mesh, private_listener, config.tracker.private_api())
         {
-            let services = Arc::clone(&mesh.backend).services(Arc::clone(&tunnels));
+            let services = Arc::clone(&mesh.backend).services(Arc::clone(&tunnels), Arc::clone(&refusals));
             let service = PrivateListener::new(
                 JwtVerifier::for_replicas(&secrets.private),
                 mesh.me.id.clone(),

@@ -112,16 +112,19 @@ Examples:
 The first line is a summary. The first table has the tunnels of the agent and the requests that wait for it, \
 for each replica. The second table has what each replica believes about the others, whether that is true, and \
 the reason. An agent that no replica holds is not an error: the exit code is 0, or 6 if a replica did not answer. \
-A replica of GitLab's kas cannot explain itself: what is known of it comes from Redis.
+A replica of GitLab's kas cannot explain itself: what is known of it comes from Redis. If requests for the agent \
+were refused at agent.kubernetes_api, the last table has the newest of them: the source of the credential, the \
+caller if it is known, the rule that refused it, and the id that the client was told.
 
 JSON is one document, and stable: fields may be added, but are not changed or removed.
   {\"agent_id\", \"held_by\":[\"name\"], \"held_by_gitlab\":[\"url\"], \"route\":[\"step\"],
    \"replicas\": [{\"name\", \"address\":{\"ip\",\"port\"}, \"idle_tunnels\", \"busy_tunnels\", \"waiting\",
                  \"beliefs\":[{\"name\",\"holds\",\"why\",\"gitlab\"}],
-                 \"abandoned\":{\"tunnels\",\"for_ms\"}, \"transports\"}],
+                 \"abandoned\":{\"tunnels\",\"for_ms\"}, \"transports\",
+                 \"refused_callers\":[{\"source\",\"caller\",\"rule\",\"why\",\"request_id\",\"age_ms\"}]}],
    \"unanswered\": [{\"address\":{\"ip\",\"port\"}, \"reason\"}]}
 abandoned: the busy tunnels that are occupied by requests whose callers have left, and how long ago the last of \
-them left; absent if there are none. transports: open connections of the agent; absent if there are none.";
+them left; absent if there are none. transports: open connections of the agent; absent if there are none. refused_callers: absent if there are none.";
 
 const PODS_HELP: &str = "\
 Examples:

@@ -21,6 +21,7 @@ use crate::{
 };
 
 const HOLDS: [&str; 5] = ["REPLICA", "ADDRESS", "IDLE", "BUSY", "WAITING"];
+const REFUSED: [&str; 6] = ["REPLICA", "AGO", "SOURCE", "CALLER", "WHY", "REQUEST"];
 const BELIEFS: [&str; 5] = ["REPLICA", "BELIEVES-OF", "HOLDS", "TRUE", "WHY"];
 
 /// Prints a summary, then its details.
@@ -187,6 +188,23 @@ fn shown(agent: ids::AgentId, answer: &ExplainAgentResponse) -> String {
         text.push('\n');
         text.push_str(&Table::new(BELIEFS).rows(&rows));
     }
+    let mut rows = vec![REFUSED.map(str::to_owned)];
+    for replica in &answer.replicas {
+        rows.extend(replica.refused_callers.iter().map(|refused| {
+            [
+                replica.name.clone(),
+                humane(Duration::from_millis(refused.age_ms)),
+                refused.source.clone(),
+                refused.caller.clone(),
+                format!("{}: {}", refused.rule, refused.why),
+                refused.request_id.clone(),
+            ]
+        }));
+    }
+    if rows.len() > 1 {
+        text.push_str("\nrefused by the Kubernetes API endpoint:\n");
+        text.push_str(&Table::new(REFUSED).rows(&rows));
+    }
     text
 }
 
@@ -217,6 +235,21 @@ struct ReplicaJson<'a> {
     /// Open connections of the agent; absent: none, or the replica does not report them.
     #[serde(skip_serializing_if = "Option::is_none")]
     transports: Option<u32>,
+    /// The last requests to the agent that the Kubernetes API endpoint refused, the newest first; absent:
+    /// none, or the replica does not report them.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    refused_callers: Vec<RefusedJson<'a>>,
+}
+
+#[derive(Serialize)]
+struct RefusedJson<'a> {
+    source: &'a str,
+    /// Empty: its credential was not accepted.
+    caller: &'a str,
+    rule: &'a str,
+    why: &'a str,
+    request_id: &'a str,
+    age_ms: u64,
 }
 
 #[derive(Serialize)]
@@ -257,6 +290,18 @@ impl<'a> WhyJson<'a> {
                 for_ms: replica.abandoned_for_ms,
             }),
             transports: (replica.transports > 0).then_some(replica.transports),
+            refused_callers: replica
+                .refused_callers
+                .iter()
+                .map(|refused| RefusedJson {
+                    source: &refused.source,
+                    caller: &refused.caller,
+                    rule: &refused.rule,
+                    why: &refused.why,
+                    request_id: &refused.request_id,
+                    age_ms: refused.age_ms,
+                })
+                .collect(),
         };
         let holders = answer.replicas.iter().filter(|replica| holds(replica));
         Self {
@@ -404,6 +449,36 @@ mod tests {
         });
         assert_eq!(some["abandoned"], serde_json::json!({ "tunnels": 2, "for_ms": 1500 }));
         assert_eq!(some["transports"], 1);
+    }
+
+    #[test]
+    fn refused_callers_are_shown_with_the_rule_and_the_request() {
+        let answer = |refused_callers| ExplainAgentResponse {
+            replicas: vec![AgentOnReplica { refused_callers, ..replica("a", 1, 0, 0) }],
+            ..Default::default()
+        };
+        let refused = agent_on_replica::RefusedCaller {
+            source: "ci".to_owned(),
+            caller: "gitlab:ci_job:5".to_owned(),
+            rule: "access".to_owned(),
+            why: "this caller may not use this agent\u{1b}".to_owned(),
+            request_id: "abc".to_owned(),
+            age_ms: 65_000,
+        };
+        let some = answer(vec![refused]);
+        let text = shown(agent(), &some);
+        assert!(
+            text.contains("access: this caller may not use this agent") && text.contains("1m5s"),
+            "{text}"
+        );
+        assert!(!text.contains('\u{1b}'), "{text}");
+        let document = serde_json::to_value(WhyJson::new(agent(), &some)).unwrap();
+        let json = &document["replicas"][0]["refused_callers"][0];
+        assert_eq!((&json["caller"], &json["request_id"]), (&"gitlab:ci_job:5".into(), &"abc".into()));
+        let none = answer(Vec::new());
+        assert!(!shown(agent(), &none).contains("refused"));
+        let document = serde_json::to_value(WhyJson::new(agent(), &none)).unwrap();
+        assert!(document["replicas"][0].get("refused_callers").is_none());
     }
 
     #[test]

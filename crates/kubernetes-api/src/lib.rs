@@ -40,7 +40,7 @@ mod upload;
 
 use std::{net::SocketAddr, sync::Arc, time::Duration};
 
-use callers::Authorizer;
+use callers::{Authorized, Authorizer};
 use http::{HeaderValue, Request};
 use hyper::body::Incoming;
 use kube_request::headers::AnswerHeaders;
@@ -103,6 +103,8 @@ pub struct Parts {
     pub refusals: Arc<Refusals>,
     /// Whether this replica is ready.
     pub is_ready: Box<dyn Fn() -> bool + Send + Sync>,
+    /// Called for each request that is allowed, before it is sent to its agent.
+    pub allowed: Box<dyn Fn(&Authorized) + Send + Sync>,
 }
 
 impl std::fmt::Debug for Parts {
@@ -121,6 +123,7 @@ pub struct KubernetesApi {
     metrics: Arc<Metrics>,
     refusals: Arc<Refusals>,
     is_ready: Box<dyn Fn() -> bool + Send + Sync>,
+    allowed: Box<dyn Fn(&Authorized) + Send + Sync>,
     open: Arc<OpenRequests>,
     sightings: Arc<Sightings>,
 }
@@ -134,7 +137,8 @@ impl std::fmt::Debug for KubernetesApi {
 impl KubernetesApi {
     /// Creates the service.
     pub fn new(parts: Parts) -> Arc<Self> {
-        let Parts { settings, authorizer, router, directory, observer, metrics, refusals, is_ready } = parts;
+        let Parts { settings, authorizer, router, directory, observer, metrics, refusals, is_ready, allowed } =
+            parts;
         let open = OpenRequests::new(settings.open, Arc::clone(&metrics));
         Arc::new(Self {
             settings,
@@ -145,6 +149,7 @@ impl KubernetesApi {
             metrics,
             refusals,
             is_ready,
+            allowed,
             open,
             sightings: Arc::default(),
         })

@@ -1,7 +1,8 @@
 //! Requests that a page in a browser makes.
 //!
 //! A browser tells in `Origin` which page makes a request. kas answers only pages that the configuration
-//! names, so that another page cannot use a credential that the browser holds.
+//! names, so that another page cannot use a credential that the browser holds. With a cookie, which a browser
+//! adds by itself, the rules are stricter: a request that changes something must tell its page.
 
 use http::{HeaderMap, HeaderName, HeaderValue, Method, Response, StatusCode, header};
 use net::http::Body;
@@ -25,30 +26,51 @@ pub(crate) struct Page {
     pub(crate) allowed: Option<HeaderValue>,
 }
 
+/// A request, as far as it matters which page makes it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Visit<'a> {
+    /// The host that the request is for.
+    pub(crate) host: &'a str,
+    pub(crate) credential: Presented,
+    /// It is an upgrade, or its method is not a safe one.
+    pub(crate) changes_state: bool,
+}
+
+/// How the credential got into a request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Presented {
+    /// The client has put it there.
+    ByClient,
+    /// A browser adds it by itself, such as a cookie.
+    ByBrowser,
+}
+
 impl Origins {
     /// Returns a list of origins, each in lower case and without a default port, as browsers send them.
     pub fn new(origins: Vec<String>) -> Self {
         Self(origins)
     }
 
-    /// Judges the page that makes a request. `host`: the one that the request is for. `is_ambient`: the
-    /// credential is one that a browser adds by itself, such as a cookie.
+    /// Judges the page that makes a request.
     ///
     /// # Errors
     /// If the page may not make the request.
-    pub(crate) fn judge(&self, headers: &HeaderMap, host: &str, is_ambient: bool) -> Result<Page, Failure> {
+    pub(crate) fn judge(&self, headers: &HeaderMap, visit: &Visit<'_>) -> Result<Page, Failure> {
         let refused = |text: &str| Failure::refused(Rule::Origin, StatusCode::FORBIDDEN, text);
+        let by_browser = visit.credential == Presented::ByBrowser;
         let mut values = headers.get_all(header::ORIGIN).iter();
         let Some(origin) = values.next() else {
             let is_foreign = headers
                 .get_all(SEC_FETCH_SITE)
                 .iter()
                 .any(|value| value.as_bytes().eq_ignore_ascii_case(b"cross-site"));
-            return if is_ambient && is_foreign {
-                Err(refused("a page of another site may not make this request"))
-            } else {
-                Ok(Page::default())
-            };
+            if by_browser && is_foreign {
+                return Err(refused("a page of another site may not make this request"));
+            }
+            if by_browser && visit.changes_state {
+                return Err(refused("with a cookie, this request needs an Origin header"));
+            }
+            return Ok(Page::default());
         };
         if values.next().is_some() {
             return Err(Failure::malformed("there are several Origin headers"));
@@ -57,21 +79,29 @@ impl Origins {
         if self.0.iter().any(|allowed| allowed.eq_ignore_ascii_case(text)) {
             return Ok(Page { allowed: Some(origin.clone()) });
         }
-        // Some libraries send the server's own address.
+        // Some libraries send the server's own address. In a browser, a page of an attacker can have it too:
+        // its name then resolves to kas (DNS rebinding).
         let own = text.split_once("://").map(|(_, rest)| rest);
-        if !is_ambient && own.is_some_and(|own| !host.is_empty() && own.eq_ignore_ascii_case(host)) {
+        if !by_browser
+            && own.is_some_and(|own| !visit.host.is_empty() && own.eq_ignore_ascii_case(visit.host))
+        {
             return Ok(Page::default());
         }
-        Err(refused("pages of this origin may not make requests: see allowed_origins"))
+        Err(refused(
+            "pages of this origin may not make requests: see gitlab.external_url and allowed_origins",
+        ))
     }
+}
+
+/// Whether a browser asks with this request whether a page may make another one.
+pub(crate) fn is_preflight(method: &Method, headers: &HeaderMap) -> bool {
+    method == Method::OPTIONS && headers.contains_key(header::ACCESS_CONTROL_REQUEST_METHOD)
 }
 
 impl Page {
     /// Returns the answer to a preflight request of an allowed page. `None`: it is another request.
     pub(crate) fn preflight(&self, method: &Method, headers: &HeaderMap) -> Option<Response<Body>> {
-        let is_preflight =
-            method == Method::OPTIONS && headers.contains_key(header::ACCESS_CONTROL_REQUEST_METHOD);
-        if !is_preflight || self.allowed.is_none() {
+        if !is_preflight(method, headers) || self.allowed.is_none() {
             return None;
         }
         let mut response = Response::new(grpc::full(bytes::Bytes::new()));
@@ -107,32 +137,60 @@ mod tests {
         map
     }
 
+    const GITLAB: (&str, &str) = ("origin", "https://gitlab.example.com");
+
+    fn judge(
+        pairs: &[(&'static str, &'static str)],
+        by_browser: bool,
+        changes_state: bool,
+    ) -> Result<bool, u16> {
+        let credential = if by_browser { Presented::ByBrowser } else { Presented::ByClient };
+        let visit = Visit { host: "kas.example.com:8154", credential, changes_state };
+        let origins = Origins::new(vec!["https://gitlab.example.com".into()]);
+        let judged = origins.judge(&headers(pairs), &visit);
+        judged.map(|page| page.allowed.is_some()).map_err(|failure| failure.status.code().as_u16())
+    }
+
     #[test]
     fn only_configured_pages_and_the_servers_own_address_are_accepted() {
-        let origins = Origins::new(vec!["https://gitlab.example.com".into()]);
-        let judge = |pairs: &[(&'static str, &'static str)], is_ambient| {
-            origins
-                .judge(&headers(pairs), "kas.example.com:8154", is_ambient)
-                .map(|page| page.allowed.is_some())
-                .map_err(|failure| failure.status.code().as_u16())
-        };
-        for (pairs, is_ambient, expected) in [
+        for (pairs, by_browser, expected) in [
             (&[][..], false, Ok(false)),
             (&[][..], true, Ok(false)),
-            (&[("origin", "https://gitlab.example.com")], false, Ok(true)),
+            (&[GITLAB], false, Ok(true)),
             (&[("origin", "https://GitLab.example.com")], true, Ok(true)),
             (&[("origin", "http://gitlab.example.com")], false, Err(403)),
             (&[("origin", "https://gitlab.example.com.evil.org")], false, Err(403)),
+            (&[("origin", "https://gitlab.example.com:8443")], true, Err(403)),
             (&[("origin", "null")], false, Err(403)),
+            (&[("origin", "")], true, Err(403)),
             (&[("origin", "https://kas.example.com:8154")], false, Ok(false)),
             (&[("origin", "https://kas.example.com:8154")], true, Err(403)),
             (&[("origin", "https://kas.example.com")], false, Err(403)),
-            (&[("origin", "https://a"), ("origin", "https://gitlab.example.com")], false, Err(400)),
-            (&[("sec-fetch-site", "cross-site")], false, Ok(false)),
-            (&[("sec-fetch-site", "cross-site")], true, Err(403)),
-            (&[("sec-fetch-site", "same-origin")], true, Ok(false)),
+            (&[("origin", "https://a"), GITLAB], false, Err(400)),
         ] {
-            assert_eq!(judge(pairs, is_ambient), expected, "{pairs:?} {is_ambient}");
+            assert_eq!(judge(pairs, by_browser, false), expected, "{pairs:?} {by_browser}");
+        }
+    }
+
+    #[test]
+    fn with_a_cookie_a_change_needs_an_origin_and_another_site_needs_an_allowed_one() {
+        let site = |value| ("sec-fetch-site", value);
+        for (pairs, by_browser, changes_state, expected) in [
+            (&[][..], true, true, Err(403)),
+            (&[][..], false, true, Ok(false)),
+            (&[GITLAB], true, true, Ok(true)),
+            (&[("origin", "https://evil.org")], true, true, Err(403)),
+            (&[site("cross-site")], false, true, Ok(false)),
+            (&[site("cross-site")], true, false, Err(403)),
+            (&[site("Cross-Site")], true, false, Err(403)),
+            (&[site("same-origin")], true, false, Ok(false)),
+            (&[site("cross-site"), GITLAB], true, true, Ok(true)),
+        ] {
+            assert_eq!(
+                judge(pairs, by_browser, changes_state),
+                expected,
+                "{pairs:?} {by_browser} {changes_state}"
+            );
         }
     }
 

@@ -3,7 +3,10 @@
 use std::{net::SocketAddr, pin::pin, sync::Arc, time::Duration};
 
 use bytes::Bytes;
-use callers::{Authorized, Credential, Form, Refusal, Refused, RunAs, take_credential};
+use callers::{
+    Authorized, Credential, CredentialError, Refusal, Refused, RunAs, SourceKind, take_credential,
+    take_query_parameters,
+};
 use grpc::{Code, Deadline, Outcome, Status};
 use http::{
     HeaderMap, HeaderName, HeaderValue, Method, Request, Response, StatusCode, Version, header, request,
@@ -19,6 +22,7 @@ use observe::{
     RequestRecord,
     audit::{EndpointFields, Rule, kubernetes::KubernetesAction},
     refusals::{ListenerName, Reason},
+    refused_callers::RefusedCaller,
 };
 use proto::gitlab::agent::grpctool::http_response;
 use routing::router::{AgentRequest, ChosenAgentk, RouteTrace};
@@ -36,7 +40,7 @@ use crate::{
     message::{HeadParts, RequestHead},
     metrics::{AuthOutcome, Direction, NONE},
     open::{OpenRequest, Shared, Verdict},
-    origin::Page,
+    origin::{Page, Presented, Visit, is_preflight},
     record::Ending,
     request_id::RequestId,
     selection::{self, InCluster, Place},
@@ -56,6 +60,14 @@ struct About {
     arrived: Instant,
     method: Method,
     page: Page,
+    /// The agent that it is for, once that is known.
+    agent: Option<AgentId>,
+    /// The caller, if its credential was accepted.
+    caller: Option<Box<str>>,
+    /// The source that its credential belongs to by its form.
+    presented: Option<SourceKind>,
+    /// Why it was refused, for operators only.
+    refused: Option<Refused>,
     /// The source of the caller.
     source: &'static str,
     kind: Option<Kind>,
@@ -90,6 +102,10 @@ impl KubernetesApi {
             arrived: Instant::now(),
             method: parts.method.clone(),
             page: Page::default(),
+            agent: None,
+            caller: None,
+            presented: None,
+            refused: None,
             source: NONE,
             kind: None,
             record,
@@ -104,6 +120,7 @@ impl KubernetesApi {
                     let rule = failure.rule.unwrap_or(Rule::Form);
                     let code = failure.status.code().as_u16();
                     about.record.denied_at_endpoint(rule, code, failure.ended_by.as_str());
+                    self.remember(&about, rule, &failure);
                 }
                 failure.respond(&about.method, &about.id)
             }
@@ -115,6 +132,27 @@ impl KubernetesApi {
         about.page.write_to(headers);
         head::complete(headers, about.id.to_value(), &self.settings.server);
         response
+    }
+
+    /// Remembers for operators why a caller was refused.
+    fn remember(&self, about: &About, rule: Rule, failure: &Failure) {
+        let Some(agent) = about.agent else { return };
+        let rule = match rule {
+            Rule::Origin => "origin",
+            Rule::Credential => "credential",
+            Rule::Access => "access",
+            // What is wrong with those, the client is told.
+            _ => return,
+        };
+        self.refusals.callers().add(RefusedCaller {
+            agent,
+            source: about.presented.map_or(NONE, SourceKind::as_str),
+            caller: about.caller.clone(),
+            rule,
+            why: about.refused.map_or_else(|| failure.status.text().to_owned(), |why| why.to_string()),
+            request: about.id.as_str().to_owned(),
+            at: Instant::now(),
+        });
     }
 
     async fn request<B>(
@@ -135,7 +173,10 @@ impl KubernetesApi {
                 self.refusals.refused(ListenerName::Kubernetes, Reason::Headers);
             }
         })?;
-        let path = parts.uri.path_and_query().map_or("/", |path| path.as_str()).to_owned();
+        let sent = parts.uri.path_and_query().map_or("/", |path| path.as_str()).to_owned();
+        // The API server must not see the credentials of a session, whatever the credential of this request
+        // is.
+        let (path, parameters) = take_query_parameters(&sent);
         let place = selection::place(&settings.prefix, &path)?;
         if place == Place::Ready {
             about.is_probe = true;
@@ -150,16 +191,28 @@ impl KubernetesApi {
         if upgrade.is_some() && !body.is_empty() {
             return Err(Failure::malformed("a request that asks for an upgrade must not have a body"));
         }
-        let credential = take_credential(&mut parts.headers, upgrade == Some(Upgrade::WebSocket));
+        let credential = take_credential(&mut parts.headers, parameters, upgrade == Some(Upgrade::WebSocket));
         if let Err(error) = &credential
             && error.is_bad_request()
         {
             return Err(Failure::malformed(error.to_string()));
         }
+        about.presented = match &credential {
+            Ok(credential) => credential.as_ref().and_then(Credential::source),
+            Err(CredentialError::NoCsrfToken) => Some(SourceKind::Cookie),
+            Err(_) => None,
+        };
+        // A cookie without its CSRF token is no credential, but it came from a browser.
+        let by_browser = about.presented == Some(SourceKind::Cookie);
+        let visit = Visit {
+            host: &host,
+            credential: if by_browser { Presented::ByBrowser } else { Presented::ByClient },
+            changes_state: upgrade.is_some() || !is_safe(&parts.method),
+        };
         let at = match place {
             Place::Cluster(at) => at,
             Place::List => {
-                about.page = settings.origins.judge(&parts.headers, &host, false)?;
+                about.page = settings.origins.judge(&parts.headers, &visit)?;
                 if let Some(response) = about.page.preflight(&parts.method, &parts.headers) {
                     about.is_probe = true;
                     return Ok(response);
@@ -184,15 +237,21 @@ impl KubernetesApi {
             fields.upgrade = upgrade.map(Upgrade::token);
         });
         let by_credential = credential.as_ref().ok().and_then(|credential| credential.as_ref()?.agent());
-        let agent = selection::agreed([at.agent, by_host, by_credential], &settings.prefix)?;
-        about.record.target(agent, None);
+        let named = [at.agent, by_host, by_credential];
+        // A page cannot add a header that names an agent to a preflight request.
+        if !is_preflight(&parts.method, &parts.headers) {
+            let agent = selection::agreed(named, &settings.prefix)?;
+            about.record.target(agent, None);
+            about.agent = Some(agent);
+        }
 
-        about.page = settings.origins.judge(&parts.headers, &host, false)?;
+        about.page = settings.origins.judge(&parts.headers, &visit)?;
         if let Some(response) = about.page.preflight(&parts.method, &parts.headers) {
             about.is_probe = true;
             return Ok(response);
         }
 
+        let agent = selection::agreed(named, &settings.prefix)?;
         let credential = self.credential(credential, trust)?;
         let authorized = self.authorize(about, trust, &credential, agent).await?;
         drop(credential);
@@ -220,6 +279,7 @@ impl KubernetesApi {
         })?;
         about.record.allowed_at_endpoint(parts.method.as_str(), &parts.headers);
         about.is_allowed = true;
+        (self.allowed)(&authorized);
         let context = context_of(&parts.headers, &about.record);
         message.replace(&context);
         let request = Allowed {
@@ -248,7 +308,7 @@ impl KubernetesApi {
 
     fn credential(
         &self,
-        credential: Result<Option<Credential>, callers::CredentialError>,
+        credential: Result<Option<Credential>, CredentialError>,
         trust: &Trust,
     ) -> Result<Credential, Failure> {
         let text = match credential {
@@ -314,8 +374,10 @@ impl KubernetesApi {
         refusal: Refusal,
     ) -> Failure {
         let Refusal { why, caller } = refusal;
+        about.refused = Some(why);
         if let Some(caller) = &caller {
             about.source = caller.source.as_str();
+            about.caller = Some((*caller.name).into());
             self.record_caller(about, caller);
         } else {
             about.source = source_of(credential);
@@ -351,9 +413,11 @@ impl KubernetesApi {
             return Err(Failure::method(&about.method));
         }
         // The credential is checked before anybody is asked about agents.
-        let reach = self.authorizer.reach(credential, Vec::new()).await;
-        if let Err(refusal) = reach {
-            return Err(self.refused(about, trust, credential, refusal));
+        let unlisted = || Failure::unsupported("agents cannot be listed with this kind of credential");
+        match self.authorizer.reach(credential, Vec::new()).await {
+            Err(refusal) => return Err(self.refused(about, trust, credential, refusal)),
+            Ok(None) => return Err(unlisted()),
+            Ok(Some(_)) => {}
         }
         let unavailable = |why: String| {
             tracing::debug!(error = why, "the agents cannot be listed");
@@ -364,9 +428,7 @@ impl KubernetesApi {
         let known = all.iter().map(|listed| listed.agent.clone()).collect();
         let reach = match self.authorizer.reach(credential, known).await {
             Err(refusal) => return Err(self.refused(about, trust, credential, refusal)),
-            Ok(None) => {
-                return Err(Failure::unsupported("agents cannot be listed with this kind of credential"));
-            }
+            Ok(None) => return Err(unlisted()),
             Ok(Some(reach)) => reach,
         };
         trust.passed();
@@ -594,14 +656,12 @@ fn endpoint_fields(id: &RequestId, headers: &HeaderMap) -> EndpointFields {
 
 /// Returns the source that a credential belongs to, as a label.
 fn source_of(credential: &Credential) -> &'static str {
-    use callers::SourceKind;
-    match credential.bearer().map(callers::Bearer::form) {
-        Some(Form::Ci(_)) => SourceKind::Ci.as_str(),
-        Some(Form::Pat(_)) => SourceKind::Pat.as_str(),
-        Some(Form::User) => SourceKind::File.as_str(),
-        Some(Form::Jwt) => SourceKind::Oidc.as_str(),
-        Some(Form::Other) | None => NONE,
-    }
+    credential.source().map_or(NONE, SourceKind::as_str)
+}
+
+/// Whether requests with this method change nothing.
+fn is_safe(method: &Method) -> bool {
+    matches!(*method, Method::GET | Method::HEAD | Method::OPTIONS)
 }
 
 /// Returns the user that a request runs as, if not as agentk.

@@ -1,5 +1,6 @@
 //! The endpoint on real sockets, with real tunnels.
 
+mod browser;
 mod lab;
 mod upgrades;
 

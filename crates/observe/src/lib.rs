@@ -6,6 +6,7 @@
 
 pub mod audit;
 pub mod refusals;
+pub mod refused_callers;
 
 use std::{
     net::SocketAddr,

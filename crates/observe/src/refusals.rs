@@ -7,6 +7,8 @@ use prometheus_client::{
     registry::Registry,
 };
 
+use crate::refused_callers::RefusedCallers;
+
 /// A listener.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, EncodeLabelValue)]
 #[allow(missing_docs)]
@@ -57,17 +59,18 @@ struct RefusalLabels {
     reason: Reason,
 }
 
-/// Counters of refused connections and streams.
+/// Counters of refused connections and streams, and the last refused callers.
 #[derive(Debug)]
 pub struct Refusals {
     refusals: Family<RefusalLabels, Counter>,
+    callers: RefusedCallers,
 }
 
 impl Refusals {
     /// Creates the families and registers them.
     pub fn new(registry: &mut Registry) -> Self {
         let registry = registry.sub_registry_with_prefix("kas");
-        let metrics = Self { refusals: Family::default() };
+        let metrics = Self { refusals: Family::default(), callers: RefusedCallers::default() };
         registry.register(
             "refusals",
             "Connections and streams that were refused or ended early",
@@ -92,6 +95,11 @@ impl Refusals {
             Refusal::Unauthenticated => Reason::Unauthenticated,
         };
         self.refused(listener, reason);
+    }
+
+    /// Returns the last refused requests of the Kubernetes API endpoint.
+    pub fn callers(&self) -> &RefusedCallers {
+        &self.callers
     }
 
     /// Counts a refused connection or stream.

@@ -234,6 +234,11 @@ impl Router {
         u64::try_from(self.metrics.tunnels.get()).unwrap_or(0)
     }
 
+    /// Returns what was refused at this replica.
+    pub fn refusals(&self) -> &Refusals {
+        &self.refusals
+    }
+
     /// Returns the tunnels that this replica leases from others between two requests.
     pub fn leases(&self) -> &Arc<LeasePool> {
         &self.leases

@@ -38,6 +38,12 @@ pub const AGENT_INFO: &str = "/api/v4/internal/kubernetes/agent_info";
 pub const PROJECT_INFO: &str = "/api/v4/internal/kubernetes/project_info";
 /// The current path.
 pub const AGENT_INFO_TODAY: &str = "/api/v4/internal/agents/agentk/agent_info";
+/// The path that answers whether a user may use an agent.
+pub const AUTHORIZE_PROXY_USER: &str = "/api/v4/internal/kubernetes/authorize_proxy_user";
+/// The path for usage.
+pub const USAGE_METRICS: &str = "/api/v4/internal/kubernetes/usage_metrics";
+/// The path for the configuration of an agent.
+pub const AGENT_CONFIGURATION: &str = "/api/v4/internal/kubernetes/agent_configuration";
 /// The name in its certificate, which only a proxy can reach.
 pub const NAME: &str = "gitlab.test";
 
@@ -82,8 +88,10 @@ impl Reply {
 /// A received request.
 #[derive(Clone, Debug)]
 pub struct Seen {
-    /// Everything up to the body, which no request of kas has.
+    /// Everything up to the body.
     pub head: String,
+    /// The body, which only a POST has.
+    pub body: Vec<u8>,
     /// The method.
     pub method: String,
     /// The path, or the whole URL for a proxy.
@@ -108,6 +116,14 @@ impl Seen {
         let value = values.next().map(|(_, value)| value.as_str());
         assert!(values.next().is_none(), "{name} comes twice: {}", self.head);
         value
+    }
+
+    /// Returns the body, which is JSON.
+    ///
+    /// # Panics
+    /// If it is not.
+    pub fn json(&self) -> Value {
+        serde_json::from_slice(&self.body).expect(&self.head)
     }
 
     fn path(&self) -> &str {
@@ -162,6 +178,8 @@ struct Knowledge {
     /// By their full paths.
     projects: HashMap<String, i64>,
     forbidden: Vec<String>,
+    /// Answers about users, by their access keys.
+    users: HashMap<String, Value>,
     reply: Option<Reply>,
 }
 
@@ -233,6 +251,7 @@ impl GitLab {
             agents: HashMap::new(),
             projects: HashMap::new(),
             forbidden: Vec::new(),
+            users: HashMap::new(),
             reply: None,
         };
         let shared = Arc::new(Shared {
@@ -337,6 +356,12 @@ impl GitLab {
         self.shared.knowledge().projects.insert(path.to_owned(), id);
     }
 
+    /// Adds a user by a personal access token or the value of a session cookie, with GitLab's whole answer
+    /// about it.
+    pub fn have_user(&self, access_key: &str, answer: Value) {
+        self.shared.knowledge().users.insert(access_key.to_owned(), answer);
+    }
+
     /// Removes the token.
     pub fn forget(&self, token: &str) {
         self.shared.knowledge().agents.remove(token);
@@ -435,11 +460,19 @@ async fn request(stream: &mut (impl AsyncRead + Unpin), connection: u64, tls: bo
     let mut first = lines.next().unwrap_or_default().split(' ');
     let (method, target) =
         (first.next().unwrap_or_default().to_owned(), first.next().unwrap_or_default().to_owned());
-    let headers = lines
+    let headers: Vec<_> = lines
         .filter_map(|line| line.split_once(": "))
         .map(|(name, value)| (name.to_owned(), value.to_owned()))
         .collect();
-    Ok(Some(Seen { method, target, headers, connection, tls, head, at: now() }))
+    let mut seen = Seen { method, target, headers, connection, tls, head, body: Vec::new(), at: now() };
+    if let Some(length) = seen.header("content-length") {
+        let length: usize = length.parse()?;
+        ensure!(length < 1024 * 1024, "a body of {length} bytes");
+        let mut body = vec![0; length];
+        stream.read_exact(&mut body).await?;
+        seen.body = body;
+    }
+    Ok(Some(seen))
 }
 
 async fn answer(stream: &mut (impl AsyncWrite + Unpin), seen: Seen, shared: &Shared) -> Result<()> {
@@ -462,15 +495,41 @@ async fn answer(stream: &mut (impl AsyncWrite + Unpin), seen: Seen, shared: &Sha
 }
 
 impl Knowledge {
+    /// Returns the answer to a POST.
+    fn posted(&self, path: &str, seen: &Seen) -> Reply {
+        let Ok(Value::Object(body)) = serde_json::from_slice(&seen.body) else {
+            return Reply::status("400 Bad Request");
+        };
+        if seen.method != "POST" || seen.header("content-type") != Some("application/json") {
+            return Reply::status("400 Bad Request");
+        }
+        if path != AUTHORIZE_PROXY_USER {
+            return Reply::Bytes(b"HTTP/1.1 204 No Content\r\n\r\n".to_vec());
+        }
+        let user = self.users.get(body["access_key"].as_str().unwrap_or_default());
+        match user {
+            Some(user) => Reply::new("201 Created", "application/json", &user.to_string()),
+            None => Reply::status("401 Unauthorized"),
+        }
+    }
+
     fn answer(&self, seen: &Seen, secret: &[u8]) -> Reply {
         let (path, query) = seen.path().split_once('?').unwrap_or((seen.path(), ""));
         let project = path == PROJECT_INFO;
-        if !project && path != AGENT_INFO && (path != AGENT_INFO_TODAY || self.release == Release::V14) {
+        let posts = [AUTHORIZE_PROXY_USER, USAGE_METRICS, AGENT_CONFIGURATION].contains(&path);
+        if !posts
+            && !project
+            && path != AGENT_INFO
+            && (path != AGENT_INFO_TODAY || self.release == Release::V14)
+        {
             return Reply::status("404 Not Found");
         }
         if seen.check_signature(secret).is_err() {
             let body = json!({ "message": "401 KAS JWT authentication invalid" }).to_string();
             return Reply::new("401 Unauthorized", "application/json", &body);
+        }
+        if posts {
+            return self.posted(path, seen);
         }
         let token = seen.token(self.release).unwrap_or_default();
         if self.forbidden.iter().any(|other| other == token) {

@@ -1,6 +1,6 @@
 //! Sections added by versions after 14.1, with the names, types and rules of 16.5.
 //!
-//! They are for agentk and GitLab: this kas passes them on and grants no access because of them.
+//! They are for agentk and GitLab: kas passes them on, and grants no access because of them itself.
 
 use proto::gitlab::agent::agentcfg::{
     CiAccessAsAgentCf, CiAccessAsCf, CiAccessAsCiJobCf, CiAccessAsImpersonateCf, CiAccessCf, CiAccessGroupCf,
@@ -18,7 +18,10 @@ const GROUP: &str = "the full path of a group";
 /// Reads `ci_access`: whose CI jobs may use the agent.
 pub(super) fn ci_access(root: &mut Section<'_, '_>) -> Option<CiAccessCf> {
     if root.has("ci_access") {
-        root.warn("ci_access", "is passed on to agentk; this kas gives CI jobs no access because of it");
+        root.warn(
+            "ci_access",
+            "is passed on to agentk, and to GitLab if kas uses it, which then gives CI jobs access",
+        );
     }
     root.section("ci_access", "", |s| {
         let projects = s.items("projects", "", |s, _| CiAccessProjectCf {
@@ -62,10 +65,7 @@ fn access_as(s: &mut Section<'_, '_>) -> Option<CiAccessAsCf> {
 /// Checks `user_access`: whose users may use the agent. It is not sent to agentk.
 pub(super) fn user_access(root: &mut Section<'_, '_>) {
     if root.has("user_access") {
-        root.warn(
-            "user_access",
-            "has no effect in this version: this kas gives users no access because of it",
-        );
+        root.warn("user_access", "is passed on to GitLab if kas uses it, which then gives users access");
     }
     root.section("user_access", "", |s| {
         let (present, given) = s.section("access_as", "", |s| {

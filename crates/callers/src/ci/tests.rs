@@ -70,6 +70,7 @@ fn job(agents: &[(i64, AccessAs)]) -> Job {
         pipeline: 2,
         project: 3,
         groups: vec![4, 5],
+        user: 6,
         username: "jane".to_owned(),
         environment: None,
     }
@@ -90,7 +91,10 @@ async fn a_job_uses_the_agents_that_gitlab_lists_and_one_answer_serves_all() {
     for id in [7, 8] {
         let found = s.authorize("a", id).await.unwrap();
         assert_eq!(found.run_as, RunAs::Agent { allows_impersonate_headers: true });
-        assert_eq!((&*found.caller.name, found.rule), ("gitlab:ci_job:1", None));
+        assert_eq!(
+            (&*found.caller.name, found.rule, found.caller.gitlab_user),
+            ("gitlab:ci_job:1", None, Some(6))
+        );
     }
     assert_eq!(s.authorize("a", 9).await.unwrap_err(), AuthError::Forbidden.into());
     let reach = s.authorizer.reach(&credential("ci:9:a"), vec![known(6), known(7)]).await.unwrap();

@@ -5,7 +5,7 @@ use std::{path::PathBuf, time::Duration};
 use http::Uri;
 use settings::walk::{Rule, Section};
 
-use super::{minutes, seconds};
+use super::{minutes, origin::origin_of, seconds};
 
 const NOT_GITLAB: &str = "agents are known from identity.file, not from GitLab";
 
@@ -14,6 +14,9 @@ const NOT_GITLAB: &str = "agents are known from identity.file, not from GitLab";
 pub struct GitLab {
     /// The URL of GitLab: http or https with a host, and the path below which it is installed.
     pub address: Uri,
+    /// The URL under which browsers reach GitLab; `None`: their pages may make no requests to the Kubernetes
+    /// API endpoint.
+    pub external_url: Option<Uri>,
     /// The file of the secret that kas signs its requests with.
     pub secret: PathBuf,
     /// The authority that signed GitLab's certificate, in addition to the system's roots.
@@ -30,6 +33,13 @@ pub struct GitLab {
     pub info_cache_ttl: Duration,
     /// How long an error is cached; above zero.
     pub info_cache_error_ttl: Duration,
+}
+
+impl GitLab {
+    /// Returns the origin of GitLab's pages, as browsers send it.
+    pub fn external_origin(&self) -> Option<String> {
+        origin_of(self.external_url.as_ref()?)
+    }
 }
 
 /// Key `gitlab.api`.
@@ -86,6 +96,7 @@ fn gitlab(s: &mut Section<'_, '_>, (info_cache_ttl, info_cache_error_ttl): InfoC
             s.refuse("address", expected);
         }
     }
+    let external_url = external_url(s);
     let secret = s.required_path(
         "authentication_secret_file",
         "/etc/kas/gitlab-secret",
@@ -114,6 +125,7 @@ fn gitlab(s: &mut Section<'_, '_>, (info_cache_ttl, info_cache_error_ttl): InfoC
     );
     GitLab {
         address: address.unwrap_or_default(),
+        external_url,
         secret,
         ca_certificate,
         refill_rate_per_second,
@@ -123,6 +135,24 @@ fn gitlab(s: &mut Section<'_, '_>, (info_cache_ttl, info_cache_error_ttl): InfoC
         info_cache_ttl,
         info_cache_error_ttl,
     }
+}
+
+fn external_url(s: &mut Section<'_, '_>) -> Option<Uri> {
+    const KEY: &str = "external_url";
+    let doc = "The URL under which browsers reach GitLab. Its pages may then make requests to agent.kubernetes_api with \
+               the session of their user. Empty: only pages of allowed_origins may make requests.";
+    let expected = "an http or https URL as browsers show it, such as https://gitlab.example.com";
+    let text = s.optional_text(KEY, "", doc)?;
+    let url = text.parse::<Uri>().ok().filter(|url| origin_of(url).is_some() && url.query().is_none());
+    if url.is_none() {
+        // The URL may contain a password.
+        if text.contains('@') {
+            s.refuse_as(KEY, "something with an `@` (not shown)", format!("{expected}, without a user"));
+        } else {
+            s.refuse(KEY, expected);
+        }
+    }
+    url
 }
 
 /// Declares the two keys of a rate limit.

@@ -13,7 +13,9 @@ use settings::walk::{Rule, Section};
 pub use self::access::{AccessRule, RequestIdentity};
 use super::{
     listen::{Listen, bind_address, tls},
-    minutes, seconds,
+    minutes,
+    origin::origin_of,
+    seconds,
 };
 
 const HOUR: Duration = Duration::from_secs(3600);
@@ -264,22 +266,8 @@ fn allowed_origins(s: &mut Section<'_, '_>) -> Vec<String> {
 /// Returns an origin in lower case and without the default port; `None` if it has more than an origin has.
 fn origin(text: &str) -> Option<String> {
     let uri: Uri = text.parse().ok()?;
-    let (scheme, authority) = (uri.scheme_str()?, uri.authority()?);
-    let default_port = match scheme {
-        "https" => 443,
-        "http" => 80,
-        _ => return None,
-    };
-    let has_more = text.len() != scheme.len() + "://".len() + authority.as_str().len();
-    let ends_with_port = authority.as_str() == authority.host() || authority.port_u16().is_some();
-    if has_more || !ends_with_port || authority.as_str().contains('@') || authority.host().is_empty() {
-        return None;
-    }
-    let host = authority.host().to_ascii_lowercase();
-    Some(match authority.port_u16().filter(|port| *port != default_port) {
-        Some(port) => format!("{scheme}://{host}:{port}"),
-        None => format!("{scheme}://{host}"),
-    })
+    let bare = uri.scheme_str()?.len() + "://".len() + uri.authority()?.as_str().len();
+    origin_of(&uri).filter(|_| text.len() == bare)
 }
 
 fn extra_headers(s: &mut Section<'_, '_>) -> Vec<HeaderName> {

@@ -4,7 +4,7 @@ mod audit;
 mod page;
 mod tracing;
 
-use std::fmt;
+use std::{fmt, time::Duration};
 
 use settings::walk::{Rule, Section};
 
@@ -19,7 +19,7 @@ use super::{
 };
 use crate::Environment;
 
-const NOT_REPORTED: &str = "kas reports nothing to GitLab";
+const NOT_REPORTED: &str = "agents are known from identity.file, so nothing is reported to GitLab";
 const NOT_SENTRY: &str = "errors go to the log, not to Sentry";
 const NOT_PROFILED: &str = "there is no profiler";
 
@@ -36,6 +36,8 @@ pub struct Observability {
     pub readiness_path: String,
     /// What is logged.
     pub log_level: LogLevel,
+    /// How often usage is reported to GitLab; zero: never.
+    pub usage_reporting_period: Duration,
     /// The audit log; `None`: disabled.
     pub audit: Option<Audit>,
     /// Where spans are exported; `None`: no spans are created.
@@ -74,15 +76,17 @@ impl fmt::Display for LogLevel {
 }
 
 /// Declares the section.
-pub(super) fn read(root: &mut Section<'_, '_>, env: &Environment) -> Observability {
+pub(super) fn read(root: &mut Section<'_, '_>, env: &Environment, by_gitlab: bool) -> Observability {
     root.section("observability", "For operators: metrics, probes, the log, spans and the audit log.", |s| {
-        observability(s, env)
+        observability(s, env, by_gitlab)
     })
 }
 
-fn observability(s: &mut Section<'_, '_>, env: &Environment) -> Observability {
-    s.inert(NOT_REPORTED, |s| {
-        s.duration("usage_reporting_period", seconds(60), Rule::NotNegative, "0s: off.");
+fn observability(s: &mut Section<'_, '_>, env: &Environment, by_gitlab: bool) -> Observability {
+    let usage_reporting_period = s.optional((!by_gitlab).then_some(NOT_REPORTED), |s| {
+        let doc = "How often the number of requests to the Kubernetes API endpoint, and whose they were, is reported to \
+                   GitLab. 0s: never.";
+        s.duration("usage_reporting_period", seconds(60), Rule::NotNegative, doc)
     });
     let (network, address) = s.section(
         "listen",
@@ -161,6 +165,7 @@ fn observability(s: &mut Section<'_, '_>, env: &Environment) -> Observability {
         liveness_path,
         readiness_path,
         log_level,
+        usage_reporting_period,
         audit,
         tracing,
         page,

@@ -206,12 +206,14 @@ fn a_complete_14_1_file_loads_and_warns_of_keys_without_effect() {
             liveness_path: "/live".into(),
             readiness_path: "/ready".into(),
             log_level: LogLevel::Debug,
+            usage_reporting_period: Duration::ZERO,
             audit: None,
             tracing: None,
             page: None,
         },
         identity: Identity::GitLab(Box::new(GitLab {
             address: Uri::from_static("http://gitlab.internal:8080/path"),
+            external_url: None,
             secret: "/secrets/gitlab".into(),
             ca_certificate: Some("/secrets/ca.pem".into()),
             refill_rate_per_second: 20.5,
@@ -229,7 +231,6 @@ fn a_complete_14_1_file_loads_and_warns_of_keys_without_effect() {
         paths,
         [
             "agent.gitops",
-            "observability.usage_reporting_period",
             "observability.tracing.connection_string",
             "observability.sentry",
             "observability.google_profiler",
@@ -247,6 +248,7 @@ fn the_minimal_14_1_file_loads() {
     let loaded = load(yaml, &env()).unwrap();
     let gitlab = GitLab {
         address: Uri::from_static("http://localhost:3000"),
+        external_url: None,
         secret: "/s".into(),
         ca_certificate: None,
         refill_rate_per_second: 10.0,
@@ -304,6 +306,7 @@ fn an_empty_file_means_one_replica_on_loopback() {
             liveness_path: "/liveness".into(),
             readiness_path: "/readiness".into(),
             log_level: LogLevel::Info,
+            usage_reporting_period: secs(60),
             audit: None,
             tracing: None,
             page: None,

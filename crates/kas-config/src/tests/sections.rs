@@ -47,6 +47,51 @@ fn gitlab_knows_the_agents_unless_a_file_is_named() {
 }
 
 #[test]
+fn pages_of_gitlab_have_the_origin_of_its_external_url() {
+    let of = |url: &str| {
+        let yaml =
+            format!("gitlab: {{address: 'http://g', authentication_secret_file: /s, external_url: '{url}'}}");
+        match load(&yaml, &env()) {
+            Ok(Loaded { config: Config { identity: Identity::GitLab(gitlab), .. }, .. }) => {
+                Ok(gitlab.external_origin())
+            }
+            Ok(_) => panic!("{url}"),
+            Err(problems) => Err(problems.to_string()),
+        }
+    };
+    for (url, origin) in [
+        ("https://GitLab.example.com", "https://gitlab.example.com"),
+        ("https://gitlab.example.com:443/", "https://gitlab.example.com"),
+        ("http://gitlab.example.com:8080/below/", "http://gitlab.example.com:8080"),
+    ] {
+        assert_eq!(of(url), Ok(Some(origin.to_owned())));
+    }
+    assert_eq!(of(""), Ok(None));
+    let expected = "expected an http or https URL as browsers show it, such as https://gitlab.example.com";
+    for bad in ["gitlab.example.com", "/x", "ftp://g", "https://g:x", "https://g?a=b"] {
+        assert_eq!(of(bad), Err(format!("gitlab.external_url: found \"{bad}\"; {expected}")));
+    }
+    let with_user =
+        format!("gitlab.external_url: found something with an `@` (not shown); {expected}, without a user");
+    assert_eq!(of("https://me:hunter2@g"), Err(with_user));
+}
+
+#[test]
+fn usage_is_reported_only_to_gitlab() {
+    let file = "observability: {usage_reporting_period: 30s}";
+    assert_eq!(
+        warnings(file),
+        [
+            "observability.usage_reporting_period: has no effect: agents are known from identity.file, so nothing is \
+             reported to GitLab"
+        ]
+    );
+    let gitlab = format!("gitlab: {{address: 'http://g', authentication_secret_file: /s}}\n{file}");
+    assert!(warnings(&gitlab).is_empty());
+    assert_eq!(config(&gitlab).observability.usage_reporting_period, secs(30));
+}
+
+#[test]
 fn the_collector_comes_from_the_file_or_the_environment() {
     let tracing =
         |yaml: &str| config(&format!("observability: {{tracing: {{{yaml}}}}}")).observability.tracing;

@@ -2,10 +2,11 @@
 
 use std::{sync::Arc, time::Duration};
 
-use callers::{Access, Authorizer, Changes, CiJobs, FileUsers, Source, Sources};
+use callers::{Authorized, Authorizer, SourceKind};
 use cluster::Tracker;
+use gitlab::usage::{Access, Usage};
 use http::HeaderValue;
-use identity::{Identity, IfAbsent};
+use identity::Identity;
 use kas_config::{Config, KubernetesApi as Section};
 use kube_request::headers::AnswerHeaders;
 use kubernetes_api::{HeadLimits, KubernetesApi, Metrics, OpenLimits, Origins, Parts, Prefix, Settings};
@@ -32,7 +33,7 @@ const TUNNEL_SHARE: (u32, u32) = (4, 5);
 pub(super) struct Uses {
     pub(super) router: Arc<Router>,
     pub(super) identity: Arc<dyn Identity>,
-    /// Knows CI jobs; `None`: agents come from a file.
+    /// Knows CI jobs and users; `None`: agents come from a file.
     pub(super) gitlab: Option<Arc<gitlab::Client>>,
     pub(super) tracker: Arc<dyn Tracker>,
     pub(super) observer: Arc<Observer>,
@@ -53,28 +54,28 @@ pub(super) async fn part(
     tls: Option<tls::Live<rustls::ServerConfig>>,
     uses: Uses,
 ) -> Result<Part, StartError> {
-    let changes = Changes::default();
-    let mut sources: Vec<Box<dyn Source>> = Vec::new();
-    if let Some(users) = &section.users {
-        let if_absent = if users.is_default { IfAbsent::Make } else { IfAbsent::Refuse };
-        let users = FileUsers::open(&users.file, if_absent, &changes).await.map_err(StartError::Users)?;
-        sources.push(Box::new(users));
-    }
     let Uses { router, identity, gitlab, tracker, observer, metrics, refusals, lifecycle, is_ready } = uses;
-    if let Some(gitlab) = gitlab {
-        let (ttl, refusal_ttl) = (section.allowed_agent_cache_ttl, section.allowed_agent_cache_error_ttl);
-        sources.push(Box::new(CiJobs::new(gitlab, ttl, refusal_ttl)));
-    }
-    let callers = Arc::new(Sources::new(sources, changes));
+    let authorizer = Authorizer::open(section, gitlab.clone()).await.map_err(StartError::Users)?;
+    let usage = Arc::new(Usage::default());
+    let reports = gitlab.map(|gitlab| (gitlab, config.observability.usage_reporting_period));
+    let reports = reports.filter(|(_, period)| !period.is_zero());
     let service = KubernetesApi::new(Parts {
         settings: settings(config, section)?,
-        authorizer: Authorizer::new(callers, Access::new(&section.access)),
+        authorizer,
         router,
         directory: AgentDirectory::new(identity, tracker),
         observer,
         metrics,
         refusals,
         is_ready,
+        allowed: {
+            let usage = reports.is_some().then(|| Arc::clone(&usage));
+            Box::new(move |authorized| {
+                if let Some(usage) = &usage {
+                    count(usage, authorized);
+                }
+            })
+        },
     });
     let limits = Limits { idle: section.limits.idle_timeout, ..config.limits.connections };
     let server = Server {
@@ -96,8 +97,31 @@ pub(super) async fn part(
     };
     // The other half is for requests that end by themselves.
     let drain: Duration = config.drain.timeout / 2;
-    let upgrade_grace = config.drain.upgrade_grace;
-    Ok(Part::default().server(server).task(service.run(lifecycle, drain, upgrade_grace)))
+    let mut part = Part::default().server(server).task(service.run(lifecycle, drain, config.drain.upgrade_grace));
+    if let Some((gitlab, period)) = reports {
+        part = part.task(usage.report(gitlab, period));
+    }
+    Ok(part)
+}
+
+/// Counts a request for GitLab.
+fn count(usage: &Usage, Authorized { caller, agent, .. }: &Authorized) {
+    let access = match caller.source {
+        SourceKind::Ci => Some(Access::Ci),
+        SourceKind::Pat => Some(Access::Pat),
+        SourceKind::Cookie => Some(Access::User),
+        SourceKind::Oidc | SourceKind::File | SourceKind::Certificate => None,
+    };
+    usage.count_request(agent.id, access.map(|access| (access, caller.gitlab_user)));
+}
+
+/// Returns the origins of the pages that may make requests: those that are configured, and GitLab's.
+fn origins(config: &Config, section: &Section) -> Origins {
+    let gitlab = match &config.identity {
+        kas_config::Identity::GitLab(gitlab) => gitlab.external_origin(),
+        kas_config::Identity::File { .. } => None,
+    };
+    Origins::new(section.allowed_origins.iter().cloned().chain(gitlab).collect())
 }
 
 fn settings(config: &Config, section: &Section) -> Result<Settings, StartError> {
@@ -115,7 +139,7 @@ fn settings(config: &Config, section: &Section) -> Result<Settings, StartError> 
     Ok(Settings {
         prefix: Prefix::new(&section.url_path_prefix),
         host_suffix: section.host_suffix.clone(),
-        origins: Origins::new(section.allowed_origins.clone()),
+        origins: origins(config, section),
         answer_headers: AnswerHeaders::new(section.extra_allowed_response_headers.iter().cloned())
             .map_err(StartError::AnswerHeader)?,
         head: HeadLimits::default(),
@@ -133,4 +157,25 @@ fn settings(config: &Config, section: &Section) -> Result<Settings, StartError> 
         find_timeout: config.limits.find_timeout,
         server: HeaderValue::try_from(server).unwrap_or(HeaderValue::from_static("gitlab-kas")),
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pages_of_gitlab_and_of_configured_origins_may_make_requests() {
+        let of = |identity: &str| {
+            let kubernetes = "agent: {kubernetes_api: {allowed_origins: ['https://a'], users: {file: /u}}}";
+            let env = kas_config::Environment { kas_state_dir: Some("/state".into()), ..Default::default() };
+            let config = kas_config::load(&format!("{kubernetes}\n{identity}"), &env).unwrap().config;
+            let section = config.agent.kubernetes_api.clone().unwrap();
+            format!("{:?}", origins(&config, &section))
+        };
+        let gitlab = "gitlab: {address: 'http://internal', authentication_secret_file: /s, external_url: 'https://G/x'}";
+        assert_eq!(of(gitlab), r#"Origins(["https://a", "https://g"])"#);
+        assert_eq!(of(""), r#"Origins(["https://a"])"#);
+        // Agents are known from the file, and GitLab is not asked about anybody.
+        assert_eq!(of(&format!("{gitlab}\nidentity: {{file: /i}}")), r#"Origins(["https://a"])"#);
+    }
 }

@@ -4,10 +4,11 @@ use cluster::{ClusterView, Connections as _, InMemoryTracker, Query, Wire};
 use ids::AgentId;
 use proto::kas::internal::v1::{
     Belief, Connection, ConnectionsRequest, ConnectionsResponse, ExplainRequest, ExplainResponse,
-    connections_request,
+    RefusedCaller, connections_request,
 };
 use tonic::Status;
 
+use observe::refusals::Refusals;
 use routing::registry::TunnelRegistry;
 
 /// Connections in one message of a list.
@@ -51,6 +52,7 @@ pub(super) async fn pages(
 /// Returns the report of this replica on itself and on an agent.
 pub(super) fn explain(
     registry: &TunnelRegistry,
+    refusals: &Refusals,
     view: &dyn ClusterView,
     request: ExplainRequest,
 ) -> ExplainResponse {
@@ -83,6 +85,19 @@ pub(super) fn explain(
                 holds: view.holds,
                 why: view.why,
                 gitlab: view.wire == Wire::Gitlab,
+            })
+            .collect();
+        response.refused_callers = refusals
+            .callers()
+            .of(agent)
+            .into_iter()
+            .map(|refused| RefusedCaller {
+                age_ms: u64::try_from(refused.at.elapsed().as_millis()).unwrap_or(u64::MAX),
+                source: refused.source.to_owned(),
+                caller: refused.caller.map(Into::into).unwrap_or_default(),
+                rule: refused.rule.to_owned(),
+                why: refused.why,
+                request_id: refused.request,
             })
             .collect();
     }

@@ -3,7 +3,8 @@
 use std::{sync::Arc, time::Duration};
 
 use cluster::{
-    Abandoned, AgentMeta, AgentView, Connection, Load, PeerReport, Query, Replica, Unanswered, Wire,
+    Abandoned, AgentMeta, AgentView, Connection, Load, PeerReport, Query, RefusedCaller, Replica, Unanswered,
+    Wire,
 };
 use futures_util::{StreamExt as _, stream::FuturesUnordered};
 use grpc::MessageReader;
@@ -137,7 +138,13 @@ async fn peer_report(
         transports: answer.transports,
         waiting: answer.waiting,
         views: answer.beliefs.into_iter().map(view).collect(),
+        refused_callers: answer.refused_callers.into_iter().map(refused_caller).collect(),
     })
+}
+
+fn refused_caller(refused: wire::RefusedCaller) -> RefusedCaller {
+    let wire::RefusedCaller { source, caller, rule, why, request_id, age_ms } = refused;
+    RefusedCaller { source, caller, rule, why, request: request_id, age: Duration::from_millis(age_ms) }
 }
 
 async fn call(

@@ -7,6 +7,7 @@ use cluster::Tracker;
 use grpc::service::LocalService;
 use tokio::sync::watch;
 
+use observe::refusals::Refusals;
 use routing::{rate_limit::RateLimit, registry::TunnelRegistry};
 
 /// How replicas learn of each other: by gossip, or through Redis.
@@ -23,7 +24,11 @@ pub trait Backend: Tracker {
 
     /// Returns the services of the private API by which other replicas read what this one knows; `registry`
     /// has its tunnels.
-    fn services(self: Arc<Self>, registry: Arc<TunnelRegistry>) -> Vec<(String, LocalService)>;
+    fn services(
+        self: Arc<Self>,
+        registry: Arc<TunnelRegistry>,
+        refusals: Arc<Refusals>,
+    ) -> Vec<(String, LocalService)>;
 
     /// Makes a limit of this replica one that all replicas share. They know it by `name`.
     fn share_limit(&self, name: &'static str, limit: RateLimit) -> Arc<RateLimit>;

@@ -44,6 +44,7 @@ use super::{
     Backend,
     metrics::{PeerRecord, ReplicaMetrics},
 };
+use observe::refusals::Refusals;
 use routing::{peer::Peers, rate_limit::RateLimit, registry::TunnelRegistry};
 
 /// Subscriptions without a receiver are removed once there are this many entries.
@@ -543,8 +544,12 @@ impl Backend for GossipBackend {
         tokio::time::sleep(2 * self.interval).await;
     }
 
-    fn services(self: Arc<Self>, registry: Arc<TunnelRegistry>) -> Vec<(String, LocalService)> {
-        feed::services(self, registry)
+    fn services(
+        self: Arc<Self>,
+        registry: Arc<TunnelRegistry>,
+        refusals: Arc<Refusals>,
+    ) -> Vec<(String, LocalService)> {
+        feed::services(self, registry, refusals)
     }
 
     /// Each replica gets its part of the limit.

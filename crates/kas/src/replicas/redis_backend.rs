@@ -26,6 +26,7 @@ use tonic::{Request, Response, Status};
 
 use super::{Backend, answer, ask, metrics::ReplicaMetrics};
 use kas_config::{self, HostPort, RedisAddress, RedisPasswords, RedisTarget};
+use observe::refusals::Refusals;
 use routing::{
     peer::Peers,
     rate_limit::{RateLimit, Total},
@@ -390,8 +391,12 @@ impl Backend for RedisBackend {
         self.redis.leave(LEAVING).await;
     }
 
-    fn services(self: Arc<Self>, registry: Arc<TunnelRegistry>) -> Vec<(String, LocalService)> {
-        vec![local_service(ReplicaServer::new(Private { backend: self, registry }))]
+    fn services(
+        self: Arc<Self>,
+        registry: Arc<TunnelRegistry>,
+        refusals: Arc<Refusals>,
+    ) -> Vec<(String, LocalService)> {
+        vec![local_service(ReplicaServer::new(Private { backend: self, registry, refusals }))]
     }
 
     /// The replicas add up their counts in Redis.
@@ -409,6 +414,7 @@ impl Backend for RedisBackend {
 struct Private {
     backend: Arc<RedisBackend>,
     registry: Arc<TunnelRegistry>,
+    refusals: Arc<Refusals>,
 }
 
 #[tonic::async_trait]
@@ -429,6 +435,6 @@ impl ReplicaService for Private {
             // The agent may not be cached here. If the lookup fails, the report says so.
             let _ = self.backend.redis.locate(agent).await;
         }
-        Ok(Response::new(answer::explain(&self.registry, &*self.backend, request)))
+        Ok(Response::new(answer::explain(&self.registry, &self.refusals, &*self.backend, request)))
     }
 }

@@ -67,6 +67,11 @@ pub(super) const JANE: &str = "kasu_janejanejanejanejanejanejanejanejanejanejan"
 /// The token of a user who may use nothing.
 pub(super) const NOBODY: &str = "kasu_nonononononononononononononononononononono";
 
+/// The session cookie of a user of GitLab, who may use agent 7 as agentk.
+pub(super) const COOKIE: &str = "session-cookie";
+/// The CSRF token that belongs to it.
+pub(super) const CSRF: &str = "csrf/token+1==";
+
 /// A body that a test writes.
 pub(super) type ApiBody = grpc::Body;
 /// The API server: returns the answer to a request.
@@ -102,8 +107,11 @@ pub(super) struct Lab {
     pub(super) address: SocketAddr,
     pub(super) lifecycle: Lifecycle,
     pub(super) metrics: Arc<Metrics>,
+    pub(super) refusals: Arc<Refusals>,
     pub(super) registry: Arc<TunnelRegistry>,
     pub(super) users: Arc<Users>,
+    /// The callers of the requests that were allowed.
+    pub(super) allowed: Arc<Mutex<Vec<String>>>,
     /// The first messages of requests, as the agent received them.
     pub(super) received: Arc<Mutex<Vec<http_request::Header>>>,
     /// All bytes that the agent received.
@@ -136,11 +144,12 @@ impl Users {
     fn caller(&self, token: &str) -> Result<Caller, AuthError> {
         let (name, run_as) = self.grants.lock().get(token).cloned().ok_or(AuthError::Unknown)?;
         Ok(Caller {
-            source: SourceKind::File,
+            source: if token == COOKIE { SourceKind::Cookie } else { SourceKind::File },
             name: name.into(),
             uid: None,
             groups: Arc::from([]),
             extra: Arc::from([]),
+            gitlab_user: None,
             grant: if name == "kas:nobody" { Grant::Rules } else { Grant::Decided(run_as) },
             recheck_at: None,
             hold: Hold::new(Arc::new(token.to_owned())),
@@ -151,7 +160,7 @@ impl Users {
 #[async_trait]
 impl Callers for Users {
     async fn authenticate(&self, credential: &Credential, agent: AgentId) -> Result<Caller, AuthError> {
-        let caller = self.caller(credential.bearer().map_or("", |bearer| bearer.secret()))?;
+        let caller = self.caller(secret(credential))?;
         if agent.get() == AGENT || agent.get() == 8 { Ok(caller) } else { Err(AuthError::Forbidden) }
     }
 
@@ -160,12 +169,24 @@ impl Callers for Users {
     }
 
     async fn reach(&self, credential: &Credential) -> Result<Reach, AuthError> {
-        self.caller(credential.bearer().map_or("", |bearer| bearer.secret()))?;
+        let caller = self.caller(secret(credential))?;
+        if caller.source == SourceKind::Cookie {
+            return Ok(Reach::Unlisted);
+        }
         Ok(Reach::Agents(Arc::from([AgentId::new(AGENT).unwrap()])))
     }
 
     fn changes(&self) -> watch::Receiver<u64> {
         self.changes.subscribe()
+    }
+}
+
+/// Returns what [`Users`] knows a credential by.
+fn secret(credential: &Credential) -> &str {
+    match credential {
+        Credential::Bearer(bearer) => bearer.secret(),
+        Credential::Session(session) if session.csrf_token() == CSRF => session.cookie(),
+        Credential::Session(_) => "",
     }
 }
 
@@ -227,12 +248,14 @@ impl Lab {
                             },
                         ),
                     ),
+                    (COOKIE, ("gitlab:user:jane", RunAs::Agent { allows_impersonate_headers: true })),
                     (NOBODY, ("kas:nobody", RunAs::Agent { allows_impersonate_headers: false })),
                 ]
                 .into(),
             ),
             changes: watch::Sender::new(0),
         });
+        let allowed: Arc<Mutex<Vec<String>>> = Arc::default();
         let lifecycle = Lifecycle::default();
         let phase = lifecycle.watch();
         let endpoint = KubernetesApi::new(Parts {
@@ -252,8 +275,12 @@ impl Lab {
             directory: Arc::new(Agents),
             observer: Observer::new(None, None, Box::new(|_| None)),
             metrics: Arc::clone(&metrics),
-            refusals,
+            refusals: Arc::clone(&refusals),
             is_ready: Box::new(move || *phase.borrow() == Phase::Serving),
+            allowed: Box::new({
+                let allowed = Arc::clone(&allowed);
+                move |authorized| allowed.lock().push(authorized.caller.name.to_string())
+            }),
         });
         let listener = Listener::bind(&Address::Tcp("127.0.0.1:0".into())).await.unwrap();
         let address = listener.local_addr().unwrap();
@@ -274,8 +301,10 @@ impl Lab {
             address,
             lifecycle,
             metrics,
+            refusals,
             registry: tunnels,
             users,
+            allowed,
             received: Arc::default(),
             bytes: Arc::default(),
             tunnels: Mutex::default(),

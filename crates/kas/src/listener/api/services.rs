@@ -36,6 +36,7 @@ use proto::{
         ExplainAgentResponse, GetPodsRequest, GetPodsResponse, KasAddress, KasInstanceInfo,
         ListReplicasRequest, ListReplicasResponse, TrackerStatusRequest, TrackerStatusResponse,
         UnansweredReplica, WatchConnectedAgentsRequest, WatchConnectedAgentsResponse, agent_on_replica,
+        agent_on_replica::RefusedCaller,
         kas_api_server::{KasApi, KasApiServer},
         watch_connected_agents_response::{Disconnected, Event, SnapshotComplete},
     },
@@ -206,6 +207,26 @@ fn non_empty(text: String, other: &str) -> String {
     if text.is_empty() { other.to_owned() } else { text }
 }
 
+fn refused_here(refused: observe::refused_callers::RefusedCaller) -> RefusedCaller {
+    RefusedCaller {
+        age_ms: milliseconds(refused.at.elapsed()),
+        source: refused.source.to_owned(),
+        caller: refused.caller.map(Into::into).unwrap_or_default(),
+        rule: refused.rule.to_owned(),
+        why: refused.why,
+        request_id: refused.request,
+    }
+}
+
+fn refused_there(refused: &cluster::RefusedCaller) -> RefusedCaller {
+    let cluster::RefusedCaller { source, caller, rule, why, request, age } = refused.clone();
+    RefusedCaller { source, caller, rule, why, request_id: request, age_ms: milliseconds(age) }
+}
+
+fn milliseconds(time: Duration) -> u64 {
+    u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
+}
+
 /// Describes tunnels that are all occupied by abandoned requests.
 fn occupied(place: &str, abandoned: Abandoned) -> String {
     format!(
@@ -230,9 +251,7 @@ pub(crate) async fn explain(router: &Router, tracker: &dyn Tracker, agent: Agent
     let here = router.registry().occupancy(agent);
     let number = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
     let tunnels = |abandoned: Option<Abandoned>| abandoned.map_or(0, |abandoned| abandoned.tunnels);
-    let since = |abandoned: Option<Abandoned>| {
-        abandoned.map_or(0, |abandoned| u64::try_from(abandoned.since.as_millis()).unwrap_or(u64::MAX))
-    };
+    let since = |abandoned: Option<Abandoned>| abandoned.map_or(0, |abandoned| milliseconds(abandoned.since));
     let me = known.replicas.first().map(|status| status.replica.clone());
     let own = AgentOnReplica {
         name: me.as_ref().map_or_else(String::new, |me| me.id.as_str().to_owned()),
@@ -244,6 +263,7 @@ pub(crate) async fn explain(router: &Router, tracker: &dyn Tracker, agent: Agent
         abandoned_tunnels: tunnels(here.abandoned),
         abandoned_for_ms: since(here.abandoned),
         transports: number(here.transports),
+        refused_callers: router.refusals().callers().of(agent).into_iter().map(refused_here).collect(),
     };
     let others = reports.iter().map(|report| AgentOnReplica {
         name: report.replica.id.as_str().to_owned(),
@@ -255,6 +275,7 @@ pub(crate) async fn explain(router: &Router, tracker: &dyn Tracker, agent: Agent
         abandoned_tunnels: tunnels(report.abandoned),
         abandoned_for_ms: since(report.abandoned),
         transports: report.transports,
+        refused_callers: report.refused_callers.iter().map(refused_there).collect(),
     });
     let elsewhere: Vec<String> = candidates
         .iter()

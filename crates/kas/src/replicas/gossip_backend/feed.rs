@@ -17,14 +17,16 @@ use tonic::{Request, Response, Status};
 
 use super::GossipBackend;
 use crate::replicas::answer;
+use observe::refusals::Refusals;
 use routing::registry::TunnelRegistry;
 
 /// Returns the services that other replicas call.
 pub(super) fn services(
     backend: Arc<GossipBackend>,
     registry: Arc<TunnelRegistry>,
+    refusals: Arc<Refusals>,
 ) -> Vec<(String, LocalService)> {
-    let private = Private { backend, registry };
+    let private = Private { backend, registry, refusals };
     vec![local_service(TableSyncServer::new(private.clone())), local_service(ReplicaServer::new(private))]
 }
 
@@ -32,6 +34,7 @@ pub(super) fn services(
 struct Private {
     backend: Arc<GossipBackend>,
     registry: Arc<TunnelRegistry>,
+    refusals: Arc<Refusals>,
 }
 
 type Answers<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
@@ -179,6 +182,11 @@ impl Replica for Private {
     }
 
     async fn explain(&self, request: Request<ExplainRequest>) -> Result<Response<ExplainResponse>, Status> {
-        Ok(Response::new(answer::explain(&self.registry, &*self.backend, request.into_inner())))
+        Ok(Response::new(answer::explain(
+            &self.registry,
+            &self.refusals,
+            &*self.backend,
+            request.into_inner(),
+        )))
     }
 }
