@@ -183,8 +183,6 @@ pub struct Kas {
     started: Arc<OnceLock<Synced>>,
     synced: Synced,
     requests: Arc<RequestMetrics>,
-    /// Knows the upgraded connections that are open.
-    kubernetes: Arc<kubernetes_api::Metrics>,
     lifecycle: Lifecycle,
 }
 
@@ -552,7 +550,7 @@ impl Kas {
                 gitlab: users.gitlab.clone(),
                 tracker: Arc::clone(&tracker),
                 observer,
-                metrics: Arc::clone(&kubernetes_metrics),
+                metrics: kubernetes_metrics,
                 refusals: Arc::clone(&refusals),
                 lifecycle: lifecycle.clone(),
                 is_ready: Box::new(move || unready(*phase.borrow(), started.get()).is_none()),
@@ -598,8 +596,7 @@ impl Kas {
         reloader.secrets(before, config.clone(), secrets, users);
         reloader.certificates.warn();
         parts.add(Part::default().task(reloader.run()));
-        let kubernetes = kubernetes_metrics;
-        Ok(Self { config, addresses, parts, admin, started, synced, requests, kubernetes, lifecycle })
+        Ok(Self { config, addresses, parts, admin, started, synced, requests, lifecycle })
     }
 
     /// Returns the bound addresses.
@@ -615,17 +612,7 @@ impl Kas {
     /// Serves until `leave` resolves, then drains and returns. If `hurry` resolves meanwhile, open requests
     /// end at once.
     pub async fn run(self, leave: impl Future<Output = ()>, hurry: impl Future<Output = ()>) {
-        let Self {
-            config,
-            addresses,
-            mut parts,
-            mut admin,
-            started,
-            synced,
-            requests,
-            kubernetes,
-            lifecycle,
-        } = self;
+        let Self { config, addresses, mut parts, mut admin, started, synced, requests, lifecycle } = self;
         let show = |address: Option<SocketAddr>, listen: &kas_config::Listen| {
             address.map_or_else(|| listen.address.clone(), |address| address.to_string())
         };

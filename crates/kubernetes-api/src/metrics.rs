@@ -171,11 +171,6 @@ impl Metrics {
         self.upgrade_bytes.get_or_create_owned(&DirectionLabel { direction })
     }
 
-    /// Returns how many requests are open that asked for an upgrade.
-    pub fn open_upgrades(&self) -> u64 {
-        u64::try_from(self.open.get_or_create(&kind_label(Kind::Upgrade)).get()).unwrap_or(0)
-    }
-
     /// Returns how many requests of a kind are open.
     #[cfg(test)]
     pub(crate) fn open_now(&self, kind: Kind) -> i64 {

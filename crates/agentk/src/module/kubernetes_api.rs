@@ -204,12 +204,7 @@ async fn answered<T>(
 }
 
 /// Notes the head of an answer in the span and the logs.
-fn note_answer(
-    method: &Method,
-    parts: &response::Parts,
-    span: Option<&mut Span>,
-    entry: Option<&mut Entry>,
-) {
+fn note_answer(method: &Method, parts: &response::Parts, span: Option<&mut Span>, entry: Option<&mut Entry>) {
     if let Some(entry) = entry {
         entry.responded(parts.status);
     }

@@ -97,7 +97,8 @@ pub(super) async fn part(
     };
     // The other half is for requests that end by themselves.
     let drain: Duration = config.drain.timeout / 2;
-    let mut part = Part::default().server(server).task(service.run(lifecycle, drain, config.drain.upgrade_grace));
+    let mut part =
+        Part::default().server(server).task(service.run(lifecycle, drain, config.drain.upgrade_grace));
     if let Some((gitlab, period)) = reports {
         part = part.task(usage.report(gitlab, period));
     }

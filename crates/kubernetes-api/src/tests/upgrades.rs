@@ -48,7 +48,7 @@ impl Upgraded {
     /// Waits until the request was counted as ended so.
     async fn ended(&self, by: EndedBy) {
         eventually("it was counted", || self.lab.metrics.ended_so(Kind::Upgrade, by) == 1).await;
-        assert_eq!(self.lab.metrics.open_upgrades(), 0);
+        assert_eq!(self.lab.metrics.open_now(Kind::Upgrade), 0);
     }
 }
 

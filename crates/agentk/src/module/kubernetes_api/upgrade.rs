@@ -148,7 +148,7 @@ impl Switched {
     /// Completes the records.
     fn ended(&mut self, status: &Status) {
         let failure = (status.code() != Code::Ok).then(|| status.code().name());
-        if let Some(failure) = failure {
+        if failure.is_some() {
             tracing::debug!(error = %status, "an upgraded connection to the Kubernetes API server has failed");
         }
         if let Some(mut span) = self.records.span.take()
