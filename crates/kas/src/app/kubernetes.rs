@@ -66,11 +66,12 @@ pub(super) async fn part(
         sources.push(Box::new(CiJobs::new(gitlab, ttl, refusal_ttl)));
     }
     let callers = Arc::new(Sources::new(sources, changes));
+    let directory = AgentDirectory::new(identity, tracker);
     let service = KubernetesApi::new(Parts {
         settings: settings(config, section)?,
-        authorizer: Authorizer::new(callers, Access::new(&section.access)),
+        authorizer: Authorizer::new(callers, Access::new(&section.access), Arc::clone(&directory) as _),
         router,
-        directory: AgentDirectory::new(identity, tracker),
+        directory,
         observer,
         metrics,
         refusals,
