@@ -29,7 +29,6 @@ use crate::{
     app::KasAccess,
     cluster::ClusterAccess,
     dial::{Dialer, KasAddress},
-    observability::Port,
     token::TokenFile,
 };
 
@@ -65,8 +64,6 @@ pub async fn run(settings: Settings) -> anyhow::Result<Verdict> {
         kept => kept,
     }
     .context("--ca-cert-file")?;
-    // Dropped at once: an agentk that starts meanwhile gets the port.
-    let is_taken = Port::bind(&settings.observability_address).await?.is_taken();
     let proxies = Proxies::from_env();
     let dialer = settings.kas.dialer_with(Arc::clone(&config), proxies.clone())?;
     let reporter = Reporter::new(settings.format);
@@ -102,7 +99,7 @@ pub async fn run(settings: Settings) -> anyhow::Result<Verdict> {
     let kubernetes = kubernetes::check(&settings.cluster).await;
     reporter.finding(&kubernetes);
     reporter.heading("Metrics and probes");
-    let metrics = metrics::check(&settings.observability_address, is_taken).await;
+    let metrics = metrics::check(&settings.observability_address).await;
     reporter.finding(&metrics);
 
     let first = addresses.iter().find(|address| address.passes).map(|address| address.address.clone());
@@ -116,6 +113,11 @@ pub async fn run(settings: Settings) -> anyhow::Result<Verdict> {
         Some(address) if kubernetes.outcome == Outcome::Failed => (
             Verdict::Cluster,
             format!("agentk can reach kas at {address}, but not the API server of its cluster"),
+        ),
+        // agentk does not start then.
+        Some(address) if metrics.outcome == Outcome::Failed => (
+            Verdict::Setting,
+            format!("agentk can reach kas at {address}, but cannot use --observability-address"),
         ),
         Some(address) if cut => (
             Verdict::SilenceCut,

@@ -15,6 +15,8 @@ use serde::Serialize;
 pub enum Verdict {
     /// No problem was found.
     Healthy = 0,
+    /// kas and the cluster can be reached, but agentk does not start: a setting cannot be used.
+    Setting = 1,
     /// kas cannot be reached at any address.
     Unreachable = 3,
     /// kas rejects the token.
