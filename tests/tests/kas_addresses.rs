@@ -530,6 +530,11 @@ async fn agentk_serves_requests_while_another_process_uses_its_port_for_metrics(
     };
     let (outcome, said) = doctor().await?;
     ensure!(outcome == "warning" && said.contains("another program uses 127.0.0.1:"), "{said}");
+    // An address that this host does not have ends no other check.
+    let foreign = ["--observability-address", "192.0.2.1:8080"];
+    let (code, report) = self::doctor(&url, &token(1), &foreign, &[]).await?;
+    ensure!(code == 6 && report["metrics"]["outcome"] == "failed", "{report:#}");
+    ensure!(report["addresses"][0]["passes"] == true, "{report:#}");
     drop(other);
     let served = |line: &Value| (line["message"] == "metrics and probes").then_some(());
     agentk.logged("that its port is served", served).await?;

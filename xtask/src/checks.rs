@@ -269,4 +269,39 @@ mod tests {
     fn fuzzing_without_a_nightly_toolchain_is_the_one_exception() {
         assert_eq!(code(&[Verdict::Ok, Verdict::Exempt(fuzz::NO_NIGHTLY)]), 0);
     }
+
+    /// The script of the checks, with a cargo that does nothing and so many seconds of its time used.
+    fn run_after(seconds: u32) -> (Option<i32>, String) {
+        use std::{fs, os::unix::fs::PermissionsExt as _, process::Command};
+        let folder = tempfile::tempdir().unwrap();
+        let bin = folder.path().join("bin");
+        fs::create_dir_all(&bin).unwrap();
+        for (program, code) in [("cargo", 0), ("cargo-deny", 0), ("cc", 0), ("rustup", 1)] {
+            let file = bin.join(program);
+            fs::write(&file, format!("#!/bin/sh\nexit {code}\n")).unwrap();
+            fs::set_permissions(&file, fs::Permissions::from_mode(0o755)).unwrap();
+        }
+        let script = folder.path().join(".ci/run");
+        fs::create_dir_all(script.parent().unwrap()).unwrap();
+        fs::copy(devkit::workspace::root().join(".ci/run"), &script).unwrap();
+        let mut path = bin.into_os_string();
+        path.push(":");
+        path.push(std::env::var_os("PATH").unwrap_or_default());
+        let seconds = seconds.to_string();
+        let mut run = Command::new("bash");
+        // bash counts on from there.
+        let run = run.arg(&script).env("PATH", path).env("SECONDS", seconds);
+        let output = run.output().unwrap();
+        (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned())
+    }
+
+    #[test]
+    fn no_time_left_is_not_a_time_without_limit() {
+        assert_eq!(run_after(0).0, Some(0));
+        for seconds in [3600, 3700] {
+            let (code, said) = run_after(seconds);
+            assert_eq!(code, Some(1), "{said}");
+            assert!(said.contains("FAILED: cut after 60 min"), "{said}");
+        }
+    }
 }

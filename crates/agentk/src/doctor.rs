@@ -30,7 +30,6 @@ use crate::{
     app::KasAccess,
     cluster::ClusterAccess,
     dial::{Dialer, KasAddress},
-    observability::Port,
     token::TokenFile,
 };
 
@@ -68,8 +67,6 @@ pub async fn run(settings: Settings) -> anyhow::Result<Verdict> {
         kept => kept,
     }
     .context("--ca-cert-file")?;
-    // Dropped at once: an agentk that starts meanwhile gets the port.
-    let is_taken = Port::bind(&settings.observability_address).await?.is_taken();
     let proxies = Proxies::from_env();
     let dialer = settings.kas.dialer_with(Arc::clone(&config), proxies.clone())?;
     let reporter = Reporter::new(settings.format);
@@ -111,7 +108,7 @@ pub async fn run(settings: Settings) -> anyhow::Result<Verdict> {
     }
     let policy_fails = policy.as_ref().is_some_and(|policy| policy.outcome == Outcome::Failed);
     reporter.heading("Metrics and probes");
-    let metrics = metrics::check(&settings.observability_address, is_taken).await;
+    let metrics = metrics::check(&settings.observability_address).await;
     reporter.finding(&metrics);
 
     let first = addresses.iter().find(|address| address.passes).map(|address| address.address.clone());
@@ -129,6 +126,11 @@ pub async fn run(settings: Settings) -> anyhow::Result<Verdict> {
         Some(address) if policy_fails => (
             Verdict::Setting,
             format!("agentk can reach kas at {address}, but its policy file is not valid"),
+        ),
+        // agentk does not start then.
+        Some(address) if metrics.outcome == Outcome::Failed => (
+            Verdict::Setting,
+            format!("agentk can reach kas at {address}, but cannot use --observability-address"),
         ),
         Some(address) if cut => (
             Verdict::SilenceCut,

@@ -37,7 +37,8 @@ impl Port {
     }
 
     /// Whether another process uses the port.
-    pub fn is_taken(&self) -> bool {
+    #[cfg(test)]
+    fn is_taken(&self) -> bool {
         self.listener.is_err()
     }
 

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use ids::Impersonation;
+use ids::{AgentId, Impersonation, Match};
 use kas_config::{AccessRule, RequestIdentity};
 
 use crate::{Caller, KnownAgent, Mode, RunAs};
@@ -29,6 +29,11 @@ pub struct Decision {
     pub run_as: RunAs,
 }
 
+/// Whether a rule decides depends on the name or project of the agent, which is not known.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("an access rule for this caller selects agents by a name or project that is not known")]
+pub struct UnknownAgent;
+
 impl Access {
     /// Returns the rules of a configuration.
     pub fn new(rules: &[AccessRule]) -> Self {
@@ -47,28 +52,44 @@ impl Access {
     }
 
     /// Returns what the first rule that matches decides; `None`: no rule matches.
-    pub fn decide(&self, caller: &Caller, agent: &KnownAgent) -> Option<Decision> {
-        let (rule, found) = self.rules.iter().enumerate().find(|(_, rule)| rule.matches(caller, agent))?;
-        let run_as = found.run_as.clone().unwrap_or_else(|| RunAs::Identity {
-            mode: Mode::User,
-            identity: Arc::new(itself(caller, agent)),
-        });
-        Some(Decision { rule, run_as })
+    ///
+    /// # Errors
+    /// [`UnknownAgent`] if the first rule that may match is about a name or project that is not known. A
+    /// later rule may give more rights than that one, so none of them decides.
+    pub fn decide(&self, caller: &Caller, agent: &KnownAgent) -> Result<Option<Decision>, UnknownAgent> {
+        for (rule, found) in self.rules.iter().enumerate() {
+            match found.matches(caller, agent) {
+                Match::No => {}
+                Match::Unknown => return Err(UnknownAgent),
+                Match::Yes => {
+                    let run_as = found.run_as.clone().unwrap_or_else(|| RunAs::Identity {
+                        mode: Mode::User,
+                        identity: Arc::new(itself(caller, agent.id)),
+                    });
+                    return Ok(Some(Decision { rule, run_as }));
+                }
+            }
+        }
+        Ok(None)
     }
 }
 
 impl Rule {
-    fn matches(&self, caller: &Caller, agent: &KnownAgent) -> bool {
+    fn matches(&self, caller: &Caller, agent: &KnownAgent) -> Match {
         let AccessRule { agents, users, groups, .. } = &self.matcher;
-        agents.matches(agent.id, agent.project_id, agent.name.as_deref())
-            && (users.iter().any(|user| user.matches(&caller.name))
-                || groups.iter().any(|group| caller.groups.iter().any(|name| group.matches(name))))
+        let is_for_caller = users.iter().any(|user| user.matches(&caller.name))
+            || groups.iter().any(|group| caller.groups.iter().any(|name| group.matches(name)));
+        if is_for_caller {
+            agents.matches(agent.id, agent.project_id, agent.name.as_deref())
+        } else {
+            Match::No
+        }
     }
 }
 
 /// Returns the identity of the caller itself, for a request to `agent`.
-fn itself(caller: &Caller, agent: &KnownAgent) -> Impersonation {
-    let id = ("agent.gitlab.com/id".to_owned(), vec![agent.id.to_string()]);
+fn itself(caller: &Caller, agent: AgentId) -> Impersonation {
+    let id = ("agent.gitlab.com/id".to_owned(), vec![agent.to_string()]);
     Impersonation {
         username: caller.name.to_string(),
         groups: caller.groups.to_vec(),

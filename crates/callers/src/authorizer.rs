@@ -1,22 +1,26 @@
 //! From a credential to what a request may do.
 
-use std::{fmt, sync::Arc, time::Duration};
+use std::{fmt, net::IpAddr, sync::Arc, time::Duration};
 
 use gitlab::{JobAgents, ProxyUsers};
 use identity::IfAbsent;
-use ids::{InvalidIdentity, check_identity_name};
+use ids::{AgentId, InvalidIdentity, check_identity_name};
 use kas_config::KubernetesApi;
 use tokio::time::Instant;
 
 use crate::{
-    Access, AuthError, Caller, Callers, Changes, CiJobs, Credential, FileUsers, GitLabUsers, Grant,
-    KnownAgent, Mode, OpenUsersError, Reach, RunAs, Source, Sources,
+    Access, Agents, AuthError, Caller, Callers, Changes, CiJobs, Credential, Decision, FileUsers,
+    GitLabUsers, Grant, KnownAgent, Mode, OpenUsersError, Reach, RunAs, Source, Sources, UnknownAgent,
+    finder::Finder,
 };
 
 /// How soon an open request is checked again whose source could not be asked.
 const RETRY: Duration = Duration::from_secs(5);
 /// How often an open request is checked again whose source reports every change.
 const SELDOM: Duration = Duration::from_secs(3600);
+/// How often an open request is checked again if its rule depends on the name or project of its agent, which
+/// other replicas do not report.
+const BY_NAME: Duration = Duration::from_secs(60);
 /// The least time between two checks of an open request, whatever its source says.
 const LEAST_WAIT: Duration = Duration::from_millis(100);
 
@@ -30,7 +34,7 @@ pub struct Authorized {
     /// The index of the access rule that decided, from 0; `None`: the source has decided.
     pub rule: Option<usize>,
     /// The agent it is for.
-    pub agent: KnownAgent,
+    pub agent: AgentId,
 }
 
 /// Why a request may not run, or must end.
@@ -42,6 +46,14 @@ pub enum Refused {
     /// No access rule matches: status 403.
     #[error("no access rule gives this agent to this caller")]
     NoRule,
+    /// A rule for this caller selects agents by name or project, and no replica knows those of this agent:
+    /// status 403, as for any agent that the caller may not use.
+    #[error(transparent)]
+    UnknownAgent(#[from] UnknownAgent),
+    /// As [`Refused::UnknownAgent`], but not all replicas could be asked: status 503, the client should
+    /// retry.
+    #[error("the name and project of this agent, by which an access rule selects, cannot be asked for now")]
+    Unasked,
     /// A name or value of the identity is not allowed: status 403.
     #[error(transparent)]
     Identity(#[from] InvalidIdentity),
@@ -55,10 +67,12 @@ impl Refused {
     pub fn status(self) -> http::StatusCode {
         match self {
             Self::Auth(AuthError::Unknown) => http::StatusCode::UNAUTHORIZED,
-            Self::Auth(AuthError::Unavailable) => http::StatusCode::SERVICE_UNAVAILABLE,
-            Self::Auth(AuthError::Forbidden) | Self::NoRule | Self::Identity(_) | Self::Changed => {
-                http::StatusCode::FORBIDDEN
-            }
+            Self::Auth(AuthError::Unavailable) | Self::Unasked => http::StatusCode::SERVICE_UNAVAILABLE,
+            Self::Auth(AuthError::Forbidden)
+            | Self::NoRule
+            | Self::UnknownAgent(_)
+            | Self::Identity(_)
+            | Self::Changed => http::StatusCode::FORBIDDEN,
         }
     }
 }
@@ -77,6 +91,25 @@ pub struct Refusal {
 pub struct Authorizer {
     callers: Arc<dyn Callers>,
     access: Access,
+    agents: Arc<dyn Agents>,
+    finder: Finder,
+}
+
+/// Which request is judged.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Judged {
+    /// One that has arrived.
+    New,
+    /// One that is open.
+    Open,
+}
+
+/// As whom a request runs, and why.
+struct Decided {
+    run_as: RunAs,
+    rule: Option<usize>,
+    /// The decision depends on the name or project of the agent.
+    by_name: bool,
 }
 
 impl fmt::Debug for Authorizer {
@@ -94,6 +127,7 @@ impl Authorizer {
     pub async fn open<G: JobAgents + ProxyUsers>(
         config: &KubernetesApi,
         gitlab: Option<Arc<G>>,
+        agents: Arc<dyn Agents>,
     ) -> Result<Self, OpenUsersError> {
         let changes = Changes::default();
         let mut sources: Vec<Box<dyn Source>> = Vec::new();
@@ -107,40 +141,50 @@ impl Authorizer {
             sources.push(Box::new(GitLabUsers::by_token(Arc::clone(&gitlab) as _, ttl, refusal_ttl)));
             sources.push(Box::new(GitLabUsers::by_session(gitlab, ttl, refusal_ttl)));
         }
-        Ok(Self::new(Arc::new(Sources::new(sources, changes)), Access::new(&config.access)))
+        Ok(Self::new(Arc::new(Sources::new(sources, changes)), Access::new(&config.access), agents))
     }
 
-    /// Returns an authorizer that asks `callers`, and then `access`.
-    pub fn new(callers: Arc<dyn Callers>, access: Access) -> Self {
-        Self { callers, access }
+    /// Returns an authorizer that asks `callers`, and then `access`, whose rules may name what only `agents`
+    /// knows.
+    pub fn new(callers: Arc<dyn Callers>, access: Access, agents: Arc<dyn Agents>) -> Self {
+        let finder = Finder::new(Arc::clone(&agents));
+        Self { callers, access, agents, finder }
     }
 
-    /// Decides whether a request to `agent` may run. Cancel safe.
+    /// Decides whether a request to `agent` may run. `from` is the network that it comes from, if known; it
+    /// affects only the order of lookups. Cancel safe.
     ///
     /// # Errors
     /// [`Refusal`].
-    pub async fn authorize(&self, credential: &Credential, agent: KnownAgent) -> Result<Authorized, Refusal> {
-        match self.callers.authenticate(credential, agent.id).await {
-            Ok(caller) => self.judge(caller, agent),
-            Err(error) => Err(Refusal { why: error.into(), caller: None }),
+    pub async fn authorize(
+        &self,
+        credential: &Credential,
+        agent: AgentId,
+        from: Option<IpAddr>,
+    ) -> Result<Authorized, Refusal> {
+        let authenticated = self.callers.authenticate(credential, agent, from).await;
+        let caller = authenticated.map_err(|error| Refusal { why: error.into(), caller: None })?;
+        match self.decide(&caller, agent, Judged::New).await {
+            Ok(Decided { run_as, rule, .. }) => Ok(Authorized { caller, run_as, rule, agent }),
+            Err(why) => Err(Refusal { why, caller: Some(Box::new(caller)) }),
         }
     }
 
-    /// Returns which of `agents` a credential reaches; `None` if its source cannot list them (status 501).
-    /// Cancel safe.
+    /// Returns which of `agents` a credential reaches, for a request from the network `from`; `None` if its
+    /// source cannot list them (status 501). Cancel safe.
     ///
     /// # Errors
     /// [`Refusal`].
     pub async fn reach(
         &self,
         credential: &Credential,
+        from: Option<IpAddr>,
         agents: Vec<KnownAgent>,
     ) -> Result<Option<Vec<KnownAgent>>, Refusal> {
-        let reach = self.callers.reach(credential).await;
+        let reach = self.callers.reach(credential, from).await;
         match reach.map_err(|error| Refusal { why: error.into(), caller: None })? {
             Reach::Rules(caller) => {
-                let may = |agent: &KnownAgent| self.judge(caller.clone(), agent.clone()).is_ok();
-                Ok(Some(agents.into_iter().filter(may).collect()))
+                Ok(Some(agents.into_iter().filter(|agent| self.reaches(&caller, agent)).collect()))
             }
             Reach::Agents(listed) => {
                 Ok(Some(agents.into_iter().filter(|agent| listed.contains(&agent.id)).collect()))
@@ -151,15 +195,25 @@ impl Authorizer {
 
     /// Waits until a request that is open must end, and returns why. Cancel safe.
     ///
-    /// Only a definite answer ends a request: while its source cannot be asked, it goes on. A credential that
-    /// expires does not end a request that it has begun.
+    /// The name and project of the agent count as they are now. Only a definite answer ends a request: while
+    /// its source or the agent's name cannot be asked for, it goes on. A credential that expires does not end
+    /// a request that it has begun.
     pub async fn revoked(&self, authorized: &Authorized) -> Refused {
         let mut changes = self.callers.changes();
+        let mut agents = self.agents.changes();
+        let mut by_name = false;
         loop {
             changes.mark_unchanged();
+            agents.mark_unchanged();
             let next = match self.recheck(authorized).await {
-                Ok(caller) => caller.recheck_at,
-                Err(Refused::Auth(AuthError::Unavailable)) => Some(Instant::now() + RETRY),
+                Ok((caller, is_by_name)) => {
+                    by_name = is_by_name;
+                    let by_name = by_name.then(|| Instant::now() + BY_NAME);
+                    caller.recheck_at.into_iter().chain(by_name).min()
+                }
+                Err(Refused::Auth(AuthError::Unavailable) | Refused::Unasked | Refused::UnknownAgent(_)) => {
+                    Some(Instant::now() + RETRY)
+                }
                 Err(why) => return why,
             };
             // A source that reports no more changes, because kas ends, is asked by the clock alone.
@@ -168,39 +222,75 @@ impl Authorizer {
             tokio::select! {
                 () = due => {}
                 Ok(()) = changes.changed() => {}
+                Ok(()) = agents.changed(), if by_name => {}
             }
         }
     }
 
-    /// Judges an open request again: returns its caller as it is now, or why the request must end.
-    async fn recheck(&self, authorized: &Authorized) -> Result<Caller, Refused> {
+    /// Judges an open request again: returns its caller as it is now and whether the name or project of the
+    /// agent matters, or why the request must end.
+    async fn recheck(&self, authorized: &Authorized) -> Result<(Caller, bool), Refused> {
         let Authorized { caller, agent, run_as, .. } = authorized;
-        let caller = self.callers.recheck(caller, agent.id).await?;
-        let (now, _) = self.decide(&caller, agent)?;
-        if now == *run_as { Ok(caller) } else { Err(Refused::Changed) }
+        let caller = self.callers.recheck(caller, *agent).await?;
+        let now = self.decide(&caller, *agent, Judged::Open).await?;
+        if now.run_as == *run_as { Ok((caller, now.by_name)) } else { Err(Refused::Changed) }
     }
 
-    fn judge(&self, caller: Caller, agent: KnownAgent) -> Result<Authorized, Refusal> {
-        match self.decide(&caller, &agent) {
-            Ok((run_as, rule)) => Ok(Authorized { caller, run_as, rule, agent }),
-            Err(why) => Err(Refusal { why, caller: Some(Box::new(caller)) }),
-        }
-    }
-
-    fn decide(&self, caller: &Caller, agent: &KnownAgent) -> Result<(RunAs, Option<usize>), Refused> {
-        check_identity_name(&caller.name)?;
-        caller.groups.iter().try_for_each(|group| check_identity_name(group))?;
-        let (run_as, rule) = match &caller.grant {
-            Grant::Decided(run_as) => (run_as.clone(), None),
+    async fn decide(&self, caller: &Caller, agent: AgentId, judged: Judged) -> Result<Decided, Refused> {
+        check_names(caller)?;
+        let (run_as, rule, by_name) = match &caller.grant {
+            Grant::Decided(run_as) => (run_as.clone(), None, false),
             Grant::Rules => {
-                let decision = self.access.decide(caller, agent).ok_or(Refused::NoRule)?;
-                (decision.run_as, Some(decision.rule))
+                let by_id = self.access.decide(caller, &KnownAgent::unknown(agent));
+                let by_name = by_id == Err(UnknownAgent);
+                let decided = if by_name { self.by_name(caller, agent, judged).await? } else { by_id? };
+                let Decision { rule, run_as } = decided.ok_or(Refused::NoRule)?;
+                (run_as, Some(rule), by_name)
             }
         };
-        if let RunAs::Identity { mode, identity } = &run_as {
-            identity.check(*mode == Mode::Impersonate)?;
+        check_identity(&run_as)?;
+        Ok(Decided { run_as, rule, by_name })
+    }
+
+    /// Decides by the name and project of the agent. If they are not known here, other replicas are asked.
+    async fn by_name(
+        &self,
+        caller: &Caller,
+        agent: AgentId,
+        judged: Judged,
+    ) -> Result<Option<Decision>, Refused> {
+        let here = self.access.decide(caller, &self.agents.known(agent));
+        match here {
+            Ok(Some(allowed)) => return Ok(Some(allowed)),
+            Ok(None) if judged == Judged::Open => return Ok(None),
+            Ok(None) | Err(UnknownAgent) => {}
         }
-        Ok((run_as, rule))
+        // Others are asked about a refused agent too, although it is known here: otherwise the time that a
+        // refusal takes, or an error, would tell which agents there are.
+        match (self.finder.find(&caller.name, agent).await, here) {
+            (Err(AuthError::Unavailable), _) => Err(Refused::Unasked),
+            (_, Ok(_)) => Ok(None),
+            (Ok(found), Err(UnknownAgent)) => Ok(self.access.decide(caller, &found)?),
+            (Err(_), Err(unknown)) => Err(unknown.into()),
+        }
+    }
+
+    /// Whether a caller may use an agent, by what is known of it.
+    fn reaches(&self, caller: &Caller, agent: &KnownAgent) -> bool {
+        let decided = check_names(caller).map(|()| self.access.decide(caller, agent));
+        matches!(decided, Ok(Ok(Some(decision))) if check_identity(&decision.run_as).is_ok())
+    }
+}
+
+fn check_names(caller: &Caller) -> Result<(), InvalidIdentity> {
+    check_identity_name(&caller.name)?;
+    caller.groups.iter().try_for_each(|group| check_identity_name(group))
+}
+
+fn check_identity(run_as: &RunAs) -> Result<(), InvalidIdentity> {
+    match run_as {
+        RunAs::Identity { mode, identity } => identity.check(*mode == Mode::Impersonate),
+        RunAs::Agent { .. } => Ok(()),
     }
 }
 

@@ -4,12 +4,18 @@
 //!   cancelled neither stops it nor affects others.
 //! * Answers and refusals are kept apart, so that invalid credentials cannot displace valid ones. That the
 //!   host could not be asked is never kept.
-//! * A key is a keyed hash, so that nothing in the cache is a credential or can be compared with one.
+//! * Each network may have only some of the lookups, so that invalid credentials cannot keep out those that
+//!   come from elsewhere. A key that was accepted before is not counted for its network.
+//! * The key of a credential is a keyed hash, so that nothing in the cache is a credential or can be compared
+//!   with one.
 
-use std::{collections::HashMap, panic::AssertUnwindSafe, sync::Arc, time::Duration};
+use std::{
+    collections::HashMap, hash::Hash, net::IpAddr, panic::AssertUnwindSafe, sync::Arc, time::Duration,
+};
 
 use aws_lc_rs::hmac;
 use futures_util::FutureExt as _;
+use gitlab::LookupPriority;
 use ids::AgentId;
 use lru::LruCache;
 use parking_lot::Mutex;
@@ -19,14 +25,65 @@ use crate::{AuthError, SourceKind};
 
 /// The most answers, and the most refusals.
 const MOST: usize = 100_000;
-/// The most lookups that wait or run.
+/// The most lookups that wait or run for keys that were not accepted before, and for those that were.
 const MOST_LOOKUPS: usize = 10_000;
+/// The most of them for keys from one network that were not accepted before.
+const MOST_OF_NETWORK: usize = 1_000;
 /// The most expired entries that are removed when one is added.
 const SWEPT: usize = 8;
 
 /// A keyed hash of a credential.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct Key([u8; 32]);
+
+/// Makes keys.
+pub(crate) struct Keys(hmac::Key);
+
+impl Keys {
+    /// Returns what makes keys that differ from those of every other one.
+    pub(crate) fn random() -> Self {
+        Self(hmac::Key::new(hmac::HMAC_SHA256, &rand::random::<[u8; 32]>()))
+    }
+
+    /// Returns the key of a credential, of which `parts` are all the parts. `agent` is the agent that the
+    /// answer is about, if it is about one.
+    pub(crate) fn key(&self, source: SourceKind, agent: Option<AgentId>, parts: &[&[u8]]) -> Key {
+        let mut context = hmac::Context::with_key(&self.0);
+        let mut add = |part: &[u8]| {
+            // With its length, so that no two lists of parts are hashed as the same bytes.
+            context.update(&(part.len() as u64).to_be_bytes());
+            context.update(part);
+        };
+        add(source.as_str().as_bytes());
+        add(&agent.map_or(0, AgentId::get).to_be_bytes());
+        parts.iter().for_each(|part| add(part));
+        let mut key = [0; 32];
+        key.copy_from_slice(context.sign().as_ref());
+        Key(key)
+    }
+}
+
+/// What is known of a key that has to be looked up.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Before {
+    /// It was accepted before.
+    Accepted,
+    /// Another key from the same network was.
+    NetworkAccepted,
+    /// Nothing.
+    Nothing,
+}
+
+impl Before {
+    /// Returns how urgent a lookup is.
+    pub(crate) fn priority(self) -> LookupPriority {
+        match self {
+            Self::Accepted => LookupPriority::KnownToken,
+            Self::NetworkAccepted => LookupPriority::KnownSource,
+            Self::Nothing => LookupPriority::UnknownSource,
+        }
+    }
+}
 
 /// An answer, and until when it is used.
 #[derive(Debug)]
@@ -43,24 +100,40 @@ impl<T> Clone for Answer<T> {
 
 type LookupResult<T> = Result<Answer<T>, AuthError>;
 
-pub(crate) struct Cache<T> {
-    shared: Arc<Shared<T>>,
-    key: hmac::Key,
-}
+pub(crate) struct Cache<K, T>(Arc<Shared<K, T>>);
 
-struct Shared<T> {
+struct Shared<K, T> {
     ttl: Duration,
     refusal_ttl: Duration,
-    state: Mutex<State<T>>,
+    state: Mutex<State<K, T>>,
 }
 
-struct State<T> {
-    answers: LruCache<Key, Answer<T>>,
-    refusals: LruCache<Key, (AuthError, Instant)>,
-    lookups: HashMap<Key, watch::Receiver<Option<LookupResult<T>>>>,
+struct State<K, T> {
+    answers: LruCache<K, Answer<T>>,
+    refusals: LruCache<K, (AuthError, Instant)>,
+    lookups: HashMap<K, Lookup<T>>,
+    /// The lookups of each network for keys that were not accepted before.
+    of_network: HashMap<Option<IpAddr>, usize>,
+    /// The sum of `of_network`.
+    unaccepted: usize,
+    /// Keys that were accepted, whether their answers are kept or not, and not refused since.
+    accepted: LruCache<K, ()>,
+    /// The networks they came from.
+    networks: LruCache<IpAddr, ()>,
 }
 
-impl<T: Send + Sync + 'static> Cache<T> {
+/// A lookup that waits or runs.
+struct Lookup<T> {
+    result: watch::Receiver<Option<LookupResult<T>>>,
+    from: Option<IpAddr>,
+    before: Before,
+}
+
+impl<K, T> Cache<K, T>
+where
+    K: Copy + Eq + Hash + Send + 'static,
+    T: Send + Sync + 'static,
+{
     /// Returns an empty cache. `ttl` is how long answers are used and may be zero: then neither they nor
     /// refusals are kept. `refusal_ttl` is how long refusals are used.
     pub(crate) fn new(ttl: Duration, refusal_ttl: Duration) -> Self {
@@ -68,43 +141,34 @@ impl<T: Send + Sync + 'static> Cache<T> {
             answers: LruCache::unbounded(),
             refusals: LruCache::unbounded(),
             lookups: HashMap::new(),
+            of_network: HashMap::new(),
+            unaccepted: 0,
+            accepted: LruCache::unbounded(),
+            networks: LruCache::unbounded(),
         };
-        let key = hmac::Key::new(hmac::HMAC_SHA256, &rand::random::<[u8; 32]>());
-        Self { shared: Arc::new(Shared { ttl, refusal_ttl, state: Mutex::new(state) }), key }
+        Self(Arc::new(Shared { ttl, refusal_ttl, state: Mutex::new(state) }))
     }
 
-    /// Returns the key of a credential, of which `parts` are all the parts. `agent` is the agent that the
-    /// answer is about, if it is about one.
-    pub(crate) fn key(&self, source: SourceKind, agent: Option<AgentId>, parts: &[&[u8]]) -> Key {
-        let mut context = hmac::Context::with_key(&self.key);
-        let mut add = |part: &[u8]| {
-            // With its length, so that no two lists of parts are hashed as the same bytes.
-            context.update(&(part.len() as u64).to_be_bytes());
-            context.update(part);
-        };
-        add(source.as_str().as_bytes());
-        add(&agent.map_or(0, AgentId::get).to_be_bytes());
-        parts.iter().for_each(|part| add(part));
-        let mut key = [0; 32];
-        key.copy_from_slice(context.sign().as_ref());
-        Key(key)
-    }
-
-    /// Returns the answer for `key`: a kept one, that of the lookup that runs, or that of `lookup`. Cancel
-    /// safe: the lookup continues.
+    /// Returns the answer for `key`: a kept one, that of the lookup that runs, or that of `lookup`. `from` is
+    /// the network that the key comes from, if known. Cancel safe: the lookup continues.
     ///
     /// # Errors
     /// The refusal, or [`AuthError::Unavailable`].
-    pub(crate) async fn get<F>(&self, key: Key, lookup: impl FnOnce() -> F) -> LookupResult<T>
+    pub(crate) async fn get<F>(
+        &self,
+        key: K,
+        from: Option<IpAddr>,
+        lookup: impl FnOnce(Before) -> F,
+    ) -> LookupResult<T>
     where
         F: Future<Output = Result<T, AuthError>> + Send + 'static,
     {
-        let mut running = match self.find(key) {
+        let mut running = match self.find(key, from) {
             Found::Known(result) => return result,
             Found::Running(running) => running,
-            Found::Nothing(sender) => {
+            Found::Nothing(before, sender) => {
                 let receiver = sender.subscribe();
-                let (shared, lookup) = (Arc::clone(&self.shared), lookup());
+                let (shared, lookup) = (Arc::clone(&self.0), lookup(before));
                 tokio::spawn(async move {
                     // The lookup must be removed, whatever happens.
                     let result = AssertUnwindSafe(lookup).catch_unwind().await;
@@ -120,9 +184,9 @@ impl<T: Send + Sync + 'static> Cache<T> {
         }
     }
 
-    fn find(&self, key: Key) -> Found<T> {
+    fn find(&self, key: K, from: Option<IpAddr>) -> Found<T> {
         let now = Instant::now();
-        let mut state = self.shared.state.lock();
+        let mut state = self.0.state.lock();
         if let Some(answer) = state.answers.get(&key).filter(|answer| now < answer.until) {
             return Found::Known(Ok(answer.clone()));
         }
@@ -130,31 +194,67 @@ impl<T: Send + Sync + 'static> Cache<T> {
             return Found::Known(Err(*refusal));
         }
         if let Some(running) = state.lookups.get(&key) {
-            return Found::Running(running.clone());
+            return Found::Running(running.result.clone());
         }
-        if state.lookups.len() >= MOST_LOOKUPS {
+        let Some(before) = state.begin(&key, from) else {
             return Found::Known(Err(AuthError::Unavailable));
-        }
+        };
         let sender = watch::Sender::new(None);
-        state.lookups.insert(key, sender.subscribe());
-        Found::Nothing(sender)
+        state.lookups.insert(key, Lookup { result: sender.subscribe(), from, before });
+        Found::Nothing(before, sender)
     }
 }
 
 enum Found<T> {
     Known(LookupResult<T>),
     Running(watch::Receiver<Option<LookupResult<T>>>),
-    Nothing(watch::Sender<Option<LookupResult<T>>>),
+    Nothing(Before, watch::Sender<Option<LookupResult<T>>>),
 }
 
-impl<T> Shared<T> {
-    fn finish(&self, key: Key, result: Result<T, AuthError>) -> LookupResult<T> {
+impl<K: Copy + Eq + Hash, T> State<K, T> {
+    /// Counts one more lookup, and returns what is known of its key; `None`: there are too many.
+    fn begin(&mut self, key: &K, from: Option<IpAddr>) -> Option<Before> {
+        if self.accepted.get(key).is_some() {
+            return (self.lookups.len() - self.unaccepted < MOST_LOOKUPS).then_some(Before::Accepted);
+        }
+        let of_network = self.of_network.get(&from).copied().unwrap_or_default();
+        if self.unaccepted >= MOST_LOOKUPS || of_network >= MOST_OF_NETWORK {
+            return None;
+        }
+        self.of_network.insert(from, of_network + 1);
+        self.unaccepted += 1;
+        let is_known = from.is_some_and(|from| self.networks.get(&from).is_some());
+        Some(if is_known { Before::NetworkAccepted } else { Before::Nothing })
+    }
+
+    /// A lookup is over. Returns the network its key came from.
+    fn end(&mut self, key: &K) -> Option<IpAddr> {
+        let Lookup { from, before, .. } = self.lookups.remove(key)?;
+        if before != Before::Accepted {
+            self.unaccepted -= 1;
+            if let Some(running) = self.of_network.get_mut(&from) {
+                *running -= 1;
+                if *running == 0 {
+                    self.of_network.remove(&from);
+                }
+            }
+        }
+        from
+    }
+}
+
+impl<K: Copy + Eq + Hash, T> Shared<K, T> {
+    fn finish(&self, key: K, result: Result<T, AuthError>) -> LookupResult<T> {
         let now = Instant::now();
         let is_kept = !self.ttl.is_zero();
         let mut state = self.state.lock();
-        state.lookups.remove(&key);
+        let from = state.end(&key);
         match result {
             Ok(value) => {
+                keep(&mut state.accepted, key, (), |()| false);
+                if let Some(from) = from {
+                    keep(&mut state.networks, from, (), |()| false);
+                }
                 let answer = Answer { value: Arc::new(value), until: now + self.ttl };
                 if is_kept {
                     state.refusals.pop(&key);
@@ -164,6 +264,7 @@ impl<T> Shared<T> {
             }
             Err(AuthError::Unavailable) => Err(AuthError::Unavailable),
             Err(refusal) => {
+                state.accepted.pop(&key);
                 if is_kept {
                     state.answers.pop(&key);
                     let entry = (refusal, now + self.refusal_ttl);
@@ -176,7 +277,7 @@ impl<T> Shared<T> {
 }
 
 /// Adds an entry. Removes the least recently used ones if there are too many, or if they have expired.
-fn keep<V>(entries: &mut LruCache<Key, V>, key: Key, value: V, has_expired: impl Fn(&V) -> bool) {
+fn keep<K: Eq + Hash, V>(entries: &mut LruCache<K, V>, key: K, value: V, has_expired: impl Fn(&V) -> bool) {
     entries.put(key, value);
     for _ in 0..SWEPT {
         let is_over = entries.len() > MOST;
@@ -198,26 +299,27 @@ mod tests {
     const REFUSAL_TTL: Duration = Duration::from_secs(10);
 
     struct Counted {
-        cache: Cache<u32>,
+        cache: Cache<Key, u32>,
+        keys: Keys,
         asked: Arc<AtomicUsize>,
     }
 
     impl Counted {
         fn new(ttl: Duration) -> Self {
-            Self { cache: Cache::new(ttl, REFUSAL_TTL), asked: Arc::default() }
+            Self { cache: Cache::new(ttl, REFUSAL_TTL), keys: Keys::random(), asked: Arc::default() }
         }
 
         fn key(&self, secret: &str) -> Key {
-            self.cache.key(SourceKind::Ci, None, &[secret.as_bytes()])
+            self.keys.key(SourceKind::Ci, None, &[secret.as_bytes()])
         }
 
         async fn get(&self, secret: &str, result: Result<u32, AuthError>) -> Result<u32, AuthError> {
             let asked = Arc::clone(&self.asked);
-            let lookup = move || async move {
+            let lookup = move |_| async move {
                 asked.fetch_add(1, Ordering::Relaxed);
                 result
             };
-            self.cache.get(self.key(secret), lookup).await.map(|answer| *answer.value)
+            self.cache.get(self.key(secret), None, lookup).await.map(|answer| *answer.value)
         }
 
         fn asked(&self) -> usize {
@@ -227,20 +329,20 @@ mod tests {
 
     #[test]
     fn keys_differ_by_source_agent_and_the_boundaries_of_parts() {
-        let cache = Cache::<()>::new(TTL, REFUSAL_TTL);
+        let keys = Keys::random();
         let agent = AgentId::new(7).ok();
-        let keys = [
-            cache.key(SourceKind::Ci, agent, &[b"ab", b"c"]),
-            cache.key(SourceKind::Ci, agent, &[b"a", b"bc"]),
-            cache.key(SourceKind::Ci, agent, &[b"abc"]),
-            cache.key(SourceKind::Ci, None, &[b"abc"]),
-            cache.key(SourceKind::Pat, agent, &[b"abc"]),
-            Cache::<()>::new(TTL, REFUSAL_TTL).key(SourceKind::Ci, agent, &[b"abc"]),
+        let all = [
+            keys.key(SourceKind::Ci, agent, &[b"ab", b"c"]),
+            keys.key(SourceKind::Ci, agent, &[b"a", b"bc"]),
+            keys.key(SourceKind::Ci, agent, &[b"abc"]),
+            keys.key(SourceKind::Ci, None, &[b"abc"]),
+            keys.key(SourceKind::Pat, agent, &[b"abc"]),
+            Keys::random().key(SourceKind::Ci, agent, &[b"abc"]),
         ];
-        for (i, key) in keys.iter().enumerate() {
-            assert_eq!(keys.iter().filter(|other| *other == key).count(), 1, "{i}");
+        for (i, key) in all.iter().enumerate() {
+            assert_eq!(all.iter().filter(|other| *other == key).count(), 1, "{i}");
         }
-        assert!(keys[2] == cache.key(SourceKind::Ci, agent, &[b"abc"]));
+        assert!(all[2] == keys.key(SourceKind::Ci, agent, &[b"abc"]));
     }
 
     #[tokio::test(start_paused = true)]
@@ -288,12 +390,12 @@ mod tests {
         let first = tokio::spawn({
             let (c, begun, go) = (Arc::clone(&c), Arc::clone(&begun), Arc::clone(&go));
             async move {
-                let lookup = move || async move {
+                let lookup = move |_| async move {
                     begun.notify_one();
                     go.notified().await;
                     Ok(1)
                 };
-                c.cache.get(c.key("a"), lookup).await.map(|answer| *answer.value)
+                c.cache.get(c.key("a"), None, lookup).await.map(|answer| *answer.value)
             }
         });
         begun.notified().await;
@@ -310,26 +412,87 @@ mod tests {
     #[tokio::test]
     async fn a_lookup_that_panics_is_repeated() {
         let c = Counted::new(TTL);
-        let panics = || async { panic!("as the test wants") };
-        let found = c.cache.get(c.key("a"), panics).await.map(|answer| *answer.value);
+        let panics = |_| async { panic!("as the test wants") };
+        let found = c.cache.get(c.key("a"), None, panics).await.map(|answer| *answer.value);
         assert_eq!(found, Err(AuthError::Unavailable));
         assert_eq!(c.get("a", Ok(1)).await, Ok(1));
+    }
+
+    /// Begins lookups for these numbers which do not end, from one network.
+    async fn pending(c: &Counted, numbers: std::ops::Range<usize>, from: Option<IpAddr>) {
+        for i in numbers {
+            let lookup = |_| std::future::pending();
+            let mut get = std::pin::pin!(c.cache.get(c.key(&i.to_string()), from, lookup));
+            assert!(futures_util::poll!(get.as_mut()).is_pending(), "{i}");
+        }
     }
 
     #[tokio::test]
     async fn lookups_are_limited() {
         let c = Counted::new(TTL);
-        for i in 0..MOST_LOOKUPS {
-            let mut get = std::pin::pin!(c.cache.get(c.key(&i.to_string()), std::future::pending));
-            assert!(futures_util::poll!(get.as_mut()).is_pending());
+        for i in 0..MOST_LOOKUPS / MOST_OF_NETWORK {
+            let from = Some(IpAddr::from([192, 0, 2, i as u8]));
+            pending(&c, i * MOST_OF_NETWORK..(i + 1) * MOST_OF_NETWORK, from).await;
         }
         assert_eq!(c.get("another", Ok(1)).await, Err(AuthError::Unavailable));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_network_with_many_lookups_keeps_out_neither_others_nor_what_was_accepted() {
+        let c = Counted::new(TTL);
+        let (here, elsewhere) = (IpAddr::from([192, 0, 2, 1]), IpAddr::from([192, 0, 2, 2]));
+        let get = async |secret: &str, from| {
+            let lookup = |before: Before| async move {
+                assert_ne!(before, Before::Nothing);
+                Ok(1)
+            };
+            c.cache.get(c.key(secret), Some(from), lookup).await.map(|answer| *answer.value)
+        };
+        // Accepted before, and expired since.
+        for from in [here, elsewhere] {
+            let lookup = |before: Before| async move {
+                assert_eq!(before, Before::Nothing);
+                Ok(1)
+            };
+            assert!(c.cache.get(c.key(&from.to_string()), Some(from), lookup).await.is_ok());
+        }
+        tokio::time::advance(2 * TTL).await;
+        pending(&c, 0..MOST_OF_NETWORK, Some(here)).await;
+        assert_eq!(get("more", here).await, Err(AuthError::Unavailable));
+        assert_eq!(get("more", elsewhere).await, Ok(1));
+        assert_eq!(get(&here.to_string(), here).await, Ok(1));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn what_was_accepted_is_told_from_what_was_not() {
+        let c = Counted::new(TTL);
+        let here = Some(IpAddr::from([192, 0, 2, 1]));
+        let before = async |secret: &str, from, result: Result<u32, AuthError>| {
+            let seen = Arc::new(Mutex::new(None));
+            let lookup = |before: Before| {
+                *seen.lock() = Some(before);
+                async move { result }
+            };
+            let _ = c.cache.get(c.key(secret), from, lookup).await;
+            tokio::time::advance(TTL).await;
+            *seen.lock()
+        };
+        assert_eq!(before("bad", here, Err(AuthError::Unknown)).await, Some(Before::Nothing));
+        assert_eq!(before("a", here, Ok(1)).await, Some(Before::Nothing));
+        assert_eq!(before("bad", here, Err(AuthError::Unknown)).await, Some(Before::NetworkAccepted));
+        assert_eq!(before("bad", None, Err(AuthError::Unknown)).await, Some(Before::Nothing));
+        // That the host could not be asked says nothing; a refusal does.
+        assert_eq!(before("a", None, Err(AuthError::Unavailable)).await, Some(Before::Accepted));
+        assert_eq!(before("a", None, Err(AuthError::Unknown)).await, Some(Before::Accepted));
+        assert_eq!(before("a", None, Ok(1)).await, Some(Before::Nothing));
+        let state = c.cache.0.state.lock();
+        assert!(state.lookups.is_empty() && state.of_network.is_empty() && state.unaccepted == 0);
     }
 
     #[test]
     fn refusals_displace_no_answer_and_both_are_limited() {
         let c = Counted::new(TTL);
-        let shared = &c.cache.shared;
+        let shared = &c.cache.0;
         let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
         let _guard = runtime.enter();
         shared.finish(c.key("a"), Ok(1)).unwrap();
@@ -353,6 +516,6 @@ mod tests {
         for i in 20..30 {
             c.get(&i.to_string(), Ok(i)).await.unwrap();
         }
-        assert_eq!(c.cache.shared.state.lock().answers.len(), 10);
+        assert_eq!(c.cache.0.state.lock().answers.len(), 10);
     }
 }

@@ -3,10 +3,10 @@
 //! GitLab knows which agents a job may use, and as whom. It has already judged `ci_access` and its
 //! `environments` and `protected_branches_only` when it answers.
 
-use std::{fmt, sync::Arc, time::Duration};
+use std::{fmt, net::IpAddr, sync::Arc, time::Duration};
 
 use async_trait::async_trait;
-use gitlab::{AccessAs, AllowedAgent, Failure, Job, JobAgents, LookupError};
+use gitlab::{AccessAs, AllowedAgent, Failure, Job, JobAgents, LookupError, Urgency};
 use http::StatusCode;
 use ids::{AgentId, Impersonation};
 use process::error::chain;
@@ -14,7 +14,7 @@ use tokio::time::Instant;
 
 use crate::{
     AuthError, Bearer, Caller, Credential, Form, Grant, Hold, Mode, Reach, RunAs, Source, SourceKind,
-    cache::{Answer, Cache},
+    cache::{Answer, Before, Cache, Key, Keys},
 };
 
 /// How often open requests are checked again if nothing is cached.
@@ -23,7 +23,8 @@ const RECHECK_WITHOUT_CACHE: Duration = Duration::from_secs(60);
 /// The CI jobs of a GitLab.
 pub struct CiJobs {
     gitlab: Arc<dyn JobAgents>,
-    cache: Cache<Job>,
+    keys: Keys,
+    cache: Cache<Key, Job>,
     ttl: Duration,
 }
 
@@ -33,20 +34,34 @@ impl fmt::Debug for CiJobs {
     }
 }
 
+/// A job token, and the network that it came from, if known.
+#[derive(Clone)]
+struct Presented {
+    token: Bearer,
+    from: Option<IpAddr>,
+}
+
+impl Presented {
+    fn new(credential: &Credential, from: Option<IpAddr>) -> Result<Self, AuthError> {
+        Ok(Self { token: credential.bearer().ok_or(AuthError::Unknown)?.clone(), from })
+    }
+}
+
 impl CiJobs {
     /// Returns the source with an empty cache. Answers are used for `ttl`, and open requests are checked
     /// again that often; zero: GitLab is asked for each request. Refusals are used for `refusal_ttl`.
     pub fn new(gitlab: Arc<dyn JobAgents>, ttl: Duration, refusal_ttl: Duration) -> Self {
-        Self { gitlab, cache: Cache::new(ttl, refusal_ttl), ttl }
+        Self { gitlab, keys: Keys::random(), cache: Cache::new(ttl, refusal_ttl), ttl }
     }
 
-    async fn job(&self, token: &Bearer) -> Result<Answer<Job>, AuthError> {
+    async fn job(&self, Presented { token, from }: &Presented) -> Result<Answer<Job>, AuthError> {
         // GitLab's answer has all agents of the job, so requests to any of them share it.
-        let key = self.cache.key(SourceKind::Ci, None, &[token.secret().as_bytes()]);
-        let lookup = || {
+        let key = self.keys.key(SourceKind::Ci, None, &[token.secret().as_bytes()]);
+        let lookup = |before: Before| {
             let (gitlab, token) = (Arc::clone(&self.gitlab), token.clone());
+            let urgency = Urgency::New { from: *from, priority: before.priority() };
             async move {
-                let job = gitlab.allowed_agents(token.secret().as_bytes()).await.map_err(refusal)?;
+                let job = gitlab.allowed_agents(token.secret().as_bytes(), urgency).await.map_err(refusal)?;
                 let unknown = job.agents.iter().find(|agent| agent.access_as == AccessAs::Unknown);
                 if let Some(agent) = unknown {
                     tracing::warn!(
@@ -57,11 +72,11 @@ impl CiJobs {
                 Ok(job)
             }
         };
-        self.cache.get(key, lookup).await
+        self.cache.get(key, *from, lookup).await
     }
 
-    async fn caller(&self, token: &Bearer, agent: AgentId) -> Result<Caller, AuthError> {
-        let job = self.job(token).await?;
+    async fn caller(&self, presented: &Presented, agent: AgentId) -> Result<Caller, AuthError> {
+        let job = self.job(presented).await?;
         let run_as = run_as(&job.value, agent).ok_or(AuthError::Forbidden)?;
         let recheck_at = if self.ttl.is_zero() { Instant::now() + RECHECK_WITHOUT_CACHE } else { job.until };
         Ok(Caller {
@@ -74,7 +89,7 @@ impl CiJobs {
             grant: Grant::Decided(run_as),
             recheck_at: Some(recheck_at),
             // A lookup needs the token itself.
-            hold: Hold::new(Arc::new(token.clone())),
+            hold: Hold::new(Arc::new(presented.clone())),
         })
     }
 }
@@ -104,16 +119,21 @@ impl Source for CiJobs {
         credential.bearer().is_some_and(|bearer| matches!(bearer.form(), Form::Ci(_)))
     }
 
-    async fn authenticate(&self, credential: &Credential, agent: AgentId) -> Result<Caller, AuthError> {
-        self.caller(credential.bearer().ok_or(AuthError::Unknown)?, agent).await
+    async fn authenticate(
+        &self,
+        credential: &Credential,
+        agent: AgentId,
+        from: Option<IpAddr>,
+    ) -> Result<Caller, AuthError> {
+        self.caller(&Presented::new(credential, from)?, agent).await
     }
 
     async fn recheck(&self, caller: &Caller, agent: AgentId) -> Result<Caller, AuthError> {
-        self.caller(caller.hold.state::<Bearer>().ok_or(AuthError::Unknown)?, agent).await
+        self.caller(caller.hold.state::<Presented>().ok_or(AuthError::Unknown)?, agent).await
     }
 
-    async fn reach(&self, credential: &Credential) -> Result<Reach, AuthError> {
-        let job = self.job(credential.bearer().ok_or(AuthError::Unknown)?).await?;
+    async fn reach(&self, credential: &Credential, from: Option<IpAddr>) -> Result<Reach, AuthError> {
+        let job = self.job(&Presented::new(credential, from)?).await?;
         Ok(Reach::Agents(job.value.agents.iter().map(|agent| agent.id).collect()))
     }
 }

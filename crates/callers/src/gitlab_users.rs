@@ -3,17 +3,17 @@
 //! GitLab decides whether a user may use an agent, and as whom: it knows `user_access` of the agent's
 //! configuration and the roles of the user.
 
-use std::{fmt, sync::Arc, time::Duration};
+use std::{fmt, net::IpAddr, sync::Arc, time::Duration};
 
 use async_trait::async_trait;
-use gitlab::{AccessKey, LookupError, ProxyUser, ProxyUsers, RolesIn, UserAccess};
+use gitlab::{AccessKey, LookupError, ProxyUser, ProxyUsers, RolesIn, Urgency, UserAccess};
 use ids::{AgentId, Impersonation};
 use process::error::chain;
 use tokio::time::Instant;
 
 use crate::{
     AuthError, Caller, Credential, Form, Grant, Hold, Mode, Reach, RunAs, Source, SourceKind,
-    cache::{Answer, Cache},
+    cache::{Answer, Before, Cache, Key, Keys},
 };
 
 /// How often open requests are checked again if nothing is cached.
@@ -23,7 +23,8 @@ const RECHECK_WITHOUT_CACHE: Duration = Duration::from_secs(60);
 pub struct GitLabUsers {
     kind: SourceKind,
     gitlab: Arc<dyn ProxyUsers>,
-    cache: Cache<ProxyUser>,
+    keys: Keys,
+    cache: Cache<Key, ProxyUser>,
     ttl: Duration,
 }
 
@@ -36,34 +37,50 @@ impl fmt::Debug for GitLabUsers {
     }
 }
 
+/// A credential, and the network that it came from, if known.
+#[derive(Clone)]
+struct Presented {
+    credential: Credential,
+    from: Option<IpAddr>,
+}
+
 impl GitLabUsers {
     /// Returns the source of users by their personal access tokens, with an empty cache. Answers are used for
     /// `ttl`, and open requests are checked again that often; zero: GitLab is asked for each request.
     /// Refusals are used for `refusal_ttl`.
     pub fn by_token(gitlab: Arc<dyn ProxyUsers>, ttl: Duration, refusal_ttl: Duration) -> Self {
-        Self { kind: SourceKind::Pat, gitlab, cache: Cache::new(ttl, refusal_ttl), ttl }
+        Self { kind: SourceKind::Pat, gitlab, keys: Keys::random(), cache: Cache::new(ttl, refusal_ttl), ttl }
     }
 
     /// Returns the source of users by the sessions of their browsers. See [`GitLabUsers::by_token`].
     pub fn by_session(gitlab: Arc<dyn ProxyUsers>, ttl: Duration, refusal_ttl: Duration) -> Self {
-        Self { kind: SourceKind::Cookie, gitlab, cache: Cache::new(ttl, refusal_ttl), ttl }
+        Self {
+            kind: SourceKind::Cookie,
+            gitlab,
+            keys: Keys::random(),
+            cache: Cache::new(ttl, refusal_ttl),
+            ttl,
+        }
     }
 
-    async fn user(&self, credential: &Credential, agent: AgentId) -> Result<Answer<ProxyUser>, AuthError> {
+    async fn user(&self, presented: &Presented, agent: AgentId) -> Result<Answer<ProxyUser>, AuthError> {
+        let Presented { credential, from } = presented;
         let key = match access_key(credential).ok_or(AuthError::Unknown)? {
             AccessKey::PersonalAccessToken(token) => {
-                self.cache.key(self.kind, Some(agent), &[token.as_bytes()])
+                self.keys.key(self.kind, Some(agent), &[token.as_bytes()])
             }
             // An answer is for both: a page that knows only the cookie gets none.
             AccessKey::Session { cookie, csrf_token } => {
-                self.cache.key(self.kind, Some(agent), &[cookie.as_bytes(), csrf_token.as_bytes()])
+                self.keys.key(self.kind, Some(agent), &[cookie.as_bytes(), csrf_token.as_bytes()])
             }
         };
-        let lookup = || {
+        let lookup = |before: Before| {
+            let urgency = Urgency::New { from: *from, priority: before.priority() };
             let (gitlab, credential) = (Arc::clone(&self.gitlab), credential.clone());
             async move {
                 let key = access_key(&credential).ok_or(AuthError::Unknown)?;
-                let user = gitlab.authorize_proxy_user(agent, key).await.map_err(|error| refusal(&error))?;
+                let user = gitlab.authorize_proxy_user(agent, key, urgency).await;
+                let user = user.map_err(|error| refusal(&error))?;
                 if user.agent != agent {
                     tracing::warn!(
                         agent.id = agent.get(),
@@ -81,11 +98,11 @@ impl GitLabUsers {
                 Ok(user)
             }
         };
-        self.cache.get(key, lookup).await
+        self.cache.get(key, *from, lookup).await
     }
 
-    async fn caller(&self, credential: &Credential, agent: AgentId) -> Result<Caller, AuthError> {
-        let Answer { value: user, until } = self.user(credential, agent).await?;
+    async fn caller(&self, presented: &Presented, agent: AgentId) -> Result<Caller, AuthError> {
+        let Answer { value: user, until } = self.user(presented, agent).await?;
         let run_as = run_as(&user, self.kind).ok_or(AuthError::Forbidden)?;
         let recheck_at = if self.ttl.is_zero() { Instant::now() + RECHECK_WITHOUT_CACHE } else { until };
         Ok(Caller {
@@ -98,7 +115,7 @@ impl GitLabUsers {
             grant: Grant::Decided(run_as),
             recheck_at: Some(recheck_at),
             // A lookup needs the credential itself.
-            hold: Hold::new(Arc::new(credential.clone())),
+            hold: Hold::new(Arc::new(presented.clone())),
         })
     }
 }
@@ -139,15 +156,20 @@ impl Source for GitLabUsers {
         credential.source() == Some(self.kind)
     }
 
-    async fn authenticate(&self, credential: &Credential, agent: AgentId) -> Result<Caller, AuthError> {
-        self.caller(credential, agent).await
+    async fn authenticate(
+        &self,
+        credential: &Credential,
+        agent: AgentId,
+        from: Option<IpAddr>,
+    ) -> Result<Caller, AuthError> {
+        self.caller(&Presented { credential: credential.clone(), from }, agent).await
     }
 
     async fn recheck(&self, caller: &Caller, agent: AgentId) -> Result<Caller, AuthError> {
-        self.caller(caller.hold.state::<Credential>().ok_or(AuthError::Unknown)?, agent).await
+        self.caller(caller.hold.state::<Presented>().ok_or(AuthError::Unknown)?, agent).await
     }
 
-    async fn reach(&self, _credential: &Credential) -> Result<Reach, AuthError> {
+    async fn reach(&self, _credential: &Credential, _from: Option<IpAddr>) -> Result<Reach, AuthError> {
         // GitLab answers only for one agent.
         Ok(Reach::Unlisted)
     }

@@ -15,21 +15,22 @@ mod cache;
 mod ci;
 mod credential;
 mod credential_error;
+mod finder;
 mod gitlab_users;
 mod run_as;
 mod session;
 mod source;
 mod users;
 
-use std::{any::Any, fmt, sync::Arc};
+use std::{any::Any, fmt, net::IpAddr, sync::Arc};
 
 use async_trait::async_trait;
 pub use ids::{AgentId, Impersonation};
 use tokio::{sync::watch, time::Instant};
 
 pub use self::{
-    access::{Access, Decision},
-    agent::KnownAgent,
+    access::{Access, Decision, UnknownAgent},
+    agent::{Agents, KnownAgent},
     authorizer::{Authorized, Authorizer, Refusal, Refused},
     ci::CiJobs,
     credential::{Bearer, Credential, Form, take_credential},
@@ -44,13 +45,19 @@ pub use self::{
 /// Determines who presents a credential.
 #[async_trait]
 pub trait Callers: Send + Sync + 'static {
-    /// Returns the caller that presents `credential` for a request to `agent`.
+    /// Returns the caller that presents `credential` for a request to `agent`, from the network `from` if
+    /// that is known. The network affects only the order of lookups.
     ///
     /// Cancel safe: a lookup that was begun continues, and its answer is cached.
     ///
     /// # Errors
     /// [`AuthError`]; [`AuthError::Unavailable`] if the credential cannot be checked now.
-    async fn authenticate(&self, credential: &Credential, agent: AgentId) -> Result<Caller, AuthError>;
+    async fn authenticate(
+        &self,
+        credential: &Credential,
+        agent: AgentId,
+        from: Option<IpAddr>,
+    ) -> Result<Caller, AuthError>;
 
     /// Returns the caller as its source knows it now, for a request that is still open.
     ///
@@ -59,11 +66,11 @@ pub trait Callers: Send + Sync + 'static {
     /// [`AuthError::Unavailable`] if that cannot be checked now, which ends no request.
     async fn recheck(&self, caller: &Caller, agent: AgentId) -> Result<Caller, AuthError>;
 
-    /// Returns which agents a credential reaches.
+    /// Returns which agents a credential reaches. For `from`, see [`Callers::authenticate`].
     ///
     /// # Errors
     /// See [`Callers::authenticate`].
-    async fn reach(&self, credential: &Credential) -> Result<Reach, AuthError>;
+    async fn reach(&self, credential: &Credential, from: Option<IpAddr>) -> Result<Reach, AuthError>;
 
     /// Wakes when [`Callers::recheck`] may answer differently. Subscribe first, then ask, so that no change
     /// is missed.

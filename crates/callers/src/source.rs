@@ -1,6 +1,6 @@
 //! Sources of identity, and the choice between them.
 
-use std::{fmt, sync::Arc};
+use std::{fmt, net::IpAddr, sync::Arc};
 
 use async_trait::async_trait;
 use ids::AgentId;
@@ -23,7 +23,12 @@ pub trait Source: Send + Sync + 'static {
     ///
     /// # Errors
     /// See [`Callers::authenticate`].
-    async fn authenticate(&self, credential: &Credential, agent: AgentId) -> Result<Caller, AuthError>;
+    async fn authenticate(
+        &self,
+        credential: &Credential,
+        agent: AgentId,
+        from: Option<IpAddr>,
+    ) -> Result<Caller, AuthError>;
 
     /// Returns a caller that this source has returned before, as it is now. See [`Callers::recheck`].
     ///
@@ -35,7 +40,7 @@ pub trait Source: Send + Sync + 'static {
     ///
     /// # Errors
     /// See [`Callers::authenticate`].
-    async fn reach(&self, credential: &Credential) -> Result<Reach, AuthError>;
+    async fn reach(&self, credential: &Credential, from: Option<IpAddr>) -> Result<Reach, AuthError>;
 }
 
 /// Which agents a credential reaches, for the list of agents.
@@ -101,12 +106,17 @@ impl fmt::Debug for Sources {
 
 #[async_trait]
 impl Callers for Sources {
-    async fn authenticate(&self, credential: &Credential, agent: AgentId) -> Result<Caller, AuthError> {
+    async fn authenticate(
+        &self,
+        credential: &Credential,
+        agent: AgentId,
+        from: Option<IpAddr>,
+    ) -> Result<Caller, AuthError> {
         // Whatever a source does, a credential that names another agent is good for that agent only.
         if credential.agent().is_some_and(|named| named != agent) {
             return Err(AuthError::Forbidden);
         }
-        self.accepting(credential)?.authenticate(credential, agent).await
+        self.accepting(credential)?.authenticate(credential, agent, from).await
     }
 
     async fn recheck(&self, caller: &Caller, agent: AgentId) -> Result<Caller, AuthError> {
@@ -114,8 +124,8 @@ impl Callers for Sources {
         source.ok_or(AuthError::Unknown)?.recheck(caller, agent).await
     }
 
-    async fn reach(&self, credential: &Credential) -> Result<Reach, AuthError> {
-        self.accepting(credential)?.reach(credential).await
+    async fn reach(&self, credential: &Credential, from: Option<IpAddr>) -> Result<Reach, AuthError> {
+        self.accepting(credential)?.reach(credential, from).await
     }
 
     fn changes(&self) -> watch::Receiver<u64> {

@@ -8,6 +8,7 @@
 use std::{
     collections::{HashMap, hash_map},
     fmt, io,
+    net::IpAddr,
     path::{Path, PathBuf},
     sync::Arc,
 };
@@ -281,7 +282,12 @@ impl Source for FileUsers {
         credential.bearer().is_some_and(|bearer| bearer.form() == Form::User)
     }
 
-    async fn authenticate(&self, credential: &Credential, _agent: AgentId) -> Result<Caller, AuthError> {
+    async fn authenticate(
+        &self,
+        credential: &Credential,
+        _agent: AgentId,
+        _from: Option<IpAddr>,
+    ) -> Result<Caller, AuthError> {
         self.identify(credential)
     }
 
@@ -293,7 +299,7 @@ impl Source for FileUsers {
         if user.name == caller.name { Ok(user.caller(hash)) } else { Err(AuthError::Unknown) }
     }
 
-    async fn reach(&self, credential: &Credential) -> Result<Reach, AuthError> {
+    async fn reach(&self, credential: &Credential, _from: Option<IpAddr>) -> Result<Reach, AuthError> {
         self.identify(credential).map(Reach::Rules)
     }
 }

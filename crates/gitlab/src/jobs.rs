@@ -16,11 +16,12 @@ const JOB_TOKEN: HeaderName = HeaderName::from_static("job-token");
 /// Looks up the agents that CI jobs may use.
 #[async_trait]
 pub trait JobAgents: Send + Sync + 'static {
-    /// Returns the job with this token and the agents that it may use. The answer is not cached.
+    /// Returns the job with this token and the agents that it may use. The answer is not cached. `urgency` is
+    /// that of the job, as if it were an agent.
     ///
     /// # Errors
     /// [`LookupError`]; [`LookupError::Unknown`] if no running job has the token.
-    async fn allowed_agents(&self, job_token: &[u8]) -> Result<Job, LookupError>;
+    async fn allowed_agents(&self, job_token: &[u8], urgency: Urgency) -> Result<Job, LookupError>;
 }
 
 /// A CI job, and the agents that it may use.
@@ -79,8 +80,8 @@ pub struct Environment {
 
 #[async_trait]
 impl JobAgents for Client {
-    async fn allowed_agents(&self, job_token: &[u8]) -> Result<Job, LookupError> {
-        self.wait_for_rate(Urgency::UNKNOWN_SOURCE).await?;
+    async fn allowed_agents(&self, job_token: &[u8], urgency: Urgency) -> Result<Job, LookupError> {
+        self.wait_for_rate(urgency).await?;
         // Without the signature of kas: GitLab accepts the job itself.
         let mut headers = HeaderMap::new();
         headers.insert(JOB_TOKEN, secret(job_token)?);

@@ -304,8 +304,13 @@ impl Client {
     }
 
     /// Sends JSON in the name of kas itself.
-    async fn post(&self, path: &str, json: impl Into<Bytes>) -> Result<Answered, LookupError> {
-        self.wait_for_rate(Urgency::UNKNOWN_SOURCE).await?;
+    async fn post(
+        &self,
+        path: &str,
+        json: impl Into<Bytes>,
+        urgency: Urgency,
+    ) -> Result<Answered, LookupError> {
+        self.wait_for_rate(urgency).await?;
         let mut request = Request::new(Full::new(json.into()));
         *request.method_mut() = Method::POST;
         *request.uri_mut() = self.endpoint(path);
@@ -319,7 +324,7 @@ impl Client {
 
     /// Sends JSON to which GitLab answers with a status only.
     async fn report(&self, path: &str, json: impl Into<Bytes>) -> Result<(), LookupError> {
-        let (head, _) = self.post(path, json).await?;
+        let (head, _) = self.post(path, json, Urgency::UNKNOWN_SOURCE).await?;
         match head.status {
             StatusCode::OK | StatusCode::NO_CONTENT => Ok(()),
             other => Err(Failure::Status(other).into()),

@@ -8,7 +8,7 @@ use ids::AgentId;
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    Client, Failure, LookupError,
+    Client, Failure, LookupError, Urgency,
     jobs::{Object, SeveralMembers, member},
     json_body, object,
 };
@@ -19,7 +19,8 @@ const AUTHORIZE: &str = "/api/v4/internal/kubernetes/authorize_proxy_user";
 /// Asks whether users may use agents.
 #[async_trait]
 pub trait ProxyUsers: Send + Sync + 'static {
-    /// Returns the user that presents `key`, if it may use `agent`. The answer is not cached.
+    /// Returns the user that presents `key`, if it may use `agent`. The answer is not cached. `urgency` is that
+    /// of the user, as if it were an agent.
     ///
     /// # Errors
     /// [`LookupError`]; [`LookupError::Unknown`] if the credential is not valid, or its user may not use the
@@ -28,6 +29,7 @@ pub trait ProxyUsers: Send + Sync + 'static {
         &self,
         agent: AgentId,
         key: AccessKey<'_>,
+        urgency: Urgency,
     ) -> Result<ProxyUser, LookupError>;
 }
 
@@ -110,6 +112,7 @@ impl ProxyUsers for Client {
         &self,
         agent: AgentId,
         key: AccessKey<'_>,
+        urgency: Urgency,
     ) -> Result<ProxyUser, LookupError> {
         let (access_type, access_key, csrf_token) = match key {
             AccessKey::PersonalAccessToken(token) => ("personal_access_token", token, None),
@@ -117,7 +120,7 @@ impl ProxyUsers for Client {
         };
         let question = Question { agent_id: agent.get(), access_type, access_key, csrf_token };
         let json = serde_json::to_vec(&question).map_err(|_| Failure::Token)?;
-        let (head, body) = self.post(AUTHORIZE, json).await?;
+        let (head, body) = self.post(AUTHORIZE, json, urgency).await?;
         match head.status {
             StatusCode::OK | StatusCode::CREATED => Ok(proxy_user(&json_body(&head.headers, body)?)?),
             // As GitLab's kas: if status 404 or 403 had another meaning, anybody could find out which agents

@@ -124,7 +124,7 @@ async fn a_user_is_asked_for_in_the_name_of_kas_and_with_its_credential_in_the_b
     };
     let cookie = AccessKey::Session { cookie: "session", csrf_token: "c/s+r=f" };
     for key in [AccessKey::PersonalAccessToken("glpat-x"), cookie] {
-        assert_eq!(client.authorize_proxy_user(agent, key).await.unwrap(), expected);
+        assert_eq!(client.authorize_proxy_user(agent, key, Urgency::UNKNOWN_SOURCE).await.unwrap(), expected);
     }
     let all = s.gitlab.requests();
     for seen in &all {
@@ -152,7 +152,10 @@ async fn every_refusal_of_a_user_is_the_same_and_a_failure_is_none() {
     let s = Setup::new(GitLab::start().await.unwrap()).await;
     let client = s.client();
     let key = AccessKey::PersonalAccessToken("a");
-    let ask = async || client.authorize_proxy_user(AgentId::new(7).unwrap(), key).await.unwrap_err();
+    let ask = async || {
+        let agent = AgentId::new(7).unwrap();
+        client.authorize_proxy_user(agent, key, Urgency::UNKNOWN_SOURCE).await.unwrap_err()
+    };
     for status in ["400 Bad Request", "401 Unauthorized", "403 Forbidden", "404 Not Found"] {
         s.gitlab.reply(Reply::status(status));
         assert!(matches!(ask().await, LookupError::Unknown), "{status}");
@@ -456,7 +459,7 @@ async fn the_agents_of_a_job_are_asked_for_as_14_1_does_byte_by_byte() {
     let body = r#"{"allowed_agents":[{"id":5,"config_project":{"id":7}}],"job":{"id":1},"pipeline":{"id":2},
         "project":{"id":3},"user":{"id":4,"username":"jane"},"new":[]}"#;
     s.gitlab.reply(Reply::new("200 OK", "application/json", body));
-    let job = s.client().allowed_agents(JOB.as_bytes()).await.unwrap();
+    let job = s.client().allowed_agents(JOB.as_bytes(), Urgency::UNKNOWN_SOURCE).await.unwrap();
     let agent = AllowedAgent { id: demo().id, config_project: 7, access_as: AccessAs::Agent };
     let expected = Job {
         agents: vec![agent],
@@ -488,7 +491,7 @@ async fn the_agents_of_a_job_are_asked_for_as_14_1_does_byte_by_byte() {
 
     let ask = async |reply| {
         s.gitlab.reply(reply);
-        s.client().allowed_agents(JOB.as_bytes()).await.unwrap_err()
+        s.client().allowed_agents(JOB.as_bytes(), Urgency::UNKNOWN_SOURCE).await.unwrap_err()
     };
     assert!(matches!(ask(Reply::status("401 Unauthorized")).await, LookupError::Unknown));
     assert!(matches!(ask(Reply::status("403 Forbidden")).await, LookupError::Forbidden));
@@ -502,7 +505,10 @@ async fn the_agents_of_a_job_are_asked_for_as_14_1_does_byte_by_byte() {
     }
     let html = ask(Reply::new("200 OK", "text/html", body)).await;
     assert!(matches!(html, LookupError::Failed(Failure::ContentType)));
-    assert!(matches!(s.client().allowed_agents(b"a\nb").await, Err(LookupError::Failed(Failure::Token))));
+    assert!(matches!(
+        s.client().allowed_agents(b"a\nb", Urgency::UNKNOWN_SOURCE).await,
+        Err(LookupError::Failed(Failure::Token))
+    ));
 }
 
 #[tokio::test]
@@ -510,6 +516,6 @@ async fn a_job_lookup_that_gets_no_answer_ends_after_the_timeout() {
     let mut s = Setup::new(GitLab::start().await.unwrap()).await;
     s.config.timeout = Duration::from_millis(50);
     s.gitlab.reply(Reply::Silence);
-    let error = s.client().allowed_agents(b"a").await.unwrap_err();
+    let error = s.client().allowed_agents(b"a", Urgency::UNKNOWN_SOURCE).await.unwrap_err();
     assert!(matches!(error, LookupError::Failed(Failure::Timeout(_))), "{error}");
 }

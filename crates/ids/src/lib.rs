@@ -15,7 +15,7 @@ pub use self::{
     impersonation::{
         FILE_USER_PREFIX, Impersonation, InvalidIdentity, check_identity_name, check_identity_value,
     },
-    selector::{InvalidPattern, InvalidSelector, Pattern, Selector},
+    selector::{InvalidPattern, InvalidSelector, Match, Pattern, Selector},
 };
 
 /// A configured identity in a configuration project, which callers name. Always positive.

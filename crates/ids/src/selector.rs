@@ -75,6 +75,18 @@ pub struct Selector {
     names: Vec<Pattern>,
 }
 
+/// Whether a [`Selector`] means an agent.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Match {
+    /// It does.
+    Yes,
+    /// It does not, whatever else may be learned of the agent.
+    No,
+    /// That depends on a project or a name that is not known. A rule with this selector must be neither
+    /// applied nor passed over.
+    Unknown,
+}
+
 /// Why a text is not a [`Selector`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum InvalidSelector {
@@ -104,15 +116,22 @@ impl Selector {
         Self { ids: Vec::new(), projects: Vec::new(), names: Vec::new() }
     }
 
-    /// Whether it matches an agent. A term about a project or a name that is not known does not match.
-    pub fn matches(&self, id: AgentId, project: Option<i64>, name: Option<&str>) -> bool {
-        let fits = |is_any: bool, found: bool| is_any || found;
-        fits(self.ids.is_empty(), self.ids.contains(&id))
-            && fits(self.projects.is_empty(), project.is_some_and(|project| self.projects.contains(&project)))
-            && fits(
-                self.names.is_empty(),
-                name.is_some_and(|name| self.names.iter().any(|pattern| pattern.matches(name))),
-            )
+    /// Whether it matches an agent. `None`: the project or the name is not known.
+    pub fn matches(&self, id: AgentId, project: Option<i64>, name: Option<&str>) -> Match {
+        let by_id = self.ids.is_empty() || self.ids.contains(&id);
+        let by_project = match project {
+            _ if self.projects.is_empty() => Some(true),
+            project => project.map(|project| self.projects.contains(&project)),
+        };
+        let by_name = match name {
+            _ if self.names.is_empty() => Some(true),
+            name => name.map(|name| self.names.iter().any(|pattern| pattern.matches(name))),
+        };
+        match (by_id, by_project, by_name) {
+            (true, Some(true), Some(true)) => Match::Yes,
+            (false, ..) | (_, Some(false), _) | (.., Some(false)) => Match::No,
+            _ => Match::Unknown,
+        }
     }
 }
 
@@ -233,20 +252,33 @@ mod tests {
     #[test]
     fn every_term_must_match_and_any_of_its_values() {
         let one = selector("id=7|9,project=3,name=prod-*|demo");
-        assert!(one.matches(agent(7), Some(3), Some("prod-eu")));
-        assert!(one.matches(agent(9), Some(3), Some("demo")));
-        assert!(!one.matches(agent(8), Some(3), Some("demo")));
-        assert!(!one.matches(agent(7), Some(4), Some("demo")));
-        assert!(!one.matches(agent(7), Some(3), Some("demo-2")));
-        assert!(!one.matches(agent(7), Some(3), Some("prod")));
-        assert!(selector("all").matches(agent(1), None, None));
+        for (id, project, name, expected) in [
+            (7, 3, "prod-eu", Match::Yes),
+            (9, 3, "demo", Match::Yes),
+            (8, 3, "demo", Match::No),
+            (7, 4, "demo", Match::No),
+            (7, 3, "demo-2", Match::No),
+            (7, 3, "prod", Match::No),
+        ] {
+            assert_eq!(one.matches(agent(id), Some(project), Some(name)), expected, "{id} {project} {name}");
+        }
+        assert_eq!(selector("all").matches(agent(1), None, None), Match::Yes);
     }
 
     #[test]
-    fn an_unknown_name_or_project_does_not_match() {
-        assert!(!selector("name=*").matches(agent(1), Some(1), None));
-        assert!(!selector("project=1").matches(agent(1), None, Some("a")));
-        assert!(selector("id=1").matches(agent(1), None, None));
+    fn what_depends_on_an_unknown_name_or_project_is_unknown() {
+        for (text, project, name, expected) in [
+            ("name=*", Some(1), None, Match::Unknown),
+            ("project=1", None, Some("a"), Match::Unknown),
+            ("project=1,name=a", Some(1), None, Match::Unknown),
+            ("id=1", None, None, Match::Yes),
+            // One term that does not match is enough.
+            ("id=2,name=a", None, None, Match::No),
+            ("project=1,name=a", Some(2), None, Match::No),
+            ("project=1,name=a", None, Some("b"), Match::No),
+        ] {
+            assert_eq!(selector(text).matches(agent(1), project, name), expected, "{text}");
+        }
     }
 
     #[test]

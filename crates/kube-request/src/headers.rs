@@ -230,9 +230,13 @@ pub fn is_never_forwarded(name: &str) -> bool {
 
 /// Returns the value of `Location` for the client: a path on this site, after the prefix that was cut off the
 /// request's path (such as `/k8s/agents/7`, without a slash at its end). `None`: it is dropped, because it
-/// leads to another site, or is relative.
+/// leads to another site, is relative, or has characters that no URI has.
 pub fn location<'a>(value: &'a str, prefix: &'a str) -> Option<Cow<'a, str>> {
-    // Browsers read \ as /, and two slashes begin with a host.
+    // Browsers leave out tabs and ends of lines, and what is left may begin with two slashes.
+    if !value.bytes().all(|byte| byte.is_ascii_graphic()) {
+        return None;
+    }
+    // Browsers read \ as /, and after two slashes comes a host.
     let rest = value.strip_prefix('/')?;
     (!rest.starts_with(['/', '\\'])).then(|| {
         if prefix.is_empty() { Cow::Borrowed(value) } else { Cow::Owned(format!("{prefix}{value}")) }

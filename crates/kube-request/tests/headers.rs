@@ -196,7 +196,16 @@ fn location_stays_on_this_site() {
         ("https://evil/", None),
         ("login", None),
         ("", None),
+        ("/\t/evil.example/", None),
+        ("/\t\\evil.example/", None),
+        ("/a\tb", None),
+        ("/a b", None),
+        ("/\r\n/evil", None),
+        ("/ä", None),
+        ("/\u{7f}", None),
     ] {
+        // The prefix may be empty, as it is if the name of the host names the agent.
+        assert_eq!(location(value, "").is_some(), expected.is_some(), "{value:?}");
         assert_eq!(location(value, "/k8s/agents/7").as_deref(), expected, "{value}");
     }
     assert_eq!(location("/x", "").as_deref(), Some("/x"));

@@ -3,24 +3,15 @@
 use std::{collections::HashMap, time::Duration};
 
 use async_trait::async_trait;
-use callers::KnownAgent;
+use callers::{Agents, KnownAgent};
 use ids::AgentId;
 use parking_lot::Mutex;
 use serde_json::json;
 use tokio::time::Instant;
 
-/// What kas knows of agents.
+/// Knows the agents, and which of them are connected.
 #[async_trait]
-pub trait Directory: Send + Sync + 'static {
-    /// Returns what is known of an agent without asking anybody. Its name and project may be missing.
-    fn known(&self, agent: AgentId) -> KnownAgent;
-
-    /// Asks the other replicas for an agent; `None`: it is not connected to any that answers.
-    ///
-    /// # Cancel safety
-    /// Cancel safe.
-    async fn find(&self, agent: AgentId) -> Option<KnownAgent>;
-
+pub trait Directory: Agents {
     /// Returns every known agent, and whether it is connected.
     ///
     /// # Errors

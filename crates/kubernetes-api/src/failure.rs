@@ -107,7 +107,7 @@ impl Failure {
         Self::refused(
             Rule::Credential,
             StatusCode::SERVICE_UNAVAILABLE,
-            "the credential cannot be checked at the moment",
+            "the credential or its access cannot be checked at the moment",
         )
         .with_retry_after(IDENTITY)
     }
@@ -124,12 +124,10 @@ impl Failure {
 
     /// The agent is not connected, or has no tunnel. Without `Retry-After`: kubectl would repeat the request
     /// for minutes.
-    pub(crate) fn away(text: impl Into<String>, kind: Kind) -> Self {
-        let code = match kind {
-            // client-go continues the watch after 429, and lists everything again after 503.
-            Kind::Watch => StatusCode::TOO_MANY_REQUESTS,
-            _ => StatusCode::SERVICE_UNAVAILABLE,
-        };
+    pub(crate) fn away(text: impl Into<String>, method: &Method, kind: Kind) -> Self {
+        // client-go continues the watch after 429, and lists everything again after 503.
+        let is_watch = kind == Kind::Watch && only_reads(method);
+        let code = if is_watch { StatusCode::TOO_MANY_REQUESTS } else { StatusCode::SERVICE_UNAVAILABLE };
         Self::failed(EndedBy::Tunnel, code, text)
     }
 
@@ -196,12 +194,13 @@ impl Failure {
 
     /// It is not known whether the request was carried out.
     fn unknown(method: &Method, kind: Kind, text: &str) -> Self {
-        let only_reads =
-            matches!(kind, Kind::Short | Kind::Follow) && (method == Method::GET || method == Method::HEAD);
         let failed = |code| Self::failed(EndedBy::Tunnel, code, text);
         match kind {
-            Kind::Watch => failed(StatusCode::TOO_MANY_REQUESTS).with_retry_after(SOON),
-            _ if only_reads => failed(StatusCode::SERVICE_UNAVAILABLE).with_retry_after(SOON),
+            // The deprecated paths of watches have this kind with any method.
+            Kind::Watch if only_reads(method) => failed(StatusCode::TOO_MANY_REQUESTS).with_retry_after(SOON),
+            Kind::Short | Kind::Follow if only_reads(method) => {
+                failed(StatusCode::SERVICE_UNAVAILABLE).with_retry_after(SOON)
+            }
             _ => Self::failed(
                 EndedBy::Tunnel,
                 StatusCode::BAD_GATEWAY,
@@ -225,9 +224,11 @@ impl Failure {
                 Self::unsupported(text)
             }
             (Some(Outcome::NotStarted), _) if presence == Presence::Away => {
-                Self::away(format!("agent {agent} is not connected"), kind)
+                Self::away(format!("agent {agent} is not connected"), method, kind)
             }
-            (Some(Outcome::NotStarted), _) if presence == Presence::WithoutTunnel => Self::away(text, kind),
+            (Some(Outcome::NotStarted), _) if presence == Presence::WithoutTunnel => {
+                Self::away(text, method, kind)
+            }
             (Some(Outcome::NotStarted), _) => {
                 Self::failed(EndedBy::Tunnel, StatusCode::SERVICE_UNAVAILABLE, text).with_retry_after(SOON)
             }
@@ -270,6 +271,11 @@ impl Failure {
     }
 }
 
+/// Whether a request with this method changes nothing, so that it may be repeated.
+fn only_reads(method: &Method) -> bool {
+    method == Method::GET || method == Method::HEAD
+}
+
 /// Returns a message of a peer without control characters, and not longer than a client should see.
 fn plain(message: &str) -> String {
     message.chars().take(LONGEST_MESSAGE).map(|char| if char.is_control() { ' ' } else { char }).collect()
@@ -308,6 +314,11 @@ mod tests {
             (Method::POST, Kind::Short, (502, "InternalError", None)),
             (Method::PATCH, Kind::Short, (502, "InternalError", None)),
             (Method::DELETE, Kind::Short, (502, "InternalError", None)),
+            (Method::POST, Kind::Follow, (502, "InternalError", None)),
+            // /api/v1/watch/pods
+            (Method::HEAD, Kind::Watch, (429, "TooManyRequests", Some(1))),
+            (Method::POST, Kind::Watch, (502, "InternalError", None)),
+            (Method::DELETE, Kind::Watch, (502, "InternalError", None)),
         ] {
             let failure = of(unknown(), &method, kind);
             assert_eq!(seen(&failure), expected, "{method} {kind:?}");
@@ -328,12 +339,13 @@ mod tests {
     #[test]
     fn an_absent_agent_has_no_retry_after_and_does_not_end_the_resumption_of_a_watch() {
         let status = GrpcStatus::new(Code::Unavailable, "long text").with_outcome(Outcome::NotStarted);
-        for (kind, expected) in [
-            (Kind::Short, (503, "ServiceUnavailable", None)),
-            (Kind::Follow, (503, "ServiceUnavailable", None)),
-            (Kind::Watch, (429, "TooManyRequests", None)),
+        for (method, kind, expected) in [
+            (Method::GET, Kind::Short, (503, "ServiceUnavailable", None)),
+            (Method::GET, Kind::Follow, (503, "ServiceUnavailable", None)),
+            (Method::GET, Kind::Watch, (429, "TooManyRequests", None)),
+            (Method::POST, Kind::Watch, (503, "ServiceUnavailable", None)),
         ] {
-            let failure = Failure::of_status(&status, agent(), &Method::GET, kind, Presence::Away);
+            let failure = Failure::of_status(&status, agent(), &method, kind, Presence::Away);
             assert_eq!(seen(&failure), expected);
             assert_eq!(failure.status.text(), "agent 7 is not connected");
             let failure = Failure::of_status(&status, agent(), &Method::GET, kind, Presence::WithoutTunnel);

@@ -18,6 +18,9 @@ use tunnel::{features::Features, frame};
 use crate::{failure::Failure, request_id::RequestId};
 
 const AUDIT_ID: HeaderName = HeaderName::from_static("audit-id");
+/// Bytes that a head may grow by when the context of the request's span replaces that of the client: the
+/// field `traceparent` with 55 characters, an empty `tracestate`, and what encodes them.
+const CONTEXT: usize = 128;
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 
 /// The head of a request, for any agentk.
@@ -77,7 +80,7 @@ impl RequestHead {
         };
         let head = Self { header, target, encodes_freely: !headers.contains_key(header::ACCEPT_ENCODING) };
         // Both forms have a limit, and one of them is chosen with the agentk.
-        let fits = |features| head.message(features).encoded_len() <= frame::MAX_CONTROL;
+        let fits = |features| head.message(features).encoded_len() + CONTEXT <= frame::MAX_CONTROL;
         if !fits(Features::TARGET) {
             return Err(Failure::refused(
                 Rule::Form,
@@ -290,6 +293,41 @@ mod tests {
             (&*fields["Connection"].value, &*fields["Upgrade"].value),
             (&["upgrade".to_owned()][..], &["SPDY/3.1".to_owned()][..])
         );
+    }
+
+    #[test]
+    fn a_head_that_fits_still_does_with_the_context_of_its_span() {
+        let context: HeaderMap =
+            [("traceparent", "00-0123456789abcdef0123456789abcdef-0123456789abcdef-01"), ("tracestate", "")]
+                .into_iter()
+                .map(|(name, value)| (HeaderName::from_static(name), HeaderValue::from_static(value)))
+                .collect();
+        let of = |headers: HeaderMap| {
+            let target = Target::parse("/a").unwrap();
+            let info = RequestInfo::new("GET", &target);
+            RequestHead::new(HeadParts {
+                method: &Method::GET,
+                target,
+                info: &info,
+                headers: &headers,
+                content_length: Some(0),
+                impersonation: None,
+                upgrade: None,
+                id: &RequestId::of_bits(1),
+            })
+        };
+        let mut largest = 0;
+        for length in frame::MAX_CONTROL - 400..frame::MAX_CONTROL {
+            let value = HeaderValue::from_str(&"y".repeat(length)).unwrap();
+            let Ok((mut head, _)) = of([(HeaderName::from_static("x"), value)].into_iter().collect()) else {
+                continue;
+            };
+            head.replace(&context);
+            let encoded = head.encode(Features::TARGET).len();
+            assert!(encoded <= frame::MAX_CONTROL, "{length}: {encoded}");
+            largest = largest.max(encoded);
+        }
+        assert!(largest > frame::MAX_CONTROL - 64, "{largest}");
     }
 
     #[test]

@@ -113,6 +113,8 @@ pub(crate) fn place<'a>(prefix: &Prefix, path_and_query: &'a str) -> Result<Plac
 /// If it is below `suffix`, and is not the name of an agent.
 pub(crate) fn by_host(host: &str, suffix: &str) -> Result<Option<AgentId>, Failure> {
     let host = without_port(host);
+    // A name with a dot at its end is the same name.
+    let host = host.strip_suffix('.').unwrap_or(host);
     let Some(at) = host.len().checked_sub(suffix.len()) else { return Ok(None) };
     let (label, end) = match (host.get(..at), host.get(at..)) {
         (Some(label), Some(end)) if end.eq_ignore_ascii_case(suffix) => (label, end),
@@ -236,6 +238,9 @@ mod tests {
         for (host, expected) in [
             ("agent-7.k8s.example.com", Ok(Some(id(7)))),
             ("AGENT-7.K8S.Example.com:8154", Ok(Some(id(7)))),
+            ("agent-7.k8s.example.com.", Ok(Some(id(7)))),
+            ("agent-7.k8s.example.com.:8154", Ok(Some(id(7)))),
+            ("foo.k8s.example.com.", Err(400)),
             ("k8s.example.com", Ok(None)),
             ("xk8s.example.com", Ok(None)),
             ("other.example.com:443", Ok(None)),

@@ -72,6 +72,8 @@ struct About {
     source: &'static str,
     kind: Option<Kind>,
     record: RequestRecord,
+    /// The network that the client connects from, if known.
+    network: Option<std::net::IpAddr>,
     /// The end of the request is recorded elsewhere from now on.
     is_allowed: bool,
     /// It is a probe, which is neither counted nor recorded.
@@ -109,6 +111,7 @@ impl KubernetesApi {
             source: NONE,
             kind: None,
             record,
+            network: peer.map(|peer| net::peers::network(peer.ip())),
             is_allowed: false,
             is_probe: false,
         };
@@ -334,16 +337,7 @@ impl KubernetesApi {
         credential: &Credential,
         agent: AgentId,
     ) -> Result<Authorized, Failure> {
-        let known = self.directory.known(agent);
-        let is_named = known.name.is_some();
-        let mut judged = self.authorizer.authorize(credential, known).await;
-        // A rule may name the agent by its name, which only another replica knows.
-        if let Err(Refusal { why: Refused::NoRule, .. }) = &judged
-            && !is_named
-            && let Some(known) = self.directory.find(agent).await
-        {
-            judged = self.authorizer.authorize(credential, known).await;
-        }
+        let judged = self.authorizer.authorize(credential, agent, about.network).await;
         match judged {
             Ok(authorized) => {
                 trust.passed();
@@ -414,7 +408,7 @@ impl KubernetesApi {
         }
         // The credential is checked before anybody is asked about agents.
         let unlisted = || Failure::unsupported("agents cannot be listed with this kind of credential");
-        match self.authorizer.reach(credential, Vec::new()).await {
+        match self.authorizer.reach(credential, about.network, Vec::new()).await {
             Err(refusal) => return Err(self.refused(about, trust, credential, refusal)),
             Ok(None) => return Err(unlisted()),
             Ok(Some(_)) => {}
@@ -426,7 +420,7 @@ impl KubernetesApi {
         };
         let all = self.directory.list().await.map_err(unavailable)?;
         let known = all.iter().map(|listed| listed.agent.clone()).collect();
-        let reach = match self.authorizer.reach(credential, known).await {
+        let reach = match self.authorizer.reach(credential, about.network, known).await {
             Err(refusal) => return Err(self.refused(about, trust, credential, refusal)),
             Ok(None) => return Err(unlisted()),
             Ok(Some(reach)) => reach,

@@ -261,20 +261,22 @@ impl Listener {
             Address::Tcp4(text) => (text, Some(true)),
             Address::Tcp6(text) => (text, Some(false)),
         };
-        // `:8150` means every interface, as in Go.
-        let text = if text.starts_with(':') { format!("[::]{text}") } else { text.clone() };
-        let mut last =
-            io::Error::new(io::ErrorKind::AddrNotAvailable, "the name has no address of this family");
-        for addr in tokio::net::lookup_host(text).await? {
-            if family.is_some_and(|v4| v4 != addr.is_ipv4()) {
-                continue;
-            }
-            match bind_tcp(addr) {
-                Ok(listener) => return Ok(Self::Tcp(listener)),
-                Err(error) => last = error,
-            }
-        }
-        Err(last)
+        let socket = first(text, family, |addr| {
+            let socket = bound(addr)?;
+            socket.listen(BACKLOG)?;
+            Ok(socket)
+        });
+        TcpListener::from_std(socket.await?.into()).map(Self::Tcp)
+    }
+
+    /// Whether [`Listener::bind`] would bind a port of TCP now. The port is not taken for it: another process
+    /// that binds it meanwhile can.
+    ///
+    /// # Errors
+    /// Those of [`Listener::bind`].
+    pub async fn can_bind(address: &str) -> io::Result<()> {
+        // A socket that does not listen keeps nobody from listening, thanks to SO_REUSEADDR.
+        first(address, None, bound).await.map(drop)
     }
 
     /// Returns the bound address; `None` for a Unix socket.
@@ -343,7 +345,30 @@ impl AcceptFailures {
     }
 }
 
-fn bind_tcp(addr: SocketAddr) -> io::Result<TcpListener> {
+/// Returns a socket for the first address of a name for which `make` succeeds, of one family if that is
+/// given.
+async fn first(
+    text: &str,
+    is_v4: Option<bool>,
+    make: impl Fn(SocketAddr) -> io::Result<socket2::Socket>,
+) -> io::Result<socket2::Socket> {
+    // `:8150` means every interface, as in Go.
+    let text = if text.starts_with(':') { format!("[::]{text}") } else { text.to_owned() };
+    let mut last = io::Error::new(io::ErrorKind::AddrNotAvailable, "the name has no address of this family");
+    for addr in tokio::net::lookup_host(text).await? {
+        if is_v4.is_some_and(|v4| v4 != addr.is_ipv4()) {
+            continue;
+        }
+        match make(addr) {
+            Ok(socket) => return Ok(socket),
+            Err(error) => last = error,
+        }
+    }
+    Err(last)
+}
+
+/// Returns a socket of TCP with this address, which does not listen yet.
+fn bound(addr: SocketAddr) -> io::Result<socket2::Socket> {
     let socket = socket2::Socket::new(
         socket2::Domain::for_address(addr),
         socket2::Type::STREAM.nonblocking(),
@@ -354,8 +379,7 @@ fn bind_tcp(addr: SocketAddr) -> io::Result<TcpListener> {
         socket.set_only_v6(false)?;
     }
     socket.bind(&addr.into())?;
-    socket.listen(BACKLOG)?;
-    TcpListener::from_std(socket.into())
+    Ok(socket)
 }
 
 #[cfg(test)]
@@ -363,6 +387,24 @@ mod tests {
     use tokio::io::AsyncReadExt as _;
 
     use super::*;
+
+    #[tokio::test]
+    async fn a_port_is_tried_without_being_taken() {
+        let free = Listener::bind(&Address::Tcp("127.0.0.1:0".into())).await.unwrap();
+        let address = free.local_addr().unwrap();
+        let error = Listener::can_bind(&address.to_string()).await.unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::AddrInUse);
+        drop(free);
+        // While the port is being tried, another process can bind it and listen.
+        let tried = bound(address).unwrap();
+        let listener = Listener::bind(&Address::Tcp(address.to_string())).await.unwrap();
+        assert_eq!(listener.local_addr(), Some(address));
+        drop((tried, listener));
+        Listener::can_bind(&address.to_string()).await.unwrap();
+        // An address of no machine.
+        let error = Listener::can_bind("192.0.2.1:0").await.unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::AddrNotAvailable);
+    }
 
     #[tokio::test]
     async fn only_the_own_file_of_a_unix_socket_is_removed() {

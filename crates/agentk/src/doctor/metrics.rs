@@ -2,6 +2,7 @@
 
 use std::{io, time::Duration};
 
+use net::io::Listener;
 use tokio::{
     io::{AsyncReadExt as _, AsyncWriteExt as _},
     net::TcpStream,
@@ -18,29 +19,40 @@ const MAX_ANSWER: u64 = 1 << 20;
 /// A metric that only agentk has.
 const METRIC: &str = "\nagentk_replicas_served ";
 
-/// Says who uses the port at `address`, which is known to be taken or not.
-pub(super) async fn check(address: &str, is_taken: bool) -> Finding {
+/// Says whether an agentk that starts here can use `address`, and who uses it now.
+pub(super) async fn check(address: &str) -> Finding {
     let since = Instant::now();
-    let (outcome, message, advice) = if !is_taken {
-        (Outcome::Ok, format!("nothing listens on {address} yet: an agentk that starts here can"), None)
-    } else if is_agentk(address).await {
-        let message = format!("an agentk serves them on {address}; a second one needs another address");
-        (Outcome::Ok, message, None)
-    } else {
-        (
+    // The port is not taken: an agentk that starts meanwhile gets it.
+    let (outcome, message, advice) = match Listener::can_bind(address).await {
+        Ok(()) => {
+            (Outcome::Ok, format!("nothing listens on {address} yet: an agentk that starts here can"), None)
+        }
+        Err(error) if error.kind() != io::ErrorKind::AddrInUse => (
+            Outcome::Failed,
+            format!("cannot listen on {address}: {error}: an agentk that starts here ends at once"),
+            Some(
+                "give --observability-address an address of this host, and a port that this user may use; run \
+                 the doctor where the agent runs, and as its user",
+            ),
+        ),
+        Err(_) if is_agentk(address).await => {
+            let message = format!("an agentk serves them on {address}; a second one needs another address");
+            (Outcome::Ok, message, None)
+        }
+        Err(_) => (
             Outcome::Warning,
             format!(
                 "another program uses {address}: an agentk that starts here serves requests, but no metrics and \
                  probes, and tries again every {RETRY:?}"
             ),
-            Some("end that program, or give agentk another address with --observability-address".to_owned()),
-        )
+            Some("end that program, or give agentk another address with --observability-address"),
+        ),
     };
     Finding {
         check: Check::Metrics,
         outcome,
         message,
-        advice: advice.into_iter().collect(),
+        advice: advice.into_iter().map(str::to_owned).collect(),
         seconds: (since.elapsed().as_secs_f64() * 1e3).round() / 1e3,
     }
 }
@@ -70,4 +82,28 @@ async fn metrics(address: &str) -> io::Result<String> {
     let mut response = Vec::new();
     stream.take(MAX_ANSWER).read_to_end(&mut response).await?;
     Ok(String::from_utf8_lossy(&response).into_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::TcpListener;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn an_address_is_free_or_in_use_or_cannot_be_used() {
+        let other = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = other.local_addr().unwrap().to_string();
+        // A program that answers nothing, and ends the connection.
+        let answers = std::thread::spawn(move || drop(other.accept().unwrap()));
+        let taken = check(&address).await;
+        assert_eq!((taken.outcome, taken.advice.len()), (Outcome::Warning, 1), "{taken:?}");
+        answers.join().unwrap();
+        let free = check(&address).await;
+        assert_eq!((free.outcome, free.advice.len()), (Outcome::Ok, 0), "{free:?}");
+        // An address of documentation, which no host has.
+        let wrong = check("192.0.2.1:8080").await;
+        assert_eq!((wrong.outcome, wrong.advice.len()), (Outcome::Failed, 1), "{wrong:?}");
+        assert!(wrong.message.contains("192.0.2.1:8080"), "{wrong:?}");
+    }
 }

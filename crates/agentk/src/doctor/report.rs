@@ -15,7 +15,7 @@ use serde::Serialize;
 pub enum Verdict {
     /// No problem was found.
     Healthy = 0,
-    /// A setting cannot be used: the policy file.
+    /// kas and the cluster can be reached, but agentk does not start: a setting cannot be used.
     Setting = 1,
     /// kas cannot be reached at any address.
     Unreachable = 3,

@@ -1,10 +1,10 @@
 use std::collections::HashMap;
 
-use gitlab::Environment;
+use gitlab::{Environment, LookupPriority};
 use parking_lot::Mutex;
 
 use super::*;
-use crate::{Access, Authorizer, Changes, KnownAgent, Refused, Sources};
+use crate::{Access, Authorizer, Changes, KnownAgent, Refused, Sources, agent::tests::NoAgents};
 
 /// A GitLab with jobs by their tokens. It counts what it is asked, and may be away.
 #[derive(Default)]
@@ -12,12 +12,14 @@ struct Fake {
     jobs: Mutex<HashMap<String, Job>>,
     is_away: Mutex<bool>,
     asked: Mutex<usize>,
+    urgencies: Mutex<Vec<Urgency>>,
 }
 
 #[async_trait]
 impl JobAgents for Fake {
-    async fn allowed_agents(&self, job_token: &[u8]) -> Result<Job, LookupError> {
+    async fn allowed_agents(&self, job_token: &[u8], urgency: Urgency) -> Result<Job, LookupError> {
         *self.asked.lock() += 1;
+        self.urgencies.lock().push(urgency);
         if *self.is_away.lock() {
             return Err(Failure::Timeout(Duration::from_secs(1)).into());
         }
@@ -41,7 +43,8 @@ impl Setup {
         let gitlab = Arc::new(Fake::default());
         let source = CiJobs::new(Arc::clone(&gitlab) as _, ttl, Duration::from_secs(10));
         let sources = Sources::new(vec![Box::new(source)], Changes::default());
-        Self { gitlab, authorizer: Arc::new(Authorizer::new(Arc::new(sources), Access::default())) }
+        let authorizer = Authorizer::new(Arc::new(sources), Access::default(), Arc::new(NoAgents));
+        Self { gitlab, authorizer: Arc::new(authorizer) }
     }
 
     fn know(&self, token: &str, agents: &[(i64, AccessAs)]) {
@@ -49,8 +52,18 @@ impl Setup {
     }
 
     async fn authorize(&self, token: &str, id: i64) -> Result<crate::Authorized, Refused> {
+        self.authorize_from(token, id, None).await
+    }
+
+    async fn authorize_from(
+        &self,
+        token: &str,
+        id: i64,
+        from: Option<IpAddr>,
+    ) -> Result<crate::Authorized, Refused> {
         let token = format!("ci:{id}:{token}");
-        self.authorizer.authorize(&credential(&token), known(id)).await.map_err(|refusal| refusal.why)
+        let authorized = self.authorizer.authorize(&credential(&token), known(id).id, from).await;
+        authorized.map_err(|refusal| refusal.why)
     }
 
     fn asked(&self) -> usize {
@@ -81,7 +94,7 @@ fn credential(token: &str) -> Credential {
 }
 
 fn known(id: i64) -> KnownAgent {
-    KnownAgent { id: AgentId::new(id).unwrap(), name: None, project_id: None }
+    KnownAgent::unknown(AgentId::new(id).unwrap())
 }
 
 #[tokio::test(start_paused = true)]
@@ -97,7 +110,7 @@ async fn a_job_uses_the_agents_that_gitlab_lists_and_one_answer_serves_all() {
         );
     }
     assert_eq!(s.authorize("a", 9).await.unwrap_err(), AuthError::Forbidden.into());
-    let reach = s.authorizer.reach(&credential("ci:9:a"), vec![known(6), known(7)]).await.unwrap();
+    let reach = s.authorizer.reach(&credential("ci:9:a"), None, vec![known(6), known(7)]).await.unwrap();
     assert_eq!(reach, Some(vec![known(7)]));
     assert_eq!(s.asked(), 1);
     for (token, error) in
@@ -106,7 +119,7 @@ async fn a_job_uses_the_agents_that_gitlab_lists_and_one_answer_serves_all() {
         assert_eq!(s.authorize(token, 7).await.unwrap_err(), error.into(), "{token}");
     }
     // A token for one agent is good for no other, whatever GitLab lists.
-    let other = s.authorizer.authorize(&credential("ci:7:a"), known(8)).await.unwrap_err();
+    let other = s.authorizer.authorize(&credential("ci:7:a"), known(8).id, None).await.unwrap_err();
     assert_eq!(other.why, AuthError::Forbidden.into());
 }
 
@@ -236,4 +249,32 @@ async fn while_gitlab_is_away_open_requests_stay_and_new_ones_are_refused() {
         s.gitlab.jobs.lock().clear();
         assert_eq!(revoked.await, AuthError::Unknown.into());
     }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_job_that_was_accepted_does_not_wait_for_made_up_tokens() {
+    let s = Setup::new(TTL);
+    s.know("a", &[(7, AccessAs::Agent)]);
+    s.know("b", &[(7, AccessAs::Agent)]);
+    let (here, elsewhere) = (Some(IpAddr::from([192, 0, 2, 1])), Some(IpAddr::from([192, 0, 2, 2])));
+    let open = s.authorize_from("a", 7, here).await.unwrap();
+    tokio::time::advance(TTL).await;
+    s.authorize_from("a", 7, elsewhere).await.unwrap();
+    s.authorize_from("b", 7, here).await.unwrap();
+    assert!(s.authorize_from("made-up", 7, Some(IpAddr::from([192, 0, 2, 3]))).await.is_err());
+    tokio::time::advance(TTL).await;
+    // An open request is checked again.
+    s.gitlab.jobs.lock().clear();
+    assert_eq!(s.authorizer.revoked(&open).await, AuthError::Unknown.into());
+    let new = |priority, from| Urgency::New { from, priority };
+    assert_eq!(
+        *s.gitlab.urgencies.lock(),
+        [
+            new(LookupPriority::UnknownSource, here),
+            new(LookupPriority::KnownToken, elsewhere),
+            new(LookupPriority::KnownSource, here),
+            new(LookupPriority::UnknownSource, Some(IpAddr::from([192, 0, 2, 3]))),
+            new(LookupPriority::KnownToken, here),
+        ]
+    );
 }

@@ -7,7 +7,7 @@ use parking_lot::Mutex;
 use super::*;
 use crate::{
     Access, Authorized, Authorizer, Bearer, Changes, KnownAgent, QueryParameters, Refused, Sources,
-    take_credential,
+    agent::tests::NoAgents, take_credential,
 };
 
 /// A GitLab with users by their credentials. It counts what it is asked, and may be away.
@@ -24,6 +24,7 @@ impl ProxyUsers for Fake {
         &self,
         agent: AgentId,
         key: AccessKey<'_>,
+        _urgency: Urgency,
     ) -> Result<ProxyUser, LookupError> {
         *self.asked.lock() += 1;
         if *self.is_away.lock() {
@@ -55,7 +56,7 @@ impl Setup {
             ],
             Changes::default(),
         );
-        Self { gitlab, authorizer: Authorizer::new(Arc::new(sources), Access::default()) }
+        Self { gitlab, authorizer: Authorizer::new(Arc::new(sources), Access::default(), Arc::new(NoAgents)) }
     }
 
     fn know(&self, key: &str, user: ProxyUser) {
@@ -63,7 +64,7 @@ impl Setup {
     }
 
     async fn authorize(&self, credential: &Credential, agent: i64) -> Result<Authorized, Refused> {
-        self.authorizer.authorize(credential, known(agent)).await.map_err(|refusal| refusal.why)
+        self.authorizer.authorize(credential, known(agent).id, None).await.map_err(|refusal| refusal.why)
     }
 
     fn asked(&self) -> usize {
@@ -111,7 +112,7 @@ async fn a_token_and_a_session_are_good_for_the_agents_that_gitlab_says() {
             assert_eq!(found.caller.gitlab_user, Some(5));
         }
         assert_eq!(s.asked(), 1, "the answer is cached");
-        let reach = s.authorizer.reach(&credential, vec![known(7)]).await.unwrap();
+        let reach = s.authorizer.reach(&credential, None, vec![known(7)]).await.unwrap();
         assert_eq!((reach, s.asked()), (None, 0));
     }
     // A token for one agent is good for no other, and no answer about one agent is used for another.

@@ -45,7 +45,7 @@ impl Fixture {
     }
 
     async fn authenticate(&self, n: usize) -> Result<Caller, AuthError> {
-        self.users.authenticate(&credential(n), agent()).await
+        self.users.authenticate(&credential(n), agent(), None).await
     }
 }
 
@@ -148,7 +148,7 @@ async fn expired_tokens_open_nothing_and_end_nothing() {
     let open = f.authenticate(1).await.unwrap();
     f.write(&list("2020-02-29T23:59:59Z")).await;
     assert_eq!(f.authenticate(1).await.unwrap_err(), AuthError::Unknown);
-    assert!(f.users.reach(&credential(1)).await.is_err());
+    assert!(f.users.reach(&credential(1), None).await.is_err());
     assert!(f.users.recheck(&open, agent()).await.is_ok());
 }
 

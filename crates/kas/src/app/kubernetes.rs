@@ -55,7 +55,10 @@ pub(super) async fn part(
     uses: Uses,
 ) -> Result<Part, StartError> {
     let Uses { router, identity, gitlab, tracker, observer, metrics, refusals, lifecycle, is_ready } = uses;
-    let authorizer = Authorizer::open(section, gitlab.clone()).await.map_err(StartError::Users)?;
+    let directory = AgentDirectory::new(identity, tracker);
+    let authorizer = Authorizer::open(section, gitlab.clone(), Arc::clone(&directory) as _)
+        .await
+        .map_err(StartError::Users)?;
     let usage = Arc::new(Usage::default());
     let reports = gitlab.map(|gitlab| (gitlab, config.observability.usage_reporting_period));
     let reports = reports.filter(|(_, period)| !period.is_zero());
@@ -63,7 +66,7 @@ pub(super) async fn part(
         settings: settings(config, section)?,
         authorizer,
         router,
-        directory: AgentDirectory::new(identity, tracker),
+        directory,
         observer,
         metrics,
         refusals,
@@ -113,7 +116,7 @@ fn count(usage: &Usage, Authorized { caller, agent, .. }: &Authorized) {
         SourceKind::Cookie => Some(Access::User),
         SourceKind::Oidc | SourceKind::File | SourceKind::Certificate => None,
     };
-    usage.count_request(agent.id, access.map(|access| (access, caller.gitlab_user)));
+    usage.count_request(*agent, access.map(|access| (access, caller.gitlab_user)));
 }
 
 /// Returns the origins of the pages that may make requests: those that are configured, and GitLab's.

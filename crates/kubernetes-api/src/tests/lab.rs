@@ -2,7 +2,7 @@
 
 use std::{
     collections::HashMap,
-    net::SocketAddr,
+    net::{IpAddr, SocketAddr},
     pin::Pin,
     sync::Arc,
     task::{Context, Poll},
@@ -12,8 +12,8 @@ use std::{
 use async_trait::async_trait;
 use bytes::Bytes;
 use callers::{
-    Access, AuthError, Authorizer, Caller, Callers, Credential, Grant, Hold, Impersonation, KnownAgent, Mode,
-    Reach, RunAs, SourceKind,
+    Access, Agents, AuthError, Authorizer, Caller, Callers, Credential, Grant, Hold, Impersonation,
+    KnownAgent, Mode, Reach, RunAs, SourceKind,
 };
 use cluster::{InMemoryTracker, Replica};
 use grpc::{BoxError, Code, Status};
@@ -159,7 +159,12 @@ impl Users {
 
 #[async_trait]
 impl Callers for Users {
-    async fn authenticate(&self, credential: &Credential, agent: AgentId) -> Result<Caller, AuthError> {
+    async fn authenticate(
+        &self,
+        credential: &Credential,
+        agent: AgentId,
+        _from: Option<IpAddr>,
+    ) -> Result<Caller, AuthError> {
         let caller = self.caller(secret(credential))?;
         if agent.get() == AGENT || agent.get() == 8 { Ok(caller) } else { Err(AuthError::Forbidden) }
     }
@@ -168,7 +173,7 @@ impl Callers for Users {
         self.caller(caller.hold.state::<String>().map_or("", String::as_str))
     }
 
-    async fn reach(&self, credential: &Credential) -> Result<Reach, AuthError> {
+    async fn reach(&self, credential: &Credential, _from: Option<IpAddr>) -> Result<Reach, AuthError> {
         let caller = self.caller(secret(credential))?;
         if caller.source == SourceKind::Cookie {
             return Ok(Reach::Unlisted);
@@ -190,18 +195,26 @@ fn secret(credential: &Credential) -> &str {
     }
 }
 
-struct Agents;
+struct AllAgents;
 
 #[async_trait]
-impl Directory for Agents {
+impl Agents for AllAgents {
     fn known(&self, agent: AgentId) -> KnownAgent {
         KnownAgent { id: agent, name: Some(format!("agent-{agent}").into()), project_id: Some(1) }
     }
 
-    async fn find(&self, _agent: AgentId) -> Option<KnownAgent> {
-        None
+    async fn find(&self, _agent: AgentId) -> Result<Option<KnownAgent>, String> {
+        Ok(None)
     }
 
+    fn changes(&self) -> watch::Receiver<u64> {
+        // Never wakes: its sender is gone.
+        watch::channel(0).1
+    }
+}
+
+#[async_trait]
+impl Directory for AllAgents {
     async fn list(&self) -> Result<Vec<ListedAgent>, String> {
         Ok([AGENT, 8]
             .into_iter()
@@ -270,9 +283,9 @@ impl Lab {
                 find_timeout: Duration::from_millis(300),
                 server: HeaderValue::from_static("gitlab-kas/v/c"),
             },
-            authorizer: Authorizer::new(Arc::clone(&users) as _, Access::default()),
+            authorizer: Authorizer::new(Arc::clone(&users) as _, Access::default(), Arc::new(AllAgents)),
             router,
-            directory: Arc::new(Agents),
+            directory: Arc::new(AllAgents),
             observer: Observer::new(None, None, Box::new(|_| None)),
             metrics: Arc::clone(&metrics),
             refusals: Arc::clone(&refusals),

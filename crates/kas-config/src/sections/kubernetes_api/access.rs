@@ -41,7 +41,8 @@ pub(super) fn read(s: &mut Section<'_, '_>) -> Vec<AccessRule> {
                Each rule is {agents: all, groups: [\"kas:dev\"], as: user}. agents: all, or id=7|9, project=3, name=prod-*, \
                joined by commas. users, groups: names with the prefix kas:, each perhaps with * at its end. as: agent \
                (with the rights of agentk), user (under the caller's own name and groups, by impersonation), or \
-               {impersonate: {username, groups, uid, extra: [{key, val}]}}.";
+               {impersonate: {username, groups, uid, extra: [{key, val}]}}. If a rule for the caller names a name or \
+               project and no replica knows those of the agent, no later rule is tried: the request is refused.";
     s.items("access", doc, |s, _| rule(s))
 }
 
