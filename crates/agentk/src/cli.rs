@@ -340,7 +340,7 @@ mod tests {
     #[test]
     fn the_audit_log_is_on_by_default_with_a_policy_only() {
         let audit = |flags: &[&str]| {
-            let always = ["agentk", "--kas-address", "grpc://kas", "--token-file", "token"];
+            let always = ["agentk", "--kas-address", "grpc://kas:8150", "--token-file", "token"];
             let arguments = Arguments::try_parse_from(always.iter().chain(flags)).unwrap();
             arguments.agent.guard.audit()
         };

@@ -348,7 +348,7 @@ mod tests {
             let failure = Failure::of_status(&status, agent(), &method, kind, Presence::Away);
             assert_eq!(seen(&failure), expected);
             assert_eq!(failure.status.text(), "agent 7 is not connected");
-            let failure = Failure::of_status(&status, agent(), &Method::GET, kind, Presence::WithoutTunnel);
+            let failure = Failure::of_status(&status, agent(), &method, kind, Presence::WithoutTunnel);
             assert_eq!(seen(&failure), expected);
             assert_eq!(failure.status.text(), "long text", "it says where the agent is connected");
         }

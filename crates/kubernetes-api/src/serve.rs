@@ -149,7 +149,7 @@ impl KubernetesApi {
         };
         self.refusals.callers().add(RefusedCaller {
             agent,
-            source: about.presented.map_or(NONE, SourceKind::as_str),
+            source: about.presented.map_or(about.source, SourceKind::as_str),
             caller: about.caller.clone(),
             rule,
             why: about.refused.map_or_else(|| failure.status.text().to_owned(), |why| why.to_string()),
