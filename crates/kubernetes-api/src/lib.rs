@@ -53,10 +53,6 @@ use observe::{
 use process::lifecycle::{Lifecycle, Phase};
 use routing::router::Router;
 
-use self::{
-    agents::{Listing, Sightings},
-    open::OpenRequests,
-};
 pub use self::{
     agents::{Directory, ListedAgent},
     form::HeadLimits,
@@ -64,6 +60,10 @@ pub use self::{
     open::OpenLimits,
     origin::Origins,
     selection::Prefix,
+};
+use self::{
+    agents::{Listing, Sightings},
+    open::OpenRequests,
 };
 
 /// The settings of the endpoint.

@@ -165,7 +165,7 @@ async fn an_upload_that_the_api_server_does_not_read_ends() {
         .body(Full::from(vec![0; 16 * 1024 * 1024]))
         .unwrap();
     let response = timeout(SOON, h2.send_request(request)).await.expect("an answer").unwrap();
-    let message = failure(response, 504, "InternalError", None).await;
+    let message = failure(response, 504, "Timeout", None).await;
     assert!(message.contains("agent 7 took nothing of the request for 2 s"), "{message}");
     eventually("it was counted", || lab.metrics.ended_so(Kind::Short, EndedBy::Limit) == 1).await;
 }
