@@ -24,6 +24,7 @@ mod server;
 mod service;
 mod settings;
 mod slot;
+mod streams;
 #[cfg(test)]
 mod tests;
 mod upgrade;

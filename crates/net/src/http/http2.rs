@@ -16,6 +16,7 @@ use super::{
     requests::Requests,
     settings::{FRAME, HEADER_LIST_ROOM, Limits, STREAM_WINDOW, Settings},
     slot::StreamSlot,
+    streams::Streams,
 };
 use crate::{
     batch::{BatchedWrites, Turns},
@@ -27,6 +28,7 @@ type Socket = QuotaStream<FrameLimiter<Stream>>;
 /// A connection of HTTP/2.
 pub(super) struct Http2 {
     inner: http2::Connection<TokioIo<BatchedWrites<Socket>>, Requests, StreamSlot>,
+    streams: Streams,
     turns: Turns<Socket>,
     quota: Arc<ReadQuota>,
     observed: Arc<Observed>,
@@ -36,6 +38,7 @@ impl Http2 {
     pub(super) fn new(stream: Stream, settings: &Settings, limits: &Limits, requests: Requests) -> Self {
         let observed = Arc::clone(&requests.observed);
         let stream = FrameLimiter::new(stream, limits, Arc::clone(&observed));
+        let streams = Streams::new(requests.slot.clone());
         let mut builder = http2::Builder::new(requests.slot.clone());
         builder
             .timer(TokioTimer::new())
@@ -53,7 +56,7 @@ impl Http2 {
         let (stream, quota) = QuotaStream::new(stream);
         let (stream, turns) = BatchedWrites::new(stream);
         let inner = builder.serve_connection(TokioIo::new(stream), requests);
-        Self { inner, turns, quota, observed }
+        Self { inner, streams, turns, quota, observed }
     }
 }
 
@@ -62,12 +65,12 @@ impl Driver for Http2 {
 
     fn poll(&mut self, cx: &mut Context<'_>) -> Poll<hyper::Result<()>> {
         self.quota.begin(if self.observed.is_admitted() { ADMITTED_QUOTA } else { UNADMITTED_QUOTA });
-        let polled = Pin::new(&mut self.inner).poll(cx);
-        self.turns.end();
-        polled
+        let Self { inner, streams, turns, .. } = self;
+        streams.poll(cx, |cx| Pin::new(&mut *inner).poll(cx), || turns.end())
     }
 
     fn leave(&mut self) {
         Pin::new(&mut self.inner).graceful_shutdown();
+        self.streams.wake_connection();
     }
 }

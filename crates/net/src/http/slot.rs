@@ -1,6 +1,8 @@
 //! The streams of a connection: counted, started, and reset from outside.
 
 use std::{
+    fmt, mem,
+    panic::{AssertUnwindSafe, catch_unwind},
     pin::Pin,
     sync::{
         Arc,
@@ -9,7 +11,7 @@ use std::{
     task::{Context, Poll, Waker},
 };
 
-use futures_util::task::AtomicWaker;
+use futures_util::{FutureExt as _, stream::FuturesUnordered, task::AtomicWaker};
 use parking_lot::Mutex;
 use tokio::time::{Instant, Sleep};
 
@@ -40,8 +42,8 @@ impl StreamReset {
 
 /// Hands a [`StreamReset`] from the service to the task of the stream.
 ///
-/// HTTP/2 spawns the stream's task right after the service has been called for it, in the same poll of the
-/// connection, so what the service leaves here belongs to the next task. HTTP/1.1 has one request at a time,
+/// HTTP/2 begins the stream right after the service has been called for it, in the same poll of the
+/// connection, so what the service leaves here belongs to the next stream. HTTP/1.1 has one request at a time,
 /// served by the connection's own task.
 #[derive(Clone, Debug)]
 pub struct StreamSlot(Arc<Slot>);
@@ -57,6 +59,8 @@ struct Slot {
     opened: AtomicU64,
     /// See [`StreamSlot::reset_connection`].
     resets: AtomicBool,
+    /// Streams of HTTP/2 that have begun in this turn of the connection.
+    begun: Mutex<Vec<StreamTask>>,
 }
 
 /// A stream that is open; until this is dropped.
@@ -77,8 +81,8 @@ enum Arm {
 
 impl StreamSlot {
     pub(super) fn new(observed: Arc<Observed>) -> Self {
-        let (arm, open, opened, resets) = Default::default();
-        Self(Arc::new(Slot { observed, arm, open, opened, resets }))
+        let (arm, open, opened, resets, begun) = Default::default();
+        Self(Arc::new(Slot { observed, arm, open, opened, resets, begun }))
     }
 
     /// Makes a connection of HTTP/1.1 end with RST instead of FIN. Call it before the body of an answer fails
@@ -93,21 +97,28 @@ impl StreamSlot {
         self.0.resets.load(Ordering::Relaxed)
     }
 
-    /// Runs a stream in a task of its own.
+    /// Runs a stream as part of its connection's task.
     ///
-    /// Until the connection is admitted, a stream's first step is part of the connection's own step. It is
-    /// usually the only one: that there is no token, or a wrong one, is known at once. Tasks of such streams
-    /// would run without admission control, and a connection can have as many as streams.
-    fn start(&self, stream: impl Future<Output = ()> + Send + 'static) {
+    /// Until the connection is admitted, only the first step of a stream is. It is usually the only one: that
+    /// there is no token, or a wrong one, is known at once. A stream that waits then, for GitLab for example,
+    /// has a task of its own, so that its answer does not wait for admission again.
+    fn start(&self, mut stream: StreamTask) {
         if self.0.observed.is_admitted() {
-            drop(tokio::spawn(stream));
+            self.0.begun.lock().push(stream);
             return;
         }
-        let mut stream = Box::pin(stream);
         // The first step of the task registers the right waker.
-        if stream.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending() {
+        if Pin::new(&mut stream).poll(&mut Context::from_waker(Waker::noop())).is_pending() {
             drop(tokio::spawn(stream));
         }
+    }
+
+    /// Moves the streams that have begun to those that are open. Returns whether there were any.
+    pub(super) fn take_begun(&self, open: &mut FuturesUnordered<StreamTask>) -> bool {
+        let begun = mem::take(&mut *self.0.begun.lock());
+        let any = !begun.is_empty();
+        open.extend(begun);
+        any
     }
 
     /// Makes the stream that is being opened resettable.
@@ -174,43 +185,42 @@ where
 {
     fn execute(&self, future: F) {
         let arm = self.0.arm.lock().take();
-        let open = self.enter();
-        match arm {
-            None => self.start(async move {
-                let _open = open;
-                future.await;
-            }),
-            Some(Arm::Reset(reset)) => {
-                self.start(Resettable { future: Some(Box::pin(future)), reset, _open: open });
-            }
-            Some(Arm::Until(deadline)) => self.start(async move {
-                let _open = open;
+        let (future, reset): (Pin<Box<dyn Future<Output = ()> + Send>>, _) = match arm {
+            None => (Box::pin(future), None),
+            Some(Arm::Reset(reset)) => (Box::pin(future), Some(reset)),
+            Some(Arm::Until(deadline)) => {
+                let until = tokio::time::timeout_at(deadline, future);
                 // Dropping the stream's parts resets it.
-                let _ = tokio::time::timeout_at(deadline, future).await;
-            }),
-        }
+                (Box::pin(until.map(drop)), None)
+            }
+        };
+        self.start(StreamTask { future, reset, _open: self.enter() });
     }
 }
 
-/// A stream's task that ends when its stream is reset. Dropping the stream's parts makes HTTP/2
-/// discard what it still holds for it and send RST_STREAM(CANCEL).
-struct Resettable<F> {
-    future: Option<Pin<Box<F>>>,
-    reset: Arc<StreamReset>,
+/// A stream under way, until it is over or reset.
+pub(super) struct StreamTask {
+    /// Dropping its parts makes HTTP/2 discard what it still holds for the stream, and send
+    /// RST_STREAM(CANCEL) if it is not over.
+    future: Pin<Box<dyn Future<Output = ()> + Send>>,
+    reset: Option<Arc<StreamReset>>,
     _open: OpenStream,
 }
 
-impl<F: Future<Output = ()>> Future for Resettable<F> {
+impl fmt::Debug for StreamTask {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("StreamTask").field("reset", &self.reset).finish_non_exhaustive()
+    }
+}
+
+impl Future for StreamTask {
     type Output = ();
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<()> {
-        if self.reset.poll_reset(cx).is_ready() {
-            self.future = None;
+        if self.reset.as_ref().is_some_and(|reset| reset.poll_reset(cx).is_ready()) {
             return Poll::Ready(());
         }
-        match &mut self.future {
-            Some(future) => future.as_mut().poll(cx),
-            None => Poll::Ready(()),
-        }
+        // The other streams of the connection go on. The panic hook has reported it.
+        catch_unwind(AssertUnwindSafe(|| self.future.as_mut().poll(cx))).unwrap_or(Poll::Ready(()))
     }
 }
