@@ -24,7 +24,12 @@ use routing::{registry::Occupancy, router::ChosenAgentk};
 use tokio::time::Instant;
 use tunnel::features::Features;
 
-use crate::{ended_by::EndedBy, failure::Failure, metrics::Metrics};
+use crate::{
+    ended_by::EndedBy,
+    failure::Failure,
+    metrics::Metrics,
+    rate::{Rates, RequestRate},
+};
 
 /// How often the open requests are looked at.
 const SWEEP: Duration = Duration::from_secs(1);
@@ -41,6 +46,8 @@ const MOST_OLD: usize = 10_000;
 pub struct OpenLimits {
     /// Open requests of one caller.
     pub per_caller: usize,
+    /// The requests that one caller may begin; `None`: as many as it likes.
+    pub rate_per_caller: Option<RequestRate>,
     /// Those of them that asked for an upgrade.
     pub upgrades_per_caller: usize,
     /// Open requests to one agent on this replica: below its tunnels, so that some stay for other uses.
@@ -62,6 +69,7 @@ impl Default for OpenLimits {
     fn default() -> Self {
         Self {
             per_caller: 300,
+            rate_per_caller: None,
             upgrades_per_caller: 50,
             per_agent: 400,
             long_per_old_agent: 8,
@@ -340,17 +348,64 @@ pub(crate) struct OpenRequests {
     state: Mutex<State>,
 }
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct State {
     serial: u64,
     requests: HashMap<u64, Arc<Shared>>,
     callers: HashMap<Arc<str>, OfCaller>,
+    rates: Rates,
     agents: HashMap<AgentId, OfAgent>,
     /// The agents whose last request went to an agentk of GitLab 14.1.
     old: HashSet<AgentId>,
 }
 
 impl State {
+    fn new(limits: &OpenLimits) -> Self {
+        Self {
+            serial: 0,
+            requests: HashMap::new(),
+            callers: HashMap::new(),
+            rates: Rates::new(limits.rate_per_caller),
+            agents: HashMap::new(),
+            old: HashSet::new(),
+        }
+    }
+
+    /// Whether a caller may have one more request open.
+    fn has_room(&self, limits: &OpenLimits, caller: &str, is_upgrade: bool) -> Result<(), Failure> {
+        let Some(of_caller) = self.callers.get(caller) else { return Ok(()) };
+        if of_caller.open >= limits.per_caller {
+            return Err(Failure::too_many(format!("{} requests of this caller are open", limits.per_caller)));
+        }
+        if is_upgrade && of_caller.upgrades >= limits.upgrades_per_caller {
+            return Err(Failure::too_many(format!(
+                "{} upgraded connections of this caller are open (exec, attach, port-forward)",
+                limits.upgrades_per_caller
+            )));
+        }
+        Ok(())
+    }
+
+    /// Counts a request of a caller, unless it begins too many.
+    fn count(&mut self, caller: &Arc<str>, is_upgrade: bool) -> Result<(), Failure> {
+        self.rates.take(caller).map_err(Failure::too_fast)?;
+        let of_caller = self.callers.entry(Arc::clone(caller)).or_default();
+        of_caller.open += 1;
+        of_caller.upgrades += usize::from(is_upgrade);
+        Ok(())
+    }
+
+    /// A request of a caller is over.
+    fn discount(&mut self, caller: &Arc<str>, is_upgrade: bool) {
+        if let Some(of_caller) = self.callers.get_mut(caller) {
+            of_caller.open -= 1;
+            of_caller.upgrades -= usize::from(is_upgrade);
+            if of_caller.open == 0 {
+                self.callers.remove(caller);
+            }
+        }
+    }
+
     fn remember(&mut self, agent: AgentId, is_old: bool) {
         if !is_old {
             self.old.remove(&agent);
@@ -387,7 +442,8 @@ fn is_long(kind: Kind) -> bool {
 
 impl OpenRequests {
     pub(crate) fn new(limits: OpenLimits, metrics: Arc<Metrics>) -> Arc<Self> {
-        Arc::new(Self { limits, start: Instant::now(), metrics, state: Mutex::default() })
+        let state = Mutex::new(State::new(&limits));
+        Arc::new(Self { limits, start: Instant::now(), metrics, state })
     }
 
     /// Returns the limits.
@@ -415,20 +471,7 @@ impl OpenRequests {
     ) -> Result<OpenRequest, Failure> {
         let limits = &self.limits;
         let mut state = self.state.lock();
-        if let Some(of_caller) = state.callers.get(caller) {
-            if of_caller.open >= limits.per_caller {
-                return Err(Failure::too_many(format!(
-                    "{} requests of this caller are open",
-                    limits.per_caller
-                )));
-            }
-            if kind == Kind::Upgrade && of_caller.upgrades >= limits.upgrades_per_caller {
-                return Err(Failure::too_many(format!(
-                    "{} upgraded connections of this caller are open (exec, attach, port-forward)",
-                    limits.upgrades_per_caller
-                )));
-            }
-        }
+        state.has_room(limits, caller, kind == Kind::Upgrade)?;
         if state.agents.get(&agent).is_some_and(|of_agent| of_agent.open >= limits.per_agent) {
             return Err(Failure::too_many(format!(
                 "{} requests to agent {agent} are open on this kas",
@@ -448,6 +491,8 @@ impl OpenRequests {
                 )));
             }
         }
+        // Last, so that nothing else that refuses a request costs its caller a token.
+        state.count(caller, kind == Kind::Upgrade)?;
         let shared = Arc::new(Shared {
             kind,
             start: self.start,
@@ -466,9 +511,6 @@ impl OpenRequests {
         state.serial += 1;
         let serial = state.serial;
         state.requests.insert(serial, Arc::clone(&shared));
-        let of_caller = state.callers.entry(Arc::clone(caller)).or_default();
-        of_caller.open += 1;
-        of_caller.upgrades += usize::from(kind == Kind::Upgrade);
         let of_agent = state.agents.entry(agent).or_default();
         of_agent.open += 1;
         of_agent.long += usize::from(is_long(kind));
@@ -477,12 +519,25 @@ impl OpenRequests {
         Ok(OpenRequest { requests: Arc::clone(self), shared, serial, caller: Arc::clone(caller), agent })
     }
 
+    /// Opens a request of a caller that is for no agent.
+    ///
+    /// # Errors
+    /// If a limit is reached.
+    pub(crate) fn open_own(self: &Arc<Self>, caller: &Arc<str>) -> Result<OwnRequest, Failure> {
+        let mut state = self.state.lock();
+        state.has_room(&self.limits, caller, false)?;
+        state.count(caller, false)?;
+        drop(state);
+        Ok(OwnRequest { requests: Arc::clone(self), caller: Arc::clone(caller) })
+    }
+
     /// Looks at all open requests every second, forever.
     pub(crate) async fn sweep(self: Arc<Self>) {
         let mut ticks = tokio::time::interval(SWEEP);
         ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         loop {
             ticks.tick().await;
+            self.state.lock().rates.forget();
             for shared in self.all() {
                 shared.check(&self.limits);
             }
@@ -558,6 +613,19 @@ impl OpenRequest {
     }
 }
 
+/// An open request that kas answers itself, until it is dropped.
+#[derive(Debug)]
+pub(crate) struct OwnRequest {
+    requests: Arc<OpenRequests>,
+    caller: Arc<str>,
+}
+
+impl Drop for OwnRequest {
+    fn drop(&mut self) {
+        self.requests.state.lock().discount(&self.caller, false);
+    }
+}
+
 /// The agentk that gets a request, for the body that is written for it.
 #[derive(Debug)]
 pub(crate) struct Destination {
@@ -580,13 +648,7 @@ impl Drop for OpenRequest {
         let kind = self.shared.kind;
         let mut state = self.requests.state.lock();
         state.requests.remove(&self.serial);
-        if let Some(of_caller) = state.callers.get_mut(&self.caller) {
-            of_caller.open -= 1;
-            of_caller.upgrades -= usize::from(kind == Kind::Upgrade);
-            if of_caller.open == 0 {
-                state.callers.remove(&self.caller);
-            }
-        }
+        state.discount(&self.caller, kind == Kind::Upgrade);
         if let Some(of_agent) = state.agents.get_mut(&self.agent) {
             of_agent.open -= 1;
             of_agent.long -= usize::from(is_long(kind));

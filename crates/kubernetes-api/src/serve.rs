@@ -414,11 +414,14 @@ impl KubernetesApi {
         }
         // The credential is checked before anybody is asked about agents.
         let unlisted = || Failure::unsupported("agents cannot be listed with this kind of credential");
-        match self.authorizer.reach(credential, about.network, Vec::new()).await {
+        let caller = match self.authorizer.reach(credential, about.network, Vec::new()).await {
             Err(refusal) => return Err(self.refused(about, trust, credential, refusal)),
             Ok(None) => return Err(unlisted()),
-            Ok(Some(_)) => {}
-        }
+            Ok(Some(reached)) => reached.caller,
+        };
+        trust.passed();
+        about.source = source_of(credential);
+        let _open = self.open.open_own(&caller)?;
         let unavailable = |why: String| {
             tracing::debug!(error = why, "the agents cannot be listed");
             let text = "the agents cannot be listed at the moment";
@@ -429,10 +432,8 @@ impl KubernetesApi {
         let reach = match self.authorizer.reach(credential, about.network, known).await {
             Err(refusal) => return Err(self.refused(about, trust, credential, refusal)),
             Ok(None) => return Err(unlisted()),
-            Ok(Some(reach)) => reach,
+            Ok(Some(reached)) => reached.agents,
         };
-        trust.passed();
-        about.source = source_of(credential);
         self.metrics.authenticated(about.source, AuthOutcome::Allowed);
         about.record.allowed_at_endpoint(about.method.as_str(), &HeaderMap::new());
         about.is_allowed = true;

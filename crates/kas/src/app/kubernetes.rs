@@ -1,15 +1,17 @@
 //! The part for the endpoint for kubectl.
 
-use std::{sync::Arc, time::Duration};
+use std::{num::NonZeroU32, sync::Arc, time::Duration};
 
 use callers::{Authorized, Authorizer, SourceKind};
 use cluster::Tracker;
 use gitlab::usage::{Access, Usage};
 use http::HeaderValue;
 use identity::Identity;
-use kas_config::{Config, KubernetesApi as Section};
+use kas_config::{Config, KubernetesApi as Section, PerCaller};
 use kube_request::headers::AnswerHeaders;
-use kubernetes_api::{HeadLimits, KubernetesApi, Metrics, OpenLimits, Origins, Parts, Prefix, Settings};
+use kubernetes_api::{
+    HeadLimits, KubernetesApi, Metrics, OpenLimits, Origins, Parts, Prefix, RequestRate, Settings,
+};
 use net::{
     http::{Age, Limits, Protocols, Server},
     io::Listener,
@@ -130,8 +132,7 @@ fn origins(config: &Config, section: &Section) -> Origins {
 
 fn settings(config: &Config, section: &Section) -> Result<Settings, StartError> {
     let kas_config::KubernetesLimits {
-        per_caller,
-        upgrades,
+        per_caller: PerCaller { open, upgrades, requests_per_second, burst },
         long_per_old_agent,
         head_timeout,
         stall_timeout,
@@ -148,7 +149,11 @@ fn settings(config: &Config, section: &Section) -> Result<Settings, StartError> 
             .map_err(StartError::AnswerHeader)?,
         head: HeadLimits::default(),
         open: OpenLimits {
-            per_caller: per_caller as usize,
+            per_caller: open as usize,
+            rate_per_caller: NonZeroU32::new(requests_per_second).map(|per_second| RequestRate {
+                per_second,
+                burst: NonZeroU32::new(burst).unwrap_or(NonZeroU32::MIN),
+            }),
             upgrades_per_caller: upgrades as usize,
             per_agent: usize::try_from(share.max(1)).unwrap_or(usize::MAX),
             long_per_old_agent: long_per_old_agent as usize,

@@ -48,6 +48,32 @@ fn upgrades_of_a_caller_have_a_limit_of_their_own() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn the_rate_of_a_caller_says_when_the_next_request_may_begin() {
+    let number = |number| std::num::NonZeroU32::new(number).unwrap();
+    // One token in 0.2 s.
+    let rate = RequestRate { per_second: number(5), burst: number(2) };
+    let limits = OpenLimits { rate_per_caller: Some(rate), per_caller: 3, ..OpenLimits::default() };
+    let requests = requests(limits);
+    let caller: Arc<str> = "a".into();
+    let _first = open(&requests, Kind::Watch, "a", 1).unwrap();
+    drop(requests.open_own(&caller).unwrap());
+    let failure = requests.open_own(&caller).unwrap_err();
+    assert_eq!((failure.status.code().as_u16(), failure.status.retry_after()), (429, Some(1)));
+    assert_eq!(open(&requests, Kind::Short, "a", 1).unwrap_err(), 429);
+    let _of_another = open(&requests, Kind::Short, "b", 1).unwrap();
+    tokio::time::advance(Duration::from_millis(400)).await;
+    let second = open(&requests, Kind::Short, "a", 1).unwrap();
+    let _third = requests.open_own(&caller).unwrap();
+    tokio::time::advance(Duration::from_millis(200)).await;
+    // Three are open, and that refuses first: it costs no token.
+    let failure = requests.open_own(&caller).unwrap_err();
+    assert!(failure.status.text().contains("3 requests of this caller are open"), "{failure:?}");
+    drop(second);
+    open(&requests, Kind::Short, "a", 1).unwrap();
+    assert_eq!(Failure::too_fast(Duration::from_millis(2_100)).status.retry_after(), Some(3));
+}
+
+#[tokio::test(start_paused = true)]
 async fn upgrades_are_limited_only_until_their_head_and_for_the_session() {
     let requests = requests(OpenLimits::default());
     let sweep = tokio::spawn(Arc::clone(&requests).sweep());

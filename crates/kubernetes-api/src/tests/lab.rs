@@ -181,7 +181,7 @@ impl Callers for Users {
         if caller.source == SourceKind::Cookie {
             return Ok(Reach::Unlisted);
         }
-        Ok(Reach::Agents(Arc::from([AgentId::new(AGENT).unwrap()])))
+        Ok(Reach::Agents { name: caller.name, agents: Arc::from([AgentId::new(AGENT).unwrap()]) })
     }
 
     fn changes(&self) -> watch::Receiver<u64> {
