@@ -424,6 +424,7 @@ impl Kas {
                 waiters_per_agent: config.limits.waiters_per_agent as usize,
                 waiters: config.limits.waiters as usize,
                 tunnels_per_agent: config.agent.listen.max_tunnels_per_agent as usize,
+                endless_per_old_agent: kubernetes::endless_per_old_agent(&config),
             },
         );
         let router = Arc::new(Router::new(

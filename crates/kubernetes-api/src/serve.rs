@@ -271,8 +271,7 @@ impl KubernetesApi {
         }
         remove_dropped(&mut parts.headers).map_err(|error| Failure::malformed(error.to_string()))?;
 
-        let here = self.router.registry().occupancy(agent);
-        let open = self.open.open(kind, &caller.name, agent, &here, stream.reset)?;
+        let open = self.open.open(kind, &caller.name, agent, stream.reset)?;
         about.record.action(|| {
             KubernetesAction::of_info(parts.method.as_str(), &info, &target, user_of(run_as, &parts.headers))
         });
@@ -464,12 +463,11 @@ impl KubernetesApi {
         let shared = Arc::clone(open.shared());
         let chosen = ChosenAgentk::default();
         let link = Link::default();
-        let destination = open.destination(chosen.clone());
         let upload = if upgrade.is_some() {
             let passed = self.metrics.upgraded(Direction::Up);
-            grpc::boxed(Input::new(message, destination, link.clone(), Arc::clone(&shared), passed))
+            grpc::boxed(Input::new(message, chosen.clone(), link.clone(), Arc::clone(&shared), passed))
         } else {
-            grpc::boxed(Upload::new(message, destination, body, Arc::clone(&shared)))
+            grpc::boxed(Upload::new(message, chosen.clone(), body, Arc::clone(&shared)))
         };
         // The head of the answer has no limit with these, so they may wait for it longer than for anything.
         let revocation =
@@ -487,6 +485,7 @@ impl KubernetesApi {
             body: about.record.request_body(upload),
             needs,
             is_long: kind == Kind::Upgrade,
+            is_endless: kind != Kind::Short,
             chosen,
             trace: RouteTrace::default(),
             record: about.record.clone(),

@@ -110,6 +110,13 @@ pub(super) async fn part(
     Ok(part)
 }
 
+/// How many watches and other endless requests an agentk gets that cannot cancel a request. Other replicas
+/// may have the endpoint if this one has not.
+pub(super) fn endless_per_old_agent(config: &Config) -> usize {
+    const DEFAULT: u32 = 8;
+    config.agent.kubernetes_api.as_ref().map_or(DEFAULT, |api| api.limits.long_per_old_agent) as usize
+}
+
 /// Counts a request for GitLab.
 fn count(usage: &Usage, Authorized { caller, agent, .. }: &Authorized) {
     let access = match caller.source {
@@ -133,7 +140,6 @@ fn origins(config: &Config, section: &Section) -> Origins {
 fn settings(config: &Config, section: &Section) -> Result<Settings, StartError> {
     let kas_config::KubernetesLimits {
         per_caller: PerCaller { open, upgrades, requests_per_second, burst },
-        long_per_old_agent,
         head_timeout,
         stall_timeout,
         ..
@@ -156,7 +162,6 @@ fn settings(config: &Config, section: &Section) -> Result<Settings, StartError> 
             }),
             upgrades_per_caller: upgrades as usize,
             per_agent: usize::try_from(share.max(1)).unwrap_or(usize::MAX),
-            long_per_old_agent: long_per_old_agent as usize,
             answer_head: head_timeout,
             silent_upload: stall_timeout,
             unread_answer: stall_timeout,
