@@ -24,14 +24,10 @@ use http_body::{Body, Frame, SizeHint};
 use kube_request::{RequestInfo, Target, Upgrade};
 pub use process::audit_log::Output;
 use process::{
-    audit_log::{self, AuditLog, Counters, Loss, OpenError},
+    audit_log::{self, AuditLog, AuditMetrics, OpenError},
     clock,
 };
-use prometheus_client::{
-    encoding::{EncodeLabelSet, EncodeLabelValue},
-    metrics::{counter::Counter, family::Family},
-    registry::Registry,
-};
+use prometheus_client::registry::Registry;
 use serde::Serialize;
 use tokio::time::Instant;
 
@@ -73,72 +69,6 @@ impl FromStr for Choice {
     }
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, EncodeLabelValue)]
-enum LossReason {
-    QueueFull,
-    WriteFailed,
-    /// The process ended before the line was written.
-    NotFlushed,
-}
-
-#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct LossLabel {
-    reason: LossReason,
-}
-
-#[derive(Debug, Default)]
-struct Metrics {
-    records: Counter,
-    lost: Family<LossLabel, Counter>,
-    write_errors: Counter,
-}
-
-impl Metrics {
-    fn new(registry: &mut Registry) -> Self {
-        let registry = registry.sub_registry_with_prefix("agentk");
-        let metrics = Self::default();
-        for reason in [LossReason::QueueFull, LossReason::WriteFailed, LossReason::NotFlushed] {
-            // Each label begins at 0, so that an alert sees the first increase.
-            metrics.lost.get_or_create(&LossLabel { reason }).inc_by(0);
-        }
-        registry.register(
-            "audit_records",
-            "Lines of the audit log that were written",
-            metrics.records.clone(),
-        );
-        registry.register(
-            "audit_records_lost",
-            "Lines of the audit log that were lost",
-            metrics.lost.clone(),
-        );
-        registry.register(
-            "audit_write_errors",
-            "Writes of the audit log that failed",
-            metrics.write_errors.clone(),
-        );
-        metrics
-    }
-}
-
-impl Counters for Metrics {
-    fn written(&self, records: u64) {
-        self.records.inc_by(records);
-    }
-
-    fn lost(&self, why: Loss, records: u64) {
-        let reason = match why {
-            Loss::QueueFull => LossReason::QueueFull,
-            Loss::WriteFailed => LossReason::WriteFailed,
-            Loss::NotFlushed => LossReason::NotFlushed,
-        };
-        self.lost.get_or_create(&LossLabel { reason }).inc_by(records);
-    }
-
-    fn write_failed(&self) {
-        self.write_errors.inc();
-    }
-}
-
 /// The audit log. Clones share it.
 #[derive(Clone, Debug)]
 pub struct Audit {
@@ -153,7 +83,7 @@ impl Audit {
     /// When the file cannot be opened: agentk must not start, since the log would be missed only when it is
     /// needed.
     pub fn open(output: &Output, commands: bool, registry: &mut Registry) -> Result<Self, OpenError> {
-        let log = AuditLog::open(output, QUEUE, Arc::new(Metrics::new(registry)))?;
+        let log = AuditLog::open(output, QUEUE, Arc::new(AuditMetrics::new(registry, "agentk")))?;
         Ok(Self { log, commands })
     }
 

@@ -97,8 +97,12 @@ pub struct AgentArguments {
     #[arg(long, value_name = "N", env = "AGENTK_REPLICAS", default_value_t = 2,
         value_parser = clap::value_parser!(u8).range(1..=replica::MAX as i64))]
     pub replicas: u8,
-    /// Maximum number of concurrent requests through each kas replica.
-    #[arg(long, value_name = "N", default_value_t = 500, value_parser = clap::value_parser!(u16).range(1..=500))]
+    /// Maximum number of concurrent requests through each kas replica, at most 2000. Each open watch is one.
+    ///
+    /// agent.listen.max_tunnels_per_agent of kas must be as high. Tunnels are opened as they are needed; an
+    /// agent without requests keeps two. A request that finds none waits in kas.
+    #[arg(long, value_name = "N", default_value_t = 500,
+        value_parser = clap::value_parser!(u16).range(1..=2000))]
     pub max_tunnels: u16,
     /// How long upgraded connections (kubectl exec, attach, port-forward) may continue after the shutdown
     /// signal, for example 90s or 5m, at most 1h. Other requests have 25 s. The pod's grace period must be
@@ -351,6 +355,20 @@ mod tests {
         assert_eq!(audit(&["--audit-log=-", "--audit-commands"]).unwrap(), Some((stdout, true)));
         assert!(audit(&["--audit-commands"]).is_err());
         assert!(audit(&["--policy-file", "p", "--audit-log=off", "--audit-commands"]).is_err());
+    }
+
+    #[test]
+    fn as_many_tunnels_as_kas_can_allow_are_accepted() {
+        let parsed = |most: &str| {
+            let always =
+                ["agentk", "--kas-address", "grpc://kas:8150", "--token-file", "token", "--max-tunnels"];
+            Arguments::try_parse_from(always.into_iter().chain([most])).map(|all| all.agent.max_tunnels)
+        };
+        assert_eq!(parsed("2000").unwrap(), 2_000);
+        for wrong in ["0", "2001"] {
+            let said = parsed(wrong).err().unwrap().to_string();
+            assert!(said.contains("1..=2000"), "{said}");
+        }
     }
 
     #[test]

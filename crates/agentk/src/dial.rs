@@ -394,7 +394,7 @@ impl Dialer {
             .await
             .unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()))
             .map_err(connect)?;
-        stream.set_nodelay(true).map_err(connect)?;
+        net::io::share_fairly(&stream).map_err(connect)?;
         let (local, peer) = (stream.local_addr().ok(), stream.peer_addr().ok());
         let mut stream = Stream::Plain(stream);
         if let Some(proxy) = proxy {

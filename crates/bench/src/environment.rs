@@ -89,6 +89,16 @@ pub(super) struct KasOptions {
     pub(super) under: Vec<String>,
     /// The private address of this replica and that of another one.
     pub(super) replicas: Option<[SocketAddr; 2]>,
+    /// The endpoint for kubectl.
+    pub(super) kubernetes: Option<KubernetesOptions>,
+}
+
+/// Options of the endpoint for kubectl. Its users are in `users.yaml`, and each may use every agent.
+#[derive(Debug)]
+pub(super) struct KubernetesOptions {
+    pub(super) address: SocketAddr,
+    /// Tunnels that an agent may hold, and requests that a caller may have open.
+    pub(super) tunnels: u32,
 }
 
 /// Options of an agentk.
@@ -199,8 +209,20 @@ impl Environment {
             ),
             None => String::new(),
         };
+        let (tunnels, kubernetes) = match &options.kubernetes {
+            None => (String::new(), String::new()),
+            Some(KubernetesOptions { address, tunnels }) => (
+                format!(", max_tunnels_per_agent: {tunnels}"),
+                format!(
+                    ", kubernetes_api: {{listen: {{address: \"{address}\"}}, users: {{file: {:?}}}, \
+                     access: [{{agents: all, users: [\"kas:*\"], as: agent}}], \
+                     limits: {{per_caller: {{open: {tunnels}}}}}}}",
+                    self.path("users.yaml")
+                ),
+            ),
+        };
         let config = format!(
-            "agent: {{listen: {{address: \"{agents}\", websocket: {websocket}{tls}}}}}\n\
+            "agent: {{listen: {{address: \"{agents}\", websocket: {websocket}{tls}{tunnels}}}{kubernetes}}}\n\
              api: {{listen: {{address: \"{api}\", authentication_secret_file: {:?}}}}}\n\
              observability: {{listen: {{address: \"{observability}\"}}}}\n\
              identity: {{file: {:?}}}\n\

@@ -4,7 +4,7 @@
 //! `http` measures HTTP requests to an API server. `path` measures latency, throughput, processor time and
 //! memory with a method of the benchmark. `instructions` counts the instructions of kas and agentk per call,
 //! a number that other load on the machine does not change. `cluster` measures several replicas, and
-//! `tracker` the table of agents that they share.
+//! `tracker` the table of agents that they share. `watches` measures what open watches cost.
 
 mod agents;
 mod call;
@@ -22,6 +22,7 @@ mod protocol;
 mod report;
 mod static_server;
 mod times;
+mod watches;
 
 use std::process::ExitCode;
 
@@ -47,6 +48,8 @@ enum What {
     Cluster(cluster::ClusterArgs),
     /// Measure each implementation of the table of agents: propagation and cost; about twenty minutes
     Tracker(cluster::tracker::TrackerArgs),
+    /// Measure the memory of open watches, and whether kubectl exec opens beside them; about half a minute
+    Watches(watches::WatchesArgs),
     /// Generate load; the other commands start this and control it over standard input
     #[command(hide = true)]
     Client,
@@ -63,6 +66,7 @@ fn main() -> ExitCode {
         What::Instructions(args) => instructions::run(&args),
         What::Cluster(args) => cluster::run(&args),
         What::Tracker(args) => cluster::tracker::run(&args),
+        What::Watches(args) => watches::run(&args),
         What::Client => client::run(),
         What::StaticServer(args) => static_server::run(&args),
     };

@@ -61,7 +61,7 @@ pub(super) const INSTRUCTIONS: &str = "kas_instructions_per_request";
 pub(super) const AGENT_INSTRUCTIONS: &str = "agentk_instructions_per_request";
 pub(super) const AGENT_INSTRUCTIONS_RATIO: &str = "agentk_instructions_per_request_ratio";
 
-const GATES: [Gate; 35] = [
+const GATES: [Gate; 38] = [
     at_least("http_get_c64_ratio", 0.33, 0.42),
     at_least("http_get_c10_ratio", 0.28, 0.35),
     at_most("http_get_c1_p50_ratio", 3.0, 2.5),
@@ -81,6 +81,9 @@ const GATES: [Gate; 35] = [
     at_most(INSTRUCTIONS, 90_000.0, 70_000.0),
     without_limit(AGENT_INSTRUCTIONS),
     at_most(AGENT_INSTRUCTIONS_RATIO, 0.8, 0.6),
+    at_most(super::watches::KAS, 24.0, 16.0),
+    at_most(super::watches::AGENTK, 64.0, 48.0),
+    at_most(super::watches::EXEC_MS, 20.0, 5.0),
     at_most("t_prop_p99_ms", 100.0, 25.0),
     at_most("t_unblock_remote_p99_ms", 150.0, 30.0),
     at_most("t_kill_p99_ms", 500.0, 100.0),
@@ -177,8 +180,8 @@ pub(super) fn finish(
 const DOCUMENT: &str = "\
 # Benchmarks
 
-The tables are written by `cargo xtask bench http`, `bench path`, `bench instructions`, `bench cluster` and
-`bench tracker` with `--write-docs`. Every process is a release build and separate. Direct calls and calls
+The tables are written by `cargo xtask bench http`, `bench path`, `bench instructions`, `bench cluster`,
+`bench tracker` and `bench watches` with `--write-docs`. Every process is a release build and separate. Direct calls and calls
 through kas alternate within each round.
 
 `bench http` measures what people run: HTTP requests to an API server, by calls of

@@ -28,7 +28,7 @@ use hyper::{
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use rustls_pki_types::{CertificateDer, PrivateKeyDer, pem::PemObject as _};
 use tokio::{
-    io::{AsyncRead, AsyncWrite},
+    io::{AsyncRead, AsyncWrite, AsyncWriteExt as _},
     net::{TcpListener, TcpStream},
     time::{Interval, MissedTickBehavior, interval},
 };
@@ -59,6 +59,11 @@ const PIECE: usize = 64 * 1024;
 const FILES: &str = "/files/";
 const UPLOADS: &str = "/uploads";
 const EVENTS: &str = "/events/";
+/// A watch with one event, which is silent from then on.
+pub(super) const WATCH: &str = "/api/v1/pods?watch=1";
+const WATCHED: &str = "/api/v1/pods";
+/// Upgrades the connection, and sends back what comes.
+pub(super) const EXEC: &str = "/api/v1/namespaces/default/pods/web/exec";
 
 /// Returns the method and the path of a request.
 pub(super) fn request(work: HttpWork) -> (Method, String) {
@@ -149,17 +154,22 @@ async fn serve(
             .serve_connection(stream, service)
             .await?;
     } else {
-        http1::Builder::new().serve_connection(stream, service).await?;
+        http1::Builder::new().serve_connection(stream, service).with_upgrades().await?;
     }
     Ok(())
 }
 
 async fn answer(request: Request<Incoming>, piece: Bytes) -> Result<Response<Content>, Infallible> {
     let path = request.uri().path();
+    if path == EXEC {
+        return Ok(upgrade(request));
+    }
     let content = if let Some(size) = path.strip_prefix(FILES) {
         size.parse().ok().map(|left| Content::File { left, piece })
     } else if let Some(rate) = path.strip_prefix(EVENTS) {
         rate.parse().ok().map(|rate| Content::events(rate, piece))
+    } else if path == WATCHED {
+        event(&piece).ok().map(|event| Content::Watch(Some(event)))
     } else if path == UPLOADS {
         // The size shows the caller that the whole body has arrived. Nothing that was not read is counted.
         read(request.into_body()).await.map(|size| Content::Text(Some(size.to_string().into())))
@@ -184,6 +194,32 @@ async fn answer(request: Request<Incoming>, piece: Bytes) -> Result<Response<Con
     Ok(response)
 }
 
+/// Switches to the protocol that a request asks for.
+fn upgrade(mut request: Request<Incoming>) -> Response<Content> {
+    let mut response = Response::new(Content::Text(None));
+    match request.headers().get(header::UPGRADE).cloned() {
+        Some(protocol) => {
+            *response.status_mut() = StatusCode::SWITCHING_PROTOCOLS;
+            response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("Upgrade"));
+            response.headers_mut().insert(header::UPGRADE, protocol);
+            let upgraded = hyper::upgrade::on(&mut request);
+            tokio::spawn(async move {
+                let echoed = async {
+                    let (mut read, mut write) = tokio::io::split(TokioIo::new(upgraded.await?));
+                    tokio::io::copy(&mut read, &mut write).await?;
+                    write.shutdown().await?;
+                    anyhow::Ok(())
+                };
+                if let Err(error) = echoed.await {
+                    eprintln!("an upgraded connection ended: {error:#}");
+                }
+            });
+        }
+        None => *response.status_mut() = StatusCode::BAD_REQUEST,
+    }
+    response
+}
+
 /// Reads a body. Returns its size, or `None` if it is not complete.
 async fn read(mut body: Incoming) -> Option<u64> {
     let mut size = 0;
@@ -201,6 +237,8 @@ enum Content {
         left: u64,
         piece: Bytes,
     },
+    /// One event, and then nothing for ever.
+    Watch(Option<Bytes>),
     /// Events without end.
     Events {
         /// Between two events; `None`: as fast as possible.
@@ -242,6 +280,11 @@ impl Body for Content {
                 *left -= data.len() as u64;
                 Some(Ok(data))
             }
+            // No task is woken: nothing follows until the connection ends.
+            Self::Watch(event) => match event.take() {
+                Some(event) => Some(Ok(event)),
+                None => return Poll::Pending,
+            },
             Self::Events { pace, piece } => {
                 if let Some(pace) = pace {
                     ready!(pace.poll_tick(cx));
@@ -260,7 +303,7 @@ impl Body for Content {
         match self {
             Self::Text(text) => SizeHint::with_exact(text.as_ref().map_or(0, |text| text.len() as u64)),
             Self::File { left, .. } => SizeHint::with_exact(*left),
-            Self::Events { .. } => SizeHint::default(),
+            Self::Events { .. } | Self::Watch(_) => SizeHint::default(),
         }
     }
 }

@@ -95,6 +95,15 @@ pub struct Authorizer {
     finder: Finder,
 }
 
+/// The agents that a caller reaches.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Reached {
+    /// The name of the caller, by which its requests are counted.
+    pub caller: Arc<str>,
+    /// The agents.
+    pub agents: Vec<KnownAgent>,
+}
+
 /// Which request is judged.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Judged {
@@ -180,14 +189,16 @@ impl Authorizer {
         credential: &Credential,
         from: Option<IpAddr>,
         agents: Vec<KnownAgent>,
-    ) -> Result<Option<Vec<KnownAgent>>, Refusal> {
+    ) -> Result<Option<Reached>, Refusal> {
         let reach = self.callers.reach(credential, from).await;
         match reach.map_err(|error| Refusal { why: error.into(), caller: None })? {
             Reach::Rules(caller) => {
-                Ok(Some(agents.into_iter().filter(|agent| self.reaches(&caller, agent)).collect()))
+                let agents = agents.into_iter().filter(|agent| self.reaches(&caller, agent)).collect();
+                Ok(Some(Reached { caller: caller.name, agents }))
             }
-            Reach::Agents(listed) => {
-                Ok(Some(agents.into_iter().filter(|agent| listed.contains(&agent.id)).collect()))
+            Reach::Agents { name, agents: listed } => {
+                let agents = agents.into_iter().filter(|agent| listed.contains(&agent.id)).collect();
+                Ok(Some(Reached { caller: name, agents }))
             }
             Reach::Unlisted => Ok(None),
         }

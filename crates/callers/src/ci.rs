@@ -81,7 +81,7 @@ impl CiJobs {
         let recheck_at = if self.ttl.is_zero() { Instant::now() + RECHECK_WITHOUT_CACHE } else { job.until };
         Ok(Caller {
             source: SourceKind::Ci,
-            name: format!("gitlab:ci_job:{}", job.value.id).into(),
+            name: name(&job.value),
             uid: None,
             groups: Arc::new([]),
             extra: Arc::new([]),
@@ -134,8 +134,14 @@ impl Source for CiJobs {
 
     async fn reach(&self, credential: &Credential, from: Option<IpAddr>) -> Result<Reach, AuthError> {
         let job = self.job(&Presented::new(credential, from)?).await?;
-        Ok(Reach::Agents(job.value.agents.iter().map(|agent| agent.id).collect()))
+        let agents = job.value.agents.iter().map(|agent| agent.id).collect();
+        Ok(Reach::Agents { name: name(&job.value), agents })
     }
+}
+
+/// Returns the name of a job as a caller.
+fn name(job: &Job) -> Arc<str> {
+    format!("gitlab:ci_job:{}", job.id).into()
 }
 
 /// Returns as whom the requests of a job run in the cluster of `agent`; `None`: the job may not use it.

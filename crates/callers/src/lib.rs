@@ -31,7 +31,7 @@ use tokio::{sync::watch, time::Instant};
 pub use self::{
     access::{Access, Decision, UnknownAgent},
     agent::{Agents, KnownAgent},
-    authorizer::{Authorized, Authorizer, Refusal, Refused},
+    authorizer::{Authorized, Authorizer, Reached, Refusal, Refused},
     ci::CiJobs,
     credential::{Bearer, Credential, Form, take_credential},
     credential_error::CredentialError,

@@ -49,7 +49,12 @@ pub enum Reach {
     /// Those that the rules of `agent.kubernetes_api.access` give to this caller.
     Rules(Caller),
     /// These.
-    Agents(Arc<[AgentId]>),
+    Agents {
+        /// The name of the caller, as in [`Caller::name`].
+        name: Arc<str>,
+        /// The agents.
+        agents: Arc<[AgentId]>,
+    },
     /// The source cannot list them: status 501.
     Unlisted,
 }

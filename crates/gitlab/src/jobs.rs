@@ -6,7 +6,11 @@ use http::{HeaderMap, HeaderName};
 use ids::{AgentId, Impersonation};
 use serde::Deserialize;
 
-use crate::{Client, Failure, LookupError, Urgency, object, request_id, secret};
+use crate::{
+    Client, Failure, LookupError, Urgency,
+    answer::{Id, Object, SeveralMembers, UserAnswer, agent_id, member, positive},
+    object, request_id, secret,
+};
 
 /// The path of every version.
 const ALLOWED_AGENTS: &str = "/api/v4/job/allowed_agents";
@@ -108,22 +112,9 @@ struct Answer {
 
 #[derive(Default, Deserialize)]
 #[serde(default)]
-struct Id {
-    id: i64,
-}
-
-#[derive(Default, Deserialize)]
-#[serde(default)]
 struct ProjectAnswer {
     id: i64,
     groups: Vec<Id>,
-}
-
-#[derive(Default, Deserialize)]
-#[serde(default)]
-struct UserAnswer {
-    id: i64,
-    username: String,
 }
 
 #[derive(Default, Deserialize)]
@@ -165,7 +156,6 @@ struct ExtraAnswer {
 
 fn job(body: &Bytes) -> Result<Job, Failure> {
     let answer: Answer = object(body)?;
-    let positive = |id: i64, field| Some(id).filter(|id| *id > 0).ok_or(Failure::Field(field));
     let agents = answer.allowed_agents.into_iter().map(allowed_agent).collect::<Result<_, _>>()?;
     Ok(Job {
         agents,
@@ -181,25 +171,10 @@ fn job(body: &Bytes) -> Result<Job, Failure> {
 
 fn allowed_agent(answer: AgentAnswer) -> Result<AllowedAgent, Failure> {
     Ok(AllowedAgent {
-        id: AgentId::new(answer.id).map_err(|_| Failure::Field("allowed_agents[].id"))?,
+        id: agent_id(answer.id, "allowed_agents[].id")?,
         config_project: answer.config_project.id,
         access_as: access_as(answer.configuration.and_then(|configuration| configuration.access_as)),
     })
-}
-
-/// An object of JSON.
-pub(crate) type Object = serde_json::Map<String, serde_json::Value>;
-
-/// A union that has several members.
-#[derive(Debug)]
-pub(crate) struct SeveralMembers;
-
-/// Returns the member of a union: an object with one key. `None`: no member is set.
-pub(crate) fn member(union: Option<Object>) -> Result<Option<(String, serde_json::Value)>, SeveralMembers> {
-    // A protobuf union may have a key with the value null for each member that is not set.
-    let mut members = union.into_iter().flatten().filter(|(_, value)| !value.is_null());
-    let first = members.next();
-    if members.next().is_some() { Err(SeveralMembers) } else { Ok(first) }
 }
 
 /// Reads as whom a job runs. What is not understood is unknown, and never agentk's identity.

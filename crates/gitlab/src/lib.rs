@@ -7,6 +7,7 @@
 //! `kas gitlab check`.
 
 mod agent_configuration;
+mod answer;
 pub mod check;
 mod connect;
 mod jobs;

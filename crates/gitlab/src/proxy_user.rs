@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::{
     Client, Failure, LookupError, Urgency,
-    jobs::{Object, SeveralMembers, member},
+    answer::{Id, Object, SeveralMembers, UserAnswer, agent_id, member, positive},
     json_body, object,
 };
 
@@ -146,20 +146,7 @@ struct Answer {
 #[serde(default)]
 struct AgentAnswer {
     id: i64,
-    config_project: ProjectAnswer,
-}
-
-#[derive(Default, Deserialize)]
-#[serde(default)]
-struct ProjectAnswer {
-    id: i64,
-}
-
-#[derive(Default, Deserialize)]
-#[serde(default)]
-struct UserAnswer {
-    id: i64,
-    username: String,
+    config_project: Id,
 }
 
 #[derive(Default, Deserialize)]
@@ -172,9 +159,9 @@ struct AsUser {
 fn proxy_user(body: &[u8]) -> Result<ProxyUser, Failure> {
     let Answer { agent, user, access_as } = object(body)?;
     Ok(ProxyUser {
-        agent: AgentId::new(agent.id).map_err(|_| Failure::Field("agent.id"))?,
+        agent: agent_id(agent.id, "agent.id")?,
         config_project: agent.config_project.id,
-        user: Some(user.id).filter(|id| *id > 0).ok_or(Failure::Field("user.id"))?,
+        user: positive(user.id, "user.id")?,
         username: Some(user.username)
             .filter(|name| !name.is_empty())
             .ok_or(Failure::Field("user.username"))?,

@@ -81,7 +81,7 @@ pub(super) fn read(root: &mut Section<'_, '_>, env: &Environment) -> Config {
     let (mut listen, secret_files, says_issuers) = api::read(root);
     let tracker = tracker::read(root, env, kind, entries);
     let observability = observability::read(root, env, by_gitlab);
-    let limits = limits::read(root);
+    let limits = limits::read(root, agent.listen.max_tunnels_per_agent);
     let drain = drain::read(root);
     let gitlab = gitlab::read(root, by_gitlab, info_cache);
     gitaly::read(root);

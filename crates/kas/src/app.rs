@@ -373,7 +373,7 @@ impl Kas {
         let page = page.map(|page| Page::new(page, viewers));
         // Registered without the endpoint too, so that the families always exist.
         let kubernetes_metrics = Arc::new(kubernetes_api::Metrics::new(&mut registry));
-        let audit_metrics = Arc::new(AuditMetrics::new(&mut registry));
+        let audit_metrics = Arc::new(AuditMetrics::new(&mut registry, "kas"));
         let agent_metrics = Arc::new(AgentMetrics::new(&mut registry));
         let admin = Admin {
             metrics_path: config.observability.metrics_path.clone(),
@@ -424,6 +424,7 @@ impl Kas {
                 waiters_per_agent: config.limits.waiters_per_agent as usize,
                 waiters: config.limits.waiters as usize,
                 tunnels_per_agent: config.agent.listen.max_tunnels_per_agent as usize,
+                endless_per_old_agent: kubernetes::endless_per_old_agent(&config),
             },
         );
         let router = Arc::new(Router::new(

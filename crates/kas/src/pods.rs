@@ -220,6 +220,7 @@ async fn fetch(
             body: grpc::full(body),
             needs: Features::NONE,
             is_long: false,
+            is_endless: false,
             chosen: ChosenAgentk::default(),
             trace: RouteTrace::default(),
             record: asked.record.clone(),

@@ -279,7 +279,8 @@ mod tests {
         let me = Replica { id: ReplicaId::new("me"), address: "127.0.0.1:1".into() };
         let tracker = Arc::new(InMemoryTracker::new(me));
         let metrics = Arc::new(RequestMetrics::new(&mut Registry::default()));
-        let limits = Limits { waiters_per_agent: 100, waiters: 100, tunnels_per_agent: 100 };
+        let limits =
+            Limits { waiters_per_agent: 100, waiters: 100, tunnels_per_agent: 100, endless_per_old_agent: 2 };
         let registry = TunnelRegistry::new(Arc::clone(&tracker) as _, metrics, limits);
         let identity = Arc::new(AnyToken(tokio::sync::watch::channel(0).0, false.into()));
         let registrar = Registrar::new(Arc::clone(&tracker) as _, registry, Arc::clone(&identity) as _);

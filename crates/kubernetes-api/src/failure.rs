@@ -119,6 +119,16 @@ impl Failure {
         Self::refused(Rule::Limit, StatusCode::TOO_MANY_REQUESTS, text).with_retry_after(SOON)
     }
 
+    /// The caller begins too many requests. The next one may begin after `wait`.
+    pub(crate) fn too_fast(wait: Duration) -> Self {
+        Self::refused(
+            Rule::Limit,
+            StatusCode::TOO_MANY_REQUESTS,
+            "this caller begins more requests than agent.kubernetes_api.limits.per_caller allows",
+        )
+        .with_retry_after(wait.max(SOON))
+    }
+
     /// This kas does not do that for the agent, or not yet.
     pub(crate) fn unsupported(text: impl Into<String>) -> Self {
         Self::refused(Rule::Needs, StatusCode::NOT_IMPLEMENTED, text)

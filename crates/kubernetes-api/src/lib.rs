@@ -29,6 +29,7 @@ mod message;
 mod metrics;
 mod open;
 mod origin;
+mod rate;
 mod record;
 mod request_id;
 mod revocation;
@@ -59,6 +60,7 @@ pub use self::{
     metrics::Metrics,
     open::OpenLimits,
     origin::Origins,
+    rate::RequestRate,
     selection::Prefix,
 };
 use self::{

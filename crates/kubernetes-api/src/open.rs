@@ -5,7 +5,7 @@
 //! second, so that an open watch needs no timer of its own.
 
 use std::{
-    collections::{HashMap, HashSet},
+    collections::HashMap,
     sync::{
         Arc, OnceLock,
         atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering},
@@ -20,11 +20,14 @@ use kube_request::Kind;
 use net::http::{StreamReset, StreamSlot};
 use parking_lot::Mutex;
 use rand::seq::SliceRandom as _;
-use routing::{registry::Occupancy, router::ChosenAgentk};
 use tokio::time::Instant;
-use tunnel::features::Features;
 
-use crate::{ended_by::EndedBy, failure::Failure, metrics::Metrics};
+use crate::{
+    ended_by::EndedBy,
+    failure::Failure,
+    metrics::Metrics,
+    rate::{Rates, RequestRate},
+};
 
 /// How often the open requests are looked at.
 const SWEEP: Duration = Duration::from_secs(1);
@@ -33,8 +36,6 @@ const LAST_EVENT: Duration = Duration::from_secs(3);
 /// How long a request that was ended may stay open. A connection whose client does not read never asks the
 /// answer for more, so the answer cannot end there. With [`SWEEP`], it is over after 5 s.
 const LAST_BYTES: Duration = Duration::from_secs(4);
-/// Beyond so many agents of GitLab 14.1 that other replicas hold, none is remembered as one.
-const MOST_OLD: usize = 10_000;
 
 /// Limits of open requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -43,10 +44,10 @@ pub struct OpenLimits {
     pub per_caller: usize,
     /// Those of them that asked for an upgrade.
     pub upgrades_per_caller: usize,
+    /// The requests that one caller may begin; `None`: as many as it likes.
+    pub rate_per_caller: Option<RequestRate>,
     /// Open requests to one agent on this replica: below its tunnels, so that some stay for other uses.
     pub per_agent: usize,
-    /// Requests without an end of their own to an agent of GitLab 14.1. It has ten tunnels and cannot cancel.
-    pub long_per_old_agent: usize,
     /// How long the API server may take to begin its answer, for requests that it ends itself.
     pub answer_head: Duration,
     /// How long a client may send nothing of a body that agentk waits for, and how long agentk may take
@@ -63,8 +64,8 @@ impl Default for OpenLimits {
         Self {
             per_caller: 300,
             upgrades_per_caller: 50,
+            rate_per_caller: None,
             per_agent: 400,
-            long_per_old_agent: 8,
             // The API server itself gives up after 60 s.
             answer_head: Duration::from_secs(90),
             silent_upload: Duration::from_secs(300),
@@ -340,28 +341,59 @@ pub(crate) struct OpenRequests {
     state: Mutex<State>,
 }
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct State {
     serial: u64,
     requests: HashMap<u64, Arc<Shared>>,
     callers: HashMap<Arc<str>, OfCaller>,
-    agents: HashMap<AgentId, OfAgent>,
-    /// The agents whose last request went to an agentk of GitLab 14.1.
-    old: HashSet<AgentId>,
+    rates: Rates,
+    /// The number of open requests to each agent.
+    agents: HashMap<AgentId, usize>,
 }
 
 impl State {
-    fn remember(&mut self, agent: AgentId, is_old: bool) {
-        if !is_old {
-            self.old.remove(&agent);
-            return;
+    fn new(limits: &OpenLimits) -> Self {
+        Self {
+            serial: 0,
+            requests: HashMap::new(),
+            callers: HashMap::new(),
+            rates: Rates::new(limits.rate_per_caller),
+            agents: HashMap::new(),
         }
-        if self.old.len() >= MOST_OLD && !self.old.contains(&agent) {
-            let agents = &self.agents;
-            self.old.retain(|old| agents.contains_key(old));
+    }
+
+    /// Whether a caller may have one more request open.
+    fn has_room(&self, limits: &OpenLimits, caller: &str, is_upgrade: bool) -> Result<(), Failure> {
+        let Some(of_caller) = self.callers.get(caller) else { return Ok(()) };
+        if of_caller.open >= limits.per_caller {
+            return Err(Failure::too_many(format!("{} requests of this caller are open", limits.per_caller)));
         }
-        if self.old.len() < MOST_OLD {
-            self.old.insert(agent);
+        if is_upgrade && of_caller.upgrades >= limits.upgrades_per_caller {
+            return Err(Failure::too_many(format!(
+                "{} upgraded connections of this caller are open (exec, attach, port-forward)",
+                limits.upgrades_per_caller
+            )));
+        }
+        Ok(())
+    }
+
+    /// Counts a request of a caller, unless it begins too many.
+    fn count(&mut self, caller: &Arc<str>, is_upgrade: bool) -> Result<(), Failure> {
+        self.rates.take(caller).map_err(Failure::too_fast)?;
+        let of_caller = self.callers.entry(Arc::clone(caller)).or_default();
+        of_caller.open += 1;
+        of_caller.upgrades += usize::from(is_upgrade);
+        Ok(())
+    }
+
+    /// A request of a caller is over.
+    fn discount(&mut self, caller: &Arc<str>, is_upgrade: bool) {
+        if let Some(of_caller) = self.callers.get_mut(caller) {
+            of_caller.open -= 1;
+            of_caller.upgrades -= usize::from(is_upgrade);
+            if of_caller.open == 0 {
+                self.callers.remove(caller);
+            }
         }
     }
 }
@@ -373,21 +405,10 @@ struct OfCaller {
     upgrades: usize,
 }
 
-/// The open requests to one agent.
-#[derive(Debug, Default)]
-struct OfAgent {
-    open: usize,
-    /// Those without an end of their own.
-    long: usize,
-}
-
-fn is_long(kind: Kind) -> bool {
-    kind != Kind::Short
-}
-
 impl OpenRequests {
     pub(crate) fn new(limits: OpenLimits, metrics: Arc<Metrics>) -> Arc<Self> {
-        Arc::new(Self { limits, start: Instant::now(), metrics, state: Mutex::default() })
+        let state = Mutex::new(State::new(&limits));
+        Arc::new(Self { limits, start: Instant::now(), metrics, state })
     }
 
     /// Returns the limits.
@@ -400,8 +421,7 @@ impl OpenRequests {
         self.start
     }
 
-    /// Opens a request of a caller to an agent. `here` is what this replica holds of the agent, and `reset`
-    /// resets the client's stream.
+    /// Opens a request of a caller to an agent. `reset` resets the client's stream.
     ///
     /// # Errors
     /// If a limit is reached.
@@ -410,44 +430,19 @@ impl OpenRequests {
         kind: Kind,
         caller: &Arc<str>,
         agent: AgentId,
-        here: &Occupancy,
         reset: Arc<StreamReset>,
     ) -> Result<OpenRequest, Failure> {
         let limits = &self.limits;
         let mut state = self.state.lock();
-        if let Some(of_caller) = state.callers.get(caller) {
-            if of_caller.open >= limits.per_caller {
-                return Err(Failure::too_many(format!(
-                    "{} requests of this caller are open",
-                    limits.per_caller
-                )));
-            }
-            if kind == Kind::Upgrade && of_caller.upgrades >= limits.upgrades_per_caller {
-                return Err(Failure::too_many(format!(
-                    "{} upgraded connections of this caller are open (exec, attach, port-forward)",
-                    limits.upgrades_per_caller
-                )));
-            }
-        }
-        if state.agents.get(&agent).is_some_and(|of_agent| of_agent.open >= limits.per_agent) {
+        state.has_room(limits, caller, kind == Kind::Upgrade)?;
+        if state.agents.get(&agent).is_some_and(|open| *open >= limits.per_agent) {
             return Err(Failure::too_many(format!(
                 "{} requests to agent {agent} are open on this kas",
                 limits.per_agent
             )));
         }
-        let is_old = here.is_old.unwrap_or_else(|| state.old.contains(&agent));
-        if is_old && is_long(kind) {
-            let open = state.agents.get(&agent).map_or(0, |of_agent| of_agent.long);
-            // It cannot cancel the requests of clients that have left: their tunnels are not free.
-            let abandoned = here.abandoned.map_or(0, |abandoned| abandoned.tunnels as usize);
-            if open.saturating_add(abandoned) >= limits.long_per_old_agent {
-                return Err(Failure::too_many(format!(
-                    "{open} watches and logs of agent {agent} are open, and {abandoned} requests whose clients have \
-                     left, of at most {}: its agentk (14.1) has only 10 tunnels",
-                    limits.long_per_old_agent
-                )));
-            }
-        }
+        // Last, so that nothing else that refuses a request costs its caller a token.
+        state.count(caller, kind == Kind::Upgrade)?;
         let shared = Arc::new(Shared {
             kind,
             start: self.start,
@@ -466,15 +461,22 @@ impl OpenRequests {
         state.serial += 1;
         let serial = state.serial;
         state.requests.insert(serial, Arc::clone(&shared));
-        let of_caller = state.callers.entry(Arc::clone(caller)).or_default();
-        of_caller.open += 1;
-        of_caller.upgrades += usize::from(kind == Kind::Upgrade);
-        let of_agent = state.agents.entry(agent).or_default();
-        of_agent.open += 1;
-        of_agent.long += usize::from(is_long(kind));
+        *state.agents.entry(agent).or_default() += 1;
         drop(state);
         self.metrics.opened(kind);
         Ok(OpenRequest { requests: Arc::clone(self), shared, serial, caller: Arc::clone(caller), agent })
+    }
+
+    /// Opens a request of a caller that is for no agent.
+    ///
+    /// # Errors
+    /// If a limit is reached.
+    pub(crate) fn open_own(self: &Arc<Self>, caller: &Arc<str>) -> Result<OwnRequest, Failure> {
+        let mut state = self.state.lock();
+        state.has_room(&self.limits, caller, false)?;
+        state.count(caller, false)?;
+        drop(state);
+        Ok(OwnRequest { requests: Arc::clone(self), caller: Arc::clone(caller) })
     }
 
     /// Looks at all open requests every second, forever.
@@ -483,6 +485,7 @@ impl OpenRequests {
         ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         loop {
             ticks.tick().await;
+            self.state.lock().rates.forget();
             for shared in self.all() {
                 shared.check(&self.limits);
             }
@@ -551,27 +554,18 @@ impl OpenRequest {
     pub(crate) fn shared(&self) -> &Arc<Shared> {
         &self.shared
     }
-
-    /// Returns the agentk that will get the request.
-    pub(crate) fn destination(&self, chosen: ChosenAgentk) -> Destination {
-        Destination { requests: Arc::clone(&self.requests), agent: self.agent, chosen }
-    }
 }
 
-/// The agentk that gets a request, for the body that is written for it.
+/// An open request that kas answers itself, until it is dropped.
 #[derive(Debug)]
-pub(crate) struct Destination {
+pub(crate) struct OwnRequest {
     requests: Arc<OpenRequests>,
-    agent: AgentId,
-    chosen: ChosenAgentk,
+    caller: Arc<str>,
 }
 
-impl Destination {
-    /// Returns what the agentk supports. Call it when the router reads the body: the agentk is chosen then.
-    /// Whether it is one of GitLab 14.1 is remembered beyond the request.
-    pub(crate) fn features(&self) -> Features {
-        self.requests.state.lock().remember(self.agent, self.chosen.is_old());
-        self.chosen.features()
+impl Drop for OwnRequest {
+    fn drop(&mut self) {
+        self.requests.state.lock().discount(&self.caller, false);
     }
 }
 
@@ -580,17 +574,10 @@ impl Drop for OpenRequest {
         let kind = self.shared.kind;
         let mut state = self.requests.state.lock();
         state.requests.remove(&self.serial);
-        if let Some(of_caller) = state.callers.get_mut(&self.caller) {
-            of_caller.open -= 1;
-            of_caller.upgrades -= usize::from(kind == Kind::Upgrade);
-            if of_caller.open == 0 {
-                state.callers.remove(&self.caller);
-            }
-        }
-        if let Some(of_agent) = state.agents.get_mut(&self.agent) {
-            of_agent.open -= 1;
-            of_agent.long -= usize::from(is_long(kind));
-            if of_agent.open == 0 {
+        state.discount(&self.caller, kind == Kind::Upgrade);
+        if let Some(open) = state.agents.get_mut(&self.agent) {
+            *open -= 1;
+            if *open == 0 {
                 state.agents.remove(&self.agent);
             }
         }

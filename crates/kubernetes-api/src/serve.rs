@@ -271,8 +271,7 @@ impl KubernetesApi {
         }
         remove_dropped(&mut parts.headers).map_err(|error| Failure::malformed(error.to_string()))?;
 
-        let here = self.router.registry().occupancy(agent);
-        let open = self.open.open(kind, &caller.name, agent, &here, stream.reset)?;
+        let open = self.open.open(kind, &caller.name, agent, stream.reset)?;
         about.record.action(|| {
             KubernetesAction::of_info(parts.method.as_str(), &info, &target, user_of(run_as, &parts.headers))
         });
@@ -414,11 +413,14 @@ impl KubernetesApi {
         }
         // The credential is checked before anybody is asked about agents.
         let unlisted = || Failure::unsupported("agents cannot be listed with this kind of credential");
-        match self.authorizer.reach(credential, about.network, Vec::new()).await {
+        let caller = match self.authorizer.reach(credential, about.network, Vec::new()).await {
             Err(refusal) => return Err(self.refused(about, trust, credential, refusal)),
             Ok(None) => return Err(unlisted()),
-            Ok(Some(_)) => {}
-        }
+            Ok(Some(reached)) => reached.caller,
+        };
+        trust.passed();
+        about.source = source_of(credential);
+        let _open = self.open.open_own(&caller)?;
         let unavailable = |why: String| {
             tracing::debug!(error = why, "the agents cannot be listed");
             let text = "the agents cannot be listed at the moment";
@@ -429,10 +431,8 @@ impl KubernetesApi {
         let reach = match self.authorizer.reach(credential, about.network, known).await {
             Err(refusal) => return Err(self.refused(about, trust, credential, refusal)),
             Ok(None) => return Err(unlisted()),
-            Ok(Some(reach)) => reach,
+            Ok(Some(reached)) => reached.agents,
         };
-        trust.passed();
-        about.source = source_of(credential);
         self.metrics.authenticated(about.source, AuthOutcome::Allowed);
         about.record.allowed_at_endpoint(about.method.as_str(), &HeaderMap::new());
         about.is_allowed = true;
@@ -463,12 +463,11 @@ impl KubernetesApi {
         let shared = Arc::clone(open.shared());
         let chosen = ChosenAgentk::default();
         let link = Link::default();
-        let destination = open.destination(chosen.clone());
         let upload = if upgrade.is_some() {
             let passed = self.metrics.upgraded(Direction::Up);
-            grpc::boxed(Input::new(message, destination, link.clone(), Arc::clone(&shared), passed))
+            grpc::boxed(Input::new(message, chosen.clone(), link.clone(), Arc::clone(&shared), passed))
         } else {
-            grpc::boxed(Upload::new(message, destination, body, Arc::clone(&shared)))
+            grpc::boxed(Upload::new(message, chosen.clone(), body, Arc::clone(&shared)))
         };
         // The head of the answer has no limit with these, so they may wait for it longer than for anything.
         let revocation =
@@ -486,6 +485,7 @@ impl KubernetesApi {
             body: about.record.request_body(upload),
             needs,
             is_long: kind == Kind::Upgrade,
+            is_endless: kind != Kind::Short,
             chosen,
             trace: RouteTrace::default(),
             record: about.record.clone(),

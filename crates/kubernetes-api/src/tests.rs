@@ -659,11 +659,14 @@ async fn limits_count_open_requests_only() {
     let writer = next(&mut writers).await;
     let _other = next(&mut writers).await;
     failure(watch().await, 429, "TooManyRequests", Some(1)).await;
+    let list = || send(&lab, get("/agents", TOKEN));
+    failure(list().await, 429, "TooManyRequests", Some(1)).await;
     let other = send(&lab, get("/agents/7/api/v1/pods?watch=1", JANE)).await;
     assert_eq!(other.status(), 200, "another caller");
     drop(first);
     timeout(SOON, writer.left()).await.expect("the API server is told");
     eventually("the request has ended", || lab.metrics.open_now(Kind::Watch) == 2).await;
+    assert_eq!(list().await.status(), 200, "it is over with its answer");
     assert_eq!(watch().await.status(), 200);
 }
 

@@ -12,11 +12,12 @@ use grpc::BoxError;
 use http_body::{Body, Frame, SizeHint};
 use http_body_util::BodyExt as _;
 use http_tunnel::{MAX_CHUNK, field};
+use routing::router::ChosenAgentk;
 use tunnel::frame;
 
 use crate::{
     message::RequestHead,
-    open::{Destination, Shared, Verdict},
+    open::{Shared, Verdict},
 };
 
 /// Parts up to this size are copied behind the head of their message, which saves a frame.
@@ -140,7 +141,7 @@ where
     B: Body<Data = Bytes> + Send + Unpin + 'static,
 {
     /// Until it is written.
-    head: Option<(RequestHead, Destination)>,
+    head: Option<(RequestHead, ChosenAgentk)>,
     body: ClientBody<B>,
     shared: Arc<Shared>,
     /// Data whose message has begun.
@@ -158,18 +159,11 @@ where
 {
     pub(crate) fn new(
         head: RequestHead,
-        destination: Destination,
+        chosen: ChosenAgentk,
         body: ClientBody<B>,
         shared: Arc<Shared>,
     ) -> Self {
-        Self {
-            head: Some((head, destination)),
-            body,
-            shared,
-            data: Bytes::new(),
-            part: None,
-            is_complete: false,
-        }
+        Self { head: Some((head, chosen)), body, shared, data: Bytes::new(), part: None, is_complete: false }
     }
 
     /// Takes the next part of the data that was read.
@@ -193,9 +187,9 @@ where
     }
 
     fn poll_part(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
-        if let Some((head, destination)) = self.head.take() {
+        if let Some((head, chosen)) = self.head.take() {
             let mut out = BytesMut::new();
-            frame::put_control(field::HEADER, &head.encode(destination.features()), &mut out);
+            frame::put_control(field::HEADER, &head.encode(chosen.features()), &mut out);
             if self.body.is_empty() {
                 self.complete(&mut out);
             }

@@ -6,18 +6,15 @@
 //! Requests never wait for the log: a record that the [`Sink`] cannot take is dropped and counted.
 
 pub mod kubernetes;
-mod metrics;
 mod sink;
 
 use std::{net::SocketAddr, sync::Arc, time::Duration};
 
 use ids::{Actor, AgentId, ConnectionId};
+pub use process::audit_log::AuditMetrics;
 use serde::Serialize;
 
-pub use self::{
-    metrics::AuditMetrics,
-    sink::{OpenError, Sink, is_open_to_others},
-};
+pub use self::sink::{OpenError, Sink, is_open_to_others};
 
 /// What was decided about a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]

@@ -20,6 +20,11 @@ use std::{
     time::Duration,
 };
 
+use prometheus_client::{
+    encoding::{EncodeLabelSet, EncodeLabelValue},
+    metrics::{counter::Counter, family::Family},
+    registry::Registry,
+};
 use tokio::{sync::oneshot, time::Instant};
 
 /// The most lines in one write.
@@ -47,24 +52,57 @@ pub enum Output {
 }
 
 /// Why a record was lost.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Loss {
-    /// The queue was full.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, EncodeLabelValue)]
+enum Loss {
     QueueFull,
-    /// The output failed.
     WriteFailed,
     /// The process ended before the record was written.
     NotFlushed,
 }
 
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct LossLabel {
+    reason: Loss,
+}
+
 /// Counts what becomes of records.
-pub trait Counters: Send + Sync + 'static {
-    /// Records were written.
-    fn written(&self, records: u64);
-    /// Records were lost.
-    fn lost(&self, why: Loss, records: u64);
-    /// A write failed.
-    fn write_failed(&self);
+#[derive(Debug, Default)]
+pub struct AuditMetrics {
+    written: Counter,
+    lost: Family<LossLabel, Counter>,
+    write_errors: Counter,
+}
+
+impl AuditMetrics {
+    /// Creates the families and registers them. Their names begin with that of the program.
+    pub fn new(registry: &mut Registry, program: &str) -> Self {
+        let registry = registry.sub_registry_with_prefix(program);
+        let metrics = Self::default();
+        for reason in [Loss::QueueFull, Loss::WriteFailed, Loss::NotFlushed] {
+            // Each label begins at 0, so that an alert sees the first increase.
+            metrics.count_lost(reason, 0);
+        }
+        registry.register(
+            "audit_records",
+            "Records of the audit log that were written",
+            metrics.written.clone(),
+        );
+        registry.register(
+            "audit_records_lost",
+            "Records of the audit log that were lost",
+            metrics.lost.clone(),
+        );
+        registry.register(
+            "audit_write_errors",
+            "Writes of the audit log that failed",
+            metrics.write_errors.clone(),
+        );
+        metrics
+    }
+
+    fn count_lost(&self, reason: Loss, records: u64) {
+        self.lost.get_or_create(&LossLabel { reason }).inc_by(records);
+    }
 }
 
 /// The output cannot be opened.
@@ -109,7 +147,7 @@ impl<R> fmt::Debug for AuditLog<R> {
 }
 
 struct Shared {
-    counters: Arc<dyn Counters>,
+    metrics: Arc<AuditMetrics>,
     /// Lines in the queue and in the writer's buffer.
     pending: AtomicU64,
     reopen: AtomicBool,
@@ -120,7 +158,7 @@ impl<R: Record> AuditLog<R> {
     ///
     /// # Errors
     /// [`OpenError`]. A program should not start then: the log would be missed only when it is needed.
-    pub fn open(output: &Output, queue: usize, counters: Arc<dyn Counters>) -> Result<Arc<Self>, OpenError> {
+    pub fn open(output: &Output, queue: usize, metrics: Arc<AuditMetrics>) -> Result<Arc<Self>, OpenError> {
         let out = match output {
             Output::Stdout => Out::Stdout,
             Output::File(path) => {
@@ -129,8 +167,7 @@ impl<R: Record> AuditLog<R> {
             }
         };
         let (orders, receiver) = sync_channel(queue);
-        let shared =
-            Arc::new(Shared { counters, pending: AtomicU64::new(0), reopen: AtomicBool::new(false) });
+        let shared = Arc::new(Shared { metrics, pending: AtomicU64::new(0), reopen: AtomicBool::new(false) });
         let writer = Writer {
             orders: receiver,
             shared: Arc::clone(&shared),
@@ -156,7 +193,7 @@ impl<R: Record> AuditLog<R> {
             Ok(()) => {}
             Err(TrySendError::Full(_) | TrySendError::Disconnected(_)) => {
                 self.shared.pending.fetch_sub(1, Ordering::Relaxed);
-                self.shared.counters.lost(Loss::QueueFull, 1);
+                self.shared.metrics.count_lost(Loss::QueueFull, 1);
             }
         }
     }
@@ -185,7 +222,7 @@ impl<R: Record> AuditLog<R> {
         };
         let pending = self.shared.pending.load(Ordering::Relaxed);
         if !flushed && pending > 0 {
-            self.shared.counters.lost(Loss::NotFlushed, pending);
+            self.shared.metrics.count_lost(Loss::NotFlushed, pending);
             tracing::warn!(records = pending, "audit records were not written in time and are lost");
         }
     }
@@ -357,12 +394,12 @@ impl<R: Record> Writer<R> {
             tracing::info!(lost = self.lost.lines, "audit records are written again");
             self.lost = Lost::default();
         }
-        self.shared.counters.written(lines - lost);
+        self.shared.metrics.written.inc_by(lines - lost);
     }
 
     fn failed(&mut self, error: &io::Error, lost: u64) {
-        self.shared.counters.write_failed();
-        self.shared.counters.lost(Loss::WriteFailed, lost);
+        self.shared.metrics.write_errors.inc();
+        self.shared.metrics.count_lost(Loss::WriteFailed, lost);
         self.lost.lines += lost;
         if self.lost.logged.is_none_or(|logged| logged.elapsed() >= WARN_INTERVAL) {
             self.lost.logged = Some(Instant::now());

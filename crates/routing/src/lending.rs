@@ -31,7 +31,7 @@ use self::spans::Spans;
 pub use self::{body::LendBody, envelopes::Envelopes, reserved::ReservedTunnel};
 use crate::{
     metrics::RequestMetrics,
-    registry::{Acquired, Borrower, Grant, Refused, TunnelLease, TunnelRegistry},
+    registry::{Acquired, Borrower, Grant, Needs, Refused, TunnelLease, TunnelRegistry},
 };
 
 /// If no request begins on a lent tunnel within this time, the tunnel is returned. A request whose tunnel has
@@ -61,11 +61,11 @@ pub trait TunnelSource: Send + Sync + 'static {
 impl TunnelSource for TunnelRegistry {
     fn borrow_or_wait(self: Arc<Self>, request: &BorrowRequest) -> Result<Acquired, Refused> {
         let Borrower { replica, method } = &request.borrower;
-        self.acquire_for(replica, request.agent, method, request.connection, request.needs)
+        self.acquire_for(replica, request.agent, method, request.connection, request.tunnel_needs())
     }
 
     fn borrow_idle(self: Arc<Self>, request: &BorrowRequest) -> Option<Grant> {
-        self.take(request.agent, &request.borrower.method, request.connection, request.needs)
+        self.take(request.agent, &request.borrower.method, request.connection, request.tunnel_needs())
     }
 
     fn renew_lease(self: Arc<Self>, tunnel: &Arc<Tunnel>, borrower: &Borrower) -> Option<TunnelLease> {
@@ -112,6 +112,14 @@ pub struct BorrowRequest {
     pub needs: Features,
     /// The request may outlast the time in which kas ends other requests.
     pub is_long: bool,
+    /// The request has no end of its own.
+    pub is_endless: bool,
+}
+
+impl BorrowRequest {
+    fn tunnel_needs(&self) -> Needs {
+        Needs { features: self.needs, is_endless: self.is_endless }
+    }
 }
 
 /// Why no tunnel is lent.

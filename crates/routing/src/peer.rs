@@ -89,6 +89,9 @@ pub const NEEDS: HeaderName = HeaderName::from_static("kas-hop-needs");
 /// In a borrow request, with the value `1`: the request may outlast the time in which replicas that drain end
 /// other requests.
 pub const LONG: HeaderName = HeaderName::from_static("kas-borrow-long");
+/// In a borrow request, with the value `1`: the request has no end of its own, as a watch. The owner limits
+/// how many of these an agentk gets that cannot cancel a request.
+pub const ENDLESS: HeaderName = HeaderName::from_static("kas-borrow-endless");
 /// In a borrow request: the borrower can send several requests, one after the other. In its response: it may
 /// do so, if the owner renews the lease after each.
 pub const REUSE: HeaderName = HeaderName::from_static("kas-borrow");
@@ -295,6 +298,8 @@ pub struct Ask {
     pub needs: Features,
     /// The request may outlast the time in which replicas that drain end other requests.
     pub is_long: bool,
+    /// The request has no end of its own.
+    pub is_endless: bool,
 }
 
 /// Why an owner lends no tunnel.
@@ -489,7 +494,7 @@ impl Peer {
         let unavailable = |error: &dyn std::error::Error| Refusal::Unavailable(chain(error));
         let method = HeaderValue::from_str(&ask.method)
             .map_err(|_| Refusal::Final(Status::new(Code::Unimplemented, "a method is printable ASCII")))?;
-        let mut headers = HeaderMap::with_capacity(12);
+        let mut headers = HeaderMap::with_capacity(13);
         headers.insert(FROM, name(&self.me));
         headers.insert(TO, name(&self.replica.id));
         headers.insert(AGENT, ask.agent.get().into());
@@ -508,6 +513,9 @@ impl Peer {
         }
         if ask.is_long {
             headers.insert(LONG, HeaderValue::from_static("1"));
+        }
+        if ask.is_endless {
+            headers.insert(ENDLESS, HeaderValue::from_static("1"));
         }
         // The value is different each time, and HPACK's tables are for values that are repeated.
         let mut correlation = ask.correlation.clone();

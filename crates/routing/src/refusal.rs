@@ -4,7 +4,7 @@ use grpc::{Code, Outcome, Status};
 use ids::{AgentId, ConnectionId, ReplicaId};
 use tunnel::features::Features;
 
-use crate::registry::{Lack, Refused};
+use crate::registry::{EndlessRequests, Lack, Refused};
 
 /// Returns the status of a refusal, for callers and for other replicas.
 pub fn status(refused: Refused, agent: AgentId, connection: Option<ConnectionId>, method: &str) -> Status {
@@ -39,6 +39,13 @@ pub fn status(refused: Refused, agent: AgentId, connection: Option<ConnectionId>
         Refused::Full => not_started(
             Code::ResourceExhausted,
             format!("too many requests already wait for a tunnel of agent {agent}: repeat this one later"),
+        ),
+        Refused::Endless(EndlessRequests { open, abandoned, most }) => not_started(
+            Code::ResourceExhausted,
+            format!(
+                "{open} watches and logs of agent {agent} are open, and {abandoned} requests whose clients have left, of \
+                 at most {most}: its agentk (14.1) has only 10 tunnels"
+            ),
         ),
         Refused::NotHere(_) => {
             not_started(Code::NotFound, format!("this replica has no tunnel of agent {agent}"))

@@ -34,7 +34,7 @@ use tunnel::{
 use self::{
     lending::Leases,
     presence::Presence,
-    queue::{Queue, QueueKey, Sender, Source},
+    queue::{Offer, Queue, QueueKey, Sender, Source},
 };
 pub use self::{
     lending::{Borrower, TunnelLease},
@@ -60,6 +60,23 @@ pub struct Limits {
     pub waiters: usize,
     /// Tunnels of one agent.
     pub tunnels_per_agent: usize,
+    /// Requests without an end of their own to an agent whose agentk cannot cancel a request.
+    pub endless_per_old_agent: usize,
+}
+
+/// What a request needs.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct Needs {
+    /// What agentk must support.
+    pub features: Features,
+    /// The request has no end of its own, as a watch. An agentk that cannot cancel it gets few of these.
+    pub is_endless: bool,
+}
+
+impl From<Features> for Needs {
+    fn from(features: Features) -> Self {
+        Self { features, is_endless: false }
+    }
 }
 
 /// Why a request cannot have a tunnel.
@@ -80,6 +97,8 @@ pub enum Refused {
     UnknownNeed,
     /// Too many requests wait already.
     Full,
+    /// The agent is here, and its agentk may have no more requests without an end of their own.
+    Endless(EndlessRequests),
     /// For another replica: no tunnel of the agent is here.
     NotHere(Mark),
     /// For another replica: no tunnel is idle, and this replica drains.
@@ -93,6 +112,17 @@ pub struct Lack {
     pub missing: Features,
     /// The version of agentk; `None`: it is not known.
     pub version: Option<AgentkVersion>,
+}
+
+/// The requests without an end of their own of an agent whose agentk cannot cancel a request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct EndlessRequests {
+    /// Those that are open, of all replicas.
+    pub open: usize,
+    /// Requests of any kind whose callers have left. The agentk goes on with them.
+    pub abandoned: usize,
+    /// How many of both there may be.
+    pub most: usize,
 }
 
 /// Why a wait ended without a tunnel.
@@ -118,7 +148,8 @@ impl Refused {
             | Self::Unbound
             | Self::Unsupported(_)
             | Self::UnknownNeed
-            | Self::Full => AskAnswer::Refused,
+            | Self::Full
+            | Self::Endless(_) => AskAnswer::Refused,
         }
     }
 }
@@ -146,9 +177,6 @@ pub struct Occupancy {
     pub waiting: usize,
     /// Open transport connections of the agent, with or without tunnels.
     pub transports: usize,
-    /// Whether all its processes run an agentk that cannot cancel a request; `None`: it has opened no tunnel
-    /// here, or not lately.
-    pub is_old: Option<bool>,
 }
 
 impl Occupancy {
@@ -200,7 +228,7 @@ impl Agent {
     /// Removes the requests that no tunnel of the agent will serve.
     fn take_refused(&mut self) -> Vec<(Sender, Refused)> {
         let presence = &self.presence;
-        self.queue.take_refused(|key| presence.refuses(&key.method, key.connection, key.needs))
+        self.queue.take_refused(|key| presence.refuses(&key.method, key.connection, key.needs.features))
     }
 
     fn is_unused(&self) -> bool {
@@ -275,9 +303,12 @@ impl TunnelRegistry {
         agent: AgentId,
         method: &str,
         connection: Option<ConnectionId>,
-        needs: Features,
+        needs: impl Into<Needs>,
     ) -> Option<Grant> {
-        let tunnel = self.shard(agent).get_mut(&agent)?.presence.take_idle(method, connection, needs)?;
+        let most = self.limits.endless_per_old_agent;
+        let mut shard = self.shard(agent);
+        let tunnel = shard.get_mut(&agent)?.presence.take_idle(method, connection, needs.into(), most)?;
+        drop(shard);
         Some(Grant::new(tunnel, self))
     }
 
@@ -291,9 +322,9 @@ impl TunnelRegistry {
         agent: AgentId,
         method: &Arc<str>,
         connection: Option<ConnectionId>,
-        needs: Features,
+        needs: impl Into<Needs>,
     ) -> Result<Acquired, Refused> {
-        self.acquire_from(None, agent, method, connection, needs)
+        self.acquire_from(None, agent, method, connection, needs.into())
     }
 
     /// As [`acquire`](Self::acquire), for a request of another replica. It waits here only while the agent is
@@ -307,9 +338,9 @@ impl TunnelRegistry {
         agent: AgentId,
         method: &Arc<str>,
         connection: Option<ConnectionId>,
-        needs: Features,
+        needs: impl Into<Needs>,
     ) -> Result<Acquired, Refused> {
-        self.acquire_from(Some(replica.clone()), agent, method, connection, needs)
+        self.acquire_from(Some(replica.clone()), agent, method, connection, needs.into())
     }
 
     /// Refuses a request of another replica that needs a feature which this build does not know.
@@ -328,18 +359,24 @@ impl TunnelRegistry {
         agent: AgentId,
         method: &Arc<str>,
         connection: Option<ConnectionId>,
-        needs: Features,
+        needs: Needs,
     ) -> Result<Acquired, Refused> {
         let mut shard = self.shard(agent);
         if source.is_some() && !shard.get(&agent).is_some_and(|entry| entry.presence.is_present()) {
             return Err(Refused::NotHere(self.tracker.mark()));
         }
         if let Some(entry) = shard.get_mut(&agent) {
-            if let Some(tunnel) = entry.presence.take_idle(method, connection, needs) {
+            let most = self.limits.endless_per_old_agent;
+            if let Some(tunnel) = entry.presence.take_idle(method, connection, needs, most) {
                 return Ok(Acquired::Now(Grant::new(tunnel, self)));
             }
-            if let Some(refused) = entry.presence.refuses(method, connection, needs) {
+            if let Some(refused) = entry.presence.refuses(method, connection, needs.features) {
                 return Err(refused);
+            }
+            if needs.is_endless
+                && let Some(requests) = entry.presence.has_most_endless(most)
+            {
+                return Err(Refused::Endless(requests));
             }
             if source.is_some() && self.draining.load(Ordering::Relaxed) {
                 return Err(Refused::Draining);
@@ -415,9 +452,14 @@ impl TunnelRegistry {
             return;
         }
         let Some(entry) = shard.get_mut(&info.agent) else { return };
-        let connection = entry.presence.connection_of(info.instance);
-        if let Some(grant) = entry.queue.offer(Grant::new(Arc::clone(tunnel), self), connection) {
-            entry.presence.put_idle(grant.take());
+        entry.presence.end_endless(tunnel);
+        let offer = Offer {
+            connection: entry.presence.connection_of(info.instance),
+            takes_endless: entry.presence.takes_endless(info.kind, self.limits.endless_per_old_agent),
+        };
+        match entry.queue.offer(Grant::new(Arc::clone(tunnel), self), offer) {
+            Ok(needs) => entry.presence.begin_endless(tunnel, needs),
+            Err(grant) => entry.presence.put_idle(grant.take()),
         }
     }
 
@@ -595,7 +637,6 @@ impl TunnelRegistry {
                 abandoned: entry.presence.abandonment(),
                 waiting: entry.queue.len(),
                 transports: entry.presence.transports(),
-                is_old: entry.presence.is_old(),
             }
         })
     }

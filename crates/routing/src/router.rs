@@ -18,7 +18,7 @@ use std::{
     pin::Pin,
     sync::{
         Arc,
-        atomic::{AtomicBool, AtomicU8, Ordering},
+        atomic::{AtomicU8, Ordering},
     },
     task::{Context, Poll},
     time::Duration,
@@ -47,7 +47,7 @@ use crate::{
     metrics::{self, RequestMetrics, Route},
     peer::{self, Peers, lease_pool::LeasePool},
     refusal,
-    registry::{Lack, TunnelRegistry},
+    registry::{Lack, Needs, TunnelRegistry},
 };
 use observe::RequestRecord;
 use observe::audit;
@@ -99,6 +99,8 @@ pub struct AgentRequest {
     /// The request is an upgraded connection: it may outlast the time in which replicas that drain end other
     /// requests. It gets no tunnel that is leased for several requests.
     pub is_long: bool,
+    /// The request has no end of its own, as a watch. An agentk that cannot cancel it gets few of these.
+    pub is_endless: bool,
     /// Set before the body is read: what the agentk that gets the request supports.
     pub chosen: ChosenAgentk,
     /// The steps of the request, for its caller.
@@ -117,29 +119,17 @@ impl std::fmt::Debug for AgentRequest {
 ///
 /// The router sets it before it reads the first byte of the body. Until that, another agentk may be chosen.
 #[derive(Clone, Debug, Default)]
-pub struct ChosenAgentk(Arc<Chosen>);
-
-#[derive(Debug, Default)]
-struct Chosen {
-    features: AtomicU8,
-    is_old: AtomicBool,
-}
+pub struct ChosenAgentk(Arc<AtomicU8>);
 
 impl ChosenAgentk {
-    /// Sets of which kind it is and what it supports.
-    pub fn set(&self, kind: AgentKind, features: Features) {
-        self.0.features.store(features.bits(), Ordering::Relaxed);
-        self.0.is_old.store(kind == AgentKind::Old, Ordering::Relaxed);
+    /// Sets what it supports.
+    fn set(&self, features: Features) {
+        self.0.store(features.bits(), Ordering::Relaxed);
     }
 
     /// Returns what it supports; nothing if it is not known yet.
     pub fn features(&self) -> Features {
-        Features::from_bits(self.0.features.load(Ordering::Relaxed))
-    }
-
-    /// Whether it is an agentk of GitLab that cannot cancel a request.
-    pub fn is_old(&self) -> bool {
-        self.0.is_old.load(Ordering::Relaxed)
+        Features::from_bits(self.0.load(Ordering::Relaxed))
     }
 }
 
@@ -320,6 +310,7 @@ impl Router {
             body,
             needs,
             is_long,
+            is_endless,
             chosen,
             trace,
             record,
@@ -336,7 +327,7 @@ impl Router {
             connection,
             method: &method,
             headers: &headers,
-            needs,
+            needs: Needs { features: needs, is_endless },
             is_long,
             deadline,
             wait_until,
@@ -374,7 +365,7 @@ impl Router {
             if !features.contains(needs) {
                 return Err(refusal::unsupported(agent, Lack { missing: needs.without(features), version }));
             }
-            chosen.set(kind, features);
+            chosen.set(features);
             let request_info = match start {
                 Some(start) => start,
                 None => {

@@ -276,9 +276,9 @@ async fn network_policies_let_only_replicas_reach_gossip_and_the_private_api() -
 #[tokio::test]
 async fn large_numbers_are_not_rendered_in_scientific_notation() -> Result<()> {
     let token = json!({ "existingSecret": "token" });
-    let values = json!({ "kasAddress": "grpc://kas:8150", "token": token, "maxTunnels": 2_000_000 });
+    let values = json!({ "kasAddress": "grpc://kas:8150", "token": token, "kasReplicas": 2_000_000 });
     let agentk = helm_one(render("agentk", &values, "agentk", NAMESPACE)).await?.to_string();
-    assert!(agentk.contains("\"--max-tunnels=2000000\""), "{agentk}");
+    assert!(agentk.contains("\"--replicas=2000000\""), "{agentk}");
     let values = json!({ "config": { "limits": { "waiters": 20_000_000 } } });
     let kas = helm_one(render("kas", &values, "kas", NAMESPACE)).await?.to_string();
     assert!(kas.contains("waiters: 20000000\\n"), "{kas}");

@@ -177,11 +177,10 @@ async fn the_first_rule_that_matches_decides() {
     assert_eq!((unknown.why.status(), unknown.caller.is_none()), (StatusCode::UNAUTHORIZED, true));
 
     let all = vec![prod(), nine.clone(), agent(8, "prod-eu", 4)];
-    assert_eq!(
-        s.authorizer.reach(&credential(1), None, all.clone()).await.unwrap(),
-        Some(vec![prod(), nine])
-    );
-    assert_eq!(s.authorizer.reach(&credential(2), None, all.clone()).await.unwrap(), Some(vec![prod()]));
+    for (number, caller, agents) in [(1, "kas:robot-1", vec![prod(), nine]), (2, "kas:joe", vec![prod()])] {
+        let reached = s.authorizer.reach(&credential(number), None, all.clone()).await.unwrap();
+        assert_eq!(reached, Some(Reached { caller: caller.into(), agents }));
+    }
     assert_eq!(
         s.authorizer.reach(&credential(3), None, all).await.unwrap_err().why,
         AuthError::Unknown.into()

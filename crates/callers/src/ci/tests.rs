@@ -4,7 +4,7 @@ use gitlab::{Environment, LookupPriority};
 use parking_lot::Mutex;
 
 use super::*;
-use crate::{Access, Authorizer, Changes, KnownAgent, Refused, Sources, agent::tests::NoAgents};
+use crate::{Access, Authorizer, Changes, KnownAgent, Reached, Refused, Sources, agent::tests::NoAgents};
 
 /// A GitLab with jobs by their tokens. It counts what it is asked, and may be away.
 #[derive(Default)]
@@ -111,7 +111,7 @@ async fn a_job_uses_the_agents_that_gitlab_lists_and_one_answer_serves_all() {
     }
     assert_eq!(s.authorize("a", 9).await.unwrap_err(), AuthError::Forbidden.into());
     let reach = s.authorizer.reach(&credential("ci:9:a"), None, vec![known(6), known(7)]).await.unwrap();
-    assert_eq!(reach, Some(vec![known(7)]));
+    assert_eq!(reach, Some(Reached { caller: "gitlab:ci_job:1".into(), agents: vec![known(7)] }));
     assert_eq!(s.asked(), 1);
     for (token, error) in
         [("b", AuthError::Unknown), ("hidden", AuthError::Unknown), ("forbidden", AuthError::Forbidden)]

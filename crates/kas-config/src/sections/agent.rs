@@ -17,6 +17,9 @@ use super::{
     minutes, seconds,
 };
 
+/// The most tunnels of an agent, as for `--max-tunnels` of agentk. They are streams of one connection, whose
+/// window must hold those of all streams.
+const MOST_TUNNELS: u32 = 2_000;
 const NOT_CACHED: &str = "agents are known from identity.file, and nothing about them is cached";
 const NOT_GITOPS: &str = "this kas has no GitOps";
 
@@ -127,10 +130,13 @@ fn agent(
                 "Idle time after which streams that came through a proxy are ended, so that they move before the \
                  proxy cuts them (50s in HAProxy as Debian configures it, 60s in nginx).",
             ),
-            max_tunnels_per_agent: s.number(
+            max_tunnels_per_agent: s.number_within(
                 "max_tunnels_per_agent",
                 500,
-                "Tunnels that one agent may hold: the limit of its concurrent requests.",
+                1..=MOST_TUNNELS,
+                "Tunnels that one agent may hold on each replica: the limit of its concurrent requests. Each open watch \
+                 takes one. --max-tunnels of agentk must be as high. The Kubernetes API endpoint uses at most four \
+                 fifths of them.",
             ),
         }
     });

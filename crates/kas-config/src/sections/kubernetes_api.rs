@@ -73,10 +73,8 @@ pub struct UsersFile {
 /// Section `agent.kubernetes_api.limits`. All numbers are for one replica.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct KubernetesLimits {
-    /// Open requests of one caller.
-    pub per_caller: u32,
-    /// Those of them that asked for an upgrade, as exec does.
-    pub upgrades: u32,
+    /// Requests of one caller.
+    pub per_caller: PerCaller,
     /// Open long requests of an agent that cannot cancel requests, as that of GitLab 14.1.
     pub long_per_old_agent: u32,
     /// How long a short request or an upgrade waits for the head of its response.
@@ -85,6 +83,19 @@ pub struct KubernetesLimits {
     pub stall_timeout: Duration,
     /// How long a connection without requests stays open.
     pub idle_timeout: Duration,
+}
+
+/// Section `agent.kubernetes_api.limits.per_caller`. All numbers are for one replica.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PerCaller {
+    /// Open requests.
+    pub open: u32,
+    /// Those of them that asked for an upgrade, as exec does.
+    pub upgrades: u32,
+    /// Requests that may begin in each second; 0: without limit.
+    pub requests_per_second: u32,
+    /// Requests that may begin at once; at least 1.
+    pub burst: u32,
 }
 
 /// The name of the users file in the state folder.
@@ -171,12 +182,7 @@ fn section(s: &mut Section<'_, '_>, by_gitlab: bool, is_on: bool, state_dir: Opt
 
 fn limits(s: &mut Section<'_, '_>) -> KubernetesLimits {
     KubernetesLimits {
-        per_caller: s.number("per_caller", 300, "Requests of one caller that may be open."),
-        upgrades: s.number(
-            "upgrades",
-            50,
-            "Those of them that may be upgraded connections: kubectl exec, attach, cp and port-forward.",
-        ),
+        per_caller: s.section("per_caller", "Limits on the requests of each caller.", per_caller),
         long_per_old_agent: s.number(
             "long_per_old_agent",
             8,
@@ -203,6 +209,37 @@ fn limits(s: &mut Section<'_, '_>) -> KubernetesLimits {
             "How long a connection without requests stays open. Longer than balancers reuse one (600s at most).",
         ),
     }
+}
+
+fn per_caller(s: &mut Section<'_, '_>) -> PerCaller {
+    let limits = PerCaller {
+        open: s.number(
+            "open",
+            300,
+            "Requests that may be open. Each watch is one: Argo CD opens one for each kind of object.",
+        ),
+        upgrades: s.number(
+            "upgrades",
+            50,
+            "Those of them that may be upgraded connections: kubectl exec, attach, cp and port-forward.",
+        ),
+        requests_per_second: s.number_within(
+            "requests_per_second",
+            0,
+            1..=1_000_000,
+            "Requests that may begin in each second, on average. Absent or 0: as many as the caller likes.",
+        ),
+        burst: s.number_within(
+            "burst",
+            300,
+            1..=1_000_000,
+            "Requests that may begin at once, before requests_per_second applies. kubectl itself sends up to 300.",
+        ),
+    };
+    if limits.requests_per_second == 0 && s.given("burst") && !s.is_refused("requests_per_second") {
+        s.warn("burst", "has no effect without requests_per_second");
+    }
+    limits
 }
 
 /// Reads the prefix, which gets a `/` at both ends.

@@ -73,13 +73,17 @@ impl Default for Attempts {
     }
 }
 
-/// Declares the section.
-pub(super) fn read(root: &mut Section<'_, '_>) -> Limits {
+/// Streams of a connection of agents that are not tunnels, and tunnels that are opened before the ones that
+/// they replace have ended.
+const BESIDE_TUNNELS: u32 = 500;
+
+/// Declares the section. `tunnels`: how many one agent may hold.
+pub(super) fn read(root: &mut Section<'_, '_>, tunnels: u32) -> Limits {
     let doc =
         "Limits on the resources that others can use; docs/limits.md describes each of them and its metric.";
     root.section("limits", doc, |s| {
         let connections = connections(s);
-        let (agents, callers) = streams(s);
+        let (agents, callers) = streams(s, tunnels);
         Limits {
             waiters_per_agent: s.number("waiters_per_agent", 10_000, "Requests that may wait for one agent."),
             waiters: s.number("waiters", 20_000, "Requests that may wait in total; further ones are refused at once."),
@@ -169,8 +173,9 @@ fn connections(s: &mut Section<'_, '_>) -> http::Limits {
     }
 }
 
-/// Declares the limits of a connection of agents and of one of callers.
-fn streams(s: &mut Section<'_, '_>) -> (Streams, Streams) {
+/// Declares the limits of a connection of agents, each of which may hold `tunnels`, and of one of callers.
+fn streams(s: &mut Section<'_, '_>, tunnels: u32) -> (Streams, Streams) {
+    const OF_AGENTS: &str = "streams_per_agent_connection";
     /// With more requests, the sum of their windows would exceed the maximum of HTTP/2.
     const MOST: u32 = http::UNLIMITED_WINDOW / http::STREAM_WINDOW;
     let header_list = s.number_within(
@@ -193,13 +198,25 @@ fn streams(s: &mut Section<'_, '_>) -> (Streams, Streams) {
         Rule::Positive,
         "A connection that does not answer a PING within this time is closed, which ends all its requests.",
     );
+    let open = s.number_within(
+        OF_AGENTS,
+        tunnels + BESIDE_TUNNELS,
+        1..=MOST,
+        "Requests that may be open on one connection of agents; most of them are tunnels. Default: \
+         agent.listen.max_tunnels_per_agent, and 500 more.",
+    );
+    if open <= tunnels {
+        s.warn(
+            OF_AGENTS,
+            format!(
+                "is {open}, so an agentk cannot hold the {tunnels} tunnels of agent.listen.max_tunnels_per_agent: leave \
+                 the key out, or set at least {}",
+                tunnels + 1
+            ),
+        );
+    }
     let agents = Streams {
-        open: s.number_within(
-            "streams_per_agent_connection",
-            http::AGENT.streams,
-            1..=MOST,
-            "Requests that may be open on one connection of agents; most of them are tunnels.",
-        ),
+        open,
         resets: s.number_within(
             "resets_per_agent_connection",
             100_000,

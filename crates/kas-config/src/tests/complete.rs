@@ -154,8 +154,7 @@ fn a_complete_14_1_file_loads_and_warns_of_keys_without_effect() {
                 extra_allowed_response_headers: Vec::new(),
                 session_max: secs(12 * 3600),
                 limits: KubernetesLimits {
-                    per_caller: 300,
-                    upgrades: 50,
+                    per_caller: PerCaller { open: 300, upgrades: 50, requests_per_second: 0, burst: 300 },
                     long_per_old_agent: 8,
                     head_timeout: secs(90),
                     stall_timeout: secs(300),

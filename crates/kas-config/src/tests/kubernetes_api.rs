@@ -46,7 +46,7 @@ fn every_key_of_the_endpoint_is_read() {
 listen: {address: ':1'}, url_path_prefix: k8s/v1, host_suffix: K8s.Example.com, allowed_agent_cache_ttl: 0s,
 allowed_agent_cache_error_ttl: 1s, users: {file: /u}, session_max: 1h, allowed_origins: ['https://A.example.com:443',
 'http://[::1]:80', 'https://b:8443'], extra_allowed_response_headers: [X-Custom],
-limits: {per_caller: 1, upgrades: 2, long_per_old_agent: 3, head_timeout: 4s, stall_timeout: 5s, idle_timeout: 6s},
+limits: {per_caller: {open: 1, upgrades: 2, requests_per_second: 7, burst: 8}, long_per_old_agent: 3, head_timeout: 4s, stall_timeout: 5s, idle_timeout: 6s},
 access: [{agents: 'project=3,name=prod-*', groups: ['kas:sre'], as: user},
 {agents: all, users: ['kas:robot-*'], as: {impersonate: {username: 'system:serviceaccount:a:b', groups: ['kas:ci'],
 uid: u, extra: [{key: k.example/x, val: [v, w]}]}}}, {agents: id=7, users: ['*'], as: agent}]",
@@ -88,8 +88,7 @@ uid: u, extra: [{key: k.example/x, val: [v, w]}]}}}, {agents: id=7, users: ['*']
         extra_allowed_response_headers: vec![http::HeaderName::from_static("x-custom")],
         session_max: secs(3600),
         limits: KubernetesLimits {
-            per_caller: 1,
-            upgrades: 2,
+            per_caller: PerCaller { open: 1, upgrades: 2, requests_per_second: 7, burst: 8 },
             long_per_old_agent: 3,
             head_timeout: secs(4),
             stall_timeout: secs(5),
@@ -97,6 +96,27 @@ uid: u, extra: [{key: k.example/x, val: [v, w]}]}}}, {agents: id=7, users: ['*']
         },
     };
     assert_eq!(api, expected);
+}
+
+#[test]
+fn a_rate_of_each_caller_is_off_unless_it_is_given() {
+    let limits = |limits: &str| {
+        let yaml = format!(
+            "agent: {{kubernetes_api: {{users: {{file: /u}}, limits: {{per_caller: {{{limits}}}}}}}}}"
+        );
+        let loaded = load(&yaml, &env()).unwrap();
+        let warnings: Vec<_> = loaded.warnings.iter().map(ToString::to_string).collect();
+        let limits = loaded.config.agent.kubernetes_api.unwrap().limits.per_caller;
+        (
+            limits.requests_per_second,
+            limits.burst,
+            warnings.iter().any(|text| text.contains("burst: has no effect")),
+        )
+    };
+    assert_eq!(limits(""), (0, 300, false));
+    assert_eq!(limits("requests_per_second: 20"), (20, 300, false));
+    assert_eq!(limits("burst: 5"), (0, 5, true));
+    assert_eq!(limits("requests_per_second: 20, burst: 5"), (20, 5, false));
 }
 
 #[test]

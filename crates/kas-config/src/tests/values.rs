@@ -71,13 +71,13 @@ fn every_invalid_value_is_reported_with_the_expected_one() {
         ),
         (
             "agent: {listen: {max_tunnels_per_agent: 4294967296}}",
-            "agent.listen.max_tunnels_per_agent: found 4294967296; expected a whole number from 0 to 4294967295 (0 \
-             means the default)",
+            "agent.listen.max_tunnels_per_agent: found 4294967296; expected a whole number from 1 to 2000 (0 means the \
+             default)",
         ),
         (
             "agent: {listen: {max_tunnels_per_agent: 1.5}}",
-            "agent.listen.max_tunnels_per_agent: found 1.5; expected a whole number from 0 to 4294967295 (0 means \
-             the default)",
+            "agent.listen.max_tunnels_per_agent: found 1.5; expected a whole number from 1 to 2000 (0 means the \
+             default)",
         ),
         (
             "agent: {listen: {max_connection_age: 1800}}",
@@ -290,6 +290,27 @@ fn numbers_out_of_range_are_refused_with_the_range() {
         assert_eq!(problems(yaml), [expected], "{yaml}");
     }
     assert_eq!(config("limits: {header_fields: 0}").limits.attempts.fields, 64);
+}
+
+#[test]
+fn streams_of_an_agent_follow_the_number_of_its_tunnels() {
+    let open = |yaml: &str| {
+        let loaded = load(yaml, &env()).unwrap();
+        let warnings: Vec<_> = loaded.warnings.iter().map(ToString::to_string).collect();
+        (loaded.config.limits.agents.open, warnings)
+    };
+    assert_eq!(open(""), (1_000, vec![]));
+    assert_eq!(open("agent: {listen: {max_tunnels_per_agent: 2000}}"), (2_500, vec![]));
+    assert_eq!(open("limits: {streams_per_agent_connection: 501}"), (501, vec![]));
+    let (streams, warnings) = open("limits: {streams_per_agent_connection: 500}");
+    assert_eq!((streams, warnings.len()), (500, 1));
+    assert!(warnings[0].contains("set at least 501"), "{warnings:?}");
+    assert_eq!(
+        problems("agent: {listen: {max_tunnels_per_agent: 2001}}"),
+        [
+            "agent.listen.max_tunnels_per_agent: found 2001; expected a whole number from 1 to 2000 (0 means the default)"
+        ]
+    );
 }
 
 #[test]

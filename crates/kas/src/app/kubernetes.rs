@@ -1,15 +1,17 @@
 //! The part for the endpoint for kubectl.
 
-use std::{sync::Arc, time::Duration};
+use std::{num::NonZeroU32, sync::Arc, time::Duration};
 
 use callers::{Authorized, Authorizer, SourceKind};
 use cluster::Tracker;
 use gitlab::usage::{Access, Usage};
 use http::HeaderValue;
 use identity::Identity;
-use kas_config::{Config, KubernetesApi as Section};
+use kas_config::{Config, KubernetesApi as Section, PerCaller};
 use kube_request::headers::AnswerHeaders;
-use kubernetes_api::{HeadLimits, KubernetesApi, Metrics, OpenLimits, Origins, Parts, Prefix, Settings};
+use kubernetes_api::{
+    HeadLimits, KubernetesApi, Metrics, OpenLimits, Origins, Parts, Prefix, RequestRate, Settings,
+};
 use net::{
     http::{Age, Limits, Protocols, Server},
     io::Listener,
@@ -108,6 +110,13 @@ pub(super) async fn part(
     Ok(part)
 }
 
+/// How many watches and other endless requests an agentk gets that cannot cancel a request. Other replicas
+/// may have the endpoint if this one has not.
+pub(super) fn endless_per_old_agent(config: &Config) -> usize {
+    const DEFAULT: u32 = 8;
+    config.agent.kubernetes_api.as_ref().map_or(DEFAULT, |api| api.limits.long_per_old_agent) as usize
+}
+
 /// Counts a request for GitLab.
 fn count(usage: &Usage, Authorized { caller, agent, .. }: &Authorized) {
     let access = match caller.source {
@@ -130,9 +139,7 @@ fn origins(config: &Config, section: &Section) -> Origins {
 
 fn settings(config: &Config, section: &Section) -> Result<Settings, StartError> {
     let kas_config::KubernetesLimits {
-        per_caller,
-        upgrades,
-        long_per_old_agent,
+        per_caller: PerCaller { open, upgrades, requests_per_second, burst },
         head_timeout,
         stall_timeout,
         ..
@@ -148,10 +155,13 @@ fn settings(config: &Config, section: &Section) -> Result<Settings, StartError> 
             .map_err(StartError::AnswerHeader)?,
         head: HeadLimits::default(),
         open: OpenLimits {
-            per_caller: per_caller as usize,
+            per_caller: open as usize,
+            rate_per_caller: NonZeroU32::new(requests_per_second).map(|per_second| RequestRate {
+                per_second,
+                burst: NonZeroU32::new(burst).unwrap_or(NonZeroU32::MIN),
+            }),
             upgrades_per_caller: upgrades as usize,
             per_agent: usize::try_from(share.max(1)).unwrap_or(usize::MAX),
-            long_per_old_agent: long_per_old_agent as usize,
             answer_head: head_timeout,
             silent_upload: stall_timeout,
             unread_answer: stall_timeout,

@@ -277,6 +277,7 @@ async fn pass_through(
             body,
             needs,
             is_long: false,
+            is_endless: false,
             chosen: ChosenAgentk::default(),
             trace: trace.clone(),
             record,

@@ -208,7 +208,8 @@ impl Ask {
         for value in headers.get_all(peer::NEEDS) {
             needs = needs.and_then(|needs| Some(needs | Features::needed(value.as_bytes())?));
         }
-        let is_long = headers.get(peer::LONG).is_some_and(|value| value == "1");
+        let is_set = |key| headers.get(key).is_some_and(|value| value == "1");
+        let is_long = is_set(peer::LONG);
         Ok(Self {
             request: BorrowRequest {
                 borrower,
@@ -216,6 +217,7 @@ impl Ask {
                 connection,
                 needs: needs.unwrap_or(Features::NONE),
                 is_long,
+                is_endless: is_set(peer::ENDLESS),
             },
             needs_unknown: needs.is_none(),
             deadline: Deadline::from_headers(headers).map_err(|error| invalid(error.to_string()))?,
@@ -302,7 +304,8 @@ mod tests {
             (&peer::METHOD, "/s/M"),
         ];
         let Ask { request, needs_unknown, again, .. } = ask(&good).unwrap();
-        let BorrowRequest { borrower, agent, connection, needs, is_long } = request;
+        let BorrowRequest { borrower, agent, connection, needs, is_long, is_endless } = request;
+        assert!(!is_endless);
         assert_eq!((agent.get(), connection, &*borrower.method), (3, None, "/s/M"));
         assert_eq!((needs, needs_unknown, is_long, again), (Features::NONE, false, false, false));
         for n in 0..good.len() {
@@ -325,6 +328,8 @@ mod tests {
         };
         assert_eq!(needs("target,upgrade"), (Features::TARGET | Features::UPGRADE, false));
         assert!(needs("target,teleport").1);
+        let watch = with(&[(&peer::ENDLESS, "1"), (&peer::REUSE, "again")]);
+        assert!(watch.request.is_endless && !watch.request.is_long && watch.again);
         let long = with(&[(&peer::LONG, "1"), (&peer::REUSE, "again")]);
         assert!(long.request.is_long && !long.again, "no lease begins with it");
         let short = with(&[(&peer::LONG, "0"), (&peer::REUSE, "again")]);

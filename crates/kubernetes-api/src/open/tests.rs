@@ -1,6 +1,3 @@
-use cluster::Abandoned;
-use tunnel::kas_end::AgentKind;
-
 use super::*;
 
 fn requests(limits: OpenLimits) -> Arc<OpenRequests> {
@@ -13,7 +10,7 @@ fn agent(number: i64) -> AgentId {
 
 fn open(requests: &Arc<OpenRequests>, kind: Kind, caller: &str, number: i64) -> Result<OpenRequest, u16> {
     requests
-        .open(kind, &caller.into(), agent(number), &Occupancy::default(), Arc::default())
+        .open(kind, &caller.into(), agent(number), Arc::default())
         .map_err(|failure| failure.status.code().as_u16())
 }
 
@@ -48,6 +45,32 @@ fn upgrades_of_a_caller_have_a_limit_of_their_own() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn the_rate_of_a_caller_says_when_the_next_request_may_begin() {
+    let number = |number| std::num::NonZeroU32::new(number).unwrap();
+    // One token in 0.2 s.
+    let rate = RequestRate { per_second: number(5), burst: number(2) };
+    let limits = OpenLimits { rate_per_caller: Some(rate), per_caller: 3, ..OpenLimits::default() };
+    let requests = requests(limits);
+    let caller: Arc<str> = "a".into();
+    let _first = open(&requests, Kind::Watch, "a", 1).unwrap();
+    drop(requests.open_own(&caller).unwrap());
+    let failure = requests.open_own(&caller).unwrap_err();
+    assert_eq!((failure.status.code().as_u16(), failure.status.retry_after()), (429, Some(1)));
+    assert_eq!(open(&requests, Kind::Short, "a", 1).unwrap_err(), 429);
+    let _of_another = open(&requests, Kind::Short, "b", 1).unwrap();
+    tokio::time::advance(Duration::from_millis(400)).await;
+    let second = open(&requests, Kind::Short, "a", 1).unwrap();
+    let _third = requests.open_own(&caller).unwrap();
+    tokio::time::advance(Duration::from_millis(200)).await;
+    // Three are open, and that refuses first: it costs no token.
+    let failure = requests.open_own(&caller).unwrap_err();
+    assert!(failure.status.text().contains("3 requests of this caller are open"), "{failure:?}");
+    drop(second);
+    open(&requests, Kind::Short, "a", 1).unwrap();
+    assert_eq!(Failure::too_fast(Duration::from_millis(2_100)).status.retry_after(), Some(3));
+}
+
+#[tokio::test(start_paused = true)]
 async fn upgrades_are_limited_only_until_their_head_and_for_the_session() {
     let requests = requests(OpenLimits::default());
     let sweep = tokio::spawn(Arc::clone(&requests).sweep());
@@ -61,62 +84,6 @@ async fn upgrades_are_limited_only_until_their_head_and_for_the_session() {
     assert_eq!(upgraded.shared().verdict(), None);
     assert_eq!(upgraded.shared().ended().await, Verdict::Session);
     sweep.abort();
-}
-
-/// Opens a watch of an agent of which this replica holds `here`.
-fn watch(requests: &Arc<OpenRequests>, number: i64, here: Occupancy) -> Result<OpenRequest, Failure> {
-    requests.open(Kind::Watch, &"a".into(), agent(number), &here, Arc::default())
-}
-
-/// The request goes to an agentk of this kind.
-fn goes_to(request: &OpenRequest, kind: AgentKind) {
-    let chosen = ChosenAgentk::default();
-    chosen.set(kind, Features::TARGET);
-    assert_eq!(request.destination(chosen).features(), Features::TARGET);
-}
-
-#[test]
-fn an_agent_of_14_1_keeps_tunnels_for_short_requests() {
-    let requests = requests(OpenLimits { long_per_old_agent: 2, ..OpenLimits::default() });
-    let here = |tunnels, is_old| Occupancy {
-        abandoned: (tunnels > 0).then_some(Abandoned { tunnels, since: Duration::ZERO }),
-        is_old: Some(is_old),
-        ..Occupancy::default()
-    };
-    let old = here(0, true);
-    // Also if no answer has come yet.
-    let first = watch(&requests, 1, old).unwrap();
-    let _log = requests.open(Kind::Follow, &"b".into(), agent(1), &old, Arc::default()).unwrap();
-    assert_eq!(watch(&requests, 1, old).unwrap_err().status.code(), 429);
-    let _short = requests.open(Kind::Short, &"c".into(), agent(1), &old, Arc::default()).unwrap();
-    let _of_another = watch(&requests, 2, old).unwrap();
-    drop(first);
-    // Its tunnel is not free: the API server has not ended the request.
-    let failure = watch(&requests, 1, here(1, true)).unwrap_err();
-    assert!(failure.status.text().contains("1 requests whose clients have left"), "{failure:?}");
-    watch(&requests, 1, old).unwrap();
-    let _updated = [(); 3].map(|()| watch(&requests, 1, here(5, false)).unwrap());
-}
-
-#[test]
-fn an_agent_of_14_1_at_another_replica_is_remembered_without_open_requests() {
-    let requests = requests(OpenLimits { long_per_old_agent: 1, ..OpenLimits::default() });
-    let elsewhere = Occupancy::default();
-    let first = watch(&requests, 1, elsewhere).unwrap();
-    let second = watch(&requests, 1, elsewhere).unwrap();
-    goes_to(&first, AgentKind::Old);
-    drop((first, second));
-    assert!(requests.state.lock().agents.is_empty());
-    let again = watch(&requests, 1, elsewhere).unwrap();
-    assert_eq!(watch(&requests, 1, elsewhere).unwrap_err().status.code(), 429);
-    goes_to(&again, AgentKind::Ours);
-    watch(&requests, 1, elsewhere).unwrap();
-    // Those that are remembered are bounded.
-    let mut state = requests.state.lock();
-    for number in 1..=(MOST_OLD as i64 + 5) {
-        state.remember(agent(number), true);
-    }
-    assert!(state.old.len() <= MOST_OLD);
 }
 
 fn is_reset(request: &OpenRequest) -> bool {

@@ -181,7 +181,7 @@ impl Callers for Users {
         if caller.source == SourceKind::Cookie {
             return Ok(Reach::Unlisted);
         }
-        Ok(Reach::Agents(Arc::from([AgentId::new(AGENT).unwrap()])))
+        Ok(Reach::Agents { name: caller.name, agents: Arc::from([AgentId::new(AGENT).unwrap()]) })
     }
 
     fn changes(&self) -> watch::Receiver<u64> {
@@ -235,7 +235,12 @@ impl Lab {
         let refusals = Arc::new(Refusals::new(&mut registry));
         let me = Replica { id: ReplicaId::new("me"), address: "me".into() };
         let tracker = Arc::new(InMemoryTracker::new(me.clone()));
-        let limits = RegistryLimits { waiters_per_agent: 100, waiters: 100, tunnels_per_agent: 500 };
+        let limits = RegistryLimits {
+            waiters_per_agent: 100,
+            waiters: 100,
+            tunnels_per_agent: 500,
+            endless_per_old_agent: 8,
+        };
         let tunnels = TunnelRegistry::new(Arc::clone(&tracker) as _, requests, limits);
         let router = Arc::new(Router::new(
             Arc::clone(&tunnels),

@@ -14,12 +14,13 @@ use http_tunnel::{
     halves::{Read, poll_chunk},
 };
 use prometheus_client::metrics::counter::Counter;
+use routing::router::ChosenAgentk;
 use tunnel::frame;
 
 use super::link::{Link, Phase};
 use crate::{
     message::RequestHead,
-    open::{Destination, Shared, Verdict},
+    open::{Shared, Verdict},
 };
 
 /// Room for the head of a message.
@@ -34,7 +35,7 @@ struct Reset;
 /// answer what the [`Link`] says.
 pub(crate) struct Input {
     /// Until it is written.
-    head: Option<(RequestHead, Destination)>,
+    head: Option<(RequestHead, ChosenAgentk)>,
     link: Link,
     shared: Arc<Shared>,
     passed: Counter,
@@ -52,12 +53,12 @@ impl Input {
     /// `passed` counts the bytes of the client.
     pub(crate) fn new(
         head: RequestHead,
-        destination: Destination,
+        chosen: ChosenAgentk,
         link: Link,
         shared: Arc<Shared>,
         passed: Counter,
     ) -> Self {
-        Self { head: Some((head, destination)), link, shared, passed, has_ended: false }
+        Self { head: Some((head, chosen)), link, shared, passed, has_ended: false }
     }
 
     fn poll_client(&mut self, cx: &mut Context<'_>) -> Poll<Got> {
@@ -105,9 +106,9 @@ impl Body for Input {
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
         let this = self.get_mut();
-        if let Some((head, destination)) = this.head.take() {
+        if let Some((head, chosen)) = this.head.take() {
             let mut out = BytesMut::new();
-            frame::put_control(field::HEADER, &head.encode(destination.features()), &mut out);
+            frame::put_control(field::HEADER, &head.encode(chosen.features()), &mut out);
             frame::put_control(field::TRAILER, &[], &mut out);
             this.shared.upload_ends();
             return Poll::Ready(Some(Ok(Frame::data(out.freeze()))));

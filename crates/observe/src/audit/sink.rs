@@ -4,12 +4,9 @@ use std::sync::Arc;
 
 use kas_config::AuditOutput;
 pub use process::audit_log::is_open_to_others;
-use process::audit_log::{self, AuditLog, Counters, Loss, Output};
+use process::audit_log::{self, AuditLog, AuditMetrics, Output};
 
-use super::{
-    Record,
-    metrics::{AuditLoss, AuditMetrics},
-};
+use super::Record;
 
 /// The file cannot be opened.
 #[derive(Debug, thiserror::Error)]
@@ -31,25 +28,6 @@ struct Line {
 impl audit_log::Record for Line {
     fn write_to(&self, out: &mut Vec<u8>) {
         self.record.write_to(&self.replica, out);
-    }
-}
-
-impl Counters for AuditMetrics {
-    fn written(&self, records: u64) {
-        self.audit_records.inc_by(records);
-    }
-
-    fn lost(&self, why: Loss, records: u64) {
-        let reason = match why {
-            Loss::QueueFull => AuditLoss::QueueFull,
-            Loss::WriteFailed => AuditLoss::WriteFailed,
-            Loss::NotFlushed => AuditLoss::NotFlushed,
-        };
-        self.audit_lost(reason, records);
-    }
-
-    fn write_failed(&self) {
-        self.audit_write_errors.inc();
     }
 }
 

@@ -188,7 +188,8 @@ impl Lab {
     fn new() -> Self {
         let me = |name: &str| cluster::Replica { id: ReplicaId::new(name), address: "127.0.0.1:1".into() };
         let metrics = Arc::new(RequestMetrics::new(&mut Registry::default()));
-        let limits = Limits { waiters_per_agent: 100, waiters: 100, tunnels_per_agent: 100 };
+        let limits =
+            Limits { waiters_per_agent: 100, waiters: 100, tunnels_per_agent: 100, endless_per_old_agent: 2 };
         let tracker = Arc::new(InMemoryTracker::new(me("holder")));
         let registry = TunnelRegistry::new(tracker, Arc::clone(&metrics), limits);
         registry.transport_opened(agent());
@@ -248,6 +249,7 @@ impl Lab {
             connection: None,
             needs: Features::NONE,
             is_long: false,
+            is_endless: false,
         };
         self.lend = Some(lender.lend(request, grant, Envelopes::new(self.asked.body()), true));
         let pool = self.leases.pool_of(agent(), &method, &ReplicaId::new("holder"));

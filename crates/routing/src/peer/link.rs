@@ -171,7 +171,7 @@ impl Link {
         let authority: http::uri::Authority =
             address.parse().map_err(|_| invalid("the address is not host:port"))?;
         let stream = TcpStream::connect(&**address).await.map_err(connect)?;
-        stream.set_nodelay(true).map_err(connect)?;
+        net::io::share_fairly(&stream).map_err(connect)?;
         match tls {
             None => Self::handshake(stream, address, authority, false, keepalive).await,
             Some(tls) => {

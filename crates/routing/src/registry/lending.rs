@@ -76,7 +76,7 @@ impl Leases {
             let own = key.source.as_ref() == Some(&lease.borrower.replica)
                 && key.method == lease.borrower.method
                 && key.connection.is_none()
-                && !key.needs.contains(Features::UPGRADE);
+                && !key.needs.features.contains(Features::UPGRADE);
             // A tunnel that has ended is being returned already, and would serve no request.
             let lives = lease.tunnel.idle_since().is_some();
             let info = lease.tunnel.info();

@@ -10,7 +10,7 @@ use tunnel::{
     kas_end::{AgentKind, AgentkVersion, Descriptor, Info, Tunnel},
 };
 
-use super::{Lack, Refused};
+use super::{EndlessRequests, Lack, Needs, Refused};
 
 /// An agent stays announced for this long after its last tunnel ended. Tunnels of GitLab's agents end with
 /// each request, and must not make the agent appear and disappear in the table. Its processes are remembered
@@ -25,6 +25,9 @@ pub(super) struct Presence {
     tunnels: usize,
     /// The busy tunnels that are occupied by requests whose callers have left, and when these left.
     abandoned: Vec<(Arc<Tunnel>, Instant)>,
+    /// The other busy tunnels of agentks that cannot cancel a request, whose requests have no end of their
+    /// own.
+    endless: Vec<Arc<Tunnel>>,
     /// Open transport connections. Another process of the agent may stay after one has left.
     transports: usize,
     /// The announcement to other replicas.
@@ -97,15 +100,38 @@ impl Presence {
         self.instances.len()
     }
 
-    /// Whether no process of the agent can cancel a request; `None`: none is known.
-    pub(super) fn is_old(&self) -> Option<bool> {
-        (!self.instances.is_empty()).then(|| self.instances.iter().all(|i| i.kind == AgentKind::Old))
+    /// Whether a request without an end of its own may go to an agentk of this kind. `most`: the limit for
+    /// one that cannot cancel a request.
+    pub(super) fn takes_endless(&self, kind: AgentKind, most: usize) -> bool {
+        kind != AgentKind::Old || self.endless.len() + self.abandoned.len() < most
+    }
+
+    /// Returns these requests if no process of the agent may have one more.
+    pub(super) fn has_most_endless(&self, most: usize) -> Option<EndlessRequests> {
+        let (open, abandoned) = (self.endless.len(), self.abandoned.len());
+        let any = self.instances.iter().any(|i| self.takes_endless(i.kind, most));
+        (!any && !self.instances.is_empty()).then_some(EndlessRequests { open, abandoned, most })
+    }
+
+    /// A tunnel was given to a request with these needs.
+    pub(super) fn begin_endless(&mut self, tunnel: &Arc<Tunnel>, needs: Needs) {
+        if needs.is_endless && tunnel.info().kind == AgentKind::Old {
+            self.endless.push(Arc::clone(tunnel));
+        }
+    }
+
+    /// A tunnel has no request, or one that counts as abandoned.
+    pub(super) fn end_endless(&mut self, tunnel: &Arc<Tunnel>) {
+        self.endless.retain(|other| !Arc::ptr_eq(other, tunnel));
     }
 
     /// Notes that a tunnel is occupied by a request whose caller has left. Returns false if that is already
     /// over.
     pub(super) fn abandoned(&mut self, tunnel: &Arc<Tunnel>) -> bool {
         let since = tunnel.abandoned_since();
+        if since.is_some() {
+            self.end_endless(tunnel);
+        }
         self.abandoned.extend(since.map(|since| (Arc::clone(tunnel), since)));
         since.is_some()
     }
@@ -148,6 +174,7 @@ impl Presence {
     /// Removes a tunnel that has ended. Returns whether an instance was removed, so that requests which wait
     /// for it must be refused. At most `most` instances linger.
     pub(super) fn remove(&mut self, tunnel: &Arc<Tunnel>, most: usize) -> bool {
+        self.end_endless(tunnel);
         let id = tunnel.info().instance;
         let mut removed = false;
         if let Some(instance) = self.find(id) {
@@ -180,16 +207,20 @@ impl Presence {
     }
 
     /// Takes the best idle tunnel, which counts as busy then. It belongs to the process with the fewest busy
-    /// tunnels, so that processes share the work.
+    /// tunnels, so that processes share the work. `most`: see [`takes_endless`](Self::takes_endless).
     pub(super) fn take_idle(
         &mut self,
         method: &str,
         connection: Option<ConnectionId>,
-        needs: Features,
+        needs: Needs,
+        most: usize,
     ) -> Option<Arc<Tunnel>> {
+        let old_serves = !needs.is_endless || self.takes_endless(AgentKind::Old, most);
         let serves = |tunnel: &Arc<Tunnel>| {
             let info = tunnel.info();
-            info.features.contains(needs) && info.descriptor.serves(method)
+            info.features.contains(needs.features)
+                && info.descriptor.serves(method)
+                && (old_serves || info.kind != AgentKind::Old)
         };
         let best = self
             .instances
@@ -199,7 +230,9 @@ impl Presence {
             .min_by_key(|i| i.busy)?;
         let at = best.idle.iter().rposition(serves)?;
         best.busy += 1;
-        Some(best.idle.remove(at))
+        let tunnel = best.idle.remove(at);
+        self.begin_endless(&tunnel, needs);
+        Some(tunnel)
     }
 
     /// A busy tunnel is idle from now on.

@@ -11,9 +11,9 @@ use std::{
 
 use ids::{AgentId, ConnectionId, ReplicaId};
 use tokio::sync::oneshot;
-use tunnel::{features::Features, kas_end::Info};
+use tunnel::kas_end::Info;
 
-use super::{Gone, Grant, Refused, TunnelRegistry};
+use super::{Gone, Grant, Needs, Refused, TunnelRegistry};
 
 /// Whose request it is: this replica's (`None`) or that of another one.
 pub(super) type Source = Option<ReplicaId>;
@@ -27,14 +27,22 @@ pub(super) struct QueueKey {
     pub(super) method: Arc<str>,
     /// `None`: any connection.
     pub(super) connection: Option<ConnectionId>,
-    /// What agentk must support.
-    pub(super) needs: Features,
+    pub(super) needs: Needs,
+}
+
+/// What a free tunnel can serve, besides what [`Info`] says.
+#[derive(Clone, Copy)]
+pub(super) struct Offer {
+    /// To which connection it is bound.
+    pub(super) connection: Option<ConnectionId>,
+    /// Whether a request without an end of its own may have it.
+    pub(super) takes_endless: bool,
 }
 
 impl QueueKey {
     /// Whether a tunnel can serve the requests of the queue. `connection`: to which one the tunnel is bound.
     pub(super) fn accepts(&self, info: &Info, connection: impl FnOnce() -> Option<ConnectionId>) -> bool {
-        info.features.contains(self.needs)
+        info.features.contains(self.needs.features)
             && info.descriptor.serves(&self.method)
             && (self.connection.is_none() || self.connection == connection())
     }
@@ -77,24 +85,28 @@ impl Queue {
         }
     }
 
-    /// Gives a free tunnel to the request whose turn it is among those that it can serve. Returns the tunnel
-    /// if there is none. `connection`: to which one the tunnel is bound.
-    pub(super) fn offer(&mut self, grant: Grant, connection: Option<ConnectionId>) -> Option<Grant> {
+    /// Gives a free tunnel to the request whose turn it is among those that it can serve, and returns what
+    /// that one needs.
+    ///
+    /// # Errors
+    /// Returns the tunnel if there is no such request.
+    pub(super) fn offer(&mut self, grant: Grant, offer: Offer) -> Result<Needs, Grant> {
         let mut grant = grant;
         loop {
             let info = grant.tunnel().info();
             let key = self
                 .queues
                 .iter()
-                .filter(|(key, _)| key.accepts(info, || connection))
+                .filter(|(key, _)| offer.takes_endless || !key.needs.is_endless)
+                .filter(|(key, _)| key.accepts(info, || offer.connection))
                 .filter_map(|(key, queue)| queue.first_key_value().map(|(serial, _)| (*serial, key)))
                 .min_by_key(|(serial, key)| {
                     (self.last_served.get(&key.source).copied().unwrap_or(0), *serial)
                 })
                 .map(|(_, key)| key.clone());
-            let Some(key) = key else { return Some(grant) };
+            let Some(key) = key else { return Err(grant) };
             let Some((_, sender)) = self.queues.get_mut(&key).and_then(BTreeMap::pop_first) else {
-                return Some(grant);
+                return Err(grant);
             };
             self.waiting -= 1;
             self.served += 1;
@@ -105,7 +117,7 @@ impl Queue {
             match sender.send(Ok(grant)) {
                 // That request has left.
                 Err(Ok(back)) => grant = back,
-                Ok(()) | Err(Err(_)) => return None,
+                Ok(()) | Err(Err(_)) => return Ok(key.needs),
             }
         }
     }

@@ -37,7 +37,8 @@ fn id(connection: i64) -> Option<ConnectionId> {
 fn lab() -> Lab {
     let me = Replica { id: ReplicaId::new("me"), address: "127.0.0.1:1".into() };
     let metrics = Arc::new(RequestMetrics::new(&mut Registry::default()));
-    let limits = Limits { waiters_per_agent: 100, waiters: 100, tunnels_per_agent: 100 };
+    let limits =
+        Limits { waiters_per_agent: 100, waiters: 100, tunnels_per_agent: 100, endless_per_old_agent: 2 };
     let registry = TunnelRegistry::new(Arc::new(InMemoryTracker::new(me)), metrics, limits);
     registry.transport_opened(agent());
     Lab { registry, bodies: Vec::new() }
@@ -375,7 +376,6 @@ async fn requests_that_occupy_tunnels_without_their_callers_are_reported_until_t
         abandoned: Some(Abandoned { tunnels: 1, since: seconds(30) }),
         waiting: 0,
         transports: 1,
-        is_old: Some(true),
     };
     assert_eq!((one, one.all_abandoned()), (expected, None));
     lab.abandon();
@@ -389,13 +389,11 @@ async fn requests_that_occupy_tunnels_without_their_callers_are_reported_until_t
     let Ok(Acquired::Now(_grant)) = lab.ask(None) else { panic!("a tunnel is idle") };
     let busy = lab.registry.occupancy(agent());
     assert_eq!((busy.busy, busy.abandoned, busy.all_abandoned()), (3, both, None));
-    // The same process has been updated.
-    assert_eq!(busy.is_old, Some(false));
     // HTTP/2 drops the streams.
     lab.bodies.remove(0);
     assert_eq!(lab.registry.occupancy(agent()).abandoned.map(|abandoned| abandoned.tunnels), Some(1));
     lab.bodies.clear();
-    let none = Occupancy { transports: 1, is_old: Some(false), ..Occupancy::default() };
+    let none = Occupancy { transports: 1, ..Occupancy::default() };
     assert_eq!(lab.registry.occupancy(agent()), none);
     assert_eq!(lab.registry.metrics.tunnels_abandoned.get(), 0);
 }
@@ -407,6 +405,96 @@ async fn only_agents_that_cannot_cancel_requests_have_abandoned_ones() {
     lab.tunnel();
     lab.abandon();
     assert_eq!(lab.registry.occupancy(agent()).abandoned, None);
+}
+
+impl Lab {
+    /// Asks for a tunnel for a watch.
+    fn watch(&self, source: Option<&str>) -> Result<Acquired, Refused> {
+        let needs = Needs { features: Features::NONE, is_endless: true };
+        let method = Arc::from(METHOD);
+        match source {
+            None => self.registry.acquire(agent(), &method, None, needs),
+            Some(replica) => {
+                self.registry.acquire_for(&ReplicaId::new(replica), agent(), &method, None, needs)
+            }
+        }
+    }
+
+    fn watch_now(&self, source: Option<&str>) -> Grant {
+        match self.watch(source) {
+            Ok(Acquired::Now(grant)) => grant,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    fn short_now(&self) -> Grant {
+        match self.ask(None) {
+            Ok(Acquired::Now(grant)) => grant,
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
+#[tokio::test]
+async fn an_agentk_that_cannot_cancel_has_few_watches_of_all_replicas_together() {
+    let mut lab = lab();
+    for _ in 0..5 {
+        lab.open(AgentKind::Old, METHOD, 1, None);
+    }
+    let (first, second) = (lab.watch_now(Some("a")), lab.watch_now(None));
+    let most = |open, abandoned| Refused::Endless(EndlessRequests { open, abandoned, most: 2 });
+    for source in [Some("a"), Some("b"), None] {
+        assert_eq!(lab.watch(source).unwrap_err(), most(2, 0));
+    }
+    let needs = Needs { features: Features::NONE, is_endless: true };
+    assert!(lab.registry.take(agent(), METHOD, None, needs).is_none());
+    // Requests that end are served.
+    drop([lab.short_now(), lab.short_now()]);
+    // One was returned unused.
+    drop(first);
+    let third = lab.watch_now(Some("b"));
+    assert_eq!(lab.watch(None).unwrap_err(), most(2, 0));
+    // The caller of a request has left, and nothing ends it.
+    drop(third);
+    lab.abandon();
+    assert_eq!(lab.watch(None).unwrap_err(), most(1, 1));
+    drop(second);
+    let _fourth = lab.watch_now(None);
+    assert_eq!(lab.watch(None).unwrap_err(), most(1, 1));
+    // A new agentk of the same agent can cancel them.
+    lab.tunnel_of(2, None);
+    lab.tunnel_of(2, None);
+    let _new = [lab.watch_now(None), lab.watch_now(Some("a"))];
+    // HTTP/2 drops the streams.
+    lab.bodies.clear();
+    let shard = lab.registry.shard(agent());
+    let room = shard[&agent()].presence.takes_endless(AgentKind::Old, 1);
+    assert!(room, "nothing is left of them");
+}
+
+#[tokio::test]
+async fn a_watch_that_waits_gets_no_tunnel_beyond_the_limit() {
+    let mut lab = lab();
+    for _ in 0..3 {
+        lab.open(AgentKind::Old, METHOD, 1, None);
+    }
+    let watch = lab.watch_now(None);
+    let short = [lab.short_now(), lab.short_now()];
+    let waiting = |acquired| match acquired {
+        Ok(Acquired::Wait(waiting)) => waiting,
+        other => panic!("{other:?}"),
+    };
+    let (mut first, mut second) = (waiting(lab.watch(None)), waiting(lab.watch(Some("a"))));
+    drop(short);
+    let _granted = first.granted().await.unwrap();
+    {
+        let mut granted = Box::pin(second.granted());
+        assert!(granted.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending());
+    }
+    // The tunnel is idle, for others.
+    let _short = lab.short_now();
+    drop(watch);
+    second.granted().await.unwrap();
 }
 
 const UPGRADE: Features = Features::UPGRADE;

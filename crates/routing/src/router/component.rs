@@ -61,7 +61,8 @@ impl Agentk {
 fn lab() -> Lab {
     let me = Replica { id: ReplicaId::new("me"), address: "127.0.0.1:1".into() };
     let metrics = Arc::new(RequestMetrics::new(&mut Registry::default()));
-    let limits = Limits { waiters_per_agent: 100, waiters: 100, tunnels_per_agent: 100 };
+    let limits =
+        Limits { waiters_per_agent: 100, waiters: 100, tunnels_per_agent: 100, endless_per_old_agent: 2 };
     let tracker: Arc<dyn Tracker> = Arc::new(InMemoryTracker::new(me.clone()));
     let registry = TunnelRegistry::new(Arc::clone(&tracker), metrics, limits);
     registry.transport_opened(agent());
@@ -106,6 +107,7 @@ impl Lab {
             body: grpc::full(Bytes::new()),
             needs,
             is_long,
+            is_endless: false,
             chosen: ChosenAgentk::default(),
             trace: RouteTrace::default(),
             record: RequestRecord::default(),

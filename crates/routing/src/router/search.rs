@@ -8,7 +8,6 @@ use grpc::{Code, Deadline, Outcome, Status};
 use http::{HeaderMap, HeaderValue};
 use ids::{AgentId, ConnectionId, ReplicaId};
 use tokio::time::{Duration, Instant};
-use tunnel::features::Features;
 
 use super::{RouteTrace, Router};
 use crate::{
@@ -18,7 +17,7 @@ use crate::{
         lease_pool::{LeasedTunnel, PoolWaiter},
     },
     refusal,
-    registry::{Acquired, Gone, Grant, Refused, Waiting},
+    registry::{Acquired, Gone, Grant, Needs, Refused, Waiting},
 };
 use observe::refusals::{ListenerName, Reason};
 
@@ -47,8 +46,7 @@ pub(super) struct Search<'a> {
     pub(super) method: &'a Arc<str>,
     /// The headers of the caller, which a replica of GitLab's kas receives with the borrow request.
     pub(super) headers: &'a HeaderMap,
-    /// What agentk must support.
-    pub(super) needs: Features,
+    pub(super) needs: Needs,
     /// See [`AgentRequest::is_long`](super::AgentRequest::is_long).
     pub(super) is_long: bool,
     pub(super) deadline: Deadline,
@@ -92,7 +90,7 @@ impl Search<'_> {
         if !self.uses_leases() {
             return None;
         }
-        self.router.leases.take(self.agent, self.method, self.needs).await
+        self.router.leases.take(self.agent, self.method, self.needs.features).await
     }
 
     /// Whether a tunnel that is leased for several requests may carry this one.
@@ -123,7 +121,7 @@ impl Search<'_> {
             };
         let mut waiter = None;
         if self.uses_leases() {
-            match router.leases.acquire(self.agent, self.method, self.needs) {
+            match router.leases.acquire(self.agent, self.method, self.needs.features) {
                 Ok(leased) => return Ok(Found::Leased(leased)),
                 Err(waiting) => waiter = waiting,
             }
@@ -140,7 +138,7 @@ impl Search<'_> {
         loop {
             changes.borrow_and_update();
             let candidates = self.candidates().await;
-            if !self.needs.is_empty() {
+            if !self.needs.features.is_empty() {
                 self.pass_over_gitlab(&candidates, &mut owners, &mut refused);
             }
             let now = Instant::now();
@@ -240,7 +238,7 @@ impl Search<'_> {
             if owners.asked.insert(owner.clone(), Asked::Refused).is_none() {
                 self.trace.note(|| format!("{owner} is of GitLab's kas and is not asked"));
             }
-            refused.get_or_insert_with(|| refusal::of_gitlab(self.agent, owner, self.needs));
+            refused.get_or_insert_with(|| refusal::of_gitlab(self.agent, owner, self.needs.features));
         }
     }
 
@@ -297,8 +295,9 @@ impl Search<'_> {
             deadline: self.deadline,
             until,
             again: self.uses_leases() && self.router.leases.is_hot(self.agent, self.method),
-            needs: self.needs,
+            needs: self.needs.features,
             is_long: self.is_long,
+            is_endless: self.needs.is_endless,
         };
         let wire = candidate.wire;
         if wire == Wire::Gitlab {

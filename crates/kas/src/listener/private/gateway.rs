@@ -137,7 +137,9 @@ type Started = Result<Option<Answer>, Status>;
 impl Asked {
     async fn find(&self, patience: Duration) -> Result<Grant, Elsewhere> {
         let refused = |refused: Refused| match refused {
-            Refused::NotHere(_) | Refused::Draining | Refused::Full => Elsewhere::TryNext(refused.answer()),
+            Refused::NotHere(_) | Refused::Draining | Refused::Full | Refused::Endless(_) => {
+                Elsewhere::TryNext(refused.answer())
+            }
             Refused::Unimplemented
             | Refused::OtherConnection
             | Refused::Unbound

@@ -155,7 +155,8 @@ async fn run(
     });
     let requests = Arc::new(RequestMetrics::new(&mut Registry::default()));
     let refusals = Arc::new(Refusals::new(&mut Registry::default()));
-    let limits = registry::Limits { waiters_per_agent: 1, waiters: 1, tunnels_per_agent: 1 };
+    let limits =
+        registry::Limits { waiters_per_agent: 1, waiters: 1, tunnels_per_agent: 1, endless_per_old_agent: 1 };
     let registry = TunnelRegistry::new(Arc::clone(&backend) as _, requests, limits);
     let services = Arc::clone(&backend).services(Arc::clone(&registry), Arc::clone(&refusals));
     let verifier = JwtVerifier::for_replicas(std::slice::from_ref(&secret));

@@ -48,6 +48,7 @@ async fn a_long_request_of_another_replica_marks_its_tunnel_until_it_is_over() {
         connection: None,
         needs: Features::IMPERSONATION,
         is_long: true,
+        is_endless: true,
     };
     lab.lend = Some(lender.lend(request, grant, Envelopes::new(lab.asked.body()), false));
     let held = lab.held.upgrade().unwrap();
