@@ -4,6 +4,8 @@
 //! its permission is withdrawn, and when this replica shuts down. One task looks at all requests every
 //! second, so that an open watch needs no timer of its own.
 
+mod long;
+
 use std::{
     collections::{HashMap, HashSet},
     sync::{
@@ -14,6 +16,7 @@ use std::{
     time::Duration,
 };
 
+use callers::{Caller, SourceKind};
 use futures_util::task::AtomicWaker;
 use ids::AgentId;
 use kube_request::Kind;
@@ -24,6 +27,7 @@ use routing::{registry::Occupancy, router::ChosenAgentk};
 use tokio::time::Instant;
 use tunnel::features::Features;
 
+pub use self::long::{LongCaller, LongCount, LongRequests};
 use crate::{ended_by::EndedBy, failure::Failure, metrics::Metrics};
 
 /// How often the open requests are looked at.
@@ -167,6 +171,10 @@ impl Since {
 #[derive(Debug)]
 pub(crate) struct Shared {
     kind: Kind,
+    agent: AgentId,
+    /// The name of its caller.
+    caller: Arc<str>,
+    source: SourceKind,
     start: Instant,
     opened: Instant,
     /// Resets the client's stream, also while nothing of the answer can be written.
@@ -408,14 +416,14 @@ impl OpenRequests {
     pub(crate) fn open(
         self: &Arc<Self>,
         kind: Kind,
-        caller: &Arc<str>,
+        caller: &Caller,
         agent: AgentId,
         here: &Occupancy,
         reset: Arc<StreamReset>,
     ) -> Result<OpenRequest, Failure> {
         let limits = &self.limits;
         let mut state = self.state.lock();
-        if let Some(of_caller) = state.callers.get(caller) {
+        if let Some(of_caller) = state.callers.get(&caller.name) {
             if of_caller.open >= limits.per_caller {
                 return Err(Failure::too_many(format!(
                     "{} requests of this caller are open",
@@ -450,6 +458,9 @@ impl OpenRequests {
         }
         let shared = Arc::new(Shared {
             kind,
+            agent,
+            caller: Arc::clone(&caller.name),
+            source: caller.source,
             start: self.start,
             opened: Instant::now(),
             reset,
@@ -466,7 +477,7 @@ impl OpenRequests {
         state.serial += 1;
         let serial = state.serial;
         state.requests.insert(serial, Arc::clone(&shared));
-        let of_caller = state.callers.entry(Arc::clone(caller)).or_default();
+        let of_caller = state.callers.entry(Arc::clone(&caller.name)).or_default();
         of_caller.open += 1;
         of_caller.upgrades += usize::from(kind == Kind::Upgrade);
         let of_agent = state.agents.entry(agent).or_default();
@@ -474,7 +485,7 @@ impl OpenRequests {
         of_agent.long += usize::from(is_long(kind));
         drop(state);
         self.metrics.opened(kind);
-        Ok(OpenRequest { requests: Arc::clone(self), shared, serial, caller: Arc::clone(caller), agent })
+        Ok(OpenRequest { requests: Arc::clone(self), shared, serial })
     }
 
     /// Looks at all open requests every second, forever.
@@ -543,8 +554,6 @@ pub(crate) struct OpenRequest {
     requests: Arc<OpenRequests>,
     shared: Arc<Shared>,
     serial: u64,
-    caller: Arc<str>,
-    agent: AgentId,
 }
 
 impl OpenRequest {
@@ -554,7 +563,7 @@ impl OpenRequest {
 
     /// Returns the agentk that will get the request.
     pub(crate) fn destination(&self, chosen: ChosenAgentk) -> Destination {
-        Destination { requests: Arc::clone(&self.requests), agent: self.agent, chosen }
+        Destination { requests: Arc::clone(&self.requests), agent: self.shared.agent, chosen }
     }
 }
 
@@ -577,21 +586,21 @@ impl Destination {
 
 impl Drop for OpenRequest {
     fn drop(&mut self) {
-        let kind = self.shared.kind;
+        let Shared { kind, agent, ref caller, .. } = *self.shared;
         let mut state = self.requests.state.lock();
         state.requests.remove(&self.serial);
-        if let Some(of_caller) = state.callers.get_mut(&self.caller) {
+        if let Some(of_caller) = state.callers.get_mut(caller) {
             of_caller.open -= 1;
             of_caller.upgrades -= usize::from(kind == Kind::Upgrade);
             if of_caller.open == 0 {
-                state.callers.remove(&self.caller);
+                state.callers.remove(caller);
             }
         }
-        if let Some(of_agent) = state.agents.get_mut(&self.agent) {
+        if let Some(of_agent) = state.agents.get_mut(&agent) {
             of_agent.open -= 1;
             of_agent.long -= usize::from(is_long(kind));
             if of_agent.open == 0 {
-                state.agents.remove(&self.agent);
+                state.agents.remove(&agent);
             }
         }
         drop(state);

@@ -272,7 +272,7 @@ impl KubernetesApi {
         remove_dropped(&mut parts.headers).map_err(|error| Failure::malformed(error.to_string()))?;
 
         let here = self.router.registry().occupancy(agent);
-        let open = self.open.open(kind, &caller.name, agent, &here, stream.reset)?;
+        let open = self.open.open(kind, caller, agent, &here, stream.reset)?;
         about.record.action(|| {
             KubernetesAction::of_info(parts.method.as_str(), &info, &target, user_of(run_as, &parts.headers))
         });

@@ -1,3 +1,4 @@
+use callers::{Grant, Hold};
 use cluster::Abandoned;
 use tunnel::kas_end::AgentKind;
 
@@ -11,10 +12,81 @@ fn agent(number: i64) -> AgentId {
     AgentId::new(number).unwrap()
 }
 
-fn open(requests: &Arc<OpenRequests>, kind: Kind, caller: &str, number: i64) -> Result<OpenRequest, u16> {
+fn caller(source: SourceKind, name: &str) -> Caller {
+    Caller {
+        source,
+        name: name.into(),
+        uid: None,
+        groups: Arc::default(),
+        extra: Arc::default(),
+        gitlab_user: None,
+        grant: Grant::Rules,
+        recheck_at: None,
+        hold: Hold::default(),
+    }
+}
+
+fn file(name: &str) -> Caller {
+    caller(SourceKind::File, name)
+}
+
+fn open(requests: &Arc<OpenRequests>, kind: Kind, name: &str, number: i64) -> Result<OpenRequest, u16> {
+    open_as(requests, kind, &file(name), number)
+}
+
+fn open_as(
+    requests: &Arc<OpenRequests>,
+    kind: Kind,
+    caller: &Caller,
+    number: i64,
+) -> Result<OpenRequest, u16> {
     requests
-        .open(kind, &caller.into(), agent(number), &Occupancy::default(), Arc::default())
+        .open(kind, caller, agent(number), &Occupancy::default(), Arc::default())
         .map_err(|failure| failure.status.code().as_u16())
+}
+
+#[test]
+fn long_requests_are_counted_by_kind_and_source_and_named_only_if_asked() {
+    let requests = requests(OpenLimits::default());
+    assert_eq!(requests.long(Some(9)), LongRequests::default());
+    let job = caller(SourceKind::Ci, "gitlab:ci_job:1");
+    let all = [
+        (Kind::Watch, &file("kas:b"), 1),
+        (Kind::Watch, &file("kas:a"), 2),
+        (Kind::Watch, &file("kas:b"), 1),
+        (Kind::Short, &file("kas:c"), 1),
+        (Kind::Upgrade, &job, 7),
+    ]
+    .map(|(kind, caller, number)| open_as(&requests, kind, caller, number).unwrap());
+    let counts = vec![
+        LongCount { kind: "upgrade", source: "ci", open: 1 },
+        LongCount { kind: "watch", source: "file", open: 3 },
+    ];
+    assert_eq!(
+        requests.long(None),
+        LongRequests { counts: counts.clone(), ..LongRequests::default() },
+        "nothing about callers"
+    );
+    let named = |name: &str, source, kind, number, open| LongCaller {
+        name: name.into(),
+        source,
+        kind,
+        agent: agent(number),
+        open,
+    };
+    let callers = vec![
+        named("kas:b", "file", "watch", 1, 2),
+        named("gitlab:ci_job:1", "ci", "upgrade", 7, 1),
+        named("kas:a", "file", "watch", 2, 1),
+    ];
+    assert_eq!(
+        requests.long(Some(9)),
+        LongRequests { counts: counts.clone(), callers: callers.clone(), omitted: 0 }
+    );
+    let cut = requests.long(Some(1));
+    assert_eq!((&cut.callers[..], cut.omitted), (&callers[..1], 2));
+    drop(all);
+    assert_eq!(requests.long(Some(9)), LongRequests::default());
 }
 
 #[test]
@@ -65,7 +137,7 @@ async fn upgrades_are_limited_only_until_their_head_and_for_the_session() {
 
 /// Opens a watch of an agent of which this replica holds `here`.
 fn watch(requests: &Arc<OpenRequests>, number: i64, here: Occupancy) -> Result<OpenRequest, Failure> {
-    requests.open(Kind::Watch, &"a".into(), agent(number), &here, Arc::default())
+    requests.open(Kind::Watch, &file("a"), agent(number), &here, Arc::default())
 }
 
 /// The request goes to an agentk of this kind.
@@ -86,9 +158,9 @@ fn an_agent_of_14_1_keeps_tunnels_for_short_requests() {
     let old = here(0, true);
     // Also if no answer has come yet.
     let first = watch(&requests, 1, old).unwrap();
-    let _log = requests.open(Kind::Follow, &"b".into(), agent(1), &old, Arc::default()).unwrap();
+    let _log = requests.open(Kind::Follow, &file("b"), agent(1), &old, Arc::default()).unwrap();
     assert_eq!(watch(&requests, 1, old).unwrap_err().status.code(), 429);
-    let _short = requests.open(Kind::Short, &"c".into(), agent(1), &old, Arc::default()).unwrap();
+    let _short = requests.open(Kind::Short, &file("c"), agent(1), &old, Arc::default()).unwrap();
     let _of_another = watch(&requests, 2, old).unwrap();
     drop(first);
     // Its tunnel is not free: the API server has not ended the request.
