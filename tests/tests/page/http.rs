@@ -217,7 +217,8 @@ async fn read_head(stream: &mut TcpStream) -> Result<String> {
 
 /// Waits for an event `long` with this number of open watches of users of the users file, and returns it.
 async fn watches(stream: &mut Stream, open: u64) -> Result<Value> {
-    let counts = if open == 0 { json!([]) } else { json!([{ "kind": "watch", "source": "file", "open": open }]) };
+    let counts =
+        if open == 0 { json!([]) } else { json!([{ "kind": "watch", "source": "file", "open": open }]) };
     eventually("the watches are counted", async || {
         let long = stream.event("long").await?;
         Ok(if long["counts"] == counts { Ok(long) } else { Err(long) })

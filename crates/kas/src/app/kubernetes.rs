@@ -100,8 +100,7 @@ pub(super) async fn part(
     };
     // The other half is for requests that end by themselves.
     let drain: Duration = config.drain.timeout / 2;
-    let mut part =
-        Part::default().server(server).task(Arc::clone(&service).run(
+    let mut part = Part::default().server(server).task(Arc::clone(&service).run(
         lifecycle,
         drain,
         config.drain.upgrade_grace,
