@@ -144,7 +144,7 @@ async fn read_chunks(stream: &mut (impl AsyncBufRead + Unpin), bytes: &mut Vec<u
             return Ok(());
         }
         let before = bytes.len() as u64;
-        stream.take(size).read_to_end(bytes).await?;
+        (&mut *stream).take(size).read_to_end(bytes).await?;
         ensure!(bytes.len() as u64 - before == size, "the stream ended within a chunk");
         let end = line(stream).await?.context("the stream ended after a chunk")?;
         ensure!(end.is_empty(), "a chunk is longer than announced");
