@@ -3,13 +3,14 @@
 //! It obeys the commands of [`protocol`] until its standard input ends. Windows and frame size are the same
 //! for direct calls and calls through kas.
 
-use std::io::BufRead as _;
+use std::{any::Any, io::BufRead as _};
 
 use tokio::sync::mpsc;
 
 use super::{
-    agents, http_load, load,
-    protocol::{self, ClientCommand, ClientEvent},
+    agents, http_load, leaving_load, load,
+    protocol::{self, ClientCommand, ClientEvent, Idle, IdleWhat},
+    upgrade_load,
 };
 
 /// Obeys commands until standard input ends.
@@ -35,8 +36,18 @@ pub(super) fn run() -> anyhow::Result<()> {
     tokio::runtime::Builder::new_multi_thread().enable_all().build()?.block_on(serve(received))
 }
 
+/// Opens requests, which stay open as long as the result exists.
+async fn open(idle: &Idle) -> anyhow::Result<Box<dyn Any + Send>> {
+    let Idle { server, what, count } = idle;
+    Ok(match what {
+        IdleWhat::Watches(each) => Box::new(http_load::open_watches(server, *count, *each).await?),
+        IdleWhat::Upgrades => Box::new(upgrade_load::open_terminals(server, *count).await?),
+    })
+}
+
 async fn serve(mut commands: mpsc::Receiver<ClientCommand>) -> anyhow::Result<()> {
     let mut connected = Vec::new();
+    let mut idle = Vec::new();
     while let Some(command) = commands.recv().await {
         let answer = match command {
             ClientCommand::Load(load) => {
@@ -45,6 +56,16 @@ async fn serve(mut commands: mpsc::Receiver<ClientCommand>) -> anyhow::Result<()
             ClientCommand::Http(load) => {
                 Box::pin(http_load::run(&load, &mut commands)).await.map(ClientEvent::Loaded)
             }
+            ClientCommand::Upgrades(load) => {
+                Box::pin(upgrade_load::run(&load, &mut commands)).await.map(ClientEvent::Loaded)
+            }
+            ClientCommand::Leaving(load) => {
+                Box::pin(leaving_load::run(&load, &mut commands)).await.map(ClientEvent::Loaded)
+            }
+            ClientCommand::Idle(requests) => Box::pin(open(&requests)).await.map(|open| {
+                idle.push(open);
+                ClientEvent::Connected
+            }),
             ClientCommand::Go => continue,
             ClientCommand::Agents(idle) => agents::connect_all(&idle).await.map(|agents| {
                 connected.push(agents);

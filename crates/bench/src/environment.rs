@@ -73,6 +73,8 @@ pub(super) struct Kas {
     pub(super) process: Process,
     pub(super) agents: SocketAddr,
     pub(super) api: SocketAddr,
+    /// The endpoint for kubectl, if it is on.
+    pub(super) kubernetes: Option<SocketAddr>,
     tls: bool,
 }
 
@@ -91,14 +93,18 @@ pub(super) struct KasOptions {
     pub(super) replicas: Option<[SocketAddr; 2]>,
     /// The endpoint for kubectl.
     pub(super) kubernetes: Option<KubernetesOptions>,
+    /// The section `drain`; `None`: the default.
+    pub(super) drain: Option<&'static str>,
 }
 
-/// Options of the endpoint for kubectl. Its users are in `users.yaml`, and each may use every agent.
-#[derive(Debug)]
+/// Options of the endpoint for kubectl. The file of users has one with [`user_token`], who may use every
+/// agent.
+#[derive(Debug, Default)]
 pub(super) struct KubernetesOptions {
-    pub(super) address: SocketAddr,
-    /// Tunnels that an agent may hold, and requests that a caller may have open.
-    pub(super) tunnels: u32,
+    /// It uses TLS.
+    pub(super) tls: bool,
+    /// Tunnels that an agent may hold; `None`: the default.
+    pub(super) tunnels: Option<u32>,
 }
 
 /// Options of an agentk.
@@ -107,6 +113,8 @@ pub(super) struct AgentOptions {
     pub(super) max_tunnels: Option<usize>,
     /// The API server. The agent has the benchmark's module if there is none.
     pub(super) api_server: Option<ApiServer>,
+    /// With an API server: connect to this many replicas; 0 is 1.
+    pub(super) replicas: u8,
     /// A command that runs agentk, such as valgrind.
     pub(super) under: Vec<String>,
 }
@@ -165,6 +173,9 @@ impl Environment {
             }
         }
         environment.write("agents.yaml", &identity)?;
+        let hash = ids::TokenHash::of(user_token().as_bytes()).to_hex();
+        environment
+            .write("users.yaml", &format!("users: [{{name: bench, tokens: [\"sha256:{hash}\"]}}]\n"))?;
         let names = vec!["127.0.0.1".to_owned(), "localhost".to_owned()];
         let made = rcgen::generate_simple_self_signed(names)?;
         environment.write("certificate.pem", &made.cert.pem())?;
@@ -193,13 +204,23 @@ impl Environment {
 
     /// Starts kas and waits until it is ready.
     pub(super) fn kas(&self, name: &str, options: &KasOptions) -> anyhow::Result<Kas> {
-        let [agents, api, observability] = free_addresses()?;
-        let tls = if options.tls {
-            let files = (self.certificate(), self.path("key.pem"));
-            format!(", certificate_file: {:?}, key_file: {:?}", files.0, files.1)
-        } else {
-            String::new()
+        let [agents, api, observability, kubernetes] = free_addresses()?;
+        let files = (self.certificate(), self.path("key.pem"));
+        let files = format!(", certificate_file: {:?}, key_file: {:?}", files.0, files.1);
+        let tls = if options.tls { files.as_str() } else { "" };
+        let endpoint = match &options.kubernetes {
+            Some(KubernetesOptions { tls, .. }) => format!(
+                ", kubernetes_api: {{listen: {{address: \"{kubernetes}\"{}}}, users: {{file: {:?}}}, access: [{{agents: \
+                 all, users: [\"kas:bench\"], as: agent}}], limits: {{per_caller: {{open: 10000, upgrades: 10000}}}}}}",
+                if *tls { files.as_str() } else { "" },
+                self.path("users.yaml"),
+            ),
+            None => String::new(),
         };
+        let tunnels = options.kubernetes.as_ref().and_then(|kubernetes| kubernetes.tunnels);
+        let tunnels =
+            tunnels.map_or_else(String::new, |tunnels| format!(", max_tunnels_per_agent: {tunnels}"));
+        let drain = options.drain.map_or_else(String::new, |drain| format!("drain: {drain}\n"));
         let websocket = options.websocket;
         let replicas = match options.replicas {
             Some([own, other]) => format!(
@@ -209,25 +230,13 @@ impl Environment {
             ),
             None => String::new(),
         };
-        let (tunnels, kubernetes) = match &options.kubernetes {
-            None => (String::new(), String::new()),
-            Some(KubernetesOptions { address, tunnels }) => (
-                format!(", max_tunnels_per_agent: {tunnels}"),
-                format!(
-                    ", kubernetes_api: {{listen: {{address: \"{address}\"}}, users: {{file: {:?}}}, \
-                     access: [{{agents: all, users: [\"kas:*\"], as: agent}}], \
-                     limits: {{per_caller: {{open: {tunnels}}}}}}}",
-                    self.path("users.yaml")
-                ),
-            ),
-        };
         let config = format!(
-            "agent: {{listen: {{address: \"{agents}\", websocket: {websocket}{tls}{tunnels}}}{kubernetes}}}\n\
+            "agent: {{listen: {{address: \"{agents}\", websocket: {websocket}{tls}{tunnels}}}{endpoint}}}\n\
              api: {{listen: {{address: \"{api}\", authentication_secret_file: {:?}}}}}\n\
              observability: {{listen: {{address: \"{observability}\"}}}}\n\
              identity: {{file: {:?}}}\n\
              state_dir: {:?}\n\
-             {replicas}",
+             {replicas}{drain}",
             self.secret_file(),
             self.path("agents.yaml"),
             self.path(&format!("{name}-state")),
@@ -240,7 +249,8 @@ impl Environment {
             ensure!(Instant::now() < deadline, "{name} does not become ready:\n{}", process.tail());
             std::thread::sleep(Duration::from_millis(20));
         }
-        Ok(Kas { process, agents, api, tls: options.tls })
+        let kubernetes = options.kubernetes.as_ref().map(|_| kubernetes);
+        Ok(Kas { process, agents, api, kubernetes, tls: options.tls })
     }
 
     /// Starts kas with this configuration. `under` is a command that runs it, such as valgrind.
@@ -288,6 +298,17 @@ impl Environment {
         self.agentk_of(kas, &format!("ws://{}", kas.agents), number, &AgentOptions::default())
     }
 
+    /// Like [`agentk`](Self::agentk), with several replicas, which do not use TLS for agents.
+    pub(super) fn agentk_of_all(
+        &self,
+        replicas: &[Kas; 2],
+        number: i64,
+        options: &AgentOptions,
+    ) -> anyhow::Result<Process> {
+        let urls = replicas.each_ref().map(|kas| format!("grpc://{}", kas.agents));
+        self.agentk_of(&replicas[0], &urls.join(","), number, options)
+    }
+
     fn agentk_of(
         &self,
         kas: &Kas,
@@ -309,8 +330,8 @@ impl Environment {
                 if let Some(file) = &server.ca_file {
                     command.arg("--kube-ca-file").arg(file);
                 }
-                // So that it is known which replica holds the agent.
-                command.args(["--replicas", "1"]);
+                // One, unless it does not matter which replica holds the agent.
+                command.args(["--replicas", &options.replicas.max(1).to_string()]);
             }
         }
         if kas.tls {
@@ -360,6 +381,11 @@ impl Environment {
     pub(super) fn client(&self) -> anyhow::Result<LoadClient> {
         LoadClient::start(&self.programs.bench)
     }
+}
+
+/// Returns the token of the user of the endpoint for kubectl. It is not secret, as [`token`] is not.
+pub(super) fn user_token() -> String {
+    format!("kasu_{}", &"bench-".repeat(8)[..43])
 }
 
 /// Returns a command that runs `program` under another one, such as valgrind, if there is one.

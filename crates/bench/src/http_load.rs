@@ -2,7 +2,6 @@
 
 use std::{
     net::SocketAddr,
-    path::Path,
     sync::{Arc, atomic::Ordering},
     time::Duration,
 };
@@ -33,7 +32,9 @@ use super::{
     agents,
     call::{LoadState, Outgoing, RUN, STOP, Sender, Signer, Upload, handshake, head},
     load::{CALL, measure},
-    protocol::{ClientCommand, EVENT, HttpLoad, HttpTarget, HttpWork, Loaded, STAMP, Span, UNIT},
+    protocol::{
+        Access, ClientCommand, EVENT, HttpLoad, HttpServer, HttpTarget, HttpWork, Loaded, STAMP, Span, UNIT,
+    },
     static_server,
 };
 
@@ -83,8 +84,8 @@ impl Template {
         let (method, path) = static_server::request(load.work);
         let shared = Arc::clone(shared);
         match &load.target {
-            HttpTarget::Direct { address, http2, ca_file } => {
-                Self::direct(load.work, *address, *http2, ca_file.as_deref(), method, &path, shared)
+            HttpTarget::Http { server, http2 } => {
+                Self::http(load.work, server, *http2, method, &path, shared)
             }
             HttpTarget::Kas { address, metadata } => {
                 let (parts, ()) = head(*address, http_tunnel::METHOD)?.body(())?.into_parts();
@@ -105,16 +106,21 @@ impl Template {
         }
     }
 
-    fn direct(
+    fn http(
         work: HttpWork,
-        address: SocketAddr,
+        server: &HttpServer,
         http2: bool,
-        ca_file: Option<&Path>,
         method: Method,
         path: &str,
         shared: Arc<LoadState>,
     ) -> anyhow::Result<Self> {
+        let HttpServer { address, ca_file, access } = server;
+        let (address, ca_file) = (*address, ca_file.as_deref());
+        let path = format!("{}{path}", Access::prefix(access.as_ref()));
         let mut headers = HeaderMap::new();
+        if let Some(access) = access {
+            headers.insert(header::AUTHORIZATION, HeaderValue::try_from(access.authorization())?);
+        }
         for (name, value) in HEADERS {
             headers.insert(HeaderName::try_from(name)?, HeaderValue::from_static(value));
         }
@@ -123,7 +129,7 @@ impl Template {
             format!("{scheme}://{address}{path}")
         } else {
             headers.insert(header::HOST, HeaderValue::try_from(address.to_string())?);
-            path.to_owned()
+            path
         };
         let body = match work {
             HttpWork::Up(size) => {
@@ -391,7 +397,7 @@ impl Caller {
             HttpWork::Down(expected) => {
                 ensure!(size == expected, "a response of {size} bytes instead of {expected}");
             }
-            HttpWork::Events | HttpWork::PacedEvents(_) => bail!("the events ended"),
+            HttpWork::Events | HttpWork::PacedEvents(_) | HttpWork::NoEvents => bail!("the events ended"),
         }
         Ok(())
     }
@@ -452,11 +458,11 @@ pub(super) async fn run(
     load: &HttpLoad,
     commands: &mut mpsc::Receiver<ClientCommand>,
 ) -> anyhow::Result<Loaded> {
-    let is_events = matches!(load.work, HttpWork::Events | HttpWork::PacedEvents(_));
+    let is_events = matches!(load.work, HttpWork::Events | HttpWork::PacedEvents(_) | HttpWork::NoEvents);
     ensure!(!is_events || matches!(load.span, Span::Time { .. }), "events do not end");
     let shared = Arc::new(LoadState::default());
     let template = Arc::new(Template::new(load, &shared)?);
-    let is_http2 = !matches!(load.target, HttpTarget::Direct { http2: false, .. });
+    let is_http2 = !matches!(load.target, HttpTarget::Http { http2: false, .. });
     let mut senders = Vec::new();
     for _ in 0..if is_http2 { load.connections } else { 0 } {
         if let Link::Http2(sender) = template.connect(true).await? {
@@ -488,8 +494,45 @@ pub(super) async fn run(
         HttpWork::Down(_) | HttpWork::Up(_) => loaded.done = loaded.bytes / UNIT,
         HttpWork::Events => loaded.done = loaded.bytes / EVENT as u64,
         HttpWork::PacedEvents(_) => loaded.done = times.len() as u64,
+        HttpWork::NoEvents => {}
     }
     Ok(loaded)
+}
+
+/// A response that is open.
+pub(super) struct OpenResponse {
+    _reader: Reader<Incoming>,
+    /// Its connection.
+    _link: Link,
+}
+
+/// Opens watches without events over HTTP/2, `each` of them on every connection.
+pub(super) async fn open_watches(
+    server: &HttpServer,
+    count: usize,
+    each: usize,
+) -> anyhow::Result<Vec<OpenResponse>> {
+    let load = HttpLoad {
+        target: HttpTarget::Http { server: server.clone(), http2: true },
+        work: HttpWork::NoEvents,
+        connections: 1,
+        callers: 1,
+        span: Span::Time { warm: 0, run: 0 },
+    };
+    let template = Arc::new(Template::new(&load, &Arc::new(LoadState::default()))?);
+    let mut open = Vec::with_capacity(count);
+    let mut sender = None;
+    for number in 0..count {
+        if number % each.max(1) == 0 {
+            let Link::Http2(new) = template.connect(true).await? else { bail!("it is not HTTP/2") };
+            sender = Some(new);
+        }
+        let link = || anyhow::Ok(Link::Http2(sender.clone().context("no connection")?));
+        let mut caller = Caller { template: Arc::clone(&template), link: link()? };
+        let reader = timeout(CALL, caller.begin()).await??;
+        open.push(OpenResponse { _reader: reader, _link: link()? });
+    }
+    Ok(open)
 }
 
 #[cfg(test)]
@@ -504,6 +547,10 @@ mod tests {
 
     const SIZE: u64 = 3 * UNIT;
 
+    fn server(address: SocketAddr) -> HttpServer {
+        HttpServer { address, ca_file: None, access: None }
+    }
+
     #[tokio::test]
     async fn requests_of_both_versions_are_complete() {
         let [first, second] = start().await;
@@ -514,7 +561,7 @@ mod tests {
                 let (go, mut commands) = mpsc::channel(1);
                 go.send(ClientCommand::Go).await.unwrap();
                 let load = HttpLoad {
-                    target: HttpTarget::Direct { address, http2, ca_file: None },
+                    target: HttpTarget::Http { server: server(address), http2 },
                     work,
                     connections: 2,
                     callers: 3,
@@ -530,7 +577,7 @@ mod tests {
     async fn response_of_another_size_is_a_failure() {
         let [address, _] = start().await;
         let load = HttpLoad {
-            target: HttpTarget::Direct { address, http2: false, ca_file: None },
+            target: HttpTarget::Http { server: server(address), http2: false },
             work: HttpWork::Get(1_000),
             connections: 1,
             callers: 1,

@@ -8,14 +8,15 @@ use std::{
 
 use anyhow::{bail, ensure};
 
+mod endpoint;
 mod report;
 
-use self::report::Report;
+use self::{endpoint::ROWS as ENDPOINT_ROWS, report::Report};
 use super::{
     child::{Process, machine},
     environment::{AgentOptions, ApiServer, Environment, Kas, KasOptions, StaticServer, free_addresses},
     load_client::LoadClient,
-    protocol::{HttpLoad, HttpTarget, HttpWork, Loaded, Metadata, Span, Tokens},
+    protocol::{HttpLoad, HttpServer, HttpTarget, HttpWork, Loaded, Metadata, Span, Tokens},
     report::{Output, finish, is_selected},
 };
 
@@ -27,7 +28,10 @@ pub(crate) struct HttpArgs {
     /// One short round, to check that everything works; its numbers are not meaningful
     #[arg(long, conflicts_with = "rounds")]
     quick: bool,
-    /// Measure only these rows, by name or by the first words of a name: `get_1k_c64`, `get`, `down`
+    /// Measure only these rows, by name or by the first words of a name: `get_1k_c64`, `get`, `down`; `k8s`
+    /// for those of the Kubernetes API endpoint: `k8s_get_c64`, `k8s_get_c1`, `k8s_watch_events`,
+    /// `k8s_watch_delay`, `k8s_exec_rtt`, `k8s_exec_bulk`, `k8s_cp`, `k8s_idle_watch`, `k8s_idle_exec`,
+    /// `k8s_drain`, `k8s_conformance`
     #[arg(long, value_name = "NAME", value_delimiter = ',')]
     only: Vec<String>,
     /// Measure only one hop, and no TLS to the API server
@@ -225,14 +229,17 @@ impl Setup {
     }
 
     fn load(&self, row: &Row, way: Way, span: Span) -> HttpLoad {
-        let direct = |http2: bool| HttpTarget::Direct {
-            address: match (way.tls, http2) {
-                (true, _) => self.server.tls,
-                (false, true) => self.server.http2,
-                (false, false) => self.server.http1,
+        let direct = |http2: bool| HttpTarget::Http {
+            server: HttpServer {
+                address: match (way.tls, http2) {
+                    (true, _) => self.server.tls,
+                    (false, true) => self.server.http2,
+                    (false, false) => self.server.http1,
+                },
+                ca_file: way.tls.then(|| self.ca_file.clone()),
+                access: None,
             },
             http2,
-            ca_file: way.tls.then(|| self.ca_file.clone()),
         };
         let kas = |build, replica: usize| {
             let tree = self.tree(build);
@@ -296,8 +303,8 @@ pub(super) fn run(args: &HttpArgs) -> anyhow::Result<()> {
     } else {
         (args.rounds, Span::Time { warm: 300, run: 1_200 })
     };
+    let names: Vec<_> = ROWS.iter().map(|row| row.name).chain(ENDPOINT_ROWS).collect();
     for only in &args.only {
-        let names: Vec<_> = ROWS.iter().map(|row| row.name).collect();
         ensure!(
             names.iter().any(|name| is_selected(name, only)),
             "--only {only}: no such row; the rows are {}",
@@ -305,6 +312,21 @@ pub(super) fn run(args: &HttpArgs) -> anyhow::Result<()> {
         );
     }
     let wanted = |name: &str| args.only.is_empty() || args.only.iter().any(|only| is_selected(name, only));
+    let rows: Vec<&Row> = ROWS.iter().filter(|row| wanted(row.name)).collect();
+    if !rows.is_empty() {
+        let report = measure(args, &rows, rounds, span)?;
+        finish(&report.values(), &report.tables(), "http", &command(args), &args.output)?;
+    }
+    let rows: Vec<_> = ENDPOINT_ROWS.into_iter().filter(|name| wanted(name)).collect();
+    if !rows.is_empty() {
+        let report = endpoint::measure(&rows, rounds, args.quick)?;
+        finish(&report.values(), &report.tables(), "http k8s", &command(args), &args.output)?;
+    }
+    Ok(())
+}
+
+/// Measures the rows of calls of `KubernetesApi/MakeRequest`.
+fn measure(args: &HttpArgs, rows: &[&Row], rounds: u32, span: Span) -> anyhow::Result<Report> {
     let begin = tokio::time::Instant::now();
     let mut setup = Setup::new(args.before.as_deref())?;
     let ways = ways(args.before.is_some(), args.one_hop);
@@ -316,7 +338,7 @@ pub(super) fn run(args: &HttpArgs) -> anyhow::Result<()> {
         report.versions = Some([setup.this.environment.version()?, before.environment.version()?]);
     }
     for round in 0..rounds as usize {
-        for row in ROWS.iter().filter(|row| wanted(row.name)) {
+        for row in rows {
             eprintln!(
                 "[{:>4.0} s] round {} of {rounds}: {} ({})",
                 begin.elapsed().as_secs_f64(),
@@ -336,7 +358,7 @@ pub(super) fn run(args: &HttpArgs) -> anyhow::Result<()> {
             }
         }
     }
-    finish(&report.values(), &report.tables(), "http", &command(args), &args.output)
+    Ok(report)
 }
 
 /// Returns the command line that repeats the benchmark.

@@ -12,7 +12,7 @@ use anyhow::{Context as _, anyhow, bail};
 
 use super::{
     child,
-    protocol::{ClientCommand, ClientEvent, HttpLoad, Load, Loaded, Span},
+    protocol::{ClientCommand, ClientEvent, HttpLoad, LeavingLoad, Load, Loaded, Span, UpgradeLoad},
 };
 
 /// Time limit for the next event. The time limits of the client itself are shorter.
@@ -90,6 +90,24 @@ impl LoadClient {
         edge: impl FnMut(&Self, bool) -> anyhow::Result<()>,
     ) -> anyhow::Result<Loaded> {
         self.run(&ClientCommand::Http(load.clone()), load.span, edge)
+    }
+
+    /// Like [`load`](Self::load), for upgraded connections.
+    pub(super) fn upgrades(
+        &mut self,
+        load: &UpgradeLoad,
+        edge: impl FnMut(&Self, bool) -> anyhow::Result<()>,
+    ) -> anyhow::Result<Loaded> {
+        self.run(&ClientCommand::Upgrades(load.clone()), load.span, edge)
+    }
+
+    /// Like [`load`](Self::load), for clients of replicas that leave.
+    pub(super) fn leaving(
+        &mut self,
+        load: &LeavingLoad,
+        edge: impl FnMut(&Self, bool) -> anyhow::Result<()>,
+    ) -> anyhow::Result<Loaded> {
+        self.run(&ClientCommand::Leaving(load.clone()), load.span, edge)
     }
 
     fn run(

@@ -15,6 +15,7 @@ mod environment;
 mod http_load;
 mod http_path;
 mod instructions;
+mod leaving_load;
 mod load;
 mod load_client;
 mod path;
@@ -22,6 +23,7 @@ mod protocol;
 mod report;
 mod static_server;
 mod times;
+mod upgrade_load;
 mod watches;
 
 use std::process::ExitCode;
@@ -38,7 +40,8 @@ struct Arguments {
 
 #[derive(Debug, clap::Subcommand)]
 enum What {
-    /// Compare HTTP requests through kas and agentk with direct requests; about six minutes on two cores
+    /// Compare HTTP requests through kas and agentk with direct requests, by calls and by the Kubernetes API
+    /// endpoint (rows k8s_…); about seven minutes on two cores
     Http(http_path::HttpArgs),
     /// Compare calls through kas with direct calls; about ten minutes on two cores
     Path(path::PathArgs),

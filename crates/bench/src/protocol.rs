@@ -12,6 +12,13 @@ pub(super) enum ClientCommand {
     Load(Load),
     /// Make HTTP requests. Events as of [`Load`](Self::Load).
     Http(HttpLoad),
+    /// Exchange bytes over upgraded connections. Events as of [`Load`](Self::Load).
+    Upgrades(UpgradeLoad),
+    /// Make HTTP requests while a replica leaves. Events as of [`Load`](Self::Load).
+    Leaving(LeavingLoad),
+    /// Open watches or upgraded connections on which nothing happens, and keep them open. Event:
+    /// [`ClientEvent::Connected`].
+    Idle(Idle),
     /// Continue after [`ClientEvent::Begin`] of a [`Span::Count`].
     Go,
     /// Connect idle agents and keep them connected. Event: [`ClientEvent::Connected`].
@@ -29,7 +36,7 @@ pub(super) enum ClientEvent {
     End,
     /// The result of a load.
     Loaded(Loaded),
-    /// All agents are connected.
+    /// All agents are connected, or all requests are open.
     Connected,
     /// The result of [`ClientCommand::Waiters`].
     Woken(Woken),
@@ -132,14 +139,12 @@ pub(super) struct HttpLoad {
 /// Where HTTP requests are sent to.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) enum HttpTarget {
-    /// The static server.
-    Direct {
-        /// Its address.
-        address: SocketAddr,
+    /// The static server, or the endpoint for kubectl of kas in front of it.
+    Http {
+        /// The server.
+        server: HttpServer,
         /// Use HTTP/2 instead of HTTP/1.1.
         http2: bool,
-        /// Use TLS, with this certificate authority.
-        ca_file: Option<PathBuf>,
     },
     /// The API listener of kas: requests are calls of `KubernetesApi/MakeRequest`.
     Kas {
@@ -148,6 +153,93 @@ pub(super) enum HttpTarget {
         /// Metadata of the calls.
         metadata: Metadata,
     },
+}
+
+/// A server of HTTP.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(super) struct HttpServer {
+    /// Its address.
+    pub(super) address: SocketAddr,
+    /// Use TLS, with this certificate authority.
+    pub(super) ca_file: Option<PathBuf>,
+    /// It is the endpoint for kubectl: the agent that answers, and the caller's token. `None`: it is the
+    /// static server itself.
+    pub(super) access: Option<Access>,
+}
+
+/// What requests to the endpoint for kubectl contain in addition.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(super) struct Access {
+    /// The agent that answers.
+    pub(super) agent: i64,
+    /// The token of a user of kas.
+    pub(super) token: String,
+}
+
+impl Access {
+    /// Returns what the path of a request begins with.
+    pub(super) fn prefix(access: Option<&Self>) -> String {
+        access.map_or_else(String::new, |access| format!("/agents/{}", access.agent))
+    }
+
+    /// Returns the value of the header `Authorization`.
+    pub(super) fn authorization(&self) -> String {
+        format!("Bearer {}", self.token)
+    }
+}
+
+/// Upgraded connections to the static server, directly or through kas. Each is one of HTTP/1.1.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(super) struct UpgradeLoad {
+    /// Where they lead to.
+    pub(super) server: HttpServer,
+    /// Number of connections that send [`ECHO`] bytes and wait until they come back, again and again, as a
+    /// terminal does. [`Loaded::done`] counts these round trips.
+    pub(super) terminals: usize,
+    /// Number of connections that read bytes as fast as possible, as `kubectl cp` does. [`Loaded::bytes`]
+    /// counts them.
+    pub(super) copies: usize,
+    /// The duration, a [`Span::Time`].
+    pub(super) span: Span,
+}
+
+/// Bytes that a terminal sends at a time.
+pub(super) const ECHO: usize = 64;
+
+/// Requests and watches of clients that go to another replica when the one that they use leaves. Each has a
+/// connection of its own, of HTTP/2.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(super) struct LeavingLoad {
+    /// The endpoints for kubectl of all replicas.
+    pub(super) servers: Vec<SocketAddr>,
+    /// See [`HttpServer::access`].
+    pub(super) access: Access,
+    /// Number of clients that make a request every few milliseconds. [`Loaded::done`] counts those.
+    pub(super) requests: usize,
+    /// Number of clients that watch.
+    pub(super) watches: usize,
+    /// The duration, a [`Span::Time`].
+    pub(super) span: Span,
+}
+
+/// Requests that stay open and on which nothing happens.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(super) struct Idle {
+    /// Where they lead to.
+    pub(super) server: HttpServer,
+    /// What they are.
+    pub(super) what: IdleWhat,
+    /// Number of requests.
+    pub(super) count: usize,
+}
+
+/// The kind of idle requests.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+pub(super) enum IdleWhat {
+    /// Watches over HTTP/2, this many on each connection.
+    Watches(usize),
+    /// Upgraded connections.
+    Upgrades,
 }
 
 /// HTTP requests.
@@ -163,6 +255,8 @@ pub(super) enum HttpWork {
     Events,
     /// An endless response of so many events a second. [`Loaded::done`] counts events.
     PacedEvents(u32),
+    /// An endless response without events.
+    NoEvents,
 }
 
 /// Bodies are counted in units of so many bytes.

@@ -61,7 +61,7 @@ pub(super) const INSTRUCTIONS: &str = "kas_instructions_per_request";
 pub(super) const AGENT_INSTRUCTIONS: &str = "agentk_instructions_per_request";
 pub(super) const AGENT_INSTRUCTIONS_RATIO: &str = "agentk_instructions_per_request_ratio";
 
-const GATES: [Gate; 38] = [
+const GATES: [Gate; 49] = [
     at_least("http_get_c64_ratio", 0.33, 0.42),
     at_least("http_get_c10_ratio", 0.28, 0.35),
     at_most("http_get_c1_p50_ratio", 3.0, 2.5),
@@ -69,6 +69,17 @@ const GATES: [Gate; 38] = [
     at_least("http_up_64m_ratio", 0.30, 0.45),
     at_most("http_agentk_us_c64", 0.8, 0.6),
     at_most("http_kas_us_c64", 0.8, 0.6),
+    at_least("k8s_get_c64_ratio", 0.22, 0.30),
+    at_most("k8s_get_c1_p50_ratio", 4.0, 3.0),
+    at_least("watch_events_per_s", 40_000.0, 80_000.0),
+    at_most("watch_delay_p99_ms", 5.0, 2.0),
+    at_most("exec_rtt_p50_ratio", 2.5, 1.8),
+    at_most("exec_rtt_bulk_p99_ratio", 3.0, 2.0),
+    at_least("cp_mb_s_ratio", 0.40, 0.55),
+    at_most("idle_watch_kib", 24.0, 16.0),
+    at_most("idle_exec_kib", 64.0, 48.0),
+    at_most("drain_failed_requests", 0.0, 0.0),
+    at_most("conformance_diff", 0.0, 0.0),
     at_least("unary_100b_c64_ratio", 0.50, 0.70),
     at_most("unary_100b_c1_p50_ratio", 2.6, 2.2),
     at_least("stream_down_64k_ratio", 0.50, 0.65),
@@ -190,6 +201,13 @@ kas and agentk. The server is a static one with one thread, built with hyper. It
 server should serve every row: nginx stores an upload in memory or in a file before it answers, and it cannot
 send events. Ten and 64 callers use four HTTP/2 connections. Over HTTP/1.1, each caller has its own. Rows with
 TLS use it between agentk, or the direct client, and the server.
+
+`bench http` also measures what kubectl and controllers use: the Kubernetes API endpoint (rows `k8s_…`). *Direct*
+is the same client and the same static server without kas and agentk. Requests and watches use HTTP/2, and
+upgraded connections HTTP/1.1, both without TLS. An upgraded connection carries 64 bytes at a time and waits until
+they come back, as a terminal does, or reads bytes as fast as possible, as `kubectl cp` does. Idle watches use
+HTTP/2, four on a connection; idle exec uses TLS. While one of two replicas leaves, clients go on, and repeat only
+what client-go and Go's HTTP client repeat without telling the user.
 
 `bench path` measures a method that only the benchmark has, without HTTP. *Direct* is the same handler in a
 program of its own (`agentk-bench-direct`), served over HTTP/2 with the windows of the tunnel, and called by

@@ -1,8 +1,8 @@
 //! The static HTTP server that `bench http` calls, directly and through kas. It is a process with one thread.
 //!
 //! It is not nginx, because one server should serve every row: nginx stores an upload in memory or in a file
-//! before it answers, and cannot send events. It uses hyper without this project's crate `net`, so that a
-//! change of `net` does not change what it is compared with.
+//! before it answers, and can neither send events nor upgrade a connection. It uses hyper without this
+//! project's crate `net`, so that a change of `net` does not change what it is compared with.
 
 use std::{
     convert::Infallible,
@@ -24,11 +24,12 @@ use hyper::{
     body::Incoming,
     server::conn::{http1, http2},
     service::service_fn,
+    upgrade::OnUpgrade,
 };
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use rustls_pki_types::{CertificateDer, PrivateKeyDer, pem::PemObject as _};
 use tokio::{
-    io::{AsyncRead, AsyncWrite, AsyncWriteExt as _},
+    io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _},
     net::{TcpListener, TcpStream},
     time::{Interval, MissedTickBehavior, interval},
 };
@@ -58,12 +59,22 @@ const PIECE: usize = 64 * 1024;
 
 const FILES: &str = "/files/";
 const UPLOADS: &str = "/uploads";
-const EVENTS: &str = "/events/";
+/// The path of a watch, in the older form without a query. It ends with the number of events a second: 0 for
+/// as fast as possible, `none` for none at all, `one` for a single one.
+const EVENTS: &str = "/api/v1/watch/events/";
 /// A watch with one event, which is silent from then on.
-pub(super) const WATCH: &str = "/api/v1/pods?watch=1";
-const WATCHED: &str = "/api/v1/pods";
-/// Upgrades the connection, and sends back what comes.
-pub(super) const EXEC: &str = "/api/v1/namespaces/default/pods/web/exec";
+pub(super) const WATCH: &str = "/api/v1/watch/events/one";
+/// The path of upgraded connections. The query says what they do.
+const EXEC: &str = "/api/v1/namespaces/bench/pods/bench/exec";
+/// The query of an upgraded connection that returns what it is sent.
+pub(super) const TERMINAL: &str = "command=sh";
+/// The query of an upgraded connection that sends bytes as fast as possible.
+pub(super) const COPY: &str = "command=tar";
+
+/// Returns the path and the query of an upgraded connection.
+pub(super) fn exec(query: &str) -> String {
+    format!("{EXEC}?{query}")
+}
 
 /// Returns the method and the path of a request.
 pub(super) fn request(work: HttpWork) -> (Method, String) {
@@ -73,6 +84,7 @@ pub(super) fn request(work: HttpWork) -> (Method, String) {
         HttpWork::Up(_) => (Method::PUT, UPLOADS.to_owned()),
         HttpWork::Events => (Method::GET, format!("{EVENTS}0")),
         HttpWork::PacedEvents(rate) => (Method::GET, format!("{EVENTS}{rate}")),
+        HttpWork::NoEvents => (Method::GET, format!("{EVENTS}none")),
     }
 }
 
@@ -161,15 +173,31 @@ async fn serve(
 
 async fn answer(request: Request<Incoming>, piece: Bytes) -> Result<Response<Content>, Infallible> {
     let path = request.uri().path();
-    if path == EXEC {
-        return Ok(upgrade(request));
+    if path == EXEC
+        && let Some(protocol) = request.headers().get(header::UPGRADE).cloned()
+    {
+        let is_copy = request.uri().query() == Some(COPY);
+        let connection = hyper::upgrade::on(request);
+        tokio::spawn(async move {
+            if let Err(error) = upgraded(connection, is_copy.then_some(piece)).await {
+                // As in `accept`.
+                eprintln!("an upgraded connection ended: {error:#}");
+            }
+        });
+        let mut response = Response::new(Content::Text(None));
+        *response.status_mut() = StatusCode::SWITCHING_PROTOCOLS;
+        response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("Upgrade"));
+        response.headers_mut().insert(header::UPGRADE, protocol);
+        return Ok(response);
     }
     let content = if let Some(size) = path.strip_prefix(FILES) {
         size.parse().ok().map(|left| Content::File { left, piece })
+    } else if path.strip_prefix(EVENTS) == Some("none") {
+        Some(Content::Silent(None))
+    } else if path == WATCH {
+        event(&piece).ok().map(|event| Content::Silent(Some(event)))
     } else if let Some(rate) = path.strip_prefix(EVENTS) {
         rate.parse().ok().map(|rate| Content::events(rate, piece))
-    } else if path == WATCHED {
-        event(&piece).ok().map(|event| Content::Watch(Some(event)))
     } else if path == UPLOADS {
         // The size shows the caller that the whole body has arrived. Nothing that was not read is counted.
         read(request.into_body()).await.map(|size| Content::Text(Some(size.to_string().into())))
@@ -194,30 +222,25 @@ async fn answer(request: Request<Incoming>, piece: Bytes) -> Result<Response<Con
     Ok(response)
 }
 
-/// Switches to the protocol that a request asks for.
-fn upgrade(mut request: Request<Incoming>) -> Response<Content> {
-    let mut response = Response::new(Content::Text(None));
-    match request.headers().get(header::UPGRADE).cloned() {
-        Some(protocol) => {
-            *response.status_mut() = StatusCode::SWITCHING_PROTOCOLS;
-            response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("Upgrade"));
-            response.headers_mut().insert(header::UPGRADE, protocol);
-            let upgraded = hyper::upgrade::on(&mut request);
-            tokio::spawn(async move {
-                let echoed = async {
-                    let (mut read, mut write) = tokio::io::split(TokioIo::new(upgraded.await?));
-                    tokio::io::copy(&mut read, &mut write).await?;
-                    write.shutdown().await?;
-                    anyhow::Ok(())
-                };
-                if let Err(error) = echoed.await {
-                    eprintln!("an upgraded connection ended: {error:#}");
-                }
-            });
+/// Sends the piece again and again, or returns what the client sends if there is none. Ends when the client
+/// leaves.
+async fn upgraded(connection: OnUpgrade, piece: Option<Bytes>) -> anyhow::Result<()> {
+    let mut stream = TokioIo::new(connection.await?);
+    if let Some(piece) = piece {
+        loop {
+            stream.write_all(&piece).await?;
+            stream.flush().await?;
         }
-        None => *response.status_mut() = StatusCode::BAD_REQUEST,
     }
-    response
+    let mut buffer = vec![0; 4 * 1024];
+    loop {
+        let read = stream.read(&mut buffer).await?;
+        if read == 0 {
+            return Ok(stream.shutdown().await?);
+        }
+        stream.write_all(&buffer[..read]).await?;
+        stream.flush().await?;
+    }
 }
 
 /// Reads a body. Returns its size, or `None` if it is not complete.
@@ -237,14 +260,14 @@ enum Content {
         left: u64,
         piece: Bytes,
     },
-    /// One event, and then nothing for ever.
-    Watch(Option<Bytes>),
     /// Events without end.
     Events {
         /// Between two events; `None`: as fast as possible.
         pace: Option<Interval>,
         piece: Bytes,
     },
+    /// One event, if there is one, and then nothing until the connection ends.
+    Silent(Option<Bytes>),
 }
 
 impl Content {
@@ -280,8 +303,8 @@ impl Body for Content {
                 *left -= data.len() as u64;
                 Some(Ok(data))
             }
-            // No task is woken: nothing follows until the connection ends.
-            Self::Watch(event) => match event.take() {
+            // No task is woken: nothing follows.
+            Self::Silent(event) => match event.take() {
                 Some(event) => Some(Ok(event)),
                 None => return Poll::Pending,
             },
@@ -303,7 +326,7 @@ impl Body for Content {
         match self {
             Self::Text(text) => SizeHint::with_exact(text.as_ref().map_or(0, |text| text.len() as u64)),
             Self::File { left, .. } => SizeHint::with_exact(*left),
-            Self::Events { .. } | Self::Watch(_) => SizeHint::default(),
+            Self::Events { .. } | Self::Silent(_) => SizeHint::default(),
         }
     }
 }

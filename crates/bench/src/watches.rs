@@ -18,9 +18,9 @@ use tokio::{
 
 use super::{
     child::Process,
-    environment::{AgentOptions, ApiServer, Environment, KasOptions, KubernetesOptions, free_addresses},
+    environment::{AgentOptions, ApiServer, Environment, KasOptions, KubernetesOptions, user_token},
     report::{Output, Values, finish, median, short},
-    static_server::{EXEC, WATCH},
+    static_server::{TERMINAL, WATCH, exec},
 };
 
 #[derive(Debug, clap::Args)]
@@ -106,8 +106,9 @@ impl Client {
         let mut stream = TcpStream::connect(self.address).await?;
         stream.set_nodelay(true)?;
         let head = format!(
-            "POST /agents/{AGENT}{EXEC}?command=sh HTTP/1.1\r\nHost: kas\r\nAuthorization: Bearer {}\r\n\
+            "POST /agents/{AGENT}{} HTTP/1.1\r\nHost: kas\r\nAuthorization: Bearer {}\r\n\
              Connection: Upgrade\r\nUpgrade: SPDY/3.1\r\n\r\n",
+            exec(TERMINAL),
             self.token
         );
         stream.write_all(head.as_bytes()).await?;
@@ -126,16 +127,12 @@ impl Client {
 pub(super) fn run(args: &WatchesArgs) -> anyhow::Result<()> {
     process::open_files::raise_limit();
     let environment = Environment::new()?;
-    let client = Client {
-        address: free_addresses::<1>()?[0],
-        token: format!("kasu_{}", hex::encode(rand::random::<[u8; 32]>()).get(..43).unwrap_or_default()),
-    };
-    let hash = ids::TokenHash::of(client.token.as_bytes()).to_hex();
-    environment.write("users.yaml", &format!("users:\n- {{name: bench, tokens: [\"sha256:{hash}\"]}}\n"))?;
     let server = environment.static_server()?;
-    let kubernetes = KubernetesOptions { address: client.address, tunnels: TUNNELS };
+    let kubernetes = KubernetesOptions { tls: false, tunnels: Some(TUNNELS) };
     let kas =
         environment.kas("kas", &KasOptions { kubernetes: Some(kubernetes), ..KasOptions::default() })?;
+    let client =
+        Client { address: kas.kubernetes.context("the endpoint is on")?, token: user_token().to_owned() };
     let options = AgentOptions {
         max_tunnels: Some(TUNNELS as usize),
         api_server: Some(ApiServer { address: server.tls, ca_file: Some(environment.certificate()) }),

@@ -435,14 +435,6 @@ impl Kas {
             replica.id.clone(),
             mesh.as_ref().map(|mesh| Arc::clone(&mesh.peers)),
         ));
-        if let Some(page) = &page {
-            page.serve(Source {
-                tracker: Arc::clone(&tracker),
-                router: Arc::clone(&router),
-                metrics: Arc::clone(&requests),
-                phase: lifecycle.watch(),
-            });
-        }
         let reported = gitlab.clone().map(|gitlab| gitlab as Arc<dyn gitlab::AgentConfigurations>);
         let configs = AgentConfigs::new(&config.agent.configuration, reported);
         let audit = match &config.observability.audit {
@@ -543,6 +535,7 @@ impl Kas {
                     move || tunnels.refuse_waiters()
                 }),
         );
+        let mut endpoint = None;
         if let (Some(section), Some(listener)) = (&config.agent.kubernetes_api, kubernetes_listener) {
             let (phase, started) = (lifecycle.watch(), Arc::clone(&started));
             let uses = kubernetes::Uses {
@@ -556,7 +549,19 @@ impl Kas {
                 lifecycle: lifecycle.clone(),
                 is_ready: Box::new(move || unready(*phase.borrow(), started.get()).is_none()),
             };
-            parts.add(kubernetes::part(&config, section, listener, kubernetes_tls, uses).await?);
+            let (part, service) = kubernetes::part(&config, section, listener, kubernetes_tls, uses).await?;
+            parts.add(part);
+            endpoint = Some(service);
+        }
+        if let (Some(page), Some(section)) = (&page, &config.observability.page) {
+            page.serve(Source {
+                tracker: Arc::clone(&tracker),
+                router: Arc::clone(&router),
+                metrics: Arc::clone(&requests),
+                phase: lifecycle.watch(),
+                endpoint,
+                callers: section.callers,
+            });
         }
         let registrar = Registrar::new(Arc::clone(&tracker), Arc::clone(&tunnels), Arc::clone(&identity));
         parts.add(

@@ -261,7 +261,8 @@ mod tests {
     use super::*;
 
     fn page() -> Arc<Page> {
-        let config = kas_config::Page { viewers: 1, hosts: vec!["kas.example.com".to_owned()] };
+        let config =
+            kas_config::Page { viewers: 1, callers: false, hosts: vec!["kas.example.com".to_owned()] };
         Page::new(&config, Arc::new(PageMetrics::new(&mut Registry::default())))
     }
 

@@ -58,7 +58,7 @@ pub use self::{
     agents::{Directory, ListedAgent},
     form::HeadLimits,
     metrics::Metrics,
-    open::OpenLimits,
+    open::{LongCaller, LongCount, LongRequests, OpenLimits},
     origin::Origins,
     rate::RequestRate,
     selection::Prefix,
@@ -161,6 +161,12 @@ impl KubernetesApi {
             sightings: Arc::default(),
             listing: Listing::default(),
         })
+    }
+
+    /// Returns the open requests that have no end of their own, with at most `callers` entries about their
+    /// callers; `None`: with nothing about them.
+    pub fn long_requests(&self, callers: Option<usize>) -> LongRequests {
+        self.open.long(callers)
     }
 
     /// Applies the limits of open requests that depend on time, and ends what has no end of its own once this

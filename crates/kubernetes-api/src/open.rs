@@ -4,6 +4,8 @@
 //! its permission is withdrawn, and when this replica shuts down. One task looks at all requests every
 //! second, so that an open watch needs no timer of its own.
 
+mod long;
+
 use std::{
     collections::HashMap,
     sync::{
@@ -14,6 +16,7 @@ use std::{
     time::Duration,
 };
 
+use callers::{Caller, SourceKind};
 use futures_util::task::AtomicWaker;
 use ids::AgentId;
 use kube_request::Kind;
@@ -22,6 +25,7 @@ use parking_lot::Mutex;
 use rand::seq::SliceRandom as _;
 use tokio::time::Instant;
 
+pub use self::long::{LongCaller, LongCount, LongRequests};
 use crate::{
     ended_by::EndedBy,
     failure::Failure,
@@ -168,6 +172,10 @@ impl Since {
 #[derive(Debug)]
 pub(crate) struct Shared {
     kind: Kind,
+    agent: AgentId,
+    /// The name of its caller.
+    caller: Arc<str>,
+    source: SourceKind,
     start: Instant,
     opened: Instant,
     /// Resets the client's stream, also while nothing of the answer can be written.
@@ -428,13 +436,13 @@ impl OpenRequests {
     pub(crate) fn open(
         self: &Arc<Self>,
         kind: Kind,
-        caller: &Arc<str>,
+        caller: &Caller,
         agent: AgentId,
         reset: Arc<StreamReset>,
     ) -> Result<OpenRequest, Failure> {
         let limits = &self.limits;
         let mut state = self.state.lock();
-        state.has_room(limits, caller, kind == Kind::Upgrade)?;
+        state.has_room(limits, &caller.name, kind == Kind::Upgrade)?;
         if state.agents.get(&agent).is_some_and(|open| *open >= limits.per_agent) {
             return Err(Failure::too_many(format!(
                 "{} requests to agent {agent} are open on this kas",
@@ -442,9 +450,12 @@ impl OpenRequests {
             )));
         }
         // Last, so that nothing else that refuses a request costs its caller a token.
-        state.count(caller, kind == Kind::Upgrade)?;
+        state.count(&caller.name, kind == Kind::Upgrade)?;
         let shared = Arc::new(Shared {
             kind,
+            agent,
+            caller: Arc::clone(&caller.name),
+            source: caller.source,
             start: self.start,
             opened: Instant::now(),
             reset,
@@ -464,7 +475,7 @@ impl OpenRequests {
         *state.agents.entry(agent).or_default() += 1;
         drop(state);
         self.metrics.opened(kind);
-        Ok(OpenRequest { requests: Arc::clone(self), shared, serial, caller: Arc::clone(caller), agent })
+        Ok(OpenRequest { requests: Arc::clone(self), shared, serial })
     }
 
     /// Opens a request of a caller that is for no agent.
@@ -546,8 +557,6 @@ pub(crate) struct OpenRequest {
     requests: Arc<OpenRequests>,
     shared: Arc<Shared>,
     serial: u64,
-    caller: Arc<str>,
-    agent: AgentId,
 }
 
 impl OpenRequest {
@@ -571,14 +580,14 @@ impl Drop for OwnRequest {
 
 impl Drop for OpenRequest {
     fn drop(&mut self) {
-        let kind = self.shared.kind;
+        let Shared { kind, agent, ref caller, .. } = *self.shared;
         let mut state = self.requests.state.lock();
         state.requests.remove(&self.serial);
-        state.discount(&self.caller, kind == Kind::Upgrade);
-        if let Some(open) = state.agents.get_mut(&self.agent) {
+        state.discount(caller, kind == Kind::Upgrade);
+        if let Some(open) = state.agents.get_mut(&agent) {
             *open -= 1;
             if *open == 0 {
-                state.agents.remove(&self.agent);
+                state.agents.remove(&agent);
             }
         }
         drop(state);

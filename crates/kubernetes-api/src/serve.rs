@@ -271,7 +271,7 @@ impl KubernetesApi {
         }
         remove_dropped(&mut parts.headers).map_err(|error| Failure::malformed(error.to_string()))?;
 
-        let open = self.open.open(kind, &caller.name, agent, stream.reset)?;
+        let open = self.open.open(kind, caller, agent, stream.reset)?;
         about.record.action(|| {
             KubernetesAction::of_info(parts.method.as_str(), &info, &target, user_of(run_as, &parts.headers))
         });

@@ -7,6 +7,7 @@ mod agents;
 mod balancer;
 mod deployment;
 mod kasctl;
+mod kubectl;
 mod outage;
 mod processes;
 mod redis;
@@ -32,7 +33,8 @@ Examples:
   cargo xtask quickstart --tracker redis               with a shared Redis instead of gossip
 
 Starts three replicas of kas and four agentk processes, kills one replica while requests run, and prints how \
-long each part took to recover. Listens only on free ports of 127.0.0.1, writes only to a temporary folder, and \
+long each part took to recover. Runs kubectl through kas if it is in PATH; with --kubeconfig, also kubectl exec (of \
+hostname) and port-forward, in the first pod that permits it. Listens only on free ports of 127.0.0.1, writes only to a temporary folder, and \
 removes that folder at the end.";
 
 /// Arguments of `quickstart`.

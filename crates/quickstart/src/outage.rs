@@ -15,6 +15,7 @@ use super::{
     agents::{AGENTS, PODS, Watch},
     deployment::{Deployment, VICTIM},
     kasctl::Kasctl,
+    kubectl::Watching,
     replicas::{self, NAMES, until},
     report::{Report, Step},
     traffic::{Outcome, PERIOD, Record, Summary, Traffic},
@@ -38,11 +39,12 @@ pub(super) struct Aftermath {
     pub(super) problems: Vec<String>,
 }
 
-/// Kills the victim and prints what happens.
+/// Kills the victim and prints what happens. `watching` is a `kubectl get --watch` through it.
 pub(super) async fn kill(
     report: &mut Report,
     processes: &mut Processes,
     deployment: &Deployment,
+    watching: Option<Watching>,
 ) -> Result<Aftermath> {
     let style = report.style();
     let agent = AGENTS[AGENT].0;
@@ -57,6 +59,9 @@ pub(super) async fn kill(
     step.fact("traffic", format_args!("{rate} requests/s for each agent, through each of replicas 1 and 3"));
     if stream.is_some() {
         step.fact("open", format_args!("a watch of agent {agent}'s pods, through replicas 1 and 2"));
+    }
+    if watching.is_some() {
+        step.fact("kubectl", "get pods --watch of agent 1, connected to replica 2");
     }
     processes.pause(BEFORE).await?;
 
@@ -117,15 +122,33 @@ pub(super) async fn kill(
         event(killed.elapsed(), deployment.setup.tracker.gone());
         anyhow::Ok(())
     };
+    let kubectl = async {
+        let Some(watching) = &watching else { return Ok(()) };
+        // kubectl ends with its watch. A controller watches again by itself.
+        let (ended, how) = watching.ended_after(killed).await?;
+        event(ended - killed, &format!("kubectl get pods --watch ended ({how}), and is run again"));
+        let shown = watching.shown_after(ended).await?;
+        event(shown - killed, "kubectl shows pods, through another replica");
+        anyhow::Ok(())
+    };
     let all = Box::pin(async {
         // A process that was waited for leaves no zombie.
         let reaped = async {
             victim.ended().await;
             anyhow::Ok(())
         };
-        tokio::try_join!(around(SURVIVORS[0]), around(SURVIVORS[1]), broken, back, first, gone, reaped)
+        tokio::try_join!(
+            around(SURVIVORS[0]),
+            around(SURVIVORS[1]),
+            broken,
+            back,
+            first,
+            gone,
+            reaped,
+            kubectl
+        )
     });
-    let (.., end, holder, (), (), ()) = match processes
+    let (.., end, holder, (), (), (), ()) = match processes
         .guard(async { Ok(timeout(READY_WITHIN, all).await) })
         .await?
     {

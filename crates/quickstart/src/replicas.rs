@@ -20,6 +20,7 @@ use tokio::{
 use super::{
     POLL, READY_WITHIN, Tracker,
     kasctl::Kasctl,
+    kubectl::USER,
     redis,
     service::{Service, child_command},
 };
@@ -38,13 +39,16 @@ pub(super) struct Ports {
     pub(super) observability: u16,
     /// For the other replicas, TCP and UDP.
     pub(super) private: u16,
+    /// For kubectl.
+    pub(super) kubernetes: u16,
 }
 
 impl Ports {
     /// Finds free ports.
     fn find() -> Result<Self> {
-        let [agent, api, observability, private] = ports::free().context("127.0.0.1 has no free port")?;
-        Ok(Self { agent, api, observability, private })
+        let [agent, api, observability, private, kubernetes] =
+            ports::free().context("127.0.0.1 has no free port")?;
+        Ok(Self { agent, api, observability, private, kubernetes })
     }
 
     /// Reserves the ports, so that they are still free when a killed replica is restarted.
@@ -61,7 +65,8 @@ impl Ports {
             socket.bind(SocketAddr::from((Ipv4Addr::LOCALHOST, port)))?;
             Ok(socket)
         };
-        [self.agent, self.api, self.observability, self.private].map(reserve).into_iter().collect()
+        let all = [self.agent, self.api, self.observability, self.private, self.kubernetes];
+        all.map(reserve).into_iter().collect()
     }
 
     /// Returns the name of the replica among the others.
@@ -100,7 +105,7 @@ impl ReplicaSetup {
     fn config(&self, ports: &Ports, seeds: &str, state: &Path) -> Result<String> {
         // A JSON string is a YAML string.
         let path = |path: &Path| serde_json::to_string(path).context("the temporary folder is not UTF-8");
-        let Ports { agent, api, observability, private } = ports;
+        let Ports { agent, api, observability, private, kubernetes } = ports;
         let others = match self.tracker {
             Tracker::Gossip => format!("discovery:\n  static:\n    addresses: [{seeds}]"),
             // The default is ten seconds, which is long for a demonstration of a crash.
@@ -113,7 +118,10 @@ impl ReplicaSetup {
         };
         Ok(format!(
             "tracker: {tracker}\n\
-             agent:\n  listen:\n    address: 127.0.0.1:{agent}\n\
+             agent:\n  listen:\n    address: 127.0.0.1:{agent}\n  \
+             kubernetes_api:\n    listen:\n      address: 127.0.0.1:{kubernetes}\n      \
+             certificate_file: {certificate}\n      key_file: {key}\n    users:\n      file: {users}\n    \
+             access:\n    - {{agents: all, users: [\"kas:{USER}\"], as: agent}}\n\
              api:\n  listen:\n    address: 127.0.0.1:{api}\n    authentication_secret_file: {api_secret}\n\
              private_api:\n  listen:\n    address: 127.0.0.1:{private}\n    \
              authentication_secret_file: {private_secret}\n\
@@ -127,6 +135,9 @@ impl ReplicaSetup {
             api_secret = path(&self.api_secret())?,
             private_secret = path(&self.private_secret())?,
             agents = path(&self.dir.join("agents.yaml"))?,
+            certificate = path(&self.dir.join("cert.pem"))?,
+            key = path(&self.dir.join("key.pem"))?,
+            users = path(&self.dir.join("users.yaml"))?,
             state = path(state)?,
         ))
     }

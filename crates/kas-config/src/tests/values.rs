@@ -380,8 +380,8 @@ fn keys_without_effect_are_warnings() {
         ("observability: {audit: {queue: 7}}", &["observability.audit.queue"], audited),
         ("observability: {audit: {output: 'off', queue: 7}}", &["observability.audit.queue"], audited),
         (
-            "observability: {page: {viewers: 1, hosts: [kas.example.com]}}",
-            &["observability.page.viewers", "observability.page.hosts"],
+            "observability: {page: {viewers: 1, callers: true, hosts: [kas.example.com]}}",
+            &["observability.page.viewers", "observability.page.callers", "observability.page.hosts"],
             shown,
         ),
         ("observability: {page: {enabled: false, viewers: 1}}", &["observability.page.viewers"], shown),

@@ -45,7 +45,7 @@ pub(super) struct Uses {
     pub(super) is_ready: Box<dyn Fn() -> bool + Send + Sync>,
 }
 
-/// Builds the part.
+/// Builds the part, and returns it with its service.
 ///
 /// # Errors
 /// If the users file cannot be used.
@@ -55,7 +55,7 @@ pub(super) async fn part(
     listener: Listener,
     tls: Option<tls::Live<rustls::ServerConfig>>,
     uses: Uses,
-) -> Result<Part, StartError> {
+) -> Result<(Part, Arc<KubernetesApi>), StartError> {
     let Uses { router, identity, gitlab, tracker, observer, metrics, refusals, lifecycle, is_ready } = uses;
     let directory = AgentDirectory::new(identity, tracker);
     let authorizer = Authorizer::open(section, gitlab.clone(), Arc::clone(&directory) as _)
@@ -102,12 +102,15 @@ pub(super) async fn part(
     };
     // The other half is for requests that end by themselves.
     let drain: Duration = config.drain.timeout / 2;
-    let mut part =
-        Part::default().server(server).task(service.run(lifecycle, drain, config.drain.upgrade_grace));
+    let mut part = Part::default().server(server).task(Arc::clone(&service).run(
+        lifecycle,
+        drain,
+        config.drain.upgrade_grace,
+    ));
     if let Some((gitlab, period)) = reports {
         part = part.task(usage.report(gitlab, period));
     }
-    Ok(part)
+    Ok((part, service))
 }
 
 /// How many watches and other endless requests an agentk gets that cannot cancel a request. Other replicas

@@ -1,7 +1,7 @@
 //! The events of the page: [`Feed`] collects them once for all viewers, [`View`] is one viewer.
 //!
-//! Nothing is queued. A feed keeps the newest overview and the newest list of agents, each complete. A slow
-//! viewer gets the newest ones, and skips those between.
+//! Nothing is queued. A feed keeps the newest overview, list of agents and list of long requests, each
+//! complete. A slow viewer gets the newest ones, and skips those between.
 
 use std::{sync::Arc, time::Duration};
 
@@ -9,6 +9,7 @@ use bytes::Bytes;
 use cluster::{Connected, PeerReport, Query, Replicas, Tracker, TrackerError, Unanswered};
 use futures_util::future::BoxFuture;
 use ids::AgentId;
+use kubernetes_api::KubernetesApi;
 use process::lifecycle::Phase;
 use serde::Serialize;
 use tokio::{
@@ -17,7 +18,7 @@ use tokio::{
     time::{Instant, MissedTickBehavior},
 };
 
-use super::shown::{Agents, Asked, ConnectionShown, Events, Overview, Own, Why};
+use super::shown::{Agents, Asked, ConnectionShown, Events, Long, Overview, Own, Why};
 use crate::listener::api::{connected, explain};
 use routing::{metrics::RequestMetrics, router::Router};
 
@@ -45,6 +46,10 @@ pub struct Source {
     pub metrics: Arc<RequestMetrics>,
     /// Whether this replica is draining.
     pub phase: watch::Receiver<Phase>,
+    /// The endpoint for kubectl of this replica; `None`: it is off.
+    pub endpoint: Option<Arc<KubernetesApi>>,
+    /// Whether viewers may see the names of its callers.
+    pub callers: bool,
 }
 
 impl std::fmt::Debug for Source {
@@ -66,6 +71,7 @@ struct Update {
     overview: Bytes,
     events: Part,
     agents: Part,
+    long: Part,
 }
 
 /// An event that changes rarely.
@@ -115,6 +121,16 @@ async fn done<T>(asking: &mut Option<BoxFuture<'_, T>>) -> T {
     answer
 }
 
+/// The most entries of the list of callers.
+const CALLERS: usize = 200;
+
+/// Returns the event with the long requests of the endpoint; its data is `null` if the endpoint is off.
+fn long(source: &Source) -> Bytes {
+    let callers = source.callers.then_some(CALLERS);
+    let requests = source.endpoint.as_ref().map(|endpoint| endpoint.long_requests(callers));
+    event("long", &requests.as_ref().map(|requests| Long::new(requests, source.callers)))
+}
+
 type List = (Bytes, Duration);
 
 /// Lists the agents, unless there are too many.
@@ -161,7 +177,7 @@ async fn collect(source: Arc<Source>, updates: watch::Sender<Update>) {
     let mut asked = Asked::default();
     let mut asking: Option<BoxFuture<'_, (Vec<PeerReport>, Vec<Unanswered>)>> = None;
     let mut listing: Option<BoxFuture<'_, Result<List, TrackerError>>> = None;
-    let (mut events, mut agents) = (Part::default(), Part::default());
+    let (mut events, mut agents, mut of_endpoint) = (Part::default(), Part::default(), Part::default());
     // When the next list is due, and the earliest time for it.
     let (mut wanted, mut allowed) = (Instant::now(), Instant::now());
     loop {
@@ -203,7 +219,13 @@ async fn collect(source: Arc<Source>, updates: watch::Sender<Update>) {
         let overview = Overview::new(process::clock::wall(), &known, &own, &asked);
         let overview = event("overview", &overview);
         events.set(event("events", &Events::new(&known)));
-        updates.send_replace(Update { overview, events: events.clone(), agents: agents.clone() });
+        of_endpoint.set(long(&source));
+        updates.send_replace(Update {
+            overview,
+            events: events.clone(),
+            agents: agents.clone(),
+            long: of_endpoint.clone(),
+        });
     }
 }
 
@@ -218,9 +240,9 @@ struct Explained {
 pub(super) struct View {
     feed: Arc<Feed>,
     updates: watch::Receiver<Update>,
-    /// The versions of events and agents that were sent.
-    has: [u64; 2],
-    /// Events of the last update that are still to be sent: at most these two.
+    /// The versions of events, agents and long requests that were sent.
+    has: [u64; 3],
+    /// Events of the last update that are still to be sent: at most these three.
     rest: Vec<Bytes>,
     agent: Option<Explained>,
 }
@@ -235,7 +257,7 @@ impl View {
             changes: feed.source.tracker.changes(agent),
             next: Instant::now(),
         });
-        Self { feed, updates, has: [0; 2], rest: Vec::new(), agent }
+        Self { feed, updates, has: [0; 3], rest: Vec::new(), agent }
     }
 
     /// Returns the next event; `None`: kas is ending.
@@ -259,7 +281,7 @@ impl View {
                 changed = self.updates.changed() => {
                     changed.ok()?;
                     let update = self.updates.borrow_and_update().clone();
-                    for (has, part) in self.has.iter_mut().zip([update.events, update.agents]) {
+                    for (has, part) in self.has.iter_mut().zip([update.events, update.agents, update.long]) {
                         if *has != part.version {
                             *has = part.version;
                             self.rest.push(part.event);

@@ -11,6 +11,7 @@ const state = {
   overview: null,
   agents: null,
   why: null,
+  long: null, // open requests without an end of their own; null: the endpoint for kubectl is off
   rates: new Map(), // replica -> its requests per second, the newest last
   counted: new Map(), // replica -> the last count and when it was made
   alarms: new Set(), // those that have been read
@@ -333,6 +334,44 @@ function showAgents() {
   ));
 }
 
+// Long requests.
+
+const KINDS = {
+  upgrade: "exec, attach, port-forward",
+  proxy: "requests to pods and services",
+  watch: "watches",
+  follow: "logs that are followed",
+};
+const SOURCES = {
+  ci: "CI job tokens",
+  pat: "personal access tokens",
+  cookie: "sessions of browsers",
+  oidc: "ID tokens",
+  file: "tokens of the users file",
+  certificate: "client certificates",
+};
+
+function takeLong(long) {
+  state.long = long;
+  $("long-panel").hidden = long === null;
+  if (long === null) return;
+  const { counts, callers, omitted } = long;
+  const number = (n) => make("td", { class: "number", "data-of": "Open" }, known(n));
+  const kind = (row) => KINDS[row.kind] ?? row.kind;
+  say($("long-note"), counts.length ? "" : "None is open.");
+  $("long").hidden = counts.length === 0;
+  show($("long").tBodies[0], ...counts.map((row) =>
+    make("tr", {}, make("th", { scope: "row" }, kind(row)), cell("Callers with", SOURCES[row.source] ?? row.source), number(row.open))));
+  $("callers-part").hidden = callers === null || counts.length === 0;
+  say($("callers-note"), omitted ? `${count(omitted, "line")} more, not listed.` : "");
+  show($("callers").tBodies[0], ...(callers ?? []).map((row) =>
+    make("tr", {},
+      make("th", { scope: "row" }, row.name),
+      cell("Kind", kind(row)),
+      cell("Agent", make("a", { href: `#agent-${row.agent}` }, row.agent)),
+      number(row.open))));
+}
+
 // An agent.
 
 function showWhy() {
@@ -418,6 +457,7 @@ function connect() {
   on("overview", takeOverview);
   on("events", takeEvents);
   on("agents", takeAgents);
+  on("long", takeLong);
   on("why", (why) => {
     state.why = why;
     if (agentOfPage() !== null) showWhy();

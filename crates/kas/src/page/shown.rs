@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use cluster::{Connected, Load, Located, PeerReport, ReplicaState, Replicas, Unanswered};
+use kubernetes_api::LongRequests;
 use proto::kas::api::v1::{AgentOnReplica, ExplainAgentResponse};
 use serde::Serialize;
 
@@ -183,6 +184,54 @@ impl<'a> ConnectionShown<'a> {
             replica: located.replica.id.as_str(),
             unconfirmed: located.unconfirmed,
             holders,
+        }
+    }
+}
+
+/// Event `long`: the open requests of the endpoint for kubectl that have no end of their own.
+#[derive(Serialize)]
+pub(super) struct Long<'a> {
+    counts: Vec<CountShown>,
+    /// `null`: names are not shown.
+    callers: Option<Vec<CallerShown<'a>>>,
+    /// Entries of `callers` that are not listed.
+    omitted: usize,
+}
+
+#[derive(Serialize)]
+struct CountShown {
+    kind: &'static str,
+    source: &'static str,
+    open: u64,
+}
+
+#[derive(Serialize)]
+struct CallerShown<'a> {
+    name: &'a str,
+    source: &'static str,
+    kind: &'static str,
+    // A text, since it may exceed the integers of JavaScript.
+    agent: String,
+    open: u64,
+}
+
+impl<'a> Long<'a> {
+    /// `callers`: show their names.
+    pub(super) fn new(requests: &'a LongRequests, callers: bool) -> Self {
+        let counts = requests.counts.iter();
+        let named = requests.callers.iter().map(|caller| CallerShown {
+            name: &caller.name,
+            source: caller.source,
+            kind: caller.kind,
+            agent: caller.agent.to_string(),
+            open: caller.open,
+        });
+        Self {
+            counts: counts
+                .map(|count| CountShown { kind: count.kind, source: count.source, open: count.open })
+                .collect(),
+            callers: callers.then(|| named.collect()),
+            omitted: requests.omitted,
         }
     }
 }

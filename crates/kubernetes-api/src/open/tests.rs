@@ -1,3 +1,5 @@
+use callers::{Grant, Hold};
+
 use super::*;
 
 fn requests(limits: OpenLimits) -> Arc<OpenRequests> {
@@ -8,10 +10,81 @@ fn agent(number: i64) -> AgentId {
     AgentId::new(number).unwrap()
 }
 
-fn open(requests: &Arc<OpenRequests>, kind: Kind, caller: &str, number: i64) -> Result<OpenRequest, u16> {
+fn caller(source: SourceKind, name: &str) -> Caller {
+    Caller {
+        source,
+        name: name.into(),
+        uid: None,
+        groups: Arc::default(),
+        extra: Arc::default(),
+        gitlab_user: None,
+        grant: Grant::Rules,
+        recheck_at: None,
+        hold: Hold::default(),
+    }
+}
+
+fn file(name: &str) -> Caller {
+    caller(SourceKind::File, name)
+}
+
+fn open(requests: &Arc<OpenRequests>, kind: Kind, name: &str, number: i64) -> Result<OpenRequest, u16> {
+    open_as(requests, kind, &file(name), number)
+}
+
+fn open_as(
+    requests: &Arc<OpenRequests>,
+    kind: Kind,
+    caller: &Caller,
+    number: i64,
+) -> Result<OpenRequest, u16> {
     requests
-        .open(kind, &caller.into(), agent(number), Arc::default())
+        .open(kind, caller, agent(number), Arc::default())
         .map_err(|failure| failure.status.code().as_u16())
+}
+
+#[test]
+fn long_requests_are_counted_by_kind_and_source_and_named_only_if_asked() {
+    let requests = requests(OpenLimits::default());
+    assert_eq!(requests.long(Some(9)), LongRequests::default());
+    let job = caller(SourceKind::Ci, "gitlab:ci_job:1");
+    let all = [
+        (Kind::Watch, &file("kas:b"), 1),
+        (Kind::Watch, &file("kas:a"), 2),
+        (Kind::Watch, &file("kas:b"), 1),
+        (Kind::Short, &file("kas:c"), 1),
+        (Kind::Upgrade, &job, 7),
+    ]
+    .map(|(kind, caller, number)| open_as(&requests, kind, caller, number).unwrap());
+    let counts = vec![
+        LongCount { kind: "upgrade", source: "ci", open: 1 },
+        LongCount { kind: "watch", source: "file", open: 3 },
+    ];
+    assert_eq!(
+        requests.long(None),
+        LongRequests { counts: counts.clone(), ..LongRequests::default() },
+        "nothing about callers"
+    );
+    let named = |name: &str, source, kind, number, open| LongCaller {
+        name: name.into(),
+        source,
+        kind,
+        agent: agent(number),
+        open,
+    };
+    let callers = vec![
+        named("kas:b", "file", "watch", 1, 2),
+        named("gitlab:ci_job:1", "ci", "upgrade", 7, 1),
+        named("kas:a", "file", "watch", 2, 1),
+    ];
+    assert_eq!(
+        requests.long(Some(9)),
+        LongRequests { counts: counts.clone(), callers: callers.clone(), omitted: 0 }
+    );
+    let cut = requests.long(Some(1));
+    assert_eq!((&cut.callers[..], cut.omitted), (&callers[..1], 2));
+    drop(all);
+    assert_eq!(requests.long(Some(9)), LongRequests::default());
 }
 
 #[test]

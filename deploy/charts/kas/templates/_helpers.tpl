@@ -190,6 +190,7 @@ observability:
   {{- if .Values.page.enabled }}
   page:
     enabled: true
+    callers: {{ .Values.page.callers }}
     hosts: {{ .Values.page.hosts | toJson }}
   {{- end }}
 identity:

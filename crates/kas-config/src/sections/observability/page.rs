@@ -12,6 +12,8 @@ const NOT_SHOWN: &str = "the page is not served unless enabled is true";
 pub struct Page {
     /// How many viewers may be connected at once; at least one.
     pub viewers: u32,
+    /// Whether it shows the names of callers.
+    pub callers: bool,
     /// Host names of this replica in URLs, besides those that no other site can have.
     pub hosts: Vec<String>,
 }
@@ -32,6 +34,11 @@ pub(super) fn page(s: &mut Section<'_, '_>) -> Option<Page> {
         if viewers > 1_000 {
             s.refuse("viewers", "a number from 1 to 1000");
         }
+        let callers = s.flag(
+            "callers",
+            "Show which callers have watches, exec and other long requests open through agent.kubernetes_api. Otherwise \
+             the page shows only how many there are, by kind and by source of the callers.",
+        );
         let hosts = s.texts(
             "hosts",
             &[],
@@ -42,7 +49,7 @@ pub(super) fn page(s: &mut Section<'_, '_>) -> Option<Page> {
         if hosts.iter().any(|host| host.is_empty() || host.contains(['/', ':', '*'])) {
             s.refuse("hosts", "names without scheme, port, path and wildcard, such as kas.example.com");
         }
-        Page { viewers, hosts }
+        Page { viewers, callers, hosts }
     });
     enabled.then_some(page)
 }
