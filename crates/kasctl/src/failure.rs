@@ -4,8 +4,9 @@ use std::path::PathBuf;
 
 use crate::{
     address::Address,
+    agent_list,
     file_error::{FileError, reason},
-    jwt, link, list_file, secret,
+    jwt, kubeconfig_file, link, list_file, secret, user_token,
 };
 
 /// The exit codes. They are documented in `--help` and stable.
@@ -76,6 +77,34 @@ pub(crate) enum Failure {
     /// The entry was not added to the list, which is unchanged.
     #[error(transparent)]
     ListFile(#[from] list_file::Error),
+    /// The agents of a credential cannot be listed.
+    #[error(transparent)]
+    AgentList(#[from] agent_list::Error),
+    /// The list of agents is empty.
+    #[error("no agent: the credential reaches none, or the selector matches none; nothing was changed")]
+    NoAgents,
+    /// The kubeconfig is unchanged.
+    #[error(transparent)]
+    Kubeconfig(#[from] kubeconfig_file::Error),
+    /// There is no credential for the Kubernetes API endpoint.
+    #[error(transparent)]
+    UserToken(#[from] user_token::Error),
+    /// kubectl wants the credential for another server.
+    #[error("the credential is for servers below {url}, and the kubeconfig has the server {server}")]
+    OtherServer {
+        /// The server.
+        server: String,
+        /// The URL of kas.
+        url: String,
+    },
+    /// `KUBERNETES_EXEC_INFO` is not that of kubectl.
+    #[error("cannot read KUBERNETES_EXEC_INFO: {0}")]
+    ExecInfo(#[source] serde_json::Error),
+    /// kubectl wants another version.
+    #[error(
+        "KUBERNETES_EXEC_INFO has {0}: set apiVersion: client.authentication.k8s.io/v1 in the kubeconfig"
+    )]
+    ExecVersion(String),
     /// A file that does not contain a token.
     #[error("{} does not contain an agent token: expected printable characters without spaces", .0.display())]
     NoToken(PathBuf),
@@ -110,12 +139,21 @@ impl Failure {
             Self::PipeClosed => Exit::Ok,
             Self::Usage(_) => Exit::Usage,
             Self::Connect { .. } => Exit::Unreachable,
-            Self::Secret(_) => Exit::Unauthenticated,
+            Self::AgentList(agent_list::Error::Connect { .. }) => Exit::Unreachable,
+            Self::Secret(_) | Self::UserToken(_) | Self::AgentList(agent_list::Error::Refused { .. }) => {
+                Exit::Unauthenticated
+            }
             Self::Call { exit, .. } => *exit,
             Self::Interrupted => Exit::Interrupted,
             Self::Token(_)
             | Self::File(_)
             | Self::ListFile(_)
+            | Self::AgentList(_)
+            | Self::NoAgents
+            | Self::Kubeconfig(_)
+            | Self::OtherServer { .. }
+            | Self::ExecInfo(_)
+            | Self::ExecVersion(_)
             | Self::NoToken(_)
             | Self::TooLate
             | Self::Output(_)

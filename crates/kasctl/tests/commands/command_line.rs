@@ -22,6 +22,15 @@ async fn command_line_is_checked_before_anything_is_sent() {
         &["token", "user", "--name", "jane", "--group", " dev"],
         &["token", "user", "--name", "jane", "--expires", "0"],
         &["token", "user", "--name", "jane", "--expires", "30"],
+        &["kubeconfig", "--url", "https://kas.test/"],
+        &["kubeconfig", "--token-file", "t"],
+        &["kubeconfig", "--url", "http://kas.test/", "--token-file", "t"],
+        &["kubeconfig", "--url", "https://kas.test/", "--token-file", "t", "--ci"],
+        &["kubeconfig", "--url", "https://kas.test/", "--oidc", "t", "--no-plugin"],
+        &["kubeconfig", "all", "--agent", "7", "--url", "https://kas.test/", "--ci"],
+        &["kubeconfig", "x=y", "--url", "https://kas.test/", "--ci"],
+        &["kubeconfig", "--url", "https://kas.test/", "--pat-file", "t", "--kubeconfig", "k"],
+        &["credential"],
         &["nonsense"],
         &[],
     ] {
@@ -49,6 +58,8 @@ async fn help_has_examples_and_version_has_the_commit() {
         &["token", "agent"],
         &["token", "user"],
         &["token", "hash"],
+        &["kubeconfig"],
+        &["credential"],
         &["completions"],
     ] {
         let run = server.run(&[line, &["--help"]].concat()).await.expect_exit(0);

@@ -11,6 +11,7 @@ mod connection;
 mod explain;
 mod failures;
 mod fake;
+mod kubeconfig;
 mod pods;
 mod replicas;
 mod request;
