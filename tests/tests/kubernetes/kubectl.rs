@@ -9,7 +9,7 @@ use testkit::{
     certificates::Certificates,
     kas::{Kas, replace, token},
     kubernetes::{Access, Kubernetes},
-    process::SOON,
+    process::{SOON, program},
 };
 use tokio::{
     io::{AsyncBufReadExt as _, BufReader},
@@ -89,6 +89,27 @@ impl Endpoint {
         });
         replace(&path, &serde_json::to_vec(&config)?)?;
         Ok(path)
+    }
+
+    /// Runs `kasctl kubeconfig` for a token and returns the file, which is new or the one before.
+    async fn kasctl_kubeconfig(&self, token: &str, arguments: &[&str]) -> Result<PathBuf> {
+        let (config, file) = (self.files.path().join("kasctl-config"), self.files.path().join("token"));
+        replace(&file, token.as_bytes())?;
+        let kasctl = tokio::task::spawn_blocking(|| program("kasctl")).await??;
+        let output = Command::new(kasctl)
+            .args(["kubeconfig", "--url", &format!("https://{}/", self.address)])
+            .args(arguments)
+            .arg("--ca-file")
+            .arg(&self.ca)
+            .arg("--kubeconfig")
+            .arg(&config)
+            .arg("--token-file")
+            .arg(&file)
+            .kill_on_drop(true)
+            .output();
+        let output = timeout(SOON, output).await.context("kasctl did not end")??;
+        ensure!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        Ok(config)
     }
 
     /// Returns the lines of the audit log about requests of a kind that have ended.
@@ -176,5 +197,42 @@ async fn kubectl_reads_applies_and_watches_through_kas_until_it_leaves() -> Resu
     let denied: Vec<_> =
         endpoint.ended("short")?.into_iter().filter(|line| line["decision"] == "deny").collect();
     ensure!(!denied.is_empty() && denied.iter().all(|line| line["http_status"] == 403), "{denied:?}");
+    Ok(())
+}
+
+#[tokio::test]
+async fn kubectl_uses_the_contexts_and_credentials_of_kasctl() -> Result<()> {
+    let exclusive = exclusive().await?;
+    let kubernetes = &*exclusive.kubernetes;
+    kubernetes.create_pods("kubeconfig", "web", 2).await?;
+    let endpoint = Endpoint::start(kubernetes, "kubeconfig").await?;
+    let pods = ["get", "pods", "-n", "kubeconfig", "-o", "json"];
+    let direct = kubernetes.kubectl(&pods).await?;
+
+    // The agent is in the list of kas, and kubectl gets its token from the plugin.
+    let selector = format!("id={AGENT}");
+    let config = endpoint.kasctl_kubeconfig(JANE, &[&selector, "--use"]).await?;
+    assert_eq!(kubernetes.kubectl_as(&config, &pods).await?, direct);
+    let text = std::fs::read_to_string(&config)?;
+    ensure!(text.contains("interactiveMode: Never") && !text.contains(JANE), "{text}");
+
+    // kubectl rewrites the file in its own way, and kasctl finds its entries again.
+    let context = kubernetes.kubectl_as(&config, &["config", "current-context"]).await?;
+    let context = context.trim();
+    let set = ["config", "set-context", context, "--namespace", "kubeconfig"];
+    kubernetes.kubectl_as(&config, &set).await?;
+    let own = ["config", "set-context", "own", "--cluster", "other", "--user", "me"];
+    kubernetes.kubectl_as(&config, &own).await?;
+    let rewritten = std::fs::read_to_string(&config)?;
+    endpoint.kasctl_kubeconfig(JANE, &[&selector, "--use"]).await?;
+    assert_eq!(std::fs::read_to_string(&config)?, rewritten, "nothing has changed");
+    let without_namespace = kubernetes.kubectl_as(&config, &["get", "pods", "-o", "json"]).await?;
+    assert_eq!(without_namespace, direct);
+
+    // Without the plugin, kubectl reads the token file itself.
+    endpoint.kasctl_kubeconfig(JANE, &[&selector, "--use", "--no-plugin"]).await?;
+    let text = std::fs::read_to_string(&config)?;
+    ensure!(text.contains("tokenFile: ") && !text.contains("exec:") && text.contains("name: own"), "{text}");
+    assert_eq!(kubernetes.kubectl_as(&config, &pods).await?, direct);
     Ok(())
 }
