@@ -99,7 +99,7 @@ pub(crate) struct KubeconfigArgs {
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     pub(crate) kubeconfig: Option<PathBuf>,
     /// Let kubectl read the file of --token-file itself (tokenFile), without kasctl
-    #[arg(long, requires = "token_file")]
+    #[arg(long, conflicts_with_all = ["pat_file", "ci", "oidc"])]
     pub(crate) no_plugin: bool,
     #[command(flatten)]
     pub(crate) source: SourceArgs,
