@@ -109,7 +109,11 @@ pub fn install() {
     let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
 }
 
-fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, Error> {
+/// Returns the certificates of a file, in their order.
+///
+/// # Errors
+/// See [`Error`].
+pub fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, Error> {
     let error = |source| Error::Pem { what: "certificates", path: path.to_owned(), source };
     let certificates: Vec<_> =
         CertificateDer::pem_file_iter(path).map_err(error)?.collect::<Result<_, _>>().map_err(error)?;
