@@ -12,7 +12,7 @@ use settings::walk::{Rule, Section};
 
 pub use self::access::{AccessRule, RequestIdentity};
 use super::{
-    listen::{Listen, bind_address, tls},
+    listen::{Listen, Network, bind_address, tls},
     minutes,
     origin::origin_of,
     seconds,
@@ -39,6 +39,8 @@ const NEVER_ALLOWED: [&str; 10] = [
 pub struct KubernetesApi {
     /// Where to listen.
     pub listen: Listen,
+    /// The certificate that kas makes for itself; `None`: there is none. Only if `listen` has no TLS.
+    pub own_certificate: Option<OwnCertificate>,
     /// The prefix of all paths; begins and ends with `/`.
     pub url_path_prefix: String,
     /// What follows `agent-7.` in the name of a host, in lower case; `None`: agents have no host names.
@@ -59,6 +61,28 @@ pub struct KubernetesApi {
     pub session_max: Duration,
     /// Limits of its requests.
     pub limits: KubernetesLimits,
+}
+
+/// The files of a certificate that kas makes, so that clients on the same host can use TLS: kubectl sends a
+/// token to a server with TLS only. Without it, they may also use no TLS.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct OwnCertificate {
+    /// The certificate authority in PEM, for clients.
+    pub ca: PathBuf,
+    /// The certificate with its chain and its private key, in PEM.
+    pub server: PathBuf,
+}
+
+impl OwnCertificate {
+    /// The hosts that the certificate is valid for.
+    pub const HOSTS: [&str; 3] = ["127.0.0.1", "::1", "localhost"];
+
+    /// Whether it is valid for where a listener listens.
+    fn fits(listen: &Listen) -> bool {
+        let host = listen.address.rsplit_once(':').map_or("", |(host, _)| host);
+        let host = host.trim_start_matches('[').trim_end_matches(']');
+        listen.network != Network::Unix && Self::HOSTS.iter().any(|own| own.eq_ignore_ascii_case(host))
+    }
 }
 
 /// Key `agent.kubernetes_api.users.file`.
@@ -89,6 +113,9 @@ pub struct KubernetesLimits {
 
 /// The name of the users file in the state folder.
 pub(crate) const DEFAULT_USERS: &str = "users.yaml";
+/// The names of the files of [`OwnCertificate`] there.
+const OWN_CA: &str = "kubernetes-ca.pem";
+const OWN_SERVER: &str = "kubernetes-server.pem";
 
 /// Declares the section. `by_gitlab` says whether GitLab knows callers. Returns `None` if the file does not
 /// have the section.
@@ -100,7 +127,9 @@ pub(super) fn read(
     let is_on = s.has("kubernetes_api");
     let doc = "An endpoint for kubectl and other clients of the Kubernetes API of an agent's cluster. Without this \
                section, it is off; without a configuration file, it listens on 127.0.0.1:8154 for the users of \
-               users.yaml in state_dir.";
+               users.yaml in state_dir. With that file, on loopback and without certificate_file, kas makes a \
+               certificate of its own (kubernetes-ca.pem in state_dir is its authority), and the port accepts \
+               connections with TLS and without.";
     let section =
         s.optional(None, |s| s.section("kubernetes_api", doc, |s| section(s, by_gitlab, is_on, state_dir)));
     is_on.then_some(section)
@@ -142,6 +171,11 @@ fn section(s: &mut Section<'_, '_>, by_gitlab: bool, is_on: bool, state_dir: Opt
         let is_default = state_dir.is_some_and(|folder| file == folder.join(DEFAULT_USERS));
         UsersFile { file, is_default }
     });
+    // By the same rule with and without a configuration file, so that a file can say what the default is.
+    let is_default = users.as_ref().is_some_and(|users| users.is_default);
+    let own_certificate = state_dir
+        .filter(|_| is_default && listen.tls.is_none() && OwnCertificate::fits(&listen))
+        .map(|folder| OwnCertificate { ca: folder.join(OWN_CA), server: folder.join(OWN_SERVER) });
     let access = access::read(s);
     if users.is_none() && !access.is_empty() {
         s.warn("access", "has no effect: without users.file, GitLab alone decides what callers may do");
@@ -151,6 +185,7 @@ fn section(s: &mut Section<'_, '_>, by_gitlab: bool, is_on: bool, state_dir: Opt
     }
     KubernetesApi {
         listen,
+        own_certificate,
         url_path_prefix,
         host_suffix,
         allowed_agent_cache_ttl,

@@ -28,6 +28,11 @@ fn without_a_file_the_endpoint_is_on_loopback_for_users_of_a_file_that_kas_creat
         assert_eq!(config, load("", &env).unwrap().config, "nothing else differs from the defaults");
         assert_eq!(api.listen, Listen { network: Network::Tcp, address: "127.0.0.1:8154".into(), tls: None });
         assert_eq!(api.users, Some(UsersFile { file: folder.join("users.yaml"), is_default: true }));
+        let own = OwnCertificate {
+            ca: folder.join("kubernetes-ca.pem"),
+            server: folder.join("kubernetes-server.pem"),
+        };
+        assert_eq!(api.own_certificate, Some(own));
         let rule = AccessRule {
             agents: "all".parse().unwrap(),
             users: vec!["kas:*".parse().unwrap()],
@@ -37,6 +42,24 @@ fn without_a_file_the_endpoint_is_on_loopback_for_users_of_a_file_that_kas_creat
         assert_eq!(api.access, [rule]);
     }
     assert_eq!(without_file(&Environment::default()), "");
+}
+
+#[test]
+fn only_the_default_on_loopback_has_a_certificate_that_kas_makes() {
+    let own = |listen: &str, users: &str| {
+        let yaml = format!("listen: {{{listen}}}, users: {{file: {users}}}");
+        kubernetes_api(&yaml).own_certificate.is_some()
+    };
+    let default = format!("{}/users.yaml", env().kas_state_dir.unwrap().to_str().unwrap());
+    for loopback in ["127.0.0.1:8154", "[::1]:8154", "localhost:8154", "LOCALHOST:8154"] {
+        assert!(own(&format!("address: '{loopback}'"), &default), "{loopback}");
+    }
+    for other in ["0.0.0.0:8154", ":8154", "[::]:8154", "127.9.9.9:8154", "127.0.0.1.example.com:8154"] {
+        assert!(!own(&format!("address: '{other}'"), &default), "{other}");
+    }
+    assert!(!own("address: '127.0.0.1:8154', certificate_file: /c, key_file: /k", &default));
+    assert!(!own("network: unix, address: /run/kas.sock", &default));
+    assert!(!own("address: '127.0.0.1:8154'", "/u"), "users of another file");
 }
 
 #[test]
@@ -54,6 +77,7 @@ uid: u, extra: [{key: k.example/x, val: [v, w]}]}}}, {agents: id=7, users: ['*']
     let pattern = |text: &str| text.parse().unwrap();
     let expected = KubernetesApi {
         listen: Listen { network: Network::Tcp, address: ":1".into(), tls: None },
+        own_certificate: None,
         url_path_prefix: "/k8s/v1/".into(),
         host_suffix: Some("k8s.example.com".into()),
         allowed_agent_cache_ttl: Duration::ZERO,

@@ -1,13 +1,13 @@
 //! The part for the endpoint for kubectl.
 
-use std::{sync::Arc, time::Duration};
+use std::{net::SocketAddr, sync::Arc, time::Duration};
 
 use callers::{Authorized, Authorizer, SourceKind};
 use cluster::Tracker;
 use gitlab::usage::{Access, Usage};
 use http::HeaderValue;
 use identity::Identity;
-use kas_config::{Config, KubernetesApi as Section};
+use kas_config::{Config, KubernetesApi as Section, Listen};
 use kube_request::headers::AnswerHeaders;
 use kubernetes_api::{HeadLimits, KubernetesApi, Metrics, OpenLimits, Origins, Parts, Prefix, Settings};
 use net::{
@@ -19,8 +19,11 @@ use observe::{Observer, refusals::Refusals};
 use process::{lifecycle::Lifecycle, version};
 use routing::router::Router;
 
-use super::{StartError, part::Part};
-use crate::directory::AgentDirectory;
+use super::{StartError, part::Part, reload::Reloader};
+use crate::{
+    directory::AgentDirectory,
+    own_certificate::{self, Outcome},
+};
 
 /// Open streams of one connection of a client.
 const STREAMS: u32 = 250;
@@ -41,6 +44,43 @@ pub(super) struct Uses {
     pub(super) refusals: Arc<Refusals>,
     pub(super) lifecycle: Lifecycle,
     pub(super) is_ready: Box<dyn Fn() -> bool + Send + Sync>,
+}
+
+/// Returns the TLS of the endpoint. On loopback, kas makes the certificate itself unless the configuration
+/// names one. `address` is where the endpoint listens.
+///
+/// # Errors
+/// If a file cannot be used.
+pub(super) fn tls(
+    section: &Section,
+    reloader: &mut Reloader,
+    address: Option<SocketAddr>,
+) -> Result<Option<tls::Live<rustls::ServerConfig>>, StartError> {
+    const SECTION: &str = "agent.kubernetes_api";
+    let Some(own) = &section.own_certificate else {
+        return reloader.listener(SECTION, &section.listen, true);
+    };
+    let outcome = own_certificate::ensure(own, process::clock::wall()).map_err(StartError::OwnCertificate)?;
+    let (ca_file, users_file) = (own.ca.display(), section.users.as_ref().map(|users| users.file.display()));
+    match outcome {
+        Outcome::Kept => {}
+        Outcome::Created => tracing::info!(%ca_file, "made a certificate for kubectl on this host"),
+        Outcome::Replaced(why) => tracing::warn!(
+            %ca_file,
+            why,
+            "made a new certificate for kubectl on this host: write kubeconfigs again with kasctl kubeconfig"
+        ),
+    }
+    let address = address.map_or_else(|| section.listen.address.clone(), |address| address.to_string());
+    tracing::info!(
+        url = format!("https://{address}{}", section.url_path_prefix),
+        %ca_file,
+        users_file = users_file.map(tracing::field::display),
+        "kubectl can be used on this host: add users with kasctl token user --users-file, and give the URL and the \
+         CA file to kasctl kubeconfig --url --certificate-authority"
+    );
+    let listen = Listen { tls: Some(own_certificate::listener_files(own)), ..section.listen.clone() };
+    reloader.listener(SECTION, &listen, true)
 }
 
 /// Builds the part.
@@ -84,7 +124,10 @@ pub(super) async fn part(
     let server = Server {
         listener,
         tls,
-        protocols: Protocols::Http1And2,
+        protocols: match section.own_certificate {
+            Some(_) => Protocols::Http1And2MaybeTls,
+            None => Protocols::Http1And2,
+        },
         settings: net::http::Settings {
             header_list: u32::try_from(HeadLimits::default().bytes).unwrap_or(u32::MAX),
             keepalive_interval: config.limits.callers.keepalive_interval,
