@@ -1,37 +1,23 @@
 //! The agents that a credential reaches, from the Kubernetes API endpoint of kas.
 
-use std::{io, sync::Arc};
+use std::time::Duration;
 
 use bytes::Bytes;
-use http::{HeaderValue, Request, StatusCode, header};
-use http_body_util::{BodyExt as _, Empty, Limited};
-use hyper::client::conn::http1;
-use hyper_util::rt::TokioIo;
+use http::{HeaderValue, Request, Response, StatusCode, header};
+use http_body_util::Full;
 use ids::AgentId;
-use net::{proxy::Proxies, tls};
-use process::error::chain;
-use rustls::ClientConfig;
-use rustls_pki_types::ServerName;
 use serde::Deserialize;
-use tokio::{
-    io::{AsyncRead, AsyncWrite},
-    net::TcpStream,
-    task::JoinSet,
-};
-use tokio_rustls::{TlsConnector, client::TlsStream};
 
 use crate::{
-    file_error::reason,
+    https::{self, send_within},
     kas_url::KasUrl,
-    link::{TlsOptions, user_agent},
-    table::printable,
+    link::TlsOptions,
+    table::excerpt,
     user_token::Token,
 };
 
 /// The largest list: more than 100,000 agents.
 const MAX_ANSWER: usize = 64 * 1024 * 1024;
-/// The longest part of an answer that an error contains, in characters.
-const MAX_SHOWN: usize = 300;
 
 /// Why there is no list.
 #[derive(Debug, thiserror::Error)]
@@ -61,8 +47,8 @@ pub(crate) enum Error {
         why: String,
     },
     /// `--ca-file` cannot be used.
-    #[error("{}; set a PEM file with certificates with --ca-file", chain(.0))]
-    CaFile(#[source] tls::Error),
+    #[error("{0}; set a PEM file with certificates with --ca-file")]
+    CaFile(#[source] https::Error),
 }
 
 /// An agent within reach.
@@ -82,7 +68,7 @@ struct ListJson {
     agents: Vec<ReachableAgent>,
 }
 
-/// Asks kas for the agents that a token reaches.
+/// Asks kas for the agents that a token reaches, within a time; zero for no limit.
 ///
 /// # Errors
 /// See [`Error`].
@@ -93,88 +79,46 @@ pub(crate) async fn fetch(
     url: &KasUrl,
     options: &TlsOptions,
     token: &Token,
+    limit: Duration,
 ) -> Result<Vec<ReachableAgent>, Error> {
-    let config = tls::client(options.ca_file.as_deref()).map_err(Error::CaFile)?;
-    let config = tls::http1_only(&config);
-    let failed = |why: String| Error::Connect { url: url.to_string(), why };
-    let name = options.server_name.as_deref().unwrap_or(url.host());
-    let proxies = Proxies::from_env();
-    let proxy = proxies.of(true, url.host(), url.port()).map_err(|error| failed(chain(&error)))?;
-    let secure = |error: io::Error| failed(format!("TLS handshake failed: {error}; is --ca-file right?"));
-    let Some(proxy) = proxy else {
-        let tcp = dial(url.host(), url.port()).await.map_err(|error| failed(reason(&error)))?;
-        return exchange(encrypt(&config, name, tcp).await.map_err(secure)?, url, token).await;
-    };
-    let at_proxy = |error: io::Error| failed(format!("cannot reach the proxy {proxy}: {}", reason(&error)));
-    let target = format!("{}:{}", bracketed(url.host()), url.port());
-    let agent = HeaderValue::from_str(&user_agent()).map_err(|error| failed(error.to_string()))?;
-    let tcp = dial(proxy.host(), proxy.port()).await.map_err(at_proxy)?;
-    if proxy.is_tls() {
-        let tls = encrypt(&config, proxy.host(), tcp).await.map_err(at_proxy)?;
-        let tunnel = proxy.connect(tls, &target, agent).await.map_err(|error| failed(chain(&error)))?;
-        exchange(encrypt(&config, name, tunnel).await.map_err(secure)?, url, token).await
-    } else {
-        let tunnel = proxy.connect(tcp, &target, agent).await.map_err(|error| failed(chain(&error)))?;
-        exchange(encrypt(&config, name, tunnel).await.map_err(secure)?, url, token).await
-    }
+    let url_text = || url.to_string();
+    let request = request(url, token);
+    let request = request.map_err(|error| Error::Answer { url: url_text(), why: error.to_string() })?;
+    let sent = send_within(limit, options, request, MAX_ANSWER).await;
+    let response = sent.map_err(|error| match error {
+        https::Error::Connect(why) => Error::Connect { url: url_text(), why },
+        https::Error::Response(why) => Error::Answer { url: url_text(), why },
+        error @ https::Error::CaFile(_) => Error::CaFile(error),
+    })?;
+    read(url, &response)
 }
 
-fn bracketed(host: &str) -> String {
-    if host.contains(':') { format!("[{host}]") } else { host.to_owned() }
-}
-
-async fn dial(host: &str, port: u16) -> io::Result<TcpStream> {
-    TcpStream::connect((host, port)).await
-}
-
-async fn encrypt<S>(config: &Arc<ClientConfig>, name: &str, io: S) -> io::Result<TlsStream<S>>
-where
-    S: AsyncRead + AsyncWrite + Unpin,
-{
-    let name = ServerName::try_from(name.to_owned()).map_err(io::Error::other)?;
-    TlsConnector::from(Arc::clone(config)).connect(name, io).await
-}
-
-async fn exchange<S>(io: S, url: &KasUrl, token: &Token) -> Result<Vec<ReachableAgent>, Error>
-where
-    S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
-{
+fn read(url: &KasUrl, response: &Response<Bytes>) -> Result<Vec<ReachableAgent>, Error> {
     let failed = |why: String| Error::Answer { url: url.to_string(), why };
-    let http = |error: hyper::Error| failed(chain(&error));
-    let request = request(url, token).map_err(|error| failed(error.to_string()))?;
-    let (mut sender, connection) = http1::handshake(TokioIo::new(io)).await.map_err(http)?;
-    // Ends with this function.
-    let mut driver = JoinSet::new();
-    driver.spawn(connection);
-    let response = sender.send_request(request).await.map_err(http)?;
-    let status = response.status();
-    let body = Limited::new(response.into_body(), MAX_ANSWER);
-    let body = body.collect().await.map_err(|error| failed(chain(&*error)))?.to_bytes();
-    match status {
+    let body = response.body();
+    match response.status() {
         StatusCode::OK => {
-            let list: ListJson = serde_json::from_slice(&body).map_err(|error| {
+            let list: ListJson = serde_json::from_slice(body).map_err(|error| {
                 failed(format!(
                     "it answered with something else ({error}); is --url the endpoint for kubectl?"
                 ))
             })?;
             Ok(list.agents)
         }
-        StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => {
-            Err(Error::Refused { url: url.to_string(), why: said(status, &body) })
+        status @ (StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN) => {
+            Err(Error::Refused { url: url.to_string(), why: said(status, body) })
         }
-        status => Err(failed(said(status, &body))),
+        status => Err(failed(said(status, body))),
     }
 }
 
-fn request(url: &KasUrl, token: &Token) -> Result<Request<Empty<Bytes>>, http::Error> {
+fn request(url: &KasUrl, token: &Token) -> Result<Request<Full<Bytes>>, http::Error> {
     let mut bearer = HeaderValue::try_from(format!("Bearer {}", token.expose()))?;
     bearer.set_sensitive(true);
-    Request::get(url.list_path())
-        .header(header::HOST, url.authority())
-        .header(header::USER_AGENT, user_agent())
+    Request::get(url.list())
         .header(header::ACCEPT, "application/json")
         .header(header::AUTHORIZATION, bearer)
-        .body(Empty::new())
+        .body(Full::default())
 }
 
 /// Returns what an answer says: its message if it is a Kubernetes `Status`, and the HTTP status.
@@ -184,7 +128,7 @@ fn said(status: StatusCode, body: &[u8]) -> String {
         message: String,
     }
     let message = serde_json::from_slice(body).map(|StatusJson { message }| message).unwrap_or_default();
-    let message: String = printable(&message).chars().take(MAX_SHOWN).collect();
+    let message = excerpt(&message);
     if message.is_empty() { format!("HTTP {status}") } else { format!("{message} (HTTP {status})") }
 }
 

@@ -9,7 +9,7 @@ use crate::{
     cli::{Cli, Command, TokenCommand, TrackerCommand},
     credential,
     failure::{Exit, Failure},
-    kubeconfig,
+    kubeconfig, login,
     output::{Output, note},
     pods, replicas, request, token, tracker, why,
 };
@@ -88,6 +88,8 @@ async fn run(cli: Cli) -> Result<Exit, Failure> {
             let tls = global.tls();
             kubeconfig::run(&mut output, &args, tls, global.timeout, format).await
         }
+        Command::Login(args) => login::login(&args, global.tls()).await,
+        Command::Logout(args) => login::logout(&args).await,
         Command::Credential(args) => credential::run(&mut output, &args).await,
         Command::Completions { shell } => {
             let mut script = Vec::new();

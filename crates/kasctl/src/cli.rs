@@ -1,6 +1,7 @@
 //! The command line. The manual pages are generated from these texts.
 
 mod kubectl;
+mod login;
 
 use std::{path::PathBuf, time::Duration};
 
@@ -9,8 +10,14 @@ use clap_complete::Shell;
 use ids::{AgentId, ConnectionId};
 use tonic::metadata::AsciiMetadataValue;
 
-use self::kubectl::{CREDENTIAL_HELP, KUBECONFIG_HELP};
-pub(crate) use self::kubectl::{CredentialArgs, KubeconfigArgs};
+use self::{
+    kubectl::{CREDENTIAL_HELP, KUBECONFIG_HELP},
+    login::{LOGIN_HELP, LOGOUT_HELP},
+};
+pub(crate) use self::{
+    kubectl::{CredentialArgs, KubeconfigArgs},
+    login::{LoginArgs, LogoutArgs},
+};
 use crate::{
     address::Address,
     api::Settings,
@@ -29,6 +36,8 @@ Examples:
   kasctl why 7                      which replica holds agent 7, and how a request is routed to it
   kasctl kubeconfig --url https://kas.example.com/ --token-file kas.token
                                     a context of kubectl for each agent that the token reaches
+  kasctl login --issuer https://gitlab.example.com --client-id 1234
+                                    a login with a browser, for kasctl kubeconfig --oidc
   kasctl token agent --id 7 --name prod --project 3 \\
       --agents-file agents.yaml --token-file prod.token
                                     a new agent: its entry in the identity file of kas, and its token
@@ -242,7 +251,13 @@ pub(crate) struct Global {
     #[arg(long, global = true, env = "KASCTL_SECRET_FILE", value_name = "FILE", value_hint = ValueHint::FilePath)]
     pub(crate) secret_file: Option<PathBuf>,
     /// PEM file with certificate authorities to trust in addition to those of the system
-    #[arg(long, global = true, value_name = "FILE", value_hint = ValueHint::FilePath)]
+    #[arg(
+        long,
+        visible_alias = "certificate-authority",
+        global = true,
+        value_name = "FILE",
+        value_hint = ValueHint::FilePath
+    )]
     ca_file: Option<PathBuf>,
     /// Name that the certificate of kas must have [default: the host of the address]
     #[arg(long, global = true, value_name = "NAME")]
@@ -313,6 +328,12 @@ pub(crate) enum Command {
     /// Print a credential for kubectl, which runs this command as a plugin
     #[command(after_help = CREDENTIAL_HELP)]
     Credential(CredentialArgs),
+    /// Log in to an OpenID Connect issuer with a browser, for credentials of 'kubeconfig --oidc'
+    #[command(after_help = LOGIN_HELP)]
+    Login(LoginArgs),
+    /// End a login, here and at its issuer
+    #[command(after_help = LOGOUT_HELP)]
+    Logout(LogoutArgs),
     /// Print a completion script for a shell
     #[command(after_help = COMPLETIONS_HELP)]
     Completions {

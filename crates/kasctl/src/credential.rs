@@ -72,12 +72,14 @@ pub(crate) async fn run(output: &mut Output, args: &CredentialArgs) -> Result<Ex
             return Err(Failure::OtherServer { server: printable(server), url: url.to_string() });
         }
         let named = kas_url::agent_of(server);
-        if args.agent.is_some() && args.agent != named {
+        if named.is_some() && args.agent.is_some() && args.agent != named {
             return Err(Failure::Usage("the server of the kubeconfig is not that of the agent of --agent"));
         }
-        agent = named;
+        // A server may name the agent in its host instead. Then only the flag does.
+        agent = named.or(args.agent);
     }
-    let token = args.source.source().read(agent, process::clock::wall())?;
+    let source = args.source.source(args.client_id.as_deref());
+    let token = source.token(agent, process::clock::wall()).await?;
     output.json_line(&credential(&token)).await?;
     Ok(Exit::Ok)
 }

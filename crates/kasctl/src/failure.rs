@@ -4,9 +4,9 @@ use std::path::PathBuf;
 
 use crate::{
     address::Address,
-    agent_list,
+    agent_list, credential_source,
     file_error::{FileError, reason},
-    jwt, kubeconfig_file, link, list_file, secret, user_token,
+    jwt, kubeconfig_file, link, list_file, login_session, secret,
 };
 
 /// The exit codes. They are documented in `--help` and stable.
@@ -88,7 +88,22 @@ pub(crate) enum Failure {
     Kubeconfig(#[from] kubeconfig_file::Error),
     /// There is no credential for the Kubernetes API endpoint.
     #[error(transparent)]
-    UserToken(#[from] user_token::Error),
+    Credential(#[from] credential_source::Error),
+    /// A login cannot be made or ended.
+    #[error(transparent)]
+    Login(#[from] login_session::Error),
+    /// A file of authorities that kubectl cannot pass to the plugin.
+    #[error(
+        "the CA file {} is too large ({bytes} bytes): kubectl passes it to kasctl in an environment variable; set a \
+         file with the authority of kas only, of at most 64 KiB",
+        .path.display()
+    )]
+    LargeCaFile {
+        /// The file.
+        path: PathBuf,
+        /// Its size.
+        bytes: usize,
+    },
     /// kubectl wants the credential for another server.
     #[error("the credential is for servers below {url}, and the kubeconfig has the server {server}")]
     OtherServer {
@@ -140,9 +155,15 @@ impl Failure {
             Self::Usage(_) => Exit::Usage,
             Self::Connect { .. } => Exit::Unreachable,
             Self::AgentList(agent_list::Error::Connect { .. }) => Exit::Unreachable,
-            Self::Secret(_) | Self::UserToken(_) | Self::AgentList(agent_list::Error::Refused { .. }) => {
-                Exit::Unauthenticated
+            Self::Login(error) | Self::Credential(credential_source::Error::Login(error))
+                if error.is_unreachable() =>
+            {
+                Exit::Unreachable
             }
+            Self::Secret(_)
+            | Self::Credential(_)
+            | Self::Login(_)
+            | Self::AgentList(agent_list::Error::Refused { .. }) => Exit::Unauthenticated,
             Self::Call { exit, .. } => *exit,
             Self::Interrupted => Exit::Interrupted,
             Self::Token(_)
@@ -150,6 +171,7 @@ impl Failure {
             | Self::ListFile(_)
             | Self::AgentList(_)
             | Self::NoAgents
+            | Self::LargeCaFile { .. }
             | Self::Kubeconfig(_)
             | Self::OtherServer { .. }
             | Self::ExecInfo(_)

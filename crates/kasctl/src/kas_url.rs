@@ -67,18 +67,8 @@ impl fmt::Display for KasUrl {
 }
 
 impl KasUrl {
-    /// Returns the host, without brackets around an IPv6 address.
-    pub(crate) fn host(&self) -> &str {
-        &self.host
-    }
-
-    /// Returns the port, which is never 0.
-    pub(crate) fn port(&self) -> u16 {
-        self.port
-    }
-
     /// Returns the host, and the port unless it is 443.
-    pub(crate) fn authority(&self) -> String {
+    fn authority(&self) -> String {
         match self.port {
             443 if self.host.contains(':') => format!("[{}]", self.host),
             443 => self.host.clone(),
@@ -86,9 +76,9 @@ impl KasUrl {
         }
     }
 
-    /// Returns the path of the list of agents.
-    pub(crate) fn list_path(&self) -> String {
-        format!("{}{AGENTS}", self.path)
+    /// Returns the URL of the list of agents.
+    pub(crate) fn list(&self) -> String {
+        format!("{self}{AGENTS}")
     }
 
     /// Returns the server of an agent's cluster.

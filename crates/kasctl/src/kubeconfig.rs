@@ -13,8 +13,10 @@ use crate::{
     api::UNARY_TIMEOUT,
     cli::{Format, KubeconfigArgs},
     credential::API_VERSION,
+    credential_source::Source,
     failure::{Exit, Failure},
     file_error::FileError,
+    https,
     kas_url::KasUrl,
     kubeconfig_file::{self, LockedFile, PATIENCE},
     kubeconfig_plan::{Plan, Wanted, WantedAgent, plan},
@@ -22,12 +24,14 @@ use crate::{
     link::TlsOptions,
     output::{Output, note},
     table::{Table, printable},
-    user_token::Source,
 };
 
 /// What kubectl prints if it does not find the plugin.
 const INSTALL_HINT: &str = "kasctl must be in PATH: it prints the credential for kas. With 'kasctl kubeconfig \
                             --no-plugin', kubectl reads a token file itself.";
+/// The largest file of authorities, in bytes: kubectl passes it to the plugin in an environment variable, as
+/// base64 with at most 128 KiB.
+const LARGEST_CA: usize = 64 * 1024;
 /// The agent in the token of a CI job that asks for the list, where kas does not use it.
 const ANY_AGENT: i64 = 1;
 
@@ -59,12 +63,13 @@ pub(crate) async fn run(
     timeout: Option<Duration>,
     format: Format,
 ) -> Result<Exit, Failure> {
-    let source = args.source.source();
+    let source = args.source.source(args.client_id.as_deref());
     let path = match &args.kubeconfig {
         Some(path) => path.clone(),
         None => kubeconfig_file::default_path(|name| env::var_os(name))?,
     };
-    let authorities = tls.ca_file.as_deref().map(authorities).transpose()?;
+    let most = if args.no_plugin { None } else { Some(LARGEST_CA) };
+    let authorities = tls.ca_file.as_deref().map(|path| authorities(path, most)).transpose()?;
     let credential = credential(&source, &args.url, args.no_plugin)?;
     let agents = agents(args, &source, &tls, timeout).await?;
     if args.is_used && agents.len() != 1 {
@@ -84,6 +89,7 @@ pub(crate) async fn run(
     // A signal must not leave the lock behind. What follows ends soon.
     let _interrupts = signal(SignalKind::interrupt()).map_err(Failure::Runtime)?;
     let _terminations = signal(SignalKind::terminate()).map_err(Failure::Runtime)?;
+    let _hangups = signal(SignalKind::hangup()).map_err(Failure::Runtime)?;
     let plan = change(&path, &wanted).await?;
     report(output, &path, &args.url, &plan, format).await
 }
@@ -159,15 +165,8 @@ async fn agents(
     if matches!(source, Source::PatFile(_)) {
         return Err(Failure::Usage("--pat-file needs --agent: GitLab cannot list the agents of a user"));
     }
-    let token = source.read(AgentId::new(ANY_AGENT).ok(), process::clock::wall())?;
-    let fetch = agent_list::fetch(&args.url, tls, &token);
-    let listed = match timeout.unwrap_or(UNARY_TIMEOUT) {
-        Duration::ZERO => fetch.await?,
-        limit => tokio::time::timeout(limit, fetch).await.map_err(|_| agent_list::Error::Answer {
-            url: args.url.to_string(),
-            why: format!("no answer within {}", crate::duration::humane(limit)),
-        })??,
-    };
+    let token = source.token(AgentId::new(ANY_AGENT).ok(), process::clock::wall()).await?;
+    let listed = agent_list::fetch(&args.url, tls, &token, timeout.unwrap_or(UNARY_TIMEOUT)).await?;
     let agents = selected(args.selector.as_ref(), listed);
     if agents.is_empty() { Err(Failure::NoAgents) } else { Ok(agents) }
 }
@@ -188,17 +187,22 @@ fn selected(selector: Option<&Selector>, listed: Vec<ReachableAgent>) -> Vec<Wan
     agents
 }
 
-/// Returns a PEM file as base64.
-fn authorities(path: &Path) -> Result<String, Failure> {
+/// Returns a PEM file as base64. It has at most `most` bytes, unless that is `None`.
+fn authorities(path: &Path, most: Option<usize>) -> Result<String, Failure> {
     // Checked here, because kubectl would report it with every call.
-    net::tls::client(Some(path)).map_err(agent_list::Error::CaFile)?;
+    let checked = net::tls::client(Some(path)).map_err(https::Error::CaFile);
+    checked.map_err(agent_list::Error::CaFile)?;
     let failed = |cause| FileError { verb: "read", path: path.to_owned(), cause };
-    Ok(STANDARD.encode(fs::read(path).map_err(failed)?))
+    let text = fs::read(path).map_err(failed)?;
+    if most.is_some_and(|most| text.len() > most) {
+        return Err(Failure::LargeCaFile { path: path.to_owned(), bytes: text.len() });
+    }
+    Ok(STANDARD.encode(text))
 }
 
 /// Returns the keys of the user.
 fn credential(source: &Source, url: &KasUrl, no_plugin: bool) -> Result<Map<String, Value>, Failure> {
-    let flags = source.flags().map_err(|cause| FileError { verb: "find", path: ".".into(), cause })?;
+    let flags = source.flags()?;
     let flags = flags.ok_or(Failure::Usage("the path of the credential is not UTF-8, as a kubeconfig is"))?;
     let mut user = Map::new();
     if no_plugin {

@@ -1,68 +1,17 @@
-//! Tokens for the Kubernetes API endpoint: where they come from, and when they expire.
+//! Tokens for the Kubernetes API endpoint, and what they say about themselves. No I/O.
 
-use std::{
-    env,
-    fs::File,
-    io::{self, Read as _},
-    path::{Path, PathBuf},
-    time::Duration,
-};
+use std::time::Duration;
 
 use base64::{Engine as _, engine::general_purpose::URL_SAFE_NO_PAD};
-use ids::AgentId;
 use secrecy::{ExposeSecret as _, SecretString, zeroize::Zeroizing};
-use serde::Deserialize;
+use serde::{Deserialize, de::DeserializeOwned};
 
-use crate::file_error::FileError;
+use crate::table::excerpt;
 
-/// The variable with the token of a CI job of GitLab.
-const JOB_TOKEN: &str = "CI_JOB_TOKEN";
 /// The longest token that kas accepts, in bytes.
-const LONGEST: usize = 16 * 1024;
+pub(crate) const LONGEST: usize = 16 * 1024;
 /// A token counts as expired so long before its end, so that it does not expire on its way.
-pub(crate) const EARLY: Duration = Duration::from_secs(30);
-
-/// Where a token comes from.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Source {
-    /// A file with a token that is sent unchanged.
-    TokenFile(PathBuf),
-    /// A file with a personal access token of GitLab.
-    PatFile(PathBuf),
-    /// The CI job in which the program runs.
-    Ci,
-    /// A file with an ID token (JWT).
-    Oidc(PathBuf),
-}
-
-/// Why there is no token.
-#[derive(Debug, thiserror::Error)]
-pub(crate) enum Error {
-    /// The file cannot be read.
-    #[error(transparent)]
-    File(#[from] FileError),
-    /// The file has something else.
-    #[error("{} does not contain a token: expected 1 to 16384 printable characters without spaces", .0.display())]
-    NoToken(PathBuf),
-    /// It is not an ID token.
-    #[error("{} does not contain an ID token: expected a JWT with the claim exp", .0.display())]
-    NoIdToken(PathBuf),
-    /// The token has expired, or will within 30 s.
-    #[error("the token in {} has expired, or expires within 30 s: write a new one to the file", .0.display())]
-    Expired(PathBuf),
-    /// Not in a CI job.
-    #[error("CI_JOB_TOKEN is not set: --ci works in a CI job of GitLab only")]
-    NoJob,
-    /// `CI_JOB_TOKEN` is not a token.
-    #[error("CI_JOB_TOKEN is not a token: expected printable characters without spaces")]
-    NoJobToken,
-    /// The token must name an agent.
-    #[error(
-        "this credential names an agent, and none is known: set --agent, or provideClusterInfo: true in the \
-         kubeconfig, whose server must end with agents/ and a number"
-    )]
-    NoAgent,
-}
+const EARLY: Duration = Duration::from_secs(30);
 
 /// A token, as it is sent.
 #[derive(Debug)]
@@ -73,6 +22,11 @@ pub(crate) struct Token {
 }
 
 impl Token {
+    /// Returns a token that expires at this time since 1970; `None`: not known.
+    pub(crate) fn new(text: SecretString, expires: Option<Duration>) -> Self {
+        Self { text, expires }
+    }
+
     /// Returns the token.
     pub(crate) fn expose(&self) -> &str {
         self.text.expose_secret()
@@ -82,149 +36,172 @@ impl Token {
     pub(crate) fn usable_until(&self) -> Option<Duration> {
         self.expires.map(|expires| expires.saturating_sub(EARLY))
     }
+
+    /// Whether it may be used at this time since 1970.
+    pub(crate) fn is_usable_at(&self, now: Duration) -> bool {
+        self.usable_until().is_none_or(|until| until > now)
+    }
 }
 
-impl Source {
-    /// Reads the token. `agent` is the one that it is for; `now` is the time since 1970.
+/// Why a text is not an ID token of a login.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum NotIdToken {
+    /// There is none.
+    #[error("there is none in its answer")]
+    Missing,
+    /// Another form, or without these claims.
+    #[error("it is not a JWT with the claims iss, sub, aud and exp, of at most 16384 bytes")]
+    Form,
+    /// It is of another issuer.
+    #[error("its issuer is {0}")]
+    Issuer(String),
+    /// It is for others.
+    #[error("its audience does not contain the client id")]
+    Audience,
+    /// It is of another user than before.
+    #[error("it is of another user than the login")]
+    Subject,
+}
+
+/// An ID token. It was received from its issuer, so its signature is not checked; kas checks it.
+#[derive(Debug, Clone)]
+pub(crate) struct IdToken {
+    text: SecretString,
+    claims: Claims,
+}
+
+#[derive(Debug, Clone, Deserialize)]
+struct Claims {
+    iss: String,
+    sub: String,
+    aud: Audience,
+    exp: f64,
+}
+
+#[derive(Debug, Clone, Deserialize)]
+#[serde(untagged)]
+enum Audience {
+    One(String),
+    Several(Vec<String>),
+}
+
+impl IdToken {
+    /// Parses a token.
     ///
     /// # Errors
-    /// See [`Error`].
-    pub(crate) fn read(&self, agent: Option<AgentId>, now: Duration) -> Result<Token, Error> {
-        let for_agent = |kind: &str, secret: &str| {
-            let agent = agent.ok_or(Error::NoAgent)?;
-            Ok(Token { text: format!("{kind}:{agent}:{secret}").into(), expires: None })
-        };
-        match self {
-            Self::TokenFile(path) => {
-                let text = read(path)?;
-                checked(path, Token { expires: expiry(&text), text: (*text).clone().into() }, now)
-            }
-            Self::Oidc(path) => {
-                let text = read(path)?;
-                let expires = Some(expiry(&text).ok_or_else(|| Error::NoIdToken(path.clone()))?);
-                checked(path, Token { expires, text: (*text).clone().into() }, now)
-            }
-            Self::PatFile(path) => for_agent("pat", &read(path)?),
-            Self::Ci => {
-                let token = Zeroizing::new(env::var(JOB_TOKEN).map_err(|error| match error {
-                    env::VarError::NotPresent => Error::NoJob,
-                    env::VarError::NotUnicode(_) => Error::NoJobToken,
-                })?);
-                if !is_token(&token) {
-                    return Err(Error::NoJobToken);
-                }
-                for_agent("ci", &token)
-            }
+    /// [`NotIdToken::Form`].
+    pub(crate) fn parse(text: SecretString) -> Result<Self, NotIdToken> {
+        let parsed = Some(text.expose_secret()).filter(|text| is_token(text)).and_then(claims::<Claims>);
+        let claims = parsed.filter(|claims| expiry_of(claims.exp).is_some()).ok_or(NotIdToken::Form)?;
+        Ok(Self { text, claims })
+    }
+
+    /// Checks that it is of this issuer, and for this client.
+    ///
+    /// # Errors
+    /// See [`NotIdToken`].
+    pub(crate) fn check(&self, issuer: &str, client_id: &str) -> Result<(), NotIdToken> {
+        if self.claims.iss != issuer {
+            return Err(NotIdToken::Issuer(excerpt(&self.claims.iss)));
         }
-    }
-
-    /// Returns the flags of this source, with an absolute path; `None`: the path is not UTF-8.
-    ///
-    /// # Errors
-    /// The current directory is not known.
-    pub(crate) fn flags(&self) -> io::Result<Option<Vec<String>>> {
-        let (flag, path) = match self {
-            Self::Ci => return Ok(Some(vec!["--ci".to_owned()])),
-            Self::TokenFile(path) => ("--token-file", path),
-            Self::PatFile(path) => ("--pat-file", path),
-            Self::Oidc(path) => ("--oidc", path),
+        let is_for_client = match &self.claims.aud {
+            Audience::One(one) => one == client_id,
+            Audience::Several(all) => all.iter().any(|one| one == client_id),
         };
-        let path = std::path::absolute(path)?;
-        Ok(path.to_str().map(|path| vec![flag.to_owned(), path.to_owned()]))
+        if is_for_client { Ok(()) } else { Err(NotIdToken::Audience) }
+    }
+
+    /// Returns the user.
+    pub(crate) fn subject(&self) -> &str {
+        &self.claims.sub
+    }
+
+    /// Returns the text.
+    pub(crate) fn text(&self) -> &SecretString {
+        &self.text
+    }
+
+    /// Returns it as it is sent.
+    pub(crate) fn to_token(&self) -> Token {
+        Token::new(self.text.clone(), expiry_of(self.claims.exp))
     }
 }
 
-fn checked(path: &Path, token: Token, now: Duration) -> Result<Token, Error> {
-    match token.usable_until() {
-        Some(until) if until <= now => Err(Error::Expired(path.to_owned())),
-        _ => Ok(token),
-    }
-}
-
-fn is_token(text: &str) -> bool {
+/// Whether a text can be a token in a header.
+pub(crate) fn is_token(text: &str) -> bool {
     !text.is_empty() && text.len() <= LONGEST && text.bytes().all(|byte| byte.is_ascii_graphic())
 }
 
-/// Reads a token, without the white space around it.
-fn read(path: &Path) -> Result<Zeroizing<String>, Error> {
-    let failed = |cause| FileError { verb: "read", path: path.to_owned(), cause };
-    // Room for white space, and one byte more, so that a longer file is noticed.
-    let limit = 4 * LONGEST as u64 + 1;
-    let mut bytes = Zeroizing::new(Vec::new());
-    File::open(path).and_then(|file| file.take(limit).read_to_end(&mut bytes)).map_err(failed)?;
-    let no_token = || Error::NoToken(path.to_owned());
-    let text = std::str::from_utf8(bytes.trim_ascii()).map_err(|_| no_token())?;
-    if !is_token(text) || bytes.len() as u64 == limit {
-        return Err(no_token());
-    }
-    Ok(Zeroizing::new(text.to_owned()))
-}
-
 /// Returns when a JWT expires, since 1970; `None`: it is not a JWT, or does not say so.
-fn expiry(token: &str) -> Option<Duration> {
+pub(crate) fn expiry(token: &str) -> Option<Duration> {
     #[derive(Deserialize)]
-    struct Claims {
+    struct Expiry {
         exp: f64,
     }
+    claims(token).and_then(|Expiry { exp }| expiry_of(exp))
+}
+
+fn expiry_of(exp: f64) -> Option<Duration> {
+    Duration::try_from_secs_f64(exp).ok()
+}
+
+/// Returns claims of a JWT, which are not verified.
+fn claims<T: DeserializeOwned>(token: &str) -> Option<T> {
     let mut parts = token.split('.');
     let (_, claims, _) = (parts.next()?, parts.next()?, parts.next()?);
     if parts.next().is_some() {
         return None;
     }
     let claims = Zeroizing::new(URL_SAFE_NO_PAD.decode(claims).ok()?);
-    let Claims { exp } = serde_json::from_slice(&claims).ok()?;
-    Duration::try_from_secs_f64(exp).ok()
+    serde_json::from_slice(&claims).ok()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    const NOW: Duration = Duration::from_secs(1_700_000_000);
-
     fn jwt(claims: &str) -> String {
         format!("e30.{}.c2ln", URL_SAFE_NO_PAD.encode(claims))
     }
 
-    fn file(text: &str) -> (tempfile::TempDir, PathBuf) {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("token");
-        std::fs::write(&path, text).unwrap();
-        (dir, path)
-    }
-
     #[test]
-    fn tokens_of_files_are_sent_without_white_space() {
-        let (_dir, path) = file(" kasu_x\n");
-        let token = Source::TokenFile(path.clone()).read(None, NOW).unwrap();
-        assert_eq!((token.expose(), token.usable_until()), ("kasu_x", None));
-        assert!(!format!("{token:?}").contains("kasu_x"), "secrets are not shown");
-        assert!(matches!(Source::Oidc(path.clone()).read(None, NOW), Err(Error::NoIdToken(_))));
-        let token = Source::PatFile(path.clone()).read(AgentId::new(7).ok(), NOW).unwrap();
-        assert_eq!(token.expose(), "pat:7:kasu_x");
-        assert!(matches!(Source::PatFile(path).read(None, NOW), Err(Error::NoAgent)));
-        for bad in ["", " \n", "two words", "\u{e4}", &"x".repeat(LONGEST + 1), &" ".repeat(5 * LONGEST)] {
-            let (_dir, path) = file(bad);
-            assert!(matches!(Source::TokenFile(path).read(None, NOW), Err(Error::NoToken(_))), "{bad}");
+    fn only_jwts_say_when_they_expire() {
+        assert_eq!(expiry(&jwt("{\"exp\":90}")), Some(Duration::from_secs(90)));
+        for other in [
+            "kasu_x",
+            "a.b",
+            "a.b.c.d",
+            &jwt("{}"),
+            &jwt("[]"),
+            &jwt("{\"exp\":-1}"),
+            &jwt("{\"exp\":1e300}"),
+        ] {
+            assert_eq!(expiry(other), None, "{other}");
         }
-        let missing = Source::TokenFile("/nonexistent/token".into());
-        assert!(matches!(missing.read(None, NOW), Err(Error::File(_))));
     }
 
     #[test]
-    fn id_tokens_expire_30_seconds_early() {
-        let oidc = |claims: &str| {
-            let (_dir, path) = file(&jwt(claims));
-            Source::Oidc(path).read(None, NOW)
+    fn id_tokens_are_for_one_issuer_and_client() {
+        let of = |aud: &str| {
+            let claims = format!("{{\"iss\":\"https://i\",\"sub\":\"jane\",\"aud\":{aud},\"exp\":90}}");
+            IdToken::parse(jwt(&claims).into()).unwrap()
         };
-        let token = oidc("{\"exp\":1700000090}").unwrap();
-        assert_eq!(token.usable_until(), Some(Duration::from_secs(1_700_000_060)));
-        assert!(oidc("{\"exp\":1700000031}").is_ok());
-        for late in ["{\"exp\":1700000030}", "{\"exp\":1.5}", "{\"exp\":0}"] {
-            assert!(matches!(oidc(late), Err(Error::Expired(_))), "{late}");
+        for aud in ["\"kas\"", "[\"other\",\"kas\"]"] {
+            assert_eq!(of(aud).check("https://i", "kas"), Ok(()));
         }
-        for bad in ["{}", "[]", "x", "{\"exp\":-1}", "{\"exp\":1e300}", "{\"exp\":\"1\"}"] {
-            assert!(matches!(oidc(bad), Err(Error::NoIdToken(_))), "{bad}");
+        assert_eq!(of("[\"other\"]").check("https://i", "kas"), Err(NotIdToken::Audience));
+        let other = of("\"kas\"").check("https://other", "kas");
+        assert_eq!(other, Err(NotIdToken::Issuer("https://i".to_owned())));
+        let token = of("\"kas\"");
+        assert_eq!(
+            (token.subject(), token.to_token().usable_until()),
+            ("jane", Some(Duration::from_secs(60)))
+        );
+        assert!(token.to_token().is_usable_at(Duration::from_secs(59)));
+        assert!(!token.to_token().is_usable_at(Duration::from_secs(60)));
+        for bad in ["{}", "{\"iss\":\"i\",\"sub\":\"s\",\"aud\":\"a\"}", "[]"] {
+            assert_eq!(IdToken::parse(jwt(bad).into()).err(), Some(NotIdToken::Form), "{bad}");
         }
+        assert!(!format!("{token:?}").contains("e30"), "the token is not shown");
     }
 }

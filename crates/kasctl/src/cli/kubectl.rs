@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::{Args, ValueHint};
 use ids::{AgentId, Selector};
 
-use crate::{kas_url::KasUrl, user_token::Source};
+use crate::{credential_source::Source, kas_url::KasUrl, login_session::LoginSelector, oidc::Issuer};
 
 pub(super) const KUBECONFIG_HELP: &str = "\
 Examples:
@@ -14,6 +14,11 @@ Examples:
   kasctl kubeconfig name=prod-* --url https://kas.example.com/ --token-file ~/.kube/kas.token
   kasctl kubeconfig --agent 7 --use --url https://kas.example.com/ --pat-file ~/.kube/gitlab.token
   kasctl kubeconfig --url https://kas.example.com/ --ci --kubeconfig kubeconfig
+  kasctl login --issuer https://gitlab.example.com --client-id 1234
+  kasctl kubeconfig --url https://kas.example.com/ --oidc
+  kasctl kubeconfig --url https://127.0.0.1:8154/ --token-file jane.token \\
+      --certificate-authority ~/.local/state/kas/kubernetes-ca.pem
+                                      a kas on this host without a configuration file
   kubectl --context prod get pods
 
 A context and a cluster are written for each agent. Their name is that of the agent; <name>-<id> if several agents \
@@ -29,8 +34,9 @@ are removed.
 
 Only entries with the extension kas and the same URL are changed, and of these only what kasctl writes: the \
 namespace of a context stays. All other bytes of the file stay. If kasctl does not understand the file, it changes \
-nothing. The file is replaced atomically, has mode 0600, and is locked as by kubectl. --ca-file is the authority of \
-kas: it is used here, and goes into certificate-authority-data. --server-name becomes tls-server-name.
+nothing. The file is replaced atomically, has mode 0600, and is locked as by kubectl. --ca-file (or \
+--certificate-authority, as in kubectl) is the authority of kas: it is used here, and goes into \
+certificate-authority-data. --server-name becomes tls-server-name.
 
 JSON is one document, and stable: fields may be added, but are not changed or removed.
   {\"kubeconfig\", \"user\", \"current_context\", \"contexts\": [{\"name\", \"agent_id\", \"server\"}], \
@@ -40,10 +46,14 @@ pub(super) const CREDENTIAL_HELP: &str = "\
 Examples:
   kasctl credential --token-file ~/.kube/kas.token
   kasctl credential --pat-file ~/.kube/gitlab.token --agent 7
+  kasctl credential --oidc
 
 kubectl runs this command: 'kasctl kubeconfig' writes it to the kubeconfig, with interactiveMode: Never and \
 provideClusterInfo: true. The output is an ExecCredential of client.authentication.k8s.io/v1 with the token. If the \
 token is a JWT, its expirationTimestamp is 30 s before the claim exp, so that kubectl asks again in time.
+
+--oidc gives the ID token of 'kasctl login', and a new one from the issuer when it has expired. Processes that need \
+one at the same time ask the issuer once.
 
 --pat-file and --ci give pat:<agent>:<token> and ci:<agent>:<token>. The agent is that of the cluster's server, \
 which kubectl passes in KUBERNETES_EXEC_INFO and whose path ends with agents/ and a number, or --agent. With --url, \
@@ -62,18 +72,21 @@ pub(crate) struct SourceArgs {
     /// The token of the CI job of GitLab in which this runs: $CI_JOB_TOKEN
     #[arg(long)]
     ci: bool,
-    /// File with an ID token (JWT) of OpenID Connect
-    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
-    oidc: Option<PathBuf>,
+    /// The login of 'kasctl login' at this issuer [default: the only one]
+    #[arg(long, value_name = "ISSUER", num_args = 0..=1, require_equals = true)]
+    oidc: Option<Option<Issuer>>,
 }
 
 impl SourceArgs {
-    /// Returns the source.
-    pub(crate) fn source(&self) -> Source {
+    /// Returns the source. A login is that with this client id, if one is given.
+    pub(crate) fn source(&self, client_id: Option<&str>) -> Source {
         match self {
             Self { token_file: Some(file), .. } => Source::TokenFile(file.clone()),
             Self { pat_file: Some(file), .. } => Source::PatFile(file.clone()),
-            Self { oidc: Some(file), .. } => Source::Oidc(file.clone()),
+            Self { oidc: Some(issuer), .. } => Source::Oidc(LoginSelector {
+                issuer: issuer.clone(),
+                client_id: client_id.map(str::to_owned),
+            }),
             // One of them is required.
             Self { .. } => Source::Ci,
         }
@@ -101,6 +114,9 @@ pub(crate) struct KubeconfigArgs {
     /// Let kubectl read the file of --token-file itself (tokenFile), without kasctl
     #[arg(long, conflicts_with_all = ["pat_file", "ci", "oidc"])]
     pub(crate) no_plugin: bool,
+    /// With --oidc: the login with this client id [default: the only one]
+    #[arg(long, value_name = "ID", requires = "oidc")]
+    pub(crate) client_id: Option<String>,
     #[command(flatten)]
     pub(crate) source: SourceArgs,
 }
@@ -114,6 +130,9 @@ pub(crate) struct CredentialArgs {
     /// The agent, if kubectl does not name its server
     #[arg(long, value_name = "ID")]
     pub(crate) agent: Option<AgentId>,
+    /// With --oidc: the login with this client id [default: the only one]
+    #[arg(long, value_name = "ID", requires = "oidc")]
+    pub(crate) client_id: Option<String>,
     #[command(flatten)]
     pub(crate) source: SourceArgs,
 }

@@ -26,7 +26,12 @@ async fn command_line_is_checked_before_anything_is_sent() {
         &["kubeconfig", "--token-file", "t"],
         &["kubeconfig", "--url", "http://kas.test/", "--token-file", "t"],
         &["kubeconfig", "--url", "https://kas.test/", "--token-file", "t", "--ci"],
-        &["kubeconfig", "--url", "https://kas.test/", "--oidc", "t", "--no-plugin"],
+        &["kubeconfig", "--url", "https://kas.test/", "--oidc", "--no-plugin"],
+        &["kubeconfig", "--url", "https://kas.test/", "--oidc=http://issuer.test"],
+        &["kubeconfig", "--url", "https://kas.test/", "--ci", "--client-id", "x"],
+        &["login", "--issuer", "https://issuer.test"],
+        &["login", "--issuer", "http://issuer.test", "--client-id", "x"],
+        &["login", "--issuer", "https://issuer.test", "--client-id", "x", "--scope", "a b"],
         &["kubeconfig", "all", "--agent", "7", "--url", "https://kas.test/", "--ci"],
         &["kubeconfig", "x=y", "--url", "https://kas.test/", "--ci"],
         &["kubeconfig", "--url", "https://kas.test/", "--pat-file", "t", "--kubeconfig", "k"],
@@ -60,6 +65,8 @@ async fn help_has_examples_and_version_has_the_commit() {
         &["token", "hash"],
         &["kubeconfig"],
         &["credential"],
+        &["login"],
+        &["logout"],
         &["completions"],
     ] {
         let run = server.run(&[line, &["--help"]].concat()).await.expect_exit(0);

@@ -1,18 +1,14 @@
 //! `kasctl kubeconfig` and `kasctl credential`.
 
-use std::{convert::Infallible, os::unix::fs::PermissionsExt as _, path::PathBuf, sync::Arc};
+use std::{os::unix::fs::PermissionsExt as _, path::PathBuf, sync::Arc};
 
 use base64::{Engine as _, engine::general_purpose::STANDARD};
-use http_body_util::Full;
-use hyper::{Request, Response, body::Incoming, service::service_fn};
-use hyper_util::rt::TokioIo;
+use hyper::Response;
 use parking_lot::Mutex;
-use rustls_pki_types::{PrivateKeyDer, PrivatePkcs8KeyDer};
 use serde_json::{Value, json};
-use tokio::net::TcpListener;
 
 use crate::{
-    fake::{Run, Server},
+    fake::{Run, Server, https},
     json_of,
 };
 
@@ -27,36 +23,18 @@ struct Endpoint {
 
 impl Endpoint {
     async fn start() -> Self {
-        let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
         let server = Server::start().await;
-        let own = rcgen::generate_simple_self_signed(["127.0.0.1".to_owned()]).unwrap();
         let ca = server.dir.path().join("ca.pem");
-        std::fs::write(&ca, own.cert.pem()).unwrap();
-        let key = PrivateKeyDer::from(PrivatePkcs8KeyDer::from(own.signing_key.serialize_der()));
-        let config = rustls::ServerConfig::builder()
-            .with_no_client_auth()
-            .with_single_cert(vec![own.cert.der().clone()], key)
-            .unwrap();
-        let acceptor = tokio_rustls::TlsAcceptor::from(Arc::new(config));
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let url = format!("https://{}/k8s/", listener.local_addr().unwrap());
         let seen = Arc::<Mutex<Vec<(String, String)>>>::default();
         let all = Arc::clone(&seen);
-        tokio::spawn(async move {
-            while let Ok((io, _)) = listener.accept().await {
-                let Ok(io) = acceptor.accept(io).await else { continue };
-                let all = Arc::clone(&all);
-                let service = service_fn(move |request: Request<Incoming>| {
-                    let token = request.headers().get("authorization").map(|value| value.to_str().unwrap());
-                    let token = token.unwrap_or_default().to_owned();
-                    let answer = answer(&token);
-                    all.lock().push((request.uri().path().to_owned(), token));
-                    async move { Ok::<_, Infallible>(answer) }
-                });
-                let http = hyper::server::conn::http1::Builder::new();
-                tokio::spawn(http.serve_connection(TokioIo::new(io), service));
-            }
+        let address = https::serve(&ca, move |request| {
+            let token = request.headers().get("authorization").map(|value| value.to_str().unwrap());
+            let token = token.unwrap_or_default().to_owned();
+            let answer = answer(&token);
+            all.lock().push((request.uri().path().to_owned(), token));
+            std::future::ready(answer)
         });
+        let url = format!("https://{}/k8s/", address.await);
         std::fs::write(server.dir.path().join("token"), "kasu_jane\n").unwrap();
         Self { url, ca: ca.to_str().unwrap().to_owned(), seen, server }
     }
@@ -72,7 +50,9 @@ impl Endpoint {
         let credential = ["--token-file", token.to_str().unwrap()];
         let has_other = arguments.iter().any(|flag| ["--ci", "--pat-file"].contains(flag));
         let credential = if has_other { &[][..] } else { &credential };
-        self.server.run(&[&fixed[..], &["--ca-file", &self.ca], credential, arguments].concat()).await
+        self.server
+            .run(&[&fixed[..], &["--certificate-authority", &self.ca], credential, arguments].concat())
+            .await
     }
 
     fn config(&self) -> String {
@@ -80,8 +60,8 @@ impl Endpoint {
     }
 }
 
-fn answer(token: &str) -> Response<Full<&'static [u8]>> {
-    let (status, body): (u16, &[u8]) = match token {
+fn answer(token: &str) -> https::Answer {
+    let (status, body): (u16, &'static [u8]) = match token {
         "Bearer kasu_jane" | "Bearer ci:1:job" => (
             200,
             br#"{"agents":[{"id":7,"name":"prod","project_id":3,"connected":true},
@@ -91,7 +71,7 @@ fn answer(token: &str) -> Response<Full<&'static [u8]>> {
         ),
         _ => (401, br#"{"kind":"Status","message":"kas: unknown token (request 1)","code":401}"#),
     };
-    Response::builder().status(status).body(Full::new(body)).unwrap()
+    Response::builder().status(status).body(body.into()).unwrap()
 }
 
 #[tokio::test]
@@ -150,6 +130,17 @@ async fn a_refused_credential_or_an_unknown_file_changes_nothing() {
     assert!(run.stderr.contains("block style"), "{run:?}");
     assert_eq!(endpoint.config(), json);
     assert!(!endpoint.at("config.lock").exists());
+}
+
+#[tokio::test]
+async fn an_authority_that_kubectl_cannot_pass_to_the_plugin_is_refused() {
+    let endpoint = Endpoint::start().await;
+    let pem = std::fs::read_to_string(&endpoint.ca).unwrap();
+    std::fs::write(&endpoint.ca, pem.repeat(64 * 1024 / pem.len() + 1)).unwrap();
+    let run = endpoint.run(&["--agent", "7"]).await.expect_exit(1);
+    assert!(run.stderr.contains("too large") && run.stderr.contains("64 KiB"), "{run:?}");
+    assert!(!endpoint.at("config").exists());
+    endpoint.run(&["--agent", "7", "--no-plugin"]).await.expect_exit(0);
 }
 
 #[tokio::test]
@@ -215,11 +206,14 @@ async fn credentials_are_exec_credentials() {
     assert_eq!(status(run), json!({ "token": "pat:7:glpat-x" }));
     let run = credential(&server, seven, &["--ci", "--url", "https://kas.test/k8s"]).await;
     assert_eq!(status(run), json!({ "token": "ci:7:job" }));
-    let run = credential(&server, None, &["--ci", "--agent", "9"]).await;
-    assert_eq!(status(run), json!({ "token": "ci:9:job" }));
+    // The server of the second names the agent in another way, and nothing in it contradicts the flag.
+    for at in [None, Some("https://agent-9.k8s.kas.test")] {
+        let run = credential(&server, at, &["--ci", "--agent", "9"]).await;
+        assert_eq!(status(run), json!({ "token": "ci:9:job" }));
+    }
     let claims = base64::engine::general_purpose::URL_SAFE_NO_PAD.encode("{\"exp\":4102444830}");
     let id = file("id", &format!("e30.{claims}.c2ln"));
-    let run = credential(&server, None, &["--oidc", &id]).await;
+    let run = credential(&server, None, &["--token-file", &id]).await;
     assert_eq!(status(run)["expirationTimestamp"], "2100-01-01T00:00:00Z");
 
     for (at, arguments, code) in [
@@ -227,7 +221,8 @@ async fn credentials_are_exec_credentials() {
         (Some("https://kas.test/other"), &["--ci"][..], 4),
         (Some("https://evil.test/k8s/agents/7"), &["--ci", "--url", "https://kas.test/k8s"][..], 1),
         (seven, &["--ci", "--agent", "8"][..], 2),
-        (None, &["--oidc", &token][..], 4),
+        (None, &["--ci", "--client-id", "x", "--agent", "8"][..], 2),
+        (None, &["--oidc"][..], 4),
         (None, &["--token-file", "/nonexistent"][..], 4),
     ] {
         let run = credential(&server, at, arguments).await.expect_exit(code);

@@ -12,6 +12,7 @@ mod explain;
 mod failures;
 mod fake;
 mod kubeconfig;
+mod login;
 mod pods;
 mod replicas;
 mod request;
