@@ -12,6 +12,7 @@ mod access;
 mod agent;
 mod authorizer;
 mod cache;
+mod certificates;
 mod ci;
 mod credential;
 mod credential_error;
@@ -32,6 +33,7 @@ pub use self::{
     access::{Access, Decision, UnknownAgent},
     agent::{Agents, KnownAgent},
     authorizer::{Authorized, Authorizer, Refusal, Refused},
+    certificates::{CertificateSubject, CertificateUsers, CertificateVerifier, ClientCertificate},
     ci::CiJobs,
     credential::{Bearer, Credential, Form, take_credential},
     credential_error::CredentialError,

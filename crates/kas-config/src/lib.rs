@@ -38,7 +38,8 @@ pub use self::{
         gossip::Gossip,
         identity::Identity,
         kubernetes_api::{
-            AccessRule, KubernetesApi, KubernetesLimits, OwnCertificate, RequestIdentity, UsersFile,
+            AccessRule, ClientCertificates, KubernetesApi, KubernetesLimits, OwnCertificate, RequestIdentity,
+            UsersFile,
         },
         limits::{Attempts, Limits, Streams},
         listen::{Listen, Network, TlsFiles},

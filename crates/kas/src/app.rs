@@ -361,7 +361,7 @@ impl Kas {
             reloader.listener("agent", &config.agent.listen.listen, config.agent.listen.websocket)?;
         let api_tls = reloader.listener("api", &config.api.listen.listen, false)?;
         let kubernetes_tls = match &config.agent.kubernetes_api {
-            None => None,
+            None => kubernetes::EndpointTls::default(),
             Some(section) => kubernetes::tls(section, &mut reloader, addresses.kubernetes)?,
         };
         let private_tls = match config.tracker.private_api() {

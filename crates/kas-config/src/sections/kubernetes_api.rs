@@ -39,6 +39,8 @@ const NEVER_ALLOWED: [&str; 10] = [
 pub struct KubernetesApi {
     /// Where to listen.
     pub listen: Listen,
+    /// Which certificates of users are accepted; `None`: none. Only with TLS.
+    pub client_certificates: Option<ClientCertificates>,
     /// The certificate that kas makes for itself; `None`: there is none. Only if `listen` has no TLS.
     pub own_certificate: Option<OwnCertificate>,
     /// The prefix of all paths; begins and ends with `/`.
@@ -61,6 +63,15 @@ pub struct KubernetesApi {
     pub session_max: Duration,
     /// Limits of its requests.
     pub limits: KubernetesLimits,
+}
+
+/// Keys `agent.kubernetes_api.listen.client_ca_file` and `crl_file`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ClientCertificates {
+    /// The authorities of users.
+    pub ca: PathBuf,
+    /// Their lists of revoked certificates.
+    pub crl: Option<PathBuf>,
 }
 
 /// The files of a certificate that kas makes, so that clients on the same host can use TLS: kubectl sends a
@@ -136,9 +147,11 @@ pub(super) fn read(
 }
 
 fn section(s: &mut Section<'_, '_>, by_gitlab: bool, is_on: bool, state_dir: Option<&Path>) -> KubernetesApi {
-    let listen = s.section("listen", "Its listener.", |s| {
+    let (listen, client_certificates) = s.section("listen", "Its listener.", |s| {
         let (network, address) = bind_address(s, "0.0.0.0:8154");
-        Listen { network, address, tls: tls(s) }
+        let listen = Listen { network, address, tls: tls(s) };
+        let client_certificates = client_certificates(s, &listen);
+        (listen, client_certificates)
     });
     let url_path_prefix = url_path_prefix(s);
     let host_suffix = host_suffix(s);
@@ -162,9 +175,15 @@ fn section(s: &mut Section<'_, '_>, by_gitlab: bool, is_on: bool, state_dir: Opt
              Created if it is users.yaml in state_dir.",
         )
     });
-    if is_on && users.is_none() && !by_gitlab && !s.is_refused("users.file") {
+    let has_users = users.is_some() || client_certificates.is_some();
+    if is_on
+        && !has_users
+        && !by_gitlab
+        && !s.is_refused("users.file")
+        && !s.is_refused("listen.client_ca_file")
+    {
         let expected = "a users file, because nothing else knows callers: there is no section gitlab, or identity.file \
-                        is given";
+                        is given, and no listen.client_ca_file";
         s.refuse_as("users.file", "nothing", expected);
     }
     let users = users.map(|file| {
@@ -177,14 +196,16 @@ fn section(s: &mut Section<'_, '_>, by_gitlab: bool, is_on: bool, state_dir: Opt
         .filter(|_| is_default && listen.tls.is_none() && OwnCertificate::fits(&listen))
         .map(|folder| OwnCertificate { ca: folder.join(OWN_CA), server: folder.join(OWN_SERVER) });
     let access = access::read(s);
-    if users.is_none() && !access.is_empty() {
+    if !has_users && !access.is_empty() {
         s.warn("access", "has no effect: without users.file, GitLab alone decides what callers may do");
     }
-    if users.is_some() && access.is_empty() && !s.is_refused("access") {
-        s.warn("access", "has no rule, so every user of users.file is refused");
+    if has_users && access.is_empty() && !s.is_refused("access") {
+        let whose = if users.is_some() { "user of users.file" } else { "certificate of a user" };
+        s.warn("access", format!("has no rule, so every {whose} is refused"));
     }
     KubernetesApi {
         listen,
+        client_certificates,
         own_certificate,
         url_path_prefix,
         host_suffix,
@@ -202,6 +223,28 @@ fn section(s: &mut Section<'_, '_>, by_gitlab: bool, is_on: bool, state_dir: Opt
         ),
         limits: s.section("limits", "Limits on the requests of this listener, for each replica.", limits),
     }
+}
+
+fn client_certificates(s: &mut Section<'_, '_>, listen: &Listen) -> Option<ClientCertificates> {
+    let ca = s.path(
+        "client_ca_file",
+        "PEM of authorities that sign certificates of users, for clientAuth: the common name is the name of the user, \
+         organizations are its groups, both with the prefix kas:. Clients without a certificate need another \
+         credential. Needs certificate_file and key_file. Reloaded on change.",
+    );
+    let crl = s.path(
+        "crl_file",
+        "PEM lists of certificates that these authorities have revoked, reloaded on change. Then each certificate needs \
+         an issuer with a list.",
+    );
+    if ca.is_some() && listen.tls.is_none() && !s.is_refused("certificate_file") && !s.is_refused("key_file")
+    {
+        s.refuse("client_ca_file", "certificate_file and key_file too: without them there is no TLS");
+    }
+    if crl.is_some() && ca.is_none() && !s.is_refused("client_ca_file") {
+        s.refuse("crl_file", "client_ca_file too: without it no certificate is accepted");
+    }
+    ca.map(|ca| ClientCertificates { ca, crl })
 }
 
 fn limits(s: &mut Section<'_, '_>) -> KubernetesLimits {

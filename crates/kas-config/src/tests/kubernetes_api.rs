@@ -63,6 +63,32 @@ fn only_the_default_on_loopback_has_a_certificate_that_kas_makes() {
 }
 
 #[test]
+fn certificates_of_users_are_a_source_of_identity_and_need_tls() {
+    let api = kubernetes_api(
+        "listen: {certificate_file: /c, key_file: /k, client_ca_file: /ca, crl_file: /crl},
+         access: [{agents: all, users: ['kas:*'], as: agent}]",
+    );
+    let files = ClientCertificates { ca: "/ca".into(), crl: Some("/crl".into()) };
+    assert_eq!(api.client_certificates, Some(files));
+    assert_eq!(
+        refused("listen: {client_ca_file: /ca}"),
+        [
+            "listen.client_ca_file: found \"/ca\"; expected certificate_file and key_file too: without them there is no TLS"
+        ]
+    );
+    assert_eq!(
+        refused(&format!("{USERS}, listen: {{crl_file: /crl}}")),
+        [
+            "listen.crl_file: found \"/crl\"; expected client_ca_file too: without it no certificate is accepted"
+        ]
+    );
+    let told = warnings(
+        "agent: {kubernetes_api: {listen: {certificate_file: /c, key_file: /k, client_ca_file: /ca}}}",
+    );
+    assert_eq!(told, ["agent.kubernetes_api.access: has no rule, so every certificate of a user is refused"]);
+}
+
+#[test]
 fn every_key_of_the_endpoint_is_read() {
     let api = kubernetes_api(
         "
@@ -77,6 +103,7 @@ uid: u, extra: [{key: k.example/x, val: [v, w]}]}}}, {agents: id=7, users: ['*']
     let pattern = |text: &str| text.parse().unwrap();
     let expected = KubernetesApi {
         listen: Listen { network: Network::Tcp, address: ":1".into(), tls: None },
+        client_certificates: None,
         own_certificate: None,
         url_path_prefix: "/k8s/v1/".into(),
         host_suffix: Some("k8s.example.com".into()),
@@ -146,7 +173,7 @@ fn the_prefix_of_paths_has_a_slash_at_both_ends() {
 #[test]
 fn the_endpoint_needs_a_source_of_identity() {
     let none = "users.file: found nothing; expected a users file, because nothing else knows callers: there is no \
-                section gitlab, or identity.file is given";
+                section gitlab, or identity.file is given, and no listen.client_ca_file";
     assert_eq!(refused("url_path_prefix: /"), [none]);
     let gitlab = "gitlab: {address: 'https://g', authentication_secret_file: /s}";
     assert_eq!(warnings(&format!("{gitlab}\nagent: {{kubernetes_api: {{url_path_prefix: /}}}}")), [""; 0]);

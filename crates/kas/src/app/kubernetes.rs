@@ -21,6 +21,7 @@ use routing::router::Router;
 
 use super::{StartError, part::Part, reload::Reloader};
 use crate::{
+    certificates::LiveVerifier,
     directory::AgentDirectory,
     own_certificate::{self, Outcome},
 };
@@ -46,6 +47,15 @@ pub(super) struct Uses {
     pub(super) is_ready: Box<dyn Fn() -> bool + Send + Sync>,
 }
 
+/// The TLS of the endpoint.
+#[derive(Default)]
+pub(super) struct EndpointTls {
+    /// The configuration of the listener; `None`: it has no TLS.
+    config: Option<tls::Live<rustls::ServerConfig>>,
+    /// Verifies certificates of users; `None`: none is accepted.
+    users: Option<Arc<LiveVerifier>>,
+}
+
 /// Returns the TLS of the endpoint. On loopback, kas makes the certificate itself unless the configuration
 /// names one. `address` is where the endpoint listens.
 ///
@@ -55,10 +65,14 @@ pub(super) fn tls(
     section: &Section,
     reloader: &mut Reloader,
     address: Option<SocketAddr>,
-) -> Result<Option<tls::Live<rustls::ServerConfig>>, StartError> {
+) -> Result<EndpointTls, StartError> {
     const SECTION: &str = "agent.kubernetes_api";
+    if let (Some(files), Some(clients)) = (&section.listen.tls, &section.client_certificates) {
+        let (config, users) = reloader.listener_for_users(SECTION, files, clients)?;
+        return Ok(EndpointTls { config: Some(config), users: Some(users) });
+    }
     let Some(own) = &section.own_certificate else {
-        return reloader.listener(SECTION, &section.listen, true);
+        return Ok(EndpointTls { config: reloader.listener(SECTION, &section.listen, true)?, users: None });
     };
     let outcome = own_certificate::ensure(own, process::clock::wall()).map_err(StartError::OwnCertificate)?;
     let (ca_file, users_file) = (own.ca.display(), section.users.as_ref().map(|users| users.file.display()));
@@ -80,7 +94,7 @@ pub(super) fn tls(
          CA file to kasctl kubeconfig --url --certificate-authority"
     );
     let listen = Listen { tls: Some(own_certificate::listener_files(own)), ..section.listen.clone() };
-    reloader.listener(SECTION, &listen, true)
+    Ok(EndpointTls { config: reloader.listener(SECTION, &listen, true)?, users: None })
 }
 
 /// Builds the part.
@@ -91,14 +105,19 @@ pub(super) async fn part(
     config: &Config,
     section: &Section,
     listener: Listener,
-    tls: Option<tls::Live<rustls::ServerConfig>>,
+    tls: EndpointTls,
     uses: Uses,
 ) -> Result<Part, StartError> {
     let Uses { router, identity, gitlab, tracker, observer, metrics, refusals, lifecycle, is_ready } = uses;
     let directory = AgentDirectory::new(identity, tracker);
-    let authorizer = Authorizer::open(section, gitlab.clone(), Arc::clone(&directory) as _)
-        .await
-        .map_err(StartError::Users)?;
+    let authorizer = Authorizer::open(
+        section,
+        gitlab.clone(),
+        tls.users.map(|users| users as _),
+        Arc::clone(&directory) as _,
+    )
+    .await
+    .map_err(StartError::Users)?;
     let usage = Arc::new(Usage::default());
     let reports = gitlab.map(|gitlab| (gitlab, config.observability.usage_reporting_period));
     let reports = reports.filter(|(_, period)| !period.is_zero());
@@ -123,7 +142,7 @@ pub(super) async fn part(
     let limits = Limits { idle: section.limits.idle_timeout, ..config.limits.connections };
     let server = Server {
         listener,
-        tls,
+        tls: tls.config,
         protocols: match section.own_certificate {
             Some(_) => Protocols::Http1And2MaybeTls,
             None => Protocols::Http1And2,
