@@ -8,11 +8,13 @@ use std::{fmt, net::IpAddr, sync::Arc, time::Duration};
 
 use async_trait::async_trait;
 use ids::{AgentId, FILE_USER_PREFIX};
-use parking_lot::Mutex;
 use rustls_pki_types::CertificateDer;
 use tokio::time::Instant;
 
-use crate::{AuthError, Caller, Changes, Credential, Grant, Hold, Reach, Source, SourceKind};
+use crate::{
+    AuthError, Caller, Changes, Credential, Grant, Hold, Reach, Source, SourceKind,
+    client_certificate::{CertificateUser, ClientCertificate},
+};
 
 /// The most groups of a caller, as of a user of a file.
 const MOST_GROUPS: usize = 64;
@@ -39,42 +41,6 @@ pub trait CertificateVerifier: Send + Sync + 'static {
 
     /// Reports such changes to `changes` from now on, after [`CertificateVerifier::version`] has changed.
     fn report_to(&self, changes: &Changes);
-}
-
-/// A client certificate of one connection, which TLS has verified. Clones share what is known of it.
-#[derive(Clone)]
-pub struct ClientCertificate(Arc<Shared>);
-
-struct Shared {
-    certificates: Arc<[CertificateDer<'static>]>,
-    verified: Mutex<Option<Verified>>,
-}
-
-/// Who it is, and how long that counts.
-struct Verified {
-    version: u64,
-    until: Instant,
-    user: Arc<User>,
-}
-
-/// A user by its certificate, with the prefix of the source.
-struct User {
-    name: Arc<str>,
-    groups: Arc<[String]>,
-    extra: Arc<[(String, Vec<String>)]>,
-}
-
-impl ClientCertificate {
-    /// Returns the certificate of a connection: these certificates, that of the client first.
-    pub fn new(certificates: Arc<[CertificateDer<'static>]>) -> Self {
-        Self(Arc::new(Shared { certificates, verified: Mutex::default() }))
-    }
-}
-
-impl fmt::Debug for ClientCertificate {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("ClientCertificate").finish_non_exhaustive()
-    }
 }
 
 /// What an open request keeps.
@@ -106,23 +72,19 @@ impl CertificateUsers {
         // Before it is verified: a change meanwhile makes the result old.
         let version = self.0.version();
         let since = process::clock::wall();
-        let known = certificate.0.verified.lock().as_ref().and_then(|verified| {
-            (verified.version == version && now < verified.until).then(|| Arc::clone(&verified.user))
-        });
-        let user = match known {
+        let user = match certificate.known(version, now) {
             Some(user) => user,
             None => {
                 let user = Arc::new(self.verify(certificate, since)?);
-                *certificate.0.verified.lock() =
-                    Some(Verified { version, until: now + FRESH, user: Arc::clone(&user) });
+                certificate.remember(&user, version, now + FRESH);
                 user
             }
         };
-        Ok(user.caller(Held { certificate: certificate.clone(), since }))
+        Ok(caller(&user, Held { certificate: certificate.clone(), since }))
     }
 
-    fn verify(&self, certificate: &ClientCertificate, at: Duration) -> Result<User, AuthError> {
-        let subject = self.0.verify(&certificate.0.certificates, at).ok_or(AuthError::Unknown)?;
+    fn verify(&self, certificate: &ClientCertificate, at: Duration) -> Result<CertificateUser, AuthError> {
+        let subject = self.0.verify(certificate.certificates(), at).ok_or(AuthError::Unknown)?;
         if subject.organizations.len() > MOST_GROUPS {
             tracing::debug!(
                 user = subject.common_name,
@@ -130,36 +92,34 @@ impl CertificateUsers {
             );
             return Err(AuthError::Forbidden);
         }
-        Ok(User::new(subject))
+        Ok(user(subject))
     }
 }
 
-impl User {
-    fn new(CertificateSubject { common_name, organizations }: CertificateSubject) -> Self {
-        let prefixed = |name: &str| format!("{FILE_USER_PREFIX}{name}");
-        let access_type = vec![SourceKind::Certificate.access_type().to_owned()];
-        Self {
-            name: prefixed(&common_name).into(),
-            groups: organizations.iter().map(|organization| prefixed(organization)).collect(),
-            extra: Arc::new([
-                ("agent.gitlab.com/username".to_owned(), vec![common_name]),
-                ("agent.gitlab.com/access_type".to_owned(), access_type),
-            ]),
-        }
+fn user(CertificateSubject { common_name, organizations }: CertificateSubject) -> CertificateUser {
+    let prefixed = |name: &str| format!("{FILE_USER_PREFIX}{name}");
+    let access_type = vec![SourceKind::Certificate.access_type().to_owned()];
+    CertificateUser {
+        name: prefixed(&common_name).into(),
+        groups: organizations.iter().map(|organization| prefixed(organization)).collect(),
+        extra: Arc::new([
+            ("agent.gitlab.com/username".to_owned(), vec![common_name]),
+            ("agent.gitlab.com/access_type".to_owned(), access_type),
+        ]),
     }
+}
 
-    fn caller(&self, held: Held) -> Caller {
-        Caller {
-            source: SourceKind::Certificate,
-            name: Arc::clone(&self.name),
-            uid: None,
-            groups: Arc::clone(&self.groups),
-            extra: Arc::clone(&self.extra),
-            gitlab_user: None,
-            grant: Grant::Rules,
-            recheck_at: None,
-            hold: Hold::new(Arc::new(held)),
-        }
+fn caller(user: &CertificateUser, held: Held) -> Caller {
+    Caller {
+        source: SourceKind::Certificate,
+        name: Arc::clone(&user.name),
+        uid: None,
+        groups: Arc::clone(&user.groups),
+        extra: Arc::clone(&user.extra),
+        gitlab_user: None,
+        grant: Grant::Rules,
+        recheck_at: None,
+        hold: Hold::new(Arc::new(held)),
     }
 }
 
@@ -186,7 +146,7 @@ impl Source for CertificateUsers {
         let Held { certificate, since } = caller.hold.state::<Held>().ok_or(AuthError::Unknown)?;
         // As of the time when the request began, since it may go on when the certificate has expired.
         let user = self.verify(certificate, *since)?;
-        Ok(user.caller(Held { certificate: certificate.clone(), since: *since }))
+        Ok(caller(&user, Held { certificate: certificate.clone(), since: *since }))
     }
 
     async fn reach(&self, credential: &Credential, _from: Option<IpAddr>) -> Result<Reach, AuthError> {
@@ -197,6 +157,8 @@ impl Source for CertificateUsers {
 #[cfg(test)]
 mod tests {
     use std::sync::atomic::{AtomicU64, Ordering};
+
+    use parking_lot::Mutex;
 
     use super::*;
 
@@ -305,8 +267,8 @@ mod tests {
         assert_eq!(users.authenticate(&certificate(1), agent(), None).await.unwrap_err(), AuthError::Unknown);
         let Credential::Certificate(certificate) = certificate(1) else { unreachable!() };
         let since = Duration::ZERO;
-        let begun = User::new(CertificateSubject { common_name: "user-1".into(), organizations: vec![] });
-        let caller = begun.caller(Held { certificate, since });
+        let begun = user(CertificateSubject { common_name: "user-1".into(), organizations: vec![] });
+        let caller = caller(&begun, Held { certificate, since });
         assert!(users.recheck(&caller, agent()).await.is_err(), "it was never valid");
         let verifier = Bytes::new(Duration::from_secs(1));
         let users = CertificateUsers::new(verifier as _, &Changes::default());

@@ -13,7 +13,7 @@ use secrecy::{ExposeSecret as _, SecretString, zeroize::Zeroizing};
 
 use crate::{
     SourceKind,
-    certificates::ClientCertificate,
+    client_certificate::ClientCertificate,
     credential_error::{CredentialError, LONGEST, number},
     session::{QueryParameters, Session, take_session},
 };
