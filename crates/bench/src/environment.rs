@@ -97,7 +97,7 @@ pub(super) struct KasOptions {
     pub(super) drain: Option<&'static str>,
 }
 
-/// Options of the endpoint for kubectl. The file of users has one with [`user_token`], who may use every
+/// Options of the endpoint for kubectl. The file of users has one with [`user_token`], which may use every
 /// agent.
 #[derive(Debug, Default)]
 pub(super) struct KubernetesOptions {

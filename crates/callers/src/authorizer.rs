@@ -9,9 +9,9 @@ use kas_config::KubernetesApi;
 use tokio::time::Instant;
 
 use crate::{
-    Access, Agents, AuthError, Caller, Callers, Changes, CiJobs, Credential, Decision, FileUsers,
-    GitLabUsers, Grant, KnownAgent, Mode, OpenUsersError, Reach, RunAs, Source, Sources, UnknownAgent,
-    finder::Finder,
+    Access, Agents, AuthError, Caller, Callers, CertificateUsers, CertificateVerifier, Changes, CiJobs,
+    Credential, Decision, FileUsers, GitLabUsers, Grant, KnownAgent, Mode, OpenUsersError, Reach, RunAs,
+    Source, Sources, UnknownAgent, finder::Finder,
 };
 
 /// How soon an open request is checked again whose source could not be asked.
@@ -128,14 +128,15 @@ impl fmt::Debug for Authorizer {
 }
 
 impl Authorizer {
-    /// Returns an authorizer with the sources of a configuration: its users file, and the CI jobs and users
-    /// of GitLab if that is given.
+    /// Returns an authorizer with the sources of a configuration: its users file, the certificates of users,
+    /// and the CI jobs and users of GitLab, if those are given.
     ///
     /// # Errors
     /// [`OpenUsersError`] if the users file cannot be used.
     pub async fn open<G: JobAgents + ProxyUsers>(
         config: &KubernetesApi,
         gitlab: Option<Arc<G>>,
+        certificates: Option<Arc<dyn CertificateVerifier>>,
         agents: Arc<dyn Agents>,
     ) -> Result<Self, OpenUsersError> {
         let changes = Changes::default();
@@ -143,6 +144,9 @@ impl Authorizer {
         if let Some(users) = &config.users {
             let if_absent = if users.is_default { IfAbsent::Make } else { IfAbsent::Refuse };
             sources.push(Box::new(FileUsers::open(&users.file, if_absent, &changes).await?));
+        }
+        if let Some(verifier) = certificates {
+            sources.push(Box::new(CertificateUsers::new(verifier, &changes)));
         }
         if let Some(gitlab) = gitlab {
             let (ttl, refusal_ttl) = (config.allowed_agent_cache_ttl, config.allowed_agent_cache_error_ttl);

@@ -13,6 +13,7 @@ use secrecy::{ExposeSecret as _, SecretString, zeroize::Zeroizing};
 
 use crate::{
     SourceKind,
+    client_certificate::ClientCertificate,
     credential_error::{CredentialError, LONGEST, number},
     session::{QueryParameters, Session, take_session},
 };
@@ -40,6 +41,8 @@ pub enum Credential {
     Bearer(Bearer),
     /// A session of GitLab in a browser, from the cookie `_gitlab_kas`.
     Session(Session),
+    /// A client certificate. It is never taken from a header.
+    Certificate(ClientCertificate),
 }
 
 impl Credential {
@@ -48,6 +51,7 @@ impl Credential {
         match self {
             Self::Bearer(bearer) => bearer.agent(),
             Self::Session(session) => session.agent(),
+            Self::Certificate(_) => None,
         }
     }
 
@@ -56,6 +60,7 @@ impl Credential {
     pub fn source(&self) -> Option<SourceKind> {
         match self {
             Self::Session(_) => Some(SourceKind::Cookie),
+            Self::Certificate(_) => Some(SourceKind::Certificate),
             Self::Bearer(bearer) => match bearer.form() {
                 Form::Ci(_) => Some(SourceKind::Ci),
                 Form::Pat(_) => Some(SourceKind::Pat),
@@ -70,7 +75,7 @@ impl Credential {
     pub fn bearer(&self) -> Option<&Bearer> {
         match self {
             Self::Bearer(bearer) => Some(bearer),
-            Self::Session(_) => None,
+            Self::Session(_) | Self::Certificate(_) => None,
         }
     }
 }

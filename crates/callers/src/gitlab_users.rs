@@ -126,7 +126,7 @@ fn access_key(credential: &Credential) -> Option<AccessKey<'_>> {
         Credential::Bearer(bearer) if matches!(bearer.form(), Form::Pat(_)) => {
             Some(AccessKey::PersonalAccessToken(bearer.secret()))
         }
-        Credential::Bearer(_) => None,
+        Credential::Bearer(_) | Credential::Certificate(_) => None,
         Credential::Session(session) => {
             Some(AccessKey::Session { cookie: session.cookie(), csrf_token: session.csrf_token() })
         }

@@ -12,7 +12,9 @@ mod access;
 mod agent;
 mod authorizer;
 mod cache;
+mod certificates;
 mod ci;
+mod client_certificate;
 mod credential;
 mod credential_error;
 mod finder;
@@ -32,7 +34,9 @@ pub use self::{
     access::{Access, Decision, UnknownAgent},
     agent::{Agents, KnownAgent},
     authorizer::{Authorized, Authorizer, Reached, Refusal, Refused},
+    certificates::{CertificateSubject, CertificateUsers, CertificateVerifier},
     ci::CiJobs,
+    client_certificate::ClientCertificate,
     credential::{Bearer, Credential, Form, take_credential},
     credential_error::CredentialError,
     gitlab_users::GitLabUsers,

@@ -38,7 +38,8 @@ pub use self::{
         gossip::Gossip,
         identity::Identity,
         kubernetes_api::{
-            AccessRule, KubernetesApi, KubernetesLimits, PerCaller, RequestIdentity, UsersFile,
+            AccessRule, ClientCertificates, KubernetesApi, KubernetesLimits, OwnCertificate, PerCaller,
+            RequestIdentity, UsersFile,
         },
         limits::{Attempts, Limits, Streams},
         listen::{Listen, Network, TlsFiles},
@@ -88,8 +89,8 @@ impl Config {
 }
 
 /// Returns the configuration file that a kas without one behaves as if it had: the defaults, and the
-/// Kubernetes API endpoint on loopback, for users of a file that kas creates. With any file, also an empty
-/// one, the endpoint is off unless the file has its section.
+/// Kubernetes API endpoint on loopback, for users of a file that kas creates, and with a certificate that kas
+/// creates. With any file, also an empty one, the endpoint is off unless the file has its section.
 pub fn without_file(env: &Environment) -> String {
     // A folder that is not UTF-8 cannot be written into YAML.
     let users = env.state_dir().map(|folder| folder.join(sections::kubernetes_api::DEFAULT_USERS));

@@ -53,6 +53,7 @@ use crate::{
         private::PrivateListener,
         registration::Registration,
     },
+    own_certificate,
     page::{Page, PageMetrics, Source},
     preflight,
     registrar::Registrar,
@@ -110,6 +111,9 @@ pub enum StartError {
     /// The certificates of the section `redis` cannot be used any more, although they have just been checked.
     #[error("redis.tls: {0}")]
     Redis(String),
+    /// The certificate of the endpoint for kubectl on loopback cannot be made.
+    #[error("agent.kubernetes_api: the certificate for TLS on this host cannot be used")]
+    OwnCertificate(#[source] own_certificate::Error),
     /// The identity file cannot be used.
     #[error("identity.file cannot be used")]
     Identity(#[source] OpenError),
@@ -357,8 +361,8 @@ impl Kas {
             reloader.listener("agent", &config.agent.listen.listen, config.agent.listen.websocket)?;
         let api_tls = reloader.listener("api", &config.api.listen.listen, false)?;
         let kubernetes_tls = match &config.agent.kubernetes_api {
-            None => None,
-            Some(section) => reloader.listener("agent.kubernetes_api", &section.listen, true)?,
+            None => kubernetes::EndpointTls::default(),
+            Some(section) => kubernetes::tls(section, &mut reloader, addresses.kubernetes)?,
         };
         let private_tls = match config.tracker.private_api() {
             None => None,

@@ -2,6 +2,7 @@
 //! expire.
 
 mod metrics;
+mod users;
 
 use std::{
     path::{Path, PathBuf},
@@ -14,8 +15,11 @@ use process::error::chain;
 use process::files::{Followed, Snapshot};
 use rustls::{ClientConfig, ServerConfig};
 
-pub use self::metrics::{CertificateMetrics, CertificatePart};
-use kas_config::{OtherReplicas, PrivateApi, RedisTls, TlsFiles};
+pub use self::{
+    metrics::{CertificateMetrics, CertificatePart},
+    users::LiveVerifier,
+};
+use kas_config::{ClientCertificates, OtherReplicas, PrivateApi, RedisTls, TlsFiles};
 
 const DAY: Duration = Duration::from_secs(86_400);
 
@@ -93,6 +97,44 @@ impl Certificates {
             Ok(RELOADED.to_owned())
         });
         Ok((live, followed))
+    }
+
+    /// As [`Certificates::listener`], for a listener of both versions of HTTP that asks clients for
+    /// certificates of users. Also returns what verifies them.
+    ///
+    /// # Errors
+    /// If the files cannot be used.
+    pub fn listener_for_users(
+        self: &Arc<Self>,
+        section: &'static str,
+        files: &TlsFiles,
+        clients: &ClientCertificates,
+    ) -> Result<(Live<ServerConfig>, Arc<LiveVerifier>, Followed), tls::Error> {
+        let mut paths = vec![files.certificate.clone(), files.key.clone(), clients.ca.clone()];
+        paths.extend(clients.crl.clone());
+        let before = Snapshot::reading(paths);
+        let (certificates, files, clients) = (Arc::clone(self), files.clone(), clients.clone());
+        let make = move || {
+            let verifier = tls::UserVerifier::new(&clients.ca, clients.crl.as_deref())?;
+            let config = verifier.server(&files.certificate, &files.key)?;
+            let (own, authority) = (tls::validity(&files.certificate)?, tls::validity(&clients.ca)?);
+            let paths = (files.certificate.clone(), clients.ca.clone());
+            Ok::<_, tls::Error>((tls::or_http1(&config), verifier, own, authority, paths))
+        };
+        let (config, verifier, own, authority, (file, ca)) = make()?;
+        certificates.shows(section, &file, own);
+        certificates.ends(section, CertificatePart::Authority, &ca, authority.last);
+        let (live, verifier) = (Live::from(config), Arc::new(LiveVerifier::new(verifier)));
+        let used = (live.clone(), Arc::clone(&verifier));
+        let followed = before.then(format!("{section}.listen.certificate_file"), move || {
+            let (config, verifier, own, authority, (file, ca)) = make().map_err(|error| chain(&error))?;
+            certificates.accept(section, &file, own)?;
+            certificates.ends(section, CertificatePart::Authority, &ca, authority.last);
+            used.0.replace(config);
+            used.1.replace(verifier);
+            Ok(RELOADED.to_owned())
+        });
+        Ok((live, verifier, followed))
     }
 
     /// As [`Certificates::listener`], for the private listener and for calls to other replicas.

@@ -8,7 +8,7 @@ use process::version;
 const HELP: &str = "\
 Examples:
   kas                                       one replica on loopback: agents on :8150, API on :8153,
-                                            kubectl on :8154
+                                            kubectl on :8154, by TLS with the CA file in the log
   kas --configuration-file kas.yaml         with a configuration file
   kas config print-default > kas.yaml       every key with its default and what it means
   kas config check kas.yaml                 all problems of a file at once

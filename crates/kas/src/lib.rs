@@ -8,6 +8,7 @@ pub mod certificates;
 pub mod cli;
 mod directory;
 pub mod listener;
+pub mod own_certificate;
 pub mod page;
 pub mod pods;
 pub mod preflight;

@@ -153,6 +153,17 @@ fn files(config: &Config) -> Findings {
                 false
             }
         });
+        if section == "agent.kubernetes_api"
+            && let Some(clients) =
+                config.agent.kubernetes_api.as_ref().and_then(|api| api.client_certificates.as_ref())
+            && let Err(error) = tls::UserVerifier::new(&clients.ca, clients.crl.as_deref())
+        {
+            findings.unusable(
+                format!("{section}.listen.client_ca_file"),
+                &error,
+                "the CA certificates that sign those of users, in PEM, and in crl_file lists that they have signed",
+            );
+        }
         let tried = findings.pair(&format!("{section}.listen"), files).then(|| match others {
             None => tls::server(&files.certificate, &files.key),
             Some(others) => certificates::private_server(files, Some(others)),

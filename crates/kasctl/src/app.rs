@@ -7,7 +7,9 @@ use clap::{CommandFactory as _, Parser as _};
 use crate::{
     agents, api,
     cli::{Cli, Command, TokenCommand, TrackerCommand},
+    credential,
     failure::{Exit, Failure},
+    kubeconfig, login,
     output::{Output, note},
     pods, replicas, request, token, tracker, why,
 };
@@ -82,6 +84,13 @@ async fn run(cli: Cli) -> Result<Exit, Failure> {
         Command::Token(TokenCommand::Agent(args)) => token::agent(&mut output, &args).await,
         Command::Token(TokenCommand::User(args)) => token::user(&mut output, &args).await,
         Command::Token(TokenCommand::Hash { file }) => token::hash(&mut output, &file).await,
+        Command::Kubeconfig(args) => {
+            let tls = global.tls();
+            kubeconfig::run(&mut output, &args, tls, global.timeout, format).await
+        }
+        Command::Login(args) => login::login(&args, global.tls()).await,
+        Command::Logout(args) => login::logout(&args).await,
+        Command::Credential(args) => credential::run(&mut output, &args).await,
         Command::Completions { shell } => {
             let mut script = Vec::new();
             clap_complete::generate(shell, &mut Cli::command(), "kasctl", &mut script);

@@ -1,5 +1,8 @@
 //! The command line. The manual pages are generated from these texts.
 
+mod kubectl;
+mod login;
+
 use std::{path::PathBuf, time::Duration};
 
 use clap::{Args, Parser, Subcommand, ValueEnum, ValueHint};
@@ -7,6 +10,14 @@ use clap_complete::Shell;
 use ids::{AgentId, ConnectionId};
 use tonic::metadata::AsciiMetadataValue;
 
+use self::{
+    kubectl::{CREDENTIAL_HELP, KUBECONFIG_HELP},
+    login::{LOGIN_HELP, LOGOUT_HELP},
+};
+pub(crate) use self::{
+    kubectl::{CredentialArgs, KubeconfigArgs},
+    login::{LoginArgs, LogoutArgs},
+};
 use crate::{
     address::Address,
     api::Settings,
@@ -23,6 +34,10 @@ Examples:
   kasctl replicas                   the replicas of kas, and their problems
   kasctl tracker status             status of the table of agents that the replicas share
   kasctl why 7                      which replica holds agent 7, and how a request is routed to it
+  kasctl kubeconfig --url https://kas.example.com/ --token-file kas.token
+                                    a context of kubectl for each agent that the token reaches
+  kasctl login --issuer https://gitlab.example.com --client-id 1234
+                                    a login with a browser, for kasctl kubeconfig --oidc
   kasctl token agent --id 7 --name prod --project 3 \\
       --agents-file agents.yaml --token-file prod.token
                                     a new agent: its entry in the identity file of kas, and its token
@@ -193,7 +208,7 @@ Without --users-file, the entry is printed on standard output, and the token onc
 
 The entry contains only the hash of the token. The token is kasu_ and 256 random bits. With --token-file it is \
 written only to that file, which is created with mode 0600 and without a newline, and is never overwritten. In a \
-kubeconfig, set tokenFile of the user to that file.
+kubeconfig, set tokenFile of the user to that file, or let 'kasctl kubeconfig' write one.
 
 The access rules in agent.kubernetes_api.access of the configuration of kas say what the user may do.";
 
@@ -236,14 +251,20 @@ pub(crate) struct Global {
     #[arg(long, global = true, env = "KASCTL_SECRET_FILE", value_name = "FILE", value_hint = ValueHint::FilePath)]
     pub(crate) secret_file: Option<PathBuf>,
     /// PEM file with certificate authorities to trust in addition to those of the system
-    #[arg(long, global = true, value_name = "FILE", value_hint = ValueHint::FilePath)]
+    #[arg(
+        long,
+        visible_alias = "certificate-authority",
+        global = true,
+        value_name = "FILE",
+        value_hint = ValueHint::FilePath
+    )]
     ca_file: Option<PathBuf>,
     /// Name that the certificate of kas must have [default: the host of the address]
     #[arg(long, global = true, value_name = "NAME")]
     server_name: Option<String>,
     /// Time limit, also for kas and the agent; 0 for none [default: 30s; none for request and --watch]
     #[arg(long, global = true, value_name = "DURATION", value_parser = duration::parse)]
-    timeout: Option<Duration>,
+    pub(crate) timeout: Option<Duration>,
     /// Output format of lists; json is one document, or with --watch one line per event
     #[arg(short, long, global = true, value_enum, value_name = "FORMAT", default_value_t = Format::Table)]
     pub(crate) output: Format,
@@ -253,6 +274,11 @@ pub(crate) struct Global {
 }
 
 impl Global {
+    /// Returns the TLS flags.
+    pub(crate) fn tls(&self) -> TlsOptions {
+        TlsOptions { ca_file: self.ca_file.clone(), server_name: self.server_name.clone() }
+    }
+
     /// Returns the settings of the connection.
     pub(crate) fn settings(self) -> Settings {
         Settings {
@@ -296,6 +322,18 @@ pub(crate) enum Command {
     /// Create tokens for API clients of kas, for agents and for users
     #[command(subcommand)]
     Token(TokenCommand),
+    /// Add contexts for agents to a kubeconfig, so that kubectl reaches their clusters through kas
+    #[command(after_help = KUBECONFIG_HELP)]
+    Kubeconfig(KubeconfigArgs),
+    /// Print a credential for kubectl, which runs this command as a plugin
+    #[command(after_help = CREDENTIAL_HELP)]
+    Credential(CredentialArgs),
+    /// Log in to an OpenID Connect issuer with a browser, for credentials of 'kubeconfig --oidc'
+    #[command(after_help = LOGIN_HELP)]
+    Login(LoginArgs),
+    /// End a login, here and at its issuer
+    #[command(after_help = LOGOUT_HELP)]
+    Logout(LogoutArgs),
     /// Print a completion script for a shell
     #[command(after_help = COMPLETIONS_HELP)]
     Completions {

@@ -4,8 +4,9 @@ use std::path::PathBuf;
 
 use crate::{
     address::Address,
+    agent_list, credential_source,
     file_error::{FileError, reason},
-    jwt, link, list_file, secret,
+    jwt, kubeconfig_file, link, list_file, login_session, secret,
 };
 
 /// The exit codes. They are documented in `--help` and stable.
@@ -76,6 +77,49 @@ pub(crate) enum Failure {
     /// The entry was not added to the list, which is unchanged.
     #[error(transparent)]
     ListFile(#[from] list_file::Error),
+    /// The agents of a credential cannot be listed.
+    #[error(transparent)]
+    AgentList(#[from] agent_list::Error),
+    /// The list of agents is empty.
+    #[error("no agent: the credential reaches none, or the selector matches none; nothing was changed")]
+    NoAgents,
+    /// The kubeconfig is unchanged.
+    #[error(transparent)]
+    Kubeconfig(#[from] kubeconfig_file::Error),
+    /// There is no credential for the Kubernetes API endpoint.
+    #[error(transparent)]
+    Credential(#[from] credential_source::Error),
+    /// A login cannot be made or ended.
+    #[error(transparent)]
+    Login(#[from] login_session::Error),
+    /// A file of authorities that kubectl cannot pass to the plugin.
+    #[error(
+        "the CA file {} is too large ({bytes} bytes): kubectl passes it to kasctl in an environment variable; set a \
+         file with the authority of kas only, of at most 64 KiB",
+        .path.display()
+    )]
+    LargeCaFile {
+        /// The file.
+        path: PathBuf,
+        /// Its size.
+        bytes: usize,
+    },
+    /// kubectl wants the credential for another server.
+    #[error("the credential is for servers below {url}, and the kubeconfig has the server {server}")]
+    OtherServer {
+        /// The server.
+        server: String,
+        /// The URL of kas.
+        url: String,
+    },
+    /// `KUBERNETES_EXEC_INFO` is not that of kubectl.
+    #[error("cannot read KUBERNETES_EXEC_INFO: {0}")]
+    ExecInfo(#[source] serde_json::Error),
+    /// kubectl wants another version.
+    #[error(
+        "KUBERNETES_EXEC_INFO has {0}: set apiVersion: client.authentication.k8s.io/v1 in the kubeconfig"
+    )]
+    ExecVersion(String),
     /// A file that does not contain a token.
     #[error("{} does not contain an agent token: expected printable characters without spaces", .0.display())]
     NoToken(PathBuf),
@@ -110,12 +154,28 @@ impl Failure {
             Self::PipeClosed => Exit::Ok,
             Self::Usage(_) => Exit::Usage,
             Self::Connect { .. } => Exit::Unreachable,
-            Self::Secret(_) => Exit::Unauthenticated,
+            Self::AgentList(agent_list::Error::Connect { .. }) => Exit::Unreachable,
+            Self::Login(error) | Self::Credential(credential_source::Error::Login(error))
+                if error.is_unreachable() =>
+            {
+                Exit::Unreachable
+            }
+            Self::Secret(_)
+            | Self::Credential(_)
+            | Self::Login(_)
+            | Self::AgentList(agent_list::Error::Refused { .. }) => Exit::Unauthenticated,
             Self::Call { exit, .. } => *exit,
             Self::Interrupted => Exit::Interrupted,
             Self::Token(_)
             | Self::File(_)
             | Self::ListFile(_)
+            | Self::AgentList(_)
+            | Self::NoAgents
+            | Self::LargeCaFile { .. }
+            | Self::Kubeconfig(_)
+            | Self::OtherServer { .. }
+            | Self::ExecInfo(_)
+            | Self::ExecVersion(_)
             | Self::NoToken(_)
             | Self::TooLate
             | Self::Output(_)

@@ -2,17 +2,30 @@
 //! line, from which the manual pages are generated.
 
 mod address;
+mod agent_list;
 mod agents;
 mod api;
 mod app;
 mod cli;
+mod credential;
+mod credential_source;
 mod duration;
 mod explain;
 mod failure;
 mod file_error;
+mod https;
 mod jwt;
+mod kas_url;
+mod kubeconfig;
+mod kubeconfig_file;
+mod kubeconfig_plan;
+mod kubeconfig_text;
 mod link;
 mod list_file;
+mod login;
+mod login_session;
+mod new_version;
+mod oidc;
 mod output;
 mod pods;
 mod replicas;
@@ -23,7 +36,9 @@ mod target;
 mod timeline;
 mod token;
 mod tracker;
+mod user_token;
 mod why;
+mod yaml;
 
 use clap::CommandFactory as _;
 

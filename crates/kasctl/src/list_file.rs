@@ -3,20 +3,23 @@
 //! have the content of the old one and one more entry.
 
 use std::{
-    fs::{self, File, OpenOptions, Permissions},
-    io::{self, Write as _},
-    os::unix::fs::{MetadataExt as _, OpenOptionsExt as _, PermissionsExt as _, fchown},
+    fs::{self, File},
+    io,
+    os::unix::fs::MetadataExt as _,
     path::{Path, PathBuf},
 };
 
 use serde_json::Value;
 
-use crate::{file_error::FileError, jwt};
+use crate::{
+    file_error::FileError,
+    jwt,
+    new_version::{self, NewVersion},
+    yaml::parse,
+};
 
 /// The mode of a new file. Hashes are not secret, but others must not add entries.
 const MODE: u32 = 0o600;
-/// The limits of kas for this file as a multiple of the default limits of the parser: 100,000 entries.
-const SCALE: usize = 40;
 
 /// A kind of file: what it lists, and how this tool adds to it.
 #[derive(Debug, PartialEq, Eq)]
@@ -127,9 +130,7 @@ pub(crate) enum Error {
 #[derive(Debug)]
 pub(crate) struct Prepared {
     path: PathBuf,
-    /// `None` after it has replaced the old version.
-    new: Option<PathBuf>,
-    directory: File,
+    version: NewVersion,
 }
 
 /// Writes a new version of the file with the entry. Does not replace the old one yet.
@@ -138,16 +139,8 @@ pub(crate) struct Prepared {
 /// The file does not permit the entry, or cannot be read or written. It is unchanged.
 pub(crate) fn prepare(path: &Path, entry: &Entry<'_>) -> Result<Prepared, Error> {
     let failed = |verb| move |cause| FileError { verb, path: path.to_owned(), cause };
-    // A symbolic link is kept, and its target is replaced.
-    let target = match fs::symlink_metadata(path) {
-        Ok(found) if found.is_symlink() => fs::canonicalize(path).map_err(failed("read"))?,
-        _ => path.to_owned(),
-    };
-    let folder = match target.parent() {
-        Some(folder) if folder != Path::new("") => folder,
-        _ => Path::new("."),
-    };
-    let directory = File::open(folder).map_err(failed("create"))?;
+    let target = new_version::target(path).map_err(failed("read"))?;
+    let directory = File::open(new_version::directory(&target)).map_err(failed("create"))?;
     // Without a lock, two processes could each add an entry to the same old version. Some network file
     // systems have no locks; the operator must not run two processes at the same time there.
     match directory.lock() {
@@ -169,26 +162,10 @@ pub(crate) fn prepare(path: &Path, entry: &Entry<'_>) -> Result<Prepared, Error>
         cause,
     })?;
 
-    let name = target.file_name().unwrap_or_default().to_string_lossy();
-    let new = folder.join(format!(".{name}.{}.new", jwt::unique_id().map_err(jwt::Error::from)?));
-    let mut file =
-        OpenOptions::new().write(true).create_new(true).mode(MODE).open(&new).map_err(failed("write"))?;
-    // From here on, dropping it removes the new file.
-    let prepared = Prepared { path: target.clone(), new: Some(new), directory };
-    let written = (|| {
-        if let Some(owner) = owner {
-            let own = file.metadata()?;
-            // So that a kas that runs as the owner can still read it.
-            if (own.uid(), own.gid()) != (owner.uid(), owner.gid()) {
-                fchown(&file, Some(owner.uid()), Some(owner.gid()))?;
-            }
-            file.set_permissions(Permissions::from_mode(owner.mode() & 0o7777))?;
-        }
-        file.write_all(text.as_bytes())?;
-        file.sync_all()
-    })();
-    written.map_err(failed("write"))?;
-    Ok(prepared)
+    let unique = jwt::unique_id().map_err(jwt::Error::from)?;
+    let mode = owner.as_ref().map_or(MODE, |owner| owner.mode() & 0o7777);
+    let version = NewVersion::write(directory, &target, &unique, owner.as_ref(), mode, &text);
+    Ok(Prepared { version: version.map_err(failed("write"))?, path: target })
 }
 
 impl Prepared {
@@ -196,23 +173,9 @@ impl Prepared {
     ///
     /// # Errors
     /// The old version cannot be replaced, and stays.
-    pub(crate) fn commit(mut self) -> Result<(), Error> {
-        if let Some(new) = &self.new {
-            let failed = |cause| FileError { verb: "write", path: self.path.clone(), cause };
-            fs::rename(new, &self.path).map_err(failed)?;
-        }
-        self.new = None;
-        // The replacement is done. This only makes it durable if the machine crashes.
-        let _ = self.directory.sync_all();
-        Ok(())
-    }
-}
-
-impl Drop for Prepared {
-    fn drop(&mut self) {
-        if let Some(new) = &self.new {
-            let _ = fs::remove_file(new);
-        }
+    pub(crate) fn commit(self) -> Result<(), Error> {
+        let Self { path, version } = self;
+        Ok(version.commit().map_err(|cause| FileError { verb: "write", path, cause })?)
     }
 }
 
@@ -298,23 +261,6 @@ fn opened(text: &str, key: &str) -> String {
 /// Returns a number or a string as text: `name: 1` is the name "1".
 fn plain(value: &Value) -> String {
     value.as_str().map_or_else(|| value.to_string(), str::to_owned)
-}
-
-/// Parses one YAML document. An empty text, or only comments, is null. Returns `None` if it is not YAML.
-fn parse(text: &str) -> Option<Value> {
-    let is_blank = |line: &str| line.is_empty() || line.starts_with('#') || line == "---";
-    if text.lines().map(str::trim).all(is_blank) {
-        return Some(Value::Null);
-    }
-    let options = serde_saphyr::options! {
-        budget: serde_saphyr::budget! {
-            max_events: 1_000_000 * SCALE,
-            max_nodes: 250_000 * SCALE,
-            max_documents: 2,
-        },
-        with_snippet: false,
-    };
-    serde_saphyr::from_str_with_options(text, options).ok()
 }
 
 #[cfg(test)]

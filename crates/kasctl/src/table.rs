@@ -2,6 +2,9 @@
 //! A cell may contain text from a cluster, so control characters are escaped: a pod name must not move the
 //! cursor. Widths only grow, so later rows stay aligned with earlier ones as long as they fit.
 
+/// The most characters of an [`excerpt`].
+const MAX_EXCERPT: usize = 300;
+
 /// A table that is printed row by row.
 #[derive(Debug)]
 pub(crate) struct Table<const N: usize> {
@@ -52,6 +55,11 @@ pub(crate) fn printable(text: &str) -> String {
         if hostile { shown.extend(c.escape_default()) } else { shown.push(c) }
     }
     shown
+}
+
+/// Returns a text of another program for an error: as one line, and not too long.
+pub(crate) fn excerpt(text: &str) -> String {
+    printable(text).chars().take(MAX_EXCERPT).collect()
 }
 
 #[cfg(test)]

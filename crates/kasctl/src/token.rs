@@ -21,6 +21,7 @@ use crate::{
     list_file::{self, Entry},
     output::{Output, note},
     secret::Secret,
+    yaml::scalar,
 };
 
 /// Prints a token for the API listener.
@@ -175,16 +176,6 @@ fn user_item(args: &TokenUserArgs, now: Duration, hash: &TokenHash) -> Result<St
         item += &format!("  expires: {}\n", time.ok_or(Failure::TooLate)?);
     }
     Ok(item + &format!("  tokens:\n    - sha256:{}\n", hash.to_hex()))
-}
-
-/// Returns a text as a YAML scalar.
-fn scalar(text: &str) -> String {
-    let is_plain = text.starts_with(|c: char| c.is_ascii_lowercase())
-        && text.bytes().all(|byte| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'-')
-        // Without quotes, these are booleans and null in YAML.
-        && !["true", "false", "yes", "no", "on", "off", "y", "n", "null"].contains(&text);
-    // A JSON string is a YAML scalar.
-    if is_plain { text.to_owned() } else { serde_json::Value::from(text).to_string() }
 }
 
 /// Prints the hash of an existing token. `-` reads standard input.

@@ -42,7 +42,7 @@ mod upload;
 
 use std::{net::SocketAddr, sync::Arc, time::Duration};
 
-use callers::{Authorized, Authorizer};
+use callers::{Authorized, Authorizer, ClientCertificate};
 use http::{HeaderValue, Request};
 use hyper::body::Incoming;
 use kube_request::headers::AnswerHeaders;
@@ -53,6 +53,7 @@ use observe::{
 };
 use process::lifecycle::{Lifecycle, Phase};
 use routing::router::Router;
+use rustls_pki_types::CertificateDer;
 
 pub use self::{
     agents::{Directory, ListedAgent},
@@ -193,7 +194,21 @@ impl KubernetesApi {
 
 impl Service for KubernetesApi {
     fn connected(self: Arc<Self>, peer: Option<SocketAddr>) -> Arc<dyn Connection> {
-        Arc::new(Client { trust: Trust::new(self.settings.failures), endpoint: self, peer })
+        Arc::new(Client {
+            trust: Trust::new(self.settings.failures),
+            endpoint: self,
+            peer,
+            certificate: None,
+        })
+    }
+
+    fn connected_with(
+        self: Arc<Self>,
+        peer: Option<SocketAddr>,
+        certificates: Arc<[CertificateDer<'static>]>,
+    ) -> Arc<dyn Connection> {
+        let certificate = Some(ClientCertificate::new(certificates));
+        Arc::new(Client { trust: Trust::new(self.settings.failures), endpoint: self, peer, certificate })
     }
 
     fn refused(&self, why: Refusal) {
@@ -207,6 +222,8 @@ struct ClientStream {
     /// Resets it, whatever it waits for.
     reset: Arc<StreamReset>,
     slot: StreamSlot,
+    /// What the client has presented in the TLS handshake.
+    certificate: Option<ClientCertificate>,
 }
 
 /// One connection of a client.
@@ -214,11 +231,13 @@ struct Client {
     endpoint: Arc<KubernetesApi>,
     trust: Trust,
     peer: Option<SocketAddr>,
+    certificate: Option<ClientCertificate>,
 }
 
 impl Connection for Client {
     fn call(self: Arc<Self>, request: Request<Incoming>, slot: &StreamSlot) -> Answer {
-        let stream = ClientStream { reset: slot.arm(), slot: slot.clone() };
+        let stream =
+            ClientStream { reset: slot.arm(), slot: slot.clone(), certificate: self.certificate.clone() };
         Box::pin(async move { self.endpoint.serve(&self.trust, self.peer, request, stream).await })
     }
 

@@ -43,6 +43,8 @@ pub(crate) enum Presented {
     ByClient,
     /// A browser adds it by itself, such as a cookie.
     ByBrowser,
+    /// It is that of the whole connection: a client certificate, which a browser uses for every page.
+    ByConnection,
 }
 
 impl Origins {
@@ -64,7 +66,7 @@ impl Origins {
                 .get_all(SEC_FETCH_SITE)
                 .iter()
                 .any(|value| value.as_bytes().eq_ignore_ascii_case(b"cross-site"));
-            if by_browser && is_foreign {
+            if visit.credential != Presented::ByClient && is_foreign {
                 return Err(refused("a page of another site may not make this request"));
             }
             if by_browser && visit.changes_state {
@@ -145,6 +147,14 @@ mod tests {
         changes_state: bool,
     ) -> Result<bool, u16> {
         let credential = if by_browser { Presented::ByBrowser } else { Presented::ByClient };
+        judge_with(pairs, credential, changes_state)
+    }
+
+    fn judge_with(
+        pairs: &[(&'static str, &'static str)],
+        credential: Presented,
+        changes_state: bool,
+    ) -> Result<bool, u16> {
         let visit = Visit { host: "kas.example.com:8154", credential, changes_state };
         let origins = Origins::new(vec!["https://gitlab.example.com".into()]);
         let judged = origins.judge(&headers(pairs), &visit);
@@ -192,6 +202,16 @@ mod tests {
                 "{pairs:?} {by_browser} {changes_state}"
             );
         }
+    }
+
+    #[test]
+    fn with_a_certificate_another_site_needs_an_allowed_origin() {
+        let judge = |pairs: &[(&'static str, &'static str)]| judge_with(pairs, Presented::ByConnection, true);
+        assert_eq!(judge(&[]), Ok(false), "kubectl");
+        assert_eq!(judge(&[("sec-fetch-site", "cross-site")]), Err(403));
+        assert_eq!(judge(&[("sec-fetch-site", "cross-site"), GITLAB]), Ok(true));
+        assert_eq!(judge(&[("origin", "https://kas.example.com:8154")]), Ok(false), "its own address");
+        assert_eq!(judge(&[("origin", "https://evil.org")]), Err(403));
     }
 
     #[test]

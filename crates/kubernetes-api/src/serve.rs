@@ -205,16 +205,28 @@ impl KubernetesApi {
         {
             return Err(Failure::malformed(error.to_string()));
         }
+        let credential = match (credential, &stream.certificate) {
+            // A browser adds a cookie by itself, so a certificate goes before it.
+            (
+                Ok(None | Some(Credential::Session(_))) | Err(CredentialError::NoCsrfToken),
+                Some(certificate),
+            ) => Ok(Some(Credential::Certificate(certificate.clone()))),
+            (credential, _) => credential,
+        };
         about.presented = match &credential {
             Ok(credential) => credential.as_ref().and_then(Credential::source),
             Err(CredentialError::NoCsrfToken) => Some(SourceKind::Cookie),
             Err(_) => None,
         };
         // A cookie without its CSRF token is no credential, but it came from a browser.
-        let by_browser = about.presented == Some(SourceKind::Cookie);
+        let presented = match about.presented {
+            Some(SourceKind::Cookie) => Presented::ByBrowser,
+            Some(SourceKind::Certificate) => Presented::ByConnection,
+            _ => Presented::ByClient,
+        };
         let visit = Visit {
             host: &host,
-            credential: if by_browser { Presented::ByBrowser } else { Presented::ByClient },
+            credential: presented,
             changes_state: upgrade.is_some() || !is_safe(&parts.method),
         };
         let at = match place {

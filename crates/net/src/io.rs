@@ -14,6 +14,7 @@ use std::{
     time::Duration,
 };
 
+use rustls_pki_types::CertificateDer;
 use socket2::{SockRef, TcpKeepalive};
 use tokio::{
     io::{AsyncRead, AsyncWrite, Interest, ReadBuf},
@@ -77,6 +78,15 @@ impl Stream {
 }
 
 impl Stream {
+    /// Returns the certificates that the client has presented, its own first. TLS has verified them.
+    pub(crate) fn peer_certificates(&self) -> Option<Arc<[CertificateDer<'static>]>> {
+        match self {
+            Self::Tls(stream) => stream.get_ref().1.peer_certificates().map(Into::into),
+            Self::Rewound(stream) => stream.get_ref().peer_certificates(),
+            Self::Tcp(_) | Self::Unix(_) | Self::WebSocket(_) => None,
+        }
+    }
+
     /// Makes the connection end with RST when it is closed, so that the peer cannot take that for a regular
     /// end. What was written and has not been sent yet is discarded. A Unix socket has no such end.
     pub fn reset_on_close(&self) -> io::Result<()> {

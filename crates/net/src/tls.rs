@@ -4,6 +4,7 @@
 
 mod certificate;
 mod role;
+mod user;
 
 use std::{
     path::{Path, PathBuf},
@@ -22,8 +23,11 @@ use rustls::{
 };
 use rustls_pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime, pem::PemObject as _};
 
-pub use self::certificate::{Malformed, NotRole, Role, Validity, WrongRole};
 use self::role::{ClientRole, ServerRole, signatures_by};
+pub use self::{
+    certificate::{Malformed, NotRole, Role, Validity, WrongRole},
+    user::{User, UserVerifier},
+};
 
 const HTTP1: &[u8] = b"http/1.1";
 
@@ -109,7 +113,11 @@ pub fn install() {
     let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
 }
 
-fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, Error> {
+/// Returns the certificates of a file, in their order.
+///
+/// # Errors
+/// See [`Error`].
+pub fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, Error> {
     let error = |source| Error::Pem { what: "certificates", path: path.to_owned(), source };
     let certificates: Vec<_> =
         CertificateDer::pem_file_iter(path).map_err(error)?.collect::<Result<_, _>>().map_err(error)?;
@@ -179,7 +187,6 @@ pub fn server_for(
     key_file: &Path,
     clients: Option<(&Path, &Role)>,
 ) -> Result<Arc<ServerConfig>, Error> {
-    let key = private_key(key_file)?;
     let builder = match clients {
         None => ServerConfig::builder().with_no_client_auth(),
         Some((ca_file, role)) => {
@@ -190,6 +197,16 @@ pub fn server_for(
             ServerConfig::builder().with_client_cert_verifier(verifier)
         }
     };
+    server_with(builder, certificate_file, key_file)
+}
+
+/// Completes a server's configuration with its certificate.
+fn server_with(
+    builder: rustls::ConfigBuilder<ServerConfig, rustls::server::WantsServerCert>,
+    certificate_file: &Path,
+    key_file: &Path,
+) -> Result<Arc<ServerConfig>, Error> {
+    let key = private_key(key_file)?;
     let mut config =
         builder.with_single_cert(certificates(certificate_file)?, key).map_err(Error::Unusable)?;
     config.alpn_protocols = vec![b"h2".to_vec()];

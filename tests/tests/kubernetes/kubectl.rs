@@ -1,6 +1,11 @@
 //! The real kubectl through kas' endpoint, without GitLab: users and access rules of kas.
 
-use std::{net::SocketAddr, path::PathBuf, process::Stdio, time::Duration};
+use std::{
+    net::SocketAddr,
+    path::{Path, PathBuf},
+    process::Stdio,
+    time::Duration,
+};
 
 use anyhow::{Context as _, Result, anyhow, ensure};
 use serde_json::{Value, json};
@@ -9,10 +14,11 @@ use testkit::{
     certificates::Certificates,
     kas::{Kas, replace, token},
     kubernetes::{Access, Kubernetes},
-    process::SOON,
+    process::{SOON, program},
 };
 use tokio::{
-    io::{AsyncBufReadExt as _, BufReader},
+    io::{AsyncBufReadExt as _, AsyncReadExt as _, AsyncWriteExt as _, BufReader},
+    net::TcpStream,
     process::Command,
     time::timeout,
 };
@@ -89,6 +95,27 @@ impl Endpoint {
         });
         replace(&path, &serde_json::to_vec(&config)?)?;
         Ok(path)
+    }
+
+    /// Runs `kasctl kubeconfig` for a token and returns the file, which is new or the one before.
+    async fn kasctl_kubeconfig(&self, token: &str, arguments: &[&str]) -> Result<PathBuf> {
+        let (config, file) = (self.files.path().join("kasctl-config"), self.files.path().join("token"));
+        replace(&file, token.as_bytes())?;
+        let kasctl = tokio::task::spawn_blocking(|| program("kasctl")).await??;
+        let output = Command::new(kasctl)
+            .args(["kubeconfig", "--url", &format!("https://{}/", self.address)])
+            .args(arguments)
+            .arg("--ca-file")
+            .arg(&self.ca)
+            .arg("--kubeconfig")
+            .arg(&config)
+            .arg("--token-file")
+            .arg(&file)
+            .kill_on_drop(true)
+            .output();
+        let output = timeout(SOON, output).await.context("kasctl did not end")??;
+        ensure!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        Ok(config)
     }
 
     /// Returns the lines of the audit log about requests of a kind that have ended.
@@ -176,5 +203,100 @@ async fn kubectl_reads_applies_and_watches_through_kas_until_it_leaves() -> Resu
     let denied: Vec<_> =
         endpoint.ended("short")?.into_iter().filter(|line| line["decision"] == "deny").collect();
     ensure!(!denied.is_empty() && denied.iter().all(|line| line["http_status"] == 403), "{denied:?}");
+    Ok(())
+}
+
+#[tokio::test]
+async fn kubectl_uses_the_contexts_and_credentials_of_kasctl() -> Result<()> {
+    let exclusive = exclusive().await?;
+    let kubernetes = &*exclusive.kubernetes;
+    kubernetes.create_pods("kubeconfig", "web", 2).await?;
+    let endpoint = Endpoint::start(kubernetes, "kubeconfig").await?;
+    let pods = ["get", "pods", "-n", "kubeconfig", "-o", "json"];
+    let direct = kubernetes.kubectl(&pods).await?;
+
+    // The agent is in the list of kas, and kubectl gets its token from the plugin.
+    let selector = format!("id={AGENT}");
+    let config = endpoint.kasctl_kubeconfig(JANE, &[&selector, "--use"]).await?;
+    assert_eq!(kubernetes.kubectl_as(&config, &pods).await?, direct);
+    let text = std::fs::read_to_string(&config)?;
+    ensure!(text.contains("interactiveMode: Never") && !text.contains(JANE), "{text}");
+
+    // kubectl rewrites the file in its own way, and kasctl finds its entries again.
+    let context = kubernetes.kubectl_as(&config, &["config", "current-context"]).await?;
+    let context = context.trim();
+    let set = ["config", "set-context", context, "--namespace", "kubeconfig"];
+    kubernetes.kubectl_as(&config, &set).await?;
+    let own = ["config", "set-context", "own", "--cluster", "other", "--user", "me"];
+    kubernetes.kubectl_as(&config, &own).await?;
+    let rewritten = std::fs::read_to_string(&config)?;
+    endpoint.kasctl_kubeconfig(JANE, &[&selector, "--use"]).await?;
+    assert_eq!(std::fs::read_to_string(&config)?, rewritten, "nothing has changed");
+    let without_namespace = kubernetes.kubectl_as(&config, &["get", "pods", "-o", "json"]).await?;
+    assert_eq!(without_namespace, direct);
+
+    // Without the plugin, kubectl reads the token file itself.
+    endpoint.kasctl_kubeconfig(JANE, &[&selector, "--use", "--no-plugin"]).await?;
+    let text = std::fs::read_to_string(&config)?;
+    ensure!(text.contains("tokenFile: ") && !text.contains("exec:") && text.contains("name: own"), "{text}");
+    assert_eq!(kubernetes.kubectl_as(&config, &pods).await?, direct);
+    Ok(())
+}
+
+#[tokio::test]
+async fn kubectl_uses_a_certificate_that_kas_has_made_on_loopback() -> Result<()> {
+    let exclusive = exclusive().await?;
+    let kubernetes = &*exclusive.kubernetes;
+    kubernetes.create_pods("loopback", "web", 1).await?;
+    let files = tempfile::TempDir::with_prefix("kubectl-test-")?;
+    let at = |name: &str| files.path().join(name).into_os_string().into_string();
+    let path = |name: &str| at(name).map_err(|_| anyhow!("the path is UTF-8"));
+    let (users, jane, config) = (path("users.yaml")?, path("jane.token")?, path("config")?);
+    let ca = path("kubernetes-ca.pem")?;
+    let kasctl = tokio::task::spawn_blocking(|| program("kasctl")).await??;
+    let run = async |arguments: &[&str]| -> Result<()> {
+        let output = Command::new(&kasctl).args(arguments).kill_on_drop(true).output();
+        let output = timeout(SOON, output).await.context("kasctl did not end")??;
+        ensure!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        Ok(())
+    };
+    run(&["token", "user", "--name", "jane", "--users-file", &users, "--token-file", &jane]).await?;
+
+    // As without a configuration file, but on another port.
+    let kas = Kas::start_with_config(json!({
+        "state_dir": files.path(),
+        "agent": { "kubernetes_api": {
+            "listen": { "address": "127.0.0.1:0" },
+            "users": { "file": users },
+            "access": [{ "agents": "all", "users": ["kas:*"], "as": "agent" }],
+        } },
+    }))
+    .await?;
+    let named = kas.process.logged("the files for kubectl", |line| {
+        let are_named = line["ca_file"] == ca.as_str() && line["users_file"] == users.as_str();
+        line["url"].as_str().filter(|_| are_named).map(str::to_owned)
+    });
+    let url = named.await?;
+    let bearer = kubernetes.service_account("loopback", "agentk", Access::Admin).await?;
+    let kubeconfig = kubernetes.kubeconfig_with_token("loopback", &bearer)?;
+    let agentk = Agentk::start_with_kubeconfig(kas.agent, &token(AGENT), &kubeconfig).await?;
+    agentk.connected().await?;
+
+    let agent = AGENT.to_string();
+    let write = ["kubeconfig", "--url", &url, "--use", "--agent", &agent, "--certificate-authority", &ca];
+    run(&[&write[..], &["--token-file", &jane, "--kubeconfig", &config]].concat()).await?;
+    let pods = ["get", "pods", "-n", "loopback", "-o", "json"];
+    let through = kubernetes.kubectl_as(Path::new(&config), &pods).await?;
+    assert_eq!(through, kubernetes.kubectl(&pods).await?);
+
+    // The same port without TLS.
+    let plain = url.trim_start_matches("https://").trim_end_matches('/');
+    let mut stream = TcpStream::connect(plain).await?;
+    let bearer = std::fs::read_to_string(&jane)?;
+    let head = format!("GET /agents HTTP/1.0\r\nHost: kas\r\nAuthorization: Bearer {bearer}\r\n\r\n");
+    stream.write_all(head.as_bytes()).await?;
+    let mut answer = String::new();
+    timeout(SOON, stream.read_to_string(&mut answer)).await.context("the answer does not end")??;
+    ensure!(answer.starts_with("HTTP/1.0 200 "), "{answer}");
     Ok(())
 }

@@ -12,7 +12,7 @@ use settings::walk::{Rule, Section};
 
 pub use self::access::{AccessRule, RequestIdentity};
 use super::{
-    listen::{Listen, bind_address, tls},
+    listen::{Listen, Network, bind_address, tls},
     minutes,
     origin::origin_of,
     seconds,
@@ -39,6 +39,10 @@ const NEVER_ALLOWED: [&str; 10] = [
 pub struct KubernetesApi {
     /// Where to listen.
     pub listen: Listen,
+    /// Which certificates of users are accepted; `None`: none. Only with TLS.
+    pub client_certificates: Option<ClientCertificates>,
+    /// The certificate that kas makes for itself; `None`: there is none. Only if `listen` has no TLS.
+    pub own_certificate: Option<OwnCertificate>,
     /// The prefix of all paths; begins and ends with `/`.
     pub url_path_prefix: String,
     /// What follows `agent-7.` in the name of a host, in lower case; `None`: agents have no host names.
@@ -59,6 +63,37 @@ pub struct KubernetesApi {
     pub session_max: Duration,
     /// Limits of its requests.
     pub limits: KubernetesLimits,
+}
+
+/// Keys `agent.kubernetes_api.listen.client_ca_file` and `crl_file`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ClientCertificates {
+    /// The authorities of users.
+    pub ca: PathBuf,
+    /// Their lists of revoked certificates.
+    pub crl: Option<PathBuf>,
+}
+
+/// The files of a certificate that kas makes, so that clients on the same host can use TLS: kubectl sends a
+/// token to a server with TLS only. Without it, they may also use no TLS.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct OwnCertificate {
+    /// The certificate authority in PEM, for clients.
+    pub ca: PathBuf,
+    /// The certificate with its chain and its private key, in PEM.
+    pub server: PathBuf,
+}
+
+impl OwnCertificate {
+    /// The hosts that the certificate is valid for.
+    pub const HOSTS: [&str; 3] = ["127.0.0.1", "::1", "localhost"];
+
+    /// Whether it is valid for where a listener listens.
+    fn fits(listen: &Listen) -> bool {
+        let host = listen.address.rsplit_once(':').map_or("", |(host, _)| host);
+        let host = host.trim_start_matches('[').trim_end_matches(']');
+        listen.network != Network::Unix && Self::HOSTS.iter().any(|own| own.eq_ignore_ascii_case(host))
+    }
 }
 
 /// Key `agent.kubernetes_api.users.file`.
@@ -100,6 +135,9 @@ pub struct PerCaller {
 
 /// The name of the users file in the state folder.
 pub(crate) const DEFAULT_USERS: &str = "users.yaml";
+/// The names of the files of [`OwnCertificate`] there.
+const OWN_CA: &str = "kubernetes-ca.pem";
+const OWN_SERVER: &str = "kubernetes-server.pem";
 
 /// Declares the section. `by_gitlab` says whether GitLab knows callers. Returns `None` if the file does not
 /// have the section.
@@ -111,16 +149,20 @@ pub(super) fn read(
     let is_on = s.has("kubernetes_api");
     let doc = "An endpoint for kubectl and other clients of the Kubernetes API of an agent's cluster. Without this \
                section, it is off; without a configuration file, it listens on 127.0.0.1:8154 for the users of \
-               users.yaml in state_dir.";
+               users.yaml in state_dir. With that file, on loopback and without certificate_file, kas makes a \
+               certificate of its own (kubernetes-ca.pem in state_dir is its authority), and the port accepts \
+               connections with TLS and without.";
     let section =
         s.optional(None, |s| s.section("kubernetes_api", doc, |s| section(s, by_gitlab, is_on, state_dir)));
     is_on.then_some(section)
 }
 
 fn section(s: &mut Section<'_, '_>, by_gitlab: bool, is_on: bool, state_dir: Option<&Path>) -> KubernetesApi {
-    let listen = s.section("listen", "Its listener.", |s| {
+    let (listen, client_certificates) = s.section("listen", "Its listener.", |s| {
         let (network, address) = bind_address(s, "0.0.0.0:8154");
-        Listen { network, address, tls: tls(s) }
+        let listen = Listen { network, address, tls: tls(s) };
+        let client_certificates = client_certificates(s, &listen);
+        (listen, client_certificates)
     });
     let url_path_prefix = url_path_prefix(s);
     let host_suffix = host_suffix(s);
@@ -144,24 +186,38 @@ fn section(s: &mut Section<'_, '_>, by_gitlab: bool, is_on: bool, state_dir: Opt
              Created if it is users.yaml in state_dir.",
         )
     });
-    if is_on && users.is_none() && !by_gitlab && !s.is_refused("users.file") {
+    let has_users = users.is_some() || client_certificates.is_some();
+    if is_on
+        && !has_users
+        && !by_gitlab
+        && !s.is_refused("users.file")
+        && !s.is_refused("listen.client_ca_file")
+    {
         let expected = "a users file, because nothing else knows callers: there is no section gitlab, or identity.file \
-                        is given";
+                        is given, and no listen.client_ca_file";
         s.refuse_as("users.file", "nothing", expected);
     }
     let users = users.map(|file| {
         let is_default = state_dir.is_some_and(|folder| file == folder.join(DEFAULT_USERS));
         UsersFile { file, is_default }
     });
+    // By the same rule with and without a configuration file, so that a file can say what the default is.
+    let is_default = users.as_ref().is_some_and(|users| users.is_default);
+    let own_certificate = state_dir
+        .filter(|_| is_default && listen.tls.is_none() && OwnCertificate::fits(&listen))
+        .map(|folder| OwnCertificate { ca: folder.join(OWN_CA), server: folder.join(OWN_SERVER) });
     let access = access::read(s);
-    if users.is_none() && !access.is_empty() {
+    if !has_users && !access.is_empty() {
         s.warn("access", "has no effect: without users.file, GitLab alone decides what callers may do");
     }
-    if users.is_some() && access.is_empty() && !s.is_refused("access") {
-        s.warn("access", "has no rule, so every user of users.file is refused");
+    if has_users && access.is_empty() && !s.is_refused("access") {
+        let whose = if users.is_some() { "user of users.file" } else { "certificate of a user" };
+        s.warn("access", format!("has no rule, so every {whose} is refused"));
     }
     KubernetesApi {
         listen,
+        client_certificates,
+        own_certificate,
         url_path_prefix,
         host_suffix,
         allowed_agent_cache_ttl,
@@ -178,6 +234,28 @@ fn section(s: &mut Section<'_, '_>, by_gitlab: bool, is_on: bool, state_dir: Opt
         ),
         limits: s.section("limits", "Limits on the requests of this listener, for each replica.", limits),
     }
+}
+
+fn client_certificates(s: &mut Section<'_, '_>, listen: &Listen) -> Option<ClientCertificates> {
+    let ca = s.path(
+        "client_ca_file",
+        "PEM of authorities that sign certificates of users, for clientAuth: the common name is the name of the user, \
+         organizations are its groups, both with the prefix kas:. Clients without a certificate need another \
+         credential. Needs certificate_file and key_file. Reloaded on change.",
+    );
+    let crl = s.path(
+        "crl_file",
+        "PEM lists of certificates that these authorities have revoked, reloaded on change. Then each certificate needs \
+         an issuer with a list.",
+    );
+    if ca.is_some() && listen.tls.is_none() && !s.is_refused("certificate_file") && !s.is_refused("key_file")
+    {
+        s.refuse("client_ca_file", "certificate_file and key_file too: without them there is no TLS");
+    }
+    if crl.is_some() && ca.is_none() && !s.is_refused("client_ca_file") {
+        s.refuse("crl_file", "client_ca_file too: without it no certificate is accepted");
+    }
+    ca.map(|ca| ClientCertificates { ca, crl })
 }
 
 fn limits(s: &mut Section<'_, '_>) -> KubernetesLimits {

@@ -144,6 +144,8 @@ fn a_complete_14_1_file_loads_and_warns_of_keys_without_effect() {
                     address: "/run/kas/kubernetes-api".into(),
                     tls: tls("k8s"),
                 },
+                client_certificates: None,
+                own_certificate: None,
                 url_path_prefix: "/k8s-proxy/".into(),
                 host_suffix: None,
                 allowed_agent_cache_ttl: secs(63),

@@ -28,6 +28,11 @@ fn without_a_file_the_endpoint_is_on_loopback_for_users_of_a_file_that_kas_creat
         assert_eq!(config, load("", &env).unwrap().config, "nothing else differs from the defaults");
         assert_eq!(api.listen, Listen { network: Network::Tcp, address: "127.0.0.1:8154".into(), tls: None });
         assert_eq!(api.users, Some(UsersFile { file: folder.join("users.yaml"), is_default: true }));
+        let own = OwnCertificate {
+            ca: folder.join("kubernetes-ca.pem"),
+            server: folder.join("kubernetes-server.pem"),
+        };
+        assert_eq!(api.own_certificate, Some(own));
         let rule = AccessRule {
             agents: "all".parse().unwrap(),
             users: vec!["kas:*".parse().unwrap()],
@@ -37,6 +42,50 @@ fn without_a_file_the_endpoint_is_on_loopback_for_users_of_a_file_that_kas_creat
         assert_eq!(api.access, [rule]);
     }
     assert_eq!(without_file(&Environment::default()), "");
+}
+
+#[test]
+fn only_the_default_on_loopback_has_a_certificate_that_kas_makes() {
+    let own = |listen: &str, users: &str| {
+        let yaml = format!("listen: {{{listen}}}, users: {{file: {users}}}");
+        kubernetes_api(&yaml).own_certificate.is_some()
+    };
+    let default = format!("{}/users.yaml", env().kas_state_dir.unwrap().to_str().unwrap());
+    for loopback in ["127.0.0.1:8154", "[::1]:8154", "localhost:8154", "LOCALHOST:8154"] {
+        assert!(own(&format!("address: '{loopback}'"), &default), "{loopback}");
+    }
+    for other in ["0.0.0.0:8154", ":8154", "[::]:8154", "127.9.9.9:8154", "127.0.0.1.example.com:8154"] {
+        assert!(!own(&format!("address: '{other}'"), &default), "{other}");
+    }
+    assert!(!own("address: '127.0.0.1:8154', certificate_file: /c, key_file: /k", &default));
+    assert!(!own("network: unix, address: /run/kas.sock", &default));
+    assert!(!own("address: '127.0.0.1:8154'", "/u"), "users of another file");
+}
+
+#[test]
+fn certificates_of_users_are_a_source_of_identity_and_need_tls() {
+    let api = kubernetes_api(
+        "listen: {certificate_file: /c, key_file: /k, client_ca_file: /ca, crl_file: /crl},
+         access: [{agents: all, users: ['kas:*'], as: agent}]",
+    );
+    let files = ClientCertificates { ca: "/ca".into(), crl: Some("/crl".into()) };
+    assert_eq!(api.client_certificates, Some(files));
+    assert_eq!(
+        refused("listen: {client_ca_file: /ca}"),
+        [
+            "listen.client_ca_file: found \"/ca\"; expected certificate_file and key_file too: without them there is no TLS"
+        ]
+    );
+    assert_eq!(
+        refused(&format!("{USERS}, listen: {{crl_file: /crl}}")),
+        [
+            "listen.crl_file: found \"/crl\"; expected client_ca_file too: without it no certificate is accepted"
+        ]
+    );
+    let told = warnings(
+        "agent: {kubernetes_api: {listen: {certificate_file: /c, key_file: /k, client_ca_file: /ca}}}",
+    );
+    assert_eq!(told, ["agent.kubernetes_api.access: has no rule, so every certificate of a user is refused"]);
 }
 
 #[test]
@@ -54,6 +103,8 @@ uid: u, extra: [{key: k.example/x, val: [v, w]}]}}}, {agents: id=7, users: ['*']
     let pattern = |text: &str| text.parse().unwrap();
     let expected = KubernetesApi {
         listen: Listen { network: Network::Tcp, address: ":1".into(), tls: None },
+        client_certificates: None,
+        own_certificate: None,
         url_path_prefix: "/k8s/v1/".into(),
         host_suffix: Some("k8s.example.com".into()),
         allowed_agent_cache_ttl: Duration::ZERO,
@@ -142,7 +193,7 @@ fn the_prefix_of_paths_has_a_slash_at_both_ends() {
 #[test]
 fn the_endpoint_needs_a_source_of_identity() {
     let none = "users.file: found nothing; expected a users file, because nothing else knows callers: there is no \
-                section gitlab, or identity.file is given";
+                section gitlab, or identity.file is given, and no listen.client_ca_file";
     assert_eq!(refused("url_path_prefix: /"), [none]);
     let gitlab = "gitlab: {address: 'https://g', authentication_secret_file: /s}";
     assert_eq!(warnings(&format!("{gitlab}\nagent: {{kubernetes_api: {{url_path_prefix: /}}}}")), [""; 0]);

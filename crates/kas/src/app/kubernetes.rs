@@ -1,13 +1,13 @@
 //! The part for the endpoint for kubectl.
 
-use std::{num::NonZeroU32, sync::Arc, time::Duration};
+use std::{net::SocketAddr, num::NonZeroU32, sync::Arc, time::Duration};
 
 use callers::{Authorized, Authorizer, SourceKind};
 use cluster::Tracker;
 use gitlab::usage::{Access, Usage};
 use http::HeaderValue;
 use identity::Identity;
-use kas_config::{Config, KubernetesApi as Section, PerCaller};
+use kas_config::{Config, KubernetesApi as Section, Listen, PerCaller};
 use kube_request::headers::AnswerHeaders;
 use kubernetes_api::{
     HeadLimits, KubernetesApi, Metrics, OpenLimits, Origins, Parts, Prefix, RequestRate, Settings,
@@ -21,8 +21,12 @@ use observe::{Observer, refusals::Refusals};
 use process::{lifecycle::Lifecycle, version};
 use routing::router::Router;
 
-use super::{StartError, part::Part};
-use crate::directory::AgentDirectory;
+use super::{StartError, part::Part, reload::Reloader};
+use crate::{
+    certificates::LiveVerifier,
+    directory::AgentDirectory,
+    own_certificate::{self, Outcome},
+};
 
 /// Open streams of one connection of a client.
 const STREAMS: u32 = 250;
@@ -45,6 +49,56 @@ pub(super) struct Uses {
     pub(super) is_ready: Box<dyn Fn() -> bool + Send + Sync>,
 }
 
+/// The TLS of the endpoint.
+#[derive(Default)]
+pub(super) struct EndpointTls {
+    /// The configuration of the listener; `None`: it has no TLS.
+    config: Option<tls::Live<rustls::ServerConfig>>,
+    /// Verifies certificates of users; `None`: none is accepted.
+    users: Option<Arc<LiveVerifier>>,
+}
+
+/// Returns the TLS of the endpoint. On loopback, kas makes the certificate itself unless the configuration
+/// names one. `address` is where the endpoint listens.
+///
+/// # Errors
+/// If a file cannot be used.
+pub(super) fn tls(
+    section: &Section,
+    reloader: &mut Reloader,
+    address: Option<SocketAddr>,
+) -> Result<EndpointTls, StartError> {
+    const SECTION: &str = "agent.kubernetes_api";
+    if let (Some(files), Some(clients)) = (&section.listen.tls, &section.client_certificates) {
+        let (config, users) = reloader.listener_for_users(SECTION, files, clients)?;
+        return Ok(EndpointTls { config: Some(config), users: Some(users) });
+    }
+    let Some(own) = &section.own_certificate else {
+        return Ok(EndpointTls { config: reloader.listener(SECTION, &section.listen, true)?, users: None });
+    };
+    let outcome = own_certificate::ensure(own, process::clock::wall()).map_err(StartError::OwnCertificate)?;
+    let (ca_file, users_file) = (own.ca.display(), section.users.as_ref().map(|users| users.file.display()));
+    match outcome {
+        Outcome::Kept => {}
+        Outcome::Created => tracing::info!(%ca_file, "made a certificate for kubectl on this host"),
+        Outcome::Replaced(why) => tracing::warn!(
+            %ca_file,
+            why,
+            "made a new certificate for kubectl on this host: write kubeconfigs again with kasctl kubeconfig"
+        ),
+    }
+    let address = address.map_or_else(|| section.listen.address.clone(), |address| address.to_string());
+    tracing::info!(
+        url = format!("https://{address}{}", section.url_path_prefix),
+        %ca_file,
+        users_file = users_file.map(tracing::field::display),
+        "kubectl can be used on this host: add users with kasctl token user --users-file, and give the URL and the \
+         CA file to kasctl kubeconfig --url --certificate-authority"
+    );
+    let listen = Listen { tls: Some(own_certificate::listener_files(own)), ..section.listen.clone() };
+    Ok(EndpointTls { config: reloader.listener(SECTION, &listen, true)?, users: None })
+}
+
 /// Builds the part, and returns it with its service.
 ///
 /// # Errors
@@ -53,14 +107,19 @@ pub(super) async fn part(
     config: &Config,
     section: &Section,
     listener: Listener,
-    tls: Option<tls::Live<rustls::ServerConfig>>,
+    tls: EndpointTls,
     uses: Uses,
 ) -> Result<(Part, Arc<KubernetesApi>), StartError> {
     let Uses { router, identity, gitlab, tracker, observer, metrics, refusals, lifecycle, is_ready } = uses;
     let directory = AgentDirectory::new(identity, tracker);
-    let authorizer = Authorizer::open(section, gitlab.clone(), Arc::clone(&directory) as _)
-        .await
-        .map_err(StartError::Users)?;
+    let authorizer = Authorizer::open(
+        section,
+        gitlab.clone(),
+        tls.users.map(|users| users as _),
+        Arc::clone(&directory) as _,
+    )
+    .await
+    .map_err(StartError::Users)?;
     let usage = Arc::new(Usage::default());
     let reports = gitlab.map(|gitlab| (gitlab, config.observability.usage_reporting_period));
     let reports = reports.filter(|(_, period)| !period.is_zero());
@@ -85,8 +144,11 @@ pub(super) async fn part(
     let limits = Limits { idle: section.limits.idle_timeout, ..config.limits.connections };
     let server = Server {
         listener,
-        tls,
-        protocols: Protocols::Http1And2,
+        tls: tls.config,
+        protocols: match section.own_certificate {
+            Some(_) => Protocols::Http1And2MaybeTls,
+            None => Protocols::Http1And2,
+        },
         settings: net::http::Settings {
             header_list: u32::try_from(HeadLimits::default().bytes).unwrap_or(u32::MAX),
             keepalive_interval: config.limits.callers.keepalive_interval,

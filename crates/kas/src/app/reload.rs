@@ -8,7 +8,7 @@ use process::files::{self, Followed, Snapshot};
 
 use super::StartError;
 use crate::{
-    certificates::{Certificates, PrivateTls},
+    certificates::{Certificates, LiveVerifier, PrivateTls},
     listener::api::ApiListener,
     preflight,
     replicas::{Rotation, redis_backend::RedisBackend},
@@ -45,6 +45,21 @@ impl Reloader {
             .map_err(|source| StartError::Tls { section, source })?;
         self.all.push(followed);
         Ok(Some(live))
+    }
+
+    /// As [`Reloader::listener`], for a listener that asks clients for certificates of users.
+    pub(super) fn listener_for_users(
+        &mut self,
+        section: &'static str,
+        files: &kas_config::TlsFiles,
+        clients: &kas_config::ClientCertificates,
+    ) -> Result<(tls::Live<rustls::ServerConfig>, Arc<LiveVerifier>), StartError> {
+        let (live, verifier, followed) = self
+            .certificates
+            .listener_for_users(section, files, clients)
+            .map_err(|source| StartError::Tls { section, source })?;
+        self.all.push(followed);
+        Ok((live, verifier))
     }
 
     pub(super) fn private(

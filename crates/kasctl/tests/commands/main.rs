@@ -11,6 +11,8 @@ mod connection;
 mod explain;
 mod failures;
 mod fake;
+mod kubeconfig;
+mod login;
 mod pods;
 mod replicas;
 mod request;

@@ -194,7 +194,7 @@ fn secret(credential: &Credential) -> &str {
     match credential {
         Credential::Bearer(bearer) => bearer.secret(),
         Credential::Session(session) if session.csrf_token() == CSRF => session.cookie(),
-        Credential::Session(_) => "",
+        Credential::Session(_) | Credential::Certificate(_) => "",
     }
 }
 

@@ -62,7 +62,11 @@ impl Serve {
         }
         // The time it had to wait for admission does not count.
         let born = self.since + asked.elapsed();
-        let connection = Arc::clone(&self.service).connected(self.peer);
+        let service = Arc::clone(&self.service);
+        let connection = match stream.peer_certificates() {
+            Some(certificates) => service.connected_with(self.peer, certificates),
+            None => service.connected(self.peer),
+        };
         let observed = Arc::<Observed>::default();
         if connection.auth_state() == AuthState::Anonymous {
             observed.admit();

@@ -3,7 +3,7 @@
 use std::{future::poll_fn, io, pin::pin, sync::Arc, time::Duration};
 
 use process::lifecycle::{Lifecycle, Phase};
-use tokio::time::Instant;
+use tokio::{net::TcpStream, time::Instant};
 use tokio_rustls::TlsAcceptor;
 
 use super::{
@@ -26,6 +26,8 @@ use crate::{
 /// Connections that are accepted before the thread's other tasks run: accepting as many takes about as long
 /// as a step of one of them.
 const ACCEPTED_AT_ONCE: u32 = 8;
+/// The first byte of a TLS connection: the type of a handshake record. No version of HTTP begins with it.
+pub(super) const TLS_HANDSHAKE: u8 = 0x16;
 
 /// One listener with what it serves.
 pub struct Server {
@@ -103,16 +105,28 @@ fn late(_: tokio::time::error::Elapsed) -> io::Error {
     io::ErrorKind::TimedOut.into()
 }
 
+/// Whether a client begins a TLS handshake. Nothing is read. `false` if it has closed the connection.
+async fn begins_tls(stream: &TcpStream) -> io::Result<bool> {
+    let mut first = [0];
+    let len = stream.peek(&mut first).await?;
+    Ok(first[..len] == [TLS_HANDSHAKE])
+}
+
 /// Does what comes before HTTP: TLS, the choice of the protocol, WebSocket. The first of them that waits for
 /// the peer must be over at `by`, and the next `within` a time.
 async fn open(
     stream: Stream,
-    tls: Option<TlsAcceptor>,
+    mut tls: Option<TlsAcceptor>,
     protocols: Protocols,
     mut by: Instant,
     within: Duration,
 ) -> io::Result<(Version, Stream)> {
     let mut is_http2 = false;
+    if let (Protocols::Http1And2MaybeTls, Stream::Tcp(stream)) = (protocols, &stream)
+        && !tokio::time::timeout_at(by, begins_tls(stream)).await.map_err(late)??
+    {
+        tls = None;
+    }
     // TLS is for TCP; a Unix socket is protected by the system.
     let stream = match (tls, stream) {
         (Some(tls), Stream::Tcp(stream)) => {
@@ -126,8 +140,12 @@ async fn open(
     Ok(match protocols {
         Protocols::Http2 => (Version::Http2, stream),
         Protocols::Http1 => (Version::Http1, stream),
-        Protocols::Http1And2 | Protocols::WebSocket if is_http2 => (Version::Http2, stream),
-        Protocols::Http1And2 => tokio::time::timeout_at(by, sniff(stream)).await.map_err(late)??,
+        Protocols::Http1And2 | Protocols::Http1And2MaybeTls | Protocols::WebSocket if is_http2 => {
+            (Version::Http2, stream)
+        }
+        Protocols::Http1And2 | Protocols::Http1And2MaybeTls => {
+            tokio::time::timeout_at(by, sniff(stream)).await.map_err(late)??
+        }
         Protocols::WebSocket => {
             let entered = tokio::time::timeout_at(by, websocket::enter(stream));
             (Version::Http2, entered.await.map_err(late)??)
@@ -145,7 +163,7 @@ async fn run(
     mut permit: Permit,
 ) {
     let limits = serve.limits;
-    let is_opened = tls.is_some() || matches!(protocols, Protocols::Http1And2 | Protocols::WebSocket);
+    let is_opened = tls.is_some() || !matches!(protocols, Protocols::Http1 | Protocols::Http2);
     let silence = if is_opened { limits.handshake } else { limits.first_frame.min(limits.authentication) };
     let (by, service) = (serve.since + silence, Arc::clone(&serve.service));
     // Boxed: the state of handshakes is large and short-lived.

@@ -14,6 +14,7 @@ use bytes::Bytes;
 use http::{Request, Response};
 use http_body_util::combinators::UnsyncBoxBody;
 use hyper::body::Incoming;
+use rustls_pki_types::CertificateDer;
 
 use super::{refusal::Refusal, slot::StreamSlot};
 
@@ -26,6 +27,15 @@ pub type Answer = Pin<Box<dyn Future<Output = Response<Body>> + Send>>;
 pub trait Service: Send + Sync + 'static {
     /// Called for each new connection.
     fn connected(self: Arc<Self>, peer: Option<SocketAddr>) -> Arc<dyn Connection>;
+    /// As [`Service::connected`], for a client whose certificates, its own first, were verified in the TLS
+    /// handshake.
+    fn connected_with(
+        self: Arc<Self>,
+        peer: Option<SocketAddr>,
+        _certificates: Arc<[CertificateDer<'static>]>,
+    ) -> Arc<dyn Connection> {
+        self.connected(peer)
+    }
     /// A connection could not be served; for a counter.
     fn refused(&self, _why: Refusal) {}
     /// A handshake failed. Called beside [`Service::refused`], with the reason.

@@ -31,6 +31,10 @@ pub enum Protocols {
     Http1,
     /// Both: as ALPN chooses with TLS ([`tls::or_http1`](crate::tls::or_http1)), else by the first bytes.
     Http1And2,
+    /// [`Protocols::Http1And2`], with TLS or without: the first byte of a connection decides. A listener
+    /// without a configuration of TLS does not offer it. Only for loopback, where nobody can read along and
+    /// nobody can remove the TLS of a client.
+    Http1And2MaybeTls,
     /// HTTP/2, directly or inside WebSocket. HTTP/1.1 is spoken for the upgrade to WebSocket alone.
     WebSocket,
 }

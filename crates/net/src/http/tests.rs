@@ -23,7 +23,7 @@ use tokio::{
     time::{Instant, timeout},
 };
 
-use super::*;
+use super::{server::TLS_HANDSHAKE, *};
 use crate::{
     io::{Address, Listener, Stream},
     tls,
@@ -240,7 +240,7 @@ async fn both_versions_are_served_on_one_plain_port() {
 
 /// Starts a server of both versions with TLS. Returns it with the configurations of clients that trust it, of
 /// each version.
-async fn start_tls(limits: Limits) -> (Running, [Arc<rustls::ClientConfig>; 2]) {
+async fn start_tls(protocols: Protocols, limits: Limits) -> (Running, [Arc<rustls::ClientConfig>; 2]) {
     tls::install();
     let key = rcgen::KeyPair::generate().unwrap();
     let certificate =
@@ -250,7 +250,7 @@ async fn start_tls(limits: Limits) -> (Running, [Arc<rustls::ClientConfig>; 2]) 
     std::fs::write(&certificate_file, certificate.pem()).unwrap();
     std::fs::write(&key_file, key.serialize_pem()).unwrap();
     let config = tls::or_http1(&tls::server(&certificate_file, &key_file).unwrap());
-    let server = Running::start_with(Protocols::Http1And2, limits, Some(tls::Live::from(config))).await;
+    let server = Running::start_with(protocols, limits, Some(tls::Live::from(config))).await;
     let http2 = tls::client(Some(&certificate_file)).unwrap();
     (server, [tls::http1_only(&http2), http2])
 }
@@ -266,10 +266,34 @@ async fn connect_tls<S: AsyncRead + AsyncWrite + Unpin>(
 
 #[tokio::test]
 async fn both_versions_are_served_on_one_port_with_tls() {
-    let (server, [http1, http2]) = start_tls(Limits::default()).await;
+    let (server, [http1, http2]) = start_tls(Protocols::Http1And2, Limits::default()).await;
     let connect = async |config| connect_tls(config, server.socket(b"").await).await;
     let said = versions(connect(http1).await, connect(http2).await).await;
     assert_eq!(said, ["HTTP/1.1", "HTTP/2.0"]);
+}
+
+#[tokio::test]
+async fn the_first_byte_decides_whether_a_connection_uses_tls() {
+    let (server, [http1, http2]) = start_tls(Protocols::Http1And2MaybeTls, Limits::default()).await;
+    let connect = async |config| connect_tls(config, server.socket(b"").await).await;
+    assert_eq!(versions(connect(http1).await, connect(http2).await).await, ["HTTP/1.1", "HTTP/2.0"]);
+    let said = versions(server.socket(b"").await, server.socket(b"").await).await;
+    assert_eq!(said, ["HTTP/1.1", "HTTP/2.0"]);
+    // Bytes behind such a byte that are not TLS are refused.
+    let mut stream = server.socket(&[&[TLS_HANDSHAKE][..], &get("/")].concat()).await;
+    assert!(!rest(&mut stream).await.contains("HTTP"), "they are not read as HTTP");
+    server.refused(Refusal::Handshake).await;
+    // A handshake that does not go on has the same time as elsewhere, and so has a silent client.
+    let limits = Limits { handshake: Duration::from_millis(300), ..Limits::default() };
+    for begun in [&[TLS_HANDSHAKE][..], &[]] {
+        let (server, _) = start_tls(Protocols::Http1And2MaybeTls, limits).await;
+        assert_eq!(rest(&mut server.socket(begun).await).await, "");
+        server.refused(Refusal::Handshake).await;
+    }
+    // Elsewhere, TLS is required.
+    let (server, _) = start_tls(Protocols::Http1And2, Limits::default()).await;
+    assert!(!rest(&mut server.socket(&get("/")).await).await.contains("HTTP"));
+    server.refused(Refusal::Handshake).await;
 }
 
 #[tokio::test]
@@ -416,7 +440,7 @@ fn slow_link(stream: TcpStream, delay: Duration) -> tokio::io::DuplexStream {
 async fn client_over_a_slow_link_is_served_at_once_among_silent_connections() {
     const ROUND_TRIP: Duration = Duration::from_millis(500);
     process::open_files::raise_limit();
-    let (server, [http1, _]) = start_tls(Limits::default()).await;
+    let (server, [http1, _]) = start_tls(Protocols::Http1And2, Limits::default()).await;
     let to = server.address;
     let flood = tokio::spawn(async move {
         let mut ticks = tokio::time::interval(Duration::from_millis(2));

@@ -37,7 +37,7 @@ pub enum RequestIdentity {
 
 /// Declares the list of rules.
 pub(super) fn read(s: &mut Section<'_, '_>) -> Vec<AccessRule> {
-    let doc = "What users of users.file may do; the first rule that matches decides, and without one a request is refused. \
+    let doc = "What users of users.file and of listen.client_ca_file may do; the first rule that matches decides, and without one a request is refused. \
                Each rule is {agents: all, groups: [\"kas:dev\"], as: user}. agents: all, or id=7|9, project=3, name=prod-*, \
                joined by commas. users, groups: names with the prefix kas:, each perhaps with * at its end. as: agent \
                (with the rights of agentk), user (under the caller's own name and groups, by impersonation), or \

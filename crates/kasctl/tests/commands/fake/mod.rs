@@ -3,6 +3,7 @@
 //! Its responses depend on the id of the agent or project, so that one server serves every test: see
 //! `get_pods`, `make_request`, `explain_agent` and `watch_connected_agents`.
 
+pub(crate) mod https;
 mod services;
 
 use std::{io, path::PathBuf, pin::pin, process::Stdio, sync::Arc, time::Duration};
