@@ -146,7 +146,7 @@ impl Source for CertificateUsers {
         let Held { certificate, since } = caller.hold.state::<Held>().ok_or(AuthError::Unknown)?;
         // As of the time when the request began, since it may go on when the certificate has expired.
         let user = self.verify(certificate, *since)?;
-        Ok(caller(&user, Held { certificate: certificate.clone(), since: *since }))
+        Ok(self::caller(&user, Held { certificate: certificate.clone(), since: *since }))
     }
 
     async fn reach(&self, credential: &Credential, _from: Option<IpAddr>) -> Result<Reach, AuthError> {

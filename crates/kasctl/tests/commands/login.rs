@@ -63,9 +63,8 @@ impl Issuer {
             seen: Vec::new(),
         }));
         let shared = Arc::clone(&state);
-        let address = https::serve(&server.dir.path().join("ca.pem"), move |request| {
-            answer(Arc::clone(&shared), request)
-        });
+        let ca_file = server.dir.path().join("ca.pem");
+        let address = https::serve(&ca_file, move |request| answer(Arc::clone(&shared), request));
         let url = format!("https://{}/dex", address.await);
         state.lock().url = url;
         Self { state, server }

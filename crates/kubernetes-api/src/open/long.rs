@@ -3,8 +3,9 @@
 use std::{cmp::Reverse, collections::BTreeMap, sync::Arc};
 
 use ids::AgentId;
+use kube_request::Kind;
 
-use super::{OpenRequests, Shared, is_long};
+use super::{OpenRequests, Shared};
 
 /// The open requests that have no end of their own: upgraded connections, watches, followed logs, and
 /// requests to pods and services.
@@ -48,7 +49,8 @@ impl OpenRequests {
     /// Returns the open requests that have no end of their own, with at most `callers` entries about their
     /// callers; `None`: with nothing about them.
     pub(crate) fn long(&self, callers: Option<usize>) -> LongRequests {
-        let open: Vec<Arc<Shared>> = self.all().into_iter().filter(|shared| is_long(shared.kind)).collect();
+        let open: Vec<Arc<Shared>> =
+            self.all().into_iter().filter(|shared| shared.kind != Kind::Short).collect();
         let mut counts: BTreeMap<_, u64> = BTreeMap::new();
         let mut named: BTreeMap<_, u64> = BTreeMap::new();
         for shared in &open {
