@@ -37,7 +37,10 @@ pub use self::{
         gitlab::{GitLab, GitLabApi},
         gossip::Gossip,
         identity::Identity,
-        kubernetes_api::{AccessRule, KubernetesApi, KubernetesLimits, RequestIdentity, UsersFile},
+        kubernetes_api::{
+            AccessRule, ClaimPattern, InvalidClaimPattern, InvalidTemplate, KubernetesApi, KubernetesLimits,
+            NameTemplate, Oidc, RequestIdentity, RequiredClaim, TemplatePart, UsersFile,
+        },
         limits::{Attempts, Limits, Streams},
         listen::{Listen, Network, TlsFiles},
         observability::{Audit, AuditOutput, LogLevel, Observability, PAGE_PATH, Page, Tracing},

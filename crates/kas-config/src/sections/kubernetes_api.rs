@@ -1,6 +1,7 @@
 //! Section `agent.kubernetes_api`.
 
 mod access;
+mod oidc;
 
 use std::{
     path::{Path, PathBuf},
@@ -8,9 +9,15 @@ use std::{
 };
 
 use http::{HeaderName, Uri};
+use ids::FILE_USER_PREFIX;
 use settings::walk::{Rule, Section};
 
-pub use self::access::{AccessRule, RequestIdentity};
+pub use self::{
+    access::{AccessRule, RequestIdentity},
+    oidc::{
+        ClaimPattern, InvalidClaimPattern, InvalidTemplate, NameTemplate, Oidc, RequiredClaim, TemplatePart,
+    },
+};
 use super::{
     listen::{Listen, bind_address, tls},
     minutes,
@@ -47,9 +54,11 @@ pub struct KubernetesApi {
     pub allowed_agent_cache_ttl: Duration,
     /// How long it is cached that GitLab refused a caller.
     pub allowed_agent_cache_error_ttl: Duration,
-    /// The file with users of kas; `None`: there are none. Then GitLab knows the callers.
+    /// The file with users of kas; `None`: there are none.
     pub users: Option<UsersFile>,
-    /// What users of kas may do. The first rule that matches decides; without one, nothing.
+    /// The issuers of OpenID Connect, each with a prefix of its own.
+    pub oidc: Vec<Oidc>,
+    /// What users of kas and of issuers may do. The first rule that matches decides; without one, nothing.
     pub access: Vec<AccessRule>,
     /// Values of `Origin` that are allowed, as browsers send them.
     pub allowed_origins: Vec<String>,
@@ -133,21 +142,34 @@ fn section(s: &mut Section<'_, '_>, by_gitlab: bool, is_on: bool, state_dir: Opt
              Created if it is users.yaml in state_dir.",
         )
     });
-    if is_on && users.is_none() && !by_gitlab && !s.is_refused("users.file") {
-        let expected = "a users file, because nothing else knows callers: there is no section gitlab, or identity.file \
-                        is given";
+    let oidc = oidc::read(s);
+    let has_issuers = !oidc.is_empty() || s.is_refused("oidc");
+    if is_on && users.is_none() && !has_issuers && !by_gitlab && !s.is_refused("users.file") {
+        let expected = "a users file, or issuers in oidc, because nothing else knows callers: there is no section gitlab, \
+                        or identity.file is given";
         s.refuse_as("users.file", "nothing", expected);
     }
     let users = users.map(|file| {
         let is_default = state_dir.is_some_and(|folder| file == folder.join(DEFAULT_USERS));
         UsersFile { file, is_default }
     });
-    let access = access::read(s);
-    if users.is_none() && !access.is_empty() {
-        s.warn("access", "has no effect: without users.file, GitLab alone decides what callers may do");
+    let of_users = users.as_ref().map(|_| ("users.file".to_owned(), FILE_USER_PREFIX));
+    let of_issuers = oidc.iter().enumerate().map(|(i, oidc)| (format!("oidc[{i}]"), &*oidc.prefix));
+    let sources: Vec<_> = of_users.into_iter().chain(of_issuers).collect();
+    let access = access::read(s, &sources);
+    if sources.is_empty() && !access.is_empty() {
+        s.warn(
+            "access",
+            "has no effect: without users.file and oidc, GitLab alone decides what callers may do",
+        );
     }
-    if users.is_some() && access.is_empty() && !s.is_refused("access") {
-        s.warn("access", "has no rule, so every user of users.file is refused");
+    if !sources.is_empty() && access.is_empty() && !s.is_refused("access") {
+        let named = match (&users, &*oidc) {
+            (Some(_), []) => "users.file",
+            (Some(_), _) => "users.file and oidc",
+            (None, _) => "oidc",
+        };
+        s.warn("access", format!("has no rule, so every user of {named} is refused"));
     }
     KubernetesApi {
         listen,
@@ -156,6 +178,7 @@ fn section(s: &mut Section<'_, '_>, by_gitlab: bool, is_on: bool, state_dir: Opt
         allowed_agent_cache_ttl,
         allowed_agent_cache_error_ttl,
         users,
+        oidc,
         access,
         allowed_origins: allowed_origins(s),
         extra_allowed_response_headers: extra_headers(s),
