@@ -9,7 +9,7 @@
 //! * [`proxy`]: nginx, HAProxy and Envoy in front of kas.
 //! * [`redis`]: a real Redis or Valkey, which can be stopped, slowed and cut; [`pypi`] installs Valkey.
 //! * [`gitlab`]: the internal API of GitLab, for kas. [`kas14`]: a kas like GitLab's, for agentk.
-//!   [`kubernetes`]: a real API server.
+//!   [`kubernetes`]: a real API server. [`issuer`]: an issuer of OpenID Connect.
 
 pub mod agent14;
 pub mod agent16;
@@ -20,6 +20,7 @@ pub mod certificates;
 pub mod demo_api;
 pub mod gitlab;
 pub mod handler;
+pub mod issuer;
 pub mod kas;
 pub mod kas14;
 pub mod kubernetes;
