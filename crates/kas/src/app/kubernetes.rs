@@ -13,6 +13,7 @@ use kubernetes_api::{HeadLimits, KubernetesApi, Metrics, OpenLimits, Origins, Pa
 use net::{
     http::{Age, Limits, Protocols, Server},
     io::Listener,
+    proxy::Proxies,
     tls,
 };
 use observe::{Observer, refusals::Refusals};
@@ -46,7 +47,7 @@ pub(super) struct Uses {
 /// Builds the part.
 ///
 /// # Errors
-/// If the users file cannot be used.
+/// If the users file or the CA certificates of an issuer cannot be used.
 pub(super) async fn part(
     config: &Config,
     section: &Section,
@@ -56,9 +57,9 @@ pub(super) async fn part(
 ) -> Result<Part, StartError> {
     let Uses { router, identity, gitlab, tracker, observer, metrics, refusals, lifecycle, is_ready } = uses;
     let directory = AgentDirectory::new(identity, tracker);
-    let authorizer = Authorizer::open(section, gitlab.clone(), Arc::clone(&directory) as _)
-        .await
-        .map_err(StartError::Users)?;
+    let proxies = Proxies::from_env();
+    let agents = Arc::clone(&directory) as _;
+    let authorizer = Authorizer::open(section, gitlab.clone(), &proxies, agents).await?;
     let usage = Arc::new(Usage::default());
     let reports = gitlab.map(|gitlab| (gitlab, config.observability.usage_reporting_period));
     let reports = reports.filter(|(_, period)| !period.is_zero());
