@@ -56,7 +56,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("gitlab", &["ids", "grpc", "net", "process", "settings", "kas-config"]),
     ("identity", &["ids", "grpc", "net", "process", "settings", "gitlab"]),
     // Who calls the Kubernetes API endpoint, and as whom: without the endpoint itself.
-    ("callers", &["ids", "process", "settings", "kas-config", "gitlab", "identity"]),
+    ("callers", &["ids", "net", "process", "settings", "kas-config", "gitlab", "identity"]),
     // Reads configurations, sends them to agents, and tells GitLab about them.
     ("agent-config", &["ids", "proto", "process", "grpc", "settings", "kas-config", "gitlab"]),
     // What is recorded of each request.

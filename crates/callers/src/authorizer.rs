@@ -6,12 +6,13 @@ use gitlab::{JobAgents, ProxyUsers};
 use identity::IfAbsent;
 use ids::{AgentId, InvalidIdentity, check_identity_name};
 use kas_config::KubernetesApi;
+use net::proxy::Proxies;
 use tokio::time::Instant;
 
 use crate::{
     Access, Agents, AuthError, Caller, Callers, CertificateUsers, CertificateVerifier, Changes, CiJobs,
-    Credential, Decision, FileUsers, GitLabUsers, Grant, KnownAgent, Mode, OpenUsersError, Reach, RunAs,
-    Source, Sources, UnknownAgent, finder::Finder,
+    Credential, Decision, FileUsers, GitLabUsers, Grant, KnownAgent, Mode, OidcUsers, OpenAuthoritiesError,
+    OpenUsersError, Reach, RunAs, Source, Sources, UnknownAgent, finder::Finder,
 };
 
 /// How soon an open request is checked again whose source could not be asked.
@@ -67,14 +68,33 @@ impl Refused {
     pub fn status(self) -> http::StatusCode {
         match self {
             Self::Auth(AuthError::Unknown) => http::StatusCode::UNAUTHORIZED,
+            Self::Auth(AuthError::Token(token)) if !token.fault.is_forbidden() => {
+                http::StatusCode::UNAUTHORIZED
+            }
             Self::Auth(AuthError::Unavailable) | Self::Unasked => http::StatusCode::SERVICE_UNAVAILABLE,
-            Self::Auth(AuthError::Forbidden)
+            Self::Auth(AuthError::Forbidden | AuthError::Token(_))
             | Self::NoRule
             | Self::UnknownAgent(_)
             | Self::Identity(_)
             | Self::Changed => http::StatusCode::FORBIDDEN,
         }
     }
+}
+
+/// Why the sources of a configuration cannot be used at the start.
+#[derive(Debug, thiserror::Error)]
+pub enum OpenError {
+    /// The users file cannot be used.
+    #[error("agent.kubernetes_api.users.file cannot be used")]
+    Users(#[source] OpenUsersError),
+    /// The CA certificates of an issuer cannot be used.
+    #[error("agent.kubernetes_api.oidc[{index}].ca_file cannot be used")]
+    Authorities {
+        /// The index of the issuer, from 0.
+        index: usize,
+        /// Why.
+        source: OpenAuthoritiesError,
+    },
 }
 
 /// A refusal, with what is known of the caller: for metrics and logs of the operator. A client gets only the
@@ -128,22 +148,30 @@ impl fmt::Debug for Authorizer {
 }
 
 impl Authorizer {
-    /// Returns an authorizer with the sources of a configuration: its users file, the certificates of users,
-    /// and the CI jobs and users of GitLab, if those are given.
+    /// Returns an authorizer with the sources of a configuration: its users file, its issuers, which are
+    /// asked through `proxies`, the certificates of users, and the CI jobs and users of GitLab, if those are
+    /// given.
     ///
     /// # Errors
-    /// [`OpenUsersError`] if the users file cannot be used.
+    /// [`OpenError`] if a file cannot be used.
     pub async fn open<G: JobAgents + ProxyUsers>(
         config: &KubernetesApi,
         gitlab: Option<Arc<G>>,
         certificates: Option<Arc<dyn CertificateVerifier>>,
+        proxies: &Proxies,
         agents: Arc<dyn Agents>,
-    ) -> Result<Self, OpenUsersError> {
+    ) -> Result<Self, OpenError> {
         let changes = Changes::default();
         let mut sources: Vec<Box<dyn Source>> = Vec::new();
         if let Some(users) = &config.users {
             let if_absent = if users.is_default { IfAbsent::Make } else { IfAbsent::Refuse };
-            sources.push(Box::new(FileUsers::open(&users.file, if_absent, &changes).await?));
+            let users = FileUsers::open(&users.file, if_absent, &changes).await;
+            sources.push(Box::new(users.map_err(OpenError::Users)?));
+        }
+        if !config.oidc.is_empty() {
+            let users = OidcUsers::open(&config.oidc, proxies, &changes).await;
+            let error = |(index, source)| OpenError::Authorities { index, source };
+            sources.push(Box::new(users.map_err(error)?));
         }
         if let Some(verifier) = certificates {
             sources.push(Box::new(CertificateUsers::new(verifier, &changes)));

@@ -163,6 +163,26 @@ where
     where
         F: Future<Output = Result<T, AuthError>> + Send + 'static,
     {
+        let lookup = |before| {
+            let lookup = lookup(before);
+            async move { Ok((lookup.await?, Duration::MAX)) }
+        };
+        self.get_for_a_time(key, from, lookup).await
+    }
+
+    /// As [`Cache::get`], with the time for which the answer may be used at most, beside it.
+    ///
+    /// # Errors
+    /// As [`Cache::get`].
+    pub(crate) async fn get_for_a_time<F>(
+        &self,
+        key: K,
+        from: Option<IpAddr>,
+        lookup: impl FnOnce(Before) -> F,
+    ) -> LookupResult<T>
+    where
+        F: Future<Output = Result<(T, Duration), AuthError>> + Send + 'static,
+    {
         let mut running = match self.find(key, from) {
             Found::Known(result) => return result,
             Found::Running(running) => running,
@@ -244,18 +264,18 @@ impl<K: Copy + Eq + Hash, T> State<K, T> {
 }
 
 impl<K: Copy + Eq + Hash, T> Shared<K, T> {
-    fn finish(&self, key: K, result: Result<T, AuthError>) -> LookupResult<T> {
+    fn finish(&self, key: K, result: Result<(T, Duration), AuthError>) -> LookupResult<T> {
         let now = Instant::now();
         let is_kept = !self.ttl.is_zero();
         let mut state = self.state.lock();
         let from = state.end(&key);
         match result {
-            Ok(value) => {
+            Ok((value, longest)) => {
                 keep(&mut state.accepted, key, (), |()| false);
                 if let Some(from) = from {
                     keep(&mut state.networks, from, (), |()| false);
                 }
-                let answer = Answer { value: Arc::new(value), until: now + self.ttl };
+                let answer = Answer { value: Arc::new(value), until: now + self.ttl.min(longest) };
                 if is_kept {
                     state.refusals.pop(&key);
                     keep(&mut state.answers, key, answer.clone(), |answer| answer.until <= now);
@@ -495,7 +515,7 @@ mod tests {
         let shared = &c.cache.0;
         let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
         let _guard = runtime.enter();
-        shared.finish(c.key("a"), Ok(1)).unwrap();
+        shared.finish(c.key("a"), Ok((1, Duration::MAX))).unwrap();
         for i in 0..MOST + 10 {
             shared.finish(c.key(&i.to_string()), Err(AuthError::Unknown)).unwrap_err();
         }
@@ -504,6 +524,20 @@ mod tests {
         assert!(state.refusals.peek(&c.key("9")).is_none());
         assert!(state.refusals.peek(&c.key("10")).is_some());
         assert_eq!(state.answers.get(&c.key("a")).map(|answer| *answer.value), Some(1));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_answer_may_be_used_for_a_shorter_time() {
+        let c = Counted::new(TTL);
+        let second = Duration::from_secs(1);
+        for (secret, longest, used) in [("a", second, second), ("b", 2 * TTL, TTL)] {
+            let lookup = |_| async move { Ok((1, longest)) };
+            c.cache.get_for_a_time(c.key(secret), None, lookup).await.map(drop).unwrap();
+            tokio::time::advance(used - second / 2).await;
+            assert_eq!(c.get(secret, Err(AuthError::Unknown)).await, Ok(1));
+            tokio::time::advance(second / 2).await;
+            assert_eq!(c.get(secret, Err(AuthError::Unknown)).await, Err(AuthError::Unknown));
+        }
     }
 
     #[tokio::test(start_paused = true)]

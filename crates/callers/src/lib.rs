@@ -19,9 +19,11 @@ mod credential;
 mod credential_error;
 mod finder;
 mod gitlab_users;
+mod oidc;
 mod run_as;
 mod session;
 mod source;
+mod token_fault;
 mod users;
 
 use std::{any::Any, fmt, net::IpAddr, sync::Arc};
@@ -33,18 +35,23 @@ use tokio::{sync::watch, time::Instant};
 pub use self::{
     access::{Access, Decision, UnknownAgent},
     agent::{Agents, KnownAgent},
-    authorizer::{Authorized, Authorizer, Reached, Refusal, Refused},
+    authorizer::{Authorized, Authorizer, OpenError, Reached, Refusal, Refused},
     certificates::{CertificateSubject, CertificateUsers, CertificateVerifier},
     ci::CiJobs,
     client_certificate::ClientCertificate,
     credential::{Bearer, Credential, Form, take_credential},
     credential_error::CredentialError,
     gitlab_users::GitLabUsers,
+    oidc::{OidcUsers, OpenAuthoritiesError},
     run_as::{Mode, RunAs},
     session::{QueryParameters, Session, take_query_parameters},
     source::{Changes, Reach, Source, Sources},
+    token_fault::{Fault, TokenFault},
     users::{FileUsers, OpenUsersError, UserList},
 };
+
+#[cfg(feature = "fuzzing")]
+pub use self::oidc::fuzz as fuzz_token;
 
 /// Determines who presents a credential.
 #[async_trait]
@@ -66,8 +73,8 @@ pub trait Callers: Send + Sync + 'static {
     /// Returns the caller as its source knows it now, for a request that is still open.
     ///
     /// # Errors
-    /// [`AuthError::Unknown`] or [`AuthError::Forbidden`] if the request must end;
-    /// [`AuthError::Unavailable`] if that cannot be checked now, which ends no request.
+    /// [`AuthError::Unavailable`] if that cannot be checked now, which ends no request; any other one if the
+    /// request must end.
     async fn recheck(&self, caller: &Caller, agent: AgentId) -> Result<Caller, AuthError>;
 
     /// Returns which agents a credential reaches. For `from`, see [`Callers::authenticate`].
@@ -90,6 +97,10 @@ pub enum AuthError {
     /// The caller is known and may not use this agent: status 403.
     #[error("this caller may not use this agent")]
     Forbidden,
+    /// The token of an issuer is refused: status 401, or 403 if the issuer vouches for it. Only operators
+    /// learn why.
+    #[error(transparent)]
+    Token(TokenFault),
     /// The credential could not be checked: status 503, the client should retry.
     #[error("the credential cannot be checked at the moment")]
     Unavailable,

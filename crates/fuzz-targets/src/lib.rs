@@ -143,9 +143,11 @@ pub fn http_envelopes(bytes: &[u8]) {
     requests::response(rest);
 }
 
-/// Tokens of callers. No panic, and no token is accepted that is unsigned, expired or has another audience.
+/// Tokens of callers, of either listener. No panic, and no token is accepted that is unsigned, expired or has
+/// another audience; claims of an issuer make valid names.
 pub fn jwt(bytes: &[u8]) {
     identity::jwt::fuzz(bytes);
+    callers::fuzz_token(bytes);
 }
 
 /// Heads of requests to an API server: a byte for the method, the target, and a header in each further line.

@@ -2,14 +2,12 @@
 //!
 //! All callers share one [`Client`], which keeps connections alive. It does not cache answers; that is up to
 //! its users. `jobs` and `proxy_user` ask about callers of the Kubernetes API endpoint, and `usage` reports
-//! how much they use it. `agent_configuration` tells GitLab how agents are configured. `connect` dials,
-//! through a proxy if the environment names one. `lookup_rate` is the rate limit. `check` is the command
-//! `kas gitlab check`.
+//! how much they use it. `agent_configuration` tells GitLab how agents are configured. `lookup_rate` is the
+//! rate limit. `check` is the command `kas gitlab check`.
 
 mod agent_configuration;
 mod answer;
 pub mod check;
-mod connect;
 mod jobs;
 mod lookup;
 mod lookup_rate;
@@ -33,6 +31,7 @@ use hyper_util::{
 use ids::{Agent, AgentId, TokenHash, is_agent_name};
 use jsonwebtoken::{Algorithm, EncodingKey};
 use kas_config::GitLabApi;
+use net::client::Connector;
 pub use net::proxy::Proxies;
 use parking_lot::Mutex;
 use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, utf8_percent_encode};
@@ -42,16 +41,13 @@ use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use settings::secret::ApiSecret;
 use tokio::time::Instant;
 
+use self::lookup_rate::{Busy, LookupRateLimiter};
 pub use self::{
     agent_configuration::AgentConfigurations,
     jobs::{AccessAs, AllowedAgent, Environment, Job, JobAgents},
     lookup::{AgentInfo, LookupError, LookupPriority, Urgency},
     metrics::{LookupMetrics, LookupOutcome},
     proxy_user::{AccessKey, ProxyUser, ProxyUsers, RolesIn, UserAccess},
-};
-use self::{
-    connect::Connector,
-    lookup_rate::{Busy, LookupRateLimiter},
 };
 
 /// The path of 14.1, which later versions support too.
@@ -171,7 +167,7 @@ impl Client {
     ) -> Result<Self, Error> {
         let agent_info = endpoint(&config.address, config.api);
         let (connector, proxy_authorization) =
-            Connector::new(&agent_info, config.ca_certificate.as_deref(), proxies)?;
+            connector(&agent_info, config.ca_certificate.as_deref(), proxies)?;
         Ok(Self {
             http: ArcSwap::from_pointee(http(connector)),
             address: config.address.clone(),
@@ -196,7 +192,7 @@ impl Client {
     /// # Errors
     /// See [`Error`]. Nothing changes then.
     pub fn trust(&self, ca_certificate: Option<&Path>, proxies: &Proxies) -> Result<(), Error> {
-        let (connector, _) = Connector::new(&self.agent_info, ca_certificate, proxies)?;
+        let (connector, _) = connector(&self.agent_info, ca_certificate, proxies)?;
         self.http.store(Arc::new(http(connector)));
         Ok(())
     }
@@ -352,6 +348,20 @@ impl Client {
         let headers = self.headers(token, id)?;
         Ok(agent(&self.get(self.agent_info.clone(), headers).await?)?)
     }
+}
+
+/// Selects how to reach GitLab. Also returns the credentials for a proxy that forwards requests.
+fn connector(
+    target: &Uri,
+    ca_certificate: Option<&Path>,
+    proxies: &Proxies,
+) -> Result<(Connector, Option<HeaderValue>), Error> {
+    let tls = net::tls::client(ca_certificate)?;
+    if let Some(proxy) = proxies.of_url(target)? {
+        let (host, port) = (proxy.host(), proxy.port());
+        tracing::info!(proxy.host = host, proxy.port = port, "GitLab is reached through a proxy");
+    }
+    Ok(Connector::new(target, &tls, proxies)?)
 }
 
 fn http(connector: Connector) -> Http {

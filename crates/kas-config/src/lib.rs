@@ -38,8 +38,9 @@ pub use self::{
         gossip::Gossip,
         identity::Identity,
         kubernetes_api::{
-            AccessRule, ClientCertificates, KubernetesApi, KubernetesLimits, OwnCertificate, PerCaller,
-            RequestIdentity, UsersFile,
+            AccessRule, ClaimPattern, ClientCertificates, InvalidClaimPattern, InvalidTemplate,
+            KubernetesApi, KubernetesLimits, NameTemplate, Oidc, OwnCertificate, PerCaller, RequestIdentity,
+            RequiredClaim, TemplatePart, UsersFile,
         },
         limits::{Attempts, Limits, Streams},
         listen::{Listen, Network, TlsFiles},

@@ -117,9 +117,9 @@ pub enum StartError {
     /// The identity file cannot be used.
     #[error("identity.file cannot be used")]
     Identity(#[source] OpenError),
-    /// The users file cannot be used.
-    #[error("agent.kubernetes_api.users.file cannot be used")]
-    Users(#[source] callers::OpenUsersError),
+    /// The sources of callers of the Kubernetes API endpoint cannot be used.
+    #[error(transparent)]
+    Callers(#[from] callers::OpenError),
     /// A header that must not be passed on. The configuration accepts none.
     #[error("agent.kubernetes_api.extra_allowed_response_headers: {0}")]
     AnswerHeader(kube_request::headers::NeverForwarded),

@@ -216,6 +216,7 @@ fn files(config: &Config) -> Findings {
     }
     identity(config, &mut findings);
     users(config, &mut findings);
+    issuers(config, &mut findings);
     observability(config, &mut findings);
     findings
 }
@@ -331,6 +332,30 @@ fn users(config: &Config, findings: &mut Findings) {
         expected: "a list of users, as `kasctl token user` writes it",
     };
     list.check(findings, |content| UserList::parse(content).map(drop));
+}
+
+/// Checks the CA certificates of the issuers of the Kubernetes API endpoint.
+fn issuers(config: &Config, findings: &mut Findings) {
+    let issuers = config.agent.kubernetes_api.iter().flat_map(|api| &api.oidc);
+    for (i, issuer) in issuers.enumerate() {
+        let Some(file) = &issuer.ca_file else { continue };
+        let key = format!("agent.kubernetes_api.oidc[{i}].ca_file");
+        if let Err(error) = tls::client(Some(file)) {
+            let expected = "the CA certificates that sign that of the issuer, in PEM";
+            findings.unusable(key, &error, expected);
+        } else if let Ok(found) = std::fs::metadata(file)
+            && others_may_write(found.mode())
+        {
+            let (shown, mode) = (file.display(), found.mode() & 0o7777);
+            findings.warning(
+                key,
+                format!(
+                    "others may write {shown} (mode {mode:04o}) and so choose who may be this issuer: `chmod go-w \
+                     {shown}` fixes it"
+                ),
+            );
+        }
+    }
 }
 
 /// A file that lists identities.

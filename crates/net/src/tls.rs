@@ -47,6 +47,12 @@ pub enum Error {
     /// A file has no certificate.
     #[error("{0} holds no certificate")]
     Empty(PathBuf),
+    /// A text is no PEM.
+    #[error("the certificates are no valid PEM")]
+    PemText(#[source] rustls_pki_types::pem::Error),
+    /// A text has no certificate.
+    #[error("there is no certificate in PEM")]
+    NoCertificate,
     /// Certificate and key do not match, or are not supported.
     #[error("certificate and key cannot be used")]
     Unusable(#[source] rustls::Error),
@@ -235,6 +241,23 @@ pub fn http1_only(config: &ClientConfig) -> Arc<ClientConfig> {
 /// See [`Error`].
 pub fn client(ca_file: Option<&Path>) -> Result<Arc<ClientConfig>, Error> {
     client_as(ca_file, None)
+}
+
+/// As [`client`], with the content of the CA file instead of its path.
+///
+/// # Errors
+/// See [`Error`].
+pub fn client_trusting(pem: &[u8]) -> Result<Arc<ClientConfig>, Error> {
+    let mut roots = system_roots();
+    let mut is_empty = true;
+    for certificate in CertificateDer::pem_slice_iter(pem) {
+        roots.add(certificate.map_err(Error::PemText)?).map_err(Error::Unusable)?;
+        is_empty = false;
+    }
+    if is_empty {
+        return Err(Error::NoCertificate);
+    }
+    shown(ClientConfig::builder().with_root_certificates(roots), None)
 }
 
 /// As [`client`]. With `identity` (certificate and key), it sends that certificate to servers that ask for

@@ -12,7 +12,7 @@
 //! * [`proxy`]: nginx, HAProxy and Envoy in front of kas.
 //! * [`redis`]: a real Redis or Valkey, which can be stopped, slowed and cut; [`pypi`] installs Valkey.
 //! * [`gitlab`]: the internal API of GitLab, for kas. [`kas14`]: a kas like GitLab's, for agentk.
-//!   [`kubernetes`]: a real API server.
+//!   [`kubernetes`]: a real API server. [`issuer`]: an issuer of OpenID Connect.
 
 pub mod agent14;
 pub mod agent16;
@@ -26,6 +26,7 @@ pub mod gitlab;
 pub mod handler;
 pub mod http1;
 pub mod http_agent;
+pub mod issuer;
 pub mod kas;
 pub mod kas14;
 pub mod kubernetes;

@@ -1,6 +1,7 @@
 //! Section `agent.kubernetes_api`.
 
 mod access;
+mod oidc;
 
 use std::{
     path::{Path, PathBuf},
@@ -8,9 +9,15 @@ use std::{
 };
 
 use http::{HeaderName, Uri};
+use ids::FILE_USER_PREFIX;
 use settings::walk::{Rule, Section};
 
-pub use self::access::{AccessRule, RequestIdentity};
+pub use self::{
+    access::{AccessRule, RequestIdentity},
+    oidc::{
+        ClaimPattern, InvalidClaimPattern, InvalidTemplate, NameTemplate, Oidc, RequiredClaim, TemplatePart,
+    },
+};
 use super::{
     listen::{Listen, Network, bind_address, tls},
     minutes,
@@ -51,9 +58,11 @@ pub struct KubernetesApi {
     pub allowed_agent_cache_ttl: Duration,
     /// How long it is cached that GitLab refused a caller.
     pub allowed_agent_cache_error_ttl: Duration,
-    /// The file with users of kas; `None`: there are none. Then GitLab knows the callers.
+    /// The file with users of kas; `None`: there are none.
     pub users: Option<UsersFile>,
-    /// What users of kas may do. The first rule that matches decides; without one, nothing.
+    /// The issuers of OpenID Connect, each with a prefix of its own.
+    pub oidc: Vec<Oidc>,
+    /// What users of kas and of issuers may do. The first rule that matches decides; without one, nothing.
     pub access: Vec<AccessRule>,
     /// Values of `Origin` that are allowed, as browsers send them.
     pub allowed_origins: Vec<String>,
@@ -186,15 +195,12 @@ fn section(s: &mut Section<'_, '_>, by_gitlab: bool, is_on: bool, state_dir: Opt
              Created if it is users.yaml in state_dir.",
         )
     });
-    let has_users = users.is_some() || client_certificates.is_some();
-    if is_on
-        && !has_users
-        && !by_gitlab
-        && !s.is_refused("users.file")
-        && !s.is_refused("listen.client_ca_file")
-    {
-        let expected = "a users file, because nothing else knows callers: there is no section gitlab, or identity.file \
-                        is given, and no listen.client_ca_file";
+    let oidc = oidc::read(s);
+    let has_users = users.is_some() || client_certificates.is_some() || !oidc.is_empty();
+    let is_refused = ["users.file", "listen.client_ca_file", "oidc"].iter().any(|key| s.is_refused(key));
+    if is_on && !has_users && !by_gitlab && !is_refused {
+        let expected = "a users file, issuers in oidc, or a listen.client_ca_file, because nothing else knows callers: \
+                        there is no section gitlab, or identity.file is given";
         s.refuse_as("users.file", "nothing", expected);
     }
     let users = users.map(|file| {
@@ -206,13 +212,21 @@ fn section(s: &mut Section<'_, '_>, by_gitlab: bool, is_on: bool, state_dir: Opt
     let own_certificate = state_dir
         .filter(|_| is_default && listen.tls.is_none() && OwnCertificate::fits(&listen))
         .map(|folder| OwnCertificate { ca: folder.join(OWN_CA), server: folder.join(OWN_SERVER) });
-    let access = access::read(s);
-    if !has_users && !access.is_empty() {
-        s.warn("access", "has no effect: without users.file, GitLab alone decides what callers may do");
+    let of_kas = [("users.file", users.is_some()), ("listen.client_ca_file", client_certificates.is_some())];
+    let of_kas = of_kas.iter().filter(|(_, is_given)| *is_given).map(|(key, _)| (*key).to_owned());
+    let of_issuers = oidc.iter().enumerate().map(|(i, oidc)| (format!("oidc[{i}]"), &*oidc.prefix));
+    let sources: Vec<_> = of_kas.map(|key| (key, FILE_USER_PREFIX)).chain(of_issuers).collect();
+    let access = access::read(s, &sources);
+    if sources.is_empty() && !access.is_empty() {
+        let without = "users.file, oidc and listen.client_ca_file";
+        s.warn(
+            "access",
+            format!("has no effect: without {without}, GitLab alone decides what callers may do"),
+        );
     }
-    if has_users && access.is_empty() && !s.is_refused("access") {
-        let whose = if users.is_some() { "user of users.file" } else { "certificate of a user" };
-        s.warn("access", format!("has no rule, so every {whose} is refused"));
+    if !sources.is_empty() && access.is_empty() && !s.is_refused("access") {
+        let named: Vec<_> = sources.iter().map(|(key, _)| key.as_str()).collect();
+        s.warn("access", format!("has no rule, so every user of {} is refused", named.join(", ")));
     }
     KubernetesApi {
         listen,
@@ -223,6 +237,7 @@ fn section(s: &mut Section<'_, '_>, by_gitlab: bool, is_on: bool, state_dir: Opt
         allowed_agent_cache_ttl,
         allowed_agent_cache_error_ttl,
         users,
+        oidc,
         access,
         allowed_origins: allowed_origins(s),
         extra_allowed_response_headers: extra_headers(s),

@@ -151,6 +151,7 @@ fn a_complete_14_1_file_loads_and_warns_of_keys_without_effect() {
                 allowed_agent_cache_ttl: secs(63),
                 allowed_agent_cache_error_ttl: secs(11),
                 users: None,
+                oidc: Vec::new(),
                 access: Vec::new(),
                 allowed_origins: Vec::new(),
                 extra_allowed_response_headers: Vec::new(),

@@ -93,7 +93,10 @@ fn every_key_of_the_endpoint_is_read() {
     let api = kubernetes_api(
         "
 listen: {address: ':1'}, url_path_prefix: k8s/v1, host_suffix: K8s.Example.com, allowed_agent_cache_ttl: 0s,
-allowed_agent_cache_error_ttl: 1s, users: {file: /u}, session_max: 1h, allowed_origins: ['https://A.example.com:443',
+allowed_agent_cache_error_ttl: 1s, users: {file: /u}, oidc: [{issuer: 'https://dex.example.com/', audiences: [kas, b],
+username: 'corp:{email}', groups: 'corp:{groups}', ca_file: /ca}, {issuer: 'https://gitlab.example.com:8443/x',
+audiences: ['https://kas'], username: 'gl:{project_path}:{ref}', groups: ['gl:ci', 'gl:{namespace_path}'],
+require: {ref_protected: true, namespace_path: [acme, 'acme/**'], id: 7}}], session_max: 1h, allowed_origins: ['https://A.example.com:443',
 'http://[::1]:80', 'https://b:8443'], extra_allowed_response_headers: [X-Custom],
 limits: {per_caller: {open: 1, upgrades: 2, requests_per_second: 7, burst: 8}, long_per_old_agent: 3, head_timeout: 4s, stall_timeout: 5s, idle_timeout: 6s},
 access: [{agents: 'project=3,name=prod-*', groups: ['kas:sre'], as: user},
@@ -101,6 +104,11 @@ access: [{agents: 'project=3,name=prod-*', groups: ['kas:sre'], as: user},
 uid: u, extra: [{key: k.example/x, val: [v, w]}]}}}, {agents: id=7, users: ['*'], as: agent}]",
     );
     let pattern = |text: &str| text.parse().unwrap();
+    let template = |text: &str| text.parse().unwrap();
+    let required = |claim: &str, any_of: &[&str]| RequiredClaim {
+        claim: claim.into(),
+        any_of: any_of.iter().map(|text| text.parse().unwrap()).collect(),
+    };
     let expected = KubernetesApi {
         listen: Listen { network: Network::Tcp, address: ":1".into(), tls: None },
         client_certificates: None,
@@ -110,6 +118,30 @@ uid: u, extra: [{key: k.example/x, val: [v, w]}]}}}, {agents: id=7, users: ['*']
         allowed_agent_cache_ttl: Duration::ZERO,
         allowed_agent_cache_error_ttl: secs(1),
         users: Some(UsersFile { file: "/u".into(), is_default: false }),
+        oidc: vec![
+            Oidc {
+                issuer: "https://dex.example.com/".into(),
+                audiences: vec!["kas".into(), "b".into()],
+                prefix: "corp:".into(),
+                username: template("corp:{email}"),
+                groups: vec![template("corp:{groups}")],
+                require: Vec::new(),
+                ca_file: Some("/ca".into()),
+            },
+            Oidc {
+                issuer: "https://gitlab.example.com:8443/x".into(),
+                audiences: vec!["https://kas".into()],
+                prefix: "gl:".into(),
+                username: template("gl:{project_path}:{ref}"),
+                groups: vec![template("gl:ci"), template("gl:{namespace_path}")],
+                require: vec![
+                    required("ref_protected", &["true"]),
+                    required("namespace_path", &["acme", "acme/**"]),
+                    required("id", &["7"]),
+                ],
+                ca_file: None,
+            },
+        ],
         access: vec![
             AccessRule {
                 agents: "project=3,name=prod-*".parse().unwrap(),
@@ -192,8 +224,8 @@ fn the_prefix_of_paths_has_a_slash_at_both_ends() {
 
 #[test]
 fn the_endpoint_needs_a_source_of_identity() {
-    let none = "users.file: found nothing; expected a users file, because nothing else knows callers: there is no \
-                section gitlab, or identity.file is given, and no listen.client_ca_file";
+    let none = "users.file: found nothing; expected a users file, issuers in oidc, or a listen.client_ca_file, because \
+                nothing else knows callers: there is no section gitlab, or identity.file is given";
     assert_eq!(refused("url_path_prefix: /"), [none]);
     let gitlab = "gitlab: {address: 'https://g', authentication_secret_file: /s}";
     assert_eq!(warnings(&format!("{gitlab}\nagent: {{kubernetes_api: {{url_path_prefix: /}}}}")), [""; 0]);
@@ -222,7 +254,7 @@ fn rules_that_cannot_match_are_warned_about() {
     assert_eq!(
         warnings(&format!("{gitlab}\nagent: {{kubernetes_api: {{{access}}}}}")),
         [
-            "agent.kubernetes_api.access: has no effect: without users.file, GitLab alone decides what callers may do"
+            "agent.kubernetes_api.access: has no effect: without users.file and oidc, GitLab alone decides what callers may do"
         ]
     );
 }
@@ -338,4 +370,154 @@ fn other_wrong_values_of_the_endpoint_are_refused() {
              already uses; expected a different address or port for each listener"
         ]
     );
+}
+
+/// Returns an issuer with these keys in addition to those that are required.
+fn issuer(issuer: &str, yaml: &str) -> String {
+    format!("{{issuer: '{issuer}', audiences: [kas], {yaml}}}")
+}
+
+#[test]
+fn issuers_are_a_source_and_rules_may_name_their_callers() {
+    let told = |yaml: &str| warnings(&format!("agent: {{kubernetes_api: {{{yaml}}}}}"));
+    let oidc = format!("oidc: [{}]", issuer("https://i", "username: 'corp:{sub}'"));
+    let rule = |user: &str| format!("access: [{{agents: all, users: ['{user}'], as: user}}]");
+    assert_eq!(told(&format!("{oidc}, {}", rule("corp:*"))), [""; 0]);
+    assert_eq!(
+        told(&format!("{oidc}, {}", rule("kas:jane"))),
+        [
+            "agent.kubernetes_api.access[0].users[0]: matches nobody: names and groups of oidc[0] begin with `corp:`"
+        ]
+    );
+    assert_eq!(
+        told(&format!("{USERS}, {oidc}, {}", rule("gh:x"))),
+        [
+            "agent.kubernetes_api.access[0].users[0]: matches nobody: names and groups of users.file begin with \
+             `kas:`, of oidc[0] begin with `corp:`"
+        ]
+    );
+    assert_eq!(told(&oidc), ["agent.kubernetes_api.access: has no rule, so every user of oidc is refused"]);
+    assert_eq!(
+        told(&format!("{USERS}, {oidc}")),
+        ["agent.kubernetes_api.access: has no rule, so every user of users.file and oidc is refused"]
+    );
+}
+
+#[test]
+fn every_problem_of_the_issuers_is_reported() {
+    let long = format!("https://{}", "x".repeat(1024));
+    let sub = "username: 'a:{sub}'";
+    let url = "expected an https URL without a query, as in the claim iss of the tokens, such as \
+               https://dex.example.com";
+    for (bad, found) in [
+        ("http://dex.example.com", "\"http://dex.example.com\""),
+        ("dex.example.com", "\"dex.example.com\""),
+        ("https://", "\"https://\""),
+        ("https://a?b", "\"https://a?b\""),
+        ("https://a#b", "\"https://a#b\""),
+        ("https://a b", "\"https://a b\""),
+        (&*long, &*format!("\"{}…\"", &long[..60])),
+    ] {
+        assert_eq!(
+            refused(&format!("oidc: [{}]", issuer(bad, sub))),
+            [format!("oidc[0].issuer: found {found}; {url}")]
+        );
+    }
+    let secret = refused(&format!("oidc: [{}]", issuer("https://user:hunter2@a", sub)));
+    assert_eq!(
+        secret,
+        [format!("oidc[0].issuer: found something with an `@` (not shown); {url}, without a user")]
+    );
+
+    let yaml = format!(
+        "oidc: [{{}}, {}, {}, {}, {}, {}]",
+        "{issuer: 'https://a', audiences: [''], username: 'a:{', groups: ['a:{b}{c}', \"a:\\n\"], ca: /x}",
+        issuer("https://b", "username: 'b:x', groups: {a: b}"),
+        issuer("https://c", "username: 'c:{sub}', groups: 'd:{groups}'"),
+        issuer(
+            "https://c",
+            "username: 'c:{sub}', require: {a: '', b: [x, ''], c: 1.5, d: 'x***', e: [], f: {}}"
+        ),
+        issuer("https://d", "username: 'd:{sub}', require: 7"),
+    );
+    let required = |key: &str, found: &str| {
+        format!(
+            "oidc[4].require.{key}: found {found}; expected a text that is not empty, or a list of such texts"
+        )
+    };
+    let mut expected = vec![
+        format!("oidc[0].issuer: found nothing; {url}"),
+        "oidc[0].audiences: found nothing; expected the audiences of the tokens, such as [kas]".to_owned(),
+        "oidc[0].username: found nothing; expected a template with a claim in braces, such as corp:{email}".to_owned(),
+        "oidc[1].audiences[0]: found \"\"; expected a text that is not empty".to_owned(),
+        "oidc[1].username: found \"a:{\"; expected names of claims in braces, such as corp:{email}".to_owned(),
+        "oidc[1].groups[0]: found \"a:{b}{c}\"; expected a text with `:` between two claims, such as \
+         gl:{project_path}:{ref}"
+            .to_owned(),
+        "oidc[1].groups[1]: found \"a:\\n\"; expected 1 to 256 bytes without control characters".to_owned(),
+        "oidc[2].username: found \"b:x\"; expected a template with a claim in braces, such as corp:{email}".to_owned(),
+        "oidc[2].groups: found a section; expected a list of texts".to_owned(),
+        "oidc[3].username: found \"c:{sub}\"; expected templates of username and groups that all begin with one \
+         prefix that ends with `:`, such as corp:"
+            .to_owned(),
+        "oidc[4].issuer: found \"https://c\"; expected an issuer that oidc[3] does not have".to_owned(),
+        required("a", "\"\""),
+        required("b", "\"\""),
+        required("c", "1.5"),
+        required("e", "a list"),
+        required("f", "a section"),
+        "oidc[4].require.d: found \"x***\"; expected 1 to 256 bytes, in which `*` stands for anything but `/` and \
+         `**` for anything"
+            .to_owned(),
+        "oidc[5].require: found 7; expected a section: indented keys with their values".to_owned(),
+    ];
+    let mut found = refused(&yaml);
+    // Sorted: which of two keys is read first does not matter.
+    expected.sort();
+    found.sort();
+    assert_eq!(found, expected);
+}
+
+#[test]
+fn no_prefix_of_an_issuer_begins_another() {
+    let named = |names: &[&str]| {
+        let issuers: Vec<_> = names
+            .iter()
+            .enumerate()
+            .map(|(i, name)| issuer(&format!("https://{i}"), &format!("username: '{name}{{sub}}'")))
+            .collect();
+        refused(&format!("oidc: [{}]", issuers.join(", ")))
+    };
+    for good in [&["gl:", "gh:"][..], &["corp:eu:", "corp:us:"], &["a:", "ab:"], &["kasx:"]] {
+        let yaml: Vec<_> = good
+            .iter()
+            .enumerate()
+            .map(|(i, name)| issuer(&format!("https://{i}"), &format!("username: '{name}{{sub}}'")))
+            .collect();
+        assert_eq!(kubernetes_api(&format!("oidc: [{}]", yaml.join(", "))).oidc.len(), good.len());
+    }
+    let rule = "a prefix that neither begins with that of";
+    let because = "nor the other way round, because a name could be of either";
+    for (bad, source) in [
+        (&["gl:", "gl:"][..], "oidc[0] (gl:)"),
+        (&["gl:", "gl:b:"], "oidc[0] (gl:)"),
+        (&["gl:b:", "gl:"], "oidc[0] (gl:b:)"),
+        (&["kas:"], "users.file (kas:)"),
+        (&["kas:x:"], "users.file (kas:)"),
+    ] {
+        let (at, last) = (bad.len() - 1, bad[bad.len() - 1]);
+        assert_eq!(
+            named(bad),
+            [format!("oidc[{at}].username: found the prefix \"{last}\"; expected {rule} {source} {because}")]
+        );
+    }
+    for reserved in ["system:", "gitlab:"] {
+        assert_eq!(
+            named(&[&format!("{reserved}x:")]),
+            [format!(
+                "oidc[0].username: found \"{reserved}x:{{sub}}\"; expected another prefix than {reserved}, which is \
+                 reserved"
+            )]
+        );
+    }
 }

@@ -15,6 +15,7 @@ use kubernetes_api::{
 use net::{
     http::{Age, Limits, Protocols, Server},
     io::Listener,
+    proxy::Proxies,
     tls,
 };
 use observe::{Observer, refusals::Refusals};
@@ -102,7 +103,7 @@ pub(super) fn tls(
 /// Builds the part, and returns it with its service.
 ///
 /// # Errors
-/// If the users file cannot be used.
+/// If the users file or the CA certificates of an issuer cannot be used.
 pub(super) async fn part(
     config: &Config,
     section: &Section,
@@ -116,10 +117,10 @@ pub(super) async fn part(
         section,
         gitlab.clone(),
         tls.users.map(|users| users as _),
+        &Proxies::from_env(),
         Arc::clone(&directory) as _,
     )
-    .await
-    .map_err(StartError::Users)?;
+    .await?;
     let usage = Arc::new(Usage::default());
     let reports = gitlab.map(|gitlab| (gitlab, config.observability.usage_reporting_period));
     let reports = reports.filter(|(_, period)| !period.is_zero());

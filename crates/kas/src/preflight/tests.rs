@@ -343,6 +343,52 @@ fn a_users_file_is_checked_as_the_list_of_agents_is() {
 }
 
 #[test]
+fn the_ca_files_of_issuers_are_checked() {
+    net::tls::install();
+    let files = Files::new(&[("a", SECRET_A), ("empty.pem", "")]);
+    let year = std::time::UNIX_EPOCH + secs(4_102_444_800);
+    certificate(files.0.path(), "ca", None, year, 0o600);
+    let told = |name: &str, mode: u32| -> Vec<String> {
+        let (secret, path) = (files.path("a"), files.0.path().join(name));
+        if path.exists() {
+            fs::set_permissions(&path, fs::Permissions::from_mode(mode)).unwrap();
+        }
+        let yaml = format!(
+            "{{api: {{listen: {{authentication_secret_file: {secret:?}}}}}, agent: {{kubernetes_api: {{listen: {{address: \
+             '127.0.0.1:1'}}, oidc: [{{issuer: 'https://i', audiences: [a], username: 'i:{{sub}}', ca_file: {path:?}}}], \
+             access: [{{agents: all, users: ['*'], as: agent}}]}}}}}}"
+        );
+        let env = Environment { kas_state_dir: Some(files.0.path().into()), ..Environment::default() };
+        let texts = match check_text(&yaml, &env) {
+            Ok(warnings) => warnings.iter().map(ToString::to_string).collect::<Vec<_>>(),
+            Err(problems) => problems.iter().map(ToString::to_string).collect(),
+        };
+        let folder = files.0.path().display().to_string();
+        texts.into_iter().map(|text| text.replace(&folder, "DIR")).collect()
+    };
+    assert_eq!(told("ca.crt", 0o644), [""; 0]);
+    assert_eq!(
+        told("ca.crt", 0o664),
+        [
+            "agent.kubernetes_api.oidc[0].ca_file: others may write DIR/ca.crt (mode 0664) and so choose who may be this \
+             issuer: `chmod go-w DIR/ca.crt` fixes it"
+        ]
+    );
+    assert_eq!(
+        told("empty.pem", 0o644),
+        [
+            "agent.kubernetes_api.oidc[0].ca_file: found DIR/empty.pem holds no certificate; expected the CA certificates \
+             that sign that of the issuer, in PEM"
+        ]
+    );
+    let absent = told("absent.pem", 0o644);
+    assert!(
+        absent[0].starts_with("agent.kubernetes_api.oidc[0].ca_file: found cannot read certificates"),
+        "{absent:?}"
+    );
+}
+
+#[test]
 fn problems_do_not_hide_warnings() {
     let env = Environment { home: Some("/nowhere".into()), ..Environment::default() };
     let wrong = load("{agent: {listen: {adress: ':1', network: foo}}}", &env).unwrap_err();

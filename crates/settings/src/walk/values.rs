@@ -8,7 +8,7 @@ use super::{Off, Rule, Section, join, page::quoted};
 use crate::{
     Kind,
     duration::{self, Human},
-    show::shown,
+    show::{plain_key, shown},
 };
 
 impl<'v> Section<'v, '_> {
@@ -117,6 +117,56 @@ impl<'v> Section<'v, '_> {
             Some(_) => self.wrong(key, "a list of texts"),
         }
         texts
+    }
+
+    /// Declares a text or a list of texts; absent or empty means none.
+    pub fn text_or_texts(&mut self, key: &'static str, doc: &str) -> Vec<String> {
+        self.takes("text, or list of texts");
+        self.print_key(key, Some("[]"), doc);
+        match self.peek(key) {
+            Some(Value::String(_)) => self.any_text(key).into_iter().collect(),
+            _ => self.any_texts(key),
+        }
+    }
+
+    /// Declares a section whose keys the author chooses. Each has a text or a list of texts; a switch or a
+    /// whole number counts as its text. Returns the keys in the order of the file.
+    pub fn named_texts(&mut self, key: &'static str, doc: &str) -> Vec<(String, Vec<String>)> {
+        self.takes("section with any keys");
+        self.print_key(key, None, doc);
+        let found = match self.take(key) {
+            None => return Vec::new(),
+            Some(Value::Object(found)) => found,
+            Some(_) => {
+                self.wrong(key, "a section: indented keys with their values");
+                return Vec::new();
+            }
+        };
+        let section = join(&self.path, key);
+        let mut named = Vec::with_capacity(found.len());
+        for (name, value) in found {
+            let list = match value {
+                Value::Array(list) if !list.is_empty() => list.as_slice(),
+                value => std::slice::from_ref(value),
+            };
+            let mut texts = Vec::with_capacity(list.len());
+            for item in list {
+                match item {
+                    Value::String(text) if !text.is_empty() => texts.push(text.clone()),
+                    Value::Bool(_) => texts.push(item.to_string()),
+                    Value::Number(number) if number.is_i64() || number.is_u64() => {
+                        texts.push(number.to_string());
+                    }
+                    other => {
+                        let path = join(&section, &plain_key(name));
+                        let expected = "a text that is not empty, or a list of such texts";
+                        self.report.problem(Kind::Shape, path, shown(name, other), expected);
+                    }
+                }
+            }
+            named.push((name.clone(), texts));
+        }
+        named
     }
 
     /// Declares an unsigned whole number; absent or 0 means `default`, as in 14.1.

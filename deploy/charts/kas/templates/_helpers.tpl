@@ -68,12 +68,12 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- default (printf "%s-agents" (include "kas.fullname" .)) .Values.agents.existingSecret -}}
 {{- end -}}
 
-{{/* The Secret with users of the endpoint for kubectl; empty: only GitLab knows its callers. */}}
+{{/* The Secret with users of the endpoint for kubectl; empty: only GitLab or issuers know its callers. */}}
 {{- define "kas.usersSecret" -}}
 {{- if .Values.kubernetesApi.enabled -}}
 {{- if .Values.kubernetesApi.existingSecret -}}
 {{- .Values.kubernetesApi.existingSecret -}}
-{{- else if or .Values.kubernetesApi.users (not .Values.gitlab.address) -}}
+{{- else if or .Values.kubernetesApi.users (not (or .Values.gitlab.address .Values.kubernetesApi.oidc)) -}}
 {{- include "kas.fullname" . }}-users
 {{- end -}}
 {{- end -}}
@@ -122,6 +122,9 @@ agent:
       {{- end }}
     users:
       file: {{ ternary "/etc/kas/users/users.yaml" "" (ne (include "kas.usersSecret" .) "") | quote }}
+    {{- with .Values.kubernetesApi.oidc }}
+    oidc: {{ . | toJson }}
+    {{- end }}
     {{- with .Values.kubernetesApi.access }}
     access: {{ . | toJson }}
     {{- end }}
@@ -307,8 +310,8 @@ Takes a list: the value config, the chart's own keys, the path so far.
 {{- if and .users .existingSecret -}}
 {{- fail "kubernetesApi.users and kubernetesApi.existingSecret are both set: use one of them" -}}
 {{- end -}}
-{{- if and (not .enabled) (or .users .existingSecret .access .ingress.enabled) -}}
-{{- fail "kubernetesApi.users, existingSecret, access and ingress have no effect without kubernetesApi.enabled" -}}
+{{- if and (not .enabled) (or .users .existingSecret .oidc .access .ingress.enabled) -}}
+{{- fail "kubernetesApi.users, existingSecret, oidc, access and ingress have no effect without kubernetesApi.enabled" -}}
 {{- end -}}
 {{- if and .ingress.enabled (not .ingress.host) -}}
 {{- fail "kubernetesApi.ingress.enabled needs kubernetesApi.ingress.host, the name in the kubeconfig" -}}

@@ -1,10 +1,11 @@
 //! Key `agent.kubernetes_api.access`.
 
-use ids::{FILE_USER_PREFIX, Impersonation, InvalidIdentity, Pattern, Selector, check_identity_value};
+use ids::{Impersonation, InvalidIdentity, Pattern, Selector, check_identity_value};
 use settings::{show::shown_text, walk::Section};
 
-/// The beginnings of the names and groups of all sources that the rules decide about.
-const PREFIXES: [&str; 1] = [FILE_USER_PREFIX];
+/// The sources that the rules decide about: the key of each, and what its names and groups begin with; empty:
+/// that is not known, because of a problem.
+type Sources<'a> = [(String, &'a str)];
 
 const AS_RULE: &str = "agent, user, or a section `impersonate`";
 const NAME_RULE: &str = "a name with the prefix of its source, such as kas:jane, with `*` only at the end";
@@ -36,17 +37,18 @@ pub enum RequestIdentity {
 }
 
 /// Declares the list of rules.
-pub(super) fn read(s: &mut Section<'_, '_>) -> Vec<AccessRule> {
-    let doc = "What users of users.file and of listen.client_ca_file may do; the first rule that matches decides, and without one a request is refused. \
-               Each rule is {agents: all, groups: [\"kas:dev\"], as: user}. agents: all, or id=7|9, project=3, name=prod-*, \
-               joined by commas. users, groups: names with the prefix kas:, each perhaps with * at its end. as: agent \
+pub(super) fn read(s: &mut Section<'_, '_>, sources: &Sources<'_>) -> Vec<AccessRule> {
+    let doc = "What users of users.file, oidc and listen.client_ca_file may do; the first rule that matches decides, and \
+               without one a request is refused. Each rule is {agents: all, groups: [\"kas:dev\"], as: user}. agents: all, \
+               or id=7|9, project=3, name=prod-*, joined by commas. users, groups: names with the prefix kas: or that of an \
+               issuer, each perhaps with * at its end. as: agent \
                (with the rights of agentk), user (under the caller's own name and groups, by impersonation), or \
                {impersonate: {username, groups, uid, extra: [{key, val}]}}. If a rule for the caller names a name or \
                project and no replica knows those of the agent, no later rule is tried: the request is refused.";
-    s.items("access", doc, |s, _| rule(s))
+    s.items("access", doc, |s, _| rule(s, sources))
 }
 
-fn rule(s: &mut Section<'_, '_>) -> AccessRule {
+fn rule(s: &mut Section<'_, '_>, sources: &Sources<'_>) -> AccessRule {
     let expected = "all, or terms such as id=7|9, project=3 and name=prod-*, joined by commas";
     let text = s.required("agents", "", expected, "");
     let agents = text.parse().unwrap_or_else(|error: ids::InvalidSelector| {
@@ -55,8 +57,8 @@ fn rule(s: &mut Section<'_, '_>) -> AccessRule {
         }
         Selector::all()
     });
-    let users = patterns(s, "users");
-    let groups = patterns(s, "groups");
+    let users = patterns(s, "users", sources);
+    let groups = patterns(s, "groups", sources);
     let is_empty = users.is_empty() && groups.is_empty();
     if is_empty && !s.is_refused("users") && !s.is_refused("groups") {
         let expected = "callers in users or groups, such as users: [\"kas:*\"] for all users of users.file";
@@ -65,7 +67,7 @@ fn rule(s: &mut Section<'_, '_>) -> AccessRule {
     AccessRule { agents, users, groups, identity: identity(s) }
 }
 
-fn patterns(s: &mut Section<'_, '_>, key: &'static str) -> Vec<Pattern> {
+fn patterns(s: &mut Section<'_, '_>, key: &'static str, sources: &Sources<'_>) -> Vec<Pattern> {
     let texts = s.texts(key, &[], "");
     let mut patterns = Vec::with_capacity(texts.len());
     for (i, text) in texts.iter().enumerate() {
@@ -80,15 +82,19 @@ fn patterns(s: &mut Section<'_, '_>, key: &'static str) -> Vec<Pattern> {
             s.refuse_as(&path, shown_text(text), NAME_RULE);
             continue;
         }
-        if !PREFIXES.iter().any(|prefix| pattern.may_begin_with(prefix)) {
-            s.warn(
-                &path,
-                format!("matches nobody: names and groups of users.file begin with `{FILE_USER_PREFIX}`"),
-            );
+        // Without a source, there is a warning that no rule has an effect.
+        if !sources.is_empty() && !sources.iter().any(|(_, prefix)| pattern.may_begin_with(prefix)) {
+            s.warn(&path, format!("matches nobody: {}", beginnings(sources)));
         }
         patterns.push(pattern);
     }
     patterns
+}
+
+/// Describes what names and groups begin with.
+fn beginnings(sources: &Sources<'_>) -> String {
+    let of = |(source, prefix): &(String, &str)| format!("of {source} begin with `{prefix}`");
+    format!("names and groups {}", sources.iter().map(of).collect::<Vec<_>>().join(", "))
 }
 
 fn identity(s: &mut Section<'_, '_>) -> RequestIdentity {
