@@ -19,7 +19,7 @@ use tokio::{
 use super::{
     child::Process,
     environment::{AgentOptions, ApiServer, Environment, KasOptions, KubernetesOptions, user_token},
-    report::{Output, Values, finish, median, short},
+    report::{EXEC_BESIDE_WATCHES, Output, Values, WATCH_AGENTK, WATCH_KAS, finish, median, short},
     static_server::{TERMINAL, WATCH, exec},
 };
 
@@ -31,11 +31,6 @@ pub(crate) struct WatchesArgs {
     #[command(flatten)]
     output: Output,
 }
-
-/// The keys of the results.
-pub(super) const KAS: &str = "watch_kas_kib";
-pub(super) const AGENTK: &str = "watch_agentk_kib";
-pub(super) const EXEC_MS: &str = "exec_beside_watches_ms";
 
 /// Tunnels that the agent may hold: the most that can be configured.
 const TUNNELS: u32 = 2_000;
@@ -215,9 +210,9 @@ impl Measured {
 
     fn values(&self) -> Values {
         Values::from([
-            (KAS, self.each(|memory| memory.kas)),
-            (AGENTK, self.each(|memory| memory.agentk)),
-            (EXEC_MS, millis(self.exec[1])),
+            (WATCH_KAS, self.each(|memory| memory.kas)),
+            (WATCH_AGENTK, self.each(|memory| memory.agentk)),
+            (EXEC_BESIDE_WATCHES, millis(self.exec[1])),
         ])
     }
 
@@ -250,7 +245,7 @@ mod tests {
         let time = Duration::from_millis(2);
         let measured = Measured { watches: 1_500, before, after, opened: time, exec: [time, 3 * time] };
         let values = measured.values();
-        assert_eq!([values[KAS], values[AGENTK], values[EXEC_MS]], [20.0, 0.0, 6.0]);
+        assert_eq!([values[WATCH_KAS], values[WATCH_AGENTK], values[EXEC_BESIDE_WATCHES]], [20.0, 0.0, 6.0]);
         assert!(measured.table().contains("| kas | 20000 KiB | 50000 KiB | 20.0 KiB |\n"));
     }
 }
