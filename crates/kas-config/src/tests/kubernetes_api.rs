@@ -85,7 +85,7 @@ fn certificates_of_users_are_a_source_of_identity_and_need_tls() {
     let told = warnings(
         "agent: {kubernetes_api: {listen: {certificate_file: /c, key_file: /k, client_ca_file: /ca}}}",
     );
-    assert_eq!(told, ["agent.kubernetes_api.access: has no rule, so every certificate of a user is refused"]);
+    assert_eq!(told, ["agent.kubernetes_api.access: has no rule, so every user of listen.client_ca_file is refused"]);
 }
 
 #[test]
@@ -254,7 +254,7 @@ fn rules_that_cannot_match_are_warned_about() {
     assert_eq!(
         warnings(&format!("{gitlab}\nagent: {{kubernetes_api: {{{access}}}}}")),
         [
-            "agent.kubernetes_api.access: has no effect: without users.file and oidc, GitLab alone decides what callers may do"
+            "agent.kubernetes_api.access: has no effect: without users.file, oidc and listen.client_ca_file, GitLab alone decides what callers may do"
         ]
     );
 }
@@ -396,10 +396,10 @@ fn issuers_are_a_source_and_rules_may_name_their_callers() {
              `kas:`, of oidc[0] begin with `corp:`"
         ]
     );
-    assert_eq!(told(&oidc), ["agent.kubernetes_api.access: has no rule, so every user of oidc is refused"]);
+    assert_eq!(told(&oidc), ["agent.kubernetes_api.access: has no rule, so every user of oidc[0] is refused"]);
     assert_eq!(
         told(&format!("{USERS}, {oidc}")),
-        ["agent.kubernetes_api.access: has no rule, so every user of users.file and oidc is refused"]
+        ["agent.kubernetes_api.access: has no rule, so every user of users.file, oidc[0] is refused"]
     );
 }
 

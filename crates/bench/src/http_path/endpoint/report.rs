@@ -197,7 +197,7 @@ mod tests {
         let pair = |direct, through| Measured::Pair([direct, through]);
         for row in [GET_C64, GET_C1, WATCH_EVENTS, WATCH_DELAY, EXEC_RTT, EXEC_BULK, CP] {
             let rounds =
-                [pair(loaded(100, 10.0), loaded(40, 20.0)), pair(loaded(100, 10.0), loaded(20, 40.0))];
+                [pair(loaded(100, 10.0), loaded(30, 20.0)), pair(loaded(100, 10.0), loaded(20, 40.0))];
             report.measured.insert(row, rounds.into());
         }
         report.measured.insert(IDLE_WATCH, vec![Measured::Kib(10.0), Measured::Kib(20.0)]);
@@ -208,13 +208,13 @@ mod tests {
         assert_eq!(
             report.values(),
             Values::from([
-                ("k8s_get_c64_ratio", 0.3),
+                ("k8s_get_c64_ratio", 0.25),
                 ("k8s_get_c1_p50_ratio", 3.0),
-                ("watch_events_per_s", 30.0),
+                ("watch_events_per_s", 25.0),
                 ("watch_delay_p99_ms", 0.06),
                 ("exec_rtt_p50_ratio", 3.0),
                 ("exec_rtt_bulk_p99_ratio", 3.0),
-                ("cp_mb_s_ratio", 0.3),
+                ("cp_mb_s_ratio", 0.25),
                 ("idle_watch_kib", 15.0),
                 ("idle_exec_kib", 50.0),
                 ("drain_failed_requests", 3.0),
