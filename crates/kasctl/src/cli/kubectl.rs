@@ -115,7 +115,7 @@ pub(crate) struct KubeconfigArgs {
     #[arg(long, conflicts_with_all = ["pat_file", "ci", "oidc"])]
     pub(crate) no_plugin: bool,
     /// With --oidc: the login with this client id [default: the only one]
-    #[arg(long, value_name = "ID", requires = "oidc")]
+    #[arg(long, value_name = "ID", requires = "oidc", conflicts_with_all = ["token_file", "pat_file", "ci"])]
     pub(crate) client_id: Option<String>,
     #[command(flatten)]
     pub(crate) source: SourceArgs,
@@ -131,7 +131,7 @@ pub(crate) struct CredentialArgs {
     #[arg(long, value_name = "ID")]
     pub(crate) agent: Option<AgentId>,
     /// With --oidc: the login with this client id [default: the only one]
-    #[arg(long, value_name = "ID", requires = "oidc")]
+    #[arg(long, value_name = "ID", requires = "oidc", conflicts_with_all = ["token_file", "pat_file", "ci"])]
     pub(crate) client_id: Option<String>,
     #[command(flatten)]
     pub(crate) source: SourceArgs,
