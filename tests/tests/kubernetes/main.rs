@@ -4,6 +4,7 @@
 //! One test runs at a time, so that what it measures is its own, and the API server is shared: see [`setup`].
 
 mod deploy;
+mod exec;
 mod failures;
 mod kubectl;
 mod memory;
