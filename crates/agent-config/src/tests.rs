@@ -9,14 +9,14 @@ use super::*;
 
 /// A GitLab that passes each report on, and answers with this error.
 struct Fake {
-    reports: mpsc::UnboundedSender<(i64, String, Instant)>,
+    reports: mpsc::Sender<(i64, String, Instant)>,
     error: Mutex<Option<StatusCode>>,
 }
 
 #[async_trait]
 impl AgentConfigurations for Fake {
     async fn configure_agent(&self, agent: AgentId, configuration: &str) -> Result<(), LookupError> {
-        self.reports.send((agent.get(), configuration.to_owned(), Instant::now())).unwrap();
+        self.reports.try_send((agent.get(), configuration.to_owned(), Instant::now())).unwrap();
         match *self.error.lock() {
             None => Ok(()),
             Some(status) => Err(Failure::Status(status).into()),
@@ -27,7 +27,7 @@ impl AgentConfigurations for Fake {
 struct Setup {
     configs: Arc<AgentConfigs>,
     gitlab: Arc<Fake>,
-    reports: mpsc::UnboundedReceiver<(i64, String, Instant)>,
+    reports: mpsc::Receiver<(i64, String, Instant)>,
     task: tokio::task::JoinHandle<()>,
 }
 
@@ -41,7 +41,7 @@ const MINUTE: Duration = Duration::from_secs(60);
 
 impl Setup {
     fn new() -> Self {
-        let (send, reports) = mpsc::unbounded_channel();
+        let (send, reports) = mpsc::channel(100);
         let gitlab = Arc::new(Fake { reports: send, error: Mutex::new(None) });
         let configs = Arc::new(AgentConfigs {
             source: Arc::new(Source::Folder { root: "/nowhere".into(), limit: 1 }),

@@ -61,8 +61,8 @@ pub struct Arguments {
     /// Log format: json, text, or auto (text if standard error is a terminal, else json).
     #[arg(long, value_name = "FORMAT", default_value = "auto", value_parser = ["auto", "json", "text"], global = true)]
     pub log_format: String,
-    /// Worker threads. One thread carries several GB/s, and needs no switches between threads. More threads help
-    /// an agent that is busy with TLS.
+    /// Worker threads. One thread carries several GB/s, and needs no switches between threads. More threads
+    /// help an agent that is busy with TLS.
     #[arg(long, value_name = "N", env = "AGENTK_WORKER_THREADS", default_value_t = 1, global = true,
         value_parser = clap::value_parser!(u16).range(1..=256))]
     pub worker_threads: u16,
@@ -106,8 +106,8 @@ pub struct AgentArguments {
     #[arg(long, value_name = "TIME", default_value = "5m", value_parser = time)]
     pub upgrade_grace: Duration,
     /// Export spans of requests to this OTLP endpoint, such as http://collector:4318. Default:
-    /// OTEL_EXPORTER_OTLP_ENDPOINT; without either, agentk creates no spans. It always passes the trace context
-    /// of a request on to the API server.
+    /// OTEL_EXPORTER_OTLP_ENDPOINT; without either, agentk creates no spans. It always passes the trace
+    /// context of a request on to the API server.
     #[arg(long, value_name = "URL", value_parser = Unshown(endpoint))]
     pub otlp_endpoint: Option<http::Uri>,
     /// Protocol of the OTLP endpoint: http/protobuf or grpc. Default: OTEL_EXPORTER_OTLP_PROTOCOL, else
@@ -340,7 +340,7 @@ mod tests {
     #[test]
     fn the_audit_log_is_on_by_default_with_a_policy_only() {
         let audit = |flags: &[&str]| {
-            let always = ["agentk", "--kas-address", "grpc://kas", "--token-file", "token"];
+            let always = ["agentk", "--kas-address", "grpc://kas:8150", "--token-file", "token"];
             let arguments = Arguments::try_parse_from(always.iter().chain(flags)).unwrap();
             arguments.agent.guard.audit()
         };

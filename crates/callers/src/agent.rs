@@ -1,4 +1,4 @@
-//! The agent that a request is for, and who knows its name and project.
+//! The agent that a request is for, and where its name and project are known.
 
 use std::sync::Arc;
 

@@ -70,7 +70,7 @@ impl Finder {
     }
 }
 
-/// Who asks, and how often.
+/// The callers that ask, and how often.
 #[derive(Default)]
 struct Shares {
     running: usize,

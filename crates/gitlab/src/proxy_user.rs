@@ -19,8 +19,8 @@ const AUTHORIZE: &str = "/api/v4/internal/kubernetes/authorize_proxy_user";
 /// Asks whether users may use agents.
 #[async_trait]
 pub trait ProxyUsers: Send + Sync + 'static {
-    /// Returns the user that presents `key`, if it may use `agent`. The answer is not cached. `urgency` is that
-    /// of the user, as if it were an agent.
+    /// Returns the user that presents `key`, if it may use `agent`. The answer is not cached. `urgency` is
+    /// that of the user, as if it were an agent.
     ///
     /// # Errors
     /// [`LookupError`]; [`LookupError::Unknown`] if the credential is not valid, or its user may not use the

@@ -1,6 +1,6 @@
 //! The agents that a caller can reach: `GET <prefix>agents`.
 
-use std::{collections::HashMap, time::Duration};
+use std::{collections::HashMap, sync::Arc, time::Duration};
 
 use async_trait::async_trait;
 use callers::{Agents, KnownAgent};
@@ -52,6 +52,37 @@ pub(crate) fn to_json(mut reach: Vec<KnownAgent>, all: &[ListedAgent]) -> Vec<u8
     json
 }
 
+/// The list of all agents, shared by requests: each query may ask all replicas.
+#[derive(Debug, Default)]
+pub(crate) struct Listing(tokio::sync::Mutex<Option<(Instant, Listed)>>);
+
+type Listed = Result<Arc<[ListedAgent]>, String>;
+
+impl Listing {
+    /// How old the list, or the reason why there is none, may be.
+    const FRESH: Duration = Duration::from_secs(1);
+
+    /// Returns the list, which `ask` queries unless there is one. There is one query at a time; meanwhile,
+    /// other requests wait for it.
+    ///
+    /// # Errors
+    /// As [`Directory::list`].
+    ///
+    /// # Cancel safety
+    /// Cancel safe: the next request asks again.
+    pub(crate) async fn get(&self, ask: impl Future<Output = Result<Vec<ListedAgent>, String>>) -> Listed {
+        let mut kept = self.0.lock().await;
+        if let Some((at, listed)) = &*kept
+            && at.elapsed() < Self::FRESH
+        {
+            return listed.clone();
+        }
+        let listed = ask.await.map(Arc::from);
+        *kept = Some((Instant::now(), listed.clone()));
+        listed
+    }
+}
+
 /// Agents that were connected a short time ago, so that a request waits longer for them.
 #[derive(Debug, Default)]
 pub(crate) struct Sightings(Mutex<HashMap<AgentId, Instant>>);
@@ -83,6 +114,8 @@ impl Sightings {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
     use super::*;
 
     fn agent(number: i64) -> AgentId {
@@ -106,6 +139,36 @@ mod tests {
             "{\"agents\":[{\"id\":2,\"name\":null,\"project_id\":null,\"connected\":false},\
              {\"id\":7,\"name\":\"prod\",\"project_id\":3,\"connected\":true}]}\n"
         );
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn requests_share_one_query_for_the_list_and_its_answer_for_a_second() {
+        let listing = Listing::default();
+        let queries = AtomicUsize::new(0);
+        let ask = |answer: Result<Vec<ListedAgent>, String>| {
+            listing.get(async {
+                queries.fetch_add(1, Ordering::Relaxed);
+                tokio::time::sleep(Duration::from_secs(5)).await;
+                answer
+            })
+        };
+        let one = || {
+            let agent = KnownAgent { id: agent(7), name: None, project_id: None };
+            Ok(vec![ListedAgent { agent, connected: true }])
+        };
+        let (first, second, third) = tokio::join!(ask(one()), ask(Ok(Vec::new())), ask(Err("b".into())));
+        assert_eq!((queries.load(Ordering::Relaxed), first.as_deref().map(<[_]>::len)), (1, Ok(1)));
+        assert_eq!((&second, &third), (&first, &first));
+        tokio::time::sleep(Listing::FRESH).await;
+        // A failure is shared too.
+        let (first, second) = tokio::join!(ask(Err("a".into())), ask(one()));
+        assert_eq!((queries.load(Ordering::Relaxed), &first), (2, &Err("a".into())));
+        assert_eq!(second, first);
+        tokio::time::sleep(Listing::FRESH).await;
+        // Who leaves takes no answer from the others.
+        let left = tokio::time::timeout(Duration::from_secs(1), ask(Err("c".into()))).await;
+        assert!(left.is_err());
+        assert!(ask(one()).await.is_ok());
     }
 
     #[tokio::test(start_paused = true)]

@@ -23,10 +23,7 @@ use kube_request::Kind;
 use prost::Message as _;
 use proto::gitlab::agent::grpctool::http_response;
 use routing::router::Answering;
-use tokio::{
-    task::JoinHandle,
-    time::{Instant, Sleep},
-};
+use tokio::time::{Instant, Sleep};
 use tunnel::frame::{Decoder, Event};
 
 use crate::{
@@ -34,6 +31,7 @@ use crate::{
     ended_by::EndedBy,
     open::{OpenRequest, Shared, Verdict},
     record::Ending,
+    revocation::Revocation,
 };
 
 /// client-go takes a watch that ends within a second without an event for a failure, and lists everything
@@ -204,7 +202,7 @@ pub(crate) struct AnswerBody {
     /// The end that was decided, until it may be told.
     end: Option<End>,
     /// Looks whether the request is still allowed.
-    revocation: Option<JoinHandle<()>>,
+    _revocation: Option<Revocation>,
     is_over: bool,
 }
 
@@ -227,8 +225,8 @@ pub(crate) struct Answer {
     pub(crate) length: Option<u64>,
     /// For a watch: where its events end.
     pub(crate) ends: Option<EventEnds>,
-    /// Looks whether the request is still allowed, until it is aborted.
-    pub(crate) revocation: Option<JoinHandle<()>>,
+    /// Looks whether the request is still allowed.
+    pub(crate) revocation: Option<Revocation>,
 }
 
 impl AnswerBody {
@@ -244,7 +242,7 @@ impl AnswerBody {
             ends,
             begun: Instant::now(),
             end: None,
-            revocation,
+            _revocation: revocation,
             is_over: false,
         }
     }
@@ -278,7 +276,9 @@ impl AnswerBody {
         match verdict {
             // A watch whose events cannot be seen goes on like any other request.
             Verdict::Drain if !self.ends.is_some_and(|ends| ends.is_known()) => {}
-            Verdict::Drain | Verdict::Revoked | Verdict::Session if ends_later => {}
+            // A shutdown has an end of its own.
+            Verdict::Drain if ends_later => {}
+            Verdict::Revoked | Verdict::Session if ends_later && !self.shared().is_overdue() => {}
             _ => self.stop(verdict.ended_by()),
         }
     }
@@ -393,8 +393,11 @@ impl Body for AnswerBody {
 
 impl Drop for AnswerBody {
     fn drop(&mut self) {
-        if let Some(revocation) = self.revocation.take() {
-            revocation.abort();
+        // The stream was reset, because the client did not read the end.
+        if let Some(verdict) = self.shared().verdict()
+            && verdict != Verdict::Drain
+        {
+            self.ending.ended_by(verdict.ended_by());
         }
     }
 }

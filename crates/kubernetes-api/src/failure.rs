@@ -35,6 +35,8 @@ pub(crate) enum Presence {
     WithoutTunnel,
     /// It is not connected.
     Away,
+    /// That cannot be found out at the moment.
+    Unknown,
 }
 
 /// Why a request gets no answer of an API server.
@@ -143,6 +145,30 @@ impl Failure {
     /// The body of the request ended early. The client has usually left.
     pub(crate) fn broken_upload() -> Self {
         Self::failed(EndedBy::Client, StatusCode::BAD_REQUEST, "the request's body was not complete")
+    }
+
+    /// agentk takes nothing more of the request.
+    pub(crate) fn stalled_upload(agent: AgentId, within: Duration) -> Self {
+        Self::failed(
+            EndedBy::Limit,
+            StatusCode::GATEWAY_TIMEOUT,
+            format!(
+                "agent {agent} took nothing of the request for {} s; the request may have been carried out",
+                within.as_secs()
+            ),
+        )
+    }
+
+    /// The request was open for as long as any may be, and has no answer. Nothing is said of its repetition.
+    pub(crate) fn session(within: Duration) -> Self {
+        Self::failed(
+            EndedBy::Limit,
+            StatusCode::SERVICE_UNAVAILABLE,
+            format!(
+                "the request was open for {} s, the longest time that is allowed; it may have been carried out",
+                within.as_secs()
+            ),
+        )
     }
 
     /// The API server did not answer in time.
@@ -348,9 +374,13 @@ mod tests {
             let failure = Failure::of_status(&status, agent(), &method, kind, Presence::Away);
             assert_eq!(seen(&failure), expected);
             assert_eq!(failure.status.text(), "agent 7 is not connected");
-            let failure = Failure::of_status(&status, agent(), &Method::GET, kind, Presence::WithoutTunnel);
+            let failure = Failure::of_status(&status, agent(), &method, kind, Presence::WithoutTunnel);
             assert_eq!(seen(&failure), expected);
             assert_eq!(failure.status.text(), "long text", "it says where the agent is connected");
+            // It may be connected: no watch may take that for the fact that it is not.
+            let failure = Failure::of_status(&status, agent(), &Method::GET, kind, Presence::Unknown);
+            assert_eq!(seen(&failure), (503, "ServiceUnavailable", Some(1)));
+            assert_eq!(failure.status.text(), "long text", "it says what cannot be asked");
         }
     }
 

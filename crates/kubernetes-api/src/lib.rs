@@ -31,6 +31,7 @@ mod open;
 mod origin;
 mod record;
 mod request_id;
+mod revocation;
 mod selection;
 mod serve;
 #[cfg(test)]
@@ -52,7 +53,6 @@ use observe::{
 use process::lifecycle::{Lifecycle, Phase};
 use routing::router::Router;
 
-use self::{agents::Sightings, open::OpenRequests};
 pub use self::{
     agents::{Directory, ListedAgent},
     form::HeadLimits,
@@ -60,6 +60,10 @@ pub use self::{
     open::OpenLimits,
     origin::Origins,
     selection::Prefix,
+};
+use self::{
+    agents::{Listing, Sightings},
+    open::OpenRequests,
 };
 
 /// The settings of the endpoint.
@@ -126,6 +130,7 @@ pub struct KubernetesApi {
     allowed: Box<dyn Fn(&Authorized) + Send + Sync>,
     open: Arc<OpenRequests>,
     sightings: Arc<Sightings>,
+    listing: Listing,
 }
 
 impl std::fmt::Debug for KubernetesApi {
@@ -152,6 +157,7 @@ impl KubernetesApi {
             allowed,
             open,
             sightings: Arc::default(),
+            listing: Listing::default(),
         })
     }
 

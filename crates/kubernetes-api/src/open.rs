@@ -5,10 +5,10 @@
 //! second, so that an open watch needs no timer of its own.
 
 use std::{
-    collections::HashMap,
+    collections::{HashMap, HashSet},
     sync::{
         Arc, OnceLock,
-        atomic::{AtomicU8, AtomicU64, Ordering},
+        atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering},
     },
     task::{Context, Poll},
     time::Duration,
@@ -20,12 +20,21 @@ use kube_request::Kind;
 use net::http::{StreamReset, StreamSlot};
 use parking_lot::Mutex;
 use rand::seq::SliceRandom as _;
+use routing::{registry::Occupancy, router::ChosenAgentk};
 use tokio::time::Instant;
+use tunnel::features::Features;
 
 use crate::{ended_by::EndedBy, failure::Failure, metrics::Metrics};
 
 /// How often the open requests are looked at.
 const SWEEP: Duration = Duration::from_secs(1);
+/// How long a watch that was ended may take to complete its event. An agent may never complete it.
+const LAST_EVENT: Duration = Duration::from_secs(3);
+/// How long a request that was ended may stay open. A connection whose client does not read never asks the
+/// answer for more, so the answer cannot end there. With [`SWEEP`], it is over after 5 s.
+const LAST_BYTES: Duration = Duration::from_secs(4);
+/// Beyond so many agents of GitLab 14.1 that other replicas hold, none is remembered as one.
+const MOST_OLD: usize = 10_000;
 
 /// Limits of open requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -40,7 +49,8 @@ pub struct OpenLimits {
     pub long_per_old_agent: usize,
     /// How long the API server may take to begin its answer, for requests that it ends itself.
     pub answer_head: Duration,
-    /// How long a client may send nothing of a body that agentk waits for.
+    /// How long a client may send nothing of a body that agentk waits for, and how long agentk may take
+    /// nothing of one that has come, for requests that it ends itself.
     pub silent_upload: Duration,
     /// How long a client may read nothing of an answer that has come.
     pub unread_answer: Duration,
@@ -84,10 +94,12 @@ pub(crate) enum Verdict {
     UnreadAnswer,
     /// This replica shuts down, and only upgraded connections continue.
     DrainOver,
+    /// agentk takes nothing of the request.
+    StalledUpload,
 }
 
 impl Verdict {
-    const ALL: [Self; 8] = [
+    const ALL: [Self; 9] = [
         Self::Drain,
         Self::Revoked,
         Self::Session,
@@ -96,13 +108,18 @@ impl Verdict {
         Self::LateAnswer,
         Self::UnreadAnswer,
         Self::DrainOver,
+        Self::StalledUpload,
     ];
 
     pub(crate) fn ended_by(self) -> EndedBy {
         match self {
             Self::Drain | Self::DrainOver => EndedBy::Drain,
             Self::Revoked => EndedBy::Revoked,
-            Self::Session | Self::SilentUpload | Self::LateAnswer | Self::UnreadAnswer => EndedBy::Limit,
+            Self::Session
+            | Self::SilentUpload
+            | Self::LateAnswer
+            | Self::UnreadAnswer
+            | Self::StalledUpload => EndedBy::Limit,
             Self::BrokenUpload => EndedBy::Client,
         }
     }
@@ -118,7 +135,13 @@ impl Since {
     }
 
     fn set(&self, start: Instant) {
-        let millis = u64::try_from(start.elapsed().as_millis()).unwrap_or(u64::MAX);
+        self.set_to(start, Instant::now());
+    }
+
+    /// Sets it to a time, which may be in the future.
+    fn set_to(&self, start: Instant, at: Instant) {
+        let after = at.saturating_duration_since(start);
+        let millis = u64::try_from(after.as_millis()).unwrap_or(u64::MAX);
         self.0.store(millis.saturating_add(1), Ordering::Relaxed);
     }
 
@@ -152,6 +175,12 @@ pub(crate) struct Shared {
     closes: OnceLock<StreamSlot>,
     verdict: AtomicU8,
     waker: AtomicWaker,
+    /// Since when there has been a verdict other than [`Verdict::Drain`].
+    ended: Since,
+    /// The answer has begun. Timers of the request's body do not cut it.
+    is_answered: AtomicBool,
+    /// Since when agentk has taken nothing of the request.
+    untaken: Since,
     /// Since when agentk has waited for more of the request's body.
     upload_silent: Since,
     /// Since when the API server has had the whole request.
@@ -167,12 +196,25 @@ impl Shared {
             (now == 0 || now == Verdict::Drain as u8 && verdict != Verdict::Drain).then_some(verdict as u8)
         });
         if change.is_ok() {
+            if verdict != Verdict::Drain {
+                self.ended.set(self.start);
+            }
             if verdict == Verdict::UnreadAnswer {
-                self.break_connection();
-                self.reset.reset();
+                self.reset();
             }
             self.waker.wake();
         }
+    }
+
+    /// Ends the request without its answer, which the client does not read.
+    fn reset(&self) {
+        self.break_connection();
+        self.reset.reset();
+    }
+
+    /// Whether a watch whose event is not complete must end nevertheless.
+    pub(crate) fn is_overdue(&self) -> bool {
+        self.ended.age(self.start).is_some_and(|age| age >= LAST_EVENT)
     }
 
     /// The end of the client's connection is that of the answer.
@@ -210,6 +252,21 @@ impl Shared {
         .await
     }
 
+    /// agentk will get the request by `until`.
+    pub(crate) fn request_waits(&self, until: Instant) {
+        self.untaken.set_to(self.start, until);
+    }
+
+    /// agentk was given a part of the request, which is not its last one.
+    pub(crate) fn upload_given(&self) {
+        self.untaken.set(self.start);
+    }
+
+    /// agentk takes the next part of the request.
+    pub(crate) fn upload_taken(&self) {
+        self.untaken.clear();
+    }
+
     /// agentk waits for more of the request's body.
     pub(crate) fn upload_waits(&self) {
         self.upload_silent.begin(self.start);
@@ -223,12 +280,13 @@ impl Shared {
     /// The request's body is complete: the API server may take its time from now on.
     pub(crate) fn upload_ends(&self) {
         self.upload_silent.clear();
+        self.untaken.clear();
         self.head_due.set(self.start);
     }
 
-    /// The answer has begun.
+    /// The answer has begun. The request's body may still go on.
     pub(crate) fn answer_begins(&self) {
-        self.head_due.clear();
+        self.is_answered.store(true, Ordering::Relaxed);
     }
 
     /// The client's connection has been given a part of the answer.
@@ -250,14 +308,25 @@ impl Shared {
         if is_over(&self.upload_silent, limits.silent_upload) {
             self.end(Verdict::SilentUpload);
         }
-        if matches!(self.kind, Kind::Short | Kind::Upgrade) && is_over(&self.head_due, limits.answer_head) {
-            self.end(Verdict::LateAnswer);
+        if matches!(self.kind, Kind::Short | Kind::Upgrade) && !self.is_answered.load(Ordering::Relaxed) {
+            if is_over(&self.head_due, limits.answer_head) {
+                self.end(Verdict::LateAnswer);
+            }
+            if is_over(&self.untaken, limits.silent_upload) {
+                self.end(Verdict::StalledUpload);
+            }
         }
         // A client that does not read the log of a pod may be paused: `logs -f | less`.
         if !matches!(self.kind, Kind::Follow | Kind::Upgrade)
             && is_over(&self.answer_unread, limits.unread_answer)
         {
             self.end(Verdict::UnreadAnswer);
+        }
+        if self.is_overdue() {
+            self.waker.wake();
+        }
+        if is_over(&self.ended, LAST_BYTES) {
+            self.reset();
         }
     }
 }
@@ -277,6 +346,24 @@ struct State {
     requests: HashMap<u64, Arc<Shared>>,
     callers: HashMap<Arc<str>, OfCaller>,
     agents: HashMap<AgentId, OfAgent>,
+    /// The agents whose last request went to an agentk of GitLab 14.1.
+    old: HashSet<AgentId>,
+}
+
+impl State {
+    fn remember(&mut self, agent: AgentId, is_old: bool) {
+        if !is_old {
+            self.old.remove(&agent);
+            return;
+        }
+        if self.old.len() >= MOST_OLD && !self.old.contains(&agent) {
+            let agents = &self.agents;
+            self.old.retain(|old| agents.contains_key(old));
+        }
+        if self.old.len() < MOST_OLD {
+            self.old.insert(agent);
+        }
+    }
 }
 
 /// The open requests of one caller.
@@ -292,8 +379,6 @@ struct OfAgent {
     open: usize,
     /// Those without an end of their own.
     long: usize,
-    /// The last of them went to an agentk of GitLab 14.1.
-    is_old: bool,
 }
 
 fn is_long(kind: Kind) -> bool {
@@ -315,7 +400,8 @@ impl OpenRequests {
         self.start
     }
 
-    /// Opens a request of a caller to an agent. `reset` resets the client's stream.
+    /// Opens a request of a caller to an agent. `here` is what this replica holds of the agent, and `reset`
+    /// resets the client's stream.
     ///
     /// # Errors
     /// If a limit is reached.
@@ -324,6 +410,7 @@ impl OpenRequests {
         kind: Kind,
         caller: &Arc<str>,
         agent: AgentId,
+        here: &Occupancy,
         reset: Arc<StreamReset>,
     ) -> Result<OpenRequest, Failure> {
         let limits = &self.limits;
@@ -342,16 +429,21 @@ impl OpenRequests {
                 )));
             }
         }
-        if let Some(of_agent) = state.agents.get(&agent) {
-            if of_agent.open >= limits.per_agent {
+        if state.agents.get(&agent).is_some_and(|of_agent| of_agent.open >= limits.per_agent) {
+            return Err(Failure::too_many(format!(
+                "{} requests to agent {agent} are open on this kas",
+                limits.per_agent
+            )));
+        }
+        let is_old = here.is_old.unwrap_or_else(|| state.old.contains(&agent));
+        if is_old && is_long(kind) {
+            let open = state.agents.get(&agent).map_or(0, |of_agent| of_agent.long);
+            // It cannot cancel the requests of clients that have left: their tunnels are not free.
+            let abandoned = here.abandoned.map_or(0, |abandoned| abandoned.tunnels as usize);
+            if open.saturating_add(abandoned) >= limits.long_per_old_agent {
                 return Err(Failure::too_many(format!(
-                    "{} requests to agent {agent} are open on this kas",
-                    limits.per_agent
-                )));
-            }
-            if of_agent.is_old && is_long(kind) && of_agent.long >= limits.long_per_old_agent {
-                return Err(Failure::too_many(format!(
-                    "{} watches and logs of agent {agent} are open, and its agentk (14.1) has only 10 tunnels",
+                    "{open} watches and logs of agent {agent} are open, and {abandoned} requests whose clients have \
+                     left, of at most {}: its agentk (14.1) has only 10 tunnels",
                     limits.long_per_old_agent
                 )));
             }
@@ -364,6 +456,9 @@ impl OpenRequests {
             closes: OnceLock::new(),
             verdict: AtomicU8::new(0),
             waker: AtomicWaker::new(),
+            ended: Since::none(),
+            is_answered: AtomicBool::new(false),
+            untaken: Since::none(),
             upload_silent: Since::none(),
             head_due: Since::none(),
             answer_unread: Since::none(),
@@ -457,11 +552,26 @@ impl OpenRequest {
         &self.shared
     }
 
-    /// The request has gone to an agentk; whether it is one of GitLab 14.1.
-    pub(crate) fn sent_to(&self, is_old: bool) {
-        if let Some(of_agent) = self.requests.state.lock().agents.get_mut(&self.agent) {
-            of_agent.is_old = is_old;
-        }
+    /// Returns the agentk that will get the request.
+    pub(crate) fn destination(&self, chosen: ChosenAgentk) -> Destination {
+        Destination { requests: Arc::clone(&self.requests), agent: self.agent, chosen }
+    }
+}
+
+/// The agentk that gets a request, for the body that is written for it.
+#[derive(Debug)]
+pub(crate) struct Destination {
+    requests: Arc<OpenRequests>,
+    agent: AgentId,
+    chosen: ChosenAgentk,
+}
+
+impl Destination {
+    /// Returns what the agentk supports. Call it when the router reads the body: the agentk is chosen then.
+    /// Whether it is one of GitLab 14.1 is remembered beyond the request.
+    pub(crate) fn features(&self) -> Features {
+        self.requests.state.lock().remember(self.agent, self.chosen.is_old());
+        self.chosen.features()
     }
 }
 
@@ -490,140 +600,4 @@ impl Drop for OpenRequest {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn requests(limits: OpenLimits) -> Arc<OpenRequests> {
-        OpenRequests::new(
-            limits,
-            Arc::new(Metrics::new(&mut prometheus_client::registry::Registry::default())),
-        )
-    }
-
-    fn agent(number: i64) -> AgentId {
-        AgentId::new(number).unwrap()
-    }
-
-    fn open(requests: &Arc<OpenRequests>, kind: Kind, caller: &str, number: i64) -> Result<OpenRequest, u16> {
-        requests
-            .open(kind, &caller.into(), agent(number), Arc::default())
-            .map_err(|failure| failure.status.code().as_u16())
-    }
-
-    #[test]
-    fn requests_of_a_caller_and_of_an_agent_are_limited_until_they_end() {
-        let limits = OpenLimits { per_caller: 2, per_agent: 3, ..OpenLimits::default() };
-        let requests = requests(limits);
-        let first = open(&requests, Kind::Short, "a", 1).unwrap();
-        let _second = open(&requests, Kind::Watch, "a", 2).unwrap();
-        assert_eq!(open(&requests, Kind::Short, "a", 3).unwrap_err(), 429);
-        let _other = open(&requests, Kind::Short, "b", 1).unwrap();
-        let _third = open(&requests, Kind::Short, "c", 1).unwrap();
-        assert_eq!(open(&requests, Kind::Short, "d", 1).unwrap_err(), 429);
-        drop(first);
-        let again = open(&requests, Kind::Short, "a", 1).unwrap();
-        drop(again);
-        drop((_second, _other, _third));
-        let state = requests.state.lock();
-        assert!(state.requests.is_empty() && state.callers.is_empty() && state.agents.is_empty());
-    }
-
-    #[test]
-    fn upgrades_of_a_caller_have_a_limit_of_their_own() {
-        let requests = requests(OpenLimits { upgrades_per_caller: 2, ..OpenLimits::default() });
-        let first = open(&requests, Kind::Upgrade, "a", 1).unwrap();
-        let _second = open(&requests, Kind::Upgrade, "a", 2).unwrap();
-        assert_eq!(open(&requests, Kind::Upgrade, "a", 1).unwrap_err(), 429);
-        let _watch = open(&requests, Kind::Watch, "a", 1).unwrap();
-        let _of_another = open(&requests, Kind::Upgrade, "b", 1).unwrap();
-        drop(first);
-        open(&requests, Kind::Upgrade, "a", 1).unwrap();
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn upgrades_are_limited_only_until_their_head_and_for_the_session() {
-        let requests = requests(OpenLimits::default());
-        let sweep = tokio::spawn(Arc::clone(&requests).sweep());
-        let late = open(&requests, Kind::Upgrade, "a", 1).unwrap();
-        late.shared().upload_ends();
-        let upgraded = open(&requests, Kind::Upgrade, "a", 1).unwrap();
-        upgraded.shared().upload_ends();
-        upgraded.shared().answer_begins();
-        assert_eq!(late.shared().ended().await, Verdict::LateAnswer);
-        tokio::time::sleep(Duration::from_secs(3600)).await;
-        assert_eq!(upgraded.shared().verdict(), None);
-        assert_eq!(upgraded.shared().ended().await, Verdict::Session);
-        sweep.abort();
-    }
-
-    #[test]
-    fn an_agent_of_14_1_keeps_tunnels_for_short_requests() {
-        let limits = OpenLimits { long_per_old_agent: 2, ..OpenLimits::default() };
-        let requests = requests(limits);
-        let watch = open(&requests, Kind::Watch, "a", 1).unwrap();
-        watch.sent_to(true);
-        let _log = open(&requests, Kind::Follow, "b", 1).unwrap();
-        assert_eq!(open(&requests, Kind::Watch, "c", 1).unwrap_err(), 429);
-        let _short = open(&requests, Kind::Short, "c", 1).unwrap();
-        let _of_another = open(&requests, Kind::Watch, "c", 2).unwrap();
-        watch.sent_to(false);
-        open(&requests, Kind::Watch, "c", 1).unwrap();
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn clients_that_are_silent_or_do_not_read_are_found() {
-        let requests = requests(OpenLimits::default());
-        let sweep = tokio::spawn(Arc::clone(&requests).sweep());
-        let upload = open(&requests, Kind::Short, "a", 1).unwrap();
-        upload.shared().upload_waits();
-        let unread = open(&requests, Kind::Watch, "a", 1).unwrap();
-        unread.shared().answer_given();
-        let log = open(&requests, Kind::Follow, "a", 1).unwrap();
-        log.shared().answer_given();
-        let late = open(&requests, Kind::Short, "a", 1).unwrap();
-        late.shared().upload_ends();
-        let slow_watch = open(&requests, Kind::Watch, "a", 1).unwrap();
-        slow_watch.shared().upload_ends();
-        tokio::time::sleep(Duration::from_secs(89)).await;
-        assert_eq!(late.shared().verdict(), None);
-        assert_eq!(late.shared().ended().await, Verdict::LateAnswer);
-        tokio::time::sleep(Duration::from_secs(200)).await;
-        // Something came, so its time begins again.
-        upload.shared().upload_progresses();
-        upload.shared().upload_waits();
-        assert_eq!(unread.shared().ended().await, Verdict::UnreadAnswer);
-        assert!(unread.shared().reset.poll_reset(&Context::from_waker(std::task::Waker::noop())).is_ready());
-        assert_eq!(upload.shared().verdict(), None);
-        assert_eq!(upload.shared().ended().await, Verdict::SilentUpload);
-        tokio::time::sleep(Duration::from_secs(3600)).await;
-        assert_eq!((log.shared().verdict(), slow_watch.shared().verdict()), (None, None));
-        assert_eq!(log.shared().ended().await, Verdict::Session);
-        assert!(requests.start.elapsed() >= Duration::from_secs(12 * 3600));
-        sweep.abort();
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn a_shutdown_ends_watches_one_after_the_other() {
-        let requests = requests(OpenLimits::default());
-        let watches: Vec<_> = (0..10).map(|_| open(&requests, Kind::Watch, "a", 1).unwrap()).collect();
-        let short = open(&requests, Kind::Short, "a", 1).unwrap();
-        let drain = tokio::spawn(Arc::clone(&requests).drain(Duration::from_secs(10)));
-        let told = || watches.iter().filter(|watch| watch.shared().verdict() == Some(Verdict::Drain)).count();
-        tokio::time::sleep(Duration::from_millis(500)).await;
-        assert_eq!(told(), 1);
-        tokio::time::sleep(Duration::from_secs(5)).await;
-        assert_eq!(told(), 6);
-        tokio::time::sleep(Duration::from_secs(5)).await;
-        assert_eq!(told(), 10);
-        let late = open(&requests, Kind::Watch, "a", 1).unwrap();
-        tokio::time::sleep(2 * SWEEP).await;
-        assert_eq!(late.shared().verdict(), Some(Verdict::Drain));
-        assert_eq!(short.shared().verdict(), None);
-        // What ends it at once takes precedence.
-        late.shared().end(Verdict::Revoked);
-        late.shared().end(Verdict::Session);
-        late.shared().end(Verdict::Drain);
-        assert_eq!(late.shared().verdict(), Some(Verdict::Revoked));
-        drain.abort();
-    }
-}
+mod tests;

@@ -39,10 +39,11 @@ use crate::{
     head::{self, AnswerHead},
     message::{HeadParts, RequestHead},
     metrics::{AuthOutcome, Direction, NONE},
-    open::{OpenRequest, Shared, Verdict},
+    open::{OpenRequest, Verdict},
     origin::{Page, Presented, Visit, is_preflight},
     record::Ending,
     request_id::RequestId,
+    revocation::Revocation,
     selection::{self, InCluster, Place},
     upgrade::{Input, Link, Session, Switched},
     upload::{ClientBody, Ends, Upload},
@@ -94,7 +95,11 @@ impl KubernetesApi {
         B::Error: Send,
     {
         let (parts, body) = request.into_parts();
-        let expects = parts.headers.contains_key(header::EXPECT);
+        // No 100 is sent for other expectations, so their clients send the body.
+        let expects = parts
+            .headers
+            .get(header::EXPECT)
+            .is_some_and(|value| value.as_bytes().eq_ignore_ascii_case(b"100-continue"));
         let ends = if parts.version >= Version::HTTP_2 { Ends::Marked } else { Ends::Failing { expects } };
         let id = RequestId::random();
         let record =
@@ -149,7 +154,7 @@ impl KubernetesApi {
         };
         self.refusals.callers().add(RefusedCaller {
             agent,
-            source: about.presented.map_or(NONE, SourceKind::as_str),
+            source: about.presented.map_or(about.source, SourceKind::as_str),
             caller: about.caller.clone(),
             rule,
             why: about.refused.map_or_else(|| failure.status.text().to_owned(), |why| why.to_string()),
@@ -266,7 +271,8 @@ impl KubernetesApi {
         }
         remove_dropped(&mut parts.headers).map_err(|error| Failure::malformed(error.to_string()))?;
 
-        let open = self.open.open(kind, &caller.name, agent, stream.reset)?;
+        let here = self.router.registry().occupancy(agent);
+        let open = self.open.open(kind, &caller.name, agent, &here, stream.reset)?;
         about.record.action(|| {
             KubernetesAction::of_info(parts.method.as_str(), &info, &target, user_of(run_as, &parts.headers))
         });
@@ -418,7 +424,7 @@ impl KubernetesApi {
             let text = "the agents cannot be listed at the moment";
             Failure::refused(Rule::Form, StatusCode::SERVICE_UNAVAILABLE, text)
         };
-        let all = self.directory.list().await.map_err(unavailable)?;
+        let all = self.listing.get(self.directory.list()).await.map_err(unavailable)?;
         let known = all.iter().map(|listed| listed.agent.clone()).collect();
         let reach = match self.authorizer.reach(credential, about.network, known).await {
             Err(refusal) => return Err(self.refused(about, trust, credential, refusal)),
@@ -457,12 +463,18 @@ impl KubernetesApi {
         let shared = Arc::clone(open.shared());
         let chosen = ChosenAgentk::default();
         let link = Link::default();
+        let destination = open.destination(chosen.clone());
         let upload = if upgrade.is_some() {
             let passed = self.metrics.upgraded(Direction::Up);
-            grpc::boxed(Input::new(message, chosen.clone(), link.clone(), Arc::clone(&shared), passed))
+            grpc::boxed(Input::new(message, destination, link.clone(), Arc::clone(&shared), passed))
         } else {
-            grpc::boxed(Upload::new(message, chosen.clone(), body, Arc::clone(&shared)))
+            grpc::boxed(Upload::new(message, destination, body, Arc::clone(&shared)))
         };
+        // The head of the answer has no limit with these, so they may wait for it longer than for anything.
+        let revocation =
+            (kind != Kind::Short).then(|| Revocation::watch(&self.authorizer, authorized, &shared));
+        let wait_until = about.arrived + self.patience(agent);
+        shared.request_waits(wait_until);
         let sent = AgentRequest {
             agent,
             connection: None,
@@ -470,16 +482,16 @@ impl KubernetesApi {
             headers: context,
             correlation: about.id.to_value(),
             deadline: Deadline::NONE,
-            wait_until: Some(about.arrived + self.patience(agent)),
+            wait_until: Some(wait_until),
             body: about.record.request_body(upload),
             needs,
             is_long: kind == Kind::Upgrade,
-            chosen: chosen.clone(),
+            chosen,
             trace: RouteTrace::default(),
             record: about.record.clone(),
         };
         let answered = {
-            let exchange = pin!(self.exchange(sent, &open, &chosen));
+            let exchange = pin!(self.exchange(sent));
             tokio::select! {
                 biased;
                 verdict = shared.ended() => Err(self.ended_early(verdict, agent, &about.method, kind)),
@@ -522,7 +534,6 @@ impl KubernetesApi {
             *response.headers_mut() = headers;
             let mut reader = reader;
             reader.upgrade();
-            let revocation = self.watch_revocation(authorized, &shared);
             let passed = self.metrics.upgraded(Direction::Down);
             let session = Session::new(Switched { protocol, reader, link, open, ending, revocation, passed });
             upgrade_connection(&mut response, |stream| session.run(stream));
@@ -539,7 +550,6 @@ impl KubernetesApi {
             if let Some(connection) = closes.filter(|_| head.length.is_none()) {
                 shared.closes(connection);
             }
-            let revocation = (kind != Kind::Short).then(|| self.watch_revocation(authorized, &shared));
             grpc::boxed(AnswerBody::new(answer::Answer {
                 reader,
                 open,
@@ -556,14 +566,8 @@ impl KubernetesApi {
     }
 
     /// Sends a request and reads the head of its answer.
-    async fn exchange(
-        &self,
-        request: AgentRequest,
-        open: &OpenRequest,
-        chosen: &ChosenAgentk,
-    ) -> Result<(http_response::Header, Reader), Status> {
+    async fn exchange(&self, request: AgentRequest) -> Result<(http_response::Header, Reader), Status> {
         let answer = self.router.route(request).await?;
-        open.sent_to(chosen.is_old());
         match answer.head {
             Head::Headers(_) => {
                 let mut reader = Reader::new(answer.body);
@@ -586,16 +590,6 @@ impl KubernetesApi {
         if is_expected { self.settings.find_timeout } else { ABSENT.min(self.settings.find_timeout) }
     }
 
-    /// Ends a request when it is no longer allowed.
-    fn watch_revocation(&self, authorized: Authorized, shared: &Arc<Shared>) -> tokio::task::JoinHandle<()> {
-        let (authorizer, shared) = (Arc::clone(&self.authorizer), Arc::clone(shared));
-        tokio::spawn(async move {
-            let why = authorizer.revoked(&authorized).await;
-            tracing::debug!(caller = %authorized.caller.name, reason = %why, "an open request is no longer allowed");
-            shared.end(Verdict::Revoked);
-        })
-    }
-
     /// Returns the answer for a request that the endpoint has ended before there was one.
     fn ended_early(&self, verdict: Verdict, agent: AgentId, method: &Method, kind: Kind) -> Failure {
         let limits = self.open.limits();
@@ -603,7 +597,8 @@ impl KubernetesApi {
             Verdict::SilentUpload => Failure::silent_upload(limits.silent_upload),
             Verdict::Revoked => Failure::revoked(),
             Verdict::BrokenUpload => Failure::broken_upload(),
-            Verdict::Session => Failure::late(agent, limits.session),
+            Verdict::Session => Failure::session(limits.session),
+            Verdict::StalledUpload => Failure::stalled_upload(agent, limits.silent_upload),
             Verdict::Drain | Verdict::DrainOver => Failure::drained(method, kind),
             Verdict::LateAnswer | Verdict::UnreadAnswer => Failure::late(agent, limits.answer_head),
         }
@@ -613,14 +608,22 @@ impl KubernetesApi {
     async fn failed(&self, status: &Status, agent: AgentId, method: &Method, kind: Kind) -> Failure {
         let may_be_away = status.outcome() == Some(Outcome::NotStarted)
             && matches!(status.code(), Code::Unavailable | Code::DeadlineExceeded);
-        let presence = if !may_be_away || self.router.finds(agent).await {
-            Presence::Held
-        } else if self.router.is_connected(agent).await {
-            Presence::WithoutTunnel
-        } else {
-            Presence::Away
-        };
+        let presence = if may_be_away { self.presence(agent).await } else { Presence::Held };
         Failure::of_status(status, agent, method, kind, presence)
+    }
+
+    /// Returns where an agent is for which no tunnel was found.
+    async fn presence(&self, agent: AgentId) -> Presence {
+        match self.router.finds(agent).await {
+            Ok(true) => Presence::Held,
+            _ if self.router.registry().occupancy(agent).transports > 0 => Presence::WithoutTunnel,
+            Err(error) => {
+                tracing::debug!(error = %error, "it is not known where an agent is connected");
+                Presence::Unknown
+            }
+            Ok(false) if self.router.is_connected(agent).await => Presence::WithoutTunnel,
+            Ok(false) => Presence::Away,
+        }
     }
 }
 

@@ -1,7 +1,9 @@
 //! The endpoint on real sockets, with real tunnels.
 
 mod browser;
+mod ends;
 mod lab;
+mod tracker;
 mod upgrades;
 
 use std::time::Duration;

@@ -12,12 +12,11 @@ use grpc::BoxError;
 use http_body::{Body, Frame, SizeHint};
 use http_body_util::BodyExt as _;
 use http_tunnel::{MAX_CHUNK, field};
-use routing::router::ChosenAgentk;
 use tunnel::frame;
 
 use crate::{
     message::RequestHead,
-    open::{Shared, Verdict},
+    open::{Destination, Shared, Verdict},
 };
 
 /// Parts up to this size are copied behind the head of their message, which saves a frame.
@@ -34,7 +33,8 @@ pub(crate) enum Ends {
     Marked,
     /// HTTP/1.1: an incomplete body fails.
     Failing {
-        /// The client waits for `100 Continue` before it sends the body.
+        /// The client waits for `100 Continue` before it sends the body. It is sent when the body is first
+        /// read.
         expects: bool,
     },
 }
@@ -75,6 +75,9 @@ where
     /// Returns the next part; `None` at the end.
     fn poll_data(&mut self, cx: &mut Context<'_>) -> Poll<Result<Option<Bytes>, BrokenUpload>> {
         let Some(body) = self.body.as_mut().filter(|_| !self.is_over) else { return Poll::Ready(Ok(None)) };
+        if let Ends::Failing { expects } = &mut self.ends {
+            *expects = false;
+        }
         loop {
             match ready!(Pin::new(&mut *body).poll_frame(cx)) {
                 Some(Ok(frame)) => match frame.into_data() {
@@ -137,7 +140,7 @@ where
     B: Body<Data = Bytes> + Send + Unpin + 'static,
 {
     /// Until it is written.
-    head: Option<(RequestHead, ChosenAgentk)>,
+    head: Option<(RequestHead, Destination)>,
     body: ClientBody<B>,
     shared: Arc<Shared>,
     /// Data whose message has begun.
@@ -155,11 +158,18 @@ where
 {
     pub(crate) fn new(
         head: RequestHead,
-        chosen: ChosenAgentk,
+        destination: Destination,
         body: ClientBody<B>,
         shared: Arc<Shared>,
     ) -> Self {
-        Self { head: Some((head, chosen)), body, shared, data: Bytes::new(), part: None, is_complete: false }
+        Self {
+            head: Some((head, destination)),
+            body,
+            shared,
+            data: Bytes::new(),
+            part: None,
+            is_complete: false,
+        }
     }
 
     /// Takes the next part of the data that was read.
@@ -180,6 +190,44 @@ where
             self.part = Some(part);
         }
         Some(out.freeze())
+    }
+
+    fn poll_part(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
+        if let Some((head, destination)) = self.head.take() {
+            let mut out = BytesMut::new();
+            frame::put_control(field::HEADER, &head.encode(destination.features()), &mut out);
+            if self.body.is_empty() {
+                self.complete(&mut out);
+            }
+            return Poll::Ready(Some(Ok(Frame::data(out.freeze()))));
+        }
+        if self.is_complete {
+            return Poll::Ready(None);
+        }
+        if let Some(part) = self.next_part() {
+            return Poll::Ready(Some(Ok(Frame::data(part))));
+        }
+        match self.body.poll_data(cx) {
+            Poll::Pending => {
+                self.shared.upload_waits();
+                Poll::Pending
+            }
+            Poll::Ready(Ok(Some(data))) => {
+                self.shared.upload_progresses();
+                self.data = data;
+                Poll::Ready(self.next_part().map(|part| Ok(Frame::data(part))))
+            }
+            Poll::Ready(Ok(None)) => {
+                let mut out = BytesMut::new();
+                self.complete(&mut out);
+                Poll::Ready(Some(Ok(Frame::data(out.freeze()))))
+            }
+            Poll::Ready(Err(broken)) => {
+                // An incomplete request must not be carried out: its tunnel is reset.
+                self.shared.end(Verdict::BrokenUpload);
+                Poll::Ready(Some(Err(broken.into())))
+            }
+        }
     }
 
     /// Writes the message that ends the request.
@@ -203,41 +251,12 @@ where
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
         let this = self.get_mut();
-        if let Some((head, chosen)) = this.head.take() {
-            let mut out = BytesMut::new();
-            frame::put_control(field::HEADER, &head.encode(chosen.features()), &mut out);
-            if this.body.is_empty() {
-                this.complete(&mut out);
-            }
-            return Poll::Ready(Some(Ok(Frame::data(out.freeze()))));
+        this.shared.upload_taken();
+        let polled = this.poll_part(cx);
+        if matches!(polled, Poll::Ready(Some(Ok(_)))) && !this.is_complete {
+            this.shared.upload_given();
         }
-        if this.is_complete {
-            return Poll::Ready(None);
-        }
-        if let Some(part) = this.next_part() {
-            return Poll::Ready(Some(Ok(Frame::data(part))));
-        }
-        match this.body.poll_data(cx) {
-            Poll::Pending => {
-                this.shared.upload_waits();
-                Poll::Pending
-            }
-            Poll::Ready(Ok(Some(data))) => {
-                this.shared.upload_progresses();
-                this.data = data;
-                Poll::Ready(this.next_part().map(|part| Ok(Frame::data(part))))
-            }
-            Poll::Ready(Ok(None)) => {
-                let mut out = BytesMut::new();
-                this.complete(&mut out);
-                Poll::Ready(Some(Ok(Frame::data(out.freeze()))))
-            }
-            Poll::Ready(Err(broken)) => {
-                // An incomplete request must not be carried out: its tunnel is reset.
-                this.shared.end(Verdict::BrokenUpload);
-                Poll::Ready(Some(Err(broken.into())))
-            }
-        }
+        polled
     }
 
     fn is_end_stream(&self) -> bool {

@@ -1,8 +1,8 @@
 //! One system call for the frames of several streams.
 //!
 //! An HTTP/2 connection is polled as soon as one of its streams has written a frame. It then flushes, even
-//! several times: its codec flushes after each frame of data. When many streams are ready at the same time, each
-//! small frame therefore costs a system call of its own, and wakes the peer.
+//! several times: its codec flushes after each frame of data. When many streams are ready at the same time,
+//! each small frame therefore costs a system call of its own, and wakes the peer.
 //!
 //! [`BatchedWrites`] keeps small writes until the task that polls the connection says that its turn has ended
 //! ([`Turns::end`]). While this joins the writes of several turns, they also wait until the other tasks that
@@ -27,11 +27,11 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 const CAPACITY: usize = 16 * 1024;
 /// What is allocated for a batch at first.
 const SMALL: usize = 2 * 1024;
-/// The pieces of the caller that are written together with a batch: HTTP/2 has two, the head of a frame and its
-/// payload.
+/// The pieces of the caller that are written together with a batch: HTTP/2 has two, the head of a frame and
+/// its payload.
 const PIECES: usize = 4;
-/// Batches wait for other tasks while they join at least this many turns. A wait costs about as much as a system
-/// call, because it may wake another thread.
+/// Batches wait for other tasks while they join at least this many turns. A wait costs about as much as a
+/// system call, because it may wake another thread.
 const WORTH: Mean = Mean(3 * Mean::ONE / 2);
 /// Otherwise, one of so many batches waits, to see what it joins.
 const TRIAL: u32 = 32;

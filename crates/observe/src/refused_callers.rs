@@ -1,6 +1,6 @@
 //! The last refused requests of the Kubernetes API endpoint, for operators.
 //!
-//! A client learns only that it was refused. An operator who is asked why sees here what kas knows.
+//! A client learns only that it was refused. Operators see here what kas knows about the reason.
 
 use std::collections::VecDeque;
 

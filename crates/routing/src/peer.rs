@@ -445,8 +445,8 @@ impl Peer {
     /// Borrows a tunnel: waits until one is lent, or certainly none will be.
     ///
     /// At most 16 borrow requests for the same agent, connection, method and needs are sent to one owner.
-    /// Further ones wait here, in the order of their arrival. One that is not sent until its deadline waits for what
-    /// the owner answers to the others.
+    /// Further ones wait here, in the order of their arrival. One that is not sent until its deadline waits
+    /// for what the owner answers to the others.
     ///
     /// # Errors
     /// See [`Refusal`].

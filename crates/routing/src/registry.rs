@@ -146,6 +146,9 @@ pub struct Occupancy {
     pub waiting: usize,
     /// Open transport connections of the agent, with or without tunnels.
     pub transports: usize,
+    /// Whether all its processes run an agentk that cannot cancel a request; `None`: it has opened no tunnel
+    /// here, or not lately.
+    pub is_old: Option<bool>,
 }
 
 impl Occupancy {
@@ -592,6 +595,7 @@ impl TunnelRegistry {
                 abandoned: entry.presence.abandonment(),
                 waiting: entry.queue.len(),
                 transports: entry.presence.transports(),
+                is_old: entry.presence.is_old(),
             }
         })
     }

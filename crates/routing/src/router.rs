@@ -24,7 +24,7 @@ use std::{
     time::Duration,
 };
 
-use cluster::{Abandoned, Replica, ReplicaHealth, ReplicaState, ReplicaStatus, Tracker};
+use cluster::{Abandoned, Replica, ReplicaHealth, ReplicaState, ReplicaStatus, Tracker, TrackerError};
 use grpc::{Code, Deadline, Outcome, Status};
 use http::{HeaderMap, HeaderValue};
 use ids::{AgentId, ConnectionId, ReplicaId};
@@ -246,14 +246,17 @@ impl Router {
 
     /// Whether a replica is known to hold the agent: this one, or another one that may be asked for a tunnel.
     ///
+    /// # Errors
+    /// [`TrackerError`] if another replica may hold it, and the tracker cannot say so.
+    ///
     /// # Cancel safety
     /// Cancel safe.
-    pub async fn finds(&self, agent: AgentId) -> bool {
-        self.registry.holds(agent)
-            || self.peers.is_some()
-                && self.tracker.locate(agent).await.is_ok_and(|candidates| {
-                    candidates.iter().any(|candidate| candidate.replica.id != self.me)
-                })
+    pub async fn finds(&self, agent: AgentId) -> Result<bool, TrackerError> {
+        if self.registry.holds(agent) {
+            return Ok(true);
+        }
+        let candidates = self.tracker.locate(agent).await?;
+        Ok(self.peers.is_some() && candidates.iter().any(|candidate| candidate.replica.id != self.me))
     }
 
     /// Whether the agent is connected, with or without a tunnel, as far as replicas answer. It asks all of
@@ -263,7 +266,7 @@ impl Router {
     /// Cancel safe.
     pub async fn is_connected(&self, agent: AgentId) -> bool {
         self.registry.occupancy(agent).transports > 0
-            || self.finds(agent).await
+            || self.finds(agent).await.unwrap_or(false)
             || !self.elsewhere_without_tunnel(agent).await.is_empty()
     }
 

@@ -155,6 +155,7 @@ async fn a_rolling_update_waits_for_the_drain_and_keeps_every_replica() -> Resul
             (_, "everything about pods") => 107,
             (_, "accounts that exist") => 300,
             // drain.delay 5s, drain.upgrade_grace 10m.
+            (_, "a file of GitLab's kas 14.1") => 620,
             (_, name) if name.starts_with("an endpoint for kubectl") => 620,
             _ => 50,
         };

@@ -5,8 +5,8 @@
 //! most one chunk is buffered. A request is complete only at its `trailer`. If its stream ends earlier, the
 //! connection to the API server is closed, so that a partial request is not processed.
 //!
-//! Before a request is sent, the [`Guard`] decides whether it may be. A request that asks for an upgrade (exec,
-//! attach, port-forward) has its own connection to the API server, see `upgrade`.
+//! Before a request is sent, the [`Guard`] decides whether it may be. A request that asks for an upgrade
+//! (exec, attach, port-forward) has its own connection to the API server, see `upgrade`.
 
 mod guard;
 mod timer;

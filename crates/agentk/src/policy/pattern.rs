@@ -20,8 +20,8 @@ impl SubjectPattern {
         (is_name && !text.contains('*')).then(|| Self { text: text.to_owned(), is_prefix })
     }
 
-    /// Whether a name matches. A name of Kubernetes itself (`system:…`) matches only if the entry begins with
-    /// `system:` too: an entry such as `*` does not include `system:masters`.
+    /// Whether a name matches. A name of Kubernetes itself (`system:…`) matches only if the entry begins
+    /// with `system:` too: an entry such as `*` does not include `system:masters`.
     pub fn matches(&self, name: &str) -> bool {
         if name.starts_with(SYSTEM) && !self.text.starts_with(SYSTEM) {
             return false;

@@ -26,7 +26,7 @@ use crate::field::{DATA, HEADER, UPGRADE_DATA};
 /// caller may not.
 ///
 /// If the request asks for an upgrade to a protocol that is supported, it has the headers `Connection` and
-/// `Upgrade`, and no body: see [`RequestStream::upgrade`].
+/// `Upgrade`, and no body: see `RequestStream::upgrade`.
 ///
 /// # Errors
 /// `INVALID_ARGUMENT` when the messages are not a request that may be sent, `CANCELLED` when the caller

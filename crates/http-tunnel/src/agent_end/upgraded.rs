@@ -1,8 +1,8 @@
 //! The bytes of a connection to the API server that was upgraded, as messages.
 //!
-//! The two directions are independent, so that a peer that does not read can still write. One task writes what
-//! kas sends; what the API server sends is read when kas reads it here. At most one chunk is buffered in each
-//! direction.
+//! The two directions are independent, so that a peer that does not read can still write. One task writes
+//! what kas sends; what the API server sends is read when kas reads it here. At most one chunk is buffered in
+//! each direction.
 
 use std::{
     io,

@@ -87,6 +87,8 @@ pub(super) struct Setup {
     pub(super) prefix: &'static str,
     /// How long upgraded connections may continue when the endpoint leaves.
     pub(super) upgrade_grace: Duration,
+    /// Whether the store that knows where agents are is away.
+    pub(super) is_tracker_away: bool,
 }
 
 impl Default for Setup {
@@ -98,6 +100,7 @@ impl Default for Setup {
             open: OpenLimits::default(),
             prefix: "/",
             upgrade_grace: Duration::from_millis(300),
+            is_tracker_away: false,
         }
     }
 }
@@ -236,7 +239,7 @@ impl Lab {
         let tunnels = TunnelRegistry::new(Arc::clone(&tracker) as _, requests, limits);
         let router = Arc::new(Router::new(
             Arc::clone(&tunnels),
-            tracker,
+            if setup.is_tracker_away { Arc::new(super::tracker::Away(tracker)) } else { tracker },
             Arc::clone(&refusals),
             Duration::from_millis(300),
             me.id,

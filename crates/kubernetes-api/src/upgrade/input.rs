@@ -14,13 +14,12 @@ use http_tunnel::{
     halves::{Read, poll_chunk},
 };
 use prometheus_client::metrics::counter::Counter;
-use routing::router::ChosenAgentk;
 use tunnel::frame;
 
 use super::link::{Link, Phase};
 use crate::{
     message::RequestHead,
-    open::{Shared, Verdict},
+    open::{Destination, Shared, Verdict},
 };
 
 /// Room for the head of a message.
@@ -35,7 +34,7 @@ struct Reset;
 /// answer what the [`Link`] says.
 pub(crate) struct Input {
     /// Until it is written.
-    head: Option<(RequestHead, ChosenAgentk)>,
+    head: Option<(RequestHead, Destination)>,
     link: Link,
     shared: Arc<Shared>,
     passed: Counter,
@@ -53,12 +52,12 @@ impl Input {
     /// `passed` counts the bytes of the client.
     pub(crate) fn new(
         head: RequestHead,
-        chosen: ChosenAgentk,
+        destination: Destination,
         link: Link,
         shared: Arc<Shared>,
         passed: Counter,
     ) -> Self {
-        Self { head: Some((head, chosen)), link, shared, passed, has_ended: false }
+        Self { head: Some((head, destination)), link, shared, passed, has_ended: false }
     }
 
     fn poll_client(&mut self, cx: &mut Context<'_>) -> Poll<Got> {
@@ -106,9 +105,9 @@ impl Body for Input {
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
         let this = self.get_mut();
-        if let Some((head, chosen)) = this.head.take() {
+        if let Some((head, destination)) = this.head.take() {
             let mut out = BytesMut::new();
-            frame::put_control(field::HEADER, &head.encode(chosen.features()), &mut out);
+            frame::put_control(field::HEADER, &head.encode(destination.features()), &mut out);
             frame::put_control(field::TRAILER, &[], &mut out);
             this.shared.upload_ends();
             return Poll::Ready(Some(Ok(Frame::data(out.freeze()))));

@@ -15,7 +15,6 @@ use net::io::Stream;
 use prometheus_client::metrics::counter::Counter;
 use tokio::{
     io::{AsyncWrite as _, AsyncWriteExt as _},
-    task::JoinHandle,
     time::{Sleep, timeout},
 };
 
@@ -25,6 +24,7 @@ use crate::{
     ended_by::EndedBy,
     open::{OpenRequest, Shared, Verdict},
     record::Ending,
+    revocation::Revocation,
 };
 
 /// How long the answer may go on after the request was ended. GitLab's agents pass no end on, so a program
@@ -56,8 +56,8 @@ pub(crate) struct Switched {
     pub(crate) link: Link,
     pub(crate) open: OpenRequest,
     pub(crate) ending: Ending,
-    /// Looks whether the request is still allowed, until it is aborted.
-    pub(crate) revocation: JoinHandle<()>,
+    /// Looks whether the request is still allowed.
+    pub(crate) revocation: Option<Revocation>,
     /// Counts the bytes for the client.
     pub(crate) passed: Counter,
 }
@@ -70,7 +70,7 @@ pub(crate) struct Session {
     link: Link,
     open: OpenRequest,
     ending: Ending,
-    revocation: JoinHandle<()>,
+    _revocation: Option<Revocation>,
     passed: Counter,
     /// `None`: before the connection was taken over, and after it has ended.
     client: Option<Half<Stream>>,
@@ -104,7 +104,7 @@ impl Session {
             link,
             open,
             ending,
-            revocation,
+            _revocation: revocation,
             passed,
             client: None,
             frames: (protocol == Upgrade::WebSocket).then(Frames::default),
@@ -298,7 +298,6 @@ impl Session {
 
 impl Drop for Session {
     fn drop(&mut self) {
-        self.revocation.abort();
         if let Some(client) = self.client.take() {
             // The process stops, or the connection has to break.
             self.ending.ended_by(EndedBy::Drain);

@@ -7,7 +7,7 @@ use ids::ConnectionId;
 use tokio::time::Instant;
 use tunnel::{
     features::Features,
-    kas_end::{AgentkVersion, Descriptor, Info, Tunnel},
+    kas_end::{AgentKind, AgentkVersion, Descriptor, Info, Tunnel},
 };
 
 use super::{Lack, Refused};
@@ -43,7 +43,8 @@ struct Instance {
     connection: Option<ConnectionId>,
     /// The descriptor of its newest tunnel.
     descriptor: Arc<Descriptor>,
-    /// What its newest tunnel supports, and its version.
+    /// Which agentk opened its newest tunnel, what that supports, and its version.
+    kind: AgentKind,
     features: Features,
     version: Option<AgentkVersion>,
     busy: usize,
@@ -62,6 +63,7 @@ impl Presence {
                 id,
                 connection: None,
                 descriptor: Arc::default(),
+                kind: AgentKind::Old,
                 features: Features::NONE,
                 version: None,
                 busy: 0,
@@ -93,6 +95,11 @@ impl Presence {
     #[cfg(test)]
     pub(super) fn instances(&self) -> usize {
         self.instances.len()
+    }
+
+    /// Whether no process of the agent can cancel a request; `None`: none is known.
+    pub(super) fn is_old(&self) -> Option<bool> {
+        (!self.instances.is_empty()).then(|| self.instances.iter().all(|i| i.kind == AgentKind::Old))
     }
 
     /// Notes that a tunnel is occupied by a request whose caller has left. Returns false if that is already
@@ -129,7 +136,7 @@ impl Presence {
         let instance = self.instance(info.instance);
         instance.connection = connection.or(instance.connection);
         instance.descriptor = Arc::clone(&info.descriptor);
-        (instance.features, instance.version) = (info.features, info.version);
+        (instance.kind, instance.features, instance.version) = (info.kind, info.features, info.version);
         instance.empty_since = None;
         instance.busy += 1;
         if first {

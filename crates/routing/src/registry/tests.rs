@@ -375,6 +375,7 @@ async fn requests_that_occupy_tunnels_without_their_callers_are_reported_until_t
         abandoned: Some(Abandoned { tunnels: 1, since: seconds(30) }),
         waiting: 0,
         transports: 1,
+        is_old: Some(true),
     };
     assert_eq!((one, one.all_abandoned()), (expected, None));
     lab.abandon();
@@ -388,11 +389,14 @@ async fn requests_that_occupy_tunnels_without_their_callers_are_reported_until_t
     let Ok(Acquired::Now(_grant)) = lab.ask(None) else { panic!("a tunnel is idle") };
     let busy = lab.registry.occupancy(agent());
     assert_eq!((busy.busy, busy.abandoned, busy.all_abandoned()), (3, both, None));
+    // The same process has been updated.
+    assert_eq!(busy.is_old, Some(false));
     // HTTP/2 drops the streams.
     lab.bodies.remove(0);
     assert_eq!(lab.registry.occupancy(agent()).abandoned.map(|abandoned| abandoned.tunnels), Some(1));
     lab.bodies.clear();
-    assert_eq!(lab.registry.occupancy(agent()), Occupancy { transports: 1, ..Occupancy::default() });
+    let none = Occupancy { transports: 1, is_old: Some(false), ..Occupancy::default() };
+    assert_eq!(lab.registry.occupancy(agent()), none);
     assert_eq!(lab.registry.metrics.tunnels_abandoned.get(), 0);
 }
 

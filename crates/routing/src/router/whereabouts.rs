@@ -17,10 +17,13 @@ const AT_ONCE: usize = 4;
 /// The maximum number of agents whose answer is remembered.
 const MOST: usize = 1_000;
 
+/// An answer, and when it came.
+type Known = (Instant, Arc<[Replica]>);
+
 /// What other replicas have answered lately.
 #[derive(Debug)]
 pub(super) struct Whereabouts {
-    known: Mutex<HashMap<AgentId, (Instant, Arc<[Replica]>)>>,
+    known: Mutex<HashMap<AgentId, Known>>,
     asking: Semaphore,
 }
 
