@@ -1,15 +1,19 @@
-// What tests of exec, attach, port-forward and logs run beside the API server: kubectl of its version, and a
-// kubelet that knows only what those need. A tool line names a command.
+// What tests run beside the API server: kubectl of its version, a kubelet that knows only exec, attach,
+// port-forward and logs, and a client with informers. A tool line names a command.
 module kas.test/node
 
 go 1.26.0
 
 tool (
 	k8s.io/kubernetes/cmd/kubectl
+	kas.test/node/informers
 	kas.test/node/kubelet
 )
 
 require (
+	github.com/creack/pty v1.1.18
+	k8s.io/apimachinery v0.36.3
+	k8s.io/client-go v0.36.3
 	k8s.io/cri-streaming v0.36.3
 	k8s.io/utils v0.0.0-20260210185600-b8788abfbbc2
 )
@@ -79,9 +83,7 @@ require (
 	gopkg.in/inf.v0 v0.9.1 // indirect
 	gopkg.in/yaml.v3 v3.0.1 // indirect
 	k8s.io/api v0.36.3 // indirect
-	k8s.io/apimachinery v0.36.3 // indirect
 	k8s.io/cli-runtime v0.36.3 // indirect
-	k8s.io/client-go v0.36.3 // indirect
 	k8s.io/component-base v0.36.3 // indirect
 	k8s.io/component-helpers v0.36.3 // indirect
 	k8s.io/klog/v2 v2.140.0 // indirect

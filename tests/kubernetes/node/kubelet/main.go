@@ -1,8 +1,8 @@
 // Command kubelet is the part of a kubelet that the API server calls for exec, attach, port-forward and logs.
 //
-// It has no containers. Every pod is the same folder of this machine: commands run there as child processes of
-// this one, and logs are files in it. A port of a pod is one of 127.0.0.1. Only clients with a certificate of
-// the given CA may ask for any of that.
+// It has no containers. Every pod is the same folder of this machine: commands run there as child processes
+// of this one, and logs are files in it. A port of a pod is one of 127.0.0.1. Only clients with a certificate
+// of the given CA may ask for any of that.
 package main
 
 import (
@@ -23,6 +23,7 @@ import (
 	"strconv"
 	"time"
 
+	"github.com/creack/pty"
 	"k8s.io/cri-streaming/pkg/streaming/portforward"
 	"k8s.io/cri-streaming/pkg/streaming/remotecommand"
 	utilexec "k8s.io/utils/exec"
@@ -138,15 +139,15 @@ func streams(w http.ResponseWriter, r *http.Request) (*remotecommand.Options, bo
 
 // ExecInContainer runs a command to its end. Its error has the exit code, if that is not 0.
 func (k *kubelet) ExecInContainer(ctx context.Context, _, _, _ string, words []string, in io.Reader,
-	out, errOut io.WriteCloser, tty bool, _ <-chan remotecommand.TerminalSize, _ time.Duration) error {
-	if tty {
-		return errors.New("this kubelet has no terminals")
-	}
+	out, errOut io.WriteCloser, tty bool, resize <-chan remotecommand.TerminalSize, _ time.Duration) error {
 	if len(words) == 0 {
 		return errors.New("there is no command")
 	}
 	command := exec.CommandContext(ctx, words[0], words[1:]...)
 	command.Dir = k.root
+	if tty {
+		return inTerminal(command, in, out, resize)
+	}
 	if out != nil {
 		command.Stdout = out
 		defer out.Close()
@@ -174,7 +175,39 @@ func (k *kubelet) ExecInContainer(ctx context.Context, _, _, _ string, words []s
 			_ = stdin.Close()
 		}()
 	}
-	err := command.Wait()
+	return exited(command.Wait())
+}
+
+// inTerminal runs a command in a terminal of its own, which has one output.
+func inTerminal(command *exec.Cmd, in io.Reader, out io.WriteCloser,
+	resize <-chan remotecommand.TerminalSize) error {
+	terminal, err := pty.Start(command)
+	if err != nil {
+		return err
+	}
+	defer terminal.Close()
+	if resize != nil {
+		go func() {
+			// The channel is closed with the connection. Once the command has ended, sizes have no effect.
+			for size := range resize {
+				_ = pty.Setsize(terminal, &pty.Winsize{Rows: size.Height, Cols: size.Width})
+			}
+		}()
+	}
+	if in != nil {
+		go func() { _, _ = io.Copy(terminal, in) }()
+	}
+	if out != nil {
+		defer out.Close()
+		// Reading a terminal fails once every process in it has ended.
+		_, _ = io.Copy(out, terminal)
+	}
+	return exited(command.Wait())
+}
+
+// exited tells the test that a command has ended, and returns its exit code as the client expects it.
+func exited(err error) error {
+	report("a command has ended")
 	if ended := (*exec.ExitError)(nil); errors.As(err, &ended) {
 		// A process that a signal has ended has no exit code; shells report at least 128 then.
 		code := ended.ExitCode()
@@ -238,14 +271,19 @@ func (k *kubelet) logs(w http.ResponseWriter, r *http.Request) {
 		if err == nil {
 			err = flusher.Flush()
 		}
-		if err != nil || !follow {
+		if !follow {
 			return
 		}
-		select {
-		case <-r.Context().Done():
+		if err == nil {
+			select {
+			case <-r.Context().Done():
+				err = r.Context().Err()
+			case <-time.After(followInterval):
+			}
+		}
+		if err != nil {
 			report("the client stopped following a log", "file", name)
 			return
-		case <-time.After(followInterval):
 		}
 	}
 }
