@@ -42,9 +42,9 @@ const API_SERVER: Module = Module {
 const NODE: Module = Module {
     folder: "kubernetes/node",
     name: "kubernetes-node",
-    source: &["kubelet/main.go"],
-    programs: &["kubectl", "kubelet"],
-    announcement: "kubectl and a kubelet of tests: about two minutes",
+    source: &["informers/main.go", "kubelet/main.go"],
+    programs: &["informers", "kubectl", "kubelet"],
+    announcement: "kubectl, and a kubelet and informers of tests: about two minutes",
 };
 
 const OLD_KUBECTL: Module = Module {
@@ -72,7 +72,9 @@ pub struct Tools {
     /// `kubectl` 1.29, which upgrades to SPDY only.
     pub kubectl_1_29: PathBuf,
     /// The kubelet of [`Node`](super::Node).
-    pub(super) kubelet: PathBuf,
+    pub kubelet: PathBuf,
+    /// A client that keeps copies of objects, see `tests/kubernetes/node/informers`.
+    pub informers: PathBuf,
 }
 
 /// Finds etcd and kube-apiserver, and builds them when this machine has none yet.
@@ -96,8 +98,8 @@ pub fn binaries() -> Result<Binaries> {
     Ok(Binaries { etcd: folder.join("etcd"), kube_apiserver: folder.join("kube-apiserver") })
 }
 
-/// Finds both `kubectl` and the kubelet, and builds them when this machine has none yet, even if
-/// `KUBEBUILDER_ASSETS` is set. Blocks for minutes when they must be built.
+/// Finds both `kubectl`, the kubelet and the informers, and builds them when this machine has none yet, even
+/// if `KUBEBUILDER_ASSETS` is set. Blocks for minutes when they must be built.
 ///
 /// # Errors
 ///
@@ -107,6 +109,7 @@ pub fn tools() -> Result<Tools> {
     Ok(Tools {
         kubectl: node.join("kubectl"),
         kubelet: node.join("kubelet"),
+        informers: node.join("informers"),
         kubectl_1_29: OLD_KUBECTL.provide()?.join("kubectl"),
     })
 }
@@ -227,9 +230,9 @@ fn go(module: &Path, arguments: &[&str]) -> Result<String> {
         .output();
     let output = match output {
         Err(error) if error.kind() == io::ErrorKind::NotFound => bail!(
-            "these tests run a real kube-apiserver, etcd and kubectl: install Go 1.26 or newer, which builds them \
-             once; for all but those of exec, attach, port-forward and logs, KUBEBUILDER_ASSETS may name a folder \
-             with the two servers instead (`setup-envtest use -p path` makes one)"
+            "these tests run a real kube-apiserver, etcd and kubectl: install Go 1.26 or newer, which builds \
+             them once. Some tests need only the two servers: for those, KUBEBUILDER_ASSETS may name a \
+             folder with them instead (`setup-envtest use -p path` makes one)"
         ),
         output => output.context("could not run go")?,
     };
