@@ -1,224 +1,69 @@
-//! `kubectl exec`, `attach`, `cp`, `port-forward` and `logs` through kas and agentk, to a real API server and
-//! a kubelet: by SPDY and by WebSocket, which the audit log of kas tells. The kubectl of `PATH` is not used.
+//! `kubectl exec`, `attach`, `cp`, `port-forward`, `logs`, `get -w` and `--as` through kas and agentk, to a
+//! real API server and a kubelet: by SPDY and by WebSocket, which the audit log of kas tells.
 
 use std::{
     fs::{self, OpenOptions},
     io::Write as _,
     net::SocketAddr,
-    path::{Path, PathBuf},
-    process::{Output, Stdio},
+    path::Path,
+    sync::Arc,
 };
 
-use anyhow::{Context as _, Result, anyhow, ensure};
+use anyhow::{Context as _, Result, ensure};
+use rustix::process::Signal;
 use serde_json::{Value, json};
 use testkit::{
     agentk::Agentk,
-    certificates::Certificates,
-    kas::{Kas, eventually, replace, token},
-    kubernetes::{Access, Kubernetes, Node, Tools, tools},
+    gitlab::GitLab,
+    kas::{Kas, eventually, merge, token},
+    kubernetes::{Kubernetes, Tools, tools},
     process::SOON,
 };
 use tokio::{
-    io::{AsyncBufReadExt as _, AsyncReadExt as _, AsyncWriteExt as _, BufReader, Lines},
+    io::{AsyncReadExt as _, AsyncWriteExt as _},
     net::{TcpListener, TcpStream},
-    process::{Child, ChildStdout, Command},
     task::JoinSet,
     time::timeout,
 };
 
-use crate::setup::{AGENT, exclusive};
+use crate::{
+    clients::{Client, Endpoint, Files, MAY, POD, User, Workload, endpoint_of, line, lines, signal},
+    setup::{AGENT, Exclusive, exclusive},
+    terminal::Terminal,
+};
 
-const NAMESPACE: &str = "exec";
-const POD: &str = "pod";
-
-/// A user of kas, and the token of it.
-#[derive(Clone, Copy, Debug)]
-struct User {
-    name: &'static str,
-    token: &'static str,
-    /// As whom its requests run.
-    mode: &'static str,
-}
-
-/// May do all that agentk may.
-const JANE: User =
-    User { name: "jane", token: "kasu_janejanejanejanejanejanejanejanejanejanejan", mode: "agent" };
-/// Is impersonated, and may do everything in the cluster.
-const MAY: User =
-    User { name: "may", token: "kasu_maymaymaymaymaymaymaymaymaymaymaymaymaymaym", mode: "user" };
-
-/// A kubectl, and the protocol that it must use.
-#[derive(Clone, Debug)]
-struct Client {
-    name: &'static str,
-    program: PathBuf,
-    env: &'static [(&'static str, &'static str)],
-    upgrade: &'static str,
-    user: User,
-}
-
-impl Client {
-    fn all(tools: &Tools) -> [Self; 3] {
-        const SPDY: &[(&str, &str)] =
-            &[("KUBECTL_REMOTE_COMMAND_WEBSOCKETS", "false"), ("KUBECTL_PORT_FORWARD_WEBSOCKETS", "false")];
-        let current = || tools.kubectl.clone();
-        let old = tools.kubectl_1_29.clone();
-        [
-            Self { name: "1.29", program: old, env: &[], upgrade: "SPDY/3.1", user: JANE },
-            Self { name: "current", program: current(), env: &[], upgrade: "websocket", user: MAY },
-            Self { name: "current-spdy", program: current(), env: SPDY, upgrade: "SPDY/3.1", user: MAY },
-        ]
-    }
-}
+/// A user of GitLab, who may do all that agentk may, and act as others.
+pub(crate) const JOHN: User =
+    User { name: "gitlab:user:john", token: "pat:1:glpat-johnjohnjohnjohnjohn", mode: "agent" };
 
 /// A kas with the endpoint, an agentk that is connected to it, and a node with one pod.
 struct Setup {
     kas: Kas,
-    address: SocketAddr,
-    ca: PathBuf,
-    node: Node,
+    endpoint: Endpoint,
+    workload: Workload,
     _agentk: Agentk,
-    files: tempfile::TempDir,
+    kubernetes: Arc<Kubernetes>,
+    _exclusive: Exclusive,
 }
 
 impl Setup {
-    async fn start(kubernetes: &Kubernetes, tools: &Tools) -> Result<Self> {
-        let files = tempfile::TempDir::with_prefix("exec-test-")?;
-        let users: Vec<Value> = [JANE, MAY]
-            .into_iter()
-            .map(|user| {
-                let hash = ids::TokenHash::of(user.token.as_bytes()).to_hex();
-                json!({ "name": user.name, "tokens": [format!("sha256:{hash}")] })
-            })
-            .collect();
-        let users_file = files.path().join("users.yaml");
-        replace(&users_file, &serde_json::to_vec(&json!({ "users": users }))?)?;
-        let certificates = Certificates::new(files.path(), &["127.0.0.1"])?;
-        let kas = Kas::start_with_config(json!({
-            "agent": { "kubernetes_api": {
-                "listen": {
-                    "address": "127.0.0.1:0",
-                    "certificate_file": certificates.certificate,
-                    "key_file": certificates.key,
-                },
-                "users": { "file": users_file },
-                "access": [
-                    { "agents": "all", "users": ["kas:jane"], "as": "agent" },
-                    { "agents": "all", "users": ["kas:may"], "as": "user" },
-                ],
-            } },
-            "observability": { "audit": { "output": files.path().join("audit.log") } },
-        }))
-        .await?;
-        let address = kas
-            .process
-            .logged("where kubectl is served", |line| {
-                (line["message"] == "kas is serving").then(|| line["kubernetes"].as_str()?.parse().ok())?
-            })
-            .await?;
-        let node = Node::start(kubernetes, "exec-node").await?;
-        node.run_pod(kubernetes, NAMESPACE, POD).await?;
-        let bearer = kubernetes.service_account(NAMESPACE, "agentk", Access::Admin).await?;
-        let kubeconfig = kubernetes.kubeconfig_with_token(NAMESPACE, &bearer)?;
-        let agentk = Agentk::start_with_kubeconfig(kas.agent, &token(AGENT), &kubeconfig).await?;
+    async fn start(tools: &Tools, namespace: &'static str) -> Result<Self> {
+        Self::start_with(tools, namespace, json!({})).await
+    }
+
+    async fn start_with(tools: &Tools, namespace: &'static str, over: Value) -> Result<Self> {
+        let exclusive = exclusive().await?;
+        let kubernetes = Arc::clone(&exclusive.kubernetes);
+        let files = Files::new()?;
+        let mut config = files.config();
+        merge(&mut config, over);
+        let kas = Kas::start_with_config(config).await?;
+        let address = endpoint_of(&kas).await?;
+        let workload = Workload::start(&kubernetes, tools, namespace).await?;
+        let agentk = Agentk::start_with_kubeconfig(kas.agent, &token(AGENT), &workload.kubeconfig).await?;
         agentk.connected().await?;
-
-        let bound = Command::new(&tools.kubectl)
-            .arg("--kubeconfig")
-            .arg(kubernetes.admin_kubeconfig())
-            .args([
-                "create",
-                "clusterrolebinding",
-                "exec-may",
-                "--clusterrole=cluster-admin",
-                "--user=kas:may",
-            ])
-            .env("HOME", files.path())
-            .output()
-            .await?;
-        ensure!(bound.status.success(), "{bound:?}");
-        let setup = Self { kas, address, ca: certificates.ca, node, _agentk: agentk, files };
-        // A rule takes effect after a moment.
-        let [_, current, _] = Client::all(tools);
-        eventually("that the impersonated user may read pods", async || {
-            let output = setup.run(&current, &["get", "pod", POD], b"").await?;
-            Ok(if output.status.success() { Ok(()) } else { Err(output) })
-        })
-        .await?;
-        Ok(setup)
-    }
-
-    /// Prepares a kubectl that sends its requests to kas.
-    fn command(&self, client: &Client, arguments: &[&str]) -> Result<Command> {
-        let kubeconfig = self.files.path().join(client.user.name);
-        let cluster = json!({
-            "server": format!("https://{}/agents/{AGENT}", self.address),
-            "certificate-authority": self.ca,
-        });
-        let config = json!({
-            "apiVersion": "v1",
-            "kind": "Config",
-            "clusters": [{ "name": "c", "cluster": cluster }],
-            "users": [{ "name": "u", "user": { "token": client.user.token } }],
-            "contexts": [{ "name": "x", "context": { "cluster": "c", "user": "u", "namespace": NAMESPACE } }],
-            "current-context": "x",
-        });
-        replace(&kubeconfig, &serde_json::to_vec(&config)?)?;
-        let mut command = Command::new(&client.program);
-        command
-            .arg("--kubeconfig")
-            .arg(kubeconfig)
-            .args(arguments)
-            .env("HOME", self.files.path())
-            .env_remove("KUBECONFIG")
-            .env_remove("KUBECACHEDIR")
-            .env_remove("KUBECTL_REMOTE_COMMAND_WEBSOCKETS")
-            .env_remove("KUBECTL_PORT_FORWARD_WEBSOCKETS")
-            .envs(client.env.iter().copied())
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
-            .kill_on_drop(true);
-        Ok(command)
-    }
-
-    /// Runs kubectl to its end.
-    async fn run(&self, client: &Client, arguments: &[&str], input: &[u8]) -> Result<Output> {
-        let mut child = self.command(client, arguments)?.spawn().context("could not run kubectl")?;
-        let mut stdin = child.stdin.take().context("standard input is a pipe")?;
-        let write = async move {
-            // A kubectl that does not read its input is judged by how it ends.
-            let _ = stdin.write_all(input).await;
-        };
-        let both = async { tokio::join!(write, child.wait_with_output()).1 };
-        let output = timeout(SOON, both).await.with_context(|| format!("no end of {arguments:?}"))?;
-        Ok(output?)
-    }
-
-    /// Runs a kubectl that must succeed, and returns what it printed.
-    async fn output(&self, client: &Client, arguments: &[&str], input: &[u8]) -> Result<Vec<u8>> {
-        let output = self.run(client, arguments, input).await?;
-        let stderr = String::from_utf8_lossy(&output.stderr);
-        ensure!(output.status.success(), "{arguments:?}: {}: {stderr}", output.status);
-        Ok(output.stdout)
-    }
-
-    /// Returns the audit log's lines about requests of a kind that have ended.
-    fn ended(&self, kind: &str) -> Result<Vec<Value>> {
-        let text = fs::read_to_string(self.files.path().join("audit.log"))?;
-        // A line that is being written has no end yet.
-        let whole = text.rfind('\n').map_or("", |end| &text[..end]);
-        let lines = whole.lines().map(serde_json::from_str::<Value>).collect::<Result<Vec<_>, _>>()?;
-        Ok(lines.into_iter().filter(|line| line["event"] == "end" && line["kind"] == kind).collect())
-    }
-
-    /// Waits until `count` requests of a kind have ended after the first `before`, and returns those.
-    async fn ended_since(&self, kind: &str, before: usize, count: usize) -> Result<Vec<Value>> {
-        eventually("the ends of requests in the audit log", async || {
-            let lines = self.ended(kind)?.split_off(before);
-            Ok(if lines.len() >= count { Ok(lines) } else { Err(lines) })
-        })
-        .await
+        let endpoint = Endpoint { files, address, namespace };
+        Ok(Self { kas, endpoint, workload, _agentk: agentk, kubernetes, _exclusive: exclusive })
     }
 
     /// Runs one part of the test, in which `count` connections are upgraded, and compares the audit log: each
@@ -230,17 +75,17 @@ impl Setup {
         count: usize,
         part: impl AsyncFnOnce() -> Result<()>,
     ) -> Result<()> {
-        let before = self.ended("upgrade")?.len();
+        let files = &self.endpoint.files;
+        let before = files.audited("end", "upgrade")?.len();
         part().await?;
-        let lines = self.ended_since("upgrade", before, count).await?;
+        let lines = files.audited_since("end", "upgrade", before, count).await?;
         ensure!(lines.len() == count, "{count} upgrades: {lines:?}");
-        let subject = format!("kas:{}", client.user.name);
         for line in lines {
             ensure!(
                 line["upgrade"] == client.upgrade
                     && line["http_status"] == 101
                     && line["resource"] == resource
-                    && line["subject"] == *subject
+                    && line["subject"] == client.user.name
                     && line["mode"] == client.user.mode,
                 "{resource} by {}: {line}",
                 client.upgrade
@@ -253,7 +98,8 @@ impl Setup {
         for code in [0, 7] {
             self.audited(client, "pods/exec", 1, async || {
                 let script = format!("echo out; echo err >&2; exit {code}");
-                let output = self.run(client, &["exec", POD, "--", "sh", "-c", &script], b"").await?;
+                let output =
+                    self.endpoint.run(client, &["exec", POD, "--", "sh", "-c", &script], b"").await?;
                 let stderr = String::from_utf8_lossy(&output.stderr);
                 ensure!(
                     output.status.code() == Some(code)
@@ -273,7 +119,7 @@ impl Setup {
         for input in ["", "a\nb"] {
             self.audited(client, "pods/exec", 1, async || {
                 let command = ["exec", "-i", POD, "--", "sh", "-c", "cat; echo end"];
-                let output = self.output(client, &command, input.as_bytes()).await?;
+                let output = self.endpoint.output(client, &command, input.as_bytes()).await?;
                 ensure!(output == format!("{input}end\n").as_bytes(), "{output:?}");
                 Ok(())
             })
@@ -285,7 +131,7 @@ impl Setup {
     async fn eight_mebibytes_both_ways(&self, client: &Client) -> Result<()> {
         self.audited(client, "pods/exec", 1, async || {
             let large = noise(8 << 20);
-            let output = self.output(client, &["exec", "-i", POD, "--", "cat"], &large).await?;
+            let output = self.endpoint.output(client, &["exec", "-i", POD, "--", "cat"], &large).await?;
             ensure!(output == large, "{} bytes came back, or others", output.len());
             Ok(())
         })
@@ -293,22 +139,22 @@ impl Setup {
     }
 
     async fn copies(&self, client: &Client) -> Result<()> {
-        let local = self.files.path().join(format!("cp-{}", client.name));
+        let local = self.endpoint.files.path().join(format!("cp-{}", client.name));
         fs::create_dir_all(local.join("tree/sub"))?;
         fs::write(local.join("tree/large"), noise(3 << 20))?;
         fs::write(local.join("tree/sub/small"), "small")?;
-        let remote = self.node.root().join(client.name);
+        let remote = self.workload.node.root().join(client.name);
         fs::create_dir(&remote)?;
         let tree = text(&local.join("tree"))?.to_owned();
         let in_pod = format!("{POD}:{}/tree", client.name);
         // The first looks whether the destination is a folder.
         self.audited(client, "pods/exec", 2, async || {
-            self.output(client, &["cp", &tree, &in_pod], b"").await?;
+            self.endpoint.output(client, &["cp", &tree, &in_pod], b"").await?;
             same_tree(&local.join("tree"), &remote.join("tree"))
         })
         .await?;
         self.audited(client, "pods/exec", 1, async || {
-            self.output(client, &["cp", &in_pod, text(&local.join("back"))?], b"").await?;
+            self.endpoint.output(client, &["cp", &in_pod, text(&local.join("back"))?], b"").await?;
             same_tree(&local.join("tree"), &local.join("back"))
         })
         .await
@@ -316,7 +162,7 @@ impl Setup {
 
     async fn attaches(&self, client: &Client) -> Result<()> {
         self.audited(client, "pods/attach", 1, async || {
-            let mut child = self.command(client, &["attach", "-i", POD])?.spawn()?;
+            let mut child = self.endpoint.spawn(client, &["attach", "-i", POD])?;
             let mut stdin = child.stdin.take().context("standard input is a pipe")?;
             let mut lines = lines(&mut child)?;
             ensure!(line(&mut lines).await? == "attached");
@@ -356,7 +202,7 @@ impl Setup {
             anyhow::Ok(())
         });
         self.audited(client, "pods/portforward", 1, async || {
-            let mut child = self.command(client, &["port-forward", POD, &format!(":{port}")])?.spawn()?;
+            let mut child = self.endpoint.spawn(client, &["port-forward", POD, &format!(":{port}")])?;
             let mut lines = lines(&mut child)?;
             // Forwarding from 127.0.0.1:40001 -> 40000
             let said = line(&mut lines).await?;
@@ -390,12 +236,13 @@ impl Setup {
     }
 
     async fn follows_logs(&self, client: &Client) -> Result<()> {
-        let path = self.node.log_file(NAMESPACE, POD);
+        let files = &self.endpoint.files;
+        let path = self.workload.node.log_file(self.endpoint.namespace, POD);
         fs::write(&path, "first\n")?;
-        let before = self.ended("follow")?.len();
-        let kubelet = self.node.process.log_len();
-        ensure!(self.output(client, &["logs", POD], b"").await? == b"first\n");
-        let mut child = self.command(client, &["logs", "-f", POD])?.spawn()?;
+        let before = files.audited("end", "follow")?.len();
+        let kubelet = self.workload.node.process.log_len();
+        ensure!(self.endpoint.output(client, &["logs", POD], b"").await? == b"first\n");
+        let mut child = self.endpoint.spawn(client, &["logs", "-f", POD])?;
         let mut lines = lines(&mut child)?;
         ensure!(line(&mut lines).await? == "first");
         let mut log = OpenOptions::new().append(true).open(&path)?;
@@ -405,8 +252,8 @@ impl Setup {
         }
         child.kill().await?;
         let left = |line: &Value| (line["message"] == "the client stopped following a log").then_some(());
-        self.node.process.logged_since(kubelet, "that the client has left", left).await?;
-        let followed = self.ended_since("follow", before, 1).await?;
+        self.workload.node.process.logged_since(kubelet, "that the client has left", left).await?;
+        let followed = files.audited_since("end", "follow", before, 1).await?;
         ensure!(followed.len() == 1, "{followed:?}");
         for line in followed {
             ensure!(
@@ -418,6 +265,93 @@ impl Setup {
             );
         }
         Ok(())
+    }
+
+    /// The command has a terminal, which follows the size of that of kubectl.
+    async fn terminal(&self, client: &Client) -> Result<()> {
+        self.audited(client, "pods/exec", 1, async || {
+            let (mut terminal, program) = Terminal::open(33, 101)?;
+            let script =
+                "test -t 0 && test -t 1 && echo it has one; while read key; do stty size; done; exit 5";
+            let mut command =
+                self.endpoint.command(client, &["exec", "-it", POD, "--", "sh", "-c", script])?;
+            command.stdin(program.try_clone()?).stdout(program);
+            let mut child = command.spawn()?;
+            // It holds the other end too.
+            drop(command);
+            terminal.shows("it has one\r\n").await?;
+            for (rows, columns) in [(33, 101), (40, 120)] {
+                terminal.resize(rows, columns)?;
+                eventually("the size of the terminal", async || {
+                    // kubectl forgets a size that changes while it sends another.
+                    signal(&child, Signal::WINCH)?;
+                    terminal.press(b"\r")?;
+                    let screen = terminal.screen();
+                    let is_shown = screen.contains(&format!("{rows} {columns}\r\n"));
+                    Ok(if is_shown { Ok(()) } else { Err(screen) })
+                })
+                .await?;
+            }
+            // Ctrl-D.
+            terminal.press(&[4])?;
+            let ended = timeout(SOON, child.wait()).await.context("no end of exec")??;
+            ensure!(ended.code() == Some(5), "{ended}: {:?}", terminal.screen());
+            Ok(())
+        })
+        .await
+    }
+
+    async fn watches(&self, client: &Client) -> Result<()> {
+        let Self { endpoint, workload, kubernetes, .. } = self;
+        let before = endpoint.files.audited("end", "watch")?.len();
+        let mut child = endpoint.spawn(client, &["get", "pods", "-w", "-o", "name"])?;
+        let mut lines = lines(&mut child)?;
+        ensure!(line(&mut lines).await? == format!("pod/{POD}"));
+        let late = format!("late-{}", client.name.replace('.', "-"));
+        workload.node.run_pod(kubernetes, endpoint.namespace, &late).await?;
+        ensure!(line(&mut lines).await? == format!("pod/{late}"));
+        child.kill().await?;
+        for line in endpoint.files.audited_since("end", "watch", before, 1).await? {
+            ensure!(
+                line["http_status"] == 200 && line["verb"] == "watch" && line["ended_by"] == "client",
+                "{line}"
+            );
+        }
+        Ok(())
+    }
+
+    /// Users of kas act as nobody else.
+    async fn acts_as_nobody_else(&self, client: &Client) -> Result<()> {
+        let output = self.endpoint.run(client, &["get", "pod", POD, "--as=kas:may"], b"").await?;
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        let is_told = stderr.contains("this credential allows no Impersonate-* headers");
+        ensure!(!output.status.success() && is_told, "{output:?}");
+        Ok(())
+    }
+
+    /// Everything that kubectl does through the endpoint, with one client.
+    async fn everything(&self, client: &Client) -> Result<()> {
+        self.endpoint.is_allowed(client).await?;
+        let mut failures = Vec::new();
+        // One failure hides no other.
+        for (part, result) in [
+            ("exit codes", self.exit_codes_and_both_outputs(client).await),
+            ("end of input", self.end_of_input(client).await),
+            ("8 MiB", self.eight_mebibytes_both_ways(client).await),
+            ("terminal", self.terminal(client).await),
+            ("cp", self.copies(client).await),
+            ("attach", self.attaches(client).await),
+            ("port-forward", self.forwards_ports(client).await),
+            ("logs", self.follows_logs(client).await),
+            ("get -w", self.watches(client).await),
+            ("--as", self.acts_as_nobody_else(client).await),
+        ] {
+            if let Err(error) = result {
+                failures.push(format!("{part}: {error:#}"));
+            }
+        }
+        ensure!(failures.is_empty(), "{}", failures.join("\n"));
+        self.kas.metric_is("kas_kubernetes_open{kind=\"upgrade\"}", 0.0).await
     }
 }
 
@@ -439,38 +373,74 @@ fn same_tree(one: &Path, other: &Path) -> Result<()> {
     Ok(())
 }
 
-fn lines(child: &mut Child) -> Result<Lines<BufReader<ChildStdout>>> {
-    Ok(BufReader::new(child.stdout.take().context("standard output is a pipe")?).lines())
-}
-
-async fn line(lines: &mut Lines<BufReader<ChildStdout>>) -> Result<String> {
-    let read = timeout(SOON, lines.next_line()).await.context("no line came")?;
-    read?.ok_or_else(|| anyhow!("the output has ended"))
+pub(crate) async fn found_tools() -> Result<Tools> {
+    tokio::task::spawn_blocking(tools).await?
 }
 
 #[tokio::test]
-async fn kubectl_runs_attaches_copies_and_forwards_by_both_protocols() -> Result<()> {
-    let tools = tokio::task::spawn_blocking(tools).await??;
-    let exclusive = exclusive().await?;
-    let setup = Setup::start(&exclusive.kubernetes, &tools).await?;
-    let mut failures = Vec::new();
-    for client in Client::all(&tools) {
-        // One failure hides no other, and each names its client.
-        for (part, result) in [
-            ("exit codes", setup.exit_codes_and_both_outputs(&client).await),
-            ("end of input", setup.end_of_input(&client).await),
-            ("8 MiB", setup.eight_mebibytes_both_ways(&client).await),
-            ("cp", setup.copies(&client).await),
-            ("attach", setup.attaches(&client).await),
-            ("port-forward", setup.forwards_ports(&client).await),
-            ("logs", setup.follows_logs(&client).await),
-        ] {
-            if let Err(error) = result {
-                failures.push(format!("{}, {part}: {error:#}", client.name));
-            }
-        }
+async fn kubectl_1_29_does_everything_by_spdy() -> Result<()> {
+    let tools = found_tools().await?;
+    let setup = Setup::start(&tools, "exec-old").await?;
+    setup.everything(&Client::old(&tools)).await
+}
+
+#[tokio::test]
+async fn kubectl_does_everything_by_websocket() -> Result<()> {
+    let tools = found_tools().await?;
+    let setup = Setup::start(&tools, "exec").await?;
+    setup.everything(&Client::current(&tools)).await
+}
+
+#[tokio::test]
+async fn kubectl_without_websocket_does_everything_by_spdy() -> Result<()> {
+    let tools = found_tools().await?;
+    let setup = Setup::start(&tools, "exec-spdy").await?;
+    setup.everything(&Client::without_websocket(&tools)).await
+}
+
+/// `--as` is for users of GitLab who have the rights of agentk.
+#[tokio::test]
+async fn kubectl_acts_as_others_by_both_protocols() -> Result<()> {
+    let tools = found_tools().await?;
+    let gitlab = GitLab::start().await?;
+    gitlab.know(&token(AGENT), AGENT, "agent-1", 7);
+    gitlab.have_user("glpat-johnjohnjohnjohnjohn", john());
+    let setup = Setup::start_with(&tools, "exec-as", gitlab.config()).await?;
+    for client in [Client::old(&tools), Client::current(&tools)] {
+        let client = client.of(JOHN);
+        let may = async || setup.endpoint.run(&client, &["get", "pod", POD, "--as=kas:may"], b"").await;
+        eventually("that a rule takes effect", async || {
+            let output = may().await?;
+            Ok(if output.status.success() { Ok(()) } else { Err(output) })
+        })
+        .await?;
+        let exec = |user: &'static str| ["exec", user, POD, "--", "echo", "acted"];
+        setup
+            .audited(&client, "pods/exec", 1, async || {
+                let output = setup.endpoint.output(&client, &exec("--as=kas:may"), b"").await?;
+                ensure!(output == b"acted\n", "{output:?}");
+                Ok(())
+            })
+            .await?;
+        let upgraded = setup.endpoint.files.audited("end", "upgrade")?;
+        let last = upgraded.last().context("it is in the audit log")?;
+        ensure!(last["on_behalf_of"] == MAY.name, "{last}");
+        // Somebody without any right.
+        let output = setup.endpoint.run(&client, &exec("--as=kas:nobody"), b"").await?;
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        ensure!(
+            !output.status.success() && output.stdout.is_empty() && stderr.contains("kas:nobody"),
+            "{output:?}"
+        );
     }
-    ensure!(failures.is_empty(), "{}", failures.join("\n"));
-    setup.kas.metric_is("kas_kubernetes_open{kind=\"upgrade\"}", 0.0).await?;
     Ok(())
+}
+
+/// What GitLab says about [`JOHN`].
+pub(crate) fn john() -> Value {
+    json!({
+        "agent": { "id": AGENT, "config_project": { "id": 7 } },
+        "user": { "id": 5, "username": "john" },
+        "access_as": { "agent": {} },
+    })
 }

@@ -3,6 +3,7 @@
 //!
 //! One test runs at a time, so that what it measures is its own, and the API server is shared: see [`setup`].
 
+mod clients;
 mod deploy;
 mod exec;
 mod failures;
@@ -12,5 +13,6 @@ mod policy;
 mod reads;
 mod restart;
 mod setup;
+mod terminal;
 mod upgrades;
 mod writes;
