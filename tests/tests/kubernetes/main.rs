@@ -11,6 +11,7 @@ mod kubectl;
 mod memory;
 mod policy;
 mod reads;
+mod replicas;
 mod restart;
 mod setup;
 mod terminal;
