@@ -139,6 +139,8 @@ pub(crate) fn ci(args: &CiArgs) -> Result<ExitCode> {
                 summary.add("lints", Err(anyhow!("the thread that ran the lints panicked")), Duration::ZERO)
             }
         }
+        let are_built = tests.is_some();
+        summary.check("informers", || informers(are_built));
         summary.check("fuzz", fuzz);
     }
     if let Some(outcome) = tests {
@@ -239,6 +241,16 @@ fn test(install: bool, outcome: &mut Option<Outcome>) -> Result<Verdict> {
         [] => Verdict::Ok,
         skipped => Verdict::Skipped(skipped.to_vec()),
     })
+}
+
+/// Runs the test of informers, which others leave out because it takes two minutes. `--workspace` keeps cargo
+/// from building anything again with other features.
+fn informers(are_tests_built: bool) -> Result<Verdict> {
+    if !are_tests_built {
+        return Ok(Verdict::skipped("it needs the tools of the tests"));
+    }
+    let test = ["test", "--workspace", "--test", "kubernetes", "--", "--ignored", "informers_outlast"];
+    cargo_check(&test)
 }
 
 fn fuzz() -> Result<Verdict> {

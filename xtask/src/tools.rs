@@ -1,7 +1,7 @@
 //! Programs that the tests need in addition to cargo: what is missing, and how to install it.
 
 use std::{
-    env, fs,
+    fs,
     io::ErrorKind,
     path::Path,
     process::{Command, Stdio},
@@ -138,20 +138,8 @@ fn missing() -> Result<Vec<Missing>> {
             otherwise: "https://www.python.org/downloads/",
         });
     }
-    let has_assets = env::var_os("KUBEBUILDER_ASSETS").is_some_and(|folder| !folder.is_empty());
-    if has_assets && find_program("go").is_none() {
-        missing.push(Missing {
-            what: "Go (builds an agent with the libraries of GitLab's, and a client)".to_owned(),
-            debian: Some("golang-go"),
-            otherwise: "https://go.dev/dl/",
-        });
-    }
-    if !has_assets && let Some(what) = go_missing()? {
-        missing.push(Missing {
-            what,
-            debian: None,
-            otherwise: "https://go.dev/dl/, or set KUBEBUILDER_ASSETS to a folder with etcd and kube-apiserver",
-        });
+    if let Some(what) = go_missing()? {
+        missing.push(Missing { what, debian: None, otherwise: "https://go.dev/dl/" });
     }
     Ok(missing)
 }
@@ -228,15 +216,30 @@ fn envoy_install() -> Result<()> {
 /// The oldest Go that downloads the version of the module by itself.
 const GO_THAT_FETCHES: (u32, u32) = (1, 21);
 
-/// Returns the problem with Go, which builds the Kubernetes API server of the tests.
+/// The modules of Go whose programs the tests run.
+const GO_MODULES: [&str; 3] = ["tests/kubernetes", "tests/kubernetes/node", "tests/kubernetes/kubectl-1.29"];
+
+/// Returns the newest version of Go that one of the modules needs.
+fn go_wanted() -> Result<String> {
+    let mut newest = String::new();
+    for module in GO_MODULES {
+        let file = format!("{module}/go.mod");
+        let text = fs::read_to_string(root().join(&file)).with_context(|| format!("cannot read {file}"))?;
+        let wanted = text
+            .lines()
+            .find_map(|line| line.strip_prefix("go "))
+            .with_context(|| format!("{file} names no version of Go"))?;
+        if parse_go(wanted) > parse_go(&newest) {
+            wanted.clone_into(&mut newest);
+        }
+    }
+    Ok(newest)
+}
+
+/// Returns the problem with Go, which builds the API server, the kubelet and the clients of the tests.
 fn go_missing() -> Result<Option<String>> {
-    let module = fs::read_to_string(root().join("tests/kubernetes/go.mod"))
-        .context("cannot read tests/kubernetes/go.mod")?;
-    let wanted = module
-        .lines()
-        .find_map(|line| line.strip_prefix("go "))
-        .context("tests/kubernetes/go.mod names no version of Go")?;
-    let purpose = format!("Go {wanted} (builds the kube-apiserver that tests run)");
+    let wanted = go_wanted()?;
+    let purpose = format!("Go {wanted} (builds the kube-apiserver and kubectl that tests run)");
     // Not in the module's folder, where an older Go would download a newer one first.
     let output =
         Command::new("go").args(["env", "GOVERSION"]).env("GOTOOLCHAIN", "local").current_dir("/").output();
@@ -245,7 +248,7 @@ fn go_missing() -> Result<Option<String>> {
         output => String::from_utf8_lossy(&output.context("cannot run go")?.stdout).trim().to_owned(),
     };
     let found = parse_go(version.trim_start_matches("go"));
-    let enough = found >= parse_go(wanted) || (found >= GO_THAT_FETCHES && go_fetches());
+    let enough = found >= parse_go(&wanted) || (found >= GO_THAT_FETCHES && go_fetches());
     Ok((!enough).then(|| format!("{purpose}; this one is {version}")))
 }
 
@@ -318,6 +321,11 @@ mod tests {
         assert_eq!(parse_go("1.26.0 X:something"), (1, 26));
         assert!(parse_go("1.26") > parse_go("1.9.7"));
         assert_eq!(parse_go("devel"), (0, 0));
+    }
+
+    #[test]
+    fn every_module_of_the_tests_names_its_version_of_go() {
+        assert!(parse_go(&go_wanted().unwrap()) >= (1, 26));
     }
 
     #[test]

@@ -4,17 +4,23 @@
 //! gets no ServiceAccount by itself, and a deleted namespace never finishes. What a test needs of that, the
 //! methods here create by hand. `tests/kubernetes/go.mod` says which versions run.
 //!
+//! [`Node`] adds a node whose kubelet serves exec, attach, port-forward and logs, for tests of those.
+//! [`tools`] returns the `kubectl` of the API server's version and an old one, for tests where the version
+//! matters; the methods here run that of `PATH`.
+//!
 //! `pods/proxy` and `services/proxy` make the API server dial the pod's IP address: a test that sets one must
 //! run in a network namespace without a route out.
+
+mod build;
+mod node;
 
 use std::{
     env,
     ffi::OsString,
-    fmt::Write as _,
-    fs::{self, File, OpenOptions},
-    io::{self, Write as _},
+    fs::{self, OpenOptions},
+    io,
     net::{Ipv4Addr, SocketAddr},
-    path::{self, Path, PathBuf},
+    path::{Path, PathBuf},
     process::{Child, Command, ExitStatus, Stdio},
     sync::{
         Arc, LazyLock,
@@ -26,7 +32,6 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, anyhow, bail, ensure};
-use aws_lc_rs::digest;
 use base64::{Engine as _, prelude::BASE64_STANDARD};
 use bytes::Bytes;
 use futures_util::future::try_join_all;
@@ -49,6 +54,11 @@ use tokio::{
 };
 use tokio_rustls::TlsConnector;
 
+pub use self::{
+    build::{Binaries, Tools, binaries, cache_folder, tools},
+    node::Node,
+};
+
 /// How long a server may take to become ready. It takes about 3 s on two idle cores; the rest is for a
 /// machine that compiles at the same time. Longer only delays the report of a server that hangs.
 const READY_WITHIN: Duration = Duration::from_secs(120);
@@ -69,165 +79,6 @@ const PORT_ATTEMPTS: usize = 5;
 
 /// How many lines of a server's output an error repeats.
 const OUTPUT_LINES: usize = 25;
-
-/// Where the servers' executables are.
-#[derive(Debug, Clone)]
-pub struct Binaries {
-    /// The etcd server.
-    pub etcd: PathBuf,
-    /// The Kubernetes API server.
-    pub kube_apiserver: PathBuf,
-}
-
-impl Binaries {
-    /// Takes both from one folder, or says which one it lacks.
-    fn in_folder(folder: &Path) -> Result<Self> {
-        let found = Self { etcd: folder.join("etcd"), kube_apiserver: folder.join("kube-apiserver") };
-        for path in [&found.etcd, &found.kube_apiserver] {
-            ensure!(path.is_file(), "{} does not exist", path.display());
-        }
-        Ok(found)
-    }
-}
-
-/// Finds etcd and kube-apiserver, and builds them when this machine has none yet.
-///
-/// `KUBEBUILDER_ASSETS` names a folder that holds both. Without it they come from a folder under
-/// `KAS_TEST_CACHE` (or `$XDG_CACHE_HOME/kas-tests`, or `~/.cache/kas-tests`), named after the module's
-/// requirements and the version of Go. Blocks for minutes when that folder must be built first.
-///
-/// # Errors
-///
-/// When neither assets nor Go exist: a test that needs Kubernetes fails rather than skips.
-pub fn binaries() -> Result<Binaries> {
-    if let Some(folder) = env::var_os("KUBEBUILDER_ASSETS").filter(|folder| !folder.is_empty()) {
-        let folder = path::absolute(folder).context("KUBEBUILDER_ASSETS is not a path")?;
-        return Binaries::in_folder(&folder).context("KUBEBUILDER_ASSETS lacks a server");
-    }
-
-    let module = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/kubernetes");
-    let requirements =
-        fs::read_to_string(module.join("go.mod")).context("could not read tests/kubernetes/go.mod")?;
-    let sums = fs::read_to_string(module.join("go.sum")).context("could not read tests/kubernetes/go.sum")?;
-    let go = go(&module, &["version"])?;
-
-    let mut key = digest::Context::new(&digest::SHA256);
-    for part in [&requirements, &sums, &go] {
-        key.update(part.as_bytes());
-        key.update(&[0]);
-    }
-    let name = format!("kubernetes-{}", &hex::encode(key.finish())[..16]);
-    let cache = cache_folder()?;
-    let folder = cache.join(&name);
-    if let Ok(found) = Binaries::in_folder(&folder) {
-        return Ok(found);
-    }
-
-    fs::create_dir_all(&cache).with_context(|| format!("could not create {}", cache.display()))?;
-    // Test processes run at the same time: one builds, the others wait here and then find the result.
-    let lock =
-        File::create(cache.join(format!("{name}.lock"))).context("could not create the build's lock")?;
-    lock.lock().context("could not lock the build")?;
-    if let Ok(found) = Binaries::in_folder(&folder) {
-        return Ok(found);
-    }
-
-    // The handle rather than `eprintln!`, which the test harness holds back until the test has ended.
-    let _ = writeln!(
-        io::stderr(),
-        "building kube-apiserver and etcd into {}: about five minutes, this first time only",
-        folder.display()
-    );
-    build(&module, &requirements, &cache.join(format!("{name}.partial")), &folder)?;
-    Binaries::in_folder(&folder)
-}
-
-/// Builds every tool of the module, and lets `folder` appear only when it is complete.
-fn build(module: &Path, requirements: &str, partial: &Path, folder: &Path) -> Result<()> {
-    if partial.exists() {
-        fs::remove_dir_all(partial).context("could not remove an unfinished build")?;
-    }
-    fs::create_dir_all(partial).context("could not create the build's folder")?;
-
-    let mut output = partial.as_os_str().to_owned();
-    output.push("/");
-    let output = output.into_string().map_err(|_| anyhow!("the path of the test cache is not UTF-8"))?;
-    let flags = linker_flags(requirements)?;
-    // Two at a time, which peaks at 1.9 GiB: other tests may compile meanwhile.
-    let build = ["build", "-mod=readonly", "-trimpath", "-p", "2", "-ldflags", &flags, "-o", &output, "tool"];
-    go(module, &build).context("could not build kube-apiserver and etcd")?;
-
-    // Go names a command after the last part of its import path.
-    fs::rename(partial.join("server"), partial.join("etcd")).context("the build left no etcd")?;
-    fs::rename(partial, folder).context("could not move the build to its place")?;
-    Ok(())
-}
-
-/// Sets the version of the API server to that of its release build: clients read it from `/version`.
-fn linker_flags(requirements: &str) -> Result<String> {
-    let version = requirements
-        .lines()
-        .filter_map(|line| line.trim().strip_prefix("k8s.io/kubernetes v"))
-        .find_map(|rest| rest.split_whitespace().next())
-        .context("tests/kubernetes/go.mod does not require k8s.io/kubernetes")?;
-    let mut parts = version.split('.');
-    let (Some(major), Some(minor)) = (parts.next(), parts.next()) else {
-        bail!("{version} is not a version of Kubernetes");
-    };
-
-    let mut flags = "-s -w".to_owned();
-    for (name, value) in
-        [("gitVersion", format!("v{version}").as_str()), ("gitMajor", major), ("gitMinor", minor)]
-    {
-        for package in ["k8s.io/component-base/version", "k8s.io/client-go/pkg/version"] {
-            write!(flags, " -X {package}.{name}={value}").expect("writing to a String cannot fail");
-        }
-    }
-    Ok(flags)
-}
-
-/// Runs Go in the module and returns what it wrote to standard output.
-fn go(module: &Path, arguments: &[&str]) -> Result<String> {
-    let output = Command::new("go")
-        .args(arguments)
-        .current_dir(module)
-        // No C compiler is needed, and a `go.work` above the checkout must not change what is built.
-        .env("CGO_ENABLED", "0")
-        .env("GOWORK", "off")
-        .stdin(Stdio::null())
-        .output();
-    let output = match output {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => bail!(
-            "these tests run a real kube-apiserver and etcd: install Go 1.26 or newer, which builds them once, or \
-             set KUBEBUILDER_ASSETS to a folder that holds both (`setup-envtest use -p path` makes one)"
-        ),
-        output => output.context("could not run go")?,
-    };
-    ensure!(
-        output.status.success(),
-        "go {} failed ({}): {}",
-        arguments[0],
-        output.status,
-        last_lines(&String::from_utf8_lossy(&output.stderr))
-    );
-    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
-}
-
-/// Returns the folder where tests keep what takes long to make: `KAS_TEST_CACHE`, else `kas-tests` among the
-/// caches of the user. It may not exist yet.
-///
-/// # Errors
-///
-/// When neither is set.
-pub fn cache_folder() -> Result<PathBuf> {
-    let set = |name| env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
-    let folder = set("KAS_TEST_CACHE")
-        .or_else(|| set("XDG_CACHE_HOME").map(|cache| cache.join("kas-tests")))
-        .or_else(|| set("HOME").map(|home| home.join(".cache/kas-tests")))
-        .context("set KAS_TEST_CACHE to a folder that may keep kube-apiserver and etcd between runs")?;
-    // Go and the servers run in folders of their own, where a relative path would mean another place.
-    path::absolute(&folder).with_context(|| format!("{} is not a path", folder.display()))
-}
 
 /// What a service account may do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -428,9 +279,14 @@ impl Kubernetes {
             connection.wait_until_may_list_pods(namespace, name).await?;
         }
 
-        let token =
-            self.kubectl(&["create", "token", name, "--namespace", namespace, "--duration=24h"]).await?;
-        Ok(token.trim().to_owned())
+        let request = json!({
+            "apiVersion": "authentication.k8s.io/v1",
+            "kind": "TokenRequest",
+            "spec": { "expirationSeconds": 24 * 60 * 60 },
+        });
+        let answer = connection.create(&format!("{accounts}/{name}/token"), &request).await?;
+        let token = answer["status"]["token"].as_str().context("the API server returned no token")?;
+        Ok(token.to_owned())
     }
 
     /// Creates pods named `{prefix}-00000` and up, and the namespace when it does not exist. They stay
@@ -638,7 +494,8 @@ struct Keys {
 
 impl Keys {
     /// Writes `ca.crt`, `serving.{crt,key}`, `front-proxy-ca.crt`, `front-proxy-client.{crt,key}`,
-    /// `service-account.{key,pub}` and `tokens.csv`.
+    /// `kubelet-ca.crt`, `kubelet.{crt,key}`, `kubelet-client.{crt,key}`, `service-account.{key,pub}` and
+    /// `tokens.csv`.
     fn create(dir: &Path) -> Result<Self> {
         let write = |name: &str, content: &str| {
             fs::write(dir.join(name), content).with_context(|| format!("could not write {name}"))
@@ -661,6 +518,19 @@ impl Keys {
         let (certificate, key) = issue(client_certificate("front-proxy-client", None), &front_proxy)?;
         write("front-proxy-client.crt", &certificate.pem())?;
         write("front-proxy-client.key", &key.serialize_pem())?;
+
+        // A separate CA again: a kubelet runs any command for a client with a certificate of it.
+        let kubelets = authority("kubelet-ca")?;
+        write("kubelet-ca.crt", &kubelets.pem())?;
+        let mut serving = CertificateParams::new(["127.0.0.1".to_owned()])?;
+        serving.distinguished_name.push(DnType::CommonName, "kubelet");
+        serving.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth];
+        let (certificate, key) = issue(serving, &kubelets)?;
+        write("kubelet.crt", &certificate.pem())?;
+        write("kubelet.key", &key.serialize_pem())?;
+        let (certificate, key) = issue(client_certificate("kubelet-client", None), &kubelets)?;
+        write("kubelet-client.crt", &certificate.pem())?;
+        write("kubelet-client.key", &key.serialize_pem())?;
 
         let service_account = KeyPair::generate_for(&PKCS_ECDSA_P256_SHA256)?;
         write("service-account.key", &service_account.serialize_pem())?;
@@ -814,6 +684,10 @@ async fn start_api_server(
         ("authorization-mode", "Node,RBAC".into()),
         ("allow-privileged", "true".into()),
         ("service-cluster-ip-range", "10.0.0.0/24".into()),
+        ("kubelet-client-certificate", dir.join("kubelet-client.crt").into()),
+        ("kubelet-client-key", dir.join("kubelet-client.key").into()),
+        ("kubelet-certificate-authority", dir.join("kubelet-ca.crt").into()),
+        ("kubelet-preferred-address-types", "InternalIP".into()),
         ("service-account-issuer", "https://kubernetes.default.svc".into()),
         ("service-account-signing-key-file", dir.join("service-account.key").into()),
         ("service-account-key-file", dir.join("service-account.pub").into()),
@@ -1063,10 +937,25 @@ impl Connection {
         Ok((status, body))
     }
 
-    /// Creates an object that must not exist yet.
-    async fn create(&self, path: &str, object: &Value) -> Result<()> {
+    /// Creates an object that must not exist yet, and returns it as the API server has stored it.
+    async fn create(&self, path: &str, object: &Value) -> Result<Value> {
         let (status, answer) = self.post(path, object).await?;
         ensure!(status.is_success(), "the API server refused POST {path} ({status}): {}", reason(&answer));
+        Ok(answer)
+    }
+
+    /// Creates an object with a status, which the API server ignores in the first of the two requests.
+    async fn create_with_status(&self, path: &str, object: &Value, status: Value) -> Result<()> {
+        let mut object = self.create(path, object).await?;
+        let name = object["metadata"]["name"].as_str().context("a created object has a name")?;
+        let path = format!("{path}/{name}/status");
+        object["status"] = status;
+        let (status, body) = self.send(Method::PUT, &path, object.to_string().into()).await?;
+        ensure!(
+            status.is_success(),
+            "the API server refused PUT {path} ({status}): {}",
+            String::from_utf8_lossy(&body)
+        );
         Ok(())
     }
 

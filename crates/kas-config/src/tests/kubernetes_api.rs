@@ -85,7 +85,10 @@ fn certificates_of_users_are_a_source_of_identity_and_need_tls() {
     let told = warnings(
         "agent: {kubernetes_api: {listen: {certificate_file: /c, key_file: /k, client_ca_file: /ca}}}",
     );
-    assert_eq!(told, ["agent.kubernetes_api.access: has no rule, so every user of listen.client_ca_file is refused"]);
+    assert_eq!(
+        told,
+        ["agent.kubernetes_api.access: has no rule, so every user of listen.client_ca_file is refused"]
+    );
 }
 
 #[test]
@@ -396,7 +399,10 @@ fn issuers_are_a_source_and_rules_may_name_their_callers() {
              `kas:`, of oidc[0] begin with `corp:`"
         ]
     );
-    assert_eq!(told(&oidc), ["agent.kubernetes_api.access: has no rule, so every user of oidc[0] is refused"]);
+    assert_eq!(
+        told(&oidc),
+        ["agent.kubernetes_api.access: has no rule, so every user of oidc[0] is refused"]
+    );
     assert_eq!(
         told(&format!("{USERS}, {oidc}")),
         ["agent.kubernetes_api.access: has no rule, so every user of users.file, oidc[0] is refused"]
