@@ -272,6 +272,10 @@ pub(super) fn answers(case: &Case, prefix: &str, direct: &Answer, through: &Answ
     let mut got = fields(&through.fields, |name| !HOP_BY_HOP.contains(&name));
     let server = got.remove("server").unwrap_or_default();
     ensure!(server.len() == 1 && server[0].starts_with("gitlab-kas/"), "Server is {server:?}");
+    // Over HTTP/1.1, hyper does not announce the length of a body that is not there.
+    if direct.status == 304 && !got.contains_key("content-length") {
+        expected.remove("content-length");
+    }
     let id = got.remove("x-request-id").unwrap_or_default();
     ensure!(id.len() == 1 && id[0].len() == 32, "X-Request-Id is {id:?}");
     equal("a header of the answer", &expected, &got)
