@@ -191,14 +191,14 @@ impl Segment {
             (Some(end), Some(other_end)) => {
                 let (begin, other_begin) = (&*self.begin, &*other.begin);
                 (begin.starts_with(other_begin) || other_begin.starts_with(begin))
-                    && (end.ends_with(&**other_end) || other_end.ends_with(&**end))
+                    && (end.ends_with(other_end.as_str()) || other_end.ends_with(end.as_str()))
             }
         }
     }
 
     /// Whether it can be this text. `end` is what follows its claim.
     fn can_be(&self, text: &str, end: &str) -> bool {
-        let rest = text.strip_prefix(&*self.begin).and_then(|rest| rest.strip_suffix(end));
+        let rest = text.strip_prefix(self.begin.as_str()).and_then(|rest| rest.strip_suffix(end));
         rest.is_some_and(|value| !value.is_empty())
     }
 }
