@@ -186,9 +186,9 @@ where
         self.get_or_begin(key, from, |before| Some(lookup(before))).await
     }
 
-    /// As [`Cache::get_for_a_time`], but `begin` may refuse to begin a lookup for this request. Other requests
-    /// for the key are not affected then. It is called while the cache is locked, so it must be short and not
-    /// use the cache.
+    /// As [`Cache::get_for_a_time`], but `begin` may refuse to begin a lookup for this request. Other
+    /// requests for the key are not affected then. It is called while the cache is locked, so it must be
+    /// short and not use the cache.
     ///
     /// # Errors
     /// As [`Cache::get`]; [`AuthError::Unavailable`] also if `begin` has refused.

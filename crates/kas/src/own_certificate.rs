@@ -22,9 +22,11 @@ use rcgen::{
 use time::OffsetDateTime;
 
 const DAY: Duration = Duration::from_secs(86_400);
-/// How long a certificate is valid. A new one has a new authority, and every kubeconfig must be written again.
+/// How long a certificate is valid. A new one has a new authority, and every kubeconfig must be written
+/// again.
 const VALIDITY: Duration = DAY.saturating_mul(3_650);
-/// A start replaces a certificate that is valid for less than this, so that it does not expire while kas runs.
+/// A start replaces a certificate that is valid for less than this, so that it does not expire while kas
+/// runs.
 const RENEWAL: Duration = DAY.saturating_mul(365);
 /// The certificate is valid from so long before it is made: the clock may be set back.
 const CLOCK_ERROR: Duration = DAY;
@@ -73,8 +75,8 @@ pub(crate) enum Outcome {
     Replaced(String),
 }
 
-/// Checks that a listener with this certificate, which may be used without TLS too, is on loopback. `bound` is
-/// where it listens: the configuration may have the name localhost, which the system resolves.
+/// Checks that a listener with this certificate, which may be used without TLS too, is on loopback. `bound`
+/// is where it listens: the configuration may have the name localhost, which the system resolves.
 ///
 /// # Errors
 /// [`Error::NotLoopback`].
@@ -83,8 +85,8 @@ pub(crate) fn check_bound(address: &str, bound: Option<SocketAddr>) -> Result<()
     if is_loopback { Ok(()) } else { Err(Error::NotLoopback { address: address.to_owned(), bound }) }
 }
 
-/// Makes the files unless there are good ones. `now` is the time since 1970. Only one process may do this at a
-/// time: the one that listens on the port.
+/// Makes the files unless there are good ones. `now` is the time since 1970. Only one process may do this at
+/// a time: the one that listens on the port.
 ///
 /// # Errors
 /// See [`Error`]. The server's file is written last, so that the next start makes both again.

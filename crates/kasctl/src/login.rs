@@ -90,8 +90,8 @@ async fn device_flow(client: &Client<'_>, scopes: &[String]) -> Result<(Endpoint
 /// Ends a login.
 ///
 /// # Errors
-/// There is no such login, or its file cannot be removed. An issuer that does not revoke the token causes only
-/// a warning.
+/// There is no such login, or its file cannot be removed. An issuer that does not revoke the token causes
+/// only a warning.
 pub(crate) async fn logout(args: &LogoutArgs) -> Result<Exit, Failure> {
     let logins = Logins::of_user()?;
     let selector = LoginSelector { issuer: args.issuer.clone(), client_id: args.client_id.clone() };

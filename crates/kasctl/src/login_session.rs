@@ -1,7 +1,7 @@
 //! Logins of `kasctl login`: a file for each issuer and client id, which only its owner can read.
 //!
-//! An issuer may accept a refresh token once, and give another one for it. So a login is refreshed under a lock,
-//! and processes that wait for the lock use the token that the first of them got.
+//! An issuer may accept a refresh token once, and give another one for it. So a login is refreshed under a
+//! lock, and processes that wait for the lock use the token that the first of them got.
 
 use std::{
     ffi::OsString,
@@ -138,8 +138,8 @@ pub(crate) struct Login {
     refresh_token: Option<SecretString>,
     #[serde(serialize_with = "expose", deserialize_with = "hide")]
     id_token: Option<SecretString>,
-    /// Refresh tokens of earlier logins, which may still be valid at the issuer. They are revoked when the user
-    /// logs out, and not before: issuers such as Keycloak end a new login with an old refresh token.
+    /// Refresh tokens of earlier logins, which may still be valid at the issuer. They are revoked when the
+    /// user logs out, and not before: issuers such as Keycloak end a new login with an old refresh token.
     #[serde(default, serialize_with = "expose_all", deserialize_with = "hide_all")]
     earlier: Vec<SecretString>,
 }
@@ -176,8 +176,8 @@ impl Login {
         }
     }
 
-    /// Takes over the refresh tokens of an earlier login, which this one replaces. Returns how many it has, and
-    /// those that are too many.
+    /// Takes over the refresh tokens of an earlier login, which this one replaces. Returns how many it has,
+    /// and those that are too many.
     pub(crate) fn replaces(&mut self, earlier: Self) -> (usize, Vec<SecretString>) {
         let own = self.refresh_token.as_ref().map(|token| token.expose_secret());
         let tokens = earlier.earlier.into_iter().chain(earlier.refresh_token);
@@ -327,7 +327,8 @@ impl Logins {
         loop {
             match file.try_lock() {
                 Ok(()) => break,
-                // Some network file systems have no locks. Then only one process at a time may refresh a login.
+                // Some network file systems have no locks. Then only one process at a time may refresh a
+                // login.
                 Err(TryLockError::Error(error)) if error.kind() == ErrorKind::Unsupported => break,
                 Err(TryLockError::Error(error)) => return Err(failed("lock", error).into()),
                 Err(TryLockError::WouldBlock) if Instant::now() >= until => {

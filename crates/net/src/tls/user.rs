@@ -95,7 +95,8 @@ impl UserVerifier {
                     source: rustls_pki_types::pem::Error::NoItemsFound,
                 });
             }
-            // One verifier cannot demand a list for the user's certificate only, and still look at the others.
+            // One verifier cannot demand a list for the user's certificate only, and still look at the
+            // others.
             of_chain = Some(build(builder().with_crls(lists.clone()).allow_unknown_revocation_status())?);
             of_user = of_user.with_crls(lists).only_check_end_entity_revocation();
         }

@@ -69,8 +69,8 @@ impl NameTemplate {
         }
     }
 
-    /// Whether both can give the same text, of which each would mean something else. No value has a `:`, unless
-    /// they are siblings.
+    /// Whether both can give the same text, of which each would mean something else. No value has a `:`,
+    /// unless they are siblings.
     fn overlaps(&self, other: &Self) -> bool {
         if self.parts == other.parts || self.is_sibling(other) {
             return false;
@@ -146,9 +146,9 @@ impl FromStr for NameTemplate {
     }
 }
 
-/// Forbids `:` in the values of group templates, unless it can mean nothing else: there is only one, or all are
-/// the same text with one claim behind it, as `corp:{groups}` and `corp:{roles}`. With `corp:{groups}` and
-/// `corp:team:{team}`, a group `team:x` would be taken for the team `x`.
+/// Forbids `:` in the values of group templates, unless it can mean nothing else: there is only one, or all
+/// are the same text with one claim behind it, as `corp:{groups}` and `corp:{roles}`. With `corp:{groups}`
+/// and `corp:team:{team}`, a group `team:x` would be taken for the team `x`.
 ///
 /// Templates without a claim do not count: everybody of the issuer has their groups.
 pub(super) fn forbid_colons(templates: &mut [NameTemplate]) {
