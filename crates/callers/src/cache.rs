@@ -183,12 +183,30 @@ where
     where
         F: Future<Output = Result<(T, Duration), AuthError>> + Send + 'static,
     {
-        let mut running = match self.find(key, from) {
+        self.get_or_begin(key, from, |before| Some(lookup(before))).await
+    }
+
+    /// As [`Cache::get_for_a_time`], but `begin` may refuse to begin a lookup for this request. Other
+    /// requests for the key are not affected then. It is called while the cache is locked, so it must be
+    /// short and not use the cache.
+    ///
+    /// # Errors
+    /// As [`Cache::get`]; [`AuthError::Unavailable`] also if `begin` has refused.
+    pub(crate) async fn get_or_begin<F>(
+        &self,
+        key: K,
+        from: Option<IpAddr>,
+        begin: impl FnOnce(Before) -> Option<F>,
+    ) -> LookupResult<T>
+    where
+        F: Future<Output = Result<(T, Duration), AuthError>> + Send + 'static,
+    {
+        let mut running = match self.find(key, from, begin) {
             Found::Known(result) => return result,
             Found::Running(running) => running,
-            Found::Nothing(before, sender) => {
+            Found::Nothing(lookup, sender) => {
                 let receiver = sender.subscribe();
-                let (shared, lookup) = (Arc::clone(&self.0), lookup(before));
+                let shared = Arc::clone(&self.0);
                 tokio::spawn(async move {
                     // The lookup must be removed, whatever happens.
                     let result = AssertUnwindSafe(lookup).catch_unwind().await;
@@ -204,7 +222,7 @@ where
         }
     }
 
-    fn find(&self, key: K, from: Option<IpAddr>) -> Found<T> {
+    fn find<F>(&self, key: K, from: Option<IpAddr>, begin: impl FnOnce(Before) -> Option<F>) -> Found<T, F> {
         let now = Instant::now();
         let mut state = self.0.state.lock();
         if let Some(answer) = state.answers.get(&key).filter(|answer| now < answer.until) {
@@ -216,24 +234,25 @@ where
         if let Some(running) = state.lookups.get(&key) {
             return Found::Running(running.result.clone());
         }
-        let Some(before) = state.begin(&key, from) else {
+        let Some(before) = state.may_begin(&key, from) else {
             return Found::Known(Err(AuthError::Unavailable));
         };
+        let Some(lookup) = begin(before) else { return Found::Known(Err(AuthError::Unavailable)) };
         let sender = watch::Sender::new(None);
-        state.lookups.insert(key, Lookup { result: sender.subscribe(), from, before });
-        Found::Nothing(before, sender)
+        state.begin(key, Lookup { result: sender.subscribe(), from, before });
+        Found::Nothing(lookup, sender)
     }
 }
 
-enum Found<T> {
+enum Found<T, F> {
     Known(LookupResult<T>),
     Running(watch::Receiver<Option<LookupResult<T>>>),
-    Nothing(Before, watch::Sender<Option<LookupResult<T>>>),
+    Nothing(F, watch::Sender<Option<LookupResult<T>>>),
 }
 
 impl<K: Copy + Eq + Hash, T> State<K, T> {
-    /// Counts one more lookup, and returns what is known of its key; `None`: there are too many.
-    fn begin(&mut self, key: &K, from: Option<IpAddr>) -> Option<Before> {
+    /// Returns what is known of a key that is to be looked up; `None`: there are too many lookups.
+    fn may_begin(&mut self, key: &K, from: Option<IpAddr>) -> Option<Before> {
         if self.accepted.get(key).is_some() {
             return (self.lookups.len() - self.unaccepted < MOST_LOOKUPS).then_some(Before::Accepted);
         }
@@ -241,10 +260,17 @@ impl<K: Copy + Eq + Hash, T> State<K, T> {
         if self.unaccepted >= MOST_LOOKUPS || of_network >= MOST_OF_NETWORK {
             return None;
         }
-        self.of_network.insert(from, of_network + 1);
-        self.unaccepted += 1;
         let is_known = from.is_some_and(|from| self.networks.get(&from).is_some());
         Some(if is_known { Before::NetworkAccepted } else { Before::Nothing })
+    }
+
+    /// Counts one more lookup.
+    fn begin(&mut self, key: K, lookup: Lookup<T>) {
+        if lookup.before != Before::Accepted {
+            *self.of_network.entry(lookup.from).or_default() += 1;
+            self.unaccepted += 1;
+        }
+        self.lookups.insert(key, lookup);
     }
 
     /// A lookup is over. Returns the network its key came from.
@@ -551,5 +577,17 @@ mod tests {
             c.get(&i.to_string(), Ok(i)).await.unwrap();
         }
         assert_eq!(c.cache.0.state.lock().answers.len(), 10);
+    }
+
+    #[tokio::test]
+    async fn a_lookup_that_may_not_begin_is_nobodys() {
+        let c = Counted::new(TTL);
+        let refuse = |_| None::<std::future::Ready<Result<(u32, Duration), AuthError>>>;
+        let mut refused = std::pin::pin!(c.cache.get_or_begin(c.key("a"), None, refuse));
+        let refused = futures_util::poll!(refused.as_mut()).map(|found| found.map(|answer| *answer.value));
+        assert_eq!(refused, std::task::Poll::Ready(Err(AuthError::Unavailable)));
+        assert_eq!(c.get("a", Ok(1)).await, Ok(1));
+        let state = c.cache.0.state.lock();
+        assert!(state.lookups.is_empty() && state.of_network.is_empty() && state.unaccepted == 0);
     }
 }

@@ -7,7 +7,7 @@
 use std::{fmt, net::IpAddr, sync::Arc, time::Duration};
 
 use async_trait::async_trait;
-use ids::{AgentId, FILE_USER_PREFIX};
+use ids::{AgentId, FILE_USER_PREFIX, check_identity_value};
 use rustls_pki_types::CertificateDer;
 use tokio::time::Instant;
 
@@ -18,7 +18,7 @@ use crate::{
 
 /// The most groups of a caller, as of a user of a file.
 const MOST_GROUPS: usize = 64;
-/// For how long a verified certificate is not verified again without a change. It may have expired meanwhile.
+/// For how long a verified certificate is not verified again without a change, unless it expires before.
 const FRESH: Duration = Duration::from_secs(10);
 
 /// The name in a certificate.
@@ -28,6 +28,8 @@ pub struct CertificateSubject {
     pub common_name: String,
     /// The organizations.
     pub organizations: Vec<String>,
+    /// When the certificates end, since 1970.
+    pub ends: Duration,
 }
 
 /// Verifies client certificates.
@@ -46,7 +48,7 @@ pub trait CertificateVerifier: Send + Sync + 'static {
 /// What an open request keeps.
 struct Held {
     certificate: ClientCertificate,
-    /// When it began, since 1970.
+    /// When the certificate was verified for it, since 1970.
     since: Duration,
 }
 
@@ -71,19 +73,26 @@ impl CertificateUsers {
         let now = Instant::now();
         // Before it is verified: a change meanwhile makes the result old.
         let version = self.0.version();
-        let since = process::clock::wall();
-        let user = match certificate.known(version, now) {
-            Some(user) => user,
+        let (user, since) = match certificate.known(version, now) {
+            Some(known) => known,
             None => {
-                let user = Arc::new(self.verify(certificate, since)?);
-                certificate.remember(&user, version, now + FRESH);
-                user
+                let since = process::clock::wall();
+                let (user, ends) = self.verify(certificate, since)?;
+                let user = Arc::new(user);
+                let fresh = FRESH.min(ends.saturating_sub(since));
+                certificate.remember(&user, version, since, now + fresh);
+                (user, since)
             }
         };
         Ok(caller(&user, Held { certificate: certificate.clone(), since }))
     }
 
-    fn verify(&self, certificate: &ClientCertificate, at: Duration) -> Result<CertificateUser, AuthError> {
+    /// Returns the user, and when its certificate ends.
+    fn verify(
+        &self,
+        certificate: &ClientCertificate,
+        at: Duration,
+    ) -> Result<(CertificateUser, Duration), AuthError> {
         let subject = self.0.verify(certificate.certificates(), at).ok_or(AuthError::Unknown)?;
         if subject.organizations.len() > MOST_GROUPS {
             tracing::debug!(
@@ -92,11 +101,22 @@ impl CertificateUsers {
             );
             return Err(AuthError::Forbidden);
         }
-        Ok(user(subject))
+        // Without the prefix: with it, nothing would be empty or begin with a space.
+        let mut values = std::iter::once(&subject.common_name).chain(&subject.organizations);
+        if values.any(|value| check_identity_value(value).is_err()) {
+            tracing::debug!(
+                user = ?subject.common_name,
+                "the common name or an organization of a certificate is empty, too long, or has outer spaces or \
+                 control characters"
+            );
+            return Err(AuthError::Forbidden);
+        }
+        let ends = subject.ends;
+        Ok((user(subject), ends))
     }
 }
 
-fn user(CertificateSubject { common_name, organizations }: CertificateSubject) -> CertificateUser {
+fn user(CertificateSubject { common_name, organizations, .. }: CertificateSubject) -> CertificateUser {
     let prefixed = |name: &str| format!("{FILE_USER_PREFIX}{name}");
     let access_type = vec![SourceKind::Certificate.access_type().to_owned()];
     CertificateUser {
@@ -144,8 +164,8 @@ impl Source for CertificateUsers {
 
     async fn recheck(&self, caller: &Caller, _agent: AgentId) -> Result<Caller, AuthError> {
         let Held { certificate, since } = caller.hold.state::<Held>().ok_or(AuthError::Unknown)?;
-        // As of the time when the request began, since it may go on when the certificate has expired.
-        let user = self.verify(certificate, *since)?;
+        // As of the time when it was verified for the request, which may go on when it has expired.
+        let (user, _) = self.verify(certificate, *since)?;
         Ok(self::caller(&user, Held { certificate: certificate.clone(), since: *since }))
     }
 
@@ -202,6 +222,7 @@ mod tests {
             is_good.then(|| CertificateSubject {
                 common_name: format!("user-{byte}"),
                 organizations: vec!["dev".to_owned(); usize::from(byte)],
+                ends: self.until,
             })
         }
 
@@ -267,11 +288,82 @@ mod tests {
         assert_eq!(users.authenticate(&certificate(1), agent(), None).await.unwrap_err(), AuthError::Unknown);
         let Credential::Certificate(certificate) = certificate(1) else { unreachable!() };
         let since = Duration::ZERO;
-        let begun = user(CertificateSubject { common_name: "user-1".into(), organizations: vec![] });
+        let begun = CertificateSubject {
+            common_name: "user-1".into(),
+            organizations: vec![],
+            ends: Duration::from_secs(1),
+        };
+        let begun = user(begun);
         let caller = caller(&begun, Held { certificate, since });
         assert!(users.recheck(&caller, agent()).await.is_err(), "it was never valid");
         let verifier = Bytes::new(Duration::from_secs(1));
         let users = CertificateUsers::new(verifier as _, &Changes::default());
         assert_eq!(&*users.recheck(&caller, agent()).await.unwrap().name, "kas:user-1");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_certificate_is_not_remembered_past_its_end() {
+        // It ends while it would still be fresh, by the clock of the runtime.
+        let left = FRESH / 2;
+        let verifier = Bytes::new(process::clock::wall() + left);
+        let users = CertificateUsers::new(Arc::clone(&verifier) as _, &Changes::default());
+        let jane = certificate(1);
+        let first = users.authenticate(&jane, agent(), None).await.unwrap();
+        tokio::time::advance(left).await;
+        // Not from memory: whether it has ended is a question for the verifier.
+        let _ = users.authenticate(&jane, agent(), None).await;
+        assert_eq!(verifier.asked.load(Ordering::SeqCst), 2);
+        users.recheck(&first, agent()).await.unwrap();
+    }
+
+    #[tokio::test]
+    async fn a_request_is_checked_again_as_of_the_time_of_the_verification() {
+        let verifier = Bytes::new(Duration::MAX);
+        let users = CertificateUsers::new(verifier as _, &Changes::default());
+        let jane = certificate(1);
+        let since = |caller: &Caller| caller.hold.state::<Held>().unwrap().since;
+        let first = since(&users.authenticate(&jane, agent(), None).await.unwrap());
+        while process::clock::wall() == first {
+            std::hint::spin_loop();
+        }
+        // From memory.
+        assert_eq!(since(&users.authenticate(&jane, agent(), None).await.unwrap()), first);
+    }
+
+    /// Accepts all certificates, with this subject.
+    struct Named(CertificateSubject);
+
+    impl CertificateVerifier for Named {
+        fn verify(&self, _: &[CertificateDer<'static>], _: Duration) -> Option<CertificateSubject> {
+            Some(self.0.clone())
+        }
+
+        fn version(&self) -> u64 {
+            0
+        }
+
+        fn report_to(&self, _: &Changes) {}
+    }
+
+    #[tokio::test]
+    async fn names_that_are_no_values_of_an_identity_are_forbidden() {
+        for (common_name, organization, is_good) in [
+            ("jane", "dev", true),
+            ("", "dev", false),
+            (" jane", "dev", false),
+            ("jane", "", false),
+            ("jane", "dev ", false),
+            ("jane", "d\nev", false),
+        ] {
+            let subject = CertificateSubject {
+                common_name: common_name.to_owned(),
+                organizations: vec!["sre".to_owned(), organization.to_owned()],
+                ends: Duration::MAX,
+            };
+            let users = CertificateUsers::new(Arc::new(Named(subject)), &Changes::default());
+            let found = users.authenticate(&certificate(1), agent(), None).await;
+            let expected = if is_good { None } else { Some(AuthError::Forbidden) };
+            assert_eq!(found.err(), expected, "{common_name:?} {organization:?}");
+        }
     }
 }

@@ -1,6 +1,6 @@
 //! The certificate of a client, and what is known of it.
 
-use std::{fmt, sync::Arc};
+use std::{fmt, sync::Arc, time::Duration};
 
 use parking_lot::Mutex;
 use rustls_pki_types::CertificateDer;
@@ -18,6 +18,8 @@ struct Shared {
 /// Whose it is, and how long that counts.
 struct Verified {
     version: u64,
+    /// When it was verified, since 1970.
+    since: Duration,
     until: Instant,
     user: Arc<CertificateUser>,
 }
@@ -40,16 +42,24 @@ impl ClientCertificate {
         &self.0.certificates
     }
 
-    /// Returns the user that was remembered, if it is still known in this version and at this time.
-    pub(crate) fn known(&self, version: u64, now: Instant) -> Option<Arc<CertificateUser>> {
+    /// Returns the user that was remembered, if it is still known in this version and at this time, and when
+    /// the certificate was verified, since 1970.
+    pub(crate) fn known(&self, version: u64, now: Instant) -> Option<(Arc<CertificateUser>, Duration)> {
         let verified = self.0.verified.lock();
         let known = verified.as_ref().filter(|known| known.version == version && now < known.until);
-        known.map(|known| Arc::clone(&known.user))
+        known.map(|known| (Arc::clone(&known.user), known.since))
     }
 
-    /// Remembers the user for [`ClientCertificate::known`].
-    pub(crate) fn remember(&self, user: &Arc<CertificateUser>, version: u64, until: Instant) {
-        *self.0.verified.lock() = Some(Verified { version, until, user: Arc::clone(user) });
+    /// Remembers the user for [`ClientCertificate::known`]. `since` is when the certificate was verified,
+    /// since 1970.
+    pub(crate) fn remember(
+        &self,
+        user: &Arc<CertificateUser>,
+        version: u64,
+        since: Duration,
+        until: Instant,
+    ) {
+        *self.0.verified.lock() = Some(Verified { version, since, until, user: Arc::clone(user) });
     }
 }
 

@@ -48,25 +48,25 @@ impl Finder {
     /// [`AuthError::Unknown`] if no replica knows it; [`AuthError::Unavailable`] if that cannot be said now,
     /// or if too many questions run.
     pub(crate) async fn find(&self, caller: &Arc<str>, agent: AgentId) -> Result<Arc<KnownAgent>, AuthError> {
-        let lookup = |_: Before| {
+        let begin = |_: Before| {
             // The share is that of the caller that begins the question. It runs on if that caller leaves.
-            let place = Shares::take(&self.shares, caller);
+            let Some(place) = Shares::take(&self.shares, caller) else {
+                tracing::debug!(agent.id = agent.get(), "too many unknown agents are asked for");
+                return None;
+            };
             let agents = Arc::clone(&self.agents);
-            async move {
-                let Some(_place) = place else {
-                    tracing::debug!(agent.id = agent.get(), "too many unknown agents are asked for");
-                    return Err(AuthError::Unavailable);
-                };
+            Some(async move {
+                let _place = place;
                 match agents.find(agent).await {
-                    Ok(found) => found.ok_or(AuthError::Unknown),
+                    Ok(found) => found.map(|found| (found, Duration::MAX)).ok_or(AuthError::Unknown),
                     Err(error) => {
                         tracing::debug!(agent.id = agent.get(), error, "an agent cannot be looked up");
                         Err(AuthError::Unavailable)
                     }
                 }
-            }
+            })
         };
-        self.cache.get(agent, None, lookup).await.map(|answer| answer.value)
+        self.cache.get_or_begin(agent, None, begin).await.map(|answer| answer.value)
     }
 }
 
@@ -227,6 +227,19 @@ mod tests {
             tokio::time::advance(WINDOW).await;
         }
         assert!(finder.find(&jane, id(1)).await.is_ok());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_caller_without_a_share_fails_no_question_of_another() {
+        let (_, finder) = finder(10_000);
+        let (jane, joe): (Arc<str>, Arc<str>) = ("kas:jane".into(), "kas:joe".into());
+        for agent in 2..2 + MOST_IN_WINDOW as usize {
+            let _ = finder.find(&joe, id(agent)).await;
+        }
+        let mut refused = std::pin::pin!(finder.find(&joe, id(1)));
+        let refused = futures_util::poll!(refused.as_mut());
+        assert!(finder.find(&jane, id(1)).await.is_ok());
+        assert_eq!(refused, std::task::Poll::Ready(Err(AuthError::Unavailable)));
     }
 
     #[test]

@@ -19,8 +19,8 @@ use net::proxy::Proxies;
 pub use self::documents::OpenAuthoritiesError;
 use self::{
     documents::{Documents, Https},
-    issuer_keys::IssuerKeys,
-    key_set::KeyId,
+    issuer_keys::{IssuerKeys, TooManyWaiting},
+    key_set::Signer,
     token::{Token, Verdict},
 };
 use crate::{
@@ -49,7 +49,7 @@ struct Issuer {
 /// Which key vouches for the caller of an open request.
 struct Held {
     issuer: usize,
-    key: KeyId,
+    key: Signer,
 }
 
 impl fmt::Debug for OidcUsers {
@@ -139,8 +139,9 @@ async fn judge(issuers: &[Issuer], token: &Bearer) -> Result<(Caller, Duration),
 /// Returns the key that has signed a token. Reads the keys of the issuer again if they may have changed.
 ///
 /// # Errors
-/// [`AuthError::Unavailable`] if the issuer is away, and may have another key.
-async fn signer(token: &Token<'_>, keys: &IssuerKeys) -> Result<Result<KeyId, Fault>, AuthError> {
+/// [`AuthError::Unavailable`] if the issuer is away, and may have another key; or if too many tokens with
+/// unknown keys wait for it.
+async fn signer(token: &Token<'_>, keys: &IssuerKeys) -> Result<Result<Signer, Fault>, AuthError> {
     let mut state = keys.state();
     let mut may_read = true;
     loop {
@@ -149,7 +150,11 @@ async fn signer(token: &Token<'_>, keys: &IssuerKeys) -> Result<Result<KeyId, Fa
             Some(Verdict::Refused(fault)) => return Ok(Err(fault)),
             Some(Verdict::UnknownKey) | None => {}
         }
-        let newer = if may_read { keys.newer_than(&state).await } else { None };
+        let newer = if may_read {
+            keys.newer_than(&state).await.map_err(|TooManyWaiting| AuthError::Unavailable)?
+        } else {
+            None
+        };
         may_read = false;
         match newer {
             Some(newer) => state = newer,

@@ -59,6 +59,19 @@ pub struct Certificates {
     known: Mutex<Vec<Known>>,
 }
 
+/// A listener that asks clients for certificates of users.
+#[derive(Debug)]
+pub struct UserListener {
+    /// Its configuration.
+    pub live: Live<ServerConfig>,
+    /// Verifies the certificates of users, for each request too.
+    pub verifier: Arc<LiveVerifier>,
+    /// Reloads the server's own certificate.
+    pub server: Followed,
+    /// Reloads the authorities of users and their lists of revocations. For [`process::files::follow_soon`].
+    pub users: Followed,
+}
+
 /// The configurations of both ends of a connection between replicas.
 pub type PrivateTls = (Live<ServerConfig>, Live<ClientConfig>);
 
@@ -100,7 +113,8 @@ impl Certificates {
     }
 
     /// As [`Certificates::listener`], for a listener of both versions of HTTP that asks clients for
-    /// certificates of users. Also returns what verifies them.
+    /// certificates of users. The files of the server and those for users are followed each for themselves: a
+    /// problem of the ones keeps no change of the others from being used, above all no revocation.
     ///
     /// # Errors
     /// If the files cannot be used.
@@ -109,32 +123,48 @@ impl Certificates {
         section: &'static str,
         files: &TlsFiles,
         clients: &ClientCertificates,
-    ) -> Result<(Live<ServerConfig>, Arc<LiveVerifier>, Followed), tls::Error> {
-        let mut paths = vec![files.certificate.clone(), files.key.clone(), clients.ca.clone()];
-        paths.extend(clients.crl.clone());
-        let before = Snapshot::reading(paths);
-        let (certificates, files, clients) = (Arc::clone(self), files.clone(), clients.clone());
-        let make = move || {
-            let verifier = tls::UserVerifier::new(&clients.ca, clients.crl.as_deref())?;
-            let config = verifier.server(&files.certificate, &files.key)?;
-            let (own, authority) = (tls::validity(&files.certificate)?, tls::validity(&clients.ca)?);
-            let paths = (files.certificate.clone(), clients.ca.clone());
-            Ok::<_, tls::Error>((tls::or_http1(&config), verifier, own, authority, paths))
+    ) -> Result<UserListener, tls::Error> {
+        let before = Snapshot::reading(vec![files.certificate.clone(), files.key.clone()]);
+        let paths = [Some(clients.ca.clone()), clients.crl.clone()].into_iter().flatten();
+        let before_users = Snapshot::looking_at(paths.collect());
+        let (files, clients) = (files.clone(), clients.clone());
+        let make_server = move || {
+            let config = tls::server(&files.certificate, &files.key)?;
+            let config = tls::or_http1(&config);
+            Ok::<_, tls::Error>((config, tls::validity(&files.certificate)?, files.certificate.clone()))
         };
-        let (config, verifier, own, authority, (file, ca)) = make()?;
-        certificates.shows(section, &file, own);
-        certificates.ends(section, CertificatePart::Authority, &ca, authority.last);
-        let (live, verifier) = (Live::from(config), Arc::new(LiveVerifier::new(verifier)));
-        let used = (live.clone(), Arc::clone(&verifier));
-        let followed = before.then(format!("{section}.listen.certificate_file"), move || {
-            let (config, verifier, own, authority, (file, ca)) = make().map_err(|error| chain(&error))?;
+        let make_users = move || {
+            let verifier = tls::UserVerifier::new(&clients.ca, clients.crl.as_deref())?;
+            Ok::<_, tls::Error>((verifier, tls::validity(&clients.ca)?, clients.ca.clone()))
+        };
+        let (server, own, file) = make_server()?;
+        let (verifier, authority, ca) = make_users()?;
+        self.shows(section, &file, own);
+        self.ends(section, CertificatePart::Authority, &ca, authority.last);
+        let live = Live::from(verifier.server_as(&server));
+        let verifier = Arc::new(LiveVerifier::new(verifier));
+        // Each change uses what the other one has left, so there must be one at a time.
+        let changing = Arc::<Mutex<()>>::default();
+
+        let (certificates, used) = (Arc::clone(self), (live.clone(), Arc::clone(&verifier)));
+        let one_at_a_time = Arc::clone(&changing);
+        let server = before.then(format!("{section}.listen.certificate_file"), move || {
+            let (server, own, file) = make_server().map_err(|error| chain(&error))?;
             certificates.accept(section, &file, own)?;
-            certificates.ends(section, CertificatePart::Authority, &ca, authority.last);
-            used.0.replace(config);
-            used.1.replace(verifier);
+            let _changing = one_at_a_time.lock().unwrap_or_else(PoisonError::into_inner);
+            used.0.replace(used.1.current().server_as(&server));
             Ok(RELOADED.to_owned())
         });
-        Ok((live, verifier, followed))
+        let (certificates, used) = (Arc::clone(self), (live.clone(), Arc::clone(&verifier)));
+        let users = before_users.then(format!("{section}.listen.client_ca_file"), move || {
+            let (verifier, authority, ca) = make_users().map_err(|error| chain(&error))?;
+            certificates.ends(section, CertificatePart::Authority, &ca, authority.last);
+            let _changing = changing.lock().unwrap_or_else(PoisonError::into_inner);
+            used.0.replace(verifier.server_as(&used.0.current()));
+            used.1.replace(verifier);
+            Ok("reloaded: certificates of users are verified again, those of open connections too".to_owned())
+        });
+        Ok(UserListener { live, verifier, server, users })
     }
 
     /// As [`Certificates::listener`], for the private listener and for calls to other replicas.
@@ -300,9 +330,99 @@ pub fn private_server(
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
+    use callers::CertificateVerifier as _;
+    use process::files::Check;
     use prometheus_client::registry::Registry;
+    use rcgen::{
+        CertificateParams, CertificateRevocationListParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer,
+        KeyIdMethod, KeyPair, KeyUsagePurpose, RevokedCertParams, SerialNumber, date_time_ymd,
+    };
 
     use super::*;
+
+    /// 2030-01-01.
+    const NOW: Duration = Duration::from_secs(1_893_456_000);
+
+    /// Replaces a file, so that its inode is another one.
+    fn replace(path: &Path, content: &str) {
+        let new = path.with_extension("new");
+        fs::write(&new, content).unwrap();
+        fs::rename(&new, path).unwrap();
+    }
+
+    fn list(issuer: &Issuer<'static, KeyPair>, serials: &[u64]) -> String {
+        let revoked = serials.iter().map(|&serial| RevokedCertParams {
+            serial_number: SerialNumber::from(serial),
+            revocation_time: date_time_ymd(2029, 6, 1),
+            reason_code: None,
+            invalidity_date: None,
+        });
+        let list = CertificateRevocationListParams {
+            this_update: date_time_ymd(2029, 6, 1),
+            next_update: date_time_ymd(2031, 6, 1),
+            crl_number: SerialNumber::from(1),
+            issuing_distribution_point: None,
+            revoked_certs: revoked.collect(),
+            key_identifier_method: KeyIdMethod::Sha256,
+        };
+        list.signed_by(issuer).unwrap().pem().unwrap()
+    }
+
+    #[test]
+    fn a_revocation_is_used_beside_a_damaged_key_and_a_new_key_beside_a_damaged_list() {
+        tls::install();
+        let folder = tempfile::tempdir().unwrap();
+        let at = |name: &str| folder.path().join(name);
+        let mut params = CertificateParams::new(vec![]).unwrap();
+        params.is_ca = IsCa::Ca(rcgen::BasicConstraints::Unconstrained);
+        params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
+        let key = KeyPair::generate().unwrap();
+        fs::write(at("ca"), params.self_signed(&key).unwrap().pem()).unwrap();
+        let issuer = Issuer::new(params, key);
+        let user = |serial: u64| {
+            let mut params = CertificateParams::new(vec![]).unwrap();
+            params.serial_number = Some(SerialNumber::from(serial));
+            params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ClientAuth];
+            params.distinguished_name.push(DnType::CommonName, "jane");
+            [params.signed_by(&KeyPair::generate().unwrap(), &issuer).unwrap().der().clone()]
+        };
+        let server = || {
+            let key = KeyPair::generate().unwrap();
+            let params = CertificateParams::new(vec!["localhost".to_owned()]).unwrap();
+            (params.self_signed(&key).unwrap().pem(), key.serialize_pem())
+        };
+        let (certificate, key) = server();
+        fs::write(at("crt"), certificate).unwrap();
+        fs::write(at("key"), key).unwrap();
+        fs::write(at("crl"), list(&issuer, &[])).unwrap();
+        let certificates = Certificates::new(Arc::new(CertificateMetrics::new(&mut Registry::default())));
+        let files = TlsFiles { certificate: at("crt"), key: at("key") };
+        let clients = ClientCertificates { ca: at("ca"), crl: Some(at("crl")) };
+        let mut listener = certificates.listener_for_users("agent.kubernetes_api", &files, &clients).unwrap();
+        let (jane, joe) = (user(7), user(8));
+        assert!(listener.verifier.verify(&jane, NOW).is_some());
+
+        // A renewal was interrupted.
+        fs::write(at("key"), server().1).unwrap();
+        replace(&at("crl"), &list(&issuer, &[7]));
+        assert_eq!([listener.server.check(), listener.server.check()], [Check::Changing, Check::Refused]);
+        assert_eq!([listener.users.check(), listener.users.check()], [Check::Changing, Check::Applied]);
+        assert!(listener.verifier.verify(&jane, NOW).is_none());
+        assert!(listener.verifier.verify(&joe, NOW).is_some());
+        let before = listener.live.current();
+        assert_eq!(before.alpn_protocols, [b"h2".to_vec(), b"http/1.1".to_vec()]);
+
+        replace(&at("crl"), "no list");
+        let (certificate, key) = server();
+        fs::write(at("crt"), certificate).unwrap();
+        fs::write(at("key"), key).unwrap();
+        assert_eq!([listener.users.check(), listener.users.check()], [Check::Changing, Check::Refused]);
+        assert_eq!([listener.server.check(), listener.server.check()], [Check::Changing, Check::Applied]);
+        assert!(!Arc::ptr_eq(&before.cert_resolver, &listener.live.current().cert_resolver));
+        assert!(listener.verifier.verify(&jane, NOW).is_none());
+    }
 
     #[test]
     fn the_alarm_rises_as_the_end_comes_closer() {

@@ -6,6 +6,7 @@
 use std::{
     fs::{self, File, OpenOptions},
     io::{self, Write as _},
+    net::SocketAddr,
     os::unix::fs::{MetadataExt as _, OpenOptionsExt as _, PermissionsExt as _},
     path::{Path, PathBuf},
     time::Duration,
@@ -21,9 +22,11 @@ use rcgen::{
 use time::OffsetDateTime;
 
 const DAY: Duration = Duration::from_secs(86_400);
-/// How long a certificate is valid. A new one has a new authority, and every kubeconfig must be written again.
+/// How long a certificate is valid. A new one has a new authority, and every kubeconfig must be written
+/// again.
 const VALIDITY: Duration = DAY.saturating_mul(3_650);
-/// A start replaces a certificate that is valid for less than this, so that it does not expire while kas runs.
+/// A start replaces a certificate that is valid for less than this, so that it does not expire while kas
+/// runs.
 const RENEWAL: Duration = DAY.saturating_mul(365);
 /// The certificate is valid from so long before it is made: the clock may be set back.
 const CLOCK_ERROR: Duration = DAY;
@@ -39,6 +42,18 @@ pub enum Error {
     /// A time that X.509 does not have.
     #[error("cannot create it: the clock is wrong")]
     Clock,
+    /// The port is one of the network: there, the certificate is not valid, and clients must not use no TLS.
+    #[error(
+        "{address} is {} on this host, which is not loopback; expected 127.0.0.1 or [::1] in listen.address, or \
+         certificate_file and key_file",
+        .bound.map_or_else(|| "no address".to_owned(), |bound| bound.ip().to_string())
+    )]
+    NotLoopback {
+        /// The configured address.
+        address: String,
+        /// What it has been resolved to.
+        bound: Option<SocketAddr>,
+    },
     /// A file cannot be written.
     #[error("cannot write {path}")]
     Write {
@@ -60,8 +75,18 @@ pub(crate) enum Outcome {
     Replaced(String),
 }
 
-/// Makes the files unless there are good ones. `now` is the time since 1970. Only one process may do this at a
-/// time: the one that listens on the port.
+/// Checks that a listener with this certificate, which may be used without TLS too, is on loopback. `bound`
+/// is where it listens: the configuration may have the name localhost, which the system resolves.
+///
+/// # Errors
+/// [`Error::NotLoopback`].
+pub(crate) fn check_bound(address: &str, bound: Option<SocketAddr>) -> Result<(), Error> {
+    let is_loopback = bound.is_some_and(|bound| bound.ip().to_canonical().is_loopback());
+    if is_loopback { Ok(()) } else { Err(Error::NotLoopback { address: address.to_owned(), bound }) }
+}
+
+/// Makes the files unless there are good ones. `now` is the time since 1970. Only one process may do this at
+/// a time: the one that listens on the port.
 ///
 /// # Errors
 /// See [`Error`]. The server's file is written last, so that the next start makes both again.
@@ -166,6 +191,23 @@ fn replace(path: &Path, content: &str, mode: u32) -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn only_an_address_that_is_bound_on_loopback_may_be_used_without_tls() {
+        let check = |bound: &str| check_bound("localhost:8154", Some(bound.parse().unwrap()));
+        for good in ["127.0.0.1:8154", "127.9.9.9:1", "[::1]:8154", "[::ffff:127.0.0.1]:8154"] {
+            check(good).unwrap();
+        }
+        for bad in ["192.0.2.1:8154", "0.0.0.0:8154", "[::]:8154", "[2001:db8::1]:8154"] {
+            check(bad).unwrap_err();
+        }
+        assert_eq!(
+            check("192.0.2.1:8154").unwrap_err().to_string(),
+            "localhost:8154 is 192.0.2.1 on this host, which is not loopback; expected 127.0.0.1 or [::1] in \
+             listen.address, or certificate_file and key_file"
+        );
+        assert!(check_bound("localhost:8154", None).is_err());
+    }
 
     const NOW: Duration = Duration::from_secs(1_700_000_000);
 

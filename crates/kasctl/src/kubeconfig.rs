@@ -187,17 +187,40 @@ fn selected(selector: Option<&Selector>, listed: Vec<ReachableAgent>) -> Vec<Wan
     agents
 }
 
-/// Returns a PEM file as base64. It has at most `most` bytes, unless that is `None`.
+/// Returns the certificates of a PEM file as base64. In PEM they have at most `most` bytes, unless that is
+/// `None`.
 fn authorities(path: &Path, most: Option<usize>) -> Result<String, Failure> {
     // Checked here, because kubectl would report it with every call.
     let checked = net::tls::client(Some(path)).map_err(https::Error::CaFile);
     checked.map_err(agent_list::Error::CaFile)?;
-    let failed = |cause| FileError { verb: "read", path: path.to_owned(), cause };
-    let text = fs::read(path).map_err(failed)?;
+    // Not the file itself: it may also have a private key, and kubeconfigs are passed on.
+    let certificates = net::tls::certificates(path).map_err(https::Error::CaFile);
+    let text = pem(&certificates.map_err(agent_list::Error::CaFile)?);
     if most.is_some_and(|most| text.len() > most) {
         return Err(Failure::LargeCaFile { path: path.to_owned(), bytes: text.len() });
     }
     Ok(STANDARD.encode(text))
+}
+
+/// Returns certificates in PEM (RFC 7468).
+fn pem<T: AsRef<[u8]>>(certificates: &[T]) -> String {
+    /// The characters of a line.
+    const LINE: usize = 64;
+    let mut text = String::new();
+    for certificate in certificates {
+        text.push_str("-----BEGIN CERTIFICATE-----\n");
+        let encoded = STANDARD.encode(certificate);
+        let mut rest = &*encoded;
+        while !rest.is_empty() {
+            // It is ASCII.
+            let (line, others) = rest.split_at(rest.len().min(LINE));
+            text.push_str(line);
+            text.push('\n');
+            rest = others;
+        }
+        text.push_str("-----END CERTIFICATE-----\n");
+    }
+    text
 }
 
 /// Returns the keys of the user.
@@ -238,4 +261,30 @@ fn program() -> Result<String, Failure> {
     own.to_str()
         .map(str::to_owned)
         .ok_or(Failure::Usage("the path of kasctl is not UTF-8, as a kubeconfig is"))
+}
+
+#[cfg(test)]
+mod tests {
+    use rustls_pki_types::{CertificateDer, pem::PemObject as _};
+
+    use super::*;
+
+    #[test]
+    fn a_private_key_beside_the_authorities_is_not_copied() {
+        net::tls::install();
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("server.pem");
+        let own = rcgen::generate_simple_self_signed(["localhost".to_owned()]).unwrap();
+        let certificate = own.cert.pem();
+        fs::write(&path, format!("{}{certificate}{certificate}", own.signing_key.serialize_pem())).unwrap();
+        let copied = STANDARD.decode(authorities(&path, None).unwrap()).unwrap();
+        let text = String::from_utf8(copied).unwrap();
+        assert!(!text.contains("PRIVATE KEY"), "{text}");
+        let found: Vec<_> =
+            CertificateDer::pem_slice_iter(text.as_bytes()).collect::<Result<_, _>>().unwrap();
+        assert_eq!(found, [own.cert.der().clone(), own.cert.der().clone()]);
+        // What has no certificate is refused as before.
+        fs::write(&path, own.signing_key.serialize_pem()).unwrap();
+        assert!(authorities(&path, None).is_err());
+    }
 }

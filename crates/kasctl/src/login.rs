@@ -1,5 +1,6 @@
 //! `kasctl login` and `kasctl logout`.
 
+use secrecy::SecretString;
 use tokio::signal::ctrl_c;
 
 use crate::{
@@ -38,9 +39,29 @@ pub(crate) async fn login(args: &LoginArgs, mut tls: TlsOptions) -> Result<Exit,
     };
     let subject = printable(granted.id_token.subject());
     let can_be_refreshed = granted.refresh_token.is_some();
-    let login = Login::new(&client, &endpoints, granted);
-    logins.lock(&login).await?.write(&login)?;
+    let mut login = Login::new(&client, &endpoints, granted);
+    let locked = logins.lock(&login).await?;
+    let (earlier, forgotten) = match locked.read() {
+        Ok(Some(earlier)) => login.replaces(earlier),
+        Ok(None) => (0, Vec::new()),
+        // The new login mends that.
+        Err(error) => {
+            note(format_args!(
+                "warning: a refresh token of an earlier login may stay valid at the issuer: {error}"
+            ));
+            (0, Vec::new())
+        }
+    };
+    locked.write(&login)?;
     note(format_args!("logged in to {} as {subject}", args.issuer));
+    if earlier > 0 {
+        note(
+            "the refresh token of the earlier login may stay valid at the issuer until 'kasctl logout' revokes it",
+        );
+    }
+    for token in &forgotten {
+        revoke(&client, login.revocation_endpoint.as_deref(), token).await;
+    }
     if !can_be_refreshed {
         note(
             "warning: the issuer gave no refresh token, so the login ends with its ID token; does the client have the \
@@ -69,8 +90,8 @@ async fn device_flow(client: &Client<'_>, scopes: &[String]) -> Result<(Endpoint
 /// Ends a login.
 ///
 /// # Errors
-/// There is no such login, or its file cannot be removed. An issuer that does not revoke the token causes only
-/// a warning.
+/// There is no such login, or its file cannot be removed. An issuer that does not revoke the token causes
+/// only a warning.
 pub(crate) async fn logout(args: &LogoutArgs) -> Result<Exit, Failure> {
     let logins = Logins::of_user()?;
     let selector = LoginSelector { issuer: args.issuer.clone(), client_id: args.client_id.clone() };
@@ -79,18 +100,24 @@ pub(crate) async fn logout(args: &LogoutArgs) -> Result<Exit, Failure> {
     let login = locked.read()?.ok_or(Error::NoLogin(selector))?;
     let tls = login.tls();
     let client = Client { issuer: &login.issuer, client_id: &login.client_id, tls: &tls };
-    match (&login.revocation_endpoint, login.refresh_token()) {
-        (_, None) => {}
-        (Some(endpoint), Some(token)) => {
-            if let Err(error) = client.revoke(endpoint, token).await {
-                note(format_args!("warning: the refresh token stays valid at the issuer: {error}"));
-            }
-        }
-        (None, Some(_)) => note(
-            "warning: the issuer has no revocation_endpoint, so the refresh token stays valid there until it expires",
-        ),
+    for token in login.refresh_tokens() {
+        revoke(&client, login.revocation_endpoint.as_deref(), token).await;
     }
     locked.remove()?;
     note(format_args!("logged out of {}", login.issuer));
     Ok(Exit::Ok)
+}
+
+/// Revokes a refresh token at the issuer, or warns that it stays valid.
+async fn revoke(client: &Client<'_>, endpoint: Option<&str>, token: &SecretString) {
+    match endpoint {
+        Some(endpoint) => {
+            if let Err(error) = client.revoke(endpoint, token).await {
+                note(format_args!("warning: a refresh token stays valid at the issuer: {error}"));
+            }
+        }
+        None => note(
+            "warning: the issuer has no revocation_endpoint, so a refresh token stays valid there until it expires",
+        ),
+    }
 }

@@ -1,7 +1,7 @@
 //! Logins of `kasctl login`: a file for each issuer and client id, which only its owner can read.
 //!
-//! An issuer may accept a refresh token once, and give another one for it. So a login is refreshed under a lock,
-//! and processes that wait for the lock use the token that the first of them got.
+//! An issuer may accept a refresh token once, and give another one for it. So a login is refreshed under a
+//! lock, and processes that wait for the lock use the token that the first of them got.
 
 use std::{
     ffi::OsString,
@@ -31,12 +31,14 @@ use crate::{
 
 const MODE: u32 = 0o600;
 const DIRECTORY_MODE: u32 = 0o700;
-/// The largest file, in bytes. It has two tokens.
+/// The largest file, in bytes. It has two tokens, and refresh tokens of earlier logins.
 const LARGEST: u64 = 256 * 1024;
 /// How long to wait for another process that refreshes the login. A request to an issuer takes 10 s at most.
 const PATIENCE: Duration = Duration::from_secs(15);
 /// How often a lock is tried.
 const RETRY: Duration = Duration::from_millis(20);
+/// How many refresh tokens of earlier logins are kept until they are revoked.
+const MOST_EARLIER: usize = 8;
 const FILE: &str = "json";
 const LOCK: &str = "lock";
 
@@ -136,6 +138,10 @@ pub(crate) struct Login {
     refresh_token: Option<SecretString>,
     #[serde(serialize_with = "expose", deserialize_with = "hide")]
     id_token: Option<SecretString>,
+    /// Refresh tokens of earlier logins, which may still be valid at the issuer. They are revoked when the
+    /// user logs out, and not before: issuers such as Keycloak end a new login with an old refresh token.
+    #[serde(default, serialize_with = "expose_all", deserialize_with = "hide_all")]
+    earlier: Vec<SecretString>,
 }
 
 fn expose<S: Serializer>(secret: &Option<SecretString>, serializer: S) -> Result<S::Ok, S::Error> {
@@ -144,6 +150,14 @@ fn expose<S: Serializer>(secret: &Option<SecretString>, serializer: S) -> Result
 
 fn hide<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<SecretString>, D::Error> {
     Ok(Option::<String>::deserialize(deserializer)?.map(Into::into))
+}
+
+fn expose_all<S: Serializer>(secrets: &[SecretString], serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.collect_seq(secrets.iter().map(|secret| secret.expose_secret()))
+}
+
+fn hide_all<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<SecretString>, D::Error> {
+    Ok(Vec::<String>::deserialize(deserializer)?.into_iter().map(Into::into).collect())
 }
 
 impl Login {
@@ -158,12 +172,24 @@ impl Login {
             server_name: client.tls.server_name.clone(),
             refresh_token: granted.refresh_token,
             id_token: Some(granted.id_token.text().clone()),
+            earlier: Vec::new(),
         }
     }
 
-    /// Returns the refresh token, if the issuer gave one.
-    pub(crate) fn refresh_token(&self) -> Option<&SecretString> {
-        self.refresh_token.as_ref()
+    /// Takes over the refresh tokens of an earlier login, which this one replaces. Returns how many it has,
+    /// and those that are too many.
+    pub(crate) fn replaces(&mut self, earlier: Self) -> (usize, Vec<SecretString>) {
+        let own = self.refresh_token.as_ref().map(|token| token.expose_secret());
+        let tokens = earlier.earlier.into_iter().chain(earlier.refresh_token);
+        let mut tokens: Vec<_> = tokens.filter(|token| Some(token.expose_secret()) != own).collect();
+        let forgotten = tokens.drain(..tokens.len().saturating_sub(MOST_EARLIER)).collect();
+        self.earlier = tokens;
+        (self.earlier.len(), forgotten)
+    }
+
+    /// Returns the refresh tokens that may be valid at the issuer: those of earlier logins, then its own.
+    pub(crate) fn refresh_tokens(&self) -> impl Iterator<Item = &SecretString> {
+        self.earlier.iter().chain(&self.refresh_token)
     }
 
     /// Returns how the issuer is reached.
@@ -301,7 +327,8 @@ impl Logins {
         loop {
             match file.try_lock() {
                 Ok(()) => break,
-                // Some network file systems have no locks. Then only one process at a time may refresh a login.
+                // Some network file systems have no locks. Then only one process at a time may refresh a
+                // login.
                 Err(TryLockError::Error(error)) if error.kind() == ErrorKind::Unsupported => break,
                 Err(TryLockError::Error(error)) => return Err(failed("lock", error).into()),
                 Err(TryLockError::WouldBlock) if Instant::now() >= until => {
@@ -423,7 +450,45 @@ mod tests {
             server_name: None,
             refresh_token: Some("secret-refresh".to_owned().into()),
             id_token: None,
+            earlier: Vec::new(),
         }
+    }
+
+    fn tokens_of(login: &Login) -> Vec<&str> {
+        login.refresh_tokens().map(|token| token.expose_secret()).collect()
+    }
+
+    #[test]
+    fn a_new_login_knows_the_refresh_tokens_of_earlier_ones() {
+        let of =
+            |token: &str| Login { refresh_token: Some(token.to_owned().into()), ..login("https://a", "x") };
+        let mut last = of("0");
+        for n in 1..=MOST_EARLIER {
+            let mut new = of(&n.to_string());
+            let (earlier, forgotten) = new.replaces(last);
+            assert_eq!((earlier, forgotten.len()), (n, 0));
+            last = new;
+        }
+        let stored = serde_json::to_string(&last).unwrap();
+        let last: Login = serde_json::from_str(&stored).unwrap();
+        assert_eq!(tokens_of(&last), ["0", "1", "2", "3", "4", "5", "6", "7", "8"]);
+        assert!(!format!("{last:?}").contains("\"7\""), "{last:?}");
+        let mut new = of("9");
+        let (earlier, forgotten) = new.replaces(last);
+        assert_eq!((earlier, forgotten.len()), (MOST_EARLIER, 1));
+        assert_eq!(forgotten[0].expose_secret(), "0");
+        // An issuer may give the same one again.
+        let mut same = of("9");
+        same.replaces(new);
+        assert_eq!(tokens_of(&same), ["1", "2", "3", "4", "5", "6", "7", "8", "9"]);
+    }
+
+    #[test]
+    fn a_file_without_earlier_tokens_is_read() {
+        let mut stored = serde_json::to_value(login("https://a", "x")).unwrap();
+        stored.as_object_mut().unwrap().remove("earlier");
+        let read: Login = serde_json::from_value(stored).unwrap();
+        assert_eq!(tokens_of(&read), ["secret-refresh"]);
     }
 
     fn selector(issuer: Option<&str>, client_id: Option<&str>) -> LoginSelector {
@@ -462,7 +527,7 @@ mod tests {
         let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
         assert_eq!((mode(&logins.0), mode(&locked.path)), (0o700, 0o600));
         let read = locked.read().unwrap().unwrap();
-        assert_eq!(read.refresh_token().unwrap().expose_secret(), "secret-refresh");
+        assert_eq!(tokens_of(&read), ["secret-refresh"]);
         assert!(!format!("{read:?}").contains("secret-refresh"));
         fs::write(&locked.path, "{\"refresh_token\":\"secret-refresh\"").unwrap();
         let error = logins.find(&LoginSelector::default()).unwrap_err();

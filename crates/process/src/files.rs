@@ -6,10 +6,11 @@
 //! alone.
 
 use std::{
-    fs::File,
-    hash::{BuildHasher as _, Hasher as _, RandomState},
+    fs::{self, File},
+    hash::{BuildHasher as _, Hasher, RandomState},
     io::{self, Read as _},
-    path::PathBuf,
+    os::unix::fs::MetadataExt as _,
+    path::{Path, PathBuf},
     time::Duration,
 };
 
@@ -18,8 +19,13 @@ use std::{
 pub const PERIOD: Duration = Duration::from_secs(5);
 /// Time between the two checks that must agree.
 const SETTLE: Duration = Duration::from_millis(500);
-/// Maximum number of bytes of a file that are compared; no followed file is larger.
-const LARGEST: u64 = 1 << 20;
+/// As [`PERIOD`], for files with which somebody loses access. Together with [`SETTLE_SOON`] and the time for
+/// reading, a change takes effect within a second.
+const PERIOD_SOON: Duration = Duration::from_millis(400);
+/// As [`SETTLE`], for such files.
+const SETTLE_SOON: Duration = Duration::from_millis(200);
+/// How many bytes of a file are read at once when it is compared.
+const PIECE: usize = 16 * 1024;
 
 /// Reads and applies the content. Returns a log message, or why the previous content stays in use.
 type Apply = Box<dyn FnMut() -> Result<String, String> + Send>;
@@ -31,6 +37,7 @@ type Observe = Box<dyn FnMut(bool) + Send>;
 pub struct Followed {
     name: String,
     files: Vec<PathBuf>,
+    compared: Compared,
     apply: Apply,
     observe: Option<Observe>,
     keys: RandomState,
@@ -51,10 +58,18 @@ impl std::fmt::Debug for Followed {
     }
 }
 
+/// What is compared to find out whether a file has changed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Compared {
+    Content,
+    Metadata,
+}
+
 /// A fingerprint of files, taken before they are read for use, so that no change in between is missed.
 #[derive(Debug)]
 pub struct Snapshot {
     files: Vec<PathBuf>,
+    compared: Compared,
     keys: RandomState,
     used: u64,
 }
@@ -62,9 +77,20 @@ pub struct Snapshot {
 impl Snapshot {
     /// Takes a fingerprint of `files`, which may be absent.
     pub fn reading(files: Vec<PathBuf>) -> Self {
+        Self::by(Compared::Content, files)
+    }
+
+    /// As [`Snapshot::reading`], but compares only the metadata of the files: for [`follow_soon`], which
+    /// checks so often that reading large files each time would cost too much. Files that were written again
+    /// are applied again, even if their content is the same.
+    pub fn looking_at(files: Vec<PathBuf>) -> Self {
+        Self::by(Compared::Metadata, files)
+    }
+
+    fn by(compared: Compared, files: Vec<PathBuf>) -> Self {
         let keys = RandomState::new();
-        let used = fingerprint(&keys, &files);
-        Self { files, keys, used }
+        let used = fingerprint(&keys, compared, &files);
+        Self { files, compared, keys, used }
     }
 
     /// Calls `apply` whenever the content of the files has changed. `apply` reads and applies it and returns
@@ -75,10 +101,11 @@ impl Snapshot {
         name: impl Into<String>,
         apply: impl FnMut() -> Result<String, String> + Send + 'static,
     ) -> Followed {
-        let Self { files, keys, used } = self;
+        let Self { files, compared, keys, used } = self;
         Followed {
             name: name.into(),
             files,
+            compared,
             apply: Box::new(apply),
             observe: None,
             keys,
@@ -119,7 +146,7 @@ impl Followed {
 
     /// Checks once and logs the result. Blocks while files are read.
     pub fn check(&mut self) -> Check {
-        let now = fingerprint(&self.keys, &self.files);
+        let now = fingerprint(&self.keys, self.compared, &self.files);
         let before = std::mem::replace(&mut self.seen, now);
         if now == self.used {
             if self.refused.take().is_some() {
@@ -157,8 +184,20 @@ impl Followed {
 }
 
 /// Checks the files until dropped. `after` is called after each round.
-pub async fn follow(mut all: Vec<Followed>, mut after: impl FnMut()) {
-    let mut pause = PERIOD;
+pub async fn follow(all: Vec<Followed>, after: impl FnMut()) {
+    follow_every(PERIOD, SETTLE, all, after).await;
+}
+
+/// As [`follow`], but so often that a change takes effect within a second, and independent of other files,
+/// of which one may be on a file system that does not answer. Returns at once if there are no files.
+pub async fn follow_soon(all: Vec<Followed>) {
+    if !all.is_empty() {
+        follow_every(PERIOD_SOON, SETTLE_SOON, all, || ()).await;
+    }
+}
+
+async fn follow_every(period: Duration, settle: Duration, mut all: Vec<Followed>, mut after: impl FnMut()) {
+    let mut pause = period;
     loop {
         tokio::time::sleep(pause).await;
         let checked = tokio::task::spawn_blocking(move || {
@@ -175,19 +214,23 @@ pub async fn follow(mut all: Vec<Followed>, mut after: impl FnMut()) {
             return;
         };
         all = back;
-        pause = if changing { SETTLE } else { PERIOD };
+        pause = if changing { settle } else { period };
         after();
     }
 }
 
-fn fingerprint(keys: &RandomState, files: &[PathBuf]) -> u64 {
+fn fingerprint(keys: &RandomState, compared: Compared, files: &[PathBuf]) -> u64 {
     let mut hasher = keys.build_hasher();
     for file in files {
-        match read(file) {
-            Ok(content) => {
+        let added = match compared {
+            Compared::Content => add_content(&mut hasher, file),
+            Compared::Metadata => add_metadata(&mut hasher, file),
+        };
+        // After the content, so that two files are never hashed as one.
+        match added {
+            Ok(length) => {
                 hasher.write_u8(1);
-                hasher.write_usize(content.len());
-                hasher.write(&content);
+                hasher.write_u64(length);
             }
             Err(error) => {
                 hasher.write_u8(0);
@@ -198,18 +241,40 @@ fn fingerprint(keys: &RandomState, files: &[PathBuf]) -> u64 {
     hasher.finish()
 }
 
-fn read(file: &PathBuf) -> io::Result<Vec<u8>> {
-    let mut content = Vec::new();
-    File::open(file)?.take(LARGEST).read_to_end(&mut content)?;
-    Ok(content)
+/// Adds a file up to its end, however long it is. Returns its length.
+fn add_content(hasher: &mut impl Hasher, file: &Path) -> io::Result<u64> {
+    let mut file = File::open(file)?;
+    let mut piece = vec![0; PIECE];
+    let mut length = 0;
+    loop {
+        match file.read(&mut piece) {
+            Ok(0) => return Ok(length),
+            Ok(read) => {
+                hasher.write(&piece[..read]);
+                length += read as u64;
+            }
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+}
+
+/// Adds what differs if the content may differ: the change time also if a copy keeps the modification time,
+/// the inode if the file or a link to it was replaced. Returns the length of the file.
+fn add_metadata(hasher: &mut impl Hasher, file: &Path) -> io::Result<u64> {
+    let metadata = fs::metadata(file)?;
+    hasher.write_u64(metadata.dev());
+    hasher.write_u64(metadata.ino());
+    for time in [metadata.mtime(), metadata.mtime_nsec(), metadata.ctime(), metadata.ctime_nsec()] {
+        hasher.write_i64(time);
+    }
+    Ok(metadata.size())
 }
 
 #[cfg(test)]
 mod tests {
     use std::{
-        fs,
         os::unix::fs::symlink,
-        path::Path,
         sync::{Arc, Mutex},
     };
 
@@ -291,5 +356,56 @@ mod tests {
         fs::rename(at("..data_tmp"), at("..data")).unwrap();
         assert_eq!([followed.check(), followed.check()], [Check::Changing, Check::Applied]);
         assert_eq!(*taken.lock().unwrap(), [2]);
+    }
+
+    #[test]
+    fn a_change_behind_the_first_mebibyte_is_noticed() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("crl");
+        let mut content = vec![b'a'; 3 << 20];
+        fs::write(&path, &content).unwrap();
+        let mut followed = Snapshot::reading(vec![path.clone()]).then("lists", || Ok("new lists".to_owned()));
+        assert_eq!(followed.check(), Check::Same);
+        *content.last_mut().unwrap() = b'b';
+        fs::write(&path, &content).unwrap();
+        assert_eq!([followed.check(), followed.check()], [Check::Changing, Check::Applied]);
+    }
+
+    #[test]
+    fn a_replaced_file_is_noticed_by_its_metadata() {
+        let folder = tempfile::tempdir().unwrap();
+        let at = |name: &str| folder.path().join(name);
+        for name in ["crl", "new"] {
+            fs::write(at(name), name).unwrap();
+        }
+        let mut followed = Snapshot::looking_at(vec![at("crl")]).then("lists", || Ok("new lists".to_owned()));
+        assert_eq!([followed.check(), followed.check()], [Check::Same, Check::Same]);
+        // Both exist at this time, so their inodes differ.
+        fs::rename(at("new"), at("crl")).unwrap();
+        assert_eq!(
+            [followed.check(), followed.check(), followed.check()],
+            [Check::Changing, Check::Applied, Check::Same]
+        );
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn files_that_end_access_are_followed_within_a_second() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("crl");
+        fs::write(&path, "1").unwrap();
+        let (applied, mut seen) = tokio::sync::watch::channel(false);
+        let followed = Snapshot::looking_at(vec![path.clone()]).then("lists", move || {
+            applied.send_replace(true);
+            Ok("new lists".to_owned())
+        });
+        fs::write(&path, "22").unwrap();
+        let begun = tokio::time::Instant::now();
+        tokio::select! {
+            () = follow_soon(vec![followed]) => panic!("it ends only when it is dropped"),
+            changed = seen.changed() => changed.unwrap(),
+        }
+        // The clock is that of the runtime: it shows the pauses between the checks only.
+        assert!(begun.elapsed() < Duration::from_secs(1), "{:?}", begun.elapsed());
+        follow_soon(Vec::new()).await;
     }
 }

@@ -12,7 +12,7 @@ use process::error::chain;
 use serde::Deserialize;
 use settings::show::shown_text;
 use tokio::{
-    sync::{Notify, watch},
+    sync::{Notify, Semaphore, watch},
     time::Instant,
 };
 use tokio_util::task::AbortOnDropHandle;
@@ -31,6 +31,9 @@ const PAUSE: Duration = Duration::from_secs(30);
 const KEPT: Duration = Duration::from_secs(24 * 3600);
 /// How long a request waits for an attempt: longer than one can take.
 const LONGEST_WAIT: Duration = Duration::from_secs(25);
+/// How many tokens with unknown keys wait for an attempt, although the issuer has keys: anybody can make such
+/// tokens, and each takes a place that those with known keys need too.
+const MOST_WAITING: usize = 100;
 /// How often it is logged that an issuer is away.
 const WARNED: Duration = Duration::from_secs(600);
 
@@ -40,8 +43,14 @@ const WELL_KNOWN: &str = "/.well-known/openid-configuration";
 pub(super) struct IssuerKeys {
     state: watch::Sender<State>,
     wanted: Arc<Notify>,
+    /// See [`MOST_WAITING`].
+    places: Semaphore,
     _task: AbortOnDropHandle<()>,
 }
+
+/// So many tokens wait for the keys that one more must not.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct TooManyWaiting;
 
 /// What is known of the keys of an issuer.
 #[derive(Clone, Default)]
@@ -105,7 +114,8 @@ impl IssuerKeys {
             changes,
             warned: None,
         };
-        Self { state, wanted, _task: AbortOnDropHandle::new(tokio::spawn(refresher.run())) }
+        let places = Semaphore::new(MOST_WAITING);
+        Self { state, wanted, places, _task: AbortOnDropHandle::new(tokio::spawn(refresher.run())) }
     }
 
     /// Returns what is known now.
@@ -120,17 +130,24 @@ impl IssuerKeys {
 
     /// Waits until the keys have been read after `seen`; `None`: not now, because the last attempt has just
     /// ended. Cancel safe.
-    pub(super) async fn newer_than(&self, seen: &State) -> Option<State> {
+    ///
+    /// # Errors
+    /// [`TooManyWaiting`], but not before the issuer has any keys: all its tokens wait for the first ones.
+    pub(super) async fn newer_than(&self, seen: &State) -> Result<Option<State>, TooManyWaiting> {
         let mut state = self.state.subscribe();
         if seen.ended.is_some_and(|ended| ended.elapsed() < PAUSE) {
             let now = state.borrow();
-            return (now.attempts > seen.attempts).then(|| now.clone());
+            return Ok((now.attempts > seen.attempts).then(|| now.clone()));
         }
+        let _place = match seen.keys() {
+            Some(_) => Some(self.places.try_acquire().map_err(|_| TooManyWaiting)?),
+            None => None,
+        };
         self.wanted.notify_one();
         let read = state.wait_for(|state| state.attempts > seen.attempts);
         match tokio::time::timeout(LONGEST_WAIT, read).await {
-            Ok(Ok(state)) => Some(state.clone()),
-            Ok(Err(_)) | Err(_) => None,
+            Ok(Ok(state)) => Ok(Some(state.clone())),
+            Ok(Err(_)) | Err(_) => Ok(None),
         }
     }
 }

@@ -21,12 +21,19 @@ pub(super) struct PublicKey {
     key: DecodingKey,
 }
 
-/// Which key signed a token, whatever the issuer calls it.
+/// Which key it is, whatever the issuer calls it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct KeyId {
+struct KeyId {
     thumbprint: Arc<str>,
     /// What it may be used with.
     algorithms: Vec<Algorithm>,
+}
+
+/// Which key signed a token, and how.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Signer {
+    thumbprint: Arc<str>,
+    algorithm: Algorithm,
 }
 
 /// The keys that may have signed a token.
@@ -91,9 +98,11 @@ impl KeySet {
         if fitting.is_empty() { Found::OtherAlgorithm } else { Found::Keys(fitting) }
     }
 
-    /// Whether the set still has a key, under whatever name.
-    pub(super) fn has(&self, id: &KeyId) -> bool {
-        self.0.iter().any(|key| key.id == *id)
+    /// Whether the set still has a key, under whatever name, and it may still be used like this. What else it
+    /// may be used with does not matter.
+    pub(super) fn has(&self, Signer { thumbprint, algorithm }: &Signer) -> bool {
+        let mut ids = self.0.iter().map(|key| &key.id);
+        ids.any(|id| id.thumbprint == *thumbprint && id.algorithms.contains(algorithm))
     }
 
     /// Whether both sets judge every token alike.
@@ -147,8 +156,9 @@ impl PublicKey {
         Some(Self { id: KeyId { thumbprint, algorithms }, kid: jwk.common.key_id, key })
     }
 
-    pub(super) fn id(&self) -> &KeyId {
-        &self.id
+    /// Returns this key as the one that has signed a token.
+    pub(super) fn signer(&self, algorithm: Algorithm) -> Signer {
+        Signer { thumbprint: Arc::clone(&self.id.thumbprint), algorithm }
     }
 
     /// Whether the key has signed `message`. `algorithm` is one of this key, see [`KeySet::find`].
@@ -247,9 +257,17 @@ mod tests {
         ] {
             assert!(!one.is_same(&of(&other)), "{other:?}");
         }
-        let id = one.0[0].id().clone();
-        assert!(of(&[rsa("new-name")]).has(&id));
-        assert!(!of(&[with(rsa("a"), "alg", json!("RS256"))]).has(&id));
-        assert!(!of(&[with(rsa("a"), "n", json!("AQAC".repeat(86)))]).has(&id));
+    }
+
+    #[test]
+    fn a_key_is_kept_if_it_may_still_be_used_with_the_algorithm_of_the_token() {
+        let of = |keys: &[Value]| parse(keys).map_err(|_| ()).unwrap();
+        let signer = of(&[rsa("a")]).0[0].signer(Algorithm::RS256);
+        assert!(of(&[rsa("new-name")]).has(&signer));
+        // The issuer has begun to say what the key is for.
+        assert!(of(&[with(rsa("a"), "alg", json!("RS256"))]).has(&signer));
+        assert!(of(&[rsa("b"), with(rsa("a"), "alg", json!("RS256"))]).has(&signer));
+        assert!(!of(&[with(rsa("a"), "alg", json!("RS384"))]).has(&signer));
+        assert!(!of(&[with(rsa("a"), "n", json!("AQAC".repeat(86)))]).has(&signer));
     }
 }

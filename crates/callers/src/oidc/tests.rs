@@ -20,6 +20,8 @@ const SECOND: Duration = Duration::from_secs(1);
 #[derive(Clone)]
 struct Fake {
     answers: Arc<Mutex<Answers>>,
+    /// Whether it does not answer for now.
+    hangs: watch::Sender<bool>,
     reloads: watch::Sender<u64>,
 }
 
@@ -35,7 +37,11 @@ impl Fake {
     fn new(keys: &[&SigningKey]) -> Self {
         let keys = keys.iter().map(|key| key.jwk()).collect();
         let answers = Answers { keys, issuer: ISSUER.to_owned(), is_away: false, asked: 0 };
-        Self { answers: Arc::new(Mutex::new(answers)), reloads: watch::Sender::new(0) }
+        Self {
+            answers: Arc::new(Mutex::new(answers)),
+            hangs: watch::Sender::new(false),
+            reloads: watch::Sender::new(0),
+        }
     }
 
     fn publish(&self, keys: &[&SigningKey]) {
@@ -54,6 +60,7 @@ impl Fake {
 #[async_trait]
 impl Documents for Fake {
     async fn get(&self, uri: &Uri) -> Result<Bytes, FetchError> {
+        drop(self.hangs.subscribe().wait_for(|hangs| !*hangs).await);
         let mut answers = self.answers.lock();
         let is_discovery = uri.to_string() == format!("{ISSUER}/.well-known/openid-configuration");
         answers.asked += usize::from(is_discovery);
@@ -381,4 +388,34 @@ async fn what_operators_read_has_no_part_of_the_token() {
     let unknown = s.authenticate(&key.token(&claims(json!({"iss": "https://x"})))).await.unwrap_err();
     assert_eq!(unknown.to_string(), "oidc: the claim iss is no configured issuer");
     assert!(!format!("{refused:?} {:?}", s.users).contains(token.split('.').nth(1).unwrap()));
+}
+
+#[tokio::test(start_paused = true)]
+async fn tokens_with_unknown_keys_keep_out_no_others_while_the_issuer_hangs() {
+    let (key, unknown) = (SigningKey::ec("a").unwrap(), SigningKey::ec("b").unwrap());
+    let s = Setup::new(&[&key]);
+    s.authenticate(&key.token(&claims(json!({})))).await.unwrap();
+    tokio::time::advance(31 * SECOND).await;
+    s.fake.hangs.send_replace(true);
+    // As many as one network may have at the same time.
+    let flood: Vec<_> = (0..1_000).map(|n| unknown.token(&claims(json!({ "jti": n })))).collect();
+    let mut flood = std::pin::pin!(join_all(flood.iter().map(|token| s.authenticate(token))));
+    assert!(futures_util::poll!(flood.as_mut()).is_pending());
+    settle().await;
+    let caller = s.authenticate(&key.token(&claims(json!({ "jti": "new" })))).await.unwrap();
+    assert_eq!(&*caller.name, "corp:jane");
+}
+
+#[tokio::test(start_paused = true)]
+async fn all_tokens_wait_for_the_first_keys() {
+    let key = SigningKey::ec("a").unwrap();
+    let s = Setup::new(&[&key]);
+    // Before it has read any keys.
+    s.fake.hangs.send_replace(true);
+    let tokens: Vec<_> = (0..300).map(|n| key.token(&claims(json!({ "jti": n })))).collect();
+    let mut found = std::pin::pin!(join_all(tokens.iter().map(|token| s.authenticate(token))));
+    assert!(futures_util::poll!(found.as_mut()).is_pending());
+    settle().await;
+    s.fake.hangs.send_replace(false);
+    assert!(found.await.iter().all(Result::is_ok));
 }

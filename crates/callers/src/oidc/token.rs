@@ -6,7 +6,7 @@ use base64::{Engine as _, prelude::BASE64_URL_SAFE_NO_PAD};
 use jsonwebtoken::{Algorithm, AlgorithmFamily};
 use serde_json::{Map, Value};
 
-use super::key_set::{Found, KeyId, KeySet};
+use super::key_set::{Found, KeySet, Signer};
 use crate::Fault;
 
 /// The claims of a token.
@@ -24,7 +24,7 @@ pub(super) struct Token<'a> {
 /// What keys say about a token.
 pub(super) enum Verdict {
     /// It was signed with this key.
-    Signed(KeyId),
+    Signed(Signer),
     /// It was signed with none of them, so that the issuer may have a newer one.
     UnknownKey,
     /// It must be refused.
@@ -75,7 +75,7 @@ impl<'a> Token<'a> {
                 let signer =
                     keys.iter().find(|key| key.verifies(self.message, self.signature, self.algorithm));
                 match signer {
-                    Some(key) => Verdict::Signed(key.id().clone()),
+                    Some(key) => Verdict::Signed(key.signer(self.algorithm)),
                     // An issuer without names of keys may have replaced its key.
                     None if kid.is_none() => Verdict::UnknownKey,
                     None => Verdict::Refused(Fault::Signature),

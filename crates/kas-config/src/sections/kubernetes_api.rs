@@ -261,7 +261,7 @@ fn client_certificates(s: &mut Section<'_, '_>, listen: &Listen) -> Option<Clien
     let crl = s.path(
         "crl_file",
         "PEM lists of certificates that these authorities have revoked, reloaded on change. Then each certificate needs \
-         an issuer with a list.",
+         an issuer with a list; an authority between it and client_ca_file is refused if it is in a list.",
     );
     if ca.is_some() && listen.tls.is_none() && !s.is_refused("certificate_file") && !s.is_refused("key_file")
     {

@@ -485,6 +485,22 @@ fn every_problem_of_the_issuers_is_reported() {
 }
 
 #[test]
+fn no_template_of_groups_can_give_a_group_of_another() {
+    let groups = |texts: &str| {
+        format!("oidc: [{}]", issuer("https://a", &format!("username: 'a:{{sub}}', groups: [{texts}]")))
+    };
+    assert_eq!(kubernetes_api(&groups("'a:{x}', 'a:{y}', 'a:all', 'a:b:{z}'")).oidc.len(), 1);
+    assert_eq!(
+        refused(&groups("'a:all', 'a:{x}:{y}', 'a:b:{z}'")),
+        [
+            "oidc[0].groups[2]: found \"a:b:{z}\"; expected a template that cannot give a group of groups[1], because the \
+          value of a claim could give the group of another: other fixed texts between the same colons, such as \
+          corp:team:{team} and corp:role:{role}"
+        ]
+    );
+}
+
+#[test]
 fn no_prefix_of_an_issuer_begins_another() {
     let named = |names: &[&str]| {
         let issuers: Vec<_> = names

@@ -63,7 +63,7 @@ pub(super) struct EndpointTls {
 /// names one. `address` is where the endpoint listens.
 ///
 /// # Errors
-/// If a file cannot be used.
+/// If a file cannot be used, or kas would make a certificate for an address that is not on loopback.
 pub(super) fn tls(
     section: &Section,
     reloader: &mut Reloader,
@@ -77,6 +77,7 @@ pub(super) fn tls(
     let Some(own) = &section.own_certificate else {
         return Ok(EndpointTls { config: reloader.listener(SECTION, &section.listen, true)?, users: None });
     };
+    own_certificate::check_bound(&section.listen.address, address).map_err(StartError::OwnCertificate)?;
     let outcome = own_certificate::ensure(own, process::clock::wall()).map_err(StartError::OwnCertificate)?;
     let (ca_file, users_file) = (own.ca.display(), section.users.as_ref().map(|users| users.file.display()));
     match outcome {

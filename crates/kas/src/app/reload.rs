@@ -8,7 +8,7 @@ use process::files::{self, Followed, Snapshot};
 
 use super::StartError;
 use crate::{
-    certificates::{Certificates, LiveVerifier, PrivateTls},
+    certificates::{Certificates, LiveVerifier, PrivateTls, UserListener},
     listener::api::ApiListener,
     preflight,
     replicas::{Rotation, redis_backend::RedisBackend},
@@ -19,17 +19,19 @@ use kas_config::{self, Config, Secrets};
 pub(super) struct Reloader {
     pub(super) certificates: Arc<Certificates>,
     all: Vec<Followed>,
+    /// Files with which somebody loses access.
+    soon: Vec<Followed>,
 }
 
 impl Reloader {
     pub(super) fn new(certificates: Arc<Certificates>) -> Self {
-        Self { certificates, all: Vec::new() }
+        Self { certificates, all: Vec::new(), soon: Vec::new() }
     }
 
     /// Reloads files when they change, until dropped.
     pub(super) async fn run(self) {
-        let Self { certificates, all } = self;
-        files::follow(all, move || certificates.warn()).await;
+        let Self { certificates, all, soon } = self;
+        tokio::join!(files::follow(all, move || certificates.warn()), files::follow_soon(soon));
     }
 
     pub(super) fn listener(
@@ -54,11 +56,12 @@ impl Reloader {
         files: &kas_config::TlsFiles,
         clients: &kas_config::ClientCertificates,
     ) -> Result<(tls::Live<rustls::ServerConfig>, Arc<LiveVerifier>), StartError> {
-        let (live, verifier, followed) = self
+        let UserListener { live, verifier, server, users } = self
             .certificates
             .listener_for_users(section, files, clients)
             .map_err(|source| StartError::Tls { section, source })?;
-        self.all.push(followed);
+        self.all.push(server);
+        self.soon.push(users);
         Ok((live, verifier))
     }
 

@@ -2,7 +2,7 @@
 
 use std::{
     sync::{
-        OnceLock,
+        Arc, OnceLock,
         atomic::{AtomicU64, Ordering},
     },
     time::Duration,
@@ -28,6 +28,11 @@ impl LiveVerifier {
         Self { current, version: AtomicU64::default(), changes: OnceLock::new() }
     }
 
+    /// Returns the verifier that is used now.
+    pub(super) fn current(&self) -> Arc<UserVerifier> {
+        self.current.load_full()
+    }
+
     /// Replaces the verifier. Open requests are checked again.
     pub(super) fn replace(&self, verifier: UserVerifier) {
         self.current.store(verifier.into());
@@ -41,8 +46,8 @@ impl LiveVerifier {
 impl CertificateVerifier for LiveVerifier {
     fn verify(&self, certificates: &[CertificateDer<'static>], at: Duration) -> Option<CertificateSubject> {
         match self.current.load().verify(certificates, at) {
-            Ok(User { common_name, organizations }) => {
-                Some(CertificateSubject { common_name, organizations })
+            Ok(User { common_name, organizations, ends }) => {
+                Some(CertificateSubject { common_name, organizations, ends })
             }
             Err(error) => {
                 tracing::debug!(error = %error, "a certificate of a user was refused");

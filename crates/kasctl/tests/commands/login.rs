@@ -315,6 +315,26 @@ async fn a_logout_revokes_the_token_and_removes_the_login() {
 }
 
 #[tokio::test]
+async fn a_logout_revokes_the_tokens_of_earlier_logins_too() {
+    let issuer = Issuer::start().await;
+    let mut tokens = Vec::new();
+    for _ in 0..2 {
+        let run = issuer.login().await.expect_exit(0);
+        assert_eq!(run.stderr.contains("until 'kasctl logout' revokes it"), !tokens.is_empty(), "{run:?}");
+        tokens.push(issuer.state.lock().refresh_token.clone());
+    }
+    assert_ne!(tokens[0], tokens[1]);
+    for token in &tokens {
+        assert_eq!(issuer.count("token", token), 0, "an issuer could end the new login with the old token");
+    }
+    issuer.run(&["logout"]).await.expect_exit(0);
+    for token in &tokens {
+        assert_eq!(issuer.count("token", token), 1);
+    }
+    assert!(issuer.stored().is_empty());
+}
+
+#[tokio::test]
 async fn a_kubeconfig_names_the_login() {
     let issuer = Issuer::start().await;
     let config = issuer.server.dir.path().join("config");

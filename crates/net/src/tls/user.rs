@@ -1,18 +1,18 @@
 //! Certificates of clients that are users: people and programs, not replicas.
 
-use std::{fmt, path::Path, sync::Arc, time::Duration};
+use std::{fmt, path::Path, slice, sync::Arc, time::Duration};
 
 use rustls::{
     CertificateError, DistinguishedName, Error, OtherError, ServerConfig,
     server::{
-        WebPkiClientVerifier,
+        ClientCertVerifierBuilder, WebPkiClientVerifier,
         danger::{ClientCertVerified, ClientCertVerifier},
     },
 };
 use rustls_pki_types::{CertificateDer, CertificateRevocationListDer, UnixTime, pem::PemObject as _};
 use x509_parser::prelude::{FromDer as _, X509Certificate};
 
-use super::{authorities, role::signatures_by, server_with};
+use super::{Validity, authorities, role::signatures_by};
 
 /// The user whose certificate it is.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -21,6 +21,8 @@ pub struct User {
     pub common_name: String,
     /// The organizations of its subject, in their order.
     pub organizations: Vec<String>,
+    /// When the first of the certificates expires, since 1970.
+    pub ends: Duration,
 }
 
 /// Why a certificate is not one of a user.
@@ -55,7 +57,8 @@ impl User {
         let mut names = parsed.subject().iter_common_name();
         let (Some(name), None) = (names.next(), names.next()) else { return Err(NotUser::CommonName) };
         let organizations = parsed.subject().iter_organization().map(text).collect::<Result<_, _>>()?;
-        Ok(Self { common_name: text(name)?, organizations })
+        let ends = u64::try_from(parsed.validity().not_after.timestamp()).unwrap_or(0);
+        Ok(Self { common_name: text(name)?, organizations, ends: Duration::from_secs(ends) })
     }
 }
 
@@ -64,13 +67,20 @@ impl User {
 pub struct UserVerifier(Arc<Verifier>);
 
 impl UserVerifier {
-    /// Reads the files. With `crl_file`, a certificate must have an issuer with a list of revocations there.
-    /// An old list is used until there is another one.
+    /// Reads the files. With `crl_file`, the issuer of a user's certificate must have a list of revocations
+    /// there. The authorities between it and one of `ca_file` must not be revoked either, but their issuers
+    /// need no lists. An old list is used until there is another one.
     ///
     /// # Errors
     /// See [`super::Error`].
     pub fn new(ca_file: &Path, crl_file: Option<&Path>) -> Result<Self, super::Error> {
-        let mut builder = WebPkiClientVerifier::builder(authorities(ca_file)?).allow_unauthenticated();
+        let roots = authorities(ca_file)?;
+        let builder = || WebPkiClientVerifier::builder(Arc::clone(&roots)).allow_unauthenticated();
+        let build = |builder: ClientCertVerifierBuilder| {
+            let path = crl_file.unwrap_or(ca_file).to_owned();
+            builder.build().map_err(|source| super::Error::Authority { path, source })
+        };
+        let (mut of_user, mut of_chain) = (builder(), None);
         if let Some(path) = crl_file {
             let what = "a list of revoked certificates (CRL)";
             let error = |source| super::Error::Pem { what, path: path.to_owned(), source };
@@ -85,13 +95,12 @@ impl UserVerifier {
                     source: rustls_pki_types::pem::Error::NoItemsFound,
                 });
             }
-            builder = builder.with_crls(lists).only_check_end_entity_revocation();
+            // One verifier cannot demand a list for the user's certificate only, and still look at the
+            // others.
+            of_chain = Some(build(builder().with_crls(lists.clone()).allow_unknown_revocation_status())?);
+            of_user = of_user.with_crls(lists).only_check_end_entity_revocation();
         }
-        let inner = builder.build().map_err(|source| super::Error::Authority {
-            path: crl_file.unwrap_or(ca_file).to_owned(),
-            source,
-        })?;
-        Ok(Self(Arc::new(Verifier { inner })))
+        Ok(Self(Arc::new(Verifier { inner: build(of_user)?, of_chain })))
     }
 
     /// Verifies certificates, that of the user first, as of this time since 1970.
@@ -100,22 +109,26 @@ impl UserVerifier {
     /// Why they are not accepted.
     pub fn verify(&self, certificates: &[CertificateDer<'_>], at: Duration) -> Result<User, Error> {
         let (own, others) = certificates.split_first().ok_or(Error::NoCertificatesPresented)?;
-        self.0.inner.verify_client_cert(own, others, UnixTime::since_unix_epoch(at))?;
-        User::of(own).map_err(refused)
+        self.0.check(own, others, UnixTime::since_unix_epoch(at))?;
+        let mut user = User::of(own).map_err(refused)?;
+        for other in others {
+            // What cannot be read was not needed.
+            if let Ok(Some(validity)) = Validity::of(slice::from_ref(other)) {
+                user.ends = user.ends.min(validity.first);
+            }
+        }
+        Ok(user)
     }
 
     /// Returns the configuration of a server that asks clients for a certificate, and accepts clients without
-    /// one. Otherwise as [`super::server`].
-    ///
-    /// # Errors
-    /// See [`super::Error`].
-    pub fn server(
-        &self,
-        certificate_file: &Path,
-        key_file: &Path,
-    ) -> Result<Arc<ServerConfig>, super::Error> {
-        let builder = ServerConfig::builder().with_client_cert_verifier(Arc::clone(&self.0) as _);
-        server_with(builder, certificate_file, key_file)
+    /// one. Otherwise it is as `server`: it has the same certificate and the same protocols.
+    pub fn server_as(&self, server: &ServerConfig) -> Arc<ServerConfig> {
+        let mut config = ServerConfig::builder()
+            .with_client_cert_verifier(Arc::clone(&self.0) as _)
+            .with_cert_resolver(Arc::clone(&server.cert_resolver));
+        config.alpn_protocols.clone_from(&server.alpn_protocols);
+        config.session_storage = Arc::clone(&server.session_storage);
+        Arc::new(config)
     }
 }
 
@@ -125,7 +138,24 @@ fn refused(why: NotUser) -> Error {
 
 #[derive(Debug)]
 struct Verifier {
+    /// Refuses a certificate whose issuer has no list, if there are lists.
     inner: Arc<dyn ClientCertVerifier>,
+    /// Refuses a chain with a revoked authority; `None`: there are no lists.
+    of_chain: Option<Arc<dyn ClientCertVerifier>>,
+}
+
+impl Verifier {
+    fn check(
+        &self,
+        end_entity: &CertificateDer<'_>,
+        intermediates: &[CertificateDer<'_>],
+        now: UnixTime,
+    ) -> Result<ClientCertVerified, Error> {
+        if let Some(of_chain) = &self.of_chain {
+            of_chain.verify_client_cert(end_entity, intermediates, now)?;
+        }
+        self.inner.verify_client_cert(end_entity, intermediates, now)
+    }
 }
 
 impl ClientCertVerifier for Verifier {
@@ -147,7 +177,7 @@ impl ClientCertVerifier for Verifier {
         intermediates: &[CertificateDer<'_>],
         now: UnixTime,
     ) -> Result<ClientCertVerified, Error> {
-        let verified = self.inner.verify_client_cert(end_entity, intermediates, now)?;
+        let verified = self.check(end_entity, intermediates, now)?;
         User::of(end_entity).map_err(refused)?;
         Ok(verified)
     }
@@ -168,6 +198,8 @@ mod tests {
 
     /// 2030-01-01.
     const NOW: Duration = Duration::from_secs(1_893_456_000);
+    /// The serial number of an intermediate authority.
+    const INTERMEDIATE: u64 = 70;
 
     struct Authority {
         folder: tempfile::TempDir,
@@ -192,6 +224,13 @@ mod tests {
         }
 
         fn certificate(&self, change: impl FnOnce(&mut CertificateParams)) -> [CertificateDer<'static>; 1] {
+            [Self::certificate_of(&self.issuer, change)]
+        }
+
+        fn certificate_of(
+            issuer: &Issuer<'static, KeyPair>,
+            change: impl FnOnce(&mut CertificateParams),
+        ) -> CertificateDer<'static> {
             let mut params = CertificateParams::new(vec![]).unwrap();
             params.not_before = date_time_ymd(2029, 1, 1);
             params.not_after = date_time_ymd(2031, 1, 1);
@@ -202,11 +241,30 @@ mod tests {
             params.distinguished_name.push(DnType::OrganizationName, "dev");
             change(&mut params);
             let key = KeyPair::generate().unwrap();
-            [params.signed_by(&key, &self.issuer).unwrap().der().clone()]
+            params.signed_by(&key, issuer).unwrap().der().clone()
         }
 
         /// Writes a list with these serial numbers.
         fn revoke(&self, serials: &[u64]) {
+            fs::write(self.folder.path().join("crl"), Self::list(&self.issuer, serials)).unwrap();
+        }
+
+        /// Returns an authority below this one, with its certificate.
+        fn intermediate(&self) -> (Issuer<'static, KeyPair>, CertificateDer<'static>) {
+            let mut ca = CertificateParams::new(vec![]).unwrap();
+            ca.is_ca = IsCa::Ca(rcgen::BasicConstraints::Unconstrained);
+            ca.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
+            ca.serial_number = Some(SerialNumber::from(INTERMEDIATE));
+            ca.distinguished_name = rcgen::DistinguishedName::new();
+            ca.distinguished_name.push(DnType::CommonName, "intermediate");
+            ca.not_after = date_time_ymd(2030, 6, 1);
+            let key = KeyPair::generate().unwrap();
+            let certificate = ca.signed_by(&key, &self.issuer).unwrap().der().clone();
+            (Issuer::new(ca, key), certificate)
+        }
+
+        /// Returns a list of an issuer with these serial numbers.
+        fn list(issuer: &Issuer<'static, KeyPair>, serials: &[u64]) -> String {
             let revoked = serials.iter().map(|&serial| RevokedCertParams {
                 serial_number: SerialNumber::from(serial),
                 revocation_time: date_time_ymd(2029, 6, 1),
@@ -221,8 +279,7 @@ mod tests {
                 revoked_certs: revoked.collect(),
                 key_identifier_method: KeyIdMethod::Sha256,
             };
-            fs::write(self.folder.path().join("crl"), list.signed_by(&self.issuer).unwrap().pem().unwrap())
-                .unwrap();
+            list.signed_by(issuer).unwrap().pem().unwrap()
         }
     }
 
@@ -230,7 +287,9 @@ mod tests {
     fn a_user_is_named_by_the_subject_of_a_certificate_for_clients() {
         let authority = Authority::new();
         let verifier = authority.verifier(None).unwrap();
-        let jane = User { common_name: "jane".into(), organizations: vec!["dev".into()] };
+        // 2031-01-01.
+        let ends = Duration::from_secs(1_924_992_000);
+        let jane = User { common_name: "jane".into(), organizations: vec!["dev".into()], ends };
         assert_eq!(verifier.verify(&authority.certificate(|_| {}), NOW).unwrap(), jane);
         let refused = |change: fn(&mut CertificateParams)| {
             verifier.verify(&authority.certificate(change), NOW).unwrap_err().to_string()
@@ -265,5 +324,27 @@ mod tests {
             let error = authority.verifier(Some(bad)).unwrap_err().to_string();
             assert!(error.contains("revoked"), "{error}");
         }
+    }
+
+    #[test]
+    fn a_revoked_authority_ends_all_certificates_below_it() {
+        let authority = Authority::new();
+        let (issuer, intermediate) = authority.intermediate();
+        let chain = [Authority::certificate_of(&issuer, |_| {}), intermediate];
+        let own = Authority::list(&issuer, &[8]);
+        let judged = |lists: &[&str]| {
+            fs::write(authority.folder.path().join("crl"), lists.concat()).unwrap();
+            authority.verifier(Some("crl")).unwrap().verify(&chain, NOW)
+        };
+        // The root needs no list.
+        let user = judged(&[&own]).unwrap();
+        // 2030-06-01, before the user's own certificate.
+        assert_eq!(user.ends, Duration::from_secs(1_906_502_400));
+        let of_root = |serials: &[u64]| Authority::list(&authority.issuer, serials);
+        judged(&[&own, &of_root(&[7])]).unwrap();
+        let error = judged(&[&own, &of_root(&[INTERMEDIATE])]).unwrap_err();
+        assert_eq!(error, CertificateError::Revoked.into());
+        // The issuer of the user's certificate does.
+        assert!(judged(&[&of_root(&[])]).is_err());
     }
 }

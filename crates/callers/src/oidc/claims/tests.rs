@@ -86,10 +86,10 @@ fn names_and_groups_are_filled_templates() {
     assert_eq!(named(corp, many(65)), Err(Fault::TooManyGroups));
     // A constant, and one that no claim fills.
     let ci =
-        "username: 'gl:{project_path}', groups: ['gl:ci', 'gl:ref:{ref}', 'gl:{a}:{b}', 'gl:none:{none}']";
+        "username: 'gl:{project_path}', groups: ['gl:ci', 'gl:ref:{ref}', 'gl:ab:{a}:{b}', 'gl:none:{none}']";
     assert_eq!(
         named(ci, json!({"project_path": "acme/web", "ref": "main", "a": "x", "b": 7})),
-        found("gl:acme/web", &["gl:ci", "gl:ref:main", "gl:x:7"])
+        found("gl:acme/web", &["gl:ci", "gl:ref:main", "gl:ab:x:7"])
     );
     for (claim, fault) in [("project_path", Fault::Username), ("x", Fault::Username)] {
         assert_eq!(named(ci, json!({claim: ["list"]})), Err(fault));
@@ -106,7 +106,12 @@ fn no_value_makes_a_name_with_another_meaning() {
     }
     let ours = "username: 'corp:{sub}', groups: ['corp:{groups}', 'corp:team:{team}']";
     assert_eq!(named(ours, json!({"sub": "a:b", "groups": "team:x"})), Err(Fault::Colon));
-    assert_eq!(named(ours, json!({"sub": "a:b", "team": "x:y"})), found("corp:a:b", &["corp:team:x:y"]));
+    assert_eq!(named(ours, json!({"sub": "a:b", "team": "x:y"})), Err(Fault::Colon));
+    assert_eq!(named(ours, json!({"sub": "a:b", "team": "x"})), found("corp:a:b", &["corp:team:x"]));
+    // A repository's administrators choose the names of its environments.
+    let hub = "username: 'gh:{sub}', groups: ['gh:{repository}:{ref}', 'gh:{environment}']";
+    let forged = json!({"sub": "1", "environment": "acme/infra:refs/heads/main"});
+    assert_eq!(named(hub, forged), Err(Fault::Colon));
 }
 
 #[test]

@@ -58,6 +58,8 @@ pub(super) fn read(s: &mut Section<'_, '_>) -> Vec<Oidc> {
                \"corp:{groups}\"}. username, groups (a text or a list of texts): templates with claims in braces; a \
                claim that is a list gives several groups. All begin with one prefix that ends with `:` and that no \
                other issuer has. Between two claims of a template is a text with `:`, and neither may contain one. \
+               Two templates of groups must differ in a fixed text, so that no value gives a group of the other one; a \
+               single claim behind the same text, as corp:{roles}, is permitted, and only such claims may contain `:`. \
                require: what else the claims must be, as {ref_protected: \"true\", namespace_path: \"acme/**\"}; `*` \
                matches anything but `/`, `**` anything; of a list, one must match. The claim email counts only with \
                email_verified. ca_file: PEM of the authority that signed the issuer's certificate, in addition to the \
@@ -148,6 +150,13 @@ fn names(s: &mut Section<'_, '_>, others: &[(String, String)]) -> (String, NameT
     template::forbid_colons(&mut groups);
     if s.is_refused("username") || s.is_refused("groups") {
         return (String::new(), username, groups);
+    }
+    if let Some((first, second)) = template::ambiguous(&groups) {
+        let expected = format!(
+            "a template that cannot give a group of groups[{first}], because the value of a claim could give the group \
+             of another: other fixed texts between the same colons, such as corp:team:{{team}} and corp:role:{{role}}"
+        );
+        s.refuse_as(&format!("groups[{second}]"), shown_text(&texts[second]), expected);
     }
     let prefix = template::prefix(std::iter::once(&username).chain(&groups)).to_owned();
     if prefix.is_empty() {

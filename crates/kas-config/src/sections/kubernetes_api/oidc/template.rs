@@ -55,6 +55,50 @@ impl NameTemplate {
         self.allows_colon
     }
 
+    fn has_claims(&self) -> bool {
+        self.claims().next().is_some()
+    }
+
+    /// Whether both are the same text with one claim behind it, so that all their groups are of one kind.
+    fn is_sibling(&self, other: &Self) -> bool {
+        use TemplatePart::{Claim, Text};
+        match (&self.parts[..], &other.parts[..]) {
+            ([Text(one), Claim(_)], [Text(another), Claim(_)]) => one == another,
+            ([Claim(_)], [Claim(_)]) => true,
+            _ => false,
+        }
+    }
+
+    /// Whether both can give the same text, of which each would mean something else. No value has a `:`,
+    /// unless they are siblings.
+    fn overlaps(&self, other: &Self) -> bool {
+        if self.parts == other.parts || self.is_sibling(other) {
+            return false;
+        }
+        let (own, others) = (self.segments(), other.segments());
+        own.len() == others.len() && own.iter().zip(&others).all(|(one, another)| one.overlaps(another))
+    }
+
+    /// Splits it at each `:`.
+    fn segments(&self) -> Vec<Segment> {
+        let (mut segments, mut last) = (Vec::new(), Segment::default());
+        for part in &self.parts {
+            match part {
+                TemplatePart::Claim(_) => last.end = Some(String::new()),
+                TemplatePart::Text(text) => {
+                    for (n, piece) in text.split(':').enumerate() {
+                        if n > 0 {
+                            segments.push(std::mem::take(&mut last));
+                        }
+                        last.end.as_mut().unwrap_or(&mut last.begin).push_str(piece);
+                    }
+                }
+            }
+        }
+        segments.push(last);
+        segments
+    }
+
     /// Returns the text before the first claim.
     fn head(&self) -> &str {
         match self.parts.first() {
@@ -102,14 +146,60 @@ impl FromStr for NameTemplate {
     }
 }
 
-/// Forbids `:` in the values of templates with whose text another template begins: with `corp:{groups}` and
-/// `corp:team:{team}`, a group `team:x` would be taken for the team `x`.
+/// Forbids `:` in the values of group templates, unless it can mean nothing else: there is only one, or all
+/// are the same text with one claim behind it, as `corp:{groups}` and `corp:{roles}`. With `corp:{groups}`
+/// and `corp:team:{team}`, a group `team:x` would be taken for the team `x`.
+///
+/// Templates without a claim do not count: everybody of the issuer has their groups.
 pub(super) fn forbid_colons(templates: &mut [NameTemplate]) {
-    let heads: Vec<String> = templates.iter().map(|template| template.head().to_owned()).collect();
-    for template in templates {
-        let head = template.head();
-        let is_begun = heads.iter().any(|other| other.len() > head.len() && other.starts_with(head));
-        template.allows_colon &= !is_begun;
+    let with_claims: Vec<_> = templates.iter().filter(|template| template.has_claims()).collect();
+    let is_clear = match with_claims[..] {
+        [] | [_] => true,
+        [first, ..] => with_claims.iter().all(|template| first.is_sibling(template)),
+    };
+    if !is_clear {
+        templates.iter_mut().for_each(|template| template.allows_colon = false);
+    }
+}
+
+/// Returns the indices of the first two group templates that could give the same group although they mean
+/// different ones. [`forbid_colons`] has been called for them.
+pub(super) fn ambiguous(templates: &[NameTemplate]) -> Option<(usize, usize)> {
+    let with_claims = || templates.iter().enumerate().filter(|(_, template)| template.has_claims());
+    with_claims().find_map(|(n, template)| {
+        let (earlier, _) =
+            with_claims().take_while(|(m, _)| *m < n).find(|(_, one)| one.overlaps(template))?;
+        Some((earlier, n))
+    })
+}
+
+/// What is between two `:` of a template. It has at most one claim, because between two claims is a `:`.
+#[derive(Debug, Default)]
+struct Segment {
+    begin: String,
+    /// What follows the claim; `None`: there is no claim, and `begin` is everything.
+    end: Option<String>,
+}
+
+impl Segment {
+    /// Whether a value without `:` can make both the same text. No value is empty.
+    fn overlaps(&self, other: &Self) -> bool {
+        match (&self.end, &other.end) {
+            (None, None) => self.begin == other.begin,
+            (None, Some(end)) => other.can_be(&self.begin, end),
+            (Some(end), None) => self.can_be(&other.begin, end),
+            (Some(end), Some(other_end)) => {
+                let (begin, other_begin) = (&*self.begin, &*other.begin);
+                (begin.starts_with(other_begin) || other_begin.starts_with(begin))
+                    && (end.ends_with(other_end.as_str()) || other_end.ends_with(end.as_str()))
+            }
+        }
+    }
+
+    /// Whether it can be this text. `end` is what follows its claim.
+    fn can_be(&self, text: &str, end: &str) -> bool {
+        let rest = text.strip_prefix(self.begin.as_str()).and_then(|rest| rest.strip_suffix(end));
+        rest.is_some_and(|value| !value.is_empty())
     }
 }
 
@@ -196,11 +286,41 @@ mod tests {
 
     #[test]
     fn values_with_a_colon_must_not_look_like_those_of_another_template() {
-        let mut templates = ["corp:{groups}", "corp:{roles}", "corp:team:{team}"].map(template);
-        forbid_colons(&mut templates);
-        assert_eq!(templates.map(|template| template.allows_colon()), [false, false, true]);
-        let mut alike = ["corp:{groups}", "corp:{roles}"].map(template);
-        forbid_colons(&mut alike);
-        assert_eq!(alike.map(|template| template.allows_colon()), [true, true]);
+        for (templates, allowed) in [
+            (&["corp:{groups}", "corp:{roles}"][..], true),
+            (&["corp:{groups}", "corp:all"], true),
+            (&["corp:{groups}-x"], true),
+            (&["corp:{groups}", "corp:team:{team}"], false),
+            (&["corp:{groups}", "corp:{roles}-x"], false),
+            (&["gh:{repository}:{ref}", "gh:{environment}"], false),
+            (&["corp:{groups}", "corp:{team}:admins"], false),
+        ] {
+            let mut found: Vec<_> = templates.iter().map(|text| template(text)).collect();
+            forbid_colons(&mut found);
+            let of_one = found.iter().filter(|template| template.claims().count() == 1);
+            assert!(of_one.clone().all(|template| template.allows_colon() == allowed), "{templates:?}");
+            assert!(of_one.count() > 0);
+        }
+    }
+
+    #[test]
+    fn templates_that_can_give_the_same_group_are_ambiguous() {
+        for (templates, expected) in [
+            (&["gh:{environment}", "gh:repo-{repository}"][..], Some((0, 1))),
+            (&["corp:{a}:x", "corp:b:{c}"], Some((0, 1))),
+            (&["gl:ci", "gl:ref:{ref}", "gl:{a}:{b}"], Some((1, 2))),
+            (&["gl:{a}-x", "gl:y-{b}"], Some((0, 1))),
+            (&["gl:{a}:x:{b}", "gl:{c}:y:{d}"], None),
+            (&["gl:{a}-x", "gl:{b}-y"], None),
+            (&["gl:x-{a}", "gl:y-{b}"], None),
+            (&["gl:x{a}:1", "gl:x:{b}"], None),
+            (&["gl:{groups}", "gl:{roles}", "gl:{groups}", "gl:x"], None),
+            (&["gl:{a}", "gl:{a}:{b}", "gl:x:y:{c}"], None),
+            (&["gl:{a}:{b}", "gl:{b}:{a}"], Some((0, 1))),
+            (&["gl:{a}:{b}", "gl:{a}:{b}"], None),
+        ] {
+            let parsed: Vec<_> = templates.iter().map(|text| template(text)).collect();
+            assert_eq!(ambiguous(&parsed), expected, "{templates:?}");
+        }
     }
 }
