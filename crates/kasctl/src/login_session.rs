@@ -139,7 +139,8 @@ pub(crate) struct Login {
     #[serde(serialize_with = "expose", deserialize_with = "hide")]
     id_token: Option<SecretString>,
     /// Refresh tokens of earlier logins, which may still be valid at the issuer. They are revoked when the
-    /// user logs out, and not before: issuers such as Keycloak end a new login with an old refresh token.
+    /// user logs out, and not before: with a token, an issuer may revoke the whole grant (RFC 7009, 2.1),
+    /// which may be that of the new login too.
     #[serde(default, serialize_with = "expose_all", deserialize_with = "hide_all")]
     earlier: Vec<SecretString>,
 }
