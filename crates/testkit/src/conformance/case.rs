@@ -254,7 +254,7 @@ fn units(rng: &mut StdRng, marks: &[u8], delimiters: &[u8]) -> String {
             0..62 => out.push(char::from(*pick(rng, b"abcdefghijklmnopqrstuvwxyzABCDEF0123456789"))),
             62..68 => out.push(char::from(*pick(rng, marks))),
             68..80 => out.push(char::from(*pick(rng, delimiters))),
-            80..94 => out.push_str(*pick(rng, &CODES)),
+            80..94 => out.push_str(pick::<&str>(rng, &CODES)),
             // Any printable character.
             94..99 => {
                 let _ = write!(out, "%{:02X}", rng.random_range(0x21..0x7f));
@@ -378,7 +378,7 @@ fn request_headers(rng: &mut StdRng) -> Vec<(String, String)> {
         ("X-Request-Id", "mine"),
         ("Traceparent", "00-0123456789abcdef0123456789abcdef-0123456789abcdef-00"),
     ];
-    let mut headers = vec![owned("User-Agent", *pick(rng, &["kubectl/v1.33.0 (linux/amd64)", "x"]))];
+    let mut headers = vec![owned("User-Agent", pick::<&str>(rng, &["kubectl/v1.33.0 (linux/amd64)", "x"]))];
     for _ in 0..rng.random_range(0..9) {
         let (name, value) = *pick(rng, &HEADERS);
         // Only lists may be repeated.
@@ -507,7 +507,7 @@ fn answer_headers(rng: &mut StdRng) -> Vec<(String, String)> {
         }
     }
     if rng.random_bool(0.1) {
-        headers.push(owned("Connection", *pick(rng, &["Etag", "X-Custom, Warning"])));
+        headers.push(owned("Connection", pick::<&str>(rng, &["Etag", "X-Custom, Warning"])));
     }
     headers
 }
