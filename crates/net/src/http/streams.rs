@@ -114,6 +114,10 @@ impl Streams {
             if self.streams.0.take() || begun {
                 let mut cx = Context::from_waker(&self.streams.1);
                 while let Poll::Ready(Some(())) = self.open.poll_next_unpin(&mut cx) {}
+                // An upgraded stream begins another one.
+                if self.slot.take_begun(&mut self.open) {
+                    self.streams.1.wake_by_ref();
+                }
             }
             // Futures that were all polled once also count as ready: the next round finds that they are not.
             if !self.is_ready() {
