@@ -28,6 +28,9 @@ pub enum Passes {
     Grpc,
     /// WebSocket: HTTP/1.1 on both sides.
     WebSocket,
+    /// Requests of HTTP/1.1 and HTTP/2, with the defaults of the proxy: they reach kas in the version that it
+    /// uses unless another one is configured.
+    Http,
 }
 
 /// A proxy in front of kas. Dropping it ends it.
@@ -35,6 +38,9 @@ pub enum Passes {
 pub struct Proxy {
     /// Where it listens, without TLS.
     pub address: SocketAddr,
+    /// Where it accepts HTTP/2 without TLS, if it is there for [`Passes::Http`]. nginx needs a port of its own
+    /// for that.
+    pub http2: SocketAddr,
     /// The process.
     pub process: Process,
     _dir: TempDir,
@@ -57,9 +63,23 @@ impl Proxy {
                      proxy_set_header Connection upgrade;"
                 ),
             ),
+            Passes::Http => {
+                return Self::nginx_http(kas, "", &format!("proxy_pass http://{kas}; {directives}")).await;
+            }
         };
         let server = format!("listen {address}{http2}; location / {{ {pass} {directives} }}");
-        Self::nginx_with(dir, address, &server).await
+        Self::nginx_with(dir, [address; 2], "", &server).await
+    }
+
+    /// Starts nginx for [`Passes::Http`]: `http` are directives of the `http` block, and `location` are all
+    /// directives of the one location, `proxy_pass` included. `kas` only determines where it listens.
+    ///
+    /// # Errors
+    /// As of [`nginx`](Self::nginx).
+    pub async fn nginx_http(kas: SocketAddr, http: &str, location: &str) -> Result<Self> {
+        let [address, http2] = [beside(kas, 2), beside(kas, 5)];
+        let server = format!("listen {address}; listen {http2} http2; location / {{ {location} }}");
+        Self::nginx_with(TempDir::with_prefix("nginx-test-")?, [address, http2], http, &server).await
     }
 
     /// Starts nginx with one `server` of these directives, which listens on `address`.
@@ -67,10 +87,10 @@ impl Proxy {
     /// # Errors
     /// As of [`nginx`](Self::nginx).
     pub async fn nginx_server(address: SocketAddr, server: &str) -> Result<Self> {
-        Self::nginx_with(TempDir::with_prefix("nginx-test-")?, address, server).await
+        Self::nginx_with(TempDir::with_prefix("nginx-test-")?, [address; 2], "", server).await
     }
 
-    async fn nginx_with(dir: TempDir, address: SocketAddr, server: &str) -> Result<Self> {
+    async fn nginx_with(dir: TempDir, addresses: [SocketAddr; 2], http: &str, server: &str) -> Result<Self> {
         let at = path(dir.path())?;
         let temporary = ["client_body", "proxy", "fastcgi", "uwsgi", "scgi"];
         let temporary: String =
@@ -78,13 +98,13 @@ impl Proxy {
         let config = format!(
             "daemon off; master_process off; pid {at}/pid; error_log stderr info;
             events {{ worker_connections 64; }}
-            http {{ access_log off;\n{temporary} server {{ {server} }} }}"
+            http {{ access_log off;\n{temporary}{http} server {{ {server} }} }}"
         );
         let file = dir.path().join("nginx.conf");
         std::fs::write(&file, config)?;
         let program = find("nginx").context("nginx is not installed")?;
         let process = Process::start("nginx", &program, &["-e", "stderr", "-c", path(&file)?], &[]).await?;
-        Self::listening(address, process, dir).await
+        Self::listening(addresses, process, dir).await
     }
 
     /// Starts HAProxy with a frontend and a backend, whose `defaults` these are: Debian's, for example.
@@ -104,7 +124,7 @@ impl Proxy {
         std::fs::write(&file, config)?;
         let program = find("haproxy").context("haproxy is not installed")?;
         let process = Process::start("haproxy", &program, &["-db", "-f", path(&file)?], &[]).await?;
-        Self::listening(address, process, dir).await
+        Self::listening([address; 2], process, dir).await
     }
 
     /// Starts Envoy with one route; `manager` is added to its HTTP connection manager, and `route` to the
@@ -155,6 +175,7 @@ impl Proxy {
                 });
             }
             Passes::WebSocket => connections["upgrade_configs"] = json!([{ "upgrade_type": "websocket" }]),
+            Passes::Http => {}
         }
         crate::kas::merge(&mut connections, manager);
         let config = json!({ "static_resources": {
@@ -176,16 +197,16 @@ impl Proxy {
         let arguments =
             ["--config-path", path(&file)?, "--disable-hot-restart", "--concurrency", "1", "-l", "warn"];
         let process = Process::start("envoy", &program, &arguments, &[]).await?;
-        Self::listening(address, process, dir).await
+        Self::listening([address; 2], process, dir).await
     }
 
-    async fn listening(address: SocketAddr, process: Process, dir: TempDir) -> Result<Self> {
+    async fn listening([address, http2]: [SocketAddr; 2], process: Process, dir: TempDir) -> Result<Self> {
         eventually("the proxy listens", async || {
             anyhow::ensure!(process.is_running(), "it has ended:\n{}", process.log());
             Ok(TcpStream::connect(address).await.map(drop))
         })
         .await?;
-        Ok(Self { address, process, _dir: dir })
+        Ok(Self { address, http2, process, _dir: dir })
     }
 }
 

@@ -1,11 +1,7 @@
 //! Agents behind nginx, HAProxy and Envoy, with gRPC and WebSocket: the timers of proxies for silent streams.
 //!
 //! The normal tests use short timers and a shorter one in kas. The ignored tests use the default timers, each
-//! of which expires at least twice, and take eleven minutes: `cargo test -p tests --test proxies --
-//! --ignored`.
-//! --test proxies -- --ignored`.
-
-#![allow(clippy::unwrap_used)] // a test may panic
+//! of which expires at least twice.
 
 use std::time::Duration;
 
@@ -23,20 +19,16 @@ use testkit::{
 };
 use tokio::time::Instant;
 
+use crate::HAPROXY;
+
 /// How long agents are watched behind short timers.
 const SHORT: Duration = Duration::from_secs(45);
 /// How long agents are watched behind default timers: that of Envoy is 5 min.
 const LONG: Duration = Duration::from_secs(11 * 60);
 
-/// The configuration of Debian's package.
-const HAPROXY: &str = "  timeout connect 5000\n  timeout client 50000\n  timeout server 50000\n";
-
 /// Returns the short timer in seconds: below the 15 s of the pings of kas, or above where these count.
 fn timer(passes: Passes) -> u64 {
-    match passes {
-        Passes::Grpc => 12,
-        Passes::WebSocket => 19,
-    }
+    if passes == Passes::Grpc { 12 } else { 19 }
 }
 
 fn short_nginx(passes: Passes) -> String {
