@@ -40,11 +40,11 @@ pub(crate) struct Visit<'a> {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Presented {
     /// The client has put it there.
-    ByClient,
+    Request,
     /// A browser adds it by itself, such as a cookie.
-    ByBrowser,
+    Browser,
     /// It is that of the whole connection: a client certificate, which a browser uses for every page.
-    ByConnection,
+    Connection,
 }
 
 impl Origins {
@@ -59,14 +59,14 @@ impl Origins {
     /// If the page may not make the request.
     pub(crate) fn judge(&self, headers: &HeaderMap, visit: &Visit<'_>) -> Result<Page, Failure> {
         let refused = |text: &str| Failure::refused(Rule::Origin, StatusCode::FORBIDDEN, text);
-        let by_browser = visit.credential == Presented::ByBrowser;
+        let by_browser = visit.credential == Presented::Browser;
         let mut values = headers.get_all(header::ORIGIN).iter();
         let Some(origin) = values.next() else {
             let is_foreign = headers
                 .get_all(SEC_FETCH_SITE)
                 .iter()
                 .any(|value| value.as_bytes().eq_ignore_ascii_case(b"cross-site"));
-            if visit.credential != Presented::ByClient && is_foreign {
+            if visit.credential != Presented::Request && is_foreign {
                 return Err(refused("a page of another site may not make this request"));
             }
             if by_browser && visit.changes_state {
@@ -146,7 +146,7 @@ mod tests {
         by_browser: bool,
         changes_state: bool,
     ) -> Result<bool, u16> {
-        let credential = if by_browser { Presented::ByBrowser } else { Presented::ByClient };
+        let credential = if by_browser { Presented::Browser } else { Presented::Request };
         judge_with(pairs, credential, changes_state)
     }
 
@@ -206,7 +206,7 @@ mod tests {
 
     #[test]
     fn with_a_certificate_another_site_needs_an_allowed_origin() {
-        let judge = |pairs: &[(&'static str, &'static str)]| judge_with(pairs, Presented::ByConnection, true);
+        let judge = |pairs: &[(&'static str, &'static str)]| judge_with(pairs, Presented::Connection, true);
         assert_eq!(judge(&[]), Ok(false), "kubectl");
         assert_eq!(judge(&[("sec-fetch-site", "cross-site")]), Err(403));
         assert_eq!(judge(&[("sec-fetch-site", "cross-site"), GITLAB]), Ok(true));

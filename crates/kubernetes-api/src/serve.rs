@@ -220,9 +220,9 @@ impl KubernetesApi {
         };
         // A cookie without its CSRF token is no credential, but it came from a browser.
         let presented = match about.presented {
-            Some(SourceKind::Cookie) => Presented::ByBrowser,
-            Some(SourceKind::Certificate) => Presented::ByConnection,
-            _ => Presented::ByClient,
+            Some(SourceKind::Cookie) => Presented::Browser,
+            Some(SourceKind::Certificate) => Presented::Connection,
+            _ => Presented::Request,
         };
         let visit = Visit {
             host: &host,

@@ -206,7 +206,7 @@ mod tests {
             with(rsa("a"), "alg", json!(7)),
             with(rsa("a"), "n", json!("not base64!")),
         ] {
-            assert!(matches!(parse(&[useless.clone()]), Err(InvalidKeySet::NoKey)), "{useless}");
+            assert!(matches!(parse(std::slice::from_ref(&useless)), Err(InvalidKeySet::NoKey)), "{useless}");
             // It hides no other key.
             assert_eq!(parse(&[useless, rsa("b")]).map_err(|_| ()).unwrap().len(), 1);
         }
