@@ -113,8 +113,8 @@ impl Error {
         matches!(self, Self::Connect { .. } | Self::Away { .. })
     }
 
-    /// Whether only a new login helps, after a refresh: the issuer does not accept the refresh token any more,
-    /// or gives no ID token for it.
+    /// Whether only a new login helps, after a refresh: the issuer does not accept the refresh token any
+    /// more, or gives no ID token for it.
     pub(crate) fn needs_login(&self) -> bool {
         match self {
             Self::Refused { answer, .. } => answer.error == "invalid_grant",
@@ -313,7 +313,8 @@ impl Client<'_> {
         let not = |why| Error::IdToken { issuer: self.issuer.clone(), why };
         let id_token = id_token.ok_or_else(|| not(NotIdToken::Missing))?;
         let id_token = IdToken::parse(id_token.into()).map_err(not)?;
-        // The token comes from the issuer itself, so its signature needs no check (OpenID Connect Core 3.1.3.7).
+        // The token comes from the issuer itself, so its signature needs no check (OpenID Connect Core
+        // 3.1.3.7).
         id_token.check(self.issuer.as_str(), self.client_id).map_err(not)?;
         Ok(Granted { id_token, refresh_token: refresh_token.map(Into::into) })
     }

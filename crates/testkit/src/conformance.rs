@@ -2,8 +2,8 @@
 //! server must see the same request, and the client the same answer, except for the headers that kas
 //! documents.
 //!
-//! A number, the seed, determines a request and its answer, so a difference can be repeated. `case` makes both
-//! of them, `backend` is the server, `client` sends, `compare` knows the exceptions.
+//! A number, the seed, determines a request and its answer, so a difference can be repeated. `case` makes
+//! both of them, `backend` is the server, `client` sends, `compare` knows the exceptions.
 
 mod backend;
 mod case;

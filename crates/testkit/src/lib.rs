@@ -7,8 +7,8 @@
 //!   [`agent14`]: one that behaves like GitLab's 14.1; [`agent16`]: like 16.5; all serve [`handler`].
 //!   [`websocket_agent`]: one that dials `ws://`. [`link`]: the HTTP/2 below.
 //!   [`http_agent`]: like GitLab's 14.1 or 16.5, with an API server behind it.
-//! * [`conformance`]: generated requests, directly and through kas, which must not differ. [`http1`]: messages of
-//!   HTTP/1.1 as bytes.
+//! * [`conformance`]: generated requests, directly and through kas, which must not differ. [`http1`]:
+//!   messages of HTTP/1.1 as bytes.
 //! * [`proxy`]: nginx, HAProxy and Envoy in front of kas.
 //! * [`redis`]: a real Redis or Valkey, which can be stopped, slowed and cut; [`pypi`] installs Valkey.
 //! * [`gitlab`]: the internal API of GitLab, for kas. [`kas14`]: a kas like GitLab's, for agentk.

@@ -38,8 +38,8 @@ pub enum Passes {
 pub struct Proxy {
     /// Where it listens, without TLS.
     pub address: SocketAddr,
-    /// Where it accepts HTTP/2 without TLS, if it is there for [`Passes::Http`]. nginx needs a port of its own
-    /// for that.
+    /// Where it accepts HTTP/2 without TLS, if it is there for [`Passes::Http`]. nginx needs a port of its
+    /// own for that.
     pub http2: SocketAddr,
     /// The process.
     pub process: Process,

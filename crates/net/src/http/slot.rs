@@ -43,8 +43,8 @@ impl StreamReset {
 /// Hands a [`StreamReset`] from the service to the task of the stream.
 ///
 /// HTTP/2 begins the stream right after the service has been called for it, in the same poll of the
-/// connection, so what the service leaves here belongs to the next stream. HTTP/1.1 has one request at a time,
-/// served by the connection's own task.
+/// connection, so what the service leaves here belongs to the next stream. HTTP/1.1 has one request at a
+/// time, served by the connection's own task.
 #[derive(Clone, Debug)]
 pub struct StreamSlot(Arc<Slot>);
 

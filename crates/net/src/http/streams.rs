@@ -1,9 +1,9 @@
 //! The streams of a connection of HTTP/2, run by the connection's own task.
 //!
-//! With a task for each stream, a frame that arrives makes two tasks ready: that of the stream, and that of the
-//! connection once the stream has written. Two ready tasks of one thread make tokio wake another thread, which
-//! costs more than a small request does. In one task, what a read has made ready is served at once, and what
-//! that writes is flushed together.
+//! With a task for each stream, a frame that arrives makes two tasks ready: that of the stream, and that of
+//! the connection once the stream has written. Two ready tasks of one thread make tokio wake another thread,
+//! which costs more than a small request does. In one task, what a read has made ready is served at once, and
+//! what that writes is flushed together.
 
 use std::{
     sync::{
