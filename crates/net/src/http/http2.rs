@@ -71,6 +71,5 @@ impl Driver for Http2 {
 
     fn leave(&mut self) {
         Pin::new(&mut self.inner).graceful_shutdown();
-        self.streams.wake_connection();
     }
 }
