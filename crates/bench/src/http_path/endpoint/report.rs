@@ -222,7 +222,7 @@ mod tests {
             ])
         );
         let tables = report.tables();
-        assert!(tables.contains("| copy from a pod, MB/s | 100 | 30.0 | 0.300 |\n"), "{tables}");
+        assert!(tables.contains("| copy from a pod, MB/s | 100 | 25.0 | 0.250 |\n"), "{tables}");
         assert!(
             tables.contains("made 10 requests and 16 watched; 3 requests and watches failed (broke)."),
             "{tables}"
